@@ -1,0 +1,149 @@
+-- Schema, tables and types, then the functions. One migration, because the public functions go into
+-- the schema that heads the session's search_path, and the session is reset after each migration.
+
+create schema ratelimit;
+comment on schema ratelimit is
+  'pgratelimit: tables and private helpers. Callers use the public functions named ratelimit_*.';
+
+create type ratelimit.decision as (
+  allowed     boolean,
+  remaining   bigint,
+  retry_after interval,
+  reset_after interval,
+  capacity    bigint,
+  replayed    boolean
+);
+comment on type ratelimit.decision is
+  'The answer about one bucket: allowed; whole tokens remaining; retry_after, zero when allowed and null when the cost can never fit; reset_after, until full; capacity; replayed, when an idempotency key was seen before.';
+
+-- id is drawn anew by each definition: rows written under a dropped policy never count for a new
+-- one of the same name.
+create table ratelimit.policies (
+  id       bigint   not null,
+  name     text     collate "C" not null,
+  capacity bigint   not null,
+  refill   bigint   not null,
+  every    interval not null,
+  stepped  boolean  not null,
+  durable  boolean  not null,
+  remember interval not null,
+  every_us bigint   not null generated always as ((extract(epoch from every) * 1000000)::bigint) stored,
+  constraint policies_pkey primary key (name),
+  constraint policies_id_key unique (id)
+);
+comment on table ratelimit.policies is
+  'One row per policy; changed by ratelimit_define_policy and ratelimit_drop_policy only.';
+
+-- No index has level or refilled_at, so every acquire is a HOT update; due_at lets clean-up find
+-- rows by index and is never changed by an acquire. Fixed-width columns come first: cheap to reach.
+create table ratelimit.buckets (
+  policy_id   bigint      not null,
+  level       bigint      not null,
+  refilled_at timestamptz not null,
+  due_at      timestamptz not null,
+  key         text        collate "C" not null,
+  constraint buckets_pkey primary key (policy_id, key)
+);
+create index buckets_due_at_idx on ratelimit.buckets (due_at);
+comment on table ratelimit.buckets is
+  'Buckets of durable policies that are not known to be full; a bucket without a row is full.';
+comment on column ratelimit.buckets.level is
+  'Microtokens at refilled_at; below zero is debt.';
+comment on column ratelimit.buckets.refilled_at is
+  'When level was true; for a stepped policy a whole number of intervals after the first take.';
+comment on column ratelimit.buckets.due_at is
+  'When clean-up looks whether the bucket is full again.';
+
+create table ratelimit.idempotency_keys (
+  policy_id       bigint      not null,
+  cost            bigint      not null,
+  remaining       bigint      not null,
+  capacity        bigint      not null,
+  expires_at      timestamptz not null,
+  reset_after     interval    not null,
+  key             text        collate "C" not null,
+  idempotency_key text        collate "C" not null,
+  constraint idempotency_keys_pkey primary key (policy_id, key, idempotency_key)
+);
+create index idempotency_keys_expires_at_idx on ratelimit.idempotency_keys (expires_at);
+comment on table ratelimit.idempotency_keys is
+  'Grants of durable policies made under an idempotency key, as first answered, until expires_at.';
+
+-- The twins for ephemeral policies: no WAL, so nothing to flush, and empty after a crash.
+create unlogged table ratelimit.ephemeral_buckets (
+  like ratelimit.buckets including all
+);
+comment on table ratelimit.ephemeral_buckets is
+  'Buckets of ephemeral policies: unlogged, empty after a crash.';
+
+create unlogged table ratelimit.ephemeral_idempotency_keys (
+  like ratelimit.idempotency_keys including all
+);
+comment on table ratelimit.ephemeral_idempotency_keys is
+  'Idempotency keys of ephemeral policies: unlogged, empty after a crash.';
+
+-- Room on each page for the next row version; vacuum by rows touched, not by a share of a large table.
+alter table ratelimit.buckets set (
+  fillfactor = 70, autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 10000,
+  autovacuum_vacuum_cost_delay = 0);
+alter table ratelimit.ephemeral_buckets set (
+  fillfactor = 70, autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 10000,
+  autovacuum_vacuum_cost_delay = 0);
+alter table ratelimit.idempotency_keys set (
+  autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 10000,
+  autovacuum_vacuum_cost_delay = 0);
+alter table ratelimit.ephemeral_idempotency_keys set (
+  autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 10000,
+  autovacuum_vacuum_cost_delay = 0);
+
+-- Default privileges may have given the schema, its tables or its type to other roles.
+do $private$
+declare
+  v_grant record;
+begin
+  for v_grant in
+    select o.object, case a.grantee when 0 then 'public' else a.grantee::pg_catalog.regrole::text end as grantee
+      from (select 'schema ratelimit', n.nspacl, n.nspowner
+              from pg_catalog.pg_namespace as n
+             where n.nspname = 'ratelimit'
+            union all
+            select 'table ' || c.oid::pg_catalog.regclass, c.relacl, c.relowner
+              from pg_catalog.pg_class as c
+             where c.relnamespace = 'ratelimit'::pg_catalog.regnamespace
+               and c.relkind = 'r') as o (object, acl, owner)
+     cross join lateral pg_catalog.aclexplode(o.acl) as a
+     where a.grantee <> o.owner
+     group by o.object, a.grantee
+  loop
+    execute pg_catalog.format('revoke all on %s from %s', v_grant.object, v_grant.grantee);
+  end loop;
+end;
+$private$;
+
+{{ install_snapshot "001" }}
+
+---- create above / drop below ----
+
+-- No cascade: an object of yours that depends on these stops the removal.
+do $down$
+declare
+  v_function record;
+begin
+  for v_function in
+    select p.oid::pg_catalog.regprocedure as signature
+      from pg_catalog.pg_proc as p
+      join pg_catalog.pg_namespace as n on n.nspname = 'ratelimit' and n.nspowner = p.proowner
+     where p.proname in ('ratelimit_define_policy', 'ratelimit_drop_policy', 'ratelimit_policies',
+                         'ratelimit_acquire', 'ratelimit_peek', 'ratelimit_refund', 'ratelimit_reset',
+                         'ratelimit_cleanup', 'ratelimit_cleanup_all', 'ratelimit_version')
+        or p.pronamespace = n.oid
+     order by p.pronamespace = n.oid
+  loop
+    execute pg_catalog.format('drop routine %s', v_function.signature);
+  end loop;
+end;
+$down$;
+drop table ratelimit.ephemeral_idempotency_keys, ratelimit.ephemeral_buckets,
+           ratelimit.idempotency_keys, ratelimit.buckets, ratelimit.policies;
+drop type ratelimit.decision;
+drop schema ratelimit;

@@ -1,0 +1,150 @@
+-- Clean-up removes what nobody can tell from absent: buckets that are full again, idempotency keys
+-- past their time, and rows whose policy is gone. Due rows are found through an index, rows that
+-- others hold are skipped, so it never waits for an acquire; an acquire that wants a bucket being
+-- removed waits for one batch to commit.
+{{ define "cleanup_buckets" -}}
+with due as materialized (
+    select b.ctid as row_id,
+           p.id is null
+           or wait_for(microtokens(p.capacity), b.level, b.refilled_at, v_now,
+                       p.refill, p.every_us, p.stepped) = 0 as removable
+      from {{ . }} as b
+      left join policies as p on p.id = b.policy_id
+     where b.due_at <= due_before
+     order by b.due_at
+     limit max_rows
+       for update of b skip locked
+  ), removed as (
+    delete from {{ . }} as b
+     where b.ctid = any (array(select d.row_id from due as d where d.removable))
+    returning 1
+  ), postponed as (
+    update {{ . }} as b
+       set due_at = v_now + least(interval '24 hours',
+                                  duration(wait_for(microtokens(p.capacity), b.level, b.refilled_at, v_now,
+                                                    p.refill, p.every_us, p.stepped)))
+      from policies as p
+     where p.id = b.policy_id
+       and b.ctid = any (array(select d.row_id from due as d where not d.removable))
+  )
+  select (select count(*) from due), (select count(*) from removed) into v_read, v_deleted;
+  rows_read       := rows_read + v_read;
+  buckets_deleted := buckets_deleted + v_deleted;
+{{- end -}}
+{{ define "cleanup_keys" -}}
+delete from {{ . }} as k
+   where k.ctid = any (array(select d.ctid
+                               from {{ . }} as d
+                              where d.expires_at <= due_before
+                              order by d.expires_at
+                              limit max_rows
+                                for update skip locked));
+  get diagnostics v_deleted = row_count;
+  rows_read                := rows_read + v_deleted;
+  idempotency_keys_deleted := idempotency_keys_deleted + v_deleted;
+{{- end -}}
+{{ define "cleanup_orphans" -}}
+with recursive ids (id) as (  -- one index probe for each policy that has rows
+    (select t.policy_id from {{ .table }} as t order by t.policy_id limit 1)
+    union all
+    select (select t.policy_id from {{ .table }} as t where t.policy_id > i.id order by t.policy_id limit 1)
+      from ids as i
+     where i.id is not null
+  )
+  delete from {{ .table }} as t
+   where t.ctid = any (array(select o.ctid
+                               from {{ .table }} as o
+                              where o.policy_id in (select i.id from ids as i
+                                                     where not exists (select from policies as p where p.id = i.id))
+                              limit max_rows
+                                for update skip locked));
+  get diagnostics v_deleted = row_count;
+  rows_read   := rows_read + v_deleted;
+  {{ .counter }} := {{ .counter }} + v_deleted;
+{{- end -}}
+-- One batch: of each table the rows due by due_before, at most max_rows; null means by now.
+--
+-- A bucket that is not full yet is looked at again when it may be, at the latest in 24 hours.
+-- Locks and writes: the rows it deletes or puts off, until the caller's transaction ends.
+create or replace function ratelimit.cleanup_batch(
+    in    max_rows                 integer,
+    inout due_before               timestamptz,
+    out   buckets_deleted          bigint,
+    out   idempotency_keys_deleted bigint,
+    out   rows_read                bigint)
+  language plpgsql
+  volatile
+  security definer
+  set search_path = ratelimit, pg_temp
+as $$
+declare
+  v_now     timestamptz := clock();
+  v_read    bigint;
+  v_deleted bigint;
+begin
+  if (max_rows > 0) is not true then
+    perform refuse('max_rows', max_rows::text, 'Pass 1 or more.');
+  end if;
+  due_before               := coalesce(due_before, v_now);
+  buckets_deleted          := 0;
+  idempotency_keys_deleted := 0;
+  rows_read                := 0;
+
+  {{ template "cleanup_buckets" "buckets" }}
+  {{ template "cleanup_buckets" "ephemeral_buckets" }}
+  {{ template "cleanup_keys" "idempotency_keys" }}
+  {{ template "cleanup_keys" "ephemeral_idempotency_keys" }}
+  if rows_read > 0 then
+    return;  -- orphans can wait for an idle batch
+  end if;
+  {{ template "cleanup_orphans" (dict "table" "buckets" "counter" "buckets_deleted") }}
+  {{ template "cleanup_orphans" (dict "table" "ephemeral_buckets" "counter" "buckets_deleted") }}
+  {{ template "cleanup_orphans" (dict "table" "idempotency_keys" "counter" "idempotency_keys_deleted") }}
+  {{ template "cleanup_orphans" (dict "table" "ephemeral_idempotency_keys" "counter" "idempotency_keys_deleted") }}
+end;
+$$;
+comment on function ratelimit.cleanup_batch(integer, timestamptz) is
+  'One batch of clean-up, and how many rows it found to look at.';
+
+create or replace function ratelimit_cleanup(
+    in  max_rows                 integer default 10000,
+    out buckets_deleted          bigint,
+    out idempotency_keys_deleted bigint)
+  language sql
+  volatile
+  security definer
+  set search_path = ratelimit, pg_temp
+as $$
+  select b.buckets_deleted, b.idempotency_keys_deleted from cleanup_batch(max_rows, null) as b
+$$;
+comment on function ratelimit_cleanup(integer) is
+  'Remove one batch of full buckets and one of expired idempotency keys, at most max_rows rows of each table.';
+
+-- Repeats batches, committing after each, until nothing is due that was due when it began, or the
+-- budget is spent. Not SECURITY DEFINER, since that forbids COMMIT: a caller other than the owner
+-- needs EXECUTE on this and on ratelimit.cleanup_batch, and USAGE on schema ratelimit.
+create or replace procedure ratelimit_cleanup_all(budget interval default '50 seconds')
+  language plpgsql
+as $$
+declare
+  v_deadline   timestamptz := clock_timestamp() + ratelimit_cleanup_all.budget;
+  v_due_before timestamptz;
+  v_rows_read  bigint;
+begin
+  if v_deadline is null then
+    raise exception 'invalid budget'
+      using errcode = '22023',
+            detail  = 'budget is null.',
+            hint    = 'Pass an interval such as ''50 seconds''.';
+  end if;
+  loop
+    select b.due_before, b.rows_read
+      into v_due_before, v_rows_read
+      from ratelimit.cleanup_batch(10000, v_due_before) as b;
+    commit;
+    exit when v_rows_read = 0 or clock_timestamp() >= v_deadline;
+  end loop;
+end;
+$$;
+comment on procedure ratelimit_cleanup_all(interval) is
+  'Remove all full buckets and expired idempotency keys in short batches, committing between them, for at most budget.';

@@ -1,0 +1,53 @@
+-- Creates a policy, or changes the one of that name: null arguments keep what is there.
+--
+-- A change applies to the next acquire of every bucket. Levels stay, clamped to the new capacity;
+-- the time since a bucket was last written counts at the new rate.
+-- Locks:  the policy row, until the caller's transaction ends; acquires do not wait for it.
+-- Writes: policies.
+create or replace function ratelimit_define_policy(
+    policy   text,
+    capacity bigint,
+    refill   bigint,
+    every    interval,
+    stepped  boolean  default null,
+    durable  boolean  default null,
+    remember interval default null)
+  returns void
+  language plpgsql
+  volatile
+  security definer
+  set search_path = ratelimit, pg_temp
+as $$
+declare
+  v_name    text collate "C" := ratelimit_define_policy.policy;
+  v_durable boolean;
+begin
+  perform check_policy(v_name, ratelimit_define_policy.capacity, ratelimit_define_policy.refill,
+                       ratelimit_define_policy.every, ratelimit_define_policy.remember);
+  insert into policies as p (id, name, capacity, refill, every, stepped, durable, remember)
+  values (hashtextextended(gen_random_uuid()::text, 0),
+          v_name,
+          ratelimit_define_policy.capacity,
+          ratelimit_define_policy.refill,
+          ratelimit_define_policy.every,
+          coalesce(ratelimit_define_policy.stepped, false),
+          coalesce(ratelimit_define_policy.durable, true),
+          coalesce(ratelimit_define_policy.remember, interval '24 hours'))
+  on conflict on constraint policies_pkey do update
+     set capacity = excluded.capacity,
+         refill   = excluded.refill,
+         every    = excluded.every,
+         stepped  = coalesce(ratelimit_define_policy.stepped, p.stepped),
+         remember = coalesce(ratelimit_define_policy.remember, p.remember)
+  returning p.durable into v_durable;
+
+  if v_durable <> ratelimit_define_policy.durable then
+    raise exception 'invalid durable'
+      using errcode = '22023',
+            detail  = format('Policy %L was created with durable => %s.', v_name, v_durable),
+            hint    = 'Drop the policy and define it anew; its buckets will be full.';
+  end if;
+end;
+$$;
+comment on function ratelimit_define_policy(text, bigint, bigint, interval, boolean, boolean, interval) is
+  'Create or change a policy: buckets of capacity tokens that gain refill tokens every interval.';

@@ -1,0 +1,41 @@
+-- pgratelimit: token bucket rate limits that live in PostgreSQL.
+--
+-- A policy says how large a bucket is and how fast it refills. A bucket belongs to one policy and
+-- one key; it stores how many microtokens it held at one instant, and everything else follows by
+-- arithmetic from the server's clock. No row means full: the first grant creates the row, clean-up
+-- removes it once it is full again. A grant made under an idempotency key is remembered beside its
+-- bucket, so that a retry gets the first answer and takes nothing.
+--
+-- The public functions are named ratelimit_* and live in the schema that headed search_path at the
+-- first install. Tables and helpers live in schema ratelimit, where callers have no rights: the
+-- public functions are SECURITY DEFINER with a pinned search_path.
+--
+-- Durable and ephemeral policies keep their state in twin tables (buckets and ephemeral_buckets,
+-- idempotency_keys and ephemeral_idempotency_keys), because one statement can only name one table.
+-- Code that touches them is written once, as a template over the two names.
+--
+-- This file is the table of contents.
+{{ template "prologue.sql" . }}
+
+-- Private: the rules, each in one place.
+{{ template "clock.sql" . }}
+{{ template "arithmetic.sql" . }}
+{{ template "checks.sql" . }}
+{{ template "answer.sql" . }}
+
+-- Policies.
+{{ template "define_policy.sql" . }}
+{{ template "drop_policy.sql" . }}
+{{ template "policies.sql" . }}
+
+-- Buckets.
+{{ template "acquire.sql" . }}
+{{ template "peek.sql" . }}
+{{ template "refund.sql" . }}
+{{ template "reset.sql" . }}
+
+-- Upkeep.
+{{ template "cleanup.sql" . }}
+{{ template "version.sql" . }}
+
+{{ template "epilogue.sql" . }}

@@ -1,0 +1,51 @@
+-- Decides where the public functions go, and refuses to build on somebody else's objects.
+--
+-- A first install takes the schema that heads search_path and wants it free of ratelimit_*
+-- functions: replacing a planted one would leave its planter as owner. A later install goes where
+-- the functions are. The setting ratelimit.preexisting lasts for this transaction only; the
+-- epilogue reads it to tell new functions, whose grants it clears, from old ones, which keep theirs.
+do $prologue$
+declare
+  v_owner oid;
+  v_home  text;
+begin
+  select n.nspowner into v_owner from pg_catalog.pg_namespace as n where n.nspname = 'ratelimit';
+
+  if pg_catalog.to_regprocedure('ratelimit.clock()') is null then
+    v_home := pg_catalog.current_schema();
+    if v_home is null then
+      raise exception 'no schema to install into'
+        using errcode = '3F000',
+              hint    = 'Put an existing schema at the head of search_path, for example public.';
+    end if;
+    if exists (select from pg_catalog.pg_proc as p
+                where p.pronamespace = v_home::pg_catalog.regnamespace
+                  and pg_catalog.starts_with(p.proname, 'ratelimit_')) then
+      raise exception 'functions named ratelimit_* exist already'
+        using errcode = '42723',
+              detail  = pg_catalog.format('Schema %I has them, and they are not of this package.', v_home),
+              hint    = 'Drop or rename them, or install with another schema at the head of search_path.';
+    end if;
+  else
+    begin
+      select n.nspname into strict v_home
+        from pg_catalog.pg_proc as p
+        join pg_catalog.pg_namespace as n on n.oid = p.pronamespace
+       where p.proname = 'ratelimit_acquire'
+         and p.proowner = v_owner;
+    exception
+      when no_data_found or too_many_rows then
+        raise exception 'the installed functions were not found'
+          using errcode = '42883',
+                detail  = 'Exactly one function ratelimit_acquire should belong to the owner of schema ratelimit.',
+                hint    = 'Restore its owner, or drop the copy.';
+    end;
+  end if;
+
+  perform pg_catalog.set_config('ratelimit.preexisting',
+    (select coalesce(pg_catalog.string_agg(p.oid::text, ','), '')
+       from pg_catalog.pg_proc as p
+      where p.pronamespace in (v_home::pg_catalog.regnamespace, 'ratelimit'::pg_catalog.regnamespace)), true);
+  perform pg_catalog.set_config('search_path', pg_catalog.quote_ident(v_home) || ', pg_temp', true);
+end;
+$prologue$;

@@ -1,0 +1,24 @@
+create or replace function ratelimit.answer(level bigint, retry_us bigint, reset_us bigint, capacity bigint)
+  returns ratelimit.decision language sql immutable parallel safe
+as $$
+  select (coalesce(retry_us = 0, false), ratelimit.whole_tokens(level), ratelimit.duration(retry_us),
+          ratelimit.duration(reset_us), capacity, false)::ratelimit.decision
+$$;
+comment on function ratelimit.answer(bigint, bigint, bigint, bigint) is
+  'A decision from the level by now and the microseconds to wait: allowed when there is nothing to wait for, never when null.';
+
+create or replace function ratelimit.replay(granted ratelimit.idempotency_keys, cost bigint)
+  returns ratelimit.decision language plpgsql
+as $$
+begin
+  if granted.cost <> cost then
+    raise exception 'idempotency key used before with another cost' using
+      errcode = 'RL002',
+      detail  = format('%L was granted with cost %s and comes back with cost %s.', granted.idempotency_key, granted.cost, cost),
+      hint    = 'Repeat a request with its first cost, and give a new request a new key.';
+  end if;
+  return (true, granted.remaining, interval '0', granted.reset_after, granted.capacity, true)::ratelimit.decision;
+end;
+$$;
+comment on function ratelimit.replay(ratelimit.idempotency_keys, bigint) is
+  'The first answer given under an idempotency key, marked replayed; RL002 when the cost differs.';

@@ -1,0 +1,93 @@
+-- The arithmetic of a bucket. Levels are whole microtokens and times whole microseconds, so every
+-- answer is a function of integers; products go through numeric, which cannot overflow or round.
+--
+-- A bucket is (level, refilled_at): what it held, and when. Since then it has been credited
+--   continuous: floor(elapsed * refill * 10^6 / every) microtokens, at any microsecond
+--   stepped:    refill * 10^6 microtokens after each whole interval counted from refilled_at
+-- and never more than fills it.
+--
+-- All of these are IMMUTABLE single expressions, so that the planner inlines them. An argument used
+-- twice must be a column or a variable, or inlining stops.
+
+create or replace function ratelimit.microtokens(tokens bigint)
+  returns bigint language sql immutable parallel safe
+as $$
+  select tokens * 1000000
+$$;
+comment on function ratelimit.microtokens(bigint) is
+  'Tokens as microtokens, the unit of levels.';
+
+create or replace function ratelimit.whole_tokens(level bigint)
+  returns bigint language sql immutable parallel safe
+as $$
+  select level / 1000000 - (level % 1000000 < 0)::integer  -- rounds down below zero too
+$$;
+comment on function ratelimit.whole_tokens(bigint) is
+  'A level in whole tokens, rounded down.';
+
+create or replace function ratelimit.microseconds(span interval)
+  returns numeric language sql immutable parallel safe
+as $$
+  select extract(epoch from span) * 1000000
+$$;
+comment on function ratelimit.microseconds(interval) is
+  'An interval without months in microseconds; a day is 24 hours.';
+
+-- Hours and seconds, no days: adding a day to a timestamptz may add 23 or 25 hours.
+create or replace function ratelimit.duration(microseconds bigint)
+  returns interval language sql immutable parallel safe
+as $$
+  select make_interval(hours => (microseconds / 3600000000)::integer,
+                       secs  => (microseconds % 3600000000)::double precision / 1000000)
+$$;
+comment on function ratelimit.duration(bigint) is
+  'Microseconds as an interval, exactly.';
+
+-- Elapsed time is never negative: a clock that steps back credits and removes nothing.
+create or replace function ratelimit.refilled_level(
+    level bigint, refilled_at timestamptz, now timestamptz,
+    capacity bigint, refill bigint, every_us bigint, stepped boolean)
+  returns bigint language sql immutable parallel safe
+as $$
+  select least(
+    ratelimit.microtokens(capacity),
+    level + case
+      when stepped then
+        div(greatest(ratelimit.microseconds(now - refilled_at), 0), every_us) * ratelimit.microtokens(refill)
+      else
+        div(greatest(ratelimit.microseconds(now - refilled_at), 0) * ratelimit.microtokens(refill), every_us)
+      end)::bigint
+$$;
+comment on function ratelimit.refilled_level(bigint, timestamptz, timestamptz, bigint, bigint, bigint, boolean) is
+  'The level, in microtokens, that a bucket has reached by now.';
+
+create or replace function ratelimit.refilled_until(
+    refilled_at timestamptz, now timestamptz, every interval, stepped boolean)
+  returns timestamptz language sql immutable parallel safe
+as $$
+  select case
+    when stepped then date_bin(every, greatest(refilled_at, now), refilled_at)
+    else greatest(refilled_at, now)
+  end
+$$;
+comment on function ratelimit.refilled_until(timestamptz, timestamptz, interval, boolean) is
+  'The instant refilled_level is good for: never before refilled_at, for a stepped bucket whole intervals after it.';
+
+-- Exact both ways: at this distance the bucket holds target, one microsecond earlier it does not.
+create or replace function ratelimit.wait_for(
+    target bigint, level bigint, refilled_at timestamptz, now timestamptz,
+    refill bigint, every_us bigint, stepped boolean)
+  returns bigint language sql immutable parallel safe
+as $$
+  select case
+    when level >= target then 0
+    else greatest(0, ratelimit.microseconds(refilled_at - now) + case
+      when stepped then
+        div(target::numeric - level + ratelimit.microtokens(refill) - 1, ratelimit.microtokens(refill)) * every_us
+      else
+        div((target::numeric - level) * every_us + ratelimit.microtokens(refill) - 1, ratelimit.microtokens(refill))
+      end)::bigint
+  end
+$$;
+comment on function ratelimit.wait_for(bigint, bigint, timestamptz, timestamptz, bigint, bigint, boolean) is
+  'Microseconds from now until a bucket holds target microtokens.';

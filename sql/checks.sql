@@ -1,0 +1,119 @@
+-- Refusals. Each raises a constant message, the facts in DETAIL and the remedy in HINT.
+
+create or replace function ratelimit.refuse(argument text, fact text, remedy text)
+  returns void language plpgsql
+as $$
+begin
+  raise exception using
+    errcode = '22023',
+    message = 'invalid ' || argument,
+    detail  = format('%s is %s.', argument, coalesce(fact, 'null')),
+    hint    = remedy;
+end;
+$$;
+comment on function ratelimit.refuse(text, text, text) is
+  'Raises 22023 for one argument.';
+
+create or replace function ratelimit.check_name(argument text, value text)
+  returns void language plpgsql
+as $$
+begin
+  if (octet_length(value) between 1 and 512) is not true then
+    perform ratelimit.refuse(argument,
+      case when value is null then null when value = '' then 'empty' else octet_length(value) || ' bytes long' end,
+      'Pass a text of 1 to 512 bytes.');
+  end if;
+end;
+$$;
+comment on function ratelimit.check_name(text, text) is
+  'Raises 22023 unless a policy, key or idempotency key has 1 to 512 bytes.';
+
+create or replace function ratelimit.check_tokens(argument text, value bigint)
+  returns void language plpgsql
+as $$
+begin
+  if (value >= 0) is not true then
+    perform ratelimit.refuse(argument, value::text,
+      case argument
+        when 'cost' then 'Pass a whole number of tokens, 0 or more; ratelimit_refund gives tokens back.'
+        else 'Pass a whole number of tokens, 0 or more.'
+      end);
+  end if;
+end;
+$$;
+comment on function ratelimit.check_tokens(text, bigint) is
+  'Raises 22023 unless a cost or amount is zero or more.';
+
+-- A year is 365.25 days of 24 hours here: months have no fixed length, so they are refused.
+create or replace function ratelimit.check_span(argument text, value interval)
+  returns void language plpgsql
+as $$
+begin
+  if value is null
+     or not isfinite(value)
+     or extract(year from value) <> 0
+     or extract(month from value) <> 0
+     or ratelimit.microseconds(value) not between 1 and ratelimit.microseconds(interval '365250 days') then
+    perform ratelimit.refuse(argument, value::text,
+      'Pass an interval of 1 microsecond to 365250 days (1000 years), in days or smaller units.');
+  end if;
+end;
+$$;
+comment on function ratelimit.check_span(text, interval) is
+  'Raises 22023 unless an interval is fixed in length and between 1 microsecond and 1000 years.';
+
+create or replace function ratelimit.check_policy(
+    policy text, capacity bigint, refill bigint, every interval, remember interval)
+  returns void language plpgsql
+as $$
+begin
+  perform ratelimit.check_name('policy', policy);
+  if (capacity between 1 and 9000000000000) is not true then
+    perform ratelimit.refuse('capacity', capacity::text, 'Pass 1 to 9000000000000 tokens.');
+  end if;
+  if (refill between 1 and 9000000000000) is not true then
+    perform ratelimit.refuse('refill', refill::text, 'Pass 1 to 9000000000000 tokens.');
+  end if;
+  perform ratelimit.check_span('every', every);
+  if capacity * ratelimit.microseconds(every) > refill * ratelimit.microseconds(interval '3652500 days') then
+    perform ratelimit.refuse('refill', refill || ' every ' || every,
+      'Refill faster or lower the capacity: an empty bucket must fill within 10000 years.');
+  end if;
+  if remember is not null then
+    perform ratelimit.check_span('remember', remember);
+  end if;
+end;
+$$;
+comment on function ratelimit.check_policy(text, bigint, bigint, interval, interval) is
+  'Raises 22023 for the first argument of a policy definition that is out of range.';
+
+create or replace function ratelimit.unknown_policy(policy text)
+  returns void language plpgsql
+as $$
+begin
+  raise exception 'unknown policy' using
+    errcode = 'RL001',
+    detail  = format('No policy is named %L.', policy),
+    hint    = format('Define it first: select ratelimit_define_policy(%L, capacity => 10, refill => 10, every => ''1 second'').', policy);
+end;
+$$;
+comment on function ratelimit.unknown_policy(text) is
+  'Raises RL001.';
+
+create or replace function ratelimit.policy_named(policy text)
+  returns ratelimit.policies language plpgsql stable
+as $$
+declare
+  v_name   text collate "C" := policy_named.policy;
+  v_policy ratelimit.policies;
+begin
+  perform ratelimit.check_name('policy', v_name);
+  select p.* into v_policy from ratelimit.policies as p where p.name = v_name;
+  if not found then
+    perform ratelimit.unknown_policy(v_name);
+  end if;
+  return v_policy;
+end;
+$$;
+comment on function ratelimit.policy_named(text) is
+  'One policy by name, or RL001.';

@@ -1,0 +1,33 @@
+-- Tells what an acquire of this cost would answer now, and takes nothing.
+--
+-- Locks and writes nothing; works in a read-only transaction and, for durable policies, on a standby.
+create or replace function ratelimit_peek(policy text, key text, cost bigint default 1)
+  returns ratelimit.decision
+  language plpgsql
+  stable
+  security definer
+  set search_path = ratelimit, pg_temp
+as $$
+declare
+  v_key         text collate "C" := ratelimit_peek.key;
+  v_cost        bigint := ratelimit_peek.cost;
+  v_policy      policies := policy_named(ratelimit_peek.policy);
+  v_now         timestamptz;
+  v_level       bigint;
+  v_refilled_at timestamptz;
+  v_retry_us    bigint;
+  v_reset_us    bigint;
+begin
+  perform check_name('key', v_key);
+  perform check_tokens('cost', v_cost);
+  v_now := clock();
+  if v_policy.durable then
+    {{ template "look.sql" "buckets" }}
+  else
+    {{ template "look.sql" "ephemeral_buckets" }}
+  end if;
+  return answer(v_level, v_retry_us, v_reset_us, v_policy.capacity);
+end;
+$$;
+comment on function ratelimit_peek(text, text, bigint) is
+  'What an acquire of this cost would answer now, without taking anything.';

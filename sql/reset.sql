@@ -1,0 +1,25 @@
+-- Makes one bucket full again by removing its row; idempotency keys stay.
+--
+-- Locks:  the bucket row, until the caller's transaction ends.
+-- Writes: the bucket.
+create or replace function ratelimit_reset(policy text, key text)
+  returns void
+  language plpgsql
+  volatile
+  security definer
+  set search_path = ratelimit, pg_temp
+as $$
+declare
+  v_key    text collate "C" := ratelimit_reset.key;
+  v_policy policies := policy_named(ratelimit_reset.policy);
+begin
+  perform check_name('key', v_key);
+  if v_policy.durable then
+    delete from buckets as b where b.policy_id = v_policy.id and b.key = v_key;
+  else
+    delete from ephemeral_buckets as b where b.policy_id = v_policy.id and b.key = v_key;
+  end if;
+end;
+$$;
+comment on function ratelimit_reset(text, text) is
+  'Make one bucket full again.';
