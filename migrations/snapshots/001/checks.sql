@@ -44,6 +44,32 @@ $$;
 comment on function ratelimit.check_tokens(text, bigint) is
   'Raises 22023 unless a cost or amount is zero or more.';
 
+create or replace function ratelimit.acceptable(policy text, key text, cost bigint, idempotency_key text)
+  returns boolean language sql immutable parallel safe
+as $$
+  select (octet_length(policy) between 1 and 512
+          and octet_length(key) between 1 and 512
+          and cost >= 0
+          and (idempotency_key is null or octet_length(idempotency_key) between 1 and 512)) is true
+$$;
+comment on function ratelimit.acceptable(text, text, bigint, text) is
+  'Whether check_request would pass; inlined, where a call would cost.';
+
+create or replace function ratelimit.check_request(policy text, key text, cost bigint, idempotency_key text)
+  returns void language plpgsql
+as $$
+begin
+  perform ratelimit.check_name('policy', policy);
+  perform ratelimit.check_name('key', key);
+  perform ratelimit.check_tokens('cost', cost);
+  if idempotency_key is not null then
+    perform ratelimit.check_name('idempotency_key', idempotency_key);
+  end if;
+end;
+$$;
+comment on function ratelimit.check_request(text, text, bigint, text) is
+  'Raises 22023 for the first argument of an acquire that is out of range.';
+
 -- A year is 365.25 days of 24 hours here: months have no fixed length, so they are refused.
 create or replace function ratelimit.check_span(argument text, value interval)
   returns void language plpgsql

@@ -1,0 +1,87 @@
+{{- /* Decides about one bucket and takes the tokens; the steps are told in acquire.sql. Written once over the
+       names of the bucket's two tables, for ratelimit_acquire and ratelimit_acquire_many.
+       In:  v_policy, v_key, v_cost, v_idempotency_key, v_now, v_replayed = false; v_take, the microtokens
+            wanted: v_cost, or for equal requests without a key a multiple of it, lowered here to as many as
+            the bucket holds; zero to take nothing.
+       Out: v_replayed, and then v_first, the answer to repeat; otherwise v_level, v_reset_us and
+            v_retry_us, which is zero when v_take was taken. */ -}}
+{{ define "find_key" -}}
+select k.* into v_first
+          from {{ .keys }} as k
+         where k.policy_id       = v_policy.id
+           and k.key             = v_key
+           and k.idempotency_key = v_idempotency_key
+           and k.expires_at      > v_now;
+        v_replayed := found;
+{{- end -}}
+<<decide>>
+    begin
+      if v_idempotency_key is not null then
+        {{ template "find_key" . }}
+        exit decide when v_replayed;
+      end if;
+
+      loop
+        if v_take > 0 then
+          update {{ .buckets }} as b
+             set level       = refilled_level(b.level, b.refilled_at, v_now, v_policy.capacity,
+                                              v_policy.refill, v_policy.every_us, v_policy.stepped) - v_take,
+                 refilled_at = refilled_until(b.refilled_at, v_now, v_policy.every, v_policy.stepped)
+           where b.policy_id = v_policy.id
+             and b.key       = v_key
+             and refilled_level(b.level, b.refilled_at, v_now, v_policy.capacity,
+                                v_policy.refill, v_policy.every_us, v_policy.stepped) >= v_take
+          returning b.level, b.refilled_at into v_level, v_refilled_at;
+          exit when found;
+        end if;
+
+        v_now := clock();  -- the update may have waited
+        {{ template "look.sql" .buckets }}
+        if v_take = 0 or v_retry_us <> 0 then
+          if v_idempotency_key is not null then
+            {{ template "find_key" . }}
+          end if;
+          exit decide;
+        end if;
+
+        -- It fits by now, or the bucket has no row.
+        v_take := least(v_take, v_level - v_level % microtokens(v_cost));
+        if not found then
+          v_level    := v_level - v_take;
+          v_reset_us := wait_for(microtokens(v_policy.capacity), v_level, v_refilled_at, v_now,
+                                 v_policy.refill, v_policy.every_us, v_policy.stepped);
+          v_due_at   := v_now + least(duration(v_reset_us), interval '24 hours');
+          insert into {{ .buckets }} (policy_id, key, level, refilled_at, due_at)
+          values (v_policy.id, v_key, v_level, v_refilled_at, v_due_at)
+          on conflict on constraint {{ .buckets }}_pkey do nothing;
+          exit when found;
+        end if;
+      end loop;
+
+      v_now      := clock();
+      v_retry_us := 0;
+      v_reset_us := wait_for(microtokens(v_policy.capacity), v_level, v_refilled_at, v_now,
+                             v_policy.refill, v_policy.every_us, v_policy.stepped);
+
+      if v_idempotency_key is not null then
+        v_expires_at := v_now + v_policy.remember;
+        insert into {{ .keys }} as k
+               (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
+        values (v_policy.id, v_key, v_idempotency_key, v_cost,
+                whole_tokens(v_level), duration(v_reset_us), v_policy.capacity, v_expires_at)
+        on conflict on constraint {{ .keys }}_pkey do update
+           set cost        = excluded.cost,
+               remaining   = excluded.remaining,
+               reset_after = excluded.reset_after,
+               capacity    = excluded.capacity,
+               expires_at  = excluded.expires_at
+         where k.expires_at <= v_now;
+        if not found then
+          update {{ .buckets }} as b
+             set level = b.level + v_take
+           where b.policy_id = v_policy.id
+             and b.key       = v_key;
+          {{ template "find_key" . }}
+        end if;
+      end if;
+    end decide;
