@@ -134,7 +134,7 @@ begin
       from pg_catalog.pg_proc as p
       join pg_catalog.pg_namespace as n on n.nspname = 'ratelimit' and n.nspowner = p.proowner
      where p.proname in ('ratelimit_define_policy', 'ratelimit_drop_policy', 'ratelimit_policies',
-                         'ratelimit_acquire', 'ratelimit_peek', 'ratelimit_refund', 'ratelimit_reset',
+                         'ratelimit_acquire', 'ratelimit_acquire_many', 'ratelimit_peek', 'ratelimit_refund', 'ratelimit_reset',
                          'ratelimit_cleanup', 'ratelimit_cleanup_all', 'ratelimit_version')
         or p.pronamespace = n.oid
      order by p.pronamespace = n.oid

@@ -22,3 +22,26 @@ end;
 $$;
 comment on function ratelimit.replay(ratelimit.idempotency_keys, bigint) is
   'The first answer given under an idempotency key, marked replayed; RL002 when the cost differs.';
+
+-- One request of many is refused in its own row, so what the checks raise is caught here.
+create or replace function ratelimit.refusal(
+    in  policy text, in key text, in cost bigint, in idempotency_key text, in granted ratelimit.idempotency_keys,
+    out error_code text, out error_message text, out error_detail text, out error_hint text)
+  language plpgsql
+as $$
+begin
+  perform ratelimit.check_request(policy, key, cost, idempotency_key);
+  if granted is null then
+    perform ratelimit.unknown_policy(policy);
+  else
+    perform ratelimit.replay(granted, cost);
+  end if;
+exception when sqlstate '22023' or sqlstate 'RL001' or sqlstate 'RL002' then
+  get stacked diagnostics error_code    = returned_sqlstate,
+                          error_message = message_text,
+                          error_detail  = pg_exception_detail,
+                          error_hint    = pg_exception_hint;
+end;
+$$;
+comment on function ratelimit.refusal(text, text, bigint, text, ratelimit.idempotency_keys) is
+  'The error ratelimit_acquire would raise, as a row.';

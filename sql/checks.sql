@@ -70,6 +70,19 @@ $$;
 comment on function ratelimit.check_request(text, text, bigint, text) is
   'Raises 22023 for the first argument of an acquire that is out of range.';
 
+create or replace function ratelimit.check_length(argument text, length integer, expected integer)
+  returns void language plpgsql
+as $$
+begin
+  if length is null or length is distinct from expected then
+    perform ratelimit.refuse(argument, length || ' elements long, policies ' || expected,
+      'Pass arrays of one length: element n of each is request n.');
+  end if;
+end;
+$$;
+comment on function ratelimit.check_length(text, integer, integer) is
+  'Raises 22023 unless an array has an element for each request.';
+
 -- A year is 365.25 days of 24 hours here: months have no fixed length, so they are refused.
 create or replace function ratelimit.check_span(argument text, value interval)
   returns void language plpgsql

@@ -30,6 +30,7 @@
 
 -- Buckets.
 {{ template "acquire.sql" . }}
+{{ template "acquire_many.sql" . }}
 {{ template "peek.sql" . }}
 {{ template "refund.sql" . }}
 {{ template "reset.sql" . }}

@@ -1,0 +1,163 @@
+-- Decides requests bucket by bucket, in one order for all callers, so that calls cannot deadlock.
+-- Equal requests without an idempotency key that follow each other on a bucket are one run: one
+-- update takes as many as the bucket holds.
+create or replace function ratelimit.acquire_in_order(
+    policies text[], keys text[], costs bigint[], idempotency_keys text[])
+  returns table (request bigint, allowed boolean, remaining bigint, retry_after interval, reset_after interval,
+                 capacity bigint, replayed boolean,
+                 error_code text, error_message text, error_detail text, error_hint text)
+  language plpgsql
+  volatile
+  set search_path = ratelimit, pg_temp
+as $$
+declare
+  v_run             record;
+  v_answered        integer;  -- of its requests
+  v_step            bigint;   -- microtokens between two grants of a run
+  v_count           bigint;
+  v_later_us        bigint;
+  v_name            text collate "C";
+  v_key             text collate "C";
+  v_cost            bigint;
+  v_idempotency_key text collate "C";
+  v_policy          policies;
+  v_now             timestamptz := clock();
+  v_take            bigint;
+  v_level           bigint;
+  v_refilled_at     timestamptz;
+  v_retry_us        bigint;
+  v_reset_us        bigint;
+  v_due_at          timestamptz;
+  v_expires_at      timestamptz;
+  v_replayed        boolean;
+  v_first           idempotency_keys;
+begin
+  for v_run in
+    select c.policy, c.key, c.cost, c.idempotency_key, array_agg(c.request order by c.request) as requests
+      from (select b.*, count(*) filter (where b.starts) over (partition by b.policy, b.key order by b.request) as run
+              from (select a.*,
+                           a.idempotency_key is not null
+                           or lag(a.idempotency_key) over bucket is not null
+                           or lag(a.cost) over bucket is distinct from a.cost as starts
+                      from (select u.policy collate "C" as policy, u.key collate "C" as key, u.cost,
+                                   u.idempotency_key collate "C" as idempotency_key, u.request
+                              from unnest(policies, keys, costs, idempotency_keys)
+                                   with ordinality as u (policy, key, cost, idempotency_key, request)) as a
+                    window bucket as (partition by a.policy, a.key order by a.request)) as b) as c
+     group by c.policy, c.key, c.run, c.cost, c.idempotency_key
+     order by c.policy, c.key, c.run
+  loop
+    v_name            := v_run.policy;
+    v_key             := v_run.key;
+    v_cost            := v_run.cost;
+    v_idempotency_key := case when v_cost > 0 then v_run.idempotency_key end;
+    v_answered        := 0;
+    if v_policy.name is distinct from v_name then
+      select p.* into v_policy from policies as p where p.name = v_name;
+    end if;
+    if v_policy.id is null or not acceptable(v_name, v_key, v_cost, v_run.idempotency_key) then
+      return query
+        select r.request, null::boolean, null::bigint, null::interval, null::interval, null::bigint, null::boolean, e.*
+          from unnest(v_run.requests) as r (request)
+         cross join refusal(v_name, v_key, v_cost, v_run.idempotency_key, null) as e;
+      continue;
+    end if;
+
+    while v_answered < cardinality(v_run.requests) loop
+      v_take := case
+        when v_cost between 1 and v_policy.capacity then
+          microtokens(v_cost * least(cardinality(v_run.requests) - v_answered, v_policy.capacity / v_cost))
+        else 0
+      end;
+      v_replayed := false;
+      if v_policy.durable then
+        {{ template "decide.sql" (dict "buckets" "buckets" "keys" "idempotency_keys") }}
+      else
+        {{ template "decide.sql" (dict "buckets" "ephemeral_buckets" "keys" "ephemeral_idempotency_keys") }}
+      end if;
+
+      if v_replayed and v_first.cost <> v_cost then
+        return query
+          select v_run.requests[1], null::boolean, null::bigint, null::interval, null::interval, null::bigint, null::boolean, e.*
+            from refusal(v_name, v_key, v_cost, v_idempotency_key, v_first) as e;
+        exit;
+      end if;
+      if v_replayed then
+        v_level    := microtokens(v_first.remaining);
+        v_retry_us := 0;
+        v_reset_us := microseconds(v_first.reset_after);
+      end if;
+      allowed     := coalesce(v_retry_us = 0, false);
+      retry_after := duration(v_retry_us);
+      capacity    := case when v_replayed then v_first.capacity else v_policy.capacity end;
+      replayed    := v_replayed;
+
+      -- A grant is answered by the level it left; what of the run did not fit goes round again.
+      v_step  := case when allowed and not v_replayed and v_take > 0 then microtokens(v_cost) else 0 end;
+      v_count := case when v_step > 0 then v_take / v_step else cardinality(v_run.requests) - v_answered end;
+      for v_later in reverse v_count - 1 .. 0 loop
+        v_answered := v_answered + 1;
+        request    := v_run.requests[v_answered];
+        remaining  := whole_tokens(v_level + v_later * v_step);
+        if v_later > 0 and v_step > 0 then
+          v_later_us := wait_for(microtokens(v_policy.capacity), v_level + v_later * v_step, v_refilled_at, v_now,
+                                 v_policy.refill, v_policy.every_us, v_policy.stepped);
+        else
+          v_later_us := v_reset_us;
+        end if;
+        reset_after := duration(v_later_us);
+        return next;
+      end loop;
+    end loop;
+  end loop;
+end;
+$$;
+comment on function ratelimit.acquire_in_order(text[], text[], bigint[], text[]) is
+  'Decides many requests and answers them in the order it took the buckets.';
+
+-- Decides many requests in one call, as if each were acquired on its own, one after another at one
+-- instant, in the order given; row n answers request n. A request that ratelimit_acquire would
+-- refuse (unknown policy, bad argument, another cost under its idempotency key) has the error in
+-- its row and no decision; the others are decided all the same.
+--
+-- policies and keys are equally long, and so are costs and idempotency_keys unless null: then every
+-- cost is 1, and no request has a key.
+--
+-- Locks:  as ratelimit_acquire, in the order of policy and key, so that calls never deadlock with
+--         each other.
+-- Writes: as ratelimit_acquire.
+create or replace function ratelimit_acquire_many(
+    policies         text[],
+    keys             text[],
+    costs            bigint[] default null,
+    idempotency_keys text[]   default null)
+  returns table (request bigint, allowed boolean, remaining bigint, retry_after interval, reset_after interval,
+                 capacity bigint, replayed boolean,
+                 error_code text, error_message text, error_detail text, error_hint text)
+  language plpgsql
+  volatile
+  security definer
+  set search_path = ratelimit, pg_temp
+as $$
+declare
+  v_length integer  := cardinality(ratelimit_acquire_many.policies);
+  v_costs  bigint[] := ratelimit_acquire_many.costs;
+begin
+  perform check_length('policies', v_length, v_length);
+  if v_costs is null then
+    v_costs := array_fill(1::bigint, array[v_length]);
+  end if;
+  perform check_length('keys', cardinality(ratelimit_acquire_many.keys), v_length);
+  perform check_length('costs', cardinality(v_costs), v_length);
+  if ratelimit_acquire_many.idempotency_keys is not null then
+    perform check_length('idempotency_keys', cardinality(ratelimit_acquire_many.idempotency_keys), v_length);
+  end if;
+  return query
+    select a.*
+      from acquire_in_order(ratelimit_acquire_many.policies, ratelimit_acquire_many.keys, v_costs,
+                            ratelimit_acquire_many.idempotency_keys) as a
+     order by a.request;
+end;
+$$;
+comment on function ratelimit_acquire_many(text[], text[], bigint[], text[]) is
+  'Decide many requests in one call, in the order given, each with its own decision or error.';
