@@ -13,7 +13,7 @@ begin
     select p.oid, p.oid::pg_catalog.regprocedure as signature, p.proowner, p.proacl
       from pg_catalog.pg_proc as p
      where p.pronamespace = 'ratelimit'::pg_catalog.regnamespace
-        or p.pronamespace = pg_catalog.current_schema()::pg_catalog.regnamespace
+        or p.pronamespace = pg_catalog.quote_ident(pg_catalog.current_schema())::pg_catalog.regnamespace
        and pg_catalog.starts_with(p.proname, 'ratelimit_')
   loop
     if v_proc.proowner <> v_owner then

@@ -19,7 +19,7 @@ begin
               hint    = 'Put an existing schema at the head of search_path, for example public.';
     end if;
     if exists (select from pg_catalog.pg_proc as p
-                where p.pronamespace = v_home::pg_catalog.regnamespace
+                where p.pronamespace = pg_catalog.quote_ident(v_home)::pg_catalog.regnamespace
                   and pg_catalog.starts_with(p.proname, 'ratelimit_')) then
       raise exception 'functions named ratelimit_* exist already'
         using errcode = '42723',
@@ -45,7 +45,7 @@ begin
   perform pg_catalog.set_config('ratelimit.preexisting',
     (select coalesce(pg_catalog.string_agg(p.oid::text, ','), '')
        from pg_catalog.pg_proc as p
-      where p.pronamespace in (v_home::pg_catalog.regnamespace, 'ratelimit'::pg_catalog.regnamespace)), true);
+      where p.pronamespace in (pg_catalog.quote_ident(v_home)::pg_catalog.regnamespace, 'ratelimit'::pg_catalog.regnamespace)), true);
   perform pg_catalog.set_config('search_path', pg_catalog.quote_ident(v_home) || ', pg_temp', true);
 end;
 $prologue$;

@@ -1,6 +1,75 @@
+{{ define "all_or_none" -}}
+for request, allowed, remaining, v_retry_us, v_reset_us, capacity in
+      with asked as (
+        select u.policy collate "C" as policy, u.key collate "C" as key, u.cost, u.request,
+               sum(least(u.cost, 9000000000001)) over (partition by u.policy collate "C", u.key collate "C"
+                                                       order by u.request) as total
+          from unnest(acquire_in_order.policies, keys, costs) with ordinality as u (policy, key, cost, request)
+      ), wanted as materialized (
+        select a.policy, a.key, max(a.total) as total, min(a.cost) as cheapest, max(a.cost) as dearest,
+               array_agg(a.request) as requests, array_agg(a.cost) as costs, array_agg(a.total) as totals
+          from asked as a
+         group by a.policy, a.key
+        having bool_and(acceptable(a.policy, a.key, a.cost, null))
+      ), found as materialized (
+        select w.*, p.id as policy_id, p.capacity, p.refill, p.every, p.every_us, p.stepped,
+               b.ctid as row_id, b.level, b.refilled_at,
+               refilled_level(b.level, b.refilled_at, v_now, p.capacity, p.refill, p.every_us, p.stepped) as level_now
+          from wanted as w
+          join policies as p on p.name = w.policy
+          join {{ . }} as b on b.policy_id = p.id and b.key = w.key
+         where p.durable = v_policy.durable
+           and w.cheapest > 0
+           and w.dearest <= p.capacity
+      ), clear as materialized (
+        select
+          from found as f
+        having sum(cardinality(f.requests)) = cardinality(acquire_in_order.policies)
+           and bool_and(f.level_now / 1000000 >= f.total or f.level_now / 1000000 < f.cheapest)
+      ), taken as (
+        update {{ . }} as b
+           set level       = refilled_level(b.level, b.refilled_at, v_now, f.capacity, f.refill, f.every_us, f.stepped)
+                             - microtokens(f.total::bigint),
+               refilled_at = refilled_until(b.refilled_at, v_now, f.every, f.stepped)
+          from (select o.* from found as o
+                 where o.level_now / 1000000 >= o.total and exists (select from clear)
+                 order by o.policy, o.key) as f
+         where b.ctid      = f.row_id
+           and b.policy_id = f.policy_id
+           and b.key       = f.key
+           and refilled_level(b.level, b.refilled_at, v_now, f.capacity, f.refill, f.every_us, f.stepped) / 1000000 >= f.total
+        returning f.requests, f.totals, f.total, b.level, b.refilled_at, f.capacity, f.refill, f.every_us, f.stepped
+      )
+      select g.request, true, whole_tokens(g.level), 0,
+             wait_for(microtokens(g.capacity), g.level, g.refilled_at, v_now, g.refill, g.every_us, g.stepped), g.capacity
+        from (select r.request, t.level + ((t.total - r.total) * 1000000)::bigint as level,  -- what this one left
+                     t.refilled_at, t.capacity, t.refill, t.every_us, t.stepped
+                from taken as t
+               cross join lateral unnest(t.requests, t.totals) as r (request, total)
+              offset 0) as g
+      union all
+      select r.request, false, whole_tokens(f.level_now),
+             wait_for(microtokens(r.cost), f.level, f.refilled_at, v_now, f.refill, f.every_us, f.stepped),
+             wait_for(microtokens(f.capacity), f.level, f.refilled_at, v_now, f.refill, f.every_us, f.stepped), f.capacity
+        from found as f
+       cross join lateral unnest(f.requests, f.costs) as r (request, cost)
+       where f.level_now / 1000000 < f.cheapest
+         and exists (select from clear)
+    loop
+      retry_after := duration(v_retry_us);
+      reset_after := duration(v_reset_us);
+      v_answered  := v_answered || request;
+      return next;
+    end loop;
+{{- end -}}
 -- Decides requests bucket by bucket, in one order for all callers, so that calls cannot deadlock.
--- Equal requests without an idempotency key that follow each other on a bucket are one run: one
--- update takes as many as the bucket holds.
+--
+-- The common case is one statement: no idempotency keys, every bucket has a row, and each grants all
+-- that is asked of it or nothing. It reads first and takes only when that is so, because what is left
+-- over would have to be locked out of order; a bucket that changed meanwhile was waited for, and so
+-- is ours already. It joins in the order of its input only while it has no other way: hence the
+-- settings. Everything else goes through the steps of ratelimit_acquire, where equal requests
+-- without a key that follow each other on a bucket are one run, taken in one update.
 create or replace function ratelimit.acquire_in_order(
     policies text[], keys text[], costs bigint[], idempotency_keys text[])
   returns table (request bigint, allowed boolean, remaining bigint, retry_after interval, reset_after interval,
@@ -9,10 +78,16 @@ create or replace function ratelimit.acquire_in_order(
   language plpgsql
   volatile
   set search_path = ratelimit, pg_temp
+  set plan_cache_mode = force_generic_plan
+  set enable_seqscan = off
+  set enable_hashjoin = off
+  set enable_mergejoin = off
+  set jit = off
 as $$
 declare
+  v_answered        bigint[] := '{}';
   v_run             record;
-  v_answered        integer;  -- of its requests
+  v_position        integer;  -- the requests of the run answered so far
   v_step            bigint;   -- microtokens between two grants of a run
   v_count           bigint;
   v_later_us        bigint;
@@ -32,6 +107,20 @@ declare
   v_replayed        boolean;
   v_first           idempotency_keys;
 begin
+  select p.* into v_policy from policies as p where p.name = acquire_in_order.policies[1];
+  if idempotency_keys is null and found then
+    replayed := false;
+    if v_policy.durable then
+      {{ template "all_or_none" "buckets" }}
+    else
+      {{ template "all_or_none" "ephemeral_buckets" }}
+    end if;
+    if cardinality(v_answered) = cardinality(acquire_in_order.policies) then
+      return;
+    end if;
+    v_now := clock();  -- the update may have waited
+  end if;
+
   for v_run in
     select c.policy, c.key, c.cost, c.idempotency_key, array_agg(c.request order by c.request) as requests
       from (select b.*, count(*) filter (where b.starts) over (partition by b.policy, b.key order by b.request) as run
@@ -41,8 +130,9 @@ begin
                            or lag(a.cost) over bucket is distinct from a.cost as starts
                       from (select u.policy collate "C" as policy, u.key collate "C" as key, u.cost,
                                    u.idempotency_key collate "C" as idempotency_key, u.request
-                              from unnest(policies, keys, costs, idempotency_keys)
-                                   with ordinality as u (policy, key, cost, idempotency_key, request)) as a
+                              from unnest(acquire_in_order.policies, keys, costs, idempotency_keys)
+                                   with ordinality as u (policy, key, cost, idempotency_key, request)
+                             where u.request <> all (v_answered)) as a
                     window bucket as (partition by a.policy, a.key order by a.request)) as b) as c
      group by c.policy, c.key, c.run, c.cost, c.idempotency_key
      order by c.policy, c.key, c.run
@@ -51,7 +141,7 @@ begin
     v_key             := v_run.key;
     v_cost            := v_run.cost;
     v_idempotency_key := case when v_cost > 0 then v_run.idempotency_key end;
-    v_answered        := 0;
+    v_position        := 0;
     if v_policy.name is distinct from v_name then
       select p.* into v_policy from policies as p where p.name = v_name;
     end if;
@@ -63,10 +153,10 @@ begin
       continue;
     end if;
 
-    while v_answered < cardinality(v_run.requests) loop
+    while v_position < cardinality(v_run.requests) loop
       v_take := case
         when v_cost between 1 and v_policy.capacity then
-          microtokens(v_cost * least(cardinality(v_run.requests) - v_answered, v_policy.capacity / v_cost))
+          microtokens(v_cost * least(cardinality(v_run.requests) - v_position, v_policy.capacity / v_cost))
         else 0
       end;
       v_replayed := false;
@@ -94,10 +184,10 @@ begin
 
       -- A grant is answered by the level it left; what of the run did not fit goes round again.
       v_step  := case when allowed and not v_replayed and v_take > 0 then microtokens(v_cost) else 0 end;
-      v_count := case when v_step > 0 then v_take / v_step else cardinality(v_run.requests) - v_answered end;
+      v_count := case when v_step > 0 then v_take / v_step else cardinality(v_run.requests) - v_position end;
       for v_later in reverse v_count - 1 .. 0 loop
-        v_answered := v_answered + 1;
-        request    := v_run.requests[v_answered];
+        v_position := v_position + 1;
+        request    := v_run.requests[v_position];
         remaining  := whole_tokens(v_level + v_later * v_step);
         if v_later > 0 and v_step > 0 then
           v_later_us := wait_for(microtokens(v_policy.capacity), v_level + v_later * v_step, v_refilled_at, v_now,

@@ -1,0 +1,158 @@
+package client_test
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+)
+
+func TestRunCleanup_BatchesUntilNothingIsLeftThenWaits(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		db := &fakePool{fakeDB{answers: []any{
+			row{int64(7), int64(0)}, row{int64(0), int64(3)}, row{int64(0), int64(0)}, // at once
+			row{int64(1), int64(1)}, row{int64(0), int64(0)}, // a minute later
+			row{int64(0), int64(0)},
+		}}}
+		ctx, cancel := context.WithCancel(t.Context())
+		go client.New(db).RunCleanup(ctx, time.Minute, client.MaxRows(7), client.OnError(func(err error) { t.Error(err) }))
+
+		synctest.Wait()
+		require.Len(t, db.sent(), 3)
+		require.Equal(t, []any{int64(7)}, db.sent()[0].args)
+		time.Sleep(time.Minute - 1)
+		synctest.Wait()
+		require.Len(t, db.sent(), 3)
+		time.Sleep(1)
+		synctest.Wait()
+		require.Len(t, db.sent(), 5)
+		time.Sleep(time.Minute)
+		synctest.Wait()
+		require.Len(t, db.sent(), 6)
+
+		cancel()
+		synctest.Wait()
+		time.Sleep(time.Hour)
+		require.Len(t, db.sent(), 6, "it ends with its context; synctest fails when the goroutine does not")
+	})
+}
+
+func TestRunCleanup_ReportsErrorsAndGoesOn(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		broken := errors.New("connection refused")
+		db := &fakeDB{answers: []any{broken, row{int64(1), int64(0)}, broken, row{int64(0), int64(0)}}}
+		ctx, cancel := context.WithCancel(t.Context())
+		reported := make(chan error, 10)
+		go client.New(db).RunCleanup(ctx, time.Minute, client.OnError(func(err error) { reported <- err }))
+
+		synctest.Wait()
+		require.Len(t, db.sent(), 1)
+		require.Len(t, reported, 1)
+		err := <-reported
+		require.ErrorIs(t, err, broken)
+		require.EqualError(t, err, "pgratelimit: clean up: connection refused")
+		time.Sleep(time.Minute)
+		synctest.Wait()
+		require.Len(t, db.sent(), 3)
+		require.Len(t, reported, 1)
+		time.Sleep(time.Minute)
+		synctest.Wait()
+		require.Len(t, db.sent(), 4)
+		require.Len(t, reported, 1)
+		cancel()
+		synctest.Wait()
+	})
+}
+
+func TestRunCleanup_EndOfContextIsNoError(t *testing.T) {
+	t.Parallel()
+	ctx, cancel := context.WithCancel(t.Context())
+	db := &fakeDB{answers: []any{context.Canceled}}
+	limiter := client.New(cancelling{db, cancel})
+	limiter.RunCleanup(ctx, time.Minute, client.OnError(func(err error) { t.Error(err) }))
+	require.Len(t, db.sent(), 1)
+}
+
+// It replaces the program's logger, so it is not parallel.
+func TestRunCleanup_LogsErrorsUnlessTold(t *testing.T) {
+	var log strings.Builder
+	previous := slog.Default()
+	slog.SetDefault(slog.New(slog.NewTextHandler(&log, nil)))
+	defer slog.SetDefault(previous)
+
+	synctest.Test(t, func(t *testing.T) {
+		ctx, cancel := context.WithCancel(t.Context())
+		go client.New(&fakeDB{answers: []any{errors.New("connection refused")}}).RunCleanup(ctx, time.Minute)
+		synctest.Wait()
+		cancel()
+	})
+	require.Contains(t, log.String(), `level=WARN msg="rate limit clean-up failed" error="pgratelimit: clean up: connection refused"`)
+}
+
+func TestRunCleanup_WantsAnInterval(t *testing.T) {
+	t.Parallel()
+	require.Panics(t, func() { client.New(&fakeDB{}).RunCleanup(t.Context(), 0) })
+}
+
+func TestCleanup_RemovesWhatIsDueAndNothingElse(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	ctx := t.Context()
+	limiter := client.New(db.Pool)
+	require.NoError(t, limiter.DefinePolicy(ctx, client.Policy{
+		Name: "fast", Capacity: 1, Refill: 1, Every: time.Microsecond, Remember: time.Microsecond,
+	}))
+	require.NoError(t, limiter.DefinePolicy(ctx, client.Policy{Name: "slow", Capacity: 1, Refill: 1, Every: time.Hour}))
+	for _, key := range []string{"a", "b", "c", "d"} {
+		for _, policy := range []string{"fast", "slow"} {
+			d, err := limiter.Acquire(ctx, policy, key, client.IdempotencyKey("once"))
+			require.NoError(t, err)
+			require.True(t, d.Allowed)
+		}
+	}
+
+	cleaned, err := limiter.Cleanup(ctx, client.MaxRows(1))
+	require.NoError(t, err)
+	require.Equal(t, client.Cleaned{Buckets: 1, IdempotencyKeys: 1}, cleaned)
+
+	_, err = limiter.Cleanup(ctx, client.MaxRows(0))
+	require.ErrorIs(t, err, client.ErrInvalidArgument)
+
+	running, stop := context.WithCancel(ctx)
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		limiter.RunCleanup(running, time.Hour, client.MaxRows(1), client.OnError(func(err error) { t.Error(err) }))
+	}()
+	db.Await(t, time.Minute, `
+		select (select count(*) from ratelimit.buckets) = 4 and (select count(*) from ratelimit.idempotency_keys) = 4`)
+	stop()
+	<-ended
+	for _, key := range []string{"a", "b", "c", "d"} {
+		d, err := limiter.Acquire(ctx, "slow", key, client.IdempotencyKey("once"))
+		require.NoError(t, err)
+		require.True(t, d.Replayed)
+	}
+}
+
+// cancelling ends a context when it is called.
+type cancelling struct {
+	client.Querier
+	cancel func()
+}
+
+func (c cancelling) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
+	c.cancel()
+	return c.Querier.QueryRow(ctx, sql, args...)
+}

@@ -1,0 +1,45 @@
+package client
+
+import (
+	"math"
+	"time"
+)
+
+// A Decision is the answer to one request for tokens. Times count from the moment the server
+// decided, in whole microseconds; one that a [time.Duration] cannot hold is cut to the longest that
+// it can (292 years).
+type Decision struct {
+	// Allowed tells whether the tokens were taken; from [Limiter.Peek], whether they would be.
+	Allowed bool
+
+	// Remaining is what the bucket holds after the call, in whole tokens, rounded down.
+	Remaining int64
+
+	// RetryAfter is how long until the same request is allowed if nobody else takes tokens
+	// meanwhile; a microsecond earlier it is not. Zero when allowed, [math.MaxInt64] when it
+	// never will be: see [Decision.Never].
+	RetryAfter time.Duration
+
+	// ResetAfter is how long until the bucket is full if nobody takes tokens meanwhile.
+	ResetAfter time.Duration
+
+	// Capacity is what a full bucket of the policy holds, in tokens.
+	Capacity int64
+
+	// Replayed tells that this is the answer first given under the same idempotency key, and
+	// that nothing was taken this time.
+	Replayed bool
+}
+
+// Never reports whether no wait would help, because the cost is above the capacity.
+func (d Decision) Never() bool {
+	return d.RetryAfter == never
+}
+
+// never is longer than any wait: those are whole microseconds, and this is not.
+const never time.Duration = math.MaxInt64
+
+// duration converts microseconds, and saturates.
+func duration(microseconds int64) time.Duration {
+	return time.Duration(min(microseconds, never.Microseconds())) * time.Microsecond
+}

@@ -1,0 +1,82 @@
+package client_test
+
+import (
+	"math"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+)
+
+const longest = math.MaxInt64 / 1000 * time.Microsecond
+
+func TestDecision_Decodes(t *testing.T) {
+	t.Parallel()
+	for name, test := range map[string]struct {
+		answer row
+		want   client.Decision
+		never  bool
+	}{
+		"grant": {
+			answer: row{true, int64(7), int64(0), int64(1_500_000), int64(10), false},
+			want:   client.Decision{Allowed: true, Remaining: 7, ResetAfter: 1500 * time.Millisecond, Capacity: 10},
+		},
+		"denial": {
+			answer: row{false, int64(0), int64(1), int64(2), int64(10), false},
+			want:   client.Decision{RetryAfter: time.Microsecond, ResetAfter: 2 * time.Microsecond, Capacity: 10},
+		},
+		"replay": {
+			answer: row{true, int64(7), int64(0), int64(3), int64(10), true},
+			want:   client.Decision{Allowed: true, Remaining: 7, ResetAfter: 3 * time.Microsecond, Capacity: 10, Replayed: true},
+		},
+		"never": {
+			answer: row{false, int64(10), nil, int64(0), int64(10), false},
+			want:   client.Decision{Remaining: 10, RetryAfter: math.MaxInt64, Capacity: 10},
+			never:  true,
+		},
+		"debt": {
+			answer: row{false, int64(-3), int64(4), int64(5), int64(10), false},
+			want:   client.Decision{Remaining: -3, RetryAfter: 4 * time.Microsecond, ResetAfter: 5 * time.Microsecond, Capacity: 10},
+		},
+		"the longest durations": {
+			answer: row{false, int64(0), int64(math.MaxInt64 / 1000), int64(math.MaxInt64/1000 - 1), int64(10), false},
+			want:   client.Decision{RetryAfter: longest, ResetAfter: longest - time.Microsecond, Capacity: 10},
+		},
+		"durations beyond that are not never": {
+			answer: row{false, int64(0), int64(math.MaxInt64/1000 + 1), int64(math.MaxInt64), int64(10), false},
+			want:   client.Decision{RetryAfter: longest, ResetAfter: longest, Capacity: 10},
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			limiter := client.New(&fakeDB{answers: []any{test.answer}})
+			got, err := limiter.Acquire(t.Context(), "p", "k")
+			require.NoError(t, err)
+			require.Equal(t, test.want, got)
+			require.Equal(t, test.never, got.Never())
+		})
+	}
+}
+
+func TestDecision_IntervalsOfTenThousandYears(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	db.Exec(t, "select ratelimit_define_policy('slow', 10, 1, '365250 days')")
+	limiter := client.New(db.Pool)
+
+	d, err := limiter.Acquire(t.Context(), "slow", "k", client.Cost(10))
+	require.NoError(t, err)
+	require.Equal(t, client.Decision{Allowed: true, ResetAfter: longest, Capacity: 10}, d)
+
+	d, err = limiter.Acquire(t.Context(), "slow", "k")
+	require.NoError(t, err)
+	require.Equal(t, client.Decision{RetryAfter: longest, ResetAfter: longest, Capacity: 10}, d)
+	require.False(t, d.Never())
+
+	d, err = limiter.Acquire(t.Context(), "slow", "k", client.Cost(11))
+	require.NoError(t, err)
+	require.True(t, d.Never())
+}

@@ -1,0 +1,64 @@
+// Package client calls pgratelimit: token bucket rate limits that live in PostgreSQL.
+//
+// Every decision is made by the server, in one round trip. The client calls a function named
+// ratelimit_* and decodes one row; it keeps no state, so any number of processes may share the same
+// buckets, with each other and with callers in SQL.
+//
+// # Quickstart
+//
+// Package migrations, or make install, installs the functions. Then:
+//
+//	limiter := client.New(pool)
+//
+//	// Once, for example at start-up: buckets of 100 tokens that gain 10 a second.
+//	err := limiter.DefinePolicy(ctx, client.Policy{Name: "api", Capacity: 100, Refill: 10, Every: time.Second})
+//
+//	// For each request: one token of this user's bucket.
+//	d, err := limiter.Acquire(ctx, "api", "user:42")
+//	switch {
+//	case err != nil:
+//		// The database could not answer. Decide here whether requests pass.
+//	case !d.Allowed:
+//		// Try again in d.RetryAfter.
+//	}
+//
+// A denial is an answer and not an error. The zero [Decision], which comes with every error, is a denial.
+//
+// # Retries and idempotency
+//
+// After a broken connection nobody knows whether the tokens were taken. An [IdempotencyKey] settles
+// it: send the request again under the same key, and it is charged at most once.
+//
+// The client itself repeats a call only when the server has said that nothing happened
+// (serialization_failure, 40001, or deadlock_detected, 40P01): up to 3 tries with a random pause of at
+// most 50 ms and then 100 ms between them. It does so on a pool and on a connection that is in no
+// transaction; inside a transaction the error is the caller's, because only the caller can begin the
+// transaction again.
+//
+// # Transactions
+//
+// With a [pgx.Tx] the acquire is part of the transaction: a rollback, also of a savepoint, gives the
+// tokens back. A grant locks its bucket until the transaction ends, and other acquires on that bucket
+// wait for it. So acquire late in the transaction and end it soon. A caller that would rather be
+// refused than wait sets lock_timeout, and gets [ErrLocked]. A denial locks nothing, unless it had to
+// wait for the bucket.
+//
+// Under REPEATABLE READ and SERIALIZABLE a grant fails with 40001 when the bucket has changed since
+// the transaction's snapshot, and a denial is as old as the snapshot. READ COMMITTED, the default, has
+// neither problem.
+//
+// # Poolers
+//
+// Each call is one statement that depends on no session state but search_path, so PgBouncer in
+// transaction mode is fine. Where it (before 1.21, or with max_prepared_statements = 0) does not carry
+// prepared statements over, add default_query_exec_mode=exec to the connection string; cache_describe
+// and simple_protocol work too, cache_statement and describe_exec do not. If the pooler's search_path
+// does not lead to the functions, name their schema with [Schema].
+//
+// # Clean-up
+//
+// Buckets that are full again and idempotency keys past their time should be removed now and then. If
+// no pg_cron job does it, one program should:
+//
+//	go limiter.RunCleanup(ctx, time.Minute)
+package client

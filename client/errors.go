@@ -1,0 +1,87 @@
+package client
+
+import (
+	"errors"
+	"strings"
+
+	"github.com/jackc/pgx/v5/pgconn"
+)
+
+// Errors to branch on, with [errors.Is]. The server's own error, with DETAIL and HINT, is within reach
+// of [errors.As] as a *[pgconn.PgError]. Whatever else can go wrong (no connection, no privilege, a
+// read-only transaction, ctx ended) is passed on as it came, and wrapped.
+var (
+	// ErrUnknownPolicy: no policy of that name is defined (SQLSTATE RL001).
+	ErrUnknownPolicy = errors.New("unknown policy")
+
+	// ErrIdempotencyMismatch: the idempotency key was used before with another cost
+	// (SQLSTATE RL002). Nothing was taken.
+	ErrIdempotencyMismatch = errors.New("idempotency key used before with another cost")
+
+	// ErrInvalidArgument: an argument is outside its range (SQLSTATE 22023), no value of its type
+	// (22P02), or text that the database cannot hold (22021, 22P05); or it cannot be sent (a zero
+	// byte, a fraction of a microsecond), which is found without the server and has no PgError.
+	ErrInvalidArgument = errors.New("invalid argument")
+
+	// ErrLocked: another transaction has held the bucket, or the policy being changed, for
+	// longer than the session's lock_timeout (SQLSTATE 55P03). Nothing was taken.
+	ErrLocked = errors.New("locked by another transaction")
+)
+
+func kindOf(code string) error {
+	switch code {
+	case "RL001":
+		return ErrUnknownPolicy
+	case "RL002":
+		return ErrIdempotencyMismatch
+	case "22023", // invalid_parameter_value
+		"22P02", // invalid_text_representation
+		"22021", // character_not_in_repertoire
+		"22P05": // untranslatable_character
+		return ErrInvalidArgument
+	case "55P03": // lock_not_available
+		return ErrLocked
+	}
+	return nil
+}
+
+// A callError is an error wrapped once, with the verb that failed.
+type callError struct {
+	verb string
+	err  error
+}
+
+func failed(verb string, err error) error {
+	if err == nil {
+		return nil
+	}
+	return &callError{verb, err}
+}
+
+func (e *callError) Error() string {
+	message := "pgratelimit: " + e.verb + ": " + e.err.Error()
+	var pgErr *pgconn.PgError
+	if errors.As(e.err, &pgErr) {
+		for _, more := range []string{pgErr.Detail, hint(pgErr)} {
+			if more != "" {
+				message = strings.TrimSuffix(message, ".") + ". " + more
+			}
+		}
+	}
+	return message
+}
+
+// hint is the server's, unless that would mislead: a missing function is a missing installation.
+func hint(err *pgconn.PgError) string {
+	if err.Code == "42883" { // undefined_function
+		return "Install pgratelimit in this database, put its schema on search_path, or name it with client.Schema."
+	}
+	return err.Hint
+}
+
+func (e *callError) Unwrap() error { return e.err }
+
+func (e *callError) Is(target error) bool {
+	var pgErr *pgconn.PgError
+	return errors.As(e.err, &pgErr) && target == kindOf(pgErr.Code)
+}

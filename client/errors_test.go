@@ -1,0 +1,192 @@
+package client_test
+
+import (
+	"context"
+	"errors"
+	"strings"
+	"testing"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+)
+
+var kinds = []error{client.ErrUnknownPolicy, client.ErrIdempotencyMismatch, client.ErrInvalidArgument, client.ErrLocked}
+
+func TestErrors_BySQLSTATE(t *testing.T) {
+	t.Parallel()
+	for code, want := range map[string]error{
+		"RL001": client.ErrUnknownPolicy,
+		"RL002": client.ErrIdempotencyMismatch,
+		"22023": client.ErrInvalidArgument,
+		"22P02": client.ErrInvalidArgument,
+		"22021": client.ErrInvalidArgument,
+		"22P05": client.ErrInvalidArgument,
+		"55P03": client.ErrLocked,
+		"25006": nil,
+		"RL003": nil,
+	} {
+		cause := pgError(code)
+		_, err := client.New(&fakePool{fakeDB{answers: []any{cause}}}).Acquire(t.Context(), "p", "k")
+		for _, kind := range kinds {
+			require.Equal(t, kind == want, errors.Is(err, kind), "%s is %v", code, kind)
+		}
+		var pgErr *pgconn.PgError
+		require.ErrorAs(t, err, &pgErr)
+		require.Same(t, cause, pgErr)
+	}
+}
+
+func TestErrors_SayWhatFailedAndWhatHelps(t *testing.T) {
+	t.Parallel()
+	cause := &pgconn.PgError{Severity: "ERROR", Code: "RL001", Message: "unknown policy", Detail: "It is not there.", Hint: "Define it."}
+	limiter := client.New(&fakeDB{answers: []any{cause}})
+	_, err := limiter.Peek(t.Context(), "p", "k")
+	require.EqualError(t, err, "pgratelimit: peek: ERROR: unknown policy (SQLSTATE RL001). It is not there. Define it.")
+
+	broken := errors.New("connection lost")
+	_, err = client.New(&fakeDB{answers: []any{broken}}).Acquire(t.Context(), "p", "k")
+	require.EqualError(t, err, "pgratelimit: acquire: connection lost")
+	require.ErrorIs(t, err, broken)
+}
+
+func TestErrors_OfTheClientNeverReachTheDatabase(t *testing.T) {
+	t.Parallel()
+	db := &fakeDB{answers: []any{granted(1)}}
+	limiter := client.New(db)
+	for name, call := range map[string]func(context.Context) error{
+		"zero byte in the policy": func(ctx context.Context) error {
+			_, err := limiter.Acquire(ctx, "a\x00b", "k")
+			return err
+		},
+		"zero byte in the key": func(ctx context.Context) error {
+			return limiter.Reset(ctx, "p", "\x00")
+		},
+		"zero byte in the idempotency key": func(ctx context.Context) error {
+			_, err := limiter.Acquire(ctx, "p", "k", client.IdempotencyKey("x\x00"))
+			return err
+		},
+		"peek under an idempotency key": func(ctx context.Context) error {
+			_, err := limiter.Peek(ctx, "p", "k", client.IdempotencyKey("x"))
+			return err
+		},
+		"every with a fraction": func(ctx context.Context) error {
+			return limiter.DefinePolicy(ctx, client.Policy{Name: "p", Capacity: 1, Refill: 1, Every: 1500})
+		},
+		"remember with a fraction": func(ctx context.Context) error {
+			return limiter.DefinePolicy(ctx, client.Policy{Name: "p", Capacity: 1, Refill: 1, Every: 1000, Remember: 1})
+		},
+	} {
+		require.ErrorIs(t, call(t.Context()), client.ErrInvalidArgument, name)
+	}
+	require.Empty(t, db.sent())
+}
+
+func TestErrors_OfTheServer(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	db.Exec(t, "select ratelimit_define_policy('api', 10, 1, '1 hour')")
+	limiter := client.New(db.Pool)
+	ctx := t.Context()
+	_, err := limiter.Acquire(ctx, "api", "user:42", client.Cost(2), client.IdempotencyKey("once"))
+	require.NoError(t, err)
+
+	acquire := func(policy, key string, opts ...client.Option) error {
+		d, err := limiter.Acquire(ctx, policy, key, opts...)
+		require.Zero(t, d, "an error comes with a denial")
+		return err
+	}
+	long := strings.Repeat("x", 513)
+	for name, test := range map[string]struct {
+		err  error
+		kind error
+		code string
+	}{
+		"unknown policy":              {acquire("none", "k"), client.ErrUnknownPolicy, "RL001"},
+		"another cost":                {acquire("api", "user:42", client.IdempotencyKey("once")), client.ErrIdempotencyMismatch, "RL002"},
+		"negative cost":               {acquire("api", "k", client.Cost(-1)), client.ErrInvalidArgument, "22023"},
+		"empty policy":                {acquire("", "k"), client.ErrInvalidArgument, "22023"},
+		"empty key":                   {acquire("api", ""), client.ErrInvalidArgument, "22023"},
+		"long key":                    {acquire("api", long), client.ErrInvalidArgument, "22023"},
+		"empty idempotency key":       {acquire("api", "k", client.IdempotencyKey("")), client.ErrInvalidArgument, "22023"},
+		"long idempotency key":        {acquire("api", "k", client.IdempotencyKey(long)), client.ErrInvalidArgument, "22023"},
+		"no such text":                {acquire("api", "\xff"), client.ErrInvalidArgument, "22021"},
+		"dropping what is not there":  {limiter.DropPolicy(ctx, "none"), client.ErrUnknownPolicy, "RL001"},
+		"resetting what is not there": {limiter.Reset(ctx, "none", "k"), client.ErrUnknownPolicy, "RL001"},
+		"a policy without numbers":    {limiter.DefinePolicy(ctx, client.Policy{Name: "new"}), client.ErrInvalidArgument, "22023"},
+		"changing durable": {
+			limiter.DefinePolicy(ctx, client.Policy{Name: "api", Capacity: 1, Refill: 1, Every: 1000, Durable: client.No}),
+			client.ErrInvalidArgument, "22023",
+		},
+	} {
+		require.ErrorIs(t, test.err, test.kind, name)
+		requireCode(t, test.code, test.err)
+	}
+}
+
+func TestErrors_LockTimeout(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	db.Exec(t, "select ratelimit_define_policy('api', 10, 1, '1 hour')")
+	ctx := t.Context()
+
+	holder, err := db.Pool.Begin(ctx)
+	require.NoError(t, err)
+	defer holder.Rollback(context.Background())
+	// The row has to be there first: only then does the holder lock it.
+	_, err = client.New(db.Pool).Acquire(ctx, "api", "k")
+	require.NoError(t, err)
+	_, err = client.New(holder).Acquire(ctx, "api", "k")
+	require.NoError(t, err)
+
+	hasty := client.New(connect(t, db, map[string]string{"lock_timeout": "1ms"}))
+	_, acquire := hasty.Acquire(ctx, "api", "k")
+	_, refund := hasty.Refund(ctx, "api", "k", 1)
+	for verb, err := range map[string]error{"acquire": acquire, "refund": refund, "reset": hasty.Reset(ctx, "api", "k")} {
+		require.ErrorIs(t, err, client.ErrLocked)
+		require.ErrorContains(t, err, "pgratelimit: "+verb+": ")
+		requireCode(t, "55P03", err)
+	}
+
+	require.NoError(t, holder.Rollback(ctx))
+	d, err := hasty.Acquire(ctx, "api", "k")
+	require.NoError(t, err)
+	require.EqualValues(t, 8, d.Remaining, "only the two grants that stayed")
+}
+
+func TestErrors_EndOfContext(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	_, err := client.New(db.Pool).Acquire(ctx, "api", "k")
+	require.ErrorIs(t, err, context.Canceled)
+}
+
+func TestErrors_NotInstalled(t *testing.T) {
+	t.Parallel()
+	db := pgtest.Empty(t)
+	_, err := client.New(db.Pool).Acquire(t.Context(), "api", "k")
+	require.ErrorContains(t, err, "Install pgratelimit")
+}
+
+// connect opens a pool whose sessions have these settings.
+func connect(t *testing.T, db *pgtest.DB, settings map[string]string, change ...func(*pgx.ConnConfig)) *pgxpool.Pool {
+	t.Helper()
+	config, err := pgxpool.ParseConfig(db.URL)
+	require.NoError(t, err)
+	for name, value := range settings {
+		config.ConnConfig.RuntimeParams[name] = value
+	}
+	for _, change := range change {
+		change(config.ConnConfig)
+	}
+	pool, err := pgxpool.NewWithConfig(context.Background(), config)
+	require.NoError(t, err)
+	t.Cleanup(pool.Close)
+	return pool
+}

@@ -1,0 +1,180 @@
+package client_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+)
+
+// database stands for the program's own pool, with pgratelimit installed.
+func database() (pool *pgxpool.Pool, drop func()) {
+	db, drop := pgtest.Open()
+	return db.Pool, drop
+}
+
+// check and must keep the examples to the point. A program handles its errors.
+func check(err error) {
+	if err != nil {
+		panic(err)
+	}
+}
+
+func must[T any](value T, err error) T {
+	check(err)
+	return value
+}
+
+// One request, one token of its user's bucket.
+func ExampleLimiter_Acquire() {
+	pool, drop := database()
+	defer drop()
+	ctx := context.Background()
+	limiter := client.New(pool)
+
+	// Bursts of 3, and 1 a minute for as long as it takes.
+	check(limiter.DefinePolicy(ctx, client.Policy{Name: "api", Capacity: 3, Refill: 1, Every: time.Minute}))
+
+	for range 3 {
+		d := must(limiter.Acquire(ctx, "api", "user:42"))
+		fmt.Println(d.Allowed, d.Remaining)
+	}
+	// Output:
+	// true 2
+	// true 1
+	// true 0
+}
+
+// A denial is an answer: it tells how long to wait, or that waiting is of no use.
+func ExampleLimiter_Acquire_denial() {
+	pool, drop := database()
+	defer drop()
+	ctx := context.Background()
+	limiter := client.New(pool)
+
+	check(limiter.DefinePolicy(ctx, client.Policy{Name: "exports", Capacity: 10, Refill: 1, Every: time.Hour}))
+
+	for _, cost := range []int64{8, 5, 11} {
+		d, err := limiter.Acquire(ctx, "exports", "user:42", client.Cost(cost))
+		switch {
+		case err != nil:
+			panic(err)
+		case d.Allowed:
+			fmt.Printf("%d: allowed, %d of %d left\n", cost, d.Remaining, d.Capacity)
+		case d.Never():
+			fmt.Printf("%d: more than %d will never be\n", cost, d.Capacity)
+		default: // rounded, because some microseconds have passed since the first
+			fmt.Printf("%d: try again in %v\n", cost, d.RetryAfter.Round(time.Minute))
+		}
+	}
+	// Output:
+	// 8: allowed, 2 of 10 left
+	// 5: try again in 3h0m0s
+	// 11: more than 10 will never be
+}
+
+// A request that is sent again, because its answer was lost, is charged once.
+func ExampleIdempotencyKey() {
+	pool, drop := database()
+	defer drop()
+	ctx := context.Background()
+	limiter := client.New(pool)
+
+	check(limiter.DefinePolicy(ctx, client.Policy{Name: "api", Capacity: 10, Refill: 1, Every: time.Hour}))
+
+	once := client.IdempotencyKey("request-7f3a")
+	for range 2 {
+		d := must(limiter.Acquire(ctx, "api", "user:42", client.Cost(4), once))
+		fmt.Println(d.Allowed, d.Remaining, d.Replayed)
+	}
+
+	_, err := limiter.Acquire(ctx, "api", "user:42", client.Cost(5), once)
+	fmt.Println(errors.Is(err, client.ErrIdempotencyMismatch))
+	// Output:
+	// true 6 false
+	// true 6 true
+	// true
+}
+
+// In a transaction the tokens are taken if it commits, and only then.
+func ExampleNew_transaction() {
+	pool, drop := database()
+	defer drop()
+	ctx := context.Background()
+	limiter := client.New(pool)
+
+	check(limiter.DefinePolicy(ctx, client.Policy{Name: "signups", Capacity: 10, Refill: 1, Every: time.Hour}))
+
+	failed := errors.New("card declined")
+	err := pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error {
+		// The work comes first: from here on the bucket is locked.
+		d := must(client.New(tx).Acquire(ctx, "signups", "203.0.113.7"))
+		fmt.Println(d.Allowed, d.Remaining)
+		return failed
+	})
+	fmt.Println(err)
+
+	d := must(limiter.Peek(ctx, "signups", "203.0.113.7"))
+	fmt.Println(d.Allowed, d.Remaining)
+	// Output:
+	// true 9
+	// card declined
+	// true 10
+}
+
+// A budget of tokens a day for a language model: take the most an answer can cost, give back what it
+// did not.
+func ExampleLimiter_Refund() {
+	pool, drop := database()
+	defer drop()
+	ctx := context.Background()
+	limiter := client.New(pool)
+
+	check(limiter.DefinePolicy(ctx, client.Policy{
+		Name: "llm-tokens", Capacity: 100_000, Refill: 100_000, Every: 24 * time.Hour, Stepped: client.Yes,
+	}))
+
+	const prompt, maxAnswer = 1_200, 4_000
+	d := must(limiter.Acquire(ctx, "llm-tokens", "team:7", client.Cost(prompt+maxAnswer)))
+	fmt.Println(d.Allowed, d.Remaining)
+
+	answer := int64(850) // as the model reports it
+	d = must(limiter.Refund(ctx, "llm-tokens", "team:7", maxAnswer-answer))
+	fmt.Println(d.Remaining, "left until the budget is renewed")
+
+	d = must(limiter.Acquire(ctx, "llm-tokens", "team:7", client.Cost(99_000)))
+	fmt.Println(d.Allowed, d.RetryAfter.Round(time.Hour))
+	// Output:
+	// true 94800
+	// 97950 left until the budget is renewed
+	// false 24h0m0s
+}
+
+// Definitions belong to the program: stating them at every start changes nothing that has not changed.
+func ExampleLimiter_DefinePolicy() {
+	pool, drop := database()
+	defer drop()
+	ctx := context.Background()
+	limiter := client.New(pool)
+
+	for _, p := range []client.Policy{
+		{Name: "api", Capacity: 100, Refill: 10, Every: time.Second},
+		{Name: "login", Capacity: 5, Refill: 5, Every: 15 * time.Minute, Stepped: client.Yes},
+		{Name: "pixel", Capacity: 1000, Refill: 1000, Every: time.Minute, Durable: client.No},
+	} {
+		check(limiter.DefinePolicy(ctx, p))
+	}
+	for _, p := range must(limiter.Policies(ctx)) {
+		fmt.Printf("%s: %d every %v, stepped %v, durable %v\n", p.Name, p.Refill, p.Every, p.Stepped, p.Durable)
+	}
+	// Output:
+	// api: 10 every 1s, stepped no, durable yes
+	// login: 5 every 15m0s, stepped yes, durable yes
+	// pixel: 1000 every 1m0s, stepped no, durable no
+}

@@ -1,0 +1,105 @@
+package client_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os/exec"
+	"reflect"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+)
+
+func TestMain(m *testing.M) { pgtest.Main(m) }
+
+func TestDependencies_AreThoseOfPgxAlone(t *testing.T) {
+	t.Parallel()
+	deps := func(pkg string) []string {
+		out, err := exec.CommandContext(t.Context(), "go", "list", "-deps", "-f", "{{if not .Standard}}{{.ImportPath}}{{end}}", pkg).Output()
+		require.NoError(t, err)
+		return strings.Fields(string(out))
+	}
+	want := append(deps("github.com/jackc/pgx/v5"), "github.com/pgratelimit/pgratelimit/client")
+	require.ElementsMatch(t, want, deps("."))
+}
+
+// fakeDB answers each query with the next of its answers, an error or a row; the last one stays.
+type fakeDB struct {
+	mu      sync.Mutex
+	answers []any
+	queries []query
+}
+
+type query struct {
+	sql  string
+	args []any
+}
+
+type row []any
+
+func (db *fakeDB) QueryRow(_ context.Context, sql string, args ...any) pgx.Row {
+	db.mu.Lock()
+	defer db.mu.Unlock()
+	answer := db.answers[0]
+	if len(db.answers) > 1 {
+		db.answers = db.answers[1:]
+	}
+	db.queries = append(db.queries, query{sql, args})
+	return scanner{answer}
+}
+
+func (db *fakeDB) sent() []query {
+	db.mu.Lock()
+	defer db.mu.Unlock()
+	return slices.Clone(db.queries)
+}
+
+// fakePool is one for all that the client can see.
+type fakePool struct{ fakeDB }
+
+func (*fakePool) BeginTx(context.Context, pgx.TxOptions) (pgx.Tx, error) {
+	return nil, errors.New("a fake has no transactions")
+}
+func (*fakePool) Close() {}
+
+type scanner struct{ answer any }
+
+func (s scanner) Scan(dest ...any) error {
+	if err, ok := s.answer.(error); ok {
+		return err
+	}
+	values := s.answer.(row)
+	if len(values) != len(dest) {
+		return fmt.Errorf("%d values for %d destinations", len(values), len(dest))
+	}
+	for i, value := range values {
+		target := reflect.ValueOf(dest[i]).Elem()
+		switch {
+		case value == nil:
+			target.SetZero()
+		case target.Kind() == reflect.Pointer:
+			target.Set(reflect.New(target.Type().Elem()))
+			target.Elem().Set(reflect.ValueOf(value))
+		default:
+			target.Set(reflect.ValueOf(value))
+		}
+	}
+	return nil
+}
+
+// The columns of a decision as the server sends them.
+func granted(remaining int64) row {
+	return row{true, remaining, int64(0), int64(0), int64(10), false}
+}
+
+func pgError(code string) *pgconn.PgError {
+	return &pgconn.PgError{Severity: "ERROR", Code: code, Message: "made up"}
+}

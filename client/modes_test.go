@@ -1,0 +1,154 @@
+package client_test
+
+import (
+	"errors"
+	"math"
+	"regexp"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/migrations"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+)
+
+// Everything the client does, in every way pgx can send it, in sessions that write intervals oddly.
+// Twice on one connection, so that cached statements are used too.
+func TestExecModes(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	for _, mode := range []pgx.QueryExecMode{
+		pgx.QueryExecModeCacheStatement,
+		pgx.QueryExecModeCacheDescribe,
+		pgx.QueryExecModeDescribeExec,
+		pgx.QueryExecModeExec,
+		pgx.QueryExecModeSimpleProtocol,
+	} {
+		for _, style := range []string{"postgres", "postgres_verbose", "sql_standard", "iso_8601"} {
+			t.Run(strings.ReplaceAll(mode.String(), " ", "_")+"/"+style, func(t *testing.T) {
+				conn := acquired(t, connect(t, db, map[string]string{"IntervalStyle": style}, func(config *pgx.ConnConfig) {
+					config.DefaultQueryExecMode = mode
+				}))
+				for range 2 {
+					useEverything(t, client.New(conn))
+				}
+			})
+		}
+	}
+}
+
+func useEverything(t *testing.T, limiter *client.Limiter) {
+	ctx := t.Context()
+	const day = 24 * time.Hour
+	must := func(d client.Decision, err error) client.Decision {
+		t.Helper()
+		require.NoError(t, err)
+		// Whole hours: the clock runs on between calls.
+		if !d.Never() {
+			d.RetryAfter = d.RetryAfter.Round(time.Hour)
+		}
+		d.ResetAfter = d.ResetAfter.Round(time.Hour)
+		return d
+	}
+
+	policy := client.Policy{Name: "it's \"new\"\n🪣", Capacity: 10, Refill: 1, Every: day}
+	require.NoError(t, limiter.DefinePolicy(ctx, policy))
+	key := `o'clock \ $1 ` + strings.Repeat("é", 200)
+
+	// No idempotency key is null, and a key is told from none.
+	require.Equal(t, client.Decision{Allowed: true, Remaining: 9, ResetAfter: day, Capacity: 10},
+		must(limiter.Acquire(ctx, policy.Name, key)))
+	require.Equal(t, client.Decision{Allowed: true, Remaining: 5, ResetAfter: 5 * day, Capacity: 10},
+		must(limiter.Acquire(ctx, policy.Name, key, client.Cost(4), client.IdempotencyKey("null"))))
+	require.Equal(t, client.Decision{Allowed: true, Remaining: 5, ResetAfter: 5 * day, Capacity: 10, Replayed: true},
+		must(limiter.Acquire(ctx, policy.Name, key, client.Cost(4), client.IdempotencyKey("null"))))
+	_, err := limiter.Acquire(ctx, policy.Name, key, client.IdempotencyKey("null"))
+	require.ErrorIs(t, err, client.ErrIdempotencyMismatch)
+
+	require.Equal(t, client.Decision{Remaining: 5, RetryAfter: day, ResetAfter: 5 * day, Capacity: 10},
+		must(limiter.Acquire(ctx, policy.Name, key, client.Cost(6))))
+	require.Equal(t, client.Decision{Remaining: 5, RetryAfter: 2 * day, ResetAfter: 5 * day, Capacity: 10},
+		must(limiter.Peek(ctx, policy.Name, key, client.Cost(7))))
+	never := must(limiter.Peek(ctx, policy.Name, key, client.Cost(math.MaxInt64)))
+	require.True(t, never.Never())
+	_, err = limiter.Acquire(ctx, policy.Name, key, client.Cost(math.MinInt64))
+	require.ErrorIs(t, err, client.ErrInvalidArgument)
+	for _, text := range []string{"", "\x00", "a\x00'b", "\xff", strings.Repeat("é", 257)} {
+		_, err = limiter.Acquire(ctx, policy.Name, text)
+		require.ErrorIs(t, err, client.ErrInvalidArgument, "%q", text)
+	}
+
+	require.Equal(t, client.Decision{Allowed: true, Remaining: 8, ResetAfter: 2 * day, Capacity: 10},
+		must(limiter.Refund(ctx, policy.Name, key, 3)))
+	require.NoError(t, limiter.Reset(ctx, policy.Name, key))
+	require.Equal(t, client.Decision{Allowed: true, Remaining: 10, Capacity: 10},
+		must(limiter.Peek(ctx, policy.Name, key)))
+
+	cleaned, err := limiter.Cleanup(ctx)
+	require.NoError(t, err)
+	require.Zero(t, cleaned)
+
+	policy.Every, policy.Stepped, policy.Durable, policy.Remember = math.MaxInt64/1000*time.Microsecond, client.Yes, client.Yes, time.Microsecond
+	require.NoError(t, limiter.DefinePolicy(ctx, policy))
+	policies, err := limiter.Policies(ctx)
+	require.NoError(t, err)
+	require.Equal(t, []client.Policy{policy}, policies)
+
+	require.NoError(t, limiter.DropPolicy(ctx, policy.Name))
+	_, err = limiter.Acquire(ctx, policy.Name, key)
+	require.ErrorIs(t, err, client.ErrUnknownPolicy)
+}
+
+// What makes a call work through any pooler and in any mode, whatever functions a database adds.
+func TestStatements_HaveTypedParametersAndNamedColumns(t *testing.T) {
+	t.Parallel()
+	db := &fakeDB{answers: []any{errors.New("not asked for an answer")}}
+	limiter, ctx := client.New(db), t.Context()
+	_, _ = limiter.Acquire(ctx, "p", "k")
+	_, _ = limiter.Acquire(ctx, "p", "k", client.Cost(2), client.IdempotencyKey("i"))
+	_, _ = limiter.Peek(ctx, "p", "k")
+	_, _ = limiter.Refund(ctx, "p", "k", 1)
+	_ = limiter.Reset(ctx, "p", "k")
+	_ = limiter.DefinePolicy(ctx, client.Policy{Name: "p", Capacity: 1, Refill: 1, Every: time.Second})
+	_ = limiter.DefinePolicy(ctx, client.Policy{Stepped: client.Yes, Durable: client.No, Remember: time.Second})
+	_ = limiter.DropPolicy(ctx, "p")
+	_, _ = limiter.Policies(ctx)
+	_, _ = limiter.Cleanup(ctx)
+
+	require.Len(t, db.sent(), 10)
+	parameter := regexp.MustCompile(`\$\d+(::\w+)?`)
+	for _, query := range db.sent() {
+		require.NotRegexp(t, `;|select \*|\.\*`, query.sql)
+		parameters := parameter.FindAllStringSubmatch(query.sql, -1)
+		require.Len(t, parameters, len(query.args), query.sql)
+		for i, arg := range query.args {
+			switch arg.(type) {
+			case int64:
+				require.Equal(t, "::bigint", parameters[i][1], query.sql)
+			case string, nil:
+				require.Equal(t, "::text", parameters[i][1], query.sql)
+			default:
+				t.Errorf("%s is passed a %T", query.sql, arg)
+			}
+		}
+	}
+}
+
+func TestSchema_FindsFunctionsOffThePath(t *testing.T) {
+	t.Parallel()
+	db := pgtest.Empty(t)
+	const schema = `odd "schema".x`
+	db.Exec(t, "create schema "+pgx.Identifier{schema}.Sanitize())
+	installer := acquired(t, connect(t, db, map[string]string{"search_path": pgx.Identifier{schema}.Sanitize()}))
+	require.NoError(t, migrations.Up(t.Context(), installer.Conn()))
+
+	pathless := connect(t, db, map[string]string{"search_path": ""})
+	_, err := client.New(pathless).Policies(t.Context())
+	requireCode(t, "42883", err)
+	limiter := client.New(pathless, client.Schema(schema))
+	useEverything(t, limiter)
+}

@@ -1,0 +1,150 @@
+package client
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"strconv"
+	"time"
+)
+
+// A Policy says how large a bucket is and how fast it refills. An empty bucket must fill within 10,000
+// years.
+type Policy struct {
+	// Name has 1 to 512 bytes.
+	Name string
+
+	// Capacity is what a full bucket holds: 1 to 9,000,000,000,000 tokens.
+	Capacity int64
+
+	// Refill is how many tokens a bucket gains in the time Every: 1 to 9,000,000,000,000.
+	Refill int64
+
+	// Every is the interval of Refill, in whole microseconds. [Limiter.Policies] cuts what SQL
+	// defined above 292 years, the longest [time.Duration].
+	Every time.Duration
+
+	// Stepped refills at the end of each interval only, and not continuously. Defaults to No for
+	// a new policy.
+	Stepped Choice
+
+	// Durable keeps buckets and idempotency keys through a crash. Without it writes are cheaper,
+	// and after a crash buckets are full and idempotency keys forgotten. It cannot be changed:
+	// drop the policy and define it anew. Defaults to Yes for a new policy.
+	Durable Choice
+
+	// Remember is for how long a grant is remembered by its idempotency key, in whole
+	// microseconds; zero keeps what is there. Defaults to 24 hours for a new policy.
+	Remember time.Duration
+}
+
+// A Choice is yes, no, or left open.
+type Choice int8
+
+// Keep, the zero Choice, leaves a policy as it is, and a new one at the default.
+const (
+	Keep Choice = iota
+	Yes
+	No
+)
+
+// String returns keep, yes or no.
+func (c Choice) String() string {
+	switch c {
+	case Keep:
+		return "keep"
+	case Yes:
+		return "yes"
+	case No:
+		return "no"
+	}
+	return fmt.Sprintf("Choice(%d)", int8(c))
+}
+
+// DefinePolicy creates a policy, or changes the one of that name. A change applies to the next acquire:
+// levels stay, cut to the new capacity, and the time since a bucket was last written is credited at the
+// new rate. Running it again with the same Policy changes nothing.
+//
+// It writes the policy and locks it until the transaction ends; acquires do not wait for that.
+//
+// Errors: [ErrInvalidArgument].
+func (l *Limiter) DefinePolicy(ctx context.Context, p Policy) error {
+	const verb = "define policy"
+	if p.Every%time.Microsecond != 0 || p.Remember%time.Microsecond != 0 {
+		return failed(verb, fmt.Errorf("%w: every %v and remember %v must be whole microseconds",
+			ErrInvalidArgument, p.Every, p.Remember))
+	}
+	var remember any
+	if p.Remember != 0 {
+		remember = interval(p.Remember)
+	}
+	return l.run(ctx, verb, "ratelimit_define_policy($1::text, $2::bigint, $3::bigint, $4::text::interval, "+
+		"$5::text::boolean, $6::text::boolean, $7::text::interval)",
+		p.Name, p.Capacity, p.Refill, interval(p.Every), boolean(p.Stepped), boolean(p.Durable), remember)
+}
+
+// DropPolicy removes a policy with its buckets and idempotency keys. It does not wait for acquires that
+// are under way: what they hold is left to clean-up, and counts for nobody.
+//
+// It locks the policy and what it removes until the transaction ends.
+//
+// Errors: [ErrUnknownPolicy], [ErrInvalidArgument].
+func (l *Limiter) DropPolicy(ctx context.Context, name string) error {
+	return l.run(ctx, "drop policy", "ratelimit_drop_policy($1::text)", name)
+}
+
+// Policies lists the policies, ordered by name, with nothing left open. It writes and locks nothing.
+func (l *Limiter) Policies(ctx context.Context) ([]Policy, error) {
+	const verb = "list policies"
+	// One row, because that is what a Querier gives.
+	const columns = `coalesce(json_agg(json_build_object(
+		'name', policy, 'capacity', capacity, 'refill', refill,
+		'every', (extract(epoch from every) * 1000000)::bigint,
+		'stepped', stepped, 'durable', durable,
+		'remember', (extract(epoch from remember) * 1000000)::bigint
+		) order by policy collate "C"), '[]')::text`
+	var text string
+	if err := l.query(ctx, verb, columns, "ratelimit_policies()", nil, &text); err != nil {
+		return nil, err
+	}
+	var rows []struct {
+		Name                              string
+		Capacity, Refill, Every, Remember int64
+		Stepped, Durable                  bool
+	}
+	if err := json.Unmarshal([]byte(text), &rows); err != nil {
+		return nil, failed(verb, err)
+	}
+	policies := make([]Policy, len(rows))
+	for i, r := range rows {
+		policies[i] = Policy{
+			Name:     r.Name,
+			Capacity: r.Capacity,
+			Refill:   r.Refill,
+			Every:    duration(r.Every),
+			Stepped:  choice(r.Stepped),
+			Durable:  choice(r.Durable),
+			Remember: duration(r.Remember),
+		}
+	}
+	return policies, nil
+}
+
+// interval writes whole microseconds for PostgreSQL, exactly: seconds would pass through a double there.
+func interval(d time.Duration) string {
+	return strconv.FormatInt(d.Microseconds(), 10) + " microseconds"
+}
+
+func boolean(c Choice) any {
+	if c == Keep {
+		return nil
+	}
+	return c.String() // PostgreSQL reads yes and no, and refuses the rest
+}
+
+func choice(b bool) Choice {
+	if b {
+		return Yes
+	}
+	return No
+}

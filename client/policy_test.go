@@ -1,0 +1,102 @@
+package client_test
+
+import (
+	"fmt"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+)
+
+func TestDefinePolicy_KeepsWhatIsLeftOpen(t *testing.T) {
+	t.Parallel()
+	limiter := client.New(pgtest.New(t).Pool)
+	define := func(p client.Policy) client.Policy {
+		t.Helper()
+		require.NoError(t, limiter.DefinePolicy(t.Context(), p))
+		policies, err := limiter.Policies(t.Context())
+		require.NoError(t, err)
+		require.Len(t, policies, 1)
+		return policies[0]
+	}
+
+	p := client.Policy{Name: "api", Capacity: 10, Refill: 1, Every: time.Second}
+	defaults := client.Policy{
+		Name: "api", Capacity: 10, Refill: 1, Every: time.Second,
+		Stepped: client.No, Durable: client.Yes, Remember: 24 * time.Hour,
+	}
+	require.Equal(t, defaults, define(p))
+	require.Equal(t, defaults, define(defaults), "what is read can be written")
+
+	changed := client.Policy{
+		Name: "api", Capacity: 20, Refill: 2, Every: time.Minute,
+		Stepped: client.Yes, Durable: client.Yes, Remember: time.Hour,
+	}
+	require.Equal(t, changed, define(changed))
+
+	p = client.Policy{Name: "api", Capacity: 30, Refill: 3, Every: time.Hour}
+	changed.Capacity, changed.Refill, changed.Every = p.Capacity, p.Refill, p.Every
+	require.Equal(t, changed, define(p))
+
+	p.Stepped = client.No
+	changed.Stepped = client.No
+	require.Equal(t, changed, define(p))
+}
+
+func TestDefinePolicy_Ephemeral(t *testing.T) {
+	t.Parallel()
+	limiter := client.New(pgtest.New(t).Pool)
+	p := client.Policy{
+		Name: "api", Capacity: 10, Refill: 1, Every: time.Second,
+		Stepped: client.No, Durable: client.No, Remember: 24 * time.Hour,
+	}
+	require.NoError(t, limiter.DefinePolicy(t.Context(), p))
+	policies, err := limiter.Policies(t.Context())
+	require.NoError(t, err)
+	require.Equal(t, []client.Policy{p}, policies)
+}
+
+func TestDefinePolicy_RefusesAnUnknownChoice(t *testing.T) {
+	t.Parallel()
+	limiter := client.New(pgtest.New(t).Pool)
+	err := limiter.DefinePolicy(t.Context(), client.Policy{Name: "api", Capacity: 10, Refill: 1, Every: time.Second, Durable: 3})
+	require.ErrorIs(t, err, client.ErrInvalidArgument)
+	require.ErrorContains(t, err, "Choice(3)")
+}
+
+func TestPolicies_OrderedByName(t *testing.T) {
+	t.Parallel()
+	limiter := client.New(pgtest.New(t).Pool)
+	policies, err := limiter.Policies(t.Context())
+	require.NoError(t, err)
+	require.Empty(t, policies)
+
+	for _, name := range []string{"b", "a", "B"} {
+		require.NoError(t, limiter.DefinePolicy(t.Context(), client.Policy{Name: name, Capacity: 1, Refill: 1, Every: time.Second}))
+	}
+	policies, err = limiter.Policies(t.Context())
+	require.NoError(t, err)
+	var names []string
+	for _, p := range policies {
+		names = append(names, p.Name)
+	}
+	require.Equal(t, []string{"B", "a", "b"}, names)
+}
+
+func TestPolicies_LongIntervalsAreCut(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	db.Exec(t, "select ratelimit_define_policy('slow', 1, 1, '365250 days', remember => '365250 days')")
+	policies, err := client.New(db.Pool).Policies(t.Context())
+	require.NoError(t, err)
+	require.Equal(t, longest, policies[0].Every)
+	require.Equal(t, longest, policies[0].Remember)
+}
+
+func TestChoice_String(t *testing.T) {
+	t.Parallel()
+	require.Equal(t, "keep yes no Choice(3)", fmt.Sprint(client.Keep, client.Yes, client.No, client.Choice(3)))
+}
