@@ -47,10 +47,11 @@ select k.* into v_first
         -- It fits by now, or the bucket has no row.
         v_take := least(v_take, v_level - v_level % microtokens(v_cost));
         if not found then
-          v_level    := v_level - v_take;
-          v_reset_us := wait_for(microtokens(v_policy.capacity), v_level, v_refilled_at, v_now,
-                                 v_policy.refill, v_policy.every_us, v_policy.stepped);
-          v_due_at   := v_now + least(duration(v_reset_us), interval '24 hours');
+          v_level       := v_level - v_take;
+          v_refilled_at := v_now;
+          v_reset_us    := wait_for(microtokens(v_policy.capacity), v_level, v_refilled_at, v_now,
+                                    v_policy.refill, v_policy.every_us, v_policy.stepped);
+          v_due_at      := v_now + least(duration(v_reset_us), interval '24 hours');
           insert into {{ .buckets }} (policy_id, key, level, refilled_at, due_at)
           values (v_policy.id, v_key, v_level, v_refilled_at, v_due_at)
           on conflict on constraint {{ .buckets }}_pkey do nothing;

@@ -14,7 +14,6 @@ declare
   v_policy      policies := policy_named(ratelimit_peek.policy);
   v_now         timestamptz;
   v_level       bigint;
-  v_refilled_at timestamptz;
   v_retry_us    bigint;
   v_reset_us    bigint;
 begin
