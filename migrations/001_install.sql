@@ -1,6 +1,19 @@
 -- Schema, tables and types, then the functions. One migration, because the public functions go into
 -- the schema that heads the session's search_path, and the session is reset after each migration.
 
+do $version_table$
+begin
+  if exists (select from pg_catalog.pg_class as c
+              where c.oid = pg_catalog.to_regclass('public.ratelimit_schema_version')
+                and c.relowner <> (select r.oid from pg_catalog.pg_roles as r where r.rolname = current_user)) then
+    raise exception 'the version table belongs to another role'
+      using errcode = '42501',
+            detail  = 'Its triggers would run with your rights.',
+            hint    = 'Drop public.ratelimit_schema_version and install again.';
+  end if;
+end;
+$version_table$;
+
 create schema ratelimit;
 comment on schema ratelimit is
   'pgratelimit: tables and private helpers. Callers use the public functions named ratelimit_*.';
@@ -27,7 +40,8 @@ create table ratelimit.policies (
   stepped  boolean  not null,
   durable  boolean  not null,
   remember interval not null,
-  every_us bigint   not null generated always as ((extract(epoch from every) * 1000000)::bigint) stored,
+  every_us    bigint not null generated always as ((extract(epoch from every) * 1000000)::bigint) stored,
+  remember_us bigint not null generated always as ((extract(epoch from remember) * 1000000)::bigint) stored,
   constraint policies_pkey primary key (name),
   constraint policies_id_key unique (id)
 );
@@ -96,7 +110,7 @@ alter table ratelimit.ephemeral_idempotency_keys set (
   autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 10000,
   autovacuum_vacuum_cost_delay = 0);
 
--- Default privileges may have given the schema, its tables or its type to other roles.
+-- Default privileges may have given the schema and the tables to other roles.
 do $private$
 declare
   v_grant record;
@@ -109,8 +123,8 @@ begin
             union all
             select 'table ' || c.oid::pg_catalog.regclass, c.relacl, c.relowner
               from pg_catalog.pg_class as c
-             where c.relnamespace = 'ratelimit'::pg_catalog.regnamespace
-               and c.relkind = 'r') as o (object, acl, owner)
+             where c.relnamespace = 'ratelimit'::pg_catalog.regnamespace and c.relkind = 'r'
+                or c.oid = pg_catalog.to_regclass('public.ratelimit_schema_version')) as o (object, acl, owner)
      cross join lateral pg_catalog.aclexplode(o.acl) as a
      where a.grantee <> o.owner
      group by o.object, a.grantee
@@ -132,12 +146,15 @@ begin
   for v_function in
     select p.oid::pg_catalog.regprocedure as signature
       from pg_catalog.pg_proc as p
-      join pg_catalog.pg_namespace as n on n.nspname = 'ratelimit' and n.nspowner = p.proowner
-     where p.proname in ('ratelimit_define_policy', 'ratelimit_drop_policy', 'ratelimit_policies',
-                         'ratelimit_acquire', 'ratelimit_acquire_many', 'ratelimit_peek', 'ratelimit_refund', 'ratelimit_reset',
+      join pg_catalog.pg_proc as home on home.prorettype = 'ratelimit.decision'::pg_catalog.regtype
+                                     and home.proname = 'ratelimit_acquire'
+                                     and home.proowner = p.proowner
+     where p.pronamespace = 'ratelimit'::pg_catalog.regnamespace
+        or p.pronamespace = home.pronamespace
+       and p.proname in ('ratelimit_define_policy', 'ratelimit_drop_policy', 'ratelimit_policies', 'ratelimit_acquire',
+                         'ratelimit_acquire_many', 'ratelimit_peek', 'ratelimit_refund', 'ratelimit_reset',
                          'ratelimit_cleanup', 'ratelimit_cleanup_all', 'ratelimit_version')
-        or p.pronamespace = n.oid
-     order by p.pronamespace = n.oid
+     order by p.pronamespace = 'ratelimit'::pg_catalog.regnamespace
   loop
     execute pg_catalog.format('drop routine %s', v_function.signature);
   end loop;

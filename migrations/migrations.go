@@ -82,6 +82,9 @@ func newMigrator(ctx context.Context, conn *pgx.Conn) (*migrate.Migrator, error)
 	if conn.PgConn().TxStatus() != 'I' {
 		return nil, errors.New("pgratelimit: the connection is inside a transaction: commit it first")
 	}
+	if err := checkVersionTable(ctx, conn); err != nil {
+		return nil, err
+	}
 	migrator, err := migrate.NewMigrator(ctx, conn, VersionTable)
 	if err != nil {
 		return nil, fmt.Errorf("pgratelimit: prepare %s: %w", VersionTable, err)
@@ -90,6 +93,30 @@ func newMigrator(ctx context.Context, conn *pgx.Conn) (*migrate.Migrator, error)
 		return nil, fmt.Errorf("pgratelimit: load migrations: %w", err)
 	}
 	return migrator, nil
+}
+
+// checkVersionTable refuses a table that another role may have put there: its triggers would run with
+// the rights of whoever installs.
+func checkVersionTable(ctx context.Context, conn *pgx.Conn) error {
+	var trusted bool
+	err := conn.QueryRow(ctx, `
+		select not exists (
+		  select
+		    from pg_catalog.pg_class as c
+		    join pg_catalog.pg_roles as r on r.oid = c.relowner
+		   where c.oid = pg_catalog.to_regclass('`+VersionTable+`')
+		     and (c.relkind <> 'r'
+		          or r.rolname <> current_user
+		             and not r.rolsuper
+		             and c.relowner not in (select n.nspowner from pg_catalog.pg_namespace as n where n.nspname = 'ratelimit')))`).
+		Scan(&trusted)
+	if err != nil {
+		return fmt.Errorf("pgratelimit: check %s: %w", VersionTable, err)
+	}
+	if !trusted {
+		return errors.New("pgratelimit: " + VersionTable + " is not a table of this package: drop it, or install as its owner")
+	}
+	return nil
 }
 
 // describe adds what the server had to say beyond the message.

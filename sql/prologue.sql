@@ -32,6 +32,7 @@ begin
         from pg_catalog.pg_proc as p
         join pg_catalog.pg_namespace as n on n.oid = p.pronamespace
        where p.proname = 'ratelimit_acquire'
+         and p.prorettype = 'ratelimit.decision'::pg_catalog.regtype
          and p.proowner = v_owner;
     exception
       when no_data_found or too_many_rows then

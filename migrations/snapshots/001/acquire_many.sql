@@ -85,11 +85,11 @@ create or replace function ratelimit.acquire_in_order(
   set jit = off
 as $$
 declare
-  v_answered        bigint[] := '{}';
+  v_answered        bigint[] := array[]::bigint[];
   v_run             record;
   v_position        integer;  -- the requests of the run answered so far
   v_step            bigint;   -- microtokens between two grants of a run
-  v_count           bigint;
+  v_count           integer;
   v_later_us        bigint;
   v_name            text collate "C";
   v_key             text collate "C";
@@ -175,7 +175,7 @@ begin
       if v_replayed then
         v_level    := microtokens(v_first.remaining);
         v_retry_us := 0;
-        v_reset_us := microseconds(v_first.reset_after);
+        v_reset_us := microseconds(v_first.reset_after)::bigint;
       end if;
       allowed     := coalesce(v_retry_us = 0, false);
       retry_after := duration(v_retry_us);
@@ -184,7 +184,7 @@ begin
 
       -- A grant is answered by the level it left; what of the run did not fit goes round again.
       v_step  := case when allowed and not v_replayed and v_take > 0 then microtokens(v_cost) else 0 end;
-      v_count := case when v_step > 0 then v_take / v_step else cardinality(v_run.requests) - v_position end;
+      v_count := case when v_step > 0 then (v_take / v_step)::integer else cardinality(v_run.requests) - v_position end;
       for v_later in reverse v_count - 1 .. 0 loop
         v_position := v_position + 1;
         request    := v_run.requests[v_position];

@@ -8,7 +8,7 @@ comment on function ratelimit.answer(bigint, bigint, bigint, bigint) is
   'A decision from the level by now and the microseconds to wait: allowed when there is nothing to wait for, never when null.';
 
 create or replace function ratelimit.replay(granted ratelimit.idempotency_keys, cost bigint)
-  returns ratelimit.decision language plpgsql
+  returns ratelimit.decision language plpgsql stable
 as $$
 begin
   if granted.cost <> cost then

@@ -65,7 +65,7 @@ select k.* into v_first
                              v_policy.refill, v_policy.every_us, v_policy.stepped);
 
       if v_idempotency_key is not null then
-        v_expires_at := v_now + v_policy.remember;
+        v_expires_at := v_now + duration(v_policy.remember_us);
         insert into {{ .keys }} as k
                (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
         values (v_policy.id, v_key, v_idempotency_key, v_cost,

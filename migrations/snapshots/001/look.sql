@@ -4,7 +4,7 @@
 select refilled_level(b.level, b.refilled_at, v_now, v_policy.capacity,
                           v_policy.refill, v_policy.every_us, v_policy.stepped),
            case
-             when v_cost = 0 then 0
+             when v_cost = 0 then 0::bigint
              when v_cost <= v_policy.capacity then
                wait_for(microtokens(v_cost), b.level, b.refilled_at, v_now,
                         v_policy.refill, v_policy.every_us, v_policy.stepped)
@@ -17,6 +17,6 @@ select refilled_level(b.level, b.refilled_at, v_now, v_policy.capacity,
        and b.key       = v_key;
     if not found then  -- full
       v_level    := microtokens(v_policy.capacity);
-      v_retry_us := case when v_cost <= v_policy.capacity then 0 end;
+      v_retry_us := case when v_cost <= v_policy.capacity then 0::bigint end;
       v_reset_us := 0;
     end if;

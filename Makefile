@@ -1,0 +1,67 @@
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+GOLANGCI_LINT := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
+RACE := $(if $(filter 1,$(shell go env CGO_ENABLED)),-race)# takes a C compiler
+TESTS := ./...
+
+.PHONY: help
+help: ## This list
+	@awk -F ':.*## ' '/^[a-z][^:]*:.*## / { printf "  make %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+.PHONY: demo
+demo: ## See it work on a PostgreSQL of its own, which stays up for you to play with
+	@# The reaper would end the container with the demo.
+	@TESTCONTAINERS_RYUK_DISABLED=true go run ./tests/demo
+
+.PHONY: demo-stop
+demo-stop: ## Remove the demo's PostgreSQL
+	@go run ./tests/demo stop
+
+.PHONY: test
+test: build ## Run all tests; RATELIMIT_TEST_REQUIRE=docker, local or url says where
+	@rm -f build/servers.log
+	@RATELIMIT_TEST_LOG=$(CURDIR)/build/servers.log \
+	  go test -json -count=1 -shuffle=on -parallel=8 -timeout=20m $(RACE) $(TESTS) \
+	  | go run ./tests/digest build/servers.log | tee build/test.log
+
+.PHONY: install
+install: need-DATABASE_URL ## Install into a database, or bring it up to date: make install DATABASE_URL=postgres://…
+	@go run ./migrations/cmd install "$$DATABASE_URL"
+	@echo 'pgratelimit is installed.'
+
+.PHONY: uninstall
+uninstall: need-DATABASE_URL ## Remove it from a database, with all policies and buckets: make uninstall DATABASE_URL=postgres://…
+	@go run ./migrations/cmd uninstall "$$DATABASE_URL"
+	@echo 'pgratelimit is removed.'
+
+.PHONY: lint
+lint: ## Check formatting, go vet and golangci-lint; plpgsql_check is one of the tests
+	@unformatted=$$(gofmt -l .); [ -z "$$unformatted" ] || { echo "gofmt -w $$unformatted" >&2; exit 1; }
+	go vet ./...
+	go run $(GOLANGCI_LINT) run
+
+.PHONY: snapshot
+snapshot: ## Freeze sql/ as a new migration, once the newest one has been released
+	cd migrations && go tool tern code snapshot ../sql
+	$(MAKE) docker/install.sql
+
+.PHONY: snapshot-renew
+snapshot-renew: ## Freeze sql/ again in the newest migration, while that is unreleased
+	newest=$$(ls -d migrations/snapshots/* | tail -1); rm -r "$$newest"; cp -r sql "$$newest"
+	$(MAKE) docker/install.sql
+
+docker/install.sql: $(shell find migrations -name '*.sql' -o -name '*.conf')
+	@# gengen looks at no database, but wants the name of one.
+	cd migrations && PGDATABASE=unused go tool tern gengen --output ../$@
+
+.PHONY: clean
+clean: demo-stop ## Remove what make left behind
+	rm -rf build
+
+build:
+	@mkdir -p $@
+
+need-%:
+	@[ -n "$${$*:-}" ] || { echo 'Say which database: make $(firstword $(MAKECMDGOALS)) $*=postgres://…' >&2; exit 2; }

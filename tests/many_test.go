@@ -1,0 +1,313 @@
+package tests
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"pgregory.net/rapid"
+
+	"github.com/pgratelimit/pgratelimit/tests/model"
+)
+
+// A wish is one request of a batch; nil is null.
+type wish struct {
+	Policy, Key    *string
+	Cost           *int64
+	IdempotencyKey *string
+}
+
+// An reply is a decision, or the error that stands in its place.
+type reply struct {
+	Decision *decision
+	Error    string // SQLSTATE, message, detail and hint
+}
+
+type rowsQuerier interface {
+	querier
+	Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error)
+}
+
+// acquireMany sends the wishes in one call; arrays that hold nothing but the default are left out.
+func acquireMany(q rowsQuerier, wishes []wish) ([]reply, error) {
+	var (
+		policies, keys, idempotencyKeys []*string
+		costs                           []*int64
+		cost, keyed                     bool
+	)
+	for _, w := range wishes {
+		policies = append(policies, w.Policy)
+		keys = append(keys, w.Key)
+		costs = append(costs, w.Cost)
+		idempotencyKeys = append(idempotencyKeys, w.IdempotencyKey)
+		cost = cost || w.Cost == nil || *w.Cost != 1
+		keyed = keyed || w.IdempotencyKey != nil
+	}
+	if !cost {
+		costs = nil
+	}
+	if !keyed {
+		idempotencyKeys = nil
+	}
+	rows, err := q.Query(context.Background(), `
+		select request, allowed, remaining, (extract(epoch from retry_after) * 1000000)::bigint,
+		       (extract(epoch from reset_after) * 1000000)::bigint, capacity, replayed,
+		       concat_ws(': ', error_code, error_message, error_detail, error_hint)
+		  from ratelimit_acquire_many($1, $2, $3, $4)`, policies, keys, costs, idempotencyKeys)
+	if err != nil {
+		return nil, err
+	}
+	return pgx.CollectRows(rows, func(row pgx.CollectableRow) (o reply, err error) {
+		var (
+			request                                       int64
+			isAllowed, isReplayed                         *bool
+			remaining, retryAfter, resetAfter, capacityOf *int64
+		)
+		err = row.Scan(&request, &isAllowed, &remaining, &retryAfter, &resetAfter, &capacityOf, &isReplayed, &o.Error)
+		if err == nil && isAllowed != nil {
+			o.Decision = &decision{Allowed: *isAllowed, Remaining: *remaining, RetryAfter: model.Never,
+				ResetAfter: model.Micros(*resetAfter), Capacity: *capacityOf, Replayed: *isReplayed}
+			if retryAfter != nil {
+				o.Decision.RetryAfter = model.Micros(*retryAfter)
+			}
+		}
+		return o, err
+	})
+}
+
+// acquireEach sends the wishes one by one.
+func acquireEach(tx pgx.Tx, wishes []wish) (replies []reply, err error) {
+	for _, w := range wishes {
+		var o reply
+		err := pgx.BeginFunc(context.Background(), tx, func(tx pgx.Tx) error {
+			d, err := decide(tx, "ratelimit_acquire($1, $2, $3, $4)", w.Policy, w.Key, w.Cost, w.IdempotencyKey)
+			o.Decision = &d
+			return err
+		})
+		if e := pgError(err); e != nil {
+			o = reply{Error: fmt.Sprintf("%s: %s: %s: %s", e.Code, e.Message, e.Detail, e.Hint)}
+		} else if err != nil {
+			return nil, err
+		}
+		replies = append(replies, o)
+	}
+	return replies, nil
+}
+
+// state is all that a later call could see.
+func state(t require.TestingT, q rowsQuerier) (rows []string) {
+	found, err := q.Query(context.Background(), `
+		select format('%s %s %s %s', policy_id, key, level, refilled_at)
+		  from (table ratelimit.buckets union all table ratelimit.ephemeral_buckets) as b
+		union all
+		select k::text
+		  from (table ratelimit.idempotency_keys union all table ratelimit.ephemeral_idempotency_keys) as k
+		 order by 1`)
+	require.NoError(t, err)
+	rows, err = pgx.CollectRows(found, pgx.RowTo[string])
+	require.NoError(t, err)
+	return rows
+}
+
+func TestAcquireMany_EqualsOneByOne(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	db.setClock(t0)
+	ctx := context.Background()
+	conn := db.Connect(t)
+
+	pick := func(values ...string) *rapid.Generator[*string] {
+		return rapid.Custom(func(t *rapid.T) *string {
+			s := rapid.SampledFrom(values).Draw(t, "text")
+			return &s
+		})
+	}
+	// Mostly plain requests: those have a way of their own, which one odd request would close.
+	plain := rapid.Custom(func(t *rapid.T) wish {
+		cost := rapid.Int64Range(1, 3).Draw(t, "cost")
+		return wish{Policy: pick("a", "b").Draw(t, "policy"), Key: pick("x", "y", "z").Draw(t, "key"), Cost: &cost}
+	})
+	equal := rapid.Custom(func(t *rapid.T) wish {
+		cost := int64(1)
+		return wish{Policy: pick("a").Draw(t, "policy"), Key: pick("x", "y").Draw(t, "key"), Cost: &cost}
+	})
+	odd := rapid.Custom(func(t *rapid.T) wish {
+		w := wish{
+			Policy:         pick("a", "b", "c", "d", "d", "nobody").Draw(t, "policy"),
+			Key:            pick("x", "y", "z", "").Draw(t, "key"),
+			IdempotencyKey: rapid.Ptr(rapid.SampledFrom([]string{"i", "j", ""}), true).Draw(t, "idempotency key"),
+		}
+		cost := rapid.SampledFrom([]int64{0, 1, 1, 2, 3, 10, 11, -1}).Draw(t, "cost")
+		if rapid.IntRange(0, 9).Draw(t, "null cost") > 0 {
+			w.Cost = &cost
+		}
+		return w
+	})
+
+	deadline := time.Now().Add(10 * time.Second)
+	for time.Now().Before(deadline) {
+		rapid.Check(t, func(t *rapid.T) {
+			db.exec(`
+				delete from ratelimit.policies;
+				delete from ratelimit.buckets;
+				delete from ratelimit.ephemeral_buckets;
+				delete from ratelimit.idempotency_keys;
+				delete from ratelimit.ephemeral_idempotency_keys`)
+			now := t0
+			db.setClock(now)
+			db.definePolicy("a", 10, 3, time.Second)
+			db.definePolicy("b", 7, 2, 7*time.Second, stepped)
+			db.definePolicy("c", 10, 10, time.Second, ephemeral, remember(2*time.Second))
+			db.definePolicy("d", 5, 1, time.Minute, stepped, ephemeral)
+
+			for range rapid.IntRange(1, 6).Draw(t, "batches") {
+				wishes := rapid.OneOf(rapid.SliceOfN(plain, 1, 12), rapid.SliceOfN(equal, 1, 20), rapid.SliceOfN(odd, 1, 12)).Draw(t, "wishes")
+				now = now.Add(time.Duration(rapid.Int64Range(0, 5_000_000).Draw(t, "wait")) * time.Microsecond)
+				db.setClock(now)
+
+				tx, err := conn.Begin(ctx)
+				require.NoError(t, err)
+				want, err := acquireEach(tx, wishes)
+				require.NoError(t, err)
+				wantState := state(t, tx)
+				require.NoError(t, tx.Rollback(ctx))
+
+				got, err := acquireMany(conn, wishes)
+				require.NoError(t, err)
+				require.Equal(t, want, got)
+				require.Equal(t, wantState, state(t, conn))
+			}
+		})
+	}
+}
+
+// Batches take the same buckets in opposite orders, some of them for the first time, all too large
+// for what is there.
+func TestAcquireMany_NeverDeadlocks(t *testing.T) {
+	t.Parallel()
+	const (
+		callers = 8
+		batches = 40
+		buckets = 10
+	)
+	db := newDB(t)
+	db.definePolicy("p", 30, 1, 1000*time.Hour)
+	db.warm(callers)
+
+	allowed := make([]int, callers*batches)
+	decisions := db.together(callers, func(caller int, _ querier) (decision, error) {
+		for batch := range batches {
+			var wishes []wish
+			for i := range 2 * buckets { // each bucket twice, each batch's buckets shared by all callers
+				policy, key, cost := "p", fmt.Sprintf("%d/%d", batch, i%buckets), int64(1+i%3)
+				wishes = append(wishes, wish{Policy: &policy, Key: &key, Cost: &cost})
+			}
+			rand.Shuffle(len(wishes), func(i, j int) { wishes[i], wishes[j] = wishes[j], wishes[i] })
+			replies, err := acquireMany(db.Pool, wishes)
+			if err != nil {
+				return decision{}, err
+			}
+			for i, o := range replies {
+				if o.Decision.Allowed {
+					allowed[caller*batches+batch] += int(*wishes[i].Cost)
+				}
+			}
+		}
+		return decision{}, nil
+	})
+	require.Len(t, decisions, callers)
+
+	total := 0
+	for _, n := range allowed {
+		total += n
+	}
+	require.EqualValues(t, total, db.number("select sum(30 - (level + 999999) / 1000000) from ratelimit.buckets"),
+		"what was granted is what is gone")
+}
+
+// Requests that find the bucket changed after they waited for it are decided by what it holds then.
+func TestAcquireMany_WaitsAndDecidesAfresh(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	db.definePolicy("p", 10, 1, 1000*time.Hour)
+	policy, key, cost := "p", "k", int64(2)
+	db.acquire(policy, key, 2) // the bucket has a row: 8 left
+
+	holder, waiter := db.begin(), db.session()
+	holder.acquire(policy, key, 5) // 3 left, when it commits
+	var replies []reply
+	call := waiter.start(func(querier) (_ decision, err error) {
+		w := wish{Policy: &policy, Key: &key, Cost: &cost}
+		replies, err = acquireMany(waiter, []wish{w, w, w, w})
+		return decision{}, err
+	})
+	call.awaitBlockedBy(holder)
+	holder.exec("commit")
+	call.answer()
+
+	var granted []bool
+	for _, o := range replies {
+		granted = append(granted, o.Decision.Allowed)
+	}
+	require.Equal(t, []bool{true, false, false, false}, granted)
+	require.EqualValues(t, 1, db.left(policy, key))
+}
+
+func TestAcquireMany_DenialsWriteNothing(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	db.definePolicy("p", 1, 1, 1000*time.Hour)
+	db.acquire("p", "k", 1)
+	s := db.begin()
+	policy, key, cost := "p", "k", int64(1)
+	w := wish{Policy: &policy, Key: &key, Cost: &cost}
+	replies, err := acquireMany(s, []wish{w, w, w})
+	require.NoError(t, err)
+	for _, o := range replies {
+		assert.False(t, o.Decision.Allowed)
+	}
+	var xid *string
+	require.NoError(t, s.QueryRow(context.Background(), "select pg_current_xact_id_if_assigned()::text").Scan(&xid))
+	require.Nil(t, xid)
+	db.hasty().exec("select from ratelimit.buckets for update nowait")
+}
+
+func TestAcquireMany_RefusesUnequalArrays(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	db.definePolicy("p", 10, 1, time.Hour)
+	for call, argument := range map[string]string{
+		"null, array['k']":                                  "policies",
+		"array['p'], null":                                  "keys",
+		"array['p', 'p'], array['k']":                       "keys",
+		"array['p'], array['k'], '{}'":                      "costs",
+		"array['p'], array['k'], array[1, 2]":               "costs",
+		"array['p'], array['k'], null, array[null, 'i']":    "idempotency_keys",
+		"'{}', array['k']":                                  "keys",
+		"array['p'], array['k'], array[1], array[]::text[]": "idempotency_keys",
+	} {
+		_, err := db.Pool.Exec(context.Background(), "select * from ratelimit_acquire_many("+call+")")
+		e := pgError(err)
+		if assert.NotNil(t, e, call) {
+			assert.Equal(t, "22023", e.Code, call)
+			assert.Equal(t, "invalid "+argument, e.Message, call)
+			assert.NotEmpty(t, e.Hint, call)
+		}
+	}
+	require.Zero(t, db.number("select count(*) from ratelimit.buckets"))
+
+	require.Zero(t, db.number("select count(*) from ratelimit_acquire_many('{}', '{}')"), "no request, no answer")
+}
+
+// pgError returns the server's error, nil when there is none.
+func pgError(err error) (e *pgconn.PgError) {
+	errors.As(err, &e)
+	return e
+}

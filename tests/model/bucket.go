@@ -1,0 +1,120 @@
+package model
+
+import (
+	"math/big"
+	"time"
+)
+
+// A Policy is the rules of its buckets: they hold Capacity tokens and gain Refill tokens Every so
+// long, by the microsecond or, Stepped, all at once after each whole interval.
+type Policy struct {
+	Capacity, Refill int64
+	Every            Micros
+	Stepped          bool
+	Durable          bool
+	Remember         Micros
+}
+
+// A Bucket held Level microtokens at an instant. Below zero is debt.
+type Bucket struct {
+	Level      *big.Int // never changed in place
+	RefilledAt time.Time
+}
+
+var million = big.NewInt(1_000_000)
+
+func microtokens(tokens int64) *big.Int {
+	return new(big.Int).Mul(big.NewInt(tokens), million)
+}
+
+// Full is a bucket that nobody has taken from.
+func (p Policy) Full(now time.Time) Bucket {
+	return Bucket{microtokens(p.Capacity), now}
+}
+
+// Refilled is the bucket as of now. A clock that reads less than it did credits nothing, and the
+// instant never moves back; a stepped bucket's moves by whole intervals.
+func (p Policy) Refilled(b Bucket, now time.Time) Bucket {
+	elapsed := max(0, now.UnixMicro()-b.RefilledAt.UnixMicro())
+	if p.Stepped {
+		elapsed -= elapsed % int64(p.Every)
+	}
+	credit := new(big.Int).Mul(big.NewInt(elapsed), microtokens(p.Refill))
+	credit.Div(credit, big.NewInt(int64(p.Every)))
+	return Bucket{
+		Level:      least(microtokens(p.Capacity), credit.Add(credit, b.Level)),
+		RefilledAt: Micros(elapsed).After(b.RefilledAt),
+	}
+}
+
+// Peek answers whether cost tokens are there, and what is there.
+func (p Policy) Peek(b Bucket, now time.Time, cost int64) Decision {
+	switch {
+	case cost > p.Capacity:
+		return p.answer(b, now, Never)
+	case cost == 0: // allowed even in debt
+		return p.answer(b, now, 0)
+	default:
+		return p.answer(b, now, p.wait(b, now, microtokens(cost)))
+	}
+}
+
+// Acquire answers, and returns the bucket less what was taken: nothing by a denial.
+func (p Policy) Acquire(b Bucket, now time.Time, cost int64) (Bucket, Decision) {
+	if answer := p.Peek(b, now, cost); cost == 0 || !answer.Allowed {
+		return b, answer
+	}
+	taken := p.Refilled(b, now)
+	taken.Level = new(big.Int).Sub(taken.Level, microtokens(cost))
+	return taken, p.answer(taken, now, 0)
+}
+
+// Refund answers, and returns the bucket with the tokens given back.
+func (p Policy) Refund(b Bucket, now time.Time, amount int64) (Bucket, Decision) {
+	given := p.Refilled(b, now)
+	sum := new(big.Int).Add(given.Level, microtokens(min(amount, p.Capacity)))
+	given.Level = least(microtokens(p.Capacity), sum)
+	return given, p.answer(given, now, 0)
+}
+
+func (p Policy) answer(b Bucket, now time.Time, retryAfter Micros) Decision {
+	remaining := new(big.Int).Div(p.Refilled(b, now).Level, million) // rounds down below zero too
+	return Decision{
+		Allowed:    retryAfter == 0,
+		Remaining:  remaining.Int64(),
+		RetryAfter: retryAfter,
+		ResetAfter: p.resetAfter(b, now),
+		Capacity:   p.Capacity,
+	}
+}
+
+func (p Policy) resetAfter(b Bucket, now time.Time) Micros {
+	return p.wait(b, now, microtokens(p.Capacity))
+}
+
+// wait searches for the least time after which the bucket holds target microtokens.
+func (p Policy) wait(b Bucket, now time.Time, target *big.Int) Micros {
+	enough := func(m Micros) bool { return p.Refilled(b, m.After(now)).Level.Cmp(target) >= 0 }
+	if enough(0) {
+		return 0
+	}
+	tooShort, longEnough := Micros(0), Micros(1)
+	for !enough(longEnough) {
+		tooShort, longEnough = longEnough, 2*longEnough
+	}
+	for longEnough-tooShort > 1 {
+		if middle := tooShort + (longEnough-tooShort)/2; enough(middle) {
+			longEnough = middle
+		} else {
+			tooShort = middle
+		}
+	}
+	return longEnough
+}
+
+func least(a, b *big.Int) *big.Int {
+	if a.Cmp(b) < 0 {
+		return a
+	}
+	return b
+}

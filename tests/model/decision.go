@@ -1,0 +1,41 @@
+package model
+
+import (
+	"fmt"
+	"time"
+)
+
+// A Decision is the answer about one bucket, field by field what ratelimit.decision is.
+type Decision struct {
+	Allowed    bool
+	Remaining  int64
+	RetryAfter Micros // zero when allowed, Never when the cost exceeds the capacity
+	ResetAfter Micros
+	Capacity   int64
+	Replayed   bool
+}
+
+// Micros are whole microseconds, PostgreSQL's unit of time. A bucket may take 10,000 years to fill,
+// which a time.Duration cannot hold.
+type Micros int64
+
+// Never is a RetryAfter that does not come: null in SQL.
+const Never Micros = -1
+
+// After returns the instant this long after t.
+func (m Micros) After(t time.Time) time.Time {
+	return time.UnixMicro(t.UnixMicro() + int64(m)).UTC()
+}
+
+// String writes days as such: 3650 days and an hour is "3650d1h0m0s".
+func (m Micros) String() string {
+	if m == Never {
+		return "never"
+	}
+	const day = 24 * 60 * 60 * 1_000_000
+	rest := (time.Duration(m%day) * time.Microsecond).String()
+	if m/day == 0 {
+		return rest
+	}
+	return fmt.Sprintf("%dd%s", m/day, rest)
+}

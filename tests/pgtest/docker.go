@@ -1,0 +1,187 @@
+package pgtest
+
+import (
+	"bytes"
+	"context"
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/url"
+	"os"
+	"path/filepath"
+	"strings"
+	"time"
+
+	_ "github.com/jackc/pgx/v5/stdlib" // the driver "pgx" for wait.ForSQL
+	"github.com/moby/moby/api/types/network"
+	"github.com/moby/moby/client"
+	"github.com/testcontainers/testcontainers-go"
+	"github.com/testcontainers/testcontainers-go/log"
+	"github.com/testcontainers/testcontainers-go/wait"
+)
+
+// A container runs the image of docker/Dockerfile. testcontainers removes it when this process dies,
+// unless TESTCONTAINERS_RYUK_DISABLED says otherwise.
+type container struct {
+	*testcontainers.DockerContainer
+	engine   client.APIClient
+	password string
+	address  string // host and port
+}
+
+const postgresPort = "5432/tcp"
+
+func startContainer(ctx context.Context, settings []string) (host, error) {
+	engine, err := findEngine(ctx)
+	if err != nil {
+		return nil, fmt.Errorf("%w: %w", errAbsent, err)
+	}
+	root, err := findRoot()
+	if err != nil {
+		return nil, err
+	}
+	command := []string{"postgres"}
+	for _, setting := range append([]string{"max_connections=200", "fsync=off"}, settings...) {
+		command = append(command, "-c", setting)
+	}
+
+	var build bytes.Buffer
+	c := &container{engine: engine, password: rand.Text()}
+	c.DockerContainer, err = testcontainers.Run(ctx, "",
+		testcontainers.WithDockerfile(testcontainers.FromDockerfile{
+			Context:        root,
+			Dockerfile:     "docker/Dockerfile",
+			Repo:           "pgratelimit",
+			Tag:            "test",
+			KeepImage:      true,
+			BuildLogWriter: &build,
+		}),
+		testcontainers.WithEnv(map[string]string{"POSTGRES_PASSWORD": c.password}),
+		testcontainers.WithCmd(command...),
+		testcontainers.WithExposedPorts(postgresPort),
+		// The server of the first start's scripts does not listen on TCP: what answers is the final one.
+		testcontainers.WithWaitStrategyAndDeadline(2*time.Minute,
+			wait.ForSQL(postgresPort, "pgx", func(host string, port network.Port) string {
+				return c.url(net.JoinHostPort(host, port.Port()), "")
+			})),
+	)
+	if err == nil {
+		err = c.locate(ctx)
+	}
+	if err != nil {
+		return nil, errors.Join(err, c.discard(ctx, &build))
+	}
+	return c, nil
+}
+
+// findEngine returns a Docker engine that answers within five seconds.
+func findEngine(ctx context.Context) (client.APIClient, error) {
+	log.SetDefault(log.NewNoopLogger()) // what goes wrong is in the errors
+	type answer struct {
+		engine client.APIClient
+		err    error
+	}
+	answers := make(chan answer, 1)
+	go func() { // looking for the engine's address takes no context, and may hang
+		provider, err := testcontainers.NewDockerProvider()
+		if err != nil {
+			answers <- answer{nil, err}
+			return
+		}
+		_, err = provider.Client().Ping(ctx, client.PingOptions{})
+		answers <- answer{provider.Client(), err}
+	}()
+	select {
+	case a := <-answers:
+		if a.err != nil {
+			return nil, fmt.Errorf("no engine: %s", strings.ReplaceAll(a.err.Error(), "\n", ": "))
+		}
+		return a.engine, nil
+	case <-time.After(5 * time.Second):
+		return nil, errors.New("the engine does not answer within 5 seconds")
+	}
+}
+
+// findRoot returns the repository's root, where the image is built from.
+func findRoot() (string, error) {
+	dir, err := os.Getwd()
+	if err != nil {
+		return "", err
+	}
+	for ; ; dir = filepath.Dir(dir) {
+		if _, err := os.Stat(filepath.Join(dir, "docker", "Dockerfile")); err == nil {
+			return dir, nil
+		}
+		if dir == filepath.Dir(dir) {
+			return "", errors.New("docker/Dockerfile is not in this directory or one above it")
+		}
+	}
+}
+
+// locate notes where the container is reached; Docker gives it another port with each start.
+func (c *container) locate(ctx context.Context) (err error) {
+	c.address, err = c.PortEndpoint(ctx, postgresPort, "")
+	return err
+}
+
+func (c *container) URL(database string) string { return c.url(c.address, database) }
+
+func (c *container) url(address, database string) string {
+	if database == "" {
+		database = "postgres"
+	}
+	u := url.URL{
+		Scheme:   "postgres",
+		User:     url.UserPassword("postgres", c.password),
+		Host:     address,
+		Path:     "/" + database,
+		RawQuery: "sslmode=disable",
+	}
+	return u.String()
+}
+
+func (c *container) Start(ctx context.Context) error {
+	if err := c.DockerContainer.Start(ctx); err != nil {
+		return err
+	}
+	return c.locate(ctx)
+}
+
+func (c *container) Stop(ctx context.Context, immediate bool) error {
+	signal := "INT" // fast
+	if immediate {
+		signal = "QUIT"
+	}
+	if _, err := c.engine.ContainerKill(ctx, c.GetContainerID(), client.ContainerKillOptions{Signal: signal}); err != nil {
+		return err
+	}
+	stopped := c.engine.ContainerWait(ctx, c.GetContainerID(), client.ContainerWaitOptions{})
+	select {
+	case <-stopped.Result:
+		return nil
+	case err := <-stopped.Error:
+		return err
+	}
+}
+
+func (c *container) Close() error {
+	return c.Terminate(context.Background(), testcontainers.StopTimeout(0))
+}
+
+// discard removes a container that did not come up, and returns the end of its log, or of the
+// build's when there is no container, as an error.
+func (c *container) discard(ctx context.Context, build io.Reader) error {
+	if c.DockerContainer == nil {
+		log, _ := io.ReadAll(build)
+		return errors.New(tail(log))
+	}
+	var log []byte
+	if logs, err := c.Logs(ctx); err == nil {
+		log, _ = io.ReadAll(logs)
+	}
+	return errors.Join(errors.New(tail(log)), c.Close())
+}
+
+func tail(log []byte) string { return string(log[max(0, len(log)-4096):]) }

@@ -1,0 +1,195 @@
+package pgtest
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net/url"
+	"os"
+	"os/exec"
+	"os/user"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"syscall"
+)
+
+// A cluster is a throw-away PostgreSQL in a directory of its own: data, log and socket. It listens
+// on the socket only, which nobody but its user and root can reach.
+type cluster struct {
+	bin   string // where initdb and pg_ctl are
+	dir   string
+	owner *syscall.Credential // root may not run PostgreSQL; nil: run as oneself
+	guard *guard
+}
+
+func startCluster(ctx context.Context, settings []string) (host, error) {
+	bin, err := findBinaries(ctx)
+	if err != nil {
+		return nil, err
+	}
+	cron := prepareExtensions(ctx, bin)
+
+	c := &cluster{bin: bin}
+	if c.owner, err = unprivileged(); err != nil {
+		return nil, err
+	}
+	// Not os.TempDir, which may be long: a socket's path is limited to about 100 bytes.
+	if c.dir, err = os.MkdirTemp("/tmp", "ratelimit-"); err != nil {
+		return nil, err
+	}
+	if c.owner != nil {
+		if err := os.Chown(c.dir, int(c.owner.Uid), int(c.owner.Gid)); err != nil {
+			return nil, errors.Join(err, os.RemoveAll(c.dir))
+		}
+	}
+	if c.guard, err = c.startGuard(); err != nil {
+		return nil, errors.Join(err, os.RemoveAll(c.dir))
+	}
+	if err := c.initialize(ctx, cron, settings); err != nil {
+		return nil, errors.Join(err, c.Close())
+	}
+	return c, nil
+}
+
+func (c *cluster) initialize(ctx context.Context, cron bool, settings []string) error {
+	err := c.run(ctx, "initdb", "--pgdata", c.data(), "--username", "postgres", "--auth", "trust",
+		"--encoding", "UTF8", "--locale", "C", "--no-sync", "--no-instructions")
+	if err != nil {
+		return err
+	}
+	defaults := []string{
+		"listen_addresses=",
+		"unix_socket_directories=" + c.dir,
+		"max_connections=200",
+		"fsync=off", // what a dying process wrote survives it; only a dying machine would need more
+	}
+	if cron {
+		defaults = append(defaults,
+			"shared_preload_libraries=pg_cron",
+			"cron.use_background_workers=on", // jobs need no way to log in
+		)
+	}
+	if err := c.configure(append(defaults, settings...)); err != nil {
+		return err
+	}
+	return c.Start(ctx)
+}
+
+// configure appends to the configuration file: the last of several lines for one setting counts.
+func (c *cluster) configure(settings []string) error {
+	file, err := os.OpenFile(filepath.Join(c.data(), "postgresql.conf"), os.O_APPEND|os.O_WRONLY, 0)
+	if err != nil {
+		return err
+	}
+	for _, setting := range settings {
+		name, value, _ := strings.Cut(setting, "=")
+		_, err = fmt.Fprintf(file, "%s = '%s'\n", name, strings.ReplaceAll(value, "'", "''"))
+		if err != nil {
+			break
+		}
+	}
+	return errors.Join(err, file.Close())
+}
+
+func (c *cluster) URL(database string) string {
+	if database == "" {
+		database = "postgres"
+	}
+	query := url.Values{"host": {c.dir}, "user": {"postgres"}}
+	return "postgres:///" + url.PathEscape(database) + "?" + query.Encode()
+}
+
+func (c *cluster) Start(ctx context.Context) error {
+	err := c.run(ctx, "pg_ctl", "start", "--pgdata", c.data(), "--log", c.log(), "--wait", "--silent")
+	if err != nil {
+		log, _ := os.ReadFile(c.log())
+		return fmt.Errorf("%w\n%s", err, tail(log))
+	}
+	return nil
+}
+
+func (c *cluster) Stop(ctx context.Context, immediate bool) error {
+	mode := "fast"
+	if immediate {
+		mode = "immediate"
+	}
+	return c.run(ctx, "pg_ctl", "stop", "--pgdata", c.data(), "--mode", mode, "--wait", "--silent")
+}
+
+func (c *cluster) Close() error {
+	if err := c.guard.release(); err != nil {
+		return fmt.Errorf("pgtest: remove %s: %w", c.dir, err)
+	}
+	return nil
+}
+
+func (c *cluster) data() string { return filepath.Join(c.dir, "data") }
+func (c *cluster) log() string  { return filepath.Join(c.dir, "log") }
+
+func (c *cluster) run(ctx context.Context, program string, args ...string) error {
+	cmd := exec.CommandContext(ctx, filepath.Join(c.bin, program), args...)
+	cmd.Dir = c.dir // the unprivileged user may not be allowed into ours
+	cmd.SysProcAttr = &syscall.SysProcAttr{Credential: c.owner}
+	if out, err := cmd.CombinedOutput(); err != nil {
+		return fmt.Errorf("%s: %w\n%s", program, err, out)
+	}
+	return nil
+}
+
+// A guard is a shell that waits for the end of its standard input, which comes when this process
+// closes it or dies, however that happens, and then stops the cluster and removes it. A line of input
+// dismisses it.
+type guard struct {
+	cmd   *exec.Cmd
+	alive io.WriteCloser
+}
+
+func (c *cluster) startGuard() (*guard, error) {
+	cmd := exec.Command("/bin/sh", "-c", `
+		if read -r dismissed; then exit; fi
+		"$1/pg_ctl" stop --pgdata "$2/data" --mode immediate
+		rm -rf "$2"`, "guard", c.bin, c.dir)
+	cmd.Dir = c.dir
+	cmd.SysProcAttr = &syscall.SysProcAttr{
+		Credential: c.owner,
+		Setpgid:    true, // Ctrl-C is for the tests
+	}
+	alive, err := cmd.StdinPipe()
+	if err != nil {
+		return nil, err
+	}
+	return &guard{cmd: cmd, alive: alive}, cmd.Start()
+}
+
+func (g *guard) release() error {
+	return errors.Join(g.alive.Close(), g.cmd.Wait())
+}
+
+func (g *guard) dismiss() error {
+	_, err := io.WriteString(g.alive, "\n")
+	return errors.Join(err, g.release())
+}
+
+// unprivileged returns who runs PostgreSQL when we are root, nil when we are not.
+func unprivileged() (*syscall.Credential, error) {
+	if os.Geteuid() != 0 {
+		return nil, nil
+	}
+	account, err := user.Lookup("postgres")
+	if err != nil {
+		if account, err = user.Lookup("nobody"); err != nil {
+			return nil, fmt.Errorf("PostgreSQL does not run as root, and there is no user postgres or nobody: %w", err)
+		}
+	}
+	uid, err := strconv.ParseUint(account.Uid, 10, 32)
+	if err != nil {
+		return nil, err
+	}
+	gid, err := strconv.ParseUint(account.Gid, 10, 32)
+	if err != nil {
+		return nil, err
+	}
+	return &syscall.Credential{Uid: uint32(uid), Gid: uint32(gid)}, nil
+}

@@ -1,0 +1,189 @@
+// Package pgtest gives every test a private PostgreSQL database with pgratelimit installed.
+//
+//	func TestMain(m *testing.M) { pgtest.Main(m) }
+//
+//	func TestSomething(t *testing.T) {
+//		t.Parallel()
+//		db := pgtest.New(t)
+//		…
+//	}
+//
+// The package is installed once per process, into a template that each test's database is copied
+// from. The server comes from the first of these that is there:
+//
+//  1. url: RATELIMIT_DATABASE_URL, a running server whose role may create databases
+//  2. docker: a Docker engine, running the image of docker/Dockerfile
+//  3. local: PostgreSQL 15 to 18 installed on the machine, as a throw-away cluster;
+//     RATELIMIT_PG_BIN names the directory of its binaries when PATH should not decide
+//  4. local, after installing PostgreSQL with apt-get, as root or with passwordless sudo
+//
+// RATELIMIT_TEST_REQUIRE=url, docker or local insists on one of them. Tests never run without a
+// server: they fail. RATELIMIT_TEST_LOG names a file that is told which server was used.
+package pgtest
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/signal"
+	"path/filepath"
+	"sync"
+	"syscall"
+	"testing"
+)
+
+// Main is the TestMain of a package that uses this one. It removes the server, or what the tests
+// left on it, when they are done or interrupted.
+func Main(m *testing.M) {
+	interrupted := make(chan os.Signal, 1)
+	signal.Notify(interrupted, os.Interrupt, syscall.SIGTERM)
+	go func() {
+		<-interrupted
+		shared.close()
+		os.Exit(130)
+	}()
+
+	code := m.Run()
+	if err := shared.close(); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		code = max(code, 1)
+	}
+	os.Exit(code)
+}
+
+// New returns a database of its own with the package installed. It is dropped when the test ends.
+func New(t testing.TB) *DB {
+	t.Helper()
+	return create(t, true)
+}
+
+// Empty returns a database of its own without the package. It is dropped when the test ends.
+func Empty(t testing.TB) *DB {
+	t.Helper()
+	return create(t, false)
+}
+
+// Open is New for examples, which have no testing.TB: it panics when it cannot.
+func Open() (db *DB, drop func()) {
+	ctx := context.Background()
+	databases, err := shared.get()
+	if err != nil {
+		panic(err)
+	}
+	db, err = databases.create(ctx, true)
+	if err != nil {
+		panic(err)
+	}
+	return db, func() {
+		if err := databases.drop(ctx, db); err != nil {
+			panic(err)
+		}
+	}
+}
+
+// Shared returns the server that New and Empty create databases on.
+func Shared(t testing.TB) *Server {
+	t.Helper()
+	databases, err := shared.get()
+	if err != nil {
+		t.Fatal(err)
+	}
+	return databases.server
+}
+
+// Private returns a server of the test's own, for tests that crash it or need other settings, each
+// given as "name=value". It has no package installed, but on Docker in its database postgres, where
+// the image does that. It comes from the same rung as the shared server; when that is a running one,
+// from the next rung that is there.
+func Private(t testing.TB, settings ...string) *Server {
+	t.Helper()
+	rungs := ladder[1:]
+	if common := Shared(t); common.Rung != rungURL {
+		rungs = only(common.Rung)
+	}
+	server, err := climb(context.Background(), rungs, settings)
+	if err != nil {
+		t.Fatalf("a private server: %v", err)
+	}
+	t.Cleanup(func() {
+		if err := server.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return server
+}
+
+func create(t testing.TB, installed bool) *DB {
+	t.Helper()
+	databases, err := shared.get()
+	if err != nil {
+		t.Fatal(err)
+	}
+	db, err := databases.create(context.Background(), installed)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := databases.drop(context.Background(), db); err != nil {
+			t.Error(err)
+		}
+	})
+	return db
+}
+
+// shared is the server of this process, started by the first test that wants a database.
+var shared lazy
+
+type lazy struct {
+	mu        sync.Mutex
+	databases *databases
+	err       error
+}
+
+func (l *lazy) get() (*databases, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.databases == nil && l.err == nil {
+		l.databases, l.err = open(context.Background())
+	}
+	return l.databases, l.err
+}
+
+func open(ctx context.Context) (*databases, error) {
+	server, err := Start(ctx)
+	if err != nil {
+		return nil, err
+	}
+	databases, err := newDatabases(ctx, server)
+	if err != nil {
+		return nil, errors.Join(err, server.Close())
+	}
+	return databases, report(server)
+}
+
+func (l *lazy) close() error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.databases == nil {
+		return nil
+	}
+	err := errors.Join(l.databases.close(context.Background()), l.databases.server.Close())
+	l.databases, l.err = nil, errors.New("pgtest: the tests are over")
+	return err
+}
+
+// report appends a line about the server to the file that RATELIMIT_TEST_LOG names.
+func report(server *Server) error {
+	path := os.Getenv("RATELIMIT_TEST_LOG")
+	if path == "" {
+		return nil
+	}
+	file, err := os.OpenFile(path, os.O_APPEND|os.O_CREATE|os.O_WRONLY, 0o644)
+	if err != nil {
+		return fmt.Errorf("pgtest: RATELIMIT_TEST_LOG: %w", err)
+	}
+	defer file.Close()
+	_, err = fmt.Fprintf(file, "%s: %s\n", filepath.Base(os.Args[0]), server)
+	return err
+}

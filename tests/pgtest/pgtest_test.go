@@ -1,0 +1,183 @@
+package pgtest
+
+import (
+	"bufio"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/require"
+)
+
+func TestMain(m *testing.M) { Main(m) }
+
+const installedSQL = "select to_regclass('ratelimit.policies') is not null"
+
+func TestNew_HasThePackageAndNobodyElsesData(t *testing.T) {
+	t.Parallel()
+	a, b := New(t), New(t)
+	a.Exec(t, "create table mine (i integer)")
+
+	require.True(t, query[bool](t, a.URL, installedSQL))
+	require.False(t, query[bool](t, b.URL, "select to_regclass('mine') is not null"))
+}
+
+func TestEmpty_HasNotThePackage(t *testing.T) {
+	t.Parallel()
+	require.False(t, query[bool](t, Empty(t).URL, installedSQL))
+}
+
+func TestNew_IsDroppedWhenTheTestEnds(t *testing.T) {
+	t.Parallel()
+	var name string
+	t.Run("test", func(t *testing.T) { name = New(t).Name })
+	require.NotEmpty(t, name)
+	require.False(t, query[bool](t, Shared(t).URL(""), "select exists (select from pg_database where datname = $1)", name))
+}
+
+func TestDatabases_OfKilledProcessesAreSwept(t *testing.T) {
+	t.Parallel()
+	server := Shared(t)
+	alive := New(t)
+	left := prefix + "0123456789_1"
+	run(t, server.URL(""), "create database "+left+" template template0")
+
+	next, err := newDatabases(t.Context(), server)
+	require.NoError(t, err)
+	require.NoError(t, next.close(t.Context()))
+
+	const exists = "select exists (select from pg_database where datname = $1)"
+	require.False(t, query[bool](t, server.URL(""), exists, left))
+	require.True(t, query[bool](t, server.URL(""), exists, alive.Name))
+	require.False(t, query[bool](t, server.URL(""), exists, next.template))
+}
+
+func TestPrivate_HasItsSettingsAndSurvivesACrash(t *testing.T) {
+	t.Parallel()
+	server := Private(t, "work_mem=7MB")
+	require.Equal(t, "7MB", query[string](t, server.URL(""), "select current_setting('work_mem')"))
+	run(t, server.URL(""), "create table kept as select 42 as i")
+
+	require.NoError(t, server.Stop(t.Context(), true))
+	_, err := pgx.Connect(t.Context(), server.URL(""))
+	require.Error(t, err)
+
+	require.NoError(t, server.Start(t.Context()))
+	require.Equal(t, int32(42), query[int32](t, server.URL(""), "select i from kept"))
+}
+
+func TestCluster_IsRemovedWhenItsProcessIsKilled(t *testing.T) {
+	t.Parallel()
+	if os.Getenv("PGTEST_VICTIM") != "" {
+		server := local(t)
+		_, _ = os.Stdout.WriteString(server.host.(*cluster).dir + "\n")
+		_, _ = io.Copy(io.Discard, os.Stdin) // not beyond the test that started it
+	}
+
+	needBinaries(t)
+	victim := exec.Command(os.Args[0], "-test.run", "^"+t.Name()+"$")
+	victim.Env = append(os.Environ(), "PGTEST_VICTIM=1")
+	victim.Stderr = os.Stderr
+	stdin, err := victim.StdinPipe()
+	require.NoError(t, err)
+	defer stdin.Close()
+	stdout, err := victim.StdoutPipe()
+	require.NoError(t, err)
+	require.NoError(t, victim.Start())
+	dir, err := bufio.NewReader(stdout).ReadString('\n')
+	require.NoError(t, err)
+	dir = strings.TrimSpace(dir)
+	require.DirExists(t, dir)
+
+	require.NoError(t, victim.Process.Kill())
+	_ = victim.Wait()
+	require.Eventually(t, func() bool {
+		_, err := os.Stat(dir)
+		return errors.Is(err, os.ErrNotExist)
+	}, time.Minute, 10*time.Millisecond)
+}
+
+func TestKeep_AServerThatRemoveEnds(t *testing.T) {
+	t.Parallel()
+	file := filepath.Join(t.TempDir(), "kept", "server.json")
+	server := local(t)
+	dir := server.host.(*cluster).dir
+
+	require.NoError(t, server.Keep(file))
+	require.Equal(t, int32(1), query[int32](t, server.URL(""), "select 1"))
+	require.NoError(t, Remove(t.Context(), file))
+	require.NoDirExists(t, dir)
+	require.NoError(t, Remove(t.Context(), file), "nothing is left to remove")
+}
+
+func TestRunning_URLNamesTheDatabase(t *testing.T) {
+	t.Parallel()
+	for dsn, want := range map[string]string{
+		"postgres://u:p@h:1/d?sslmode=disable": "h 1 u it's",
+		"postgresql:///d?host=/tmp&user=u":     "/tmp 5432 u it's",
+		"host=h port=1 user=u dbname=d":        "h 1 u it's",
+	} {
+		config, err := pgx.ParseConfig(running(dsn).URL("it's"))
+		require.NoError(t, err, dsn)
+		require.Equal(t, want, fmt.Sprint(config.Host, " ", config.Port, " ", config.User, " ", config.Database), dsn)
+		require.Equal(t, dsn, running(dsn).URL(""))
+	}
+}
+
+func TestStart_RefusesAnUnknownRequirement(t *testing.T) {
+	t.Setenv("RATELIMIT_TEST_REQUIRE", "podman")
+	_, err := Start(t.Context())
+	require.ErrorContains(t, err, "set it to url, docker or local")
+}
+
+func TestStart_NamesAllWaysWhenThereIsNone(t *testing.T) {
+	absent := func(context.Context, []string) (host, error) { return nil, errAbsent }
+	_, err := climb(t.Context(), []rung{{rungURL, absent}, {rungDocker, absent}, {rungLocal, absent}}, nil)
+	for _, way := range []string{"RATELIMIT_DATABASE_URL", "Docker", "RATELIMIT_PG_BIN", "apt-get"} {
+		require.ErrorContains(t, err, way)
+	}
+}
+
+// local starts a cluster that only this test ends.
+func local(t *testing.T) *Server {
+	t.Helper()
+	needBinaries(t)
+	server, err := climb(t.Context(), only(rungLocal), nil)
+	require.NoError(t, err)
+	return server
+}
+
+// needBinaries keeps a test from installing PostgreSQL on a machine where Docker runs the tests.
+func needBinaries(t *testing.T) {
+	t.Helper()
+	Shared(t)
+	if os.Getenv("RATELIMIT_PG_BIN") == "" && installed(t.Context()) == "" {
+		t.Skip("no PostgreSQL is installed on this machine")
+	}
+}
+
+func run(t *testing.T, url, sql string) {
+	t.Helper()
+	conn, err := pgx.Connect(t.Context(), url)
+	require.NoError(t, err)
+	defer conn.Close(t.Context())
+	_, err = conn.Exec(t.Context(), sql)
+	require.NoError(t, err)
+}
+
+func query[T any](t *testing.T, url, sql string, args ...any) (answer T) {
+	t.Helper()
+	conn, err := pgx.Connect(t.Context(), url)
+	require.NoError(t, err)
+	defer conn.Close(t.Context())
+	require.NoError(t, conn.QueryRow(t.Context(), sql, args...).Scan(&answer))
+	return answer
+}

@@ -1,0 +1,116 @@
+package pgtest
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"strings"
+
+	"github.com/jackc/pgx/v5"
+)
+
+// A Server is a running PostgreSQL and the way to reach it as a role that may create databases.
+type Server struct {
+	Rung    string // where it came from: "url", "docker" or "local"
+	Version string // its server_version
+	HasCron bool   // pg_cron is loaded, as far as our role may see
+
+	host
+}
+
+// String names the rung and the version.
+func (s *Server) String() string {
+	return s.Rung + " PostgreSQL " + s.Version
+}
+
+// A host runs a server.
+type host interface {
+	// URL returns the connection string for a database. Ask again after Start: the port may differ.
+	URL(database string) string
+	// Stop stops the server; immediate leaves it to recover when it is started again.
+	Stop(ctx context.Context, immediate bool) error
+	// Start starts it again with the data it had.
+	Start(ctx context.Context) error
+	// Close stops it and removes its data.
+	Close() error
+}
+
+// Start gets a server from the ladder that the package comment describes. Its settings, each given
+// as "name=value", apply to a server that this process starts, not to a running one.
+func Start(ctx context.Context, settings ...string) (*Server, error) {
+	rungs := ladder
+	if require := os.Getenv("RATELIMIT_TEST_REQUIRE"); require != "" {
+		if rungs = only(require); rungs == nil {
+			return nil, fmt.Errorf("pgtest: RATELIMIT_TEST_REQUIRE is %q: set it to url, docker or local", require)
+		}
+	}
+	return climb(ctx, rungs, settings)
+}
+
+const (
+	rungURL    = "url"
+	rungDocker = "docker"
+	rungLocal  = "local"
+)
+
+type rung struct {
+	name  string
+	start func(ctx context.Context, settings []string) (host, error)
+}
+
+var ladder = []rung{
+	{rungURL, useURL},
+	{rungDocker, startContainer},
+	{rungLocal, startCluster},
+}
+
+func only(name string) []rung {
+	for i := range ladder {
+		if ladder[i].name == name {
+			return ladder[i : i+1]
+		}
+	}
+	return nil
+}
+
+// errAbsent marks the error of a rung that is not there. Any other error ends the climb: what is
+// there but broken is not passed over in silence.
+var errAbsent = errors.New("not available")
+
+func climb(ctx context.Context, rungs []rung, settings []string) (*Server, error) {
+	var absent strings.Builder
+	for _, rung := range rungs {
+		host, err := rung.start(ctx, settings)
+		if errors.Is(err, errAbsent) {
+			fmt.Fprintf(&absent, "\n  %s: %v", rung.name, err)
+			continue
+		}
+		if err != nil {
+			return nil, fmt.Errorf("pgtest: %s: %w", rung.name, err)
+		}
+		server := &Server{Rung: rung.name, host: host}
+		if err := server.ask(ctx); err != nil {
+			return nil, errors.Join(fmt.Errorf("pgtest: %s: %w", rung.name, err), host.Close())
+		}
+		return server, nil
+	}
+	return nil, fmt.Errorf(`pgtest: no PostgreSQL:%s
+Provide any one of these:
+  - RATELIMIT_DATABASE_URL, the URL of a running server, with a role that may create databases
+  - a running Docker engine
+  - PostgreSQL 15 to 18 installed here, in PATH or where RATELIMIT_PG_BIN says
+  - Debian or Ubuntu with root or passwordless sudo, where apt-get can install it`, &absent)
+}
+
+func (s *Server) ask(ctx context.Context) error {
+	conn, err := pgx.Connect(ctx, s.URL(""))
+	if err != nil {
+		return err
+	}
+	defer conn.Close(ctx)
+	return conn.QueryRow(ctx, `
+		select current_setting('server_version'),
+		       exists (select from pg_settings where name = 'cron.database_name')`,
+	).Scan(&s.Version, &s.HasCron)
+}

@@ -1,0 +1,331 @@
+package tests
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgtype"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/pgratelimit/migrations"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+)
+
+func TestPrivileges_CallerCanAcquireAndPeekAndNothingElse(t *testing.T) {
+	t.Parallel()
+	caller := newRole(t)
+	db := newDB(t)
+	db.definePolicy("durable", 10, 1, time.Hour)
+	db.definePolicy("ephemeral", 10, 1, time.Hour, ephemeral)
+	db.exec("grant execute on function ratelimit_acquire, ratelimit_peek to " + caller)
+
+	conn := connectAs(t, db.DB, caller)
+	for _, policy := range []string{"durable", "ephemeral"} {
+		first, err := acquire(conn, policy, "k", 3, "first")
+		require.NoError(t, err)
+		require.EqualValues(t, 7, first.Remaining)
+		again, err := acquire(conn, policy, "k", 3, "first")
+		require.NoError(t, err)
+		require.True(t, again.Replayed)
+		denied, err := acquire(conn, policy, "k", 8)
+		require.NoError(t, err)
+		require.False(t, denied.Allowed)
+		seen, err := peek(conn, policy, "k", 7)
+		require.NoError(t, err)
+		require.True(t, seen.Allowed)
+		_, err = acquire(conn, policy, "k", 4, "first")
+		require.Equal(t, "RL002", sqlState(err), "%v", err)
+		_, err = acquire(conn, "nobody", "k", 1)
+		require.Equal(t, "RL001", sqlState(err), "%v", err)
+		_, err = acquire(conn, policy, "", 1)
+		require.Equal(t, "22023", sqlState(err), "%v", err)
+	}
+	requireRefused(t, db.DB, caller, "ratelimit_acquire", "ratelimit_peek")
+}
+
+func TestPrivileges_PublicCanDoNothing(t *testing.T) {
+	t.Parallel()
+	stranger := newRole(t)
+	requireRefused(t, pgtest.New(t), stranger)
+}
+
+func TestPrivileges_DefaultPrivilegesGiveNothingAway(t *testing.T) {
+	t.Parallel()
+	for name, scope := range map[string]string{"everywhere": "", "in the schema": "in schema public"} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			favourite, stranger := newRole(t), newRole(t)
+			db := pgtest.Empty(t)
+			for _, grantee := range []string{favourite, "public"} {
+				for _, objects := range []string{"functions", "tables", "sequences", "types", "schemas"} {
+					if objects != "schemas" || scope == "" {
+						db.Exec(t, fmt.Sprintf("alter default privileges %s grant all on %s to %s", scope, objects, grantee))
+					}
+				}
+			}
+			require.NoError(t, migrations.Up(context.Background(), db.Connect(t)))
+			requireRefused(t, db, favourite)
+			requireRefused(t, db, stranger)
+		})
+	}
+}
+
+func TestPrivileges_AdministrationIsASeparateGrant(t *testing.T) {
+	t.Parallel()
+	administrator := newRole(t)
+	db := pgtest.New(t)
+	functions := []string{
+		"ratelimit_define_policy", "ratelimit_drop_policy", "ratelimit_policies", "ratelimit_refund", "ratelimit_reset",
+		"ratelimit_cleanup", "ratelimit_version",
+	}
+	db.Exec(t, "grant execute on function "+strings.Join(functions, ", ")+" to "+administrator)
+	conn := connectAs(t, db, administrator)
+	for _, sql := range []string{
+		"select ratelimit_define_policy('p', 10, 1, '1 hour')",
+		"select ratelimit_define_policy('p', 20, 2, '1 minute', stepped => true, remember => '1 day')",
+		"select ratelimit_refund('p', 'k', 1), ratelimit_reset('p', 'k')",
+		"select ratelimit_cleanup(), ratelimit_policies(), ratelimit_version()",
+		"select ratelimit_drop_policy('p')",
+	} {
+		execute(t, conn, sql)
+	}
+	requireRefused(t, db, administrator, functions...)
+}
+
+// The one function that is not SECURITY DEFINER, because it commits.
+func TestPrivileges_CleanupAll(t *testing.T) {
+	t.Parallel()
+	ctx := context.Background()
+	janitor := newRole(t)
+	db := newDB(t)
+	db.definePolicy("p", 10, 10, time.Second, remember(time.Second))
+	db.acquireAt(t0, "p", "due", 3, "first")
+	db.acquireAt(t0.Add(time.Hour), "p", "in use", 3, "first")
+
+	conn := connectAs(t, db.DB, janitor)
+	for _, grant := range []string{
+		"execute on procedure ratelimit_cleanup_all",
+		"usage on schema ratelimit",
+		"execute on function ratelimit.cleanup_batch",
+	} {
+		_, err := conn.Exec(ctx, "call ratelimit_cleanup_all()")
+		require.Equal(t, "42501", sqlState(err), "not without %s: %v", grant, err)
+		db.exec("grant " + grant + " to " + janitor)
+	}
+	execute(t, conn, "call ratelimit_cleanup_all()")
+	require.Nil(t, db.bucket("p", "due"))
+	require.NotNil(t, db.bucket("p", "in use"))
+	require.Equal(t, []string{"in use"}, column(t, db.DB, "select key from ratelimit.idempotency_keys"))
+
+	for _, table := range append([]string{"policies"}, bucketTables...) {
+		_, err := conn.Exec(ctx, "select from ratelimit."+table)
+		require.Equal(t, "42501", sqlState(err), "%s: %v", table, err)
+	}
+	_, err := conn.Exec(ctx, "select ratelimit.clock()")
+	require.Equal(t, "42501", sqlState(err), "%v", err)
+}
+
+// requireRefused tries everything there is and expects 42501 but for the functions named.
+func requireRefused(t *testing.T, db *pgtest.DB, role string, but ...string) {
+	t.Helper()
+	ctx := context.Background()
+	conn := connectAs(t, db, role)
+	calls := column(t, db, `
+		select format('%s %s(%s)', case prokind when 'p' then 'call' else 'select' end, p.oid::regproc,
+		              (select string_agg('null::' || format_type(t, null), ', ' order by n)
+		                 from unnest(proargtypes::oid[]) with ordinality as u (t, n)))
+		  from `+packageFunctions+` as p
+		 where proname <> all (coalesce($1::text[], '{}'))`, but)
+	require.Greater(t, len(calls), 20)
+	for _, table := range column(t, db, `
+		select c.oid::regclass::text from pg_class as c
+		 where relkind = 'r' and (relnamespace = 'ratelimit'::regnamespace or relname like 'ratelimit\_%')`) {
+		calls = append(calls, "table "+table, "insert into "+table+" default values", "delete from "+table,
+			"truncate "+table, "lock table "+table+" in access exclusive mode", "drop table "+table,
+			"alter table "+table+" owner to current_user", "create index on "+table+" ((1))")
+	}
+	calls = append(calls,
+		"select null::ratelimit.decision",
+		"update ratelimit.buckets set level = 0",
+		"update ratelimit.policies set capacity = 1",
+		"update public.ratelimit_schema_version set version = 0",
+		"create table ratelimit.mine ()",
+		"create or replace function ratelimit.clock() returns timestamptz language sql as 'select now()'",
+		"alter function ratelimit.clock() rename to mine",
+		"create function ratelimit.refilled_level() returns integer language sql as 'select 1'",
+		"alter function ratelimit_acquire reset all",
+		"drop function ratelimit_acquire",
+		"grant execute on function ratelimit.clock() to current_user",
+		"alter schema ratelimit owner to current_user",
+		"drop schema ratelimit cascade",
+	)
+	for _, call := range calls {
+		_, err := conn.Exec(ctx, "begin; "+call+"; rollback")
+		require.Equal(t, "42501", sqlState(err), "%s: %v", call, err)
+		execute(t, conn, "rollback")
+	}
+}
+
+// What a session can set or create changes no answer.
+func TestHostileSession_GetsTheSameAnswers(t *testing.T) {
+	t.Parallel()
+	settings := map[string]string{
+		"nothing": "",
+		"search_path, planted first": `
+			set search_path = evil, public, pg_temp, pg_catalog;
+			create temp table policies (name text); create temp table buckets (key text); create temp table idempotency_keys (key text);
+			create temp table decision (allowed boolean); create temp table test_clock as select 'epoch'::timestamptz as now`,
+		"search_path, without the package": "set search_path = evil, pg_temp",
+		"IntervalStyle":                    "set intervalstyle = sql_standard",
+		"IntervalStyle iso":                "set intervalstyle = iso_8601",
+		"DateStyle":                        "set datestyle = 'SQL, DMY'",
+		"DateStyle german":                 "set datestyle = 'German'",
+		"TimeZone":                         "set timezone = 'Europe/Berlin'",
+		"TimeZone of halves":               "set timezone = 'Australia/Lord_Howe'",
+		"TimeZone across the date line":    "set timezone = 'Pacific/Kiritimati'",
+		"extra_float_digits":               "set extra_float_digits = -15",
+		"backslashes":                      "set standard_conforming_strings = off; set escape_string_warning = off; set backslash_quote = off",
+		"null comparisons":                 "set transform_null_equals = on; set array_nulls = off; set quote_all_identifiers = on",
+		"formats":                          "set lc_numeric = 'C'; set lc_monetary = 'C'; set lc_time = 'C'; set bytea_output = 'escape'; set xmlbinary = 'hex'",
+		"plans":                            "set plan_cache_mode = force_generic_plan; set enable_indexscan = off; set enable_bitmapscan = off; set work_mem = '64kB'",
+		"custom plans":                     "set plan_cache_mode = force_custom_plan; set enable_seqscan = off; set enable_nestloop = off",
+		"plpgsql extra errors":             "set plpgsql.extra_errors = 'all'; set plpgsql.print_strict_params = on; set plpgsql.check_asserts = off",
+		"row security":                     "set row_security = off; set check_function_bodies = off; set default_transaction_deferrable = on",
+		"repeatable read":                  "set default_transaction_isolation = 'repeatable read'",
+		"serializable":                     "set default_transaction_isolation = 'serializable'; set synchronous_commit = off",
+	}
+	for _, conflict := range []string{"error", "use_variable", "use_column"} { // which only a superuser may set
+		settings["plpgsql.variable_conflict = "+conflict] = "reset role; set plpgsql.variable_conflict = " + conflict + "; set role %s"
+	}
+
+	caller := newRole(t)
+	db := newDB(t)
+	db.setClock(t0)
+	db.exec(`
+		create schema evil authorization ` + caller + `;
+		grant execute on function ratelimit_acquire, ratelimit_acquire_many, ratelimit_peek, ratelimit_refund, ratelimit_reset to ` + caller)
+	execute(t, connectAs(t, db.DB, caller), evil)
+
+	transcript := func(t *testing.T, name string) []string {
+		conn := connectAs(t, db.DB, caller)
+		execute(t, conn, strings.ReplaceAll(settings[name], "%s", caller), pgx.QueryExecModeSimpleProtocol)
+		return hostileTranscript(t, db, conn, name)
+	}
+	want := transcript(t, "a session like any other")
+	require.Greater(t, len(slices.Compact(slices.Sorted(slices.Values(want)))), 15, "answers that differ tell more")
+	for name := range settings {
+		t.Run(name, func(t *testing.T) {
+			got := transcript(t, name)
+			require.Len(t, got, len(want))
+			for i := range want {
+				require.Equal(t, want[i], got[i])
+			}
+		})
+	}
+}
+
+// evil has a false friend of whatever the functions use.
+const evil = `
+	create function evil.clock() returns timestamptz language sql as $$ select timestamptz 'epoch' $$;
+	create function evil.clock_timestamp() returns timestamptz language sql as $$ select timestamptz 'epoch' $$;
+	create function evil.now() returns timestamptz language sql as $$ select timestamptz 'epoch' $$;
+	create function evil.octet_length(text) returns integer language sql as $$ select 1 $$;
+	create function evil.div(numeric, numeric) returns numeric language sql as $$ select 1000000.0 $$;
+	create function evil.date_bin(interval, timestamptz, timestamptz) returns timestamptz language sql as $$ select timestamptz 'epoch' $$;
+	create function evil.make_interval(years integer default 0, months integer default 0, weeks integer default 0, days integer default 0,
+	  hours integer default 0, mins integer default 0, secs double precision default 0)
+	  returns interval language sql as $$ select interval '1 minute' $$;
+	create function evil.microtokens(bigint) returns bigint language sql as $$ select 0::bigint $$;
+	create function evil.whole_tokens(bigint) returns bigint language sql as $$ select 99::bigint $$;
+	create function evil.refilled_level(bigint, timestamptz, timestamptz, bigint, bigint, bigint, boolean)
+	  returns bigint language sql as $$ select 99000000::bigint $$;
+	create function evil.wait_for(bigint, bigint, timestamptz, timestamptz, bigint, bigint, boolean)
+	  returns bigint language sql as $$ select 0::bigint $$;
+	create function evil.acceptable(text, text, bigint, text) returns boolean language sql as $$ select true $$;
+	create function evil.unknown_policy(text) returns void language sql as $$ select $$;
+	create function evil.wrong(bigint, bigint) returns bigint language sql as $$ select 42::bigint $$;
+	create function evil.wrong(numeric, numeric) returns numeric language sql as $$ select 42.0 $$;
+	create function evil.wrong(timestamptz, timestamptz) returns interval language sql as $$ select interval '1 year' $$;
+	create function evil.untrue(bigint, bigint) returns boolean language sql as $$ select false $$;
+	create function evil.untrue(bigint, integer) returns boolean language sql as $$ select false $$;
+	create function evil.untrue(text, text) returns boolean language sql as $$ select false $$;
+	create operator evil.* (leftarg = bigint, rightarg = bigint, function = evil.wrong);
+	create operator evil.- (leftarg = bigint, rightarg = bigint, function = evil.wrong);
+	create operator evil.+ (leftarg = bigint, rightarg = bigint, function = evil.wrong);
+	create operator evil./ (leftarg = bigint, rightarg = bigint, function = evil.wrong);
+	create operator evil.% (leftarg = bigint, rightarg = bigint, function = evil.wrong);
+	create operator evil.* (leftarg = numeric, rightarg = numeric, function = evil.wrong);
+	create operator evil.- (leftarg = timestamptz, rightarg = timestamptz, function = evil.wrong);
+	create operator evil.= (leftarg = bigint, rightarg = bigint, function = evil.untrue);
+	create operator evil.= (leftarg = text, rightarg = text, function = evil.untrue);
+	create operator evil.>= (leftarg = bigint, rightarg = bigint, function = evil.untrue);
+	create operator evil.<= (leftarg = bigint, rightarg = bigint, function = evil.untrue);
+	create operator evil.= (leftarg = bigint, rightarg = integer, function = evil.untrue);
+	create operator evil.> (leftarg = bigint, rightarg = integer, function = evil.untrue);
+	create operator evil.>= (leftarg = bigint, rightarg = integer, function = evil.untrue);
+	create type evil.decision as (allowed boolean);
+	create table evil.policies (like information_schema.sql_features);
+	create table evil.buckets (key text);
+	create table evil.ephemeral_buckets (key text);
+	create table evil.idempotency_keys (key text);
+	create table evil.ephemeral_idempotency_keys (key text)`
+
+// hostileTranscript asks the same of buckets of its own and returns what was answered and stored.
+func hostileTranscript(t *testing.T, db *testDB, conn *pgx.Conn, name string) []string {
+	t.Helper()
+	ctx := context.Background()
+	var answers []string
+	ask := func(call string, args ...any) {
+		t.Helper()
+		var d struct {
+			allowed, replayed      bool
+			remaining, capacity    int64
+			retryAfter, resetAfter pgtype.Interval
+		}
+		err := conn.QueryRow(ctx, "select allowed, remaining, retry_after, reset_after, capacity, replayed from public."+call, args...).
+			Scan(&d.allowed, &d.remaining, &d.retryAfter, &d.resetAfter, &d.capacity, &d.replayed)
+		answers = append(answers, fmt.Sprintf("%s %v: %+v %s", call, args[1:], d, sqlState(err)))
+		require.True(t, err == nil || sqlState(err) != "", "%v", err)
+	}
+	policies := map[string]string{
+		"odd":        "7, 3, '1 day 00:00:07.654321', false, true, '1 day'",
+		"stepped":    "7, 3, '1 day', true, true, '2 days'",
+		"ephemeral":  "1000, 7, '13 seconds', false, false, '9 days 1 microsecond'",
+		"fast steps": "9000000000000, 1, '3 microseconds', true, false, '1 hour'",
+	}
+	for _, policy := range slices.Sorted(maps.Keys(policies)) {
+		full := policy + " " + name
+		db.exec("select ratelimit_define_policy($1, "+policies[policy]+")", full)
+		for _, at := range []time.Duration{0, 7 * time.Microsecond, 25 * time.Hour, 24 * time.Hour} {
+			db.setClock(t0.Add(at))
+			ask("ratelimit_peek($1, $2, $3)", full, "k", 2)
+			ask("ratelimit_acquire($1, $2, $3, $4)", full, "k", 2, "first")
+			ask("ratelimit_acquire($1, $2, $3)", full, "k", 5)
+			ask("ratelimit_acquire($1, $2, $3)", full, `\'k"`, 3)
+			ask("ratelimit_acquire($1, $2, $3)", full, "k", int64(10_000_000_000_000))
+			ask("ratelimit_acquire($1, $2, $3, $4)", full, "k", 1, "first")
+			ask("ratelimit_acquire_many($1, $2, $3)", []string{full}, []string{"k"}, []int64{1})
+			ask("ratelimit_acquire_many($1, $2, $3, $4)", []string{full}, []string{"k"}, []int64{1}, []string{"many"})
+			ask("ratelimit_refund($1, $2, $3)", full, "k", 1)
+			ask("ratelimit_peek($1, $2)", full, "")
+		}
+		answers = append(answers, column(t, db.DB, `
+			select format('%s %s %s due %s', key, level, refilled_at, due_at)
+			  from (table ratelimit.buckets union all table ratelimit.ephemeral_buckets) as b
+			  join ratelimit.policies as p on p.id = b.policy_id where p.name = $1
+			union all
+			select format('%s %s %s %s %s until %s', key, idempotency_key, cost, remaining, reset_after, expires_at)
+			  from (table ratelimit.idempotency_keys union all table ratelimit.ephemeral_idempotency_keys) as b
+			  join ratelimit.policies as p on p.id = b.policy_id where p.name = $1
+			order by 1`, full)...)
+		_, err := conn.Exec(ctx, "select public.ratelimit_reset($1, 'k')", full)
+		require.NoError(t, err)
+	}
+	return answers
+}
