@@ -693,9 +693,11 @@ comment on function ratelimit_policies() is
 --   4. taken: the key is remembered. The bucket's row is ours, so a live key that turns up only now
 --      was committed between 1 and 2: the tokens go back and the key is replayed
 --
+-- The clock is read once for a grant, and again after the update for a denial, which may have waited.
 -- Locks:  a grant holds the bucket row until the caller's transaction ends; a denial holds nothing,
 --         unless it had to wait for the row.
--- Writes: a grant, the bucket and its idempotency key; a denial or a replay, nothing.
+-- Writes: a grant, the bucket and its idempotency key; a denial or a replay nothing, but for the
+--         replay of step 4.
 create or replace function ratelimit_acquire(
     policy          text,
     key             text,
@@ -814,7 +816,6 @@ begin
         end if;
       end loop;
 
-      v_now      := clock();
       v_retry_us := 0;
       v_reset_us := wait_for(microtokens(v_policy.capacity), v_level, v_refilled_at, v_now,
                              v_policy.refill, v_policy.every_us, v_policy.stepped);
@@ -925,7 +926,6 @@ begin
         end if;
       end loop;
 
-      v_now      := clock();
       v_retry_us := 0;
       v_reset_us := wait_for(microtokens(v_policy.capacity), v_level, v_refilled_at, v_now,
                              v_policy.refill, v_policy.every_us, v_policy.stepped);
@@ -1148,7 +1148,6 @@ begin
     if cardinality(v_answered) = cardinality(acquire_in_order.policies) then
       return;
     end if;
-    v_now := clock();  -- the update may have waited
   end if;
 
   for v_run in
@@ -1267,7 +1266,6 @@ begin
         end if;
       end loop;
 
-      v_now      := clock();
       v_retry_us := 0;
       v_reset_us := wait_for(microtokens(v_policy.capacity), v_level, v_refilled_at, v_now,
                              v_policy.refill, v_policy.every_us, v_policy.stepped);
@@ -1378,7 +1376,6 @@ begin
         end if;
       end loop;
 
-      v_now      := clock();
       v_retry_us := 0;
       v_reset_us := wait_for(microtokens(v_policy.capacity), v_level, v_refilled_at, v_now,
                              v_policy.refill, v_policy.every_us, v_policy.stepped);
@@ -1864,11 +1861,11 @@ declare
   v_due_before timestamptz;
   v_rows_read  bigint;
 begin
-  if v_deadline is null then
+  if (ratelimit_cleanup_all.budget > interval '0') is not true then
     raise exception 'invalid budget'
       using errcode = '22023',
-            detail  = 'budget is null.',
-            hint    = 'Pass an interval such as ''50 seconds''.';
+            detail  = format('budget is %s.', coalesce(ratelimit_cleanup_all.budget::text, 'null')),
+            hint    = 'Pass an interval above zero, such as ''50 seconds''.';
   end if;
   loop
     select b.due_before, b.rows_read

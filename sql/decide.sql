@@ -59,7 +59,6 @@ select k.* into v_first
         end if;
       end loop;
 
-      v_now      := clock();
       v_retry_us := 0;
       v_reset_us := wait_for(microtokens(v_policy.capacity), v_level, v_refilled_at, v_now,
                              v_policy.refill, v_policy.every_us, v_policy.stepped);

@@ -122,7 +122,9 @@ func badCalls(serverVersion int) []badCall {
 	for _, rows := range []any{nil, 0, -1, math.MinInt32} {
 		add(invalid("max_rows", "select ratelimit_cleanup($1::integer)", rows))
 	}
-	add(invalid("budget", "call ratelimit_cleanup_all($1::text::interval)", nil))
+	for _, budget := range []any{nil, "0", "-1 second"} {
+		add(invalid("budget", "call ratelimit_cleanup_all($1::text::interval)", budget))
+	}
 	return calls
 }
 

@@ -131,17 +131,26 @@ func (db *testDB) together(n int, call func(i int, q querier) (decision, error))
 	return decisions
 }
 
-// warm opens connections, so that calls made together are not spread out by connecting.
-func (db *testDB) warm(n int) {
+// crowds bounds how many tests keep dozens of connections at once; servers take about a hundred.
+var crowds = make(chan struct{}, 2)
+
+// newCrowdDB is newDB for one of them.
+func newCrowdDB(t testing.TB, connections int) *testDB {
+	t.Helper()
+	crowds <- struct{}{}
+	t.Cleanup(func() { <-crowds })
+	db := newDB(t)
+	db.warm(connections)
+	return db
+}
+
+// warm opens connections, so that calls made together do not come one by one for connecting.
+func (db *testDB) warm(connections int) {
 	db.t.Helper()
-	conns := make([]*pgxpool.Conn, n)
-	for i := range conns {
+	for range min(connections, int(db.Pool.Config().MaxConns)) {
 		conn, err := db.Pool.Acquire(context.Background())
 		require.NoError(db.t, err)
-		conns[i] = conn
-	}
-	for _, conn := range conns {
-		conn.Release()
+		defer conn.Release()
 	}
 }
 

@@ -8,9 +8,11 @@
 --   4. taken: the key is remembered. The bucket's row is ours, so a live key that turns up only now
 --      was committed between 1 and 2: the tokens go back and the key is replayed
 --
+-- The clock is read once for a grant, and again after the update for a denial, which may have waited.
 -- Locks:  a grant holds the bucket row until the caller's transaction ends; a denial holds nothing,
 --         unless it had to wait for the row.
--- Writes: a grant, the bucket and its idempotency key; a denial or a replay, nothing.
+-- Writes: a grant, the bucket and its idempotency key; a denial or a replay nothing, but for the
+--         replay of step 4.
 create or replace function ratelimit_acquire(
     policy          text,
     key             text,

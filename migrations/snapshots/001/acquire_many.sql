@@ -118,7 +118,6 @@ begin
     if cardinality(v_answered) = cardinality(acquire_in_order.policies) then
       return;
     end if;
-    v_now := clock();  -- the update may have waited
   end if;
 
   for v_run in

@@ -131,11 +131,11 @@ declare
   v_due_before timestamptz;
   v_rows_read  bigint;
 begin
-  if v_deadline is null then
+  if (ratelimit_cleanup_all.budget > interval '0') is not true then
     raise exception 'invalid budget'
       using errcode = '22023',
-            detail  = 'budget is null.',
-            hint    = 'Pass an interval such as ''50 seconds''.';
+            detail  = format('budget is %s.', coalesce(ratelimit_cleanup_all.budget::text, 'null')),
+            hint    = 'Pass an interval above zero, such as ''50 seconds''.';
   end if;
   loop
     select b.due_before, b.rows_read

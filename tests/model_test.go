@@ -1,0 +1,297 @@
+package tests
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"os"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgtype"
+	"github.com/stretchr/testify/require"
+	"pgregory.net/rapid"
+
+	"github.com/pgratelimit/pgratelimit/tests/model"
+)
+
+// Random calls, one after the other, get from SQL what the model answers, in every field. They go
+// on for RATELIMIT_MODEL_TIME, 15s unless set.
+func TestModel_AgreesWithSQL(t *testing.T) {
+	t.Parallel()
+	budget := 15 * time.Second
+	if s := os.Getenv("RATELIMIT_MODEL_TIME"); s != "" {
+		var err error
+		budget, err = time.ParseDuration(s)
+		require.NoError(t, err, "RATELIMIT_MODEL_TIME")
+	}
+	db := newDB(t)
+	db.setTimeZone("Europe/Berlin")
+	db.setClock(t0)
+
+	calls := 0
+	for start := time.Now(); time.Since(start) < budget; {
+		rapid.Check(t, func(t *rapid.T) {
+			db.exec(`
+				delete from ratelimit.policies;
+				delete from ratelimit.buckets;
+				delete from ratelimit.ephemeral_buckets;
+				delete from ratelimit.idempotency_keys;
+				delete from ratelimit.ephemeral_idempotency_keys`)
+			m := &modelRun{db: db, model: model.New(), policies: map[string]model.Definition{}}
+			m.setClock(t, t0)
+			for _, name := range policyNames {
+				m.define(t, name)
+			}
+			t.Repeat(map[string]func(*rapid.T){
+				"acquire":  m.acquire,
+				"again":    m.acquireAgain,
+				"peek":     m.peek,
+				"refund":   m.refund,
+				"wait":     m.wait,
+				"step":     m.step,
+				"clean up": m.cleanUp,
+				"rarely":   m.changeOrRemove,
+			})
+			calls += m.calls
+		})
+	}
+	t.Logf("%d calls", calls)
+}
+
+// A modelRun makes every call twice, to SQL and to the model.
+type modelRun struct {
+	db    *testDB
+	model *model.Model
+	now   time.Time
+	calls int
+
+	// What the last calls have made interesting.
+	policies map[string]model.Definition
+	requests []request
+	instants []time.Time // when something happens
+	numbers  []int64     // of tokens
+}
+
+type request struct {
+	model.BucketID
+	Cost           int64
+	IdempotencyKey []string // none or one
+}
+
+const day = 24 * 60 * 60 * 1_000_000
+
+var policyNames = []string{"a", "b"}
+
+var (
+	bucketIDs = rapid.Custom(func(t *rapid.T) model.BucketID {
+		return model.BucketID{
+			Policy: rapid.SampledFrom(policyNames).Draw(t, "policy"),
+			Key:    rapid.SampledFrom([]string{"x", "y"}).Draw(t, "key"),
+		}
+	})
+	// Every magnitude is as likely as any other.
+	magnitudes = rapid.Custom(func(t *rapid.T) int64 {
+		return rapid.Int64Range(1, 1<<rapid.IntRange(1, 43).Draw(t, "bits")).Draw(t, "number")
+	})
+	tokens = rapid.OneOf(rapid.Int64Range(1, 20), magnitudes)
+	spans  = rapid.OneOf(
+		rapid.SampledFrom([]model.Micros{1, 3, 1_000, 1_000_000, 10_000_000, day / 24, day, 7 * day, 365250 * day}),
+		rapid.Map(magnitudes, func(n int64) model.Micros { return model.Micros(n) }),
+	)
+	definitions = rapid.Custom(func(t *rapid.T) model.Definition {
+		return model.Definition{
+			Capacity: min(tokens.Draw(t, "capacity"), 9e12),
+			Refill:   min(tokens.Draw(t, "refill"), 9e12),
+			Every:    spans.Draw(t, "every"),
+			Stepped:  rapid.Ptr(rapid.Bool(), true).Draw(t, "stepped"),
+			Durable:  rapid.Ptr(rapid.Bool(), true).Draw(t, "durable"),
+			Remember: rapid.Ptr(spans, true).Draw(t, "remember"),
+		}
+	}).Filter(func(def model.Definition) bool { // fills within 10,000 years
+		return float64(def.Capacity)*float64(def.Every) < float64(def.Refill)*3652500*day
+	})
+)
+
+func (m *modelRun) define(t *rapid.T, name string) {
+	def := definitions.Draw(t, "policy "+name)
+	readable, err := json.Marshal(def)
+	require.NoError(t, err)
+	t.Logf("defined: %s", readable)
+	var remember pgtype.Interval
+	if def.Remember != nil {
+		remember = intervalOfDays(*def.Remember)
+	}
+	err = m.call("ratelimit_define_policy($1, $2, $3, $4, $5, $6, $7)",
+		name, def.Capacity, def.Refill, intervalOfDays(def.Every), def.Stepped, def.Durable, remember)
+	m.sameError(t, m.model.Define(name, def), err)
+	if err == nil {
+		m.policies[name] = def
+	}
+}
+
+// changeOrRemove is for what would leave little to see if it happened often.
+func (m *modelRun) changeOrRemove(t *rapid.T) {
+	id := bucketIDs.Draw(t, "bucket")
+	switch rapid.SampledFrom([]string{"define", "define again", "reset", "drop"}).Draw(t, "what") {
+	case "define", "define again":
+		m.define(t, id.Policy)
+	case "reset":
+		m.sameError(t, m.model.Reset(id), m.call("ratelimit_reset($1, $2)", id.Policy, id.Key))
+	case "drop":
+		m.sameError(t, m.model.Drop(id.Policy), m.call("ratelimit_drop_policy($1)", id.Policy))
+		if rapid.Bool().Draw(t, "define anew") {
+			m.define(t, id.Policy)
+		}
+	}
+}
+
+func (m *modelRun) acquire(t *rapid.T) {
+	id := bucketIDs.Draw(t, "bucket")
+	m.send(t, request{
+		BucketID:       id,
+		Cost:           m.amount(t, id.Policy),
+		IdempotencyKey: rapid.SampledFrom([][]string{nil, nil, {"1"}, {"2"}}).Draw(t, "idempotency key"),
+	})
+}
+
+func (m *modelRun) acquireAgain(t *rapid.T) {
+	if len(m.requests) == 0 {
+		t.Skip("nothing to repeat")
+	}
+	m.send(t, rapid.SampledFrom(m.requests).Draw(t, "request"))
+}
+
+func (m *modelRun) send(t *rapid.T, r request) {
+	want, wantErr := m.model.Acquire(m.now, r.BucketID, r.Cost, strings.Join(r.IdempotencyKey, ""))
+	got, err := acquire(m.db.Pool, r.Policy, r.Key, r.Cost, r.IdempotencyKey...)
+	m.same(t, want, got, wantErr, err)
+	m.requests = lastFew(append(m.requests, r))
+	if forget := m.policies[r.Policy].Remember; forget != nil {
+		m.instants = lastFew(append(m.instants, forget.After(m.now)))
+	}
+}
+
+func (m *modelRun) peek(t *rapid.T) {
+	id := bucketIDs.Draw(t, "bucket")
+	cost := m.amount(t, id.Policy)
+	want, wantErr := m.model.Peek(m.now, id, cost)
+	got, err := peek(m.db.Pool, id.Policy, id.Key, cost)
+	m.same(t, want, got, wantErr, err)
+}
+
+func (m *modelRun) refund(t *rapid.T) {
+	id := bucketIDs.Draw(t, "bucket")
+	amount := m.amount(t, id.Policy)
+	want, wantErr := m.model.Refund(m.now, id, amount)
+	got, err := refund(m.db.Pool, id.Policy, id.Key, amount)
+	m.same(t, want, got, wantErr, err)
+}
+
+// cleanUp also compares which buckets, and how many idempotency keys, have rows.
+func (m *modelRun) cleanUp(t *rapid.T) {
+	require.NoError(t, m.call("ratelimit_cleanup()"))
+	m.model.CleanUp(m.now)
+
+	left := map[model.BucketID]bool{}
+	rows, err := m.db.Pool.Query(context.Background(), `
+		select coalesce(p.name, 'gone'), b.key
+		  from (table ratelimit.buckets union all table ratelimit.ephemeral_buckets) as b
+		  left join ratelimit.policies as p on p.id = b.policy_id`)
+	require.NoError(t, err)
+	var id model.BucketID
+	_, err = pgx.ForEachRow(rows, []any{&id.Policy, &id.Key}, func() error {
+		left[id] = true
+		return nil
+	})
+	require.NoError(t, err)
+	for _, id := range m.model.Buckets() {
+		if !left[id] {
+			require.True(t, m.model.Remove(m.now, id), "clean-up removed %v, which was not full", id)
+		}
+		delete(left, id)
+	}
+	require.Empty(t, left, "buckets that should have no row")
+
+	var grants int
+	require.NoError(t, m.db.Pool.QueryRow(context.Background(), `
+		select count(*) from (table ratelimit.idempotency_keys union all
+		                      table ratelimit.ephemeral_idempotency_keys) as k`).Scan(&grants))
+	require.Equal(t, m.model.Grants(), grants, "idempotency keys")
+}
+
+// wait moves the clock to when something happens, or to a microsecond beside it.
+func (m *modelRun) wait(t *rapid.T) {
+	if len(m.instants) == 0 {
+		t.Skip("nothing to wait for")
+	}
+	at := rapid.SampledFrom(m.instants).Draw(t, "instant")
+	m.setClock(t, model.Micros(rapid.Int64Range(-1, 1).Draw(t, "beside")).After(at))
+}
+
+// step moves the clock forward, or now and then back.
+func (m *modelRun) step(t *rapid.T) {
+	d := spans.Draw(t, "by")
+	if rapid.IntRange(0, 3).Draw(t, "back if 3") == 3 {
+		d = -d
+	}
+	m.setClock(t, d.After(m.now))
+}
+
+func (m *modelRun) setClock(t *rapid.T, now time.Time) {
+	if now.Year() < 0 || now.Year() > 200_000 {
+		t.Skip("PostgreSQL's calendar would soon end")
+	}
+	m.now = now
+	m.db.setClock(now)
+}
+
+func (m *modelRun) amount(t *rapid.T, policy string) int64 {
+	amounts := []*rapid.Generator[int64]{
+		rapid.Int64Range(0, 3),
+		rapid.Int64Range(0, m.policies[policy].Capacity),
+		tokens,
+	}
+	if len(m.numbers) > 0 {
+		amounts = append(amounts, rapid.SampledFrom(m.numbers))
+	}
+	return rapid.OneOf(amounts...).Draw(t, "amount")
+}
+
+func (m *modelRun) call(call string, args ...any) error {
+	_, err := m.db.Pool.Exec(context.Background(), "select "+call, args...)
+	return err
+}
+
+func (m *modelRun) same(t *rapid.T, want, got decision, wantErr, err error) {
+	m.sameError(t, wantErr, err)
+	if err != nil {
+		return
+	}
+	require.Equal(t, want, got)
+	m.instants = append(m.instants, got.ResetAfter.After(m.now))
+	if got.RetryAfter != model.Never {
+		m.instants = append(m.instants, got.RetryAfter.After(m.now))
+	}
+	m.instants = lastFew(m.instants)
+	m.numbers = lastFew(append(m.numbers, got.Capacity, got.Capacity+1, max(0, got.Remaining), got.Remaining+1))
+}
+
+func (m *modelRun) sameError(t *rapid.T, want, err error) {
+	m.calls++
+	var state model.Error
+	errors.As(want, &state)
+	if state != "" || err != nil {
+		require.Equal(t, string(state), sqlState(err), "SQLSTATE of %v", err)
+	}
+}
+
+// lastFew keeps what is likely to matter still.
+func lastFew[T any](s []T) []T { return s[max(0, len(s)-6):] }
+
+// intervalOfDays counts whole days as such: here a day is 24 hours, whatever the time zone has.
+func intervalOfDays(m model.Micros) pgtype.Interval {
+	return pgtype.Interval{Days: int32(m / day), Microseconds: int64(m % day), Valid: true}
+}
