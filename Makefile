@@ -65,3 +65,11 @@ build:
 
 need-%:
 	@[ -n "$${$*:-}" ] || { echo 'Say which database: make $(firstword $(MAKECMDGOALS)) $*=postgres://…' >&2; exit 2; }
+
+.PHONY: bench
+bench: ## Measure everything, beside Redis, in half an hour, and renew the results that README shows
+	@go run ./tests/bench -results tests/bench/results
+
+.PHONY: bench-quick
+bench-quick: ## Measure the core of it in two minutes
+	@go run ./tests/bench -quick

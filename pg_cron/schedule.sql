@@ -1,0 +1,55 @@
+-- Schedules clean-up with pg_cron, every minute, in the database that has both the package and pg_cron.
+-- Plain SQL: any client can run it, as often as it likes.
+--
+-- The jobs are found by name, and run as the role that runs this. A superuser replaces the jobs of
+-- other roles; anybody else sees, and replaces, only his own.
+do $$
+declare
+  v_home text := (select s.setting from pg_catalog.pg_settings as s where s.name = 'cron.database_name');
+  v_call text;
+begin
+  select format('call %I.%I()', n.nspname, p.proname)
+    into v_call
+    from pg_catalog.pg_proc as p
+    join pg_catalog.pg_namespace as n on n.oid = p.pronamespace
+   where p.proname = 'ratelimit_cleanup_all'
+     and p.proowner = (select r.nspowner from pg_catalog.pg_namespace as r where r.nspname = 'ratelimit');
+  if v_call is null then
+    raise exception 'pgratelimit is not installed in this database'
+      using errcode = 'object_not_in_prerequisite_state',
+            detail  = format('Database %I has no procedure ratelimit_cleanup_all.', current_database()),
+            hint    = 'Install it first: make install DATABASE_URL=...';
+  end if;
+
+  perform pg_advisory_xact_lock(hashtext('ratelimit-cleanup'));  -- one at a time from here
+
+  if not exists (select from pg_catalog.pg_extension as e where e.extname = 'pg_cron') then
+    if v_home = current_database() then
+      create extension pg_cron;  -- loaded for this database and no other: it is wanted here
+    elsif v_home is not null then
+      raise exception 'pg_cron is not in this database'
+        using errcode = 'object_not_in_prerequisite_state',
+              detail  = format('It is in database %I; this is %I.', v_home, current_database()),
+              hint    = 'Run pg_cron/schedule_elsewhere.sql instead.';
+    else
+      raise exception 'pg_cron is not in this database'
+        using errcode = 'object_not_in_prerequisite_state',
+              detail  = 'The server has not loaded it, or this role may not see where it is.',
+              hint    = 'pg_cron/README.md tells how to install it, and how to clean up without it.';
+    end if;
+  end if;
+
+  perform cron.unschedule(j.jobid)
+     from cron.job as j
+    where j.jobname in ('ratelimit-cleanup', 'ratelimit-cleanup-history')
+      and j.username <> current_user;
+
+  perform cron.schedule('ratelimit-cleanup', '* * * * *', v_call);
+
+  -- pg_cron keeps a row of every run, for ever.
+  perform cron.schedule('ratelimit-cleanup-history', '17 3 * * *',
+    'delete from cron.job_run_details'
+    ' where coalesce(end_time, start_time) < now() - interval ''7 days'''
+    ' and jobid in (select jobid from cron.job where jobname in (''ratelimit-cleanup'', ''ratelimit-cleanup-history''))');
+end;
+$$;

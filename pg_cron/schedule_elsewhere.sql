@@ -1,0 +1,59 @@
+-- Schedules clean-up when pg_cron lives in another database of the same server. For psql, run in the
+-- database that has the package, as often as you like:
+--
+--   psql "$DATABASE_URL" -f pg_cron/schedule_elsewhere.sql
+--
+-- It reconnects to pg_cron's database and schedules from there, which takes EXECUTE on
+-- cron.schedule_in_database: pg_cron grants that to nobody. The jobs run as the role that runs this.
+-- A role that may not read cron.database_name adds -v cron_database=...
+\set ON_ERROR_STOP on
+\set QUIET on
+
+select max(format('call %I.%I()', n.nspname, p.proname))  as call,
+       current_database()                                 as database,
+       'ratelimit-cleanup:'         || current_database() as cleanup,
+       'ratelimit-cleanup-history:' || current_database() as history
+  from pg_catalog.pg_proc as p
+  join pg_catalog.pg_namespace as n on n.oid = p.pronamespace
+ where p.proname = 'ratelimit_cleanup_all'
+   and p.proowner = (select r.nspowner from pg_catalog.pg_namespace as r where r.nspname = 'ratelimit')
+\gset
+\if :{?call}
+\else
+  do $$
+  begin
+    raise exception 'pgratelimit is not installed in this database'
+      using errcode = 'object_not_in_prerequisite_state',
+            hint    = 'Install it first: make install DATABASE_URL=...';
+  end;
+  $$;
+\endif
+
+\if :{?cron_database}
+\else
+  select max(s.setting) as cron_database from pg_catalog.pg_settings as s where s.name = 'cron.database_name'
+  \gset
+\endif
+\if :{?cron_database}
+\else
+  do $$
+  begin
+    raise exception 'pg_cron is not on this server'
+      using errcode = 'object_not_in_prerequisite_state',
+            detail  = 'The server has not loaded it, or this role may not see where it is.',
+            hint    = 'Add -v cron_database=... if you know; pg_cron/README.md tells how to install it, and how to clean up without it.';
+  end;
+  $$;
+\endif
+
+\connect :cron_database
+
+select cron.schedule_in_database(:'cleanup', '* * * * *', :'call', :'database') as job
+\gset
+
+-- pg_cron keeps a row of every run, for ever.
+select cron.schedule(:'history', '17 3 * * *', format(
+    'delete from cron.job_run_details'
+    ' where coalesce(end_time, start_time) < now() - interval ''7 days'''
+    ' and jobid in (select jobid from cron.job where jobname in (%L, %L))', :'cleanup', :'history')) as job
+\gset

@@ -1,0 +1,39 @@
+-- What is scheduled, how it went, and what is waiting. Plain SQL; where pg_cron lives in another
+-- database, run the first query there.
+
+-- The jobs, with their last run and the failures of the last 24 hours.
+select j.jobname                  as job,
+       j.database,
+       j.schedule,
+       j.active,
+       last.status                as last_status,
+       last.return_message        as last_message,
+       last.start_time            as last_start,
+       last.end_time - last.start_time as last_took,
+       (select count(*)
+          from cron.job_run_details as d
+         where d.jobid = j.jobid
+           and d.status = 'failed'
+           and d.start_time > now() - interval '24 hours') as failed_in_24_hours
+  from cron.job as j
+  left join lateral (select *
+                       from cron.job_run_details as d
+                      where d.jobid = j.jobid
+                      order by d.runid desc
+                      limit 1) as last on true
+ where j.jobname like 'ratelimit-cleanup%'
+ order by j.jobname;
+
+-- The rows that clean-up would look at now. It leaves almost none behind: a number that grows from
+-- minute to minute means that it does not run, or cannot keep up.
+select 'buckets' as table_name, count(*) as due, min(due_at) as since
+  from ratelimit.buckets where due_at <= now()
+union all
+select 'ephemeral_buckets', count(*), min(due_at)
+  from ratelimit.ephemeral_buckets where due_at <= now()
+union all
+select 'idempotency_keys', count(*), min(expires_at)
+  from ratelimit.idempotency_keys where expires_at <= now()
+union all
+select 'ephemeral_idempotency_keys', count(*), min(expires_at)
+  from ratelimit.ephemeral_idempotency_keys where expires_at <= now();

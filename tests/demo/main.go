@@ -1,0 +1,258 @@
+// Demo starts a PostgreSQL, installs pgratelimit and shows it at work:
+//
+//	go run ./tests/demo        # from the repository's root
+//	go run ./tests/demo stop   # removes the server, which otherwise stays up
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/signal"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+
+	"github.com/pgratelimit/pgratelimit/migrations"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+)
+
+// Where the demo notes which server it left running.
+const keptIn = "build/demo.json"
+
+func main() {
+	if err := run(); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		os.Exit(1)
+	}
+}
+
+func run() error {
+	ctx, cancel := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	defer cancel()
+	if err := pgtest.Remove(ctx, keptIn); err != nil || len(os.Args) > 1 {
+		return err
+	}
+
+	fmt.Println("Looking for a PostgreSQL: RATELIMIT_DATABASE_URL, Docker, or one installed here ...")
+	server, err := pgtest.Start(ctx, "fsync=on") // it stays, so it shall be a real one
+	if err != nil {
+		return err
+	}
+	err = show(ctx, server)
+	if err == nil {
+		err = server.Keep(keptIn)
+	}
+	if err != nil {
+		return errors.Join(err, server.Close())
+	}
+	return nil
+}
+
+func show(ctx context.Context, server *pgtest.Server) error {
+	url, err := database(ctx, server)
+	if err != nil {
+		return err
+	}
+	conn, err := pgx.Connect(ctx, url)
+	if err != nil {
+		return err
+	}
+	defer conn.Close(context.Background())
+	fmt.Printf("Found: PostgreSQL %s (%s).\n", server.Version, server.Rung)
+
+	start := time.Now()
+	if err := migrations.Up(ctx, conn); err != nil {
+		return err
+	}
+	fmt.Printf("Installed pgratelimit in %v.\n", time.Since(start).Round(time.Millisecond))
+	if err := scheduleCleanup(ctx, conn); err != nil {
+		return err
+	}
+
+	d := demo{ctx: ctx, conn: conn}
+	d.exec("select ratelimit_drop_policy(policy) from ratelimit_policies() where policy = 'demo'") // of the last run
+
+	d.say("A policy: a bucket holds 5 tokens and gets 1 back every second.")
+	d.sql("select ratelimit_define_policy('demo', capacity => 5, refill => 1, every => '1 second')")
+
+	d.say("A key's first acquire finds its bucket full.")
+	d.sql("select * from ratelimit_acquire('demo', 'user:42', cost => 4)")
+
+	d.say("The next one does not fit. That is an answer, not an error, and nothing was written.")
+	denied := d.sql("select * from ratelimit_acquire('demo', 'user:42', cost => 4)")
+
+	d.say("retry_after is exact. After just that long ...")
+	d.wait(denied)
+	d.sql("select * from ratelimit_acquire('demo', 'user:42', cost => 4)")
+
+	d.say("Buckets refill by themselves: two seconds, two tokens.")
+	d.sleep(2 * time.Second)
+	d.sql("select * from ratelimit_peek('demo', 'user:42')")
+
+	d.say("With an idempotency key a retry gets the first answer again and takes nothing.")
+	d.sql("select * from ratelimit_acquire('demo', 'user:7', cost => 2, idempotency_key => 'order-1001')")
+	d.sql("select * from ratelimit_acquire('demo', 'user:7', cost => 2, idempotency_key => 'order-1001')")
+
+	d.say("Tokens that were not needed can be given back.")
+	d.sql("select * from ratelimit_refund('demo', 'user:7', 1)")
+
+	d.say("And a transaction that rolls back takes nothing.")
+	d.sql("begin")
+	d.sql("select * from ratelimit_acquire('demo', 'user:9', cost => 5)")
+	d.sql("rollback")
+	d.sql("select * from ratelimit_peek('demo', 'user:9', cost => 5)")
+	if d.err != nil {
+		return d.err
+	}
+
+	fmt.Printf("\nGo on from here, with psql or any other client:\n  psql %q\n", url)
+	if server.Rung == "url" {
+		fmt.Printf("\nand drop the database when you are done:\n  psql %q -c 'drop database %s'\n", server.URL(""), ownDatabase)
+	} else {
+		fmt.Print("\nand when you are done:\n  make demo-stop\n")
+	}
+	fmt.Print("\nIn a database of yours:\n  make install DATABASE_URL=postgres://...\n")
+	return nil
+}
+
+// What the demo creates on a server that is not its own.
+const ownDatabase = "ratelimit_demo"
+
+// database returns the URL of the database to use: on a server of ours the one that pg_cron is in.
+func database(ctx context.Context, server *pgtest.Server) (string, error) {
+	if server.Rung != "url" {
+		return server.URL("postgres"), nil
+	}
+	conn, err := pgx.Connect(ctx, server.URL(""))
+	if err != nil {
+		return "", err
+	}
+	defer conn.Close(ctx)
+	_, err = conn.Exec(ctx, "create database "+ownDatabase)
+	if sqlState(err) == "42P04" { // from an earlier run
+		err = nil
+	}
+	return server.URL(ownDatabase), err
+}
+
+func scheduleCleanup(ctx context.Context, conn *pgx.Conn) error {
+	script, err := os.ReadFile("pg_cron/schedule.sql")
+	if err != nil {
+		return err
+	}
+	_, err = conn.Exec(ctx, string(script))
+	var missing *pgconn.PgError
+	switch {
+	case errors.As(err, &missing) && missing.Code == "55000":
+		fmt.Printf("Clean-up is not scheduled: %s. %s\n", missing.Message, missing.Hint)
+		return nil
+	case err == nil:
+		fmt.Println("Scheduled clean-up every minute with pg_cron.")
+	}
+	return err
+}
+
+func sqlState(err error) string {
+	var pgErr *pgconn.PgError
+	if errors.As(err, &pgErr) {
+		return pgErr.Code
+	}
+	return ""
+}
+
+// A demo runs SQL and shows it; after an error it does nothing more.
+type demo struct {
+	ctx  context.Context
+	conn *pgx.Conn
+	err  error
+}
+
+func (d *demo) say(text string) {
+	if d.err == nil {
+		fmt.Printf("\n-- %s\n", text)
+	}
+}
+
+// sql runs a statement, shows it with its answer as psql would, and returns the answer's first row.
+func (d *demo) sql(sql string) map[string]string {
+	if d.err == nil {
+		fmt.Printf("=> %s;\n", sql)
+	}
+	result := d.exec(sql)
+	if result == nil || len(result.Rows) == 0 {
+		return nil
+	}
+	first := map[string]string{}
+	table := make([][]string, 1+len(result.Rows))
+	for i, field := range result.FieldDescriptions {
+		table[0] = append(table[0], field.Name)
+		for j, row := range result.Rows {
+			table[j+1] = append(table[j+1], string(row[i]))
+		}
+		first[field.Name] = string(result.Rows[0][i])
+	}
+	if strings.Join(table[1], "") != "" { // a function that returns void has nothing to show
+		printTable(table)
+	}
+	return first
+}
+
+func (d *demo) exec(sql string) *pgconn.Result {
+	if d.err != nil {
+		return nil
+	}
+	results, err := d.conn.PgConn().Exec(d.ctx, sql).ReadAll()
+	if err != nil {
+		d.err = err
+		return nil
+	}
+	return results[0]
+}
+
+// wait sleeps as long as a denial says.
+func (d *demo) wait(denied map[string]string) {
+	if d.err != nil {
+		return
+	}
+	var micros int64
+	d.err = d.conn.QueryRow(d.ctx, "select (extract(epoch from $1::text::interval) * 1000000)::bigint", denied["retry_after"]).Scan(&micros)
+	d.sleep(time.Duration(micros) * time.Microsecond)
+}
+
+func (d *demo) sleep(duration time.Duration) {
+	if d.err != nil {
+		return
+	}
+	fmt.Printf("   ... %v later\n", duration)
+	select {
+	case <-time.After(duration):
+	case <-d.ctx.Done():
+		d.err = d.ctx.Err()
+	}
+}
+
+func printTable(table [][]string) {
+	widths := make([]int, len(table[0]))
+	for _, row := range table {
+		for i, cell := range row {
+			widths[i] = max(widths[i], len(cell))
+		}
+	}
+	for n, row := range table {
+		cells := make([]string, len(row))
+		rule := make([]string, len(row))
+		for i, cell := range row {
+			cells[i] = fmt.Sprintf(" %-*s ", widths[i], cell)
+			rule[i] = strings.Repeat("-", widths[i]+2)
+		}
+		fmt.Println(strings.TrimRight(strings.Join(cells, "|"), " "))
+		if n == 0 {
+			fmt.Println(strings.Join(rule, "+"))
+		}
+	}
+}
