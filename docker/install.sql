@@ -1497,7 +1497,7 @@ $$;
 comment on function ratelimit_acquire_many(text[], text[], bigint[], text[]) is
   'Decide many requests in one call, in the order given, each with its own decision or error.';
 
--- Tells what an acquire of this cost would answer now, and takes nothing.
+-- Tells what the bucket holds, and whether an acquire of this cost would be allowed now; takes nothing.
 --
 -- Locks and writes nothing; works in a read-only transaction and, for durable policies, on a standby.
 create or replace function ratelimit_peek(policy text, key text, cost bigint default 1)
@@ -1566,7 +1566,7 @@ begin
 end;
 $$;
 comment on function ratelimit_peek(text, text, bigint) is
-  'What an acquire of this cost would answer now, without taking anything.';
+  'What a bucket holds, and whether an acquire of this cost would be allowed now; takes nothing.';
 
 -- Gives amount tokens back to one bucket, never above the policy's capacity, and answers what it
 -- holds. An amount above capacity counts as capacity.

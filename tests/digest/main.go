@@ -34,7 +34,7 @@ type test struct{ pkg, name string }
 type digest struct {
 	out     io.Writer
 	output  map[test][]string // of what is under way
-	done    map[test]string   // the action that ended it
+	done    map[test]string   // the action that ended it, or unfinished
 	reasons map[test]string   // of skips
 	parents map[test]bool
 	broken  []string // packages that failed without a test's doing
@@ -76,6 +76,7 @@ func (d *digest) add(e event) {
 	case "output", "build-output":
 		d.output[t] = append(d.output[t], e.Output)
 	case "run":
+		d.done[t] = "unfinished"
 		for i, r := range t.name {
 			if r == '/' {
 				d.parents[test{t.pkg, t.name[:i]}] = true
@@ -126,6 +127,7 @@ func (d *digest) print() (failed int) {
 	var passed int
 	var skipped []string
 	broken := d.broken
+	unfinished := map[string]int{}
 	for t, action := range d.done {
 		switch {
 		case d.parents[t] && (action != "fail" || d.failedBelow(t.pkg, t.name+"/")):
@@ -133,9 +135,14 @@ func (d *digest) print() (failed int) {
 			passed++
 		case action == "fail":
 			broken = append(broken, fmt.Sprintf("failed %s (%s)", t.name, t.pkg))
+		case action == "unfinished":
+			unfinished[t.pkg]++
 		case action == "skip":
 			skipped = append(skipped, fmt.Sprintf("skipped %s: %s", t.name, d.reasons[t]))
 		}
+	}
+	for pkg, n := range unfinished {
+		broken = append(broken, fmt.Sprintf("failed %s: %d of its tests did not finish", pkg, n))
 	}
 	for _, line := range slices.Concat(slices.Sorted(slices.Values(skipped)), slices.Sorted(slices.Values(broken))) {
 		fmt.Fprintln(d.out, line)

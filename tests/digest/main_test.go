@@ -50,6 +50,13 @@ func TestDigest(t *testing.T) {
 			want:   "fail p 0s\nfailed A (p)\n1 passed, 1 failed, 0 skipped",
 			failed: 1,
 		},
+		"a test that does not finish": {
+			events: `
+				{"Action":"run","Package":"p","Test":"A"}
+				{"Action":"fail","Package":"p"}`,
+			want:   "fail p 0s\nfailed p\nfailed p: 1 of its tests did not finish\n0 passed, 2 failed, 0 skipped",
+			failed: 2,
+		},
 		"a package that does not build": {
 			events: `
 				{"Action":"build-output","ImportPath":"p [p.test]","Output":"undefined: x\n"}

@@ -138,11 +138,20 @@ func (d *databases) create(ctx context.Context, installed bool) (*DB, error) {
 	return &DB{Pool: pool, URL: d.server.URL(name), Name: name}, nil
 }
 
-func (d *databases) drop(ctx context.Context, db *DB) error {
-	db.Pool.Close()
+func (d *databases) drop(ctx context.Context, db *DB) (err error) {
+	closed := make(chan struct{})
+	go func() {
+		db.Pool.Close()
+		close(closed)
+	}()
+	select {
+	case <-closed:
+	case <-time.After(10 * time.Second): // a test that failed should not hang too
+		err = errors.New("pgtest: a connection was not released to its pool")
+	}
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	return d.exec(ctx, "drop database if exists %s with (force)", db.Name)
+	return errors.Join(err, d.exec(ctx, "drop database if exists %s with (force)", db.Name))
 }
 
 func (d *databases) close(ctx context.Context) error {

@@ -10,6 +10,7 @@ import (
 	"net"
 	"net/url"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strings"
 	"time"
@@ -22,16 +23,19 @@ import (
 	"github.com/testcontainers/testcontainers-go/wait"
 )
 
-// A container runs the image of docker/Dockerfile. testcontainers removes it when this process dies,
-// unless TESTCONTAINERS_RYUK_DISABLED says otherwise.
+// A container runs the image of docker/Dockerfile. When this process dies, testcontainers' reaper
+// removes it, and so does a guard where there is a docker command: the reaper can be disabled.
 type container struct {
 	*testcontainers.DockerContainer
+	guard    *guard // may be nil
 	engine   client.APIClient
 	password string
 	address  string // host and port
 }
 
 const postgresPort = "5432/tcp"
+
+func init() { log.SetDefault(log.NewNoopLogger()) } // what goes wrong is in the errors
 
 func startContainer(ctx context.Context, settings []string) (host, error) {
 	engine, err := findEngine(ctx)
@@ -47,8 +51,12 @@ func startContainer(ctx context.Context, settings []string) (host, error) {
 		command = append(command, "-c", setting)
 	}
 
-	var build bytes.Buffer
 	c := &container{engine: engine, password: rand.Text()}
+	name := "ratelimit-test-" + strings.ToLower(rand.Text())
+	if err := c.watch(name); err != nil {
+		return nil, err
+	}
+	var build bytes.Buffer
 	c.DockerContainer, err = testcontainers.Run(ctx, "",
 		testcontainers.WithDockerfile(testcontainers.FromDockerfile{
 			Context:        root,
@@ -58,6 +66,7 @@ func startContainer(ctx context.Context, settings []string) (host, error) {
 			KeepImage:      true,
 			BuildLogWriter: &build,
 		}),
+		testcontainers.WithName(name),
 		testcontainers.WithEnv(map[string]string{"POSTGRES_PASSWORD": c.password}),
 		testcontainers.WithCmd(command...),
 		testcontainers.WithExposedPorts(postgresPort),
@@ -78,7 +87,6 @@ func startContainer(ctx context.Context, settings []string) (host, error) {
 
 // findEngine returns a Docker engine that answers within five seconds.
 func findEngine(ctx context.Context) (client.APIClient, error) {
-	log.SetDefault(log.NewNoopLogger()) // what goes wrong is in the errors
 	type answer struct {
 		engine client.APIClient
 		err    error
@@ -118,6 +126,15 @@ func findRoot() (string, error) {
 			return "", errors.New("docker/Dockerfile is not in this directory or one above it")
 		}
 	}
+}
+
+func (c *container) watch(name string) (err error) {
+	docker, _ := exec.LookPath("docker")
+	if docker == "" {
+		return nil
+	}
+	c.guard, err = startGuard(nil, `"$1" rm --force --volumes "$2"`, docker, name)
+	return err
 }
 
 // locate notes where the container is reached; Docker gives it another port with each start.
@@ -167,19 +184,21 @@ func (c *container) Stop(ctx context.Context, immediate bool) error {
 }
 
 func (c *container) Close() error {
-	return c.Terminate(context.Background(), testcontainers.StopTimeout(0))
+	err := c.Terminate(context.Background(), testcontainers.StopTimeout(0))
+	if c.guard != nil {
+		err = errors.Join(err, c.guard.dismiss())
+	}
+	return err
 }
 
 // discard removes a container that did not come up, and returns the end of its log, or of the
 // build's when there is no container, as an error.
 func (c *container) discard(ctx context.Context, build io.Reader) error {
-	if c.DockerContainer == nil {
-		log, _ := io.ReadAll(build)
-		return errors.New(tail(log))
-	}
-	var log []byte
-	if logs, err := c.Logs(ctx); err == nil {
-		log, _ = io.ReadAll(logs)
+	log, _ := io.ReadAll(build)
+	if c.DockerContainer != nil {
+		if logs, err := c.Logs(ctx); err == nil {
+			log, _ = io.ReadAll(logs)
+		}
 	}
 	return errors.Join(errors.New(tail(log)), c.Close())
 }

@@ -23,11 +23,12 @@ type kept struct {
 // reaper is off: TESTCONTAINERS_RYUK_DISABLED=true.
 func (s *Server) Keep(file string) error {
 	var k kept
+	var g *guard
 	switch h := s.host.(type) {
 	case *container:
-		k.Container = h.GetContainerID()
+		k.Container, g = h.GetContainerID(), h.guard
 	case *cluster:
-		k.Bin, k.Dir = h.bin, h.dir
+		k.Bin, k.Dir, g = h.bin, h.dir, h.guard
 	default:
 		return nil
 	}
@@ -41,10 +42,10 @@ func (s *Server) Keep(file string) error {
 	if err := os.WriteFile(file, data, 0o600); err != nil {
 		return err
 	}
-	if c, ok := s.host.(*cluster); ok {
-		return c.guard.dismiss()
+	if g == nil {
+		return nil
 	}
-	return nil
+	return g.dismiss()
 }
 
 // Remove stops and removes the server that was kept, if there is one.

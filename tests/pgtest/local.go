@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"net/url"
 	"os"
 	"os/exec"
@@ -44,7 +43,8 @@ func startCluster(ctx context.Context, settings []string) (host, error) {
 			return nil, errors.Join(err, os.RemoveAll(c.dir))
 		}
 	}
-	if c.guard, err = c.startGuard(); err != nil {
+	c.guard, err = startGuard(c.owner, `"$1/pg_ctl" stop --pgdata "$2/data" --mode immediate; rm -rf "$2"`, bin, c.dir)
+	if err != nil {
 		return nil, errors.Join(err, os.RemoveAll(c.dir))
 	}
 	if err := c.initialize(ctx, cron, settings); err != nil {
@@ -136,40 +136,6 @@ func (c *cluster) run(ctx context.Context, program string, args ...string) error
 		return fmt.Errorf("%s: %w\n%s", program, err, out)
 	}
 	return nil
-}
-
-// A guard is a shell that waits for the end of its standard input, which comes when this process
-// closes it or dies, however that happens, and then stops the cluster and removes it. A line of input
-// dismisses it.
-type guard struct {
-	cmd   *exec.Cmd
-	alive io.WriteCloser
-}
-
-func (c *cluster) startGuard() (*guard, error) {
-	cmd := exec.Command("/bin/sh", "-c", `
-		if read -r dismissed; then exit; fi
-		"$1/pg_ctl" stop --pgdata "$2/data" --mode immediate
-		rm -rf "$2"`, "guard", c.bin, c.dir)
-	cmd.Dir = c.dir
-	cmd.SysProcAttr = &syscall.SysProcAttr{
-		Credential: c.owner,
-		Setpgid:    true, // Ctrl-C is for the tests
-	}
-	alive, err := cmd.StdinPipe()
-	if err != nil {
-		return nil, err
-	}
-	return &guard{cmd: cmd, alive: alive}, cmd.Start()
-}
-
-func (g *guard) release() error {
-	return errors.Join(g.alive.Close(), g.cmd.Wait())
-}
-
-func (g *guard) dismiss() error {
-	_, err := io.WriteString(g.alive, "\n")
-	return errors.Join(err, g.release())
 }
 
 // unprivileged returns who runs PostgreSQL when we are root, nil when we are not.

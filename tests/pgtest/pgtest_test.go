@@ -74,47 +74,41 @@ func TestPrivate_HasItsSettingsAndSurvivesACrash(t *testing.T) {
 	require.Equal(t, int32(42), query[int32](t, server.URL(""), "select i from kept"))
 }
 
-func TestCluster_IsRemovedWhenItsProcessIsKilled(t *testing.T) {
+func TestServer_DiesWithItsProcess(t *testing.T) {
 	t.Parallel()
 	if os.Getenv("PGTEST_VICTIM") != "" {
-		server := local(t)
-		_, _ = os.Stdout.WriteString(server.host.(*cluster).dir + "\n")
+		fmt.Println(own(t).URL(""))
 		_, _ = io.Copy(io.Discard, os.Stdin) // not beyond the test that started it
 	}
 
-	needBinaries(t)
+	ownRung(t)
 	victim := exec.Command(os.Args[0], "-test.run", "^"+t.Name()+"$")
 	victim.Env = append(os.Environ(), "PGTEST_VICTIM=1")
-	victim.Stderr = os.Stderr
 	stdin, err := victim.StdinPipe()
 	require.NoError(t, err)
 	defer stdin.Close()
 	stdout, err := victim.StdoutPipe()
 	require.NoError(t, err)
 	require.NoError(t, victim.Start())
-	dir, err := bufio.NewReader(stdout).ReadString('\n')
+	url, err := bufio.NewReader(stdout).ReadString('\n')
 	require.NoError(t, err)
-	dir = strings.TrimSpace(dir)
-	require.DirExists(t, dir)
+	url = strings.TrimSpace(url)
+	require.Equal(t, int32(1), query[int32](t, url, "select 1"))
 
 	require.NoError(t, victim.Process.Kill())
 	_ = victim.Wait()
-	require.Eventually(t, func() bool {
-		_, err := os.Stat(dir)
-		return errors.Is(err, os.ErrNotExist)
-	}, time.Minute, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return gone(t, url) }, time.Minute, 50*time.Millisecond)
 }
 
-func TestKeep_AServerThatRemoveEnds(t *testing.T) {
+func TestKeep_LeavesAServerThatRemoveRemoves(t *testing.T) {
 	t.Parallel()
 	file := filepath.Join(t.TempDir(), "kept", "server.json")
-	server := local(t)
-	dir := server.host.(*cluster).dir
+	server := own(t)
 
 	require.NoError(t, server.Keep(file))
 	require.Equal(t, int32(1), query[int32](t, server.URL(""), "select 1"))
 	require.NoError(t, Remove(t.Context(), file))
-	require.NoDirExists(t, dir)
+	require.True(t, gone(t, server.URL("")))
 	require.NoError(t, Remove(t.Context(), file), "nothing is left to remove")
 }
 
@@ -146,22 +140,34 @@ func TestStart_NamesAllWaysWhenThereIsNone(t *testing.T) {
 	}
 }
 
-// local starts a cluster that only this test ends.
-func local(t *testing.T) *Server {
+// own starts a server that only this test ends.
+func own(t *testing.T) *Server {
 	t.Helper()
-	needBinaries(t)
-	server, err := climb(t.Context(), only(rungLocal), nil)
+	server, err := climb(t.Context(), ownRung(t), nil)
 	require.NoError(t, err)
 	return server
 }
 
-// needBinaries keeps a test from installing PostgreSQL on a machine where Docker runs the tests.
-func needBinaries(t *testing.T) {
+func ownRung(t *testing.T) []rung {
 	t.Helper()
-	Shared(t)
-	if os.Getenv("RATELIMIT_PG_BIN") == "" && installed(t.Context()) == "" {
-		t.Skip("no PostgreSQL is installed on this machine")
+	name := Shared(t).Rung
+	if name == rungURL {
+		t.Skip("the tests run on a server that was there")
 	}
+	return only(name)
+}
+
+// gone tells whether a server does not answer, and left no directory.
+func gone(t *testing.T, url string) bool {
+	t.Helper()
+	config, err := pgx.ParseConfig(url)
+	require.NoError(t, err)
+	if conn, err := pgx.ConnectConfig(t.Context(), config); err == nil {
+		require.NoError(t, conn.Close(t.Context()))
+		return false
+	}
+	_, err = os.Stat(config.Host)
+	return errors.Is(err, os.ErrNotExist)
 }
 
 func run(t *testing.T, url, sql string) {

@@ -1,4 +1,4 @@
--- Tells what an acquire of this cost would answer now, and takes nothing.
+-- Tells what the bucket holds, and whether an acquire of this cost would be allowed now; takes nothing.
 --
 -- Locks and writes nothing; works in a read-only transaction and, for durable policies, on a standby.
 create or replace function ratelimit_peek(policy text, key text, cost bigint default 1)
@@ -29,4 +29,4 @@ begin
 end;
 $$;
 comment on function ratelimit_peek(text, text, bigint) is
-  'What an acquire of this cost would answer now, without taking anything.';
+  'What a bucket holds, and whether an acquire of this cost would be allowed now; takes nothing.';

@@ -1,0 +1,132 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"os"
+	"slices"
+	"strings"
+	"time"
+)
+
+// An experiment is a set of cells that are measured in turn, once in each round. Cells that are to be
+// compared belong to one experiment, so that whatever else the machine does happens to all of them.
+type experiment interface {
+	// cells names what it can measure.
+	cells() []string
+	// open prepares for some of its cells.
+	open(ctx context.Context, cells []string) error
+	run(ctx context.Context, cell string) (sample, error)
+	// cost is about how long a run takes.
+	cost() time.Duration
+	close(ctx context.Context) error
+}
+
+// A sample is what one run of a cell gave, by metric.
+type sample map[string]float64
+
+// The metrics of a cell under load.
+const (
+	rate      = "rate" // decisions per second
+	p50       = "p50"  // microseconds
+	p95       = "p95"
+	p99       = "p99"
+	cpuServer = "cpu_server" // microseconds per decision
+	cpuClient = "cpu_client"
+)
+
+// A metric is one figure of one cell.
+type metric struct{ cell, name string }
+
+// A round has the samples of one round by cell.
+type round map[string]sample
+
+func (r round) value(m metric) float64 { return r[m.cell][m.name] }
+
+// measureAll runs the cells that the measures need.
+func measureAll(ctx context.Context, count int, experiments []experiment, measures []measure) ([]round, error) {
+	needed := map[string][]string{} // metrics by cell
+	for _, m := range measures {
+		for _, metric := range m.metrics() {
+			needed[metric.cell] = append(needed[metric.cell], metric.name)
+		}
+	}
+	progress := progress{start: time.Now()}
+	cells := make([][]string, len(experiments))
+	for i, e := range experiments {
+		cells[i] = slices.DeleteFunc(e.cells(), func(cell string) bool { return needed[cell] == nil })
+		progress.left += time.Duration(count*len(cells[i])) * e.cost()
+	}
+	rounds := make([]round, count)
+	for i := range rounds {
+		rounds[i] = round{}
+	}
+	for i, e := range experiments {
+		if len(cells[i]) == 0 {
+			continue
+		}
+		if err := measureOne(ctx, e, cells[i], rounds, &progress); err != nil {
+			return nil, err
+		}
+	}
+	for cell, metrics := range needed {
+		for _, name := range metrics {
+			if _, ok := rounds[0][cell][name]; !ok {
+				return nil, fmt.Errorf("%s was not measured of %s", name, cell)
+			}
+		}
+	}
+	return rounds, nil
+}
+
+func measureOne(ctx context.Context, e experiment, cells []string, rounds []round, progress *progress) error {
+	progress.note("preparing " + cells[0] + " and so on")
+	err := e.open(ctx, cells)
+	defer func() { _ = e.close(context.WithoutCancel(ctx)) }() // the server goes, too
+	if err != nil {
+		return err
+	}
+	for i, round := range rounds {
+		for _, cell := range cells {
+			if err := ctx.Err(); err != nil {
+				return err
+			}
+			sample, err := e.run(ctx, cell)
+			if err != nil {
+				return fmt.Errorf("%s: %w", cell, err)
+			}
+			round[cell] = sample
+			progress.left -= e.cost()
+			progress.note(fmt.Sprintf("round %d of %d  %-34s %s", i+1, len(rounds), cell, sample))
+		}
+		slices.Reverse(cells) // what drifts within a round favours nobody
+	}
+	return nil
+}
+
+// String shows the most telling figures.
+func (s sample) String() string {
+	if _, ok := s[rate]; !ok {
+		var figures []string
+		for _, name := range slices.Sorted(maps.Keys(s)) {
+			figures = append(figures, name+" "+figure(s[name]))
+		}
+		return strings.Join(figures, "  ")
+	}
+	text := fmt.Sprintf("%8.0f/s", s[rate])
+	if _, ok := s[p99]; ok {
+		text += fmt.Sprintf("  p50 %6.0f µs  p99 %6.0f µs", s[p50], s[p99])
+	}
+	return text
+}
+
+// progress tells on standard error what was done, and how much is left but for preparations.
+type progress struct {
+	start time.Time
+	left  time.Duration
+}
+
+func (p *progress) note(what string) {
+	fmt.Fprintf(os.Stderr, "%6s, %6s left  %s\n", time.Since(p.start).Round(time.Second), p.left.Round(time.Second), what)
+}

@@ -1,0 +1,58 @@
+package main
+
+import (
+	"fmt"
+	"math/rand/v2"
+)
+
+// A keyspace is the keys that callers ask for, in a random order drawn beforehand: drawing costs no
+// opponent anything, and all get the same.
+type keyspace struct {
+	keys  []string
+	order []uint32
+}
+
+const manyKeys = 100_000
+
+// keyspaces are the shapes of traffic by name.
+func keyspaces() map[string]*keyspace {
+	keys := make([]string, manyKeys)
+	for i := range keys {
+		keys[i] = keyName(i + 1)
+	}
+	source := rand.New(rand.NewPCG(1, 2))
+	zipf := rand.NewZipf(source, zipfExponent, 1, manyKeys-1)
+	return map[string]*keyspace{
+		"uniform": {keys, order(func() uint32 { return source.Uint32N(manyKeys) })},
+		"zipf":    {keys, order(func() uint32 { return uint32(zipf.Uint64()) })},
+		"hot":     {[]string{hotKey}, []uint32{0}},
+	}
+}
+
+const hotKey = "hot"
+
+// keyName is 'user:' || n in SQL.
+func keyName(n int) string { return fmt.Sprintf("user:%d", n) }
+
+// zipfExponent gives the most frequent of 100,000 keys 13 % of the requests.
+const zipfExponent = 1.1
+
+func order(next func() uint32) []uint32 {
+	indexes := make([]uint32, 1<<20)
+	for i := range indexes {
+		indexes[i] = next()
+	}
+	return indexes
+}
+
+// from returns the keys that one of many callers asks for, one after another.
+func (k *keyspace) from(caller int) func() string {
+	i := caller * 7919 % len(k.order)
+	return func() string {
+		key := k.keys[k.order[i]]
+		if i++; i == len(k.order) {
+			i = 0
+		}
+		return key
+	}
+}

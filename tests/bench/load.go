@@ -1,0 +1,103 @@
+package main
+
+import (
+	"context"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+)
+
+// An acquirer takes one token of a key's bucket. No bucket runs dry here, so a denial is an error.
+type acquirer func(ctx context.Context, key string) error
+
+// A load is callers that each ask again as soon as they are answered.
+type load struct {
+	callers int
+	keys    *keyspace
+	acquire acquirer
+	server  int // the process whose CPU time is counted with its children's
+}
+
+// warmUp is how much of a window goes before it: connections are made and statements prepared.
+const warmUp = 0.3
+
+// run measures for a while. A call counts when it ends within that time.
+func (l load) run(ctx context.Context, window time.Duration) (sample, error) {
+	return l.during(ctx, time.Duration(warmUp*float64(window)), func(ctx context.Context) error {
+		return pause(ctx, window)
+	})
+}
+
+// during measures for as long as what goes on beside the load takes.
+func (l load) during(ctx context.Context, warmUp time.Duration, beside func(context.Context) error) (sample, error) {
+	ctx, fail := context.WithCancelCause(ctx)
+	defer fail(nil)
+	var (
+		callers         sync.WaitGroup
+		counting, ended atomic.Bool
+		latencies       = make([][]time.Duration, l.callers)
+	)
+	for i := range l.callers {
+		callers.Go(func() {
+			next := l.keys.from(i)
+			for begin := time.Now(); !ended.Load(); {
+				if err := l.acquire(ctx, next()); err != nil {
+					fail(err)
+					return
+				}
+				end := time.Now()
+				if counting.Load() {
+					latencies[i] = append(latencies[i], end.Sub(begin))
+				}
+				begin = end
+			}
+		})
+	}
+	_ = pause(ctx, warmUp) // an error of the callers is looked at below
+
+	begin, own, server := time.Now(), cpuOwn(), cpuOf(l.server)
+	counting.Store(true)
+	err := beside(ctx)
+	counting.Store(false)
+	elapsed := time.Since(begin)
+	own, server = cpuOwn()-own, cpuOf(l.server)-server
+	ended.Store(true)
+	callers.Wait()
+	if cause := context.Cause(ctx); cause != nil {
+		return nil, cause
+	}
+	if err != nil {
+		return nil, err
+	}
+
+	all := slices.Concat(latencies...)
+	slices.Sort(all)
+	decisions := float64(max(1, len(all)))
+	return sample{
+		rate:      float64(len(all)) / elapsed.Seconds(),
+		p50:       quantile(all, 0.50),
+		p95:       quantile(all, 0.95),
+		p99:       quantile(all, 0.99),
+		cpuServer: float64(server.Microseconds()) / decisions,
+		cpuClient: float64(own.Microseconds()) / decisions,
+	}, nil
+}
+
+// quantile returns microseconds.
+func quantile(sorted []time.Duration, q float64) float64 {
+	if len(sorted) == 0 {
+		return 0
+	}
+	return float64(sorted[int(q*float64(len(sorted)-1))].Nanoseconds()) / 1000
+}
+
+// pause waits unless ctx ends.
+func pause(ctx context.Context, d time.Duration) error {
+	select {
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	case <-time.After(d):
+		return nil
+	}
+}

@@ -1,0 +1,114 @@
+package main
+
+import (
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+)
+
+// markdown is the report as a page.
+func (r *report) markdown() string {
+	var b strings.Builder
+	fmt.Fprintf(&b, "# Benchmark of %s\n\n", r.When.Format("2 January 2006"))
+	fmt.Fprintf(&b, "`make bench` wrote this page. Medians of %d rounds with their range; in a round each opponent runs for %s.\n\n",
+		r.Rounds, r.Window)
+	b.WriteString("| | |\n|---|---|\n")
+	for _, name := range slices.Sorted(maps.Keys(r.Machine)) {
+		fmt.Fprintf(&b, "| %s | %s |\n", name, r.Machine[name])
+	}
+	r.goals(&b)
+	for _, keys := range keyNames {
+		r.gridTable(&b, keys)
+	}
+	r.rest(&b)
+	r.settings(&b)
+	return b.String()
+}
+
+func (r *report) goals(b *strings.Builder) {
+	b.WriteString("\n## Goals\n\n| measure | value | range | floor | aim | |\n|---|---|---|---|---|---|\n")
+	for _, m := range r.Measures {
+		if m.Floor != nil {
+			fmt.Fprintf(b, "| %s (%s) | **%s** | %s to %s | %s | %s | %s |\n", m.Name, m.Unit, figure(m.Value), figure(m.Min), figure(m.Max),
+				m.bound(*m.Floor), m.bound(*m.Aim), m.verdict())
+		}
+	}
+}
+
+var keyTitles = map[string]string{
+	"uniform": "100,000 keys, all alike",
+	"zipf":    "100,000 keys, zipfian: one gets 13 % of the requests",
+	"hot":     "One hot key",
+}
+
+// gridTable shows an opponent in each row and a number of callers in each column.
+func (r *report) gridTable(b *strings.Builder, keys string) {
+	var rows strings.Builder
+	for _, opponent := range byTitle() {
+		var cells []string
+		measured := false
+		for _, callers := range callerCounts {
+			cell := r.cellText(cellName(opponent.name, keys, callers))
+			measured = measured || cell != ""
+			cells = append(cells, cell)
+		}
+		if measured {
+			fmt.Fprintf(&rows, "| %s | %s |\n", opponent.title, strings.Join(cells, " | "))
+		}
+	}
+	if rows.Len() == 0 {
+		return
+	}
+	fmt.Fprintf(b, "\n## %s\n\nDecisions per second; p50 / p95 / p99 in milliseconds; CPU microseconds per decision, server + client.\n\n",
+		keyTitles[keys])
+	b.WriteString("| callers |")
+	for _, callers := range callerCounts {
+		fmt.Fprintf(b, " %d |", callers)
+	}
+	b.WriteString("\n|---|" + strings.Repeat("---|", len(callerCounts)) + "\n" + rows.String())
+}
+
+func (r *report) cellText(cell string) string {
+	value := func(name string) float64 {
+		if m := r.find(cell + "/" + name); m != nil {
+			return m.Value
+		}
+		return 0
+	}
+	switch {
+	case value(rate) == 0:
+		return ""
+	case value(p50) == 0: // a run of some measures only
+		return "**" + thousands(value(rate)) + "**"
+	}
+	return fmt.Sprintf("**%s**<br>%s / %s / %s<br>%s + %s", thousands(value(rate)), figure(value(p50)/1000), figure(value(p95)/1000),
+		figure(value(p99)/1000), figure(value(cpuServer)), figure(value(cpuClient)))
+}
+
+// rest lists what is in no other table.
+func (r *report) rest(b *strings.Builder) {
+	b.WriteString("\n## Other measures\n\n| measure | value | range | unit |\n|---|---|---|---|\n")
+	grid := (&grid{}).cells()
+	for _, m := range r.Measures {
+		inGrid := slices.ContainsFunc(grid, func(cell string) bool { return strings.HasPrefix(m.Name, cell+"/") })
+		if m.Floor == nil && !inGrid {
+			fmt.Fprintf(b, "| %s | %s | %s to %s | %s |\n", m.Name, figure(m.Value), figure(m.Min), figure(m.Max), m.Unit)
+		}
+	}
+}
+
+func (r *report) settings(b *strings.Builder) {
+	b.WriteString("\n## Settings that are not PostgreSQL's defaults\n\n")
+	for _, name := range slices.Sorted(maps.Keys(r.Settings)) {
+		fmt.Fprintf(b, "- `%s = %s`\n", name, r.Settings[name])
+	}
+}
+
+func thousands(value float64) string {
+	text := fmt.Sprintf("%.0f", value)
+	for i := len(text) - 3; i > 0; i -= 3 {
+		text = text[:i] + "," + text[i:]
+	}
+	return text
+}

@@ -1,0 +1,160 @@
+package main
+
+import (
+	"math"
+	"runtime"
+	"slices"
+)
+
+// A measure is one figure of the report: a metric, or the ratio of two from the same round.
+type measure struct {
+	name, unit string
+	quick      bool
+	over       metric
+	under      metric // the zero metric: over stands alone
+	needs      metric // what else scale looks at
+	scale      func(value float64, r round) float64
+	goal       *goal
+}
+
+// A goal is what a measure must reach and what it should.
+type goal struct {
+	floor, aim float64
+	most       bool // less is better
+}
+
+func (g goal) met(value, bound float64) bool {
+	if g.most {
+		return value <= bound
+	}
+	return value >= bound
+}
+
+func (m measure) metrics() []metric {
+	return slices.DeleteFunc([]metric{m.over, m.under, m.needs}, func(m metric) bool { return m == metric{} })
+}
+
+// values returns what each round gave.
+func (m measure) values(rounds []round) []float64 {
+	values := make([]float64, len(rounds))
+	for i, round := range rounds {
+		values[i] = round.value(m.over)
+		if m.under != (metric{}) {
+			values[i] /= round.value(m.under)
+		}
+		if m.scale != nil {
+			values[i] = m.scale(values[i], round)
+		}
+	}
+	return values
+}
+
+func median(values []float64) float64 {
+	sorted := slices.Sorted(slices.Values(values))
+	n := len(sorted)
+	if n == 0 {
+		return math.NaN()
+	}
+	return (sorted[(n-1)/2] + sorted[n/2]) / 2
+}
+
+func experiments(l *lab, o options) []experiment {
+	return []experiment{&bare{l}, &grid{lab: l}, &snapshot{lab: l, hold: o.hold}, &cleanup{lab: l}, &buckets{l}}
+}
+
+// all returns every measure: what must be shown, then the figures of each cell.
+func all() []measure {
+	measures := mustShow()
+	core := map[string]bool{}
+	for _, m := range measures {
+		for _, metric := range m.metrics() {
+			core[metric.cell] = core[metric.cell] || m.quick
+		}
+	}
+	add := func(unit string, over metric) {
+		measures = append(measures, measure{name: over.cell + "/" + over.name, unit: unit, quick: core[over.cell], over: over})
+	}
+	for _, cell := range (&grid{}).cells() {
+		add("1/s", metric{cell, rate})
+		for _, name := range []string{p50, p95, p99, cpuServer, cpuClient} {
+			add("µs", metric{cell, name})
+		}
+	}
+	for _, cell := range slices.Concat((&bare{}).cells(), (&buckets{}).cells()) {
+		if cell != "bare/wal" {
+			add("1/s", metric{cell, rate})
+			add("µs", metric{cell, cpuServer})
+		}
+	}
+	for _, name := range []string{"before", "after"} {
+		add("1/s", metric{"snapshot", name})
+	}
+	for _, name := range []string{"without", "with", "removed"} {
+		add("1/s", metric{"cleanup", name})
+	}
+	return append(measures, capacityFormula()...)
+}
+
+// mustShow returns the measures with a goal.
+func mustShow() []measure {
+	const quick = true
+	noflush := func(keys string, callers int) metric {
+		return metric{cellName("combined-noflush", keys, callers), rate}
+	}
+	flushed := func(keys string, callers int) metric { return metric{cellName("combined-flush", keys, callers), rate} }
+	redis := func(keys string, callers int) metric { return metric{cellName("redis", keys, callers), rate} }
+	latency := func(opponent string, callers int, name string) metric {
+		return metric{cellName(opponent, "uniform", callers), name}
+	}
+	least := func(floor, aim float64) *goal { return &goal{floor, aim, false} }
+	most := func(floor, aim float64) *goal { return &goal{floor, aim, true} }
+	ratio := func(name string, quick bool, over, under metric, goal *goal) measure {
+		return measure{name: name, unit: "ratio", quick: quick, over: over, under: under, goal: goal}
+	}
+	return []measure{
+		ratio("acquire_to_bare_update", quick, metric{"bare/acquire", rate}, metric{"bare/update", rate}, least(0.5, 0.7)),
+		ratio("denied_to_bare_select", quick, metric{"bare/denied", rate}, metric{"bare/select", rate}, least(0.4, 0.6)),
+		{name: "wal_per_denial", unit: "bytes", quick: quick, over: metric{"bare/wal", "bytes"}, goal: most(0, 0)},
+		ratio("keyed_to_unkeyed", quick, metric{"bare/keyed", rate}, metric{"bare/acquire", rate}, least(0.6, 0.75)),
+		ratio("combined_64_many_keys_to_redis", quick, noflush("uniform", 64), redis("uniform", 64), least(0.9, 1.5)),
+		ratio("combined_256_many_keys_to_redis", quick, noflush("uniform", 256), redis("uniform", 256), least(1.2, 2.5)),
+		ratio("combined_256_many_keys_flushed_to_redis", quick, flushed("uniform", 256), redis("uniform", 256), least(1, 2)),
+		ratio("combined_256_hot_key_to_redis", quick, noflush("hot", 256), redis("hot", 256), least(3, 6)),
+		ratio("combined_256_hot_key_flushed_to_redis", quick, flushed("hot", 256), redis("hot", 256), least(2, 4)),
+		ratio("combined_64_p99_to_redis", quick, latency("combined-noflush", 64, p99), latency("redis", 64, p99), most(1, 0.6)),
+		ratio("combined_alone_to_plain", quick, latency("combined-noflush", 1, p50), latency("plain-noflush", 1, p50), most(1.1, 1)),
+		ratio("hot_acquire_to_bare_update", quick, metric{"bare/hot-acquire", rate}, metric{"bare/hot-update", rate}, least(0.5, 0.7)),
+		ratio("buckets_10m_to_10k", !quick, metric{"buckets/10m", rate}, metric{"buckets/10k", rate}, least(0.7, 0.9)),
+		ratio("buckets_1m_to_10k", !quick, metric{"buckets/1m", rate}, metric{"buckets/10k", rate}, nil),
+		ratio("hot_key_under_snapshot", !quick, metric{"snapshot", "after"}, metric{"snapshot", "before"}, least(0.5, 0.8)),
+		ratio("acquire_beside_cleanup", !quick, metric{"cleanup", "with"}, metric{"cleanup", "without"}, least(0.7, 0.9)),
+	}
+}
+
+// capacityFormula returns what the README's formula is made of, and measured ÷ formula.
+//
+//	decisions per second = cores × 10⁶ ÷ CPU microseconds per decision
+//	bytes                = buckets × (160 + 3 × bytes of key)
+//	                     + remembered × (150 + 2.5 × bytes of key and idempotency key)
+//
+// The microseconds are those of the server, and of the client when they share the machine. What 64
+// callers cost foretells the rate of 256; combining beats that, because fuller calls cost less.
+func capacityFormula() []measure {
+	measures := []measure{
+		{name: "bucket_bytes", unit: "bytes", over: metric{"buckets/1m", "bytes"}},
+		{name: "bucket_bytes_to_formula", unit: "ratio", over: metric{"buckets/1m", "bytes"},
+			scale: func(bytes float64, r round) float64 { return bytes / (160 + 3*r["buckets/1m"]["text"]) }},
+		{name: "remembered_bytes", unit: "bytes", quick: true, over: metric{"bare/keyed", "bytes"}},
+		{name: "remembered_bytes_to_formula", unit: "ratio", quick: true, over: metric{"bare/keyed", "bytes"},
+			scale: func(bytes float64, r round) float64 { return bytes / (150 + 2.5*r["bare/keyed"]["text"]) }},
+	}
+	for _, opponent := range []string{"plain-noflush", "combined-noflush"} {
+		cost := cellName(opponent, "uniform", 64)
+		measures = append(measures, measure{name: opponent + "_rate_to_formula", unit: "ratio",
+			over: metric{cellName(opponent, "uniform", 256), rate}, needs: metric{cost, rate},
+			scale: func(perSecond float64, r round) float64 {
+				return perSecond * (r[cost][cpuServer] + r[cost][cpuClient]) / (1e6 * float64(runtime.NumCPU()))
+			}})
+	}
+	return measures
+}

@@ -1,0 +1,127 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math"
+	"math/rand/v2"
+	"time"
+
+	"github.com/go-redis/redis_rate/v10"
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/redis/go-redis/v9"
+
+	"github.com/pgratelimit/pgratelimit/client"
+)
+
+// The limit is the same for all, and so high that no bucket runs dry. A token takes minutes to come
+// back, so that Redis does not forget keys between two rounds.
+const (
+	capacity      = 100_000_000
+	refillPerHour = 20
+)
+
+var errDenied = errors.New("denied, though the bucket was not to run dry")
+
+// plain asks with one call for each acquire.
+func plain(pool *pgxpool.Pool, policy string) acquirer {
+	return pgratelimit(client.New(pool), policy)
+}
+
+// combined shares calls among those who ask at the same time, until stop.
+func combined(pool *pgxpool.Pool, policy string, calls int) (acquire acquirer, stop func()) {
+	var opts []client.CombinerOption
+	if calls > 0 {
+		opts = append(opts, client.CallsInFlight(calls))
+	}
+	combiner := client.NewCombiner(pool, opts...)
+	return pgratelimit(combiner, policy), combiner.Close
+}
+
+func pgratelimit(limiter interface {
+	Acquire(ctx context.Context, policy, key string, opts ...client.Option) (client.Decision, error)
+}, policy string) acquirer {
+	return func(ctx context.Context, key string) error {
+		d, err := limiter.Acquire(ctx, policy, key)
+		if err == nil && !d.Allowed {
+			err = errDenied
+		}
+		return err
+	}
+}
+
+// redisRate asks redis_rate; rdb may be a client or one that puts commands sent at the same time into
+// one pipeline.
+func redisRate(rdb redis.Cmdable) acquirer {
+	limiter := redis_rate.NewLimiter(rdb)
+	limit := redis_rate.Limit{Rate: refillPerHour, Burst: capacity, Period: time.Hour}
+	return func(ctx context.Context, key string) error {
+		d, err := limiter.Allow(ctx, key, limit)
+		if err == nil && d.Allowed != 1 {
+			err = errDenied
+		}
+		return err
+	}
+}
+
+// limiterTable is what the limiters that are not ours keep their buckets in.
+const limiterTable = `create table limiter (
+	key text collate "C" primary key, tokens double precision not null, refilled_at timestamptz not null
+) with (fillfactor = 70)`
+
+// statements is what limiters on SQL commonly do: a transaction of five statements, each a round trip.
+func statements(pool *pgxpool.Pool) acquirer {
+	return func(ctx context.Context, key string) error {
+		return pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error {
+			_, err := tx.Exec(ctx, "insert into limiter values ($1, $2, clock_timestamp()) on conflict do nothing", key, float64(capacity))
+			if err != nil {
+				return err
+			}
+			return take(ctx, tx, key, "for update")
+		})
+	}
+}
+
+// serializable leaves the conflicts to the server and tries again.
+func serializable(pool *pgxpool.Pool) acquirer {
+	options := pgx.TxOptions{IsoLevel: pgx.Serializable}
+	return func(ctx context.Context, key string) error {
+		for try := 1; ; try++ {
+			err := pgx.BeginTxFunc(ctx, pool, options, func(tx pgx.Tx) error { return take(ctx, tx, key, "") })
+			var pgErr *pgconn.PgError
+			if !errors.As(err, &pgErr) || pgErr.Code != "40001" {
+				return err
+			}
+			select {
+			case <-ctx.Done():
+				return err
+			case <-time.After(rand.N(min(time.Duration(try), 50) * time.Millisecond)):
+			}
+		}
+	}
+}
+
+func take(ctx context.Context, tx pgx.Tx, key, lock string) error {
+	var tokens, seconds float64
+	err := tx.QueryRow(ctx, "select tokens, extract(epoch from clock_timestamp() - refilled_at)::float8 from limiter where key = $1 "+lock, key).
+		Scan(&tokens, &seconds)
+	if err != nil {
+		return err
+	}
+	tokens = math.Min(capacity, tokens+seconds*refillPerHour/3600)
+	if tokens < 1 {
+		return errDenied
+	}
+	_, err = tx.Exec(ctx, "update limiter set tokens = $2, refilled_at = clock_timestamp() where key = $1", key, tokens-1)
+	return err
+}
+
+// fillLimiter gives every key a row, as the other opponents' have.
+func fillLimiter() string {
+	return fmt.Sprintf(`insert into limiter
+		select 'user:' || i, %d, clock_timestamp() from generate_series(1, %d) as i
+		union all select '%[3]s', %[1]d, clock_timestamp()`, capacity, manyKeys, hotKey)
+}

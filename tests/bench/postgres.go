@@ -1,0 +1,139 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/pgratelimit/pgratelimit/migrations"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+)
+
+// postgres is a server of this process on a unix socket.
+type postgres struct {
+	*pgtest.Server
+	bin string // where pgbench is
+	pid int    // of the postmaster
+}
+
+// settings are those of a production server of this size. Checkpoints are rare enough that a round
+// rarely meets one, as it rarely would at the default of one in five minutes.
+func settings() []string {
+	return []string{
+		"fsync=on",
+		"full_page_writes=on",
+		"shared_buffers=" + strconv.Itoa(min(memory()/4, 4096)) + "MB",
+		"max_wal_size=16GB",
+		"checkpoint_timeout=15min",
+		"max_connections=300",
+		"shared_preload_libraries=",
+	}
+}
+
+// startPostgres takes the machine's own PostgreSQL unless RATELIMIT_TEST_REQUIRE says otherwise: both
+// opponents are to be reached the same way, and a container has a proxy in between.
+func startPostgres(ctx context.Context) (*postgres, error) {
+	if os.Getenv("RATELIMIT_TEST_REQUIRE") == "" {
+		os.Setenv("RATELIMIT_TEST_REQUIRE", "local")
+	}
+	server, err := pgtest.Start(ctx, settings()...)
+	if err != nil {
+		return nil, err
+	}
+	pg := &postgres{Server: server}
+	if err := pg.locate(ctx); err != nil {
+		return nil, errors.Join(err, server.Close())
+	}
+	return pg, nil
+}
+
+// locate finds the server's process, and from it the programs of its version.
+func (pg *postgres) locate(ctx context.Context) error {
+	data, err := queryRow[string](ctx, pg, "", "show data_directory")
+	if err != nil {
+		return err
+	}
+	file, err := os.ReadFile(filepath.Join(data, "postmaster.pid"))
+	if err != nil {
+		return fmt.Errorf("the server is not a process of this machine: %w", err)
+	}
+	pid, _, _ := strings.Cut(string(file), "\n")
+	if pg.pid, err = strconv.Atoi(pid); err != nil {
+		return err
+	}
+	program, err := os.Readlink(fmt.Sprintf("/proc/%d/exe", pg.pid))
+	pg.bin = filepath.Dir(program)
+	return err
+}
+
+// database creates a database with the package installed and runs statements in it.
+func (pg *postgres) database(ctx context.Context, name string, statements ...string) error {
+	if err := pg.exec(ctx, "", "create database "+name+" template template0"); err != nil {
+		return err
+	}
+	conn, err := pgx.Connect(ctx, pg.URL(name))
+	if err != nil {
+		return err
+	}
+	defer conn.Close(ctx)
+	if err := migrations.Up(ctx, conn); err != nil {
+		return err
+	}
+	return pg.exec(ctx, name, statements...)
+}
+
+func (pg *postgres) drop(ctx context.Context, name string) error {
+	return pg.exec(ctx, "", "drop database if exists "+name+" with (force)")
+}
+
+// exec runs statements one by one, each a transaction of its own.
+func (pg *postgres) exec(ctx context.Context, database string, statements ...string) error {
+	conn, err := pgx.Connect(ctx, pg.URL(database))
+	if err != nil {
+		return err
+	}
+	defer conn.Close(ctx)
+	for _, sql := range statements {
+		if _, err := conn.Exec(ctx, sql); err != nil {
+			return fmt.Errorf("%w\n%s", err, sql)
+		}
+	}
+	return nil
+}
+
+func queryRow[T any](ctx context.Context, pg *postgres, database, sql string, args ...any) (value T, err error) {
+	conn, err := pgx.Connect(ctx, pg.URL(database))
+	if err != nil {
+		return value, err
+	}
+	defer conn.Close(ctx)
+	if err := conn.QueryRow(ctx, sql, args...).Scan(&value); err != nil {
+		return value, fmt.Errorf("%w\n%s", err, sql)
+	}
+	return value, nil
+}
+
+// How many connections a pool of SQL callers has. Of 8 to 128 these did best on two cores: more only
+// wait for each other, unless it is for the disk.
+const (
+	connections        = 16
+	connectionsFlushed = 32
+)
+
+// pool opens connections whose commits wait for the flush, or do not.
+func (pg *postgres) pool(ctx context.Context, database string, flush bool, connections int32) (*pgxpool.Pool, error) {
+	config, err := pgxpool.ParseConfig(pg.URL(database))
+	if err != nil {
+		return nil, err
+	}
+	config.MaxConns = connections
+	config.ConnConfig.RuntimeParams["synchronous_commit"] = map[bool]string{false: "off", true: "on"}[flush]
+	return pgxpool.NewWithConfig(ctx, config)
+}
