@@ -44,7 +44,7 @@ lint: ## Check formatting, go vet and golangci-lint; plpgsql_check is one of the
 
 .PHONY: snapshot
 snapshot: ## Freeze sql/ as a new migration, once the newest one has been released
-	cd migrations && go tool tern code snapshot ../sql
+	go tool tern code snapshot --migrations migrations sql
 	$(MAKE) docker/install.sql
 
 .PHONY: snapshot-renew

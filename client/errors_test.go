@@ -33,7 +33,8 @@ func TestErrors_BySQLSTATE(t *testing.T) {
 		cause := pgError(code)
 		_, err := client.New(&fakePool{fakeDB{answers: []any{cause}}}).Acquire(t.Context(), "p", "k")
 		for _, kind := range kinds {
-			require.Equal(t, kind == want, errors.Is(err, kind), "%s is %v", code, kind)
+			isWanted := kind == want //nolint:errorlint // which of them it is, not what wraps it
+			require.Equal(t, isWanted, errors.Is(err, kind), "%s is %v", code, kind)
 		}
 		var pgErr *pgconn.PgError
 		require.ErrorAs(t, err, &pgErr)

@@ -209,7 +209,9 @@ func withoutInto(tokens []string) []string {
 	var kept []string
 	for i := 0; i < len(tokens); i++ {
 		if tokens[i] == "into" && tokens[i-1] != "insert" {
-			for i += 1; i+1 < len(tokens) && tokens[i+1] == ","; i += 2 {
+			i++
+			for i+1 < len(tokens) && tokens[i+1] == "," {
+				i += 2
 			}
 			continue
 		}

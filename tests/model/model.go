@@ -45,6 +45,7 @@ type grant struct {
 // An Error is the SQLSTATE of a refused call, which changes nothing.
 type Error string
 
+// The refusals of every function.
 const (
 	UnknownPolicy       Error = "RL001"
 	IdempotencyMismatch Error = "RL002"
