@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgtype"
 )
 
 // Querier is the one method a [Limiter] needs; *pgxpool.Pool, *pgx.Conn and pgx.Tx have it.
@@ -18,8 +19,10 @@ type Querier interface {
 // A Limiter answers requests for tokens. It is safe for concurrent use when its database handle is: a
 // pool is, a connection and a transaction are not. It is cheap to make, also one per transaction.
 type Limiter struct {
-	db     Querier
-	schema string // quoted, with the dot, or empty
+	db      Querier
+	schema  string // quoted, with the dot, or empty
+	noFlush bool
+	denials *denials // nil without DenialCache
 }
 
 // New returns a Limiter that calls the functions installed in db.
@@ -28,9 +31,16 @@ func New(db Querier, opts ...LimiterOption) *Limiter {
 	for _, opt := range opts {
 		opt(&c)
 	}
-	l := &Limiter{db: db}
+	return newLimiter(db, c)
+}
+
+func newLimiter(db Querier, c config) *Limiter {
+	l := &Limiter{db: db, noFlush: c.noFlush}
 	if c.schema != "" {
 		l.schema = pgx.Identifier{c.schema}.Sanitize() + "."
+	}
+	if c.denials {
+		l.denials = newDenials()
 	}
 	return l
 }
@@ -46,9 +56,26 @@ func New(db Querier, opts ...LimiterOption) *Limiter {
 //
 // Errors: [ErrUnknownPolicy], [ErrIdempotencyMismatch], [ErrInvalidArgument], [ErrLocked].
 func (l *Limiter) Acquire(ctx context.Context, policy, key string, opts ...Option) (Decision, error) {
-	r := newRequest(opts)
-	return l.decide(ctx, "acquire", "ratelimit_acquire($1::text, $2::text, $3::bigint, $4::text)",
-		policy, key, r.cost, r.idempotencyKey)
+	return l.acquire(ctx, newRequest(policy, key, opts), l.ask)
+}
+
+// acquire answers from memory, or asks and remembers.
+func (l *Limiter) acquire(ctx context.Context, r request, ask func(context.Context, request) (Decision, error)) (Decision, error) {
+	if l.denials == nil || r.keyed() || !isAutocommit(l.db) {
+		return ask(ctx, r)
+	}
+	return l.denials.acquire(r, func() (Decision, error) { return ask(ctx, r) })
+}
+
+// ask sends one request.
+func (l *Limiter) ask(ctx context.Context, r request) (Decision, error) {
+	return l.decide(ctx, call{
+		verb:     "acquire",
+		function: "ratelimit_acquire($1::text, $2::text, $3::bigint, $4::text)",
+		args:     []any{r.policy, r.key, r.cost, r.idempotencyKey},
+		tokens:   true,
+		once:     r.keyed(),
+	})
 }
 
 // Peek reports what Acquire would answer now, and takes nothing. The only option is [Cost]: which
@@ -59,11 +86,15 @@ func (l *Limiter) Acquire(ctx context.Context, policy, key string, opts ...Optio
 //
 // Errors: [ErrUnknownPolicy], [ErrInvalidArgument].
 func (l *Limiter) Peek(ctx context.Context, policy, key string, opts ...Option) (Decision, error) {
-	r := newRequest(opts)
-	if r.idempotencyKey != nil {
+	r := newRequest(policy, key, opts)
+	if r.keyed() {
 		return Decision{}, failed("peek", fmt.Errorf("%w: an idempotency key is for Acquire", ErrInvalidArgument))
 	}
-	return l.decide(ctx, "peek", "ratelimit_peek($1::text, $2::text, $3::bigint)", policy, key, r.cost)
+	return l.decide(ctx, call{
+		verb:     "peek",
+		function: "ratelimit_peek($1::text, $2::text, $3::bigint)",
+		args:     []any{policy, key, r.cost},
+	})
 }
 
 // Refund gives tokens back to the bucket of key, never above its capacity, and reports what it holds.
@@ -75,7 +106,13 @@ func (l *Limiter) Peek(ctx context.Context, policy, key string, opts ...Option) 
 //
 // Errors: [ErrUnknownPolicy], [ErrInvalidArgument], [ErrLocked].
 func (l *Limiter) Refund(ctx context.Context, policy, key string, amount int64) (Decision, error) {
-	return l.decide(ctx, "refund", "ratelimit_refund($1::text, $2::text, $3::bigint)", policy, key, amount)
+	defer l.denials.forget(policy, key)
+	return l.decide(ctx, call{
+		verb:     "refund",
+		function: "ratelimit_refund($1::text, $2::text, $3::bigint)",
+		args:     []any{policy, key, amount},
+		tokens:   true,
+	})
 }
 
 // Reset makes the bucket of key full again. Idempotency keys stay.
@@ -84,7 +121,13 @@ func (l *Limiter) Refund(ctx context.Context, policy, key string, amount int64) 
 //
 // Errors: [ErrUnknownPolicy], [ErrInvalidArgument], [ErrLocked].
 func (l *Limiter) Reset(ctx context.Context, policy, key string) error {
-	return l.run(ctx, "reset", "ratelimit_reset($1::text, $2::text)", policy, key)
+	defer l.denials.forget(policy, key)
+	return l.run(ctx, call{
+		verb:     "reset",
+		function: "ratelimit_reset($1::text, $2::text)",
+		args:     []any{policy, key},
+		tokens:   true,
+	})
 }
 
 // Cleaned counts what clean-up removed.
@@ -130,52 +173,92 @@ func (l *Limiter) RunCleanup(ctx context.Context, every time.Duration, opts ...C
 }
 
 func (l *Limiter) cleanup(ctx context.Context, maxRows int32) (c Cleaned, err error) {
-	err = l.query(ctx, "clean up", "buckets_deleted, idempotency_keys_deleted", "ratelimit_cleanup($1::bigint::integer)",
-		[]any{int64(maxRows)}, &c.Buckets, &c.IdempotencyKeys)
+	err = l.query(ctx, call{
+		verb:     "clean up",
+		columns:  "buckets_deleted, idempotency_keys_deleted",
+		function: "ratelimit_cleanup($1::bigint::integer)",
+		args:     []any{int64(maxRows)},
+	}, &c.Buckets, &c.IdempotencyKeys)
 	return c, err
 }
 
-// decide calls a function that returns one decision.
-func (l *Limiter) decide(ctx context.Context, verb, function string, args ...any) (Decision, error) {
-	const columns = "allowed, remaining, " +
-		"(extract(epoch from retry_after) * 1000000)::bigint, " +
-		"(extract(epoch from reset_after) * 1000000)::bigint, " +
-		"capacity, replayed"
-	var (
-		d          Decision
-		retryAfter *int64
-		resetAfter int64
-	)
-	err := l.query(ctx, verb, columns, function, args,
-		&d.Allowed, &d.Remaining, &retryAfter, &resetAfter, &d.Capacity, &d.Replayed)
-	if err != nil {
+// A call selects columns from a function. Arguments are text, bigint, arrays of these, or null, cast
+// where they are used: so every way of sending them means the same.
+type call struct {
+	verb     string
+	columns  string
+	function string
+	args     []any
+	tokens   bool // takes tokens or gives them back: NoFlush is about these
+	once     bool // does the same however often it is sent
+}
+
+// The columns of a decision, times in microseconds.
+const decisionColumns = "allowed, remaining, " +
+	"(extract(epoch from retry_after) * 1000000)::bigint, " +
+	"(extract(epoch from reset_after) * 1000000)::bigint, " +
+	"capacity, replayed"
+
+// A decisionRow is where those columns are read to.
+type decisionRow struct {
+	Decision
+	retryAfter pgtype.Int8
+	resetAfter int64
+}
+
+func (r *decisionRow) columns() []any {
+	return []any{&r.Allowed, &r.Remaining, &r.retryAfter, &r.resetAfter, &r.Capacity, &r.Replayed}
+}
+
+func (r *decisionRow) decision() Decision {
+	d := r.Decision
+	d.RetryAfter = never
+	if r.retryAfter.Valid {
+		d.RetryAfter = duration(r.retryAfter.Int64)
+	}
+	d.ResetAfter = duration(r.resetAfter)
+	return d
+}
+
+// decide makes a call that returns one decision.
+func (l *Limiter) decide(ctx context.Context, c call) (Decision, error) {
+	var row decisionRow
+	c.columns = decisionColumns
+	if err := l.query(ctx, c, row.columns()...); err != nil {
 		return Decision{}, err
 	}
-	d.RetryAfter = never
-	if retryAfter != nil {
-		d.RetryAfter = duration(*retryAfter)
-	}
-	d.ResetAfter = duration(resetAfter)
-	return d, nil
+	return row.decision(), nil
 }
 
-// run calls a function that returns nothing.
-func (l *Limiter) run(ctx context.Context, verb, function string, args ...any) error {
+// run makes a call that returns nothing.
+func (l *Limiter) run(ctx context.Context, c call) error {
 	var one int
-	return l.query(ctx, verb, "1", function, args, &one)
+	c.columns = "1"
+	return l.query(ctx, c, &one)
 }
 
-// query selects one row from a function. Arguments are text, bigint or null, cast where they are used:
-// so every way of sending them means the same.
-func (l *Limiter) query(ctx context.Context, verb, columns, function string, args []any, dest ...any) error {
-	for _, arg := range args {
+// query makes a call that returns one row.
+func (l *Limiter) query(ctx context.Context, c call, dest ...any) error {
+	for _, arg := range c.args {
 		// The simple protocol would cut the statement short here.
 		if text, ok := arg.(string); ok && strings.Contains(text, "\x00") {
-			return failed(verb, fmt.Errorf("%w: text contains a zero byte", ErrInvalidArgument))
+			return failed(c.verb, fmt.Errorf("%w: text contains a zero byte", ErrInvalidArgument))
 		}
 	}
-	sql := "select " + columns + " from " + l.schema + function
-	return failed(verb, retry(ctx, l.db, func() error {
-		return l.db.QueryRow(ctx, sql, args...).Scan(dest...)
+	if c.tokens && l.noFlush && !isAutocommit(l.db) {
+		return failed(c.verb, fmt.Errorf("%w: NoFlush is for calls outside a transaction", ErrInvalidArgument))
+	}
+	sql := l.statement(c)
+	return failed(c.verb, retry(ctx, l.db, c.once, func() error {
+		return l.db.QueryRow(ctx, sql, c.args...).Scan(dest...)
 	}))
+}
+
+// statement is the SQL of a call. What it sets lasts until the end of its own transaction.
+func (l *Limiter) statement(c call) string {
+	from := l.schema + c.function
+	if c.tokens && l.noFlush {
+		from = "pg_catalog.set_config('synchronous_commit', 'off', true), " + from
+	}
+	return "select " + c.columns + " from " + from
 }

@@ -26,6 +26,9 @@ var (
 	// ErrLocked: another transaction has held the bucket, or the policy being changed, for
 	// longer than the session's lock_timeout (SQLSTATE 55P03). Nothing was taken.
 	ErrLocked = errors.New("locked by another transaction")
+
+	// ErrClosed: the [Combiner] was closed. Nothing was sent.
+	ErrClosed = errors.New("limiter is closed")
 )
 
 func kindOf(code string) error {

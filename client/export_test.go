@@ -1,3 +1,20 @@
 package client
 
 var Backoff = backoff
+
+// QueueLength counts the requests that wait, and those of callers who left that are still kept.
+func QueueLength(c *Combiner) int {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return len(c.queue)
+}
+
+// Denials counts what the cache holds.
+func Denials(l *Limiter) (n int) {
+	for i := range l.denials.shards {
+		n += len(l.denials.shards[i].byKey)
+	}
+	return n
+}
+
+func Forget(l *Limiter) { l.denials.forgetAll() }

@@ -2,6 +2,7 @@ package client_test
 
 import (
 	"context"
+	"database/sql"
 	"errors"
 	"fmt"
 	"os/exec"
@@ -81,16 +82,16 @@ func (s scanner) Scan(dest ...any) error {
 		return fmt.Errorf("%d values for %d destinations", len(values), len(dest))
 	}
 	for i, value := range values {
-		target := reflect.ValueOf(dest[i]).Elem()
-		switch {
-		case value == nil:
-			target.SetZero()
-		case target.Kind() == reflect.Pointer:
-			target.Set(reflect.New(target.Type().Elem()))
-			target.Elem().Set(reflect.ValueOf(value))
-		default:
-			target.Set(reflect.ValueOf(value))
+		if dest[i] == nil {
+			continue
 		}
+		if nullable, ok := dest[i].(sql.Scanner); ok {
+			if err := nullable.Scan(value); err != nil {
+				return err
+			}
+			continue
+		}
+		reflect.ValueOf(dest[i]).Elem().Set(reflect.ValueOf(value))
 	}
 	return nil
 }

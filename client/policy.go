@@ -78,9 +78,13 @@ func (l *Limiter) DefinePolicy(ctx context.Context, p Policy) error {
 	if p.Remember != 0 {
 		remember = interval(p.Remember)
 	}
-	return l.run(ctx, verb, "ratelimit_define_policy($1::text, $2::bigint, $3::bigint, $4::text::interval, "+
-		"$5::text::boolean, $6::text::boolean, $7::text::interval)",
-		p.Name, p.Capacity, p.Refill, interval(p.Every), boolean(p.Stepped), boolean(p.Durable), remember)
+	defer l.denials.forgetAll()
+	return l.run(ctx, call{
+		verb: verb,
+		function: "ratelimit_define_policy($1::text, $2::bigint, $3::bigint, $4::text::interval, " +
+			"$5::text::boolean, $6::text::boolean, $7::text::interval)",
+		args: []any{p.Name, p.Capacity, p.Refill, interval(p.Every), boolean(p.Stepped), boolean(p.Durable), remember},
+	})
 }
 
 // DropPolicy removes a policy with its buckets and idempotency keys. It does not wait for acquires that
@@ -90,7 +94,12 @@ func (l *Limiter) DefinePolicy(ctx context.Context, p Policy) error {
 //
 // Errors: [ErrUnknownPolicy], [ErrInvalidArgument].
 func (l *Limiter) DropPolicy(ctx context.Context, name string) error {
-	return l.run(ctx, "drop policy", "ratelimit_drop_policy($1::text)", name)
+	defer l.denials.forgetAll()
+	return l.run(ctx, call{
+		verb:     "drop policy",
+		function: "ratelimit_drop_policy($1::text)",
+		args:     []any{name},
+	})
 }
 
 // Policies lists the policies, ordered by name, with nothing left open. It writes and locks nothing.
@@ -104,7 +113,8 @@ func (l *Limiter) Policies(ctx context.Context) ([]Policy, error) {
 		'remember', (extract(epoch from remember) * 1000000)::bigint
 		) order by policy collate "C"), '[]')::text`
 	var text string
-	if err := l.query(ctx, verb, columns, "ratelimit_policies()", nil, &text); err != nil {
+	err := l.query(ctx, call{verb: verb, columns: columns, function: "ratelimit_policies()"}, &text)
+	if err != nil {
 		return nil, err
 	}
 	var rows []struct {

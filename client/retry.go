@@ -17,12 +17,15 @@ const (
 	maxBackoff  = 500 * time.Millisecond
 )
 
-// retry runs try, and again after an error that says that nothing happened, if db allows it.
-func retry(ctx context.Context, db Querier, try func() error) error {
-	again := canRetry(db) // asked first: a failed transaction looks different afterwards
+// retry runs try, and again where that can do no harm: after an error that says that nothing happened,
+// if each call on db is a transaction of its own; after the loss of a connection too, if db has others
+// and the call does the same however often it is sent.
+func retry(ctx context.Context, db Querier, once bool, try func() error) error {
+	_, others := db.(pool)
+	again := isAutocommit(db) // asked first: a failed transaction looks different afterwards
 	for n := 1; ; n++ {
 		err := try()
-		if !again || n == maxTries || !isTransient(err) {
+		if err == nil || n == maxTries || !(again && isTransient(err) || once && others && ctx.Err() == nil && isUnknown(err)) {
 			return err
 		}
 		select {
@@ -45,9 +48,16 @@ func isTransient(err error) bool {
 			pgErr.Code == "40P01") // deadlock_detected
 }
 
-// canRetry reports whether each call on db is a transaction of its own. What it does not know might
-// be a transaction, and is not retried.
-func canRetry(db Querier) bool {
+// isUnknown reports whether the call may have happened or not: the server gave no answer, or ended the
+// session with it.
+func isUnknown(err error) bool {
+	var pgErr *pgconn.PgError
+	return !errors.As(err, &pgErr) || pgErr.SeverityUnlocalized == "FATAL" || pgErr.SeverityUnlocalized == "PANIC"
+}
+
+// isAutocommit reports whether each call on db is a transaction of its own. What it does not know might
+// be a transaction.
+func isAutocommit(db Querier) bool {
 	switch db := db.(type) {
 	case pool:
 		return true

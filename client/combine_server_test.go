@@ -1,0 +1,494 @@
+package client_test
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"net"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/require"
+	"go.uber.org/goleak"
+
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/migrations"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+)
+
+// 1,000 callers ask 10,000 times for 5,000 tokens, a part of them with idempotency keys. Each token is
+// granted once, and each grant is told what it left.
+func TestCombiner_GrantsExactlyWhatIsThere(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	db.Exec(t, "select ratelimit_define_policy('api', 100, 1, '1 day')")
+	limiter := client.NewCombiner(db.Pool)
+	defer limiter.Close()
+
+	const callers, each, keys = 1_000, 10, 50
+	answers := make([]map[string][]client.Decision, callers)
+	var wg sync.WaitGroup
+	for caller := range callers {
+		answers[caller] = make(map[string][]client.Decision)
+		wg.Go(func() {
+			for n := range each {
+				key := fmt.Sprint("key:", (caller+n*7)%keys)
+				var opts []client.Option
+				if n%5 == 0 {
+					opts = append(opts, client.IdempotencyKey(fmt.Sprint(caller, "/", n)))
+				}
+				d, err := limiter.Acquire(t.Context(), "api", key, opts...)
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				answers[caller][key] = append(answers[caller][key], d)
+			}
+		})
+	}
+	wg.Wait()
+
+	left := make(map[string]map[int64]int)
+	total := 0
+	for _, byKey := range answers {
+		for key, decisions := range byKey {
+			for _, d := range decisions {
+				total++
+				require.Equal(t, d.Allowed, d.RetryAfter == 0)
+				require.EqualValues(t, 100, d.Capacity)
+				if d.Allowed {
+					if left[key] == nil {
+						left[key] = make(map[int64]int)
+					}
+					left[key][d.Remaining]++
+				}
+			}
+		}
+	}
+	require.Equal(t, callers*each, total)
+	require.Len(t, left, keys)
+	for key, remaining := range left {
+		require.Len(t, remaining, 100, key)
+		for n := range int64(100) {
+			require.Equal(t, 1, remaining[n], "%s: grants that left %d", key, n)
+		}
+	}
+}
+
+// The same requests, in the same order, on two databases whose clocks say the same.
+func TestCombiner_AnswersLikeAPlainLimiter(t *testing.T) {
+	t.Parallel()
+	const seed = 3
+	for _, keyed := range []bool{false, true} {
+		t.Run(fmt.Sprintf("idempotency_keys=%v", keyed), func(t *testing.T) {
+			t.Parallel()
+			random := rand.New(rand.NewPCG(seed, seed))
+			pick := func(from ...string) string { return from[random.IntN(len(from))] }
+			databases := []*pgtest.DB{pgtest.New(t), pgtest.New(t)}
+			for _, db := range databases {
+				db.Exec(t, `
+					select ratelimit_define_policy('gate', 9, 1, '1 day'),
+					       ratelimit_define_policy('continuous', 10, 3, '2 seconds'),
+					       ratelimit_define_policy('stepped', 10, 3, '2 seconds', stepped => true),
+					       ratelimit_define_policy('ephemeral', 10, 3, '2 seconds', durable => false)`)
+			}
+			plain := client.New(databases[0].Pool)
+			limiter := client.NewCombiner(databases[1].Pool, client.CallsInFlight(1))
+			defer limiter.Close()
+			seen := make(map[string]int)
+			for round := range 8 {
+				for _, db := range databases {
+					db.Exec(t, fmt.Sprintf(`
+						create or replace function ratelimit.clock() returns timestamptz language sql volatile parallel safe
+						as $$ select timestamptz '2026-03-28 01:00 UTC' + interval '%d milliseconds' $$`, round*700))
+				}
+				var requests []asked
+				for range 30 {
+					r := asked{
+						policy: pick("continuous", "continuous", "stepped", "ephemeral", "none", ""),
+						key:    pick("a", "a", "a", "b", "é", "", strings.Repeat("x", 513)),
+						opts:   []client.Option{client.Cost(random.Int64N(14) - 1)},
+					}
+					if n := random.Int64N(5); keyed && n > 0 {
+						r.opts = []client.Option{client.Cost(n), client.IdempotencyKey(pick("x", fmt.Sprint(n), fmt.Sprint(n), ""))}
+					} else if keyed {
+						r.opts = append(r.opts, client.IdempotencyKey("x"))
+					}
+					requests = append(requests, r)
+				}
+				got := combine(t, databases[1], limiter, requests)()
+				for n, r := range requests {
+					d, err := plain.Acquire(t.Context(), r.policy, r.key, r.opts...)
+					require.Equal(t, d, got[n].Decision, "round %d, request %d: %+v", round, n, r)
+					if err == nil {
+						require.NoError(t, got[n].err)
+						seen[fmt.Sprint(d.Allowed, d.Never(), d.Replayed)]++
+						continue
+					}
+					require.EqualError(t, got[n].err, err.Error())
+					for _, kind := range kinds {
+						require.Equal(t, errors.Is(err, kind), errors.Is(got[n].err, kind), err)
+						if errors.Is(err, kind) {
+							seen[kind.Error()]++
+						}
+					}
+				}
+			}
+			require.NotZero(t, seen["true false false"], seen)
+			require.NotZero(t, seen["false false false"], seen)
+			require.NotZero(t, seen["false true false"], seen)
+			require.NotZero(t, seen[client.ErrUnknownPolicy.Error()], seen)
+			require.NotZero(t, seen[client.ErrInvalidArgument.Error()], seen)
+			if keyed {
+				require.NotZero(t, seen["true false true"], seen)
+				require.NotZero(t, seen[client.ErrIdempotencyMismatch.Error()], seen)
+			}
+		})
+	}
+}
+
+func TestCombiner_ExecModes(t *testing.T) {
+	t.Parallel()
+	for _, mode := range []pgx.QueryExecMode{
+		pgx.QueryExecModeCacheStatement,
+		pgx.QueryExecModeCacheDescribe,
+		pgx.QueryExecModeDescribeExec,
+		pgx.QueryExecModeExec,
+		pgx.QueryExecModeSimpleProtocol,
+	} {
+		for _, opts := range [][]client.CombinerOption{nil, {client.NoFlush()}} {
+			t.Run(fmt.Sprintf("%s/%d", strings.ReplaceAll(mode.String(), " ", "_"), len(opts)), func(t *testing.T) {
+				t.Parallel()
+				db := pgtest.New(t)
+				const policy = "it's \"new\"\n🪣 {,}"
+				db.Exec(t, "select ratelimit_define_policy($1, 10, 1, '3650 days')", policy)
+				db.Exec(t, "select ratelimit_define_policy('gate', 9, 1, '1 day')")
+				pool := connect(t, db, map[string]string{"IntervalStyle": "sql_standard"}, func(config *pgx.ConnConfig) {
+					config.DefaultQueryExecMode = mode
+				})
+				limiter := client.NewCombiner(pool, append(opts, client.CallsInFlight(1))...)
+				defer limiter.Close()
+
+				const year = 365 * 24 * time.Hour
+				key := `o'clock \ $1 "{NULL}", ` + strings.Repeat("é", 200)
+				for range 2 { // so that cached statements are used too
+					require.NoError(t, limiter.Reset(t.Context(), policy, key))
+					answers := combine(t, db, limiter, []asked{
+						{policy, key, []client.Option{client.Cost(4)}},
+						{policy, key, []client.Option{client.Cost(5)}},
+						{policy, key, []client.Option{client.Cost(2)}},
+						{policy, key, []client.Option{client.Cost(11)}},
+						{policy, "NULL", nil},
+						{policy, "a\xffb", nil},
+						{policy, "a\x00'b", nil},
+						{"none", key, nil},
+					})()
+					for i := range answers[:4] {
+						answers[i].ResetAfter = answers[i].ResetAfter.Round(year)
+						if !answers[i].Never() {
+							answers[i].RetryAfter = answers[i].RetryAfter.Round(year)
+						}
+					}
+					require.Equal(t, answer{client.Decision{Allowed: true, Remaining: 6, ResetAfter: 40 * year, Capacity: 10}, nil}, answers[0])
+					require.Equal(t, answer{client.Decision{Allowed: true, Remaining: 1, ResetAfter: 90 * year, Capacity: 10}, nil}, answers[1])
+					require.Equal(t, answer{client.Decision{Remaining: 1, RetryAfter: 10 * year, ResetAfter: 90 * year, Capacity: 10}, nil}, answers[2])
+					require.True(t, answers[3].Never())
+					require.NoError(t, answers[4].err)
+					require.ErrorIs(t, answers[5].err, client.ErrInvalidArgument)
+					require.ErrorIs(t, answers[6].err, client.ErrInvalidArgument)
+					require.ErrorIs(t, answers[7].err, client.ErrUnknownPolicy)
+					requireCode(t, "RL001", answers[7].err)
+
+					replays := combine(t, db, limiter, []asked{
+						{policy, "NULL", []client.Option{client.IdempotencyKey("NULL")}},
+						{policy, "NULL", []client.Option{client.IdempotencyKey("NULL")}},
+						{policy, "NULL", []client.Option{client.IdempotencyKey(`"'\`), client.Cost(0)}},
+					})()
+					require.NoError(t, replays[0].err)
+					require.True(t, replays[1].Replayed)
+					require.NoError(t, replays[2].err)
+				}
+			})
+		}
+	}
+}
+
+// What UTF-8 can say and the database cannot hold, nobody knows before it is sent.
+func TestCombiner_DatabaseOfAnotherEncoding(t *testing.T) {
+	t.Parallel()
+	db := pgtest.Empty(t)
+	ctx := t.Context()
+	name := db.Name + "_latin1"
+	db.Exec(t, "create database "+name+" template template0 encoding 'LATIN1' locale 'C'")
+	t.Cleanup(func() { db.Exec(t, "drop database "+name+" with (force)") })
+	pool := connect(t, db, map[string]string{"client_encoding": "UTF8"}, func(config *pgx.ConnConfig) {
+		config.Database = name
+	})
+	latin1 := &pgtest.DB{Pool: pool}
+	require.NoError(t, migrations.Up(ctx, acquired(t, pool).Conn()))
+	latin1.Exec(t, "select ratelimit_define_policy('gate', 10, 1, '1 hour'), ratelimit_define_policy('api', 10, 1, '1 hour')")
+
+	limiter := client.NewCombiner(pool, client.CallsInFlight(1))
+	defer limiter.Close()
+	answers := combine(t, latin1, limiter, []asked{{"api", "é", nil}, {"api", "🪣", nil}, {"api", "é", nil}})()
+	require.NoError(t, answers[0].err)
+	require.EqualValues(t, 9, answers[0].Remaining)
+	requireCode(t, "22P05", answers[1].err)
+	require.NoError(t, answers[2].err)
+	require.EqualValues(t, 8, answers[2].Remaining)
+}
+
+// Rows come before the transaction commits.
+func TestCombiner_ACommitThatFailsIsAnError(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	db.Exec(t, "select ratelimit_define_policy('gate', 10, 1, '1 day'), ratelimit_define_policy('api', 10, 1, '1 day')")
+	limiter := client.NewCombiner(db.Pool, client.CallsInFlight(1))
+	defer limiter.Close()
+	db.Exec(t, `
+		create function refuse() returns trigger language plpgsql as $$
+		begin
+		  raise exception 'refused' using errcode = '23514';
+		end $$;
+		create constraint trigger refuse after insert or update on ratelimit.buckets deferrable initially deferred
+		  for each row when (new.key = 'bad') execute function public.refuse()`)
+	answers := combine(t, db, limiter, []asked{{"api", "good", nil}, {"api", "bad", nil}})()
+	for _, got := range answers {
+		requireCode(t, "23514", got.err)
+		require.Zero(t, got.Decision)
+	}
+	d, err := limiter.Peek(t.Context(), "api", "good")
+	require.NoError(t, err)
+	require.EqualValues(t, 10, d.Remaining)
+}
+
+// The server ends the session of a call that waits for a lock.
+func TestCombiner_AKilledCallIsRepeatedOnlyWithIdempotencyKeys(t *testing.T) {
+	t.Parallel()
+	for _, keyed := range []bool{false, true} {
+		t.Run(fmt.Sprintf("idempotency_keys=%v", keyed), func(t *testing.T) {
+			t.Parallel()
+			db := pgtest.New(t)
+			ctx := t.Context()
+			db.Exec(t, `
+				select ratelimit_define_policy('gate', 10, 1, '1 day'),
+				       ratelimit_define_policy('api', 10, 1, '1 day'),
+				       ratelimit_acquire('api', 'held')`)
+			var tries tryCounter
+			limiter := client.NewCombiner(connect(t, db, nil, tries.count), client.CallsInFlight(1))
+			defer limiter.Close()
+			held := begin(t, db.Pool)
+			_, err := client.New(held).Acquire(ctx, "api", "held")
+			require.NoError(t, err)
+
+			requests := []asked{{"api", "free", nil}, {"api", "held", nil}}
+			if keyed {
+				requests[0].opts, requests[1].opts = once, once
+			}
+			answers := combine(t, db, limiter, requests)
+			killed := waiter(t, db, "ratelimit_acquire_many", 0)
+			db.Exec(t, "select pg_terminate_backend($1::integer)", killed)
+			if keyed {
+				waiter(t, db, "ratelimit_acquire_many", killed)
+				require.NoError(t, held.Rollback(ctx))
+			}
+
+			for i, got := range answers() {
+				if !keyed {
+					requireCode(t, "57P01", got.err)
+					continue
+				}
+				require.NoError(t, got.err)
+				require.Equal(t, client.Decision{Allowed: true, Remaining: int64(9 - i), Capacity: 10},
+					client.Decision{Allowed: got.Allowed, Remaining: got.Remaining, Capacity: got.Capacity})
+			}
+			if !keyed {
+				require.NoError(t, held.Rollback(ctx))
+			}
+			for i, r := range requests {
+				d, err := limiter.Peek(ctx, r.policy, r.key)
+				require.NoError(t, err)
+				if keyed {
+					require.EqualValues(t, 9-i, d.Remaining, "charged once")
+				} else {
+					require.EqualValues(t, 10-i, d.Remaining, "the transaction rolled back")
+				}
+			}
+			require.Equal(t, map[bool]int64{false: 1 + 1, true: 1 + 2}[keyed], tries.n.Load(), "a call for the gate, then batches")
+		})
+	}
+}
+
+// The server has committed, and the answer is lost.
+func TestRetry_ALostAnswer(t *testing.T) {
+	t.Parallel()
+	for _, combining := range []bool{false, true} {
+		for _, keyed := range []bool{false, true} {
+			t.Run(fmt.Sprintf("combined=%v/idempotency_key=%v", combining, keyed), func(t *testing.T) {
+				t.Parallel()
+				db := pgtest.New(t)
+				db.Exec(t, "select ratelimit_define_policy('gate', 10, 1, '1 day'), ratelimit_define_policy('api', 10, 1, '1 day')")
+				line := &lossy{function: "ratelimit_acquire("}
+				if combining {
+					line.function = "ratelimit_acquire_many("
+				}
+				line.losses.Store(1)
+				pool := connect(t, db, nil, line.use)
+				requests := []asked{{"api", "a", nil}, {"api", "b", nil}}
+				if keyed {
+					requests[0].opts, requests[1].opts = once, once
+				}
+
+				var answers []answer
+				if combining {
+					limiter := client.NewCombiner(pool, client.CallsInFlight(1))
+					defer limiter.Close()
+					answers = combine(t, db, limiter, requests)()
+				} else {
+					requests = requests[:1]
+					d, err := client.New(pool).Acquire(t.Context(), "api", "a", requests[0].opts...)
+					answers = []answer{{d, err}}
+				}
+				require.EqualValues(t, map[bool]int64{false: 0, true: -1}[keyed], line.losses.Load(), "tries")
+				for i, got := range answers {
+					if keyed {
+						require.NoError(t, got.err)
+						require.True(t, got.Allowed && got.Replayed, "the second try found what the first has done")
+						require.EqualValues(t, 9, got.Remaining)
+					} else {
+						require.ErrorIs(t, got.err, io.ErrUnexpectedEOF)
+					}
+					d, err := client.New(db.Pool).Peek(t.Context(), "api", requests[i].key)
+					require.NoError(t, err)
+					require.EqualValues(t, 9, d.Remaining, "charged once")
+				}
+			})
+		}
+	}
+}
+
+// A lossy line loses the first answers to calls of a function, and the connections they came on.
+type lossy struct {
+	function string
+	losses   atomic.Int64 // still to come
+}
+
+func (l *lossy) use(config *pgx.ConnConfig) {
+	config.DefaultQueryExecMode = pgx.QueryExecModeExec // so that a call is one message with its SQL
+	dial := config.DialFunc
+	config.DialFunc = func(ctx context.Context, network, address string) (net.Conn, error) {
+		conn, err := dial(ctx, network, address)
+		return &lossyConn{Conn: conn, line: l}, err
+	}
+}
+
+type lossyConn struct {
+	net.Conn
+	line *lossy
+	lose atomic.Bool
+}
+
+func (c *lossyConn) Write(p []byte) (int, error) {
+	if bytes.Contains(p, []byte(c.line.function)) && c.line.losses.Add(-1) >= 0 {
+		c.lose.Store(true)
+	}
+	return c.Conn.Write(p)
+}
+
+func (c *lossyConn) Read(p []byte) (int, error) {
+	n, err := c.Conn.Read(p)
+	if c.lose.Load() { // the server answers when it has committed
+		return 0, errors.Join(io.ErrUnexpectedEOF, c.Conn.Close())
+	}
+	return n, err
+}
+
+func TestCombiner_LeavesNoGoroutines(t *testing.T) {
+	db := pgtest.New(t)
+	db.Exec(t, "select ratelimit_define_policy('api', 10, 1, '1 day')")
+	before := goleak.IgnoreCurrent()
+	for range 3 {
+		limiter := client.NewCombiner(db.Pool)
+		var wg sync.WaitGroup
+		for caller := range 200 {
+			wg.Go(func() {
+				ctx, cancel := context.WithCancel(t.Context())
+				if caller%3 == 0 {
+					go cancel()
+				}
+				defer cancel()
+				_, _ = limiter.Acquire(ctx, "api", fmt.Sprint(caller%7))
+			})
+		}
+		wg.Wait()
+		limiter.Close()
+	}
+	goleak.VerifyNone(t, before)
+}
+
+type asked struct {
+	policy, key string
+	opts        []client.Option
+}
+
+// combine lets requests wait in order behind a call that waits for a lock, and then go. The policy of
+// that call is gate.
+func combine(t *testing.T, db *pgtest.DB, limiter *client.Combiner, requests []asked) (answers func() []answer) {
+	t.Helper()
+	ctx := t.Context()
+	db.Exec(t, "select ratelimit_reset('gate', 'k')")
+	db.Exec(t, "select ratelimit_acquire('gate', 'k')")
+	gate := begin(t, db.Pool)
+	_, err := client.New(gate).Acquire(ctx, "gate", "k")
+	require.NoError(t, err)
+
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		if _, err := limiter.Acquire(ctx, "gate", "k"); err != nil {
+			t.Error(err)
+		}
+	})
+	waiter(t, db, "ratelimit_acquire(", 0)
+	got := make([]answer, len(requests))
+	waiting := 0
+	for i, r := range requests {
+		done := make(chan struct{})
+		wg.Go(func() {
+			defer close(done)
+			d, err := limiter.Acquire(ctx, r.policy, r.key, r.opts...)
+			got[i] = answer{d, err}
+		})
+		for client.QueueLength(limiter) == waiting {
+			select {
+			case <-done: // text that cannot be sent does not wait
+				waiting--
+			case <-time.After(100 * time.Microsecond):
+			}
+		}
+		waiting++
+	}
+	require.NoError(t, gate.Commit(ctx))
+	return func() []answer {
+		wg.Wait()
+		return got
+	}
+}
+
+// waiter returns the process of a session, another than not, that waits for a lock in such a statement.
+func waiter(t *testing.T, db *pgtest.DB, statement string, not int32) (pid int32) {
+	t.Helper()
+	const find = `
+		select coalesce(min(pid), 0)
+		  from pg_stat_activity
+		 where datname = current_database() and wait_event_type = 'Lock' and query like '%' || $1 || '%' and pid <> $2`
+	db.Await(t, time.Minute, "select ("+find+") <> 0", statement, not)
+	require.NoError(t, db.Pool.QueryRow(t.Context(), find, statement, not).Scan(&pid))
+	return pid
+}

@@ -1,0 +1,624 @@
+package client_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/pgratelimit/client"
+)
+
+func TestCombiner_IsForPoolsOnly(t *testing.T) {
+	t.Parallel()
+	var _ client.Pool = (*pgxpool.Pool)(nil)
+	for _, db := range []client.Querier{(*pgx.Conn)(nil), (*pgxpool.Conn)(nil), (*pgxpool.Tx)(nil)} {
+		require.NotImplements(t, (*client.Pool)(nil), db)
+	}
+	require.NotImplements(t, (*client.Pool)(nil), new(struct{ pgx.Tx }))
+}
+
+func TestCombiner_WantsACall(t *testing.T) {
+	t.Parallel()
+	require.Panics(t, func() { client.NewCombiner(&gatedPool{}, client.CallsInFlight(0)) })
+}
+
+func TestCombiner_OneCallerAloneCallsForItself(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		db := &gatedPool{}
+		limiter := client.NewCombiner(db)
+		defer limiter.Close()
+		type mark struct{}
+		for n := range 3 {
+			got := ask(context.WithValue(t.Context(), mark{}, n), limiter, "k7", client.Cost(int64(n)))
+			call := db.only(t)
+			require.False(t, call.batch)
+			require.Equal(t, n, call.ctx.Value(mark{}), "the call is the caller's own")
+			call.grant()
+			require.EqualValues(t, 7, requireGranted(t, got).Remaining)
+		}
+	})
+}
+
+func TestCombiner_WhoeverArrivesDuringACallSharesTheNext(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		db := &gatedPool{}
+		limiter := client.NewCombiner(db, client.CallsInFlight(1), client.Schema("s"), client.NoFlush())
+		defer limiter.Close()
+		one := ask(t.Context(), limiter, "k1")
+		two := ask(t.Context(), limiter, "k2", client.Cost(20))
+		three := ask(t.Context(), limiter, "k3")
+		again := ask(t.Context(), limiter, "k2", client.Cost(0))
+
+		call := db.only(t)
+		require.False(t, call.batch)
+		call.grant()
+		require.EqualValues(t, 1, requireGranted(t, one).Remaining)
+
+		call = db.only(t)
+		five := ask(t.Context(), limiter, "k5")
+		require.True(t, call.batch)
+		require.Equal(t, []string{"p", "p", "p"}, call.policies)
+		require.Equal(t, []string{"k2", "k3", "k2"}, call.keys, "in the order of arrival")
+		require.Equal(t, []int64{20, 1, 0}, call.costs)
+		require.Nil(t, call.once)
+		require.Contains(t, call.sql, `"s".ratelimit_acquire_many(`)
+		require.Contains(t, call.sql, `synchronous_commit`)
+		call.grant()
+		require.EqualValues(t, 2, requireGranted(t, two).Remaining)
+		require.EqualValues(t, 3, requireGranted(t, three).Remaining)
+		require.EqualValues(t, 2, requireGranted(t, again).Remaining)
+
+		call = db.only(t)
+		require.False(t, call.batch, "a batch of one is a plain call")
+		call.grant()
+		require.EqualValues(t, 5, requireGranted(t, five).Remaining)
+		require.Equal(t, 3, db.count())
+	})
+}
+
+func TestCombiner_RequestsWithAnIdempotencyKeyTravelApart(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		db := &gatedPool{}
+		limiter := client.NewCombiner(db, client.CallsInFlight(1))
+		defer limiter.Close()
+		_ = ask(t.Context(), limiter, "k1")
+		_ = ask(t.Context(), limiter, "k2", client.IdempotencyKey("a"))
+		_ = ask(t.Context(), limiter, "k3")
+		_ = ask(t.Context(), limiter, "k4", client.IdempotencyKey(""))
+		_ = ask(t.Context(), limiter, "k5")
+		db.only(t).grant()
+
+		call := db.only(t)
+		require.Equal(t, []string{"k2", "k4"}, call.keys)
+		require.Equal(t, []string{"a", ""}, call.once)
+		call.grant()
+		call = db.only(t)
+		require.Equal(t, []string{"k3", "k5"}, call.keys)
+		require.Nil(t, call.once)
+		call.grant()
+	})
+}
+
+func TestCombiner_BatchesAreBoundedAndInOrder(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		db := &gatedPool{}
+		limiter := client.NewCombiner(db, client.CallsInFlight(1))
+		defer limiter.Close()
+		_ = ask(t.Context(), limiter, "k0")
+		var want []string
+		for n := range 600 {
+			want = append(want, fmt.Sprint("k", n))
+			_ = ask(t.Context(), limiter, want[n])
+		}
+		db.only(t).grant()
+		var got []string
+		for _, size := range []int{256, 256, 88} {
+			call := db.only(t)
+			require.Len(t, call.keys, size)
+			got = append(got, call.keys...)
+			call.grant()
+		}
+		require.Equal(t, want, got)
+	})
+}
+
+func TestCombiner_CallsAreBoundedAndShareNoBucket(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		db := &gatedPool{}
+		limiter := client.NewCombiner(db, client.CallsInFlight(3))
+		defer limiter.Close()
+		const keys, each = 100, 4
+		for range each {
+			for n := range keys {
+				_ = ask(t.Context(), limiter, fmt.Sprint("k", n))
+			}
+		}
+		require.Len(t, db.underWay(), 3, "100 buckets keep all busy")
+		for asked := 0; asked < keys*each; {
+			calls := db.underWay()
+			require.NotEmpty(t, calls)
+			require.LessOrEqual(t, len(calls), 3)
+			owner := make(map[string]*gatedCall)
+			for _, call := range calls {
+				for _, key := range call.keys {
+					other, ok := owner[key]
+					require.True(t, !ok || other == call, "%s is in two calls", key)
+					owner[key] = call
+				}
+			}
+			asked += len(calls[0].keys)
+			calls[0].grant()
+		}
+		require.Empty(t, db.underWay())
+	})
+}
+
+// Of many requests each call carries an equal part, but not so few that another call is not worth it.
+func TestCombiner_CallsCarryEqualShares(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		db := &gatedPool{}
+		limiter := client.NewCombiner(db, client.CallsInFlight(2))
+		defer limiter.Close()
+		for n := range 200 {
+			_ = ask(t.Context(), limiter, fmt.Sprint("k", n))
+		}
+		calls := db.underWay()
+		require.Len(t, calls, 2)
+		require.False(t, calls[0].batch || calls[1].batch, "the first two callers ask for themselves")
+		for _, share := range []int{100, 98} {
+			db.underWay()[0].grant()
+			calls = db.underWay()
+			require.Len(t, calls, 2)
+			require.InDelta(t, share, len(calls[1].keys), 15, "buckets meet by chance, and then wait or join")
+		}
+
+		calls[0].grant()
+		late := ask(t.Context(), limiter, "k1000")
+		require.Len(t, db.underWay(), 1, "one request waits to travel with others")
+		for len(db.underWay()) > 0 {
+			db.underWay()[0].grant()
+		}
+		requireGranted(t, late)
+
+		for n := range 22 {
+			_ = ask(t.Context(), limiter, fmt.Sprint("k", n))
+		}
+		calls = db.underWay()
+		require.Len(t, calls, 2)
+		calls[0].grant()
+		calls = db.underWay()
+		require.Len(t, calls, 2)
+		require.InDelta(t, 20, len(calls[1].keys), 3, "twenty are not parted")
+		calls[0].grant()
+		for len(db.underWay()) > 0 {
+			db.underWay()[0].grant()
+		}
+	})
+}
+
+func TestCombiner_AStalledCallLeavesTheWayToOthers(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		db := &gatedPool{}
+		limiter := client.NewCombiner(db, client.CallsInFlight(2))
+		defer limiter.Close()
+		stalled := ask(t.Context(), limiter, "k1")
+		same := ask(t.Context(), limiter, "k1")
+		for n := range 10 {
+			got := ask(t.Context(), limiter, fmt.Sprint("k", 2000+n))
+			calls := db.underWay()
+			require.Len(t, calls, 2)
+			calls[1].grant()
+			requireGranted(t, got)
+		}
+		require.Len(t, db.underWay(), 1)
+		db.only(t).grant()
+		requireGranted(t, stalled)
+		db.only(t).grant()
+		requireGranted(t, same)
+	})
+}
+
+func TestCombiner_WhoLeavesTheQueueIsNotSent(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		db := &gatedPool{}
+		limiter := client.NewCombiner(db, client.CallsInFlight(1))
+		defer limiter.Close()
+		one := ask(t.Context(), limiter, "k1")
+		two := ask(t.Context(), limiter, "k2")
+		ctx, cancel := context.WithCancel(t.Context())
+		leavers := []<-chan answer{ask(ctx, limiter, "k3"), ask(ctx, limiter, "k4")}
+		five := ask(t.Context(), limiter, "k5")
+
+		cancel()
+		for _, left := range leavers {
+			err := (<-left).err
+			require.ErrorIs(t, err, context.Canceled)
+			require.EqualError(t, err, "pgratelimit: acquire: context canceled")
+		}
+		db.only(t).grant()
+		call := db.only(t)
+		require.Equal(t, []string{"k2", "k5"}, call.keys)
+		call.grant()
+		for n, got := range map[int64]<-chan answer{1: one, 2: two, 5: five} {
+			require.Equal(t, n, requireGranted(t, got).Remaining)
+		}
+	})
+}
+
+// However long the database hangs: what waits is callers, and those who left are not kept.
+func TestCombiner_ForgetsWhoLeft(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		db := &gatedPool{}
+		limiter := client.NewCombiner(db, client.CallsInFlight(1))
+		defer limiter.Close()
+		_ = ask(t.Context(), limiter, "k1")
+		_ = ask(t.Context(), limiter, "k2")
+		for range 1000 {
+			ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+			_, err := limiter.Acquire(ctx, "p", "k3")
+			require.ErrorIs(t, err, context.DeadlineExceeded)
+			cancel()
+		}
+		require.LessOrEqual(t, client.QueueLength(limiter), 2)
+		db.only(t).grant()
+		call := db.only(t)
+		require.Equal(t, []string{"k2"}, call.keys)
+		call.grant()
+	})
+}
+
+func TestCombiner_WhoLeavesDuringACallHarmsNobody(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		db := &gatedPool{}
+		limiter := client.NewCombiner(db, client.CallsInFlight(1))
+		defer limiter.Close()
+		_ = ask(t.Context(), limiter, "k1")
+		ctx, cancel := context.WithCancel(t.Context())
+		two, three := ask(ctx, limiter, "k2"), ask(t.Context(), limiter, "k3")
+		db.only(t).grant()
+
+		call := db.only(t)
+		require.Equal(t, []string{"k2", "k3"}, call.keys)
+		cancel()
+		require.ErrorIs(t, (<-two).err, context.Canceled)
+		require.NoError(t, call.ctx.Err())
+		four := ask(t.Context(), limiter, "k4") // may use what is left of two, but must not see its answer
+		call.grant()
+		require.EqualValues(t, 3, requireGranted(t, three).Remaining)
+		db.only(t).grant()
+		require.EqualValues(t, 4, requireGranted(t, four).Remaining)
+	})
+}
+
+// Else a call that hangs would hold up its lane for ever.
+func TestCombiner_ACallEndsWhenAllHaveLeft(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		db := &gatedPool{}
+		limiter := client.NewCombiner(db, client.CallsInFlight(1))
+		defer limiter.Close()
+
+		ctx, cancel := context.WithCancel(t.Context())
+		alone := ask(ctx, limiter, "k1")
+		waiting, stop := context.WithCancel(t.Context())
+		two, three := ask(waiting, limiter, "k2"), ask(waiting, limiter, "k3")
+		cancel()
+		require.ErrorIs(t, (<-alone).err, context.Canceled)
+
+		hung := db.only(t)
+		require.Equal(t, []string{"k2", "k3"}, hung.keys)
+		four := ask(t.Context(), limiter, "k4")
+		stop()
+		require.ErrorIs(t, (<-two).err, context.Canceled)
+		require.ErrorIs(t, (<-three).err, context.Canceled)
+		call := db.only(t)
+		require.ErrorIs(t, hung.ctx.Err(), context.Canceled)
+		require.Equal(t, []string{"k4"}, call.keys)
+		call.grant()
+		require.EqualValues(t, 4, requireGranted(t, four).Remaining)
+	})
+}
+
+func TestCombiner_CloseWaitsAndRefuses(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		db := &gatedPool{}
+		limiter := client.NewCombiner(db, client.CallsInFlight(1), client.DenialCache())
+		one, two, three := ask(t.Context(), limiter, "k1"), ask(t.Context(), limiter, "k2"), ask(t.Context(), limiter, "k3")
+		unreadable := ask(t.Context(), limiter, "\xff8")
+		require.Len(t, db.underWay(), 2)
+
+		closed := make(chan struct{}, 2)
+		for range 2 {
+			go func() {
+				limiter.Close()
+				closed <- struct{}{}
+			}()
+		}
+		synctest.Wait()
+		require.Empty(t, closed)
+		for _, key := range []string{"k1", "k4", "\xff"} {
+			_, err := limiter.Acquire(t.Context(), "p", key)
+			require.ErrorIs(t, err, client.ErrClosed)
+			require.EqualError(t, err, "pgratelimit: acquire: limiter is closed")
+		}
+
+		db.underWay()[0].grant()
+		require.EqualValues(t, 1, requireGranted(t, one).Remaining)
+		require.Len(t, db.underWay(), 2)
+		db.underWay()[0].grant()
+		require.EqualValues(t, 8, requireGranted(t, unreadable).Remaining)
+		call := db.only(t)
+		require.Equal(t, []string{"k2", "k3"}, call.keys, "those who waited are served")
+		require.Empty(t, closed)
+		call.deny(time.Hour)
+		for _, got := range []<-chan answer{two, three} {
+			require.False(t, (<-got).Allowed)
+		}
+		<-closed
+		<-closed
+		_, err := limiter.Acquire(t.Context(), "p", "k2")
+		require.ErrorIs(t, err, client.ErrClosed, "whatever was remembered")
+		limiter.Close()
+	})
+}
+
+func TestCombiner_AFailedCallFailsEachOfItsCallers(t *testing.T) {
+	t.Parallel()
+	broken, fatal, conflict := errors.New("connection reset"), pgError("57P01"), pgError("40001")
+	fatal.Severity, fatal.SeverityUnlocalized = "FATAL", "FATAL"
+	for name, test := range map[string]struct {
+		opts    []client.Option
+		answers []error
+		err     error
+	}{
+		"an error of the server":           {nil, []error{pgError("57014")}, pgError("57014")},
+		"that again, with idempotency key": {once, []error{pgError("57014")}, pgError("57014")},
+		"an unknown outcome":               {nil, []error{broken}, broken},
+		"that again, end of the session":   {nil, []error{fatal}, fatal},
+		"an unknown outcome, settled":      {once, []error{broken, nil}, nil},
+		"end of the session, settled":      {once, []error{fatal, nil}, nil},
+		"an unknown outcome, and another":  {once, []error{broken, fatal, broken}, broken},
+		"a conflict":                       {nil, []error{conflict, nil}, nil},
+		"a conflict, with idempotency key": {once, []error{conflict, nil}, nil},
+		"conflicts":                        {nil, []error{conflict, conflict, conflict}, conflict},
+		"a conflict, then an unknown end":  {nil, []error{conflict, broken}, broken},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			for _, alone := range []bool{true, false} {
+				synctest.Test(t, func(t *testing.T) {
+					db := &gatedPool{}
+					limiter := client.NewCombiner(db, client.CallsInFlight(1))
+					defer limiter.Close()
+					got := []<-chan answer{ask(t.Context(), limiter, "k1", test.opts...)}
+					if !alone {
+						got = append(got, ask(t.Context(), limiter, "k2", test.opts...), ask(t.Context(), limiter, "k3", test.opts...))
+						db.only(t).grant()
+						requireGranted(t, got[0])
+						got = got[1:]
+					}
+					for n, answer := range test.answers {
+						if n > 0 {
+							time.Sleep(time.Second) // the pause before another try
+						}
+						call := db.only(t)
+						require.Equal(t, !alone, call.batch)
+						call.answer <- answer
+					}
+					for _, got := range got {
+						got := <-got
+						if test.err == nil {
+							require.NoError(t, got.err)
+							continue
+						}
+						require.EqualError(t, got.err, "pgratelimit: acquire: "+test.err.Error())
+						require.Zero(t, got.Decision)
+					}
+				})
+			}
+		})
+	}
+}
+
+// Text that only the database can tell from good text.
+func TestCombiner_TextTheDatabaseCannotHoldFailsItsOwnerOnly(t *testing.T) {
+	t.Parallel()
+	for _, code := range []string{"22021", "22P05"} {
+		synctest.Test(t, func(t *testing.T) {
+			db := &gatedPool{}
+			limiter := client.NewCombiner(db, client.CallsInFlight(1))
+			defer limiter.Close()
+			_ = ask(t.Context(), limiter, "k1")
+			two, three := ask(t.Context(), limiter, "k2"), ask(t.Context(), limiter, "k3")
+			db.only(t).grant()
+			db.only(t).answer <- pgError(code)
+			db.only(t).answer <- pgError(code)
+			db.only(t).grant()
+			require.ErrorIs(t, (<-two).err, client.ErrInvalidArgument)
+			require.EqualValues(t, 3, requireGranted(t, three).Remaining)
+		})
+	}
+}
+
+func TestCombiner_CountsAnswers(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		db := &gatedPool{}
+		limiter := client.NewCombiner(db, client.CallsInFlight(1))
+		defer limiter.Close()
+		_ = ask(t.Context(), limiter, "k1")
+		two, three := ask(t.Context(), limiter, "k2"), ask(t.Context(), limiter, "k3")
+		db.only(t).grant()
+		call := db.only(t)
+		call.keys = call.keys[:1]
+		call.grant()
+		for _, got := range []<-chan answer{two, three} {
+			require.EqualError(t, (<-got).err, "pgratelimit: acquire: 1 answers to 2 requests")
+		}
+	})
+}
+
+var once = []client.Option{client.IdempotencyKey("once")}
+
+func ask(ctx context.Context, limiter acquirer, key string, opts ...client.Option) <-chan answer {
+	got := make(chan answer, 1)
+	go func() {
+		d, err := limiter.Acquire(ctx, "p", key, opts...)
+		got <- answer{d, err}
+	}()
+	synctest.Wait() // until it waits in its turn
+	return got
+}
+
+func requireGranted(t *testing.T, got <-chan answer) client.Decision {
+	t.Helper()
+	d := <-got
+	require.NoError(t, d.err)
+	require.True(t, d.Allowed)
+	return d.Decision
+}
+
+// gatedPool is a database that answers when the test lets it. What remains in a bucket is the number
+// that its key ends in.
+type gatedPool struct {
+	mu    sync.Mutex
+	calls []*gatedCall // under way
+	total int
+}
+
+type gatedCall struct {
+	ctx                  context.Context
+	sql                  string
+	batch                bool
+	policies, keys, once []string
+	costs                []int64
+	answer               chan error // nil for a decision
+	denied               time.Duration
+}
+
+func (c *gatedCall) grant() { c.answer <- nil }
+
+func (c *gatedCall) deny(retryAfter time.Duration) {
+	c.denied = retryAfter
+	c.answer <- nil
+}
+
+func (db *gatedPool) underWay() []*gatedCall {
+	synctest.Wait()
+	db.mu.Lock()
+	defer db.mu.Unlock()
+	return slices.Clone(db.calls)
+}
+
+func (db *gatedPool) only(t *testing.T) *gatedCall {
+	t.Helper()
+	calls := db.underWay()
+	require.Len(t, calls, 1)
+	return calls[0]
+}
+
+func (db *gatedPool) count() int {
+	db.mu.Lock()
+	defer db.mu.Unlock()
+	return db.total
+}
+
+func (db *gatedPool) make(call *gatedCall) error {
+	call.answer = make(chan error)
+	db.mu.Lock()
+	db.calls = append(db.calls, call)
+	db.total++
+	db.mu.Unlock()
+	defer func() {
+		db.mu.Lock()
+		defer db.mu.Unlock()
+		db.calls = slices.DeleteFunc(db.calls, func(c *gatedCall) bool { return c == call })
+	}()
+	select {
+	case err := <-call.answer:
+		return err
+	case <-call.ctx.Done():
+		return call.ctx.Err()
+	}
+}
+
+func (c *gatedCall) row(key string) row {
+	remaining, _ := strconv.ParseInt(strings.NewReplacer("k", "", "\xff", "").Replace(key), 10, 64)
+	return row{c.denied == 0, remaining, c.denied.Microseconds(), int64(0), int64(1000), false}
+}
+
+func (db *gatedPool) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
+	call := &gatedCall{ctx: ctx, sql: sql, policies: []string{args[0].(string)}, keys: []string{""}}
+	if len(args) > 1 {
+		call.keys[0], _ = args[1].(string)
+	}
+	if err := db.make(call); err != nil {
+		return scanner{err}
+	}
+	return scanner{call.row(call.keys[0])}
+}
+
+func (db *gatedPool) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error) {
+	call := &gatedCall{
+		ctx: ctx, sql: sql, batch: true,
+		policies: slices.Clone(args[0].([]string)),
+		keys:     slices.Clone(args[1].([]string)),
+		costs:    slices.Clone(args[2].([]int64)),
+	}
+	if args[3] != nil {
+		call.once = slices.Clone(args[3].([]string))
+	}
+	if err := db.make(call); err != nil {
+		return nil, err
+	}
+	rows := &gatedRows{}
+	for _, key := range call.keys {
+		rows.left = append(rows.left, append(call.row(key), nil, nil, nil, nil))
+	}
+	return rows, nil
+}
+
+func (*gatedPool) BeginTx(context.Context, pgx.TxOptions) (pgx.Tx, error) {
+	return nil, errors.New("a fake has no transactions")
+}
+func (*gatedPool) Close() {}
+
+type gatedRows struct {
+	pgx.Rows // whatever else is asked of it panics
+	left     []row
+	current  row
+}
+
+func (r *gatedRows) Next() bool {
+	if len(r.left) == 0 {
+		return false
+	}
+	r.current, r.left = r.left[0], r.left[1:]
+	return true
+}
+func (r *gatedRows) RawValues() [][]byte    { return make([][]byte, len(r.current)) }
+func (r *gatedRows) Scan(dest ...any) error { return scanner{r.current}.Scan(dest...) }
+func (r *gatedRows) Close()                 {}
+func (r *gatedRows) Err() error             { return nil }

@@ -1,0 +1,146 @@
+package client
+
+import (
+	"hash/maphash"
+	"strings"
+	"sync"
+	"time"
+)
+
+const (
+	maxDenials   = 10_000
+	denialShards = 64
+)
+
+// denials remembers for how long buckets are known to deny. All methods but acquire work on nil.
+type denials struct {
+	seed   maphash.Seed
+	shards [denialShards]denialShard
+}
+
+type denialShard struct {
+	mu sync.Mutex
+	// changes counts what may have made denials of this shard untrue. One that was asked for
+	// before a change and arrives after it is not remembered.
+	changes uint64
+	byKey   map[bucket]denial
+}
+
+type bucket struct{ policy, key string }
+
+// A denial holds for its cost and for larger ones. The server decided it between asked and answered.
+type denial struct {
+	Decision
+	cost            int64
+	asked, answered time.Time
+}
+
+func newDenials() *denials {
+	c := &denials{seed: maphash.MakeSeed()}
+	for i := range c.shards {
+		c.shards[i].byKey = make(map[bucket]denial)
+	}
+	return c
+}
+
+func (c *denials) acquire(r request, ask func() (Decision, error)) (Decision, error) {
+	asked := time.Now()
+	b := bucket{r.policy, r.key}
+	shard := c.shard(b)
+	d, known, changes := shard.find(b, r.cost, asked)
+	if known {
+		return d, nil
+	}
+	d, err := ask()
+	// Never is left out: it ends when the policy changes, and that has no promised time.
+	if err == nil && !d.Allowed && !d.Never() {
+		shard.store(b, denial{d, r.cost, asked, time.Now()}, changes)
+	}
+	return d, err
+}
+
+// forget is called when a bucket may have gained tokens, after the server has said so: by then no new
+// denial can be older.
+func (c *denials) forget(policy, key string) {
+	if c == nil {
+		return
+	}
+	b := bucket{policy, key}
+	shard := c.shard(b)
+	shard.mu.Lock()
+	defer shard.mu.Unlock()
+	shard.changes++
+	delete(shard.byKey, b)
+}
+
+// forgetAll is forget for every bucket.
+func (c *denials) forgetAll() {
+	if c == nil {
+		return
+	}
+	for i := range c.shards {
+		shard := &c.shards[i]
+		shard.mu.Lock()
+		shard.changes++
+		clear(shard.byKey)
+		shard.mu.Unlock()
+	}
+}
+
+func (c *denials) shard(b bucket) *denialShard {
+	return &c.shards[maphash.Comparable(c.seed, b)%denialShards]
+}
+
+func (s *denialShard) find(b bucket, cost int64, now time.Time) (d Decision, known bool, changes uint64) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	e, ok := s.byKey[b]
+	if !ok || cost < e.cost || cost > e.Capacity || !e.lasts(now) {
+		return Decision{}, false, s.changes
+	}
+	return e.at(now), true, s.changes
+}
+
+func (s *denialShard) store(b bucket, e denial, changes uint64) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.changes != changes {
+		return
+	}
+	old, ok := s.byKey[b]
+	if ok && old.cost < e.cost && old.lasts(e.answered) {
+		return // it covers more
+	}
+	if !ok && len(s.byKey) >= maxDenials/denialShards {
+		s.evict()
+	}
+	// The key may be a part of something large.
+	s.byKey[bucket{strings.Clone(b.policy), strings.Clone(b.key)}] = e
+}
+
+// evict forgets the denial that ends first.
+func (s *denialShard) evict() {
+	var first bucket
+	var ends time.Time
+	for b, e := range s.byKey {
+		if end := e.asked.Add(e.RetryAfter); ends.IsZero() || end.Before(ends) {
+			first, ends = b, end
+		}
+	}
+	delete(s.byKey, first)
+}
+
+// lasts counts from before the question, so that nothing is denied for longer than was promised.
+func (e denial) lasts(now time.Time) bool {
+	return now.Sub(e.asked) < e.RetryAfter
+}
+
+// at is the denial as it is now. Its times count from after the answer, so that what they promise is
+// true.
+func (e denial) at(now time.Time) Decision {
+	age := now.Sub(e.answered).Truncate(time.Microsecond)
+	d := e.Decision
+	d.RetryAfter -= age
+	d.ResetAfter = max(0, d.ResetAfter-age)
+	return d
+}

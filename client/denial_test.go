@@ -1,0 +1,343 @@
+package client_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+)
+
+// The columns of a denial as the server sends them.
+func denied(retryAfter time.Duration) row {
+	return row{false, int64(3), retryAfter.Microseconds(), (retryAfter + time.Minute).Microseconds(), int64(10), false}
+}
+
+var never = row{false, int64(10), nil, int64(0), int64(10), false}
+
+// slow takes a second to ask, and a second to answer.
+type slow struct {
+	*fakePool
+}
+
+func (db slow) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
+	time.Sleep(time.Second)
+	row := db.fakePool.QueryRow(ctx, sql, args...)
+	time.Sleep(time.Second)
+	return row
+}
+
+func TestDenialCache_KeepsThePromiseAndNoLonger(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		db := slow{&fakePool{fakeDB{answers: []any{denied(10 * time.Second), granted(4)}}}}
+		limiter := client.New(db, client.DenialCache())
+		acquire := func() client.Decision {
+			t.Helper()
+			d, err := limiter.Acquire(t.Context(), "p", "k", client.Cost(5))
+			require.NoError(t, err)
+			return d
+		}
+		asked := time.Now()
+		first := acquire()
+		answered := time.Now()
+		require.Equal(t, 2*time.Second, answered.Sub(asked))
+		require.Equal(t, client.Decision{Remaining: 3, RetryAfter: 10 * time.Second, ResetAfter: 70 * time.Second, Capacity: 10}, first)
+
+		// Whenever the server decided, it decided before it answered: the promise counts from there.
+		require.Equal(t, first, acquire())
+		time.Sleep(3 * time.Second)
+		first.RetryAfter, first.ResetAfter = 7*time.Second, 67*time.Second
+		require.Equal(t, first, acquire())
+		time.Sleep(time.Nanosecond)
+		require.Equal(t, first, acquire(), "whole microseconds, rounded up")
+
+		// And not before it was asked: from there counts what is answered here.
+		time.Sleep(time.Until(asked.Add(10*time.Second - 1)))
+		require.False(t, acquire().Allowed)
+		require.Len(t, db.sent(), 1)
+		time.Sleep(time.Nanosecond)
+		require.True(t, acquire().Allowed)
+		require.Len(t, db.sent(), 2)
+	})
+}
+
+func TestDenialCache_IsForThatCostAndLarger(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		db := &fakePool{fakeDB{answers: []any{denied(time.Minute)}}}
+		limiter := client.New(db, client.DenialCache())
+		sent := func(cost int64, opts ...client.Option) bool {
+			t.Helper()
+			before := len(db.sent())
+			d, err := limiter.Acquire(t.Context(), "p", "k", append(opts, client.Cost(cost))...)
+			require.NoError(t, err)
+			require.False(t, d.Allowed)
+			return len(db.sent()) > before
+		}
+		require.True(t, sent(5))
+		for _, cost := range []int64{5, 6, 10} {
+			require.False(t, sent(cost), "cost %d", cost)
+		}
+		for _, cost := range []int64{0, -1, 11} { // allowed, an error, and never
+			require.True(t, sent(cost), "cost %d", cost)
+			client.Forget(limiter)
+			require.True(t, sent(5))
+		}
+		require.True(t, sent(5, client.IdempotencyKey("i")), "it might be a replay")
+
+		require.True(t, sent(4), "nobody has denied that")
+		require.False(t, sent(4))
+		require.False(t, sent(5))
+		require.True(t, sent(3))
+		time.Sleep(time.Minute)
+		require.True(t, sent(7), "the time has passed")
+		require.True(t, sent(6))
+	})
+}
+
+func TestDenialCache_ALargerCostDoesNotReplaceASmaller(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		db := &gatedPool{}
+		limiter := client.New(db, client.DenialCache())
+		two, one := ask(t.Context(), limiter, "k", client.Cost(2)), ask(t.Context(), limiter, "k", client.Cost(1))
+		calls := db.underWay()
+		calls[1].deny(time.Minute)
+		require.False(t, (<-one).Allowed)
+		calls[0].deny(time.Hour)
+		require.False(t, (<-two).Allowed)
+		require.False(t, (<-ask(t.Context(), limiter, "k")).Allowed)
+	})
+}
+
+func TestDenialCache_KeepsBucketsApart(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		db := &fakePool{fakeDB{answers: []any{denied(time.Minute)}}}
+		limiter := client.New(db, client.DenialCache())
+		for _, b := range [][2]string{{"p", "k"}, {"p", "l"}, {"q", "k"}, {"pk", ""}, {"", "pk"}} {
+			before := len(db.sent())
+			for range 2 {
+				_, err := limiter.Acquire(t.Context(), b[0], b[1])
+				require.NoError(t, err)
+			}
+			require.Len(t, db.sent(), before+1)
+		}
+	})
+}
+
+func TestDenialCache_RemembersDenialsOnly(t *testing.T) {
+	t.Parallel()
+	for name, test := range map[string]struct {
+		answer any
+		call   func(context.Context, *client.Limiter) error
+	}{
+		"a grant":  {granted(1), nil},
+		"an error": {pgError("RL001"), nil},
+		"never":    {never, nil},
+		"a peek": {denied(time.Minute), func(ctx context.Context, l *client.Limiter) error {
+			_, err := l.Peek(ctx, "p", "k")
+			return err
+		}},
+		"a refund": {denied(time.Minute), func(ctx context.Context, l *client.Limiter) error {
+			_, err := l.Refund(ctx, "p", "k", 0)
+			return err
+		}},
+		"a request with an idempotency key": {denied(time.Minute), func(ctx context.Context, l *client.Limiter) error {
+			_, err := l.Acquire(ctx, "p", "k", client.IdempotencyKey("i"))
+			return err
+		}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			db := &fakePool{fakeDB{answers: []any{test.answer}}}
+			limiter := client.New(db, client.DenialCache())
+			if test.call == nil {
+				test.call = func(ctx context.Context, l *client.Limiter) error {
+					_, err := l.Acquire(ctx, "p", "k")
+					return err
+				}
+			}
+			for range 2 {
+				err := test.call(t.Context(), limiter)
+				require.Equal(t, name == "an error", err != nil)
+			}
+			_, _ = limiter.Acquire(t.Context(), "p", "k")
+			require.Len(t, db.sent(), 3)
+		})
+	}
+}
+
+// What gives tokens back is believed even when its own answer was lost.
+var givesBack = map[string]func(context.Context, *client.Limiter) error{
+	"refund": func(ctx context.Context, l *client.Limiter) error {
+		_, err := l.Refund(ctx, "p", "k", 1)
+		return err
+	},
+	"reset": func(ctx context.Context, l *client.Limiter) error { return l.Reset(ctx, "p", "k") },
+	"define policy": func(ctx context.Context, l *client.Limiter) error {
+		return l.DefinePolicy(ctx, client.Policy{Name: "p", Capacity: 1, Refill: 1, Every: time.Second})
+	},
+	"drop policy": func(ctx context.Context, l *client.Limiter) error { return l.DropPolicy(ctx, "p") },
+}
+
+func TestDenialCache_SeesWhatThisLimiterGivesBack(t *testing.T) {
+	t.Parallel()
+	for name, giveBack := range givesBack {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			db := &fakePool{fakeDB{answers: []any{denied(time.Minute), errors.New("connection lost"), granted(1)}}}
+			limiter := client.New(db, client.DenialCache())
+			d, err := limiter.Acquire(t.Context(), "p", "k")
+			require.NoError(t, err)
+			require.False(t, d.Allowed)
+			require.Error(t, giveBack(t.Context(), limiter))
+			d, err = limiter.Acquire(t.Context(), "p", "k")
+			require.NoError(t, err)
+			require.True(t, d.Allowed)
+		})
+	}
+}
+
+// A denial that was decided before tokens came back may arrive while they do, or after.
+func TestDenialCache_IsNotOvertaken(t *testing.T) {
+	t.Parallel()
+	for name, giveBack := range givesBack {
+		for _, askedFirst := range []bool{true, false} {
+			for _, answeredFirst := range []bool{true, false} {
+				t.Run(fmt.Sprintf("%s/asked first=%v/answered first=%v", name, askedFirst, answeredFirst), func(t *testing.T) {
+					t.Parallel()
+					synctest.Test(t, func(t *testing.T) {
+						db := &gatedPool{}
+						limiter := client.New(db, client.DenialCache())
+						var asked <-chan answer
+						gaveBack := make(chan error, 1)
+						give := func() { gaveBack <- giveBack(t.Context(), limiter) }
+						if askedFirst {
+							asked = ask(t.Context(), limiter, "k")
+							go give()
+						} else {
+							go give()
+							synctest.Wait()
+							asked = ask(t.Context(), limiter, "k")
+						}
+						calls := db.underWay()
+						require.Len(t, calls, 2)
+						if !askedFirst {
+							slices.Reverse(calls)
+						}
+						deny := func() {
+							calls[0].deny(time.Hour)
+							require.False(t, (<-asked).Allowed)
+						}
+						if answeredFirst {
+							deny()
+						}
+						calls[1].answer <- errors.New("connection lost")
+						require.Error(t, <-gaveBack)
+						if !answeredFirst {
+							deny()
+						}
+
+						asked = ask(t.Context(), limiter, "k")
+						db.only(t).grant()
+						requireGranted(t, asked)
+					})
+				})
+			}
+		}
+	}
+}
+
+func TestDenialCache_IsBoundedAndKeepsWhatLastsLonger(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		db := &lasting{}
+		limiter := client.New(db, client.DenialCache())
+		acquire := func(n int) {
+			_, err := limiter.Acquire(t.Context(), "p", fmt.Sprint("k", n))
+			require.NoError(t, err)
+		}
+		for n := range 30_000 {
+			acquire(n)
+			require.LessOrEqual(t, client.Denials(limiter), 10_000)
+		}
+		require.Greater(t, client.Denials(limiter), 9_000)
+		db.sent = 0
+		for n := 29_999; n >= 21_000; n-- {
+			acquire(n)
+		}
+		require.Less(t, db.sent, 1_000, "of 9,000 that last longest, most are known")
+	})
+}
+
+// lasting denies each time for a second longer.
+type lasting struct {
+	fakePool
+	sent int
+	last time.Duration
+}
+
+func (db *lasting) QueryRow(context.Context, string, ...any) pgx.Row {
+	db.sent++
+	db.last += time.Second
+	return scanner{denied(db.last)}
+}
+
+// A rollback to a savepoint would give back tokens unseen.
+func TestDenialCache_IsNotForTransactions(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	ctx := t.Context()
+	db.Exec(t, "select ratelimit_define_policy('api', 10, 1, '1 hour')")
+	for name, handle := range handles {
+		t.Run(name, func(t *testing.T) {
+			var sent tryCounter
+			limiter := client.New(handle.open(t, connect(t, db, nil, sent.count)), client.DenialCache())
+			for range 3 {
+				d, err := limiter.Acquire(ctx, "api", name, client.Cost(10))
+				require.NoError(t, err)
+				_ = d
+			}
+			if handle.retries { // each call is a transaction of its own
+				require.EqualValues(t, 2, sent.n.Load())
+			} else {
+				require.EqualValues(t, 3, sent.n.Load())
+			}
+		})
+	}
+}
+
+func TestDenialCache_OfACombiner(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	ctx := t.Context()
+	db.Exec(t, "select ratelimit_define_policy('api', 10, 1, '1 hour')")
+	var sent tryCounter
+	limiter := client.NewCombiner(connect(t, db, nil, sent.count), client.DenialCache())
+	defer limiter.Close()
+	for n := range 5 {
+		d, err := limiter.Acquire(ctx, "api", "k", client.Cost(6))
+		require.NoError(t, err)
+		require.Equal(t, n == 0, d.Allowed)
+	}
+	require.EqualValues(t, 2, sent.n.Load())
+
+	d, err := limiter.Acquire(ctx, "api", "k", client.Cost(4))
+	require.NoError(t, err)
+	require.True(t, d.Allowed)
+	_, err = limiter.Refund(ctx, "api", "k", 10)
+	require.NoError(t, err)
+	d, err = limiter.Acquire(ctx, "api", "k", client.Cost(6))
+	require.NoError(t, err)
+	require.True(t, d.Allowed)
+}

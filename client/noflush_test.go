@@ -1,0 +1,161 @@
+package client_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/migrations"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+)
+
+func TestNoFlush_IsForItsCallsAlone(t *testing.T) {
+	t.Parallel()
+	db := quietDatabase(t)
+	ctx := t.Context()
+	config, err := pgxpool.ParseConfig(db.URL)
+	require.NoError(t, err)
+	config.MaxConns = 1 // all in one session, where a setting that stays would be found
+	pool, err := pgxpool.NewWithConfig(ctx, config)
+	require.NoError(t, err)
+	t.Cleanup(pool.Close)
+
+	plain := client.New(pool)
+	unflushed := client.New(pool, client.NoFlush())
+	combiner := client.NewCombiner(pool, client.NoFlush(), client.CallsInFlight(1))
+	defer combiner.Close()
+
+	require.NoError(t, plain.DefinePolicy(ctx, client.Policy{Name: "gate", Capacity: 1000, Refill: 1, Every: time.Hour}))
+	n := 0
+	define := func(limiter *client.Limiter) func() error {
+		return func() error {
+			n++
+			return limiter.DefinePolicy(ctx, client.Policy{Name: "api", Capacity: 1000, Refill: 1, Every: time.Duration(n) * time.Hour})
+		}
+	}
+	acquire := func(limiter acquirer, opts ...client.Option) func() error {
+		return func() error {
+			n++
+			_, err := limiter.Acquire(ctx, "api", fmt.Sprint("key:", n/2), opts...)
+			return err
+		}
+	}
+	for _, step := range []struct {
+		name    string
+		flushes bool
+		call    func() error
+	}{
+		{"define policy of a limiter that does not flush", true, define(unflushed)},
+		{"acquire, unflushed", false, acquire(unflushed)},
+		{"acquire", true, acquire(plain)},
+		{"acquire again, unflushed", false, acquire(unflushed)},
+		{"acquire with an idempotency key, unflushed", false, acquire(unflushed, once...)},
+		{"acquire again", true, acquire(plain)},
+		{"acquire, combiner with nothing to combine", false, acquire(combiner)},
+		{"acquire, combined", false, func() error {
+			for _, got := range combine(t, db, combiner, []asked{{"api", "k", nil}, {"api", "l", nil}, {"api", "k", nil}})() {
+				require.NoError(t, got.err)
+			}
+			return nil
+		}},
+		{"acquire and refund, unflushed", false, func() error {
+			_, err := unflushed.Acquire(ctx, "api", "k", client.Cost(2))
+			require.NoError(t, err)
+			_, err = unflushed.Refund(ctx, "api", "k", 1)
+			return err
+		}},
+		{"refund", true, func() error {
+			_, err := plain.Refund(ctx, "api", "k", 1)
+			return err
+		}},
+		{"acquire and reset, unflushed", false, func() error {
+			_, err := unflushed.Acquire(ctx, "api", "k")
+			return errors.Join(err, unflushed.Reset(ctx, "api", "k"))
+		}},
+		{"define policy", true, define(plain)},
+	} {
+		// The server flushes now and then by itself: what looks like a flush is tried again.
+		for try := 1; ; try++ {
+			before, _ := positions(t, db)
+			require.NoError(t, step.call(), step.name)
+			written, flushed := positions(t, db)
+			require.Greater(t, written, before, step.name)
+			if step.flushes {
+				require.Greater(t, flushed, before, "%s is flushed", step.name)
+				break
+			}
+			if flushed < written {
+				break
+			}
+			require.Less(t, try, 3, "%s is not flushed", step.name)
+		}
+	}
+	var setting string
+	require.NoError(t, pool.QueryRow(ctx, "show synchronous_commit").Scan(&setting))
+	require.Equal(t, "on", setting)
+}
+
+// The caller's commit is the caller's.
+func TestNoFlush_IsRefusedInATransaction(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	db.Exec(t, "select ratelimit_define_policy('api', 10, 1, '1 hour')")
+	ctx := t.Context()
+	for name, handle := range handles {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			querier := handle.open(t, connect(t, db, nil))
+			limiter := client.New(querier, client.NoFlush())
+			_, acquire := limiter.Acquire(ctx, "api", name)
+			_, refund := limiter.Refund(ctx, "api", name, 1)
+			reset := limiter.Reset(ctx, "api", name)
+			for verb, err := range map[string]error{"acquire": acquire, "refund": refund, "reset": reset} {
+				if handle.retries { // each call is a transaction of its own
+					require.NoError(t, err)
+					continue
+				}
+				require.ErrorIs(t, err, client.ErrInvalidArgument)
+				require.EqualError(t, err, "pgratelimit: "+verb+": invalid argument: NoFlush is for calls outside a transaction")
+			}
+			// The rest works, and so does the transaction.
+			d, err := limiter.Peek(ctx, "api", name)
+			require.NoError(t, err)
+			require.EqualValues(t, 10, d.Remaining)
+			var setting string
+			require.NoError(t, querier.QueryRow(ctx, "show synchronous_commit").Scan(&setting))
+			require.Equal(t, "on", setting)
+		})
+	}
+}
+
+// quietDatabase is on a server where nobody else writes, and the server itself rarely flushes.
+func quietDatabase(t *testing.T) *pgtest.DB {
+	server := pgtest.Private(t, "autovacuum=off", "checkpoint_timeout=1h", "cron.launch_active_jobs=off",
+		"wal_writer_delay=10s", "wal_writer_flush_after=1GB")
+	ctx := context.Background()
+	conn, err := pgx.Connect(ctx, server.URL(""))
+	require.NoError(t, err)
+	_, err = conn.Exec(ctx, "create database quiet")
+	require.NoError(t, errors.Join(err, conn.Close(ctx)))
+	pool, err := pgxpool.New(ctx, server.URL("quiet"))
+	require.NoError(t, err)
+	t.Cleanup(pool.Close)
+	require.NoError(t, pool.AcquireFunc(ctx, func(conn *pgxpool.Conn) error { return migrations.Up(ctx, conn.Conn()) }))
+	return &pgtest.DB{Pool: pool, URL: server.URL("quiet")}
+}
+
+// positions tells up to where the log is written, and up to where it is flushed to disk.
+func positions(t *testing.T, db *pgtest.DB) (written, flushed int64) {
+	t.Helper()
+	require.NoError(t, db.Pool.QueryRow(context.Background(), `
+		select (pg_current_wal_insert_lsn() - '0/0')::bigint, (pg_current_wal_flush_lsn() - '0/0')::bigint`,
+	).Scan(&written, &flushed))
+	return written, flushed
+}
