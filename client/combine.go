@@ -55,7 +55,7 @@ type Combiner struct {
 	sent   int             // requests under way
 	queue  []*waiter       // in order of arrival
 	gone   int             // of the queue, whose callers have left
-	ready  int             // of the queue, for whose buckets nothing is under way
+	ready  int             // of the queue, for whose buckets nothing is under way; more when some left
 	owners [stripes]*batch // what is under way for a bucket
 }
 
@@ -249,9 +249,6 @@ func (c *Combiner) leave(w *waiter) bool {
 		return true
 	}
 	w.gone = true
-	if c.owners[w.stripe] == nil {
-		c.ready--
-	}
 	if c.gone++; c.gone > len(c.queue)/2 {
 		c.queue = slices.DeleteFunc(c.queue, func(w *waiter) bool { return w.gone })
 		c.gone = 0
@@ -387,7 +384,10 @@ func (c *Combiner) askMany(ctx context.Context, b *batch) error {
 	var row decisionRow
 	columns := append(row.columns(), nil, nil, nil, nil)
 	n := 0
-	for ; rows.Next() && n < len(b.waiters); n++ {
+	for ; rows.Next(); n++ {
+		if n >= len(b.waiters) {
+			continue
+		}
 		w := b.waiters[n]
 		if w.err = refusal(rows.RawValues()); w.err != nil {
 			w.answer = Decision{}
@@ -398,7 +398,6 @@ func (c *Combiner) askMany(ctx context.Context, b *batch) error {
 		}
 		w.answer = row.decision()
 	}
-	rows.Close()
 	if err := rows.Err(); err != nil {
 		return err // also when the rows came and the commit failed
 	}

@@ -210,10 +210,12 @@ func TestCombiner_ExecModes(t *testing.T) {
 						{policy, "NULL", []client.Option{client.IdempotencyKey("NULL")}},
 						{policy, "NULL", []client.Option{client.IdempotencyKey("NULL")}},
 						{policy, "NULL", []client.Option{client.IdempotencyKey(`"'\`), client.Cost(0)}},
+						{policy, "NULL", []client.Option{client.IdempotencyKey("a\x00'b")}},
 					})()
 					require.NoError(t, replays[0].err)
 					require.True(t, replays[1].Replayed)
 					require.NoError(t, replays[2].err)
+					require.ErrorIs(t, replays[3].err, client.ErrInvalidArgument)
 				}
 			})
 		}

@@ -213,6 +213,33 @@ func TestCombiner_CallsCarryEqualShares(t *testing.T) {
 	})
 }
 
+func TestCombiner_WhoLeftHasNoShare(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		db := &gatedPool{}
+		limiter := client.NewCombiner(db, client.CallsInFlight(2))
+		defer limiter.Close()
+		ctx, cancel := context.WithCancel(t.Context())
+		for n := range 202 {
+			if n%5 < 3 {
+				_ = ask(t.Context(), limiter, fmt.Sprint("k", n))
+			} else {
+				_ = ask(ctx, limiter, fmt.Sprint("k", n))
+			}
+		}
+		cancel()
+		calls := db.underWay()
+		require.Len(t, calls, 2)
+		calls[0].grant()
+		calls = db.underWay()
+		require.Len(t, calls, 2)
+		require.InDelta(t, 61, len(calls[1].keys), 12)
+		for len(db.underWay()) > 0 {
+			db.underWay()[0].grant()
+		}
+	})
+}
+
 func TestCombiner_AStalledCallLeavesTheWayToOthers(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -242,25 +269,52 @@ func TestCombiner_WhoLeavesTheQueueIsNotSent(t *testing.T) {
 		db := &gatedPool{}
 		limiter := client.NewCombiner(db, client.CallsInFlight(1))
 		defer limiter.Close()
-		one := ask(t.Context(), limiter, "k1")
-		two := ask(t.Context(), limiter, "k2")
-		ctx, cancel := context.WithCancel(t.Context())
-		leavers := []<-chan answer{ask(ctx, limiter, "k3"), ask(ctx, limiter, "k4")}
-		five := ask(t.Context(), limiter, "k5")
+		for range 10 { // so that what was used before is used again
+			one := ask(t.Context(), limiter, "k1")
+			two := ask(t.Context(), limiter, "k2")
+			ctx, cancel := context.WithCancel(t.Context())
+			leavers := []<-chan answer{ask(ctx, limiter, "k3"), ask(ctx, limiter, "k4")}
+			five := ask(t.Context(), limiter, "k5")
 
-		cancel()
-		for _, left := range leavers {
-			err := (<-left).err
-			require.ErrorIs(t, err, context.Canceled)
-			require.EqualError(t, err, "pgratelimit: acquire: context canceled")
+			cancel()
+			for _, left := range leavers {
+				err := (<-left).err
+				require.ErrorIs(t, err, context.Canceled)
+				require.EqualError(t, err, "pgratelimit: acquire: context canceled")
+			}
+			db.only(t).grant()
+			call := db.only(t)
+			require.Equal(t, []string{"k2", "k5"}, call.keys)
+			call.grant()
+			for n, got := range map[int64]<-chan answer{1: one, 2: two, 5: five} {
+				require.Equal(t, n, requireGranted(t, got).Remaining)
+			}
 		}
-		db.only(t).grant()
-		call := db.only(t)
-		require.Equal(t, []string{"k2", "k5"}, call.keys)
-		call.grant()
-		for n, got := range map[int64]<-chan answer{1: one, 2: two, 5: five} {
-			require.Equal(t, n, requireGranted(t, got).Remaining)
+	})
+}
+
+// What a caller leaves behind is used by the next, so it must not be left twice.
+func TestCombiner_WhoIsAnsweredDoesNotLeave(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		db := &gatedPool{}
+		limiter := client.NewCombiner(db, client.CallsInFlight(1))
+		defer limiter.Close()
+		answered := 0
+		for range 100 {
+			_ = ask(t.Context(), limiter, "k1")
+			ctx, cancel := context.WithCancel(t.Context())
+			two, three := ask(ctx, limiter, "k2"), ask(t.Context(), limiter, "k3")
+			db.only(t).grant()
+			call := db.only(t)
+			cancel()
+			call.grant() // most often before its caller has come round to leaving
+			requireGranted(t, three)
+			if got := <-two; got.err == nil {
+				answered++
+			}
 		}
+		require.NotZero(t, answered)
 	})
 }
 
@@ -366,16 +420,17 @@ func TestCombiner_CloseWaitsAndRefuses(t *testing.T) {
 
 		db.underWay()[0].grant()
 		require.EqualValues(t, 1, requireGranted(t, one).Remaining)
-		require.Len(t, db.underWay(), 2)
-		db.underWay()[0].grant()
-		require.EqualValues(t, 8, requireGranted(t, unreadable).Remaining)
-		call := db.only(t)
+		call := db.underWay()[1]
 		require.Equal(t, []string{"k2", "k3"}, call.keys, "those who waited are served")
 		require.Empty(t, closed)
 		call.deny(time.Hour)
 		for _, got := range []<-chan answer{two, three} {
 			require.False(t, (<-got).Allowed)
 		}
+		call = db.only(t)
+		require.Empty(t, closed)
+		call.grant()
+		require.EqualValues(t, 8, requireGranted(t, unreadable).Remaining)
 		<-closed
 		<-closed
 		_, err := limiter.Acquire(t.Context(), "p", "k2")
@@ -464,20 +519,22 @@ func TestCombiner_TextTheDatabaseCannotHoldFailsItsOwnerOnly(t *testing.T) {
 
 func TestCombiner_CountsAnswers(t *testing.T) {
 	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
-		db := &gatedPool{}
-		limiter := client.NewCombiner(db, client.CallsInFlight(1))
-		defer limiter.Close()
-		_ = ask(t.Context(), limiter, "k1")
-		two, three := ask(t.Context(), limiter, "k2"), ask(t.Context(), limiter, "k3")
-		db.only(t).grant()
-		call := db.only(t)
-		call.keys = call.keys[:1]
-		call.grant()
-		for _, got := range []<-chan answer{two, three} {
-			require.EqualError(t, (<-got).err, "pgratelimit: acquire: 1 answers to 2 requests")
-		}
-	})
+	for _, keys := range [][]string{{"k2"}, {"k2", "k3", "k4"}} {
+		synctest.Test(t, func(t *testing.T) {
+			db := &gatedPool{}
+			limiter := client.NewCombiner(db, client.CallsInFlight(1))
+			defer limiter.Close()
+			_ = ask(t.Context(), limiter, "k1")
+			two, three := ask(t.Context(), limiter, "k2"), ask(t.Context(), limiter, "k3")
+			db.only(t).grant()
+			call := db.only(t)
+			call.keys = keys
+			call.grant()
+			for _, got := range []<-chan answer{two, three} {
+				require.EqualError(t, (<-got).err, fmt.Sprintf("pgratelimit: acquire: %d answers to 2 requests", len(keys)))
+			}
+		})
+	}
 }
 
 var once = []client.Option{client.IdempotencyKey("once")}
@@ -622,3 +679,8 @@ func (r *gatedRows) RawValues() [][]byte    { return make([][]byte, len(r.curren
 func (r *gatedRows) Scan(dest ...any) error { return scanner{r.current}.Scan(dest...) }
 func (r *gatedRows) Close()                 {}
 func (r *gatedRows) Err() error             { return nil }
+
+// An acquirer is a Limiter or a Combiner.
+type acquirer interface {
+	Acquire(ctx context.Context, policy, key string, opts ...client.Option) (client.Decision, error)
+}

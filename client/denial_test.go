@@ -100,6 +100,7 @@ func TestDenialCache_IsForThatCostAndLarger(t *testing.T) {
 		require.True(t, sent(3))
 		time.Sleep(time.Minute)
 		require.True(t, sent(7), "the time has passed")
+		require.False(t, sent(7))
 		require.True(t, sent(6))
 	})
 }
@@ -116,6 +117,20 @@ func TestDenialCache_ALargerCostDoesNotReplaceASmaller(t *testing.T) {
 		calls[0].deny(time.Hour)
 		require.False(t, (<-two).Allowed)
 		require.False(t, (<-ask(t.Context(), limiter, "k")).Allowed)
+	})
+}
+
+func TestDenialCache_AGrantOfLessChangesNothing(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		db := &fakePool{fakeDB{answers: []any{denied(time.Minute), granted(1)}}}
+		limiter := client.New(db, client.DenialCache())
+		for _, cost := range []int64{5, 3, 5} {
+			d, err := limiter.Acquire(t.Context(), "p", "k", client.Cost(cost))
+			require.NoError(t, err)
+			require.Equal(t, cost == 3, d.Allowed)
+		}
+		require.Len(t, db.sent(), 2)
 	})
 }
 

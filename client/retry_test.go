@@ -62,6 +62,44 @@ func TestRetry_NeverOnWhatMayBeATransaction(t *testing.T) {
 	require.Len(t, db.sent(), 1)
 }
 
+// After the loss of a connection nobody knows: only a request that can be sent twice is, and only where
+// there are other connections.
+func TestRetry_AnUnknownOutcome(t *testing.T) {
+	t.Parallel()
+	broken, fatal := errors.New("connection reset"), pgError("57P01")
+	fatal.SeverityUnlocalized = "FATAL"
+	for _, lost := range []error{broken, fatal} {
+		synctest.Test(t, func(t *testing.T) {
+			for _, opts := range [][]client.Option{nil, once} {
+				db := &fakePool{fakeDB{answers: []any{lost, granted(9)}}}
+				_, err := client.New(db).Acquire(t.Context(), "p", "k", opts...)
+				require.Len(t, db.sent(), 1+len(opts))
+				if opts == nil {
+					require.ErrorIs(t, err, lost)
+				} else {
+					require.NoError(t, err)
+				}
+			}
+			db := &fakeDB{answers: []any{lost, granted(9)}}
+			_, err := client.New(db).Acquire(t.Context(), "p", "k", once...)
+			require.ErrorIs(t, err, lost)
+			require.Len(t, db.sent(), 1, "it may be a connection")
+
+			pool := &fakePool{fakeDB{answers: []any{lost, granted(9)}}}
+			ctx, cancel := context.WithCancel(t.Context())
+			cancel()
+			_, err = client.New(pool).Acquire(ctx, "p", "k", once...)
+			require.EqualError(t, err, "pgratelimit: acquire: "+lost.Error())
+			require.Len(t, pool.sent(), 1)
+
+			pool = &fakePool{fakeDB{answers: []any{lost, granted(9)}}}
+			_, err = client.New(pool).Refund(t.Context(), "p", "k", 1)
+			require.ErrorIs(t, err, lost)
+			require.Len(t, pool.sent(), 1)
+		})
+	}
+}
+
 func TestRetry_BackoffIsRandomAndBounded(t *testing.T) {
 	t.Parallel()
 	for n, limit := range map[int]time.Duration{
