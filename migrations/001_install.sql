@@ -32,16 +32,16 @@ comment on type ratelimit.decision is
 -- id is drawn anew by each definition: rows written under a dropped policy never count for a new
 -- one of the same name.
 create table ratelimit.policies (
-  id       bigint   not null,
-  name     text     collate "C" not null,
-  capacity bigint   not null,
-  refill   bigint   not null,
-  every    interval not null,
-  stepped  boolean  not null,
-  durable  boolean  not null,
-  remember interval not null,
-  every_us    bigint not null generated always as ((extract(epoch from every) * 1000000)::bigint) stored,
-  remember_us bigint not null generated always as ((extract(epoch from remember) * 1000000)::bigint) stored,
+  id          bigint   not null,
+  name        text     collate "C" not null,
+  capacity    bigint   not null,
+  refill      bigint   not null,
+  every       interval not null,
+  stepped     boolean  not null,
+  durable     boolean  not null,
+  remember    interval not null,
+  every_us    bigint   not null generated always as ((extract(epoch from every) * 1000000)::bigint) stored,
+  remember_us bigint   not null generated always as ((extract(epoch from remember) * 1000000)::bigint) stored,
   constraint policies_pkey primary key (name),
   constraint policies_id_key unique (id)
 );
