@@ -16,7 +16,7 @@ import (
 )
 
 const (
-	defaultCalls = 4
+	defaultCalls = 2
 
 	// maxBatch bounds the requests of one call, and so the locks it holds and what its callers
 	// wait for.

@@ -1,8 +1,8 @@
 // Package client calls pgratelimit: token bucket rate limits that live in PostgreSQL.
 //
 // Every decision is made by the server, in one round trip. The client calls a function named
-// ratelimit_* and decodes one row; it keeps no state, so any number of processes may share the same
-// buckets, with each other and with callers in SQL.
+// ratelimit_* and decodes one row; it keeps no state unless told to ([DenialCache]), so any number of
+// processes may share the same buckets, with each other and with callers in SQL.
 //
 // # Quickstart
 //
@@ -24,16 +24,39 @@
 //
 // A denial is an answer and not an error. The zero [Decision], which comes with every error, is a denial.
 //
+// # Which limiter
+//
+// All of them give the same exact answers, and may be used side by side.
+//
+//   - [New] on a pool sends one call for each request. It is all that a program with few requests
+//     at a time needs.
+//   - [NewCombiner] lets requests that wait at the same moment share a call. From some ten callers
+//     at a time it is several times as fast, and a busy key, where calls otherwise queue for one
+//     row, becomes the fastest case. Fewer callers lose nothing. It is for pools only: a call for
+//     many cannot be part of one caller's transaction, for which there is New on the transaction.
+//
+// Whether an answer waits for the disk is another choice, and each step gives up something:
+//
+//   - Without options a grant is flushed before it is answered, and survives a crash of the server.
+//   - [NoFlush] does not wait: a crash forgets the grants of the last moments, and those tokens can
+//     be granted again.
+//   - A policy with Durable [No] writes no log at all: after a crash its buckets are full.
+//
+// [DenialCache] answers repeated denials without the server, in exchange for seeing late what others
+// give back.
+//
 // # Retries and idempotency
 //
 // After a broken connection nobody knows whether the tokens were taken. An [IdempotencyKey] settles
 // it: send the request again under the same key, and it is charged at most once.
 //
-// The client itself repeats a call only when the server has said that nothing happened
-// (serialization_failure, 40001, or deadlock_detected, 40P01): up to 3 tries with a random pause of at
-// most 50 ms and then 100 ms between them. It does so on a pool and on a connection that is in no
-// transaction; inside a transaction the error is the caller's, because only the caller can begin the
-// transaction again.
+// The client itself repeats a call, up to 3 tries with a random pause of at most 50 ms and then 100 ms
+// between them,
+//
+//   - when the server has said that nothing happened (serialization_failure, 40001, or
+//     deadlock_detected, 40P01), on a pool and on a connection that is in no transaction; inside a
+//     transaction only the caller can begin again, and the error is the caller's
+//   - when the connection was lost, on a pool, if the request has an idempotency key
 //
 // # Transactions
 //

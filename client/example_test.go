@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -177,4 +179,55 @@ func ExampleLimiter_DefinePolicy() {
 	// api: 10 every 1s, stepped no, durable yes
 	// login: 5 every 15m0s, stepped yes, durable yes
 	// pixel: 1000 every 1m0s, stepped no, durable no
+}
+
+// A server with many requests at a time.
+func ExampleNewCombiner() {
+	pool, drop := database()
+	defer drop()
+	ctx := context.Background()
+
+	limiter := client.NewCombiner(pool)
+	defer limiter.Close() // before the pool
+
+	check(limiter.DefinePolicy(ctx, client.Policy{Name: "api", Capacity: 100, Refill: 1, Every: time.Hour}))
+
+	var allowed atomic.Int64
+	var requests sync.WaitGroup
+	for range 300 {
+		requests.Go(func() {
+			d := must(limiter.Acquire(ctx, "api", "user:42"))
+			if d.Allowed {
+				allowed.Add(1)
+			}
+		})
+	}
+	requests.Wait()
+	fmt.Println(allowed.Load())
+	// Output:
+	// 100
+}
+
+// A client that does not wait as long as it was told is denied without a call.
+func ExampleDenialCache() {
+	pool, drop := database()
+	defer drop()
+	ctx := context.Background()
+	limiter := client.New(pool, client.DenialCache())
+
+	check(limiter.DefinePolicy(ctx, client.Policy{Name: "api", Capacity: 10, Refill: 1, Every: time.Hour}))
+
+	must(limiter.Acquire(ctx, "api", "user:42", client.Cost(10)))
+	before := pool.Stat().AcquireCount()
+	for range 1000 {
+		must(limiter.Acquire(ctx, "api", "user:42"))
+	}
+	fmt.Println(pool.Stat().AcquireCount()-before, "call")
+
+	// What is given back through this limiter is seen at once.
+	must(limiter.Refund(ctx, "api", "user:42", 10))
+	fmt.Println(must(limiter.Acquire(ctx, "api", "user:42")).Allowed)
+	// Output:
+	// 1 call
+	// true
 }
