@@ -193,10 +193,11 @@ type call struct {
 	once     bool // does the same however often it is sent
 }
 
-// The columns of a decision, times in microseconds.
+// The columns of a decision, times in microseconds. The factor is numeric, as extract is: for an integer,
+// an operator that somebody planted on search_path would be the closer match.
 const decisionColumns = "allowed, remaining, " +
-	"(extract(epoch from retry_after) * 1000000)::bigint, " +
-	"(extract(epoch from reset_after) * 1000000)::bigint, " +
+	"(extract(epoch from retry_after) * 1000000.0)::bigint, " +
+	"(extract(epoch from reset_after) * 1000000.0)::bigint, " +
 	"capacity, replayed"
 
 // A decisionRow is where those columns are read to.

@@ -106,11 +106,11 @@ func (l *Limiter) DropPolicy(ctx context.Context, name string) error {
 func (l *Limiter) Policies(ctx context.Context) ([]Policy, error) {
 	const verb = "list policies"
 	// One row, because that is what a Querier gives.
-	const columns = `coalesce(json_agg(json_build_object(
+	const columns = `coalesce(pg_catalog.json_agg(pg_catalog.json_build_object(
 		'name', policy, 'capacity', capacity, 'refill', refill,
-		'every', (extract(epoch from every) * 1000000)::bigint,
+		'every', (extract(epoch from every) * 1000000.0)::bigint,
 		'stepped', stepped, 'durable', durable,
-		'remember', (extract(epoch from remember) * 1000000)::bigint
+		'remember', (extract(epoch from remember) * 1000000.0)::bigint
 		) order by policy collate "C"), '[]')::text`
 	var text string
 	err := l.query(ctx, call{verb: verb, columns: columns, function: "ratelimit_policies()"}, &text)

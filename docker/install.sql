@@ -41,7 +41,7 @@ begin;
 do $version_table$
 begin
   if exists (select from pg_catalog.pg_class as c
-              where c.oid = pg_catalog.to_regclass('public.ratelimit_schema_version')
+              where c.oid = pg_catalog.to_regclass('public.ratelimit_schema_version')::oid
                 and c.relowner <> (select r.oid from pg_catalog.pg_roles as r where r.rolname = current_user)) then
     raise exception 'the version table belongs to another role'
       using errcode = '42501',
@@ -67,7 +67,8 @@ comment on type ratelimit.decision is
   'The answer about one bucket: allowed; whole tokens remaining; retry_after, zero when allowed and null when the cost can never fit; reset_after, until full; capacity; replayed, when an idempotency key was seen before.';
 
 -- id is drawn anew by each definition: rows written under a dropped policy never count for a new
--- one of the same name.
+-- one of the same name. The generated columns are what sql/arithmetic.sql reckons with, ready made
+-- because each decision would pay for making them.
 create table ratelimit.policies (
   id          bigint   not null,
   name        text     collate "C" not null,
@@ -77,8 +78,12 @@ create table ratelimit.policies (
   stepped     boolean  not null,
   durable     boolean  not null,
   remember    interval not null,
-  every_us    bigint   not null generated always as ((extract(epoch from every) * 1000000)::bigint) stored,
-  remember_us bigint   not null generated always as ((extract(epoch from remember) * 1000000)::bigint) stored,
+  tick        interval not null generated always as (case when stepped then every else interval '1 microsecond' end) stored,
+  every_us    numeric  not null generated always as (extract(epoch from every) * 1000000.0) stored,
+  tick_us     numeric  not null generated always as (case when stepped then extract(epoch from every) * 1000000.0 else 1 end) stored,
+  gain        numeric  not null generated always as (refill * 1000000) stored,
+  tick_gain   numeric  not null generated always as ((refill * 1000000)::numeric * case when stepped then extract(epoch from every) * 1000000.0 else 1 end) stored,
+  remember_us bigint   not null generated always as ((extract(epoch from remember) * 1000000.0)::bigint) stored,
   constraint policies_pkey primary key (name),
   constraint policies_id_key unique (id)
 );
@@ -150,8 +155,10 @@ alter table ratelimit.ephemeral_idempotency_keys set (
 -- Default privileges may have given the schema and the tables to other roles.
 do $private$
 declare
+  v_path  text := pg_catalog.current_setting('search_path');
   v_grant record;
 begin
+  perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- nobody's operators but PostgreSQL's
   for v_grant in
     select o.object, case a.grantee when 0 then 'public' else a.grantee::pg_catalog.regrole::text end as grantee
       from (select 'schema ratelimit', n.nspacl, n.nspowner
@@ -168,6 +175,7 @@ begin
   loop
     execute pg_catalog.format('revoke all on %s from %s', v_grant.object, v_grant.grantee);
   end loop;
+  perform pg_catalog.set_config('search_path', v_path, true);
 end;
 $private$;
 
@@ -197,12 +205,14 @@ $private$;
 do $prologue$
 declare
   v_owner oid;
+  v_first text := pg_catalog.current_schema();
   v_home  text;
 begin
+  perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- nobody's operators but PostgreSQL's
   select n.nspowner into v_owner from pg_catalog.pg_namespace as n where n.nspname = 'ratelimit';
 
   if pg_catalog.to_regprocedure('ratelimit.clock()') is null then
-    v_home := pg_catalog.current_schema();
+    v_home := v_first;
     if v_home is null then
       raise exception 'no schema to install into'
         using errcode = '3F000',
@@ -258,10 +268,9 @@ comment on function ratelimit.clock() is
 -- The arithmetic of a bucket. Levels are whole microtokens and times whole microseconds, so every
 -- answer is a function of integers; products go through numeric, which cannot overflow or round.
 --
--- A bucket is (level, refilled_at): what it held, and when. Since then it has been credited
---   continuous: floor(elapsed * refill * 10^6 / every) microtokens, at any microsecond
---   stepped:    refill * 10^6 microtokens after each whole interval counted from refilled_at
--- and never more than fills it.
+-- A bucket is (level, refilled_at): what it held, and when. It gains evenly, gain microtokens in every_us,
+-- but is credited at its ticks only, counted from refilled_at, and never more than fills it. A tick is a
+-- microsecond when refill is continuous, and a whole interval when it is stepped.
 --
 -- All of these are IMMUTABLE single expressions, so that the planner inlines them. An argument used
 -- twice must be a column or a variable, or inlining stops.
@@ -301,52 +310,37 @@ comment on function ratelimit.duration(bigint) is
   'Microseconds as an interval, exactly.';
 
 -- Elapsed time is never negative: a clock that steps back credits and removes nothing.
+create or replace function ratelimit.refilled_until(refilled_at timestamptz, now timestamptz, tick interval)
+  returns timestamptz language sql immutable parallel safe
+as $$
+  select date_bin(tick, greatest(refilled_at, now), refilled_at)
+$$;
+comment on function ratelimit.refilled_until(timestamptz, timestamptz, interval) is
+  'The last tick of a bucket by now, which refilled_level is good for: whole ticks after refilled_at, never before it.';
+
 create or replace function ratelimit.refilled_level(
-    level bigint, refilled_at timestamptz, now timestamptz,
-    capacity bigint, refill bigint, every_us bigint, stepped boolean)
+    level bigint, refilled_at timestamptz, now timestamptz, capacity bigint, gain numeric, every_us numeric, tick interval)
   returns bigint language sql immutable parallel safe
 as $$
   select least(
     ratelimit.microtokens(capacity),
-    level + case
-      when stepped then
-        div(greatest(ratelimit.microseconds(now - refilled_at), 0), every_us) * ratelimit.microtokens(refill)
-      else
-        div(greatest(ratelimit.microseconds(now - refilled_at), 0) * ratelimit.microtokens(refill), every_us)
-      end)::bigint
+    level + div(ratelimit.microseconds(ratelimit.refilled_until(refilled_at, now, tick) - refilled_at) * gain, every_us))::bigint
 $$;
-comment on function ratelimit.refilled_level(bigint, timestamptz, timestamptz, bigint, bigint, bigint, boolean) is
+comment on function ratelimit.refilled_level(bigint, timestamptz, timestamptz, bigint, numeric, numeric, interval) is
   'The level, in microtokens, that a bucket has reached by now.';
-
-create or replace function ratelimit.refilled_until(
-    refilled_at timestamptz, now timestamptz, every interval, stepped boolean)
-  returns timestamptz language sql immutable parallel safe
-as $$
-  select case
-    when stepped then date_bin(every, greatest(refilled_at, now), refilled_at)
-    else greatest(refilled_at, now)
-  end
-$$;
-comment on function ratelimit.refilled_until(timestamptz, timestamptz, interval, boolean) is
-  'The instant refilled_level is good for: never before refilled_at, for a stepped bucket whole intervals after it.';
 
 -- Exact both ways: at this distance the bucket holds target, one microsecond earlier it does not.
 create or replace function ratelimit.wait_for(
-    target bigint, level bigint, refilled_at timestamptz, now timestamptz,
-    refill bigint, every_us bigint, stepped boolean)
+    target bigint, level bigint, refilled_at timestamptz, now timestamptz, every_us numeric, tick_us numeric, tick_gain numeric)
   returns bigint language sql immutable parallel safe
 as $$
   select case
     when level >= target then 0
-    else greatest(0, ratelimit.microseconds(refilled_at - now) + case
-      when stepped then
-        div(target::numeric - level + ratelimit.microtokens(refill) - 1, ratelimit.microtokens(refill)) * every_us
-      else
-        div((target::numeric - level) * every_us + ratelimit.microtokens(refill) - 1, ratelimit.microtokens(refill))
-      end)::bigint
+    else greatest(0, div((target::numeric - level) * every_us + tick_gain - 1, tick_gain) * tick_us
+                     - ratelimit.microseconds(now - refilled_at))::bigint
   end
 $$;
-comment on function ratelimit.wait_for(bigint, bigint, timestamptz, timestamptz, bigint, bigint, boolean) is
+comment on function ratelimit.wait_for(bigint, bigint, timestamptz, timestamptz, numeric, numeric, numeric) is
   'Microseconds from now until a bucket holds target microtokens.';
 
 -- Refusals. Each raises a constant message, the facts in DETAIL and the remedy in HINT.
@@ -756,28 +750,28 @@ begin
       loop
         if v_take > 0 then
           update buckets as b
-             set level       = refilled_level(b.level, b.refilled_at, v_now, v_policy.capacity,
-                                              v_policy.refill, v_policy.every_us, v_policy.stepped) - v_take,
-                 refilled_at = refilled_until(b.refilled_at, v_now, v_policy.every, v_policy.stepped)
+             set level       = refilled_level(b.level, b.refilled_at, v_now,
+                                              v_policy.capacity, v_policy.gain, v_policy.every_us, v_policy.tick) - v_take,
+                 refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick)
            where b.policy_id = v_policy.id
              and b.key       = v_key
-             and refilled_level(b.level, b.refilled_at, v_now, v_policy.capacity,
-                                v_policy.refill, v_policy.every_us, v_policy.stepped) >= v_take
+             and refilled_level(b.level, b.refilled_at, v_now,
+                                v_policy.capacity, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_take
           returning b.level, b.refilled_at into v_level, v_refilled_at;
           exit when found;
         end if;
 
         v_now := clock();  -- the update may have waited
-        select refilled_level(b.level, b.refilled_at, v_now, v_policy.capacity,
-                          v_policy.refill, v_policy.every_us, v_policy.stepped),
+        select refilled_level(b.level, b.refilled_at, v_now,
+                      v_policy.capacity, v_policy.gain, v_policy.every_us, v_policy.tick),
            case
              when v_cost = 0 then 0::bigint
              when v_cost <= v_policy.capacity then
                wait_for(microtokens(v_cost), b.level, b.refilled_at, v_now,
-                        v_policy.refill, v_policy.every_us, v_policy.stepped)
+                        v_policy.every_us, v_policy.tick_us, v_policy.tick_gain)
            end,
            wait_for(microtokens(v_policy.capacity), b.level, b.refilled_at, v_now,
-                    v_policy.refill, v_policy.every_us, v_policy.stepped)
+                    v_policy.every_us, v_policy.tick_us, v_policy.tick_gain)
       into v_level, v_retry_us, v_reset_us
       from buckets as b
      where b.policy_id = v_policy.id
@@ -807,7 +801,7 @@ begin
           v_level       := v_level - v_take;
           v_refilled_at := v_now;
           v_reset_us    := wait_for(microtokens(v_policy.capacity), v_level, v_refilled_at, v_now,
-                                    v_policy.refill, v_policy.every_us, v_policy.stepped);
+                                    v_policy.every_us, v_policy.tick_us, v_policy.tick_gain);
           v_due_at      := v_now + least(duration(v_reset_us), interval '24 hours');
           insert into buckets (policy_id, key, level, refilled_at, due_at)
           values (v_policy.id, v_key, v_level, v_refilled_at, v_due_at)
@@ -818,7 +812,7 @@ begin
 
       v_retry_us := 0;
       v_reset_us := wait_for(microtokens(v_policy.capacity), v_level, v_refilled_at, v_now,
-                             v_policy.refill, v_policy.every_us, v_policy.stepped);
+                             v_policy.every_us, v_policy.tick_us, v_policy.tick_gain);
 
       if v_idempotency_key is not null then
         v_expires_at := v_now + duration(v_policy.remember_us);
@@ -866,28 +860,28 @@ begin
       loop
         if v_take > 0 then
           update ephemeral_buckets as b
-             set level       = refilled_level(b.level, b.refilled_at, v_now, v_policy.capacity,
-                                              v_policy.refill, v_policy.every_us, v_policy.stepped) - v_take,
-                 refilled_at = refilled_until(b.refilled_at, v_now, v_policy.every, v_policy.stepped)
+             set level       = refilled_level(b.level, b.refilled_at, v_now,
+                                              v_policy.capacity, v_policy.gain, v_policy.every_us, v_policy.tick) - v_take,
+                 refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick)
            where b.policy_id = v_policy.id
              and b.key       = v_key
-             and refilled_level(b.level, b.refilled_at, v_now, v_policy.capacity,
-                                v_policy.refill, v_policy.every_us, v_policy.stepped) >= v_take
+             and refilled_level(b.level, b.refilled_at, v_now,
+                                v_policy.capacity, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_take
           returning b.level, b.refilled_at into v_level, v_refilled_at;
           exit when found;
         end if;
 
         v_now := clock();  -- the update may have waited
-        select refilled_level(b.level, b.refilled_at, v_now, v_policy.capacity,
-                          v_policy.refill, v_policy.every_us, v_policy.stepped),
+        select refilled_level(b.level, b.refilled_at, v_now,
+                      v_policy.capacity, v_policy.gain, v_policy.every_us, v_policy.tick),
            case
              when v_cost = 0 then 0::bigint
              when v_cost <= v_policy.capacity then
                wait_for(microtokens(v_cost), b.level, b.refilled_at, v_now,
-                        v_policy.refill, v_policy.every_us, v_policy.stepped)
+                        v_policy.every_us, v_policy.tick_us, v_policy.tick_gain)
            end,
            wait_for(microtokens(v_policy.capacity), b.level, b.refilled_at, v_now,
-                    v_policy.refill, v_policy.every_us, v_policy.stepped)
+                    v_policy.every_us, v_policy.tick_us, v_policy.tick_gain)
       into v_level, v_retry_us, v_reset_us
       from ephemeral_buckets as b
      where b.policy_id = v_policy.id
@@ -917,7 +911,7 @@ begin
           v_level       := v_level - v_take;
           v_refilled_at := v_now;
           v_reset_us    := wait_for(microtokens(v_policy.capacity), v_level, v_refilled_at, v_now,
-                                    v_policy.refill, v_policy.every_us, v_policy.stepped);
+                                    v_policy.every_us, v_policy.tick_us, v_policy.tick_gain);
           v_due_at      := v_now + least(duration(v_reset_us), interval '24 hours');
           insert into ephemeral_buckets (policy_id, key, level, refilled_at, due_at)
           values (v_policy.id, v_key, v_level, v_refilled_at, v_due_at)
@@ -928,7 +922,7 @@ begin
 
       v_retry_us := 0;
       v_reset_us := wait_for(microtokens(v_policy.capacity), v_level, v_refilled_at, v_now,
-                             v_policy.refill, v_policy.every_us, v_policy.stepped);
+                             v_policy.every_us, v_policy.tick_us, v_policy.tick_gain);
 
       if v_idempotency_key is not null then
         v_expires_at := v_now + duration(v_policy.remember_us);
@@ -977,7 +971,8 @@ comment on function ratelimit_acquire(text, text, bigint, text) is
 -- over would have to be locked out of order; a bucket that changed meanwhile was waited for, and so
 -- is ours already. It joins in the order of its input only while it has no other way: hence the
 -- settings. Everything else goes through the steps of ratelimit_acquire, where equal requests
--- without a key that follow each other on a bucket are one run, taken in one update.
+-- without a key that follow each other on a bucket are one run, taken in one update; on a busy key
+-- that is often the whole call.
 create or replace function ratelimit.acquire_in_order(
     policies text[], keys text[], costs bigint[], idempotency_keys text[])
   returns table (request bigint, allowed boolean, remaining bigint, retry_after interval, reset_after interval,
@@ -994,11 +989,11 @@ create or replace function ratelimit.acquire_in_order(
 as $$
 declare
   v_answered        bigint[] := array[]::bigint[];
+  v_alike           boolean;  -- all requests are one run
   v_run             record;
   v_position        integer;  -- the requests of the run answered so far
   v_step            bigint;   -- microtokens between two grants of a run
   v_count           integer;
-  v_later_us        bigint;
   v_name            text collate "C";
   v_key             text collate "C";
   v_cost            bigint;
@@ -1016,14 +1011,18 @@ declare
   v_first           idempotency_keys;
 begin
   select p.* into v_policy from policies as p where p.name = acquire_in_order.policies[1];
-  if idempotency_keys is null and found then
+  v_alike := (idempotency_keys is null
+              and policies[1] collate "C" = all (acquire_in_order.policies)
+              and keys[1] collate "C" = all (keys)
+              and costs[1] = all (costs)) is true;
+  if idempotency_keys is null and found and not v_alike then
     replayed := false;
     if v_policy.durable then
       for request, allowed, remaining, v_retry_us, v_reset_us, capacity in
       with asked as (
         select u.policy collate "C" as policy, u.key collate "C" as key, u.cost, u.request,
-               sum(least(u.cost, 9000000000001)) over (partition by u.policy collate "C", u.key collate "C"
-                                                       order by u.request) as total
+               sum(least(greatest(u.cost, 0), 2147483647)::integer)  -- of bigints it would be numeric
+                 over (partition by u.policy collate "C", u.key collate "C" order by u.request) as total
           from unnest(acquire_in_order.policies, keys, costs) with ordinality as u (policy, key, cost, request)
       ), wanted as materialized (
         select a.policy, a.key, max(a.total) as total, min(a.cost) as cheapest, max(a.cost) as dearest,
@@ -1032,15 +1031,15 @@ begin
          group by a.policy, a.key
         having bool_and(acceptable(a.policy, a.key, a.cost, null))
       ), found as materialized (
-        select w.*, p.id as policy_id, p.capacity, p.refill, p.every, p.every_us, p.stepped,
+        select w.*, p.id as policy_id, p.capacity, p.every_us, p.tick_us, p.tick_gain, p.tick, p.gain,
                b.ctid as row_id, b.level, b.refilled_at,
-               refilled_level(b.level, b.refilled_at, v_now, p.capacity, p.refill, p.every_us, p.stepped) as level_now
+               refilled_level(b.level, b.refilled_at, v_now, p.capacity, p.gain, p.every_us, p.tick) as level_now
           from wanted as w
           join policies as p on p.name = w.policy
           join buckets as b on b.policy_id = p.id and b.key = w.key
          where p.durable = v_policy.durable
            and w.cheapest > 0
-           and w.dearest <= p.capacity
+           and w.dearest <= least(p.capacity, 2147483646)
       ), clear as materialized (
         select
           from found as f
@@ -1048,29 +1047,32 @@ begin
            and bool_and(f.level_now / 1000000 >= f.total or f.level_now / 1000000 < f.cheapest)
       ), taken as (
         update buckets as b
-           set level       = refilled_level(b.level, b.refilled_at, v_now, f.capacity, f.refill, f.every_us, f.stepped)
-                             - microtokens(f.total::bigint),
-               refilled_at = refilled_until(b.refilled_at, v_now, f.every, f.stepped)
+           set level       = case
+                               when b.level = f.level and b.refilled_at = f.refilled_at then f.level_now
+                               else refilled_level(b.level, b.refilled_at, v_now, f.capacity, f.gain, f.every_us, f.tick)
+                             end - microtokens(f.total),
+               refilled_at = refilled_until(b.refilled_at, v_now, f.tick)
           from (select o.* from found as o
                  where o.level_now / 1000000 >= o.total and exists (select from clear)
                  order by o.policy, o.key) as f
          where b.ctid      = f.row_id
            and b.policy_id = f.policy_id
            and b.key       = f.key
-           and refilled_level(b.level, b.refilled_at, v_now, f.capacity, f.refill, f.every_us, f.stepped) / 1000000 >= f.total
-        returning f.requests, f.totals, f.total, b.level, b.refilled_at, f.capacity, f.refill, f.every_us, f.stepped
+           and (b.level = f.level and b.refilled_at = f.refilled_at
+                or refilled_level(b.level, b.refilled_at, v_now, f.capacity, f.gain, f.every_us, f.tick) / 1000000 >= f.total)
+        returning f.requests, f.totals, f.total, b.level, b.refilled_at, f.capacity, f.every_us, f.tick_us, f.tick_gain
       )
       select g.request, true, whole_tokens(g.level), 0,
-             wait_for(microtokens(g.capacity), g.level, g.refilled_at, v_now, g.refill, g.every_us, g.stepped), g.capacity
-        from (select r.request, t.level + ((t.total - r.total) * 1000000)::bigint as level,  -- what this one left
-                     t.refilled_at, t.capacity, t.refill, t.every_us, t.stepped
+             wait_for(microtokens(g.capacity), g.level, g.refilled_at, v_now, g.every_us, g.tick_us, g.tick_gain), g.capacity
+        from (select r.request, t.level + microtokens(t.total - r.total) as level,  -- what this one left
+                     t.refilled_at, t.capacity, t.every_us, t.tick_us, t.tick_gain
                 from taken as t
                cross join lateral unnest(t.requests, t.totals) as r (request, total)
               offset 0) as g
       union all
       select r.request, false, whole_tokens(f.level_now),
-             wait_for(microtokens(r.cost), f.level, f.refilled_at, v_now, f.refill, f.every_us, f.stepped),
-             wait_for(microtokens(f.capacity), f.level, f.refilled_at, v_now, f.refill, f.every_us, f.stepped), f.capacity
+             wait_for(microtokens(r.cost), f.level, f.refilled_at, v_now, f.every_us, f.tick_us, f.tick_gain),
+             wait_for(microtokens(f.capacity), f.level, f.refilled_at, v_now, f.every_us, f.tick_us, f.tick_gain), f.capacity
         from found as f
        cross join lateral unnest(f.requests, f.costs) as r (request, cost)
        where f.level_now / 1000000 < f.cheapest
@@ -1085,8 +1087,8 @@ begin
       for request, allowed, remaining, v_retry_us, v_reset_us, capacity in
       with asked as (
         select u.policy collate "C" as policy, u.key collate "C" as key, u.cost, u.request,
-               sum(least(u.cost, 9000000000001)) over (partition by u.policy collate "C", u.key collate "C"
-                                                       order by u.request) as total
+               sum(least(greatest(u.cost, 0), 2147483647)::integer)  -- of bigints it would be numeric
+                 over (partition by u.policy collate "C", u.key collate "C" order by u.request) as total
           from unnest(acquire_in_order.policies, keys, costs) with ordinality as u (policy, key, cost, request)
       ), wanted as materialized (
         select a.policy, a.key, max(a.total) as total, min(a.cost) as cheapest, max(a.cost) as dearest,
@@ -1095,15 +1097,15 @@ begin
          group by a.policy, a.key
         having bool_and(acceptable(a.policy, a.key, a.cost, null))
       ), found as materialized (
-        select w.*, p.id as policy_id, p.capacity, p.refill, p.every, p.every_us, p.stepped,
+        select w.*, p.id as policy_id, p.capacity, p.every_us, p.tick_us, p.tick_gain, p.tick, p.gain,
                b.ctid as row_id, b.level, b.refilled_at,
-               refilled_level(b.level, b.refilled_at, v_now, p.capacity, p.refill, p.every_us, p.stepped) as level_now
+               refilled_level(b.level, b.refilled_at, v_now, p.capacity, p.gain, p.every_us, p.tick) as level_now
           from wanted as w
           join policies as p on p.name = w.policy
           join ephemeral_buckets as b on b.policy_id = p.id and b.key = w.key
          where p.durable = v_policy.durable
            and w.cheapest > 0
-           and w.dearest <= p.capacity
+           and w.dearest <= least(p.capacity, 2147483646)
       ), clear as materialized (
         select
           from found as f
@@ -1111,29 +1113,32 @@ begin
            and bool_and(f.level_now / 1000000 >= f.total or f.level_now / 1000000 < f.cheapest)
       ), taken as (
         update ephemeral_buckets as b
-           set level       = refilled_level(b.level, b.refilled_at, v_now, f.capacity, f.refill, f.every_us, f.stepped)
-                             - microtokens(f.total::bigint),
-               refilled_at = refilled_until(b.refilled_at, v_now, f.every, f.stepped)
+           set level       = case
+                               when b.level = f.level and b.refilled_at = f.refilled_at then f.level_now
+                               else refilled_level(b.level, b.refilled_at, v_now, f.capacity, f.gain, f.every_us, f.tick)
+                             end - microtokens(f.total),
+               refilled_at = refilled_until(b.refilled_at, v_now, f.tick)
           from (select o.* from found as o
                  where o.level_now / 1000000 >= o.total and exists (select from clear)
                  order by o.policy, o.key) as f
          where b.ctid      = f.row_id
            and b.policy_id = f.policy_id
            and b.key       = f.key
-           and refilled_level(b.level, b.refilled_at, v_now, f.capacity, f.refill, f.every_us, f.stepped) / 1000000 >= f.total
-        returning f.requests, f.totals, f.total, b.level, b.refilled_at, f.capacity, f.refill, f.every_us, f.stepped
+           and (b.level = f.level and b.refilled_at = f.refilled_at
+                or refilled_level(b.level, b.refilled_at, v_now, f.capacity, f.gain, f.every_us, f.tick) / 1000000 >= f.total)
+        returning f.requests, f.totals, f.total, b.level, b.refilled_at, f.capacity, f.every_us, f.tick_us, f.tick_gain
       )
       select g.request, true, whole_tokens(g.level), 0,
-             wait_for(microtokens(g.capacity), g.level, g.refilled_at, v_now, g.refill, g.every_us, g.stepped), g.capacity
-        from (select r.request, t.level + ((t.total - r.total) * 1000000)::bigint as level,  -- what this one left
-                     t.refilled_at, t.capacity, t.refill, t.every_us, t.stepped
+             wait_for(microtokens(g.capacity), g.level, g.refilled_at, v_now, g.every_us, g.tick_us, g.tick_gain), g.capacity
+        from (select r.request, t.level + microtokens(t.total - r.total) as level,  -- what this one left
+                     t.refilled_at, t.capacity, t.every_us, t.tick_us, t.tick_gain
                 from taken as t
                cross join lateral unnest(t.requests, t.totals) as r (request, total)
               offset 0) as g
       union all
       select r.request, false, whole_tokens(f.level_now),
-             wait_for(microtokens(r.cost), f.level, f.refilled_at, v_now, f.refill, f.every_us, f.stepped),
-             wait_for(microtokens(f.capacity), f.level, f.refilled_at, v_now, f.refill, f.every_us, f.stepped), f.capacity
+             wait_for(microtokens(r.cost), f.level, f.refilled_at, v_now, f.every_us, f.tick_us, f.tick_gain),
+             wait_for(microtokens(f.capacity), f.level, f.refilled_at, v_now, f.every_us, f.tick_us, f.tick_gain), f.capacity
         from found as f
        cross join lateral unnest(f.requests, f.costs) as r (request, cost)
        where f.level_now / 1000000 < f.cheapest
@@ -1151,7 +1156,11 @@ begin
   end if;
 
   for v_run in
-    select c.policy, c.key, c.cost, c.idempotency_key, array_agg(c.request order by c.request) as requests
+    select policies[1] collate "C" as policy, keys[1] collate "C" as key, costs[1] as cost, null as idempotency_key,
+           array(select generate_series(1::bigint, cardinality(acquire_in_order.policies))) as requests
+     where v_alike
+    union all
+   (select c.policy, c.key, c.cost, c.idempotency_key, array_agg(c.request order by c.request)
       from (select b.*, count(*) filter (where b.starts) over (partition by b.policy, b.key order by b.request) as run
               from (select a.*,
                            a.idempotency_key is not null
@@ -1161,10 +1170,10 @@ begin
                                    u.idempotency_key collate "C" as idempotency_key, u.request
                               from unnest(acquire_in_order.policies, keys, costs, idempotency_keys)
                                    with ordinality as u (policy, key, cost, idempotency_key, request)
-                             where u.request <> all (v_answered)) as a
+                             where not v_alike and u.request <> all (v_answered)) as a
                     window bucket as (partition by a.policy, a.key order by a.request)) as b) as c
      group by c.policy, c.key, c.run, c.cost, c.idempotency_key
-     order by c.policy, c.key, c.run
+     order by c.policy, c.key, c.run)
   loop
     v_name            := v_run.policy;
     v_key             := v_run.key;
@@ -1206,28 +1215,28 @@ begin
       loop
         if v_take > 0 then
           update buckets as b
-             set level       = refilled_level(b.level, b.refilled_at, v_now, v_policy.capacity,
-                                              v_policy.refill, v_policy.every_us, v_policy.stepped) - v_take,
-                 refilled_at = refilled_until(b.refilled_at, v_now, v_policy.every, v_policy.stepped)
+             set level       = refilled_level(b.level, b.refilled_at, v_now,
+                                              v_policy.capacity, v_policy.gain, v_policy.every_us, v_policy.tick) - v_take,
+                 refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick)
            where b.policy_id = v_policy.id
              and b.key       = v_key
-             and refilled_level(b.level, b.refilled_at, v_now, v_policy.capacity,
-                                v_policy.refill, v_policy.every_us, v_policy.stepped) >= v_take
+             and refilled_level(b.level, b.refilled_at, v_now,
+                                v_policy.capacity, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_take
           returning b.level, b.refilled_at into v_level, v_refilled_at;
           exit when found;
         end if;
 
         v_now := clock();  -- the update may have waited
-        select refilled_level(b.level, b.refilled_at, v_now, v_policy.capacity,
-                          v_policy.refill, v_policy.every_us, v_policy.stepped),
+        select refilled_level(b.level, b.refilled_at, v_now,
+                      v_policy.capacity, v_policy.gain, v_policy.every_us, v_policy.tick),
            case
              when v_cost = 0 then 0::bigint
              when v_cost <= v_policy.capacity then
                wait_for(microtokens(v_cost), b.level, b.refilled_at, v_now,
-                        v_policy.refill, v_policy.every_us, v_policy.stepped)
+                        v_policy.every_us, v_policy.tick_us, v_policy.tick_gain)
            end,
            wait_for(microtokens(v_policy.capacity), b.level, b.refilled_at, v_now,
-                    v_policy.refill, v_policy.every_us, v_policy.stepped)
+                    v_policy.every_us, v_policy.tick_us, v_policy.tick_gain)
       into v_level, v_retry_us, v_reset_us
       from buckets as b
      where b.policy_id = v_policy.id
@@ -1257,7 +1266,7 @@ begin
           v_level       := v_level - v_take;
           v_refilled_at := v_now;
           v_reset_us    := wait_for(microtokens(v_policy.capacity), v_level, v_refilled_at, v_now,
-                                    v_policy.refill, v_policy.every_us, v_policy.stepped);
+                                    v_policy.every_us, v_policy.tick_us, v_policy.tick_gain);
           v_due_at      := v_now + least(duration(v_reset_us), interval '24 hours');
           insert into buckets (policy_id, key, level, refilled_at, due_at)
           values (v_policy.id, v_key, v_level, v_refilled_at, v_due_at)
@@ -1268,7 +1277,7 @@ begin
 
       v_retry_us := 0;
       v_reset_us := wait_for(microtokens(v_policy.capacity), v_level, v_refilled_at, v_now,
-                             v_policy.refill, v_policy.every_us, v_policy.stepped);
+                             v_policy.every_us, v_policy.tick_us, v_policy.tick_gain);
 
       if v_idempotency_key is not null then
         v_expires_at := v_now + duration(v_policy.remember_us);
@@ -1316,28 +1325,28 @@ begin
       loop
         if v_take > 0 then
           update ephemeral_buckets as b
-             set level       = refilled_level(b.level, b.refilled_at, v_now, v_policy.capacity,
-                                              v_policy.refill, v_policy.every_us, v_policy.stepped) - v_take,
-                 refilled_at = refilled_until(b.refilled_at, v_now, v_policy.every, v_policy.stepped)
+             set level       = refilled_level(b.level, b.refilled_at, v_now,
+                                              v_policy.capacity, v_policy.gain, v_policy.every_us, v_policy.tick) - v_take,
+                 refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick)
            where b.policy_id = v_policy.id
              and b.key       = v_key
-             and refilled_level(b.level, b.refilled_at, v_now, v_policy.capacity,
-                                v_policy.refill, v_policy.every_us, v_policy.stepped) >= v_take
+             and refilled_level(b.level, b.refilled_at, v_now,
+                                v_policy.capacity, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_take
           returning b.level, b.refilled_at into v_level, v_refilled_at;
           exit when found;
         end if;
 
         v_now := clock();  -- the update may have waited
-        select refilled_level(b.level, b.refilled_at, v_now, v_policy.capacity,
-                          v_policy.refill, v_policy.every_us, v_policy.stepped),
+        select refilled_level(b.level, b.refilled_at, v_now,
+                      v_policy.capacity, v_policy.gain, v_policy.every_us, v_policy.tick),
            case
              when v_cost = 0 then 0::bigint
              when v_cost <= v_policy.capacity then
                wait_for(microtokens(v_cost), b.level, b.refilled_at, v_now,
-                        v_policy.refill, v_policy.every_us, v_policy.stepped)
+                        v_policy.every_us, v_policy.tick_us, v_policy.tick_gain)
            end,
            wait_for(microtokens(v_policy.capacity), b.level, b.refilled_at, v_now,
-                    v_policy.refill, v_policy.every_us, v_policy.stepped)
+                    v_policy.every_us, v_policy.tick_us, v_policy.tick_gain)
       into v_level, v_retry_us, v_reset_us
       from ephemeral_buckets as b
      where b.policy_id = v_policy.id
@@ -1367,7 +1376,7 @@ begin
           v_level       := v_level - v_take;
           v_refilled_at := v_now;
           v_reset_us    := wait_for(microtokens(v_policy.capacity), v_level, v_refilled_at, v_now,
-                                    v_policy.refill, v_policy.every_us, v_policy.stepped);
+                                    v_policy.every_us, v_policy.tick_us, v_policy.tick_gain);
           v_due_at      := v_now + least(duration(v_reset_us), interval '24 hours');
           insert into ephemeral_buckets (policy_id, key, level, refilled_at, due_at)
           values (v_policy.id, v_key, v_level, v_refilled_at, v_due_at)
@@ -1378,7 +1387,7 @@ begin
 
       v_retry_us := 0;
       v_reset_us := wait_for(microtokens(v_policy.capacity), v_level, v_refilled_at, v_now,
-                             v_policy.refill, v_policy.every_us, v_policy.stepped);
+                             v_policy.every_us, v_policy.tick_us, v_policy.tick_gain);
 
       if v_idempotency_key is not null then
         v_expires_at := v_now + duration(v_policy.remember_us);
@@ -1430,19 +1439,27 @@ begin
       -- A grant is answered by the level it left; what of the run did not fit goes round again.
       v_step  := case when allowed and not v_replayed and v_take > 0 then microtokens(v_cost) else 0 end;
       v_count := case when v_step > 0 then (v_take / v_step)::integer else cardinality(v_run.requests) - v_position end;
-      for v_later in reverse v_count - 1 .. 0 loop
-        v_position := v_position + 1;
-        request    := v_run.requests[v_position];
-        remaining  := whole_tokens(v_level + v_later * v_step);
-        if v_later > 0 and v_step > 0 then
-          v_later_us := wait_for(microtokens(v_policy.capacity), v_level + v_later * v_step, v_refilled_at, v_now,
-                                 v_policy.refill, v_policy.every_us, v_policy.stepped);
-        else
-          v_later_us := v_reset_us;
-        end if;
-        reset_after := duration(v_later_us);
+      if v_count = 1 then
+        request     := v_run.requests[v_position + 1];
+        remaining   := whole_tokens(v_level);
+        reset_after := duration(v_reset_us);
         return next;
-      end loop;
+      else
+        return query
+          select d.request, acquire_in_order.allowed, whole_tokens(d.level), acquire_in_order.retry_after,
+                 duration(d.reset_us), acquire_in_order.capacity, acquire_in_order.replayed, null, null, null, null
+            from (select l.request, l.level,
+                         case
+                           when v_step = 0 then v_reset_us
+                           else wait_for(microtokens(v_policy.capacity), l.level, v_refilled_at, v_now,
+                                         v_policy.every_us, v_policy.tick_us, v_policy.tick_gain)
+                         end as reset_us
+                    from (select v_run.requests[v_position + n] as request, v_level + (v_count - n) * v_step as level
+                            from generate_series(1, v_count) as n
+                          offset 0) as l
+                  offset 0) as d;
+      end if;
+      v_position := v_position + v_count;
     end loop;
   end loop;
 end;
@@ -1520,16 +1537,16 @@ begin
   perform check_tokens('cost', v_cost);
   v_now := clock();
   if v_policy.durable then
-    select refilled_level(b.level, b.refilled_at, v_now, v_policy.capacity,
-                          v_policy.refill, v_policy.every_us, v_policy.stepped),
+    select refilled_level(b.level, b.refilled_at, v_now,
+                      v_policy.capacity, v_policy.gain, v_policy.every_us, v_policy.tick),
            case
              when v_cost = 0 then 0::bigint
              when v_cost <= v_policy.capacity then
                wait_for(microtokens(v_cost), b.level, b.refilled_at, v_now,
-                        v_policy.refill, v_policy.every_us, v_policy.stepped)
+                        v_policy.every_us, v_policy.tick_us, v_policy.tick_gain)
            end,
            wait_for(microtokens(v_policy.capacity), b.level, b.refilled_at, v_now,
-                    v_policy.refill, v_policy.every_us, v_policy.stepped)
+                    v_policy.every_us, v_policy.tick_us, v_policy.tick_gain)
       into v_level, v_retry_us, v_reset_us
       from buckets as b
      where b.policy_id = v_policy.id
@@ -1541,16 +1558,16 @@ begin
     end if;
 
   else
-    select refilled_level(b.level, b.refilled_at, v_now, v_policy.capacity,
-                          v_policy.refill, v_policy.every_us, v_policy.stepped),
+    select refilled_level(b.level, b.refilled_at, v_now,
+                      v_policy.capacity, v_policy.gain, v_policy.every_us, v_policy.tick),
            case
              when v_cost = 0 then 0::bigint
              when v_cost <= v_policy.capacity then
                wait_for(microtokens(v_cost), b.level, b.refilled_at, v_now,
-                        v_policy.refill, v_policy.every_us, v_policy.stepped)
+                        v_policy.every_us, v_policy.tick_us, v_policy.tick_gain)
            end,
            wait_for(microtokens(v_policy.capacity), b.level, b.refilled_at, v_now,
-                    v_policy.refill, v_policy.every_us, v_policy.stepped)
+                    v_policy.every_us, v_policy.tick_us, v_policy.tick_gain)
       into v_level, v_retry_us, v_reset_us
       from ephemeral_buckets as b
      where b.policy_id = v_policy.id
@@ -1596,20 +1613,20 @@ begin
   v_now    := clock();
   if v_policy.durable then
     update buckets as b
-       set level       = least(refilled_level(b.level, b.refilled_at, v_now, v_policy.capacity,
-                                              v_policy.refill, v_policy.every_us, v_policy.stepped),
+       set level       = least(refilled_level(b.level, b.refilled_at, v_now,
+                                              v_policy.capacity, v_policy.gain, v_policy.every_us, v_policy.tick),
                                microtokens(v_policy.capacity - v_amount)) + microtokens(v_amount),
-           refilled_at = refilled_until(b.refilled_at, v_now, v_policy.every, v_policy.stepped),
+           refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
            due_at      = least(b.due_at, v_now)  -- perhaps full by now
      where b.policy_id = v_policy.id
        and b.key       = v_key
     returning b.level, b.refilled_at into v_level, v_refilled_at;
   else
     update ephemeral_buckets as b
-       set level       = least(refilled_level(b.level, b.refilled_at, v_now, v_policy.capacity,
-                                              v_policy.refill, v_policy.every_us, v_policy.stepped),
+       set level       = least(refilled_level(b.level, b.refilled_at, v_now,
+                                              v_policy.capacity, v_policy.gain, v_policy.every_us, v_policy.tick),
                                microtokens(v_policy.capacity - v_amount)) + microtokens(v_amount),
-           refilled_at = refilled_until(b.refilled_at, v_now, v_policy.every, v_policy.stepped),
+           refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
            due_at      = least(b.due_at, v_now)  -- perhaps full by now
      where b.policy_id = v_policy.id
        and b.key       = v_key
@@ -1618,8 +1635,8 @@ begin
   if not found then
     return answer(microtokens(v_policy.capacity), 0, 0, v_policy.capacity);
   end if;
-  v_reset_us := wait_for(microtokens(v_policy.capacity), v_level, v_refilled_at, clock(),
-                         v_policy.refill, v_policy.every_us, v_policy.stepped);
+  v_reset_us := wait_for(microtokens(v_policy.capacity), v_level, v_refilled_at, v_now,
+                         v_policy.every_us, v_policy.tick_us, v_policy.tick_gain);
   return answer(v_level, 0, v_reset_us, v_policy.capacity);
 end;
 $$;
@@ -1658,7 +1675,8 @@ comment on function ratelimit_reset(text, text) is
 -- past their time, and rows whose policy is gone. Due rows are found through an index, rows that
 -- others hold are skipped, so it never waits for an acquire; an acquire that wants a bucket being
 -- removed waits for one batch to commit.
--- One batch: of each table the rows due by due_before, at most max_rows; null means by now.
+-- One batch: of each table the rows due by due_before, at most max_rows; null means by now, and so
+-- does an instant to come.
 --
 -- A bucket that is not full yet is looked at again when it may be, at the latest in 24 hours.
 -- Locks and writes: the rows it deletes or puts off, until the caller's transaction ends.
@@ -1681,7 +1699,7 @@ begin
   if (max_rows > 0) is not true then
     perform refuse('max_rows', max_rows::text, 'Pass 1 or more.');
   end if;
-  due_before               := coalesce(due_before, v_now);
+  due_before               := least(due_before, v_now);  -- by now, when null
   buckets_deleted          := 0;
   idempotency_keys_deleted := 0;
   rows_read                := 0;
@@ -1689,8 +1707,7 @@ begin
   with due as materialized (
     select b.ctid as row_id,
            p.id is null
-           or wait_for(microtokens(p.capacity), b.level, b.refilled_at, v_now,
-                       p.refill, p.every_us, p.stepped) = 0 as removable
+           or wait_for(microtokens(p.capacity), b.level, b.refilled_at, v_now, p.every_us, p.tick_us, p.tick_gain) = 0 as removable
       from buckets as b
       left join policies as p on p.id = b.policy_id
      where b.due_at <= due_before
@@ -1704,8 +1721,7 @@ begin
   ), postponed as (
     update buckets as b
        set due_at = v_now + least(interval '24 hours',
-                                  duration(wait_for(microtokens(p.capacity), b.level, b.refilled_at, v_now,
-                                                    p.refill, p.every_us, p.stepped)))
+                                  duration(wait_for(microtokens(p.capacity), b.level, b.refilled_at, v_now, p.every_us, p.tick_us, p.tick_gain)))
       from policies as p
      where p.id = b.policy_id
        and b.ctid = any (array(select d.row_id from due as d where not d.removable))
@@ -1716,8 +1732,7 @@ begin
   with due as materialized (
     select b.ctid as row_id,
            p.id is null
-           or wait_for(microtokens(p.capacity), b.level, b.refilled_at, v_now,
-                       p.refill, p.every_us, p.stepped) = 0 as removable
+           or wait_for(microtokens(p.capacity), b.level, b.refilled_at, v_now, p.every_us, p.tick_us, p.tick_gain) = 0 as removable
       from ephemeral_buckets as b
       left join policies as p on p.id = b.policy_id
      where b.due_at <= due_before
@@ -1731,8 +1746,7 @@ begin
   ), postponed as (
     update ephemeral_buckets as b
        set due_at = v_now + least(interval '24 hours',
-                                  duration(wait_for(microtokens(p.capacity), b.level, b.refilled_at, v_now,
-                                                    p.refill, p.every_us, p.stepped)))
+                                  duration(wait_for(microtokens(p.capacity), b.level, b.refilled_at, v_now, p.every_us, p.tick_us, p.tick_gain)))
       from policies as p
      where p.id = b.policy_id
        and b.ctid = any (array(select d.row_id from due as d where not d.removable))
@@ -1852,21 +1866,24 @@ comment on function ratelimit_cleanup(integer) is
 
 -- Repeats batches, committing after each, until nothing is due that was due when it began, or the
 -- budget is spent. Not SECURITY DEFINER, since that forbids COMMIT: a caller other than the owner
--- needs EXECUTE on this and on ratelimit.cleanup_batch, and USAGE on schema ratelimit.
+-- needs EXECUTE on this and on ratelimit.cleanup_batch, and USAGE on schema ratelimit. Its
+-- search_path is the caller's for the same reason, so it calls nothing for which somebody's public
+-- schema could have a closer match, such as a format(text, text).
 create or replace procedure ratelimit_cleanup_all(budget interval default '50 seconds')
   language plpgsql
 as $$
 declare
-  v_deadline   timestamptz := clock_timestamp() + ratelimit_cleanup_all.budget;
+  v_deadline   timestamptz;
   v_due_before timestamptz;
   v_rows_read  bigint;
 begin
   if (ratelimit_cleanup_all.budget > interval '0') is not true then
     raise exception 'invalid budget'
       using errcode = '22023',
-            detail  = format('budget is %s.', coalesce(ratelimit_cleanup_all.budget::text, 'null')),
+            detail  = 'budget is ' || coalesce(ratelimit_cleanup_all.budget::text, 'null') || '.',
             hint    = 'Pass an interval above zero, such as ''50 seconds''.';
   end if;
+  v_deadline := clock_timestamp() + least(ratelimit_cleanup_all.budget, interval '1000 years');
   loop
     select b.due_before, b.rows_read
       into v_due_before, v_rows_read
@@ -1897,17 +1914,20 @@ comment on function ratelimit_version() is
 do $epilogue$
 declare
   v_owner oid;
+  v_path  text := pg_catalog.current_setting('search_path');
+  v_home  text := pg_catalog.current_schema();
   v_role  text;
   v_proc  record;
   v_had   oid[] := pg_catalog.string_to_array(pg_catalog.current_setting('ratelimit.preexisting'), ',')::oid[];
 begin
+  perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- nobody's operators but PostgreSQL's
   select n.nspowner into v_owner from pg_catalog.pg_namespace as n where n.nspname = 'ratelimit';
 
   for v_proc in
     select p.oid, p.oid::pg_catalog.regprocedure as signature, p.proowner, p.proacl
       from pg_catalog.pg_proc as p
      where p.pronamespace = 'ratelimit'::pg_catalog.regnamespace
-        or p.pronamespace = pg_catalog.quote_ident(pg_catalog.current_schema())::pg_catalog.regnamespace
+        or p.pronamespace = pg_catalog.quote_ident(v_home)::pg_catalog.regnamespace
        and pg_catalog.starts_with(p.proname, 'ratelimit_')
   loop
     if v_proc.proowner <> v_owner then
@@ -1926,6 +1946,7 @@ begin
       execute pg_catalog.format('revoke all on routine %s from %s', v_proc.signature, v_role);
     end loop;
   end loop;
+  perform pg_catalog.set_config('search_path', v_path, true);
 end;
 $epilogue$;
 

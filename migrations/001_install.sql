@@ -4,7 +4,7 @@
 do $version_table$
 begin
   if exists (select from pg_catalog.pg_class as c
-              where c.oid = pg_catalog.to_regclass('public.ratelimit_schema_version')
+              where c.oid = pg_catalog.to_regclass('public.ratelimit_schema_version')::oid
                 and c.relowner <> (select r.oid from pg_catalog.pg_roles as r where r.rolname = current_user)) then
     raise exception 'the version table belongs to another role'
       using errcode = '42501',
@@ -30,7 +30,8 @@ comment on type ratelimit.decision is
   'The answer about one bucket: allowed; whole tokens remaining; retry_after, zero when allowed and null when the cost can never fit; reset_after, until full; capacity; replayed, when an idempotency key was seen before.';
 
 -- id is drawn anew by each definition: rows written under a dropped policy never count for a new
--- one of the same name.
+-- one of the same name. The generated columns are what sql/arithmetic.sql reckons with, ready made
+-- because each decision would pay for making them.
 create table ratelimit.policies (
   id          bigint   not null,
   name        text     collate "C" not null,
@@ -40,8 +41,12 @@ create table ratelimit.policies (
   stepped     boolean  not null,
   durable     boolean  not null,
   remember    interval not null,
-  every_us    bigint   not null generated always as ((extract(epoch from every) * 1000000)::bigint) stored,
-  remember_us bigint   not null generated always as ((extract(epoch from remember) * 1000000)::bigint) stored,
+  tick        interval not null generated always as (case when stepped then every else interval '1 microsecond' end) stored,
+  every_us    numeric  not null generated always as (extract(epoch from every) * 1000000.0) stored,
+  tick_us     numeric  not null generated always as (case when stepped then extract(epoch from every) * 1000000.0 else 1 end) stored,
+  gain        numeric  not null generated always as (refill * 1000000) stored,
+  tick_gain   numeric  not null generated always as ((refill * 1000000)::numeric * case when stepped then extract(epoch from every) * 1000000.0 else 1 end) stored,
+  remember_us bigint   not null generated always as ((extract(epoch from remember) * 1000000.0)::bigint) stored,
   constraint policies_pkey primary key (name),
   constraint policies_id_key unique (id)
 );
@@ -113,8 +118,10 @@ alter table ratelimit.ephemeral_idempotency_keys set (
 -- Default privileges may have given the schema and the tables to other roles.
 do $private$
 declare
+  v_path  text := pg_catalog.current_setting('search_path');
   v_grant record;
 begin
+  perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- nobody's operators but PostgreSQL's
   for v_grant in
     select o.object, case a.grantee when 0 then 'public' else a.grantee::pg_catalog.regrole::text end as grantee
       from (select 'schema ratelimit', n.nspacl, n.nspowner
@@ -131,6 +138,7 @@ begin
   loop
     execute pg_catalog.format('revoke all on %s from %s', v_grant.object, v_grant.grantee);
   end loop;
+  perform pg_catalog.set_config('search_path', v_path, true);
 end;
 $private$;
 
@@ -141,8 +149,10 @@ $private$;
 -- No cascade: an object of yours that depends on these stops the removal.
 do $down$
 declare
+  v_path     text := pg_catalog.current_setting('search_path');
   v_function record;
 begin
+  perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- nobody's operators but PostgreSQL's
   for v_function in
     select p.oid::pg_catalog.regprocedure as signature
       from pg_catalog.pg_proc as p
@@ -158,6 +168,7 @@ begin
   loop
     execute pg_catalog.format('drop routine %s', v_function.signature);
   end loop;
+  perform pg_catalog.set_config('search_path', v_path, true);
 end;
 $down$;
 drop table ratelimit.ephemeral_idempotency_keys, ratelimit.ephemeral_buckets,

@@ -104,7 +104,7 @@ func checkVersionTable(ctx context.Context, conn *pgx.Conn) error {
 		  select
 		    from pg_catalog.pg_class as c
 		    join pg_catalog.pg_roles as r on r.oid = c.relowner
-		   where c.oid = pg_catalog.to_regclass('`+VersionTable+`')
+		   where c.oid = pg_catalog.to_regclass('`+VersionTable+`')::oid
 		     and (c.relkind <> 'r'
 		          or r.rolname <> current_user
 		             and not r.rolsuper

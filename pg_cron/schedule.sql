@@ -8,7 +8,7 @@ declare
   v_home text := (select s.setting from pg_catalog.pg_settings as s where s.name = 'cron.database_name');
   v_call text;
 begin
-  select format('call %I.%I()', n.nspname, p.proname)
+  select pg_catalog.format('call %I.%I()', n.nspname, p.proname)
     into v_call
     from pg_catalog.pg_proc as p
     join pg_catalog.pg_namespace as n on n.oid = p.pronamespace
@@ -17,11 +17,11 @@ begin
   if v_call is null then
     raise exception 'pgratelimit is not installed in this database'
       using errcode = 'object_not_in_prerequisite_state',
-            detail  = format('Database %I has no procedure ratelimit_cleanup_all.', current_database()),
+            detail  = pg_catalog.format('Database %I has no procedure ratelimit_cleanup_all.', current_database()),
             hint    = 'Install it first: make install DATABASE_URL=...';
   end if;
 
-  perform pg_advisory_xact_lock(hashtext('ratelimit-cleanup'));  -- one at a time from here
+  perform pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext('ratelimit-cleanup'));  -- one at a time from here
 
   if not exists (select from pg_catalog.pg_extension as e where e.extname = 'pg_cron') then
     if v_home = current_database() then
@@ -29,7 +29,7 @@ begin
     elsif v_home is not null then
       raise exception 'pg_cron is not in this database'
         using errcode = 'object_not_in_prerequisite_state',
-              detail  = format('It is in database %I; this is %I.', v_home, current_database()),
+              detail  = pg_catalog.format('It is in database %I; this is %I.', v_home, current_database()),
               hint    = 'Run pg_cron/schedule_elsewhere.sql instead.';
     else
       raise exception 'pg_cron is not in this database'

@@ -9,10 +9,10 @@
 \set ON_ERROR_STOP on
 \set QUIET on
 
-select max(format('call %I.%I()', n.nspname, p.proname))  as call,
-       current_database()                                 as database,
-       'ratelimit-cleanup:'         || current_database() as cleanup,
-       'ratelimit-cleanup-history:' || current_database() as history
+select pg_catalog.max(pg_catalog.format('call %I.%I()', n.nspname, p.proname)) as call,
+       current_database()                                                      as database,
+       pg_catalog.format('ratelimit-cleanup:%s', current_database())           as cleanup,
+       pg_catalog.format('ratelimit-cleanup-history:%s', current_database())   as history
   from pg_catalog.pg_proc as p
   join pg_catalog.pg_namespace as n on n.oid = p.pronamespace
  where p.proname = 'ratelimit_cleanup_all'
@@ -52,7 +52,7 @@ select cron.schedule_in_database(:'cleanup', '* * * * *', :'call', :'database') 
 \gset
 
 -- pg_cron keeps a row of every run, for ever.
-select cron.schedule(:'history', '17 3 * * *', format(
+select cron.schedule(:'history', '17 3 * * *', pg_catalog.format(
     'delete from cron.job_run_details'
     ' where coalesce(end_time, start_time) < now() - interval ''7 days'''
     ' and jobid in (select jobid from cron.job where jobname in (%L, %L))', :'cleanup', :'history')) as job

@@ -6,8 +6,8 @@
 \set ON_ERROR_STOP on
 \set QUIET on
 
-select 'ratelimit-cleanup:'         || current_database() as cleanup,
-       'ratelimit-cleanup-history:' || current_database() as history
+select pg_catalog.format('ratelimit-cleanup:%s', current_database())         as cleanup,
+       pg_catalog.format('ratelimit-cleanup-history:%s', current_database()) as history
 \gset
 \if :{?cron_database}
 \else

@@ -2,8 +2,8 @@
 for request, allowed, remaining, v_retry_us, v_reset_us, capacity in
       with asked as (
         select u.policy collate "C" as policy, u.key collate "C" as key, u.cost, u.request,
-               sum(least(u.cost, 9000000000001)) over (partition by u.policy collate "C", u.key collate "C"
-                                                       order by u.request) as total
+               sum(least(greatest(u.cost, 0), 2147483647)::integer)  -- of bigints it would be numeric
+                 over (partition by u.policy collate "C", u.key collate "C" order by u.request) as total
           from unnest(acquire_in_order.policies, keys, costs) with ordinality as u (policy, key, cost, request)
       ), wanted as materialized (
         select a.policy, a.key, max(a.total) as total, min(a.cost) as cheapest, max(a.cost) as dearest,
@@ -12,15 +12,15 @@ for request, allowed, remaining, v_retry_us, v_reset_us, capacity in
          group by a.policy, a.key
         having bool_and(acceptable(a.policy, a.key, a.cost, null))
       ), found as materialized (
-        select w.*, p.id as policy_id, p.capacity, p.refill, p.every, p.every_us, p.stepped,
+        select w.*, p.id as policy_id, p.capacity, p.every_us, p.tick_us, p.tick_gain, p.tick, p.gain,
                b.ctid as row_id, b.level, b.refilled_at,
-               refilled_level(b.level, b.refilled_at, v_now, p.capacity, p.refill, p.every_us, p.stepped) as level_now
+               refilled_level(b.level, b.refilled_at, v_now, p.capacity, p.gain, p.every_us, p.tick) as level_now
           from wanted as w
           join policies as p on p.name = w.policy
           join {{ . }} as b on b.policy_id = p.id and b.key = w.key
          where p.durable = v_policy.durable
            and w.cheapest > 0
-           and w.dearest <= p.capacity
+           and w.dearest <= least(p.capacity, 2147483646)
       ), clear as materialized (
         select
           from found as f
@@ -28,29 +28,32 @@ for request, allowed, remaining, v_retry_us, v_reset_us, capacity in
            and bool_and(f.level_now / 1000000 >= f.total or f.level_now / 1000000 < f.cheapest)
       ), taken as (
         update {{ . }} as b
-           set level       = refilled_level(b.level, b.refilled_at, v_now, f.capacity, f.refill, f.every_us, f.stepped)
-                             - microtokens(f.total::bigint),
-               refilled_at = refilled_until(b.refilled_at, v_now, f.every, f.stepped)
+           set level       = case
+                               when b.level = f.level and b.refilled_at = f.refilled_at then f.level_now
+                               else refilled_level(b.level, b.refilled_at, v_now, f.capacity, f.gain, f.every_us, f.tick)
+                             end - microtokens(f.total),
+               refilled_at = refilled_until(b.refilled_at, v_now, f.tick)
           from (select o.* from found as o
                  where o.level_now / 1000000 >= o.total and exists (select from clear)
                  order by o.policy, o.key) as f
          where b.ctid      = f.row_id
            and b.policy_id = f.policy_id
            and b.key       = f.key
-           and refilled_level(b.level, b.refilled_at, v_now, f.capacity, f.refill, f.every_us, f.stepped) / 1000000 >= f.total
-        returning f.requests, f.totals, f.total, b.level, b.refilled_at, f.capacity, f.refill, f.every_us, f.stepped
+           and (b.level = f.level and b.refilled_at = f.refilled_at
+                or refilled_level(b.level, b.refilled_at, v_now, f.capacity, f.gain, f.every_us, f.tick) / 1000000 >= f.total)
+        returning f.requests, f.totals, f.total, b.level, b.refilled_at, f.capacity, f.every_us, f.tick_us, f.tick_gain
       )
       select g.request, true, whole_tokens(g.level), 0,
-             wait_for(microtokens(g.capacity), g.level, g.refilled_at, v_now, g.refill, g.every_us, g.stepped), g.capacity
-        from (select r.request, t.level + ((t.total - r.total) * 1000000)::bigint as level,  -- what this one left
-                     t.refilled_at, t.capacity, t.refill, t.every_us, t.stepped
+             wait_for(microtokens(g.capacity), g.level, g.refilled_at, v_now, g.every_us, g.tick_us, g.tick_gain), g.capacity
+        from (select r.request, t.level + microtokens(t.total - r.total) as level,  -- what this one left
+                     t.refilled_at, t.capacity, t.every_us, t.tick_us, t.tick_gain
                 from taken as t
                cross join lateral unnest(t.requests, t.totals) as r (request, total)
               offset 0) as g
       union all
       select r.request, false, whole_tokens(f.level_now),
-             wait_for(microtokens(r.cost), f.level, f.refilled_at, v_now, f.refill, f.every_us, f.stepped),
-             wait_for(microtokens(f.capacity), f.level, f.refilled_at, v_now, f.refill, f.every_us, f.stepped), f.capacity
+             wait_for(microtokens(r.cost), f.level, f.refilled_at, v_now, f.every_us, f.tick_us, f.tick_gain),
+             wait_for(microtokens(f.capacity), f.level, f.refilled_at, v_now, f.every_us, f.tick_us, f.tick_gain), f.capacity
         from found as f
        cross join lateral unnest(f.requests, f.costs) as r (request, cost)
        where f.level_now / 1000000 < f.cheapest
@@ -69,7 +72,8 @@ for request, allowed, remaining, v_retry_us, v_reset_us, capacity in
 -- over would have to be locked out of order; a bucket that changed meanwhile was waited for, and so
 -- is ours already. It joins in the order of its input only while it has no other way: hence the
 -- settings. Everything else goes through the steps of ratelimit_acquire, where equal requests
--- without a key that follow each other on a bucket are one run, taken in one update.
+-- without a key that follow each other on a bucket are one run, taken in one update; on a busy key
+-- that is often the whole call.
 create or replace function ratelimit.acquire_in_order(
     policies text[], keys text[], costs bigint[], idempotency_keys text[])
   returns table (request bigint, allowed boolean, remaining bigint, retry_after interval, reset_after interval,
@@ -86,11 +90,11 @@ create or replace function ratelimit.acquire_in_order(
 as $$
 declare
   v_answered        bigint[] := array[]::bigint[];
+  v_alike           boolean;  -- all requests are one run
   v_run             record;
   v_position        integer;  -- the requests of the run answered so far
   v_step            bigint;   -- microtokens between two grants of a run
   v_count           integer;
-  v_later_us        bigint;
   v_name            text collate "C";
   v_key             text collate "C";
   v_cost            bigint;
@@ -108,7 +112,11 @@ declare
   v_first           idempotency_keys;
 begin
   select p.* into v_policy from policies as p where p.name = acquire_in_order.policies[1];
-  if idempotency_keys is null and found then
+  v_alike := (idempotency_keys is null
+              and policies[1] collate "C" = all (acquire_in_order.policies)
+              and keys[1] collate "C" = all (keys)
+              and costs[1] = all (costs)) is true;
+  if idempotency_keys is null and found and not v_alike then
     replayed := false;
     if v_policy.durable then
       {{ template "all_or_none" "buckets" }}
@@ -121,7 +129,11 @@ begin
   end if;
 
   for v_run in
-    select c.policy, c.key, c.cost, c.idempotency_key, array_agg(c.request order by c.request) as requests
+    select policies[1] collate "C" as policy, keys[1] collate "C" as key, costs[1] as cost, null as idempotency_key,
+           array(select generate_series(1::bigint, cardinality(acquire_in_order.policies))) as requests
+     where v_alike
+    union all
+   (select c.policy, c.key, c.cost, c.idempotency_key, array_agg(c.request order by c.request)
       from (select b.*, count(*) filter (where b.starts) over (partition by b.policy, b.key order by b.request) as run
               from (select a.*,
                            a.idempotency_key is not null
@@ -131,10 +143,10 @@ begin
                                    u.idempotency_key collate "C" as idempotency_key, u.request
                               from unnest(acquire_in_order.policies, keys, costs, idempotency_keys)
                                    with ordinality as u (policy, key, cost, idempotency_key, request)
-                             where u.request <> all (v_answered)) as a
+                             where not v_alike and u.request <> all (v_answered)) as a
                     window bucket as (partition by a.policy, a.key order by a.request)) as b) as c
      group by c.policy, c.key, c.run, c.cost, c.idempotency_key
-     order by c.policy, c.key, c.run
+     order by c.policy, c.key, c.run)
   loop
     v_name            := v_run.policy;
     v_key             := v_run.key;
@@ -184,19 +196,27 @@ begin
       -- A grant is answered by the level it left; what of the run did not fit goes round again.
       v_step  := case when allowed and not v_replayed and v_take > 0 then microtokens(v_cost) else 0 end;
       v_count := case when v_step > 0 then (v_take / v_step)::integer else cardinality(v_run.requests) - v_position end;
-      for v_later in reverse v_count - 1 .. 0 loop
-        v_position := v_position + 1;
-        request    := v_run.requests[v_position];
-        remaining  := whole_tokens(v_level + v_later * v_step);
-        if v_later > 0 and v_step > 0 then
-          v_later_us := wait_for(microtokens(v_policy.capacity), v_level + v_later * v_step, v_refilled_at, v_now,
-                                 v_policy.refill, v_policy.every_us, v_policy.stepped);
-        else
-          v_later_us := v_reset_us;
-        end if;
-        reset_after := duration(v_later_us);
+      if v_count = 1 then
+        request     := v_run.requests[v_position + 1];
+        remaining   := whole_tokens(v_level);
+        reset_after := duration(v_reset_us);
         return next;
-      end loop;
+      else
+        return query
+          select d.request, acquire_in_order.allowed, whole_tokens(d.level), acquire_in_order.retry_after,
+                 duration(d.reset_us), acquire_in_order.capacity, acquire_in_order.replayed, null, null, null, null
+            from (select l.request, l.level,
+                         case
+                           when v_step = 0 then v_reset_us
+                           else wait_for(microtokens(v_policy.capacity), l.level, v_refilled_at, v_now,
+                                         v_policy.every_us, v_policy.tick_us, v_policy.tick_gain)
+                         end as reset_us
+                    from (select v_run.requests[v_position + n] as request, v_level + (v_count - n) * v_step as level
+                            from generate_series(1, v_count) as n
+                          offset 0) as l
+                  offset 0) as d;
+      end if;
+      v_position := v_position + v_count;
     end loop;
   end loop;
 end;

@@ -6,8 +6,7 @@
 with due as materialized (
     select b.ctid as row_id,
            p.id is null
-           or wait_for(microtokens(p.capacity), b.level, b.refilled_at, v_now,
-                       p.refill, p.every_us, p.stepped) = 0 as removable
+           or wait_for(microtokens(p.capacity), b.level, b.refilled_at, v_now, p.every_us, p.tick_us, p.tick_gain) = 0 as removable
       from {{ . }} as b
       left join policies as p on p.id = b.policy_id
      where b.due_at <= due_before
@@ -21,8 +20,7 @@ with due as materialized (
   ), postponed as (
     update {{ . }} as b
        set due_at = v_now + least(interval '24 hours',
-                                  duration(wait_for(microtokens(p.capacity), b.level, b.refilled_at, v_now,
-                                                    p.refill, p.every_us, p.stepped)))
+                                  duration(wait_for(microtokens(p.capacity), b.level, b.refilled_at, v_now, p.every_us, p.tick_us, p.tick_gain)))
       from policies as p
      where p.id = b.policy_id
        and b.ctid = any (array(select d.row_id from due as d where not d.removable))
@@ -62,7 +60,8 @@ with recursive ids (id) as (  -- one index probe for each policy that has rows
   rows_read   := rows_read + v_deleted;
   {{ .counter }} := {{ .counter }} + v_deleted;
 {{- end -}}
--- One batch: of each table the rows due by due_before, at most max_rows; null means by now.
+-- One batch: of each table the rows due by due_before, at most max_rows; null means by now, and so
+-- does an instant to come.
 --
 -- A bucket that is not full yet is looked at again when it may be, at the latest in 24 hours.
 -- Locks and writes: the rows it deletes or puts off, until the caller's transaction ends.
@@ -85,7 +84,7 @@ begin
   if (max_rows > 0) is not true then
     perform refuse('max_rows', max_rows::text, 'Pass 1 or more.');
   end if;
-  due_before               := coalesce(due_before, v_now);
+  due_before               := least(due_before, v_now);  -- by now, when null
   buckets_deleted          := 0;
   idempotency_keys_deleted := 0;
   rows_read                := 0;
@@ -122,21 +121,24 @@ comment on function ratelimit_cleanup(integer) is
 
 -- Repeats batches, committing after each, until nothing is due that was due when it began, or the
 -- budget is spent. Not SECURITY DEFINER, since that forbids COMMIT: a caller other than the owner
--- needs EXECUTE on this and on ratelimit.cleanup_batch, and USAGE on schema ratelimit.
+-- needs EXECUTE on this and on ratelimit.cleanup_batch, and USAGE on schema ratelimit. Its
+-- search_path is the caller's for the same reason, so it calls nothing for which somebody's public
+-- schema could have a closer match, such as a format(text, text).
 create or replace procedure ratelimit_cleanup_all(budget interval default '50 seconds')
   language plpgsql
 as $$
 declare
-  v_deadline   timestamptz := clock_timestamp() + ratelimit_cleanup_all.budget;
+  v_deadline   timestamptz;
   v_due_before timestamptz;
   v_rows_read  bigint;
 begin
   if (ratelimit_cleanup_all.budget > interval '0') is not true then
     raise exception 'invalid budget'
       using errcode = '22023',
-            detail  = format('budget is %s.', coalesce(ratelimit_cleanup_all.budget::text, 'null')),
+            detail  = 'budget is ' || coalesce(ratelimit_cleanup_all.budget::text, 'null') || '.',
             hint    = 'Pass an interval above zero, such as ''50 seconds''.';
   end if;
+  v_deadline := clock_timestamp() + least(ratelimit_cleanup_all.budget, interval '1000 years');
   loop
     select b.due_before, b.rows_read
       into v_due_before, v_rows_read

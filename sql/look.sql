@@ -1,16 +1,16 @@
 {{- /* Reads one bucket as of v_now, without a lock, and works out every number of an answer: v_level by now,
        v_retry_us (null: never) and v_reset_us. FOUND tells afterwards whether the bucket has a row. The
        argument is the table's name; the locals are those of ratelimit_acquire and ratelimit_peek. */ -}}
-select refilled_level(b.level, b.refilled_at, v_now, v_policy.capacity,
-                          v_policy.refill, v_policy.every_us, v_policy.stepped),
+select refilled_level(b.level, b.refilled_at, v_now,
+                      v_policy.capacity, v_policy.gain, v_policy.every_us, v_policy.tick),
            case
              when v_cost = 0 then 0::bigint
              when v_cost <= v_policy.capacity then
                wait_for(microtokens(v_cost), b.level, b.refilled_at, v_now,
-                        v_policy.refill, v_policy.every_us, v_policy.stepped)
+                        v_policy.every_us, v_policy.tick_us, v_policy.tick_gain)
            end,
            wait_for(microtokens(v_policy.capacity), b.level, b.refilled_at, v_now,
-                    v_policy.refill, v_policy.every_us, v_policy.stepped)
+                    v_policy.every_us, v_policy.tick_us, v_policy.tick_gain)
       into v_level, v_retry_us, v_reset_us
       from {{ . }} as b
      where b.policy_id = v_policy.id

@@ -7,12 +7,14 @@
 do $prologue$
 declare
   v_owner oid;
+  v_first text := pg_catalog.current_schema();
   v_home  text;
 begin
+  perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- nobody's operators but PostgreSQL's
   select n.nspowner into v_owner from pg_catalog.pg_namespace as n where n.nspname = 'ratelimit';
 
   if pg_catalog.to_regprocedure('ratelimit.clock()') is null then
-    v_home := pg_catalog.current_schema();
+    v_home := v_first;
     if v_home is null then
       raise exception 'no schema to install into'
         using errcode = '3F000',

@@ -1,10 +1,9 @@
 -- The arithmetic of a bucket. Levels are whole microtokens and times whole microseconds, so every
 -- answer is a function of integers; products go through numeric, which cannot overflow or round.
 --
--- A bucket is (level, refilled_at): what it held, and when. Since then it has been credited
---   continuous: floor(elapsed * refill * 10^6 / every) microtokens, at any microsecond
---   stepped:    refill * 10^6 microtokens after each whole interval counted from refilled_at
--- and never more than fills it.
+-- A bucket is (level, refilled_at): what it held, and when. It gains evenly, gain microtokens in every_us,
+-- but is credited at its ticks only, counted from refilled_at, and never more than fills it. A tick is a
+-- microsecond when refill is continuous, and a whole interval when it is stepped.
 --
 -- All of these are IMMUTABLE single expressions, so that the planner inlines them. An argument used
 -- twice must be a column or a variable, or inlining stops.
@@ -44,50 +43,35 @@ comment on function ratelimit.duration(bigint) is
   'Microseconds as an interval, exactly.';
 
 -- Elapsed time is never negative: a clock that steps back credits and removes nothing.
+create or replace function ratelimit.refilled_until(refilled_at timestamptz, now timestamptz, tick interval)
+  returns timestamptz language sql immutable parallel safe
+as $$
+  select date_bin(tick, greatest(refilled_at, now), refilled_at)
+$$;
+comment on function ratelimit.refilled_until(timestamptz, timestamptz, interval) is
+  'The last tick of a bucket by now, which refilled_level is good for: whole ticks after refilled_at, never before it.';
+
 create or replace function ratelimit.refilled_level(
-    level bigint, refilled_at timestamptz, now timestamptz,
-    capacity bigint, refill bigint, every_us bigint, stepped boolean)
+    level bigint, refilled_at timestamptz, now timestamptz, capacity bigint, gain numeric, every_us numeric, tick interval)
   returns bigint language sql immutable parallel safe
 as $$
   select least(
     ratelimit.microtokens(capacity),
-    level + case
-      when stepped then
-        div(greatest(ratelimit.microseconds(now - refilled_at), 0), every_us) * ratelimit.microtokens(refill)
-      else
-        div(greatest(ratelimit.microseconds(now - refilled_at), 0) * ratelimit.microtokens(refill), every_us)
-      end)::bigint
+    level + div(ratelimit.microseconds(ratelimit.refilled_until(refilled_at, now, tick) - refilled_at) * gain, every_us))::bigint
 $$;
-comment on function ratelimit.refilled_level(bigint, timestamptz, timestamptz, bigint, bigint, bigint, boolean) is
+comment on function ratelimit.refilled_level(bigint, timestamptz, timestamptz, bigint, numeric, numeric, interval) is
   'The level, in microtokens, that a bucket has reached by now.';
-
-create or replace function ratelimit.refilled_until(
-    refilled_at timestamptz, now timestamptz, every interval, stepped boolean)
-  returns timestamptz language sql immutable parallel safe
-as $$
-  select case
-    when stepped then date_bin(every, greatest(refilled_at, now), refilled_at)
-    else greatest(refilled_at, now)
-  end
-$$;
-comment on function ratelimit.refilled_until(timestamptz, timestamptz, interval, boolean) is
-  'The instant refilled_level is good for: never before refilled_at, for a stepped bucket whole intervals after it.';
 
 -- Exact both ways: at this distance the bucket holds target, one microsecond earlier it does not.
 create or replace function ratelimit.wait_for(
-    target bigint, level bigint, refilled_at timestamptz, now timestamptz,
-    refill bigint, every_us bigint, stepped boolean)
+    target bigint, level bigint, refilled_at timestamptz, now timestamptz, every_us numeric, tick_us numeric, tick_gain numeric)
   returns bigint language sql immutable parallel safe
 as $$
   select case
     when level >= target then 0
-    else greatest(0, ratelimit.microseconds(refilled_at - now) + case
-      when stepped then
-        div(target::numeric - level + ratelimit.microtokens(refill) - 1, ratelimit.microtokens(refill)) * every_us
-      else
-        div((target::numeric - level) * every_us + ratelimit.microtokens(refill) - 1, ratelimit.microtokens(refill))
-      end)::bigint
+    else greatest(0, div((target::numeric - level) * every_us + tick_gain - 1, tick_gain) * tick_us
+                     - ratelimit.microseconds(now - refilled_at))::bigint
   end
 $$;
-comment on function ratelimit.wait_for(bigint, bigint, timestamptz, timestamptz, bigint, bigint, boolean) is
+comment on function ratelimit.wait_for(bigint, bigint, timestamptz, timestamptz, numeric, numeric, numeric) is
   'Microseconds from now until a bucket holds target microtokens.';

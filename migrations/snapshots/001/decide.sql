@@ -24,13 +24,13 @@ select k.* into v_first
       loop
         if v_take > 0 then
           update {{ .buckets }} as b
-             set level       = refilled_level(b.level, b.refilled_at, v_now, v_policy.capacity,
-                                              v_policy.refill, v_policy.every_us, v_policy.stepped) - v_take,
-                 refilled_at = refilled_until(b.refilled_at, v_now, v_policy.every, v_policy.stepped)
+             set level       = refilled_level(b.level, b.refilled_at, v_now,
+                                              v_policy.capacity, v_policy.gain, v_policy.every_us, v_policy.tick) - v_take,
+                 refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick)
            where b.policy_id = v_policy.id
              and b.key       = v_key
-             and refilled_level(b.level, b.refilled_at, v_now, v_policy.capacity,
-                                v_policy.refill, v_policy.every_us, v_policy.stepped) >= v_take
+             and refilled_level(b.level, b.refilled_at, v_now,
+                                v_policy.capacity, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_take
           returning b.level, b.refilled_at into v_level, v_refilled_at;
           exit when found;
         end if;
@@ -50,7 +50,7 @@ select k.* into v_first
           v_level       := v_level - v_take;
           v_refilled_at := v_now;
           v_reset_us    := wait_for(microtokens(v_policy.capacity), v_level, v_refilled_at, v_now,
-                                    v_policy.refill, v_policy.every_us, v_policy.stepped);
+                                    v_policy.every_us, v_policy.tick_us, v_policy.tick_gain);
           v_due_at      := v_now + least(duration(v_reset_us), interval '24 hours');
           insert into {{ .buckets }} (policy_id, key, level, refilled_at, due_at)
           values (v_policy.id, v_key, v_level, v_refilled_at, v_due_at)
@@ -61,7 +61,7 @@ select k.* into v_first
 
       v_retry_us := 0;
       v_reset_us := wait_for(microtokens(v_policy.capacity), v_level, v_refilled_at, v_now,
-                             v_policy.refill, v_policy.every_us, v_policy.stepped);
+                             v_policy.every_us, v_policy.tick_us, v_policy.tick_gain);
 
       if v_idempotency_key is not null then
         v_expires_at := v_now + duration(v_policy.remember_us);

@@ -3,17 +3,20 @@
 do $epilogue$
 declare
   v_owner oid;
+  v_path  text := pg_catalog.current_setting('search_path');
+  v_home  text := pg_catalog.current_schema();
   v_role  text;
   v_proc  record;
   v_had   oid[] := pg_catalog.string_to_array(pg_catalog.current_setting('ratelimit.preexisting'), ',')::oid[];
 begin
+  perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- nobody's operators but PostgreSQL's
   select n.nspowner into v_owner from pg_catalog.pg_namespace as n where n.nspname = 'ratelimit';
 
   for v_proc in
     select p.oid, p.oid::pg_catalog.regprocedure as signature, p.proowner, p.proacl
       from pg_catalog.pg_proc as p
      where p.pronamespace = 'ratelimit'::pg_catalog.regnamespace
-        or p.pronamespace = pg_catalog.quote_ident(pg_catalog.current_schema())::pg_catalog.regnamespace
+        or p.pronamespace = pg_catalog.quote_ident(v_home)::pg_catalog.regnamespace
        and pg_catalog.starts_with(p.proname, 'ratelimit_')
   loop
     if v_proc.proowner <> v_owner then
@@ -32,5 +35,6 @@ begin
       execute pg_catalog.format('revoke all on routine %s from %s', v_proc.signature, v_role);
     end loop;
   end loop;
+  perform pg_catalog.set_config('search_path', v_path, true);
 end;
 $epilogue$;

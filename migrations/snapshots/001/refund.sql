@@ -1,9 +1,9 @@
 {{ define "refund" -}}
 update {{ . }} as b
-       set level       = least(refilled_level(b.level, b.refilled_at, v_now, v_policy.capacity,
-                                              v_policy.refill, v_policy.every_us, v_policy.stepped),
+       set level       = least(refilled_level(b.level, b.refilled_at, v_now,
+                                              v_policy.capacity, v_policy.gain, v_policy.every_us, v_policy.tick),
                                microtokens(v_policy.capacity - v_amount)) + microtokens(v_amount),
-           refilled_at = refilled_until(b.refilled_at, v_now, v_policy.every, v_policy.stepped),
+           refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
            due_at      = least(b.due_at, v_now)  -- perhaps full by now
      where b.policy_id = v_policy.id
        and b.key       = v_key
@@ -43,8 +43,8 @@ begin
   if not found then
     return answer(microtokens(v_policy.capacity), 0, 0, v_policy.capacity);
   end if;
-  v_reset_us := wait_for(microtokens(v_policy.capacity), v_level, v_refilled_at, clock(),
-                         v_policy.refill, v_policy.every_us, v_policy.stepped);
+  v_reset_us := wait_for(microtokens(v_policy.capacity), v_level, v_refilled_at, v_now,
+                         v_policy.every_us, v_policy.tick_us, v_policy.tick_gain);
   return answer(v_level, 0, v_reset_us, v_policy.capacity);
 end;
 $$;
