@@ -25,6 +25,9 @@ const (
 	// minShare is where a call costs the server about a quarter of what its requests do.
 	minShare = 32
 
+	// maxLength of policies, keys and idempotency keys, in bytes.
+	maxLength = 512
+
 	// Buckets are told apart by a hash of so many values: few of a batch meet another's by chance.
 	stripes = 4096
 )
@@ -86,7 +89,9 @@ type batch struct {
 // alone owns the buckets of callers that make their own calls.
 var alone = new(batch)
 
-// NewCombiner returns a Combiner that calls the functions installed in the database of pool.
+// NewCombiner returns a Combiner that calls the functions installed in the database of pool. The role
+// needs EXECUTE on ratelimit_acquire and on ratelimit_acquire_many. Options are [CallsInFlight] and
+// those of [New]. Panics if CallsInFlight is not positive.
 func NewCombiner(pool Pool, opts ...CombinerOption) *Combiner {
 	config := combinerConfig{calls: defaultCalls}
 	for _, opt := range opts {
@@ -119,7 +124,8 @@ func NewCombiner(pool Pool, opts ...CombinerOption) *Combiner {
 // unless the connection was lost, when that is unknown. Only requests with an idempotency key, which
 // travel apart from those without, are then sent again. A bucket that another transaction has locked
 // holds up all requests of the call: set lock_timeout for the sessions of the pool where transactions
-// that take tokens may last.
+// that take tokens may last. When it ends, each bucket of the call is asked for anew by itself, and
+// [ErrLocked] is for those alone who want the one that is locked.
 //
 // Errors: those of Limiter.Acquire, and [ErrClosed].
 func (c *Combiner) Acquire(ctx context.Context, policy, key string, opts ...Option) (Decision, error) {
@@ -184,11 +190,14 @@ func (c *Combiner) combine(ctx context.Context, r request) (Decision, error) {
 	return d, err
 }
 
-// isSendable reports whether the server can read r. If not, it would refuse the whole call.
+// isSendable reports whether r may share a call. Text that the server cannot read fails the whole call,
+// and what is too long for any bucket would burden it.
 func isSendable(r request) bool {
-	isText := func(s string) bool { return utf8.ValidString(s) && !strings.Contains(s, "\x00") }
+	isFit := func(s string) bool {
+		return len(s) <= maxLength && utf8.ValidString(s) && !strings.Contains(s, "\x00")
+	}
 	idempotencyKey, _ := r.idempotencyKey.(string)
-	return isText(r.policy) && isText(r.key) && isText(idempotencyKey)
+	return isFit(r.policy) && isFit(r.key) && isFit(idempotencyKey)
 }
 
 // share is how many requests the next call should carry: an equal part, for each call there may be, of
@@ -342,9 +351,17 @@ func (b *batch) add(w *waiter) {
 // send fills in the answers of a batch.
 func (c *Combiner) send(ctx context.Context, b *batch) {
 	if len(b.waiters) > 1 {
-		err := retry(ctx, c.pool, b.waiters[0].keyed(), func() error { return c.askMany(ctx, b) })
+		err := failed("acquire", retry(ctx, c.pool, b.waiters[0].keyed(), func() error { return c.askMany(ctx, b) }))
+		if errors.Is(err, ErrLocked) {
+			if parts := b.parts(); len(parts) > 1 {
+				for _, part := range parts { // nothing was taken, and only those who want that bucket shall fail
+					c.send(ctx, part)
+				}
+				return
+			}
+		}
 		if !isText(err) {
-			if err = failed("acquire", err); err != nil {
+			if err != nil {
 				for _, w := range b.waiters {
 					w.answer, w.err = Decision{}, err
 				}
@@ -355,6 +372,22 @@ func (c *Combiner) send(ctx context.Context, b *batch) {
 	for _, w := range b.waiters {
 		w.answer, w.err = c.ask(ctx, w.request)
 	}
+}
+
+// parts are batches of one bucket each.
+func (b *batch) parts() (parts []*batch) {
+	byBucket := make(map[bucket]*batch)
+	for _, w := range b.waiters {
+		at := bucket{w.policy, w.key}
+		part := byBucket[at]
+		if part == nil {
+			part = new(batch)
+			byBucket[at] = part
+			parts = append(parts, part)
+		}
+		part.waiters = append(part.waiters, w)
+	}
+	return parts
 }
 
 // askMany sends a batch in one call.
@@ -423,7 +456,7 @@ func refusal(columns [][]byte) error {
 	})
 }
 
-// isText reports whether a text is at fault that this database cannot hold.
+// isText reports whether text is at fault that this database cannot hold.
 func isText(err error) bool {
 	var pgErr *pgconn.PgError
 	return errors.As(err, &pgErr) &&

@@ -27,58 +27,56 @@ import (
 // granted once, and each grant is told what it left.
 func TestCombiner_GrantsExactlyWhatIsThere(t *testing.T) {
 	t.Parallel()
-	db := pgtest.New(t)
-	db.Exec(t, "select ratelimit_define_policy('api', 100, 1, '1 day')")
-	limiter := client.NewCombiner(db.Pool)
-	defer limiter.Close()
+	for name, opts := range map[string][]client.CombinerOption{
+		"by default":          nil,
+		"one call":            {client.CallsInFlight(1)},
+		"eight calls, cached": {client.CallsInFlight(8), client.DenialCache(), client.NoFlush()},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			db := pgtest.New(t)
+			db.Exec(t, "select ratelimit_define_policy('api', 100, 1, '1 day')")
+			limiter := client.NewCombiner(db.Pool, opts...)
+			defer limiter.Close()
 
-	const callers, each, keys = 1_000, 10, 50
-	answers := make([]map[string][]client.Decision, callers)
-	var wg sync.WaitGroup
-	for caller := range callers {
-		answers[caller] = make(map[string][]client.Decision)
-		wg.Go(func() {
-			for n := range each {
-				key := fmt.Sprint("key:", (caller+n*7)%keys)
-				var opts []client.Option
-				if n%5 == 0 {
-					opts = append(opts, client.IdempotencyKey(fmt.Sprint(caller, "/", n)))
+			const callers, each, keys = 1_000, 10, 50
+			answers := make([][]client.Decision, callers)
+			var wg sync.WaitGroup
+			for caller := range callers {
+				wg.Go(func() {
+					for n := range each {
+						var opts []client.Option
+						if n%5 == 0 {
+							opts = append(opts, client.IdempotencyKey(fmt.Sprint(caller, "/", n)))
+						}
+						d, err := limiter.Acquire(t.Context(), "api", fmt.Sprint((caller+n)%keys), opts...)
+						if err != nil {
+							t.Error(err)
+							return
+						}
+						answers[caller] = append(answers[caller], d)
+					}
+				})
+			}
+			wg.Wait()
+
+			var left [keys][100]int
+			for caller, decisions := range answers {
+				require.Len(t, decisions, each)
+				for n, d := range decisions {
+					require.EqualValues(t, 100, d.Capacity)
+					require.Equal(t, d.Allowed, d.RetryAfter == 0)
+					if d.Allowed {
+						left[(caller+n)%keys][d.Remaining]++
+					}
 				}
-				d, err := limiter.Acquire(t.Context(), "api", key, opts...)
-				if err != nil {
-					t.Error(err)
-					return
+			}
+			for key := range left {
+				for remaining, grants := range left[key] {
+					require.Equal(t, 1, grants, "key %d, grants that left %d", key, remaining)
 				}
-				answers[caller][key] = append(answers[caller][key], d)
 			}
 		})
-	}
-	wg.Wait()
-
-	left := make(map[string]map[int64]int)
-	total := 0
-	for _, byKey := range answers {
-		for key, decisions := range byKey {
-			for _, d := range decisions {
-				total++
-				require.Equal(t, d.Allowed, d.RetryAfter == 0)
-				require.EqualValues(t, 100, d.Capacity)
-				if d.Allowed {
-					if left[key] == nil {
-						left[key] = make(map[int64]int)
-					}
-					left[key][d.Remaining]++
-				}
-			}
-		}
-	}
-	require.Equal(t, callers*each, total)
-	require.Len(t, left, keys)
-	for key, remaining := range left {
-		require.Len(t, remaining, 100, key)
-		for n := range int64(100) {
-			require.Equal(t, 1, remaining[n], "%s: grants that left %d", key, n)
-		}
 	}
 }
 
@@ -326,6 +324,73 @@ func TestCombiner_AKilledCallIsRepeatedOnlyWithIdempotencyKeys(t *testing.T) {
 			require.Equal(t, map[bool]int64{false: 1 + 1, true: 1 + 2}[keyed], tries.n.Load(), "a call for the gate, then batches")
 		})
 	}
+}
+
+// A transaction holds one of several buckets for longer than lock_timeout allows.
+func TestCombiner_ALockedBucketFailsThoseWhoWantIt(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	db.Exec(t, "select ratelimit_define_policy('api', 10, 1, '1 day'), ratelimit_acquire('api', 'held')")
+	limiter := client.NewCombiner(connect(t, db, map[string]string{"lock_timeout": "300ms"}), client.CallsInFlight(1))
+	defer limiter.Close()
+	held := begin(t, db.Pool)
+	_, err := client.New(held).Acquire(t.Context(), "api", "held")
+	require.NoError(t, err)
+
+	keys := []string{"held", "free", "held", "free", "other", "held"}
+	answers := make([]answer, len(keys))
+	var wg sync.WaitGroup
+	for i, key := range keys {
+		wg.Go(func() { answers[i].Decision, answers[i].err = limiter.Acquire(t.Context(), "api", key) })
+		if i == 0 {
+			waiter(t, db, "ratelimit_acquire(", 0) // and the rest share the next call
+		}
+	}
+	wg.Wait()
+	for i, key := range keys {
+		if key == "held" {
+			require.ErrorIs(t, answers[i].err, client.ErrLocked)
+			requireCode(t, "55P03", answers[i].err)
+		} else {
+			require.NoError(t, answers[i].err, key)
+			require.True(t, answers[i].Allowed)
+		}
+	}
+
+	require.NoError(t, held.Rollback(t.Context()))
+	for key, left := range map[string]int64{"held": 9, "free": 8, "other": 9} {
+		d, err := limiter.Acquire(t.Context(), "api", key)
+		require.NoError(t, err)
+		require.Equal(t, left-1, d.Remaining)
+	}
+}
+
+// A call for several buckets and a transaction wait for each other.
+func TestCombiner_ADeadlockWithATransaction(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	db.Exec(t, `
+		select ratelimit_define_policy('gate', 10, 1, '1 day'),
+		       ratelimit_define_policy('api', 10, 1, '1 day'),
+		       ratelimit_acquire('api', 'a'), ratelimit_acquire('api', 'b')`)
+	var tries tryCounter
+	limiter := client.NewCombiner(connect(t, db, nil, tries.count), client.CallsInFlight(1))
+	defer limiter.Close()
+	tx := begin(t, db.Pool)
+	_, err := client.New(tx).Acquire(t.Context(), "api", "b")
+	require.NoError(t, err)
+
+	answers := combine(t, db, limiter, []asked{{"api", "b", nil}, {"api", "a", nil}})
+	waiter(t, db, "ratelimit_acquire_many(", 0)
+	// Whoever has waited for a second looks for a deadlock, and is its victim.
+	_, err = client.New(tx).Acquire(t.Context(), "api", "a")
+	require.NoError(t, err)
+	require.NoError(t, tx.Commit(t.Context()))
+	for _, got := range answers() {
+		require.NoError(t, got.err)
+		require.EqualValues(t, 7, got.Remaining)
+	}
+	require.EqualValues(t, 1+2, tries.n.Load(), "a call for the gate, and a batch twice")
 }
 
 // The server has committed, and the answer is lost.

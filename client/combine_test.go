@@ -113,6 +113,31 @@ func TestCombiner_RequestsWithAnIdempotencyKeyTravelApart(t *testing.T) {
 	})
 }
 
+// Text that would fail or burden a call for others.
+func TestCombiner_UnfitTextTravelsAlone(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		db := &gatedPool{}
+		limiter := client.NewCombiner(db, client.CallsInFlight(1))
+		defer limiter.Close()
+		_ = ask(t.Context(), limiter, "k1")
+		for n, unfit := range []string{"\xff", strings.Repeat("k", 513)} {
+			_ = ask(t.Context(), limiter, unfit)
+			require.Len(t, db.underWay(), 2*n+2)
+			_ = ask(t.Context(), limiter, "k2", client.IdempotencyKey(unfit))
+			require.Len(t, db.underWay(), 2*n+3)
+		}
+		fit := ask(t.Context(), limiter, strings.Repeat("k", 512))
+		require.Len(t, db.underWay(), 5)
+		for _, call := range db.underWay() {
+			require.False(t, call.batch)
+			call.grant()
+		}
+		db.only(t).grant()
+		requireGranted(t, fit)
+	})
+}
+
 func TestCombiner_BatchesAreBoundedAndInOrder(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {

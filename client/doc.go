@@ -30,10 +30,11 @@
 //
 //   - [New] on a pool sends one call for each request. It is all that a program with few requests
 //     at a time needs.
-//   - [NewCombiner] lets requests that wait at the same moment share a call. From some ten callers
+//   - [NewCombiner] lets requests that wait at the same moment share a call. With dozens of callers
 //     at a time it is several times as fast, and a busy key, where calls otherwise queue for one
-//     row, becomes the fastest case. Fewer callers lose nothing. It is for pools only: a call for
-//     many cannot be part of one caller's transaction, for which there is New on the transaction.
+//     row, becomes the fastest case. One caller alone loses nothing; with a handful, answers take a
+//     little longer than with New, and cost the server less. It is for pools only: a call for many
+//     cannot be part of one caller's transaction, for which there is New on the transaction.
 //
 // Whether an answer waits for the disk is another choice, and each step gives up something:
 //
@@ -58,6 +59,14 @@
 //     transaction only the caller can begin again, and the error is the caller's
 //   - when the connection was lost, on a pool, if the request has an idempotency key
 //
+// # Bad networks
+//
+// Give every call a ctx that ends: the call ends with it, also when the server falls silent. A
+// pgxpool.Pool replaces broken connections by itself. But an attempt to connect that hears nothing keeps
+// its place in the pool for two minutes, unless connect_timeout says less: add connect_timeout=5 to the
+// connection string. A connection that has fallen silent keeps its place for up to 15 seconds more, in
+// which pgx asks the server to cancel the call; a pool with places to spare does not notice.
+//
 // # Transactions
 //
 // With a [pgx.Tx] the acquire is part of the transaction: a rollback, also of a savepoint, gives the
@@ -75,8 +84,16 @@
 // Each call is one statement that depends on no session state but search_path, so PgBouncer in
 // transaction mode is fine. Where it (before 1.21, or with max_prepared_statements = 0) does not carry
 // prepared statements over, add default_query_exec_mode=exec to the connection string; cache_describe
-// and simple_protocol work too, cache_statement and describe_exec do not. If the pooler's search_path
-// does not lead to the functions, name their schema with [Schema].
+// and simple_protocol work too, cache_statement does not. describe_exec works with no such pooler: it
+// prepares a statement without a name, and then may run what another client left under none. If the
+// pooler's search_path does not lead to the functions, name their schema with [Schema].
+//
+// # Encodings
+//
+// Text in Go is UTF-8, and pgx leaves client_encoding to the database. Where that is not UTF8, add
+// client_encoding=UTF8 to the connection string, or set it for the database: else a key that is not ASCII
+// is another bucket than that of the same key from psql. Text that the database cannot hold is
+// [ErrInvalidArgument]. The 512 bytes of a key are counted as the database stores it.
 //
 // # Clean-up
 //
