@@ -6,4 +6,4 @@ import (
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
-func TestMain(m *testing.M) { pgtest.Main(m) }
+func TestMain(m *testing.M) { pgtest.Main(tortured{m}) }

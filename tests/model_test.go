@@ -4,7 +4,10 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"os"
+	"path/filepath"
+	"runtime"
 	"strings"
 	"testing"
 	"time"
@@ -17,56 +20,94 @@ import (
 	"github.com/pgratelimit/pgratelimit/tests/model"
 )
 
-// Random calls, one after the other, get from SQL what the model answers, in every field. They go
-// on for RATELIMIT_MODEL_TIME, 15s unless set.
-func TestModel_AgreesWithSQL(t *testing.T) {
-	t.Parallel()
-	budget := 15 * time.Second
-	if s := os.Getenv("RATELIMIT_MODEL_TIME"); s != "" {
-		var err error
-		budget, err = time.ParseDuration(s)
-		require.NoError(t, err, "RATELIMIT_MODEL_TIME")
-	}
+// Random calls, one after the other, get from SQL what the model answers, in every field. Requests of
+// a batch count as calls.
+func TestTorture_ModelAgreesWithSQL(t *testing.T) {
+	run := torture(t, 15*time.Second)
 	db := newDB(t)
 	db.setTimeZone("Europe/Berlin")
 	db.setClock(t0)
+	session := db.session()
 
-	calls := 0
-	for start := time.Now(); time.Since(start) < budget; {
-		rapid.Check(t, func(t *rapid.T) {
-			db.exec(`
-				delete from ratelimit.policies;
-				delete from ratelimit.buckets;
-				delete from ratelimit.ephemeral_buckets;
-				delete from ratelimit.idempotency_keys;
-				delete from ratelimit.ephemeral_idempotency_keys`)
-			m := &modelRun{db: db, model: model.New(), policies: map[string]model.Definition{}}
-			m.setClock(t, t0)
-			for _, name := range policyNames {
-				m.define(t, name)
-			}
-			t.Repeat(map[string]func(*rapid.T){
-				"acquire":  m.acquire,
-				"again":    m.acquireAgain,
-				"peek":     m.peek,
-				"refund":   m.refund,
-				"wait":     m.wait,
-				"step":     m.step,
-				"clean up": m.cleanUp,
-				"rarely":   m.changeOrRemove,
-			})
+	var calls, rollbacks int
+	for run.goesOn() {
+		rapid.Check(quiet{t}, func(t *rapid.T) {
+			m := newModelRun(t, session)
+			defer m.end()
+			t.Repeat(m.actions())
 			calls += m.calls
+			rollbacks += m.rollbacks
+			run.progress("%d calls, %d rollbacks", calls, rollbacks)
 		})
 	}
-	t.Logf("%d calls", calls)
+	require.NotZero(t, rollbacks)
+	run.figure("calls that agree in every field", calls, "")
+	run.figure("rollbacks among them", rollbacks, "")
+}
+
+// The same sequences disagree soon where SQL is wrong.
+func TestModel_FindsPlantedBugs(t *testing.T) {
+	t.Parallel()
+	for function, bug := range map[string]mutation{
+		"ratelimit.refilled_until": {`greatest\(refilled_at, now\)`, "now"}, // goes back with the clock
+		"ratelimit.wait_for":       {`tick_gain - 1, `, "0 * tick_gain, "},  // a microsecond short
+	} {
+		db := newDB(t)
+		db.setClock(t0)
+		db.mutate(bug, function)
+		session := db.session()
+
+		told, found, ended := &failing{T: t}, false, make(chan struct{})
+		go func() {
+			defer close(ended)
+			rapid.Check(told, func(t *rapid.T) {
+				if found {
+					return // shrinking would take a while
+				}
+				m := newModelRun(t, session)
+				defer m.end()
+				found = true
+				t.Repeat(m.actions())
+				found = false
+			})
+		}()
+		<-ended
+		require.True(t, told.Failed(), function)
+		require.NoError(t, os.RemoveAll(filepath.Join("testdata", "rapid", t.Name()))) // not to be repeated
+	}
+}
+
+// A failing test is as it should be, and says nothing.
+type failing struct {
+	*testing.T
+	failed bool
+}
+
+func (f *failing) Logf(string, ...any)   {}
+func (f *failing) Log(...any)            {}
+func (f *failing) Errorf(string, ...any) { f.failed = true }
+func (f *failing) Fail()                 { f.failed = true }
+func (f *failing) Failed() bool          { return f.failed }
+func (f *failing) FailNow()              { f.failed = true; runtime.Goexit() }
+
+// quiet leaves out rapid's line about every hundred sequences.
+type quiet struct{ *testing.T }
+
+func (q quiet) Logf(format string, args ...any) {
+	q.Helper()
+	if !strings.HasPrefix(format, "[rapid] OK") {
+		q.T.Logf(format, args...)
+	}
 }
 
 // A modelRun makes every call twice, to SQL and to the model.
 type modelRun struct {
-	db    *testDB
-	model *model.Model
-	now   time.Time
-	calls int
+	session *session
+	model   *model.Model
+	saved   []*model.Model // what a transaction can go back to: its begin, and its savepoints
+	now     time.Time
+
+	calls, rollbacks int
 
 	// What the last calls have made interesting.
 	policies map[string]model.Definition
@@ -74,6 +115,80 @@ type modelRun struct {
 	instants []time.Time // when something happens
 	numbers  []int64     // of tokens
 }
+
+func newModelRun(t *rapid.T, s *session) *modelRun {
+	s.exec(`
+		delete from ratelimit.policies;
+		delete from ratelimit.buckets;
+		delete from ratelimit.ephemeral_buckets;
+		delete from ratelimit.idempotency_keys;
+		delete from ratelimit.ephemeral_idempotency_keys`)
+	m := &modelRun{session: s, model: model.New(), policies: map[string]model.Definition{}}
+	m.setClock(t, t0)
+	for _, name := range policyNames {
+		m.define(t, name)
+	}
+	return m
+}
+
+func (m *modelRun) actions() map[string]func(*rapid.T) {
+	return map[string]func(*rapid.T){
+		"acquire":   m.acquire,
+		"again":     m.acquireAgain,
+		"many":      m.acquireMany,
+		"peek":      m.peek,
+		"refund":    m.refund,
+		"wait":      m.wait,
+		"step":      m.step,
+		"clean up":  m.cleanUp,
+		"rarely":    m.changeOrRemove,
+		"save":      m.save,
+		"roll back": m.rollBackOrNot,
+	}
+}
+
+// save begins a transaction, or sets a savepoint in it.
+func (m *modelRun) save(*rapid.T) {
+	if len(m.saved) == 0 {
+		m.session.exec("begin")
+	} else {
+		m.session.exec(fmt.Sprint("savepoint s", len(m.saved)))
+	}
+	m.saved = append(m.saved, m.model.Clone())
+}
+
+// rollBackOrNot ends what one save began, and all that was saved since.
+func (m *modelRun) rollBackOrNot(t *rapid.T) {
+	if len(m.saved) == 0 {
+		t.Skip("in no transaction")
+	}
+	to := rapid.IntRange(0, len(m.saved)-1).Draw(t, "to")
+	switch keep := rapid.Bool().Draw(t, "keep"); {
+	case !keep:
+		m.rollBack(to)
+	case to == 0:
+		m.session.exec("commit")
+		m.saved = nil
+	default:
+		m.session.exec(fmt.Sprint("release s", to))
+		m.saved = m.saved[:to]
+	}
+}
+
+func (m *modelRun) rollBack(to int) {
+	m.rollbacks++
+	m.model = m.saved[to]
+	if to == 0 {
+		m.session.exec("rollback")
+		m.saved = nil
+		return
+	}
+	m.session.exec(fmt.Sprint("rollback to s", to)) // which stays
+	m.saved = append(m.saved[:to], m.model.Clone())
+}
+
+// end leaves the session to the next sequence, also when this one has failed.
+func (m *modelRun) end() { m.session.exec("rollback") }
 
 type request struct {
 	model.BucketID
@@ -148,14 +263,16 @@ func (m *modelRun) changeOrRemove(t *rapid.T) {
 	}
 }
 
-func (m *modelRun) acquire(t *rapid.T) {
+func (m *modelRun) request(t *rapid.T) request {
 	id := bucketIDs.Draw(t, "bucket")
-	m.send(t, request{
+	return request{
 		BucketID:       id,
 		Cost:           m.amount(t, id.Policy),
 		IdempotencyKey: rapid.SampledFrom([][]string{nil, nil, {"1"}, {"2"}}).Draw(t, "idempotency key"),
-	})
+	}
 }
+
+func (m *modelRun) acquire(t *rapid.T) { m.send(t, m.request(t)) }
 
 func (m *modelRun) acquireAgain(t *rapid.T) {
 	if len(m.requests) == 0 {
@@ -166,8 +283,44 @@ func (m *modelRun) acquireAgain(t *rapid.T) {
 
 func (m *modelRun) send(t *rapid.T, r request) {
 	want, wantErr := m.model.Acquire(m.now, r.BucketID, r.Cost, strings.Join(r.IdempotencyKey, ""))
-	got, err := acquire(m.db.Pool, r.Policy, r.Key, r.Cost, r.IdempotencyKey...)
+	got, err := acquire(m.session, r.Policy, r.Key, r.Cost, r.IdempotencyKey...)
 	m.same(t, want, got, wantErr, err)
+	m.remember(r)
+}
+
+// acquireMany sends requests in one call, some of them several times. What is refused is so in its row.
+func (m *modelRun) acquireMany(t *rapid.T) {
+	var (
+		wishes []wish
+		want   []reply
+	)
+	for range rapid.IntRange(1, 5).Draw(t, "requests") {
+		r := m.request(t)
+		w := wish{Policy: &r.Policy, Key: &r.Key, Cost: &r.Cost}
+		if len(r.IdempotencyKey) > 0 {
+			w.IdempotencyKey = &r.IdempotencyKey[0]
+		}
+		for range rapid.IntRange(1, 3).Draw(t, "times") {
+			m.calls++
+			d, err := m.model.Acquire(m.now, r.BucketID, r.Cost, strings.Join(r.IdempotencyKey, ""))
+			wishes = append(wishes, w)
+			if err == nil {
+				want = append(want, reply{Decision: &d})
+			} else {
+				want = append(want, reply{Error: err.Error()})
+			}
+		}
+		m.remember(r)
+	}
+	got, err := acquireMany(m.session, wishes)
+	require.NoError(t, err)
+	for i := range got {
+		got[i].Error, _, _ = strings.Cut(got[i].Error, ":")
+	}
+	require.Equal(t, want, got)
+}
+
+func (m *modelRun) remember(r request) {
 	m.requests = lastFew(append(m.requests, r))
 	if forget := m.policies[r.Policy].Remember; forget != nil {
 		m.instants = lastFew(append(m.instants, forget.After(m.now)))
@@ -178,7 +331,7 @@ func (m *modelRun) peek(t *rapid.T) {
 	id := bucketIDs.Draw(t, "bucket")
 	cost := m.amount(t, id.Policy)
 	want, wantErr := m.model.Peek(m.now, id, cost)
-	got, err := peek(m.db.Pool, id.Policy, id.Key, cost)
+	got, err := peek(m.session, id.Policy, id.Key, cost)
 	m.same(t, want, got, wantErr, err)
 }
 
@@ -186,7 +339,7 @@ func (m *modelRun) refund(t *rapid.T) {
 	id := bucketIDs.Draw(t, "bucket")
 	amount := m.amount(t, id.Policy)
 	want, wantErr := m.model.Refund(m.now, id, amount)
-	got, err := refund(m.db.Pool, id.Policy, id.Key, amount)
+	got, err := refund(m.session, id.Policy, id.Key, amount)
 	m.same(t, want, got, wantErr, err)
 }
 
@@ -196,7 +349,7 @@ func (m *modelRun) cleanUp(t *rapid.T) {
 	m.model.CleanUp(m.now)
 
 	left := map[model.BucketID]bool{}
-	rows, err := m.db.Pool.Query(context.Background(), `
+	rows, err := m.session.Query(context.Background(), `
 		select coalesce(p.name, 'gone'), b.key
 		  from (table ratelimit.buckets union all table ratelimit.ephemeral_buckets) as b
 		  left join ratelimit.policies as p on p.id = b.policy_id`)
@@ -216,7 +369,7 @@ func (m *modelRun) cleanUp(t *rapid.T) {
 	require.Empty(t, left, "buckets that should have no row")
 
 	var grants int
-	require.NoError(t, m.db.Pool.QueryRow(context.Background(), `
+	require.NoError(t, m.session.QueryRow(context.Background(), `
 		select count(*) from (table ratelimit.idempotency_keys union all
 		                      table ratelimit.ephemeral_idempotency_keys) as k`).Scan(&grants))
 	require.Equal(t, m.model.Grants(), grants, "idempotency keys")
@@ -245,7 +398,7 @@ func (m *modelRun) setClock(t *rapid.T, now time.Time) {
 		t.Skip("PostgreSQL's calendar would soon end")
 	}
 	m.now = now
-	m.db.setClock(now)
+	m.session.db.setClock(now)
 }
 
 func (m *modelRun) amount(t *rapid.T, policy string) int64 {
@@ -261,7 +414,7 @@ func (m *modelRun) amount(t *rapid.T, policy string) int64 {
 }
 
 func (m *modelRun) call(call string, args ...any) error {
-	_, err := m.db.Pool.Exec(context.Background(), "select "+call, args...)
+	_, err := m.session.Exec(context.Background(), "select "+call, args...)
 	return err
 }
 
@@ -285,6 +438,9 @@ func (m *modelRun) sameError(t *rapid.T, want, err error) {
 	errors.As(want, &state)
 	if state != "" || err != nil {
 		require.Equal(t, string(state), sqlState(err), "SQLSTATE of %v", err)
+		if len(m.saved) > 0 { // there is no other way on
+			m.rollBack(len(m.saved) - 1)
+		}
 	}
 }
 

@@ -92,15 +92,23 @@ func (p Policy) resetAfter(b Bucket, now time.Time) Micros {
 	return p.wait(b, now, microtokens(p.Capacity))
 }
 
-// wait searches for the least time after which the bucket holds target microtokens.
+// wait searches for the least time after which the bucket holds target microtokens. It starts at an
+// estimate, which makes the search short, and not its result.
 func (p Policy) wait(b Bucket, now time.Time, target *big.Int) Micros {
 	enough := func(m Micros) bool { return p.Refilled(b, m.After(now)).Level.Cmp(target) >= 0 }
 	if enough(0) {
 		return 0
 	}
-	tooShort, longEnough := Micros(0), Micros(1)
-	for !enough(longEnough) {
-		tooShort, longEnough = longEnough, 2*longEnough
+	tooShort, longEnough := Micros(0), max(1, p.estimate(b, now, target))
+	for step := Micros(1); !enough(longEnough); step *= 2 {
+		tooShort, longEnough = longEnough, longEnough+step
+	}
+	for step := Micros(1); longEnough-step > tooShort; step *= 2 {
+		if !enough(longEnough - step) {
+			tooShort = longEnough - step
+			break
+		}
+		longEnough -= step
 	}
 	for longEnough-tooShort > 1 {
 		if middle := tooShort + (longEnough-tooShort)/2; enough(middle) {
@@ -110,6 +118,13 @@ func (p Policy) wait(b Bucket, now time.Time, target *big.Int) Micros {
 		}
 	}
 	return longEnough
+}
+
+func (p Policy) estimate(b Bucket, now time.Time, target *big.Int) Micros {
+	missing := new(big.Int).Sub(target, b.Level)
+	fill := missing.Mul(missing, big.NewInt(int64(p.Every)))
+	fill.Div(fill, microtokens(p.Refill))
+	return Micros(fill.Int64() + b.RefilledAt.UnixMicro() - now.UnixMicro())
 }
 
 func least(a, b *big.Int) *big.Int {

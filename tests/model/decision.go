@@ -22,6 +22,8 @@ type Micros int64
 // Never is a RetryAfter that does not come: null in SQL.
 const Never Micros = -1
 
+const day = 24 * 60 * 60 * 1_000_000
+
 // After returns the instant this long after t.
 func (m Micros) After(t time.Time) time.Time {
 	return time.UnixMicro(t.UnixMicro() + int64(m)).UTC()
@@ -32,7 +34,6 @@ func (m Micros) String() string {
 	if m == Never {
 		return "never"
 	}
-	const day = 24 * 60 * 60 * 1_000_000
 	rest := (time.Duration(m%day) * time.Microsecond).String()
 	if m/day == 0 {
 		return rest

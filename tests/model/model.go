@@ -1,9 +1,9 @@
 // Package model is what the functions of pgratelimit should answer, worked out in big integers from
 // the rules of the design and not from the SQL, so that tests can compare the two field by field.
 //
-// [Policy] and [Bucket] are the arithmetic of one bucket: pure functions over values. [Model] puts
-// policies, buckets and idempotency keys together and takes the same calls as a database does, one
-// at a time, each at an instant given by the caller.
+// [Policy] and [Bucket] are the arithmetic of one bucket: pure functions over values. A [Ledger] adds
+// its idempotency keys. [Model] puts policies and ledgers together and takes the same calls as a
+// database does, one at a time, each at an instant given by the caller.
 //
 // The model finds how long to wait by searching for the first instant at which there is enough, not
 // by a formula: that is what the promise of retry_after means.
@@ -11,36 +11,27 @@ package model
 
 import (
 	"maps"
-	"slices"
 	"time"
 )
 
 // A Model is a database with the package installed.
 type Model struct {
 	policies map[string]Policy
-	buckets  map[BucketID]Bucket // a bucket that is not here is full
-	grants   map[grantID]grant
+	ledgers  map[BucketID]Ledger
 }
 
 // New returns a model without policies.
 func New() *Model {
-	return &Model{map[string]Policy{}, map[BucketID]Bucket{}, map[grantID]grant{}}
+	return &Model{map[string]Policy{}, map[BucketID]Ledger{}}
+}
+
+// Clone returns the model as it is now, for a transaction to come back to.
+func (m *Model) Clone() *Model {
+	return &Model{maps.Clone(m.policies), maps.Clone(m.ledgers)}
 }
 
 // A BucketID names a bucket.
 type BucketID struct{ Policy, Key string }
-
-type grantID struct {
-	bucket         BucketID
-	idempotencyKey string
-}
-
-// A grant is what an idempotency key remembers.
-type grant struct {
-	cost    int64
-	answer  Decision
-	expires time.Time
-}
 
 // An Error is the SQLSTATE of a refused call, which changes nothing.
 type Error string
@@ -68,7 +59,7 @@ type Definition struct {
 func (m *Model) Define(name string, def Definition) error {
 	p, changing := m.policies[name]
 	if !changing {
-		p = Policy{Durable: valueOr(def.Durable, true), Remember: 24 * 60 * 60 * 1_000_000}
+		p = Policy{Durable: valueOr(def.Durable, true), Remember: day}
 	}
 	if valueOr(def.Durable, p.Durable) != p.Durable {
 		return InvalidArgument
@@ -86,35 +77,18 @@ func (m *Model) Drop(name string) error {
 		return UnknownPolicy
 	}
 	delete(m.policies, name)
-	maps.DeleteFunc(m.buckets, func(id BucketID, _ Bucket) bool { return id.Policy == name })
-	maps.DeleteFunc(m.grants, func(id grantID, _ grant) bool { return id.bucket.Policy == name })
+	maps.DeleteFunc(m.ledgers, func(id BucketID, _ Ledger) bool { return id.Policy == name })
 	return nil
 }
 
 // Acquire takes cost tokens if the bucket has them. The empty idempotency key is none.
-func (m *Model) Acquire(now time.Time, id BucketID, cost int64, idempotencyKey string) (Decision, error) {
+func (m *Model) Acquire(now time.Time, id BucketID, cost int64, idempotencyKey string) (answer Decision, err error) {
 	p, ok := m.policies[id.Policy]
 	if !ok {
 		return Decision{}, UnknownPolicy
 	}
-	remembered := cost > 0 && idempotencyKey != ""
-	first, ok := m.grants[grantID{id, idempotencyKey}]
-	if ok && remembered && now.Before(first.expires) {
-		if first.cost != cost {
-			return Decision{}, IdempotencyMismatch
-		}
-		first.answer.Replayed = true
-		return first.answer, nil
-	}
-
-	bucket, answer := p.Acquire(m.bucket(now, id), now, cost)
-	if answer.Allowed && cost > 0 {
-		m.buckets[id] = bucket
-		if remembered {
-			m.grants[grantID{id, idempotencyKey}] = grant{cost, answer, p.Remember.After(now)}
-		}
-	}
-	return answer, nil
+	m.ledgers[id], answer, err = m.ledgers[id].Acquire(p, now, cost, idempotencyKey)
+	return answer, err
 }
 
 // Peek answers whether an acquire would be allowed, and takes nothing.
@@ -123,19 +97,16 @@ func (m *Model) Peek(now time.Time, id BucketID, cost int64) (Decision, error) {
 	if !ok {
 		return Decision{}, UnknownPolicy
 	}
-	return p.Peek(m.bucket(now, id), now, cost), nil
+	return m.ledgers[id].Peek(p, now, cost), nil
 }
 
 // Refund gives tokens back, never above the capacity.
-func (m *Model) Refund(now time.Time, id BucketID, amount int64) (Decision, error) {
+func (m *Model) Refund(now time.Time, id BucketID, amount int64) (answer Decision, err error) {
 	p, ok := m.policies[id.Policy]
 	if !ok {
 		return Decision{}, UnknownPolicy
 	}
-	bucket, answer := p.Refund(m.bucket(now, id), now, amount)
-	if _, taken := m.buckets[id]; taken {
-		m.buckets[id] = bucket
-	}
+	m.ledgers[id], answer = m.ledgers[id].Refund(p, now, amount)
 	return answer, nil
 }
 
@@ -144,34 +115,41 @@ func (m *Model) Reset(id BucketID) error {
 	if _, ok := m.policies[id.Policy]; !ok {
 		return UnknownPolicy
 	}
-	delete(m.buckets, id)
+	m.ledgers[id] = m.ledgers[id].Reset()
 	return nil
 }
 
 // CleanUp removes the idempotency keys past their time. Which of the full buckets go, and when, is
 // left to the implementation: see Remove.
 func (m *Model) CleanUp(now time.Time) {
-	maps.DeleteFunc(m.grants, func(_ grantID, g grant) bool { return !now.Before(g.expires) })
+	for id, l := range m.ledgers {
+		m.ledgers[id] = l.forgetExpired(now)
+	}
 }
 
 // Remove removes a bucket that clean-up removed, and reports whether it was full, as it must be.
 func (m *Model) Remove(now time.Time, id BucketID) (full bool) {
-	b := m.bucket(now, id)
-	delete(m.buckets, id)
-	return m.policies[id.Policy].resetAfter(b, now) == 0
+	full = m.ledgers[id].IsFull(m.policies[id.Policy], now)
+	m.ledgers[id] = m.ledgers[id].Reset()
+	return full
 }
 
 // Buckets returns the buckets that were taken from and not removed since.
-func (m *Model) Buckets() []BucketID { return slices.Collect(maps.Keys(m.buckets)) }
+func (m *Model) Buckets() (ids []BucketID) {
+	for id, l := range m.ledgers {
+		if l.bucket != nil {
+			ids = append(ids, id)
+		}
+	}
+	return ids
+}
 
 // Grants returns how many idempotency keys there are.
-func (m *Model) Grants() int { return len(m.grants) }
-
-func (m *Model) bucket(now time.Time, id BucketID) Bucket {
-	if b, ok := m.buckets[id]; ok {
-		return b
+func (m *Model) Grants() (n int) {
+	for _, l := range m.ledgers {
+		n += len(l.grants)
 	}
-	return m.policies[id.Policy].Full(now)
+	return n
 }
 
 func valueOr[T any](p *T, other T) T {

@@ -125,17 +125,26 @@ func hasLibrary(bin, library string) bool {
 	return false
 }
 
+// asRoot returns what to write before a command that takes root.
+func asRoot(ctx context.Context) ([]string, error) {
+	if os.Geteuid() == 0 {
+		return nil, nil
+	}
+	sudo := []string{"sudo", "--non-interactive"}
+	if err := exec.CommandContext(ctx, sudo[0], sudo[1], "true").Run(); err != nil {
+		return nil, errors.New("it takes root or passwordless sudo")
+	}
+	return sudo, nil
+}
+
 // aptInstall installs a Debian package.
 func aptInstall(ctx context.Context, name string) error {
 	if _, err := exec.LookPath("apt-get"); err != nil {
 		return errors.New("there is no apt-get")
 	}
-	var sudo []string
-	if os.Geteuid() != 0 {
-		sudo = []string{"sudo", "--non-interactive"}
-		if err := exec.CommandContext(ctx, "sudo", "--non-interactive", "true").Run(); err != nil {
-			return fmt.Errorf("installing %s takes root or passwordless sudo", name)
-		}
+	sudo, err := asRoot(ctx)
+	if err != nil {
+		return fmt.Errorf("installing %s: %w", name, err)
 	}
 
 	// One process at a time, so that the others find the work done.

@@ -5,6 +5,9 @@ import (
 	"crypto/rand"
 	"errors"
 	"fmt"
+	"os"
+	"path/filepath"
+	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -12,6 +15,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/jackc/tern/v2/migrate"
 
 	"github.com/pgratelimit/pgratelimit/migrations"
 )
@@ -111,10 +115,35 @@ func (d *databases) install(ctx context.Context) error {
 		return fmt.Errorf("pgtest: %w", err)
 	}
 	d.template = name
-	return errors.Join(migrations.Up(ctx, conn), conn.Close(ctx))
+	return errors.Join(up(ctx, conn), conn.Close(ctx))
 }
 
-func (d *databases) create(ctx context.Context, installed bool) (*DB, error) {
+// up installs the package, by way of an older version of the schema if there is to be one.
+func up(ctx context.Context, conn *pgx.Conn) error {
+	if from := os.Getenv("RATELIMIT_TEST_UPGRADE_FROM"); from != "" {
+		version, err := strconv.ParseInt(from, 10, 32)
+		if err != nil {
+			return fmt.Errorf("pgtest: RATELIMIT_TEST_UPGRADE_FROM: %w", err)
+		}
+		root, err := findRoot()
+		if err != nil {
+			return err
+		}
+		migrator, err := migrate.NewMigrator(ctx, conn, migrations.VersionTable)
+		if err != nil {
+			return err
+		}
+		if err := migrator.LoadMigrations(os.DirFS(filepath.Join(root, "migrations"))); err != nil {
+			return err
+		}
+		if err := migrator.MigrateTo(ctx, int32(version)); err != nil {
+			return err
+		}
+	}
+	return migrations.Up(ctx, conn)
+}
+
+func (d *databases) create(ctx context.Context, installed bool, options ...string) (*DB, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	template := "template0"
@@ -123,7 +152,7 @@ func (d *databases) create(ctx context.Context, installed bool) (*DB, error) {
 	}
 	d.count++
 	name := fmt.Sprintf("%s_%d", d.owner, d.count)
-	if err := d.exec(ctx, "create database %s template %s", name, template); err != nil {
+	if err := d.exec(ctx, "create database %s template %s "+strings.Join(options, " "), name, template); err != nil {
 		return nil, err
 	}
 	config, err := pgxpool.ParseConfig(d.server.URL(name))

@@ -15,6 +15,7 @@ import (
 	"strings"
 	"time"
 
+	cerrdefs "github.com/containerd/errdefs"
 	_ "github.com/jackc/pgx/v5/stdlib" // the driver "pgx" for wait.ForSQL
 	"github.com/moby/moby/api/types/network"
 	"github.com/moby/moby/client"
@@ -171,6 +172,19 @@ func (c *container) Stop(ctx context.Context, immediate bool) error {
 	if immediate {
 		signal = "QUIT"
 	}
+	return c.kill(ctx, signal)
+}
+
+func (c *container) Kill(ctx context.Context) error {
+	err := c.kill(ctx, "KILL")
+	if cerrdefs.IsConflict(err) {
+		return nil // it was not running
+	}
+	return err
+}
+
+// kill ends the container by a signal to PostgreSQL, its first process; without that, no other lives.
+func (c *container) kill(ctx context.Context, signal string) error {
 	if _, err := c.engine.ContainerKill(ctx, c.GetContainerID(), client.ContainerKillOptions{Signal: signal}); err != nil {
 		return err
 	}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io/fs"
 	"net/url"
 	"os"
 	"os/exec"
@@ -12,6 +13,7 @@ import (
 	"strconv"
 	"strings"
 	"syscall"
+	"time"
 )
 
 // A cluster is a throw-away PostgreSQL in a directory of its own: data, log and socket. It listens
@@ -24,18 +26,33 @@ type cluster struct {
 }
 
 func startCluster(ctx context.Context, settings []string) (host, error) {
+	// Not os.TempDir, which may be long: a socket's path is limited to about 100 bytes.
+	return startClusterIn(ctx, "/tmp", settings)
+}
+
+func startClusterIn(ctx context.Context, parent string, settings []string) (host, error) {
 	bin, err := findBinaries(ctx)
 	if err != nil {
 		return nil, err
 	}
 	cron := prepareExtensions(ctx, bin)
+	c, err := newCluster(bin, parent)
+	if err != nil {
+		return nil, err
+	}
+	if err := c.initialize(ctx, cron, settings); err != nil {
+		return nil, errors.Join(err, c.Close())
+	}
+	return c, nil
+}
 
-	c := &cluster{bin: bin}
+// newCluster makes the directory of a cluster in parent, and sees to it that it is removed.
+func newCluster(bin, parent string) (c *cluster, err error) {
+	c = &cluster{bin: bin}
 	if c.owner, err = unprivileged(); err != nil {
 		return nil, err
 	}
-	// Not os.TempDir, which may be long: a socket's path is limited to about 100 bytes.
-	if c.dir, err = os.MkdirTemp("/tmp", "ratelimit-"); err != nil {
+	if c.dir, err = os.MkdirTemp(parent, "ratelimit-"); err != nil {
 		return nil, err
 	}
 	if c.owner != nil {
@@ -46,9 +63,6 @@ func startCluster(ctx context.Context, settings []string) (host, error) {
 	c.guard, err = startGuard(c.owner, `"$1/pg_ctl" stop --pgdata "$2/data" --mode immediate; rm -rf "$2"`, bin, c.dir)
 	if err != nil {
 		return nil, errors.Join(err, os.RemoveAll(c.dir))
-	}
-	if err := c.initialize(ctx, cron, settings); err != nil {
-		return nil, errors.Join(err, c.Close())
 	}
 	return c, nil
 }
@@ -118,6 +132,38 @@ func (c *cluster) Stop(ctx context.Context, immediate bool) error {
 	return c.run(ctx, "pg_ctl", "stop", "--pgdata", c.data(), "--mode", mode, "--wait", "--silent")
 }
 
+func (c *cluster) Kill(ctx context.Context) error {
+	if _, err := os.Stat("/proc/self/cwd"); err != nil {
+		return fmt.Errorf("pgtest: to find a server's processes takes /proc: %w", errors.ErrUnsupported)
+	}
+	for pids := c.processes(); len(pids) > 0; pids = c.processes() {
+		for _, pid := range pids {
+			_ = syscall.Kill(pid, syscall.SIGKILL)
+		}
+		for _, pid := range pids { // until the last trace of it is gone, or pg_ctl takes it for alive
+			for !errors.Is(syscall.Kill(pid, 0), syscall.ESRCH) {
+				if err := ctx.Err(); err != nil {
+					return err
+				}
+				time.Sleep(time.Millisecond)
+			}
+		}
+	}
+	return nil
+}
+
+// processes finds the server's by their working directory, which is the data directory.
+func (c *cluster) processes() (pids []int) {
+	links, _ := filepath.Glob("/proc/[0-9]*/cwd")
+	for _, link := range links {
+		if dir, err := os.Readlink(link); err == nil && dir == c.data() {
+			pid, _ := strconv.Atoi(filepath.Base(filepath.Dir(link)))
+			pids = append(pids, pid)
+		}
+	}
+	return pids
+}
+
 func (c *cluster) Close() error {
 	if err := c.guard.release(); err != nil {
 		return fmt.Errorf("pgtest: remove %s: %w", c.dir, err)
@@ -132,7 +178,11 @@ func (c *cluster) run(ctx context.Context, program string, args ...string) error
 	cmd := exec.CommandContext(ctx, filepath.Join(c.bin, program), args...)
 	cmd.Dir = c.dir // the unprivileged user may not be allowed into ours
 	cmd.SysProcAttr = &syscall.SysProcAttr{Credential: c.owner}
-	if out, err := cmd.CombinedOutput(); err != nil {
+	out, err := cmd.CombinedOutput()
+	if errors.Is(err, fs.ErrPermission) && c.owner != nil {
+		return fmt.Errorf("%w: root runs PostgreSQL as user %d, who has to be able to get there", err, c.owner.Uid)
+	}
+	if err != nil {
 		return fmt.Errorf("%s: %w\n%s", program, err, out)
 	}
 	return nil

@@ -19,6 +19,8 @@
 //
 // RATELIMIT_TEST_REQUIRE=url, docker or local insists on one of them. Tests never run without a
 // server: they fail. RATELIMIT_TEST_LOG names a file that is told which server was used.
+//
+// RATELIMIT_TEST_UPGRADE_FROM is a version of the schema: databases begin with it and are brought up.
 package pgtest
 
 import (
@@ -33,9 +35,9 @@ import (
 	"testing"
 )
 
-// Main is the TestMain of a package that uses this one. It removes the server, or what the tests
+// Main is the TestMain of a package that uses this one, and m a *testing.M. It removes the server, or what the tests
 // left on it, when they are done or interrupted.
-func Main(m *testing.M) {
+func Main(m interface{ Run() int }) {
 	interrupted := make(chan os.Signal, 1)
 	signal.Notify(interrupted, os.Interrupt, syscall.SIGTERM)
 	go func() {
@@ -58,10 +60,11 @@ func New(t testing.TB) *DB {
 	return create(t, true)
 }
 
-// Empty returns a database of its own without the package. It is dropped when the test ends.
-func Empty(t testing.TB) *DB {
+// Empty returns a database of its own without the package. It is dropped when the test ends. Options
+// are those of CREATE DATABASE, such as "encoding 'LATIN1'".
+func Empty(t testing.TB, options ...string) *DB {
 	t.Helper()
-	return create(t, false)
+	return create(t, false, options...)
 }
 
 // Open is New for examples, which have no testing.TB: it panics when it cannot.
@@ -102,6 +105,11 @@ func Private(t testing.TB, settings ...string) *Server {
 	if common := Shared(t); common.Rung != rungURL {
 		rungs = only(common.Rung)
 	}
+	return private(t, rungs, settings)
+}
+
+func private(t testing.TB, rungs []rung, settings []string) *Server {
+	t.Helper()
 	server, err := climb(context.Background(), rungs, settings)
 	if err != nil {
 		t.Fatalf("a private server: %v", err)
@@ -114,13 +122,13 @@ func Private(t testing.TB, settings ...string) *Server {
 	return server
 }
 
-func create(t testing.TB, installed bool) *DB {
+func create(t testing.TB, installed bool, options ...string) *DB {
 	t.Helper()
 	databases, err := shared.get()
 	if err != nil {
 		t.Fatal(err)
 	}
-	db, err := databases.create(context.Background(), installed)
+	db, err := databases.create(context.Background(), installed, options...)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -10,6 +10,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -72,6 +73,55 @@ func TestPrivate_HasItsSettingsAndSurvivesACrash(t *testing.T) {
 
 	require.NoError(t, server.Start(t.Context()))
 	require.Equal(t, int32(42), query[int32](t, server.URL(""), "select i from kept"))
+}
+
+func TestPrivateOnDisk_IsUnmountedWhenTheTestEnds(t *testing.T) {
+	t.Parallel()
+	var dir string
+	t.Run("test", func(t *testing.T) {
+		var server *Server
+		server, dir = PrivateOnDisk(t, 128)
+		require.Contains(t, query[string](t, server.URL(""), "select current_setting('data_directory')"), dir)
+		file, err := os.Create(filepath.Join(dir, "large"))
+		require.NoError(t, err)
+		defer file.Close()
+		_, err = file.Write(make([]byte, 128<<20))
+		require.ErrorIs(t, err, syscall.ENOSPC)
+	})
+	if dir == "" {
+		t.Skip("as the test in it")
+	}
+	require.NoDirExists(t, dir)
+}
+
+func TestKill_LeavesAServerThatRecovers(t *testing.T) {
+	t.Parallel()
+	server := Private(t)
+	for i := range 2 {
+		run(t, server.URL(""), fmt.Sprintf("create table kept%d ()", i))
+		if err := server.Kill(t.Context()); errors.Is(err, errors.ErrUnsupported) {
+			t.Skip(err)
+		} else {
+			require.NoError(t, err)
+		}
+		_, err := pgx.Connect(t.Context(), server.URL(""))
+		require.Error(t, err)
+		require.NoError(t, server.Start(t.Context()))
+	}
+	require.True(t, query[bool](t, server.URL(""), "select to_regclass('kept0') < to_regclass('kept1')"))
+}
+
+func TestStandby_FollowsAndIsPromoted(t *testing.T) {
+	t.Parallel()
+	primary := Private(t)
+	standby := Standby(t, primary, "work_mem=7MB")
+	require.Equal(t, "7MB", query[string](t, standby.URL(""), "select current_setting('work_mem')"))
+	require.True(t, query[bool](t, standby.URL(""), "select pg_is_in_recovery()"))
+	require.Equal(t, "streaming", query[string](t, primary.URL(""), "select state from pg_stat_replication"))
+
+	require.NoError(t, primary.Kill(t.Context()))
+	require.True(t, query[bool](t, standby.URL(""), "select pg_promote()"))
+	run(t, standby.URL(""), "create table written ()")
 }
 
 func TestServer_DiesWithItsProcess(t *testing.T) {

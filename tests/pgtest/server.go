@@ -17,6 +17,16 @@ type Server struct {
 	HasCron bool   // pg_cron is loaded, as far as our role may see
 
 	host
+	closed bool
+}
+
+// Close stops it and removes its data, unless that was done.
+func (s *Server) Close() error {
+	if s.closed {
+		return nil
+	}
+	s.closed = true
+	return s.host.Close()
 }
 
 // String names the rung and the version.
@@ -30,6 +40,8 @@ type host interface {
 	URL(database string) string
 	// Stop stops the server; immediate leaves it to recover when it is started again.
 	Stop(ctx context.Context, immediate bool) error
+	// Kill ends all its processes with SIGKILL, whatever they are at, and returns when they are gone.
+	Kill(ctx context.Context) error
 	// Start starts it again with the data it had.
 	Start(ctx context.Context) error
 	// Close stops it and removes its data.

@@ -34,5 +34,6 @@ func (dsn running) URL(database string) string {
 var errNotOurs = errors.New("pgtest: the server of RATELIMIT_DATABASE_URL is not the tests' to stop")
 
 func (running) Stop(context.Context, bool) error { return errNotOurs }
+func (running) Kill(context.Context) error       { return errNotOurs }
 func (running) Start(context.Context) error      { return errNotOurs }
 func (running) Close() error                     { return nil }

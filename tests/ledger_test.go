@@ -1,0 +1,283 @@
+package tests
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/pgratelimit/client"
+)
+
+// A ledger is what the callers of one policy know, whose buckets start full and gain nothing: what each
+// was granted, and which tokens nobody knows about. check holds it against the server.
+type ledger struct {
+	policy   string
+	capacity int64
+	timeout  time.Duration // of one try
+
+	mu       sync.Mutex
+	accounts map[string]*account // by bucket
+	granted  int
+	replayed int // of these, because an earlier try had been granted
+	denied   int
+	unknown  int            // requests without an idempotency key that got no answer
+	failed   map[string]int // tries without an answer, by SQLSTATE
+	slowest  time.Duration  // of all tries
+}
+
+type account struct {
+	grants  []receipt
+	unknown int64 // tokens taken or not
+}
+
+type receipt struct {
+	claim
+	remaining int64
+}
+
+type claim struct {
+	key            string
+	cost           int64
+	idempotencyKey string // empty for none
+}
+
+// A limiter is a *client.Limiter or a *client.Combiner.
+type limiter interface {
+	Acquire(ctx context.Context, policy, key string, opts ...client.Option) (client.Decision, error)
+}
+
+// newLedger defines the policy.
+func newLedger(db *testDB, policy string, capacity int64, timeout time.Duration) *ledger {
+	db.definePolicy(policy, capacity, 1, aDay)
+	return &ledger{
+		policy:   policy,
+		capacity: capacity,
+		timeout:  timeout,
+		accounts: make(map[string]*account),
+		failed:   make(map[string]int),
+	}
+}
+
+// load starts callers of these limiters, three of four with idempotency keys and at buckets of their own.
+// For three of four requests a bucket has enough.
+func (l *ledger) load(ctx context.Context, t *testing.T, limiters ...limiter) *sync.WaitGroup {
+	const callers, requests = 32, 200
+	var done sync.WaitGroup
+	var keyed, bare atomic.Int64
+	for caller := range callers {
+		by := limiters[caller%len(limiters)]
+		done.Go(func() {
+			for ctx.Err() == nil {
+				c := claim{cost: 1 + rand.Int64N(3)}
+				if caller < callers/4 {
+					c.key = fmt.Sprint("bare/", bare.Add(1)/requests)
+				} else {
+					n := keyed.Add(1)
+					c.key, c.idempotencyKey = fmt.Sprint("keyed/", n/requests), fmt.Sprint(n)
+				}
+				if err := l.settle(by, c); err != nil {
+					t.Error(err)
+					return
+				}
+			}
+		})
+	}
+	return &done
+}
+
+// settle makes a request and enters what came of it. With an idempotency key it asks until there is an
+// answer, for as long as patience.
+func (l *ledger) settle(by limiter, c claim) error {
+	for giveUp := time.Now().Add(patience); ; {
+		d, err := l.try(by, c)
+		switch {
+		case err == nil:
+			l.enter(c, d)
+			return nil
+		case c.idempotencyKey == "":
+			if !isRefusal(err) {
+				l.lose(c)
+			}
+			return nil
+		case time.Now().After(giveUp):
+			return fmt.Errorf("no answer to %+v within %v: %w", c, patience, err)
+		}
+		time.Sleep(5 * time.Millisecond) // where there is no server, errors come fast
+	}
+}
+
+func (l *ledger) try(by limiter, c claim) (client.Decision, error) {
+	opts := []client.Option{client.Cost(c.cost)}
+	if c.idempotencyKey != "" {
+		opts = append(opts, client.IdempotencyKey(c.idempotencyKey))
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), l.timeout)
+	defer cancel()
+	start := time.Now()
+	d, err := by.Acquire(ctx, l.policy, c.key, opts...)
+
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.slowest = max(l.slowest, time.Since(start))
+	if err != nil {
+		l.failed[sqlState(err)]++
+	}
+	return d, err
+}
+
+// isRefusal reports whether the call was surely not done: it was not sent, or the server said so.
+func isRefusal(err error) bool {
+	var connectErr *pgconn.ConnectError
+	var pgErr *pgconn.PgError
+	return errors.As(err, &connectErr) || errors.As(err, &pgErr) && pgErr.SeverityUnlocalized == "ERROR"
+}
+
+func (l *ledger) enter(c claim, d client.Decision) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if !d.Allowed {
+		l.denied++
+		return
+	}
+	l.granted++
+	if d.Replayed {
+		l.replayed++
+	}
+	a := l.account(c.key)
+	a.grants = append(a.grants, receipt{c, d.Remaining})
+}
+
+func (l *ledger) lose(c claim) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.unknown++
+	l.account(c.key).unknown += c.cost
+}
+
+func (l *ledger) account(key string) *account {
+	a := l.accounts[key]
+	if a == nil {
+		a = new(account)
+		l.accounts[key] = a
+	}
+	return a
+}
+
+// awaitAnswers returns when there are so many more, and awaitFailures when so many more tries got none.
+func (l *ledger) awaitAnswers(t *testing.T, more int) {
+	t.Helper()
+	l.await(t, more, func() int { return l.granted + l.denied })
+}
+
+func (l *ledger) awaitFailures(t *testing.T, more int) {
+	t.Helper()
+	l.await(t, more, func() (n int) {
+		for _, failed := range l.failed {
+			n += failed
+		}
+		return n
+	})
+}
+
+func (l *ledger) await(t *testing.T, more int, number func() int) {
+	t.Helper()
+	now := func() int {
+		l.mu.Lock()
+		defer l.mu.Unlock()
+		return number()
+	}
+	before := now()
+	require.Eventually(t, func() bool { return now() >= before+more }, time.Minute, 5*time.Millisecond)
+}
+
+// check asks the server, when no call is under way: no token was granted twice; what a bucket lacks was
+// granted, or may have been lost; each idempotency key replays the answer that its caller ended with, and
+// none is remembered of a caller who was denied. If all of it is right it closes the accounts, and the
+// policy begins afresh.
+func (l *ledger) check(db *testDB) error {
+	var keyed int64
+	for key, a := range l.accounts {
+		slices.SortFunc(a.grants, func(a, b receipt) int { return int(b.remaining - a.remaining) })
+		left, lost := l.capacity, int64(0)
+		for _, g := range a.grants {
+			before := g.remaining + g.cost
+			if before > left {
+				return fmt.Errorf("bucket %s: %+v took tokens that others were granted", key, g)
+			}
+			lost += left - before
+			left = g.remaining
+		}
+		held := db.left(l.policy, key)
+		lost += left - held
+		switch {
+		case held > left:
+			return fmt.Errorf("bucket %s holds %d tokens, and a grant left %d", key, held, left)
+		case lost > a.unknown:
+			return fmt.Errorf("bucket %s lacks %d tokens, of which %d may have been lost", key, lost, a.unknown)
+		}
+		for _, g := range a.grants {
+			if g.idempotencyKey == "" {
+				continue
+			}
+			keyed++
+			if d := db.acquire(l.policy, key, g.cost, g.idempotencyKey); !d.Replayed || d.Remaining != g.remaining {
+				return fmt.Errorf("bucket %s: %+v is replayed as %+v", key, g, d)
+			}
+		}
+	}
+	if n := db.number(`
+		select count(*)
+		  from ratelimit.idempotency_keys as k
+		  join ratelimit.policies as p on p.id = k.policy_id
+		 where p.name = $1`, l.policy); n != keyed {
+		return fmt.Errorf("%d idempotency keys are remembered of %d grants", n, keyed)
+	}
+	clear(l.accounts)
+	db.dropPolicy(l.policy)
+	db.definePolicy(l.policy, l.capacity, 1, aDay)
+	return nil
+}
+
+func TestLedger_SeesWhatDoesNotAddUp(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	by := client.New(db.Pool)
+	granted := func(remaining int64) client.Decision {
+		return client.Decision{Allowed: true, Remaining: remaining}
+	}
+	for wrong, happen := range map[string]func(l *ledger){
+		"": func(l *ledger) {
+			l.lose(claim{"k", 2, ""})
+			db.acquire(l.policy, "k", 2)
+		},
+		"lacks 2 tokens, of which 0":           func(l *ledger) { db.acquire(l.policy, "k", 2) },
+		"took tokens that others were granted": func(l *ledger) { l.enter(claim{"k", 2, ""}, granted(6)) },
+		"holds 7 tokens, and a grant left 5":   func(l *ledger) { l.enter(claim{"k", 2, ""}, granted(5)) },
+		"is replayed as": func(l *ledger) {
+			l.enter(claim{"k", 2, "j"}, granted(5))
+			db.acquire(l.policy, "k", 2)
+		},
+		"2 idempotency keys are remembered of 1": func(l *ledger) {
+			l.lose(claim{"k", 2, ""})
+			db.acquire(l.policy, "k", 2, "j")
+		},
+	} {
+		l := newLedger(db, "policy: "+wrong, 10, time.Minute)
+		require.NoError(t, l.settle(by, claim{"k", 3, "i"}))
+		happen(l)
+		if err := l.check(db); wrong == "" {
+			require.NoError(t, err)
+		} else {
+			require.ErrorContains(t, err, wrong)
+		}
+	}
+}

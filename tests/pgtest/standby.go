@@ -1,0 +1,71 @@
+package pgtest
+
+import (
+	"context"
+	"errors"
+	"os"
+	"path/filepath"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+)
+
+// Standby returns a server of the test's own that follows a private one by streaming replication, and
+// has the same settings but for those given. It streams when it is returned. A test is skipped when its
+// server is in a container, since these do not let each other in, or comes without pg_basebackup.
+func Standby(t testing.TB, primary *Server, settings ...string) *Server {
+	t.Helper()
+	source, ok := primary.host.(*cluster)
+	if !ok {
+		t.Skip("a standby takes PostgreSQL on this machine: RATELIMIT_TEST_REQUIRE=local")
+	}
+	if _, err := os.Stat(filepath.Join(source.bin, "pg_basebackup")); err != nil {
+		t.Skipf("a standby takes pg_basebackup: %v", err)
+	}
+	ctx := context.Background()
+	c, err := newCluster(source.bin, filepath.Dir(source.dir))
+	if err != nil {
+		t.Fatal(err)
+	}
+	standby := &Server{Rung: primary.Rung, Version: primary.Version, HasCron: primary.HasCron, host: c}
+	t.Cleanup(func() {
+		if err := standby.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	if err := c.follow(ctx, source, settings); err != nil {
+		t.Fatal(err)
+	}
+	return standby
+}
+
+// follow copies a running cluster, starts the copy as its standby, and waits until it streams.
+func (c *cluster) follow(ctx context.Context, source *cluster, settings []string) error {
+	err := c.run(ctx, "pg_basebackup", "--pgdata", c.data(), "--dbname", "user=postgres host="+source.dir,
+		"--checkpoint", "fast", "--no-sync", "--write-recovery-conf")
+	if err != nil {
+		return err
+	}
+	if err := c.configure(append([]string{"unix_socket_directories=" + c.dir}, settings...)); err != nil {
+		return err
+	}
+	if err := c.Start(ctx); err != nil {
+		return err
+	}
+	conn, err := pgx.Connect(ctx, c.URL(""))
+	if err != nil {
+		return err
+	}
+	defer conn.Close(ctx)
+	for deadline := time.Now().Add(time.Minute); ; time.Sleep(5 * time.Millisecond) {
+		var streaming bool
+		err := conn.QueryRow(ctx, "select exists (select from pg_stat_wal_receiver where status = 'streaming')").Scan(&streaming)
+		if err != nil || streaming {
+			return err
+		}
+		if time.Now().After(deadline) {
+			return errors.New("pgtest: the standby does not stream")
+		}
+	}
+}
