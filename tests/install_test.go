@@ -703,7 +703,7 @@ const schemaQuery = `
 	union all
 	select format('column %s.%I #%s %s collate %s not null %s identity %s generated %s default %s storage %s %s statistics %s acl %s options %s',
 	              c.oid::regclass, attname, attnum, format_type(atttypid, atttypmod), nullif(attcollation, 0)::regcollation,
-	              attnotnull, attidentity, attgenerated, pg_get_expr(d.adbin, d.adrelid), attstorage, attcompression,
+	              attnotnull, attidentity, attgenerated, translate(pg_get_expr(d.adbin, d.adrelid), e'\n', ' '), attstorage, attcompression,
 	              attstattarget, attacl, attoptions)
 	  from pg_attribute as a
 	  join pg_class as c on c.oid = a.attrelid
@@ -759,9 +759,9 @@ func findPgDump(t *testing.T) string {
 	return ""
 }
 
-func dump(t *testing.T, pgDump, url string) string {
+func dump(t *testing.T, pgDump, url string, options ...string) string {
 	t.Helper()
-	out, err := exec.Command(pgDump, "--dbname", url).Output()
+	out, err := exec.Command(pgDump, append(options, "--dbname", url)...).Output()
 	var exit *exec.ExitError
 	if errors.As(err, &exit) {
 		t.Fatalf("%v\n%s", err, exit.Stderr)

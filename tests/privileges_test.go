@@ -243,9 +243,9 @@ const evil = `
 	  returns interval language sql as $$ select interval '1 minute' $$;
 	create function evil.microtokens(bigint) returns bigint language sql as $$ select 0::bigint $$;
 	create function evil.whole_tokens(bigint) returns bigint language sql as $$ select 99::bigint $$;
-	create function evil.refilled_level(bigint, timestamptz, timestamptz, bigint, bigint, bigint, boolean)
+	create function evil.refilled_level(bigint, timestamptz, timestamptz, bigint, numeric, numeric, interval)
 	  returns bigint language sql as $$ select 99000000::bigint $$;
-	create function evil.wait_for(bigint, bigint, timestamptz, timestamptz, bigint, bigint, boolean)
+	create function evil.wait_for(bigint, bigint, timestamptz, timestamptz, numeric, numeric, numeric)
 	  returns bigint language sql as $$ select 0::bigint $$;
 	create function evil.acceptable(text, text, bigint, text) returns boolean language sql as $$ select true $$;
 	create function evil.unknown_policy(text) returns void language sql as $$ select $$;

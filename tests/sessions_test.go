@@ -232,8 +232,14 @@ func (g *gate) open() {
 // newPrivateDB returns a database on a server of its own.
 func newPrivateDB(t testing.TB, settings ...string) (*testDB, *pgtest.Server) {
 	t.Helper()
-	ctx := context.Background()
 	server := pgtest.Private(t, settings...)
+	return newDBOn(t, server), server
+}
+
+// newDBOn returns the database of a private server.
+func newDBOn(t testing.TB, server *pgtest.Server) *testDB {
+	t.Helper()
+	ctx := context.Background()
 	admin, err := pgx.Connect(ctx, server.URL(""))
 	require.NoError(t, err)
 	_, err = admin.Exec(ctx, "create database ratelimit_test template template0")
@@ -243,7 +249,7 @@ func newPrivateDB(t testing.TB, settings ...string) (*testDB, *pgtest.Server) {
 	db := openDB(t, server)
 	conn := db.Connect(t)
 	require.NoError(t, migrations.Up(ctx, conn))
-	return db, server
+	return db
 }
 
 // openDB connects to the database of newPrivateDB, as one does again after a restart.

@@ -1,0 +1,109 @@
+package tests
+
+import (
+	"context"
+	"os"
+	"path/filepath"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+)
+
+// The disk fills up under load, again and again: the tables cannot grow, which is an error, or there is no
+// place for the log, which the server does not survive. When there is space all goes on. Every answer was
+// true, and no token is taken or there that nobody knows about.
+func TestTorture_DiskFull(t *testing.T) {
+	run := torture(t, 8*time.Second)
+	server, dir := pgtest.PrivateOnDisk(t, 192, "synchronous_commit=on", "min_wal_size=32MB", "max_wal_size=48MB")
+	db := newDBOn(t, server)
+	l := newLedger(db, "p", 300, 5*time.Second)
+
+	fills, crashes, stops := 0, 0, 0
+	for ; fills < 2 || run.goesOn(); fills++ {
+		pool, err := pgxpool.New(t.Context(), db.URL)
+		require.NoError(t, err)
+		combiner := client.NewCombiner(pool)
+		ctx, stop := context.WithCancel(t.Context())
+		callers := l.load(ctx, t, client.New(pool), combiner)
+
+		l.awaitAnswers(t, 500)
+		remove := fill(t, dir)
+		if fills%2 > 0 {
+			breakLog(t, db)
+			crashes++
+		}
+		l.awaitFailures(t, 10)
+		remove()
+		if startAgain(t, server) {
+			stops++
+		}
+		l.awaitAnswers(t, 500)
+		stop()
+		callers.Wait()
+		combiner.Close()
+		pool.Close()
+
+		db.Pool.Reset() // a crash ended its connections
+		require.NoError(t, l.check(db))
+		db.exec("vacuum ratelimit.buckets, ratelimit.idempotency_keys")
+		run.progress("%d times full, %d crashes, %d grants", fills, crashes, l.granted)
+	}
+
+	require.NotZero(t, l.failed["53100"])
+	run.figure("times the disk was full", fills, "")
+	run.figure("of these, the server crashed for its log", crashes, "")
+	run.figure("of these, it stayed down until it was started", stops, "")
+	run.figure("refused for want of space", l.failed["53100"], "")
+	run.figure("granted", l.granted, "")
+	run.figure("denied", l.denied, "")
+	run.figure("answers lost, and replayed", l.replayed, "")
+	run.figure("unknown, without an idempotency key", l.unknown, "")
+}
+
+// fill leaves no space on a disk.
+func fill(t *testing.T, dir string) (remove func()) {
+	t.Helper()
+	name := filepath.Join(dir, "ballast")
+	file, err := os.Create(name)
+	require.NoError(t, err)
+	for size := 1 << 20; size > 0; {
+		if _, err := file.Write(make([]byte, size)); err != nil {
+			require.ErrorIs(t, err, syscall.ENOSPC)
+			size /= 2
+		}
+	}
+	require.NoError(t, file.Close())
+	return func() { require.NoError(t, os.Remove(name)) }
+}
+
+// breakLog writes segments of the log until there is no place for another.
+func breakLog(t *testing.T, db *testDB) {
+	t.Helper()
+	conn, err := pgx.Connect(context.Background(), db.URL)
+	for n := 0; err == nil; n++ {
+		require.Less(t, n, 20)
+		_, err = conn.Exec(context.Background(), "select pg_logical_emit_message(false, '', ''), pg_switch_wal()")
+	}
+}
+
+// startAgain starts a server that has stopped for good.
+func startAgain(t *testing.T, server *pgtest.Server) (stopped bool) {
+	t.Helper()
+	require.Eventually(t, func() bool {
+		conn, err := pgx.Connect(context.Background(), server.URL(""))
+		if err == nil {
+			conn.Close(context.Background())
+			return true
+		}
+		stopped = sqlState(err) == "" && server.Start(context.Background()) == nil
+		return stopped
+	}, time.Minute, 100*time.Millisecond)
+	return stopped
+}

@@ -1,0 +1,175 @@
+package tests
+
+import (
+	"context"
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+)
+
+// A standby is promoted under load, over and over, and the primary killed just before or just after.
+// With synchronous replication nothing is lost that callers were told; what asynchronous replication
+// loses is measured. The clocks of the two nodes differ by up to an hour.
+func TestTorture_CrashFailover(t *testing.T) {
+	run := torture(t, 6*time.Second)
+	db, primary := newPrivateDB(t, "synchronous_commit=on", "cluster_name=node 0")
+	db.defineExact()
+	db.definePolicy("paced", pacedCapacity, pacedPerSecond, time.Second)
+	db.exec(`
+		create table public.test_skews (node text primary key, skew interval not null);
+		insert into public.test_skews values ('node 0', '0');
+		create or replace function ratelimit.clock() returns timestamptz language sql volatile parallel safe
+		as $$ select clock_timestamp() + (select skew from public.test_skews where node = current_setting('cluster_name')) $$`)
+
+	var synchronous settlement
+	var asynchronous [2]settlement // by when the promotion came: before the primary's end, or after it
+	var promotions []time.Duration
+	var pace float64
+	left := map[bucketName]int64{}
+	for n := 0; n < 2 || run.goesOn(); n++ {
+		prefix, node := fmt.Sprint("failover ", n), fmt.Sprint("node ", n+1)
+		waits, promotion := n%2 == 0, rand.N(2)
+		total := &asynchronous[promotion]
+		standby := pgtest.Standby(t, primary, "cluster_name="+node)
+		ahead := time.Hour - rand.N(2*time.Hour)
+		db.exec("insert into test_skews values ($1, $2)", node, interval(ahead))
+		if waits {
+			total = &synchronous
+			db.exec("alter system set synchronous_standby_names = '*'")
+			db.exec("alter system set synchronous_commit = " + []string{"'on'", "'remote_apply'"}[rand.N(2)])
+			db.exec("select pg_reload_conf()")
+			db.Await(t, patience, "select sync_state = 'sync' from pg_stat_replication")
+		}
+
+		paced := startPaced(db, prefix)
+		l := startCrashLoad(t, db.URL, prefix, []string{"durable"}, 0)
+		l.runFor(t, time.Second)
+		promoted := openDB(t, standby)
+		for step := range 2 {
+			if step != promotion {
+				kill(t, primary)
+				continue
+			}
+			start := time.Now()
+			promoted.exec("select pg_promote(wait => false)") // a snapshot that waits may be what recovery waits for
+			promoted.Await(t, patience, "select not pg_is_in_recovery()")
+			promotions = append(promotions, time.Since(start))
+		}
+		l.end()
+		paced.end()
+		db.Pool.Close()
+		require.NoError(t, primary.Close())
+
+		db, primary = promoted, standby
+		total.add(l.settle(db, left))
+		require.Zero(t, synchronous.lost, "grants that the standby had confirmed")
+		require.EqualValues(t, exactCapacity, db.left("ephemeral", "used"))
+		db.acquire("ephemeral", "used", 1)
+		if waits {
+			pace = max(pace, paced.check(db, ahead))
+		}
+		db.exec("update test_skews set skew = '0'")
+		run.progress("%d failovers; of %d grants replicated synchronously %d are lost, of %d others %d", n+1,
+			synchronous.grants, synchronous.lost,
+			asynchronous[0].grants+asynchronous[1].grants, asynchronous[0].lost+asynchronous[1].lost)
+	}
+	for name, left := range left {
+		require.Equal(t, left, db.left(name.policy, name.key), "undone by a later failover: %v", name)
+	}
+
+	require.NotZero(t, synchronous.unanswered)
+	if run.budget >= time.Minute {
+		require.NotZero(t, asynchronous[0].lost, "asynchronous replication shows no loss: were the grants under way at all?")
+	}
+	slices.Sort(promotions)
+	run.figure("promotions", len(promotions), "")
+	run.figure("promotion, median", promotions[len(promotions)/2].Milliseconds(), "ms")
+	run.figure("grants told, replicated synchronously", synchronous.grants, "")
+	run.figure("of these lost", synchronous.lost, "")
+	run.figure("requests without an answer", synchronous.unanswered, "")
+	run.figure("asked again by idempotency key, each charged once", synchronous.again, "")
+	for i, first := range []string{"promoted, then killed", "killed, then promoted"} {
+		run.figure("asynchronously, "+first+": grants told", asynchronous[i].grants, "")
+		run.figure("asynchronously, "+first+": lost", asynchronous[i].lost, "")
+		run.figure("asynchronously, "+first+": lost at once, most", asynchronous[i].mostLost, "")
+		run.figure("asynchronously, "+first+": how long before the end the oldest of these was told", slices.Max(append(asynchronous[i].lostFor, 0)).Milliseconds(), "ms")
+	}
+	run.figure("tokens granted by both nodes, of what time and skew refill, most", fmt.Sprintf("%.4f", pace), "")
+}
+
+const (
+	pacedCapacity  = 1_000_000_000
+	pacedPerSecond = 1000
+)
+
+// paced is a bucket that was emptied, and one caller who takes what it gains until the primary is gone.
+type paced struct {
+	key     string
+	began   time.Time
+	granted int64 // without what was there at first
+	done    chan struct{}
+}
+
+func startPaced(db *testDB, key string) *paced {
+	t := db.t
+	t.Helper()
+	p := &paced{key: key, began: time.Now(), done: make(chan struct{})}
+	require.True(t, db.acquire("paced", key, pacedCapacity).Allowed)
+	busy := make(chan struct{})
+	go func() {
+		defer close(p.done)
+		limiter := client.New(db.Pool)
+		for {
+			d, err := limiter.Acquire(context.Background(), "paced", key)
+			if err != nil {
+				return
+			}
+			if d.Allowed {
+				if p.granted++; p.granted == 1 {
+					close(busy)
+				}
+			}
+		}
+	}()
+	select {
+	case <-busy:
+	case <-time.After(patience):
+		require.FailNow(t, "nothing is granted of what an empty bucket gains")
+	}
+	return p
+}
+
+func (p *paced) end() { <-p.done }
+
+// check asks a new primary, whose clock is ahead of the old one's, or behind it if ahead is below zero:
+// the tokens of both are no more than the time gone by and a clock put forward account for. They still
+// are when the clock has been put right. What is returned is how much of that they are.
+func (p *paced) check(db *testDB, ahead time.Duration) (pace float64) {
+	t := db.t
+	t.Helper()
+	for _, skew := range []time.Duration{ahead, 0} {
+		db.exec("update test_skews set skew = $1 where node = current_setting('cluster_name')", interval(skew))
+		db.must(refund(db.Pool, "paced", p.key, 1)) // so that there is one to take, and the bucket is written
+		p.granted--
+		stored := db.bucket("paced", p.key)
+		gain := db.left("paced", p.key)
+		var now time.Time
+		require.NoError(t, db.Pool.QueryRow(context.Background(), "select ratelimit.clock()").Scan(&now))
+		if now.Before(stored.RefilledAt) {
+			require.Equal(t, stored.Level/1_000_000, gain, "nothing is gained before the clock has caught up")
+		}
+		require.True(t, db.acquire("paced", p.key, gain).Allowed)
+		p.granted += gain
+		due := pacedPerSecond * (time.Since(p.began) + max(0, ahead)).Seconds()
+		require.LessOrEqual(t, float64(p.granted), due)
+		pace = max(pace, float64(p.granted)/due)
+	}
+	return pace
+}

@@ -1,0 +1,569 @@
+package tests
+
+import (
+	"cmp"
+	"fmt"
+	"maps"
+	"math"
+	"math/rand/v2"
+	"os"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgproto3"
+	"github.com/jackc/pgx/v5/pgtype"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/pgratelimit/tests/model"
+)
+
+// Every public function is called with whatever the protocol can carry. What comes back must be, to the
+// SQLSTATE and the message, what an oracle says: refusals in the order the functions check, and
+// otherwise the decision of the model, field by field. After each round the tables must hold what the
+// model holds, and calls that are refused must have left them as they were.
+//
+// A round depends on its seed alone: RATELIMIT_TEST_SEED repeats it as the first.
+func TestTorture_Fuzz(t *testing.T) {
+	run := torture(t, 8*time.Second)
+	inputs := newTally()
+	var failed sync.Once
+	var workers sync.WaitGroup
+	for range 4 {
+		f := newFuzzer(t, inputs)
+		workers.Go(func() {
+			for run.goesOn() && !t.Failed() {
+				seed := f.seed()
+				if err := f.round(seed); err != nil {
+					failed.Do(func() { t.Errorf("RATELIMIT_TEST_SEED=%d: %v", seed, err) })
+				}
+				run.progress("%d inputs", inputs.total())
+			}
+		})
+	}
+	workers.Wait()
+	inputs.report(t, run)
+}
+
+// A checker that has never failed proves nothing: each of these bugs must be found.
+func TestFuzz_FindsPlantedBugs(t *testing.T) {
+	t.Parallel()
+	for name, bug := range map[string]struct {
+		mutation
+		function string
+	}{
+		"a key of 513 bytes":                  {mutation{`octet_length\(key\) between 1 and 512`, `octet_length(key) between 1 and 513`}, "ratelimit.acceptable"},
+		"a month in an interval":              {mutation{`or extract\(month from value\) <> 0`, ``}, "ratelimit.check_span"},
+		"a cost checked too late":             {mutation{`perform check_tokens\('cost', v_cost\);`, ``}, "ratelimit_peek"},
+		"an internal error":                   {mutation{`errcode = '22023'`, `errcode = 'XX000'`}, "ratelimit.refuse"},
+		"an error that leaves something done": {mutation{`or not acceptable\(v_name, v_key, v_cost, v_run.idempotency_key\) then`, `or not acceptable(v_name, v_key, v_cost, v_run.idempotency_key) then update buckets set level = 0;`}, "ratelimit.acquire_in_order"},
+		"a token too many":                    {mutation{`least\(ratelimit_refund.amount, v_policy.capacity\)`, `least(ratelimit_refund.amount + 1, v_policy.capacity)`}, "ratelimit_refund"},
+		"a policy that stays":                 {mutation{`delete from policies as p where p.name = v_name returning p.id`, `update policies as p set name = p.name where p.name = v_name returning p.id`}, "ratelimit_drop_policy"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			f := newFuzzer(t, newTally())
+			f.db.mutate(bug.mutation, bug.function)
+			for range 50 {
+				if err := f.round(f.seed()); err != nil {
+					t.Log(err)
+					return
+				}
+			}
+			t.Error("not found in 50 rounds")
+		})
+	}
+}
+
+// A fuzzer has a database of its own.
+type fuzzer struct {
+	db      *testDB
+	wire    *wire
+	inputs  *tally
+	version string
+	seeds   []uint64 // to begin with
+}
+
+func newFuzzer(t *testing.T, inputs *tally) *fuzzer {
+	t.Helper()
+	db := newDB(t)
+	db.clockPerSession()
+	f := &fuzzer{db: db, wire: db.wire(t), inputs: inputs}
+	if s := os.Getenv("RATELIMIT_TEST_SEED"); s != "" {
+		seed, err := strconv.ParseUint(s, 10, 64)
+		require.NoError(t, err, "RATELIMIT_TEST_SEED")
+		f.seeds = append(f.seeds, seed)
+	}
+	setup := []message{
+		simple("set synchronous_commit = off"),
+		simple("select ratelimit_version()"),
+	}
+	for name, sql := range fuzzStatements {
+		setup = append(setup, prepare(name, sql))
+	}
+	responses, err := f.wire.ask(setup)
+	require.NoError(t, err)
+	for _, r := range responses {
+		require.Empty(t, r.code, r)
+	}
+	f.version = responses[1].rows[0]
+	return f
+}
+
+// clockPerSession lets a test set the clock of one session, test.now in microseconds of the Unix epoch.
+func (db *testDB) clockPerSession() {
+	db.t.Helper()
+	db.exec(`
+		create or replace function ratelimit.clock() returns timestamptz language sql volatile parallel safe
+		as $$ select timestamptz 'epoch' + current_setting('test.now')::bigint * interval '1 microsecond' $$`)
+}
+
+func (f *fuzzer) seed() uint64 {
+	if len(f.seeds) == 0 {
+		return rand.Uint64()
+	}
+	seed := f.seeds[0]
+	f.seeds = f.seeds[1:]
+	return seed
+}
+
+const (
+	fuzzDecision = "select allowed, remaining, (extract(epoch from retry_after) * 1000000)::bigint, (extract(epoch from reset_after) * 1000000)::bigint, capacity, replayed from "
+
+	stateQuery = `
+		select coalesce(sum(hashtextextended(t, 0)::numeric), 0)
+		  from (select p::text from ratelimit.policies as p
+		        union all select 'b' || b::text from ratelimit.buckets as b
+		        union all select 'e' || b::text from ratelimit.ephemeral_buckets as b
+		        union all select 'k' || k::text from ratelimit.idempotency_keys as k
+		        union all select 'l' || k::text from ratelimit.ephemeral_idempotency_keys as k) as all_rows (t)`
+
+	countQuery = `
+		select (select count(*) from ratelimit.policies),
+		       (select count(*) from ratelimit.buckets) + (select count(*) from ratelimit.ephemeral_buckets),
+		       (select count(*) from ratelimit.idempotency_keys) + (select count(*) from ratelimit.ephemeral_idempotency_keys)`
+)
+
+// How each function is called, and what of its answer is looked at.
+var fuzzStatements = map[string]string{
+	"ratelimit_define_policy": "select from ratelimit_define_policy($1, $2, $3, $4, $5, $6, $7)",
+	"ratelimit_drop_policy":   "select from ratelimit_drop_policy($1)",
+	"ratelimit_policies":      "select policy from ratelimit_policies()",
+	"ratelimit_acquire":       fuzzDecision + "ratelimit_acquire($1, $2, $3, $4)",
+	"ratelimit_acquire_many": strings.Replace(fuzzDecision, "allowed", "request, error_code, error_message, allowed", 1) +
+		"ratelimit_acquire_many($1, $2, $3, $4)",
+	"ratelimit_peek":        fuzzDecision + "ratelimit_peek($1, $2, $3)",
+	"ratelimit_refund":      fuzzDecision + "ratelimit_refund($1, $2, $3)",
+	"ratelimit_reset":       "select from ratelimit_reset($1, $2)",
+	"ratelimit_cleanup":     "select buckets_deleted >= 0, idempotency_keys_deleted >= 0 from ratelimit_cleanup($1)",
+	"ratelimit_cleanup_all": "call ratelimit_cleanup_all($1)",
+	"ratelimit_version":     "select ratelimit_version()",
+}
+
+// A fuzzCall is a call and what has to come back.
+type fuzzCall struct {
+	function string // empty: a question of the test's own
+	args     []argument
+	elements int // of a batch that gets as far as its requests
+
+	codes   []string // one of these; none: the rows
+	message string   // of the refusal, when it is the package's
+	rows    []string
+}
+
+func (c *fuzzCall) String() string {
+	args := make([]string, len(c.args))
+	for i, a := range c.args {
+		args[i] = fmt.Sprintf("%.600q", a.text)
+		if a.text == nil {
+			args[i] = "null"
+		}
+	}
+	return fmt.Sprintf("%s(%s)", c.function, strings.Join(args, ", "))
+}
+
+// verify compares a response with what has to come back.
+func (c *fuzzCall) verify(r response) error {
+	switch {
+	case len(c.codes) > 0 && (!slices.Contains(c.codes, r.code) || c.message != "" && c.message != r.message):
+		return fmt.Errorf("%v: %.300v instead of %s %s", c, r, strings.Join(c.codes, " or "), c.message)
+	case len(c.codes) == 0 && (r.code != "" || len(r.rows) != len(c.rows)):
+		return fmt.Errorf("%v: %.300v instead of %d rows", c, r, len(c.rows))
+	case len(c.codes) == 0:
+		for i, row := range c.rows {
+			if r.rows[i] != row {
+				return fmt.Errorf("%v: %q instead of %q", c, r.rows[i], row)
+			}
+		}
+	}
+	return nil
+}
+
+// A round is some hundred calls on policies of its own, sent together by one protocol.
+type round struct {
+	fuzzed
+	model  *model.Model
+	now    time.Time
+	known  map[string]bool // the policies that are defined
+	names  []string        // of policies
+	keys   []string
+	binary bool // the extended protocol
+
+	version  string
+	calls    []fuzzCall
+	messages []message
+}
+
+func (f *fuzzer) round(seed uint64) error {
+	random := fuzzed{rand.New(rand.NewPCG(seed, 0))}
+	r := &round{fuzzed: random, model: model.New(), now: t0, known: map[string]bool{}, binary: random.oneIn(2), version: f.version}
+	for range 4 {
+		r.names = append(r.names, r.name())
+		r.keys = append(r.keys, r.name())
+	}
+	r.passTime()
+	for _, name := range r.names[:3] {
+		args := r.arguments("ratelimit_define_policy", func() bool { return true })
+		args[0] = textArgument(name)
+		r.add("ratelimit_define_policy", args)
+	}
+
+	for range 400 {
+		if r.oneIn(10) {
+			r.passTime()
+		}
+		function := oneOf(random, fuzzFunctions)
+		r.add(function, r.callOf(function, strings.HasPrefix(function, "ratelimit_cleanup"))) // where clean-up has its turn: see below
+	}
+	for _, id := range r.buckets() {
+		r.add("ratelimit_peek", []argument{textArgument(id.Policy), textArgument(id.Key), bigintArgument(1)})
+	}
+	r.look(countQuery, fmt.Sprintf("%d|%d|%d", len(r.known), len(r.model.Buckets()), r.model.Grants()))
+
+	before := r.look(stateQuery)
+	for range 100 {
+		function := oneOf(random, refusing)
+		r.add(function, r.callOf(function, true))
+	}
+	after := r.look(stateQuery)
+
+	// Clean-up may take any bucket that is full, so nothing is asked of buckets afterwards.
+	for range 2 {
+		r.add("ratelimit_cleanup", []argument{integerArgument(max(1, int32(r.integer())))})
+		budget := oneOf(random, []span{{micros: 1}, {days: 1, micros: -1}, {months: 1}, {months: math.MaxInt32, days: math.MaxInt32}})
+		r.add("ratelimit_cleanup_all", []argument{spanArgument(budget)})
+	}
+	for _, name := range slices.Sorted(maps.Keys(r.known)) {
+		r.add("ratelimit_drop_policy", []argument{textArgument(name)})
+	}
+	r.look(countQuery, "0|0|0")
+
+	responses, err := f.wire.ask(r.messages)
+	if err != nil {
+		return err
+	}
+	for i, c := range r.calls {
+		if c.function == "" && c.rows == nil && responses[i].code == "" {
+			continue
+		}
+		if err := c.verify(responses[i]); err != nil {
+			return err
+		}
+	}
+	if b, a := responses[before], responses[after]; b.code != "" || !slices.Equal(b.rows, a.rows) {
+		return fmt.Errorf("refused calls changed the state from %v to %v", b, a)
+	}
+	f.inputs.add(r, responses)
+	return nil
+}
+
+// send adds a message and what is to come back.
+func (r *round) send(m message, c fuzzCall) int {
+	r.messages = append(r.messages, m)
+	r.calls = append(r.calls, c)
+	return len(r.calls) - 1
+}
+
+// look asks a question of the test's own; without rows the answer is not looked at here.
+func (r *round) look(sql string, rows ...string) int {
+	return r.send(simple(sql), fuzzCall{rows: rows})
+}
+
+// passTime moves the clock, forwards more often than not.
+func (r *round) passTime() {
+	steps := []int64{0, 1, 1000, 1_000_000, 60_000_000, 3_600_000_000, day, 365 * day}
+	step := model.Micros(r.Int64N(1 + oneOf(r.fuzzed, steps)))
+	if r.oneIn(5) {
+		step = -step
+	}
+	if r.now = step.After(r.now); r.now.Sub(t0).Abs() > 100*365*24*time.Hour {
+		r.now = t0
+	}
+	r.look(fmt.Sprintf("set test.now = %d", r.now.UnixMicro()))
+}
+
+// add foretells the answer to a call, and sends it.
+func (r *round) add(function string, args []argument) {
+	c := fuzzCall{function: function, args: args}
+	for _, a := range args {
+		c.codes = append(c.codes, a.unreadable...)
+	}
+	if len(c.codes) == 0 {
+		err := r.check(function, args)
+		if err == nil {
+			c.rows, err = r.answer(function, args)
+			if function == "ratelimit_acquire_many" {
+				c.elements = len(c.rows)
+			}
+		}
+		if err != nil {
+			code, message := refused(err)
+			c.codes, c.message = []string{code}, message
+		}
+	}
+
+	if !r.binary {
+		var sql strings.Builder
+		rest := fuzzStatements[function]
+		for i, a := range args {
+			before, after, _ := strings.Cut(rest, fmt.Sprintf("$%d", i+1))
+			sql.WriteString(before)
+			sql.WriteString(r.literal(a))
+			rest = after
+		}
+		r.send(simple(sql.String()+rest), c)
+		return
+	}
+	formats, parameters := make([]int16, len(args)), make([][]byte, len(args))
+	for i, a := range args {
+		if parameters[i] = a.text; a.binary != nil && r.oneIn(2) {
+			formats[i], parameters[i] = 1, a.binary
+		}
+	}
+	m := extended(function, formats, parameters)
+	if r.oneIn(16) {
+		m = append(message{&pgproto3.Parse{Query: fuzzStatements[function]}}, extended("", formats, parameters)...)
+	}
+	r.send(m, c)
+}
+
+// literal writes an argument in one of the ways that SQL has.
+func (r *round) literal(a argument) string {
+	s := string(a.text)
+	switch n, isNumber := a.value.(int64); {
+	case a.text == nil:
+		return "null"
+	case isNumber && 0 <= n && n <= math.MaxInt32 && r.oneIn(2):
+		return s
+	case !strings.Contains(s, "$") && r.oneIn(3):
+		return "$q$" + s + "$q$"
+	case r.oneIn(2):
+		return "E'" + strings.NewReplacer(`\`, `\\`, `'`, `\'`).Replace(s) + "'"
+	}
+	return "'" + strings.ReplaceAll(s, "'", "''") + "'"
+}
+
+// Functions as often as they are called.
+var (
+	refusing = []string{
+		"ratelimit_acquire", "ratelimit_acquire", "ratelimit_acquire", "ratelimit_acquire_many", "ratelimit_acquire_many",
+		"ratelimit_peek", "ratelimit_peek", "ratelimit_refund", "ratelimit_refund", "ratelimit_reset",
+		"ratelimit_define_policy", "ratelimit_define_policy", "ratelimit_drop_policy", "ratelimit_cleanup", "ratelimit_cleanup_all",
+	}
+	fuzzFunctions = append([]string{"ratelimit_policies", "ratelimit_version"}, refusing...)
+)
+
+// callOf makes arguments: all good, or each of them good more often than not.
+func (r *round) callOf(function string, refusedOnly bool) []argument {
+	for {
+		allGood := !refusedOnly && r.oneIn(3)
+		args := r.arguments(function, func() bool { return allGood || !r.oneIn(4) })
+		if !refusedOnly || slices.ContainsFunc(args, func(a argument) bool { return len(a.unreadable) > 0 }) || r.check(function, args) != nil {
+			return args
+		}
+	}
+}
+
+func (r *round) arguments(function string, good func() bool) []argument {
+	choose := func(ok func() argument, other func() argument) argument {
+		if good() {
+			return ok()
+		}
+		return other()
+	}
+	policy := func() argument {
+		return choose(func() argument { return textArgument(oneOf(r.fuzzed, r.names)) }, r.anyText)
+	}
+	key := func() argument {
+		return choose(func() argument { return textArgument(oneOf(r.fuzzed, r.keys)) }, r.anyText)
+	}
+	cost := func() argument {
+		return choose(func() argument { return bigintArgument(r.Int64N(4)) }, r.anyBigint)
+	}
+	idempotencyKey := func() argument {
+		if r.oneIn(2) {
+			return null
+		}
+		return key()
+	}
+	switch function {
+	case "ratelimit_define_policy":
+		for {
+			args := []argument{
+				policy(),
+				choose(func() argument { return bigintArgument(1 + r.Int64N(1<<r.IntN(44))) }, r.anyBigint),
+				choose(func() argument { return bigintArgument(1 + r.Int64N(1<<r.IntN(44))) }, r.anyBigint),
+				choose(func() argument { return spanArgument(span{micros: 1 + r.Int64N(1<<r.IntN(55))}) }, r.anySpan),
+				choose(func() argument { return booleanArgument(r.oneIn(2)) }, r.anyBoolean),
+				choose(func() argument { return null }, r.anyBoolean),
+				choose(func() argument { return spanArgument(span{micros: 1 + r.Int64N(1<<r.IntN(55))}) }, r.anySpan),
+			}
+			if !good() || r.check(function, args) == nil { // a good one also fills in time
+				return args
+			}
+		}
+	case "ratelimit_drop_policy":
+		return []argument{policy()}
+	case "ratelimit_acquire":
+		return []argument{policy(), key(), cost(), idempotencyKey()}
+	case "ratelimit_acquire_many":
+		return r.batch(good, policy, key, cost, idempotencyKey)
+	case "ratelimit_peek", "ratelimit_refund":
+		return []argument{policy(), key(), cost()}
+	case "ratelimit_reset":
+		return []argument{policy(), key()}
+	case "ratelimit_cleanup":
+		return []argument{r.anyInteger()}
+	case "ratelimit_cleanup_all":
+		return []argument{r.anySpan()}
+	}
+	return nil
+}
+
+// batch makes the arrays of a batch, as long as each other when they are good.
+func (r *round) batch(good func() bool, elements ...func() argument) []argument {
+	n := r.IntN(1 << r.IntN(10))
+	args := make([]argument, len(elements))
+	for i, element := range elements {
+		length := n
+		if !good() {
+			switch r.IntN(12) {
+			case 0:
+				continue // null
+			case 1:
+				args[i] = r.noArray()
+				continue
+			case 2:
+				length = r.IntN(1 << r.IntN(10))
+			}
+		}
+		if i >= 2 && r.oneIn(3) {
+			continue // costs and idempotency keys may be null
+		}
+		values := make([]argument, length)
+		for j := range values {
+			values[j] = element()
+			for len(values[j].unreadable) > 0 || len(values[j].text) > 2000 {
+				values[j] = element()
+			}
+		}
+		if i == 2 {
+			args[i] = arrayArgument(pointers[int64](values), pgtype.Int8OID, values, r.shapeFor(length))
+		} else {
+			args[i] = arrayArgument(pointers[string](values), pgtype.TextOID, values, r.shapeFor(length))
+		}
+	}
+	return args
+}
+
+// pointers are the values of elements, nil for null.
+func pointers[T any](elements []argument) []*T {
+	values := make([]*T, len(elements))
+	for i, e := range elements {
+		if v, ok := e.value.(T); ok {
+			values[i] = &v
+		}
+	}
+	return values
+}
+
+// name is an acceptable one.
+func (r *round) name() string {
+	for {
+		if s, _ := r.anyText().value.(string); badName("", s) == nil && len(textArgument(s).unreadable) == 0 {
+			return s
+		}
+	}
+}
+
+// buckets are those that were taken from, in one order.
+func (r *round) buckets() []model.BucketID {
+	return slices.SortedFunc(slices.Values(r.model.Buckets()), func(a, b model.BucketID) int {
+		return cmp.Or(strings.Compare(a.Policy, b.Policy), strings.Compare(a.Key, b.Key))
+	})
+}
+
+// A tally counts inputs: a call is one, and a batch that gets as far as its requests is as many as those.
+type tally struct {
+	mu         sync.Mutex
+	byFunction map[string]int
+	byCode     map[string]int
+	byProtocol map[string]int
+}
+
+func newTally() *tally {
+	return &tally{byFunction: map[string]int{}, byCode: map[string]int{}, byProtocol: map[string]int{}}
+}
+
+func (n *tally) add(r *round, responses []response) {
+	protocol := "simple"
+	if r.binary {
+		protocol = "extended"
+	}
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	for i, c := range r.calls {
+		switch {
+		case c.function == "":
+			continue
+		case c.elements > 0:
+			for _, row := range responses[i].rows {
+				n.byCode[strings.Split(row, "|")[1]]++
+			}
+		default:
+			n.byCode[responses[i].code]++
+		}
+		inputs := max(1, c.elements)
+		n.byFunction[c.function] += inputs
+		n.byProtocol[protocol] += inputs
+	}
+}
+
+func (n *tally) total() (sum int) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	for _, inputs := range n.byFunction {
+		sum += inputs
+	}
+	return sum
+}
+
+func (n *tally) report(t *testing.T, run *tortureRun) {
+	run.figure("inputs", n.total(), "")
+	for _, protocol := range slices.Sorted(maps.Keys(n.byProtocol)) {
+		run.figure("by the "+protocol+" protocol", n.byProtocol[protocol], "")
+	}
+	for _, function := range slices.Sorted(maps.Keys(fuzzStatements)) {
+		require.NotZero(t, n.byFunction[function], function)
+		run.figure("to "+function, n.byFunction[function], "")
+	}
+	for _, code := range []string{"", "22023", "RL001", "RL002", "22021", "22P02", "22P03", "08P01"} {
+		require.NotZero(t, n.byCode[code], "answers %q", code)
+	}
+	for _, code := range slices.Sorted(maps.Keys(n.byCode)) {
+		run.figure("answered with "+cmp.Or(code, "rows"), n.byCode[code], "")
+	}
+}

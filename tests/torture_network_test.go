@@ -1,0 +1,279 @@
+package tests
+
+import (
+	"bytes"
+	"context"
+	"math/rand/v2"
+	"os"
+	"runtime/pprof"
+	"strconv"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/pgratelimit/client"
+)
+
+// Dozens of callers share a pool whose connections are delayed, cut and reset, and lose replies. Whoever
+// has an idempotency key and asks until there is an answer is charged once at most and ends with the true
+// answer; without one, no token is missing that was not asked for in vain. Nobody waits for twice as long
+// as the ctx says. When the network is well again so is the pool, and nothing stays behind.
+//
+// RATELIMIT_TEST_SEED repeats the choice of faults, though not who meets them.
+func TestTorture_Network(t *testing.T) {
+	run := torture(t, 8*time.Second)
+	seed := rand.Uint64()
+	if s := os.Getenv("RATELIMIT_TEST_SEED"); s != "" {
+		var err error
+		seed, err = strconv.ParseUint(s, 10, 64)
+		require.NoError(t, err, "RATELIMIT_TEST_SEED")
+	}
+	t.Logf("RATELIMIT_TEST_SEED=%d", seed)
+	n := newNetwork(t, rand.New(rand.NewPCG(seed, 0)))
+
+	for rounds := 0; run.goesOn() || n.missing() != "" && rounds < 20; rounds++ {
+		chances := odds{delay: 60, cut: 6, reset: 6, swallow: 3}
+		if rounds%4 == 3 {
+			chances = odds{delay: 20, vanish: 3} // for which pgx has more patience than make test
+		}
+		n.round(chances, 3*time.Second)
+		run.progress("%d grants, %d of them after the first answer was lost", n.ledger.granted, n.ledger.replayed)
+	}
+
+	require.Empty(t, n.missing())
+	for _, f := range n.figures() {
+		run.figure(f.name, f.number, "")
+	}
+	run.figure("connections that went silent", n.proxy.done[vanish].Load(), "")
+	run.figure("slowest try, whose ctx ends after 1 s", n.ledger.slowest.Round(time.Millisecond), "")
+	run.figure("slowest recovery of the pool", n.slowestRecovery.Round(time.Millisecond), "")
+}
+
+type network struct {
+	t               *testing.T
+	random          *rand.Rand
+	db              *testDB
+	proxy           *proxy
+	ledger          *ledger
+	combined        atomic.Int64 // calls for several requests
+	slowestRecovery time.Duration
+}
+
+type figure struct {
+	name   string
+	number int
+}
+
+// figures are of what must happen.
+func (n *network) figures() []figure {
+	return []figure{
+		{"granted", n.ledger.granted},
+		{"of these, an answer was lost before", n.ledger.replayed},
+		{"denied", n.ledger.denied},
+		{"unknown, without an idempotency key", n.ledger.unknown},
+		{"tries without an answer", n.ledger.failed[""]},
+		{"calls for several requests", int(n.combined.Load())},
+		{"delays", int(n.proxy.done[delay].Load())},
+		{"cuts", int(n.proxy.done[cut].Load())},
+		{"resets", int(n.proxy.done[reset].Load())},
+		{"swallowed replies", int(n.proxy.done[swallow].Load())},
+	}
+}
+
+// missing names something that has not happened yet.
+func (n *network) missing() string {
+	for _, f := range n.figures() {
+		if f.number == 0 {
+			return f.name
+		}
+	}
+	return ""
+}
+
+func newNetwork(t *testing.T, random *rand.Rand) *network {
+	db := newDB(t)
+	return &network{
+		t:      t,
+		random: random,
+		db:     db,
+		proxy:  newProxy(t, db),
+		ledger: newLedger(db, "p", 300, time.Second),
+	}
+}
+
+// round lets callers at a pool of its own while the network has faults, and looks after them when it is
+// well again.
+func (n *network) round(chances odds, lasts time.Duration) {
+	t := n.t
+	t.Helper()
+	label := t.Name() // on every goroutine that starts in here
+	pprof.Do(context.Background(), pprof.Labels("client", label), func(context.Context) {
+		pool := n.proxy.pool(t, n.db, n.countCombined)
+		combiner := client.NewCombiner(pool)
+		n.proxy.plan(chances.random(n.random))
+		ctx, cancel := context.WithTimeout(t.Context(), lasts)
+		defer cancel()
+		callers := n.ledger.load(ctx, t, client.New(pool), combiner)
+		<-ctx.Done()
+		n.proxy.heal()
+		healed := time.Now()
+		callers.Wait()
+		n.awaitRecovery(pool)
+		n.slowestRecovery = max(n.slowestRecovery, time.Since(healed))
+		combiner.Close()
+		require.Zero(t, pool.Stat().AcquiredConns())
+		pool.Close()
+	})
+	for start := time.Now(); goroutines(label) != ""; time.Sleep(10 * time.Millisecond) {
+		require.Less(t, time.Since(start), patience, goroutines(label))
+	}
+	n.db.Await(t, patience, `
+		select count(*) = 0 from pg_stat_activity
+		 where datname = current_database() and application_name = 'through a proxy'`)
+
+	require.NoError(t, n.ledger.check(n.db))
+	require.LessOrEqual(t, n.ledger.slowest, 2*n.ledger.timeout)
+	for state := range n.ledger.failed {
+		require.Empty(t, state, "it is the network's fault")
+	}
+}
+
+// awaitRecovery returns when each connection of the pool works.
+func (n *network) awaitRecovery(pool *pgxpool.Pool) {
+	n.t.Helper()
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	defer cancel()
+	for working := int32(0); working < pool.Config().MaxConns; {
+		conn, err := pool.Acquire(ctx)
+		require.NoError(n.t, err)
+		defer conn.Release()
+		short, cancel := context.WithTimeout(ctx, time.Second)
+		if conn.Ping(short) == nil {
+			working++
+		} else {
+			conn.Release() // it is replaced
+		}
+		cancel()
+	}
+}
+
+// goroutines are those that have a label, and where they are.
+func goroutines(label string) string {
+	var all bytes.Buffer
+	_ = pprof.Lookup("goroutine").WriteTo(&all, 1)
+	var found []string
+	for _, group := range strings.Split(all.String(), "\n\n") {
+		if strings.Contains(group, strconv.Quote(label)) {
+			found = append(found, group)
+		}
+	}
+	return strings.Join(found, "\n\n")
+}
+
+func (n *network) countCombined(config *pgxpool.Config) { config.ConnConfig.Tracer = n }
+
+func (n *network) TraceQueryStart(ctx context.Context, _ *pgx.Conn, data pgx.TraceQueryStartData) context.Context {
+	if strings.Contains(data.SQL, "ratelimit_acquire_many") {
+		n.combined.Add(1)
+	}
+	return ctx
+}
+
+func (*network) TraceQueryEnd(context.Context, *pgx.Conn, pgx.TraceQueryEndData) {}
+
+// onBoth runs a test with each kind of limiter, on a pool that connects through a proxy.
+func onBoth(t *testing.T, test func(t *testing.T, db *testDB, proxy *proxy, by limiter)) {
+	for name, open := range map[string]func(*pgxpool.Pool) limiter{
+		"Limiter":  func(pool *pgxpool.Pool) limiter { return client.New(pool) },
+		"Combiner": func(pool *pgxpool.Pool) limiter { return client.NewCombiner(pool) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			db := newDB(t)
+			proxy := newProxy(t, db)
+			test(t, db, proxy, open(proxy.pool(t, db, neverPing)))
+		})
+	}
+}
+
+// neverPing lets the first message of a call be the call.
+func neverPing(config *pgxpool.Config) {
+	config.ShouldPing = func(context.Context, pgxpool.ShouldPingParams) bool { return false }
+}
+
+// The server has committed, and its reply is lost on the way.
+func TestNetwork_ALostReply(t *testing.T) {
+	t.Parallel()
+	for name, lost := range map[string]struct {
+		fault   fault
+		timeout time.Duration
+		tries   int // without an answer: with an idempotency key the client tries again if there is time
+	}{
+		"cut":       {cut, time.Minute, 1},
+		"reset":     {reset, time.Minute, 1},
+		"swallowed": {swallow, 2 * time.Second, 2},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			onBoth(t, func(t *testing.T, db *testDB, proxy *proxy, by limiter) {
+				l := newLedger(db, "p", 10, lost.timeout)
+				for _, c := range []claim{{"k", 3, "i"}, {"k", 2, ""}} {
+					require.NoError(t, l.settle(by, claim{"other", 1, ""}), "connects")
+					proxy.plan(nextReply(lost.fault))
+					require.NoError(t, l.settle(by, c))
+				}
+				require.Equal(t, 1, l.replayed)
+				require.Equal(t, 1, l.unknown)
+				require.Equal(t, lost.tries, l.failed[""])
+				require.EqualValues(t, 5, db.left("p", "k"))
+				require.NoError(t, l.check(db))
+				require.LessOrEqual(t, l.slowest, 2*l.timeout)
+			})
+		})
+	}
+}
+
+func TestNetwork_ACallerWhoRetriesWithoutAnIdempotencyKeyIsChargedTwice(t *testing.T) {
+	t.Parallel()
+	onBoth(t, func(t *testing.T, db *testDB, proxy *proxy, by limiter) {
+		l := newLedger(db, "p", 10, time.Minute)
+		c := claim{"k", 3, ""}
+		require.NoError(t, l.settle(by, claim{"other", 1, ""}))
+		proxy.plan(nextReply(cut))
+		_, err := l.try(by, c)
+		require.Error(t, err)
+		require.NoError(t, l.settle(by, c))
+		require.ErrorContains(t, l.check(db), "lacks 3 tokens, of which 0 may have been lost")
+	})
+}
+
+// All places of the pool are taken by attempts to connect that hear nothing.
+func TestNetwork_ConnectingHangs(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	proxy := newProxy(t, db)
+	pool := proxy.pool(t, db, func(config *pgxpool.Config) { config.ConnConfig.ConnectTimeout = 3 * time.Second })
+	l := newLedger(db, "p", 10, time.Second)
+	proxy.plan(func(bool) fault { return vanish })
+	var callers sync.WaitGroup
+	for range pool.Config().MaxConns {
+		callers.Go(func() {
+			if _, err := l.try(client.New(pool), claim{"k", 1, "i"}); err == nil {
+				t.Error("an answer from nowhere")
+			}
+		})
+	}
+	callers.Wait()
+	require.Equal(t, pool.Config().MaxConns, pool.Stat().ConstructingConns())
+
+	proxy.heal()
+	require.NoError(t, l.settle(client.New(pool), claim{"k", 1, "i"}))
+	require.NoError(t, l.check(db))
+	require.LessOrEqual(t, l.slowest, 2*l.timeout)
+}

@@ -1,0 +1,266 @@
+package tests
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"runtime"
+	"slices"
+	"strconv"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+)
+
+// Mixed load, and clean-up beside it: what grows, and what gets slower? A run of five minutes or more
+// is judged, and cleaned up by pg_cron, which starts at full minutes; half an hour is a good one. In any
+// case build/soak.svg shows it.
+func TestTorture_Soak(t *testing.T) {
+	run := torture(t, 8*time.Second)
+	judged := run.budget >= 5*time.Minute
+	server := pgtest.Private(t, "fsync=on")
+	db := serverDB(t, server, "postgres") // where pg_cron is
+	for prefix, kind := range map[string]policyOption{"": durable, "ephemeral-": ephemeral} {
+		db.definePolicy(prefix+"steady", 100, 100, time.Second, kind, remember(2*time.Second))
+		db.definePolicy(prefix+"passing", 5, 10, time.Second, kind)
+		db.definePolicy(prefix+"scarce", 1, 1, time.Minute, kind)
+		db.definePolicy(prefix+"stepped", 20, 5, time.Second, kind, stepped)
+	}
+	s := startSoak(t, db)
+	s.local = server.Rung == "local"
+	if cron := judged && server.HasCron; cron {
+		require.NoError(t, runScript(db, "schedule.sql"))
+		defer func() {
+			require.Empty(t, texts(db, "select return_message from cron.job_run_details where status = 'failed'"))
+			run.figure("clean-ups by pg_cron", db.number("select count(*) from cron.job_run_details where status = 'succeeded'"), "")
+		}()
+	} else {
+		s.callers.Go(func() (err error) {
+			s.limiter.RunCleanup(s.ctx, time.Second, client.OnError(func(e error) { err = e }))
+			return err
+		})
+	}
+
+	every := max(run.budget/200, 500*time.Millisecond)
+	for (run.goesOn() || len(s.samples) < 8) && s.ctx.Err() == nil {
+		now := s.sample(time.Since(run.started))
+		run.progress("%.0f answers a second, tables of %.1f MB, indexes of %.1f MB", now.rate, now.tables, now.indexes)
+		select {
+		case <-s.ctx.Done():
+		case <-time.After(every):
+		}
+	}
+	db.Await(t, patience, `
+		select count(*) = 4 and bool_and(n_tup_del > 0)
+		  from pg_stat_user_tables where schemaname || '.' || relname = any ($1)`, stateTables)
+	s.end()
+	require.NoError(t, s.callers.Wait())
+	require.NotZero(t, s.denied.Load())
+
+	last := s.samples[len(s.samples)-1]
+	run.figure("answers", s.answers.Load(), "")
+	run.figure("of these denials", s.denied.Load(), "")
+	run.figure("buckets and idempotency keys removed", db.number("select sum(n_tup_del) from pg_stat_user_tables where schemaname = 'ratelimit'"), "")
+	run.figure("heap-only updates of buckets", fmt.Sprintf("%.3f", last.hot), "of all")
+	for _, line := range slices.Concat(soakPanels...) {
+		q := line.byQuarter(s.samples)
+		if q[3].most == 0 {
+			run.figure(line.name, "not to be seen here", "")
+			continue
+		}
+		run.figure(line.name+", mean of each quarter", fmt.Sprintf("%.1f %.1f %.1f %.1f", q[0].mean, q[1].mean, q[2].mean, q[3].mean), line.unit)
+		run.figure(line.name+", highest in each quarter", fmt.Sprintf("%.1f %.1f %.1f %.1f", q[0].most, q[1].most, q[2].most, q[3].most), line.unit)
+	}
+	if judged {
+		require.NoError(t, judgeSoak(s.samples))
+	}
+	require.NoError(t, drawSoak("../build/soak.svg", s.samples))
+}
+
+// judgeSoak compares the second half of a run with its second quarter; the first is for warming up.
+func judgeSoak(samples []soakSample) (err error) {
+	for _, line := range slices.Concat(soakPanels...) {
+		q := line.byQuarter(samples)
+		grows := line.bound > 0 && max(q[2].most, q[3].most) > line.bound*q[1].most+1
+		sags := line.bound == 0 && q[3].mean < q[1].mean/2
+		if grows || sags {
+			err = errors.Join(err, fmt.Errorf("%s: %+v", line.name, q))
+		}
+	}
+	if hot := samples[len(samples)-1].hot; hot < 0.9 {
+		err = errors.Join(err, fmt.Errorf("heap-only updates: %.3f", hot))
+	}
+	return err
+}
+
+func TestSoak_IsJudgedByWhatGrowsOrSags(t *testing.T) {
+	t.Parallel()
+	for want, change := range map[string]func(s *soakSample, minute float64){
+		"":                       func(*soakSample, float64) {},
+		"answers":                func(s *soakSample, minute float64) { s.rate -= 150 * minute },
+		"tables":                 func(s *soakSample, minute float64) { s.tables += 20 * minute },
+		"indexes":                func(s *soakSample, minute float64) { s.indexes += 10 * minute },
+		"memory of the backends": func(s *soakSample, minute float64) { s.backends += 5 * minute },
+		"heap of the client":     func(s *soakSample, minute float64) { s.heap += minute },
+		"heap-only updates":      func(s *soakSample, minute float64) { s.hot -= minute / 100 },
+	} {
+		var samples []soakSample
+		for i := range 120 {
+			s := soakSample{rate: 2000, tables: 50, indexes: 20, backends: 80, heap: 4, hot: 0.99}
+			change(&s, float64(i)/12)
+			samples = append(samples, s)
+		}
+		err := judgeSoak(samples)
+		if want == "" {
+			require.NoError(t, err)
+			continue
+		}
+		require.ErrorContains(t, err, want)
+	}
+}
+
+// A soak is callers who do not rest, and what was seen meanwhile.
+type soak struct {
+	db       *testDB
+	local    bool // PostgreSQL's processes are this machine's
+	limiter  *client.Limiter
+	combiner *client.Combiner
+	callers  *errgroup.Group
+	ctx      context.Context // ends with the first error
+	end      func()
+
+	answers, denied, visitors atomic.Int64
+	samples                   []soakSample
+}
+
+func startSoak(t *testing.T, db *testDB) *soak {
+	t.Helper()
+	// As many connections all the time, for their memory to be compared.
+	pool, err := pgxpool.New(t.Context(), db.URL+"&pool_max_conns=10&pool_min_conns=10&application_name=soak")
+	require.NoError(t, err)
+	s := &soak{db: db, limiter: client.New(pool), combiner: client.NewCombiner(pool, client.CallsInFlight(4))}
+	ctx, cancel := context.WithCancel(t.Context())
+	s.callers, s.ctx = errgroup.WithContext(ctx)
+	stop := make(chan struct{})
+	for i := range 32 {
+		by := acquirer(s.combiner)
+		if i < 4 {
+			by = s.limiter
+		}
+		s.callers.Go(func() error {
+			for {
+				select {
+				case <-stop:
+					return nil
+				default:
+				}
+				d, err := s.call(by)
+				if err != nil {
+					return err
+				}
+				s.answers.Add(1)
+				if !d.Allowed {
+					s.denied.Add(1)
+				}
+			}
+		})
+	}
+	s.end = func() { close(stop); cancel() }
+	t.Cleanup(func() {
+		cancel()
+		_ = s.callers.Wait()
+		s.combiner.Close()
+		pool.Close()
+	})
+	return s
+}
+
+// call makes one of many calls: two hundred users who stay and visitors who come for four requests.
+func (s *soak) call(by acquirer) (client.Decision, error) {
+	ctx := context.Background()
+	policy := []string{"", "ephemeral-"}[rand.N(2)]
+	user := fmt.Sprint("user ", rand.N(200))
+	cost := 1 + rand.Int64N(3)
+	switch n := rand.N(100); {
+	case n < 40:
+		return by.Acquire(ctx, policy+"steady", user, client.Cost(cost))
+	case n < 55:
+		return by.Acquire(ctx, policy+"steady", user, client.IdempotencyKey(strconv.FormatInt(s.visitors.Add(1), 10)))
+	case n < 75:
+		return by.Acquire(ctx, policy+"passing", fmt.Sprint("visitor ", s.visitors.Add(1)/4))
+	case n < 85:
+		return by.Acquire(ctx, policy+"stepped", user)
+	case n < 90:
+		return by.Acquire(ctx, policy+"scarce", "everybody")
+	case n < 95:
+		return s.limiter.Refund(ctx, policy+"steady", user, cost)
+	default:
+		return s.limiter.Peek(ctx, policy+"steady", user)
+	}
+}
+
+// A soakSample is what was seen at one moment.
+type soakSample struct {
+	at              time.Duration
+	answers         int64
+	rate            float64 // of answers a second, since the sample before
+	tables, indexes float64 // MB
+	backends, heap  float64 // MB
+	hot             float64 // the share of updates of buckets so far
+}
+
+func (s *soak) sample(at time.Duration) soakSample {
+	t := s.db.t
+	t.Helper()
+	now := soakSample{at: at, answers: s.answers.Load(), backends: s.backends()}
+	if n := len(s.samples); n > 0 {
+		before := s.samples[n-1]
+		now.rate = float64(now.answers-before.answers) / (at - before.at).Seconds()
+	}
+	require.NoError(t, s.db.Pool.QueryRow(context.Background(), `
+		select sum(pg_table_size(relid)) / 1e6, sum(pg_indexes_size(relid)) / 1e6,
+		       coalesce(sum(n_tup_hot_upd) filter (where relname like '%buckets') /
+		                nullif(sum(n_tup_upd) filter (where relname like '%buckets'), 0), 0)
+		  from pg_stat_user_tables
+		 where schemaname || '.' || relname = any ($1)`, stateTables).Scan(&now.tables, &now.indexes, &now.hot))
+	var memory runtime.MemStats
+	runtime.GC()
+	runtime.ReadMemStats(&memory)
+	now.heap = float64(memory.HeapAlloc) / 1e6
+	s.samples = append(s.samples, now)
+	return now
+}
+
+// backends tells how much memory of their own the callers' backends have, in MB; zero when it cannot be
+// seen, because they run in a container or not on Linux.
+func (s *soak) backends() (total float64) {
+	if !s.local {
+		return 0
+	}
+	rows, err := s.db.Pool.Query(context.Background(), "select pid from pg_stat_activity where application_name = 'soak'")
+	require.NoError(s.db.t, err)
+	pids, err := pgx.CollectRows(rows, pgx.RowTo[int])
+	require.NoError(s.db.t, err)
+	for _, pid := range pids {
+		memory, err := os.ReadFile(fmt.Sprintf("/proc/%d/smaps_rollup", pid))
+		if err != nil {
+			return 0
+		}
+		_, line, _ := strings.Cut(string(memory), "Pss_Anon:")
+		var kB float64
+		_, _ = fmt.Sscan(line, &kB)
+		total += kB / 1000
+	}
+	return total
+}
