@@ -21,7 +21,7 @@ select k.* into v_first
         exit decide when v_replayed;
       end if;
 
-      loop
+      for v_round in 1 .. 1000 loop
         if v_take > 0 then
           update {{ .buckets }} as b
              set level       = refilled_level(b.level, b.refilled_at, v_now,
@@ -44,7 +44,13 @@ select k.* into v_first
           exit decide;
         end if;
 
-        -- It fits by now, or the bucket has no row.
+        -- It fits by now, or the bucket has no row. Each round but the first lost against somebody else's call.
+        if v_round = 1000 then
+          raise exception 'the bucket changed at every look'
+            using errcode = '40001',
+                  detail  = format('Key %s of policy %s.', quote_literal(v_key), quote_literal(v_policy.name)),
+                  hint    = 'Try again.';
+        end if;
         v_take := least(v_take, v_level - v_level % microtokens(v_cost));
         if not found then
           v_level       := v_level - v_take;
