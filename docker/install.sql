@@ -702,6 +702,7 @@ create or replace function ratelimit_acquire(
   volatile
   security definer
   set search_path = ratelimit, pg_temp
+  set enable_seqscan = off
 as $$
 declare
   v_name            text collate "C" := ratelimit_acquire.policy;
@@ -741,9 +742,8 @@ begin
           from idempotency_keys as k
          where k.policy_id       = v_policy.id
            and k.key             = v_key
-           and k.idempotency_key = v_idempotency_key
-           and k.expires_at      > v_now;
-        v_replayed := found;
+           and k.idempotency_key = v_idempotency_key;
+        v_replayed := coalesce(v_first.expires_at > v_now, false);  -- not above, where another index would look usable
         exit decide when v_replayed;
       end if;
 
@@ -788,9 +788,8 @@ begin
           from idempotency_keys as k
          where k.policy_id       = v_policy.id
            and k.key             = v_key
-           and k.idempotency_key = v_idempotency_key
-           and k.expires_at      > v_now;
-        v_replayed := found;
+           and k.idempotency_key = v_idempotency_key;
+        v_replayed := coalesce(v_first.expires_at > v_now, false);  -- not above, where another index would look usable
           end if;
           exit decide;
         end if;
@@ -842,9 +841,8 @@ begin
           from idempotency_keys as k
          where k.policy_id       = v_policy.id
            and k.key             = v_key
-           and k.idempotency_key = v_idempotency_key
-           and k.expires_at      > v_now;
-        v_replayed := found;
+           and k.idempotency_key = v_idempotency_key;
+        v_replayed := coalesce(v_first.expires_at > v_now, false);  -- not above, where another index would look usable
         end if;
       end if;
     end decide;
@@ -857,9 +855,8 @@ begin
           from ephemeral_idempotency_keys as k
          where k.policy_id       = v_policy.id
            and k.key             = v_key
-           and k.idempotency_key = v_idempotency_key
-           and k.expires_at      > v_now;
-        v_replayed := found;
+           and k.idempotency_key = v_idempotency_key;
+        v_replayed := coalesce(v_first.expires_at > v_now, false);  -- not above, where another index would look usable
         exit decide when v_replayed;
       end if;
 
@@ -904,9 +901,8 @@ begin
           from ephemeral_idempotency_keys as k
          where k.policy_id       = v_policy.id
            and k.key             = v_key
-           and k.idempotency_key = v_idempotency_key
-           and k.expires_at      > v_now;
-        v_replayed := found;
+           and k.idempotency_key = v_idempotency_key;
+        v_replayed := coalesce(v_first.expires_at > v_now, false);  -- not above, where another index would look usable
           end if;
           exit decide;
         end if;
@@ -958,9 +954,8 @@ begin
           from ephemeral_idempotency_keys as k
          where k.policy_id       = v_policy.id
            and k.key             = v_key
-           and k.idempotency_key = v_idempotency_key
-           and k.expires_at      > v_now;
-        v_replayed := found;
+           and k.idempotency_key = v_idempotency_key;
+        v_replayed := coalesce(v_first.expires_at > v_now, false);  -- not above, where another index would look usable
         end if;
       end if;
     end decide;
@@ -1044,11 +1039,15 @@ begin
         having bool_and(acceptable(a.policy, a.key, a.cost, null))
       ), found as materialized (
         select w.*, p.id as policy_id, p.capacity, p.every_us, p.tick_us, p.tick_gain, p.tick, p.gain,
-               b.ctid as row_id, b.level, b.refilled_at,
+               b.row_id, b.level, b.refilled_at,
                refilled_level(b.level, b.refilled_at, v_now, p.capacity, p.gain, p.every_us, p.tick) as level_now
           from wanted as w
           join policies as p on p.name = w.policy
-          join buckets as b on b.policy_id = p.id and b.key = w.key
+         cross join lateral (select c.ctid as row_id, c.level, c.refilled_at
+                               from buckets as c
+                              where c.policy_id = p.id
+                                and c.key       = w.key
+                             offset 0) as b  -- or, without statistics, all buckets of the policy may be read
          where p.durable = v_policy.durable
            and w.cheapest > 0
            and w.dearest <= least(p.capacity, 2147483646)
@@ -1110,11 +1109,15 @@ begin
         having bool_and(acceptable(a.policy, a.key, a.cost, null))
       ), found as materialized (
         select w.*, p.id as policy_id, p.capacity, p.every_us, p.tick_us, p.tick_gain, p.tick, p.gain,
-               b.ctid as row_id, b.level, b.refilled_at,
+               b.row_id, b.level, b.refilled_at,
                refilled_level(b.level, b.refilled_at, v_now, p.capacity, p.gain, p.every_us, p.tick) as level_now
           from wanted as w
           join policies as p on p.name = w.policy
-          join ephemeral_buckets as b on b.policy_id = p.id and b.key = w.key
+         cross join lateral (select c.ctid as row_id, c.level, c.refilled_at
+                               from ephemeral_buckets as c
+                              where c.policy_id = p.id
+                                and c.key       = w.key
+                             offset 0) as b  -- or, without statistics, all buckets of the policy may be read
          where p.durable = v_policy.durable
            and w.cheapest > 0
            and w.dearest <= least(p.capacity, 2147483646)
@@ -1218,9 +1221,8 @@ begin
           from idempotency_keys as k
          where k.policy_id       = v_policy.id
            and k.key             = v_key
-           and k.idempotency_key = v_idempotency_key
-           and k.expires_at      > v_now;
-        v_replayed := found;
+           and k.idempotency_key = v_idempotency_key;
+        v_replayed := coalesce(v_first.expires_at > v_now, false);  -- not above, where another index would look usable
         exit decide when v_replayed;
       end if;
 
@@ -1265,9 +1267,8 @@ begin
           from idempotency_keys as k
          where k.policy_id       = v_policy.id
            and k.key             = v_key
-           and k.idempotency_key = v_idempotency_key
-           and k.expires_at      > v_now;
-        v_replayed := found;
+           and k.idempotency_key = v_idempotency_key;
+        v_replayed := coalesce(v_first.expires_at > v_now, false);  -- not above, where another index would look usable
           end if;
           exit decide;
         end if;
@@ -1319,9 +1320,8 @@ begin
           from idempotency_keys as k
          where k.policy_id       = v_policy.id
            and k.key             = v_key
-           and k.idempotency_key = v_idempotency_key
-           and k.expires_at      > v_now;
-        v_replayed := found;
+           and k.idempotency_key = v_idempotency_key;
+        v_replayed := coalesce(v_first.expires_at > v_now, false);  -- not above, where another index would look usable
         end if;
       end if;
     end decide;
@@ -1334,9 +1334,8 @@ begin
           from ephemeral_idempotency_keys as k
          where k.policy_id       = v_policy.id
            and k.key             = v_key
-           and k.idempotency_key = v_idempotency_key
-           and k.expires_at      > v_now;
-        v_replayed := found;
+           and k.idempotency_key = v_idempotency_key;
+        v_replayed := coalesce(v_first.expires_at > v_now, false);  -- not above, where another index would look usable
         exit decide when v_replayed;
       end if;
 
@@ -1381,9 +1380,8 @@ begin
           from ephemeral_idempotency_keys as k
          where k.policy_id       = v_policy.id
            and k.key             = v_key
-           and k.idempotency_key = v_idempotency_key
-           and k.expires_at      > v_now;
-        v_replayed := found;
+           and k.idempotency_key = v_idempotency_key;
+        v_replayed := coalesce(v_first.expires_at > v_now, false);  -- not above, where another index would look usable
           end if;
           exit decide;
         end if;
@@ -1435,9 +1433,8 @@ begin
           from ephemeral_idempotency_keys as k
          where k.policy_id       = v_policy.id
            and k.key             = v_key
-           and k.idempotency_key = v_idempotency_key
-           and k.expires_at      > v_now;
-        v_replayed := found;
+           and k.idempotency_key = v_idempotency_key;
+        v_replayed := coalesce(v_first.expires_at > v_now, false);  -- not above, where another index would look usable
         end if;
       end if;
     end decide;
@@ -1547,6 +1544,7 @@ create or replace function ratelimit_peek(policy text, key text, cost bigint def
   stable
   security definer
   set search_path = ratelimit, pg_temp
+  set enable_seqscan = off
 as $$
 declare
   v_key         text collate "C" := ratelimit_peek.key;
@@ -1621,6 +1619,7 @@ create or replace function ratelimit_refund(policy text, key text, amount bigint
   volatile
   security definer
   set search_path = ratelimit, pg_temp
+  set enable_seqscan = off
 as $$
 declare
   v_key         text collate "C" := ratelimit_refund.key;
@@ -1677,6 +1676,7 @@ create or replace function ratelimit_reset(policy text, key text)
   volatile
   security definer
   set search_path = ratelimit, pg_temp
+  set enable_seqscan = off
 as $$
 declare
   v_key    text collate "C" := ratelimit_reset.key;
@@ -1714,6 +1714,7 @@ create or replace function ratelimit.cleanup_batch(
   volatile
   security definer
   set search_path = ratelimit, pg_temp
+  set enable_seqscan = off
 as $$
 declare
   v_now     timestamptz := clock();
@@ -1744,11 +1745,11 @@ begin
     returning 1
   ), postponed as (
     update buckets as b
-       set due_at = v_now + least(interval '24 hours',
-                                  duration(wait_for(microtokens(p.capacity), b.level, b.refilled_at, v_now, p.every_us, p.tick_us, p.tick_gain)))
-      from policies as p
-     where p.id = b.policy_id
-       and b.ctid = any (array(select d.row_id from due as d where not d.removable))
+       set due_at = v_now + (select least(interval '24 hours',
+                                          duration(wait_for(microtokens(p.capacity), b.level, b.refilled_at, v_now, p.every_us, p.tick_us, p.tick_gain)))
+                               from policies as p
+                              where p.id = b.policy_id)
+     where b.ctid = any (array(select d.row_id from due as d where not d.removable))
   )
   select (select count(*) from due), (select count(*) from removed) into v_read, v_deleted;
   rows_read       := rows_read + v_read;
@@ -1769,11 +1770,11 @@ begin
     returning 1
   ), postponed as (
     update ephemeral_buckets as b
-       set due_at = v_now + least(interval '24 hours',
-                                  duration(wait_for(microtokens(p.capacity), b.level, b.refilled_at, v_now, p.every_us, p.tick_us, p.tick_gain)))
-      from policies as p
-     where p.id = b.policy_id
-       and b.ctid = any (array(select d.row_id from due as d where not d.removable))
+       set due_at = v_now + (select least(interval '24 hours',
+                                          duration(wait_for(microtokens(p.capacity), b.level, b.refilled_at, v_now, p.every_us, p.tick_us, p.tick_gain)))
+                               from policies as p
+                              where p.id = b.policy_id)
+     where b.ctid = any (array(select d.row_id from due as d where not d.removable))
   )
   select (select count(*) from due), (select count(*) from removed) into v_read, v_deleted;
   rows_read       := rows_read + v_read;
@@ -1807,14 +1808,17 @@ begin
     select (select t.policy_id from buckets as t where t.policy_id > i.id order by t.policy_id limit 1)
       from ids as i
      where i.id is not null
+  ), gone as materialized (
+    select i.id from ids as i where not exists (select from policies as p where p.id = i.id)
   )
   delete from buckets as t
    where t.ctid = any (array(select o.ctid
-                               from buckets as o
-                              where o.policy_id in (select i.id from ids as i
-                                                     where not exists (select from policies as p where p.id = i.id))
-                              limit max_rows
-                                for update skip locked));
+                               from gone as g
+                              cross join lateral (select u.ctid
+                                                    from buckets as u
+                                                   where u.policy_id = g.id
+                                                     for update skip locked) as o
+                              limit max_rows));
   get diagnostics v_deleted = row_count;
   rows_read   := rows_read + v_deleted;
   buckets_deleted := buckets_deleted + v_deleted;
@@ -1824,14 +1828,17 @@ begin
     select (select t.policy_id from ephemeral_buckets as t where t.policy_id > i.id order by t.policy_id limit 1)
       from ids as i
      where i.id is not null
+  ), gone as materialized (
+    select i.id from ids as i where not exists (select from policies as p where p.id = i.id)
   )
   delete from ephemeral_buckets as t
    where t.ctid = any (array(select o.ctid
-                               from ephemeral_buckets as o
-                              where o.policy_id in (select i.id from ids as i
-                                                     where not exists (select from policies as p where p.id = i.id))
-                              limit max_rows
-                                for update skip locked));
+                               from gone as g
+                              cross join lateral (select u.ctid
+                                                    from ephemeral_buckets as u
+                                                   where u.policy_id = g.id
+                                                     for update skip locked) as o
+                              limit max_rows));
   get diagnostics v_deleted = row_count;
   rows_read   := rows_read + v_deleted;
   buckets_deleted := buckets_deleted + v_deleted;
@@ -1841,14 +1848,17 @@ begin
     select (select t.policy_id from idempotency_keys as t where t.policy_id > i.id order by t.policy_id limit 1)
       from ids as i
      where i.id is not null
+  ), gone as materialized (
+    select i.id from ids as i where not exists (select from policies as p where p.id = i.id)
   )
   delete from idempotency_keys as t
    where t.ctid = any (array(select o.ctid
-                               from idempotency_keys as o
-                              where o.policy_id in (select i.id from ids as i
-                                                     where not exists (select from policies as p where p.id = i.id))
-                              limit max_rows
-                                for update skip locked));
+                               from gone as g
+                              cross join lateral (select u.ctid
+                                                    from idempotency_keys as u
+                                                   where u.policy_id = g.id
+                                                     for update skip locked) as o
+                              limit max_rows));
   get diagnostics v_deleted = row_count;
   rows_read   := rows_read + v_deleted;
   idempotency_keys_deleted := idempotency_keys_deleted + v_deleted;
@@ -1858,14 +1868,17 @@ begin
     select (select t.policy_id from ephemeral_idempotency_keys as t where t.policy_id > i.id order by t.policy_id limit 1)
       from ids as i
      where i.id is not null
+  ), gone as materialized (
+    select i.id from ids as i where not exists (select from policies as p where p.id = i.id)
   )
   delete from ephemeral_idempotency_keys as t
    where t.ctid = any (array(select o.ctid
-                               from ephemeral_idempotency_keys as o
-                              where o.policy_id in (select i.id from ids as i
-                                                     where not exists (select from policies as p where p.id = i.id))
-                              limit max_rows
-                                for update skip locked));
+                               from gone as g
+                              cross join lateral (select u.ctid
+                                                    from ephemeral_idempotency_keys as u
+                                                   where u.policy_id = g.id
+                                                     for update skip locked) as o
+                              limit max_rows));
   get diagnostics v_deleted = row_count;
   rows_read   := rows_read + v_deleted;
   idempotency_keys_deleted := idempotency_keys_deleted + v_deleted;

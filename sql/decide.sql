@@ -10,9 +10,8 @@ select k.* into v_first
           from {{ .keys }} as k
          where k.policy_id       = v_policy.id
            and k.key             = v_key
-           and k.idempotency_key = v_idempotency_key
-           and k.expires_at      > v_now;
-        v_replayed := found;
+           and k.idempotency_key = v_idempotency_key;
+        v_replayed := coalesce(v_first.expires_at > v_now, false);  -- not above, where another index would look usable
 {{- end -}}
 <<decide>>
     begin

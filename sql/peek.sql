@@ -7,6 +7,7 @@ create or replace function ratelimit_peek(policy text, key text, cost bigint def
   stable
   security definer
   set search_path = ratelimit, pg_temp
+  set enable_seqscan = off
 as $$
 declare
   v_key         text collate "C" := ratelimit_peek.key;

@@ -8,6 +8,7 @@ create or replace function ratelimit_reset(policy text, key text)
   volatile
   security definer
   set search_path = ratelimit, pg_temp
+  set enable_seqscan = off
 as $$
 declare
   v_key    text collate "C" := ratelimit_reset.key;

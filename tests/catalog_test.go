@@ -64,11 +64,11 @@ func TestCatalog_SecurityDefinerWithPinnedPath(t *testing.T) {
 	require.Equal(t, []string{"ratelimit_cleanup_all"}, column(t, db, `
 		select proname::text from `+packageFunctions+` as p
 		 where not private
-		   and not (prosecdef and proconfig = array['search_path=ratelimit, pg_temp'])`))
+		   and not (prosecdef and 'search_path=ratelimit, pg_temp' = any (proconfig))`))
 	require.Empty(t, column(t, db, `
 		select proname::text from `+packageFunctions+` as p
 		 where private
-		   and prosecdef and proconfig is distinct from array['search_path=ratelimit, pg_temp']`))
+		   and prosecdef and ('search_path=ratelimit, pg_temp' = any (proconfig)) is not true`))
 	require.Empty(t, column(t, db, `
 		select proname::text from `+packageFunctions+` as p
 		 where not private and proisstrict`), "null is an error and not a null answer")

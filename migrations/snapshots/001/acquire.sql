@@ -23,6 +23,7 @@ create or replace function ratelimit_acquire(
   volatile
   security definer
   set search_path = ratelimit, pg_temp
+  set enable_seqscan = off
 as $$
 declare
   v_name            text collate "C" := ratelimit_acquire.policy;

@@ -13,11 +13,15 @@ for request, allowed, remaining, v_retry_us, v_reset_us, capacity in
         having bool_and(acceptable(a.policy, a.key, a.cost, null))
       ), found as materialized (
         select w.*, p.id as policy_id, p.capacity, p.every_us, p.tick_us, p.tick_gain, p.tick, p.gain,
-               b.ctid as row_id, b.level, b.refilled_at,
+               b.row_id, b.level, b.refilled_at,
                refilled_level(b.level, b.refilled_at, v_now, p.capacity, p.gain, p.every_us, p.tick) as level_now
           from wanted as w
           join policies as p on p.name = w.policy
-          join {{ . }} as b on b.policy_id = p.id and b.key = w.key
+         cross join lateral (select c.ctid as row_id, c.level, c.refilled_at
+                               from {{ . }} as c
+                              where c.policy_id = p.id
+                                and c.key       = w.key
+                             offset 0) as b  -- or, without statistics, all buckets of the policy may be read
          where p.durable = v_policy.durable
            and w.cheapest > 0
            and w.dearest <= least(p.capacity, 2147483646)

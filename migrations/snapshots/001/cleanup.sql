@@ -19,11 +19,11 @@ with due as materialized (
     returning 1
   ), postponed as (
     update {{ . }} as b
-       set due_at = v_now + least(interval '24 hours',
-                                  duration(wait_for(microtokens(p.capacity), b.level, b.refilled_at, v_now, p.every_us, p.tick_us, p.tick_gain)))
-      from policies as p
-     where p.id = b.policy_id
-       and b.ctid = any (array(select d.row_id from due as d where not d.removable))
+       set due_at = v_now + (select least(interval '24 hours',
+                                          duration(wait_for(microtokens(p.capacity), b.level, b.refilled_at, v_now, p.every_us, p.tick_us, p.tick_gain)))
+                               from policies as p
+                              where p.id = b.policy_id)
+     where b.ctid = any (array(select d.row_id from due as d where not d.removable))
   )
   select (select count(*) from due), (select count(*) from removed) into v_read, v_deleted;
   rows_read       := rows_read + v_read;
@@ -48,14 +48,17 @@ with recursive ids (id) as (  -- one index probe for each policy that has rows
     select (select t.policy_id from {{ .table }} as t where t.policy_id > i.id order by t.policy_id limit 1)
       from ids as i
      where i.id is not null
+  ), gone as materialized (
+    select i.id from ids as i where not exists (select from policies as p where p.id = i.id)
   )
   delete from {{ .table }} as t
    where t.ctid = any (array(select o.ctid
-                               from {{ .table }} as o
-                              where o.policy_id in (select i.id from ids as i
-                                                     where not exists (select from policies as p where p.id = i.id))
-                              limit max_rows
-                                for update skip locked));
+                               from gone as g
+                              cross join lateral (select u.ctid
+                                                    from {{ .table }} as u
+                                                   where u.policy_id = g.id
+                                                     for update skip locked) as o
+                              limit max_rows));
   get diagnostics v_deleted = row_count;
   rows_read   := rows_read + v_deleted;
   {{ .counter }} := {{ .counter }} + v_deleted;
@@ -75,6 +78,7 @@ create or replace function ratelimit.cleanup_batch(
   volatile
   security definer
   set search_path = ratelimit, pg_temp
+  set enable_seqscan = off
 as $$
 declare
   v_now     timestamptz := clock();

@@ -21,6 +21,7 @@ create or replace function ratelimit_refund(policy text, key text, amount bigint
   volatile
   security definer
   set search_path = ratelimit, pg_temp
+  set enable_seqscan = off
 as $$
 declare
   v_key         text collate "C" := ratelimit_refund.key;
