@@ -45,7 +45,9 @@ func TestPlans_ReadOnlyWhatTheyNeed(t *testing.T) {
 				for _, call := range planCalls {
 					for _, key := range []string{"b", "b", "g7", "a3"} {
 						sql := strings.ReplaceAll(call, "KEY", key)
-						if n:=session.rowsRead(sql); n>=atMost { t.Errorf("%d %s", n, sql)}
+						if n := session.rowsRead(sql); n >= atMost {
+							t.Errorf("%d %s", n, sql)
+						}
 					}
 				}
 			})
