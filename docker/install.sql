@@ -685,7 +685,8 @@ comment on function ratelimit_policies() is
 --   3. not taken: the bucket is read, and after it the key again, because a request under the same
 --      key may be what emptied it. A bucket without a row is created, less the cost
 --   4. taken: the key is remembered. The bucket's row is ours, so a live key that turns up only now
---      was committed between 1 and 2: the tokens go back and the key is replayed
+--      was committed between 1 and 2: the tokens go back and the key is replayed. What stays is that the
+--      bucket was refilled by this clock
 --
 -- The clock is read once for a grant, and again after the update for a denial, which may have waited.
 -- Locks:  a grant holds the bucket row until the caller's transaction ends; a denial holds nothing,
@@ -975,9 +976,9 @@ comment on function ratelimit_acquire(text, text, bigint, text) is
 --
 -- The common case is one statement: no idempotency keys, every bucket has a row, and each grants all
 -- that is asked of it or nothing. It reads first and takes only when that is so, because what is left
--- over would have to be locked out of order; a bucket that changed meanwhile was waited for, and so
--- is ours already. It joins in the order of its input only while it has no other way: hence the
--- settings. Everything else goes through the steps of ratelimit_acquire, where equal requests
+-- over would have to be locked out of order; so it is undone as well when a bucket it waited for had
+-- changed too much, or was removed and may be somebody else's by now. It joins in the order of its
+-- input only while it has no other way: hence the settings. Everything else goes through the steps of ratelimit_acquire, where equal requests
 -- without a key that follow each other on a bucket are one run, taken in one update; on a busy key
 -- that is often the whole call.
 create or replace function ratelimit.acquire_in_order(
@@ -996,6 +997,7 @@ create or replace function ratelimit.acquire_in_order(
 as $$
 declare
   v_answered        bigint[] := array[]::bigint[];
+  v_together        bigint;   -- requests answered by one statement
   v_alike           boolean;  -- all requests are one run
   v_run             record;
   v_position        integer;  -- the requests of the run answered so far
@@ -1024,8 +1026,9 @@ begin
               and costs[1] = all (costs)) is true;
   if idempotency_keys is null and found and not v_alike then
     replayed := false;
-    if v_policy.durable then
-      for request, allowed, remaining, v_retry_us, v_reset_us, capacity in
+    begin
+      if v_policy.durable then
+        for v_together, request, allowed, remaining, v_retry_us, v_reset_us, capacity in
       with asked as (
         select u.policy collate "C" as policy, u.key collate "C" as key, u.cost, u.request,
                sum(least(greatest(u.cost, 0), 2147483647)::integer)  -- of bigints it would be numeric
@@ -1073,7 +1076,10 @@ begin
                 or refilled_level(b.level, b.refilled_at, v_now, f.capacity, f.gain, f.every_us, f.tick) / 1000000 >= f.total)
         returning f.requests, f.totals, f.total, b.level, b.refilled_at, f.capacity, f.every_us, f.tick_us, f.tick_gain
       )
-      select g.request, true, whole_tokens(g.level), 0,
+      select count(a.request) over (), a.*
+        from clear
+        left join (
+      select g.request, true, whole_tokens(g.level), 0::bigint,
              wait_for(microtokens(g.capacity), g.level, g.refilled_at, v_now, g.every_us, g.tick_us, g.tick_gain), g.capacity
         from (select r.request, t.level + microtokens(t.total - r.total) as level,  -- what this one left
                      t.refilled_at, t.capacity, t.every_us, t.tick_us, t.tick_gain
@@ -1088,14 +1094,18 @@ begin
        cross join lateral unnest(f.requests, f.costs) as r (request, cost)
        where f.level_now / 1000000 < f.cheapest
          and exists (select from clear)
+       ) as a (request, allowed, remaining, retry_us, reset_us, capacity) on true
     loop
+      if v_together < cardinality(acquire_in_order.policies) then
+        raise exception sqlstate 'RL000';
+      end if;
       retry_after := duration(v_retry_us);
       reset_after := duration(v_reset_us);
       v_answered  := v_answered || request;
       return next;
     end loop;
-    else
-      for request, allowed, remaining, v_retry_us, v_reset_us, capacity in
+      else
+        for v_together, request, allowed, remaining, v_retry_us, v_reset_us, capacity in
       with asked as (
         select u.policy collate "C" as policy, u.key collate "C" as key, u.cost, u.request,
                sum(least(greatest(u.cost, 0), 2147483647)::integer)  -- of bigints it would be numeric
@@ -1143,7 +1153,10 @@ begin
                 or refilled_level(b.level, b.refilled_at, v_now, f.capacity, f.gain, f.every_us, f.tick) / 1000000 >= f.total)
         returning f.requests, f.totals, f.total, b.level, b.refilled_at, f.capacity, f.every_us, f.tick_us, f.tick_gain
       )
-      select g.request, true, whole_tokens(g.level), 0,
+      select count(a.request) over (), a.*
+        from clear
+        left join (
+      select g.request, true, whole_tokens(g.level), 0::bigint,
              wait_for(microtokens(g.capacity), g.level, g.refilled_at, v_now, g.every_us, g.tick_us, g.tick_gain), g.capacity
         from (select r.request, t.level + microtokens(t.total - r.total) as level,  -- what this one left
                      t.refilled_at, t.capacity, t.every_us, t.tick_us, t.tick_gain
@@ -1158,13 +1171,20 @@ begin
        cross join lateral unnest(f.requests, f.costs) as r (request, cost)
        where f.level_now / 1000000 < f.cheapest
          and exists (select from clear)
+       ) as a (request, allowed, remaining, retry_us, reset_us, capacity) on true
     loop
+      if v_together < cardinality(acquire_in_order.policies) then
+        raise exception sqlstate 'RL000';
+      end if;
       retry_after := duration(v_retry_us);
       reset_after := duration(v_reset_us);
       v_answered  := v_answered || request;
       return next;
     end loop;
-    end if;
+      end if;
+    exception when sqlstate 'RL000' then
+      null;  -- nothing is taken or locked
+    end;
     if cardinality(v_answered) = cardinality(acquire_in_order.policies) then
       return;
     end if;

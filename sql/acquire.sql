@@ -6,7 +6,8 @@
 --   3. not taken: the bucket is read, and after it the key again, because a request under the same
 --      key may be what emptied it. A bucket without a row is created, less the cost
 --   4. taken: the key is remembered. The bucket's row is ours, so a live key that turns up only now
---      was committed between 1 and 2: the tokens go back and the key is replayed
+--      was committed between 1 and 2: the tokens go back and the key is replayed. What stays is that the
+--      bucket was refilled by this clock
 --
 -- The clock is read once for a grant, and again after the update for a denial, which may have waited.
 -- Locks:  a grant holds the bucket row until the caller's transaction ends; a denial holds nothing,

@@ -1,5 +1,5 @@
 {{ define "all_or_none" -}}
-for request, allowed, remaining, v_retry_us, v_reset_us, capacity in
+for v_together, request, allowed, remaining, v_retry_us, v_reset_us, capacity in
       with asked as (
         select u.policy collate "C" as policy, u.key collate "C" as key, u.cost, u.request,
                sum(least(greatest(u.cost, 0), 2147483647)::integer)  -- of bigints it would be numeric
@@ -47,7 +47,10 @@ for request, allowed, remaining, v_retry_us, v_reset_us, capacity in
                 or refilled_level(b.level, b.refilled_at, v_now, f.capacity, f.gain, f.every_us, f.tick) / 1000000 >= f.total)
         returning f.requests, f.totals, f.total, b.level, b.refilled_at, f.capacity, f.every_us, f.tick_us, f.tick_gain
       )
-      select g.request, true, whole_tokens(g.level), 0,
+      select count(a.request) over (), a.*
+        from clear
+        left join (
+      select g.request, true, whole_tokens(g.level), 0::bigint,
              wait_for(microtokens(g.capacity), g.level, g.refilled_at, v_now, g.every_us, g.tick_us, g.tick_gain), g.capacity
         from (select r.request, t.level + microtokens(t.total - r.total) as level,  -- what this one left
                      t.refilled_at, t.capacity, t.every_us, t.tick_us, t.tick_gain
@@ -62,7 +65,11 @@ for request, allowed, remaining, v_retry_us, v_reset_us, capacity in
        cross join lateral unnest(f.requests, f.costs) as r (request, cost)
        where f.level_now / 1000000 < f.cheapest
          and exists (select from clear)
+       ) as a (request, allowed, remaining, retry_us, reset_us, capacity) on true
     loop
+      if v_together < cardinality(acquire_in_order.policies) then
+        raise exception sqlstate 'RL000';
+      end if;
       retry_after := duration(v_retry_us);
       reset_after := duration(v_reset_us);
       v_answered  := v_answered || request;
@@ -73,9 +80,9 @@ for request, allowed, remaining, v_retry_us, v_reset_us, capacity in
 --
 -- The common case is one statement: no idempotency keys, every bucket has a row, and each grants all
 -- that is asked of it or nothing. It reads first and takes only when that is so, because what is left
--- over would have to be locked out of order; a bucket that changed meanwhile was waited for, and so
--- is ours already. It joins in the order of its input only while it has no other way: hence the
--- settings. Everything else goes through the steps of ratelimit_acquire, where equal requests
+-- over would have to be locked out of order; so it is undone as well when a bucket it waited for had
+-- changed too much, or was removed and may be somebody else's by now. It joins in the order of its
+-- input only while it has no other way: hence the settings. Everything else goes through the steps of ratelimit_acquire, where equal requests
 -- without a key that follow each other on a bucket are one run, taken in one update; on a busy key
 -- that is often the whole call.
 create or replace function ratelimit.acquire_in_order(
@@ -94,6 +101,7 @@ create or replace function ratelimit.acquire_in_order(
 as $$
 declare
   v_answered        bigint[] := array[]::bigint[];
+  v_together        bigint;   -- requests answered by one statement
   v_alike           boolean;  -- all requests are one run
   v_run             record;
   v_position        integer;  -- the requests of the run answered so far
@@ -122,11 +130,15 @@ begin
               and costs[1] = all (costs)) is true;
   if idempotency_keys is null and found and not v_alike then
     replayed := false;
-    if v_policy.durable then
-      {{ template "all_or_none" "buckets" }}
-    else
-      {{ template "all_or_none" "ephemeral_buckets" }}
-    end if;
+    begin
+      if v_policy.durable then
+        {{ template "all_or_none" "buckets" }}
+      else
+        {{ template "all_or_none" "ephemeral_buckets" }}
+      end if;
+    exception when sqlstate 'RL000' then
+      null;  -- nothing is taken or locked
+    end;
     if cardinality(v_answered) = cardinality(acquire_in_order.policies) then
       return;
     end if;

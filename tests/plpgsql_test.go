@@ -125,6 +125,10 @@ func (s *source) parse(tokens []string) {
 		case word == "end" || word == "raise" || word == "get" || word == "commit":
 			tokens = tokens[1:]
 			s.ignored(upTo(";"))
+		case word == "exception":
+			upTo("then")
+		case word == "null":
+			upTo(";")
 		case word == "exit" || word == "continue":
 			jump := upTo(";")
 			if i := slices.Index(jump, "when"); i >= 0 {

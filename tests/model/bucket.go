@@ -78,14 +78,17 @@ func (p Policy) Refund(b Bucket, now time.Time, amount int64) (Bucket, Decision)
 }
 
 func (p Policy) answer(b Bucket, now time.Time, retryAfter Micros) Decision {
-	remaining := new(big.Int).Div(p.Refilled(b, now).Level, million) // rounds down below zero too
 	return Decision{
 		Allowed:    retryAfter == 0,
-		Remaining:  remaining.Int64(),
+		Remaining:  p.Refilled(b, now).remaining(),
 		RetryAfter: retryAfter,
 		ResetAfter: p.resetAfter(b, now),
 		Capacity:   p.Capacity,
 	}
+}
+
+func (b Bucket) remaining() int64 {
+	return new(big.Int).Div(b.Level, million).Int64() // rounds down below zero too
 }
 
 func (p Policy) resetAfter(b Bucket, now time.Time) Micros {

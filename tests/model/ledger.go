@@ -15,9 +15,10 @@ type Ledger struct {
 
 // A grant is what an idempotency key remembers.
 type grant struct {
-	cost    int64
-	answer  Decision
-	expires time.Time
+	cost     int64
+	answer   Decision
+	expires  time.Time
+	doubtful bool // perhaps removed by clean-up
 }
 
 // Acquire takes cost tokens if the bucket has them. The empty idempotency key is none.
@@ -42,7 +43,7 @@ func (l Ledger) Acquire(p Policy, now time.Time, cost int64, idempotencyKey stri
 		if next.grants == nil {
 			next.grants = map[string]grant{}
 		}
-		next.grants[idempotencyKey] = grant{cost, answer, p.Remember.After(now)}
+		next.grants[idempotencyKey] = grant{cost: cost, answer: answer, expires: p.Remember.After(now)}
 	}
 	return next, answer, nil
 }
@@ -50,6 +51,11 @@ func (l Ledger) Acquire(p Policy, now time.Time, cost int64, idempotencyKey stri
 // Peek answers whether an acquire would be allowed.
 func (l Ledger) Peek(p Policy, now time.Time, cost int64) Decision {
 	return p.Peek(l.at(p, now), now, cost)
+}
+
+// Remaining is that of a Peek.
+func (l Ledger) Remaining(p Policy, now time.Time) int64 {
+	return p.Refilled(l.at(p, now), now).remaining()
 }
 
 // Refund gives tokens back, never above the capacity.
@@ -69,32 +75,41 @@ func (l Ledger) IsFull(p Policy, now time.Time) bool {
 	return p.resetAfter(l.at(p, now), now) == 0
 }
 
-// FullAt returns when the bucket is full if nobody takes from it: for a full one, long ago.
-func (l Ledger) FullAt(p Policy) time.Time {
-	if l.bucket == nil || l.IsFull(p, l.bucket.RefilledAt) {
-		return time.Time{}
-	}
-	return p.resetAfter(*l.bucket, l.bucket.RefilledAt).After(l.bucket.RefilledAt)
+// Touch is a repeat that finds out late: tokens were taken and given back, and what stays is that the
+// bucket was refilled by its clock.
+func (l Ledger) Touch(p Policy, now time.Time) Ledger {
+	bucket := p.Refilled(l.at(p, now), now)
+	return Ledger{&bucket, l.grants}
 }
 
 // CleanUps returns what clean-up may leave: it removes full buckets and idempotency keys past their
-// time, but for those that others hold just then.
+// time, but for those that others hold just then. Whether a key is gone matters only to a clock that
+// goes back: see Doubts.
 func (l Ledger) CleanUps(p Policy, now time.Time) []Ledger {
-	left := []Ledger{l}
-	if l.bucket != nil && l.IsFull(p, now) {
-		left = append(left, l.Reset())
+	grants := maps.Clone(l.grants)
+	for key, g := range grants {
+		g.doubtful = g.doubtful || !now.Before(g.expires)
+		grants[key] = g
 	}
-	for key, g := range l.grants {
-		if now.Before(g.expires) {
-			continue
-		}
-		for _, other := range left {
-			without := maps.Clone(other.grants)
-			delete(without, key)
-			left = append(left, Ledger{other.bucket, without})
-		}
+	left := []Ledger{{l.bucket, grants}}
+	if l.bucket != nil && l.IsFull(p, now) {
+		left = append(left, Ledger{nil, grants})
 	}
 	return left
+}
+
+// Doubts returns the ledgers there are if clean-up may have removed an idempotency key: one with it, and
+// one without. Where that makes no difference now, they are one.
+func (l Ledger) Doubts(idempotencyKey string, now time.Time) []Ledger {
+	g := l.grants[idempotencyKey]
+	if !g.doubtful || !now.Before(g.expires) {
+		return []Ledger{l}
+	}
+	with, without := maps.Clone(l.grants), maps.Clone(l.grants)
+	g.doubtful = false
+	with[idempotencyKey] = g
+	delete(without, idempotencyKey)
+	return []Ledger{{l.bucket, with}, {l.bucket, without}}
 }
 
 // Equal reports whether no call could tell the two apart.

@@ -1,0 +1,240 @@
+package tests
+
+import (
+	"cmp"
+	"fmt"
+	"maps"
+	"math"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/anishathalye/porcupine"
+
+	"github.com/pgratelimit/pgratelimit/tests/model"
+)
+
+// An operation is what one call did to one bucket, as its caller saw it. Each request of a batch is an
+// operation of its own.
+type operation struct {
+	kind           string
+	bucket         model.BucketID
+	cost           int64
+	idempotencyKey string
+	undone         bool // its transaction was rolled back
+	batch, place   int  // among the requests of one batch for this bucket; batches count from 1
+	client         int
+
+	called, returned time.Duration
+	readings         []time.Time // of the clock, by which it may have decided
+	policies         []model.Policy
+	answer           *reply // nil for calls that have none
+	met              bool   // its idempotency key was granted to somebody else meanwhile
+}
+
+// Kinds of operations.
+const (
+	acquires = "acquire"
+	peeks    = "peek"
+	refunds  = "refund"
+	resets   = "reset"
+	cleansUp = "clean up"
+)
+
+func (op *operation) granted() bool {
+	return op.kind == acquires && op.answer.Decision != nil && op.answer.Decision.Allowed && !op.answer.Decision.Replayed
+}
+
+func (op *operation) denied() bool {
+	return op.kind == acquires && op.answer.Decision != nil && !op.answer.Decision.Allowed
+}
+
+func (op *operation) overlaps(other *operation) bool {
+	return op.called <= other.returned && other.called <= op.returned
+}
+
+// A standing is where a bucket may be between two operations.
+type standing struct {
+	model.Ledger
+	batches map[int]int // requests done, of batches under way
+}
+
+// next returns where the operation may lead. It was given the answer, or any if that is nil.
+func (op *operation) next(at standing, answer *reply) (all []any) {
+	if op.batch != 0 {
+		if at.batches[op.batch] != op.place {
+			return nil
+		}
+		batches := maps.Clone(at.batches)
+		if batches == nil {
+			batches = map[int]int{}
+		}
+		batches[op.batch]++
+		at.batches = batches
+	}
+	add := func(ledgers ...model.Ledger) {
+		if op.undone {
+			ledgers = []model.Ledger{at.Ledger}
+		}
+		for _, l := range ledgers {
+			all = append(all, standing{l, at.batches})
+		}
+	}
+	if op.kind == resets {
+		add(at.Reset())
+		return all
+	}
+	for _, p := range op.policies {
+		for _, now := range op.readings {
+			for _, l := range at.Doubts(op.idempotencyKey, now) {
+				add(op.by(p, now, l, answer)...)
+			}
+		}
+	}
+	return all
+}
+
+// by returns where it leads from one ledger, by one reading of the clock.
+func (op *operation) by(p model.Policy, now time.Time, l model.Ledger, answer *reply) []model.Ledger {
+	var (
+		left = []model.Ledger{l}
+		d    decision
+		err  error
+	)
+	if op.isFar(p, now, l, answer) {
+		return nil
+	}
+	switch op.kind {
+	case acquires:
+		left[0], d, err = l.Acquire(p, now, op.cost, op.idempotencyKey)
+		if op.met && (d.Replayed || err != nil && op.batch != 0) {
+			left = append(left, l.Touch(p, now))
+		}
+	case peeks:
+		d = l.Peek(p, now, op.cost)
+	case refunds:
+		left[0], d = l.Refund(p, now, op.cost)
+	case cleansUp:
+		return l.CleanUps(p, now)
+	}
+	if answer != nil && (err == nil) != (answer.Decision != nil) || answer != nil && err == nil && d != *answer.Decision {
+		return nil
+	}
+	return left
+}
+
+// isFar spares the model most of its work.
+func (op *operation) isFar(p model.Policy, now time.Time, l model.Ledger, answer *reply) bool {
+	if op.kind != acquires && op.kind != peeks || answer == nil || answer.Decision == nil || answer.Decision.Replayed {
+		return false
+	}
+	before := answer.Decision.Remaining
+	if op.granted() {
+		before += op.cost
+	}
+	return p.Capacity != answer.Decision.Capacity || l.Remaining(p, now) != before
+}
+
+var bucketModel = porcupine.NondeterministicModel{
+	Init: func() []any { return []any{standing{}} },
+	Step: func(state, input, output any) []any {
+		return input.(*operation).next(state.(standing), output.(*reply))
+	},
+	// Those that are compared have the same operations behind them, and so the same batches.
+	Equal: func(a, b any) bool { return a.(standing).Equal(b.(standing).Ledger) },
+	Hash:  func(state any) uint64 { return state.(standing).Hash() },
+}
+
+// A history is all operations on one bucket, which began full.
+type history []*operation
+
+// upTo is what was known after the first n answers: of the calls under way then, what they were to do.
+func (h history) upTo(n int) (ops []porcupine.Operation) {
+	byReturn := slices.SortedFunc(slices.Values(h), func(a, b *operation) int { return cmp.Compare(a.returned, b.returned) })
+	for i, op := range byReturn {
+		known := porcupine.Operation{ClientId: op.client, Input: op, Call: int64(op.called), Output: op.answer, Return: int64(op.returned)}
+		switch {
+		case i < n:
+		case op.called <= byReturn[n-1].returned:
+			known.Output, known.Return = (*reply)(nil), math.MaxInt64
+		default:
+			continue
+		}
+		ops = append(ops, known)
+	}
+	return ops
+}
+
+// check tells why the operations can have happened in no order, or "". It is not decided when there are
+// too many orders to try.
+func (h history) check() (violation string, decided bool) {
+	const atMost = time.Second
+	rules := bucketModel.ToModel()
+	verdict := porcupine.CheckOperationsTimeout(rules, h.upTo(len(h)), atMost)
+	n := 0
+	for ; verdict != porcupine.Ok && n < len(h); n++ { // the first answers that have none
+		if verdict = porcupine.CheckOperationsTimeout(rules, h.upTo(n+1), atMost); verdict != porcupine.Ok {
+			return h.explain(rules, n+1), verdict == porcupine.Illegal
+		}
+		verdict = porcupine.Unknown
+	}
+	return "", verdict == porcupine.Ok
+}
+
+// explain shows how far the operations up to the first n answers can be put in order.
+func (h history) explain(rules porcupine.Model, n int) string {
+	ops := h.upTo(n)
+	_, info := porcupine.CheckOperationsVerbose(rules, ops, time.Second)
+	var longest []porcupine.Operation
+	for _, order := range info.PartialLinearizationsOperations()[0] {
+		if len(order) > len(longest) {
+			longest = order
+		}
+	}
+
+	var text strings.Builder
+	fmt.Fprintf(&text, "the operations on %v have no order; one of the longest:\n", h[0].bucket)
+	state, placed := rules.Init(), map[any]bool{}
+	for _, op := range longest {
+		_, state = rules.Step(state, op.Input, op.Output)
+		placed[op.Input] = true
+		fmt.Fprintf(&text, "%s\n", op.Input)
+		for _, s := range state.([]any) {
+			fmt.Fprintf(&text, "        %s\n", s.(standing).Ledger)
+		}
+	}
+	fmt.Fprintf(&text, "These have no place after it, or had no answer yet when the last of the others came:\n")
+	for _, op := range ops {
+		if !placed[op.Input] {
+			fmt.Fprintf(&text, "%s\n", op.Input)
+		}
+	}
+	return text.String()
+}
+
+func (op *operation) String() string {
+	var text strings.Builder
+	fmt.Fprintf(&text, "%8d to %8d us: client %d, %s %d", op.called.Microseconds(), op.returned.Microseconds(), op.client, op.kind, op.cost)
+	if op.idempotencyKey != "" {
+		fmt.Fprintf(&text, " under %q", op.idempotencyKey)
+	}
+	if op.batch != 0 {
+		fmt.Fprintf(&text, ", place %d of batch %d", op.place, op.batch)
+	}
+	if op.undone {
+		text.WriteString(", rolled back")
+	}
+	if op.answer != nil {
+		fmt.Fprintf(&text, ": %s", op.answer.Error)
+		if op.answer.Decision != nil {
+			fmt.Fprintf(&text, "%+v", *op.answer.Decision)
+		}
+	}
+	for i, now := range op.readings {
+		text.WriteString([]string{", at ", " or "}[min(i, 1)] + now.Format("05.000000"))
+	}
+	for _, p := range op.policies {
+		fmt.Fprintf(&text, ", %+v", p)
+	}
+	return text.String()
+}
