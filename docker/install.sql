@@ -775,7 +775,10 @@ begin
       into v_level, v_retry_us, v_reset_us
       from buckets as b
      where b.policy_id = v_policy.id
-       and b.key       = v_key;
+       and b.key      >= v_key
+       and b.key      <= v_key
+     order by b.key desc
+     limit 1;
     if not found then  -- full
       v_level    := microtokens(v_policy.capacity);
       v_retry_us := case when v_cost <= v_policy.capacity then 0::bigint end;
@@ -885,7 +888,10 @@ begin
       into v_level, v_retry_us, v_reset_us
       from ephemeral_buckets as b
      where b.policy_id = v_policy.id
-       and b.key       = v_key;
+       and b.key      >= v_key
+       and b.key      <= v_key
+     order by b.key desc
+     limit 1;
     if not found then  -- full
       v_level    := microtokens(v_policy.capacity);
       v_retry_us := case when v_cost <= v_policy.capacity then 0::bigint end;
@@ -1036,7 +1042,13 @@ begin
                refilled_level(b.level, b.refilled_at, v_now, p.capacity, p.gain, p.every_us, p.tick) as level_now
           from wanted as w
           join policies as p on p.name = w.policy
-          join buckets as b on b.policy_id = p.id and b.key = w.key
+         cross join lateral (select b.ctid, b.level, b.refilled_at
+                               from buckets as b
+                              where b.policy_id = p.id
+       and b.key      >= w.key
+       and b.key      <= w.key
+     order by b.key desc
+     limit 1) as b
          where p.durable = v_policy.durable
            and w.cheapest > 0
            and w.dearest <= least(p.capacity, 2147483646)
@@ -1102,7 +1114,13 @@ begin
                refilled_level(b.level, b.refilled_at, v_now, p.capacity, p.gain, p.every_us, p.tick) as level_now
           from wanted as w
           join policies as p on p.name = w.policy
-          join ephemeral_buckets as b on b.policy_id = p.id and b.key = w.key
+         cross join lateral (select b.ctid, b.level, b.refilled_at
+                               from ephemeral_buckets as b
+                              where b.policy_id = p.id
+       and b.key      >= w.key
+       and b.key      <= w.key
+     order by b.key desc
+     limit 1) as b
          where p.durable = v_policy.durable
            and w.cheapest > 0
            and w.dearest <= least(p.capacity, 2147483646)
@@ -1218,8 +1236,13 @@ begin
              set level       = refilled_level(b.level, b.refilled_at, v_now,
                                               v_policy.capacity, v_policy.gain, v_policy.every_us, v_policy.tick) - v_take,
                  refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick)
-           where b.policy_id = v_policy.id
-             and b.key       = v_key
+           where b.ctid = (select b.ctid
+                             from buckets as b
+                            where b.policy_id = v_policy.id
+       and b.key      >= v_key
+       and b.key      <= v_key
+     order by b.key desc
+     limit 1)
              and refilled_level(b.level, b.refilled_at, v_now,
                                 v_policy.capacity, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_take
           returning b.level, b.refilled_at into v_level, v_refilled_at;
@@ -1240,7 +1263,10 @@ begin
       into v_level, v_retry_us, v_reset_us
       from buckets as b
      where b.policy_id = v_policy.id
-       and b.key       = v_key;
+       and b.key      >= v_key
+       and b.key      <= v_key
+     order by b.key desc
+     limit 1;
     if not found then  -- full
       v_level    := microtokens(v_policy.capacity);
       v_retry_us := case when v_cost <= v_policy.capacity then 0::bigint end;
@@ -1328,8 +1354,13 @@ begin
              set level       = refilled_level(b.level, b.refilled_at, v_now,
                                               v_policy.capacity, v_policy.gain, v_policy.every_us, v_policy.tick) - v_take,
                  refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick)
-           where b.policy_id = v_policy.id
-             and b.key       = v_key
+           where b.ctid = (select b.ctid
+                             from ephemeral_buckets as b
+                            where b.policy_id = v_policy.id
+       and b.key      >= v_key
+       and b.key      <= v_key
+     order by b.key desc
+     limit 1)
              and refilled_level(b.level, b.refilled_at, v_now,
                                 v_policy.capacity, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_take
           returning b.level, b.refilled_at into v_level, v_refilled_at;
@@ -1350,7 +1381,10 @@ begin
       into v_level, v_retry_us, v_reset_us
       from ephemeral_buckets as b
      where b.policy_id = v_policy.id
-       and b.key       = v_key;
+       and b.key      >= v_key
+       and b.key      <= v_key
+     order by b.key desc
+     limit 1;
     if not found then  -- full
       v_level    := microtokens(v_policy.capacity);
       v_retry_us := case when v_cost <= v_policy.capacity then 0::bigint end;
@@ -1550,7 +1584,10 @@ begin
       into v_level, v_retry_us, v_reset_us
       from buckets as b
      where b.policy_id = v_policy.id
-       and b.key       = v_key;
+       and b.key      >= v_key
+       and b.key      <= v_key
+     order by b.key desc
+     limit 1;
     if not found then  -- full
       v_level    := microtokens(v_policy.capacity);
       v_retry_us := case when v_cost <= v_policy.capacity then 0::bigint end;
@@ -1571,7 +1608,10 @@ begin
       into v_level, v_retry_us, v_reset_us
       from ephemeral_buckets as b
      where b.policy_id = v_policy.id
-       and b.key       = v_key;
+       and b.key      >= v_key
+       and b.key      <= v_key
+     order by b.key desc
+     limit 1;
     if not found then  -- full
       v_level    := microtokens(v_policy.capacity);
       v_retry_us := case when v_cost <= v_policy.capacity then 0::bigint end;

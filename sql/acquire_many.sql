@@ -17,7 +17,9 @@ for request, allowed, remaining, v_retry_us, v_reset_us, capacity in
                refilled_level(b.level, b.refilled_at, v_now, p.capacity, p.gain, p.every_us, p.tick) as level_now
           from wanted as w
           join policies as p on p.name = w.policy
-          join {{ . }} as b on b.policy_id = p.id and b.key = w.key
+         cross join lateral (select b.ctid, b.level, b.refilled_at
+                               from {{ . }} as b
+                              {{ template "newest.sql" (dict "policy_id" "p.id" "key" "w.key") }}) as b
          where p.durable = v_policy.durable
            and w.cheapest > 0
            and w.dearest <= least(p.capacity, 2147483646)
@@ -172,9 +174,9 @@ begin
       end;
       v_replayed := false;
       if v_policy.durable then
-        {{ template "decide.sql" (dict "buckets" "buckets" "keys" "idempotency_keys") }}
+        {{ template "decide.sql" (dict "buckets" "buckets" "keys" "idempotency_keys" "newest" true) }}
       else
-        {{ template "decide.sql" (dict "buckets" "ephemeral_buckets" "keys" "ephemeral_idempotency_keys") }}
+        {{ template "decide.sql" (dict "buckets" "ephemeral_buckets" "keys" "ephemeral_idempotency_keys" "newest" true) }}
       end if;
 
       if v_replayed and v_first.cost <> v_cost then
