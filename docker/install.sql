@@ -744,7 +744,7 @@ begin
          where k.policy_id       = v_policy.id
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
-        v_replayed := coalesce(v_first.expires_at > v_now, false);  -- not above, where another index would look usable
+        v_replayed := coalesce(v_first.expires_at > v_now, false);
         exit decide when v_replayed;
       end if;
 
@@ -776,7 +776,10 @@ begin
       into v_level, v_retry_us, v_reset_us
       from buckets as b
      where b.policy_id = v_policy.id
-       and b.key       = v_key;
+       and b.key      >= v_key
+       and b.key      <= v_key
+     order by b.key desc
+     limit 1;
     if not found then  -- full
       v_level    := microtokens(v_policy.capacity);
       v_retry_us := case when v_cost <= v_policy.capacity then 0::bigint end;
@@ -790,7 +793,7 @@ begin
          where k.policy_id       = v_policy.id
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
-        v_replayed := coalesce(v_first.expires_at > v_now, false);  -- not above, where another index would look usable
+        v_replayed := coalesce(v_first.expires_at > v_now, false);
           end if;
           exit decide;
         end if;
@@ -843,7 +846,7 @@ begin
          where k.policy_id       = v_policy.id
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
-        v_replayed := coalesce(v_first.expires_at > v_now, false);  -- not above, where another index would look usable
+        v_replayed := coalesce(v_first.expires_at > v_now, false);
         end if;
       end if;
     end decide;
@@ -857,7 +860,7 @@ begin
          where k.policy_id       = v_policy.id
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
-        v_replayed := coalesce(v_first.expires_at > v_now, false);  -- not above, where another index would look usable
+        v_replayed := coalesce(v_first.expires_at > v_now, false);
         exit decide when v_replayed;
       end if;
 
@@ -889,7 +892,10 @@ begin
       into v_level, v_retry_us, v_reset_us
       from ephemeral_buckets as b
      where b.policy_id = v_policy.id
-       and b.key       = v_key;
+       and b.key      >= v_key
+       and b.key      <= v_key
+     order by b.key desc
+     limit 1;
     if not found then  -- full
       v_level    := microtokens(v_policy.capacity);
       v_retry_us := case when v_cost <= v_policy.capacity then 0::bigint end;
@@ -903,7 +909,7 @@ begin
          where k.policy_id       = v_policy.id
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
-        v_replayed := coalesce(v_first.expires_at > v_now, false);  -- not above, where another index would look usable
+        v_replayed := coalesce(v_first.expires_at > v_now, false);
           end if;
           exit decide;
         end if;
@@ -956,7 +962,7 @@ begin
          where k.policy_id       = v_policy.id
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
-        v_replayed := coalesce(v_first.expires_at > v_now, false);  -- not above, where another index would look usable
+        v_replayed := coalesce(v_first.expires_at > v_now, false);
         end if;
       end if;
     end decide;
@@ -978,9 +984,9 @@ comment on function ratelimit_acquire(text, text, bigint, text) is
 -- that is asked of it or nothing. It reads first and takes only when that is so, because what is left
 -- over would have to be locked out of order; so it is undone as well when a bucket it waited for had
 -- changed too much, or was removed and may be somebody else's by now. It joins in the order of its
--- input only while it has no other way: hence the settings. Everything else goes through the steps of ratelimit_acquire, where equal requests
--- without a key that follow each other on a bucket are one run, taken in one update; on a busy key
--- that is often the whole call.
+-- input only while it has no other way: hence the settings. Everything else goes through the steps of
+-- ratelimit_acquire, where equal requests without a key that follow each other on a bucket are one
+-- run, taken in one update; on a busy key that is often the whole call.
 create or replace function ratelimit.acquire_in_order(
     policies text[], keys text[], costs bigint[], idempotency_keys text[])
   returns table (request bigint, allowed boolean, remaining bigint, retry_after interval, reset_after interval,
@@ -1046,11 +1052,13 @@ begin
                refilled_level(b.level, b.refilled_at, v_now, p.capacity, p.gain, p.every_us, p.tick) as level_now
           from wanted as w
           join policies as p on p.name = w.policy
-         cross join lateral (select c.ctid as row_id, c.level, c.refilled_at
-                               from buckets as c
-                              where c.policy_id = p.id
-                                and c.key       = w.key
-                             offset 0) as b  -- or, without statistics, all buckets of the policy may be read
+         cross join lateral (select b.ctid as row_id, b.level, b.refilled_at
+                               from buckets as b
+                              where b.policy_id = p.id
+       and b.key      >= w.key
+       and b.key      <= w.key
+     order by b.key desc
+     limit 1) as b
          where p.durable = v_policy.durable
            and w.cheapest > 0
            and w.dearest <= least(p.capacity, 2147483646)
@@ -1123,11 +1131,13 @@ begin
                refilled_level(b.level, b.refilled_at, v_now, p.capacity, p.gain, p.every_us, p.tick) as level_now
           from wanted as w
           join policies as p on p.name = w.policy
-         cross join lateral (select c.ctid as row_id, c.level, c.refilled_at
-                               from ephemeral_buckets as c
-                              where c.policy_id = p.id
-                                and c.key       = w.key
-                             offset 0) as b  -- or, without statistics, all buckets of the policy may be read
+         cross join lateral (select b.ctid as row_id, b.level, b.refilled_at
+                               from ephemeral_buckets as b
+                              where b.policy_id = p.id
+       and b.key      >= w.key
+       and b.key      <= w.key
+     order by b.key desc
+     limit 1) as b
          where p.durable = v_policy.durable
            and w.cheapest > 0
            and w.dearest <= least(p.capacity, 2147483646)
@@ -1242,7 +1252,7 @@ begin
          where k.policy_id       = v_policy.id
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
-        v_replayed := coalesce(v_first.expires_at > v_now, false);  -- not above, where another index would look usable
+        v_replayed := coalesce(v_first.expires_at > v_now, false);
         exit decide when v_replayed;
       end if;
 
@@ -1252,8 +1262,13 @@ begin
              set level       = refilled_level(b.level, b.refilled_at, v_now,
                                               v_policy.capacity, v_policy.gain, v_policy.every_us, v_policy.tick) - v_take,
                  refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick)
-           where b.policy_id = v_policy.id
-             and b.key       = v_key
+           where b.ctid = (select b.ctid
+                             from buckets as b
+                            where b.policy_id = v_policy.id
+       and b.key      >= v_key
+       and b.key      <= v_key
+     order by b.key desc
+     limit 1)
              and refilled_level(b.level, b.refilled_at, v_now,
                                 v_policy.capacity, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_take
           returning b.level, b.refilled_at into v_level, v_refilled_at;
@@ -1274,7 +1289,10 @@ begin
       into v_level, v_retry_us, v_reset_us
       from buckets as b
      where b.policy_id = v_policy.id
-       and b.key       = v_key;
+       and b.key      >= v_key
+       and b.key      <= v_key
+     order by b.key desc
+     limit 1;
     if not found then  -- full
       v_level    := microtokens(v_policy.capacity);
       v_retry_us := case when v_cost <= v_policy.capacity then 0::bigint end;
@@ -1288,7 +1306,7 @@ begin
          where k.policy_id       = v_policy.id
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
-        v_replayed := coalesce(v_first.expires_at > v_now, false);  -- not above, where another index would look usable
+        v_replayed := coalesce(v_first.expires_at > v_now, false);
           end if;
           exit decide;
         end if;
@@ -1341,7 +1359,7 @@ begin
          where k.policy_id       = v_policy.id
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
-        v_replayed := coalesce(v_first.expires_at > v_now, false);  -- not above, where another index would look usable
+        v_replayed := coalesce(v_first.expires_at > v_now, false);
         end if;
       end if;
     end decide;
@@ -1355,7 +1373,7 @@ begin
          where k.policy_id       = v_policy.id
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
-        v_replayed := coalesce(v_first.expires_at > v_now, false);  -- not above, where another index would look usable
+        v_replayed := coalesce(v_first.expires_at > v_now, false);
         exit decide when v_replayed;
       end if;
 
@@ -1365,8 +1383,13 @@ begin
              set level       = refilled_level(b.level, b.refilled_at, v_now,
                                               v_policy.capacity, v_policy.gain, v_policy.every_us, v_policy.tick) - v_take,
                  refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick)
-           where b.policy_id = v_policy.id
-             and b.key       = v_key
+           where b.ctid = (select b.ctid
+                             from ephemeral_buckets as b
+                            where b.policy_id = v_policy.id
+       and b.key      >= v_key
+       and b.key      <= v_key
+     order by b.key desc
+     limit 1)
              and refilled_level(b.level, b.refilled_at, v_now,
                                 v_policy.capacity, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_take
           returning b.level, b.refilled_at into v_level, v_refilled_at;
@@ -1387,7 +1410,10 @@ begin
       into v_level, v_retry_us, v_reset_us
       from ephemeral_buckets as b
      where b.policy_id = v_policy.id
-       and b.key       = v_key;
+       and b.key      >= v_key
+       and b.key      <= v_key
+     order by b.key desc
+     limit 1;
     if not found then  -- full
       v_level    := microtokens(v_policy.capacity);
       v_retry_us := case when v_cost <= v_policy.capacity then 0::bigint end;
@@ -1401,7 +1427,7 @@ begin
          where k.policy_id       = v_policy.id
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
-        v_replayed := coalesce(v_first.expires_at > v_now, false);  -- not above, where another index would look usable
+        v_replayed := coalesce(v_first.expires_at > v_now, false);
           end if;
           exit decide;
         end if;
@@ -1454,7 +1480,7 @@ begin
          where k.policy_id       = v_policy.id
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
-        v_replayed := coalesce(v_first.expires_at > v_now, false);  -- not above, where another index would look usable
+        v_replayed := coalesce(v_first.expires_at > v_now, false);
         end if;
       end if;
     end decide;
@@ -1592,7 +1618,10 @@ begin
       into v_level, v_retry_us, v_reset_us
       from buckets as b
      where b.policy_id = v_policy.id
-       and b.key       = v_key;
+       and b.key      >= v_key
+       and b.key      <= v_key
+     order by b.key desc
+     limit 1;
     if not found then  -- full
       v_level    := microtokens(v_policy.capacity);
       v_retry_us := case when v_cost <= v_policy.capacity then 0::bigint end;
@@ -1613,7 +1642,10 @@ begin
       into v_level, v_retry_us, v_reset_us
       from ephemeral_buckets as b
      where b.policy_id = v_policy.id
-       and b.key       = v_key;
+       and b.key      >= v_key
+       and b.key      <= v_key
+     order by b.key desc
+     limit 1;
     if not found then  -- full
       v_level    := microtokens(v_policy.capacity);
       v_retry_us := case when v_cost <= v_policy.capacity then 0::bigint end;

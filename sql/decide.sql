@@ -2,16 +2,19 @@
        names of the bucket's two tables, for ratelimit_acquire and ratelimit_acquire_many.
        In:  v_policy, v_key, v_cost, v_idempotency_key, v_now, v_replayed = false; v_take, the microtokens
             wanted: v_cost, or for equal requests without a key a multiple of it, lowered here to as many as
-            the bucket holds; zero to take nothing.
+            the bucket holds; zero to take nothing. With the argument newest, which ratelimit_acquire_many
+            has, the bucket is found by its newest version. That is cheap however long an old snapshot is
+            held, but who had to wait for the row then finds nothing, and takes in a second try.
        Out: v_replayed, and then v_first, the answer to repeat; otherwise v_level, v_reset_us and
             v_retry_us, which is zero when v_take was taken. */ -}}
+{{- /* Without statistics, the index on expires_at would look as good as the key: it is no condition. */ -}}
 {{ define "find_key" -}}
 select k.* into v_first
           from {{ .keys }} as k
          where k.policy_id       = v_policy.id
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
-        v_replayed := coalesce(v_first.expires_at > v_now, false);  -- not above, where another index would look usable
+        v_replayed := coalesce(v_first.expires_at > v_now, false);
 {{- end -}}
 <<decide>>
     begin
@@ -26,8 +29,14 @@ select k.* into v_first
              set level       = refilled_level(b.level, b.refilled_at, v_now,
                                               v_policy.capacity, v_policy.gain, v_policy.every_us, v_policy.tick) - v_take,
                  refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick)
-           where b.policy_id = v_policy.id
+           where {{ if .newest -}}
+                 b.ctid = (select b.ctid
+                             from {{ .buckets }} as b
+                            {{ template "newest.sql" (dict "policy_id" "v_policy.id" "key" "v_key") }})
+                 {{- else -}}
+                 b.policy_id = v_policy.id
              and b.key       = v_key
+                 {{- end }}
              and refilled_level(b.level, b.refilled_at, v_now,
                                 v_policy.capacity, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_take
           returning b.level, b.refilled_at into v_level, v_refilled_at;

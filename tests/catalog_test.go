@@ -258,12 +258,15 @@ func TestCatalog_StatementsNameTheKey(t *testing.T) {
 				require.Contains(t, f.tokens[open:end], "key", "%s: %s", function, f)
 				continue
 			}
-			named := false
+			compared := map[string]string{} // operator: with what
 			for _, term := range split(clauses(f.tokens, "where", "returning", "order", "limit", "for", "group")["where"], "and") {
 				require.NotContains(t, term, "or", "%s: %s", function, f)
-				named = named || len(term) == 3 && regexp.MustCompile(`^(\w+\.)?key$`).MatchString(term[0]) && term[1] == "="
+				if len(term) == 3 && regexp.MustCompile(`^(\w+\.)?key$`).MatchString(term[0]) {
+					compared[term[1]] = term[2]
+				}
 			}
-			require.True(t, named, "%s has no key = … in: %s", function, f)
+			named := compared["="] != "" || compared[">="] != "" && compared[">="] == compared["<="]
+			require.True(t, named, "%s has no key = …, nor key between one and the same, in: %s", function, f)
 			require.NotContains(t, f.set(), "key", "%s: %s", function, f)
 		}
 		require.Positive(t, statements, function)

@@ -1,6 +1,7 @@
 package tests
 
 import (
+	"context"
 	"fmt"
 	"testing"
 
@@ -29,4 +30,52 @@ func TestHOT_UpdatesAreHeapOnly(t *testing.T) {
 	hot := db.number("select n_tup_hot_upd from pg_stat_user_tables where relid = 'ratelimit.buckets'::regclass")
 	require.EqualValues(t, calls-1000, updates)
 	require.Equal(t, updates, hot)
+}
+
+// An old snapshot keeps every version of a row, and no index entry may go. What a call on a hot key has
+// to read must not grow with them.
+func TestHOT_AHeldSnapshotDoesNotMakeCallsReadEveryVersion(t *testing.T) {
+	t.Parallel()
+	for name, kind := range map[string]policyOption{"durable": durable, "ephemeral": ephemeral} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			const versions = 4000
+			db := newDB(t)
+			db.definePolicy("full", 1_000_000, 1, aDay, kind)
+			db.definePolicy("empty", versions, 1, aDay, kind)
+			db.exec("select from ratelimit_acquire_many('{full,full}', '{hot,other}')")
+
+			holder := db.begin()
+			holder.exec("set transaction isolation level repeatable read")
+			holder.exec("select from ratelimit.policies")
+			db.exec(fmt.Sprintf(`do $$ begin
+				for i in 1..%d loop
+					perform ratelimit_acquire_many('{full}', '{hot}');
+					perform ratelimit_acquire_many('{empty}', '{hot}');
+					commit;
+				end loop;
+			end $$`, versions))
+
+			s := db.session()
+			for _, call := range []string{
+				"ratelimit_acquire_many('{full,full}', '{hot,hot}')",
+				"ratelimit_acquire_many('{full,full}', '{hot,other}')",
+				"ratelimit_acquire_many('{empty,empty}', '{hot,hot}')",
+				"ratelimit_acquire_many('{empty,full}', '{hot,other}')",
+				"ratelimit_peek('empty', 'hot')",
+			} {
+				s.exec("select from " + call) // not to count what is read once in a session
+				var plan []struct {
+					Plan struct {
+						Hit int `json:"Shared Hit Blocks"`
+					}
+				}
+				require.NoError(t, s.QueryRow(context.Background(),
+					"explain (analyze, buffers, format json) select from "+call).Scan(&plan))
+				t.Logf("%s: %d pages", call, plan[0].Plan.Hit)
+				require.Positive(t, plan[0].Plan.Hit)
+				require.Less(t, plan[0].Plan.Hit, versions/150, call) // of which a page has about a hundred
+			}
+		})
+	}
 }

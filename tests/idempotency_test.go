@@ -257,9 +257,9 @@ type removal struct {
 
 // The places of the durable twin that mutations change.
 const (
-	findKey   = `select k\.\* into v_first from idempotency_keys as k [^;]*; v_replayed := found;`
+	findKey   = `select k\.\* into v_first from idempotency_keys as k [^;]*; v_replayed := coalesce\([^;]*;`
 	firstLook = findKey + ` exit decide when v_replayed;`
-	afterLook = `loop if v_take > 0 then update buckets`
+	afterLook = `if v_take > 0 then update buckets`
 	readAgain = findKey + ` end if; exit decide;`
 	giveBack  = `update buckets as b set level = b\.level \+ v_take [^;]*;`
 	stillFits = `(update buckets as b [^;]* b\.key = v_key) and [^;]* >= v_take returning`
@@ -274,7 +274,7 @@ var (
 	withoutGiveBack     = mutation{giveBack, ""}
 	withoutCondition    = mutation{stillFits, "$1 returning"}
 	withoutFirstUse     = mutation{whenGone, "$1"}
-	withoutExpiry       = mutation{`(select k\.\* into v_first from idempotency_keys as k [^;]*) and k\.expires_at > v_now(; v_replayed := found; exit)`, "$1$2"}
+	withoutExpiry       = mutation{`(select k\.\* into v_first from idempotency_keys as k [^;]*; v_replayed := )coalesce\([^;]*(; exit)`, "${1}found$2"}
 	overwritingLiveKeys = mutation{overwrite, "$1"}
 	overwritingNoKeys   = mutation{overwrite, "$1 where false"}
 	keyReadBeforeBucket = mutation{`(` + notFitted + `(?s:.*?))(` + findKey + `)( end if; exit decide;)`, "if v_idempotency_key is not null then $2 end if; $1$3"}

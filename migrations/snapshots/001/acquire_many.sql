@@ -17,11 +17,9 @@ for v_together, request, allowed, remaining, v_retry_us, v_reset_us, capacity in
                refilled_level(b.level, b.refilled_at, v_now, p.capacity, p.gain, p.every_us, p.tick) as level_now
           from wanted as w
           join policies as p on p.name = w.policy
-         cross join lateral (select c.ctid as row_id, c.level, c.refilled_at
-                               from {{ . }} as c
-                              where c.policy_id = p.id
-                                and c.key       = w.key
-                             offset 0) as b  -- or, without statistics, all buckets of the policy may be read
+         cross join lateral (select b.ctid as row_id, b.level, b.refilled_at
+                               from {{ . }} as b
+                              {{ template "newest.sql" (dict "policy_id" "p.id" "key" "w.key") }}) as b
          where p.durable = v_policy.durable
            and w.cheapest > 0
            and w.dearest <= least(p.capacity, 2147483646)
@@ -82,9 +80,9 @@ for v_together, request, allowed, remaining, v_retry_us, v_reset_us, capacity in
 -- that is asked of it or nothing. It reads first and takes only when that is so, because what is left
 -- over would have to be locked out of order; so it is undone as well when a bucket it waited for had
 -- changed too much, or was removed and may be somebody else's by now. It joins in the order of its
--- input only while it has no other way: hence the settings. Everything else goes through the steps of ratelimit_acquire, where equal requests
--- without a key that follow each other on a bucket are one run, taken in one update; on a busy key
--- that is often the whole call.
+-- input only while it has no other way: hence the settings. Everything else goes through the steps of
+-- ratelimit_acquire, where equal requests without a key that follow each other on a bucket are one
+-- run, taken in one update; on a busy key that is often the whole call.
 create or replace function ratelimit.acquire_in_order(
     policies text[], keys text[], costs bigint[], idempotency_keys text[])
   returns table (request bigint, allowed boolean, remaining bigint, retry_after interval, reset_after interval,
@@ -188,9 +186,9 @@ begin
       end;
       v_replayed := false;
       if v_policy.durable then
-        {{ template "decide.sql" (dict "buckets" "buckets" "keys" "idempotency_keys") }}
+        {{ template "decide.sql" (dict "buckets" "buckets" "keys" "idempotency_keys" "newest" true) }}
       else
-        {{ template "decide.sql" (dict "buckets" "ephemeral_buckets" "keys" "ephemeral_idempotency_keys") }}
+        {{ template "decide.sql" (dict "buckets" "ephemeral_buckets" "keys" "ephemeral_idempotency_keys" "newest" true) }}
       end if;
 
       if v_replayed and v_first.cost <> v_cost then

@@ -13,8 +13,7 @@ select refilled_level(b.level, b.refilled_at, v_now,
                     v_policy.every_us, v_policy.tick_us, v_policy.tick_gain)
       into v_level, v_retry_us, v_reset_us
       from {{ . }} as b
-     where b.policy_id = v_policy.id
-       and b.key       = v_key;
+     {{ template "newest.sql" (dict "policy_id" "v_policy.id" "key" "v_key") }};
     if not found then  -- full
       v_level    := microtokens(v_policy.capacity);
       v_retry_us := case when v_cost <= v_policy.capacity then 0::bigint end;
