@@ -60,7 +60,7 @@ func (db *testDB) setClock(now time.Time) {
 			create table if not exists public.test_clock (now timestamptz not null, row integer primary key);
 			insert into public.test_clock values ('epoch', 1) on conflict do nothing;
 			create or replace function ratelimit.clock() returns timestamptz language sql volatile parallel safe
-			as $$ select now from public.test_clock $$`)
+			as $$ select now from public.test_clock where row = 1 $$`)
 	})
 	db.exec("update public.test_clock set now = $1", now)
 }
