@@ -56,6 +56,7 @@ type Combiner struct {
 	closed bool
 	open   int             // calls under way, or about to be
 	sent   int             // requests under way
+	crowd  int             // requests of the last call from the queue
 	queue  []*waiter       // in order of arrival
 	gone   int             // of the queue, whose callers have left
 	ready  int             // of the queue, for whose buckets nothing is under way; more when some left
@@ -160,7 +161,7 @@ func (c *Combiner) combine(ctx context.Context, r request) (Decision, error) {
 	}
 	if c.owners[stripe] == nil {
 		c.ready++
-		if c.ready == 1 && c.isTime() {
+		if c.ready == 1 && c.crowd <= 1 && c.isTime() { // after a shared call others are about to ask too
 			c.ready--
 			c.open++
 			c.sent++
@@ -335,6 +336,7 @@ func (c *Combiner) take(b *batch) context.Context {
 	c.queue, c.gone = rest, 0
 	c.open++
 	c.sent += len(b.waiters)
+	c.crowd = len(b.waiters)
 	c.countReady()
 	c.start()
 
