@@ -168,7 +168,7 @@ func (h history) upTo(n int) (ops []porcupine.Operation) {
 // check tells why the operations can have happened in no order, or "". It is not decided when there are
 // too many orders to try.
 func (h history) check() (violation string, decided bool) {
-	const atMost = time.Second
+	const atMost = 200 * time.Millisecond
 	rules := bucketModel.ToModel()
 	verdict := porcupine.CheckOperationsTimeout(rules, h.upTo(len(h)), atMost)
 	n := 0

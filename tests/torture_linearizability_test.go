@@ -15,6 +15,7 @@ import (
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
+	"golang.org/x/sync/errgroup"
 
 	"github.com/pgratelimit/pgratelimit/client"
 	"github.com/pgratelimit/pgratelimit/tests/model"
@@ -27,7 +28,10 @@ func TestTorture_Linearizability(t *testing.T) {
 	run := torture(t, 5*time.Second)
 	c := newChronicler(newDB(t), "continuous durable", "stepped durable", "continuous ephemeral", "stepped ephemeral")
 	var n operationCounts
-	c.write(run.goesOn, func(seed uint64, histories []history) bool {
+	c.write(run.goesOn, func(seed uint64, histories []history, err error) bool {
+		if err != nil {
+			t.Errorf("history %d: %v", seed, err)
+		}
 		for _, h := range histories {
 			n.count(h)
 			switch violation, decided := h.check(); {
@@ -46,6 +50,7 @@ func TestTorture_Linearizability(t *testing.T) {
 	for _, some := range []int{n.grants, n.denials, n.replays, n.batched, n.cleanups, c.changes} {
 		require.NotZero(t, some, "%+v", n)
 	}
+	require.Less(t, 10*n.undecided, n.histories, "%+v", n)
 	run.figure("histories", n.histories, "")
 	run.figure("operations", n.operations, "")
 	run.figure("of a bucket, with too many orders to try", n.undecided, "")
@@ -110,8 +115,8 @@ func TestLinearizability_FindsPlantedBugs(t *testing.T) {
 			db.mutate(bug.mutation, bug.function)
 			c := newChronicler(db, "continuous durable", "stepped durable")
 			found, deadline := false, time.Now().Add(3*patience)
-			c.write(func() bool { return time.Now().Before(deadline) }, func(_ uint64, histories []history) bool {
-				found = slices.ContainsFunc(histories, func(h history) bool {
+			c.write(func() bool { return time.Now().Before(deadline) }, func(_ uint64, histories []history, err error) bool {
+				found = err != nil || slices.ContainsFunc(histories, func(h history) bool {
 					violation, decided := h.check()
 					return decided && violation != ""
 				})
@@ -151,7 +156,7 @@ func newChronicler(db *testDB, policies ...string) *chronicler {
 		end;
 		$$`)
 	c := &chronicler{db: db, policies: policies}
-	for range 8 {
+	for range 5 {
 		c.clients = append(c.clients, newRecorder(db))
 	}
 	config, err := pgxpool.ParseConfig(db.URL)
@@ -216,10 +221,11 @@ func newRecorder(db *testDB) *recorder {
 }
 
 // write has histories checked beside the next ones, as long as both agree to go on.
-func (c *chronicler) write(goesOn func() bool, check func(seed uint64, histories []history) bool) {
+func (c *chronicler) write(goesOn func() bool, check func(seed uint64, histories []history, err error) bool) {
 	type written struct {
 		seed      uint64
 		histories []history
+		err       error
 	}
 	var (
 		unread  = make(chan written, 8)
@@ -229,7 +235,7 @@ func (c *chronicler) write(goesOn func() bool, check func(seed uint64, histories
 	checker.Go(func() {
 		stopped := false
 		for w := range unread {
-			if !stopped && !check(w.seed, w.histories) {
+			if !stopped && !check(w.seed, w.histories, w.err) {
 				stopped = true
 				close(stop)
 			}
@@ -238,8 +244,9 @@ func (c *chronicler) write(goesOn func() bool, check func(seed uint64, histories
 	defer checker.Wait()
 	defer close(unread)
 	for seed, n := rand.Uint64(), 0; (n < 8 || goesOn()) && !c.db.t.Failed(); seed, n = seed+1, n+1 {
+		histories, err := c.history(seed)
 		select {
-		case unread <- written{seed, c.history(seed)}:
+		case unread <- written{seed, histories, err}:
 		case <-stop:
 			return
 		}
@@ -266,7 +273,7 @@ type version struct {
 	since, until time.Duration
 }
 
-func (c *chronicler) history(seed uint64) (histories []history) {
+func (c *chronicler) history(seed uint64) (histories []history, err error) {
 	random := rand.New(rand.NewPCG(seed, 0))
 	h := &chronicle{
 		chronicler: c,
@@ -279,37 +286,39 @@ func (c *chronicler) history(seed uint64) (histories []history) {
 		h.buckets = append(h.buckets, model.BucketID{Policy: c.policies[random.IntN(len(c.policies))], Key: fmt.Sprint(seed, " ", i)})
 	}
 	for _, b := range h.buckets {
-		require.NoError(c.db.t, h.define(random, c.clients[0], b.Policy))
+		if err := h.define(random, c.clients[0], b.Policy); err != nil {
+			return nil, err
+		}
 	}
-	var callers sync.WaitGroup
+	var callers errgroup.Group
 	for i, r := range c.clients {
-		callers.Go(func() {
+		callers.Go(func() error {
 			a := &actor{h, r, i, rand.New(rand.NewPCG(seed, uint64(i+1)))}
-			for range 16 {
+			for range 10 {
 				if err := a.act(); err != nil {
-					c.db.t.Errorf("history %d: %v", seed, err)
-					return
+					return err
 				}
 			}
+			return nil
 		})
 		if h.combined {
-			callers.Go(func() {
+			callers.Go(func() error {
 				a := &actor{h, nil, len(c.clients) + i, rand.New(rand.NewPCG(seed, uint64(len(c.clients)+i+1)))}
-				for range 8 {
+				for range 5 {
 					if err := a.acquireCombined(); err != nil {
-						c.db.t.Errorf("history %d: %v", seed, err)
-						return
+						return err
 					}
 				}
+				return nil
 			})
 		}
 	}
-	callers.Wait()
+	err = callers.Wait()
 	c.readings.forget()
 	for _, r := range c.clients {
 		r.readings.forget()
 	}
-	return h.finish()
+	return h.finish(), err
 }
 
 // finish adds to each operation what only a look at all of them tells.
