@@ -25,6 +25,9 @@ const (
 	// minShare is where a call costs the server about a quarter of what its requests do.
 	minShare = 32
 
+	// maxApart buckets are asked for at a time after a locked one has failed their call.
+	maxApart = 8
+
 	// maxLength of policies, keys and idempotency keys, in bytes.
 	maxLength = 512
 
@@ -111,10 +114,10 @@ func NewCombiner(pool Pool, opts ...CombinerOption) *Combiner {
 }
 
 // Acquire is [Limiter.Acquire], with the same answers, at a fraction of the work when there are many
-// callers. Few callers, no more than [CallsInFlight], make their own calls as a Limiter does. Of more,
-// those who arrive while calls are under way share the next, which starts at once when there are enough
-// of them or a call has ended: nobody waits for a timer. Requests for one bucket are never in two calls
-// at a time.
+// callers. Few callers, no more than [CallsInFlight], make their own calls as a Limiter does, unless the
+// last call was shared. Of more, those who arrive while calls are under way share the next, which starts
+// at once when there are enough of them or a call has ended: nobody waits for a timer. Requests for one
+// bucket are never in two calls at a time.
 //
 // A caller whose ctx ends gets its error at once, and the others notice nothing. What has not been sent
 // by then is not sent; what has may be granted all the same, and the tokens taken, as with any answer
@@ -125,8 +128,8 @@ func NewCombiner(pool Pool, opts ...CombinerOption) *Combiner {
 // unless the connection was lost, when that is unknown. Only requests with an idempotency key, which
 // travel apart from those without, are then sent again. A bucket that another transaction has locked
 // holds up all requests of the call: set lock_timeout for the sessions of the pool where transactions
-// that take tokens may last. When it ends, each bucket of the call is asked for anew by itself, and
-// [ErrLocked] is for those alone who want the one that is locked.
+// that take tokens may last. When it ends, each bucket of the call is asked for anew by itself, eight at
+// a time, and [ErrLocked] is for those alone who want one that is locked still.
 //
 // Errors: those of Limiter.Acquire, and [ErrClosed].
 func (c *Combiner) Acquire(ctx context.Context, policy, key string, opts ...Option) (Decision, error) {
@@ -252,13 +255,13 @@ func (c *Combiner) leave(w *waiter) bool {
 		return false
 	default:
 	}
+	w.gone = true
 	if b := w.batch; b != nil {
 		if b.callers--; b.callers == 0 {
 			b.cancel()
 		}
 		return true
 	}
-	w.gone = true
 	if c.gone++; c.gone > len(c.queue)/2 {
 		c.queue = slices.DeleteFunc(c.queue, func(w *waiter) bool { return w.gone })
 		c.gone = 0
@@ -278,9 +281,6 @@ func (c *Combiner) serve() {
 		}
 		c.send(ctx, &b)
 		b.cancel()
-		for _, w := range b.waiters {
-			w.done <- struct{}{}
-		}
 	}
 }
 
@@ -350,29 +350,29 @@ func (b *batch) add(w *waiter) {
 	b.waiters = append(b.waiters, w)
 }
 
-// send fills in the answers of a batch.
+// send answers the waiters of a batch.
 func (c *Combiner) send(ctx context.Context, b *batch) {
 	if len(b.waiters) > 1 {
 		err := failed("acquire", retry(ctx, c.pool, b.waiters[0].keyed(), func() error { return c.askMany(ctx, b) }))
 		if errors.Is(err, ErrLocked) {
-			if parts := b.parts(); len(parts) > 1 {
-				for _, part := range parts { // nothing was taken, and only those who want that bucket shall fail
-					c.send(ctx, part)
-				}
+			if parts := b.parts(); len(parts) > 1 { // nothing was taken, and only those who want that bucket shall fail
+				c.sendApart(ctx, parts)
 				return
 			}
 		}
 		if !isText(err) {
-			if err != nil {
-				for _, w := range b.waiters {
+			for _, w := range b.waiters {
+				if err != nil {
 					w.answer, w.err = Decision{}, err
 				}
+				w.done <- struct{}{}
 			}
 			return
 		}
 	}
 	for _, w := range b.waiters {
 		w.answer, w.err = c.ask(ctx, w.request)
+		w.done <- struct{}{}
 	}
 }
 
@@ -390,6 +390,23 @@ func (b *batch) parts() (parts []*batch) {
 		part.waiters = append(part.waiters, w)
 	}
 	return parts
+}
+
+// sendApart sends some batches at a time, without the callers who have left.
+func (c *Combiner) sendApart(ctx context.Context, batches []*batch) {
+	var sending sync.WaitGroup
+	free := make(chan struct{}, maxApart)
+	for _, b := range batches {
+		free <- struct{}{}
+		sending.Go(func() {
+			defer func() { <-free }()
+			c.mu.Lock()
+			b.waiters = slices.DeleteFunc(b.waiters, func(w *waiter) bool { return w.gone })
+			c.mu.Unlock()
+			c.send(ctx, b)
+		})
+	}
+	sending.Wait()
 }
 
 // askMany sends a batch in one call.

@@ -331,7 +331,7 @@ func TestCombiner_ALockedBucketFailsThoseWhoWantIt(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)
 	db.Exec(t, "select ratelimit_define_policy('api', 10, 1, '1 day'), ratelimit_acquire('api', 'held')")
-	limiter := client.NewCombiner(connect(t, db, map[string]string{"lock_timeout": "300ms"}), client.CallsInFlight(1))
+	limiter := client.NewCombiner(connect(t, db, map[string]string{"lock_timeout": "2s"}), client.CallsInFlight(1))
 	defer limiter.Close()
 	held := begin(t, db.Pool)
 	_, err := client.New(held).Acquire(t.Context(), "api", "held")
@@ -339,14 +339,24 @@ func TestCombiner_ALockedBucketFailsThoseWhoWantIt(t *testing.T) {
 
 	keys := []string{"held", "free", "held", "free", "other", "held"}
 	answers := make([]answer, len(keys))
+	answered := make(chan string, len(keys))
 	var wg sync.WaitGroup
 	for i, key := range keys {
-		wg.Go(func() { answers[i].Decision, answers[i].err = limiter.Acquire(t.Context(), "api", key) })
+		wg.Go(func() {
+			answers[i].Decision, answers[i].err = limiter.Acquire(t.Context(), "api", key)
+			answered <- key
+		})
 		if i == 0 {
 			waiter(t, db, "ratelimit_acquire(", 0) // and the rest share the next call
 		}
 	}
 	wg.Wait()
+	close(answered)
+	var order []string
+	for key := range answered {
+		order = append(order, key)
+	}
+	require.Equal(t, []string{"held", "held"}, order[len(order)-2:], "nobody else waits for them again")
 	for i, key := range keys {
 		if key == "held" {
 			require.ErrorIs(t, answers[i].err, client.ErrLocked)

@@ -89,6 +89,34 @@ func TestCombiner_WhoeverArrivesDuringACallSharesTheNext(t *testing.T) {
 	})
 }
 
+// Who asks first after a shared call waits for those about to ask; alone again, for nobody.
+func TestCombiner_AfterASharedCallARequestQueues(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		db := &gatedPool{}
+		limiter := client.NewCombiner(db, client.CallsInFlight(1))
+		defer limiter.Close()
+		first := ask(t.Context(), limiter, "k1")
+		shared := []<-chan answer{ask(t.Context(), limiter, "k2"), ask(t.Context(), limiter, "k3")}
+		db.only(t).grant()
+		requireGranted(t, first)
+		db.only(t).grant()
+		for _, got := range shared {
+			requireGranted(t, got)
+		}
+
+		type mark struct{}
+		for _, own := range []bool{false, true} {
+			synctest.Wait() // until nobody looks for more
+			got := ask(context.WithValue(t.Context(), mark{}, true), limiter, "k4")
+			call := db.only(t)
+			require.Equal(t, own, call.ctx.Value(mark{}) != nil)
+			call.grant()
+			requireGranted(t, got)
+		}
+	})
+}
+
 func TestCombiner_RequestsWithAnIdempotencyKeyTravelApart(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
