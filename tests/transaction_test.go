@@ -137,6 +137,7 @@ func TestTransaction_ReadOnly(t *testing.T) {
 		db.acquire("p", "known", 4)
 		db.acquire("p", "empty", 10)
 		s := db.session()
+		s.exec("begin read only; select from ratelimit_acquire_many('{p,p}', '{known,new}', '{0,0}'); rollback")
 		for _, key := range []string{"known", "empty", "new"} {
 			for _, idempotencyKey := range [][]string{nil, {"X"}} {
 				s.exec("begin read only")

@@ -2,7 +2,7 @@
 for v_together, request, allowed, remaining, v_retry_us, v_reset_us, capacity in
       with asked as (
         select u.policy collate "C" as policy, u.key collate "C" as key, u.cost, u.request,
-               sum(least(greatest(u.cost, 0), 2147483647)::integer)  -- of bigints it would be numeric
+               sum(least(u.cost, 2147483647)::integer)  -- of bigints it would be numeric
                  over (partition by u.policy collate "C", u.key collate "C" order by u.request) as total
           from unnest(acquire_in_order.policies, keys, costs) with ordinality as u (policy, key, cost, request)
       ), wanted as materialized (
@@ -21,7 +21,6 @@ for v_together, request, allowed, remaining, v_retry_us, v_reset_us, capacity in
                                from {{ . }} as b
                               {{ template "newest.sql" (dict "policy_id" "p.id" "key" "w.key") }}) as b
          where p.durable = v_policy.durable
-           and w.cheapest > 0
            and w.dearest <= least(p.capacity, 2147483646)
       ), clear as materialized (
         select
@@ -30,19 +29,16 @@ for v_together, request, allowed, remaining, v_retry_us, v_reset_us, capacity in
            and bool_and(f.level_now / 1000000 >= f.total or f.level_now / 1000000 < f.cheapest)
       ), taken as (
         update {{ . }} as b
-           set level       = case
-                               when b.level = f.level and b.refilled_at = f.refilled_at then f.level_now
-                               else refilled_level(b.level, b.refilled_at, v_now, f.capacity, f.gain, f.every_us, f.tick)
-                             end - microtokens(f.total),
+           set level       = f.level_now - microtokens(f.total),
                refilled_at = refilled_until(b.refilled_at, v_now, f.tick)
           from (select o.* from found as o
                  where o.level_now / 1000000 >= o.total and exists (select from clear)
                  order by o.policy, o.key) as f
-         where b.ctid      = f.row_id
-           and b.policy_id = f.policy_id
-           and b.key       = f.key
-           and (b.level = f.level and b.refilled_at = f.refilled_at
-                or refilled_level(b.level, b.refilled_at, v_now, f.capacity, f.gain, f.every_us, f.tick) / 1000000 >= f.total)
+         where b.ctid        = f.row_id
+           and b.policy_id   = f.policy_id
+           and b.key         = f.key
+           and b.level       = f.level
+           and b.refilled_at = f.refilled_at
         returning f.requests, f.totals, f.total, b.level, b.refilled_at, f.capacity, f.every_us, f.tick_us, f.tick_gain
       )
       select count(a.request) over (), a.*
@@ -70,7 +66,6 @@ for v_together, request, allowed, remaining, v_retry_us, v_reset_us, capacity in
       end if;
       retry_after := duration(v_retry_us);
       reset_after := duration(v_reset_us);
-      v_answered  := v_answered || request;
       return next;
     end loop;
 {{- end -}}
@@ -78,8 +73,8 @@ for v_together, request, allowed, remaining, v_retry_us, v_reset_us, capacity in
 --
 -- The common case is one statement: no idempotency keys, every bucket has a row, and each grants all
 -- that is asked of it or nothing. It reads first and takes only when that is so, because what is left
--- over would have to be locked out of order; so it is undone as well when a bucket it waited for had
--- changed too much, or was removed and may be somebody else's by now. It joins in the order of its
+-- over would have to be locked out of order; so it is undone as well when a bucket it waited for was
+-- changed or removed, at the price of a subtransaction. It joins in the order of its
 -- input only while it has no other way: hence the settings. Everything else goes through the steps of
 -- ratelimit_acquire, where equal requests without a key that follow each other on a bucket are one
 -- run, taken in one update; on a busy key that is often the whole call.
@@ -98,7 +93,6 @@ create or replace function ratelimit.acquire_in_order(
   set jit = off
 as $$
 declare
-  v_answered        bigint[] := array[]::bigint[];
   v_together        bigint;   -- requests answered by one statement
   v_alike           boolean;  -- all requests are one run
   v_run             record;
@@ -126,7 +120,7 @@ begin
               and policies[1] collate "C" = all (acquire_in_order.policies)
               and keys[1] collate "C" = all (keys)
               and costs[1] = all (costs)) is true;
-  if idempotency_keys is null and found and not v_alike then
+  if idempotency_keys is null and found and not v_alike and 0 < all (costs) then
     replayed := false;
     begin
       if v_policy.durable then
@@ -137,7 +131,7 @@ begin
     exception when sqlstate 'RL000' then
       null;  -- nothing is taken or locked
     end;
-    if cardinality(v_answered) = cardinality(acquire_in_order.policies) then
+    if v_together = cardinality(acquire_in_order.policies) then
       return;
     end if;
   end if;
@@ -157,7 +151,7 @@ begin
                                    u.idempotency_key collate "C" as idempotency_key, u.request
                               from unnest(acquire_in_order.policies, keys, costs, idempotency_keys)
                                    with ordinality as u (policy, key, cost, idempotency_key, request)
-                             where not v_alike and u.request <> all (v_answered)) as a
+                             where not v_alike) as a
                     window bucket as (partition by a.policy, a.key order by a.request)) as b) as c
      group by c.policy, c.key, c.run, c.cost, c.idempotency_key
      order by c.policy, c.key, c.run)
@@ -248,7 +242,7 @@ comment on function ratelimit.acquire_in_order(text[], text[], bigint[], text[])
 --
 -- Locks:  as ratelimit_acquire, in the order of policy and key, so that calls never deadlock with
 --         each other.
--- Writes: as ratelimit_acquire.
+-- Writes: as ratelimit_acquire, and row versions that are undone when a bucket changed under it.
 create or replace function ratelimit_acquire_many(
     policies         text[],
     keys             text[],
