@@ -171,14 +171,19 @@ func (h history) check() (violation string, decided bool) {
 	const atMost = 200 * time.Millisecond
 	rules := bucketModel.ToModel()
 	verdict := porcupine.CheckOperationsTimeout(rules, h.upTo(len(h)), atMost)
-	n := 0
-	for ; verdict != porcupine.Ok && n < len(h); n++ { // the first answers that have none
-		if verdict = porcupine.CheckOperationsTimeout(rules, h.upTo(n+1), atMost); verdict != porcupine.Ok {
-			return h.explain(rules, n+1), verdict == porcupine.Illegal
-		}
-		verdict = porcupine.Unknown
+	if verdict == porcupine.Ok {
+		return "", true
 	}
-	return "", verdict == porcupine.Ok
+	illegal := verdict == porcupine.Illegal
+	for n := 1; n <= len(h); n++ { // the first answers that have none
+		if verdict = porcupine.CheckOperationsTimeout(rules, h.upTo(n), atMost); verdict != porcupine.Ok {
+			if illegal || verdict == porcupine.Illegal {
+				return h.explain(rules, n), true
+			}
+			return "", false
+		}
+	}
+	return "", true
 }
 
 // explain shows how far the operations up to the first n answers can be put in order.

@@ -19,7 +19,7 @@ func TestTorture_Contention(t *testing.T) {
 	run := torture(t, 6*time.Second)
 	const connections, atLeast, capacity, few = 500, 2, 5_000_000, 750
 	db, _ := newPrivateDB(t, "max_connections=520")
-	db.definePolicy("plenty", capacity, 1, time.Hour)
+	db.definePolicy("plenty", capacity, 1, 12*time.Hour)
 	db.definePolicy("scarce", few, 1, aDay)
 	sessions := make([]*session, connections)
 	for i := range sessions {
@@ -41,7 +41,7 @@ func TestTorture_Contention(t *testing.T) {
 	for i, s := range sessions {
 		callers.Go(func() {
 			by := client.New(s)
-			for grants[i] < atLeast || run.goesOn() {
+			for grants[i] < atLeast || run.goesOn() && all.Load() < capacity-connections {
 				asked := time.Now()
 				d, err := by.Acquire(ctx, "plenty", "k")
 				waits[i] = max(waits[i], time.Since(asked))

@@ -50,7 +50,7 @@ func TestTorture_Linearizability(t *testing.T) {
 	for _, some := range []int{n.grants, n.denials, n.replays, n.batched, n.cleanups, c.changes} {
 		require.NotZero(t, some, "%+v", n)
 	}
-	require.Less(t, 10*n.undecided, n.histories, "%+v", n)
+	require.LessOrEqual(t, n.undecided, 3+n.histories/20, "%+v", n)
 	run.figure("histories", n.histories, "")
 	run.figure("operations", n.operations, "")
 	run.figure("of a bucket, with too many orders to try", n.undecided, "")
