@@ -776,10 +776,7 @@ begin
       into v_level, v_retry_us, v_reset_us
       from buckets as b
      where b.policy_id = v_policy.id
-       and b.key      >= v_key
-       and b.key      <= v_key
-     order by b.key desc
-     limit 1;
+       and b.key       = v_key;
     if not found then  -- full
       v_level    := microtokens(v_policy.capacity);
       v_retry_us := case when v_cost <= v_policy.capacity then 0::bigint end;
@@ -892,10 +889,7 @@ begin
       into v_level, v_retry_us, v_reset_us
       from ephemeral_buckets as b
      where b.policy_id = v_policy.id
-       and b.key      >= v_key
-       and b.key      <= v_key
-     order by b.key desc
-     limit 1;
+       and b.key       = v_key;
     if not found then  -- full
       v_level    := microtokens(v_policy.capacity);
       v_retry_us := case when v_cost <= v_policy.capacity then 0::bigint end;
@@ -1607,10 +1601,7 @@ begin
       into v_level, v_retry_us, v_reset_us
       from buckets as b
      where b.policy_id = v_policy.id
-       and b.key      >= v_key
-       and b.key      <= v_key
-     order by b.key desc
-     limit 1;
+       and b.key       = v_key;
     if not found then  -- full
       v_level    := microtokens(v_policy.capacity);
       v_retry_us := case when v_cost <= v_policy.capacity then 0::bigint end;
@@ -1631,10 +1622,7 @@ begin
       into v_level, v_retry_us, v_reset_us
       from ephemeral_buckets as b
      where b.policy_id = v_policy.id
-       and b.key      >= v_key
-       and b.key      <= v_key
-     order by b.key desc
-     limit 1;
+       and b.key       = v_key;
     if not found then  -- full
       v_level    := microtokens(v_policy.capacity);
       v_retry_us := case when v_cost <= v_policy.capacity then 0::bigint end;

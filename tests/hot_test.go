@@ -62,7 +62,6 @@ func TestHOT_AHeldSnapshotDoesNotMakeCallsReadEveryVersion(t *testing.T) {
 				"ratelimit_acquire_many('{full,full}', '{hot,other}')",
 				"ratelimit_acquire_many('{empty,empty}', '{hot,hot}')",
 				"ratelimit_acquire_many('{empty,full}', '{hot,other}')",
-				"ratelimit_peek('empty', 'hot')",
 			} {
 				s.exec("select from " + call) // not to count what is read once in a session
 				var plan []struct {

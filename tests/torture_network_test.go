@@ -258,7 +258,7 @@ func TestNetwork_ConnectingHangs(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
 	proxy := newProxy(t, db)
-	pool := proxy.pool(t, db, func(config *pgxpool.Config) { config.ConnConfig.ConnectTimeout = 3 * time.Second })
+	pool := proxy.pool(t, db, func(config *pgxpool.Config) { config.ConnConfig.ConnectTimeout = 8 * time.Second })
 	l := newLedger(db, "p", 10, time.Second)
 	proxy.plan(func(bool) fault { return vanish })
 	var callers sync.WaitGroup

@@ -4,7 +4,8 @@
             wanted: v_cost, or for equal requests without a key a multiple of it, lowered here to as many as
             the bucket holds; zero to take nothing. With the argument newest, which ratelimit_acquire_many
             has, the bucket is found by its newest version. That is cheap however long an old snapshot is
-            held, but who had to wait for the row then finds nothing, and takes in a second try.
+            held, but who had to wait for the row then finds nothing, with the newer minor versions of
+            PostgreSQL, and takes in a second try.
        Out: v_replayed, and then v_first, the answer to repeat; otherwise v_level, v_reset_us and
             v_retry_us, which is zero when v_take was taken. */ -}}
 {{- /* Without statistics, the index on expires_at would look as good as the key: it is no condition. */ -}}
@@ -44,7 +45,7 @@ select k.* into v_first
         end if;
 
         v_now := clock();  -- the update may have waited
-        {{ template "look.sql" .buckets }}
+        {{ template "look.sql" . }}
         if v_take = 0 or v_retry_us <> 0 then
           if v_idempotency_key is not null then
             {{ template "find_key" . }}

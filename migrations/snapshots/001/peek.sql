@@ -22,9 +22,9 @@ begin
   perform check_tokens('cost', v_cost);
   v_now := clock();
   if v_policy.durable then
-    {{ template "look.sql" "buckets" }}
+    {{ template "look.sql" (dict "buckets" "buckets") }}
   else
-    {{ template "look.sql" "ephemeral_buckets" }}
+    {{ template "look.sql" (dict "buckets" "ephemeral_buckets") }}
   end if;
   return answer(v_level, v_retry_us, v_reset_us, v_policy.capacity);
 end;
