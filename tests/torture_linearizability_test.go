@@ -32,6 +32,7 @@ func TestTorture_Linearizability(t *testing.T) {
 		if err != nil {
 			t.Errorf("history %d: %v", seed, err)
 		}
+		n.buckets += len(histories)
 		for _, h := range histories {
 			n.count(h)
 			switch violation, decided := h.check(); {
@@ -50,10 +51,11 @@ func TestTorture_Linearizability(t *testing.T) {
 	for _, some := range []int{n.grants, n.denials, n.replays, n.batched, n.cleanups, c.changes} {
 		require.NotZero(t, some, "%+v", n)
 	}
-	require.LessOrEqual(t, n.undecided, 3+n.histories/20, "%+v", n)
+	require.Less(t, 2*n.undecided, n.buckets, "%+v", n) // by the wall clock, and seldom with the machine to itself
 	run.figure("histories", n.histories, "")
+	run.figure("histories of a bucket", n.buckets, "")
+	run.figure("of these with too many orders to try", n.undecided, "")
 	run.figure("operations", n.operations, "")
-	run.figure("of a bucket, with too many orders to try", n.undecided, "")
 	run.figure("grants", n.grants, "")
 	run.figure("denials", n.denials, "")
 	run.figure("replays", n.replays, "")
@@ -64,7 +66,7 @@ func TestTorture_Linearizability(t *testing.T) {
 }
 
 type operationCounts struct {
-	histories, operations, grants, denials, replays, batched, undone, cleanups, undecided int
+	histories, buckets, operations, grants, denials, replays, batched, undone, cleanups, undecided int
 }
 
 func (n *operationCounts) count(h history) {
