@@ -375,27 +375,38 @@ func TestCombiner_ALockedBucketFailsThoseWhoWantIt(t *testing.T) {
 	}
 }
 
-// A call for several buckets and a transaction wait for each other.
+// A call for several buckets and a transaction wait for each other, the transaction first: whoever
+// has waited for deadlock_timeout looks for a deadlock, once, and is its victim.
 func TestCombiner_ADeadlockWithATransaction(t *testing.T) {
 	t.Parallel()
+	ctx := t.Context()
 	db := pgtest.New(t)
 	db.Exec(t, `
 		select ratelimit_define_policy('gate', 10, 1, '1 day'),
 		       ratelimit_define_policy('api', 10, 1, '1 day'),
-		       ratelimit_acquire('api', 'a'), ratelimit_acquire('api', 'b')`)
+		       ratelimit_acquire('api', 'a'), ratelimit_acquire('api', 'b'), ratelimit_acquire('api', 'c')`)
 	var tries tryCounter
 	limiter := client.NewCombiner(connect(t, db, nil, tries.count), client.CallsInFlight(1))
 	defer limiter.Close()
-	tx := begin(t, db.Pool)
-	_, err := client.New(tx).Acquire(t.Context(), "api", "b")
+	door, tx := begin(t, db.Pool), begin(t, db.Pool)
+	_, err := client.New(door).Acquire(ctx, "api", "b")
+	require.NoError(t, err)
+	_, err = tx.Exec(ctx, "set local deadlock_timeout = '1h'")
+	require.NoError(t, err)
+	_, err = client.New(tx).Acquire(ctx, "api", "c")
 	require.NoError(t, err)
 
-	answers := combine(t, db, limiter, []asked{{"api", "b", nil}, {"api", "a", nil}})
-	waiter(t, db, "ratelimit_acquire_many(", 0)
-	// Whoever has waited for a second looks for a deadlock, and is its victim.
-	_, err = client.New(tx).Acquire(t.Context(), "api", "a")
-	require.NoError(t, err)
-	require.NoError(t, tx.Commit(t.Context()))
+	answers := combine(t, db, limiter, []asked{{"api", "c", nil}, {"api", "b", nil}, {"api", "a", nil}})
+	batch := waiter(t, db, "ratelimit_acquire_many(", 0) // holds a, waits for b
+	done := make(chan error)
+	go func() {
+		_, err := client.New(tx).Acquire(ctx, "api", "a")
+		done <- err
+	}()
+	waiter(t, db, "ratelimit_acquire(", batch)
+	require.NoError(t, door.Commit(ctx))
+	require.NoError(t, <-done)
+	require.NoError(t, tx.Commit(ctx))
 	for _, got := range answers() {
 		require.NoError(t, got.err)
 		require.EqualValues(t, 7, got.Remaining)
