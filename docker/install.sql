@@ -389,16 +389,13 @@ $$;
 comment on function ratelimit.check_tokens(text, bigint) is
   'Raises 22023 unless a cost or amount is zero or more.';
 
-create or replace function ratelimit.acceptable(policy text, key text, cost bigint, idempotency_key text)
+create or replace function ratelimit.acceptable(key text, cost bigint)
   returns boolean language sql immutable parallel safe
 as $$
-  select (octet_length(policy) between 1 and 512
-          and octet_length(key) between 1 and 512
-          and cost >= 0
-          and (idempotency_key is null or octet_length(idempotency_key) between 1 and 512)) is true
+  select (octet_length(key) between 1 and 512 and cost >= 0) is true
 $$;
-comment on function ratelimit.acceptable(text, text, bigint, text) is
-  'Whether check_request would pass; inlined, where a call would cost.';
+comment on function ratelimit.acceptable(text, bigint) is
+  'Whether check_request would pass this key and cost; inlined, where a call would cost.';
 
 create or replace function ratelimit.check_request(policy text, key text, cost bigint, idempotency_key text)
   returns void language plpgsql
@@ -501,6 +498,15 @@ end;
 $$;
 comment on function ratelimit.policy_named(text) is
   'One policy by name, or RL001.';
+
+-- answer() with less to work out: a grant waits for nothing and leaves no debt.
+create or replace function ratelimit.granted(level bigint, reset_us bigint, capacity bigint)
+  returns ratelimit.decision language sql immutable parallel safe
+as $$
+  select (true, level / 1000000, interval '0', ratelimit.duration(reset_us), capacity, false)::ratelimit.decision
+$$;
+comment on function ratelimit.granted(bigint, bigint, bigint) is
+  'The decision of a grant, from the level it left and the microseconds until the bucket is full.';
 
 create or replace function ratelimit.answer(level bigint, retry_us bigint, reset_us bigint, capacity bigint)
   returns ratelimit.decision language sql immutable parallel safe
@@ -706,9 +712,8 @@ create or replace function ratelimit_acquire(
   set enable_seqscan = off
 as $$
 declare
-  v_name            text collate "C" := ratelimit_acquire.policy;
   v_key             text collate "C" := ratelimit_acquire.key;
-  v_cost            bigint           := ratelimit_acquire.cost;
+  v_cost            alias for ratelimit_acquire.cost;
   v_idempotency_key text collate "C" := ratelimit_acquire.idempotency_key;
   v_policy          policies;
   v_now             timestamptz;
@@ -722,15 +727,21 @@ declare
   v_replayed        boolean := false;
   v_first           idempotency_keys;
 begin
-  if not acceptable(v_name, v_key, v_cost, v_idempotency_key) then
-    perform check_request(v_name, v_key, v_cost, v_idempotency_key);
+  if not acceptable(v_key, v_cost) then
+    perform check_request(policy, v_key, v_cost, v_idempotency_key);
   end if;
-  select p.* into v_policy from policies as p where p.name = v_name;
+  if v_idempotency_key is not null then
+    if octet_length(v_idempotency_key) not between 1 and 512 then
+      perform check_request(policy, v_key, v_cost, v_idempotency_key);
+    end if;
+    if v_cost = 0 then
+      v_idempotency_key := null;  -- nothing is granted, so nothing is remembered
+    end if;
+  end if;
+  select p.* into v_policy from policies as p where p.name = ratelimit_acquire.policy collate "C";
   if not found then
-    perform unknown_policy(v_name);
-  end if;
-  if v_cost = 0 then
-    v_idempotency_key := null;  -- nothing is granted, so nothing is remembered
+    perform check_name('policy', policy);
+    perform unknown_policy(policy);
   end if;
 
   v_take := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
@@ -965,6 +976,8 @@ begin
 
   if v_replayed then
     return replay(v_first, v_cost);
+  elsif v_retry_us = 0 and v_cost > 0 then
+    return granted(v_level, v_reset_us, v_policy.capacity);
   end if;
   return answer(v_level, v_retry_us, v_reset_us, v_policy.capacity);
 end;
@@ -972,15 +985,16 @@ $$;
 comment on function ratelimit_acquire(text, text, bigint, text) is
   'Take cost tokens from a bucket if it has them; a repeat under the same idempotency key takes nothing.';
 
--- Decides requests bucket by bucket, in one order for all callers, so that calls cannot deadlock.
+-- Decides requests policy by policy and bucket by bucket, in one order for all callers, so that calls
+-- cannot deadlock.
 --
--- The common case is one statement: no idempotency keys, every bucket has a row, and each grants all
--- that is asked of it or nothing. It reads first and takes only when that is so, because what is left
--- over would have to be locked out of order; so it is undone as well when a bucket it waited for was
--- changed or removed, at the price of a subtransaction. It joins in the order of its
--- input only while it has no other way: hence the settings. Everything else goes through the steps of
--- ratelimit_acquire, where equal requests without a key that follow each other on a bucket are one
--- run, taken in one update; on a busy key that is often the whole call.
+-- The common case is one statement for a policy: no idempotency keys, every bucket has a row, and each
+-- grants all that is asked of it or nothing. It reads first and takes only when that is so, because what
+-- is left over would have to be locked out of order; so it is undone as well when a bucket it waited for
+-- was changed or removed, at the price of a subtransaction. It joins in the order of its input only while
+-- it has no other way: hence the settings. Everything else goes through the steps of ratelimit_acquire,
+-- where equal requests without a key that follow each other on a bucket are one run, taken in one
+-- update; on a busy key that is often the whole call.
 create or replace function ratelimit.acquire_in_order(
     policies text[], keys text[], costs bigint[], idempotency_keys text[])
   returns table (request bigint, allowed boolean, remaining bigint, retry_after interval, reset_after interval,
@@ -996,8 +1010,8 @@ create or replace function ratelimit.acquire_in_order(
   set jit = off
 as $$
 declare
-  v_together        bigint;   -- requests answered by one statement
-  v_alike           boolean;  -- all requests are one run
+  v_part            record;   -- the requests for one policy
+  v_alike           boolean;  -- they are one run
   v_run             record;
   v_position        integer;  -- the requests of the run answered so far
   v_step            bigint;   -- microtokens between two grants of a run
@@ -1018,216 +1032,212 @@ declare
   v_replayed        boolean;
   v_first           idempotency_keys;
 begin
-  select p.* into v_policy from policies as p where p.name = acquire_in_order.policies[1];
-  v_alike := (idempotency_keys is null
-              and policies[1] collate "C" = all (acquire_in_order.policies)
-              and keys[1] collate "C" = all (keys)
-              and costs[1] = all (costs)) is true;
-  if idempotency_keys is null and found and not v_alike and 0 < all (costs) then
-    replayed := false;
-    begin
-      if v_policy.durable then
-        for v_together, request, allowed, remaining, v_retry_us, v_reset_us, capacity in
-      with asked as (
-        select u.policy collate "C" as policy, u.key collate "C" as key, u.cost, u.request,
-               sum(least(u.cost, 2147483647)::integer)  -- of bigints it would be numeric
-                 over (partition by u.policy collate "C", u.key collate "C" order by u.request) as total
-          from unnest(acquire_in_order.policies, keys, costs) with ordinality as u (policy, key, cost, request)
-      ), wanted as materialized (
-        select a.policy, a.key, max(a.total) as total, min(a.cost) as cheapest, max(a.cost) as dearest,
-               array_agg(a.request) as requests, array_agg(a.cost) as costs, array_agg(a.total) as totals
-          from asked as a
-         group by a.policy, a.key
-        having bool_and(acceptable(a.policy, a.key, a.cost, null))
-      ), found as materialized (
-        select w.*, p.id as policy_id, p.capacity, p.every_us, p.tick_us, p.tick_gain, p.tick, p.gain,
-               b.row_id, b.level, b.refilled_at,
-               refilled_level(b.level, b.refilled_at, v_now, p.capacity, p.gain, p.every_us, p.tick) as level_now
-          from wanted as w
-          join policies as p on p.name = w.policy
-         cross join lateral (select b.ctid as row_id, b.level, b.refilled_at
+  for v_part in
+    select policies[1] as policy, acquire_in_order.keys as keys, acquire_in_order.costs as costs,
+           acquire_in_order.idempotency_keys as idempotency_keys,
+           array(select generate_series(1::bigint, cardinality(acquire_in_order.keys))) as requests
+     where policies[1] collate "C" = all (acquire_in_order.policies)
+    union all
+   (select u.policy collate "C", array_agg(u.key order by u.request), array_agg(u.cost order by u.request),
+           array_agg(u.idempotency_key order by u.request), array_agg(u.request order by u.request)
+      from unnest(acquire_in_order.policies, acquire_in_order.keys, acquire_in_order.costs, acquire_in_order.idempotency_keys)
+           with ordinality as u (policy, key, cost, idempotency_key, request)
+     where (acquire_in_order.policies[1] collate "C" = all (acquire_in_order.policies)) is not true
+     group by u.policy collate "C"
+     order by u.policy collate "C")
+  loop
+    v_name := v_part.policy;
+    select p.* into v_policy from policies as p where p.name = v_name;
+    v_alike := (acquire_in_order.idempotency_keys is null
+                and v_part.keys[1] collate "C" = all (v_part.keys)
+                and v_part.costs[1] = all (v_part.costs)) is true;
+    if found and not v_alike and acquire_in_order.idempotency_keys is null
+       and 0 < all (v_part.costs) and 2147483647 > all (v_part.costs) then  -- sums that are quick to work out
+      begin
+        if v_policy.durable then
+          return query
+      with found as materialized (
+        select w.*, b.row_id, b.policy_id, b.level, b.refilled_at,
+               refilled_level(b.level, b.refilled_at, v_now,
+                              v_policy.capacity, v_policy.gain, v_policy.every_us, v_policy.tick) as level_now
+          from (select a.key, max(a.total) as total, min(a.cost) as cheapest,
+                       array_agg(a.request) as requests, array_agg(a.total) as totals
+                  from (select u.key collate "C" as key, u.cost, u.request,
+                               sum(u.cost::integer)  -- of bigints it would be numeric
+                                 over (partition by u.key collate "C" order by u.request) as total
+                          from unnest(v_part.keys, v_part.costs) with ordinality as u (key, cost, request)) as a
+                 group by a.key
+                 order by a.key) as w
+         cross join lateral (select b.ctid as row_id, b.policy_id, b.level, b.refilled_at
                                from buckets as b
-                              where b.policy_id = p.id
+                              where b.policy_id = v_policy.id
        and b.key      >= w.key
        and b.key      <= w.key
      order by b.key desc
      limit 1) as b
-         where p.durable = v_policy.durable
-           and w.dearest <= least(p.capacity, 2147483646)
       ), clear as materialized (
-        select
+        select count(*) filter (where f.level_now / 1000000 >= f.total) as granting
           from found as f
-        having sum(cardinality(f.requests)) = cardinality(acquire_in_order.policies)
+        having sum(cardinality(f.requests)) = cardinality(v_part.keys)
            and bool_and(f.level_now / 1000000 >= f.total or f.level_now / 1000000 < f.cheapest)
       ), taken as (
         update buckets as b
            set level       = f.level_now - microtokens(f.total),
-               refilled_at = refilled_until(b.refilled_at, v_now, f.tick)
-          from (select o.* from found as o
-                 where o.level_now / 1000000 >= o.total and exists (select from clear)
-                 order by o.policy, o.key) as f
-         where b.ctid        = f.row_id
+               refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick)
+          from found as f
+         where f.level_now / 1000000 >= f.total
+           and exists (select from clear)
+           and b.ctid        = f.row_id
            and b.policy_id   = f.policy_id
            and b.key         = f.key
            and b.level       = f.level
            and b.refilled_at = f.refilled_at
-        returning f.requests, f.totals, f.total, b.level, b.refilled_at, f.capacity, f.every_us, f.tick_us, f.tick_gain
+        returning f.requests, f.totals, f.total, b.level, b.refilled_at
       )
-      select count(a.request) over (), a.*
-        from clear
-        left join (
-      select g.request, true, whole_tokens(g.level), 0::bigint,
-             wait_for(microtokens(g.capacity), g.level, g.refilled_at, v_now, g.every_us, g.tick_us, g.tick_gain), g.capacity
-        from (select r.request, t.level + microtokens(t.total - r.total) as level,  -- what this one left
-                     t.refilled_at, t.capacity, t.every_us, t.tick_us, t.tick_gain
-                from taken as t
-               cross join lateral unnest(t.requests, t.totals) as r (request, total)
-              offset 0) as g
-      union all
-      select r.request, false, whole_tokens(f.level_now),
-             wait_for(microtokens(r.cost), f.level, f.refilled_at, v_now, f.every_us, f.tick_us, f.tick_gain),
-             wait_for(microtokens(f.capacity), f.level, f.refilled_at, v_now, f.every_us, f.tick_us, f.tick_gain), f.capacity
-        from found as f
-       cross join lateral unnest(f.requests, f.costs) as r (request, cost)
-       where f.level_now / 1000000 < f.cheapest
-         and exists (select from clear)
-       ) as a (request, allowed, remaining, retry_us, reset_us, capacity) on true
-    loop
-      if v_together < cardinality(acquire_in_order.policies) then
-        raise exception sqlstate 'RL000';
-      end if;
-      retry_after := duration(v_retry_us);
-      reset_after := duration(v_reset_us);
-      return next;
-    end loop;
-      else
-        for v_together, request, allowed, remaining, v_retry_us, v_reset_us, capacity in
-      with asked as (
-        select u.policy collate "C" as policy, u.key collate "C" as key, u.cost, u.request,
-               sum(least(u.cost, 2147483647)::integer)  -- of bigints it would be numeric
-                 over (partition by u.policy collate "C", u.key collate "C" order by u.request) as total
-          from unnest(acquire_in_order.policies, keys, costs) with ordinality as u (policy, key, cost, request)
-      ), wanted as materialized (
-        select a.policy, a.key, max(a.total) as total, min(a.cost) as cheapest, max(a.cost) as dearest,
-               array_agg(a.request) as requests, array_agg(a.cost) as costs, array_agg(a.total) as totals
-          from asked as a
-         group by a.policy, a.key
-        having bool_and(acceptable(a.policy, a.key, a.cost, null))
-      ), found as materialized (
-        select w.*, p.id as policy_id, p.capacity, p.every_us, p.tick_us, p.tick_gain, p.tick, p.gain,
-               b.row_id, b.level, b.refilled_at,
-               refilled_level(b.level, b.refilled_at, v_now, p.capacity, p.gain, p.every_us, p.tick) as level_now
-          from wanted as w
-          join policies as p on p.name = w.policy
-         cross join lateral (select b.ctid as row_id, b.level, b.refilled_at
+      select v_part.requests[a.request], a.allowed, whole_tokens(a.level), duration(a.retry_us), duration(a.reset_us),
+             v_policy.capacity, false, null::text, null::text, null::text, null::text
+        from (select g.request, true as allowed, g.level, 0::bigint as retry_us,
+                     wait_for(microtokens(v_policy.capacity), g.level, g.refilled_at, v_now,
+                              v_policy.every_us, v_policy.tick_us, v_policy.tick_gain) as reset_us
+                from (select r.request, r.level + microtokens(r.total - r.total_so_far) as level, r.refilled_at
+                        from (select unnest(t.requests) as request, unnest(t.totals) as total_so_far,
+                                     t.total, t.level, t.refilled_at
+                                from taken as t) as r
+                      offset 0) as g
+              union all
+              select d.request, false, d.level_now,
+                     case
+                       when d.cost <= v_policy.capacity then
+                         wait_for(microtokens(d.cost), d.level, d.refilled_at, v_now,
+                                  v_policy.every_us, v_policy.tick_us, v_policy.tick_gain)
+                     end,
+                     wait_for(microtokens(v_policy.capacity), d.level, d.refilled_at, v_now,
+                              v_policy.every_us, v_policy.tick_us, v_policy.tick_gain)
+                from (select r.request, v_part.costs[r.request] as cost, r.level, r.refilled_at, r.level_now
+                        from (select unnest(f.requests) as request, f.level, f.refilled_at, f.level_now
+                                from found as f
+                               where f.level_now / 1000000 < f.cheapest
+                                 and exists (select from clear)) as r
+                      offset 0) as d
+              offset 0) as a
+       where (select count(*) from taken) = (select c.granting from clear as c);
+        else
+          return query
+      with found as materialized (
+        select w.*, b.row_id, b.policy_id, b.level, b.refilled_at,
+               refilled_level(b.level, b.refilled_at, v_now,
+                              v_policy.capacity, v_policy.gain, v_policy.every_us, v_policy.tick) as level_now
+          from (select a.key, max(a.total) as total, min(a.cost) as cheapest,
+                       array_agg(a.request) as requests, array_agg(a.total) as totals
+                  from (select u.key collate "C" as key, u.cost, u.request,
+                               sum(u.cost::integer)  -- of bigints it would be numeric
+                                 over (partition by u.key collate "C" order by u.request) as total
+                          from unnest(v_part.keys, v_part.costs) with ordinality as u (key, cost, request)) as a
+                 group by a.key
+                 order by a.key) as w
+         cross join lateral (select b.ctid as row_id, b.policy_id, b.level, b.refilled_at
                                from ephemeral_buckets as b
-                              where b.policy_id = p.id
+                              where b.policy_id = v_policy.id
        and b.key      >= w.key
        and b.key      <= w.key
      order by b.key desc
      limit 1) as b
-         where p.durable = v_policy.durable
-           and w.dearest <= least(p.capacity, 2147483646)
       ), clear as materialized (
-        select
+        select count(*) filter (where f.level_now / 1000000 >= f.total) as granting
           from found as f
-        having sum(cardinality(f.requests)) = cardinality(acquire_in_order.policies)
+        having sum(cardinality(f.requests)) = cardinality(v_part.keys)
            and bool_and(f.level_now / 1000000 >= f.total or f.level_now / 1000000 < f.cheapest)
       ), taken as (
         update ephemeral_buckets as b
            set level       = f.level_now - microtokens(f.total),
-               refilled_at = refilled_until(b.refilled_at, v_now, f.tick)
-          from (select o.* from found as o
-                 where o.level_now / 1000000 >= o.total and exists (select from clear)
-                 order by o.policy, o.key) as f
-         where b.ctid        = f.row_id
+               refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick)
+          from found as f
+         where f.level_now / 1000000 >= f.total
+           and exists (select from clear)
+           and b.ctid        = f.row_id
            and b.policy_id   = f.policy_id
            and b.key         = f.key
            and b.level       = f.level
            and b.refilled_at = f.refilled_at
-        returning f.requests, f.totals, f.total, b.level, b.refilled_at, f.capacity, f.every_us, f.tick_us, f.tick_gain
+        returning f.requests, f.totals, f.total, b.level, b.refilled_at
       )
-      select count(a.request) over (), a.*
-        from clear
-        left join (
-      select g.request, true, whole_tokens(g.level), 0::bigint,
-             wait_for(microtokens(g.capacity), g.level, g.refilled_at, v_now, g.every_us, g.tick_us, g.tick_gain), g.capacity
-        from (select r.request, t.level + microtokens(t.total - r.total) as level,  -- what this one left
-                     t.refilled_at, t.capacity, t.every_us, t.tick_us, t.tick_gain
-                from taken as t
-               cross join lateral unnest(t.requests, t.totals) as r (request, total)
-              offset 0) as g
-      union all
-      select r.request, false, whole_tokens(f.level_now),
-             wait_for(microtokens(r.cost), f.level, f.refilled_at, v_now, f.every_us, f.tick_us, f.tick_gain),
-             wait_for(microtokens(f.capacity), f.level, f.refilled_at, v_now, f.every_us, f.tick_us, f.tick_gain), f.capacity
-        from found as f
-       cross join lateral unnest(f.requests, f.costs) as r (request, cost)
-       where f.level_now / 1000000 < f.cheapest
-         and exists (select from clear)
-       ) as a (request, allowed, remaining, retry_us, reset_us, capacity) on true
-    loop
-      if v_together < cardinality(acquire_in_order.policies) then
+      select v_part.requests[a.request], a.allowed, whole_tokens(a.level), duration(a.retry_us), duration(a.reset_us),
+             v_policy.capacity, false, null::text, null::text, null::text, null::text
+        from (select g.request, true as allowed, g.level, 0::bigint as retry_us,
+                     wait_for(microtokens(v_policy.capacity), g.level, g.refilled_at, v_now,
+                              v_policy.every_us, v_policy.tick_us, v_policy.tick_gain) as reset_us
+                from (select r.request, r.level + microtokens(r.total - r.total_so_far) as level, r.refilled_at
+                        from (select unnest(t.requests) as request, unnest(t.totals) as total_so_far,
+                                     t.total, t.level, t.refilled_at
+                                from taken as t) as r
+                      offset 0) as g
+              union all
+              select d.request, false, d.level_now,
+                     case
+                       when d.cost <= v_policy.capacity then
+                         wait_for(microtokens(d.cost), d.level, d.refilled_at, v_now,
+                                  v_policy.every_us, v_policy.tick_us, v_policy.tick_gain)
+                     end,
+                     wait_for(microtokens(v_policy.capacity), d.level, d.refilled_at, v_now,
+                              v_policy.every_us, v_policy.tick_us, v_policy.tick_gain)
+                from (select r.request, v_part.costs[r.request] as cost, r.level, r.refilled_at, r.level_now
+                        from (select unnest(f.requests) as request, f.level, f.refilled_at, f.level_now
+                                from found as f
+                               where f.level_now / 1000000 < f.cheapest
+                                 and exists (select from clear)) as r
+                      offset 0) as d
+              offset 0) as a
+       where (select count(*) from taken) = (select c.granting from clear as c);
+        end if;
+        continue when found;
         raise exception sqlstate 'RL000';
-      end if;
-      retry_after := duration(v_retry_us);
-      reset_after := duration(v_reset_us);
-      return next;
-    end loop;
-      end if;
-    exception when sqlstate 'RL000' then
-      null;  -- nothing is taken or locked
-    end;
-    if v_together = cardinality(acquire_in_order.policies) then
-      return;
-    end if;
-  end if;
-
-  for v_run in
-    select policies[1] collate "C" as policy, keys[1] collate "C" as key, costs[1] as cost, null as idempotency_key,
-           array(select generate_series(1::bigint, cardinality(acquire_in_order.policies))) as requests
-     where v_alike
-    union all
-   (select c.policy, c.key, c.cost, c.idempotency_key, array_agg(c.request order by c.request)
-      from (select b.*, count(*) filter (where b.starts) over (partition by b.policy, b.key order by b.request) as run
-              from (select a.*,
-                           a.idempotency_key is not null
-                           or lag(a.idempotency_key) over bucket is not null
-                           or lag(a.cost) over bucket is distinct from a.cost as starts
-                      from (select u.policy collate "C" as policy, u.key collate "C" as key, u.cost,
-                                   u.idempotency_key collate "C" as idempotency_key, u.request
-                              from unnest(acquire_in_order.policies, keys, costs, idempotency_keys)
-                                   with ordinality as u (policy, key, cost, idempotency_key, request)
-                             where not v_alike) as a
-                    window bucket as (partition by a.policy, a.key order by a.request)) as b) as c
-     group by c.policy, c.key, c.run, c.cost, c.idempotency_key
-     order by c.policy, c.key, c.run)
-  loop
-    v_name            := v_run.policy;
-    v_key             := v_run.key;
-    v_cost            := v_run.cost;
-    v_idempotency_key := case when v_cost > 0 then v_run.idempotency_key end;
-    v_position        := 0;
-    if v_policy.name is distinct from v_name then
-      select p.* into v_policy from policies as p where p.name = v_name;
-    end if;
-    if v_policy.id is null or not acceptable(v_name, v_key, v_cost, v_run.idempotency_key) then
-      return query
-        select r.request, null::boolean, null::bigint, null::interval, null::interval, null::bigint, null::boolean, e.*
-          from unnest(v_run.requests) as r (request)
-         cross join refusal(v_name, v_key, v_cost, v_run.idempotency_key, null) as e;
-      continue;
-    end if;
-
-    while v_position < cardinality(v_run.requests) loop
-      v_take := case
-        when v_cost between 1 and v_policy.capacity then
-          microtokens(v_cost * least(cardinality(v_run.requests) - v_position, v_policy.capacity / v_cost))
-        else 0
+      exception when sqlstate 'RL000' then
+        null;  -- nothing is taken or locked
       end;
-      v_replayed := false;
-      if v_policy.durable then
-        <<decide>>
+    end if;
+
+    for v_run in
+      select v_part.keys[1] collate "C" as key, v_part.costs[1] as cost, null as idempotency_key, v_part.requests as requests
+       where v_alike
+      union all
+     (select c.key, c.cost, c.idempotency_key, array_agg(v_part.requests[c.request] order by c.request)
+        from (select b.*, count(*) filter (where b.starts) over (partition by b.key order by b.request) as run
+                from (select a.*,
+                             a.idempotency_key is not null
+                             or lag(a.idempotency_key) over bucket is not null
+                             or lag(a.cost) over bucket is distinct from a.cost as starts
+                        from (select u.key collate "C" as key, u.cost, u.idempotency_key collate "C" as idempotency_key,
+                                     u.request
+                                from unnest(v_part.keys, v_part.costs, v_part.idempotency_keys)
+                                     with ordinality as u (key, cost, idempotency_key, request)
+                               where not v_alike) as a
+                      window bucket as (partition by a.key order by a.request)) as b) as c
+       group by c.key, c.run, c.cost, c.idempotency_key
+       order by c.key, c.run)
+    loop
+      v_key             := v_run.key;
+      v_cost            := v_run.cost;
+      v_idempotency_key := case when v_cost > 0 then v_run.idempotency_key end;
+      v_position        := 0;
+      if v_policy.id is null
+         or not acceptable(v_key, v_cost)
+         or octet_length(v_run.idempotency_key) not between 1 and 512 then
+        return query
+          select r.request, null::boolean, null::bigint, null::interval, null::interval, null::bigint, null::boolean, e.*
+            from unnest(v_run.requests) as r (request)
+           cross join refusal(v_name, v_key, v_cost, v_run.idempotency_key, null) as e;
+        continue;
+      end if;
+
+      while v_position < cardinality(v_run.requests) loop
+        v_take := case
+          when v_cost between 1 and v_policy.capacity then
+            microtokens(v_cost * least(cardinality(v_run.requests) - v_position, v_policy.capacity / v_cost))
+          else 0
+        end;
+        v_replayed := false;
+        if v_policy.durable then
+          <<decide>>
     begin
       if v_idempotency_key is not null then
         select k.* into v_first
@@ -1347,8 +1357,8 @@ begin
       end if;
     end decide;
 
-      else
-        <<decide>>
+        else
+          <<decide>>
     begin
       if v_idempotency_key is not null then
         select k.* into v_first
@@ -1468,48 +1478,49 @@ begin
       end if;
     end decide;
 
-      end if;
+        end if;
 
-      if v_replayed and v_first.cost <> v_cost then
-        return query
-          select v_run.requests[1], null::boolean, null::bigint, null::interval, null::interval, null::bigint, null::boolean, e.*
-            from refusal(v_name, v_key, v_cost, v_idempotency_key, v_first) as e;
-        exit;
-      end if;
-      if v_replayed then
-        v_level    := microtokens(v_first.remaining);
-        v_retry_us := 0;
-        v_reset_us := microseconds(v_first.reset_after)::bigint;
-      end if;
-      allowed     := coalesce(v_retry_us = 0, false);
-      retry_after := duration(v_retry_us);
-      capacity    := case when v_replayed then v_first.capacity else v_policy.capacity end;
-      replayed    := v_replayed;
+        if v_replayed and v_first.cost <> v_cost then
+          return query
+            select v_run.requests[1], null::boolean, null::bigint, null::interval, null::interval, null::bigint, null::boolean, e.*
+              from refusal(v_name, v_key, v_cost, v_idempotency_key, v_first) as e;
+          exit;
+        end if;
+        if v_replayed then
+          v_level    := microtokens(v_first.remaining);
+          v_retry_us := 0;
+          v_reset_us := microseconds(v_first.reset_after)::bigint;
+        end if;
+        allowed     := coalesce(v_retry_us = 0, false);
+        retry_after := duration(v_retry_us);
+        capacity    := case when v_replayed then v_first.capacity else v_policy.capacity end;
+        replayed    := v_replayed;
 
-      -- A grant is answered by the level it left; what of the run did not fit goes round again.
-      v_step  := case when allowed and not v_replayed and v_take > 0 then microtokens(v_cost) else 0 end;
-      v_count := case when v_step > 0 then (v_take / v_step)::integer else cardinality(v_run.requests) - v_position end;
-      if v_count = 1 then
-        request     := v_run.requests[v_position + 1];
-        remaining   := whole_tokens(v_level);
-        reset_after := duration(v_reset_us);
-        return next;
-      else
-        return query
-          select d.request, acquire_in_order.allowed, whole_tokens(d.level), acquire_in_order.retry_after,
-                 duration(d.reset_us), acquire_in_order.capacity, acquire_in_order.replayed, null, null, null, null
-            from (select l.request, l.level,
-                         case
-                           when v_step = 0 then v_reset_us
-                           else wait_for(microtokens(v_policy.capacity), l.level, v_refilled_at, v_now,
-                                         v_policy.every_us, v_policy.tick_us, v_policy.tick_gain)
-                         end as reset_us
-                    from (select v_run.requests[v_position + n] as request, v_level + (v_count - n) * v_step as level
-                            from generate_series(1, v_count) as n
-                          offset 0) as l
-                  offset 0) as d;
-      end if;
-      v_position := v_position + v_count;
+        -- A grant is answered by the level it left; what of the run did not fit goes round again.
+        v_step  := case when allowed and not v_replayed and v_take > 0 then microtokens(v_cost) else 0 end;
+        v_count := case when v_step > 0 then (v_take / v_step)::integer else cardinality(v_run.requests) - v_position end;
+        if v_count = 1 then
+          request     := v_run.requests[v_position + 1];
+          remaining   := whole_tokens(v_level);
+          reset_after := duration(v_reset_us);
+          return next;
+        else
+          return query
+            select d.request, acquire_in_order.allowed, whole_tokens(d.level), acquire_in_order.retry_after,
+                   duration(d.reset_us), acquire_in_order.capacity, acquire_in_order.replayed, null, null, null, null
+              from (select l.request, l.level,
+                           case
+                             when v_step = 0 then v_reset_us
+                             else wait_for(microtokens(v_policy.capacity), l.level, v_refilled_at, v_now,
+                                           v_policy.every_us, v_policy.tick_us, v_policy.tick_gain)
+                           end as reset_us
+                      from (select v_run.requests[v_position + n] as request, v_level + (v_count - n) * v_step as level
+                              from generate_series(1, v_count) as n
+                            offset 0) as l
+                    offset 0) as d;
+        end if;
+        v_position := v_position + v_count;
+      end loop;
     end loop;
   end loop;
 end;
@@ -1548,6 +1559,8 @@ begin
   perform check_length('policies', v_length, v_length);
   if v_costs is null then
     v_costs := array_fill(1::bigint, array[v_length]);
+  elsif array_lower(v_costs, 1) <> 1 or array_ndims(v_costs) <> 1 then
+    v_costs := array(select unnest(v_costs));
   end if;
   perform check_length('keys', cardinality(ratelimit_acquire_many.keys), v_length);
   perform check_length('costs', cardinality(v_costs), v_length);

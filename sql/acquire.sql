@@ -27,9 +27,8 @@ create or replace function ratelimit_acquire(
   set enable_seqscan = off
 as $$
 declare
-  v_name            text collate "C" := ratelimit_acquire.policy;
   v_key             text collate "C" := ratelimit_acquire.key;
-  v_cost            bigint           := ratelimit_acquire.cost;
+  v_cost            alias for ratelimit_acquire.cost;
   v_idempotency_key text collate "C" := ratelimit_acquire.idempotency_key;
   v_policy          policies;
   v_now             timestamptz;
@@ -43,15 +42,21 @@ declare
   v_replayed        boolean := false;
   v_first           idempotency_keys;
 begin
-  if not acceptable(v_name, v_key, v_cost, v_idempotency_key) then
-    perform check_request(v_name, v_key, v_cost, v_idempotency_key);
+  if not acceptable(v_key, v_cost) then
+    perform check_request(policy, v_key, v_cost, v_idempotency_key);
   end if;
-  select p.* into v_policy from policies as p where p.name = v_name;
+  if v_idempotency_key is not null then
+    if octet_length(v_idempotency_key) not between 1 and 512 then
+      perform check_request(policy, v_key, v_cost, v_idempotency_key);
+    end if;
+    if v_cost = 0 then
+      v_idempotency_key := null;  -- nothing is granted, so nothing is remembered
+    end if;
+  end if;
+  select p.* into v_policy from policies as p where p.name = ratelimit_acquire.policy collate "C";
   if not found then
-    perform unknown_policy(v_name);
-  end if;
-  if v_cost = 0 then
-    v_idempotency_key := null;  -- nothing is granted, so nothing is remembered
+    perform check_name('policy', policy);
+    perform unknown_policy(policy);
   end if;
 
   v_take := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
@@ -64,6 +69,8 @@ begin
 
   if v_replayed then
     return replay(v_first, v_cost);
+  elsif v_retry_us = 0 and v_cost > 0 then
+    return granted(v_level, v_reset_us, v_policy.capacity);
   end if;
   return answer(v_level, v_retry_us, v_reset_us, v_policy.capacity);
 end;

@@ -1,3 +1,12 @@
+-- answer() with less to work out: a grant waits for nothing and leaves no debt.
+create or replace function ratelimit.granted(level bigint, reset_us bigint, capacity bigint)
+  returns ratelimit.decision language sql immutable parallel safe
+as $$
+  select (true, level / 1000000, interval '0', ratelimit.duration(reset_us), capacity, false)::ratelimit.decision
+$$;
+comment on function ratelimit.granted(bigint, bigint, bigint) is
+  'The decision of a grant, from the level it left and the microseconds until the bucket is full.';
+
 create or replace function ratelimit.answer(level bigint, retry_us bigint, reset_us bigint, capacity bigint)
   returns ratelimit.decision language sql immutable parallel safe
 as $$

@@ -44,16 +44,13 @@ $$;
 comment on function ratelimit.check_tokens(text, bigint) is
   'Raises 22023 unless a cost or amount is zero or more.';
 
-create or replace function ratelimit.acceptable(policy text, key text, cost bigint, idempotency_key text)
+create or replace function ratelimit.acceptable(key text, cost bigint)
   returns boolean language sql immutable parallel safe
 as $$
-  select (octet_length(policy) between 1 and 512
-          and octet_length(key) between 1 and 512
-          and cost >= 0
-          and (idempotency_key is null or octet_length(idempotency_key) between 1 and 512)) is true
+  select (octet_length(key) between 1 and 512 and cost >= 0) is true
 $$;
-comment on function ratelimit.acceptable(text, text, bigint, text) is
-  'Whether check_request would pass; inlined, where a call would cost.';
+comment on function ratelimit.acceptable(text, bigint) is
+  'Whether check_request would pass this key and cost; inlined, where a call would cost.';
 
 create or replace function ratelimit.check_request(policy text, key text, cost bigint, idempotency_key text)
   returns void language plpgsql

@@ -122,6 +122,9 @@ func (s *source) parse(tokens []string) {
 		case word == "for":
 			variables := upTo("in")[1:]
 			s.loop(variables, upTo("loop"))
+		case word == "foreach":
+			upTo("array")
+			s.expression(upTo("loop"))
 		case word == "end" || word == "raise" || word == "get" || word == "commit":
 			tokens = tokens[1:]
 			s.ignored(upTo(";"))
@@ -158,6 +161,10 @@ func (s *source) parse(tokens []string) {
 }
 
 func (s *source) declaration(tokens []string) {
+	if tokens[1] == "alias" {
+		s.variables[tokens[0]] = s.variables[tokens[3]]
+		return
+	}
 	typ := tokens[1:]
 	if i := slices.Index(tokens, ":="); i >= 0 {
 		typ = tokens[1:i]
@@ -226,6 +233,9 @@ func withoutInto(tokens []string) []string {
 
 // namesTable tells a table from a variable of its name.
 func namesTable(tokens []string, i int) bool {
+	if i > 1 && tokens[i-2] == "distinct" { // is distinct from
+		return false
+	}
 	return i > 0 && slices.Contains([]string{"from", "into", "join", "update", "using"}, tokens[i-1])
 }
 

@@ -106,7 +106,7 @@ func TestUpgrade_ACallUnderWay(t *testing.T) {
 func TestUpgrade_ADroppedHelperFailsCallsUnderWay(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
-	err := db.overtake(underWay["acquire"], func() { db.exec("drop function ratelimit.answer") })
+	err := db.overtake(underWay["acquire"], func() { db.exec("drop function ratelimit.granted") })
 	require.Equal(t, "42883", sqlState(err), "%v", err)
 }
 
