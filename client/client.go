@@ -139,7 +139,8 @@ type Cleaned struct {
 // Cleanup removes one batch of buckets and one of idempotency keys that nobody can tell from absent.
 // The option is [MaxRows].
 //
-// It skips what others hold and so never waits; what it removes is locked until the transaction ends.
+// It skips what others hold, and removes nothing where it would have to wait 100 ms for a lock; what it
+// removes is locked until the transaction ends.
 //
 // Errors: [ErrInvalidArgument].
 func (l *Limiter) Cleanup(ctx context.Context, opts ...CleanupOption) (Cleaned, error) {

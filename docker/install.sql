@@ -996,7 +996,7 @@ comment on function ratelimit_acquire(text, text, bigint, text) is
 -- where equal requests without a key that follow each other on a bucket are one run, taken in one
 -- update; on a busy key that is often the whole call.
 create or replace function ratelimit.acquire_in_order(
-    policies text[], keys text[], costs bigint[], idempotency_keys text[])
+    policy text, keys text[], costs bigint[], idempotency_keys text[], requests bigint[])
   returns table (request bigint, allowed boolean, remaining bigint, retry_after interval, reset_after interval,
                  capacity bigint, replayed boolean,
                  error_code text, error_message text, error_detail text, error_hint text)
@@ -1010,13 +1010,12 @@ create or replace function ratelimit.acquire_in_order(
   set jit = off
 as $$
 declare
-  v_part            record;   -- the requests for one policy
   v_alike           boolean;  -- they are one run
   v_run             record;
   v_position        integer;  -- the requests of the run answered so far
   v_step            bigint;   -- microtokens between two grants of a run
   v_count           integer;
-  v_name            text collate "C";
+  v_name            text collate "C" := acquire_in_order.policy;
   v_key             text collate "C";
   v_cost            bigint;
   v_idempotency_key text collate "C";
@@ -1032,30 +1031,13 @@ declare
   v_replayed        boolean;
   v_first           idempotency_keys;
 begin
-  for v_part in
-    select policies[1] as policy, acquire_in_order.keys as keys, acquire_in_order.costs as costs,
-           acquire_in_order.idempotency_keys as idempotency_keys,
-           array(select generate_series(1::bigint, cardinality(acquire_in_order.keys))) as requests
-     where policies[1] collate "C" = all (acquire_in_order.policies)
-    union all
-   (select u.policy collate "C", array_agg(u.key order by u.request), array_agg(u.cost order by u.request),
-           array_agg(u.idempotency_key order by u.request), array_agg(u.request order by u.request)
-      from unnest(acquire_in_order.policies, acquire_in_order.keys, acquire_in_order.costs, acquire_in_order.idempotency_keys)
-           with ordinality as u (policy, key, cost, idempotency_key, request)
-     where (acquire_in_order.policies[1] collate "C" = all (acquire_in_order.policies)) is not true
-     group by u.policy collate "C"
-     order by u.policy collate "C")
-  loop
-    v_name := v_part.policy;
-    select p.* into v_policy from policies as p where p.name = v_name;
-    v_alike := (acquire_in_order.idempotency_keys is null
-                and v_part.keys[1] collate "C" = all (v_part.keys)
-                and v_part.costs[1] = all (v_part.costs)) is true;
-    if found and not v_alike and acquire_in_order.idempotency_keys is null
-       and 0 < all (v_part.costs) and 2147483647 > all (v_part.costs) then  -- sums that are quick to work out
-      begin
-        if v_policy.durable then
-          return query
+  select p.* into v_policy from policies as p where p.name = v_name;
+  v_alike := (idempotency_keys is null and keys[1] collate "C" = all (keys) and costs[1] = all (costs)) is true;
+  if found and not v_alike and idempotency_keys is null
+     and 0 < all (costs) and 2147483647 > all (costs) then  -- sums that are quick to work out
+    begin
+      if v_policy.durable then
+        return query
       with found as materialized (
         select w.*, b.row_id, b.policy_id, b.level, b.refilled_at,
                refilled_level(b.level, b.refilled_at, v_now,
@@ -1065,7 +1047,7 @@ begin
                   from (select u.key collate "C" as key, u.cost, u.request,
                                sum(u.cost::integer)  -- of bigints it would be numeric
                                  over (partition by u.key collate "C" order by u.request) as total
-                          from unnest(v_part.keys, v_part.costs) with ordinality as u (key, cost, request)) as a
+                          from unnest(keys, costs) with ordinality as u (key, cost, request)) as a
                  group by a.key
                  order by a.key) as w
          cross join lateral (select b.ctid as row_id, b.policy_id, b.level, b.refilled_at
@@ -1078,7 +1060,7 @@ begin
       ), clear as materialized (
         select count(*) filter (where f.level_now / 1000000 >= f.total) as granting
           from found as f
-        having sum(cardinality(f.requests)) = cardinality(v_part.keys)
+        having sum(cardinality(f.requests)) = cardinality(keys)
            and bool_and(f.level_now / 1000000 >= f.total or f.level_now / 1000000 < f.cheapest)
       ), taken as (
         update buckets as b
@@ -1094,7 +1076,7 @@ begin
            and b.refilled_at = f.refilled_at
         returning f.requests, f.totals, f.total, b.level, b.refilled_at
       )
-      select v_part.requests[a.request], a.allowed, whole_tokens(a.level), duration(a.retry_us), duration(a.reset_us),
+      select requests[a.request], a.allowed, whole_tokens(a.level), duration(a.retry_us), duration(a.reset_us),
              v_policy.capacity, false, null::text, null::text, null::text, null::text
         from (select g.request, true as allowed, g.level, 0::bigint as retry_us,
                      wait_for(microtokens(v_policy.capacity), g.level, g.refilled_at, v_now,
@@ -1113,7 +1095,7 @@ begin
                      end,
                      wait_for(microtokens(v_policy.capacity), d.level, d.refilled_at, v_now,
                               v_policy.every_us, v_policy.tick_us, v_policy.tick_gain)
-                from (select r.request, v_part.costs[r.request] as cost, r.level, r.refilled_at, r.level_now
+                from (select r.request, costs[r.request] as cost, r.level, r.refilled_at, r.level_now
                         from (select unnest(f.requests) as request, f.level, f.refilled_at, f.level_now
                                 from found as f
                                where f.level_now / 1000000 < f.cheapest
@@ -1121,8 +1103,8 @@ begin
                       offset 0) as d
               offset 0) as a
        where (select count(*) from taken) = (select c.granting from clear as c);
-        else
-          return query
+      else
+        return query
       with found as materialized (
         select w.*, b.row_id, b.policy_id, b.level, b.refilled_at,
                refilled_level(b.level, b.refilled_at, v_now,
@@ -1132,7 +1114,7 @@ begin
                   from (select u.key collate "C" as key, u.cost, u.request,
                                sum(u.cost::integer)  -- of bigints it would be numeric
                                  over (partition by u.key collate "C" order by u.request) as total
-                          from unnest(v_part.keys, v_part.costs) with ordinality as u (key, cost, request)) as a
+                          from unnest(keys, costs) with ordinality as u (key, cost, request)) as a
                  group by a.key
                  order by a.key) as w
          cross join lateral (select b.ctid as row_id, b.policy_id, b.level, b.refilled_at
@@ -1145,7 +1127,7 @@ begin
       ), clear as materialized (
         select count(*) filter (where f.level_now / 1000000 >= f.total) as granting
           from found as f
-        having sum(cardinality(f.requests)) = cardinality(v_part.keys)
+        having sum(cardinality(f.requests)) = cardinality(keys)
            and bool_and(f.level_now / 1000000 >= f.total or f.level_now / 1000000 < f.cheapest)
       ), taken as (
         update ephemeral_buckets as b
@@ -1161,7 +1143,7 @@ begin
            and b.refilled_at = f.refilled_at
         returning f.requests, f.totals, f.total, b.level, b.refilled_at
       )
-      select v_part.requests[a.request], a.allowed, whole_tokens(a.level), duration(a.retry_us), duration(a.reset_us),
+      select requests[a.request], a.allowed, whole_tokens(a.level), duration(a.retry_us), duration(a.reset_us),
              v_policy.capacity, false, null::text, null::text, null::text, null::text
         from (select g.request, true as allowed, g.level, 0::bigint as retry_us,
                      wait_for(microtokens(v_policy.capacity), g.level, g.refilled_at, v_now,
@@ -1180,7 +1162,7 @@ begin
                      end,
                      wait_for(microtokens(v_policy.capacity), d.level, d.refilled_at, v_now,
                               v_policy.every_us, v_policy.tick_us, v_policy.tick_gain)
-                from (select r.request, v_part.costs[r.request] as cost, r.level, r.refilled_at, r.level_now
+                from (select r.request, costs[r.request] as cost, r.level, r.refilled_at, r.level_now
                         from (select unnest(f.requests) as request, f.level, f.refilled_at, f.level_now
                                 from found as f
                                where f.level_now / 1000000 < f.cheapest
@@ -1188,56 +1170,58 @@ begin
                       offset 0) as d
               offset 0) as a
        where (select count(*) from taken) = (select c.granting from clear as c);
-        end if;
-        continue when found;
-        raise exception sqlstate 'RL000';
-      exception when sqlstate 'RL000' then
-        null;  -- nothing is taken or locked
-      end;
+      end if;
+      if found then
+        return;
+      end if;
+      raise exception sqlstate 'RL000';
+    exception when sqlstate 'RL000' then
+      null;  -- nothing is taken or locked
+    end;
+  end if;
+
+  for v_run in
+    select keys[1] collate "C" as key, costs[1] as cost, null as idempotency_key, requests as requests
+     where v_alike
+    union all
+   (select c.key, c.cost, c.idempotency_key, array_agg(requests[c.request] order by c.request)
+      from (select b.*, count(*) filter (where b.starts) over (partition by b.key order by b.request) as run
+              from (select a.*,
+                           a.idempotency_key is not null
+                           or lag(a.idempotency_key) over bucket is not null
+                           or lag(a.cost) over bucket is distinct from a.cost as starts
+                      from (select u.key collate "C" as key, u.cost, u.idempotency_key collate "C" as idempotency_key,
+                                   u.request
+                              from unnest(keys, costs, idempotency_keys)
+                                   with ordinality as u (key, cost, idempotency_key, request)
+                             where not v_alike) as a
+                    window bucket as (partition by a.key order by a.request)) as b) as c
+     group by c.key, c.run, c.cost, c.idempotency_key
+     order by c.key, c.run)
+  loop
+    v_key             := v_run.key;
+    v_cost            := v_run.cost;
+    v_idempotency_key := case when v_cost > 0 then v_run.idempotency_key end;
+    v_position        := 0;
+    if v_policy.id is null
+       or not acceptable(v_key, v_cost)
+       or octet_length(v_run.idempotency_key) not between 1 and 512 then
+      return query
+        select r.request, null::boolean, null::bigint, null::interval, null::interval, null::bigint, null::boolean, e.*
+          from unnest(v_run.requests) as r (request)
+         cross join refusal(v_name, v_key, v_cost, v_run.idempotency_key, null) as e;
+      continue;
     end if;
 
-    for v_run in
-      select v_part.keys[1] collate "C" as key, v_part.costs[1] as cost, null as idempotency_key, v_part.requests as requests
-       where v_alike
-      union all
-     (select c.key, c.cost, c.idempotency_key, array_agg(v_part.requests[c.request] order by c.request)
-        from (select b.*, count(*) filter (where b.starts) over (partition by b.key order by b.request) as run
-                from (select a.*,
-                             a.idempotency_key is not null
-                             or lag(a.idempotency_key) over bucket is not null
-                             or lag(a.cost) over bucket is distinct from a.cost as starts
-                        from (select u.key collate "C" as key, u.cost, u.idempotency_key collate "C" as idempotency_key,
-                                     u.request
-                                from unnest(v_part.keys, v_part.costs, v_part.idempotency_keys)
-                                     with ordinality as u (key, cost, idempotency_key, request)
-                               where not v_alike) as a
-                      window bucket as (partition by a.key order by a.request)) as b) as c
-       group by c.key, c.run, c.cost, c.idempotency_key
-       order by c.key, c.run)
-    loop
-      v_key             := v_run.key;
-      v_cost            := v_run.cost;
-      v_idempotency_key := case when v_cost > 0 then v_run.idempotency_key end;
-      v_position        := 0;
-      if v_policy.id is null
-         or not acceptable(v_key, v_cost)
-         or octet_length(v_run.idempotency_key) not between 1 and 512 then
-        return query
-          select r.request, null::boolean, null::bigint, null::interval, null::interval, null::bigint, null::boolean, e.*
-            from unnest(v_run.requests) as r (request)
-           cross join refusal(v_name, v_key, v_cost, v_run.idempotency_key, null) as e;
-        continue;
-      end if;
-
-      while v_position < cardinality(v_run.requests) loop
-        v_take := case
-          when v_cost between 1 and v_policy.capacity then
-            microtokens(v_cost * least(cardinality(v_run.requests) - v_position, v_policy.capacity / v_cost))
-          else 0
-        end;
-        v_replayed := false;
-        if v_policy.durable then
-          <<decide>>
+    while v_position < cardinality(v_run.requests) loop
+      v_take := case
+        when v_cost between 1 and v_policy.capacity then
+          microtokens(v_cost * least(cardinality(v_run.requests) - v_position, v_policy.capacity / v_cost))
+        else 0
+      end;
+      v_replayed := false;
+      if v_policy.durable then
+        <<decide>>
     begin
       if v_idempotency_key is not null then
         select k.* into v_first
@@ -1357,8 +1341,8 @@ begin
       end if;
     end decide;
 
-        else
-          <<decide>>
+      else
+        <<decide>>
     begin
       if v_idempotency_key is not null then
         select k.* into v_first
@@ -1478,55 +1462,54 @@ begin
       end if;
     end decide;
 
-        end if;
+      end if;
 
-        if v_replayed and v_first.cost <> v_cost then
-          return query
-            select v_run.requests[1], null::boolean, null::bigint, null::interval, null::interval, null::bigint, null::boolean, e.*
-              from refusal(v_name, v_key, v_cost, v_idempotency_key, v_first) as e;
-          exit;
-        end if;
-        if v_replayed then
-          v_level    := microtokens(v_first.remaining);
-          v_retry_us := 0;
-          v_reset_us := microseconds(v_first.reset_after)::bigint;
-        end if;
-        allowed     := coalesce(v_retry_us = 0, false);
-        retry_after := duration(v_retry_us);
-        capacity    := case when v_replayed then v_first.capacity else v_policy.capacity end;
-        replayed    := v_replayed;
+      if v_replayed and v_first.cost <> v_cost then
+        return query
+          select v_run.requests[1], null::boolean, null::bigint, null::interval, null::interval, null::bigint, null::boolean, e.*
+            from refusal(v_name, v_key, v_cost, v_idempotency_key, v_first) as e;
+        exit;
+      end if;
+      if v_replayed then
+        v_level    := microtokens(v_first.remaining);
+        v_retry_us := 0;
+        v_reset_us := microseconds(v_first.reset_after)::bigint;
+      end if;
+      allowed     := coalesce(v_retry_us = 0, false);
+      retry_after := duration(v_retry_us);
+      capacity    := case when v_replayed then v_first.capacity else v_policy.capacity end;
+      replayed    := v_replayed;
 
-        -- A grant is answered by the level it left; what of the run did not fit goes round again.
-        v_step  := case when allowed and not v_replayed and v_take > 0 then microtokens(v_cost) else 0 end;
-        v_count := case when v_step > 0 then (v_take / v_step)::integer else cardinality(v_run.requests) - v_position end;
-        if v_count = 1 then
-          request     := v_run.requests[v_position + 1];
-          remaining   := whole_tokens(v_level);
-          reset_after := duration(v_reset_us);
-          return next;
-        else
-          return query
-            select d.request, acquire_in_order.allowed, whole_tokens(d.level), acquire_in_order.retry_after,
-                   duration(d.reset_us), acquire_in_order.capacity, acquire_in_order.replayed, null, null, null, null
-              from (select l.request, l.level,
-                           case
-                             when v_step = 0 then v_reset_us
-                             else wait_for(microtokens(v_policy.capacity), l.level, v_refilled_at, v_now,
-                                           v_policy.every_us, v_policy.tick_us, v_policy.tick_gain)
-                           end as reset_us
-                      from (select v_run.requests[v_position + n] as request, v_level + (v_count - n) * v_step as level
-                              from generate_series(1, v_count) as n
-                            offset 0) as l
-                    offset 0) as d;
-        end if;
-        v_position := v_position + v_count;
-      end loop;
+      -- A grant is answered by the level it left; what of the run did not fit goes round again.
+      v_step  := case when allowed and not v_replayed and v_take > 0 then microtokens(v_cost) else 0 end;
+      v_count := case when v_step > 0 then (v_take / v_step)::integer else cardinality(v_run.requests) - v_position end;
+      if v_count = 1 then
+        request     := v_run.requests[v_position + 1];
+        remaining   := whole_tokens(v_level);
+        reset_after := duration(v_reset_us);
+        return next;
+      else
+        return query
+          select d.request, acquire_in_order.allowed, whole_tokens(d.level), acquire_in_order.retry_after,
+                 duration(d.reset_us), acquire_in_order.capacity, acquire_in_order.replayed, null, null, null, null
+            from (select l.request, l.level,
+                         case
+                           when v_step = 0 then v_reset_us
+                           else wait_for(microtokens(v_policy.capacity), l.level, v_refilled_at, v_now,
+                                         v_policy.every_us, v_policy.tick_us, v_policy.tick_gain)
+                         end as reset_us
+                    from (select v_run.requests[v_position + n] as request, v_level + (v_count - n) * v_step as level
+                            from generate_series(1, v_count) as n
+                          offset 0) as l
+                  offset 0) as d;
+      end if;
+      v_position := v_position + v_count;
     end loop;
   end loop;
 end;
 $$;
-comment on function ratelimit.acquire_in_order(text[], text[], bigint[], text[]) is
-  'Decides many requests and answers them in the order it took the buckets.';
+comment on function ratelimit.acquire_in_order(text, text[], bigint[], text[], bigint[]) is
+  'Decides requests for one policy, and answers them in the order it took the buckets.';
 
 -- Decides many requests in one call, as if each were acquired on its own, one after another at one
 -- instant, in the order given; row n answers request n. A request that ratelimit_acquire would
@@ -1556,22 +1539,45 @@ declare
   v_length integer  := cardinality(ratelimit_acquire_many.policies);
   v_costs  bigint[] := ratelimit_acquire_many.costs;
 begin
-  perform check_length('policies', v_length, v_length);
+  if v_length is null
+     or cardinality(keys) is distinct from v_length
+     or cardinality(costs) <> v_length
+     or cardinality(idempotency_keys) <> v_length then
+    perform check_length('policies', v_length, v_length);
+    perform check_length('keys', cardinality(keys), v_length);
+    perform check_length('costs', coalesce(cardinality(costs), v_length), v_length);
+    perform check_length('idempotency_keys', coalesce(cardinality(idempotency_keys), v_length), v_length);
+  end if;
   if v_costs is null then
     v_costs := array_fill(1::bigint, array[v_length]);
   elsif array_lower(v_costs, 1) <> 1 or array_ndims(v_costs) <> 1 then
     v_costs := array(select unnest(v_costs));
   end if;
-  perform check_length('keys', cardinality(ratelimit_acquire_many.keys), v_length);
-  perform check_length('costs', cardinality(v_costs), v_length);
-  if ratelimit_acquire_many.idempotency_keys is not null then
-    perform check_length('idempotency_keys', cardinality(ratelimit_acquire_many.idempotency_keys), v_length);
+
+  if policies[1] collate "C" = all (ratelimit_acquire_many.policies) then
+    return query
+      select a.*
+        from acquire_in_order(policies[1], keys, v_costs, ratelimit_acquire_many.idempotency_keys,
+                              array(select generate_series(1::bigint, v_length))) as a
+       order by a.request;
+  else
+    return query
+      select a.*
+        from (select u.policy, array_agg(u.key order by u.request) as keys, array_agg(u.cost order by u.request) as costs,
+                     case when ratelimit_acquire_many.idempotency_keys is not null then
+                       array_agg(u.idempotency_key order by u.request)
+                     end as idempotency_keys,
+                     array_agg(u.request order by u.request) as requests
+                from (select r.policy collate "C" as policy, r.key, r.cost, r.idempotency_key, r.request
+                        from unnest(ratelimit_acquire_many.policies, ratelimit_acquire_many.keys, v_costs,
+                                    ratelimit_acquire_many.idempotency_keys)
+                             with ordinality as r (policy, key, cost, idempotency_key, request)) as u
+               group by u.policy
+               order by u.policy
+              offset 0) as p
+       cross join lateral acquire_in_order(p.policy, p.keys, p.costs, p.idempotency_keys, p.requests) as a
+       order by a.request;
   end if;
-  return query
-    select a.*
-      from acquire_in_order(ratelimit_acquire_many.policies, ratelimit_acquire_many.keys, v_costs,
-                            ratelimit_acquire_many.idempotency_keys) as a
-     order by a.request;
 end;
 $$;
 comment on function ratelimit_acquire_many(text[], text[], bigint[], text[]) is
@@ -1739,13 +1745,15 @@ comment on function ratelimit_reset(text, text) is
 -- Upkeep.
 -- Clean-up removes what nobody can tell from absent: buckets that are full again, idempotency keys
 -- past their time, and rows whose policy is gone. Due rows are found through an index, rows that
--- others hold are skipped, so it never waits for an acquire; an acquire that wants a bucket being
--- removed waits for one batch to commit.
+-- others hold are skipped; an acquire that wants a bucket being removed waits for one batch to commit.
+-- SKIP LOCKED does wait when the holder ends at that moment and another has the next version: then the batch
+-- gives way before the two can deadlock.
 -- One batch: of each table the rows due by due_before, at most max_rows; null means by now, and so
 -- does an instant to come.
 --
 -- A bucket that is not full yet is looked at again when it may be, at the latest in 24 hours.
--- Locks and writes: the rows it deletes or puts off, until the caller's transaction ends.
+-- Locks and writes: the rows it deletes or puts off, until the caller's transaction ends; nothing, should it
+--                   have to wait 100 ms for a lock.
 create or replace function ratelimit.cleanup_batch(
     in    max_rows                 integer,
     inout due_before               timestamptz,
@@ -1757,6 +1765,7 @@ create or replace function ratelimit.cleanup_batch(
   security definer
   set search_path = ratelimit, pg_temp
   set enable_seqscan = off
+  set lock_timeout = '100ms'
 as $$
 declare
   v_now     timestamptz := clock();
@@ -1771,7 +1780,8 @@ begin
   idempotency_keys_deleted := 0;
   rows_read                := 0;
 
-  with due as materialized (
+  begin
+    with due as materialized (
     select b.ctid as row_id,
            p.id is null
            or wait_for(microtokens(p.capacity), b.level, b.refilled_at, v_now, p.every_us, p.tick_us, p.tick_gain) = 0 as removable
@@ -1796,7 +1806,7 @@ begin
   select (select count(*) from due), (select count(*) from removed) into v_read, v_deleted;
   rows_read       := rows_read + v_read;
   buckets_deleted := buckets_deleted + v_deleted;
-  with due as materialized (
+    with due as materialized (
     select b.ctid as row_id,
            p.id is null
            or wait_for(microtokens(p.capacity), b.level, b.refilled_at, v_now, p.every_us, p.tick_us, p.tick_gain) = 0 as removable
@@ -1821,7 +1831,7 @@ begin
   select (select count(*) from due), (select count(*) from removed) into v_read, v_deleted;
   rows_read       := rows_read + v_read;
   buckets_deleted := buckets_deleted + v_deleted;
-  delete from idempotency_keys as k
+    delete from idempotency_keys as k
    where k.ctid = any (array(select d.ctid
                                from idempotency_keys as d
                               where d.expires_at <= due_before
@@ -1831,7 +1841,7 @@ begin
   get diagnostics v_deleted = row_count;
   rows_read                := rows_read + v_deleted;
   idempotency_keys_deleted := idempotency_keys_deleted + v_deleted;
-  delete from ephemeral_idempotency_keys as k
+    delete from ephemeral_idempotency_keys as k
    where k.ctid = any (array(select d.ctid
                                from ephemeral_idempotency_keys as d
                               where d.expires_at <= due_before
@@ -1841,10 +1851,10 @@ begin
   get diagnostics v_deleted = row_count;
   rows_read                := rows_read + v_deleted;
   idempotency_keys_deleted := idempotency_keys_deleted + v_deleted;
-  if rows_read > 0 then
-    return;  -- orphans can wait for an idle batch
-  end if;
-  with recursive ids (id) as (  -- one index probe for each policy that has rows
+    if rows_read > 0 then
+      return;  -- orphans can wait for an idle batch
+    end if;
+    with recursive ids (id) as (  -- one index probe for each policy that has rows
     (select t.policy_id from buckets as t order by t.policy_id limit 1)
     union all
     select (select t.policy_id from buckets as t where t.policy_id > i.id order by t.policy_id limit 1)
@@ -1864,7 +1874,7 @@ begin
   get diagnostics v_deleted = row_count;
   rows_read   := rows_read + v_deleted;
   buckets_deleted := buckets_deleted + v_deleted;
-  with recursive ids (id) as (  -- one index probe for each policy that has rows
+    with recursive ids (id) as (  -- one index probe for each policy that has rows
     (select t.policy_id from ephemeral_buckets as t order by t.policy_id limit 1)
     union all
     select (select t.policy_id from ephemeral_buckets as t where t.policy_id > i.id order by t.policy_id limit 1)
@@ -1884,7 +1894,7 @@ begin
   get diagnostics v_deleted = row_count;
   rows_read   := rows_read + v_deleted;
   buckets_deleted := buckets_deleted + v_deleted;
-  with recursive ids (id) as (  -- one index probe for each policy that has rows
+    with recursive ids (id) as (  -- one index probe for each policy that has rows
     (select t.policy_id from idempotency_keys as t order by t.policy_id limit 1)
     union all
     select (select t.policy_id from idempotency_keys as t where t.policy_id > i.id order by t.policy_id limit 1)
@@ -1904,7 +1914,7 @@ begin
   get diagnostics v_deleted = row_count;
   rows_read   := rows_read + v_deleted;
   idempotency_keys_deleted := idempotency_keys_deleted + v_deleted;
-  with recursive ids (id) as (  -- one index probe for each policy that has rows
+    with recursive ids (id) as (  -- one index probe for each policy that has rows
     (select t.policy_id from ephemeral_idempotency_keys as t order by t.policy_id limit 1)
     union all
     select (select t.policy_id from ephemeral_idempotency_keys as t where t.policy_id > i.id order by t.policy_id limit 1)
@@ -1924,6 +1934,11 @@ begin
   get diagnostics v_deleted = row_count;
   rows_read   := rows_read + v_deleted;
   idempotency_keys_deleted := idempotency_keys_deleted + v_deleted;
+  exception when lock_not_available then
+    buckets_deleted          := 0;
+    idempotency_keys_deleted := 0;
+    rows_read                := 1;  -- somebody's: there may be more to do
+  end;
 end;
 $$;
 comment on function ratelimit.cleanup_batch(integer, timestamptz) is

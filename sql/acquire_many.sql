@@ -9,7 +9,7 @@ return query
                   from (select u.key collate "C" as key, u.cost, u.request,
                                sum(u.cost::integer)  -- of bigints it would be numeric
                                  over (partition by u.key collate "C" order by u.request) as total
-                          from unnest(v_part.keys, v_part.costs) with ordinality as u (key, cost, request)) as a
+                          from unnest(keys, costs) with ordinality as u (key, cost, request)) as a
                  group by a.key
                  order by a.key) as w
          cross join lateral (select b.ctid as row_id, b.policy_id, b.level, b.refilled_at
@@ -18,7 +18,7 @@ return query
       ), clear as materialized (
         select count(*) filter (where f.level_now / 1000000 >= f.total) as granting
           from found as f
-        having sum(cardinality(f.requests)) = cardinality(v_part.keys)
+        having sum(cardinality(f.requests)) = cardinality(keys)
            and bool_and(f.level_now / 1000000 >= f.total or f.level_now / 1000000 < f.cheapest)
       ), taken as (
         update {{ . }} as b
@@ -34,7 +34,7 @@ return query
            and b.refilled_at = f.refilled_at
         returning f.requests, f.totals, f.total, b.level, b.refilled_at
       )
-      select v_part.requests[a.request], a.allowed, whole_tokens(a.level), duration(a.retry_us), duration(a.reset_us),
+      select requests[a.request], a.allowed, whole_tokens(a.level), duration(a.retry_us), duration(a.reset_us),
              v_policy.capacity, false, null::text, null::text, null::text, null::text
         from (select g.request, true as allowed, g.level, 0::bigint as retry_us,
                      wait_for(microtokens(v_policy.capacity), g.level, g.refilled_at, v_now,
@@ -53,7 +53,7 @@ return query
                      end,
                      wait_for(microtokens(v_policy.capacity), d.level, d.refilled_at, v_now,
                               v_policy.every_us, v_policy.tick_us, v_policy.tick_gain)
-                from (select r.request, v_part.costs[r.request] as cost, r.level, r.refilled_at, r.level_now
+                from (select r.request, costs[r.request] as cost, r.level, r.refilled_at, r.level_now
                         from (select unnest(f.requests) as request, f.level, f.refilled_at, f.level_now
                                 from found as f
                                where f.level_now / 1000000 < f.cheapest
@@ -73,7 +73,7 @@ return query
 -- where equal requests without a key that follow each other on a bucket are one run, taken in one
 -- update; on a busy key that is often the whole call.
 create or replace function ratelimit.acquire_in_order(
-    policies text[], keys text[], costs bigint[], idempotency_keys text[])
+    policy text, keys text[], costs bigint[], idempotency_keys text[], requests bigint[])
   returns table (request bigint, allowed boolean, remaining bigint, retry_after interval, reset_after interval,
                  capacity bigint, replayed boolean,
                  error_code text, error_message text, error_detail text, error_hint text)
@@ -87,13 +87,12 @@ create or replace function ratelimit.acquire_in_order(
   set jit = off
 as $$
 declare
-  v_part            record;   -- the requests for one policy
   v_alike           boolean;  -- they are one run
   v_run             record;
   v_position        integer;  -- the requests of the run answered so far
   v_step            bigint;   -- microtokens between two grants of a run
   v_count           integer;
-  v_name            text collate "C";
+  v_name            text collate "C" := acquire_in_order.policy;
   v_key             text collate "C";
   v_cost            bigint;
   v_idempotency_key text collate "C";
@@ -109,133 +108,117 @@ declare
   v_replayed        boolean;
   v_first           idempotency_keys;
 begin
-  for v_part in
-    select policies[1] as policy, acquire_in_order.keys as keys, acquire_in_order.costs as costs,
-           acquire_in_order.idempotency_keys as idempotency_keys,
-           array(select generate_series(1::bigint, cardinality(acquire_in_order.keys))) as requests
-     where policies[1] collate "C" = all (acquire_in_order.policies)
+  select p.* into v_policy from policies as p where p.name = v_name;
+  v_alike := (idempotency_keys is null and keys[1] collate "C" = all (keys) and costs[1] = all (costs)) is true;
+  if found and not v_alike and idempotency_keys is null
+     and 0 < all (costs) and 2147483647 > all (costs) then  -- sums that are quick to work out
+    begin
+      if v_policy.durable then
+        {{ template "all_or_none" "buckets" }}
+      else
+        {{ template "all_or_none" "ephemeral_buckets" }}
+      end if;
+      if found then
+        return;
+      end if;
+      raise exception sqlstate 'RL000';
+    exception when sqlstate 'RL000' then
+      null;  -- nothing is taken or locked
+    end;
+  end if;
+
+  for v_run in
+    select keys[1] collate "C" as key, costs[1] as cost, null as idempotency_key, requests as requests
+     where v_alike
     union all
-   (select u.policy collate "C", array_agg(u.key order by u.request), array_agg(u.cost order by u.request),
-           array_agg(u.idempotency_key order by u.request), array_agg(u.request order by u.request)
-      from unnest(acquire_in_order.policies, acquire_in_order.keys, acquire_in_order.costs, acquire_in_order.idempotency_keys)
-           with ordinality as u (policy, key, cost, idempotency_key, request)
-     where (acquire_in_order.policies[1] collate "C" = all (acquire_in_order.policies)) is not true
-     group by u.policy collate "C"
-     order by u.policy collate "C")
+   (select c.key, c.cost, c.idempotency_key, array_agg(requests[c.request] order by c.request)
+      from (select b.*, count(*) filter (where b.starts) over (partition by b.key order by b.request) as run
+              from (select a.*,
+                           a.idempotency_key is not null
+                           or lag(a.idempotency_key) over bucket is not null
+                           or lag(a.cost) over bucket is distinct from a.cost as starts
+                      from (select u.key collate "C" as key, u.cost, u.idempotency_key collate "C" as idempotency_key,
+                                   u.request
+                              from unnest(keys, costs, idempotency_keys)
+                                   with ordinality as u (key, cost, idempotency_key, request)
+                             where not v_alike) as a
+                    window bucket as (partition by a.key order by a.request)) as b) as c
+     group by c.key, c.run, c.cost, c.idempotency_key
+     order by c.key, c.run)
   loop
-    v_name := v_part.policy;
-    select p.* into v_policy from policies as p where p.name = v_name;
-    v_alike := (acquire_in_order.idempotency_keys is null
-                and v_part.keys[1] collate "C" = all (v_part.keys)
-                and v_part.costs[1] = all (v_part.costs)) is true;
-    if found and not v_alike and acquire_in_order.idempotency_keys is null
-       and 0 < all (v_part.costs) and 2147483647 > all (v_part.costs) then  -- sums that are quick to work out
-      begin
-        if v_policy.durable then
-          {{ template "all_or_none" "buckets" }}
-        else
-          {{ template "all_or_none" "ephemeral_buckets" }}
-        end if;
-        continue when found;
-        raise exception sqlstate 'RL000';
-      exception when sqlstate 'RL000' then
-        null;  -- nothing is taken or locked
-      end;
+    v_key             := v_run.key;
+    v_cost            := v_run.cost;
+    v_idempotency_key := case when v_cost > 0 then v_run.idempotency_key end;
+    v_position        := 0;
+    if v_policy.id is null
+       or not acceptable(v_key, v_cost)
+       or octet_length(v_run.idempotency_key) not between 1 and 512 then
+      return query
+        select r.request, null::boolean, null::bigint, null::interval, null::interval, null::bigint, null::boolean, e.*
+          from unnest(v_run.requests) as r (request)
+         cross join refusal(v_name, v_key, v_cost, v_run.idempotency_key, null) as e;
+      continue;
     end if;
 
-    for v_run in
-      select v_part.keys[1] collate "C" as key, v_part.costs[1] as cost, null as idempotency_key, v_part.requests as requests
-       where v_alike
-      union all
-     (select c.key, c.cost, c.idempotency_key, array_agg(v_part.requests[c.request] order by c.request)
-        from (select b.*, count(*) filter (where b.starts) over (partition by b.key order by b.request) as run
-                from (select a.*,
-                             a.idempotency_key is not null
-                             or lag(a.idempotency_key) over bucket is not null
-                             or lag(a.cost) over bucket is distinct from a.cost as starts
-                        from (select u.key collate "C" as key, u.cost, u.idempotency_key collate "C" as idempotency_key,
-                                     u.request
-                                from unnest(v_part.keys, v_part.costs, v_part.idempotency_keys)
-                                     with ordinality as u (key, cost, idempotency_key, request)
-                               where not v_alike) as a
-                      window bucket as (partition by a.key order by a.request)) as b) as c
-       group by c.key, c.run, c.cost, c.idempotency_key
-       order by c.key, c.run)
-    loop
-      v_key             := v_run.key;
-      v_cost            := v_run.cost;
-      v_idempotency_key := case when v_cost > 0 then v_run.idempotency_key end;
-      v_position        := 0;
-      if v_policy.id is null
-         or not acceptable(v_key, v_cost)
-         or octet_length(v_run.idempotency_key) not between 1 and 512 then
-        return query
-          select r.request, null::boolean, null::bigint, null::interval, null::interval, null::bigint, null::boolean, e.*
-            from unnest(v_run.requests) as r (request)
-           cross join refusal(v_name, v_key, v_cost, v_run.idempotency_key, null) as e;
-        continue;
+    while v_position < cardinality(v_run.requests) loop
+      v_take := case
+        when v_cost between 1 and v_policy.capacity then
+          microtokens(v_cost * least(cardinality(v_run.requests) - v_position, v_policy.capacity / v_cost))
+        else 0
+      end;
+      v_replayed := false;
+      if v_policy.durable then
+        {{ template "decide.sql" (dict "buckets" "buckets" "keys" "idempotency_keys" "newest" true) }}
+      else
+        {{ template "decide.sql" (dict "buckets" "ephemeral_buckets" "keys" "ephemeral_idempotency_keys" "newest" true) }}
       end if;
 
-      while v_position < cardinality(v_run.requests) loop
-        v_take := case
-          when v_cost between 1 and v_policy.capacity then
-            microtokens(v_cost * least(cardinality(v_run.requests) - v_position, v_policy.capacity / v_cost))
-          else 0
-        end;
-        v_replayed := false;
-        if v_policy.durable then
-          {{ template "decide.sql" (dict "buckets" "buckets" "keys" "idempotency_keys" "newest" true) }}
-        else
-          {{ template "decide.sql" (dict "buckets" "ephemeral_buckets" "keys" "ephemeral_idempotency_keys" "newest" true) }}
-        end if;
+      if v_replayed and v_first.cost <> v_cost then
+        return query
+          select v_run.requests[1], null::boolean, null::bigint, null::interval, null::interval, null::bigint, null::boolean, e.*
+            from refusal(v_name, v_key, v_cost, v_idempotency_key, v_first) as e;
+        exit;
+      end if;
+      if v_replayed then
+        v_level    := microtokens(v_first.remaining);
+        v_retry_us := 0;
+        v_reset_us := microseconds(v_first.reset_after)::bigint;
+      end if;
+      allowed     := coalesce(v_retry_us = 0, false);
+      retry_after := duration(v_retry_us);
+      capacity    := case when v_replayed then v_first.capacity else v_policy.capacity end;
+      replayed    := v_replayed;
 
-        if v_replayed and v_first.cost <> v_cost then
-          return query
-            select v_run.requests[1], null::boolean, null::bigint, null::interval, null::interval, null::bigint, null::boolean, e.*
-              from refusal(v_name, v_key, v_cost, v_idempotency_key, v_first) as e;
-          exit;
-        end if;
-        if v_replayed then
-          v_level    := microtokens(v_first.remaining);
-          v_retry_us := 0;
-          v_reset_us := microseconds(v_first.reset_after)::bigint;
-        end if;
-        allowed     := coalesce(v_retry_us = 0, false);
-        retry_after := duration(v_retry_us);
-        capacity    := case when v_replayed then v_first.capacity else v_policy.capacity end;
-        replayed    := v_replayed;
-
-        -- A grant is answered by the level it left; what of the run did not fit goes round again.
-        v_step  := case when allowed and not v_replayed and v_take > 0 then microtokens(v_cost) else 0 end;
-        v_count := case when v_step > 0 then (v_take / v_step)::integer else cardinality(v_run.requests) - v_position end;
-        if v_count = 1 then
-          request     := v_run.requests[v_position + 1];
-          remaining   := whole_tokens(v_level);
-          reset_after := duration(v_reset_us);
-          return next;
-        else
-          return query
-            select d.request, acquire_in_order.allowed, whole_tokens(d.level), acquire_in_order.retry_after,
-                   duration(d.reset_us), acquire_in_order.capacity, acquire_in_order.replayed, null, null, null, null
-              from (select l.request, l.level,
-                           case
-                             when v_step = 0 then v_reset_us
-                             else wait_for(microtokens(v_policy.capacity), l.level, v_refilled_at, v_now,
-                                           v_policy.every_us, v_policy.tick_us, v_policy.tick_gain)
-                           end as reset_us
-                      from (select v_run.requests[v_position + n] as request, v_level + (v_count - n) * v_step as level
-                              from generate_series(1, v_count) as n
-                            offset 0) as l
-                    offset 0) as d;
-        end if;
-        v_position := v_position + v_count;
-      end loop;
+      -- A grant is answered by the level it left; what of the run did not fit goes round again.
+      v_step  := case when allowed and not v_replayed and v_take > 0 then microtokens(v_cost) else 0 end;
+      v_count := case when v_step > 0 then (v_take / v_step)::integer else cardinality(v_run.requests) - v_position end;
+      if v_count = 1 then
+        request     := v_run.requests[v_position + 1];
+        remaining   := whole_tokens(v_level);
+        reset_after := duration(v_reset_us);
+        return next;
+      else
+        return query
+          select d.request, acquire_in_order.allowed, whole_tokens(d.level), acquire_in_order.retry_after,
+                 duration(d.reset_us), acquire_in_order.capacity, acquire_in_order.replayed, null, null, null, null
+            from (select l.request, l.level,
+                         case
+                           when v_step = 0 then v_reset_us
+                           else wait_for(microtokens(v_policy.capacity), l.level, v_refilled_at, v_now,
+                                         v_policy.every_us, v_policy.tick_us, v_policy.tick_gain)
+                         end as reset_us
+                    from (select v_run.requests[v_position + n] as request, v_level + (v_count - n) * v_step as level
+                            from generate_series(1, v_count) as n
+                          offset 0) as l
+                  offset 0) as d;
+      end if;
+      v_position := v_position + v_count;
     end loop;
   end loop;
 end;
 $$;
-comment on function ratelimit.acquire_in_order(text[], text[], bigint[], text[]) is
-  'Decides many requests and answers them in the order it took the buckets.';
+comment on function ratelimit.acquire_in_order(text, text[], bigint[], text[], bigint[]) is
+  'Decides requests for one policy, and answers them in the order it took the buckets.';
 
 -- Decides many requests in one call, as if each were acquired on its own, one after another at one
 -- instant, in the order given; row n answers request n. A request that ratelimit_acquire would
@@ -265,22 +248,45 @@ declare
   v_length integer  := cardinality(ratelimit_acquire_many.policies);
   v_costs  bigint[] := ratelimit_acquire_many.costs;
 begin
-  perform check_length('policies', v_length, v_length);
+  if v_length is null
+     or cardinality(keys) is distinct from v_length
+     or cardinality(costs) <> v_length
+     or cardinality(idempotency_keys) <> v_length then
+    perform check_length('policies', v_length, v_length);
+    perform check_length('keys', cardinality(keys), v_length);
+    perform check_length('costs', coalesce(cardinality(costs), v_length), v_length);
+    perform check_length('idempotency_keys', coalesce(cardinality(idempotency_keys), v_length), v_length);
+  end if;
   if v_costs is null then
     v_costs := array_fill(1::bigint, array[v_length]);
   elsif array_lower(v_costs, 1) <> 1 or array_ndims(v_costs) <> 1 then
     v_costs := array(select unnest(v_costs));
   end if;
-  perform check_length('keys', cardinality(ratelimit_acquire_many.keys), v_length);
-  perform check_length('costs', cardinality(v_costs), v_length);
-  if ratelimit_acquire_many.idempotency_keys is not null then
-    perform check_length('idempotency_keys', cardinality(ratelimit_acquire_many.idempotency_keys), v_length);
+
+  if policies[1] collate "C" = all (ratelimit_acquire_many.policies) then
+    return query
+      select a.*
+        from acquire_in_order(policies[1], keys, v_costs, ratelimit_acquire_many.idempotency_keys,
+                              array(select generate_series(1::bigint, v_length))) as a
+       order by a.request;
+  else
+    return query
+      select a.*
+        from (select u.policy, array_agg(u.key order by u.request) as keys, array_agg(u.cost order by u.request) as costs,
+                     case when ratelimit_acquire_many.idempotency_keys is not null then
+                       array_agg(u.idempotency_key order by u.request)
+                     end as idempotency_keys,
+                     array_agg(u.request order by u.request) as requests
+                from (select r.policy collate "C" as policy, r.key, r.cost, r.idempotency_key, r.request
+                        from unnest(ratelimit_acquire_many.policies, ratelimit_acquire_many.keys, v_costs,
+                                    ratelimit_acquire_many.idempotency_keys)
+                             with ordinality as r (policy, key, cost, idempotency_key, request)) as u
+               group by u.policy
+               order by u.policy
+              offset 0) as p
+       cross join lateral acquire_in_order(p.policy, p.keys, p.costs, p.idempotency_keys, p.requests) as a
+       order by a.request;
   end if;
-  return query
-    select a.*
-      from acquire_in_order(ratelimit_acquire_many.policies, ratelimit_acquire_many.keys, v_costs,
-                            ratelimit_acquire_many.idempotency_keys) as a
-     order by a.request;
 end;
 $$;
 comment on function ratelimit_acquire_many(text[], text[], bigint[], text[]) is

@@ -1,7 +1,8 @@
 -- Clean-up removes what nobody can tell from absent: buckets that are full again, idempotency keys
 -- past their time, and rows whose policy is gone. Due rows are found through an index, rows that
--- others hold are skipped, so it never waits for an acquire; an acquire that wants a bucket being
--- removed waits for one batch to commit.
+-- others hold are skipped; an acquire that wants a bucket being removed waits for one batch to commit.
+-- SKIP LOCKED does wait when the holder ends at that moment and another has the next version: then the batch
+-- gives way before the two can deadlock.
 {{ define "cleanup_buckets" -}}
 with due as materialized (
     select b.ctid as row_id,
@@ -67,7 +68,8 @@ with recursive ids (id) as (  -- one index probe for each policy that has rows
 -- does an instant to come.
 --
 -- A bucket that is not full yet is looked at again when it may be, at the latest in 24 hours.
--- Locks and writes: the rows it deletes or puts off, until the caller's transaction ends.
+-- Locks and writes: the rows it deletes or puts off, until the caller's transaction ends; nothing, should it
+--                   have to wait 100 ms for a lock.
 create or replace function ratelimit.cleanup_batch(
     in    max_rows                 integer,
     inout due_before               timestamptz,
@@ -79,6 +81,7 @@ create or replace function ratelimit.cleanup_batch(
   security definer
   set search_path = ratelimit, pg_temp
   set enable_seqscan = off
+  set lock_timeout = '100ms'
 as $$
 declare
   v_now     timestamptz := clock();
@@ -93,17 +96,23 @@ begin
   idempotency_keys_deleted := 0;
   rows_read                := 0;
 
-  {{ template "cleanup_buckets" "buckets" }}
-  {{ template "cleanup_buckets" "ephemeral_buckets" }}
-  {{ template "cleanup_keys" "idempotency_keys" }}
-  {{ template "cleanup_keys" "ephemeral_idempotency_keys" }}
-  if rows_read > 0 then
-    return;  -- orphans can wait for an idle batch
-  end if;
-  {{ template "cleanup_orphans" (dict "table" "buckets" "counter" "buckets_deleted") }}
-  {{ template "cleanup_orphans" (dict "table" "ephemeral_buckets" "counter" "buckets_deleted") }}
-  {{ template "cleanup_orphans" (dict "table" "idempotency_keys" "counter" "idempotency_keys_deleted") }}
-  {{ template "cleanup_orphans" (dict "table" "ephemeral_idempotency_keys" "counter" "idempotency_keys_deleted") }}
+  begin
+    {{ template "cleanup_buckets" "buckets" }}
+    {{ template "cleanup_buckets" "ephemeral_buckets" }}
+    {{ template "cleanup_keys" "idempotency_keys" }}
+    {{ template "cleanup_keys" "ephemeral_idempotency_keys" }}
+    if rows_read > 0 then
+      return;  -- orphans can wait for an idle batch
+    end if;
+    {{ template "cleanup_orphans" (dict "table" "buckets" "counter" "buckets_deleted") }}
+    {{ template "cleanup_orphans" (dict "table" "ephemeral_buckets" "counter" "buckets_deleted") }}
+    {{ template "cleanup_orphans" (dict "table" "idempotency_keys" "counter" "idempotency_keys_deleted") }}
+    {{ template "cleanup_orphans" (dict "table" "ephemeral_idempotency_keys" "counter" "idempotency_keys_deleted") }}
+  exception when lock_not_available then
+    buckets_deleted          := 0;
+    idempotency_keys_deleted := 0;
+    rows_read                := 1;  -- somebody's: there may be more to do
+  end;
 end;
 $$;
 comment on function ratelimit.cleanup_batch(integer, timestamptz) is

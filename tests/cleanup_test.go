@@ -180,6 +180,30 @@ func TestCleanup_WaitsForNoAcquireAndSkipsItsRows(t *testing.T) {
 	}
 }
 
+// Where PostgreSQL waits though it was told to skip, a batch ends before it can be part of a deadlock.
+func TestCleanup_GivesWayWhereItWouldWait(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	db.definePolicy("p", 10, 1, time.Second)
+	db.acquireAt(t0, "p", "k", 2)
+	db.setClock(t0.Add(time.Hour))
+	holder := db.begin()
+	holder.exec("lock table ratelimit.idempotency_keys in exclusive mode")
+
+	impatient := db.session()
+	impatient.exec("set statement_timeout = '20s'")
+	d, err := cleanup(impatient, 100)
+	require.NoError(t, err)
+	require.Equal(t, deleted{}, d)
+	require.Len(t, db.rows(), 1, "nothing is done by halves")
+	impatient.exec("call ratelimit_cleanup_all('1 microsecond')")
+
+	holder.exec("commit")
+	d, err = cleanup(impatient, 100)
+	require.NoError(t, err)
+	require.Equal(t, deleted{1, 0}, d)
+}
+
 // Seen due and full by clean-up, and then used by somebody faster.
 func TestCleanup_LeavesWhatWasUsedBeforeItGotTheLock(t *testing.T) {
 	t.Parallel()

@@ -29,7 +29,7 @@ type operation struct {
 	readings         []time.Time // of the clock, by which it may have decided
 	policies         []model.Policy
 	answer           *reply // nil for calls that have none
-	met              bool   // its idempotency key was granted to somebody else meanwhile
+	met              bool   // its idempotency key was granted to somebody else meanwhile, or lives again by a clock that went back
 }
 
 // Kinds of operations.

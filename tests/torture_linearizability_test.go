@@ -30,7 +30,9 @@ func TestTorture_Linearizability(t *testing.T) {
 	var n operationCounts
 	c.write(run.goesOn, func(seed uint64, histories []history, err error) bool {
 		if err != nil {
-			t.Errorf("history %d: %v", seed, err)
+			var pgErr *pgconn.PgError
+			errors.As(err, &pgErr)
+			t.Errorf("history %d: %v: %+v", seed, err, pgErr)
 		}
 		n.buckets += len(histories)
 		for _, h := range histories {
@@ -344,7 +346,7 @@ func (h *chronicle) finish() (histories []history) {
 		}
 		for _, op := range of {
 			op.met = op.idempotencyKey != "" && slices.ContainsFunc(granted[op.idempotencyKey], func(g *operation) bool {
-				return g != op && g.overlaps(op) && (op.batch == 0 || op.batch != g.batch)
+				return g != op && (op.batch == 0 || op.batch != g.batch) && (g.overlaps(op) || len(op.readings) > 1)
 			})
 		}
 		histories = append(histories, of)
