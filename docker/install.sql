@@ -359,11 +359,19 @@ $$;
 comment on function ratelimit.refuse(text, text, text) is
   'Raises 22023 for one argument.';
 
+create or replace function ratelimit.is_name(value text)
+  returns boolean language sql immutable parallel safe
+as $$
+  select octet_length(value) between 1 and 512
+$$;
+comment on function ratelimit.is_name(text) is
+  'Whether a policy, key or idempotency key has 1 to 512 bytes; null for null.';
+
 create or replace function ratelimit.check_name(argument text, value text)
   returns void language plpgsql
 as $$
 begin
-  if (octet_length(value) between 1 and 512) is not true then
+  if ratelimit.is_name(value) is not true then
     perform ratelimit.refuse(argument,
       case when value is null then null when value = '' then 'empty' else octet_length(value) || ' bytes long' end,
       'Pass a text of 1 to 512 bytes.');
@@ -392,7 +400,7 @@ comment on function ratelimit.check_tokens(text, bigint) is
 create or replace function ratelimit.acceptable(key text, cost bigint)
   returns boolean language sql immutable parallel safe
 as $$
-  select (octet_length(key) between 1 and 512 and cost >= 0) is true
+  select (ratelimit.is_name(key) and cost >= 0) is true
 $$;
 comment on function ratelimit.acceptable(text, bigint) is
   'Whether check_request would pass this key and cost; inlined, where a call would cost.';
@@ -731,7 +739,7 @@ begin
     perform check_request(policy, v_key, v_cost, v_idempotency_key);
   end if;
   if v_idempotency_key is not null then
-    if octet_length(v_idempotency_key) not between 1 and 512 then
+    if not is_name(v_idempotency_key) then
       perform check_request(policy, v_key, v_cost, v_idempotency_key);
     end if;
     if v_cost = 0 then
@@ -1205,7 +1213,7 @@ begin
     v_position        := 0;
     if v_policy.id is null
        or not acceptable(v_key, v_cost)
-       or octet_length(v_run.idempotency_key) not between 1 and 512 then
+       or not is_name(v_run.idempotency_key) then
       return query
         select r.request, null::boolean, null::bigint, null::interval, null::interval, null::bigint, null::boolean, e.*
           from unnest(v_run.requests) as r (request)
@@ -1539,15 +1547,10 @@ declare
   v_length integer  := cardinality(ratelimit_acquire_many.policies);
   v_costs  bigint[] := ratelimit_acquire_many.costs;
 begin
-  if v_length is null
-     or cardinality(keys) is distinct from v_length
-     or cardinality(costs) <> v_length
-     or cardinality(idempotency_keys) <> v_length then
-    perform check_length('policies', v_length, v_length);
-    perform check_length('keys', cardinality(keys), v_length);
-    perform check_length('costs', coalesce(cardinality(costs), v_length), v_length);
-    perform check_length('idempotency_keys', coalesce(cardinality(idempotency_keys), v_length), v_length);
-  end if;
+  perform check_length('policies', v_length, v_length);
+  perform check_length('keys', cardinality(keys), v_length);
+  perform check_length('costs', coalesce(cardinality(costs), v_length), v_length);
+  perform check_length('idempotency_keys', coalesce(cardinality(idempotency_keys), v_length), v_length);
   if v_costs is null then
     v_costs := array_fill(1::bigint, array[v_length]);
   elsif array_lower(v_costs, 1) <> 1 or array_ndims(v_costs) <> 1 then

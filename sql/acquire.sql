@@ -46,7 +46,7 @@ begin
     perform check_request(policy, v_key, v_cost, v_idempotency_key);
   end if;
   if v_idempotency_key is not null then
-    if octet_length(v_idempotency_key) not between 1 and 512 then
+    if not is_name(v_idempotency_key) then
       perform check_request(policy, v_key, v_cost, v_idempotency_key);
     end if;
     if v_cost = 0 then

@@ -14,11 +14,19 @@ $$;
 comment on function ratelimit.refuse(text, text, text) is
   'Raises 22023 for one argument.';
 
+create or replace function ratelimit.is_name(value text)
+  returns boolean language sql immutable parallel safe
+as $$
+  select octet_length(value) between 1 and 512
+$$;
+comment on function ratelimit.is_name(text) is
+  'Whether a policy, key or idempotency key has 1 to 512 bytes; null for null.';
+
 create or replace function ratelimit.check_name(argument text, value text)
   returns void language plpgsql
 as $$
 begin
-  if (octet_length(value) between 1 and 512) is not true then
+  if ratelimit.is_name(value) is not true then
     perform ratelimit.refuse(argument,
       case when value is null then null when value = '' then 'empty' else octet_length(value) || ' bytes long' end,
       'Pass a text of 1 to 512 bytes.');
@@ -47,7 +55,7 @@ comment on function ratelimit.check_tokens(text, bigint) is
 create or replace function ratelimit.acceptable(key text, cost bigint)
   returns boolean language sql immutable parallel safe
 as $$
-  select (octet_length(key) between 1 and 512 and cost >= 0) is true
+  select (ratelimit.is_name(key) and cost >= 0) is true
 $$;
 comment on function ratelimit.acceptable(text, bigint) is
   'Whether check_request would pass this key and cost; inlined, where a call would cost.';

@@ -122,9 +122,6 @@ func (s *source) parse(tokens []string) {
 		case word == "for":
 			variables := upTo("in")[1:]
 			s.loop(variables, upTo("loop"))
-		case word == "foreach":
-			upTo("array")
-			s.expression(upTo("loop"))
 		case word == "end" || word == "raise" || word == "get" || word == "commit":
 			tokens = tokens[1:]
 			s.ignored(upTo(";"))
@@ -233,9 +230,6 @@ func withoutInto(tokens []string) []string {
 
 // namesTable tells a table from a variable of its name.
 func namesTable(tokens []string, i int) bool {
-	if i > 1 && tokens[i-2] == "distinct" { // is distinct from
-		return false
-	}
 	return i > 0 && slices.Contains([]string{"from", "into", "join", "update", "using"}, tokens[i-1])
 }
 

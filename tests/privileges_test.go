@@ -247,6 +247,7 @@ const evil = `
 	  returns bigint language sql as $$ select 99000000::bigint $$;
 	create function evil.wait_for(bigint, bigint, timestamptz, timestamptz, numeric, numeric, numeric)
 	  returns bigint language sql as $$ select 0::bigint $$;
+	create function evil.is_name(text) returns boolean language sql as $$ select true $$;
 	create function evil.acceptable(text, bigint) returns boolean language sql as $$ select true $$;
 	create function evil.unknown_policy(text) returns void language sql as $$ select $$;
 	create function evil.wrong(bigint, bigint) returns bigint language sql as $$ select 42::bigint $$;

@@ -152,7 +152,7 @@ begin
     v_position        := 0;
     if v_policy.id is null
        or not acceptable(v_key, v_cost)
-       or octet_length(v_run.idempotency_key) not between 1 and 512 then
+       or not is_name(v_run.idempotency_key) then
       return query
         select r.request, null::boolean, null::bigint, null::interval, null::interval, null::bigint, null::boolean, e.*
           from unnest(v_run.requests) as r (request)
@@ -248,15 +248,10 @@ declare
   v_length integer  := cardinality(ratelimit_acquire_many.policies);
   v_costs  bigint[] := ratelimit_acquire_many.costs;
 begin
-  if v_length is null
-     or cardinality(keys) is distinct from v_length
-     or cardinality(costs) <> v_length
-     or cardinality(idempotency_keys) <> v_length then
-    perform check_length('policies', v_length, v_length);
-    perform check_length('keys', cardinality(keys), v_length);
-    perform check_length('costs', coalesce(cardinality(costs), v_length), v_length);
-    perform check_length('idempotency_keys', coalesce(cardinality(idempotency_keys), v_length), v_length);
-  end if;
+  perform check_length('policies', v_length, v_length);
+  perform check_length('keys', cardinality(keys), v_length);
+  perform check_length('costs', coalesce(cardinality(costs), v_length), v_length);
+  perform check_length('idempotency_keys', coalesce(cardinality(idempotency_keys), v_length), v_length);
   if v_costs is null then
     v_costs := array_fill(1::bigint, array[v_length]);
   elsif array_lower(v_costs, 1) <> 1 or array_ndims(v_costs) <> 1 then
