@@ -149,7 +149,18 @@ func (c *cluster) Kill(ctx context.Context) error {
 			}
 		}
 	}
+	for _, name := range c.lockFiles() {
+		if file, err := os.Stat(name); err == nil && file.Size() == 0 {
+			if err := os.Remove(name); err != nil { // killed before it was written: PostgreSQL leaves that to us
+				return err
+			}
+		}
+	}
 	return nil
+}
+
+func (c *cluster) lockFiles() []string {
+	return []string{filepath.Join(c.data(), "postmaster.pid"), filepath.Join(c.dir, ".s.PGSQL.5432.lock")}
 }
 
 // processes finds the server's by their working directory, which is the data directory.
