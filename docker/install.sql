@@ -81,8 +81,10 @@ create table ratelimit.policies (
   tick        interval not null generated always as (case when stepped then every else interval '1 microsecond' end) stored,
   every_us    numeric  not null generated always as (extract(epoch from every) * 1000000.0) stored,
   tick_us     numeric  not null generated always as (case when stepped then extract(epoch from every) * 1000000.0 else 1 end) stored,
-  gain        numeric  not null generated always as (refill * 1000000) stored,
+  full_level  numeric  not null generated always as (capacity * 1000000) stored,
+  gain        numeric  not null generated always as (refill::numeric * 1000000000000::numeric) stored,
   tick_gain   numeric  not null generated always as ((refill * 1000000)::numeric * case when stepped then extract(epoch from every) * 1000000.0 else 1 end) stored,
+  round_up    numeric  not null generated always as ((refill * 1000000)::numeric * case when stepped then extract(epoch from every) * 1000000.0 else 1 end - 1::numeric) stored,
   remember_us bigint   not null generated always as ((extract(epoch from remember) * 1000000.0)::bigint) stored,
   constraint policies_pkey primary key (name),
   constraint policies_id_key unique (id)
@@ -268,9 +270,10 @@ comment on function ratelimit.clock() is
 -- The arithmetic of a bucket. Levels are whole microtokens and times whole microseconds, so every
 -- answer is a function of integers; products go through numeric, which cannot overflow or round.
 --
--- A bucket is (level, refilled_at): what it held, and when. It gains evenly, gain microtokens in every_us,
--- but is credited at its ticks only, counted from refilled_at, and never more than fills it. A tick is a
--- microsecond when refill is continuous, and a whole interval when it is stepped.
+-- A bucket is (level, refilled_at): what it held, and when. It gains evenly, gain microtokens in every_us
+-- seconds, which are a million intervals, but is credited at its ticks only, counted from refilled_at, and
+-- never more than fills it. A tick is a microsecond when refill is continuous, and a whole interval when it
+-- is stepped: tick_us long, worth tick_gain / every_us microtokens.
 --
 -- All of these are IMMUTABLE single expressions, so that the planner inlines them. An argument used
 -- twice must be a column or a variable, or inlining stops.
@@ -319,29 +322,41 @@ comment on function ratelimit.refilled_until(timestamptz, timestamptz, interval)
   'The last tick of a bucket by now, which refilled_level is good for: whole ticks after refilled_at, never before it.';
 
 create or replace function ratelimit.refilled_level(
-    level bigint, refilled_at timestamptz, now timestamptz, capacity bigint, gain numeric, every_us numeric, tick interval)
+    level bigint, refilled_at timestamptz, now timestamptz, full_level numeric, gain numeric, every_us numeric, tick interval)
   returns bigint language sql immutable parallel safe
 as $$
   select least(
-    ratelimit.microtokens(capacity),
-    level + div(ratelimit.microseconds(ratelimit.refilled_until(refilled_at, now, tick) - refilled_at) * gain, every_us))::bigint
+    full_level,
+    level + div(extract(epoch from ratelimit.refilled_until(refilled_at, now, tick) - refilled_at) * gain, every_us))::bigint
 $$;
-comment on function ratelimit.refilled_level(bigint, timestamptz, timestamptz, bigint, numeric, numeric, interval) is
+comment on function ratelimit.refilled_level(bigint, timestamptz, timestamptz, numeric, numeric, numeric, interval) is
   'The level, in microtokens, that a bucket has reached by now.';
 
--- Exact both ways: at this distance the bucket holds target, one microsecond earlier it does not.
+-- Exact both ways: at this distance the bucket holds target, one microsecond earlier it does not. Only for
+-- one that holds less by now: what takes or denies knows that, and spares itself the rest of wait_for.
+create or replace function ratelimit.wait_below(
+    target numeric, level bigint, elapsed_us numeric,
+    every_us numeric, tick_us numeric, tick_gain numeric, round_up numeric)
+  returns bigint language sql immutable parallel safe
+as $$
+  select (div((target - level) * every_us + round_up, tick_gain) * tick_us - elapsed_us)::bigint
+$$;
+comment on function ratelimit.wait_below(numeric, bigint, numeric, numeric, numeric, numeric, numeric) is
+  'Microseconds until a bucket holds target microtokens, which it lacked elapsed_us after it was level.';
+
 create or replace function ratelimit.wait_for(
-    target bigint, level bigint, refilled_at timestamptz, now timestamptz, every_us numeric, tick_us numeric, tick_gain numeric)
+    target numeric, level bigint, refilled_at timestamptz, now timestamptz,
+    every_us numeric, tick_us numeric, tick_gain numeric, round_up numeric)
   returns bigint language sql immutable parallel safe
 as $$
   select case
     when level >= target then 0
-    else greatest(0, div((target::numeric - level) * every_us + tick_gain - 1, tick_gain) * tick_us
-                     - ratelimit.microseconds(now - refilled_at))::bigint
+    else greatest(0, ratelimit.wait_below(target, level, ratelimit.microseconds(now - refilled_at),
+                                          every_us, tick_us, tick_gain, round_up))
   end
 $$;
-comment on function ratelimit.wait_for(bigint, bigint, timestamptz, timestamptz, numeric, numeric, numeric) is
-  'Microseconds from now until a bucket holds target microtokens.';
+comment on function ratelimit.wait_for(numeric, bigint, timestamptz, timestamptz, numeric, numeric, numeric, numeric) is
+  'Microseconds from now until a bucket holds target microtokens, zero when it does.';
 
 -- Refusals. Each raises a constant message, the facts in DETAIL and the remedy in HINT.
 
@@ -732,7 +747,8 @@ declare
   v_reset_us        bigint;
   v_due_at          timestamptz;
   v_expires_at      timestamptz;
-  v_replayed        boolean := false;
+  v_lost            integer;
+  v_replayed        boolean;
   v_first           idempotency_keys;
 begin
   if not acceptable(v_key, v_cost) then
@@ -763,35 +779,35 @@ begin
          where k.policy_id       = v_policy.id
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
-        v_replayed := coalesce(v_first.expires_at > v_now, false);
+        v_replayed := v_first.expires_at > v_now;
         exit decide when v_replayed;
       end if;
 
-      for v_round in 1 .. 1000 loop
+      loop
         if v_take > 0 then
           update buckets as b
              set level       = refilled_level(b.level, b.refilled_at, v_now,
-                                              v_policy.capacity, v_policy.gain, v_policy.every_us, v_policy.tick) - v_take,
+                                              v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) - v_take,
                  refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick)
            where b.policy_id = v_policy.id
              and b.key       = v_key
              and refilled_level(b.level, b.refilled_at, v_now,
-                                v_policy.capacity, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_take
+                                v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_take
           returning b.level, b.refilled_at into v_level, v_refilled_at;
           exit when found;
         end if;
 
         v_now := clock();  -- the update may have waited
         select refilled_level(b.level, b.refilled_at, v_now,
-                      v_policy.capacity, v_policy.gain, v_policy.every_us, v_policy.tick),
+                      v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
            case
              when v_cost = 0 then 0::bigint
              when v_cost <= v_policy.capacity then
                wait_for(microtokens(v_cost), b.level, b.refilled_at, v_now,
-                        v_policy.every_us, v_policy.tick_us, v_policy.tick_gain)
+                        v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
            end,
-           wait_for(microtokens(v_policy.capacity), b.level, b.refilled_at, v_now,
-                    v_policy.every_us, v_policy.tick_us, v_policy.tick_gain)
+           wait_for(v_policy.full_level, b.level, b.refilled_at, v_now,
+                    v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
       into v_level, v_retry_us, v_reset_us
       from buckets as b
      where b.policy_id = v_policy.id
@@ -803,19 +819,21 @@ begin
     end if;
 
         if v_take = 0 or v_retry_us <> 0 then
+          v_take := 0;
           if v_idempotency_key is not null then
             select k.* into v_first
           from idempotency_keys as k
          where k.policy_id       = v_policy.id
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
-        v_replayed := coalesce(v_first.expires_at > v_now, false);
+        v_replayed := v_first.expires_at > v_now;
           end if;
           exit decide;
         end if;
 
         -- It fits by now, or the bucket has no row. Each round but the first lost against somebody else's call.
-        if v_round = 1000 then
+        v_lost := coalesce(v_lost, -1) + 1;
+        if v_lost = 1000 then
           raise exception 'the bucket changed at every look'
             using errcode = '40001',
                   detail  = format('Key %s of policy %s.', quote_literal(v_key), quote_literal(v_policy.name)),
@@ -825,8 +843,8 @@ begin
         if not found then
           v_level       := v_level - v_take;
           v_refilled_at := v_now;
-          v_reset_us    := wait_for(microtokens(v_policy.capacity), v_level, v_refilled_at, v_now,
-                                    v_policy.every_us, v_policy.tick_us, v_policy.tick_gain);
+          v_reset_us    := wait_below(v_policy.full_level, v_level, 0,
+                                      v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
           v_due_at      := v_now + least(duration(v_reset_us), interval '24 hours');
           insert into buckets (policy_id, key, level, refilled_at, due_at)
           values (v_policy.id, v_key, v_level, v_refilled_at, v_due_at)
@@ -835,9 +853,8 @@ begin
         end if;
       end loop;
 
-      v_retry_us := 0;
-      v_reset_us := wait_for(microtokens(v_policy.capacity), v_level, v_refilled_at, v_now,
-                             v_policy.every_us, v_policy.tick_us, v_policy.tick_gain);
+      v_reset_us := wait_below(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at),
+                               v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
 
       if v_idempotency_key is not null then
         v_expires_at := v_now + duration(v_policy.remember_us);
@@ -862,7 +879,7 @@ begin
          where k.policy_id       = v_policy.id
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
-        v_replayed := coalesce(v_first.expires_at > v_now, false);
+        v_replayed := v_first.expires_at > v_now;
         end if;
       end if;
     end decide;
@@ -876,35 +893,35 @@ begin
          where k.policy_id       = v_policy.id
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
-        v_replayed := coalesce(v_first.expires_at > v_now, false);
+        v_replayed := v_first.expires_at > v_now;
         exit decide when v_replayed;
       end if;
 
-      for v_round in 1 .. 1000 loop
+      loop
         if v_take > 0 then
           update ephemeral_buckets as b
              set level       = refilled_level(b.level, b.refilled_at, v_now,
-                                              v_policy.capacity, v_policy.gain, v_policy.every_us, v_policy.tick) - v_take,
+                                              v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) - v_take,
                  refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick)
            where b.policy_id = v_policy.id
              and b.key       = v_key
              and refilled_level(b.level, b.refilled_at, v_now,
-                                v_policy.capacity, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_take
+                                v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_take
           returning b.level, b.refilled_at into v_level, v_refilled_at;
           exit when found;
         end if;
 
         v_now := clock();  -- the update may have waited
         select refilled_level(b.level, b.refilled_at, v_now,
-                      v_policy.capacity, v_policy.gain, v_policy.every_us, v_policy.tick),
+                      v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
            case
              when v_cost = 0 then 0::bigint
              when v_cost <= v_policy.capacity then
                wait_for(microtokens(v_cost), b.level, b.refilled_at, v_now,
-                        v_policy.every_us, v_policy.tick_us, v_policy.tick_gain)
+                        v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
            end,
-           wait_for(microtokens(v_policy.capacity), b.level, b.refilled_at, v_now,
-                    v_policy.every_us, v_policy.tick_us, v_policy.tick_gain)
+           wait_for(v_policy.full_level, b.level, b.refilled_at, v_now,
+                    v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
       into v_level, v_retry_us, v_reset_us
       from ephemeral_buckets as b
      where b.policy_id = v_policy.id
@@ -916,19 +933,21 @@ begin
     end if;
 
         if v_take = 0 or v_retry_us <> 0 then
+          v_take := 0;
           if v_idempotency_key is not null then
             select k.* into v_first
           from ephemeral_idempotency_keys as k
          where k.policy_id       = v_policy.id
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
-        v_replayed := coalesce(v_first.expires_at > v_now, false);
+        v_replayed := v_first.expires_at > v_now;
           end if;
           exit decide;
         end if;
 
         -- It fits by now, or the bucket has no row. Each round but the first lost against somebody else's call.
-        if v_round = 1000 then
+        v_lost := coalesce(v_lost, -1) + 1;
+        if v_lost = 1000 then
           raise exception 'the bucket changed at every look'
             using errcode = '40001',
                   detail  = format('Key %s of policy %s.', quote_literal(v_key), quote_literal(v_policy.name)),
@@ -938,8 +957,8 @@ begin
         if not found then
           v_level       := v_level - v_take;
           v_refilled_at := v_now;
-          v_reset_us    := wait_for(microtokens(v_policy.capacity), v_level, v_refilled_at, v_now,
-                                    v_policy.every_us, v_policy.tick_us, v_policy.tick_gain);
+          v_reset_us    := wait_below(v_policy.full_level, v_level, 0,
+                                      v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
           v_due_at      := v_now + least(duration(v_reset_us), interval '24 hours');
           insert into ephemeral_buckets (policy_id, key, level, refilled_at, due_at)
           values (v_policy.id, v_key, v_level, v_refilled_at, v_due_at)
@@ -948,9 +967,8 @@ begin
         end if;
       end loop;
 
-      v_retry_us := 0;
-      v_reset_us := wait_for(microtokens(v_policy.capacity), v_level, v_refilled_at, v_now,
-                             v_policy.every_us, v_policy.tick_us, v_policy.tick_gain);
+      v_reset_us := wait_below(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at),
+                               v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
 
       if v_idempotency_key is not null then
         v_expires_at := v_now + duration(v_policy.remember_us);
@@ -975,7 +993,7 @@ begin
          where k.policy_id       = v_policy.id
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
-        v_replayed := coalesce(v_first.expires_at > v_now, false);
+        v_replayed := v_first.expires_at > v_now;
         end if;
       end if;
     end decide;
@@ -984,7 +1002,7 @@ begin
 
   if v_replayed then
     return replay(v_first, v_cost);
-  elsif v_retry_us = 0 and v_cost > 0 then
+  elsif v_take > 0 then
     return granted(v_level, v_reset_us, v_policy.capacity);
   end if;
   return answer(v_level, v_retry_us, v_reset_us, v_policy.capacity);
@@ -1023,6 +1041,7 @@ declare
   v_position        integer;  -- the requests of the run answered so far
   v_step            bigint;   -- microtokens between two grants of a run
   v_count           integer;
+  v_elapsed_us      numeric;
   v_name            text collate "C" := acquire_in_order.policy;
   v_key             text collate "C";
   v_cost            bigint;
@@ -1036,6 +1055,7 @@ declare
   v_reset_us        bigint;
   v_due_at          timestamptz;
   v_expires_at      timestamptz;
+  v_lost            integer;
   v_replayed        boolean;
   v_first           idempotency_keys;
 begin
@@ -1049,7 +1069,7 @@ begin
       with found as materialized (
         select w.*, b.row_id, b.policy_id, b.level, b.refilled_at,
                refilled_level(b.level, b.refilled_at, v_now,
-                              v_policy.capacity, v_policy.gain, v_policy.every_us, v_policy.tick) as level_now
+                              v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) as level_now
           from (select a.key, max(a.total) as total, min(a.cost) as cheapest,
                        array_agg(a.request) as requests, array_agg(a.total) as totals
                   from (select u.key collate "C" as key, u.cost, u.request,
@@ -1087,8 +1107,8 @@ begin
       select requests[a.request], a.allowed, whole_tokens(a.level), duration(a.retry_us), duration(a.reset_us),
              v_policy.capacity, false, null::text, null::text, null::text, null::text
         from (select g.request, true as allowed, g.level, 0::bigint as retry_us,
-                     wait_for(microtokens(v_policy.capacity), g.level, g.refilled_at, v_now,
-                              v_policy.every_us, v_policy.tick_us, v_policy.tick_gain) as reset_us
+                     wait_for(v_policy.full_level, g.level, g.refilled_at, v_now,
+                              v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up) as reset_us
                 from (select r.request, r.level + microtokens(r.total - r.total_so_far) as level, r.refilled_at
                         from (select unnest(t.requests) as request, unnest(t.totals) as total_so_far,
                                      t.total, t.level, t.refilled_at
@@ -1099,10 +1119,10 @@ begin
                      case
                        when d.cost <= v_policy.capacity then
                          wait_for(microtokens(d.cost), d.level, d.refilled_at, v_now,
-                                  v_policy.every_us, v_policy.tick_us, v_policy.tick_gain)
+                                  v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
                      end,
-                     wait_for(microtokens(v_policy.capacity), d.level, d.refilled_at, v_now,
-                              v_policy.every_us, v_policy.tick_us, v_policy.tick_gain)
+                     wait_for(v_policy.full_level, d.level, d.refilled_at, v_now,
+                              v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
                 from (select r.request, costs[r.request] as cost, r.level, r.refilled_at, r.level_now
                         from (select unnest(f.requests) as request, f.level, f.refilled_at, f.level_now
                                 from found as f
@@ -1116,7 +1136,7 @@ begin
       with found as materialized (
         select w.*, b.row_id, b.policy_id, b.level, b.refilled_at,
                refilled_level(b.level, b.refilled_at, v_now,
-                              v_policy.capacity, v_policy.gain, v_policy.every_us, v_policy.tick) as level_now
+                              v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) as level_now
           from (select a.key, max(a.total) as total, min(a.cost) as cheapest,
                        array_agg(a.request) as requests, array_agg(a.total) as totals
                   from (select u.key collate "C" as key, u.cost, u.request,
@@ -1154,8 +1174,8 @@ begin
       select requests[a.request], a.allowed, whole_tokens(a.level), duration(a.retry_us), duration(a.reset_us),
              v_policy.capacity, false, null::text, null::text, null::text, null::text
         from (select g.request, true as allowed, g.level, 0::bigint as retry_us,
-                     wait_for(microtokens(v_policy.capacity), g.level, g.refilled_at, v_now,
-                              v_policy.every_us, v_policy.tick_us, v_policy.tick_gain) as reset_us
+                     wait_for(v_policy.full_level, g.level, g.refilled_at, v_now,
+                              v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up) as reset_us
                 from (select r.request, r.level + microtokens(r.total - r.total_so_far) as level, r.refilled_at
                         from (select unnest(t.requests) as request, unnest(t.totals) as total_so_far,
                                      t.total, t.level, t.refilled_at
@@ -1166,10 +1186,10 @@ begin
                      case
                        when d.cost <= v_policy.capacity then
                          wait_for(microtokens(d.cost), d.level, d.refilled_at, v_now,
-                                  v_policy.every_us, v_policy.tick_us, v_policy.tick_gain)
+                                  v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
                      end,
-                     wait_for(microtokens(v_policy.capacity), d.level, d.refilled_at, v_now,
-                              v_policy.every_us, v_policy.tick_us, v_policy.tick_gain)
+                     wait_for(v_policy.full_level, d.level, d.refilled_at, v_now,
+                              v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
                 from (select r.request, costs[r.request] as cost, r.level, r.refilled_at, r.level_now
                         from (select unnest(f.requests) as request, f.level, f.refilled_at, f.level_now
                                 from found as f
@@ -1227,7 +1247,8 @@ begin
           microtokens(v_cost * least(cardinality(v_run.requests) - v_position, v_policy.capacity / v_cost))
         else 0
       end;
-      v_replayed := false;
+      v_lost     := null;
+      v_replayed := null;
       if v_policy.durable then
         <<decide>>
     begin
@@ -1237,15 +1258,15 @@ begin
          where k.policy_id       = v_policy.id
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
-        v_replayed := coalesce(v_first.expires_at > v_now, false);
+        v_replayed := v_first.expires_at > v_now;
         exit decide when v_replayed;
       end if;
 
-      for v_round in 1 .. 1000 loop
+      loop
         if v_take > 0 then
           update buckets as b
              set level       = refilled_level(b.level, b.refilled_at, v_now,
-                                              v_policy.capacity, v_policy.gain, v_policy.every_us, v_policy.tick) - v_take,
+                                              v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) - v_take,
                  refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick)
            where b.ctid = (select b.ctid
                              from buckets as b
@@ -1255,22 +1276,22 @@ begin
      order by b.key desc
      limit 1)
              and refilled_level(b.level, b.refilled_at, v_now,
-                                v_policy.capacity, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_take
+                                v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_take
           returning b.level, b.refilled_at into v_level, v_refilled_at;
           exit when found;
         end if;
 
         v_now := clock();  -- the update may have waited
         select refilled_level(b.level, b.refilled_at, v_now,
-                      v_policy.capacity, v_policy.gain, v_policy.every_us, v_policy.tick),
+                      v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
            case
              when v_cost = 0 then 0::bigint
              when v_cost <= v_policy.capacity then
                wait_for(microtokens(v_cost), b.level, b.refilled_at, v_now,
-                        v_policy.every_us, v_policy.tick_us, v_policy.tick_gain)
+                        v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
            end,
-           wait_for(microtokens(v_policy.capacity), b.level, b.refilled_at, v_now,
-                    v_policy.every_us, v_policy.tick_us, v_policy.tick_gain)
+           wait_for(v_policy.full_level, b.level, b.refilled_at, v_now,
+                    v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
       into v_level, v_retry_us, v_reset_us
       from buckets as b
      where b.policy_id = v_policy.id
@@ -1285,19 +1306,21 @@ begin
     end if;
 
         if v_take = 0 or v_retry_us <> 0 then
+          v_take := 0;
           if v_idempotency_key is not null then
             select k.* into v_first
           from idempotency_keys as k
          where k.policy_id       = v_policy.id
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
-        v_replayed := coalesce(v_first.expires_at > v_now, false);
+        v_replayed := v_first.expires_at > v_now;
           end if;
           exit decide;
         end if;
 
         -- It fits by now, or the bucket has no row. Each round but the first lost against somebody else's call.
-        if v_round = 1000 then
+        v_lost := coalesce(v_lost, -1) + 1;
+        if v_lost = 1000 then
           raise exception 'the bucket changed at every look'
             using errcode = '40001',
                   detail  = format('Key %s of policy %s.', quote_literal(v_key), quote_literal(v_policy.name)),
@@ -1307,8 +1330,8 @@ begin
         if not found then
           v_level       := v_level - v_take;
           v_refilled_at := v_now;
-          v_reset_us    := wait_for(microtokens(v_policy.capacity), v_level, v_refilled_at, v_now,
-                                    v_policy.every_us, v_policy.tick_us, v_policy.tick_gain);
+          v_reset_us    := wait_below(v_policy.full_level, v_level, 0,
+                                      v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
           v_due_at      := v_now + least(duration(v_reset_us), interval '24 hours');
           insert into buckets (policy_id, key, level, refilled_at, due_at)
           values (v_policy.id, v_key, v_level, v_refilled_at, v_due_at)
@@ -1317,9 +1340,8 @@ begin
         end if;
       end loop;
 
-      v_retry_us := 0;
-      v_reset_us := wait_for(microtokens(v_policy.capacity), v_level, v_refilled_at, v_now,
-                             v_policy.every_us, v_policy.tick_us, v_policy.tick_gain);
+      v_reset_us := wait_below(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at),
+                               v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
 
       if v_idempotency_key is not null then
         v_expires_at := v_now + duration(v_policy.remember_us);
@@ -1344,7 +1366,7 @@ begin
          where k.policy_id       = v_policy.id
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
-        v_replayed := coalesce(v_first.expires_at > v_now, false);
+        v_replayed := v_first.expires_at > v_now;
         end if;
       end if;
     end decide;
@@ -1358,15 +1380,15 @@ begin
          where k.policy_id       = v_policy.id
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
-        v_replayed := coalesce(v_first.expires_at > v_now, false);
+        v_replayed := v_first.expires_at > v_now;
         exit decide when v_replayed;
       end if;
 
-      for v_round in 1 .. 1000 loop
+      loop
         if v_take > 0 then
           update ephemeral_buckets as b
              set level       = refilled_level(b.level, b.refilled_at, v_now,
-                                              v_policy.capacity, v_policy.gain, v_policy.every_us, v_policy.tick) - v_take,
+                                              v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) - v_take,
                  refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick)
            where b.ctid = (select b.ctid
                              from ephemeral_buckets as b
@@ -1376,22 +1398,22 @@ begin
      order by b.key desc
      limit 1)
              and refilled_level(b.level, b.refilled_at, v_now,
-                                v_policy.capacity, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_take
+                                v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_take
           returning b.level, b.refilled_at into v_level, v_refilled_at;
           exit when found;
         end if;
 
         v_now := clock();  -- the update may have waited
         select refilled_level(b.level, b.refilled_at, v_now,
-                      v_policy.capacity, v_policy.gain, v_policy.every_us, v_policy.tick),
+                      v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
            case
              when v_cost = 0 then 0::bigint
              when v_cost <= v_policy.capacity then
                wait_for(microtokens(v_cost), b.level, b.refilled_at, v_now,
-                        v_policy.every_us, v_policy.tick_us, v_policy.tick_gain)
+                        v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
            end,
-           wait_for(microtokens(v_policy.capacity), b.level, b.refilled_at, v_now,
-                    v_policy.every_us, v_policy.tick_us, v_policy.tick_gain)
+           wait_for(v_policy.full_level, b.level, b.refilled_at, v_now,
+                    v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
       into v_level, v_retry_us, v_reset_us
       from ephemeral_buckets as b
      where b.policy_id = v_policy.id
@@ -1406,19 +1428,21 @@ begin
     end if;
 
         if v_take = 0 or v_retry_us <> 0 then
+          v_take := 0;
           if v_idempotency_key is not null then
             select k.* into v_first
           from ephemeral_idempotency_keys as k
          where k.policy_id       = v_policy.id
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
-        v_replayed := coalesce(v_first.expires_at > v_now, false);
+        v_replayed := v_first.expires_at > v_now;
           end if;
           exit decide;
         end if;
 
         -- It fits by now, or the bucket has no row. Each round but the first lost against somebody else's call.
-        if v_round = 1000 then
+        v_lost := coalesce(v_lost, -1) + 1;
+        if v_lost = 1000 then
           raise exception 'the bucket changed at every look'
             using errcode = '40001',
                   detail  = format('Key %s of policy %s.', quote_literal(v_key), quote_literal(v_policy.name)),
@@ -1428,8 +1452,8 @@ begin
         if not found then
           v_level       := v_level - v_take;
           v_refilled_at := v_now;
-          v_reset_us    := wait_for(microtokens(v_policy.capacity), v_level, v_refilled_at, v_now,
-                                    v_policy.every_us, v_policy.tick_us, v_policy.tick_gain);
+          v_reset_us    := wait_below(v_policy.full_level, v_level, 0,
+                                      v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
           v_due_at      := v_now + least(duration(v_reset_us), interval '24 hours');
           insert into ephemeral_buckets (policy_id, key, level, refilled_at, due_at)
           values (v_policy.id, v_key, v_level, v_refilled_at, v_due_at)
@@ -1438,9 +1462,8 @@ begin
         end if;
       end loop;
 
-      v_retry_us := 0;
-      v_reset_us := wait_for(microtokens(v_policy.capacity), v_level, v_refilled_at, v_now,
-                             v_policy.every_us, v_policy.tick_us, v_policy.tick_gain);
+      v_reset_us := wait_below(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at),
+                               v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
 
       if v_idempotency_key is not null then
         v_expires_at := v_now + duration(v_policy.remember_us);
@@ -1465,7 +1488,7 @@ begin
          where k.policy_id       = v_policy.id
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
-        v_replayed := coalesce(v_first.expires_at > v_now, false);
+        v_replayed := v_first.expires_at > v_now;
         end if;
       end if;
     end decide;
@@ -1478,18 +1501,22 @@ begin
             from refusal(v_name, v_key, v_cost, v_idempotency_key, v_first) as e;
         exit;
       end if;
-      if v_replayed then
+      capacity := v_policy.capacity;
+      replayed := coalesce(v_replayed, false);
+      if replayed then
+        v_take     := 0;
         v_level    := microtokens(v_first.remaining);
         v_retry_us := 0;
         v_reset_us := microseconds(v_first.reset_after)::bigint;
+        capacity   := v_first.capacity;
+      elsif v_take > 0 then
+        v_retry_us := 0;
       end if;
       allowed     := coalesce(v_retry_us = 0, false);
       retry_after := duration(v_retry_us);
-      capacity    := case when v_replayed then v_first.capacity else v_policy.capacity end;
-      replayed    := v_replayed;
 
       -- A grant is answered by the level it left; what of the run did not fit goes round again.
-      v_step  := case when allowed and not v_replayed and v_take > 0 then microtokens(v_cost) else 0 end;
+      v_step  := case when v_take > 0 then microtokens(v_cost) else 0 end;
       v_count := case when v_step > 0 then (v_take / v_step)::integer else cardinality(v_run.requests) - v_position end;
       if v_count = 1 then
         request     := v_run.requests[v_position + 1];
@@ -1497,14 +1524,15 @@ begin
         reset_after := duration(v_reset_us);
         return next;
       else
+        v_elapsed_us := microseconds(v_now - v_refilled_at);
         return query
           select d.request, acquire_in_order.allowed, whole_tokens(d.level), acquire_in_order.retry_after,
                  duration(d.reset_us), acquire_in_order.capacity, acquire_in_order.replayed, null, null, null, null
             from (select l.request, l.level,
                          case
                            when v_step = 0 then v_reset_us
-                           else wait_for(microtokens(v_policy.capacity), l.level, v_refilled_at, v_now,
-                                         v_policy.every_us, v_policy.tick_us, v_policy.tick_gain)
+                           else wait_below(v_policy.full_level, l.level, v_elapsed_us,
+                                           v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
                          end as reset_us
                     from (select v_run.requests[v_position + n] as request, v_level + (v_count - n) * v_step as level
                             from generate_series(1, v_count) as n
@@ -1611,15 +1639,15 @@ begin
   v_now := clock();
   if v_policy.durable then
     select refilled_level(b.level, b.refilled_at, v_now,
-                      v_policy.capacity, v_policy.gain, v_policy.every_us, v_policy.tick),
+                      v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
            case
              when v_cost = 0 then 0::bigint
              when v_cost <= v_policy.capacity then
                wait_for(microtokens(v_cost), b.level, b.refilled_at, v_now,
-                        v_policy.every_us, v_policy.tick_us, v_policy.tick_gain)
+                        v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
            end,
-           wait_for(microtokens(v_policy.capacity), b.level, b.refilled_at, v_now,
-                    v_policy.every_us, v_policy.tick_us, v_policy.tick_gain)
+           wait_for(v_policy.full_level, b.level, b.refilled_at, v_now,
+                    v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
       into v_level, v_retry_us, v_reset_us
       from buckets as b
      where b.policy_id = v_policy.id
@@ -1632,15 +1660,15 @@ begin
 
   else
     select refilled_level(b.level, b.refilled_at, v_now,
-                      v_policy.capacity, v_policy.gain, v_policy.every_us, v_policy.tick),
+                      v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
            case
              when v_cost = 0 then 0::bigint
              when v_cost <= v_policy.capacity then
                wait_for(microtokens(v_cost), b.level, b.refilled_at, v_now,
-                        v_policy.every_us, v_policy.tick_us, v_policy.tick_gain)
+                        v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
            end,
-           wait_for(microtokens(v_policy.capacity), b.level, b.refilled_at, v_now,
-                    v_policy.every_us, v_policy.tick_us, v_policy.tick_gain)
+           wait_for(v_policy.full_level, b.level, b.refilled_at, v_now,
+                    v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
       into v_level, v_retry_us, v_reset_us
       from ephemeral_buckets as b
      where b.policy_id = v_policy.id
@@ -1688,7 +1716,7 @@ begin
   if v_policy.durable then
     update buckets as b
        set level       = least(refilled_level(b.level, b.refilled_at, v_now,
-                                              v_policy.capacity, v_policy.gain, v_policy.every_us, v_policy.tick),
+                                              v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
                                microtokens(v_policy.capacity - v_amount)) + microtokens(v_amount),
            refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
            due_at      = least(b.due_at, v_now)  -- perhaps full by now
@@ -1698,7 +1726,7 @@ begin
   else
     update ephemeral_buckets as b
        set level       = least(refilled_level(b.level, b.refilled_at, v_now,
-                                              v_policy.capacity, v_policy.gain, v_policy.every_us, v_policy.tick),
+                                              v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
                                microtokens(v_policy.capacity - v_amount)) + microtokens(v_amount),
            refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
            due_at      = least(b.due_at, v_now)  -- perhaps full by now
@@ -1709,8 +1737,8 @@ begin
   if not found then
     return answer(microtokens(v_policy.capacity), 0, 0, v_policy.capacity);
   end if;
-  v_reset_us := wait_for(microtokens(v_policy.capacity), v_level, v_refilled_at, v_now,
-                         v_policy.every_us, v_policy.tick_us, v_policy.tick_gain);
+  v_reset_us := wait_for(v_policy.full_level, v_level, v_refilled_at, v_now,
+                         v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
   return answer(v_level, 0, v_reset_us, v_policy.capacity);
 end;
 $$;
@@ -1787,7 +1815,7 @@ begin
     with due as materialized (
     select b.ctid as row_id,
            p.id is null
-           or wait_for(microtokens(p.capacity), b.level, b.refilled_at, v_now, p.every_us, p.tick_us, p.tick_gain) = 0 as removable
+           or wait_for(p.full_level, b.level, b.refilled_at, v_now, p.every_us, p.tick_us, p.tick_gain, p.round_up) = 0 as removable
       from buckets as b
       left join policies as p on p.id = b.policy_id
      where b.due_at <= due_before
@@ -1801,7 +1829,7 @@ begin
   ), postponed as (
     update buckets as b
        set due_at = v_now + (select least(interval '24 hours',
-                                          duration(wait_for(microtokens(p.capacity), b.level, b.refilled_at, v_now, p.every_us, p.tick_us, p.tick_gain)))
+                                          duration(wait_for(p.full_level, b.level, b.refilled_at, v_now, p.every_us, p.tick_us, p.tick_gain, p.round_up)))
                                from policies as p
                               where p.id = b.policy_id)
      where b.ctid = any (array(select d.row_id from due as d where not d.removable))
@@ -1812,7 +1840,7 @@ begin
     with due as materialized (
     select b.ctid as row_id,
            p.id is null
-           or wait_for(microtokens(p.capacity), b.level, b.refilled_at, v_now, p.every_us, p.tick_us, p.tick_gain) = 0 as removable
+           or wait_for(p.full_level, b.level, b.refilled_at, v_now, p.every_us, p.tick_us, p.tick_gain, p.round_up) = 0 as removable
       from ephemeral_buckets as b
       left join policies as p on p.id = b.policy_id
      where b.due_at <= due_before
@@ -1826,7 +1854,7 @@ begin
   ), postponed as (
     update ephemeral_buckets as b
        set due_at = v_now + (select least(interval '24 hours',
-                                          duration(wait_for(microtokens(p.capacity), b.level, b.refilled_at, v_now, p.every_us, p.tick_us, p.tick_gain)))
+                                          duration(wait_for(p.full_level, b.level, b.refilled_at, v_now, p.every_us, p.tick_us, p.tick_gain, p.round_up)))
                                from policies as p
                               where p.id = b.policy_id)
      where b.ctid = any (array(select d.row_id from due as d where not d.removable))

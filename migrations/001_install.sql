@@ -44,8 +44,10 @@ create table ratelimit.policies (
   tick        interval not null generated always as (case when stepped then every else interval '1 microsecond' end) stored,
   every_us    numeric  not null generated always as (extract(epoch from every) * 1000000.0) stored,
   tick_us     numeric  not null generated always as (case when stepped then extract(epoch from every) * 1000000.0 else 1 end) stored,
-  gain        numeric  not null generated always as (refill * 1000000) stored,
+  full_level  numeric  not null generated always as (capacity * 1000000) stored,
+  gain        numeric  not null generated always as (refill::numeric * 1000000000000::numeric) stored,
   tick_gain   numeric  not null generated always as ((refill * 1000000)::numeric * case when stepped then extract(epoch from every) * 1000000.0 else 1 end) stored,
+  round_up    numeric  not null generated always as ((refill * 1000000)::numeric * case when stepped then extract(epoch from every) * 1000000.0 else 1 end - 1::numeric) stored,
   remember_us bigint   not null generated always as ((extract(epoch from remember) * 1000000.0)::bigint) stored,
   constraint policies_pkey primary key (name),
   constraint policies_id_key unique (id)

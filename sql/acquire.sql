@@ -39,7 +39,8 @@ declare
   v_reset_us        bigint;
   v_due_at          timestamptz;
   v_expires_at      timestamptz;
-  v_replayed        boolean := false;
+  v_lost            integer;
+  v_replayed        boolean;
   v_first           idempotency_keys;
 begin
   if not acceptable(v_key, v_cost) then
@@ -69,7 +70,7 @@ begin
 
   if v_replayed then
     return replay(v_first, v_cost);
-  elsif v_retry_us = 0 and v_cost > 0 then
+  elsif v_take > 0 then
     return granted(v_level, v_reset_us, v_policy.capacity);
   end if;
   return answer(v_level, v_retry_us, v_reset_us, v_policy.capacity);

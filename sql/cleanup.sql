@@ -7,7 +7,7 @@
 with due as materialized (
     select b.ctid as row_id,
            p.id is null
-           or wait_for(microtokens(p.capacity), b.level, b.refilled_at, v_now, p.every_us, p.tick_us, p.tick_gain) = 0 as removable
+           or wait_for(p.full_level, b.level, b.refilled_at, v_now, p.every_us, p.tick_us, p.tick_gain, p.round_up) = 0 as removable
       from {{ . }} as b
       left join policies as p on p.id = b.policy_id
      where b.due_at <= due_before
@@ -21,7 +21,7 @@ with due as materialized (
   ), postponed as (
     update {{ . }} as b
        set due_at = v_now + (select least(interval '24 hours',
-                                          duration(wait_for(microtokens(p.capacity), b.level, b.refilled_at, v_now, p.every_us, p.tick_us, p.tick_gain)))
+                                          duration(wait_for(p.full_level, b.level, b.refilled_at, v_now, p.every_us, p.tick_us, p.tick_gain, p.round_up)))
                                from policies as p
                               where p.id = b.policy_id)
      where b.ctid = any (array(select d.row_id from due as d where not d.removable))

@@ -3,15 +3,15 @@
        arguments are the name of the table and newest, as of decide.sql; the locals those of ratelimit_acquire and
        ratelimit_peek. */ -}}
 select refilled_level(b.level, b.refilled_at, v_now,
-                      v_policy.capacity, v_policy.gain, v_policy.every_us, v_policy.tick),
+                      v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
            case
              when v_cost = 0 then 0::bigint
              when v_cost <= v_policy.capacity then
                wait_for(microtokens(v_cost), b.level, b.refilled_at, v_now,
-                        v_policy.every_us, v_policy.tick_us, v_policy.tick_gain)
+                        v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
            end,
-           wait_for(microtokens(v_policy.capacity), b.level, b.refilled_at, v_now,
-                    v_policy.every_us, v_policy.tick_us, v_policy.tick_gain)
+           wait_for(v_policy.full_level, b.level, b.refilled_at, v_now,
+                    v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
       into v_level, v_retry_us, v_reset_us
       from {{ .buckets }} as b
      {{ if .newest -}}

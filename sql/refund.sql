@@ -1,7 +1,7 @@
 {{ define "refund" -}}
 update {{ . }} as b
        set level       = least(refilled_level(b.level, b.refilled_at, v_now,
-                                              v_policy.capacity, v_policy.gain, v_policy.every_us, v_policy.tick),
+                                              v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
                                microtokens(v_policy.capacity - v_amount)) + microtokens(v_amount),
            refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
            due_at      = least(b.due_at, v_now)  -- perhaps full by now
@@ -44,8 +44,8 @@ begin
   if not found then
     return answer(microtokens(v_policy.capacity), 0, 0, v_policy.capacity);
   end if;
-  v_reset_us := wait_for(microtokens(v_policy.capacity), v_level, v_refilled_at, v_now,
-                         v_policy.every_us, v_policy.tick_us, v_policy.tick_gain);
+  v_reset_us := wait_for(v_policy.full_level, v_level, v_refilled_at, v_now,
+                         v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
   return answer(v_level, 0, v_reset_us, v_policy.capacity);
 end;
 $$;

@@ -370,7 +370,7 @@ func TestCatalog_HelpersAreInlined(t *testing.T) {
 		select proname::text from `+packageFunctions+` as p join pg_language as l on l.oid = prolang
 		 where private and lanname = 'sql'`)
 	for _, name := range []string{
-		"answer", "clock", "duration", "microseconds", "microtokens", "refilled_level", "refilled_until", "wait_for", "whole_tokens",
+		"answer", "clock", "duration", "microseconds", "microtokens", "refilled_level", "refilled_until", "wait_below", "wait_for", "whole_tokens",
 	} {
 		require.Contains(t, helpers, name)
 	}

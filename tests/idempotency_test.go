@@ -257,7 +257,7 @@ type removal struct {
 
 // The places of the durable twin that mutations change.
 const (
-	findKey   = `select k\.\* into v_first from idempotency_keys as k [^;]*; v_replayed := coalesce\([^;]*;`
+	findKey   = `select k\.\* into v_first from idempotency_keys as k [^;]*; v_replayed := [^;]*;`
 	firstLook = findKey + ` exit decide when v_replayed;`
 	afterLook = `if v_take > 0 then update buckets`
 	readAgain = findKey + ` end if; exit decide;`
@@ -274,7 +274,7 @@ var (
 	withoutGiveBack     = mutation{giveBack, ""}
 	withoutCondition    = mutation{stillFits, "$1 returning"}
 	withoutFirstUse     = mutation{whenGone, "$1"}
-	withoutExpiry       = mutation{`(select k\.\* into v_first from idempotency_keys as k [^;]*; v_replayed := )coalesce\([^;]*(; exit)`, "${1}found$2"}
+	withoutExpiry       = mutation{`(select k\.\* into v_first from idempotency_keys as k [^;]*; v_replayed := )[^;]*(; exit)`, "${1}found$2"}
 	overwritingLiveKeys = mutation{overwrite, "$1"}
 	overwritingNoKeys   = mutation{overwrite, "$1 where false"}
 	keyReadBeforeBucket = mutation{`(` + notFitted + `(?s:.*?))(` + findKey + `)( end if; exit decide;)`, "if v_idempotency_key is not null then $2 end if; $1$3"}

@@ -243,9 +243,11 @@ const evil = `
 	  returns interval language sql as $$ select interval '1 minute' $$;
 	create function evil.microtokens(bigint) returns bigint language sql as $$ select 0::bigint $$;
 	create function evil.whole_tokens(bigint) returns bigint language sql as $$ select 99::bigint $$;
-	create function evil.refilled_level(bigint, timestamptz, timestamptz, bigint, numeric, numeric, interval)
+	create function evil.refilled_level(bigint, timestamptz, timestamptz, numeric, numeric, numeric, interval)
 	  returns bigint language sql as $$ select 99000000::bigint $$;
-	create function evil.wait_for(bigint, bigint, timestamptz, timestamptz, numeric, numeric, numeric)
+	create function evil.wait_below(numeric, bigint, numeric, numeric, numeric, numeric, numeric)
+	  returns bigint language sql as $$ select 0::bigint $$;
+	create function evil.wait_for(numeric, bigint, timestamptz, timestamptz, numeric, numeric, numeric, numeric)
 	  returns bigint language sql as $$ select 0::bigint $$;
 	create function evil.is_name(text) returns boolean language sql as $$ select true $$;
 	create function evil.acceptable(text, bigint) returns boolean language sql as $$ select true $$;

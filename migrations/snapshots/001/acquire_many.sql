@@ -3,7 +3,7 @@ return query
       with found as materialized (
         select w.*, b.row_id, b.policy_id, b.level, b.refilled_at,
                refilled_level(b.level, b.refilled_at, v_now,
-                              v_policy.capacity, v_policy.gain, v_policy.every_us, v_policy.tick) as level_now
+                              v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) as level_now
           from (select a.key, max(a.total) as total, min(a.cost) as cheapest,
                        array_agg(a.request) as requests, array_agg(a.total) as totals
                   from (select u.key collate "C" as key, u.cost, u.request,
@@ -37,8 +37,8 @@ return query
       select requests[a.request], a.allowed, whole_tokens(a.level), duration(a.retry_us), duration(a.reset_us),
              v_policy.capacity, false, null::text, null::text, null::text, null::text
         from (select g.request, true as allowed, g.level, 0::bigint as retry_us,
-                     wait_for(microtokens(v_policy.capacity), g.level, g.refilled_at, v_now,
-                              v_policy.every_us, v_policy.tick_us, v_policy.tick_gain) as reset_us
+                     wait_for(v_policy.full_level, g.level, g.refilled_at, v_now,
+                              v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up) as reset_us
                 from (select r.request, r.level + microtokens(r.total - r.total_so_far) as level, r.refilled_at
                         from (select unnest(t.requests) as request, unnest(t.totals) as total_so_far,
                                      t.total, t.level, t.refilled_at
@@ -49,10 +49,10 @@ return query
                      case
                        when d.cost <= v_policy.capacity then
                          wait_for(microtokens(d.cost), d.level, d.refilled_at, v_now,
-                                  v_policy.every_us, v_policy.tick_us, v_policy.tick_gain)
+                                  v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
                      end,
-                     wait_for(microtokens(v_policy.capacity), d.level, d.refilled_at, v_now,
-                              v_policy.every_us, v_policy.tick_us, v_policy.tick_gain)
+                     wait_for(v_policy.full_level, d.level, d.refilled_at, v_now,
+                              v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
                 from (select r.request, costs[r.request] as cost, r.level, r.refilled_at, r.level_now
                         from (select unnest(f.requests) as request, f.level, f.refilled_at, f.level_now
                                 from found as f
@@ -92,6 +92,7 @@ declare
   v_position        integer;  -- the requests of the run answered so far
   v_step            bigint;   -- microtokens between two grants of a run
   v_count           integer;
+  v_elapsed_us      numeric;
   v_name            text collate "C" := acquire_in_order.policy;
   v_key             text collate "C";
   v_cost            bigint;
@@ -105,6 +106,7 @@ declare
   v_reset_us        bigint;
   v_due_at          timestamptz;
   v_expires_at      timestamptz;
+  v_lost            integer;
   v_replayed        boolean;
   v_first           idempotency_keys;
 begin
@@ -166,7 +168,8 @@ begin
           microtokens(v_cost * least(cardinality(v_run.requests) - v_position, v_policy.capacity / v_cost))
         else 0
       end;
-      v_replayed := false;
+      v_lost     := null;
+      v_replayed := null;
       if v_policy.durable then
         {{ template "decide.sql" (dict "buckets" "buckets" "keys" "idempotency_keys" "newest" true) }}
       else
@@ -179,18 +182,22 @@ begin
             from refusal(v_name, v_key, v_cost, v_idempotency_key, v_first) as e;
         exit;
       end if;
-      if v_replayed then
+      capacity := v_policy.capacity;
+      replayed := coalesce(v_replayed, false);
+      if replayed then
+        v_take     := 0;
         v_level    := microtokens(v_first.remaining);
         v_retry_us := 0;
         v_reset_us := microseconds(v_first.reset_after)::bigint;
+        capacity   := v_first.capacity;
+      elsif v_take > 0 then
+        v_retry_us := 0;
       end if;
       allowed     := coalesce(v_retry_us = 0, false);
       retry_after := duration(v_retry_us);
-      capacity    := case when v_replayed then v_first.capacity else v_policy.capacity end;
-      replayed    := v_replayed;
 
       -- A grant is answered by the level it left; what of the run did not fit goes round again.
-      v_step  := case when allowed and not v_replayed and v_take > 0 then microtokens(v_cost) else 0 end;
+      v_step  := case when v_take > 0 then microtokens(v_cost) else 0 end;
       v_count := case when v_step > 0 then (v_take / v_step)::integer else cardinality(v_run.requests) - v_position end;
       if v_count = 1 then
         request     := v_run.requests[v_position + 1];
@@ -198,14 +205,15 @@ begin
         reset_after := duration(v_reset_us);
         return next;
       else
+        v_elapsed_us := microseconds(v_now - v_refilled_at);
         return query
           select d.request, acquire_in_order.allowed, whole_tokens(d.level), acquire_in_order.retry_after,
                  duration(d.reset_us), acquire_in_order.capacity, acquire_in_order.replayed, null, null, null, null
             from (select l.request, l.level,
                          case
                            when v_step = 0 then v_reset_us
-                           else wait_for(microtokens(v_policy.capacity), l.level, v_refilled_at, v_now,
-                                         v_policy.every_us, v_policy.tick_us, v_policy.tick_gain)
+                           else wait_below(v_policy.full_level, l.level, v_elapsed_us,
+                                           v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
                          end as reset_us
                     from (select v_run.requests[v_position + n] as request, v_level + (v_count - n) * v_step as level
                             from generate_series(1, v_count) as n

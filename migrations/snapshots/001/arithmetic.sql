@@ -1,9 +1,10 @@
 -- The arithmetic of a bucket. Levels are whole microtokens and times whole microseconds, so every
 -- answer is a function of integers; products go through numeric, which cannot overflow or round.
 --
--- A bucket is (level, refilled_at): what it held, and when. It gains evenly, gain microtokens in every_us,
--- but is credited at its ticks only, counted from refilled_at, and never more than fills it. A tick is a
--- microsecond when refill is continuous, and a whole interval when it is stepped.
+-- A bucket is (level, refilled_at): what it held, and when. It gains evenly, gain microtokens in every_us
+-- seconds, which are a million intervals, but is credited at its ticks only, counted from refilled_at, and
+-- never more than fills it. A tick is a microsecond when refill is continuous, and a whole interval when it
+-- is stepped: tick_us long, worth tick_gain / every_us microtokens.
 --
 -- All of these are IMMUTABLE single expressions, so that the planner inlines them. An argument used
 -- twice must be a column or a variable, or inlining stops.
@@ -52,26 +53,38 @@ comment on function ratelimit.refilled_until(timestamptz, timestamptz, interval)
   'The last tick of a bucket by now, which refilled_level is good for: whole ticks after refilled_at, never before it.';
 
 create or replace function ratelimit.refilled_level(
-    level bigint, refilled_at timestamptz, now timestamptz, capacity bigint, gain numeric, every_us numeric, tick interval)
+    level bigint, refilled_at timestamptz, now timestamptz, full_level numeric, gain numeric, every_us numeric, tick interval)
   returns bigint language sql immutable parallel safe
 as $$
   select least(
-    ratelimit.microtokens(capacity),
-    level + div(ratelimit.microseconds(ratelimit.refilled_until(refilled_at, now, tick) - refilled_at) * gain, every_us))::bigint
+    full_level,
+    level + div(extract(epoch from ratelimit.refilled_until(refilled_at, now, tick) - refilled_at) * gain, every_us))::bigint
 $$;
-comment on function ratelimit.refilled_level(bigint, timestamptz, timestamptz, bigint, numeric, numeric, interval) is
+comment on function ratelimit.refilled_level(bigint, timestamptz, timestamptz, numeric, numeric, numeric, interval) is
   'The level, in microtokens, that a bucket has reached by now.';
 
--- Exact both ways: at this distance the bucket holds target, one microsecond earlier it does not.
+-- Exact both ways: at this distance the bucket holds target, one microsecond earlier it does not. Only for
+-- one that holds less by now: what takes or denies knows that, and spares itself the rest of wait_for.
+create or replace function ratelimit.wait_below(
+    target numeric, level bigint, elapsed_us numeric,
+    every_us numeric, tick_us numeric, tick_gain numeric, round_up numeric)
+  returns bigint language sql immutable parallel safe
+as $$
+  select (div((target - level) * every_us + round_up, tick_gain) * tick_us - elapsed_us)::bigint
+$$;
+comment on function ratelimit.wait_below(numeric, bigint, numeric, numeric, numeric, numeric, numeric) is
+  'Microseconds until a bucket holds target microtokens, which it lacked elapsed_us after it was level.';
+
 create or replace function ratelimit.wait_for(
-    target bigint, level bigint, refilled_at timestamptz, now timestamptz, every_us numeric, tick_us numeric, tick_gain numeric)
+    target numeric, level bigint, refilled_at timestamptz, now timestamptz,
+    every_us numeric, tick_us numeric, tick_gain numeric, round_up numeric)
   returns bigint language sql immutable parallel safe
 as $$
   select case
     when level >= target then 0
-    else greatest(0, div((target::numeric - level) * every_us + tick_gain - 1, tick_gain) * tick_us
-                     - ratelimit.microseconds(now - refilled_at))::bigint
+    else greatest(0, ratelimit.wait_below(target, level, ratelimit.microseconds(now - refilled_at),
+                                          every_us, tick_us, tick_gain, round_up))
   end
 $$;
-comment on function ratelimit.wait_for(bigint, bigint, timestamptz, timestamptz, numeric, numeric, numeric) is
-  'Microseconds from now until a bucket holds target microtokens.';
+comment on function ratelimit.wait_for(numeric, bigint, timestamptz, timestamptz, numeric, numeric, numeric, numeric) is
+  'Microseconds from now until a bucket holds target microtokens, zero when it does.';
