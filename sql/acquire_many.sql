@@ -4,11 +4,11 @@ return query
         select w.*, b.row_id, b.policy_id, b.level, b.refilled_at,
                refilled_level(b.level, b.refilled_at, v_now,
                               v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) as level_now
-          from (select a.key, max(a.total) as total, min(a.cost) as cheapest,
+          from (select a.key, sum(a.cost) as total, min(a.cost) as cheapest,
                        array_agg(a.request) as requests, array_agg(a.total) as totals
-                  from (select u.key collate "C" as key, u.cost, u.request,
+                  from (select u.key collate "C" as key, u.cost::integer as cost, u.request,
                                sum(u.cost::integer)  -- of bigints it would be numeric
-                                 over (partition by u.key collate "C" order by u.request) as total
+                                 over (order by u.key collate "C", u.request rows unbounded preceding) as total
                           from unnest(keys, costs) with ordinality as u (key, cost, request)) as a
                  group by a.key
                  order by a.key) as w
@@ -32,16 +32,16 @@ return query
            and b.key         = f.key
            and b.level       = f.level
            and b.refilled_at = f.refilled_at
-        returning f.requests, f.totals, f.total, b.level, b.refilled_at
+        returning f.requests, f.totals, b.level, b.refilled_at
       )
       select requests[a.request], a.allowed, whole_tokens(a.level), duration(a.retry_us), duration(a.reset_us),
              v_policy.capacity, false, null::text, null::text, null::text, null::text
         from (select g.request, true as allowed, g.level, 0::bigint as retry_us,
                      wait_for(v_policy.full_level, g.level, g.refilled_at, v_now,
                               v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up) as reset_us
-                from (select r.request, r.level + microtokens(r.total - r.total_so_far) as level, r.refilled_at
-                        from (select unnest(t.requests) as request, unnest(t.totals) as total_so_far,
-                                     t.total, t.level, t.refilled_at
+                from (select r.request, r.level + microtokens(r.last - r.total) as level, r.refilled_at
+                        from (select unnest(t.requests) as request, unnest(t.totals) as total,
+                                     t.totals[cardinality(t.totals)] as last, t.level, t.refilled_at
                                 from taken as t) as r
                       offset 0) as g
               union all
