@@ -59,7 +59,7 @@ func median(values []float64) float64 {
 }
 
 func experiments(l *lab, o options) []experiment {
-	return []experiment{&bare{l}, &grid{lab: l}, &snapshot{lab: l, hold: o.hold}, &cleanup{lab: l}, &buckets{l}}
+	return []experiment{&bare{l}, &grid{lab: l}, &snapshot{lab: l, hold: o.hold}, &cleanup{lab: l}, &buckets{l}, &instructions{lab: l}}
 }
 
 // all returns every measure: what must be shown, then the figures of each cell.
@@ -91,6 +91,9 @@ func all() []measure {
 	}
 	for _, name := range []string{"without", "with", "removed"} {
 		add("1/s", metric{"cleanup", name})
+	}
+	for _, cell := range (&instructions{}).cells() {
+		measures = append(measures, measure{name: cell, unit: "a decision", over: metric{cell, "instructions"}})
 	}
 	return append(measures, capacityFormula()...)
 }

@@ -29,7 +29,7 @@ type redisServer struct {
 // startRedis starts a server that keeps nothing on disk, or flushes every command there before it
 // answers.
 func startRedis(ctx context.Context, flushed bool) (*redisServer, error) {
-	program, err := findRedis(ctx)
+	program, err := find(ctx, "redis-server")
 	if err != nil {
 		return nil, err
 	}
@@ -91,32 +91,4 @@ func field(info, name string) string {
 func (r *redisServer) close() error {
 	err := errors.Join(r.Close(), r.alive.Close())
 	return errors.Join(err, r.cmd.Wait())
-}
-
-// findRedis returns redis-server, installing it when it is absent and apt-get can.
-func findRedis(ctx context.Context) (string, error) {
-	const name = "redis-server"
-	if program, err := exec.LookPath(name); err == nil {
-		return program, nil
-	}
-	if _, err := exec.LookPath("apt-get"); err != nil || os.Geteuid() != 0 {
-		return "", fmt.Errorf("%s is not installed, and installing it takes apt-get and root", name)
-	}
-	fmt.Fprintln(os.Stderr, "bench: installing redis-server with apt-get")
-	apt := func(args ...string) error {
-		cmd := exec.CommandContext(ctx, "apt-get", append([]string{"--quiet", "--quiet"}, args...)...)
-		// Runlevel 1 keeps the package from starting a server of its own.
-		cmd.Env = append(os.Environ(), "DEBIAN_FRONTEND=noninteractive", "RUNLEVEL=1")
-		if out, err := cmd.CombinedOutput(); err != nil {
-			return fmt.Errorf("apt-get: %w\n%s", err, out)
-		}
-		return nil
-	}
-	install := func() error { return apt("install", "--yes", "--no-install-recommends", name) }
-	if install() != nil { // with the package lists that are there
-		if err := errors.Join(apt("update"), install()); err != nil {
-			return "", err
-		}
-	}
-	return exec.LookPath(name)
 }

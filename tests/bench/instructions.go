@@ -1,0 +1,170 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"syscall"
+	"time"
+)
+
+// instructions counts what the processor executes for one decision, by valgrind, in a server of one process.
+// It hardly differs from run to run, whatever else the machine does. It has what begins and commits the
+// statement, which "nothing" has alone, but neither the kernel nor a connection.
+type instructions struct {
+	lab     *lab
+	pg      *postgres
+	data    string
+	counted map[string]sample
+}
+
+const instructionsDatabase = "instructions"
+
+// A counted statement has the parameter $1, a key or an array of as many keys as it decides about.
+type counted struct {
+	keys int // 0 is one, and no array
+	sql  string
+}
+
+var countedStatements = map[string]counted{
+	"instructions/nothing":   {0, "select"},
+	"instructions/select":    {0, "select from bare where policy_id = 1 and key = $1"},
+	"instructions/update":    {0, "update bare set level = level - 1000000, refilled_at = now() where policy_id = 1 and key = $1 and level >= 1000000"},
+	"instructions/acquire":   {0, "select from ratelimit_acquire('full', $1)"},
+	"instructions/denied":    {0, "select from ratelimit_acquire('dry', $1)"},
+	"instructions/keyed":     {0, "select from ratelimit_acquire('full', $1, 1, gen_random_uuid()::text)"},
+	"instructions/replayed":  {0, "select from ratelimit_acquire('full', $1, 1, 'again')"},
+	"instructions/peek":      {0, "select from ratelimit_peek('full', $1)"},
+	"instructions/batch-32":  {32, "select from ratelimit_acquire_many(array_fill(text 'full', array[32]), $1)"},
+	"instructions/batch-128": {128, "select from ratelimit_acquire_many(array_fill(text 'full', array[128]), $1)"},
+	"instructions/hot-128":   {128, "select from ratelimit_acquire_many(array_fill(text 'full', array[128]), array_fill(($1::text[])[1], array[128]))"},
+}
+
+func (*instructions) cells() []string {
+	return []string{"instructions/nothing", "instructions/select", "instructions/update", "instructions/acquire",
+		"instructions/denied", "instructions/keyed", "instructions/replayed", "instructions/peek",
+		"instructions/batch-32", "instructions/batch-128", "instructions/hot-128"}
+}
+
+func (i *instructions) open(ctx context.Context, _ []string) (err error) {
+	if i.pg, err = startPostgres(ctx); err != nil {
+		return err
+	}
+	if i.data, err = queryRow[string](ctx, i.pg, "", "show data_directory"); err != nil {
+		return err
+	}
+	if err := i.pg.database(ctx, instructionsDatabase, bareTables()...); err != nil {
+		return err
+	}
+	return i.pg.Stop(ctx, false)
+}
+
+func (i *instructions) run(ctx context.Context, cell string) (sample, error) {
+	if s := i.counted[cell]; s != nil {
+		return s, nil
+	}
+	statement := countedStatements[cell]
+	calls := 256
+	if statement.keys > 0 {
+		calls = 32
+	}
+	if _, err := i.session(ctx, statement.session(calls, 1)); err != nil { // what is new to it is known from here on
+		return nil, err
+	}
+	once, err := i.count(ctx, statement.session(calls, 1))
+	if err != nil {
+		return nil, err
+	}
+	twice, err := i.count(ctx, statement.session(calls, 2))
+	if err != nil {
+		return nil, err
+	}
+	s := sample{"instructions": (twice - once) / float64(calls*max(1, statement.keys))}
+	if i.counted == nil {
+		i.counted = map[string]sample{}
+	}
+	i.counted[cell] = s
+	return s, nil
+}
+
+var collected = regexp.MustCompile(`Collected : (\d+)`)
+
+// count returns the instructions of a session. The first calls in it plan, and read the pages.
+func (i *instructions) count(ctx context.Context, statements string) (float64, error) {
+	valgrind, err := find(ctx, "valgrind")
+	if err != nil {
+		return 0, err
+	}
+	out, err := i.session(ctx, statements, valgrind, "--tool=callgrind", "--callgrind-out-file=/dev/null")
+	if err != nil {
+		return 0, err
+	}
+	match := collected.FindStringSubmatch(out)
+	if match == nil {
+		return 0, fmt.Errorf("valgrind has no count:\n%s", out)
+	}
+	return number(match[1]), nil
+}
+
+// session runs statements in a server of one process, perhaps by way of another program, as the owner of
+// its data.
+func (i *instructions) session(ctx context.Context, statements string, by ...string) (string, error) {
+	info, err := os.Stat(i.data)
+	if err != nil {
+		return "", err
+	}
+	command := slices.Concat(by, []string{filepath.Join(i.pg.bin, "postgres"), "--single", "-D", i.data, "-c", "synchronous_commit=off", instructionsDatabase})
+	cmd := exec.CommandContext(ctx, command[0], command[1:]...)
+	cmd.Dir = i.data
+	cmd.Stdin = strings.NewReader(statements)
+	if owner := info.Sys().(*syscall.Stat_t); os.Geteuid() == 0 {
+		cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: owner.Uid, Gid: owner.Gid}}
+	}
+	out, err := cmd.CombinedOutput()
+	if err == nil && strings.Contains(string(out), "ERROR:") {
+		err = errors.New("a statement failed")
+	}
+	if err != nil {
+		return "", fmt.Errorf("%s: %w\n%s", command[0], err, out)
+	}
+	return string(out), nil
+}
+
+// session returns its statements, one a line, as a server of one process reads them.
+func (c counted) session(calls, times int) string {
+	keys := rand.New(rand.NewPCG(1, 2)) // the same in all sessions
+	argument := func() string { return fmt.Sprintf("'user:%d'", 1+keys.IntN(1000)) }
+	kind := "text"
+	if c.keys > 0 {
+		one := argument
+		kind, argument = "text[]", func() string {
+			batch := make([]string, c.keys)
+			for k := range batch {
+				batch[k] = one()
+			}
+			return "array[" + strings.Join(batch, ", ") + "]"
+		}
+	}
+	var once strings.Builder
+	for range calls {
+		fmt.Fprintf(&once, "execute call (%s);\n", argument())
+	}
+	return fmt.Sprintf("prepare call (%s) as %s;\n", kind, c.sql) + strings.Repeat(once.String(), times)
+}
+
+// cost is that of the first round, spread over five.
+func (*instructions) cost() time.Duration { return 2 * time.Second }
+
+func (i *instructions) close(context.Context) error {
+	if i.pg == nil {
+		return nil
+	}
+	return i.pg.Close()
+}
