@@ -1,7 +1,7 @@
 {{ define "all_or_none" -}}
 return query
       with found as materialized (
-        select w.*, b.row_id, b.policy_id, b.level, b.refilled_at,
+        select w.*, b.row_id, b.version, b.level, b.refilled_at,
                refilled_level(b.level, b.refilled_at, v_now,
                               v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) as level_now
           from (select a.key, sum(a.cost) as total, min(a.cost) as cheapest,
@@ -12,7 +12,7 @@ return query
                           from unnest(keys, costs) with ordinality as u (key, cost, request)) as a
                  group by a.key
                  order by a.key) as w
-         cross join lateral (select b.ctid as row_id, b.policy_id, b.level, b.refilled_at
+         cross join lateral (select b.ctid as row_id, b.xmin as version, b.level, b.refilled_at
                                from {{ . }} as b
                               {{ template "newest.sql" (dict "policy_id" "v_policy.id" "key" "w.key") }}) as b
       ), clear as materialized (
@@ -27,11 +27,8 @@ return query
           from found as f
          where f.level_now / 1000000 >= f.total
            and exists (select from clear)
-           and b.ctid        = f.row_id
-           and b.policy_id   = f.policy_id
-           and b.key         = f.key
-           and b.level       = f.level
-           and b.refilled_at = f.refilled_at
+           and b.ctid = f.row_id
+           and b.xmin = f.version
         returning f.requests, f.totals, b.level, b.refilled_at
       )
       select requests[a.request], a.allowed, whole_tokens(a.level), duration(a.retry_us), duration(a.reset_us),
