@@ -1014,11 +1014,11 @@ comment on function ratelimit_acquire(text, text, bigint, text) is
 -- Decides requests policy by policy and bucket by bucket, in one order for all callers, so that calls
 -- cannot deadlock.
 --
--- The common case is one statement for a policy: no idempotency keys, every bucket has a row, and each
--- grants all that is asked of it or nothing. It reads first and takes only when that is so, because what
--- is left over would have to be locked out of order; so it is undone as well when a bucket it waited for
--- was changed or removed, at the price of a subtransaction. It joins in the order of its input only while
--- it has no other way: hence the settings. Everything else goes through the steps of ratelimit_acquire,
+-- The common case is one statement for a policy: every bucket has a row, each grants all that is asked of
+-- it or nothing, and no idempotency key was seen before. It reads first and takes only when that is so,
+-- because what is left over would have to be locked out of order; so it is undone as well when a bucket it
+-- waited for was changed or removed, or when a key turns out to be known, at the price of a subtransaction.
+-- It joins in the order of its input only while it has no other way: hence the settings. Everything else goes through the steps of ratelimit_acquire,
 -- where equal requests without a key that follow each other on a bucket are one run, taken in one
 -- update; on a busy key that is often the whole call.
 create or replace function ratelimit.acquire_in_order(
@@ -1061,10 +1061,11 @@ declare
 begin
   select p.* into v_policy from policies as p where p.name = v_name;
   v_alike := (idempotency_keys is null and keys[1] collate "C" = all (keys) and costs[1] = all (costs)) is true;
-  if found and not v_alike and idempotency_keys is null
+  if found and not v_alike
      and 0 < all (costs) and 2147483647 > all (costs) then  -- sums that are quick to work out
+    v_expires_at := v_now + duration(v_policy.remember_us);
     begin
-      if v_policy.durable then
+      if v_policy.durable and idempotency_keys is null then
         return query
       with found as materialized (
         select w.*, b.row_id, b.version, b.level, b.refilled_at,
@@ -1100,32 +1101,201 @@ begin
            and b.ctid = f.row_id
            and b.xmin = f.version
         returning f.requests, f.totals, b.level, b.refilled_at
+      ), granted as (
+        select g.request, g.level,
+               wait_for(v_policy.full_level, g.level, g.refilled_at, v_now,
+                        v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up) as reset_us
+          from (select r.request, r.level + microtokens(r.last - r.total) as level, r.refilled_at
+                  from (select unnest(t.requests) as request, unnest(t.totals) as total,
+                               t.totals[cardinality(t.totals)] as last, t.level, t.refilled_at
+                          from taken as t) as r
+                offset 0) as g
+      ), denied as (
+        select d.request, d.level_now as level,
+               case
+                 when d.cost <= v_policy.capacity then
+                   wait_for(microtokens(d.cost), d.level, d.refilled_at, v_now,
+                            v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
+               end as retry_us,
+               wait_for(v_policy.full_level, d.level, d.refilled_at, v_now,
+                        v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up) as reset_us
+          from (select r.request, costs[r.request] as cost, r.level, r.refilled_at, r.level_now
+                  from (select unnest(f.requests) as request, f.level, f.refilled_at, f.level_now
+                          from found as f
+                         where f.level_now / 1000000 < f.cheapest
+                           and exists (select from clear)) as r
+                offset 0) as d
       )
       select requests[a.request], a.allowed, whole_tokens(a.level), duration(a.retry_us), duration(a.reset_us),
              v_policy.capacity, false, null::text, null::text, null::text, null::text
-        from (select g.request, true as allowed, g.level, 0::bigint as retry_us,
-                     wait_for(v_policy.full_level, g.level, g.refilled_at, v_now,
-                              v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up) as reset_us
-                from (select r.request, r.level + microtokens(r.last - r.total) as level, r.refilled_at
-                        from (select unnest(t.requests) as request, unnest(t.totals) as total,
-                                     t.totals[cardinality(t.totals)] as last, t.level, t.refilled_at
-                                from taken as t) as r
-                      offset 0) as g
+        from (select g.request, true as allowed, g.level, 0::bigint as retry_us, g.reset_us
+                from granted as g
               union all
-              select d.request, false, d.level_now,
-                     case
-                       when d.cost <= v_policy.capacity then
-                         wait_for(microtokens(d.cost), d.level, d.refilled_at, v_now,
-                                  v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
-                     end,
-                     wait_for(v_policy.full_level, d.level, d.refilled_at, v_now,
-                              v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
-                from (select r.request, costs[r.request] as cost, r.level, r.refilled_at, r.level_now
-                        from (select unnest(f.requests) as request, f.level, f.refilled_at, f.level_now
-                                from found as f
-                               where f.level_now / 1000000 < f.cheapest
-                                 and exists (select from clear)) as r
-                      offset 0) as d
+              select d.request, false, d.level, d.retry_us, d.reset_us
+                from denied as d
+              offset 0) as a
+       where (select count(*) from taken) = (select c.granting from clear as c);
+      elsif v_policy.durable then
+        return query
+      with found as materialized (
+        select w.*, b.row_id, b.version, b.level, b.refilled_at,
+               refilled_level(b.level, b.refilled_at, v_now,
+                              v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) as level_now
+          from (select a.key, sum(a.cost) as total, min(a.cost) as cheapest,
+                       array_agg(a.request) as requests, array_agg(a.total) as totals
+                  from (select u.key collate "C" as key, u.cost::integer as cost, u.request,
+                               sum(u.cost::integer)  -- of bigints it would be numeric
+                                 over (order by u.key collate "C", u.request rows unbounded preceding) as total
+                          from unnest(keys, costs) with ordinality as u (key, cost, request)) as a
+                 group by a.key
+                 order by a.key) as w
+         cross join lateral (select b.ctid as row_id, b.xmin as version, b.level, b.refilled_at
+                               from buckets as b
+                              where b.policy_id = v_policy.id
+       and b.key      >= w.key
+       and b.key      <= w.key
+     order by b.key desc
+     limit 1) as b
+      ), clear as materialized (
+        select count(*) filter (where f.level_now / 1000000 >= f.total) as granting
+          from found as f
+        having sum(cardinality(f.requests)) = cardinality(keys)
+           and bool_and(f.level_now / 1000000 >= f.total or f.level_now / 1000000 < f.cheapest)
+      ), taken as (
+        update buckets as b
+           set level       = f.level_now - microtokens(f.total),
+               refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick)
+          from found as f
+         where f.level_now / 1000000 >= f.total
+           and exists (select from clear)
+           and b.ctid = f.row_id
+           and b.xmin = f.version
+        returning f.requests, f.totals, b.level, b.refilled_at
+      ), granted as (
+        select g.request, g.level,
+               wait_for(v_policy.full_level, g.level, g.refilled_at, v_now,
+                        v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up) as reset_us
+          from (select r.request, r.level + microtokens(r.last - r.total) as level, r.refilled_at
+                  from (select unnest(t.requests) as request, unnest(t.totals) as total,
+                               t.totals[cardinality(t.totals)] as last, t.level, t.refilled_at
+                          from taken as t) as r
+                offset 0) as g
+      ), denied as (
+        select d.request, d.level_now as level,
+               case
+                 when d.cost <= v_policy.capacity then
+                   wait_for(microtokens(d.cost), d.level, d.refilled_at, v_now,
+                            v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
+               end as retry_us,
+               wait_for(v_policy.full_level, d.level, d.refilled_at, v_now,
+                        v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up) as reset_us
+          from (select r.request, costs[r.request] as cost, r.level, r.refilled_at, r.level_now
+                  from (select unnest(f.requests) as request, f.level, f.refilled_at, f.level_now
+                          from found as f
+                         where f.level_now / 1000000 < f.cheapest
+                           and exists (select from clear)) as r
+                offset 0) as d
+      ), remembered as (
+        insert into idempotency_keys as k
+               (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
+        select v_policy.id, keys[g.request], idempotency_keys[g.request], costs[g.request],
+               whole_tokens(g.level), duration(g.reset_us), v_policy.capacity, v_expires_at
+          from granted as g
+         where is_name(idempotency_keys[g.request])
+        on conflict on constraint idempotency_keys_pkey do update
+           set cost        = excluded.cost,
+               remaining   = excluded.remaining,
+               reset_after = excluded.reset_after,
+               capacity    = excluded.capacity,
+               expires_at  = excluded.expires_at
+         where k.expires_at <= v_now
+        returning 1
+      )
+      select requests[a.request], a.allowed, whole_tokens(a.level), duration(a.retry_us), duration(a.reset_us),
+             v_policy.capacity, false, null::text, null::text, null::text, null::text
+        from (select g.request, true as allowed, g.level, 0::bigint as retry_us, g.reset_us
+                from granted as g
+              union all
+              select d.request, false, d.level, d.retry_us, d.reset_us
+                from denied as d
+              offset 0) as a
+       where (select count(*) from taken) = (select c.granting from clear as c)
+         and (select count(idempotency_keys[g.request]) from granted as g) = (select count(*) from remembered)
+         and not exists (select from denied as d
+                          where not is_name(idempotency_keys[d.request])
+                             or exists (select from idempotency_keys as k
+                                         where k.policy_id       = v_policy.id
+                                           and k.key             = keys[d.request] collate "C"
+                                           and k.idempotency_key = idempotency_keys[d.request] collate "C"
+                                           and k.expires_at      > v_now));
+      elsif idempotency_keys is null then
+        return query
+      with found as materialized (
+        select w.*, b.row_id, b.version, b.level, b.refilled_at,
+               refilled_level(b.level, b.refilled_at, v_now,
+                              v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) as level_now
+          from (select a.key, sum(a.cost) as total, min(a.cost) as cheapest,
+                       array_agg(a.request) as requests, array_agg(a.total) as totals
+                  from (select u.key collate "C" as key, u.cost::integer as cost, u.request,
+                               sum(u.cost::integer)  -- of bigints it would be numeric
+                                 over (order by u.key collate "C", u.request rows unbounded preceding) as total
+                          from unnest(keys, costs) with ordinality as u (key, cost, request)) as a
+                 group by a.key
+                 order by a.key) as w
+         cross join lateral (select b.ctid as row_id, b.xmin as version, b.level, b.refilled_at
+                               from ephemeral_buckets as b
+                              where b.policy_id = v_policy.id
+       and b.key      >= w.key
+       and b.key      <= w.key
+     order by b.key desc
+     limit 1) as b
+      ), clear as materialized (
+        select count(*) filter (where f.level_now / 1000000 >= f.total) as granting
+          from found as f
+        having sum(cardinality(f.requests)) = cardinality(keys)
+           and bool_and(f.level_now / 1000000 >= f.total or f.level_now / 1000000 < f.cheapest)
+      ), taken as (
+        update ephemeral_buckets as b
+           set level       = f.level_now - microtokens(f.total),
+               refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick)
+          from found as f
+         where f.level_now / 1000000 >= f.total
+           and exists (select from clear)
+           and b.ctid = f.row_id
+           and b.xmin = f.version
+        returning f.requests, f.totals, b.level, b.refilled_at
+      ), granted as (
+        select g.request, g.level,
+               wait_for(v_policy.full_level, g.level, g.refilled_at, v_now,
+                        v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up) as reset_us
+          from (select r.request, r.level + microtokens(r.last - r.total) as level, r.refilled_at
+                  from (select unnest(t.requests) as request, unnest(t.totals) as total,
+                               t.totals[cardinality(t.totals)] as last, t.level, t.refilled_at
+                          from taken as t) as r
+                offset 0) as g
+      ), denied as (
+        select d.request, d.level_now as level,
+               case
+                 when d.cost <= v_policy.capacity then
+                   wait_for(microtokens(d.cost), d.level, d.refilled_at, v_now,
+                            v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
+               end as retry_us,
+               wait_for(v_policy.full_level, d.level, d.refilled_at, v_now,
+                        v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up) as reset_us
+          from (select r.request, costs[r.request] as cost, r.level, r.refilled_at, r.level_now
+                  from (select unnest(f.requests) as request, f.level, f.refilled_at, f.level_now
+                          from found as f
+                         where f.level_now / 1000000 < f.cheapest
+                           and exists (select from clear)) as r
+                offset 0) as d
+      )
+      select requests[a.request], a.allowed, whole_tokens(a.level), duration(a.retry_us), duration(a.reset_us),
+             v_policy.capacity, false, null::text, null::text, null::text, null::text
+        from (select g.request, true as allowed, g.level, 0::bigint as retry_us, g.reset_us
+                from granted as g
+              union all
+              select d.request, false, d.level, d.retry_us, d.reset_us
+                from denied as d
               offset 0) as a
        where (select count(*) from taken) = (select c.granting from clear as c);
       else
@@ -1164,40 +1334,69 @@ begin
            and b.ctid = f.row_id
            and b.xmin = f.version
         returning f.requests, f.totals, b.level, b.refilled_at
+      ), granted as (
+        select g.request, g.level,
+               wait_for(v_policy.full_level, g.level, g.refilled_at, v_now,
+                        v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up) as reset_us
+          from (select r.request, r.level + microtokens(r.last - r.total) as level, r.refilled_at
+                  from (select unnest(t.requests) as request, unnest(t.totals) as total,
+                               t.totals[cardinality(t.totals)] as last, t.level, t.refilled_at
+                          from taken as t) as r
+                offset 0) as g
+      ), denied as (
+        select d.request, d.level_now as level,
+               case
+                 when d.cost <= v_policy.capacity then
+                   wait_for(microtokens(d.cost), d.level, d.refilled_at, v_now,
+                            v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
+               end as retry_us,
+               wait_for(v_policy.full_level, d.level, d.refilled_at, v_now,
+                        v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up) as reset_us
+          from (select r.request, costs[r.request] as cost, r.level, r.refilled_at, r.level_now
+                  from (select unnest(f.requests) as request, f.level, f.refilled_at, f.level_now
+                          from found as f
+                         where f.level_now / 1000000 < f.cheapest
+                           and exists (select from clear)) as r
+                offset 0) as d
+      ), remembered as (
+        insert into ephemeral_idempotency_keys as k
+               (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
+        select v_policy.id, keys[g.request], idempotency_keys[g.request], costs[g.request],
+               whole_tokens(g.level), duration(g.reset_us), v_policy.capacity, v_expires_at
+          from granted as g
+         where is_name(idempotency_keys[g.request])
+        on conflict on constraint ephemeral_idempotency_keys_pkey do update
+           set cost        = excluded.cost,
+               remaining   = excluded.remaining,
+               reset_after = excluded.reset_after,
+               capacity    = excluded.capacity,
+               expires_at  = excluded.expires_at
+         where k.expires_at <= v_now
+        returning 1
       )
       select requests[a.request], a.allowed, whole_tokens(a.level), duration(a.retry_us), duration(a.reset_us),
              v_policy.capacity, false, null::text, null::text, null::text, null::text
-        from (select g.request, true as allowed, g.level, 0::bigint as retry_us,
-                     wait_for(v_policy.full_level, g.level, g.refilled_at, v_now,
-                              v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up) as reset_us
-                from (select r.request, r.level + microtokens(r.last - r.total) as level, r.refilled_at
-                        from (select unnest(t.requests) as request, unnest(t.totals) as total,
-                                     t.totals[cardinality(t.totals)] as last, t.level, t.refilled_at
-                                from taken as t) as r
-                      offset 0) as g
+        from (select g.request, true as allowed, g.level, 0::bigint as retry_us, g.reset_us
+                from granted as g
               union all
-              select d.request, false, d.level_now,
-                     case
-                       when d.cost <= v_policy.capacity then
-                         wait_for(microtokens(d.cost), d.level, d.refilled_at, v_now,
-                                  v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
-                     end,
-                     wait_for(v_policy.full_level, d.level, d.refilled_at, v_now,
-                              v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
-                from (select r.request, costs[r.request] as cost, r.level, r.refilled_at, r.level_now
-                        from (select unnest(f.requests) as request, f.level, f.refilled_at, f.level_now
-                                from found as f
-                               where f.level_now / 1000000 < f.cheapest
-                                 and exists (select from clear)) as r
-                      offset 0) as d
+              select d.request, false, d.level, d.retry_us, d.reset_us
+                from denied as d
               offset 0) as a
-       where (select count(*) from taken) = (select c.granting from clear as c);
+       where (select count(*) from taken) = (select c.granting from clear as c)
+         and (select count(idempotency_keys[g.request]) from granted as g) = (select count(*) from remembered)
+         and not exists (select from denied as d
+                          where not is_name(idempotency_keys[d.request])
+                             or exists (select from ephemeral_idempotency_keys as k
+                                         where k.policy_id       = v_policy.id
+                                           and k.key             = keys[d.request] collate "C"
+                                           and k.idempotency_key = idempotency_keys[d.request] collate "C"
+                                           and k.expires_at      > v_now));
       end if;
       if found then
         return;
       end if;
       raise exception sqlstate 'RL000';
-    exception when sqlstate 'RL000' then
+    exception when sqlstate 'RL000' or cardinality_violation then  -- the same idempotency key twice
       null;  -- nothing is taken or locked
     end;
   end if;
@@ -1577,6 +1776,10 @@ begin
     v_costs := array_fill(1::bigint, array[v_length]);
   elsif array_lower(v_costs, 1) <> 1 or array_ndims(v_costs) <> 1 then
     v_costs := array(select unnest(v_costs));
+  end if;
+  if idempotency_keys is not null then  -- then these are subscripted, too
+    keys             := array(select unnest(keys));
+    idempotency_keys := array(select unnest(ratelimit_acquire_many.idempotency_keys));
   end if;
 
   if policies[1] collate "C" = all (ratelimit_acquire_many.policies) then

@@ -17,6 +17,15 @@ select k.* into v_first
            and k.idempotency_key = v_idempotency_key;
         v_replayed := v_first.expires_at > v_now;
 {{- end -}}
+{{ define "remember_anew" -}}
+on conflict on constraint {{ .keys }}_pkey do update
+           set cost        = excluded.cost,
+               remaining   = excluded.remaining,
+               reset_after = excluded.reset_after,
+               capacity    = excluded.capacity,
+               expires_at  = excluded.expires_at
+         where k.expires_at <= v_now
+{{- end -}}
 <<decide>>
     begin
       if v_idempotency_key is not null then
@@ -85,13 +94,7 @@ select k.* into v_first
                (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
         values (v_policy.id, v_key, v_idempotency_key, v_cost,
                 whole_tokens(v_level), duration(v_reset_us), v_policy.capacity, v_expires_at)
-        on conflict on constraint {{ .keys }}_pkey do update
-           set cost        = excluded.cost,
-               remaining   = excluded.remaining,
-               reset_after = excluded.reset_after,
-               capacity    = excluded.capacity,
-               expires_at  = excluded.expires_at
-         where k.expires_at <= v_now;
+        {{ template "remember_anew" . }};
         if not found then
           update {{ .buckets }} as b
              set level = b.level + v_take

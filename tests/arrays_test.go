@@ -20,18 +20,23 @@ func TestBadInput_ArraysOfAnyShapeAreOneBatch(t *testing.T) {
 		db.definePolicy(name, 10, 1, time.Hour, durability)
 	}
 	const elements = `'a','b','a','c','a','b'`
-	answers := func(keys, costs, idempotencyKeys string) []string {
+	answers := func(policies, keys, costs, idempotencyKeys string) []string {
 		t.Helper()
 		db.exec("truncate " + strings.Join(stateTables, ", "))
-		return column(t, db.DB, fmt.Sprintf(`
-			select format('%%s %%s', request, m) from ratelimit_acquire_many('[7:12]={durable,ephemeral,durable,ephemeral,durable,ephemeral}', %s, %s, %s) as m`,
-			keys, costs, idempotencyKeys))
+		db.exec("select ratelimit_acquire(p, k) from unnest(array['durable', 'ephemeral']) as p, unnest(array['a', 'b', 'c']) as k")
+		batch := fmt.Sprintf("select format('%%s %%s', request, m) from ratelimit_acquire_many(%s, %s, %s, %s) as m",
+			policies, keys, costs, idempotencyKeys)
+		return append(column(t, db.DB, batch), column(t, db.DB, batch)...)
 	}
-	want := answers("array["+elements+"]", "array[1, 2, 3, 4, 5, 6]::bigint[]", "array[null, 'x', 'y', null, 'y', null]")
-	require.Len(t, want, 6)
-	for _, keys := range []string{"'{{a,b},{a,c},{a,b}}'", "'[-5:-3][9:10]={{a,b},{a,c},{a,b}}'", "'[0:5]={a,b,a,c,a,b}'", "'{{{{{{a,b,a,c,a,b}}}}}}'"} {
-		for _, costs := range []string{"'{{1,2,3},{4,5,6}}'", "'[2:7]={1,2,3,4,5,6}'"} {
-			require.Equal(t, want, answers(keys, costs, "'{{null,x,y},{null,y,null}}'"), "%s %s", keys, costs)
+	for _, policies := range []string{"{durable,durable,durable,durable,durable,durable}", "[7:12]={durable,ephemeral,durable,ephemeral,durable,ephemeral}"} {
+		for _, last := range []string{"z", "y"} { // the second is used twice
+			want := answers("'"+policies+"'", "array["+elements+"]", "array[1, 2, 3, 4, 5, 6]::bigint[]", "array[null, 'x', 'y', null, '"+last+"', null]")
+			require.Len(t, want, 12)
+			for _, keys := range []string{"'{{a,b},{a,c},{a,b}}'", "'[-5:-3][9:10]={{a,b},{a,c},{a,b}}'", "'[0:5]={a,b,a,c,a,b}'", "'{{{{{{a,b,a,c,a,b}}}}}}'"} {
+				for _, costs := range []string{"'{{1,2,3},{4,5,6}}'", "'[2:7]={1,2,3,4,5,6}'"} {
+					require.Equal(t, want, answers("'"+policies+"'", keys, costs, "'{{null,x,y},{null,"+last+",null}}'"), "%s %s", keys, costs)
+				}
+			}
 		}
 	}
 }

@@ -138,6 +138,12 @@ func TestAcquireMany_EqualsOneByOne(t *testing.T) {
 		cost := int64(1)
 		return wish{Policy: pick("a").Draw(t, "policy"), Key: pick("x", "y").Draw(t, "key"), Cost: &cost}
 	})
+	keyed := rapid.Custom(func(t *rapid.T) wish {
+		w := plain.Draw(t, "request")
+		w.Policy = pick("a", "c").Draw(t, "policy")
+		w.IdempotencyKey = rapid.Ptr(rapid.SampledFrom([]string{"i", "j", "k", "l", "m", "n"}), true).Draw(t, "idempotency key")
+		return w
+	})
 	odd := rapid.Custom(func(t *rapid.T) wish {
 		w := wish{
 			Policy:         pick("a", "b", "c", "d", "d", "nobody").Draw(t, "policy"),
@@ -168,7 +174,7 @@ func TestAcquireMany_EqualsOneByOne(t *testing.T) {
 			db.definePolicy("d", 5, 1, time.Minute, stepped, ephemeral)
 
 			for range rapid.IntRange(1, 6).Draw(t, "batches") {
-				wishes := rapid.OneOf(rapid.SliceOfN(plain, 1, 12), rapid.SliceOfN(equal, 1, 20), rapid.SliceOfN(odd, 1, 12)).Draw(t, "wishes")
+				wishes := rapid.OneOf(rapid.SliceOfN(plain, 1, 12), rapid.SliceOfN(equal, 1, 20), rapid.SliceOfN(keyed, 1, 6), rapid.SliceOfN(odd, 1, 12)).Draw(t, "wishes")
 				now = now.Add(time.Duration(rapid.Int64Range(0, 5_000_000).Draw(t, "wait")) * time.Microsecond)
 				db.setClock(now)
 

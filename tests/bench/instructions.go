@@ -44,13 +44,15 @@ var countedStatements = map[string]counted{
 	"instructions/peek":      {0, "select from ratelimit_peek('full', $1)"},
 	"instructions/batch-32":  {32, "select from ratelimit_acquire_many(array_fill(text 'full', array[32]), $1)"},
 	"instructions/batch-128": {128, "select from ratelimit_acquire_many(array_fill(text 'full', array[128]), $1)"},
-	"instructions/hot-128":   {128, "select from ratelimit_acquire_many(array_fill(text 'full', array[128]), array_fill(($1::text[])[1], array[128]))"},
+	"instructions/keyed-128": {128, "select from ratelimit_acquire_many(array_fill(text 'full', array[128]), $1, null," +
+		" array(select gen_random_uuid()::text from generate_series(1, 128)))"},
+	"instructions/hot-128": {128, "select from ratelimit_acquire_many(array_fill(text 'full', array[128]), array_fill(($1::text[])[1], array[128]))"},
 }
 
 func (*instructions) cells() []string {
 	return []string{"instructions/nothing", "instructions/select", "instructions/update", "instructions/acquire",
 		"instructions/denied", "instructions/keyed", "instructions/replayed", "instructions/peek",
-		"instructions/batch-32", "instructions/batch-128", "instructions/hot-128"}
+		"instructions/batch-32", "instructions/batch-128", "instructions/keyed-128", "instructions/hot-128"}
 }
 
 func (i *instructions) open(ctx context.Context, _ []string) (err error) {

@@ -1,3 +1,6 @@
+{{- /* Takes from every bucket all that is asked of it, or nothing where it has less than the cheapest; returns no
+       row, and is to be undone, when neither is so, a bucket was changed meanwhile, or an idempotency key is
+       known or bad. The arguments are the names of the tables; keys is empty when no request has such a key. */ -}}
 {{ define "all_or_none" -}}
 return query
       with found as materialized (
@@ -13,7 +16,7 @@ return query
                  group by a.key
                  order by a.key) as w
          cross join lateral (select b.ctid as row_id, b.xmin as version, b.level, b.refilled_at
-                               from {{ . }} as b
+                               from {{ .buckets }} as b
                               {{ template "newest.sql" (dict "policy_id" "v_policy.id" "key" "w.key") }}) as b
       ), clear as materialized (
         select count(*) filter (where f.level_now / 1000000 >= f.total) as granting
@@ -21,7 +24,7 @@ return query
         having sum(cardinality(f.requests)) = cardinality(keys)
            and bool_and(f.level_now / 1000000 >= f.total or f.level_now / 1000000 < f.cheapest)
       ), taken as (
-        update {{ . }} as b
+        update {{ .buckets }} as b
            set level       = f.level_now - microtokens(f.total),
                refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick)
           from found as f
@@ -30,43 +33,68 @@ return query
            and b.ctid = f.row_id
            and b.xmin = f.version
         returning f.requests, f.totals, b.level, b.refilled_at
-      )
+      ), granted as (
+        select g.request, g.level,
+               wait_for(v_policy.full_level, g.level, g.refilled_at, v_now,
+                        v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up) as reset_us
+          from (select r.request, r.level + microtokens(r.last - r.total) as level, r.refilled_at
+                  from (select unnest(t.requests) as request, unnest(t.totals) as total,
+                               t.totals[cardinality(t.totals)] as last, t.level, t.refilled_at
+                          from taken as t) as r
+                offset 0) as g
+      ), denied as (
+        select d.request, d.level_now as level,
+               case
+                 when d.cost <= v_policy.capacity then
+                   wait_for(microtokens(d.cost), d.level, d.refilled_at, v_now,
+                            v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
+               end as retry_us,
+               wait_for(v_policy.full_level, d.level, d.refilled_at, v_now,
+                        v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up) as reset_us
+          from (select r.request, costs[r.request] as cost, r.level, r.refilled_at, r.level_now
+                  from (select unnest(f.requests) as request, f.level, f.refilled_at, f.level_now
+                          from found as f
+                         where f.level_now / 1000000 < f.cheapest
+                           and exists (select from clear)) as r
+                offset 0) as d
+      ){{ if .keys }}, remembered as (
+        insert into {{ .keys }} as k
+               (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
+        select v_policy.id, keys[g.request], idempotency_keys[g.request], costs[g.request],
+               whole_tokens(g.level), duration(g.reset_us), v_policy.capacity, v_expires_at
+          from granted as g
+         where is_name(idempotency_keys[g.request])
+        {{ template "remember_anew" . }}
+        returning 1
+      ){{ end }}
       select requests[a.request], a.allowed, whole_tokens(a.level), duration(a.retry_us), duration(a.reset_us),
              v_policy.capacity, false, null::text, null::text, null::text, null::text
-        from (select g.request, true as allowed, g.level, 0::bigint as retry_us,
-                     wait_for(v_policy.full_level, g.level, g.refilled_at, v_now,
-                              v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up) as reset_us
-                from (select r.request, r.level + microtokens(r.last - r.total) as level, r.refilled_at
-                        from (select unnest(t.requests) as request, unnest(t.totals) as total,
-                                     t.totals[cardinality(t.totals)] as last, t.level, t.refilled_at
-                                from taken as t) as r
-                      offset 0) as g
+        from (select g.request, true as allowed, g.level, 0::bigint as retry_us, g.reset_us
+                from granted as g
               union all
-              select d.request, false, d.level_now,
-                     case
-                       when d.cost <= v_policy.capacity then
-                         wait_for(microtokens(d.cost), d.level, d.refilled_at, v_now,
-                                  v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
-                     end,
-                     wait_for(v_policy.full_level, d.level, d.refilled_at, v_now,
-                              v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
-                from (select r.request, costs[r.request] as cost, r.level, r.refilled_at, r.level_now
-                        from (select unnest(f.requests) as request, f.level, f.refilled_at, f.level_now
-                                from found as f
-                               where f.level_now / 1000000 < f.cheapest
-                                 and exists (select from clear)) as r
-                      offset 0) as d
+              select d.request, false, d.level, d.retry_us, d.reset_us
+                from denied as d
               offset 0) as a
-       where (select count(*) from taken) = (select c.granting from clear as c);
+       where (select count(*) from taken) = (select c.granting from clear as c)
+         {{- if .keys }}
+         and (select count(idempotency_keys[g.request]) from granted as g) = (select count(*) from remembered)
+         and not exists (select from denied as d
+                          where not is_name(idempotency_keys[d.request])
+                             or exists (select from {{ .keys }} as k
+                                         where k.policy_id       = v_policy.id
+                                           and k.key             = keys[d.request] collate "C"
+                                           and k.idempotency_key = idempotency_keys[d.request] collate "C"
+                                           and k.expires_at      > v_now))
+         {{- end }};
 {{- end -}}
 -- Decides requests policy by policy and bucket by bucket, in one order for all callers, so that calls
 -- cannot deadlock.
 --
--- The common case is one statement for a policy: no idempotency keys, every bucket has a row, and each
--- grants all that is asked of it or nothing. It reads first and takes only when that is so, because what
--- is left over would have to be locked out of order; so it is undone as well when a bucket it waited for
--- was changed or removed, at the price of a subtransaction. It joins in the order of its input only while
--- it has no other way: hence the settings. Everything else goes through the steps of ratelimit_acquire,
+-- The common case is one statement for a policy: every bucket has a row, each grants all that is asked of
+-- it or nothing, and no idempotency key was seen before. It reads first and takes only when that is so,
+-- because what is left over would have to be locked out of order; so it is undone as well when a bucket it
+-- waited for was changed or removed, or when a key turns out to be known, at the price of a subtransaction.
+-- It joins in the order of its input only while it has no other way: hence the settings. Everything else goes through the steps of ratelimit_acquire,
 -- where equal requests without a key that follow each other on a bucket are one run, taken in one
 -- update; on a busy key that is often the whole call.
 create or replace function ratelimit.acquire_in_order(
@@ -109,19 +137,24 @@ declare
 begin
   select p.* into v_policy from policies as p where p.name = v_name;
   v_alike := (idempotency_keys is null and keys[1] collate "C" = all (keys) and costs[1] = all (costs)) is true;
-  if found and not v_alike and idempotency_keys is null
+  if found and not v_alike
      and 0 < all (costs) and 2147483647 > all (costs) then  -- sums that are quick to work out
+    v_expires_at := v_now + duration(v_policy.remember_us);
     begin
-      if v_policy.durable then
-        {{ template "all_or_none" "buckets" }}
+      if v_policy.durable and idempotency_keys is null then
+        {{ template "all_or_none" (dict "buckets" "buckets" "keys" "") }}
+      elsif v_policy.durable then
+        {{ template "all_or_none" (dict "buckets" "buckets" "keys" "idempotency_keys") }}
+      elsif idempotency_keys is null then
+        {{ template "all_or_none" (dict "buckets" "ephemeral_buckets" "keys" "") }}
       else
-        {{ template "all_or_none" "ephemeral_buckets" }}
+        {{ template "all_or_none" (dict "buckets" "ephemeral_buckets" "keys" "ephemeral_idempotency_keys") }}
       end if;
       if found then
         return;
       end if;
       raise exception sqlstate 'RL000';
-    exception when sqlstate 'RL000' then
+    exception when sqlstate 'RL000' or cardinality_violation then  -- the same idempotency key twice
       null;  -- nothing is taken or locked
     end;
   end if;
@@ -261,6 +294,10 @@ begin
     v_costs := array_fill(1::bigint, array[v_length]);
   elsif array_lower(v_costs, 1) <> 1 or array_ndims(v_costs) <> 1 then
     v_costs := array(select unnest(v_costs));
+  end if;
+  if idempotency_keys is not null then  -- then these are subscripted, too
+    keys             := array(select unnest(keys));
+    idempotency_keys := array(select unnest(ratelimit_acquire_many.idempotency_keys));
   end if;
 
   if policies[1] collate "C" = all (ratelimit_acquire_many.policies) then
