@@ -1222,12 +1222,15 @@ begin
        where (select count(*) from taken) = (select c.granting from clear as c)
          and (select count(idempotency_keys[g.request]) from granted as g) = (select count(*) from remembered)
          and not exists (select from denied as d
-                          where not is_name(idempotency_keys[d.request])
-                             or exists (select from idempotency_keys as k
-                                         where k.policy_id       = v_policy.id
-                                           and k.key             = keys[d.request] collate "C"
-                                           and k.idempotency_key = idempotency_keys[d.request] collate "C"
-                                           and k.expires_at      > v_now));
+                          where not is_name(idempotency_keys[d.request]))
+         and not exists (select from denied as d
+                          cross join lateral (select k.expires_at
+                                                from idempotency_keys as k
+                                               where k.policy_id       = v_policy.id
+                                                 and k.key             = keys[d.request] collate "C"
+                                                 and k.idempotency_key = idempotency_keys[d.request] collate "C"
+                                              offset 0) as k
+                          where k.expires_at > v_now);
       elsif idempotency_keys is null then
         return query
       with found as materialized (
@@ -1385,12 +1388,15 @@ begin
        where (select count(*) from taken) = (select c.granting from clear as c)
          and (select count(idempotency_keys[g.request]) from granted as g) = (select count(*) from remembered)
          and not exists (select from denied as d
-                          where not is_name(idempotency_keys[d.request])
-                             or exists (select from ephemeral_idempotency_keys as k
-                                         where k.policy_id       = v_policy.id
-                                           and k.key             = keys[d.request] collate "C"
-                                           and k.idempotency_key = idempotency_keys[d.request] collate "C"
-                                           and k.expires_at      > v_now));
+                          where not is_name(idempotency_keys[d.request]))
+         and not exists (select from denied as d
+                          cross join lateral (select k.expires_at
+                                                from ephemeral_idempotency_keys as k
+                                               where k.policy_id       = v_policy.id
+                                                 and k.key             = keys[d.request] collate "C"
+                                                 and k.idempotency_key = idempotency_keys[d.request] collate "C"
+                                              offset 0) as k
+                          where k.expires_at > v_now);
       end if;
       if found then
         return;

@@ -65,6 +65,7 @@ var planCalls = []string{
 	"select from ratelimit_acquire_many('{p,p}', '{KEY,KEY.}')",
 	"select from ratelimit_acquire_many('{p,p}', '{KEY,KEY.}', '{1,4000}')",
 	"select from ratelimit_acquire_many('{p,p}', '{KEY,KEY.}', '{1,2}', '{i1,i2}')",
+	"select from ratelimit_acquire_many('{p,p}', '{KEY,KEY.}', '{1,3000}', '{j1,j2}')",
 	"select from ratelimit_reset('p', 'KEY')",
 	"select from ratelimit_cleanup(10)",
 }

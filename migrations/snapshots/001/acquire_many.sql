@@ -79,12 +79,15 @@ return query
          {{- if .keys }}
          and (select count(idempotency_keys[g.request]) from granted as g) = (select count(*) from remembered)
          and not exists (select from denied as d
-                          where not is_name(idempotency_keys[d.request])
-                             or exists (select from {{ .keys }} as k
-                                         where k.policy_id       = v_policy.id
-                                           and k.key             = keys[d.request] collate "C"
-                                           and k.idempotency_key = idempotency_keys[d.request] collate "C"
-                                           and k.expires_at      > v_now))
+                          where not is_name(idempotency_keys[d.request]))
+         and not exists (select from denied as d
+                          cross join lateral (select k.expires_at
+                                                from {{ .keys }} as k
+                                               where k.policy_id       = v_policy.id
+                                                 and k.key             = keys[d.request] collate "C"
+                                                 and k.idempotency_key = idempotency_keys[d.request] collate "C"
+                                              offset 0) as k
+                          where k.expires_at > v_now)
          {{- end }};
 {{- end -}}
 -- Decides requests policy by policy and bucket by bucket, in one order for all callers, so that calls
