@@ -272,17 +272,39 @@ func TestAcquireMany_DenialsWriteNothing(t *testing.T) {
 	db.definePolicy("p", 1, 1, 1000*time.Hour)
 	db.acquire("p", "k", 1)
 	s := db.begin()
-	policy, key, cost := "p", "k", int64(1)
+	policy, key, cost, idempotencyKey, another := "p", "k", int64(1), "i", "j"
 	w := wish{Policy: &policy, Key: &key, Cost: &cost}
-	replies, err := acquireMany(s, []wish{w, w, w})
-	require.NoError(t, err)
-	for _, o := range replies {
-		assert.False(t, o.Decision.Allowed)
+	keyed, keyedToo := w, w
+	keyed.IdempotencyKey, keyedToo.IdempotencyKey = &idempotencyKey, &another
+	for _, wishes := range [][]wish{{w, w, w}, {keyed, w, keyedToo}, {keyed, keyed}} {
+		replies, err := acquireMany(s, wishes)
+		require.NoError(t, err)
+		for _, o := range replies {
+			assert.False(t, o.Decision.Allowed)
+		}
 	}
 	var xid *string
 	require.NoError(t, s.QueryRow(context.Background(), "select pg_current_xact_id_if_assigned()::text").Scan(&xid))
 	require.Nil(t, xid)
 	db.hasty().exec("select from ratelimit.buckets for update nowait")
+}
+
+// Beside requests that are granted at once, and in a bucket that is empty by now.
+func TestAcquireMany_ARepeatIsNoDenial(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	db.definePolicy("p", 3, 1, 1000*time.Hour)
+	db.acquire("p", "other", 1)
+	first := db.acquire("p", "k", 3, "i")
+	first.Replayed = true
+	policy, key, other, one, three, idempotencyKey := "p", "k", "other", int64(1), int64(3), "i"
+	replies, err := acquireMany(db.session(), []wish{
+		{Policy: &policy, Key: &other, Cost: &one},
+		{Policy: &policy, Key: &key, Cost: &three, IdempotencyKey: &idempotencyKey},
+	})
+	require.NoError(t, err)
+	require.True(t, replies[0].Decision.Allowed)
+	require.Equal(t, &first, replies[1].Decision)
 }
 
 func TestAcquireMany_RefusesUnequalArrays(t *testing.T) {
