@@ -271,7 +271,8 @@ comment on function ratelimit.acquire_in_order(text, text[], bigint[], text[], b
 --
 -- Locks:  as ratelimit_acquire, in the order of policy and key, so that calls never deadlock with
 --         each other.
--- Writes: as ratelimit_acquire, and row versions that are undone when a bucket changed under it.
+-- Writes: as ratelimit_acquire, and row versions that are undone when a bucket changed under it or an
+--         idempotency key was known.
 create or replace function ratelimit_acquire_many(
     policies         text[],
     keys             text[],
