@@ -19,10 +19,10 @@ import (
 // It hardly differs from run to run, whatever else the machine does. It has what begins and commits the
 // statement, which "nothing" has alone, but neither the kernel nor a connection.
 type instructions struct {
-	lab     *lab
-	pg      *postgres
-	data    string
-	counted map[string]sample
+	pg       *postgres
+	data     string
+	valgrind string
+	counted  map[string]sample
 }
 
 const instructionsDatabase = "instructions"
@@ -56,6 +56,9 @@ func (*instructions) cells() []string {
 }
 
 func (i *instructions) open(ctx context.Context, _ []string) (err error) {
+	if i.valgrind, err = find(ctx, "valgrind"); err != nil {
+		return err
+	}
 	if i.pg, err = startPostgres(ctx); err != nil {
 		return err
 	}
@@ -100,11 +103,7 @@ var collected = regexp.MustCompile(`Collected : (\d+)`)
 
 // count returns the instructions of a session. The first calls in it plan, and read the pages.
 func (i *instructions) count(ctx context.Context, statements string) (float64, error) {
-	valgrind, err := find(ctx, "valgrind")
-	if err != nil {
-		return 0, err
-	}
-	out, err := i.session(ctx, statements, valgrind, "--tool=callgrind", "--callgrind-out-file=/dev/null")
+	out, err := i.session(ctx, statements, i.valgrind, "--tool=callgrind", "--callgrind-out-file=/dev/null")
 	if err != nil {
 		return 0, err
 	}

@@ -59,7 +59,8 @@ func median(values []float64) float64 {
 }
 
 func experiments(l *lab, o options) []experiment {
-	return []experiment{&bare{l}, &grid{lab: l}, &snapshot{lab: l, hold: o.hold}, &cleanup{lab: l}, &buckets{l}, &instructions{lab: l}}
+	// The first is the one that may lack its program.
+	return []experiment{&instructions{}, &bare{l}, &grid{lab: l}, &snapshot{lab: l, hold: o.hold}, &cleanup{lab: l}, &buckets{l}}
 }
 
 // all returns every measure: what must be shown, then the figures of each cell.
