@@ -382,6 +382,14 @@ $$;
 comment on function ratelimit.is_name(text) is
   'Whether a policy, key or idempotency key has 1 to 512 bytes; null for null.';
 
+create or replace function ratelimit.is_list(elements anyarray)
+  returns boolean language sql immutable parallel safe
+as $$
+  select array_lower(elements, 1) = 1 and array_ndims(elements) = 1
+$$;
+comment on function ratelimit.is_list(anyarray) is
+  'Whether an array has one dimension and is subscripted from 1; null for an empty one and for null.';
+
 create or replace function ratelimit.check_name(argument text, value text)
   returns void language plpgsql
 as $$
@@ -747,7 +755,7 @@ declare
   v_reset_us        bigint;
   v_due_at          timestamptz;
   v_expires_at      timestamptz;
-  v_lost            integer;
+  v_round           integer;
   v_replayed        boolean;
   v_first           idempotency_keys;
 begin
@@ -832,8 +840,8 @@ begin
         end if;
 
         -- It fits by now, or the bucket has no row. Each round but the first lost against somebody else's call.
-        v_lost := coalesce(v_lost, -1) + 1;
-        if v_lost = 1000 then
+        v_round := coalesce(v_round, 0) + 1;
+        if v_round = 1000 then
           raise exception 'the bucket changed at every look'
             using errcode = '40001',
                   detail  = format('Key %s of policy %s.', quote_literal(v_key), quote_literal(v_policy.name)),
@@ -946,8 +954,8 @@ begin
         end if;
 
         -- It fits by now, or the bucket has no row. Each round but the first lost against somebody else's call.
-        v_lost := coalesce(v_lost, -1) + 1;
-        if v_lost = 1000 then
+        v_round := coalesce(v_round, 0) + 1;
+        if v_round = 1000 then
           raise exception 'the bucket changed at every look'
             using errcode = '40001',
                   detail  = format('Key %s of policy %s.', quote_literal(v_key), quote_literal(v_policy.name)),
@@ -1018,9 +1026,9 @@ comment on function ratelimit_acquire(text, text, bigint, text) is
 -- it or nothing, and no idempotency key was seen before. It reads first and takes only when that is so,
 -- because what is left over would have to be locked out of order; so it is undone as well when a bucket it
 -- waited for was changed or removed, or when a key turns out to be known, at the price of a subtransaction.
--- It joins in the order of its input only while it has no other way: hence the settings. Everything else goes through the steps of ratelimit_acquire,
--- where equal requests without a key that follow each other on a bucket are one run, taken in one
--- update; on a busy key that is often the whole call.
+-- It joins in the order of its input only while it has no other way: hence the settings. Everything else
+-- goes through the steps of ratelimit_acquire, where equal requests without a key that follow each other on
+-- a bucket are one run, taken in one update; on a busy key that is often the whole call.
 create or replace function ratelimit.acquire_in_order(
     policy text, keys text[], costs bigint[], idempotency_keys text[], requests bigint[])
   returns table (request bigint, allowed boolean, remaining bigint, retry_after interval, reset_after interval,
@@ -1055,7 +1063,7 @@ declare
   v_reset_us        bigint;
   v_due_at          timestamptz;
   v_expires_at      timestamptz;
-  v_lost            integer;
+  v_round           integer;
   v_replayed        boolean;
   v_first           idempotency_keys;
 begin
@@ -1063,7 +1071,6 @@ begin
   v_alike := (idempotency_keys is null and keys[1] collate "C" = all (keys) and costs[1] = all (costs)) is true;
   if found and not v_alike
      and 0 < all (costs) and 2147483647 > all (costs) then  -- sums that are quick to work out
-    v_expires_at := v_now + duration(v_policy.remember_us);
     begin
       if v_policy.durable and idempotency_keys is null then
         return query
@@ -1103,8 +1110,8 @@ begin
         returning f.requests, f.totals, b.level, b.refilled_at
       ), granted as (
         select g.request, g.level,
-               wait_for(v_policy.full_level, g.level, g.refilled_at, v_now,
-                        v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up) as reset_us
+               wait_below(v_policy.full_level, g.level, microseconds(v_now - g.refilled_at),
+                          v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up) as reset_us
           from (select r.request, r.level + microtokens(r.last - r.total) as level, r.refilled_at
                   from (select unnest(t.requests) as request, unnest(t.totals) as total,
                                t.totals[cardinality(t.totals)] as last, t.level, t.refilled_at
@@ -1136,6 +1143,7 @@ begin
               offset 0) as a
        where (select count(*) from taken) = (select c.granting from clear as c);
       elsif v_policy.durable then
+        v_expires_at := v_now + duration(v_policy.remember_us);
         return query
       with found as materialized (
         select w.*, b.row_id, b.version, b.level, b.refilled_at,
@@ -1173,8 +1181,8 @@ begin
         returning f.requests, f.totals, b.level, b.refilled_at
       ), granted as (
         select g.request, g.level,
-               wait_for(v_policy.full_level, g.level, g.refilled_at, v_now,
-                        v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up) as reset_us
+               wait_below(v_policy.full_level, g.level, microseconds(v_now - g.refilled_at),
+                          v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up) as reset_us
           from (select r.request, r.level + microtokens(r.last - r.total) as level, r.refilled_at
                   from (select unnest(t.requests) as request, unnest(t.totals) as total,
                                t.totals[cardinality(t.totals)] as last, t.level, t.refilled_at
@@ -1269,8 +1277,8 @@ begin
         returning f.requests, f.totals, b.level, b.refilled_at
       ), granted as (
         select g.request, g.level,
-               wait_for(v_policy.full_level, g.level, g.refilled_at, v_now,
-                        v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up) as reset_us
+               wait_below(v_policy.full_level, g.level, microseconds(v_now - g.refilled_at),
+                          v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up) as reset_us
           from (select r.request, r.level + microtokens(r.last - r.total) as level, r.refilled_at
                   from (select unnest(t.requests) as request, unnest(t.totals) as total,
                                t.totals[cardinality(t.totals)] as last, t.level, t.refilled_at
@@ -1302,6 +1310,7 @@ begin
               offset 0) as a
        where (select count(*) from taken) = (select c.granting from clear as c);
       else
+        v_expires_at := v_now + duration(v_policy.remember_us);
         return query
       with found as materialized (
         select w.*, b.row_id, b.version, b.level, b.refilled_at,
@@ -1339,8 +1348,8 @@ begin
         returning f.requests, f.totals, b.level, b.refilled_at
       ), granted as (
         select g.request, g.level,
-               wait_for(v_policy.full_level, g.level, g.refilled_at, v_now,
-                        v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up) as reset_us
+               wait_below(v_policy.full_level, g.level, microseconds(v_now - g.refilled_at),
+                          v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up) as reset_us
           from (select r.request, r.level + microtokens(r.last - r.total) as level, r.refilled_at
                   from (select unnest(t.requests) as request, unnest(t.totals) as total,
                                t.totals[cardinality(t.totals)] as last, t.level, t.refilled_at
@@ -1446,7 +1455,7 @@ begin
           microtokens(v_cost * least(cardinality(v_run.requests) - v_position, v_policy.capacity / v_cost))
         else 0
       end;
-      v_lost     := null;
+      v_round    := null;
       v_replayed := null;
       if v_policy.durable then
         <<decide>>
@@ -1518,8 +1527,8 @@ begin
         end if;
 
         -- It fits by now, or the bucket has no row. Each round but the first lost against somebody else's call.
-        v_lost := coalesce(v_lost, -1) + 1;
-        if v_lost = 1000 then
+        v_round := coalesce(v_round, 0) + 1;
+        if v_round = 1000 then
           raise exception 'the bucket changed at every look'
             using errcode = '40001',
                   detail  = format('Key %s of policy %s.', quote_literal(v_key), quote_literal(v_policy.name)),
@@ -1640,8 +1649,8 @@ begin
         end if;
 
         -- It fits by now, or the bucket has no row. Each round but the first lost against somebody else's call.
-        v_lost := coalesce(v_lost, -1) + 1;
-        if v_lost = 1000 then
+        v_round := coalesce(v_round, 0) + 1;
+        if v_round = 1000 then
           raise exception 'the bucket changed at every look'
             using errcode = '40001',
                   detail  = format('Key %s of policy %s.', quote_literal(v_key), quote_literal(v_policy.name)),
@@ -1781,10 +1790,10 @@ begin
   perform check_length('idempotency_keys', coalesce(cardinality(idempotency_keys), v_length), v_length);
   if v_costs is null then
     v_costs := array_fill(1::bigint, array[v_length]);
-  elsif array_lower(v_costs, 1) <> 1 or array_ndims(v_costs) <> 1 then
+  elsif not is_list(v_costs) then
     v_costs := array(select unnest(v_costs));
   end if;
-  if idempotency_keys is not null then  -- then these are subscripted, too
+  if idempotency_keys is not null and not (is_list(keys) and is_list(idempotency_keys)) then  -- both are subscripted
     keys             := array(select unnest(keys));
     idempotency_keys := array(select unnest(ratelimit_acquire_many.idempotency_keys));
   end if;

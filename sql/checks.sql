@@ -22,6 +22,14 @@ $$;
 comment on function ratelimit.is_name(text) is
   'Whether a policy, key or idempotency key has 1 to 512 bytes; null for null.';
 
+create or replace function ratelimit.is_list(elements anyarray)
+  returns boolean language sql immutable parallel safe
+as $$
+  select array_lower(elements, 1) = 1 and array_ndims(elements) = 1
+$$;
+comment on function ratelimit.is_list(anyarray) is
+  'Whether an array has one dimension and is subscripted from 1; null for an empty one and for null.';
+
 create or replace function ratelimit.check_name(argument text, value text)
   returns void language plpgsql
 as $$

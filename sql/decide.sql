@@ -2,7 +2,7 @@
        names of the bucket's two tables, for ratelimit_acquire and ratelimit_acquire_many.
        In:  v_policy, v_key, v_cost, v_idempotency_key, v_now; v_take, the microtokens wanted: v_cost, or for
             equal requests without a key a multiple of it, lowered here to as many as the bucket holds; zero
-            to take nothing. v_replayed and v_lost are null. With the argument newest, which ratelimit_acquire_many
+            to take nothing. v_replayed and v_round are null. With the argument newest, which ratelimit_acquire_many
             has, the bucket is found by its newest version. That is cheap however long an old snapshot is
             held, but who had to wait for the row then finds nothing, with the newer minor versions of
             PostgreSQL, and takes in a second try.
@@ -64,8 +64,8 @@ on conflict on constraint {{ .keys }}_pkey do update
         end if;
 
         -- It fits by now, or the bucket has no row. Each round but the first lost against somebody else's call.
-        v_lost := coalesce(v_lost, -1) + 1;
-        if v_lost = 1000 then
+        v_round := coalesce(v_round, 0) + 1;
+        if v_round = 1000 then
           raise exception 'the bucket changed at every look'
             using errcode = '40001',
                   detail  = format('Key %s of policy %s.', quote_literal(v_key), quote_literal(v_policy.name)),

@@ -39,7 +39,7 @@ declare
   v_reset_us        bigint;
   v_due_at          timestamptz;
   v_expires_at      timestamptz;
-  v_lost            integer;
+  v_round           integer;
   v_replayed        boolean;
   v_first           idempotency_keys;
 begin

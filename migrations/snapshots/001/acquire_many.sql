@@ -2,7 +2,8 @@
        row, and is to be undone, when neither is so, a bucket was changed meanwhile, or an idempotency key is
        known or bad. The arguments are the names of the tables; keys is empty when no request has such a key. */ -}}
 {{ define "all_or_none" -}}
-return query
+{{ if .keys }}v_expires_at := v_now + duration(v_policy.remember_us);
+        {{ end }}return query
       with found as materialized (
         select w.*, b.row_id, b.version, b.level, b.refilled_at,
                refilled_level(b.level, b.refilled_at, v_now,
@@ -35,8 +36,8 @@ return query
         returning f.requests, f.totals, b.level, b.refilled_at
       ), granted as (
         select g.request, g.level,
-               wait_for(v_policy.full_level, g.level, g.refilled_at, v_now,
-                        v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up) as reset_us
+               wait_below(v_policy.full_level, g.level, microseconds(v_now - g.refilled_at),
+                          v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up) as reset_us
           from (select r.request, r.level + microtokens(r.last - r.total) as level, r.refilled_at
                   from (select unnest(t.requests) as request, unnest(t.totals) as total,
                                t.totals[cardinality(t.totals)] as last, t.level, t.refilled_at
@@ -97,9 +98,9 @@ return query
 -- it or nothing, and no idempotency key was seen before. It reads first and takes only when that is so,
 -- because what is left over would have to be locked out of order; so it is undone as well when a bucket it
 -- waited for was changed or removed, or when a key turns out to be known, at the price of a subtransaction.
--- It joins in the order of its input only while it has no other way: hence the settings. Everything else goes through the steps of ratelimit_acquire,
--- where equal requests without a key that follow each other on a bucket are one run, taken in one
--- update; on a busy key that is often the whole call.
+-- It joins in the order of its input only while it has no other way: hence the settings. Everything else
+-- goes through the steps of ratelimit_acquire, where equal requests without a key that follow each other on
+-- a bucket are one run, taken in one update; on a busy key that is often the whole call.
 create or replace function ratelimit.acquire_in_order(
     policy text, keys text[], costs bigint[], idempotency_keys text[], requests bigint[])
   returns table (request bigint, allowed boolean, remaining bigint, retry_after interval, reset_after interval,
@@ -134,7 +135,7 @@ declare
   v_reset_us        bigint;
   v_due_at          timestamptz;
   v_expires_at      timestamptz;
-  v_lost            integer;
+  v_round           integer;
   v_replayed        boolean;
   v_first           idempotency_keys;
 begin
@@ -142,7 +143,6 @@ begin
   v_alike := (idempotency_keys is null and keys[1] collate "C" = all (keys) and costs[1] = all (costs)) is true;
   if found and not v_alike
      and 0 < all (costs) and 2147483647 > all (costs) then  -- sums that are quick to work out
-    v_expires_at := v_now + duration(v_policy.remember_us);
     begin
       if v_policy.durable and idempotency_keys is null then
         {{ template "all_or_none" (dict "buckets" "buckets" "keys" "") }}
@@ -201,7 +201,7 @@ begin
           microtokens(v_cost * least(cardinality(v_run.requests) - v_position, v_policy.capacity / v_cost))
         else 0
       end;
-      v_lost     := null;
+      v_round    := null;
       v_replayed := null;
       if v_policy.durable then
         {{ template "decide.sql" (dict "buckets" "buckets" "keys" "idempotency_keys" "newest" true) }}
@@ -296,10 +296,10 @@ begin
   perform check_length('idempotency_keys', coalesce(cardinality(idempotency_keys), v_length), v_length);
   if v_costs is null then
     v_costs := array_fill(1::bigint, array[v_length]);
-  elsif array_lower(v_costs, 1) <> 1 or array_ndims(v_costs) <> 1 then
+  elsif not is_list(v_costs) then
     v_costs := array(select unnest(v_costs));
   end if;
-  if idempotency_keys is not null then  -- then these are subscripted, too
+  if idempotency_keys is not null and not (is_list(keys) and is_list(idempotency_keys)) then  -- both are subscripted
     keys             := array(select unnest(keys));
     idempotency_keys := array(select unnest(ratelimit_acquire_many.idempotency_keys));
   end if;
