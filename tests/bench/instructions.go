@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"math/rand/v2"
 	"os"
 	"os/exec"
@@ -13,6 +14,8 @@ import (
 	"strings"
 	"syscall"
 	"time"
+
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
 // instructions counts what the processor executes for one decision, by valgrind, in a server of one process.
@@ -20,7 +23,6 @@ import (
 // statement, which "nothing" has alone, but neither the kernel nor a connection.
 type instructions struct {
 	pg       *postgres
-	data     string
 	valgrind string
 	counted  map[string]sample
 }
@@ -36,7 +38,7 @@ type counted struct {
 var countedStatements = map[string]counted{
 	"instructions/nothing":   {0, "select"},
 	"instructions/select":    {0, "select from bare where policy_id = 1 and key = $1"},
-	"instructions/update":    {0, "update bare set level = level - 1000000, refilled_at = now() where policy_id = 1 and key = $1 and level >= 1000000"},
+	"instructions/update":    {0, takeSQL("$1")},
 	"instructions/acquire":   {0, "select from ratelimit_acquire('full', $1)"},
 	"instructions/denied":    {0, "select from ratelimit_acquire('dry', $1)"},
 	"instructions/keyed":     {0, "select from ratelimit_acquire('full', $1, 1, gen_random_uuid()::text)"},
@@ -50,21 +52,17 @@ var countedStatements = map[string]counted{
 }
 
 func (*instructions) cells() []string {
-	return []string{"instructions/nothing", "instructions/select", "instructions/update", "instructions/acquire",
-		"instructions/denied", "instructions/keyed", "instructions/replayed", "instructions/peek",
-		"instructions/batch-32", "instructions/batch-128", "instructions/keyed-128", "instructions/hot-128"}
+	return slices.Sorted(maps.Keys(countedStatements))
 }
 
 func (i *instructions) open(ctx context.Context, _ []string) (err error) {
-	if i.valgrind, err = find(ctx, "valgrind"); err != nil {
+	if i.valgrind, err = pgtest.Program(ctx, "valgrind"); err != nil {
 		return err
 	}
 	if i.pg, err = startPostgres(ctx); err != nil {
 		return err
 	}
-	if i.data, err = queryRow[string](ctx, i.pg, "", "show data_directory"); err != nil {
-		return err
-	}
+	i.counted = map[string]sample{}
 	if err := i.pg.database(ctx, instructionsDatabase, bareTables()...); err != nil {
 		return err
 	}
@@ -92,9 +90,6 @@ func (i *instructions) run(ctx context.Context, cell string) (sample, error) {
 		return nil, err
 	}
 	s := sample{"instructions": (twice - once) / float64(calls*max(1, statement.keys))}
-	if i.counted == nil {
-		i.counted = map[string]sample{}
-	}
 	i.counted[cell] = s
 	return s, nil
 }
@@ -117,13 +112,13 @@ func (i *instructions) count(ctx context.Context, statements string) (float64, e
 // session runs statements in a server of one process, perhaps by way of another program, as the owner of
 // its data.
 func (i *instructions) session(ctx context.Context, statements string, by ...string) (string, error) {
-	info, err := os.Stat(i.data)
+	info, err := os.Stat(i.pg.data)
 	if err != nil {
 		return "", err
 	}
-	command := slices.Concat(by, []string{filepath.Join(i.pg.bin, "postgres"), "--single", "-D", i.data, "-c", "synchronous_commit=off", instructionsDatabase})
+	command := slices.Concat(by, []string{filepath.Join(i.pg.bin, "postgres"), "--single", "-D", i.pg.data, "-c", "synchronous_commit=off", instructionsDatabase})
 	cmd := exec.CommandContext(ctx, command[0], command[1:]...)
-	cmd.Dir = i.data
+	cmd.Dir = i.pg.data
 	cmd.Stdin = strings.NewReader(statements)
 	if owner := info.Sys().(*syscall.Stat_t); os.Geteuid() == 0 {
 		cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: owner.Uid, Gid: owner.Gid}}

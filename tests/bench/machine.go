@@ -2,10 +2,8 @@ package main
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"os"
-	"os/exec"
 	"runtime"
 	"runtime/debug"
 	"strings"
@@ -85,31 +83,4 @@ func modules(paths ...string) (text string) {
 		}
 	}
 	return text
-}
-
-// find returns the path of a program, installing the package of its name when it is absent and apt-get can.
-func find(ctx context.Context, name string) (string, error) {
-	if program, err := exec.LookPath(name); err == nil {
-		return program, nil
-	}
-	if _, err := exec.LookPath("apt-get"); err != nil || os.Geteuid() != 0 {
-		return "", fmt.Errorf("%s is not installed, and installing it takes apt-get and root", name)
-	}
-	fmt.Fprintf(os.Stderr, "bench: installing %s with apt-get\n", name)
-	apt := func(args ...string) error {
-		cmd := exec.CommandContext(ctx, "apt-get", append([]string{"--quiet", "--quiet"}, args...)...)
-		// Runlevel 1 keeps a package from starting a server of its own.
-		cmd.Env = append(os.Environ(), "DEBIAN_FRONTEND=noninteractive", "RUNLEVEL=1")
-		if out, err := cmd.CombinedOutput(); err != nil {
-			return fmt.Errorf("apt-get: %w\n%s", err, out)
-		}
-		return nil
-	}
-	install := func() error { return apt("install", "--yes", "--no-install-recommends", name) }
-	if install() != nil { // with the package lists that are there
-		if err := errors.Join(apt("update"), install()); err != nil {
-			return "", err
-		}
-	}
-	return exec.LookPath(name)
 }

@@ -44,9 +44,10 @@ var benches = map[string]bench{
 }
 
 // updateSQL is the least that a limiter can do: take from one row if that has enough.
-func updateSQL(key string) string {
-	return `update bare set level = level - 1000000, refilled_at = now() where policy_id = 1 and key = ` + key +
-		` and level >= 1000000 returning level;`
+func updateSQL(key string) string { return takeSQL(key) + ` returning level;` }
+
+func takeSQL(key string) string {
+	return `update bare set level = level - 1000000, refilled_at = now() where policy_id = 1 and key = ` + key + ` and level >= 1000000`
 }
 
 func selectSQL(key string) string {

@@ -19,8 +19,9 @@ import (
 // postgres is a server of this process on a unix socket.
 type postgres struct {
 	*pgtest.Server
-	bin string // where pgbench is
-	pid int    // of the postmaster
+	bin  string // where pgbench is
+	data string // directory
+	pid  int    // of the postmaster
 }
 
 // settings are those of a production server of this size. Checkpoints are rare enough that a round
@@ -56,11 +57,11 @@ func startPostgres(ctx context.Context) (*postgres, error) {
 
 // locate finds the server's process, and from it the programs of its version.
 func (pg *postgres) locate(ctx context.Context) error {
-	data, err := queryRow[string](ctx, pg, "", "show data_directory")
-	if err != nil {
+	var err error
+	if pg.data, err = queryRow[string](ctx, pg, "", "show data_directory"); err != nil {
 		return err
 	}
-	file, err := os.ReadFile(filepath.Join(data, "postmaster.pid"))
+	file, err := os.ReadFile(filepath.Join(pg.data, "postmaster.pid"))
 	if err != nil {
 		return fmt.Errorf("the server is not a process of this machine: %w", err)
 	}

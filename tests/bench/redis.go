@@ -14,6 +14,8 @@ import (
 	"time"
 
 	"github.com/redis/go-redis/v9"
+
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
 // redisServer is a Redis of this process on a unix socket.
@@ -29,7 +31,7 @@ type redisServer struct {
 // startRedis starts a server that keeps nothing on disk, or flushes every command there before it
 // answers.
 func startRedis(ctx context.Context, flushed bool) (*redisServer, error) {
-	program, err := find(ctx, "redis-server")
+	program, err := pgtest.Program(ctx, "redis-server")
 	if err != nil {
 		return nil, err
 	}

@@ -125,6 +125,28 @@ func hasLibrary(bin, library string) bool {
 	return false
 }
 
+// Program returns the path of a program, installing the Debian package of its name when it is absent.
+func Program(ctx context.Context, name string) (string, error) {
+	find := func() string {
+		for _, name := range []string{name, "/usr/sbin/" + name} {
+			if path, err := exec.LookPath(name); err == nil {
+				return path
+			}
+		}
+		return ""
+	}
+	if path := find(); path != "" {
+		return path, nil
+	}
+	if err := aptInstall(ctx, name); err != nil {
+		return "", fmt.Errorf("%s is not on this machine, and %w", name, err)
+	}
+	if path := find(); path != "" {
+		return path, nil
+	}
+	return "", fmt.Errorf("the package %s has no program of that name", name)
+}
+
 // asRoot returns what to write before a command that takes root.
 func asRoot(ctx context.Context) ([]string, error) {
 	if os.Geteuid() == 0 {
@@ -159,7 +181,8 @@ func aptInstall(ctx context.Context, name string) error {
 
 	fmt.Fprintf(os.Stderr, "pgtest: installing %s with apt-get\n", name)
 	apt := func(args ...string) error {
-		args = slices.Concat(sudo, []string{"env", "DEBIAN_FRONTEND=noninteractive",
+		// Runlevel 1 keeps a package from starting a server of its own.
+		args = slices.Concat(sudo, []string{"env", "DEBIAN_FRONTEND=noninteractive", "RUNLEVEL=1",
 			"apt-get", "--quiet", "--quiet", "--option", "DPkg::Lock::Timeout=300"}, args)
 		if out, err := exec.CommandContext(ctx, args[0], args[1:]...).CombinedOutput(); err != nil {
 			return fmt.Errorf("apt-get: %w\n%s", err, out)

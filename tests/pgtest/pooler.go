@@ -148,24 +148,11 @@ func (p *Pooler) startProcess(ctx context.Context, server *Server) (end func() e
 }
 
 func findPgBouncer(ctx context.Context) (string, error) {
-	find := func() string {
-		for _, name := range []string{"pgbouncer", "/usr/sbin/pgbouncer"} {
-			if path, err := exec.LookPath(name); err == nil {
-				return path
-			}
-		}
-		return ""
+	bin, err := Program(ctx, "pgbouncer")
+	if err != nil {
+		return "", fmt.Errorf("%w: %w", errAbsent, err)
 	}
-	if bin := find(); bin != "" {
-		return bin, nil
-	}
-	if err := aptInstall(ctx, "pgbouncer"); err != nil {
-		return "", fmt.Errorf("%w: PgBouncer is not on this machine, and %w", errAbsent, err)
-	}
-	if bin := find(); bin != "" {
-		return bin, nil
-	}
-	return "", fmt.Errorf("%w: the package pgbouncer has no program of that name", errAbsent)
+	return bin, nil
 }
 
 // startContainer starts PgBouncer in a container beside the server's.
