@@ -266,6 +266,69 @@ func TestAcquireMany_WaitsAndDecidesAfresh(t *testing.T) {
 	require.EqualValues(t, 1, db.left(policy, key))
 }
 
+// The transaction that it waited for leaves no trace, but time has passed: a bucket that was empty when the
+// batch began has refilled, and an acquire on its own would be granted.
+func TestAcquireMany_AWaitThatEndsInARollbackIsDecidedAfresh(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	for name, kind := range map[string]policyOption{"durable": durable, "ephemeral": ephemeral} {
+		for _, keyed := range []bool{false, true} {
+			policy, a, b, one, five := fmt.Sprint(name, keyed), "a", "b", int64(1), int64(5)
+			db.definePolicy(policy, 10, 10, time.Second, kind)
+			db.acquire(policy, a, 1)
+
+			holder, waiter := db.begin(), db.session()
+			holder.acquire(policy, a, 1)
+			wishes := []wish{{Policy: &policy, Key: &a, Cost: &one}, {Policy: &policy, Key: &b, Cost: &five}}
+			if keyed {
+				wishes[0].IdempotencyKey = &a
+			}
+			db.acquire(policy, b, 10)
+			var replies []reply
+			call := waiter.start(func(querier) (_ decision, err error) {
+				replies, err = acquireMany(waiter, wishes)
+				return decision{}, err
+			})
+			call.awaitBlockedBy(holder)
+			db.Await(t, patience, "select allowed from ratelimit_peek($1, $2, 5)", policy, b)
+			holder.exec("rollback")
+			call.answer()
+			require.True(t, replies[0].Decision.Allowed)
+			require.True(t, replies[1].Decision.Allowed, "peek had said so: %+v", replies[1].Decision)
+		}
+	}
+}
+
+// Two batches over two policies in opposite orders would wait for each other if the order of their requests
+// were the order of their locks.
+func TestAcquireMany_TakesPoliciesInOneOrder(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	policies, key, cost := []string{"p", "q"}, "k", int64(1)
+	for _, policy := range policies {
+		db.definePolicy(policy, 10, 1, aDay)
+		db.acquire(policy, key, 1)
+	}
+	many := func(first, second int) *pending {
+		wishes := []wish{{&policies[first], &key, &cost, nil}, {&policies[second], &key, &cost, nil}}
+		return db.session().start(func(q querier) (decision, error) {
+			_, err := acquireMany(q.(rowsQuerier), wishes)
+			return decision{}, err
+		})
+	}
+	holder := db.begin()
+	holder.acquire("p", key, 1)
+	pq := many(0, 1)
+	pq.awaitBlockedBy(holder)
+	qp := many(1, 0)
+	qp.awaitBlockedBy(pq.session) // for p; it would have q by now
+	holder.exec("rollback")
+	pq.answer()
+	qp.answer()
+	require.EqualValues(t, 7, db.left("p", key))
+	require.EqualValues(t, 7, db.left("q", key))
+}
+
 func TestAcquireMany_DenialsWriteNothing(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)

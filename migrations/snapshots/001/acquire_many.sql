@@ -1,6 +1,6 @@
 {{- /* Takes from every bucket all that is asked of it, or nothing where it has less than the cheapest; returns no
-       row, and is to be undone, when neither is so, a bucket was changed meanwhile, or an idempotency key is
-       known or bad. The arguments are the names of the tables; keys is empty when no request has such a key. */ -}}
+       row, and is to be undone, when neither is so, a bucket was changed meanwhile, an idempotency key is
+       known or bad, or it waited for a bucket until v_stale_at. The arguments are the names of the tables; keys is empty when no request has such a key. */ -}}
 {{ define "all_or_none" -}}
 {{ if .keys }}v_expires_at := v_now + duration(v_policy.remember_us);
         {{ end }}return query
@@ -76,7 +76,7 @@
               select d.request, false, d.level, d.retry_us, d.reset_us
                 from denied as d
               offset 0) as a
-       where (select count(*) from taken) = (select c.granting from clear as c)
+       where (select count(*) = (select c.granting from clear as c) and clock() < v_stale_at from taken)
          {{- if .keys }}
          and (select count(idempotency_keys[g.request]) from granted as g) = (select count(*) from remembered)
          and not exists (select from denied as d
@@ -98,6 +98,9 @@
 -- it or nothing, and no idempotency key was seen before. It reads first and takes only when that is so,
 -- because what is left over would have to be locked out of order; so it is undone as well when a bucket it
 -- waited for was changed or removed, or when a key turns out to be known, at the price of a subtransaction.
+-- Answers are as of an instant before that statement. A statement that waited so long for a bucket that
+-- they would be stale, 100 ms or a millisecond for each request, is undone too: a bucket may have
+-- refilled meanwhile, and a denial must be true when it is given.
 -- It joins in the order of its input only while it has no other way: hence the settings. Everything else
 -- goes through the steps of ratelimit_acquire, where equal requests without a key that follow each other on
 -- a bucket are one run, taken in one update; on a busy key that is often the whole call.
@@ -138,11 +141,13 @@ declare
   v_round           integer;
   v_replayed        boolean;
   v_first           idempotency_keys;
+  v_stale_at        timestamptz := v_now + greatest(interval '100 milliseconds', cardinality(keys) * interval '1 millisecond');
 begin
   select p.* into v_policy from policies as p where p.name = v_name;
   v_alike := (idempotency_keys is null and keys[1] collate "C" = all (keys) and costs[1] = all (costs)) is true;
   if found and not v_alike
-     and 0 < all (costs) and 2147483647 > all (costs) then  -- sums that are quick to work out
+     and 0 < all (costs) and 2147483647 > all (costs)  -- sums that are quick to work out
+     and current_setting('transaction_read_only') = 'off' then  -- an update that takes nothing would fail, too
     begin
       if v_policy.durable and idempotency_keys is null then
         {{ template "all_or_none" (dict "buckets" "buckets" "keys" "") }}
@@ -158,7 +163,7 @@ begin
       end if;
       raise exception sqlstate 'RL000';
     exception when sqlstate 'RL000' or cardinality_violation then  -- the same idempotency key twice
-      null;  -- nothing is taken or locked
+      v_now := clock();  -- nothing is taken or locked, but it may have waited
     end;
   end if;
 
