@@ -24,16 +24,16 @@ select j.jobname                  as job,
  where j.jobname like 'ratelimit-cleanup%'
  order by j.jobname;
 
--- The rows that clean-up would look at now. It leaves almost none behind: a number that grows from
--- minute to minute means that it does not run, or cannot keep up.
+-- The rows that clean-up would look at now, five minutes after they are due. It leaves almost none behind: a
+-- number that grows from minute to minute means that it does not run, or cannot keep up.
 select 'buckets' as table_name, count(*) as due, min(due_at) as since
-  from ratelimit.buckets where due_at <= now()
+  from ratelimit.buckets where due_at <= now() - interval '5 minutes'
 union all
 select 'ephemeral_buckets', count(*), min(due_at)
-  from ratelimit.ephemeral_buckets where due_at <= now()
+  from ratelimit.ephemeral_buckets where due_at <= now() - interval '5 minutes'
 union all
 select 'idempotency_keys', count(*), min(expires_at)
-  from ratelimit.idempotency_keys where expires_at <= now()
+  from ratelimit.idempotency_keys where expires_at <= now() - interval '5 minutes'
 union all
 select 'ephemeral_idempotency_keys', count(*), min(expires_at)
-  from ratelimit.ephemeral_idempotency_keys where expires_at <= now();
+  from ratelimit.ephemeral_idempotency_keys where expires_at <= now() - interval '5 minutes';

@@ -8,6 +8,8 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/pgratelimit/tests/model"
 )
 
 // deleted is what a clean-up answers.
@@ -18,6 +20,13 @@ func (db *testDB) cleanupAt(at time.Time) (d deleted) {
 	db.setClock(at)
 	d.buckets, d.keys = db.cleanup()
 	return d
+}
+
+// cleanUpAtOnce makes clean-up judge rows as of now and not of five minutes ago, for tests that are about
+// something else.
+func (db *testDB) cleanUpAtOnce() {
+	db.t.Helper()
+	db.mutate(mutation{`interval '5 minutes'`, "interval '0'"}, "ratelimit.cleanup_batch")
 }
 
 // cleanup runs one batch.
@@ -45,6 +54,7 @@ func TestCleanup_RemovesBucketsThatAreFullAndLeavesOthersAsTheyAre(t *testing.T)
 	t.Parallel()
 	for _, kind := range []policyOption{durable, ephemeral} {
 		db := newDB(t)
+		db.cleanUpAtOnce()
 		db.definePolicy("p", 10, 1, time.Second, kind)
 		db.acquireAt(t0, "p", "idle", 2)
 		db.acquireAt(t0, "p", "busy", 2)
@@ -64,9 +74,47 @@ func TestCleanup_RemovesBucketsThatAreFullAndLeavesOthersAsTheyAre(t *testing.T)
 	}
 }
 
+// A clock that runs ahead for less than five minutes costs nobody's tokens twice.
+func TestCleanup_LeavesForFiveMinutesWhatIsDue(t *testing.T) {
+	t.Parallel()
+	const margin = model.CleanUpMargin
+	for _, kind := range []policyOption{durable, ephemeral} {
+		db := newDB(t)
+		db.definePolicy("p", 10, 1, time.Second, kind, remember(time.Minute))
+		first := db.acquireAt(t0, "p", "k", 10, "X")
+		db.acquire("p", "anew", 10)
+
+		require.Equal(t, deleted{}, db.cleanupAt(t0.Add(10*time.Second+margin-time.Microsecond)))
+		require.Equal(t, replayed(first), db.acquireAt(t0.Add(time.Second), "p", "k", 10, "X"))
+		require.Equal(t, denied(1, 9*time.Second, 9*time.Second, 10), db.acquire("p", "k", 10))
+
+		require.Equal(t, deleted{buckets: 2}, db.cleanupAt(t0.Add(10*time.Second+margin)))
+		require.Equal(t, deleted{}, db.cleanupAt(t0.Add(time.Minute+margin-time.Microsecond)))
+		require.Equal(t, deleted{keys: 1}, db.cleanupAt(t0.Add(time.Minute+margin)))
+	}
+}
+
+// A bucket is looked at every day, because its policy may have become faster.
+func TestCleanup_LooksAtABucketEveryDay(t *testing.T) {
+	t.Parallel()
+	for _, kind := range []policyOption{durable, ephemeral} {
+		db := newDB(t)
+		db.cleanUpAtOnce()
+		db.definePolicy("p", 1000, 1, time.Hour, kind)
+		db.acquireAt(t0, "p", "created", 1000)
+		require.Equal(t, deleted{}, db.cleanupAt(t0.Add(aDay)), "put off, by a day at most")
+		db.acquire("p", "new", 1000)
+
+		db.definePolicy("p", 1000, 1000, time.Second)
+		require.Equal(t, deleted{}, db.cleanupAt(t0.Add(2*aDay-time.Microsecond)))
+		require.Equal(t, deleted{buckets: 2}, db.cleanupAt(t0.Add(2*aDay)), "of the bucket put off and of the new one")
+	}
+}
+
 func TestCleanup_AfterItASteppedBucketHasANewAnchor(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
+	db.cleanUpAtOnce()
 	at := func(seconds float64) time.Time { return t0.Add(time.Duration(seconds * float64(time.Second))) }
 	db.definePolicy("p", 10, 5, 10*time.Second, stepped)
 	db.acquireAt(at(0), "p", "k", 7)
@@ -81,6 +129,7 @@ func TestCleanup_AfterItASteppedBucketHasANewAnchor(t *testing.T) {
 func TestCleanup_GoesByThePolicyOfToday(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
+	db.cleanUpAtOnce()
 	db.definePolicy("p", 10, 1, time.Second)
 	db.acquireAt(t0, "p", "k", 2)
 	db.definePolicy("p", 10, 1, time.Minute)
@@ -94,6 +143,7 @@ func TestCleanup_RemovesExpiredKeys(t *testing.T) {
 	t.Parallel()
 	for _, kind := range []policyOption{durable, ephemeral} {
 		db := newDB(t)
+		db.cleanUpAtOnce()
 		db.definePolicy("p", 10, 1, aDay, kind, remember(time.Hour))
 		db.acquireAt(t0, "p", "k", 1, "X")
 		second := db.acquireAt(t0.Add(time.Minute), "p", "k", 1, "Y")
@@ -108,6 +158,7 @@ func TestCleanup_RemovesExpiredKeys(t *testing.T) {
 func TestCleanup_ARefundMakesABucketRemovable(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
+	db.cleanUpAtOnce()
 	db.definePolicy("p", 10, 1, aDay)
 	db.acquireAt(t0, "p", "k", 7)
 	db.refundAt(t0, "p", "k", 6)
@@ -155,6 +206,7 @@ func TestCleanup_WaitsForNoAcquireAndSkipsItsRows(t *testing.T) {
 	t.Parallel()
 	for _, kind := range []policyOption{durable, ephemeral} {
 		db := newDB(t)
+		db.cleanUpAtOnce()
 		db.definePolicy("p", 10, 1, time.Second, kind, remember(time.Hour))
 		for _, key := range []string{"held", "free"} {
 			db.acquireAt(t0, "p", key, 2, "X")
@@ -214,6 +266,7 @@ func TestCleanup_LeavesWhatWasUsedBeforeItGotTheLock(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			db := newDB(t)
+			db.cleanUpAtOnce()
 			db.definePolicy("p", 10, 1, time.Second, remember(time.Hour))
 			db.acquireAt(t0, "p", "k", 2, "X")
 			db.setClock(t0.Add(time.Hour))
@@ -242,6 +295,7 @@ func TestCleanup_LeavesWhatWasUsedBeforeItGotTheLock(t *testing.T) {
 func TestCleanup_RowsInUseHideNoneBehindThem(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
+	db.cleanUpAtOnce()
 	db.definePolicy("p", 10, 1, time.Second)
 	for i := range 20 {
 		db.acquireAt(t0, "p", fmt.Sprint("used", i), 1)
@@ -265,6 +319,7 @@ func TestCleanup_AnAcquireOnABucketBeingRemovedWaitsForTheBatch(t *testing.T) {
 	t.Parallel()
 	for _, kind := range []policyOption{durable, ephemeral} {
 		db := newDB(t)
+		db.cleanUpAtOnce()
 		db.definePolicy("p", 10, 1, time.Second, kind)
 		for _, end := range []string{"commit", "rollback"} {
 			db.acquireAt(t0, "p", "k", 10)
@@ -287,6 +342,7 @@ func TestCleanup_AnAcquireOnABucketBeingRemovedWaitsForTheBatch(t *testing.T) {
 func TestCleanup_LoadBesideItLosesNothing(t *testing.T) {
 	t.Parallel()
 	db := newCrowdDB(t, 9)
+	db.cleanUpAtOnce()
 	db.definePolicy("brief", 5, 5_000_000, time.Second) // full again after a microsecond
 	db.definePolicy("long", 104, 1, aDay)
 
@@ -402,6 +458,23 @@ func TestCleanupAll_DrainsInBatchesThatCommit(t *testing.T) {
 	require.Equal(t, []int64{10_000, 10_000, 5_000}, batches)
 }
 
+// A batch that is not full is not the last: there may be rows of dropped policies, or it put rows off or gave
+// way to a lock.
+func TestCleanupAll_GoesOnAfterAShortBatch(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	db.definePolicy("gone", 10, 1, aDay)
+	holder := db.begin()
+	holder.acquire("gone", "k", 1, "X")
+	db.dropPolicy("gone")
+	holder.exec("commit")
+	require.EqualValues(t, 2, db.orphans())
+	db.definePolicy("p", 10, 1, time.Second)
+	db.fillTables("", "p", 1)
+	db.exec("call ratelimit_cleanup_all()")
+	require.Empty(t, db.rows())
+}
+
 func TestCleanupAll_StopsWhenItsBudgetIsSpent(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
@@ -410,6 +483,10 @@ func TestCleanupAll_StopsWhenItsBudgetIsSpent(t *testing.T) {
 	db.exec("call ratelimit_cleanup_all('1 microsecond')")
 	require.Len(t, db.rows(), 2, "one batch is done always")
 	db.exec("call ratelimit_cleanup_all(budget => '10 seconds')")
+	require.Empty(t, db.rows())
+
+	db.fillTables("", "p", 10_001)
+	db.exec("call ratelimit_cleanup_all(budget => '178000000 years')") // beyond the last timestamp
 	require.Empty(t, db.rows())
 }
 

@@ -36,7 +36,7 @@ func TestPgCron(t *testing.T) {
 		create role cleaner login;
 		grant usage on schema ratelimit to cleaner;
 		grant execute on procedure ratelimit_cleanup_all(interval) to cleaner;
-		grant execute on function ratelimit.cleanup_batch(integer, timestamptz) to cleaner`)
+		grant execute on function ratelimit.cleanup_batch(integer, interval, timestamptz, timestamptz) to cleaner`)
 
 	t.Run("a superuser schedules once, however often and concurrently", func(t *testing.T) {
 		require.NoError(t, runScript(here, "schedule.sql")) // creates the extension
@@ -193,6 +193,9 @@ func plant(db *testDB) {
 		db.putBucket(kind.name, "due, but not full", bucket{Level: 0, RefilledAt: past})
 		db.acquire(kind.name, "used", 1, "remembered")
 		db.acquire(kind.forgetful, "used", 1, "forgotten")
+	}
+	for _, table := range []string{"idempotency_keys", "ephemeral_idempotency_keys"} {
+		db.exec("update ratelimit." + table + " set expires_at = now() - interval '1 hour' where idempotency_key = 'forgotten'")
 	}
 }
 

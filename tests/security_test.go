@@ -418,7 +418,7 @@ func TestSecurity_CleanupTakesNobodysWordForTheTime(t *testing.T) {
 
 	conn := connectAs(t, db.DB, janitor)
 	for _, dueBefore := range []string{"infinity", "294276-12-31", "2024-04-30"} {
-		execute(t, conn, "select ratelimit.cleanup_batch(1000, $1::text::timestamptz)", dueBefore)
+		execute(t, conn, "select ratelimit.cleanup_batch(1000, '1 minute', $1::text::timestamptz, $1::text::timestamptz)", dueBefore)
 		require.Equal(t, before, rowsOf(t, db.DB), dueBefore)
 	}
 	require.True(t, db.acquire("durable", "k", 3, "first").Replayed)
@@ -444,16 +444,21 @@ func TestSecurity_CleanupAllRunsNobodysCode(t *testing.T) {
 		create operator public.> (leftarg = anyelement, rightarg = anyelement, function = public.untrue);
 		create operator public.>= (leftarg = anyelement, rightarg = anyelement, function = public.untrue);
 		create operator public.= (leftarg = bigint, rightarg = integer, function = public.untrue);
+		create function public.untrue(timestamptz, timestamptz) returns boolean language sql as $$ select public.planted(); select true $$;
+		create operator public.>= (leftarg = timestamptz, rightarg = timestamptz, function = public.untrue);
 		create operator public.|| (leftarg = text, rightarg = text, function = public.joined)`)
-	conn := db.Connect(t)
-	_, err := conn.Exec(context.Background(), "call ratelimit_cleanup_all()")
-	require.NoError(t, err)
-	for _, budget := range []string{"0", "-1 second", "-178000000 years"} {
-		_, err := conn.Exec(context.Background(), "call ratelimit_cleanup_all($1::text::interval)", budget)
-		require.Equal(t, "22023", sqlState(err), "%s: %v", budget, err)
+	for _, path := range []string{"pg_catalog, public", "public, pg_catalog"} { // of the second, what is planted comes first
+		conn := db.Connect(t)
+		execute(t, conn, "set search_path = "+path)
+		_, err := conn.Exec(context.Background(), "call ratelimit_cleanup_all()")
+		require.NoError(t, err, path)
+		for _, budget := range []string{"0", "-1 second", "-178000000 years"} {
+			_, err := conn.Exec(context.Background(), "call ratelimit_cleanup_all($1::text::interval)", budget)
+			require.Equal(t, "22023", sqlState(err), "%s, %s: %v", path, budget, err)
+		}
+		_, err = conn.Exec(context.Background(), "call ratelimit_cleanup_all('178000000 years')")
+		require.NoError(t, err, path)
 	}
-	_, err = conn.Exec(context.Background(), "call ratelimit_cleanup_all('178000000 years')")
-	require.NoError(t, err)
 }
 
 // The owner of the schema that has the public functions can put others beside them, and take them away.

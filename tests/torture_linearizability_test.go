@@ -159,6 +159,7 @@ func newChronicler(db *testDB, policies ...string) *chronicler {
 		  return v_now;
 		end;
 		$$`)
+	db.cleanUpAtOnce() // a history is over within seconds
 	c := &chronicler{db: db, policies: policies}
 	for range 5 {
 		c.clients = append(c.clients, newRecorder(db))

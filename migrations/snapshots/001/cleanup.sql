@@ -1,8 +1,12 @@
--- Clean-up removes what nobody can tell from absent: buckets that are full again, idempotency keys
--- past their time, and rows whose policy is gone. Due rows are found through an index, rows that
--- others hold are skipped; an acquire that wants a bucket being removed waits for one batch to commit.
--- SKIP LOCKED does wait when the holder ends at that moment and another has the next version: then the batch
--- gives way before the two can deadlock.
+-- Clean-up removes rows that nobody can tell from absent: buckets that are full again, idempotency keys
+-- past their time, and rows whose policy is gone. It finds due rows through an index and skips rows that
+-- others hold. An acquire that wants a bucket being removed waits for one batch to commit.
+--
+-- Clean-up judges every row as of five minutes ago. If the server's clock runs ahead for a moment, a bucket
+-- that only looks full and a key that only looks expired are still there when the clock is set right.
+--
+-- SKIP LOCKED can still block if the row changes hands while it is examined. lock_timeout then ends the
+-- batch, so it cannot deadlock with acquires.
 {{ define "cleanup_buckets" -}}
 with due as materialized (
     select b.ctid as row_id,
@@ -27,7 +31,7 @@ with due as materialized (
      where b.ctid = any (array(select d.row_id from due as d where not d.removable))
   )
   select (select count(*) from due), (select count(*) from removed) into v_read, v_deleted;
-  rows_read       := rows_read + v_read;
+  v_rows          := v_rows + v_read;
   buckets_deleted := buckets_deleted + v_deleted;
 {{- end -}}
 {{ define "cleanup_keys" -}}
@@ -39,7 +43,7 @@ delete from {{ . }} as k
                               limit max_rows
                                 for update skip locked));
   get diagnostics v_deleted = row_count;
-  rows_read                := rows_read + v_deleted;
+  v_rows                   := v_rows + v_deleted;
   idempotency_keys_deleted := idempotency_keys_deleted + v_deleted;
 {{- end -}}
 {{ define "cleanup_orphans" -}}
@@ -61,21 +65,24 @@ with recursive ids (id) as (  -- one index probe for each policy that has rows
                                                      for update skip locked) as o
                               limit max_rows));
   get diagnostics v_deleted = row_count;
-  rows_read   := rows_read + v_deleted;
+  v_rows      := v_rows + v_deleted;
   {{ .counter }} := {{ .counter }} + v_deleted;
 {{- end -}}
--- One batch: of each table the rows due by due_before, at most max_rows; null means by now, and so
--- does an instant to come.
+-- One batch: of each table the rows due by due_before, at most max_rows. The first batch of a round passes
+-- null for due_before and deadline; the others pass what the one before returned. more tells whether to go
+-- on: the batch found something to do, and the budget, counted from the first batch, is not spent.
 --
 -- A bucket that is not full yet is looked at again when it may be, at the latest in 24 hours.
 -- Locks and writes: the rows it deletes or puts off, until the caller's transaction ends; nothing, should it
 --                   have to wait 100 ms for a lock.
 create or replace function ratelimit.cleanup_batch(
     in    max_rows                 integer,
+    in    budget                   interval,
     inout due_before               timestamptz,
+    inout deadline                 timestamptz,
     out   buckets_deleted          bigint,
     out   idempotency_keys_deleted bigint,
-    out   rows_read                bigint)
+    out   more                     boolean)
   language plpgsql
   volatile
   security definer
@@ -84,40 +91,48 @@ create or replace function ratelimit.cleanup_batch(
   set lock_timeout = '100ms'
 as $$
 declare
-  v_now     timestamptz := clock();
+  v_now     timestamptz := clock() - interval '5 minutes';
   v_read    bigint;
   v_deleted bigint;
+  v_rows    bigint;  -- found, whether deleted or put off
 begin
   if (max_rows > 0) is not true then
     perform refuse('max_rows', max_rows::text, 'Pass 1 or more.');
   end if;
-  due_before               := least(due_before, v_now);  -- by now, when null
+  if (budget > interval '0') is not true then
+    perform refuse('budget', budget::text, 'Pass an interval above zero, such as ''50 seconds''.');
+  end if;
+  due_before               := least(due_before, v_now);  -- least ignores null; a caller cannot move the clock ahead
+  deadline                 := coalesce(deadline, clock_timestamp() + least(budget, interval '1000 years'));
   buckets_deleted          := 0;
   idempotency_keys_deleted := 0;
-  rows_read                := 0;
+  v_rows                   := 0;
 
   begin
     {{ template "cleanup_buckets" "buckets" }}
     {{ template "cleanup_buckets" "ephemeral_buckets" }}
     {{ template "cleanup_keys" "idempotency_keys" }}
     {{ template "cleanup_keys" "ephemeral_idempotency_keys" }}
-    if rows_read > 0 then
-      return;  -- orphans can wait for an idle batch
+    if v_rows = 0 then  -- orphans can wait for an idle batch
+      {{ template "cleanup_orphans" (dict "table" "buckets" "counter" "buckets_deleted") }}
+      {{ template "cleanup_orphans" (dict "table" "ephemeral_buckets" "counter" "buckets_deleted") }}
+      {{ template "cleanup_orphans" (dict "table" "idempotency_keys" "counter" "idempotency_keys_deleted") }}
+      {{ template "cleanup_orphans" (dict "table" "ephemeral_idempotency_keys" "counter" "idempotency_keys_deleted") }}
     end if;
-    {{ template "cleanup_orphans" (dict "table" "buckets" "counter" "buckets_deleted") }}
-    {{ template "cleanup_orphans" (dict "table" "ephemeral_buckets" "counter" "buckets_deleted") }}
-    {{ template "cleanup_orphans" (dict "table" "idempotency_keys" "counter" "idempotency_keys_deleted") }}
-    {{ template "cleanup_orphans" (dict "table" "ephemeral_idempotency_keys" "counter" "idempotency_keys_deleted") }}
   exception when lock_not_available then
     buckets_deleted          := 0;
     idempotency_keys_deleted := 0;
-    rows_read                := 1;  -- somebody's: there may be more to do
+    v_rows                   := 1;  -- somebody's: there may be more to do
   end;
+  more := v_rows > 0 and clock_timestamp() < deadline;
 end;
 $$;
-comment on function ratelimit.cleanup_batch(integer, timestamptz) is
-  'One batch of clean-up, and how many rows it found to look at.';
+comment on function ratelimit.cleanup_batch(integer, interval, timestamptz, timestamptz) is
+  'One batch of clean-up, and whether another should follow.';
 
+-- One batch. It can delete nothing and leave due rows: it may have found only buckets that are in use, or given
+-- way to a lock. Rows of dropped policies it reaches once nothing else is due. To clean up until nothing is
+-- due, call ratelimit_cleanup_all.
 create or replace function ratelimit_cleanup(
     in  max_rows                 integer default 10000,
     out buckets_deleted          bigint,
@@ -127,7 +142,7 @@ create or replace function ratelimit_cleanup(
   security definer
   set search_path = ratelimit, pg_temp
 as $$
-  select b.buckets_deleted, b.idempotency_keys_deleted from cleanup_batch(max_rows, null) as b
+  select b.buckets_deleted, b.idempotency_keys_deleted from cleanup_batch(max_rows, '1 second', null, null) as b
 $$;
 comment on function ratelimit_cleanup(integer) is
   'Remove one batch of full buckets and one of expired idempotency keys, at most max_rows rows of each table.';
@@ -135,29 +150,22 @@ comment on function ratelimit_cleanup(integer) is
 -- Repeats batches, committing after each, until nothing is due that was due when it began, or the
 -- budget is spent. Not SECURITY DEFINER, since that forbids COMMIT: a caller other than the owner
 -- needs EXECUTE on this and on ratelimit.cleanup_batch, and USAGE on schema ratelimit. Its
--- search_path is the caller's for the same reason, so it calls nothing for which somebody's public
--- schema could have a closer match, such as a format(text, text).
+-- search_path is the caller's for the same reason, so its body has no operator and no function but
+-- cleanup_batch: somebody may have planted others of that name.
 create or replace procedure ratelimit_cleanup_all(budget interval default '50 seconds')
   language plpgsql
 as $$
 declare
-  v_deadline   timestamptz;
   v_due_before timestamptz;
-  v_rows_read  bigint;
+  v_deadline   timestamptz;
+  v_more       boolean;
 begin
-  if (ratelimit_cleanup_all.budget > interval '0') is not true then
-    raise exception 'invalid budget'
-      using errcode = '22023',
-            detail  = 'budget is ' || coalesce(ratelimit_cleanup_all.budget::text, 'null') || '.',
-            hint    = 'Pass an interval above zero, such as ''50 seconds''.';
-  end if;
-  v_deadline := clock_timestamp() + least(ratelimit_cleanup_all.budget, interval '1000 years');
   loop
-    select b.due_before, b.rows_read
-      into v_due_before, v_rows_read
-      from ratelimit.cleanup_batch(10000, v_due_before) as b;
+    select b.due_before, b.deadline, b.more
+      into v_due_before, v_deadline, v_more
+      from ratelimit.cleanup_batch(10000, ratelimit_cleanup_all.budget, v_due_before, v_deadline) as b;
     commit;
-    exit when v_rows_read = 0 or clock_timestamp() >= v_deadline;
+    exit when not v_more;
   end loop;
 end;
 $$;
