@@ -474,16 +474,19 @@ $$;
 comment on function ratelimit.check_span(text, interval) is
   'Raises 22023 unless an interval is fixed in length and between 1 microsecond and 1000 years.';
 
-create or replace function ratelimit.check_policy(
-    policy text, capacity bigint, refill bigint, every interval, remember interval)
+create or replace function ratelimit.check_policy(capacity bigint, refill bigint, every interval, remember interval)
   returns void language plpgsql
 as $$
+declare
+  v_missing text := case when capacity is null then 'capacity' when refill is null then 'refill' when every is null then 'every' end;
 begin
-  perform ratelimit.check_name('policy', policy);
-  if (capacity between 1 and 9000000000000) is not true then
+  if v_missing is not null then
+    perform ratelimit.refuse(v_missing, null, 'A new policy needs capacity, refill and every.');
+  end if;
+  if capacity not between 1 and 9000000000000 then
     perform ratelimit.refuse('capacity', capacity::text, 'Pass 1 to 9000000000000 tokens.');
   end if;
-  if (refill between 1 and 9000000000000) is not true then
+  if refill not between 1 and 9000000000000 then
     perform ratelimit.refuse('refill', refill::text, 'Pass 1 to 9000000000000 tokens.');
   end if;
   perform ratelimit.check_span('every', every);
@@ -496,8 +499,8 @@ begin
   end if;
 end;
 $$;
-comment on function ratelimit.check_policy(text, bigint, bigint, interval, interval) is
-  'Raises 22023 for the first argument of a policy definition that is out of range.';
+comment on function ratelimit.check_policy(bigint, bigint, interval, interval) is
+  'Raises 22023 for the first argument of a policy definition that is missing or out of range.';
 
 create or replace function ratelimit.unknown_policy(policy text)
   returns void language plpgsql
@@ -589,7 +592,8 @@ comment on function ratelimit.refusal(text, text, bigint, text, ratelimit.idempo
 
 
 -- Policies.
--- Creates a policy, or changes the one of that name: null arguments keep what is there.
+-- Creates a policy, or changes the one of that name: null arguments keep what is there. A new policy
+-- needs capacity, refill and every.
 --
 -- A change applies to the next acquire of every bucket. Levels stay, clamped to the new capacity;
 -- the time since a bucket was last written counts at the new rate.
@@ -597,9 +601,9 @@ comment on function ratelimit.refusal(text, text, bigint, text, ratelimit.idempo
 -- Writes: policies.
 create or replace function ratelimit_define_policy(
     policy   text,
-    capacity bigint,
-    refill   bigint,
-    every    interval,
+    capacity bigint   default null,
+    refill   bigint   default null,
+    every    interval default null,
     stepped  boolean  default null,
     durable  boolean  default null,
     remember interval default null)
@@ -611,16 +615,21 @@ create or replace function ratelimit_define_policy(
 as $$
 declare
   v_name    text collate "C" := ratelimit_define_policy.policy;
+  v_policy  policies;
   v_durable boolean;
 begin
-  perform check_policy(v_name, ratelimit_define_policy.capacity, ratelimit_define_policy.refill,
-                       ratelimit_define_policy.every, ratelimit_define_policy.remember);
+  perform check_name('policy', v_name);
+  select p.* into v_policy from policies as p where p.name = v_name for update;  -- the numbers are checked together
+  perform check_policy(coalesce(ratelimit_define_policy.capacity, v_policy.capacity),
+                       coalesce(ratelimit_define_policy.refill, v_policy.refill),
+                       coalesce(ratelimit_define_policy.every, v_policy.every),
+                       ratelimit_define_policy.remember);
   insert into policies as p (id, name, capacity, refill, every, stepped, durable, remember)
   values (hashtextextended(gen_random_uuid()::text, 0),
           v_name,
-          ratelimit_define_policy.capacity,
-          ratelimit_define_policy.refill,
-          ratelimit_define_policy.every,
+          coalesce(ratelimit_define_policy.capacity, v_policy.capacity),
+          coalesce(ratelimit_define_policy.refill, v_policy.refill),
+          coalesce(ratelimit_define_policy.every, v_policy.every),
           coalesce(ratelimit_define_policy.stepped, false),
           coalesce(ratelimit_define_policy.durable, true),
           coalesce(ratelimit_define_policy.remember, interval '24 hours'))
@@ -1026,6 +1035,9 @@ comment on function ratelimit_acquire(text, text, bigint, text) is
 -- it or nothing, and no idempotency key was seen before. It reads first and takes only when that is so,
 -- because what is left over would have to be locked out of order; so it is undone as well when a bucket it
 -- waited for was changed or removed, or when a key turns out to be known, at the price of a subtransaction.
+-- Answers are as of an instant before that statement. A statement that waited so long for a bucket that
+-- they would be stale, 100 ms or a millisecond for each request, is undone too: a bucket may have
+-- refilled meanwhile, and a denial must be true when it is given.
 -- It joins in the order of its input only while it has no other way: hence the settings. Everything else
 -- goes through the steps of ratelimit_acquire, where equal requests without a key that follow each other on
 -- a bucket are one run, taken in one update; on a busy key that is often the whole call.
@@ -1066,11 +1078,13 @@ declare
   v_round           integer;
   v_replayed        boolean;
   v_first           idempotency_keys;
+  v_stale_at        timestamptz := v_now + greatest(interval '100 milliseconds', cardinality(keys) * interval '1 millisecond');
 begin
   select p.* into v_policy from policies as p where p.name = v_name;
   v_alike := (idempotency_keys is null and keys[1] collate "C" = all (keys) and costs[1] = all (costs)) is true;
   if found and not v_alike
-     and 0 < all (costs) and 2147483647 > all (costs) then  -- sums that are quick to work out
+     and 0 < all (costs) and 2147483647 > all (costs)  -- sums that are quick to work out
+     and current_setting('transaction_read_only') = 'off' then  -- an update that takes nothing would fail, too
     begin
       if v_policy.durable and idempotency_keys is null then
         return query
@@ -1141,7 +1155,7 @@ begin
               select d.request, false, d.level, d.retry_us, d.reset_us
                 from denied as d
               offset 0) as a
-       where (select count(*) from taken) = (select c.granting from clear as c);
+       where (select count(*) = (select c.granting from clear as c) and clock() < v_stale_at from taken);
       elsif v_policy.durable then
         v_expires_at := v_now + duration(v_policy.remember_us);
         return query
@@ -1227,7 +1241,7 @@ begin
               select d.request, false, d.level, d.retry_us, d.reset_us
                 from denied as d
               offset 0) as a
-       where (select count(*) from taken) = (select c.granting from clear as c)
+       where (select count(*) = (select c.granting from clear as c) and clock() < v_stale_at from taken)
          and (select count(idempotency_keys[g.request]) from granted as g) = (select count(*) from remembered)
          and not exists (select from denied as d
                           where not is_name(idempotency_keys[d.request]))
@@ -1308,7 +1322,7 @@ begin
               select d.request, false, d.level, d.retry_us, d.reset_us
                 from denied as d
               offset 0) as a
-       where (select count(*) from taken) = (select c.granting from clear as c);
+       where (select count(*) = (select c.granting from clear as c) and clock() < v_stale_at from taken);
       else
         v_expires_at := v_now + duration(v_policy.remember_us);
         return query
@@ -1394,7 +1408,7 @@ begin
               select d.request, false, d.level, d.retry_us, d.reset_us
                 from denied as d
               offset 0) as a
-       where (select count(*) from taken) = (select c.granting from clear as c)
+       where (select count(*) = (select c.granting from clear as c) and clock() < v_stale_at from taken)
          and (select count(idempotency_keys[g.request]) from granted as g) = (select count(*) from remembered)
          and not exists (select from denied as d
                           where not is_name(idempotency_keys[d.request]))
@@ -1412,7 +1426,7 @@ begin
       end if;
       raise exception sqlstate 'RL000';
     exception when sqlstate 'RL000' or cardinality_violation then  -- the same idempotency key twice
-      null;  -- nothing is taken or locked
+      v_now := clock();  -- nothing is taken or locked, but it may have waited
     end;
   end if;
 
@@ -1841,15 +1855,17 @@ as $$
 declare
   v_key         text collate "C" := ratelimit_peek.key;
   v_cost        bigint := ratelimit_peek.cost;
-  v_policy      policies := policy_named(ratelimit_peek.policy);
+  v_policy      policies;
   v_now         timestamptz;
   v_level       bigint;
   v_retry_us    bigint;
   v_reset_us    bigint;
 begin
-  perform check_name('key', v_key);
-  perform check_tokens('cost', v_cost);
-  v_now := clock();
+  if not acceptable(v_key, v_cost) then
+    perform check_request(policy, v_key, v_cost, null);
+  end if;
+  v_policy := policy_named(policy);
+  v_now    := clock();
   if v_policy.durable then
     select refilled_level(b.level, b.refilled_at, v_now,
                       v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
@@ -1915,15 +1931,17 @@ create or replace function ratelimit_refund(policy text, key text, amount bigint
 as $$
 declare
   v_key         text collate "C" := ratelimit_refund.key;
-  v_policy      policies := policy_named(ratelimit_refund.policy);
+  v_policy      policies;
   v_amount      bigint;
   v_now         timestamptz;
   v_level       bigint;
   v_refilled_at timestamptz;
   v_reset_us    bigint;
 begin
+  perform check_name('policy', policy);
   perform check_name('key', v_key);
   perform check_tokens('amount', ratelimit_refund.amount);
+  v_policy := policy_named(policy);
   v_amount := least(ratelimit_refund.amount, v_policy.capacity);
   v_now    := clock();
   if v_policy.durable then
@@ -1972,9 +1990,11 @@ create or replace function ratelimit_reset(policy text, key text)
 as $$
 declare
   v_key    text collate "C" := ratelimit_reset.key;
-  v_policy policies := policy_named(ratelimit_reset.policy);
+  v_policy policies;
 begin
+  perform check_name('policy', policy);
   perform check_name('key', v_key);
+  v_policy := policy_named(policy);
   if v_policy.durable then
     delete from buckets as b where b.policy_id = v_policy.id and b.key = v_key;
   else
@@ -1987,23 +2007,30 @@ comment on function ratelimit_reset(text, text) is
 
 
 -- Upkeep.
--- Clean-up removes what nobody can tell from absent: buckets that are full again, idempotency keys
--- past their time, and rows whose policy is gone. Due rows are found through an index, rows that
--- others hold are skipped; an acquire that wants a bucket being removed waits for one batch to commit.
--- SKIP LOCKED does wait when the holder ends at that moment and another has the next version: then the batch
--- gives way before the two can deadlock.
--- One batch: of each table the rows due by due_before, at most max_rows; null means by now, and so
--- does an instant to come.
+-- Clean-up removes rows that nobody can tell from absent: buckets that are full again, idempotency keys
+-- past their time, and rows whose policy is gone. It finds due rows through an index and skips rows that
+-- others hold. An acquire that wants a bucket being removed waits for one batch to commit.
+--
+-- Clean-up judges every row as of five minutes ago. If the server's clock runs ahead for a moment, a bucket
+-- that only looks full and a key that only looks expired are still there when the clock is set right.
+--
+-- SKIP LOCKED can still block if the row changes hands while it is examined. lock_timeout then ends the
+-- batch, so it cannot deadlock with acquires.
+-- One batch: of each table the rows due by due_before, at most max_rows. The first batch of a round passes
+-- null for due_before and deadline; the others pass what the one before returned. more tells whether to go
+-- on: the batch found something to do, and the budget, counted from the first batch, is not spent.
 --
 -- A bucket that is not full yet is looked at again when it may be, at the latest in 24 hours.
 -- Locks and writes: the rows it deletes or puts off, until the caller's transaction ends; nothing, should it
 --                   have to wait 100 ms for a lock.
 create or replace function ratelimit.cleanup_batch(
     in    max_rows                 integer,
+    in    budget                   interval,
     inout due_before               timestamptz,
+    inout deadline                 timestamptz,
     out   buckets_deleted          bigint,
     out   idempotency_keys_deleted bigint,
-    out   rows_read                bigint)
+    out   more                     boolean)
   language plpgsql
   volatile
   security definer
@@ -2012,17 +2039,22 @@ create or replace function ratelimit.cleanup_batch(
   set lock_timeout = '100ms'
 as $$
 declare
-  v_now     timestamptz := clock();
+  v_now     timestamptz := clock() - interval '5 minutes';
   v_read    bigint;
   v_deleted bigint;
+  v_rows    bigint;  -- found, whether deleted or put off
 begin
   if (max_rows > 0) is not true then
     perform refuse('max_rows', max_rows::text, 'Pass 1 or more.');
   end if;
-  due_before               := least(due_before, v_now);  -- by now, when null
+  if (budget > interval '0') is not true then
+    perform refuse('budget', budget::text, 'Pass an interval above zero, such as ''50 seconds''.');
+  end if;
+  due_before               := least(due_before, v_now);  -- least ignores null; a caller cannot move the clock ahead
+  deadline                 := coalesce(deadline, clock_timestamp() + least(budget, interval '1000 years'));
   buckets_deleted          := 0;
   idempotency_keys_deleted := 0;
-  rows_read                := 0;
+  v_rows                   := 0;
 
   begin
     with due as materialized (
@@ -2048,7 +2080,7 @@ begin
      where b.ctid = any (array(select d.row_id from due as d where not d.removable))
   )
   select (select count(*) from due), (select count(*) from removed) into v_read, v_deleted;
-  rows_read       := rows_read + v_read;
+  v_rows          := v_rows + v_read;
   buckets_deleted := buckets_deleted + v_deleted;
     with due as materialized (
     select b.ctid as row_id,
@@ -2073,7 +2105,7 @@ begin
      where b.ctid = any (array(select d.row_id from due as d where not d.removable))
   )
   select (select count(*) from due), (select count(*) from removed) into v_read, v_deleted;
-  rows_read       := rows_read + v_read;
+  v_rows          := v_rows + v_read;
   buckets_deleted := buckets_deleted + v_deleted;
     delete from idempotency_keys as k
    where k.ctid = any (array(select d.ctid
@@ -2083,7 +2115,7 @@ begin
                               limit max_rows
                                 for update skip locked));
   get diagnostics v_deleted = row_count;
-  rows_read                := rows_read + v_deleted;
+  v_rows                   := v_rows + v_deleted;
   idempotency_keys_deleted := idempotency_keys_deleted + v_deleted;
     delete from ephemeral_idempotency_keys as k
    where k.ctid = any (array(select d.ctid
@@ -2093,12 +2125,10 @@ begin
                               limit max_rows
                                 for update skip locked));
   get diagnostics v_deleted = row_count;
-  rows_read                := rows_read + v_deleted;
+  v_rows                   := v_rows + v_deleted;
   idempotency_keys_deleted := idempotency_keys_deleted + v_deleted;
-    if rows_read > 0 then
-      return;  -- orphans can wait for an idle batch
-    end if;
-    with recursive ids (id) as (  -- one index probe for each policy that has rows
+    if v_rows = 0 then  -- orphans can wait for an idle batch
+      with recursive ids (id) as (  -- one index probe for each policy that has rows
     (select t.policy_id from buckets as t order by t.policy_id limit 1)
     union all
     select (select t.policy_id from buckets as t where t.policy_id > i.id order by t.policy_id limit 1)
@@ -2116,9 +2146,9 @@ begin
                                                      for update skip locked) as o
                               limit max_rows));
   get diagnostics v_deleted = row_count;
-  rows_read   := rows_read + v_deleted;
+  v_rows      := v_rows + v_deleted;
   buckets_deleted := buckets_deleted + v_deleted;
-    with recursive ids (id) as (  -- one index probe for each policy that has rows
+      with recursive ids (id) as (  -- one index probe for each policy that has rows
     (select t.policy_id from ephemeral_buckets as t order by t.policy_id limit 1)
     union all
     select (select t.policy_id from ephemeral_buckets as t where t.policy_id > i.id order by t.policy_id limit 1)
@@ -2136,9 +2166,9 @@ begin
                                                      for update skip locked) as o
                               limit max_rows));
   get diagnostics v_deleted = row_count;
-  rows_read   := rows_read + v_deleted;
+  v_rows      := v_rows + v_deleted;
   buckets_deleted := buckets_deleted + v_deleted;
-    with recursive ids (id) as (  -- one index probe for each policy that has rows
+      with recursive ids (id) as (  -- one index probe for each policy that has rows
     (select t.policy_id from idempotency_keys as t order by t.policy_id limit 1)
     union all
     select (select t.policy_id from idempotency_keys as t where t.policy_id > i.id order by t.policy_id limit 1)
@@ -2156,9 +2186,9 @@ begin
                                                      for update skip locked) as o
                               limit max_rows));
   get diagnostics v_deleted = row_count;
-  rows_read   := rows_read + v_deleted;
+  v_rows      := v_rows + v_deleted;
   idempotency_keys_deleted := idempotency_keys_deleted + v_deleted;
-    with recursive ids (id) as (  -- one index probe for each policy that has rows
+      with recursive ids (id) as (  -- one index probe for each policy that has rows
     (select t.policy_id from ephemeral_idempotency_keys as t order by t.policy_id limit 1)
     union all
     select (select t.policy_id from ephemeral_idempotency_keys as t where t.policy_id > i.id order by t.policy_id limit 1)
@@ -2176,18 +2206,23 @@ begin
                                                      for update skip locked) as o
                               limit max_rows));
   get diagnostics v_deleted = row_count;
-  rows_read   := rows_read + v_deleted;
+  v_rows      := v_rows + v_deleted;
   idempotency_keys_deleted := idempotency_keys_deleted + v_deleted;
+    end if;
   exception when lock_not_available then
     buckets_deleted          := 0;
     idempotency_keys_deleted := 0;
-    rows_read                := 1;  -- somebody's: there may be more to do
+    v_rows                   := 1;  -- somebody's: there may be more to do
   end;
+  more := v_rows > 0 and clock_timestamp() < deadline;
 end;
 $$;
-comment on function ratelimit.cleanup_batch(integer, timestamptz) is
-  'One batch of clean-up, and how many rows it found to look at.';
+comment on function ratelimit.cleanup_batch(integer, interval, timestamptz, timestamptz) is
+  'One batch of clean-up, and whether another should follow.';
 
+-- One batch. It can delete nothing and leave due rows: it may have found only buckets that are in use, or given
+-- way to a lock. Rows of dropped policies it reaches once nothing else is due. To clean up until nothing is
+-- due, call ratelimit_cleanup_all.
 create or replace function ratelimit_cleanup(
     in  max_rows                 integer default 10000,
     out buckets_deleted          bigint,
@@ -2197,7 +2232,7 @@ create or replace function ratelimit_cleanup(
   security definer
   set search_path = ratelimit, pg_temp
 as $$
-  select b.buckets_deleted, b.idempotency_keys_deleted from cleanup_batch(max_rows, null) as b
+  select b.buckets_deleted, b.idempotency_keys_deleted from cleanup_batch(max_rows, '1 second', null, null) as b
 $$;
 comment on function ratelimit_cleanup(integer) is
   'Remove one batch of full buckets and one of expired idempotency keys, at most max_rows rows of each table.';
@@ -2205,29 +2240,22 @@ comment on function ratelimit_cleanup(integer) is
 -- Repeats batches, committing after each, until nothing is due that was due when it began, or the
 -- budget is spent. Not SECURITY DEFINER, since that forbids COMMIT: a caller other than the owner
 -- needs EXECUTE on this and on ratelimit.cleanup_batch, and USAGE on schema ratelimit. Its
--- search_path is the caller's for the same reason, so it calls nothing for which somebody's public
--- schema could have a closer match, such as a format(text, text).
+-- search_path is the caller's for the same reason, so its body has no operator and no function but
+-- cleanup_batch: somebody may have planted others of that name.
 create or replace procedure ratelimit_cleanup_all(budget interval default '50 seconds')
   language plpgsql
 as $$
 declare
-  v_deadline   timestamptz;
   v_due_before timestamptz;
-  v_rows_read  bigint;
+  v_deadline   timestamptz;
+  v_more       boolean;
 begin
-  if (ratelimit_cleanup_all.budget > interval '0') is not true then
-    raise exception 'invalid budget'
-      using errcode = '22023',
-            detail  = 'budget is ' || coalesce(ratelimit_cleanup_all.budget::text, 'null') || '.',
-            hint    = 'Pass an interval above zero, such as ''50 seconds''.';
-  end if;
-  v_deadline := clock_timestamp() + least(ratelimit_cleanup_all.budget, interval '1000 years');
   loop
-    select b.due_before, b.rows_read
-      into v_due_before, v_rows_read
-      from ratelimit.cleanup_batch(10000, v_due_before) as b;
+    select b.due_before, b.deadline, b.more
+      into v_due_before, v_deadline, v_more
+      from ratelimit.cleanup_batch(10000, ratelimit_cleanup_all.budget, v_due_before, v_deadline) as b;
     commit;
-    exit when v_rows_read = 0 or clock_timestamp() >= v_deadline;
+    exit when not v_more;
   end loop;
 end;
 $$;

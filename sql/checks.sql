@@ -114,16 +114,19 @@ $$;
 comment on function ratelimit.check_span(text, interval) is
   'Raises 22023 unless an interval is fixed in length and between 1 microsecond and 1000 years.';
 
-create or replace function ratelimit.check_policy(
-    policy text, capacity bigint, refill bigint, every interval, remember interval)
+create or replace function ratelimit.check_policy(capacity bigint, refill bigint, every interval, remember interval)
   returns void language plpgsql
 as $$
+declare
+  v_missing text := case when capacity is null then 'capacity' when refill is null then 'refill' when every is null then 'every' end;
 begin
-  perform ratelimit.check_name('policy', policy);
-  if (capacity between 1 and 9000000000000) is not true then
+  if v_missing is not null then
+    perform ratelimit.refuse(v_missing, null, 'A new policy needs capacity, refill and every.');
+  end if;
+  if capacity not between 1 and 9000000000000 then
     perform ratelimit.refuse('capacity', capacity::text, 'Pass 1 to 9000000000000 tokens.');
   end if;
-  if (refill between 1 and 9000000000000) is not true then
+  if refill not between 1 and 9000000000000 then
     perform ratelimit.refuse('refill', refill::text, 'Pass 1 to 9000000000000 tokens.');
   end if;
   perform ratelimit.check_span('every', every);
@@ -136,8 +139,8 @@ begin
   end if;
 end;
 $$;
-comment on function ratelimit.check_policy(text, bigint, bigint, interval, interval) is
-  'Raises 22023 for the first argument of a policy definition that is out of range.';
+comment on function ratelimit.check_policy(bigint, bigint, interval, interval) is
+  'Raises 22023 for the first argument of a policy definition that is missing or out of range.';
 
 create or replace function ratelimit.unknown_policy(policy text)
   returns void language plpgsql

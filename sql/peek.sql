@@ -12,15 +12,17 @@ as $$
 declare
   v_key         text collate "C" := ratelimit_peek.key;
   v_cost        bigint := ratelimit_peek.cost;
-  v_policy      policies := policy_named(ratelimit_peek.policy);
+  v_policy      policies;
   v_now         timestamptz;
   v_level       bigint;
   v_retry_us    bigint;
   v_reset_us    bigint;
 begin
-  perform check_name('key', v_key);
-  perform check_tokens('cost', v_cost);
-  v_now := clock();
+  if not acceptable(v_key, v_cost) then
+    perform check_request(policy, v_key, v_cost, null);
+  end if;
+  v_policy := policy_named(policy);
+  v_now    := clock();
   if v_policy.durable then
     {{ template "look.sql" (dict "buckets" "buckets") }}
   else

@@ -25,15 +25,17 @@ create or replace function ratelimit_refund(policy text, key text, amount bigint
 as $$
 declare
   v_key         text collate "C" := ratelimit_refund.key;
-  v_policy      policies := policy_named(ratelimit_refund.policy);
+  v_policy      policies;
   v_amount      bigint;
   v_now         timestamptz;
   v_level       bigint;
   v_refilled_at timestamptz;
   v_reset_us    bigint;
 begin
+  perform check_name('policy', policy);
   perform check_name('key', v_key);
   perform check_tokens('amount', ratelimit_refund.amount);
+  v_policy := policy_named(policy);
   v_amount := least(ratelimit_refund.amount, v_policy.capacity);
   v_now    := clock();
   if v_policy.durable then

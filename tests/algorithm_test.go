@@ -424,11 +424,36 @@ func TestPolicyChange_NullKeepsWhatIsThere(t *testing.T) {
 	require.Equal(t, policy{12, 3, "00:01:00", true, true, "01:00:00"}, defined())
 	db.definePolicy("p", 12, 3, time.Minute, continuous, durable)
 	require.Equal(t, policy{12, 3, "00:01:00", false, true, "01:00:00"}, defined())
+	db.exec("select ratelimit_define_policy('p', capacity => 500)")
+	require.Equal(t, policy{500, 3, "00:01:00", false, true, "01:00:00"}, defined())
+	db.exec("select ratelimit_define_policy('p', refill => 4)")
+	db.exec("select ratelimit_define_policy('p', every => '2 minutes')")
+	db.exec("select ratelimit_define_policy('p', remember => '2 hours')")
+	require.Equal(t, policy{500, 4, "00:02:00", false, true, "02:00:00"}, defined())
+	db.exec("select ratelimit_define_policy('p')")
+	require.Equal(t, policy{500, 4, "00:02:00", false, true, "02:00:00"}, defined())
 
 	db.dropPolicy("p")
 	db.definePolicy("p", 10, 1, second, ephemeral)
 	db.definePolicy("p", 10, 1, second)
 	require.Equal(t, policy{10, 1, "00:00:01", false, false, "24:00:00"}, defined())
+}
+
+// Each of two changes is fine beside the policy that it found, and together they would not be.
+func TestPolicyChange_TwoAtATimeAreCheckedTogether(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	db.definePolicy("p", 1000, 1000, time.Hour)
+	first, second := db.begin(), db.session()
+	first.exec("select ratelimit_define_policy('p', capacity => 10000000000)")
+	call := second.start(func(querier) (decision, error) {
+		_, err := second.Exec(context.Background(), "select ratelimit_define_policy('p', refill => 1)")
+		return decision{}, err
+	})
+	call.awaitBlockedBy(first)
+	first.exec("commit")
+	_, err := call.result()
+	require.Equal(t, "22023", sqlState(err), "%v", err)
 }
 
 // An answer counts hours, not days: added to an instant it is exact in any time zone, here across

@@ -87,8 +87,24 @@ func badCalls(serverVersion int) []badCall {
 		add(invalid("durable", "select ratelimit_define_policy($1::text, 10, 1, '1 second', durable => $2::boolean)", policy, policy != "durable"))
 	}
 
+	// Arguments are checked in their order, and all of them before the policy is looked up.
+	for _, policy := range []string{"durable", "nobody"} {
+		add(invalid("policy", "select ratelimit_acquire($1::text, '', -1, '')", ""))
+		add(invalid("policy", "select ratelimit_peek($1::text, '', -1)", ""))
+		add(invalid("policy", "select ratelimit_refund($1::text, '', -1)", ""))
+		add(invalid("policy", "select ratelimit_reset($1::text, '')", ""))
+		add(invalid("key", "select ratelimit_acquire($1::text, '', -1, '')", policy))
+		add(invalid("key", "select ratelimit_peek($1::text, '', -1)", policy))
+		add(invalid("key", "select ratelimit_refund($1::text, '', -1)", policy))
+		add(invalid("key", "select ratelimit_reset($1::text, '')", policy))
+		add(invalid("cost", "select ratelimit_acquire($1::text, 'k', -1, '')", policy))
+		add(invalid("cost", "select ratelimit_peek($1::text, 'k', -1)", policy))
+		add(invalid("amount", "select ratelimit_refund($1::text, 'k', -1)", policy))
+		add(invalid("idempotency_key", "select ratelimit_acquire($1::text, 'k', 1, '')", policy))
+	}
+
 	for _, policy := range []string{"durable", "new"} {
-		for _, tokens := range []any{nil, 0, -1, 9_000_000_000_001, int64(math.MaxInt64), int64(math.MinInt64)} {
+		for _, tokens := range []any{0, -1, 9_000_000_000_001, int64(math.MaxInt64), int64(math.MinInt64)} {
 			add(invalid("capacity", define, policy, tokens, 1, "1 second", nil))
 			add(invalid("refill", define, policy, 1, tokens, "1 second", nil))
 		}
@@ -104,11 +120,15 @@ func badCalls(serverVersion int) []badCall {
 			add(invalid("every", define, policy, 1, 1, span, nil))
 			add(invalid("remember", define, policy, 1, 1, "1 second", span))
 		}
-		add(invalid("every", define, policy, 1, 1, nil, nil))
 		add(invalid("refill", define, policy, 11, 1, "365250 days", nil)) // 11,000 years to fill
 		add(invalid("refill", define, policy, 9_000_000_000_000, 1, "1 second", nil))
 		add(invalid("refill", define, policy, 3_652_500, 1, "1 day 0.000001 seconds", nil))
 	}
+
+	add(invalid("capacity", define, "new", nil, 1, "1 second", nil))
+	add(invalid("refill", define, "new", 10, nil, "1 second", nil))
+	add(invalid("every", define, "new", 10, 1, nil, nil))
+	add(invalid("refill", define, "durable", 9_000_000_000_000, nil, nil, nil)) // one number with those that are there
 
 	many := "select ratelimit_acquire_many($1::text[], $2::text[], $3::bigint[], $4::text[])"
 	one, two := []string{"durable"}, []string{"k", "k"}
@@ -305,6 +325,7 @@ func TestReadOnlyTransaction(t *testing.T) {
 	for name, durability := range map[string]policyOption{"durable": durable, "ephemeral": ephemeral} {
 		db.definePolicy(name, 10, 1, time.Hour, durability)
 		db.acquire(name, "known", 3)
+		db.acquire(name, "granted", 3, "first")
 	}
 	before := rowsOf(t, db.DB)
 	conn := db.Connect(t)
@@ -327,6 +348,30 @@ func TestReadOnlyTransaction(t *testing.T) {
 			require.NoError(t, err)
 			_, err = acquire(conn, policy, key, 0)
 			require.NoError(t, err, "cost 0 writes nothing")
+		}
+		// Never, a replay and cost 0 write nothing, so they are answered: alone and in a batch.
+		first, eleven, three, zero, known := "first", int64(11), int64(3), int64(0), "known"
+		never, err := acquire(conn, policy, known, eleven)
+		require.NoError(t, err)
+		again, err := acquire(conn, policy, "granted", three, first)
+		require.NoError(t, err)
+		require.True(t, again.Replayed)
+		granted := "granted"
+		replies, err := acquireMany(conn, []wish{
+			{&policy, &known, &eleven, nil}, {&policy, &granted, &three, &first}, {&policy, &known, &zero, nil},
+		})
+		require.NoError(t, err)
+		require.Equal(t, &again, replies[1].Decision)
+		require.Equal(t, model.Never, replies[0].Decision.RetryAfter)
+		require.Equal(t, never.Remaining, replies[0].Decision.Remaining)
+		for _, wishes := range [][]wish{
+			{{&policy, &known, &eleven, nil}, {&policy, &known, &eleven, nil}},
+			{{&policy, &known, &eleven, nil}, {&policy, &granted, &eleven, nil}},
+			{{&policy, &known, &eleven, nil}, {&policy, &granted, &three, &first}},
+		} {
+			replies, err = acquireMany(conn, wishes)
+			require.NoError(t, err)
+			require.Equal(t, model.Never, replies[0].Decision.RetryAfter)
 		}
 		for _, sql := range []string{"select ratelimit_define_policy($1, 10, 1, '1 hour')", "select ratelimit_drop_policy($1)"} {
 			_, err := conn.Exec(ctx, sql, policy)

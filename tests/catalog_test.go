@@ -36,7 +36,7 @@ func TestCatalog_PublicFunctions(t *testing.T) {
 		"FUNCTION ratelimit_acquire(policy text, key text, cost bigint DEFAULT 1, idempotency_key text DEFAULT NULL::text) ratelimit.decision",
 		"FUNCTION ratelimit_acquire_many(policies text[], keys text[], costs bigint[] DEFAULT NULL::bigint[], idempotency_keys text[] DEFAULT NULL::text[]) TABLE(request bigint, allowed boolean, remaining bigint, retry_after interval, reset_after interval, capacity bigint, replayed boolean, error_code text, error_message text, error_detail text, error_hint text)",
 		"FUNCTION ratelimit_cleanup(max_rows integer DEFAULT 10000, OUT buckets_deleted bigint, OUT idempotency_keys_deleted bigint) record",
-		"FUNCTION ratelimit_define_policy(policy text, capacity bigint, refill bigint, every interval, stepped boolean DEFAULT NULL::boolean, durable boolean DEFAULT NULL::boolean, remember interval DEFAULT NULL::interval) void",
+		"FUNCTION ratelimit_define_policy(policy text, capacity bigint DEFAULT NULL::bigint, refill bigint DEFAULT NULL::bigint, every interval DEFAULT NULL::interval, stepped boolean DEFAULT NULL::boolean, durable boolean DEFAULT NULL::boolean, remember interval DEFAULT NULL::interval) void",
 		"FUNCTION ratelimit_drop_policy(policy text) void",
 		"FUNCTION ratelimit_peek(policy text, key text, cost bigint DEFAULT 1) ratelimit.decision STABLE",
 		"FUNCTION ratelimit_policies() TABLE(policy text, capacity bigint, refill bigint, every interval, stepped boolean, durable boolean, remember interval) STABLE",

@@ -39,9 +39,15 @@ func (r *round) check(function string, args []argument) error {
 	value := func(i int) any { return args[i].value }
 	switch function {
 	case "ratelimit_define_policy":
-		err := cmp.Or(badName("policy", value(0)), badAmount("capacity", value(1)), badAmount("refill", value(2)), badSpan("every", value(3)))
+		capacity, refill, every := value(1), value(2), value(3)
+		name, _ := value(0).(string)
+		if p, known := r.model.Policy(name); known { // null keeps what is there
+			capacity, refill, every = cmp.Or(capacity, any(p.Capacity)), cmp.Or(refill, any(p.Refill)), cmp.Or(every, any(span{micros: int64(p.Every)}))
+		}
+		err := cmp.Or(badName("policy", value(0)), missing("capacity", capacity), missing("refill", refill), missing("every", every),
+			badAmount("capacity", capacity), badAmount("refill", refill), badSpan("every", every))
 		if err == nil {
-			err = badRate(value(1).(int64), value(2).(int64), value(3).(span))
+			err = badRate(capacity.(int64), refill.(int64), every.(span))
 		}
 		if err == nil && value(6) != nil {
 			err = badSpan("remember", value(6))
@@ -64,11 +70,11 @@ func (r *round) check(function string, args []argument) error {
 			return refusal("invalid idempotency_keys")
 		}
 	case "ratelimit_peek":
-		return cmp.Or(badName("policy", value(0)), r.unknown(value(0)), badName("key", value(1)), badTokens("cost", value(2)))
+		return cmp.Or(badName("policy", value(0)), badName("key", value(1)), badTokens("cost", value(2)), r.unknown(value(0)))
 	case "ratelimit_refund":
-		return cmp.Or(badName("policy", value(0)), r.unknown(value(0)), badName("key", value(1)), badTokens("amount", value(2)))
+		return cmp.Or(badName("policy", value(0)), badName("key", value(1)), badTokens("amount", value(2)), r.unknown(value(0)))
 	case "ratelimit_reset":
-		return cmp.Or(badName("policy", value(0)), r.unknown(value(0)), badName("key", value(1)))
+		return cmp.Or(badName("policy", value(0)), badName("key", value(1)), r.unknown(value(0)))
 	case "ratelimit_cleanup":
 		if rows, ok := value(0).(int64); !ok || rows <= 0 {
 			return refusal("invalid max_rows")
@@ -98,6 +104,13 @@ func (r *round) unknown(policy any) error {
 
 func badName(argument string, value any) error {
 	if name, _ := value.(string); len(name) < 1 || len(name) > 512 {
+		return refusal("invalid " + argument)
+	}
+	return nil
+}
+
+func missing(argument string, value any) error {
+	if value == nil {
 		return refusal("invalid " + argument)
 	}
 	return nil
@@ -161,7 +174,12 @@ func (r *round) answer(function string, args []argument) ([]string, error) {
 	nothing := []string{""}
 	switch function {
 	case "ratelimit_define_policy":
-		definition := model.Definition{Capacity: value(1).(int64), Refill: value(2).(int64), Every: value(3).(span).length()}
+		var definition model.Definition
+		definition.Capacity, _ = value(1).(int64)
+		definition.Refill, _ = value(2).(int64)
+		if every, ok := value(3).(span); ok {
+			definition.Every = every.length()
+		}
 		if stepped, ok := value(4).(bool); ok {
 			definition.Stepped = &stepped
 		}

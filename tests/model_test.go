@@ -110,7 +110,6 @@ type modelRun struct {
 	calls, rollbacks int
 
 	// What the last calls have made interesting.
-	policies map[string]model.Definition
 	requests []request
 	instants []time.Time // when something happens
 	numbers  []int64     // of tokens
@@ -123,7 +122,7 @@ func newModelRun(t *rapid.T, s *session) *modelRun {
 		delete from ratelimit.ephemeral_buckets;
 		delete from ratelimit.idempotency_keys;
 		delete from ratelimit.ephemeral_idempotency_keys`)
-	m := &modelRun{session: s, model: model.New(), policies: map[string]model.Definition{}}
+	m := &modelRun{session: s, model: model.New()}
 	m.setClock(t, t0)
 	for _, name := range policyNames {
 		m.define(t, name)
@@ -218,17 +217,25 @@ var (
 	)
 	definitions = rapid.Custom(func(t *rapid.T) model.Definition {
 		return model.Definition{
-			Capacity: min(tokens.Draw(t, "capacity"), 9e12),
-			Refill:   min(tokens.Draw(t, "refill"), 9e12),
-			Every:    spans.Draw(t, "every"),
+			Capacity: min(orZero(tokens).Draw(t, "capacity"), 9e12),
+			Refill:   min(orZero(tokens).Draw(t, "refill"), 9e12),
+			Every:    orZero(spans).Draw(t, "every"),
 			Stepped:  rapid.Ptr(rapid.Bool(), true).Draw(t, "stepped"),
 			Durable:  rapid.Ptr(rapid.Bool(), true).Draw(t, "durable"),
 			Remember: rapid.Ptr(spans, true).Draw(t, "remember"),
 		}
-	}).Filter(func(def model.Definition) bool { // fills within 10,000 years
-		return float64(def.Capacity)*float64(def.Every) < float64(def.Refill)*3652500*day
 	})
 )
+
+// orZero is now and then nothing, which keeps what is there.
+func orZero[T int64 | model.Micros](values *rapid.Generator[T]) *rapid.Generator[T] {
+	return rapid.Custom(func(t *rapid.T) T {
+		if rapid.IntRange(0, 7).Draw(t, "given") == 7 {
+			return 0
+		}
+		return values.Draw(t, "value")
+	})
+}
 
 func (m *modelRun) define(t *rapid.T, name string) {
 	def := definitions.Draw(t, "policy "+name)
@@ -239,12 +246,13 @@ func (m *modelRun) define(t *rapid.T, name string) {
 	if def.Remember != nil {
 		remember = intervalOfDays(*def.Remember)
 	}
-	err = m.call("ratelimit_define_policy($1, $2, $3, $4, $5, $6, $7)",
-		name, def.Capacity, def.Refill, intervalOfDays(def.Every), def.Stepped, def.Durable, remember)
-	m.sameError(t, m.model.Define(name, def), err)
-	if err == nil {
-		m.policies[name] = def
+	var every pgtype.Interval
+	if def.Every != 0 {
+		every = intervalOfDays(def.Every)
 	}
+	err = m.call("ratelimit_define_policy($1, nullif($2::bigint, 0), nullif($3::bigint, 0), $4, $5, $6, $7)",
+		name, def.Capacity, def.Refill, every, def.Stepped, def.Durable, remember)
+	m.sameError(t, m.model.Define(name, def), err)
 }
 
 // changeOrRemove is for what would leave little to see if it happened often.
@@ -322,8 +330,8 @@ func (m *modelRun) acquireMany(t *rapid.T) {
 
 func (m *modelRun) remember(r request) {
 	m.requests = lastFew(append(m.requests, r))
-	if forget := m.policies[r.Policy].Remember; forget != nil {
-		m.instants = lastFew(append(m.instants, forget.After(m.now)))
+	if p, ok := m.model.Policy(r.Policy); ok {
+		m.instants = lastFew(append(m.instants, p.Remember.After(m.now), p.Remember.After(m.now).Add(model.CleanUpMargin)))
 	}
 }
 
@@ -402,9 +410,10 @@ func (m *modelRun) setClock(t *rapid.T, now time.Time) {
 }
 
 func (m *modelRun) amount(t *rapid.T, policy string) int64 {
+	p, _ := m.model.Policy(policy)
 	amounts := []*rapid.Generator[int64]{
 		rapid.Int64Range(0, 3),
-		rapid.Int64Range(0, m.policies[policy].Capacity),
+		rapid.Int64Range(0, p.Capacity),
 		tokens,
 	}
 	if len(m.numbers) > 0 {

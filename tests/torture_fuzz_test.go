@@ -58,7 +58,7 @@ func TestFuzz_FindsPlantedBugs(t *testing.T) {
 	}{
 		"a key of 513 bytes":                  {mutation{`octet_length\(value\) between 1 and 512`, `octet_length(value) between 1 and 513`}, "ratelimit.is_name"},
 		"a month in an interval":              {mutation{`or extract\(month from value\) <> 0`, ``}, "ratelimit.check_span"},
-		"a cost checked too late":             {mutation{`perform check_tokens\('cost', v_cost\);`, ``}, "ratelimit_peek"},
+		"a cost checked too late":             {mutation{`acceptable\(v_key, v_cost\)`, `is_name(v_key)`}, "ratelimit_peek"},
 		"an internal error":                   {mutation{`errcode = '22023'`, `errcode = 'XX000'`}, "ratelimit.refuse"},
 		"an error that leaves something done": {mutation{`or not is_name\(v_run.idempotency_key\) then`, `or not is_name(v_run.idempotency_key) then update buckets set level = 0;`}, "ratelimit.acquire_in_order"},
 		"a token too many":                    {mutation{`least\(ratelimit_refund.amount, v_policy.capacity\)`, `least(ratelimit_refund.amount + 1, v_policy.capacity)`}, "ratelimit_refund"},

@@ -10,7 +10,9 @@
 package model
 
 import (
+	"cmp"
 	"maps"
+	"math/big"
 	"time"
 )
 
@@ -45,8 +47,9 @@ const (
 
 func (e Error) Error() string { return string(e) }
 
-// A Definition is the arguments of ratelimit_define_policy. What is nil keeps its value, or is at
-// first: continuous, durable, remembered for 24 hours.
+// A Definition is the arguments of ratelimit_define_policy. What is zero or nil keeps its value. A new
+// policy needs the three numbers, and is continuous, durable and remembers for 24 hours unless it says
+// otherwise.
 type Definition struct {
 	Capacity, Refill int64
 	Every            Micros
@@ -64,11 +67,29 @@ func (m *Model) Define(name string, def Definition) error {
 	if valueOr(def.Durable, p.Durable) != p.Durable {
 		return InvalidArgument
 	}
-	p.Capacity, p.Refill, p.Every = def.Capacity, def.Refill, def.Every
+	p.Capacity = cmp.Or(def.Capacity, p.Capacity)
+	p.Refill = cmp.Or(def.Refill, p.Refill)
+	p.Every = cmp.Or(def.Every, p.Every)
+	if p.Capacity == 0 || p.Refill == 0 || p.Every == 0 || !p.fillsInTime() {
+		return InvalidArgument
+	}
 	p.Stepped = valueOr(def.Stepped, p.Stepped)
 	p.Remember = valueOr(def.Remember, p.Remember)
 	m.policies[name] = p
 	return nil
+}
+
+// fillsInTime reports whether an empty bucket fills within 10,000 years.
+func (p Policy) fillsInTime() bool {
+	fill := new(big.Int).Mul(big.NewInt(p.Capacity), big.NewInt(int64(p.Every)))
+	longest := new(big.Int).Mul(big.NewInt(p.Refill), big.NewInt(3_652_500*int64(day)))
+	return fill.Cmp(longest) <= 0
+}
+
+// Policy returns a policy by its name.
+func (m *Model) Policy(name string) (p Policy, ok bool) {
+	p, ok = m.policies[name]
+	return p, ok
 }
 
 // Drop removes a policy with its buckets and idempotency keys.
@@ -119,17 +140,20 @@ func (m *Model) Reset(id BucketID) error {
 	return nil
 }
 
+// CleanUpMargin is how long clean-up leaves what is due: it judges rows as of that long ago.
+const CleanUpMargin = 5 * time.Minute
+
 // CleanUp removes the idempotency keys past their time. Which of the full buckets go, and when, is
 // left to the implementation: see Remove.
 func (m *Model) CleanUp(now time.Time) {
 	for id, l := range m.ledgers {
-		m.ledgers[id] = l.forgetExpired(now)
+		m.ledgers[id] = l.forgetExpired(now.Add(-CleanUpMargin))
 	}
 }
 
 // Remove removes a bucket that clean-up removed, and reports whether it was full, as it must be.
 func (m *Model) Remove(now time.Time, id BucketID) (full bool) {
-	full = m.ledgers[id].IsFull(m.policies[id.Policy], now)
+	full = m.ledgers[id].IsFull(m.policies[id.Policy], now.Add(-CleanUpMargin))
 	m.ledgers[id] = m.ledgers[id].Reset()
 	return full
 }

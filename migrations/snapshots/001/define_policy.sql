@@ -1,4 +1,5 @@
--- Creates a policy, or changes the one of that name: null arguments keep what is there.
+-- Creates a policy, or changes the one of that name: null arguments keep what is there. A new policy
+-- needs capacity, refill and every.
 --
 -- A change applies to the next acquire of every bucket. Levels stay, clamped to the new capacity;
 -- the time since a bucket was last written counts at the new rate.
@@ -6,9 +7,9 @@
 -- Writes: policies.
 create or replace function ratelimit_define_policy(
     policy   text,
-    capacity bigint,
-    refill   bigint,
-    every    interval,
+    capacity bigint   default null,
+    refill   bigint   default null,
+    every    interval default null,
     stepped  boolean  default null,
     durable  boolean  default null,
     remember interval default null)
@@ -20,16 +21,21 @@ create or replace function ratelimit_define_policy(
 as $$
 declare
   v_name    text collate "C" := ratelimit_define_policy.policy;
+  v_policy  policies;
   v_durable boolean;
 begin
-  perform check_policy(v_name, ratelimit_define_policy.capacity, ratelimit_define_policy.refill,
-                       ratelimit_define_policy.every, ratelimit_define_policy.remember);
+  perform check_name('policy', v_name);
+  select p.* into v_policy from policies as p where p.name = v_name for update;  -- the numbers are checked together
+  perform check_policy(coalesce(ratelimit_define_policy.capacity, v_policy.capacity),
+                       coalesce(ratelimit_define_policy.refill, v_policy.refill),
+                       coalesce(ratelimit_define_policy.every, v_policy.every),
+                       ratelimit_define_policy.remember);
   insert into policies as p (id, name, capacity, refill, every, stepped, durable, remember)
   values (hashtextextended(gen_random_uuid()::text, 0),
           v_name,
-          ratelimit_define_policy.capacity,
-          ratelimit_define_policy.refill,
-          ratelimit_define_policy.every,
+          coalesce(ratelimit_define_policy.capacity, v_policy.capacity),
+          coalesce(ratelimit_define_policy.refill, v_policy.refill),
+          coalesce(ratelimit_define_policy.every, v_policy.every),
           coalesce(ratelimit_define_policy.stepped, false),
           coalesce(ratelimit_define_policy.durable, true),
           coalesce(ratelimit_define_policy.remember, interval '24 hours'))

@@ -12,9 +12,11 @@ create or replace function ratelimit_reset(policy text, key text)
 as $$
 declare
   v_key    text collate "C" := ratelimit_reset.key;
-  v_policy policies := policy_named(ratelimit_reset.policy);
+  v_policy policies;
 begin
+  perform check_name('policy', policy);
   perform check_name('key', v_key);
+  v_policy := policy_named(policy);
   if v_policy.durable then
     delete from buckets as b where b.policy_id = v_policy.id and b.key = v_key;
   else
