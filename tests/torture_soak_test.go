@@ -8,6 +8,7 @@ import (
 	"os"
 	"runtime"
 	"slices"
+	"sync"
 	"strconv"
 	"strings"
 	"sync/atomic"
@@ -31,6 +32,7 @@ func TestTorture_Soak(t *testing.T) {
 	judged := run.budget >= 5*time.Minute
 	server := pgtest.Private(t, "fsync=on")
 	db := serverDB(t, server, "postgres") // where pg_cron is
+	db.cleanUpAtOnce() // or a short run would see nothing removed
 	for prefix, kind := range map[string]policyOption{"": durable, "ephemeral-": ephemeral} {
 		db.definePolicy(prefix+"steady", 100, 100, time.Second, kind, remember(2*time.Second))
 		db.definePolicy(prefix+"passing", 5, 10, time.Second, kind)
@@ -176,9 +178,9 @@ func startSoak(t *testing.T, db *testDB) *soak {
 			}
 		})
 	}
-	s.end = func() { close(stop); cancel() }
+	s.end = sync.OnceFunc(func() { close(stop); cancel() })
 	t.Cleanup(func() {
-		cancel()
+		s.end() // callers of a test that has failed would go on
 		_ = s.callers.Wait()
 		s.combiner.Close()
 		pool.Close()
