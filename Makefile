@@ -4,7 +4,7 @@ SHELL := bash
 
 GOLANGCI_LINT := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
 RACE := $(if $(filter 1,$(shell go env CGO_ENABLED)),-race)# takes a C compiler
-TESTS := ./...
+TESTS := work# all packages of both modules
 
 .PHONY: help
 help: ## This list
@@ -71,8 +71,10 @@ uninstall: need-DATABASE_URL ## Remove it from a database, with all policies and
 .PHONY: lint
 lint: ## Check formatting, go vet and golangci-lint; plpgsql_check is one of the tests
 	@unformatted=$$(gofmt -l .); [ -z "$$unformatted" ] || { echo "gofmt -w $$unformatted" >&2; exit 1; }
-	go vet ./...
-	go run $(GOLANGCI_LINT) run
+	go vet work
+	go run $(GOLANGCI_LINT) run ./... ./tests/bench/...
+	GOWORK=off go mod tidy -diff
+	GOWORK=off go -C tests/bench mod tidy -diff
 
 .PHONY: snapshot
 snapshot: ## Freeze sql/ as a new migration, once the newest one has been released

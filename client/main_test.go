@@ -5,6 +5,7 @@ import (
 	"database/sql"
 	"errors"
 	"fmt"
+	"os"
 	"os/exec"
 	"reflect"
 	"slices"
@@ -30,6 +31,10 @@ func TestDependencies_AreThoseOfPgxAlone(t *testing.T) {
 	}
 	want := append(deps("github.com/jackc/pgx/v5"), "github.com/pgratelimit/pgratelimit/client")
 	require.ElementsMatch(t, want, deps("."))
+
+	module, err := os.ReadFile("../go.mod")
+	require.NoError(t, err)
+	require.NotRegexp(t, "redis|gonum", string(module), "the module tests/bench is for them")
 }
 
 // fakeDB answers each query with the next of its answers, an error or a row; the last one stays.

@@ -1,15 +1,11 @@
 package tests
 
 import (
-	"image/color"
-	"os"
+	"bytes"
+	"encoding/json"
+	"fmt"
+	"os/exec"
 	"path/filepath"
-
-	"gonum.org/v1/plot"
-	"gonum.org/v1/plot/plotter"
-	"gonum.org/v1/plot/vg"
-	"gonum.org/v1/plot/vg/draw"
-	"gonum.org/v1/plot/vg/vgsvg"
 )
 
 // A soakLine is one line of the plot.
@@ -17,27 +13,21 @@ type soakLine struct {
 	name, unit string
 	of         func(soakSample) float64
 	bound      float64 // it should not grow to more than so many times what it was; 0: it should not sag
-	colour     color.Color
 }
 
-var (
-	blue   = color.RGBA{0x1b, 0x6c, 0xa8, 0xff}
-	orange = color.RGBA{0xe6, 0x7e, 0x22, 0xff}
-
-	soakPanels = [][]soakLine{
-		{
-			{"answers", "a second", func(s soakSample) float64 { return s.rate }, 0, blue},
-		},
-		{
-			{"tables", "MB", func(s soakSample) float64 { return s.tables }, 1.5, blue},
-			{"indexes", "MB", func(s soakSample) float64 { return s.indexes }, 1.5, orange},
-		},
-		{
-			{"memory of the backends", "MB", func(s soakSample) float64 { return s.backends }, 1.2, blue},
-			{"heap of the client", "MB", func(s soakSample) float64 { return s.heap }, 1.2, orange},
-		},
-	}
-)
+var soakPanels = [][]soakLine{
+	{
+		{"answers", "a second", func(s soakSample) float64 { return s.rate }, 0},
+	},
+	{
+		{"tables", "MB", func(s soakSample) float64 { return s.tables }, 1.5},
+		{"indexes", "MB", func(s soakSample) float64 { return s.indexes }, 1.5},
+	},
+	{
+		{"memory of the backends", "MB", func(s soakSample) float64 { return s.backends }, 1.2},
+		{"heap of the client", "MB", func(s soakSample) float64 { return s.heap }, 1.2},
+	},
+}
 
 type soakQuarter struct{ most, mean float64 }
 
@@ -52,47 +42,37 @@ func (l soakLine) byQuarter(samples []soakSample) (quarters [4]soakQuarter) {
 	return quarters
 }
 
-// drawSoak draws one panel below the other.
+// drawSoak draws one panel below the other. The module tests/bench has the program, and its dependencies.
 func drawSoak(file string, samples []soakSample) error {
-	const width, height = 26 * vg.Centimeter, 24 * vg.Centimeter
-	var panels [][]*plot.Plot
+	type point struct{ X, Y float64 }
+	type line struct {
+		Name, Unit string
+		Points     []point
+	}
+	var panels [][]line
 	for _, lines := range soakPanels {
-		p := plot.New()
-		p.Y.Min, p.X.Label.Text, p.Y.Label.Text = 0, "minutes", lines[0].unit
-		p.Legend.Top, p.Legend.Left, p.Legend.Padding = true, true, vg.Points(2)
-		p.Add(plotter.NewGrid())
+		var panel []line
 		for _, l := range lines {
-			var points plotter.XYs
+			drawn := line{Name: l.name, Unit: l.unit}
 			for _, s := range samples[1:] { // the first has no rate
-				points = append(points, plotter.XY{X: s.at.Minutes(), Y: l.of(s)})
+				drawn.Points = append(drawn.Points, point{s.at.Minutes(), l.of(s)})
 			}
-			line, err := plotter.NewLine(points)
-			if err != nil {
-				return err
-			}
-			line.Color, line.Width = l.colour, vg.Points(1.5)
-			p.Add(line)
-			p.Legend.Add(l.name, line)
+			panel = append(panel, drawn)
 		}
-		p.Y.Max *= 1.3 // room for the legend
-		panels = append(panels, []*plot.Plot{p})
+		panels = append(panels, panel)
 	}
-	svg := vgsvg.New(width, height)
-	page := draw.New(svg)
-	page.SetColor(color.White)
-	page.Fill(page.Path())
-	tiles := draw.Tiles{Rows: len(panels), Cols: 1, PadY: vg.Centimeter}
-	for i, row := range plot.Align(panels, tiles, page) {
-		panels[i][0].Draw(row[0])
-	}
-	if err := os.MkdirAll(filepath.Dir(file), 0o755); err != nil {
-		return err
-	}
-	out, err := os.Create(file)
+	encoded, err := json.Marshal(panels)
 	if err != nil {
 		return err
 	}
-	defer out.Close()
-	_, err = svg.WriteTo(out)
-	return err
+	path, err := filepath.Abs(file)
+	if err != nil {
+		return err
+	}
+	cmd := exec.Command("go", "run", "./panels", path)
+	cmd.Dir, cmd.Stdin = "bench", bytes.NewReader(encoded)
+	if out, err := cmd.CombinedOutput(); err != nil {
+		return fmt.Errorf("%w\n%s", err, out)
+	}
+	return nil
 }

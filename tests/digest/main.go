@@ -1,7 +1,7 @@
 // Digest reads the output of go test -json. It prints a line for each package and the output of each
 // test that failed, and ends with what was skipped and why, the servers that were used, and the counts:
 //
-//	go test -json ./... | go run ./tests/digest build/servers.log
+//	go test -json work | go run ./tests/digest build/servers.log
 //
 // It exits with 1 when something failed.
 package main
