@@ -19,8 +19,12 @@ func (r *report) markdown() string {
 	}
 	r.goals(&b)
 	for _, keys := range keyNames {
-		r.gridTable(&b, keys)
+		r.table(&b, keyTitles[keys], byTitle(), callerCounts, func(opponent string, callers int) string {
+			return cellName(opponent, keys, callers)
+		})
 	}
+	r.table(&b, "100,000 keys, all alike: calls in flight of a combining client, and latency added to each", callsContenders(), callsCallers,
+		func(name string, callers int) string { return fmt.Sprintf("%s/%d", name, callers) })
 	r.rest(&b)
 	r.settings(&b)
 	return b.String()
@@ -42,26 +46,26 @@ var keyTitles = map[string]string{
 	"hot":     "One hot key",
 }
 
-// gridTable shows an opponent in each row and a number of callers in each column.
-func (r *report) gridTable(b *strings.Builder, keys string) {
+// table shows a contender in each row and a number of callers in each column.
+func (r *report) table(b *strings.Builder, title string, contenders []contender, callerCounts []int, cellName func(contender string, callers int) string) {
 	var rows strings.Builder
-	for _, opponent := range byTitle() {
+	for _, contender := range contenders {
 		var cells []string
 		measured := false
 		for _, callers := range callerCounts {
-			cell := r.cellText(cellName(opponent.name, keys, callers))
+			cell := r.cellText(cellName(contender.name, callers))
 			measured = measured || cell != ""
 			cells = append(cells, cell)
 		}
 		if measured {
-			fmt.Fprintf(&rows, "| %s | %s |\n", opponent.title, strings.Join(cells, " | "))
+			fmt.Fprintf(&rows, "| %s | %s |\n", contender.title, strings.Join(cells, " | "))
 		}
 	}
 	if rows.Len() == 0 {
 		return
 	}
 	fmt.Fprintf(b, "\n## %s\n\nDecisions per second; p50 / p95 / p99 in milliseconds; CPU microseconds per decision, server + client.\n\n",
-		keyTitles[keys])
+		title)
 	b.WriteString("| callers |")
 	for _, callers := range callerCounts {
 		fmt.Fprintf(b, " %d |", callers)
@@ -89,10 +93,10 @@ func (r *report) cellText(cell string) string {
 // rest lists what is in no other table.
 func (r *report) rest(b *strings.Builder) {
 	b.WriteString("\n## Other measures\n\n| measure | value | range | unit |\n|---|---|---|---|\n")
-	grid := (&grid{}).cells()
+	tables := slices.Concat((&grid{}).cells(), (&calls{}).cells())
 	for _, m := range r.Measures {
-		inGrid := slices.ContainsFunc(grid, func(cell string) bool { return strings.HasPrefix(m.Name, cell+"/") })
-		if m.Floor == nil && !inGrid {
+		inTable := slices.ContainsFunc(tables, func(cell string) bool { return strings.HasPrefix(m.Name, cell+"/") })
+		if m.Floor == nil && !inTable {
 			fmt.Fprintf(b, "| %s | %s | %s to %s | %s |\n", m.Name, figure(m.Value), figure(m.Min), figure(m.Max), m.Unit)
 		}
 	}

@@ -60,7 +60,7 @@ func median(values []float64) float64 {
 
 func experiments(l *lab, o options) []experiment {
 	// The first is the one that may lack its program.
-	return []experiment{&instructions{}, &bare{l}, &grid{lab: l}, &snapshot{lab: l, hold: o.hold}, &cleanup{lab: l}, &buckets{l}}
+	return []experiment{&instructions{}, &bare{l}, &grid{lab: l}, &calls{lab: l}, &snapshot{lab: l, hold: o.hold}, &cleanup{lab: l}, &buckets{l}}
 }
 
 // all returns every measure: what must be shown, then the figures of each cell.
@@ -75,7 +75,7 @@ func all() []measure {
 	add := func(unit string, over metric) {
 		measures = append(measures, measure{name: over.cell + "/" + over.name, unit: unit, quick: core[over.cell], over: over})
 	}
-	for _, cell := range (&grid{}).cells() {
+	for _, cell := range slices.Concat((&grid{}).cells(), (&calls{}).cells()) {
 		add("1/s", metric{cell, rate})
 		for _, name := range []string{p50, p95, p99, cpuServer, cpuClient} {
 			add("µs", metric{cell, name})

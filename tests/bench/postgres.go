@@ -129,12 +129,15 @@ const (
 )
 
 // pool opens connections whose commits wait for the flush, or do not.
-func (pg *postgres) pool(ctx context.Context, database string, flush bool, connections int32) (*pgxpool.Pool, error) {
+func (pg *postgres) pool(ctx context.Context, database string, flush bool, connections int32, change ...func(*pgxpool.Config)) (*pgxpool.Pool, error) {
 	config, err := pgxpool.ParseConfig(pg.URL(database))
 	if err != nil {
 		return nil, err
 	}
 	config.MaxConns = connections
 	config.ConnConfig.RuntimeParams["synchronous_commit"] = map[bool]string{false: "off", true: "on"}[flush]
+	for _, change := range change {
+		change(config)
+	}
 	return pgxpool.NewWithConfig(ctx, config)
 }

@@ -1,0 +1,5 @@
+//go:build !linux
+
+package main
+
+func newSleeper() (sleeper, error) { return goSleeper{}, nil }
