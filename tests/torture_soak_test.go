@@ -8,9 +8,9 @@ import (
 	"os"
 	"runtime"
 	"slices"
-	"sync"
 	"strconv"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -32,7 +32,7 @@ func TestTorture_Soak(t *testing.T) {
 	judged := run.budget >= 5*time.Minute
 	server := pgtest.Private(t, "fsync=on")
 	db := serverDB(t, server, "postgres") // where pg_cron is
-	db.cleanUpAtOnce() // or a short run would see nothing removed
+	db.cleanUpAtOnce()                    // or a short run would see nothing removed
 	for prefix, kind := range map[string]policyOption{"": durable, "ephemeral-": ephemeral} {
 		db.definePolicy(prefix+"steady", 100, 100, time.Second, kind, remember(2*time.Second))
 		db.definePolicy(prefix+"passing", 5, 10, time.Second, kind)
