@@ -36,6 +36,17 @@ func (d Decision) Never() bool {
 	return d.RetryAfter == never
 }
 
+// RetryAfterSeconds is RetryAfter in whole seconds, rounded up, as the Retry-After header of HTTP counts.
+// Zero when allowed. A request that will never be allowed should have no such header, so ask
+// [Decision.Never] first: here it gets the most seconds there are, 292 years.
+func (d Decision) RetryAfterSeconds() int64 {
+	seconds := int64(d.RetryAfter / time.Second)
+	if d.RetryAfter%time.Second > 0 {
+		seconds++
+	}
+	return seconds
+}
+
 // never is longer than any wait: those are whole microseconds, and this is not.
 const never time.Duration = math.MaxInt64
 

@@ -80,3 +80,19 @@ func TestDecision_IntervalsOfTenThousandYears(t *testing.T) {
 	require.NoError(t, err)
 	require.True(t, d.Never())
 }
+
+func TestDecision_RetryAfterSeconds(t *testing.T) {
+	t.Parallel()
+	for retryAfter, want := range map[time.Duration]int64{
+		0:                              0,
+		time.Microsecond:               1,
+		time.Second - time.Microsecond: 1,
+		time.Second:                    1,
+		time.Second + time.Microsecond: 2,
+		90 * time.Second:               90,
+		longest:                        9_223_372_037,
+		math.MaxInt64:                  9_223_372_037, // never
+	} {
+		require.Equal(t, want, client.Decision{RetryAfter: retryAfter}.RetryAfterSeconds(), retryAfter)
+	}
+}
