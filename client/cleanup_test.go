@@ -16,34 +16,27 @@ import (
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
-func TestRunCleanup_BatchesUntilNothingIsLeftThenWaits(t *testing.T) {
+func TestRunCleanup_CallsAndPauses(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		db := &fakePool{fakeDB{answers: []any{
-			row{int64(7), int64(0)}, row{int64(0), int64(3)}, row{int64(0), int64(0)}, // at once
-			row{int64(1), int64(1)}, row{int64(0), int64(0)}, // a minute later
-			row{int64(0), int64(0)},
-		}}}
+		db := &fakePool{fakeDB{answers: []any{pgx.ErrNoRows}}}
 		ctx, cancel := context.WithCancel(t.Context())
-		go client.New(db).RunCleanup(ctx, time.Minute, client.MaxRows(7), client.OnError(func(err error) { t.Error(err) }))
+		go client.New(db, client.Schema("app")).RunCleanup(ctx, time.Minute, client.OnError(func(err error) { t.Error(err) }))
 
 		synctest.Wait()
-		require.Len(t, db.sent(), 3)
-		require.Equal(t, []any{int64(7)}, db.sent()[0].args)
+		call := query{`call "app".ratelimit_cleanup_all($1::text::interval)`, []any{"60000000 microseconds"}}
+		require.Equal(t, []query{call}, db.sent())
 		time.Sleep(time.Minute - 1)
 		synctest.Wait()
-		require.Len(t, db.sent(), 3)
+		require.Len(t, db.sent(), 1)
 		time.Sleep(time.Nanosecond)
 		synctest.Wait()
-		require.Len(t, db.sent(), 5)
-		time.Sleep(time.Minute)
-		synctest.Wait()
-		require.Len(t, db.sent(), 6)
+		require.Equal(t, []query{call, call}, db.sent())
 
 		cancel()
 		synctest.Wait()
 		time.Sleep(time.Hour)
-		require.Len(t, db.sent(), 6, "it ends with its context; synctest fails when the goroutine does not")
+		require.Len(t, db.sent(), 2, "it ends with its context; synctest fails when the goroutine does not")
 	})
 }
 
@@ -51,7 +44,7 @@ func TestRunCleanup_ReportsErrorsAndGoesOn(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		broken := errors.New("connection refused")
-		db := &fakeDB{answers: []any{broken, row{int64(1), int64(0)}, broken, row{int64(0), int64(0)}}}
+		db := &fakeDB{answers: []any{broken, pgx.ErrNoRows}}
 		ctx, cancel := context.WithCancel(t.Context())
 		reported := make(chan error, 10)
 		go client.New(db).RunCleanup(ctx, time.Minute, client.OnError(func(err error) { reported <- err }))
@@ -64,12 +57,8 @@ func TestRunCleanup_ReportsErrorsAndGoesOn(t *testing.T) {
 		require.EqualError(t, err, "pgratelimit: clean up: connection refused")
 		time.Sleep(time.Minute)
 		synctest.Wait()
-		require.Len(t, db.sent(), 3)
-		require.Len(t, reported, 1)
-		time.Sleep(time.Minute)
-		synctest.Wait()
-		require.Len(t, db.sent(), 4)
-		require.Len(t, reported, 1)
+		require.Len(t, db.sent(), 2)
+		require.Empty(t, reported)
 		cancel()
 		synctest.Wait()
 	})
@@ -133,7 +122,7 @@ func TestCleanup_RemovesWhatIsDueAndNothingElse(t *testing.T) {
 	ended := make(chan struct{})
 	go func() {
 		defer close(ended)
-		limiter.RunCleanup(running, time.Hour, client.MaxRows(1), client.OnError(func(err error) { t.Error(err) }))
+		limiter.RunCleanup(running, time.Hour, client.OnError(func(err error) { t.Error(err) }))
 	}()
 	db.Await(t, time.Minute, `
 		select (select count(*) from ratelimit.buckets) = 4 and (select count(*) from ratelimit.idempotency_keys) = 4`)

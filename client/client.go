@@ -2,7 +2,9 @@ package client
 
 import (
 	"context"
+	"errors"
 	"fmt"
+	"log/slog"
 	"strings"
 	"time"
 
@@ -16,26 +18,37 @@ type Querier interface {
 	QueryRow(ctx context.Context, sql string, args ...any) pgx.Row
 }
 
+// An Acquirer is what *[Limiter], *[Combiner] and the fake of package clienttest have in common: enough
+// for a program that asks for tokens and leaves policies to others.
+type Acquirer interface {
+	// Acquire takes tokens from the bucket of key if it holds enough: see [Limiter.Acquire].
+	Acquire(ctx context.Context, policy, key string, opts ...AcquireOption) (Decision, error)
+}
+
 // A Limiter answers requests for tokens. It is safe for concurrent use when its database handle is: a
 // pool is, a connection and a transaction are not. It is cheap to make, also one per transaction.
-type Limiter struct {
+type Limiter struct{ limiter }
+
+// limiter is what a Limiter and a Combiner have in common: calls, one by one.
+type limiter struct {
 	db      Querier
 	schema  string // quoted, with the dot, or empty
 	noFlush bool
 	denials *denials // nil without DenialCache
 }
 
-// New returns a Limiter that calls the functions installed in db.
+// New returns a Limiter that calls the functions installed in db. Whether db is a transaction is guessed
+// from its type; [Limiter.WithTx] knows.
 func New(db Querier, opts ...LimiterOption) *Limiter {
 	var c config
 	for _, opt := range opts {
-		opt(&c)
+		opt.configure(&c)
 	}
-	return newLimiter(db, c)
+	return &Limiter{newLimiter(db, c)}
 }
 
-func newLimiter(db Querier, c config) *Limiter {
-	l := &Limiter{db: db, noFlush: c.noFlush}
+func newLimiter(db Querier, c config) limiter {
+	l := limiter{db: db, noFlush: c.noFlush}
 	if c.schema != "" {
 		l.schema = pgx.Identifier{c.schema}.Sanitize() + "."
 	}
@@ -43,6 +56,18 @@ func newLimiter(db Querier, c config) *Limiter {
 		l.denials = newDenials()
 	}
 	return l
+}
+
+// WithTx returns a Limiter on the same functions whose calls are part of tx. It lasts as long as tx, and
+// like tx serves one caller at a time. It repeats no call, has no [DenialCache], and leaves it to the
+// commit whether to wait for the disk, whatever [NoFlush] says.
+//
+// If tx is rolled back, or never committed, it has taken nothing: a limit on attempts that fail does not
+// belong into the transaction that fails with them. A grant locks its bucket until tx ends, and all
+// others who ask for tokens of that bucket wait as long.
+func (l *limiter) WithTx(tx pgx.Tx) *Limiter {
+	// Only its QueryRow is to be seen: a tx that has more is not to be taken for a pool.
+	return &Limiter{limiter{db: struct{ Querier }{tx}, schema: l.schema}}
 }
 
 // Acquire takes tokens from the bucket of key if it holds enough, and answers. Options are [Cost] and
@@ -55,12 +80,12 @@ func newLimiter(db Querier, c config) *Limiter {
 // had to wait for the bucket. Other buckets are never waited for.
 //
 // Errors: [ErrUnknownPolicy], [ErrIdempotencyMismatch], [ErrInvalidArgument], [ErrLocked].
-func (l *Limiter) Acquire(ctx context.Context, policy, key string, opts ...Option) (Decision, error) {
+func (l *Limiter) Acquire(ctx context.Context, policy, key string, opts ...AcquireOption) (Decision, error) {
 	return l.acquire(ctx, newRequest(policy, key, opts), l.ask)
 }
 
 // acquire answers from memory, or asks and remembers.
-func (l *Limiter) acquire(ctx context.Context, r request, ask func(context.Context, request) (Decision, error)) (Decision, error) {
+func (l *limiter) acquire(ctx context.Context, r request, ask func(context.Context, request) (Decision, error)) (Decision, error) {
 	if l.denials == nil || r.keyed() || !isAutocommit(l.db) {
 		return ask(ctx, r)
 	}
@@ -68,7 +93,7 @@ func (l *Limiter) acquire(ctx context.Context, r request, ask func(context.Conte
 }
 
 // ask sends one request.
-func (l *Limiter) ask(ctx context.Context, r request) (Decision, error) {
+func (l *limiter) ask(ctx context.Context, r request) (Decision, error) {
 	return l.decide(ctx, call{
 		verb:     "acquire",
 		function: "ratelimit_acquire($1::text, $2::text, $3::bigint, $4::text)",
@@ -78,17 +103,25 @@ func (l *Limiter) ask(ctx context.Context, r request) (Decision, error) {
 	})
 }
 
-// Peek reports what Acquire would answer now, and takes nothing. The only option is [Cost]: which
+// acquireMany is one call for many requests; its arguments are arrays.
+var acquireMany = call{
+	verb:     "acquire",
+	columns:  decisionColumns + ", error_code, error_message, error_detail, error_hint",
+	function: "ratelimit_acquire_many($1::text[], $2::text[], $3::bigint[], $4::text[])",
+	tokens:   true,
+}
+
+// Peek reports what Acquire would answer now, and takes nothing. The option is [Cost]: which
 // idempotency keys are remembered it does not see.
 //
 // It writes and locks nothing, works in a read-only transaction, and for durable policies on a
 // standby.
 //
 // Errors: [ErrUnknownPolicy], [ErrInvalidArgument].
-func (l *Limiter) Peek(ctx context.Context, policy, key string, opts ...Option) (Decision, error) {
-	r := newRequest(policy, key, opts)
-	if r.keyed() {
-		return Decision{}, failed("peek", fmt.Errorf("%w: an idempotency key is for Acquire", ErrInvalidArgument))
+func (l *limiter) Peek(ctx context.Context, policy, key string, opts ...PeekOption) (Decision, error) {
+	r := newRequest(policy, key, nil)
+	for _, opt := range opts {
+		r.cost = opt.(CostOption).tokens // there is no other
 	}
 	return l.decide(ctx, call{
 		verb:     "peek",
@@ -105,7 +138,7 @@ func (l *Limiter) Peek(ctx context.Context, policy, key string, opts ...Option) 
 // back twice.
 //
 // Errors: [ErrUnknownPolicy], [ErrInvalidArgument], [ErrLocked].
-func (l *Limiter) Refund(ctx context.Context, policy, key string, amount int64) (Decision, error) {
+func (l *limiter) Refund(ctx context.Context, policy, key string, amount int64) (Decision, error) {
 	defer l.denials.forget(policy, key)
 	return l.decide(ctx, call{
 		verb:     "refund",
@@ -120,7 +153,7 @@ func (l *Limiter) Refund(ctx context.Context, policy, key string, amount int64) 
 // A bucket that is not full is removed, and locked until the transaction ends.
 //
 // Errors: [ErrUnknownPolicy], [ErrInvalidArgument], [ErrLocked].
-func (l *Limiter) Reset(ctx context.Context, policy, key string) error {
+func (l *limiter) Reset(ctx context.Context, policy, key string) error {
 	defer l.denials.forget(policy, key)
 	return l.run(ctx, call{
 		verb:     "reset",
@@ -143,27 +176,51 @@ type Cleaned struct {
 // removes is locked until the transaction ends.
 //
 // Errors: [ErrInvalidArgument].
-func (l *Limiter) Cleanup(ctx context.Context, opts ...CleanupOption) (Cleaned, error) {
-	return l.cleanup(ctx, newCleanup(opts).maxRows)
+func (l *limiter) Cleanup(ctx context.Context, opts ...CleanupOption) (c Cleaned, err error) {
+	config := cleanup{maxRows: 10_000}
+	for _, opt := range opts {
+		opt.cleanup(&config)
+	}
+	err = l.query(ctx, call{
+		verb:     "clean up",
+		columns:  "buckets_deleted, idempotency_keys_deleted",
+		function: "ratelimit_cleanup($1::bigint::integer)",
+		args:     []any{int64(config.maxRows)},
+	}, &c.Buckets, &c.IdempotencyKeys)
+	return c, err
 }
 
-// RunCleanup cleans up until ctx ends: batch after batch until one removes nothing, then again every
-// so often. It is for databases without pg_cron. One program is enough, but several do no harm.
-// Options are [MaxRows] and [OnError]; an error ends the round and not the loop.
+// RunCleanup cleans up until ctx ends: it calls ratelimit_cleanup_all, which repeats short batches until
+// nothing is due, pauses for every, and begins again. It is for databases without pg_cron. One program
+// is enough, but several do no harm. The option is [OnError].
 //
-// The Limiter must be on a pool, or on a connection that nobody else uses: each batch has to be a
-// transaction of its own. Panics if every is not positive, as [time.NewTicker] does.
-func (l *Limiter) RunCleanup(ctx context.Context, every time.Duration, opts ...CleanupOption) {
+// A call ends after every at the latest, and the pause is as long: clean-up works for half of the time
+// at most, however much there is to remove. It holds one connection meanwhile. Each batch is committed
+// by itself, so a call that fails, or meets a statement_timeout, has lost only the batch it was at.
+//
+// The role needs more than for other calls, since what commits cannot run with its owner's rights:
+//
+//	grant execute on procedure ratelimit_cleanup_all(interval) to janitor;
+//	grant usage on schema ratelimit to janitor;
+//	grant execute on function ratelimit.cleanup_batch to janitor;
+//
+// The Limiter must be on a pool, or on a connection that nobody else uses and that is in no transaction.
+// Panics if every is not positive, as [time.NewTicker] does.
+func (l *limiter) RunCleanup(ctx context.Context, every time.Duration, opts ...RunCleanupOption) {
 	if every <= 0 {
 		panic("client: RunCleanup: every must be positive")
 	}
-	c := newCleanup(opts)
+	c := runCleanup{onError: func(err error) { slog.Warn("rate limit clean-up failed", "error", err) }}
+	for _, opt := range opts {
+		opt.runCleanup(&c)
+	}
 	for ctx.Err() == nil {
-		cleaned, err := l.cleanup(ctx, c.maxRows)
-		if err == nil && cleaned != (Cleaned{}) {
-			continue
-		}
-		if err != nil && ctx.Err() == nil {
+		err := l.query(ctx, call{
+			verb:     "clean up",
+			function: "ratelimit_cleanup_all($1::text::interval)",
+			args:     []any{interval(max(every, time.Microsecond))},
+		})
+		if err != nil && !errors.Is(err, pgx.ErrNoRows) && ctx.Err() == nil { // a procedure answers no row
 			c.onError(err)
 		}
 		select {
@@ -173,17 +230,7 @@ func (l *Limiter) RunCleanup(ctx context.Context, every time.Duration, opts ...C
 	}
 }
 
-func (l *Limiter) cleanup(ctx context.Context, maxRows int32) (c Cleaned, err error) {
-	err = l.query(ctx, call{
-		verb:     "clean up",
-		columns:  "buckets_deleted, idempotency_keys_deleted",
-		function: "ratelimit_cleanup($1::bigint::integer)",
-		args:     []any{int64(maxRows)},
-	}, &c.Buckets, &c.IdempotencyKeys)
-	return c, err
-}
-
-// A call selects columns from a function. Arguments are text, bigint, arrays of these, or null, cast
+// A call selects columns from a function, or without columns calls a procedure. Arguments are text, bigint, arrays of these, or null, cast
 // where they are used: so every way of sending them means the same.
 type call struct {
 	verb     string
@@ -223,7 +270,7 @@ func (r *decisionRow) decision() Decision {
 }
 
 // decide makes a call that returns one decision.
-func (l *Limiter) decide(ctx context.Context, c call) (Decision, error) {
+func (l *limiter) decide(ctx context.Context, c call) (Decision, error) {
 	var row decisionRow
 	c.columns = decisionColumns
 	if err := l.query(ctx, c, row.columns()...); err != nil {
@@ -233,14 +280,14 @@ func (l *Limiter) decide(ctx context.Context, c call) (Decision, error) {
 }
 
 // run makes a call that returns nothing.
-func (l *Limiter) run(ctx context.Context, c call) error {
+func (l *limiter) run(ctx context.Context, c call) error {
 	var one int
 	c.columns = "1"
 	return l.query(ctx, c, &one)
 }
 
 // query makes a call that returns one row.
-func (l *Limiter) query(ctx context.Context, c call, dest ...any) error {
+func (l *limiter) query(ctx context.Context, c call, dest ...any) error {
 	for _, arg := range c.args {
 		// The simple protocol would cut the statement short here.
 		if text, ok := arg.(string); ok && strings.Contains(text, "\x00") {
@@ -251,16 +298,27 @@ func (l *Limiter) query(ctx context.Context, c call, dest ...any) error {
 		return failed(c.verb, fmt.Errorf("%w: NoFlush is for calls outside a transaction", ErrInvalidArgument))
 	}
 	sql := l.statement(c)
-	return failed(c.verb, retry(ctx, l.db, c.once, func() error {
+	return l.failed(c, retry(ctx, l.db, c.once, func() error {
 		return l.db.QueryRow(ctx, sql, c.args...).Scan(dest...)
 	}))
 }
 
 // statement is the SQL of a call. What it sets lasts until the end of its own transaction.
-func (l *Limiter) statement(c call) string {
+func (l *limiter) statement(c call) string {
 	from := l.schema + c.function
+	if c.columns == "" {
+		return "call " + from
+	}
 	if c.tokens && l.noFlush {
 		from = "pg_catalog.set_config('synchronous_commit', 'off', true), " + from
 	}
 	return "select " + c.columns + " from " + from
+}
+
+// failed says of an error which call it was.
+func (l *limiter) failed(c call, err error) error {
+	if err == nil {
+		return nil
+	}
+	return &callError{c.verb, l.schema + c.function, err}
 }

@@ -48,7 +48,7 @@ type Pool interface {
 //
 // Close it when it is no longer used.
 type Combiner struct {
-	*Limiter
+	limiter
 	pool    Pool
 	calls   int // under way at a time, at most
 	seed    maphash.Seed
@@ -97,15 +97,15 @@ var alone = new(batch)
 // needs EXECUTE on ratelimit_acquire and on ratelimit_acquire_many. Options are [CallsInFlight] and
 // those of [New]. Panics if CallsInFlight is not positive.
 func NewCombiner(pool Pool, opts ...CombinerOption) *Combiner {
-	config := combinerConfig{calls: defaultCalls}
+	config := config{calls: defaultCalls}
 	for _, opt := range opts {
-		opt.combiner(&config)
+		opt.configure(&config)
 	}
 	if config.calls < 1 {
 		panic("client: CallsInFlight must be positive")
 	}
 	return &Combiner{
-		Limiter: newLimiter(pool, config.config),
+		limiter: newLimiter(pool, config),
 		pool:    pool,
 		calls:   config.calls,
 		seed:    maphash.MakeSeed(),
@@ -132,7 +132,7 @@ func NewCombiner(pool Pool, opts ...CombinerOption) *Combiner {
 // a time, and [ErrLocked] is for those alone who want one that is locked still.
 //
 // Errors: those of Limiter.Acquire, and [ErrClosed].
-func (c *Combiner) Acquire(ctx context.Context, policy, key string, opts ...Option) (Decision, error) {
+func (c *Combiner) Acquire(ctx context.Context, policy, key string, opts ...AcquireOption) (Decision, error) {
 	return c.acquire(ctx, newRequest(policy, key, opts), c.combine)
 }
 
@@ -353,7 +353,7 @@ func (b *batch) add(w *waiter) {
 // send answers the waiters of a batch.
 func (c *Combiner) send(ctx context.Context, b *batch) {
 	if len(b.waiters) > 1 {
-		err := failed("acquire", retry(ctx, c.pool, b.waiters[0].keyed(), func() error { return c.askMany(ctx, b) }))
+		err := c.failed(acquireMany, retry(ctx, c.pool, b.waiters[0].keyed(), func() error { return c.askMany(ctx, b) }))
 		if errors.Is(err, ErrLocked) {
 			if parts := b.parts(); len(parts) > 1 { // nothing was taken, and only those who want that bucket shall fail
 				c.sendApart(ctx, parts)
@@ -424,11 +424,7 @@ func (c *Combiner) askMany(ctx context.Context, b *batch) error {
 	if len(b.idempotencyKeys) > 0 {
 		idempotencyKeys = b.idempotencyKeys
 	}
-	rows, err := c.pool.Query(ctx, c.statement(call{
-		columns:  decisionColumns + ", error_code, error_message, error_detail, error_hint",
-		function: "ratelimit_acquire_many($1::text[], $2::text[], $3::bigint[], $4::text[])",
-		tokens:   true,
-	}), b.policies, b.keys, b.costs, idempotencyKeys)
+	rows, err := c.pool.Query(ctx, c.statement(acquireMany), b.policies, b.keys, b.costs, idempotencyKeys)
 	if err != nil {
 		return err
 	}

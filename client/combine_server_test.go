@@ -45,7 +45,7 @@ func TestCombiner_GrantsExactlyWhatIsThere(t *testing.T) {
 			for caller := range callers {
 				wg.Go(func() {
 					for n := range each {
-						var opts []client.Option
+						var opts []client.AcquireOption
 						if n%5 == 0 {
 							opts = append(opts, client.IdempotencyKey(fmt.Sprint(caller, "/", n)))
 						}
@@ -112,10 +112,10 @@ func TestCombiner_AnswersLikeAPlainLimiter(t *testing.T) {
 					r := asked{
 						policy: pick("continuous", "continuous", "stepped", "ephemeral", "none", ""),
 						key:    pick("a", "a", "a", "b", "é", "", strings.Repeat("x", 513)),
-						opts:   []client.Option{client.Cost(random.Int64N(14) - 1)},
+						opts:   []client.AcquireOption{client.Cost(random.Int64N(14) - 1)},
 					}
 					if n := random.Int64N(5); keyed && n > 0 {
-						r.opts = []client.Option{client.Cost(n), client.IdempotencyKey(pick("x", fmt.Sprint(n), fmt.Sprint(n), ""))}
+						r.opts = []client.AcquireOption{client.Cost(n), client.IdempotencyKey(pick("x", fmt.Sprint(n), fmt.Sprint(n), ""))}
 					} else if keyed {
 						r.opts = append(r.opts, client.IdempotencyKey("x"))
 					}
@@ -179,10 +179,10 @@ func TestCombiner_ExecModes(t *testing.T) {
 				for range 2 { // so that cached statements are used too
 					require.NoError(t, limiter.Reset(t.Context(), policy, key))
 					answers := combine(t, db, limiter, []asked{
-						{policy, key, []client.Option{client.Cost(4)}},
-						{policy, key, []client.Option{client.Cost(5)}},
-						{policy, key, []client.Option{client.Cost(2)}},
-						{policy, key, []client.Option{client.Cost(11)}},
+						{policy, key, []client.AcquireOption{client.Cost(4)}},
+						{policy, key, []client.AcquireOption{client.Cost(5)}},
+						{policy, key, []client.AcquireOption{client.Cost(2)}},
+						{policy, key, []client.AcquireOption{client.Cost(11)}},
 						{policy, "NULL", nil},
 						{policy, "a\xffb", nil},
 						{policy, "a\x00'b", nil},
@@ -205,10 +205,10 @@ func TestCombiner_ExecModes(t *testing.T) {
 					requireCode(t, "RL001", answers[7].err)
 
 					replays := combine(t, db, limiter, []asked{
-						{policy, "NULL", []client.Option{client.IdempotencyKey("NULL")}},
-						{policy, "NULL", []client.Option{client.IdempotencyKey("NULL")}},
-						{policy, "NULL", []client.Option{client.IdempotencyKey(`"'\`), client.Cost(0)}},
-						{policy, "NULL", []client.Option{client.IdempotencyKey("a\x00'b")}},
+						{policy, "NULL", []client.AcquireOption{client.IdempotencyKey("NULL")}},
+						{policy, "NULL", []client.AcquireOption{client.IdempotencyKey("NULL")}},
+						{policy, "NULL", []client.AcquireOption{client.IdempotencyKey(`"'\`), client.Cost(0)}},
+						{policy, "NULL", []client.AcquireOption{client.IdempotencyKey("a\x00'b")}},
 					})()
 					require.NoError(t, replays[0].err)
 					require.True(t, replays[1].Replayed)
@@ -521,9 +521,33 @@ func TestCombiner_LeavesNoGoroutines(t *testing.T) {
 	goleak.VerifyNone(t, before)
 }
 
+// A role that may make its own calls but not share one is told so by the first call that is shared.
+func TestCombiner_SaysThatItNeedsAcquireMany(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	role := pgx.Identifier{"combiner of " + db.Name}.Sanitize()
+	db.Exec(t, "select ratelimit_define_policy('gate', 10, 1, '1 day')")
+	db.Exec(t, "create role "+role+" role current_user")
+	t.Cleanup(func() { db.Exec(t, "drop owned by "+role+"; drop role "+role) })
+	db.Exec(t, "grant execute on function ratelimit_acquire to "+role)
+
+	limiter := client.NewCombiner(connect(t, db, map[string]string{"role": "combiner of " + db.Name}), client.CallsInFlight(1))
+	defer limiter.Close()
+	for _, got := range combine(t, db, limiter, []asked{{"gate", "l", nil}, {"gate", "m", nil}})() {
+		requireCode(t, "42501", got.err)
+		require.EqualError(t, got.err, "pgratelimit: acquire: ERROR: permission denied for function ratelimit_acquire_many (SQLSTATE 42501). "+
+			"Its owner can run: grant execute on function ratelimit_acquire_many(text[], text[], bigint[], text[]) to <role>;")
+	}
+	db.Exec(t, "grant execute on function ratelimit_acquire_many(text[], text[], bigint[], text[]) to "+role)
+	for _, got := range combine(t, db, limiter, []asked{{"gate", "l", nil}, {"gate", "m", nil}})() {
+		require.NoError(t, got.err)
+		require.True(t, got.Allowed)
+	}
+}
+
 type asked struct {
 	policy, key string
-	opts        []client.Option
+	opts        []client.AcquireOption
 }
 
 // combine lets requests wait in order behind a call that waits for a lock, and then go. The policy of

@@ -497,7 +497,7 @@ func TestCombiner_AFailedCallFailsEachOfItsCallers(t *testing.T) {
 	broken, fatal, conflict := errors.New("connection reset"), pgError("57P01"), pgError("40001")
 	fatal.Severity, fatal.SeverityUnlocalized = "FATAL", "FATAL"
 	for name, test := range map[string]struct {
-		opts    []client.Option
+		opts    []client.AcquireOption
 		answers []error
 		err     error
 	}{
@@ -590,9 +590,9 @@ func TestCombiner_CountsAnswers(t *testing.T) {
 	}
 }
 
-var once = []client.Option{client.IdempotencyKey("once")}
+var once = []client.AcquireOption{client.IdempotencyKey("once")}
 
-func ask(ctx context.Context, limiter acquirer, key string, opts ...client.Option) <-chan answer {
+func ask(ctx context.Context, limiter client.Acquirer, key string, opts ...client.AcquireOption) <-chan answer {
 	got := make(chan answer, 1)
 	go func() {
 		d, err := limiter.Acquire(ctx, "p", key, opts...)
@@ -732,8 +732,3 @@ func (r *gatedRows) RawValues() [][]byte    { return make([][]byte, len(r.curren
 func (r *gatedRows) Scan(dest ...any) error { return scanner{r.current}.Scan(dest...) }
 func (r *gatedRows) Close()                 {}
 func (r *gatedRows) Err() error             { return nil }
-
-// An acquirer is a Limiter or a Combiner.
-type acquirer interface {
-	Acquire(ctx context.Context, policy, key string, opts ...client.Option) (client.Decision, error)
-}

@@ -75,7 +75,7 @@ func TestDenialCache_IsForThatCostAndLarger(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		db := &fakePool{fakeDB{answers: []any{denied(time.Minute)}}}
 		limiter := client.New(db, client.DenialCache())
-		sent := func(cost int64, opts ...client.Option) bool {
+		sent := func(cost int64, opts ...client.AcquireOption) bool {
 			t.Helper()
 			before := len(db.sent())
 			d, err := limiter.Acquire(t.Context(), "p", "k", append(opts, client.Cost(cost))...)

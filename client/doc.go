@@ -19,7 +19,7 @@
 //	case err != nil:
 //		// The database could not answer. Decide here whether requests pass.
 //	case !d.Allowed:
-//		// Try again in d.RetryAfter.
+//		// Try again in d.RetryAfter, unless d.Never().
 //	}
 //
 // A denial is an answer and not an error. The zero [Decision], which comes with every error, is a denial.
@@ -34,7 +34,10 @@
 //     at a time it is several times as fast, and a busy key, where calls otherwise queue for one
 //     row, becomes the fastest case. One caller alone loses nothing; with a handful, answers take a
 //     little longer than with New, and cost the server less. It is for pools only: a call for many
-//     cannot be part of one caller's transaction, for which there is New on the transaction.
+//     cannot be part of one caller's transaction, for which there is [Limiter.WithTx].
+//
+// Code that only asks for tokens takes an [Acquirer], which is any of them, and in tests the fake of
+// package clienttest.
 //
 // Whether an answer waits for the disk is another choice, and each step gives up something:
 //
@@ -49,7 +52,9 @@
 // # Retries and idempotency
 //
 // After a broken connection nobody knows whether the tokens were taken. An [IdempotencyKey] settles
-// it: send the request again under the same key, and it is charged at most once.
+// it: send the request again under the same key, and it is charged at most once. The program chooses
+// the key, one for each operation, such as an order number. A key that its own callers choose, such as
+// an X-Request-ID header, switches the limit off: a replay is allowed and takes nothing.
 //
 // The client itself repeats a call, up to 3 tries with a random pause of at most 50 ms and then 100 ms
 // between them,
@@ -69,9 +74,9 @@
 //
 // # Transactions
 //
-// With a [pgx.Tx] the acquire is part of the transaction: a rollback, also of a savepoint, gives the
-// tokens back. A grant locks its bucket until the transaction ends, and other acquires on that bucket
-// wait for it. So acquire late in the transaction and end it soon. A caller that would rather be
+// With [Limiter.WithTx] the acquire is part of a transaction: a rollback, also of a savepoint, gives the
+// tokens back, and one that never commits takes nothing. A grant locks its bucket until the transaction
+// ends, and other acquires on that bucket wait for it. So acquire late in the transaction and end it soon. A caller that would rather be
 // refused than wait sets lock_timeout, and gets [ErrLocked]. A denial locks nothing, unless it had to
 // wait for the bucket.
 //
@@ -98,7 +103,7 @@
 // # Clean-up
 //
 // Buckets that are full again and idempotency keys past their time should be removed now and then. If
-// no pg_cron job does it, one program should:
+// no pg_cron job does it, one program should. [Limiter.RunCleanup] says what its role needs.
 //
 //	go limiter.RunCleanup(ctx, time.Minute)
 package client

@@ -2,6 +2,7 @@ package client
 
 import (
 	"errors"
+	"regexp"
 	"strings"
 
 	"github.com/jackc/pgx/v5/pgconn"
@@ -9,7 +10,8 @@ import (
 
 // Errors to branch on, with [errors.Is]. The server's own error, with DETAIL and HINT, is within reach
 // of [errors.As] as a *[pgconn.PgError]. Whatever else can go wrong (no connection, no privilege, a
-// read-only transaction, ctx ended) is passed on as it came, and wrapped.
+// read-only transaction, ctx ended) is passed on as it came, and wrapped. For a privilege that is
+// missing the text has the GRANT statement.
 var (
 	// ErrUnknownPolicy: no policy of that name is defined (SQLSTATE RL001).
 	ErrUnknownPolicy = errors.New("unknown policy")
@@ -50,22 +52,23 @@ func kindOf(code string) error {
 
 // A callError is an error wrapped once, with the verb that failed.
 type callError struct {
-	verb string
-	err  error
+	verb     string
+	function string // that was called, with its arguments; empty when it came to no call
+	err      error
 }
 
 func failed(verb string, err error) error {
 	if err == nil {
 		return nil
 	}
-	return &callError{verb, err}
+	return &callError{verb: verb, err: err}
 }
 
 func (e *callError) Error() string {
 	message := "pgratelimit: " + e.verb + ": " + e.err.Error()
 	var pgErr *pgconn.PgError
 	if errors.As(e.err, &pgErr) {
-		for _, more := range []string{pgErr.Detail, hint(pgErr)} {
+		for _, more := range []string{pgErr.Detail, e.hint(pgErr)} {
 			if more != "" {
 				message = strings.TrimSuffix(message, ".") + ". " + more
 			}
@@ -74,13 +77,30 @@ func (e *callError) Error() string {
 	return message
 }
 
-// hint is the server's, unless that would mislead: a missing function is a missing installation.
-func hint(err *pgconn.PgError) string {
-	if err.Code == "42883" { // undefined_function
+// hint is the server's, unless that would mislead or there is none: a missing function is a missing
+// installation, and a privilege is granted by a statement.
+func (e *callError) hint(err *pgconn.PgError) string {
+	switch {
+	case err.Code == "42883": // undefined_function
 		return "Install pgratelimit in this database, put its schema on search_path, or name it with client.Schema."
+	case err.Code == "42501": // insufficient_privilege
+		name, signature := nameOf.FindString(e.function), parameter.ReplaceAllString(e.function, "")
+		switch {
+		case name == "ratelimit_cleanup_all": // which needs all three, whichever is missing
+			return "Its owner can run: grant execute on procedure " + signature + " to <role>; " +
+				"grant usage on schema ratelimit to <role>; " +
+				"grant execute on function ratelimit.cleanup_batch to <role>;"
+		case name != "" && strings.Contains(err.Message, name):
+			return "Its owner can run: grant execute on function " + signature + " to <role>;"
+		}
 	}
 	return err.Hint
 }
+
+var (
+	nameOf    = regexp.MustCompile(`ratelimit_\w+`)
+	parameter = regexp.MustCompile(`\$\d+::(\w+::)?`) // up to its type, which is the last of the casts
+)
 
 func (e *callError) Unwrap() error { return e.err }
 

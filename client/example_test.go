@@ -90,7 +90,8 @@ func ExampleIdempotencyKey() {
 
 	check(limiter.DefinePolicy(ctx, client.Policy{Name: "api", Capacity: 10, Refill: 1, Every: time.Hour}))
 
-	once := client.IdempotencyKey("request-7f3a")
+	order := 1042 // the program's own number, the same for every attempt
+	once := client.IdempotencyKey(fmt.Sprint("order ", order))
 	for range 2 {
 		d := must(limiter.Acquire(ctx, "api", "user:42", client.Cost(4), once))
 		fmt.Println(d.Allowed, d.Remaining, d.Replayed)
@@ -105,7 +106,7 @@ func ExampleIdempotencyKey() {
 }
 
 // In a transaction the tokens are taken if it commits, and only then.
-func ExampleNew_transaction() {
+func ExampleLimiter_WithTx() {
 	pool, drop := database()
 	defer drop()
 	ctx := context.Background()
@@ -116,7 +117,7 @@ func ExampleNew_transaction() {
 	failed := errors.New("card declined")
 	err := pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error {
 		// The work comes first: from here on the bucket is locked.
-		d := must(client.New(tx).Acquire(ctx, "signups", "203.0.113.7"))
+		d := must(limiter.WithTx(tx).Acquire(ctx, "signups", "203.0.113.7"))
 		fmt.Println(d.Allowed, d.Remaining)
 		return failed
 	})

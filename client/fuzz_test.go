@@ -60,7 +60,7 @@ func FuzzClient(f *testing.F) {
 
 		isDefined := isPolicy(policy)
 		requireKind(t, limiter.DefinePolicy(ctx, policy), isDefined, nil)
-		options := []client.Option{client.Cost(cost)}
+		options := []client.AcquireOption{client.Cost(cost)}
 		isRequest := isName(name) && isName(key) && cost >= 0
 		check := func(d client.Decision, err error, isValid bool) {
 			t.Helper()
@@ -76,7 +76,7 @@ func FuzzClient(f *testing.F) {
 				require.Equal(t, cost > capacity, d.Never(), "%+v", d)
 			}
 		}
-		d, err := limiter.Peek(ctx, name, key, options...)
+		d, err := limiter.Peek(ctx, name, key, client.Cost(cost))
 		if isName(name) && !isDefined { // looked for before the key
 			require.Error(t, err)
 		} else {

@@ -1,6 +1,7 @@
 package client_test
 
 import (
+	"context"
 	"errors"
 	"math"
 	"regexp"
@@ -35,6 +36,7 @@ func TestExecModes(t *testing.T) {
 				}))
 				for range 2 {
 					useEverything(t, client.New(conn))
+					cleanUpOnce(t, conn, "")
 				}
 			})
 		}
@@ -103,6 +105,35 @@ func useEverything(t *testing.T, limiter *client.Limiter) {
 	require.ErrorIs(t, err, client.ErrUnknownPolicy)
 }
 
+// cleanUpOnce lets RunCleanup make one call.
+func cleanUpOnce(t *testing.T, conn client.Querier, schema string) {
+	t.Helper()
+	once := &firstCall{Querier: conn}
+	ctx, cancel := context.WithCancel(t.Context())
+	once.ended = cancel
+	client.New(once, client.Schema(schema)).RunCleanup(ctx, time.Hour)
+	require.ErrorIs(t, once.err, pgx.ErrNoRows, "a procedure answers no row, and no error of the server")
+}
+
+// A firstCall keeps the error of a call, and says that it has ended.
+type firstCall struct {
+	client.Querier
+	pgx.Row
+	ended func()
+	err   error
+}
+
+func (c *firstCall) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
+	c.Row = c.Querier.QueryRow(ctx, sql, args...)
+	return c
+}
+
+func (c *firstCall) Scan(dest ...any) error {
+	defer c.ended()
+	c.err = c.Row.Scan(dest...)
+	return c.err
+}
+
 // What makes a call work through any pooler and in any mode, whatever functions a database adds.
 func TestStatements_HaveTypedParametersAndNamedColumns(t *testing.T) {
 	t.Parallel()
@@ -129,8 +160,10 @@ func TestStatements_HaveTypedParametersAndNamedColumns(t *testing.T) {
 			switch arg.(type) {
 			case int64:
 				require.Equal(t, "::bigint", parameters[i][1], query.sql)
-			case string, nil:
+			case string:
 				require.Equal(t, "::text", parameters[i][1], query.sql)
+			case nil:
+				require.NotEmpty(t, parameters[i][1], query.sql)
 			default:
 				t.Errorf("%s is passed a %T", query.sql, arg)
 			}
@@ -151,4 +184,5 @@ func TestSchema_FindsFunctionsOffThePath(t *testing.T) {
 	requireCode(t, "42883", err)
 	limiter := client.New(pathless, client.Schema(schema))
 	useEverything(t, limiter)
+	cleanUpOnce(t, pathless, schema)
 }

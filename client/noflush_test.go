@@ -40,7 +40,7 @@ func TestNoFlush_IsForItsCallsAlone(t *testing.T) {
 			return limiter.DefinePolicy(ctx, client.Policy{Name: "api", Capacity: 1000, Refill: 1, Every: time.Duration(n) * time.Hour})
 		}
 	}
-	acquire := func(limiter acquirer, opts ...client.Option) func() error {
+	acquire := func(limiter client.Acquirer, opts ...client.AcquireOption) func() error {
 		return func() error {
 			n++
 			_, err := limiter.Acquire(ctx, "api", fmt.Sprint("key:", n/2), opts...)
@@ -133,6 +133,24 @@ func TestNoFlush_IsRefusedInATransaction(t *testing.T) {
 			require.Equal(t, "on", setting)
 		})
 	}
+}
+
+// The commit decides, and nothing has to be known about the type of a transaction.
+func TestWithTx_LeavesTheFlushToTheCommit(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	db.Exec(t, "select ratelimit_define_policy('api', 10, 1, '1 hour')")
+	ctx := t.Context()
+	tx := begin(t, db.Pool)
+	limiter := client.New(db.Pool, client.NoFlush()).WithTx(tx)
+	_, err := limiter.Acquire(ctx, "api", "k")
+	require.NoError(t, err)
+	_, err = limiter.Refund(ctx, "api", "k", 1)
+	require.NoError(t, err)
+	require.NoError(t, limiter.Reset(ctx, "api", "k"))
+	var setting string
+	require.NoError(t, tx.QueryRow(ctx, "show synchronous_commit").Scan(&setting))
+	require.Equal(t, "on", setting)
 }
 
 // quietDatabase is on a server where nobody else writes, and the server itself rarely flushes.

@@ -1,9 +1,10 @@
 package client
 
-import "log/slog"
+// An AcquireOption changes one Acquire: [Cost] and [IdempotencyKey] return one.
+type AcquireOption interface{ acquireOption() }
 
-// An Option changes one call.
-type Option func(request) request
+// A PeekOption changes one Peek: [Cost] returns one.
+type PeekOption interface{ peekOption() }
 
 type request struct {
 	policy, key    string
@@ -11,49 +12,79 @@ type request struct {
 	idempotencyKey any // a string, or nil for none
 }
 
-func newRequest(policy, key string, opts []Option) request {
+// newRequest tells options apart by their type: were it a method of theirs, each would be allocated.
+func newRequest(policy, key string, opts []AcquireOption) request {
 	r := request{policy: policy, key: key, cost: 1}
 	for _, opt := range opts {
-		r = opt(r)
+		switch opt := opt.(type) {
+		case CostOption:
+			r.cost = opt.tokens
+		case idempotencyKey:
+			r.idempotencyKey = string(opt)
+		default:
+			panic("client: an AcquireOption that is nil, or of another package")
+		}
 	}
 	return r
 }
 
 func (r request) keyed() bool { return r.idempotencyKey != nil }
 
+// A CostOption is an [AcquireOption] and a [PeekOption].
+type CostOption struct{ tokens int64 }
+
+func (CostOption) acquireOption() {}
+func (CostOption) peekOption()    {}
+
 // Cost is how many whole tokens the call is about. A cost of 0 is always allowed and takes nothing;
 // a negative one is [ErrInvalidArgument]. Defaults to 1.
-func Cost(tokens int64) Option {
-	return func(r request) request {
-		r.cost = tokens
-		return r
-	}
-}
+func Cost(tokens int64) CostOption { return CostOption{tokens} }
+
+type idempotencyKey string
+
+func (idempotencyKey) acquireOption() {}
 
 // IdempotencyKey names the request (1 to 512 bytes), so that it can be sent again without being
 // charged twice: for as long as the policy remembers, an Acquire with the same policy, key and
 // idempotency key returns the first grant, marked Replayed, and takes nothing. With another cost it is
 // [ErrIdempotencyMismatch]. A denial is not remembered: the next try is a fresh one. Defaults to none.
-func IdempotencyKey(key string) Option {
-	return func(r request) request {
-		r.idempotencyKey = key
-		return r
-	}
-}
+//
+// The program chooses the idempotency key, one for each operation: an order number, or the id of a job
+// with the name of the step, and the same for each attempt. A replay is the first answer to the same
+// request, and no second request that is free. An idempotency key that the program's own callers
+// choose, such as an X-Request-ID header, switches the limit off: who sends the same one again and
+// again is allowed again and again.
+func IdempotencyKey(key string) AcquireOption { return idempotencyKey(key) }
 
-// A LimiterOption changes a [Limiter] at [New].
-type LimiterOption func(*config)
+// A CombinerOption changes a [Combiner] at [NewCombiner]: [CallsInFlight] and each [LimiterOption].
+type CombinerOption interface{ configure(*config) }
+
+// A LimiterOption changes a [Limiter] at [New]: [Schema], [NoFlush] and [DenialCache] return one. Each
+// is a [CombinerOption] too.
+type LimiterOption interface {
+	CombinerOption
+	limiterOption()
+}
 
 type config struct {
 	schema  string
 	noFlush bool
 	denials bool
+	calls   int // of a Combiner
 }
+
+type combinerOption func(*config)
+
+func (o combinerOption) configure(c *config) { o(c) }
+
+type limiterOption struct{ combinerOption }
+
+func (limiterOption) limiterOption() {}
 
 // Schema names the schema that has the ratelimit_* functions, for sessions whose search_path does not
 // lead there. It is quoted as one identifier. Defaults to whatever search_path finds.
 func Schema(name string) LimiterOption {
-	return func(c *config) { c.schema = name }
+	return limiterOption{func(c *config) { c.schema = name }}
 }
 
 // NoFlush makes Acquire, Refund and Reset return without waiting until what they wrote is flushed to
@@ -62,10 +93,11 @@ func Schema(name string) LimiterOption {
 // grants and idempotency keys are forgotten as if they had rolled back. Nothing else is at risk.
 //
 // It is for calls that are a transaction of their own: the commit of a caller's transaction is the
-// caller's to choose. So in a transaction, and on a handle that might be one, these calls fail with
-// [ErrInvalidArgument]. Defaults to what the session says, which is to wait.
+// caller's to choose. So [Limiter.WithTx] leaves it out, and with [New] these calls fail with
+// [ErrInvalidArgument] in a transaction, and on a handle that might be one. Defaults to what the session
+// says, which is to wait.
 func NoFlush() LimiterOption {
-	return func(c *config) { c.noFlush = true }
+	return limiterOption{func(c *config) { c.noFlush = true }}
 }
 
 // DenialCache makes Acquire answer from memory what the server has promised: after a denial, requests
@@ -81,58 +113,39 @@ func NoFlush() LimiterOption {
 // others is seen when the promised time has passed: leave the cache out where tokens are given back by
 // other programs, in transactions, or with SQL, and callers must not wait for them.
 func DenialCache() LimiterOption {
-	return func(c *config) { c.denials = true }
+	return limiterOption{func(c *config) { c.denials = true }}
 }
-
-// A CombinerOption changes a [Combiner] at [NewCombiner]. Each LimiterOption is one too.
-type CombinerOption interface{ combiner(*combinerConfig) }
-
-type combinerConfig struct {
-	config
-	calls int
-}
-
-func (o LimiterOption) combiner(c *combinerConfig) { o(&c.config) }
-
-type combinerOption func(*combinerConfig)
-
-func (o combinerOption) combiner(c *combinerConfig) { o(c) }
 
 // CallsInFlight bounds how many calls a [Combiner] has under way at a time, 1 or more, and with it the
 // connections it uses. Fewer calls carry more requests each, which costs the server less; more are
 // faster when it has cores to spare, or is far away. Defaults to 2, which was fastest on a server with 2
 // cores.
 func CallsInFlight(n int) CombinerOption {
-	return combinerOption(func(c *combinerConfig) { c.calls = n })
+	return combinerOption(func(c *config) { c.calls = n })
 }
 
-// A CleanupOption changes [Limiter.Cleanup] or [Limiter.RunCleanup].
-type CleanupOption func(*cleanup)
+// A CleanupOption changes one [Limiter.Cleanup]: [MaxRows] returns one.
+type CleanupOption interface{ cleanup(*cleanup) }
 
-type cleanup struct {
-	maxRows int32
-	onError func(error)
-}
+type cleanup struct{ maxRows int32 }
 
-func newCleanup(opts []CleanupOption) cleanup {
-	c := cleanup{
-		maxRows: 10_000,
-		onError: func(err error) { slog.Warn("rate limit clean-up failed", "error", err) },
-	}
-	for _, opt := range opts {
-		opt(&c)
-	}
-	return c
-}
+type maxRows int32
+
+func (n maxRows) cleanup(c *cleanup) { c.maxRows = int32(n) }
 
 // MaxRows bounds the rows that one batch takes from each table, 1 or more. An acquire on a bucket that
 // is being removed waits for the batch, so keep batches short. Defaults to 10,000.
-func MaxRows(n int32) CleanupOption {
-	return func(c *cleanup) { c.maxRows = n }
-}
+func MaxRows(n int32) CleanupOption { return maxRows(n) }
+
+// A RunCleanupOption changes [Limiter.RunCleanup]: [OnError] returns one.
+type RunCleanupOption interface{ runCleanup(*runCleanup) }
+
+type runCleanup struct{ onError func(error) }
+
+type onError func(error)
+
+func (handle onError) runCleanup(c *runCleanup) { c.onError = handle }
 
 // OnError is what [Limiter.RunCleanup] does with an error before it goes on. Defaults to a warning
 // through log/slog's default logger.
-func OnError(handle func(error)) CleanupOption {
-	return func(c *cleanup) { c.onError = handle }
-}
+func OnError(handle func(error)) RunCleanupOption { return onError(handle) }

@@ -9,7 +9,8 @@ import (
 )
 
 // A Policy says how large a bucket is and how fast it refills. An empty bucket must fill within 10,000
-// years.
+// years. To [Limiter.DefinePolicy], a zero field keeps what is there; a new policy needs Name, Capacity,
+// Refill and Every.
 type Policy struct {
 	// Name has 1 to 512 bytes.
 	Name string
@@ -34,7 +35,7 @@ type Policy struct {
 	Durable Choice
 
 	// Remember is for how long a grant is remembered by its idempotency key, in whole
-	// microseconds; zero keeps what is there. Defaults to 24 hours for a new policy.
+	// microseconds. Defaults to 24 hours for a new policy.
 	Remember time.Duration
 }
 
@@ -63,27 +64,28 @@ func (c Choice) String() string {
 
 // DefinePolicy creates a policy, or changes the one of that name. A change applies to the next acquire:
 // levels stay, cut to the new capacity, and the time since a bucket was last written is credited at the
-// new rate. Running it again with the same Policy changes nothing.
+// new rate. Fields that are zero stay as they are. Running it again with the same Policy changes nothing.
 //
 // It writes the policy and locks it until the transaction ends; acquires do not wait for that.
 //
 // Errors: [ErrInvalidArgument].
-func (l *Limiter) DefinePolicy(ctx context.Context, p Policy) error {
+func (l *limiter) DefinePolicy(ctx context.Context, p Policy) error {
 	const verb = "define policy"
 	if p.Every%time.Microsecond != 0 || p.Remember%time.Microsecond != 0 {
 		return failed(verb, fmt.Errorf("%w: every %v and remember %v must be whole microseconds",
 			ErrInvalidArgument, p.Every, p.Remember))
-	}
-	var remember any
-	if p.Remember != 0 {
-		remember = interval(p.Remember)
 	}
 	defer l.denials.forgetAll()
 	return l.run(ctx, call{
 		verb: verb,
 		function: "ratelimit_define_policy($1::text, $2::bigint, $3::bigint, $4::text::interval, " +
 			"$5::text::boolean, $6::text::boolean, $7::text::interval)",
-		args: []any{p.Name, p.Capacity, p.Refill, interval(p.Every), boolean(p.Stepped), boolean(p.Durable), remember},
+		args: []any{
+			p.Name, orNull(p.Capacity, p.Capacity), orNull(p.Refill, p.Refill), orNull(p.Every, interval(p.Every)),
+			orNull(p.Stepped, p.Stepped.String()), // PostgreSQL reads yes and no, and refuses the rest
+			orNull(p.Durable, p.Durable.String()),
+			orNull(p.Remember, interval(p.Remember)),
+		},
 	})
 }
 
@@ -93,7 +95,7 @@ func (l *Limiter) DefinePolicy(ctx context.Context, p Policy) error {
 // It locks the policy and what it removes until the transaction ends.
 //
 // Errors: [ErrUnknownPolicy], [ErrInvalidArgument].
-func (l *Limiter) DropPolicy(ctx context.Context, name string) error {
+func (l *limiter) DropPolicy(ctx context.Context, name string) error {
 	defer l.denials.forgetAll()
 	return l.run(ctx, call{
 		verb:     "drop policy",
@@ -103,7 +105,7 @@ func (l *Limiter) DropPolicy(ctx context.Context, name string) error {
 }
 
 // Policies lists the policies, ordered by name, with nothing left open. It writes and locks nothing.
-func (l *Limiter) Policies(ctx context.Context) ([]Policy, error) {
+func (l *limiter) Policies(ctx context.Context) ([]Policy, error) {
 	const verb = "list policies"
 	// One row, because that is what a Querier gives.
 	const columns = `coalesce(pg_catalog.json_agg(pg_catalog.json_build_object(
@@ -145,11 +147,13 @@ func interval(d time.Duration) string {
 	return strconv.FormatInt(d.Microseconds(), 10) + " microseconds"
 }
 
-func boolean(c Choice) any {
-	if c == Keep {
+// orNull is the argument, or null for a field that is zero.
+func orNull[F comparable](field F, argument any) any {
+	var zero F
+	if field == zero {
 		return nil
 	}
-	return c.String() // PostgreSQL reads yes and no, and refuses the rest
+	return argument
 }
 
 func choice(b bool) Choice {

@@ -100,3 +100,51 @@ func TestChoice_String(t *testing.T) {
 	t.Parallel()
 	require.Equal(t, "keep yes no Choice(3)", fmt.Sprint(client.Keep, client.Yes, client.No, client.Choice(3)))
 }
+
+// A zero field keeps what is there, so that one thing can be changed without knowing the others.
+func TestDefinePolicy_ZeroKeeps(t *testing.T) {
+	t.Parallel()
+	limiter := client.New(pgtest.New(t).Pool)
+	want := client.Policy{
+		Name: "api", Capacity: 10, Refill: 1, Every: time.Second,
+		Stepped: client.No, Durable: client.Yes, Remember: time.Hour,
+	}
+	require.NoError(t, limiter.DefinePolicy(t.Context(), want))
+	for _, change := range []struct {
+		client.Policy
+		field func()
+	}{
+		{client.Policy{}, func() {}},
+		{client.Policy{Capacity: 20}, func() { want.Capacity = 20 }},
+		{client.Policy{Refill: 2}, func() { want.Refill = 2 }},
+		{client.Policy{Every: time.Minute}, func() { want.Every = time.Minute }},
+		{client.Policy{Stepped: client.Yes}, func() { want.Stepped = client.Yes }},
+		{client.Policy{Remember: time.Minute}, func() { want.Remember = time.Minute }},
+	} {
+		change.Name = "api"
+		require.NoError(t, limiter.DefinePolicy(t.Context(), change.Policy))
+		change.field()
+		policies, err := limiter.Policies(t.Context())
+		require.NoError(t, err)
+		require.Equal(t, []client.Policy{want}, policies)
+	}
+	for _, p := range []client.Policy{
+		{Name: "new", Refill: 1, Every: time.Second},
+		{Name: "new", Capacity: 1, Every: time.Second},
+		{Name: "new", Capacity: 1, Refill: 1},
+	} {
+		require.ErrorIs(t, limiter.DefinePolicy(t.Context(), p), client.ErrInvalidArgument, "%+v", p)
+	}
+}
+
+func TestDefinePolicy_SendsNullForWhatIsLeftOpen(t *testing.T) {
+	t.Parallel()
+	db := &fakeDB{answers: []any{row{1}}}
+	limiter := client.New(db)
+	require.NoError(t, limiter.DefinePolicy(t.Context(), client.Policy{Name: "p"}))
+	require.NoError(t, limiter.DefinePolicy(t.Context(), client.Policy{
+		Name: "p", Capacity: -1, Refill: 2, Every: time.Second, Stepped: client.Yes, Durable: client.No, Remember: -time.Second,
+	}))
+	require.Equal(t, []any{"p", nil, nil, nil, nil, nil, nil}, db.sent()[0].args)
+	require.Equal(t, []any{"p", int64(-1), int64(2), "1000000 microseconds", "yes", "no", "-1000000 microseconds"}, db.sent()[1].args)
+}

@@ -15,6 +15,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/migrations"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
@@ -70,7 +71,7 @@ func TestRetry_AnUnknownOutcome(t *testing.T) {
 	fatal.SeverityUnlocalized = "FATAL"
 	for _, lost := range []error{broken, fatal} {
 		synctest.Test(t, func(t *testing.T) {
-			for _, opts := range [][]client.Option{nil, once} {
+			for _, opts := range [][]client.AcquireOption{nil, once} {
 				db := &fakePool{fakeDB{answers: []any{lost, granted(9)}}}
 				_, err := client.New(db).Acquire(t.Context(), "p", "k", opts...)
 				require.Len(t, db.sent(), 1+len(opts))
@@ -175,6 +176,68 @@ var handles = map[string]struct {
 	"savepoint": {func(t *testing.T, pool *pgxpool.Pool) client.Querier {
 		return begin(t, begin(t, pool))
 	}, false},
+}
+
+// lookalike is a transaction that has what tells a pool from one.
+type lookalike struct{ pgx.Tx }
+
+func (lookalike) BeginTx(context.Context, pgx.TxOptions) (pgx.Tx, error) { return nil, errors.ErrUnsupported }
+func (lookalike) Close()                                                 {}
+
+// A Limiter on a transaction makes each call once and remembers nothing, whatever the transaction's type
+// has: it is told, and does not guess.
+func TestWithTx_IsToldAndDoesNotGuess(t *testing.T) {
+	t.Parallel()
+	ctx := t.Context()
+	for name, of := range map[string]func(pool *pgxpool.Pool) interface{ WithTx(pgx.Tx) *client.Limiter }{
+		"Limiter": func(pool *pgxpool.Pool) interface{ WithTx(pgx.Tx) *client.Limiter } {
+			return client.New(pool, client.DenialCache(), client.Schema("app"))
+		},
+		"Combiner": func(pool *pgxpool.Pool) interface{ WithTx(pgx.Tx) *client.Limiter } {
+			return client.NewCombiner(pool, client.DenialCache(), client.Schema("app"))
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			db := pgtest.Empty(t)
+			db.Exec(t, "create schema app")
+			installer := acquired(t, connect(t, db, map[string]string{"search_path": "app"}))
+			require.NoError(t, migrations.Up(ctx, installer.Conn()))
+			db.Exec(t, "select app.ratelimit_define_policy('api', 10, 1, '1 hour')")
+
+			var tries tryCounter
+			pool := connect(t, db, map[string]string{"default_transaction_isolation": "repeatable read"}, tries.count)
+			tx := begin(t, pool)
+			limiter := of(pool).WithTx(lookalike{tx})
+			for range 2 {
+				d, err := limiter.Acquire(ctx, "api", "denied", client.Cost(11))
+				require.NoError(t, err)
+				require.False(t, d.Allowed)
+				_, err = limiter.Acquire(ctx, "api", "k", client.Cost(5))
+				require.NoError(t, err)
+			}
+			denied, err := limiter.Acquire(ctx, "api", "k")
+			require.NoError(t, err)
+			require.False(t, denied.Allowed)
+			_, err = limiter.Acquire(ctx, "api", "k")
+			require.NoError(t, err)
+			require.EqualValues(t, 6, tries.n.Load(), "no denial is remembered")
+			require.NoError(t, tx.Rollback(ctx))
+			d, err := client.New(pool, client.Schema("app")).Peek(ctx, "api", "k")
+			require.NoError(t, err)
+			require.EqualValues(t, 10, d.Remaining, "a rollback has taken nothing")
+
+			tx = begin(t, pool)
+			_, err = of(pool).WithTx(tx).Peek(ctx, "api", "k") // a snapshot
+			require.NoError(t, err)
+			_, err = client.New(pool, client.Schema("app")).Acquire(ctx, "api", "k")
+			require.NoError(t, err)
+			tries.n.Store(0)
+			_, err = of(pool).WithTx(lookalike{tx}).Acquire(ctx, "api", "k")
+			requireCode(t, "40001", err)
+			require.EqualValues(t, 1, tries.n.Load(), "no retry")
+		})
+	}
 }
 
 func TestRetry_RealSerializationFailure(t *testing.T) {

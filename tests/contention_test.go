@@ -67,7 +67,7 @@ func TestContention_AHeldBucket(t *testing.T) {
 	hasty, err := pgxpool.NewWithConfig(context.Background(), config)
 	require.NoError(t, err)
 	defer hasty.Close()
-	limiters := []limiter{client.New(hasty), client.NewCombiner(hasty)}
+	limiters := []client.Acquirer{client.New(hasty), client.NewCombiner(hasty)}
 	require.NoError(t, l.settle(client.New(db.Pool), claim{"held", 1, "first"}))
 	holder := db.begin()
 	holder.acquire("p", "held", 5)
@@ -159,7 +159,7 @@ func TestContention_TooManyConnections(t *testing.T) {
 		others = append(others, conn)
 		require.LessOrEqual(t, len(others), most)
 	}
-	for _, by := range []limiter{client.New(pool), client.NewCombiner(pool)} {
+	for _, by := range []client.Acquirer{client.New(pool), client.NewCombiner(pool)} {
 		for _, idempotencyKey := range []string{"", "i"} {
 			_, err = l.try(by, claim{"k", 1, idempotencyKey})
 			require.Equal(t, "53300", sqlState(err))

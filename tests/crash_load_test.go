@@ -26,12 +26,8 @@ type entry struct {
 	at time.Time // when the answer came, or none
 }
 
-type acquirer interface {
-	Acquire(ctx context.Context, policy, key string, opts ...client.Option) (client.Decision, error)
-}
-
-func (e entry) ask(limiter acquirer) (entry, error) {
-	opts := []client.Option{client.Cost(e.cost)}
+func (e entry) ask(limiter client.Acquirer) (entry, error) {
+	opts := []client.AcquireOption{client.Cost(e.cost)}
 	if e.idempotencyKey != "" {
 		opts = append(opts, client.IdempotencyKey(e.idempotencyKey))
 	}
@@ -74,7 +70,7 @@ func startCrashLoad(t testing.TB, url, prefix string, policies []string, pause t
 	l := &crashLoad{prefix: prefix, stop: make(chan struct{}), busy: make(chan struct{})}
 	for i := range 30 * len(policies) {
 		l.callers.Go(func() {
-			by := acquirer(combiner)
+			by := client.Acquirer(combiner)
 			if i/len(policies)%10 == 0 {
 				by = limiter
 			}

@@ -84,16 +84,16 @@ func TestDatabase_CountsItsOwnBytes(t *testing.T) {
 	t.Parallel()
 	db := newDBWith(t, "encoding 'LATIN1' locale 'C'")
 	db.definePolicy("p", 10, 1, aDay)
-	limiter, combiner := client.New(db.Pool), client.NewCombiner(db.Pool)
+	combiner := client.NewCombiner(db.Pool)
 	defer combiner.Close()
-	for _, acquire := range []func(context.Context, string, string, ...client.Option) (client.Decision, error){limiter.Acquire, combiner.Acquire} {
-		d, err := acquire(t.Context(), "p", strings.Repeat("é", 512))
+	for _, limiter := range []client.Acquirer{client.New(db.Pool), combiner} {
+		d, err := limiter.Acquire(t.Context(), "p", strings.Repeat("é", 512))
 		require.NoError(t, err)
 		require.True(t, d.Allowed)
-		_, err = acquire(t.Context(), "p", strings.Repeat("é", 513))
+		_, err = limiter.Acquire(t.Context(), "p", strings.Repeat("é", 513))
 		require.ErrorIs(t, err, client.ErrInvalidArgument)
 		require.Equal(t, "22023", sqlState(err))
-		_, err = acquire(t.Context(), "p", "語")
+		_, err = limiter.Acquire(t.Context(), "p", "語")
 		require.ErrorIs(t, err, client.ErrInvalidArgument)
 		require.Equal(t, "22P05", sqlState(err))
 	}
@@ -204,8 +204,8 @@ func TestStandby(t *testing.T) {
 	peeked, err := limiter.Peek(t.Context(), "durable", "k", client.Cost(8))
 	require.NoError(t, err)
 	require.False(t, peeked.Allowed)
-	for _, acquire := range []func(context.Context, string, string, ...client.Option) (client.Decision, error){limiter.Acquire, combiner.Acquire} {
-		_, err = acquire(t.Context(), "durable", "k")
+	for _, limiter := range []client.Acquirer{limiter, combiner} {
+		_, err = limiter.Acquire(t.Context(), "durable", "k")
 		require.Equal(t, readOnly, sqlState(err), "%v", err)
 		require.EqualError(t, err, "pgratelimit: acquire: ERROR: cannot execute UPDATE in a read-only transaction (SQLSTATE 25006)")
 	}

@@ -50,11 +50,6 @@ type claim struct {
 	idempotencyKey string // empty for none
 }
 
-// A limiter is a *client.Limiter or a *client.Combiner.
-type limiter interface {
-	Acquire(ctx context.Context, policy, key string, opts ...client.Option) (client.Decision, error)
-}
-
 // newLedger defines the policy.
 func newLedger(db *testDB, policy string, capacity int64, timeout time.Duration) *ledger {
 	db.definePolicy(policy, capacity, 1, aDay)
@@ -69,7 +64,7 @@ func newLedger(db *testDB, policy string, capacity int64, timeout time.Duration)
 
 // load starts callers of these limiters, three of four with idempotency keys and at buckets of their own.
 // For three of four requests a bucket has enough.
-func (l *ledger) load(ctx context.Context, t *testing.T, limiters ...limiter) *sync.WaitGroup {
+func (l *ledger) load(ctx context.Context, t *testing.T, limiters ...client.Acquirer) *sync.WaitGroup {
 	const callers, requests = 32, 200
 	var done sync.WaitGroup
 	var keyed, bare atomic.Int64
@@ -96,7 +91,7 @@ func (l *ledger) load(ctx context.Context, t *testing.T, limiters ...limiter) *s
 
 // settle makes a request and enters what came of it. With an idempotency key it asks until there is an
 // answer, for as long as patience.
-func (l *ledger) settle(by limiter, c claim) error {
+func (l *ledger) settle(by client.Acquirer, c claim) error {
 	for giveUp := time.Now().Add(patience); ; {
 		d, err := l.try(by, c)
 		switch {
@@ -115,8 +110,8 @@ func (l *ledger) settle(by limiter, c claim) error {
 	}
 }
 
-func (l *ledger) try(by limiter, c claim) (client.Decision, error) {
-	opts := []client.Option{client.Cost(c.cost)}
+func (l *ledger) try(by client.Acquirer, c claim) (client.Decision, error) {
+	opts := []client.AcquireOption{client.Cost(c.cost)}
 	if c.idempotencyKey != "" {
 		opts = append(opts, client.IdempotencyKey(c.idempotencyKey))
 	}

@@ -142,9 +142,7 @@ func TestPooler_AKeyedRequestIsChargedOnce(t *testing.T) {
 	db.inEachMode(t, func(t *testing.T, policy string, pool *pgxpool.Pool) {
 		combiner := client.NewCombiner(pool)
 		defer combiner.Close()
-		limiters := []interface {
-			Acquire(context.Context, string, string, ...client.Option) (client.Decision, error)
-		}{client.New(pool), client.New(pool, client.NoFlush()), combiner}
+		limiters := []client.Acquirer{client.New(pool), client.New(pool, client.NoFlush()), combiner}
 
 		var first, replays atomic.Int64
 		var remaining sync.Map // by request
@@ -167,6 +165,25 @@ func TestPooler_AKeyedRequestIsChargedOnce(t *testing.T) {
 		require.EqualValues(t, requests, first.Load())
 		require.EqualValues(t, requests*(times-1), replays.Load())
 		require.EqualValues(t, 500-2*requests, db.in(t).left(policy, "k"))
+	})
+}
+
+// Clean-up from Go commits between its batches, through the pooler too.
+func TestPooler_CleansUp(t *testing.T) {
+	t.Parallel()
+	db := newPooledDB(t)
+	db.inEachMode(t, func(t *testing.T, policy string, pool *pgxpool.Pool) {
+		db := db.in(t)
+		db.definePolicy(policy, 500, 500, us)
+		db.acquire(policy, "due", 1)
+		ctx, cancel := context.WithCancel(t.Context())
+		var cleaning sync.WaitGroup
+		cleaning.Go(func() {
+			client.New(pool).RunCleanup(ctx, aDay, client.OnError(func(err error) { t.Error(err) }))
+		})
+		db.Await(t, patience, "select not exists (select from ratelimit.buckets)")
+		cancel()
+		cleaning.Wait()
 	})
 }
 

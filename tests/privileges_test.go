@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"maps"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -11,8 +12,10 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgtype"
+	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/pgratelimit/client"
 	"github.com/pgratelimit/pgratelimit/migrations"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
@@ -331,4 +334,56 @@ func hostileTranscript(t *testing.T, db *testDB, conn *pgx.Conn, name string) []
 		require.NoError(t, err)
 	}
 	return answers
+}
+
+// The grants that an error of the client names are those that help.
+func TestPrivileges_TheClientNamesTheGrant(t *testing.T) {
+	t.Parallel()
+	ctx := t.Context()
+	role := newRole(t)
+	db := newDB(t)
+	db.definePolicy("p", 1000, 1, aDay)
+	config, err := pgxpool.ParseConfig(db.URL)
+	require.NoError(t, err)
+	config.AfterConnect = func(ctx context.Context, conn *pgx.Conn) error {
+		_, err := conn.Exec(ctx, "set role "+role)
+		return err
+	}
+	pool, err := pgxpool.NewWithConfig(ctx, config)
+	require.NoError(t, err)
+	defer pool.Close()
+	limiter := client.New(pool)
+
+	grant := regexp.MustCompile(`grant [^;]+ to <role>;`)
+	remedy := func(err error, want string) {
+		t.Helper()
+		require.Equal(t, "42501", sqlState(err), "%v", err)
+		statements := strings.Join(grant.FindAllString(err.Error(), -1), " ")
+		require.Contains(t, statements, want)
+		db.exec(strings.ReplaceAll(statements, "<role>", role))
+	}
+	for function, call := range map[string]func() error{
+		"ratelimit_acquire(text, text, bigint, text)": func() error { _, err := limiter.Acquire(ctx, "p", "k"); return err },
+		"ratelimit_peek(text, text, bigint)":          func() error { _, err := limiter.Peek(ctx, "p", "k"); return err },
+		"ratelimit_refund(text, text, bigint)":        func() error { _, err := limiter.Refund(ctx, "p", "k", 1); return err },
+		"ratelimit_reset(text, text)":                 func() error { return limiter.Reset(ctx, "p", "k") },
+		"ratelimit_policies()":                        func() error { _, err := limiter.Policies(ctx); return err },
+		"ratelimit_cleanup(integer)":                  func() error { _, err := limiter.Cleanup(ctx); return err },
+		"ratelimit_drop_policy(text)":                 func() error { return limiter.DropPolicy(ctx, "none") },
+		"ratelimit_define_policy(text, bigint, bigint, interval, boolean, boolean, interval)": func() error {
+			return limiter.DefinePolicy(ctx, client.Policy{Name: "q", Capacity: 1, Refill: 1, Every: time.Second})
+		},
+	} {
+		remedy(call(), "grant execute on function "+function+" to <role>;")
+		err := call()
+		require.NotEqual(t, "42501", sqlState(err), "%v", err)
+	}
+
+	running, stop := context.WithCancel(ctx)
+	defer stop()
+	var refused error
+	limiter.RunCleanup(running, time.Hour, client.OnError(func(err error) { refused = err; stop() }))
+	remedy(refused, "grant execute on procedure ratelimit_cleanup_all(interval) to <role>;")
+	_, err = pool.Exec(ctx, "call ratelimit_cleanup_all()")
+	require.NoError(t, err)
 }

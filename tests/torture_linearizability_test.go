@@ -550,7 +550,7 @@ func (a *actor) acquireCombined() error {
 	op := a.request(a.bucket())
 	start := time.Now()
 	op.called = a.now()
-	opts := []client.Option{client.Cost(op.cost)}
+	opts := []client.AcquireOption{client.Cost(op.cost)}
 	if op.idempotencyKey != "" {
 		opts = append(opts, client.IdempotencyKey(op.idempotencyKey))
 	}

@@ -188,10 +188,10 @@ func (n *network) TraceQueryStart(ctx context.Context, _ *pgx.Conn, data pgx.Tra
 func (*network) TraceQueryEnd(context.Context, *pgx.Conn, pgx.TraceQueryEndData) {}
 
 // onBoth runs a test with each kind of limiter, on a pool that connects through a proxy.
-func onBoth(t *testing.T, test func(t *testing.T, db *testDB, proxy *proxy, by limiter)) {
-	for name, open := range map[string]func(*pgxpool.Pool) limiter{
-		"Limiter":  func(pool *pgxpool.Pool) limiter { return client.New(pool) },
-		"Combiner": func(pool *pgxpool.Pool) limiter { return client.NewCombiner(pool) },
+func onBoth(t *testing.T, test func(t *testing.T, db *testDB, proxy *proxy, by client.Acquirer)) {
+	for name, open := range map[string]func(*pgxpool.Pool) client.Acquirer{
+		"Limiter":  func(pool *pgxpool.Pool) client.Acquirer { return client.New(pool) },
+		"Combiner": func(pool *pgxpool.Pool) client.Acquirer { return client.NewCombiner(pool) },
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -221,7 +221,7 @@ func TestNetwork_ALostReply(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			onBoth(t, func(t *testing.T, db *testDB, proxy *proxy, by limiter) {
+			onBoth(t, func(t *testing.T, db *testDB, proxy *proxy, by client.Acquirer) {
 				l := newLedger(db, "p", 10, lost.timeout)
 				for _, c := range []claim{{"k", 3, "i"}, {"k", 2, ""}} {
 					require.NoError(t, l.settle(by, claim{"other", 1, ""}), "connects")
@@ -241,7 +241,7 @@ func TestNetwork_ALostReply(t *testing.T) {
 
 func TestNetwork_ACallerWhoRetriesWithoutAnIdempotencyKeyIsChargedTwice(t *testing.T) {
 	t.Parallel()
-	onBoth(t, func(t *testing.T, db *testDB, proxy *proxy, by limiter) {
+	onBoth(t, func(t *testing.T, db *testDB, proxy *proxy, by client.Acquirer) {
 		l := newLedger(db, "p", 10, time.Minute)
 		c := claim{"k", 3, ""}
 		require.NoError(t, l.settle(by, claim{"other", 1, ""}))

@@ -156,7 +156,7 @@ func startSoak(t *testing.T, db *testDB) *soak {
 	s.callers, s.ctx = errgroup.WithContext(ctx)
 	stop := make(chan struct{})
 	for i := range 32 {
-		by := acquirer(s.combiner)
+		by := client.Acquirer(s.combiner)
 		if i < 4 {
 			by = s.limiter
 		}
@@ -189,7 +189,7 @@ func startSoak(t *testing.T, db *testDB) *soak {
 }
 
 // call makes one of many calls: two hundred users who stay and visitors who come for four requests.
-func (s *soak) call(by acquirer) (client.Decision, error) {
+func (s *soak) call(by client.Acquirer) (client.Decision, error) {
 	ctx := context.Background()
 	policy := []string{"", "ephemeral-"}[rand.N(2)]
 	user := fmt.Sprint("user ", rand.N(200))

@@ -41,9 +41,7 @@ func combined(pool *pgxpool.Pool, policy string, calls int) (acquire acquirer, s
 	return pgratelimit(combiner, policy), combiner.Close
 }
 
-func pgratelimit(limiter interface {
-	Acquire(ctx context.Context, policy, key string, opts ...client.Option) (client.Decision, error)
-}, policy string) acquirer {
+func pgratelimit(limiter client.Acquirer, policy string) acquirer {
 	return func(ctx context.Context, key string) error {
 		d, err := limiter.Acquire(ctx, policy, key)
 		if err == nil && !d.Allowed {
