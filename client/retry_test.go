@@ -181,8 +181,10 @@ var handles = map[string]struct {
 // lookalike is a transaction that has what tells a pool from one.
 type lookalike struct{ pgx.Tx }
 
-func (lookalike) BeginTx(context.Context, pgx.TxOptions) (pgx.Tx, error) { return nil, errors.ErrUnsupported }
-func (lookalike) Close()                                                 {}
+func (lookalike) BeginTx(context.Context, pgx.TxOptions) (pgx.Tx, error) {
+	return nil, errors.ErrUnsupported
+}
+func (lookalike) Close() {}
 
 // A Limiter on a transaction makes each call once and remembers nothing, whatever the transaction's type
 // has: it is told, and does not guess.

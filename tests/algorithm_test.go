@@ -33,17 +33,18 @@ func TestBucket_ComesWithTheFirstGrant(t *testing.T) {
 
 func TestStepped_WorkedExample(t *testing.T) {
 	t.Parallel()
-	db := newDB(t)
-	db.definePolicy("stepped", 20, 5, 10*second, stepped)
-	db.definePolicy("continuous", 20, 5, 10*second)
+	onEach(t, func(t *testing.T, db subject) {
+		db.definePolicy("stepped", 20, 5, 10*second, stepped)
+		db.definePolicy("continuous", 20, 5, 10*second)
 
-	for _, p := range []string{"stepped", "continuous"} {
-		require.EqualValues(t, 15, db.acquireAt(t0, p, "k", 5).Remaining)
-		require.EqualValues(t, 20, db.peekAt(t0.Add(10*second), p, "k", 1).Remaining)
-		require.EqualValues(t, 2, db.acquireAt(t0.Add(15*second), p, "k", 18).Remaining)
-	}
-	require.Equal(t, allowed(7, 30*second, 20), db.peekAt(t0.Add(20*second), "stepped", "k", 1))
-	require.Equal(t, allowed(4, 31*second, 20), db.peekAt(t0.Add(20*second), "continuous", "k", 1), "4.5 tokens")
+		for _, p := range []string{"stepped", "continuous"} {
+			require.EqualValues(t, 15, db.acquireAt(t0, p, "k", 5).Remaining)
+			require.EqualValues(t, 20, db.peekAt(t0.Add(10*second), p, "k", 1).Remaining)
+			require.EqualValues(t, 2, db.acquireAt(t0.Add(15*second), p, "k", 18).Remaining)
+		}
+		require.Equal(t, allowed(7, 30*second, 20), db.peekAt(t0.Add(20*second), "stepped", "k", 1))
+		require.Equal(t, allowed(4, 31*second, 20), db.peekAt(t0.Add(20*second), "continuous", "k", 1), "4.5 tokens")
+	})
 }
 
 // Whatever happens in between, five tokens come at every tenth second after the first take, and no
@@ -104,7 +105,7 @@ func TestStepped_WithoutItsRowStartsANewAnchor(t *testing.T) {
 
 func TestContinuous_TenTakesInOneSecond(t *testing.T) {
 	t.Parallel()
-	eachDurability(t, func(t *testing.T, db *testDB, durability policyOption) {
+	onEachDurability(t, func(t *testing.T, db subject, durability policyOption) {
 		db.definePolicy("p", 10, 1, second, durability)
 		for i := range 10 {
 			require.True(t, db.acquireAt(t0.Add(time.Duration(i)*100*ms), "p", "k", 1).Allowed)
@@ -133,18 +134,19 @@ func TestContinuous_NothingIsMintedAndLittleLost(t *testing.T) {
 
 func TestNever_IsDecidedFirst(t *testing.T) {
 	t.Parallel()
-	db := newDB(t)
-	db.definePolicy("p", 5, 1, second)
+	onEach(t, func(t *testing.T, db subject) {
+		db.definePolicy("p", 5, 1, second)
 
-	require.Equal(t, never(5, 0, 5), db.acquireAt(t0, "p", "new", 6))
-	require.Equal(t, never(5, 0, 5), db.acquireAt(t0, "p", "new", math.MaxInt64))
-	db.acquireAt(t0, "p", "empty", 5)
-	require.Equal(t, never(0, 5*second, 5), db.acquireAt(t0, "p", "empty", 6))
-	require.Equal(t, never(0, 5*second, 5), db.peekAt(t0, "p", "empty", 6))
-	db.putBucket("p", "debt", bucket{-2_000_000, t0})
-	require.Equal(t, never(-2, 7*second, 5), db.acquireAt(t0, "p", "debt", 6))
-	db.putBucket("p", "ahead", bucket{4_000_000, t0.Add(time.Hour)})
-	require.Equal(t, never(4, time.Hour+second, 5), db.acquireAt(t0, "p", "ahead", 6))
+		require.Equal(t, never(5, 0, 5), db.acquireAt(t0, "p", "new", 6))
+		require.Equal(t, never(5, 0, 5), db.acquireAt(t0, "p", "new", math.MaxInt64))
+		db.acquireAt(t0, "p", "empty", 5)
+		require.Equal(t, never(0, 5*second, 5), db.acquireAt(t0, "p", "empty", 6))
+		require.Equal(t, never(0, 5*second, 5), db.peekAt(t0, "p", "empty", 6))
+		db.putBucket("p", "debt", bucket{-2_000_000, t0})
+		require.Equal(t, never(-2, 7*second, 5), db.acquireAt(t0, "p", "debt", 6))
+		db.putBucket("p", "ahead", bucket{4_000_000, t0.Add(time.Hour)})
+		require.Equal(t, never(4, time.Hour+second, 5), db.acquireAt(t0, "p", "ahead", 6))
+	})
 }
 
 func TestCostZero_IsAllowedAndWritesNothing(t *testing.T) {
@@ -163,50 +165,52 @@ func TestCostZero_IsAllowedAndWritesNothing(t *testing.T) {
 
 func TestRemaining_IsRoundedDownAndWaitsUp(t *testing.T) {
 	t.Parallel()
-	db := newDB(t)
-	db.definePolicy("p", 3, 3, second) // a token each 333,333.3 µs
-	for _, test := range []struct {
-		level     int64 // microtokens
-		remaining int64
-		retry     time.Duration // for 1 token
-		reset     time.Duration
-	}{
-		{3_000_000, 3, 0, 0},
-		{2_999_999, 2, 0, 1 * us},
-		{2_999_997, 2, 0, 1 * us},
-		{2_999_996, 2, 0, 2 * us},
-		{1_000_000, 1, 0, 666_667 * us},
-		{999_999, 0, 1 * us, 666_667 * us},
-		{1, 0, 333_333 * us, 1_000_000 * us},
-		{0, 0, 333_334 * us, 1_000_000 * us},
-		{-1, -1, 333_334 * us, 1_000_001 * us},
-		{-999_999, -1, 666_667 * us, 1_333_333 * us},
-		{-1_000_000, -1, 666_667 * us, 1_333_334 * us},
-		{-1_000_001, -2, 666_667 * us, 1_333_334 * us},
-		{-1_000_002, -2, 666_668 * us, 1_333_334 * us},
-	} {
-		db.putBucket("p", "k", bucket{test.level, t0})
-		want := allowed(test.remaining, test.reset, 3)
-		if test.retry > 0 {
-			want = denied(test.remaining, test.retry, test.reset, 3)
+	onEach(t, func(t *testing.T, db subject) {
+		db.definePolicy("p", 3, 3, second) // a token each 333,333.3 µs
+		for _, test := range []struct {
+			level     int64 // microtokens
+			remaining int64
+			retry     time.Duration // for 1 token
+			reset     time.Duration
+		}{
+			{3_000_000, 3, 0, 0},
+			{2_999_999, 2, 0, 1 * us},
+			{2_999_997, 2, 0, 1 * us},
+			{2_999_996, 2, 0, 2 * us},
+			{1_000_000, 1, 0, 666_667 * us},
+			{999_999, 0, 1 * us, 666_667 * us},
+			{1, 0, 333_333 * us, 1_000_000 * us},
+			{0, 0, 333_334 * us, 1_000_000 * us},
+			{-1, -1, 333_334 * us, 1_000_001 * us},
+			{-999_999, -1, 666_667 * us, 1_333_333 * us},
+			{-1_000_000, -1, 666_667 * us, 1_333_334 * us},
+			{-1_000_001, -2, 666_667 * us, 1_333_334 * us},
+			{-1_000_002, -2, 666_668 * us, 1_333_334 * us},
+		} {
+			db.putBucket("p", "k", bucket{test.level, t0})
+			want := allowed(test.remaining, test.reset, 3)
+			if test.retry > 0 {
+				want = denied(test.remaining, test.retry, test.reset, 3)
+			}
+			require.Equal(t, want, db.peekAt(t0, "p", "k", 1), "level %d", test.level)
 		}
-		require.Equal(t, want, db.peekAt(t0, "p", "k", 1), "level %d", test.level)
-	}
+	})
 }
 
 func TestRetryAfter_CountsTheLeadOfTheStoredInstant(t *testing.T) {
 	t.Parallel()
-	db := newDB(t)
-	for p, refill := range map[string]policyOption{"continuous": continuous, "stepped": stepped} {
-		db.definePolicy(p, 10, 2, second, refill)
-		const lead = 3 * time.Hour
-		db.acquireAt(t0.Add(lead), p, "k", 10)
+	onEach(t, func(t *testing.T, db subject) {
+		for p, refill := range map[string]policyOption{"continuous": continuous, "stepped": stepped} {
+			db.definePolicy(p, 10, 2, second, refill)
+			const lead = 3 * time.Hour
+			db.acquireAt(t0.Add(lead), p, "k", 10)
 
-		answer := db.acquireAt(t0, p, "k", 2)
-		require.Equal(t, denied(0, lead+second, lead+5*second, 10), answer)
-		require.False(t, db.acquireAt(t0.Add(lead+second-us), p, "k", 2).Allowed)
-		require.True(t, db.acquireAt(t0.Add(lead+second), p, "k", 2).Allowed)
-	}
+			answer := db.acquireAt(t0, p, "k", 2)
+			require.Equal(t, denied(0, lead+second, lead+5*second, 10), answer)
+			require.False(t, db.acquireAt(t0.Add(lead+second-us), p, "k", 2).Allowed)
+			require.True(t, db.acquireAt(t0.Add(lead+second), p, "k", 2).Allowed)
+		}
+	})
 }
 
 // A bucket called while the clock is an hour behind ends like one called at the last instant
@@ -337,65 +341,66 @@ func TestRefund(t *testing.T) {
 
 func TestPolicyChange_AppliesToTheNextCall(t *testing.T) {
 	t.Parallel()
-	common := newDB(t)
-	drained := func(db *testDB) { // at 0 s, and one of the ten taken that came by 10 s
-		db.definePolicy("p", 100, 1, second)
-		db.acquireAt(t0, "p", "k", 100)
-		db.acquireAt(t0.Add(10*second), "p", "k", 1)
-	}
-	eightLeft := func(db *testDB) {
-		db.definePolicy("p", 10, 1, time.Minute)
-		db.acquireAt(t0, "p", "k", 2)
-	}
-	steppedEight := func(db *testDB) {
-		db.definePolicy("p", 100, 10, 10*second, stepped)
-		db.acquireAt(t0, "p", "k", 100)
-		db.acquireAt(t0.Add(14*second), "p", "k", 2) // its instant is the anchor, 10 s
-	}
-	for name, test := range map[string]struct {
-		before func(db *testDB)
-		change func(db *testDB)
-		at     time.Duration
-		want   decision
-	}{
-		"a smaller capacity clamps": {eightLeft,
-			func(db *testDB) { db.definePolicy("p", 5, 1, time.Minute) }, 0, allowed(5, 0, 5)},
-		"a smaller capacity above the level": {eightLeft,
-			func(db *testDB) { db.definePolicy("p", 9, 1, time.Minute) }, 0, allowed(8, time.Minute, 9)},
-		"a larger capacity does not fill": {eightLeft,
-			func(db *testDB) { db.definePolicy("p", 20, 1, time.Minute) }, 0, allowed(8, 12*time.Minute, 20)},
-		"a larger capacity lets refill go on": {eightLeft,
-			func(db *testDB) { db.definePolicy("p", 20, 1, time.Minute) }, 5 * time.Minute, allowed(13, 7*time.Minute, 20)},
-		"a clamped level stays down once a call has written it": {eightLeft,
-			func(db *testDB) {
-				db.definePolicy("p", 5, 1, time.Minute)
-				db.acquireAt(t0, "p", "k", 1)
-				db.definePolicy("p", 10, 1, time.Minute)
-			}, 0, allowed(4, 6*time.Minute, 10)},
-		"more refill counts since the last write": {drained,
-			func(db *testDB) { db.definePolicy("p", 100, 3, second) }, 20 * second, allowed(9+30, 20333334*us, 100)},
-		"less refill counts since the last write": {drained,
-			func(db *testDB) { db.definePolicy("p", 100, 1, 2*second) }, 20 * second, allowed(9+5, 172*second, 100)},
-		"a shorter every": {drained,
-			func(db *testDB) { db.definePolicy("p", 100, 1, 500*ms) }, 20 * second, allowed(9+20, 35500*ms, 100)},
-		"continuous becomes stepped: anchored at the last write": {drained,
-			func(db *testDB) { db.definePolicy("p", 100, 10, 4*second, stepped) }, 20 * second, allowed(9+20, 30*second, 100)},
-		"stepped becomes continuous: counted from the anchor": {steppedEight,
-			func(db *testDB) { db.definePolicy("p", 100, 10, 10*second, continuous) }, 15 * second, allowed(8+5, 87*second, 100)},
-		"another every, stepped: counted from the anchor": {steppedEight,
-			func(db *testDB) { db.definePolicy("p", 100, 10, 3*second) }, 18 * second, allowed(8+20, 22*second, 100)},
-		"nothing changes": {steppedEight,
-			func(db *testDB) { db.definePolicy("p", 100, 10, 10*second) }, 19 * second, allowed(8, 91*second, 100)},
-	} {
-		t.Run(name, func(t *testing.T) {
-			db := common.in(t)
-			defer db.dropPolicy("p")
-			test.before(db)
-			test.change(db)
-			require.Equal(t, test.want, db.peekAt(t0.Add(test.at), "p", "k", 1))
-			require.Equal(t, test.want.Remaining-1, db.acquireAt(t0.Add(test.at), "p", "k", 1).Remaining)
-		})
-	}
+	onEach(t, func(t *testing.T, common subject) {
+		drained := func(db subject) { // at 0 s, and one of the ten taken that came by 10 s
+			db.definePolicy("p", 100, 1, second)
+			db.acquireAt(t0, "p", "k", 100)
+			db.acquireAt(t0.Add(10*second), "p", "k", 1)
+		}
+		eightLeft := func(db subject) {
+			db.definePolicy("p", 10, 1, time.Minute)
+			db.acquireAt(t0, "p", "k", 2)
+		}
+		steppedEight := func(db subject) {
+			db.definePolicy("p", 100, 10, 10*second, stepped)
+			db.acquireAt(t0, "p", "k", 100)
+			db.acquireAt(t0.Add(14*second), "p", "k", 2) // its instant is the anchor, 10 s
+		}
+		for name, test := range map[string]struct {
+			before func(db subject)
+			change func(db subject)
+			at     time.Duration
+			want   decision
+		}{
+			"a smaller capacity clamps": {eightLeft,
+				func(db subject) { db.definePolicy("p", 5, 1, time.Minute) }, 0, allowed(5, 0, 5)},
+			"a smaller capacity above the level": {eightLeft,
+				func(db subject) { db.definePolicy("p", 9, 1, time.Minute) }, 0, allowed(8, time.Minute, 9)},
+			"a larger capacity does not fill": {eightLeft,
+				func(db subject) { db.definePolicy("p", 20, 1, time.Minute) }, 0, allowed(8, 12*time.Minute, 20)},
+			"a larger capacity lets refill go on": {eightLeft,
+				func(db subject) { db.definePolicy("p", 20, 1, time.Minute) }, 5 * time.Minute, allowed(13, 7*time.Minute, 20)},
+			"a clamped level stays down once a call has written it": {eightLeft,
+				func(db subject) {
+					db.definePolicy("p", 5, 1, time.Minute)
+					db.acquireAt(t0, "p", "k", 1)
+					db.definePolicy("p", 10, 1, time.Minute)
+				}, 0, allowed(4, 6*time.Minute, 10)},
+			"more refill counts since the last write": {drained,
+				func(db subject) { db.definePolicy("p", 100, 3, second) }, 20 * second, allowed(9+30, 20333334*us, 100)},
+			"less refill counts since the last write": {drained,
+				func(db subject) { db.definePolicy("p", 100, 1, 2*second) }, 20 * second, allowed(9+5, 172*second, 100)},
+			"a shorter every": {drained,
+				func(db subject) { db.definePolicy("p", 100, 1, 500*ms) }, 20 * second, allowed(9+20, 35500*ms, 100)},
+			"continuous becomes stepped: anchored at the last write": {drained,
+				func(db subject) { db.definePolicy("p", 100, 10, 4*second, stepped) }, 20 * second, allowed(9+20, 30*second, 100)},
+			"stepped becomes continuous: counted from the anchor": {steppedEight,
+				func(db subject) { db.definePolicy("p", 100, 10, 10*second, continuous) }, 15 * second, allowed(8+5, 87*second, 100)},
+			"another every, stepped: counted from the anchor": {steppedEight,
+				func(db subject) { db.definePolicy("p", 100, 10, 3*second) }, 18 * second, allowed(8+20, 22*second, 100)},
+			"nothing changes": {steppedEight,
+				func(db subject) { db.definePolicy("p", 100, 10, 10*second) }, 19 * second, allowed(8, 91*second, 100)},
+		} {
+			t.Run(name, func(t *testing.T) {
+				db := common.of(t)
+				defer db.dropPolicy("p")
+				test.before(db)
+				test.change(db)
+				require.Equal(t, test.want, db.peekAt(t0.Add(test.at), "p", "k", 1))
+				require.Equal(t, test.want.Remaining-1, db.acquireAt(t0.Add(test.at), "p", "k", 1).Remaining)
+			})
+		}
+	})
 }
 
 func TestPolicyChange_NullKeepsWhatIsThere(t *testing.T) {

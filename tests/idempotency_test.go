@@ -13,26 +13,27 @@ import (
 
 func TestIdempotency_Vector58(t *testing.T) {
 	t.Parallel()
-	db := newDB(t)
-	db.setClock(t0)
-	db.definePolicy("p", 10, 1, time.Second)
+	onEach(t, func(t *testing.T, db subject) {
+		db.setClock(t0)
+		db.definePolicy("p", 10, 1, time.Second)
 
-	first := db.acquire("p", "k", 2, "X")
-	require.Equal(t, allowed(8, 2*time.Second, 10), first)
-	require.Equal(t, replayed(first), db.acquire("p", "k", 2, "X"))
-	require.EqualValues(t, 8, db.left("p", "k"))
+		first := db.acquire("p", "k", 2, "X")
+		require.Equal(t, allowed(8, 2*time.Second, 10), first)
+		require.Equal(t, replayed(first), db.acquire("p", "k", 2, "X"))
+		require.EqualValues(t, 8, db.peekAt(t0, "p", "k", 0).Remaining)
 
-	_, err := acquire(db.Pool, "p", "k", 3, "X")
-	require.Equal(t, "RL002", sqlState(err))
-	require.EqualValues(t, 8, db.left("p", "k"))
+		_, err := db.tryAcquire("p", "k", 3, "X")
+		require.Equal(t, "RL002", sqlState(err))
+		require.EqualValues(t, 8, db.peekAt(t0, "p", "k", 0).Remaining)
 
-	require.Equal(t, first, db.acquire("p", "other", 2, "X"), "keys belong to their bucket")
+		require.Equal(t, first, db.acquire("p", "other", 2, "X"), "keys belong to their bucket")
 
-	require.Equal(t, allowed(0, 10*time.Second, 10), db.acquire("p", "k", 8))
-	refused := db.acquire("p", "k", 1, "Y")
-	require.Equal(t, denied(0, time.Second, 10*time.Second, 10), refused)
-	require.Equal(t, refused, db.acquire("p", "k", 1, "Y"), "a denial is not remembered")
-	require.Equal(t, allowed(0, 10*time.Second, 10), db.acquireAt(t0.Add(time.Second), "p", "k", 1, "Y"))
+		require.Equal(t, allowed(0, 10*time.Second, 10), db.acquire("p", "k", 8))
+		refused := db.acquire("p", "k", 1, "Y")
+		require.Equal(t, denied(0, time.Second, 10*time.Second, 10), refused)
+		require.Equal(t, refused, db.acquire("p", "k", 1, "Y"), "a denial is not remembered")
+		require.Equal(t, allowed(0, 10*time.Second, 10), db.acquireAt(t0.Add(time.Second), "p", "k", 1, "Y"))
+	})
 }
 
 func TestIdempotency_AReplayIsTheFirstAnswerWhateverHappenedSince(t *testing.T) {

@@ -158,6 +158,14 @@ func (m *Model) Remove(now time.Time, id BucketID) (full bool) {
 	return full
 }
 
+// Put writes what a bucket holds, as if calls had brought it there.
+func (m *Model) Put(id BucketID, b Bucket) {
+	m.ledgers[id] = Ledger{&b, m.ledgers[id].grants}
+}
+
+// Policies returns the policies by name.
+func (m *Model) Policies() map[string]Policy { return maps.Clone(m.policies) }
+
 // Buckets returns the buckets that were taken from and not removed since.
 func (m *Model) Buckets() (ids []BucketID) {
 	for id, l := range m.ledgers {

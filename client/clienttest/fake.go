@@ -1,0 +1,130 @@
+// Package clienttest has a fake of pgratelimit, for the tests of programs that use it: buckets in memory,
+// a clock of the test's choosing, and errors on demand.
+//
+// A program that asks for tokens takes a [client.Acquirer]; its test passes a [Fake]:
+//
+//	now := time.Date(2030, 1, 1, 0, 0, 0, 0, time.UTC)
+//	fake := clienttest.New(func() time.Time { return now })
+//	err := fake.DefinePolicy(ctx, client.Policy{Name: "api", Capacity: 1, Refill: 1, Every: time.Minute})
+//
+//	d, err := fake.Acquire(ctx, "api", "user:42") // allowed
+//	d, err = fake.Acquire(ctx, "api", "user:42")  // denied, with a RetryAfter of a minute
+//	now = now.Add(d.RetryAfter)
+//	d, err = fake.Acquire(ctx, "api", "user:42")  // allowed
+//
+//	fake.FailNext(io.ErrUnexpectedEOF)
+//	_, err = fake.Acquire(ctx, "api", "user:42")  // io.ErrUnexpectedEOF, wrapped
+//
+// Its answers are those of the server, in every field: the tables of calls and answers that the
+// functions in PostgreSQL are tested with are replayed against the fake too. It knows nothing of
+// transactions, locks, privileges and other ways in which a database can fail: let it fail with
+// [Fake.FailNext].
+package clienttest
+
+import (
+	"context"
+	"fmt"
+	"math"
+	"math/big"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/tests/model"
+)
+
+// A Fake is a Limiter whose database is in memory. It is safe for concurrent use.
+//
+// Its calls are the Limiter's own down to the SQL, which the fake answers: arguments are checked and
+// errors look as with a server. Cleanup and RunCleanup find nothing to remove. WithTx leaves the fake, for
+// the database of that transaction.
+type Fake struct {
+	*client.Limiter
+	db *database
+}
+
+// New returns a Fake without policies, whose time is what now returns when a call is decided. A nil now is
+// [time.Now]. Time may go back, as that of a server does.
+func New(now func() time.Time) *Fake {
+	if now == nil {
+		now = time.Now
+	}
+	db := &database{now: now, model: model.New()}
+	return &Fake{client.New(db), db}
+}
+
+// FailNext makes the next calls fail with these errors, one each, after those that earlier FailNexts
+// left. A nil error lets its call through. A call that fails so does nothing else, and its error is
+// wrapped as one of the database.
+func (f *Fake) FailNext(errs ...error) {
+	f.db.mu.Lock()
+	defer f.db.mu.Unlock()
+	f.db.script = append(f.db.script, errs...)
+}
+
+// FailAll makes all calls fail with err, but for those that FailNext speaks of, until FailAll(nil).
+func (f *Fake) FailAll(err error) {
+	f.db.mu.Lock()
+	defer f.db.mu.Unlock()
+	f.db.outage = err
+}
+
+// SetLevel makes the bucket of key hold so many tokens now, to the microtoken, whatever was taken before:
+// 0 for a test of denials, less for a bucket in debt.
+//
+// Errors: [client.ErrUnknownPolicy].
+func (f *Fake) SetLevel(policy, key string, tokens float64) error {
+	f.db.mu.Lock()
+	defer f.db.mu.Unlock()
+	if _, ok := f.db.model.Policies()[policy]; !ok {
+		return fmt.Errorf("clienttest: set level: %w", client.ErrUnknownPolicy)
+	}
+	level := big.NewInt(int64(math.Round(tokens * 1e6)))
+	f.db.model.Put(model.BucketID{Policy: policy, Key: key}, model.Bucket{Level: level, RefilledAt: f.db.instant()})
+	return nil
+}
+
+// A database answers the calls of a Limiter.
+type database struct {
+	now func() time.Time
+
+	mu     sync.Mutex
+	model  *model.Model
+	script []error
+	outage error
+}
+
+func (db *database) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
+	values, err := db.call(ctx, sql, args)
+	return row{values, err}
+}
+
+func (db *database) call(ctx context.Context, sql string, args []any) ([]any, error) {
+	if err := ctx.Err(); err != nil {
+		return nil, err
+	}
+	db.mu.Lock()
+	defer db.mu.Unlock()
+	if err := db.scripted(); err != nil {
+		return nil, err
+	}
+	return db.answer(sql, args)
+}
+
+// scripted is the error that the test wants of this call.
+func (db *database) scripted() error {
+	if len(db.script) == 0 {
+		return db.outage
+	}
+	err := db.script[0]
+	db.script = slices.Delete(db.script, 0, 1)
+	return err
+}
+
+// instant is now as the server has it.
+func (db *database) instant() time.Time {
+	return time.UnixMicro(db.now().UnixMicro()).UTC()
+}

@@ -1,0 +1,201 @@
+package clienttest_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"net/http/httptest"
+	"strconv"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/client/clienttest"
+)
+
+// What the fake answers is compared with the server in tests/: here is what only the fake has.
+
+var _ client.Acquirer = (*clienttest.Fake)(nil)
+
+var api = client.Policy{
+	Name: "api", Capacity: 10, Refill: 1, Every: time.Second, Stepped: client.No, Durable: client.Yes, Remember: 24 * time.Hour,
+}
+
+func newFake(t *testing.T, now func() time.Time) *clienttest.Fake {
+	t.Helper()
+	fake := clienttest.New(now)
+	require.NoError(t, fake.DefinePolicy(t.Context(), api))
+	return fake
+}
+
+func frozen() time.Time { return time.Unix(0, 0) }
+
+func TestFailNext_FailsAsManyCallsAsItHasErrors(t *testing.T) {
+	t.Parallel()
+	fake := newFake(t, frozen)
+	lost := &pgconn.PgError{Severity: "FATAL", Code: "57P01", Message: "terminating connection"}
+	fake.FailNext(io.ErrUnexpectedEOF, nil)
+	fake.FailNext(lost)
+
+	d, err := fake.Acquire(t.Context(), "api", "k", client.IdempotencyKey("once"))
+	require.EqualError(t, err, "pgratelimit: acquire: unexpected EOF", "not even with an idempotency key is it sent again")
+	require.ErrorIs(t, err, io.ErrUnexpectedEOF)
+	require.Zero(t, d)
+	d, err = fake.Peek(t.Context(), "api", "k")
+	require.NoError(t, err)
+	require.EqualValues(t, 10, d.Remaining, "a call that failed took nothing")
+	err = fake.Reset(t.Context(), "api", "k")
+	var pgErr *pgconn.PgError
+	require.ErrorAs(t, err, &pgErr)
+	require.Same(t, lost, pgErr)
+	_, err = fake.Acquire(t.Context(), "api", "k")
+	require.NoError(t, err)
+}
+
+func TestFailAll_FailsUntilTold(t *testing.T) {
+	t.Parallel()
+	fake := newFake(t, frozen)
+	fake.FailAll(client.ErrLocked)
+	fake.FailNext(nil, io.EOF)
+	for _, want := range []error{nil, io.EOF, client.ErrLocked, client.ErrLocked} {
+		_, err := fake.Acquire(t.Context(), "api", "k")
+		require.ErrorIs(t, err, want)
+	}
+	fake.FailAll(nil)
+	_, err := fake.Acquire(t.Context(), "api", "k")
+	require.NoError(t, err)
+}
+
+func TestSetLevel(t *testing.T) {
+	t.Parallel()
+	fake := newFake(t, frozen)
+	for tokens, want := range map[float64]client.Decision{
+		10:       {Allowed: true, Remaining: 10, Capacity: 10},
+		0.999999: {RetryAfter: time.Microsecond, ResetAfter: 9*time.Second + time.Microsecond, Capacity: 10},
+		0:        {RetryAfter: time.Second, ResetAfter: 10 * time.Second, Capacity: 10},
+		-2.5:     {Remaining: -3, RetryAfter: 3500 * time.Millisecond, ResetAfter: 12500 * time.Millisecond, Capacity: 10},
+	} {
+		require.NoError(t, fake.SetLevel("api", "k", tokens))
+		d, err := fake.Peek(t.Context(), "api", "k")
+		require.NoError(t, err)
+		require.Equal(t, want, d, tokens)
+	}
+	require.ErrorIs(t, fake.SetLevel("none", "k", 1), client.ErrUnknownPolicy)
+}
+
+func TestFake_DefinePolicyKeepsWhatIsZero(t *testing.T) {
+	t.Parallel()
+	fake := newFake(t, nil)
+	require.NoError(t, fake.DefinePolicy(t.Context(), client.Policy{Name: "api", Refill: 7, Remember: time.Hour}))
+	require.NoError(t, fake.DefinePolicy(t.Context(), client.Policy{Name: "<b>\"é\"", Capacity: 1, Refill: 1, Every: 1000, Stepped: client.Yes}))
+	policies, err := fake.Policies(t.Context())
+	require.NoError(t, err)
+	changed := api
+	changed.Refill, changed.Remember = 7, time.Hour
+	require.Equal(t, []client.Policy{
+		{Name: "<b>\"é\"", Capacity: 1, Refill: 1, Every: 1000, Stepped: client.Yes, Durable: client.Yes, Remember: 24 * time.Hour},
+		changed,
+	}, policies)
+	require.ErrorIs(t, fake.DefinePolicy(t.Context(), client.Policy{Name: "new", Refill: 7}), client.ErrInvalidArgument)
+}
+
+func TestFake_CleanUpFindsNothing(t *testing.T) {
+	t.Parallel()
+	fake := newFake(t, nil)
+	cleaned, err := fake.Cleanup(t.Context())
+	require.NoError(t, err)
+	require.Zero(t, cleaned)
+	ctx, cancel := context.WithCancel(t.Context())
+	fake.FailNext(nil, io.EOF)
+	fake.RunCleanup(ctx, time.Microsecond, client.OnError(func(err error) {
+		cancel()
+		require.ErrorIs(t, err, io.EOF)
+	}))
+}
+
+func TestFake_EndOfContext(t *testing.T) {
+	t.Parallel()
+	fake := newFake(t, nil)
+	fake.FailNext(io.EOF)
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	_, err := fake.Acquire(ctx, "api", "k")
+	require.ErrorIs(t, err, context.Canceled)
+	_, err = fake.Acquire(t.Context(), "api", "k")
+	require.ErrorIs(t, err, io.EOF, "which waits for a call that is made")
+}
+
+func TestFake_IsExactUnderConcurrency(t *testing.T) {
+	t.Parallel()
+	fake := newFake(t, frozen)
+	fake.FailNext(make([]error, 100)...)
+	fake.FailNext(io.EOF, io.EOF)
+	var granted, failed atomic.Int64
+	var callers sync.WaitGroup
+	for n := range 200 {
+		callers.Go(func() {
+			d, err := fake.Acquire(context.Background(), "api", "k", client.IdempotencyKey(fmt.Sprint(n)))
+			if err != nil {
+				failed.Add(1)
+			}
+			if d.Allowed {
+				granted.Add(1)
+			}
+		})
+	}
+	callers.Wait()
+	require.EqualValues(t, 10, granted.Load())
+	require.EqualValues(t, 2, failed.Load())
+}
+
+// limited is a handler of a program that limits its users.
+func limited(limiter client.Acquirer) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		d, err := limiter.Acquire(r.Context(), "api", r.RemoteAddr)
+		switch {
+		case err != nil:
+			w.WriteHeader(http.StatusServiceUnavailable)
+		case !d.Allowed:
+			if !d.Never() {
+				w.Header().Set("Retry-After", strconv.FormatInt(d.RetryAfterSeconds(), 10))
+			}
+			w.WriteHeader(http.StatusTooManyRequests)
+		}
+	})
+}
+
+// A program is tested without a database, at times of the test's choosing.
+func ExampleNew() {
+	now := time.Date(2030, 1, 1, 0, 0, 0, 0, time.UTC)
+	fake := clienttest.New(func() time.Time { return now })
+	err := fake.DefinePolicy(context.Background(), client.Policy{Name: "api", Capacity: 1, Refill: 1, Every: 90 * time.Second})
+	if err != nil {
+		panic(err)
+	}
+	handler := limited(fake)
+	request := func() {
+		w := httptest.NewRecorder()
+		handler.ServeHTTP(w, httptest.NewRequest(http.MethodGet, "/", nil))
+		fmt.Println(w.Code, w.Header()["Retry-After"])
+	}
+
+	request()
+	now = now.Add(500 * time.Millisecond)
+	request()
+	now = now.Add(90 * time.Second)
+	request()
+	fake.FailNext(errors.New("connection refused"))
+	request()
+	// Output:
+	// 200 []
+	// 429 [90]
+	// 200 []
+	// 503 []
+}
