@@ -206,17 +206,17 @@ func TestFake_RefusesWhatTheServerRefuses(t *testing.T) {
 			}
 		}
 	}
-	numbers := []int64{-1, 1, 9_000_000_000_000, 9_000_000_000_001}
-	spans := []time.Duration{-us, us, time.Hour, 1<<63 - 808} // 292 years
+	numbers := []int64{-1, 0, 1, 9_000_000_000_000, 9_000_000_000_001} // 0 keeps what is there
+	spans := []time.Duration{-us, 0, us, time.Hour, 1<<63 - 808}       // up to 292 years
 	for _, name := range names {
 		for i, n := range numbers {
 			for j, every := range spans {
 				for k, choice := range []client.Choice{client.Keep, client.Yes, client.No, 7} {
 					p := client.Policy{
-						Name: name, Capacity: n, Refill: numbers[(i+j)%4], Every: every, Durable: choice, Stepped: client.Choice((i + k) % 3),
-						Remember: spans[(j+k)%4],
+						Name: name, Capacity: n, Refill: numbers[(i+j+k)%5], Every: every, Durable: choice, Stepped: client.Choice((i + k) % 3),
+						Remember: spans[(j+k)%5],
 					}
-					add(fmt.Sprintf("define %+q", p), func(l *client.Limiter) error { return l.DefinePolicy(ctx, p) })
+					add(fmt.Sprintf("define %+v", p), func(l *client.Limiter) error { return l.DefinePolicy(ctx, p) })
 				}
 			}
 		}
