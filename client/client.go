@@ -62,9 +62,9 @@ func newLimiter(db Querier, c config) limiter {
 // like tx serves one caller at a time. It repeats no call, has no [DenialCache], and leaves it to the
 // commit whether to wait for the disk, whatever [NoFlush] says.
 //
-// If tx is rolled back, or never committed, it has taken nothing: a limit on attempts that fail does not
-// belong into the transaction that fails with them. A grant locks its bucket until tx ends, and all
-// others who ask for tokens of that bucket wait as long.
+// A tx that is rolled back, or never committed, has taken nothing: a limit on failed attempts belongs
+// outside of the transaction that fails. A grant locks its bucket until tx ends, and every other acquire
+// on that bucket waits as long.
 func (l *limiter) WithTx(tx pgx.Tx) *Limiter {
 	// Only its QueryRow is to be seen: a tx that has more is not to be taken for a pool.
 	return &Limiter{limiter{db: struct{ Querier }{tx}, schema: l.schema}}

@@ -84,7 +84,7 @@ func (e *callError) hint(err *pgconn.PgError) string {
 	case err.Code == "42883": // undefined_function
 		return "Install pgratelimit in this database, put its schema on search_path, or name it with client.Schema."
 	case err.Code == "42501": // insufficient_privilege
-		name, signature := nameOf.FindString(e.function), parameter.ReplaceAllString(e.function, "")
+		name, signature := strings.TrimSuffix(nameOf.FindString(e.function), "("), parameter.ReplaceAllString(e.function, "")
 		switch {
 		case name == "ratelimit_cleanup_all": // which needs all three, whichever is missing
 			return "Its owner can run: grant execute on procedure " + signature + " to <role>; " +
@@ -98,7 +98,7 @@ func (e *callError) hint(err *pgconn.PgError) string {
 }
 
 var (
-	nameOf    = regexp.MustCompile(`ratelimit_\w+`)
+	nameOf    = regexp.MustCompile(`ratelimit_\w+\(`) // a schema may begin like a function
 	parameter = regexp.MustCompile(`\$\d+::(\w+::)?`) // up to its type, which is the last of the casts
 )
 

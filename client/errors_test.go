@@ -61,14 +61,14 @@ func TestErrors_SayWhichGrantIsMissing(t *testing.T) {
 	ctx := t.Context()
 	fail := func(message string) *client.Limiter {
 		cause := &pgconn.PgError{Severity: "ERROR", Code: "42501", Message: message}
-		return client.New(&fakeDB{answers: []any{cause}}, client.Schema("app"))
+		return client.New(&fakeDB{answers: []any{cause}}, client.Schema("ratelimit_app"))
 	}
 	_, err := fail("permission denied for function ratelimit_peek").Peek(ctx, "p", "k")
 	require.EqualError(t, err, `pgratelimit: peek: ERROR: permission denied for function ratelimit_peek (SQLSTATE 42501). `+
-		`Its owner can run: grant execute on function "app".ratelimit_peek(text, text, bigint) to <role>;`)
+		`Its owner can run: grant execute on function "ratelimit_app".ratelimit_peek(text, text, bigint) to <role>;`)
 	err = fail("keine Berechtigung für Funktion ratelimit_define_policy").DefinePolicy(ctx, client.Policy{Name: "p"})
-	require.ErrorContains(t, err, `"app".ratelimit_define_policy(text, bigint, bigint, interval, boolean, boolean, interval) to <role>;`)
-	for _, other := range []string{"permission denied for schema app", "permission denied for table policies"} {
+	require.ErrorContains(t, err, `"ratelimit_app".ratelimit_define_policy(text, bigint, bigint, interval, boolean, boolean, interval) to <role>;`)
+	for _, other := range []string{"permission denied for schema ratelimit_app", "permission denied for table policies"} {
 		_, err = fail(other).Acquire(ctx, "p", "k")
 		require.EqualError(t, err, "pgratelimit: acquire: ERROR: "+other+" (SQLSTATE 42501)", "no other grant would help")
 	}

@@ -49,11 +49,10 @@ func (idempotencyKey) acquireOption() {}
 // idempotency key returns the first grant, marked Replayed, and takes nothing. With another cost it is
 // [ErrIdempotencyMismatch]. A denial is not remembered: the next try is a fresh one. Defaults to none.
 //
-// The program chooses the idempotency key, one for each operation: an order number, or the id of a job
-// with the name of the step, and the same for each attempt. A replay is the first answer to the same
-// request, and no second request that is free. An idempotency key that the program's own callers
-// choose, such as an X-Request-ID header, switches the limit off: who sends the same one again and
-// again is allowed again and again.
+// The program chooses the idempotency key, one for each operation and the same for each attempt: an
+// order number, or the id of a job with the name of the step. A replay answers the same request once
+// more; it is no second request for free. An idempotency key that the program's own callers choose, such
+// as an X-Request-ID header, switches the limit off: a caller that repeats one is allowed every time.
 func IdempotencyKey(key string) AcquireOption { return idempotencyKey(key) }
 
 // A CombinerOption changes a [Combiner] at [NewCombiner]: [CallsInFlight] and each [LimiterOption].
