@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"hash/maphash"
 	"runtime"
 	"slices"
 	"strings"
@@ -18,21 +17,11 @@ import (
 const (
 	defaultCalls = 2
 
-	// maxBatch bounds the requests of one call, and so the locks it holds and what its callers
-	// wait for.
-	maxBatch = 256
-
-	// minShare is where a call costs the server about a quarter of what its requests do.
-	minShare = 32
-
 	// maxApart buckets are asked for at a time after a locked one has failed their call.
 	maxApart = 8
 
 	// maxLength of policies, keys and idempotency keys, in bytes.
 	maxLength = 512
-
-	// Buckets are told apart by a hash of so many values: few of a batch meet another's by chance.
-	stripes = 4096
 )
 
 // Pool is what *pgxpool.Pool has, and neither a connection nor a transaction does.
@@ -50,48 +39,13 @@ type Pool interface {
 type Combiner struct {
 	limiter
 	pool    Pool
-	calls   int // under way at a time, at most
-	seed    maphash.Seed
 	waiters sync.Pool
 	running sync.WaitGroup
 
 	mu     sync.Mutex
 	closed bool
-	open   int             // calls under way, or about to be
-	sent   int             // requests under way
-	crowd  int             // requests of the last call from the queue
-	queue  []*waiter       // in order of arrival
-	gone   int             // of the queue, whose callers have left
-	ready  int             // of the queue, for whose buckets nothing is under way; more when some left
-	owners [stripes]*batch // what is under way for a bucket
+	queue  *queue
 }
-
-// A waiter is a request that others send.
-type waiter struct {
-	request
-	stripe uint64
-	done   chan struct{} // gets one value when the answer is there
-	answer Decision
-	err    error
-
-	batch *batch // nil in the queue
-	gone  bool   // the caller has left
-}
-
-// A batch is the requests of one call.
-type batch struct {
-	waiters []*waiter
-	stripes []uint64
-	callers int                // of the waiters, that have not left
-	cancel  context.CancelFunc // for when all have
-
-	// Arguments of the call.
-	policies, keys, idempotencyKeys []string
-	costs                           []int64
-}
-
-// alone owns the buckets of callers that make their own calls.
-var alone = new(batch)
 
 // NewCombiner returns a Combiner that calls the functions installed in the database of pool. The role
 // needs EXECUTE on ratelimit_acquire and on ratelimit_acquire_many. Options are [CallsInFlight] and
@@ -107,8 +61,7 @@ func NewCombiner(pool Pool, opts ...CombinerOption) *Combiner {
 	return &Combiner{
 		limiter: newLimiter(pool, config),
 		pool:    pool,
-		calls:   config.calls,
-		seed:    maphash.MakeSeed(),
+		queue:   newQueue(config.calls),
 		waiters: sync.Pool{New: func() any { return &waiter{done: make(chan struct{}, 1)} }},
 	}
 }
@@ -148,7 +101,6 @@ func (c *Combiner) Close() {
 
 // combine asks, or waits to be asked for.
 func (c *Combiner) combine(ctx context.Context, r request) (Decision, error) {
-	stripe := (maphash.String(c.seed, r.policy)*31 + maphash.String(c.seed, r.key)) % stripes
 	sendable := isSendable(r)
 
 	c.mu.Lock()
@@ -162,23 +114,15 @@ func (c *Combiner) combine(ctx context.Context, r request) (Decision, error) {
 		defer c.running.Done()
 		return c.ask(ctx, r)
 	}
-	if c.owners[stripe] == nil {
-		c.ready++
-		if c.ready == 1 && c.crowd <= 1 && c.isTime() { // after a shared call others are about to ask too
-			c.ready--
-			c.open++
-			c.sent++
-			c.owners[stripe] = alone
-			c.running.Add(1)
-			c.mu.Unlock()
-			defer c.asked(stripe)
-			return c.ask(ctx, r)
-		}
+	if own := c.queue.claim(r); own != nil {
+		c.running.Add(1)
+		c.mu.Unlock()
+		defer c.finishOwn(own)
+		return c.ask(ctx, r)
 	}
 	w := c.waiters.Get().(*waiter)
-	w.request, w.stripe = r, stripe
-	c.queue = append(c.queue, w)
-	c.start()
+	w.request = r
+	c.serveIf(c.queue.add(w))
 	c.mu.Unlock()
 
 	select {
@@ -204,76 +148,19 @@ func isSendable(r request) bool {
 	return isFit(r.policy) && isFit(r.key) && isFit(idempotencyKey)
 }
 
-// share is how many requests the next call should carry: an equal part, for each call there may be, of
-// all there are, but not so few that the cost of a call outweighs them.
-func (c *Combiner) share() int {
-	all := c.sent + c.ready
-	return max((all+c.calls-1)/c.calls, min(all, minShare))
-}
-
-// isTime reports whether to make another call: not for much less than a share, which would do better to
-// travel with others. When no call is under way it is time for any request.
-func (c *Combiner) isTime() bool {
-	return c.open < c.calls && c.ready > 0 && c.ready >= c.share()/2
-}
-
-func (c *Combiner) start() {
-	if c.isTime() {
-		c.open++
+// serveIf makes calls in a slot that was reserved.
+func (c *Combiner) serveIf(reserved bool) {
+	if reserved {
 		c.running.Add(1)
 		go c.serve()
 	}
 }
 
-// asked ends a caller's own call.
-func (c *Combiner) asked(stripe uint64) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	c.open--
-	c.sent--
-	c.owners[stripe] = nil
-	c.countReady()
-	c.start()
-	c.running.Done()
-}
-
-func (c *Combiner) countReady() {
-	c.ready = 0
-	for _, w := range c.queue {
-		if !w.gone && c.owners[w.stripe] == nil {
-			c.ready++
-		}
-	}
-}
-
-// leave takes back a request, unless it is answered.
-func (c *Combiner) leave(w *waiter) bool {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	select {
-	case <-w.done:
-		return false
-	default:
-	}
-	w.gone = true
-	if b := w.batch; b != nil {
-		if b.callers--; b.callers == 0 {
-			b.cancel()
-		}
-		return true
-	}
-	if c.gone++; c.gone > len(c.queue)/2 {
-		c.queue = slices.DeleteFunc(c.queue, func(w *waiter) bool { return w.gone })
-		c.gone = 0
-	}
-	return true
-}
-
-// serve makes calls for those in the queue while it is time to.
+// serve makes calls for those who wait, in a reserved slot, until it has none any more.
 func (c *Combiner) serve() {
 	defer c.running.Done()
 	var b batch
-	for {
+	for reserved := true; reserved; reserved = c.finish(&b) {
 		c.gather()
 		ctx := c.take(&b)
 		if ctx == nil {
@@ -289,7 +176,7 @@ func (c *Combiner) gather() {
 	for n := -1; ; {
 		runtime.Gosched()
 		c.mu.Lock()
-		length := len(c.queue)
+		length := c.queue.waiting.Len()
 		c.mu.Unlock()
 		if length <= n || length >= maxBatch {
 			return
@@ -298,56 +185,47 @@ func (c *Combiner) gather() {
 	}
 }
 
-// take ends one call of b and prepares the next, from the head of the queue. It returns nil when it is
-// not time for one. Requests with an idempotency key and without are not mixed: those with one cost the
-// server more, and may be sent again.
+// take prepares a call, and returns nil if there is nobody to make it for.
 func (c *Combiner) take(b *batch) context.Context {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.open--
-	c.sent -= len(b.waiters)
-	for _, stripe := range b.stripes {
-		c.owners[stripe] = nil
-	}
-	b.waiters, b.stripes = b.waiters[:0], b.stripes[:0]
-	c.countReady()
-	if !c.isTime() {
+	if !c.queue.take(b) {
 		return nil
 	}
-	share := min(c.share(), maxBatch)
-	rest := c.queue[:0]
-	for _, w := range c.queue {
-		switch owner := c.owners[w.stripe]; {
-		case w.gone:
-			continue
-		case len(b.waiters) > 0 && w.keyed() != b.waiters[0].keyed():
-			rest = append(rest, w)
-		case owner == nil && len(b.waiters) < share:
-			c.owners[w.stripe] = b
-			b.stripes = append(b.stripes, w.stripe)
-			b.add(w)
-		case owner == b && len(b.waiters) < maxBatch: // it could go with nobody else
-			b.add(w)
-		default:
-			rest = append(rest, w)
-		}
-	}
-	clear(c.queue[len(rest):])
-	c.queue, c.gone = rest, 0
-	c.open++
-	c.sent += len(b.waiters)
-	c.crowd = len(b.waiters)
-	c.countReady()
-	c.start()
-
-	ctx, cancel := context.WithCancel(context.Background())
-	b.callers, b.cancel = len(b.waiters), cancel
+	c.serveIf(c.queue.reserve())
+	var ctx context.Context
+	ctx, b.cancel = context.WithCancel(context.Background())
 	return ctx
 }
 
-func (b *batch) add(w *waiter) {
-	w.batch = b
-	b.waiters = append(b.waiters, w)
+// finish ends a call, and reports whether its slot is reserved for another.
+func (c *Combiner) finish(b *batch) (reserved bool) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.queue.finish(b)
+}
+
+// finishOwn ends a caller's own call.
+func (c *Combiner) finishOwn(b *batch) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.serveIf(c.queue.finish(b))
+	c.running.Done()
+}
+
+// leave takes back a request, unless it is answered.
+func (c *Combiner) leave(w *waiter) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	select {
+	case <-w.done:
+		return false
+	default:
+	}
+	if abandoned := c.queue.leave(w); abandoned != nil {
+		abandoned.cancel()
+	}
+	return true
 }
 
 // send answers the waiters of a batch.
@@ -380,11 +258,10 @@ func (c *Combiner) send(ctx context.Context, b *batch) {
 func (b *batch) parts() (parts []*batch) {
 	byBucket := make(map[bucket]*batch)
 	for _, w := range b.waiters {
-		at := bucket{w.policy, w.key}
-		part := byBucket[at]
+		part := byBucket[w.bucket()]
 		if part == nil {
 			part = new(batch)
-			byBucket[at] = part
+			byBucket[w.bucket()] = part
 			parts = append(parts, part)
 		}
 		part.waiters = append(part.waiters, w)
@@ -411,20 +288,15 @@ func (c *Combiner) sendApart(ctx context.Context, batches []*batch) {
 
 // askMany sends a batch in one call.
 func (c *Combiner) askMany(ctx context.Context, b *batch) error {
-	b.policies, b.keys, b.costs, b.idempotencyKeys = b.policies[:0], b.keys[:0], b.costs[:0], b.idempotencyKeys[:0]
-	for _, w := range b.waiters {
-		b.policies = append(b.policies, w.policy)
-		b.keys = append(b.keys, w.key)
-		b.costs = append(b.costs, w.cost)
+	policies, keys, costs := make([]string, len(b.waiters)), make([]string, len(b.waiters)), make([]int64, len(b.waiters))
+	var idempotencyKeys []string
+	for i, w := range b.waiters {
+		policies[i], keys[i], costs[i] = w.policy, w.key, w.cost
 		if w.keyed() {
-			b.idempotencyKeys = append(b.idempotencyKeys, w.idempotencyKey.(string))
+			idempotencyKeys = append(idempotencyKeys, w.idempotencyKey.(string))
 		}
 	}
-	var idempotencyKeys any
-	if len(b.idempotencyKeys) > 0 {
-		idempotencyKeys = b.idempotencyKeys
-	}
-	rows, err := c.pool.Query(ctx, c.statement(acquireMany), b.policies, b.keys, b.costs, idempotencyKeys)
+	rows, err := c.pool.Query(ctx, c.statement(acquireMany), policies, keys, costs, idempotencyKeys)
 	if err != nil {
 		return err
 	}

@@ -8,6 +8,7 @@ import (
 	"io"
 	"math/rand/v2"
 	"net"
+	"runtime"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -496,6 +497,59 @@ func (c *lossyConn) Read(p []byte) (int, error) {
 		return 0, errors.Join(io.ErrUnexpectedEOF, c.Conn.Close())
 	}
 	return n, err
+}
+
+// A transaction holds one of the buckets of a shared call, for as long as it likes. Whoever comes later for
+// another bucket is answered meanwhile.
+func TestCombiner_ALockedBucketHoldsUpItsOwnCallOnly(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	for _, policy := range []string{"gate", "api"} {
+		db.Exec(t, "select ratelimit_define_policy($1, 100, 1, '1 day')", policy)
+	}
+	for i := range 50 {
+		db.Exec(t, "select ratelimit_acquire('api', $1)", fmt.Sprint("k", i))
+	}
+	limiter := client.NewCombiner(db.Pool, client.CallsInFlight(2))
+	t.Cleanup(limiter.Close) // after the transactions, which end before it, also when the test fails
+	holder := begin(t, db.Pool)
+	_, err := client.New(holder).Acquire(t.Context(), "api", "k0")
+	require.NoError(t, err)
+
+	var callers sync.WaitGroup
+	ask := func(policy, key string) {
+		callers.Go(func() {
+			d, err := limiter.Acquire(t.Context(), policy, key)
+			if err != nil || !d.Allowed {
+				t.Errorf("%s: %+v, %v", key, d, err)
+			}
+		})
+	}
+	gate := begin(t, db.Pool)
+	for _, key := range []string{"a", "b"} { // a call each, so that the others wait for each other
+		_, err := client.New(gate).Acquire(t.Context(), "gate", key)
+		require.NoError(t, err)
+		ask("gate", key)
+	}
+	db.Await(t, time.Minute, "select count(*) = 2 from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'")
+	for i := range 50 {
+		ask("api", fmt.Sprint("k", i))
+		for client.QueueLength(limiter) == i {
+			runtime.Gosched()
+		}
+	}
+	require.NoError(t, gate.Commit(t.Context()))
+	waiter(t, db, "ratelimit_acquire_many(", 0)
+
+	for i := range 5 {
+		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+		defer cancel()
+		d, err := limiter.Acquire(ctx, "api", fmt.Sprint("late", i))
+		require.NoError(t, err)
+		require.True(t, d.Allowed)
+	}
+	require.NoError(t, holder.Rollback(t.Context()))
+	callers.Wait()
 }
 
 func TestCombiner_LeavesNoGoroutines(t *testing.T) {

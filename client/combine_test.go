@@ -36,9 +36,7 @@ func TestCombiner_WantsACall(t *testing.T) {
 func TestCombiner_OneCallerAloneCallsForItself(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		db := &gatedPool{}
-		limiter := client.NewCombiner(db)
-		defer limiter.Close()
+		db, limiter := gated(t)
 		type mark struct{}
 		for n := range 3 {
 			got := ask(context.WithValue(t.Context(), mark{}, n), limiter, "k7", client.Cost(int64(n)))
@@ -54,9 +52,7 @@ func TestCombiner_OneCallerAloneCallsForItself(t *testing.T) {
 func TestCombiner_WhoeverArrivesDuringACallSharesTheNext(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		db := &gatedPool{}
-		limiter := client.NewCombiner(db, client.CallsInFlight(1), client.Schema("s"), client.NoFlush())
-		defer limiter.Close()
+		db, limiter := gated(t, client.CallsInFlight(1), client.Schema("s"), client.NoFlush())
 		one := ask(t.Context(), limiter, "k1")
 		two := ask(t.Context(), limiter, "k2", client.Cost(20))
 		three := ask(t.Context(), limiter, "k3")
@@ -93,9 +89,7 @@ func TestCombiner_WhoeverArrivesDuringACallSharesTheNext(t *testing.T) {
 func TestCombiner_AfterASharedCallARequestQueues(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		db := &gatedPool{}
-		limiter := client.NewCombiner(db, client.CallsInFlight(1))
-		defer limiter.Close()
+		db, limiter := gated(t, client.CallsInFlight(1))
 		first := ask(t.Context(), limiter, "k1")
 		shared := []<-chan answer{ask(t.Context(), limiter, "k2"), ask(t.Context(), limiter, "k3")}
 		db.only(t).grant()
@@ -120,9 +114,7 @@ func TestCombiner_AfterASharedCallARequestQueues(t *testing.T) {
 func TestCombiner_RequestsWithAnIdempotencyKeyTravelApart(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		db := &gatedPool{}
-		limiter := client.NewCombiner(db, client.CallsInFlight(1))
-		defer limiter.Close()
+		db, limiter := gated(t, client.CallsInFlight(1))
 		_ = ask(t.Context(), limiter, "k1")
 		_ = ask(t.Context(), limiter, "k2", client.IdempotencyKey("a"))
 		_ = ask(t.Context(), limiter, "k3")
@@ -145,9 +137,7 @@ func TestCombiner_RequestsWithAnIdempotencyKeyTravelApart(t *testing.T) {
 func TestCombiner_UnfitTextTravelsAlone(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		db := &gatedPool{}
-		limiter := client.NewCombiner(db, client.CallsInFlight(1))
-		defer limiter.Close()
+		db, limiter := gated(t, client.CallsInFlight(1))
 		_ = ask(t.Context(), limiter, "k1")
 		for n, unfit := range []string{"\xff", strings.Repeat("k", 513)} {
 			_ = ask(t.Context(), limiter, unfit)
@@ -169,9 +159,7 @@ func TestCombiner_UnfitTextTravelsAlone(t *testing.T) {
 func TestCombiner_BatchesAreBoundedAndInOrder(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		db := &gatedPool{}
-		limiter := client.NewCombiner(db, client.CallsInFlight(1))
-		defer limiter.Close()
+		db, limiter := gated(t, client.CallsInFlight(1))
 		_ = ask(t.Context(), limiter, "k0")
 		var want []string
 		for n := range 600 {
@@ -193,9 +181,7 @@ func TestCombiner_BatchesAreBoundedAndInOrder(t *testing.T) {
 func TestCombiner_CallsAreBoundedAndShareNoBucket(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		db := &gatedPool{}
-		limiter := client.NewCombiner(db, client.CallsInFlight(3))
-		defer limiter.Close()
+		db, limiter := gated(t, client.CallsInFlight(3))
 		const keys, each = 100, 4
 		for range each {
 			for n := range keys {
@@ -226,29 +212,22 @@ func TestCombiner_CallsAreBoundedAndShareNoBucket(t *testing.T) {
 func TestCombiner_CallsCarryEqualShares(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		db := &gatedPool{}
-		limiter := client.NewCombiner(db, client.CallsInFlight(2))
-		defer limiter.Close()
+		db, limiter := gated(t, client.CallsInFlight(2))
 		for n := range 200 {
 			_ = ask(t.Context(), limiter, fmt.Sprint("k", n))
 		}
 		calls := db.underWay()
 		require.Len(t, calls, 2)
 		require.False(t, calls[0].batch || calls[1].batch, "the first two callers ask for themselves")
-		for _, share := range []int{100, 98} {
+		for range 2 {
 			db.underWay()[0].grant()
 			calls = db.underWay()
 			require.Len(t, calls, 2)
-			require.InDelta(t, share, len(calls[1].keys), 15, "buckets meet by chance, and then wait or join")
+			require.Len(t, calls[1].keys, 99)
 		}
-
-		calls[0].grant()
-		late := ask(t.Context(), limiter, "k1000")
-		require.Len(t, db.underWay(), 1, "one request waits to travel with others")
 		for len(db.underWay()) > 0 {
 			db.underWay()[0].grant()
 		}
-		requireGranted(t, late)
 
 		for n := range 22 {
 			_ = ask(t.Context(), limiter, fmt.Sprint("k", n))
@@ -258,7 +237,7 @@ func TestCombiner_CallsCarryEqualShares(t *testing.T) {
 		calls[0].grant()
 		calls = db.underWay()
 		require.Len(t, calls, 2)
-		require.InDelta(t, 20, len(calls[1].keys), 3, "twenty are not parted")
+		require.Len(t, calls[1].keys, 20, "they are not parted")
 		calls[0].grant()
 		for len(db.underWay()) > 0 {
 			db.underWay()[0].grant()
@@ -269,9 +248,7 @@ func TestCombiner_CallsCarryEqualShares(t *testing.T) {
 func TestCombiner_WhoLeftHasNoShare(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		db := &gatedPool{}
-		limiter := client.NewCombiner(db, client.CallsInFlight(2))
-		defer limiter.Close()
+		db, limiter := gated(t, client.CallsInFlight(2))
 		ctx, cancel := context.WithCancel(t.Context())
 		for n := range 202 {
 			if n%5 < 3 {
@@ -286,42 +263,118 @@ func TestCombiner_WhoLeftHasNoShare(t *testing.T) {
 		calls[0].grant()
 		calls = db.underWay()
 		require.Len(t, calls, 2)
-		require.InDelta(t, 61, len(calls[1].keys), 12)
+		require.Len(t, calls[1].keys, 60)
 		for len(db.underWay()) > 0 {
 			db.underWay()[0].grant()
 		}
 	})
 }
 
+// However many requests a call has that waits for a lock: others do not wait for it.
 func TestCombiner_AStalledCallLeavesTheWayToOthers(t *testing.T) {
 	t.Parallel()
+	for _, requests := range []int{1, 2, 31, 32, 50, 256} {
+		synctest.Test(t, func(t *testing.T) {
+			db, limiter := gated(t, client.CallsInFlight(2))
+			_, _ = ask(t.Context(), limiter, "k1"), ask(t.Context(), limiter, "k2")
+			for n := range requests {
+				_ = ask(t.Context(), limiter, fmt.Sprint("k", 1000+n))
+			}
+			db.underWay()[0].grant()
+			stalled := db.underWay()[1]
+			require.Equal(t, "k1000", stalled.keys[0])
+			others := func() []*gatedCall {
+				return slices.DeleteFunc(db.underWay(), func(c *gatedCall) bool { return c == stalled })
+			}
+			for len(others()) > 0 {
+				others()[0].grant()
+			}
+
+			same := ask(t.Context(), limiter, "k1000")
+			for n := range 5 {
+				got := ask(t.Context(), limiter, fmt.Sprint("k", 2000+n))
+				require.Len(t, others(), 1, "beside a call of %d", len(stalled.keys))
+				others()[0].grant()
+				requireGranted(t, got)
+			}
+			require.Empty(t, others(), "its own bucket waits")
+			stalled.grant()
+			db.only(t).grant()
+			requireGranted(t, same)
+		})
+	}
+}
+
+// When a bucket is locked, each bucket of the call is asked for by itself: one of another policy is another,
+// whatever its key.
+func TestCombiner_ALockedCallIsSplitByPolicyAndKey(t *testing.T) {
+	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		db := &gatedPool{}
-		limiter := client.NewCombiner(db, client.CallsInFlight(2))
-		defer limiter.Close()
-		stalled := ask(t.Context(), limiter, "k1")
-		same := ask(t.Context(), limiter, "k1")
-		for n := range 10 {
-			got := ask(t.Context(), limiter, fmt.Sprint("k", 2000+n))
-			calls := db.underWay()
-			require.Len(t, calls, 2)
-			calls[1].grant()
+		db, limiter := gated(t, client.CallsInFlight(1))
+		_ = ask(t.Context(), limiter, "k1")
+		requests := []struct{ policy, key string }{{"p", "k2"}, {"p", "k3"}, {"q", "k2"}, {"p", "k2"}}
+		var answers []<-chan answer
+		for _, r := range requests {
+			answers = append(answers, askOf(t.Context(), limiter, r.policy, r.key))
+		}
+		db.only(t).grant()
+		db.only(t).answer <- pgError("55P03")
+
+		var apart []string
+		for _, call := range db.underWay() {
+			apart = append(apart, fmt.Sprint(call.policies, call.keys))
+			if call.policies[0] == "p" && call.keys[0] == "k2" {
+				call.answer <- pgError("55P03")
+			} else {
+				call.grant()
+			}
+		}
+		require.ElementsMatch(t, []string{"[p p] [k2 k2]", "[p] [k3]", "[q] [k2]"}, apart)
+		for i, r := range requests {
+			if r.policy == "p" && r.key == "k2" {
+				require.ErrorIs(t, (<-answers[i]).err, client.ErrLocked)
+			} else {
+				requireGranted(t, answers[i])
+			}
+		}
+	})
+}
+
+func TestCombiner_WhoLeavesASplitCallIsNotAskedFor(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		db, limiter := gated(t, client.CallsInFlight(1))
+		_ = ask(t.Context(), limiter, "k1")
+		const atATime = 8
+		ctx, leave := context.WithCancel(t.Context())
+		var stay, gone []<-chan answer
+		for n := range atATime + 3 {
+			stay = append(stay, ask(t.Context(), limiter, fmt.Sprint("k", 10+n)))
+		}
+		for n := range 3 {
+			gone = append(gone, ask(ctx, limiter, fmt.Sprint("k", 30+n)))
+		}
+		db.only(t).grant()
+		db.only(t).answer <- pgError("55P03")
+		require.Len(t, db.underWay(), atATime)
+		leave()
+		for _, got := range gone {
+			require.ErrorIs(t, (<-got).err, context.Canceled)
+		}
+		for len(db.underWay()) > 0 {
+			db.underWay()[0].grant()
+		}
+		for _, got := range stay {
 			requireGranted(t, got)
 		}
-		require.Len(t, db.underWay(), 1)
-		db.only(t).grant()
-		requireGranted(t, stalled)
-		db.only(t).grant()
-		requireGranted(t, same)
+		require.Equal(t, 2+len(stay), db.count())
 	})
 }
 
 func TestCombiner_WhoLeavesTheQueueIsNotSent(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		db := &gatedPool{}
-		limiter := client.NewCombiner(db, client.CallsInFlight(1))
-		defer limiter.Close()
+		db, limiter := gated(t, client.CallsInFlight(1))
 		for range 10 { // so that what was used before is used again
 			one := ask(t.Context(), limiter, "k1")
 			two := ask(t.Context(), limiter, "k2")
@@ -350,9 +403,7 @@ func TestCombiner_WhoLeavesTheQueueIsNotSent(t *testing.T) {
 func TestCombiner_WhoIsAnsweredDoesNotLeave(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		db := &gatedPool{}
-		limiter := client.NewCombiner(db, client.CallsInFlight(1))
-		defer limiter.Close()
+		db, limiter := gated(t, client.CallsInFlight(1))
 		answered := 0
 		for range 100 {
 			_ = ask(t.Context(), limiter, "k1")
@@ -375,9 +426,7 @@ func TestCombiner_WhoIsAnsweredDoesNotLeave(t *testing.T) {
 func TestCombiner_ForgetsWhoLeft(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		db := &gatedPool{}
-		limiter := client.NewCombiner(db, client.CallsInFlight(1))
-		defer limiter.Close()
+		db, limiter := gated(t, client.CallsInFlight(1))
 		_ = ask(t.Context(), limiter, "k1")
 		_ = ask(t.Context(), limiter, "k2")
 		for range 1000 {
@@ -397,9 +446,7 @@ func TestCombiner_ForgetsWhoLeft(t *testing.T) {
 func TestCombiner_WhoLeavesDuringACallHarmsNobody(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		db := &gatedPool{}
-		limiter := client.NewCombiner(db, client.CallsInFlight(1))
-		defer limiter.Close()
+		db, limiter := gated(t, client.CallsInFlight(1))
 		_ = ask(t.Context(), limiter, "k1")
 		ctx, cancel := context.WithCancel(t.Context())
 		two, three := ask(ctx, limiter, "k2"), ask(t.Context(), limiter, "k3")
@@ -422,9 +469,7 @@ func TestCombiner_WhoLeavesDuringACallHarmsNobody(t *testing.T) {
 func TestCombiner_ACallEndsWhenAllHaveLeft(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		db := &gatedPool{}
-		limiter := client.NewCombiner(db, client.CallsInFlight(1))
-		defer limiter.Close()
+		db, limiter := gated(t, client.CallsInFlight(1))
 
 		ctx, cancel := context.WithCancel(t.Context())
 		alone := ask(ctx, limiter, "k1")
@@ -450,8 +495,7 @@ func TestCombiner_ACallEndsWhenAllHaveLeft(t *testing.T) {
 func TestCombiner_CloseWaitsAndRefuses(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		db := &gatedPool{}
-		limiter := client.NewCombiner(db, client.CallsInFlight(1), client.DenialCache())
+		db, limiter := gated(t, client.CallsInFlight(1), client.DenialCache())
 		one, two, three := ask(t.Context(), limiter, "k1"), ask(t.Context(), limiter, "k2"), ask(t.Context(), limiter, "k3")
 		unreadable := ask(t.Context(), limiter, "\xff8")
 		require.Len(t, db.underWay(), 2)
@@ -517,9 +561,7 @@ func TestCombiner_AFailedCallFailsEachOfItsCallers(t *testing.T) {
 			t.Parallel()
 			for _, alone := range []bool{true, false} {
 				synctest.Test(t, func(t *testing.T) {
-					db := &gatedPool{}
-					limiter := client.NewCombiner(db, client.CallsInFlight(1))
-					defer limiter.Close()
+					db, limiter := gated(t, client.CallsInFlight(1))
 					got := []<-chan answer{ask(t.Context(), limiter, "k1", test.opts...)}
 					if !alone {
 						got = append(got, ask(t.Context(), limiter, "k2", test.opts...), ask(t.Context(), limiter, "k3", test.opts...))
@@ -555,9 +597,7 @@ func TestCombiner_TextTheDatabaseCannotHoldFailsItsOwnerOnly(t *testing.T) {
 	t.Parallel()
 	for _, code := range []string{"22021", "22P05"} {
 		synctest.Test(t, func(t *testing.T) {
-			db := &gatedPool{}
-			limiter := client.NewCombiner(db, client.CallsInFlight(1))
-			defer limiter.Close()
+			db, limiter := gated(t, client.CallsInFlight(1))
 			_ = ask(t.Context(), limiter, "k1")
 			two, three := ask(t.Context(), limiter, "k2"), ask(t.Context(), limiter, "k3")
 			db.only(t).grant()
@@ -574,9 +614,7 @@ func TestCombiner_CountsAnswers(t *testing.T) {
 	t.Parallel()
 	for _, keys := range [][]string{{"k2"}, {"k2", "k3", "k4"}} {
 		synctest.Test(t, func(t *testing.T) {
-			db := &gatedPool{}
-			limiter := client.NewCombiner(db, client.CallsInFlight(1))
-			defer limiter.Close()
+			db, limiter := gated(t, client.CallsInFlight(1))
 			_ = ask(t.Context(), limiter, "k1")
 			two, three := ask(t.Context(), limiter, "k2"), ask(t.Context(), limiter, "k3")
 			db.only(t).grant()
@@ -593,9 +631,13 @@ func TestCombiner_CountsAnswers(t *testing.T) {
 var once = []client.AcquireOption{client.IdempotencyKey("once")}
 
 func ask(ctx context.Context, limiter client.Acquirer, key string, opts ...client.AcquireOption) <-chan answer {
+	return askOf(ctx, limiter, "p", key, opts...)
+}
+
+func askOf(ctx context.Context, limiter client.Acquirer, policy, key string, opts ...client.AcquireOption) <-chan answer {
 	got := make(chan answer, 1)
 	go func() {
-		d, err := limiter.Acquire(ctx, "p", key, opts...)
+		d, err := limiter.Acquire(ctx, policy, key, opts...)
 		got <- answer{d, err}
 	}()
 	synctest.Wait() // until it waits in its turn
@@ -616,6 +658,20 @@ type gatedPool struct {
 	mu    sync.Mutex
 	calls []*gatedCall // under way
 	total int
+	over  chan struct{} // closed when the test is over: then calls fail
+}
+
+// gated returns a combiner on a gatedPool, to be called in a bubble. A test that fails leaves nobody waiting.
+func gated(t *testing.T, opts ...client.CombinerOption) (*gatedPool, *client.Combiner) {
+	db := &gatedPool{over: make(chan struct{})}
+	limiter := client.NewCombiner(db, opts...)
+	t.Cleanup(func() {
+		if t.Failed() {
+			close(db.over)
+		}
+		limiter.Close()
+	})
+	return db, limiter
 }
 
 type gatedCall struct {
@@ -671,6 +727,8 @@ func (db *gatedPool) make(call *gatedCall) error {
 		return err
 	case <-call.ctx.Done():
 		return call.ctx.Err()
+	case <-db.over:
+		return errors.New("the test has failed")
 	}
 }
 

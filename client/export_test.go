@@ -2,11 +2,11 @@ package client
 
 var Backoff = backoff
 
-// QueueLength counts the requests that wait, and those of callers who left that are still kept.
+// QueueLength counts the requests that wait.
 func QueueLength(c *Combiner) int {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	return len(c.queue)
+	return c.queue.waiting.Len()
 }
 
 // Denials counts what the cache holds.

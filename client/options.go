@@ -30,6 +30,8 @@ func newRequest(policy, key string, opts []AcquireOption) request {
 
 func (r request) keyed() bool { return r.idempotencyKey != nil }
 
+func (r request) bucket() bucket { return bucket{r.policy, r.key} }
+
 // A CostOption is an [AcquireOption] and a [PeekOption].
 type CostOption struct{ tokens int64 }
 

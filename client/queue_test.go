@@ -1,0 +1,238 @@
+package client
+
+import (
+	"fmt"
+	"maps"
+	"slices"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+	"pgregory.net/rapid"
+)
+
+// Whatever arrives, leaves and ends in whatever order, the invariants of the queue hold after each step, and in the
+// end everybody was sent or has left. What should hold is worked out from the calls of its methods alone.
+func TestQueue_KeepsItsInvariants(t *testing.T) {
+	t.Parallel()
+	rapid.Check(t, func(t *rapid.T) {
+		limit := rapid.IntRange(1, 4).Draw(t, "limit")
+		d := &drivenQueue{T: t, queue: newQueue(limit), limit: limit, taken: map[*waiter]*batch{}}
+		requests := rapid.Custom(func(t *rapid.T) request {
+			r := request{
+				policy: rapid.SampledFrom([]string{"p", "q"}).Draw(t, "policy"),
+				key:    fmt.Sprint(rapid.IntRange(0, rapid.SampledFrom([]int{1, 5, 300}).Draw(t, "spread")).Draw(t, "key")),
+			}
+			if rapid.IntRange(0, 3).Draw(t, "keyed") == 0 {
+				r.idempotencyKey = "once"
+			}
+			return r
+		})
+		arrive := func(t *rapid.T) {
+			for range rapid.SampledFrom([]int{1, 1, 1, 40, 300}).Draw(t, "requests") {
+				d.arrive(requests.Draw(t, "request"))
+				d.check()
+			}
+		}
+		t.Repeat(map[string]func(*rapid.T){
+			"arrive": arrive,
+			"take": func(t *rapid.T) {
+				if !d.reserved {
+					t.Skip()
+				}
+				d.take()
+			},
+			"finish": func(t *rapid.T) {
+				if len(d.batches) == 0 {
+					t.Skip()
+				}
+				d.finish(rapid.SampledFrom(d.batches).Draw(t, "batch"))
+			},
+			"leave": func(t *rapid.T) {
+				if len(d.callers()) == 0 {
+					t.Skip()
+				}
+				d.leave(rapid.SampledFrom(d.callers()).Draw(t, "caller"))
+			},
+			"": func(*rapid.T) { d.check() },
+		})
+
+		for d.reserved || len(d.batches) > 0 {
+			if d.reserved {
+				d.take()
+			} else {
+				d.finish(d.batches[0])
+			}
+			d.check()
+		}
+		require.Empty(t, d.waiting, "nobody is forgotten")
+		require.Empty(t, d.queue.owners, "nor is a bucket kept")
+	})
+}
+
+// A drivenQueue knows what its queue was told and what it has answered.
+type drivenQueue struct {
+	*rapid.T
+	queue    *queue
+	limit    int
+	reserved bool
+	waiting  []*waiter // in order of arrival
+	batches  []*batch  // handed out and not finished
+	own      []*batch  // of these, callers' own
+	requests []request // of these, the requests
+	taken    map[*waiter]*batch
+}
+
+func (d *drivenQueue) reserve(reserved bool) {
+	require.False(d, reserved && d.reserved, "one slot is reserved at a time")
+	d.reserved = d.reserved || reserved
+}
+
+func (d *drivenQueue) arrive(r request) {
+	if b := d.queue.claim(r); b != nil {
+		require.False(d, d.reserved)
+		d.batches, d.own, d.requests = append(d.batches, b), append(d.own, b), append(d.requests, r)
+		return
+	}
+	w := &waiter{request: r}
+	d.waiting = append(d.waiting, w)
+	d.reserve(d.queue.add(w))
+}
+
+func (d *drivenQueue) take() {
+	d.reserved = false
+	b := new(batch)
+	if !d.queue.take(b) {
+		d.reserve(d.queue.reserve())
+		return
+	}
+	require.NotEmpty(d, b.waiters)
+	require.LessOrEqual(d, len(b.waiters), maxBatch)
+	passed := map[bucket][2]bool{}
+	inBatch := map[*waiter]bool{}
+	for _, w := range b.waiters {
+		require.Equal(d, b.waiters[0].keyed(), w.keyed())
+		inBatch[w] = true
+	}
+	for _, w := range d.waiting {
+		which := map[bool]int{false: 0, true: 1}[w.keyed()]
+		if !inBatch[w] {
+			p := passed[w.bucket()]
+			p[which] = true
+			passed[w.bucket()] = p
+			continue
+		}
+		require.False(d, passed[w.bucket()][which], "one that arrived before it still waits")
+		d.taken[w] = b
+	}
+	left := len(d.waiting) - len(b.waiters)
+	d.waiting = slices.DeleteFunc(d.waiting, func(w *waiter) bool { return inBatch[w] })
+	require.Len(d, d.waiting, left, "all of them waited")
+	d.batches = append(d.batches, b)
+	d.reserve(d.queue.reserve())
+}
+
+func (d *drivenQueue) finish(b *batch) {
+	d.batches = slices.DeleteFunc(d.batches, func(o *batch) bool { return o == b })
+	if i := slices.Index(d.own, b); i >= 0 {
+		d.own, d.requests = slices.Delete(d.own, i, i+1), slices.Delete(d.requests, i, i+1)
+	}
+	maps.DeleteFunc(d.taken, func(_ *waiter, by *batch) bool { return by == b })
+	d.reserve(d.queue.finish(b))
+}
+
+// callers are those who wait for an answer that others ask for.
+func (d *drivenQueue) callers() []*waiter {
+	callers := slices.Clone(d.waiting)
+	for _, b := range d.batches {
+		for _, w := range b.waiters {
+			if d.taken[w] == b {
+				callers = append(callers, w)
+			}
+		}
+	}
+	return callers
+}
+
+func (d *drivenQueue) leave(w *waiter) {
+	abandoned := d.queue.leave(w)
+	b := d.taken[w]
+	if b == nil {
+		require.Nil(d, abandoned)
+		d.waiting = slices.DeleteFunc(d.waiting, func(o *waiter) bool { return o == w })
+		return
+	}
+	delete(d.taken, w)
+	for _, by := range d.taken {
+		if by == b {
+			require.Nil(d, abandoned, "others wait for that batch")
+			return
+		}
+	}
+	require.Same(d, b, abandoned)
+}
+
+func (d *drivenQueue) check() {
+	slots := len(d.batches)
+	if d.reserved {
+		slots++
+	}
+	require.LessOrEqual(d, slots, d.limit)
+
+	under := map[bucket]*batch{}
+	owned := func(b *batch, r request) {
+		require.True(d, under[r.bucket()] == nil || under[r.bucket()] == b, "%v is in two calls", r.bucket())
+		under[r.bucket()] = b
+	}
+	for _, b := range d.batches {
+		for _, w := range b.waiters {
+			owned(b, w.request)
+		}
+	}
+	for i, b := range d.own {
+		owned(b, d.requests[i])
+	}
+	if slots == d.limit || d.reserved {
+		return
+	}
+	for _, w := range d.waiting {
+		require.NotNil(d, under[w.bucket()], "%v waits for nobody, and a slot is free", w.bucket())
+	}
+}
+
+// A bucket is a policy and a key: neither alone holds up requests of the other.
+func TestQueue_TellsBucketsApartByPolicyAndKey(t *testing.T) {
+	t.Parallel()
+	q := newQueue(4)
+	require.NotNil(t, q.claim(request{policy: "p", key: "k"}))
+	require.Nil(t, q.claim(request{policy: "p", key: "k"}))
+	require.NotNil(t, q.claim(request{policy: "p", key: "l"}))
+	require.NotNil(t, q.claim(request{policy: "q", key: "k"}))
+	require.NotNil(t, q.claim(request{policy: "pk", key: ""}))
+}
+
+// What a batch carries: an equal part for each slot, but not less than is worth a call, nor more than its bound,
+// but for requests that could go with nobody else.
+func TestQueue_Shares(t *testing.T) {
+	t.Parallel()
+	for _, test := range []struct{ limit, keys, each, want int }{
+		{1, 10, 1, 10},
+		{1, 300, 1, 256},
+		{2, 20, 1, 20},
+		{2, 64, 1, 32},
+		{2, 200, 1, 100},
+		{2, 2000, 1, 256},
+		{4, 200, 1, 50},
+		{4, 100, 1, 32},
+		{4, 1, 200, 200},
+		{4, 1, 300, 256},
+		{2, 40, 3, 120}, // a share of sixty requests has all buckets, and then all their requests
+	} {
+		q := newQueue(test.limit)
+		for i := range test.keys * test.each {
+			q.add(&waiter{request: request{policy: "p", key: fmt.Sprint(i % test.keys)}})
+		}
+		var b batch
+		require.True(t, q.take(&b))
+		require.Len(t, b.waiters, test.want, "%+v", test)
+	}
+}
