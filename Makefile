@@ -79,16 +79,16 @@ lint: ## Check formatting, go vet and golangci-lint; plpgsql_check is one of the
 .PHONY: snapshot
 snapshot: ## Freeze sql/ as a new migration, once the newest one has been released
 	go tool tern code snapshot --migrations migrations sql
-	$(MAKE) docker/install.sql
+	$(MAKE) psql
 
 .PHONY: snapshot-renew
 snapshot-renew: ## Freeze sql/ again in the newest migration, while that is unreleased
 	newest=$$(ls -d migrations/snapshots/* | tail -1); rm -r "$$newest"; cp -r sql "$$newest"
-	$(MAKE) docker/install.sql
+	$(MAKE) psql
 
-docker/install.sql: $(shell find migrations -name '*.sql' -o -name '*.conf')
-	@# gengen looks at no database, but wants the name of one.
-	cd migrations && PGDATABASE=unused go tool tern gengen --output ../$@
+.PHONY: psql
+psql: ## Write migrations/psql anew, from the migrations
+	go run ./migrations/cmd psql migrations
 
 .PHONY: clean
 clean: demo-stop ## Remove what make left behind

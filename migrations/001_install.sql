@@ -1,22 +1,44 @@
+{{ if false }}
+\reset
+\set ON_ERROR_STOP on
+do $$
+begin
+  raise exception 'this file is a migration for tern, and psql would run its way back too'
+    using hint = 'Run migrations/psql/install.sql instead.';
+end;
+$$;
+{{ end -}}
 -- Schema, tables and types, then the functions. One migration, because the public functions go into
 -- the schema that heads the session's search_path, and the session is reset after each migration.
 
-do $version_table$
+do $schema$
+declare
+  v_path   text := pg_catalog.current_setting('search_path');
+  v_object text;
 begin
-  if exists (select from pg_catalog.pg_class as c
-              where c.oid = pg_catalog.to_regclass('public.ratelimit_schema_version')::oid
-                and c.relowner <> (select r.oid from pg_catalog.pg_roles as r where r.rolname = current_user)) then
-    raise exception 'the version table belongs to another role'
-      using errcode = '42501',
-            detail  = 'Its triggers would run with your rights.',
-            hint    = 'Drop public.ratelimit_schema_version and install again.';
+  perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- nobody's operators but PostgreSQL's
+  select pg_describe_object(d.classid, d.objid, d.objsubid)
+    into v_object
+    from pg_depend as d
+   where d.refclassid = 'pg_namespace'::regclass
+     and d.refobjid = 'ratelimit'::regnamespace
+     and (d.classid, d.objid) <> ('pg_class'::regclass, 'ratelimit.schema_version'::regclass)
+   limit 1;
+  if found then
+    raise exception 'schema ratelimit is not empty'
+      using errcode = '42P06',
+            detail  = format('It holds %s, which is not of this package.', v_object),
+            hint    = 'Drop or move what the schema holds, or drop the schema if it was planted.';
   end if;
+  perform set_config('search_path', v_path, true);
 end;
-$version_table$;
+$schema$;
 
-create schema ratelimit;
 comment on schema ratelimit is
   'pgratelimit: tables and private helpers. Callers use the public functions named ratelimit_*.';
+
+comment on table ratelimit.schema_version is
+  'One row: the newest migration that is installed.';
 
 create type ratelimit.decision as (
   allowed     boolean,
@@ -132,8 +154,7 @@ begin
             union all
             select 'table ' || c.oid::pg_catalog.regclass, c.relacl, c.relowner
               from pg_catalog.pg_class as c
-             where c.relnamespace = 'ratelimit'::pg_catalog.regnamespace and c.relkind = 'r'
-                or c.oid = pg_catalog.to_regclass('public.ratelimit_schema_version')) as o (object, acl, owner)
+             where c.relnamespace = 'ratelimit'::pg_catalog.regnamespace and c.relkind = 'r') as o (object, acl, owner)
      cross join lateral pg_catalog.aclexplode(o.acl) as a
      where a.grantee <> o.owner
      group by o.object, a.grantee
@@ -176,4 +197,42 @@ $down$;
 drop table ratelimit.ephemeral_idempotency_keys, ratelimit.ephemeral_buckets,
            ratelimit.idempotency_keys, ratelimit.buckets, ratelimit.policies;
 drop type ratelimit.decision;
-drop schema ratelimit;
+comment on schema ratelimit is null;  -- which stays, with the version table
+
+-- What pg_cron/schedule.sql scheduled.
+do $cron$
+declare
+  v_path   text := pg_catalog.current_setting('search_path');
+  v_jobs   bigint[];
+  v_doubt  text;
+  v_remedy text;
+begin
+  perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- nobody's operators but PostgreSQL's
+  begin
+    if exists (select from pg_extension as e where e.extname = 'pg_cron') then
+      v_remedy := 'If it is, run pg_cron/unschedule.sql as the role that scheduled it, or as a superuser.';
+      v_jobs := array(select j.jobid from cron.job as j where j.jobname in ('ratelimit-cleanup', 'ratelimit-cleanup-history'));
+      delete from cron.job_run_details as r where r.jobid = any (v_jobs);
+      perform cron.unschedule(j.jobid) from unnest(v_jobs) as j (jobid);
+      if v_jobs = '{}' and not (select r.rolsuper from pg_roles as r where r.rolname = current_user) then
+        v_doubt := 'Jobs of other roles are not visible to this role.';
+      end if;
+    else
+      v_remedy := 'If it is, run pg_cron/unschedule_elsewhere.sql.';
+      perform current_setting('cron.database_name', true);  -- fails if pg_cron is loaded and this role may not know where
+      select format('pg_cron is in database %I.', s.setting)
+        into v_doubt
+        from pg_settings as s
+       where s.name = 'cron.database_name'
+         and s.setting <> current_database();
+    end if;
+  exception
+    when insufficient_privilege then
+      v_doubt := sqlerrm || '.';
+  end;
+  if v_doubt is not null then
+    raise warning 'clean-up may still be scheduled with pg_cron' using detail = v_doubt, hint = v_remedy;
+  end if;
+  perform set_config('search_path', v_path, true);
+end;
+$cron$;

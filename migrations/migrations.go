@@ -1,7 +1,8 @@
 // Package migrations installs pgratelimit into a PostgreSQL database.
 //
-// It carries the files that the tern command line applies, so that
+// It carries the files that the tern command line applies, and the files for psql are made from them, so that
 //
+//	psql -v ON_ERROR_STOP=1 -f migrations/psql/install.sql
 //	cd migrations && go tool tern migrate
 //
 // and [Up] give the same schema.
@@ -12,18 +13,47 @@ import (
 	"embed"
 	"errors"
 	"fmt"
+	"io/fs"
+	"slices"
+	"strings"
+	"text/template"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/tern/v2/migrate"
 )
 
-// VersionTable records the installed schema version. It is not tern's default name, which the
-// host application may use for migrations of its own.
-const VersionTable = "public.ratelimit_schema_version"
+// VersionTable records the installed schema version, in the schema that the package has for itself.
+const VersionTable = "ratelimit.schema_version"
 
 //go:embed *.sql snapshots
 var files embed.FS
+
+//go:embed psql.tmpl
+var psql string
+
+var templates = template.Must(template.New("").Parse(psql))
+
+// work is what a template is about.
+type work struct {
+	Known      []*migrate.Migration // all of this release
+	Migrations []*migrate.Migration // those that an install applies, where they are missing
+}
+
+// Backward is Known from the newest to the oldest.
+func (w work) Backward() []*migrate.Migration {
+	backward := slices.Clone(w.Known)
+	slices.Reverse(backward)
+	return backward
+}
+
+func (w work) execute(name string) (string, error) {
+	var text strings.Builder
+	if err := templates.ExecuteTemplate(&text, name, w); err != nil {
+		return "", fmt.Errorf("pgratelimit: %w", err)
+	}
+	return text.String(), nil
+}
 
 // A NewerSchemaError says that the database was installed by a later release of this package.
 // Nothing was changed.
@@ -41,20 +71,24 @@ func (e *NewerSchemaError) Error() string {
 //
 // Calling it again, or from many processes at once, is harmless: callers take turns under an
 // advisory lock. Each migration is one transaction. The connection must be outside a transaction,
-// and its role must be allowed to create schemas. Settings made with SET are reset when something
-// was installed. A newer schema than this release knows is left alone and reported as a
-// [*NewerSchemaError].
+// and its role must own schema ratelimit, or be allowed to create schemas while that is not there.
+// Any role that may read the version can call it where nothing is to be done. Settings made with SET
+// are reset when something was installed. A newer schema than this release knows is left alone and
+// reported as a [*NewerSchemaError].
 func Up(ctx context.Context, conn *pgx.Conn) error {
-	migrator, err := newMigrator(ctx, conn)
+	known, err := load(files)
 	if err != nil {
 		return err
 	}
-	known := int32(len(migrator.Migrations))
+	migrator, err := newMigrator(ctx, conn, work{Known: known, Migrations: known})
+	if err != nil {
+		return err
+	}
 	if err := migrator.Migrate(ctx); err != nil {
 		var bad migrate.BadVersionError
 		if errors.As(err, &bad) {
-			if installed, err := migrator.GetCurrentVersion(ctx); err == nil && installed > known {
-				return &NewerSchemaError{Installed: installed, Known: known}
+			if installed, err := migrator.GetCurrentVersion(ctx); err == nil && int(installed) > len(known) {
+				return &NewerSchemaError{Installed: installed, Known: int32(len(known))}
 			}
 		}
 		return fmt.Errorf("pgratelimit: install: %w", describe(err))
@@ -62,61 +96,94 @@ func Up(ctx context.Context, conn *pgx.Conn) error {
 	return nil
 }
 
-// Down removes the package with all its policies and buckets, and then its version table.
-// The same conditions as for [Up] hold.
+// Down removes the package with all its policies and buckets, as the owner of schema ratelimit and on
+// a connection outside a transaction. Where it is not installed, nothing happens. The jobs of pg_cron/schedule.sql
+// are removed too; a warning of the server says where they could not be.
 func Down(ctx context.Context, conn *pgx.Conn) error {
-	migrator, err := newMigrator(ctx, conn)
+	known, err := load(files)
+	if err != nil {
+		return err
+	}
+	if err := outsideTransaction(conn); err != nil {
+		return err
+	}
+	var installed bool
+	err = conn.QueryRow(ctx, "select pg_catalog.to_regnamespace('ratelimit') is not null").Scan(&installed)
+	if err != nil || !installed {
+		return err
+	}
+	w := work{Known: known}
+	migrator, err := newMigrator(ctx, conn, w)
 	if err != nil {
 		return err
 	}
 	if err := migrator.MigrateTo(ctx, 0); err != nil {
 		return fmt.Errorf("pgratelimit: uninstall: %w", describe(err))
 	}
-	if _, err := conn.Exec(ctx, "drop table "+VersionTable); err != nil {
-		return fmt.Errorf("pgratelimit: uninstall: %w", err)
+	remove, err := w.execute("remove")
+	if err != nil {
+		return err
+	}
+	if _, err := conn.Exec(ctx, remove); err != nil {
+		return fmt.Errorf("pgratelimit: uninstall: %w", describe(err))
 	}
 	return nil
 }
 
-func newMigrator(ctx context.Context, conn *pgx.Conn) (*migrate.Migrator, error) {
-	if conn.PgConn().TxStatus() != 'I' {
-		return nil, errors.New("pgratelimit: the connection is inside a transaction: commit it first")
-	}
-	if err := checkVersionTable(ctx, conn); err != nil {
+// Psql returns what a directory of migrations has in psql/, by name: files that do for psql what [Up] and [Down] do.
+func Psql(migrations fs.FS) (map[string]string, error) {
+	known, err := load(migrations)
+	if err != nil {
 		return nil, err
+	}
+	install, err := work{Known: known, Migrations: known}.execute("install.sql")
+	if err != nil {
+		return nil, err
+	}
+	uninstall, err := work{Known: known}.execute("uninstall.sql")
+	return map[string]string{"install.sql": install, "uninstall.sql": uninstall}, err
+}
+
+// load reads the migrations, for which a migrator needs no connection.
+func load(files fs.FS) ([]*migrate.Migration, error) {
+	migrator, err := migrate.NewMigrator(context.Background(), nil, VersionTable)
+	if err == nil {
+		err = migrator.LoadMigrations(files)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("pgratelimit: load migrations: %w", err)
+	}
+	return migrator.Migrations, nil
+}
+
+func outsideTransaction(conn *pgx.Conn) error {
+	if conn.PgConn().TxStatus() != 'I' {
+		return errors.New("pgratelimit: the connection is inside a transaction: commit it first")
+	}
+	return nil
+}
+
+func newMigrator(ctx context.Context, conn *pgx.Conn, w work) (*migrate.Migrator, error) {
+	if err := outsideTransaction(conn); err != nil {
+		return nil, err
+	}
+	prepare, err := w.execute("prepare")
+	if err != nil {
+		return nil, err
+	}
+	err = pgx.BeginTxFunc(ctx, conn, pgx.TxOptions{IsoLevel: pgx.ReadCommitted}, func(tx pgx.Tx) error {
+		_, err := tx.Exec(ctx, prepare)
+		return err
+	})
+	if err != nil {
+		return nil, fmt.Errorf("pgratelimit: prepare schema ratelimit: %w", describe(err))
 	}
 	migrator, err := migrate.NewMigrator(ctx, conn, VersionTable)
 	if err != nil {
-		return nil, fmt.Errorf("pgratelimit: prepare %s: %w", VersionTable, err)
+		return nil, fmt.Errorf("pgratelimit: prepare %s: %w", VersionTable, describe(err))
 	}
-	if err := migrator.LoadMigrations(files); err != nil {
-		return nil, fmt.Errorf("pgratelimit: load migrations: %w", err)
-	}
+	migrator.Migrations = w.Known
 	return migrator, nil
-}
-
-// checkVersionTable refuses a table that another role may have put there: its triggers would run with
-// the rights of whoever installs.
-func checkVersionTable(ctx context.Context, conn *pgx.Conn) error {
-	var trusted bool
-	err := conn.QueryRow(ctx, `
-		select not exists (
-		  select
-		    from pg_catalog.pg_class as c
-		    join pg_catalog.pg_roles as r on r.oid = c.relowner
-		   where c.oid = pg_catalog.to_regclass('`+VersionTable+`')::oid
-		     and (c.relkind <> 'r'
-		          or r.rolname <> current_user
-		             and not r.rolsuper
-		             and c.relowner not in (select n.nspowner from pg_catalog.pg_namespace as n where n.nspname = 'ratelimit')))`).
-		Scan(&trusted)
-	if err != nil {
-		return fmt.Errorf("pgratelimit: check %s: %w", VersionTable, err)
-	}
-	if !trusted {
-		return errors.New("pgratelimit: " + VersionTable + " is not a table of this package: drop it, or install as its owner")
-	}
-	return nil
 }
 
 // describe adds what the server had to say beyond the message.

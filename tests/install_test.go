@@ -12,7 +12,6 @@ import (
 	"path/filepath"
 	"regexp"
 	"slices"
-	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -34,10 +33,15 @@ var installers = map[string]func(t *testing.T, url string){
 		defer conn.Close(context.Background())
 		require.NoError(t, migrations.Up(context.Background(), conn))
 	},
+	"psql": func(t *testing.T, url string) {
+		psqlFile(t, url, "install.sql")
+	},
 	"tern --conn-string": func(t *testing.T, url string) {
+		createSchema(t, url)
 		run(t, "..", nil, "go", ternMigrate(url)...)
 	},
 	"tern with PG variables": func(t *testing.T, url string) {
+		createSchema(t, url)
 		run(t, "../migrations", pgVariables(t, url), "go", "tool", "tern", "migrate")
 	},
 	"make install": func(t *testing.T, url string) {
@@ -62,15 +66,70 @@ func TestInstall_EveryWayGivesTheSameSchema(t *testing.T) {
 			t.Parallel()
 			db := pgtest.Empty(t)
 			install(t, db.URL)
-			require.Equal(t, wantSchema, fingerprintOf(t, db))
+			sameSchema(t, want, db)
+		})
+	}
+}
 
-			t.Run("pg_dump", func(t *testing.T) {
-				pgDump := findPgDump(t)
-				wantDump := dump(t, pgDump, want.URL)
-				require.Contains(t, wantDump, "COMMENT ON FUNCTION public.ratelimit_acquire")
-				require.Contains(t, wantDump, "REVOKE ALL ON FUNCTION public.ratelimit_acquire")
-				require.Equal(t, wantDump, dump(t, pgDump, db.URL))
+// The functions are in a schema of the role's own, unless it owns the database.
+func TestInstall_AsEveryKindOfRole(t *testing.T) {
+	t.Parallel()
+	for circumstance, prepare := range map[string]string{
+		"CREATE on the database, no public":          "grant create on database %[2]s to %[1]s; create schema limits authorization %[1]s; drop schema public",
+		"CREATE on the database, no right on public": "grant create on database %[2]s to %[1]s; create schema limits authorization %[1]s; revoke all on schema public from public",
+		"owner of the database":                      "alter database %[2]s owner to %[1]s; create schema limits authorization %[1]s",
+		"superuser":                                  "create schema limits; alter role %[1]s superuser",
+	} {
+		for way, install := range installers {
+			t.Run(circumstance+"/"+way, func(t *testing.T) {
+				t.Parallel()
+				role := newRole(t)
+				want, got := pgtest.Empty(t), pgtest.Empty(t)
+				for _, db := range []*pgtest.DB{want, got} {
+					db.Exec(t, fmt.Sprintf(prepare, role, db.Name))
+				}
+				before := fingerprintOf(t, got)
+				installers["Up"](t, withSettings(t, want.URL, "search_path", "limits"))
+
+				url := withSettings(t, got.URL, "search_path", "limits", "role", role)
+				install(t, url)
+				sameSchemaOf(t, role, want, got)
+				require.Equal(t, []string{fmt.Sprintf("ratelimit.schema_version (%d)", newestMigration(t))}, rowsOf(t, got))
+
+				use(t, got, "limits")
+				state := stateOf(t, got)
+				install(t, url)
+				require.Equal(t, state, stateOf(t, got), "the second time")
+
+				conn, err := pgx.Connect(t.Context(), url)
+				require.NoError(t, err)
+				defer conn.Close(context.Background())
+				for _, call := range []string{
+					"select ratelimit_define_policy('p', 10, 1, '1 hour')",
+					"select ratelimit_acquire('p', 'k', 3, 'first'), ratelimit_peek('p', 'k'), ratelimit_refund('p', 'k', 1), ratelimit_reset('p', 'k')",
+					"select ratelimit_cleanup()",
+					"call ratelimit_cleanup_all()",
+					"select ratelimit_drop_policy('p')",
+				} {
+					execute(t, conn, call)
+				}
+				require.NoError(t, migrations.Down(t.Context(), conn))
+				require.Equal(t, before, fingerprintOf(t, got))
 			})
+		}
+	}
+}
+
+func TestInstall_AgainAfterTheSchemaWasRenamed(t *testing.T) {
+	t.Parallel()
+	for name, install := range installers {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			db := pgtest.New(t)
+			db.Exec(t, "alter schema public rename to elsewhere")
+			before := stateOf(t, db)
+			install(t, db.URL)
+			require.Equal(t, before, stateOf(t, db))
 		})
 	}
 }
@@ -107,10 +166,9 @@ func TestInstall_TwentyAtOnce(t *testing.T) {
 		})
 	}
 	for range processes {
-		cmd := command("..", nil, "go", ternMigrate(db.URL)...)
 		all.Go(func() {
 			<-start
-			if out, err := cmd.CombinedOutput(); err != nil {
+			if out, err := runPsql(t, db.URL, "--file", "../migrations/psql/install.sql"); err != nil {
 				errs <- fmt.Errorf("%w\n%s", err, out)
 			}
 		})
@@ -121,8 +179,8 @@ func TestInstall_TwentyAtOnce(t *testing.T) {
 	for err := range errs {
 		require.NoError(t, err)
 	}
-	require.Equal(t, fingerprintOf(t, pgtest.New(t)), fingerprintOf(t, db))
-	require.Equal(t, []string{fmt.Sprintf("public.ratelimit_schema_version (%d)", newestMigration(t))}, rowsOf(t, db))
+	sameSchema(t, pgtest.New(t), db)
+	require.Equal(t, []string{fmt.Sprintf("ratelimit.schema_version (%d)", newestMigration(t))}, rowsOf(t, db))
 }
 
 func TestDown_LeavesOnlyTheVersionTable(t *testing.T) {
@@ -133,11 +191,11 @@ func TestDown_LeavesOnlyTheVersionTable(t *testing.T) {
 	use(t, db, "public")
 
 	run(t, "..", nil, "go", append(ternMigrate(db.URL), "--destination", "0")...)
-	require.Equal(t, before, withoutVersionTable(fingerprintOf(t, db)))
-	require.Equal(t, []string{"public.ratelimit_schema_version (0)"}, rowsOf(t, db))
+	require.Equal(t, before, beforeInstall(fingerprintOf(t, db)))
+	require.Equal(t, []string{"ratelimit.schema_version (0)"}, rowsOf(t, db))
 
 	installers["Up"](t, db.URL)
-	require.Equal(t, fingerprintOf(t, pgtest.New(t)), fingerprintOf(t, db), "installed anew")
+	sameSchema(t, pgtest.New(t), db)
 }
 
 func TestUninstall_LeavesNothing(t *testing.T) {
@@ -148,6 +206,9 @@ func TestUninstall_LeavesNothing(t *testing.T) {
 		},
 		"make uninstall": func(t *testing.T, db *pgtest.DB) {
 			run(t, "..", nil, "make", "uninstall", "DATABASE_URL="+db.URL)
+		},
+		"psql": func(t *testing.T, db *pgtest.DB) {
+			psqlFile(t, db.URL, "uninstall.sql")
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -161,7 +222,7 @@ func TestUninstall_LeavesNothing(t *testing.T) {
 			before := stateOf(t, db)
 
 			for _, home := range []string{"public", "app"} {
-				installers["Up"](t, withSearchPath(t, db.URL, home))
+				installers["Up"](t, withSettings(t, db.URL, "search_path", home))
 				use(t, db, home)
 				db.Exec(t, "grant execute on function "+home+".ratelimit_acquire to "+caller)
 				uninstall(t, db)
@@ -203,7 +264,7 @@ func TestUp_NewerSchemaIsLeftAlone(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)
 	known := newestMigration(t)
-	db.Exec(t, "update ratelimit_schema_version set version = $1", known+1)
+	db.Exec(t, "update ratelimit.schema_version set version = $1", known+1)
 	before := stateOf(t, db)
 
 	err := migrations.Up(context.Background(), db.Connect(t))
@@ -249,10 +310,13 @@ func TestInstall_IntoTheSchemaAtTheHeadOfSearchPath(t *testing.T) {
 				require.NoError(t, migrations.Up(context.Background(), conn))
 			},
 			"Up, by connection string": func(t *testing.T, db *pgtest.DB) {
-				installers["Up"](t, withSearchPath(t, db.URL, quoted))
+				installers["Up"](t, withSettings(t, db.URL, "search_path", quoted))
 			},
 			"tern, by connection string": func(t *testing.T, db *pgtest.DB) {
-				installers["tern --conn-string"](t, withSearchPath(t, db.URL, quoted))
+				installers["tern --conn-string"](t, withSettings(t, db.URL, "search_path", quoted))
+			},
+			"psql, by connection string": func(t *testing.T, db *pgtest.DB) {
+				installers["psql"](t, withSettings(t, db.URL, "search_path", quoted))
 			},
 		} {
 			t.Run(schema+"/"+name, func(t *testing.T) {
@@ -326,7 +390,7 @@ func TestInstall_WithoutASchema(t *testing.T) {
 			require.Equal(t, "3F000", sqlState(err), err)
 			require.ErrorContains(t, err, "no schema to install into")
 			require.ErrorContains(t, err, "search_path", "the remedy is told")
-			require.Equal(t, before, withoutVersionTable(fingerprintOf(t, db)))
+			require.Equal(t, before, beforeInstall(fingerprintOf(t, db)))
 		})
 	}
 }
@@ -352,7 +416,13 @@ func TestInstall_RefusesPlantedObjects(t *testing.T) {
 			"42723", "functions named ratelimit_* exist already",
 		},
 		"the private schema": {
-			"create schema ratelimit", "42P06", `schema "ratelimit" already exists`,
+			"create schema ratelimit", "42501", "schema ratelimit belongs to another role",
+		},
+		"a type in a schema of ours": {
+			"create domain ratelimit.decision as boolean", "42P06", "schema ratelimit is not empty",
+		},
+		"a function in a schema of ours": {
+			"create function ratelimit.refuse(text) returns boolean language sql as 'select true'", "42P06", "schema ratelimit is not empty",
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -361,49 +431,121 @@ func TestInstall_RefusesPlantedObjects(t *testing.T) {
 			db := pgtest.Empty(t)
 			db.Exec(t, "grant create on schema public to "+planter)
 			db.Exec(t, "grant create on database "+db.Name+" to "+planter)
+			if strings.Contains(test.plant, "ratelimit.") {
+				db.Exec(t, "create schema ratelimit; grant all on schema ratelimit to "+planter)
+			}
 			execute(t, connectAs(t, db, planter), test.plant)
 			before := fingerprintOf(t, db)
+
+			out, status := psqlStatus(t, db.URL, "--file", "../migrations/psql/install.sql", "--set", "VERBOSITY=verbose")
+			require.Equal(t, 3, status)
+			require.Contains(t, out, test.code+": "+test.message)
+			require.Equal(t, before, fingerprintOf(t, db))
 
 			err := migrations.Up(context.Background(), db.Connect(t))
 			require.Equal(t, test.code, sqlState(err), err)
 			require.ErrorContains(t, err, test.message)
-			require.Equal(t, before, withoutVersionTable(fingerprintOf(t, db)))
+			require.Equal(t, beforeInstall(before), beforeInstall(fingerprintOf(t, db)))
 		})
 	}
 }
 
-// A version table that somebody else made may have a trigger, which runs with the installer's rights.
-func TestInstall_RefusesAPlantedVersionTable(t *testing.T) {
+// Who may create schemas can plant ours, with a version table that runs code when it is read or changed; and so can
+// one who may create in a schema that is ours.
+func TestInstall_RunsNothingOfAPlantedVersionTable(t *testing.T) {
 	t.Parallel()
 	for name, plant := range map[string]string{
-		"table": `
-			create table ratelimit_schema_version as select 0 as version;
-			create trigger escalate before update on ratelimit_schema_version for each row execute function escalate()`,
-		"view": `
-			create view ratelimit_schema_version as select 0 as version;
-			create trigger escalate instead of insert or update on ratelimit_schema_version for each row execute function escalate()`,
+		"a table with a trigger": `
+			create table ratelimit.schema_version as select 0 as version;
+			create trigger escalate before update on ratelimit.schema_version for each row execute function escalate()`,
+		"an empty table with a trigger": `
+			create table ratelimit.schema_version (version integer);
+			create trigger escalate before insert on ratelimit.schema_version for each row execute function escalate()`,
+		"a view with a trigger": `
+			create view ratelimit.schema_version as select 0 as version where false;
+			create trigger escalate instead of insert or update on ratelimit.schema_version for each row execute function escalate()`,
+		"a view that runs code": "create view ratelimit.schema_version as select public.version_told() as version",
+		"a policy that runs code": `
+			create table ratelimit.schema_version as select 1 as version;
+			alter table ratelimit.schema_version enable row level security;
+			create policy escalate on ratelimit.schema_version using (public.version_told() = 1)`,
+		"a cast that runs code": `
+			create type public.told as (version integer);
+			create function public.version_of(public.told) returns integer language sql as 'select public.version_told()';
+			create cast (public.told as integer) with function public.version_of(public.told) as assignment;
+			create table ratelimit.schema_version as select row(1)::public.told as version`,
+		"an heir": `
+			create table ratelimit.schema_version (version integer);
+			create view ratelimit.spy as select public.version_told() as version`,
 	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			planter := newRole(t)
-			db := pgtest.Empty(t)
-			db.Exec(t, "grant create on schema public to "+planter)
-			conn := connectAs(t, db, planter)
-			execute(t, conn, `
-				create function escalate() returns trigger language plpgsql as $$
-				begin
-				  create table loot as select current_user;
-				  return new;
-				end;
-				$$`)
-			execute(t, conn, plant)
-			execute(t, conn, "grant all on ratelimit_schema_version to public")
-			before := stateOf(t, db)
+		for _, schema := range []string{"the planter's schema", "the installer's schema"} {
+			t.Run(name+"/"+schema, func(t *testing.T) {
+				t.Parallel()
+				planter, installer := newRole(t), newRole(t)
+				db := pgtest.Empty(t)
+				db.Exec(t, fmt.Sprintf(`
+					grant create on schema public to %[1]s, %[2]s;
+					grant create on database %[3]s to %[1]s, %[2]s`, planter, installer, db.Name))
+				owner := planter
+				if schema == "the installer's schema" {
+					owner = installer
+				}
+				conn := connectAs(t, db, planter)
+				db.Exec(t, fmt.Sprintf("create schema ratelimit authorization %s; grant all on schema ratelimit to %s", owner, planter))
+				execute(t, conn, `
+					create sequence public.escalated;  -- which no rollback takes back
+					grant all on sequence public.escalated to public;
+					create function public.version_told() returns integer language sql as $$ select nextval('public.escalated'); select 1 $$;
+					create function escalate() returns trigger language plpgsql as $$ begin perform public.version_told(); return new; end $$`)
+				execute(t, conn, plant)
+				execute(t, conn, "grant usage on schema ratelimit to public; grant all on ratelimit.schema_version to public",
+					pgx.QueryExecModeSimpleProtocol)
+				before := stateOf(t, db)
 
-			require.Error(t, migrations.Up(context.Background(), db.Connect(t)))
+				for _, url := range []string{db.URL, withSettings(t, db.URL, "role", installer)} {
+					conn, err := pgx.Connect(t.Context(), url)
+					require.NoError(t, err)
+					err = migrations.Up(t.Context(), conn)
+					require.Equal(t, "42501", sqlState(err), "%v", err)
+					require.NoError(t, conn.Close(t.Context()))
+					_, err = runPsql(t, url, "--file", "../migrations/psql/install.sql")
+					require.Error(t, err)
+				}
+				require.Equal(t, before, stateOf(t, db))
+				require.Equal(t, []string{"false"}, column(t, db, "select is_called::text from public.escalated"))
+			})
+		}
+	}
+}
+
+// A role that has nothing to do needs to own nothing.
+func TestInstall_OfAnotherRole(t *testing.T) {
+	t.Parallel()
+	owner := newRole(t)
+	db := pgtest.Empty(t)
+	db.Exec(t, fmt.Sprintf("alter database %s owner to %s", db.Name, owner))
+	require.NoError(t, migrations.Up(t.Context(), connectAs(t, db, owner)))
+	for name, install := range installers {
+		t.Run(name, func(t *testing.T) {
+			before := stateOf(t, db)
+			install(t, db.URL)
 			require.Equal(t, before, stateOf(t, db))
 		})
 	}
+	for version, message := range map[int32]string{newestMigration(t) - 1: "options=-crole=" + owner, newestMigration(t) + 1: "newer|later"} {
+		db.Exec(t, "update ratelimit.schema_version set version = $1", version)
+		before := stateOf(t, db)
+		require.Regexp(t, message+"|upgrade the program", migrations.Up(t.Context(), db.Connect(t)).Error())
+		out, err := runPsql(t, db.URL, "--file", "../migrations/psql/install.sql")
+		require.Error(t, err)
+		require.Regexp(t, message, out)
+		require.Equal(t, before, stateOf(t, db))
+	}
+	db.Exec(t, "update ratelimit.schema_version set version = $1", newestMigration(t))
+	before := stateOf(t, db)
+	require.Equal(t, "42501", sqlState(migrations.Down(t.Context(), db.Connect(t))))
+	require.Equal(t, before, stateOf(t, db))
+	require.NoError(t, migrations.Down(t.Context(), connectAs(t, db, owner)))
 }
 
 func TestInstall_AgainRefusesPlantedFunctions(t *testing.T) {
@@ -428,36 +570,6 @@ func TestInstall_AgainRefusesPlantedFunctions(t *testing.T) {
 	execute(t, conn, "set search_path = app")
 	reinstallCode(t, conn)
 	require.Equal(t, before, stateOf(t, db))
-}
-
-func TestInstall_AsDatabaseOwnerWithoutSuperuser(t *testing.T) {
-	t.Parallel()
-	ctx := context.Background()
-	owner := newRole(t)
-	db := pgtest.Empty(t)
-	before := fingerprintOf(t, db)
-	db.Exec(t, fmt.Sprintf("alter database %s owner to %s", db.Name, owner))
-	conn := connectAs(t, db, owner)
-
-	require.NoError(t, migrations.Up(ctx, conn))
-	me := column(t, db, "select current_user::text")[0]
-	lines := strings.Split(strings.ReplaceAll(fingerprintOf(t, db), owner, me), "\n")
-	slices.Sort(lines)
-	require.Equal(t, fingerprintOf(t, pgtest.New(t)), strings.Join(lines, "\n"))
-
-	for _, call := range []string{
-		"select ratelimit_define_policy('p', 10, 1, '1 hour')",
-		"select ratelimit_define_policy('e', 10, 1, '1 hour', durable => false)",
-		"select ratelimit_acquire('p', 'k', 3, 'first'), ratelimit_acquire('e', 'k', 3, 'first')",
-		"select ratelimit_peek('p', 'k'), ratelimit_refund('p', 'k', 1), ratelimit_reset('p', 'k')",
-		"select ratelimit_cleanup()",
-		"call ratelimit_cleanup_all()",
-		"select ratelimit_drop_policy('p')",
-	} {
-		execute(t, conn, call)
-	}
-	require.NoError(t, migrations.Down(ctx, conn))
-	require.Equal(t, before, fingerprintOf(t, db))
 }
 
 func TestSnapshot_NewestIsTheCode(t *testing.T) {
@@ -568,19 +680,56 @@ func pgVariables(t *testing.T, url string) []string {
 	return []string{
 		"PGHOST=" + config.Host, fmt.Sprintf("PGPORT=%d", config.Port), "PGUSER=" + config.User,
 		"PGPASSWORD=" + config.Password, "PGDATABASE=" + config.Database,
+		"PGOPTIONS=" + config.RuntimeParams["options"],
 	}
 }
 
-func withSearchPath(t *testing.T, dsn, path string) string {
+// withSettings is a connection string with names and values of settings, which psql takes too.
+func withSettings(t *testing.T, dsn string, settings ...string) string {
 	t.Helper()
+	options := ""
+	for setting := range slices.Chunk(settings, 2) {
+		value := strings.NewReplacer(`\`, `\\`, " ", `\ `).Replace(setting[1])
+		options += fmt.Sprintf(" -c %s=%s", setting[0], value)
+	}
 	u, err := url.Parse(dsn)
 	if err != nil || u.Scheme == "" {
-		return dsn + " search_path='" + strings.NewReplacer(`\`, `\\`, `'`, `\'`).Replace(path) + "'"
+		return dsn + " options='" + strings.NewReplacer(`\`, `\\`, `'`, `\'`).Replace(options) + "'"
 	}
 	query := u.Query()
-	query.Set("search_path", path)
-	u.RawQuery = strings.ReplaceAll(query.Encode(), "+", "%20") // pgx takes + for itself
+	query.Set("options", options)
+	u.RawQuery = strings.ReplaceAll(query.Encode(), "+", "%20")
 	return u.String()
+}
+
+// createSchema is what comes before tern's command line.
+func createSchema(t *testing.T, url string) {
+	t.Helper()
+	conn, err := pgx.Connect(t.Context(), url)
+	require.NoError(t, err)
+	_, err = conn.Exec(t.Context(), "create schema ratelimit")
+	if sqlState(err) != "42P06" { // the second time
+		require.NoError(t, err)
+	}
+	require.NoError(t, conn.Close(t.Context()))
+}
+
+// psqlFile runs a file of migrations/psql, and returns what psql said.
+func psqlFile(t *testing.T, url, name string) string {
+	t.Helper()
+	out, err := runPsql(t, url, "--set", "ON_ERROR_STOP=1", "--file", "../migrations/psql/"+name)
+	require.NoError(t, err, out)
+	return out
+}
+
+func runPsql(t *testing.T, url string, args ...string) (string, error) {
+	t.Helper()
+	program, err := exec.LookPath("psql")
+	if err != nil {
+		t.Skip("psql is not installed")
+	}
+	out, err := exec.Command(program, append(args, "--no-psqlrc", "--dbname", url)...).CombinedOutput()
+	return string(out), err
 }
 
 // newRole returns a role without rights. Call it before creating the database in which it gets some,
@@ -622,151 +771,4 @@ func column(t testing.TB, db *pgtest.DB, sql string, args ...any) []string {
 	values, err := pgx.CollectRows(rows, pgx.RowTo[string])
 	require.NoError(t, err)
 	return values
-}
-
-// fingerprintOf describes everything in a database that is not PostgreSQL's own, a line each.
-func fingerprintOf(t testing.TB, db *pgtest.DB) string {
-	t.Helper()
-	var lines []string
-	require.NoError(t, pgx.BeginFunc(context.Background(), db.Pool, func(tx pgx.Tx) error {
-		if _, err := tx.Exec(context.Background(), "set local search_path = ''"); err != nil { // so that names are told in full
-			return err
-		}
-		rows, err := tx.Query(context.Background(), schemaQuery)
-		if err != nil {
-			return err
-		}
-		lines, err = pgx.CollectRows(rows, pgx.RowTo[string])
-		return err
-	}))
-	slices.Sort(lines)
-	return strings.Join(lines, "\n")
-}
-
-// rowsOf lists the rows of all tables.
-func rowsOf(t testing.TB, db *pgtest.DB) []string {
-	t.Helper()
-	var rows []string
-	for _, table := range column(t, db, `
-		select format('%I.%I', nspname, relname)
-		  from pg_class as c join pg_namespace as n on n.oid = c.relnamespace
-		 where c.relkind = 'r' and c.oid >= 16384
-		 order by 1`) {
-		rows = append(rows, column(t, db, fmt.Sprintf("select '%[1]s ' || t::text from %[1]s as t order by t::text", table))...)
-	}
-	return rows
-}
-
-func stateOf(t testing.TB, db *pgtest.DB) string {
-	t.Helper()
-	return fingerprintOf(t, db) + "\n" + strings.Join(rowsOf(t, db), "\n")
-}
-
-func withoutVersionTable(schema string) string {
-	lines := slices.DeleteFunc(strings.Split(schema, "\n"), func(line string) bool {
-		return strings.Contains(line, "ratelimit_schema_version")
-	})
-	return strings.Join(lines, "\n")
-}
-
-const schemaQuery = `
-	-- everything that has a place among the others, whatever it is
-	select 'object ' || i.type || ' ' || i.identity
-	  from (select classid, objid from pg_depend
-	         union
-	        select 'pg_namespace'::regclass, oid from pg_namespace) as d
-	 cross join lateral pg_identify_object(d.classid, d.objid, 0) as i
-	 where d.objid >= 16384
-	   and i.schema is distinct from 'pg_toast'
-	   and i.type <> 'toast table'
-	union all
-	select format('comment on %s %s: %s', i.type, i.identity, d.description)
-	  from pg_description as d
-	 cross join lateral pg_identify_object(d.classoid, d.objoid, d.objsubid) as i
-	 where d.objoid >= 16384
-	union all
-	select format('schema %I owner %s acl %s', nspname, nspowner::regrole, nspacl)
-	  from pg_namespace
-	 where nspname !~ '^pg_'
-	union all
-	select format('function %s owner %s acl %s cost %s rows %s leakproof %s: %s', p.oid::regprocedure, proowner::regrole,
-	              proacl, procost, prorows, proleakproof, replace(pg_get_functiondef(p.oid), E'\n', '\n'))
-	  from pg_proc as p
-	 where p.oid >= 16384 and prokind <> 'a'
-	union all
-	select format('%s %s persistence %s owner %s acl %s method %s tablespace %s rls %s options %s',
-	              case relkind when 'r' then 'table' else relkind::text end, c.oid::regclass, relpersistence,
-	              relowner::regrole, relacl, a.amname, reltablespace, relrowsecurity, reloptions)
-	  from pg_class as c
-	  left join pg_am as a on a.oid = c.relam
-	 where c.oid >= 16384 and relnamespace <> 'pg_toast'::regnamespace
-	union all
-	select format('column %s.%I #%s %s collate %s not null %s identity %s generated %s default %s storage %s %s statistics %s acl %s options %s',
-	              c.oid::regclass, attname, attnum, format_type(atttypid, atttypmod), nullif(attcollation, 0)::regcollation,
-	              attnotnull, attidentity, attgenerated, translate(pg_get_expr(d.adbin, d.adrelid), e'\n', ' '), attstorage, attcompression,
-	              attstattarget, attacl, attoptions)
-	  from pg_attribute as a
-	  join pg_class as c on c.oid = a.attrelid
-	  left join pg_attrdef as d on (d.adrelid, d.adnum) = (a.attrelid, a.attnum)
-	 where c.oid >= 16384 and attnum > 0 and not attisdropped and relnamespace <> 'pg_toast'::regnamespace
-	union all
-	select format('constraint %I on %s: %s validated %s', conname, conrelid::regclass, pg_get_constraintdef(oid), convalidated)
-	  from pg_constraint
-	 where oid >= 16384
-	union all
-	select format('index %s valid %s', pg_get_indexdef(i.indexrelid), indisvalid)
-	  from pg_index as i
-	  join pg_class as c on c.oid = i.indexrelid
-	 where c.oid >= 16384 and c.relnamespace <> 'pg_toast'::regnamespace
-	union all
-	select format('type %s owner %s acl %s', t.oid::regtype, typowner::regrole, typacl)
-	  from pg_type as t
-	 where oid >= 16384
-	union all
-	select 'trigger ' || pg_get_triggerdef(oid) from pg_trigger where oid >= 16384 and not tgisinternal
-	union all
-	select format('default privileges of %s in %s on %s: %s', defaclrole::regrole, nullif(defaclnamespace, 0)::regnamespace, defaclobjtype, defaclacl)
-	  from pg_default_acl
-	union all
-	select format('setting of role %s: %s', setrole, setconfig)
-	  from pg_db_role_setting
-	 where setdatabase = (select oid from pg_database where datname = current_database())`
-
-// findPgDump returns a pg_dump that is at least as new as the server, or skips the test.
-func findPgDump(t *testing.T) string {
-	t.Helper()
-	want, err := strconv.Atoi(regexp.MustCompile(`^\d+`).FindString(pgtest.Shared(t).Version))
-	require.NoError(t, err)
-	candidates, _ := filepath.Glob("/usr/lib/postgresql/*/bin/pg_dump")
-	candidates = append(candidates, "pg_dump")
-	if bin := os.Getenv("RATELIMIT_PG_BIN"); bin != "" {
-		candidates = append(candidates, filepath.Join(bin, "pg_dump"))
-	}
-	for _, candidate := range slices.Backward(candidates) {
-		out, err := exec.Command(candidate, "--version").Output()
-		if err != nil {
-			continue
-		}
-		match := regexp.MustCompile(`\) (\d+)`).FindSubmatch(out)
-		if match == nil {
-			continue
-		}
-		if have, _ := strconv.Atoi(string(match[1])); have >= want {
-			return candidate
-		}
-	}
-	t.Skipf("no pg_dump of PostgreSQL %d or newer on this machine; the catalogs were compared", want)
-	return ""
-}
-
-func dump(t *testing.T, pgDump, url string, options ...string) string {
-	t.Helper()
-	out, err := exec.Command(pgDump, append(options, "--dbname", url)...).Output()
-	var exit *exec.ExitError
-	if errors.As(err, &exit) {
-		t.Fatalf("%v\n%s", err, exit.Stderr)
-	}
-	require.NoError(t, err)
-	// The argument of \restrict is drawn by each run.
-	return regexp.MustCompile(`(?m)^\\(un)?restrict .*$`).ReplaceAllString(string(out), "")
 }

@@ -3,8 +3,6 @@ package tests
 import (
 	"context"
 	"errors"
-	"os"
-	"os/exec"
 	"path/filepath"
 	"strings"
 	"sync"
@@ -277,11 +275,12 @@ func serverDB(t *testing.T, server *pgtest.Server, name string) *testDB {
 	return db
 }
 
+// script is one of pg_cron's scripts for a client that is not psql.
 func script(t testing.TB, name string) string {
 	t.Helper()
-	sql, err := os.ReadFile(filepath.Join("../pg_cron", name))
+	sql, err := pgtest.CronScript(name)
 	require.NoError(t, err)
-	return string(sql)
+	return sql
 }
 
 // runScript runs one of pg_cron's scripts as a client that is not psql.
@@ -293,11 +292,7 @@ func runScript(db *testDB, name string) error {
 // psql runs one of pg_cron's scripts with psql.
 func psql(t *testing.T, db *testDB, name string) {
 	t.Helper()
-	program, err := exec.LookPath("psql")
-	if err != nil {
-		t.Skip("psql is not installed")
-	}
-	out, err := exec.CommandContext(t.Context(), program, "--no-psqlrc", "--file", filepath.Join("../pg_cron", name), db.URL).CombinedOutput()
+	out, err := runPsql(t, db.URL, "--file", filepath.Join("../pg_cron", name))
 	require.NoError(t, err, "%s", out)
-	require.NotContains(t, string(out), "ERROR")
+	require.NotContains(t, out, "ERROR")
 }

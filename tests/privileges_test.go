@@ -157,7 +157,7 @@ func requireRefused(t *testing.T, db *pgtest.DB, role string, but ...string) {
 		"select null::ratelimit.decision",
 		"update ratelimit.buckets set level = 0",
 		"update ratelimit.policies set capacity = 1",
-		"update public.ratelimit_schema_version set version = 0",
+		"update ratelimit.schema_version set version = 0",
 		"create table ratelimit.mine ()",
 		"create or replace function ratelimit.clock() returns timestamptz language sql as 'select now()'",
 		"alter function ratelimit.clock() rename to mine",

@@ -2,7 +2,6 @@ package tests
 
 import (
 	"context"
-	"os"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -65,15 +64,20 @@ func TestSecurity_InstallingRunsNobodysCode(t *testing.T) {
 	ctx := context.Background()
 	db := trapped(t)
 	require.NoError(t, migrations.Up(ctx, db.Connect(t)))
-	db.Exec(t, "update public.ratelimit_schema_version set version = 0")
+	db.Exec(t, "update ratelimit.schema_version set version = 0")
 	again := migrations.Up(ctx, db.Connect(t))
 	require.Equal(t, "42P06", sqlState(again), "%v", again)
-	db.Exec(t, "update public.ratelimit_schema_version set version = 1")
-	schedule, err := os.ReadFile("../pg_cron/schedule.sql")
-	require.NoError(t, err)
-	_, err = db.Pool.Exec(ctx, string(schedule))
+	db.Exec(t, "update ratelimit.schema_version set version = 1")
+	_, err := db.Pool.Exec(ctx, script(t, "schedule.sql"))
 	require.NotEqual(t, "P0001", sqlState(err), "%v", err)
 	require.NoError(t, migrations.Down(ctx, db.Connect(t)))
+
+	for range 2 { // first to install or remove, then to find that it is done
+		psqlFile(t, db.URL, "install.sql")
+	}
+	for range 2 {
+		psqlFile(t, db.URL, "uninstall.sql")
+	}
 }
 
 func TestSecurity_TheClientRunsNobodysCode(t *testing.T) {

@@ -1,40 +1,65 @@
-// Command cmd installs pgratelimit into one database, or removes it with its policies and buckets.
+// Command cmd installs pgratelimit into one database, or removes it with its policies and buckets. It also writes
+// the files for psql.
 //
 //	go run ./migrations/cmd install postgres://…
 //	go run ./migrations/cmd uninstall postgres://…
+//	go run ./migrations/cmd psql migrations
 package main
 
 import (
 	"context"
 	"fmt"
 	"os"
+	"path/filepath"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
 
 	"github.com/pgratelimit/pgratelimit/migrations"
 )
 
-var commands = map[string]func(context.Context, *pgx.Conn) error{
-	"install":   migrations.Up,
-	"uninstall": migrations.Down,
+var commands = map[string]func(ctx context.Context, argument string) error{
+	"install":   func(ctx context.Context, url string) error { return run(ctx, url, migrations.Up) },
+	"uninstall": func(ctx context.Context, url string) error { return run(ctx, url, migrations.Down) },
+	"psql":      write,
 }
 
 func main() {
 	if len(os.Args) != 3 || commands[os.Args[1]] == nil {
-		fmt.Fprintln(os.Stderr, "usage: cmd install|uninstall DATABASE_URL")
+		fmt.Fprintln(os.Stderr, "usage: cmd install|uninstall DATABASE_URL, or cmd psql DIRECTORY")
 		os.Exit(2)
 	}
-	if err := run(context.Background(), os.Args[1], os.Args[2]); err != nil {
+	if err := commands[os.Args[1]](context.Background(), os.Args[2]); err != nil {
 		fmt.Fprintln(os.Stderr, err)
 		os.Exit(1)
 	}
 }
 
-func run(ctx context.Context, command, url string) error {
-	conn, err := pgx.Connect(ctx, url)
+func run(ctx context.Context, url string, migrate func(context.Context, *pgx.Conn) error) error {
+	config, err := pgx.ParseConfig(url)
+	if err != nil {
+		return err
+	}
+	config.OnNotice = func(_ *pgconn.PgConn, n *pgconn.Notice) {
+		fmt.Fprintf(os.Stderr, "%s: %s: %s %s\n", n.Severity, n.Message, n.Detail, n.Hint)
+	}
+	conn, err := pgx.ConnectConfig(ctx, config)
 	if err != nil {
 		return err
 	}
 	defer conn.Close(ctx)
-	return commands[command](ctx, conn)
+	return migrate(ctx, conn)
+}
+
+func write(_ context.Context, dir string) error {
+	files, err := migrations.Psql(os.DirFS(dir))
+	if err != nil {
+		return err
+	}
+	for name, text := range files {
+		if err := os.WriteFile(filepath.Join(dir, "psql", name), []byte(text), 0o644); err != nil {
+			return err
+		}
+	}
+	return nil
 }

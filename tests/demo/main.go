@@ -141,11 +141,11 @@ func database(ctx context.Context, server *pgtest.Server) (string, error) {
 }
 
 func scheduleCleanup(ctx context.Context, conn *pgx.Conn) error {
-	script, err := os.ReadFile("pg_cron/schedule.sql")
+	script, err := pgtest.CronScript("schedule.sql")
 	if err != nil {
 		return err
 	}
-	_, err = conn.Exec(ctx, string(script))
+	_, err = conn.Exec(ctx, script)
 	var missing *pgconn.PgError
 	switch {
 	case errors.As(err, &missing) && missing.Code == "55000":

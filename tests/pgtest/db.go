@@ -129,6 +129,9 @@ func up(ctx context.Context, conn *pgx.Conn) error {
 		if err != nil {
 			return err
 		}
+		if _, err := conn.Exec(ctx, "create schema ratelimit"); err != nil { // tern's version table is in it
+			return err
+		}
 		migrator, err := migrate.NewMigrator(ctx, conn, migrations.VersionTable)
 		if err != nil {
 			return err

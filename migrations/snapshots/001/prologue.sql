@@ -12,6 +12,12 @@ declare
 begin
   perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- nobody's operators but PostgreSQL's
   select n.nspowner into v_owner from pg_catalog.pg_namespace as n where n.nspname = 'ratelimit';
+  if pg_catalog.pg_get_userbyid(v_owner) <> current_user then
+    raise exception 'schema ratelimit belongs to another role'
+      using errcode = '42501',
+            detail  = pg_catalog.format('It belongs to %s.', v_owner::pg_catalog.regrole),
+            hint    = 'Install as its owner, or drop the schema if it was planted.';
+  end if;
 
   if pg_catalog.to_regprocedure('ratelimit.clock()') is null then
     v_home := v_first;
