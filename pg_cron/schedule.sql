@@ -1,8 +1,11 @@
 -- Schedules clean-up with pg_cron, every minute, in the database that has both the package and pg_cron.
--- Plain SQL: any client can run it, as often as it likes.
+-- Can be run again at any time. The line below is for psql: it ends with status 3 on an error. Any other client
+-- leaves that line out.
 --
 -- The jobs are found by name, and run as the role that runs this. A superuser replaces the jobs of
 -- other roles; anybody else sees, and replaces, only his own.
+\set ON_ERROR_STOP on
+
 do $$
 declare
   v_home text := (select s.setting from pg_catalog.pg_settings as s where s.name = 'cron.database_name');
@@ -18,7 +21,7 @@ begin
     raise exception 'pgratelimit is not installed in this database'
       using errcode = 'object_not_in_prerequisite_state',
             detail  = pg_catalog.format('Database %I has no procedure ratelimit_cleanup_all.', current_database()),
-            hint    = 'Install it first: make install DATABASE_URL=...';
+            hint    = 'Install it first: psql -f migrations/psql/install.sql, or make install DATABASE_URL=...';
   end if;
 
   perform pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext('ratelimit-cleanup'));  -- one at a time from here

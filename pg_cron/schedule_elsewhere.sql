@@ -24,7 +24,7 @@ select pg_catalog.max(pg_catalog.format('call %I.%I()', n.nspname, p.proname)) a
   begin
     raise exception 'pgratelimit is not installed in this database'
       using errcode = 'object_not_in_prerequisite_state',
-            hint    = 'Install it first: make install DATABASE_URL=...';
+            hint    = 'Install it first: psql -f migrations/psql/install.sql, or make install DATABASE_URL=...';
   end;
   $$;
 \endif

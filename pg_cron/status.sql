@@ -1,5 +1,6 @@
--- What is scheduled, how it went, and what is waiting. Plain SQL; where pg_cron lives in another
--- database, run the first query there.
+-- What is scheduled, how it went, and what is waiting. Where pg_cron lives in another database, run the first
+-- query there. A client other than psql leaves out the line below.
+\set ON_ERROR_STOP on
 
 -- The jobs, with their last run and the failures of the last 24 hours.
 select j.jobname                  as job,

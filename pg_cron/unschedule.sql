@@ -1,5 +1,7 @@
 -- Undoes schedule.sql, in the same database, and forgets the run history of its jobs.
--- Plain SQL: any client can run it, as often as it likes.
+-- Can be run again at any time. A client other than psql leaves out the line below.
+\set ON_ERROR_STOP on
+
 do $$
 begin
   if to_regclass('cron.job') is null then
