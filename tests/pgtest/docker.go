@@ -68,7 +68,7 @@ func startContainer(ctx context.Context, settings []string) (host, error) {
 			BuildLogWriter: &build,
 		}),
 		testcontainers.WithName(name),
-		testcontainers.WithEnv(map[string]string{"POSTGRES_PASSWORD": c.password}),
+		testcontainers.WithEnv(map[string]string{"POSTGRES_PASSWORD": c.password, "RATELIMIT_APP_PASSWORD": c.password}),
 		testcontainers.WithCmd(command...),
 		testcontainers.WithExposedPorts(postgresPort),
 		// The server of the first start's scripts does not listen on TCP: what answers is the final one.
@@ -215,6 +215,21 @@ func (c *container) discard(ctx context.Context, build io.Reader) error {
 		}
 	}
 	return errors.Join(errors.New(tail(log)), c.Close())
+}
+
+// Log returns what the container of a server on Docker has written.
+func (s *Server) Log(ctx context.Context) (string, error) {
+	c, ok := s.host.(*container)
+	if !ok {
+		return "", errors.New("pgtest: the server is not a container")
+	}
+	logs, err := c.Logs(ctx)
+	if err != nil {
+		return "", err
+	}
+	defer logs.Close()
+	log, err := io.ReadAll(logs)
+	return string(log), err
 }
 
 func tail(log []byte) string { return string(log[max(0, len(log)-4096):]) }

@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Brings pgratelimit in a database up to date, as often as you like. PGHOST, PGUSER (a superuser) and PGDATABASE say
+# where. Role pgratelimit owns the package; role ratelimit_app is for the application, and can log in with
+# RATELIMIT_APP_PASSWORD where that is set.
+set -euo pipefail
+cd "$(dirname "$0")"
+sql() { psql --no-psqlrc --quiet --set ON_ERROR_STOP=1 "$@"; }
+as_owner() { PGOPTIONS='-c role=pgratelimit' sql "$@"; }
+
+sql --file update.sql
+as_owner --file install.sql
+as_owner --command 'grant execute on function ratelimit_acquire, ratelimit_acquire_many, ratelimit_peek, ratelimit_refund to ratelimit_app'
+as_owner --file schedule.sql
