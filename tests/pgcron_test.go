@@ -3,6 +3,7 @@ package tests
 import (
 	"context"
 	"errors"
+	"os"
 	"path/filepath"
 	"strings"
 	"sync"
@@ -164,6 +165,103 @@ func TestPgCron_SaysWhatIsMissing(t *testing.T) {
 		db := createDB(t, server, "app", "")
 		requireMissing(t, runScript(db, "schedule.sql"), "pg_cron is not in this database", "has not loaded it", "pg_cron/README.md")
 	})
+}
+
+// Uninstalling takes its jobs along, and says where it may not. Every way shares the migration that does it.
+func TestPgCron_UninstallUnschedules(t *testing.T) {
+	t.Parallel()
+	server := pgtest.Private(t)
+	if !server.HasCron {
+		t.Skip("pg_cron is not installed for this PostgreSQL")
+	}
+	const remain = "clean-up may still be scheduled with pg_cron"
+	home := serverDB(t, server, "postgres") // where pg_cron is
+	require.NoError(t, migrations.Down(t.Context(), connectToPackage(t, home)))
+	home.exec(`
+		create extension if not exists pg_cron;
+		create role stranger login;
+		create role owner login;
+		grant create on database postgres to owner;
+		grant usage, create on schema public to owner;
+		select cron.schedule('mine', '* * * * *', 'select 1')`)
+	for name, uninstall := range map[string]func(url string) string{
+		"psql": func(url string) string { return psqlFile(t, url, "uninstall.sql") },
+		"make uninstall": func(url string) string {
+			out, err := command("..", nil, "make", "uninstall", "DATABASE_URL="+url).CombinedOutput()
+			require.NoError(t, err, "%s", out)
+			return string(out)
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			schedule := func(url string) {
+				out, status := psqlStatus(t, url, "--file", "../pg_cron/schedule.sql")
+				require.Equal(t, 0, status, out)
+				require.Len(t, jobs(home), 2)
+			}
+			asOwner := withSettings(t, home.URL, "role", "owner")
+
+			installers["Up"](t, home.URL)
+			schedule(home.URL)
+			require.NotContains(t, uninstall(home.URL), remain)
+			require.Empty(t, jobs(home))
+
+			installers["Up"](t, asOwner)
+			schedule(home.URL) // by another role
+			out := uninstall(asOwner)
+			require.Contains(t, out, "WARNING:")
+			require.Contains(t, out, remain)
+			require.Contains(t, out, "permission denied for schema cron")
+			require.Contains(t, out, "pg_cron/unschedule.sql")
+			require.Len(t, jobs(home), 2)
+
+			home.exec("grant usage on schema cron to owner")
+			installers["Up"](t, asOwner)
+			out = uninstall(asOwner)
+			require.Contains(t, out, remain)
+			require.Contains(t, out, "not visible to this role")
+			require.NoError(t, runScript(home, "unschedule.sql"))
+
+			installers["Up"](t, asOwner)
+			schedule(asOwner)
+			require.NotContains(t, uninstall(asOwner), remain)
+			require.Empty(t, jobs(home))
+			home.exec("revoke usage on schema cron from owner")
+
+			elsewhere := createDB(t, server, "elsewhere_"+name[:4], "grant create on database %s to owner; grant create on schema public to owner")
+			out = uninstall(elsewhere.URL)
+			require.Contains(t, out, "pg_cron is in database postgres")
+			require.Contains(t, out, "pg_cron/unschedule_elsewhere.sql")
+			asOwner = withSettings(t, elsewhere.URL, "role", "owner")
+			installers["Up"](t, asOwner)
+			out = uninstall(asOwner)
+			require.Contains(t, out, remain)
+			require.Contains(t, out, "pg_cron/unschedule_elsewhere.sql")
+		})
+	}
+	require.Equal(t, []string{"mine"}, texts(home, "select jobname from cron.job"))
+}
+
+// connectToPackage connects as the owner of the package, which is a role of its own in the image.
+func connectToPackage(t *testing.T, db *testDB) *pgx.Conn {
+	t.Helper()
+	return connectAs(t, db.DB, column(t, db.DB, "select nspowner::regrole::text from pg_namespace where nspname = 'ratelimit'")[0])
+}
+
+// Plain psql -f goes on after an error, and ends well.
+func TestPgCron_ScriptsFail(t *testing.T) {
+	t.Parallel()
+	for _, name := range []string{"schedule.sql", "schedule_elsewhere.sql", "status.sql"} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			out, status := psqlStatus(t, pgtest.Empty(t).URL, "--file", "../pg_cron/"+name)
+			require.Equal(t, 3, status, out)
+		})
+	}
+	for _, name := range []string{"unschedule.sql", "unschedule_elsewhere.sql"} {
+		script, err := os.ReadFile("../pg_cron/" + name)
+		require.NoError(t, err)
+		require.Contains(t, string(script), "\n\\set ON_ERROR_STOP on\n")
+	}
 }
 
 func requireMissing(t *testing.T, err error, message, detail, hint string) {
