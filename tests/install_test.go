@@ -474,9 +474,6 @@ func TestInstall_RunsNothingOfAPlantedVersionTable(t *testing.T) {
 			create function public.version_of(public.told) returns integer language sql as 'select public.version_told()';
 			create cast (public.told as integer) with function public.version_of(public.told) as assignment;
 			create table ratelimit.schema_version as select row(1)::public.told as version`,
-		"an heir": `
-			create table ratelimit.schema_version (version integer);
-			create view ratelimit.spy as select public.version_told() as version`,
 	} {
 		for _, schema := range []string{"the planter's schema", "the installer's schema"} {
 			t.Run(name+"/"+schema, func(t *testing.T) {
@@ -516,6 +513,29 @@ func TestInstall_RunsNothingOfAPlantedVersionTable(t *testing.T) {
 			})
 		}
 	}
+}
+
+// tern itself trusts the version table, so the migration looks whose schema that is in.
+func TestInstall_ByTernIntoAPlantedSchema(t *testing.T) {
+	t.Parallel()
+	planter := newRole(t)
+	db := pgtest.Empty(t)
+	db.Exec(t, "grant create on database "+db.Name+" to "+planter)
+	execute(t, connectAs(t, db, planter), `
+		create schema lair;
+		create sequence lair.escalated;  -- which no rollback takes back
+		create function lair.escalate() returns trigger language plpgsql as $$ begin perform nextval('lair.escalated'); return new; end $$;
+		create schema ratelimit;
+		create table ratelimit.schema_version as select 0 as version;
+		create trigger escalate before update on ratelimit.schema_version for each row execute function lair.escalate()`,
+		pgx.QueryExecModeSimpleProtocol)
+	before := stateOf(t, db)
+
+	out, err := command("..", nil, "go", ternMigrate(db.URL)...).CombinedOutput()
+	require.Error(t, err)
+	require.Contains(t, string(out), "schema ratelimit belongs to another role")
+	require.Equal(t, before, stateOf(t, db))
+	require.Equal(t, []string{"false"}, column(t, db, "select is_called::text from lair.escalated"))
 }
 
 // A role that has nothing to do needs to own nothing.
