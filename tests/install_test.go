@@ -531,9 +531,10 @@ func TestInstall_ByTernIntoAPlantedSchema(t *testing.T) {
 		pgx.QueryExecModeSimpleProtocol)
 	before := stateOf(t, db)
 
-	out, err := command("..", nil, "go", ternMigrate(db.URL)...).CombinedOutput()
-	require.Error(t, err)
-	require.Contains(t, string(out), "schema ratelimit belongs to another role")
+	_, err := command("..", nil, "go", ternMigrate(db.URL)...).Output()
+	var exit *exec.ExitError
+	require.ErrorAs(t, err, &exit)
+	require.Contains(t, string(exit.Stderr), "schema ratelimit belongs to another role")
 	require.Equal(t, before, stateOf(t, db))
 	require.Equal(t, []string{"false"}, column(t, db, "select is_called::text from lair.escalated"))
 }

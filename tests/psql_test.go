@@ -134,7 +134,8 @@ func TestPsql_LeavesTheSessionAsItWas(t *testing.T) {
 		out, status := psqlStatus(t, db.URL, append(args, "--command", `\echo session: :ON_ERROR_STOP :QUIET :{?pgratelimit_quiet} :{?pgratelimit_missing}`,
 			"--command", "select current_setting('search_path'), current_setting('transaction_isolation'), count(*) from pg_locks where locktype = 'advisory' and pid = pg_backend_pid()")...)
 		require.Equal(t, 0, status, out)
-		return out[strings.Index(out, "session: "):]
+		_, state, _ := strings.Cut(out, "session: ")
+		return state
 	}
 	want := session()
 	require.Contains(t, want, "off off FALSE FALSE")
