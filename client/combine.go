@@ -176,7 +176,7 @@ func (c *Combiner) gather() {
 	for n := -1; ; {
 		runtime.Gosched()
 		c.mu.Lock()
-		length := c.queue.waiting.Len()
+		length := c.queue.waiting.length
 		c.mu.Unlock()
 		if length <= n || length >= maxBatch {
 			return
@@ -288,15 +288,21 @@ func (c *Combiner) sendApart(ctx context.Context, batches []*batch) {
 
 // askMany sends a batch in one call.
 func (c *Combiner) askMany(ctx context.Context, b *batch) error {
-	policies, keys, costs := make([]string, len(b.waiters)), make([]string, len(b.waiters)), make([]int64, len(b.waiters))
-	var idempotencyKeys []string
-	for i, w := range b.waiters {
-		policies[i], keys[i], costs[i] = w.policy, w.key, w.cost
+	a := &b.arguments
+	a.policies, a.keys, a.costs, a.idempotencyKeys = a.policies[:0], a.keys[:0], a.costs[:0], a.idempotencyKeys[:0]
+	for _, w := range b.waiters {
+		a.policies = append(a.policies, w.policy)
+		a.keys = append(a.keys, w.key)
+		a.costs = append(a.costs, w.cost)
 		if w.keyed() {
-			idempotencyKeys = append(idempotencyKeys, w.idempotencyKey.(string))
+			a.idempotencyKeys = append(a.idempotencyKeys, w.idempotencyKey.(string))
 		}
 	}
-	rows, err := c.pool.Query(ctx, c.statement(acquireMany), policies, keys, costs, idempotencyKeys)
+	var idempotencyKeys any // null when there are none
+	if len(a.idempotencyKeys) > 0 {
+		idempotencyKeys = a.idempotencyKeys
+	}
+	rows, err := c.pool.Query(ctx, c.statement(acquireMany), a.policies, a.keys, a.costs, idempotencyKeys)
 	if err != nil {
 		return err
 	}

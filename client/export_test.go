@@ -6,7 +6,7 @@ var Backoff = backoff
 func QueueLength(c *Combiner) int {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	return c.queue.waiting.Len()
+	return c.queue.waiting.length
 }
 
 // Denials counts what the cache holds.

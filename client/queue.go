@@ -1,9 +1,6 @@
 package client
 
-import (
-	"container/list"
-	"slices"
-)
+import "slices"
 
 const (
 	// maxBatch bounds the requests of one call, and so the locks it holds and how long its callers wait.
@@ -32,7 +29,7 @@ const (
 // The owner keeps a sixth: after a method has reserved a slot, it calls take.
 type queue struct {
 	limit    int
-	waiting  list.List // of *waiter, in order of arrival
+	waiting  line
 	open     []*batch
 	owners   map[bucket]*batch // the open batch of a bucket
 	reserved bool
@@ -42,9 +39,10 @@ type queue struct {
 // A waiter is a request that others send.
 type waiter struct {
 	request
-	place *list.Element // among the waiting
-	batch *batch        // nil while it waits
-	gone  bool          // its caller has left
+	batch *batch // nil while it waits
+	gone  bool   // its caller has left
+
+	next, prev *waiter // in line
 
 	done   chan struct{} // gets one value when the answer is there
 	answer Decision
@@ -57,6 +55,14 @@ type batch struct {
 	buckets []bucket // each once
 	callers int      // who have not left
 	cancel  func()   // ends the call
+
+	arguments // of the call, kept for the next
+}
+
+// arguments are those of ratelimit_acquire_many.
+type arguments struct {
+	policies, keys, idempotencyKeys []string
+	costs                           []int64
 }
 
 func newQueue(limit int) *queue {
@@ -77,7 +83,7 @@ func (q *queue) claim(r request) *batch {
 
 // add lets a request wait, and reports whether it has reserved a slot for it.
 func (q *queue) add(w *waiter) (reserved bool) {
-	w.place = q.waiting.PushBack(w)
+	q.waiting.push(w)
 	if q.isFree() && q.owners[w.bucket()] == nil {
 		q.reserved = true
 		return true
@@ -89,11 +95,10 @@ func (q *queue) add(w *waiter) (reserved bool) {
 // gives back the slot and returns false. Then another slot may be reserved: see reserve.
 func (q *queue) take(b *batch) bool {
 	q.reserved = false
-	*b = batch{waiters: b.waiters[:0], buckets: b.buckets[:0]}
+	*b = batch{waiters: b.waiters[:0], buckets: b.buckets[:0], arguments: b.arguments}
 	share := q.share()
-	for e := q.waiting.Front(); e != nil && len(b.waiters) < maxBatch; {
-		w := e.Value.(*waiter)
-		e = e.Next()
+	for w, next := q.waiting.first, (*waiter)(nil); w != nil && len(b.waiters) < maxBatch; w = next {
+		next = w.next
 		owner := q.owners[w.bucket()]
 		switch {
 		case len(b.waiters) > 0 && w.keyed() != b.waiters[0].keyed(): // they cost more, and may be sent again
@@ -104,7 +109,7 @@ func (q *queue) take(b *batch) bool {
 		default:
 			continue
 		}
-		q.waiting.Remove(w.place)
+		q.waiting.remove(w)
 		w.batch = b
 		b.waiters = append(b.waiters, w)
 	}
@@ -131,8 +136,8 @@ func (q *queue) reserve() bool {
 	if !q.isFree() {
 		return false
 	}
-	for e := q.waiting.Front(); e != nil; e = e.Next() {
-		if q.owners[e.Value.(*waiter).bucket()] == nil {
+	for w := q.waiting.first; w != nil; w = w.next {
+		if q.owners[w.bucket()] == nil {
 			q.reserved = true
 			return true
 		}
@@ -143,7 +148,7 @@ func (q *queue) reserve() bool {
 // leave is for a caller who waits no longer. It returns the batch that nobody waits for any more, if any.
 func (q *queue) leave(w *waiter) (abandoned *batch) {
 	if w.batch == nil {
-		q.waiting.Remove(w.place)
+		q.waiting.remove(w)
 		return nil
 	}
 	w.gone = true
@@ -160,7 +165,7 @@ func (q *queue) isFree() bool { return !q.reserved && len(q.open) < q.limit }
 // share is how many requests a batch should have: an equal part of all there are for each slot, but not so
 // few that the cost of the call outweighs theirs.
 func (q *queue) share() int {
-	all := q.waiting.Len()
+	all := q.waiting.length
 	for _, b := range q.open {
 		all += len(b.waiters)
 	}
@@ -170,4 +175,37 @@ func (q *queue) share() int {
 func (q *queue) own(b *batch, at bucket) {
 	q.owners[at] = b
 	b.buckets = append(b.buckets, at)
+}
+
+// A line is the waiting requests in order of arrival. Its links are in the requests: container/list would
+// allocate for each.
+type line struct {
+	first, last *waiter
+	length      int
+}
+
+func (l *line) push(w *waiter) {
+	w.prev = l.last
+	if l.last == nil {
+		l.first = w
+	} else {
+		l.last.next = w
+	}
+	l.last = w
+	l.length++
+}
+
+func (l *line) remove(w *waiter) {
+	if w.prev == nil {
+		l.first = w.next
+	} else {
+		w.prev.next = w.next
+	}
+	if w.next == nil {
+		l.last = w.prev
+	} else {
+		w.next.prev = w.prev
+	}
+	w.next, w.prev = nil, nil
+	l.length--
 }
