@@ -83,6 +83,7 @@ func TestStepped_WithoutItsRowStartsANewAnchor(t *testing.T) {
 	for name, remove := range map[string]func(db *testDB){
 		"reset": func(db *testDB) { db.reset("p", "k") },
 		"clean-up": func(db *testDB) {
+			db.cleanUpAtOnce()
 			buckets, _ := db.cleanup()
 			require.EqualValues(db.t, 1, buckets)
 		},

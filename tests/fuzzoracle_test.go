@@ -44,8 +44,7 @@ func (r *round) check(function string, args []argument) error {
 		if p, known := r.model.Policy(name); known { // null keeps what is there
 			capacity, refill, every = cmp.Or(capacity, any(p.Capacity)), cmp.Or(refill, any(p.Refill)), cmp.Or(every, any(span{micros: int64(p.Every)}))
 		}
-		err := cmp.Or(badName("policy", value(0)), missing("capacity", capacity), missing("refill", refill), missing("every", every),
-			badAmount("capacity", capacity), badAmount("refill", refill), badSpan("every", every))
+		err := cmp.Or(badName("policy", value(0)), badAmount("capacity", capacity), badAmount("refill", refill), badSpan("every", every))
 		if err == nil {
 			err = badRate(capacity.(int64), refill.(int64), every.(span))
 		}
@@ -104,13 +103,6 @@ func (r *round) unknown(policy any) error {
 
 func badName(argument string, value any) error {
 	if name, _ := value.(string); len(name) < 1 || len(name) > 512 {
-		return refusal("invalid " + argument)
-	}
-	return nil
-}
-
-func missing(argument string, value any) error {
-	if value == nil {
 		return refusal("invalid " + argument)
 	}
 	return nil

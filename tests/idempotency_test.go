@@ -80,6 +80,7 @@ func TestIdempotency_AnExpiredKeyChargesAgain(t *testing.T) {
 		t.Run(fmt.Sprintf("cleaned up %v", cleaned), func(t *testing.T) {
 			t.Parallel()
 			db := newDB(t)
+			db.cleanUpAtOnce()
 			for _, kind := range []policyOption{durable, ephemeral} {
 				db.definePolicy("p", 10, 1, 24*time.Hour, kind, remember(time.Hour))
 				first := db.acquireAt(t0, "p", "k", 2, "X")
@@ -502,6 +503,7 @@ func TestIdempotency_Races(t *testing.T) {
 		t.Run(r.name, func(t *testing.T) {
 			t.Parallel()
 			db := newDB(t)
+			db.cleanUpAtOnce()
 			require.Equal(t, r.want, r.run(db, durable))
 			if r.gate == "" {
 				require.Equal(t, r.want, r.run(db, ephemeral))

@@ -172,6 +172,7 @@ func TestPooler_AKeyedRequestIsChargedOnce(t *testing.T) {
 func TestPooler_CleansUp(t *testing.T) {
 	t.Parallel()
 	db := newPooledDB(t)
+	db.cleanUpAtOnce()
 	db.inEachMode(t, func(t *testing.T, policy string, pool *pgxpool.Pool) {
 		db := db.in(t)
 		db.definePolicy(policy, 500, 500, us)

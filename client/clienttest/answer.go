@@ -72,19 +72,19 @@ func (db *database) answer(sql string, args []any) ([]any, error) {
 		}
 		return columns(d), err
 	case "ratelimit_peek":
-		err = cmp.Or(db.checkPolicy(text(0)), checkName("key", args[1]), checkTokens("cost", number(2)))
+		err = cmp.Or(checkName("policy", args[0]), checkName("key", args[1]), checkTokens("cost", number(2)), db.checkPolicy(text(0)))
 		if err == nil {
 			d, err = db.model.Peek(now, bucket(), number(2))
 		}
 		return columns(d), err
 	case "ratelimit_refund":
-		err = cmp.Or(db.checkPolicy(text(0)), checkName("key", args[1]), checkTokens("amount", number(2)))
+		err = cmp.Or(checkName("policy", args[0]), checkName("key", args[1]), checkTokens("amount", number(2)), db.checkPolicy(text(0)))
 		if err == nil {
 			d, err = db.model.Refund(now, bucket(), number(2))
 		}
 		return columns(d), err
 	case "ratelimit_reset":
-		if err = cmp.Or(db.checkPolicy(text(0)), checkName("key", args[1])); err == nil {
+		if err = cmp.Or(checkName("policy", args[0]), checkName("key", args[1]), db.checkPolicy(text(0))); err == nil {
 			err = db.model.Reset(bucket())
 		}
 		return []any{1}, err
@@ -116,7 +116,7 @@ func columns(d model.Decision) []any {
 
 // define has the arguments after the name: what is nil keeps what is there.
 func (db *database) define(name string, args []any) error {
-	p, exists := db.model.Policies()[name]
+	p, exists := db.model.Policy(name)
 	def := model.Definition{Capacity: p.Capacity, Refill: p.Refill, Every: p.Every}
 	if n, ok := args[0].(int64); ok {
 		def.Capacity = n
@@ -193,7 +193,7 @@ func (db *database) checkPolicy(name string) error {
 	if err := checkName("policy", name); err != nil {
 		return err
 	}
-	if _, ok := db.model.Policies()[name]; !ok {
+	if _, ok := db.model.Policy(name); !ok {
 		return failure(string(model.UnknownPolicy), "unknown policy", fmt.Sprintf("No policy is named %s.", quoted(name)))
 	}
 	return nil

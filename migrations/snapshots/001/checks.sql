@@ -118,16 +118,17 @@ create or replace function ratelimit.check_policy(capacity bigint, refill bigint
   returns void language plpgsql
 as $$
 declare
-  v_missing text := case when capacity is null then 'capacity' when refill is null then 'refill' when every is null then 'every' end;
+  v_missing constant text := 'A new policy needs capacity, refill and every.';
+  v_range   constant text := 'Pass 1 to 9000000000000 tokens.';
 begin
-  if v_missing is not null then
-    perform ratelimit.refuse(v_missing, null, 'A new policy needs capacity, refill and every.');
+  if (capacity between 1 and 9000000000000) is not true then
+    perform ratelimit.refuse('capacity', capacity::text, case when capacity is null then v_missing else v_range end);
   end if;
-  if capacity not between 1 and 9000000000000 then
-    perform ratelimit.refuse('capacity', capacity::text, 'Pass 1 to 9000000000000 tokens.');
+  if (refill between 1 and 9000000000000) is not true then
+    perform ratelimit.refuse('refill', refill::text, case when refill is null then v_missing else v_range end);
   end if;
-  if refill not between 1 and 9000000000000 then
-    perform ratelimit.refuse('refill', refill::text, 'Pass 1 to 9000000000000 tokens.');
+  if every is null then
+    perform ratelimit.refuse('every', null, v_missing);
   end if;
   perform ratelimit.check_span('every', every);
   if capacity * ratelimit.microseconds(every) > refill * ratelimit.microseconds(interval '3652500 days') then
