@@ -68,9 +68,9 @@ func NewCombiner(pool Pool, opts ...CombinerOption) *Combiner {
 
 // Acquire is [Limiter.Acquire], with the same answers, at a fraction of the work when there are many
 // callers. Few callers, no more than [CallsInFlight], make their own calls as a Limiter does, unless the
-// last call was shared. Of more, those who arrive while calls are under way share the next, which starts
-// at once when there are enough of them or a call has ended: nobody waits for a timer. Requests for one
-// bucket are never in two calls at a time.
+// last call was shared. Of more, those who arrive while that many calls are under way share the next, which
+// starts as soon as one of them has ended: nobody waits for a timer. Requests for one bucket are never in
+// two calls at a time.
 //
 // A caller whose ctx ends gets its error at once, and the others notice nothing. What has not been sent
 // by then is not sent; what has may be granted all the same, and the tokens taken, as with any answer
@@ -79,10 +79,12 @@ func NewCombiner(pool Pool, opts ...CombinerOption) *Combiner {
 //
 // A call is one transaction. If it fails, each of its callers gets the error, and no tokens were taken,
 // unless the connection was lost, when that is unknown. Only requests with an idempotency key, which
-// travel apart from those without, are then sent again. A bucket that another transaction has locked
-// holds up all requests of the call: set lock_timeout for the sessions of the pool where transactions
-// that take tokens may last. When it ends, each bucket of the call is asked for anew by itself, eight at
-// a time, and [ErrLocked] is for those alone who want one that is locked still.
+// travel apart from those without, are then sent again.
+//
+// A bucket that another transaction has locked holds up all requests of the call, and all other calls go
+// on. As many such calls as CallsInFlight hold up everybody: set lock_timeout for the sessions of the pool
+// where transactions that take tokens may last. When it ends, each bucket of the call is asked for anew by
+// itself, eight at a time, and only requests for a bucket that is still locked fail, with [ErrLocked].
 //
 // Errors: those of Limiter.Acquire, and [ErrClosed].
 func (c *Combiner) Acquire(ctx context.Context, policy, key string, opts ...AcquireOption) (Decision, error) {
