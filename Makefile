@@ -81,9 +81,18 @@ snapshot: ## Freeze sql/ as a new migration, once the newest one has been releas
 	go tool tern code snapshot --migrations migrations sql
 	$(MAKE) psql
 
+.PHONY: release-schema
+release-schema: ## Record the newest migration and its snapshot as released: they never change from then on
+	@cd migrations; newest=$$(ls [0-9]*.sql | tail -1); number=$${newest%%_*}; \
+	! grep -q " $$newest$$" released.sha256 || { echo "$$newest is released already." >&2; exit 1; }; \
+	{ echo "$$newest"; find "snapshots/$$number" -type f 2>/dev/null | LC_ALL=C sort; } | xargs sha256sum >> released.sha256
+
 .PHONY: snapshot-renew
 snapshot-renew: ## Freeze sql/ again in the newest migration, while that is unreleased
-	newest=$$(ls -d migrations/snapshots/* | tail -1); rm -r "$$newest"; cp -r sql "$$newest"
+	@newest=$$(ls migrations/snapshots | tail -1); \
+	if grep -q " snapshots/$$newest/" migrations/released.sha256; then \
+	  echo "Snapshot $$newest is released and never changes: make snapshot begins the next migration." >&2; exit 1; fi; \
+	rm -r "migrations/snapshots/$$newest"; cp -r sql "migrations/snapshots/$$newest"
 	$(MAKE) psql
 
 .PHONY: psql

@@ -97,7 +97,8 @@ func (q *queue) take(b *batch) bool {
 	q.reserved = false
 	*b = batch{waiters: b.waiters[:0], buckets: b.buckets[:0], arguments: b.arguments}
 	share := q.share()
-	for w, next := q.waiting.first, (*waiter)(nil); w != nil && len(b.waiters) < maxBatch; w = next {
+	var next *waiter
+	for w := q.waiting.first; w != nil && len(b.waiters) < maxBatch; w = next {
 		next = w.next
 		owner := q.owners[w.bucket()]
 		switch {
