@@ -17,7 +17,6 @@ func (r *report) markdown() string {
 	for _, name := range slices.Sorted(maps.Keys(r.Machine)) {
 		fmt.Fprintf(&b, "| %s | %s |\n", name, r.Machine[name])
 	}
-	r.goals(&b)
 	for _, keys := range keyNames {
 		r.table(&b, keyTitles[keys], byTitle(), callerCounts, func(opponent string, callers int) string {
 			return cellName(opponent, keys, callers)
@@ -28,16 +27,6 @@ func (r *report) markdown() string {
 	r.rest(&b)
 	r.settings(&b)
 	return b.String()
-}
-
-func (r *report) goals(b *strings.Builder) {
-	b.WriteString("\n## Goals\n\n| measure | value | range | floor | aim | |\n|---|---|---|---|---|---|\n")
-	for _, m := range r.Measures {
-		if m.Floor != nil {
-			fmt.Fprintf(b, "| %s (%s) | **%s** | %s to %s | %s | %s | %s |\n", m.Name, m.Unit, figure(m.Value), figure(m.Min), figure(m.Max),
-				m.bound(*m.Floor), m.bound(*m.Aim), m.verdict())
-		}
-	}
 }
 
 var keyTitles = map[string]string{
@@ -90,13 +79,13 @@ func (r *report) cellText(cell string) string {
 		figure(value(p99)/1000), figure(value(cpuServer)), figure(value(cpuClient)))
 }
 
-// rest lists what is in no other table.
+// rest lists what is in no other table, the ratios first.
 func (r *report) rest(b *strings.Builder) {
-	b.WriteString("\n## Other measures\n\n| measure | value | range | unit |\n|---|---|---|---|\n")
+	b.WriteString("\n## Ratios and other measures\n\n| measure | value | range | unit |\n|---|---|---|---|\n")
 	tables := slices.Concat((&grid{}).cells(), (&calls{}).cells())
 	for _, m := range r.Measures {
 		inTable := slices.ContainsFunc(tables, func(cell string) bool { return strings.HasPrefix(m.Name, cell+"/") })
-		if m.Floor == nil && !inTable {
+		if !inTable {
 			fmt.Fprintf(b, "| %s | %s | %s to %s | %s |\n", m.Name, figure(m.Value), figure(m.Min), figure(m.Max), m.Unit)
 		}
 	}

@@ -1,84 +1,89 @@
 package main
 
 import (
+	"cmp"
+	"errors"
 	"image/color"
-	"math"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 
 	"gonum.org/v1/plot"
 	"gonum.org/v1/plot/plotter"
+	"gonum.org/v1/plot/text"
 	"gonum.org/v1/plot/vg"
 	"gonum.org/v1/plot/vg/draw"
 	"gonum.org/v1/plot/vg/vgsvg"
 )
 
-// The kind of an opponent is its colour in all plots; what flushes is dashed, what is not kept dotted.
-var styles = map[string]struct {
-	colour color.Color
-	dashes []vg.Length
+// The opponents that are drawn, each with its colour in all plots; dashed is flushed to disk. The tables of the page
+// have all opponents: more lines than these cannot be told apart.
+var lines = []struct {
+	opponent, label string
+	colour          color.Color
+	dashes          []vg.Length
 }{
-	"combined-noflush":    {blue, nil},
-	"combined-flush":      {blue, dashed},
-	"combined-ephemeral":  {blue, dotted},
-	"plain-noflush":       {green, nil},
-	"plain-flush":         {green, dashed},
-	"plain-ephemeral":     {green, dotted},
-	"redis":               {red, nil},
-	"redis-aof":           {red, dashed},
-	"redis-pipelined":     {orange, nil},
-	"redis-aof-pipelined": {orange, dashed},
-	"statements":          {grey, nil},
-	"serializable":        {black, nil},
+	{"combined-noflush", "combined", blue, nil},
+	{"combined-flush", "combined, flushed", blue, dashed},
+	{"plain-noflush", "plain calls", green, nil},
+	{"redis", "redis_rate", red, nil},
+	{"redis-aof", "redis_rate, appendfsync always", red, dashed},
 }
 
 var (
-	blue   = color.RGBA{0x1b, 0x6c, 0xa8, 0xff}
-	green  = color.RGBA{0x2e, 0x9e, 0x5b, 0xff}
-	red    = color.RGBA{0xc0, 0x39, 0x2b, 0xff}
-	orange = color.RGBA{0xe6, 0x7e, 0x22, 0xff}
-	grey   = color.RGBA{0x7f, 0x8c, 0x8d, 0xff}
-	black  = color.RGBA{0x2c, 0x3e, 0x50, 0xff}
+	blue  = color.RGBA{0x1b, 0x6c, 0xa8, 0xff}
+	green = color.RGBA{0x2e, 0x9e, 0x5b, 0xff}
+	red   = color.RGBA{0xc0, 0x39, 0x2b, 0xff}
 
 	dashed = []vg.Length{vg.Points(6), vg.Points(3)}
-	dotted = []vg.Length{vg.Points(1.5), vg.Points(2.5)}
 )
 
 const (
 	plotWidth   = 26 * vg.Centimeter
-	plotHeight  = 13 * vg.Centimeter
-	legendWidth = 8.5 * vg.Centimeter
+	plotHeight  = 11 * vg.Centimeter
+	legendWidth = 9.5 * vg.Centimeter
+	margin      = vg.Centimeter / 2
+	textSize    = vg.Length(12)
 )
 
-// plots draws throughput and the 99th percentile by callers.
+// plots draws throughput and the 99th percentile by callers, for many keys and for one.
 func (r *report) plots(dir string) error {
-	for _, keys := range keyNames {
-		title := keyTitles[keys]
-		if err := r.plot(filepath.Join(dir, "throughput-"+keys+".svg"), title, "decisions per second", keys, rate, 1); err != nil {
-			return err
-		}
-		if err := r.plot(filepath.Join(dir, "p99-"+keys+".svg"), title, "99th percentile in milliseconds", keys, p99, 1e-3); err != nil {
+	for keys, title := range map[string]string{"uniform": "100,000 keys", "hot": "one key"} {
+		if err := errors.Join(
+			r.plot(filepath.Join(dir, "throughput-"+keys+".svg"), "Decisions per second, "+title+" (more is better)", keys, rate, 1),
+			r.plot(filepath.Join(dir, "p99-"+keys+".svg"), "99th percentile in milliseconds, "+title+" (less is better)", keys, p99, 1e-3),
+		); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-// plot draws one line for each opponent, and nothing when no line was measured.
-func (r *report) plot(file, title, axis, keys, metric string, scale float64) error {
+// plot draws the lines that were measured, and nothing when there is none. The legend has them in the order in which
+// they end, from top to bottom.
+func (r *report) plot(file, title, keys, metric string, scale float64) error {
 	p, legend := plot.New(), plot.NewLegend()
-	p.Title.Text = title
-	p.X.Label.Text, p.Y.Label.Text = "callers", axis
-	p.X.Scale, p.Y.Scale = plot.LogScale{}, plot.LogScale{}
-	p.X.Tick.Marker, p.Y.Tick.Marker = plot.TickerFunc(callerTicks), plot.TickerFunc(logTicks)
+	p.Title.Text, p.X.Label.Text = title, "callers at a time"
+	p.X.Scale, p.X.Tick.Marker = plot.LogScale{}, plot.TickerFunc(callerTicks)
+	p.Y.Min, p.Y.Tick.Marker = 0, plot.TickerFunc(roundTicks)
+	p.Title.TextStyle.Font.Size, p.Title.Padding = textSize+2, vg.Points(10)
+	for _, style := range []*text.Style{&p.X.Label.TextStyle, &p.X.Tick.Label, &p.Y.Tick.Label, &legend.TextStyle} {
+		style.Font.Size = textSize
+	}
 	p.Add(plotter.NewGrid())
-	legend.Top, legend.Left, legend.Padding = true, true, vg.Points(2)
-	lines := 0
-	for _, opponent := range byTitle() {
+	legend.Top, legend.Left, legend.Padding, legend.ThumbnailWidth = true, true, vg.Points(6), vg.Points(30)
+
+	type drawn struct {
+		label string
+		last  float64
+		line  *plotter.Line
+	}
+	var all []drawn
+	for _, l := range lines {
 		var points plotter.XYs
 		for _, callers := range callerCounts {
-			if m := r.find(cellName(opponent.name, keys, callers) + "/" + metric); m != nil && m.Value > 0 {
+			if m := r.find(cellName(l.opponent, keys, callers) + "/" + metric); m != nil && m.Value > 0 {
 				points = append(points, plotter.XY{X: float64(callers), Y: m.Value * scale})
 			}
 		}
@@ -89,15 +94,17 @@ func (r *report) plot(file, title, axis, keys, metric string, scale float64) err
 		if err != nil {
 			return err
 		}
-		style := styles[opponent.name]
-		line.Color, line.Dashes, line.Width = style.colour, style.dashes, vg.Points(1.5)
-		dots.Color, dots.Shape, dots.Radius = style.colour, draw.CircleGlyph{}, vg.Points(2)
+		line.Color, line.Dashes, line.Width = l.colour, l.dashes, vg.Points(2)
+		dots.Color, dots.Shape, dots.Radius = l.colour, draw.CircleGlyph{}, vg.Points(3)
 		p.Add(line, dots)
-		legend.Add(opponent.title, line, dots)
-		lines++
+		all = append(all, drawn{l.label, points[len(points)-1].Y, line})
 	}
-	if lines == 0 {
+	if len(all) == 0 {
 		return nil
+	}
+	slices.SortFunc(all, func(a, b drawn) int { return cmp.Compare(b.last, a.last) })
+	for _, d := range all {
+		legend.Add(d.label, d.line)
 	}
 	return save(file, p, legend)
 }
@@ -108,8 +115,8 @@ func save(file string, p *plot.Plot, legend plot.Legend) error {
 	page := draw.New(svg)
 	page.SetColor(color.White)
 	page.Fill(page.Path())
-	p.Draw(draw.Crop(page, 0, -legendWidth, 0, 0))
-	legend.Draw(draw.Crop(page, plotWidth-legendWidth+vg.Points(10), 0, 0, -vg.Points(20)))
+	p.Draw(draw.Crop(page, margin, -legendWidth, margin, -margin))
+	legend.Draw(draw.Crop(page, plotWidth-legendWidth+margin, 0, 0, -3*margin))
 	out, err := os.Create(file)
 	if err != nil {
 		return err
@@ -126,21 +133,17 @@ func callerTicks(_, _ float64) (ticks []plot.Tick) {
 	return ticks
 }
 
-// logTicks are 1, 2 and 5 in each power of ten.
-func logTicks(low, high float64) (ticks []plot.Tick) {
-	for power := math.Pow(10, math.Floor(math.Log10(low))); power <= high; power *= 10 {
-		for _, digit := range []float64{1, 2, 5} {
-			if value := digit * power; value >= low && value <= high {
-				ticks = append(ticks, plot.Tick{Value: value, Label: tickLabel(value)})
+// roundTicks are the multiples of 1, 2 or 5 times a power of ten, at most seven of them.
+func roundTicks(_, high float64) (ticks []plot.Tick) {
+	for power := 1.0; ; power *= 10 {
+		for _, step := range []float64{power, 2 * power, 5 * power} {
+			if high/step > 6 {
+				continue
 			}
+			for value := 0.0; value <= high; value += step {
+				ticks = append(ticks, plot.Tick{Value: value, Label: thousands(value)})
+			}
+			return ticks
 		}
 	}
-	return ticks
-}
-
-func tickLabel(value float64) string {
-	if value >= 1 {
-		return thousands(value)
-	}
-	return figure(value)
 }
