@@ -110,7 +110,7 @@ need-%:
 	@[ -n "$${$*:-}" ] || { echo 'Say which database: make $(firstword $(MAKECMDGOALS)) $*=postgres://…' >&2; exit 2; }
 
 .PHONY: bench
-bench: ## Measure everything, beside Redis, in half an hour, and renew the results that README shows
+bench: ## Measure everything, beside Redis, in half an hour, and renew the results that docs/performance.md shows
 	@go run ./tests/bench -results tests/bench/results
 
 .PHONY: bench-quick

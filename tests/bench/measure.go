@@ -135,7 +135,7 @@ func mustShow() []measure {
 	}
 }
 
-// capacityFormula returns what the README's formula is made of, and measured ÷ formula.
+// capacityFormula returns what the formula of docs/performance.md is made of, and measured ÷ formula.
 //
 //	decisions per second = cores × 10⁶ ÷ CPU microseconds per decision
 //	bytes                = buckets × (160 + 3 × bytes of key)
