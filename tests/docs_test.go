@@ -1,0 +1,638 @@
+package tests
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+)
+
+// The documentation is tested. A fenced block says by its tag what is done with it:
+//
+//	sql    each statement is run and must succeed
+//	psql   each statement follows a prompt, "=> ", and must have the output that follows it
+//	go     is compiled: a file, declarations, or statements of a function that returns an error
+//	sh     its files of the repository and targets of make must be there
+//	js, python, java, php, ruby
+//	       the statement in it is run
+//	text   nothing
+//
+// Any other tag, or none, is an error. The blocks of a file are run in order, in a database of its own, whose clock stands
+// still. So times are exact but for those that the documentation shows with a fraction, as a real server would: they
+// are compared rounded up to whole seconds.
+
+// A docsFile is one page, by its path from the repository's root.
+type docsFile struct {
+	path   string
+	text   string
+	blocks []docsBlock
+}
+
+type docsBlock struct {
+	tag, text string
+	line      int // of its first line
+}
+
+func docsFiles(t testing.TB) (files []docsFile) {
+	t.Helper()
+	var paths []string
+	for _, pattern := range []string{"../*.md", "../docs/*.md", "../pg_cron/*.md"} {
+		found, err := filepath.Glob(pattern)
+		require.NoError(t, err)
+		require.NotEmpty(t, found, pattern)
+		paths = append(paths, found...)
+	}
+	for _, path := range paths {
+		text, err := os.ReadFile(path)
+		require.NoError(t, err)
+		blocks, err := docsBlocks(string(text))
+		require.NoError(t, err, path)
+		files = append(files, docsFile{strings.TrimPrefix(path, "../"), string(text), blocks})
+	}
+	return files
+}
+
+var docsTags = []string{"sql", "psql", "go", "sh", "text", "js", "python", "java", "php", "ruby"}
+
+func docsBlocks(text string) (blocks []docsBlock, err error) {
+	var open *docsBlock
+	for i, line := range strings.Split(text, "\n") {
+		fence, isFence := strings.CutPrefix(strings.TrimLeft(line, " "), "```")
+		switch {
+		case isFence && open == nil:
+			if !slices.Contains(docsTags, fence) {
+				return nil, fmt.Errorf("line %d: a block has the tag %q; the tags are %v", i+1, fence, docsTags)
+			}
+			open = &docsBlock{tag: fence, line: i + 2}
+		case isFence:
+			blocks = append(blocks, *open)
+			open = nil
+		case open != nil:
+			open.text += line + "\n"
+		}
+	}
+	if open != nil {
+		return nil, fmt.Errorf("line %d: a block does not end", open.line)
+	}
+	return blocks, nil
+}
+
+func TestDocs_SQL(t *testing.T) {
+	t.Parallel()
+	ran := 0
+	for _, file := range docsFiles(t) {
+		t.Run(file.path, func(t *testing.T) {
+			session := newDocsSession(t)
+			for _, block := range file.blocks {
+				did, err := session.run(block)
+				require.NoError(t, err, "%s, the block of line %d", file.path, block.line)
+				ran += did
+			}
+		})
+	}
+	require.Greater(t, ran, 50, "statements")
+}
+
+// Each of these is wrong, and must be found.
+func TestDocs_SQLChecker(t *testing.T) {
+	t.Parallel()
+	session := newDocsSession(t)
+	_, err := session.run(docsBlock{tag: "sql", text: "select ratelimit_define_policy('p', 5, 1, '1 second');\n"})
+	require.NoError(t, err)
+	const statement = "=> select allowed, remaining, reset_after from ratelimit_peek('p', 'k', 5);\n"
+	const right = " allowed | remaining | reset_after\n---------+-----------+-------------\n t       | 5         | 00:00:00\n"
+	for name, test := range map[string]struct{ tag, text string }{
+		"a wrong value":         {"psql", statement + strings.Replace(right, "| 5 ", "| 4 ", 1)},
+		"a wrong time":          {"psql", statement + strings.Replace(right, "00:00:00", "00:00:01", 1)},
+		"a wrong fraction":      {"psql", statement + strings.Replace(right, "00:00:00", "00:00:00.25", 1)},
+		"a wrong column":        {"psql", statement + strings.Replace(right, "remaining", "remained", 1)},
+		"a missing row":         {"psql", statement + right[:strings.Index(right, " t ")]},
+		"a row too many":        {"psql", statement + right + " t       | 5         | 00:00:00\n"},
+		"a wrong count":         {"psql", statement + right + "(2 rows)\n"},
+		"a missing cell":        {"psql", statement + strings.Replace(right, "| 00:00:00", "", 1)},
+		"no output shown":       {"psql", statement},
+		"an error not shown":    {"psql", "=> select 1 / 0;\n"},
+		"another error":         {"psql", "=> select 1 / 0;\nERROR:  division by one\n"},
+		"another hint":          {"psql", "=> select ratelimit_peek('q', 'k');\nERROR:  unknown policy\nHINT:  None.\n"},
+		"an error that is none": {"psql", statement + "ERROR:  division by zero\n"},
+		"no table":              {"psql", statement + "something\n"},
+		"no prompt":             {"psql", "select 1;\n"},
+		"no semicolon":          {"psql", "=> select 1\n"},
+		"nothing":               {"psql", "\n"},
+		"a failing statement":   {"sql", "select 1;\nselect 1 / 0;\n"},
+		"no end":                {"sql", "select 1;\nselect 2\n"},
+		"another statement":     {"python", "select allowed from ratelimit_acquire(%s, %s)\n"},
+	} {
+		_, err := session.run(docsBlock{tag: test.tag, text: test.text})
+		assert.Error(t, err, name)
+	}
+	did, err := session.run(docsBlock{tag: "psql", text: statement + right})
+	require.NoError(t, err)
+	require.Equal(t, 1, did)
+	did, err = session.run(docsBlock{tag: "psql", text: statement + right + "(1 row)\n\n=> select 1 / 0;\nERROR:  division by zero\n"})
+	require.NoError(t, err)
+	require.Equal(t, 2, did)
+
+	for name, text := range map[string]string{
+		"no tag":          "```\nselect 1;\n```\n",
+		"an unknown tag":  "```sqll\nselect 1;\n```\n",
+		"a tag with more": "```sql skip\nselect 1;\n```\n",
+		"no end":          "```sql\nselect 1;\n",
+	} {
+		_, err := docsBlocks(text)
+		assert.Error(t, err, name)
+	}
+}
+
+// A docsSession runs the blocks of one page. A role of the test's stands for role app.
+type docsSession struct {
+	conn *pgconn.PgConn
+	role string
+}
+
+func newDocsSession(t *testing.T) *docsSession {
+	t.Helper()
+	role := newRole(t)
+	db := newDB(t)
+	db.setClock(time.Now())
+	return &docsSession{db.Connect(t).PgConn(), role}
+}
+
+var docsRole = regexp.MustCompile(`\b(to|role) app\b`)
+
+// run returns how many statements it ran.
+func (s *docsSession) run(block docsBlock) (ran int, err error) {
+	switch block.tag {
+	case "sql":
+		statements, rest := docsStatements(block.text)
+		if rest != "" {
+			return 0, fmt.Errorf("no semicolon ends %q", rest)
+		}
+		for _, statement := range statements {
+			if _, err := s.exec(statement); err != nil {
+				return ran, fmt.Errorf("%w\n%s", err, statement)
+			}
+			ran++
+		}
+		return ran, nil
+	case "psql":
+		for text := strings.TrimSpace(block.text); text != "" || ran == 0; ran++ {
+			prompted, ok := strings.CutPrefix(text, "=> ")
+			if !ok {
+				return ran, fmt.Errorf("no prompt before %.60q", text)
+			}
+			prompted, text, _ = strings.Cut(prompted, "\n=> ")
+			if text != "" {
+				text = "=> " + text
+			}
+			statements, output := docsStatements(prompted)
+			if len(statements) == 0 {
+				return ran, fmt.Errorf("no semicolon ends %q", prompted)
+			}
+			if err := s.compare(statements[0], strings.TrimSpace(strings.Join(append(statements[1:], output), "\n"))); err != nil {
+				return ran, fmt.Errorf("%w\n%s", err, statements[0])
+			}
+		}
+		return ran, nil
+	case "js", "python", "java", "php", "ruby":
+		statement, found := docsOneStatement(block.text)
+		if !found {
+			return 0, fmt.Errorf("it does not have the statement of the page: %s", docsOne)
+		}
+		_, err := s.exec(statement)
+		return 1, err
+	}
+	return 0, nil
+}
+
+func (s *docsSession) exec(statement string) (*pgconn.Result, error) {
+	results, err := s.conn.Exec(context.Background(), docsRole.ReplaceAllString(statement, "$1 "+s.role)).ReadAll()
+	if err != nil {
+		return nil, err
+	}
+	if len(results) != 1 {
+		return nil, fmt.Errorf("it is %d statements", len(results))
+	}
+	return results[0], results[0].Err
+}
+
+// docsStatements splits at semicolons that end a line. No statement of the documentation has one inside.
+func docsStatements(text string) (statements []string, rest string) {
+	for {
+		statement, after, found := strings.Cut(text, ";\n")
+		if !found {
+			statement, found = strings.CutSuffix(strings.TrimRight(text, "\n"), ";")
+			after = ""
+		}
+		if !found {
+			return statements, strings.TrimSpace(text)
+		}
+		statements, text = append(statements, strings.TrimSpace(statement)), after
+	}
+}
+
+// docsOne is what every language sends, whatever its drivers write for the arguments.
+const docsOne = "select allowed, least(remaining, 2147483647)::integer as remaining, " +
+	"least(ceil(extract(epoch from retry_after)), 2147483647)::integer as retry_after_seconds, " +
+	"retry_after is null as never from ratelimit_acquire("
+
+var docsArgument = regexp.MustCompile(`^(\$\d|%s|\?)::(text|bigint)(, |\))`)
+
+func docsOneStatement(code string) (statement string, found bool) {
+	_, arguments, found := strings.Cut(strings.Join(strings.Fields(code), " "), docsOne)
+	statement = docsOne
+	for i, value := range []string{"'exports'", "'user:1'", "1"} {
+		match := docsArgument.FindStringSubmatch(arguments)
+		if match == nil || (match[3] == ")") != (i == 2) {
+			return "", false
+		}
+		statement += value + "::" + match[2] + match[3]
+		arguments = arguments[len(match[0]):]
+	}
+	return statement, found
+}
+
+// compare runs a statement and tells how its output differs from that shown.
+func (s *docsSession) compare(statement, shown string) error {
+	result, err := s.exec(statement)
+	lines := strings.Split(shown, "\n")
+	var pgErr *pgconn.PgError
+	if errors.As(err, &pgErr) {
+		if lines[0] != "ERROR:  "+pgErr.Message {
+			return fmt.Errorf("shown is %q: %w", shown, err)
+		}
+		for _, line := range lines[1:] {
+			if line != "DETAIL:  "+pgErr.Detail && line != "HINT:  "+pgErr.Hint {
+				return fmt.Errorf("shown is %q: %s, %s", line, pgErr.Detail, pgErr.Hint)
+			}
+		}
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+
+	var got [][]string
+	for _, row := range result.Rows {
+		var cells []string
+		for _, value := range row {
+			cells = append(cells, string(value))
+		}
+		got = append(got, cells)
+	}
+	if shown == "" {
+		if strings.Join(slices.Concat(got...), "") != "" { // a function that returns void has one empty cell
+			return fmt.Errorf("it has output, and none is shown: %v", got)
+		}
+		return nil
+	}
+	var columns []string
+	for _, field := range result.FieldDescriptions {
+		columns = append(columns, field.Name)
+	}
+	got = append([][]string{columns}, got...)
+
+	if count, ok := strings.CutPrefix(lines[len(lines)-1], "("); ok {
+		if n, err := strconv.Atoi(strings.Fields(count)[0]); err != nil || n != len(result.Rows) {
+			return fmt.Errorf("there are %d rows, shown is (%s", len(result.Rows), count)
+		}
+		lines = lines[:len(lines)-1]
+	}
+	if len(lines) < 2 || strings.Trim(lines[1], "-+") != "" {
+		return fmt.Errorf("shown is no table and no error: %q", shown)
+	}
+	var want [][]string
+	for _, line := range slices.Delete(lines, 1, 2) {
+		var cells []string
+		for cell := range strings.SplitSeq(line, "|") {
+			cells = append(cells, strings.TrimSpace(cell))
+		}
+		want = append(want, cells)
+	}
+	masked := func(rows [][]string) string {
+		var text strings.Builder
+		for _, row := range rows {
+			for _, cell := range row {
+				text.WriteString("| " + docsWholeSeconds(cell) + " ")
+			}
+			text.WriteString("\n")
+		}
+		return text.String()
+	}
+	if want, got := masked(want), masked(got); want != got {
+		return fmt.Errorf("shown is\n%sand it is\n%s", want, got)
+	}
+	return nil
+}
+
+var docsTime = regexp.MustCompile(`^(\d+):(\d\d):(\d\d\.\d+)$`)
+
+// docsWholeSeconds rounds a time with a fraction up.
+func docsWholeSeconds(cell string) string {
+	parts := docsTime.FindStringSubmatch(cell)
+	if parts == nil {
+		return cell
+	}
+	d, err := time.ParseDuration(parts[1] + "h" + parts[2] + "m" + parts[3] + "s")
+	if err != nil {
+		return cell
+	}
+	seconds := int64((d + time.Second - 1) / time.Second)
+	return fmt.Sprintf("%02d:%02d:%02d", seconds/3600, seconds/60%60, seconds%60)
+}
+
+// What a Go block may use without declaring it.
+const docsEnvironment = `package docs
+
+import (
+	"context"
+	"errors"
+	"net/http"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/pgratelimit/pgratelimit/client"
+)
+
+var (
+	ctx     context.Context
+	pool    *pgxpool.Pool
+	conn    *pgx.Conn
+	limiter *client.Limiter
+	w       http.ResponseWriter
+	r       *http.Request
+
+	errTooLarge, errTooMany error = errors.New("too large"), errors.New("too many")
+)
+
+func userOf(*http.Request) string { return "" }
+`
+
+var docsImports = map[string]string{
+	"client":     "github.com/pgratelimit/pgratelimit/client",
+	"clienttest": "github.com/pgratelimit/pgratelimit/client/clienttest",
+	"migrations": "github.com/pgratelimit/pgratelimit/migrations",
+	"pgx":        "github.com/jackc/pgx/v5",
+	"pgxpool":    "github.com/jackc/pgx/v5/pgxpool",
+	"context":    "context",
+	"errors":     "errors",
+	"fmt":        "fmt",
+	"http":       "net/http",
+	"slog":       "log/slog",
+	"strconv":    "strconv",
+	"testing":    "testing",
+	"time":       "time",
+}
+
+var docsDeclared = regexp.MustCompile(`(?m)^(\w+(?:, \w+)*) :=`)
+
+// docsGo makes a file of a block; at is the directive that tells the compiler where the block stands.
+func docsGo(at, text string) string {
+	if strings.HasPrefix(text, "package ") {
+		return at + text
+	}
+	var file strings.Builder
+	file.WriteString("package docs\n\n")
+	code := regexp.MustCompile(`//.*`).ReplaceAllString(text, "")
+	for name, path := range docsImports {
+		if regexp.MustCompile(`\b` + name + `\.`).MatchString(code) {
+			fmt.Fprintf(&file, "import %s %q\n", name, path)
+		}
+	}
+	if regexp.MustCompile(`(?m)^(func|type|var) `).MatchString(text) {
+		return file.String() + at + text
+	}
+	file.WriteString("func _() error {\n" + at + text)
+	for _, names := range docsDeclared.FindAllStringSubmatch(text, -1) {
+		for name := range strings.SplitSeq(names[1], ", ") {
+			if name != "_" {
+				fmt.Fprintf(&file, "_ = %s\n", name) // a quotation need not use what it shows
+			}
+		}
+	}
+	file.WriteString("return nil\n}\n")
+	return file.String()
+}
+
+func TestDocs_GoCompiles(t *testing.T) {
+	t.Parallel()
+	out, err := buildDocs(t, docsGo("", "return limiter\n"))
+	require.Error(t, err, "a block that does not compile is found: %s", out)
+
+	var files []string
+	for _, file := range docsFiles(t) {
+		for _, block := range file.blocks {
+			if block.tag == "go" {
+				files = append(files, docsGo(fmt.Sprintf("//line %s:%d\n", file.path, block.line), block.text))
+			}
+		}
+	}
+	require.Greater(t, len(files), 5)
+	out, err = buildDocs(t, files...)
+	require.NoError(t, err, out)
+}
+
+// buildDocs compiles each file as a package of the module, which is there for the compiler only.
+func buildDocs(t *testing.T, files ...string) (out string, err error) {
+	t.Helper()
+	dir := t.TempDir()
+	root, err := filepath.Abs("..")
+	require.NoError(t, err)
+	overlay := map[string]string{}
+	args := []string{"build", "-overlay", filepath.Join(dir, "overlay.json")}
+	add := func(path, text string) {
+		t.Helper()
+		real := filepath.Join(dir, fmt.Sprintf("%d.go", len(overlay)))
+		require.NoError(t, os.WriteFile(real, []byte(text), 0o600))
+		overlay[filepath.Join(root, path)] = real
+	}
+	for i, file := range files {
+		pkg := fmt.Sprintf("tests/docs_block_%d", i)
+		add(pkg+"/block.go", file)
+		add(pkg+"/environment.go", docsEnvironment)
+		args = append(args, "./"+pkg)
+	}
+	text, err := json.Marshal(map[string]any{"Replace": overlay})
+	require.NoError(t, err)
+	require.NoError(t, os.WriteFile(filepath.Join(dir, "overlay.json"), text, 0o600))
+	command := exec.Command("go", args...)
+	command.Dir = root
+	combined, err := command.CombinedOutput()
+	return string(combined), err
+}
+
+var (
+	docsLink    = regexp.MustCompile(`\]\(([^)#\s]*)(?:#([^)\s]*))?\)`)
+	docsHeading = regexp.MustCompile(`(?m)^#+ (.*)$`)
+	docsPath    = regexp.MustCompile(`\b(?:sql|migrations|client|pg_cron|docker|docs|tests)/[\w./-]*\w`)
+	docsTarget  = regexp.MustCompile(`\bmake ([a-z]+(?:-[a-z]+)*)`)
+)
+
+func TestDocs_LinksFilesAndTargetsAreThere(t *testing.T) {
+	t.Parallel()
+	makefile, err := os.ReadFile("../Makefile")
+	require.NoError(t, err)
+	anchors := map[string][]string{}
+	files := docsFiles(t)
+	for _, file := range files {
+		for _, heading := range docsHeading.FindAllStringSubmatch(file.text, -1) {
+			anchor := regexp.MustCompile(`[^\w -]`).ReplaceAllString(strings.ToLower(heading[1]), "")
+			anchors[file.path] = append(anchors[file.path], strings.ReplaceAll(anchor, " ", "-"))
+		}
+	}
+	for _, file := range files {
+		prose := file.text
+		for _, block := range file.blocks {
+			prose = strings.Replace(prose, block.text, "", 1)
+			if block.tag != "sh" {
+				continue
+			}
+			for _, path := range docsPath.FindAllString(block.text, -1) {
+				assert.FileExists(t, filepath.Join("..", path), file.path)
+			}
+			for _, target := range docsTarget.FindAllStringSubmatch(block.text, -1) {
+				assert.True(t, strings.Contains(string(makefile), "\n"+target[1]+":"), "%s: make %s", file.path, target[1])
+			}
+		}
+		for _, link := range docsLink.FindAllStringSubmatch(prose, -1) {
+			if strings.Contains(link[1], "://") {
+				continue
+			}
+			at := file.path
+			if link[1] != "" {
+				at = filepath.Join(filepath.Dir(file.path), link[1])
+				_, err := os.Stat(filepath.Join("..", at))
+				assert.NoError(t, err, "%s links to %s", file.path, link[1])
+			}
+			if link[2] != "" {
+				assert.Contains(t, anchors[at], link[2], "%s links to %s#%s", file.path, link[1], link[2])
+			}
+		}
+	}
+}
+
+func TestDocs_ReadmeIsShort(t *testing.T) {
+	t.Parallel()
+	text, err := os.ReadFile("../README.md")
+	require.NoError(t, err)
+	require.LessOrEqual(t, strings.Count(string(text), "\n"), 150)
+}
+
+// Every row of the table of grants: a role with these can do what the row says, and nothing else.
+func TestDocs_Grants(t *testing.T) {
+	t.Parallel()
+	ctx := context.Background()
+	uses := map[string]func(t *testing.T, pool *pgxpool.Pool){
+		"acquire, from SQL or with `client.New`": func(t *testing.T, pool *pgxpool.Pool) {
+			_, err := acquire(pool, "p", "k", 1, "first")
+			require.NoError(t, err)
+			_, err = client.New(pool).Acquire(ctx, "p", "k")
+			require.NoError(t, err)
+			_, err = client.New(pool).Peek(ctx, "p", "k")
+			require.ErrorContains(t, err, "grant execute on function ratelimit_peek(")
+		},
+		"acquire with a `Combiner`": func(t *testing.T, pool *pgxpool.Pool) {
+			limiter := client.NewCombiner(pool)
+			defer limiter.Close()
+			var wg sync.WaitGroup
+			for n := range 64 {
+				wg.Go(func() {
+					for i := range 20 {
+						_, err := limiter.Acquire(ctx, "p", strconv.Itoa((n+i)%8), client.IdempotencyKey(fmt.Sprint(n, i)))
+						assert.NoError(t, err)
+						_, err = limiter.Acquire(ctx, "p", strconv.Itoa((n+i)%8))
+						assert.NoError(t, err)
+					}
+				})
+			}
+			wg.Wait()
+		},
+		"peek and refund": func(t *testing.T, pool *pgxpool.Pool) {
+			_, err := client.New(pool).Peek(ctx, "p", "k")
+			require.NoError(t, err)
+			_, err = client.New(pool).Refund(ctx, "p", "k", 1)
+			require.NoError(t, err)
+		},
+		"administration": func(t *testing.T, pool *pgxpool.Pool) {
+			limiter := client.New(pool)
+			require.NoError(t, limiter.DefinePolicy(ctx, client.Policy{Name: "q", Capacity: 1, Refill: 1, Every: time.Second}))
+			require.NoError(t, limiter.Reset(ctx, "q", "k"))
+			policies, err := limiter.Policies(ctx)
+			require.NoError(t, err)
+			require.Len(t, policies, 2)
+			require.NoError(t, limiter.DropPolicy(ctx, "q"))
+		},
+		"clean up one batch": func(t *testing.T, pool *pgxpool.Pool) {
+			_, err := client.New(pool).Cleanup(ctx)
+			require.NoError(t, err)
+		},
+		"clean up all that is due": func(t *testing.T, pool *pgxpool.Pool) {
+			_, err := pool.Exec(ctx, "call ratelimit_cleanup_all()")
+			require.NoError(t, err)
+		},
+	}
+	page, err := os.ReadFile("../docs/operating.md")
+	require.NoError(t, err)
+	rows := regexp.MustCompile("(?m)^\\| (.*) \\| (`grant .*) \\|$").FindAllStringSubmatch(string(page), -1)
+	require.Len(t, rows, len(uses))
+	for _, row := range rows {
+		t.Run(row[1], func(t *testing.T) {
+			t.Parallel()
+			use := uses[row[1]]
+			require.NotNil(t, use, "no test knows this row")
+			role := newRole(t)
+			db := newDB(t)
+			db.definePolicy("p", 1_000_000, 1, time.Hour)
+			pool := poolAs(t, db.DB, role)
+			var granted []string
+			for _, grant := range regexp.MustCompile("`([^`]*);`").FindAllStringSubmatch(row[2], -1) {
+				db.exec(strings.ReplaceAll(grant[1], " to app", " to "+role))
+				granted = append(granted, regexp.MustCompile(`\b(ratelimit_\w+|cleanup_batch)`).FindAllString(grant[1], -1)...)
+			}
+			use(t, pool)
+
+			require.ElementsMatch(t, granted, column(t, db.DB,
+				"select p.proname::text from "+packageFunctions+" as p where has_function_privilege($1, p.oid, 'execute')", role))
+			require.Empty(t, column(t, db.DB, `
+				select c.relname::text from pg_class as c
+				 where c.relnamespace = 'ratelimit'::regnamespace
+				   and c.relkind = 'r'
+				   and has_table_privilege($1, c.oid, 'select, insert, update, delete, truncate, references, trigger')`, role))
+		})
+	}
+}
+
+// poolAs is a pool whose sessions have a role.
+func poolAs(t *testing.T, db *pgtest.DB, role string) *pgxpool.Pool {
+	t.Helper()
+	config, err := pgxpool.ParseConfig(db.URL)
+	require.NoError(t, err)
+	config.AfterConnect = func(ctx context.Context, conn *pgx.Conn) error {
+		_, err := conn.Exec(ctx, "set role "+role)
+		return err
+	}
+	pool, err := pgxpool.NewWithConfig(context.Background(), config)
+	require.NoError(t, err)
+	t.Cleanup(pool.Close)
+	return pool
+}
