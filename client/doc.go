@@ -10,7 +10,7 @@
 //
 //	limiter := client.New(pool)
 //
-//	// Once, for example at start-up: buckets of 100 tokens that gain 10 a second.
+//	// Once, in a migration: buckets of 100 tokens that gain 10 a second.
 //	err := limiter.DefinePolicy(ctx, client.Policy{Name: "api", Capacity: 100, Refill: 10, Every: time.Second})
 //
 //	// For each request: one token of this user's bucket.
@@ -76,9 +76,9 @@
 //
 // With [Limiter.WithTx] the acquire is part of a transaction: a rollback, also of a savepoint, gives the
 // tokens back, and one that never commits takes nothing. A grant locks its bucket until the transaction
-// ends, and other acquires on that bucket wait for it. So acquire late in the transaction and end it soon. A caller that would rather be
-// refused than wait sets lock_timeout, and gets [ErrLocked]. A denial locks nothing, unless it had to
-// wait for the bucket.
+// ends, and other acquires on that bucket wait for it. So acquire late in the transaction and end it soon.
+// A caller that would rather be refused than wait sets lock_timeout, and gets [ErrLocked]. A denial locks
+// nothing, unless it had to wait for the bucket.
 //
 // Under REPEATABLE READ and SERIALIZABLE a grant fails with 40001 when the bucket has changed since
 // the transaction's snapshot, and a denial is as old as the snapshot. READ COMMITTED, the default, has

@@ -65,6 +65,8 @@ func (c Choice) String() string {
 // DefinePolicy creates a policy, or changes the one of that name. A change applies to the next acquire:
 // levels stay, cut to the new capacity, and the time since a bucket was last written is credited at the
 // new rate. Fields that are zero stay as they are. Running it again with the same Policy changes nothing.
+// A program that defines a policy whenever it starts reverts what an operator has changed meanwhile: define
+// it once, in a migration, or leave what the operator owns zero.
 //
 // It writes the policy and locks it until the transaction ends; acquires do not wait for that.
 //
