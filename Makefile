@@ -99,6 +99,10 @@ snapshot-renew: ## Freeze sql/ again in the newest migration, while that is unre
 psql: ## Write migrations/psql anew, from the migrations
 	go run ./migrations/cmd psql migrations
 
+.PHONY: show
+show: need-FUNCTION ## Print a function with the line numbers that errors show: make show FUNCTION=ratelimit_acquire
+	@go run ./migrations/cmd show "$$FUNCTION"
+
 .PHONY: clean
 clean: demo-stop ## Remove what make left behind
 	rm -rf build
@@ -107,7 +111,7 @@ build:
 	@mkdir -p $@
 
 need-%:
-	@[ -n "$${$*:-}" ] || { echo 'Say which database: make $(firstword $(MAKECMDGOALS)) $*=postgres://…' >&2; exit 2; }
+	@[ -n "$${$*:-}" ] || { echo 'Say which: make $(firstword $(MAKECMDGOALS)) $*=…' >&2; exit 2; }
 
 .PHONY: bench
 bench: ## Measure everything, beside Redis, in half an hour, and renew the results that docs/performance.md shows

@@ -8,15 +8,15 @@ begin
 end;
 $$;
 {{ end -}}
--- Schema, tables and types, then the functions. One migration, because the public functions go into
--- the schema that heads the session's search_path, and the session is reset after each migration.
+-- Schema, tables and types, then the functions. They are one migration, because the public functions go into
+-- the schema that heads the session's search_path, and tern resets the session after each migration.
 
 do $schema$
 declare
   v_path   text := pg_catalog.current_setting('search_path');
   v_object text;
 begin
-  perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- nobody's operators but PostgreSQL's
+  perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- operators of PostgreSQL only
   select pg_describe_object(d.classid, d.objid, d.objsubid)
     into v_object
     from pg_depend as d
@@ -51,9 +51,9 @@ create type ratelimit.decision as (
 comment on type ratelimit.decision is
   'The answer about one bucket: allowed; whole tokens remaining; retry_after, zero when allowed and null when the cost can never fit; reset_after, until full; capacity; replayed, when an idempotency key was seen before.';
 
--- id is drawn anew by each definition: rows written under a dropped policy never count for a new
--- one of the same name. The generated columns are what sql/arithmetic.sql reckons with, ready made
--- because each decision would pay for making them.
+-- Each new policy draws a random id, so rows of a dropped policy never count for a new policy of the same
+-- name. The generated columns are operands of sql/arithmetic.sql. They are stored, because computing them
+-- would make every decision slower.
 create table ratelimit.policies (
   id          bigint   not null,
   name        text     collate "C" not null,
@@ -76,9 +76,26 @@ create table ratelimit.policies (
 );
 comment on table ratelimit.policies is
   'One row per policy; changed by ratelimit_define_policy and ratelimit_drop_policy only.';
+comment on column ratelimit.policies.tick is
+  'every if stepped, else 1 microsecond: the interval after which refill is credited.';
+comment on column ratelimit.policies.every_us is
+  'every, in microseconds.';
+comment on column ratelimit.policies.tick_us is
+  'tick, in microseconds.';
+comment on column ratelimit.policies.full_level is
+  'capacity * 10^6: the level of a full bucket, in microtokens.';
+comment on column ratelimit.policies.gain is
+  'refill * 10^12, in 10^-12 tokens: elapsed seconds * gain / every_us = microtokens gained.';
+comment on column ratelimit.policies.tick_gain is
+  'refill * 10^6 * tick_us, in microtokens * microseconds: tick_gain / every_us = microtokens gained in one tick.';
+comment on column ratelimit.policies.round_up is
+  'tick_gain - 1, in microtokens * microseconds: added before a division by tick_gain, it rounds the quotient up.';
+comment on column ratelimit.policies.remember_us is
+  'remember, in microseconds.';
 
--- No index has level or refilled_at, so every acquire is a HOT update; due_at lets clean-up find
--- rows by index and is never changed by an acquire. Fixed-width columns come first: cheap to reach.
+-- No index has level or refilled_at, so every acquire is a HOT update. Clean-up finds rows by the index on
+-- due_at, which an acquire sets in a new row and never changes. The columns of fixed width come first, because
+-- PostgreSQL reads them faster there.
 create table ratelimit.buckets (
   policy_id   bigint      not null,
   level       bigint      not null,
@@ -95,7 +112,7 @@ comment on column ratelimit.buckets.level is
 comment on column ratelimit.buckets.refilled_at is
   'When level was true; for a stepped policy a whole number of intervals after the first take.';
 comment on column ratelimit.buckets.due_at is
-  'When clean-up looks whether the bucket is full again.';
+  'When clean-up checks whether the bucket is full again.';
 
 create table ratelimit.idempotency_keys (
   policy_id       bigint      not null,
@@ -112,7 +129,8 @@ create index idempotency_keys_expires_at_idx on ratelimit.idempotency_keys (expi
 comment on table ratelimit.idempotency_keys is
   'Grants of durable policies made under an idempotency key, as first answered, until expires_at.';
 
--- The twins for ephemeral policies: no WAL, so nothing to flush, and empty after a crash.
+-- The twins for ephemeral policies. They are not in the WAL, so commits flush nothing for them, and a crash
+-- empties them.
 create unlogged table ratelimit.ephemeral_buckets (
   like ratelimit.buckets including all
 );
@@ -125,7 +143,9 @@ create unlogged table ratelimit.ephemeral_idempotency_keys (
 comment on table ratelimit.ephemeral_idempotency_keys is
   'Idempotency keys of ephemeral policies: unlogged, empty after a crash.';
 
--- Room on each page for the next row version; vacuum by rows touched, not by a share of a large table.
+-- fillfactor leaves room on each page for the next version of its rows, which a HOT update needs. Vacuum starts
+-- after a fixed number of changed rows and a small share of the table, because by the default share a large
+-- table would wait too long. Vacuum takes no pauses (cost_delay), so that dead row versions go soon.
 alter table ratelimit.buckets set (
   fillfactor = 70, autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 10000,
   autovacuum_vacuum_cost_delay = 0);
@@ -139,13 +159,13 @@ alter table ratelimit.ephemeral_idempotency_keys set (
   autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 10000,
   autovacuum_vacuum_cost_delay = 0);
 
--- Default privileges may have given the schema and the tables to other roles.
+-- Default privileges may have granted rights on the schema and the tables to other roles.
 do $private$
 declare
   v_path  text := pg_catalog.current_setting('search_path');
   v_grant record;
 begin
-  perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- nobody's operators but PostgreSQL's
+  perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- operators of PostgreSQL only
   for v_grant in
     select o.object, case a.grantee when 0 then 'public' else a.grantee::pg_catalog.regrole::text end as grantee
       from (select 'schema ratelimit', n.nspacl, n.nspowner
@@ -169,13 +189,13 @@ $private$;
 
 ---- create above / drop below ----
 
--- No cascade: an object of yours that depends on these stops the removal.
+-- Without cascade: an object outside the package that depends on one of these stops the removal.
 do $down$
 declare
   v_path     text := pg_catalog.current_setting('search_path');
   v_function record;
 begin
-  perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- nobody's operators but PostgreSQL's
+  perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- operators of PostgreSQL only
   for v_function in
     select p.oid::pg_catalog.regprocedure as signature
       from pg_catalog.pg_proc as p
@@ -197,9 +217,9 @@ $down$;
 drop table ratelimit.ephemeral_idempotency_keys, ratelimit.ephemeral_buckets,
            ratelimit.idempotency_keys, ratelimit.buckets, ratelimit.policies;
 drop type ratelimit.decision;
-comment on schema ratelimit is null;  -- which stays, with the version table
+comment on schema ratelimit is null;  -- the schema stays, with the version table
 
--- What pg_cron/schedule.sql scheduled.
+-- Unschedules the jobs of pg_cron/schedule.sql.
 do $cron$
 declare
   v_path   text := pg_catalog.current_setting('search_path');
@@ -207,7 +227,7 @@ declare
   v_doubt  text;
   v_remedy text;
 begin
-  perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- nobody's operators but PostgreSQL's
+  perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- operators of PostgreSQL only
   begin
     if exists (select from pg_extension as e where e.extname = 'pg_cron') then
       v_remedy := 'If it is, run pg_cron/unschedule.sql as the role that scheduled it, or as a superuser.';
@@ -219,7 +239,7 @@ begin
       end if;
     else
       v_remedy := 'If it is, run pg_cron/unschedule_elsewhere.sql.';
-      perform current_setting('cron.database_name', true);  -- fails if pg_cron is loaded and this role may not know where
+      perform current_setting('cron.database_name', true);  -- fails if pg_cron is loaded and this role may not read where
       select format('pg_cron is in database %I.', s.setting)
         into v_doubt
         from pg_settings as s

@@ -1,9 +1,10 @@
 -- Schedules clean-up with pg_cron, every minute, in the database that has both the package and pg_cron.
--- Can be run again at any time. The line below is for psql: it ends with status 3 on an error. Any other client
--- leaves that line out.
+-- The file can be run again at any time.
 --
--- The jobs are found by name, and run as the role that runs this. A superuser replaces the jobs of
--- other roles; anybody else sees, and replaces, only his own.
+-- The jobs run as the role that runs this file. The file finds existing jobs by name and replaces them: a
+-- superuser replaces the jobs of all roles, another role sees and replaces its own jobs only.
+--
+-- The next line makes psql end with status 3 on an error. Leave it out with any other client.
 \set ON_ERROR_STOP on
 
 do $$
@@ -24,11 +25,11 @@ begin
             hint    = 'Install it first: psql -f migrations/psql/install.sql, or make install DATABASE_URL=...';
   end if;
 
-  perform pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext('ratelimit-cleanup'));  -- one at a time from here
+  perform pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext('ratelimit-cleanup'));  -- concurrent runs of this file take turns from here
 
   if not exists (select from pg_catalog.pg_extension as e where e.extname = 'pg_cron') then
     if v_home = current_database() then
-      create extension pg_cron;  -- loaded for this database and no other: it is wanted here
+      create extension pg_cron;  -- the server has loaded pg_cron for this database
     elsif v_home is not null then
       raise exception 'pg_cron is not in this database'
         using errcode = 'object_not_in_prerequisite_state',
@@ -49,7 +50,7 @@ begin
 
   perform cron.schedule('ratelimit-cleanup', '* * * * *', v_call);
 
-  -- pg_cron keeps a row of every run, for ever.
+  -- pg_cron keeps a row of every run and never deletes it. This job does, after 7 days.
   perform cron.schedule('ratelimit-cleanup-history', '17 3 * * *',
     'delete from cron.job_run_details'
     ' where coalesce(end_time, start_time) < now() - interval ''7 days'''

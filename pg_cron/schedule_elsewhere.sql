@@ -1,11 +1,11 @@
--- Schedules clean-up when pg_cron lives in another database of the same server. For psql, run in the
--- database that has the package, as often as you like:
+-- Schedules clean-up when pg_cron is in another database of the same server. For psql, in the database that
+-- has the package. The file can be run again at any time:
 --
 --   psql "$DATABASE_URL" -f pg_cron/schedule_elsewhere.sql
 --
--- It reconnects to pg_cron's database and schedules from there, which takes EXECUTE on
--- cron.schedule_in_database: pg_cron grants that to nobody. The jobs run as the role that runs this.
--- A role that may not read cron.database_name adds -v cron_database=...
+-- The file reconnects to pg_cron's database and schedules from there. The role needs EXECUTE on
+-- cron.schedule_in_database, which pg_cron grants to no role. The jobs run as the role that runs this file.
+-- A role that may not read the setting cron.database_name adds -v cron_database=...
 \set ON_ERROR_STOP on
 \set QUIET on
 
@@ -51,7 +51,7 @@ select pg_catalog.max(pg_catalog.format('call %I.%I()', n.nspname, p.proname)) a
 select cron.schedule_in_database(:'cleanup', '* * * * *', :'call', :'database') as job
 \gset
 
--- pg_cron keeps a row of every run, for ever.
+-- pg_cron keeps a row of every run and never deletes it. This job does, after 7 days.
 select cron.schedule(:'history', '17 3 * * *', pg_catalog.format(
     'delete from cron.job_run_details'
     ' where coalesce(end_time, start_time) < now() - interval ''7 days'''

@@ -1,5 +1,7 @@
--- What is scheduled, how it went, and what is waiting. Where pg_cron lives in another database, run the first
--- query there. A client other than psql leaves out the line below.
+-- Shows the jobs, their last runs, and the rows that are due. When pg_cron is in another database, run the first
+-- query there.
+--
+-- The next line makes psql end with status 3 on an error. Leave it out with any other client.
 \set ON_ERROR_STOP on
 
 -- The jobs, with their last run and the failures of the last 24 hours.
@@ -25,8 +27,8 @@ select j.jobname                  as job,
  where j.jobname like 'ratelimit-cleanup%'
  order by j.jobname;
 
--- The rows that clean-up would look at now, five minutes after they are due. It leaves almost none behind: a
--- number that grows from minute to minute means that it does not run, or cannot keep up.
+-- The rows that clean-up would read now: those that have been due for five minutes. A number that grows from
+-- minute to minute means that clean-up does not run, or cannot keep up.
 select 'buckets' as table_name, count(*) as due, min(due_at) as since
   from ratelimit.buckets where due_at <= now() - interval '5 minutes'
 union all

@@ -1,5 +1,7 @@
--- Undoes schedule.sql, in the same database, and forgets the run history of its jobs.
--- Can be run again at any time. A client other than psql leaves out the line below.
+-- Removes the jobs of schedule.sql and their run history, in the same database. The file can be run again at
+-- any time.
+--
+-- The next line makes psql end with status 3 on an error. Leave it out with any other client.
 \set ON_ERROR_STOP on
 
 do $$

@@ -1,8 +1,9 @@
--- Undoes schedule_elsewhere.sql, run in the same database, as often as you like:
+-- Removes the jobs of schedule_elsewhere.sql and their run history. For psql, in the database that has the
+-- package. The file can be run again at any time:
 --
 --   psql "$DATABASE_URL" -f pg_cron/unschedule_elsewhere.sql
 --
--- A role that may not read cron.database_name adds -v cron_database=...
+-- A role that may not read the setting cron.database_name adds -v cron_database=...
 \set ON_ERROR_STOP on
 \set QUIET on
 

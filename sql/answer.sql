@@ -1,11 +1,11 @@
--- answer() with less to work out: a grant waits for nothing and leaves no debt.
+-- A short form of answer(): after a grant, retry_after is 0 and the level is not below 0.
 create or replace function ratelimit.granted(level bigint, reset_us bigint, capacity bigint)
   returns ratelimit.decision language sql immutable parallel safe
 as $$
   select (true, level / 1000000, interval '0', ratelimit.duration(reset_us), capacity, false)::ratelimit.decision
 $$;
 comment on function ratelimit.granted(bigint, bigint, bigint) is
-  'The decision of a grant, from the level it left and the microseconds until the bucket is full.';
+  'The decision of a grant, from the level that it left and the microseconds until the bucket is full.';
 
 create or replace function ratelimit.answer(level bigint, retry_us bigint, reset_us bigint, capacity bigint)
   returns ratelimit.decision language sql immutable parallel safe
@@ -14,7 +14,7 @@ as $$
           ratelimit.duration(reset_us), capacity, false)::ratelimit.decision
 $$;
 comment on function ratelimit.answer(bigint, bigint, bigint, bigint) is
-  'A decision from the level by now and the microseconds to wait: allowed when there is nothing to wait for, never when null.';
+  'A decision from the level now, retry_us (0 means allowed, null means never) and reset_us.';
 
 create or replace function ratelimit.replay(granted ratelimit.idempotency_keys, cost bigint)
   returns ratelimit.decision language plpgsql stable
@@ -32,7 +32,9 @@ $$;
 comment on function ratelimit.replay(ratelimit.idempotency_keys, bigint) is
   'The first answer given under an idempotency key, marked replayed; RL002 when the cost differs.';
 
--- One request of many is refused in its own row, so what the checks raise is caught here.
+-- ratelimit_acquire_many reports an error in the row of its request. So this function catches what the checks
+-- raise. granted is the remembered grant whose cost differs; null means that the policy is unknown, unless an
+-- argument is bad.
 create or replace function ratelimit.refusal(
     in  policy text, in key text, in cost bigint, in idempotency_key text, in granted ratelimit.idempotency_keys,
     out error_code text, out error_message text, out error_detail text, out error_hint text)

@@ -1,4 +1,4 @@
--- Refusals. Each raises a constant message, the facts in DETAIL and the remedy in HINT.
+-- The checks of arguments. Every error has a constant message, the facts in DETAIL and the remedy in HINT.
 
 create or replace function ratelimit.refuse(argument text, fact text, remedy text)
   returns void language plpgsql
@@ -60,13 +60,14 @@ $$;
 comment on function ratelimit.check_tokens(text, bigint) is
   'Raises 22023 unless a cost or amount is zero or more.';
 
+-- Inlined, unlike check_request: a valid request pays for no call.
 create or replace function ratelimit.acceptable(key text, cost bigint)
   returns boolean language sql immutable parallel safe
 as $$
   select (ratelimit.is_name(key) and cost >= 0) is true
 $$;
 comment on function ratelimit.acceptable(text, bigint) is
-  'Whether check_request would pass this key and cost; inlined, where a call would cost.';
+  'Whether check_request would accept this key and cost.';
 
 create or replace function ratelimit.check_request(policy text, key text, cost bigint, idempotency_key text)
   returns void language plpgsql
@@ -96,7 +97,8 @@ $$;
 comment on function ratelimit.check_length(text, integer, integer) is
   'Raises 22023 unless an array has an element for each request.';
 
--- A year is 365.25 days of 24 hours here: months have no fixed length, so they are refused.
+-- Months and years are refused, because their length is not fixed. The limit of 1000 years counts a year as
+-- 365.25 days of 24 hours.
 create or replace function ratelimit.check_span(argument text, value interval)
   returns void language plpgsql
 as $$
@@ -154,7 +156,7 @@ begin
 end;
 $$;
 comment on function ratelimit.unknown_policy(text) is
-  'Raises RL001.';
+  'Raises RL001, the error for an unknown policy.';
 
 create or replace function ratelimit.policy_named(policy text)
   returns ratelimit.policies language plpgsql stable

@@ -1,17 +1,19 @@
--- Clean-up removes rows that nobody can tell from absent: buckets that are full again, idempotency keys
--- past their time, and rows whose policy is gone. It finds due rows through an index and skips rows that
--- others hold. An acquire that wants a bucket being removed waits for one batch to commit.
+-- Clean-up removes rows that change no answer: buckets that are full again, expired idempotency keys, and
+-- rows whose policy was dropped. It finds due rows through an index and skips rows that another session has
+-- locked. An acquire on a bucket that is being removed waits until the batch commits.
 --
 -- Clean-up judges every row as of five minutes ago. If the server's clock runs ahead for a moment, a bucket
 -- that only looks full and a key that only looks expired are still there when the clock is set right.
 --
 -- SKIP LOCKED can still block if the row changes hands while it is examined. lock_timeout then ends the
 -- batch, so it cannot deadlock with acquires.
+{{- /* Removes due buckets that are full or have no policy, and postpones the other due buckets. The argument is the name
+       of the table. */ -}}
 {{ define "cleanup_buckets" -}}
 with due as materialized (
     select b.ctid as row_id,
            p.id is null
-           or wait_for(p.full_level, b.level, b.refilled_at, v_now, p.every_us, p.tick_us, p.tick_gain, p.round_up) = 0 as removable
+           or {{ template "wait_for" (dict "target" "p.full_level" "bucket" "b." "policy" "p.") }} = 0 as removable
       from {{ . }} as b
       left join policies as p on p.id = b.policy_id
      where b.due_at <= due_before
@@ -25,7 +27,7 @@ with due as materialized (
   ), postponed as (
     update {{ . }} as b
        set due_at = v_now + (select least(interval '24 hours',
-                                          duration(wait_for(p.full_level, b.level, b.refilled_at, v_now, p.every_us, p.tick_us, p.tick_gain, p.round_up)))
+                                          duration({{ template "wait_for" (dict "target" "p.full_level" "bucket" "b." "policy" "p.") }}))
                                from policies as p
                               where p.id = b.policy_id)
      where b.ctid = any (array(select d.row_id from due as d where not d.removable))
@@ -34,6 +36,7 @@ with due as materialized (
   v_rows          := v_rows + v_read;
   buckets_deleted := buckets_deleted + v_deleted;
 {{- end -}}
+{{- /* Removes expired idempotency keys. The argument is the name of the table. */ -}}
 {{ define "cleanup_keys" -}}
 delete from {{ . }} as k
    where k.ctid = any (array(select d.ctid
@@ -46,6 +49,7 @@ delete from {{ . }} as k
   v_rows                   := v_rows + v_deleted;
   idempotency_keys_deleted := idempotency_keys_deleted + v_deleted;
 {{- end -}}
+{{- /* Removes rows whose policy was dropped. The arguments are the table, and the counter that its rows add to. */ -}}
 {{ define "cleanup_orphans" -}}
 with recursive ids (id) as (  -- one index probe for each policy that has rows
     (select t.policy_id from {{ .table }} as t order by t.policy_id limit 1)
@@ -68,13 +72,14 @@ with recursive ids (id) as (  -- one index probe for each policy that has rows
   v_rows      := v_rows + v_deleted;
   {{ .counter }} := {{ .counter }} + v_deleted;
 {{- end -}}
--- One batch: of each table the rows due by due_before, at most max_rows. The first batch of a round passes
--- null for due_before and deadline; the others pass what the one before returned. more tells whether to go
--- on: the batch found something to do, and the budget, counted from the first batch, is not spent.
+-- One batch: of each table the rows that are due by due_before, at most max_rows. The first batch of a round
+-- passes null for due_before and deadline. Each later batch passes the values that the batch before it
+-- returned. more is true if the batch found a due row, or gave up for lock_timeout, and the deadline is not
+-- reached. The deadline is budget after the first batch began.
 --
--- A bucket that is not full yet is looked at again when it may be, at the latest in 24 hours.
--- Locks and writes: the rows it deletes or puts off, until the caller's transaction ends; nothing, should it
---                   have to wait 100 ms for a lock.
+-- A due bucket that is not full is postponed until it can be full, by 24 hours at most.
+-- Locks:  the rows that it deletes or postpones, until the caller's transaction ends.
+-- Writes: the same rows; nothing if lock_timeout ended the batch.
 create or replace function ratelimit.cleanup_batch(
     in    max_rows                 integer,
     in    budget                   interval,
@@ -87,14 +92,14 @@ create or replace function ratelimit.cleanup_batch(
   volatile
   security definer
   set search_path = ratelimit, pg_temp
-  set enable_seqscan = off
-  set lock_timeout = '100ms'
+  set enable_seqscan = off    -- as in ratelimit_acquire
+  set lock_timeout = '100ms'  -- SKIP LOCKED can still block: see above
 as $$
 declare
-  v_now     timestamptz := clock() - interval '5 minutes';
+  v_now     timestamptz := clock() - interval '5 minutes';  -- rows are judged as of this instant
   v_read    bigint;
   v_deleted bigint;
-  v_rows    bigint;  -- found, whether deleted or put off
+  v_rows    bigint;  -- rows that were due, whether deleted or postponed
 begin
   if (max_rows > 0) is not true then
     perform refuse('max_rows', max_rows::text, 'Pass 1 or more.');
@@ -102,7 +107,7 @@ begin
   if (budget > interval '0') is not true then
     perform refuse('budget', budget::text, 'Pass an interval above zero, such as ''50 seconds''.');
   end if;
-  due_before               := least(due_before, v_now);  -- least ignores null; a caller cannot move the clock ahead
+  due_before               := least(due_before, v_now);  -- least ignores null; a caller cannot look past v_now
   deadline                 := coalesce(deadline, clock_timestamp() + least(budget, interval '1000 years'));
   buckets_deleted          := 0;
   idempotency_keys_deleted := 0;
@@ -122,7 +127,7 @@ begin
   exception when lock_not_available then
     buckets_deleted          := 0;
     idempotency_keys_deleted := 0;
-    v_rows                   := 1;  -- somebody's: there may be more to do
+    v_rows                   := 1;  -- the locked row may be due, so more is true
   end;
   more := v_rows > 0 and clock_timestamp() < deadline;
 end;
@@ -130,9 +135,9 @@ $$;
 comment on function ratelimit.cleanup_batch(integer, interval, timestamptz, timestamptz) is
   'One batch of clean-up, and whether another should follow.';
 
--- One batch. It can delete nothing and leave due rows: it may have found only buckets that are in use, or given
--- way to a lock. Rows of dropped policies it reaches once nothing else is due. To clean up until nothing is
--- due, call ratelimit_cleanup_all.
+-- One batch. It can delete nothing although rows are due: every due bucket may be in use, or lock_timeout may
+-- have ended the batch. Rows of dropped policies are removed once nothing else is due. ratelimit_cleanup_all
+-- repeats batches until nothing is due.
 create or replace function ratelimit_cleanup(
     in  max_rows                 integer default 10000,
     out buckets_deleted          bigint,
@@ -147,11 +152,13 @@ $$;
 comment on function ratelimit_cleanup(integer) is
   'Remove one batch of full buckets and one of expired idempotency keys, at most max_rows rows of each table.';
 
--- Repeats batches, committing after each, until nothing is due that was due when it began, or the
--- budget is spent. Not SECURITY DEFINER, since that forbids COMMIT: a caller other than the owner
--- needs EXECUTE on this and on ratelimit.cleanup_batch, and USAGE on schema ratelimit. Its
--- search_path is the caller's for the same reason, so its body has no operator and no function but
--- cleanup_batch: somebody may have planted others of that name.
+-- Repeats batches and commits after each, until no row is left that was due at the first batch, or the
+-- budget is spent.
+--
+-- A procedure that commits can have neither SECURITY DEFINER nor SET. So it runs with the caller's rights: a
+-- caller other than the owner needs EXECUTE on this procedure and on ratelimit.cleanup_batch, and USAGE on
+-- schema ratelimit. And it runs with the caller's search_path, where another role may have planted functions
+-- and operators. So its body names its one function with the schema, and uses no operator.
 create or replace procedure ratelimit_cleanup_all(budget interval default '50 seconds')
   language plpgsql
 as $$

@@ -1,4 +1,5 @@
--- The one clock. Volatile and without SET or SECURITY DEFINER, so that it is inlined and free.
+-- The one clock. It is inlined, and so costs nothing, because it has neither SET nor SECURITY DEFINER and
+-- declares the volatility of clock_timestamp().
 create or replace function ratelimit.clock()
   returns timestamptz
   language sql

@@ -1,6 +1,7 @@
 -- Lists the policies, as defined.
 --
--- Locks and writes nothing.
+-- Locks:  nothing.
+-- Writes: nothing.
 create or replace function ratelimit_policies()
   returns table (policy text, capacity bigint, refill bigint, every interval,
                  stepped boolean, durable boolean, remember interval)

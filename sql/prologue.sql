@@ -1,16 +1,16 @@
--- Decides where the public functions go, and refuses to build on somebody else's objects.
+-- Decides where the public functions go, and refuses to install over objects of another role.
 --
 -- A first install takes the schema that heads search_path and wants it free of ratelimit_*
--- functions: replacing a planted one would leave its planter as owner. A later install goes where
--- the functions are. The setting ratelimit.preexisting lasts for this transaction only; the
--- epilogue reads it to tell new functions, whose grants it clears, from old ones, which keep theirs.
+-- functions: to replace a planted function would leave the role that planted it as owner. A later install
+-- goes to the schema that has the functions. The setting ratelimit.preexisting lists the functions that
+-- existed before, for this transaction only. The epilogue clears the grants of all others.
 do $prologue$
 declare
   v_owner oid;
   v_first text := pg_catalog.current_schema();
   v_home  text;
 begin
-  perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- nobody's operators but PostgreSQL's
+  perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- operators of PostgreSQL only
   select n.nspowner into v_owner from pg_catalog.pg_namespace as n where n.nspname = 'ratelimit';
   if pg_catalog.pg_get_userbyid(v_owner) <> current_user then
     raise exception 'schema ratelimit belongs to another role'

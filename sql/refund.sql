@@ -1,18 +1,19 @@
+{{- /* Updates the bucket and copies its new state. The argument is the name of the table. */ -}}
 {{ define "refund" -}}
 update {{ . }} as b
-       set level       = least(refilled_level(b.level, b.refilled_at, v_now,
-                                              v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
+       set level       = least({{ template "refilled_level" (dict "bucket" "b.") }},
                                microtokens(v_policy.capacity - v_amount)) + microtokens(v_amount),
            refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
-           due_at      = least(b.due_at, v_now)  -- perhaps full by now
+           due_at      = least(b.due_at, v_now)  -- the bucket may be full now, so clean-up looks at it next
      where b.policy_id = v_policy.id
        and b.key       = v_key
     returning b.level, b.refilled_at into v_level, v_refilled_at;
+    v_has_row := found;
 {{- end -}}
--- Gives amount tokens back to one bucket, never above the policy's capacity, and answers what it
--- holds. An amount above capacity counts as capacity.
+-- Gives amount tokens back to one bucket, never above the policy's capacity, and answers what the
+-- bucket holds. An amount above capacity counts as capacity.
 --
--- A bucket without a row is full already: nothing to give back.
+-- A bucket without a row is full already, so nothing is written.
 -- Locks:  the bucket row, until the caller's transaction ends.
 -- Writes: the bucket.
 create or replace function ratelimit_refund(policy text, key text, amount bigint)
@@ -21,7 +22,7 @@ create or replace function ratelimit_refund(policy text, key text, amount bigint
   volatile
   security definer
   set search_path = ratelimit, pg_temp
-  set enable_seqscan = off
+  set enable_seqscan = off  -- as in ratelimit_acquire
 as $$
 declare
   v_key         text collate "C" := ratelimit_refund.key;
@@ -31,6 +32,7 @@ declare
   v_level       bigint;
   v_refilled_at timestamptz;
   v_reset_us    bigint;
+  v_has_row     boolean;
 begin
   perform check_name('policy', policy);
   perform check_name('key', v_key);
@@ -43,11 +45,10 @@ begin
   else
     {{ template "refund" "ephemeral_buckets" }}
   end if;
-  if not found then
+  if not v_has_row then
     return answer(microtokens(v_policy.capacity), 0, 0, v_policy.capacity);
   end if;
-  v_reset_us := wait_for(v_policy.full_level, v_level, v_refilled_at, v_now,
-                         v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
+  v_reset_us := {{ template "wait_for" (dict "target" "v_policy.full_level" "bucket" "v_") }};
   return answer(v_level, 0, v_reset_us, v_policy.capacity);
 end;
 $$;

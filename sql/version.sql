@@ -1,3 +1,4 @@
+-- The release of the installed functions.
 create or replace function ratelimit_version()
   returns text
   language sql

@@ -231,7 +231,7 @@ func TestIdempotency_OneChargeWhileTheBucketFills(t *testing.T) {
 	}
 }
 
-// Every branch of the protocol in sql/decide.sql, in the one order of events that needs it: locks
+// Every branch of the protocol in sql/include/decide.sql, in the one order of events that needs it: locks
 // and gates hold the calls where they have to be. Each race is also run without its branch, and
 // must then come out wrong, and in the way that is expected.
 
@@ -261,10 +261,10 @@ type removal struct {
 const (
 	findKey   = `select k\.\* into v_first from idempotency_keys as k [^;]*; v_replayed := [^;]*;`
 	firstLook = findKey + ` exit decide when v_replayed;`
-	afterLook = `if v_take > 0 then update buckets`
+	afterLook = `if v_wanted > 0 then update buckets`
 	readAgain = findKey + ` end if; exit decide;`
-	giveBack  = `update buckets as b set level = b\.level \+ v_take [^;]*;`
-	stillFits = `(update buckets as b [^;]* b\.key = v_key) and [^;]* >= v_take returning`
+	giveBack  = `update buckets as b set level = b\.level \+ v_taken [^;]*;`
+	stillFits = `(update buckets as b [^;]* b\.key = v_key) and [^;]* >= v_wanted returning`
 	whenGone  = `(insert into buckets [^;]*) on conflict on constraint buckets_pkey do nothing`
 	overwrite = `(insert into idempotency_keys as k [^;]*) where k\.expires_at <= v_now`
 	notFitted = `v_now := clock\(\);[^\n]*\n select [^;]* from buckets as b`

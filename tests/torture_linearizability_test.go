@@ -102,12 +102,12 @@ func TestLinearizability_FindsPlantedBugs(t *testing.T) {
 		function string
 	}{
 		"a grant by an unlocked read": {mutation{
-			`(update buckets as b set level = [^;]*? and )refilled_level\(b.level, b.refilled_at(, [^)]*\) >= v_take)`,
+			`(update buckets as b set level = [^;]*? and )refilled_level\(b.level, b.refilled_at(, [^)]*\) >= v_wanted)`,
 			`$1 (select refilled_level(o.level, o.refilled_at$2 from buckets as o where o.policy_id = v_policy.id and o.key = v_key)`,
 		}, "ratelimit_acquire"},
 		"a clock that goes back": {mutation{`greatest\(refilled_at, now\)`, "now"}, "ratelimit.refilled_until"},
 		"a concurrent repeat is charged again": {mutation{
-			`(update buckets as b set level = b.level) \+ v_take`, "$1",
+			`(update buckets as b set level = b.level) \+ v_taken`, "$1",
 		}, "ratelimit_acquire"},
 		"a denial by the clock before the wait": {mutation{
 			`v_now := clock\(\); ( -- the update may have waited [^;]* from buckets as b)`, "$1",

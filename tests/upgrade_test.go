@@ -170,7 +170,7 @@ type edit struct{ file, old, new string }
 
 // edits change a function that callers are in the middle of, and one that it is yet to call.
 var edits = []edit{
-	{"decide.sql", "v_take := 0;", "v_take := 0 + 0;"},
+	{"include/decide.sql", "v_taken := 0;", "v_taken := 0 + 0;"},
 	{"answer.sql", "coalesce(retry_us = 0, false)", "coalesce(retry_us = 0, false) is true"},
 }
 

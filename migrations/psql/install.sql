@@ -29,7 +29,7 @@ declare
   v_owner   oid;
   v_version integer;
 begin
-  perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- nobody's operators but PostgreSQL's
+  perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- operators of PostgreSQL only
   perform pg_advisory_xact_lock(9628173550095224);  -- as tern does
   select n.oid, n.nspowner into v_schema, v_owner from pg_namespace as n where n.nspname = 'ratelimit';
   if not found then
@@ -81,15 +81,15 @@ select v.version operator(pg_catalog.<) 1 as pgratelimit_missing from ratelimit.
 \gset
 \if :pgratelimit_missing
 -- 001_install.sql
--- Schema, tables and types, then the functions. One migration, because the public functions go into
--- the schema that heads the session's search_path, and the session is reset after each migration.
+-- Schema, tables and types, then the functions. They are one migration, because the public functions go into
+-- the schema that heads the session's search_path, and tern resets the session after each migration.
 
 do $schema$
 declare
   v_path   text := pg_catalog.current_setting('search_path');
   v_object text;
 begin
-  perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- nobody's operators but PostgreSQL's
+  perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- operators of PostgreSQL only
   select pg_describe_object(d.classid, d.objid, d.objsubid)
     into v_object
     from pg_depend as d
@@ -124,9 +124,9 @@ create type ratelimit.decision as (
 comment on type ratelimit.decision is
   'The answer about one bucket: allowed; whole tokens remaining; retry_after, zero when allowed and null when the cost can never fit; reset_after, until full; capacity; replayed, when an idempotency key was seen before.';
 
--- id is drawn anew by each definition: rows written under a dropped policy never count for a new
--- one of the same name. The generated columns are what sql/arithmetic.sql reckons with, ready made
--- because each decision would pay for making them.
+-- Each new policy draws a random id, so rows of a dropped policy never count for a new policy of the same
+-- name. The generated columns are operands of sql/arithmetic.sql. They are stored, because computing them
+-- would make every decision slower.
 create table ratelimit.policies (
   id          bigint   not null,
   name        text     collate "C" not null,
@@ -149,9 +149,26 @@ create table ratelimit.policies (
 );
 comment on table ratelimit.policies is
   'One row per policy; changed by ratelimit_define_policy and ratelimit_drop_policy only.';
+comment on column ratelimit.policies.tick is
+  'every if stepped, else 1 microsecond: the interval after which refill is credited.';
+comment on column ratelimit.policies.every_us is
+  'every, in microseconds.';
+comment on column ratelimit.policies.tick_us is
+  'tick, in microseconds.';
+comment on column ratelimit.policies.full_level is
+  'capacity * 10^6: the level of a full bucket, in microtokens.';
+comment on column ratelimit.policies.gain is
+  'refill * 10^12, in 10^-12 tokens: elapsed seconds * gain / every_us = microtokens gained.';
+comment on column ratelimit.policies.tick_gain is
+  'refill * 10^6 * tick_us, in microtokens * microseconds: tick_gain / every_us = microtokens gained in one tick.';
+comment on column ratelimit.policies.round_up is
+  'tick_gain - 1, in microtokens * microseconds: added before a division by tick_gain, it rounds the quotient up.';
+comment on column ratelimit.policies.remember_us is
+  'remember, in microseconds.';
 
--- No index has level or refilled_at, so every acquire is a HOT update; due_at lets clean-up find
--- rows by index and is never changed by an acquire. Fixed-width columns come first: cheap to reach.
+-- No index has level or refilled_at, so every acquire is a HOT update. Clean-up finds rows by the index on
+-- due_at, which an acquire sets in a new row and never changes. The columns of fixed width come first, because
+-- PostgreSQL reads them faster there.
 create table ratelimit.buckets (
   policy_id   bigint      not null,
   level       bigint      not null,
@@ -168,7 +185,7 @@ comment on column ratelimit.buckets.level is
 comment on column ratelimit.buckets.refilled_at is
   'When level was true; for a stepped policy a whole number of intervals after the first take.';
 comment on column ratelimit.buckets.due_at is
-  'When clean-up looks whether the bucket is full again.';
+  'When clean-up checks whether the bucket is full again.';
 
 create table ratelimit.idempotency_keys (
   policy_id       bigint      not null,
@@ -185,7 +202,8 @@ create index idempotency_keys_expires_at_idx on ratelimit.idempotency_keys (expi
 comment on table ratelimit.idempotency_keys is
   'Grants of durable policies made under an idempotency key, as first answered, until expires_at.';
 
--- The twins for ephemeral policies: no WAL, so nothing to flush, and empty after a crash.
+-- The twins for ephemeral policies. They are not in the WAL, so commits flush nothing for them, and a crash
+-- empties them.
 create unlogged table ratelimit.ephemeral_buckets (
   like ratelimit.buckets including all
 );
@@ -198,7 +216,9 @@ create unlogged table ratelimit.ephemeral_idempotency_keys (
 comment on table ratelimit.ephemeral_idempotency_keys is
   'Idempotency keys of ephemeral policies: unlogged, empty after a crash.';
 
--- Room on each page for the next row version; vacuum by rows touched, not by a share of a large table.
+-- fillfactor leaves room on each page for the next version of its rows, which a HOT update needs. Vacuum starts
+-- after a fixed number of changed rows and a small share of the table, because by the default share a large
+-- table would wait too long. Vacuum takes no pauses (cost_delay), so that dead row versions go soon.
 alter table ratelimit.buckets set (
   fillfactor = 70, autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 10000,
   autovacuum_vacuum_cost_delay = 0);
@@ -212,13 +232,13 @@ alter table ratelimit.ephemeral_idempotency_keys set (
   autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 10000,
   autovacuum_vacuum_cost_delay = 0);
 
--- Default privileges may have given the schema and the tables to other roles.
+-- Default privileges may have granted rights on the schema and the tables to other roles.
 do $private$
 declare
   v_path  text := pg_catalog.current_setting('search_path');
   v_grant record;
 begin
-  perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- nobody's operators but PostgreSQL's
+  perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- operators of PostgreSQL only
   for v_grant in
     select o.object, case a.grantee when 0 then 'public' else a.grantee::pg_catalog.regrole::text end as grantee
       from (select 'schema ratelimit', n.nspacl, n.nspowner
@@ -255,19 +275,19 @@ $private$;
 -- Code that touches them is written once, as a template over the two names.
 --
 -- This file is the table of contents.
--- Decides where the public functions go, and refuses to build on somebody else's objects.
+-- Decides where the public functions go, and refuses to install over objects of another role.
 --
 -- A first install takes the schema that heads search_path and wants it free of ratelimit_*
--- functions: replacing a planted one would leave its planter as owner. A later install goes where
--- the functions are. The setting ratelimit.preexisting lasts for this transaction only; the
--- epilogue reads it to tell new functions, whose grants it clears, from old ones, which keep theirs.
+-- functions: to replace a planted function would leave the role that planted it as owner. A later install
+-- goes to the schema that has the functions. The setting ratelimit.preexisting lists the functions that
+-- existed before, for this transaction only. The epilogue clears the grants of all others.
 do $prologue$
 declare
   v_owner oid;
   v_first text := pg_catalog.current_schema();
   v_home  text;
 begin
-  perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- nobody's operators but PostgreSQL's
+  perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- operators of PostgreSQL only
   select n.nspowner into v_owner from pg_catalog.pg_namespace as n where n.nspname = 'ratelimit';
   if pg_catalog.pg_get_userbyid(v_owner) <> current_user then
     raise exception 'schema ratelimit belongs to another role'
@@ -318,7 +338,8 @@ $prologue$;
 
 
 -- Private: the rules, each in one place.
--- The one clock. Volatile and without SET or SECURITY DEFINER, so that it is inlined and free.
+-- The one clock. It is inlined, and so costs nothing, because it has neither SET nor SECURITY DEFINER and
+-- declares the volatility of clock_timestamp().
 create or replace function ratelimit.clock()
   returns timestamptz
   language sql
@@ -331,15 +352,20 @@ comment on function ratelimit.clock() is
   'The time every decision is made by: the server''s wall clock, never the transaction''s.';
 
 -- The arithmetic of a bucket. Levels are whole microtokens and times whole microseconds, so every
--- answer is a function of integers; products go through numeric, which cannot overflow or round.
+-- answer is a function of integers. Products are numeric, which neither overflows nor rounds.
 --
--- A bucket is (level, refilled_at): what it held, and when. It gains evenly, gain microtokens in every_us
--- seconds, which are a million intervals, but is credited at its ticks only, counted from refilled_at, and
--- never more than fills it. A tick is a microsecond when refill is continuous, and a whole interval when it
--- is stepped: tick_us long, worth tick_gain / every_us microtokens.
+-- A bucket is (level, refilled_at): at the instant refilled_at it held level microtokens. Refill is
+-- credited at ticks, which are counted from refilled_at, and never above full_level. A tick is a
+-- microsecond when refill is continuous, and the whole interval when it is stepped.
 --
--- All of these are IMMUTABLE single expressions, so that the planner inlines them. An argument used
--- twice must be a column or a variable, or inlining stops.
+-- The derived columns of policies hold what the formulas need; each has a comment. The formulas are
+--   gain       = refill * 10^12. Elapsed seconds * gain / every_us = microtokens; the extra 10^6 saves
+--                converting seconds
+--   tick_gain  = refill * 10^6 * tick_us. One tick gains tick_gain / every_us microtokens
+--   round_up   = tick_gain - 1. (x + round_up) div tick_gain = x / tick_gain, rounded up
+--
+-- All functions here are IMMUTABLE single expressions, so that the planner inlines them. An argument that
+-- is used twice must be a column or a variable, or it stops inlining. include/calls.sql has the long calls.
 
 create or replace function ratelimit.microtokens(tokens bigint)
   returns bigint language sql immutable parallel safe
@@ -365,7 +391,7 @@ $$;
 comment on function ratelimit.microseconds(interval) is
   'An interval without months in microseconds; a day is 24 hours.';
 
--- Hours and seconds, no days: adding a day to a timestamptz may add 23 or 25 hours.
+-- The interval has hours and seconds but no days, because a day added to a timestamptz may be 23 or 25 hours.
 create or replace function ratelimit.duration(microseconds bigint)
   returns interval language sql immutable parallel safe
 as $$
@@ -382,7 +408,7 @@ as $$
   select date_bin(tick, greatest(refilled_at, now), refilled_at)
 $$;
 comment on function ratelimit.refilled_until(timestamptz, timestamptz, interval) is
-  'The last tick of a bucket by now, which refilled_level is good for: whole ticks after refilled_at, never before it.';
+  'The instant of refilled_level: the last tick by now, counted from refilled_at and never before it.';
 
 create or replace function ratelimit.refilled_level(
     level bigint, refilled_at timestamptz, now timestamptz, full_level numeric, gain numeric, every_us numeric, tick interval)
@@ -393,10 +419,10 @@ as $$
     level + div(extract(epoch from ratelimit.refilled_until(refilled_at, now, tick) - refilled_at) * gain, every_us))::bigint
 $$;
 comment on function ratelimit.refilled_level(bigint, timestamptz, timestamptz, numeric, numeric, numeric, interval) is
-  'The level, in microtokens, that a bucket has reached by now.';
+  'The level of a bucket now, in microtokens.';
 
--- Exact both ways: at this distance the bucket holds target, one microsecond earlier it does not. Only for
--- one that holds less by now: what takes or denies knows that, and spares itself the rest of wait_for.
+-- Exact: after this wait the bucket holds target, one microsecond earlier it does not.
+-- Precondition: the bucket is below target now. Callers that know this skip the checks of wait_for.
 create or replace function ratelimit.wait_below(
     target numeric, level bigint, elapsed_us numeric,
     every_us numeric, tick_us numeric, tick_gain numeric, round_up numeric)
@@ -405,7 +431,7 @@ as $$
   select (div((target - level) * every_us + round_up, tick_gain) * tick_us - elapsed_us)::bigint
 $$;
 comment on function ratelimit.wait_below(numeric, bigint, numeric, numeric, numeric, numeric, numeric) is
-  'Microseconds until a bucket holds target microtokens, which it lacked elapsed_us after it was level.';
+  'Microseconds until a bucket holds target microtokens, if it held level elapsed_us ago and is below target now.';
 
 create or replace function ratelimit.wait_for(
     target numeric, level bigint, refilled_at timestamptz, now timestamptz,
@@ -421,7 +447,7 @@ $$;
 comment on function ratelimit.wait_for(numeric, bigint, timestamptz, timestamptz, numeric, numeric, numeric, numeric) is
   'Microseconds from now until a bucket holds target microtokens, zero when it does.';
 
--- Refusals. Each raises a constant message, the facts in DETAIL and the remedy in HINT.
+-- The checks of arguments. Every error has a constant message, the facts in DETAIL and the remedy in HINT.
 
 create or replace function ratelimit.refuse(argument text, fact text, remedy text)
   returns void language plpgsql
@@ -483,13 +509,14 @@ $$;
 comment on function ratelimit.check_tokens(text, bigint) is
   'Raises 22023 unless a cost or amount is zero or more.';
 
+-- Inlined, unlike check_request: a valid request pays for no call.
 create or replace function ratelimit.acceptable(key text, cost bigint)
   returns boolean language sql immutable parallel safe
 as $$
   select (ratelimit.is_name(key) and cost >= 0) is true
 $$;
 comment on function ratelimit.acceptable(text, bigint) is
-  'Whether check_request would pass this key and cost; inlined, where a call would cost.';
+  'Whether check_request would accept this key and cost.';
 
 create or replace function ratelimit.check_request(policy text, key text, cost bigint, idempotency_key text)
   returns void language plpgsql
@@ -519,7 +546,8 @@ $$;
 comment on function ratelimit.check_length(text, integer, integer) is
   'Raises 22023 unless an array has an element for each request.';
 
--- A year is 365.25 days of 24 hours here: months have no fixed length, so they are refused.
+-- Months and years are refused, because their length is not fixed. The limit of 1000 years counts a year as
+-- 365.25 days of 24 hours.
 create or replace function ratelimit.check_span(argument text, value interval)
   returns void language plpgsql
 as $$
@@ -577,7 +605,7 @@ begin
 end;
 $$;
 comment on function ratelimit.unknown_policy(text) is
-  'Raises RL001.';
+  'Raises RL001, the error for an unknown policy.';
 
 create or replace function ratelimit.policy_named(policy text)
   returns ratelimit.policies language plpgsql stable
@@ -597,14 +625,14 @@ $$;
 comment on function ratelimit.policy_named(text) is
   'One policy by name, or RL001.';
 
--- answer() with less to work out: a grant waits for nothing and leaves no debt.
+-- A short form of answer(): after a grant, retry_after is 0 and the level is not below 0.
 create or replace function ratelimit.granted(level bigint, reset_us bigint, capacity bigint)
   returns ratelimit.decision language sql immutable parallel safe
 as $$
   select (true, level / 1000000, interval '0', ratelimit.duration(reset_us), capacity, false)::ratelimit.decision
 $$;
 comment on function ratelimit.granted(bigint, bigint, bigint) is
-  'The decision of a grant, from the level it left and the microseconds until the bucket is full.';
+  'The decision of a grant, from the level that it left and the microseconds until the bucket is full.';
 
 create or replace function ratelimit.answer(level bigint, retry_us bigint, reset_us bigint, capacity bigint)
   returns ratelimit.decision language sql immutable parallel safe
@@ -613,7 +641,7 @@ as $$
           ratelimit.duration(reset_us), capacity, false)::ratelimit.decision
 $$;
 comment on function ratelimit.answer(bigint, bigint, bigint, bigint) is
-  'A decision from the level by now and the microseconds to wait: allowed when there is nothing to wait for, never when null.';
+  'A decision from the level now, retry_us (0 means allowed, null means never) and reset_us.';
 
 create or replace function ratelimit.replay(granted ratelimit.idempotency_keys, cost bigint)
   returns ratelimit.decision language plpgsql stable
@@ -631,7 +659,9 @@ $$;
 comment on function ratelimit.replay(ratelimit.idempotency_keys, bigint) is
   'The first answer given under an idempotency key, marked replayed; RL002 when the cost differs.';
 
--- One request of many is refused in its own row, so what the checks raise is caught here.
+-- ratelimit_acquire_many reports an error in the row of its request. So this function catches what the checks
+-- raise. granted is the remembered grant whose cost differs; null means that the policy is unknown, unless an
+-- argument is bad.
 create or replace function ratelimit.refusal(
     in  policy text, in key text, in cost bigint, in idempotency_key text, in granted ratelimit.idempotency_keys,
     out error_code text, out error_message text, out error_detail text, out error_hint text)
@@ -656,12 +686,12 @@ comment on function ratelimit.refusal(text, text, bigint, text, ratelimit.idempo
 
 
 -- Policies.
--- Creates a policy, or changes the one of that name: null arguments keep what is there. A new policy
--- needs capacity, refill and every.
+-- Creates a policy, or changes the policy of that name. A null argument keeps the policy's value. A new
+-- policy needs capacity, refill and every; stepped is false, durable true and remember 24 hours unless given.
 --
--- A change applies to the next acquire of every bucket. Levels stay, clamped to the new capacity;
--- the time since a bucket was last written counts at the new rate.
--- Locks:  the policy row, until the caller's transaction ends; acquires do not wait for it.
+-- A change applies to the next acquire of every bucket. Levels stay, clamped to the new capacity. The
+-- time since a bucket was last written is credited at the new rate.
+-- Locks:  the policy row, until the caller's transaction ends. Acquires do not wait for it.
 -- Writes: policies.
 create or replace function ratelimit_define_policy(
     policy   text,
@@ -683,7 +713,7 @@ declare
   v_durable boolean;
 begin
   perform check_name('policy', v_name);
-  select p.* into v_policy from policies as p where p.name = v_name for update;  -- the numbers are checked together
+  select p.* into v_policy from policies as p where p.name = v_name for update;  -- the checks combine new numbers with these
   perform check_policy(coalesce(ratelimit_define_policy.capacity, v_policy.capacity),
                        coalesce(ratelimit_define_policy.refill, v_policy.refill),
                        coalesce(ratelimit_define_policy.every, v_policy.every),
@@ -718,8 +748,8 @@ comment on function ratelimit_define_policy(text, bigint, bigint, interval, bool
 
 -- Removes a policy with its buckets and idempotency keys.
 --
--- Waits for no acquire: a row that an open transaction holds is left to clean-up. It counts for
--- nobody meanwhile, since a policy defined anew under the same name has another id.
+-- It does not wait for acquires: a row that an open transaction has locked is left to clean-up. Such a row
+-- changes no answer, because a policy defined anew under the same name has another id.
 -- Locks:  the policy row and the rows it deletes, until the caller's transaction ends.
 -- Writes: policies; the buckets and idempotency keys of the policy.
 create or replace function ratelimit_drop_policy(policy text)
@@ -769,7 +799,8 @@ comment on function ratelimit_drop_policy(text) is
 
 -- Lists the policies, as defined.
 --
--- Locks and writes nothing.
+-- Locks:  nothing.
+-- Writes: nothing.
 create or replace function ratelimit_policies()
   returns table (policy text, capacity bigint, refill bigint, every interval,
                  stepped boolean, durable boolean, remember interval)
@@ -789,20 +820,22 @@ comment on function ratelimit_policies() is
 -- Buckets.
 -- Takes cost tokens from one bucket if it has them, and answers; a denial is an answer, not an error.
 --
--- The steps, where an idempotency key is in play:
+-- The steps, in include/decide.sql; 1 and 4 only with an idempotency key:
 --   1. a live key is replayed, whatever the bucket holds by now
 --   2. one conditional update takes the tokens; of concurrent acquires exactly those that fit pass
 --   3. not taken: the bucket is read, and after it the key again, because a request under the same
---      key may be what emptied it. A bucket without a row is created, less the cost
---   4. taken: the key is remembered. The bucket's row is ours, so a live key that turns up only now
---      was committed between 1 and 2: the tokens go back and the key is replayed. What stays is that the
---      bucket was refilled by this clock
+--      key may be what emptied it. A bucket without a row is created, less the cost. When the cost fits
+--      by now, step 2 is repeated
+--   4. taken: the key is remembered. This call has locked the bucket's row, so a live key that turns up
+--      only now was committed between 1 and 2: the tokens go back and the key is replayed. The refill
+--      that step 2 credited stays
 --
--- The clock is read once for a grant, and again after the update for a denial, which may have waited.
+-- A grant reads the clock once. When step 2 takes nothing, it may have waited for the row, so the clock
+-- is read again.
 -- Locks:  a grant holds the bucket row until the caller's transaction ends; a denial holds nothing,
 --         unless it had to wait for the row.
--- Writes: a grant, the bucket and its idempotency key; a denial or a replay nothing, but for the
---         replay of step 4.
+-- Writes: a grant writes the bucket and its idempotency key. A denial writes nothing. A replay writes
+--         nothing, unless it is the replay of step 4.
 create or replace function ratelimit_acquire(
     policy          text,
     key             text,
@@ -813,26 +846,29 @@ create or replace function ratelimit_acquire(
   volatile
   security definer
   set search_path = ratelimit, pg_temp
-  set enable_seqscan = off
+  set enable_seqscan = off  -- a plan made while the table was empty would read all of it once it has grown
 as $$
 declare
-  v_key             text collate "C" := ratelimit_acquire.key;
-  v_cost            alias for ratelimit_acquire.cost;
-  v_idempotency_key text collate "C" := ratelimit_acquire.idempotency_key;
-  v_policy          policies;
-  v_now             timestamptz;
-  v_take            bigint;
-  v_level           bigint;
-  v_refilled_at     timestamptz;
-  v_retry_us        bigint;
-  v_reset_us        bigint;
-  v_due_at          timestamptz;
-  v_expires_at      timestamptz;
-  v_round           integer;
-  v_replayed        boolean;
-  v_first           idempotency_keys;
+  v_policy          policies;     -- in: the policy
+  v_key             text collate "C" := ratelimit_acquire.key;  -- in: the bucket's key
+  v_cost            alias for ratelimit_acquire.cost;  -- in: tokens that one request asks for
+  v_now             timestamptz;  -- in: the instant of the answer; decide reads the clock again after it may have waited
+  v_has_row         boolean;      -- out: the bucket has a row; a bucket without a row is full
+  v_level           bigint;       -- out: microtokens in the bucket
+  v_retry_us        bigint;       -- out: microseconds until the bucket holds v_cost; null: never; of no meaning when v_taken > 0
+  v_reset_us        bigint;       -- out: microseconds until the bucket is full
+  v_idempotency_key text collate "C" := ratelimit_acquire.idempotency_key;  -- in: null for none
+  v_wanted          bigint;       -- in: microtokens to take, 0 for none; v_cost, or a multiple of it for equal requests
+                                  --     without an idempotency key, which decide lowers to what the bucket holds
+  v_taken           bigint;       -- out: microtokens taken; 0 by a denial, and when v_wanted was 0
+  v_replayed        boolean;      -- in: null; out: true when a live idempotency key was found, and then only v_first counts
+  v_first           idempotency_keys;  -- out, when v_replayed: the grant that is remembered under the idempotency key
+  v_refilled_at     timestamptz;  -- out, after a grant: the instant at which the row says that the bucket held v_level
+  v_due_at          timestamptz;  -- inner: when clean-up looks at a new bucket
+  v_expires_at      timestamptz;  -- inner: when the idempotency key is forgotten
+  v_round           integer;      -- in: null; inner: tries that took nothing and denied nothing
 begin
-  if not acceptable(v_key, v_cost) then
+  if not acceptable(v_key, v_cost) then  -- inlined; the call of check_request raises the error
     perform check_request(policy, v_key, v_cost, v_idempotency_key);
   end if;
   if v_idempotency_key is not null then
@@ -844,13 +880,13 @@ begin
     end if;
   end if;
   select p.* into v_policy from policies as p where p.name = ratelimit_acquire.policy collate "C";
-  if not found then
+  if not found then  -- the name of a policy that was found needs no check
     perform check_name('policy', policy);
     perform unknown_policy(policy);
   end if;
 
-  v_take := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
-  v_now  := clock();
+  v_wanted := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
+  v_now    := clock();
   if v_policy.durable then
     <<decide>>
     begin
@@ -865,42 +901,37 @@ begin
       end if;
 
       loop
-        if v_take > 0 then
+        if v_wanted > 0 then
           update buckets as b
-             set level       = refilled_level(b.level, b.refilled_at, v_now,
-                                              v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) - v_take,
+             set level       = refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) - v_wanted,
                  refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick)
            where b.policy_id = v_policy.id
              and b.key       = v_key
-             and refilled_level(b.level, b.refilled_at, v_now,
-                                v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_take
+             and refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_wanted
           returning b.level, b.refilled_at into v_level, v_refilled_at;
           exit when found;
         end if;
 
         v_now := clock();  -- the update may have waited
-        select refilled_level(b.level, b.refilled_at, v_now,
-                      v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
+        select refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
            case
              when v_cost = 0 then 0::bigint
-             when v_cost <= v_policy.capacity then
-               wait_for(microtokens(v_cost), b.level, b.refilled_at, v_now,
-                        v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
+             when v_cost <= v_policy.capacity then wait_for(microtokens(v_cost), b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
            end,
-           wait_for(v_policy.full_level, b.level, b.refilled_at, v_now,
-                    v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
+           wait_for(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
       into v_level, v_retry_us, v_reset_us
       from buckets as b
      where b.policy_id = v_policy.id
        and b.key       = v_key;
-    if not found then  -- full
+    v_has_row := found;
+    if not v_has_row then  -- full
       v_level    := microtokens(v_policy.capacity);
       v_retry_us := case when v_cost <= v_policy.capacity then 0::bigint end;
       v_reset_us := 0;
     end if;
 
-        if v_take = 0 or v_retry_us <> 0 then
-          v_take := 0;
+        if v_wanted = 0 or v_retry_us <> 0 then
+          v_taken := 0;
           if v_idempotency_key is not null then
             select k.* into v_first
           from idempotency_keys as k
@@ -912,7 +943,7 @@ begin
           exit decide;
         end if;
 
-        -- It fits by now, or the bucket has no row. Each round but the first lost against somebody else's call.
+        -- The cost fits by now, or the bucket has no row. Every round after the first was lost to another session.
         v_round := coalesce(v_round, 0) + 1;
         if v_round = 1000 then
           raise exception 'the bucket changed at every look'
@@ -920,12 +951,11 @@ begin
                   detail  = format('Key %s of policy %s.', quote_literal(v_key), quote_literal(v_policy.name)),
                   hint    = 'Try again.';
         end if;
-        v_take := least(v_take, v_level - v_level % microtokens(v_cost));
-        if not found then
-          v_level       := v_level - v_take;
+        v_wanted := least(v_wanted, v_level - v_level % microtokens(v_cost));
+        if not v_has_row then
+          v_level       := v_level - v_wanted;
           v_refilled_at := v_now;
-          v_reset_us    := wait_below(v_policy.full_level, v_level, 0,
-                                      v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
+          v_reset_us    := wait_below(v_policy.full_level, v_level, 0, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
           v_due_at      := v_now + least(duration(v_reset_us), interval '24 hours');
           insert into buckets (policy_id, key, level, refilled_at, due_at)
           values (v_policy.id, v_key, v_level, v_refilled_at, v_due_at)
@@ -934,8 +964,8 @@ begin
         end if;
       end loop;
 
-      v_reset_us := wait_below(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at),
-                               v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
+      v_taken    := v_wanted;
+      v_reset_us := wait_below(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
 
       if v_idempotency_key is not null then
         v_expires_at := v_now + duration(v_policy.remember_us);
@@ -950,9 +980,9 @@ begin
                capacity    = excluded.capacity,
                expires_at  = excluded.expires_at
          where k.expires_at <= v_now;
-        if not found then
+        if not found then  -- a live key: its tokens were taken already
           update buckets as b
-             set level = b.level + v_take
+             set level = b.level + v_taken
            where b.policy_id = v_policy.id
              and b.key       = v_key;
           select k.* into v_first
@@ -979,42 +1009,37 @@ begin
       end if;
 
       loop
-        if v_take > 0 then
+        if v_wanted > 0 then
           update ephemeral_buckets as b
-             set level       = refilled_level(b.level, b.refilled_at, v_now,
-                                              v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) - v_take,
+             set level       = refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) - v_wanted,
                  refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick)
            where b.policy_id = v_policy.id
              and b.key       = v_key
-             and refilled_level(b.level, b.refilled_at, v_now,
-                                v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_take
+             and refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_wanted
           returning b.level, b.refilled_at into v_level, v_refilled_at;
           exit when found;
         end if;
 
         v_now := clock();  -- the update may have waited
-        select refilled_level(b.level, b.refilled_at, v_now,
-                      v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
+        select refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
            case
              when v_cost = 0 then 0::bigint
-             when v_cost <= v_policy.capacity then
-               wait_for(microtokens(v_cost), b.level, b.refilled_at, v_now,
-                        v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
+             when v_cost <= v_policy.capacity then wait_for(microtokens(v_cost), b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
            end,
-           wait_for(v_policy.full_level, b.level, b.refilled_at, v_now,
-                    v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
+           wait_for(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
       into v_level, v_retry_us, v_reset_us
       from ephemeral_buckets as b
      where b.policy_id = v_policy.id
        and b.key       = v_key;
-    if not found then  -- full
+    v_has_row := found;
+    if not v_has_row then  -- full
       v_level    := microtokens(v_policy.capacity);
       v_retry_us := case when v_cost <= v_policy.capacity then 0::bigint end;
       v_reset_us := 0;
     end if;
 
-        if v_take = 0 or v_retry_us <> 0 then
-          v_take := 0;
+        if v_wanted = 0 or v_retry_us <> 0 then
+          v_taken := 0;
           if v_idempotency_key is not null then
             select k.* into v_first
           from ephemeral_idempotency_keys as k
@@ -1026,7 +1051,7 @@ begin
           exit decide;
         end if;
 
-        -- It fits by now, or the bucket has no row. Each round but the first lost against somebody else's call.
+        -- The cost fits by now, or the bucket has no row. Every round after the first was lost to another session.
         v_round := coalesce(v_round, 0) + 1;
         if v_round = 1000 then
           raise exception 'the bucket changed at every look'
@@ -1034,12 +1059,11 @@ begin
                   detail  = format('Key %s of policy %s.', quote_literal(v_key), quote_literal(v_policy.name)),
                   hint    = 'Try again.';
         end if;
-        v_take := least(v_take, v_level - v_level % microtokens(v_cost));
-        if not found then
-          v_level       := v_level - v_take;
+        v_wanted := least(v_wanted, v_level - v_level % microtokens(v_cost));
+        if not v_has_row then
+          v_level       := v_level - v_wanted;
           v_refilled_at := v_now;
-          v_reset_us    := wait_below(v_policy.full_level, v_level, 0,
-                                      v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
+          v_reset_us    := wait_below(v_policy.full_level, v_level, 0, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
           v_due_at      := v_now + least(duration(v_reset_us), interval '24 hours');
           insert into ephemeral_buckets (policy_id, key, level, refilled_at, due_at)
           values (v_policy.id, v_key, v_level, v_refilled_at, v_due_at)
@@ -1048,8 +1072,8 @@ begin
         end if;
       end loop;
 
-      v_reset_us := wait_below(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at),
-                               v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
+      v_taken    := v_wanted;
+      v_reset_us := wait_below(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
 
       if v_idempotency_key is not null then
         v_expires_at := v_now + duration(v_policy.remember_us);
@@ -1064,9 +1088,9 @@ begin
                capacity    = excluded.capacity,
                expires_at  = excluded.expires_at
          where k.expires_at <= v_now;
-        if not found then
+        if not found then  -- a live key: its tokens were taken already
           update ephemeral_buckets as b
-             set level = b.level + v_take
+             set level = b.level + v_taken
            where b.policy_id = v_policy.id
              and b.key       = v_key;
           select k.* into v_first
@@ -1083,7 +1107,7 @@ begin
 
   if v_replayed then
     return replay(v_first, v_cost);
-  elsif v_take > 0 then
+  elsif v_taken > 0 then
     return granted(v_level, v_reset_us, v_policy.capacity);
   end if;
   return answer(v_level, v_retry_us, v_reset_us, v_policy.capacity);
@@ -1092,19 +1116,25 @@ $$;
 comment on function ratelimit_acquire(text, text, bigint, text) is
   'Take cost tokens from a bucket if it has them; a repeat under the same idempotency key takes nothing.';
 
--- Decides requests policy by policy and bucket by bucket, in one order for all callers, so that calls
--- cannot deadlock.
+-- Decides the requests for one policy, bucket by bucket in the order of key, so that calls cannot deadlock.
+-- Element n of keys, costs and idempotency_keys is the request with the number requests[n]. Rows come back in
+-- the order of buckets.
 --
--- The common case is one statement for a policy: every bucket has a row, each grants all that is asked of
--- it or nothing, and no idempotency key was seen before. It reads first and takes only when that is so,
--- because what is left over would have to be locked out of order; so it is undone as well when a bucket it
--- waited for was changed or removed, or when a key turns out to be known, at the price of a subtransaction.
--- Answers are as of an instant before that statement. A statement that waited so long for a bucket that
--- they would be stale, 100 ms or a millisecond for each request, is undone too: a bucket may have
--- refilled meanwhile, and a denial must be true when it is given.
--- It joins in the order of its input only while it has no other way: hence the settings. Everything else
--- goes through the steps of ratelimit_acquire, where equal requests without a key that follow each other on
--- a bucket are one run, taken in one update; on a busy key that is often the whole call.
+-- The fast path, include/all_or_none.sql, is one statement. It answers when every bucket has a row, covers all
+-- its requests or fails even the cheapest, and no idempotency key is known. It reads all buckets before it
+-- takes from any, because a bucket that it could not decide would have to be locked later, out of order.
+-- Otherwise the fast path is rolled back, at the price of a subtransaction, and the ordered path decides.
+--
+-- All answers of the fast path are as of one instant, read before its statement. When the statement waited for
+-- a bucket until v_stale_at, a bucket may have refilled meanwhile, and a denial must be true when it is given.
+-- So the fast path is rolled back then, too.
+--
+-- The ordered path goes through the steps of ratelimit_acquire, run by run. A run is equal requests without an
+-- idempotency key that follow each other on one bucket; any other request is a run of its own. One update
+-- takes for as many requests of a run as the bucket covers. On a busy key, a run is often the whole call.
+-- Such a call skips the fast path.
+--
+-- Locks and writes: as ratelimit_acquire_many.
 create or replace function ratelimit.acquire_in_order(
     policy text, keys text[], costs bigint[], idempotency_keys text[], requests bigint[])
   returns table (request bigint, allowed boolean, remaining bigint, retry_after interval, reset_after interval,
@@ -1113,53 +1143,58 @@ create or replace function ratelimit.acquire_in_order(
   language plpgsql
   volatile
   set search_path = ratelimit, pg_temp
-  set plan_cache_mode = force_generic_plan
-  set enable_seqscan = off
-  set enable_hashjoin = off
-  set enable_mergejoin = off
-  set jit = off
+  set plan_cache_mode = force_generic_plan  -- no plan is better for some arguments than for others, and planning is slow
+  set enable_seqscan = off    -- as in ratelimit_acquire
+  set enable_hashjoin = off   -- nested loops alone keep the order of key, in which buckets are locked
+  set enable_mergejoin = off  -- likewise
+  set jit = off               -- the statements take less time than compiling them
 as $$
 declare
-  v_alike           boolean;  -- they are one run
-  v_run             record;
-  v_position        integer;  -- the requests of the run answered so far
-  v_step            bigint;   -- microtokens between two grants of a run
-  v_count           integer;
-  v_elapsed_us      numeric;
+  v_policy          policies;     -- in: the policy
+  v_key             text collate "C";  -- in: the bucket's key
+  v_cost            bigint;  -- in: tokens that one request asks for
+  v_now             timestamptz;  -- in: the instant of the answer; decide reads the clock again after it may have waited
+  v_has_row         boolean;      -- out: the bucket has a row; a bucket without a row is full
+  v_level           bigint;       -- out: microtokens in the bucket
+  v_retry_us        bigint;       -- out: microseconds until the bucket holds v_cost; null: never; of no meaning when v_taken > 0
+  v_reset_us        bigint;       -- out: microseconds until the bucket is full
+  v_idempotency_key text collate "C";  -- in: null for none
+  v_wanted          bigint;       -- in: microtokens to take, 0 for none; v_cost, or a multiple of it for equal requests
+                                  --     without an idempotency key, which decide lowers to what the bucket holds
+  v_taken           bigint;       -- out: microtokens taken; 0 by a denial, and when v_wanted was 0
+  v_replayed        boolean;      -- in: null; out: true when a live idempotency key was found, and then only v_first counts
+  v_first           idempotency_keys;  -- out, when v_replayed: the grant that is remembered under the idempotency key
+  v_refilled_at     timestamptz;  -- out, after a grant: the instant at which the row says that the bucket held v_level
+  v_due_at          timestamptz;  -- inner: when clean-up looks at a new bucket
+  v_expires_at      timestamptz;  -- inner: when the idempotency key is forgotten
+  v_round           integer;      -- in: null; inner: tries that took nothing and denied nothing
   v_name            text collate "C" := acquire_in_order.policy;
-  v_key             text collate "C";
-  v_cost            bigint;
-  v_idempotency_key text collate "C";
-  v_policy          policies;
-  v_now             timestamptz := clock();
-  v_take            bigint;
-  v_level           bigint;
-  v_refilled_at     timestamptz;
-  v_retry_us        bigint;
-  v_reset_us        bigint;
-  v_due_at          timestamptz;
-  v_expires_at      timestamptz;
-  v_round           integer;
-  v_replayed        boolean;
-  v_first           idempotency_keys;
-  v_stale_at        timestamptz := v_now + greatest(interval '100 milliseconds', cardinality(keys) * interval '1 millisecond');
+  v_alike           boolean;      -- the whole call is one run
+  v_stale_at        timestamptz;  -- an answer of the fast path is too old from here on
+  v_answered        boolean;      -- the fast path returned the rows
+  v_run             record;       -- key, cost, idempotency_key, and the numbers of its requests
+  v_position        integer;      -- requests of the run that are answered
+  v_count           integer;      -- requests that one round answers
+  v_step            bigint;       -- microtokens between two grants of a round; 0 when the round takes nothing
+  v_elapsed_us      numeric;      -- microseconds from v_refilled_at to v_now
 begin
+  v_now      := clock();
+  v_stale_at := v_now + greatest(interval '100 milliseconds', cardinality(keys) * interval '1 millisecond');
+  v_alike    := (idempotency_keys is null and keys[1] collate "C" = all (keys) and costs[1] = all (costs)) is true;
   select p.* into v_policy from policies as p where p.name = v_name;
-  v_alike := (idempotency_keys is null and keys[1] collate "C" = all (keys) and costs[1] = all (costs)) is true;
   if found and not v_alike
-     and 0 < all (costs) and 2147483647 > all (costs)  -- sums that are quick to work out
-     and current_setting('transaction_read_only') = 'off' then  -- an update that takes nothing would fail, too
+     and 0 < all (costs) and 2147483647 > all (costs)  -- sums of integers are quicker than sums of numerics
+     and current_setting('transaction_read_only') = 'off' then  -- a read-only transaction refuses even an UPDATE of no row
     begin
       if v_policy.durable and idempotency_keys is null then
         return query
       with found as materialized (
         select w.*, b.row_id, b.version, b.level, b.refilled_at,
-               refilled_level(b.level, b.refilled_at, v_now,
-                              v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) as level_now
+               refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) as level_now
           from (select a.key, sum(a.cost) as total, min(a.cost) as cheapest,
                        array_agg(a.request) as requests, array_agg(a.total) as totals
                   from (select u.key collate "C" as key, u.cost::integer as cost, u.request,
-                               sum(u.cost::integer)  -- of bigints it would be numeric
+                               sum(u.cost::integer)  -- of integers: the sum of bigints would be numeric
                                  over (order by u.key collate "C", u.request rows unbounded preceding) as total
                           from unnest(keys, costs) with ordinality as u (key, cost, request)) as a
                  group by a.key
@@ -1188,8 +1223,7 @@ begin
         returning f.requests, f.totals, b.level, b.refilled_at
       ), granted as (
         select g.request, g.level,
-               wait_below(v_policy.full_level, g.level, microseconds(v_now - g.refilled_at),
-                          v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up) as reset_us
+               wait_below(v_policy.full_level, g.level, microseconds(v_now - g.refilled_at), v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up) as reset_us
           from (select r.request, r.level + microtokens(r.last - r.total) as level, r.refilled_at
                   from (select unnest(t.requests) as request, unnest(t.totals) as total,
                                t.totals[cardinality(t.totals)] as last, t.level, t.refilled_at
@@ -1198,12 +1232,9 @@ begin
       ), denied as (
         select d.request, d.level_now as level,
                case
-                 when d.cost <= v_policy.capacity then
-                   wait_for(microtokens(d.cost), d.level, d.refilled_at, v_now,
-                            v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
+                 when d.cost <= v_policy.capacity then wait_for(microtokens(d.cost), d.level, d.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
                end as retry_us,
-               wait_for(v_policy.full_level, d.level, d.refilled_at, v_now,
-                        v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up) as reset_us
+               wait_for(v_policy.full_level, d.level, d.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up) as reset_us
           from (select r.request, costs[r.request] as cost, r.level, r.refilled_at, r.level_now
                   from (select unnest(f.requests) as request, f.level, f.refilled_at, f.level_now
                           from found as f
@@ -1220,17 +1251,18 @@ begin
                 from denied as d
               offset 0) as a
        where (select count(*) = (select c.granting from clear as c) and clock() < v_stale_at from taken);
+      v_answered := found;
+
       elsif v_policy.durable then
         v_expires_at := v_now + duration(v_policy.remember_us);
         return query
       with found as materialized (
         select w.*, b.row_id, b.version, b.level, b.refilled_at,
-               refilled_level(b.level, b.refilled_at, v_now,
-                              v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) as level_now
+               refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) as level_now
           from (select a.key, sum(a.cost) as total, min(a.cost) as cheapest,
                        array_agg(a.request) as requests, array_agg(a.total) as totals
                   from (select u.key collate "C" as key, u.cost::integer as cost, u.request,
-                               sum(u.cost::integer)  -- of bigints it would be numeric
+                               sum(u.cost::integer)  -- of integers: the sum of bigints would be numeric
                                  over (order by u.key collate "C", u.request rows unbounded preceding) as total
                           from unnest(keys, costs) with ordinality as u (key, cost, request)) as a
                  group by a.key
@@ -1259,8 +1291,7 @@ begin
         returning f.requests, f.totals, b.level, b.refilled_at
       ), granted as (
         select g.request, g.level,
-               wait_below(v_policy.full_level, g.level, microseconds(v_now - g.refilled_at),
-                          v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up) as reset_us
+               wait_below(v_policy.full_level, g.level, microseconds(v_now - g.refilled_at), v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up) as reset_us
           from (select r.request, r.level + microtokens(r.last - r.total) as level, r.refilled_at
                   from (select unnest(t.requests) as request, unnest(t.totals) as total,
                                t.totals[cardinality(t.totals)] as last, t.level, t.refilled_at
@@ -1269,12 +1300,9 @@ begin
       ), denied as (
         select d.request, d.level_now as level,
                case
-                 when d.cost <= v_policy.capacity then
-                   wait_for(microtokens(d.cost), d.level, d.refilled_at, v_now,
-                            v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
+                 when d.cost <= v_policy.capacity then wait_for(microtokens(d.cost), d.level, d.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
                end as retry_us,
-               wait_for(v_policy.full_level, d.level, d.refilled_at, v_now,
-                        v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up) as reset_us
+               wait_for(v_policy.full_level, d.level, d.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up) as reset_us
           from (select r.request, costs[r.request] as cost, r.level, r.refilled_at, r.level_now
                   from (select unnest(f.requests) as request, f.level, f.refilled_at, f.level_now
                           from found as f
@@ -1317,16 +1345,17 @@ begin
                                                  and k.idempotency_key = idempotency_keys[d.request] collate "C"
                                               offset 0) as k
                           where k.expires_at > v_now);
+      v_answered := found;
+
       elsif idempotency_keys is null then
         return query
       with found as materialized (
         select w.*, b.row_id, b.version, b.level, b.refilled_at,
-               refilled_level(b.level, b.refilled_at, v_now,
-                              v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) as level_now
+               refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) as level_now
           from (select a.key, sum(a.cost) as total, min(a.cost) as cheapest,
                        array_agg(a.request) as requests, array_agg(a.total) as totals
                   from (select u.key collate "C" as key, u.cost::integer as cost, u.request,
-                               sum(u.cost::integer)  -- of bigints it would be numeric
+                               sum(u.cost::integer)  -- of integers: the sum of bigints would be numeric
                                  over (order by u.key collate "C", u.request rows unbounded preceding) as total
                           from unnest(keys, costs) with ordinality as u (key, cost, request)) as a
                  group by a.key
@@ -1355,8 +1384,7 @@ begin
         returning f.requests, f.totals, b.level, b.refilled_at
       ), granted as (
         select g.request, g.level,
-               wait_below(v_policy.full_level, g.level, microseconds(v_now - g.refilled_at),
-                          v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up) as reset_us
+               wait_below(v_policy.full_level, g.level, microseconds(v_now - g.refilled_at), v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up) as reset_us
           from (select r.request, r.level + microtokens(r.last - r.total) as level, r.refilled_at
                   from (select unnest(t.requests) as request, unnest(t.totals) as total,
                                t.totals[cardinality(t.totals)] as last, t.level, t.refilled_at
@@ -1365,12 +1393,9 @@ begin
       ), denied as (
         select d.request, d.level_now as level,
                case
-                 when d.cost <= v_policy.capacity then
-                   wait_for(microtokens(d.cost), d.level, d.refilled_at, v_now,
-                            v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
+                 when d.cost <= v_policy.capacity then wait_for(microtokens(d.cost), d.level, d.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
                end as retry_us,
-               wait_for(v_policy.full_level, d.level, d.refilled_at, v_now,
-                        v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up) as reset_us
+               wait_for(v_policy.full_level, d.level, d.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up) as reset_us
           from (select r.request, costs[r.request] as cost, r.level, r.refilled_at, r.level_now
                   from (select unnest(f.requests) as request, f.level, f.refilled_at, f.level_now
                           from found as f
@@ -1387,17 +1412,18 @@ begin
                 from denied as d
               offset 0) as a
        where (select count(*) = (select c.granting from clear as c) and clock() < v_stale_at from taken);
+      v_answered := found;
+
       else
         v_expires_at := v_now + duration(v_policy.remember_us);
         return query
       with found as materialized (
         select w.*, b.row_id, b.version, b.level, b.refilled_at,
-               refilled_level(b.level, b.refilled_at, v_now,
-                              v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) as level_now
+               refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) as level_now
           from (select a.key, sum(a.cost) as total, min(a.cost) as cheapest,
                        array_agg(a.request) as requests, array_agg(a.total) as totals
                   from (select u.key collate "C" as key, u.cost::integer as cost, u.request,
-                               sum(u.cost::integer)  -- of bigints it would be numeric
+                               sum(u.cost::integer)  -- of integers: the sum of bigints would be numeric
                                  over (order by u.key collate "C", u.request rows unbounded preceding) as total
                           from unnest(keys, costs) with ordinality as u (key, cost, request)) as a
                  group by a.key
@@ -1426,8 +1452,7 @@ begin
         returning f.requests, f.totals, b.level, b.refilled_at
       ), granted as (
         select g.request, g.level,
-               wait_below(v_policy.full_level, g.level, microseconds(v_now - g.refilled_at),
-                          v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up) as reset_us
+               wait_below(v_policy.full_level, g.level, microseconds(v_now - g.refilled_at), v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up) as reset_us
           from (select r.request, r.level + microtokens(r.last - r.total) as level, r.refilled_at
                   from (select unnest(t.requests) as request, unnest(t.totals) as total,
                                t.totals[cardinality(t.totals)] as last, t.level, t.refilled_at
@@ -1436,12 +1461,9 @@ begin
       ), denied as (
         select d.request, d.level_now as level,
                case
-                 when d.cost <= v_policy.capacity then
-                   wait_for(microtokens(d.cost), d.level, d.refilled_at, v_now,
-                            v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
+                 when d.cost <= v_policy.capacity then wait_for(microtokens(d.cost), d.level, d.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
                end as retry_us,
-               wait_for(v_policy.full_level, d.level, d.refilled_at, v_now,
-                        v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up) as reset_us
+               wait_for(v_policy.full_level, d.level, d.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up) as reset_us
           from (select r.request, costs[r.request] as cost, r.level, r.refilled_at, r.level_now
                   from (select unnest(f.requests) as request, f.level, f.refilled_at, f.level_now
                           from found as f
@@ -1484,16 +1506,19 @@ begin
                                                  and k.idempotency_key = idempotency_keys[d.request] collate "C"
                                               offset 0) as k
                           where k.expires_at > v_now);
+      v_answered := found;
+
       end if;
-      if found then
+      if v_answered then
         return;
       end if;
-      raise exception sqlstate 'RL000';
-    exception when sqlstate 'RL000' or cardinality_violation then  -- the same idempotency key twice
-      v_now := clock();  -- nothing is taken or locked, but it may have waited
+      raise exception sqlstate 'RL000';  -- rolls back to the begin above; nothing stays taken or locked
+    exception when sqlstate 'RL000' or cardinality_violation then
+      v_now := clock();  -- the fast path may have waited
     end;
   end if;
 
+  -- The ordered path.
   for v_run in
     select keys[1] collate "C" as key, costs[1] as cost, null as idempotency_key, requests as requests
      where v_alike
@@ -1528,7 +1553,7 @@ begin
     end if;
 
     while v_position < cardinality(v_run.requests) loop
-      v_take := case
+      v_wanted := case
         when v_cost between 1 and v_policy.capacity then
           microtokens(v_cost * least(cardinality(v_run.requests) - v_position, v_policy.capacity / v_cost))
         else 0
@@ -1549,10 +1574,9 @@ begin
       end if;
 
       loop
-        if v_take > 0 then
+        if v_wanted > 0 then
           update buckets as b
-             set level       = refilled_level(b.level, b.refilled_at, v_now,
-                                              v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) - v_take,
+             set level       = refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) - v_wanted,
                  refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick)
            where b.ctid = (select b.ctid
                              from buckets as b
@@ -1561,23 +1585,18 @@ begin
        and b.key      <= v_key
      order by b.key desc
      limit 1)
-             and refilled_level(b.level, b.refilled_at, v_now,
-                                v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_take
+             and refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_wanted
           returning b.level, b.refilled_at into v_level, v_refilled_at;
           exit when found;
         end if;
 
         v_now := clock();  -- the update may have waited
-        select refilled_level(b.level, b.refilled_at, v_now,
-                      v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
+        select refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
            case
              when v_cost = 0 then 0::bigint
-             when v_cost <= v_policy.capacity then
-               wait_for(microtokens(v_cost), b.level, b.refilled_at, v_now,
-                        v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
+             when v_cost <= v_policy.capacity then wait_for(microtokens(v_cost), b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
            end,
-           wait_for(v_policy.full_level, b.level, b.refilled_at, v_now,
-                    v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
+           wait_for(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
       into v_level, v_retry_us, v_reset_us
       from buckets as b
      where b.policy_id = v_policy.id
@@ -1585,14 +1604,15 @@ begin
        and b.key      <= v_key
      order by b.key desc
      limit 1;
-    if not found then  -- full
+    v_has_row := found;
+    if not v_has_row then  -- full
       v_level    := microtokens(v_policy.capacity);
       v_retry_us := case when v_cost <= v_policy.capacity then 0::bigint end;
       v_reset_us := 0;
     end if;
 
-        if v_take = 0 or v_retry_us <> 0 then
-          v_take := 0;
+        if v_wanted = 0 or v_retry_us <> 0 then
+          v_taken := 0;
           if v_idempotency_key is not null then
             select k.* into v_first
           from idempotency_keys as k
@@ -1604,7 +1624,7 @@ begin
           exit decide;
         end if;
 
-        -- It fits by now, or the bucket has no row. Each round but the first lost against somebody else's call.
+        -- The cost fits by now, or the bucket has no row. Every round after the first was lost to another session.
         v_round := coalesce(v_round, 0) + 1;
         if v_round = 1000 then
           raise exception 'the bucket changed at every look'
@@ -1612,12 +1632,11 @@ begin
                   detail  = format('Key %s of policy %s.', quote_literal(v_key), quote_literal(v_policy.name)),
                   hint    = 'Try again.';
         end if;
-        v_take := least(v_take, v_level - v_level % microtokens(v_cost));
-        if not found then
-          v_level       := v_level - v_take;
+        v_wanted := least(v_wanted, v_level - v_level % microtokens(v_cost));
+        if not v_has_row then
+          v_level       := v_level - v_wanted;
           v_refilled_at := v_now;
-          v_reset_us    := wait_below(v_policy.full_level, v_level, 0,
-                                      v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
+          v_reset_us    := wait_below(v_policy.full_level, v_level, 0, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
           v_due_at      := v_now + least(duration(v_reset_us), interval '24 hours');
           insert into buckets (policy_id, key, level, refilled_at, due_at)
           values (v_policy.id, v_key, v_level, v_refilled_at, v_due_at)
@@ -1626,8 +1645,8 @@ begin
         end if;
       end loop;
 
-      v_reset_us := wait_below(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at),
-                               v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
+      v_taken    := v_wanted;
+      v_reset_us := wait_below(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
 
       if v_idempotency_key is not null then
         v_expires_at := v_now + duration(v_policy.remember_us);
@@ -1642,9 +1661,9 @@ begin
                capacity    = excluded.capacity,
                expires_at  = excluded.expires_at
          where k.expires_at <= v_now;
-        if not found then
+        if not found then  -- a live key: its tokens were taken already
           update buckets as b
-             set level = b.level + v_take
+             set level = b.level + v_taken
            where b.policy_id = v_policy.id
              and b.key       = v_key;
           select k.* into v_first
@@ -1671,10 +1690,9 @@ begin
       end if;
 
       loop
-        if v_take > 0 then
+        if v_wanted > 0 then
           update ephemeral_buckets as b
-             set level       = refilled_level(b.level, b.refilled_at, v_now,
-                                              v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) - v_take,
+             set level       = refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) - v_wanted,
                  refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick)
            where b.ctid = (select b.ctid
                              from ephemeral_buckets as b
@@ -1683,23 +1701,18 @@ begin
        and b.key      <= v_key
      order by b.key desc
      limit 1)
-             and refilled_level(b.level, b.refilled_at, v_now,
-                                v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_take
+             and refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_wanted
           returning b.level, b.refilled_at into v_level, v_refilled_at;
           exit when found;
         end if;
 
         v_now := clock();  -- the update may have waited
-        select refilled_level(b.level, b.refilled_at, v_now,
-                      v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
+        select refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
            case
              when v_cost = 0 then 0::bigint
-             when v_cost <= v_policy.capacity then
-               wait_for(microtokens(v_cost), b.level, b.refilled_at, v_now,
-                        v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
+             when v_cost <= v_policy.capacity then wait_for(microtokens(v_cost), b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
            end,
-           wait_for(v_policy.full_level, b.level, b.refilled_at, v_now,
-                    v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
+           wait_for(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
       into v_level, v_retry_us, v_reset_us
       from ephemeral_buckets as b
      where b.policy_id = v_policy.id
@@ -1707,14 +1720,15 @@ begin
        and b.key      <= v_key
      order by b.key desc
      limit 1;
-    if not found then  -- full
+    v_has_row := found;
+    if not v_has_row then  -- full
       v_level    := microtokens(v_policy.capacity);
       v_retry_us := case when v_cost <= v_policy.capacity then 0::bigint end;
       v_reset_us := 0;
     end if;
 
-        if v_take = 0 or v_retry_us <> 0 then
-          v_take := 0;
+        if v_wanted = 0 or v_retry_us <> 0 then
+          v_taken := 0;
           if v_idempotency_key is not null then
             select k.* into v_first
           from ephemeral_idempotency_keys as k
@@ -1726,7 +1740,7 @@ begin
           exit decide;
         end if;
 
-        -- It fits by now, or the bucket has no row. Each round but the first lost against somebody else's call.
+        -- The cost fits by now, or the bucket has no row. Every round after the first was lost to another session.
         v_round := coalesce(v_round, 0) + 1;
         if v_round = 1000 then
           raise exception 'the bucket changed at every look'
@@ -1734,12 +1748,11 @@ begin
                   detail  = format('Key %s of policy %s.', quote_literal(v_key), quote_literal(v_policy.name)),
                   hint    = 'Try again.';
         end if;
-        v_take := least(v_take, v_level - v_level % microtokens(v_cost));
-        if not found then
-          v_level       := v_level - v_take;
+        v_wanted := least(v_wanted, v_level - v_level % microtokens(v_cost));
+        if not v_has_row then
+          v_level       := v_level - v_wanted;
           v_refilled_at := v_now;
-          v_reset_us    := wait_below(v_policy.full_level, v_level, 0,
-                                      v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
+          v_reset_us    := wait_below(v_policy.full_level, v_level, 0, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
           v_due_at      := v_now + least(duration(v_reset_us), interval '24 hours');
           insert into ephemeral_buckets (policy_id, key, level, refilled_at, due_at)
           values (v_policy.id, v_key, v_level, v_refilled_at, v_due_at)
@@ -1748,8 +1761,8 @@ begin
         end if;
       end loop;
 
-      v_reset_us := wait_below(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at),
-                               v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
+      v_taken    := v_wanted;
+      v_reset_us := wait_below(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
 
       if v_idempotency_key is not null then
         v_expires_at := v_now + duration(v_policy.remember_us);
@@ -1764,9 +1777,9 @@ begin
                capacity    = excluded.capacity,
                expires_at  = excluded.expires_at
          where k.expires_at <= v_now;
-        if not found then
+        if not found then  -- a live key: its tokens were taken already
           update ephemeral_buckets as b
-             set level = b.level + v_take
+             set level = b.level + v_taken
            where b.policy_id = v_policy.id
              and b.key       = v_key;
           select k.* into v_first
@@ -1790,20 +1803,21 @@ begin
       capacity := v_policy.capacity;
       replayed := coalesce(v_replayed, false);
       if replayed then
-        v_take     := 0;
+        v_taken    := 0;
         v_level    := microtokens(v_first.remaining);
         v_retry_us := 0;
         v_reset_us := microseconds(v_first.reset_after)::bigint;
         capacity   := v_first.capacity;
-      elsif v_take > 0 then
+      elsif v_taken > 0 then
         v_retry_us := 0;
       end if;
       allowed     := coalesce(v_retry_us = 0, false);
       retry_after := duration(v_retry_us);
 
-      -- A grant is answered by the level it left; what of the run did not fit goes round again.
-      v_step  := case when v_take > 0 then microtokens(v_cost) else 0 end;
-      v_count := case when v_step > 0 then (v_take / v_step)::integer else cardinality(v_run.requests) - v_position end;
+      -- Each grant is answered with the level that it left. Requests that the bucket did not cover go into another
+      -- round, which takes for them or denies them all.
+      v_step  := case when v_taken > 0 then microtokens(v_cost) else 0 end;
+      v_count := case when v_step > 0 then (v_taken / v_step)::integer else cardinality(v_run.requests) - v_position end;
       if v_count = 1 then
         request     := v_run.requests[v_position + 1];
         remaining   := whole_tokens(v_level);
@@ -1817,8 +1831,7 @@ begin
             from (select l.request, l.level,
                          case
                            when v_step = 0 then v_reset_us
-                           else wait_below(v_policy.full_level, l.level, v_elapsed_us,
-                                           v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
+                           else wait_below(v_policy.full_level, l.level, v_elapsed_us, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
                          end as reset_us
                     from (select v_run.requests[v_position + n] as request, v_level + (v_count - n) * v_step as level
                             from generate_series(1, v_count) as n
@@ -1831,20 +1844,20 @@ begin
 end;
 $$;
 comment on function ratelimit.acquire_in_order(text, text[], bigint[], text[], bigint[]) is
-  'Decides requests for one policy, and answers them in the order it took the buckets.';
+  'Decides the requests for one policy, and answers them in the order of their buckets.';
 
 -- Decides many requests in one call, as if each were acquired on its own, one after another at one
 -- instant, in the order given; row n answers request n. A request that ratelimit_acquire would
 -- refuse (unknown policy, bad argument, another cost under its idempotency key) has the error in
--- its row and no decision; the others are decided all the same.
+-- its row and no decision. The other requests are decided all the same.
 --
--- policies and keys are equally long, and so are costs and idempotency_keys unless null: then every
--- cost is 1, and no request has a key.
+-- policies and keys are equally long, and so are costs and idempotency_keys unless null. Without costs
+-- every cost is 1. Without idempotency_keys no request has one.
 --
 -- Locks:  as ratelimit_acquire, in the order of policy and key, so that calls never deadlock with
 --         each other.
--- Writes: as ratelimit_acquire, and row versions that are undone when a bucket changed under it or an
---         idempotency key was known.
+-- Writes: as ratelimit_acquire, and row versions that are rolled back when the fast path of
+--         acquire_in_order fails.
 create or replace function ratelimit_acquire_many(
     policies         text[],
     keys             text[],
@@ -1871,11 +1884,12 @@ begin
   elsif not is_list(v_costs) then
     v_costs := array(select unnest(v_costs));
   end if;
-  if idempotency_keys is not null and not (is_list(keys) and is_list(idempotency_keys)) then  -- both are subscripted
+  if idempotency_keys is not null and not (is_list(keys) and is_list(idempotency_keys)) then  -- acquire_in_order subscripts both
     keys             := array(select unnest(keys));
     idempotency_keys := array(select unnest(ratelimit_acquire_many.idempotency_keys));
   end if;
 
+  -- One policy needs no grouping. The other branch calls acquire_in_order in the order of policy.
   if policies[1] collate "C" = all (ratelimit_acquire_many.policies) then
     return query
       select a.*
@@ -1905,25 +1919,27 @@ $$;
 comment on function ratelimit_acquire_many(text[], text[], bigint[], text[]) is
   'Decide many requests in one call, in the order given, each with its own decision or error.';
 
--- Tells what the bucket holds, and whether an acquire of this cost would be allowed now; takes nothing.
+-- Answers what the bucket holds, and whether an acquire of this cost would be allowed now; takes nothing.
 --
--- Locks and writes nothing; works in a read-only transaction and, for durable policies, on a standby.
+-- Locks:  nothing.
+-- Writes: nothing. It works in a read-only transaction and, for durable policies, on a standby.
 create or replace function ratelimit_peek(policy text, key text, cost bigint default 1)
   returns ratelimit.decision
   language plpgsql
   stable
   security definer
   set search_path = ratelimit, pg_temp
-  set enable_seqscan = off
+  set enable_seqscan = off  -- as in ratelimit_acquire
 as $$
 declare
-  v_key         text collate "C" := ratelimit_peek.key;
-  v_cost        bigint := ratelimit_peek.cost;
-  v_policy      policies;
-  v_now         timestamptz;
-  v_level       bigint;
-  v_retry_us    bigint;
-  v_reset_us    bigint;
+  v_policy          policies;     -- in: the policy
+  v_key             text collate "C" := ratelimit_peek.key;  -- in: the bucket's key
+  v_cost            alias for ratelimit_peek.cost;  -- in: tokens that one request asks for
+  v_now             timestamptz;  -- in: the instant of the answer; decide reads the clock again after it may have waited
+  v_has_row         boolean;      -- out: the bucket has a row; a bucket without a row is full
+  v_level           bigint;       -- out: microtokens in the bucket
+  v_retry_us        bigint;       -- out: microseconds until the bucket holds v_cost; null: never; of no meaning when v_taken > 0
+  v_reset_us        bigint;       -- out: microseconds until the bucket is full
 begin
   if not acceptable(v_key, v_cost) then
     perform check_request(policy, v_key, v_cost, null);
@@ -1931,42 +1947,36 @@ begin
   v_policy := policy_named(policy);
   v_now    := clock();
   if v_policy.durable then
-    select refilled_level(b.level, b.refilled_at, v_now,
-                      v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
+    select refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
            case
              when v_cost = 0 then 0::bigint
-             when v_cost <= v_policy.capacity then
-               wait_for(microtokens(v_cost), b.level, b.refilled_at, v_now,
-                        v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
+             when v_cost <= v_policy.capacity then wait_for(microtokens(v_cost), b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
            end,
-           wait_for(v_policy.full_level, b.level, b.refilled_at, v_now,
-                    v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
+           wait_for(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
       into v_level, v_retry_us, v_reset_us
       from buckets as b
      where b.policy_id = v_policy.id
        and b.key       = v_key;
-    if not found then  -- full
+    v_has_row := found;
+    if not v_has_row then  -- full
       v_level    := microtokens(v_policy.capacity);
       v_retry_us := case when v_cost <= v_policy.capacity then 0::bigint end;
       v_reset_us := 0;
     end if;
 
   else
-    select refilled_level(b.level, b.refilled_at, v_now,
-                      v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
+    select refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
            case
              when v_cost = 0 then 0::bigint
-             when v_cost <= v_policy.capacity then
-               wait_for(microtokens(v_cost), b.level, b.refilled_at, v_now,
-                        v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
+             when v_cost <= v_policy.capacity then wait_for(microtokens(v_cost), b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
            end,
-           wait_for(v_policy.full_level, b.level, b.refilled_at, v_now,
-                    v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
+           wait_for(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
       into v_level, v_retry_us, v_reset_us
       from ephemeral_buckets as b
      where b.policy_id = v_policy.id
        and b.key       = v_key;
-    if not found then  -- full
+    v_has_row := found;
+    if not v_has_row then  -- full
       v_level    := microtokens(v_policy.capacity);
       v_retry_us := case when v_cost <= v_policy.capacity then 0::bigint end;
       v_reset_us := 0;
@@ -1979,10 +1989,10 @@ $$;
 comment on function ratelimit_peek(text, text, bigint) is
   'What a bucket holds, and whether an acquire of this cost would be allowed now; takes nothing.';
 
--- Gives amount tokens back to one bucket, never above the policy's capacity, and answers what it
--- holds. An amount above capacity counts as capacity.
+-- Gives amount tokens back to one bucket, never above the policy's capacity, and answers what the
+-- bucket holds. An amount above capacity counts as capacity.
 --
--- A bucket without a row is full already: nothing to give back.
+-- A bucket without a row is full already, so nothing is written.
 -- Locks:  the bucket row, until the caller's transaction ends.
 -- Writes: the bucket.
 create or replace function ratelimit_refund(policy text, key text, amount bigint)
@@ -1991,7 +2001,7 @@ create or replace function ratelimit_refund(policy text, key text, amount bigint
   volatile
   security definer
   set search_path = ratelimit, pg_temp
-  set enable_seqscan = off
+  set enable_seqscan = off  -- as in ratelimit_acquire
 as $$
 declare
   v_key         text collate "C" := ratelimit_refund.key;
@@ -2001,6 +2011,7 @@ declare
   v_level       bigint;
   v_refilled_at timestamptz;
   v_reset_us    bigint;
+  v_has_row     boolean;
 begin
   perform check_name('policy', policy);
   perform check_name('key', v_key);
@@ -2010,37 +2021,36 @@ begin
   v_now    := clock();
   if v_policy.durable then
     update buckets as b
-       set level       = least(refilled_level(b.level, b.refilled_at, v_now,
-                                              v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
+       set level       = least(refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
                                microtokens(v_policy.capacity - v_amount)) + microtokens(v_amount),
            refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
-           due_at      = least(b.due_at, v_now)  -- perhaps full by now
+           due_at      = least(b.due_at, v_now)  -- the bucket may be full now, so clean-up looks at it next
      where b.policy_id = v_policy.id
        and b.key       = v_key
     returning b.level, b.refilled_at into v_level, v_refilled_at;
+    v_has_row := found;
   else
     update ephemeral_buckets as b
-       set level       = least(refilled_level(b.level, b.refilled_at, v_now,
-                                              v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
+       set level       = least(refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
                                microtokens(v_policy.capacity - v_amount)) + microtokens(v_amount),
            refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
-           due_at      = least(b.due_at, v_now)  -- perhaps full by now
+           due_at      = least(b.due_at, v_now)  -- the bucket may be full now, so clean-up looks at it next
      where b.policy_id = v_policy.id
        and b.key       = v_key
     returning b.level, b.refilled_at into v_level, v_refilled_at;
+    v_has_row := found;
   end if;
-  if not found then
+  if not v_has_row then
     return answer(microtokens(v_policy.capacity), 0, 0, v_policy.capacity);
   end if;
-  v_reset_us := wait_for(v_policy.full_level, v_level, v_refilled_at, v_now,
-                         v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
+  v_reset_us := wait_for(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
   return answer(v_level, 0, v_reset_us, v_policy.capacity);
 end;
 $$;
 comment on function ratelimit_refund(text, text, bigint) is
   'Give tokens back to a bucket, never above its capacity.';
 
--- Makes one bucket full again by removing its row; idempotency keys stay.
+-- Makes one bucket full again by removing its row. Its idempotency keys stay.
 --
 -- Locks:  the bucket row, until the caller's transaction ends.
 -- Writes: the bucket.
@@ -2050,7 +2060,7 @@ create or replace function ratelimit_reset(policy text, key text)
   volatile
   security definer
   set search_path = ratelimit, pg_temp
-  set enable_seqscan = off
+  set enable_seqscan = off  -- as in ratelimit_acquire
 as $$
 declare
   v_key    text collate "C" := ratelimit_reset.key;
@@ -2071,22 +2081,22 @@ comment on function ratelimit_reset(text, text) is
 
 
 -- Upkeep.
--- Clean-up removes rows that nobody can tell from absent: buckets that are full again, idempotency keys
--- past their time, and rows whose policy is gone. It finds due rows through an index and skips rows that
--- others hold. An acquire that wants a bucket being removed waits for one batch to commit.
+-- Clean-up removes rows that change no answer: buckets that are full again, expired idempotency keys, and
+-- rows whose policy was dropped. It finds due rows through an index and skips rows that another session has
+-- locked. An acquire on a bucket that is being removed waits until the batch commits.
 --
 -- Clean-up judges every row as of five minutes ago. If the server's clock runs ahead for a moment, a bucket
 -- that only looks full and a key that only looks expired are still there when the clock is set right.
 --
 -- SKIP LOCKED can still block if the row changes hands while it is examined. lock_timeout then ends the
--- batch, so it cannot deadlock with acquires.
--- One batch: of each table the rows due by due_before, at most max_rows. The first batch of a round passes
--- null for due_before and deadline; the others pass what the one before returned. more tells whether to go
--- on: the batch found something to do, and the budget, counted from the first batch, is not spent.
+-- batch, so it cannot deadlock with acquires.-- One batch: of each table the rows that are due by due_before, at most max_rows. The first batch of a round
+-- passes null for due_before and deadline. Each later batch passes the values that the batch before it
+-- returned. more is true if the batch found a due row, or gave up for lock_timeout, and the deadline is not
+-- reached. The deadline is budget after the first batch began.
 --
--- A bucket that is not full yet is looked at again when it may be, at the latest in 24 hours.
--- Locks and writes: the rows it deletes or puts off, until the caller's transaction ends; nothing, should it
---                   have to wait 100 ms for a lock.
+-- A due bucket that is not full is postponed until it can be full, by 24 hours at most.
+-- Locks:  the rows that it deletes or postpones, until the caller's transaction ends.
+-- Writes: the same rows; nothing if lock_timeout ended the batch.
 create or replace function ratelimit.cleanup_batch(
     in    max_rows                 integer,
     in    budget                   interval,
@@ -2099,14 +2109,14 @@ create or replace function ratelimit.cleanup_batch(
   volatile
   security definer
   set search_path = ratelimit, pg_temp
-  set enable_seqscan = off
-  set lock_timeout = '100ms'
+  set enable_seqscan = off    -- as in ratelimit_acquire
+  set lock_timeout = '100ms'  -- SKIP LOCKED can still block: see above
 as $$
 declare
-  v_now     timestamptz := clock() - interval '5 minutes';
+  v_now     timestamptz := clock() - interval '5 minutes';  -- rows are judged as of this instant
   v_read    bigint;
   v_deleted bigint;
-  v_rows    bigint;  -- found, whether deleted or put off
+  v_rows    bigint;  -- rows that were due, whether deleted or postponed
 begin
   if (max_rows > 0) is not true then
     perform refuse('max_rows', max_rows::text, 'Pass 1 or more.');
@@ -2114,7 +2124,7 @@ begin
   if (budget > interval '0') is not true then
     perform refuse('budget', budget::text, 'Pass an interval above zero, such as ''50 seconds''.');
   end if;
-  due_before               := least(due_before, v_now);  -- least ignores null; a caller cannot move the clock ahead
+  due_before               := least(due_before, v_now);  -- least ignores null; a caller cannot look past v_now
   deadline                 := coalesce(deadline, clock_timestamp() + least(budget, interval '1000 years'));
   buckets_deleted          := 0;
   idempotency_keys_deleted := 0;
@@ -2276,7 +2286,7 @@ begin
   exception when lock_not_available then
     buckets_deleted          := 0;
     idempotency_keys_deleted := 0;
-    v_rows                   := 1;  -- somebody's: there may be more to do
+    v_rows                   := 1;  -- the locked row may be due, so more is true
   end;
   more := v_rows > 0 and clock_timestamp() < deadline;
 end;
@@ -2284,9 +2294,9 @@ $$;
 comment on function ratelimit.cleanup_batch(integer, interval, timestamptz, timestamptz) is
   'One batch of clean-up, and whether another should follow.';
 
--- One batch. It can delete nothing and leave due rows: it may have found only buckets that are in use, or given
--- way to a lock. Rows of dropped policies it reaches once nothing else is due. To clean up until nothing is
--- due, call ratelimit_cleanup_all.
+-- One batch. It can delete nothing although rows are due: every due bucket may be in use, or lock_timeout may
+-- have ended the batch. Rows of dropped policies are removed once nothing else is due. ratelimit_cleanup_all
+-- repeats batches until nothing is due.
 create or replace function ratelimit_cleanup(
     in  max_rows                 integer default 10000,
     out buckets_deleted          bigint,
@@ -2301,11 +2311,13 @@ $$;
 comment on function ratelimit_cleanup(integer) is
   'Remove one batch of full buckets and one of expired idempotency keys, at most max_rows rows of each table.';
 
--- Repeats batches, committing after each, until nothing is due that was due when it began, or the
--- budget is spent. Not SECURITY DEFINER, since that forbids COMMIT: a caller other than the owner
--- needs EXECUTE on this and on ratelimit.cleanup_batch, and USAGE on schema ratelimit. Its
--- search_path is the caller's for the same reason, so its body has no operator and no function but
--- cleanup_batch: somebody may have planted others of that name.
+-- Repeats batches and commits after each, until no row is left that was due at the first batch, or the
+-- budget is spent.
+--
+-- A procedure that commits can have neither SECURITY DEFINER nor SET. So it runs with the caller's rights: a
+-- caller other than the owner needs EXECUTE on this procedure and on ratelimit.cleanup_batch, and USAGE on
+-- schema ratelimit. And it runs with the caller's search_path, where another role may have planted functions
+-- and operators. So its body names its one function with the schema, and uses no operator.
 create or replace procedure ratelimit_cleanup_all(budget interval default '50 seconds')
   language plpgsql
 as $$
@@ -2326,6 +2338,7 @@ $$;
 comment on procedure ratelimit_cleanup_all(interval) is
   'Remove all full buckets and expired idempotency keys in short batches, committing between them, for at most budget.';
 
+-- The release of the installed functions.
 create or replace function ratelimit_version()
   returns text
   language sql
@@ -2339,8 +2352,8 @@ comment on function ratelimit_version() is
   'The release of pgratelimit that is installed.';
 
 
--- Checks that everything just installed has one owner, and takes from everybody else what default
--- privileges gave away. Functions that were there before keep their grants.
+-- Checks that all functions of the package belong to the owner of schema ratelimit. Revokes the grants that
+-- default privileges gave on new functions. Functions that existed before keep their grants.
 do $epilogue$
 declare
   v_owner oid;
@@ -2350,7 +2363,7 @@ declare
   v_proc  record;
   v_had   oid[] := pg_catalog.string_to_array(pg_catalog.current_setting('ratelimit.preexisting'), ',')::oid[];
 begin
-  perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- nobody's operators but PostgreSQL's
+  perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- operators of PostgreSQL only
   select n.nspowner into v_owner from pg_catalog.pg_namespace as n where n.nspname = 'ratelimit';
 
   for v_proc in
@@ -2379,7 +2392,6 @@ begin
   perform pg_catalog.set_config('search_path', v_path, true);
 end;
 $epilogue$;
-
 
 update ratelimit.schema_version set version = 1;
 \endif

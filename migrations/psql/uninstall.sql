@@ -30,7 +30,7 @@ declare
   v_owner   oid;
   v_version integer;
 begin
-  perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- nobody's operators but PostgreSQL's
+  perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- operators of PostgreSQL only
   perform pg_advisory_xact_lock(9628173550095224);  -- as tern does
   select n.oid, n.nspowner into v_schema, v_owner from pg_namespace as n where n.nspname = 'ratelimit';
   if not found then
@@ -83,13 +83,13 @@ select v.version operator(pg_catalog.>=) 1 as pgratelimit_there from ratelimit.s
 \gset
 \if :pgratelimit_there
 -- 001_install.sql
--- No cascade: an object of yours that depends on these stops the removal.
+-- Without cascade: an object outside the package that depends on one of these stops the removal.
 do $down$
 declare
   v_path     text := pg_catalog.current_setting('search_path');
   v_function record;
 begin
-  perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- nobody's operators but PostgreSQL's
+  perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- operators of PostgreSQL only
   for v_function in
     select p.oid::pg_catalog.regprocedure as signature
       from pg_catalog.pg_proc as p
@@ -111,9 +111,9 @@ $down$;
 drop table ratelimit.ephemeral_idempotency_keys, ratelimit.ephemeral_buckets,
            ratelimit.idempotency_keys, ratelimit.buckets, ratelimit.policies;
 drop type ratelimit.decision;
-comment on schema ratelimit is null;  -- which stays, with the version table
+comment on schema ratelimit is null;  -- the schema stays, with the version table
 
--- What pg_cron/schedule.sql scheduled.
+-- Unschedules the jobs of pg_cron/schedule.sql.
 do $cron$
 declare
   v_path   text := pg_catalog.current_setting('search_path');
@@ -121,7 +121,7 @@ declare
   v_doubt  text;
   v_remedy text;
 begin
-  perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- nobody's operators but PostgreSQL's
+  perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- operators of PostgreSQL only
   begin
     if exists (select from pg_extension as e where e.extname = 'pg_cron') then
       v_remedy := 'If it is, run pg_cron/unschedule.sql as the role that scheduled it, or as a superuser.';
@@ -133,7 +133,7 @@ begin
       end if;
     else
       v_remedy := 'If it is, run pg_cron/unschedule_elsewhere.sql.';
-      perform current_setting('cron.database_name', true);  -- fails if pg_cron is loaded and this role may not know where
+      perform current_setting('cron.database_name', true);  -- fails if pg_cron is loaded and this role may not read where
       select format('pg_cron is in database %I.', s.setting)
         into v_doubt
         from pg_settings as s

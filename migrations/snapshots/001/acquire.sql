@@ -1,19 +1,21 @@
 -- Takes cost tokens from one bucket if it has them, and answers; a denial is an answer, not an error.
 --
--- The steps, where an idempotency key is in play:
+-- The steps, in include/decide.sql; 1 and 4 only with an idempotency key:
 --   1. a live key is replayed, whatever the bucket holds by now
 --   2. one conditional update takes the tokens; of concurrent acquires exactly those that fit pass
 --   3. not taken: the bucket is read, and after it the key again, because a request under the same
---      key may be what emptied it. A bucket without a row is created, less the cost
---   4. taken: the key is remembered. The bucket's row is ours, so a live key that turns up only now
---      was committed between 1 and 2: the tokens go back and the key is replayed. What stays is that the
---      bucket was refilled by this clock
+--      key may be what emptied it. A bucket without a row is created, less the cost. When the cost fits
+--      by now, step 2 is repeated
+--   4. taken: the key is remembered. This call has locked the bucket's row, so a live key that turns up
+--      only now was committed between 1 and 2: the tokens go back and the key is replayed. The refill
+--      that step 2 credited stays
 --
--- The clock is read once for a grant, and again after the update for a denial, which may have waited.
+-- A grant reads the clock once. When step 2 takes nothing, it may have waited for the row, so the clock
+-- is read again.
 -- Locks:  a grant holds the bucket row until the caller's transaction ends; a denial holds nothing,
 --         unless it had to wait for the row.
--- Writes: a grant, the bucket and its idempotency key; a denial or a replay nothing, but for the
---         replay of step 4.
+-- Writes: a grant writes the bucket and its idempotency key. A denial writes nothing. A replay writes
+--         nothing, unless it is the replay of step 4.
 create or replace function ratelimit_acquire(
     policy          text,
     key             text,
@@ -24,26 +26,12 @@ create or replace function ratelimit_acquire(
   volatile
   security definer
   set search_path = ratelimit, pg_temp
-  set enable_seqscan = off
+  set enable_seqscan = off  -- a plan made while the table was empty would read all of it once it has grown
 as $$
 declare
-  v_key             text collate "C" := ratelimit_acquire.key;
-  v_cost            alias for ratelimit_acquire.cost;
-  v_idempotency_key text collate "C" := ratelimit_acquire.idempotency_key;
-  v_policy          policies;
-  v_now             timestamptz;
-  v_take            bigint;
-  v_level           bigint;
-  v_refilled_at     timestamptz;
-  v_retry_us        bigint;
-  v_reset_us        bigint;
-  v_due_at          timestamptz;
-  v_expires_at      timestamptz;
-  v_round           integer;
-  v_replayed        boolean;
-  v_first           idempotency_keys;
+  {{ template "locals_of_decide" "ratelimit_acquire" }}
 begin
-  if not acceptable(v_key, v_cost) then
+  if not acceptable(v_key, v_cost) then  -- inlined; the call of check_request raises the error
     perform check_request(policy, v_key, v_cost, v_idempotency_key);
   end if;
   if v_idempotency_key is not null then
@@ -55,22 +43,22 @@ begin
     end if;
   end if;
   select p.* into v_policy from policies as p where p.name = ratelimit_acquire.policy collate "C";
-  if not found then
+  if not found then  -- the name of a policy that was found needs no check
     perform check_name('policy', policy);
     perform unknown_policy(policy);
   end if;
 
-  v_take := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
-  v_now  := clock();
+  v_wanted := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
+  v_now    := clock();
   if v_policy.durable then
-    {{ template "decide.sql" (dict "buckets" "buckets" "keys" "idempotency_keys") }}
+    {{ template "include/decide.sql" (dict "buckets" "buckets" "keys" "idempotency_keys") }}
   else
-    {{ template "decide.sql" (dict "buckets" "ephemeral_buckets" "keys" "ephemeral_idempotency_keys") }}
+    {{ template "include/decide.sql" (dict "buckets" "ephemeral_buckets" "keys" "ephemeral_idempotency_keys") }}
   end if;
 
   if v_replayed then
     return replay(v_first, v_cost);
-  elsif v_take > 0 then
+  elsif v_taken > 0 then
     return granted(v_level, v_reset_us, v_policy.capacity);
   end if;
   return answer(v_level, v_retry_us, v_reset_us, v_policy.capacity);

@@ -1,13 +1,18 @@
 -- The arithmetic of a bucket. Levels are whole microtokens and times whole microseconds, so every
--- answer is a function of integers; products go through numeric, which cannot overflow or round.
+-- answer is a function of integers. Products are numeric, which neither overflows nor rounds.
 --
--- A bucket is (level, refilled_at): what it held, and when. It gains evenly, gain microtokens in every_us
--- seconds, which are a million intervals, but is credited at its ticks only, counted from refilled_at, and
--- never more than fills it. A tick is a microsecond when refill is continuous, and a whole interval when it
--- is stepped: tick_us long, worth tick_gain / every_us microtokens.
+-- A bucket is (level, refilled_at): at the instant refilled_at it held level microtokens. Refill is
+-- credited at ticks, which are counted from refilled_at, and never above full_level. A tick is a
+-- microsecond when refill is continuous, and the whole interval when it is stepped.
 --
--- All of these are IMMUTABLE single expressions, so that the planner inlines them. An argument used
--- twice must be a column or a variable, or inlining stops.
+-- The derived columns of policies hold what the formulas need; each has a comment. The formulas are
+--   gain       = refill * 10^12. Elapsed seconds * gain / every_us = microtokens; the extra 10^6 saves
+--                converting seconds
+--   tick_gain  = refill * 10^6 * tick_us. One tick gains tick_gain / every_us microtokens
+--   round_up   = tick_gain - 1. (x + round_up) div tick_gain = x / tick_gain, rounded up
+--
+-- All functions here are IMMUTABLE single expressions, so that the planner inlines them. An argument that
+-- is used twice must be a column or a variable, or it stops inlining. include/calls.sql has the long calls.
 
 create or replace function ratelimit.microtokens(tokens bigint)
   returns bigint language sql immutable parallel safe
@@ -33,7 +38,7 @@ $$;
 comment on function ratelimit.microseconds(interval) is
   'An interval without months in microseconds; a day is 24 hours.';
 
--- Hours and seconds, no days: adding a day to a timestamptz may add 23 or 25 hours.
+-- The interval has hours and seconds but no days, because a day added to a timestamptz may be 23 or 25 hours.
 create or replace function ratelimit.duration(microseconds bigint)
   returns interval language sql immutable parallel safe
 as $$
@@ -50,7 +55,7 @@ as $$
   select date_bin(tick, greatest(refilled_at, now), refilled_at)
 $$;
 comment on function ratelimit.refilled_until(timestamptz, timestamptz, interval) is
-  'The last tick of a bucket by now, which refilled_level is good for: whole ticks after refilled_at, never before it.';
+  'The instant of refilled_level: the last tick by now, counted from refilled_at and never before it.';
 
 create or replace function ratelimit.refilled_level(
     level bigint, refilled_at timestamptz, now timestamptz, full_level numeric, gain numeric, every_us numeric, tick interval)
@@ -61,10 +66,10 @@ as $$
     level + div(extract(epoch from ratelimit.refilled_until(refilled_at, now, tick) - refilled_at) * gain, every_us))::bigint
 $$;
 comment on function ratelimit.refilled_level(bigint, timestamptz, timestamptz, numeric, numeric, numeric, interval) is
-  'The level, in microtokens, that a bucket has reached by now.';
+  'The level of a bucket now, in microtokens.';
 
--- Exact both ways: at this distance the bucket holds target, one microsecond earlier it does not. Only for
--- one that holds less by now: what takes or denies knows that, and spares itself the rest of wait_for.
+-- Exact: after this wait the bucket holds target, one microsecond earlier it does not.
+-- Precondition: the bucket is below target now. Callers that know this skip the checks of wait_for.
 create or replace function ratelimit.wait_below(
     target numeric, level bigint, elapsed_us numeric,
     every_us numeric, tick_us numeric, tick_gain numeric, round_up numeric)
@@ -73,7 +78,7 @@ as $$
   select (div((target - level) * every_us + round_up, tick_gain) * tick_us - elapsed_us)::bigint
 $$;
 comment on function ratelimit.wait_below(numeric, bigint, numeric, numeric, numeric, numeric, numeric) is
-  'Microseconds until a bucket holds target microtokens, which it lacked elapsed_us after it was level.';
+  'Microseconds until a bucket holds target microtokens, if it held level elapsed_us ago and is below target now.';
 
 create or replace function ratelimit.wait_for(
     target numeric, level bigint, refilled_at timestamptz, now timestamptz,

@@ -1,9 +1,9 @@
--- Creates a policy, or changes the one of that name: null arguments keep what is there. A new policy
--- needs capacity, refill and every.
+-- Creates a policy, or changes the policy of that name. A null argument keeps the policy's value. A new
+-- policy needs capacity, refill and every; stepped is false, durable true and remember 24 hours unless given.
 --
--- A change applies to the next acquire of every bucket. Levels stay, clamped to the new capacity;
--- the time since a bucket was last written counts at the new rate.
--- Locks:  the policy row, until the caller's transaction ends; acquires do not wait for it.
+-- A change applies to the next acquire of every bucket. Levels stay, clamped to the new capacity. The
+-- time since a bucket was last written is credited at the new rate.
+-- Locks:  the policy row, until the caller's transaction ends. Acquires do not wait for it.
 -- Writes: policies.
 create or replace function ratelimit_define_policy(
     policy   text,
@@ -25,7 +25,7 @@ declare
   v_durable boolean;
 begin
   perform check_name('policy', v_name);
-  select p.* into v_policy from policies as p where p.name = v_name for update;  -- the numbers are checked together
+  select p.* into v_policy from policies as p where p.name = v_name for update;  -- the checks combine new numbers with these
   perform check_policy(coalesce(ratelimit_define_policy.capacity, v_policy.capacity),
                        coalesce(ratelimit_define_policy.refill, v_policy.refill),
                        coalesce(ratelimit_define_policy.every, v_policy.every),

@@ -1,3 +1,4 @@
+{{- /* Deletes the rows that no other session has locked. The argument is the name of the table. */ -}}
 {{ define "delete_rows_of_policy" -}}
 delete from {{ . }} as t
  where t.ctid = any (array(select u.ctid
@@ -7,8 +8,8 @@ delete from {{ . }} as t
 {{- end -}}
 -- Removes a policy with its buckets and idempotency keys.
 --
--- Waits for no acquire: a row that an open transaction holds is left to clean-up. It counts for
--- nobody meanwhile, since a policy defined anew under the same name has another id.
+-- It does not wait for acquires: a row that an open transaction has locked is left to clean-up. Such a row
+-- changes no answer, because a policy defined anew under the same name has another id.
 -- Locks:  the policy row and the rows it deletes, until the caller's transaction ends.
 -- Writes: policies; the buckets and idempotency keys of the policy.
 create or replace function ratelimit_drop_policy(policy text)

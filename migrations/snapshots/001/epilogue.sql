@@ -1,5 +1,5 @@
--- Checks that everything just installed has one owner, and takes from everybody else what default
--- privileges gave away. Functions that were there before keep their grants.
+-- Checks that all functions of the package belong to the owner of schema ratelimit. Revokes the grants that
+-- default privileges gave on new functions. Functions that existed before keep their grants.
 do $epilogue$
 declare
   v_owner oid;
@@ -9,7 +9,7 @@ declare
   v_proc  record;
   v_had   oid[] := pg_catalog.string_to_array(pg_catalog.current_setting('ratelimit.preexisting'), ',')::oid[];
 begin
-  perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- nobody's operators but PostgreSQL's
+  perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- operators of PostgreSQL only
   select n.nspowner into v_owner from pg_catalog.pg_namespace as n where n.nspname = 'ratelimit';
 
   for v_proc in

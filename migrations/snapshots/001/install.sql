@@ -30,6 +30,7 @@
 
 -- Buckets.
 {{ template "acquire.sql" . }}
+{{ template "acquire_in_order.sql" . }}
 {{ template "acquire_many.sql" . }}
 {{ template "peek.sql" . }}
 {{ template "refund.sql" . }}
@@ -40,3 +41,13 @@
 {{ template "version.sql" . }}
 
 {{ template "epilogue.sql" . }}
+
+{{- /* Included, not functions: the fragments that the functions above share.
+       include/calls.sql        the calls with seven and eight arguments
+       include/locals.sql       the locals of look.sql and decide.sql: their contract
+       include/look.sql         reads one bucket: for ratelimit_peek and decide.sql
+       include/decide.sql       decides about one bucket and takes: for ratelimit_acquire and acquire_in_order
+       include/find_key.sql     looks up an idempotency key: for decide.sql
+       include/remember.sql     stores an idempotency key: for decide.sql and all_or_none.sql
+       include/all_or_none.sql  decides about all buckets of a batch at once: for acquire_in_order
+       include/newest.sql       finds a bucket by its newest row version: for look.sql, decide.sql and all_or_none.sql */ -}}

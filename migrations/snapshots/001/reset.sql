@@ -1,4 +1,4 @@
--- Makes one bucket full again by removing its row; idempotency keys stay.
+-- Makes one bucket full again by removing its row. Its idempotency keys stay.
 --
 -- Locks:  the bucket row, until the caller's transaction ends.
 -- Writes: the bucket.
@@ -8,7 +8,7 @@ create or replace function ratelimit_reset(policy text, key text)
   volatile
   security definer
   set search_path = ratelimit, pg_temp
-  set enable_seqscan = off
+  set enable_seqscan = off  -- as in ratelimit_acquire
 as $$
 declare
   v_key    text collate "C" := ratelimit_reset.key;

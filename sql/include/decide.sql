@@ -1,0 +1,80 @@
+{{- /* Decides about one bucket and takes the tokens. The header of acquire.sql lists the steps.
+       The locals are declared in locals.sql. The arguments buckets and keys are the names of the two tables.
+       With the argument newest, which ratelimit_acquire_many passes, the bucket is found by newest.sql. Its cost does not
+       grow while an old snapshot is held. But a call that waited for the row finds nothing (with the newer minor releases
+       of PostgreSQL), and takes the tokens in a second try. */ -}}
+<<decide>>
+    begin
+      if v_idempotency_key is not null then
+        {{ template "include/find_key.sql" . }}
+        exit decide when v_replayed;
+      end if;
+
+      loop
+        if v_wanted > 0 then
+          update {{ .buckets }} as b
+             set level       = {{ template "refilled_level" (dict "bucket" "b.") }} - v_wanted,
+                 refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick)
+           where {{ if .newest -}}
+                 b.ctid = (select b.ctid
+                             from {{ .buckets }} as b
+                            {{ template "include/newest.sql" (dict "policy_id" "v_policy.id" "key" "v_key") }})
+                 {{- else -}}
+                 b.policy_id = v_policy.id
+             and b.key       = v_key
+                 {{- end }}
+             and {{ template "refilled_level" (dict "bucket" "b.") }} >= v_wanted
+          returning b.level, b.refilled_at into v_level, v_refilled_at;
+          exit when found;
+        end if;
+
+        v_now := clock();  -- the update may have waited
+        {{ template "include/look.sql" . }}
+        if v_wanted = 0 or v_retry_us <> 0 then
+          v_taken := 0;
+          if v_idempotency_key is not null then
+            {{ template "include/find_key.sql" . }}
+          end if;
+          exit decide;
+        end if;
+
+        -- The cost fits by now, or the bucket has no row. Every round after the first was lost to another session.
+        v_round := coalesce(v_round, 0) + 1;
+        if v_round = 1000 then
+          raise exception 'the bucket changed at every look'
+            using errcode = '40001',
+                  detail  = format('Key %s of policy %s.', quote_literal(v_key), quote_literal(v_policy.name)),
+                  hint    = 'Try again.';
+        end if;
+        v_wanted := least(v_wanted, v_level - v_level % microtokens(v_cost));
+        if not v_has_row then
+          v_level       := v_level - v_wanted;
+          v_refilled_at := v_now;
+          v_reset_us    := {{ template "wait_below" (dict "target" "v_policy.full_level" "level" "v_level" "elapsed_us" "0") }};
+          v_due_at      := v_now + least(duration(v_reset_us), interval '24 hours');
+          insert into {{ .buckets }} (policy_id, key, level, refilled_at, due_at)
+          values (v_policy.id, v_key, v_level, v_refilled_at, v_due_at)
+          on conflict on constraint {{ .buckets }}_pkey do nothing;
+          exit when found;
+        end if;
+      end loop;
+
+      v_taken    := v_wanted;
+      v_reset_us := {{ template "wait_below" (dict "target" "v_policy.full_level" "level" "v_level" "elapsed_us" "microseconds(v_now - v_refilled_at)") }};
+
+      if v_idempotency_key is not null then
+        v_expires_at := v_now + duration(v_policy.remember_us);
+        insert into {{ .keys }} as k
+               (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
+        values (v_policy.id, v_key, v_idempotency_key, v_cost,
+                whole_tokens(v_level), duration(v_reset_us), v_policy.capacity, v_expires_at)
+        {{ template "include/remember.sql" . }};
+        if not found then  -- a live key: its tokens were taken already
+          update {{ .buckets }} as b
+             set level = b.level + v_taken
+           where b.policy_id = v_policy.id
+             and b.key       = v_key;
+          {{ template "include/find_key.sql" . }}
+        end if;
+      end if;
+    end decide;

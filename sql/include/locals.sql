@@ -1,0 +1,27 @@
+{{- /* The contract of look.sql and decide.sql: the locals that a function must declare to include one of them.
+       "in" is set by the function before the fragment. "out" is set by the fragment. "inner" is of no use to the function.
+       The argument is the name of the function whose arguments key, cost and idempotency_key the locals take over.
+       It is empty when the function sets these locals itself. */ -}}
+{{ define "locals_of_look" -}}
+v_policy          policies;     -- in: the policy
+  v_key             text collate "C"{{ with . }} := {{ . }}.key{{ end }};  -- in: the bucket's key
+  v_cost            {{ with . }}alias for {{ . }}.cost{{ else }}bigint{{ end }};  -- in: tokens that one request asks for
+  v_now             timestamptz;  -- in: the instant of the answer; decide reads the clock again after it may have waited
+  v_has_row         boolean;      -- out: the bucket has a row; a bucket without a row is full
+  v_level           bigint;       -- out: microtokens in the bucket
+  v_retry_us        bigint;       -- out: microseconds until the bucket holds v_cost; null: never; of no meaning when v_taken > 0
+  v_reset_us        bigint;       -- out: microseconds until the bucket is full
+{{- end }}
+{{ define "locals_of_decide" -}}
+{{ template "locals_of_look" . }}
+  v_idempotency_key text collate "C"{{ with . }} := {{ . }}.idempotency_key{{ end }};  -- in: null for none
+  v_wanted          bigint;       -- in: microtokens to take, 0 for none; v_cost, or a multiple of it for equal requests
+                                  --     without an idempotency key, which decide lowers to what the bucket holds
+  v_taken           bigint;       -- out: microtokens taken; 0 by a denial, and when v_wanted was 0
+  v_replayed        boolean;      -- in: null; out: true when a live idempotency key was found, and then only v_first counts
+  v_first           idempotency_keys;  -- out, when v_replayed: the grant that is remembered under the idempotency key
+  v_refilled_at     timestamptz;  -- out, after a grant: the instant at which the row says that the bucket held v_level
+  v_due_at          timestamptz;  -- inner: when clean-up looks at a new bucket
+  v_expires_at      timestamptz;  -- inner: when the idempotency key is forgotten
+  v_round           integer;      -- in: null; inner: tries that took nothing and denied nothing
+{{- end }}
