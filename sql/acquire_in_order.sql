@@ -69,7 +69,7 @@ begin
     end;
   end if;
 
-  -- The ordered path.
+  -- The ordered path. starts marks a request that begins a run; run numbers the runs of a bucket.
   for v_run in
     select keys[1] collate "C" as key, costs[1] as cost, null as idempotency_key, requests as requests
      where v_alike

@@ -855,7 +855,7 @@ declare
   v_now             timestamptz;  -- in: the instant of the answer; decide reads the clock again after it may have waited
   v_has_row         boolean;      -- out: the bucket has a row; a bucket without a row is full
   v_level           bigint;       -- out: microtokens in the bucket
-  v_retry_us        bigint;       -- out: microseconds until the bucket holds v_cost; null: never; of no meaning when v_taken > 0
+  v_retry_us        bigint;       -- out: microseconds until the bucket holds v_cost; null: never; of no meaning after a grant
   v_reset_us        bigint;       -- out: microseconds until the bucket is full
   v_idempotency_key text collate "C" := ratelimit_acquire.idempotency_key;  -- in: null for none
   v_wanted          bigint;       -- in: microtokens to take, 0 for none; v_cost, or a multiple of it for equal requests
@@ -1156,7 +1156,7 @@ declare
   v_now             timestamptz;  -- in: the instant of the answer; decide reads the clock again after it may have waited
   v_has_row         boolean;      -- out: the bucket has a row; a bucket without a row is full
   v_level           bigint;       -- out: microtokens in the bucket
-  v_retry_us        bigint;       -- out: microseconds until the bucket holds v_cost; null: never; of no meaning when v_taken > 0
+  v_retry_us        bigint;       -- out: microseconds until the bucket holds v_cost; null: never; of no meaning after a grant
   v_reset_us        bigint;       -- out: microseconds until the bucket is full
   v_idempotency_key text collate "C";  -- in: null for none
   v_wanted          bigint;       -- in: microtokens to take, 0 for none; v_cost, or a multiple of it for equal requests
@@ -1518,7 +1518,7 @@ begin
     end;
   end if;
 
-  -- The ordered path.
+  -- The ordered path. starts marks a request that begins a run; run numbers the runs of a bucket.
   for v_run in
     select keys[1] collate "C" as key, costs[1] as cost, null as idempotency_key, requests as requests
      where v_alike
@@ -1938,7 +1938,7 @@ declare
   v_now             timestamptz;  -- in: the instant of the answer; decide reads the clock again after it may have waited
   v_has_row         boolean;      -- out: the bucket has a row; a bucket without a row is full
   v_level           bigint;       -- out: microtokens in the bucket
-  v_retry_us        bigint;       -- out: microseconds until the bucket holds v_cost; null: never; of no meaning when v_taken > 0
+  v_retry_us        bigint;       -- out: microseconds until the bucket holds v_cost; null: never; of no meaning after a grant
   v_reset_us        bigint;       -- out: microseconds until the bucket is full
 begin
   if not acceptable(v_key, v_cost) then

@@ -1,4 +1,5 @@
 {{- /* The calls of arithmetic.sql that pass seven or eight arguments by position. Each is written once, here.
+       They need the local v_now.
        bucket is the prefix of level and refilled_at: "b." for columns, "v_" for locals.
        policy is the prefix of the policy's columns: "v_policy." unless given.
        target, level and elapsed_us are expressions. */ -}}

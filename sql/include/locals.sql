@@ -1,7 +1,8 @@
-{{- /* The contract of look.sql and decide.sql: the locals that a function must declare to include one of them.
-       "in" is set by the function before the fragment. "out" is set by the fragment. "inner" is of no use to the function.
-       The argument is the name of the function whose arguments key, cost and idempotency_key the locals take over.
-       It is empty when the function sets these locals itself. */ -}}
+{{- /* The contract of look.sql and decide.sql: the locals that a function must declare to include one of them. The function
+       sets the locals marked "in" before the fragment, and reads those marked "out" after it. Only the fragment itself
+       uses those marked "inner".
+       The argument is the name of a function: the locals take over its arguments key, cost and idempotency_key. With an
+       empty argument, the function sets these locals itself. */ -}}
 {{ define "locals_of_look" -}}
 v_policy          policies;     -- in: the policy
   v_key             text collate "C"{{ with . }} := {{ . }}.key{{ end }};  -- in: the bucket's key
@@ -9,7 +10,7 @@ v_policy          policies;     -- in: the policy
   v_now             timestamptz;  -- in: the instant of the answer; decide reads the clock again after it may have waited
   v_has_row         boolean;      -- out: the bucket has a row; a bucket without a row is full
   v_level           bigint;       -- out: microtokens in the bucket
-  v_retry_us        bigint;       -- out: microseconds until the bucket holds v_cost; null: never; of no meaning when v_taken > 0
+  v_retry_us        bigint;       -- out: microseconds until the bucket holds v_cost; null: never; of no meaning after a grant
   v_reset_us        bigint;       -- out: microseconds until the bucket is full
 {{- end }}
 {{ define "locals_of_decide" -}}
