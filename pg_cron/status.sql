@@ -27,7 +27,7 @@ select j.jobname                  as job,
  where j.jobname like 'ratelimit-cleanup%'
  order by j.jobname;
 
--- The rows that clean-up would read now: those that have been due for five minutes. A number that grows from
+-- The rows that clean-up would read now, because they have been due for five minutes. A number that grows from
 -- minute to minute means that clean-up does not run, or cannot keep up.
 select 'buckets' as table_name, count(*) as due, min(due_at) as since
   from ratelimit.buckets where due_at <= now() - interval '5 minutes'

@@ -1,17 +1,19 @@
 -- Takes cost tokens from one bucket if it has them, and answers; a denial is an answer, not an error.
 --
--- The steps, in include/decide.sql; 1 and 4 only with an idempotency key:
---   1. a live key is replayed, whatever the bucket holds by now
---   2. one conditional update takes the tokens; of concurrent acquires exactly those that fit pass
---   3. not taken: the bucket is read, and after it the key again, because a request under the same
---      key may be what emptied it. A bucket without a row is created, less the cost. When the cost fits
---      by now, step 2 is repeated
---   4. taken: the key is remembered. This call has locked the bucket's row, so a live key that turns up
---      only now was committed between 1 and 2: the tokens go back and the key is replayed. The refill
---      that step 2 credited stays
+-- The steps, in include/decide.sql. Steps 1 and 4 are for an acquire with an idempotency key.
+--   1. A live key is replayed, even when the bucket is empty.
+--   2. One conditional update takes the tokens. Concurrent acquires take turns at it, and each takes tokens
+--      only if the bucket still has enough.
+--   3. If the update takes nothing, the bucket is read. If it has too few tokens, the key is looked up again,
+--      because the request that emptied the bucket may have had the same key; then the answer is the replay
+--      or the denial. If the bucket has no row, it is full: the row is created, less the cost. If the bucket
+--      has enough tokens after all, step 2 is repeated.
+--   4. After the tokens are taken, the key is remembered. This call has locked the bucket's row, so a live key
+--      that turns up only now was committed between 1 and 2: the tokens go back and the key is replayed. The
+--      refill that step 2 credited stays.
 --
--- A grant reads the clock once. When step 2 takes nothing, it may have waited for the row, so the clock
--- is read again.
+-- A grant in step 2 at the first try reads the clock once. Step 2 may have waited for the row, so step 3 reads
+-- the clock again.
 -- Locks:  a grant holds the bucket row until the caller's transaction ends; a denial holds nothing,
 --         unless it had to wait for the row.
 -- Writes: a grant writes the bucket and its idempotency key. A denial writes nothing. A replay writes

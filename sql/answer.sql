@@ -32,8 +32,8 @@ $$;
 comment on function ratelimit.replay(ratelimit.idempotency_keys, bigint) is
   'The first answer given under an idempotency key, marked replayed; RL002 when the cost differs.';
 
--- ratelimit_acquire_many reports an error in the row of its request. So this function catches what the checks
--- raise. granted is the remembered grant whose cost differs; null means that the policy is unknown, unless an
+-- ratelimit_acquire_many reports an error in the row of its request. So this function catches the errors of the
+-- checks. granted is the remembered grant whose cost differs; null means that the policy is unknown, unless an
 -- argument is bad.
 create or replace function ratelimit.refusal(
     in  policy text, in key text, in cost bigint, in idempotency_key text, in granted ratelimit.idempotency_keys,

@@ -1,4 +1,4 @@
--- Answers what the bucket holds, and whether an acquire of this cost would be allowed now; takes nothing.
+-- Reports the tokens that a bucket holds, and whether an acquire of this cost would be allowed now. Takes nothing.
 --
 -- Locks:  nothing.
 -- Writes: nothing. It works in a read-only transaction and, for durable policies, on a standby.
@@ -27,4 +27,4 @@ begin
 end;
 $$;
 comment on function ratelimit_peek(text, text, bigint) is
-  'What a bucket holds, and whether an acquire of this cost would be allowed now; takes nothing.';
+  'The tokens that a bucket holds, and whether an acquire of this cost would be allowed now; takes nothing.';

@@ -10,8 +10,8 @@ update {{ . }} as b
     returning b.level, b.refilled_at into v_level, v_refilled_at;
     v_has_row := found;
 {{- end -}}
--- Gives amount tokens back to one bucket, never above the policy's capacity, and answers what the
--- bucket holds. An amount above capacity counts as capacity.
+-- Gives amount tokens back to one bucket, never above the policy's capacity, and answers with the tokens
+-- that the bucket holds then. An amount above capacity counts as capacity.
 --
 -- A bucket without a row is full already, so nothing is written.
 -- Locks:  the bucket row, until the caller's transaction ends.

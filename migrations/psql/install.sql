@@ -659,8 +659,8 @@ $$;
 comment on function ratelimit.replay(ratelimit.idempotency_keys, bigint) is
   'The first answer given under an idempotency key, marked replayed; RL002 when the cost differs.';
 
--- ratelimit_acquire_many reports an error in the row of its request. So this function catches what the checks
--- raise. granted is the remembered grant whose cost differs; null means that the policy is unknown, unless an
+-- ratelimit_acquire_many reports an error in the row of its request. So this function catches the errors of the
+-- checks. granted is the remembered grant whose cost differs; null means that the policy is unknown, unless an
 -- argument is bad.
 create or replace function ratelimit.refusal(
     in  policy text, in key text, in cost bigint, in idempotency_key text, in granted ratelimit.idempotency_keys,
@@ -820,18 +820,20 @@ comment on function ratelimit_policies() is
 -- Buckets.
 -- Takes cost tokens from one bucket if it has them, and answers; a denial is an answer, not an error.
 --
--- The steps, in include/decide.sql; 1 and 4 only with an idempotency key:
---   1. a live key is replayed, whatever the bucket holds by now
---   2. one conditional update takes the tokens; of concurrent acquires exactly those that fit pass
---   3. not taken: the bucket is read, and after it the key again, because a request under the same
---      key may be what emptied it. A bucket without a row is created, less the cost. When the cost fits
---      by now, step 2 is repeated
---   4. taken: the key is remembered. This call has locked the bucket's row, so a live key that turns up
---      only now was committed between 1 and 2: the tokens go back and the key is replayed. The refill
---      that step 2 credited stays
+-- The steps, in include/decide.sql. Steps 1 and 4 are for an acquire with an idempotency key.
+--   1. A live key is replayed, even when the bucket is empty.
+--   2. One conditional update takes the tokens. Concurrent acquires take turns at it, and each takes tokens
+--      only if the bucket still has enough.
+--   3. If the update takes nothing, the bucket is read. If it has too few tokens, the key is looked up again,
+--      because the request that emptied the bucket may have had the same key; then the answer is the replay
+--      or the denial. If the bucket has no row, it is full: the row is created, less the cost. If the bucket
+--      has enough tokens after all, step 2 is repeated.
+--   4. After the tokens are taken, the key is remembered. This call has locked the bucket's row, so a live key
+--      that turns up only now was committed between 1 and 2: the tokens go back and the key is replayed. The
+--      refill that step 2 credited stays.
 --
--- A grant reads the clock once. When step 2 takes nothing, it may have waited for the row, so the clock
--- is read again.
+-- A grant in step 2 at the first try reads the clock once. Step 2 may have waited for the row, so step 3 reads
+-- the clock again.
 -- Locks:  a grant holds the bucket row until the caller's transaction ends; a denial holds nothing,
 --         unless it had to wait for the row.
 -- Writes: a grant writes the bucket and its idempotency key. A denial writes nothing. A replay writes
@@ -1126,7 +1128,7 @@ comment on function ratelimit_acquire(text, text, bigint, text) is
 -- Otherwise the fast path is rolled back, at the price of a subtransaction, and the ordered path decides.
 --
 -- All answers of the fast path are as of one instant, read before its statement. When the statement waited for
--- a bucket until v_stale_at, a bucket may have refilled meanwhile, and a denial must be true when it is given.
+-- a bucket until v_stale_at, a denied bucket may have refilled, and a denial must be true when it is given.
 -- So the fast path is rolled back then, too.
 --
 -- The ordered path goes through the steps of ratelimit_acquire, run by run. A run is equal requests without an
@@ -1919,7 +1921,7 @@ $$;
 comment on function ratelimit_acquire_many(text[], text[], bigint[], text[]) is
   'Decide many requests in one call, in the order given, each with its own decision or error.';
 
--- Answers what the bucket holds, and whether an acquire of this cost would be allowed now; takes nothing.
+-- Reports the tokens that a bucket holds, and whether an acquire of this cost would be allowed now. Takes nothing.
 --
 -- Locks:  nothing.
 -- Writes: nothing. It works in a read-only transaction and, for durable policies, on a standby.
@@ -1987,10 +1989,10 @@ begin
 end;
 $$;
 comment on function ratelimit_peek(text, text, bigint) is
-  'What a bucket holds, and whether an acquire of this cost would be allowed now; takes nothing.';
+  'The tokens that a bucket holds, and whether an acquire of this cost would be allowed now; takes nothing.';
 
--- Gives amount tokens back to one bucket, never above the policy's capacity, and answers what the
--- bucket holds. An amount above capacity counts as capacity.
+-- Gives amount tokens back to one bucket, never above the policy's capacity, and answers with the tokens
+-- that the bucket holds then. An amount above capacity counts as capacity.
 --
 -- A bucket without a row is full already, so nothing is written.
 -- Locks:  the bucket row, until the caller's transaction ends.

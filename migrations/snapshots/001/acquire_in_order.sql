@@ -8,7 +8,7 @@
 -- Otherwise the fast path is rolled back, at the price of a subtransaction, and the ordered path decides.
 --
 -- All answers of the fast path are as of one instant, read before its statement. When the statement waited for
--- a bucket until v_stale_at, a bucket may have refilled meanwhile, and a denial must be true when it is given.
+-- a bucket until v_stale_at, a denied bucket may have refilled, and a denial must be true when it is given.
 -- So the fast path is rolled back then, too.
 --
 -- The ordered path goes through the steps of ratelimit_acquire, run by run. A run is equal requests without an
