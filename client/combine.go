@@ -8,6 +8,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"time"
 	"unicode/utf8"
 
 	"github.com/jackc/pgx/v5"
@@ -16,6 +17,9 @@ import (
 
 const (
 	defaultCalls = 2
+
+	// linger is longer than most calls take. Requests are held for so long while there are calls enough.
+	linger = 10 * time.Millisecond
 
 	// maxApart buckets are asked for at a time after a locked one has failed their call.
 	maxApart = 8
@@ -42,9 +46,10 @@ type Combiner struct {
 	waiters sync.Pool
 	running sync.WaitGroup
 
-	mu     sync.Mutex
-	closed bool
-	queue  *queue
+	mu        sync.Mutex
+	closed    bool
+	lingering bool // a timer is set
+	queue     *queue
 }
 
 // NewCombiner returns a Combiner that calls the functions installed in the database of pool. The role
@@ -69,8 +74,9 @@ func NewCombiner(pool Pool, opts ...CombinerOption) *Combiner {
 // Acquire is [Limiter.Acquire], with the same answers, at a fraction of the work when there are many
 // callers. Few callers, no more than [CallsInFlight], make their own calls as a Limiter does, unless the
 // last call was shared. Of more, those who arrive while that many calls are under way share the next, which
-// starts as soon as one of them has ended: nobody waits for a timer. Requests for one bucket are never in
-// two calls at a time.
+// starts as soon as one of them has ended. A third call is for as many requests as are worth its cost: fewer
+// wait for one of the calls under way to end, 10 ms at the most. Requests for one bucket are never in two
+// calls at a time.
 //
 // A caller whose ctx ends gets its error at once, and the others notice nothing. What has not been sent
 // by then is not sent; what has may be granted all the same, and the tokens taken, as with any answer
@@ -124,7 +130,7 @@ func (c *Combiner) combine(ctx context.Context, r request) (Decision, error) {
 	}
 	w := c.waiters.Get().(*waiter)
 	w.request = r
-	c.serveIf(c.queue.add(w))
+	c.do(c.queue.add(w))
 	c.mu.Unlock()
 
 	select {
@@ -150,12 +156,24 @@ func isSendable(r request) bool {
 	return isFit(r.policy) && isFit(r.key) && isFit(idempotencyKey)
 }
 
-// serveIf makes calls in a slot that was reserved.
-func (c *Combiner) serveIf(reserved bool) {
-	if reserved {
+// do takes the next step for the queue.
+func (c *Combiner) do(next step) {
+	switch {
+	case next == serve:
 		c.running.Add(1)
 		go c.serve()
+	case next == hold && !c.lingering:
+		c.lingering = true
+		time.AfterFunc(linger, c.hurry)
 	}
+}
+
+// hurry sends the requests that were held for company.
+func (c *Combiner) hurry() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.lingering = false
+	c.do(c.queue.hurry())
 }
 
 // serve makes calls for those who wait, in a reserved slot, until it has none any more.
@@ -194,7 +212,7 @@ func (c *Combiner) take(b *batch) context.Context {
 	if !c.queue.take(b) {
 		return nil
 	}
-	c.serveIf(c.queue.reserve())
+	c.do(c.queue.next())
 	var ctx context.Context
 	ctx, b.cancel = context.WithCancel(context.Background())
 	return ctx
@@ -204,14 +222,19 @@ func (c *Combiner) take(b *batch) context.Context {
 func (c *Combiner) finish(b *batch) (reserved bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	return c.queue.finish(b)
+	next := c.queue.finish(b)
+	if next == serve {
+		return true
+	}
+	c.do(next)
+	return false
 }
 
 // finishOwn ends a caller's own call.
 func (c *Combiner) finishOwn(b *batch) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.serveIf(c.queue.finish(b))
+	c.do(c.queue.finish(b))
 	c.running.Done()
 }
 

@@ -219,11 +219,11 @@ func TestCombiner_CallsCarryEqualShares(t *testing.T) {
 		calls := db.underWay()
 		require.Len(t, calls, 2)
 		require.False(t, calls[0].batch || calls[1].batch, "the first two callers ask for themselves")
-		for range 2 {
+		for _, share := range []int{100, 98} {
 			db.underWay()[0].grant()
 			calls = db.underWay()
 			require.Len(t, calls, 2)
-			require.Len(t, calls[1].keys, 99)
+			require.Len(t, calls[1].keys, share)
 		}
 		for len(db.underWay()) > 0 {
 			db.underWay()[0].grant()
@@ -263,7 +263,7 @@ func TestCombiner_WhoLeftHasNoShare(t *testing.T) {
 		calls[0].grant()
 		calls = db.underWay()
 		require.Len(t, calls, 2)
-		require.Len(t, calls[1].keys, 60)
+		require.Len(t, calls[1].keys, 61)
 		for len(db.underWay()) > 0 {
 			db.underWay()[0].grant()
 		}
@@ -301,6 +301,38 @@ func TestCombiner_AStalledCallLeavesTheWayToOthers(t *testing.T) {
 			stalled.grant()
 			db.only(t).grant()
 			requireGranted(t, same)
+		})
+	}
+}
+
+// With slots to spare, a few requests wait a moment for company, and not for calls that stall.
+func TestCombiner_StalledCallsHoldUpOthersForAMomentOnly(t *testing.T) {
+	t.Parallel()
+	for _, requests := range []int{1, 2, 4, 6} {
+		synctest.Test(t, func(t *testing.T) {
+			db, limiter := gated(t, client.CallsInFlight(8))
+			for n := range requests {
+				_ = ask(t.Context(), limiter, fmt.Sprint("k", 1000+n))
+			}
+			time.Sleep(time.Second)
+			stalled := len(db.underWay()) // all of them
+			require.Less(t, stalled, 8)
+			got := []<-chan answer{ask(t.Context(), limiter, "k1"), ask(t.Context(), limiter, "k2"), ask(t.Context(), limiter, "k3")}
+			time.Sleep(20 * time.Millisecond)
+			calls := db.underWay()
+			require.Greater(t, len(calls), stalled, "%d requests in %d calls that stall", requests, stalled)
+			for _, call := range calls[stalled:] {
+				call.grant()
+			}
+			for _, call := range db.underWay()[stalled:] {
+				call.grant()
+			}
+			for _, got := range got {
+				requireGranted(t, got)
+			}
+			for len(db.underWay()) > 0 {
+				db.underWay()[0].grant()
+			}
 		})
 	}
 }

@@ -8,6 +8,10 @@ const (
 
 	// minShare is where a call costs the server about a quarter of what its requests do.
 	minShare = 32
+
+	// busyCalls keep the server and the client busy at the same time. One more is worth its cost only if it
+	// has half a share of requests.
+	busyCalls = 2
 )
 
 // A queue decides which requests share a call, and when a call is made. It is a state machine without SQL,
@@ -20,13 +24,15 @@ const (
 //
 //  1. At most limit slots are in use: one for each open batch, and one that is reserved.
 //  2. A bucket belongs to at most one open batch.
-//  3. While a slot is free and none is reserved, each waiting request is for a bucket of an open batch. So a
-//     call that stalls holds up its own buckets only.
+//  3. While a slot is free and none is reserved, each waiting request is for a bucket of an open batch, or
+//     is held for company: then busyCalls batches are open, and the owner was told to hold and has not
+//     called hurry yet. So a call that stalls holds up its own buckets only.
 //  4. Requests for one bucket are taken in the order of their arrival, those with an idempotency key and
 //     those without.
 //  5. A batch has at most maxBatch requests. Either all of them have an idempotency key or none has.
 //
-// The owner keeps a sixth: after a method has reserved a slot, it calls take.
+// The owner keeps two more: after a method has answered serve it calls take, and soon after hold it calls
+// hurry.
 type queue struct {
 	limit    int
 	waiting  line
@@ -35,6 +41,15 @@ type queue struct {
 	reserved bool
 	shared   bool // whether the last batch from take had several requests
 }
+
+// A step is what the owner has to do next.
+type step int
+
+const (
+	nothing step = iota
+	serve        // a slot is reserved: call take
+	hold         // there are calls enough for so few requests: let others join them, and call hurry
+)
 
 // A waiter is a request that others send.
 type waiter struct {
@@ -70,9 +85,10 @@ func newQueue(limit int) *queue {
 }
 
 // claim opens a batch for a caller who makes a call of its own, or returns nil: when there is no slot, when
-// the bucket is in another call, or after a shared call, since others are about to ask too.
+// the bucket is in another call, when there are calls enough, or after a shared call, since others are about
+// to ask too.
 func (q *queue) claim(r request) *batch {
-	if q.shared || !q.isFree() || q.owners[r.bucket()] != nil {
+	if q.shared || !q.isFree() || q.owners[r.bucket()] != nil || !q.isWorthIt(q.waiting.length+1) {
 		return nil
 	}
 	b := new(batch)
@@ -81,22 +97,21 @@ func (q *queue) claim(r request) *batch {
 	return b
 }
 
-// add lets a request wait, and reports whether it has reserved a slot for it.
-func (q *queue) add(w *waiter) (reserved bool) {
+// add lets a request wait.
+func (q *queue) add(w *waiter) step {
 	q.waiting.push(w)
 	if q.isFree() && q.owners[w.bucket()] == nil {
-		q.reserved = true
-		return true
+		return q.reserveIf(q.isWorthIt(q.waiting.length))
 	}
-	return false
+	return nothing
 }
 
 // take fills b from the head of the queue and opens it in the reserved slot. If there is nothing to take it
-// gives back the slot and returns false. Then another slot may be reserved: see reserve.
+// gives back the slot and returns false. Another slot may be free then: see next.
 func (q *queue) take(b *batch) bool {
 	q.reserved = false
 	*b = batch{waiters: b.waiters[:0], buckets: b.buckets[:0], arguments: b.arguments}
-	share := q.share()
+	share := q.share(q.waiting.length)
 	var next *waiter
 	for w := q.waiting.first; w != nil && len(b.waiters) < maxBatch; w = next {
 		next = w.next
@@ -123,27 +138,54 @@ func (q *queue) take(b *batch) bool {
 	return true
 }
 
-// finish closes a batch whose call has ended, and reports whether it has reserved a slot.
-func (q *queue) finish(b *batch) (reserved bool) {
+// finish closes a batch whose call has ended.
+func (q *queue) finish(b *batch) step {
 	for _, at := range b.buckets {
 		delete(q.owners, at)
 	}
 	q.open = slices.DeleteFunc(q.open, func(o *batch) bool { return o == b })
-	return q.reserve()
+	return q.next()
 }
 
-// reserve reserves a slot if there is one and a waiting request can be taken.
-func (q *queue) reserve() bool {
+// next reserves a slot if one is free and a waiting request can be taken.
+func (q *queue) next() step {
+	if !q.canTake() {
+		return nothing
+	}
+	return q.reserveIf(q.isWorthIt(q.waiting.length))
+}
+
+// hurry is next for requests that were held long enough.
+func (q *queue) hurry() step {
+	if !q.canTake() {
+		return nothing
+	}
+	return q.reserveIf(true)
+}
+
+func (q *queue) reserveIf(worth bool) step {
+	if !worth {
+		return hold
+	}
+	q.reserved = true
+	return serve
+}
+
+func (q *queue) canTake() bool {
 	if !q.isFree() {
 		return false
 	}
 	for w := q.waiting.first; w != nil; w = w.next {
 		if q.owners[w.bucket()] == nil {
-			q.reserved = true
 			return true
 		}
 	}
 	return false
+}
+
+// isWorthIt reports whether to make another call at once, when so many requests wait.
+func (q *queue) isWorthIt(waiting int) bool {
+	return len(q.open) < busyCalls || waiting >= q.share(waiting)/2
 }
 
 // leave is for a caller who waits no longer. It returns the batch that nobody waits for any more, if any.
@@ -165,12 +207,12 @@ func (q *queue) isFree() bool { return !q.reserved && len(q.open) < q.limit }
 
 // share is how many requests a batch should have: an equal part of all there are for each slot, but not so
 // few that the cost of the call outweighs theirs.
-func (q *queue) share() int {
-	all := q.waiting.length
+func (q *queue) share(waiting int) int {
+	all := waiting
 	for _, b := range q.open {
-		all += len(b.waiters)
+		all += max(1, len(b.waiters)) // a caller's own call has no waiter
 	}
-	return max((all+q.limit-1)/q.limit, minShare)
+	return max((all+q.limit-1)/q.limit, min(all, minShare))
 }
 
 func (q *queue) own(b *batch, at bucket) {

@@ -53,13 +53,22 @@ func TestQueue_KeepsItsInvariants(t *testing.T) {
 				}
 				d.leave(rapid.SampledFrom(d.callers()).Draw(t, "caller"))
 			},
+			"hurry": func(t *rapid.T) {
+				if !d.held {
+					t.Skip()
+				}
+				d.hurry()
+			},
 			"": func(*rapid.T) { d.check() },
 		})
 
-		for d.reserved || len(d.batches) > 0 {
-			if d.reserved {
+		for d.reserved || d.held || len(d.batches) > 0 {
+			switch {
+			case d.reserved:
 				d.take()
-			} else {
+			case d.held:
+				d.hurry()
+			default:
 				d.finish(d.batches[0])
 			}
 			d.check()
@@ -75,6 +84,7 @@ type drivenQueue struct {
 	queue    *queue
 	limit    int
 	reserved bool
+	held     bool
 	waiting  []*waiter // in order of arrival
 	batches  []*batch  // handed out and not finished
 	own      []*batch  // of these, callers' own
@@ -82,9 +92,22 @@ type drivenQueue struct {
 	taken    map[*waiter]*batch
 }
 
-func (d *drivenQueue) reserve(reserved bool) {
-	require.False(d, reserved && d.reserved, "one slot is reserved at a time")
-	d.reserved = d.reserved || reserved
+func (d *drivenQueue) do(next step) {
+	switch next {
+	case serve:
+		require.False(d, d.reserved, "one slot is reserved at a time")
+		d.reserved = true
+	case hold:
+		require.GreaterOrEqual(d, len(d.batches), busyCalls)
+		d.held = true
+	}
+}
+
+func (d *drivenQueue) hurry() {
+	d.held = false
+	next := d.queue.hurry()
+	require.NotEqual(d, hold, next)
+	d.do(next)
 }
 
 func (d *drivenQueue) arrive(r request) {
@@ -95,14 +118,13 @@ func (d *drivenQueue) arrive(r request) {
 	}
 	w := &waiter{request: r}
 	d.waiting = append(d.waiting, w)
-	d.reserve(d.queue.add(w))
+	d.do(d.queue.add(w))
 }
 
 func (d *drivenQueue) take() {
 	d.reserved = false
 	b := new(batch)
 	if !d.queue.take(b) {
-		d.reserve(d.queue.reserve())
 		return
 	}
 	require.NotEmpty(d, b.waiters)
@@ -128,7 +150,7 @@ func (d *drivenQueue) take() {
 	d.waiting = slices.DeleteFunc(d.waiting, func(w *waiter) bool { return inBatch[w] })
 	require.Len(d, d.waiting, left, "all of them waited")
 	d.batches = append(d.batches, b)
-	d.reserve(d.queue.reserve())
+	d.do(d.queue.next())
 }
 
 func (d *drivenQueue) finish(b *batch) {
@@ -137,7 +159,7 @@ func (d *drivenQueue) finish(b *batch) {
 		d.own, d.requests = slices.Delete(d.own, i, i+1), slices.Delete(d.requests, i, i+1)
 	}
 	maps.DeleteFunc(d.taken, func(_ *waiter, by *batch) bool { return by == b })
-	d.reserve(d.queue.finish(b))
+	d.do(d.queue.finish(b))
 }
 
 // callers are those who wait for an answer that others ask for.
@@ -191,7 +213,7 @@ func (d *drivenQueue) check() {
 	for i, b := range d.own {
 		owned(b, d.requests[i])
 	}
-	if slots == d.limit || d.reserved {
+	if slots == d.limit || d.reserved || d.held {
 		return
 	}
 	for _, w := range d.waiting {
@@ -202,12 +224,12 @@ func (d *drivenQueue) check() {
 // A bucket is a policy and a key: neither alone holds up requests of the other.
 func TestQueue_TellsBucketsApartByPolicyAndKey(t *testing.T) {
 	t.Parallel()
-	q := newQueue(4)
-	require.NotNil(t, q.claim(request{policy: "p", key: "k"}))
-	require.Nil(t, q.claim(request{policy: "p", key: "k"}))
-	require.NotNil(t, q.claim(request{policy: "p", key: "l"}))
-	require.NotNil(t, q.claim(request{policy: "q", key: "k"}))
-	require.NotNil(t, q.claim(request{policy: "pk", key: ""}))
+	for _, other := range []request{{policy: "p", key: "l"}, {policy: "q", key: "k"}, {policy: "pk", key: ""}} {
+		q := newQueue(2)
+		require.NotNil(t, q.claim(request{policy: "p", key: "k"}))
+		require.Nil(t, q.claim(request{policy: "p", key: "k"}))
+		require.NotNil(t, q.claim(other))
+	}
 }
 
 // What a batch carries: an equal part for each slot, but not less than is worth a call, nor more than its bound,
