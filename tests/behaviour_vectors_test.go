@@ -12,7 +12,7 @@ import (
 
 // Cases that the test suites and bug reports of other limiters pin down, each under its number in
 // our collection and the name of the project it came from. Those with calls at the same time (24, 30,
-// 49, and one of 59) are in concurrency_test.go, idempotency (58) is in idempotency_test.go. Not here
+// 49, and one of 59) are in behaviour_concurrency_test.go, idempotency (58) is in behaviour_idempotency_test.go. Not here
 // yet, for want of a function:
 //
 //   - a call that takes more than there is (8 and the last of 13: refill from debt is here all the
