@@ -4,7 +4,6 @@ import (
 	"context"
 	"fmt"
 	"math"
-	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -318,193 +317,64 @@ func TestBadInput_LargestValuesAreAnswered(t *testing.T) {
 	}
 }
 
-func TestReadOnlyTransaction(t *testing.T) {
+// However an array is cut into dimensions, and wherever its subscripts begin, a batch is the elements
+// one after another.
+func TestBadInput_ArraysOfAnyShapeAreOneBatch(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	db.setClock(t0)
+	for name, durability := range map[string]policyOption{"durable": durable, "ephemeral": ephemeral} {
+		db.definePolicy(name, 10, 1, time.Hour, durability)
+	}
+	const elements = `'a','b','a','c','a','b'`
+	answers := func(policies, keys, costs, idempotencyKeys string) []string {
+		t.Helper()
+		db.exec("truncate " + strings.Join(stateTables, ", "))
+		db.exec("select ratelimit_acquire(p, k) from unnest(array['durable', 'ephemeral']) as p, unnest(array['a', 'b', 'c']) as k")
+		batch := fmt.Sprintf("select format('%%s %%s', request, m) from ratelimit_acquire_many(%s, %s, %s, %s) as m",
+			policies, keys, costs, idempotencyKeys)
+		return append(column(t, db.DB, batch), column(t, db.DB, batch)...)
+	}
+	for _, policies := range []string{"{durable,durable,durable,durable,durable,durable}", "[7:12]={durable,ephemeral,durable,ephemeral,durable,ephemeral}"} {
+		for _, last := range []string{"z", "y"} { // the second is used twice
+			want := answers("'"+policies+"'", "array["+elements+"]", "array[1, 2, 3, 4, 5, 6]::bigint[]", "array[null, 'x', 'y', null, '"+last+"', null]")
+			require.Len(t, want, 12)
+			for _, keys := range []string{"'{{a,b},{a,c},{a,b}}'", "'[-5:-3][9:10]={{a,b},{a,c},{a,b}}'", "'[0:5]={a,b,a,c,a,b}'", "'{{{{{{a,b,a,c,a,b}}}}}}'"} {
+				for _, costs := range []string{"'{{1,2,3},{4,5,6}}'", "'[2:7]={1,2,3,4,5,6}'"} {
+					require.Equal(t, want, answers("'"+policies+"'", keys, costs, "'{{null,x,y},{null,"+last+",null}}'"), "%s %s", keys, costs)
+				}
+			}
+		}
+	}
+}
+
+// Twenty thousand requests in one call, most of them bad; and arrays that are large for nothing.
+func TestBadInput_HugeArrays(t *testing.T) {
 	t.Parallel()
 	ctx := context.Background()
 	db := newDB(t)
-	for name, durability := range map[string]policyOption{"durable": durable, "ephemeral": ephemeral} {
-		db.definePolicy(name, 10, 1, time.Hour, durability)
-		db.acquire(name, "known", 3)
-		db.acquire(name, "granted", 3, "first")
-	}
-	before := rowsOf(t, db.DB)
-	conn := db.Connect(t)
-	execute(t, conn, "set default_transaction_read_only = on")
+	db.definePolicy("p", 1_000_000, 1, time.Hour)
+	const n = 20_000
+	rows := column(t, db.DB, `
+		select format('%s %s', coalesce(error_code, 'allowed'), count(*))
+		  from ratelimit_acquire_many((select array_agg(case i % 4 when 0 then 'p' when 1 then 'nobody' when 2 then null else '' end order by i) from generate_series(1, $1) as i),
+		                              array_fill('k'::text, array[$1]))
+		 group by error_code order by 1`, n)
+	require.Equal(t, []string{"22023 10000", "RL001 5000", "allowed 5000"}, rows)
+	require.EqualValues(t, 1_000_000-n/4, db.left("p", "k"))
 
-	for _, policy := range []string{"durable", "ephemeral"} {
-		for _, key := range []string{"known", "unknown"} {
-			for _, sql := range []string{
-				"select ratelimit_acquire($1, $2)",
-				"select ratelimit_acquire($1, $2, 10)",
-				"select ratelimit_acquire($1, $2, 1, 'first')",
-				"select ratelimit_acquire_many(array[$1::text], array[$2::text])",
-				"select ratelimit_refund($1, $2, 1)",
-				"select ratelimit_reset($1, $2)",
-			} {
-				_, err := conn.Exec(ctx, sql, policy, key)
-				require.Equal(t, "25006", sqlState(err), "%s: %v", sql, err)
-			}
-			_, err := peek(conn, policy, key, 1)
-			require.NoError(t, err)
-			_, err = acquire(conn, policy, key, 0)
-			require.NoError(t, err, "cost 0 writes nothing")
-		}
-		// Never, a replay and cost 0 write nothing, so they are answered: alone and in a batch.
-		first, eleven, three, zero, known := "first", int64(11), int64(3), int64(0), "known"
-		never, err := acquire(conn, policy, known, eleven)
-		require.NoError(t, err)
-		again, err := acquire(conn, policy, "granted", three, first)
-		require.NoError(t, err)
-		require.True(t, again.Replayed)
-		granted := "granted"
-		replies, err := acquireMany(conn, []wish{
-			{&policy, &known, &eleven, nil}, {&policy, &granted, &three, &first}, {&policy, &known, &zero, nil},
-		})
-		require.NoError(t, err)
-		require.Equal(t, &again, replies[1].Decision)
-		require.Equal(t, model.Never, replies[0].Decision.RetryAfter)
-		require.Equal(t, never.Remaining, replies[0].Decision.Remaining)
-		for _, wishes := range [][]wish{
-			{{&policy, &known, &eleven, nil}, {&policy, &known, &eleven, nil}},
-			{{&policy, &known, &eleven, nil}, {&policy, &granted, &eleven, nil}},
-			{{&policy, &known, &eleven, nil}, {&policy, &granted, &three, &first}},
-		} {
-			replies, err = acquireMany(conn, wishes)
-			require.NoError(t, err)
-			require.Equal(t, model.Never, replies[0].Decision.RetryAfter)
-		}
-		for _, sql := range []string{"select ratelimit_define_policy($1, 10, 1, '1 hour')", "select ratelimit_drop_policy($1)"} {
-			_, err := conn.Exec(ctx, sql, policy)
-			require.Equal(t, "25006", sqlState(err), "%s: %v", sql, err)
-		}
+	before := rowsOf(t, db.DB)
+	for _, sql := range []string{
+		"select ratelimit_acquire_many(array_fill(null::text, array[10000000]), array['k'])",
+		"select ratelimit_acquire_many(array['p'], array_fill(null::text, array[10000000]))",
+		"select ratelimit_acquire_many(array['p'], array['k'], array_fill(1::bigint, array[10000000]))",
+		"select ratelimit_acquire_many(array['p'], array['k'], null, array_fill(null::text, array[10000000]))",
+		"select ratelimit_acquire('p', repeat('x', 10000000))",
+		"select ratelimit_acquire(repeat('x', 10000000), 'k', 1, repeat('x', 10000000))",
+		"select ratelimit_define_policy(repeat('x', 10000000), 1, 1, '1 second')",
+	} {
+		_, err := db.Pool.Exec(ctx, sql)
+		require.Equal(t, "22023", sqlState(err), "%s: %v", sql, err)
 	}
-	_, err := conn.Exec(ctx, "select ratelimit_cleanup()")
-	require.Equal(t, "25006", sqlState(err), "%v", err)
-	execute(t, conn, "select ratelimit_policies(), ratelimit_version()")
 	require.Equal(t, before, rowsOf(t, db.DB))
 }
-
-// Texts that have broken other people's quoting, matching or indexing.
-var oddTexts = []string{
-	"it's", `"quoted"`, "''", `\`, `\'; drop table ratelimit.buckets; --`, "$$", "$1", "%s %I %L %", "{{ . }}", "null", "NULL",
-	" ", "  ", "a", "A", "á", "a\u0301", "ä", "ß", "ss", "İ", "ı", "a ", " a", "a\t", "a\n", "a\r\n", "line\nbreak", "\u00a0", "\u200b", "\ufeff",
-	"🚦", "👩‍👩‍👧‍👧", "\U0010ffff", strings.Repeat("語", 170) + "ab", strings.Repeat("🚦", 128), strings.Repeat("x", 512), "\x01\x7f",
-}
-
-func TestOddTexts_AreBucketsOfTheirOwn(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
-	for _, mode := range protocols {
-		for name, durability := range map[string]policyOption{"durable": durable, "ephemeral": ephemeral} {
-			policy := fmt.Sprintf("%s %s", name, mode)
-			db.definePolicy(policy, 1000, 1, time.Hour, durability)
-			conn := db.Connect(t)
-			q := inMode{conn, mode}
-			for i, key := range oddTexts {
-				cost := int64(i + 1)
-				d, err := acquire(q, policy, key, cost, key)
-				require.NoError(t, err, "%q", key)
-				require.Equal(t, 1000-cost, d.Remaining, "%q is a bucket of its own", key)
-				if len(key) < 512 {
-					d, err = acquire(q, policy, key, 1, key+"?")
-					require.NoError(t, err, "%q", key)
-					require.Equal(t, 1000-cost-1, d.Remaining, "%q is an idempotency key of its own", key)
-					_, err = refund(q, policy, key, 1)
-					require.NoError(t, err)
-				}
-			}
-			for i, key := range oddTexts {
-				cost := int64(i + 1)
-				d, err := acquire(q, policy, key, cost, key)
-				require.NoError(t, err)
-				require.True(t, d.Replayed)
-				d, err = peek(q, policy, key, 1)
-				require.NoError(t, err)
-				require.Equal(t, 1000-cost, d.Remaining)
-				_, err = conn.Exec(context.Background(), "select ratelimit_reset($1, $2)", mode, policy, key)
-				require.NoError(t, err)
-				require.Nil(t, db.bucket(policy, key))
-			}
-		}
-	}
-}
-
-func TestOddTexts_ArePolicies(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
-	for i, name := range oddTexts {
-		db.definePolicy(name, int64(i+1), 1, time.Hour)
-	}
-	names := column(t, db.DB, "select policy from ratelimit_policies()")
-	require.Equal(t, slices.Sorted(slices.Values(oddTexts)), names, "by byte")
-	for i, name := range oddTexts {
-		require.Equal(t, allowed(int64(i), time.Hour, int64(i+1)), db.acquireAt(t0, name, "k", 1, "first"), "%q", name)
-		db.refundAt(t0, name, "k", 1)
-		db.reset(name, "k")
-		db.dropPolicy(name)
-	}
-	require.Empty(t, column(t, db.DB, "select policy from ratelimit_policies()"))
-}
-
-// A caller's collation must neither make two keys one nor leave the functions without any.
-func TestCollations_StayOutside(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
-	collations := column(t, db.DB, `
-		select quote_ident(collname) from pg_collation
-		 where collname in ('C', 'POSIX', 'ucs_basic', 'und-x-icu', 'tr-x-icu', 'en_US.utf8', 'C.utf8', 'pg_c_utf8')
-		   and collencoding in (-1, pg_char_to_encoding(getdatabaseencoding()))`)
-	if slices.Contains(collations, `"und-x-icu"`) {
-		db.exec("create collation careless (provider = icu, locale = 'und-u-ks-level1', deterministic = false)")
-		collations = append(collations, "careless")
-	} else {
-		t.Log("the server was built without ICU: only the collations of libc are tried")
-	}
-	require.GreaterOrEqual(t, len(collations), 3)
-	texts := []string{"key", "KEY", "kéy", "k\u00e9y ", "İ", "ı"}
-
-	for i, collation := range collations {
-		t.Run(collation, func(t *testing.T) {
-			policy, table := fmt.Sprintf("policy %d", i), fmt.Sprintf("texts_%d", i)
-			db.exec(fmt.Sprintf("create table %s (policy text collate %s, key text collate %[2]s, other text collate %s)",
-				table, collation, collations[(i+1)%len(collations)]))
-			for _, text := range texts {
-				db.exec("insert into "+table+" values ($1, $2, $2)", policy, text)
-			}
-			every := "from " + table + " as t"
-
-			db.exec("select ratelimit_define_policy(t.policy, 10, 1, '1 hour') " + every)
-			for _, argument := range []string{"key", "other"} { // of two collations no one is chosen
-				require.Equal(t, repeat("9", len(texts)), column(t, db.DB, fmt.Sprintf("select (ratelimit_acquire(t.policy, t.%s, 1, t.key)).remaining::text %s", argument, every)))
-				require.Equal(t, repeat("9", len(texts)), column(t, db.DB, fmt.Sprintf("select (ratelimit_peek(t.policy, t.%s)).remaining::text %s", argument, every)))
-				require.Equal(t, repeat("true", len(texts)), column(t, db.DB, fmt.Sprintf("select (ratelimit_acquire(t.policy, t.%s, 1, t.key)).replayed::text %s", argument, every)))
-				require.Equal(t, repeat("10", len(texts)), column(t, db.DB, fmt.Sprintf("select (ratelimit_refund(t.policy, t.%s, 1)).remaining::text %s", argument, every)))
-				db.exec(fmt.Sprintf("select ratelimit_reset(t.policy, t.%s) %s", argument, every))
-				db.exec("delete from ratelimit.idempotency_keys")
-			}
-			for _, sql := range []string{
-				"select ratelimit_acquire(t.policy, left(t.other, 0)) ", "select ratelimit_acquire(left(t.policy, 0), t.other) ",
-				"select ratelimit_peek(t.policy, left(t.other, 0)) ", "select ratelimit_refund(t.policy, left(t.key, 0), 1) ",
-				"select ratelimit_reset(left(t.policy, 0), t.other) ", "select ratelimit_acquire(t.policy, t.key, 1, left(t.other, 0)) ",
-			} {
-				_, err := db.Pool.Exec(context.Background(), sql+every)
-				require.Equal(t, "22023", sqlState(err), "%s: %v", sql, err)
-			}
-			db.exec("select ratelimit_drop_policy(t.policy) " + every + " limit 1")
-			_, err := db.Pool.Exec(context.Background(), "select ratelimit_drop_policy(t.policy) "+every)
-			require.Equal(t, "RL001", sqlState(err), "%v", err)
-		})
-	}
-}
-
-// inMode queries by one protocol.
-type inMode struct {
-	conn *pgx.Conn
-	mode pgx.QueryExecMode
-}
-
-func (q inMode) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
-	return q.conn.QueryRow(ctx, sql, append([]any{q.mode}, args...)...)
-}
-
-func repeat(value string, n int) []string { return slices.Repeat([]string{value}, n) }

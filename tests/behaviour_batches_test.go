@@ -2,119 +2,15 @@ package tests
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"math/rand/v2"
 	"testing"
 	"time"
 
-	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"pgregory.net/rapid"
-
-	"github.com/pgratelimit/pgratelimit/tests/model"
 )
-
-// A wish is one request of a batch; nil is null.
-type wish struct {
-	Policy, Key    *string
-	Cost           *int64
-	IdempotencyKey *string
-}
-
-// An reply is a decision, or the error that stands in its place.
-type reply struct {
-	Decision *decision
-	Error    string // SQLSTATE, message, detail and hint
-}
-
-type rowsQuerier interface {
-	querier
-	Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error)
-}
-
-// acquireMany sends the wishes in one call; arrays that hold nothing but the default are left out.
-func acquireMany(q rowsQuerier, wishes []wish) ([]reply, error) {
-	var (
-		policies, keys, idempotencyKeys []*string
-		costs                           []*int64
-		cost, keyed                     bool
-	)
-	for _, w := range wishes {
-		policies = append(policies, w.Policy)
-		keys = append(keys, w.Key)
-		costs = append(costs, w.Cost)
-		idempotencyKeys = append(idempotencyKeys, w.IdempotencyKey)
-		cost = cost || w.Cost == nil || *w.Cost != 1
-		keyed = keyed || w.IdempotencyKey != nil
-	}
-	if !cost {
-		costs = nil
-	}
-	if !keyed {
-		idempotencyKeys = nil
-	}
-	rows, err := q.Query(context.Background(), `
-		select request, allowed, remaining, (extract(epoch from retry_after) * 1000000)::bigint,
-		       (extract(epoch from reset_after) * 1000000)::bigint, capacity, replayed,
-		       concat_ws(': ', error_code, error_message, error_detail, error_hint)
-		  from ratelimit_acquire_many($1, $2, $3, $4)`, policies, keys, costs, idempotencyKeys)
-	if err != nil {
-		return nil, err
-	}
-	return pgx.CollectRows(rows, func(row pgx.CollectableRow) (o reply, err error) {
-		var (
-			request                                       int64
-			isAllowed, isReplayed                         *bool
-			remaining, retryAfter, resetAfter, capacityOf *int64
-		)
-		err = row.Scan(&request, &isAllowed, &remaining, &retryAfter, &resetAfter, &capacityOf, &isReplayed, &o.Error)
-		if err == nil && isAllowed != nil {
-			o.Decision = &decision{Allowed: *isAllowed, Remaining: *remaining, RetryAfter: model.Never,
-				ResetAfter: model.Micros(*resetAfter), Capacity: *capacityOf, Replayed: *isReplayed}
-			if retryAfter != nil {
-				o.Decision.RetryAfter = model.Micros(*retryAfter)
-			}
-		}
-		return o, err
-	})
-}
-
-// acquireEach sends the wishes one by one.
-func acquireEach(tx pgx.Tx, wishes []wish) (replies []reply, err error) {
-	for _, w := range wishes {
-		var o reply
-		err := pgx.BeginFunc(context.Background(), tx, func(tx pgx.Tx) error {
-			d, err := decide(tx, "ratelimit_acquire($1, $2, $3, $4)", w.Policy, w.Key, w.Cost, w.IdempotencyKey)
-			o.Decision = &d
-			return err
-		})
-		if e := pgError(err); e != nil {
-			o = reply{Error: fmt.Sprintf("%s: %s: %s: %s", e.Code, e.Message, e.Detail, e.Hint)}
-		} else if err != nil {
-			return nil, err
-		}
-		replies = append(replies, o)
-	}
-	return replies, nil
-}
-
-// state is all that a later call could see.
-func state(t require.TestingT, q rowsQuerier) (rows []string) {
-	found, err := q.Query(context.Background(), `
-		select format('%s %s %s %s', policy_id, key, level, refilled_at)
-		  from (table ratelimit.buckets union all table ratelimit.ephemeral_buckets) as b
-		union all
-		select k::text
-		  from (table ratelimit.idempotency_keys union all table ratelimit.ephemeral_idempotency_keys) as k
-		 order by 1`)
-	require.NoError(t, err)
-	rows, err = pgx.CollectRows(found, pgx.RowTo[string])
-	require.NoError(t, err)
-	return rows
-}
 
 func TestAcquireMany_EqualsOneByOne(t *testing.T) {
 	t.Parallel()
@@ -397,8 +293,37 @@ func TestAcquireMany_RefusesUnequalArrays(t *testing.T) {
 	require.Zero(t, db.number("select count(*) from ratelimit_acquire_many('{}', '{}')"), "no request, no answer")
 }
 
-// pgError returns the server's error, nil when there is none.
-func pgError(err error) (e *pgconn.PgError) {
-	errors.As(err, &e)
-	return e
+// A batch that waits for a bucket that is being removed takes its buckets in the order of all others
+// still, when somebody else has made the bucket anew.
+func TestAcquireMany_ABucketRemovedMeanwhileIsTakenInOrder(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	db.definePolicy("p", 10, 1, aDay)
+	a, b, policy, cost := "a", "b", "p", int64(1)
+	for _, key := range []string{a, b} {
+		db.acquire(policy, key, 1)
+	}
+	both := []wish{{&policy, &a, &cost, nil}, {&policy, &b, &cost, nil}}
+	many := func(q querier) (decision, error) {
+		_, err := acquireMany(q.(rowsQuerier), both)
+		return decision{}, err
+	}
+
+	remover, maker := db.begin(), db.begin()
+	remover.exec("select ratelimit_reset('p', 'a')")
+	keeper := db.begin()
+	keeper.acquire(policy, b, 1)
+	batch := db.session().start(many)
+	batch.awaitBlockedBy(remover)
+	remover.exec("commit") // the batch goes on to b
+	batch.awaitBlockedBy(keeper)
+	maker.acquire(policy, a, 1)
+	other := maker.startAcquire(policy, b, 1)
+	db.Await(t, patience, "select cardinality(pg_blocking_pids($1)) > 0", maker.PgConn().PID())
+	keeper.exec("commit")
+	_, err := other.result()
+	require.NoError(t, err)
+	maker.exec("commit")
+	_, err = batch.result()
+	require.NoError(t, err)
 }

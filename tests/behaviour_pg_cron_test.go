@@ -2,9 +2,7 @@ package tests
 
 import (
 	"context"
-	"errors"
 	"os"
-	"path/filepath"
 	"strings"
 	"sync"
 	"testing"
@@ -12,7 +10,6 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
-	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/pgratelimit/migrations"
@@ -343,54 +340,4 @@ func texts(db *testDB, sql string) []string {
 	found, err := pgx.CollectRows(rows, pgx.RowTo[string])
 	require.NoError(db.t, err)
 	return found
-}
-
-// createDB creates a database on a server, prepares it with SQL in which %s is its name, and
-// installs the package.
-func createDB(t *testing.T, server *pgtest.Server, name, prepare string) *testDB {
-	t.Helper()
-	quoted := pgx.Identifier{name}.Sanitize()
-	for _, step := range []struct{ database, sql string }{
-		{"", "create database " + quoted + " template template0"},
-		{name, strings.ReplaceAll(prepare, "%s", quoted)},
-	} {
-		conn, err := pgx.Connect(t.Context(), server.URL(step.database))
-		require.NoError(t, err)
-		_, err = conn.Exec(t.Context(), step.sql)
-		require.NoError(t, errors.Join(err, conn.Close(t.Context())))
-	}
-	return serverDB(t, server, name)
-}
-
-// serverDB returns a database of a server, with the package installed.
-func serverDB(t *testing.T, server *pgtest.Server, name string) *testDB {
-	t.Helper()
-	pool, err := pgxpool.New(t.Context(), server.URL(name))
-	require.NoError(t, err)
-	t.Cleanup(pool.Close)
-	db := &testDB{DB: &pgtest.DB{Pool: pool, URL: server.URL(name), Name: name}, t: t}
-	require.NoError(t, migrations.Up(t.Context(), db.Connect(t)))
-	return db
-}
-
-// script is one of pg_cron's scripts for a client that is not psql.
-func script(t testing.TB, name string) string {
-	t.Helper()
-	sql, err := pgtest.CronScript(name)
-	require.NoError(t, err)
-	return sql
-}
-
-// runScript runs one of pg_cron's scripts as a client that is not psql.
-func runScript(db *testDB, name string) error {
-	_, err := db.Pool.Exec(context.Background(), script(db.t, name))
-	return err
-}
-
-// psql runs one of pg_cron's scripts with psql.
-func psql(t *testing.T, db *testDB, name string) {
-	t.Helper()
-	out, err := runPsql(t, db.URL, "--file", filepath.Join("../pg_cron", name))
-	require.NoError(t, err, "%s", out)
-	require.NotContains(t, out, "ERROR")
 }

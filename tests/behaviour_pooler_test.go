@@ -341,23 +341,3 @@ func (*changer) TraceQueryStart(ctx context.Context, _ *pgx.Conn, _ pgx.TraceQue
 }
 
 func (*changer) TraceQueryEnd(context.Context, *pgx.Conn, pgx.TraceQueryEndData) {}
-
-// crowd runs callers at the same time, and fails the test with the first error of those there are.
-func crowd(t testing.TB, callers int, call func(caller int) error) {
-	t.Helper()
-	var done sync.WaitGroup
-	start := make(chan struct{})
-	errs := make(chan error, callers)
-	for i := range callers {
-		done.Go(func() {
-			<-start
-			if err := call(i); err != nil {
-				errs <- err
-			}
-		})
-	}
-	close(start)
-	done.Wait()
-	close(errs)
-	require.NoError(t, <-errs, "and %d more", len(errs))
-}

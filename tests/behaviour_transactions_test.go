@@ -8,6 +8,8 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/pgratelimit/tests/model"
 )
 
 func TestTransaction_ARollbackGivesBackExactlyWhatWasTaken(t *testing.T) {
@@ -224,4 +226,70 @@ func TestTransaction_HowOftenAQueryCallsTheFunction(t *testing.T) {
 		require.Equal(t, q.taken, db.number("select sum(1000 - level / 1000000)::bigint from ratelimit.buckets"), q.query)
 		db.dropPolicy("p")
 	}
+}
+
+func TestReadOnlyTransaction(t *testing.T) {
+	t.Parallel()
+	ctx := context.Background()
+	db := newDB(t)
+	for name, durability := range map[string]policyOption{"durable": durable, "ephemeral": ephemeral} {
+		db.definePolicy(name, 10, 1, time.Hour, durability)
+		db.acquire(name, "known", 3)
+		db.acquire(name, "granted", 3, "first")
+	}
+	before := rowsOf(t, db.DB)
+	conn := db.Connect(t)
+	execute(t, conn, "set default_transaction_read_only = on")
+
+	for _, policy := range []string{"durable", "ephemeral"} {
+		for _, key := range []string{"known", "unknown"} {
+			for _, sql := range []string{
+				"select ratelimit_acquire($1, $2)",
+				"select ratelimit_acquire($1, $2, 10)",
+				"select ratelimit_acquire($1, $2, 1, 'first')",
+				"select ratelimit_acquire_many(array[$1::text], array[$2::text])",
+				"select ratelimit_refund($1, $2, 1)",
+				"select ratelimit_reset($1, $2)",
+			} {
+				_, err := conn.Exec(ctx, sql, policy, key)
+				require.Equal(t, "25006", sqlState(err), "%s: %v", sql, err)
+			}
+			_, err := peek(conn, policy, key, 1)
+			require.NoError(t, err)
+			_, err = acquire(conn, policy, key, 0)
+			require.NoError(t, err, "cost 0 writes nothing")
+		}
+		// Never, a replay and cost 0 write nothing, so they are answered: alone and in a batch.
+		first, eleven, three, zero, known := "first", int64(11), int64(3), int64(0), "known"
+		never, err := acquire(conn, policy, known, eleven)
+		require.NoError(t, err)
+		again, err := acquire(conn, policy, "granted", three, first)
+		require.NoError(t, err)
+		require.True(t, again.Replayed)
+		granted := "granted"
+		replies, err := acquireMany(conn, []wish{
+			{&policy, &known, &eleven, nil}, {&policy, &granted, &three, &first}, {&policy, &known, &zero, nil},
+		})
+		require.NoError(t, err)
+		require.Equal(t, &again, replies[1].Decision)
+		require.Equal(t, model.Never, replies[0].Decision.RetryAfter)
+		require.Equal(t, never.Remaining, replies[0].Decision.Remaining)
+		for _, wishes := range [][]wish{
+			{{&policy, &known, &eleven, nil}, {&policy, &known, &eleven, nil}},
+			{{&policy, &known, &eleven, nil}, {&policy, &granted, &eleven, nil}},
+			{{&policy, &known, &eleven, nil}, {&policy, &granted, &three, &first}},
+		} {
+			replies, err = acquireMany(conn, wishes)
+			require.NoError(t, err)
+			require.Equal(t, model.Never, replies[0].Decision.RetryAfter)
+		}
+		for _, sql := range []string{"select ratelimit_define_policy($1, 10, 1, '1 hour')", "select ratelimit_drop_policy($1)"} {
+			_, err := conn.Exec(ctx, sql, policy)
+			require.Equal(t, "25006", sqlState(err), "%s: %v", sql, err)
+		}
+	}
+	_, err := conn.Exec(ctx, "select ratelimit_cleanup()")
+	require.Equal(t, "25006", sqlState(err), "%v", err)
+	execute(t, conn, "select ratelimit_policies(), ratelimit_version()")
+	require.Equal(t, before, rowsOf(t, db.DB))
 }

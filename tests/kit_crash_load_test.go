@@ -1,7 +1,6 @@
 package tests
 
 import (
-	"cmp"
 	"context"
 	"fmt"
 	"math/rand/v2"
@@ -16,26 +15,6 @@ import (
 
 	"github.com/pgratelimit/pgratelimit/client"
 )
-
-// An entry is a request, and the answer if there was one.
-type entry struct {
-	policy, key    string
-	idempotencyKey string // may be empty
-	cost           int64
-	client.Decision
-	at time.Time // when the answer came, or none
-}
-
-func (e entry) ask(limiter client.Acquirer) (entry, error) {
-	opts := []client.AcquireOption{client.Cost(e.cost)}
-	if e.idempotencyKey != "" {
-		opts = append(opts, client.IdempotencyKey(e.idempotencyKey))
-	}
-	var err error
-	e.Decision, err = limiter.Acquire(context.Background(), e.policy, e.key, opts...)
-	e.at = time.Now()
-	return e, err
-}
 
 // A crashLoad is callers of all kinds, each of whom goes on until a request of his gets no answer, and
 // all that they know of a server that may be gone at any moment: the grants they were told of, and the
@@ -129,65 +108,6 @@ func (l *crashLoad) runFor(t testing.TB, atMost time.Duration) {
 		require.FailNow(t, "there is hardly any load")
 	}
 	time.Sleep(rand.N(atMost)) // the moment is what is random
-}
-
-// A bucketName names a bucket.
-type bucketName struct{ policy, key string }
-
-func byBucket(entries []entry) map[bucketName][]entry {
-	buckets := map[bucketName][]entry{}
-	for _, e := range entries {
-		name := bucketName{e.policy, e.key}
-		buckets[name] = append(buckets[name], e)
-	}
-	return buckets
-}
-
-// A finding is what became of the grants of one bucket.
-type finding struct {
-	kept, lost []entry
-	unclaimed  int64 // tokens taken for requests that got no answer
-}
-
-// audit compares what callers were told about a bucket that was full, and that refilled nothing, with
-// how many tokens are left in it. Each grant told how many tokens it left; so it is lost if now there
-// are more.
-func audit(capacity, left int64, grants, unanswered []entry) (f finding, err error) {
-	grants = slices.Clone(grants)
-	slices.SortFunc(grants, func(a, b entry) int { return cmp.Compare(b.Remaining, a.Remaining) })
-	level := capacity // after the grants so far
-	for _, g := range grants {
-		before := g.Remaining + g.cost
-		switch {
-		case before > level:
-			return f, fmt.Errorf("tokens were granted twice: the bucket held %d before %+v", level, g)
-		case g.Remaining >= left:
-			f.kept = append(f.kept, g)
-			f.unclaimed += level - before
-		case before > left:
-			return f, fmt.Errorf("a grant was lost in part: %d are left after %+v", left, g)
-		default:
-			if len(f.lost) == 0 {
-				f.unclaimed += level - left
-			}
-			f.lost = append(f.lost, g)
-		}
-		level = g.Remaining
-	}
-	if len(f.lost) == 0 {
-		f.unclaimed += level - left
-	}
-	if f.unclaimed < 0 || f.unclaimed > costs(unanswered) {
-		return f, fmt.Errorf("%d tokens are gone that were granted to nobody; requests without an answer wanted %d", f.unclaimed, costs(unanswered))
-	}
-	return f, nil
-}
-
-func costs(entries []entry) (sum int64) {
-	for _, e := range entries {
-		sum += e.cost
-	}
-	return sum
 }
 
 // exactCapacity is that of policies that gain one token a day: what a bucket holds tells how many were
@@ -295,44 +215,4 @@ func oldest(entries []entry) entry {
 
 func newest(entries []entry) entry {
 	return slices.MaxFunc(entries, func(a, b entry) int { return a.at.Compare(b.at) })
-}
-
-func TestAudit_FindsWhatIsWrong(t *testing.T) {
-	t.Parallel()
-	grant := func(cost, remaining int64) entry {
-		return entry{cost: cost, Decision: client.Decision{Allowed: true, Remaining: remaining}}
-	}
-	grants := []entry{grant(1, 4), grant(2, 8), grant(3, 5)} // of ten tokens
-	inFlight := []entry{{cost: 2}}
-	for _, c := range []struct {
-		name       string
-		left       int64
-		grants     []entry
-		unanswered []entry
-		lost       int
-		unclaimed  int64
-		err        string
-	}{
-		{"nothing", 4, grants, nil, 0, 0, ""},
-		{"a request without an answer was granted", 2, grants, inFlight, 0, 2, ""},
-		{"it was granted before others", 4, grants[:2], []entry{{cost: 3}}, 0, 3, ""},
-		{"the newest is lost", 5, grants, nil, 1, 0, ""},
-		{"two are lost", 8, grants, nil, 2, 0, ""},
-		{"all are lost", 10, grants, inFlight, 3, 0, ""},
-		{"a token is gone", 3, grants, nil, 0, 0, "granted to nobody"},
-		{"more are gone than were asked for", 1, grants, inFlight, 0, 0, "granted to nobody"},
-		{"tokens are there that never were", 11, nil, nil, 0, 0, "granted to nobody"},
-		{"two callers got the same tokens", 4, append(grants, grant(1, 8)), inFlight, 0, 0, "granted twice"},
-		{"a grant is lost in part", 9, grants, nil, 0, 0, "in part"},
-	} {
-		f, err := audit(10, c.left, c.grants, c.unanswered)
-		if c.err != "" {
-			require.ErrorContains(t, err, c.err, c.name)
-			continue
-		}
-		require.NoError(t, err, c.name)
-		require.Len(t, f.lost, c.lost, c.name)
-		require.Len(t, f.kept, len(c.grants)-c.lost, c.name)
-		require.Equal(t, c.unclaimed, f.unclaimed, c.name)
-	}
 }

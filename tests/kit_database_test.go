@@ -2,17 +2,15 @@ package tests
 
 import (
 	"context"
-	"errors"
+	"strings"
 	"sync"
 	"testing"
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgtype"
 	"github.com/stretchr/testify/require"
 
-	"github.com/pgratelimit/pgratelimit/tests/model"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
@@ -197,72 +195,59 @@ func (db *testDB) putBucket(policy, key string, b bucket) {
 		policy, key, b.Level, b.RefilledAt)
 }
 
-// A querier is a pool, a connection or a transaction.
-type querier interface {
-	QueryRow(ctx context.Context, sql string, args ...any) pgx.Row
+func column(t testing.TB, db *pgtest.DB, sql string, args ...any) []string {
+	t.Helper()
+	rows, err := db.Pool.Query(context.Background(), sql, args...)
+	require.NoError(t, err)
+	values, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	require.NoError(t, err)
+	return values
 }
 
-func acquire(q querier, policy, key string, cost int64, idempotencyKey ...string) (decision, error) {
-	var k *string
-	if len(idempotencyKey) > 0 {
-		k = &idempotencyKey[0]
+// left is what a bucket holds by now.
+func (db *testDB) left(policy, key string) int64 {
+	db.t.Helper()
+	return db.must(peek(db.Pool, policy, key, 0)).Remaining
+}
+
+// number runs a query for one number.
+func (db *testDB) number(sql string, args ...any) (n int64) {
+	db.t.Helper()
+	require.NoError(db.t, db.Pool.QueryRow(context.Background(), sql, args...).Scan(&n), sql)
+	return n
+}
+
+var stateTables = []string{
+	"ratelimit.buckets", "ratelimit.ephemeral_buckets",
+	"ratelimit.idempotency_keys", "ratelimit.ephemeral_idempotency_keys",
+}
+
+// rows returns every row of the state tables with its physical address and the transactions that
+// wrote and locked it: equal before and after, nothing was written or locked.
+func (db *testDB) rows() []string {
+	db.t.Helper()
+	var selects []string
+	for _, table := range stateTables {
+		selects = append(selects, "select format('%s %s %s %s %s', tableoid::regclass, ctid, xmin, xmax, t) from "+table+" as t")
 	}
-	return decide(q, "ratelimit_acquire($1, $2, $3, $4)", policy, key, cost, k)
+	rows, err := db.Pool.Query(context.Background(), strings.Join(selects, " union all ")+" order by 1")
+	require.NoError(db.t, err)
+	found, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	require.NoError(db.t, err)
+	return found
 }
 
-func peek(q querier, policy, key string, cost int64) (decision, error) {
-	return decide(q, "ratelimit_peek($1, $2, $3)", policy, key, cost)
-}
-
-func refund(q querier, policy, key string, amount int64) (decision, error) {
-	return decide(q, "ratelimit_refund($1, $2, $3)", policy, key, amount)
-}
-
-// decide reads the decision that a call answers, intervals as exact microseconds.
-func decide(q querier, call string, args ...any) (d decision, err error) {
-	var retryAfter *int64
-	err = q.QueryRow(context.Background(), `
-		select allowed, remaining, (extract(epoch from retry_after) * 1000000)::bigint,
-		       (extract(epoch from reset_after) * 1000000)::bigint, capacity, replayed
-		  from `+call, args...).
-		Scan(&d.Allowed, &d.Remaining, &retryAfter, &d.ResetAfter, &d.Capacity, &d.Replayed)
-	d.RetryAfter = model.Never
-	if retryAfter != nil {
-		d.RetryAfter = model.Micros(*retryAfter)
-	}
-	return d, err
-}
-
-type decision = model.Decision
-
-func allowed(remaining int64, resetAfter time.Duration, capacity int64) decision {
-	return decision{Allowed: true, Remaining: remaining, ResetAfter: micros(resetAfter), Capacity: capacity}
-}
-
-func denied(remaining int64, retryAfter, resetAfter time.Duration, capacity int64) decision {
-	return decision{Remaining: remaining, RetryAfter: micros(retryAfter), ResetAfter: micros(resetAfter), Capacity: capacity}
-}
-
-// never is the answer to a cost above the capacity.
-func never(remaining int64, resetAfter time.Duration, capacity int64) decision {
-	return decision{Remaining: remaining, RetryAfter: model.Never, ResetAfter: micros(resetAfter), Capacity: capacity}
-}
-
-// replayed is d given again under its idempotency key.
-func replayed(d decision) decision {
-	d.Replayed = true
-	return d
-}
-
-func micros(d time.Duration) model.Micros {
-	return model.Micros(d.Microseconds())
-}
-
-// sqlState returns the SQLSTATE of an error, "" when it has none.
-func sqlState(err error) string {
-	var pgErr *pgconn.PgError
-	if errors.As(err, &pgErr) {
-		return pgErr.Code
-	}
-	return ""
+// state is all that a later call could see.
+func state(t require.TestingT, q rowsQuerier) (rows []string) {
+	found, err := q.Query(context.Background(), `
+		select format('%s %s %s %s', policy_id, key, level, refilled_at)
+		  from (table ratelimit.buckets union all table ratelimit.ephemeral_buckets) as b
+		union all
+		select k::text
+		  from (table ratelimit.idempotency_keys union all table ratelimit.ephemeral_idempotency_keys) as k
+		 order by 1`)
+	require.NoError(t, err)
+	rows, err = pgx.CollectRows(found, pgx.RowTo[string])
+	require.NoError(t, err)
+	return rows
 }

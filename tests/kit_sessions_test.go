@@ -2,18 +2,12 @@ package tests
 
 import (
 	"context"
-	"regexp"
-	"strings"
 	"sync"
 	"testing"
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
-
-	"github.com/pgratelimit/pgratelimit/migrations"
-	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
 // patience bounds every wait for another session; only a broken test takes as long.
@@ -154,130 +148,22 @@ func (db *testDB) warm(connections int) {
 	}
 }
 
-func count(decisions []decision, which func(decision) bool) (n int) {
-	for _, d := range decisions {
-		if which(d) {
-			n++
-		}
+// crowd runs callers at the same time, and fails the test with the first error of those there are.
+func crowd(t testing.TB, callers int, call func(caller int) error) {
+	t.Helper()
+	var done sync.WaitGroup
+	start := make(chan struct{})
+	errs := make(chan error, callers)
+	for i := range callers {
+		done.Go(func() {
+			<-start
+			if err := call(i); err != nil {
+				errs <- err
+			}
+		})
 	}
-	return n
-}
-
-func isAllowed(d decision) bool  { return d.Allowed }
-func isReplayed(d decision) bool { return d.Replayed }
-
-// left is what a bucket holds by now.
-func (db *testDB) left(policy, key string) int64 {
-	db.t.Helper()
-	return db.must(peek(db.Pool, policy, key, 0)).Remaining
-}
-
-// number runs a query for one number.
-func (db *testDB) number(sql string, args ...any) (n int64) {
-	db.t.Helper()
-	require.NoError(db.t, db.Pool.QueryRow(context.Background(), sql, args...).Scan(&n), sql)
-	return n
-}
-
-// A mutation changes the one place in a function that its pattern matches, in the private database
-// of one test: a branch is taken away, to see that its test fails without it.
-type mutation struct {
-	pattern     string // a regexp in which a space is any white space
-	replacement string
-}
-
-// mutate changes ratelimit_acquire, or another function, and returns the way back.
-func (db *testDB) mutate(m mutation, function ...string) (undo func()) {
-	db.t.Helper()
-	name := append(function, "ratelimit_acquire")[0]
-	var source string
-	require.NoError(db.t, db.Pool.QueryRow(context.Background(),
-		"select pg_get_functiondef($1::regproc)", name).Scan(&source))
-	pattern := regexp.MustCompile(strings.ReplaceAll(m.pattern, " ", `\s+`))
-	require.Len(db.t, pattern.FindAllString(source, -1), 1, "places in %s that match\n%s", name, m.pattern)
-	db.exec(pattern.ReplaceAllString(source, m.replacement))
-	return func() { db.exec(source) }
-}
-
-// A gate stops its own sessions at one place in ratelimit_acquire, so that others can overtake them.
-type gate struct {
-	db     *testDB
-	keeper *session
-	remove func()
-}
-
-// gateBefore puts a gate before the place that the pattern, as of a mutation, matches.
-func (db *testDB) gateBefore(pattern string) *gate {
-	db.t.Helper()
-	remove := db.mutate(mutation{pattern, `
-		perform pg_advisory_xact_lock_shared(1) where current_setting('application_name') = 'gated';
-		$0`})
-	g := &gate{db, db.session(), remove}
-	g.keeper.exec("select pg_advisory_lock(1)")
-	return g
-}
-
-func (g *gate) session() *session {
-	g.db.t.Helper()
-	s := g.db.session()
-	s.exec("set application_name = 'gated'")
-	return s
-}
-
-func (g *gate) open() {
-	g.db.t.Helper()
-	g.keeper.exec("select pg_advisory_unlock(1)")
-}
-
-// newPrivateDB returns a database on a server of its own.
-func newPrivateDB(t testing.TB, settings ...string) (*testDB, *pgtest.Server) {
-	t.Helper()
-	server := pgtest.Private(t, settings...)
-	return newDBOn(t, server), server
-}
-
-// newDBOn returns the database of a private server.
-func newDBOn(t testing.TB, server *pgtest.Server) *testDB {
-	t.Helper()
-	ctx := context.Background()
-	admin, err := pgx.Connect(ctx, server.URL(""))
-	require.NoError(t, err)
-	_, err = admin.Exec(ctx, "create database ratelimit_test template template0")
-	require.NoError(t, err)
-	require.NoError(t, admin.Close(ctx))
-
-	db := openDB(t, server)
-	conn := db.Connect(t)
-	require.NoError(t, migrations.Up(ctx, conn))
-	return db
-}
-
-// openDB connects to the database of newPrivateDB, as one does again after a restart.
-func openDB(t testing.TB, server *pgtest.Server) *testDB {
-	t.Helper()
-	const name = "ratelimit_test"
-	pool, err := pgxpool.New(context.Background(), server.URL(name))
-	require.NoError(t, err)
-	t.Cleanup(pool.Close)
-	return &testDB{DB: &pgtest.DB{Pool: pool, URL: server.URL(name), Name: name}, t: t}
-}
-
-var stateTables = []string{
-	"ratelimit.buckets", "ratelimit.ephemeral_buckets",
-	"ratelimit.idempotency_keys", "ratelimit.ephemeral_idempotency_keys",
-}
-
-// rows returns every row of the state tables with its physical address and the transactions that
-// wrote and locked it: equal before and after, nothing was written or locked.
-func (db *testDB) rows() []string {
-	db.t.Helper()
-	var selects []string
-	for _, table := range stateTables {
-		selects = append(selects, "select format('%s %s %s %s %s', tableoid::regclass, ctid, xmin, xmax, t) from "+table+" as t")
-	}
-	rows, err := db.Pool.Query(context.Background(), strings.Join(selects, " union all ")+" order by 1")
-	require.NoError(db.t, err)
-	found, err := pgx.CollectRows(rows, pgx.RowTo[string])
-	require.NoError(db.t, err)
-	return found
+	close(start)
+	done.Wait()
+	close(errs)
+	require.NoError(t, <-errs, "and %d more", len(errs))
 }

@@ -2,11 +2,8 @@ package tests
 
 import (
 	"context"
-	"crypto/rand"
-	"errors"
 	"fmt"
 	"io/fs"
-	"net/url"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -18,7 +15,6 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/tern/v2/migrate"
-	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/pgratelimit/migrations"
@@ -635,25 +631,6 @@ func use(t *testing.T, db *pgtest.DB, home string) {
 	}
 }
 
-func reinstallCode(t *testing.T, conn *pgx.Conn) {
-	t.Helper()
-	require.NoError(t, migrate.InstallCodePackage(context.Background(), conn, nil, codePackage(t)))
-}
-
-func codePackage(t *testing.T) *migrate.CodePackage {
-	t.Helper()
-	code, err := migrate.LoadCodePackage(os.DirFS("../sql"))
-	require.NoError(t, err)
-	return code
-}
-
-func newestMigration(t *testing.T) int32 {
-	t.Helper()
-	files, err := migrate.FindMigrations(os.DirFS("../migrations"))
-	require.NoError(t, err)
-	return int32(len(files))
-}
-
 func readTree(t *testing.T, dir string) map[string]string {
 	t.Helper()
 	files := map[string]string{}
@@ -667,129 +644,4 @@ func readTree(t *testing.T, dir string) map[string]string {
 	}))
 	require.Contains(t, files, "install.sql")
 	return files
-}
-
-func ternMigrate(url string) []string {
-	return []string{
-		"tool", "tern", "migrate", "--config", "migrations/tern.conf", "--migrations", "migrations",
-		"--conn-string", url,
-	}
-}
-
-func command(dir string, env []string, name string, args ...string) *exec.Cmd {
-	cmd := exec.Command(name, args...)
-	cmd.Dir = dir
-	cmd.Env = append(os.Environ(), env...)
-	return cmd
-}
-
-// run shows what a command complains about; tern's other output is all of the SQL.
-func run(t *testing.T, dir string, env []string, name string, args ...string) {
-	t.Helper()
-	_, err := command(dir, env, name, args...).Output()
-	var exit *exec.ExitError
-	if errors.As(err, &exit) {
-		require.NoError(t, err, "%s %s\n%s", name, args, exit.Stderr)
-	}
-	require.NoError(t, err)
-}
-
-func pgVariables(t *testing.T, url string) []string {
-	t.Helper()
-	config, err := pgx.ParseConfig(url)
-	require.NoError(t, err)
-	return []string{
-		"PGHOST=" + config.Host, fmt.Sprintf("PGPORT=%d", config.Port), "PGUSER=" + config.User,
-		"PGPASSWORD=" + config.Password, "PGDATABASE=" + config.Database,
-		"PGOPTIONS=" + config.RuntimeParams["options"],
-	}
-}
-
-// withSettings is a connection string with names and values of settings, which psql takes too.
-func withSettings(t *testing.T, dsn string, settings ...string) string {
-	t.Helper()
-	options := ""
-	for setting := range slices.Chunk(settings, 2) {
-		value := strings.NewReplacer(`\`, `\\`, " ", `\ `).Replace(setting[1])
-		options += fmt.Sprintf(" -c %s=%s", setting[0], value)
-	}
-	u, err := url.Parse(dsn)
-	if err != nil || u.Scheme == "" {
-		return dsn + " options='" + strings.NewReplacer(`\`, `\\`, `'`, `\'`).Replace(options) + "'"
-	}
-	query := u.Query()
-	query.Set("options", options)
-	u.RawQuery = strings.ReplaceAll(query.Encode(), "+", "%20")
-	return u.String()
-}
-
-// createSchema is what comes before tern's command line.
-func createSchema(t *testing.T, url string) {
-	t.Helper()
-	conn, err := pgx.Connect(t.Context(), url)
-	require.NoError(t, err)
-	_, err = conn.Exec(t.Context(), "create schema ratelimit")
-	if sqlState(err) != "42P06" { // the second time
-		require.NoError(t, err)
-	}
-	require.NoError(t, conn.Close(t.Context()))
-}
-
-// psqlFile runs a file of migrations/psql, and returns what psql said.
-func psqlFile(t *testing.T, url, name string) string {
-	t.Helper()
-	out, err := runPsql(t, url, "--set", "ON_ERROR_STOP=1", "--file", "../migrations/psql/"+name)
-	require.NoError(t, err, out)
-	return out
-}
-
-func runPsql(t *testing.T, url string, args ...string) (string, error) {
-	t.Helper()
-	program, err := exec.LookPath("psql")
-	if err != nil {
-		t.Skip("psql is not installed")
-	}
-	out, err := exec.Command(program, append(args, "--no-psqlrc", "--dbname", url)...).CombinedOutput()
-	return string(out), err
-}
-
-// newRole returns a role without rights. Call it before creating the database in which it gets some,
-// which is then dropped first.
-func newRole(t testing.TB) string {
-	t.Helper()
-	ctx := context.Background()
-	conn, err := pgx.Connect(ctx, pgtest.Shared(t).URL(""))
-	require.NoError(t, err)
-	name := "ratelimit_test_" + strings.ToLower(rand.Text())
-	_, err = conn.Exec(ctx, "create role "+name+" role current_user")
-	require.NoError(t, err)
-	t.Cleanup(func() {
-		_, err := conn.Exec(ctx, "drop role "+name)
-		assert.NoError(t, err)
-		assert.NoError(t, conn.Close(ctx))
-	})
-	return name
-}
-
-// connectAs returns a connection with the rights of a role and none of our own.
-func connectAs(t testing.TB, db *pgtest.DB, role string) *pgx.Conn {
-	t.Helper()
-	conn := db.Connect(t)
-	execute(t, conn, "set role "+role)
-	return conn
-}
-
-func execute(t testing.TB, conn *pgx.Conn, sql string, args ...any) {
-	t.Helper()
-	_, err := conn.Exec(context.Background(), sql, args...)
-	require.NoError(t, err, "%.200s", sql)
-}
-
-func column(t testing.TB, db *pgtest.DB, sql string, args ...any) []string {
-	t.Helper()
-	rows, err := db.Pool.Query(context.Background(), sql, args...)
-	require.NoError(t, err)
-	values, err := pgx.CollectRows(rows, pgx.RowTo[string])
-	require.NoError(t, err)
-	return values
 }

@@ -4,7 +4,6 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -167,15 +166,4 @@ func TestPsql_AMigrationByMistake(t *testing.T) {
 			}
 		})
 	}
-}
-
-func psqlStatus(t *testing.T, url string, args ...string) (out string, status int) {
-	t.Helper()
-	out, err := runPsql(t, url, args...)
-	if err != nil {
-		exit, ok := err.(*exec.ExitError) //nolint:errorlint // it is not wrapped
-		require.True(t, ok, err)
-		status = exit.ExitCode()
-	}
-	return out, status
 }

@@ -3,15 +3,12 @@ package tests
 import (
 	"context"
 	"fmt"
-	"maps"
 	"regexp"
-	"slices"
 	"strings"
 	"testing"
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgtype"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
@@ -175,64 +172,6 @@ func requireRefused(t *testing.T, db *pgtest.DB, role string, but ...string) {
 	}
 }
 
-// What a session can set or create changes no answer.
-func TestHostileSession_GetsTheSameAnswers(t *testing.T) {
-	t.Parallel()
-	settings := map[string]string{
-		"nothing": "",
-		"search_path, planted first": `
-			set search_path = evil, public, pg_temp, pg_catalog;
-			create temp table policies (name text); create temp table buckets (key text); create temp table idempotency_keys (key text);
-			create temp table decision (allowed boolean); create temp table test_clock as select 'epoch'::timestamptz as now`,
-		"search_path, without the package": "set search_path = evil, pg_temp",
-		"IntervalStyle":                    "set intervalstyle = sql_standard",
-		"IntervalStyle iso":                "set intervalstyle = iso_8601",
-		"DateStyle":                        "set datestyle = 'SQL, DMY'",
-		"DateStyle german":                 "set datestyle = 'German'",
-		"TimeZone":                         "set timezone = 'Europe/Berlin'",
-		"TimeZone of halves":               "set timezone = 'Australia/Lord_Howe'",
-		"TimeZone across the date line":    "set timezone = 'Pacific/Kiritimati'",
-		"extra_float_digits":               "set extra_float_digits = -15",
-		"backslashes":                      "set standard_conforming_strings = off; set escape_string_warning = off; set backslash_quote = off",
-		"null comparisons":                 "set transform_null_equals = on; set array_nulls = off; set quote_all_identifiers = on",
-		"formats":                          "set lc_numeric = 'C'; set lc_monetary = 'C'; set lc_time = 'C'; set bytea_output = 'escape'; set xmlbinary = 'hex'",
-		"plans":                            "set plan_cache_mode = force_generic_plan; set enable_indexscan = off; set enable_bitmapscan = off; set work_mem = '64kB'",
-		"custom plans":                     "set plan_cache_mode = force_custom_plan; set enable_seqscan = off; set enable_nestloop = off",
-		"plpgsql extra errors":             "set plpgsql.extra_errors = 'all'; set plpgsql.print_strict_params = on; set plpgsql.check_asserts = off",
-		"row security":                     "set row_security = off; set check_function_bodies = off; set default_transaction_deferrable = on",
-		"repeatable read":                  "set default_transaction_isolation = 'repeatable read'",
-		"serializable":                     "set default_transaction_isolation = 'serializable'; set synchronous_commit = off",
-	}
-	for _, conflict := range []string{"error", "use_variable", "use_column"} { // which only a superuser may set
-		settings["plpgsql.variable_conflict = "+conflict] = "reset role; set plpgsql.variable_conflict = " + conflict + "; set role %s"
-	}
-
-	caller := newRole(t)
-	db := newDB(t)
-	db.setClock(t0)
-	db.exec(`
-		create schema evil authorization ` + caller + `;
-		grant execute on function ratelimit_acquire, ratelimit_acquire_many, ratelimit_peek, ratelimit_refund, ratelimit_reset to ` + caller)
-	execute(t, connectAs(t, db.DB, caller), evil)
-
-	transcript := func(t *testing.T, name string) []string {
-		conn := connectAs(t, db.DB, caller)
-		execute(t, conn, strings.ReplaceAll(settings[name], "%s", caller), pgx.QueryExecModeSimpleProtocol)
-		return hostileTranscript(t, db, conn, name)
-	}
-	want := transcript(t, "a session like any other")
-	require.Greater(t, len(slices.Compact(slices.Sorted(slices.Values(want)))), 15, "answers that differ tell more")
-	for name := range settings {
-		t.Run(name, func(t *testing.T) {
-			got := transcript(t, name)
-			require.Len(t, got, len(want))
-			for i := range want {
-				require.Equal(t, want[i], got[i])
-			}
-		})
-	}
-}
-
 // evil has a false friend of whatever the functions use.
 const evil = `
 	create function evil.clock() returns timestamptz language sql as $$ select timestamptz 'epoch' $$;
@@ -281,60 +220,6 @@ const evil = `
 	create table evil.ephemeral_buckets (key text);
 	create table evil.idempotency_keys (key text);
 	create table evil.ephemeral_idempotency_keys (key text)`
-
-// hostileTranscript asks the same of buckets of its own and returns what was answered and stored.
-func hostileTranscript(t *testing.T, db *testDB, conn *pgx.Conn, name string) []string {
-	t.Helper()
-	ctx := context.Background()
-	var answers []string
-	ask := func(call string, args ...any) {
-		t.Helper()
-		var d struct {
-			allowed, replayed      bool
-			remaining, capacity    int64
-			retryAfter, resetAfter pgtype.Interval
-		}
-		err := conn.QueryRow(ctx, "select allowed, remaining, retry_after, reset_after, capacity, replayed from public."+call, args...).
-			Scan(&d.allowed, &d.remaining, &d.retryAfter, &d.resetAfter, &d.capacity, &d.replayed)
-		answers = append(answers, fmt.Sprintf("%s %v: %+v %s", call, args[1:], d, sqlState(err)))
-		require.True(t, err == nil || sqlState(err) != "", "%v", err)
-	}
-	policies := map[string]string{
-		"odd":        "7, 3, '1 day 00:00:07.654321', false, true, '1 day'",
-		"stepped":    "7, 3, '1 day', true, true, '2 days'",
-		"ephemeral":  "1000, 7, '13 seconds', false, false, '9 days 1 microsecond'",
-		"fast steps": "9000000000000, 1, '3 microseconds', true, false, '1 hour'",
-	}
-	for _, policy := range slices.Sorted(maps.Keys(policies)) {
-		full := policy + " " + name
-		db.exec("select ratelimit_define_policy($1, "+policies[policy]+")", full)
-		for _, at := range []time.Duration{0, 7 * time.Microsecond, 25 * time.Hour, 24 * time.Hour} {
-			db.setClock(t0.Add(at))
-			ask("ratelimit_peek($1, $2, $3)", full, "k", 2)
-			ask("ratelimit_acquire($1, $2, $3, $4)", full, "k", 2, "first")
-			ask("ratelimit_acquire($1, $2, $3)", full, "k", 5)
-			ask("ratelimit_acquire($1, $2, $3)", full, `\'k"`, 3)
-			ask("ratelimit_acquire($1, $2, $3)", full, "k", int64(10_000_000_000_000))
-			ask("ratelimit_acquire($1, $2, $3, $4)", full, "k", 1, "first")
-			ask("ratelimit_acquire_many($1, $2, $3)", []string{full}, []string{"k"}, []int64{1})
-			ask("ratelimit_acquire_many($1, $2, $3, $4)", []string{full}, []string{"k"}, []int64{1}, []string{"many"})
-			ask("ratelimit_refund($1, $2, $3)", full, "k", 1)
-			ask("ratelimit_peek($1, $2)", full, "")
-		}
-		answers = append(answers, column(t, db.DB, `
-			select format('%s %s %s due %s', key, level, refilled_at, due_at)
-			  from (table ratelimit.buckets union all table ratelimit.ephemeral_buckets) as b
-			  join ratelimit.policies as p on p.id = b.policy_id where p.name = $1
-			union all
-			select format('%s %s %s %s %s until %s', key, idempotency_key, cost, remaining, reset_after, expires_at)
-			  from (table ratelimit.idempotency_keys union all table ratelimit.ephemeral_idempotency_keys) as b
-			  join ratelimit.policies as p on p.id = b.policy_id where p.name = $1
-			order by 1`, full)...)
-		_, err := conn.Exec(ctx, "select public.ratelimit_reset($1, 'k')", full)
-		require.NoError(t, err)
-	}
-	return answers
-}
 
 // The grants that an error of the client names are those that help.
 func TestPrivileges_TheClientNamesTheGrant(t *testing.T) {
