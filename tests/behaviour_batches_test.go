@@ -26,22 +26,22 @@ func TestAcquireMany_EqualsOneByOne(t *testing.T) {
 		})
 	}
 	// Mostly plain requests: those have a way of their own, which one odd request would close.
-	plain := rapid.Custom(func(t *rapid.T) wish {
+	plain := rapid.Custom(func(t *rapid.T) nullableRequest {
 		cost := rapid.Int64Range(1, 3).Draw(t, "cost")
-		return wish{Policy: pick("a", "b").Draw(t, "policy"), Key: pick("x", "y", "z").Draw(t, "key"), Cost: &cost}
+		return nullableRequest{Policy: pick("a", "b").Draw(t, "policy"), Key: pick("x", "y", "z").Draw(t, "key"), Cost: &cost}
 	})
-	equal := rapid.Custom(func(t *rapid.T) wish {
+	equal := rapid.Custom(func(t *rapid.T) nullableRequest {
 		cost := int64(1)
-		return wish{Policy: pick("a").Draw(t, "policy"), Key: pick("x", "y").Draw(t, "key"), Cost: &cost}
+		return nullableRequest{Policy: pick("a").Draw(t, "policy"), Key: pick("x", "y").Draw(t, "key"), Cost: &cost}
 	})
-	keyed := rapid.Custom(func(t *rapid.T) wish {
+	keyed := rapid.Custom(func(t *rapid.T) nullableRequest {
 		w := plain.Draw(t, "request")
 		w.Policy = pick("a", "c").Draw(t, "policy")
 		w.IdempotencyKey = rapid.Ptr(rapid.SampledFrom([]string{"i", "j", "k", "l", "m", "n"}), true).Draw(t, "idempotency key")
 		return w
 	})
-	odd := rapid.Custom(func(t *rapid.T) wish {
-		w := wish{
+	odd := rapid.Custom(func(t *rapid.T) nullableRequest {
+		w := nullableRequest{
 			Policy:         pick("a", "b", "c", "d", "d", "nobody").Draw(t, "policy"),
 			Key:            pick("x", "y", "z", "").Draw(t, "key"),
 			IdempotencyKey: rapid.Ptr(rapid.SampledFrom([]string{"i", "j", ""}), true).Draw(t, "idempotency key"),
@@ -70,18 +70,18 @@ func TestAcquireMany_EqualsOneByOne(t *testing.T) {
 			db.definePolicy("d", 5, 1, time.Minute, stepped, ephemeral)
 
 			for range rapid.IntRange(1, 6).Draw(t, "batches") {
-				wishes := rapid.OneOf(rapid.SliceOfN(plain, 1, 12), rapid.SliceOfN(equal, 1, 20), rapid.SliceOfN(keyed, 1, 6), rapid.SliceOfN(odd, 1, 12)).Draw(t, "wishes")
+				requests := rapid.OneOf(rapid.SliceOfN(plain, 1, 12), rapid.SliceOfN(equal, 1, 20), rapid.SliceOfN(keyed, 1, 6), rapid.SliceOfN(odd, 1, 12)).Draw(t, "requests")
 				now = now.Add(time.Duration(rapid.Int64Range(0, 5_000_000).Draw(t, "wait")) * time.Microsecond)
 				db.setClock(now)
 
 				tx, err := conn.Begin(ctx)
 				require.NoError(t, err)
-				want, err := acquireEach(tx, wishes)
+				want, err := acquireEach(tx, requests)
 				require.NoError(t, err)
 				wantState := state(t, tx)
 				require.NoError(t, tx.Rollback(ctx))
 
-				got, err := acquireMany(conn, wishes)
+				got, err := acquireMany(conn, requests)
 				require.NoError(t, err)
 				require.Equal(t, want, got)
 				require.Equal(t, wantState, state(t, conn))
@@ -106,19 +106,19 @@ func TestAcquireMany_NeverDeadlocks(t *testing.T) {
 	allowed := make([]int, callers*batches)
 	decisions := db.together(callers, func(caller int, _ querier) (decision, error) {
 		for batch := range batches {
-			var wishes []wish
+			var requests []nullableRequest
 			for i := range 2 * buckets { // each bucket twice, each batch's buckets shared by all callers
 				policy, key, cost := "p", fmt.Sprintf("%d/%d", batch, i%buckets), int64(1+i%3)
-				wishes = append(wishes, wish{Policy: &policy, Key: &key, Cost: &cost})
+				requests = append(requests, nullableRequest{Policy: &policy, Key: &key, Cost: &cost})
 			}
-			rand.Shuffle(len(wishes), func(i, j int) { wishes[i], wishes[j] = wishes[j], wishes[i] })
-			replies, err := acquireMany(db.Pool, wishes)
+			rand.Shuffle(len(requests), func(i, j int) { requests[i], requests[j] = requests[j], requests[i] })
+			answers, err := acquireMany(db.Pool, requests)
 			if err != nil {
 				return decision{}, err
 			}
-			for i, o := range replies {
+			for i, o := range answers {
 				if o.Decision.Allowed {
-					allowed[caller*batches+batch] += int(*wishes[i].Cost)
+					allowed[caller*batches+batch] += int(*requests[i].Cost)
 				}
 			}
 		}
@@ -144,10 +144,10 @@ func TestAcquireMany_WaitsAndDecidesAfresh(t *testing.T) {
 
 	holder, waiter := db.begin(), db.session()
 	holder.acquire(policy, key, 5) // 3 left, when it commits
-	var replies []reply
+	var answers []answer
 	call := waiter.start(func(querier) (_ decision, err error) {
-		w := wish{Policy: &policy, Key: &key, Cost: &cost}
-		replies, err = acquireMany(waiter, []wish{w, w, w, w})
+		w := nullableRequest{Policy: &policy, Key: &key, Cost: &cost}
+		answers, err = acquireMany(waiter, []nullableRequest{w, w, w, w})
 		return decision{}, err
 	})
 	call.awaitBlockedBy(holder)
@@ -155,7 +155,7 @@ func TestAcquireMany_WaitsAndDecidesAfresh(t *testing.T) {
 	call.answer()
 
 	var granted []bool
-	for _, o := range replies {
+	for _, o := range answers {
 		granted = append(granted, o.Decision.Allowed)
 	}
 	require.Equal(t, []bool{true, false, false, false}, granted)
@@ -175,22 +175,22 @@ func TestAcquireMany_AWaitThatEndsInARollbackIsDecidedAfresh(t *testing.T) {
 
 			holder, waiter := db.begin(), db.session()
 			holder.acquire(policy, a, 1)
-			wishes := []wish{{Policy: &policy, Key: &a, Cost: &one}, {Policy: &policy, Key: &b, Cost: &five}}
+			requests := []nullableRequest{{Policy: &policy, Key: &a, Cost: &one}, {Policy: &policy, Key: &b, Cost: &five}}
 			if keyed {
-				wishes[0].IdempotencyKey = &a
+				requests[0].IdempotencyKey = &a
 			}
 			db.acquire(policy, b, 10)
-			var replies []reply
+			var answers []answer
 			call := waiter.start(func(querier) (_ decision, err error) {
-				replies, err = acquireMany(waiter, wishes)
+				answers, err = acquireMany(waiter, requests)
 				return decision{}, err
 			})
 			call.awaitBlockedBy(holder)
 			db.Await(t, patience, "select allowed from ratelimit_peek($1, $2, 5)", policy, b)
 			holder.exec("rollback")
 			call.answer()
-			require.True(t, replies[0].Decision.Allowed)
-			require.True(t, replies[1].Decision.Allowed, "peek had said so: %+v", replies[1].Decision)
+			require.True(t, answers[0].Decision.Allowed)
+			require.True(t, answers[1].Decision.Allowed, "peek had said so: %+v", answers[1].Decision)
 		}
 	}
 }
@@ -206,9 +206,9 @@ func TestAcquireMany_TakesPoliciesInOneOrder(t *testing.T) {
 		db.acquire(policy, key, 1)
 	}
 	many := func(first, second int) *pending {
-		wishes := []wish{{&policies[first], &key, &cost, nil}, {&policies[second], &key, &cost, nil}}
+		requests := []nullableRequest{{&policies[first], &key, &cost, nil}, {&policies[second], &key, &cost, nil}}
 		return db.session().start(func(q querier) (decision, error) {
-			_, err := acquireMany(q.(rowsQuerier), wishes)
+			_, err := acquireMany(q.(rowsQuerier), requests)
 			return decision{}, err
 		})
 	}
@@ -232,13 +232,13 @@ func TestAcquireMany_DenialsWriteNothing(t *testing.T) {
 	db.acquire("p", "k", 1)
 	s := db.begin()
 	policy, key, cost, idempotencyKey, another := "p", "k", int64(1), "i", "j"
-	w := wish{Policy: &policy, Key: &key, Cost: &cost}
+	w := nullableRequest{Policy: &policy, Key: &key, Cost: &cost}
 	keyed, keyedToo := w, w
 	keyed.IdempotencyKey, keyedToo.IdempotencyKey = &idempotencyKey, &another
-	for _, wishes := range [][]wish{{w, w, w}, {keyed, w, keyedToo}, {keyed, keyed}} {
-		replies, err := acquireMany(s, wishes)
+	for _, requests := range [][]nullableRequest{{w, w, w}, {keyed, w, keyedToo}, {keyed, keyed}} {
+		answers, err := acquireMany(s, requests)
 		require.NoError(t, err)
-		for _, o := range replies {
+		for _, o := range answers {
 			assert.False(t, o.Decision.Allowed)
 		}
 	}
@@ -257,13 +257,13 @@ func TestAcquireMany_ARepeatIsNoDenial(t *testing.T) {
 	first := db.acquire("p", "k", 3, "i")
 	first.Replayed = true
 	policy, key, other, one, three, idempotencyKey := "p", "k", "other", int64(1), int64(3), "i"
-	replies, err := acquireMany(db.session(), []wish{
+	answers, err := acquireMany(db.session(), []nullableRequest{
 		{Policy: &policy, Key: &other, Cost: &one},
 		{Policy: &policy, Key: &key, Cost: &three, IdempotencyKey: &idempotencyKey},
 	})
 	require.NoError(t, err)
-	require.True(t, replies[0].Decision.Allowed)
-	require.Equal(t, &first, replies[1].Decision)
+	require.True(t, answers[0].Decision.Allowed)
+	require.Equal(t, &first, answers[1].Decision)
 }
 
 func TestAcquireMany_RefusesUnequalArrays(t *testing.T) {
@@ -303,7 +303,7 @@ func TestAcquireMany_ABucketRemovedMeanwhileIsTakenInOrder(t *testing.T) {
 	for _, key := range []string{a, b} {
 		db.acquire(policy, key, 1)
 	}
-	both := []wish{{&policy, &a, &cost, nil}, {&policy, &b, &cost, nil}}
+	both := []nullableRequest{{&policy, &a, &cost, nil}, {&policy, &b, &cost, nil}}
 	many := func(q querier) (decision, error) {
 		_, err := acquireMany(q.(rowsQuerier), both)
 		return decision{}, err

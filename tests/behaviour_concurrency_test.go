@@ -189,6 +189,6 @@ func TestGrant_GivesUpAfterManyRounds(t *testing.T) {
 	_, err := acquire(s, "p", "k", 7)
 	require.Equal(t, "40001", sqlState(err), err)
 	policy, key, cost := "p", "k", int64(7)
-	_, err = acquireMany(s, []wish{{Policy: &policy, Key: &key, Cost: &cost}})
+	_, err = acquireMany(s, []nullableRequest{{Policy: &policy, Key: &key, Cost: &cost}})
 	require.Equal(t, "40001", sqlState(err), err)
 }

@@ -68,7 +68,7 @@ func TestContention_AHeldBucket(t *testing.T) {
 	require.NoError(t, err)
 	defer hasty.Close()
 	limiters := []client.Acquirer{client.New(hasty), client.NewCombiner(hasty)}
-	require.NoError(t, l.settle(client.New(db.Pool), claim{"held", 1, "first"}))
+	require.NoError(t, l.settle(client.New(db.Pool), l.request("held", 1, "first")))
 	holder := db.begin()
 	holder.acquire("p", "held", 5)
 
@@ -76,25 +76,25 @@ func TestContention_AHeldBucket(t *testing.T) {
 	for caller := range 8 {
 		by := limiters[caller%2]
 		insistent.Go(func() {
-			if err := l.settle(by, claim{"held", 1, fmt.Sprint(caller)}); err != nil {
+			if err := l.settle(by, l.request("held", 1, fmt.Sprint(caller))); err != nil {
 				t.Error(err)
 			}
 		})
 		others.Go(func() {
 			for n := range 5 {
-				c := claim{fmt.Sprint("free/", caller), 1, fmt.Sprint(n)} // with a key, to share calls with the insistent
-				d, err := l.try(by, c)
+				r := l.request(fmt.Sprint("free/", caller), 1, fmt.Sprint(n)) // with a key, to share calls with the insistent
+				d, err := l.try(by, r)
 				if err != nil {
 					t.Error(err)
 				}
-				l.enter(c, d)
+				l.enter(r, d)
 			}
 		})
 	}
 	others.Wait()
 	l.awaitFailures(t, 10)
 	for _, by := range limiters {
-		_, err := l.try(by, claim{"held", 1, ""})
+		_, err := l.try(by, l.request("held", 1, ""))
 		require.ErrorIs(t, err, client.ErrLocked)
 		require.Equal(t, "55P03", sqlState(err))
 	}
@@ -105,7 +105,7 @@ func TestContention_AHeldBucket(t *testing.T) {
 	_, err = client.New(db.Pool).Acquire(patient, "p", "held")
 	require.ErrorIs(t, err, context.DeadlineExceeded)
 	require.NotErrorIs(t, err, client.ErrLocked)
-	l.lose(claim{"held", 1, ""}) // the server may learn of the end too late
+	l.lose(l.request("held", 1, "")) // the server may learn of the end too late
 
 	holder.exec("rollback")
 	insistent.Wait()
@@ -161,7 +161,7 @@ func TestContention_TooManyConnections(t *testing.T) {
 	}
 	for _, by := range []client.Acquirer{client.New(pool), client.NewCombiner(pool)} {
 		for _, idempotencyKey := range []string{"", "i"} {
-			_, err = l.try(by, claim{"k", 1, idempotencyKey})
+			_, err = l.try(by, l.request("k", 1, idempotencyKey))
 			require.Equal(t, "53300", sqlState(err))
 			require.ErrorContains(t, err, "too many clients already")
 			var connectErr *pgconn.ConnectError
@@ -171,8 +171,8 @@ func TestContention_TooManyConnections(t *testing.T) {
 	for _, conn := range others {
 		require.NoError(t, conn.Close(context.Background()))
 	}
-	require.NoError(t, l.settle(client.New(pool), claim{"k", 1, "i"}))
-	require.NoError(t, l.settle(client.NewCombiner(pool), claim{"k", 1, "j"}))
+	require.NoError(t, l.settle(client.New(pool), l.request("k", 1, "i")))
+	require.NoError(t, l.settle(client.NewCombiner(pool), l.request("k", 1, "j")))
 
 	// A pool that is larger than its server, and every call takes a connection for a while.
 	large := pool.Config()
@@ -185,7 +185,7 @@ func TestContention_TooManyConnections(t *testing.T) {
 	var callers sync.WaitGroup
 	for caller := range large.MaxConns {
 		callers.Go(func() {
-			if err := l.settle(client.New(pool), claim{"k", 1, fmt.Sprint(caller)}); err != nil {
+			if err := l.settle(client.New(pool), l.request("k", 1, fmt.Sprint(caller))); err != nil {
 				t.Error(err)
 			}
 		})

@@ -267,21 +267,21 @@ func TestReadOnlyTransaction(t *testing.T) {
 		require.NoError(t, err)
 		require.True(t, again.Replayed)
 		granted := "granted"
-		replies, err := acquireMany(conn, []wish{
+		answers, err := acquireMany(conn, []nullableRequest{
 			{&policy, &known, &eleven, nil}, {&policy, &granted, &three, &first}, {&policy, &known, &zero, nil},
 		})
 		require.NoError(t, err)
-		require.Equal(t, &again, replies[1].Decision)
-		require.Equal(t, model.Never, replies[0].Decision.RetryAfter)
-		require.Equal(t, never.Remaining, replies[0].Decision.Remaining)
-		for _, wishes := range [][]wish{
+		require.Equal(t, &again, answers[1].Decision)
+		require.Equal(t, model.Never, answers[0].Decision.RetryAfter)
+		require.Equal(t, never.Remaining, answers[0].Decision.Remaining)
+		for _, requests := range [][]nullableRequest{
 			{{&policy, &known, &eleven, nil}, {&policy, &known, &eleven, nil}},
 			{{&policy, &known, &eleven, nil}, {&policy, &granted, &eleven, nil}},
 			{{&policy, &known, &eleven, nil}, {&policy, &granted, &three, &first}},
 		} {
-			replies, err = acquireMany(conn, wishes)
+			answers, err = acquireMany(conn, requests)
 			require.NoError(t, err)
-			require.Equal(t, model.Never, replies[0].Decision.RetryAfter)
+			require.Equal(t, model.Never, answers[0].Decision.RetryAfter)
 		}
 		for _, sql := range []string{"select ratelimit_define_policy($1, 10, 1, '1 hour')", "select ratelimit_drop_policy($1)"} {
 			_, err := conn.Exec(ctx, sql, policy)

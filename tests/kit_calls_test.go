@@ -9,6 +9,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 
+	"github.com/pgratelimit/pgratelimit/client"
 	"github.com/pgratelimit/pgratelimit/tests/model"
 )
 
@@ -31,11 +32,11 @@ type querier interface {
 }
 
 func acquire(q querier, policy, key string, cost int64, idempotencyKey ...string) (decision, error) {
-	var k *string
+	r := nullableRequest{Policy: &policy, Key: &key, Cost: &cost}
 	if len(idempotencyKey) > 0 {
-		k = &idempotencyKey[0]
+		r.IdempotencyKey = &idempotencyKey[0]
 	}
-	return decide(q, "ratelimit_acquire($1, $2, $3, $4)", policy, key, cost, k)
+	return r.acquire(q)
 }
 
 func peek(q querier, policy, key string, cost int64) (decision, error) {
@@ -95,15 +96,48 @@ func sqlState(err error) string {
 	return ""
 }
 
-// A wish is one request of a batch; nil is null.
-type wish struct {
+// A request asks for tokens of one bucket.
+type request struct {
+	model.BucketID
+	cost           int64
+	idempotencyKey string // empty for none
+}
+
+// acquire sends the request in SQL.
+func (r request) acquire(q querier) (decision, error) {
+	return r.nullable().acquire(q)
+}
+
+// by sends the request through the client.
+func (r request) by(ctx context.Context, limiter client.Acquirer) (client.Decision, error) {
+	opts := []client.AcquireOption{client.Cost(r.cost)}
+	if r.idempotencyKey != "" {
+		opts = append(opts, client.IdempotencyKey(r.idempotencyKey))
+	}
+	return limiter.Acquire(ctx, r.Policy, r.Key, opts...)
+}
+
+func (r request) nullable() nullableRequest {
+	n := nullableRequest{Policy: &r.Policy, Key: &r.Key, Cost: &r.cost}
+	if r.idempotencyKey != "" {
+		n.IdempotencyKey = &r.idempotencyKey
+	}
+	return n
+}
+
+// A nullableRequest is a request that may be a bad one; nil is null.
+type nullableRequest struct {
 	Policy, Key    *string
 	Cost           *int64
 	IdempotencyKey *string
 }
 
-// An reply is a decision, or the error that stands in its place.
-type reply struct {
+func (r nullableRequest) acquire(q querier) (decision, error) {
+	return decide(q, "ratelimit_acquire($1, $2, $3, $4)", r.Policy, r.Key, r.Cost, r.IdempotencyKey)
+}
+
+// An answer is a decision, or the error in its place.
+type answer struct {
 	Decision *decision
 	Error    string // SQLSTATE, message, detail and hint
 }
@@ -113,20 +147,20 @@ type rowsQuerier interface {
 	Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error)
 }
 
-// acquireMany sends the wishes in one call; arrays that hold nothing but the default are left out.
-func acquireMany(q rowsQuerier, wishes []wish) ([]reply, error) {
+// acquireMany sends requests in one call, and leaves out arrays that hold nothing but the default.
+func acquireMany(q rowsQuerier, requests []nullableRequest) ([]answer, error) {
 	var (
 		policies, keys, idempotencyKeys []*string
 		costs                           []*int64
 		cost, keyed                     bool
 	)
-	for _, w := range wishes {
-		policies = append(policies, w.Policy)
-		keys = append(keys, w.Key)
-		costs = append(costs, w.Cost)
-		idempotencyKeys = append(idempotencyKeys, w.IdempotencyKey)
-		cost = cost || w.Cost == nil || *w.Cost != 1
-		keyed = keyed || w.IdempotencyKey != nil
+	for _, r := range requests {
+		policies = append(policies, r.Policy)
+		keys = append(keys, r.Key)
+		costs = append(costs, r.Cost)
+		idempotencyKeys = append(idempotencyKeys, r.IdempotencyKey)
+		cost = cost || r.Cost == nil || *r.Cost != 1
+		keyed = keyed || r.IdempotencyKey != nil
 	}
 	if !cost {
 		costs = nil
@@ -142,41 +176,41 @@ func acquireMany(q rowsQuerier, wishes []wish) ([]reply, error) {
 	if err != nil {
 		return nil, err
 	}
-	return pgx.CollectRows(rows, func(row pgx.CollectableRow) (o reply, err error) {
+	return pgx.CollectRows(rows, func(row pgx.CollectableRow) (a answer, err error) {
 		var (
 			request                                       int64
 			isAllowed, isReplayed                         *bool
 			remaining, retryAfter, resetAfter, capacityOf *int64
 		)
-		err = row.Scan(&request, &isAllowed, &remaining, &retryAfter, &resetAfter, &capacityOf, &isReplayed, &o.Error)
+		err = row.Scan(&request, &isAllowed, &remaining, &retryAfter, &resetAfter, &capacityOf, &isReplayed, &a.Error)
 		if err == nil && isAllowed != nil {
-			o.Decision = &decision{Allowed: *isAllowed, Remaining: *remaining, RetryAfter: model.Never,
+			a.Decision = &decision{Allowed: *isAllowed, Remaining: *remaining, RetryAfter: model.Never,
 				ResetAfter: model.Micros(*resetAfter), Capacity: *capacityOf, Replayed: *isReplayed}
 			if retryAfter != nil {
-				o.Decision.RetryAfter = model.Micros(*retryAfter)
+				a.Decision.RetryAfter = model.Micros(*retryAfter)
 			}
 		}
-		return o, err
+		return a, err
 	})
 }
 
-// acquireEach sends the wishes one by one.
-func acquireEach(tx pgx.Tx, wishes []wish) (replies []reply, err error) {
-	for _, w := range wishes {
-		var o reply
+// acquireEach sends requests one by one, in a savepoint each.
+func acquireEach(tx pgx.Tx, requests []nullableRequest) (answers []answer, err error) {
+	for _, r := range requests {
+		var a answer
 		err := pgx.BeginFunc(context.Background(), tx, func(tx pgx.Tx) error {
-			d, err := decide(tx, "ratelimit_acquire($1, $2, $3, $4)", w.Policy, w.Key, w.Cost, w.IdempotencyKey)
-			o.Decision = &d
+			d, err := r.acquire(tx)
+			a.Decision = &d
 			return err
 		})
 		if e := pgError(err); e != nil {
-			o = reply{Error: fmt.Sprintf("%s: %s: %s: %s", e.Code, e.Message, e.Detail, e.Hint)}
+			a = answer{Error: fmt.Sprintf("%s: %s: %s: %s", e.Code, e.Message, e.Detail, e.Hint)}
 		} else if err != nil {
 			return nil, err
 		}
-		replies = append(replies, o)
+		answers = append(answers, a)
 	}
-	return replies, nil
+	return answers, nil
 }
 
 // pgError returns the server's error, nil when there is none.

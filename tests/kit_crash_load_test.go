@@ -14,16 +14,15 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/tests/model"
 )
 
 // A crashLoad is callers of all kinds, each of whom goes on until a request of his gets no answer, and
 // all that they know of a server that may be gone at any moment: the grants they were told of, and the
 // requests without an answer.
 type crashLoad struct {
-	prefix  string
-	stop    chan struct{}
-	callers sync.WaitGroup
-	end     func() // lets callers finish their requests
+	prefix string
+	end    func() // lets callers finish their requests
 
 	mu         sync.Mutex
 	grants     []entry
@@ -46,34 +45,34 @@ func startCrashLoad(t testing.TB, url, prefix string, policies []string, pause t
 	combiner := client.NewCombiner(pool, combinerOpts...)
 	limiter := client.New(pool, opts...)
 
-	l := &crashLoad{prefix: prefix, stop: make(chan struct{}), busy: make(chan struct{})}
+	l := &crashLoad{prefix: prefix, busy: make(chan struct{})}
+	all := newLoad(t)
 	for i := range 30 * len(policies) {
-		l.callers.Go(func() {
+		all.callers.Go(func() error {
 			by := client.Acquirer(combiner)
 			if i/len(policies)%10 == 0 {
 				by = limiter
 			}
-			request := entry{policy: policies[i%len(policies)]}
+			r := request{BucketID: model.BucketID{Policy: policies[i%len(policies)]}}
 			for n := 0; ; n++ {
-				request.key, request.cost = fmt.Sprint(prefix, " plain ", rand.N(3)), 1+rand.Int64N(3)
+				r.Key, r.cost = fmt.Sprint(prefix, " plain ", rand.N(3)), 1+rand.Int64N(3)
 				if i < 15*len(policies) {
-					request.key, request.idempotencyKey = fmt.Sprint(prefix, " keyed ", rand.N(3)), fmt.Sprint(i, " ", n)
+					r.Key, r.idempotencyKey = fmt.Sprint(prefix, " keyed ", rand.N(3)), fmt.Sprint(i, " ", n)
 				}
 				select {
-				case <-l.stop:
-					return
+				case <-all.ctx.Done():
+					return nil
 				case <-time.After(rand.N(pause + 1)):
 				}
-				e, err := request.ask(by)
+				e, err := r.try(by)
 				if l.write(e, err); err != nil {
-					return
+					return nil //nolint:nilerr // the other callers go on
 				}
 			}
 		})
 	}
 	l.end = sync.OnceFunc(func() {
-		close(l.stop)
-		l.callers.Wait()
+		_ = all.end() // no caller returns an error
 		combiner.Close()
 		pool.Close()
 	})
@@ -142,7 +141,7 @@ func (s *settlement) add(other settlement) {
 // settle compares what the callers of a load were told with a database that was recovered, and then
 // makes all requests that have an idempotency key again, so that each is charged once. It notes what
 // is left in the buckets.
-func (l *crashLoad) settle(db *testDB, left map[bucketName]int64) (s settlement) {
+func (l *crashLoad) settle(db *testDB, left map[model.BucketID]int64) (s settlement) {
 	t := db.t
 	t.Helper()
 	require.Empty(t, l.denials)
@@ -150,8 +149,8 @@ func (l *crashLoad) settle(db *testDB, left map[bucketName]int64) (s settlement)
 	names := byBucket(slices.Concat(l.grants, l.unanswered))
 	var kept, lost, forgotten []entry
 	for name := range names {
-		now := db.left(name.policy, name.key)
-		if name.policy == "ephemeral" {
+		now := db.left(name.Policy, name.Key)
+		if name.Policy == "ephemeral" {
 			require.EqualValues(t, exactCapacity, now, "%v is full again", name)
 			forgotten = append(forgotten, grants[name]...)
 			continue
@@ -177,28 +176,28 @@ func (l *crashLoad) settle(db *testDB, left map[bucketName]int64) (s settlement)
 	s.again += askAgain(db, l.unanswered, func(_, now entry) bool { return now.Allowed })
 	for name, requests := range names {
 		if requests[0].idempotencyKey != "" {
-			require.EqualValues(t, exactCapacity-costs(requests), db.left(name.policy, name.key), "%v: each is charged once", name)
+			require.EqualValues(t, exactCapacity-costs(requests), db.left(name.Policy, name.Key), "%v: each is charged once", name)
 		}
-		if name.policy == "durable" {
-			left[name] = db.left(name.policy, name.key)
+		if name.Policy == "durable" {
+			left[name] = db.left(name.Policy, name.Key)
 		}
 	}
 	return s
 }
 
-// askAgain makes those requests that have an idempotency key once more, and returns how many have.
-func askAgain(db *testDB, requests []entry, right func(before, now entry) bool) (n int) {
+// askAgain repeats those requests that have an idempotency key, and returns how many have.
+func askAgain(db *testDB, entries []entry, right func(before, now entry) bool) (n int) {
 	limiter := client.NewCombiner(db.Pool)
 	defer limiter.Close()
 	var askers errgroup.Group
 	askers.SetLimit(64)
-	for _, before := range requests {
+	for _, before := range entries {
 		if before.idempotencyKey == "" {
 			continue
 		}
 		n++
 		askers.Go(func() error {
-			now, err := before.ask(limiter)
+			now, err := before.try(limiter)
 			if err == nil && !right(before, now) {
 				err = fmt.Errorf("first %+v, then %+v", before, now)
 			}

@@ -16,6 +16,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/tests/model"
 )
 
 // A ledger is what the callers of one policy know, whose buckets start full and gain nothing: what each
@@ -25,8 +26,10 @@ type ledger struct {
 	capacity int64
 	timeout  time.Duration // of one try
 
-	mu       sync.Mutex
-	accounts map[string]*account // by bucket
+	mu         sync.Mutex
+	grants     []entry // since the last check
+	unanswered []entry // of these, requests without an idempotency key: their tokens are taken or not
+
 	granted  int
 	replayed int // of these, because an earlier try had been granted
 	denied   int
@@ -35,20 +38,9 @@ type ledger struct {
 	slowest  time.Duration  // of all tries
 }
 
-type account struct {
-	grants  []receipt
-	unknown int64 // tokens taken or not
-}
-
-type receipt struct {
-	claim
-	remaining int64
-}
-
-type claim struct {
-	key            string
-	cost           int64
-	idempotencyKey string // empty for none
+// request is one for a bucket of the ledger's policy; the empty idempotency key is none.
+func (l *ledger) request(key string, cost int64, idempotencyKey string) request {
+	return request{model.BucketID{Policy: l.policy, Key: key}, cost, idempotencyKey}
 }
 
 // newLedger defines the policy.
@@ -58,68 +50,53 @@ func newLedger(db *testDB, policy string, capacity int64, timeout time.Duration)
 		policy:   policy,
 		capacity: capacity,
 		timeout:  timeout,
-		accounts: make(map[string]*account),
 		failed:   make(map[string]int),
 	}
 }
 
 // load starts callers of these limiters, three of four with idempotency keys and at buckets of their own.
 // For three of four requests a bucket has enough.
-func (l *ledger) load(ctx context.Context, t *testing.T, limiters ...client.Acquirer) *sync.WaitGroup {
+func (l *ledger) load(t testing.TB, limiters ...client.Acquirer) *load {
 	const callers, requests = 32, 200
-	var done sync.WaitGroup
 	var keyed, bare atomic.Int64
-	for caller := range callers {
-		by := limiters[caller%len(limiters)]
-		done.Go(func() {
-			for ctx.Err() == nil {
-				c := claim{cost: 1 + rand.Int64N(3)}
-				if caller < callers/4 {
-					c.key = fmt.Sprint("bare/", bare.Add(1)/requests)
-				} else {
-					n := keyed.Add(1)
-					c.key, c.idempotencyKey = fmt.Sprint("keyed/", n/requests), fmt.Sprint(n)
-				}
-				if err := l.settle(by, c); err != nil {
-					t.Error(err)
-					return
-				}
-			}
-		})
-	}
-	return &done
+	all := newLoad(t)
+	all.start(callers, func(caller int) error {
+		by, cost := limiters[caller%len(limiters)], 1+rand.Int64N(3)
+		if caller < callers/4 {
+			return l.settle(by, l.request(fmt.Sprint("bare/", bare.Add(1)/requests), cost, ""))
+		}
+		n := keyed.Add(1)
+		return l.settle(by, l.request(fmt.Sprint("keyed/", n/requests), cost, fmt.Sprint(n)))
+	})
+	return all
 }
 
 // settle makes a request and enters what came of it. With an idempotency key it asks until there is an
 // answer, for as long as patience.
-func (l *ledger) settle(by client.Acquirer, c claim) error {
+func (l *ledger) settle(by client.Acquirer, r request) error {
 	for giveUp := time.Now().Add(patience); ; {
-		d, err := l.try(by, c)
+		d, err := l.try(by, r)
 		switch {
 		case err == nil:
-			l.enter(c, d)
+			l.enter(r, d)
 			return nil
-		case c.idempotencyKey == "":
+		case r.idempotencyKey == "":
 			if !isRefusal(err) {
-				l.lose(c)
+				l.lose(r)
 			}
 			return nil
 		case time.Now().After(giveUp):
-			return fmt.Errorf("no answer to %+v within %v: %w", c, patience, err)
+			return fmt.Errorf("no answer to %+v within %v: %w", r, patience, err)
 		}
 		time.Sleep(5 * time.Millisecond) // where there is no server, errors come fast
 	}
 }
 
-func (l *ledger) try(by client.Acquirer, c claim) (client.Decision, error) {
-	opts := []client.AcquireOption{client.Cost(c.cost)}
-	if c.idempotencyKey != "" {
-		opts = append(opts, client.IdempotencyKey(c.idempotencyKey))
-	}
+func (l *ledger) try(by client.Acquirer, r request) (client.Decision, error) {
 	ctx, cancel := context.WithTimeout(context.Background(), l.timeout)
 	defer cancel()
 	start := time.Now()
-	d, err := by.Acquire(ctx, l.policy, c.key, opts...)
+	d, err := r.by(ctx, by)
 
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -137,7 +114,7 @@ func isRefusal(err error) bool {
 	return errors.As(err, &connectErr) || errors.As(err, &pgErr) && pgErr.SeverityUnlocalized == "ERROR"
 }
 
-func (l *ledger) enter(c claim, d client.Decision) {
+func (l *ledger) enter(r request, d client.Decision) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if !d.Allowed {
@@ -148,24 +125,14 @@ func (l *ledger) enter(c claim, d client.Decision) {
 	if d.Replayed {
 		l.replayed++
 	}
-	a := l.account(c.key)
-	a.grants = append(a.grants, receipt{c, d.Remaining})
+	l.grants = append(l.grants, entry{request: r, Decision: d})
 }
 
-func (l *ledger) lose(c claim) {
+func (l *ledger) lose(r request) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.unknown++
-	l.account(c.key).unknown += c.cost
-}
-
-func (l *ledger) account(key string) *account {
-	a := l.accounts[key]
-	if a == nil {
-		a = new(account)
-		l.accounts[key] = a
-	}
-	return a
+	l.unanswered = append(l.unanswered, entry{request: r})
 }
 
 // awaitAnswers returns when there are so many more, and awaitFailures when so many more tries got none.
@@ -195,38 +162,28 @@ func (l *ledger) await(t *testing.T, more int, number func() int) {
 	require.Eventually(t, func() bool { return now() >= before+more }, time.Minute, 5*time.Millisecond)
 }
 
-// check asks the server, when no call is under way: no token was granted twice; what a bucket lacks was
-// granted, or may have been lost; each idempotency key replays the answer that its caller ended with, and
-// none is remembered of a caller who was denied. If all of it is right it closes the accounts, and the
-// policy begins afresh.
+// check asks the server, when no call is under way. The audit of each bucket finds no fault and no lost
+// grant; each idempotency key replays the answer that its caller ended with, and none is remembered of a
+// caller who was denied. If all of it is right, the ledger and the policy begin afresh.
 func (l *ledger) check(db *testDB) error {
 	var keyed int64
-	for key, a := range l.accounts {
-		slices.SortFunc(a.grants, func(a, b receipt) int { return int(b.remaining - a.remaining) })
-		left, lost := l.capacity, int64(0)
-		for _, g := range a.grants {
-			before := g.remaining + g.cost
-			if before > left {
-				return fmt.Errorf("bucket %s: %+v took tokens that others were granted", key, g)
-			}
-			lost += left - before
-			left = g.remaining
+	grants, unanswered := byBucket(l.grants), byBucket(l.unanswered)
+	for bucket := range byBucket(slices.Concat(l.grants, l.unanswered)) {
+		left := db.left(bucket.Policy, bucket.Key)
+		found, err := audit(l.capacity, left, grants[bucket], unanswered[bucket])
+		if err == nil && len(found.lost) > 0 {
+			err = fmt.Errorf("a grant was lost: %d are left after %+v", left, found.lost[0])
 		}
-		held := db.left(l.policy, key)
-		lost += left - held
-		switch {
-		case held > left:
-			return fmt.Errorf("bucket %s holds %d tokens, and a grant left %d", key, held, left)
-		case lost > a.unknown:
-			return fmt.Errorf("bucket %s lacks %d tokens, of which %d may have been lost", key, lost, a.unknown)
+		if err != nil {
+			return fmt.Errorf("bucket %s: %w", bucket.Key, err)
 		}
-		for _, g := range a.grants {
+		for _, g := range grants[bucket] {
 			if g.idempotencyKey == "" {
 				continue
 			}
 			keyed++
-			if d := db.acquire(l.policy, key, g.cost, g.idempotencyKey); !d.Replayed || d.Remaining != g.remaining {
-				return fmt.Errorf("bucket %s: %+v is replayed as %+v", key, g, d)
+			if d := db.must(g.request.acquire(db.Pool)); !d.Replayed || d.Remaining != g.Remaining {
+				return fmt.Errorf("bucket %s: %+v is replayed as %+v", bucket.Key, g, d)
 			}
 		}
 	}
@@ -237,7 +194,7 @@ func (l *ledger) check(db *testDB) error {
 		 where p.name = $1`, l.policy); n != keyed {
 		return fmt.Errorf("%d idempotency keys are remembered of %d grants", n, keyed)
 	}
-	clear(l.accounts)
+	l.grants, l.unanswered = nil, nil
 	db.dropPolicy(l.policy)
 	db.definePolicy(l.policy, l.capacity, 1, aDay)
 	return nil
@@ -252,23 +209,25 @@ func TestLedger_SeesWhatDoesNotAddUp(t *testing.T) {
 	}
 	for wrong, happen := range map[string]func(l *ledger){
 		"": func(l *ledger) {
-			l.lose(claim{"k", 2, ""})
+			l.lose(l.request("k", 2, ""))
 			db.acquire(l.policy, "k", 2)
 		},
-		"lacks 2 tokens, of which 0":           func(l *ledger) { db.acquire(l.policy, "k", 2) },
-		"took tokens that others were granted": func(l *ledger) { l.enter(claim{"k", 2, ""}, granted(6)) },
-		"holds 7 tokens, and a grant left 5":   func(l *ledger) { l.enter(claim{"k", 2, ""}, granted(5)) },
+		"2 tokens are gone that were granted to nobody; requests without an answer wanted 0": func(l *ledger) {
+			db.acquire(l.policy, "k", 2)
+		},
+		"tokens were granted twice": func(l *ledger) { l.enter(l.request("k", 2, ""), granted(6)) },
+		"lost: 7 are left":          func(l *ledger) { l.enter(l.request("k", 2, ""), granted(5)) },
 		"is replayed as": func(l *ledger) {
-			l.enter(claim{"k", 2, "j"}, granted(5))
+			l.enter(l.request("k", 2, "j"), granted(5))
 			db.acquire(l.policy, "k", 2)
 		},
 		"2 idempotency keys are remembered of 1": func(l *ledger) {
-			l.lose(claim{"k", 2, ""})
+			l.lose(l.request("k", 2, ""))
 			db.acquire(l.policy, "k", 2, "j")
 		},
 	} {
 		l := newLedger(db, "policy: "+wrong, 10, time.Minute)
-		require.NoError(t, l.settle(by, claim{"k", 3, "i"}))
+		require.NoError(t, l.settle(by, l.request("k", 3, "i")))
 		happen(l)
 		if err := l.check(db); wrong == "" {
 			require.NoError(t, err)
@@ -278,34 +237,23 @@ func TestLedger_SeesWhatDoesNotAddUp(t *testing.T) {
 	}
 }
 
-// An entry is a request, and the answer if there was one.
+// An entry is a request, and the decision if there was one.
 type entry struct {
-	policy, key    string
-	idempotencyKey string // may be empty
-	cost           int64
+	request
 	client.Decision
-	at time.Time // when the answer came, or none
+	at time.Time // of the decision, or of the error
 }
 
-func (e entry) ask(limiter client.Acquirer) (entry, error) {
-	opts := []client.AcquireOption{client.Cost(e.cost)}
-	if e.idempotencyKey != "" {
-		opts = append(opts, client.IdempotencyKey(e.idempotencyKey))
-	}
-	var err error
-	e.Decision, err = limiter.Acquire(context.Background(), e.policy, e.key, opts...)
-	e.at = time.Now()
-	return e, err
+// try makes a request and returns its entry.
+func (r request) try(limiter client.Acquirer) (entry, error) {
+	d, err := r.by(context.Background(), limiter)
+	return entry{r, d, time.Now()}, err
 }
 
-// A bucketName names a bucket.
-type bucketName struct{ policy, key string }
-
-func byBucket(entries []entry) map[bucketName][]entry {
-	buckets := map[bucketName][]entry{}
+func byBucket(entries []entry) map[model.BucketID][]entry {
+	buckets := map[model.BucketID][]entry{}
 	for _, e := range entries {
-		name := bucketName{e.policy, e.key}
-		buckets[name] = append(buckets[name], e)
+		buckets[e.BucketID] = append(buckets[e.BucketID], e)
 	}
 	return buckets
 }
@@ -360,10 +308,10 @@ func costs(entries []entry) (sum int64) {
 func TestAudit_FindsWhatIsWrong(t *testing.T) {
 	t.Parallel()
 	grant := func(cost, remaining int64) entry {
-		return entry{cost: cost, Decision: client.Decision{Allowed: true, Remaining: remaining}}
+		return entry{request: request{cost: cost}, Decision: client.Decision{Allowed: true, Remaining: remaining}}
 	}
 	grants := []entry{grant(1, 4), grant(2, 8), grant(3, 5)} // of ten tokens
-	inFlight := []entry{{cost: 2}}
+	inFlight := []entry{{request: request{cost: 2}}}
 	for _, c := range []struct {
 		name       string
 		left       int64
@@ -375,7 +323,7 @@ func TestAudit_FindsWhatIsWrong(t *testing.T) {
 	}{
 		{"nothing", 4, grants, nil, 0, 0, ""},
 		{"a request without an answer was granted", 2, grants, inFlight, 0, 2, ""},
-		{"it was granted before others", 4, grants[:2], []entry{{cost: 3}}, 0, 3, ""},
+		{"it was granted before others", 4, grants[:2], []entry{{request: request{cost: 3}}}, 0, 3, ""},
 		{"the newest is lost", 5, grants, nil, 1, 0, ""},
 		{"two are lost", 8, grants, nil, 2, 0, ""},
 		{"all are lost", 10, grants, inFlight, 3, 0, ""},

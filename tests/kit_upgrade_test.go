@@ -7,7 +7,6 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
-	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -117,36 +116,34 @@ func (d *data) check() {
 	require.EqualValues(d.db.t, -5_000_000, d.db.bucket("kept", "in debt").Level)
 }
 
-// A load calls the functions in every way while the schema changes below it. No call may fail, and none
+// An upgradeLoad calls the functions in every way while the schema changes below it. No call may fail, and none
 // is tried again by the client. Each way has a key of its own in both policies, and takes a token from it
 // with every round.
-type load struct {
-	db     *testDB
-	ways   map[string]*atomic.Int64 // rounds
-	failed chan error
-	stop   chan struct{}
-	done   sync.WaitGroup
+type upgradeLoad struct {
+	*load
+	db   *testDB
+	ways map[string]*atomic.Int64 // rounds
 }
 
 var loadPolicies = map[string]policyOption{"load durable": durable, "load ephemeral": ephemeral}
 
 const loadCapacity = 3_000_000
 
-func (db *testDB) startLoad() *load {
+func (db *testDB) startLoad() *upgradeLoad {
 	db.t.Helper()
 	for name, kind := range loadPolicies {
 		db.definePolicy(name, loadCapacity, 1, aDay, kind)
 	}
-	l := &load{db: db, ways: map[string]*atomic.Int64{}, failed: make(chan error, 1), stop: make(chan struct{})}
 	combiner := client.NewCombiner(db.Pool)
 	db.t.Cleanup(combiner.Close)
+	l := &upgradeLoad{newLoad(db.t), db, map[string]*atomic.Int64{}}
 	ctx := context.Background()
 
-	l.start("acquire", 1, func(policy, key string, _ int64) error {
+	l.add("acquire", 1, func(policy, key string, _ int64) error {
 		_, err := granted(acquire(db.Pool, policy, key, 1))
 		return err
 	})
-	l.start("keyed", 1, func(policy, key string, n int64) error {
+	l.add("keyed", 1, func(policy, key string, n int64) error {
 		first, err := granted(acquire(db.Pool, policy, key, 1, fmt.Sprint(n)))
 		if err != nil {
 			return err
@@ -157,11 +154,11 @@ func (db *testDB) startLoad() *load {
 		}
 		return err
 	})
-	l.start("many", 1, func(policy, key string, _ int64) error {
+	l.add("many", 1, func(policy, key string, _ int64) error {
 		_, err := granted(decide(db.Pool, "ratelimit_acquire_many(array[$1], array[$2])", policy, key))
 		return err
 	})
-	l.start("transaction", 1, func(policy, key string, _ int64) error {
+	l.add("transaction", 1, func(policy, key string, _ int64) error {
 		return pgx.BeginFunc(ctx, db.Pool, func(tx pgx.Tx) error {
 			if _, err := granted(acquire(tx, policy, key, 3)); err != nil {
 				return err
@@ -170,7 +167,7 @@ func (db *testDB) startLoad() *load {
 			return err
 		})
 	})
-	l.start("denied", 1, func(policy, key string, _ int64) error {
+	l.add("denied", 1, func(policy, key string, _ int64) error {
 		if _, err := granted(acquire(db.Pool, policy, key, 1)); err != nil {
 			return err
 		}
@@ -180,14 +177,14 @@ func (db *testDB) startLoad() *load {
 		}
 		return err
 	})
-	l.start("combined", 6, func(policy, key string, _ int64) error {
+	l.add("combined", 6, func(policy, key string, _ int64) error {
 		d, err := combiner.Acquire(ctx, policy, key)
 		if err == nil && !d.Allowed {
 			err = fmt.Errorf("denied: %+v", d)
 		}
 		return err
 	})
-	l.start("upkeep", 1, func(policy, key string, _ int64) error {
+	l.add("upkeep", 1, func(policy, key string, _ int64) error {
 		if _, err := granted(acquire(db.Pool, policy, key, 1)); err != nil {
 			return err
 		}
@@ -205,11 +202,11 @@ func granted(d decision, err error) (decision, error) {
 	return d, err
 }
 
-// start lets callers go round until the load ends.
-func (l *load) start(way string, callers int, call func(policy, key string, n int64) error) {
+// add lets callers go round in one way.
+func (l *upgradeLoad) add(way string, callers int, call func(policy, key string, n int64) error) {
 	rounds := new(atomic.Int64)
 	l.ways[way] = rounds
-	round := func() error {
+	l.start(callers, func(int) error {
 		n := rounds.Add(1)
 		for policy := range loadPolicies {
 			if err := call(policy, way, n); err != nil {
@@ -217,39 +214,19 @@ func (l *load) start(way string, callers int, call func(policy, key string, n in
 			}
 		}
 		return nil
-	}
-	for range callers {
-		l.done.Go(func() {
-			for {
-				select {
-				case <-l.stop:
-					return
-				default:
-				}
-				if err := round(); err != nil {
-					select {
-					case l.failed <- err:
-					default: // one is enough
-					}
-					return
-				}
-			}
-		})
-	}
+	})
 }
 
 // goOn returns when each way has gone round some more.
-func (l *load) goOn() {
+func (l *upgradeLoad) goOn() {
 	l.db.t.Helper()
 	deadline := time.After(patience)
 	for way, rounds := range l.ways {
 		for until := rounds.Load() + 5; rounds.Load() < until; {
 			select {
-			case err := <-l.failed:
-				l.quit()
-				require.NoError(l.db.t, err)
+			case <-l.ctx.Done():
+				require.NoError(l.db.t, l.load.end())
 			case <-deadline:
-				l.quit()
 				require.FailNow(l.db.t, "nothing happens", way)
 			case <-time.After(time.Millisecond):
 			}
@@ -257,21 +234,11 @@ func (l *load) goOn() {
 	}
 }
 
-func (l *load) quit() {
-	close(l.stop)
-	l.done.Wait()
-}
-
 // end stops the load and counts its rounds. Each key has then lost exactly what its callers took.
-func (l *load) end() (rounds int64) {
+func (l *upgradeLoad) end() (rounds int64) {
 	t := l.db.t
 	t.Helper()
-	l.quit()
-	select {
-	case err := <-l.failed:
-		require.NoError(t, err)
-	default:
-	}
+	require.NoError(t, l.load.end())
 	for way, n := range l.ways {
 		for policy := range loadPolicies {
 			require.EqualValues(t, loadCapacity-n.Load(), l.db.left(policy, way), "%s: %s", policy, way)

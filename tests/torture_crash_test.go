@@ -13,6 +13,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/tests/model"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
@@ -31,7 +32,7 @@ func TestTorture_Crash(t *testing.T) {
 
 	var flushed, unflushed settlement
 	var recoveries []time.Duration
-	left := map[bucketName]int64{}
+	left := map[model.BucketID]int64{}
 	for n := 0; n < len(crashes) || run.goesOn(); n++ {
 		crash, total := crashes[n%len(crashes)], &flushed
 		var opts []client.LimiterOption
@@ -50,7 +51,7 @@ func TestTorture_Crash(t *testing.T) {
 			flushed.grants, flushed.lost, unflushed.grants, unflushed.lost)
 	}
 	for name, left := range left {
-		require.Equal(t, left, db.left(name.policy, name.key), "undone by a later crash: %v", name)
+		require.Equal(t, left, db.left(name.Policy, name.Key), "undone by a later crash: %v", name)
 	}
 
 	require.NotZero(t, flushed.unanswered)
@@ -149,7 +150,7 @@ func TestCrash_TheAuditFindsWhatIsLost(t *testing.T) {
 		limiter := client.New(db.Pool, opts...)
 		var grants []entry
 		for i := range 20 {
-			e, err := entry{policy: "durable", key: key, cost: 2, idempotencyKey: fmt.Sprint(i)}.ask(limiter)
+			e, err := request{model.BucketID{Policy: "durable", Key: key}, 2, fmt.Sprint(i)}.try(limiter)
 			require.NoError(t, err)
 			grants = append(grants, e)
 		}

@@ -30,8 +30,7 @@ func TestTorture_DiskFull(t *testing.T) {
 		pool, err := pgxpool.New(t.Context(), db.URL)
 		require.NoError(t, err)
 		combiner := client.NewCombiner(pool)
-		ctx, stop := context.WithCancel(t.Context())
-		callers := l.load(ctx, t, client.New(pool), combiner)
+		callers := l.load(t, client.New(pool), combiner)
 
 		l.awaitAnswers(t, 500)
 		remove := fill(t, dir)
@@ -45,8 +44,7 @@ func TestTorture_DiskFull(t *testing.T) {
 			stops++
 		}
 		l.awaitAnswers(t, 500)
-		stop()
-		callers.Wait()
+		require.NoError(t, callers.end())
 		combiner.Close()
 		pool.Close()
 

@@ -11,6 +11,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/tests/model"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
@@ -32,7 +33,7 @@ func TestTorture_CrashFailover(t *testing.T) {
 	var asynchronous [2]settlement // by when the promotion came: before the primary's end, or after it
 	var promotions []time.Duration
 	var pace float64
-	left := map[bucketName]int64{}
+	left := map[model.BucketID]int64{}
 	for n := 0; n < 2 || run.goesOn(); n++ {
 		prefix, node := fmt.Sprint("failover ", n), fmt.Sprint("node ", n+1)
 		waits, promotion := n%2 == 0, rand.N(2)
@@ -81,7 +82,7 @@ func TestTorture_CrashFailover(t *testing.T) {
 			asynchronous[0].grants+asynchronous[1].grants, asynchronous[0].lost+asynchronous[1].lost)
 	}
 	for name, left := range left {
-		require.Equal(t, left, db.left(name.policy, name.key), "undone by a later failover: %v", name)
+		require.Equal(t, left, db.left(name.Policy, name.Key), "undone by a later failover: %v", name)
 	}
 
 	require.NotZero(t, synchronous.unanswered)

@@ -17,19 +17,17 @@ import (
 // An operation is what one call did to one bucket, as its caller saw it. Each request of a batch is an
 // operation of its own.
 type operation struct {
-	kind           string
-	bucket         model.BucketID
-	cost           int64
-	idempotencyKey string
-	undone         bool // its transaction was rolled back
-	batch, place   int  // among the requests of one batch for this bucket; batches count from 1
-	client         int
+	kind string
+	request
+	undone       bool // its transaction was rolled back
+	batch, place int  // among the requests of one batch for this bucket; batches count from 1
+	client       int
 
 	called, returned time.Duration
 	readings         []time.Time // of the clock, by which it may have decided
 	policies         []model.Policy
-	answer           *reply // nil for calls that have none
-	met              bool   // its idempotency key was granted to somebody else meanwhile, or lives again by a clock that went back
+	answer           *answer // nil for calls that have none
+	met              bool    // its idempotency key was granted to somebody else meanwhile, or lives again by a clock that went back
 }
 
 // Kinds of operations.
@@ -60,7 +58,7 @@ type standing struct {
 }
 
 // next returns where the operation may lead. It was given the answer, or any if that is nil.
-func (op *operation) next(at standing, answer *reply) (all []any) {
+func (op *operation) next(at standing, answer *answer) (all []any) {
 	if op.batch != 0 {
 		if at.batches[op.batch] != op.place {
 			return nil
@@ -87,15 +85,15 @@ func (op *operation) next(at standing, answer *reply) (all []any) {
 	for _, p := range op.policies {
 		for _, now := range op.readings {
 			for _, l := range at.Doubts(op.idempotencyKey, now) {
-				add(op.by(p, now, l, answer)...)
+				add(op.leadsTo(p, now, l, answer)...)
 			}
 		}
 	}
 	return all
 }
 
-// by returns where it leads from one ledger, by one reading of the clock.
-func (op *operation) by(p model.Policy, now time.Time, l model.Ledger, answer *reply) []model.Ledger {
+// leadsTo returns where the operation leads from one state, by one reading of the clock.
+func (op *operation) leadsTo(p model.Policy, now time.Time, l model.Ledger, answer *answer) []model.Ledger {
 	var (
 		left = []model.Ledger{l}
 		d    decision
@@ -124,7 +122,7 @@ func (op *operation) by(p model.Policy, now time.Time, l model.Ledger, answer *r
 }
 
 // isFar spares the model most of its work.
-func (op *operation) isFar(p model.Policy, now time.Time, l model.Ledger, answer *reply) bool {
+func (op *operation) isFar(p model.Policy, now time.Time, l model.Ledger, answer *answer) bool {
 	if op.kind != acquires && op.kind != peeks || answer == nil || answer.Decision == nil || answer.Decision.Replayed {
 		return false
 	}
@@ -138,7 +136,7 @@ func (op *operation) isFar(p model.Policy, now time.Time, l model.Ledger, answer
 var bucketModel = porcupine.NondeterministicModel{
 	Init: func() []any { return []any{standing{}} },
 	Step: func(state, input, output any) []any {
-		return input.(*operation).next(state.(standing), output.(*reply))
+		return input.(*operation).next(state.(standing), output.(*answer))
 	},
 	// Those that are compared have the same operations behind them, and so the same batches.
 	Equal: func(a, b any) bool { return a.(standing).Equal(b.(standing).Ledger) },
@@ -156,7 +154,7 @@ func (h history) upTo(n int) (ops []porcupine.Operation) {
 		switch {
 		case i < n:
 		case op.called <= byReturn[n-1].returned:
-			known.Output, known.Return = (*reply)(nil), math.MaxInt64
+			known.Output, known.Return = (*answer)(nil), math.MaxInt64
 		default:
 			continue
 		}
@@ -198,7 +196,7 @@ func (h history) explain(rules porcupine.Model, n int) string {
 	}
 
 	var text strings.Builder
-	fmt.Fprintf(&text, "the operations on %v have no order; one of the longest:\n", h[0].bucket)
+	fmt.Fprintf(&text, "the operations on %v have no order; one of the longest:\n", h[0].BucketID)
 	state, placed := rules.Init(), map[any]bool{}
 	for _, op := range longest {
 		_, state = rules.Step(state, op.Input, op.Output)

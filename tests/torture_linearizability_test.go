@@ -332,7 +332,7 @@ func (h *chronicle) finish() (histories []history) {
 		var of history
 		granted := map[string][]*operation{}
 		for _, op := range h.operations {
-			if op.bucket != b {
+			if op.BucketID != b {
 				continue
 			}
 			of = append(of, op)
@@ -418,7 +418,7 @@ func (a *actor) act() error {
 func (a *actor) bucket() model.BucketID { return a.buckets[a.random.IntN(len(a.buckets))] }
 
 func (a *actor) operation(kind string, bucket model.BucketID) *operation {
-	return &operation{kind: kind, bucket: bucket, client: a.client, called: a.now()}
+	return &operation{kind: kind, request: request{BucketID: bucket}, client: a.client, called: a.now()}
 }
 
 // request is an acquire of few tokens, seldom none or too many. Who repeats an idempotency key seldom
@@ -444,18 +444,11 @@ func (a *actor) request(bucket model.BucketID) *operation {
 	return op
 }
 
-func (op *operation) arguments() (cost int64, idempotencyKey *string) {
-	if op.idempotencyKey == "" {
-		return op.cost, nil
-	}
-	return op.cost, &op.idempotencyKey
-}
-
 // answered fills in the answer of calls that take one bucket, and says whether it is one.
 func (op *operation) answered(d decision, err error) error {
-	op.answer = &reply{Decision: &d}
+	op.answer = &answer{Decision: &d}
 	if sqlState(err) == string(model.IdempotencyMismatch) || errors.Is(err, client.ErrIdempotencyMismatch) {
-		op.answer, err = &reply{Error: err.Error()}, nil
+		op.answer, err = &answer{Error: err.Error()}, nil
 	}
 	return err
 }
@@ -463,10 +456,7 @@ func (op *operation) answered(d decision, err error) error {
 // acquire, now and then in a transaction that may be rolled back.
 func (a *actor) acquire() error {
 	op := a.request(a.bucket())
-	cost, idempotencyKey := op.arguments()
-	return a.transact(func() error {
-		return op.answered(decide(a, "ratelimit_acquire($1, $2, $3, $4)", op.bucket.Policy, op.bucket.Key, cost, idempotencyKey))
-	}, op)
+	return a.transact(func() error { return op.answered(op.request.acquire(a)) }, op)
 }
 
 // transact makes the call of some operations.
@@ -530,16 +520,15 @@ func (a *actor) acquireMany() error {
 	batch := a.batches
 	a.mu.Unlock()
 	places := map[model.BucketID]int{}
-	var wishes []wish
+	var requests []nullableRequest
 	for _, op := range ops {
-		op.batch, op.place = batch, places[op.bucket]
-		places[op.bucket]++
-		cost, idempotencyKey := op.arguments()
-		wishes = append(wishes, wish{&op.bucket.Policy, &op.bucket.Key, &cost, idempotencyKey})
+		op.batch, op.place = batch, places[op.BucketID]
+		places[op.BucketID]++
+		requests = append(requests, op.nullable())
 	}
 	return a.transact(func() error {
-		replies, err := acquireMany(a, wishes)
-		for i, r := range replies {
+		answers, err := acquireMany(a, requests)
+		for i, r := range answers {
 			ops[i].answer = &r
 		}
 		return err
@@ -550,21 +539,10 @@ func (a *actor) acquireCombined() error {
 	op := a.request(a.bucket())
 	start := time.Now()
 	op.called = a.now()
-	opts := []client.AcquireOption{client.Cost(op.cost)}
-	if op.idempotencyKey != "" {
-		opts = append(opts, client.IdempotencyKey(op.idempotencyKey))
-	}
-	d, err := a.combiner.Acquire(context.Background(), op.bucket.Policy, op.bucket.Key, opts...)
+	d, err := op.by(context.Background(), a.combiner)
 	op.returned = a.now()
 	op.readings = a.chronicler.readings.since(start)
-	retryAfter := micros(d.RetryAfter)
-	if d.Never() {
-		retryAfter = model.Never
-	}
-	err = op.answered(decision{
-		Allowed: d.Allowed, Remaining: d.Remaining, RetryAfter: retryAfter, ResetAfter: micros(d.ResetAfter),
-		Capacity: d.Capacity, Replayed: d.Replayed,
-	}, err)
+	err = op.answered(decisionOf(d), err)
 	a.add(op)
 	return err
 }
@@ -574,14 +552,14 @@ func (a *actor) decide(kind string) error {
 	op := a.operation(kind, a.bucket())
 	op.cost = a.random.Int64N(5)
 	return a.transact(func() error {
-		return op.answered(decide(a, "ratelimit_"+kind+"($1, $2, $3)", op.bucket.Policy, op.bucket.Key, op.cost))
+		return op.answered(decide(a, "ratelimit_"+kind+"($1, $2, $3)", op.Policy, op.Key, op.cost))
 	}, op)
 }
 
 func (a *actor) reset() error {
 	op := a.operation(resets, a.bucket())
 	return a.transact(func() error {
-		_, err := a.Exec(context.Background(), "select ratelimit_reset($1, $2)", op.bucket.Policy, op.bucket.Key)
+		_, err := a.Exec(context.Background(), "select ratelimit_reset($1, $2)", op.Policy, op.Key)
 		return err
 	}, op)
 }

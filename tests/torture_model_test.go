@@ -189,12 +189,6 @@ func (m *modelRun) rollBack(to int) {
 // end leaves the session to the next sequence, also when this one has failed.
 func (m *modelRun) end() { m.session.exec("rollback") }
 
-type request struct {
-	model.BucketID
-	Cost           int64
-	IdempotencyKey []string // none or one
-}
-
 const day = 24 * 60 * 60 * 1_000_000
 
 var policyNames = []string{"a", "b"}
@@ -275,8 +269,8 @@ func (m *modelRun) request(t *rapid.T) request {
 	id := bucketIDs.Draw(t, "bucket")
 	return request{
 		BucketID:       id,
-		Cost:           m.amount(t, id.Policy),
-		IdempotencyKey: rapid.SampledFrom([][]string{nil, nil, {"1"}, {"2"}}).Draw(t, "idempotency key"),
+		cost:           m.amount(t, id.Policy),
+		idempotencyKey: rapid.SampledFrom([]string{"", "", "1", "2"}).Draw(t, "idempotency key"),
 	}
 }
 
@@ -290,8 +284,8 @@ func (m *modelRun) acquireAgain(t *rapid.T) {
 }
 
 func (m *modelRun) send(t *rapid.T, r request) {
-	want, wantErr := m.model.Acquire(m.now, r.BucketID, r.Cost, strings.Join(r.IdempotencyKey, ""))
-	got, err := acquire(m.session, r.Policy, r.Key, r.Cost, r.IdempotencyKey...)
+	want, wantErr := m.model.Acquire(m.now, r.BucketID, r.cost, r.idempotencyKey)
+	got, err := r.acquire(m.session)
 	m.same(t, want, got, wantErr, err)
 	m.remember(r)
 }
@@ -299,28 +293,24 @@ func (m *modelRun) send(t *rapid.T, r request) {
 // acquireMany sends requests in one call, some of them several times. What is refused is so in its row.
 func (m *modelRun) acquireMany(t *rapid.T) {
 	var (
-		wishes []wish
-		want   []reply
+		requests []nullableRequest
+		want     []answer
 	)
 	for range rapid.IntRange(1, 5).Draw(t, "requests") {
 		r := m.request(t)
-		w := wish{Policy: &r.Policy, Key: &r.Key, Cost: &r.Cost}
-		if len(r.IdempotencyKey) > 0 {
-			w.IdempotencyKey = &r.IdempotencyKey[0]
-		}
 		for range rapid.IntRange(1, 3).Draw(t, "times") {
 			m.calls++
-			d, err := m.model.Acquire(m.now, r.BucketID, r.Cost, strings.Join(r.IdempotencyKey, ""))
-			wishes = append(wishes, w)
+			d, err := m.model.Acquire(m.now, r.BucketID, r.cost, r.idempotencyKey)
+			requests = append(requests, r.nullable())
 			if err == nil {
-				want = append(want, reply{Decision: &d})
+				want = append(want, answer{Decision: &d})
 			} else {
-				want = append(want, reply{Error: err.Error()})
+				want = append(want, answer{Error: err.Error()})
 			}
 		}
 		m.remember(r)
 	}
-	got, err := acquireMany(m.session, wishes)
+	got, err := acquireMany(m.session, requests)
 	require.NoError(t, err)
 	for i := range got {
 		got[i].Error, _, _ = strings.Cut(got[i].Error, ":")

@@ -117,13 +117,11 @@ func (n *network) round(chances odds, lasts time.Duration) {
 		pool := n.proxy.pool(t, n.db, n.countCombined)
 		combiner := client.NewCombiner(pool)
 		n.proxy.plan(chances.random(n.random))
-		ctx, cancel := context.WithTimeout(t.Context(), lasts)
-		defer cancel()
-		callers := n.ledger.load(ctx, t, client.New(pool), combiner)
-		<-ctx.Done()
+		callers := n.ledger.load(t, client.New(pool), combiner)
+		callers.runFor(lasts)
 		n.proxy.heal()
 		healed := time.Now()
-		callers.Wait()
+		require.NoError(t, callers.end())
 		n.awaitRecovery(pool)
 		n.slowestRecovery = max(n.slowestRecovery, time.Since(healed))
 		combiner.Close()
@@ -223,10 +221,10 @@ func TestNetwork_ALostReply(t *testing.T) {
 			t.Parallel()
 			onBoth(t, func(t *testing.T, db *testDB, proxy *proxy, by client.Acquirer) {
 				l := newLedger(db, "p", 10, lost.timeout)
-				for _, c := range []claim{{"k", 3, "i"}, {"k", 2, ""}} {
-					require.NoError(t, l.settle(by, claim{"other", 1, ""}), "connects")
+				for _, r := range []request{l.request("k", 3, "i"), l.request("k", 2, "")} {
+					require.NoError(t, l.settle(by, l.request("other", 1, "")), "connects")
 					proxy.plan(nextReply(lost.fault))
-					require.NoError(t, l.settle(by, c))
+					require.NoError(t, l.settle(by, r))
 				}
 				require.Equal(t, 1, l.replayed)
 				require.Equal(t, 1, l.unknown)
@@ -243,13 +241,13 @@ func TestNetwork_ACallerWhoRetriesWithoutAnIdempotencyKeyIsChargedTwice(t *testi
 	t.Parallel()
 	onBoth(t, func(t *testing.T, db *testDB, proxy *proxy, by client.Acquirer) {
 		l := newLedger(db, "p", 10, time.Minute)
-		c := claim{"k", 3, ""}
-		require.NoError(t, l.settle(by, claim{"other", 1, ""}))
+		r := l.request("k", 3, "")
+		require.NoError(t, l.settle(by, l.request("other", 1, "")))
 		proxy.plan(nextReply(cut))
-		_, err := l.try(by, c)
+		_, err := l.try(by, r)
 		require.Error(t, err)
-		require.NoError(t, l.settle(by, c))
-		require.ErrorContains(t, l.check(db), "lacks 3 tokens, of which 0 may have been lost")
+		require.NoError(t, l.settle(by, r))
+		require.ErrorContains(t, l.check(db), "3 tokens are gone that were granted to nobody; requests without an answer wanted 0")
 	})
 }
 
@@ -264,7 +262,7 @@ func TestNetwork_ConnectingHangs(t *testing.T) {
 	var callers sync.WaitGroup
 	for range pool.Config().MaxConns {
 		callers.Go(func() {
-			if _, err := l.try(client.New(pool), claim{"k", 1, "i"}); err == nil {
+			if _, err := l.try(client.New(pool), l.request("k", 1, "i")); err == nil {
 				t.Error("an answer from nowhere")
 			}
 		})
@@ -273,7 +271,7 @@ func TestNetwork_ConnectingHangs(t *testing.T) {
 	require.Equal(t, pool.Config().MaxConns, pool.Stat().ConstructingConns())
 
 	proxy.heal()
-	require.NoError(t, l.settle(client.New(pool), claim{"k", 1, "i"}))
+	require.NoError(t, l.settle(client.New(pool), l.request("k", 1, "i")))
 	require.NoError(t, l.check(db))
 	require.LessOrEqual(t, l.slowest, 2*l.timeout)
 }

@@ -10,7 +10,6 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -18,7 +17,6 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
-	"golang.org/x/sync/errgroup"
 
 	"github.com/pgratelimit/pgratelimit/client"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
@@ -58,16 +56,12 @@ func TestTorture_Soak(t *testing.T) {
 	for (run.goesOn() || len(s.samples) < 8) && s.ctx.Err() == nil {
 		now := s.sample(time.Since(run.started))
 		run.progress("%.0f answers a second, tables of %.1f MB, indexes of %.1f MB", now.rate, now.tables, now.indexes)
-		select {
-		case <-s.ctx.Done():
-		case <-time.After(every):
-		}
+		s.runFor(every)
 	}
 	db.Await(t, patience, `
 		select count(*) = 4 and bool_and(n_tup_del > 0)
 		  from pg_stat_user_tables where schemaname || '.' || relname = any ($1)`, stateTables)
-	s.end()
-	require.NoError(t, s.callers.Wait())
+	require.NoError(t, s.end())
 	require.NotZero(t, s.denied.Load())
 
 	last := s.samples[len(s.samples)-1]
@@ -138,9 +132,7 @@ type soak struct {
 	local    bool // PostgreSQL's processes are this machine's
 	limiter  *client.Limiter
 	combiner *client.Combiner
-	callers  *errgroup.Group
-	ctx      context.Context // ends with the first error
-	end      func()
+	*load
 
 	answers, denied, visitors atomic.Int64
 	samples                   []soakSample
@@ -152,38 +144,22 @@ func startSoak(t *testing.T, db *testDB) *soak {
 	pool, err := pgxpool.New(t.Context(), db.URL+"&pool_max_conns=10&pool_min_conns=10&application_name=soak")
 	require.NoError(t, err)
 	s := &soak{db: db, limiter: client.New(pool), combiner: client.NewCombiner(pool, client.CallsInFlight(4))}
-	ctx, cancel := context.WithCancel(t.Context())
-	s.callers, s.ctx = errgroup.WithContext(ctx)
-	stop := make(chan struct{})
-	for i := range 32 {
+	t.Cleanup(func() { s.combiner.Close(); pool.Close() })
+	s.load = newLoad(t)
+	s.start(32, func(caller int) error {
 		by := client.Acquirer(s.combiner)
-		if i < 4 {
+		if caller < 4 {
 			by = s.limiter
 		}
-		s.callers.Go(func() error {
-			for {
-				select {
-				case <-stop:
-					return nil
-				default:
-				}
-				d, err := s.call(by)
-				if err != nil {
-					return err
-				}
-				s.answers.Add(1)
-				if !d.Allowed {
-					s.denied.Add(1)
-				}
-			}
-		})
-	}
-	s.end = sync.OnceFunc(func() { close(stop); cancel() })
-	t.Cleanup(func() {
-		s.end() // callers of a test that has failed would go on
-		_ = s.callers.Wait()
-		s.combiner.Close()
-		pool.Close()
+		d, err := s.call(by)
+		if err != nil {
+			return err
+		}
+		s.answers.Add(1)
+		if !d.Allowed {
+			s.denied.Add(1)
+		}
+		return nil
 	})
 	return s
 }
