@@ -26,7 +26,7 @@ func TestDurability_AfterACrash(t *testing.T) {
 
 	require.NoError(t, server.Stop(context.Background(), true))
 	require.NoError(t, server.Start(context.Background()))
-	db = openDB(t, server)
+	db = reopen(t, server)
 
 	require.Equal(t, before, db.bucket("d", "k"))
 	require.EqualValues(t, 3, db.left("d", "k"))

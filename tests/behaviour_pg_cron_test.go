@@ -24,7 +24,7 @@ func TestPgCron(t *testing.T) {
 	if !server.HasCron {
 		t.Skip("pg_cron is not installed for this PostgreSQL")
 	}
-	here := serverDB(t, server, "postgres") // where pg_cron is
+	here := installedDB(t, server, "postgres") // where pg_cron is
 	elsewhere := createDB(t, server, `Bob's "app"`, `create schema "the limits"; alter database %s set search_path = "the limits"`)
 
 	// A role that may clean up and nothing else. PUBLIC may not.
@@ -84,7 +84,7 @@ func TestPgCron(t *testing.T) {
 			 where j.jobname in ('ratelimit-cleanup', 'ratelimit-cleanup:Bob''s "app"', 'cleaner')
 			   and exists (select from cron.job_run_details as d
 			                where d.jobid = j.jobid and d.start_time > $1 and d.status = 'succeeded')`, planted)
-		require.Empty(t, texts(here, "select return_message from cron.job_run_details where status = 'failed'"))
+		require.Empty(t, column(t, here.DB, "select return_message from cron.job_run_details where status = 'failed'"))
 		for _, db := range []*testDB{here, elsewhere} {
 			require.Equal(t, inUse, remaining(db), db.Name)
 		}
@@ -114,7 +114,7 @@ func TestPgCron(t *testing.T) {
 				here.exec(j.Command)
 			}
 		}
-		require.Equal(t, []string{"cleaner 6", "cleaner 8", "ratelimit-cleanup 6", `ratelimit-cleanup:Bob's "app" 6`}, texts(here, `
+		require.Equal(t, []string{"cleaner 6", "cleaner 8", "ratelimit-cleanup 6", `ratelimit-cleanup:Bob's "app" 6`}, column(t, here.DB, `
 			select j.jobname || ' ' || extract(day from now() - d.start_time)
 			  from cron.job_run_details as d join cron.job as j using (jobid)
 			 where d.runid > 1000000
@@ -130,7 +130,7 @@ func TestPgCron(t *testing.T) {
 			require.NoError(t, runScript(here, "unschedule.sql"))
 		}
 		require.Empty(t, jobs(here))
-		require.Empty(t, texts(here, `
+		require.Empty(t, column(t, here.DB, `
 			select d.command from cron.job_run_details as d
 			 where d.jobid not in (select jobid from cron.job)`))
 	})
@@ -156,10 +156,10 @@ func TestPgCron_SaysWhatIsMissing(t *testing.T) {
 	t.Run("pg_cron, which is not loaded", func(t *testing.T) {
 		server := pgtest.Private(t)
 		// A setting that is left over is no proof that the library is there.
-		serverDB(t, server, "postgres").exec("alter system set shared_preload_libraries = 'plpgsql'")
+		installedDB(t, server, "postgres").exec("alter system set shared_preload_libraries = 'plpgsql'")
 		require.NoError(t, server.Stop(t.Context(), false))
 		require.NoError(t, server.Start(t.Context()))
-		db := createDB(t, server, "app", "")
+		db := createDB(t, server, "app")
 		requireMissing(t, runScript(db, "schedule.sql"), "pg_cron is not in this database", "has not loaded it", "pg_cron/README.md")
 	})
 }
@@ -172,7 +172,7 @@ func TestPgCron_UninstallUnschedules(t *testing.T) {
 		t.Skip("pg_cron is not installed for this PostgreSQL")
 	}
 	const remain = "clean-up may still be scheduled with pg_cron"
-	home := serverDB(t, server, "postgres") // where pg_cron is
+	home := installedDB(t, server, "postgres") // where pg_cron is
 	require.NoError(t, migrations.Down(t.Context(), connectToPackage(t, home)))
 	home.exec(`
 		create extension if not exists pg_cron;
@@ -235,7 +235,7 @@ func TestPgCron_UninstallUnschedules(t *testing.T) {
 			require.Contains(t, out, "pg_cron/unschedule_elsewhere.sql")
 		})
 	}
-	require.Equal(t, []string{"mine"}, texts(home, "select jobname from cron.job"))
+	require.Equal(t, []string{"mine"}, column(t, home.DB, "select jobname from cron.job"))
 }
 
 // connectToPackage connects as the owner of the package, which is a role of its own in the image.
@@ -306,7 +306,7 @@ var inUse = []string{
 
 func remaining(db *testDB) []string {
 	db.t.Helper()
-	return texts(db, `
+	return column(db.t, db.DB, `
 		select p.name || ' ' || r.what
 		  from ratelimit.policies as p
 		  join (select policy_id, key from ratelimit.buckets union all
@@ -329,15 +329,6 @@ func jobs(db *testDB) []job {
 		 order by jobname like '%:%', jobname like '%-history%', username`)
 	require.NoError(db.t, err)
 	found, err := pgx.CollectRows(rows, pgx.RowToStructByPos[job])
-	require.NoError(db.t, err)
-	return found
-}
-
-func texts(db *testDB, sql string) []string {
-	db.t.Helper()
-	rows, err := db.Pool.Query(context.Background(), sql)
-	require.NoError(db.t, err)
-	found, err := pgx.CollectRows(rows, pgx.RowTo[string])
 	require.NoError(db.t, err)
 	return found
 }

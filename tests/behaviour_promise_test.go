@@ -6,11 +6,8 @@ import (
 	"fmt"
 	"math/bits"
 	"math/rand/v2"
-	"os"
-	"strconv"
 	"testing"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 )
 
@@ -22,12 +19,7 @@ import (
 func TestPromise_RetryAfterAndResetAfterAreExact(t *testing.T) {
 	t.Parallel()
 	const each = 50_000
-	seed := rand.Uint64()
-	if s := os.Getenv("RATELIMIT_TEST_SEED"); s != "" {
-		var err error
-		seed, err = strconv.ParseUint(s, 10, 64)
-		require.NoError(t, err, "RATELIMIT_TEST_SEED")
-	}
+	seed, _ := testSeed(t)
 	random := rand.New(rand.NewPCG(seed, 0))
 	p := newPromises(t)
 
@@ -216,10 +208,7 @@ func (p *promises) check(cases []promise) []string {
 	// Were an acquire told to wait for nothing and yet find too little, it would try for ever.
 	_, err = tx.Exec(ctx, "set local statement_timeout = '2min'")
 	require.NoError(p.t, err)
-	rows, err := tx.Query(ctx, "select * from verdicts($1)", input)
-	require.NoError(p.t, err)
-	verdicts, err := pgx.CollectRows(rows, pgx.RowTo[string])
-	require.NoError(p.t, err)
+	verdicts := columnOf(p.t, tx, "select * from verdicts($1)", input)
 	require.Len(p.t, verdicts, len(cases))
 	return verdicts
 }

@@ -28,7 +28,7 @@ func TestStandby(t *testing.T) {
 	db.Pool.Close()
 	require.NoError(t, server.Stop(t.Context(), false))
 	require.NoError(t, server.Start(t.Context()))
-	db = openDB(t, server)
+	db = reopen(t, server)
 	require.Equal(t, int64(1), db.number("select 1 where pg_is_in_recovery()"))
 
 	const readOnly, unlogged = "25006", "0A000"
@@ -75,7 +75,7 @@ func TestStandby(t *testing.T) {
 	// Promoted, it goes on where the primary was; what was not logged starts anew.
 	db.exec("select pg_promote()")
 	db.Await(t, patience, "select not pg_is_in_recovery()")
-	db = openDB(t, server) // sessions that began on the standby stay read-only no longer, but their plans may be old
+	db = reopen(t, server) // sessions that began on the standby stay read-only no longer, but their plans may be old
 	require.Equal(t, replayed(first), db.acquire("durable", "k", 3, "first"))
 	require.EqualValues(t, 5, db.acquire("durable", "k", 2).Remaining)
 	require.EqualValues(t, 8, db.acquire("ephemeral", "k", 2, "first").Remaining)

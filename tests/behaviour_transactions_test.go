@@ -6,7 +6,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/pgratelimit/tests/model"
@@ -160,14 +159,10 @@ func TestTransaction_NoSettingOfTheSessionChanges(t *testing.T) {
 	s.exec("set search_path = pg_catalog; set intervalstyle = iso_8601; set timezone = 'Asia/Tokyo'")
 	s.exec("create temporary table before as select name, setting from pg_settings")
 	changed := func() []string {
-		rows, err := s.Query(context.Background(), `
+		return columnOf(t, s, `
 			select concat(name, ': ', b.setting, ' -> ', n.setting)
 			  from before as b full join pg_settings as n using (name)
 			 where b.setting is distinct from n.setting`)
-		require.NoError(t, err)
-		found, err := pgx.CollectRows(rows, pgx.RowTo[string])
-		require.NoError(t, err)
-		return found
 	}
 
 	for _, call := range []string{

@@ -148,9 +148,9 @@ func (db *testDB) dropPolicy(name string) {
 // cleanup runs one batch and returns how many buckets and idempotency keys it deleted.
 func (db *testDB) cleanup() (buckets, keys int64) {
 	db.t.Helper()
-	row := db.Pool.QueryRow(context.Background(), "select buckets_deleted, idempotency_keys_deleted from ratelimit_cleanup()")
-	require.NoError(db.t, row.Scan(&buckets, &keys))
-	return buckets, keys
+	d, err := cleanup(db.Pool, 10_000)
+	require.NoError(db.t, err)
+	return d.buckets, d.keys
 }
 
 // A bucket is a row of ratelimit.buckets or ratelimit.ephemeral_buckets.
@@ -195,12 +195,18 @@ func (db *testDB) putBucket(policy, key string, b bucket) {
 		policy, key, b.Level, b.RefilledAt)
 }
 
+// column returns the texts that a query with one column finds.
 func column(t testing.TB, db *pgtest.DB, sql string, args ...any) []string {
 	t.Helper()
-	rows, err := db.Pool.Query(context.Background(), sql, args...)
-	require.NoError(t, err)
+	return columnOf(t, db.Pool, sql, args...)
+}
+
+// columnOf is column in a session or a transaction.
+func columnOf(t require.TestingT, q rowsQuerier, sql string, args ...any) []string {
+	rows, err := q.Query(context.Background(), sql, args...)
+	require.NoError(t, err, sql)
 	values, err := pgx.CollectRows(rows, pgx.RowTo[string])
-	require.NoError(t, err)
+	require.NoError(t, err, sql)
 	return values
 }
 
@@ -230,24 +236,16 @@ func (db *testDB) rows() []string {
 	for _, table := range stateTables {
 		selects = append(selects, "select format('%s %s %s %s %s', tableoid::regclass, ctid, xmin, xmax, t) from "+table+" as t")
 	}
-	rows, err := db.Pool.Query(context.Background(), strings.Join(selects, " union all ")+" order by 1")
-	require.NoError(db.t, err)
-	found, err := pgx.CollectRows(rows, pgx.RowTo[string])
-	require.NoError(db.t, err)
-	return found
+	return column(db.t, db.DB, strings.Join(selects, " union all ")+" order by 1")
 }
 
 // state is all that a later call could see.
-func state(t require.TestingT, q rowsQuerier) (rows []string) {
-	found, err := q.Query(context.Background(), `
+func state(t require.TestingT, q rowsQuerier) []string {
+	return columnOf(t, q, `
 		select format('%s %s %s %s', policy_id, key, level, refilled_at)
 		  from (table ratelimit.buckets union all table ratelimit.ephemeral_buckets) as b
 		union all
 		select k::text
 		  from (table ratelimit.idempotency_keys union all table ratelimit.ephemeral_idempotency_keys) as k
 		 order by 1`)
-	require.NoError(t, err)
-	rows, err = pgx.CollectRows(found, pgx.RowTo[string])
-	require.NoError(t, err)
-	return rows
 }

@@ -45,20 +45,18 @@ func sameSchemaOf(t *testing.T, role string, want, got *pgtest.DB) {
 func fingerprintOf(t testing.TB, db *pgtest.DB) (schema string) {
 	t.Helper()
 	require.NoError(t, pgx.BeginFunc(context.Background(), db.Pool, func(tx pgx.Tx) error {
-		schema = fingerprint(t, tx)
+		schema = fingerprintIn(t, tx)
 		return nil
 	}))
 	return schema
 }
 
-func fingerprint(t testing.TB, tx pgx.Tx) string {
+// fingerprintIn is fingerprintOf in a transaction, with what it changed.
+func fingerprintIn(t testing.TB, tx pgx.Tx) string {
 	t.Helper()
 	_, err := tx.Exec(context.Background(), "set local search_path = ''") // so that names are told in full
 	require.NoError(t, err)
-	rows, err := tx.Query(context.Background(), schemaQuery)
-	require.NoError(t, err)
-	lines, err := pgx.CollectRows(rows, pgx.RowTo[string])
-	require.NoError(t, err)
+	lines := columnOf(t, tx, schemaQuery)
 	slices.Sort(lines)
 	return strings.Join(lines, "\n")
 }
@@ -318,7 +316,7 @@ func TestSameSchema_SeesEveryDifference(t *testing.T) {
 			defer tx.Rollback(context.Background())
 			_, err = tx.Exec(t.Context(), difference)
 			require.NoError(t, err)
-			require.NotEqual(t, want, fingerprint(t, tx))
+			require.NotEqual(t, want, fingerprintIn(t, tx))
 		})
 	}
 	require.Equal(t, want, fingerprintOf(t, db))

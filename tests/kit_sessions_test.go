@@ -8,6 +8,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
+	"golang.org/x/sync/errgroup"
 )
 
 // patience bounds every wait for another session; only a broken test takes as long.
@@ -101,28 +102,28 @@ func (p *pending) answer() decision {
 // together makes n calls at the same time, on as many connections as the pool has.
 func (db *testDB) together(n int, call func(i int, q querier) (decision, error)) []decision {
 	db.t.Helper()
-	var (
-		decisions = make([]decision, n)
-		errs      = make([]error, n)
-		ready     sync.WaitGroup
-		done      sync.WaitGroup
-		start     = make(chan struct{})
-	)
-	ready.Add(n)
-	for i := range n {
-		done.Go(func() {
+	decisions := make([]decision, n)
+	crowd(db.t, n, func(i int) (err error) {
+		decisions[i], err = call(i, db.Pool)
+		return err
+	})
+	return decisions
+}
+
+// crowd runs callers at the same time, and fails the test with the first error.
+func crowd(t testing.TB, callers int, call func(caller int) error) {
+	t.Helper()
+	var ready sync.WaitGroup
+	ready.Add(callers)
+	var calls errgroup.Group
+	for caller := range callers {
+		calls.Go(func() error {
 			ready.Done()
-			<-start
-			decisions[i], errs[i] = call(i, db.Pool)
+			ready.Wait()
+			return call(caller)
 		})
 	}
-	ready.Wait()
-	close(start)
-	done.Wait()
-	for _, err := range errs {
-		require.NoError(db.t, err)
-	}
-	return decisions
+	require.NoError(t, calls.Wait())
 }
 
 // crowds bounds how many tests keep dozens of connections at once; servers take about a hundred.
@@ -146,24 +147,4 @@ func (db *testDB) warm(connections int) {
 		require.NoError(db.t, err)
 		defer conn.Release()
 	}
-}
-
-// crowd runs callers at the same time, and fails the test with the first error of those there are.
-func crowd(t testing.TB, callers int, call func(caller int) error) {
-	t.Helper()
-	var done sync.WaitGroup
-	start := make(chan struct{})
-	errs := make(chan error, callers)
-	for i := range callers {
-		done.Go(func() {
-			<-start
-			if err := call(i); err != nil {
-				errs <- err
-			}
-		})
-	}
-	close(start)
-	done.Wait()
-	close(errs)
-	require.NoError(t, <-errs, "and %d more", len(errs))
 }

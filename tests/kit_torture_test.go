@@ -2,6 +2,7 @@ package tests
 
 import (
 	"fmt"
+	"math/rand/v2"
 	"os"
 	"strconv"
 	"sync"
@@ -83,4 +84,16 @@ func (m tortured) Run() int {
 	}
 	_ = table.Flush() // a figure that cannot be shown fails no test
 	return code
+}
+
+// testSeed is what RATELIMIT_TEST_SEED gives, or else a random number.
+func testSeed(t testing.TB) (seed uint64, given bool) {
+	t.Helper()
+	s := os.Getenv("RATELIMIT_TEST_SEED")
+	if s == "" {
+		return rand.Uint64(), false
+	}
+	seed, err := strconv.ParseUint(s, 10, 64)
+	require.NoError(t, err, "RATELIMIT_TEST_SEED")
+	return seed, true
 }

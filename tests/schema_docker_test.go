@@ -92,7 +92,7 @@ func restart(t *testing.T, server *pgtest.Server) {
 // requireUpToDate compares the image's database with one on the same server that was installed by Up.
 func requireUpToDate(t *testing.T, server *pgtest.Server) {
 	t.Helper()
-	db := serverDB(t, server, "postgres")
+	db := installedDB(t, server, "postgres")
 	db.exec("drop database if exists reference")
 	db.exec("create database reference template template0")
 	conn, err := pgx.Connect(t.Context(), server.URL("reference"))
@@ -105,11 +105,11 @@ func requireUpToDate(t *testing.T, server *pgtest.Server) {
 	require.NoError(t, migrations.Up(t.Context(), conn))
 	execute(t, conn, imageGrants)
 	require.NoError(t, conn.Close(t.Context()))
-	reference := serverDB(t, server, "reference")
+	reference := installedDB(t, server, "reference")
 	require.Equal(t, ownLines(t, reference), ownLines(t, db))
 	reference.Pool.Close()
-	require.Equal(t, []string{"false"}, texts(db, "select rolsuper::text from pg_roles where rolname = '"+imageOwner+"'"))
-	require.Equal(t, []string{imageOwner}, texts(db, "select nspowner::regrole::text from pg_namespace where nspname = 'ratelimit'"))
+	require.Equal(t, []string{"false"}, column(t, db.DB, "select rolsuper::text from pg_roles where rolname = '"+imageOwner+"'"))
+	require.Equal(t, []string{imageOwner}, column(t, db.DB, "select nspowner::regrole::text from pg_namespace where nspname = 'ratelimit'"))
 
 	scheduled := jobs(db)
 	require.Len(t, scheduled, 2)

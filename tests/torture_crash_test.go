@@ -44,7 +44,7 @@ func TestTorture_Crash(t *testing.T) {
 		recoveries = append(recoveries, crash.kill(t, server, l))
 		l.end()
 		db.Pool.Close()
-		db = openDB(t, server)
+		db = reopen(t, server)
 		total.add(l.settle(db, left))
 		require.Zero(t, flushed.lost, "grants that were flushed")
 		run.progress("%d crashes; of %d grants flushed %d are lost, of %d others %d", n+1,
@@ -157,7 +157,7 @@ func TestCrash_TheAuditFindsWhatIsLost(t *testing.T) {
 		kill(t, server)
 		require.NoError(t, server.Start(t.Context()))
 		db.Pool.Close()
-		db = openDB(t, server)
+		db = reopen(t, server)
 		found, err := audit(exactCapacity, db.left("durable", key), grants, nil)
 		require.NoError(t, err)
 		return len(found.lost)

@@ -22,7 +22,7 @@ import (
 func TestTorture_DiskFull(t *testing.T) {
 	run := torture(t, 8*time.Second)
 	server, dir := pgtest.PrivateOnDisk(t, 192, "synchronous_commit=on", "min_wal_size=32MB", "max_wal_size=48MB")
-	db := newDBOn(t, server)
+	db := createDB(t, server, privateName)
 	l := newLedger(db, "p", 300, 5*time.Second)
 
 	fills, crashes, stops := 0, 0, 0

@@ -52,7 +52,7 @@ func TestTorture_CrashFailover(t *testing.T) {
 		paced := startPaced(db, prefix)
 		l := startCrashLoad(t, db.URL, prefix, []string{"durable"}, 0)
 		l.runFor(t, time.Second)
-		promoted := openDB(t, standby)
+		promoted := reopen(t, standby)
 		for step := range 2 {
 			if step != promotion {
 				kill(t, primary)

@@ -6,7 +6,6 @@ import (
 	"maps"
 	"math"
 	"math/rand/v2"
-	"os"
 	"slices"
 	"strconv"
 	"strings"
@@ -93,9 +92,7 @@ func newFuzzer(t *testing.T, inputs *tally) *fuzzer {
 	db := newDB(t)
 	db.clockPerSession()
 	f := &fuzzer{db: db, wire: db.wire(t), inputs: inputs}
-	if s := os.Getenv("RATELIMIT_TEST_SEED"); s != "" {
-		seed, err := strconv.ParseUint(s, 10, 64)
-		require.NoError(t, err, "RATELIMIT_TEST_SEED")
+	if seed, given := testSeed(t); given {
 		f.seeds = append(f.seeds, seed)
 	}
 	setup := []message{

@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"context"
 	"math/rand/v2"
-	"os"
 	"runtime/pprof"
 	"strconv"
 	"strings"
@@ -28,12 +27,7 @@ import (
 // RATELIMIT_TEST_SEED repeats the choice of faults, though not who meets them.
 func TestTorture_Network(t *testing.T) {
 	run := torture(t, 8*time.Second)
-	seed := rand.Uint64()
-	if s := os.Getenv("RATELIMIT_TEST_SEED"); s != "" {
-		var err error
-		seed, err = strconv.ParseUint(s, 10, 64)
-		require.NoError(t, err, "RATELIMIT_TEST_SEED")
-	}
+	seed, _ := testSeed(t)
 	t.Logf("RATELIMIT_TEST_SEED=%d", seed)
 	n := newNetwork(t, rand.New(rand.NewPCG(seed, 0)))
 

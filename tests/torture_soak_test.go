@@ -29,8 +29,8 @@ func TestTorture_Soak(t *testing.T) {
 	run := torture(t, 8*time.Second)
 	judged := run.budget >= 5*time.Minute
 	server := pgtest.Private(t, "fsync=on")
-	db := serverDB(t, server, "postgres") // where pg_cron is
-	db.cleanUpAtOnce()                    // or a short run would see nothing removed
+	db := installedDB(t, server, "postgres") // where pg_cron is
+	db.cleanUpAtOnce()                       // or a short run would see nothing removed
 	for prefix, kind := range map[string]policyOption{"": durable, "ephemeral-": ephemeral} {
 		db.definePolicy(prefix+"steady", 100, 100, time.Second, kind, remember(2*time.Second))
 		db.definePolicy(prefix+"passing", 5, 10, time.Second, kind)
@@ -42,7 +42,7 @@ func TestTorture_Soak(t *testing.T) {
 	if cron := judged && server.HasCron; cron {
 		require.NoError(t, runScript(db, "schedule.sql"))
 		defer func() {
-			require.Empty(t, texts(db, "select return_message from cron.job_run_details where status = 'failed'"))
+			require.Empty(t, column(t, db.DB, "select return_message from cron.job_run_details where status = 'failed'"))
 			run.figure("clean-ups by pg_cron", db.number("select count(*) from cron.job_run_details where status = 'succeeded'"), "")
 		}()
 	} else {
