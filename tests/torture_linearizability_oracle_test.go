@@ -53,7 +53,7 @@ func (op *operation) overlaps(other *operation) bool {
 
 // A standing is where a bucket may be between two operations.
 type standing struct {
-	model.Ledger
+	model.State
 	batches map[int]int // requests done, of batches under way
 }
 
@@ -70,12 +70,12 @@ func (op *operation) next(at standing, answer *answer) (all []any) {
 		batches[op.batch]++
 		at.batches = batches
 	}
-	add := func(ledgers ...model.Ledger) {
+	add := func(states ...model.State) {
 		if op.undone {
-			ledgers = []model.Ledger{at.Ledger}
+			states = []model.State{at.State}
 		}
-		for _, l := range ledgers {
-			all = append(all, standing{l, at.batches})
+		for _, s := range states {
+			all = append(all, standing{s, at.batches})
 		}
 	}
 	if op.kind == resets {
@@ -84,8 +84,8 @@ func (op *operation) next(at standing, answer *answer) (all []any) {
 	}
 	for _, p := range op.policies {
 		for _, now := range op.readings {
-			for _, l := range at.Doubts(op.idempotencyKey, now) {
-				add(op.leadsTo(p, now, l, answer)...)
+			for _, s := range at.Doubts(op.idempotencyKey, now) {
+				add(op.leadsTo(p, now, s, answer)...)
 			}
 		}
 	}
@@ -93,27 +93,27 @@ func (op *operation) next(at standing, answer *answer) (all []any) {
 }
 
 // leadsTo returns where the operation leads from one state, by one reading of the clock.
-func (op *operation) leadsTo(p model.Policy, now time.Time, l model.Ledger, answer *answer) []model.Ledger {
+func (op *operation) leadsTo(p model.Policy, now time.Time, s model.State, answer *answer) []model.State {
 	var (
-		left = []model.Ledger{l}
+		left = []model.State{s}
 		d    decision
 		err  error
 	)
-	if op.isFar(p, now, l, answer) {
+	if op.isFar(p, now, s, answer) {
 		return nil
 	}
 	switch op.kind {
 	case acquires:
-		left[0], d, err = l.Acquire(p, now, op.cost, op.idempotencyKey)
+		left[0], d, err = s.Acquire(p, now, op.cost, op.idempotencyKey)
 		if op.met && (d.Replayed || err != nil && op.batch != 0) {
-			left = append(left, l.Touch(p, now))
+			left = append(left, s.Touch(p, now))
 		}
 	case peeks:
-		d = l.Peek(p, now, op.cost)
+		d = s.Peek(p, now, op.cost)
 	case refunds:
-		left[0], d = l.Refund(p, now, op.cost)
+		left[0], d = s.Refund(p, now, op.cost)
 	case cleansUp:
-		return l.CleanUps(p, now)
+		return s.CleanUps(p, now)
 	}
 	if answer != nil && (err == nil) != (answer.Decision != nil) || answer != nil && err == nil && d != *answer.Decision {
 		return nil
@@ -122,7 +122,7 @@ func (op *operation) leadsTo(p model.Policy, now time.Time, l model.Ledger, answ
 }
 
 // isFar spares the model most of its work.
-func (op *operation) isFar(p model.Policy, now time.Time, l model.Ledger, answer *answer) bool {
+func (op *operation) isFar(p model.Policy, now time.Time, s model.State, answer *answer) bool {
 	if op.kind != acquires && op.kind != peeks || answer == nil || answer.Decision == nil || answer.Decision.Replayed {
 		return false
 	}
@@ -130,7 +130,7 @@ func (op *operation) isFar(p model.Policy, now time.Time, l model.Ledger, answer
 	if op.granted() {
 		before += op.cost
 	}
-	return p.Capacity != answer.Decision.Capacity || l.Remaining(p, now) != before
+	return p.Capacity != answer.Decision.Capacity || s.Remaining(p, now) != before
 }
 
 var bucketModel = porcupine.NondeterministicModel{
@@ -139,7 +139,7 @@ var bucketModel = porcupine.NondeterministicModel{
 		return input.(*operation).next(state.(standing), output.(*answer))
 	},
 	// Those that are compared have the same operations behind them, and so the same batches.
-	Equal: func(a, b any) bool { return a.(standing).Equal(b.(standing).Ledger) },
+	Equal: func(a, b any) bool { return a.(standing).Equal(b.(standing).State) },
 	Hash:  func(state any) uint64 { return state.(standing).Hash() },
 }
 
@@ -203,7 +203,7 @@ func (h history) explain(rules porcupine.Model, n int) string {
 		placed[op.Input] = true
 		fmt.Fprintf(&text, "%s\n", op.Input)
 		for _, s := range state.([]any) {
-			fmt.Fprintf(&text, "        %s\n", s.(standing).Ledger)
+			fmt.Fprintf(&text, "        %s\n", s.(standing).State)
 		}
 	}
 	fmt.Fprintf(&text, "These have no place after it, or had no answer yet when the last of the others came:\n")
