@@ -172,55 +172,6 @@ func requireRefused(t *testing.T, db *pgtest.DB, role string, but ...string) {
 	}
 }
 
-// evil has a false friend of whatever the functions use.
-const evil = `
-	create function evil.clock() returns timestamptz language sql as $$ select timestamptz 'epoch' $$;
-	create function evil.clock_timestamp() returns timestamptz language sql as $$ select timestamptz 'epoch' $$;
-	create function evil.now() returns timestamptz language sql as $$ select timestamptz 'epoch' $$;
-	create function evil.octet_length(text) returns integer language sql as $$ select 1 $$;
-	create function evil.div(numeric, numeric) returns numeric language sql as $$ select 1000000.0 $$;
-	create function evil.date_bin(interval, timestamptz, timestamptz) returns timestamptz language sql as $$ select timestamptz 'epoch' $$;
-	create function evil.make_interval(years integer default 0, months integer default 0, weeks integer default 0, days integer default 0,
-	  hours integer default 0, mins integer default 0, secs double precision default 0)
-	  returns interval language sql as $$ select interval '1 minute' $$;
-	create function evil.microtokens(bigint) returns bigint language sql as $$ select 0::bigint $$;
-	create function evil.whole_tokens(bigint) returns bigint language sql as $$ select 99::bigint $$;
-	create function evil.refilled_level(bigint, timestamptz, timestamptz, numeric, numeric, numeric, interval)
-	  returns bigint language sql as $$ select 99000000::bigint $$;
-	create function evil.wait_below(numeric, bigint, numeric, numeric, numeric, numeric, numeric)
-	  returns bigint language sql as $$ select 0::bigint $$;
-	create function evil.wait_for(numeric, bigint, timestamptz, timestamptz, numeric, numeric, numeric, numeric)
-	  returns bigint language sql as $$ select 0::bigint $$;
-	create function evil.is_name(text) returns boolean language sql as $$ select true $$;
-	create function evil.acceptable(text, bigint) returns boolean language sql as $$ select true $$;
-	create function evil.unknown_policy(text) returns void language sql as $$ select $$;
-	create function evil.wrong(bigint, bigint) returns bigint language sql as $$ select 42::bigint $$;
-	create function evil.wrong(numeric, numeric) returns numeric language sql as $$ select 42.0 $$;
-	create function evil.wrong(timestamptz, timestamptz) returns interval language sql as $$ select interval '1 year' $$;
-	create function evil.untrue(bigint, bigint) returns boolean language sql as $$ select false $$;
-	create function evil.untrue(bigint, integer) returns boolean language sql as $$ select false $$;
-	create function evil.untrue(text, text) returns boolean language sql as $$ select false $$;
-	create operator evil.* (leftarg = bigint, rightarg = bigint, function = evil.wrong);
-	create operator evil.- (leftarg = bigint, rightarg = bigint, function = evil.wrong);
-	create operator evil.+ (leftarg = bigint, rightarg = bigint, function = evil.wrong);
-	create operator evil./ (leftarg = bigint, rightarg = bigint, function = evil.wrong);
-	create operator evil.% (leftarg = bigint, rightarg = bigint, function = evil.wrong);
-	create operator evil.* (leftarg = numeric, rightarg = numeric, function = evil.wrong);
-	create operator evil.- (leftarg = timestamptz, rightarg = timestamptz, function = evil.wrong);
-	create operator evil.= (leftarg = bigint, rightarg = bigint, function = evil.untrue);
-	create operator evil.= (leftarg = text, rightarg = text, function = evil.untrue);
-	create operator evil.>= (leftarg = bigint, rightarg = bigint, function = evil.untrue);
-	create operator evil.<= (leftarg = bigint, rightarg = bigint, function = evil.untrue);
-	create operator evil.= (leftarg = bigint, rightarg = integer, function = evil.untrue);
-	create operator evil.> (leftarg = bigint, rightarg = integer, function = evil.untrue);
-	create operator evil.>= (leftarg = bigint, rightarg = integer, function = evil.untrue);
-	create type evil.decision as (allowed boolean);
-	create table evil.policies (like information_schema.sql_features);
-	create table evil.buckets (key text);
-	create table evil.ephemeral_buckets (key text);
-	create table evil.idempotency_keys (key text);
-	create table evil.ephemeral_idempotency_keys (key text)`
-
 // The grants that an error of the client names are those that help.
 func TestPrivileges_TheClientNamesTheGrant(t *testing.T) {
 	t.Parallel()
