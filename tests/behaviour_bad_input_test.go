@@ -241,7 +241,7 @@ func TestBadInput_InABatch(t *testing.T) {
 	require.Equal(t, []answer{{Remaining: &five}, {Remaining: &five}}, answers[bad:])
 }
 
-// Within the caller's transaction, where what came before the error must stay as it was.
+// An error in a savepoint leaves the caller's earlier work as it was.
 func TestBadInput_InASavepoint(t *testing.T) {
 	t.Parallel()
 	ctx := context.Background()
@@ -317,8 +317,7 @@ func TestBadInput_LargestValuesAreAnswered(t *testing.T) {
 	}
 }
 
-// However an array is cut into dimensions, and wherever its subscripts begin, a batch is the elements
-// one after another.
+// A batch is the elements of its arrays in storage order, whatever their dimensions and lower bounds.
 func TestBadInput_ArraysOfAnyShapeAreOneBatch(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)

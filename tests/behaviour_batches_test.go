@@ -134,7 +134,7 @@ func TestAcquireMany_NeverDeadlocks(t *testing.T) {
 		"what was granted is what is gone")
 }
 
-// Requests that find the bucket changed after they waited for it are decided by what it holds then.
+// A request that waited for its bucket is decided by what the bucket holds after the wait.
 func TestAcquireMany_WaitsAndDecidesAfresh(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
@@ -162,8 +162,8 @@ func TestAcquireMany_WaitsAndDecidesAfresh(t *testing.T) {
 	require.EqualValues(t, 1, db.left(policy, key))
 }
 
-// The transaction that it waited for leaves no trace, but time has passed: a bucket that was empty when the
-// batch began has refilled, and an acquire on its own would be granted.
+// The transaction that the batch waited for leaves no trace, but time has passed: a bucket that was empty
+// when the batch began has refilled, and a single acquire would be granted.
 func TestAcquireMany_AWaitThatEndsInARollbackIsDecidedAfresh(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
@@ -248,7 +248,7 @@ func TestAcquireMany_DenialsWriteNothing(t *testing.T) {
 	db.hasty().exec("select from ratelimit.buckets for update nowait")
 }
 
-// Beside requests that are granted at once, and in a bucket that is empty by now.
+// The repeat stands beside requests that are granted at once, and its bucket is empty by now.
 func TestAcquireMany_ARepeatIsNoDenial(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)

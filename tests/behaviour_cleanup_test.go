@@ -12,7 +12,7 @@ import (
 	"github.com/pgratelimit/pgratelimit/tests/model"
 )
 
-// deleted is what a clean-up answers.
+// deleted counts the rows that a clean-up deleted.
 type deleted struct{ buckets, keys int64 }
 
 func (db *testDB) cleanupAt(at time.Time) (d deleted) {
@@ -200,8 +200,6 @@ func TestCleanup_RefusesBadArguments(t *testing.T) {
 	}
 }
 
-// Beside acquires.
-
 func TestCleanup_WaitsForNoAcquireAndSkipsItsRows(t *testing.T) {
 	t.Parallel()
 	for _, kind := range []policyOption{durable, ephemeral} {
@@ -232,7 +230,7 @@ func TestCleanup_WaitsForNoAcquireAndSkipsItsRows(t *testing.T) {
 	}
 }
 
-// Where PostgreSQL waits though it was told to skip, a batch ends before it can be part of a deadlock.
+// SKIP LOCKED can still block when a row changes hands. The batch then ends before it can be part of a deadlock.
 func TestCleanup_GivesWayWhereItWouldWait(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
@@ -256,7 +254,7 @@ func TestCleanup_GivesWayWhereItWouldWait(t *testing.T) {
 	require.Equal(t, deleted{1, 0}, d)
 }
 
-// Seen due and full by clean-up, and then used by somebody faster.
+// Clean-up finds a bucket due and full, and an acquire uses the bucket before clean-up has its lock.
 func TestCleanup_LeavesWhatWasUsedBeforeItGotTheLock(t *testing.T) {
 	t.Parallel()
 	for name, statement := range map[string]string{
@@ -346,7 +344,7 @@ func TestCleanup_LoadBesideItLosesNothing(t *testing.T) {
 	db.definePolicy("brief", 5, 5_000_000, time.Second) // full again after a microsecond
 	db.definePolicy("long", 104, 1, aDay)
 
-	// One cleans up all the while: rows that are due and full, and rows that refunds make due too early.
+	// One session cleans up meanwhile: rows that are due and full, and rows that refunds make due too early.
 	stop, stopped := make(chan struct{}), make(chan error, 1)
 	var total deleted
 	go func() {
@@ -388,8 +386,6 @@ func TestCleanup_LoadBesideItLosesNothing(t *testing.T) {
 	}
 }
 
-// Beside itself.
-
 func TestCleanup_SeveralAtOnceShareTheWork(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
@@ -426,8 +422,6 @@ func TestCleanup_SeveralAtOnceShareTheWork(t *testing.T) {
 	require.Equal(t, deleted{1000, 1000}, total)
 	require.Len(t, db.rows(), 2, "the used bucket and its key")
 }
-
-// The procedure.
 
 func TestCleanupAll_DrainsInBatchesThatCommit(t *testing.T) {
 	t.Parallel()
@@ -502,9 +496,7 @@ func TestCleanupAll_IsRefusedInsideATransaction(t *testing.T) {
 	require.Len(t, db.rows(), 2)
 }
 
-// After a drop.
-
-// orphans counts rows of policies that are no more.
+// orphans counts rows whose policy was dropped.
 func (db *testDB) orphans() (n int64) {
 	db.t.Helper()
 	for _, table := range stateTables {

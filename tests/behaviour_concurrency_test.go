@@ -155,7 +155,7 @@ func TestConcurrency_APeekAndADenialWaitForNobody(t *testing.T) {
 	require.EqualValues(t, 2, db.must(peek(hasty, "p", "k", 1)).Remaining, "what is committed")
 }
 
-// All of a grant's answer is as of one instant, also when it had to wait.
+// Every field of a granted decision is as of one instant, also after a wait.
 func TestGrant_IsAnsweredAsOfOneInstant(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)

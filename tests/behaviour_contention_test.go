@@ -56,8 +56,8 @@ func TestContention_TwoTransactionsInOppositeOrder(t *testing.T) {
 	require.Equal(t, []int64{5, 5}, []int64{db.left("p", "a"), db.left("p", "b")})
 }
 
-// A transaction holds a bucket for as long as it likes. With lock_timeout those who want it have a clear
-// answer, and those who want others notice nothing; without, they wait.
+// A transaction holds a bucket. With lock_timeout, callers of this bucket get a clear error and callers of
+// other buckets notice nothing. Without it, callers of this bucket wait.
 func TestContention_AHeldBucket(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
@@ -139,7 +139,7 @@ func TestContention_AnIdleTransactionEnds(t *testing.T) {
 	}
 }
 
-// No connection is left: a clear error, and then no trace of it.
+// When no connection is left, callers get a clear error, and later calls succeed.
 func TestContention_TooManyConnections(t *testing.T) {
 	t.Parallel()
 	const most = 12

@@ -79,7 +79,7 @@ func TestDatabase_OfAnyEncoding(t *testing.T) {
 	}
 }
 
-// 512 bytes are those of the database, which Go cannot know.
+// The limit of 512 bytes counts bytes in the database's encoding, which Go cannot know.
 func TestDatabase_CountsItsOwnBytes(t *testing.T) {
 	t.Parallel()
 	db := newDBWith(t, "encoding 'LATIN1' locale 'C'")
@@ -100,7 +100,7 @@ func TestDatabase_CountsItsOwnBytes(t *testing.T) {
 	require.EqualValues(t, 8, db.left("p", strings.Repeat("é", 512)))
 }
 
-// What a database compares and sorts by is its callers' business: keys are bytes.
+// Keys are compared by byte, whatever the collation of the database.
 func TestDatabase_OfAnyCollation(t *testing.T) {
 	t.Parallel()
 	locales := map[string]string{

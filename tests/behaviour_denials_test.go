@@ -56,7 +56,7 @@ func TestDenial_WritesNothing(t *testing.T) {
 					db.exec("select from " + table + " for update nowait")
 				}
 
-				// The same eyes see a grant.
+				// A grant does change the rows that are compared.
 				s.acquire(policy, "other", 1, "Z")
 				require.Equal(t, traces{xid: true, writes: 2}, s.traces())
 				s.exec("commit")
@@ -154,8 +154,6 @@ func (s *session) walRecords(sql string) int64 {
 	require.NotNil(s.db.t, plans[0].Plan.Records)
 	return *plans[0].Plan.Records
 }
-
-// A caller that waited for the row.
 
 // waitAndLose has a caller with cost 3 of capacity 10, refilled 1 a second, wait for a transaction
 // that takes all, and moves the clock on meanwhile.

@@ -39,7 +39,7 @@ func TestDurability_AfterACrash(t *testing.T) {
 	require.EqualValues(t, 7, again.Remaining, "charged again, from a full bucket")
 }
 
-// Every table one call writes has the same durability: an ephemeral grant has nothing to flush.
+// Every table that one call writes has the same durability, so an ephemeral grant has nothing to flush.
 func TestDurability_AnEphemeralGrantWritesNoWAL(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)

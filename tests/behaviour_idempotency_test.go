@@ -9,8 +9,6 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// The rules that need no concurrency.
-
 func TestIdempotency_Vector58(t *testing.T) {
 	t.Parallel()
 	onEach(t, func(t *testing.T, db subject) {
@@ -162,8 +160,6 @@ func TestIdempotency_DropRemovesKeys(t *testing.T) {
 	}
 }
 
-// Many callers at once.
-
 func TestIdempotency_TwentyCallersWithOneKeyAreChargedOnce(t *testing.T) {
 	t.Parallel()
 	db := newCrowdDB(t, 20)
@@ -205,7 +201,7 @@ func TestIdempotency_OneChargeWhileTheBucketFills(t *testing.T) {
 				key := fmt.Sprint("k", i)
 				db.acquireAt(t0, "p", key, 10)
 
-				// Five come before the tokens, and ask again among twenty who come meanwhile.
+				// Five requests come before the tokens, and are repeated among twenty that come meanwhile.
 				early := db.together(5, func(_ int, q querier) (decision, error) { return acquire(q, "p", key, 7, "X") })
 				require.Zero(t, count(early, isAllowed))
 				filled := make(chan error)
@@ -235,7 +231,7 @@ func TestIdempotency_OneChargeWhileTheBucketFills(t *testing.T) {
 // and gates hold the calls where they have to be. Each race is also run without its branch, and
 // must then come out wrong, and in the way that is expected.
 
-// An outcome is what a race leads to.
+// An outcome is the result of a race.
 type outcome struct {
 	answer decision // of the last caller
 	state  string   // or its SQLSTATE
@@ -251,7 +247,7 @@ type race struct {
 	without  []removal
 }
 
-// A removal is a branch taken away, and what comes of it.
+// A removal is a branch taken away, and the outcome without it.
 type removal struct {
 	mutation
 	want outcome

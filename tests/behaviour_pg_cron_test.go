@@ -155,7 +155,7 @@ func TestPgCron_SaysWhatIsMissing(t *testing.T) {
 
 	t.Run("pg_cron, which is not loaded", func(t *testing.T) {
 		server := pgtest.Private(t)
-		// A setting that is left over is no proof that the library is there.
+		// A setting may be left over from a library that is not loaded.
 		installedDB(t, server, "postgres").exec("alter system set shared_preload_libraries = 'plpgsql'")
 		require.NoError(t, server.Stop(t.Context(), false))
 		require.NoError(t, server.Start(t.Context()))
@@ -164,7 +164,7 @@ func TestPgCron_SaysWhatIsMissing(t *testing.T) {
 	})
 }
 
-// Uninstalling takes its jobs along, and says where it may not. Every way shares the migration that does it.
+// Uninstalling removes the package's jobs, or says why it may not. Every way to uninstall runs the same migration.
 func TestPgCron_UninstallUnschedules(t *testing.T) {
 	t.Parallel()
 	server := pgtest.Private(t)
@@ -244,7 +244,7 @@ func connectToPackage(t *testing.T, db *testDB) *pgx.Conn {
 	return connectAs(t, db.DB, column(t, db.DB, "select nspowner::regrole::text from pg_namespace where nspname = 'ratelimit'")[0])
 }
 
-// Plain psql -f goes on after an error, and ends well.
+// Without ON_ERROR_STOP, psql -f goes on after an error and exits with 0.
 func TestPgCron_ScriptsFail(t *testing.T) {
 	t.Parallel()
 	for _, name := range []string{"schedule.sql", "schedule_elsewhere.sql", "status.sql"} {
@@ -292,7 +292,7 @@ func plant(db *testDB) {
 	}
 }
 
-// What remains of it.
+// The rows of plant that clean-up must not remove.
 var inUse = []string{
 	"durable due, but not full",
 	"durable used",

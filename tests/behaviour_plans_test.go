@@ -70,7 +70,7 @@ var planCalls = []string{
 	"select from ratelimit_cleanup(10)",
 }
 
-// rowsRead runs SQL and returns how many rows of the package's tables it read.
+// rowsRead runs SQL and counts the rows of the package's tables that it read.
 func (s *session) rowsRead(sql string) (rows int64) {
 	s.db.t.Helper()
 	count := func() (rows int64) {

@@ -227,7 +227,7 @@ func TestPooler_ALostConnectionIsNoSecondCharge(t *testing.T) {
 	})
 }
 
-// What one client's call sets is not there for the next client of the same connection.
+// A setting of one client's call is gone for the next client of the same connection.
 func TestPooler_NoFlushLeavesNothingBehind(t *testing.T) {
 	t.Parallel()
 	db := newPooledDB(t)
@@ -259,8 +259,8 @@ func TestPooler_NoFlushLeavesNothingBehind(t *testing.T) {
 	})
 }
 
-// Which of pgx's modes can be used: between the round trips of one call, another client takes the
-// connection that the first one was on.
+// Which of pgx's modes can be used when, between the round trips of one call, another client takes the
+// connection.
 func TestPooler_ExecModesWhenTheConnectionChanges(t *testing.T) {
 	t.Parallel()
 	pooler := newPooledDB(t).pooler
@@ -303,7 +303,7 @@ func TestPooler_ExecModesWhenTheConnectionChanges(t *testing.T) {
 	}
 }
 
-// A changer takes the connection to the server that was used last, as the pooler lends it first.
+// A changer takes the server connection that was used last, which the pooler would lend next.
 type changer struct {
 	t     *testing.T
 	pool  *pgxpool.Pool
@@ -320,7 +320,7 @@ func (c *changer) connection() {
 	c.count++
 }
 
-// back gives all of them back.
+// back returns all connections to the pooler.
 func (c *changer) back() {
 	for _, tx := range c.taken {
 		require.NoError(c.t, tx.Rollback(context.Background()))

@@ -8,8 +8,8 @@ import (
 	"github.com/pgratelimit/pgratelimit/client"
 )
 
-// A standby: peek answers from what is logged; what would write, or would read what is not logged, is an
-// error that says so.
+// On a standby, peek answers for durable policies. A call that would write, or would read an unlogged table,
+// is an error that says so.
 func TestStandby(t *testing.T) {
 	t.Parallel()
 	db, server := newPrivateDB(t)
@@ -72,7 +72,7 @@ func TestStandby(t *testing.T) {
 		require.EqualError(t, err, "pgratelimit: acquire: ERROR: cannot execute UPDATE in a read-only transaction (SQLSTATE 25006)")
 	}
 
-	// Promoted, it goes on where the primary was; what was not logged starts anew.
+	// After promotion, durable buckets go on where the primary was, and ephemeral ones are full.
 	db.exec("select pg_promote()")
 	db.Await(t, patience, "select not pg_is_in_recovery()")
 	db = reopen(t, server) // sessions that began on the standby stay read-only no longer, but their plans may be old

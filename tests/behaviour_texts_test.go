@@ -125,7 +125,7 @@ func TestCollations_StayOutside(t *testing.T) {
 	}
 }
 
-// inMode queries by one protocol.
+// inMode sends every query in one of pgx's modes.
 type inMode struct {
 	conn *pgx.Conn
 	mode pgx.QueryExecMode

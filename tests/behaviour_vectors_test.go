@@ -10,21 +10,18 @@ import (
 	"github.com/pgratelimit/pgratelimit/tests/model"
 )
 
-// Cases that the test suites and bug reports of other limiters pin down, each under its number in
-// our collection and the name of the project it came from. Those with calls at the same time (24, 30,
-// 49, and one of 59) are in behaviour_concurrency_test.go, idempotency (58) is in behaviour_idempotency_test.go. Not here
-// yet, for want of a function:
-//
-//   - a call that takes more than there is (8 and the last of 13: refill from debt is here all the
-//     same, from a row written below zero)
-//   - two limits decided together (14), many keys all or nothing (48), batches (53)
+// Cases from the test suites and bug reports of other limiters. The number identifies a case; after it
+// stands the project that it came from. Cases with concurrent calls (24, 30, 49 and one of 59) are in
+// behaviour_concurrency_test.go, and the idempotency case (58) is in behaviour_idempotency_test.go.
+// Debt (8 and the last of 13) is a row that the test writes below zero, because no call takes more tokens
+// than the bucket holds.
 
 const (
 	ms     = time.Millisecond
 	second = time.Second
 )
 
-// A vector is a bucket and what becomes of it. It starts full, less what was taken at the start.
+// A vector is a bucket and the calls on it. The bucket starts full, less the tokens taken at the start.
 type vector struct {
 	origin           string
 	capacity, refill int64
@@ -34,7 +31,7 @@ type vector struct {
 	steps            []step
 }
 
-// A step is a call, so long after the start, and what it answers.
+// A step is a call at a time after the start, and the decision it gets.
 type step struct {
 	at   time.Duration
 	op   op
@@ -324,8 +321,8 @@ func eachDurability(t *testing.T, test func(t *testing.T, db *testDB, durability
 	}
 }
 
-// replay makes the calls and compares their answers. Whatever takes and gives nothing must leave
-// the bucket's row as it is, or absent.
+// replay makes the calls and compares the decisions. A call that takes and gives nothing must leave the
+// bucket's row as it is, or absent.
 func (v vector) replay(t *testing.T, db subject, durability policyOption) {
 	t.Helper()
 	rowOf := func(string, string) *bucket { return nil } // the fake shows none
@@ -407,8 +404,8 @@ func TestVectors_45_NegativeCost(t *testing.T) {
 	})
 }
 
-// Drained at every call, a bucket gives what its rate says, whatever the time between the calls, as long as it
-// does not overflow between them.
+// A bucket that every call drains grants tokens at its rate, whatever the time between the calls, unless it
+// fills up between them.
 func TestVectors_64_DeliveredRate(t *testing.T) {
 	t.Parallel()
 	onEachDurability(t, func(t *testing.T, db subject, durability policyOption) {

@@ -47,7 +47,7 @@ func refund(q querier, policy, key string, amount int64) (decision, error) {
 	return decide(q, "ratelimit_refund($1, $2, $3)", policy, key, amount)
 }
 
-// decide reads the decision that a call answers, intervals as exact microseconds.
+// decide reads the decision of a call, with intervals as exact microseconds.
 func decide(q querier, call string, args ...any) (d decision, err error) {
 	var retryAfter *int64
 	err = q.QueryRow(context.Background(), `
@@ -108,7 +108,7 @@ func (r request) acquire(q querier) (decision, error) {
 	return r.nullable().acquire(q)
 }
 
-// by sends the request through the client.
+// by sends the request through a limiter of the client.
 func (r request) by(ctx context.Context, limiter client.Acquirer) (client.Decision, error) {
 	opts := []client.AcquireOption{client.Cost(r.cost)}
 	if r.idempotencyKey != "" {

@@ -17,9 +17,8 @@ import (
 	"github.com/pgratelimit/pgratelimit/tests/model"
 )
 
-// A crashLoad is callers of all kinds, each of whom goes on until a request of his gets no answer, and
-// all that they know of a server that may be gone at any moment: the grants they were told of, and the
-// requests without an answer.
+// A crashLoad is a load on a server that may be gone at any moment. Each caller goes on until one of its
+// requests gets no answer. The load records the grants and the requests without an answer.
 type crashLoad struct {
 	prefix string
 	end    func() // lets callers finish their requests
@@ -31,8 +30,8 @@ type crashLoad struct {
 	busy       chan struct{} // closed when there are some grants
 }
 
-// startCrashLoad has callers take tokens of some policies, with pauses that are random up to the one given.
-// The keys of their buckets begin with the prefix; requests with an idempotency key have buckets of
+// startCrashLoad starts callers of some policies, who pause between requests for a random time up to the one
+// given. The keys of their buckets begin with the prefix. Requests with an idempotency key have buckets of
 // their own.
 func startCrashLoad(t testing.TB, url, prefix string, policies []string, pause time.Duration, opts ...client.LimiterOption) *crashLoad {
 	t.Helper()
@@ -80,7 +79,7 @@ func startCrashLoad(t testing.TB, url, prefix string, policies []string, pause t
 	return l
 }
 
-// busyness is how many grants a load has to show before a server is taken from it.
+// busyness is the number of grants before a server may be killed.
 const busyness = 50
 
 func (l *crashLoad) write(e entry, err error) {
@@ -109,8 +108,8 @@ func (l *crashLoad) runFor(t testing.TB, atMost time.Duration) {
 	time.Sleep(rand.N(atMost)) // the moment is what is random
 }
 
-// exactCapacity is that of policies that gain one token a day: what a bucket holds tells how many were
-// taken.
+// exactCapacity is the capacity of policies that refill one token a day: the level of a bucket tells how many
+// tokens were taken.
 const exactCapacity = 3_000_000
 
 func (db *testDB) defineExact() {
@@ -119,7 +118,7 @@ func (db *testDB) defineExact() {
 	db.definePolicy("ephemeral", exactCapacity, 1, aDay, ephemeral)
 }
 
-// A settlement counts what became of a load, or of several.
+// A settlement counts the grants of a load, or of several, by what a crash did to them.
 type settlement struct {
 	grants, lost, mostLost int
 	unanswered             int
@@ -138,9 +137,8 @@ func (s *settlement) add(other settlement) {
 	s.lostFor = append(s.lostFor, other.lostFor...)
 }
 
-// settle compares what the callers of a load were told with a database that was recovered, and then
-// makes all requests that have an idempotency key again, so that each is charged once. It notes what
-// is left in the buckets.
+// settle compares the decisions of a load with a recovered database. Then it repeats all requests that have
+// an idempotency key, so that each is charged once, and notes the tokens left in the buckets.
 func (l *crashLoad) settle(db *testDB, left map[model.BucketID]int64) (s settlement) {
 	t := db.t
 	t.Helper()

@@ -63,7 +63,7 @@ func (db *testDB) setClock(now time.Time) {
 	db.exec("update public.test_clock set now = $1", now)
 }
 
-// setTimeZone is for what must not depend on it.
+// setTimeZone changes the time zone of the database, for tests of what must not depend on it.
 func (db *testDB) setTimeZone(name string) {
 	db.t.Helper()
 	db.exec("alter database " + pgx.Identifier{db.Name}.Sanitize() + " set timezone = '" + name + "'")
@@ -210,7 +210,7 @@ func columnOf(t require.TestingT, q rowsQuerier, sql string, args ...any) []stri
 	return values
 }
 
-// left is what a bucket holds by now.
+// left returns the tokens that a bucket holds now.
 func (db *testDB) left(policy, key string) int64 {
 	db.t.Helper()
 	return db.must(peek(db.Pool, policy, key, 0)).Remaining
@@ -239,7 +239,7 @@ func (db *testDB) rows() []string {
 	return column(db.t, db.DB, strings.Join(selects, " union all ")+" order by 1")
 }
 
-// state is all that a later call could see.
+// state returns everything of buckets and idempotency keys that a later call could see.
 func state(t require.TestingT, q rowsQuerier) []string {
 	return columnOf(t, q, `
 		select format('%s %s %s %s', policy_id, key, level, refilled_at)

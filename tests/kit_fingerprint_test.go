@@ -19,7 +19,7 @@ import (
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
-// sameSchema requires that two databases have the same in them, but for rows.
+// sameSchema requires that two databases hold the same objects. Rows are not compared.
 func sameSchema(t *testing.T, want, got *pgtest.DB) {
 	t.Helper()
 	require.Equal(t, fingerprintOf(t, want), fingerprintOf(t, got))
@@ -75,12 +75,14 @@ func rowsOf(t testing.TB, db *pgtest.DB) []string {
 	return rows
 }
 
+// stateOf is the fingerprint of a database and the rows of its tables.
 func stateOf(t testing.TB, db *pgtest.DB) string {
 	t.Helper()
 	return fingerprintOf(t, db) + "\n" + strings.Join(rowsOf(t, db), "\n")
 }
 
-// beforeInstall is a schema without what stays when tern removes the package: its version table, and the schema that is in.
+// beforeInstall removes from a fingerprint what stays when tern removes the package: its version table, and the
+// schema of that table.
 func beforeInstall(schema string) string {
 	lines := slices.DeleteFunc(strings.Split(schema, "\n"), func(line string) bool {
 		return strings.Contains(line, "ratelimit.schema_version") ||

@@ -19,8 +19,8 @@ import (
 	"github.com/pgratelimit/pgratelimit/tests/model"
 )
 
-// A ledger is what the callers of one policy know, whose buckets start full and gain nothing: what each
-// was granted, and which tokens nobody knows about. check holds it against the server.
+// A ledger records the callers' view of one policy, whose buckets start full and refill nothing: the grants,
+// and the requests that may have been granted. check compares it with the server.
 type ledger struct {
 	policy   string
 	capacity int64
@@ -28,7 +28,7 @@ type ledger struct {
 
 	mu         sync.Mutex
 	grants     []entry // since the last check
-	unanswered []entry // of these, requests without an idempotency key: their tokens are taken or not
+	unanswered []entry // requests without an idempotency key that may have taken tokens, since the last check
 
 	granted  int
 	replayed int // of these, because an earlier try had been granted
@@ -71,8 +71,8 @@ func (l *ledger) load(t testing.TB, limiters ...client.Acquirer) *load {
 	return all
 }
 
-// settle makes a request and enters what came of it. With an idempotency key it asks until there is an
-// answer, for as long as patience.
+// settle makes a request and records the decision. A request with an idempotency key is repeated until there
+// is one, for as long as patience.
 func (l *ledger) settle(by client.Acquirer, r request) error {
 	for giveUp := time.Now().Add(patience); ; {
 		d, err := l.try(by, r)
@@ -135,7 +135,7 @@ func (l *ledger) lose(r request) {
 	l.unanswered = append(l.unanswered, entry{request: r})
 }
 
-// awaitAnswers returns when there are so many more, and awaitFailures when so many more tries got none.
+// awaitAnswers waits for so many more decisions, and awaitFailures for so many more tries that fail.
 func (l *ledger) awaitAnswers(t *testing.T, more int) {
 	t.Helper()
 	l.await(t, more, func() int { return l.granted + l.denied })
@@ -258,15 +258,14 @@ func byBucket(entries []entry) map[model.BucketID][]entry {
 	return buckets
 }
 
-// A finding is what became of the grants of one bucket.
+// A finding sorts the grants of one bucket by whether the server still knows them.
 type finding struct {
 	kept, lost []entry
 	unclaimed  int64 // tokens taken for requests that got no answer
 }
 
-// audit compares what callers were told about a bucket that was full, and that refilled nothing, with
-// how many tokens are left in it. Each grant told how many tokens it left; so it is lost if now there
-// are more.
+// audit compares the decisions on one bucket, which began full and refilled nothing, with the tokens left in
+// it. A grant is lost if more tokens are left now than its decision said.
 func audit(capacity, left int64, grants, unanswered []entry) (f finding, err error) {
 	grants = slices.Clone(grants)
 	slices.SortFunc(grants, func(a, b entry) int { return cmp.Compare(b.Remaining, a.Remaining) })

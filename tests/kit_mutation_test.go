@@ -9,7 +9,7 @@ import (
 )
 
 // A mutation changes the one place in a function that its pattern matches, in the private database
-// of one test: a branch is taken away, to see that its test fails without it.
+// of one test: a branch is removed, to see its test fail.
 type mutation struct {
 	pattern     string // a regexp in which a space is any white space
 	replacement string

@@ -32,7 +32,7 @@ func command(dir string, env []string, name string, args ...string) *exec.Cmd {
 	return cmd
 }
 
-// run shows what a command complains about; tern's other output is all of the SQL.
+// run runs a command and shows its standard error if it fails; tern's standard output is all of the SQL.
 func run(t *testing.T, dir string, env []string, name string, args ...string) {
 	t.Helper()
 	_, err := command(dir, env, name, args...).Output()
@@ -72,7 +72,7 @@ func withSettings(t *testing.T, dsn string, settings ...string) string {
 	return u.String()
 }
 
-// createSchema is what comes before tern's command line.
+// createSchema creates the schema that has to exist before tern's command line runs.
 func createSchema(t *testing.T, url string) {
 	t.Helper()
 	conn, err := pgx.Connect(t.Context(), url)

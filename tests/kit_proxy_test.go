@@ -15,7 +15,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// A proxy stands between clients and a server, and does to what they say as faults tells.
+// A proxy stands between clients and a server, and does what faults chooses to the messages of both.
 type proxy struct {
 	listener net.Listener
 	server   *pgconn.Config
@@ -93,7 +93,7 @@ func newProxy(t testing.TB, db *testDB) *proxy {
 
 func (p *proxy) plan(f faults) { p.faults.Store(&f) }
 
-// heal does nothing more to what is said; what hangs goes on hanging.
+// heal stops new faults. Connections that hang go on hanging.
 func (p *proxy) heal() { p.plan(func(bool) fault { return pass }) }
 
 // pool connects through the proxy. Its settings are those that users have, but for its connect_timeout:

@@ -11,8 +11,8 @@ import (
 	"github.com/pgratelimit/pgratelimit/tests/model"
 )
 
-// A subject is what tables of calls and answers are replayed against: a database, or the fake that users
-// of the client test with.
+// A subject is a database, or the fake that users of the client test with. Tables of calls and decisions are
+// replayed against both.
 type subject interface {
 	of(t testing.TB) subject // the same for a subtest
 	setClock(now time.Time)
@@ -148,7 +148,7 @@ func (f *testFake) reset(policy, key string) {
 	require.NoError(f.t, f.Reset(f.t.Context(), policy, key))
 }
 
-// decisionOf is the client's answer as SQL gives it.
+// decisionOf is a decision of the client in the form of SQL.
 func decisionOf(d client.Decision) decision {
 	retryAfter := micros(d.RetryAfter)
 	if d.Never() {

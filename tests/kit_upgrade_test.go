@@ -78,7 +78,7 @@ func migrateTo(t *testing.T, db *pgtest.DB, files fs.FS, version int32) {
 	require.NoError(t, conn.Close(context.Background()))
 }
 
-// Data of every kind, which has to be there afterwards.
+// data is policies, buckets and grants of every kind, which an upgrade must keep.
 type data struct {
 	db       *testDB
 	policies []string
@@ -116,9 +116,8 @@ func (d *data) check() {
 	require.EqualValues(d.db.t, -5_000_000, d.db.bucket("kept", "in debt").Level)
 }
 
-// An upgradeLoad calls the functions in every way while the schema changes below it. No call may fail, and none
-// is tried again by the client. Each way has a key of its own in both policies, and takes a token from it
-// with every round.
+// An upgradeLoad calls the functions in every way while the schema changes. No call may fail, and the client
+// repeats none. Each way has a key of its own in both policies, and takes one token from it per round.
 type upgradeLoad struct {
 	*load
 	db   *testDB

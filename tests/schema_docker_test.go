@@ -34,7 +34,7 @@ func TestDocker_ImageIsReadyToUse(t *testing.T) {
 	requireUpToDate(t, server)
 }
 
-// A volume that an older image left.
+// The image starts on a volume that an older image left.
 func TestDocker_ImageBringsAnExistingVolumeUpToDate(t *testing.T) {
 	t.Parallel()
 	server := newContainer(t)
@@ -132,7 +132,7 @@ func requireUpToDate(t *testing.T, server *pgtest.Server) {
 	require.Equal(t, "42501", refused.Code)
 }
 
-// ownLines is what a database has of the package; pg_cron is only in one.
+// ownLines returns the lines of a fingerprint that belong to the package; pg_cron is in only one database.
 func ownLines(t *testing.T, db *testDB) (lines []string) {
 	t.Helper()
 	for _, line := range strings.Split(fingerprintOf(t, db.DB), "\n") {

@@ -446,8 +446,8 @@ func TestInstall_RefusesPlantedObjects(t *testing.T) {
 	}
 }
 
-// Who may create schemas can plant ours, with a version table that runs code when it is read or changed; and so can
-// one who may create in a schema that is ours.
+// A role that may create schemas can plant ours, with a version table that runs code when it is read or changed.
+// So can a role that may create objects in our schema.
 func TestInstall_RunsNothingOfAPlantedVersionTable(t *testing.T) {
 	t.Parallel()
 	for name, plant := range map[string]string{
@@ -535,7 +535,7 @@ func TestInstall_ByTernIntoAPlantedSchema(t *testing.T) {
 	require.Equal(t, []string{"false"}, column(t, db, "select is_called::text from lair.escalated"))
 }
 
-// A role that has nothing to do needs to own nothing.
+// A role that finds the newest version installed needs to own nothing.
 func TestInstall_OfAnotherRole(t *testing.T) {
 	t.Parallel()
 	owner := newRole(t)
@@ -621,7 +621,7 @@ func TestInstall_LeavesNoTemplateSyntax(t *testing.T) {
 		   and prosrc ~ '\{\{|\}\}|<no value>|<nil>'`))
 }
 
-// use leaves policies, buckets and keys behind.
+// use creates policies, buckets and idempotency keys.
 func use(t *testing.T, db *pgtest.DB, home string) {
 	t.Helper()
 	for _, durable := range []string{"true", "false"} {

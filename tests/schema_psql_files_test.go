@@ -27,7 +27,7 @@ func TestPsql_FilesAreMadeOfTheMigrations(t *testing.T) {
 	}
 }
 
-// From one version to the next and back, with data and grants in the database; and nothing by halves.
+// psql upgrades to the next version and back, with data and grants in the database. A failure changes nothing.
 func TestPsql_Upgrade(t *testing.T) {
 	t.Parallel()
 	app := newRole(t)
@@ -142,7 +142,7 @@ func TestPsql_LeavesTheSessionAsItWas(t *testing.T) {
 	require.Equal(t, want, session("install.sql", "install.sql", "uninstall.sql", "uninstall.sql"))
 }
 
-// Beside install.sql lie the migrations, whose second half takes everything away.
+// The migrations stand beside install.sql. Run by mistake, their second half would remove everything.
 func TestPsql_AMigrationByMistake(t *testing.T) {
 	t.Parallel()
 	files, err := filepath.Glob("../migrations/[0-9]*.sql")

@@ -12,7 +12,7 @@ import (
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
-// From every version of the schema that there has been, with data and under load, to the newest.
+// Every version of the schema is upgraded to the newest, with data and under load.
 func TestUpgrade_FromEveryVersion(t *testing.T) {
 	t.Parallel()
 	for version := range newestMigration(t) {
@@ -47,7 +47,7 @@ func TestUpgrade_ACallUnderWay(t *testing.T) {
 	}
 }
 
-// Why a helper that is no longer called stays for one more version.
+// A helper that the new version no longer calls has to stay for one version, or calls under way fail.
 func TestUpgrade_ADroppedHelperFailsCallsUnderWay(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
@@ -63,7 +63,7 @@ var underWay = map[string]func(q querier) (decision, error){
 	},
 }
 
-// overtake does something while a call waits in the middle.
+// overtake runs do while a call waits for a lock in the middle.
 func (db *testDB) overtake(call func(q querier) (decision, error), do func()) error {
 	db.t.Helper()
 	db.exec("select ratelimit_define_policy('p', 100, 1, '1 day')")

@@ -11,7 +11,6 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
-	"github.com/jackc/pgx/v5/pgtype"
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/pgratelimit/client"
@@ -19,8 +18,8 @@ import (
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
-// False friends of everything: each function of PostgreSQL that the package's code names, each operator
-// on its types, its types and its tables, all of them first on the caller's path and some in pg_temp.
+// A caller plants a twin of each PostgreSQL function that the package's code names, of each operator on its
+// types, of its types and of its tables. All twins are first on the caller's path, and some are in pg_temp.
 func TestSecurity_PlantedTwinsAreNotFound(t *testing.T) {
 	t.Parallel()
 	caller := newRole(t)
@@ -86,13 +85,13 @@ func TestSecurity_PlantedTwinsAreNotFound(t *testing.T) {
 		require.Equal(t, want[i], got[i])
 	}
 
-	// And they would have been found.
+	// The caller's own statements do find the twins.
 	db.exec("alter function ratelimit_peek reset search_path; grant usage on schema ratelimit to " + caller)
 	_, err = conn.Exec(context.Background(), "select public.ratelimit_peek('odd beside twins', 'k')")
 	require.Contains(t, []string{"P0001", "23514"}, sqlState(err), "%v", err)
 }
 
-// Who may clean up may not say what time it is.
+// A role that may clean up cannot tell clean-up the time.
 func TestSecurity_CleanupTakesNobodysWordForTheTime(t *testing.T) {
 	t.Parallel()
 	janitor := newRole(t)
@@ -228,7 +227,7 @@ func TestSecurity_HostileOwnerOfTheSchema(t *testing.T) {
 	require.Equal(t, before, rowsOf(t, db))
 }
 
-// What callers bring along in an argument runs with their rights, before any function of the package.
+// Code in a caller's argument runs with the caller's rights, before any function of the package.
 func TestSecurity_CallersCodeRunsAsTheCaller(t *testing.T) {
 	t.Parallel()
 	caller := newRole(t)
@@ -255,7 +254,7 @@ func TestSecurity_CallersCodeRunsAsTheCaller(t *testing.T) {
 	require.EqualValues(t, 7, db.left("p", "k"))
 }
 
-// Neither statistics nor commands of the less usual kind show or change what the tables hold.
+// Neither statistics nor rare commands show or change what the tables hold.
 func TestSecurity_NoOtherWayToTheTables(t *testing.T) {
 	t.Parallel()
 	ctx := context.Background()
@@ -363,8 +362,8 @@ func TestSecurity_HintsAreQuoted(t *testing.T) {
 	}
 }
 
-// What injects where quoting goes wrong: in sessions whose strings mean something else, by the protocol
-// that writes arguments into the statement.
+// Texts that inject where quoting goes wrong are sent through the client: in sessions that read string
+// constants differently, and by the protocol that writes arguments into the statement.
 func TestSecurity_NothingIsInjectedThroughTheClient(t *testing.T) {
 	t.Parallel()
 	ctx := context.Background()
@@ -402,7 +401,7 @@ func TestSecurity_NothingIsInjectedThroughTheClient(t *testing.T) {
 	require.Greater(t, answered, len(sessions)*len(texts))
 }
 
-// What a session can set or create changes no answer.
+// No setting and no object of a session changes a decision.
 func TestHostileSession_GetsTheSameAnswers(t *testing.T) {
 	t.Parallel()
 	settings := map[string]string{
@@ -460,22 +459,15 @@ func TestHostileSession_GetsTheSameAnswers(t *testing.T) {
 	}
 }
 
-// hostileTranscript asks the same of buckets of its own and returns what was answered and stored.
+// hostileTranscript makes the same calls on buckets of its own, and returns the decisions and the stored rows.
 func hostileTranscript(t *testing.T, db *testDB, conn *pgx.Conn, name string) []string {
 	t.Helper()
 	ctx := context.Background()
 	var answers []string
 	ask := func(call string, args ...any) {
 		t.Helper()
-		var d struct {
-			allowed, replayed      bool
-			remaining, capacity    int64
-			retryAfter, resetAfter pgtype.Interval
-		}
-		err := conn.QueryRow(ctx, "select allowed, remaining, retry_after, reset_after, capacity, replayed from public."+call, args...).
-			Scan(&d.allowed, &d.remaining, &d.retryAfter, &d.resetAfter, &d.capacity, &d.replayed)
-		answers = append(answers, fmt.Sprintf("%s %v: %+v %s", call, args[1:], d, sqlState(err)))
-		require.True(t, err == nil || sqlState(err) != "", "%v", err)
+		require.False(t, conn.IsClosed())
+		answers = append(answers, fmt.Sprintf("%s %v: %s", call, args[1:], rawDecision(conn, call, args...)))
 	}
 	policies := map[string]string{
 		"odd":        "7, 3, '1 day 00:00:07.654321', false, true, '1 day'",
@@ -514,7 +506,7 @@ func hostileTranscript(t *testing.T, db *testDB, conn *pgx.Conn, name string) []
 	return answers
 }
 
-// evil has a false friend of whatever the functions use.
+// evil creates a function, operator or table of the same name for each one that the functions use.
 const evil = `
 	create function evil.clock() returns timestamptz language sql as $$ select timestamptz 'epoch' $$;
 	create function evil.clock_timestamp() returns timestamptz language sql as $$ select timestamptz 'epoch' $$;

@@ -98,7 +98,7 @@ func TestPrivileges_AdministrationIsASeparateGrant(t *testing.T) {
 	requireRefused(t, db, administrator, functions...)
 }
 
-// The one function that is not SECURITY DEFINER, because it commits.
+// ratelimit_cleanup_all is the one routine that is not SECURITY DEFINER, because it commits.
 func TestPrivileges_CleanupAll(t *testing.T) {
 	t.Parallel()
 	ctx := context.Background()
@@ -131,7 +131,7 @@ func TestPrivileges_CleanupAll(t *testing.T) {
 	require.Equal(t, "42501", sqlState(err), "%v", err)
 }
 
-// requireRefused tries everything there is and expects 42501 but for the functions named.
+// requireRefused calls every function and reads every table as a role. All but the functions named are 42501.
 func requireRefused(t *testing.T, db *pgtest.DB, role string, but ...string) {
 	t.Helper()
 	ctx := context.Background()
@@ -172,7 +172,7 @@ func requireRefused(t *testing.T, db *pgtest.DB, role string, but ...string) {
 	}
 }
 
-// The grants that an error of the client names are those that help.
+// The grant that an error of the client names is the one that helps.
 func TestPrivileges_TheClientNamesTheGrant(t *testing.T) {
 	t.Parallel()
 	ctx := t.Context()

@@ -17,13 +17,13 @@ import (
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
-// PostgreSQL is killed with SIGKILL at random moments, over and over, under load. What callers were
-// told is then compared with what it recovers.
+// PostgreSQL is killed with SIGKILL at random moments, over and over, under load. The decisions of the callers
+// are then compared with the recovered database.
 //
-// The machine survives, and with it what the kernel was given. So without a flush those grants are lost
-// whose WAL was still in PostgreSQL's own buffers: up to PostgreSQL 16 few under load, as full pages are
-// written at once, while of grants that come slowly the last page waits for the WAL writer. What fsync
-// does when the power fails is not seen.
+// The machine survives, and so does everything that PostgreSQL wrote to the kernel. Without a flush, a grant is
+// lost if its WAL was still in PostgreSQL's own buffers. Under load these are few up to PostgreSQL 16, because
+// full pages are written at once. When grants come slowly, the last page waits for the WAL writer. This test
+// does not see what fsync does when the power fails.
 func TestTorture_Crash(t *testing.T) {
 	run := torture(t, 6*time.Second)
 	const walWriterDelay = 200 * time.Millisecond // PostgreSQL's default
@@ -139,8 +139,8 @@ func connect(t *testing.T, server *pgtest.Server) *pgx.Conn {
 	return conn
 }
 
-// What the torture looks for is found where it has to be: on a server that does not flush. Those of its
-// last page of WAL are lost; that it filled at the last moment may happen once, but not each time.
+// The audit finds lost grants on a server that does not flush: those on its last page of WAL. That page may
+// have been filled and written just before the crash, but not every time.
 func TestCrash_TheAuditFindsWhatIsLost(t *testing.T) {
 	t.Parallel()
 	db, server := newPrivateDB(t, "synchronous_commit=on", "autovacuum=off", "cron.launch_active_jobs=off",

@@ -16,8 +16,8 @@ import (
 )
 
 // A standby is promoted under load, over and over, and the primary killed just before or just after.
-// With synchronous replication nothing is lost that callers were told; what asynchronous replication
-// loses is measured. The clocks of the two nodes differ by up to an hour.
+// Synchronous replication loses no grant that a caller was told of. The loss of asynchronous replication is
+// measured. The clocks of the two nodes differ by up to an hour.
 func TestTorture_CrashFailover(t *testing.T) {
 	run := torture(t, 6*time.Second)
 	db, primary := newPrivateDB(t, "synchronous_commit=on", "cluster_name=node 0")
@@ -110,7 +110,7 @@ const (
 	pacedPerSecond = 1000
 )
 
-// paced is a bucket that was emptied, and one caller who takes what it gains until the primary is gone.
+// paced is an emptied bucket, and one caller who takes its refill until the primary is gone.
 type paced struct {
 	key     string
 	began   time.Time
@@ -149,9 +149,9 @@ func startPaced(db *testDB, key string) *paced {
 
 func (p *paced) end() { <-p.done }
 
-// check asks a new primary, whose clock is ahead of the old one's, or behind it if ahead is below zero:
-// the tokens of both are no more than the time gone by and a clock put forward account for. They still
-// are when the clock has been put right. What is returned is how much of that they are.
+// check asks a new primary. Its clock is ahead of the old primary's, or behind it if ahead is below zero. Both
+// primaries together grant no more tokens than the elapsed time and the advance of the clock refill, also
+// after the clock is corrected. check returns the largest share of these tokens that was granted.
 func (p *paced) check(db *testDB, ahead time.Duration) (pace float64) {
 	t := db.t
 	t.Helper()

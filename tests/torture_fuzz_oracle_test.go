@@ -11,8 +11,8 @@ import (
 	"github.com/pgratelimit/pgratelimit/tests/model"
 )
 
-// What the functions should make of arguments that arrive: first what README says is refused, in the
-// order it is looked for, then the model's answer.
+// The oracle predicts the result of a call: a refusal that README documents, in the order in which the
+// functions check, or else the model's decision.
 
 // A refusal is the message of a 22023.
 type refusal string

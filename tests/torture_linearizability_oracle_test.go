@@ -51,13 +51,13 @@ func (op *operation) overlaps(other *operation) bool {
 	return op.called <= other.returned && other.called <= op.returned
 }
 
-// A standing is where a bucket may be between two operations.
+// A standing is a state that a bucket may have between two operations.
 type standing struct {
 	model.State
 	batches map[int]int // requests done, of batches under way
 }
 
-// next returns where the operation may lead. It was given the answer, or any if that is nil.
+// next returns the standings that the operation may lead to. A nil answer stands for any answer.
 func (op *operation) next(at standing, answer *answer) (all []any) {
 	if op.batch != 0 {
 		if at.batches[op.batch] != op.place {
@@ -92,7 +92,7 @@ func (op *operation) next(at standing, answer *answer) (all []any) {
 	return all
 }
 
-// leadsTo returns where the operation leads from one state, by one reading of the clock.
+// leadsTo returns the states that the operation leads to from one state, by one reading of the clock.
 func (op *operation) leadsTo(p model.Policy, now time.Time, s model.State, answer *answer) []model.State {
 	var (
 		left = []model.State{s}
@@ -121,7 +121,7 @@ func (op *operation) leadsTo(p model.Policy, now time.Time, s model.State, answe
 	return left
 }
 
-// isFar spares the model most of its work.
+// isFar reports cheaply that the answer cannot come from a state, which saves the model most of its work.
 func (op *operation) isFar(p model.Policy, now time.Time, s model.State, answer *answer) bool {
 	if op.kind != acquires && op.kind != peeks || answer == nil || answer.Decision == nil || answer.Decision.Replayed {
 		return false
@@ -146,7 +146,7 @@ var bucketModel = porcupine.NondeterministicModel{
 // A history is all operations on one bucket, which began full.
 type history []*operation
 
-// upTo is what was known after the first n answers: of the calls under way then, what they were to do.
+// upTo returns the operations known after the first n answers. Calls under way then have no answer yet.
 func (h history) upTo(n int) (ops []porcupine.Operation) {
 	byReturn := slices.SortedFunc(slices.Values(h), func(a, b *operation) int { return cmp.Compare(a.returned, b.returned) })
 	for i, op := range byReturn {
@@ -163,8 +163,8 @@ func (h history) upTo(n int) (ops []porcupine.Operation) {
 	return ops
 }
 
-// check tells why the operations can have happened in no order, or "". It is not decided when there are
-// too many orders to try.
+// check explains why no order of the operations is possible, or returns "". It is undecided when there are too
+// many orders to try.
 func (h history) check() (violation string, decided bool) {
 	const atMost = 200 * time.Millisecond
 	rules := bucketModel.ToModel()

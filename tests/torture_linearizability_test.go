@@ -94,7 +94,7 @@ func (n *operationCounts) count(h history) {
 	}
 }
 
-// What is wrong in SQL shows within seconds.
+// A bug planted in SQL is found within seconds.
 func TestLinearizability_FindsPlantedBugs(t *testing.T) {
 	t.Parallel()
 	for name, bug := range map[string]struct {
@@ -175,7 +175,7 @@ func newChronicler(db *testDB, policies ...string) *chronicler {
 	return c
 }
 
-// readings are those of the clock that notices told.
+// readings are the readings of the clock that notices reported.
 type readings struct {
 	mu   sync.Mutex
 	all  []time.Time
@@ -207,7 +207,7 @@ func (r *readings) forget() {
 	r.all, r.when = r.all[:0], r.when[:0]
 }
 
-// A recorder is a session that tells what its clock has read.
+// A recorder is a session that records the readings of its clock.
 type recorder struct {
 	*pgx.Conn
 	readings readings
@@ -363,7 +363,7 @@ func (h *chronicle) add(ops ...*operation) {
 	h.operations = append(h.operations, ops...)
 }
 
-// define is for one client only, so that versions follow each other.
+// define is called by one client only, so that versions follow each other.
 func (h *chronicle) define(random *rand.Rand, q *recorder, policy string) error {
 	p := model.Policy{
 		Capacity: 3 + random.Int64N(10),
@@ -421,8 +421,7 @@ func (a *actor) operation(kind string, bucket model.BucketID) *operation {
 	return &operation{kind: kind, request: request{BucketID: bucket}, client: a.client, called: a.now()}
 }
 
-// request is an acquire of few tokens, seldom none or too many. Who repeats an idempotency key seldom
-// changes the cost.
+// request is an acquire, mostly of few tokens. A repeated idempotency key seldom has another cost.
 func (a *actor) request(bucket model.BucketID) *operation {
 	op := a.operation(acquires, bucket)
 	switch n := a.random.IntN(20); {
@@ -444,7 +443,7 @@ func (a *actor) request(bucket model.BucketID) *operation {
 	return op
 }
 
-// answered fills in the answer of calls that take one bucket, and says whether it is one.
+// answered records the answer of a call on one bucket. RL002 is an answer; other errors are returned.
 func (op *operation) answered(d decision, err error) error {
 	op.answer = &answer{Decision: &d}
 	if sqlState(err) == string(model.IdempotencyMismatch) || errors.Is(err, client.ErrIdempotencyMismatch) {

@@ -45,7 +45,7 @@ func TestTorture_ModelAgreesWithSQL(t *testing.T) {
 	run.figure("rollbacks among them", rollbacks, "")
 }
 
-// The same sequences disagree soon where SQL is wrong.
+// A bug planted in SQL makes the same sequences disagree soon.
 func TestModel_FindsPlantedBugs(t *testing.T) {
 	t.Parallel()
 	for function, bug := range map[string]mutation{
@@ -77,7 +77,7 @@ func TestModel_FindsPlantedBugs(t *testing.T) {
 	}
 }
 
-// A failing test is as it should be, and says nothing.
+// failing is a test that is expected to fail, and logs nothing.
 type failing struct {
 	*testing.T
 	failed bool
@@ -221,7 +221,7 @@ var (
 	})
 )
 
-// orZero is now and then nothing, which keeps what is there.
+// orZero draws zero now and then, which keeps what the policy has.
 func orZero[T int64 | model.Micros](values *rapid.Generator[T]) *rapid.Generator[T] {
 	return rapid.Custom(func(t *rapid.T) T {
 		if rapid.IntRange(0, 7).Draw(t, "given") == 7 {
@@ -249,7 +249,7 @@ func (m *modelRun) define(t *rapid.T, name string) {
 	m.sameError(t, m.model.Define(name, def), err)
 }
 
-// changeOrRemove is for what would leave little to see if it happened often.
+// changeOrRemove makes calls that would leave little to compare if they were frequent.
 func (m *modelRun) changeOrRemove(t *rapid.T) {
 	id := bucketIDs.Draw(t, "bucket")
 	switch rapid.SampledFrom([]string{"define", "define again", "reset", "drop"}).Draw(t, "what") {
@@ -290,7 +290,7 @@ func (m *modelRun) send(t *rapid.T, r request) {
 	m.remember(r)
 }
 
-// acquireMany sends requests in one call, some of them several times. What is refused is so in its row.
+// acquireMany sends requests in one call, some of them several times. An error stands in the row of its request.
 func (m *modelRun) acquireMany(t *rapid.T) {
 	var (
 		requests []nullableRequest
@@ -443,7 +443,7 @@ func (m *modelRun) sameError(t *rapid.T, want, err error) {
 	}
 }
 
-// lastFew keeps what is likely to matter still.
+// lastFew keeps the newest few elements.
 func lastFew[T any](s []T) []T { return s[max(0, len(s)-6):] }
 
 // intervalOfDays counts whole days as such: here a day is 24 hours, whatever the time zone has.

@@ -19,10 +19,10 @@ import (
 	"github.com/pgratelimit/pgratelimit/client"
 )
 
-// Dozens of callers share a pool whose connections are delayed, cut and reset, and lose replies. Whoever
-// has an idempotency key and asks until there is an answer is charged once at most and ends with the true
-// answer; without one, no token is missing that was not asked for in vain. Nobody waits for twice as long
-// as the ctx says. When the network is well again so is the pool, and nothing stays behind.
+// Dozens of callers share a pool whose connections are delayed, cut and reset, and lose replies. A request with
+// an idempotency key that is repeated until it is answered is charged at most once, and ends with the true
+// decision. Without one, no token is missing beyond the costs of requests without an answer. No call takes
+// twice as long as its ctx allows. When the faults end, the pool recovers and leaves no goroutine behind.
 //
 // RATELIMIT_TEST_SEED repeats the choice of faults, though not who meets them.
 func TestTorture_Network(t *testing.T) {
@@ -64,7 +64,7 @@ type figure struct {
 	number int
 }
 
-// figures are of what must happen.
+// figures counts the events of which each must happen.
 func (n *network) figures() []figure {
 	return []figure{
 		{"granted", n.ledger.granted},
@@ -101,8 +101,8 @@ func newNetwork(t *testing.T, random *rand.Rand) *network {
 	}
 }
 
-// round lets callers at a pool of its own while the network has faults, and looks after them when it is
-// well again.
+// round starts callers on a pool of its own while the network has faults, and checks the ledger after the
+// faults have ended.
 func (n *network) round(chances odds, lasts time.Duration) {
 	t := n.t
 	t.Helper()
@@ -155,7 +155,7 @@ func (n *network) awaitRecovery(pool *pgxpool.Pool) {
 	}
 }
 
-// goroutines are those that have a label, and where they are.
+// goroutines returns the stacks of the goroutines that have a label.
 func goroutines(label string) string {
 	var all bytes.Buffer
 	_ = pprof.Lookup("goroutine").WriteTo(&all, 1)
@@ -245,7 +245,7 @@ func TestNetwork_ACallerWhoRetriesWithoutAnIdempotencyKeyIsChargedTwice(t *testi
 	})
 }
 
-// All places of the pool are taken by attempts to connect that hear nothing.
+// All places of the pool are taken by connection attempts without an answer.
 func TestNetwork_ConnectingHangs(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)

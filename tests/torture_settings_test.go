@@ -16,10 +16,10 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// Every parameter that a plain role may set, as the server lists them, at each of its values or at both
-// ends of its range: the decisions are those of a session like any other, and the parameter is as it was
-// set. First all parameters at once, as often as it takes to try each value; then, for as long as there
-// is time, one value at a time and all at random.
+// Every parameter that a plain role may set is tried at each of its values, or at both ends of its range. The
+// decisions must be those of a default session, and the parameter must keep its value. First all parameters
+// are set at once, as often as it takes to try each value. Then, while there is time, follow one value at a
+// time and random values of all.
 func TestTorture_Settings(t *testing.T) {
 	run := torture(t, 6*time.Second)
 	caller := newRole(t)
@@ -97,8 +97,8 @@ func TestTorture_Settings(t *testing.T) {
 	run.figure("sessions", sessions, "")
 }
 
-// compare makes settings in a session of its own, as far as the server lets it, and returns which, and
-// what was not as in any other.
+// compare makes settings in a session of its own. It returns the settings that the server accepted, and as an
+// error the first difference to a default session.
 func (db *settingsDB) compare(assignment []setting, want []string) (made []setting, err error) {
 	conn := db.connect()
 	defer conn.Close(context.Background())
@@ -125,7 +125,7 @@ func (db *settingsDB) compare(assignment []setting, want []string) (made []setti
 	return made, nil
 }
 
-// What the comparison is for: code that depends on a setting does not get past it.
+// The comparison finds code that depends on a setting.
 func TestSettings_ADependenceOnOneIsFound(t *testing.T) {
 	t.Parallel()
 	caller := newRole(t)
@@ -169,7 +169,7 @@ func (s setting) set(conn *pgx.Conn) (written string, err error) {
 	return written, err
 }
 
-// Parameters whose values are a list of the server's, or free text.
+// settingTexts are the values to try of parameters that are text.
 var settingTexts = map[string][]string{
 	"DateStyle":        {"ISO, DMY", "ISO, YMD", "SQL, DMY", "SQL, MDY", "Postgres, DMY", "Postgres, YMD", "German"},
 	"TimeZone":         {"UTC", "Europe/Berlin", "Australia/Lord_Howe", "Pacific/Kiritimati", "America/St_Johns", "Antarctica/Troll"},
@@ -193,7 +193,7 @@ var settingTexts = map[string][]string{
 	"ratelimit.clock":                  {"epoch"},     // which nobody does
 }
 
-// What a parameter does that makes it unfit here.
+// unfit says why a parameter is not tried.
 var unfit = map[string]string{
 	"default_transaction_read_only": "makes every acquire 25006, as TestReadOnlyTransaction shows",
 	"exit_on_error":                 "ends the session at the first error, of which the test wants some",
@@ -264,7 +264,7 @@ func (db *settingsDB) settable() map[string][]string {
 	return settings
 }
 
-// decisions asks the same of two buckets of its own, and returns what was answered and stored.
+// decisions makes the same calls on two buckets of its own, and returns the decisions and the stored rows.
 func (db *settingsDB) decisions(conn *pgx.Conn) (answers []string) {
 	ctx := context.Background()
 	db.count++
@@ -311,7 +311,7 @@ func (db *settingsDB) decisions(conn *pgx.Conn) (answers []string) {
 	return answers
 }
 
-// rawDecision asks without a function or operator of the session's own, and returns the bytes.
+// rawDecision makes a call without any function or operator of the session's own.
 func rawDecision(conn *pgx.Conn, call string, args ...any) string {
 	var d struct {
 		allowed, replayed      bool

@@ -22,9 +22,9 @@ import (
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
-// Mixed load, and clean-up beside it: what grows, and what gets slower? A run of five minutes or more
-// is judged, and cleaned up by pg_cron, which starts at full minutes; half an hour is a good one. In any
-// case build/soak.svg shows it.
+// Mixed load runs beside clean-up, and the test measures what grows and what gets slower. A run of five minutes
+// or more is judged, and cleaned up by pg_cron, which starts jobs at full minutes. Half an hour is a good run.
+// build/soak.svg shows every run.
 func TestTorture_Soak(t *testing.T) {
 	run := torture(t, 8*time.Second)
 	judged := run.budget >= 5*time.Minute
@@ -126,7 +126,7 @@ func TestSoak_IsJudgedByWhatGrowsOrSags(t *testing.T) {
 	}
 }
 
-// A soak is callers who do not rest, and what was seen meanwhile.
+// A soak is a load without pauses, and the samples taken meanwhile.
 type soak struct {
 	db       *testDB
 	local    bool // PostgreSQL's processes are this machine's
@@ -188,7 +188,7 @@ func (s *soak) call(by client.Acquirer) (client.Decision, error) {
 	}
 }
 
-// A soakSample is what was seen at one moment.
+// A soakSample is the measurements of one moment.
 type soakSample struct {
 	at              time.Duration
 	answers         int64

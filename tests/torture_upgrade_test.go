@@ -10,8 +10,8 @@ import (
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
-// To versions that are not written yet, again and again: what may fail is shown before there is a release
-// that does.
+// The schema is upgraded under load, again and again, to made-up next versions: one with changed functions and
+// one with changed tables.
 func TestTorture_UpgradeUnderLoad(t *testing.T) {
 	run := torture(t, 5*time.Second)
 	newest := newestMigration(t)
