@@ -13,8 +13,6 @@ import (
 	"github.com/pgratelimit/pgratelimit/tests/model"
 )
 
-const us = time.Microsecond
-
 func TestBucket_ComesWithTheFirstGrant(t *testing.T) {
 	t.Parallel()
 	eachDurability(t, func(t *testing.T, db *testDB, durability policyOption) {

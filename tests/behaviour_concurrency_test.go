@@ -9,9 +9,6 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// never long enough to refill during a test
-const aDay = 24 * time.Hour
-
 func TestConcurrency_ExactlyThoseThatFitAreAllowed(t *testing.T) {
 	t.Parallel()
 	db := newCrowdDB(t, 20)

@@ -16,11 +16,6 @@ import (
 // Debt (8 and the last of 13) is a row that the test writes below zero, because no call takes more tokens
 // than the bucket holds.
 
-const (
-	ms     = time.Millisecond
-	second = time.Second
-)
-
 // A vector is a bucket and the calls on it. The bucket starts full, less the tokens taken at the start.
 type vector struct {
 	origin           string
@@ -309,16 +304,6 @@ func TestVectors(t *testing.T) {
 			t.Run(v.origin, func(t *testing.T) { v.replay(t, db.of(t), durability) })
 		}
 	})
-}
-
-// eachDurability runs a test for durable and for ephemeral policies.
-func eachDurability(t *testing.T, test func(t *testing.T, db *testDB, durability policyOption)) {
-	for name, durability := range map[string]policyOption{"durable": durable, "ephemeral": ephemeral} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			test(t, newDB(t), durability)
-		})
-	}
 }
 
 // replay makes the calls and compares the decisions. A call that takes and gives nothing must leave the

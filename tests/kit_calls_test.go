@@ -89,11 +89,16 @@ func micros(d time.Duration) model.Micros {
 
 // sqlState returns the SQLSTATE of an error, "" when it has none.
 func sqlState(err error) string {
-	var pgErr *pgconn.PgError
-	if errors.As(err, &pgErr) {
-		return pgErr.Code
+	if e := pgError(err); e != nil {
+		return e.Code
 	}
 	return ""
+}
+
+// pgError returns the server's error, nil when there is none.
+func pgError(err error) (e *pgconn.PgError) {
+	errors.As(err, &e)
+	return e
 }
 
 // A request asks for tokens of one bucket.
@@ -211,10 +216,4 @@ func acquireEach(tx pgx.Tx, requests []nullableRequest) (answers []answer, err e
 		answers = append(answers, a)
 	}
 	return answers, nil
-}
-
-// pgError returns the server's error, nil when there is none.
-func pgError(err error) (e *pgconn.PgError) {
-	errors.As(err, &e)
-	return e
 }

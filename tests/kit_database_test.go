@@ -18,6 +18,15 @@ import (
 // counts calendar days instead of hours comes out wrong.
 var t0 = time.Date(2024, 3, 30, 12, 0, 0, 0, time.UTC)
 
+const (
+	us     = time.Microsecond
+	ms     = time.Millisecond
+	second = time.Second
+	aDay   = 24 * time.Hour // too long to refill a token during a test
+
+	day = 24 * 60 * 60 * 1_000_000 // in microseconds
+)
+
 // A testDB is the private database of one test. Its clock is the server's until the test first sets
 // it; from then on it stands still between calls.
 //

@@ -42,10 +42,21 @@ func onEach(t *testing.T, test func(t *testing.T, db subject)) {
 
 // onEachDurability is onEach for durable and for ephemeral policies.
 func onEachDurability(t *testing.T, test func(t *testing.T, db subject, durability policyOption)) {
+	inEachDurability(t, func(t *testing.T, durability policyOption) {
+		onEach(t, func(t *testing.T, db subject) { test(t, db, durability) })
+	})
+}
+
+// eachDurability runs a test against a database, for durable and for ephemeral policies.
+func eachDurability(t *testing.T, test func(t *testing.T, db *testDB, durability policyOption)) {
+	inEachDurability(t, func(t *testing.T, durability policyOption) { test(t, newDB(t), durability) })
+}
+
+func inEachDurability(t *testing.T, test func(t *testing.T, durability policyOption)) {
 	for name, durability := range map[string]policyOption{"durable": durable, "ephemeral": ephemeral} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			onEach(t, func(t *testing.T, db subject) { test(t, db, durability) })
+			test(t, durability)
 		})
 	}
 }

@@ -30,9 +30,7 @@ func TestTorture_Linearizability(t *testing.T) {
 	var n operationCounts
 	c.write(run.goesOn, func(seed uint64, histories []history, err error) bool {
 		if err != nil {
-			var pgErr *pgconn.PgError
-			errors.As(err, &pgErr)
-			t.Errorf("history %d: %v: %+v", seed, err, pgErr)
+			t.Errorf("history %d: %v: %+v", seed, err, pgError(err))
 		}
 		n.buckets += len(histories)
 		for _, h := range histories {

@@ -189,8 +189,6 @@ func (m *modelRun) rollBack(to int) {
 // end leaves the session to the next sequence, also when this one has failed.
 func (m *modelRun) end() { m.session.exec("rollback") }
 
-const day = 24 * 60 * 60 * 1_000_000
-
 var policyNames = []string{"a", "b"}
 
 var (
