@@ -58,6 +58,9 @@ func TestTorture_Soak(t *testing.T) {
 		run.progress("%.0f answers a second, tables of %.1f MB, indexes of %.1f MB", now.rate, now.tables, now.indexes)
 		s.runFor(every)
 	}
+	if s.ctx.Err() != nil {
+		require.NoError(t, s.end(), "a call failed")
+	}
 	db.Await(t, patience, `
 		select count(*) = 4 and bool_and(n_tup_del > 0)
 		  from pg_stat_user_tables where schemaname || '.' || relname = any ($1)`, stateTables)
