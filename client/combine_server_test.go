@@ -108,9 +108,9 @@ func TestCombiner_AnswersLikeAPlainLimiter(t *testing.T) {
 						create or replace function ratelimit.clock() returns timestamptz language sql volatile parallel safe
 						as $$ select timestamptz '2026-03-28 01:00 UTC' + interval '%d milliseconds' $$`, round*700))
 				}
-				var requests []asked
+				var requests []request
 				for range 30 {
-					r := asked{
+					r := request{
 						policy: pick("continuous", "continuous", "stepped", "ephemeral", "none", ""),
 						key:    pick("a", "a", "a", "b", "é", "", strings.Repeat("x", 513)),
 						opts:   []client.AcquireOption{client.Cost(random.Int64N(14) - 1)},
@@ -179,7 +179,7 @@ func TestCombiner_ExecModes(t *testing.T) {
 				key := `o'clock \ $1 "{NULL}", ` + strings.Repeat("é", 200)
 				for range 2 { // so that cached statements are used too
 					require.NoError(t, limiter.Reset(t.Context(), policy, key))
-					answers := combine(t, db, limiter, []asked{
+					answers := combine(t, db, limiter, []request{
 						{policy, key, []client.AcquireOption{client.Cost(4)}},
 						{policy, key, []client.AcquireOption{client.Cost(5)}},
 						{policy, key, []client.AcquireOption{client.Cost(2)}},
@@ -205,7 +205,7 @@ func TestCombiner_ExecModes(t *testing.T) {
 					require.ErrorIs(t, answers[7].err, client.ErrUnknownPolicy)
 					requireCode(t, "RL001", answers[7].err)
 
-					replays := combine(t, db, limiter, []asked{
+					replays := combine(t, db, limiter, []request{
 						{policy, "NULL", []client.AcquireOption{client.IdempotencyKey("NULL")}},
 						{policy, "NULL", []client.AcquireOption{client.IdempotencyKey("NULL")}},
 						{policy, "NULL", []client.AcquireOption{client.IdempotencyKey(`"'\`), client.Cost(0)}},
@@ -238,7 +238,7 @@ func TestCombiner_DatabaseOfAnotherEncoding(t *testing.T) {
 
 	limiter := client.NewCombiner(pool, client.CallsInFlight(1))
 	defer limiter.Close()
-	answers := combine(t, latin1, limiter, []asked{{"api", "é", nil}, {"api", "🪣", nil}, {"api", "é", nil}})()
+	answers := combine(t, latin1, limiter, []request{{"api", "é", nil}, {"api", "🪣", nil}, {"api", "é", nil}})()
 	require.NoError(t, answers[0].err)
 	require.EqualValues(t, 9, answers[0].Remaining)
 	requireCode(t, "22P05", answers[1].err)
@@ -260,7 +260,7 @@ func TestCombiner_ACommitThatFailsIsAnError(t *testing.T) {
 		end $$;
 		create constraint trigger refuse after insert or update on ratelimit.buckets deferrable initially deferred
 		  for each row when (new.key = 'bad') execute function public.refuse()`)
-	answers := combine(t, db, limiter, []asked{{"api", "good", nil}, {"api", "bad", nil}})()
+	answers := combine(t, db, limiter, []request{{"api", "good", nil}, {"api", "bad", nil}})()
 	for _, got := range answers {
 		requireCode(t, "23514", got.err)
 		require.Zero(t, got.Decision)
@@ -289,7 +289,7 @@ func TestCombiner_AKilledCallIsRepeatedOnlyWithIdempotencyKeys(t *testing.T) {
 			_, err := client.New(held).Acquire(ctx, "api", "held")
 			require.NoError(t, err)
 
-			requests := []asked{{"api", "free", nil}, {"api", "held", nil}}
+			requests := []request{{"api", "free", nil}, {"api", "held", nil}}
 			if keyed {
 				requests[0].opts, requests[1].opts = once, once
 			}
@@ -397,7 +397,7 @@ func TestCombiner_ADeadlockWithATransaction(t *testing.T) {
 	_, err = client.New(tx).Acquire(ctx, "api", "c")
 	require.NoError(t, err)
 
-	answers := combine(t, db, limiter, []asked{{"api", "c", nil}, {"api", "b", nil}, {"api", "a", nil}})
+	answers := combine(t, db, limiter, []request{{"api", "c", nil}, {"api", "b", nil}, {"api", "a", nil}})
 	batch := waiter(t, db, "ratelimit_acquire_many(", 0) // holds a, waits for b
 	done := make(chan error)
 	go func() {
@@ -430,7 +430,7 @@ func TestRetry_ALostAnswer(t *testing.T) {
 				}
 				line.losses.Store(1)
 				pool := connect(t, db, nil, line.use)
-				requests := []asked{{"api", "a", nil}, {"api", "b", nil}}
+				requests := []request{{"api", "a", nil}, {"api", "b", nil}}
 				if keyed {
 					requests[0].opts, requests[1].opts = once, once
 				}
@@ -587,26 +587,27 @@ func TestCombiner_SaysThatItNeedsAcquireMany(t *testing.T) {
 
 	limiter := client.NewCombiner(connect(t, db, map[string]string{"role": "combiner of " + db.Name}), client.CallsInFlight(1))
 	defer limiter.Close()
-	for _, got := range combine(t, db, limiter, []asked{{"gate", "l", nil}, {"gate", "m", nil}})() {
+	for _, got := range combine(t, db, limiter, []request{{"gate", "l", nil}, {"gate", "m", nil}})() {
 		requireCode(t, "42501", got.err)
 		require.EqualError(t, got.err, "pgratelimit: acquire: ERROR: permission denied for function ratelimit_acquire_many (SQLSTATE 42501). "+
 			"Its owner can run: grant execute on function ratelimit_acquire_many(text[], text[], bigint[], text[]) to <role>;")
 	}
 	db.Exec(t, "grant execute on function ratelimit_acquire_many(text[], text[], bigint[], text[]) to "+role)
-	for _, got := range combine(t, db, limiter, []asked{{"gate", "l", nil}, {"gate", "m", nil}})() {
+	for _, got := range combine(t, db, limiter, []request{{"gate", "l", nil}, {"gate", "m", nil}})() {
 		require.NoError(t, got.err)
 		require.True(t, got.Allowed)
 	}
 }
 
-type asked struct {
+// A request asks for tokens of one bucket.
+type request struct {
 	policy, key string
 	opts        []client.AcquireOption
 }
 
 // combine lets requests wait in order behind a call that waits for a lock, and then go. The policy of
 // that call is gate.
-func combine(t *testing.T, db *pgtest.DB, limiter *client.Combiner, requests []asked) (answers func() []answer) {
+func combine(t *testing.T, db *pgtest.DB, limiter *client.Combiner, requests []request) (answers func() []answer) {
 	t.Helper()
 	ctx := t.Context()
 	db.Exec(t, "select ratelimit_reset('gate', 'k')")

@@ -60,7 +60,7 @@ func TestNoFlush_IsForItsCallsAlone(t *testing.T) {
 		{"acquire again", true, acquire(plain)},
 		{"acquire, combiner with nothing to combine", false, acquire(combiner)},
 		{"acquire, combined", false, func() error {
-			for _, got := range combine(t, db, combiner, []asked{{"api", "k", nil}, {"api", "l", nil}, {"api", "k", nil}})() {
+			for _, got := range combine(t, db, combiner, []request{{"api", "k", nil}, {"api", "l", nil}, {"api", "k", nil}})() {
 				require.NoError(t, got.err)
 			}
 			return nil

@@ -13,8 +13,8 @@ import (
 	"github.com/pgratelimit/pgratelimit/client"
 )
 
-// 500 connections want one bucket, all of the time. Each token is granted once, each grant is told what it
-// left, and everybody's turn comes.
+// 500 connections acquire from one bucket all the time. Each token is granted once, each decision tells how many
+// tokens are left, and every connection is served.
 func TestTorture_Contention(t *testing.T) {
 	run := torture(t, 6*time.Second)
 	const connections, atLeast, capacity, few = 500, 2, 5_000_000, 750
@@ -26,7 +26,7 @@ func TestTorture_Contention(t *testing.T) {
 		sessions[i] = db.session()
 	}
 
-	// Whoever waits for as long is not served at all.
+	// A connection that waits longer is not served at all.
 	ctx, cancel := context.WithTimeout(t.Context(), run.budget+2*time.Minute)
 	defer cancel()
 	var (

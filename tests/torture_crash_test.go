@@ -13,16 +13,17 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/tests/model"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
-// PostgreSQL is killed with SIGKILL at random moments, over and over, under load. What callers were
-// told is then compared with what it recovers.
+// PostgreSQL is killed with SIGKILL at random moments, over and over, under load. The decisions of the callers
+// are then compared with the recovered database.
 //
-// The machine survives, and with it what the kernel was given. So without a flush those grants are lost
-// whose WAL was still in PostgreSQL's own buffers: up to PostgreSQL 16 few under load, as full pages are
-// written at once, while of grants that come slowly the last page waits for the WAL writer. What fsync
-// does when the power fails is not seen.
+// The machine survives, and so does everything that PostgreSQL wrote to the kernel. Without a flush, a grant is
+// lost if its WAL was still in PostgreSQL's own buffers. Under load these are few up to PostgreSQL 16, because
+// full pages are written at once. When grants come slowly, the last page waits for the WAL writer. This test
+// does not see what fsync does when the power fails.
 func TestTorture_Crash(t *testing.T) {
 	run := torture(t, 6*time.Second)
 	const walWriterDelay = 200 * time.Millisecond // PostgreSQL's default
@@ -31,7 +32,7 @@ func TestTorture_Crash(t *testing.T) {
 
 	var flushed, unflushed settlement
 	var recoveries []time.Duration
-	left := map[bucketName]int64{}
+	left := map[model.BucketID]int64{}
 	for n := 0; n < len(crashes) || run.goesOn(); n++ {
 		crash, total := crashes[n%len(crashes)], &flushed
 		var opts []client.LimiterOption
@@ -43,14 +44,14 @@ func TestTorture_Crash(t *testing.T) {
 		recoveries = append(recoveries, crash.kill(t, server, l))
 		l.end()
 		db.Pool.Close()
-		db = openDB(t, server)
+		db = reopen(t, server)
 		total.add(l.settle(db, left))
 		require.Zero(t, flushed.lost, "grants that were flushed")
 		run.progress("%d crashes; of %d grants flushed %d are lost, of %d others %d", n+1,
 			flushed.grants, flushed.lost, unflushed.grants, unflushed.lost)
 	}
 	for name, left := range left {
-		require.Equal(t, left, db.left(name.policy, name.key), "undone by a later crash: %v", name)
+		require.Equal(t, left, db.left(name.Policy, name.Key), "undone by a later crash: %v", name)
 	}
 
 	require.NotZero(t, flushed.unanswered)
@@ -138,8 +139,8 @@ func connect(t *testing.T, server *pgtest.Server) *pgx.Conn {
 	return conn
 }
 
-// What the torture looks for is found where it has to be: on a server that does not flush. Those of its
-// last page of WAL are lost; that it filled at the last moment may happen once, but not each time.
+// The audit finds lost grants on a server that does not flush: those on its last page of WAL. That page may
+// have been filled and written just before the crash, but not every time.
 func TestCrash_TheAuditFindsWhatIsLost(t *testing.T) {
 	t.Parallel()
 	db, server := newPrivateDB(t, "synchronous_commit=on", "autovacuum=off", "cron.launch_active_jobs=off",
@@ -149,14 +150,14 @@ func TestCrash_TheAuditFindsWhatIsLost(t *testing.T) {
 		limiter := client.New(db.Pool, opts...)
 		var grants []entry
 		for i := range 20 {
-			e, err := entry{policy: "durable", key: key, cost: 2, idempotencyKey: fmt.Sprint(i)}.ask(limiter)
+			e, err := request{model.BucketID{Policy: "durable", Key: key}, 2, fmt.Sprint(i)}.try(limiter)
 			require.NoError(t, err)
 			grants = append(grants, e)
 		}
 		kill(t, server)
 		require.NoError(t, server.Start(t.Context()))
 		db.Pool.Close()
-		db = openDB(t, server)
+		db = reopen(t, server)
 		found, err := audit(exactCapacity, db.left("durable", key), grants, nil)
 		require.NoError(t, err)
 		return len(found.lost)

@@ -16,13 +16,13 @@ import (
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
-// The disk fills up under load, again and again: the tables cannot grow, which is an error, or there is no
-// place for the log, which the server does not survive. When there is space all goes on. Every answer was
-// true, and no token is taken or there that nobody knows about.
+// The disk fills up under load, again and again. Either the tables cannot grow, which is an error, or the WAL
+// cannot, which crashes the server. With space again, calls succeed. Every decision was true, and no bucket
+// has more or fewer tokens than the ledger explains.
 func TestTorture_DiskFull(t *testing.T) {
 	run := torture(t, 8*time.Second)
 	server, dir := pgtest.PrivateOnDisk(t, 192, "synchronous_commit=on", "min_wal_size=32MB", "max_wal_size=48MB")
-	db := newDBOn(t, server)
+	db := createDB(t, server, privateName)
 	l := newLedger(db, "p", 300, 5*time.Second)
 
 	fills, crashes, stops := 0, 0, 0
@@ -30,8 +30,7 @@ func TestTorture_DiskFull(t *testing.T) {
 		pool, err := pgxpool.New(t.Context(), db.URL)
 		require.NoError(t, err)
 		combiner := client.NewCombiner(pool)
-		ctx, stop := context.WithCancel(t.Context())
-		callers := l.load(ctx, t, client.New(pool), combiner)
+		callers := l.load(t, client.New(pool), combiner)
 
 		l.awaitAnswers(t, 500)
 		remove := fill(t, dir)
@@ -45,8 +44,7 @@ func TestTorture_DiskFull(t *testing.T) {
 			stops++
 		}
 		l.awaitAnswers(t, 500)
-		stop()
-		callers.Wait()
+		require.NoError(t, callers.end())
 		combiner.Close()
 		pool.Close()
 
@@ -83,7 +81,7 @@ func fill(t *testing.T, dir string) (remove func()) {
 	return func() { require.NoError(t, os.Remove(name)) }
 }
 
-// breakLog writes segments of the log until there is no place for another.
+// breakLog writes WAL segments until the disk has no space for another.
 func breakLog(t *testing.T, db *testDB) {
 	t.Helper()
 	conn, err := pgx.Connect(context.Background(), db.URL)

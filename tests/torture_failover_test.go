@@ -11,12 +11,13 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/tests/model"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
 // A standby is promoted under load, over and over, and the primary killed just before or just after.
-// With synchronous replication nothing is lost that callers were told; what asynchronous replication
-// loses is measured. The clocks of the two nodes differ by up to an hour.
+// Synchronous replication loses no grant that a caller was told of. The loss of asynchronous replication is
+// measured. The clocks of the two nodes differ by up to an hour.
 func TestTorture_CrashFailover(t *testing.T) {
 	run := torture(t, 6*time.Second)
 	db, primary := newPrivateDB(t, "synchronous_commit=on", "cluster_name=node 0")
@@ -32,7 +33,7 @@ func TestTorture_CrashFailover(t *testing.T) {
 	var asynchronous [2]settlement // by when the promotion came: before the primary's end, or after it
 	var promotions []time.Duration
 	var pace float64
-	left := map[bucketName]int64{}
+	left := map[model.BucketID]int64{}
 	for n := 0; n < 2 || run.goesOn(); n++ {
 		prefix, node := fmt.Sprint("failover ", n), fmt.Sprint("node ", n+1)
 		waits, promotion := n%2 == 0, rand.N(2)
@@ -51,7 +52,7 @@ func TestTorture_CrashFailover(t *testing.T) {
 		paced := startPaced(db, prefix)
 		l := startCrashLoad(t, db.URL, prefix, []string{"durable"}, 0)
 		l.runFor(t, time.Second)
-		promoted := openDB(t, standby)
+		promoted := reopen(t, standby)
 		for step := range 2 {
 			if step != promotion {
 				kill(t, primary)
@@ -81,7 +82,7 @@ func TestTorture_CrashFailover(t *testing.T) {
 			asynchronous[0].grants+asynchronous[1].grants, asynchronous[0].lost+asynchronous[1].lost)
 	}
 	for name, left := range left {
-		require.Equal(t, left, db.left(name.policy, name.key), "undone by a later failover: %v", name)
+		require.Equal(t, left, db.left(name.Policy, name.Key), "undone by a later failover: %v", name)
 	}
 
 	require.NotZero(t, synchronous.unanswered)
@@ -109,7 +110,7 @@ const (
 	pacedPerSecond = 1000
 )
 
-// paced is a bucket that was emptied, and one caller who takes what it gains until the primary is gone.
+// paced is an emptied bucket, and one caller who takes its refill until the primary is gone.
 type paced struct {
 	key     string
 	began   time.Time
@@ -148,9 +149,9 @@ func startPaced(db *testDB, key string) *paced {
 
 func (p *paced) end() { <-p.done }
 
-// check asks a new primary, whose clock is ahead of the old one's, or behind it if ahead is below zero:
-// the tokens of both are no more than the time gone by and a clock put forward account for. They still
-// are when the clock has been put right. What is returned is how much of that they are.
+// check asks a new primary. Its clock is ahead of the old primary's, or behind it if ahead is below zero. Both
+// primaries together grant no more tokens than the elapsed time and the advance of the clock refill, also
+// after the clock is corrected. check returns the largest share of these tokens that was granted.
 func (p *paced) check(db *testDB, ahead time.Duration) (pace float64) {
 	t := db.t
 	t.Helper()

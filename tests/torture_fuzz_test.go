@@ -6,7 +6,6 @@ import (
 	"maps"
 	"math"
 	"math/rand/v2"
-	"os"
 	"slices"
 	"strconv"
 	"strings"
@@ -21,10 +20,10 @@ import (
 	"github.com/pgratelimit/pgratelimit/tests/model"
 )
 
-// Every public function is called with whatever the protocol can carry. What comes back must be, to the
-// SQLSTATE and the message, what an oracle says: refusals in the order the functions check, and
-// otherwise the decision of the model, field by field. After each round the tables must hold what the
-// model holds, and calls that are refused must have left them as they were.
+// Every public function is called with whatever the protocol can carry. Each response must be the one that an
+// oracle predicts, to the SQLSTATE and the message: a refusal, in the order in which the functions check, or
+// the decision of the model, field by field. After each round the tables must hold what the model holds, and
+// refused calls must have changed nothing.
 //
 // A round depends on its seed alone: RATELIMIT_TEST_SEED repeats it as the first.
 func TestTorture_Fuzz(t *testing.T) {
@@ -93,9 +92,7 @@ func newFuzzer(t *testing.T, inputs *tally) *fuzzer {
 	db := newDB(t)
 	db.clockPerSession()
 	f := &fuzzer{db: db, wire: db.wire(t), inputs: inputs}
-	if s := os.Getenv("RATELIMIT_TEST_SEED"); s != "" {
-		seed, err := strconv.ParseUint(s, 10, 64)
-		require.NoError(t, err, "RATELIMIT_TEST_SEED")
+	if seed, given := testSeed(t); given {
 		f.seeds = append(f.seeds, seed)
 	}
 	setup := []message{
@@ -148,7 +145,7 @@ const (
 		       (select count(*) from ratelimit.idempotency_keys) + (select count(*) from ratelimit.ephemeral_idempotency_keys)`
 )
 
-// How each function is called, and what of its answer is looked at.
+// fuzzStatements has a call of each function, and the columns of its result that are compared.
 var fuzzStatements = map[string]string{
 	"ratelimit_define_policy": "select from ratelimit_define_policy($1, $2, $3, $4, $5, $6, $7)",
 	"ratelimit_drop_policy":   "select from ratelimit_drop_policy($1)",
@@ -164,9 +161,9 @@ var fuzzStatements = map[string]string{
 	"ratelimit_version":     "select ratelimit_version()",
 }
 
-// A fuzzCall is a call and what has to come back.
+// A fuzzCall is a call and the response that it must get.
 type fuzzCall struct {
-	function string // empty: a question of the test's own
+	function string // empty: a query of the test's own
 	args     []argument
 	elements int // of a batch that gets as far as its requests
 
@@ -186,7 +183,7 @@ func (c *fuzzCall) String() string {
 	return fmt.Sprintf("%s(%s)", c.function, strings.Join(args, ", "))
 }
 
-// verify compares a response with what has to come back.
+// verify compares a response with the expected one.
 func (c *fuzzCall) verify(r response) error {
 	switch {
 	case len(c.codes) > 0 && (!slices.Contains(c.codes, r.code) || c.message != "" && c.message != r.message):
@@ -281,14 +278,14 @@ func (f *fuzzer) round(seed uint64) error {
 	return nil
 }
 
-// send adds a message and what is to come back.
+// send adds a message and the response that it must get.
 func (r *round) send(m message, c fuzzCall) int {
 	r.messages = append(r.messages, m)
 	r.calls = append(r.calls, c)
 	return len(r.calls) - 1
 }
 
-// look asks a question of the test's own; without rows the answer is not looked at here.
+// look adds a query of the test's own. Without rows its result is not compared here.
 func (r *round) look(sql string, rows ...string) int {
 	return r.send(simple(sql), fuzzCall{rows: rows})
 }
@@ -367,7 +364,7 @@ func (r *round) literal(a argument) string {
 	return "'" + strings.ReplaceAll(s, "'", "''") + "'"
 }
 
-// Functions as often as they are called.
+// Each function stands here in proportion to how often it is called.
 var (
 	refusing = []string{
 		"ratelimit_acquire", "ratelimit_acquire", "ratelimit_acquire", "ratelimit_acquire_many", "ratelimit_acquire_many",

@@ -30,9 +30,7 @@ func TestTorture_Linearizability(t *testing.T) {
 	var n operationCounts
 	c.write(run.goesOn, func(seed uint64, histories []history, err error) bool {
 		if err != nil {
-			var pgErr *pgconn.PgError
-			errors.As(err, &pgErr)
-			t.Errorf("history %d: %v: %+v", seed, err, pgErr)
+			t.Errorf("history %d: %v: %+v", seed, err, pgError(err))
 		}
 		n.buckets += len(histories)
 		for _, h := range histories {
@@ -94,7 +92,7 @@ func (n *operationCounts) count(h history) {
 	}
 }
 
-// What is wrong in SQL shows within seconds.
+// A bug planted in SQL is found within seconds.
 func TestLinearizability_FindsPlantedBugs(t *testing.T) {
 	t.Parallel()
 	for name, bug := range map[string]struct {
@@ -175,7 +173,7 @@ func newChronicler(db *testDB, policies ...string) *chronicler {
 	return c
 }
 
-// readings are those of the clock that notices told.
+// readings are the readings of the clock that notices reported.
 type readings struct {
 	mu   sync.Mutex
 	all  []time.Time
@@ -207,7 +205,7 @@ func (r *readings) forget() {
 	r.all, r.when = r.all[:0], r.when[:0]
 }
 
-// A recorder is a session that tells what its clock has read.
+// A recorder is a session that records the readings of its clock.
 type recorder struct {
 	*pgx.Conn
 	readings readings
@@ -332,7 +330,7 @@ func (h *chronicle) finish() (histories []history) {
 		var of history
 		granted := map[string][]*operation{}
 		for _, op := range h.operations {
-			if op.bucket != b {
+			if op.BucketID != b {
 				continue
 			}
 			of = append(of, op)
@@ -363,7 +361,7 @@ func (h *chronicle) add(ops ...*operation) {
 	h.operations = append(h.operations, ops...)
 }
 
-// define is for one client only, so that versions follow each other.
+// define is called by one client only, so that versions follow each other.
 func (h *chronicle) define(random *rand.Rand, q *recorder, policy string) error {
 	p := model.Policy{
 		Capacity: 3 + random.Int64N(10),
@@ -418,11 +416,10 @@ func (a *actor) act() error {
 func (a *actor) bucket() model.BucketID { return a.buckets[a.random.IntN(len(a.buckets))] }
 
 func (a *actor) operation(kind string, bucket model.BucketID) *operation {
-	return &operation{kind: kind, bucket: bucket, client: a.client, called: a.now()}
+	return &operation{kind: kind, request: request{BucketID: bucket}, client: a.client, called: a.now()}
 }
 
-// request is an acquire of few tokens, seldom none or too many. Who repeats an idempotency key seldom
-// changes the cost.
+// request is an acquire, mostly of few tokens. A repeated idempotency key seldom has another cost.
 func (a *actor) request(bucket model.BucketID) *operation {
 	op := a.operation(acquires, bucket)
 	switch n := a.random.IntN(20); {
@@ -444,18 +441,11 @@ func (a *actor) request(bucket model.BucketID) *operation {
 	return op
 }
 
-func (op *operation) arguments() (cost int64, idempotencyKey *string) {
-	if op.idempotencyKey == "" {
-		return op.cost, nil
-	}
-	return op.cost, &op.idempotencyKey
-}
-
-// answered fills in the answer of calls that take one bucket, and says whether it is one.
+// answered records the answer of a call on one bucket. RL002 is an answer; other errors are returned.
 func (op *operation) answered(d decision, err error) error {
-	op.answer = &reply{Decision: &d}
+	op.answer = &answer{Decision: &d}
 	if sqlState(err) == string(model.IdempotencyMismatch) || errors.Is(err, client.ErrIdempotencyMismatch) {
-		op.answer, err = &reply{Error: err.Error()}, nil
+		op.answer, err = &answer{Error: err.Error()}, nil
 	}
 	return err
 }
@@ -463,10 +453,7 @@ func (op *operation) answered(d decision, err error) error {
 // acquire, now and then in a transaction that may be rolled back.
 func (a *actor) acquire() error {
 	op := a.request(a.bucket())
-	cost, idempotencyKey := op.arguments()
-	return a.transact(func() error {
-		return op.answered(decide(a, "ratelimit_acquire($1, $2, $3, $4)", op.bucket.Policy, op.bucket.Key, cost, idempotencyKey))
-	}, op)
+	return a.transact(func() error { return op.answered(op.request.acquire(a)) }, op)
 }
 
 // transact makes the call of some operations.
@@ -530,16 +517,15 @@ func (a *actor) acquireMany() error {
 	batch := a.batches
 	a.mu.Unlock()
 	places := map[model.BucketID]int{}
-	var wishes []wish
+	var requests []nullableRequest
 	for _, op := range ops {
-		op.batch, op.place = batch, places[op.bucket]
-		places[op.bucket]++
-		cost, idempotencyKey := op.arguments()
-		wishes = append(wishes, wish{&op.bucket.Policy, &op.bucket.Key, &cost, idempotencyKey})
+		op.batch, op.place = batch, places[op.BucketID]
+		places[op.BucketID]++
+		requests = append(requests, op.nullable())
 	}
 	return a.transact(func() error {
-		replies, err := acquireMany(a, wishes)
-		for i, r := range replies {
+		answers, err := acquireMany(a, requests)
+		for i, r := range answers {
 			ops[i].answer = &r
 		}
 		return err
@@ -550,21 +536,10 @@ func (a *actor) acquireCombined() error {
 	op := a.request(a.bucket())
 	start := time.Now()
 	op.called = a.now()
-	opts := []client.AcquireOption{client.Cost(op.cost)}
-	if op.idempotencyKey != "" {
-		opts = append(opts, client.IdempotencyKey(op.idempotencyKey))
-	}
-	d, err := a.combiner.Acquire(context.Background(), op.bucket.Policy, op.bucket.Key, opts...)
+	d, err := op.by(context.Background(), a.combiner)
 	op.returned = a.now()
 	op.readings = a.chronicler.readings.since(start)
-	retryAfter := micros(d.RetryAfter)
-	if d.Never() {
-		retryAfter = model.Never
-	}
-	err = op.answered(decision{
-		Allowed: d.Allowed, Remaining: d.Remaining, RetryAfter: retryAfter, ResetAfter: micros(d.ResetAfter),
-		Capacity: d.Capacity, Replayed: d.Replayed,
-	}, err)
+	err = op.answered(decisionOf(d), err)
 	a.add(op)
 	return err
 }
@@ -574,14 +549,14 @@ func (a *actor) decide(kind string) error {
 	op := a.operation(kind, a.bucket())
 	op.cost = a.random.Int64N(5)
 	return a.transact(func() error {
-		return op.answered(decide(a, "ratelimit_"+kind+"($1, $2, $3)", op.bucket.Policy, op.bucket.Key, op.cost))
+		return op.answered(decide(a, "ratelimit_"+kind+"($1, $2, $3)", op.Policy, op.Key, op.cost))
 	}, op)
 }
 
 func (a *actor) reset() error {
 	op := a.operation(resets, a.bucket())
 	return a.transact(func() error {
-		_, err := a.Exec(context.Background(), "select ratelimit_reset($1, $2)", op.bucket.Policy, op.bucket.Key)
+		_, err := a.Exec(context.Background(), "select ratelimit_reset($1, $2)", op.Policy, op.Key)
 		return err
 	}, op)
 }

@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"context"
 	"math/rand/v2"
-	"os"
 	"runtime/pprof"
 	"strconv"
 	"strings"
@@ -20,20 +19,15 @@ import (
 	"github.com/pgratelimit/pgratelimit/client"
 )
 
-// Dozens of callers share a pool whose connections are delayed, cut and reset, and lose replies. Whoever
-// has an idempotency key and asks until there is an answer is charged once at most and ends with the true
-// answer; without one, no token is missing that was not asked for in vain. Nobody waits for twice as long
-// as the ctx says. When the network is well again so is the pool, and nothing stays behind.
+// Dozens of callers share a pool whose connections are delayed, cut and reset, and lose replies. A request with
+// an idempotency key that is repeated until it is answered is charged at most once, and ends with the true
+// decision. Without one, no token is missing beyond the costs of requests without an answer. No call takes
+// twice as long as its ctx allows. When the faults end, the pool recovers and leaves no goroutine behind.
 //
 // RATELIMIT_TEST_SEED repeats the choice of faults, though not who meets them.
 func TestTorture_Network(t *testing.T) {
 	run := torture(t, 8*time.Second)
-	seed := rand.Uint64()
-	if s := os.Getenv("RATELIMIT_TEST_SEED"); s != "" {
-		var err error
-		seed, err = strconv.ParseUint(s, 10, 64)
-		require.NoError(t, err, "RATELIMIT_TEST_SEED")
-	}
+	seed, _ := testSeed(t)
 	t.Logf("RATELIMIT_TEST_SEED=%d", seed)
 	n := newNetwork(t, rand.New(rand.NewPCG(seed, 0)))
 
@@ -70,7 +64,7 @@ type figure struct {
 	number int
 }
 
-// figures are of what must happen.
+// figures counts the events of which each must happen.
 func (n *network) figures() []figure {
 	return []figure{
 		{"granted", n.ledger.granted},
@@ -107,8 +101,8 @@ func newNetwork(t *testing.T, random *rand.Rand) *network {
 	}
 }
 
-// round lets callers at a pool of its own while the network has faults, and looks after them when it is
-// well again.
+// round starts callers on a pool of its own while the network has faults, and checks the ledger after the
+// faults have ended.
 func (n *network) round(chances odds, lasts time.Duration) {
 	t := n.t
 	t.Helper()
@@ -117,13 +111,11 @@ func (n *network) round(chances odds, lasts time.Duration) {
 		pool := n.proxy.pool(t, n.db, n.countCombined)
 		combiner := client.NewCombiner(pool)
 		n.proxy.plan(chances.random(n.random))
-		ctx, cancel := context.WithTimeout(t.Context(), lasts)
-		defer cancel()
-		callers := n.ledger.load(ctx, t, client.New(pool), combiner)
-		<-ctx.Done()
+		callers := n.ledger.load(t, client.New(pool), combiner)
+		callers.runFor(lasts)
 		n.proxy.heal()
 		healed := time.Now()
-		callers.Wait()
+		require.NoError(t, callers.end())
 		n.awaitRecovery(pool)
 		n.slowestRecovery = max(n.slowestRecovery, time.Since(healed))
 		combiner.Close()
@@ -163,7 +155,7 @@ func (n *network) awaitRecovery(pool *pgxpool.Pool) {
 	}
 }
 
-// goroutines are those that have a label, and where they are.
+// goroutines returns the stacks of the goroutines that have a label.
 func goroutines(label string) string {
 	var all bytes.Buffer
 	_ = pprof.Lookup("goroutine").WriteTo(&all, 1)
@@ -223,10 +215,10 @@ func TestNetwork_ALostReply(t *testing.T) {
 			t.Parallel()
 			onBoth(t, func(t *testing.T, db *testDB, proxy *proxy, by client.Acquirer) {
 				l := newLedger(db, "p", 10, lost.timeout)
-				for _, c := range []claim{{"k", 3, "i"}, {"k", 2, ""}} {
-					require.NoError(t, l.settle(by, claim{"other", 1, ""}), "connects")
+				for _, r := range []request{l.request("k", 3, "i"), l.request("k", 2, "")} {
+					require.NoError(t, l.settle(by, l.request("other", 1, "")), "connects")
 					proxy.plan(nextReply(lost.fault))
-					require.NoError(t, l.settle(by, c))
+					require.NoError(t, l.settle(by, r))
 				}
 				require.Equal(t, 1, l.replayed)
 				require.Equal(t, 1, l.unknown)
@@ -243,17 +235,17 @@ func TestNetwork_ACallerWhoRetriesWithoutAnIdempotencyKeyIsChargedTwice(t *testi
 	t.Parallel()
 	onBoth(t, func(t *testing.T, db *testDB, proxy *proxy, by client.Acquirer) {
 		l := newLedger(db, "p", 10, time.Minute)
-		c := claim{"k", 3, ""}
-		require.NoError(t, l.settle(by, claim{"other", 1, ""}))
+		r := l.request("k", 3, "")
+		require.NoError(t, l.settle(by, l.request("other", 1, "")))
 		proxy.plan(nextReply(cut))
-		_, err := l.try(by, c)
+		_, err := l.try(by, r)
 		require.Error(t, err)
-		require.NoError(t, l.settle(by, c))
-		require.ErrorContains(t, l.check(db), "lacks 3 tokens, of which 0 may have been lost")
+		require.NoError(t, l.settle(by, r))
+		require.ErrorContains(t, l.check(db), "3 tokens are gone that were granted to nobody; requests without an answer wanted 0")
 	})
 }
 
-// All places of the pool are taken by attempts to connect that hear nothing.
+// All places of the pool are taken by connection attempts without an answer.
 func TestNetwork_ConnectingHangs(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
@@ -264,7 +256,7 @@ func TestNetwork_ConnectingHangs(t *testing.T) {
 	var callers sync.WaitGroup
 	for range pool.Config().MaxConns {
 		callers.Go(func() {
-			if _, err := l.try(client.New(pool), claim{"k", 1, "i"}); err == nil {
+			if _, err := l.try(client.New(pool), l.request("k", 1, "i")); err == nil {
 				t.Error("an answer from nowhere")
 			}
 		})
@@ -273,7 +265,7 @@ func TestNetwork_ConnectingHangs(t *testing.T) {
 	require.Equal(t, pool.Config().MaxConns, pool.Stat().ConstructingConns())
 
 	proxy.heal()
-	require.NoError(t, l.settle(client.New(pool), claim{"k", 1, "i"}))
+	require.NoError(t, l.settle(client.New(pool), l.request("k", 1, "i")))
 	require.NoError(t, l.check(db))
 	require.LessOrEqual(t, l.slowest, 2*l.timeout)
 }

@@ -10,7 +10,6 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -18,21 +17,20 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
-	"golang.org/x/sync/errgroup"
 
 	"github.com/pgratelimit/pgratelimit/client"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
-// Mixed load, and clean-up beside it: what grows, and what gets slower? A run of five minutes or more
-// is judged, and cleaned up by pg_cron, which starts at full minutes; half an hour is a good one. In any
-// case build/soak.svg shows it.
+// Mixed load runs beside clean-up, and the test measures what grows and what gets slower. A run of five minutes
+// or more is judged, and cleaned up by pg_cron, which starts jobs at full minutes. Half an hour is a good run.
+// build/soak.svg shows every run.
 func TestTorture_Soak(t *testing.T) {
 	run := torture(t, 8*time.Second)
 	judged := run.budget >= 5*time.Minute
 	server := pgtest.Private(t, "fsync=on")
-	db := serverDB(t, server, "postgres") // where pg_cron is
-	db.cleanUpAtOnce()                    // or a short run would see nothing removed
+	db := installedDB(t, server, "postgres") // where pg_cron is
+	db.cleanUpAtOnce()                       // or a short run would see nothing removed
 	for prefix, kind := range map[string]policyOption{"": durable, "ephemeral-": ephemeral} {
 		db.definePolicy(prefix+"steady", 100, 100, time.Second, kind, remember(2*time.Second))
 		db.definePolicy(prefix+"passing", 5, 10, time.Second, kind)
@@ -44,7 +42,7 @@ func TestTorture_Soak(t *testing.T) {
 	if cron := judged && server.HasCron; cron {
 		require.NoError(t, runScript(db, "schedule.sql"))
 		defer func() {
-			require.Empty(t, texts(db, "select return_message from cron.job_run_details where status = 'failed'"))
+			require.Empty(t, column(t, db.DB, "select return_message from cron.job_run_details where status = 'failed'"))
 			run.figure("clean-ups by pg_cron", db.number("select count(*) from cron.job_run_details where status = 'succeeded'"), "")
 		}()
 	} else {
@@ -58,16 +56,15 @@ func TestTorture_Soak(t *testing.T) {
 	for (run.goesOn() || len(s.samples) < 8) && s.ctx.Err() == nil {
 		now := s.sample(time.Since(run.started))
 		run.progress("%.0f answers a second, tables of %.1f MB, indexes of %.1f MB", now.rate, now.tables, now.indexes)
-		select {
-		case <-s.ctx.Done():
-		case <-time.After(every):
-		}
+		s.runFor(every)
+	}
+	if s.ctx.Err() != nil {
+		require.NoError(t, s.end(), "a call failed")
 	}
 	db.Await(t, patience, `
 		select count(*) = 4 and bool_and(n_tup_del > 0)
 		  from pg_stat_user_tables where schemaname || '.' || relname = any ($1)`, stateTables)
-	s.end()
-	require.NoError(t, s.callers.Wait())
+	require.NoError(t, s.end())
 	require.NotZero(t, s.denied.Load())
 
 	last := s.samples[len(s.samples)-1]
@@ -132,15 +129,13 @@ func TestSoak_IsJudgedByWhatGrowsOrSags(t *testing.T) {
 	}
 }
 
-// A soak is callers who do not rest, and what was seen meanwhile.
+// A soak is a load without pauses, and the samples taken meanwhile.
 type soak struct {
 	db       *testDB
 	local    bool // PostgreSQL's processes are this machine's
 	limiter  *client.Limiter
 	combiner *client.Combiner
-	callers  *errgroup.Group
-	ctx      context.Context // ends with the first error
-	end      func()
+	*load
 
 	answers, denied, visitors atomic.Int64
 	samples                   []soakSample
@@ -152,38 +147,22 @@ func startSoak(t *testing.T, db *testDB) *soak {
 	pool, err := pgxpool.New(t.Context(), db.URL+"&pool_max_conns=10&pool_min_conns=10&application_name=soak")
 	require.NoError(t, err)
 	s := &soak{db: db, limiter: client.New(pool), combiner: client.NewCombiner(pool, client.CallsInFlight(4))}
-	ctx, cancel := context.WithCancel(t.Context())
-	s.callers, s.ctx = errgroup.WithContext(ctx)
-	stop := make(chan struct{})
-	for i := range 32 {
+	t.Cleanup(func() { s.combiner.Close(); pool.Close() })
+	s.load = newLoad(t)
+	s.start(32, func(caller int) error {
 		by := client.Acquirer(s.combiner)
-		if i < 4 {
+		if caller < 4 {
 			by = s.limiter
 		}
-		s.callers.Go(func() error {
-			for {
-				select {
-				case <-stop:
-					return nil
-				default:
-				}
-				d, err := s.call(by)
-				if err != nil {
-					return err
-				}
-				s.answers.Add(1)
-				if !d.Allowed {
-					s.denied.Add(1)
-				}
-			}
-		})
-	}
-	s.end = sync.OnceFunc(func() { close(stop); cancel() })
-	t.Cleanup(func() {
-		s.end() // callers of a test that has failed would go on
-		_ = s.callers.Wait()
-		s.combiner.Close()
-		pool.Close()
+		d, err := s.call(by)
+		if err != nil {
+			return err
+		}
+		s.answers.Add(1)
+		if !d.Allowed {
+			s.denied.Add(1)
+		}
+		return nil
 	})
 	return s
 }
@@ -212,7 +191,7 @@ func (s *soak) call(by client.Acquirer) (client.Decision, error) {
 	}
 }
 
-// A soakSample is what was seen at one moment.
+// A soakSample is the measurements of one moment.
 type soakSample struct {
 	at              time.Duration
 	answers         int64

@@ -1,8 +1,8 @@
 // Package model is what the functions of pgratelimit should answer, worked out in big integers from
 // the rules of the design and not from the SQL, so that tests can compare the two field by field.
 //
-// [Policy] and [Bucket] are the arithmetic of one bucket: pure functions over values. A [Ledger] adds
-// its idempotency keys. [Model] puts policies and ledgers together and takes the same calls as a
+// [Policy] and [Bucket] are the arithmetic of one bucket: pure functions over values. A [State] adds
+// its idempotency keys. [Model] puts policies and states together and takes the same calls as a
 // database does, one at a time, each at an instant given by the caller.
 //
 // The model finds how long to wait by searching for the first instant at which there is enough, not
@@ -19,17 +19,17 @@ import (
 // A Model is a database with the package installed.
 type Model struct {
 	policies map[string]Policy
-	ledgers  map[BucketID]Ledger
+	states   map[BucketID]State
 }
 
 // New returns a model without policies.
 func New() *Model {
-	return &Model{map[string]Policy{}, map[BucketID]Ledger{}}
+	return &Model{map[string]Policy{}, map[BucketID]State{}}
 }
 
 // Clone returns the model as it is now, for a transaction to come back to.
 func (m *Model) Clone() *Model {
-	return &Model{maps.Clone(m.policies), maps.Clone(m.ledgers)}
+	return &Model{maps.Clone(m.policies), maps.Clone(m.states)}
 }
 
 // A BucketID names a bucket.
@@ -98,7 +98,7 @@ func (m *Model) Drop(name string) error {
 		return UnknownPolicy
 	}
 	delete(m.policies, name)
-	maps.DeleteFunc(m.ledgers, func(id BucketID, _ Ledger) bool { return id.Policy == name })
+	maps.DeleteFunc(m.states, func(id BucketID, _ State) bool { return id.Policy == name })
 	return nil
 }
 
@@ -108,7 +108,7 @@ func (m *Model) Acquire(now time.Time, id BucketID, cost int64, idempotencyKey s
 	if !ok {
 		return Decision{}, UnknownPolicy
 	}
-	m.ledgers[id], answer, err = m.ledgers[id].Acquire(p, now, cost, idempotencyKey)
+	m.states[id], answer, err = m.states[id].Acquire(p, now, cost, idempotencyKey)
 	return answer, err
 }
 
@@ -118,7 +118,7 @@ func (m *Model) Peek(now time.Time, id BucketID, cost int64) (Decision, error) {
 	if !ok {
 		return Decision{}, UnknownPolicy
 	}
-	return m.ledgers[id].Peek(p, now, cost), nil
+	return m.states[id].Peek(p, now, cost), nil
 }
 
 // Refund gives tokens back, never above the capacity.
@@ -127,7 +127,7 @@ func (m *Model) Refund(now time.Time, id BucketID, amount int64) (answer Decisio
 	if !ok {
 		return Decision{}, UnknownPolicy
 	}
-	m.ledgers[id], answer = m.ledgers[id].Refund(p, now, amount)
+	m.states[id], answer = m.states[id].Refund(p, now, amount)
 	return answer, nil
 }
 
@@ -136,7 +136,7 @@ func (m *Model) Reset(id BucketID) error {
 	if _, ok := m.policies[id.Policy]; !ok {
 		return UnknownPolicy
 	}
-	m.ledgers[id] = m.ledgers[id].Reset()
+	m.states[id] = m.states[id].Reset()
 	return nil
 }
 
@@ -146,21 +146,21 @@ const CleanUpMargin = 5 * time.Minute
 // CleanUp removes the idempotency keys past their time. Which of the full buckets go, and when, is
 // left to the implementation: see Remove.
 func (m *Model) CleanUp(now time.Time) {
-	for id, l := range m.ledgers {
-		m.ledgers[id] = l.forgetExpired(now.Add(-CleanUpMargin))
+	for id, s := range m.states {
+		m.states[id] = s.forgetExpired(now.Add(-CleanUpMargin))
 	}
 }
 
 // Remove removes a bucket that clean-up removed, and reports whether it was full, as it must be.
 func (m *Model) Remove(now time.Time, id BucketID) (full bool) {
-	full = m.ledgers[id].IsFull(m.policies[id.Policy], now.Add(-CleanUpMargin))
-	m.ledgers[id] = m.ledgers[id].Reset()
+	full = m.states[id].IsFull(m.policies[id.Policy], now.Add(-CleanUpMargin))
+	m.states[id] = m.states[id].Reset()
 	return full
 }
 
 // Put writes what a bucket holds, as if calls had brought it there.
 func (m *Model) Put(id BucketID, b Bucket) {
-	m.ledgers[id] = Ledger{&b, m.ledgers[id].grants}
+	m.states[id] = State{&b, m.states[id].grants}
 }
 
 // Policies returns the policies by name.
@@ -168,8 +168,8 @@ func (m *Model) Policies() map[string]Policy { return maps.Clone(m.policies) }
 
 // Buckets returns the buckets that were taken from and not removed since.
 func (m *Model) Buckets() (ids []BucketID) {
-	for id, l := range m.ledgers {
-		if l.bucket != nil {
+	for id, s := range m.states {
+		if s.bucket != nil {
 			ids = append(ids, id)
 		}
 	}
@@ -178,8 +178,8 @@ func (m *Model) Buckets() (ids []BucketID) {
 
 // Grants returns how many idempotency keys there are.
 func (m *Model) Grants() (n int) {
-	for _, l := range m.ledgers {
-		n += len(l.grants)
+	for _, s := range m.states {
+		n += len(s.grants)
 	}
 	return n
 }

@@ -1,0 +1,379 @@
+package tests
+
+import (
+	"context"
+	"fmt"
+	"math"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/pgratelimit/tests/model"
+)
+
+// Every way of sending arguments: typed by the server, and written into the text.
+var protocols = []pgx.QueryExecMode{pgx.QueryExecModeExec, pgx.QueryExecModeDescribeExec, pgx.QueryExecModeSimpleProtocol}
+
+// A badCall has to fail with this SQLSTATE and this constant message, and a DETAIL that names the
+// argument (or, for an unknown policy, the policy).
+type badCall struct {
+	sql                     string
+	args                    []any
+	code, message, argument string
+}
+
+func (c badCall) String() string {
+	return fmt.Sprintf("%.160s", fmt.Sprint(c.sql, " ", c.args))
+}
+
+func invalid(argument, sql string, args ...any) badCall {
+	return badCall{sql, args, "22023", "invalid " + argument, argument}
+}
+
+func badCalls(serverVersion int) []badCall {
+	var calls []badCall
+	add := func(call badCall) { calls = append(calls, call) }
+
+	const define = "select ratelimit_define_policy($1::text, $2::bigint, $3::bigint, $4::text::interval, remember => $5::text::interval)"
+	tooLong := strings.Repeat("é", 256) + "x" // 257 characters, 513 bytes
+	badNames := []any{nil, "", strings.Repeat("x", 513), tooLong}
+	policyArgument := []string{
+		"select ratelimit_acquire($1::text, 'k')",
+		"select ratelimit_acquire($1::text, 'k', 0)",
+		"select ratelimit_acquire($1::text, 'k', 1, 'first')",
+		"select ratelimit_peek($1::text, 'k')",
+		"select ratelimit_refund($1::text, 'k', 1)",
+		"select ratelimit_reset($1::text, 'k')",
+		"select ratelimit_drop_policy($1::text)",
+	}
+	for _, name := range badNames {
+		for _, sql := range policyArgument {
+			add(invalid("policy", sql, name))
+		}
+		add(invalid("policy", define, name, 10, 1, "1 second", nil))
+	}
+	for _, sql := range policyArgument {
+		add(badCall{sql, []any{"nobody"}, "RL001", "unknown policy", "nobody"})
+	}
+
+	for _, policy := range []string{"durable", "ephemeral"} {
+		for _, key := range badNames {
+			add(invalid("key", "select ratelimit_acquire($1::text, $2::text)", policy, key))
+			add(invalid("key", "select ratelimit_acquire($1::text, $2::text, 1, 'first')", policy, key))
+			add(invalid("key", "select ratelimit_peek($1::text, $2::text)", policy, key))
+			add(invalid("key", "select ratelimit_refund($1::text, $2::text, 1)", policy, key))
+			add(invalid("key", "select ratelimit_reset($1::text, $2::text)", policy, key))
+			if key != nil {
+				add(invalid("idempotency_key", "select ratelimit_acquire($1::text, 'k', 1, $2::text)", policy, key))
+			}
+		}
+		for _, tokens := range []any{nil, -1, int64(math.MinInt64)} {
+			add(invalid("cost", "select ratelimit_acquire($1::text, 'k', $2::bigint)", policy, tokens))
+			add(invalid("cost", "select ratelimit_acquire($1::text, 'k', $2::bigint, 'first')", policy, tokens))
+			add(invalid("cost", "select ratelimit_peek($1::text, 'k', $2::bigint)", policy, tokens))
+			add(invalid("amount", "select ratelimit_refund($1::text, 'k', $2::bigint)", policy, tokens))
+		}
+		for _, cost := range []any{1, 4, int64(math.MaxInt64)} { // 3 were taken
+			add(badCall{
+				"select ratelimit_acquire($1::text, 'k', $2::bigint, 'first')", []any{policy, cost},
+				"RL002", "idempotency key used before with another cost", "first",
+			})
+		}
+		add(invalid("durable", "select ratelimit_define_policy($1::text, 10, 1, '1 second', durable => $2::boolean)", policy, policy != "durable"))
+	}
+
+	// Arguments are checked in their order, and all of them before the policy is looked up.
+	for _, policy := range []string{"durable", "nobody"} {
+		add(invalid("policy", "select ratelimit_acquire($1::text, '', -1, '')", ""))
+		add(invalid("policy", "select ratelimit_peek($1::text, '', -1)", ""))
+		add(invalid("policy", "select ratelimit_refund($1::text, '', -1)", ""))
+		add(invalid("policy", "select ratelimit_reset($1::text, '')", ""))
+		add(invalid("key", "select ratelimit_acquire($1::text, '', -1, '')", policy))
+		add(invalid("key", "select ratelimit_peek($1::text, '', -1)", policy))
+		add(invalid("key", "select ratelimit_refund($1::text, '', -1)", policy))
+		add(invalid("key", "select ratelimit_reset($1::text, '')", policy))
+		add(invalid("cost", "select ratelimit_acquire($1::text, 'k', -1, '')", policy))
+		add(invalid("cost", "select ratelimit_peek($1::text, 'k', -1)", policy))
+		add(invalid("amount", "select ratelimit_refund($1::text, 'k', -1)", policy))
+		add(invalid("idempotency_key", "select ratelimit_acquire($1::text, 'k', 1, '')", policy))
+	}
+
+	for _, policy := range []string{"durable", "new"} {
+		for _, tokens := range []any{0, -1, 9_000_000_000_001, int64(math.MaxInt64), int64(math.MinInt64)} {
+			add(invalid("capacity", define, policy, tokens, 1, "1 second", nil))
+			add(invalid("refill", define, policy, 1, tokens, "1 second", nil))
+		}
+		spans := []any{
+			"0", "-1 microsecond", "-1 day", "1 day -24 hours", "0.0000001 seconds",
+			"1 month", "1 month -30 days", "1 year", "1000 years", "-1 month", "11 months 3 days",
+			"365250 days 0.000001 seconds", "365251 days", "8766001 hours", "2147483647 days", "2562047788 hours", "178000000 years",
+		}
+		if serverVersion >= 17 {
+			spans = append(spans, "infinity", "-infinity")
+		}
+		for _, span := range spans {
+			add(invalid("every", define, policy, 1, 1, span, nil))
+			add(invalid("remember", define, policy, 1, 1, "1 second", span))
+		}
+		add(invalid("refill", define, policy, 11, 1, "365250 days", nil)) // 11,000 years to fill
+		add(invalid("refill", define, policy, 9_000_000_000_000, 1, "1 second", nil))
+		add(invalid("refill", define, policy, 3_652_500, 1, "1 day 0.000001 seconds", nil))
+	}
+
+	add(invalid("capacity", define, "new", nil, 1, "1 second", nil))
+	add(invalid("refill", define, "new", 10, nil, "1 second", nil))
+	add(invalid("every", define, "new", 10, 1, nil, nil))
+	add(invalid("refill", define, "durable", 9_000_000_000_000, nil, nil, nil)) // one number with those that are there
+
+	many := "select ratelimit_acquire_many($1::text[], $2::text[], $3::bigint[], $4::text[])"
+	one, two := []string{"durable"}, []string{"k", "k"}
+	add(invalid("policies", many, nil, one, nil, nil))
+	add(invalid("keys", many, one, nil, nil, nil))
+	add(invalid("keys", many, one, two, nil, nil))
+	add(invalid("keys", many, two, one, []int64{1, 1}, nil))
+	add(invalid("costs", many, one, one, []int64{1, 1}, nil))
+	add(invalid("idempotency_keys", many, one, one, nil, two))
+
+	for _, rows := range []any{nil, 0, -1, math.MinInt32} {
+		add(invalid("max_rows", "select ratelimit_cleanup($1::integer)", rows))
+	}
+	for _, budget := range []any{nil, "0", "-1 second"} {
+		add(invalid("budget", "call ratelimit_cleanup_all($1::text::interval)", budget))
+	}
+	return calls
+}
+
+func TestBadInput_IsRefusedAndChangesNothing(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	var version int
+	require.NoError(t, db.Pool.QueryRow(context.Background(), "select current_setting('server_version_num')::integer / 10000").Scan(&version))
+	for name, durability := range map[string]policyOption{"durable": durable, "ephemeral": ephemeral} {
+		db.definePolicy(name, 10, 1, time.Hour, durability)
+		db.acquire(name, "k", 3, "first")
+	}
+	before := rowsOf(t, db.DB)
+	require.Len(t, before, 7, "2 policies, 2 buckets, 2 idempotency keys and the version")
+
+	conn := db.Connect(t)
+	for _, call := range badCalls(version) {
+		for _, protocol := range protocols {
+			_, err := conn.Exec(context.Background(), call.sql, append([]any{protocol}, call.args...)...)
+			var refusal *pgconn.PgError
+			require.ErrorAs(t, err, &refusal, "%s, %s", call, protocol)
+			require.Equal(t, call.code, refusal.Code, "%s, %s: %s", call, protocol, refusal.Message)
+			require.Equal(t, call.message, refusal.Message, "%s, %s", call, protocol)
+			require.Contains(t, refusal.Detail, call.argument, "%s, %s", call, protocol)
+			require.Regexp(t, `^[A-Z].*\.$`, refusal.Hint, "%s, %s", call, protocol)
+		}
+		require.Equal(t, before, rowsOf(t, db.DB), "%s", call)
+	}
+}
+
+// A batch tells of each bad request what ratelimit_acquire would have, and decides the others.
+func TestBadInput_InABatch(t *testing.T) {
+	t.Parallel()
+	ctx := context.Background()
+	db := newDB(t)
+	for name, durability := range map[string]policyOption{"durable": durable, "ephemeral": ephemeral} {
+		db.definePolicy(name, 10, 1, time.Hour, durability)
+		db.acquire(name, "k", 3, "first")
+	}
+	var policies, keys, idempotencyKeys []*string
+	var costs []*int64
+	add := func(policy, key any, cost any, idempotencyKey any) {
+		text := func(v any) *string {
+			if s, ok := v.(string); ok {
+				return &s
+			}
+			return nil
+		}
+		policies, keys, idempotencyKeys = append(policies, text(policy)), append(keys, text(key)), append(idempotencyKeys, text(idempotencyKey))
+		if n, ok := cost.(int); ok {
+			n := int64(n)
+			costs = append(costs, &n)
+		} else {
+			costs = append(costs, nil)
+		}
+	}
+	tooLong := strings.Repeat("é", 256) + "x"
+	for _, policy := range []string{"durable", "ephemeral"} {
+		for _, name := range []any{nil, "", tooLong} {
+			add(name, "k", 1, nil)
+			add(policy, name, 1, nil)
+			add(policy, name, 0, nil)
+			if name != nil {
+				add(policy, "k", 1, name)
+			}
+		}
+		add("nobody", "k", 1, nil)
+		add(policy, "k", nil, nil)
+		add(policy, "k", -1, nil)
+		add(policy, "k", 4, "first")
+	}
+	bad := len(policies)
+	for _, policy := range []string{"durable", "ephemeral"} {
+		add(policy, "k", 2, nil)
+	}
+
+	rows, err := db.Pool.Query(ctx, `
+		select error_code, error_message, error_detail, error_hint, remaining
+		  from ratelimit_acquire_many($1, $2, $3, $4) order by request`, policies, keys, costs, idempotencyKeys)
+	require.NoError(t, err)
+	type answer struct {
+		Code, Message, Detail, Hint *string
+		Remaining                   *int64
+	}
+	answers, err := pgx.CollectRows(rows, pgx.RowToStructByPos[answer])
+	require.NoError(t, err)
+	require.Len(t, answers, len(policies))
+	for i, got := range answers[:bad] {
+		_, err := db.Pool.Exec(ctx, "select ratelimit_acquire($1, $2, $3, $4)", policies[i], keys[i], costs[i], idempotencyKeys[i])
+		var want *pgconn.PgError
+		require.ErrorAs(t, err, &want)
+		require.Equal(t, answer{&want.Code, &want.Message, &want.Detail, &want.Hint, nil}, got)
+	}
+	five := int64(5)
+	require.Equal(t, []answer{{Remaining: &five}, {Remaining: &five}}, answers[bad:])
+}
+
+// An error in a savepoint leaves the caller's earlier work as it was.
+func TestBadInput_InASavepoint(t *testing.T) {
+	t.Parallel()
+	ctx := context.Background()
+	db := newDB(t)
+	db.definePolicy("durable", 10, 1, time.Hour)
+	db.definePolicy("ephemeral", 10, 1, time.Hour, ephemeral)
+	tx, err := db.Pool.Begin(ctx)
+	require.NoError(t, err)
+	defer tx.Rollback(ctx)
+	for _, policy := range []string{"durable", "ephemeral"} {
+		_, err = acquire(tx, policy, "k", 3, "first")
+		require.NoError(t, err)
+	}
+	for _, call := range badCalls(15) {
+		if strings.HasPrefix(call.sql, "call") {
+			continue // commits
+		}
+		err := pgx.BeginFunc(ctx, tx, func(savepoint pgx.Tx) error {
+			_, err := savepoint.Exec(ctx, call.sql, append([]any{pgx.QueryExecModeExec}, call.args...)...)
+			return err
+		})
+		require.Equal(t, call.code, sqlState(err), "%s: %v", call, err)
+	}
+	require.NoError(t, tx.Commit(ctx))
+	for _, policy := range []string{"durable", "ephemeral"} {
+		require.EqualValues(t, 7, db.must(peek(db.Pool, policy, "k", 1)).Remaining)
+	}
+}
+
+func TestBadInput_LargestValuesAreAnswered(t *testing.T) {
+	t.Parallel()
+	const (
+		most      = 9_000_000_000_000
+		year1000  = 365250 * 24 * 3600 * 1_000_000
+		day       = 24 * 3600 * 1_000_000
+		everMicro = model.Micros(1)
+	)
+	for _, durability := range []policyOption{durable, ephemeral} {
+		db := newDB(t)
+		policy := func(name string, capacity, refill int64, every, remember string) {
+			db.exec("select ratelimit_define_policy($1, $2, $3, $4::text::interval, remember => $5::text::interval)", name, capacity, refill, every, remember)
+		}
+		var durable policyOptions
+		durability(&durable)
+		for _, name := range []string{"fast", "slow", "slowest"} {
+			db.exec("select ratelimit_define_policy($1, 1, 1, '1 second', durable => $2)", name, durable.durable)
+		}
+		policy("fast", most, most, "1 microsecond", "1 microsecond")
+		policy("slow", most, most, "365250 days", "365250 days")
+		policy("slowest", 3_652_500, 1, "1 day", "8766000 hours") // fills in 10,000 years
+
+		for name, full := range map[string]model.Micros{"fast": everMicro, "slow": year1000, "slowest": 10 * year1000} {
+			var capacity int64
+			require.NoError(t, db.Pool.QueryRow(context.Background(), "select capacity from ratelimit_policies() where policy = $1", name).Scan(&capacity))
+			for _, cost := range []int64{capacity + 1, math.MaxInt64} {
+				require.Equal(t, never(capacity, 0, capacity), db.acquireAt(t0, name, "k", cost), name)
+				require.Equal(t, never(capacity, 0, capacity), db.acquire(name, "k", cost, "big"), name)
+				require.Equal(t, never(capacity, 0, capacity), db.peekAt(t0, name, "k", cost), name)
+			}
+			require.Nil(t, db.bucket(name, "k"))
+
+			taken := decision{Allowed: true, ResetAfter: full, Capacity: capacity}
+			require.Equal(t, taken, db.acquireAt(t0, name, "k", capacity, "all"), name)
+			require.Equal(t, replayed(taken), db.acquire(name, "k", capacity, "all"), name)
+			require.Equal(t, decision{RetryAfter: full, ResetAfter: full, Capacity: capacity}, db.acquire(name, "k", capacity), name)
+			require.Equal(t, never(0, 0, capacity).RetryAfter, db.acquire(name, "k", math.MaxInt64).RetryAfter, name)
+
+			require.Equal(t, allowed(capacity, 0, capacity), db.refundAt(t0, name, "k", math.MaxInt64), name)
+			require.Equal(t, allowed(capacity, 0, capacity), db.refundAt(t0, name, "unknown", math.MaxInt64), name)
+		}
+		require.Equal(t, allowed(3_652_499, day*time.Microsecond, 3_652_500), db.acquireAt(t0, "slowest", "other", 1))
+		db.exec("select ratelimit_cleanup($1)", math.MaxInt32)
+	}
+}
+
+// A batch is the elements of its arrays in storage order, whatever their dimensions and lower bounds.
+func TestBadInput_ArraysOfAnyShapeAreOneBatch(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	db.setClock(t0)
+	for name, durability := range map[string]policyOption{"durable": durable, "ephemeral": ephemeral} {
+		db.definePolicy(name, 10, 1, time.Hour, durability)
+	}
+	const elements = `'a','b','a','c','a','b'`
+	answers := func(policies, keys, costs, idempotencyKeys string) []string {
+		t.Helper()
+		db.exec("truncate " + strings.Join(stateTables, ", "))
+		db.exec("select ratelimit_acquire(p, k) from unnest(array['durable', 'ephemeral']) as p, unnest(array['a', 'b', 'c']) as k")
+		batch := fmt.Sprintf("select format('%%s %%s', request, m) from ratelimit_acquire_many(%s, %s, %s, %s) as m",
+			policies, keys, costs, idempotencyKeys)
+		return append(column(t, db.DB, batch), column(t, db.DB, batch)...)
+	}
+	for _, policies := range []string{"{durable,durable,durable,durable,durable,durable}", "[7:12]={durable,ephemeral,durable,ephemeral,durable,ephemeral}"} {
+		for _, last := range []string{"z", "y"} { // the second is used twice
+			want := answers("'"+policies+"'", "array["+elements+"]", "array[1, 2, 3, 4, 5, 6]::bigint[]", "array[null, 'x', 'y', null, '"+last+"', null]")
+			require.Len(t, want, 12)
+			for _, keys := range []string{"'{{a,b},{a,c},{a,b}}'", "'[-5:-3][9:10]={{a,b},{a,c},{a,b}}'", "'[0:5]={a,b,a,c,a,b}'", "'{{{{{{a,b,a,c,a,b}}}}}}'"} {
+				for _, costs := range []string{"'{{1,2,3},{4,5,6}}'", "'[2:7]={1,2,3,4,5,6}'"} {
+					require.Equal(t, want, answers("'"+policies+"'", keys, costs, "'{{null,x,y},{null,"+last+",null}}'"), "%s %s", keys, costs)
+				}
+			}
+		}
+	}
+}
+
+// Twenty thousand requests in one call, most of them bad; and arrays that are large for nothing.
+func TestBadInput_HugeArrays(t *testing.T) {
+	t.Parallel()
+	ctx := context.Background()
+	db := newDB(t)
+	db.definePolicy("p", 1_000_000, 1, time.Hour)
+	const n = 20_000
+	rows := column(t, db.DB, `
+		select format('%s %s', coalesce(error_code, 'allowed'), count(*))
+		  from ratelimit_acquire_many((select array_agg(case i % 4 when 0 then 'p' when 1 then 'nobody' when 2 then null else '' end order by i) from generate_series(1, $1) as i),
+		                              array_fill('k'::text, array[$1]))
+		 group by error_code order by 1`, n)
+	require.Equal(t, []string{"22023 10000", "RL001 5000", "allowed 5000"}, rows)
+	require.EqualValues(t, 1_000_000-n/4, db.left("p", "k"))
+
+	before := rowsOf(t, db.DB)
+	for _, sql := range []string{
+		"select ratelimit_acquire_many(array_fill(null::text, array[10000000]), array['k'])",
+		"select ratelimit_acquire_many(array['p'], array_fill(null::text, array[10000000]))",
+		"select ratelimit_acquire_many(array['p'], array['k'], array_fill(1::bigint, array[10000000]))",
+		"select ratelimit_acquire_many(array['p'], array['k'], null, array_fill(null::text, array[10000000]))",
+		"select ratelimit_acquire('p', repeat('x', 10000000))",
+		"select ratelimit_acquire(repeat('x', 10000000), 'k', 1, repeat('x', 10000000))",
+		"select ratelimit_define_policy(repeat('x', 10000000), 1, 1, '1 second')",
+	} {
+		_, err := db.Pool.Exec(ctx, sql)
+		require.Equal(t, "22023", sqlState(err), "%s: %v", sql, err)
+	}
+	require.Equal(t, before, rowsOf(t, db.DB))
+}

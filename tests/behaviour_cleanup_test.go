@@ -1,0 +1,595 @@
+package tests
+
+import (
+	"context"
+	"fmt"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/pgratelimit/tests/model"
+)
+
+// deleted counts the rows that a clean-up deleted.
+type deleted struct{ buckets, keys int64 }
+
+func (db *testDB) cleanupAt(at time.Time) (d deleted) {
+	db.t.Helper()
+	db.setClock(at)
+	d.buckets, d.keys = db.cleanup()
+	return d
+}
+
+// cleanUpAtOnce makes clean-up judge rows as of now and not of five minutes ago, for tests that are about
+// something else.
+func (db *testDB) cleanUpAtOnce() {
+	db.t.Helper()
+	db.mutate(mutation{`interval '5 minutes'`, "interval '0'"}, "ratelimit.cleanup_batch")
+}
+
+// cleanup runs one batch.
+func cleanup(q querier, maxRows int) (d deleted, err error) {
+	err = q.QueryRow(context.Background(),
+		"select buckets_deleted, idempotency_keys_deleted from ratelimit_cleanup($1)", maxRows).Scan(&d.buckets, &d.keys)
+	return d, err
+}
+
+// fillTables gives a policy n buckets that are full by now and n idempotency keys past their time.
+func (db *testDB) fillTables(prefix, policy string, n int) {
+	db.t.Helper()
+	db.exec(`
+		insert into ratelimit.`+prefix+`buckets (policy_id, key, level, refilled_at, due_at)
+		select p.id, 'k' || i, 0, clock_timestamp() - interval '1 year', clock_timestamp() - interval '1 day'
+		  from ratelimit.policies as p, generate_series(1, $2::integer) as i where p.name = $1`, policy, n)
+	db.exec(`
+		insert into ratelimit.`+prefix+`idempotency_keys
+		       (policy_id, key, idempotency_key, cost, remaining, capacity, reset_after, expires_at)
+		select p.id, 'k' || i, 'X', 1, 1, 1, '0', clock_timestamp() - interval '1 day'
+		  from ratelimit.policies as p, generate_series(1, $2::integer) as i where p.name = $1`, policy, n)
+}
+
+func TestCleanup_RemovesBucketsThatAreFullAndLeavesOthersAsTheyAre(t *testing.T) {
+	t.Parallel()
+	for _, kind := range []policyOption{durable, ephemeral} {
+		db := newDB(t)
+		db.cleanUpAtOnce()
+		db.definePolicy("p", 10, 1, time.Second, kind)
+		db.acquireAt(t0, "p", "idle", 2)
+		db.acquireAt(t0, "p", "busy", 2)
+		db.acquireAt(t0.Add(time.Second), "p", "busy", 5) // full six seconds later
+		busy := db.bucket("p", "busy")
+
+		require.Equal(t, deleted{}, db.cleanupAt(t0.Add(2*time.Second-time.Microsecond)))
+		require.NotNil(t, db.bucket("p", "idle"))
+		require.Equal(t, deleted{buckets: 1}, db.cleanupAt(t0.Add(2*time.Second)))
+		require.Nil(t, db.bucket("p", "idle"))
+		require.Equal(t, busy, db.bucket("p", "busy"))
+
+		require.Equal(t, deleted{}, db.cleanupAt(t0.Add(7*time.Second-time.Microsecond)))
+		require.Equal(t, busy, db.bucket("p", "busy"))
+		require.Equal(t, deleted{buckets: 1}, db.cleanupAt(t0.Add(7*time.Second)))
+		require.Empty(t, db.rows())
+	}
+}
+
+// A clock that runs ahead for less than five minutes costs nobody's tokens twice.
+func TestCleanup_LeavesForFiveMinutesWhatIsDue(t *testing.T) {
+	t.Parallel()
+	const margin = model.CleanUpMargin
+	for _, kind := range []policyOption{durable, ephemeral} {
+		db := newDB(t)
+		db.definePolicy("p", 10, 1, time.Second, kind, remember(time.Minute))
+		first := db.acquireAt(t0, "p", "k", 10, "X")
+		db.acquire("p", "anew", 10)
+
+		require.Equal(t, deleted{}, db.cleanupAt(t0.Add(10*time.Second+margin-time.Microsecond)))
+		require.Equal(t, replayed(first), db.acquireAt(t0.Add(time.Second), "p", "k", 10, "X"))
+		require.Equal(t, denied(1, 9*time.Second, 9*time.Second, 10), db.acquire("p", "k", 10))
+
+		require.Equal(t, deleted{buckets: 2}, db.cleanupAt(t0.Add(10*time.Second+margin)))
+		require.Equal(t, deleted{}, db.cleanupAt(t0.Add(time.Minute+margin-time.Microsecond)))
+		require.Equal(t, deleted{keys: 1}, db.cleanupAt(t0.Add(time.Minute+margin)))
+	}
+}
+
+// A bucket is looked at every day, because its policy may have become faster.
+func TestCleanup_LooksAtABucketEveryDay(t *testing.T) {
+	t.Parallel()
+	for _, kind := range []policyOption{durable, ephemeral} {
+		db := newDB(t)
+		db.cleanUpAtOnce()
+		db.definePolicy("p", 1000, 1, time.Hour, kind)
+		db.acquireAt(t0, "p", "created", 1000)
+		require.Equal(t, deleted{}, db.cleanupAt(t0.Add(aDay)), "put off, by a day at most")
+		db.acquire("p", "new", 1000)
+
+		db.definePolicy("p", 1000, 1000, time.Second)
+		require.Equal(t, deleted{}, db.cleanupAt(t0.Add(2*aDay-time.Microsecond)))
+		require.Equal(t, deleted{buckets: 2}, db.cleanupAt(t0.Add(2*aDay)), "of the bucket put off and of the new one")
+	}
+}
+
+func TestCleanup_AfterItASteppedBucketHasANewAnchor(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	db.cleanUpAtOnce()
+	at := func(seconds float64) time.Time { return t0.Add(time.Duration(seconds * float64(time.Second))) }
+	db.definePolicy("p", 10, 5, 10*time.Second, stepped)
+	db.acquireAt(at(0), "p", "k", 7)
+	require.Equal(t, deleted{}, db.cleanupAt(at(19.999999)))
+	require.Equal(t, deleted{buckets: 1}, db.cleanupAt(at(20)))
+
+	require.Equal(t, allowed(3, 20*time.Second, 10), db.acquireAt(at(25), "p", "k", 7))
+	require.EqualValues(t, 3, db.peekAt(at(34.999999), "p", "k", 1).Remaining)
+	require.EqualValues(t, 8, db.peekAt(at(35), "p", "k", 1).Remaining)
+}
+
+func TestCleanup_GoesByThePolicyOfToday(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	db.cleanUpAtOnce()
+	db.definePolicy("p", 10, 1, time.Second)
+	db.acquireAt(t0, "p", "k", 2)
+	db.definePolicy("p", 10, 1, time.Minute)
+	require.Equal(t, deleted{}, db.cleanupAt(t0.Add(2*time.Second)))
+	require.Equal(t, deleted{}, db.cleanupAt(t0.Add(2*time.Minute-time.Microsecond)))
+	require.EqualValues(t, 9, db.left("p", "k"))
+	require.Equal(t, deleted{buckets: 1}, db.cleanupAt(t0.Add(2*time.Minute)))
+}
+
+func TestCleanup_RemovesExpiredKeys(t *testing.T) {
+	t.Parallel()
+	for _, kind := range []policyOption{durable, ephemeral} {
+		db := newDB(t)
+		db.cleanUpAtOnce()
+		db.definePolicy("p", 10, 1, aDay, kind, remember(time.Hour))
+		db.acquireAt(t0, "p", "k", 1, "X")
+		second := db.acquireAt(t0.Add(time.Minute), "p", "k", 1, "Y")
+
+		require.Equal(t, deleted{}, db.cleanupAt(t0.Add(time.Hour-time.Microsecond)))
+		require.Equal(t, deleted{keys: 1}, db.cleanupAt(t0.Add(time.Hour)))
+		require.Equal(t, replayed(second), db.acquire("p", "k", 1, "Y"))
+		require.Equal(t, deleted{keys: 1}, db.cleanupAt(t0.Add(time.Hour+time.Minute)))
+	}
+}
+
+func TestCleanup_ARefundMakesABucketRemovable(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	db.cleanUpAtOnce()
+	db.definePolicy("p", 10, 1, aDay)
+	db.acquireAt(t0, "p", "k", 7)
+	db.refundAt(t0, "p", "k", 6)
+	require.Equal(t, deleted{}, db.cleanupAt(t0), "it lacks a token")
+	db.refundAt(t0, "p", "k", 1)
+	require.Equal(t, deleted{buckets: 1}, db.cleanupAt(t0))
+}
+
+func TestCleanup_TakesAtMostMaxRowsOfEachTable(t *testing.T) {
+	t.Parallel()
+	for prefix, kind := range map[string]policyOption{"": durable, "ephemeral_": ephemeral} {
+		db := newDB(t)
+		db.definePolicy("p", 10, 1, time.Second, kind)
+		db.fillTables(prefix, "p", 25)
+		s := db.session()
+		for _, want := range []int64{10, 10, 5, 0} {
+			d, err := cleanup(s, 10)
+			require.NoError(t, err)
+			require.Equal(t, deleted{want, want}, d)
+		}
+	}
+}
+
+func TestCleanup_RefusesBadArguments(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	db.definePolicy("p", 10, 1, time.Second)
+	db.fillTables("", "p", 1)
+	before := db.rows()
+	for _, call := range []string{
+		"select ratelimit_cleanup(0)",
+		"select ratelimit_cleanup(-1)",
+		"select ratelimit_cleanup(null)",
+		"call ratelimit_cleanup_all(null)",
+	} {
+		_, err := db.Pool.Exec(context.Background(), call)
+		require.Equal(t, "22023", sqlState(err), call)
+		require.Equal(t, before, db.rows(), call)
+	}
+}
+
+func TestCleanup_WaitsForNoAcquireAndSkipsItsRows(t *testing.T) {
+	t.Parallel()
+	for _, kind := range []policyOption{durable, ephemeral} {
+		db := newDB(t)
+		db.cleanUpAtOnce()
+		db.definePolicy("p", 10, 1, time.Second, kind, remember(time.Hour))
+		for _, key := range []string{"held", "free"} {
+			db.acquireAt(t0, "p", key, 2, "X")
+		}
+		db.setClock(t0.Add(time.Hour)) // all full and expired
+
+		holder := db.begin()
+		require.Equal(t, allowed(5, 5*time.Second, 10), holder.acquire("p", "held", 5, "X"))
+		holder.acquire("p", "new", 5, "X")
+		d, err := cleanup(db.hasty(), 100)
+		require.NoError(t, err)
+		require.Equal(t, deleted{1, 1}, d)
+		holder.exec("commit")
+
+		for _, key := range []string{"held", "new"} {
+			require.EqualValues(t, 5, db.left("p", key))
+			require.True(t, db.acquire("p", key, 5, "X").Replayed)
+		}
+		d, err = cleanup(db.hasty(), 100)
+		require.NoError(t, err)
+		require.Equal(t, deleted{}, d, "they are in use again")
+		require.EqualValues(t, 5, db.left("p", "held"))
+	}
+}
+
+// SKIP LOCKED can still block when a row changes hands. The batch then ends before it can be part of a deadlock.
+func TestCleanup_GivesWayWhereItWouldWait(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	db.definePolicy("p", 10, 1, time.Second)
+	db.acquireAt(t0, "p", "k", 2)
+	db.setClock(t0.Add(time.Hour))
+	holder := db.begin()
+	holder.exec("lock table ratelimit.idempotency_keys in exclusive mode")
+
+	impatient := db.session()
+	impatient.exec("set statement_timeout = '20s'")
+	d, err := cleanup(impatient, 100)
+	require.NoError(t, err)
+	require.Equal(t, deleted{}, d)
+	require.Len(t, db.rows(), 1, "nothing is done by halves")
+	impatient.exec("call ratelimit_cleanup_all('1 microsecond')")
+
+	holder.exec("commit")
+	d, err = cleanup(impatient, 100)
+	require.NoError(t, err)
+	require.Equal(t, deleted{1, 0}, d)
+}
+
+// Clean-up finds a bucket due and full, and an acquire uses the bucket before clean-up has its lock.
+func TestCleanup_LeavesWhatWasUsedBeforeItGotTheLock(t *testing.T) {
+	t.Parallel()
+	for name, statement := range map[string]string{
+		"bucket": `from buckets as b [^;]* where b\.due_at <= due_before`,
+		"key":    `from idempotency_keys as d where d\.expires_at <= due_before`,
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			db := newDB(t)
+			db.cleanUpAtOnce()
+			db.definePolicy("p", 10, 1, time.Second, remember(time.Hour))
+			db.acquireAt(t0, "p", "k", 2, "X")
+			db.setClock(t0.Add(time.Hour))
+			if name == "key" {
+				db.reset("p", "k") // or clean-up would lock the bucket first
+			}
+
+			db.mutate(mutation{statement, "$0 and pg_advisory_xact_lock_shared(1)::text = ''"}, "ratelimit.cleanup_batch")
+			keeper := db.session()
+			keeper.exec("select pg_advisory_lock(1)")
+			call := db.session().start(func(q querier) (decision, error) {
+				_, err := cleanup(q, 100)
+				return decision{}, err
+			})
+			call.awaitBlockedBy(keeper)
+			granted := db.acquire("p", "k", 4, "X")
+			require.Equal(t, allowed(6, 4*time.Second, 10), granted)
+			keeper.exec("select pg_advisory_unlock(1)")
+			call.answer()
+			require.EqualValues(t, 6, db.left("p", "k"))
+			require.Equal(t, replayed(granted), db.acquire("p", "k", 4, "X"))
+		})
+	}
+}
+
+func TestCleanup_RowsInUseHideNoneBehindThem(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	db.cleanUpAtOnce()
+	db.definePolicy("p", 10, 1, time.Second)
+	for i := range 20 {
+		db.acquireAt(t0, "p", fmt.Sprint("used", i), 1)
+	}
+	for i := range 20 {
+		db.acquireAt(t0.Add(time.Second), "p", fmt.Sprint("used", i), 10)
+	}
+	db.acquireAt(t0.Add(time.Second), "p", "idle", 1)
+	db.setClock(t0.Add(2 * time.Second))
+	var removed int64
+	for range 3 {
+		d, err := cleanup(db.Pool, 10)
+		require.NoError(t, err)
+		removed += d.buckets
+	}
+	require.EqualValues(t, 1, removed)
+	require.Nil(t, db.bucket("p", "idle"))
+}
+
+func TestCleanup_AnAcquireOnABucketBeingRemovedWaitsForTheBatch(t *testing.T) {
+	t.Parallel()
+	for _, kind := range []policyOption{durable, ephemeral} {
+		db := newDB(t)
+		db.cleanUpAtOnce()
+		db.definePolicy("p", 10, 1, time.Second, kind)
+		for _, end := range []string{"commit", "rollback"} {
+			db.acquireAt(t0, "p", "k", 10)
+			db.setClock(t0.Add(time.Minute))
+			batch := db.begin()
+			d, err := cleanup(batch, 100)
+			require.NoError(t, err)
+			require.Equal(t, deleted{buckets: 1}, d)
+
+			call := db.session().startAcquire("p", "k", 4)
+			call.awaitBlockedBy(batch)
+			batch.exec(end)
+			require.Equal(t, allowed(6, 4*time.Second, 10), call.answer())
+			require.EqualValues(t, 6, db.left("p", "k"))
+			db.reset("p", "k")
+		}
+	}
+}
+
+func TestCleanup_LoadBesideItLosesNothing(t *testing.T) {
+	t.Parallel()
+	db := newCrowdDB(t, 9)
+	db.cleanUpAtOnce()
+	db.definePolicy("brief", 5, 5_000_000, time.Second) // full again after a microsecond
+	db.definePolicy("long", 104, 1, aDay)
+
+	// One session cleans up meanwhile: rows that are due and full, and rows that refunds make due too early.
+	stop, stopped := make(chan struct{}), make(chan error, 1)
+	var total deleted
+	go func() {
+		for {
+			select {
+			case <-stop:
+				stopped <- nil
+				return
+			default:
+			}
+			d, err := cleanup(db.Pool, 50)
+			if err != nil {
+				stopped <- err
+				return
+			}
+			total.buckets += d.buckets
+		}
+	}()
+	db.together(8, func(i int, q querier) (d decision, err error) {
+		for j := range 240 {
+			long := fmt.Sprint("k", j%20)
+			if _, err = acquire(q, "brief", fmt.Sprint("k", j%7), 5); err != nil {
+				return d, err
+			}
+			if d, err = acquire(q, "long", long, 2, fmt.Sprint(i, " ", j)); err != nil {
+				return d, err
+			}
+			if _, err = refund(q, "long", long, 1); err != nil {
+				return d, err
+			}
+		}
+		return d, nil
+	})
+	close(stop)
+	require.NoError(t, <-stopped)
+	require.Greater(t, total.buckets, int64(7))
+	for i := range 20 {
+		require.EqualValues(t, 104-8*240/20, db.left("long", fmt.Sprint("k", i)))
+	}
+}
+
+func TestCleanup_SeveralAtOnceShareTheWork(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	db.definePolicy("p", 10, 1, time.Second)
+	db.fillTables("", "p", 2000)
+	db.acquire("p", "used", 10, "X")
+
+	first := db.begin() // holds what it deleted
+	d, err := cleanup(first, 500)
+	require.NoError(t, err)
+	require.Equal(t, deleted{500, 500}, d)
+	second := db.hasty()
+	d, err = cleanup(second, 500)
+	require.NoError(t, err)
+	require.Equal(t, deleted{500, 500}, d)
+	first.exec("commit")
+
+	totals := make([]deleted, 4)
+	db.together(4, func(i int, q querier) (decision, error) {
+		for {
+			d, err := cleanup(q, 50)
+			if err != nil || d == (deleted{}) {
+				return decision{}, err
+			}
+			totals[i].buckets += d.buckets
+			totals[i].keys += d.keys
+		}
+	})
+	var total deleted
+	for _, d := range totals {
+		total.buckets += d.buckets
+		total.keys += d.keys
+	}
+	require.Equal(t, deleted{1000, 1000}, total)
+	require.Len(t, db.rows(), 2, "the used bucket and its key")
+}
+
+func TestCleanupAll_DrainsInBatchesThatCommit(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	db.definePolicy("p", 10, 1, time.Second)
+	db.definePolicy("e", 10, 1, time.Second, ephemeral)
+	db.fillTables("", "p", 25_000)
+	db.fillTables("ephemeral_", "e", 12_000)
+	db.acquire("p", "used", 10, "X")
+
+	db.exec(`
+		create table public.batches (xid xid8, deleted bigint);
+		create function public.count_batch() returns trigger language plpgsql as $$
+		begin
+			insert into public.batches select pg_current_xact_id(), count(*) from gone;
+			return null;
+		end $$;
+		create trigger count_batch after delete on ratelimit.buckets referencing old table as gone
+			for each statement execute function public.count_batch()`)
+	db.exec("call ratelimit_cleanup_all()")
+	require.Len(t, db.rows(), 2, "the used bucket and its key")
+
+	rows, err := db.Pool.Query(context.Background(), `
+		select sum(deleted)::bigint from public.batches group by xid having sum(deleted) > 0 order by xid`)
+	require.NoError(t, err)
+	batches, err := pgx.CollectRows(rows, pgx.RowTo[int64])
+	require.NoError(t, err)
+	require.Equal(t, []int64{10_000, 10_000, 5_000}, batches)
+}
+
+// A batch that is not full is not the last: there may be rows of dropped policies, or it put rows off or gave
+// way to a lock.
+func TestCleanupAll_GoesOnAfterAShortBatch(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	db.definePolicy("gone", 10, 1, aDay)
+	holder := db.begin()
+	holder.acquire("gone", "k", 1, "X")
+	db.dropPolicy("gone")
+	holder.exec("commit")
+	require.EqualValues(t, 2, db.orphans())
+	db.definePolicy("p", 10, 1, time.Second)
+	db.fillTables("", "p", 1)
+	db.exec("call ratelimit_cleanup_all()")
+	require.Empty(t, db.rows())
+}
+
+func TestCleanupAll_StopsWhenItsBudgetIsSpent(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	db.definePolicy("p", 10, 1, time.Second)
+	db.fillTables("", "p", 10_001)
+	db.exec("call ratelimit_cleanup_all('1 microsecond')")
+	require.Len(t, db.rows(), 2, "one batch is done always")
+	db.exec("call ratelimit_cleanup_all(budget => '10 seconds')")
+	require.Empty(t, db.rows())
+
+	db.fillTables("", "p", 10_001)
+	db.exec("call ratelimit_cleanup_all(budget => '178000000 years')") // beyond the last timestamp
+	require.Empty(t, db.rows())
+}
+
+func TestCleanupAll_IsRefusedInsideATransaction(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	db.definePolicy("p", 10, 1, time.Second)
+	db.fillTables("", "p", 1)
+	s := db.begin()
+	_, err := s.Exec(context.Background(), "call ratelimit_cleanup_all()")
+	require.Equal(t, "2D000", sqlState(err))
+	s.exec("rollback")
+	require.Len(t, db.rows(), 2)
+}
+
+// orphans counts rows whose policy was dropped.
+func (db *testDB) orphans() (n int64) {
+	db.t.Helper()
+	for _, table := range stateTables {
+		n += db.number("select count(*) from " + table + " where policy_id not in (select id from ratelimit.policies)")
+	}
+	return n
+}
+
+func TestDrop_WhileAnAcquireIsOpen(t *testing.T) {
+	t.Parallel()
+	for name, existing := range map[string]bool{"known bucket": true, "first use": false} {
+		for kindName, kind := range map[string]policyOption{"durable": durable, "ephemeral": ephemeral} {
+			t.Run(name+", "+kindName, func(t *testing.T) {
+				t.Parallel()
+				db := newDB(t)
+				db.setClock(t0)
+				db.definePolicy("p", 10, 1, aDay, kind)
+				if existing {
+					db.acquire("p", "k", 1, "old")
+					db.acquire("p", "other", 1, "old")
+				}
+
+				holder := db.begin()
+				holder.acquire("p", "k", 4, "X")
+				hasty := db.hasty()
+				hasty.exec("select ratelimit_drop_policy('p')") // waits for nobody
+				_, err := acquire(hasty, "p", "k", 1)
+				require.Equal(t, "RL001", sqlState(err))
+				db.definePolicy("p", 10, 1, aDay, kind)
+				require.Equal(t, allowed(7, 3*aDay, 10), hasty.acquire("p", "k", 3, "X"), "full, and X is new")
+				holder.exec("commit")
+				require.EqualValues(t, 7, db.left("p", "k"))
+				require.Equal(t, allowed(5, 5*aDay, 10), db.acquire("p", "k", 2, "old"))
+
+				require.NotZero(t, db.orphans(), "what was held or not yet visible")
+				db.exec("call ratelimit_cleanup_all()")
+				require.Zero(t, db.orphans())
+				require.EqualValues(t, 5, db.left("p", "k"))
+				require.True(t, db.acquire("p", "k", 3, "X").Replayed)
+			})
+		}
+	}
+}
+
+func TestDrop_AnAcquireThatHasReadThePolicyGoesOnUnderIt(t *testing.T) {
+	t.Parallel()
+	for name, existing := range map[string]bool{"known bucket": true, "first use": false} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			db := newDB(t)
+			db.setClock(t0)
+			db.definePolicy("p", 10, 1, aDay)
+			if existing {
+				db.acquire("p", "k", 1)
+			}
+			gate := db.gateBefore(afterLook)
+			call := gate.session().startAcquire("p", "k", 4, "X")
+			call.awaitBlockedBy(gate.keeper)
+			db.dropPolicy("p")
+			db.definePolicy("p", 5, 1, aDay)
+			gate.open()
+			require.EqualValues(t, 10, call.answer().Capacity)
+
+			require.EqualValues(t, 5, db.left("p", "k"))
+			require.Equal(t, allowed(2, 3*aDay, 5), db.acquire("p", "k", 3, "X"))
+			d, err := cleanup(db.session(), 100)
+			require.NoError(t, err)
+			require.Equal(t, deleted{1, 1}, d)
+			require.Zero(t, db.orphans())
+		})
+	}
+}
+
+func TestCleanup_TakesOrphansInBatchesToo(t *testing.T) {
+	t.Parallel()
+	for prefix, kind := range map[string]policyOption{"": durable, "ephemeral_": ephemeral} {
+		db := newDB(t)
+		db.definePolicy("gone", 10, 1, aDay, kind)
+		db.definePolicy("p", 10, 1, aDay, kind)
+		holder := db.begin()
+		for i := range 25 {
+			holder.acquire("gone", fmt.Sprint("k", i), 1, "X")
+		}
+		db.dropPolicy("gone")
+		holder.exec("commit")
+		db.acquire("p", "k", 1, "X")
+
+		s := db.session()
+		for _, want := range []int64{10, 10, 5, 0} {
+			d, err := cleanup(s, 10)
+			require.NoError(t, err)
+			require.Equal(t, deleted{want, want}, d, prefix)
+		}
+		require.Len(t, db.rows(), 2)
+	}
+}

@@ -1,0 +1,191 @@
+package tests
+
+import (
+	"fmt"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+func TestConcurrency_ExactlyThoseThatFitAreAllowed(t *testing.T) {
+	t.Parallel()
+	db := newCrowdDB(t, 20)
+	for _, kind := range []policyOption{durable, ephemeral} {
+		db.definePolicy("p", 10, 1, aDay, kind)
+		for i := range 100 {
+			key := fmt.Sprint("k", i)
+			answers := db.together(20, func(_ int, q querier) (decision, error) { return acquire(q, "p", key, 1) })
+			require.Equal(t, 10, count(answers, isAllowed))
+
+			remaining := map[int64]bool{}
+			for _, d := range answers {
+				if d.Allowed {
+					remaining[d.Remaining] = true
+				}
+			}
+			require.Len(t, remaining, 10, "each grant saw the one before it")
+			require.Zero(t, db.left("p", key))
+		}
+		db.dropPolicy("p")
+	}
+}
+
+func TestConcurrency_AThousandCallersOnFiftyBuckets(t *testing.T) {
+	t.Parallel()
+	db := newCrowdDB(t, 1000)
+	db.definePolicy("p", 100, 1, aDay)
+
+	var granted atomic.Int64
+	db.together(1000, func(i int, q querier) (d decision, err error) {
+		for j := range 10 { // twice as many as fit
+			d, err = acquire(q, "p", fmt.Sprint("k", (i+j)%50), 1)
+			if err != nil {
+				return d, err
+			}
+			if d.Allowed {
+				granted.Add(1)
+			}
+		}
+		return d, nil
+	})
+	require.EqualValues(t, 5000, granted.Load())
+	require.EqualValues(t, 50, db.number("select count(*) from ratelimit.buckets where level < 1000000"))
+}
+
+func TestConcurrency_Vectors(t *testing.T) {
+	t.Parallel()
+	for _, v := range []struct {
+		name     string
+		capacity int64
+		refill   int64
+		every    time.Duration
+		refilled policyOption
+		callers  int
+		keys     int
+		cost     int64
+		granted  int
+		left     int64 // in each bucket
+	}{
+		{"24 parallel initialization", 10, 1, time.Minute, stepped, 4, 1, 1, 4, 6},
+		{"30 simultaneous requests", 5, 1, time.Second, continuous, 15, 1, 1, 5, 0},
+		{"49 race", 100, 10, time.Minute, stepped, 50, 1, 5, 20, 0},
+		{"49 stress", 200, 10, time.Minute, stepped, 100, 10, 15, 100, 50},
+		{"59 parallel, stepped", 20, 5, 10 * time.Second, stepped, 50, 1, 1, 20, 0},
+		{"59 parallel, continuous", 20, 5, 10 * time.Second, continuous, 50, 1, 1, 20, 0},
+	} {
+		t.Run(v.name, func(t *testing.T) {
+			t.Parallel()
+			db := newCrowdDB(t, v.callers)
+			db.setClock(t0)
+			db.definePolicy("p", v.capacity, v.refill, v.every, v.refilled)
+			answers := db.together(v.callers, func(i int, q querier) (decision, error) {
+				return acquire(q, "p", fmt.Sprint("k", i%v.keys), v.cost)
+			})
+			require.Equal(t, v.granted, count(answers, isAllowed))
+			for i := range v.keys {
+				require.Equal(t, v.left, db.left("p", fmt.Sprint("k", i)))
+			}
+		})
+	}
+}
+
+func TestConcurrency_DifferentBucketsNeverWaitOnEachOther(t *testing.T) {
+	t.Parallel()
+	db := newCrowdDB(t, 1)
+	db.definePolicy("p", 10, 1, aDay)
+	db.definePolicy("q", 10, 1, aDay)
+	for i := range 8 {
+		db.acquire("p", fmt.Sprint("k", i), 1) // half of the buckets have a row
+	}
+
+	// Each holds its bucket and its idempotency key until the test ends.
+	for i := range 16 {
+		for _, policy := range []string{"p", "q"} {
+			s := db.hasty()
+			s.exec("begin")
+			require.True(t, s.acquire(policy, fmt.Sprint("k", i), 1, "the same").Allowed)
+		}
+	}
+}
+
+func TestConcurrency_AnAcquireWaitsForTheSameBucketOnly(t *testing.T) {
+	t.Parallel()
+	for name, existing := range map[string]bool{"known bucket": true, "first use": false} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			db := newDB(t)
+			db.definePolicy("p", 10, 1, aDay)
+			if existing {
+				db.acquire("p", "mine", 1)
+				db.acquire("p", "other", 1)
+			}
+			before := db.left("p", "mine")
+
+			holder := db.begin()
+			holder.acquire("p", "mine", 2)
+			waiter := db.session().startAcquire("p", "mine", 3)
+			waiter.awaitBlockedBy(holder)
+			require.True(t, db.hasty().acquire("p", "other", 1).Allowed)
+
+			// What waits waits for the holder's transaction, and for nothing else.
+			require.EqualValues(t, 1, db.number(
+				"select count(*) from pg_locks where not granted and pid in (select pid from pg_stat_activity where datname = current_database())"))
+
+			holder.exec("commit")
+			require.Equal(t, before-5, waiter.answer().Remaining)
+		})
+	}
+}
+
+func TestConcurrency_APeekAndADenialWaitForNobody(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	db.definePolicy("p", 10, 1, aDay)
+	db.acquire("p", "k", 8)
+
+	holder := db.begin()
+	holder.acquire("p", "k", 1)
+	hasty := db.hasty()
+	require.False(t, hasty.acquire("p", "k", 3).Allowed)
+	require.EqualValues(t, 2, db.must(peek(hasty, "p", "k", 1)).Remaining, "what is committed")
+}
+
+// Every field of a granted decision is as of one instant, also after a wait.
+func TestGrant_IsAnsweredAsOfOneInstant(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	db.definePolicy("p", 10, 1, time.Second)
+	db.acquireAt(t0, "p", "k", 1)
+	holder, waiter := db.begin(), db.session()
+	holder.acquire("p", "k", 4)
+	call := waiter.startAcquire("p", "k", 3, "i")
+	call.awaitBlockedBy(holder)
+	db.setClock(t0.Add(1500 * time.Millisecond))
+	holder.exec("commit")
+
+	want := allowed(2, 8*time.Second, 10)
+	require.Equal(t, want, call.answer())
+	require.Equal(t, replayed(want), db.acquire("p", "k", 3, "i"))
+	require.Equal(t, allowed(3, 6500*time.Millisecond, 10), db.peekAt(t0.Add(1500*time.Millisecond), "p", "k", 3))
+}
+
+// A bucket that fits at every look and at no update, as others' calls could have it in theory, ends in
+// an error and not in a backend that spins.
+func TestGrant_GivesUpAfterManyRounds(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	db.definePolicy("p", 10, 1, time.Second)
+	db.acquireAt(t0, "p", "k", 3)
+	db.mutate(mutation{`greatest\(refilled_at, now\)`, "now"}, "ratelimit.refilled_until")
+	db.setClock(t0.Add(-100 * time.Second)) // update and look disagree
+	s := db.session()
+	s.exec("set statement_timeout = '20s'")
+
+	_, err := acquire(s, "p", "k", 7)
+	require.Equal(t, "40001", sqlState(err), err)
+	policy, key, cost := "p", "k", int64(7)
+	_, err = acquireMany(s, []nullableRequest{{Policy: &policy, Key: &key, Cost: &cost}})
+	require.Equal(t, "40001", sqlState(err), err)
+}

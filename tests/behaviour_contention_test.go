@@ -1,0 +1,198 @@
+package tests
+
+import (
+	"context"
+	"fmt"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/pgratelimit/client"
+)
+
+func TestContention_TwoTransactionsInOppositeOrder(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	db.definePolicy("p", 10, 1, aDay)
+	take := func(first, second string, between func()) error {
+		return pgx.BeginFunc(context.Background(), db.Pool, func(tx pgx.Tx) error {
+			by := client.New(tx)
+			if _, err := by.Acquire(context.Background(), "p", first, client.Cost(2)); err != nil {
+				return err
+			}
+			between()
+			_, err := by.Acquire(context.Background(), "p", second, client.Cost(3))
+			return err
+		})
+	}
+
+	var crossing, done sync.WaitGroup
+	crossing.Add(2)
+	meet := func() {
+		crossing.Done()
+		crossing.Wait()
+	}
+	var ab, ba error
+	done.Go(func() { ab = take("a", "b", meet) })
+	done.Go(func() { ba = take("b", "a", meet) })
+	done.Wait()
+
+	again, victim := func() error { return take("b", "a", func() {}) }, ba
+	left := []int64{8, 7}
+	if ab != nil {
+		again, victim = func() error { return take("a", "b", func() {}) }, ab
+		left = []int64{7, 8}
+		require.NoError(t, ba)
+	}
+	require.Equal(t, "40P01", sqlState(victim))
+	require.ErrorContains(t, victim, "pgratelimit: acquire: ")
+	require.Equal(t, left, []int64{db.left("p", "a"), db.left("p", "b")}, "nothing of the victim's is taken")
+	require.NoError(t, again())
+	require.Equal(t, []int64{5, 5}, []int64{db.left("p", "a"), db.left("p", "b")})
+}
+
+// A transaction holds a bucket. With lock_timeout, callers of this bucket get a clear error and callers of
+// other buckets notice nothing. Without it, callers of this bucket wait.
+func TestContention_AHeldBucket(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	l := newLedger(db, "p", 100, time.Minute)
+	config := db.Pool.Config()
+	config.ConnConfig.RuntimeParams["lock_timeout"] = "200ms"
+	hasty, err := pgxpool.NewWithConfig(context.Background(), config)
+	require.NoError(t, err)
+	defer hasty.Close()
+	limiters := []client.Acquirer{client.New(hasty), client.NewCombiner(hasty)}
+	require.NoError(t, l.settle(client.New(db.Pool), l.request("held", 1, "first")))
+	holder := db.begin()
+	holder.acquire("p", "held", 5)
+
+	var insistent, others sync.WaitGroup
+	for caller := range 8 {
+		by := limiters[caller%2]
+		insistent.Go(func() {
+			if err := l.settle(by, l.request("held", 1, fmt.Sprint(caller))); err != nil {
+				t.Error(err)
+			}
+		})
+		others.Go(func() {
+			for n := range 5 {
+				r := l.request(fmt.Sprint("free/", caller), 1, fmt.Sprint(n)) // with a key, to share calls with the insistent
+				d, err := l.try(by, r)
+				if err != nil {
+					t.Error(err)
+				}
+				l.enter(r, d)
+			}
+		})
+	}
+	others.Wait()
+	l.awaitFailures(t, 10)
+	for _, by := range limiters {
+		_, err := l.try(by, l.request("held", 1, ""))
+		require.ErrorIs(t, err, client.ErrLocked)
+		require.Equal(t, "55P03", sqlState(err))
+	}
+	require.EqualValues(t, 99, db.left("p", "held"))
+
+	patient, cancel := context.WithTimeout(context.Background(), 100*time.Millisecond)
+	defer cancel()
+	_, err = client.New(db.Pool).Acquire(patient, "p", "held")
+	require.ErrorIs(t, err, context.DeadlineExceeded)
+	require.NotErrorIs(t, err, client.ErrLocked)
+	l.lose(l.request("held", 1, "")) // the server may learn of the end too late
+
+	holder.exec("rollback")
+	insistent.Wait()
+	require.Len(t, l.failed, 1, "%v: 55P03 and nothing else", l.failed)
+	require.Zero(t, l.denied)
+	require.NoError(t, l.check(db))
+}
+
+// The server ends a transaction that holds a bucket and does nothing. Whoever waits gets its turn, and the
+// tokens are back.
+func TestContention_AnIdleTransactionEnds(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	for _, known := range []bool{true, false} {
+		policy := fmt.Sprint("known=", known)
+		db.definePolicy(policy, 10, 1, aDay)
+		if known {
+			db.acquire(policy, "k", 1)
+		}
+		before := db.left(policy, "k")
+		holder := db.begin()
+		holder.acquire(policy, "k", 5, "i")
+		waiter := db.session().startAcquire(policy, "k", 3)
+		waiter.awaitBlockedBy(holder)
+
+		holder.exec("set local idle_in_transaction_session_timeout = '1ms'")
+		require.Equal(t, before-3, waiter.answer().Remaining)
+		_, err := holder.Exec(context.Background(), "commit")
+		require.Error(t, err)
+		require.False(t, db.acquire(policy, "k", 1, "i").Replayed, "the key is gone with its grant")
+	}
+}
+
+// When no connection is left, callers get a clear error, and later calls succeed.
+func TestContention_TooManyConnections(t *testing.T) {
+	t.Parallel()
+	const most = 12
+	db, _ := newPrivateDB(t, fmt.Sprint("max_connections=", most))
+	l := newLedger(db, "p", 1000, time.Minute)
+	pool, err := pgxpool.New(context.Background(), db.URL)
+	require.NoError(t, err)
+	defer pool.Close()
+
+	var others []*pgx.Conn
+	for {
+		conn, err := pgx.Connect(context.Background(), db.URL)
+		if err != nil {
+			require.Equal(t, "53300", sqlState(err))
+			break
+		}
+		others = append(others, conn)
+		require.LessOrEqual(t, len(others), most)
+	}
+	for _, by := range []client.Acquirer{client.New(pool), client.NewCombiner(pool)} {
+		for _, idempotencyKey := range []string{"", "i"} {
+			_, err = l.try(by, l.request("k", 1, idempotencyKey))
+			require.Equal(t, "53300", sqlState(err))
+			require.ErrorContains(t, err, "too many clients already")
+			var connectErr *pgconn.ConnectError
+			require.ErrorAs(t, err, &connectErr)
+		}
+	}
+	for _, conn := range others {
+		require.NoError(t, conn.Close(context.Background()))
+	}
+	require.NoError(t, l.settle(client.New(pool), l.request("k", 1, "i")))
+	require.NoError(t, l.settle(client.NewCombiner(pool), l.request("k", 1, "j")))
+
+	// A pool that is larger than its server, and every call takes a connection for a while.
+	large := pool.Config()
+	large.MaxConns = 2 * most
+	pool, err = pgxpool.NewWithConfig(context.Background(), large)
+	require.NoError(t, err)
+	defer pool.Close()
+	holder := db.begin()
+	holder.acquire("p", "k", 1)
+	var callers sync.WaitGroup
+	for caller := range large.MaxConns {
+		callers.Go(func() {
+			if err := l.settle(client.New(pool), l.request("k", 1, fmt.Sprint(caller))); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	l.awaitFailures(t, 10)
+	holder.exec("rollback")
+	callers.Wait()
+	require.Len(t, l.failed, 1, "%v: 53300 and nothing else", l.failed)
+	require.NoError(t, l.check(db))
+}

@@ -1,0 +1,214 @@
+package tests
+
+import (
+	"context"
+	"encoding/json"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/require"
+)
+
+// The denials that are decided without waiting, each on a bucket of capacity 10 that has no token
+// left, or on one that has no row; to an unknown key only what never fits is denied.
+var denials = []struct{ name, key, cost, idempotencyKey string }{
+	{"known key", "known", "1", "null"},
+	{"known key, never", "known", "11", "null"},
+	{"unknown key, never", "'unknown' || i", "11", "null"},
+	{"known key, idempotent", "known", "1", "'X'"},
+	{"known key, never, idempotent", "known", "11", "'X'"},
+	{"unknown key, never, idempotent", "'unknown' || i", "11", "'X' || i"},
+}
+
+// denyTimes is a query for how many of n acquires are denied.
+func denyTimes(n int, policy, key, cost, idempotencyKey string) (string, pgx.NamedArgs) {
+	if key == "known" {
+		key = "'known'"
+	}
+	return `select count(*) filter (where not d.allowed)
+	          from generate_series(1, @n) as i
+	         cross join lateral ratelimit_acquire(@policy, ` + key + `, ` + cost + ` + 0 * i, ` + idempotencyKey + `) as d`,
+		pgx.NamedArgs{"n": n, "policy": policy}
+}
+
+func TestDenial_WritesNothing(t *testing.T) {
+	t.Parallel()
+	const n = 10_000
+	for policy, kind := range map[string]policyOption{"durable": durable, "ephemeral": ephemeral} {
+		for _, d := range denials {
+			t.Run(policy+" "+d.name, func(t *testing.T) {
+				t.Parallel()
+				db := newDB(t)
+				db.definePolicy(policy, 10, 1, aDay, kind)
+				db.acquire(policy, "known", 10, "another")
+				before := db.rows()
+
+				s := db.begin()
+				var times int
+				sql, args := denyTimes(n, policy, d.key, d.cost, d.idempotencyKey)
+				require.NoError(t, s.QueryRow(context.Background(), sql, args).Scan(&times))
+				require.Equal(t, n, times)
+
+				require.Equal(t, traces{}, s.traces())
+				require.Equal(t, before, db.rows())
+				for _, table := range stateTables {
+					db.exec("select from " + table + " for update nowait")
+				}
+
+				// A grant does change the rows that are compared.
+				s.acquire(policy, "other", 1, "Z")
+				require.Equal(t, traces{xid: true, writes: 2}, s.traces())
+				s.exec("commit")
+				require.NotEqual(t, before, db.rows())
+			})
+		}
+	}
+}
+
+// traces is what the open transaction of a session has left so far.
+type traces struct {
+	xid    bool  // it has a transaction id
+	writes int64 // rows inserted, updated, deleted in any table of the package
+}
+
+func (s *session) traces() (found traces) {
+	s.db.t.Helper()
+	require.NoError(s.db.t, s.QueryRow(context.Background(), `
+		select pg_current_xact_id_if_assigned() is not null, sum(n_tup_ins + n_tup_upd + n_tup_del)::bigint
+		  from pg_stat_xact_user_tables where schemaname = 'ratelimit'`).Scan(&found.xid, &found.writes))
+	return found
+}
+
+// The counters of pg_stat_user_tables, as monitoring sees them: separate transactions this time.
+func TestDenial_CountsAsNoWrite(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	db.definePolicy("p", 10, 1, aDay)
+	s := db.session()
+	s.acquire("p", "known", 10, "another")
+	written := func() (n int64) {
+		s.exec("select pg_stat_force_next_flush()")
+		require.NoError(t, s.QueryRow(context.Background(), `
+			select sum(n_tup_ins + n_tup_upd + n_tup_del)::bigint
+			  from pg_stat_user_tables where schemaname = 'ratelimit' and relname <> 'policies'`).Scan(&n))
+		return n
+	}
+	before := written()
+	require.EqualValues(t, 2, before, "the bucket and its idempotency key")
+
+	s.exec(`do $$ begin
+		for i in 1..10000 loop
+			if (ratelimit_acquire('p', 'known', 1, case when i % 2 = 0 then 'X' end)).allowed
+			   or pg_current_xact_id_if_assigned() is not null then
+				raise 'allowed, or wrote';
+			end if;
+			commit;
+		end loop;
+	end $$`)
+	require.Equal(t, before, written())
+}
+
+func TestDenial_WritesNoWAL(t *testing.T) {
+	t.Parallel()
+	// No snapshots of running transactions for standbys, no checkpoint, no vacuum: nobody else writes.
+	db, _ := newPrivateDB(t, "wal_level=minimal", "max_wal_senders=0", "checkpoint_timeout=1h", "autovacuum=off")
+	db.definePolicy("p", 10, 1, aDay)
+	db.acquire("p", "known", 10, "another")
+	s := db.session()
+	s.exec("checkpoint")
+
+	for _, d := range denials {
+		// Should somebody else write after all, then hardly each time; a denial would.
+		var wal int64
+		for range 5 {
+			var before, after int64
+			const lsn = "select pg_current_wal_insert_lsn() - '0/0'::pg_lsn"
+			sql, args := denyTimes(1000, "p", d.key, d.cost, d.idempotencyKey)
+			s.exec(sql, args) // warm
+			require.NoError(t, s.QueryRow(context.Background(), lsn).Scan(&before))
+			s.exec(sql, args)
+			require.NoError(t, s.QueryRow(context.Background(), lsn).Scan(&after))
+			if wal = after - before; wal == 0 {
+				break
+			}
+		}
+		require.Zero(t, wal, d.name)
+	}
+	require.Zero(t, s.walRecords("select ratelimit_acquire('p', 'known')"))
+	require.NotZero(t, s.walRecords("select ratelimit_acquire('p', 'other')"))
+}
+
+// walRecords runs a query and returns how many WAL records this session wrote for it.
+func (s *session) walRecords(sql string) int64 {
+	s.db.t.Helper()
+	var explained []byte
+	require.NoError(s.db.t, s.QueryRow(context.Background(), "explain (analyze, wal, format json) "+sql).Scan(&explained))
+	var plans []struct {
+		Plan struct {
+			Records *int64 `json:"WAL Records"`
+		}
+	}
+	require.NoError(s.db.t, json.Unmarshal(explained, &plans))
+	require.Len(s.db.t, plans, 1)
+	require.NotNil(s.db.t, plans[0].Plan.Records)
+	return *plans[0].Plan.Records
+}
+
+// waitAndLose has a caller with cost 3 of capacity 10, refilled 1 a second, wait for a transaction
+// that takes all, and moves the clock on meanwhile.
+func waitAndLose(db *testDB, kind policyOption, waited time.Duration) (caller *session, answer decision) {
+	db.setClock(t0)
+	db.definePolicy("p", 10, 1, time.Second, kind)
+	db.acquire("p", "k", 5)
+	holder := db.begin()
+	holder.acquire("p", "k", 5)
+	caller = db.begin()
+	call := caller.startAcquire("p", "k", 3)
+	call.awaitBlockedBy(holder)
+	db.setClock(t0.Add(waited))
+	holder.exec("commit")
+	return caller, call.answer()
+}
+
+func TestDenial_AfterAWaitCountsFromAfterTheWait(t *testing.T) {
+	t.Parallel()
+	for _, kind := range []policyOption{durable, ephemeral} {
+		db := newDB(t)
+		_, answer := waitAndLose(db, kind, 1500*time.Millisecond)
+		require.Equal(t, denied(1, 1500*time.Millisecond, 8500*time.Millisecond, 10), answer)
+	}
+
+	db := newDB(t)
+	defer db.mutate(mutation{`v_now := clock\(\);[^\n]*\n( select [^;]* from buckets as b)`, "$1"})()
+	_, answer := waitAndLose(db, durable, 1500*time.Millisecond)
+	require.Equal(t, denied(0, 3*time.Second, 10*time.Second, 10), answer, "the clock read before the wait")
+}
+
+func TestDenial_DoesNotComeWhenTheCostFitsAfterTheWait(t *testing.T) {
+	t.Parallel()
+	for _, kind := range []policyOption{durable, ephemeral} {
+		db := newDB(t)
+		_, answer := waitAndLose(db, kind, 3*time.Second)
+		require.Equal(t, allowed(0, 10*time.Second, 10), answer)
+		db = newDB(t)
+		_, answer = waitAndLose(db, kind, 3*time.Second-time.Microsecond)
+		require.Equal(t, denied(2, time.Microsecond, 7*time.Second+time.Microsecond, 10), answer)
+	}
+}
+
+func TestDenial_AfterAWaitKeepsTheRowLock(t *testing.T) {
+	t.Parallel()
+	for table, kind := range map[string]policyOption{"ratelimit.buckets": durable, "ratelimit.ephemeral_buckets": ephemeral} {
+		db := newDB(t)
+		caller, answer := waitAndLose(db, kind, 0)
+		require.False(t, answer.Allowed)
+		require.Equal(t, traces{xid: true}, caller.traces(), "locked, not written")
+
+		lock := "select from " + table + " for update nowait"
+		_, err := db.session().Exec(context.Background(), lock)
+		require.Equal(t, "55P03", sqlState(err))
+		caller.exec("commit")
+		db.session().exec(lock)
+	}
+}

@@ -1,0 +1,97 @@
+package tests
+
+import (
+	"errors"
+	"fmt"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/pgratelimit/client"
+)
+
+// The fake refuses what the server refuses, with its SQLSTATE and message, and changes nothing.
+func TestFake_RefusesWhatTheServerRefuses(t *testing.T) {
+	t.Parallel()
+	db, fake := newDB(t), newFake(t)
+	names := []string{"", strings.Repeat("é", 257), "\xff", "a\x00", "nobody", "p", "q"}
+	costs := []int64{-1, 0, 1, 11}
+	for _, s := range []subject{db, fake} {
+		s.setClock(t0)
+		s.definePolicy("p", 10, 1, second)
+		s.definePolicy("q", 10, 1, second, ephemeral)
+		s.acquire("p", "p", 2, "p")
+	}
+	calls := map[string]func(l *client.Limiter) error{}
+	add := func(name string, call func(l *client.Limiter) error) { calls[name] = call }
+	ctx := t.Context()
+	for _, policy := range names {
+		add(fmt.Sprintf("drop %q", policy), func(l *client.Limiter) error {
+			if policy == "p" || policy == "q" {
+				return nil
+			}
+			return l.DropPolicy(ctx, policy)
+		})
+		for _, key := range names {
+			add(fmt.Sprintf("reset %q %q", policy, key), func(l *client.Limiter) error { return l.Reset(ctx, policy, key) })
+			for _, cost := range costs {
+				add(fmt.Sprintf("peek %q %q %d", policy, key, cost), func(l *client.Limiter) error {
+					_, err := l.Peek(ctx, policy, key, client.Cost(cost))
+					return err
+				})
+				add(fmt.Sprintf("refund %q %q %d", policy, key, cost), func(l *client.Limiter) error {
+					_, err := l.Refund(ctx, policy, key, cost)
+					return err
+				})
+				for _, idempotencyKey := range names {
+					add(fmt.Sprintf("acquire %q %q %d %q", policy, key, cost, idempotencyKey), func(l *client.Limiter) error {
+						_, err := l.Acquire(ctx, policy, key, client.Cost(cost), client.IdempotencyKey(idempotencyKey))
+						return err
+					})
+				}
+			}
+		}
+	}
+	numbers := []int64{-1, 0, 1, 9_000_000_000_000, 9_000_000_000_001} // 0 keeps what is there
+	spans := []time.Duration{-us, 0, us, time.Hour, 1<<63 - 808}       // up to 292 years
+	for _, name := range names {
+		for i, n := range numbers {
+			for j, every := range spans {
+				for k, choice := range []client.Choice{client.Keep, client.Yes, client.No, 7} {
+					p := client.Policy{
+						Name: name, Capacity: n, Refill: numbers[(i+j+k)%5], Every: every, Durable: choice, Stepped: client.Choice((i + k) % 3),
+						Remember: spans[(j+k)%5],
+					}
+					add(fmt.Sprintf("define %+v", p), func(l *client.Limiter) error { return l.DefinePolicy(ctx, p) })
+				}
+			}
+		}
+	}
+	onServer := client.New(db.Pool)
+	refused := 0
+	for name, call := range calls {
+		want, got := call(onServer), call(fake.Limiter)
+		require.Equal(t, want == nil, got == nil, "%s: %v, %v", name, want, got)
+		if want == nil {
+			continue
+		}
+		refused++
+		for _, kind := range []error{client.ErrUnknownPolicy, client.ErrIdempotencyMismatch, client.ErrInvalidArgument} {
+			require.Equal(t, errors.Is(want, kind), errors.Is(got, kind), "%s: %v, %v", name, want, got)
+		}
+		require.Equal(t, sqlState(want), sqlState(got), "%s: %v, %v", name, want, got)
+		var wantErr, gotErr *pgconn.PgError
+		if errors.As(want, &wantErr) && errors.As(got, &gotErr) && wantErr.Code != "22021" { // whose message shows the bytes
+			require.Equal(t, wantErr.Message, gotErr.Message, name)
+		}
+	}
+	require.Greater(t, refused, 500)
+	want, err := onServer.Policies(ctx)
+	require.NoError(t, err)
+	got, err := fake.Policies(ctx)
+	require.NoError(t, err)
+	require.Equal(t, want, got)
+}

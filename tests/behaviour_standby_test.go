@@ -1,0 +1,82 @@
+package tests
+
+import (
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/pgratelimit/client"
+)
+
+// On a standby, peek answers for durable policies. A call that would write, or would read an unlogged table,
+// is an error that says so.
+func TestStandby(t *testing.T) {
+	t.Parallel()
+	db, server := newPrivateDB(t)
+	db.definePolicy("durable", 10, 1, aDay)
+	db.definePolicy("ephemeral", 10, 1, aDay, ephemeral)
+	first := db.acquire("durable", "k", 3, "first")
+	db.acquire("ephemeral", "k", 3, "first")
+
+	// The server goes on as a standby that waits for a primary to follow.
+	db.exec(`
+		do $$
+		begin
+		  execute format('copy (select) to %L', current_setting('data_directory') || '/standby.signal');
+		end
+		$$`)
+	db.Pool.Close()
+	require.NoError(t, server.Stop(t.Context(), false))
+	require.NoError(t, server.Start(t.Context()))
+	db = reopen(t, server)
+	require.Equal(t, int64(1), db.number("select 1 where pg_is_in_recovery()"))
+
+	const readOnly, unlogged = "25006", "0A000"
+	refused := func(code, message, call string, args ...any) {
+		t.Helper()
+		_, err := db.Pool.Exec(t.Context(), "select ratelimit_"+call, args...)
+		require.Equal(t, code, sqlState(err), "%s: %v", call, err)
+		require.ErrorContains(t, err, message)
+	}
+	for _, key := range []string{"k", "new"} {
+		for _, call := range []string{
+			"acquire($1, $2)", "acquire($1, $2, 8)", "acquire($1, $2, 3, 'second')", "refund($1, $2, 1)", "reset($1, $2)",
+			"acquire_many(array[$1::text], array[$2::text])", "acquire_many(array[$1::text], array[$2::text], null, array['i'])",
+		} {
+			refused(readOnly, "in a read-only transaction", call, "durable", key)
+			refused(unlogged, "unlogged relations during recovery", call, "ephemeral", key)
+		}
+		refused(unlogged, "unlogged relations during recovery", "peek($1, $2)", "ephemeral", key)
+		require.True(t, db.must(acquire(db.Pool, "durable", key, 0)).Allowed, "cost 0 writes nothing")
+	}
+	for _, call := range []string{
+		"define_policy('p', 10, 1, '1 hour')", "define_policy('durable', 20, 1, '1 hour')", "drop_policy('durable')", "cleanup()",
+	} {
+		refused(readOnly, "in a read-only transaction", call)
+	}
+	require.EqualValues(t, 7, db.left("durable", "k"))
+	require.EqualValues(t, 10, db.left("durable", "new"))
+	_, err := peek(db.Pool, "none", "k", 1)
+	require.Equal(t, "RL001", sqlState(err))
+	require.Len(t, column(t, db.DB, "select policy from ratelimit_policies()"), 2)
+	require.Equal(t, replayed(first), db.acquire("durable", "k", 3, "first"), "a replay writes nothing either")
+
+	limiter, combiner := client.New(db.Pool), client.NewCombiner(db.Pool, client.NoFlush())
+	defer combiner.Close()
+	peeked, err := limiter.Peek(t.Context(), "durable", "k", client.Cost(8))
+	require.NoError(t, err)
+	require.False(t, peeked.Allowed)
+	for _, limiter := range []client.Acquirer{limiter, combiner} {
+		_, err = limiter.Acquire(t.Context(), "durable", "k")
+		require.Equal(t, readOnly, sqlState(err), "%v", err)
+		require.EqualError(t, err, "pgratelimit: acquire: ERROR: cannot execute UPDATE in a read-only transaction (SQLSTATE 25006)")
+	}
+
+	// After promotion, durable buckets go on where the primary was, and ephemeral ones are full.
+	db.exec("select pg_promote()")
+	db.Await(t, patience, "select not pg_is_in_recovery()")
+	db = reopen(t, server) // sessions that began on the standby stay read-only no longer, but their plans may be old
+	require.Equal(t, replayed(first), db.acquire("durable", "k", 3, "first"))
+	require.EqualValues(t, 5, db.acquire("durable", "k", 2).Remaining)
+	require.EqualValues(t, 8, db.acquire("ephemeral", "k", 2, "first").Remaining)
+}

@@ -1,0 +1,138 @@
+package tests
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/require"
+)
+
+// Texts that have broken other people's quoting, matching or indexing.
+var oddTexts = []string{
+	"it's", `"quoted"`, "''", `\`, `\'; drop table ratelimit.buckets; --`, "$$", "$1", "%s %I %L %", "{{ . }}", "null", "NULL",
+	" ", "  ", "a", "A", "á", "a\u0301", "ä", "ß", "ss", "İ", "ı", "a ", " a", "a\t", "a\n", "a\r\n", "line\nbreak", "\u00a0", "\u200b", "\ufeff",
+	"🚦", "👩‍👩‍👧‍👧", "\U0010ffff", strings.Repeat("語", 170) + "ab", strings.Repeat("🚦", 128), strings.Repeat("x", 512), "\x01\x7f",
+}
+
+func TestOddTexts_AreBucketsOfTheirOwn(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	for _, mode := range protocols {
+		for name, durability := range map[string]policyOption{"durable": durable, "ephemeral": ephemeral} {
+			policy := fmt.Sprintf("%s %s", name, mode)
+			db.definePolicy(policy, 1000, 1, time.Hour, durability)
+			conn := db.Connect(t)
+			q := inMode{conn, mode}
+			for i, key := range oddTexts {
+				cost := int64(i + 1)
+				d, err := acquire(q, policy, key, cost, key)
+				require.NoError(t, err, "%q", key)
+				require.Equal(t, 1000-cost, d.Remaining, "%q is a bucket of its own", key)
+				if len(key) < 512 {
+					d, err = acquire(q, policy, key, 1, key+"?")
+					require.NoError(t, err, "%q", key)
+					require.Equal(t, 1000-cost-1, d.Remaining, "%q is an idempotency key of its own", key)
+					_, err = refund(q, policy, key, 1)
+					require.NoError(t, err)
+				}
+			}
+			for i, key := range oddTexts {
+				cost := int64(i + 1)
+				d, err := acquire(q, policy, key, cost, key)
+				require.NoError(t, err)
+				require.True(t, d.Replayed)
+				d, err = peek(q, policy, key, 1)
+				require.NoError(t, err)
+				require.Equal(t, 1000-cost, d.Remaining)
+				_, err = conn.Exec(context.Background(), "select ratelimit_reset($1, $2)", mode, policy, key)
+				require.NoError(t, err)
+				require.Nil(t, db.bucket(policy, key))
+			}
+		}
+	}
+}
+
+func TestOddTexts_ArePolicies(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	for i, name := range oddTexts {
+		db.definePolicy(name, int64(i+1), 1, time.Hour)
+	}
+	names := column(t, db.DB, "select policy from ratelimit_policies()")
+	require.Equal(t, slices.Sorted(slices.Values(oddTexts)), names, "by byte")
+	for i, name := range oddTexts {
+		require.Equal(t, allowed(int64(i), time.Hour, int64(i+1)), db.acquireAt(t0, name, "k", 1, "first"), "%q", name)
+		db.refundAt(t0, name, "k", 1)
+		db.reset(name, "k")
+		db.dropPolicy(name)
+	}
+	require.Empty(t, column(t, db.DB, "select policy from ratelimit_policies()"))
+}
+
+// A caller's collation must neither make two keys one nor leave the functions without any.
+func TestCollations_StayOutside(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	collations := column(t, db.DB, `
+		select quote_ident(collname) from pg_collation
+		 where collname in ('C', 'POSIX', 'ucs_basic', 'und-x-icu', 'tr-x-icu', 'en_US.utf8', 'C.utf8', 'pg_c_utf8')
+		   and collencoding in (-1, pg_char_to_encoding(getdatabaseencoding()))`)
+	if slices.Contains(collations, `"und-x-icu"`) {
+		db.exec("create collation careless (provider = icu, locale = 'und-u-ks-level1', deterministic = false)")
+		collations = append(collations, "careless")
+	} else {
+		t.Log("the server was built without ICU: only the collations of libc are tried")
+	}
+	require.GreaterOrEqual(t, len(collations), 3)
+	texts := []string{"key", "KEY", "kéy", "k\u00e9y ", "İ", "ı"}
+
+	for i, collation := range collations {
+		t.Run(collation, func(t *testing.T) {
+			policy, table := fmt.Sprintf("policy %d", i), fmt.Sprintf("texts_%d", i)
+			db.exec(fmt.Sprintf("create table %s (policy text collate %s, key text collate %[2]s, other text collate %s)",
+				table, collation, collations[(i+1)%len(collations)]))
+			for _, text := range texts {
+				db.exec("insert into "+table+" values ($1, $2, $2)", policy, text)
+			}
+			every := "from " + table + " as t"
+
+			db.exec("select ratelimit_define_policy(t.policy, 10, 1, '1 hour') " + every)
+			for _, argument := range []string{"key", "other"} { // of two collations no one is chosen
+				require.Equal(t, repeat("9", len(texts)), column(t, db.DB, fmt.Sprintf("select (ratelimit_acquire(t.policy, t.%s, 1, t.key)).remaining::text %s", argument, every)))
+				require.Equal(t, repeat("9", len(texts)), column(t, db.DB, fmt.Sprintf("select (ratelimit_peek(t.policy, t.%s)).remaining::text %s", argument, every)))
+				require.Equal(t, repeat("true", len(texts)), column(t, db.DB, fmt.Sprintf("select (ratelimit_acquire(t.policy, t.%s, 1, t.key)).replayed::text %s", argument, every)))
+				require.Equal(t, repeat("10", len(texts)), column(t, db.DB, fmt.Sprintf("select (ratelimit_refund(t.policy, t.%s, 1)).remaining::text %s", argument, every)))
+				db.exec(fmt.Sprintf("select ratelimit_reset(t.policy, t.%s) %s", argument, every))
+				db.exec("delete from ratelimit.idempotency_keys")
+			}
+			for _, sql := range []string{
+				"select ratelimit_acquire(t.policy, left(t.other, 0)) ", "select ratelimit_acquire(left(t.policy, 0), t.other) ",
+				"select ratelimit_peek(t.policy, left(t.other, 0)) ", "select ratelimit_refund(t.policy, left(t.key, 0), 1) ",
+				"select ratelimit_reset(left(t.policy, 0), t.other) ", "select ratelimit_acquire(t.policy, t.key, 1, left(t.other, 0)) ",
+			} {
+				_, err := db.Pool.Exec(context.Background(), sql+every)
+				require.Equal(t, "22023", sqlState(err), "%s: %v", sql, err)
+			}
+			db.exec("select ratelimit_drop_policy(t.policy) " + every + " limit 1")
+			_, err := db.Pool.Exec(context.Background(), "select ratelimit_drop_policy(t.policy) "+every)
+			require.Equal(t, "RL001", sqlState(err), "%v", err)
+		})
+	}
+}
+
+// inMode sends every query in one of pgx's modes.
+type inMode struct {
+	conn *pgx.Conn
+	mode pgx.QueryExecMode
+}
+
+func (q inMode) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
+	return q.conn.QueryRow(ctx, sql, append([]any{q.mode}, args...)...)
+}
+
+func repeat(value string, n int) []string { return slices.Repeat([]string{value}, n) }

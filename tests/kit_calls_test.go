@@ -1,0 +1,219 @@
+package tests
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/tests/model"
+)
+
+func count(decisions []decision, which func(decision) bool) (n int) {
+	for _, d := range decisions {
+		if which(d) {
+			n++
+		}
+	}
+	return n
+}
+
+func isAllowed(d decision) bool { return d.Allowed }
+
+func isReplayed(d decision) bool { return d.Replayed }
+
+// A querier is a pool, a connection or a transaction.
+type querier interface {
+	QueryRow(ctx context.Context, sql string, args ...any) pgx.Row
+}
+
+func acquire(q querier, policy, key string, cost int64, idempotencyKey ...string) (decision, error) {
+	r := nullableRequest{Policy: &policy, Key: &key, Cost: &cost}
+	if len(idempotencyKey) > 0 {
+		r.IdempotencyKey = &idempotencyKey[0]
+	}
+	return r.acquire(q)
+}
+
+func peek(q querier, policy, key string, cost int64) (decision, error) {
+	return decide(q, "ratelimit_peek($1, $2, $3)", policy, key, cost)
+}
+
+func refund(q querier, policy, key string, amount int64) (decision, error) {
+	return decide(q, "ratelimit_refund($1, $2, $3)", policy, key, amount)
+}
+
+// decide reads the decision of a call, with intervals as exact microseconds.
+func decide(q querier, call string, args ...any) (d decision, err error) {
+	var retryAfter *int64
+	err = q.QueryRow(context.Background(), `
+		select allowed, remaining, (extract(epoch from retry_after) * 1000000)::bigint,
+		       (extract(epoch from reset_after) * 1000000)::bigint, capacity, replayed
+		  from `+call, args...).
+		Scan(&d.Allowed, &d.Remaining, &retryAfter, &d.ResetAfter, &d.Capacity, &d.Replayed)
+	d.RetryAfter = model.Never
+	if retryAfter != nil {
+		d.RetryAfter = model.Micros(*retryAfter)
+	}
+	return d, err
+}
+
+type decision = model.Decision
+
+func allowed(remaining int64, resetAfter time.Duration, capacity int64) decision {
+	return decision{Allowed: true, Remaining: remaining, ResetAfter: micros(resetAfter), Capacity: capacity}
+}
+
+func denied(remaining int64, retryAfter, resetAfter time.Duration, capacity int64) decision {
+	return decision{Remaining: remaining, RetryAfter: micros(retryAfter), ResetAfter: micros(resetAfter), Capacity: capacity}
+}
+
+// never is the answer to a cost above the capacity.
+func never(remaining int64, resetAfter time.Duration, capacity int64) decision {
+	return decision{Remaining: remaining, RetryAfter: model.Never, ResetAfter: micros(resetAfter), Capacity: capacity}
+}
+
+// replayed is d given again under its idempotency key.
+func replayed(d decision) decision {
+	d.Replayed = true
+	return d
+}
+
+func micros(d time.Duration) model.Micros {
+	return model.Micros(d.Microseconds())
+}
+
+// sqlState returns the SQLSTATE of an error, "" when it has none.
+func sqlState(err error) string {
+	if e := pgError(err); e != nil {
+		return e.Code
+	}
+	return ""
+}
+
+// pgError returns the server's error, nil when there is none.
+func pgError(err error) (e *pgconn.PgError) {
+	errors.As(err, &e)
+	return e
+}
+
+// A request asks for tokens of one bucket.
+type request struct {
+	model.BucketID
+	cost           int64
+	idempotencyKey string // empty for none
+}
+
+// acquire sends the request in SQL.
+func (r request) acquire(q querier) (decision, error) {
+	return r.nullable().acquire(q)
+}
+
+// by sends the request through a limiter of the client.
+func (r request) by(ctx context.Context, limiter client.Acquirer) (client.Decision, error) {
+	opts := []client.AcquireOption{client.Cost(r.cost)}
+	if r.idempotencyKey != "" {
+		opts = append(opts, client.IdempotencyKey(r.idempotencyKey))
+	}
+	return limiter.Acquire(ctx, r.Policy, r.Key, opts...)
+}
+
+func (r request) nullable() nullableRequest {
+	n := nullableRequest{Policy: &r.Policy, Key: &r.Key, Cost: &r.cost}
+	if r.idempotencyKey != "" {
+		n.IdempotencyKey = &r.idempotencyKey
+	}
+	return n
+}
+
+// A nullableRequest is a request that may be a bad one; nil is null.
+type nullableRequest struct {
+	Policy, Key    *string
+	Cost           *int64
+	IdempotencyKey *string
+}
+
+func (r nullableRequest) acquire(q querier) (decision, error) {
+	return decide(q, "ratelimit_acquire($1, $2, $3, $4)", r.Policy, r.Key, r.Cost, r.IdempotencyKey)
+}
+
+// An answer is a decision, or the error in its place.
+type answer struct {
+	Decision *decision
+	Error    string // SQLSTATE, message, detail and hint
+}
+
+type rowsQuerier interface {
+	querier
+	Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error)
+}
+
+// acquireMany sends requests in one call, and leaves out arrays that hold nothing but the default.
+func acquireMany(q rowsQuerier, requests []nullableRequest) ([]answer, error) {
+	var (
+		policies, keys, idempotencyKeys []*string
+		costs                           []*int64
+		cost, keyed                     bool
+	)
+	for _, r := range requests {
+		policies = append(policies, r.Policy)
+		keys = append(keys, r.Key)
+		costs = append(costs, r.Cost)
+		idempotencyKeys = append(idempotencyKeys, r.IdempotencyKey)
+		cost = cost || r.Cost == nil || *r.Cost != 1
+		keyed = keyed || r.IdempotencyKey != nil
+	}
+	if !cost {
+		costs = nil
+	}
+	if !keyed {
+		idempotencyKeys = nil
+	}
+	rows, err := q.Query(context.Background(), `
+		select request, allowed, remaining, (extract(epoch from retry_after) * 1000000)::bigint,
+		       (extract(epoch from reset_after) * 1000000)::bigint, capacity, replayed,
+		       concat_ws(': ', error_code, error_message, error_detail, error_hint)
+		  from ratelimit_acquire_many($1, $2, $3, $4)`, policies, keys, costs, idempotencyKeys)
+	if err != nil {
+		return nil, err
+	}
+	return pgx.CollectRows(rows, func(row pgx.CollectableRow) (a answer, err error) {
+		var (
+			request                                       int64
+			isAllowed, isReplayed                         *bool
+			remaining, retryAfter, resetAfter, capacityOf *int64
+		)
+		err = row.Scan(&request, &isAllowed, &remaining, &retryAfter, &resetAfter, &capacityOf, &isReplayed, &a.Error)
+		if err == nil && isAllowed != nil {
+			a.Decision = &decision{Allowed: *isAllowed, Remaining: *remaining, RetryAfter: model.Never,
+				ResetAfter: model.Micros(*resetAfter), Capacity: *capacityOf, Replayed: *isReplayed}
+			if retryAfter != nil {
+				a.Decision.RetryAfter = model.Micros(*retryAfter)
+			}
+		}
+		return a, err
+	})
+}
+
+// acquireEach sends requests one by one, in a savepoint each.
+func acquireEach(tx pgx.Tx, requests []nullableRequest) (answers []answer, err error) {
+	for _, r := range requests {
+		var a answer
+		err := pgx.BeginFunc(context.Background(), tx, func(tx pgx.Tx) error {
+			d, err := r.acquire(tx)
+			a.Decision = &d
+			return err
+		})
+		if e := pgError(err); e != nil {
+			a = answer{Error: fmt.Sprintf("%s: %s: %s: %s", e.Code, e.Message, e.Detail, e.Hint)}
+		} else if err != nil {
+			return nil, err
+		}
+		answers = append(answers, a)
+	}
+	return answers, nil
+}

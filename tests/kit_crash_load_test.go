@@ -1,0 +1,215 @@
+package tests
+
+import (
+	"context"
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/tests/model"
+)
+
+// A crashLoad is a load on a server that may be gone at any moment. Each caller goes on until one of its
+// requests gets no answer. The load records the grants and the requests without an answer.
+type crashLoad struct {
+	prefix string
+	end    func() // lets callers finish their requests
+
+	mu         sync.Mutex
+	grants     []entry
+	unanswered []entry
+	denials    []entry       // of which there should be none
+	busy       chan struct{} // closed when there are some grants
+}
+
+// startCrashLoad starts callers of some policies, who pause between requests for a random time up to the one
+// given. The keys of their buckets begin with the prefix. Requests with an idempotency key have buckets of
+// their own.
+func startCrashLoad(t testing.TB, url, prefix string, policies []string, pause time.Duration, opts ...client.LimiterOption) *crashLoad {
+	t.Helper()
+	pool, err := pgxpool.New(context.Background(), url+"&pool_max_conns=12")
+	require.NoError(t, err)
+	var combinerOpts []client.CombinerOption
+	for _, opt := range opts {
+		combinerOpts = append(combinerOpts, opt)
+	}
+	combiner := client.NewCombiner(pool, combinerOpts...)
+	limiter := client.New(pool, opts...)
+
+	l := &crashLoad{prefix: prefix, busy: make(chan struct{})}
+	all := newLoad(t)
+	for i := range 30 * len(policies) {
+		all.callers.Go(func() error {
+			by := client.Acquirer(combiner)
+			if i/len(policies)%10 == 0 {
+				by = limiter
+			}
+			r := request{BucketID: model.BucketID{Policy: policies[i%len(policies)]}}
+			for n := 0; ; n++ {
+				r.Key, r.cost = fmt.Sprint(prefix, " plain ", rand.N(3)), 1+rand.Int64N(3)
+				if i < 15*len(policies) {
+					r.Key, r.idempotencyKey = fmt.Sprint(prefix, " keyed ", rand.N(3)), fmt.Sprint(i, " ", n)
+				}
+				select {
+				case <-all.ctx.Done():
+					return nil
+				case <-time.After(rand.N(pause + 1)):
+				}
+				e, err := r.try(by)
+				if l.write(e, err); err != nil {
+					return nil //nolint:nilerr // the other callers go on
+				}
+			}
+		})
+	}
+	l.end = sync.OnceFunc(func() {
+		_ = all.end() // no caller returns an error
+		combiner.Close()
+		pool.Close()
+	})
+	t.Cleanup(l.end)
+	return l
+}
+
+// busyness is the number of grants before a server may be killed.
+const busyness = 50
+
+func (l *crashLoad) write(e entry, err error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	switch {
+	case err != nil:
+		l.unanswered = append(l.unanswered, e)
+	case !e.Allowed:
+		l.denials = append(l.denials, e)
+	default:
+		if l.grants = append(l.grants, e); len(l.grants) == busyness {
+			close(l.busy)
+		}
+	}
+}
+
+// runFor returns at a random moment when the load is in full swing.
+func (l *crashLoad) runFor(t testing.TB, atMost time.Duration) {
+	t.Helper()
+	select {
+	case <-l.busy:
+	case <-time.After(patience):
+		require.FailNow(t, "there is hardly any load")
+	}
+	time.Sleep(rand.N(atMost)) // the moment is what is random
+}
+
+// exactCapacity is the capacity of policies that refill one token a day: the level of a bucket tells how many
+// tokens were taken.
+const exactCapacity = 3_000_000
+
+func (db *testDB) defineExact() {
+	db.t.Helper()
+	db.definePolicy("durable", exactCapacity, 1, aDay)
+	db.definePolicy("ephemeral", exactCapacity, 1, aDay, ephemeral)
+}
+
+// A settlement counts the grants of a load, or of several, by what a crash did to them.
+type settlement struct {
+	grants, lost, mostLost int
+	unanswered             int
+	again                  int             // requests with an idempotency key that were made again
+	forgotten              int             // ephemeral grants
+	lostFor                []time.Duration // of each load that lost something: from its oldest lost answer to its last
+}
+
+func (s *settlement) add(other settlement) {
+	s.grants += other.grants
+	s.lost += other.lost
+	s.mostLost = max(s.mostLost, other.lost)
+	s.unanswered += other.unanswered
+	s.again += other.again
+	s.forgotten += other.forgotten
+	s.lostFor = append(s.lostFor, other.lostFor...)
+}
+
+// settle compares the decisions of a load with a recovered database. Then it repeats all requests that have
+// an idempotency key, so that each is charged once, and notes the tokens left in the buckets.
+func (l *crashLoad) settle(db *testDB, left map[model.BucketID]int64) (s settlement) {
+	t := db.t
+	t.Helper()
+	require.Empty(t, l.denials)
+	grants, unanswered := byBucket(l.grants), byBucket(l.unanswered)
+	names := byBucket(slices.Concat(l.grants, l.unanswered))
+	var kept, lost, forgotten []entry
+	for name := range names {
+		now := db.left(name.Policy, name.Key)
+		if name.Policy == "ephemeral" {
+			require.EqualValues(t, exactCapacity, now, "%v is full again", name)
+			forgotten = append(forgotten, grants[name]...)
+			continue
+		}
+		found, err := audit(exactCapacity, now, grants[name], unanswered[name])
+		require.NoError(t, err, "%v", name)
+		kept, lost = append(kept, found.kept...), append(lost, found.lost...)
+	}
+	require.Zero(t, db.number(`
+		select count(*)
+		  from (select policy_id, key, $1 - level / 1000000 from ratelimit.buckets where key like $2) as b (policy_id, key, taken)
+		  full join (select policy_id, key, sum(cost) from ratelimit.idempotency_keys where key like $2 group by 1, 2)
+		            as k (policy_id, key, taken) using (policy_id, key)
+		 where b.taken is distinct from k.taken`, exactCapacity, l.prefix+" keyed %"),
+		"buckets whose tokens and idempotency keys do not agree")
+
+	s.grants, s.lost, s.forgotten, s.unanswered = len(kept)+len(lost), len(lost), len(forgotten), len(l.unanswered)
+	if len(lost) > 0 {
+		s.lostFor = []time.Duration{newest(l.grants).at.Sub(oldest(lost).at)}
+	}
+	s.again += askAgain(db, kept, func(before, now entry) bool { return now.Replayed && now.Remaining == before.Remaining })
+	s.again += askAgain(db, slices.Concat(lost, forgotten), func(_, now entry) bool { return now.Allowed && !now.Replayed })
+	s.again += askAgain(db, l.unanswered, func(_, now entry) bool { return now.Allowed })
+	for name, requests := range names {
+		if requests[0].idempotencyKey != "" {
+			require.EqualValues(t, exactCapacity-costs(requests), db.left(name.Policy, name.Key), "%v: each is charged once", name)
+		}
+		if name.Policy == "durable" {
+			left[name] = db.left(name.Policy, name.Key)
+		}
+	}
+	return s
+}
+
+// askAgain repeats those requests that have an idempotency key, and returns how many have.
+func askAgain(db *testDB, entries []entry, right func(before, now entry) bool) (n int) {
+	limiter := client.NewCombiner(db.Pool)
+	defer limiter.Close()
+	var askers errgroup.Group
+	askers.SetLimit(64)
+	for _, before := range entries {
+		if before.idempotencyKey == "" {
+			continue
+		}
+		n++
+		askers.Go(func() error {
+			now, err := before.try(limiter)
+			if err == nil && !right(before, now) {
+				err = fmt.Errorf("first %+v, then %+v", before, now)
+			}
+			return err
+		})
+	}
+	require.NoError(db.t, askers.Wait())
+	return n
+}
+
+func oldest(entries []entry) entry {
+	return slices.MinFunc(entries, func(a, b entry) int { return a.at.Compare(b.at) })
+}
+
+func newest(entries []entry) entry {
+	return slices.MaxFunc(entries, func(a, b entry) int { return a.at.Compare(b.at) })
+}

@@ -1,0 +1,172 @@
+package tests
+
+import (
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/client/clienttest"
+	"github.com/pgratelimit/pgratelimit/tests/model"
+)
+
+// A subject is a database, or the fake that users of the client test with. Tables of calls and decisions are
+// replayed against both.
+type subject interface {
+	of(t testing.TB) subject // the same for a subtest
+	setClock(now time.Time)
+	definePolicy(name string, capacity, refill int64, every time.Duration, opts ...policyOption)
+	dropPolicy(name string)
+	putBucket(policy, key string, b bucket)
+	acquire(policy, key string, cost int64, idempotencyKey ...string) decision
+	acquireAt(at time.Time, policy, key string, cost int64, idempotencyKey ...string) decision
+	tryAcquire(policy, key string, cost int64, idempotencyKey ...string) (decision, error)
+	peekAt(at time.Time, policy, key string, cost int64) decision
+	refundAt(at time.Time, policy, key string, amount int64) decision
+	reset(policy, key string)
+}
+
+// onEach runs a test against a database and against the fake.
+func onEach(t *testing.T, test func(t *testing.T, db subject)) {
+	for name, open := range map[string]func(t *testing.T) subject{
+		"database": func(t *testing.T) subject { return newDB(t) },
+		"fake":     func(t *testing.T) subject { return newFake(t) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			test(t, open(t))
+		})
+	}
+}
+
+// onEachDurability is onEach for durable and for ephemeral policies.
+func onEachDurability(t *testing.T, test func(t *testing.T, db subject, durability policyOption)) {
+	inEachDurability(t, func(t *testing.T, durability policyOption) {
+		onEach(t, func(t *testing.T, db subject) { test(t, db, durability) })
+	})
+}
+
+// eachDurability runs a test against a database, for durable and for ephemeral policies.
+func eachDurability(t *testing.T, test func(t *testing.T, db *testDB, durability policyOption)) {
+	inEachDurability(t, func(t *testing.T, durability policyOption) { test(t, newDB(t), durability) })
+}
+
+func inEachDurability(t *testing.T, test func(t *testing.T, durability policyOption)) {
+	for name, durability := range map[string]policyOption{"durable": durable, "ephemeral": ephemeral} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			test(t, durability)
+		})
+	}
+}
+
+func (db *testDB) of(t testing.TB) subject { return db.in(t) }
+
+func (db *testDB) tryAcquire(policy, key string, cost int64, idempotencyKey ...string) (decision, error) {
+	return acquire(db.Pool, policy, key, cost, idempotencyKey...)
+}
+
+// A testFake is to the fake what testDB is to a database.
+type testFake struct {
+	*clienttest.Fake
+	now *time.Time
+	t   testing.TB
+}
+
+func newFake(t testing.TB) *testFake {
+	now := new(time.Time)
+	return &testFake{clienttest.New(func() time.Time { return *now }), now, t}
+}
+
+func (f *testFake) of(t testing.TB) subject { return &testFake{f.Fake, f.now, t} }
+
+func (f *testFake) setClock(now time.Time) { *f.now = now }
+
+func (f *testFake) definePolicy(name string, capacity, refill int64, every time.Duration, opts ...policyOption) {
+	f.t.Helper()
+	var p policyOptions
+	for _, opt := range opts {
+		opt(&p)
+	}
+	choice := func(b *bool) client.Choice {
+		switch {
+		case b == nil:
+			return client.Keep
+		case *b:
+			return client.Yes
+		}
+		return client.No
+	}
+	require.NoError(f.t, f.DefinePolicy(f.t.Context(), client.Policy{
+		Name: name, Capacity: capacity, Refill: refill, Every: every, Stepped: choice(p.stepped), Durable: choice(p.durable),
+		Remember: time.Duration(p.remember.Microseconds) * us,
+	}))
+}
+
+func (f *testFake) dropPolicy(name string) {
+	f.t.Helper()
+	require.NoError(f.t, f.DropPolicy(f.t.Context(), name))
+}
+
+func (f *testFake) putBucket(policy, key string, b bucket) {
+	f.t.Helper()
+	defer f.setClock(*f.now)
+	f.setClock(b.RefilledAt)
+	require.NoError(f.t, f.SetLevel(policy, key, float64(b.Level)/1e6))
+}
+
+func (f *testFake) acquire(policy, key string, cost int64, idempotencyKey ...string) decision {
+	f.t.Helper()
+	d, err := f.tryAcquire(policy, key, cost, idempotencyKey...)
+	require.NoError(f.t, err)
+	return d
+}
+
+func (f *testFake) acquireAt(at time.Time, policy, key string, cost int64, idempotencyKey ...string) decision {
+	f.t.Helper()
+	f.setClock(at)
+	return f.acquire(policy, key, cost, idempotencyKey...)
+}
+
+func (f *testFake) tryAcquire(policy, key string, cost int64, idempotencyKey ...string) (decision, error) {
+	opts := []client.AcquireOption{client.Cost(cost)}
+	for _, name := range idempotencyKey {
+		opts = append(opts, client.IdempotencyKey(name))
+	}
+	d, err := f.Acquire(f.t.Context(), policy, key, opts...)
+	return decisionOf(d), err
+}
+
+func (f *testFake) peekAt(at time.Time, policy, key string, cost int64) decision {
+	f.t.Helper()
+	f.setClock(at)
+	d, err := f.Peek(f.t.Context(), policy, key, client.Cost(cost))
+	require.NoError(f.t, err)
+	return decisionOf(d)
+}
+
+func (f *testFake) refundAt(at time.Time, policy, key string, amount int64) decision {
+	f.t.Helper()
+	f.setClock(at)
+	d, err := f.Refund(f.t.Context(), policy, key, amount)
+	require.NoError(f.t, err)
+	return decisionOf(d)
+}
+
+func (f *testFake) reset(policy, key string) {
+	f.t.Helper()
+	require.NoError(f.t, f.Reset(f.t.Context(), policy, key))
+}
+
+// decisionOf is a decision of the client in the form of SQL.
+func decisionOf(d client.Decision) decision {
+	retryAfter := micros(d.RetryAfter)
+	if d.Never() {
+		retryAfter = model.Never
+	}
+	return decision{
+		Allowed: d.Allowed, Remaining: d.Remaining, RetryAfter: retryAfter, ResetAfter: micros(d.ResetAfter),
+		Capacity: d.Capacity, Replayed: d.Replayed,
+	}
+}

@@ -1,0 +1,270 @@
+package tests
+
+import (
+	"context"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/tern/v2/migrate"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/migrations"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+)
+
+// nextVersion is the migrations with one more, of the kind that releases bring: a change of tables with its
+// way back, changed functions, and a new one.
+func nextVersion(t *testing.T, up, down string, edits ...edit) fs.FS {
+	t.Helper()
+	dir, newest := t.TempDir(), newestMigration(t)
+	snapshot := fmt.Sprintf("%03d", newest+1)
+	require.NoError(t, os.CopyFS(dir, os.DirFS("../migrations")))
+	require.NoError(t, os.CopyFS(filepath.Join(dir, "snapshots", snapshot), os.DirFS("../sql")))
+	write := func(name, text string) {
+		require.NoError(t, os.WriteFile(filepath.Join(dir, name), []byte(text), 0o600))
+	}
+	for _, e := range append(edits, edit{"version.sql", "create or", `
+create or replace function ratelimit_next() returns integer language sql immutable as 'select 1';
+comment on function ratelimit_next() is 'New.';
+create or`}) {
+		name := filepath.Join("snapshots", snapshot, e.file)
+		text, err := os.ReadFile(filepath.Join(dir, name))
+		require.NoError(t, err)
+		require.Equal(t, 1, strings.Count(string(text), e.old), "%s in %s", e.old, e.file)
+		write(name, strings.Replace(string(text), e.old, e.new, 1))
+	}
+	write(snapshot+"_next.sql", fmt.Sprintf(`%s
+		{{ install_snapshot "%s" }}
+		---- create above / drop below ----
+		{{ install_snapshot "%03d" }}
+		drop function ratelimit_next();
+		%s`, up, snapshot, newest, down))
+	return os.DirFS(dir)
+}
+
+// An edit changes the one place in a file where the old text is.
+type edit struct{ file, old, new string }
+
+// edits change a function that callers are in the middle of, and one that it is yet to call.
+var edits = []edit{
+	{"include/decide.sql", "v_taken := 0;", "v_taken := 0 + 0;"},
+	{"answer.sql", "coalesce(retry_us = 0, false)", "coalesce(retry_us = 0, false) is true"},
+}
+
+func installedAt(t *testing.T, files fs.FS, version int32) *testDB {
+	t.Helper()
+	db := &testDB{DB: pgtest.Empty(t), t: t}
+	migrateTo(t, db.DB, files, version)
+	return db
+}
+
+// migrateTo brings a database to a version, up or down.
+func migrateTo(t *testing.T, db *pgtest.DB, files fs.FS, version int32) {
+	t.Helper()
+	conn := db.Connect(t)
+	execute(t, conn, "create schema if not exists ratelimit")
+	migrator, err := migrate.NewMigrator(context.Background(), conn, migrations.VersionTable)
+	require.NoError(t, err)
+	require.NoError(t, migrator.LoadMigrations(files))
+	require.NoError(t, migrator.MigrateTo(context.Background(), version))
+	require.NoError(t, conn.Close(context.Background()))
+}
+
+// data is policies, buckets and grants of every kind, which an upgrade must keep.
+type data struct {
+	db       *testDB
+	policies []string
+	buckets  map[string]*bucket
+	granted  map[string]decision
+}
+
+func (db *testDB) putData() *data {
+	db.t.Helper()
+	d := &data{db, nil, map[string]*bucket{}, map[string]decision{}}
+	for name, kind := range map[string][]policyOption{
+		"kept": {durable}, "kept stepped": {durable, stepped}, "kept ephemeral": {ephemeral, remember(aDay)},
+	} {
+		db.definePolicy(name, 10, 1, aDay, kind...)
+		db.acquire(name, "k", 2)
+		d.granted[name] = db.acquire(name, "k", 3, "first")
+		d.buckets[name] = db.bucket(name, "k")
+	}
+	db.putBucket("kept", "in debt", bucket{Level: -5_000_000, RefilledAt: time.Now()})
+	d.policies = d.definitions()
+	return d
+}
+
+func (d *data) definitions() []string {
+	return column(d.db.t, d.db.DB, "select p::text from ratelimit_policies() as p where p.policy like 'kept%'")
+}
+
+func (d *data) check() {
+	d.db.t.Helper()
+	require.Equal(d.db.t, d.policies, d.definitions())
+	for name, first := range d.granted {
+		require.Equal(d.db.t, d.buckets[name], d.db.bucket(name, "k"))
+		require.Equal(d.db.t, replayed(first), d.db.acquire(name, "k", 3, "first"))
+	}
+	require.EqualValues(d.db.t, -5_000_000, d.db.bucket("kept", "in debt").Level)
+}
+
+// An upgradeLoad calls the functions in every way while the schema changes. No call may fail, and the client
+// repeats none. Each way has a key of its own in both policies, and takes one token from it per round.
+type upgradeLoad struct {
+	*load
+	db   *testDB
+	ways map[string]*atomic.Int64 // rounds
+}
+
+var loadPolicies = map[string]policyOption{"load durable": durable, "load ephemeral": ephemeral}
+
+const loadCapacity = 3_000_000
+
+func (db *testDB) startLoad() *upgradeLoad {
+	db.t.Helper()
+	for name, kind := range loadPolicies {
+		db.definePolicy(name, loadCapacity, 1, aDay, kind)
+	}
+	combiner := client.NewCombiner(db.Pool)
+	db.t.Cleanup(combiner.Close)
+	l := &upgradeLoad{newLoad(db.t), db, map[string]*atomic.Int64{}}
+	ctx := context.Background()
+
+	l.add("acquire", 1, func(policy, key string, _ int64) error {
+		_, err := granted(acquire(db.Pool, policy, key, 1))
+		return err
+	})
+	l.add("keyed", 1, func(policy, key string, n int64) error {
+		first, err := granted(acquire(db.Pool, policy, key, 1, fmt.Sprint(n)))
+		if err != nil {
+			return err
+		}
+		again, err := acquire(db.Pool, policy, key, 1, fmt.Sprint(n))
+		if err == nil && again != replayed(first) {
+			err = fmt.Errorf("the replay of %+v is %+v", first, again)
+		}
+		return err
+	})
+	l.add("many", 1, func(policy, key string, _ int64) error {
+		_, err := granted(decide(db.Pool, "ratelimit_acquire_many(array[$1], array[$2])", policy, key))
+		return err
+	})
+	l.add("transaction", 1, func(policy, key string, _ int64) error {
+		return pgx.BeginFunc(ctx, db.Pool, func(tx pgx.Tx) error {
+			if _, err := granted(acquire(tx, policy, key, 3)); err != nil {
+				return err
+			}
+			_, err := refund(tx, policy, key, 2)
+			return err
+		})
+	})
+	l.add("denied", 1, func(policy, key string, _ int64) error {
+		if _, err := granted(acquire(db.Pool, policy, key, 1)); err != nil {
+			return err
+		}
+		d, err := acquire(db.Pool, policy, key, loadCapacity)
+		if err == nil && d.Allowed {
+			err = fmt.Errorf("granted: %+v", d)
+		}
+		return err
+	})
+	l.add("combined", 6, func(policy, key string, _ int64) error {
+		d, err := combiner.Acquire(ctx, policy, key)
+		if err == nil && !d.Allowed {
+			err = fmt.Errorf("denied: %+v", d)
+		}
+		return err
+	})
+	l.add("upkeep", 1, func(policy, key string, _ int64) error {
+		if _, err := granted(acquire(db.Pool, policy, key, 1)); err != nil {
+			return err
+		}
+		_, err := db.Pool.Exec(ctx, "select ratelimit_cleanup(), ratelimit_version(), count(*) from ratelimit_policies()")
+		return err
+	})
+	l.goOn()
+	return l
+}
+
+func granted(d decision, err error) (decision, error) {
+	if err == nil && !d.Allowed {
+		err = fmt.Errorf("denied: %+v", d)
+	}
+	return d, err
+}
+
+// add lets callers go round in one way.
+func (l *upgradeLoad) add(way string, callers int, call func(policy, key string, n int64) error) {
+	rounds := new(atomic.Int64)
+	l.ways[way] = rounds
+	l.start(callers, func(int) error {
+		n := rounds.Add(1)
+		for policy := range loadPolicies {
+			if err := call(policy, way, n); err != nil {
+				return fmt.Errorf("%s: %s: %w", policy, way, err)
+			}
+		}
+		return nil
+	})
+}
+
+// goOn returns when each way has gone round some more.
+func (l *upgradeLoad) goOn() {
+	l.db.t.Helper()
+	deadline := time.After(patience)
+	for way, rounds := range l.ways {
+		for until := rounds.Load() + 5; rounds.Load() < until; {
+			select {
+			case <-l.ctx.Done():
+				require.NoError(l.db.t, l.load.end())
+			case <-deadline:
+				require.FailNow(l.db.t, "nothing happens", way)
+			case <-time.After(time.Millisecond):
+			}
+		}
+	}
+}
+
+// end stops the load and counts its rounds. Each key has then lost exactly what its callers took.
+func (l *upgradeLoad) end() (rounds int64) {
+	t := l.db.t
+	t.Helper()
+	require.NoError(t, l.load.end())
+	for way, n := range l.ways {
+		for policy := range loadPolicies {
+			require.EqualValues(t, loadCapacity-n.Load(), l.db.left(policy, way), "%s: %s", policy, way)
+		}
+		rounds += n.Load()
+	}
+	for policy := range loadPolicies {
+		l.db.dropPolicy(policy)
+	}
+	return rounds
+}
+
+func reinstallCode(t *testing.T, conn *pgx.Conn) {
+	t.Helper()
+	require.NoError(t, migrate.InstallCodePackage(context.Background(), conn, nil, codePackage(t)))
+}
+
+func codePackage(t *testing.T) *migrate.CodePackage {
+	t.Helper()
+	code, err := migrate.LoadCodePackage(os.DirFS("../sql"))
+	require.NoError(t, err)
+	return code
+}
+
+func newestMigration(t *testing.T) int32 {
+	t.Helper()
+	files, err := migrate.FindMigrations(os.DirFS("../migrations"))
+	require.NoError(t, err)
+	return int32(len(files))
+}

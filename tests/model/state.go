@@ -1,0 +1,155 @@
+package model
+
+import (
+	"fmt"
+	"maps"
+	"time"
+)
+
+// A State is what the calls on one bucket have left: its level and its idempotency keys. The zero
+// value is of a bucket that nobody has taken from. A State never changes: calls return the next.
+type State struct {
+	bucket *Bucket          // nil is full
+	grants map[string]grant // by idempotency key
+}
+
+// A grant is what an idempotency key remembers.
+type grant struct {
+	cost     int64
+	answer   Decision
+	expires  time.Time
+	doubtful bool // perhaps removed by clean-up
+}
+
+// Acquire takes cost tokens if the bucket has them. The empty idempotency key is none.
+func (s State) Acquire(p Policy, now time.Time, cost int64, idempotencyKey string) (State, Decision, error) {
+	remembered := cost > 0 && idempotencyKey != ""
+	first, ok := s.grants[idempotencyKey]
+	if ok && remembered && now.Before(first.expires) {
+		if first.cost != cost {
+			return s, Decision{}, IdempotencyMismatch
+		}
+		first.answer.Replayed = true
+		return s, first.answer, nil
+	}
+
+	bucket, answer := p.Acquire(s.at(p, now), now, cost)
+	if !answer.Allowed || cost == 0 {
+		return s, answer, nil
+	}
+	next := State{&bucket, s.grants}
+	if remembered {
+		next.grants = maps.Clone(s.grants)
+		if next.grants == nil {
+			next.grants = map[string]grant{}
+		}
+		next.grants[idempotencyKey] = grant{cost: cost, answer: answer, expires: p.Remember.After(now)}
+	}
+	return next, answer, nil
+}
+
+// Peek answers whether an acquire would be allowed.
+func (s State) Peek(p Policy, now time.Time, cost int64) Decision {
+	return p.Peek(s.at(p, now), now, cost)
+}
+
+// Remaining is that of a Peek.
+func (s State) Remaining(p Policy, now time.Time) int64 {
+	return p.Refilled(s.at(p, now), now).remaining()
+}
+
+// Refund gives tokens back, never above the capacity.
+func (s State) Refund(p Policy, now time.Time, amount int64) (State, Decision) {
+	bucket, answer := p.Refund(s.at(p, now), now, amount)
+	if s.bucket == nil {
+		return s, answer
+	}
+	return State{&bucket, s.grants}, answer
+}
+
+// Reset makes the bucket full; idempotency keys stay.
+func (s State) Reset() State { return State{nil, s.grants} }
+
+// IsFull reports whether the bucket is, so that clean-up may remove it.
+func (s State) IsFull(p Policy, now time.Time) bool {
+	return p.resetAfter(s.at(p, now), now) == 0
+}
+
+// Touch is a repeat that finds out late: tokens were taken and given back, and what stays is that the
+// bucket was refilled by its clock.
+func (s State) Touch(p Policy, now time.Time) State {
+	bucket := p.Refilled(s.at(p, now), now)
+	return State{&bucket, s.grants}
+}
+
+// CleanUps returns what clean-up may leave: it removes full buckets and idempotency keys past their
+// time, but for those that others hold just then. Whether a key is gone matters only to a clock that
+// goes back: see Doubts.
+func (s State) CleanUps(p Policy, now time.Time) []State {
+	grants := maps.Clone(s.grants)
+	for key, g := range grants {
+		g.doubtful = g.doubtful || !now.Before(g.expires)
+		grants[key] = g
+	}
+	left := []State{{s.bucket, grants}}
+	if s.bucket != nil && s.IsFull(p, now) {
+		left = append(left, State{nil, grants})
+	}
+	return left
+}
+
+// Doubts returns the states there are if clean-up may have removed an idempotency key: one with it, and
+// one without. Where that makes no difference now, they are one.
+func (s State) Doubts(idempotencyKey string, now time.Time) []State {
+	g := s.grants[idempotencyKey]
+	if !g.doubtful || !now.Before(g.expires) {
+		return []State{s}
+	}
+	with, without := maps.Clone(s.grants), maps.Clone(s.grants)
+	g.doubtful = false
+	with[idempotencyKey] = g
+	delete(without, idempotencyKey)
+	return []State{{s.bucket, with}, {s.bucket, without}}
+}
+
+// Equal reports whether no call could tell the two apart.
+func (s State) Equal(other State) bool {
+	same := s.bucket == other.bucket || s.bucket != nil && other.bucket != nil &&
+		s.bucket.Level.Cmp(other.bucket.Level) == 0 && s.bucket.RefilledAt.Equal(other.bucket.RefilledAt)
+	return same && maps.Equal(s.grants, other.grants)
+}
+
+// String is for people to read.
+func (s State) String() string {
+	text := "full"
+	if s.bucket != nil {
+		text = fmt.Sprintf("%v microtokens at %s", s.bucket.Level, s.bucket.RefilledAt.Format(time.RFC3339Nano))
+	}
+	for key, g := range s.grants {
+		text += fmt.Sprintf(", %q granted with cost %d until %s", key, g.cost, g.expires.Format(time.RFC3339Nano))
+	}
+	return text
+}
+
+// Hash is the same for equal states.
+func (s State) Hash() uint64 {
+	hash := uint64(len(s.grants))
+	if s.bucket != nil {
+		hash = hash*31 + uint64(s.bucket.RefilledAt.UnixMicro())
+		hash = hash*31 + s.bucket.Level.Uint64()
+	}
+	return hash
+}
+
+func (s State) forgetExpired(now time.Time) State {
+	grants := maps.Clone(s.grants)
+	maps.DeleteFunc(grants, func(_ string, g grant) bool { return !now.Before(g.expires) })
+	return State{s.bucket, grants}
+}
+
+func (s State) at(p Policy, now time.Time) Bucket {
+	if s.bucket == nil {
+		return p.Full(now)
+	}
+	return *s.bucket
+}

@@ -1,0 +1,225 @@
+package tests
+
+import (
+	"context"
+	"fmt"
+	"regexp"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/migrations"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+)
+
+func TestPrivileges_CallerCanAcquireAndPeekAndNothingElse(t *testing.T) {
+	t.Parallel()
+	caller := newRole(t)
+	db := newDB(t)
+	db.definePolicy("durable", 10, 1, time.Hour)
+	db.definePolicy("ephemeral", 10, 1, time.Hour, ephemeral)
+	db.exec("grant execute on function ratelimit_acquire, ratelimit_peek to " + caller)
+
+	conn := connectAs(t, db.DB, caller)
+	for _, policy := range []string{"durable", "ephemeral"} {
+		first, err := acquire(conn, policy, "k", 3, "first")
+		require.NoError(t, err)
+		require.EqualValues(t, 7, first.Remaining)
+		again, err := acquire(conn, policy, "k", 3, "first")
+		require.NoError(t, err)
+		require.True(t, again.Replayed)
+		denied, err := acquire(conn, policy, "k", 8)
+		require.NoError(t, err)
+		require.False(t, denied.Allowed)
+		seen, err := peek(conn, policy, "k", 7)
+		require.NoError(t, err)
+		require.True(t, seen.Allowed)
+		_, err = acquire(conn, policy, "k", 4, "first")
+		require.Equal(t, "RL002", sqlState(err), "%v", err)
+		_, err = acquire(conn, "nobody", "k", 1)
+		require.Equal(t, "RL001", sqlState(err), "%v", err)
+		_, err = acquire(conn, policy, "", 1)
+		require.Equal(t, "22023", sqlState(err), "%v", err)
+	}
+	requireRefused(t, db.DB, caller, "ratelimit_acquire", "ratelimit_peek")
+}
+
+func TestPrivileges_PublicCanDoNothing(t *testing.T) {
+	t.Parallel()
+	stranger := newRole(t)
+	requireRefused(t, pgtest.New(t), stranger)
+}
+
+func TestPrivileges_DefaultPrivilegesGiveNothingAway(t *testing.T) {
+	t.Parallel()
+	for name, scope := range map[string]string{"everywhere": "", "in the schema": "in schema public"} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			favourite, stranger := newRole(t), newRole(t)
+			db := pgtest.Empty(t)
+			for _, grantee := range []string{favourite, "public"} {
+				for _, objects := range []string{"functions", "tables", "sequences", "types", "schemas"} {
+					if objects != "schemas" || scope == "" {
+						db.Exec(t, fmt.Sprintf("alter default privileges %s grant all on %s to %s", scope, objects, grantee))
+					}
+				}
+			}
+			require.NoError(t, migrations.Up(context.Background(), db.Connect(t)))
+			requireRefused(t, db, favourite)
+			requireRefused(t, db, stranger)
+		})
+	}
+}
+
+func TestPrivileges_AdministrationIsASeparateGrant(t *testing.T) {
+	t.Parallel()
+	administrator := newRole(t)
+	db := pgtest.New(t)
+	functions := []string{
+		"ratelimit_define_policy", "ratelimit_drop_policy", "ratelimit_policies", "ratelimit_refund", "ratelimit_reset",
+		"ratelimit_cleanup", "ratelimit_version",
+	}
+	db.Exec(t, "grant execute on function "+strings.Join(functions, ", ")+" to "+administrator)
+	conn := connectAs(t, db, administrator)
+	for _, sql := range []string{
+		"select ratelimit_define_policy('p', 10, 1, '1 hour')",
+		"select ratelimit_define_policy('p', 20, 2, '1 minute', stepped => true, remember => '1 day')",
+		"select ratelimit_refund('p', 'k', 1), ratelimit_reset('p', 'k')",
+		"select ratelimit_cleanup(), ratelimit_policies(), ratelimit_version()",
+		"select ratelimit_drop_policy('p')",
+	} {
+		execute(t, conn, sql)
+	}
+	requireRefused(t, db, administrator, functions...)
+}
+
+// ratelimit_cleanup_all is the one routine that is not SECURITY DEFINER, because it commits.
+func TestPrivileges_CleanupAll(t *testing.T) {
+	t.Parallel()
+	ctx := context.Background()
+	janitor := newRole(t)
+	db := newDB(t)
+	db.definePolicy("p", 10, 10, time.Second, remember(time.Second))
+	db.acquireAt(t0, "p", "due", 3, "first")
+	db.acquireAt(t0.Add(time.Hour), "p", "in use", 3, "first")
+
+	conn := connectAs(t, db.DB, janitor)
+	for _, grant := range []string{
+		"execute on procedure ratelimit_cleanup_all",
+		"usage on schema ratelimit",
+		"execute on function ratelimit.cleanup_batch",
+	} {
+		_, err := conn.Exec(ctx, "call ratelimit_cleanup_all()")
+		require.Equal(t, "42501", sqlState(err), "not without %s: %v", grant, err)
+		db.exec("grant " + grant + " to " + janitor)
+	}
+	execute(t, conn, "call ratelimit_cleanup_all()")
+	require.Nil(t, db.bucket("p", "due"))
+	require.NotNil(t, db.bucket("p", "in use"))
+	require.Equal(t, []string{"in use"}, column(t, db.DB, "select key from ratelimit.idempotency_keys"))
+
+	for _, table := range append([]string{"policies"}, bucketTables...) {
+		_, err := conn.Exec(ctx, "select from ratelimit."+table)
+		require.Equal(t, "42501", sqlState(err), "%s: %v", table, err)
+	}
+	_, err := conn.Exec(ctx, "select ratelimit.clock()")
+	require.Equal(t, "42501", sqlState(err), "%v", err)
+}
+
+// requireRefused calls every function and reads every table as a role. All but the functions named are 42501.
+func requireRefused(t *testing.T, db *pgtest.DB, role string, but ...string) {
+	t.Helper()
+	ctx := context.Background()
+	conn := connectAs(t, db, role)
+	calls := column(t, db, `
+		select format('%s %s(%s)', case prokind when 'p' then 'call' else 'select' end, p.oid::regproc,
+		              (select string_agg('null::' || format_type(t, null), ', ' order by n)
+		                 from unnest(proargtypes::oid[]) with ordinality as u (t, n)))
+		  from `+packageFunctions+` as p
+		 where proname <> all (coalesce($1::text[], '{}'))`, but)
+	require.Greater(t, len(calls), 20)
+	for _, table := range column(t, db, `
+		select c.oid::regclass::text from pg_class as c
+		 where relkind = 'r' and (relnamespace = 'ratelimit'::regnamespace or relname like 'ratelimit\_%')`) {
+		calls = append(calls, "table "+table, "insert into "+table+" default values", "delete from "+table,
+			"truncate "+table, "lock table "+table+" in access exclusive mode", "drop table "+table,
+			"alter table "+table+" owner to current_user", "create index on "+table+" ((1))")
+	}
+	calls = append(calls,
+		"select null::ratelimit.decision",
+		"update ratelimit.buckets set level = 0",
+		"update ratelimit.policies set capacity = 1",
+		"update ratelimit.schema_version set version = 0",
+		"create table ratelimit.mine ()",
+		"create or replace function ratelimit.clock() returns timestamptz language sql as 'select now()'",
+		"alter function ratelimit.clock() rename to mine",
+		"create function ratelimit.refilled_level() returns integer language sql as 'select 1'",
+		"alter function ratelimit_acquire reset all",
+		"drop function ratelimit_acquire",
+		"grant execute on function ratelimit.clock() to current_user",
+		"alter schema ratelimit owner to current_user",
+		"drop schema ratelimit cascade",
+	)
+	for _, call := range calls {
+		_, err := conn.Exec(ctx, "begin; "+call+"; rollback")
+		require.Equal(t, "42501", sqlState(err), "%s: %v", call, err)
+		execute(t, conn, "rollback")
+	}
+}
+
+// The grant that an error of the client names is the one that helps.
+func TestPrivileges_TheClientNamesTheGrant(t *testing.T) {
+	t.Parallel()
+	ctx := t.Context()
+	role := newRole(t)
+	db := newDB(t)
+	db.definePolicy("p", 1000, 1, aDay)
+	config, err := pgxpool.ParseConfig(db.URL)
+	require.NoError(t, err)
+	config.AfterConnect = func(ctx context.Context, conn *pgx.Conn) error {
+		_, err := conn.Exec(ctx, "set role "+role)
+		return err
+	}
+	pool, err := pgxpool.NewWithConfig(ctx, config)
+	require.NoError(t, err)
+	defer pool.Close()
+	limiter := client.New(pool)
+
+	grant := regexp.MustCompile(`grant [^;]+ to <role>;`)
+	remedy := func(err error, want string) {
+		t.Helper()
+		require.Equal(t, "42501", sqlState(err), "%v", err)
+		statements := strings.Join(grant.FindAllString(err.Error(), -1), " ")
+		require.Contains(t, statements, want)
+		db.exec(strings.ReplaceAll(statements, "<role>", role))
+	}
+	for function, call := range map[string]func() error{
+		"ratelimit_acquire(text, text, bigint, text)": func() error { _, err := limiter.Acquire(ctx, "p", "k"); return err },
+		"ratelimit_peek(text, text, bigint)":          func() error { _, err := limiter.Peek(ctx, "p", "k"); return err },
+		"ratelimit_refund(text, text, bigint)":        func() error { _, err := limiter.Refund(ctx, "p", "k", 1); return err },
+		"ratelimit_reset(text, text)":                 func() error { return limiter.Reset(ctx, "p", "k") },
+		"ratelimit_policies()":                        func() error { _, err := limiter.Policies(ctx); return err },
+		"ratelimit_cleanup(integer)":                  func() error { _, err := limiter.Cleanup(ctx); return err },
+		"ratelimit_drop_policy(text)":                 func() error { return limiter.DropPolicy(ctx, "none") },
+		"ratelimit_define_policy(text, bigint, bigint, interval, boolean, boolean, interval)": func() error {
+			return limiter.DefinePolicy(ctx, client.Policy{Name: "q", Capacity: 1, Refill: 1, Every: time.Second})
+		},
+	} {
+		remedy(call(), "grant execute on function "+function+" to <role>;")
+		err := call()
+		require.NotEqual(t, "42501", sqlState(err), "%v", err)
+	}
+
+	running, stop := context.WithCancel(ctx)
+	defer stop()
+	var refused error
+	limiter.RunCleanup(running, time.Hour, client.OnError(func(err error) { refused = err; stop() }))
+	remedy(refused, "grant execute on procedure ratelimit_cleanup_all(interval) to <role>;")
+	_, err = pool.Exec(ctx, "call ratelimit_cleanup_all()")
+	require.NoError(t, err)
+}
