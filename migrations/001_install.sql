@@ -49,7 +49,7 @@ create type ratelimit.decision as (
   replayed    boolean
 );
 comment on type ratelimit.decision is
-  'The answer about one bucket: allowed; whole tokens remaining; retry_after, zero when allowed and null when the cost can never fit; reset_after, until full; capacity; replayed, when an idempotency key was seen before.';
+  'The answer about one bucket: allowed; whole tokens remaining; retry_after, zero when allowed and null when the cost can never fit; reset_after, until full; capacity; replayed, when it is the first answer under a live idempotency key, given again.';
 
 -- Each new policy draws a random id, so rows of a dropped policy never count for a new policy of the same
 -- name. The generated columns are operands of sql/arithmetic.sql. They are stored, because computing them
@@ -93,8 +93,8 @@ comment on column ratelimit.policies.round_up is
 comment on column ratelimit.policies.remember_us is
   'remember, in microseconds.';
 
--- No index has level or refilled_at, so every acquire is a HOT update. Clean-up finds rows by the index on
--- due_at, which an acquire sets in a new row and never changes. The columns of fixed width come first, because
+-- An acquire changes no indexed column, so its updates can be HOT. Clean-up finds rows by the index on due_at,
+-- which an acquire sets in a new row and never changes. The columns of fixed width come first, because
 -- PostgreSQL reads them faster there.
 create table ratelimit.buckets (
   policy_id   bigint      not null,
@@ -110,7 +110,7 @@ comment on table ratelimit.buckets is
 comment on column ratelimit.buckets.level is
   'Microtokens at refilled_at; below zero is debt.';
 comment on column ratelimit.buckets.refilled_at is
-  'When level was true; for a stepped policy a whole number of intervals after the first take.';
+  'When level was true; for a stepped policy a whole number of intervals after the first take, until the policy changes.';
 comment on column ratelimit.buckets.due_at is
   'When clean-up checks whether the bucket is full again.';
 

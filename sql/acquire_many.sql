@@ -1,15 +1,20 @@
--- Decides many requests in one call, as if each were acquired on its own, one after another at one
--- instant, in the order given; row n answers request n. A request that ratelimit_acquire would
--- refuse (unknown policy, bad argument, another cost under its idempotency key) has the error in
--- its row and no decision. The other requests are decided all the same.
+-- Decides many requests in one call, as if each were acquired on its own, one after another; row n answers
+-- request n. Within a bucket, requests are decided in the order given. Requests on different buckets do not
+-- affect each other. The fast path of acquire_in_order decides the requests for one policy at one instant. Its
+-- ordered path reads the clock again each time an update took nothing, because the update may have waited.
+--
+-- A request that ratelimit_acquire would refuse (unknown policy, bad argument, another cost under its idempotency
+-- key) has the error in its row and no decision. The other requests are decided all the same.
 --
 -- policies and keys are equally long, and so are costs and idempotency_keys unless null. Without costs
 -- every cost is 1. Without idempotency_keys no request has one.
 --
--- Locks:  as ratelimit_acquire, in the order of policy and key, so that calls never deadlock with
---         each other.
+-- Locks:  as ratelimit_acquire, in the order of policy and key. So calls that are transactions of their own
+--         never deadlock with each other. Several calls in one transaction can.
 -- Writes: as ratelimit_acquire, and row versions that are rolled back when the fast path of
---         acquire_in_order fails.
+--         acquire_in_order gives up.
+-- A request that is refused with RL002 in step 4 of ratelimit_acquire leaves its bucket locked, and written with
+-- the tokens put back. ratelimit_acquire raises the error, which rolls both back.
 create or replace function ratelimit_acquire_many(
     policies         text[],
     keys             text[],

@@ -1,5 +1,6 @@
 -- The arithmetic of a bucket. Levels are whole microtokens and times whole microseconds, so every
--- answer is a function of integers. Products are numeric, which neither overflows nor rounds.
+-- answer is a function of integers. Products are numeric, which neither overflows nor rounds. Refill is credited
+-- rounded down to whole microtokens, so each grant or refund loses less than one.
 --
 -- A bucket is (level, refilled_at): at the instant refilled_at it held level microtokens. Refill is
 -- credited at ticks, which are counted from refilled_at, and never above full_level. A tick is a

@@ -8,10 +8,10 @@
 --
 -- The public functions are named ratelimit_* and live in the schema that headed search_path at the
 -- first install. Tables and helpers live in schema ratelimit, where callers have no rights: the
--- public functions are SECURITY DEFINER with a pinned search_path.
+-- public functions are SECURITY DEFINER with a pinned search_path, all but ratelimit_cleanup_all, which commits.
 --
 -- Durable and ephemeral policies keep their state in twin tables (buckets and ephemeral_buckets,
--- idempotency_keys and ephemeral_idempotency_keys), because one statement can only name one table.
+-- idempotency_keys and ephemeral_idempotency_keys), because a statement cannot choose its table at run time.
 -- Code that touches them is written once, as a template over the two names.
 --
 -- This file is the table of contents.

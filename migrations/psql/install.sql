@@ -122,7 +122,7 @@ create type ratelimit.decision as (
   replayed    boolean
 );
 comment on type ratelimit.decision is
-  'The answer about one bucket: allowed; whole tokens remaining; retry_after, zero when allowed and null when the cost can never fit; reset_after, until full; capacity; replayed, when an idempotency key was seen before.';
+  'The answer about one bucket: allowed; whole tokens remaining; retry_after, zero when allowed and null when the cost can never fit; reset_after, until full; capacity; replayed, when it is the first answer under a live idempotency key, given again.';
 
 -- Each new policy draws a random id, so rows of a dropped policy never count for a new policy of the same
 -- name. The generated columns are operands of sql/arithmetic.sql. They are stored, because computing them
@@ -166,8 +166,8 @@ comment on column ratelimit.policies.round_up is
 comment on column ratelimit.policies.remember_us is
   'remember, in microseconds.';
 
--- No index has level or refilled_at, so every acquire is a HOT update. Clean-up finds rows by the index on
--- due_at, which an acquire sets in a new row and never changes. The columns of fixed width come first, because
+-- An acquire changes no indexed column, so its updates can be HOT. Clean-up finds rows by the index on due_at,
+-- which an acquire sets in a new row and never changes. The columns of fixed width come first, because
 -- PostgreSQL reads them faster there.
 create table ratelimit.buckets (
   policy_id   bigint      not null,
@@ -183,7 +183,7 @@ comment on table ratelimit.buckets is
 comment on column ratelimit.buckets.level is
   'Microtokens at refilled_at; below zero is debt.';
 comment on column ratelimit.buckets.refilled_at is
-  'When level was true; for a stepped policy a whole number of intervals after the first take.';
+  'When level was true; for a stepped policy a whole number of intervals after the first take, until the policy changes.';
 comment on column ratelimit.buckets.due_at is
   'When clean-up checks whether the bucket is full again.';
 
@@ -268,10 +268,10 @@ $private$;
 --
 -- The public functions are named ratelimit_* and live in the schema that headed search_path at the
 -- first install. Tables and helpers live in schema ratelimit, where callers have no rights: the
--- public functions are SECURITY DEFINER with a pinned search_path.
+-- public functions are SECURITY DEFINER with a pinned search_path, all but ratelimit_cleanup_all, which commits.
 --
 -- Durable and ephemeral policies keep their state in twin tables (buckets and ephemeral_buckets,
--- idempotency_keys and ephemeral_idempotency_keys), because one statement can only name one table.
+-- idempotency_keys and ephemeral_idempotency_keys), because a statement cannot choose its table at run time.
 -- Code that touches them is written once, as a template over the two names.
 --
 -- This file is the table of contents.
@@ -338,8 +338,9 @@ $prologue$;
 
 
 -- Private: the rules, each in one place.
--- The one clock. It is inlined, and so costs nothing, because it has neither SET nor SECURITY DEFINER and
--- declares the volatility of clock_timestamp().
+-- The clock of every decision, and of what is due for clean-up. Only the deadline of clean-up uses
+-- clock_timestamp() directly. The function is inlined, and so costs nothing, because it has neither SET nor
+-- SECURITY DEFINER and declares the volatility of clock_timestamp().
 create or replace function ratelimit.clock()
   returns timestamptz
   language sql
@@ -352,7 +353,8 @@ comment on function ratelimit.clock() is
   'The time every decision is made by: the server''s wall clock, never the transaction''s.';
 
 -- The arithmetic of a bucket. Levels are whole microtokens and times whole microseconds, so every
--- answer is a function of integers. Products are numeric, which neither overflows nor rounds.
+-- answer is a function of integers. Products are numeric, which neither overflows nor rounds. Refill is credited
+-- rounded down to whole microtokens, so each grant or refund loses less than one.
 --
 -- A bucket is (level, refilled_at): at the instant refilled_at it held level microtokens. Refill is
 -- credited at ticks, which are counted from refilled_at, and never above full_level. A tick is a
@@ -748,8 +750,9 @@ comment on function ratelimit_define_policy(text, bigint, bigint, interval, bool
 
 -- Removes a policy with its buckets and idempotency keys.
 --
--- It does not wait for acquires: a row that an open transaction has locked is left to clean-up. Such a row
--- changes no answer, because a policy defined anew under the same name has another id.
+-- A row that an open transaction has locked is skipped, and left to clean-up. Such a row changes no answer,
+-- because a policy defined anew under the same name has another id. SKIP LOCKED can still block if the row
+-- changes hands while it is examined, as cleanup.sql says. Here only the caller's lock_timeout ends that wait.
 -- Locks:  the policy row and the rows it deletes, until the caller's transaction ends.
 -- Writes: policies; the buckets and idempotency keys of the policy.
 create or replace function ratelimit_drop_policy(policy text)
@@ -820,22 +823,37 @@ comment on function ratelimit_policies() is
 -- Buckets.
 -- Takes cost tokens from one bucket if it has them, and answers; a denial is an answer, not an error.
 --
--- The steps, in include/decide.sql. Steps 1 and 4 are for an acquire with an idempotency key.
---   1. A live key is replayed, even when the bucket is empty.
---   2. One conditional update takes the tokens. Concurrent acquires take turns at it, and each takes tokens
---      only if the bucket still has enough.
---   3. If the update takes nothing, the bucket is read. If it has too few tokens, the key is looked up again,
---      because the request that emptied the bucket may have had the same key; then the answer is the replay
---      or the denial. If the bucket has no row, it is full: the row is created, less the cost. If the bucket
---      has enough tokens after all, step 2 is repeated.
---   4. After the tokens are taken, the key is remembered. This call has locked the bucket's row, so a live key
---      that turns up only now was committed between 1 and 2: the tokens go back and the key is replayed. The
---      refill that step 2 credited stays.
+-- A repeat under the same idempotency key is the same request answered again, and takes nothing. So the program
+-- chooses the idempotency key, one for each operation. If its own clients chose it, a client that repeats one
+-- would pass every time.
 --
--- A grant in step 2 at the first try reads the clock once. Step 2 may have waited for the row, so step 3 reads
--- the clock again.
--- Locks:  a grant holds the bucket row until the caller's transaction ends; a denial holds nothing,
---         unless it had to wait for the row.
+-- The steps, in include/decide.sql. Steps 1 and 4 are for an acquire with an idempotency key. An idempotency key
+-- that has not expired is live.
+--   1. A live idempotency key is replayed, even when the bucket is empty.
+--   2. One conditional update takes the tokens. Concurrent acquires take turns at it, and each takes tokens
+--      only if the bucket still has enough. A cost of 0 or above capacity has no such update.
+--   3. If the update takes nothing, the bucket is read.
+--      If it has too few tokens, the idempotency key is looked up again, because the request that emptied the
+--      bucket may have had the same one; then the answer is the replay or the denial.
+--      If the bucket has no row, it is full: the row is created, less the cost. If another session created the
+--      row first, step 2 is repeated.
+--      If the bucket has enough tokens after all, step 2 is repeated.
+--   4. After the tokens are taken, the idempotency key is remembered. By now this call has locked the bucket's
+--      row in step 2, or created it in step 3. So a live idempotency key that turns up only now was committed
+--      after step 1 and before that. The tokens go back and the idempotency key is replayed. The refill that
+--      step 2 credited stays.
+--
+-- The clock is read before step 1 and in each step 3. The update of step 2 and the insert of step 3 may wait for
+-- another session. A grant that waited is answered by the clock from before the wait: its reset_after is never
+-- too short, and the refill of the wait is credited later. A denial is answered by the clock from after the wait.
+--
+-- Under REPEATABLE READ and SERIALIZABLE, an acquire that would take from a bucket that changed since the snapshot
+-- fails with 40001, and a denial is as old as the snapshot. In a read-only transaction, an acquire that gets to
+-- the update of step 2 fails with 25006, even if it would be denied.
+--
+-- Locks:  a grant and a replay of step 4 hold the bucket row and the row of the idempotency key until the
+--         caller's transaction ends. A denial and a replay of step 3 hold the bucket row only if they had to
+--         wait for it. A replay of step 1 holds nothing.
 -- Writes: a grant writes the bucket and its idempotency key. A denial writes nothing. A replay writes
 --         nothing, unless it is the replay of step 4.
 create or replace function ratelimit_acquire(
@@ -854,21 +872,21 @@ declare
   v_policy          policies;     -- in: the policy
   v_key             text collate "C" := ratelimit_acquire.key;  -- in: the bucket's key
   v_cost            alias for ratelimit_acquire.cost;  -- in: tokens that one request asks for
-  v_now             timestamptz;  -- in: the instant of the answer; decide reads the clock again after it may have waited
+  v_now             timestamptz;  -- in/out: the instant of the answer; decide reads the clock again before each look
   v_has_row         boolean;      -- out: the bucket has a row; a bucket without a row is full
   v_level           bigint;       -- out: microtokens in the bucket
   v_retry_us        bigint;       -- out: microseconds until the bucket holds v_cost; null: never; of no meaning after a grant
   v_reset_us        bigint;       -- out: microseconds until the bucket is full
   v_idempotency_key text collate "C" := ratelimit_acquire.idempotency_key;  -- in: null for none
-  v_wanted          bigint;       -- in: microtokens to take, 0 for none; v_cost, or a multiple of it for equal requests
-                                  --     without an idempotency key, which decide lowers to what the bucket holds
-  v_taken           bigint;       -- out: microtokens taken; 0 by a denial, and when v_wanted was 0
-  v_replayed        boolean;      -- in: null; out: true when a live idempotency key was found, and then only v_first counts
+  v_wanted          bigint;       -- in/out: microtokens to take, 0 for none; v_cost as microtokens, or for a run a multiple
+                                  --         of it, which decide lowers to the requests that the bucket covers
+  v_taken           bigint;       -- out: microtokens taken; 0 after a denial; of no meaning after a replay
+  v_replayed        boolean;      -- in/out: null before; true when a live idempotency key was found, and then only v_first counts
   v_first           idempotency_keys;  -- out, when v_replayed: the grant that is remembered under the idempotency key
   v_refilled_at     timestamptz;  -- out, after a grant: the instant at which the row says that the bucket held v_level
   v_due_at          timestamptz;  -- inner: when clean-up looks at a new bucket
   v_expires_at      timestamptz;  -- inner: when the idempotency key is forgotten
-  v_round           integer;      -- in: null; inner: tries that took nothing and denied nothing
+  v_round           integer;      -- in/out: null before; the rounds that took nothing and denied nothing
 begin
   if not acceptable(v_key, v_cost) then  -- inlined; the call of check_request raises the error
     perform check_request(policy, v_key, v_cost, v_idempotency_key);
@@ -945,7 +963,9 @@ begin
           exit decide;
         end if;
 
-        -- The cost fits by now, or the bucket has no row. Every round after the first was lost to another session.
+        -- The bucket has no row, or it holds the cost by now, or it covers a part of the run, or the update of
+        -- acquire_in_order waited for the row and found nothing. A second round takes the tokens, unless another
+        -- session changes the bucket in between. Each further round is due to another session.
         v_round := coalesce(v_round, 0) + 1;
         if v_round = 1000 then
           raise exception 'the bucket changed at every look'
@@ -953,12 +973,14 @@ begin
                   detail  = format('Key %s of policy %s.', quote_literal(v_key), quote_literal(v_policy.name)),
                   hint    = 'Try again.';
         end if;
-        v_wanted := least(v_wanted, v_level - v_level % microtokens(v_cost));
+        v_wanted := least(v_wanted, v_level - v_level % microtokens(v_cost));  -- lowers a run to whole requests
         if not v_has_row then
           v_level       := v_level - v_wanted;
           v_refilled_at := v_now;
+          -- v_reset_us is worked out here for due_at. cleanup.sql says why due_at is within 24 hours.
           v_reset_us    := wait_below(v_policy.full_level, v_level, 0, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
           v_due_at      := v_now + least(duration(v_reset_us), interval '24 hours');
+          -- The insert may wait for a session that creates the same row. The clock is not read again after that.
           insert into buckets (policy_id, key, level, refilled_at, due_at)
           values (v_policy.id, v_key, v_level, v_refilled_at, v_due_at)
           on conflict on constraint buckets_pkey do nothing;
@@ -982,7 +1004,7 @@ begin
                capacity    = excluded.capacity,
                expires_at  = excluded.expires_at
          where k.expires_at <= v_now;
-        if not found then  -- a live key: its tokens were taken already
+        if not found then  -- a live idempotency key: its tokens were taken already
           update buckets as b
              set level = b.level + v_taken
            where b.policy_id = v_policy.id
@@ -1053,7 +1075,9 @@ begin
           exit decide;
         end if;
 
-        -- The cost fits by now, or the bucket has no row. Every round after the first was lost to another session.
+        -- The bucket has no row, or it holds the cost by now, or it covers a part of the run, or the update of
+        -- acquire_in_order waited for the row and found nothing. A second round takes the tokens, unless another
+        -- session changes the bucket in between. Each further round is due to another session.
         v_round := coalesce(v_round, 0) + 1;
         if v_round = 1000 then
           raise exception 'the bucket changed at every look'
@@ -1061,12 +1085,14 @@ begin
                   detail  = format('Key %s of policy %s.', quote_literal(v_key), quote_literal(v_policy.name)),
                   hint    = 'Try again.';
         end if;
-        v_wanted := least(v_wanted, v_level - v_level % microtokens(v_cost));
+        v_wanted := least(v_wanted, v_level - v_level % microtokens(v_cost));  -- lowers a run to whole requests
         if not v_has_row then
           v_level       := v_level - v_wanted;
           v_refilled_at := v_now;
+          -- v_reset_us is worked out here for due_at. cleanup.sql says why due_at is within 24 hours.
           v_reset_us    := wait_below(v_policy.full_level, v_level, 0, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
           v_due_at      := v_now + least(duration(v_reset_us), interval '24 hours');
+          -- The insert may wait for a session that creates the same row. The clock is not read again after that.
           insert into ephemeral_buckets (policy_id, key, level, refilled_at, due_at)
           values (v_policy.id, v_key, v_level, v_refilled_at, v_due_at)
           on conflict on constraint ephemeral_buckets_pkey do nothing;
@@ -1090,7 +1116,7 @@ begin
                capacity    = excluded.capacity,
                expires_at  = excluded.expires_at
          where k.expires_at <= v_now;
-        if not found then  -- a live key: its tokens were taken already
+        if not found then  -- a live idempotency key: its tokens were taken already
           update ephemeral_buckets as b
              set level = b.level + v_taken
            where b.policy_id = v_policy.id
@@ -1116,25 +1142,29 @@ begin
 end;
 $$;
 comment on function ratelimit_acquire(text, text, bigint, text) is
-  'Take cost tokens from a bucket if it has them; a repeat under the same idempotency key takes nothing.';
+  'Take cost tokens from a bucket if it has them; a repeat under the same idempotency key is the same request answered again, and takes nothing.';
 
--- Decides the requests for one policy, bucket by bucket in the order of key, so that calls cannot deadlock.
--- Element n of keys, costs and idempotency_keys is the request with the number requests[n]. Rows come back in
--- the order of buckets.
+-- Decides the requests for one policy, bucket by bucket in the order of key, so that all calls lock buckets in one
+-- order. Element n of keys, costs and idempotency_keys is the request with the number requests[n]. Rows come back
+-- in the order of buckets.
 --
--- The fast path, include/all_or_none.sql, is one statement. It answers when every bucket has a row, covers all
--- its requests or fails even the cheapest, and no idempotency key is known. It reads all buckets before it
--- takes from any, because a bucket that it could not decide would have to be locked later, out of order.
--- Otherwise the fast path is rolled back, at the price of a subtransaction, and the ordered path decides.
+-- The fast path, include/all_or_none.sql, is one statement. It decides when every bucket has a row, and covers all
+-- its requests or fails even the cheapest. It reads all buckets before it takes from any, because a bucket that it
+-- could not decide would have to be locked later, out of order. Its file lists what else makes it give up. Then it
+-- is rolled back, and the ordered path decides. The rollback needs a subtransaction, which begins with every fast
+-- path, also with one that succeeds. The fast path is not tried if the policy is unknown, if the whole call is one
+-- run, if a cost is not from 1 to 2147483646, or in a read-only transaction.
 --
--- All answers of the fast path are as of one instant, read before its statement. When the statement waited for
--- a bucket until v_stale_at, a denied bucket may have refilled, and a denial must be true when it is given.
--- So the fast path is rolled back then, too.
+-- All answers of the fast path are as of one instant, read before its statement. They are accepted if they are less
+-- than 100 ms old after the updates, or less than 1 ms for each request if that is longer. In the ordered path, a
+-- denial is as old as the waits for later buckets, because all rows are returned at the end. Either way, retry_after
+-- counts from the instant of the decision. So it is never too short, but the tokens may be there sooner.
 --
 -- The ordered path goes through the steps of ratelimit_acquire, run by run. A run is equal requests without an
--- idempotency key that follow each other on one bucket; any other request is a run of its own. One update
--- takes for as many requests of a run as the bucket covers. On a busy key, a run is often the whole call.
--- Such a call skips the fast path.
+-- idempotency key that follow each other on one bucket; any other request is a run of its own. If the bucket covers
+-- the whole run, one update takes for all of it. If the bucket covers a part, the update takes nothing, the bucket
+-- is read, and a second update takes for the part. On a busy key, a run is often the whole call. Such a call skips
+-- the fast path.
 --
 -- Locks and writes: as ratelimit_acquire_many.
 create or replace function ratelimit.acquire_in_order(
@@ -1155,29 +1185,29 @@ declare
   v_policy          policies;     -- in: the policy
   v_key             text collate "C";  -- in: the bucket's key
   v_cost            bigint;  -- in: tokens that one request asks for
-  v_now             timestamptz;  -- in: the instant of the answer; decide reads the clock again after it may have waited
+  v_now             timestamptz;  -- in/out: the instant of the answer; decide reads the clock again before each look
   v_has_row         boolean;      -- out: the bucket has a row; a bucket without a row is full
   v_level           bigint;       -- out: microtokens in the bucket
   v_retry_us        bigint;       -- out: microseconds until the bucket holds v_cost; null: never; of no meaning after a grant
   v_reset_us        bigint;       -- out: microseconds until the bucket is full
   v_idempotency_key text collate "C";  -- in: null for none
-  v_wanted          bigint;       -- in: microtokens to take, 0 for none; v_cost, or a multiple of it for equal requests
-                                  --     without an idempotency key, which decide lowers to what the bucket holds
-  v_taken           bigint;       -- out: microtokens taken; 0 by a denial, and when v_wanted was 0
-  v_replayed        boolean;      -- in: null; out: true when a live idempotency key was found, and then only v_first counts
+  v_wanted          bigint;       -- in/out: microtokens to take, 0 for none; v_cost as microtokens, or for a run a multiple
+                                  --         of it, which decide lowers to the requests that the bucket covers
+  v_taken           bigint;       -- out: microtokens taken; 0 after a denial; of no meaning after a replay
+  v_replayed        boolean;      -- in/out: null before; true when a live idempotency key was found, and then only v_first counts
   v_first           idempotency_keys;  -- out, when v_replayed: the grant that is remembered under the idempotency key
   v_refilled_at     timestamptz;  -- out, after a grant: the instant at which the row says that the bucket held v_level
   v_due_at          timestamptz;  -- inner: when clean-up looks at a new bucket
   v_expires_at      timestamptz;  -- inner: when the idempotency key is forgotten
-  v_round           integer;      -- in: null; inner: tries that took nothing and denied nothing
+  v_round           integer;      -- in/out: null before; the rounds that took nothing and denied nothing
   v_name            text collate "C" := acquire_in_order.policy;
   v_alike           boolean;      -- the whole call is one run
   v_stale_at        timestamptz;  -- an answer of the fast path is too old from here on
   v_answered        boolean;      -- the fast path returned the rows
   v_run             record;       -- key, cost, idempotency_key, and the numbers of its requests
   v_position        integer;      -- requests of the run that are answered
-  v_count           integer;      -- requests that one round answers
-  v_step            bigint;       -- microtokens between two grants of a round; 0 when the round takes nothing
+  v_count           integer;      -- requests that one pass of the loop over a run answers
+  v_step            bigint;       -- microtokens between two grants of a pass; 0 when the pass takes nothing
   v_elapsed_us      numeric;      -- microseconds from v_refilled_at to v_now
 begin
   v_now      := clock();
@@ -1185,8 +1215,8 @@ begin
   v_alike    := (idempotency_keys is null and keys[1] collate "C" = all (keys) and costs[1] = all (costs)) is true;
   select p.* into v_policy from policies as p where p.name = v_name;
   if found and not v_alike
-     and 0 < all (costs) and 2147483647 > all (costs)  -- sums of integers are quicker than sums of numerics
-     and current_setting('transaction_read_only') = 'off' then  -- a read-only transaction refuses even an UPDATE of no row
+     and 0 < all (costs) and 2147483647 > all (costs)  -- as integers their sums are bigint; sums of bigints are numeric, and slow
+     and current_setting('transaction_read_only') = 'off' then  -- there an UPDATE fails even if it would take nothing
     begin
       if v_policy.durable and idempotency_keys is null then
         return query
@@ -1514,13 +1544,15 @@ begin
       if v_answered then
         return;
       end if;
-      raise exception sqlstate 'RL000';  -- rolls back to the begin above; nothing stays taken or locked
+      raise exception sqlstate 'RL000';  -- rolls back to the begin above; caught below, so no caller sees it
     exception when sqlstate 'RL000' or cardinality_violation then
       v_now := clock();  -- the fast path may have waited
     end;
   end if;
 
-  -- The ordered path. starts marks a request that begins a run; run numbers the runs of a bucket.
+  -- The ordered path. starts marks a request that begins a run: it or the request before it has an idempotency key,
+  -- or their costs differ. run counts the starts up to a request, and so numbers the runs of a bucket from 1. Run 0
+  -- is requests at the beginning of a bucket whose cost is null; they are refused.
   for v_run in
     select keys[1] collate "C" as key, costs[1] as cost, null as idempotency_key, requests as requests
      where v_alike
@@ -1626,7 +1658,9 @@ begin
           exit decide;
         end if;
 
-        -- The cost fits by now, or the bucket has no row. Every round after the first was lost to another session.
+        -- The bucket has no row, or it holds the cost by now, or it covers a part of the run, or the update of
+        -- acquire_in_order waited for the row and found nothing. A second round takes the tokens, unless another
+        -- session changes the bucket in between. Each further round is due to another session.
         v_round := coalesce(v_round, 0) + 1;
         if v_round = 1000 then
           raise exception 'the bucket changed at every look'
@@ -1634,12 +1668,14 @@ begin
                   detail  = format('Key %s of policy %s.', quote_literal(v_key), quote_literal(v_policy.name)),
                   hint    = 'Try again.';
         end if;
-        v_wanted := least(v_wanted, v_level - v_level % microtokens(v_cost));
+        v_wanted := least(v_wanted, v_level - v_level % microtokens(v_cost));  -- lowers a run to whole requests
         if not v_has_row then
           v_level       := v_level - v_wanted;
           v_refilled_at := v_now;
+          -- v_reset_us is worked out here for due_at. cleanup.sql says why due_at is within 24 hours.
           v_reset_us    := wait_below(v_policy.full_level, v_level, 0, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
           v_due_at      := v_now + least(duration(v_reset_us), interval '24 hours');
+          -- The insert may wait for a session that creates the same row. The clock is not read again after that.
           insert into buckets (policy_id, key, level, refilled_at, due_at)
           values (v_policy.id, v_key, v_level, v_refilled_at, v_due_at)
           on conflict on constraint buckets_pkey do nothing;
@@ -1663,7 +1699,7 @@ begin
                capacity    = excluded.capacity,
                expires_at  = excluded.expires_at
          where k.expires_at <= v_now;
-        if not found then  -- a live key: its tokens were taken already
+        if not found then  -- a live idempotency key: its tokens were taken already
           update buckets as b
              set level = b.level + v_taken
            where b.policy_id = v_policy.id
@@ -1742,7 +1778,9 @@ begin
           exit decide;
         end if;
 
-        -- The cost fits by now, or the bucket has no row. Every round after the first was lost to another session.
+        -- The bucket has no row, or it holds the cost by now, or it covers a part of the run, or the update of
+        -- acquire_in_order waited for the row and found nothing. A second round takes the tokens, unless another
+        -- session changes the bucket in between. Each further round is due to another session.
         v_round := coalesce(v_round, 0) + 1;
         if v_round = 1000 then
           raise exception 'the bucket changed at every look'
@@ -1750,12 +1788,14 @@ begin
                   detail  = format('Key %s of policy %s.', quote_literal(v_key), quote_literal(v_policy.name)),
                   hint    = 'Try again.';
         end if;
-        v_wanted := least(v_wanted, v_level - v_level % microtokens(v_cost));
+        v_wanted := least(v_wanted, v_level - v_level % microtokens(v_cost));  -- lowers a run to whole requests
         if not v_has_row then
           v_level       := v_level - v_wanted;
           v_refilled_at := v_now;
+          -- v_reset_us is worked out here for due_at. cleanup.sql says why due_at is within 24 hours.
           v_reset_us    := wait_below(v_policy.full_level, v_level, 0, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
           v_due_at      := v_now + least(duration(v_reset_us), interval '24 hours');
+          -- The insert may wait for a session that creates the same row. The clock is not read again after that.
           insert into ephemeral_buckets (policy_id, key, level, refilled_at, due_at)
           values (v_policy.id, v_key, v_level, v_refilled_at, v_due_at)
           on conflict on constraint ephemeral_buckets_pkey do nothing;
@@ -1779,7 +1819,7 @@ begin
                capacity    = excluded.capacity,
                expires_at  = excluded.expires_at
          where k.expires_at <= v_now;
-        if not found then  -- a live key: its tokens were taken already
+        if not found then  -- a live idempotency key: its tokens were taken already
           update ephemeral_buckets as b
              set level = b.level + v_taken
            where b.policy_id = v_policy.id
@@ -1816,8 +1856,8 @@ begin
       allowed     := coalesce(v_retry_us = 0, false);
       retry_after := duration(v_retry_us);
 
-      -- Each grant is answered with the level that it left. Requests that the bucket did not cover go into another
-      -- round, which takes for them or denies them all.
+      -- Each grant is answered with the level that it left. Requests that the bucket did not cover are left to
+      -- the next pass, which takes for them or denies them all.
       v_step  := case when v_taken > 0 then microtokens(v_cost) else 0 end;
       v_count := case when v_step > 0 then (v_taken / v_step)::integer else cardinality(v_run.requests) - v_position end;
       if v_count = 1 then
@@ -1848,18 +1888,23 @@ $$;
 comment on function ratelimit.acquire_in_order(text, text[], bigint[], text[], bigint[]) is
   'Decides the requests for one policy, and answers them in the order of their buckets.';
 
--- Decides many requests in one call, as if each were acquired on its own, one after another at one
--- instant, in the order given; row n answers request n. A request that ratelimit_acquire would
--- refuse (unknown policy, bad argument, another cost under its idempotency key) has the error in
--- its row and no decision. The other requests are decided all the same.
+-- Decides many requests in one call, as if each were acquired on its own, one after another; row n answers
+-- request n. Within a bucket, requests are decided in the order given. Requests on different buckets do not
+-- affect each other. The fast path of acquire_in_order decides the requests for one policy at one instant. Its
+-- ordered path reads the clock again each time an update took nothing, because the update may have waited.
+--
+-- A request that ratelimit_acquire would refuse (unknown policy, bad argument, another cost under its idempotency
+-- key) has the error in its row and no decision. The other requests are decided all the same.
 --
 -- policies and keys are equally long, and so are costs and idempotency_keys unless null. Without costs
 -- every cost is 1. Without idempotency_keys no request has one.
 --
--- Locks:  as ratelimit_acquire, in the order of policy and key, so that calls never deadlock with
---         each other.
+-- Locks:  as ratelimit_acquire, in the order of policy and key. So calls that are transactions of their own
+--         never deadlock with each other. Several calls in one transaction can.
 -- Writes: as ratelimit_acquire, and row versions that are rolled back when the fast path of
---         acquire_in_order fails.
+--         acquire_in_order gives up.
+-- A request that is refused with RL002 in step 4 of ratelimit_acquire leaves its bucket locked, and written with
+-- the tokens put back. ratelimit_acquire raises the error, which rolls both back.
 create or replace function ratelimit_acquire_many(
     policies         text[],
     keys             text[],
@@ -1937,7 +1982,7 @@ declare
   v_policy          policies;     -- in: the policy
   v_key             text collate "C" := ratelimit_peek.key;  -- in: the bucket's key
   v_cost            alias for ratelimit_peek.cost;  -- in: tokens that one request asks for
-  v_now             timestamptz;  -- in: the instant of the answer; decide reads the clock again after it may have waited
+  v_now             timestamptz;  -- in/out: the instant of the answer; decide reads the clock again before each look
   v_has_row         boolean;      -- out: the bucket has a row; a bucket without a row is full
   v_level           bigint;       -- out: microtokens in the bucket
   v_retry_us        bigint;       -- out: microseconds until the bucket holds v_cost; null: never; of no meaning after a grant
@@ -2026,7 +2071,7 @@ begin
        set level       = least(refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
                                microtokens(v_policy.capacity - v_amount)) + microtokens(v_amount),
            refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
-           due_at      = least(b.due_at, v_now)  -- the bucket may be full now, so clean-up looks at it next
+           due_at      = least(b.due_at, v_now)  -- the bucket may be full now: clean-up looks at it in five minutes or later
      where b.policy_id = v_policy.id
        and b.key       = v_key
     returning b.level, b.refilled_at into v_level, v_refilled_at;
@@ -2036,7 +2081,7 @@ begin
        set level       = least(refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
                                microtokens(v_policy.capacity - v_amount)) + microtokens(v_amount),
            refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
-           due_at      = least(b.due_at, v_now)  -- the bucket may be full now, so clean-up looks at it next
+           due_at      = least(b.due_at, v_now)  -- the bucket may be full now: clean-up looks at it in five minutes or later
      where b.policy_id = v_policy.id
        and b.key       = v_key
     returning b.level, b.refilled_at into v_level, v_refilled_at;
@@ -2085,18 +2130,22 @@ comment on function ratelimit_reset(text, text) is
 -- Upkeep.
 -- Clean-up removes rows that change no answer: buckets that are full again, expired idempotency keys, and
 -- rows whose policy was dropped. It finds due rows through an index and skips rows that another session has
--- locked. An acquire on a bucket that is being removed waits until the batch commits.
+-- locked. An acquire on a bucket that a batch removes or postpones waits until the batch commits.
 --
 -- Clean-up judges every row as of five minutes ago. If the server's clock runs ahead for a moment, a bucket
 -- that only looks full and a key that only looks expired are still there when the clock is set right.
 --
--- SKIP LOCKED can still block if the row changes hands while it is examined. lock_timeout then ends the
--- batch, so it cannot deadlock with acquires.-- One batch: of each table the rows that are due by due_before, at most max_rows. The first batch of a round
+-- SKIP LOCKED can still block if the row changes hands while it is examined. lock_timeout then ends the wait
+-- after 100 ms, and the batch gives back its rows. PostgreSQL looks for a deadlock only after a wait of
+-- deadlock_timeout, 1 second by default. If that is above 100 ms, a batch that is a transaction of its own gives
+-- way before it is found in a deadlock. Only an acquire whose own look falls in those 100 ms can find one. In a
+-- longer transaction, the rows of earlier batches stay locked, and it can deadlock with acquires.-- One batch: of each table the rows that are due by due_before, at most max_rows. The first batch of a series
 -- passes null for due_before and deadline. Each later batch passes the values that the batch before it
 -- returned. more is true if the batch found a due row, or gave up for lock_timeout, and the deadline is not
 -- reached. The deadline is budget after the first batch began.
 --
--- A due bucket that is not full is postponed until it can be full, by 24 hours at most.
+-- A due bucket that is not full is postponed until it can be full, by 24 hours at most. So a policy that was
+-- made faster is noticed within a day.
 -- Locks:  the rows that it deletes or postpones, until the caller's transaction ends.
 -- Writes: the same rows; nothing if lock_timeout ended the batch.
 create or replace function ratelimit.cleanup_batch(
@@ -2298,7 +2347,8 @@ comment on function ratelimit.cleanup_batch(integer, interval, timestamptz, time
 
 -- One batch. It can delete nothing although rows are due: every due bucket may be in use, or lock_timeout may
 -- have ended the batch. Rows of dropped policies are removed once nothing else is due. ratelimit_cleanup_all
--- repeats batches until nothing is due.
+-- repeats batches. The budget of 1 second has no effect here: only deadline and more depend on it, and they are
+-- not used.
 create or replace function ratelimit_cleanup(
     in  max_rows                 integer default 10000,
     out buckets_deleted          bigint,
@@ -2313,8 +2363,8 @@ $$;
 comment on function ratelimit_cleanup(integer) is
   'Remove one batch of full buckets and one of expired idempotency keys, at most max_rows rows of each table.';
 
--- Repeats batches and commits after each, until no row is left that was due at the first batch, or the
--- budget is spent.
+-- Repeats batches and commits after each, until a batch finds no row that was due at the first batch, or the
+-- budget is spent. Rows that other sessions have locked are skipped, and left to the next call.
 --
 -- A procedure that commits can have neither SECURITY DEFINER nor SET. So it runs with the caller's rights: a
 -- caller other than the owner needs EXECUTE on this procedure and on ratelimit.cleanup_batch, and USAGE on

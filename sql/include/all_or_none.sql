@@ -2,20 +2,34 @@
        It returns a row for each request, or no row; v_answered tells which. Without rows the caller rolls back. That is
        so if
          - a bucket has no row, or covers only some of its requests,
-         - a bucket was changed or removed by another session since the snapshot,
-         - a granted request has an idempotency key that is live or not valid, or a denied one has,
+         - another session changed or removed a granting bucket since the snapshot (denied buckets are neither locked
+           nor checked again),
+         - the idempotency key of a granted request is live or not valid (an expired one is overwritten),
+         - the idempotency key of a denied request is live or not valid,
          - the updates ended at v_stale_at or later, because they waited for a bucket.
-       Two granted requests under one idempotency key raise cardinality_violation, and the caller rolls back, too.
+       Two granted requests on one bucket under one idempotency key raise cardinality_violation, and the caller rolls
+       back, too.
 
        The steps of the statement:
          found       a row for each bucket, in the order of key: its requests, their total cost, the cheapest of them, the
-                     running totals, and the bucket's row as the snapshot has it
+                     running totals, and the bucket's row as the snapshot has it. The running totals run over the whole
+                     batch, not from 0 for each bucket: only their differences within a bucket are used. array_agg
+                     keeps the order of its input, which the window function has sorted
          clear       one row if every bucket exists and covers all its requests or none; else no row, and nothing is taken
-         taken       locks and updates the buckets that cover all, in the order of found. ctid and xmin name the row
-                     version that was read: a newer version does not match
+         taken       locks and updates the buckets that cover all, in the order of found. ctid finds the row version that
+                     was read without another look into the index. xmin is compared, too: after a wait for the row, not
+                     every minor release of PostgreSQL compares ctid again, and a newer version differs in xmin
          granted     a row for each granted request, with the level that it left
          denied      a row for each denied request
-         remembered  a row for each idempotency key stored; a live key is left out
+         remembered  a row for each idempotency key stored; a live one is left out
+
+       Levels are compared with costs as level / 1000000: the costs in microtokens might exceed bigint, and a numeric
+       product is dearer than this quotient. Every cost is 1 or more here, so it does not matter that the quotient of a
+       level below zero is rounded towards zero.
+
+       The scalar subqueries of the last WHERE are evaluated after all updates and all inserts of idempotency keys. Only
+       then do the rows come out. That matters because rows that RETURN QUERY has taken are not taken back when a later
+       error rolls the statement back.
 
        offset 0 keeps a subquery apart. Its computed columns are then columns to the query around it, as inlining of
        arithmetic.sql needs. In the lookup of denied idempotency keys, it makes the planner look up one key at a time.

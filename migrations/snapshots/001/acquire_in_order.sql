@@ -1,20 +1,24 @@
--- Decides the requests for one policy, bucket by bucket in the order of key, so that calls cannot deadlock.
--- Element n of keys, costs and idempotency_keys is the request with the number requests[n]. Rows come back in
--- the order of buckets.
+-- Decides the requests for one policy, bucket by bucket in the order of key, so that all calls lock buckets in one
+-- order. Element n of keys, costs and idempotency_keys is the request with the number requests[n]. Rows come back
+-- in the order of buckets.
 --
--- The fast path, include/all_or_none.sql, is one statement. It answers when every bucket has a row, covers all
--- its requests or fails even the cheapest, and no idempotency key is known. It reads all buckets before it
--- takes from any, because a bucket that it could not decide would have to be locked later, out of order.
--- Otherwise the fast path is rolled back, at the price of a subtransaction, and the ordered path decides.
+-- The fast path, include/all_or_none.sql, is one statement. It decides when every bucket has a row, and covers all
+-- its requests or fails even the cheapest. It reads all buckets before it takes from any, because a bucket that it
+-- could not decide would have to be locked later, out of order. Its file lists what else makes it give up. Then it
+-- is rolled back, and the ordered path decides. The rollback needs a subtransaction, which begins with every fast
+-- path, also with one that succeeds. The fast path is not tried if the policy is unknown, if the whole call is one
+-- run, if a cost is not from 1 to 2147483646, or in a read-only transaction.
 --
--- All answers of the fast path are as of one instant, read before its statement. When the statement waited for
--- a bucket until v_stale_at, a denied bucket may have refilled, and a denial must be true when it is given.
--- So the fast path is rolled back then, too.
+-- All answers of the fast path are as of one instant, read before its statement. They are accepted if they are less
+-- than 100 ms old after the updates, or less than 1 ms for each request if that is longer. In the ordered path, a
+-- denial is as old as the waits for later buckets, because all rows are returned at the end. Either way, retry_after
+-- counts from the instant of the decision. So it is never too short, but the tokens may be there sooner.
 --
 -- The ordered path goes through the steps of ratelimit_acquire, run by run. A run is equal requests without an
--- idempotency key that follow each other on one bucket; any other request is a run of its own. One update
--- takes for as many requests of a run as the bucket covers. On a busy key, a run is often the whole call.
--- Such a call skips the fast path.
+-- idempotency key that follow each other on one bucket; any other request is a run of its own. If the bucket covers
+-- the whole run, one update takes for all of it. If the bucket covers a part, the update takes nothing, the bucket
+-- is read, and a second update takes for the part. On a busy key, a run is often the whole call. Such a call skips
+-- the fast path.
 --
 -- Locks and writes: as ratelimit_acquire_many.
 create or replace function ratelimit.acquire_in_order(
@@ -39,8 +43,8 @@ declare
   v_answered        boolean;      -- the fast path returned the rows
   v_run             record;       -- key, cost, idempotency_key, and the numbers of its requests
   v_position        integer;      -- requests of the run that are answered
-  v_count           integer;      -- requests that one round answers
-  v_step            bigint;       -- microtokens between two grants of a round; 0 when the round takes nothing
+  v_count           integer;      -- requests that one pass of the loop over a run answers
+  v_step            bigint;       -- microtokens between two grants of a pass; 0 when the pass takes nothing
   v_elapsed_us      numeric;      -- microseconds from v_refilled_at to v_now
 begin
   v_now      := clock();
@@ -48,8 +52,8 @@ begin
   v_alike    := (idempotency_keys is null and keys[1] collate "C" = all (keys) and costs[1] = all (costs)) is true;
   select p.* into v_policy from policies as p where p.name = v_name;
   if found and not v_alike
-     and 0 < all (costs) and 2147483647 > all (costs)  -- sums of integers are quicker than sums of numerics
-     and current_setting('transaction_read_only') = 'off' then  -- a read-only transaction refuses even an UPDATE of no row
+     and 0 < all (costs) and 2147483647 > all (costs)  -- as integers their sums are bigint; sums of bigints are numeric, and slow
+     and current_setting('transaction_read_only') = 'off' then  -- there an UPDATE fails even if it would take nothing
     begin
       if v_policy.durable and idempotency_keys is null then
         {{ template "include/all_or_none.sql" (dict "buckets" "buckets" "keys" "") }}
@@ -63,13 +67,15 @@ begin
       if v_answered then
         return;
       end if;
-      raise exception sqlstate 'RL000';  -- rolls back to the begin above; nothing stays taken or locked
+      raise exception sqlstate 'RL000';  -- rolls back to the begin above; caught below, so no caller sees it
     exception when sqlstate 'RL000' or cardinality_violation then
       v_now := clock();  -- the fast path may have waited
     end;
   end if;
 
-  -- The ordered path. starts marks a request that begins a run; run numbers the runs of a bucket.
+  -- The ordered path. starts marks a request that begins a run: it or the request before it has an idempotency key,
+  -- or their costs differ. run counts the starts up to a request, and so numbers the runs of a bucket from 1. Run 0
+  -- is requests at the beginning of a bucket whose cost is null; they are refused.
   for v_run in
     select keys[1] collate "C" as key, costs[1] as cost, null as idempotency_key, requests as requests
      where v_alike
@@ -137,8 +143,8 @@ begin
       allowed     := coalesce(v_retry_us = 0, false);
       retry_after := duration(v_retry_us);
 
-      -- Each grant is answered with the level that it left. Requests that the bucket did not cover go into another
-      -- round, which takes for them or denies them all.
+      -- Each grant is answered with the level that it left. Requests that the bucket did not cover are left to
+      -- the next pass, which takes for them or denies them all.
       v_step  := case when v_taken > 0 then microtokens(v_cost) else 0 end;
       v_count := case when v_step > 0 then (v_taken / v_step)::integer else cardinality(v_run.requests) - v_position end;
       if v_count = 1 then

@@ -1,12 +1,15 @@
 -- Clean-up removes rows that change no answer: buckets that are full again, expired idempotency keys, and
 -- rows whose policy was dropped. It finds due rows through an index and skips rows that another session has
--- locked. An acquire on a bucket that is being removed waits until the batch commits.
+-- locked. An acquire on a bucket that a batch removes or postpones waits until the batch commits.
 --
 -- Clean-up judges every row as of five minutes ago. If the server's clock runs ahead for a moment, a bucket
 -- that only looks full and a key that only looks expired are still there when the clock is set right.
 --
--- SKIP LOCKED can still block if the row changes hands while it is examined. lock_timeout then ends the
--- batch, so it cannot deadlock with acquires.
+-- SKIP LOCKED can still block if the row changes hands while it is examined. lock_timeout then ends the wait
+-- after 100 ms, and the batch gives back its rows. PostgreSQL looks for a deadlock only after a wait of
+-- deadlock_timeout, 1 second by default. If that is above 100 ms, a batch that is a transaction of its own gives
+-- way before it is found in a deadlock. Only an acquire whose own look falls in those 100 ms can find one. In a
+-- longer transaction, the rows of earlier batches stay locked, and it can deadlock with acquires.
 {{- /* Removes due buckets that are full or have no policy, and postpones the other due buckets. The argument is the name
        of the table. */ -}}
 {{ define "cleanup_buckets" -}}
@@ -72,12 +75,13 @@ with recursive ids (id) as (  -- one index probe for each policy that has rows
   v_rows      := v_rows + v_deleted;
   {{ .counter }} := {{ .counter }} + v_deleted;
 {{- end -}}
--- One batch: of each table the rows that are due by due_before, at most max_rows. The first batch of a round
+-- One batch: of each table the rows that are due by due_before, at most max_rows. The first batch of a series
 -- passes null for due_before and deadline. Each later batch passes the values that the batch before it
 -- returned. more is true if the batch found a due row, or gave up for lock_timeout, and the deadline is not
 -- reached. The deadline is budget after the first batch began.
 --
--- A due bucket that is not full is postponed until it can be full, by 24 hours at most.
+-- A due bucket that is not full is postponed until it can be full, by 24 hours at most. So a policy that was
+-- made faster is noticed within a day.
 -- Locks:  the rows that it deletes or postpones, until the caller's transaction ends.
 -- Writes: the same rows; nothing if lock_timeout ended the batch.
 create or replace function ratelimit.cleanup_batch(
@@ -137,7 +141,8 @@ comment on function ratelimit.cleanup_batch(integer, interval, timestamptz, time
 
 -- One batch. It can delete nothing although rows are due: every due bucket may be in use, or lock_timeout may
 -- have ended the batch. Rows of dropped policies are removed once nothing else is due. ratelimit_cleanup_all
--- repeats batches until nothing is due.
+-- repeats batches. The budget of 1 second has no effect here: only deadline and more depend on it, and they are
+-- not used.
 create or replace function ratelimit_cleanup(
     in  max_rows                 integer default 10000,
     out buckets_deleted          bigint,
@@ -152,8 +157,8 @@ $$;
 comment on function ratelimit_cleanup(integer) is
   'Remove one batch of full buckets and one of expired idempotency keys, at most max_rows rows of each table.';
 
--- Repeats batches and commits after each, until no row is left that was due at the first batch, or the
--- budget is spent.
+-- Repeats batches and commits after each, until a batch finds no row that was due at the first batch, or the
+-- budget is spent. Rows that other sessions have locked are skipped, and left to the next call.
 --
 -- A procedure that commits can have neither SECURITY DEFINER nor SET. So it runs with the caller's rights: a
 -- caller other than the owner needs EXECUTE on this procedure and on ratelimit.cleanup_batch, and USAGE on

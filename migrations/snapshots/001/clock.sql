@@ -1,5 +1,6 @@
--- The one clock. It is inlined, and so costs nothing, because it has neither SET nor SECURITY DEFINER and
--- declares the volatility of clock_timestamp().
+-- The clock of every decision, and of what is due for clean-up. Only the deadline of clean-up uses
+-- clock_timestamp() directly. The function is inlined, and so costs nothing, because it has neither SET nor
+-- SECURITY DEFINER and declares the volatility of clock_timestamp().
 create or replace function ratelimit.clock()
   returns timestamptz
   language sql

@@ -8,8 +8,9 @@ delete from {{ . }} as t
 {{- end -}}
 -- Removes a policy with its buckets and idempotency keys.
 --
--- It does not wait for acquires: a row that an open transaction has locked is left to clean-up. Such a row
--- changes no answer, because a policy defined anew under the same name has another id.
+-- A row that an open transaction has locked is skipped, and left to clean-up. Such a row changes no answer,
+-- because a policy defined anew under the same name has another id. SKIP LOCKED can still block if the row
+-- changes hands while it is examined, as cleanup.sql says. Here only the caller's lock_timeout ends that wait.
 -- Locks:  the policy row and the rows it deletes, until the caller's transaction ends.
 -- Writes: policies; the buckets and idempotency keys of the policy.
 create or replace function ratelimit_drop_policy(policy text)

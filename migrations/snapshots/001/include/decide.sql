@@ -1,8 +1,10 @@
 {{- /* Decides about one bucket and takes the tokens. The header of acquire.sql lists the steps.
        The locals are declared in locals.sql. The arguments buckets and keys are the names of the two tables.
-       With the argument newest, which ratelimit_acquire_many passes, the bucket is found by newest.sql. Its cost does not
-       grow while an old snapshot is held. But a call that waited for the row finds nothing (with the newer minor releases
-       of PostgreSQL), and takes the tokens in a second try. */ -}}
+       A round is one pass of the loop: an update and, if it took nothing, a look.
+       With the argument newest, which acquire_in_order passes, the bucket is found by newest.sql. The time that this takes
+       does not grow while an old snapshot is held. But an update that waited for the row finds nothing (with the newer
+       minor releases of PostgreSQL), and a second round takes the tokens. ratelimit_acquire does not pass newest, because
+       on a busy key most of its callers wait, and each would update twice. */ -}}
 <<decide>>
     begin
       if v_idempotency_key is not null then
@@ -38,7 +40,9 @@
           exit decide;
         end if;
 
-        -- The cost fits by now, or the bucket has no row. Every round after the first was lost to another session.
+        -- The bucket has no row, or it holds the cost by now, or it covers a part of the run, or the update of
+        -- acquire_in_order waited for the row and found nothing. A second round takes the tokens, unless another
+        -- session changes the bucket in between. Each further round is due to another session.
         v_round := coalesce(v_round, 0) + 1;
         if v_round = 1000 then
           raise exception 'the bucket changed at every look'
@@ -46,12 +50,14 @@
                   detail  = format('Key %s of policy %s.', quote_literal(v_key), quote_literal(v_policy.name)),
                   hint    = 'Try again.';
         end if;
-        v_wanted := least(v_wanted, v_level - v_level % microtokens(v_cost));
+        v_wanted := least(v_wanted, v_level - v_level % microtokens(v_cost));  -- lowers a run to whole requests
         if not v_has_row then
           v_level       := v_level - v_wanted;
           v_refilled_at := v_now;
+          -- v_reset_us is worked out here for due_at. cleanup.sql says why due_at is within 24 hours.
           v_reset_us    := {{ template "wait_below" (dict "target" "v_policy.full_level" "level" "v_level" "elapsed_us" "0") }};
           v_due_at      := v_now + least(duration(v_reset_us), interval '24 hours');
+          -- The insert may wait for a session that creates the same row. The clock is not read again after that.
           insert into {{ .buckets }} (policy_id, key, level, refilled_at, due_at)
           values (v_policy.id, v_key, v_level, v_refilled_at, v_due_at)
           on conflict on constraint {{ .buckets }}_pkey do nothing;
@@ -69,7 +75,7 @@
         values (v_policy.id, v_key, v_idempotency_key, v_cost,
                 whole_tokens(v_level), duration(v_reset_us), v_policy.capacity, v_expires_at)
         {{ template "include/remember.sql" . }};
-        if not found then  -- a live key: its tokens were taken already
+        if not found then  -- a live idempotency key: its tokens were taken already
           update {{ .buckets }} as b
              set level = b.level + v_taken
            where b.policy_id = v_policy.id
