@@ -64,7 +64,8 @@ func newLimiter(db Querier, c config) limiter {
 //
 // A tx that is rolled back, or never committed, has taken nothing: a limit on failed attempts belongs
 // outside of the transaction that fails. A grant locks its bucket until tx ends, and every other acquire
-// on that bucket waits as long.
+// on that bucket waits as long. After an error tx does no more work, as after any failed statement: to go on
+// all the same, acquire within a savepoint (tx.Begin).
 func (l *limiter) WithTx(tx pgx.Tx) *Limiter {
 	// Only its QueryRow is to be seen: a tx that has more is not to be taken for a pool.
 	return &Limiter{limiter{db: struct{ Querier }{tx}, schema: l.schema}}

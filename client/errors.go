@@ -83,6 +83,8 @@ func (e *callError) hint(err *pgconn.PgError) string {
 	switch {
 	case err.Code == "42883": // undefined_function
 		return "Install pgratelimit in this database, put its schema on search_path, or name it with client.Schema."
+	case err.Code == "55P03" && err.Hint == "": // lock_not_available
+		return "Another transaction has held the bucket or policy for longer than lock_timeout. Nothing was taken: try again later."
 	case err.Code == "42501": // insufficient_privilege
 		name, signature := strings.TrimSuffix(nameOf.FindString(e.function), "("), parameter.ReplaceAllString(e.function, "")
 		switch {

@@ -27,8 +27,12 @@ fi
 if [ "${1:-}" = postgres ] && [ -s "$PGDATA/PG_VERSION" ]; then
   as=()
   [ "$(id -u)" != 0 ] || as=(setpriv --reuid postgres --regid postgres --init-groups)
-  "${as[@]}" "$0" --update "${@:2}" || echo '
+  "${as[@]}" "$0" --update "${@:2}" &
+  trap 'kill $!; wait $! || true; exit 143' TERM INT # docker stop meanwhile: else the first process ignores it
+  wait $! || echo '
 pgratelimit: NOT BROUGHT UP TO DATE. The error is above; the server starts with what is installed.
+To see it again: docker restart. pgratelimit works as before.
 ' >&2
+  trap - TERM INT
 fi
 exec docker-entrypoint.sh "$@"

@@ -7,6 +7,7 @@
 -- The jobs, with their last run and the failures of the last 24 hours.
 select j.jobname                  as job,
        j.database,
+       j.username                as role,
        j.schedule,
        j.active,
        last.status                as last_status,

@@ -96,7 +96,7 @@ func TestPgCron(t *testing.T) {
 		require.Len(t, results, 2)
 		require.Len(t, results[0].Rows, 4)
 		require.Equal(t, "ratelimit-cleanup", string(results[0].Rows[0][0]))
-		require.Equal(t, "succeeded", string(results[0].Rows[0][4]))
+		require.Equal(t, "succeeded", string(results[0].Rows[0][5]))
 		require.Len(t, results[1].Rows, 4)
 		for _, row := range results[1].Rows {
 			require.Equal(t, "0", string(row[1]), "%s has rows due", row[0])

@@ -34,6 +34,9 @@ func main() {
 func run() error {
 	ctx, cancel := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer cancel()
+	if _, err := os.Stat(keptIn); err == nil {
+		fmt.Println("Removing the server of the earlier demo, with all its databases.")
+	}
 	if err := pgtest.Remove(ctx, keptIn); err != nil || len(os.Args) > 1 {
 		return err
 	}
@@ -114,7 +117,7 @@ func show(ctx context.Context, server *pgtest.Server) error {
 	if server.Rung == "url" {
 		fmt.Printf("\nand drop the database when you are done:\n  psql %q -c 'drop database %s'\n", server.URL(""), ownDatabase)
 	} else {
-		fmt.Print("\nand when you are done:\n  make demo-stop\n")
+		fmt.Print("\nand when you are done (make demo again does it, too, and starts over):\n  make demo-stop\n")
 	}
 	fmt.Print("\nIn a database of yours:\n  make install DATABASE_URL=postgres://...\n")
 	return nil
