@@ -8,7 +8,7 @@
 -- that has not expired is live.
 --   1. A live idempotency key is replayed, even when the bucket is empty.
 --   2. One conditional update takes the tokens. Concurrent acquires take turns at it, and each takes tokens
---      only if the bucket still has enough. A cost of 0 or above capacity has no such update.
+--      only if the bucket still has enough.
 --   3. If the update takes nothing, the bucket is read.
 --      If it has too few tokens, the idempotency key is looked up again, because the request that emptied the
 --      bucket may have had the same one; then the answer is the replay or the denial.
@@ -19,6 +19,7 @@
 --      row in step 2, or created it in step 3. So a live idempotency key that turns up only now was committed
 --      after step 1 and before that. The tokens go back and the idempotency key is replayed. The refill that
 --      step 2 credited stays.
+-- A cost of 0 or above capacity takes nothing: it has only steps 1 and 3, and is answered from the bucket as read.
 --
 -- The clock is read before step 1 and in each step 3. The update of step 2 and the insert of step 3 may wait for
 -- another session. A grant that waited is answered by the clock from before the wait: its reset_after is never

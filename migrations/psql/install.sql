@@ -367,7 +367,8 @@ comment on function ratelimit.clock() is
 --   round_up   = tick_gain - 1. (x + round_up) div tick_gain = x / tick_gain, rounded up
 --
 -- All functions here are IMMUTABLE single expressions, so that the planner inlines them. An argument that
--- is used twice must be a column or a variable, or it stops inlining. include/calls.sql has the long calls.
+-- is used twice must be cheap, such as a column, a variable or a product, or it stops inlining.
+-- include/calls.sql has the long calls.
 
 create or replace function ratelimit.microtokens(tokens bigint)
   returns bigint language sql immutable parallel safe
@@ -831,7 +832,7 @@ comment on function ratelimit_policies() is
 -- that has not expired is live.
 --   1. A live idempotency key is replayed, even when the bucket is empty.
 --   2. One conditional update takes the tokens. Concurrent acquires take turns at it, and each takes tokens
---      only if the bucket still has enough. A cost of 0 or above capacity has no such update.
+--      only if the bucket still has enough.
 --   3. If the update takes nothing, the bucket is read.
 --      If it has too few tokens, the idempotency key is looked up again, because the request that emptied the
 --      bucket may have had the same one; then the answer is the replay or the denial.
@@ -842,6 +843,7 @@ comment on function ratelimit_policies() is
 --      row in step 2, or created it in step 3. So a live idempotency key that turns up only now was committed
 --      after step 1 and before that. The tokens go back and the idempotency key is replayed. The refill that
 --      step 2 credited stays.
+-- A cost of 0 or above capacity takes nothing: it has only steps 1 and 3, and is answered from the bucket as read.
 --
 -- The clock is read before step 1 and in each step 3. The update of step 2 and the insert of step 3 may wait for
 -- another session. A grant that waited is answered by the clock from before the wait: its reset_after is never
@@ -964,8 +966,9 @@ begin
         end if;
 
         -- The bucket has no row, or it holds the cost by now, or it covers a part of the run, or the update of
-        -- acquire_in_order waited for the row and found nothing. A second round takes the tokens, unless another
-        -- session changes the bucket in between. Each further round is due to another session.
+        -- acquire_in_order waited for the row and found nothing. Without a row, this round makes one, less the
+        -- tokens. Otherwise a second round takes them, unless another session changes the bucket in between.
+        -- Each further round is due to another session.
         v_round := coalesce(v_round, 0) + 1;
         if v_round = 1000 then
           raise exception 'the bucket changed at every look'
@@ -1076,8 +1079,9 @@ begin
         end if;
 
         -- The bucket has no row, or it holds the cost by now, or it covers a part of the run, or the update of
-        -- acquire_in_order waited for the row and found nothing. A second round takes the tokens, unless another
-        -- session changes the bucket in between. Each further round is due to another session.
+        -- acquire_in_order waited for the row and found nothing. Without a row, this round makes one, less the
+        -- tokens. Otherwise a second round takes them, unless another session changes the bucket in between.
+        -- Each further round is due to another session.
         v_round := coalesce(v_round, 0) + 1;
         if v_round = 1000 then
           raise exception 'the bucket changed at every look'
@@ -1152,13 +1156,15 @@ comment on function ratelimit_acquire(text, text, bigint, text) is
 -- its requests or fails even the cheapest. It reads all buckets before it takes from any, because a bucket that it
 -- could not decide would have to be locked later, out of order. Its file lists what else makes it give up. Then it
 -- is rolled back, and the ordered path decides. The rollback needs a subtransaction, which begins with every fast
--- path, also with one that succeeds. The fast path is not tried if the policy is unknown, if the whole call is one
--- run, if a cost is not from 1 to 2147483646, or in a read-only transaction.
+-- path, also with one that succeeds. The fast path is not tried if the policy is unknown, if all requests for the
+-- policy are equal and none has an idempotency key, or if a cost is not from 1 to 2147483646. It is not tried in a
+-- read-only transaction either, where its update would fail also for requests that write nothing.
 --
 -- All answers of the fast path are as of one instant, read before its statement. They are accepted if they are less
 -- than 100 ms old after the updates, or less than 1 ms for each request if that is longer. In the ordered path, a
--- denial is as old as the waits for later buckets, because all rows are returned at the end. Either way, retry_after
--- counts from the instant of the decision. So it is never too short, but the tokens may be there sooner.
+-- denial is as old as the waits for later buckets, because all rows are returned at the end. A grant and a look-up
+-- of an idempotency key are by the clock from before the waits for earlier buckets. Either way, times count from the
+-- instant of the decision. So retry_after is never too short, but the tokens may be there sooner.
 --
 -- The ordered path goes through the steps of ratelimit_acquire, run by run. A run is equal requests without an
 -- idempotency key that follow each other on one bucket; any other request is a run of its own. If the bucket covers
@@ -1659,8 +1665,9 @@ begin
         end if;
 
         -- The bucket has no row, or it holds the cost by now, or it covers a part of the run, or the update of
-        -- acquire_in_order waited for the row and found nothing. A second round takes the tokens, unless another
-        -- session changes the bucket in between. Each further round is due to another session.
+        -- acquire_in_order waited for the row and found nothing. Without a row, this round makes one, less the
+        -- tokens. Otherwise a second round takes them, unless another session changes the bucket in between.
+        -- Each further round is due to another session.
         v_round := coalesce(v_round, 0) + 1;
         if v_round = 1000 then
           raise exception 'the bucket changed at every look'
@@ -1779,8 +1786,9 @@ begin
         end if;
 
         -- The bucket has no row, or it holds the cost by now, or it covers a part of the run, or the update of
-        -- acquire_in_order waited for the row and found nothing. A second round takes the tokens, unless another
-        -- session changes the bucket in between. Each further round is due to another session.
+        -- acquire_in_order waited for the row and found nothing. Without a row, this round makes one, less the
+        -- tokens. Otherwise a second round takes them, unless another session changes the bucket in between.
+        -- Each further round is due to another session.
         v_round := coalesce(v_round, 0) + 1;
         if v_round = 1000 then
           raise exception 'the bucket changed at every look'
@@ -2141,8 +2149,8 @@ comment on function ratelimit_reset(text, text) is
 -- way before it is found in a deadlock. Only an acquire whose own look falls in those 100 ms can find one. In a
 -- longer transaction, the rows of earlier batches stay locked, and it can deadlock with acquires.-- One batch: of each table the rows that are due by due_before, at most max_rows. The first batch of a series
 -- passes null for due_before and deadline. Each later batch passes the values that the batch before it
--- returned. more is true if the batch found a due row, or gave up for lock_timeout, and the deadline is not
--- reached. The deadline is budget after the first batch began.
+-- returned. more is true if the batch found a row that is due or of a dropped policy, or gave up for
+-- lock_timeout, and the deadline is not reached. The deadline is budget after the first batch began.
 --
 -- A due bucket that is not full is postponed until it can be full, by 24 hours at most. So a policy that was
 -- made faster is noticed within a day.
@@ -2167,7 +2175,7 @@ declare
   v_now     timestamptz := clock() - interval '5 minutes';  -- rows are judged as of this instant
   v_read    bigint;
   v_deleted bigint;
-  v_rows    bigint;  -- rows that were due, whether deleted or postponed
+  v_rows    bigint;  -- rows deleted or postponed
 begin
   if (max_rows > 0) is not true then
     perform refuse('max_rows', max_rows::text, 'Pass 1 or more.');
@@ -2363,8 +2371,8 @@ $$;
 comment on function ratelimit_cleanup(integer) is
   'Remove one batch of full buckets and one of expired idempotency keys, at most max_rows rows of each table.';
 
--- Repeats batches and commits after each, until a batch finds no row that was due at the first batch, or the
--- budget is spent. Rows that other sessions have locked are skipped, and left to the next call.
+-- Repeats batches and commits after each, until a batch finds no row of a dropped policy and none that was due
+-- at the first batch, or the budget is spent. Rows that other sessions have locked are skipped, and left to the next call.
 --
 -- A procedure that commits can have neither SECURITY DEFINER nor SET. So it runs with the caller's rights: a
 -- caller other than the owner needs EXECUTE on this procedure and on ratelimit.cleanup_batch, and USAGE on

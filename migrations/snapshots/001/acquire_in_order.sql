@@ -6,13 +6,15 @@
 -- its requests or fails even the cheapest. It reads all buckets before it takes from any, because a bucket that it
 -- could not decide would have to be locked later, out of order. Its file lists what else makes it give up. Then it
 -- is rolled back, and the ordered path decides. The rollback needs a subtransaction, which begins with every fast
--- path, also with one that succeeds. The fast path is not tried if the policy is unknown, if the whole call is one
--- run, if a cost is not from 1 to 2147483646, or in a read-only transaction.
+-- path, also with one that succeeds. The fast path is not tried if the policy is unknown, if all requests for the
+-- policy are equal and none has an idempotency key, or if a cost is not from 1 to 2147483646. It is not tried in a
+-- read-only transaction either, where its update would fail also for requests that write nothing.
 --
 -- All answers of the fast path are as of one instant, read before its statement. They are accepted if they are less
 -- than 100 ms old after the updates, or less than 1 ms for each request if that is longer. In the ordered path, a
--- denial is as old as the waits for later buckets, because all rows are returned at the end. Either way, retry_after
--- counts from the instant of the decision. So it is never too short, but the tokens may be there sooner.
+-- denial is as old as the waits for later buckets, because all rows are returned at the end. A grant and a look-up
+-- of an idempotency key are by the clock from before the waits for earlier buckets. Either way, times count from the
+-- instant of the decision. So retry_after is never too short, but the tokens may be there sooner.
 --
 -- The ordered path goes through the steps of ratelimit_acquire, run by run. A run is equal requests without an
 -- idempotency key that follow each other on one bucket; any other request is a run of its own. If the bucket covers

@@ -13,7 +13,8 @@
 --   round_up   = tick_gain - 1. (x + round_up) div tick_gain = x / tick_gain, rounded up
 --
 -- All functions here are IMMUTABLE single expressions, so that the planner inlines them. An argument that
--- is used twice must be a column or a variable, or it stops inlining. include/calls.sql has the long calls.
+-- is used twice must be cheap, such as a column, a variable or a product, or it stops inlining.
+-- include/calls.sql has the long calls.
 
 create or replace function ratelimit.microtokens(tokens bigint)
   returns bigint language sql immutable parallel safe

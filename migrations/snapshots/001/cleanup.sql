@@ -77,8 +77,8 @@ with recursive ids (id) as (  -- one index probe for each policy that has rows
 {{- end -}}
 -- One batch: of each table the rows that are due by due_before, at most max_rows. The first batch of a series
 -- passes null for due_before and deadline. Each later batch passes the values that the batch before it
--- returned. more is true if the batch found a due row, or gave up for lock_timeout, and the deadline is not
--- reached. The deadline is budget after the first batch began.
+-- returned. more is true if the batch found a row that is due or of a dropped policy, or gave up for
+-- lock_timeout, and the deadline is not reached. The deadline is budget after the first batch began.
 --
 -- A due bucket that is not full is postponed until it can be full, by 24 hours at most. So a policy that was
 -- made faster is noticed within a day.
@@ -103,7 +103,7 @@ declare
   v_now     timestamptz := clock() - interval '5 minutes';  -- rows are judged as of this instant
   v_read    bigint;
   v_deleted bigint;
-  v_rows    bigint;  -- rows that were due, whether deleted or postponed
+  v_rows    bigint;  -- rows deleted or postponed
 begin
   if (max_rows > 0) is not true then
     perform refuse('max_rows', max_rows::text, 'Pass 1 or more.');
@@ -157,8 +157,8 @@ $$;
 comment on function ratelimit_cleanup(integer) is
   'Remove one batch of full buckets and one of expired idempotency keys, at most max_rows rows of each table.';
 
--- Repeats batches and commits after each, until a batch finds no row that was due at the first batch, or the
--- budget is spent. Rows that other sessions have locked are skipped, and left to the next call.
+-- Repeats batches and commits after each, until a batch finds no row of a dropped policy and none that was due
+-- at the first batch, or the budget is spent. Rows that other sessions have locked are skipped, and left to the next call.
 --
 -- A procedure that commits can have neither SECURITY DEFINER nor SET. So it runs with the caller's rights: a
 -- caller other than the owner needs EXECUTE on this procedure and on ratelimit.cleanup_batch, and USAGE on

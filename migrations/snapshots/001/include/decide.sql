@@ -41,8 +41,9 @@
         end if;
 
         -- The bucket has no row, or it holds the cost by now, or it covers a part of the run, or the update of
-        -- acquire_in_order waited for the row and found nothing. A second round takes the tokens, unless another
-        -- session changes the bucket in between. Each further round is due to another session.
+        -- acquire_in_order waited for the row and found nothing. Without a row, this round makes one, less the
+        -- tokens. Otherwise a second round takes them, unless another session changes the bucket in between.
+        -- Each further round is due to another session.
         v_round := coalesce(v_round, 0) + 1;
         if v_round = 1000 then
           raise exception 'the bucket changed at every look'
