@@ -173,8 +173,8 @@ type Cleaned struct {
 // Cleanup removes one batch of buckets and one of idempotency keys that nobody can tell from absent.
 // The option is [MaxRows].
 //
-// It skips what others hold, and removes nothing where it would have to wait 100 ms for a lock; what it
-// removes is locked until the transaction ends.
+// It skips rows that other sessions have locked, and removes nothing if it would have to wait 100 ms for a
+// lock. The rows that it removes are locked until the transaction ends.
 //
 // Errors: [ErrInvalidArgument].
 func (l *limiter) Cleanup(ctx context.Context, opts ...CleanupOption) (c Cleaned, err error) {

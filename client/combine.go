@@ -18,7 +18,7 @@ import (
 const (
 	defaultCalls = 2
 
-	// linger is longer than most calls take. Requests are held for so long while there are calls enough.
+	// linger is how long requests wait for company beside busy calls. Most calls end sooner.
 	linger = 10 * time.Millisecond
 
 	// maxApart buckets are asked for at a time after a locked one has failed their call.
@@ -78,10 +78,10 @@ func NewCombiner(pool Pool, opts ...CombinerOption) *Combiner {
 // wait for one of the calls under way to end, 10 ms at the most. Requests for one bucket are never in two
 // calls at a time.
 //
-// A caller whose ctx ends gets its error at once, and the others notice nothing. What has not been sent
-// by then is not sent; what has may be granted all the same, and the tokens taken, as with any answer
-// that is lost. With an [IdempotencyKey], asking again settles it. A call ends early when all of its
-// callers have left.
+// A caller whose ctx ends gets its error at once, and the other callers notice nothing. A request that has
+// not been sent by then is not sent. A request that has been sent may still be granted, and its tokens
+// taken, as after any lost answer. With an [IdempotencyKey], asking again settles it. A call ends early when
+// all of its callers have left.
 //
 // A call is one transaction. If it fails, each of its callers gets the error, and no tokens were taken,
 // unless the connection was lost, when that is unknown. Only requests with an idempotency key, which
@@ -97,8 +97,8 @@ func (c *Combiner) Acquire(ctx context.Context, policy, key string, opts ...Acqu
 	return c.acquire(ctx, newRequest(policy, key, opts), c.combine)
 }
 
-// Close lets no more requests in, and waits for those that are. Then Acquire fails with [ErrClosed];
-// the other methods work as long as the pool does, which stays open.
+// Close lets no more requests in, and waits until all others are answered. Then Acquire fails with
+// [ErrClosed]. The pool stays open, and the other methods work as long as it does.
 func (c *Combiner) Close() {
 	c.mu.Lock()
 	c.closed = true
@@ -107,7 +107,7 @@ func (c *Combiner) Close() {
 	c.denials.forgetAll()
 }
 
-// combine asks, or waits to be asked for.
+// combine makes a call for the request, or waits for a call that carries it.
 func (c *Combiner) combine(ctx context.Context, r request) (Decision, error) {
 	sendable := isSendable(r)
 
@@ -176,7 +176,7 @@ func (c *Combiner) hurry() {
 	c.do(c.queue.hurry())
 }
 
-// serve makes calls for those who wait, in a reserved slot, until it has none any more.
+// serve makes calls for waiting requests in a reserved slot, until the slot is not reserved any more.
 func (c *Combiner) serve() {
 	defer c.running.Done()
 	var b batch
@@ -191,7 +191,8 @@ func (c *Combiner) serve() {
 	}
 }
 
-// gather lets those run who are about to ask, as those who were just answered often are.
+// gather lets other goroutines run until no more requests arrive. Callers that were just answered often ask
+// again at once.
 func (c *Combiner) gather() {
 	for n := -1; ; {
 		runtime.Gosched()
@@ -205,7 +206,7 @@ func (c *Combiner) gather() {
 	}
 }
 
-// take prepares a call, and returns nil if there is nobody to make it for.
+// take prepares a call, and returns nil if there is no request for it.
 func (c *Combiner) take(b *batch) context.Context {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -258,7 +259,7 @@ func (c *Combiner) send(ctx context.Context, b *batch) {
 	if len(b.waiters) > 1 {
 		err := c.failed(acquireMany, retry(ctx, c.pool, b.waiters[0].keyed(), func() error { return c.askMany(ctx, b) }))
 		if errors.Is(err, ErrLocked) {
-			if parts := b.parts(); len(parts) > 1 { // nothing was taken, and only those who want that bucket shall fail
+			if parts := b.parts(); len(parts) > 1 { // nothing was taken; only requests for the locked bucket are to fail
 				c.sendApart(ctx, parts)
 				return
 			}
@@ -294,7 +295,7 @@ func (b *batch) parts() (parts []*batch) {
 	return parts
 }
 
-// sendApart sends some batches at a time, without the callers who have left.
+// sendApart sends maxApart batches at a time, without the requests whose callers have left.
 func (c *Combiner) sendApart(ctx context.Context, batches []*batch) {
 	var sending sync.WaitGroup
 	free := make(chan struct{}, maxApart)

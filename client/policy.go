@@ -92,9 +92,9 @@ func (l *limiter) DefinePolicy(ctx context.Context, p Policy) error {
 }
 
 // DropPolicy removes a policy with its buckets and idempotency keys. It does not wait for acquires that
-// are under way: what they hold is left to clean-up, and counts for nobody.
+// are under way: the rows that they hold are left to clean-up, and count for nobody.
 //
-// It locks the policy and what it removes until the transaction ends.
+// It locks the policy and the rows that it removes until the transaction ends.
 //
 // Errors: [ErrUnknownPolicy], [ErrInvalidArgument].
 func (l *limiter) DropPolicy(ctx context.Context, name string) error {

@@ -55,7 +55,7 @@ const (
 type waiter struct {
 	request
 	batch *batch // nil while it waits
-	gone  bool   // its caller has left
+	gone  bool   // the caller has left
 
 	next, prev *waiter // in line
 
@@ -68,7 +68,7 @@ type waiter struct {
 type batch struct {
 	waiters []*waiter
 	buckets []bucket // each once
-	callers int      // who have not left
+	callers int      // that have not left
 	cancel  func()   // ends the call
 
 	arguments // of the call, kept for the next
@@ -84,9 +84,9 @@ func newQueue(limit int) *queue {
 	return &queue{limit: limit, owners: make(map[bucket]*batch)}
 }
 
-// claim opens a batch for a caller who makes a call of its own, or returns nil: when there is no slot, when
-// the bucket is in another call, when there are calls enough, or after a shared call, since others are about
-// to ask too.
+// claim opens a batch for a caller that makes a call of its own. It returns nil if no slot is free, if the
+// bucket is in another call, if another call is not worth it, and after a shared call, since other callers
+// are about to ask too.
 func (q *queue) claim(r request) *batch {
 	if q.shared || !q.isFree() || q.owners[r.bucket()] != nil || !q.isWorthIt(q.waiting.length+1) {
 		return nil
@@ -183,12 +183,13 @@ func (q *queue) canTake() bool {
 	return false
 }
 
-// isWorthIt reports whether to make another call at once, when so many requests wait.
+// isWorthIt reports whether to make another call at once. waiting is the number of waiting requests.
 func (q *queue) isWorthIt(waiting int) bool {
 	return len(q.open) < busyCalls || waiting >= q.share(waiting)/2
 }
 
-// leave is for a caller who waits no longer. It returns the batch that nobody waits for any more, if any.
+// leave takes back the request of a caller that waits no longer. If no caller waits for its batch any more,
+// it returns the batch.
 func (q *queue) leave(w *waiter) (abandoned *batch) {
 	if w.batch == nil {
 		q.waiting.remove(w)
@@ -201,7 +202,7 @@ func (q *queue) leave(w *waiter) (abandoned *batch) {
 	return w.batch
 }
 
-// isFree reports whether a slot can be reserved or claimed. One is reserved at a time: whoever arrives
+// isFree reports whether a slot can be reserved or claimed. One is reserved at a time: requests that arrive
 // meanwhile may travel in it.
 func (q *queue) isFree() bool { return !q.reserved && len(q.open) < q.limit }
 

@@ -36,7 +36,7 @@ func retry(ctx context.Context, db Querier, once bool, try func() error) error {
 	}
 }
 
-// backoff is the pause after the nth try: random, so that those who collided do not meet again.
+// backoff is the pause after the nth try. It is random, so that calls that collided do not meet again.
 func backoff(n int) time.Duration {
 	return rand.N(min(maxBackoff, baseBackoff<<(n-1)))
 }
