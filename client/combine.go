@@ -18,8 +18,8 @@ import (
 const (
 	defaultCalls = 2
 
-	// linger is how long requests wait for company beside busy calls. Most calls end sooner.
-	linger = 10 * time.Millisecond
+	// linger is how long few requests wait for company while calls are under way. Most calls end sooner.
+	linger = 5 * time.Millisecond
 
 	// maxApart buckets are asked for at a time after a locked one has failed their call.
 	maxApart = 8
@@ -73,10 +73,9 @@ func NewCombiner(pool Pool, opts ...CombinerOption) *Combiner {
 
 // Acquire is [Limiter.Acquire], with the same answers, at a fraction of the work when there are many
 // callers. Few callers, no more than [CallsInFlight], make their own calls as a Limiter does, unless the
-// last call was shared. Of more, those who arrive while that many calls are under way share the next, which
-// starts as soon as one of them has ended. A third call is for as many requests as are worth its cost: fewer
-// wait for one of the calls under way to end, 10 ms at the most. Requests for one bucket are never in two
-// calls at a time.
+// last call was shared. Of more, requests that arrive while calls are under way share the next one. It starts
+// at once when they are worth another call, and otherwise when a call under way has ended, or after 5 ms.
+// Requests for one bucket are never in two calls at a time.
 //
 // A caller whose ctx ends gets its error at once, and the other callers notice nothing. A request that has
 // not been sent by then is not sent. A request that has been sent may still be granted, and its tokens

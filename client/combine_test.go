@@ -293,10 +293,12 @@ func TestCombiner_AStalledCallLeavesTheWayToOthers(t *testing.T) {
 			same := ask(t.Context(), limiter, "k1000")
 			for n := range 5 {
 				got := ask(t.Context(), limiter, fmt.Sprint("k", 2000+n))
+				time.Sleep(5 * time.Millisecond) // for company, of which there is none
 				require.Len(t, others(), 1, "beside a call of %d", len(stalled.keys))
 				others()[0].grant()
 				requireGranted(t, got)
 			}
+			time.Sleep(time.Second)
 			require.Empty(t, others(), "its own bucket waits")
 			stalled.grant()
 			db.only(t).grant()

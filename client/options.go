@@ -119,10 +119,10 @@ func DenialCache() LimiterOption {
 
 // CallsInFlight bounds how many calls a [Combiner] has under way at a time, 1 or more, and with it the
 // connections it uses. A call keeps one core of the server busy. Two calls keep the server busy while the
-// client reads and writes; more share the requests of the same callers, so each carries fewer, at a higher
-// cost for each. Defaults to 2: with 64 and with 256 callers, near the server and 1 ms away from it, 2 were
-// faster than 1, 4 and 8 on a server with 2 cores. Allow one for each core that the server has to spare, if
-// there are at least 32 callers for each.
+// client reads and writes. More calls share the same requests, so each carries fewer, at a higher cost for
+// each. Defaults to 2: on a server with 2 cores, 2 calls were faster than 1, 4 and 8 near the server, and
+// within a tenth of the fastest 1 ms away, with 64 and with 256 callers. Allow one for each core that the
+// server has to spare, if there are at least 32 callers for each.
 func CallsInFlight(n int) CombinerOption {
 	return combinerOption(func(c *config) { c.calls = n })
 }

@@ -8,10 +8,6 @@ const (
 
 	// minShare is where a call costs the server about a quarter of what its requests do.
 	minShare = 32
-
-	// busyCalls keep the server and the client busy at the same time. One more is worth its cost only if it
-	// has half a share of requests.
-	busyCalls = 2
 )
 
 // A queue decides which requests share a call, and when a call is made. It is a state machine without SQL,
@@ -25,8 +21,8 @@ const (
 //  1. At most limit slots are in use: one for each open batch, and one that is reserved.
 //  2. A bucket belongs to at most one open batch.
 //  3. While a slot is free and none is reserved, each waiting request is for a bucket of an open batch, or
-//     is held for company: then busyCalls batches are open, and the owner was told to hold and has not
-//     called hurry yet. So a call that stalls holds up its own buckets only.
+//     is held for company: then a batch is open, and the owner was told to hold and has not called hurry
+//     yet. So a call that stalls holds up its own buckets only.
 //  4. Requests for one bucket are taken in the order of their arrival, those with an idempotency key and
 //     those without.
 //  5. A batch has at most maxBatch requests. Either all of them have an idempotency key or none has.
@@ -183,9 +179,10 @@ func (q *queue) canTake() bool {
 	return false
 }
 
-// isWorthIt reports whether to make another call at once. waiting is the number of waiting requests.
+// isWorthIt reports whether to make another call at once: beside open ones only for half a share of requests.
+// waiting is the number of waiting requests.
 func (q *queue) isWorthIt(waiting int) bool {
-	return len(q.open) < busyCalls || waiting >= q.share(waiting)/2
+	return len(q.open) == 0 || waiting >= q.share(waiting)/2
 }
 
 // leave takes back the request of a caller that waits no longer. If no caller waits for its batch any more,
