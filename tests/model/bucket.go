@@ -6,13 +6,15 @@ import (
 )
 
 // A Policy is the rules of its buckets: they hold Capacity tokens and gain Refill tokens Every so
-// long, by the microsecond or, Stepped, all at once after each whole interval.
+// long, by the microsecond or, Stepped, all at once after each whole interval. A Refill of 0 refills
+// nothing. A Shadow policy denies nothing: it answers that it would have.
 type Policy struct {
 	Capacity, Refill int64
 	Every            Micros
 	Stepped          bool
 	Durable          bool
 	Remember         Micros
+	Shadow           bool
 }
 
 // A Bucket held Level microtokens at an instant. Below zero is debt.
@@ -59,11 +61,8 @@ func (p Policy) Peek(b Bucket, now time.Time, cost int64) Decision {
 	}
 }
 
-// Acquire answers, and returns the bucket less what was taken: nothing by a denial.
-func (p Policy) Acquire(b Bucket, now time.Time, cost int64) (Bucket, Decision) {
-	if answer := p.Peek(b, now, cost); cost == 0 || !answer.Allowed {
-		return b, answer
-	}
+// Take answers the grant of a cost that is there, and returns the bucket without it.
+func (p Policy) Take(b Bucket, now time.Time, cost int64) (Bucket, Decision) {
 	taken := p.Refilled(b, now)
 	taken.Level = new(big.Int).Sub(taken.Level, microtokens(cost))
 	return taken, p.answer(taken, now, 0)
@@ -95,12 +94,15 @@ func (p Policy) resetAfter(b Bucket, now time.Time) Micros {
 	return p.wait(b, now, microtokens(p.Capacity))
 }
 
-// wait searches for the least time after which the bucket holds target microtokens. It starts at an
-// estimate, which makes the search short, and not its result.
+// wait searches for the least time after which the bucket holds target microtokens, at most the capacity.
+// It starts at an estimate, which makes the search short, and not its result.
 func (p Policy) wait(b Bucket, now time.Time, target *big.Int) Micros {
 	enough := func(m Micros) bool { return p.Refilled(b, m.After(now)).Level.Cmp(target) >= 0 }
-	if enough(0) {
+	switch {
+	case enough(0):
 		return 0
+	case p.Refill == 0:
+		return Never
 	}
 	tooShort, longEnough := Micros(0), max(1, p.estimate(b, now, target))
 	for step := Micros(1); !enough(longEnough); step *= 2 {

@@ -9,17 +9,19 @@ import (
 type Decision struct {
 	Allowed    bool
 	Remaining  int64
-	RetryAfter Micros // zero when allowed, Never when the cost exceeds the capacity
+	RetryAfter Micros // zero when allowed
 	ResetAfter Micros
 	Capacity   int64
 	Replayed   bool
+	Shadowed   bool // a policy that is no shadow would have denied
 }
 
 // Micros are whole microseconds, PostgreSQL's unit of time. A bucket may take 10,000 years to fill,
 // which a time.Duration cannot hold.
 type Micros int64
 
-// Never is a RetryAfter that does not come: null in SQL.
+// Never is null in SQL: the RetryAfter of a cost above the capacity, and the RetryAfter and ResetAfter of
+// a bucket that refills nothing.
 const Never Micros = -1
 
 const day = 24 * 60 * 60 * 1_000_000

@@ -2,15 +2,15 @@
 // the rules of the design and not from the SQL, so that tests can compare the two field by field.
 //
 // [Policy] and [Bucket] are the arithmetic of one bucket: pure functions over values. A [State] adds
-// its idempotency keys. [Model] puts policies and states together and takes the same calls as a
-// database does, one at a time, each at an instant given by the caller.
+// its idempotency keys. [Model] puts policies, overrides and states together and takes the same calls as
+// a database does, one at a time, each at an instant given by the caller. A request is a list of
+// charges, and one of a single bucket a list of one.
 //
 // The model finds how long to wait by searching for the first instant at which there is enough, not
 // by a formula: that is what the promise of retry_after means.
 package model
 
 import (
-	"cmp"
 	"maps"
 	"math/big"
 	"time"
@@ -18,18 +18,19 @@ import (
 
 // A Model is a database with the package installed.
 type Model struct {
-	policies map[string]Policy
-	states   map[BucketID]State
+	policies  map[string]Policy
+	overrides map[BucketID]Override
+	states    map[BucketID]State
 }
 
 // New returns a model without policies.
 func New() *Model {
-	return &Model{map[string]Policy{}, map[BucketID]State{}}
+	return &Model{map[string]Policy{}, map[BucketID]Override{}, map[BucketID]State{}}
 }
 
 // Clone returns the model as it is now, for a transaction to come back to.
 func (m *Model) Clone() *Model {
-	return &Model{maps.Clone(m.policies), maps.Clone(m.states)}
+	return &Model{maps.Clone(m.policies), maps.Clone(m.overrides), maps.Clone(m.states)}
 }
 
 // A BucketID names a bucket.
@@ -47,14 +48,37 @@ const (
 
 func (e Error) Error() string { return string(e) }
 
-// A Definition is the arguments of ratelimit_define_policy. What is zero or nil keeps its value. A new
-// policy needs the three numbers, and is continuous, durable and remembers for 24 hours unless it says
-// otherwise.
+// Numbers are what a policy and an override have in common. What is nil is taken from the policy as it is.
+type Numbers struct {
+	Capacity, Refill *int64
+	Every            *Micros
+}
+
+// over returns the policy with these numbers in place of its own, if a bucket of it fills in time.
+func (n Numbers) over(p Policy) (Policy, error) {
+	p.Capacity = valueOr(n.Capacity, p.Capacity)
+	p.Refill = valueOr(n.Refill, p.Refill)
+	p.Every = valueOr(n.Every, p.Every)
+	if p.Capacity < 0 || p.Refill < 0 || p.Every < 1 || !p.fillsInTime() {
+		return p, InvalidArgument
+	}
+	return p, nil
+}
+
+// fillsInTime reports whether an empty bucket fills within 10,000 years, or is not meant to.
+func (p Policy) fillsInTime() bool {
+	fill := new(big.Int).Mul(big.NewInt(p.Capacity), big.NewInt(int64(p.Every)))
+	longest := new(big.Int).Mul(big.NewInt(p.Refill), big.NewInt(3_652_500*int64(day)))
+	return p.Refill == 0 || fill.Cmp(longest) <= 0
+}
+
+// A Definition is the arguments of ratelimit_define_policy. What is nil keeps its value. A new policy needs
+// the three numbers, and is continuous, durable, no shadow and remembers for 24 hours unless it says otherwise.
 type Definition struct {
-	Capacity, Refill int64
-	Every            Micros
+	Numbers
 	Stepped, Durable *bool
 	Remember         *Micros
+	Shadow           *bool
 }
 
 // Define creates or changes a policy. Buckets stay as they are: a change shows when they are next
@@ -64,26 +88,18 @@ func (m *Model) Define(name string, def Definition) error {
 	if !changing {
 		p = Policy{Durable: valueOr(def.Durable, true), Remember: day}
 	}
-	if valueOr(def.Durable, p.Durable) != p.Durable {
+	if valueOr(def.Durable, p.Durable) != p.Durable || !changing && def.Refill == nil {
 		return InvalidArgument
 	}
-	p.Capacity = cmp.Or(def.Capacity, p.Capacity)
-	p.Refill = cmp.Or(def.Refill, p.Refill)
-	p.Every = cmp.Or(def.Every, p.Every)
-	if p.Capacity == 0 || p.Refill == 0 || p.Every == 0 || !p.fillsInTime() {
+	p, err := def.over(p)
+	if err != nil || p.Capacity == 0 {
 		return InvalidArgument
 	}
 	p.Stepped = valueOr(def.Stepped, p.Stepped)
 	p.Remember = valueOr(def.Remember, p.Remember)
+	p.Shadow = valueOr(def.Shadow, p.Shadow)
 	m.policies[name] = p
 	return nil
-}
-
-// fillsInTime reports whether an empty bucket fills within 10,000 years.
-func (p Policy) fillsInTime() bool {
-	fill := new(big.Int).Mul(big.NewInt(p.Capacity), big.NewInt(int64(p.Every)))
-	longest := new(big.Int).Mul(big.NewInt(p.Refill), big.NewInt(3_652_500*int64(day)))
-	return fill.Cmp(longest) <= 0
 }
 
 // Policy returns a policy by its name.
@@ -92,40 +108,43 @@ func (m *Model) Policy(name string) (p Policy, ok bool) {
 	return p, ok
 }
 
-// Drop removes a policy with its buckets and idempotency keys.
+// Drop removes a policy with its overrides, buckets and idempotency keys.
 func (m *Model) Drop(name string) error {
 	if _, ok := m.policies[name]; !ok {
 		return UnknownPolicy
 	}
 	delete(m.policies, name)
+	maps.DeleteFunc(m.overrides, func(id BucketID, _ Override) bool { return id.Policy == name })
 	maps.DeleteFunc(m.states, func(id BucketID, _ State) bool { return id.Policy == name })
 	return nil
 }
 
-// Acquire takes cost tokens if the bucket has them. The empty idempotency key is none.
-func (m *Model) Acquire(now time.Time, id BucketID, cost int64, idempotencyKey string) (answer Decision, err error) {
+// rules are the policy of a bucket, with the numbers of its override while that lasts.
+func (m *Model) rules(now time.Time, id BucketID) (Policy, error) {
 	p, ok := m.policies[id.Policy]
 	if !ok {
-		return Decision{}, UnknownPolicy
+		return Policy{}, UnknownPolicy
 	}
-	m.states[id], answer, err = m.states[id].Acquire(p, now, cost, idempotencyKey)
-	return answer, err
+	if o, ok := m.overrides[id]; ok && o.Live(now) {
+		p.Capacity, p.Refill, p.Every = o.Capacity, o.Refill, o.Every
+	}
+	return p, nil
 }
 
-// Peek answers whether an acquire would be allowed, and takes nothing.
+// Peek answers whether an acquire would be allowed, were the policy no shadow, and takes nothing.
 func (m *Model) Peek(now time.Time, id BucketID, cost int64) (Decision, error) {
-	p, ok := m.policies[id.Policy]
-	if !ok {
-		return Decision{}, UnknownPolicy
+	p, err := m.rules(now, id)
+	if err != nil {
+		return Decision{}, err
 	}
 	return m.states[id].Peek(p, now, cost), nil
 }
 
 // Refund gives tokens back, never above the capacity.
 func (m *Model) Refund(now time.Time, id BucketID, amount int64) (answer Decision, err error) {
-	p, ok := m.policies[id.Policy]
-	if !ok {
-		return Decision{}, UnknownPolicy
+	p, err := m.rules(now, id)
+	if err != nil {
+		return Decision{}, err
 	}
 	m.states[id], answer = m.states[id].Refund(p, now, amount)
 	return answer, nil
@@ -143,17 +162,22 @@ func (m *Model) Reset(id BucketID) error {
 // CleanUpMargin is how long clean-up leaves what is due: it judges rows as of that long ago.
 const CleanUpMargin = 5 * time.Minute
 
-// CleanUp removes the idempotency keys past their time. Which of the full buckets go, and when, is
-// left to the implementation: see Remove.
+// CleanUp removes the idempotency keys and the overrides past their time. Which of the full buckets go, and
+// when, is left to the implementation: see Remove.
 func (m *Model) CleanUp(now time.Time) {
+	judged := now.Add(-CleanUpMargin)
 	for id, s := range m.states {
-		m.states[id] = s.forgetExpired(now.Add(-CleanUpMargin))
+		m.states[id] = s.forgetExpired(judged)
 	}
+	maps.DeleteFunc(m.overrides, func(_ BucketID, o Override) bool { return !o.Live(judged) })
 }
 
-// Remove removes a bucket that clean-up removed, and reports whether it was full, as it must be.
+// Remove removes a bucket that clean-up removed, and reports whether it was full, as it must be: by the
+// policy's numbers, and by those of its override.
 func (m *Model) Remove(now time.Time, id BucketID) (full bool) {
-	full = m.states[id].IsFull(m.policies[id.Policy], now.Add(-CleanUpMargin))
+	judged := now.Add(-CleanUpMargin)
+	p, err := m.rules(judged, id)
+	full = err == nil && m.states[id].IsFull(p, judged) && m.states[id].IsFull(m.policies[id.Policy], judged)
 	m.states[id] = m.states[id].Reset()
 	return full
 }

@@ -15,40 +15,47 @@ type State struct {
 
 // A grant is what an idempotency key remembers.
 type grant struct {
-	cost     int64
+	charge   int64
 	answer   Decision
 	expires  time.Time
 	doubtful bool // perhaps removed by clean-up
 }
 
-// Acquire takes cost tokens if the bucket has them. The empty idempotency key is none.
-func (s State) Acquire(p Policy, now time.Time, cost int64, idempotencyKey string) (State, Decision, error) {
-	remembered := cost > 0 && idempotencyKey != ""
-	first, ok := s.grants[idempotencyKey]
-	if ok && remembered && now.Before(first.expires) {
-		if first.cost != cost {
-			return s, Decision{}, IdempotencyMismatch
+// Ask answers a charge as Acquire does, and takes nothing: a grant shows the bucket as it is before.
+func (s State) Ask(p Policy, now time.Time, charge int64, idempotencyKey string) (Decision, error) {
+	if first, ok := s.grants[idempotencyKey]; ok && charge > 0 && now.Before(first.expires) {
+		if first.charge != charge {
+			return Decision{}, IdempotencyMismatch
 		}
 		first.answer.Replayed = true
-		return s, first.answer, nil
+		return first.answer, nil
 	}
+	answer := s.Peek(p, now, charge)
+	if p.Shadow && !answer.Allowed {
+		answer.Allowed, answer.RetryAfter, answer.Shadowed = true, 0, true
+	}
+	return answer, nil
+}
 
-	bucket, answer := p.Acquire(s.at(p, now), now, cost)
-	if !answer.Allowed || cost == 0 {
-		return s, answer, nil
+// Acquire takes the charge if the bucket covers it. The empty idempotency key is none.
+func (s State) Acquire(p Policy, now time.Time, charge int64, idempotencyKey string) (State, Decision, error) {
+	answer, err := s.Ask(p, now, charge, idempotencyKey)
+	if err != nil || !answer.Allowed || answer.Replayed || answer.Shadowed || charge == 0 {
+		return s, answer, err
 	}
+	bucket, answer := p.Take(s.at(p, now), now, charge)
 	next := State{&bucket, s.grants}
-	if remembered {
+	if idempotencyKey != "" {
 		next.grants = maps.Clone(s.grants)
 		if next.grants == nil {
 			next.grants = map[string]grant{}
 		}
-		next.grants[idempotencyKey] = grant{cost: cost, answer: answer, expires: p.Remember.After(now)}
+		next.grants[idempotencyKey] = grant{charge: charge, answer: answer, expires: p.Remember.After(now)}
 	}
 	return next, answer, nil
 }
 
-// Peek answers whether an acquire would be allowed.
+// Peek answers whether an acquire would be allowed, were the policy no shadow.
 func (s State) Peek(p Policy, now time.Time, cost int64) Decision {
 	return p.Peek(s.at(p, now), now, cost)
 }
@@ -70,6 +77,9 @@ func (s State) Refund(p Policy, now time.Time, amount int64) (State, Decision) {
 // Reset makes the bucket full; idempotency keys stay.
 func (s State) Reset() State { return State{nil, s.grants} }
 
+// HasNoRow reports whether nobody has taken from the bucket since it began, or since a reset or clean-up.
+func (s State) HasNoRow() bool { return s.bucket == nil }
+
 // IsFull reports whether the bucket is, so that clean-up may remove it.
 func (s State) IsFull(p Policy, now time.Time) bool {
 	return p.resetAfter(s.at(p, now), now) == 0
@@ -82,17 +92,17 @@ func (s State) Touch(p Policy, now time.Time) State {
 	return State{&bucket, s.grants}
 }
 
-// CleanUps returns what clean-up may leave: it removes full buckets and idempotency keys past their
-// time, but for those that others hold just then. Whether a key is gone matters only to a clock that
-// goes back: see Doubts.
-func (s State) CleanUps(p Policy, now time.Time) []State {
+// CleanUps returns what clean-up may leave: it removes buckets that are full by the policy's numbers and by
+// their own, and idempotency keys past their time, but for those that others hold just then. Whether a key is
+// gone matters only to a clock that goes back: see Doubts.
+func (s State) CleanUps(p, own Policy, now time.Time) []State {
 	grants := maps.Clone(s.grants)
 	for key, g := range grants {
 		g.doubtful = g.doubtful || !now.Before(g.expires)
 		grants[key] = g
 	}
 	left := []State{{s.bucket, grants}}
-	if s.bucket != nil && s.IsFull(p, now) {
+	if s.bucket != nil && s.IsFull(p, now) && s.IsFull(own, now) {
 		left = append(left, State{nil, grants})
 	}
 	return left
@@ -126,7 +136,7 @@ func (s State) String() string {
 		text = fmt.Sprintf("%v microtokens at %s", s.bucket.Level, s.bucket.RefilledAt.Format(time.RFC3339Nano))
 	}
 	for key, g := range s.grants {
-		text += fmt.Sprintf(", %q granted with cost %d until %s", key, g.cost, g.expires.Format(time.RFC3339Nano))
+		text += fmt.Sprintf(", %q granted with cost %d until %s", key, g.charge, g.expires.Format(time.RFC3339Nano))
 	}
 	return text
 }

@@ -1,0 +1,301 @@
+package model_test
+
+import (
+	"fmt"
+	"math"
+	"math/big"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	"pgregory.net/rapid"
+
+	"github.com/pgratelimit/pgratelimit/tests/model"
+)
+
+var t0 = time.Date(2024, 3, 30, 12, 0, 0, 0, time.UTC)
+
+const second model.Micros = 1_000_000
+
+var (
+	user = model.BucketID{Policy: "user", Key: "k"}
+	org  = model.BucketID{Policy: "org", Key: "k"}
+	spy  = model.BucketID{Policy: "spy", Key: "k"}
+)
+
+// definition is of a policy that refills so many tokens each second.
+func definition(capacity, refill int64) model.Definition {
+	every := second
+	return model.Definition{Numbers: model.Numbers{Capacity: &capacity, Refill: &refill, Every: &every}}
+}
+
+// newModel has a user with 10 tokens, an organisation with 20 that refills twice as fast, and a shadow with 4.
+func newModel(t require.TestingT) *model.Model {
+	m := model.New()
+	require.NoError(t, m.Define("user", definition(10, 1)))
+	require.NoError(t, m.Define("org", definition(20, 2)))
+	shadow, yes := definition(4, 1), true
+	shadow.Shadow = &yes
+	require.NoError(t, m.Define("spy", shadow))
+	return m
+}
+
+func charge(id model.BucketID, cost int64) model.Charge {
+	return model.Charge{BucketID: id, Cost: cost}
+}
+
+func allowed(remaining int64, resetAfter model.Micros, capacity int64) model.Decision {
+	return model.Decision{Allowed: true, Remaining: remaining, ResetAfter: resetAfter, Capacity: capacity}
+}
+
+func denied(remaining int64, retryAfter, resetAfter model.Micros, capacity int64) model.Decision {
+	return model.Decision{Remaining: remaining, RetryAfter: retryAfter, ResetAfter: resetAfter, Capacity: capacity}
+}
+
+func replayed(d model.Decision) model.Decision {
+	d.Replayed = true
+	return d
+}
+
+func shadowed(d model.Decision) model.Decision {
+	d.Shadowed = true
+	return d
+}
+
+// An ask is a request at t0, one after another, and its answer.
+type ask struct {
+	charges        []model.Charge
+	idempotencyKey string
+	binding        int
+	whole          model.Decision
+	decisions      []model.Decision
+}
+
+func TestAcquireAll(t *testing.T) {
+	t.Parallel()
+	for name, asks := range map[string][]ask{
+		"a grant takes from all, and what covers fewer repeats binds": {
+			{[]model.Charge{charge(user, 4), charge(org, 12)}, "", 2, allowed(8, 6*second, 20),
+				[]model.Decision{allowed(6, 4*second, 10), allowed(8, 6*second, 20)}},
+		},
+		"a denial takes nothing, and what waits longest binds": {
+			{[]model.Charge{charge(user, 9), charge(org, 18)}, "", 1, allowed(1, 9*second, 10),
+				[]model.Decision{allowed(1, 9*second, 10), allowed(2, 9*second, 20)}},
+			{[]model.Charge{charge(user, 1), charge(org, 8), charge(user, 1)}, "", 2, denied(2, 3*second, 9*second, 20),
+				[]model.Decision{denied(1, second, 9*second, 10), denied(2, 3*second, 9*second, 20), denied(1, second, 9*second, 10)}},
+			{[]model.Charge{charge(user, 1), charge(org, 8)}, "", 2, denied(2, 3*second, 9*second, 20),
+				[]model.Decision{allowed(1, 9*second, 10), denied(2, 3*second, 9*second, 20)}},
+		},
+		"never is longest": {
+			{[]model.Charge{charge(user, 10)}, "", 1, allowed(0, 10*second, 10), []model.Decision{allowed(0, 10*second, 10)}},
+			{[]model.Charge{charge(user, 10), charge(org, 21)}, "", 2, denied(20, model.Never, 0, 20),
+				[]model.Decision{denied(0, 10*second, 10*second, 10), denied(20, model.Never, 0, 20)}},
+		},
+		"a bucket named twice is charged the sum, beyond what a number can hold": {
+			{[]model.Charge{charge(user, 4), charge(user, 0), charge(user, 3)}, "", 1, allowed(3, 7*second, 10),
+				[]model.Decision{allowed(3, 7*second, 10), allowed(3, 7*second, 10), allowed(3, 7*second, 10)}},
+			{[]model.Charge{charge(user, math.MaxInt64), charge(user, math.MaxInt64)}, "", 1, denied(3, model.Never, 7*second, 10),
+				[]model.Decision{denied(3, model.Never, 7*second, 10), denied(3, model.Never, 7*second, 10)}},
+		},
+		"a cost of 0 looks, and binds only where there is no other": {
+			{[]model.Charge{charge(user, 10)}, "", 1, allowed(0, 10*second, 10), []model.Decision{allowed(0, 10*second, 10)}},
+			{[]model.Charge{charge(user, 0), charge(org, 1)}, "", 2, allowed(19, second/2, 20),
+				[]model.Decision{allowed(0, 10*second, 10), allowed(19, second/2, 20)}},
+			{[]model.Charge{charge(user, 0), charge(org, 0)}, "i", 1, allowed(0, 10*second, 10),
+				[]model.Decision{allowed(0, 10*second, 10), allowed(19, second/2, 20)}},
+		},
+		"who knows the idempotency key answers it, and is not asked": {
+			{[]model.Charge{charge(user, 8)}, "i", 1, allowed(2, 8*second, 10), []model.Decision{allowed(2, 8*second, 10)}},
+			{[]model.Charge{charge(user, 4), charge(user, 4), charge(org, 21)}, "i", 3, denied(20, model.Never, 0, 20),
+				[]model.Decision{replayed(allowed(2, 8*second, 10)), replayed(allowed(2, 8*second, 10)), denied(20, model.Never, 0, 20)}},
+			{[]model.Charge{charge(user, 8), charge(org, 5)}, "i", 1, allowed(2, 8*second, 10),
+				[]model.Decision{replayed(allowed(2, 8*second, 10)), allowed(15, 5*second/2, 20)}},
+			{[]model.Charge{charge(user, 8), charge(org, 5)}, "i", 1, replayed(allowed(2, 8*second, 10)),
+				[]model.Decision{replayed(allowed(2, 8*second, 10)), replayed(allowed(15, 5*second/2, 20))}},
+			{[]model.Charge{charge(org, 0), charge(user, 8)}, "i", 2, replayed(allowed(2, 8*second, 10)),
+				[]model.Decision{allowed(15, 5*second/2, 20), replayed(allowed(2, 8*second, 10))}},
+		},
+		"a shadow has no say": {
+			{[]model.Charge{charge(spy, 3), charge(user, 3)}, "", 2, allowed(7, 3*second, 10),
+				[]model.Decision{allowed(1, 3*second, 4), allowed(7, 3*second, 10)}},
+			{[]model.Charge{charge(spy, 3), charge(user, 3)}, "i", 2, shadowed(allowed(4, 6*second, 10)),
+				[]model.Decision{shadowed(allowed(1, 3*second, 4)), allowed(4, 6*second, 10)}},
+			{[]model.Charge{charge(spy, 1), charge(user, 5)}, "", 2, denied(4, second, 6*second, 10),
+				[]model.Decision{allowed(1, 3*second, 4), denied(4, second, 6*second, 10)}},
+			{[]model.Charge{charge(spy, 5), charge(user, 5)}, "", 2, denied(4, second, 6*second, 10),
+				[]model.Decision{shadowed(allowed(1, 3*second, 4)), denied(4, second, 6*second, 10)}},
+			{[]model.Charge{charge(spy, 1), charge(user, 0)}, "", 2, allowed(4, 6*second, 10),
+				[]model.Decision{allowed(0, 4*second, 4), allowed(4, 6*second, 10)}},
+			{[]model.Charge{charge(spy, 3), charge(user, 3)}, "i", 2, shadowed(replayed(allowed(4, 6*second, 10))),
+				[]model.Decision{shadowed(allowed(0, 4*second, 4)), replayed(allowed(4, 6*second, 10))}},
+			{[]model.Charge{charge(spy, 9)}, "i", 1, shadowed(allowed(0, 4*second, 4)),
+				[]model.Decision{shadowed(allowed(0, 4*second, 4))}},
+		},
+	} {
+		m := newModel(t)
+		for i, a := range asks {
+			whole, err := m.AcquireAll(t0, a.charges, a.idempotencyKey)
+			require.NoError(t, err)
+			require.Equal(t, model.Whole{Decision: a.whole, Binding: a.binding, Decisions: a.decisions}, whole, "%s, request %d", name, i+1)
+		}
+	}
+}
+
+func TestAcquireAll_Errors(t *testing.T) {
+	t.Parallel()
+	m := newModel(t)
+	_, err := m.AcquireAll(t0, []model.Charge{charge(user, 2), charge(spy, 2)}, "i")
+	require.NoError(t, err)
+	for _, charges := range [][]model.Charge{
+		{charge(org, 1), charge(user, 1)},
+		{charge(org, 1), charge(user, 2), charge(user, 1)},
+		{charge(org, 1), charge(spy, 1)},
+		{charge(org, 99), charge(user, 1)},
+	} {
+		_, err := m.AcquireAll(t0, charges, "i")
+		require.Equal(t, model.IdempotencyMismatch, err, charges)
+		_, err = m.AcquireAll(t0, append(charges, charge(model.BucketID{Policy: "none"}, 1)), "i")
+		require.Equal(t, model.UnknownPolicy, err, charges)
+	}
+	left, err := m.Peek(t0, org, 1)
+	require.NoError(t, err)
+	require.EqualValues(t, 20, left.Remaining)
+}
+
+func TestPeek_AnswersWhatEnforcingWould(t *testing.T) {
+	t.Parallel()
+	d, err := newModel(t).Peek(t0, spy, 5)
+	require.NoError(t, err)
+	require.Equal(t, denied(4, model.Never, 0, 4), d)
+}
+
+func TestRefillOfZero(t *testing.T) {
+	t.Parallel()
+	m := newModel(t)
+	require.NoError(t, m.Define("user", definition(10, 0)))
+	acquire := func(at time.Time, cost int64, idempotencyKey string) model.Decision {
+		d, err := m.Acquire(at, user, cost, idempotencyKey)
+		require.NoError(t, err)
+		return d
+	}
+	much := t0.AddDate(5000, 0, 0)
+	require.Equal(t, allowed(10, 0, 10), acquire(t0, 0, ""))
+	require.Equal(t, allowed(4, model.Never, 10), acquire(t0, 6, "i"))
+	require.Equal(t, denied(4, model.Never, model.Never, 10), acquire(much, 5, ""))
+	require.Equal(t, allowed(0, model.Never, 10), acquire(much, 4, ""))
+	require.Equal(t, replayed(allowed(4, model.Never, 10)), acquire(t0, 6, "i"))
+	require.False(t, m.Clone().Remove(much, user))
+	d, err := m.Refund(much, user, 10)
+	require.NoError(t, err)
+	require.Equal(t, allowed(10, 0, 10), d)
+	require.True(t, m.Remove(much, user))
+
+	require.ErrorIs(t, m.Define("new", model.Definition{Numbers: model.Numbers{Capacity: new(int64)}}), model.InvalidArgument)
+}
+
+func TestOverride(t *testing.T) {
+	t.Parallel()
+	m := newModel(t)
+	numbers := func(capacity, refill int64) model.Numbers { return model.Numbers{Capacity: &capacity, Refill: &refill} }
+	peek := func(at time.Time, id model.BucketID, cost int64) model.Decision {
+		d, err := m.Peek(at, id, cost)
+		require.NoError(t, err)
+		return d
+	}
+	soon := (60 * second).After(t0)
+
+	require.NoError(t, m.Override(t0, user, numbers(100, 5), soon))
+	require.Equal(t, allowed(100, 0, 100), peek(t0, user, 100), "a bucket nobody touched is full at the new size")
+	_, err := m.Acquire(t0, user, 95, "")
+	require.NoError(t, err)
+	require.Equal(t, denied(5, second, 19*second, 100), peek(t0, user, 10))
+	require.Equal(t, allowed(10, 0, 10), peek(soon, user, 10), "less when it expires, and what is above the capacity is cut")
+
+	require.NoError(t, m.Override(t0, user, numbers(0, 5), time.Time{}))
+	require.Equal(t, denied(0, model.Never, 0, 0), peek(t0, user, 1))
+	require.Equal(t, allowed(0, 0, 0), peek(t0, user, 0))
+
+	require.NoError(t, m.Override(t0, org, model.Numbers{}, soon))
+	require.NoError(t, m.Define("org", definition(5, 1)))
+	require.EqualValues(t, 20, peek(t0, org, 1).Capacity, "a copy of the policy's numbers as they were")
+	had, err := m.RemoveOverride(soon, org)
+	require.NoError(t, err)
+	require.False(t, had, "it has expired")
+	had, err = m.RemoveOverride(t0, user)
+	require.NoError(t, err)
+	require.True(t, had)
+	require.EqualValues(t, 10, peek(t0, user, 1).Capacity)
+
+	ages := model.Micros(9_000_000_000_000_000)
+	require.ErrorIs(t, m.Override(t0, user, numbers(1, 1), t0), model.InvalidArgument)
+	require.ErrorIs(t, m.Override(t0, user, model.Numbers{Every: &ages, Capacity: numbers(50, 0).Capacity}, soon), model.InvalidArgument)
+	require.NoError(t, m.Override(t0, user, model.Numbers{Every: &ages, Refill: numbers(0, 0).Refill}, soon))
+	require.ErrorIs(t, m.Override(t0, model.BucketID{Policy: "none"}, model.Numbers{}, soon), model.UnknownPolicy)
+	require.NoError(t, m.Drop("user"))
+	require.Empty(t, m.Overrides())
+}
+
+// A bucket that is full by the policy's numbers alone, or by its override's alone, must stay. An override
+// counts for as long as it had not expired when clean-up judges.
+func TestCleanUp_LooksAtOverrides(t *testing.T) {
+	t.Parallel()
+	expires := t0.Add(time.Hour)
+	for _, c := range []struct {
+		level, capacity int64
+		at              time.Time
+		full            bool
+	}{
+		{10, 10, t0, true},
+		{10, 20, t0, false},
+		{5, 5, t0, false},
+		{20, 20, t0, true},
+		{10, 20, expires.Add(model.CleanUpMargin).Add(-time.Microsecond), false},
+		{10, 20, expires.Add(model.CleanUpMargin), true},
+	} {
+		m := newModel(t)
+		require.NoError(t, m.Define("user", definition(10, 0)))
+		require.NoError(t, m.Override(t0, user, model.Numbers{Capacity: &c.capacity}, expires))
+		m.Put(user, model.Bucket{Level: big.NewInt(c.level * 1_000_000), RefilledAt: t0})
+		m.CleanUp(c.at)
+		require.Equal(t, c.full, m.Remove(c.at, user), c)
+	}
+}
+
+// What a denied whole promises: nothing was taken, exactly then it is granted, and a microsecond earlier not.
+func TestAcquireAll_RetryAfterIsAPromise(t *testing.T) {
+	t.Parallel()
+	numbers := rapid.Int64Range(1, 1000)
+	rapid.Check(t, func(t *rapid.T) {
+		m := model.New()
+		var charges []model.Charge
+		for i := range rapid.IntRange(1, 3).Draw(t, "buckets") {
+			every, stepped, shadow := model.Micros(numbers.Draw(t, "every")), rapid.Bool().Draw(t, "stepped"), rapid.Bool().Draw(t, "shadow")
+			def := definition(numbers.Draw(t, "capacity"), numbers.Draw(t, "refill"))
+			def.Every, def.Stepped, def.Shadow = &every, &stepped, &shadow
+			id := model.BucketID{Policy: fmt.Sprint(i)}
+			require.NoError(t, m.Define(id.Policy, def))
+			m.Put(id, model.Bucket{Level: big.NewInt(rapid.Int64Range(-1000, *def.Capacity*1_000_000).Draw(t, "level")), RefilledAt: t0})
+			for range rapid.IntRange(1, 2).Draw(t, "times") {
+				charges = append(charges, charge(id, rapid.Int64Range(0, *def.Capacity).Draw(t, "cost")))
+			}
+		}
+		at := (model.Micros(numbers.Draw(t, "later"))).After(t0)
+		ask := func(at time.Time) model.Whole {
+			whole, err := m.AcquireAll(at, charges, "")
+			require.NoError(t, err)
+			return whole
+		}
+		first := ask(at)
+		if first.Allowed {
+			require.Zero(t, first.RetryAfter)
+			return
+		}
+		require.Equal(t, first, ask(at))
+		if first.RetryAfter == model.Never {
+			require.Equal(t, model.Never, ask((model.Micros(1) << 50).After(at)).RetryAfter)
+			return
+		}
+		require.EqualValues(t, 1, ask((first.RetryAfter - 1).After(at)).RetryAfter)
+		require.True(t, ask(first.RetryAfter.After(at)).Allowed)
+	})
+}

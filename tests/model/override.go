@@ -1,0 +1,48 @@
+package model
+
+import (
+	"maps"
+	"time"
+)
+
+// An Override is numbers of one bucket, in place of its policy's until Expires; the zero time is never.
+type Override struct {
+	Capacity, Refill int64
+	Every            Micros
+	Expires          time.Time
+}
+
+// Live reports whether the override has not expired.
+func (o Override) Live(now time.Time) bool {
+	return o.Expires.IsZero() || now.Before(o.Expires)
+}
+
+// Override gives a bucket numbers of its own, in place of those that an earlier override gave it.
+func (m *Model) Override(now time.Time, id BucketID, n Numbers, expires time.Time) error {
+	if !(Override{Expires: expires}).Live(now) {
+		return InvalidArgument
+	}
+	p, ok := m.policies[id.Policy]
+	if !ok {
+		return UnknownPolicy
+	}
+	p, err := n.over(p)
+	if err != nil {
+		return err
+	}
+	m.overrides[id] = Override{p.Capacity, p.Refill, p.Every, expires}
+	return nil
+}
+
+// RemoveOverride leaves a bucket to its policy's numbers, and reports whether it had others.
+func (m *Model) RemoveOverride(now time.Time, id BucketID) (had bool, err error) {
+	if _, ok := m.policies[id.Policy]; !ok {
+		return false, UnknownPolicy
+	}
+	o, ok := m.overrides[id]
+	delete(m.overrides, id)
+	return ok && o.Live(now), nil
+}
+
+// Overrides returns all that are kept, also those that have expired and wait for clean-up.
+func (m *Model) Overrides() map[BucketID]Override { return maps.Clone(m.overrides) }

@@ -1,0 +1,97 @@
+package model
+
+import (
+	"math"
+	"math/big"
+	"slices"
+	"time"
+)
+
+// A Charge is what a request asks of one bucket, or a part of it: the bucket named twice is charged the sum.
+type Charge struct {
+	BucketID
+	Cost int64
+}
+
+// A Whole is the answer to a request of several charges.
+type Whole struct {
+	Decision             // remaining, reset and capacity are the binding decision's
+	Binding   int        // the number of the decision that binds, from 1
+	Decisions []Decision // of each charge's bucket, about all that the request charges to it
+}
+
+// Acquire is a request of one charge. The empty idempotency key is none.
+func (m *Model) Acquire(now time.Time, id BucketID, cost int64, idempotencyKey string) (Decision, error) {
+	whole, err := m.AcquireAll(now, []Charge{{id, cost}}, idempotencyKey)
+	return whole.Decision, err
+}
+
+// AcquireAll takes every charge, or nothing if a bucket does not cover what is charged to it. Buckets that
+// remember the idempotency key are not asked. A shadow bucket has no say, and what it does not cover is not
+// taken from it. The empty idempotency key is none.
+func (m *Model) AcquireAll(now time.Time, charges []Charge, idempotencyKey string) (Whole, error) {
+	rules, sums := map[BucketID]Policy{}, map[BucketID]int64{}
+	for _, c := range charges {
+		p, err := m.rules(now, c.BucketID)
+		if err != nil {
+			return Whole{}, err
+		}
+		rules[c.BucketID] = p
+		sums[c.BucketID] += min(c.Cost, math.MaxInt64-sums[c.BucketID]) // more is as far above any capacity
+	}
+
+	answers, granted := map[BucketID]Decision{}, true
+	for id, p := range rules {
+		answer, err := m.states[id].Ask(p, now, sums[id], idempotencyKey)
+		if err != nil {
+			return Whole{}, err
+		}
+		answers[id] = answer
+		granted = granted && answer.Allowed
+	}
+	if granted {
+		for id, p := range rules {
+			m.states[id], answers[id], _ = m.states[id].Acquire(p, now, sums[id], idempotencyKey)
+		}
+	}
+
+	var whole Whole
+	var first []int64 // the rank of the decision that binds
+	var replayed, shadowed, charged bool
+	for i, c := range charges {
+		d := answers[c.BucketID]
+		whole.Decisions = append(whole.Decisions, d)
+		if r := rank(c, rules[c.BucketID], sums[c.BucketID], d, granted); i == 0 || slices.Compare(r, first) < 0 {
+			first, whole.Binding, whole.Decision = r, i+1, d
+		}
+		replayed = replayed || d.Replayed
+		shadowed = shadowed || d.Shadowed
+		charged = charged || c.Cost > 0 && !d.Replayed && !d.Shadowed
+	}
+	whole.Allowed = granted
+	whole.Replayed = granted && replayed && !charged
+	whole.Shadowed = granted && shadowed
+	return whole, nil
+}
+
+// rank is least for the decision that binds: those of shadow policies come last, then those about no tokens;
+// then, of a denial, the longest wait comes first, and of a grant what covers the fewest repeats.
+func rank(c Charge, p Policy, sum int64, d Decision, granted bool) []int64 {
+	r := []int64{one(p.Shadow), one(c.Cost == 0), 0}
+	switch {
+	case !granted && d.RetryAfter == Never:
+		r[2] = math.MinInt64
+	case !granted:
+		r[2] = -int64(d.RetryAfter)
+	case sum > 0:
+		r[2] = new(big.Int).Div(big.NewInt(d.Remaining), big.NewInt(sum)).Int64() // rounds down below zero too
+	}
+	return r
+}
+
+func one(yes bool) int64 {
+	if yes {
+		return 1
+	}
+	return 0
+}
