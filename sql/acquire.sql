@@ -49,11 +49,8 @@ as $$
 declare
   {{ template "locals_of_decide" "ratelimit_acquire" }}
 begin
-  if not acceptable(v_key, v_cost) then  -- inlined; the call of check_request raises the error
-    perform check_request(policy, v_key, v_cost, v_idempotency_key);
-  end if;
-  if v_idempotency_key is not null then
-    if not is_name(v_idempotency_key) then
+  if not acceptable(v_key, v_cost) or v_idempotency_key is not null then  -- inlined; the call of check_request raises the error
+    if (acceptable(v_key, v_cost) and is_name(v_idempotency_key)) is not true then
       perform check_request(policy, v_key, v_cost, v_idempotency_key);
     end if;
     if v_cost = 0 then
@@ -66,20 +63,16 @@ begin
     perform unknown_policy(policy);
   end if;
 
+  v_now := clock();
+  if v_policy.overridden then
+    {{ template "include/override.sql" }}
+  end if;
   v_wanted := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
-  v_now    := clock();
   if v_policy.durable then
     {{ template "include/decide.sql" (dict "buckets" "buckets" "keys" "idempotency_keys") }}
   else
     {{ template "include/decide.sql" (dict "buckets" "ephemeral_buckets" "keys" "ephemeral_idempotency_keys") }}
   end if;
-
-  if v_replayed then
-    return replay(v_first, v_cost);
-  elsif v_taken > 0 then
-    return granted(v_level, v_reset_us, v_policy.capacity);
-  end if;
-  return answer(v_level, v_retry_us, v_reset_us, v_policy.capacity);
 end;
 $$;
 comment on function ratelimit_acquire(text, text, bigint, text) is

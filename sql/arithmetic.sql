@@ -70,14 +70,15 @@ $$;
 comment on function ratelimit.refilled_level(bigint, timestamptz, timestamptz, numeric, numeric, numeric, interval) is
   'The level of a bucket now, in microtokens.';
 
--- Exact: after this wait the bucket holds target, one microsecond earlier it does not.
+-- Exact: after this wait the bucket holds target, one microsecond earlier it does not. Null means never: with
+-- refill 0, tick_gain is 0.
 -- Precondition: the bucket is below target now. Callers that know this skip the checks of wait_for.
 create or replace function ratelimit.wait_below(
     target numeric, level bigint, elapsed_us numeric,
     every_us numeric, tick_us numeric, tick_gain numeric, round_up numeric)
   returns bigint language sql immutable parallel safe
 as $$
-  select (div((target - level) * every_us + round_up, tick_gain) * tick_us - elapsed_us)::bigint
+  select (div((target - level) * every_us + round_up, nullif(tick_gain, 0)) * tick_us - elapsed_us)::bigint
 $$;
 comment on function ratelimit.wait_below(numeric, bigint, numeric, numeric, numeric, numeric, numeric) is
   'Microseconds until a bucket holds target microtokens, if it held level elapsed_us ago and is below target now.';
@@ -89,9 +90,9 @@ create or replace function ratelimit.wait_for(
 as $$
   select case
     when level >= target then 0
-    else greatest(0, ratelimit.wait_below(target, level, ratelimit.microseconds(now - refilled_at),
-                                          every_us, tick_us, tick_gain, round_up))
+    when tick_gain > 0 then greatest(0, ratelimit.wait_below(target, level, ratelimit.microseconds(now - refilled_at),
+                                                             every_us, tick_us, tick_gain, round_up))
   end
 $$;
 comment on function ratelimit.wait_for(numeric, bigint, timestamptz, timestamptz, numeric, numeric, numeric, numeric) is
-  'Microseconds from now until a bucket holds target microtokens, zero when it does.';
+  'Microseconds from now until a bucket holds target microtokens, zero when it does, null for never.';

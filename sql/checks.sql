@@ -84,6 +84,18 @@ $$;
 comment on function ratelimit.check_request(text, text, bigint, text) is
   'Raises 22023 for the first argument of an acquire that is out of range.';
 
+create or replace function ratelimit.check_max_rows(max_rows integer)
+  returns void language plpgsql
+as $$
+begin
+  if (max_rows > 0) is not true then
+    perform ratelimit.refuse('max_rows', max_rows::text, 'Pass 1 or more.');
+  end if;
+end;
+$$;
+comment on function ratelimit.check_max_rows(integer) is
+  'Raises 22023 unless a number of rows is one or more.';
+
 create or replace function ratelimit.check_length(argument text, length integer, expected integer)
   returns void language plpgsql
 as $$
@@ -96,6 +108,24 @@ end;
 $$;
 comment on function ratelimit.check_length(text, integer, integer) is
   'Raises 22023 unless an array has an element for each request.';
+
+create or replace function ratelimit.check_sizes(sizes integer[], length integer, idempotency_keys integer)
+  returns void language plpgsql
+as $$
+begin
+  if (0 <= all (sizes)) is not true then
+    perform ratelimit.refuse('sizes', 'below zero or null for a request', 'Pass the number of elements of each request.');
+  elsif (select coalesce(sum(s.size), 0) from unnest(sizes) as s (size)) <> length then
+    perform ratelimit.refuse('sizes', format('%s in sum, policies %s elements long', (select sum(s.size) from unnest(sizes) as s (size)), length),
+      'Pass the number of elements of each request.');
+  elsif idempotency_keys <> cardinality(sizes) then
+    perform ratelimit.refuse('idempotency_keys', format('%s elements long, sizes %s', idempotency_keys, cardinality(sizes)),
+      'Pass one idempotency key, or null, for each request.');
+  end if;
+end;
+$$;
+comment on function ratelimit.check_sizes(integer[], integer, integer) is
+  'Raises 22023 unless sizes splits length elements into requests, and there are as many idempotency keys, if any.';
 
 -- Months and years are refused, because their length is not fixed. The limit of 1000 years counts a year as
 -- 365.25 days of 24 hours.
@@ -116,27 +146,37 @@ $$;
 comment on function ratelimit.check_span(text, interval) is
   'Raises 22023 unless an interval is fixed in length and between 1 microsecond and 1000 years.';
 
-create or replace function ratelimit.check_policy(capacity bigint, refill bigint, every interval, remember interval)
+create or replace function ratelimit.check_numbers(least_capacity bigint, capacity bigint, refill bigint, every interval)
   returns void language plpgsql
 as $$
 declare
   v_missing constant text := 'A new policy needs capacity, refill and every.';
-  v_range   constant text := 'Pass 1 to 9000000000000 tokens.';
 begin
-  if (capacity between 1 and 9000000000000) is not true then
-    perform ratelimit.refuse('capacity', capacity::text, case when capacity is null then v_missing else v_range end);
+  if (capacity between least_capacity and 9000000000000) is not true then
+    perform ratelimit.refuse('capacity', capacity::text,
+      case when capacity is null then v_missing else format('Pass %s to 9000000000000 tokens.', least_capacity) end);
   end if;
-  if (refill between 1 and 9000000000000) is not true then
-    perform ratelimit.refuse('refill', refill::text, case when refill is null then v_missing else v_range end);
+  if (refill between 0 and 9000000000000) is not true then
+    perform ratelimit.refuse('refill', refill::text, case when refill is null then v_missing else 'Pass 0 to 9000000000000 tokens.' end);
   end if;
   if every is null then
     perform ratelimit.refuse('every', null, v_missing);
   end if;
   perform ratelimit.check_span('every', every);
-  if capacity * ratelimit.microseconds(every) > refill * ratelimit.microseconds(interval '3652500 days') then
+  if refill > 0 and capacity * ratelimit.microseconds(every) > refill * ratelimit.microseconds(interval '3652500 days') then
     perform ratelimit.refuse('refill', refill || ' every ' || every,
-      'Refill faster or lower the capacity: an empty bucket must fill within 10000 years.');
+      'Refill faster or lower the capacity: an empty bucket must fill within 10000 years. Or pass refill 0: it fills when it is reset.');
   end if;
+end;
+$$;
+comment on function ratelimit.check_numbers(bigint, bigint, bigint, interval) is
+  'Raises 22023 for the first number of a policy or an override that is missing or out of range.';
+
+create or replace function ratelimit.check_policy(capacity bigint, refill bigint, every interval, remember interval)
+  returns void language plpgsql
+as $$
+begin
+  perform ratelimit.check_numbers(1, capacity, refill, every);
   if remember is not null then
     perform ratelimit.check_span('remember', remember);
   end if;

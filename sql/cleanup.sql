@@ -1,5 +1,6 @@
--- Clean-up removes rows that change no answer: buckets that are full again, expired idempotency keys, and
--- rows whose policy was dropped. It finds due rows through an index and skips rows that another session has
+-- Clean-up removes rows that change no answer: buckets that are full again, expired idempotency keys, expired
+-- overrides, and rows whose policy was dropped. A bucket with a live override must be full by the override's numbers and
+-- by the policy's, because it must not be full by either when the other applies again. It finds due rows through an index and skips rows that another session has
 -- locked. An acquire on a bucket that a batch removes or postpones waits until the batch commits.
 --
 -- Clean-up judges every row as of five minutes ago. If the server's clock runs ahead for a moment, a bucket
@@ -16,9 +17,11 @@
 with due as materialized (
     select b.ctid as row_id,
            p.id is null
-           or {{ template "wait_for" (dict "target" "p.full_level" "bucket" "b." "policy" "p.") }} = 0 as removable
+           or {{ template "wait_for" (dict "target" "p.full_level" "bucket" "b." "policy" "p.") }} = 0
+              and (o.key is null or {{ template "wait_for" (dict "target" "o.full_level" "bucket" "b." "policy" "o.") }} = 0) as removable
       from {{ . }} as b
       left join policies as p on p.id = b.policy_id
+      left join overrides as o on p.overridden and o.policy_id = b.policy_id and o.key = b.key and o.expires_at > v_now
      where b.due_at <= due_before
      order by b.due_at
      limit max_rows
@@ -29,11 +32,16 @@ with due as materialized (
     returning 1
   ), postponed as (
     update {{ . }} as b
-       set due_at = v_now + (select least(interval '24 hours',
-                                          duration({{ template "wait_for" (dict "target" "p.full_level" "bucket" "b." "policy" "p.") }}))
+       set due_at = v_now + (select duration(least(greatest(coalesce({{ template "wait_for" (dict "target" "p.full_level" "bucket" "b." "policy" "p.") }}, v_most_us),
+                                                            case when o.key is not null then
+                                                              coalesce({{ template "wait_for" (dict "target" "o.full_level" "bucket" "b." "policy" "o.") }}, v_most_us)
+                                                            end),
+                                                   v_most_us))
                                from policies as p
+                               left join overrides as o on p.overridden and o.policy_id = b.policy_id and o.key = b.key
+                                                           and o.expires_at > v_now
                               where p.id = b.policy_id)
-     where b.ctid = any (array(select d.row_id from due as d where not d.removable))
+     where b.ctid = any (array(select d.row_id from due as d where d.removable is not true))
   )
   select (select count(*) from due), (select count(*) from removed) into v_read, v_deleted;
   v_rows          := v_rows + v_read;
@@ -51,6 +59,18 @@ delete from {{ . }} as k
   get diagnostics v_deleted = row_count;
   v_rows                   := v_rows + v_deleted;
   idempotency_keys_deleted := idempotency_keys_deleted + v_deleted;
+{{- end -}}
+{{- /* Removes expired overrides. */ -}}
+{{ define "cleanup_overrides" -}}
+delete from overrides as o
+   where o.ctid = any (array(select d.ctid
+                               from overrides as d
+                              where d.expires_at <= due_before
+                              order by d.expires_at
+                              limit max_rows
+                                for update skip locked));
+  get diagnostics v_deleted = row_count;
+  v_rows := v_rows + v_deleted;
 {{- end -}}
 {{- /* Removes rows whose policy was dropped. The arguments are the table, and the counter that its rows add to. */ -}}
 {{ define "cleanup_orphans" -}}
@@ -101,13 +121,12 @@ create or replace function ratelimit.cleanup_batch(
 as $$
 declare
   v_now     timestamptz := clock() - interval '5 minutes';  -- rows are judged as of this instant
+  v_most_us constant bigint := 86400000000;  -- by which a bucket is postponed: 24 hours
   v_read    bigint;
   v_deleted bigint;
   v_rows    bigint;  -- rows deleted or postponed
 begin
-  if (max_rows > 0) is not true then
-    perform refuse('max_rows', max_rows::text, 'Pass 1 or more.');
-  end if;
+  perform check_max_rows(max_rows);
   if (budget > interval '0') is not true then
     perform refuse('budget', budget::text, 'Pass an interval above zero, such as ''50 seconds''.');
   end if;
@@ -122,6 +141,7 @@ begin
     {{ template "cleanup_buckets" "ephemeral_buckets" }}
     {{ template "cleanup_keys" "idempotency_keys" }}
     {{ template "cleanup_keys" "ephemeral_idempotency_keys" }}
+    {{ template "cleanup_overrides" }}
     if v_rows = 0 then  -- orphans can wait for an idle batch
       {{ template "cleanup_orphans" (dict "table" "buckets" "counter" "buckets_deleted") }}
       {{ template "cleanup_orphans" (dict "table" "ephemeral_buckets" "counter" "buckets_deleted") }}

@@ -6,13 +6,13 @@ delete from {{ . }} as t
                             where u.policy_id = v_id
                               for update skip locked));
 {{- end -}}
--- Removes a policy with its buckets and idempotency keys.
+-- Removes a policy with its overrides, buckets and idempotency keys.
 --
 -- A row that an open transaction has locked is skipped, and left to clean-up. Such a row changes no answer,
 -- because a policy defined anew under the same name has another id. SKIP LOCKED can still block if the row
 -- changes hands while it is examined, as cleanup.sql says. Here only the caller's lock_timeout ends that wait.
 -- Locks:  the policy row and the rows it deletes, until the caller's transaction ends.
--- Writes: policies; the buckets and idempotency keys of the policy.
+-- Writes: policies; the overrides, buckets and idempotency keys of the policy.
 create or replace function ratelimit_drop_policy(policy text)
   returns void
   language plpgsql
@@ -30,6 +30,7 @@ begin
   if not found then
     perform unknown_policy(v_name);
   end if;
+  delete from overrides as o where o.policy_id = v_id;
   if v_durable then
     {{ template "delete_rows_of_policy" "buckets" }}
     {{ template "delete_rows_of_policy" "idempotency_keys" }}
@@ -40,4 +41,4 @@ begin
 end;
 $$;
 comment on function ratelimit_drop_policy(text) is
-  'Remove a policy with its buckets and idempotency keys.';
+  'Remove a policy with its overrides, buckets and idempotency keys.';

@@ -22,19 +22,29 @@
 {{ template "arithmetic.sql" . }}
 {{ template "checks.sql" . }}
 {{ template "answer.sql" . }}
+{{ template "overridden.sql" . }}
 
 -- Policies.
 {{ template "define_policy.sql" . }}
 {{ template "drop_policy.sql" . }}
 {{ template "policies.sql" . }}
+{{ template "override.sql" . }}
 
 -- Buckets.
 {{ template "acquire.sql" . }}
-{{ template "acquire_in_order.sql" . }}
-{{ template "acquire_many.sql" . }}
 {{ template "peek.sql" . }}
 {{ template "refund.sql" . }}
 {{ template "reset.sql" . }}
+
+-- Many requests, or many buckets, in one call.
+{{ template "keys.sql" . }}
+{{ template "take.sql" . }}
+{{ template "decide_in_order.sql" . }}
+{{ template "acquire_batch.sql" . }}
+{{ template "acquire_all.sql" . }}
+{{ template "acquire_many.sql" . }}
+{{ template "acquire_all_many.sql" . }}
+{{ template "acquire_packed.sql" . }}
 
 -- Upkeep.
 {{ template "cleanup.sql" . }}
@@ -43,11 +53,11 @@
 {{ template "epilogue.sql" . }}
 
 {{- /* Included, not functions: the fragments that the functions above share.
-       include/calls.sql        the calls with seven and eight arguments
-       include/locals.sql       the locals of look.sql and decide.sql: their contract
-       include/look.sql         reads one bucket: for ratelimit_peek and decide.sql
-       include/decide.sql       decides about one bucket and takes: for ratelimit_acquire and acquire_in_order
-       include/find_key.sql     looks up an idempotency key: for decide.sql
-       include/remember.sql     stores an idempotency key: for decide.sql and all_or_none.sql
-       include/all_or_none.sql  decides about all buckets of a batch at once: for acquire_in_order
-       include/newest.sql       finds a bucket by its newest row version: for look.sql, decide.sql and all_or_none.sql */ -}}
+       include/calls.sql          the calls with seven or eight arguments
+       include/locals.sql         the locals of look.sql and decide.sql: their contract
+       include/look.sql           reads one bucket: for ratelimit_peek and decide.sql
+       include/decide.sql         decides about one bucket and takes: for ratelimit_acquire
+       include/numbers_again.sql  reads the policy again after a wait: for look.sql and decide.sql
+       include/find_key.sql       looks up an idempotency key: for decide.sql
+       include/remember.sql       the end of storing idempotency keys: for decide.sql and remember
+       include/newest.sql         finds a bucket by its newest row version: for statements about many buckets */ -}}

@@ -1,4 +1,5 @@
 -- Reports the tokens that a bucket holds, and whether an acquire of this cost would be allowed now. Takes nothing.
+-- For a shadow policy it answers as if the policy were enforced.
 --
 -- Locks:  nothing.
 -- Writes: nothing. It works in a read-only transaction and, for durable policies, on a standby.
@@ -18,12 +19,15 @@ begin
   end if;
   v_policy := policy_named(policy);
   v_now    := clock();
+  if v_policy.overridden then
+    {{ template "include/override.sql" }}
+  end if;
   if v_policy.durable then
     {{ template "include/look.sql" (dict "buckets" "buckets") }}
   else
     {{ template "include/look.sql" (dict "buckets" "ephemeral_buckets") }}
   end if;
-  return answer(v_level, v_retry_us, v_reset_us, v_policy.capacity);
+  return answer_of(v_level, v_retry_us, v_reset_us, v_policy.capacity);
 end;
 $$;
 comment on function ratelimit_peek(text, text, bigint) is

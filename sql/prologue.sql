@@ -39,14 +39,14 @@ begin
       select n.nspname into strict v_home
         from pg_catalog.pg_proc as p
         join pg_catalog.pg_namespace as n on n.oid = p.pronamespace
-       where p.proname = 'ratelimit_acquire'
-         and p.prorettype = 'ratelimit.decision'::pg_catalog.regtype
+       where p.proname = 'ratelimit_version'
+         and p.pronargs = 0
          and p.proowner = v_owner;
     exception
       when no_data_found or too_many_rows then
         raise exception 'the installed functions were not found'
           using errcode = '42883',
-                detail  = 'Exactly one function ratelimit_acquire should belong to the owner of schema ratelimit.',
+                detail  = 'Exactly one function ratelimit_version() should belong to the owner of schema ratelimit.',
                 hint    = 'Restore its owner, or drop the copy.';
     end;
   end if;

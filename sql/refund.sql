@@ -27,6 +27,7 @@ as $$
 declare
   v_key         text collate "C" := ratelimit_refund.key;
   v_policy      policies;
+  v_override    overrides;
   v_amount      bigint;
   v_now         timestamptz;
   v_level       bigint;
@@ -38,18 +39,21 @@ begin
   perform check_name('key', v_key);
   perform check_tokens('amount', ratelimit_refund.amount);
   v_policy := policy_named(policy);
-  v_amount := least(ratelimit_refund.amount, v_policy.capacity);
   v_now    := clock();
+  if v_policy.overridden then
+    {{ template "include/override.sql" }}
+  end if;
+  v_amount := least(ratelimit_refund.amount, v_policy.capacity);
   if v_policy.durable then
     {{ template "refund" "buckets" }}
   else
     {{ template "refund" "ephemeral_buckets" }}
   end if;
   if not v_has_row then
-    return answer(microtokens(v_policy.capacity), 0, 0, v_policy.capacity);
+    return answer_of(microtokens(v_policy.capacity), 0, 0, v_policy.capacity);
   end if;
   v_reset_us := {{ template "wait_for" (dict "target" "v_policy.full_level" "bucket" "v_") }};
-  return answer(v_level, 0, v_reset_us, v_policy.capacity);
+  return answer_of(v_level, 0, v_reset_us, v_policy.capacity);
 end;
 $$;
 comment on function ratelimit_refund(text, text, bigint) is

@@ -51,7 +51,7 @@ begin
                   and a.atttypid = 'integer'::regtype) then
       select v.version into v_version from only ratelimit.schema_version as v;
     end if;
-    if v_version is null or v_version < 1 then
+    if v_version is null or v_version < 2 then
       raise exception 'schema ratelimit belongs to another role'
         using errcode = '42501',
               detail  = format('It belongs to %s.', v_owner::regrole),
@@ -69,10 +69,10 @@ do $newer$
 declare
   v_version integer := (select v.version from ratelimit.schema_version as v);
 begin
-  if v_version operator(pg_catalog.>) 1 then
+  if v_version operator(pg_catalog.>) 2 then
     raise exception 'a newer schema is installed'
       using errcode = '55000',
-            detail  = pg_catalog.format('Schema version %s is installed; this file knows versions up to 1.', v_version),
+            detail  = pg_catalog.format('Schema version %s is installed; this file knows versions up to 2.', v_version),
             hint    = 'Use the file of the release that installed it, or of a later one.';
   end if;
 end;
@@ -2458,7 +2458,3565 @@ update ratelimit.schema_version set version = 1;
 \unset pgratelimit_missing
 commit;
 
-\echo pgratelimit: schema version 1 is installed.
+begin transaction isolation level read committed;
+do $prepare$
+declare
+  v_path    text := pg_catalog.current_setting('search_path');
+  v_schema  oid;
+  v_owner   oid;
+  v_version integer;
+begin
+  perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- operators of PostgreSQL only
+  perform pg_advisory_xact_lock(9628173550095224);  -- as tern does
+  select n.oid, n.nspowner into v_schema, v_owner from pg_namespace as n where n.nspname = 'ratelimit';
+  if not found then
+    create schema ratelimit;
+  elsif exists (select from pg_class as c where c.relnamespace = v_schema and c.relowner <> v_owner) then
+    raise exception 'schema ratelimit holds objects of several roles'
+      using errcode = '42501',
+            detail  = 'They would run with your rights.',
+            hint    = 'Drop what does not belong to the owner of the schema.';
+  elsif pg_get_userbyid(v_owner) <> current_user then
+    if exists (select
+                 from pg_class as c
+                 join pg_attribute as a on a.attrelid = c.oid
+                where c.relnamespace = v_schema
+                  and c.relname = 'schema_version'
+                  and c.relkind = 'r'
+                  and not c.relrowsecurity
+                  and a.attname = 'version'
+                  and a.atttypid = 'integer'::regtype) then
+      select v.version into v_version from only ratelimit.schema_version as v;
+    end if;
+    if v_version is null or v_version < 2 then
+      raise exception 'schema ratelimit belongs to another role'
+        using errcode = '42501',
+              detail  = format('It belongs to %s.', v_owner::regrole),
+              hint    = format('Connect as %1$s, for example with options=-crole=%1$s; or drop the schema if it was planted.', v_owner::regrole);
+    end if;
+  end if;
+  if not exists (select from pg_class as c where c.relnamespace = 'ratelimit'::regnamespace and c.relname = 'schema_version') then
+    create table ratelimit.schema_version (version int4 not null);
+    insert into ratelimit.schema_version values (0);
+  end if;
+  perform set_config('search_path', v_path, true);
+end;
+$prepare$;
+do $newer$
+declare
+  v_version integer := (select v.version from ratelimit.schema_version as v);
+begin
+  if v_version operator(pg_catalog.>) 2 then
+    raise exception 'a newer schema is installed'
+      using errcode = '55000',
+            detail  = pg_catalog.format('Schema version %s is installed; this file knows versions up to 2.', v_version),
+            hint    = 'Use the file of the release that installed it, or of a later one.';
+  end if;
+end;
+$newer$;
+select v.version operator(pg_catalog.<) 2 as pgratelimit_missing from ratelimit.schema_version as v
+\gset
+\if :pgratelimit_missing
+-- 002_several_limits.sql
+-- Several limits in one request, overrides, shadow policies, and policies that do not refill.
+
+-- Acquires wait behind this migration, so it does not wait for long. It fails with 55P03 when a transaction that took
+-- tokens stays open, and can be run again.
+set local lock_timeout = '3s';
+
+-- Calls that begin from here on wait at the policy. They were resolved to the old functions, and go on with what those
+-- call: the functions at the end of this file and the old helpers, which the next migration drops.
+lock table ratelimit.policies in access exclusive mode;
+
+-- Remembers who may execute the functions that are dropped here, to grant it again at the end, and drops them.
+do $drop$
+declare
+  v_path   text := pg_catalog.current_setting('search_path');
+  v_home   text;
+  v_grants jsonb := '[]';
+  v_proc   record;
+begin
+  perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- operators of PostgreSQL only
+  select n.nspname
+    into strict v_home
+    from pg_proc as p
+    join pg_namespace as n on n.oid = p.pronamespace
+    join pg_namespace as package on package.nspname = 'ratelimit' and package.nspowner = p.proowner
+   where p.proname = 'ratelimit_acquire'
+     and p.prorettype = 'ratelimit.decision'::regtype;
+  for v_proc in
+    select p.oid::regprocedure as signature, p.proname, p.proacl, p.proowner
+      from pg_proc as p
+     where p.pronamespace = quote_ident(v_home)::regnamespace
+       and p.proname in ('ratelimit_define_policy', 'ratelimit_policies', 'ratelimit_acquire', 'ratelimit_acquire_many', 'ratelimit_peek',
+                         'ratelimit_refund')
+  loop
+    v_grants := v_grants || coalesce((
+      select jsonb_agg(jsonb_build_object('name', v_proc.proname, 'grantable', a.is_grantable,
+                                          'grantee', case a.grantee when 0 then 'public' else a.grantee::regrole::text end))
+        from aclexplode(v_proc.proacl) as a
+       where a.grantee <> v_proc.proowner), '[]');
+    execute format('drop function %s', v_proc.signature);
+  end loop;
+  perform set_config('ratelimit.grants', v_grants::text, true);
+  perform set_config('ratelimit.home', v_home, true);
+  perform set_config('search_path', v_path, true);
+end;
+$drop$;
+
+alter type ratelimit.decision rename to retired_decision;
+create type ratelimit.decision as (
+  allowed     boolean,
+  remaining   bigint,
+  retry_after interval,
+  reset_after interval,
+  capacity    bigint,
+  replayed    boolean,
+  shadowed    boolean
+);
+comment on type ratelimit.decision is
+  'The answer about one bucket: allowed; whole tokens remaining; retry_after, zero when allowed and null when the cost can never fit; reset_after, until full, null for never; capacity; replayed, when it is the first answer under a live idempotency key, given again; shadowed, when a shadow policy would deny if it were enforced.';
+create type ratelimit.packed as (
+  elements          bigint[],
+  remaining         bigint[],
+  retry_after_us    bigint[],
+  reset_after_us    bigint[],
+  capacity          bigint[],
+  replayed          boolean[],
+  shadowed          boolean[],
+  requests          bigint[],
+  requests_allowed  boolean[],
+  requests_replayed boolean[],
+  requests_shadowed boolean[],
+  bindings          integer[],
+  refused           bigint[],
+  error_codes       text[],
+  error_messages    text[],
+  error_details     text[],
+  error_hints       text[]
+);
+comment on type ratelimit.packed is
+  'The answers to many requests, as arrays: see ratelimit_acquire_packed.';
+create type ratelimit.charged as (
+  places      bigint[],
+  total       bigint,
+  level       bigint,
+  refilled_at timestamptz
+);
+comment on type ratelimit.charged is
+  'What ratelimit.take did to one bucket: for which elements, the sum of their costs, and the bucket after it.';
+comment on type ratelimit.retired_decision is
+  'Retired: calls that began under schema version 1 may still return it.';
+
+-- Neither column makes PostgreSQL write the table anew, which a call with an older snapshot would find empty.
+alter table ratelimit.policies
+  add column overridden boolean not null default false,
+  add column shadow     boolean not null default false;
+-- The planner reads a table slower while rows may lack a column. CLUSTER writes them anew, and unlike other ways to do so
+-- it keeps them visible to older snapshots.
+cluster ratelimit.policies using policies_pkey;
+alter table ratelimit.policies set without cluster;
+comment on column ratelimit.policies.overridden is
+  'Some key has had an override; until then nothing looks for one.';
+comment on column ratelimit.policies.shadow is
+  'The policy watches: what it would deny is allowed, and marked shadowed.';
+
+-- The columns from stepped on are those of ratelimit.policies.
+create table ratelimit.overrides (
+  policy_id  bigint      not null,
+  expires_at timestamptz not null,
+  key        text        collate "C" not null,
+  capacity   bigint      not null,
+  refill     bigint      not null,
+  every      interval    not null,
+  stepped    boolean     not null,
+  tick       interval    not null generated always as (case when stepped then every else interval '1 microsecond' end) stored,
+  every_us   numeric     not null generated always as (extract(epoch from every) * 1000000.0) stored,
+  tick_us    numeric     not null generated always as (case when stepped then extract(epoch from every) * 1000000.0 else 1 end) stored,
+  full_level numeric     not null generated always as (capacity * 1000000) stored,
+  gain       numeric     not null generated always as (refill::numeric * 1000000000000::numeric) stored,
+  tick_gain  numeric     not null generated always as ((refill * 1000000)::numeric * case when stepped then extract(epoch from every) * 1000000.0 else 1 end) stored,
+  round_up   numeric     not null generated always as ((refill * 1000000)::numeric * case when stepped then extract(epoch from every) * 1000000.0 else 1 end - 1::numeric) stored,
+  constraint overrides_pkey primary key (policy_id, key)
+);
+create index overrides_expires_at_idx on ratelimit.overrides (expires_at);
+comment on table ratelimit.overrides is
+  'The numbers of single keys that differ from their policy''s; changed by ratelimit_override and ratelimit_remove_override only.';
+comment on column ratelimit.overrides.expires_at is
+  'From when on the override is as good as absent; infinity for never.';
+comment on column ratelimit.overrides.stepped is
+  'That of the policy.';
+
+-- The time until a bucket is full is null when its policy does not refill.
+alter table ratelimit.idempotency_keys alter column reset_after drop not null;
+alter table ratelimit.ephemeral_idempotency_keys alter column reset_after drop not null;
+
+-- Default privileges may have granted rights on the new table to other roles.
+do $private$
+declare
+  v_path text := pg_catalog.current_setting('search_path');
+  v_role text;
+begin
+  perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- operators of PostgreSQL only
+  for v_role in
+    select distinct case a.grantee when 0 then 'public' else a.grantee::regrole::text end
+      from pg_class as c
+     cross join aclexplode(c.relacl) as a
+     where c.oid = 'ratelimit.overrides'::regclass
+       and a.grantee <> c.relowner
+  loop
+    execute format('revoke all on ratelimit.overrides from %s', v_role);
+  end loop;
+  perform set_config('search_path', v_path, true);
+end;
+$private$;
+
+-- pgratelimit: token bucket rate limits that live in PostgreSQL.
+--
+-- A policy says how large a bucket is and how fast it refills. A bucket belongs to one policy and
+-- one key; it stores how many microtokens it held at one instant, and everything else follows by
+-- arithmetic from the server's clock. No row means full: the first grant creates the row, clean-up
+-- removes it once it is full again. A grant made under an idempotency key is remembered beside its
+-- bucket, so that a retry gets the first answer and takes nothing.
+--
+-- The public functions are named ratelimit_* and live in the schema that headed search_path at the
+-- first install. Tables and helpers live in schema ratelimit, where callers have no rights: the
+-- public functions are SECURITY DEFINER with a pinned search_path, all but ratelimit_cleanup_all, which commits.
+--
+-- Durable and ephemeral policies keep their state in twin tables (buckets and ephemeral_buckets,
+-- idempotency_keys and ephemeral_idempotency_keys), because a statement cannot choose its table at run time.
+-- Code that touches them is written once, as a template over the two names.
+--
+-- This file is the table of contents.
+-- Decides where the public functions go, and refuses to install over objects of another role.
+--
+-- A first install takes the schema that heads search_path and wants it free of ratelimit_*
+-- functions: to replace a planted function would leave the role that planted it as owner. A later install
+-- goes to the schema that has the functions. The setting ratelimit.preexisting lists the functions that
+-- existed before, for this transaction only. The epilogue clears the grants of all others.
+do $prologue$
+declare
+  v_owner oid;
+  v_first text := pg_catalog.current_schema();
+  v_home  text;
+begin
+  perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- operators of PostgreSQL only
+  select n.nspowner into v_owner from pg_catalog.pg_namespace as n where n.nspname = 'ratelimit';
+  if pg_catalog.pg_get_userbyid(v_owner) <> current_user then
+    raise exception 'schema ratelimit belongs to another role'
+      using errcode = '42501',
+            detail  = pg_catalog.format('It belongs to %s.', v_owner::pg_catalog.regrole),
+            hint    = 'Install as its owner, or drop the schema if it was planted.';
+  end if;
+
+  if pg_catalog.to_regprocedure('ratelimit.clock()') is null then
+    v_home := v_first;
+    if v_home is null then
+      raise exception 'no schema to install into'
+        using errcode = '3F000',
+              hint    = 'Put an existing schema at the head of search_path, for example public.';
+    end if;
+    if exists (select from pg_catalog.pg_proc as p
+                where p.pronamespace = pg_catalog.quote_ident(v_home)::pg_catalog.regnamespace
+                  and pg_catalog.starts_with(p.proname, 'ratelimit_')) then
+      raise exception 'functions named ratelimit_* exist already'
+        using errcode = '42723',
+              detail  = pg_catalog.format('Schema %I has them, and they are not of this package.', v_home),
+              hint    = 'Drop or rename them, or install with another schema at the head of search_path.';
+    end if;
+  else
+    begin
+      select n.nspname into strict v_home
+        from pg_catalog.pg_proc as p
+        join pg_catalog.pg_namespace as n on n.oid = p.pronamespace
+       where p.proname = 'ratelimit_version'
+         and p.pronargs = 0
+         and p.proowner = v_owner;
+    exception
+      when no_data_found or too_many_rows then
+        raise exception 'the installed functions were not found'
+          using errcode = '42883',
+                detail  = 'Exactly one function ratelimit_version() should belong to the owner of schema ratelimit.',
+                hint    = 'Restore its owner, or drop the copy.';
+    end;
+  end if;
+
+  perform pg_catalog.set_config('ratelimit.preexisting',
+    (select coalesce(pg_catalog.string_agg(p.oid::text, ','), '')
+       from pg_catalog.pg_proc as p
+      where p.pronamespace in (pg_catalog.quote_ident(v_home)::pg_catalog.regnamespace, 'ratelimit'::pg_catalog.regnamespace)), true);
+  perform pg_catalog.set_config('search_path', pg_catalog.quote_ident(v_home) || ', pg_temp', true);
+end;
+$prologue$;
+
+
+-- Private: the rules, each in one place.
+-- The clock of every decision, and of what is due for clean-up. Only the deadline of clean-up uses
+-- clock_timestamp() directly. The function is inlined, and so costs nothing, because it has neither SET nor
+-- SECURITY DEFINER and declares the volatility of clock_timestamp().
+create or replace function ratelimit.clock()
+  returns timestamptz
+  language sql
+  volatile
+  parallel safe
+as $$
+  select clock_timestamp()
+$$;
+comment on function ratelimit.clock() is
+  'The time every decision is made by: the server''s wall clock, never the transaction''s.';
+
+-- The arithmetic of a bucket. Levels are whole microtokens and times whole microseconds, so every
+-- answer is a function of integers. Products are numeric, which neither overflows nor rounds. Refill is credited
+-- rounded down to whole microtokens, so each grant or refund loses less than one.
+--
+-- A bucket is (level, refilled_at): at the instant refilled_at it held level microtokens. Refill is
+-- credited at ticks, which are counted from refilled_at, and never above full_level. A tick is a
+-- microsecond when refill is continuous, and the whole interval when it is stepped.
+--
+-- The derived columns of policies hold what the formulas need; each has a comment. The formulas are
+--   gain       = refill * 10^12. Elapsed seconds * gain / every_us = microtokens; the extra 10^6 saves
+--                converting seconds
+--   tick_gain  = refill * 10^6 * tick_us. One tick gains tick_gain / every_us microtokens
+--   round_up   = tick_gain - 1. (x + round_up) div tick_gain = x / tick_gain, rounded up
+--
+-- All functions here are IMMUTABLE single expressions, so that the planner inlines them. An argument that
+-- is used twice must be cheap, such as a column, a variable or a product, or it stops inlining.
+-- include/calls.sql has the long calls.
+
+create or replace function ratelimit.microtokens(tokens bigint)
+  returns bigint language sql immutable parallel safe
+as $$
+  select tokens * 1000000
+$$;
+comment on function ratelimit.microtokens(bigint) is
+  'Tokens as microtokens, the unit of levels.';
+
+create or replace function ratelimit.whole_tokens(level bigint)
+  returns bigint language sql immutable parallel safe
+as $$
+  select level / 1000000 - (level % 1000000 < 0)::integer  -- rounds down below zero too
+$$;
+comment on function ratelimit.whole_tokens(bigint) is
+  'A level in whole tokens, rounded down.';
+
+create or replace function ratelimit.microseconds(span interval)
+  returns numeric language sql immutable parallel safe
+as $$
+  select extract(epoch from span) * 1000000
+$$;
+comment on function ratelimit.microseconds(interval) is
+  'An interval without months in microseconds; a day is 24 hours.';
+
+-- The interval has hours and seconds but no days, because a day added to a timestamptz may be 23 or 25 hours.
+create or replace function ratelimit.duration(microseconds bigint)
+  returns interval language sql immutable parallel safe
+as $$
+  select make_interval(hours => (microseconds / 3600000000)::integer,
+                       secs  => (microseconds % 3600000000)::double precision / 1000000)
+$$;
+comment on function ratelimit.duration(bigint) is
+  'Microseconds as an interval, exactly.';
+
+-- Elapsed time is never negative: a clock that steps back credits and removes nothing.
+create or replace function ratelimit.refilled_until(refilled_at timestamptz, now timestamptz, tick interval)
+  returns timestamptz language sql immutable parallel safe
+as $$
+  select date_bin(tick, greatest(refilled_at, now), refilled_at)
+$$;
+comment on function ratelimit.refilled_until(timestamptz, timestamptz, interval) is
+  'The instant of refilled_level: the last tick by now, counted from refilled_at and never before it.';
+
+create or replace function ratelimit.refilled_level(
+    level bigint, refilled_at timestamptz, now timestamptz, full_level numeric, gain numeric, every_us numeric, tick interval)
+  returns bigint language sql immutable parallel safe
+as $$
+  select least(
+    full_level,
+    level + div(extract(epoch from ratelimit.refilled_until(refilled_at, now, tick) - refilled_at) * gain, every_us))::bigint
+$$;
+comment on function ratelimit.refilled_level(bigint, timestamptz, timestamptz, numeric, numeric, numeric, interval) is
+  'The level of a bucket now, in microtokens.';
+
+-- Exact: after this wait the bucket holds target, one microsecond earlier it does not. Null means never: with
+-- refill 0, tick_gain is 0.
+-- Precondition: the bucket is below target now. Callers that know this skip the checks of wait_for.
+create or replace function ratelimit.wait_below(
+    target numeric, level bigint, elapsed_us numeric,
+    every_us numeric, tick_us numeric, tick_gain numeric, round_up numeric)
+  returns bigint language sql immutable parallel safe
+as $$
+  select (div((target - level) * every_us + round_up, nullif(tick_gain, 0)) * tick_us - elapsed_us)::bigint
+$$;
+comment on function ratelimit.wait_below(numeric, bigint, numeric, numeric, numeric, numeric, numeric) is
+  'Microseconds until a bucket holds target microtokens, if it held level elapsed_us ago and is below target now.';
+
+create or replace function ratelimit.wait_for(
+    target numeric, level bigint, refilled_at timestamptz, now timestamptz,
+    every_us numeric, tick_us numeric, tick_gain numeric, round_up numeric)
+  returns bigint language sql immutable parallel safe
+as $$
+  select case
+    when level >= target then 0
+    when tick_gain > 0 then greatest(0, ratelimit.wait_below(target, level, ratelimit.microseconds(now - refilled_at),
+                                                             every_us, tick_us, tick_gain, round_up))
+  end
+$$;
+comment on function ratelimit.wait_for(numeric, bigint, timestamptz, timestamptz, numeric, numeric, numeric, numeric) is
+  'Microseconds from now until a bucket holds target microtokens, zero when it does, null for never.';
+
+-- The checks of arguments. Every error has a constant message, the facts in DETAIL and the remedy in HINT.
+
+create or replace function ratelimit.refuse(argument text, fact text, remedy text)
+  returns void language plpgsql
+as $$
+begin
+  raise exception using
+    errcode = '22023',
+    message = 'invalid ' || argument,
+    detail  = format('%s is %s.', argument, coalesce(fact, 'null')),
+    hint    = remedy;
+end;
+$$;
+comment on function ratelimit.refuse(text, text, text) is
+  'Raises 22023 for one argument.';
+
+create or replace function ratelimit.is_name(value text)
+  returns boolean language sql immutable parallel safe
+as $$
+  select octet_length(value) between 1 and 512
+$$;
+comment on function ratelimit.is_name(text) is
+  'Whether a policy, key or idempotency key has 1 to 512 bytes; null for null.';
+
+create or replace function ratelimit.is_list(elements anyarray)
+  returns boolean language sql immutable parallel safe
+as $$
+  select array_lower(elements, 1) = 1 and array_ndims(elements) = 1
+$$;
+comment on function ratelimit.is_list(anyarray) is
+  'Whether an array has one dimension and is subscripted from 1; null for an empty one and for null.';
+
+create or replace function ratelimit.check_name(argument text, value text)
+  returns void language plpgsql
+as $$
+begin
+  if ratelimit.is_name(value) is not true then
+    perform ratelimit.refuse(argument,
+      case when value is null then null when value = '' then 'empty' else octet_length(value) || ' bytes long' end,
+      'Pass a text of 1 to 512 bytes.');
+  end if;
+end;
+$$;
+comment on function ratelimit.check_name(text, text) is
+  'Raises 22023 unless a policy, key or idempotency key has 1 to 512 bytes.';
+
+create or replace function ratelimit.check_tokens(argument text, value bigint)
+  returns void language plpgsql
+as $$
+begin
+  if (value >= 0) is not true then
+    perform ratelimit.refuse(argument, value::text,
+      case argument
+        when 'cost' then 'Pass a whole number of tokens, 0 or more; ratelimit_refund gives tokens back.'
+        else 'Pass a whole number of tokens, 0 or more.'
+      end);
+  end if;
+end;
+$$;
+comment on function ratelimit.check_tokens(text, bigint) is
+  'Raises 22023 unless a cost or amount is zero or more.';
+
+-- Inlined, unlike check_request: a valid request pays for no call.
+create or replace function ratelimit.acceptable(key text, cost bigint)
+  returns boolean language sql immutable parallel safe
+as $$
+  select (ratelimit.is_name(key) and cost >= 0) is true
+$$;
+comment on function ratelimit.acceptable(text, bigint) is
+  'Whether check_request would accept this key and cost.';
+
+create or replace function ratelimit.check_request(policy text, key text, cost bigint, idempotency_key text)
+  returns void language plpgsql
+as $$
+begin
+  perform ratelimit.check_name('policy', policy);
+  perform ratelimit.check_name('key', key);
+  perform ratelimit.check_tokens('cost', cost);
+  if idempotency_key is not null then
+    perform ratelimit.check_name('idempotency_key', idempotency_key);
+  end if;
+end;
+$$;
+comment on function ratelimit.check_request(text, text, bigint, text) is
+  'Raises 22023 for the first argument of an acquire that is out of range.';
+
+create or replace function ratelimit.check_max_rows(max_rows integer)
+  returns void language plpgsql
+as $$
+begin
+  if (max_rows > 0) is not true then
+    perform ratelimit.refuse('max_rows', max_rows::text, 'Pass 1 or more.');
+  end if;
+end;
+$$;
+comment on function ratelimit.check_max_rows(integer) is
+  'Raises 22023 unless a number of rows is one or more.';
+
+create or replace function ratelimit.check_length(argument text, length integer, expected integer)
+  returns void language plpgsql
+as $$
+begin
+  if length is null or length is distinct from expected then
+    perform ratelimit.refuse(argument, length || ' elements long, policies ' || expected,
+      'Pass arrays of one length: element n of each is request n.');
+  end if;
+end;
+$$;
+comment on function ratelimit.check_length(text, integer, integer) is
+  'Raises 22023 unless an array has an element for each request.';
+
+create or replace function ratelimit.check_sizes(sizes integer[], length integer, idempotency_keys integer)
+  returns void language plpgsql
+as $$
+begin
+  if (0 <= all (sizes)) is not true then
+    perform ratelimit.refuse('sizes', 'below zero or null for a request', 'Pass the number of elements of each request.');
+  elsif (select coalesce(sum(s.size), 0) from unnest(sizes) as s (size)) <> length then
+    perform ratelimit.refuse('sizes', format('%s in sum, policies %s elements long', (select sum(s.size) from unnest(sizes) as s (size)), length),
+      'Pass the number of elements of each request.');
+  elsif idempotency_keys <> cardinality(sizes) then
+    perform ratelimit.refuse('idempotency_keys', format('%s elements long, sizes %s', idempotency_keys, cardinality(sizes)),
+      'Pass one idempotency key, or null, for each request.');
+  end if;
+end;
+$$;
+comment on function ratelimit.check_sizes(integer[], integer, integer) is
+  'Raises 22023 unless sizes splits length elements into requests, and there are as many idempotency keys, if any.';
+
+-- Months and years are refused, because their length is not fixed. The limit of 1000 years counts a year as
+-- 365.25 days of 24 hours.
+create or replace function ratelimit.check_span(argument text, value interval)
+  returns void language plpgsql
+as $$
+begin
+  if value is null
+     or not isfinite(value)
+     or extract(year from value) <> 0
+     or extract(month from value) <> 0
+     or ratelimit.microseconds(value) not between 1 and ratelimit.microseconds(interval '365250 days') then
+    perform ratelimit.refuse(argument, value::text,
+      'Pass an interval of 1 microsecond to 365250 days (1000 years), in days or smaller units.');
+  end if;
+end;
+$$;
+comment on function ratelimit.check_span(text, interval) is
+  'Raises 22023 unless an interval is fixed in length and between 1 microsecond and 1000 years.';
+
+create or replace function ratelimit.check_numbers(least_capacity bigint, capacity bigint, refill bigint, every interval)
+  returns void language plpgsql
+as $$
+declare
+  v_missing constant text := 'A new policy needs capacity, refill and every.';
+begin
+  if (capacity between least_capacity and 9000000000000) is not true then
+    perform ratelimit.refuse('capacity', capacity::text,
+      case when capacity is null then v_missing else format('Pass %s to 9000000000000 tokens.', least_capacity) end);
+  end if;
+  if (refill between 0 and 9000000000000) is not true then
+    perform ratelimit.refuse('refill', refill::text, case when refill is null then v_missing else 'Pass 0 to 9000000000000 tokens.' end);
+  end if;
+  if every is null then
+    perform ratelimit.refuse('every', null, v_missing);
+  end if;
+  perform ratelimit.check_span('every', every);
+  if refill > 0 and capacity * ratelimit.microseconds(every) > refill * ratelimit.microseconds(interval '3652500 days') then
+    perform ratelimit.refuse('refill', refill || ' every ' || every,
+      'Refill faster or lower the capacity: an empty bucket must fill within 10000 years. Or pass refill 0: it fills when it is reset.');
+  end if;
+end;
+$$;
+comment on function ratelimit.check_numbers(bigint, bigint, bigint, interval) is
+  'Raises 22023 for the first number of a policy or an override that is missing or out of range.';
+
+create or replace function ratelimit.check_policy(capacity bigint, refill bigint, every interval, remember interval)
+  returns void language plpgsql
+as $$
+begin
+  perform ratelimit.check_numbers(1, capacity, refill, every);
+  if remember is not null then
+    perform ratelimit.check_span('remember', remember);
+  end if;
+end;
+$$;
+comment on function ratelimit.check_policy(bigint, bigint, interval, interval) is
+  'Raises 22023 for the first argument of a policy definition that is missing or out of range.';
+
+create or replace function ratelimit.unknown_policy(policy text)
+  returns void language plpgsql
+as $$
+begin
+  raise exception 'unknown policy' using
+    errcode = 'RL001',
+    detail  = format('No policy is named %L.', policy),
+    hint    = format('Define it first: select ratelimit_define_policy(%L, capacity => 10, refill => 10, every => ''1 second'').', policy);
+end;
+$$;
+comment on function ratelimit.unknown_policy(text) is
+  'Raises RL001, the error for an unknown policy.';
+
+create or replace function ratelimit.policy_named(policy text)
+  returns ratelimit.policies language plpgsql stable
+as $$
+declare
+  v_name   text collate "C" := policy_named.policy;
+  v_policy ratelimit.policies;
+begin
+  perform ratelimit.check_name('policy', v_name);
+  select p.* into v_policy from ratelimit.policies as p where p.name = v_name;
+  if not found then
+    perform ratelimit.unknown_policy(v_name);
+  end if;
+  return v_policy;
+end;
+$$;
+comment on function ratelimit.policy_named(text) is
+  'One policy by name, or RL001.';
+
+-- A short form of answer_of: after a grant, retry_after is 0 and the level is not below 0.
+create or replace function ratelimit.grant_of(level bigint, reset_us bigint, capacity bigint)
+  returns ratelimit.decision language sql immutable parallel safe
+as $$
+  select (true, level / 1000000, interval '0', ratelimit.duration(reset_us), capacity, false, false)::ratelimit.decision
+$$;
+comment on function ratelimit.grant_of(bigint, bigint, bigint) is
+  'The decision of a grant, from the level that it left and the microseconds until the bucket is full.';
+
+create or replace function ratelimit.answer_of(level bigint, retry_us bigint, reset_us bigint, capacity bigint)
+  returns ratelimit.decision language sql immutable parallel safe
+as $$
+  select (coalesce(retry_us = 0, false), ratelimit.whole_tokens(level), ratelimit.duration(retry_us),
+          ratelimit.duration(reset_us), capacity, false, false)::ratelimit.decision
+$$;
+comment on function ratelimit.answer_of(bigint, bigint, bigint, bigint) is
+  'A decision from the level now, retry_us (0 means allowed, null means never) and reset_us.';
+
+create or replace function ratelimit.shadow_of(level bigint, reset_us bigint, capacity bigint)
+  returns ratelimit.decision language sql immutable parallel safe
+as $$
+  select (true, ratelimit.whole_tokens(level), interval '0', ratelimit.duration(reset_us), capacity, false, true)::ratelimit.decision
+$$;
+comment on function ratelimit.shadow_of(bigint, bigint, bigint) is
+  'The decision of a shadow policy that would deny if it were enforced.';
+
+create or replace function ratelimit.replay_of(granted ratelimit.idempotency_keys)
+  returns ratelimit.decision language sql immutable parallel safe
+as $$
+  select (true, granted.remaining, interval '0', granted.reset_after, granted.capacity, true, false)::ratelimit.decision
+$$;
+comment on function ratelimit.replay_of(ratelimit.idempotency_keys) is
+  'The first answer given under an idempotency key, marked replayed.';
+
+-- decisions_of(...)[n] is the decision about element n; null if it was refused. The arguments are those of acquire_batch.
+create or replace function ratelimit.decisions_of(
+    elements bigint[], remaining bigint[], retry_us bigint[], reset_us bigint[], capacity bigint[], replayed boolean[], shadowed boolean[])
+  returns ratelimit.decision[] language plpgsql immutable
+as $$
+declare
+  v_decisions ratelimit.decision[];
+begin
+  for n in 1..coalesce(cardinality(elements), 0) loop
+    v_decisions[elements[n]] := (coalesce(retry_us[n] = 0, false), remaining[n], ratelimit.duration(retry_us[n]), ratelimit.duration(reset_us[n]),
+                                 capacity[n], coalesce(replayed[n], false), coalesce(shadowed[n], false))::ratelimit.decision;
+  end loop;
+  return v_decisions;
+end;
+$$;
+comment on function ratelimit.decisions_of(bigint[], bigint[], bigint[], bigint[], bigint[], boolean[], boolean[]) is
+  'The decisions of a batch, by the number of the element.';
+
+create or replace function ratelimit.check_repeated_cost(granted ratelimit.idempotency_keys, cost bigint)
+  returns void language plpgsql
+as $$
+begin
+  if granted.cost <> cost then
+    raise exception 'idempotency key used before with another cost' using
+      errcode = 'RL002',
+      detail  = format('%L was granted with cost %s and comes back with cost %s.', granted.idempotency_key, granted.cost, cost),
+      hint    = 'Repeat a request with its first cost, and give a new request a new key.';
+  end if;
+end;
+$$;
+comment on function ratelimit.check_repeated_cost(ratelimit.idempotency_keys, bigint) is
+  'Raises RL002 unless a repeat has the cost of the grant under its idempotency key.';
+
+-- The functions that answer many requests report an error in the row of its request. So this function catches the
+-- errors of the checks. granted is the remembered grant whose cost differs; null means that the policy is unknown,
+-- unless an argument is bad.
+create or replace function ratelimit.refusal(
+    in  policy text, in key text, in cost bigint, in idempotency_key text, in granted ratelimit.idempotency_keys,
+    out error_code text, out error_message text, out error_detail text, out error_hint text)
+  language plpgsql
+as $$
+begin
+  perform ratelimit.check_request(policy, key, cost, idempotency_key);
+  if granted is null then
+    perform ratelimit.unknown_policy(policy);
+  else
+    perform ratelimit.check_repeated_cost(granted, cost);
+  end if;
+exception when sqlstate '22023' or sqlstate 'RL001' or sqlstate 'RL002' then
+  get stacked diagnostics error_code    = returned_sqlstate,
+                          error_message = message_text,
+                          error_detail  = pg_exception_detail,
+                          error_hint    = pg_exception_hint;
+end;
+$$;
+comment on function ratelimit.refusal(text, text, bigint, text, ratelimit.idempotency_keys) is
+  'The error ratelimit_acquire would raise, as a row.';
+
+-- An override is the numbers of a policy for one key. It is live until it expires. ratelimit.overrides has the derived
+-- columns of ratelimit.policies, so the arithmetic takes them from either.
+--
+-- Nothing looks for an override unless the policy's column overridden says that it has some. So a policy without them
+-- pays nothing.
+create or replace function ratelimit.overridden(policy ratelimit.policies, override ratelimit.overrides)
+  returns ratelimit.policies language sql immutable parallel safe
+as $$
+  select row(policy.id, policy.name, override.capacity, override.refill, override.every, policy.stepped, policy.durable, policy.remember,
+             override.tick, override.every_us, override.tick_us, override.full_level, override.gain, override.tick_gain, override.round_up,
+             policy.remember_us, policy.overridden, policy.shadow)::ratelimit.policies
+$$;
+comment on function ratelimit.overridden(ratelimit.policies, ratelimit.overrides) is
+  'A policy with the numbers of an override.';
+
+
+-- Policies.
+-- Creates a policy, or changes the policy of that name. A null argument keeps the policy's value. A new
+-- policy needs capacity, refill and every; stepped is false, durable true, remember 24 hours and shadow false unless given.
+--
+-- With refill 0 a bucket fills only when it is told to, by ratelimit_reset or ratelimit_refund. A shadow policy watches:
+-- its buckets move as if it were enforced, but an acquire that it would deny is allowed, takes nothing and is marked
+-- shadowed.
+--
+-- A change applies to the next acquire of every bucket. Levels stay, clamped to the new capacity. The
+-- time since a bucket was last written is credited at the new rate. A bucket that clean-up removed while a policy was
+-- lowered was full by the lower capacity, and is full by the higher one once the policy is raised again. An override
+-- keeps its numbers.
+-- Locks:  the policy row, until the caller's transaction ends. Acquires do not wait for it.
+-- Writes: policies; overrides, if stepped changes.
+create or replace function ratelimit_define_policy(
+    policy   text,
+    capacity bigint   default null,
+    refill   bigint   default null,
+    every    interval default null,
+    stepped  boolean  default null,
+    durable  boolean  default null,
+    remember interval default null,
+    shadow   boolean  default null)
+  returns void
+  language plpgsql
+  volatile
+  security definer
+  set search_path = ratelimit, pg_temp
+as $$
+declare
+  v_name    text collate "C" := ratelimit_define_policy.policy;
+  v_policy  policies;
+  v_durable boolean;
+begin
+  perform check_name('policy', v_name);
+  select p.* into v_policy from policies as p where p.name = v_name for update;  -- the checks combine new numbers with these
+  perform check_policy(coalesce(ratelimit_define_policy.capacity, v_policy.capacity),
+                       coalesce(ratelimit_define_policy.refill, v_policy.refill),
+                       coalesce(ratelimit_define_policy.every, v_policy.every),
+                       ratelimit_define_policy.remember);
+  insert into policies as p (id, name, capacity, refill, every, stepped, durable, remember, shadow)
+  values (hashtextextended(gen_random_uuid()::text, 0),
+          v_name,
+          coalesce(ratelimit_define_policy.capacity, v_policy.capacity),
+          coalesce(ratelimit_define_policy.refill, v_policy.refill),
+          coalesce(ratelimit_define_policy.every, v_policy.every),
+          coalesce(ratelimit_define_policy.stepped, false),
+          coalesce(ratelimit_define_policy.durable, true),
+          coalesce(ratelimit_define_policy.remember, interval '24 hours'),
+          coalesce(ratelimit_define_policy.shadow, false))
+  on conflict on constraint policies_pkey do update
+     set capacity = excluded.capacity,
+         refill   = excluded.refill,
+         every    = excluded.every,
+         stepped  = coalesce(ratelimit_define_policy.stepped, p.stepped),
+         remember = coalesce(ratelimit_define_policy.remember, p.remember),
+         shadow   = coalesce(ratelimit_define_policy.shadow, p.shadow)
+  returning p.durable into v_durable;
+
+  if v_policy.stepped <> ratelimit_define_policy.stepped then
+    update overrides as o set stepped = ratelimit_define_policy.stepped where o.policy_id = v_policy.id;
+  end if;
+  if v_durable <> ratelimit_define_policy.durable then
+    raise exception 'invalid durable'
+      using errcode = '22023',
+            detail  = format('Policy %L was created with durable => %s.', v_name, v_durable),
+            hint    = 'Drop the policy and define it anew; its buckets will be full.';
+  end if;
+end;
+$$;
+comment on function ratelimit_define_policy(text, bigint, bigint, interval, boolean, boolean, interval, boolean) is
+  'Create or change a policy: buckets of capacity tokens that gain refill tokens every interval.';
+
+-- Removes a policy with its overrides, buckets and idempotency keys.
+--
+-- A row that an open transaction has locked is skipped, and left to clean-up. Such a row changes no answer,
+-- because a policy defined anew under the same name has another id. SKIP LOCKED can still block if the row
+-- changes hands while it is examined, as cleanup.sql says. Here only the caller's lock_timeout ends that wait.
+-- Locks:  the policy row and the rows it deletes, until the caller's transaction ends.
+-- Writes: policies; the overrides, buckets and idempotency keys of the policy.
+create or replace function ratelimit_drop_policy(policy text)
+  returns void
+  language plpgsql
+  volatile
+  security definer
+  set search_path = ratelimit, pg_temp
+as $$
+declare
+  v_name    text collate "C" := ratelimit_drop_policy.policy;
+  v_id      bigint;
+  v_durable boolean;
+begin
+  perform check_name('policy', v_name);
+  delete from policies as p where p.name = v_name returning p.id, p.durable into v_id, v_durable;
+  if not found then
+    perform unknown_policy(v_name);
+  end if;
+  delete from overrides as o where o.policy_id = v_id;
+  if v_durable then
+    delete from buckets as t
+ where t.ctid = any (array(select u.ctid
+                             from buckets as u
+                            where u.policy_id = v_id
+                              for update skip locked));
+    delete from idempotency_keys as t
+ where t.ctid = any (array(select u.ctid
+                             from idempotency_keys as u
+                            where u.policy_id = v_id
+                              for update skip locked));
+  else
+    delete from ephemeral_buckets as t
+ where t.ctid = any (array(select u.ctid
+                             from ephemeral_buckets as u
+                            where u.policy_id = v_id
+                              for update skip locked));
+    delete from ephemeral_idempotency_keys as t
+ where t.ctid = any (array(select u.ctid
+                             from ephemeral_idempotency_keys as u
+                            where u.policy_id = v_id
+                              for update skip locked));
+  end if;
+end;
+$$;
+comment on function ratelimit_drop_policy(text) is
+  'Remove a policy with its overrides, buckets and idempotency keys.';
+
+-- Lists the policies, as defined.
+--
+-- Locks:  nothing.
+-- Writes: nothing.
+create or replace function ratelimit_policies()
+  returns table (policy text, capacity bigint, refill bigint, every interval,
+                 stepped boolean, durable boolean, remember interval, shadow boolean)
+  language sql
+  stable
+  security definer
+  set search_path = ratelimit, pg_temp
+as $$
+  select p.name, p.capacity, p.refill, p.every, p.stepped, p.durable, p.remember, p.shadow
+    from policies as p
+   order by p.name
+$$;
+comment on function ratelimit_policies() is
+  'List the policies, one row each, as defined.';
+
+-- Sets the numbers of one key: the policy's, but for those given. An override replaces an earlier one of the key. It
+-- applies from the commit of the caller's transaction on, to calls that begin then. A bucket with a row keeps its level,
+-- clamped to the new capacity; a bucket without one is full at the new capacity. So ratelimit_reset in the same
+-- transaction starts a new plan full. capacity 0 blocks the key: a cost above 0 never fits.
+--
+-- From expires_at on the override is as good as absent. stepped, durable, remember and shadow stay the policy's.
+--
+-- Locks:  the row of the override, until the caller's transaction ends. The first override of a policy locks the row of
+--         the policy, too; acquires do not wait for it.
+-- Writes: overrides; policies by the first override of a policy.
+create or replace function ratelimit_override(
+    policy     text,
+    key        text,
+    capacity   bigint      default null,
+    refill     bigint      default null,
+    every      interval    default null,
+    expires_at timestamptz default null)
+  returns void
+  language plpgsql
+  volatile
+  security definer
+  set search_path = ratelimit, pg_temp
+as $$
+declare
+  v_key        text collate "C" := ratelimit_override.key;
+  v_policy     policies;
+  v_capacity   bigint;
+  v_refill     bigint;
+  v_every      interval;
+  v_expires_at timestamptz := coalesce(ratelimit_override.expires_at, 'infinity');
+begin
+  perform check_name('policy', policy);
+  perform check_name('key', v_key);
+  perform check_numbers(0, coalesce(ratelimit_override.capacity, 0), 0, '1 microsecond');
+  perform check_numbers(0, 0, coalesce(ratelimit_override.refill, 0), '1 microsecond');
+  perform check_numbers(0, 0, 0, coalesce(ratelimit_override.every, '1 microsecond'));
+  if num_nulls(ratelimit_override.capacity, ratelimit_override.refill, ratelimit_override.every) = 0 then
+    perform check_numbers(0, ratelimit_override.capacity, ratelimit_override.refill, ratelimit_override.every);
+  end if;
+  if v_expires_at <= clock() then
+    perform refuse('expires_at', v_expires_at::text, 'Pass an instant that lies ahead, or null: the override then stays until it is removed.');
+  end if;
+  v_policy   := policy_named(policy);
+  v_capacity := coalesce(ratelimit_override.capacity, v_policy.capacity);
+  v_refill   := coalesce(ratelimit_override.refill, v_policy.refill);
+  v_every    := coalesce(ratelimit_override.every, v_policy.every);
+  perform check_numbers(0, v_capacity, v_refill, v_every);
+
+  -- Either statement waits for a session that drops the policy, and keeps one from doing so.
+  update policies as p set overridden = true where p.id = v_policy.id and not p.overridden;
+  perform from policies as p where p.id = v_policy.id for key share;
+  if not found then
+    perform unknown_policy(policy);
+  end if;
+  insert into overrides as o (policy_id, key, capacity, refill, every, stepped, expires_at)
+  values (v_policy.id, v_key, v_capacity, v_refill, v_every, v_policy.stepped, v_expires_at)
+  on conflict on constraint overrides_pkey do update
+     set capacity   = excluded.capacity,
+         refill     = excluded.refill,
+         every      = excluded.every,
+         stepped    = excluded.stepped,
+         expires_at = excluded.expires_at;
+end;
+$$;
+comment on function ratelimit_override(text, text, bigint, bigint, interval, timestamptz) is
+  'Give one key of a policy numbers of its own; those not given are the policy''s as of now.';
+
+-- Removes the override of one key, and reports whether there was a live one. The policy's numbers apply from the commit
+-- of the caller's transaction on.
+--
+-- Locks:  the row of the override, until the caller's transaction ends.
+-- Writes: overrides.
+create or replace function ratelimit_remove_override(policy text, key text)
+  returns boolean
+  language plpgsql
+  volatile
+  security definer
+  set search_path = ratelimit, pg_temp
+as $$
+declare
+  v_key        text collate "C" := ratelimit_remove_override.key;
+  v_policy     policies;
+  v_expires_at timestamptz;
+begin
+  perform check_name('policy', policy);
+  perform check_name('key', v_key);
+  v_policy := policy_named(policy);
+  delete from overrides as o
+   where o.policy_id = v_policy.id
+     and o.key       = v_key
+  returning o.expires_at into v_expires_at;
+  return coalesce(v_expires_at > clock(), false);
+end;
+$$;
+comment on function ratelimit_remove_override(text, text) is
+  'Remove the override of one key; true if there was one.';
+
+-- The checks of ratelimit_overrides, whose own language has none.
+create or replace function ratelimit.check_overrides(policy text, key text, max_rows integer)
+  returns void language plpgsql stable
+as $$
+begin
+  if policy is not null then
+    perform ratelimit.check_name('policy', policy);
+  end if;
+  if key is not null then
+    perform ratelimit.check_name('key', key);
+  end if;
+  perform ratelimit.check_max_rows(max_rows);
+  if policy is not null then
+    perform ratelimit.policy_named(policy);
+  end if;
+end;
+$$;
+comment on function ratelimit.check_overrides(text, text, integer) is
+  'Raises 22023 for an argument out of range, and RL001 for an unknown policy.';
+
+-- Lists live overrides, by policy and key: of one policy, or of one key, if given.
+--
+-- Locks:  nothing.
+-- Writes: nothing.
+create or replace function ratelimit_overrides(policy text default null, key text default null, max_rows integer default 1000)
+  returns table (policy text, key text, capacity bigint, refill bigint, every interval, expires_at timestamptz)
+  language sql
+  stable
+  security definer
+  set search_path = ratelimit, pg_temp
+as $$
+  select check_overrides($1, $2, $3);
+  select p.name, o.key, o.capacity, o.refill, o.every, nullif(o.expires_at, 'infinity')
+    from policies as p
+   cross join lateral (select o.* from overrides as o where o.policy_id = p.id and o.key = $2 collate "C"  -- through the primary key
+                       union all
+                       select o.* from overrides as o where o.policy_id = p.id and $2 is null) as o
+   where o.expires_at > clock()
+     and ($1 is null or p.name = $1 collate "C")
+   order by p.name, o.key
+   limit $3
+$$;
+comment on function ratelimit_overrides(text, text, integer) is
+  'List the live overrides, at most max_rows of them.';
+
+
+-- Buckets.
+-- Takes cost tokens from one bucket if it has them, and answers; a denial is an answer, not an error.
+--
+-- A repeat under the same idempotency key is the same request answered again, and takes nothing. So the program
+-- chooses the idempotency key, one for each operation. If its own clients chose it, a client that repeats one
+-- would pass every time.
+--
+-- The steps, in include/decide.sql. Steps 1 and 4 are for an acquire with an idempotency key. An idempotency key
+-- that has not expired is live.
+--   1. A live idempotency key is replayed, even when the bucket is empty.
+--   2. One conditional update takes the tokens. Concurrent acquires take turns at it, and each takes tokens
+--      only if the bucket still has enough.
+--   3. If the update takes nothing, the bucket is read.
+--      If it has too few tokens, the idempotency key is looked up again, because the request that emptied the
+--      bucket may have had the same one; then the answer is the replay or the denial.
+--      If the bucket has no row, it is full: the row is created, less the cost. If another session created the
+--      row first, step 2 is repeated.
+--      If the bucket has enough tokens after all, step 2 is repeated.
+--   4. After the tokens are taken, the idempotency key is remembered. By now this call has locked the bucket's
+--      row in step 2, or created it in step 3. So a live idempotency key that turns up only now was committed
+--      after step 1 and before that. The tokens go back and the idempotency key is replayed. The refill that
+--      step 2 credited stays.
+-- A cost of 0 or above capacity takes nothing: it has only steps 1 and 3, and is answered from the bucket as read.
+--
+-- The clock is read before step 1 and in each step 3. The update of step 2 and the insert of step 3 may wait for
+-- another session. A grant that waited is answered by the clock from before the wait: its reset_after is never
+-- too short, and the refill of the wait is credited later. A denial is answered by the clock from after the wait.
+--
+-- Under REPEATABLE READ and SERIALIZABLE, an acquire that would take from a bucket that changed since the snapshot
+-- fails with 40001, and a denial is as old as the snapshot. In a read-only transaction, an acquire that gets to
+-- the update of step 2 fails with 25006, even if it would be denied.
+--
+-- Locks:  a grant and a replay of step 4 hold the bucket row and the row of the idempotency key until the
+--         caller's transaction ends. A denial and a replay of step 3 hold the bucket row only if they had to
+--         wait for it. A replay of step 1 holds nothing.
+-- Writes: a grant writes the bucket and its idempotency key. A denial writes nothing. A replay writes
+--         nothing, unless it is the replay of step 4.
+create or replace function ratelimit_acquire(
+    policy          text,
+    key             text,
+    cost            bigint default 1,
+    idempotency_key text   default null)
+  returns ratelimit.decision
+  language plpgsql
+  volatile
+  security definer
+  set search_path = ratelimit, pg_temp
+  set enable_seqscan = off  -- a plan made while the table was empty would read all of it once it has grown
+as $$
+declare
+  v_policy          policies;     -- in: the policy, with the numbers that apply to the key
+  v_override        overrides;    -- inner: the override of the key
+  v_key             text collate "C" := ratelimit_acquire.key;  -- in: the bucket's key
+  v_cost            alias for ratelimit_acquire.cost;           -- in: tokens that the request asks for
+  v_now             timestamptz;  -- in/out: the instant of the answer; decide reads the clock again before each look
+  v_has_row         boolean;      -- out: the bucket has a row; a bucket without a row is full
+  v_level           bigint;       -- out: microtokens in the bucket
+  v_retry_us        bigint;       -- out: microseconds until the bucket holds v_cost; null: never; of no meaning after a grant
+  v_reset_us        bigint;       -- out: microseconds until the bucket is full; null: never
+  v_idempotency_key text collate "C" := ratelimit_acquire.idempotency_key;  -- in: null for none
+  v_wanted          bigint;       -- in/out: v_cost in microtokens, or 0 if nothing can be taken
+  v_first           idempotency_keys;  -- inner: the grant that is remembered under the idempotency key
+  v_refilled_at     timestamptz;  -- inner: the instant at which the row says that the bucket held v_level
+  v_again           policies;     -- inner: the policy, read again
+  v_due_at          timestamptz;  -- inner: when clean-up looks at a new bucket
+  v_expires_at      timestamptz;  -- inner: when the idempotency key is forgotten
+  v_round           integer;      -- inner: the rounds that took nothing and denied nothing; null is none
+begin
+  if not acceptable(v_key, v_cost) or v_idempotency_key is not null then  -- inlined; the call of check_request raises the error
+    if (acceptable(v_key, v_cost) and is_name(v_idempotency_key)) is not true then
+      perform check_request(policy, v_key, v_cost, v_idempotency_key);
+    end if;
+    if v_cost = 0 then
+      v_idempotency_key := null;  -- nothing is granted, so nothing is remembered
+    end if;
+  end if;
+  select p.* into v_policy from policies as p where p.name = ratelimit_acquire.policy collate "C";
+  if not found then  -- the name of a policy that was found needs no check
+    perform check_name('policy', policy);
+    perform unknown_policy(policy);
+  end if;
+
+  v_now := clock();
+  if v_policy.overridden then
+    select o.* into v_override
+      from overrides as o
+     where o.policy_id  = v_policy.id
+       and o.key        = v_key
+       and o.expires_at > v_now;
+    if found then
+      v_policy := overridden(v_policy, v_override);
+    end if;
+  end if;
+  v_wanted := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
+  if v_policy.durable then
+    if v_idempotency_key is not null then
+      select k.* into v_first
+          from idempotency_keys as k
+         where k.policy_id       = v_policy.id
+           and k.key             = v_key
+           and k.idempotency_key = v_idempotency_key;
+        if v_first.expires_at > v_now then
+          perform check_repeated_cost(v_first, v_cost);
+          return replay_of(v_first);
+        end if;
+    end if;
+
+    loop
+      if v_wanted > 0 then
+        update buckets as b
+           set level       = refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) - v_wanted,
+               refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick)
+         where b.policy_id = v_policy.id
+           and b.key       = v_key
+           and refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_wanted
+        returning b.level, b.refilled_at into v_level, v_refilled_at;
+        exit when found;
+      end if;
+
+      v_now := clock();  -- the update may have waited
+      if v_policy.overridden then
+        select p.* into v_again from policies as p where p.id = v_policy.id;
+      if found then
+        v_policy := v_again;
+        select o.* into v_override
+      from overrides as o
+     where o.policy_id  = v_policy.id
+       and o.key        = v_key
+       and o.expires_at > v_now;
+    if found then
+      v_policy := overridden(v_policy, v_override);
+    end if;
+        v_wanted := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
+      end if;
+      end if;
+      select refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
+           case
+             when v_cost = 0 then 0::bigint
+             when v_cost <= v_policy.capacity then wait_for(microtokens(v_cost), b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
+           end,
+           wait_for(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
+      into v_level, v_retry_us, v_reset_us
+      from buckets as b
+     where b.policy_id = v_policy.id
+       and b.key       = v_key;
+    v_has_row := found;
+    if not v_has_row then  -- full
+      select p.* into v_again from policies as p where p.id = v_policy.id;
+      if found then
+        v_policy := v_again;
+        select o.* into v_override
+      from overrides as o
+     where o.policy_id  = v_policy.id
+       and o.key        = v_key
+       and o.expires_at > v_now;
+    if found then
+      v_policy := overridden(v_policy, v_override);
+    end if;
+        v_wanted := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
+      end if;
+      v_level    := microtokens(v_policy.capacity);
+      v_retry_us := case when v_cost <= v_policy.capacity or v_cost = 0 then 0::bigint end;
+      v_reset_us := 0;
+    end if;
+
+      if v_wanted = 0 or v_retry_us is distinct from 0 then
+        if v_idempotency_key is not null or v_policy.shadow then
+          select k.* into v_first
+          from idempotency_keys as k
+         where k.policy_id       = v_policy.id
+           and k.key             = v_key
+           and k.idempotency_key = v_idempotency_key;
+        if v_first.expires_at > v_now then
+          perform check_repeated_cost(v_first, v_cost);
+          return replay_of(v_first);
+        end if;
+          if v_policy.shadow and v_retry_us is distinct from 0 then
+            return shadow_of(v_level, v_reset_us, v_policy.capacity);
+          end if;
+        end if;
+        return answer_of(v_level, v_retry_us, v_reset_us, v_policy.capacity);
+      end if;
+
+      -- The bucket has no row, or it holds the cost by now. Without a row, this round makes one, less the tokens.
+      -- Otherwise a second round takes them, unless another session changes the bucket in between. Each further
+      -- round is due to another session.
+      v_round := coalesce(v_round, 0) + 1;
+      if v_round = 1000 then
+        raise exception 'the bucket changed at every look'
+          using errcode = '40001',
+                detail  = format('Key %s of policy %s.', quote_literal(v_key), quote_literal(v_policy.name)),
+                hint    = 'Try again.';
+      end if;
+      if not v_has_row then
+        v_level       := v_level - v_wanted;
+        v_refilled_at := v_now;
+        -- v_reset_us is worked out here for due_at. cleanup.sql says why due_at is within 24 hours.
+        v_reset_us    := wait_below(v_policy.full_level, v_level, 0, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
+        v_due_at      := v_now + least(duration(v_reset_us), interval '24 hours');
+        -- The insert may wait for a session that creates the same row. The clock is not read again after that.
+        insert into buckets (policy_id, key, level, refilled_at, due_at)
+        values (v_policy.id, v_key, v_level, v_refilled_at, v_due_at)
+        on conflict on constraint buckets_pkey do nothing;
+        exit when found;
+      end if;
+    end loop;
+
+    v_reset_us := wait_below(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
+
+    if v_idempotency_key is not null then
+      v_expires_at := v_now + duration(v_policy.remember_us);
+      insert into idempotency_keys as k
+             (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
+      values (v_policy.id, v_key, v_idempotency_key, v_cost,
+              whole_tokens(v_level), duration(v_reset_us), v_policy.capacity, v_expires_at)
+      on conflict on constraint idempotency_keys_pkey do update
+           set cost        = excluded.cost,
+               remaining   = excluded.remaining,
+               reset_after = excluded.reset_after,
+               capacity    = excluded.capacity,
+               expires_at  = excluded.expires_at
+         where k.expires_at <= v_now;
+      if not found then  -- a live idempotency key: its tokens were taken already
+        update buckets as b
+           set level = b.level + v_wanted
+         where b.policy_id = v_policy.id
+           and b.key       = v_key;
+        select k.* into v_first
+          from idempotency_keys as k
+         where k.policy_id       = v_policy.id
+           and k.key             = v_key
+           and k.idempotency_key = v_idempotency_key;
+        if v_first.expires_at > v_now then
+          perform check_repeated_cost(v_first, v_cost);
+          return replay_of(v_first);
+        end if;
+      end if;
+    end if;
+    return grant_of(v_level, v_reset_us, v_policy.capacity);
+
+  else
+    if v_idempotency_key is not null then
+      select k.* into v_first
+          from ephemeral_idempotency_keys as k
+         where k.policy_id       = v_policy.id
+           and k.key             = v_key
+           and k.idempotency_key = v_idempotency_key;
+        if v_first.expires_at > v_now then
+          perform check_repeated_cost(v_first, v_cost);
+          return replay_of(v_first);
+        end if;
+    end if;
+
+    loop
+      if v_wanted > 0 then
+        update ephemeral_buckets as b
+           set level       = refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) - v_wanted,
+               refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick)
+         where b.policy_id = v_policy.id
+           and b.key       = v_key
+           and refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_wanted
+        returning b.level, b.refilled_at into v_level, v_refilled_at;
+        exit when found;
+      end if;
+
+      v_now := clock();  -- the update may have waited
+      if v_policy.overridden then
+        select p.* into v_again from policies as p where p.id = v_policy.id;
+      if found then
+        v_policy := v_again;
+        select o.* into v_override
+      from overrides as o
+     where o.policy_id  = v_policy.id
+       and o.key        = v_key
+       and o.expires_at > v_now;
+    if found then
+      v_policy := overridden(v_policy, v_override);
+    end if;
+        v_wanted := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
+      end if;
+      end if;
+      select refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
+           case
+             when v_cost = 0 then 0::bigint
+             when v_cost <= v_policy.capacity then wait_for(microtokens(v_cost), b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
+           end,
+           wait_for(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
+      into v_level, v_retry_us, v_reset_us
+      from ephemeral_buckets as b
+     where b.policy_id = v_policy.id
+       and b.key       = v_key;
+    v_has_row := found;
+    if not v_has_row then  -- full
+      select p.* into v_again from policies as p where p.id = v_policy.id;
+      if found then
+        v_policy := v_again;
+        select o.* into v_override
+      from overrides as o
+     where o.policy_id  = v_policy.id
+       and o.key        = v_key
+       and o.expires_at > v_now;
+    if found then
+      v_policy := overridden(v_policy, v_override);
+    end if;
+        v_wanted := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
+      end if;
+      v_level    := microtokens(v_policy.capacity);
+      v_retry_us := case when v_cost <= v_policy.capacity or v_cost = 0 then 0::bigint end;
+      v_reset_us := 0;
+    end if;
+
+      if v_wanted = 0 or v_retry_us is distinct from 0 then
+        if v_idempotency_key is not null or v_policy.shadow then
+          select k.* into v_first
+          from ephemeral_idempotency_keys as k
+         where k.policy_id       = v_policy.id
+           and k.key             = v_key
+           and k.idempotency_key = v_idempotency_key;
+        if v_first.expires_at > v_now then
+          perform check_repeated_cost(v_first, v_cost);
+          return replay_of(v_first);
+        end if;
+          if v_policy.shadow and v_retry_us is distinct from 0 then
+            return shadow_of(v_level, v_reset_us, v_policy.capacity);
+          end if;
+        end if;
+        return answer_of(v_level, v_retry_us, v_reset_us, v_policy.capacity);
+      end if;
+
+      -- The bucket has no row, or it holds the cost by now. Without a row, this round makes one, less the tokens.
+      -- Otherwise a second round takes them, unless another session changes the bucket in between. Each further
+      -- round is due to another session.
+      v_round := coalesce(v_round, 0) + 1;
+      if v_round = 1000 then
+        raise exception 'the bucket changed at every look'
+          using errcode = '40001',
+                detail  = format('Key %s of policy %s.', quote_literal(v_key), quote_literal(v_policy.name)),
+                hint    = 'Try again.';
+      end if;
+      if not v_has_row then
+        v_level       := v_level - v_wanted;
+        v_refilled_at := v_now;
+        -- v_reset_us is worked out here for due_at. cleanup.sql says why due_at is within 24 hours.
+        v_reset_us    := wait_below(v_policy.full_level, v_level, 0, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
+        v_due_at      := v_now + least(duration(v_reset_us), interval '24 hours');
+        -- The insert may wait for a session that creates the same row. The clock is not read again after that.
+        insert into ephemeral_buckets (policy_id, key, level, refilled_at, due_at)
+        values (v_policy.id, v_key, v_level, v_refilled_at, v_due_at)
+        on conflict on constraint ephemeral_buckets_pkey do nothing;
+        exit when found;
+      end if;
+    end loop;
+
+    v_reset_us := wait_below(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
+
+    if v_idempotency_key is not null then
+      v_expires_at := v_now + duration(v_policy.remember_us);
+      insert into ephemeral_idempotency_keys as k
+             (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
+      values (v_policy.id, v_key, v_idempotency_key, v_cost,
+              whole_tokens(v_level), duration(v_reset_us), v_policy.capacity, v_expires_at)
+      on conflict on constraint ephemeral_idempotency_keys_pkey do update
+           set cost        = excluded.cost,
+               remaining   = excluded.remaining,
+               reset_after = excluded.reset_after,
+               capacity    = excluded.capacity,
+               expires_at  = excluded.expires_at
+         where k.expires_at <= v_now;
+      if not found then  -- a live idempotency key: its tokens were taken already
+        update ephemeral_buckets as b
+           set level = b.level + v_wanted
+         where b.policy_id = v_policy.id
+           and b.key       = v_key;
+        select k.* into v_first
+          from ephemeral_idempotency_keys as k
+         where k.policy_id       = v_policy.id
+           and k.key             = v_key
+           and k.idempotency_key = v_idempotency_key;
+        if v_first.expires_at > v_now then
+          perform check_repeated_cost(v_first, v_cost);
+          return replay_of(v_first);
+        end if;
+      end if;
+    end if;
+    return grant_of(v_level, v_reset_us, v_policy.capacity);
+
+  end if;
+end;
+$$;
+comment on function ratelimit_acquire(text, text, bigint, text) is
+  'Take cost tokens from a bucket if it has them; a repeat under the same idempotency key is the same request answered again, and takes nothing.';
+
+-- Reports the tokens that a bucket holds, and whether an acquire of this cost would be allowed now. Takes nothing.
+-- For a shadow policy it answers as if the policy were enforced.
+--
+-- Locks:  nothing.
+-- Writes: nothing. It works in a read-only transaction and, for durable policies, on a standby.
+create or replace function ratelimit_peek(policy text, key text, cost bigint default 1)
+  returns ratelimit.decision
+  language plpgsql
+  stable
+  security definer
+  set search_path = ratelimit, pg_temp
+  set enable_seqscan = off  -- as in ratelimit_acquire
+as $$
+declare
+  v_policy          policies;     -- in: the policy, with the numbers that apply to the key
+  v_override        overrides;    -- inner: the override of the key
+  v_key             text collate "C" := ratelimit_peek.key;  -- in: the bucket's key
+  v_cost            alias for ratelimit_peek.cost;           -- in: tokens that the request asks for
+  v_now             timestamptz;  -- in/out: the instant of the answer; decide reads the clock again before each look
+  v_has_row         boolean;      -- out: the bucket has a row; a bucket without a row is full
+  v_level           bigint;       -- out: microtokens in the bucket
+  v_retry_us        bigint;       -- out: microseconds until the bucket holds v_cost; null: never; of no meaning after a grant
+  v_reset_us        bigint;       -- out: microseconds until the bucket is full; null: never
+begin
+  if not acceptable(v_key, v_cost) then
+    perform check_request(policy, v_key, v_cost, null);
+  end if;
+  v_policy := policy_named(policy);
+  v_now    := clock();
+  if v_policy.overridden then
+    select o.* into v_override
+      from overrides as o
+     where o.policy_id  = v_policy.id
+       and o.key        = v_key
+       and o.expires_at > v_now;
+    if found then
+      v_policy := overridden(v_policy, v_override);
+    end if;
+  end if;
+  if v_policy.durable then
+    select refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
+           case
+             when v_cost = 0 then 0::bigint
+             when v_cost <= v_policy.capacity then wait_for(microtokens(v_cost), b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
+           end,
+           wait_for(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
+      into v_level, v_retry_us, v_reset_us
+      from buckets as b
+     where b.policy_id = v_policy.id
+       and b.key       = v_key;
+    v_has_row := found;
+    if not v_has_row then  -- full
+      v_level    := microtokens(v_policy.capacity);
+      v_retry_us := case when v_cost <= v_policy.capacity or v_cost = 0 then 0::bigint end;
+      v_reset_us := 0;
+    end if;
+
+  else
+    select refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
+           case
+             when v_cost = 0 then 0::bigint
+             when v_cost <= v_policy.capacity then wait_for(microtokens(v_cost), b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
+           end,
+           wait_for(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
+      into v_level, v_retry_us, v_reset_us
+      from ephemeral_buckets as b
+     where b.policy_id = v_policy.id
+       and b.key       = v_key;
+    v_has_row := found;
+    if not v_has_row then  -- full
+      v_level    := microtokens(v_policy.capacity);
+      v_retry_us := case when v_cost <= v_policy.capacity or v_cost = 0 then 0::bigint end;
+      v_reset_us := 0;
+    end if;
+
+  end if;
+  return answer_of(v_level, v_retry_us, v_reset_us, v_policy.capacity);
+end;
+$$;
+comment on function ratelimit_peek(text, text, bigint) is
+  'The tokens that a bucket holds, and whether an acquire of this cost would be allowed now; takes nothing.';
+
+-- Gives amount tokens back to one bucket, never above the policy's capacity, and answers with the tokens
+-- that the bucket holds then. An amount above capacity counts as capacity.
+--
+-- A bucket without a row is full already, so nothing is written.
+-- Locks:  the bucket row, until the caller's transaction ends.
+-- Writes: the bucket.
+create or replace function ratelimit_refund(policy text, key text, amount bigint)
+  returns ratelimit.decision
+  language plpgsql
+  volatile
+  security definer
+  set search_path = ratelimit, pg_temp
+  set enable_seqscan = off  -- as in ratelimit_acquire
+as $$
+declare
+  v_key         text collate "C" := ratelimit_refund.key;
+  v_policy      policies;
+  v_override    overrides;
+  v_amount      bigint;
+  v_now         timestamptz;
+  v_level       bigint;
+  v_refilled_at timestamptz;
+  v_reset_us    bigint;
+  v_has_row     boolean;
+begin
+  perform check_name('policy', policy);
+  perform check_name('key', v_key);
+  perform check_tokens('amount', ratelimit_refund.amount);
+  v_policy := policy_named(policy);
+  v_now    := clock();
+  if v_policy.overridden then
+    select o.* into v_override
+      from overrides as o
+     where o.policy_id  = v_policy.id
+       and o.key        = v_key
+       and o.expires_at > v_now;
+    if found then
+      v_policy := overridden(v_policy, v_override);
+    end if;
+  end if;
+  v_amount := least(ratelimit_refund.amount, v_policy.capacity);
+  if v_policy.durable then
+    update buckets as b
+       set level       = least(refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
+                               microtokens(v_policy.capacity - v_amount)) + microtokens(v_amount),
+           refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
+           due_at      = least(b.due_at, v_now)  -- the bucket may be full now: clean-up looks at it in five minutes or later
+     where b.policy_id = v_policy.id
+       and b.key       = v_key
+    returning b.level, b.refilled_at into v_level, v_refilled_at;
+    v_has_row := found;
+  else
+    update ephemeral_buckets as b
+       set level       = least(refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
+                               microtokens(v_policy.capacity - v_amount)) + microtokens(v_amount),
+           refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
+           due_at      = least(b.due_at, v_now)  -- the bucket may be full now: clean-up looks at it in five minutes or later
+     where b.policy_id = v_policy.id
+       and b.key       = v_key
+    returning b.level, b.refilled_at into v_level, v_refilled_at;
+    v_has_row := found;
+  end if;
+  if not v_has_row then
+    return answer_of(microtokens(v_policy.capacity), 0, 0, v_policy.capacity);
+  end if;
+  v_reset_us := wait_for(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
+  return answer_of(v_level, 0, v_reset_us, v_policy.capacity);
+end;
+$$;
+comment on function ratelimit_refund(text, text, bigint) is
+  'Give tokens back to a bucket, never above its capacity.';
+
+-- Makes one bucket full again by removing its row. Its idempotency keys stay.
+--
+-- Locks:  the bucket row, until the caller's transaction ends.
+-- Writes: the bucket.
+create or replace function ratelimit_reset(policy text, key text)
+  returns void
+  language plpgsql
+  volatile
+  security definer
+  set search_path = ratelimit, pg_temp
+  set enable_seqscan = off  -- as in ratelimit_acquire
+as $$
+declare
+  v_key    text collate "C" := ratelimit_reset.key;
+  v_policy policies;
+begin
+  perform check_name('policy', policy);
+  perform check_name('key', v_key);
+  v_policy := policy_named(policy);
+  if v_policy.durable then
+    delete from buckets as b where b.policy_id = v_policy.id and b.key = v_key;
+  else
+    delete from ephemeral_buckets as b where b.policy_id = v_policy.id and b.key = v_key;
+  end if;
+end;
+$$;
+comment on function ratelimit_reset(text, text) is
+  'Make one bucket full again.';
+
+
+-- Many requests, or many buckets, in one call.
+-- Idempotency keys of many requests for one policy. Element n of keys, idempotency_keys and costs is element n of the batch.
+
+-- Locks and writes nothing.
+create or replace function ratelimit.known_keys(
+    in  policy ratelimit.policies, in keys text[], in idempotency_keys text[], in now timestamptz,
+    out places bigint[], out grants ratelimit.idempotency_keys[])
+  language plpgsql
+  stable
+as $$
+begin
+  if policy.durable then
+    select array_agg(u.place), array_agg(k.granted)
+      into places, grants
+      from unnest(keys, idempotency_keys) with ordinality as u (key, idempotency_key, place)
+     cross join lateral (select row(k.*)::idempotency_keys as granted, k.expires_at
+                           from idempotency_keys as k
+                          where k.policy_id       = policy.id
+                            and k.key             = u.key collate "C"
+                            and k.idempotency_key = u.idempotency_key collate "C"
+                         offset 0) as k
+     where k.expires_at > now;
+  else
+    select array_agg(u.place), array_agg(k.granted)
+      into places, grants
+      from unnest(keys, idempotency_keys) with ordinality as u (key, idempotency_key, place)
+     cross join lateral (select row(k.*)::idempotency_keys as granted, k.expires_at
+                           from ephemeral_idempotency_keys as k
+                          where k.policy_id       = policy.id
+                            and k.key             = u.key collate "C"
+                            and k.idempotency_key = u.idempotency_key collate "C"
+                         offset 0) as k
+     where k.expires_at > now;
+  end if;
+end;
+$$;
+comment on function ratelimit.known_keys(ratelimit.policies, text[], text[], timestamptz) is
+  'The elements whose idempotency key is live, and the grants that it remembers.';
+
+-- The caller holds the bucket rows of these elements, so no other session is at the same keys. Element n of policies, keys,
+-- idempotency_keys and costs is element n of the batch; places are the elements that were granted, and the arrays after it
+-- are parallel to it. durable and ephemeral tell which policies there are.
+--
+-- Locks:  the rows that it writes.
+-- Writes: the idempotency keys, an expired one over the old row.
+create or replace function ratelimit.remember(
+    policies text[], keys text[], idempotency_keys text[], costs bigint[], now timestamptz, durable boolean, ephemeral boolean,
+    places bigint[], remaining bigint[], capacities bigint[], reset_us bigint[])
+  returns boolean
+  language plpgsql
+  volatile
+as $$
+declare
+  v_now    alias for remember.now;
+  v_count  integer;
+  v_stored integer := 0;
+begin
+  if durable then
+    insert into idempotency_keys as k
+           (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
+    select p.id, keys[g.place], idempotency_keys[g.place], costs[g.place],
+           g.remaining, duration(g.reset_us), g.capacity, v_now + duration(p.remember_us)
+      from unnest(places, remember.remaining, capacities, reset_us) as g (place, remaining, capacity, reset_us)
+      join policies as p on p.name = policies[g.place] collate "C"
+     where is_name(idempotency_keys[g.place])
+       and p.durable
+    on conflict on constraint idempotency_keys_pkey do update
+           set cost        = excluded.cost,
+               remaining   = excluded.remaining,
+               reset_after = excluded.reset_after,
+               capacity    = excluded.capacity,
+               expires_at  = excluded.expires_at
+         where k.expires_at <= v_now;
+    get diagnostics v_count = row_count;
+    v_stored := v_stored + v_count;
+  end if;
+  if ephemeral then
+    insert into ephemeral_idempotency_keys as k
+           (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
+    select p.id, keys[g.place], idempotency_keys[g.place], costs[g.place],
+           g.remaining, duration(g.reset_us), g.capacity, v_now + duration(p.remember_us)
+      from unnest(places, remember.remaining, capacities, reset_us) as g (place, remaining, capacity, reset_us)
+      join policies as p on p.name = policies[g.place] collate "C"
+     where is_name(idempotency_keys[g.place])
+       and not p.durable
+    on conflict on constraint ephemeral_idempotency_keys_pkey do update
+           set cost        = excluded.cost,
+               remaining   = excluded.remaining,
+               reset_after = excluded.reset_after,
+               capacity    = excluded.capacity,
+               expires_at  = excluded.expires_at
+         where k.expires_at <= v_now;
+    get diagnostics v_count = row_count;
+    v_stored := v_stored + v_count;
+  end if;
+  return v_stored = (select count(remember.idempotency_keys[u.place]) from unnest(places) as u (place));
+end;
+$$;
+comment on function ratelimit.remember(text[], text[], text[], bigint[], timestamptz, boolean, boolean, bigint[], bigint[], bigint[], bigint[]) is
+  'Stores the idempotency keys of granted elements; false if one of them is live already, or is no valid key.';
+
+-- The fast path of requests about many buckets. take charges them in one lean statement, and does not look first.
+-- What it does not charge is left to decide_in_order. covers is the look before, for requests of several elements,
+-- which are granted only if every bucket covers.
+--
+-- Elements for the same bucket are summed beforehand. take charges a bucket that covers the sum, and so grants all its
+-- elements. It leaves alone a bucket that covers less, one without a row, one with an element that is not about 1 to
+-- 2147483647 tokens, and one that another session changed while the statement waited for it. (Some minor releases of
+-- PostgreSQL charge the changed row, if it still covers the sum.)
+--
+-- Each statement is there for a policy without overrides, whose numbers are locals, and for any policies, whose numbers
+-- are columns. The latter costs twice as much for a bucket.
+--
+-- Locks:  take locks the bucket rows that it charges, in the order of policy and key, durable ones first. The order does not
+--         depend on a choice of the planner: a row found by ctid is read on the inside of a nested loop, and the outside
+--         comes sorted. lock_buckets locks in the same order. covers locks nothing.
+-- Writes: take writes these rows.
+
+
+
+create or replace function ratelimit.take(
+    in  policy ratelimit.policies, in keys text[], in costs bigint[], in now timestamptz,
+    out places bigint[], out remaining bigint[], out reset_us bigint[])
+  language plpgsql
+  volatile
+as $$
+declare
+  v_policy     alias for take.policy;
+  v_now        alias for take.now;
+  v_shared     ratelimit.charged[];  -- buckets of several elements
+  v_capacity   bigint   := policy.capacity;
+  v_tick       interval := policy.tick;
+  v_every_us   numeric  := policy.every_us + 0;  -- adding 0 unpacks a numeric once, and not at every use
+  v_tick_us    numeric  := policy.tick_us + 0;
+  v_full_level numeric  := policy.full_level + 0;
+  v_gain       numeric  := policy.gain + 0;
+  v_tick_gain  numeric  := policy.tick_gain + 0;
+  v_round_up   numeric  := policy.round_up + 0;
+begin
+  if policy.durable then
+    with taken as (
+      update buckets as b
+         set level       = refilled_level(b.level, b.refilled_at, v_now, v_full_level, v_gain, v_every_us, v_tick) - microtokens(u.total),
+             refilled_at = refilled_until(b.refilled_at, v_now, v_tick)
+        from (select e.key, least(sum(e.tokens), 9000000000001) as total, array_agg(e.place) as places, count(*) as size
+                from (select u.key collate "C" as key, u.cost, u.place,
+                             greatest(0, least(u.cost, 2147483647))::integer as tokens
+                        from unnest(keys, costs) with ordinality as u (key, cost, place)
+                       order by u.key collate "C", u.place) as e
+               group by e.key
+              having bool_and((e.cost between 1 and 2147483647) is true) and is_name(e.key)
+               order by e.key) as u
+       where b.ctid = (select b.ctid
+                         from buckets as b
+                        where b.policy_id = v_policy.id
+       and b.key      >= u.key
+       and b.key      <= u.key
+     order by b.key desc
+     limit 1)
+         and (least(b.level, v_capacity * 1000000) >= microtokens(u.total)
+           or refilled_level(b.level, b.refilled_at, v_now, v_full_level, v_gain, v_every_us, v_tick) >= microtokens(u.total))
+      returning u.*, b.level, b.refilled_at
+    )
+    select array_agg(g.places[1]) filter (where g.size = 1), array_agg(whole_tokens(g.level)) filter (where g.size = 1),
+           array_agg(wait_below(v_full_level, g.level, case when g.refilled_at = v_now then 0 else microseconds(v_now - g.refilled_at) end, v_every_us, v_tick_us, v_tick_gain, v_round_up)) filter (where g.size = 1),
+           array_agg(row(g.places, g.total, g.level, g.refilled_at)::charged) filter (where g.size > 1)
+      into places, remaining, reset_us, v_shared
+      from taken as g;
+  else
+    with taken as (
+      update ephemeral_buckets as b
+         set level       = refilled_level(b.level, b.refilled_at, v_now, v_full_level, v_gain, v_every_us, v_tick) - microtokens(u.total),
+             refilled_at = refilled_until(b.refilled_at, v_now, v_tick)
+        from (select e.key, least(sum(e.tokens), 9000000000001) as total, array_agg(e.place) as places, count(*) as size
+                from (select u.key collate "C" as key, u.cost, u.place,
+                             greatest(0, least(u.cost, 2147483647))::integer as tokens
+                        from unnest(keys, costs) with ordinality as u (key, cost, place)
+                       order by u.key collate "C", u.place) as e
+               group by e.key
+              having bool_and((e.cost between 1 and 2147483647) is true) and is_name(e.key)
+               order by e.key) as u
+       where b.ctid = (select b.ctid
+                         from ephemeral_buckets as b
+                        where b.policy_id = v_policy.id
+       and b.key      >= u.key
+       and b.key      <= u.key
+     order by b.key desc
+     limit 1)
+         and (least(b.level, v_capacity * 1000000) >= microtokens(u.total)
+           or refilled_level(b.level, b.refilled_at, v_now, v_full_level, v_gain, v_every_us, v_tick) >= microtokens(u.total))
+      returning u.*, b.level, b.refilled_at
+    )
+    select array_agg(g.places[1]) filter (where g.size = 1), array_agg(whole_tokens(g.level)) filter (where g.size = 1),
+           array_agg(wait_below(v_full_level, g.level, case when g.refilled_at = v_now then 0 else microseconds(v_now - g.refilled_at) end, v_every_us, v_tick_us, v_tick_gain, v_round_up)) filter (where g.size = 1),
+           array_agg(row(g.places, g.total, g.level, g.refilled_at)::charged) filter (where g.size > 1)
+      into places, remaining, reset_us, v_shared
+      from taken as g;
+  end if;
+  if v_shared is not null then
+    select take.places || array_agg(g.place), take.remaining || array_agg(whole_tokens(g.level)),
+           take.reset_us || array_agg(wait_below(v_full_level, g.level, case when g.refilled_at = v_now then 0 else microseconds(v_now - g.refilled_at) end, v_every_us, v_tick_us, v_tick_gain, v_round_up))
+      into places, remaining, reset_us
+      from (select u.place, t.refilled_at,
+                   t.level + microtokens(t.total - sum(costs[u.place]::integer) over (partition by t.n order by u.place)) as level
+              from unnest(v_shared) with ordinality as t (places, total, level, refilled_at, n)
+             cross join lateral unnest(t.places) as u (place)) as g;
+  end if;
+end;
+$$;
+comment on function ratelimit.take(ratelimit.policies, text[], bigint[], timestamptz) is
+  'Charges the buckets of one policy that cover all that is asked of them, and answers their elements.';
+
+-- For requests of several elements, of which others may be waiting for the same bucket: take_of_policies would not charge
+-- a bucket that it waited for. This waits first, and take_of_policies no longer needs to. It answers with the ids of the
+-- policies whose buckets it locked, or with null if a bucket has no row: if one was created later, it would be out of order.
+create or replace function ratelimit.lock_buckets(policies text[], keys text[], ephemeral boolean)
+  returns bigint[]
+  language plpgsql
+  volatile
+as $$
+declare
+  v_ids bigint[];
+begin
+  if ephemeral then
+    select case when bool_and(b.locked is true) then array_agg(distinct u.policy_id) end
+            into v_ids
+            from (select p.id as policy_id, s.key
+                    from (select distinct u.policy collate "C" as policy, u.key collate "C" as key
+                            from unnest(policies, keys) as u (policy, key)) as s
+                    join policies as p on p.name = s.policy
+                   where not p.durable
+                   order by s.policy, s.key
+                  offset 0) as u
+            left join lateral (select true as locked
+                                 from ephemeral_buckets as b
+                                where b.policy_id = u.policy_id
+       and b.key      >= u.key
+       and b.key      <= u.key
+     order by b.key desc
+     limit 1
+                                  for update) as b on true;
+  else
+    select case when bool_and(b.locked is true) then array_agg(distinct u.policy_id) end
+            into v_ids
+            from (select p.id as policy_id, s.key
+                    from (select distinct u.policy collate "C" as policy, u.key collate "C" as key
+                            from unnest(policies, keys) as u (policy, key)) as s
+                    join policies as p on p.name = s.policy
+                   where p.durable
+                   order by s.policy, s.key
+                  offset 0) as u
+            left join lateral (select true as locked
+                                 from buckets as b
+                                where b.policy_id = u.policy_id
+       and b.key      >= u.key
+       and b.key      <= u.key
+     order by b.key desc
+     limit 1
+                                  for update) as b on true;
+  end if;
+  return v_ids;
+end;
+$$;
+comment on function ratelimit.lock_buckets(text[], text[], boolean) is
+  'Locks the buckets of the durable or of the ephemeral policies, in order.';
+
+-- The answers are in the order of places. locked is null, or has the ids of the policies whose buckets are locked. shadow says for each whether its policy is a shadow.
+create or replace function ratelimit.take_of_policies(
+    in  policies text[], in keys text[], in costs bigint[], in requests bigint[], in ephemeral boolean, in locked bigint[], in now timestamptz,
+    out places bigint[], out remaining bigint[], out reset_us bigint[], out capacities bigint[], out shadows boolean[])
+  language plpgsql
+  volatile
+as $$
+declare
+  v_now alias for take_of_policies.now;
+begin
+  if ephemeral then
+    with taken as (
+      update ephemeral_buckets as b
+         set level       = refilled_level(b.level, b.refilled_at, v_now, u.full_level, u.gain, u.every_us, u.tick) - microtokens(u.total),
+             refilled_at = refilled_until(b.refilled_at, v_now, u.tick)
+        from (select s.*, p.id as policy_id, p.durable, p.shadow,
+                     case when o.key is null then p.capacity else o.capacity end as capacity,
+                     case when o.key is null then p.tick else o.tick end as tick,
+                     case when o.key is null then p.every_us else o.every_us end as every_us,
+                     case when o.key is null then p.tick_us else o.tick_us end as tick_us,
+                     case when o.key is null then p.full_level else o.full_level end as full_level,
+                     case when o.key is null then p.gain else o.gain end as gain,
+                     case when o.key is null then p.tick_gain else o.tick_gain end as tick_gain,
+                     case when o.key is null then p.round_up else o.round_up end as round_up
+                from (select e.policy, e.key, least(sum(e.tokens), 9000000000001) as total, array_agg(e.place) as places,
+                             bool_or(e.twice) as twice
+                        from (select u.policy collate "C" as policy, u.key collate "C" as key, u.cost, u.place,
+                                     greatest(0, least(u.cost, 2147483647))::integer as tokens,
+                                     u.request = lag(u.request) over (partition by u.policy collate "C", u.key collate "C" order by u.place) as twice
+                                from unnest(policies, keys, costs, requests) with ordinality as u (policy, key, cost, request, place)) as e
+                       group by e.policy, e.key
+                      having bool_and((e.cost between 1 and 2147483647) is true) and is_name(e.key)) as s
+                join policies as p on p.name = s.policy
+                left join lateral (select o.* from overrides as o where o.policy_id = p.id and o.key = s.key offset 0) as o
+                  on p.overridden and o.expires_at > v_now
+               order by s.policy, s.key
+              offset 0) as u
+       where not u.durable and (u.policy_id = any (locked)) is not false and b.ctid = (select b.ctid
+                         from ephemeral_buckets as b
+                        where b.policy_id = u.policy_id
+       and b.key      >= u.key
+       and b.key      <= u.key
+     order by b.key desc
+     limit 1)
+         and (least(b.level, u.capacity * 1000000) >= microtokens(u.total)
+           or refilled_level(b.level, b.refilled_at, v_now, u.full_level, u.gain, u.every_us, u.tick) >= microtokens(u.total))
+      returning u.*, b.level, b.refilled_at
+    ), granted as (
+      select t.places[1] as place, t.level, t.refilled_at, t.capacity, t.shadow, t.every_us, t.tick_us, t.full_level, t.tick_gain, t.round_up
+        from taken as t
+       where cardinality(t.places) = 1
+      union all
+      select e.place, e.level + microtokens(e.total - sum(e.cost) over (partition by e.bucket order by e.request)), e.refilled_at, e.capacity, e.shadow, e.every_us, e.tick_us, e.full_level, e.tick_gain, e.round_up
+        from (select u.place, costs[u.place]::integer as cost, coalesce(requests[u.place], u.place) as request,
+                     t.places[1] as bucket, t.level, t.total, t.refilled_at, t.capacity, t.shadow, t.every_us, t.tick_us, t.full_level, t.tick_gain, t.round_up
+                from taken as t
+               cross join lateral unnest(t.places) as u (place)
+               where cardinality(t.places) > 1) as e
+    )
+    select array_agg(g.place), array_agg(whole_tokens(g.level)), array_agg(wait_below(g.full_level, g.level, case when g.refilled_at = v_now then 0 else microseconds(v_now - g.refilled_at) end, g.every_us, g.tick_us, g.tick_gain, g.round_up)),
+           array_agg(g.capacity), array_agg(g.shadow)
+      into places, remaining, reset_us, capacities, shadows
+      from (select * from granted order by place) as g;
+  else
+    with taken as (
+      update buckets as b
+         set level       = refilled_level(b.level, b.refilled_at, v_now, u.full_level, u.gain, u.every_us, u.tick) - microtokens(u.total),
+             refilled_at = refilled_until(b.refilled_at, v_now, u.tick)
+        from (select s.*, p.id as policy_id, p.durable, p.shadow,
+                     case when o.key is null then p.capacity else o.capacity end as capacity,
+                     case when o.key is null then p.tick else o.tick end as tick,
+                     case when o.key is null then p.every_us else o.every_us end as every_us,
+                     case when o.key is null then p.tick_us else o.tick_us end as tick_us,
+                     case when o.key is null then p.full_level else o.full_level end as full_level,
+                     case when o.key is null then p.gain else o.gain end as gain,
+                     case when o.key is null then p.tick_gain else o.tick_gain end as tick_gain,
+                     case when o.key is null then p.round_up else o.round_up end as round_up
+                from (select e.policy, e.key, least(sum(e.tokens), 9000000000001) as total, array_agg(e.place) as places,
+                             bool_or(e.twice) as twice
+                        from (select u.policy collate "C" as policy, u.key collate "C" as key, u.cost, u.place,
+                                     greatest(0, least(u.cost, 2147483647))::integer as tokens,
+                                     u.request = lag(u.request) over (partition by u.policy collate "C", u.key collate "C" order by u.place) as twice
+                                from unnest(policies, keys, costs, requests) with ordinality as u (policy, key, cost, request, place)) as e
+                       group by e.policy, e.key
+                      having bool_and((e.cost between 1 and 2147483647) is true) and is_name(e.key)) as s
+                join policies as p on p.name = s.policy
+                left join lateral (select o.* from overrides as o where o.policy_id = p.id and o.key = s.key offset 0) as o
+                  on p.overridden and o.expires_at > v_now
+               order by s.policy, s.key
+              offset 0) as u
+       where u.durable and (u.policy_id = any (locked)) is not false and b.ctid = (select b.ctid
+                         from buckets as b
+                        where b.policy_id = u.policy_id
+       and b.key      >= u.key
+       and b.key      <= u.key
+     order by b.key desc
+     limit 1)
+         and (least(b.level, u.capacity * 1000000) >= microtokens(u.total)
+           or refilled_level(b.level, b.refilled_at, v_now, u.full_level, u.gain, u.every_us, u.tick) >= microtokens(u.total))
+      returning u.*, b.level, b.refilled_at
+    ), granted as (
+      select t.places[1] as place, t.level, t.refilled_at, t.capacity, t.shadow, t.every_us, t.tick_us, t.full_level, t.tick_gain, t.round_up
+        from taken as t
+       where cardinality(t.places) = 1
+      union all
+      select e.place, e.level + microtokens(e.total - sum(e.cost) over (partition by e.bucket order by e.request)), e.refilled_at, e.capacity, e.shadow, e.every_us, e.tick_us, e.full_level, e.tick_gain, e.round_up
+        from (select u.place, costs[u.place]::integer as cost, coalesce(requests[u.place], u.place) as request,
+                     t.places[1] as bucket, t.level, t.total, t.refilled_at, t.capacity, t.shadow, t.every_us, t.tick_us, t.full_level, t.tick_gain, t.round_up
+                from taken as t
+               cross join lateral unnest(t.places) as u (place)
+               where cardinality(t.places) > 1) as e
+    )
+    select array_agg(g.place), array_agg(whole_tokens(g.level)), array_agg(wait_below(g.full_level, g.level, case when g.refilled_at = v_now then 0 else microseconds(v_now - g.refilled_at) end, g.every_us, g.tick_us, g.tick_gain, g.round_up)),
+           array_agg(g.capacity), array_agg(g.shadow)
+      into places, remaining, reset_us, capacities, shadows
+      from (select * from granted order by place) as g;
+  end if;
+end;
+$$;
+comment on function ratelimit.take_of_policies(text[], text[], bigint[], bigint[], boolean, bigint[], timestamptz) is
+  'Charges the buckets that cover all that is asked of them: of the durable or of the ephemeral policies.';
+
+-- covered is false, too, if a request names a bucket twice: decide_in_order answers both elements with the sum. durable
+-- and ephemeral tell which policies there are.
+create or replace function ratelimit.covers(
+    in  policies text[], in keys text[], in costs bigint[], in requests bigint[], in now timestamptz,
+    out covered boolean, out durable boolean, out ephemeral boolean)
+  language plpgsql
+  stable
+as $$
+declare
+  v_now alias for covers.now;
+begin
+  select sum(cardinality(u.places)) = cardinality(keys) and bool_and(u.twice is not true and (d.covers or e.covers) is true),
+         coalesce(bool_or(u.durable), false), coalesce(bool_or(not u.durable), false)
+    into covered, durable, ephemeral
+    from (select s.*, p.id as policy_id, p.durable, p.shadow,
+                     case when o.key is null then p.capacity else o.capacity end as capacity,
+                     case when o.key is null then p.tick else o.tick end as tick,
+                     case when o.key is null then p.every_us else o.every_us end as every_us,
+                     case when o.key is null then p.tick_us else o.tick_us end as tick_us,
+                     case when o.key is null then p.full_level else o.full_level end as full_level,
+                     case when o.key is null then p.gain else o.gain end as gain,
+                     case when o.key is null then p.tick_gain else o.tick_gain end as tick_gain,
+                     case when o.key is null then p.round_up else o.round_up end as round_up
+                from (select e.policy, e.key, least(sum(e.tokens), 9000000000001) as total, array_agg(e.place) as places,
+                             bool_or(e.twice) as twice
+                        from (select u.policy collate "C" as policy, u.key collate "C" as key, u.cost, u.place,
+                                     greatest(0, least(u.cost, 2147483647))::integer as tokens,
+                                     u.request = lag(u.request) over (partition by u.policy collate "C", u.key collate "C" order by u.place) as twice
+                                from unnest(policies, keys, costs, requests) with ordinality as u (policy, key, cost, request, place)) as e
+                       group by e.policy, e.key
+                      having bool_and((e.cost between 1 and 2147483647) is true) and is_name(e.key)) as s
+                join policies as p on p.name = s.policy
+                left join lateral (select o.* from overrides as o where o.policy_id = p.id and o.key = s.key offset 0) as o
+                  on p.overridden and o.expires_at > v_now
+               order by s.policy, s.key
+              offset 0) as u
+    left join lateral (select (least(b.level, u.capacity * 1000000) >= microtokens(u.total)
+           or refilled_level(b.level, b.refilled_at, v_now, u.full_level, u.gain, u.every_us, u.tick) >= microtokens(u.total)) as covers
+                         from buckets as b
+                        where b.policy_id = u.policy_id
+       and b.key      >= u.key
+       and b.key      <= u.key
+     order by b.key desc
+     limit 1) as d on u.durable
+    left join lateral (select (least(b.level, u.capacity * 1000000) >= microtokens(u.total)
+           or refilled_level(b.level, b.refilled_at, v_now, u.full_level, u.gain, u.every_us, u.tick) >= microtokens(u.total)) as covers
+                         from ephemeral_buckets as b
+                        where b.policy_id = u.policy_id
+       and b.key      >= u.key
+       and b.key      <= u.key
+     order by b.key desc
+     limit 1) as e on not u.durable;
+end;
+$$;
+comment on function ratelimit.covers(text[], text[], bigint[], bigint[], timestamptz) is
+  'Whether every bucket covers all that is asked of it.';
+
+-- Decides requests one after another at one instant, whatever they ask for. The fast path is take; this is the rest.
+--
+-- The arguments are parallel arrays of elements. The elements of a request follow each other and have its number in
+-- requests. idempotency_keys is null, or has the key of the request in each element. elements has their numbers in the
+-- batch. joint asks for the answers of whole requests, too.
+--
+-- The steps of a round:
+--   1. Lock the buckets that this round may write, and create their rows. The first round locks none.
+--   2. Read the clock, the policies with their overrides, the buckets, and then the idempotency keys.
+--   3. Decide all requests in order, in memory.
+--   4. Write each bucket once. The first round writes only new rows; if it would change a row, a second round locks the
+--      buckets that it wants. A later round locks all buckets if it wants one that is not locked, or if another session
+--      stored an idempotency key first. Each further round is due to another session.
+-- If a round that locked rows takes nothing, its locks and rows are rolled back, and the answers stay.
+--
+-- All that take from more than one bucket lock them in one order: durable policies first, then by policy and key. To
+-- create a row is part of the order, because an INSERT waits for whoever has the row already. So calls that are
+-- transactions of their own never deadlock. If the caller has charged buckets already (taken), a grant here would break
+-- the order: RL00T tells the caller to undo and to ask again.
+--
+-- Locks:  the buckets of the requests that are granted; all buckets, if other sessions interfered.
+-- Writes: buckets and idempotency keys of granted requests.
+create or replace function ratelimit.decide_in_order(
+    policies text[], keys text[], costs bigint[], requests bigint[], idempotency_keys text[], elements bigint[], joint boolean, taken boolean)
+  returns ratelimit.packed
+  language plpgsql
+  volatile
+as $$
+
+
+
+declare
+  v_count       integer := cardinality(keys);
+  -- Parallel to the elements.
+  charges       bigint[];       -- what the request charges to the bucket
+  remaining     bigint[];       -- the answers
+  retry_us      bigint[];
+  reset_us      bigint[];
+  capacities    bigint[];
+  replayed      boolean[];
+  shadowed      boolean[];
+  watching      boolean[];      -- the policy is a shadow
+  granted       boolean[];      -- the request is granted; null: refused
+  charged       boolean[];      -- the request charges a bucket
+  v_bucket      integer[];      -- the number of its bucket
+  v_same        integer[];      -- the first element of the request on the same bucket
+  v_twin        integer[];      -- the last element of an earlier request on the same bucket, under the same idempotency key
+  v_bad         boolean[];      -- an argument is out of range
+  v_known       ratelimit.idempotency_keys[];  -- the grant that a live idempotency key remembers
+  v_kept        boolean[];      -- its grant is to be remembered
+  v_fits        boolean[];
+  v_then_level  bigint[];       -- the bucket after the request: what it held, ...
+  v_then_at     timestamptz[];  -- ... and when
+  -- Parallel to each other: the requests that are refused, and their errors.
+  refused        bigint[];
+  error_codes    text[];
+  error_messages text[];
+  error_details  text[];
+  error_hints    text[];
+  -- Parallel to the buckets, which are in the order of policy and key.
+  v_key         text[] collate "C";
+  v_level       bigint[];       -- as stored, until a request is granted
+  v_refilled_at timestamptz[];
+  v_level_now   bigint[];
+  v_has_row     boolean[];
+  v_numbers     ratelimit.policies[];
+  v_wanted      boolean[];      -- a request takes from it
+  v_lock        boolean[];      -- the next round locks it
+  v_created     boolean[];      -- this round has created its row, which stands for none until it is written
+  -- Parallel to the policies, in the order of name.
+  v_names       text[] collate "C";
+  v_first       integer[];      -- the number of its first bucket
+  v_policies    ratelimit.policies[];
+  v_locked      ratelimit.policies[];  -- those whose buckets this round has locked
+  v_moved       boolean := false;  -- one of them is another by now
+  v_durable     integer[];      -- the numbers of durable policies
+  v_in_order    integer[];      -- the numbers of all known policies, durable ones first
+
+  v_next        integer;        -- the number of a policy
+  v_policy      ratelimit.policies;
+  v_from        integer;
+  v_to          integer;
+  v_now         timestamptz;
+  v_round       integer := 0;
+  v_start       integer;        -- the first element of a request
+  v_end         integer;        -- the last
+  v_i           integer;
+  v_earlier     integer;
+  v_b           integer;
+  v_refusal     integer[];      -- by kind of error: the first element that has it
+  v_error       record;
+  v_granted     boolean;
+  v_charged     boolean;
+  v_changes     boolean;        -- a row that exists is to change
+  v_creates     boolean;        -- a row is to be created
+  v_places      bigint[];
+  v_grants      ratelimit.idempotency_keys[];
+  v_masked      text[];
+  v_written     bigint;
+  v_packed      ratelimit.packed;
+  v_over        boolean := false;  -- answered, and the locks are to be rolled back
+begin
+  select array_agg(s.bucket::integer order by s.place), array_agg(s.charge order by s.place), array_agg(s.same::integer order by s.place),
+         array_agg(s.twin::integer order by s.place), array_agg(s.bad order by s.place)
+    into v_bucket, charges, v_same, v_twin, v_bad
+    from (select e.place, dense_rank() over (order by e.policy, e.key) as bucket,
+                 least(sum(greatest(e.cost, 0)) over same, 9223372036854775807)::bigint as charge,
+                 min(e.place) over same as same,
+                 case when e.idempotency_key is not null then
+                   max(e.place) over (partition by e.policy, e.key, e.idempotency_key order by e.request
+                                      range between unbounded preceding and 1 preceding)
+                 end as twin,
+                 (acceptable(e.key, e.cost) and is_name(e.policy) and is_name(e.idempotency_key) is not false) is not true as bad
+            from (select u.policy collate "C" as policy, u.key collate "C" as key, u.cost,
+                         u.idempotency_key collate "C" as idempotency_key, u.request, u.place
+                    from unnest(policies, keys, costs, idempotency_keys, requests)
+                         with ordinality as u (policy, key, cost, idempotency_key, request, place)) as e
+          window same as (partition by e.policy, e.key, e.request)) as s;
+  select array_agg(b.key order by b.policy, b.key) into v_key
+    from (select distinct u.policy collate "C" as policy, u.key collate "C" as key from unnest(policies, keys) as u (policy, key)) as b;
+  select array_agg(p.name order by p.first), array_agg(p.first order by p.first) into v_names, v_first
+    from (select u.policy collate "C" as name, min(u.bucket) as first
+            from unnest(policies, v_bucket) as u (policy, bucket)
+           group by 1) as p;
+  v_first := v_first || cardinality(v_key) + 1;
+
+  <<rounds>>
+  loop
+    v_round := v_round + 1;
+    if v_round = 1000 then
+      raise exception 'the buckets changed at every look'
+        using errcode = '40001',
+              hint    = 'Try again.';
+    end if;
+    begin
+      v_created := array_fill(false, array[cardinality(v_key)]);
+      if v_round > 1 then
+        v_now := clock();
+        foreach v_next in array v_in_order loop
+          v_policy := v_policies[v_next];
+          v_from   := v_first[v_next];
+          v_to     := v_first[v_next + 1] - 1;
+          if v_policy.durable then
+            for v_b in 1..cardinality(v_key) loop
+              continue when not v_lock[v_b] or v_b not between v_from and v_to;
+              loop
+                perform from buckets as b
+                  where b.policy_id = v_policy.id
+       and b.key      >= v_key[v_b]
+       and b.key      <= v_key[v_b]
+     order by b.key desc
+     limit 1
+                   for update;
+                exit when found;
+                insert into buckets (policy_id, key, level, refilled_at, due_at)
+                values (v_policy.id, v_key[v_b], microtokens(v_numbers[v_b].capacity), v_now, v_now)
+                on conflict on constraint buckets_pkey do nothing;
+                v_created[v_b] := found;
+                exit when found;
+              end loop;
+            end loop;
+          else
+            for v_b in 1..cardinality(v_key) loop
+              continue when not v_lock[v_b] or v_b not between v_from and v_to;
+              loop
+                perform from ephemeral_buckets as b
+                  where b.policy_id = v_policy.id
+       and b.key      >= v_key[v_b]
+       and b.key      <= v_key[v_b]
+     order by b.key desc
+     limit 1
+                   for update;
+                exit when found;
+                insert into ephemeral_buckets (policy_id, key, level, refilled_at, due_at)
+                values (v_policy.id, v_key[v_b], microtokens(v_numbers[v_b].capacity), v_now, v_now)
+                on conflict on constraint ephemeral_buckets_pkey do nothing;
+                v_created[v_b] := found;
+                exit when found;
+              end loop;
+            end loop;
+          end if;
+        end loop;
+      end if;
+
+      v_now         := clock();  -- the locks may have waited
+      v_locked      := v_policies;
+      v_policies    := '{}';
+      v_in_order    := '{}';
+      v_durable     := '{}';
+      v_level       := '{}';
+      v_refilled_at := '{}';
+      v_level_now   := '{}';
+      v_has_row     := '{}';
+      v_numbers     := '{}';
+      v_known       := array_fill(null::ratelimit.idempotency_keys, array[v_count]);
+      for v_part in 1..cardinality(v_names) loop
+        select p.* into v_policy from policies as p where p.name = v_names[v_part];
+        v_policies[v_part] := v_policy;
+        if v_round > 1 and v_locked[v_part].id is distinct from v_policy.id then  -- defined anew since the locks
+          v_moved := true;
+        end if;
+        if v_policy.durable then  -- durable policies first
+          v_in_order := v_durable || v_part || v_in_order[cardinality(v_durable) + 1:];
+          v_durable  := v_durable || v_part;
+        elsif v_policy.durable is not null then
+          v_in_order := v_in_order || v_part;
+        end if;
+        v_from := v_first[v_part];
+        v_to   := v_first[v_part + 1] - 1;
+        if v_policy.durable is not false then  -- an unknown policy has no buckets
+          select v_level || array_agg(coalesce(b.level, microtokens((u.p).capacity)) order by u.n),
+                 v_refilled_at || array_agg(coalesce(b.refilled_at, v_now) order by u.n),
+                 v_level_now || array_agg(case when b.level is null then microtokens((u.p).capacity)
+                                               else refilled_level(b.level, b.refilled_at, v_now, (u.p).full_level, (u.p).gain, (u.p).every_us, (u.p).tick) end order by u.n),
+                 v_has_row || array_agg(b.level is not null order by u.n),
+                 v_numbers || array_agg(u.p order by u.n)
+            into v_level, v_refilled_at, v_level_now, v_has_row, v_numbers
+            from (select u.key, u.created, u.n, case when v_policy.overridden then
+                                             coalesce((select overridden(v_policy, o) from overrides as o
+                                                        where o.policy_id = v_policy.id and o.key = u.key collate "C" and o.expires_at > v_now), v_policy)
+                                           else v_policy end as p
+                    from unnest(v_key[v_from:v_to], v_created[v_from:v_to]) with ordinality as u (key, created, n)
+                  offset 0) as u
+            left join lateral (select b.level, b.refilled_at
+                                 from buckets as b
+                                where b.policy_id = v_policy.id
+       and b.key      >= u.key
+       and b.key      <= u.key
+     order by b.key desc
+     limit 1) as b on u.created is not true;
+        else
+          select v_level || array_agg(coalesce(b.level, microtokens((u.p).capacity)) order by u.n),
+                 v_refilled_at || array_agg(coalesce(b.refilled_at, v_now) order by u.n),
+                 v_level_now || array_agg(case when b.level is null then microtokens((u.p).capacity)
+                                               else refilled_level(b.level, b.refilled_at, v_now, (u.p).full_level, (u.p).gain, (u.p).every_us, (u.p).tick) end order by u.n),
+                 v_has_row || array_agg(b.level is not null order by u.n),
+                 v_numbers || array_agg(u.p order by u.n)
+            into v_level, v_refilled_at, v_level_now, v_has_row, v_numbers
+            from (select u.key, u.created, u.n, case when v_policy.overridden then
+                                             coalesce((select overridden(v_policy, o) from overrides as o
+                                                        where o.policy_id = v_policy.id and o.key = u.key collate "C" and o.expires_at > v_now), v_policy)
+                                           else v_policy end as p
+                    from unnest(v_key[v_from:v_to], v_created[v_from:v_to]) with ordinality as u (key, created, n)
+                  offset 0) as u
+            left join lateral (select b.level, b.refilled_at
+                                 from ephemeral_buckets as b
+                                where b.policy_id = v_policy.id
+       and b.key      >= u.key
+       and b.key      <= u.key
+     order by b.key desc
+     limit 1) as b on u.created is not true;
+        end if;
+        if idempotency_keys is not null then
+          v_masked := array(select case when u.bucket between v_from and v_to and u.charge > 0 then u.idempotency_key end
+                              from unnest(v_bucket, charges, idempotency_keys) with ordinality as u (bucket, charge, idempotency_key, place)
+                             order by u.place);
+          select k.places, k.grants into v_places, v_grants from known_keys(v_policy, keys, v_masked, v_now) as k;
+          for v_i in 1..coalesce(cardinality(v_places), 0) loop
+            v_known[v_places[v_i]] := v_grants[v_i];
+          end loop;
+        end if;
+      end loop;
+
+      refused        := null;
+      error_codes    := null;
+      error_messages := null;
+      error_details  := null;
+      error_hints    := null;
+      if v_moved then
+        v_moved := false;
+        v_lock  := array_fill(true, array[cardinality(v_key)]);
+        raise exception sqlstate 'RL00A';
+      end if;
+      v_fits         := array_fill(null::boolean, array[v_count]);
+      replayed       := v_fits;
+      shadowed       := v_fits;
+      watching       := v_fits;
+      granted        := v_fits;
+      charged        := v_fits;
+      v_kept         := array_fill(false, array[v_count]);
+      v_then_level   := array_fill(null::bigint, array[v_count]);
+      v_then_at      := array_fill(null::timestamptz, array[v_count]);
+      v_wanted       := array_fill(false, array[cardinality(v_key)]);
+      v_changes      := false;
+      v_creates      := false;
+      v_end          := 0;
+      while v_end < v_count loop
+        v_start   := v_end + 1;
+        v_end     := v_start;
+        v_granted := true;
+        v_charged := false;
+        v_refusal := '{}';
+        while requests[v_end + 1] = requests[v_start] loop
+          v_end := v_end + 1;
+        end loop;
+
+        -- Each element: refused, replayed, or does it fit?
+        for v_i in v_start..v_end loop
+          v_b := v_bucket[v_i];
+          if v_bad[v_i] then
+            v_refusal[1] := coalesce(v_refusal[1], v_i);
+            continue;
+          elsif v_numbers[v_b].id is null then
+            v_refusal[2] := coalesce(v_refusal[2], v_i);
+            continue;
+          end if;
+          if charges[v_i] > 0 and v_twin[v_i] is not null and v_known[v_i] is null then
+            -- Granted and remembered by an earlier request of this call? Its own twins come before it.
+            v_earlier := v_twin[v_i];
+            while v_earlier is not null and not v_kept[v_earlier] loop
+              v_earlier := v_twin[v_earlier];
+            end loop;
+            if v_earlier is not null and charges[v_earlier] <> charges[v_i] then
+              v_known[v_i] := row(null, charges[v_earlier], null, null, null, null, null, idempotency_keys[v_i])::ratelimit.idempotency_keys;
+            elsif v_earlier is not null then
+              replayed[v_i]     := true;
+              v_then_level[v_i] := v_then_level[v_earlier];
+              v_then_at[v_i]    := v_then_at[v_earlier];
+              v_fits[v_i]       := true;
+              watching[v_i]     := v_numbers[v_b].shadow;
+              continue;
+            end if;
+          end if;
+          if v_known[v_i].cost <> charges[v_i] then
+            v_refusal[3] := coalesce(v_refusal[3], v_i);
+            continue;
+          end if;
+          replayed[v_i] := v_known[v_i].cost is not null;
+          watching[v_i] := v_numbers[v_b].shadow;
+          v_fits[v_i]   := replayed[v_i] or charges[v_i] = 0
+                           or charges[v_i] <= v_numbers[v_b].capacity and microtokens(charges[v_i]) <= v_level_now[v_b];
+          v_granted     := v_granted and (v_fits[v_i] or watching[v_i]);
+        end loop;
+
+        v_i := coalesce(v_refusal[1], v_refusal[2], v_refusal[3]);
+        if v_i is not null then
+          select r.* into v_error
+            from refusal(policies[v_i], keys[v_i], case when v_bad[v_i] then costs[v_i] else charges[v_i] end,
+                         decide_in_order.idempotency_keys[v_i], v_known[v_i]) as r;
+          refused        := refused || requests[v_i];
+          error_codes    := error_codes || v_error.error_code;
+          error_messages := error_messages || v_error.error_message;
+          error_details  := error_details || v_error.error_detail;
+          error_hints    := error_hints || v_error.error_hint;
+          for v_i in v_start..v_end loop
+            granted[v_i] := null;
+            v_fits[v_i]  := null;
+          end loop;
+          continue;
+        end if;
+
+        for v_i in v_start..v_end loop
+          v_b := v_bucket[v_i];
+          if v_granted and v_fits[v_i] and not replayed[v_i] and charges[v_i] > 0 then
+            v_charged := true;
+            if v_same[v_i] = v_i then
+              if not v_wanted[v_b] then
+                v_wanted[v_b] := true;
+                v_changes     := v_changes or v_has_row[v_b];
+                v_creates     := v_creates or not v_has_row[v_b];
+                v_refilled_at[v_b] := refilled_until(v_refilled_at[v_b], v_now, v_numbers[v_b].tick);
+              end if;
+              v_level_now[v_b] := v_level_now[v_b] - microtokens(charges[v_i]);
+              v_level[v_b]     := v_level_now[v_b];
+            end if;
+            v_kept[v_i] := decide_in_order.idempotency_keys[v_i] is not null;
+          end if;
+          shadowed[v_i] := not v_fits[v_i] and watching[v_i];
+          if v_then_level[v_i] is null then
+            v_then_level[v_i] := v_level[v_b];
+            v_then_at[v_i]    := v_refilled_at[v_b];
+          end if;
+        end loop;
+        for v_i in v_start..v_end loop
+          granted[v_i] := v_granted;
+          charged[v_i] := v_charged;
+        end loop;
+      end loop;
+
+      -- The answers.
+      select array_agg(a.remaining order by a.place), array_agg(a.retry_us order by a.place),
+             array_agg(a.reset_us order by a.place), array_agg(a.capacity order by a.place)
+        into remaining, retry_us, reset_us, capacities
+        from (select e.place,
+                     case
+                       when (e.known).cost is not null then (e.known).remaining
+                       else whole_tokens(refilled_level(e.level, e.refilled_at, v_now, (e.p).full_level, (e.p).gain, (e.p).every_us, (e.p).tick))
+                     end as remaining,
+                     case
+                       when e.fits or (e.p).shadow then 0
+                       when e.charge <= (e.p).capacity then wait_for(microtokens(e.charge), e.level, e.refilled_at, v_now, (e.p).every_us, (e.p).tick_us, (e.p).tick_gain, (e.p).round_up)
+                     end as retry_us,
+                     case
+                       when (e.known).cost is not null then microseconds((e.known).reset_after)::bigint
+                       else wait_for((e.p).full_level, e.level, e.refilled_at, v_now, (e.p).every_us, (e.p).tick_us, (e.p).tick_gain, (e.p).round_up)
+                     end as reset_us,
+                     coalesce((e.known).capacity, (e.p).capacity) as capacity
+                from (select u.*, v_numbers[u.bucket] as p, v_known[u.place] as known
+                        from unnest(v_bucket, charges, v_fits, v_then_level, v_then_at)
+                             with ordinality as u (bucket, charge, fits, level, refilled_at, place)
+                      offset 0) as e) as a;
+
+      if not (v_changes or v_creates) then  -- nothing to take
+        exit rounds when v_round = 1;
+        v_over := true;
+        raise exception sqlstate 'RL00A';  -- rolls back to the begin above; caught below, so no caller sees it
+      end if;
+      if taken then
+        raise exception sqlstate 'RL00T';
+      elsif v_round = 1 and v_changes then
+        v_lock := v_wanted;
+        raise exception sqlstate 'RL00A';
+      elsif v_round > 1 and exists (select from unnest(v_wanted, v_lock) as u (wanted, locked) where u.wanted and not u.locked) then
+        v_lock := array_fill(true, array[cardinality(v_key)]);
+        raise exception sqlstate 'RL00A';
+      end if;
+
+      foreach v_next in array v_in_order loop
+        v_policy := v_policies[v_next];
+        v_from   := v_first[v_next];
+        v_to     := v_first[v_next + 1] - 1;
+        if v_round > 1 and v_policy.durable then
+          update buckets as b
+             set level = u.level, refilled_at = u.refilled_at
+            from unnest(v_key[v_from:v_to], v_level[v_from:v_to], v_refilled_at[v_from:v_to], v_wanted[v_from:v_to], v_created[v_from:v_to])
+                 as u (key, level, refilled_at, wanted, created)
+           where (u.wanted or u.created)
+             and b.ctid = (select b.ctid
+                             from buckets as b
+                            where b.policy_id = v_policy.id
+       and b.key      >= u.key
+       and b.key      <= u.key
+     order by b.key desc
+     limit 1);
+        elsif v_round > 1 then
+          update ephemeral_buckets as b
+             set level = u.level, refilled_at = u.refilled_at
+            from unnest(v_key[v_from:v_to], v_level[v_from:v_to], v_refilled_at[v_from:v_to], v_wanted[v_from:v_to], v_created[v_from:v_to])
+                 as u (key, level, refilled_at, wanted, created)
+           where (u.wanted or u.created)
+             and b.ctid = (select b.ctid
+                             from ephemeral_buckets as b
+                            where b.policy_id = v_policy.id
+       and b.key      >= u.key
+       and b.key      <= u.key
+     order by b.key desc
+     limit 1);
+        elsif v_policy.durable then
+          insert into buckets (policy_id, key, level, refilled_at, due_at)
+          select v_policy.id, u.key, u.level, u.refilled_at,
+                 u.refilled_at + least(duration(wait_below((u.p).full_level, u.level, 0, (u.p).every_us, (u.p).tick_us, (u.p).tick_gain, (u.p).round_up)),
+                                       interval '24 hours')
+            from (select u.*, v_numbers[v_from + u.n - 1] as p
+                    from unnest(v_key[v_from:v_to], v_level[v_from:v_to], v_refilled_at[v_from:v_to], v_wanted[v_from:v_to], v_has_row[v_from:v_to])
+                         with ordinality as u (key, level, refilled_at, wanted, has_row, n)
+                  offset 0) as u
+           where u.wanted and not u.has_row
+           order by u.key collate "C"
+          on conflict on constraint buckets_pkey do nothing;
+        else
+          insert into ephemeral_buckets (policy_id, key, level, refilled_at, due_at)
+          select v_policy.id, u.key, u.level, u.refilled_at,
+                 u.refilled_at + least(duration(wait_below((u.p).full_level, u.level, 0, (u.p).every_us, (u.p).tick_us, (u.p).tick_gain, (u.p).round_up)),
+                                       interval '24 hours')
+            from (select u.*, v_numbers[v_from + u.n - 1] as p
+                    from unnest(v_key[v_from:v_to], v_level[v_from:v_to], v_refilled_at[v_from:v_to], v_wanted[v_from:v_to], v_has_row[v_from:v_to])
+                         with ordinality as u (key, level, refilled_at, wanted, has_row, n)
+                  offset 0) as u
+           where u.wanted and not u.has_row
+           order by u.key collate "C"
+          on conflict on constraint ephemeral_buckets_pkey do nothing;
+        end if;
+        get diagnostics v_written = row_count;
+        if v_written < (select count(*) from unnest(v_wanted[v_from:v_to], v_created[v_from:v_to]) as u (wanted, created)
+                         where u.wanted or u.created) then
+          v_lock := array_fill(true, array[cardinality(v_key)]);  -- another session created a row, or the policy anew
+          raise exception sqlstate 'RL00A';
+        end if;
+      end loop;
+      if true = any (v_kept) then
+        for v_part in 1..cardinality(v_names) loop
+          v_from   := v_first[v_part];
+          v_to     := v_first[v_part + 1] - 1;
+          v_places := array(select u.place
+                              from unnest(v_bucket, v_kept, v_same) with ordinality as u (bucket, kept, same, place)
+                             where u.kept and u.same = u.place and u.bucket between v_from and v_to
+                             order by u.bucket, u.place);
+          continue when v_places = '{}';
+          if remember(policies, keys, decide_in_order.idempotency_keys, charges, v_now,
+                      v_policies[v_part].durable, not v_policies[v_part].durable, v_places,
+                      array(select remaining[p.place] from unnest(v_places) as p (place)),
+                      array(select capacities[p.place] from unnest(v_places) as p (place)),
+                      array(select reset_us[p.place] from unnest(v_places) as p (place))) is not true then
+            v_lock := array_fill(true, array[cardinality(v_key)]);
+            raise exception sqlstate 'RL00A';
+          end if;
+        end loop;
+      end if;
+      exit rounds;
+    exception when sqlstate 'RL00A' then
+      exit rounds when v_over;
+    end;
+  end loop;
+
+  select array_agg(elements[a.place]), array_agg(a.remaining), array_agg(a.retry_us), array_agg(a.reset_us), array_agg(a.capacity),
+         case when bool_or(a.replayed) then array_agg(a.replayed) end, case when bool_or(a.shadowed) then array_agg(a.shadowed) end
+    into v_packed.elements, v_packed.remaining, v_packed.retry_after_us, v_packed.reset_after_us, v_packed.capacity,
+         v_packed.replayed, v_packed.shadowed
+    from unnest(remaining, retry_us, reset_us, capacities, replayed, shadowed, granted)
+         with ordinality as a (remaining, retry_us, reset_us, capacity, replayed, shadowed, granted, place)
+   where a.granted is not null;
+  if joint then
+    -- The binding element: a shadow only if there is no other, then one of cost 0 only if there is no other, then the
+    -- fewest repeats of its charge, or the longest wait.
+    select array_agg(r.request), array_agg(r.granted), array_agg(r.granted and r.replayed and not r.charged),
+           array_agg(r.granted and r.shadowed), array_agg(r.binding::integer)
+      into v_packed.requests, v_packed.requests_allowed, v_packed.requests_replayed, v_packed.requests_shadowed, v_packed.bindings
+      from (select a.request, bool_and(a.granted) as granted, bool_or(a.charged) as charged, bool_or(a.replayed) as replayed,
+                   bool_or(a.shadowed) as shadowed,
+                   (min(array[a.watching::integer, (a.cost = 0)::integer,
+                              case when a.granted then a.remaining / nullif(a.charge, 0) else -coalesce(a.retry_us, 9223372036854775807) end,
+                              a.place]))[4] - min(a.place) + 1 as binding
+              from unnest(requests, costs, charges, remaining, retry_us, replayed, shadowed, watching, granted, charged)
+                   with ordinality as a (request, cost, charge, remaining, retry_us, replayed, shadowed, watching, granted, charged, place)
+             where a.granted is not null
+             group by a.request) as r;
+  end if;
+  v_packed.refused        := refused;
+  v_packed.error_codes    := error_codes;
+  v_packed.error_messages := error_messages;
+  v_packed.error_details  := error_details;
+  v_packed.error_hints    := error_hints;
+  return v_packed;
+end;
+$$;
+comment on function ratelimit.decide_in_order(text[], text[], bigint[], bigint[], text[], bigint[], boolean, boolean) is
+  'Decides requests one after another at one instant, whatever they ask for.';
+
+-- Decides many requests, as if each were asked on its own, one after another. The functions for many requests differ only
+-- in how they take the requests and show the answers; acquire_packed.sql explains the arguments and the results.
+--
+-- The fast path is take, for what most requests are: they fit. For requests of several elements, covers looks first, and
+-- lock_buckets waits for other sessions, because all of it must fit. decide_in_order decides what take left. If that would
+-- lock a bucket out of order, or if anything else was not as expected, the fast path is rolled back, and decide_in_order
+-- decides the whole batch. The rollback needs a subtransaction, which begins with every fast path.
+--
+-- In a read-only transaction decide_in_order decides from the start, because an UPDATE fails there even if it would take
+-- nothing.
+--
+-- The settings of this function are for all statements about many buckets: also those of take, keys and decide_in_order,
+-- which nobody else calls.
+create or replace function ratelimit.acquire_batch(
+    policies text[], keys text[], costs bigint[], sizes integer[], idempotency_keys text[])
+  returns ratelimit.packed
+  language plpgsql
+  volatile
+  set search_path = ratelimit, pg_temp
+  set plan_cache_mode = force_generic_plan  -- no plan is better for some arguments than for others, and planning is slow
+  set enable_seqscan = off    -- as in ratelimit_acquire
+  set enable_hashjoin = off   -- nested loops alone keep the order of key, in which buckets are locked
+  set enable_mergejoin = off  -- likewise
+  set enable_tidscan = on     -- likewise: found by row id, the bucket is on the inner side
+  set enable_indexscan = on   -- include/newest.sql reads the index from its end
+  set enable_bitmapscan = off  -- likewise; a bitmap would read every version
+  set jit = off               -- the statements take less time than compiling them
+as $$
+declare
+  v_count    integer := cardinality(policies);
+  v_requests bigint[];  -- for each element, the number of its request; null without sizes: its own number
+  v_misfits  bigint[];  -- requests of a size that is refused
+  v_policy   policies;  -- that of all elements, if there is one
+  v_now      timestamptz;
+  v_covered  boolean;   -- as from covers:
+  v_durable  boolean;
+  v_ephemeral boolean;
+  v_locked   bigint[];  -- the ids of the policies whose buckets are locked
+  v_taken    record;
+  v_places   bigint[];  -- elements that the fast path granted; parallel to it:
+  v_remaining bigint[];
+  v_reset_us bigint[];
+  v_capacity bigint[];
+  v_shadows  boolean[];
+  v_left     bigint[];  -- the other elements
+  v_answers  packed;
+  v_i        integer;
+  v_in_ephemeral boolean;
+begin
+  if v_count is null or cardinality(keys) is distinct from v_count or cardinality(costs) <> v_count or sizes is not null or cardinality(idempotency_keys) <> v_count then
+    perform check_length('policies', v_count, v_count);
+    perform check_length('keys', cardinality(keys), v_count);
+    perform check_length('costs', coalesce(cardinality(costs), v_count), v_count);
+    if sizes is null then
+      perform check_length('idempotency_keys', coalesce(cardinality(idempotency_keys), v_count), v_count);
+    else
+      perform check_sizes(sizes, v_count, cardinality(idempotency_keys));
+    end if;
+  end if;
+  if costs is null then
+    costs := array_fill(1::bigint, array[v_count]);
+  end if;
+  if (is_list(policies) and is_list(keys) and is_list(costs) and is_list(sizes) is not false and is_list(idempotency_keys) is not false) is not true then
+    -- Subscripts are to count from 1.
+    policies         := array(select unnest(policies));
+    keys             := array(select unnest(keys));
+    costs            := array(select unnest(costs));
+    sizes            := case when sizes is not null then array(select unnest(acquire_batch.sizes)) end;
+    idempotency_keys := case when idempotency_keys is not null then array(select unnest(acquire_batch.idempotency_keys)) end;
+  end if;
+  if sizes is not null then
+    select array_agg(u.request),
+           case when acquire_batch.idempotency_keys is not null then array_agg(acquire_batch.idempotency_keys[u.request]) end
+      into v_requests, idempotency_keys
+      from unnest(acquire_batch.sizes) with ordinality as u (size, request)
+     cross join lateral generate_series(1, u.size);
+    if 1 > any (sizes) or 1000 < any (sizes) then  -- without a cost, the elements are refused
+      v_misfits := array(select u.request
+                           from unnest(acquire_batch.sizes) with ordinality as u (size, request)
+                          where u.size not between 1 and 1000);
+      costs     := array(select case when v_requests[u.element] <> all (v_misfits) then u.cost end
+                           from unnest(costs) with ordinality as u (cost, element));
+    end if;
+  end if;
+
+  begin
+    if v_count > 0 and current_setting('transaction_read_only') = 'off' then
+      v_now := clock();
+      if sizes is null and policies[1] collate "C" = all (policies) then
+        select p.* into v_policy from policies as p where p.name = acquire_batch.policies[1] collate "C";
+      end if;
+      if v_policy.overridden is false then
+        v_taken := take(v_policy, keys, costs, v_now);
+        if v_taken.places is not null then
+          v_places    := v_taken.places;
+          v_remaining := v_taken.remaining;
+          v_reset_us  := v_taken.reset_us;
+          v_capacity  := array_fill(v_policy.capacity, array[cardinality(v_places)]);
+          v_durable   := v_policy.durable;
+        end if;
+      else
+        if sizes is null then
+          select true, bool_or(p.durable), bool_or(not p.durable)
+            into v_covered, v_durable, v_ephemeral
+            from policies as p
+           where p.name = any (acquire_batch.policies);
+        else
+          select c.covered, c.durable, c.ephemeral into v_covered, v_durable, v_ephemeral from covers(policies, keys, costs, v_requests, v_now) as c;
+        end if;
+        foreach v_in_ephemeral in array array[false, true] loop
+          continue when (v_covered and case when v_in_ephemeral then v_ephemeral else v_durable end) is not true;
+          if cardinality(sizes) > 1 then
+            v_locked := lock_buckets(policies, keys, v_in_ephemeral);
+            v_now    := clock();  -- it may have waited
+            if v_locked is null then
+              raise exception sqlstate 'RL00T';  -- rolls back to the begin above; caught below, so no caller sees it
+            end if;
+          end if;
+          v_taken     := take_of_policies(policies, keys, costs, v_requests, v_in_ephemeral, v_locked, v_now);
+          v_places    := v_places || v_taken.places;
+          v_remaining := v_remaining || v_taken.remaining;
+          v_reset_us  := v_reset_us || v_taken.reset_us;
+          v_capacity  := v_capacity || v_taken.capacities;
+          v_shadows   := v_shadows || v_taken.shadows;
+        end loop;
+      end if;
+    end if;
+
+    if v_places is null and v_count > 0 and v_covered is not false then
+      raise exception sqlstate 'RL00T';  -- what take did not charge it has locked, if it waited for it
+    elsif v_places is not null then
+      if sizes is not null and cardinality(v_places) < v_count
+         or idempotency_keys is not null
+            and remember(policies, keys, idempotency_keys, costs, v_now, v_durable, coalesce(v_ephemeral, not v_durable),
+                         v_places, v_remaining, v_capacity, v_reset_us) is not true then
+        raise exception sqlstate 'RL00T';
+      elsif cardinality(v_places) < v_count then
+        v_left    := array(select generate_series(1, v_count) except select unnest(v_places) order by 1);
+        v_answers := decide_in_order(array(select acquire_batch.policies[u.n] from unnest(v_left) as u (n)),
+                                     array(select acquire_batch.keys[u.n] from unnest(v_left) as u (n)),
+                                     array(select acquire_batch.costs[u.n] from unnest(v_left) as u (n)),
+                                     v_left,
+                                     case when acquire_batch.idempotency_keys is not null then
+                                       array(select acquire_batch.idempotency_keys[u.n] from unnest(v_left) as u (n))
+                                     end,
+                                     v_left, false, true);
+      end if;
+    end if;
+  exception when sqlstate 'RL00T' or cardinality_violation then  -- two grants in one statement under one idempotency key
+    v_places := null;
+  end;
+
+  if cardinality(v_places) = v_count and sizes is null then
+    return (v_places, v_remaining, array_fill(0::bigint, array[v_count]), v_reset_us, v_capacity, null, null,
+            null, null, null, null, null, null, null, null, null, null)::packed;
+  elsif cardinality(v_places) = v_count then
+    -- The binding element of a grant, as at the end of decide_in_order.
+    select array_agg(r.request), array_agg(r.binding::integer)
+      into v_answers.requests, v_answers.bindings
+      from (select v_requests[u.place] as request,
+                   (min(array[u.shadow::integer, u.remaining / acquire_batch.costs[u.place], u.place]))[3] - min(u.place) + 1 as binding
+              from unnest(v_places, v_remaining, v_shadows) as u (place, remaining, shadow)
+             group by 1) as r;
+    return (v_places, v_remaining, array_fill(0::bigint, array[v_count]), v_reset_us, v_capacity, null, null,
+            v_answers.requests, array_fill(true, array[cardinality(v_answers.requests)]), array_fill(false, array[cardinality(v_answers.requests)]),
+            array_fill(false, array[cardinality(v_answers.requests)]), v_answers.bindings, null, null, null, null, null)::packed;
+  elsif v_places is not null then
+    return (v_places || v_answers.elements, v_remaining || v_answers.remaining,
+            array_fill(0::bigint, array[cardinality(v_places)]) || v_answers.retry_after_us, v_reset_us || v_answers.reset_after_us,
+            v_capacity || v_answers.capacity,
+            case when v_answers.replayed is not null then array_fill(false, array[cardinality(v_places)]) || v_answers.replayed end,
+            case when v_answers.shadowed is not null then array_fill(false, array[cardinality(v_places)]) || v_answers.shadowed end,
+            null, null, null, null, null,
+            v_answers.refused, v_answers.error_codes, v_answers.error_messages, v_answers.error_details, v_answers.error_hints)::packed;
+  end if;
+
+  if v_count > 0 then
+    v_left    := array(select generate_series(1, v_count));
+    v_answers := decide_in_order(policies, keys, costs, coalesce(v_requests, v_left), idempotency_keys, v_left, sizes is not null, false);
+  end if;
+  for v_misfit in 1..coalesce(cardinality(v_misfits), 0) loop
+    v_i := coalesce(array_position(v_answers.refused, v_misfits[v_misfit]), coalesce(cardinality(v_answers.refused), 0) + 1);
+    v_answers.refused[v_i]        := v_misfits[v_misfit];
+    v_answers.error_codes[v_i]    := '22023';
+    v_answers.error_messages[v_i] := 'invalid sizes';
+    v_answers.error_details[v_i]  := format('Request %s has %s elements.', v_misfits[v_misfit], sizes[v_misfits[v_misfit]]);
+    v_answers.error_hints[v_i]    := 'Pass 1 to 1000 elements for each request.';
+  end loop;
+  return v_answers;
+end;
+$$;
+comment on function ratelimit.acquire_batch(text[], text[], bigint[], integer[], text[]) is
+  'Decides many requests, as if each were asked on its own, one after another.';
+
+-- Takes from several buckets if every one covers what is charged to it, and otherwise from none.
+--
+-- decisions[n] is the answer about the bucket of element n, for all that this request charges to it: allowed and
+-- retry_after as if that bucket were asked alone, remaining and reset_after as they are after the whole request.
+-- retry_after is the longest of them. binding is the element that decides: of a denial the one with the longest wait, of a
+-- grant the one that covers the fewest repeats of its charge. remaining, reset_after and capacity are those of binding.
+-- Buckets of shadow policies count for retry_after and binding only if there are no others.
+--
+-- A bucket that remembers the idempotency key answers as it did, and is not charged again; the others are asked. replayed
+-- is true if the request is granted, a bucket remembers the key, and nothing was charged.
+--
+-- policies, keys and costs have one element for each bucket, 1000 at most. A bucket may be named twice. Without costs
+-- every cost is 1. An element of cost 0 looks at its bucket.
+--
+-- The steps, for a request without an idempotency key whose buckets have rows:
+--   1. One statement reads all buckets. If they cover by their stored levels, which is most often so, step 3 follows.
+--   2. Each bucket is read again with all that an answer needs. If one does not cover, the answer is the denial.
+--   3. Each bucket is charged by a conditional update, in the order of policy and key, durable ones first. If another
+--      session took the tokens in between, the charges are rolled back.
+-- acquire_batch decides what these steps do not: there it is a batch of one request, and costs three times as much.
+--
+-- Locks:  a grant holds its bucket rows and its idempotency keys until the caller's transaction ends. A denial holds none.
+-- Writes: the same rows. A denial writes nothing.
+create or replace function ratelimit_acquire_all(
+    in  policies        text[],
+    in  keys            text[],
+    in  costs           bigint[] default null,
+    in  idempotency_key text     default null,
+    out allowed         boolean,
+    out remaining       bigint,
+    out retry_after     interval,
+    out reset_after     interval,
+    out capacity        bigint,
+    out replayed        boolean,
+    out shadowed        boolean,
+    out binding         integer,
+    out decisions       ratelimit.decision[])
+  language plpgsql
+  volatile
+  security definer
+  set search_path = ratelimit, pg_temp
+  set plan_cache_mode = force_generic_plan  -- as in acquire_batch
+  set enable_seqscan = off  -- as in ratelimit_acquire
+  set jit = off             -- as in acquire_batch
+as $$
+declare
+  v_count       integer := cardinality(policies);
+  v_costs       bigint[];
+  v_policy      policies;
+  v_override    overrides;
+  v_key         text collate "C";
+  v_cost        bigint;
+  v_now         timestamptz;
+  v_wanted      bigint;
+  v_level       bigint;
+  v_refilled_at timestamptz;
+  v_retry_us    bigint;
+  v_reset_us    bigint;
+  v_has_row     boolean;
+  v_order       integer[];   -- the elements in the order of policy and key
+  v_sorted      policies[];  -- their policies, in this order
+  v_enough      boolean;     -- the buckets cover by their stored levels
+  v_rows        boolean;     -- the buckets that cover have rows
+  v_n           integer;
+  v_levels      bigint[];
+  v_retries_us  bigint[];
+  v_resets_us   bigint[];
+  v_simple      boolean;     -- the steps above decide the request
+  v_rank        bigint;
+  v_least       bigint;
+  v_batch       packed;
+begin
+  perform check_length('policies', v_count, v_count);
+  if v_count not between 1 and 1000 then
+    perform refuse('policies', v_count || ' elements long', 'Pass 1 to 1000 elements.');
+  end if;
+  v_simple := idempotency_key is null and cardinality(keys) = v_count and is_list(policies) and is_list(keys) and is_list(costs) is not false
+              and (costs is null or cardinality(costs) = v_count);
+  v_costs := case when costs is null then array_fill(1::bigint, array[v_count]) else costs end;
+  if v_simple then
+    v_now := clock();
+    select array_agg(s.n::integer), array_agg(s.policy), bool_and((s.level >= microtokens(s.cost)) is true and s.again is not true)
+      into v_order, v_sorted, v_enough
+      from (select u.n, p as policy, greatest(0, least(u.cost, 9000000000001)) as cost,
+                   case when u.cost > 0 and not p.overridden then least(coalesce(b.level, e.level), p.capacity * 1000000) end as level,
+                   u.key = lag(u.key) over in_order and u.policy = lag(u.policy) over in_order as again
+              from unnest(policies, keys, v_costs) with ordinality as u (policy, key, cost, n)
+              left join policies as p on p.name = u.policy collate "C"
+              left join lateral (select b.level from buckets as b where b.policy_id = p.id and b.key = u.key collate "C" offset 0) as b on true
+              left join lateral (select b.level from ephemeral_buckets as b where b.policy_id = p.id and b.key = u.key collate "C" offset 0) as e on true
+            window in_order as (order by p.durable desc, u.policy collate "C", u.key collate "C")
+             order by p.durable desc, u.policy collate "C", u.key collate "C"
+            offset 0) as s;
+
+    for v_try in case when v_enough then 1 else 2 end..2 loop
+      allowed := true;
+      if v_try = 2 then
+        v_rows := true;
+        for v_i in 1..v_count loop
+          v_n      := v_order[v_i];
+          v_policy := v_sorted[v_i];
+          v_key    := keys[v_n];
+          v_cost   := v_costs[v_n];
+          if v_policy.id is null or not acceptable(v_key, v_cost) or v_cost = 0
+             or policies[v_n] = policies[v_order[v_i - 1]] and v_key = keys[v_order[v_i - 1]] then
+            v_simple := false;
+            exit;
+          end if;
+          if v_policy.overridden then
+            select o.* into v_override
+      from overrides as o
+     where o.policy_id  = v_policy.id
+       and o.key        = v_key
+       and o.expires_at > v_now;
+    if found then
+      v_policy := overridden(v_policy, v_override);
+    end if;
+            v_sorted[v_i] := v_policy;
+          end if;
+          if v_policy.durable then
+            select refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
+           case
+             when v_cost = 0 then 0::bigint
+             when v_cost <= v_policy.capacity then wait_for(microtokens(v_cost), b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
+           end,
+           wait_for(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
+      into v_level, v_retry_us, v_reset_us
+      from buckets as b
+     where b.policy_id = v_policy.id
+       and b.key       = v_key;
+    v_has_row := found;
+    if not v_has_row then  -- full
+      v_level    := microtokens(v_policy.capacity);
+      v_retry_us := case when v_cost <= v_policy.capacity or v_cost = 0 then 0::bigint end;
+      v_reset_us := 0;
+    end if;
+
+          else
+            select refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
+           case
+             when v_cost = 0 then 0::bigint
+             when v_cost <= v_policy.capacity then wait_for(microtokens(v_cost), b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
+           end,
+           wait_for(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
+      into v_level, v_retry_us, v_reset_us
+      from ephemeral_buckets as b
+     where b.policy_id = v_policy.id
+       and b.key       = v_key;
+    v_has_row := found;
+    if not v_has_row then  -- full
+      v_level    := microtokens(v_policy.capacity);
+      v_retry_us := case when v_cost <= v_policy.capacity or v_cost = 0 then 0::bigint end;
+      v_reset_us := 0;
+    end if;
+
+          end if;
+          allowed           := allowed and (v_retry_us is not distinct from 0 or v_policy.shadow);
+          v_rows            := v_rows and (v_has_row or v_retry_us is distinct from 0);
+          v_levels[v_n]     := v_level;
+          v_retries_us[v_n] := v_retry_us;
+          v_resets_us[v_n]  := v_reset_us;
+        end loop;
+        v_simple := v_simple and (v_rows or not allowed);
+        exit when not v_simple or not allowed;
+      end if;
+      begin
+        for v_i in 1..v_count loop
+          v_n      := v_order[v_i];
+          continue when v_try = 2 and v_retries_us[v_n] is distinct from 0;  -- a shadow
+          v_policy := v_sorted[v_i];
+          v_key    := keys[v_n];
+          v_wanted := microtokens(v_costs[v_n]);
+          if v_policy.durable then
+            update buckets as b
+             set level       = refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) - v_wanted,
+                 refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick)
+           where b.policy_id = v_policy.id
+             and b.key       = v_key
+             and refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_wanted
+          returning b.level, b.refilled_at into v_level, v_refilled_at;
+          else
+            update ephemeral_buckets as b
+             set level       = refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) - v_wanted,
+                 refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick)
+           where b.policy_id = v_policy.id
+             and b.key       = v_key
+             and refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_wanted
+          returning b.level, b.refilled_at into v_level, v_refilled_at;
+          end if;
+          if not found then
+            raise exception sqlstate 'RL00T';  -- rolls back to the begin above; caught below, so no caller sees it
+          end if;
+          v_levels[v_n]     := v_level;
+          v_retries_us[v_n] := 0;
+          v_resets_us[v_n]  := wait_below(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
+        end loop;
+        exit;
+      exception when sqlstate 'RL00T' then
+        v_now    := clock();  -- it may have waited
+        v_simple := v_try = 1;
+      end;
+    end loop;
+  end if;
+
+  if v_simple then
+    replayed := false;
+    shadowed := false;
+    for v_i in 1..v_count loop
+      v_n      := v_order[v_i];
+      v_policy := v_sorted[v_i];
+      if v_policy.shadow and v_retries_us[v_n] is distinct from 0 then
+        shadowed       := allowed;
+        decisions[v_n] := shadow_of(v_levels[v_n], v_resets_us[v_n], v_policy.capacity);
+      else
+        decisions[v_n] := answer_of(v_levels[v_n], v_retries_us[v_n], v_resets_us[v_n], v_policy.capacity);
+      end if;
+      v_rank := case
+        when v_policy.shadow and not allowed then 9000000000001  -- above all others
+        when v_policy.shadow then 9000000000001 + decisions[v_n].remaining / v_costs[v_n]
+        when allowed then decisions[v_n].remaining / v_costs[v_n]
+        else -coalesce(v_retries_us[v_n], 9223372036854775807)
+      end;
+      if v_least is null or v_rank < v_least or v_rank = v_least and v_n < binding then
+        v_least := v_rank;
+        binding := v_n;
+      end if;
+    end loop;
+  else
+    v_batch := acquire_batch(policies, keys, costs, array[v_count], case when idempotency_key is not null then array[idempotency_key] end);
+    if v_batch.refused is not null then
+      raise exception using errcode = v_batch.error_codes[1], message = v_batch.error_messages[1],
+                            detail  = v_batch.error_details[1], hint = v_batch.error_hints[1];
+    end if;
+    allowed   := v_batch.requests_allowed[1];
+    replayed  := v_batch.requests_replayed[1];
+    shadowed  := v_batch.requests_shadowed[1];
+    binding   := v_batch.bindings[1];
+    decisions := decisions_of(v_batch.elements, v_batch.remaining, v_batch.retry_after_us, v_batch.reset_after_us, v_batch.capacity,
+                              v_batch.replayed, v_batch.shadowed);
+  end if;
+  remaining   := decisions[binding].remaining;
+  retry_after := case when allowed then interval '0' else decisions[binding].retry_after end;
+  reset_after := decisions[binding].reset_after;
+  capacity    := decisions[binding].capacity;
+end;
+$$;
+comment on function ratelimit_acquire_all(text[], text[], bigint[], text) is
+  'Take from several buckets if every one covers its cost, and otherwise from none.';
+
+-- Decides many requests in one call, as if each were acquired on its own, one after another; row n answers
+-- request n. Within a bucket, requests are decided in the order given. Requests on different buckets do not
+-- affect each other.
+--
+-- A request that ratelimit_acquire would refuse (unknown policy, bad argument, another cost under its idempotency
+-- key) has the error in its row and no decision. The other requests are decided all the same.
+--
+-- policies and keys are equally long, and so are costs and idempotency_keys unless null. Without costs
+-- every cost is 1. Without idempotency_keys no request has one.
+--
+-- Locks and writes: as ratelimit_acquire_packed.
+create or replace function ratelimit_acquire_many(
+    policies         text[],
+    keys             text[],
+    costs            bigint[] default null,
+    idempotency_keys text[]   default null)
+  returns table (request bigint, allowed boolean, remaining bigint, retry_after interval, reset_after interval,
+                 capacity bigint, replayed boolean, shadowed boolean,
+                 error_code text, error_message text, error_detail text, error_hint text)
+  language plpgsql
+  volatile
+  security definer
+  set search_path = ratelimit, pg_temp
+as $$
+declare
+  v_batch packed;
+begin
+  v_batch := acquire_batch(policies, keys, costs, null, ratelimit_acquire_many.idempotency_keys);
+  return query
+    select e.element, e.retry_us is not distinct from 0, e.remaining, duration(e.retry_us), duration(e.reset_us), e.capacity,
+           coalesce(e.replayed, false), coalesce(e.shadowed, false), null::text, null::text, null::text, null::text
+      from unnest(v_batch.elements, v_batch.remaining, v_batch.retry_after_us, v_batch.reset_after_us, v_batch.capacity,
+                  v_batch.replayed, v_batch.shadowed)
+           as e (element, remaining, retry_us, reset_us, capacity, replayed, shadowed)
+    union all
+    select r.refused, null, null, null, null, null, null, null, r.code, r.message, r.detail, r.hint
+      from unnest(v_batch.refused, v_batch.error_codes, v_batch.error_messages, v_batch.error_details, v_batch.error_hints)
+           as r (refused, code, message, detail, hint)
+     order by 1;
+end;
+$$;
+comment on function ratelimit_acquire_many(text[], text[], bigint[], text[]) is
+  'Decide many requests in one call, in the order given, each with its own decision or error.';
+
+-- Decides many requests of several elements in one call, as if ratelimit_acquire_all were called for each, one after
+-- another; row n answers request n. The first sizes[1] elements of policies, keys and costs are request 1, and so on.
+-- idempotency_keys has one element for each request, or is null.
+--
+-- A request that ratelimit_acquire_all would refuse has the error in its row and no decision. The other requests are decided
+-- all the same.
+--
+-- Locks and writes: as ratelimit_acquire_packed.
+create or replace function ratelimit_acquire_all_many(
+    policies         text[],
+    keys             text[],
+    costs            bigint[],
+    sizes            integer[],
+    idempotency_keys text[] default null)
+  returns table (request bigint, allowed boolean, remaining bigint, retry_after interval, reset_after interval,
+                 capacity bigint, replayed boolean, shadowed boolean, binding integer, decisions ratelimit.decision[],
+                 error_code text, error_message text, error_detail text, error_hint text)
+  language plpgsql
+  volatile
+  security definer
+  set search_path = ratelimit, pg_temp
+as $$
+declare
+  v_batch     packed;
+  v_decisions ratelimit.decision[];
+begin
+  if sizes is null then
+    perform refuse('sizes', null, 'Pass the number of elements of each request.');
+  end if;
+  v_batch := acquire_batch(policies, keys, costs, sizes, ratelimit_acquire_all_many.idempotency_keys);
+  v_decisions := decisions_of(v_batch.elements, v_batch.remaining, v_batch.retry_after_us, v_batch.reset_after_us, v_batch.capacity,
+                              v_batch.replayed, v_batch.shadowed);
+  return query
+    select r.request, r.allowed, (r.decided).remaining,
+           case when r.allowed then interval '0' else (r.decided).retry_after end, (r.decided).reset_after, (r.decided).capacity,
+           r.replayed, r.shadowed, r.binding, r.decisions, null::text, null::text, null::text, null::text
+      from (select u.*, v_decisions[s.first + u.binding - 1] as decided, v_decisions[s.first:s.first + s.size - 1] as decisions
+              from unnest(v_batch.requests, v_batch.requests_allowed, v_batch.requests_replayed, v_batch.requests_shadowed, v_batch.bindings)
+                   as u (request, allowed, replayed, shadowed, binding)
+              join (select n.request, n.size, (sum(n.size) over (order by n.request))::integer - n.size + 1 as first
+                      from unnest(ratelimit_acquire_all_many.sizes) with ordinality as n (size, request)) as s using (request)) as r
+    union all
+    select e.refused, null, null, null, null, null, null, null, null, null, e.code, e.message, e.detail, e.hint
+      from unnest(v_batch.refused, v_batch.error_codes, v_batch.error_messages, v_batch.error_details, v_batch.error_hints)
+           as e (refused, code, message, detail, hint)
+     order by 1;
+end;
+$$;
+comment on function ratelimit_acquire_all_many(text[], text[], bigint[], integer[], text[]) is
+  'Decide many requests of several elements in one call, in the order given, each with its own decision or error.';
+
+-- Decides many requests in one call, as if each were asked on its own, one after another. This is the compact form, for
+-- clients that combine requests; ratelimit_acquire_many and ratelimit_acquire_all_many give rows to people. The answer is
+-- one row of arrays, and times are microseconds.
+--
+-- Without sizes every element is a request. With sizes the first sizes[1] elements are request 1, and so on: a request is
+-- granted when every bucket covers what is charged to it, and otherwise nothing is taken anywhere. Without costs every
+-- cost is 1. idempotency_keys has one element for each request.
+--
+-- elements has the numbers of the elements that have a decision, in no particular order. remaining, retry_after_us (0 when
+-- the decision allows, null for never), reset_after_us (null for never) and capacity are parallel to it, and so are replayed
+-- and shadowed, which are null if no decision is. With sizes, requests has the numbers of the requests that have a decision;
+-- requests_allowed, requests_replayed, requests_shadowed and bindings are parallel to it. bindings counts within the request.
+-- refused has the numbers of the requests that have an error instead, or is null; the arrays of errors are parallel to it.
+--
+-- Locks and writes: as ratelimit_acquire, in the order that decide_in_order describes. So calls that are transactions of
+-- their own never deadlock with each other. Several calls in one transaction can.
+create or replace function ratelimit_acquire_packed(
+    policies         text[],
+    keys             text[],
+    costs            bigint[]  default null,
+    sizes            integer[] default null,
+    idempotency_keys text[]    default null)
+  returns ratelimit.packed
+  language plpgsql
+  volatile
+  security definer
+  set search_path = ratelimit, pg_temp
+as $$
+begin
+  return acquire_batch(policies, keys, costs, sizes, idempotency_keys);
+end;
+$$;
+comment on function ratelimit_acquire_packed(text[], text[], bigint[], integer[], text[]) is
+  'Decide many requests in one call, for clients that combine them: one row of arrays.';
+
+
+-- Upkeep.
+-- Clean-up removes rows that change no answer: buckets that are full again, expired idempotency keys, expired
+-- overrides, and rows whose policy was dropped. A bucket with a live override must be full by the override's numbers and
+-- by the policy's, because it must not be full by either when the other applies again. It finds due rows through an index and skips rows that another session has
+-- locked. An acquire on a bucket that a batch removes or postpones waits until the batch commits.
+--
+-- Clean-up judges every row as of five minutes ago. If the server's clock runs ahead for a moment, a bucket
+-- that only looks full and a key that only looks expired are still there when the clock is set right.
+--
+-- SKIP LOCKED can still block if the row changes hands while it is examined. lock_timeout then ends the wait
+-- after 100 ms, and the batch gives back its rows. PostgreSQL looks for a deadlock only after a wait of
+-- deadlock_timeout, 1 second by default. If that is above 100 ms, a batch that is a transaction of its own gives
+-- way before it is found in a deadlock. Only an acquire whose own look falls in those 100 ms can find one. In a
+-- longer transaction, the rows of earlier batches stay locked, and it can deadlock with acquires.-- One batch: of each table the rows that are due by due_before, at most max_rows. The first batch of a series
+-- passes null for due_before and deadline. Each later batch passes the values that the batch before it
+-- returned. more is true if the batch found a row that is due or of a dropped policy, or gave up for
+-- lock_timeout, and the deadline is not reached. The deadline is budget after the first batch began.
+--
+-- A due bucket that is not full is postponed until it can be full, by 24 hours at most. So a policy that was
+-- made faster is noticed within a day.
+-- Locks:  the rows that it deletes or postpones, until the caller's transaction ends.
+-- Writes: the same rows; nothing if lock_timeout ended the batch.
+create or replace function ratelimit.cleanup_batch(
+    in    max_rows                 integer,
+    in    budget                   interval,
+    inout due_before               timestamptz,
+    inout deadline                 timestamptz,
+    out   buckets_deleted          bigint,
+    out   idempotency_keys_deleted bigint,
+    out   more                     boolean)
+  language plpgsql
+  volatile
+  security definer
+  set search_path = ratelimit, pg_temp
+  set enable_seqscan = off    -- as in ratelimit_acquire
+  set lock_timeout = '100ms'  -- SKIP LOCKED can still block: see above
+as $$
+declare
+  v_now     timestamptz := clock() - interval '5 minutes';  -- rows are judged as of this instant
+  v_most_us constant bigint := 86400000000;  -- by which a bucket is postponed: 24 hours
+  v_read    bigint;
+  v_deleted bigint;
+  v_rows    bigint;  -- rows deleted or postponed
+begin
+  perform check_max_rows(max_rows);
+  if (budget > interval '0') is not true then
+    perform refuse('budget', budget::text, 'Pass an interval above zero, such as ''50 seconds''.');
+  end if;
+  due_before               := least(due_before, v_now);  -- least ignores null; a caller cannot look past v_now
+  deadline                 := coalesce(deadline, clock_timestamp() + least(budget, interval '1000 years'));
+  buckets_deleted          := 0;
+  idempotency_keys_deleted := 0;
+  v_rows                   := 0;
+
+  begin
+    with due as materialized (
+    select b.ctid as row_id,
+           p.id is null
+           or wait_for(p.full_level, b.level, b.refilled_at, v_now, p.every_us, p.tick_us, p.tick_gain, p.round_up) = 0
+              and (o.key is null or wait_for(o.full_level, b.level, b.refilled_at, v_now, o.every_us, o.tick_us, o.tick_gain, o.round_up) = 0) as removable
+      from buckets as b
+      left join policies as p on p.id = b.policy_id
+      left join overrides as o on p.overridden and o.policy_id = b.policy_id and o.key = b.key and o.expires_at > v_now
+     where b.due_at <= due_before
+     order by b.due_at
+     limit max_rows
+       for update of b skip locked
+  ), removed as (
+    delete from buckets as b
+     where b.ctid = any (array(select d.row_id from due as d where d.removable))
+    returning 1
+  ), postponed as (
+    update buckets as b
+       set due_at = v_now + (select duration(least(greatest(coalesce(wait_for(p.full_level, b.level, b.refilled_at, v_now, p.every_us, p.tick_us, p.tick_gain, p.round_up), v_most_us),
+                                                            case when o.key is not null then
+                                                              coalesce(wait_for(o.full_level, b.level, b.refilled_at, v_now, o.every_us, o.tick_us, o.tick_gain, o.round_up), v_most_us)
+                                                            end),
+                                                   v_most_us))
+                               from policies as p
+                               left join overrides as o on p.overridden and o.policy_id = b.policy_id and o.key = b.key
+                                                           and o.expires_at > v_now
+                              where p.id = b.policy_id)
+     where b.ctid = any (array(select d.row_id from due as d where d.removable is not true))
+  )
+  select (select count(*) from due), (select count(*) from removed) into v_read, v_deleted;
+  v_rows          := v_rows + v_read;
+  buckets_deleted := buckets_deleted + v_deleted;
+    with due as materialized (
+    select b.ctid as row_id,
+           p.id is null
+           or wait_for(p.full_level, b.level, b.refilled_at, v_now, p.every_us, p.tick_us, p.tick_gain, p.round_up) = 0
+              and (o.key is null or wait_for(o.full_level, b.level, b.refilled_at, v_now, o.every_us, o.tick_us, o.tick_gain, o.round_up) = 0) as removable
+      from ephemeral_buckets as b
+      left join policies as p on p.id = b.policy_id
+      left join overrides as o on p.overridden and o.policy_id = b.policy_id and o.key = b.key and o.expires_at > v_now
+     where b.due_at <= due_before
+     order by b.due_at
+     limit max_rows
+       for update of b skip locked
+  ), removed as (
+    delete from ephemeral_buckets as b
+     where b.ctid = any (array(select d.row_id from due as d where d.removable))
+    returning 1
+  ), postponed as (
+    update ephemeral_buckets as b
+       set due_at = v_now + (select duration(least(greatest(coalesce(wait_for(p.full_level, b.level, b.refilled_at, v_now, p.every_us, p.tick_us, p.tick_gain, p.round_up), v_most_us),
+                                                            case when o.key is not null then
+                                                              coalesce(wait_for(o.full_level, b.level, b.refilled_at, v_now, o.every_us, o.tick_us, o.tick_gain, o.round_up), v_most_us)
+                                                            end),
+                                                   v_most_us))
+                               from policies as p
+                               left join overrides as o on p.overridden and o.policy_id = b.policy_id and o.key = b.key
+                                                           and o.expires_at > v_now
+                              where p.id = b.policy_id)
+     where b.ctid = any (array(select d.row_id from due as d where d.removable is not true))
+  )
+  select (select count(*) from due), (select count(*) from removed) into v_read, v_deleted;
+  v_rows          := v_rows + v_read;
+  buckets_deleted := buckets_deleted + v_deleted;
+    delete from idempotency_keys as k
+   where k.ctid = any (array(select d.ctid
+                               from idempotency_keys as d
+                              where d.expires_at <= due_before
+                              order by d.expires_at
+                              limit max_rows
+                                for update skip locked));
+  get diagnostics v_deleted = row_count;
+  v_rows                   := v_rows + v_deleted;
+  idempotency_keys_deleted := idempotency_keys_deleted + v_deleted;
+    delete from ephemeral_idempotency_keys as k
+   where k.ctid = any (array(select d.ctid
+                               from ephemeral_idempotency_keys as d
+                              where d.expires_at <= due_before
+                              order by d.expires_at
+                              limit max_rows
+                                for update skip locked));
+  get diagnostics v_deleted = row_count;
+  v_rows                   := v_rows + v_deleted;
+  idempotency_keys_deleted := idempotency_keys_deleted + v_deleted;
+    delete from overrides as o
+   where o.ctid = any (array(select d.ctid
+                               from overrides as d
+                              where d.expires_at <= due_before
+                              order by d.expires_at
+                              limit max_rows
+                                for update skip locked));
+  get diagnostics v_deleted = row_count;
+  v_rows := v_rows + v_deleted;
+    if v_rows = 0 then  -- orphans can wait for an idle batch
+      with recursive ids (id) as (  -- one index probe for each policy that has rows
+    (select t.policy_id from buckets as t order by t.policy_id limit 1)
+    union all
+    select (select t.policy_id from buckets as t where t.policy_id > i.id order by t.policy_id limit 1)
+      from ids as i
+     where i.id is not null
+  ), gone as materialized (
+    select i.id from ids as i where not exists (select from policies as p where p.id = i.id)
+  )
+  delete from buckets as t
+   where t.ctid = any (array(select o.ctid
+                               from gone as g
+                              cross join lateral (select u.ctid
+                                                    from buckets as u
+                                                   where u.policy_id = g.id
+                                                     for update skip locked) as o
+                              limit max_rows));
+  get diagnostics v_deleted = row_count;
+  v_rows      := v_rows + v_deleted;
+  buckets_deleted := buckets_deleted + v_deleted;
+      with recursive ids (id) as (  -- one index probe for each policy that has rows
+    (select t.policy_id from ephemeral_buckets as t order by t.policy_id limit 1)
+    union all
+    select (select t.policy_id from ephemeral_buckets as t where t.policy_id > i.id order by t.policy_id limit 1)
+      from ids as i
+     where i.id is not null
+  ), gone as materialized (
+    select i.id from ids as i where not exists (select from policies as p where p.id = i.id)
+  )
+  delete from ephemeral_buckets as t
+   where t.ctid = any (array(select o.ctid
+                               from gone as g
+                              cross join lateral (select u.ctid
+                                                    from ephemeral_buckets as u
+                                                   where u.policy_id = g.id
+                                                     for update skip locked) as o
+                              limit max_rows));
+  get diagnostics v_deleted = row_count;
+  v_rows      := v_rows + v_deleted;
+  buckets_deleted := buckets_deleted + v_deleted;
+      with recursive ids (id) as (  -- one index probe for each policy that has rows
+    (select t.policy_id from idempotency_keys as t order by t.policy_id limit 1)
+    union all
+    select (select t.policy_id from idempotency_keys as t where t.policy_id > i.id order by t.policy_id limit 1)
+      from ids as i
+     where i.id is not null
+  ), gone as materialized (
+    select i.id from ids as i where not exists (select from policies as p where p.id = i.id)
+  )
+  delete from idempotency_keys as t
+   where t.ctid = any (array(select o.ctid
+                               from gone as g
+                              cross join lateral (select u.ctid
+                                                    from idempotency_keys as u
+                                                   where u.policy_id = g.id
+                                                     for update skip locked) as o
+                              limit max_rows));
+  get diagnostics v_deleted = row_count;
+  v_rows      := v_rows + v_deleted;
+  idempotency_keys_deleted := idempotency_keys_deleted + v_deleted;
+      with recursive ids (id) as (  -- one index probe for each policy that has rows
+    (select t.policy_id from ephemeral_idempotency_keys as t order by t.policy_id limit 1)
+    union all
+    select (select t.policy_id from ephemeral_idempotency_keys as t where t.policy_id > i.id order by t.policy_id limit 1)
+      from ids as i
+     where i.id is not null
+  ), gone as materialized (
+    select i.id from ids as i where not exists (select from policies as p where p.id = i.id)
+  )
+  delete from ephemeral_idempotency_keys as t
+   where t.ctid = any (array(select o.ctid
+                               from gone as g
+                              cross join lateral (select u.ctid
+                                                    from ephemeral_idempotency_keys as u
+                                                   where u.policy_id = g.id
+                                                     for update skip locked) as o
+                              limit max_rows));
+  get diagnostics v_deleted = row_count;
+  v_rows      := v_rows + v_deleted;
+  idempotency_keys_deleted := idempotency_keys_deleted + v_deleted;
+    end if;
+  exception when lock_not_available then
+    buckets_deleted          := 0;
+    idempotency_keys_deleted := 0;
+    v_rows                   := 1;  -- the locked row may be due, so more is true
+  end;
+  more := v_rows > 0 and clock_timestamp() < deadline;
+end;
+$$;
+comment on function ratelimit.cleanup_batch(integer, interval, timestamptz, timestamptz) is
+  'One batch of clean-up, and whether another should follow.';
+
+-- One batch. It can delete nothing although rows are due: every due bucket may be in use, or lock_timeout may
+-- have ended the batch. Rows of dropped policies are removed once nothing else is due. ratelimit_cleanup_all
+-- repeats batches. The budget of 1 second has no effect here: only deadline and more depend on it, and they are
+-- not used.
+create or replace function ratelimit_cleanup(
+    in  max_rows                 integer default 10000,
+    out buckets_deleted          bigint,
+    out idempotency_keys_deleted bigint)
+  language sql
+  volatile
+  security definer
+  set search_path = ratelimit, pg_temp
+as $$
+  select b.buckets_deleted, b.idempotency_keys_deleted from cleanup_batch(max_rows, '1 second', null, null) as b
+$$;
+comment on function ratelimit_cleanup(integer) is
+  'Remove one batch of full buckets and one of expired idempotency keys, at most max_rows rows of each table.';
+
+-- Repeats batches and commits after each, until a batch finds no row of a dropped policy and none that was due
+-- at the first batch, or the budget is spent. Rows that other sessions have locked are skipped, and left to the next call.
+--
+-- A procedure that commits can have neither SECURITY DEFINER nor SET. So it runs with the caller's rights: a
+-- caller other than the owner needs EXECUTE on this procedure and on ratelimit.cleanup_batch, and USAGE on
+-- schema ratelimit. And it runs with the caller's search_path, where another role may have planted functions
+-- and operators. So its body names its one function with the schema, and uses no operator.
+create or replace procedure ratelimit_cleanup_all(budget interval default '50 seconds')
+  language plpgsql
+as $$
+declare
+  v_due_before timestamptz;
+  v_deadline   timestamptz;
+  v_more       boolean;
+begin
+  loop
+    select b.due_before, b.deadline, b.more
+      into v_due_before, v_deadline, v_more
+      from ratelimit.cleanup_batch(10000, ratelimit_cleanup_all.budget, v_due_before, v_deadline) as b;
+    commit;
+    exit when not v_more;
+  end loop;
+end;
+$$;
+comment on procedure ratelimit_cleanup_all(interval) is
+  'Remove all full buckets and expired idempotency keys in short batches, committing between them, for at most budget.';
+
+-- The release of the installed functions.
+create or replace function ratelimit_version()
+  returns text
+  language sql
+  immutable
+  security definer
+  set search_path = ratelimit, pg_temp
+as $$
+  select '0.1.0'
+$$;
+comment on function ratelimit_version() is
+  'The release of pgratelimit that is installed.';
+
+
+-- Checks that all functions of the package belong to the owner of schema ratelimit. Revokes the grants that
+-- default privileges gave on new functions. Functions that existed before keep their grants.
+do $epilogue$
+declare
+  v_owner oid;
+  v_path  text := pg_catalog.current_setting('search_path');
+  v_home  text := pg_catalog.current_schema();
+  v_role  text;
+  v_proc  record;
+  v_had   oid[] := pg_catalog.string_to_array(pg_catalog.current_setting('ratelimit.preexisting'), ',')::oid[];
+begin
+  perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- operators of PostgreSQL only
+  select n.nspowner into v_owner from pg_catalog.pg_namespace as n where n.nspname = 'ratelimit';
+
+  for v_proc in
+    select p.oid, p.oid::pg_catalog.regprocedure as signature, p.proowner, p.proacl
+      from pg_catalog.pg_proc as p
+     where p.pronamespace = 'ratelimit'::pg_catalog.regnamespace
+        or p.pronamespace = pg_catalog.quote_ident(v_home)::pg_catalog.regnamespace
+       and pg_catalog.starts_with(p.proname, 'ratelimit_')
+  loop
+    if v_proc.proowner <> v_owner then
+      raise exception 'a function of the package belongs to another role'
+        using errcode = '42501',
+              detail  = pg_catalog.format('%s belongs to %s; schema ratelimit belongs to %s.', v_proc.signature,
+                                          v_proc.proowner::pg_catalog.regrole, v_owner::pg_catalog.regrole),
+              hint    = 'Drop the function if it was planted; install as the owner of schema ratelimit.';
+    end if;
+    continue when v_proc.oid = any (v_had);
+    for v_role in
+      select distinct case a.grantee when 0 then 'public' else a.grantee::pg_catalog.regrole::text end
+        from pg_catalog.aclexplode(coalesce(v_proc.proacl, pg_catalog.acldefault('f', v_owner))) as a
+       where a.grantee <> v_owner
+    loop
+      execute pg_catalog.format('revoke all on routine %s from %s', v_proc.signature, v_role);
+    end loop;
+  end loop;
+  perform pg_catalog.set_config('search_path', v_path, true);
+end;
+$epilogue$;
+
+
+-- Retired: calls that began under schema version 1 may still call these.
+create or replace function ratelimit.granted(level bigint, reset_us bigint, capacity bigint)
+  returns ratelimit.retired_decision language sql immutable parallel safe
+as $$
+  select (true, level / 1000000, interval '0', ratelimit.duration(reset_us), capacity, false)::ratelimit.retired_decision
+$$;
+create or replace function ratelimit.answer(level bigint, retry_us bigint, reset_us bigint, capacity bigint)
+  returns ratelimit.retired_decision language sql immutable parallel safe
+as $$
+  select (coalesce(retry_us = 0, false), ratelimit.whole_tokens(level), ratelimit.duration(retry_us),
+          ratelimit.duration(reset_us), capacity, false)::ratelimit.retired_decision
+$$;
+create or replace function ratelimit.replay(granted ratelimit.idempotency_keys, cost bigint)
+  returns ratelimit.retired_decision language plpgsql stable
+as $$
+begin
+  perform ratelimit.check_repeated_cost(granted, cost);
+  return (true, granted.remaining, interval '0', granted.reset_after, granted.capacity, true)::ratelimit.retired_decision;
+end;
+$$;
+
+-- Grants again what was granted on the functions that were dropped, and no more. Who may call
+-- ratelimit_acquire_many may call ratelimit_acquire_packed, which is the same in another form.
+do $grant$
+declare
+  v_path  text := pg_catalog.current_setting('search_path');
+  v_proc  record;
+  v_grant record;
+begin
+  perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- operators of PostgreSQL only
+  for v_proc in
+    select p.oid::regprocedure as signature, p.proname, p.proowner,
+           coalesce(p.proacl, acldefault('f', p.proowner)) as acl
+      from pg_proc as p
+     where p.pronamespace = quote_ident(current_setting('ratelimit.home'))::regnamespace
+       and p.proname in ('ratelimit_define_policy', 'ratelimit_policies', 'ratelimit_acquire', 'ratelimit_acquire_many', 'ratelimit_peek',
+                         'ratelimit_refund', 'ratelimit_acquire_packed')
+  loop
+    for v_grant in
+      select distinct case a.grantee when 0 then 'public' else a.grantee::regrole::text end as grantee
+        from aclexplode(v_proc.acl) as a
+       where a.grantee <> v_proc.proowner
+    loop
+      execute format('revoke all on function %s from %s', v_proc.signature, v_grant.grantee);
+    end loop;
+    for v_grant in
+      select g.grantee, bool_or(g.grantable) as grantable
+        from jsonb_to_recordset(current_setting('ratelimit.grants')::jsonb) as g (name text, grantee text, grantable boolean)
+       where g.name = case v_proc.proname when 'ratelimit_acquire_packed' then 'ratelimit_acquire_many' else v_proc.proname end
+       group by g.grantee
+    loop
+      execute format('grant execute on function %s to %s%s', v_proc.signature, v_grant.grantee,
+                     case when v_grant.grantable then ' with grant option' end);
+    end loop;
+  end loop;
+  perform set_config('search_path', v_path, true);
+end;
+$grant$;
+update ratelimit.schema_version set version = 2;
+\endif
+\unset pgratelimit_missing
+commit;
+
+\echo pgratelimit: schema version 2 is installed.
 \set ON_ERROR_STOP :pgratelimit_stop
 \set QUIET :pgratelimit_quiet
 \unset pgratelimit_stop

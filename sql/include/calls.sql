@@ -12,5 +12,6 @@ refilled_level({{ .bucket }}level, {{ .bucket }}refilled_at, v_now, {{ $policy }
 wait_for({{ .target }}, {{ .bucket }}level, {{ .bucket }}refilled_at, v_now, {{ $policy }}every_us, {{ $policy }}tick_us, {{ $policy }}tick_gain, {{ $policy }}round_up)
 {{- end }}
 {{ define "wait_below" -}}
-wait_below({{ .target }}, {{ .level }}, {{ .elapsed_us }}, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
+{{ $policy := default "v_policy." .policy -}}
+wait_below({{ .target }}, {{ .level }}, {{ .elapsed_us }}, {{ $policy }}every_us, {{ $policy }}tick_us, {{ $policy }}tick_gain, {{ $policy }}round_up)
 {{- end }}

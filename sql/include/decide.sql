@@ -1,87 +1,76 @@
-{{- /* Decides about one bucket and takes the tokens. The header of acquire.sql lists the steps.
+{{- /* Decides about one bucket, takes the tokens and returns the decision. The header of acquire.sql lists the steps.
        The locals are declared in locals.sql. The arguments buckets and keys are the names of the two tables.
-       A round is one pass of the loop: an update and, if it took nothing, a look.
-       With the argument newest, which acquire_in_order passes, the bucket is found by newest.sql. The time that this takes
-       does not grow while an old snapshot is held. But an update that waited for the row finds nothing (with the newer
-       minor releases of PostgreSQL), and a second round takes the tokens. ratelimit_acquire does not pass newest, because
-       on a busy key most of its callers wait, and each would update twice. */ -}}
-<<decide>>
-    begin
-      if v_idempotency_key is not null then
-        {{ template "include/find_key.sql" . }}
-        exit decide when v_replayed;
+       A round is one pass of the loop: an update and, if it took nothing, a look. */ -}}
+if v_idempotency_key is not null then
+      {{ template "include/find_key.sql" . }}
+    end if;
+
+    loop
+      if v_wanted > 0 then
+        update {{ .buckets }} as b
+           set level       = {{ template "refilled_level" (dict "bucket" "b.") }} - v_wanted,
+               refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick)
+         where b.policy_id = v_policy.id
+           and b.key       = v_key
+           and {{ template "refilled_level" (dict "bucket" "b.") }} >= v_wanted
+        returning b.level, b.refilled_at into v_level, v_refilled_at;
+        exit when found;
       end if;
 
-      loop
-        if v_wanted > 0 then
-          update {{ .buckets }} as b
-             set level       = {{ template "refilled_level" (dict "bucket" "b.") }} - v_wanted,
-                 refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick)
-           where {{ if .newest -}}
-                 b.ctid = (select b.ctid
-                             from {{ .buckets }} as b
-                            {{ template "include/newest.sql" (dict "policy_id" "v_policy.id" "key" "v_key") }})
-                 {{- else -}}
-                 b.policy_id = v_policy.id
-             and b.key       = v_key
-                 {{- end }}
-             and {{ template "refilled_level" (dict "bucket" "b.") }} >= v_wanted
-          returning b.level, b.refilled_at into v_level, v_refilled_at;
-          exit when found;
-        end if;
-
-        v_now := clock();  -- the update may have waited
-        {{ template "include/look.sql" . }}
-        if v_wanted = 0 or v_retry_us <> 0 then
-          v_taken := 0;
-          if v_idempotency_key is not null then
-            {{ template "include/find_key.sql" . }}
-          end if;
-          exit decide;
-        end if;
-
-        -- The bucket has no row, or it holds the cost by now, or it covers a part of the run, or the update of
-        -- acquire_in_order waited for the row and found nothing. Without a row, this round makes one, less the
-        -- tokens. Otherwise a second round takes them, unless another session changes the bucket in between.
-        -- Each further round is due to another session.
-        v_round := coalesce(v_round, 0) + 1;
-        if v_round = 1000 then
-          raise exception 'the bucket changed at every look'
-            using errcode = '40001',
-                  detail  = format('Key %s of policy %s.', quote_literal(v_key), quote_literal(v_policy.name)),
-                  hint    = 'Try again.';
-        end if;
-        v_wanted := least(v_wanted, v_level - v_level % microtokens(v_cost));  -- lowers a run to whole requests
-        if not v_has_row then
-          v_level       := v_level - v_wanted;
-          v_refilled_at := v_now;
-          -- v_reset_us is worked out here for due_at. cleanup.sql says why due_at is within 24 hours.
-          v_reset_us    := {{ template "wait_below" (dict "target" "v_policy.full_level" "level" "v_level" "elapsed_us" "0") }};
-          v_due_at      := v_now + least(duration(v_reset_us), interval '24 hours');
-          -- The insert may wait for a session that creates the same row. The clock is not read again after that.
-          insert into {{ .buckets }} (policy_id, key, level, refilled_at, due_at)
-          values (v_policy.id, v_key, v_level, v_refilled_at, v_due_at)
-          on conflict on constraint {{ .buckets }}_pkey do nothing;
-          exit when found;
-        end if;
-      end loop;
-
-      v_taken    := v_wanted;
-      v_reset_us := {{ template "wait_below" (dict "target" "v_policy.full_level" "level" "v_level" "elapsed_us" "microseconds(v_now - v_refilled_at)") }};
-
-      if v_idempotency_key is not null then
-        v_expires_at := v_now + duration(v_policy.remember_us);
-        insert into {{ .keys }} as k
-               (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
-        values (v_policy.id, v_key, v_idempotency_key, v_cost,
-                whole_tokens(v_level), duration(v_reset_us), v_policy.capacity, v_expires_at)
-        {{ template "include/remember.sql" . }};
-        if not found then  -- a live idempotency key: its tokens were taken already
-          update {{ .buckets }} as b
-             set level = b.level + v_taken
-           where b.policy_id = v_policy.id
-             and b.key       = v_key;
+      v_now := clock();  -- the update may have waited
+      if v_policy.overridden then
+        {{ template "include/numbers_again.sql" }}
+      end if;
+      {{ template "include/look.sql" (dict "buckets" .buckets "again" true) }}
+      if v_wanted = 0 or v_retry_us is distinct from 0 then
+        if v_idempotency_key is not null or v_policy.shadow then
           {{ template "include/find_key.sql" . }}
+          if v_policy.shadow and v_retry_us is distinct from 0 then
+            return shadow_of(v_level, v_reset_us, v_policy.capacity);
+          end if;
         end if;
+        return answer_of(v_level, v_retry_us, v_reset_us, v_policy.capacity);
       end if;
-    end decide;
+
+      -- The bucket has no row, or it holds the cost by now. Without a row, this round makes one, less the tokens.
+      -- Otherwise a second round takes them, unless another session changes the bucket in between. Each further
+      -- round is due to another session.
+      v_round := coalesce(v_round, 0) + 1;
+      if v_round = 1000 then
+        raise exception 'the bucket changed at every look'
+          using errcode = '40001',
+                detail  = format('Key %s of policy %s.', quote_literal(v_key), quote_literal(v_policy.name)),
+                hint    = 'Try again.';
+      end if;
+      if not v_has_row then
+        v_level       := v_level - v_wanted;
+        v_refilled_at := v_now;
+        -- v_reset_us is worked out here for due_at. cleanup.sql says why due_at is within 24 hours.
+        v_reset_us    := {{ template "wait_below" (dict "target" "v_policy.full_level" "level" "v_level" "elapsed_us" "0") }};
+        v_due_at      := v_now + least(duration(v_reset_us), interval '24 hours');
+        -- The insert may wait for a session that creates the same row. The clock is not read again after that.
+        insert into {{ .buckets }} (policy_id, key, level, refilled_at, due_at)
+        values (v_policy.id, v_key, v_level, v_refilled_at, v_due_at)
+        on conflict on constraint {{ .buckets }}_pkey do nothing;
+        exit when found;
+      end if;
+    end loop;
+
+    v_reset_us := {{ template "wait_below" (dict "target" "v_policy.full_level" "level" "v_level" "elapsed_us" "microseconds(v_now - v_refilled_at)") }};
+
+    if v_idempotency_key is not null then
+      v_expires_at := v_now + duration(v_policy.remember_us);
+      insert into {{ .keys }} as k
+             (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
+      values (v_policy.id, v_key, v_idempotency_key, v_cost,
+              whole_tokens(v_level), duration(v_reset_us), v_policy.capacity, v_expires_at)
+      {{ template "include/remember.sql" . }};
+      if not found then  -- a live idempotency key: its tokens were taken already
+        update {{ .buckets }} as b
+           set level = b.level + v_wanted
+         where b.policy_id = v_policy.id
+           and b.key       = v_key;
+        {{ template "include/find_key.sql" . }}
+      end if;
+    end if;
+    return grant_of(v_level, v_reset_us, v_policy.capacity);

@@ -1,0 +1,335 @@
+{{ if false }}
+\reset
+\set ON_ERROR_STOP on
+do $$
+begin
+  raise exception 'this file is a migration for tern, and psql would run its way back too'
+    using hint = 'Run migrations/psql/install.sql instead.';
+end;
+$$;
+{{ end -}}
+-- Several limits in one request, overrides, shadow policies, and policies that do not refill.
+
+-- Acquires wait behind this migration, so it does not wait for long. It fails with 55P03 when a transaction that took
+-- tokens stays open, and can be run again.
+set local lock_timeout = '3s';
+
+-- Calls that begin from here on wait at the policy. They were resolved to the old functions, and go on with what those
+-- call: the functions at the end of this file and the old helpers, which the next migration drops.
+lock table ratelimit.policies in access exclusive mode;
+
+-- Remembers who may execute the functions that are dropped here, to grant it again at the end, and drops them.
+do $drop$
+declare
+  v_path   text := pg_catalog.current_setting('search_path');
+  v_home   text;
+  v_grants jsonb := '[]';
+  v_proc   record;
+begin
+  perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- operators of PostgreSQL only
+  select n.nspname
+    into strict v_home
+    from pg_proc as p
+    join pg_namespace as n on n.oid = p.pronamespace
+    join pg_namespace as package on package.nspname = 'ratelimit' and package.nspowner = p.proowner
+   where p.proname = 'ratelimit_acquire'
+     and p.prorettype = 'ratelimit.decision'::regtype;
+  for v_proc in
+    select p.oid::regprocedure as signature, p.proname, p.proacl, p.proowner
+      from pg_proc as p
+     where p.pronamespace = quote_ident(v_home)::regnamespace
+       and p.proname in ('ratelimit_define_policy', 'ratelimit_policies', 'ratelimit_acquire', 'ratelimit_acquire_many', 'ratelimit_peek',
+                         'ratelimit_refund')
+  loop
+    v_grants := v_grants || coalesce((
+      select jsonb_agg(jsonb_build_object('name', v_proc.proname, 'grantable', a.is_grantable,
+                                          'grantee', case a.grantee when 0 then 'public' else a.grantee::regrole::text end))
+        from aclexplode(v_proc.proacl) as a
+       where a.grantee <> v_proc.proowner), '[]');
+    execute format('drop function %s', v_proc.signature);
+  end loop;
+  perform set_config('ratelimit.grants', v_grants::text, true);
+  perform set_config('ratelimit.home', v_home, true);
+  perform set_config('search_path', v_path, true);
+end;
+$drop$;
+
+alter type ratelimit.decision rename to retired_decision;
+create type ratelimit.decision as (
+  allowed     boolean,
+  remaining   bigint,
+  retry_after interval,
+  reset_after interval,
+  capacity    bigint,
+  replayed    boolean,
+  shadowed    boolean
+);
+comment on type ratelimit.decision is
+  'The answer about one bucket: allowed; whole tokens remaining; retry_after, zero when allowed and null when the cost can never fit; reset_after, until full, null for never; capacity; replayed, when it is the first answer under a live idempotency key, given again; shadowed, when a shadow policy would deny if it were enforced.';
+create type ratelimit.packed as (
+  elements          bigint[],
+  remaining         bigint[],
+  retry_after_us    bigint[],
+  reset_after_us    bigint[],
+  capacity          bigint[],
+  replayed          boolean[],
+  shadowed          boolean[],
+  requests          bigint[],
+  requests_allowed  boolean[],
+  requests_replayed boolean[],
+  requests_shadowed boolean[],
+  bindings          integer[],
+  refused           bigint[],
+  error_codes       text[],
+  error_messages    text[],
+  error_details     text[],
+  error_hints       text[]
+);
+comment on type ratelimit.packed is
+  'The answers to many requests, as arrays: see ratelimit_acquire_packed.';
+create type ratelimit.charged as (
+  places      bigint[],
+  total       bigint,
+  level       bigint,
+  refilled_at timestamptz
+);
+comment on type ratelimit.charged is
+  'What ratelimit.take did to one bucket: for which elements, the sum of their costs, and the bucket after it.';
+comment on type ratelimit.retired_decision is
+  'Retired: calls that began under schema version 1 may still return it.';
+
+-- Neither column makes PostgreSQL write the table anew, which a call with an older snapshot would find empty.
+alter table ratelimit.policies
+  add column overridden boolean not null default false,
+  add column shadow     boolean not null default false;
+-- The planner reads a table slower while rows may lack a column. CLUSTER writes them anew, and unlike other ways to do so
+-- it keeps them visible to older snapshots.
+cluster ratelimit.policies using policies_pkey;
+alter table ratelimit.policies set without cluster;
+comment on column ratelimit.policies.overridden is
+  'Some key has had an override; until then nothing looks for one.';
+comment on column ratelimit.policies.shadow is
+  'The policy watches: what it would deny is allowed, and marked shadowed.';
+
+-- The columns from stepped on are those of ratelimit.policies.
+create table ratelimit.overrides (
+  policy_id  bigint      not null,
+  expires_at timestamptz not null,
+  key        text        collate "C" not null,
+  capacity   bigint      not null,
+  refill     bigint      not null,
+  every      interval    not null,
+  stepped    boolean     not null,
+  tick       interval    not null generated always as (case when stepped then every else interval '1 microsecond' end) stored,
+  every_us   numeric     not null generated always as (extract(epoch from every) * 1000000.0) stored,
+  tick_us    numeric     not null generated always as (case when stepped then extract(epoch from every) * 1000000.0 else 1 end) stored,
+  full_level numeric     not null generated always as (capacity * 1000000) stored,
+  gain       numeric     not null generated always as (refill::numeric * 1000000000000::numeric) stored,
+  tick_gain  numeric     not null generated always as ((refill * 1000000)::numeric * case when stepped then extract(epoch from every) * 1000000.0 else 1 end) stored,
+  round_up   numeric     not null generated always as ((refill * 1000000)::numeric * case when stepped then extract(epoch from every) * 1000000.0 else 1 end - 1::numeric) stored,
+  constraint overrides_pkey primary key (policy_id, key)
+);
+create index overrides_expires_at_idx on ratelimit.overrides (expires_at);
+comment on table ratelimit.overrides is
+  'The numbers of single keys that differ from their policy''s; changed by ratelimit_override and ratelimit_remove_override only.';
+comment on column ratelimit.overrides.expires_at is
+  'From when on the override is as good as absent; infinity for never.';
+comment on column ratelimit.overrides.stepped is
+  'That of the policy.';
+
+-- The time until a bucket is full is null when its policy does not refill.
+alter table ratelimit.idempotency_keys alter column reset_after drop not null;
+alter table ratelimit.ephemeral_idempotency_keys alter column reset_after drop not null;
+
+-- Default privileges may have granted rights on the new table to other roles.
+do $private$
+declare
+  v_path text := pg_catalog.current_setting('search_path');
+  v_role text;
+begin
+  perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- operators of PostgreSQL only
+  for v_role in
+    select distinct case a.grantee when 0 then 'public' else a.grantee::regrole::text end
+      from pg_class as c
+     cross join aclexplode(c.relacl) as a
+     where c.oid = 'ratelimit.overrides'::regclass
+       and a.grantee <> c.relowner
+  loop
+    execute format('revoke all on ratelimit.overrides from %s', v_role);
+  end loop;
+  perform set_config('search_path', v_path, true);
+end;
+$private$;
+
+{{ install_snapshot "002" }}
+
+-- Retired: calls that began under schema version 1 may still call these.
+create or replace function ratelimit.granted(level bigint, reset_us bigint, capacity bigint)
+  returns ratelimit.retired_decision language sql immutable parallel safe
+as $$
+  select (true, level / 1000000, interval '0', ratelimit.duration(reset_us), capacity, false)::ratelimit.retired_decision
+$$;
+create or replace function ratelimit.answer(level bigint, retry_us bigint, reset_us bigint, capacity bigint)
+  returns ratelimit.retired_decision language sql immutable parallel safe
+as $$
+  select (coalesce(retry_us = 0, false), ratelimit.whole_tokens(level), ratelimit.duration(retry_us),
+          ratelimit.duration(reset_us), capacity, false)::ratelimit.retired_decision
+$$;
+create or replace function ratelimit.replay(granted ratelimit.idempotency_keys, cost bigint)
+  returns ratelimit.retired_decision language plpgsql stable
+as $$
+begin
+  perform ratelimit.check_repeated_cost(granted, cost);
+  return (true, granted.remaining, interval '0', granted.reset_after, granted.capacity, true)::ratelimit.retired_decision;
+end;
+$$;
+
+-- Grants again what was granted on the functions that were dropped, and no more. Who may call
+-- ratelimit_acquire_many may call ratelimit_acquire_packed, which is the same in another form.
+do $grant$
+declare
+  v_path  text := pg_catalog.current_setting('search_path');
+  v_proc  record;
+  v_grant record;
+begin
+  perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- operators of PostgreSQL only
+  for v_proc in
+    select p.oid::regprocedure as signature, p.proname, p.proowner,
+           coalesce(p.proacl, acldefault('f', p.proowner)) as acl
+      from pg_proc as p
+     where p.pronamespace = quote_ident(current_setting('ratelimit.home'))::regnamespace
+       and p.proname in ('ratelimit_define_policy', 'ratelimit_policies', 'ratelimit_acquire', 'ratelimit_acquire_many', 'ratelimit_peek',
+                         'ratelimit_refund', 'ratelimit_acquire_packed')
+  loop
+    for v_grant in
+      select distinct case a.grantee when 0 then 'public' else a.grantee::regrole::text end as grantee
+        from aclexplode(v_proc.acl) as a
+       where a.grantee <> v_proc.proowner
+    loop
+      execute format('revoke all on function %s from %s', v_proc.signature, v_grant.grantee);
+    end loop;
+    for v_grant in
+      select g.grantee, bool_or(g.grantable) as grantable
+        from jsonb_to_recordset(current_setting('ratelimit.grants')::jsonb) as g (name text, grantee text, grantable boolean)
+       where g.name = case v_proc.proname when 'ratelimit_acquire_packed' then 'ratelimit_acquire_many' else v_proc.proname end
+       group by g.grantee
+    loop
+      execute format('grant execute on function %s to %s%s', v_proc.signature, v_grant.grantee,
+                     case when v_grant.grantable then ' with grant option' end);
+    end loop;
+  end loop;
+  perform set_config('search_path', v_path, true);
+end;
+$grant$;
+
+---- create above / drop below ----
+
+set local lock_timeout = '3s';
+lock table ratelimit.policies in access exclusive mode;
+
+-- Remembers who may execute the functions that are dropped here, to grant it again at the end, and drops them.
+do $drop$
+declare
+  v_path   text := pg_catalog.current_setting('search_path');
+  v_home   text;
+  v_grants jsonb := '[]';
+  v_proc   record;
+begin
+  perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- operators of PostgreSQL only
+  select n.nspname
+    into strict v_home
+    from pg_proc as p
+    join pg_namespace as n on n.oid = p.pronamespace
+    join pg_namespace as package on package.nspname = 'ratelimit' and package.nspowner = p.proowner
+   where p.proname = 'ratelimit_acquire'
+     and p.prorettype = 'ratelimit.decision'::regtype;
+  for v_proc in
+    select p.oid::regprocedure as signature, p.proname, p.proacl, p.proowner
+      from pg_proc as p
+     where p.pronamespace = quote_ident(v_home)::regnamespace
+       and p.proname in ('ratelimit_define_policy', 'ratelimit_policies', 'ratelimit_acquire', 'ratelimit_acquire_many', 'ratelimit_peek',
+                         'ratelimit_refund',
+                         'ratelimit_acquire_packed', 'ratelimit_acquire_all', 'ratelimit_acquire_all_many', 'ratelimit_override',
+                         'ratelimit_remove_override', 'ratelimit_overrides')
+  loop
+    v_grants := v_grants || coalesce((
+      select jsonb_agg(jsonb_build_object('name', v_proc.proname, 'grantable', a.is_grantable,
+                                          'grantee', case a.grantee when 0 then 'public' else a.grantee::regrole::text end))
+        from aclexplode(v_proc.proacl) as a
+       where a.grantee <> v_proc.proowner), '[]');
+    execute format('drop function %s', v_proc.signature);
+  end loop;
+  perform set_config('ratelimit.grants', v_grants::text, true);
+  perform set_config('ratelimit.home', v_home, true);
+  perform set_config('search_path', v_path, true);
+end;
+$drop$;
+
+drop function ratelimit.grant_of, ratelimit.answer_of, ratelimit.shadow_of, ratelimit.replay_of, ratelimit.decisions_of,
+              ratelimit.check_repeated_cost, ratelimit.overridden, ratelimit.known_keys, ratelimit.remember, ratelimit.covers,
+              ratelimit.lock_buckets, ratelimit.take, ratelimit.take_of_policies, ratelimit.decide_in_order, ratelimit.acquire_batch,
+              ratelimit.check_sizes, ratelimit.check_numbers, ratelimit.check_max_rows, ratelimit.check_overrides;
+drop type ratelimit.decision, ratelimit.packed, ratelimit.charged;
+alter type ratelimit.retired_decision rename to decision;
+
+-- Without refill 0, such a policy refills as slowly as one can.
+update ratelimit.policies
+   set refill = 1,
+       every  = least(interval '365250 days', make_interval(secs => 315576000000 / capacity::double precision))
+ where refill = 0;
+update ratelimit.idempotency_keys set reset_after = interval '365250 days' where reset_after is null;
+update ratelimit.ephemeral_idempotency_keys set reset_after = interval '365250 days' where reset_after is null;
+alter table ratelimit.idempotency_keys alter column reset_after set not null;
+alter table ratelimit.ephemeral_idempotency_keys alter column reset_after set not null;
+drop table ratelimit.overrides;
+alter table ratelimit.policies
+  drop column overridden,
+  drop column shadow;
+comment on type ratelimit.decision is
+  'The answer about one bucket: allowed; whole tokens remaining; retry_after, zero when allowed and null when the cost can never fit; reset_after, until full; capacity; replayed, when it is the first answer under a live idempotency key, given again.';
+
+-- Snapshot 001 finds its place by this function, and replaces it.
+do $home$
+begin
+  execute pg_catalog.format('create function %I.ratelimit_acquire(policy text, key text, cost bigint default 1, idempotency_key text default null) '
+                            'returns ratelimit.decision language sql return null::ratelimit.decision', pg_catalog.current_setting('ratelimit.home'));
+end;
+$home$;
+{{ install_snapshot "001" }}
+
+-- Grants again what was granted on the functions that were dropped, and no more.
+do $grant$
+declare
+  v_path  text := pg_catalog.current_setting('search_path');
+  v_proc  record;
+  v_grant record;
+begin
+  perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- operators of PostgreSQL only
+  for v_proc in
+    select p.oid::regprocedure as signature, p.proname, p.proowner,
+           coalesce(p.proacl, acldefault('f', p.proowner)) as acl
+      from pg_proc as p
+     where p.pronamespace = quote_ident(current_setting('ratelimit.home'))::regnamespace
+       and p.proname in ('ratelimit_define_policy', 'ratelimit_policies', 'ratelimit_acquire', 'ratelimit_acquire_many', 'ratelimit_peek',
+                         'ratelimit_refund')
+  loop
+    for v_grant in
+      select distinct case a.grantee when 0 then 'public' else a.grantee::regrole::text end as grantee
+        from aclexplode(v_proc.acl) as a
+       where a.grantee <> v_proc.proowner
+    loop
+      execute format('revoke all on function %s from %s', v_proc.signature, v_grant.grantee);
+    end loop;
+    for v_grant in
+      select g.grantee, bool_or(g.grantable) as grantable
+        from jsonb_to_recordset(current_setting('ratelimit.grants')::jsonb) as g (name text, grantee text, grantable boolean)
+       where g.name = v_proc.proname
+       group by g.grantee
+    loop
+      execute format('grant execute on function %s to %s%s', v_proc.signature, v_grant.grantee,
+                     case when v_grant.grantable then ' with grant option' end);
+    end loop;
+  end loop;
+  perform set_config('search_path', v_path, true);
+end;
+$grant$;

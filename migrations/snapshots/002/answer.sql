@@ -1,0 +1,91 @@
+-- A short form of answer_of: after a grant, retry_after is 0 and the level is not below 0.
+create or replace function ratelimit.grant_of(level bigint, reset_us bigint, capacity bigint)
+  returns ratelimit.decision language sql immutable parallel safe
+as $$
+  select (true, level / 1000000, interval '0', ratelimit.duration(reset_us), capacity, false, false)::ratelimit.decision
+$$;
+comment on function ratelimit.grant_of(bigint, bigint, bigint) is
+  'The decision of a grant, from the level that it left and the microseconds until the bucket is full.';
+
+create or replace function ratelimit.answer_of(level bigint, retry_us bigint, reset_us bigint, capacity bigint)
+  returns ratelimit.decision language sql immutable parallel safe
+as $$
+  select (coalesce(retry_us = 0, false), ratelimit.whole_tokens(level), ratelimit.duration(retry_us),
+          ratelimit.duration(reset_us), capacity, false, false)::ratelimit.decision
+$$;
+comment on function ratelimit.answer_of(bigint, bigint, bigint, bigint) is
+  'A decision from the level now, retry_us (0 means allowed, null means never) and reset_us.';
+
+create or replace function ratelimit.shadow_of(level bigint, reset_us bigint, capacity bigint)
+  returns ratelimit.decision language sql immutable parallel safe
+as $$
+  select (true, ratelimit.whole_tokens(level), interval '0', ratelimit.duration(reset_us), capacity, false, true)::ratelimit.decision
+$$;
+comment on function ratelimit.shadow_of(bigint, bigint, bigint) is
+  'The decision of a shadow policy that would deny if it were enforced.';
+
+create or replace function ratelimit.replay_of(granted ratelimit.idempotency_keys)
+  returns ratelimit.decision language sql immutable parallel safe
+as $$
+  select (true, granted.remaining, interval '0', granted.reset_after, granted.capacity, true, false)::ratelimit.decision
+$$;
+comment on function ratelimit.replay_of(ratelimit.idempotency_keys) is
+  'The first answer given under an idempotency key, marked replayed.';
+
+-- decisions_of(...)[n] is the decision about element n; null if it was refused. The arguments are those of acquire_batch.
+create or replace function ratelimit.decisions_of(
+    elements bigint[], remaining bigint[], retry_us bigint[], reset_us bigint[], capacity bigint[], replayed boolean[], shadowed boolean[])
+  returns ratelimit.decision[] language plpgsql immutable
+as $$
+declare
+  v_decisions ratelimit.decision[];
+begin
+  for n in 1..coalesce(cardinality(elements), 0) loop
+    v_decisions[elements[n]] := (coalesce(retry_us[n] = 0, false), remaining[n], ratelimit.duration(retry_us[n]), ratelimit.duration(reset_us[n]),
+                                 capacity[n], coalesce(replayed[n], false), coalesce(shadowed[n], false))::ratelimit.decision;
+  end loop;
+  return v_decisions;
+end;
+$$;
+comment on function ratelimit.decisions_of(bigint[], bigint[], bigint[], bigint[], bigint[], boolean[], boolean[]) is
+  'The decisions of a batch, by the number of the element.';
+
+create or replace function ratelimit.check_repeated_cost(granted ratelimit.idempotency_keys, cost bigint)
+  returns void language plpgsql
+as $$
+begin
+  if granted.cost <> cost then
+    raise exception 'idempotency key used before with another cost' using
+      errcode = 'RL002',
+      detail  = format('%L was granted with cost %s and comes back with cost %s.', granted.idempotency_key, granted.cost, cost),
+      hint    = 'Repeat a request with its first cost, and give a new request a new key.';
+  end if;
+end;
+$$;
+comment on function ratelimit.check_repeated_cost(ratelimit.idempotency_keys, bigint) is
+  'Raises RL002 unless a repeat has the cost of the grant under its idempotency key.';
+
+-- The functions that answer many requests report an error in the row of its request. So this function catches the
+-- errors of the checks. granted is the remembered grant whose cost differs; null means that the policy is unknown,
+-- unless an argument is bad.
+create or replace function ratelimit.refusal(
+    in  policy text, in key text, in cost bigint, in idempotency_key text, in granted ratelimit.idempotency_keys,
+    out error_code text, out error_message text, out error_detail text, out error_hint text)
+  language plpgsql
+as $$
+begin
+  perform ratelimit.check_request(policy, key, cost, idempotency_key);
+  if granted is null then
+    perform ratelimit.unknown_policy(policy);
+  else
+    perform ratelimit.check_repeated_cost(granted, cost);
+  end if;
+exception when sqlstate '22023' or sqlstate 'RL001' or sqlstate 'RL002' then
+  get stacked diagnostics error_code    = returned_sqlstate,
+                          error_message = message_text,
+                          error_detail  = pg_exception_detail,
+                          error_hint    = pg_exception_hint;
+end;
+$$;
+comment on function ratelimit.refusal(text, text, bigint, text, ratelimit.idempotency_keys) is
+  'The error ratelimit_acquire would raise, as a row.';

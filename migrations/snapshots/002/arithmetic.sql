@@ -1,0 +1,98 @@
+-- The arithmetic of a bucket. Levels are whole microtokens and times whole microseconds, so every
+-- answer is a function of integers. Products are numeric, which neither overflows nor rounds. Refill is credited
+-- rounded down to whole microtokens, so each grant or refund loses less than one.
+--
+-- A bucket is (level, refilled_at): at the instant refilled_at it held level microtokens. Refill is
+-- credited at ticks, which are counted from refilled_at, and never above full_level. A tick is a
+-- microsecond when refill is continuous, and the whole interval when it is stepped.
+--
+-- The derived columns of policies hold what the formulas need; each has a comment. The formulas are
+--   gain       = refill * 10^12. Elapsed seconds * gain / every_us = microtokens; the extra 10^6 saves
+--                converting seconds
+--   tick_gain  = refill * 10^6 * tick_us. One tick gains tick_gain / every_us microtokens
+--   round_up   = tick_gain - 1. (x + round_up) div tick_gain = x / tick_gain, rounded up
+--
+-- All functions here are IMMUTABLE single expressions, so that the planner inlines them. An argument that
+-- is used twice must be cheap, such as a column, a variable or a product, or it stops inlining.
+-- include/calls.sql has the long calls.
+
+create or replace function ratelimit.microtokens(tokens bigint)
+  returns bigint language sql immutable parallel safe
+as $$
+  select tokens * 1000000
+$$;
+comment on function ratelimit.microtokens(bigint) is
+  'Tokens as microtokens, the unit of levels.';
+
+create or replace function ratelimit.whole_tokens(level bigint)
+  returns bigint language sql immutable parallel safe
+as $$
+  select level / 1000000 - (level % 1000000 < 0)::integer  -- rounds down below zero too
+$$;
+comment on function ratelimit.whole_tokens(bigint) is
+  'A level in whole tokens, rounded down.';
+
+create or replace function ratelimit.microseconds(span interval)
+  returns numeric language sql immutable parallel safe
+as $$
+  select extract(epoch from span) * 1000000
+$$;
+comment on function ratelimit.microseconds(interval) is
+  'An interval without months in microseconds; a day is 24 hours.';
+
+-- The interval has hours and seconds but no days, because a day added to a timestamptz may be 23 or 25 hours.
+create or replace function ratelimit.duration(microseconds bigint)
+  returns interval language sql immutable parallel safe
+as $$
+  select make_interval(hours => (microseconds / 3600000000)::integer,
+                       secs  => (microseconds % 3600000000)::double precision / 1000000)
+$$;
+comment on function ratelimit.duration(bigint) is
+  'Microseconds as an interval, exactly.';
+
+-- Elapsed time is never negative: a clock that steps back credits and removes nothing.
+create or replace function ratelimit.refilled_until(refilled_at timestamptz, now timestamptz, tick interval)
+  returns timestamptz language sql immutable parallel safe
+as $$
+  select date_bin(tick, greatest(refilled_at, now), refilled_at)
+$$;
+comment on function ratelimit.refilled_until(timestamptz, timestamptz, interval) is
+  'The instant of refilled_level: the last tick by now, counted from refilled_at and never before it.';
+
+create or replace function ratelimit.refilled_level(
+    level bigint, refilled_at timestamptz, now timestamptz, full_level numeric, gain numeric, every_us numeric, tick interval)
+  returns bigint language sql immutable parallel safe
+as $$
+  select least(
+    full_level,
+    level + div(extract(epoch from ratelimit.refilled_until(refilled_at, now, tick) - refilled_at) * gain, every_us))::bigint
+$$;
+comment on function ratelimit.refilled_level(bigint, timestamptz, timestamptz, numeric, numeric, numeric, interval) is
+  'The level of a bucket now, in microtokens.';
+
+-- Exact: after this wait the bucket holds target, one microsecond earlier it does not. Null means never: with
+-- refill 0, tick_gain is 0.
+-- Precondition: the bucket is below target now. Callers that know this skip the checks of wait_for.
+create or replace function ratelimit.wait_below(
+    target numeric, level bigint, elapsed_us numeric,
+    every_us numeric, tick_us numeric, tick_gain numeric, round_up numeric)
+  returns bigint language sql immutable parallel safe
+as $$
+  select (div((target - level) * every_us + round_up, nullif(tick_gain, 0)) * tick_us - elapsed_us)::bigint
+$$;
+comment on function ratelimit.wait_below(numeric, bigint, numeric, numeric, numeric, numeric, numeric) is
+  'Microseconds until a bucket holds target microtokens, if it held level elapsed_us ago and is below target now.';
+
+create or replace function ratelimit.wait_for(
+    target numeric, level bigint, refilled_at timestamptz, now timestamptz,
+    every_us numeric, tick_us numeric, tick_gain numeric, round_up numeric)
+  returns bigint language sql immutable parallel safe
+as $$
+  select case
+    when level >= target then 0
+    when tick_gain > 0 then greatest(0, ratelimit.wait_below(target, level, ratelimit.microseconds(now - refilled_at),
+                                                             every_us, tick_us, tick_gain, round_up))
+  end
+$$;
+comment on function ratelimit.wait_for(numeric, bigint, timestamptz, timestamptz, numeric, numeric, numeric, numeric) is
+  'Microseconds from now until a bucket holds target microtokens, zero when it does, null for never.';

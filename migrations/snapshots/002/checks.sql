@@ -1,0 +1,217 @@
+-- The checks of arguments. Every error has a constant message, the facts in DETAIL and the remedy in HINT.
+
+create or replace function ratelimit.refuse(argument text, fact text, remedy text)
+  returns void language plpgsql
+as $$
+begin
+  raise exception using
+    errcode = '22023',
+    message = 'invalid ' || argument,
+    detail  = format('%s is %s.', argument, coalesce(fact, 'null')),
+    hint    = remedy;
+end;
+$$;
+comment on function ratelimit.refuse(text, text, text) is
+  'Raises 22023 for one argument.';
+
+create or replace function ratelimit.is_name(value text)
+  returns boolean language sql immutable parallel safe
+as $$
+  select octet_length(value) between 1 and 512
+$$;
+comment on function ratelimit.is_name(text) is
+  'Whether a policy, key or idempotency key has 1 to 512 bytes; null for null.';
+
+create or replace function ratelimit.is_list(elements anyarray)
+  returns boolean language sql immutable parallel safe
+as $$
+  select array_lower(elements, 1) = 1 and array_ndims(elements) = 1
+$$;
+comment on function ratelimit.is_list(anyarray) is
+  'Whether an array has one dimension and is subscripted from 1; null for an empty one and for null.';
+
+create or replace function ratelimit.check_name(argument text, value text)
+  returns void language plpgsql
+as $$
+begin
+  if ratelimit.is_name(value) is not true then
+    perform ratelimit.refuse(argument,
+      case when value is null then null when value = '' then 'empty' else octet_length(value) || ' bytes long' end,
+      'Pass a text of 1 to 512 bytes.');
+  end if;
+end;
+$$;
+comment on function ratelimit.check_name(text, text) is
+  'Raises 22023 unless a policy, key or idempotency key has 1 to 512 bytes.';
+
+create or replace function ratelimit.check_tokens(argument text, value bigint)
+  returns void language plpgsql
+as $$
+begin
+  if (value >= 0) is not true then
+    perform ratelimit.refuse(argument, value::text,
+      case argument
+        when 'cost' then 'Pass a whole number of tokens, 0 or more; ratelimit_refund gives tokens back.'
+        else 'Pass a whole number of tokens, 0 or more.'
+      end);
+  end if;
+end;
+$$;
+comment on function ratelimit.check_tokens(text, bigint) is
+  'Raises 22023 unless a cost or amount is zero or more.';
+
+-- Inlined, unlike check_request: a valid request pays for no call.
+create or replace function ratelimit.acceptable(key text, cost bigint)
+  returns boolean language sql immutable parallel safe
+as $$
+  select (ratelimit.is_name(key) and cost >= 0) is true
+$$;
+comment on function ratelimit.acceptable(text, bigint) is
+  'Whether check_request would accept this key and cost.';
+
+create or replace function ratelimit.check_request(policy text, key text, cost bigint, idempotency_key text)
+  returns void language plpgsql
+as $$
+begin
+  perform ratelimit.check_name('policy', policy);
+  perform ratelimit.check_name('key', key);
+  perform ratelimit.check_tokens('cost', cost);
+  if idempotency_key is not null then
+    perform ratelimit.check_name('idempotency_key', idempotency_key);
+  end if;
+end;
+$$;
+comment on function ratelimit.check_request(text, text, bigint, text) is
+  'Raises 22023 for the first argument of an acquire that is out of range.';
+
+create or replace function ratelimit.check_max_rows(max_rows integer)
+  returns void language plpgsql
+as $$
+begin
+  if (max_rows > 0) is not true then
+    perform ratelimit.refuse('max_rows', max_rows::text, 'Pass 1 or more.');
+  end if;
+end;
+$$;
+comment on function ratelimit.check_max_rows(integer) is
+  'Raises 22023 unless a number of rows is one or more.';
+
+create or replace function ratelimit.check_length(argument text, length integer, expected integer)
+  returns void language plpgsql
+as $$
+begin
+  if length is null or length is distinct from expected then
+    perform ratelimit.refuse(argument, length || ' elements long, policies ' || expected,
+      'Pass arrays of one length: element n of each is request n.');
+  end if;
+end;
+$$;
+comment on function ratelimit.check_length(text, integer, integer) is
+  'Raises 22023 unless an array has an element for each request.';
+
+create or replace function ratelimit.check_sizes(sizes integer[], length integer, idempotency_keys integer)
+  returns void language plpgsql
+as $$
+begin
+  if (0 <= all (sizes)) is not true then
+    perform ratelimit.refuse('sizes', 'below zero or null for a request', 'Pass the number of elements of each request.');
+  elsif (select coalesce(sum(s.size), 0) from unnest(sizes) as s (size)) <> length then
+    perform ratelimit.refuse('sizes', format('%s in sum, policies %s elements long', (select sum(s.size) from unnest(sizes) as s (size)), length),
+      'Pass the number of elements of each request.');
+  elsif idempotency_keys <> cardinality(sizes) then
+    perform ratelimit.refuse('idempotency_keys', format('%s elements long, sizes %s', idempotency_keys, cardinality(sizes)),
+      'Pass one idempotency key, or null, for each request.');
+  end if;
+end;
+$$;
+comment on function ratelimit.check_sizes(integer[], integer, integer) is
+  'Raises 22023 unless sizes splits length elements into requests, and there are as many idempotency keys, if any.';
+
+-- Months and years are refused, because their length is not fixed. The limit of 1000 years counts a year as
+-- 365.25 days of 24 hours.
+create or replace function ratelimit.check_span(argument text, value interval)
+  returns void language plpgsql
+as $$
+begin
+  if value is null
+     or not isfinite(value)
+     or extract(year from value) <> 0
+     or extract(month from value) <> 0
+     or ratelimit.microseconds(value) not between 1 and ratelimit.microseconds(interval '365250 days') then
+    perform ratelimit.refuse(argument, value::text,
+      'Pass an interval of 1 microsecond to 365250 days (1000 years), in days or smaller units.');
+  end if;
+end;
+$$;
+comment on function ratelimit.check_span(text, interval) is
+  'Raises 22023 unless an interval is fixed in length and between 1 microsecond and 1000 years.';
+
+create or replace function ratelimit.check_numbers(least_capacity bigint, capacity bigint, refill bigint, every interval)
+  returns void language plpgsql
+as $$
+declare
+  v_missing constant text := 'A new policy needs capacity, refill and every.';
+begin
+  if (capacity between least_capacity and 9000000000000) is not true then
+    perform ratelimit.refuse('capacity', capacity::text,
+      case when capacity is null then v_missing else format('Pass %s to 9000000000000 tokens.', least_capacity) end);
+  end if;
+  if (refill between 0 and 9000000000000) is not true then
+    perform ratelimit.refuse('refill', refill::text, case when refill is null then v_missing else 'Pass 0 to 9000000000000 tokens.' end);
+  end if;
+  if every is null then
+    perform ratelimit.refuse('every', null, v_missing);
+  end if;
+  perform ratelimit.check_span('every', every);
+  if refill > 0 and capacity * ratelimit.microseconds(every) > refill * ratelimit.microseconds(interval '3652500 days') then
+    perform ratelimit.refuse('refill', refill || ' every ' || every,
+      'Refill faster or lower the capacity: an empty bucket must fill within 10000 years. Or pass refill 0: it fills when it is reset.');
+  end if;
+end;
+$$;
+comment on function ratelimit.check_numbers(bigint, bigint, bigint, interval) is
+  'Raises 22023 for the first number of a policy or an override that is missing or out of range.';
+
+create or replace function ratelimit.check_policy(capacity bigint, refill bigint, every interval, remember interval)
+  returns void language plpgsql
+as $$
+begin
+  perform ratelimit.check_numbers(1, capacity, refill, every);
+  if remember is not null then
+    perform ratelimit.check_span('remember', remember);
+  end if;
+end;
+$$;
+comment on function ratelimit.check_policy(bigint, bigint, interval, interval) is
+  'Raises 22023 for the first argument of a policy definition that is missing or out of range.';
+
+create or replace function ratelimit.unknown_policy(policy text)
+  returns void language plpgsql
+as $$
+begin
+  raise exception 'unknown policy' using
+    errcode = 'RL001',
+    detail  = format('No policy is named %L.', policy),
+    hint    = format('Define it first: select ratelimit_define_policy(%L, capacity => 10, refill => 10, every => ''1 second'').', policy);
+end;
+$$;
+comment on function ratelimit.unknown_policy(text) is
+  'Raises RL001, the error for an unknown policy.';
+
+create or replace function ratelimit.policy_named(policy text)
+  returns ratelimit.policies language plpgsql stable
+as $$
+declare
+  v_name   text collate "C" := policy_named.policy;
+  v_policy ratelimit.policies;
+begin
+  perform ratelimit.check_name('policy', v_name);
+  select p.* into v_policy from ratelimit.policies as p where p.name = v_name;
+  if not found then
+    perform ratelimit.unknown_policy(v_name);
+  end if;
+  return v_policy;
+end;
+$$;
+comment on function ratelimit.policy_named(text) is
+  'One policy by name, or RL001.';

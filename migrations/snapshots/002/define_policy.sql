@@ -1,0 +1,71 @@
+-- Creates a policy, or changes the policy of that name. A null argument keeps the policy's value. A new
+-- policy needs capacity, refill and every; stepped is false, durable true, remember 24 hours and shadow false unless given.
+--
+-- With refill 0 a bucket fills only when it is told to, by ratelimit_reset or ratelimit_refund. A shadow policy watches:
+-- its buckets move as if it were enforced, but an acquire that it would deny is allowed, takes nothing and is marked
+-- shadowed.
+--
+-- A change applies to the next acquire of every bucket. Levels stay, clamped to the new capacity. The
+-- time since a bucket was last written is credited at the new rate. A bucket that clean-up removed while a policy was
+-- lowered was full by the lower capacity, and is full by the higher one once the policy is raised again. An override
+-- keeps its numbers.
+-- Locks:  the policy row, until the caller's transaction ends. Acquires do not wait for it.
+-- Writes: policies; overrides, if stepped changes.
+create or replace function ratelimit_define_policy(
+    policy   text,
+    capacity bigint   default null,
+    refill   bigint   default null,
+    every    interval default null,
+    stepped  boolean  default null,
+    durable  boolean  default null,
+    remember interval default null,
+    shadow   boolean  default null)
+  returns void
+  language plpgsql
+  volatile
+  security definer
+  set search_path = ratelimit, pg_temp
+as $$
+declare
+  v_name    text collate "C" := ratelimit_define_policy.policy;
+  v_policy  policies;
+  v_durable boolean;
+begin
+  perform check_name('policy', v_name);
+  select p.* into v_policy from policies as p where p.name = v_name for update;  -- the checks combine new numbers with these
+  perform check_policy(coalesce(ratelimit_define_policy.capacity, v_policy.capacity),
+                       coalesce(ratelimit_define_policy.refill, v_policy.refill),
+                       coalesce(ratelimit_define_policy.every, v_policy.every),
+                       ratelimit_define_policy.remember);
+  insert into policies as p (id, name, capacity, refill, every, stepped, durable, remember, shadow)
+  values (hashtextextended(gen_random_uuid()::text, 0),
+          v_name,
+          coalesce(ratelimit_define_policy.capacity, v_policy.capacity),
+          coalesce(ratelimit_define_policy.refill, v_policy.refill),
+          coalesce(ratelimit_define_policy.every, v_policy.every),
+          coalesce(ratelimit_define_policy.stepped, false),
+          coalesce(ratelimit_define_policy.durable, true),
+          coalesce(ratelimit_define_policy.remember, interval '24 hours'),
+          coalesce(ratelimit_define_policy.shadow, false))
+  on conflict on constraint policies_pkey do update
+     set capacity = excluded.capacity,
+         refill   = excluded.refill,
+         every    = excluded.every,
+         stepped  = coalesce(ratelimit_define_policy.stepped, p.stepped),
+         remember = coalesce(ratelimit_define_policy.remember, p.remember),
+         shadow   = coalesce(ratelimit_define_policy.shadow, p.shadow)
+  returning p.durable into v_durable;
+
+  if v_policy.stepped <> ratelimit_define_policy.stepped then
+    update overrides as o set stepped = ratelimit_define_policy.stepped where o.policy_id = v_policy.id;
+  end if;
+  if v_durable <> ratelimit_define_policy.durable then
+    raise exception 'invalid durable'
+      using errcode = '22023',
+            detail  = format('Policy %L was created with durable => %s.', v_name, v_durable),
+            hint    = 'Drop the policy and define it anew; its buckets will be full.';
+  end if;
+end;
+$$;
+comment on function ratelimit_define_policy(text, bigint, bigint, interval, boolean, boolean, interval, boolean) is
+  'Create or change a policy: buckets of capacity tokens that gain refill tokens every interval.';

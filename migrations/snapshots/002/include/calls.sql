@@ -1,0 +1,17 @@
+{{- /* The calls of arithmetic.sql that pass seven or eight arguments by position. Each is written once, here.
+       They need the local v_now.
+       bucket is the prefix of level and refilled_at: "b." for columns, "v_" for locals.
+       policy is the prefix of the policy's columns: "v_policy." unless given.
+       target, level and elapsed_us are expressions. */ -}}
+{{ define "refilled_level" -}}
+{{ $policy := default "v_policy." .policy -}}
+refilled_level({{ .bucket }}level, {{ .bucket }}refilled_at, v_now, {{ $policy }}full_level, {{ $policy }}gain, {{ $policy }}every_us, {{ $policy }}tick)
+{{- end }}
+{{ define "wait_for" -}}
+{{ $policy := default "v_policy." .policy -}}
+wait_for({{ .target }}, {{ .bucket }}level, {{ .bucket }}refilled_at, v_now, {{ $policy }}every_us, {{ $policy }}tick_us, {{ $policy }}tick_gain, {{ $policy }}round_up)
+{{- end }}
+{{ define "wait_below" -}}
+{{ $policy := default "v_policy." .policy -}}
+wait_below({{ .target }}, {{ .level }}, {{ .elapsed_us }}, {{ $policy }}every_us, {{ $policy }}tick_us, {{ $policy }}tick_gain, {{ $policy }}round_up)
+{{- end }}

@@ -1,0 +1,63 @@
+-- pgratelimit: token bucket rate limits that live in PostgreSQL.
+--
+-- A policy says how large a bucket is and how fast it refills. A bucket belongs to one policy and
+-- one key; it stores how many microtokens it held at one instant, and everything else follows by
+-- arithmetic from the server's clock. No row means full: the first grant creates the row, clean-up
+-- removes it once it is full again. A grant made under an idempotency key is remembered beside its
+-- bucket, so that a retry gets the first answer and takes nothing.
+--
+-- The public functions are named ratelimit_* and live in the schema that headed search_path at the
+-- first install. Tables and helpers live in schema ratelimit, where callers have no rights: the
+-- public functions are SECURITY DEFINER with a pinned search_path, all but ratelimit_cleanup_all, which commits.
+--
+-- Durable and ephemeral policies keep their state in twin tables (buckets and ephemeral_buckets,
+-- idempotency_keys and ephemeral_idempotency_keys), because a statement cannot choose its table at run time.
+-- Code that touches them is written once, as a template over the two names.
+--
+-- This file is the table of contents.
+{{ template "prologue.sql" . }}
+
+-- Private: the rules, each in one place.
+{{ template "clock.sql" . }}
+{{ template "arithmetic.sql" . }}
+{{ template "checks.sql" . }}
+{{ template "answer.sql" . }}
+{{ template "overridden.sql" . }}
+
+-- Policies.
+{{ template "define_policy.sql" . }}
+{{ template "drop_policy.sql" . }}
+{{ template "policies.sql" . }}
+{{ template "override.sql" . }}
+
+-- Buckets.
+{{ template "acquire.sql" . }}
+{{ template "peek.sql" . }}
+{{ template "refund.sql" . }}
+{{ template "reset.sql" . }}
+
+-- Many requests, or many buckets, in one call.
+{{ template "keys.sql" . }}
+{{ template "take.sql" . }}
+{{ template "decide_in_order.sql" . }}
+{{ template "acquire_batch.sql" . }}
+{{ template "acquire_all.sql" . }}
+{{ template "acquire_many.sql" . }}
+{{ template "acquire_all_many.sql" . }}
+{{ template "acquire_packed.sql" . }}
+
+-- Upkeep.
+{{ template "cleanup.sql" . }}
+{{ template "version.sql" . }}
+
+{{ template "epilogue.sql" . }}
+
+{{- /* Included, not functions: the fragments that the functions above share.
+       include/calls.sql          the calls with seven or eight arguments
+       include/locals.sql         the locals of look.sql and decide.sql: their contract
+       include/look.sql           reads one bucket: for ratelimit_peek and decide.sql
+       include/decide.sql         decides about one bucket and takes: for ratelimit_acquire
+       include/numbers_again.sql  reads the policy again after a wait: for look.sql and decide.sql
+       include/find_key.sql       looks up an idempotency key: for decide.sql
+       include/remember.sql       the end of storing idempotency keys: for decide.sql and remember
+       include/newest.sql         finds a bucket by its newest row version: for statements about many buckets */ -}}

@@ -1,0 +1,193 @@
+-- Decides many requests, as if each were asked on its own, one after another. The functions for many requests differ only
+-- in how they take the requests and show the answers; acquire_packed.sql explains the arguments and the results.
+--
+-- The fast path is take, for what most requests are: they fit. For requests of several elements, covers looks first, and
+-- lock_buckets waits for other sessions, because all of it must fit. decide_in_order decides what take left. If that would
+-- lock a bucket out of order, or if anything else was not as expected, the fast path is rolled back, and decide_in_order
+-- decides the whole batch. The rollback needs a subtransaction, which begins with every fast path.
+--
+-- In a read-only transaction decide_in_order decides from the start, because an UPDATE fails there even if it would take
+-- nothing.
+--
+-- The settings of this function are for all statements about many buckets: also those of take, keys and decide_in_order,
+-- which nobody else calls.
+create or replace function ratelimit.acquire_batch(
+    policies text[], keys text[], costs bigint[], sizes integer[], idempotency_keys text[])
+  returns ratelimit.packed
+  language plpgsql
+  volatile
+  set search_path = ratelimit, pg_temp
+  set plan_cache_mode = force_generic_plan  -- no plan is better for some arguments than for others, and planning is slow
+  set enable_seqscan = off    -- as in ratelimit_acquire
+  set enable_hashjoin = off   -- nested loops alone keep the order of key, in which buckets are locked
+  set enable_mergejoin = off  -- likewise
+  set enable_tidscan = on     -- likewise: found by row id, the bucket is on the inner side
+  set enable_indexscan = on   -- include/newest.sql reads the index from its end
+  set enable_bitmapscan = off  -- likewise; a bitmap would read every version
+  set jit = off               -- the statements take less time than compiling them
+as $$
+declare
+  v_count    integer := cardinality(policies);
+  v_requests bigint[];  -- for each element, the number of its request; null without sizes: its own number
+  v_misfits  bigint[];  -- requests of a size that is refused
+  v_policy   policies;  -- that of all elements, if there is one
+  v_now      timestamptz;
+  v_covered  boolean;   -- as from covers:
+  v_durable  boolean;
+  v_ephemeral boolean;
+  v_locked   bigint[];  -- the ids of the policies whose buckets are locked
+  v_taken    record;
+  v_places   bigint[];  -- elements that the fast path granted; parallel to it:
+  v_remaining bigint[];
+  v_reset_us bigint[];
+  v_capacity bigint[];
+  v_shadows  boolean[];
+  v_left     bigint[];  -- the other elements
+  v_answers  packed;
+  v_i        integer;
+  v_in_ephemeral boolean;
+begin
+  if v_count is null or cardinality(keys) is distinct from v_count or cardinality(costs) <> v_count or sizes is not null or cardinality(idempotency_keys) <> v_count then
+    perform check_length('policies', v_count, v_count);
+    perform check_length('keys', cardinality(keys), v_count);
+    perform check_length('costs', coalesce(cardinality(costs), v_count), v_count);
+    if sizes is null then
+      perform check_length('idempotency_keys', coalesce(cardinality(idempotency_keys), v_count), v_count);
+    else
+      perform check_sizes(sizes, v_count, cardinality(idempotency_keys));
+    end if;
+  end if;
+  if costs is null then
+    costs := array_fill(1::bigint, array[v_count]);
+  end if;
+  if (is_list(policies) and is_list(keys) and is_list(costs) and is_list(sizes) is not false and is_list(idempotency_keys) is not false) is not true then
+    -- Subscripts are to count from 1.
+    policies         := array(select unnest(policies));
+    keys             := array(select unnest(keys));
+    costs            := array(select unnest(costs));
+    sizes            := case when sizes is not null then array(select unnest(acquire_batch.sizes)) end;
+    idempotency_keys := case when idempotency_keys is not null then array(select unnest(acquire_batch.idempotency_keys)) end;
+  end if;
+  if sizes is not null then
+    select array_agg(u.request),
+           case when acquire_batch.idempotency_keys is not null then array_agg(acquire_batch.idempotency_keys[u.request]) end
+      into v_requests, idempotency_keys
+      from unnest(acquire_batch.sizes) with ordinality as u (size, request)
+     cross join lateral generate_series(1, u.size);
+    if 1 > any (sizes) or 1000 < any (sizes) then  -- without a cost, the elements are refused
+      v_misfits := array(select u.request
+                           from unnest(acquire_batch.sizes) with ordinality as u (size, request)
+                          where u.size not between 1 and 1000);
+      costs     := array(select case when v_requests[u.element] <> all (v_misfits) then u.cost end
+                           from unnest(costs) with ordinality as u (cost, element));
+    end if;
+  end if;
+
+  begin
+    if v_count > 0 and current_setting('transaction_read_only') = 'off' then
+      v_now := clock();
+      if sizes is null and policies[1] collate "C" = all (policies) then
+        select p.* into v_policy from policies as p where p.name = acquire_batch.policies[1] collate "C";
+      end if;
+      if v_policy.overridden is false then
+        v_taken := take(v_policy, keys, costs, v_now);
+        if v_taken.places is not null then
+          v_places    := v_taken.places;
+          v_remaining := v_taken.remaining;
+          v_reset_us  := v_taken.reset_us;
+          v_capacity  := array_fill(v_policy.capacity, array[cardinality(v_places)]);
+          v_durable   := v_policy.durable;
+        end if;
+      else
+        if sizes is null then
+          select true, bool_or(p.durable), bool_or(not p.durable)
+            into v_covered, v_durable, v_ephemeral
+            from policies as p
+           where p.name = any (acquire_batch.policies);
+        else
+          select c.covered, c.durable, c.ephemeral into v_covered, v_durable, v_ephemeral from covers(policies, keys, costs, v_requests, v_now) as c;
+        end if;
+        foreach v_in_ephemeral in array array[false, true] loop
+          continue when (v_covered and case when v_in_ephemeral then v_ephemeral else v_durable end) is not true;
+          if cardinality(sizes) > 1 then
+            v_locked := lock_buckets(policies, keys, v_in_ephemeral);
+            v_now    := clock();  -- it may have waited
+            if v_locked is null then
+              raise exception sqlstate 'RL00T';  -- rolls back to the begin above; caught below, so no caller sees it
+            end if;
+          end if;
+          v_taken     := take_of_policies(policies, keys, costs, v_requests, v_in_ephemeral, v_locked, v_now);
+          v_places    := v_places || v_taken.places;
+          v_remaining := v_remaining || v_taken.remaining;
+          v_reset_us  := v_reset_us || v_taken.reset_us;
+          v_capacity  := v_capacity || v_taken.capacities;
+          v_shadows   := v_shadows || v_taken.shadows;
+        end loop;
+      end if;
+    end if;
+
+    if v_places is null and v_count > 0 and v_covered is not false then
+      raise exception sqlstate 'RL00T';  -- what take did not charge it has locked, if it waited for it
+    elsif v_places is not null then
+      if sizes is not null and cardinality(v_places) < v_count
+         or idempotency_keys is not null
+            and remember(policies, keys, idempotency_keys, costs, v_now, v_durable, coalesce(v_ephemeral, not v_durable),
+                         v_places, v_remaining, v_capacity, v_reset_us) is not true then
+        raise exception sqlstate 'RL00T';
+      elsif cardinality(v_places) < v_count then
+        v_left    := array(select generate_series(1, v_count) except select unnest(v_places) order by 1);
+        v_answers := decide_in_order(array(select acquire_batch.policies[u.n] from unnest(v_left) as u (n)),
+                                     array(select acquire_batch.keys[u.n] from unnest(v_left) as u (n)),
+                                     array(select acquire_batch.costs[u.n] from unnest(v_left) as u (n)),
+                                     v_left,
+                                     case when acquire_batch.idempotency_keys is not null then
+                                       array(select acquire_batch.idempotency_keys[u.n] from unnest(v_left) as u (n))
+                                     end,
+                                     v_left, false, true);
+      end if;
+    end if;
+  exception when sqlstate 'RL00T' or cardinality_violation then  -- two grants in one statement under one idempotency key
+    v_places := null;
+  end;
+
+  if cardinality(v_places) = v_count and sizes is null then
+    return (v_places, v_remaining, array_fill(0::bigint, array[v_count]), v_reset_us, v_capacity, null, null,
+            null, null, null, null, null, null, null, null, null, null)::packed;
+  elsif cardinality(v_places) = v_count then
+    -- The binding element of a grant, as at the end of decide_in_order.
+    select array_agg(r.request), array_agg(r.binding::integer)
+      into v_answers.requests, v_answers.bindings
+      from (select v_requests[u.place] as request,
+                   (min(array[u.shadow::integer, u.remaining / acquire_batch.costs[u.place], u.place]))[3] - min(u.place) + 1 as binding
+              from unnest(v_places, v_remaining, v_shadows) as u (place, remaining, shadow)
+             group by 1) as r;
+    return (v_places, v_remaining, array_fill(0::bigint, array[v_count]), v_reset_us, v_capacity, null, null,
+            v_answers.requests, array_fill(true, array[cardinality(v_answers.requests)]), array_fill(false, array[cardinality(v_answers.requests)]),
+            array_fill(false, array[cardinality(v_answers.requests)]), v_answers.bindings, null, null, null, null, null)::packed;
+  elsif v_places is not null then
+    return (v_places || v_answers.elements, v_remaining || v_answers.remaining,
+            array_fill(0::bigint, array[cardinality(v_places)]) || v_answers.retry_after_us, v_reset_us || v_answers.reset_after_us,
+            v_capacity || v_answers.capacity,
+            case when v_answers.replayed is not null then array_fill(false, array[cardinality(v_places)]) || v_answers.replayed end,
+            case when v_answers.shadowed is not null then array_fill(false, array[cardinality(v_places)]) || v_answers.shadowed end,
+            null, null, null, null, null,
+            v_answers.refused, v_answers.error_codes, v_answers.error_messages, v_answers.error_details, v_answers.error_hints)::packed;
+  end if;
+
+  if v_count > 0 then
+    v_left    := array(select generate_series(1, v_count));
+    v_answers := decide_in_order(policies, keys, costs, coalesce(v_requests, v_left), idempotency_keys, v_left, sizes is not null, false);
+  end if;
+  for v_misfit in 1..coalesce(cardinality(v_misfits), 0) loop
+    v_i := coalesce(array_position(v_answers.refused, v_misfits[v_misfit]), coalesce(cardinality(v_answers.refused), 0) + 1);
+    v_answers.refused[v_i]        := v_misfits[v_misfit];
+    v_answers.error_codes[v_i]    := '22023';
+    v_answers.error_messages[v_i] := 'invalid sizes';
+    v_answers.error_details[v_i]  := format('Request %s has %s elements.', v_misfits[v_misfit], sizes[v_misfits[v_misfit]]);
+    v_answers.error_hints[v_i]    := 'Pass 1 to 1000 elements for each request.';
+  end loop;
+  return v_answers;
+end;
+$$;
+comment on function ratelimit.acquire_batch(text[], text[], bigint[], integer[], text[]) is
+  'Decides many requests, as if each were asked on its own, one after another.';

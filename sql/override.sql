@@ -1,0 +1,141 @@
+-- Sets the numbers of one key: the policy's, but for those given. An override replaces an earlier one of the key. It
+-- applies from the commit of the caller's transaction on, to calls that begin then. A bucket with a row keeps its level,
+-- clamped to the new capacity; a bucket without one is full at the new capacity. So ratelimit_reset in the same
+-- transaction starts a new plan full. capacity 0 blocks the key: a cost above 0 never fits.
+--
+-- From expires_at on the override is as good as absent. stepped, durable, remember and shadow stay the policy's.
+--
+-- Locks:  the row of the override, until the caller's transaction ends. The first override of a policy locks the row of
+--         the policy, too; acquires do not wait for it.
+-- Writes: overrides; policies by the first override of a policy.
+create or replace function ratelimit_override(
+    policy     text,
+    key        text,
+    capacity   bigint      default null,
+    refill     bigint      default null,
+    every      interval    default null,
+    expires_at timestamptz default null)
+  returns void
+  language plpgsql
+  volatile
+  security definer
+  set search_path = ratelimit, pg_temp
+as $$
+declare
+  v_key        text collate "C" := ratelimit_override.key;
+  v_policy     policies;
+  v_capacity   bigint;
+  v_refill     bigint;
+  v_every      interval;
+  v_expires_at timestamptz := coalesce(ratelimit_override.expires_at, 'infinity');
+begin
+  perform check_name('policy', policy);
+  perform check_name('key', v_key);
+  perform check_numbers(0, coalesce(ratelimit_override.capacity, 0), 0, '1 microsecond');
+  perform check_numbers(0, 0, coalesce(ratelimit_override.refill, 0), '1 microsecond');
+  perform check_numbers(0, 0, 0, coalesce(ratelimit_override.every, '1 microsecond'));
+  if num_nulls(ratelimit_override.capacity, ratelimit_override.refill, ratelimit_override.every) = 0 then
+    perform check_numbers(0, ratelimit_override.capacity, ratelimit_override.refill, ratelimit_override.every);
+  end if;
+  if v_expires_at <= clock() then
+    perform refuse('expires_at', v_expires_at::text, 'Pass an instant that lies ahead, or null: the override then stays until it is removed.');
+  end if;
+  v_policy   := policy_named(policy);
+  v_capacity := coalesce(ratelimit_override.capacity, v_policy.capacity);
+  v_refill   := coalesce(ratelimit_override.refill, v_policy.refill);
+  v_every    := coalesce(ratelimit_override.every, v_policy.every);
+  perform check_numbers(0, v_capacity, v_refill, v_every);
+
+  -- Either statement waits for a session that drops the policy, and keeps one from doing so.
+  update policies as p set overridden = true where p.id = v_policy.id and not p.overridden;
+  perform from policies as p where p.id = v_policy.id for key share;
+  if not found then
+    perform unknown_policy(policy);
+  end if;
+  insert into overrides as o (policy_id, key, capacity, refill, every, stepped, expires_at)
+  values (v_policy.id, v_key, v_capacity, v_refill, v_every, v_policy.stepped, v_expires_at)
+  on conflict on constraint overrides_pkey do update
+     set capacity   = excluded.capacity,
+         refill     = excluded.refill,
+         every      = excluded.every,
+         stepped    = excluded.stepped,
+         expires_at = excluded.expires_at;
+end;
+$$;
+comment on function ratelimit_override(text, text, bigint, bigint, interval, timestamptz) is
+  'Give one key of a policy numbers of its own; those not given are the policy''s as of now.';
+
+-- Removes the override of one key, and reports whether there was a live one. The policy's numbers apply from the commit
+-- of the caller's transaction on.
+--
+-- Locks:  the row of the override, until the caller's transaction ends.
+-- Writes: overrides.
+create or replace function ratelimit_remove_override(policy text, key text)
+  returns boolean
+  language plpgsql
+  volatile
+  security definer
+  set search_path = ratelimit, pg_temp
+as $$
+declare
+  v_key        text collate "C" := ratelimit_remove_override.key;
+  v_policy     policies;
+  v_expires_at timestamptz;
+begin
+  perform check_name('policy', policy);
+  perform check_name('key', v_key);
+  v_policy := policy_named(policy);
+  delete from overrides as o
+   where o.policy_id = v_policy.id
+     and o.key       = v_key
+  returning o.expires_at into v_expires_at;
+  return coalesce(v_expires_at > clock(), false);
+end;
+$$;
+comment on function ratelimit_remove_override(text, text) is
+  'Remove the override of one key; true if there was one.';
+
+-- The checks of ratelimit_overrides, whose own language has none.
+create or replace function ratelimit.check_overrides(policy text, key text, max_rows integer)
+  returns void language plpgsql stable
+as $$
+begin
+  if policy is not null then
+    perform ratelimit.check_name('policy', policy);
+  end if;
+  if key is not null then
+    perform ratelimit.check_name('key', key);
+  end if;
+  perform ratelimit.check_max_rows(max_rows);
+  if policy is not null then
+    perform ratelimit.policy_named(policy);
+  end if;
+end;
+$$;
+comment on function ratelimit.check_overrides(text, text, integer) is
+  'Raises 22023 for an argument out of range, and RL001 for an unknown policy.';
+
+-- Lists live overrides, by policy and key: of one policy, or of one key, if given.
+--
+-- Locks:  nothing.
+-- Writes: nothing.
+create or replace function ratelimit_overrides(policy text default null, key text default null, max_rows integer default 1000)
+  returns table (policy text, key text, capacity bigint, refill bigint, every interval, expires_at timestamptz)
+  language sql
+  stable
+  security definer
+  set search_path = ratelimit, pg_temp
+as $$
+  select check_overrides($1, $2, $3);
+  select p.name, o.key, o.capacity, o.refill, o.every, nullif(o.expires_at, 'infinity')
+    from policies as p
+   cross join lateral (select o.* from overrides as o where o.policy_id = p.id and o.key = $2 collate "C"  -- through the primary key
+                       union all
+                       select o.* from overrides as o where o.policy_id = p.id and $2 is null) as o
+   where o.expires_at > clock()
+     and ($1 is null or p.name = $1 collate "C")
+   order by p.name, o.key
+   limit $3
+$$;
+comment on function ratelimit_overrides(text, text, integer) is
+  'List the live overrides, at most max_rows of them.';

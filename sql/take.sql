@@ -1,0 +1,231 @@
+-- The fast path of requests about many buckets. take charges them in one lean statement, and does not look first.
+-- What it does not charge is left to decide_in_order. covers is the look before, for requests of several elements,
+-- which are granted only if every bucket covers.
+--
+-- Elements for the same bucket are summed beforehand. take charges a bucket that covers the sum, and so grants all its
+-- elements. It leaves alone a bucket that covers less, one without a row, one with an element that is not about 1 to
+-- 2147483647 tokens, and one that another session changed while the statement waited for it. (Some minor releases of
+-- PostgreSQL charge the changed row, if it still covers the sum.)
+--
+-- Each statement is there for a policy without overrides, whose numbers are locals, and for any policies, whose numbers
+-- are columns. The latter costs twice as much for a bucket.
+--
+-- Locks:  take locks the bucket rows that it charges, in the order of policy and key, durable ones first. The order does not
+--         depend on a choice of the planner: a row found by ctid is read on the inside of a nested loop, and the outside
+--         comes sorted. lock_buckets locks in the same order. covers locks nothing.
+-- Writes: take writes these rows.
+{{- /* For each key of one policy: what is asked of its bucket, in the order of key. places are the positions of its elements.
+       The limit of total keeps microtokens(total) within bigint; it is above every capacity. */ -}}
+{{ define "sums" -}}
+select e.key, least(sum(e.tokens), 9000000000001) as total, array_agg(e.place) as places, count(*) as size
+                from (select u.key collate "C" as key, u.cost, u.place,
+                             {{ template "tokens" }} as tokens
+                        from unnest(keys, costs) with ordinality as u (key, cost, place)
+                       order by u.key collate "C", u.place) as e
+               group by e.key
+              having {{ template "askable" }}
+               order by e.key
+{{- end }}
+{{- /* The same for each bucket of any policies, with the policy's numbers, or those of the override. twice tells whether a
+       request names the bucket twice. */ -}}
+{{ define "sums_of_policies" -}}
+select s.*, p.id as policy_id, p.durable, p.shadow
+                     {{- range list "capacity" "tick" "every_us" "tick_us" "full_level" "gain" "tick_gain" "round_up" }},
+                     case when o.key is null then p.{{ . }} else o.{{ . }} end as {{ . }}
+                     {{- end }}
+                from (select e.policy, e.key, least(sum(e.tokens), 9000000000001) as total, array_agg(e.place) as places,
+                             bool_or(e.twice) as twice
+                        from (select u.policy collate "C" as policy, u.key collate "C" as key, u.cost, u.place,
+                                     {{ template "tokens" }} as tokens,
+                                     u.request = lag(u.request) over (partition by u.policy collate "C", u.key collate "C" order by u.place) as twice
+                                from unnest(policies, keys, costs, requests) with ordinality as u (policy, key, cost, request, place)) as e
+                       group by e.policy, e.key
+                      having {{ template "askable" }}) as s
+                join policies as p on p.name = s.policy
+                left join lateral (select o.* from overrides as o where o.policy_id = p.id and o.key = s.key offset 0) as o
+                  on p.overridden and o.expires_at > v_now
+               order by s.policy, s.key
+              offset 0
+{{- end }}
+{{ define "tokens" }}greatest(0, least(u.cost, 2147483647))::integer{{ end }}{{/* the sum of bigints would be numeric */}}
+{{ define "askable" }}bool_and((e.cost between 1 and 2147483647) is true) and is_name(e.key){{ end }}
+{{- /* Whether bucket b covers the total of u. Most do by their stored level, which is cheaper to tell. The argument is the
+       prefix of the policy's numbers. */ -}}
+{{ define "covers" -}}
+(least(b.level, {{ . }}capacity * 1000000) >= microtokens(u.total)
+           or {{ template "refilled_level" (dict "bucket" "b." "policy" .) }} >= microtokens(u.total))
+{{- end }}
+{{- /* Charges the buckets. The argument numbers is the prefix of the policy's numbers. */ -}}
+{{ define "charge" -}}
+update {{ .buckets }} as b
+         set level       = {{ template "refilled_level" (dict "bucket" "b." "policy" .numbers) }} - microtokens(u.total),
+             refilled_at = refilled_until(b.refilled_at, v_now, {{ .numbers }}tick)
+        from ({{ if .any }}{{ template "sums_of_policies" }}{{ else }}{{ template "sums" }}{{ end }}) as u
+       where {{ if .any }}{{ with .durable }}{{ . }} and {{ end }}{{ end -}}
+             b.ctid = (select b.ctid
+                         from {{ .buckets }} as b
+                        {{ template "include/newest.sql" (dict "policy_id" .policy_id "key" "u.key") }})
+         and {{ template "covers" .numbers }}
+      returning u.*, b.level, b.refilled_at
+{{- end }}
+{{- /* One row for each element of the buckets that were charged. The argument is the list of the columns to keep. */ -}}
+{{ define "granted" -}}
+select t.places[1] as place, t.level, t.refilled_at{{ range . }}, t.{{ . }}{{ end }}
+        from taken as t
+       where cardinality(t.places) = 1
+      union all
+      select e.place, e.level + microtokens(e.total - sum(e.cost) over (partition by e.bucket order by e.request)), e.refilled_at{{ range . }}, e.{{ . }}{{ end }}
+        from (select u.place, costs[u.place]::integer as cost, coalesce(requests[u.place], u.place) as request,
+                     t.places[1] as bucket, t.level, t.total, t.refilled_at{{ range . }}, t.{{ . }}{{ end }}
+                from taken as t
+               cross join lateral unnest(t.places) as u (place)
+               where cardinality(t.places) > 1) as e
+{{- end }}
+{{ define "reset_us" -}}
+{{ template "wait_below" (dict "target" (print . "full_level") "level" "g.level" "policy" .
+   "elapsed_us" "case when g.refilled_at = v_now then 0 else microseconds(v_now - g.refilled_at) end") }}
+{{- end }}
+create or replace function ratelimit.take(
+    in  policy ratelimit.policies, in keys text[], in costs bigint[], in now timestamptz,
+    out places bigint[], out remaining bigint[], out reset_us bigint[])
+  language plpgsql
+  volatile
+as $$
+{{- /* The argument is the name of the table. */ -}}
+{{ define "take" -}}
+with taken as (
+      {{ template "charge" (dict "buckets" . "numbers" "v_") }}
+    )
+    select array_agg(g.places[1]) filter (where g.size = 1), array_agg(whole_tokens(g.level)) filter (where g.size = 1),
+           array_agg({{ template "reset_us" "v_" }}) filter (where g.size = 1),
+           array_agg(row(g.places, g.total, g.level, g.refilled_at)::charged) filter (where g.size > 1)
+      into places, remaining, reset_us, v_shared
+      from taken as g
+{{- end }}
+declare
+  v_policy     alias for take.policy;
+  v_now        alias for take.now;
+  v_shared     ratelimit.charged[];  -- buckets of several elements
+  v_capacity   bigint   := policy.capacity;
+  v_tick       interval := policy.tick;
+  v_every_us   numeric  := policy.every_us + 0;  -- adding 0 unpacks a numeric once, and not at every use
+  v_tick_us    numeric  := policy.tick_us + 0;
+  v_full_level numeric  := policy.full_level + 0;
+  v_gain       numeric  := policy.gain + 0;
+  v_tick_gain  numeric  := policy.tick_gain + 0;
+  v_round_up   numeric  := policy.round_up + 0;
+begin
+  if policy.durable then
+    {{ template "take" "buckets" }};
+  else
+    {{ template "take" "ephemeral_buckets" }};
+  end if;
+  if v_shared is not null then
+    select take.places || array_agg(g.place), take.remaining || array_agg(whole_tokens(g.level)),
+           take.reset_us || array_agg({{ template "reset_us" "v_" }})
+      into places, remaining, reset_us
+      from (select u.place, t.refilled_at,
+                   t.level + microtokens(t.total - sum(costs[u.place]::integer) over (partition by t.n order by u.place)) as level
+              from unnest(v_shared) with ordinality as t (places, total, level, refilled_at, n)
+             cross join lateral unnest(t.places) as u (place)) as g;
+  end if;
+end;
+$$;
+comment on function ratelimit.take(ratelimit.policies, text[], bigint[], timestamptz) is
+  'Charges the buckets of one policy that cover all that is asked of them, and answers their elements.';
+
+-- For requests of several elements, of which others may be waiting for the same bucket: take_of_policies would not charge
+-- a bucket that it waited for. This waits first, and take_of_policies no longer needs to. It answers with the ids of the
+-- policies whose buckets it locked, or with null if a bucket has no row: if one was created later, it would be out of order.
+create or replace function ratelimit.lock_buckets(policies text[], keys text[], ephemeral boolean)
+  returns bigint[]
+  language plpgsql
+  volatile
+as $$
+{{- /* The arguments are the name of the table, and which policies have their buckets there. */ -}}
+{{ define "lock_buckets_of_policies" -}}
+select case when bool_and(b.locked is true) then array_agg(distinct u.policy_id) end
+            into v_ids
+            from (select p.id as policy_id, s.key
+                    from (select distinct u.policy collate "C" as policy, u.key collate "C" as key
+                            from unnest(policies, keys) as u (policy, key)) as s
+                    join policies as p on p.name = s.policy
+                   where {{ .kind }}
+                   order by s.policy, s.key
+                  offset 0) as u
+            left join lateral (select true as locked
+                                 from {{ .buckets }} as b
+                                {{ template "include/newest.sql" (dict "policy_id" "u.policy_id" "key" "u.key") }}
+                                  for update) as b on true;
+{{- end }}
+declare
+  v_ids bigint[];
+begin
+  if ephemeral then
+    {{ template "lock_buckets_of_policies" (dict "buckets" "ephemeral_buckets" "kind" "not p.durable") }}
+  else
+    {{ template "lock_buckets_of_policies" (dict "buckets" "buckets" "kind" "p.durable") }}
+  end if;
+  return v_ids;
+end;
+$$;
+comment on function ratelimit.lock_buckets(text[], text[], boolean) is
+  'Locks the buckets of the durable or of the ephemeral policies, in order.';
+
+-- The answers are in the order of places. locked is null, or has the ids of the policies whose buckets are locked. shadow says for each whether its policy is a shadow.
+create or replace function ratelimit.take_of_policies(
+    in  policies text[], in keys text[], in costs bigint[], in requests bigint[], in ephemeral boolean, in locked bigint[], in now timestamptz,
+    out places bigint[], out remaining bigint[], out reset_us bigint[], out capacities bigint[], out shadows boolean[])
+  language plpgsql
+  volatile
+as $$
+{{- /* The arguments are the name of the table, and which policies have their buckets there. */ -}}
+{{ define "take_of_policies" -}}
+with taken as (
+      {{ template "charge" (dict "buckets" .buckets "numbers" "u." "any" true "durable" .durable "policy_id" "u.policy_id") }}
+    ), granted as (
+      {{ template "granted" (list "capacity" "shadow" "every_us" "tick_us" "full_level" "tick_gain" "round_up") }}
+    )
+    select array_agg(g.place), array_agg(whole_tokens(g.level)), array_agg({{ template "reset_us" "g." }}),
+           array_agg(g.capacity), array_agg(g.shadow)
+      into places, remaining, reset_us, capacities, shadows
+      from (select * from granted order by place) as g
+{{- end }}
+declare
+  v_now alias for take_of_policies.now;
+begin
+  if ephemeral then
+    {{ template "take_of_policies" (dict "buckets" "ephemeral_buckets" "durable" "not u.durable and (u.policy_id = any (locked)) is not false") }};
+  else
+    {{ template "take_of_policies" (dict "buckets" "buckets" "durable" "u.durable and (u.policy_id = any (locked)) is not false") }};
+  end if;
+end;
+$$;
+comment on function ratelimit.take_of_policies(text[], text[], bigint[], bigint[], boolean, bigint[], timestamptz) is
+  'Charges the buckets that cover all that is asked of them: of the durable or of the ephemeral policies.';
+
+-- covered is false, too, if a request names a bucket twice: decide_in_order answers both elements with the sum. durable
+-- and ephemeral tell which policies there are.
+create or replace function ratelimit.covers(
+    in  policies text[], in keys text[], in costs bigint[], in requests bigint[], in now timestamptz,
+    out covered boolean, out durable boolean, out ephemeral boolean)
+  language plpgsql
+  stable
+as $$
+declare
+  v_now alias for covers.now;
+begin
+  select sum(cardinality(u.places)) = cardinality(keys) and bool_and(u.twice is not true and (d.covers or e.covers) is true),
+         coalesce(bool_or(u.durable), false), coalesce(bool_or(not u.durable), false)
+    into covered, durable, ephemeral
+    from ({{ template "sums_of_policies" }}) as u
+    left join lateral (select {{ template "covers" "u." }} as covers
+                         from buckets as b
+                        {{ template "include/newest.sql" (dict "policy_id" "u.policy_id" "key" "u.key") }}) as d on u.durable
+    left join lateral (select {{ template "covers" "u." }} as covers
+                         from ephemeral_buckets as b
+                        {{ template "include/newest.sql" (dict "policy_id" "u.policy_id" "key" "u.key") }}) as e on not u.durable;
+end;
+$$;
+comment on function ratelimit.covers(text[], text[], bigint[], bigint[], timestamptz) is
+  'Whether every bucket covers all that is asked of it.';
