@@ -23,6 +23,9 @@ type Querier interface {
 type Acquirer interface {
 	// Acquire takes tokens from the bucket of key if it holds enough: see [Limiter.Acquire].
 	Acquire(ctx context.Context, policy, key string, opts ...AcquireOption) (Decision, error)
+
+	// AcquireAll takes tokens from several buckets if each holds enough: see [Limiter.AcquireAll].
+	AcquireAll(ctx context.Context, charges []Charge, opts ...AcquireAllOption) (JointDecision, error)
 }
 
 // A Limiter answers requests for tokens. It is safe for concurrent use when its database handle is: a
@@ -96,20 +99,12 @@ func (l *limiter) acquire(ctx context.Context, r request, ask func(context.Conte
 // ask sends one request.
 func (l *limiter) ask(ctx context.Context, r request) (Decision, error) {
 	return l.decide(ctx, call{
-		verb:     "acquire",
+		verb:     r.verb(),
 		function: "ratelimit_acquire($1::text, $2::text, $3::bigint, $4::text)",
 		args:     []any{r.policy, r.key, r.cost, r.idempotencyKey},
 		tokens:   true,
 		once:     r.keyed(),
 	})
-}
-
-// acquireMany is one call for many requests; its arguments are arrays.
-var acquireMany = call{
-	verb:     "acquire",
-	columns:  decisionColumns + ", error_code, error_message, error_detail, error_hint",
-	function: "ratelimit_acquire_many($1::text[], $2::text[], $3::bigint[], $4::text[])",
-	tokens:   true,
 }
 
 // Peek reports what Acquire would answer now, and takes nothing. The option is [Cost]: which
@@ -122,7 +117,7 @@ var acquireMany = call{
 func (l *limiter) Peek(ctx context.Context, policy, key string, opts ...PeekOption) (Decision, error) {
 	r := newRequest(policy, key, nil)
 	for _, opt := range opts {
-		r.cost = opt.(CostOption).tokens // there is no other
+		r.cost = opt.(CostOption).Tokens() // there is no other
 	}
 	return l.decide(ctx, call{
 		verb:     "peek",
@@ -247,26 +242,21 @@ type call struct {
 const decisionColumns = "allowed, remaining, " +
 	"(extract(epoch from retry_after) * 1000000.0)::bigint, " +
 	"(extract(epoch from reset_after) * 1000000.0)::bigint, " +
-	"capacity, replayed"
+	"capacity, replayed, shadowed"
 
 // A decisionRow is where those columns are read to.
 type decisionRow struct {
 	Decision
-	retryAfter pgtype.Int8
-	resetAfter int64
+	retryAfter, resetAfter pgtype.Int8
 }
 
 func (r *decisionRow) columns() []any {
-	return []any{&r.Allowed, &r.Remaining, &r.retryAfter, &r.resetAfter, &r.Capacity, &r.Replayed}
+	return []any{&r.Allowed, &r.Remaining, &r.retryAfter, &r.resetAfter, &r.Capacity, &r.Replayed, &r.Shadowed}
 }
 
 func (r *decisionRow) decision() Decision {
 	d := r.Decision
-	d.RetryAfter = never
-	if r.retryAfter.Valid {
-		d.RetryAfter = duration(r.retryAfter.Int64)
-	}
-	d.ResetAfter = duration(r.resetAfter)
+	d.RetryAfter, d.ResetAfter = wait(r.retryAfter), wait(r.resetAfter)
 	return d
 }
 
@@ -290,9 +280,8 @@ func (l *limiter) run(ctx context.Context, c call) error {
 // query makes a call that returns one row.
 func (l *limiter) query(ctx context.Context, c call, dest ...any) error {
 	for _, arg := range c.args {
-		// The simple protocol would cut the statement short here.
-		if text, ok := arg.(string); ok && strings.Contains(text, "\x00") {
-			return failed(c.verb, fmt.Errorf("%w: text contains a zero byte", ErrInvalidArgument))
+		if text, ok := arg.(string); ok && hasZeroByte(text) {
+			return failed(c.verb, errZeroByte)
 		}
 	}
 	if c.tokens && l.noFlush && !isAutocommit(l.db) {
@@ -303,6 +292,11 @@ func (l *limiter) query(ctx context.Context, c call, dest ...any) error {
 		return l.db.QueryRow(ctx, sql, c.args...).Scan(dest...)
 	}))
 }
+
+var errZeroByte = fmt.Errorf("%w: text contains a zero byte", ErrInvalidArgument)
+
+// hasZeroByte reports whether the simple protocol would cut the statement short.
+func hasZeroByte(text string) bool { return strings.Contains(text, "\x00") }
 
 // statement is the SQL of a call. What it sets lasts until the end of its own transaction.
 func (l *limiter) statement(c call) string {

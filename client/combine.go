@@ -3,10 +3,8 @@ package client
 import (
 	"context"
 	"errors"
-	"fmt"
 	"runtime"
 	"slices"
-	"strings"
 	"sync"
 	"time"
 	"unicode/utf8"
@@ -31,19 +29,20 @@ const (
 // Pool is what *pgxpool.Pool has, and neither a connection nor a transaction does.
 type Pool interface {
 	Querier
-	Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error)
 	BeginTx(ctx context.Context, options pgx.TxOptions) (pgx.Tx, error)
 	Close()
 }
 
 // A Combiner is a [Limiter] for many callers at once: requests that wait at the same moment share one
-// call. Its methods other than [Combiner.Acquire] are the Limiter's own, one call each.
+// call. Its methods other than [Combiner.Acquire] and [Combiner.AcquireAll] are the Limiter's own, one
+// call each.
 //
 // Close it when it is no longer used.
 type Combiner struct {
 	limiter
 	pool    Pool
 	waiters sync.Pool
+	batches sync.Pool
 	running sync.WaitGroup
 
 	mu        sync.Mutex
@@ -53,8 +52,8 @@ type Combiner struct {
 }
 
 // NewCombiner returns a Combiner that calls the functions installed in the database of pool. The role
-// needs EXECUTE on ratelimit_acquire and on ratelimit_acquire_many. Options are [CallsInFlight] and
-// those of [New]. Panics if CallsInFlight is not positive.
+// needs EXECUTE on ratelimit_acquire_packed and on ratelimit_acquire, and for AcquireAll on
+// ratelimit_acquire_all. Options are [CallsInFlight] and those of [New]. Panics if CallsInFlight is not positive.
 func NewCombiner(pool Pool, opts ...CombinerOption) *Combiner {
 	config := config{calls: defaultCalls}
 	for _, opt := range opts {
@@ -68,6 +67,7 @@ func NewCombiner(pool Pool, opts ...CombinerOption) *Combiner {
 		pool:    pool,
 		queue:   newQueue(config.calls),
 		waiters: sync.Pool{New: func() any { return &waiter{done: make(chan struct{}, 1)} }},
+		batches: sync.Pool{New: func() any { return new(batch) }},
 	}
 }
 
@@ -75,7 +75,7 @@ func NewCombiner(pool Pool, opts ...CombinerOption) *Combiner {
 // callers. Few callers, no more than [CallsInFlight], make their own calls as a Limiter does, unless the
 // last call was shared. Of more, requests that arrive while calls are under way share the next one. It starts
 // at once when they are worth another call, and otherwise when a call under way has ended, or after 5 ms.
-// Requests for one bucket are never in two calls at a time.
+// Requests of Acquire for one bucket are never in two calls at a time.
 //
 // A caller whose ctx ends gets its error at once, and the other callers notice nothing. A request that has
 // not been sent by then is not sent. A request that has been sent may still be granted, and its tokens
@@ -93,7 +93,12 @@ func NewCombiner(pool Pool, opts ...CombinerOption) *Combiner {
 //
 // Errors: those of Limiter.Acquire, and [ErrClosed].
 func (c *Combiner) Acquire(ctx context.Context, policy, key string, opts ...AcquireOption) (Decision, error) {
-	return c.acquire(ctx, newRequest(policy, key, opts), c.combine)
+	return c.acquire(ctx, newRequest(policy, key, opts), c.combinePlain)
+}
+
+func (c *Combiner) combinePlain(ctx context.Context, r request) (Decision, error) {
+	d, err := c.combine(ctx, r)
+	return d.Decision, err
 }
 
 // Close lets no more requests in, and waits until all others are answered. Then Acquire fails with
@@ -107,25 +112,25 @@ func (c *Combiner) Close() {
 }
 
 // combine makes a call for the request, or waits for a call that carries it.
-func (c *Combiner) combine(ctx context.Context, r request) (Decision, error) {
+func (c *Combiner) combine(ctx context.Context, r request) (JointDecision, error) {
 	sendable := isSendable(r)
 
 	c.mu.Lock()
 	if c.closed {
 		c.mu.Unlock()
-		return Decision{}, failed("acquire", ErrClosed)
+		return JointDecision{}, failed(r.verb(), ErrClosed)
 	}
 	if !sendable {
 		c.running.Add(1)
 		c.mu.Unlock()
 		defer c.running.Done()
-		return c.ask(ctx, r)
+		return c.askAlone(ctx, r)
 	}
 	if own := c.queue.claim(r); own != nil {
 		c.running.Add(1)
 		c.mu.Unlock()
 		defer c.finishOwn(own)
-		return c.ask(ctx, r)
+		return c.askAlone(ctx, r)
 	}
 	w := c.waiters.Get().(*waiter)
 	w.request = r
@@ -136,7 +141,7 @@ func (c *Combiner) combine(ctx context.Context, r request) (Decision, error) {
 	case <-w.done:
 	case <-ctx.Done():
 		if c.leave(w) {
-			return Decision{}, failed("acquire", ctx.Err())
+			return JointDecision{}, failed(r.verb(), ctx.Err())
 		}
 	}
 	d, err := w.answer, w.err
@@ -149,10 +154,17 @@ func (c *Combiner) combine(ctx context.Context, r request) (Decision, error) {
 // and what is too long for any bucket would burden it.
 func isSendable(r request) bool {
 	isFit := func(s string) bool {
-		return len(s) <= maxLength && utf8.ValidString(s) && !strings.Contains(s, "\x00")
+		return len(s) <= maxLength && utf8.ValidString(s) && !hasZeroByte(s)
 	}
 	idempotencyKey, _ := r.idempotencyKey.(string)
-	return isFit(r.policy) && isFit(r.key) && isFit(idempotencyKey)
+	if !isFit(idempotencyKey) {
+		return false
+	}
+	if r.isJoint() {
+		return 0 < len(r.charges) && len(r.charges) <= maxCharges &&
+			!slices.ContainsFunc(r.charges, func(c Charge) bool { return !isFit(c.Policy) || !isFit(c.Key) })
+	}
+	return isFit(r.policy) && isFit(r.key)
 }
 
 // do takes the next step for the queue.
@@ -178,14 +190,15 @@ func (c *Combiner) hurry() {
 // serve makes calls for waiting requests in a reserved slot, until the slot is not reserved any more.
 func (c *Combiner) serve() {
 	defer c.running.Done()
-	var b batch
-	for reserved := true; reserved; reserved = c.finish(&b) {
+	b := c.batches.Get().(*batch)
+	defer c.batches.Put(b)
+	for reserved := true; reserved; reserved = c.finish(b) {
 		c.gather()
-		ctx := c.take(&b)
+		ctx := c.take(b)
 		if ctx == nil {
 			return
 		}
-		c.send(ctx, &b)
+		c.send(ctx, b)
 		b.cancel()
 	}
 }
@@ -256,7 +269,7 @@ func (c *Combiner) leave(w *waiter) bool {
 // send answers the waiters of a batch.
 func (c *Combiner) send(ctx context.Context, b *batch) {
 	if len(b.waiters) > 1 {
-		err := c.failed(acquireMany, retry(ctx, c.pool, b.waiters[0].keyed(), func() error { return c.askMany(ctx, b) }))
+		err := c.askMany(ctx, b)
 		if errors.Is(err, ErrLocked) {
 			if parts := b.parts(); len(parts) > 1 { // nothing was taken; only requests for the locked bucket are to fail
 				c.sendApart(ctx, parts)
@@ -266,7 +279,7 @@ func (c *Combiner) send(ctx context.Context, b *batch) {
 		if !isText(err) {
 			for _, w := range b.waiters {
 				if err != nil {
-					w.answer, w.err = Decision{}, err
+					w.answer, w.err = JointDecision{}, err
 				}
 				w.done <- struct{}{}
 			}
@@ -274,9 +287,18 @@ func (c *Combiner) send(ctx context.Context, b *batch) {
 		}
 	}
 	for _, w := range b.waiters {
-		w.answer, w.err = c.ask(ctx, w.request)
+		w.answer, w.err = c.askAlone(ctx, w.request)
 		w.done <- struct{}{}
 	}
+}
+
+// askAlone sends one request in a call of its own.
+func (c *Combiner) askAlone(ctx context.Context, r request) (JointDecision, error) {
+	if r.isJoint() {
+		return c.askAll(ctx, r)
+	}
+	d, err := c.ask(ctx, r)
+	return JointDecision{Decision: d}, err
 }
 
 // parts are batches of one bucket each.
@@ -313,65 +335,14 @@ func (c *Combiner) sendApart(ctx context.Context, batches []*batch) {
 
 // askMany sends a batch in one call.
 func (c *Combiner) askMany(ctx context.Context, b *batch) error {
-	a := &b.arguments
-	a.policies, a.keys, a.costs, a.idempotencyKeys = a.policies[:0], a.keys[:0], a.costs[:0], a.idempotencyKeys[:0]
-	for _, w := range b.waiters {
-		a.policies = append(a.policies, w.policy)
-		a.keys = append(a.keys, w.key)
-		a.costs = append(a.costs, w.cost)
-		if w.keyed() {
-			a.idempotencyKeys = append(a.idempotencyKeys, w.idempotencyKey.(string))
-		}
+	if b.packed == nil {
+		b.packed = newPacked()
 	}
-	var idempotencyKeys any // null when there are none
-	if len(a.idempotencyKeys) > 0 {
-		idempotencyKeys = a.idempotencyKeys
-	}
-	rows, err := c.pool.Query(ctx, c.statement(acquireMany), a.policies, a.keys, a.costs, idempotencyKeys)
-	if err != nil {
+	call, dest := b.packed.call(b.waiters)
+	if err := c.query(ctx, call, dest...); err != nil {
 		return err
 	}
-	defer rows.Close()
-	var row decisionRow
-	columns := append(row.columns(), nil, nil, nil, nil)
-	n := 0
-	for ; rows.Next(); n++ {
-		if n >= len(b.waiters) {
-			continue
-		}
-		w := b.waiters[n]
-		if w.err = refusal(rows.RawValues()); w.err != nil {
-			w.answer = Decision{}
-			continue
-		}
-		if err := rows.Scan(columns...); err != nil {
-			return err
-		}
-		w.answer = row.decision()
-	}
-	if err := rows.Err(); err != nil {
-		return err // also when the rows came and the commit failed
-	}
-	if n != len(b.waiters) {
-		return fmt.Errorf("%d answers to %d requests", n, len(b.waiters))
-	}
-	return nil
-}
-
-// refusal is the error of one request, from the last columns of its row.
-func refusal(columns [][]byte) error {
-	e := columns[len(columns)-4:]
-	if e[0] == nil {
-		return nil
-	}
-	return failed("acquire", &pgconn.PgError{
-		Severity:            "ERROR",
-		SeverityUnlocalized: "ERROR",
-		Code:                string(e[0]),
-		Message:             string(e[1]),
-		Detail:              string(e[2]),
-		Hint:                string(e[3]),
-	})
+	return failed(call.verb, b.packed.answer(b.waiters))
 }
 
 // isText reports whether text is at fault that this database cannot hold.

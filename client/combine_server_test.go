@@ -221,6 +221,63 @@ func TestCombiner_ExecModes(t *testing.T) {
 	}
 }
 
+// The same requests of several charges, in the same order, on two databases whose clocks say the same.
+func TestCombiner_AcquireAllAnswersLikeAPlainLimiter(t *testing.T) {
+	t.Parallel()
+	for mode := pgx.QueryExecModeCacheStatement; mode <= pgx.QueryExecModeSimpleProtocol; mode++ {
+		t.Run(strings.ReplaceAll(mode.String(), " ", "_"), func(t *testing.T) {
+			t.Parallel()
+			databases := []*pgtest.DB{pgtest.New(t), pgtest.New(t)}
+			for _, db := range databases {
+				db.Exec(t, `
+					create or replace function ratelimit.clock() returns timestamptz language sql volatile parallel safe
+					as $$ select timestamptz '2026-03-28 01:00 UTC' $$`)
+				db.Exec(t, `
+					select ratelimit_define_policy('gate', 9, 1, '1 day'),
+					       ratelimit_define_policy('a', 10, 3, '2 seconds'),
+					       ratelimit_define_policy('b', 5, 1, '3650 days')`)
+			}
+			plain := client.New(databases[0].Pool)
+			limiter := client.NewCombiner(connect(t, databases[1], nil, func(config *pgx.ConnConfig) {
+				config.DefaultQueryExecMode = mode
+			}), client.CallsInFlight(1))
+			defer limiter.Close()
+			charge := func(policy, key string, cost int64) client.Charge {
+				return client.Charge{Policy: policy, Key: key, Cost: client.Cost(cost)}
+			}
+			const odd = `o'clock \ $1 "{NULL}", é`
+			requests := [][]client.Charge{
+				{charge("a", odd, 3), charge("b", "NULL", 2)},
+				{charge("b", "NULL", 2), charge("a", odd, 3), charge("a", odd, 4)},
+				{charge("a", odd, 8)},
+				{charge("a", odd, 1), charge("b", "NULL", 4)},
+				{charge("a", odd, 1), charge("b", "NULL", 6)},
+				{charge("a", odd, 0), charge("b", "NULL", 0)},
+				{charge("a", odd, 1), charge("none", "NULL", 1)},
+				{charge("a", odd, 1), charge("b", "", 1)},
+				{charge("a", odd, -1)},
+				{},
+				{charge("a", "a\xffb", 1)},
+			}
+			for _, opts := range [][]client.AcquireAllOption{nil, {client.IdempotencyKey("NULL")}, {client.IdempotencyKey("NULL")}} {
+				got := make([]jointAnswer, len(requests))
+				combineCalls(t, databases[1], limiter, len(requests), func(i int) {
+					got[i].JointDecision, got[i].err = limiter.AcquireAll(t.Context(), requests[i], opts...)
+				})()
+				for i, charges := range requests {
+					want, err := plain.AcquireAll(t.Context(), charges, opts...)
+					require.Equal(t, want, got[i].JointDecision, "%v", charges)
+					if err == nil {
+						require.NoError(t, got[i].err, "%v", charges)
+					} else {
+						require.EqualError(t, got[i].err, err.Error())
+					}
+				}
+			}
+		})
+	}
+}
+
 // What UTF-8 can say and the database cannot hold, nobody knows before it is sent.
 func TestCombiner_DatabaseOfAnotherEncoding(t *testing.T) {
 	t.Parallel()
@@ -294,10 +351,10 @@ func TestCombiner_AKilledCallIsRepeatedOnlyWithIdempotencyKeys(t *testing.T) {
 				requests[0].opts, requests[1].opts = once, once
 			}
 			answers := combine(t, db, limiter, requests)
-			killed := waiter(t, db, "ratelimit_acquire_many", 0)
+			killed := waiter(t, db, "ratelimit_acquire_packed", 0)
 			db.Exec(t, "select pg_terminate_backend($1::integer)", killed)
 			if keyed {
-				waiter(t, db, "ratelimit_acquire_many", killed)
+				waiter(t, db, "ratelimit_acquire_packed", killed)
 				require.NoError(t, held.Rollback(ctx))
 			}
 
@@ -398,7 +455,7 @@ func TestCombiner_ADeadlockWithATransaction(t *testing.T) {
 	require.NoError(t, err)
 
 	answers := combine(t, db, limiter, []request{{"api", "c", nil}, {"api", "b", nil}, {"api", "a", nil}})
-	batch := waiter(t, db, "ratelimit_acquire_many(", 0) // holds a, waits for b
+	batch := waiter(t, db, "ratelimit_acquire_packed(", 0) // holds a, waits for b
 	done := make(chan error)
 	go func() {
 		_, err := client.New(tx).Acquire(ctx, "api", "a")
@@ -426,7 +483,7 @@ func TestRetry_ALostAnswer(t *testing.T) {
 				db.Exec(t, "select ratelimit_define_policy('gate', 10, 1, '1 day'), ratelimit_define_policy('api', 10, 1, '1 day')")
 				line := &lossy{function: "ratelimit_acquire("}
 				if combining {
-					line.function = "ratelimit_acquire_many("
+					line.function = "ratelimit_acquire_packed("
 				}
 				line.losses.Store(1)
 				pool := connect(t, db, nil, line.use)
@@ -539,7 +596,7 @@ func TestCombiner_ALockedBucketHoldsUpItsOwnCallOnly(t *testing.T) {
 		}
 	}
 	require.NoError(t, gate.Commit(t.Context()))
-	waiter(t, db, "ratelimit_acquire_many(", 0)
+	waiter(t, db, "ratelimit_acquire_packed(", 0)
 
 	for i := range 5 {
 		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
@@ -576,7 +633,7 @@ func TestCombiner_LeavesNoGoroutines(t *testing.T) {
 }
 
 // A role that may make its own calls but not share one is told so by the first call that is shared.
-func TestCombiner_SaysThatItNeedsAcquireMany(t *testing.T) {
+func TestCombiner_SaysThatItNeedsAcquirePacked(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)
 	role := pgx.Identifier{"combiner of " + db.Name}.Sanitize()
@@ -589,10 +646,10 @@ func TestCombiner_SaysThatItNeedsAcquireMany(t *testing.T) {
 	defer limiter.Close()
 	for _, got := range combine(t, db, limiter, []request{{"gate", "l", nil}, {"gate", "m", nil}})() {
 		requireCode(t, "42501", got.err)
-		require.EqualError(t, got.err, "pgratelimit: acquire: ERROR: permission denied for function ratelimit_acquire_many (SQLSTATE 42501). "+
-			"Its owner can run: grant execute on function ratelimit_acquire_many(text[], text[], bigint[], text[]) to <role>;")
+		require.EqualError(t, got.err, "pgratelimit: acquire: ERROR: permission denied for function ratelimit_acquire_packed (SQLSTATE 42501). "+
+			"Its owner can run: grant execute on function ratelimit_acquire_packed(text[], text[], bigint[], integer[], text[]) to <role>;")
 	}
-	db.Exec(t, "grant execute on function ratelimit_acquire_many(text[], text[], bigint[], text[]) to "+role)
+	db.Exec(t, "grant execute on function ratelimit_acquire_packed(text[], text[], bigint[], integer[], text[]) to "+role)
 	for _, got := range combine(t, db, limiter, []request{{"gate", "l", nil}, {"gate", "m", nil}})() {
 		require.NoError(t, got.err)
 		require.True(t, got.Allowed)
@@ -609,6 +666,20 @@ type request struct {
 // that call is gate.
 func combine(t *testing.T, db *pgtest.DB, limiter *client.Combiner, requests []request) (answers func() []answer) {
 	t.Helper()
+	got := make([]answer, len(requests))
+	wait := combineCalls(t, db, limiter, len(requests), func(i int) {
+		r := requests[i]
+		got[i].Decision, got[i].err = limiter.Acquire(t.Context(), r.policy, r.key, r.opts...)
+	})
+	return func() []answer {
+		wait()
+		return got
+	}
+}
+
+// combineCalls is combine for any requests.
+func combineCalls(t *testing.T, db *pgtest.DB, limiter *client.Combiner, requests int, ask func(int)) (wait func()) {
+	t.Helper()
 	ctx := t.Context()
 	db.Exec(t, "select ratelimit_reset('gate', 'k')")
 	db.Exec(t, "select ratelimit_acquire('gate', 'k')")
@@ -623,14 +694,12 @@ func combine(t *testing.T, db *pgtest.DB, limiter *client.Combiner, requests []r
 		}
 	})
 	waiter(t, db, "ratelimit_acquire(", 0)
-	got := make([]answer, len(requests))
 	waiting := 0
-	for i, r := range requests {
+	for i := range requests {
 		done := make(chan struct{})
 		wg.Go(func() {
 			defer close(done)
-			d, err := limiter.Acquire(ctx, r.policy, r.key, r.opts...)
-			got[i] = answer{d, err}
+			ask(i)
 		})
 		for client.QueueLength(limiter) == waiting {
 			select {
@@ -642,10 +711,7 @@ func combine(t *testing.T, db *pgtest.DB, limiter *client.Combiner, requests []r
 		waiting++
 	}
 	require.NoError(t, gate.Commit(ctx))
-	return func() []answer {
-		wg.Wait()
-		return got
-	}
+	return wg.Wait
 }
 
 // waiter returns the process of a session, another than not, that waits for a lock in such a statement.

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"slices"
 	"strconv"
 	"strings"
@@ -13,6 +14,7 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgtype"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
@@ -70,7 +72,7 @@ func TestCombiner_WhoeverArrivesDuringACallSharesTheNext(t *testing.T) {
 		require.Equal(t, []string{"k2", "k3", "k2"}, call.keys, "in the order of arrival")
 		require.Equal(t, []int64{20, 1, 0}, call.costs)
 		require.Nil(t, call.once)
-		require.Contains(t, call.sql, `"s".ratelimit_acquire_many(`)
+		require.Contains(t, call.sql, `"s".ratelimit_acquire_packed(`)
 		require.Contains(t, call.sql, `synchronous_commit`)
 		call.grant()
 		require.EqualValues(t, 2, requireGranted(t, two).Remaining)
@@ -662,6 +664,332 @@ func TestCombiner_CountsAnswers(t *testing.T) {
 	}
 }
 
+// A bucket of everybody's does not part the callers of AcquireAll, and they do not wait for each other: they share
+// calls as those of Acquire do.
+func TestCombiner_CallersOfAcquireAllShareCalls(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		db, limiter := gated(t, client.CallsInFlight(2), client.Schema("s"), client.NoFlush())
+		var answers []<-chan jointAnswer
+		for n := range 102 {
+			answers = append(answers, askAll(t.Context(), limiter, []string{"k9", fmt.Sprint("k", 1000+n)}))
+		}
+		calls := db.underWay()
+		require.Len(t, calls, 2)
+		for _, call := range calls {
+			require.False(t, call.batch, "the first two ask for themselves")
+			require.Contains(t, call.sql, `"s".ratelimit_acquire_all(`)
+			require.Contains(t, call.sql, "synchronous_commit")
+		}
+		first := 1002
+		for _, share := range []int{51, 49} {
+			db.underWay()[0].grant()
+			calls = db.underWay()
+			require.Len(t, calls, 2)
+			call := calls[1]
+			require.True(t, call.batch)
+			require.Contains(t, call.sql, `"s".ratelimit_acquire_packed(`)
+			require.Len(t, call.sizes, share)
+			require.Equal(t, int64(2), call.sizes[0])
+			require.Equal(t, []string{"k9", fmt.Sprint("k", first), "k9", fmt.Sprint("k", first+1)}, call.keys[:4])
+			require.Equal(t, []int64{1, 2}, call.costs[:2])
+			first += share
+		}
+		for len(db.underWay()) > 0 {
+			db.underWay()[0].grant()
+		}
+		for n, got := range answers {
+			got := <-got
+			require.NoError(t, got.err)
+			require.True(t, got.Allowed)
+			require.Equal(t, 1, got.Binding)
+			require.EqualValues(t, 1000+n, got.Remaining)
+			require.Len(t, got.Decisions, 2)
+			require.EqualValues(t, 9, got.Decisions[0].Remaining)
+			require.Equal(t, got.Decision, got.Decisions[1])
+		}
+	})
+}
+
+func TestCombiner_AStalledAcquireAllLeavesTheWayToOthers(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		db, limiter := gated(t, client.CallsInFlight(2))
+		_ = askAll(t.Context(), limiter, []string{"k9", "k1"})
+		stalled := db.only(t)
+		same := askAll(t.Context(), limiter, []string{"k9", "k1"})
+		others := func() []*gatedCall {
+			return slices.DeleteFunc(db.underWay(), func(c *gatedCall) bool { return c == stalled })
+		}
+		for n := range 5 {
+			got := askAll(t.Context(), limiter, []string{"k9", fmt.Sprint("k", 10+n)})
+			time.Sleep(5 * time.Millisecond) // for company, of which there is none
+			require.Len(t, others(), 1)
+			others()[0].grant()
+			require.NoError(t, (<-got).err)
+			plain := ask(t.Context(), limiter, "k1")
+			time.Sleep(5 * time.Millisecond)
+			require.Len(t, others(), 1)
+			others()[0].grant()
+			requireGranted(t, plain)
+		}
+		require.Empty(t, others(), "the same buckets wait")
+		stalled.grant()
+		db.only(t).grant()
+		require.NoError(t, (<-same).err)
+	})
+}
+
+func TestCombiner_AcquireAllTravelsApartFromAcquire(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		db, limiter := gated(t, client.CallsInFlight(1))
+		_ = ask(t.Context(), limiter, "k1")
+		_ = askAll(t.Context(), limiter, []string{"k2", "k3"})
+		_ = ask(t.Context(), limiter, "k4")
+		_ = askAll(t.Context(), limiter, []string{"k5"}, client.IdempotencyKey("a"))
+		_ = ask(t.Context(), limiter, "k6")
+		_ = askAll(t.Context(), limiter, []string{"k7"})
+		_ = askAll(t.Context(), limiter, []string{"k8"}, client.IdempotencyKey("b"))
+		db.only(t).grant()
+		for _, want := range []struct {
+			keys, once []string
+			sizes      []int64
+		}{
+			{[]string{"k2", "k3", "k7"}, nil, []int64{2, 1}},
+			{[]string{"k4", "k6"}, nil, nil},
+			{[]string{"k5", "k8"}, []string{"a", "b"}, []int64{1, 1}},
+		} {
+			call := db.only(t)
+			require.Equal(t, want.keys, call.keys)
+			require.Equal(t, want.once, call.once)
+			require.Equal(t, want.sizes, call.sizes)
+			call.grant()
+		}
+	})
+}
+
+// What the server would refuse, or what would burden a call for others.
+func TestCombiner_UnfitChargesTravelAlone(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		db, limiter := gated(t, client.CallsInFlight(1))
+		_ = ask(t.Context(), limiter, "k1")
+		for n, keys := range [][]string{{}, make([]string, 1001), {"k1", "\xff"}, {strings.Repeat("k", 513), "k1"}} {
+			_ = askAll(t.Context(), limiter, keys)
+			require.Len(t, db.underWay(), n+2)
+		}
+		_ = askAll(t.Context(), limiter, make([]string, 1000))
+		zero := askAll(t.Context(), limiter, []string{"k1", "\x00"})
+		require.ErrorIs(t, (<-zero).err, client.ErrInvalidArgument)
+		require.Len(t, db.underWay(), 5)
+		for _, call := range db.underWay()[1:] {
+			call.answer <- pgError("22023")
+		}
+		db.only(t).grant()
+		call := db.only(t)
+		require.Len(t, call.keys, 1000)
+		call.grant()
+	})
+}
+
+// Who has left may use its charges again.
+func TestCombiner_KeepsNoCharges(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		db, limiter := gated(t, client.CallsInFlight(1))
+		_ = ask(t.Context(), limiter, "k1")
+		charges := []client.Charge{{Policy: "p", Key: "k2"}}
+		go func() { _, _ = limiter.AcquireAll(t.Context(), charges) }()
+		synctest.Wait()
+		charges[0].Key = "k3"
+		_ = askAll(t.Context(), limiter, []string{"k4"})
+		db.only(t).grant()
+		call := db.only(t)
+		require.Equal(t, []string{"k2", "k4"}, call.keys)
+		call.grant()
+	})
+}
+
+func TestCombiner_ALockedAcquireAllIsSplit(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		db, limiter := gated(t, client.CallsInFlight(1))
+		_ = ask(t.Context(), limiter, "k1")
+		requests := [][]string{{"k9", "k2"}, {"k9", "k3"}, {"k9", "k2"}}
+		var answers []<-chan jointAnswer
+		for _, keys := range requests {
+			answers = append(answers, askAll(t.Context(), limiter, keys))
+		}
+		db.only(t).grant()
+		db.only(t).answer <- pgError("55P03")
+		var apart []string
+		for _, call := range db.underWay() {
+			apart = append(apart, fmt.Sprint(call.keys))
+			if call.keys[1] == "k2" {
+				call.answer <- pgError("55P03")
+			} else {
+				call.grant()
+			}
+		}
+		require.ElementsMatch(t, []string{"[k9 k2 k9 k2]", "[k9 k3]"}, apart)
+		for i, keys := range requests {
+			got := <-answers[i]
+			if keys[1] == "k3" {
+				require.NoError(t, got.err)
+				continue
+			}
+			require.ErrorIs(t, got.err, client.ErrLocked)
+			require.ErrorContains(t, got.err, "pgratelimit: acquire all: ")
+			require.Zero(t, got.JointDecision)
+		}
+	})
+}
+
+// What a request is told when others of its call are refused, replayed or shadowed.
+func TestCombiner_ReadsPackedAnswers(t *testing.T) {
+	t.Parallel()
+	us, never := time.Microsecond, time.Duration(math.MaxInt64)
+	text := func(s string) pgtype.Text { return pgtype.Text{String: s, Valid: true} }
+	micros := func(n int64) pgtype.Int8 { return pgtype.Int8{Int64: n, Valid: true} }
+	refuse := func(p *packedAnswer, number int64) {
+		p.refused = []int64{number}
+		p.codes, p.messages, p.details, p.hints = []pgtype.Text{text("RL001")}, []pgtype.Text{text("m")}, []pgtype.Text{text("D.")}, []pgtype.Text{{}}
+	}
+	first := client.Decision{Allowed: true, Remaining: 1, ResetAfter: 7 * us, Capacity: 10, Replayed: true}
+	second := client.Decision{Remaining: 2, RetryAfter: never, ResetAfter: never, Capacity: 20}
+	third := client.Decision{Allowed: true, Remaining: 3, ResetAfter: 9 * us, Capacity: 30, Shadowed: true}
+	all := packedAnswer{
+		elements:   []int64{4, 1, 2},
+		remaining:  []int64{3, 1, 2},
+		retryAfter: []pgtype.Int8{micros(0), micros(0), {}},
+		resetAfter: []pgtype.Int8{micros(9), micros(7), {}},
+		capacity:   []int64{30, 10, 20},
+		replayed:   []bool{false, true, false},
+		shadowed:   []bool{true, false, false},
+	}
+	refuse(&all, 3)
+	const refused = "pgratelimit: %s: ERROR: m (SQLSTATE RL001). D."
+
+	t.Run("acquire", func(t *testing.T) {
+		t.Parallel()
+		synctest.Test(t, func(t *testing.T) {
+			db, limiter := gated(t, client.CallsInFlight(1))
+			_ = ask(t.Context(), limiter, "k1")
+			var answers []<-chan answer
+			for n := range 4 {
+				answers = append(answers, ask(t.Context(), limiter, fmt.Sprint("k", 2+n)))
+			}
+			db.only(t).grant()
+			call := db.only(t)
+			call.packedAnswer = &all
+			call.grant()
+			for i, want := range []client.Decision{first, second, {}, third} {
+				got := <-answers[i]
+				require.Equal(t, want, got.Decision)
+				if i == 2 {
+					require.ErrorIs(t, got.err, client.ErrUnknownPolicy)
+					require.EqualError(t, got.err, fmt.Sprintf(refused, "acquire"))
+				} else {
+					require.NoError(t, got.err)
+				}
+			}
+		})
+	})
+	t.Run("acquire all", func(t *testing.T) {
+		t.Parallel()
+		synctest.Test(t, func(t *testing.T) {
+			db, limiter := gated(t, client.CallsInFlight(1))
+			_ = ask(t.Context(), limiter, "k1")
+			var answers []<-chan jointAnswer
+			for _, keys := range [][]string{{"k2", "k3"}, {"k4"}, {"k5"}} {
+				answers = append(answers, askAll(t.Context(), limiter, keys))
+			}
+			db.only(t).grant()
+			call := db.only(t)
+			joint := all
+			joint.requests, joint.bindings = []int64{3, 1}, []int32{1, 2}
+			joint.requestsAllowed, joint.requestsShadowed = []bool{true, false}, []bool{true, false}
+			refuse(&joint, 2)
+			call.packedAnswer = &joint
+			// Element 3 is that of the refused request.
+			call.grant()
+			got := <-answers[0]
+			require.NoError(t, got.err)
+			require.Equal(t, client.JointDecision{Decision: second, Binding: 1, Decisions: []client.Decision{first, second}}, got.JointDecision)
+			got = <-answers[1]
+			require.EqualError(t, got.err, fmt.Sprintf(refused, "acquire all"))
+			require.Zero(t, got.JointDecision)
+			got = <-answers[2]
+			require.NoError(t, got.err)
+			require.Equal(t, client.JointDecision{Decision: third, Decisions: []client.Decision{third}}, got.JointDecision)
+		})
+	})
+}
+
+// However little an answer fits, it fails its call and nothing else.
+func TestCombiner_RefusesMisshapenAnswers(t *testing.T) {
+	t.Parallel()
+	for name, spoil := range map[string]func(*packedAnswer){
+		"too few numbers":         func(p *packedAnswer) { p.remaining = p.remaining[1:] },
+		"no waits":                func(p *packedAnswer) { p.retryAfter = nil },
+		"an element 0":            func(p *packedAnswer) { p.elements[0] = 0 },
+		"an element too many":     func(p *packedAnswer) { p.elements[0] = 9 },
+		"too few flags":           func(p *packedAnswer) { p.shadowed = []bool{true} },
+		"a refusal without code":  func(p *packedAnswer) { p.refused = []int64{1}; p.requests = p.requests[1:] },
+		"a request 0":             func(p *packedAnswer) { p.requests[0] = 0 },
+		"a binding 0":             func(p *packedAnswer) { p.bindings[0] = 0 },
+		"a binding too many":      func(p *packedAnswer) { p.bindings[0] = 3 },
+		"too few bindings":        func(p *packedAnswer) { p.bindings = p.bindings[1:] },
+		"too few flags of wholes": func(p *packedAnswer) { p.requestsReplayed = []bool{true} },
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			synctest.Test(t, func(t *testing.T) {
+				db, limiter := gated(t, client.CallsInFlight(1))
+				_ = ask(t.Context(), limiter, "k1")
+				answers := []<-chan jointAnswer{
+					askAll(t.Context(), limiter, []string{"k2", "k3"}), askAll(t.Context(), limiter, []string{"k4", "k5"}),
+				}
+				db.only(t).grant()
+				call := db.only(t)
+				packed := call.packed()
+				spoil(&packed)
+				call.packedAnswer = &packed
+				call.grant()
+				for _, got := range answers {
+					got := <-got
+					require.EqualError(t, got.err, "pgratelimit: acquire all: an answer whose arrays do not fit together")
+					require.Zero(t, got.JointDecision)
+				}
+			})
+		})
+	}
+}
+
+type jointAnswer struct {
+	client.JointDecision
+	err error
+}
+
+// askAll charges the first bucket 1, the others 2.
+func askAll(ctx context.Context, limiter client.Acquirer, keys []string, opts ...client.AcquireAllOption) <-chan jointAnswer {
+	got := make(chan jointAnswer, 1)
+	charges := make([]client.Charge, len(keys))
+	for i, key := range keys {
+		charges[i] = client.Charge{Policy: "p", Key: key}
+		if i > 0 {
+			charges[i].Cost = client.Cost(2)
+		}
+	}
+	go func() {
+		d, err := limiter.AcquireAll(ctx, charges, opts...)
+		got <- jointAnswer{d, err}
+	}()
+	synctest.Wait() // until it waits in its turn
+	return got
+}
+
 var once = []client.AcquireOption{client.IdempotencyKey("once")}
 
 func ask(ctx context.Context, limiter client.Acquirer, key string, opts ...client.AcquireOption) <-chan answer {
@@ -713,9 +1041,10 @@ type gatedCall struct {
 	sql                  string
 	batch                bool
 	policies, keys, once []string
-	costs                []int64
+	costs, sizes         []int64
 	answer               chan error // nil for a decision
 	denied               time.Duration
+	packedAnswer         *packedAnswer // instead of its own
 }
 
 func (c *gatedCall) grant() { c.answer <- nil }
@@ -768,38 +1097,80 @@ func (db *gatedPool) make(call *gatedCall) error {
 
 func (c *gatedCall) row(key string) row {
 	remaining, _ := strconv.ParseInt(strings.NewReplacer("k", "", "\xff", "").Replace(key), 10, 64)
-	return row{c.denied == 0, remaining, c.denied.Microseconds(), int64(0), int64(1000), false}
+	return row{c.denied == 0, remaining, c.denied.Microseconds(), int64(0), int64(1000), false, false}
 }
 
 func (db *gatedPool) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
-	call := &gatedCall{ctx: ctx, sql: sql, policies: []string{args[0].(string)}, keys: []string{""}}
-	if len(args) > 1 {
-		call.keys[0], _ = args[1].(string)
+	call := &gatedCall{ctx: ctx, sql: sql}
+	switch {
+	case strings.Contains(sql, "ratelimit_acquire_packed("):
+		call.batch = true
+		if args[3] != nil {
+			call.sizes = slices.Clone(args[3].([]int64))
+		}
+		if args[4] != nil {
+			call.once = slices.Clone(args[4].([]string))
+		}
+		fallthrough
+	case strings.Contains(sql, "ratelimit_acquire_all("):
+		call.policies = slices.Clone(args[0].([]string))
+		call.keys = slices.Clone(args[1].([]string))
+		call.costs = slices.Clone(args[2].([]int64))
+	default:
+		call.policies, call.keys = []string{args[0].(string)}, []string{""}
+		if len(args) > 1 {
+			call.keys[0], _ = args[1].(string)
+		}
 	}
 	if err := db.make(call); err != nil {
 		return scanner{err}
 	}
+	switch {
+	case call.batch:
+		packed := call.packed()
+		if call.packedAnswer != nil {
+			packed = *call.packedAnswer
+		}
+		return scanner{packed.row()}
+	case call.costs != nil:
+		return scanner{call.joint()}
+	}
 	return scanner{call.row(call.keys[0])}
 }
 
-func (db *gatedPool) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error) {
-	call := &gatedCall{
-		ctx: ctx, sql: sql, batch: true,
-		policies: slices.Clone(args[0].([]string)),
-		keys:     slices.Clone(args[1].([]string)),
-		costs:    slices.Clone(args[2].([]int64)),
+// joint is the answer to one request of several charges, of which the last binds.
+func (c *gatedCall) joint() row {
+	var numbers []pgtype.Int8
+	for _, key := range c.keys {
+		d := c.row(key)
+		for _, value := range d {
+			switch value := value.(type) {
+			case bool:
+				numbers = append(numbers, pgtype.Int8{Int64: map[bool]int64{true: 1}[value], Valid: true})
+			case int64:
+				numbers = append(numbers, pgtype.Int8{Int64: value, Valid: true})
+			}
+		}
 	}
-	if args[3] != nil {
-		call.once = slices.Clone(args[3].([]string))
+	return append(c.row(c.keys[len(c.keys)-1]), int64(len(c.keys)), numbers)
+}
+
+// packed is the answer to many requests, of which the last charge binds.
+func (c *gatedCall) packed() (a packedAnswer) {
+	for i, key := range c.keys {
+		d := c.row(key)
+		a.elements = append(a.elements, int64(i+1))
+		a.remaining = append(a.remaining, d[1].(int64))
+		a.retryAfter = append(a.retryAfter, pgtype.Int8{Int64: d[2].(int64), Valid: true})
+		a.resetAfter = append(a.resetAfter, pgtype.Int8{Int64: d[3].(int64), Valid: true})
+		a.capacity = append(a.capacity, d[4].(int64))
 	}
-	if err := db.make(call); err != nil {
-		return nil, err
+	for i, size := range c.sizes {
+		a.requests = append(a.requests, int64(i+1))
+		a.requestsAllowed = append(a.requestsAllowed, c.denied == 0)
+		a.bindings = append(a.bindings, int32(size))
 	}
-	rows := &gatedRows{}
-	for _, key := range call.keys {
-		rows.left = append(rows.left, append(call.row(key), nil, nil, nil, nil))
-	}
-	return rows, nil
+	return a
 }
 
 func (*gatedPool) BeginTx(context.Context, pgx.TxOptions) (pgx.Tx, error) {
@@ -807,20 +1178,28 @@ func (*gatedPool) BeginTx(context.Context, pgx.TxOptions) (pgx.Tx, error) {
 }
 func (*gatedPool) Close() {}
 
-type gatedRows struct {
-	pgx.Rows // whatever else is asked of it panics
-	left     []row
-	current  row
+// packedAnswer is what ratelimit_acquire_packed returns.
+type packedAnswer struct {
+	elements, remaining    []int64
+	retryAfter, resetAfter []pgtype.Int8
+	capacity               []int64
+	replayed, shadowed     []bool
+
+	requests                                            []int64
+	requestsAllowed, requestsReplayed, requestsShadowed []bool
+	bindings                                            []int32
+
+	refused                         []int64
+	codes, messages, details, hints []pgtype.Text
 }
 
-func (r *gatedRows) Next() bool {
-	if len(r.left) == 0 {
-		return false
+func (a packedAnswer) row() row {
+	columns := row{
+		a.elements, a.remaining, a.retryAfter, a.resetAfter, a.capacity, a.replayed, a.shadowed,
+		a.refused, a.codes, a.messages, a.details, a.hints,
 	}
-	r.current, r.left = r.left[0], r.left[1:]
-	return true
+	if a.requests != nil {
+		columns = append(columns, a.requests, a.requestsAllowed, a.requestsReplayed, a.requestsShadowed, a.bindings)
+	}
+	return columns
 }
-func (r *gatedRows) RawValues() [][]byte    { return make([][]byte, len(r.current)) }
-func (r *gatedRows) Scan(dest ...any) error { return scanner{r.current}.Scan(dest...) }
-func (r *gatedRows) Close()                 {}
-func (r *gatedRows) Err() error             { return nil }

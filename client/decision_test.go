@@ -19,34 +19,49 @@ func TestDecision_Decodes(t *testing.T) {
 		answer row
 		want   client.Decision
 		never  bool
+		short  bool // for ever
 	}{
 		"grant": {
-			answer: row{true, int64(7), int64(0), int64(1_500_000), int64(10), false},
+			answer: row{true, int64(7), int64(0), int64(1_500_000), int64(10), false, false},
 			want:   client.Decision{Allowed: true, Remaining: 7, ResetAfter: 1500 * time.Millisecond, Capacity: 10},
 		},
 		"denial": {
-			answer: row{false, int64(0), int64(1), int64(2), int64(10), false},
+			answer: row{false, int64(0), int64(1), int64(2), int64(10), false, false},
 			want:   client.Decision{RetryAfter: time.Microsecond, ResetAfter: 2 * time.Microsecond, Capacity: 10},
 		},
 		"replay": {
-			answer: row{true, int64(7), int64(0), int64(3), int64(10), true},
+			answer: row{true, int64(7), int64(0), int64(3), int64(10), true, false},
 			want:   client.Decision{Allowed: true, Remaining: 7, ResetAfter: 3 * time.Microsecond, Capacity: 10, Replayed: true},
 		},
 		"never": {
-			answer: row{false, int64(10), nil, int64(0), int64(10), false},
+			answer: row{false, int64(10), nil, int64(0), int64(10), false, false},
 			want:   client.Decision{Remaining: 10, RetryAfter: math.MaxInt64, Capacity: 10},
 			never:  true,
 		},
+		"a denial without refill": {
+			answer: row{false, int64(3), nil, nil, int64(10), false, false},
+			want:   client.Decision{Remaining: 3, RetryAfter: math.MaxInt64, ResetAfter: math.MaxInt64, Capacity: 10},
+			never:  true, short: true,
+		},
+		"a grant without refill": {
+			answer: row{true, int64(3), int64(0), nil, int64(10), false, false},
+			want:   client.Decision{Allowed: true, Remaining: 3, ResetAfter: math.MaxInt64, Capacity: 10},
+			short:  true,
+		},
+		"a denial that is only watched": {
+			answer: row{true, int64(0), int64(0), int64(5), int64(10), false, true},
+			want:   client.Decision{Allowed: true, ResetAfter: 5 * time.Microsecond, Capacity: 10, Shadowed: true},
+		},
 		"debt": {
-			answer: row{false, int64(-3), int64(4), int64(5), int64(10), false},
+			answer: row{false, int64(-3), int64(4), int64(5), int64(10), false, false},
 			want:   client.Decision{Remaining: -3, RetryAfter: 4 * time.Microsecond, ResetAfter: 5 * time.Microsecond, Capacity: 10},
 		},
 		"the longest durations": {
-			answer: row{false, int64(0), int64(math.MaxInt64 / 1000), int64(math.MaxInt64/1000 - 1), int64(10), false},
+			answer: row{false, int64(0), int64(math.MaxInt64 / 1000), int64(math.MaxInt64/1000 - 1), int64(10), false, false},
 			want:   client.Decision{RetryAfter: longest, ResetAfter: longest - time.Microsecond, Capacity: 10},
 		},
 		"durations beyond that are not never": {
-			answer: row{false, int64(0), int64(math.MaxInt64/1000 + 1), int64(math.MaxInt64), int64(10), false},
+			answer: row{false, int64(0), int64(math.MaxInt64/1000 + 1), int64(math.MaxInt64), int64(10), false, false},
 			want:   client.Decision{RetryAfter: longest, ResetAfter: longest, Capacity: 10},
 		},
 	} {
@@ -57,6 +72,7 @@ func TestDecision_Decodes(t *testing.T) {
 			require.NoError(t, err)
 			require.Equal(t, test.want, got)
 			require.Equal(t, test.never, got.Never())
+			require.Equal(t, test.short, got.NeverFull())
 		})
 	}
 }

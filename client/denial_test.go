@@ -18,10 +18,10 @@ import (
 
 // The columns of a denial as the server sends them.
 func denied(retryAfter time.Duration) row {
-	return row{false, int64(3), retryAfter.Microseconds(), (retryAfter + time.Minute).Microseconds(), int64(10), false}
+	return row{false, int64(3), retryAfter.Microseconds(), (retryAfter + time.Minute).Microseconds(), int64(10), false, false}
 }
 
-var never = row{false, int64(10), nil, int64(0), int64(10), false}
+var never = row{false, int64(10), nil, int64(0), int64(10), false, false}
 
 // slow takes a second to ask, and a second to answer.
 type slow struct {
@@ -201,6 +201,13 @@ var givesBack = map[string]func(context.Context, *client.Limiter) error{
 	"reset": func(ctx context.Context, l *client.Limiter) error { return l.Reset(ctx, "p", "k") },
 	"define policy": func(ctx context.Context, l *client.Limiter) error {
 		return l.DefinePolicy(ctx, client.Policy{Name: "p", Capacity: 1, Refill: 1, Every: time.Second})
+	},
+	"override": func(ctx context.Context, l *client.Limiter) error {
+		return l.Override(ctx, client.Override{Policy: "p", Key: "k", Capacity: 100})
+	},
+	"remove override": func(ctx context.Context, l *client.Limiter) error {
+		_, err := l.RemoveOverride(ctx, "p", "k")
+		return err
 	},
 	"drop policy": func(ctx context.Context, l *client.Limiter) error { return l.DropPolicy(ctx, "p") },
 }

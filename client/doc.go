@@ -49,6 +49,20 @@
 // [DenialCache] answers repeated denials without the server, in exchange for seeing late what others
 // give back.
 //
+// # Several limits
+//
+// One request may be charged to several buckets, all or nothing: the user's, and that of the organisation.
+//
+//	d, err := limiter.AcquireAll(ctx, []client.Charge{
+//		{Policy: "user", Key: "42"},
+//		{Policy: "org", Key: "7", Cost: client.Cost(5)},
+//	})
+//
+// A denial tells how long until all would be granted, and d.Binding which charge has the longest wait.
+//
+// An [Override] gives one bucket another size. A policy with [Policy.Shadow] watches, and denies nothing. One
+// whose Refill is [Zero] is a budget.
+//
 // # Retries and idempotency
 //
 // After a broken connection nobody knows whether the tokens were taken. An [IdempotencyKey] settles

@@ -20,8 +20,8 @@ var (
 	// (SQLSTATE RL002). Nothing was taken.
 	ErrIdempotencyMismatch = errors.New("idempotency key used before with another cost")
 
-	// ErrInvalidArgument: an argument is outside its range (SQLSTATE 22023), no value of its type
-	// (22P02), or text that the database cannot hold (22021, 22P05); or it cannot be sent (a zero
+	// ErrInvalidArgument: an argument is outside its range (SQLSTATE 22023, 22008), no value of its
+	// type (22P02, 22007), or text that the database cannot hold (22021, 22P05); or it cannot be sent (a zero
 	// byte, a fraction of a microsecond), which is found without the server and has no PgError.
 	ErrInvalidArgument = errors.New("invalid argument")
 
@@ -40,6 +40,8 @@ func kindOf(code string) error {
 	case "RL002":
 		return ErrIdempotencyMismatch
 	case "22023", // invalid_parameter_value
+		"22007", // invalid_datetime_format
+		"22008", // datetime_field_overflow
 		"22P02", // invalid_text_representation
 		"22021", // character_not_in_repertoire
 		"22P05": // untranslatable_character
@@ -101,7 +103,7 @@ func (e *callError) hint(err *pgconn.PgError) string {
 
 var (
 	nameOf    = regexp.MustCompile(`ratelimit_\w+\(`) // a schema may begin like a function
-	parameter = regexp.MustCompile(`\$\d+::(\w+::)?`) // up to its type, which is the last of the casts
+	parameter = regexp.MustCompile(`\$\d+::(\S+::)?`) // up to its type, which is the last of the casts
 )
 
 func (e *callError) Unwrap() error { return e.err }

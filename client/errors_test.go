@@ -23,6 +23,8 @@ func TestErrors_BySQLSTATE(t *testing.T) {
 		"RL001": client.ErrUnknownPolicy,
 		"RL002": client.ErrIdempotencyMismatch,
 		"22023": client.ErrInvalidArgument,
+		"22007": client.ErrInvalidArgument,
+		"22008": client.ErrInvalidArgument,
 		"22P02": client.ErrInvalidArgument,
 		"22021": client.ErrInvalidArgument,
 		"22P05": client.ErrInvalidArgument,
@@ -67,7 +69,11 @@ func TestErrors_SayWhichGrantIsMissing(t *testing.T) {
 	require.EqualError(t, err, `pgratelimit: peek: ERROR: permission denied for function ratelimit_peek (SQLSTATE 42501). `+
 		`Its owner can run: grant execute on function "ratelimit_app".ratelimit_peek(text, text, bigint) to <role>;`)
 	err = fail("keine Berechtigung für Funktion ratelimit_define_policy").DefinePolicy(ctx, client.Policy{Name: "p"})
-	require.ErrorContains(t, err, `"ratelimit_app".ratelimit_define_policy(text, bigint, bigint, interval, boolean, boolean, interval) to <role>;`)
+	require.ErrorContains(t, err, `"ratelimit_app".ratelimit_define_policy(text, bigint, bigint, interval, boolean, boolean, interval, boolean) to <role>;`)
+	_, err = fail("permission denied for function ratelimit_acquire_all").AcquireAll(ctx, []client.Charge{{Policy: "p", Key: "k"}})
+	require.ErrorContains(t, err, `"ratelimit_app".ratelimit_acquire_all(text[], text[], bigint[], text) to <role>;`)
+	err = fail("permission denied for function ratelimit_override").Override(ctx, client.Override{})
+	require.ErrorContains(t, err, `"ratelimit_app".ratelimit_override(text, text, bigint, bigint, interval, timestamptz) to <role>;`)
 	for _, other := range []string{"permission denied for schema ratelimit_app", "permission denied for table policies"} {
 		_, err = fail(other).Acquire(ctx, "p", "k")
 		require.EqualError(t, err, "pgratelimit: acquire: ERROR: "+other+" (SQLSTATE 42501)", "no other grant would help")
@@ -95,6 +101,21 @@ func TestErrors_OfTheClientNeverReachTheDatabase(t *testing.T) {
 		},
 		"remember with a fraction": func(ctx context.Context) error {
 			return limiter.DefinePolicy(ctx, client.Policy{Name: "p", Capacity: 1, Refill: 1, Every: 1000, Remember: 1})
+		},
+		"zero byte in the policy of a charge": func(ctx context.Context) error {
+			_, err := limiter.AcquireAll(ctx, []client.Charge{{Policy: "p", Key: "k"}, {Policy: "\x00", Key: "k"}})
+			return err
+		},
+		"zero byte in the key of a charge": func(ctx context.Context) error {
+			_, err := limiter.AcquireAll(ctx, []client.Charge{{Policy: "p", Key: "k\x00"}})
+			return err
+		},
+		"zero byte in the idempotency key of charges": func(ctx context.Context) error {
+			_, err := limiter.AcquireAll(ctx, []client.Charge{{Policy: "p", Key: "k"}}, client.IdempotencyKey("\x00"))
+			return err
+		},
+		"override every with a fraction": func(ctx context.Context) error {
+			return limiter.Override(ctx, client.Override{Policy: "p", Key: "k", Every: 1500})
 		},
 	} {
 		require.ErrorIs(t, call(t.Context()), client.ErrInvalidArgument, name)

@@ -182,6 +182,89 @@ func ExampleLimiter_DefinePolicy() {
 	// pixel: 1000 every 1m0s, stepped no, durable no
 }
 
+// One request, three limits: all of them allow it, or nothing is taken.
+func ExampleLimiter_AcquireAll() {
+	pool, drop := database()
+	defer drop()
+	ctx := context.Background()
+	limiter := client.New(pool)
+
+	for _, p := range []client.Policy{
+		{Name: "user", Capacity: 10, Refill: 10, Every: time.Hour},
+		{Name: "org", Capacity: 15, Refill: 15, Every: time.Hour},
+		{Name: "endpoint", Capacity: 1000, Refill: 1000, Every: time.Hour},
+	} {
+		check(limiter.DefinePolicy(ctx, p))
+	}
+	for _, user := range []string{"42", "43"} {
+		charges := []client.Charge{
+			{Policy: "user", Key: user, Cost: client.Cost(8)},
+			{Policy: "org", Key: "7", Cost: client.Cost(8)},
+			{Policy: "endpoint", Key: "/search"}, // 1
+		}
+		d := must(limiter.AcquireAll(ctx, charges))
+		fmt.Printf("%v, because of %s, which has %d left\n", d.Allowed, charges[d.Binding].Policy, d.Remaining)
+		for i, c := range charges {
+			fmt.Println(" ", c.Policy, d.Decisions[i].Allowed, d.Decisions[i].Remaining)
+		}
+	}
+	// Output:
+	// true, because of user, which has 2 left
+	//   user true 2
+	//   org true 7
+	//   endpoint true 999
+	// false, because of org, which has 7 left
+	//   user true 10
+	//   org false 7
+	//   endpoint true 999
+}
+
+// A customer with a bigger plan, and one that is blocked for a day.
+func ExampleLimiter_Override() {
+	pool, drop := database()
+	defer drop()
+	ctx := context.Background()
+	limiter := client.New(pool)
+
+	check(limiter.DefinePolicy(ctx, client.Policy{Name: "api", Capacity: 100, Refill: 10, Every: time.Second}))
+	check(limiter.Override(ctx, client.Override{Policy: "api", Key: "user:42", Capacity: 5000, Refill: 500}))
+	check(limiter.Override(ctx, client.Override{
+		Policy: "api", Key: "user:66", Capacity: client.Zero, ExpiresAt: time.Now().Add(24 * time.Hour),
+	}))
+
+	for _, user := range []string{"user:1", "user:42", "user:66"} {
+		d := must(limiter.Acquire(ctx, "api", user))
+		fmt.Println(user, d.Allowed, d.Remaining, d.Capacity, d.Never())
+	}
+	fmt.Println(must(limiter.RemoveOverride(ctx, "api", "user:66")))
+	// Output:
+	// user:1 true 99 100 false
+	// user:42 true 4999 5000 false
+	// user:66 false 0 0 true
+	// true
+}
+
+// A limit is tried out on real traffic before it is enforced.
+func ExamplePolicy_shadow() {
+	pool, drop := database()
+	defer drop()
+	ctx := context.Background()
+	limiter := client.New(pool)
+
+	check(limiter.DefinePolicy(ctx, client.Policy{Name: "api", Capacity: 2, Refill: 1, Every: time.Hour, Shadow: client.Yes}))
+	for range 3 {
+		d := must(limiter.Acquire(ctx, "api", "user:42"))
+		fmt.Println(d.Allowed, d.Remaining, d.Shadowed)
+	}
+	check(limiter.DefinePolicy(ctx, client.Policy{Name: "api", Shadow: client.No}))
+	fmt.Println(must(limiter.Acquire(ctx, "api", "user:42")).Allowed)
+	// Output:
+	// true 1 false
+	// true 0 false
+	// true 0 true
+	// false
+}
+
 // A server with many requests at a time.
 func ExampleNewCombiner() {
 	pool, drop := database()

@@ -105,7 +105,7 @@ func (s scanner) Scan(dest ...any) error {
 
 // The columns of a decision as the server sends them.
 func granted(remaining int64) row {
-	return row{true, remaining, int64(0), int64(0), int64(10), false}
+	return row{true, remaining, int64(0), int64(0), int64(10), false, false}
 }
 
 func pgError(code string) *pgconn.PgError {

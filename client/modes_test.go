@@ -87,6 +87,8 @@ func useEverything(t *testing.T, limiter *client.Limiter) {
 	require.Equal(t, client.Decision{Allowed: true, Remaining: 8, ResetAfter: 2 * day, Capacity: 10},
 		must(limiter.Refund(ctx, policy.Name, key, 3)))
 	require.NoError(t, limiter.Reset(ctx, policy.Name, key))
+	useAll(t, limiter, policy.Name, key)
+	require.NoError(t, limiter.Reset(ctx, policy.Name, key))
 	require.Equal(t, client.Decision{Allowed: true, Remaining: 10, Capacity: 10},
 		must(limiter.Peek(ctx, policy.Name, key)))
 
@@ -95,14 +97,111 @@ func useEverything(t *testing.T, limiter *client.Limiter) {
 	require.Zero(t, cleaned)
 
 	policy.Every, policy.Stepped, policy.Durable, policy.Remember = math.MaxInt64/1000*time.Microsecond, client.Yes, client.Yes, time.Microsecond
+	policy.Shadow = client.No
 	require.NoError(t, limiter.DefinePolicy(ctx, policy))
 	policies, err := limiter.Policies(ctx)
 	require.NoError(t, err)
 	require.Equal(t, []client.Policy{policy}, policies)
 
+	useOverrides(t, limiter, policy, key)
+
 	require.NoError(t, limiter.DropPolicy(ctx, policy.Name))
 	_, err = limiter.Acquire(ctx, policy.Name, key)
 	require.ErrorIs(t, err, client.ErrUnknownPolicy)
+}
+
+// useAll expects the bucket of key to be full.
+func useAll(t *testing.T, limiter *client.Limiter, policy, key string) {
+	t.Helper()
+	ctx := t.Context()
+	other := "NULL {\"}, " + key[:101]
+	require.NoError(t, limiter.Reset(ctx, policy, other))
+	charges := []client.Charge{{Policy: policy, Key: other}, {Policy: policy, Key: key, Cost: client.Cost(7)}, {Policy: policy, Key: other, Cost: client.Cost(0)}}
+	acquire := func(opts ...client.AcquireAllOption) client.JointDecision {
+		t.Helper()
+		d, err := limiter.AcquireAll(ctx, charges, opts...)
+		require.NoError(t, err)
+		require.Len(t, d.Decisions, 3)
+		require.Equal(t, d.Remaining, d.Decisions[d.Binding].Remaining)
+		require.Equal(t, d.ResetAfter, d.Decisions[d.Binding].ResetAfter)
+		require.Equal(t, d.RetryAfter, d.Decisions[d.Binding].RetryAfter)
+		return d
+	}
+	remaining := func(d client.JointDecision) []int64 {
+		return []int64{d.Decisions[0].Remaining, d.Decisions[1].Remaining, d.Decisions[2].Remaining}
+	}
+	once := client.IdempotencyKey("all " + key[:101])
+	d := acquire(once)
+	require.True(t, d.Allowed)
+	require.Equal(t, 1, d.Binding)
+	require.Equal(t, []int64{9, 3, 9}, remaining(d))
+	d = acquire(once)
+	require.True(t, d.Allowed && d.Replayed && d.Decisions[1].Replayed)
+	require.Equal(t, []int64{9, 3, 9}, remaining(d))
+	d = acquire()
+	require.False(t, d.Allowed)
+	require.Equal(t, 1, d.Binding)
+	require.Equal(t, []int64{9, 3, 9}, remaining(d), "nothing was taken")
+	require.Positive(t, d.RetryAfter)
+	charges[1].Cost = client.Cost(11)
+	require.True(t, acquire().Never())
+	charges[1].Cost = client.Cost(1)
+	_, err := limiter.AcquireAll(ctx, charges, once)
+	require.ErrorIs(t, err, client.ErrIdempotencyMismatch)
+	for _, text := range []string{"", "\x00", "a\x00'b", "\xff", strings.Repeat("é", 257)} {
+		charges[1].Key = text
+		_, err = limiter.AcquireAll(ctx, charges)
+		require.ErrorIs(t, err, client.ErrInvalidArgument, "%q", text)
+	}
+	_, err = limiter.AcquireAll(ctx, nil)
+	require.ErrorIs(t, err, client.ErrInvalidArgument)
+}
+
+func useOverrides(t *testing.T, limiter *client.Limiter, policy client.Policy, key string) {
+	t.Helper()
+	ctx := t.Context()
+	expires := time.Date(2100, 1, 2, 3, 4, 5, 678_901_999, time.FixedZone("", 3600))
+	block := client.Override{Policy: policy.Name, Key: key, Capacity: client.Zero, Refill: client.Zero, Every: time.Hour, ExpiresAt: expires}
+	require.NoError(t, limiter.Override(ctx, block))
+	require.NoError(t, limiter.Override(ctx, client.Override{Policy: policy.Name, Key: "b"}))
+	block.ExpiresAt = time.Date(2100, 1, 2, 2, 4, 5, 678_901_000, time.UTC)
+	same := client.Override{Policy: policy.Name, Key: "b", Capacity: policy.Capacity, Refill: policy.Refill, Every: policy.Every}
+	list := func(opts ...client.OverridesOption) []client.Override {
+		t.Helper()
+		overrides, err := limiter.Overrides(ctx, opts...)
+		require.NoError(t, err)
+		return overrides
+	}
+	require.ElementsMatch(t, []client.Override{same, block}, list())
+	require.Equal(t, []client.Override{block}, list(client.OfPolicy(policy.Name), client.OfKey(key)))
+	require.Empty(t, list(client.OfKey("none")))
+	_, err := limiter.Overrides(ctx, client.OfPolicy("none"))
+	require.ErrorIs(t, err, client.ErrUnknownPolicy)
+	require.Len(t, list(client.MaxRows(1)), 1)
+	require.NoError(t, limiter.Override(ctx, block), "what is read can be written")
+
+	d, err := limiter.Acquire(ctx, policy.Name, key)
+	require.NoError(t, err)
+	require.Equal(t, client.Decision{RetryAfter: d.RetryAfter}, d)
+	require.True(t, d.Never())
+	for _, want := range []bool{true, false} {
+		removed, err := limiter.RemoveOverride(ctx, policy.Name, key)
+		require.NoError(t, err)
+		require.Equal(t, want, removed)
+	}
+	_, err = limiter.RemoveOverride(ctx, "none", key)
+	require.ErrorIs(t, err, client.ErrUnknownPolicy)
+	for _, unfit := range []client.Override{
+		{Policy: policy.Name, Key: ""},
+		{Policy: policy.Name, Key: key, Capacity: -2},
+		{Policy: policy.Name, Key: key, Every: time.Nanosecond},
+		{Policy: policy.Name, Key: key, ExpiresAt: time.Unix(0, 0)},
+		{Policy: policy.Name, Key: key, ExpiresAt: time.Date(-1, 1, 1, 0, 0, 0, 0, time.UTC)},
+		{Policy: policy.Name, Key: key, ExpiresAt: time.Date(300_000, 1, 1, 0, 0, 0, 0, time.UTC)},
+	} {
+		require.ErrorIs(t, limiter.Override(ctx, unfit), client.ErrInvalidArgument, "%+v", unfit)
+	}
+	require.ErrorIs(t, limiter.Override(ctx, client.Override{Policy: "none", Key: key}), client.ErrUnknownPolicy)
 }
 
 // cleanUpOnce lets RunCleanup make one call.
@@ -149,9 +248,15 @@ func TestStatements_HaveTypedParametersAndNamedColumns(t *testing.T) {
 	_ = limiter.DropPolicy(ctx, "p")
 	_, _ = limiter.Policies(ctx)
 	_, _ = limiter.Cleanup(ctx)
+	_, _ = limiter.AcquireAll(ctx, []client.Charge{{Policy: "p", Key: "k"}}, client.IdempotencyKey("i"))
+	_ = limiter.Override(ctx, client.Override{})
+	_ = limiter.Override(ctx, client.Override{Policy: "p", Key: "k", Capacity: 1, Refill: client.Zero, Every: time.Second, ExpiresAt: time.Now()})
+	_, _ = limiter.RemoveOverride(ctx, "p", "k")
+	_, _ = limiter.Overrides(ctx)
+	_, _ = limiter.Overrides(ctx, client.OfPolicy("p"), client.OfKey("k"), client.MaxRows(1))
 
-	require.Len(t, db.sent(), 10)
-	parameter := regexp.MustCompile(`\$\d+(::\w+)?`)
+	require.Len(t, db.sent(), 16)
+	parameter := regexp.MustCompile(`\$\d+(::\w+(?:\[\])?)?`)
 	for _, query := range db.sent() {
 		require.NotRegexp(t, `;|select \*|\.\*`, query.sql)
 		parameters := parameter.FindAllStringSubmatch(query.sql, -1)
@@ -162,6 +267,10 @@ func TestStatements_HaveTypedParametersAndNamedColumns(t *testing.T) {
 				require.Equal(t, "::bigint", parameters[i][1], query.sql)
 			case string:
 				require.Equal(t, "::text", parameters[i][1], query.sql)
+			case []int64:
+				require.Equal(t, "::bigint[]", parameters[i][1], query.sql)
+			case []string:
+				require.Equal(t, "::text[]", parameters[i][1], query.sql)
 			case nil:
 				require.NotEmpty(t, parameters[i][1], query.sql)
 			default:

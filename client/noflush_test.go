@@ -47,6 +47,13 @@ func TestNoFlush_IsForItsCallsAlone(t *testing.T) {
 			return err
 		}
 	}
+	acquireAll := func(limiter client.Acquirer) func() error {
+		return func() error {
+			n++
+			_, err := limiter.AcquireAll(ctx, []client.Charge{{Policy: "api", Key: "all"}, {Policy: "api", Key: fmt.Sprint("all:", n)}})
+			return err
+		}
+	}
 	for _, step := range []struct {
 		name    string
 		flushes bool
@@ -59,6 +66,9 @@ func TestNoFlush_IsForItsCallsAlone(t *testing.T) {
 		{"acquire with an idempotency key, unflushed", false, acquire(unflushed, once...)},
 		{"acquire again", true, acquire(plain)},
 		{"acquire, combiner with nothing to combine", false, acquire(combiner)},
+		{"acquire all", true, acquireAll(plain)},
+		{"acquire all, unflushed", false, acquireAll(unflushed)},
+		{"acquire all, combiner with nothing to combine", false, acquireAll(combiner)},
 		{"acquire, combined", false, func() error {
 			for _, got := range combine(t, db, combiner, []request{{"api", "k", nil}, {"api", "l", nil}, {"api", "k", nil}})() {
 				require.NoError(t, got.err)
@@ -114,9 +124,10 @@ func TestNoFlush_IsRefusedInATransaction(t *testing.T) {
 			querier := handle.open(t, connect(t, db, nil))
 			limiter := client.New(querier, client.NoFlush())
 			_, acquire := limiter.Acquire(ctx, "api", name)
+			_, acquireAll := limiter.AcquireAll(ctx, []client.Charge{{Policy: "api", Key: name}})
 			_, refund := limiter.Refund(ctx, "api", name, 1)
 			reset := limiter.Reset(ctx, "api", name)
-			for verb, err := range map[string]error{"acquire": acquire, "refund": refund, "reset": reset} {
+			for verb, err := range map[string]error{"acquire": acquire, "acquire all": acquireAll, "refund": refund, "reset": reset} {
 				if handle.retries { // each call is a transaction of its own
 					require.NoError(t, err)
 					continue

@@ -3,13 +3,19 @@ package client
 // An AcquireOption changes one Acquire: [Cost] and [IdempotencyKey] return one.
 type AcquireOption interface{ acquireOption() }
 
+// An AcquireAllOption changes one AcquireAll: [IdempotencyKey] returns one.
+type AcquireAllOption interface{ acquireAllOption() }
+
 // A PeekOption changes one Peek: [Cost] returns one.
 type PeekOption interface{ peekOption() }
 
+// A request is plain or joint. A plain one asks for tokens of one bucket. A joint one has charges, and
+// what names them for its key.
 type request struct {
 	policy, key    string
 	cost           int64
-	idempotencyKey any // a string, or nil for none
+	idempotencyKey any      // a string, or nil for none
+	charges        []Charge // nil for a plain one
 }
 
 // newRequest tells options apart by their type: were it a method of theirs, each would be allocated.
@@ -18,8 +24,8 @@ func newRequest(policy, key string, opts []AcquireOption) request {
 	for _, opt := range opts {
 		switch opt := opt.(type) {
 		case CostOption:
-			r.cost = opt.tokens
-		case idempotencyKey:
+			r.cost = opt.Tokens()
+		case IdempotencyKeyOption:
 			r.idempotencyKey = string(opt)
 		default:
 			panic("client: an AcquireOption that is nil, or of another package")
@@ -30,21 +36,38 @@ func newRequest(policy, key string, opts []AcquireOption) request {
 
 func (r request) keyed() bool { return r.idempotencyKey != nil }
 
+func (r request) isJoint() bool { return r.charges != nil }
+
+// bucket is what the request is for. Of a joint one it is nobody else's: its policy has no name.
 func (r request) bucket() bucket { return bucket{r.policy, r.key} }
 
-// A CostOption is an [AcquireOption] and a [PeekOption].
-type CostOption struct{ tokens int64 }
+// verb names the request in errors.
+func (r request) verb() string {
+	if r.isJoint() {
+		return "acquire all"
+	}
+	return "acquire"
+}
+
+// A CostOption is an [AcquireOption], a [PeekOption], and the cost of a [Charge]. The zero CostOption is a
+// cost of 1.
+type CostOption struct{ above1 int64 }
 
 func (CostOption) acquireOption() {}
 func (CostOption) peekOption()    {}
 
+// Tokens is the number that [Cost] was given.
+func (c CostOption) Tokens() int64 { return c.above1 + 1 }
+
 // Cost is how many whole tokens the call is about. A cost of 0 is always allowed and takes nothing;
 // a negative one is [ErrInvalidArgument]. Defaults to 1.
-func Cost(tokens int64) CostOption { return CostOption{tokens} }
+func Cost(tokens int64) CostOption { return CostOption{tokens - 1} } // at the ends of the range both wrap around
 
-type idempotencyKey string
+// An IdempotencyKeyOption is an [AcquireOption] and an [AcquireAllOption].
+type IdempotencyKeyOption string
 
-func (idempotencyKey) acquireOption() {}
+func (IdempotencyKeyOption) acquireOption()    {}
+func (IdempotencyKeyOption) acquireAllOption() {}
 
 // IdempotencyKey names the request (1 to 512 bytes), so that it can be sent again without being
 // charged twice: for as long as the policy remembers, an Acquire with the same policy, key and
@@ -55,7 +78,7 @@ func (idempotencyKey) acquireOption() {}
 // order number, or the id of a job with the name of the step. A replay answers the same request once
 // more; it is no second request for free. An idempotency key that the program's own callers choose, such
 // as an X-Request-ID header, switches the limit off: a caller that repeats one is allowed every time.
-func IdempotencyKey(key string) AcquireOption { return idempotencyKey(key) }
+func IdempotencyKey(key string) IdempotencyKeyOption { return IdempotencyKeyOption(key) }
 
 // A CombinerOption changes a [Combiner] at [NewCombiner]: [CallsInFlight] and each [LimiterOption].
 type CombinerOption interface{ configure(*config) }
@@ -88,7 +111,7 @@ func Schema(name string) LimiterOption {
 	return limiterOption{func(c *config) { c.schema = name }}
 }
 
-// NoFlush makes Acquire, Refund and Reset return without waiting until what they wrote is flushed to
+// NoFlush makes Acquire, AcquireAll, Refund and Reset return without waiting until what they wrote is flushed to
 // disk, as synchronous_commit = off does, for these calls alone. A crash of the server may then undo
 // what was done in its last moments, up to three times wal_writer_delay (0.6 seconds unless set): those
 // grants and idempotency keys are forgotten as if they had rolled back. Nothing else is at risk.
@@ -108,10 +131,10 @@ func NoFlush() LimiterOption {
 // Such an answer repeats the denial with its times counted down: for a larger cost RetryAfter is only
 // the earliest time to ask again. Never more than 10,000 buckets are remembered, and none for a smaller
 // cost than was denied, for longer than was promised, or for a cost above the capacity. Requests with an
-// idempotency key are always sent. In a transaction the cache is not used.
+// idempotency key are always sent, and so are those of AcquireAll. In a transaction the cache is not used.
 //
-// Refund, Reset, DefinePolicy and DropPolicy through this Limiter are seen at once. The same done by
-// others is seen when the promised time has passed: leave the cache out where tokens are given back by
+// Refund, Reset, Override, RemoveOverride, DefinePolicy and DropPolicy through this Limiter are seen at once. The same done by
+// others, and the end of an override, is seen when the promised time has passed: leave the cache out where tokens are given back by
 // other programs, in transactions, or with SQL, and callers must not wait for them.
 func DenialCache() LimiterOption {
 	return limiterOption{func(c *config) { c.denials = true }}
@@ -132,13 +155,38 @@ type CleanupOption interface{ cleanup(*cleanup) }
 
 type cleanup struct{ maxRows int32 }
 
-type maxRows int32
+// A MaxRowsOption is a [CleanupOption] and an [OverridesOption].
+type MaxRowsOption int32
 
-func (n maxRows) cleanup(c *cleanup) { c.maxRows = int32(n) }
+func (n MaxRowsOption) cleanup(c *cleanup)     { c.maxRows = int32(n) }
+func (n MaxRowsOption) overrides(c *overrides) { c.maxRows = int32(n) }
 
-// MaxRows bounds the rows that one batch takes from each table, 1 or more. An acquire on a bucket that
-// is being removed waits for the batch, so keep batches short. Defaults to 10,000.
-func MaxRows(n int32) CleanupOption { return maxRows(n) }
+// MaxRows bounds the rows that one batch of clean-up takes from each table, or those of one list, 1 or more. An
+// acquire on a bucket that is being removed waits for the batch, so keep batches short. Defaults to 10,000
+// for clean-up.
+func MaxRows(n int32) MaxRowsOption { return MaxRowsOption(n) }
+
+// An OverridesOption changes one [Limiter.Overrides]: [OfPolicy], [OfKey] and [MaxRows] return one.
+type OverridesOption interface{ overrides(*overrides) }
+
+type overrides struct {
+	policy, key any // a string, or nil for all
+	maxRows     int32
+}
+
+type overridesOption func(*overrides)
+
+func (o overridesOption) overrides(c *overrides) { o(c) }
+
+// OfPolicy lists overrides of one policy only.
+func OfPolicy(name string) OverridesOption {
+	return overridesOption(func(c *overrides) { c.policy = name })
+}
+
+// OfKey lists overrides of one key only, under any policy.
+func OfKey(key string) OverridesOption {
+	return overridesOption(func(c *overrides) { c.key = key })
+}
 
 // A RunCleanupOption changes [Limiter.RunCleanup]: [OnError] returns one.
 type RunCleanupOption interface{ runCleanup(*runCleanup) }

@@ -7,6 +7,7 @@ import (
 	"go/token"
 	"go/types"
 	"io"
+	"math"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -31,6 +32,10 @@ func TestOptions_AreForTheirMethods(t *testing.T) {
 		`limiter.Acquire(ctx, "p", "k", client.Cost(1), client.IdempotencyKey("x"))`,
 		`combiner.Acquire(ctx, "p", "k", client.Cost(1), client.IdempotencyKey("x"))`,
 		`limiter.Peek(ctx, "p", "k", client.Cost(1))`,
+		`limiter.AcquireAll(ctx, []client.Charge{{Policy: "p", Key: "k"}, {Policy: "p", Key: "l", Cost: client.Cost(2)}}, client.IdempotencyKey("x"))`,
+		`combiner.AcquireAll(ctx, nil, client.IdempotencyKey("x"))`,
+		`combiner.WithTx(nil).AcquireAll(ctx, nil)`,
+		`limiter.Overrides(ctx, client.OfPolicy("p"), client.OfKey("k"), client.MaxRows(1))`,
 		`limiter.Acquire(ctx, "p", "k", []client.AcquireOption{client.Cost(1)}...)`,
 		`limiter.Peek(ctx, "p", "k", []client.PeekOption{client.Cost(1)}...)`,
 		`limiter.Cleanup(ctx, client.MaxRows(1))`,
@@ -46,6 +51,9 @@ func TestOptions_AreForTheirMethods(t *testing.T) {
 		`limiter.Peek(ctx, "p", "k", client.IdempotencyKey("x"))`:  "does not implement client.PeekOption",
 		`combiner.Peek(ctx, "p", "k", client.IdempotencyKey("x"))`: "does not implement client.PeekOption",
 		`limiter.Acquire(ctx, "p", "k", client.MaxRows(1))`:        "does not implement client.AcquireOption",
+		`limiter.AcquireAll(ctx, nil, client.Cost(1))`:             "does not implement client.AcquireAllOption",
+		`limiter.Overrides(ctx, client.OnError(nil))`:              "does not implement client.OverridesOption",
+		`limiter.Cleanup(ctx, client.OfKey("k"))`:                  "does not implement client.CleanupOption",
 		`limiter.Cleanup(ctx, client.OnError(nil))`:                "does not implement client.CleanupOption",
 		`limiter.RunCleanup(ctx, 1, client.MaxRows(1))`:            "does not implement client.RunCleanupOption",
 		`client.New(nil, client.CallsInFlight(1))`:                 "does not implement client.LimiterOption",
@@ -89,4 +97,12 @@ func TestOptions_OfAnotherPackageAreNotIgnored(t *testing.T) {
 	hidden := struct{ client.AcquireOption }{client.IdempotencyKey("x")}
 	require.Panics(t, func() { _, _ = limiter.Acquire(t.Context(), "p", "k", hidden) })
 	require.Panics(t, func() { _, _ = limiter.Acquire(t.Context(), "p", "k", nil) })
+}
+
+func TestCost_IsOneUnlessSaid(t *testing.T) {
+	t.Parallel()
+	require.EqualValues(t, 1, client.CostOption{}.Tokens())
+	for _, n := range []int64{math.MinInt64, -1, 0, 1, 2, math.MaxInt64} {
+		require.Equal(t, n, client.Cost(n).Tokens())
+	}
 }

@@ -18,7 +18,9 @@ type Policy struct {
 	// Capacity is what a full bucket holds: 1 to 9,000,000,000,000 tokens.
 	Capacity int64
 
-	// Refill is how many tokens a bucket gains in the time Every: 1 to 9,000,000,000,000.
+	// Refill is how many tokens a bucket gains in the time Every: up to 9,000,000,000,000. [Zero]
+	// refills nothing, whatever Every is: a budget that lasts until [Limiter.Reset] or [Limiter.Refund] fills
+	// it. A denial is then [Decision.Never].
 	Refill int64
 
 	// Every is the interval of Refill, in whole microseconds. [Limiter.Policies] cuts what SQL
@@ -37,7 +39,15 @@ type Policy struct {
 	// Remember is for how long a grant is remembered by its idempotency key, in whole
 	// microseconds. Defaults to 24 hours for a new policy.
 	Remember time.Duration
+
+	// Shadow makes the policy watch only: what enforcing it would deny is allowed, takes nothing, and
+	// is marked [Decision.Shadowed]. Buckets are charged as if it were enforced. It may change at any
+	// time. Defaults to No for a new policy.
+	Shadow Choice
 }
+
+// Zero is the number 0 in a field whose own zero leaves the number open.
+const Zero = -1
 
 // A Choice is yes, no, or left open.
 type Choice int8
@@ -81,17 +91,18 @@ func (l *limiter) DefinePolicy(ctx context.Context, p Policy) error {
 	return l.run(ctx, call{
 		verb: verb,
 		function: "ratelimit_define_policy($1::text, $2::bigint, $3::bigint, $4::text::interval, " +
-			"$5::text::boolean, $6::text::boolean, $7::text::interval)",
+			"$5::text::boolean, $6::text::boolean, $7::text::interval, $8::text::boolean)",
 		args: []any{
-			p.Name, orNull(p.Capacity, p.Capacity), orNull(p.Refill, p.Refill), orNull(p.Every, interval(p.Every)),
+			p.Name, number(p.Capacity), number(p.Refill), orNull(p.Every, interval(p.Every)),
 			orNull(p.Stepped, p.Stepped.String()), // PostgreSQL reads yes and no, and refuses the rest
 			orNull(p.Durable, p.Durable.String()),
 			orNull(p.Remember, interval(p.Remember)),
+			orNull(p.Shadow, p.Shadow.String()),
 		},
 	})
 }
 
-// DropPolicy removes a policy with its buckets and idempotency keys. It does not wait for acquires that
+// DropPolicy removes a policy with its overrides, buckets and idempotency keys. It does not wait for acquires that
 // are under way: the rows that they hold are left to clean-up, and count for nobody.
 //
 // It locks the policy and the rows that it removes until the transaction ends.
@@ -114,7 +125,8 @@ func (l *limiter) Policies(ctx context.Context) ([]Policy, error) {
 		'name', policy, 'capacity', capacity, 'refill', refill,
 		'every', (extract(epoch from every) * 1000000.0)::bigint,
 		'stepped', stepped, 'durable', durable,
-		'remember', (extract(epoch from remember) * 1000000.0)::bigint
+		'remember', (extract(epoch from remember) * 1000000.0)::bigint,
+		'shadow', shadow
 		) order by policy collate "C"), '[]')::text`
 	var text string
 	err := l.query(ctx, call{verb: verb, columns: columns, function: "ratelimit_policies()"}, &text)
@@ -124,7 +136,7 @@ func (l *limiter) Policies(ctx context.Context) ([]Policy, error) {
 	var rows []struct {
 		Name                              string
 		Capacity, Refill, Every, Remember int64
-		Stepped, Durable                  bool
+		Stepped, Durable, Shadow          bool
 	}
 	if err := json.Unmarshal([]byte(text), &rows); err != nil {
 		return nil, failed(verb, err)
@@ -134,11 +146,12 @@ func (l *limiter) Policies(ctx context.Context) ([]Policy, error) {
 		policies[i] = Policy{
 			Name:     r.Name,
 			Capacity: r.Capacity,
-			Refill:   r.Refill,
+			Refill:   orZero(r.Refill),
 			Every:    duration(r.Every),
 			Stepped:  choice(r.Stepped),
 			Durable:  choice(r.Durable),
 			Remember: duration(r.Remember),
+			Shadow:   choice(r.Shadow),
 		}
 	}
 	return policies, nil
@@ -147,6 +160,22 @@ func (l *limiter) Policies(ctx context.Context) ([]Policy, error) {
 // interval writes whole microseconds for PostgreSQL, exactly: seconds would pass through a double there.
 func interval(d time.Duration) string {
 	return strconv.FormatInt(d.Microseconds(), 10) + " microseconds"
+}
+
+// number is the argument for a field that may be Zero, or null for one left open.
+func number(field int64) any {
+	if field == Zero {
+		return int64(0)
+	}
+	return orNull(field, field)
+}
+
+// orZero is the field for a number: number's other direction.
+func orZero(n int64) int64 {
+	if n == 0 {
+		return Zero
+	}
+	return n
 }
 
 // orNull is the argument, or null for a field that is zero.

@@ -26,14 +26,14 @@ func TestDefinePolicy_KeepsWhatIsLeftOpen(t *testing.T) {
 	p := client.Policy{Name: "api", Capacity: 10, Refill: 1, Every: time.Second}
 	defaults := client.Policy{
 		Name: "api", Capacity: 10, Refill: 1, Every: time.Second,
-		Stepped: client.No, Durable: client.Yes, Remember: 24 * time.Hour,
+		Stepped: client.No, Durable: client.Yes, Remember: 24 * time.Hour, Shadow: client.No,
 	}
 	require.Equal(t, defaults, define(p))
 	require.Equal(t, defaults, define(defaults), "what is read can be written")
 
 	changed := client.Policy{
 		Name: "api", Capacity: 20, Refill: 2, Every: time.Minute,
-		Stepped: client.Yes, Durable: client.Yes, Remember: time.Hour,
+		Stepped: client.Yes, Durable: client.Yes, Remember: time.Hour, Shadow: client.No,
 	}
 	require.Equal(t, changed, define(changed))
 
@@ -51,7 +51,7 @@ func TestDefinePolicy_Ephemeral(t *testing.T) {
 	limiter := client.New(pgtest.New(t).Pool)
 	p := client.Policy{
 		Name: "api", Capacity: 10, Refill: 1, Every: time.Second,
-		Stepped: client.No, Durable: client.No, Remember: 24 * time.Hour,
+		Stepped: client.No, Durable: client.No, Remember: 24 * time.Hour, Shadow: client.No,
 	}
 	require.NoError(t, limiter.DefinePolicy(t.Context(), p))
 	policies, err := limiter.Policies(t.Context())
@@ -107,7 +107,7 @@ func TestDefinePolicy_ZeroKeeps(t *testing.T) {
 	limiter := client.New(pgtest.New(t).Pool)
 	want := client.Policy{
 		Name: "api", Capacity: 10, Refill: 1, Every: time.Second,
-		Stepped: client.No, Durable: client.Yes, Remember: time.Hour,
+		Stepped: client.No, Durable: client.Yes, Remember: time.Hour, Shadow: client.No,
 	}
 	require.NoError(t, limiter.DefinePolicy(t.Context(), want))
 	for _, change := range []struct {
@@ -120,6 +120,9 @@ func TestDefinePolicy_ZeroKeeps(t *testing.T) {
 		{client.Policy{Every: time.Minute}, func() { want.Every = time.Minute }},
 		{client.Policy{Stepped: client.Yes}, func() { want.Stepped = client.Yes }},
 		{client.Policy{Remember: time.Minute}, func() { want.Remember = time.Minute }},
+		{client.Policy{Shadow: client.Yes}, func() { want.Shadow = client.Yes }},
+		{client.Policy{Refill: client.Zero}, func() { want.Refill = client.Zero }},
+		{client.Policy{Refill: 3, Shadow: client.No}, func() { want.Refill, want.Shadow = 3, client.No }},
 	} {
 		change.Name = "api"
 		require.NoError(t, limiter.DefinePolicy(t.Context(), change.Policy))
@@ -143,8 +146,9 @@ func TestDefinePolicy_SendsNullForWhatIsLeftOpen(t *testing.T) {
 	limiter := client.New(db)
 	require.NoError(t, limiter.DefinePolicy(t.Context(), client.Policy{Name: "p"}))
 	require.NoError(t, limiter.DefinePolicy(t.Context(), client.Policy{
-		Name: "p", Capacity: -1, Refill: 2, Every: time.Second, Stepped: client.Yes, Durable: client.No, Remember: -time.Second,
+		Name: "p", Capacity: -2, Refill: client.Zero, Every: time.Second,
+		Stepped: client.Yes, Durable: client.No, Remember: -time.Second, Shadow: client.Yes,
 	}))
-	require.Equal(t, []any{"p", nil, nil, nil, nil, nil, nil}, db.sent()[0].args)
-	require.Equal(t, []any{"p", int64(-1), int64(2), "1000000 microseconds", "yes", "no", "-1000000 microseconds"}, db.sent()[1].args)
+	require.Equal(t, []any{"p", nil, nil, nil, nil, nil, nil, nil}, db.sent()[0].args)
+	require.Equal(t, []any{"p", int64(-2), int64(0), "1000000 microseconds", "yes", "no", "-1000000 microseconds", "yes"}, db.sent()[1].args)
 }

@@ -3,7 +3,8 @@ package client
 import "slices"
 
 const (
-	// maxBatch bounds the requests of one call, and so the locks it holds and how long its callers wait.
+	// maxBatch bounds the elements of one call, and so the locks it holds and how long its callers wait. A
+	// plain request is one, each charge of a joint request is one.
 	maxBatch = 256
 
 	// minShare is where a call costs the server about a quarter of what its requests do.
@@ -19,13 +20,16 @@ const (
 // Invariants, between any two methods:
 //
 //  1. At most limit slots are in use: one for each open batch, and one that is reserved.
-//  2. A bucket belongs to at most one open batch.
+//  2. A bucket belongs to at most one open batch. A joint request has one of its own making, which stands for
+//     all that it names: were each of them owned, a bucket of everybody's would let a call that stalls hold up
+//     everybody, and a request for several might wait for ever for all of them to be free.
 //  3. While a slot is free and none is reserved, each waiting request is for a bucket of an open batch, or
 //     is held for company: then a batch is open, and the owner was told to hold and has not called hurry
 //     yet. So a call that stalls holds up its own buckets only.
 //  4. Requests for one bucket are taken in the order of their arrival, those with an idempotency key and
 //     those without.
-//  5. A batch has at most maxBatch requests. Either all of them have an idempotency key or none has.
+//  5. A batch that has maxBatch elements takes no more. Either all of its requests have an idempotency key or
+//     none has, and either all are joint or none is.
 //
 // The owner keeps two more: after a method has answered serve it calls take, and soon after hold it calls
 // hurry.
@@ -56,8 +60,17 @@ type waiter struct {
 	next, prev *waiter // in line
 
 	done   chan struct{} // gets one value when the answer is there
-	answer Decision
+	answer JointDecision // of a plain request the Decision alone
 	err    error
+}
+
+// elements are what the request adds to a call.
+func (w *waiter) elements() int { return max(1, len(w.charges)) }
+
+// canShare reports whether both may be in one call. Those with an idempotency key cost more, and may be sent
+// again.
+func (w *waiter) canShare(other *waiter) bool {
+	return w.keyed() == other.keyed() && w.isJoint() == other.isJoint()
 }
 
 // A batch is the requests of one call.
@@ -66,14 +79,7 @@ type batch struct {
 	buckets []bucket // each once
 	callers int      // that have not left
 	cancel  func()   // ends the call
-
-	arguments // of the call, kept for the next
-}
-
-// arguments are those of ratelimit_acquire_many.
-type arguments struct {
-	policies, keys, idempotencyKeys []string
-	costs                           []int64
+	packed  *packed  // the call, kept for the next
 }
 
 func newQueue(limit int) *queue {
@@ -106,14 +112,15 @@ func (q *queue) add(w *waiter) step {
 // gives back the slot and returns false. Another slot may be free then: see next.
 func (q *queue) take(b *batch) bool {
 	q.reserved = false
-	*b = batch{waiters: b.waiters[:0], buckets: b.buckets[:0], arguments: b.arguments}
+	*b = batch{waiters: b.waiters[:0], buckets: b.buckets[:0], packed: b.packed}
 	share := q.share(q.waiting.length)
+	elements := 0
 	var next *waiter
-	for w := q.waiting.first; w != nil && len(b.waiters) < maxBatch; w = next {
+	for w := q.waiting.first; w != nil && elements < maxBatch; w = next {
 		next = w.next
 		owner := q.owners[w.bucket()]
 		switch {
-		case len(b.waiters) > 0 && w.keyed() != b.waiters[0].keyed(): // they cost more, and may be sent again
+		case len(b.waiters) > 0 && !w.canShare(b.waiters[0]):
 			continue
 		case owner == nil && len(b.waiters) < share:
 			q.own(b, w.bucket())
@@ -124,6 +131,7 @@ func (q *queue) take(b *batch) bool {
 		q.waiting.remove(w)
 		w.batch = b
 		b.waiters = append(b.waiters, w)
+		elements += w.elements()
 	}
 	if len(b.waiters) == 0 {
 		return false

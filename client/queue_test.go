@@ -25,6 +25,10 @@ func TestQueue_KeepsItsInvariants(t *testing.T) {
 			if rapid.IntRange(0, 3).Draw(t, "keyed") == 0 {
 				r.idempotencyKey = "once"
 			}
+			if rapid.IntRange(0, 2).Draw(t, "joint") == 0 {
+				r.policy = ""
+				r.charges = make([]Charge, rapid.SampledFrom([]int{1, 3, 1000}).Draw(t, "charges"))
+			}
 			return r
 		})
 		arrive := func(t *rapid.T) {
@@ -128,11 +132,14 @@ func (d *drivenQueue) take() {
 		return
 	}
 	require.NotEmpty(d, b.waiters)
-	require.LessOrEqual(d, len(b.waiters), maxBatch)
+	elements := 0
 	passed := map[bucket][2]bool{}
 	inBatch := map[*waiter]bool{}
 	for _, w := range b.waiters {
+		require.Less(d, elements, maxBatch, "a full batch takes no more")
+		elements += max(1, len(w.charges))
 		require.Equal(d, b.waiters[0].keyed(), w.keyed())
+		require.Equal(d, b.waiters[0].isJoint(), w.isJoint())
 		inBatch[w] = true
 	}
 	for _, w := range d.waiting {
@@ -229,6 +236,27 @@ func TestQueue_TellsBucketsApartByPolicyAndKey(t *testing.T) {
 		require.NotNil(t, q.claim(request{policy: "p", key: "k"}))
 		require.Nil(t, q.claim(request{policy: "p", key: "k"}))
 		require.NotNil(t, q.claim(other))
+	}
+}
+
+// So is a list of them: no text looks like the end of another.
+func TestQueue_TellsListsOfBucketsApart(t *testing.T) {
+	t.Parallel()
+	names := map[string][]Charge{}
+	for _, charges := range [][]Charge{
+		{{Policy: "p", Key: "k"}},
+		{{Policy: "pk", Key: ""}},
+		{{Policy: "", Key: "pk"}},
+		{{Policy: "p", Key: "k1 p1 k"}},
+		{{Policy: "p", Key: "k"}, {Policy: "p", Key: "k"}},
+		{{Policy: "p", Key: "k"}, {Policy: "p", Key: "l"}},
+		{{Policy: "p", Key: "l"}, {Policy: "p", Key: "k"}},
+		{{Policy: "p", Key: "1 k"}, {Policy: "", Key: ""}},
+		{{Policy: "p", Key: ""}, {Policy: "k", Key: ""}},
+	} {
+		name := nameOfAll(charges)
+		require.NotContains(t, names, name, "%v", charges)
+		names[name] = charges
 	}
 }
 

@@ -36,7 +36,7 @@ func TestRetry_Policy(t *testing.T) {
 		"another error":         {[]any{other, granted(9)}, 1, other},
 		"another error, later":  {[]any{conflict, other, granted(9)}, 2, other},
 		"an unknown outcome":    {[]any{broken, granted(9)}, 1, broken},
-		"a denial is an answer": {[]any{row{false, int64(0), int64(1), int64(1), int64(10), false}, granted(9)}, 1, nil},
+		"a denial is an answer": {[]any{row{false, int64(0), int64(1), int64(1), int64(10), false, false}, granted(9)}, 1, nil},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()

@@ -9,5 +9,5 @@ as_owner() { PGOPTIONS='-c role=pgratelimit' sql "$@"; }
 
 sql --file update.sql
 as_owner --file install.sql
-as_owner --command 'grant execute on function ratelimit_acquire, ratelimit_acquire_many, ratelimit_peek, ratelimit_refund to ratelimit_app'
+as_owner --command 'grant execute on function ratelimit_acquire, ratelimit_acquire_many, ratelimit_acquire_all, ratelimit_acquire_packed, ratelimit_peek, ratelimit_refund to ratelimit_app'
 as_owner --file schedule.sql

@@ -4,14 +4,15 @@ import (
 	"cmp"
 	"database/sql"
 	"encoding/json"
-	"errors"
 	"fmt"
+	"maps"
 	"math/big"
 	"reflect"
 	"regexp"
 	"slices"
 	"strconv"
 	"strings"
+	"time"
 	"unicode/utf8"
 
 	"github.com/jackc/pgx/v5"
@@ -47,8 +48,14 @@ var functionName = regexp.MustCompile(`ratelimit_\w+`)
 // answer is what the function of that name returns: checks in its order, and then the model.
 func (db *database) answer(sql string, args []any) ([]any, error) {
 	for _, arg := range args {
-		if text, ok := arg.(string); ok && !utf8.ValidString(text) {
-			return nil, failure("22021", `invalid byte sequence for encoding "UTF8"`, "")
+		texts, _ := arg.([]string)
+		if text, ok := arg.(string); ok {
+			texts = []string{text}
+		}
+		for _, text := range texts {
+			if !utf8.ValidString(text) {
+				return nil, failure("22021", `invalid byte sequence for encoding "UTF8"`, "")
+			}
 		}
 	}
 	function, now := functionName.FindString(sql), db.instant()
@@ -59,18 +66,13 @@ func (db *database) answer(sql string, args []any) ([]any, error) {
 	var err error
 	switch function {
 	case "ratelimit_acquire":
-		err = cmp.Or(checkName("policy", args[0]), checkName("key", args[1]), checkTokens("cost", number(2)))
-		if args[3] != nil {
-			err = cmp.Or(err, checkName("idempotency_key", args[3]))
-		}
-		if err = cmp.Or(err, db.checkPolicy(text(0))); err == nil {
-			d, err = db.model.Acquire(now, bucket(), number(2), text(3))
-		}
-		if errors.Is(err, model.IdempotencyMismatch) {
-			err = failure(string(model.IdempotencyMismatch), "idempotency key used before with another cost",
-				fmt.Sprintf("%s comes back with cost %d.", quoted(text(3)), number(2)))
-		}
-		return columns(d), err
+		whole, err := db.acquire(now, []model.Charge{{BucketID: bucket(), Cost: number(2)}}, args[3])
+		return columns(whole.Decision), err
+	case "ratelimit_acquire_all":
+		whole, err := db.acquire(now, charges(args), args[3])
+		return joint(whole), err
+	case "ratelimit_acquire_packed":
+		return db.packed(now, charges(args), args[3], args[4]), nil
 	case "ratelimit_peek":
 		err = cmp.Or(checkName("policy", args[0]), checkName("key", args[1]), checkTokens("cost", number(2)), db.checkPolicy(text(0)))
 		if err == nil {
@@ -95,6 +97,26 @@ func (db *database) answer(sql string, args []any) ([]any, error) {
 			err = db.model.Drop(text(0))
 		}
 		return []any{1}, err
+	case "ratelimit_override":
+		return []any{1}, db.override(now, bucket(), args[2:])
+	case "ratelimit_remove_override":
+		had := false
+		if err = cmp.Or(checkName("policy", args[0]), checkName("key", args[1]), db.checkPolicy(text(0))); err == nil {
+			had, err = db.model.RemoveOverride(now, bucket())
+		}
+		return []any{had}, err
+	case "ratelimit_overrides":
+		if args[0] != nil {
+			err = checkName("policy", args[0])
+		}
+		if args[1] != nil {
+			err = cmp.Or(err, checkName("key", args[1]))
+		}
+		err = cmp.Or(err, checkPositive("max_rows", number(2)))
+		if args[0] != nil {
+			err = cmp.Or(err, db.checkPolicy(text(0)))
+		}
+		return []any{db.overrides(now, args[0], args[1], number(2))}, err
 	case "ratelimit_policies":
 		return []any{db.policies()}, nil
 	case "ratelimit_cleanup":
@@ -107,36 +129,31 @@ func (db *database) answer(sql string, args []any) ([]any, error) {
 
 // columns are those of a decision, in the order of the client's statements.
 func columns(d model.Decision) []any {
-	var retryAfter any
-	if d.RetryAfter != model.Never {
-		retryAfter = int64(d.RetryAfter)
+	return []any{d.Allowed, d.Remaining, wait(d.RetryAfter), wait(d.ResetAfter), d.Capacity, d.Replayed, d.Shadowed}
+}
+
+// wait is null for never.
+func wait(m model.Micros) any {
+	if m == model.Never {
+		return nil
 	}
-	return []any{d.Allowed, d.Remaining, retryAfter, int64(d.ResetAfter), d.Capacity, d.Replayed}
+	return int64(m)
 }
 
 // define has the arguments after the name: what is nil keeps what is there.
 func (db *database) define(name string, args []any) error {
 	p, exists := db.model.Policy(name)
-	def := model.Definition{Capacity: p.Capacity, Refill: p.Refill, Every: p.Every}
-	if n, ok := args[0].(int64); ok {
-		def.Capacity = n
-	}
-	if n, ok := args[1].(int64); ok {
-		def.Refill = n
-	}
-	if every := micros(args[2]); every != nil {
-		def.Every = *every
-	}
-	var err, otherErr error
-	def.Stepped, err = boolean(args[3])
-	def.Durable, otherErr = boolean(args[4])
-	def.Remember = micros(args[5])
+	def := model.Definition{Numbers: numbers(args), Remember: micros(args[5])}
+	var errs [3]error
+	def.Stepped, errs[0] = boolean(args[3])
+	def.Durable, errs[1] = boolean(args[4])
+	def.Shadow, errs[2] = boolean(args[6])
 
-	err = cmp.Or(err, otherErr, checkName("policy", name),
-		checkCapacity("capacity", def.Capacity), checkCapacity("refill", def.Refill), checkPositive("every", int64(def.Every)))
-	if err == nil && product(def.Capacity, int64(def.Every)).Cmp(product(def.Refill, 3_652_500*day)) > 0 {
-		err = invalid("refill", fmt.Sprintf("%d every %v", def.Refill, def.Every))
+	least := int64(0) // of the refill: null is 0 for a new policy, and not meant
+	if !exists && def.Refill == nil {
+		least = 1
 	}
+	err := cmp.Or(errs[0], errs[1], errs[2], checkName("policy", name), checkNumbers(def.Numbers, p, 1, least))
 	if def.Remember != nil {
 		err = cmp.Or(err, checkPositive("remember", int64(*def.Remember)))
 	}
@@ -147,6 +164,61 @@ func (db *database) define(name string, args []any) error {
 		return err
 	}
 	return db.model.Define(name, def)
+}
+
+// override has the arguments after the bucket: a number that is nil is the policy's.
+func (db *database) override(now time.Time, id model.BucketID, args []any) error {
+	var expires time.Time
+	if text, ok := args[3].(string); ok {
+		var err error
+		if expires, err = time.Parse(time.RFC3339Nano, text); err != nil {
+			return failure("22007", fmt.Sprintf(`invalid input syntax for type timestamp with time zone: "%s"`, text), "")
+		}
+	}
+	n := numbers(args)
+	err := cmp.Or(checkName("policy", id.Policy), checkName("key", id.Key), checkNumbers(n, model.Policy{Every: 1}, 0, 0))
+	if err == nil && !expires.IsZero() && !expires.After(now) {
+		err = invalid("expires_at", expires)
+	}
+	if err = cmp.Or(err, db.checkPolicy(id.Policy)); err == nil {
+		p, _ := db.model.Policy(id.Policy)
+		err = checkNumbers(n, p, 0, 0)
+	}
+	if err != nil {
+		return err
+	}
+	return db.model.Override(now, id, n, expires)
+}
+
+// numbers are the first three arguments.
+func numbers(args []any) (n model.Numbers) {
+	if capacity, ok := args[0].(int64); ok {
+		n.Capacity = &capacity
+	}
+	if refill, ok := args[1].(int64); ok {
+		n.Refill = &refill
+	}
+	n.Every = micros(args[2])
+	return n
+}
+
+// checkNumbers refuses numbers that are out of range in place of the policy's.
+func checkNumbers(n model.Numbers, p model.Policy, leastCapacity, leastRefill int64) error {
+	if n.Capacity != nil {
+		p.Capacity = *n.Capacity
+	}
+	if n.Refill != nil {
+		p.Refill = *n.Refill
+	}
+	if n.Every != nil {
+		p.Every = *n.Every
+	}
+	err := cmp.Or(checkRange("capacity", p.Capacity, leastCapacity), checkRange("refill", p.Refill, leastRefill),
+		checkPositive("every", int64(p.Every)))
+	if err == nil && p.Refill > 0 && product(p.Capacity, int64(p.Every)).Cmp(product(p.Refill, 3_652_500*day)) > 0 {
+		err = invalid("refill", fmt.Sprintf("%d every %v", p.Refill, p.Every))
+	}
+	return err
 }
 
 const day = 24 * 60 * 60 * 1_000_000
@@ -180,10 +252,31 @@ func (db *database) policies() string {
 	for name, p := range db.model.Policies() {
 		rows = append(rows, map[string]any{
 			"name": name, "capacity": p.Capacity, "refill": p.Refill, "every": p.Every,
-			"stepped": p.Stepped, "durable": p.Durable, "remember": p.Remember,
+			"stepped": p.Stepped, "durable": p.Durable, "remember": p.Remember, "shadow": p.Shadow,
 		})
 	}
 	slices.SortFunc(rows, func(a, b map[string]any) int { return strings.Compare(a["name"].(string), b["name"].(string)) })
+	text, _ := json.Marshal(rows)
+	return string(text)
+}
+
+func (db *database) overrides(now time.Time, policy, key any, maxRows int64) string {
+	all := db.model.Overrides()
+	ids := slices.SortedFunc(maps.Keys(all), func(a, b model.BucketID) int {
+		return cmp.Or(strings.Compare(a.Policy, b.Policy), strings.Compare(a.Key, b.Key))
+	})
+	rows := []map[string]any{}
+	for _, id := range ids {
+		o := all[id]
+		if !o.Live(now) || policy != nil && policy != id.Policy || key != nil && key != id.Key || int64(len(rows)) == maxRows {
+			continue
+		}
+		row := map[string]any{"policy": id.Policy, "key": id.Key, "capacity": o.Capacity, "refill": o.Refill, "every": o.Every}
+		if !o.Expires.IsZero() {
+			row["expires_at"] = o.Expires.UnixMicro()
+		}
+		rows = append(rows, row)
+	}
 	text, _ := json.Marshal(rows)
 	return string(text)
 }
@@ -216,8 +309,8 @@ func checkTokens(argument string, n int64) error {
 	return nil
 }
 
-func checkCapacity(argument string, n int64) error {
-	if n < 1 || n > 9_000_000_000_000 {
+func checkRange(argument string, n, least int64) error {
+	if n < least || n > 9_000_000_000_000 {
 		return invalid(argument, n)
 	}
 	return nil

@@ -25,7 +25,7 @@ import (
 var _ client.Acquirer = (*clienttest.Fake)(nil)
 
 var api = client.Policy{
-	Name: "api", Capacity: 10, Refill: 1, Every: time.Second, Stepped: client.No, Durable: client.Yes, Remember: 24 * time.Hour,
+	Name: "api", Capacity: 10, Refill: 1, Every: time.Second, Stepped: client.No, Durable: client.Yes, Remember: 24 * time.Hour, Shadow: client.No,
 }
 
 func newFake(t *testing.T, now func() time.Time) *clienttest.Fake {
@@ -100,10 +100,124 @@ func TestFake_DefinePolicyKeepsWhatIsZero(t *testing.T) {
 	changed := api
 	changed.Refill, changed.Remember = 7, time.Hour
 	require.Equal(t, []client.Policy{
-		{Name: "<b>\"é\"", Capacity: 1, Refill: 1, Every: 1000, Stepped: client.Yes, Durable: client.Yes, Remember: 24 * time.Hour},
+		{
+			Name: "<b>\"é\"", Capacity: 1, Refill: 1, Every: 1000,
+			Stepped: client.Yes, Durable: client.Yes, Remember: 24 * time.Hour, Shadow: client.No,
+		},
 		changed,
 	}, policies)
 	require.ErrorIs(t, fake.DefinePolicy(t.Context(), client.Policy{Name: "new", Refill: 7}), client.ErrInvalidArgument)
+}
+
+func TestFake_RefillsNothing(t *testing.T) {
+	t.Parallel()
+	fake := newFake(t, frozen)
+	budget := client.Policy{Name: "budget", Capacity: 10, Refill: client.Zero, Every: time.Second}
+	require.NoError(t, fake.DefinePolicy(t.Context(), budget))
+	d, err := fake.Acquire(t.Context(), "budget", "k", client.Cost(8))
+	require.NoError(t, err)
+	require.True(t, d.Allowed && d.NeverFull())
+	d, err = fake.Acquire(t.Context(), "budget", "k", client.Cost(3))
+	require.NoError(t, err)
+	require.True(t, !d.Allowed && d.Never() && d.NeverFull())
+	require.NoError(t, fake.DefinePolicy(t.Context(), client.Policy{Name: "budget", Capacity: 20}))
+	policies, err := fake.Policies(t.Context())
+	require.NoError(t, err)
+	require.EqualValues(t, client.Zero, policies[1].Refill, "which a field left open keeps")
+	require.ErrorIs(t, fake.DefinePolicy(t.Context(), client.Policy{Name: "new", Capacity: 1, Every: time.Second}), client.ErrInvalidArgument)
+	require.ErrorIs(t, fake.DefinePolicy(t.Context(), client.Policy{Name: "new", Capacity: client.Zero, Refill: 1, Every: 1e9}), client.ErrInvalidArgument)
+}
+
+func TestFake_Shadow(t *testing.T) {
+	t.Parallel()
+	fake := newFake(t, frozen)
+	require.NoError(t, fake.DefinePolicy(t.Context(), client.Policy{Name: "api", Shadow: client.Yes}))
+	for _, want := range []bool{false, true} {
+		d, err := fake.Acquire(t.Context(), "api", "k", client.Cost(6))
+		require.NoError(t, err)
+		require.Equal(t, client.Decision{Allowed: true, Remaining: 4, ResetAfter: 6 * time.Second, Capacity: 10, Shadowed: want}, d)
+	}
+}
+
+func TestFake_AcquireAll(t *testing.T) {
+	t.Parallel()
+	fake := newFake(t, frozen)
+	require.NoError(t, fake.DefinePolicy(t.Context(), client.Policy{Name: "org", Capacity: 5, Refill: 1, Every: time.Second}))
+	charges := []client.Charge{{Policy: "api", Key: "user"}, {Policy: "org", Key: "org", Cost: client.Cost(3)}}
+	user := client.Decision{Allowed: true, Remaining: 9, ResetAfter: time.Second, Capacity: 10}
+	org := client.Decision{Allowed: true, Remaining: 2, ResetAfter: 3 * time.Second, Capacity: 5}
+	for _, replayed := range []bool{false, true} {
+		d, err := fake.AcquireAll(t.Context(), charges, client.IdempotencyKey("once"))
+		require.NoError(t, err)
+		user.Replayed, org.Replayed = replayed, replayed
+		require.Equal(t, client.JointDecision{Decision: org, Binding: 1, Decisions: []client.Decision{user, org}}, d)
+	}
+	d, err := fake.AcquireAll(t.Context(), charges)
+	require.NoError(t, err)
+	user.Replayed, org.Replayed = false, false
+	org.Allowed, org.RetryAfter = false, time.Second
+	require.Equal(t, client.JointDecision{Decision: org, Binding: 1, Decisions: []client.Decision{user, org}}, d, "nothing was taken")
+	charges[0].Cost = client.Cost(2)
+	_, err = fake.AcquireAll(t.Context(), charges, client.IdempotencyKey("once"))
+	require.ErrorIs(t, err, client.ErrIdempotencyMismatch)
+	_, err = fake.AcquireAll(t.Context(), nil)
+	require.ErrorIs(t, err, client.ErrInvalidArgument)
+	_, err = fake.AcquireAll(t.Context(), append(charges, client.Charge{Policy: "none", Key: "k"}))
+	require.ErrorIs(t, err, client.ErrUnknownPolicy)
+	_, err = fake.AcquireAll(t.Context(), append(charges, client.Charge{Policy: "none"}))
+	require.ErrorIs(t, err, client.ErrInvalidArgument)
+}
+
+func TestFake_Overrides(t *testing.T) {
+	t.Parallel()
+	now := time.Unix(0, 0)
+	fake := newFake(t, func() time.Time { return now })
+	ctx := t.Context()
+	require.NoError(t, fake.DefinePolicy(ctx, client.Policy{Name: "other", Capacity: 1, Refill: 1, Every: time.Second}))
+	block := client.Override{
+		Policy: "api", Key: "k", Capacity: client.Zero, Refill: client.Zero, Every: time.Hour, ExpiresAt: now.Add(time.Minute).UTC(),
+	}
+	plan := client.Override{Policy: "other", Key: "k", Capacity: 100, Refill: 1, Every: time.Second}
+	for _, o := range []client.Override{{Policy: "other", Key: "k", Capacity: 100}, {Policy: "api", Key: "k"}, block} {
+		require.NoError(t, fake.Override(ctx, o))
+	}
+	list := func(opts ...client.OverridesOption) []client.Override {
+		overrides, err := fake.Overrides(ctx, opts...)
+		require.NoError(t, err)
+		return overrides
+	}
+	require.Equal(t, []client.Override{block, plan}, list())
+	require.Equal(t, []client.Override{plan}, list(client.OfPolicy("other")))
+	require.Empty(t, list(client.OfKey("l")))
+	require.Equal(t, []client.Override{block}, list(client.OfKey("k"), client.MaxRows(1)))
+	_, err := fake.Overrides(ctx, client.MaxRows(0))
+	require.ErrorIs(t, err, client.ErrInvalidArgument)
+
+	d, err := fake.Acquire(ctx, "api", "k")
+	require.NoError(t, err)
+	require.True(t, d.Never())
+	now = now.Add(time.Minute)
+	d, err = fake.Acquire(ctx, "api", "k")
+	require.NoError(t, err)
+	require.True(t, d.Allowed)
+	require.Equal(t, []client.Override{plan}, list())
+	for _, want := range []bool{true, false} {
+		removed, err := fake.RemoveOverride(ctx, "other", "k")
+		require.NoError(t, err)
+		require.Equal(t, want, removed)
+	}
+	require.ErrorIs(t, fake.Override(ctx, client.Override{Policy: "none", Key: "k"}), client.ErrUnknownPolicy)
+	for _, unfit := range []client.Override{
+		{Policy: "api"},
+		{Policy: "api", Key: "k", Capacity: -2},
+		{Policy: "api", Key: "k", Refill: -2},
+		{Policy: "api", Key: "k", Every: -time.Second},
+		{Policy: "api", Key: "k", Every: time.Nanosecond},
+		{Policy: "api", Key: "k", ExpiresAt: now},
+		{Policy: "api", Key: "k", ExpiresAt: time.Date(-1, 1, 1, 0, 0, 0, 0, time.UTC)},
+	} {
+		require.ErrorIs(t, fake.Override(ctx, unfit), client.ErrInvalidArgument, "%+v", unfit)
+	}
 }
 
 func TestFake_CleanUpFindsNothing(t *testing.T) {

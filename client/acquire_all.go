@@ -1,0 +1,142 @@
+package client
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"strconv"
+
+	"github.com/jackc/pgx/v5/pgtype"
+)
+
+// maxCharges of one request.
+const maxCharges = 1000
+
+// A Charge is what a request asks of one bucket: see [Limiter.AcquireAll].
+type Charge struct {
+	Policy, Key string
+
+	// Cost is the tokens that the bucket is charged, such as Cost(5). Left out it is 1. [Cost](0) looks
+	// at the bucket, and takes nothing.
+	Cost CostOption
+}
+
+// A JointDecision is the answer to a request of several charges. The embedded Decision is of the whole:
+// Allowed tells whether all charges were taken, RetryAfter when all would be. Remaining, ResetAfter and
+// Capacity are those of the binding charge. Replayed tells that the charges were granted earlier and nothing
+// was taken this time, Shadowed that a charge was allowed because its policy only watches.
+type JointDecision struct {
+	Decision
+
+	// Binding is the index of the charge that decides: of a denial, the one with the longest wait; of a grant,
+	// the one whose bucket covers it the fewest times more.
+	Binding int
+
+	// Decisions has for each charge the decision of its bucket, about all that the request charges to that
+	// bucket: Allowed and RetryAfter as if it were asked alone, Remaining and ResetAfter as they are
+	// after the whole request.
+	Decisions []Decision
+}
+
+// AcquireAll takes the tokens of all charges if each bucket holds enough, and otherwise takes nothing. The
+// option is [IdempotencyKey]. A request has 1 to 1,000 charges. A bucket that is named twice is charged
+// the sum.
+//
+// An idempotency key belongs to buckets, here too. A bucket that remembers it with the same charge answers
+// as it did, and is not charged again. With another charge it is [ErrIdempotencyMismatch], and nothing is
+// taken anywhere.
+//
+// A grant writes and locks what several acquires would. It takes the buckets in one order, whatever the
+// order of the charges, so that calls that are transactions of their own do not deadlock. A denial writes
+// nothing, and locks nothing. A [DenialCache] neither answers nor remembers.
+//
+// Errors: those of [Limiter.Acquire].
+func (l *Limiter) AcquireAll(ctx context.Context, charges []Charge, opts ...AcquireAllOption) (JointDecision, error) {
+	return l.askAll(ctx, newJointRequest(charges, opts))
+}
+
+// AcquireAll is [Limiter.AcquireAll], and shares calls as [Combiner.Acquire] does, with other callers of
+// AcquireAll. Requests that name the same buckets in the same order are never in two calls at a time. Requests
+// that have only some buckets in common may be in two: the second call then waits in the server for what the
+// first has locked there. So a call that waits for one of its buckets holds up, here, those who name all of them.
+//
+// Errors: those of Limiter.AcquireAll, and [ErrClosed].
+func (c *Combiner) AcquireAll(ctx context.Context, charges []Charge, opts ...AcquireAllOption) (JointDecision, error) {
+	r := newJointRequest(charges, opts)
+	r.key = nameOfAll(r.charges)
+	return c.combine(ctx, r)
+}
+
+func newJointRequest(charges []Charge, opts []AcquireAllOption) request {
+	// The caller may change its slice when it has left, and the request is still to be sent.
+	r := request{charges: append(make([]Charge, 0, len(charges)), charges...)}
+	for _, opt := range opts {
+		r.idempotencyKey = string(opt.(IdempotencyKeyOption)) // there is no other
+	}
+	return r
+}
+
+// nameOfAll names the buckets of all charges, and no others.
+func nameOfAll(charges []Charge) string {
+	var name []byte
+	for _, c := range charges {
+		for _, text := range [...]string{c.Policy, c.Key} {
+			name = strconv.AppendInt(name, int64(len(text)), 10)
+			name = append(append(name, ' '), text...)
+		}
+	}
+	return string(name)
+}
+
+// fieldsOfDecision are the numbers that a decision is sent as.
+const fieldsOfDecision = 7
+
+// The columns of a joint decision. The decisions are one array of numbers, since nothing but numbers means
+// the same in every way of sending it.
+const jointColumns = decisionColumns + ", binding, array(select array[" +
+	"d.allowed::integer, d.remaining, " +
+	"(extract(epoch from d.retry_after) * 1000000.0)::bigint, " +
+	"(extract(epoch from d.reset_after) * 1000000.0)::bigint, " +
+	"d.capacity, d.replayed::integer, d.shadowed::integer" +
+	"] from pg_catalog.unnest(decisions) with ordinality as d order by d.ordinality)"
+
+// askAll sends one request of several charges.
+func (l *limiter) askAll(ctx context.Context, r request) (JointDecision, error) {
+	var p packed
+	p.add(r)
+	if slices.ContainsFunc(p.policies, hasZeroByte) || slices.ContainsFunc(p.keys, hasZeroByte) {
+		return JointDecision{}, failed(r.verb(), errZeroByte)
+	}
+	var whole decisionRow
+	var binding int64
+	var numbers array[pgtype.Int8]
+	err := l.query(ctx, call{
+		verb:     r.verb(),
+		columns:  jointColumns,
+		function: "ratelimit_acquire_all($1::text[], $2::text[], $3::bigint[], $4::text)",
+		args:     []any{p.policies, p.keys, p.costs, r.idempotencyKey},
+		tokens:   true,
+		once:     r.keyed(),
+	}, append(whole.columns(), &binding, &numbers)...)
+	if err != nil {
+		return JointDecision{}, err
+	}
+	if len(numbers) != fieldsOfDecision*len(r.charges) || binding < 1 || int(binding) > len(r.charges) {
+		return JointDecision{}, failed(r.verb(), fmt.Errorf("%d numbers about %d charges, of which %d is the binding one",
+			len(numbers), len(r.charges), binding))
+	}
+	d := JointDecision{Decision: whole.decision(), Binding: int(binding) - 1, Decisions: make([]Decision, len(r.charges))}
+	for i := range d.Decisions {
+		n := numbers[fieldsOfDecision*i:]
+		d.Decisions[i] = Decision{
+			Allowed:    n[0].Int64 != 0,
+			Remaining:  n[1].Int64,
+			RetryAfter: wait(n[2]),
+			ResetAfter: wait(n[3]),
+			Capacity:   n[4].Int64,
+			Replayed:   n[5].Int64 != 0,
+			Shadowed:   n[6].Int64 != 0,
+		}
+	}
+	return d, nil
+}

@@ -1,0 +1,173 @@
+package client_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgtype"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+)
+
+func TestAcquireAll_SendsArraysAndReadsNumbers(t *testing.T) {
+	t.Parallel()
+	numbers := func(numbers ...int64) (array []pgtype.Int8) {
+		for _, n := range numbers {
+			array = append(array, pgtype.Int8{Int64: n, Valid: n >= 0})
+		}
+		return array
+	}
+	db := &fakeDB{answers: []any{
+		row{false, int64(5), nil, nil, int64(6), false, false, int64(2), numbers(1, 2, 0, 3, 4, 1, 0, 0, 5, -1, -1, 6, 0, 0)},
+		row{true, int64(2), int64(0), int64(3), int64(4), true, true, int64(1), numbers(1, 2, 0, 3, 4, 0, 1)},
+	}}
+	limiter := client.New(db)
+	charges := []client.Charge{{Policy: "p", Key: "k"}, {Policy: "q", Key: "l", Cost: client.Cost(0)}}
+	got, err := limiter.AcquireAll(t.Context(), charges, client.IdempotencyKey("once"))
+	require.NoError(t, err)
+	binding := client.Decision{Remaining: 5, RetryAfter: math.MaxInt64, ResetAfter: math.MaxInt64, Capacity: 6}
+	require.Equal(t, client.JointDecision{
+		Decision: binding,
+		Binding:  1,
+		Decisions: []client.Decision{
+			{Allowed: true, Remaining: 2, ResetAfter: 3 * time.Microsecond, Capacity: 4, Replayed: true}, binding,
+		},
+	}, got)
+	require.True(t, got.Never() && got.NeverFull())
+	require.Equal(t, []any{[]string{"p", "q"}, []string{"k", "l"}, []int64{1, 0}, "once"}, db.sent()[0].args)
+
+	got, err = limiter.AcquireAll(t.Context(), charges[:1])
+	require.NoError(t, err)
+	require.True(t, got.Replayed && got.Shadowed)
+	require.Equal(t, []client.Decision{{Allowed: true, Remaining: 2, ResetAfter: 3 * time.Microsecond, Capacity: 4, Shadowed: true}}, got.Decisions)
+	require.Equal(t, []any{[]string{"p"}, []string{"k"}, []int64{1}, nil}, db.sent()[1].args)
+	_, err = limiter.AcquireAll(t.Context(), charges)
+	require.EqualError(t, err, "pgratelimit: acquire all: 7 numbers about 2 charges, of which 1 is the binding one")
+}
+
+func TestAcquireAll_IsRepeatedAsAcquireIs(t *testing.T) {
+	t.Parallel()
+	for name, test := range map[string]struct {
+		db    interface{ sent() []query }
+		opts  []client.AcquireAllOption
+		err   error
+		calls int
+	}{
+		"a conflict on a pool":        {&fakePool{}, nil, pgError("40001"), 3},
+		"a conflict in a transaction": {&fakeDB{}, nil, pgError("40001"), 1},
+		"a lost connection":           {&fakePool{}, nil, errors.New("reset"), 1},
+		"that, with idempotency key":  {&fakePool{}, []client.AcquireAllOption{client.IdempotencyKey("i")}, errors.New("reset"), 3},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			switch db := test.db.(type) {
+			case *fakePool:
+				db.answers = []any{test.err}
+			case *fakeDB:
+				db.answers = []any{test.err}
+			}
+			_, err := client.New(test.db.(client.Querier)).AcquireAll(t.Context(), []client.Charge{{Policy: "p", Key: "k"}}, test.opts...)
+			require.ErrorIs(t, err, test.err)
+			require.Len(t, test.db.sent(), test.calls)
+		})
+	}
+}
+
+// Neither is AcquireAll answered from memory, nor is what it says remembered.
+func TestDenialCache_IsNotForAcquireAll(t *testing.T) {
+	t.Parallel()
+	denial := append(denied(time.Hour), int64(1), []pgtype.Int8{{Valid: true}, {Valid: true}, {Int64: 1, Valid: true}, {Valid: true}, {Valid: true}, {Valid: true}, {Valid: true}})
+	db := &fakePool{fakeDB{answers: []any{denial, denied(time.Hour), denial}}}
+	limiter := client.New(db, client.DenialCache())
+	charges := []client.Charge{{Policy: "p", Key: "k"}}
+	for calls, ask := range []func() error{
+		func() error { _, err := limiter.AcquireAll(t.Context(), charges); return err },
+		func() error { _, err := limiter.Acquire(t.Context(), "p", "k"); return err },
+		func() error { _, err := limiter.AcquireAll(t.Context(), charges); return err },
+	} {
+		require.NoError(t, ask())
+		require.Len(t, db.sent(), calls+1)
+	}
+	_, err := limiter.Acquire(t.Context(), "p", "k")
+	require.NoError(t, err)
+	require.Len(t, db.sent(), 3, "that denial is remembered")
+}
+
+// Callers of a hot bucket and buckets of their own, in both orders and by both limiters: each token is granted
+// once, nothing is taken for who is denied, and nobody deadlocks.
+func TestAcquireAll_GrantsExactlyWhatIsThere(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	db.Exec(t, "select ratelimit_define_policy('everybody', 1000, 1, '1 day'), ratelimit_define_policy('user', 100, 1, '1 day')")
+	combiner := client.NewCombiner(db.Pool)
+	defer combiner.Close()
+	limiters := []client.Acquirer{combiner, combiner, combiner, client.New(db.Pool)}
+
+	const callers, each, users = 200, 10, 20
+	grants := make([][users]int64, callers)
+	var wg sync.WaitGroup
+	for caller := range callers {
+		wg.Go(func() {
+			for n := range each {
+				user := (caller + n) % users
+				charges := []client.Charge{{Policy: "everybody", Key: "all"}, {Policy: "user", Key: fmt.Sprint(user), Cost: client.Cost(2)}}
+				if n%2 == 0 {
+					charges[0], charges[1] = charges[1], charges[0]
+				}
+				var opts []client.AcquireAllOption
+				if n%5 == 0 {
+					opts = append(opts, client.IdempotencyKey(fmt.Sprint(caller, "/", n)))
+				}
+				d, err := limiters[caller%len(limiters)].AcquireAll(t.Context(), charges, opts...)
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				if d.Allowed {
+					grants[caller][user]++
+				}
+			}
+		})
+	}
+	wg.Wait()
+	var all int64
+	for user := range users {
+		granted := int64(0)
+		for caller := range callers {
+			granted += grants[caller][user]
+		}
+		require.EqualValues(t, 50, granted, user)
+		all += granted
+		d, err := combiner.Peek(t.Context(), "user", fmt.Sprint(user))
+		require.NoError(t, err)
+		require.Zero(t, d.Remaining)
+	}
+	require.EqualValues(t, 1000, all)
+	d, err := combiner.Peek(t.Context(), "everybody", "all")
+	require.NoError(t, err)
+	require.Zero(t, d.Remaining)
+}
+
+func TestAcquireAll_IsPartOfATransaction(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	db.Exec(t, "select ratelimit_define_policy('api', 10, 1, '1 day')")
+	tx := begin(t, db.Pool)
+	limiter := client.New(db.Pool)
+	d, err := limiter.WithTx(tx).AcquireAll(t.Context(), []client.Charge{{Policy: "api", Key: "a"}, {Policy: "api", Key: "b"}})
+	require.NoError(t, err)
+	require.True(t, d.Allowed)
+	require.NoError(t, tx.Rollback(context.Background()))
+	for _, key := range []string{"a", "b"} {
+		d, err := limiter.Peek(t.Context(), "api", key)
+		require.NoError(t, err)
+		require.EqualValues(t, 10, d.Remaining)
+	}
+}

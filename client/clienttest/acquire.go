@@ -1,0 +1,128 @@
+package clienttest
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgtype"
+
+	"github.com/pgratelimit/pgratelimit/tests/model"
+)
+
+const maxCharges = 1000
+
+// charges are the first three arguments.
+func charges(args []any) []model.Charge {
+	policies, keys, costs := args[0].([]string), args[1].([]string), args[2].([]int64)
+	charges := make([]model.Charge, len(policies))
+	for i := range charges {
+		charges[i] = model.Charge{BucketID: model.BucketID{Policy: policies[i], Key: keys[i]}, Cost: costs[i]}
+	}
+	return charges
+}
+
+// acquire answers one request. An idempotency key that is nil is none.
+func (db *database) acquire(now time.Time, charges []model.Charge, idempotencyKey any) (model.Whole, error) {
+	if len(charges) == 0 || len(charges) > maxCharges {
+		return model.Whole{}, invalid("policies", fmt.Sprintf("%d elements long", len(charges)))
+	}
+	var err error
+	key, isKeyed := idempotencyKey.(string)
+	for _, c := range charges {
+		err = cmp.Or(err, checkName("policy", c.Policy), checkName("key", c.Key), checkTokens("cost", c.Cost))
+		if isKeyed {
+			err = cmp.Or(err, checkName("idempotency_key", key))
+		}
+	}
+	for _, c := range charges {
+		err = cmp.Or(err, db.checkPolicy(c.Policy))
+	}
+	if err != nil {
+		return model.Whole{}, err
+	}
+	whole, err := db.model.AcquireAll(now, charges, key)
+	if errors.Is(err, model.IdempotencyMismatch) {
+		err = failure(string(model.IdempotencyMismatch), "idempotency key used before with another cost",
+			fmt.Sprintf("%s comes back with another cost.", quoted(key)))
+	}
+	return whole, err
+}
+
+// joint has the columns of a decision of several charges, in the order of the client's statement.
+func joint(whole model.Whole) []any {
+	var numbers []pgtype.Int8
+	for _, d := range whole.Decisions {
+		numbers = append(numbers, number(one(d.Allowed)), number(d.Remaining), waitInt8(d.RetryAfter), waitInt8(d.ResetAfter),
+			number(d.Capacity), number(one(d.Replayed)), number(one(d.Shadowed)))
+	}
+	return append(columns(whole.Decision), int64(whole.Binding), numbers)
+}
+
+// packed answers many requests. Without sizes each has one charge.
+func (db *database) packed(now time.Time, charges []model.Charge, sizes, idempotencyKeys any) []any {
+	var (
+		elements, remaining, capacity   []int64
+		retryAfter, resetAfter          []pgtype.Int8
+		replayed, shadowed              []bool
+		requests, refused               []int64
+		allowed, replays, shadows       []bool
+		bindings                        []int32
+		codes, messages, details, hints []pgtype.Text
+	)
+	perRequest, isJoint := sizes.([]int64)
+	keys, isKeyed := idempotencyKeys.([]string)
+	element := int64(0)
+	for request := int64(1); element < int64(len(charges)); request++ {
+		size := int64(1)
+		if isJoint {
+			size = perRequest[request-1]
+		}
+		var key any
+		if isKeyed {
+			key = keys[request-1]
+		}
+		whole, err := db.acquire(now, charges[element:element+size], key)
+		var pgErr *pgconn.PgError
+		if errors.As(err, &pgErr) {
+			refused = append(refused, request)
+			codes, messages = append(codes, known(pgErr.Code)), append(messages, known(pgErr.Message))
+			details, hints = append(details, known(pgErr.Detail)), append(hints, pgtype.Text{})
+			element += size
+			continue
+		}
+		for _, d := range whole.Decisions {
+			element++
+			elements, remaining, capacity = append(elements, element), append(remaining, d.Remaining), append(capacity, d.Capacity)
+			retryAfter, resetAfter = append(retryAfter, waitInt8(d.RetryAfter)), append(resetAfter, waitInt8(d.ResetAfter))
+			replayed, shadowed = append(replayed, d.Replayed), append(shadowed, d.Shadowed)
+		}
+		requests, bindings = append(requests, request), append(bindings, int32(whole.Binding))
+		allowed, replays, shadows = append(allowed, whole.Allowed), append(replays, whole.Replayed), append(shadows, whole.Shadowed)
+	}
+	values := []any{
+		elements, remaining, retryAfter, resetAfter, capacity, replayed, shadowed,
+		refused, codes, messages, details, hints,
+	}
+	if isJoint {
+		values = append(values, requests, allowed, replays, shadows, bindings)
+	}
+	return values
+}
+
+func number(n int64) pgtype.Int8 { return pgtype.Int8{Int64: n, Valid: true} }
+
+func waitInt8(m model.Micros) pgtype.Int8 {
+	return pgtype.Int8{Int64: int64(m), Valid: m != model.Never}
+}
+
+func known(text string) pgtype.Text { return pgtype.Text{String: text, Valid: true} }
+
+func one(yes bool) int64 {
+	if yes {
+		return 1
+	}
+	return 0
+}

@@ -1,0 +1,115 @@
+package client
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"time"
+)
+
+// An Override gives one bucket numbers of its own, in place of its policy's: a bigger plan, a smaller one, none
+// at all. To [Limiter.Override], a zero number is the policy's as of the call, and stays what it was when the
+// policy changes.
+type Override struct {
+	// Policy and Key name the bucket.
+	Policy, Key string
+
+	// Capacity is what a full bucket holds: up to 9,000,000,000,000 tokens. [Zero] blocks: every cost
+	// above 0 is denied, and [Decision.Never].
+	Capacity int64
+
+	// Refill is how many tokens the bucket gains in the time Every, as in a [Policy]. [Zero] refills nothing.
+	Refill int64
+	Every  time.Duration
+
+	// ExpiresAt ends the override: from then on it is as good as absent. It is cut to the microsecond. The
+	// zero time is never.
+	ExpiresAt time.Time
+}
+
+// Override gives a bucket numbers of its own, in place of those that an earlier Override gave it. It applies to
+// calls that begin after it has been committed. The bucket keeps its level, cut to the new capacity; one that
+// nobody has used is full at the new size. [Limiter.Reset] in the same transaction begins a plan with a full bucket.
+//
+// It writes the override. The policy's first one writes the policy, too, and locks it until the transaction ends.
+//
+// Errors: [ErrUnknownPolicy], [ErrInvalidArgument], [ErrLocked].
+func (l *limiter) Override(ctx context.Context, o Override) error {
+	const verb = "override"
+	if o.Every%time.Microsecond != 0 {
+		return failed(verb, fmt.Errorf("%w: every %v must be whole microseconds", ErrInvalidArgument, o.Every))
+	}
+	defer l.denials.forget(o.Policy, o.Key)
+	return l.run(ctx, call{
+		verb:     verb,
+		function: "ratelimit_override($1::text, $2::text, $3::bigint, $4::bigint, $5::text::interval, $6::text::timestamptz)",
+		args: []any{
+			o.Policy, o.Key, number(o.Capacity), number(o.Refill), orNull(o.Every, interval(o.Every)),
+			orNull(o.ExpiresAt, o.ExpiresAt.UTC().Truncate(time.Microsecond).Format(time.RFC3339Nano)),
+		},
+	})
+}
+
+// RemoveOverride leaves a bucket to its policy's numbers again, and reports whether it had others.
+//
+// Errors: [ErrUnknownPolicy], [ErrInvalidArgument], [ErrLocked].
+func (l *limiter) RemoveOverride(ctx context.Context, policy, key string) (removed bool, err error) {
+	defer l.denials.forget(policy, key)
+	err = l.query(ctx, call{
+		verb:     "remove override",
+		columns:  "ratelimit_remove_override",
+		function: "ratelimit_remove_override($1::text, $2::text)",
+		args:     []any{policy, key},
+	}, &removed)
+	return removed, err
+}
+
+// Overrides lists overrides that have not expired, ordered by policy and key, as they can be passed to
+// Override. Options are [OfPolicy], [OfKey] and [MaxRows], which defaults to 1,000. It writes and locks nothing.
+//
+// Errors: [ErrUnknownPolicy], [ErrInvalidArgument].
+func (l *limiter) Overrides(ctx context.Context, opts ...OverridesOption) ([]Override, error) {
+	const verb = "list overrides"
+	config := overrides{maxRows: 1000}
+	for _, opt := range opts {
+		opt.overrides(&config)
+	}
+	// One row, because that is what a Querier gives.
+	const columns = `coalesce(pg_catalog.json_agg(pg_catalog.json_build_object(
+		'policy', policy, 'key', key, 'capacity', capacity, 'refill', refill,
+		'every', (extract(epoch from every) * 1000000.0)::bigint,
+		'expires_at', (extract(epoch from expires_at) * 1000000.0)::bigint
+		) order by policy collate "C", key collate "C"), '[]')::text`
+	var text string
+	err := l.query(ctx, call{
+		verb:     verb,
+		columns:  columns,
+		function: "ratelimit_overrides($1::text, $2::text, $3::bigint::integer)",
+		args:     []any{config.policy, config.key, int64(config.maxRows)},
+	}, &text)
+	if err != nil {
+		return nil, err
+	}
+	var rows []struct {
+		Policy, Key             string
+		Capacity, Refill, Every int64
+		ExpiresAt               *int64 `json:"expires_at"`
+	}
+	if err := json.Unmarshal([]byte(text), &rows); err != nil {
+		return nil, failed(verb, err)
+	}
+	overrides := make([]Override, len(rows))
+	for i, r := range rows {
+		overrides[i] = Override{
+			Policy:   r.Policy,
+			Key:      r.Key,
+			Capacity: orZero(r.Capacity),
+			Refill:   orZero(r.Refill),
+			Every:    duration(r.Every),
+		}
+		if r.ExpiresAt != nil {
+			overrides[i].ExpiresAt = time.UnixMicro(*r.ExpiresAt).UTC()
+		}
+	}
+	return overrides, nil
+}
