@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"math"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -34,11 +35,14 @@ func invalid(argument, sql string, args ...any) badCall {
 	return badCall{sql, args, "22023", "invalid " + argument, argument}
 }
 
+func integer(n int32) *int32 { return &n }
+
 func badCalls(serverVersion int) []badCall {
 	var calls []badCall
 	add := func(call badCall) { calls = append(calls, call) }
 
 	const define = "select ratelimit_define_policy($1::text, $2::bigint, $3::bigint, $4::text::interval, remember => $5::text::interval)"
+	const override = "select ratelimit_override($1::text, 'k', $2::bigint, $3::bigint, $4::text::interval, $5::text::timestamptz)"
 	tooLong := strings.Repeat("é", 256) + "x" // 257 characters, 513 bytes
 	badNames := []any{nil, "", strings.Repeat("x", 513), tooLong}
 	policyArgument := []string{
@@ -49,7 +53,16 @@ func badCalls(serverVersion int) []badCall {
 		"select ratelimit_refund($1::text, 'k', 1)",
 		"select ratelimit_reset($1::text, 'k')",
 		"select ratelimit_drop_policy($1::text)",
+		"select ratelimit_acquire_all(array[$1::text, 'durable'], '{k,k}')",
+		"select ratelimit_acquire_all(array['durable', $1::text], '{k,l}', '{1,0}', 'first')",
+		"select ratelimit_override($1::text, 'k', 1)",
+		"select ratelimit_remove_override($1::text, 'k')",
 	}
+	for _, name := range badNames[1:] { // null means any
+		add(invalid("policy", "select ratelimit_overrides($1::text)", name))
+		add(invalid("key", "select ratelimit_overrides('durable', $1::text)", name))
+	}
+	add(badCall{"select ratelimit_overrides($1::text)", []any{"nobody"}, "RL001", "unknown policy", "nobody"})
 	for _, name := range badNames {
 		for _, sql := range policyArgument {
 			add(invalid("policy", sql, name))
@@ -67,8 +80,12 @@ func badCalls(serverVersion int) []badCall {
 			add(invalid("key", "select ratelimit_peek($1::text, $2::text)", policy, key))
 			add(invalid("key", "select ratelimit_refund($1::text, $2::text, 1)", policy, key))
 			add(invalid("key", "select ratelimit_reset($1::text, $2::text)", policy, key))
+			add(invalid("key", "select ratelimit_override($1::text, $2::text, 1)", policy, key))
+			add(invalid("key", "select ratelimit_remove_override($1::text, $2::text)", policy, key))
+			add(invalid("key", "select ratelimit_acquire_all(array[$1, 'durable'], array[$2::text, 'l'])", policy, key))
 			if key != nil {
 				add(invalid("idempotency_key", "select ratelimit_acquire($1::text, 'k', 1, $2::text)", policy, key))
+				add(invalid("idempotency_key", "select ratelimit_acquire_all(array[$1::text], '{k}', '{0}', $2::text)", policy, key))
 			}
 		}
 		for _, tokens := range []any{nil, -1, int64(math.MinInt64)} {
@@ -76,10 +93,15 @@ func badCalls(serverVersion int) []badCall {
 			add(invalid("cost", "select ratelimit_acquire($1::text, 'k', $2::bigint, 'first')", policy, tokens))
 			add(invalid("cost", "select ratelimit_peek($1::text, 'k', $2::bigint)", policy, tokens))
 			add(invalid("amount", "select ratelimit_refund($1::text, 'k', $2::bigint)", policy, tokens))
+			add(invalid("cost", "select ratelimit_acquire_all(array['durable', $1::text], '{k,l}', array[1, $2::bigint])", policy, tokens))
 		}
 		for _, cost := range []any{1, 4, int64(math.MaxInt64)} { // 3 were taken
 			add(badCall{
 				"select ratelimit_acquire($1::text, 'k', $2::bigint, 'first')", []any{policy, cost},
+				"RL002", "idempotency key used before with another cost", "first",
+			})
+			add(badCall{
+				"select ratelimit_acquire_all(array['durable', $1::text], '{l,k}', array[1, $2::bigint], 'first')", []any{policy, cost},
 				"RL002", "idempotency key used before with another cost", "first",
 			})
 		}
@@ -103,9 +125,12 @@ func badCalls(serverVersion int) []badCall {
 	}
 
 	for _, policy := range []string{"durable", "new"} {
-		for _, tokens := range []any{0, -1, 9_000_000_000_001, int64(math.MaxInt64), int64(math.MinInt64)} {
+		add(invalid("capacity", define, policy, 0, 1, "1 second", nil))
+		for _, tokens := range []any{-1, 9_000_000_000_001, int64(math.MaxInt64), int64(math.MinInt64)} {
 			add(invalid("capacity", define, policy, tokens, 1, "1 second", nil))
 			add(invalid("refill", define, policy, 1, tokens, "1 second", nil))
+			add(invalid("capacity", override, "durable", tokens, 1, "1 second", nil))
+			add(invalid("refill", override, "durable", 1, tokens, "1 second", nil))
 		}
 		spans := []any{
 			"0", "-1 microsecond", "-1 day", "1 day -24 hours", "0.0000001 seconds",
@@ -117,6 +142,7 @@ func badCalls(serverVersion int) []badCall {
 		}
 		for _, span := range spans {
 			add(invalid("every", define, policy, 1, 1, span, nil))
+			add(invalid("every", override, "durable", 1, 1, span, nil))
 			add(invalid("remember", define, policy, 1, 1, "1 second", span))
 		}
 		add(invalid("refill", define, policy, 11, 1, "365250 days", nil)) // 11,000 years to fill
@@ -129,6 +155,12 @@ func badCalls(serverVersion int) []badCall {
 	add(invalid("every", define, "new", 10, 1, nil, nil))
 	add(invalid("refill", define, "durable", 9_000_000_000_000, nil, nil, nil)) // one number with those that are there
 
+	// An override's numbers with the policy's, which are 10 an hour and a capacity of 10.
+	add(invalid("refill", override, "durable", 9_000_000_000_000, nil, nil, nil))
+	for _, expires := range []string{"-infinity", "epoch", "yesterday"} {
+		add(invalid("expires_at", override, "durable", nil, nil, nil, expires))
+	}
+
 	many := "select ratelimit_acquire_many($1::text[], $2::text[], $3::bigint[], $4::text[])"
 	one, two := []string{"durable"}, []string{"k", "k"}
 	add(invalid("policies", many, nil, one, nil, nil))
@@ -138,8 +170,28 @@ func badCalls(serverVersion int) []badCall {
 	add(invalid("costs", many, one, one, []int64{1, 1}, nil))
 	add(invalid("idempotency_keys", many, one, one, nil, two))
 
+	all := "select ratelimit_acquire_all($1::text[], $2::text[], $3::bigint[])"
+	add(invalid("policies", all, nil, one, nil))
+	add(invalid("policies", all, []string{}, []string{}, nil))
+	add(invalid("policies", all, slices.Repeat(one, 1001), slices.Repeat(one, 1001), nil))
+	add(invalid("keys", all, one, nil, nil))
+	add(invalid("keys", all, one, two, nil))
+	add(invalid("costs", all, one, one, []int64{1, 1}))
+	for _, function := range []string{"ratelimit_acquire_all_many", "ratelimit_acquire_packed"} {
+		parts := "select " + function + "($1::text[], $2::text[], $3::bigint[], $4::integer[], $5::text[])"
+		add(invalid("policies", parts, nil, one, nil, []int32{1}, nil))
+		add(invalid("keys", parts, one, two, nil, []int32{1}, nil))
+		add(invalid("costs", parts, one, one, []int64{}, []int32{1}, nil))
+		for _, sizes := range [][]*int32{{}, {nil}, {integer(2)}, {integer(2), integer(-1)}, {integer(0)}, {integer(1), nil}} {
+			add(invalid("sizes", parts, one, one, nil, sizes, nil))
+		}
+		add(invalid("idempotency_keys", parts, one, one, nil, []int32{1}, two))
+	}
+	add(invalid("sizes", "select ratelimit_acquire_all_many($1::text[], $2::text[], null, null)", one, one))
+
 	for _, rows := range []any{nil, 0, -1, math.MinInt32} {
 		add(invalid("max_rows", "select ratelimit_cleanup($1::integer)", rows))
+		add(invalid("max_rows", "select ratelimit_overrides(max_rows => $1::integer)", rows))
 	}
 	for _, budget := range []any{nil, "0", "-1 second"} {
 		add(invalid("budget", "call ratelimit_cleanup_all($1::text::interval)", budget))

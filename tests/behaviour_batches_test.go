@@ -327,3 +327,30 @@ func TestAcquireMany_ABucketRemovedMeanwhileIsTakenInOrder(t *testing.T) {
 	_, err = batch.result()
 	require.NoError(t, err)
 }
+
+// A batch that is about to create the row of a bucket holds no later bucket. Otherwise it would meet a session that has
+// created the row since, and waits for the later bucket.
+func TestAcquireMany_ABucketCreatedMeanwhileIsTakenInOrder(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	db.definePolicy("p", 10, 1, aDay)
+	a, b, policy, cost := "a", "b", "p", int64(1)
+	db.acquire(policy, b, 1)
+	both := []nullableRequest{{&policy, &a, &cost, nil}, {&policy, &b, &cost, nil}}
+	many := func(q querier) (decision, error) {
+		_, err := acquireMany(q.(rowsQuerier), both)
+		return decision{}, err
+	}
+
+	g := db.gateBefore(`insert into buckets \(policy_id, key, level, refilled_at, due_at\) values`, "ratelimit.decide_in_order")
+	batch := g.session().start(many)
+	batch.awaitBlockedBy(g.keeper)
+	db.acquire(policy, a, 1)
+	_, err := many(db.session())
+	require.NoError(t, err)
+	g.open()
+	_, err = batch.result()
+	require.NoError(t, err)
+	require.EqualValues(t, 7, db.left(policy, a))
+	require.EqualValues(t, 7, db.left(policy, b))
+}

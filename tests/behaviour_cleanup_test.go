@@ -111,6 +111,32 @@ func TestCleanup_LooksAtABucketEveryDay(t *testing.T) {
 	}
 }
 
+// A bucket that is full by the policy's numbers and never by its override's, or the other way around, is looked at
+// once a day, too.
+func TestCleanup_ABucketThatIsNeverFullIsNotDueAtOnce(t *testing.T) {
+	t.Parallel()
+	for name, refill := range map[string]struct{ policy, override string }{
+		"by the policy":   {"0", "10"},
+		"by the override": {"10", "0"},
+		"by either":       {"0", "0"},
+	} {
+		for _, kind := range []string{"true", "false"} {
+			db := newDB(t)
+			db.setClock(t0)
+			db.exec("select ratelimit_define_policy('p', 10, " + refill.policy + ", '1 second', durable => " + kind + ")")
+			db.exec("select ratelimit_override('p', 'k', refill => " + refill.override + ")")
+			db.acquire("p", "k", 5)
+			db.setClock(t0.Add(2 * aDay))
+			s := db.session()
+			s.exec("set statement_timeout = '10s'")
+			s.exec("call ratelimit_cleanup_all()")
+			require.Equal(t, []string{"1 day"}, column(t, db.DB, `
+				select (due_at - (ratelimit.clock() - interval '5 minutes'))::text
+				  from (table ratelimit.buckets union all table ratelimit.ephemeral_buckets) as b`), name)
+		}
+	}
+}
+
 func TestCleanup_AfterItASteppedBucketHasANewAnchor(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
@@ -272,6 +298,7 @@ func TestCleanup_LeavesWhatWasUsedBeforeItGotTheLock(t *testing.T) {
 				db.reset("p", "k") // or clean-up would lock the bucket first
 			}
 
+			db.mutate(mutation{"lock_timeout TO .100ms.", "lock_timeout TO 0"}, "ratelimit.cleanup_batch") // the gate is no busy row
 			db.mutate(mutation{statement, "$0 and pg_advisory_xact_lock_shared(1)::text = ''"}, "ratelimit.cleanup_batch")
 			keeper := db.session()
 			keeper.exec("select pg_advisory_lock(1)")

@@ -2,11 +2,15 @@ package tests
 
 import (
 	"fmt"
+	"math/rand/v2"
+	"slices"
 	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/pgratelimit/tests/model"
 )
 
 func TestConcurrency_ExactlyThoseThatFitAreAllowed(t *testing.T) {
@@ -52,6 +56,170 @@ func TestConcurrency_AThousandCallersOnFiftyBuckets(t *testing.T) {
 	})
 	require.EqualValues(t, 5000, granted.Load())
 	require.EqualValues(t, 50, db.number("select count(*) from ratelimit.buckets where level < 1000000"))
+}
+
+// Requests for random sets of 2 to 5 of 12 buckets. Each grant took from all its buckets, and a denial from none.
+func TestConcurrency_AThousandOverlappingSets(t *testing.T) {
+	t.Parallel()
+	const calls, buckets = 1000, 12
+	for policy, kind := range map[string]policyOption{"durable": durable, "ephemeral": ephemeral} {
+		for name, capacity := range map[string]int64{"plenty": 10_000, "scarce": 150} {
+			t.Run(policy+" "+name, func(t *testing.T) {
+				t.Parallel()
+				db := newCrowdDB(t, calls)
+				db.definePolicy(policy, capacity, 1, aDay, kind)
+				requests, granted := make([]wholeRequest, calls), make([]whole, calls)
+				crowd(t, calls, func(i int) (err error) {
+					for _, n := range rand.Perm(buckets)[:2+rand.IntN(4)] {
+						requests[i].charges = append(requests[i].charges, model.Charge{
+							BucketID: model.BucketID{Policy: policy, Key: fmt.Sprint("k", n)}, Cost: 1 + rand.Int64N(3),
+						})
+					}
+					granted[i], err = requests[i].acquireAll(db.Pool)
+					return err
+				})
+
+				left, denials := map[string]int64{}, 0
+				for i := range buckets {
+					left[fmt.Sprint("k", i)] = capacity
+				}
+				for i, r := range requests {
+					for _, c := range r.charges {
+						if granted[i].Allowed {
+							left[c.Key] -= c.Cost
+						}
+					}
+				}
+				for key, want := range left {
+					require.Equal(t, want, db.left(policy, key), key)
+				}
+				for i, r := range requests {
+					if granted[i].Allowed {
+						continue
+					}
+					denials++
+					require.True(t, slices.ContainsFunc(r.charges, func(c model.Charge) bool { return left[c.Key] < c.Cost }),
+						"denied, and all of it is still there: %+v", r)
+				}
+				require.Equal(t, name == "scarce", denials > 0, "%d denials", denials)
+			})
+		}
+	}
+}
+
+// all is a request of one token of each bucket.
+func all(policy string, keys ...string) (r wholeRequest) {
+	for _, key := range keys {
+		r.charges = append(r.charges, model.Charge{BucketID: model.BucketID{Policy: policy, Key: key}, Cost: 1})
+	}
+	return r
+}
+
+func (s *session) startAll(r wholeRequest) *pending {
+	return s.start(func(q querier) (decision, error) {
+		w, err := r.acquireAll(q)
+		return w.Decision, err
+	})
+}
+
+// A bucket gets its row while a request waits for another bucket, and is held when its own turn comes.
+func TestConcurrency_ABucketCreatedMeanwhileIsCharged(t *testing.T) {
+	t.Parallel()
+	for _, kind := range []policyOption{durable, ephemeral} {
+		db := newDB(t)
+		db.definePolicy("p", 10, 1, aDay, kind)
+		db.acquire("p", "a", 1)
+		holder, other := db.begin(), db.begin()
+		holder.acquire("p", "a", 1)
+		call := db.session().startAll(all("p", "a", "b"))
+		call.awaitBlockedBy(holder)
+		db.acquire("p", "b", 1)
+		other.acquire("p", "b", 1)
+		holder.exec("rollback")
+		call.awaitBlockedBy(other)
+		other.exec("commit")
+		require.True(t, call.answer().Allowed)
+		require.Equal(t, []int64{8, 7}, []int64{db.left("p", "a"), db.left("p", "b")})
+	}
+}
+
+// A batch has taken from one bucket and is about to create two others, of which the second gets its row meanwhile.
+func TestConcurrency_CreatingABucketIsPartOfTheOrder(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	db.definePolicy("p", 10, 1, aDay)
+	db.acquire("p", "x", 1)
+	many := func(keys ...string) *pending {
+		return db.session().start(func(q querier) (decision, error) {
+			return decide(q, "ratelimit_acquire_many(array_fill('p'::text, array[cardinality($1::text[])]), $1)", keys)
+		})
+	}
+	holder := db.begin()
+	holder.acquire("p", "a", 1)
+	first := many("x", "a", "b")
+	first.awaitBlockedBy(holder)
+	db.acquire("p", "b", 1)
+	second := many("b", "x")
+	require.Eventually(t, func() bool {
+		select {
+		case <-second.done:
+			return true
+		default:
+			return db.number("select count(*) from pg_stat_activity where pid = $1 and wait_event_type = 'Lock'", second.session.PgConn().PID()) > 0
+		}
+	}, patience, ms)
+	holder.exec("rollback")
+	first.answer()
+	second.answer()
+	require.Equal(t, []int64{9, 7, 7}, []int64{db.left("p", "a"), db.left("p", "b"), db.left("p", "x")})
+}
+
+// A batch waits for its second bucket, does not get it, and goes back for its first, which has tokens by now.
+func TestConcurrency_NoLockIsLeftOfAWaitInVain(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	db.definePolicy("p", 10, 1, aDay)
+	db.acquire("p", "a", 10)
+	db.acquire("p", "b", 1)
+	holder, rival := db.begin(), db.begin()
+	holder.acquire("p", "b", 1)
+	call := db.session().start(func(q querier) (decision, error) {
+		return decide(q, "ratelimit_acquire_many(array['p', 'p'], array['a', 'b'])")
+	})
+	call.awaitBlockedBy(holder)
+	db.must(refund(db.Pool, "p", "a", 10))
+	rival.acquire("p", "a", 1)
+	rivals := rival.startAcquire("p", "b", 1)
+	rivals.awaitBlockedBy(call.session)
+	holder.exec("commit")
+	rivals.answer()
+	rival.exec("commit")
+	call.answer()
+}
+
+// A waits for b, of which a transaction makes a smaller plan meanwhile.
+func TestConcurrency_AnOverrideIsReadAgainAfterAWait(t *testing.T) {
+	t.Parallel()
+	for name, call := range map[string]func(s *session) *pending{
+		"acquire":     func(s *session) *pending { return s.startAcquire("p", "b", 1) },
+		"acquire all": func(s *session) *pending { return s.startAll(all("p", "a", "b")) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			db := newDB(t)
+			db.definePolicy("p", 10, 1, aDay)
+			db.acquire("p", "b", 1)
+			holder := db.begin()
+			holder.acquire("p", "b", 1)
+			holder.exec("select ratelimit_override('p', 'b', capacity => 0)")
+			pending := call(db.session())
+			pending.awaitBlockedBy(holder)
+			holder.exec("select ratelimit_reset('p', 'b')")
+			holder.exec("commit")
+			require.Equal(t, never(0, 0, 0), pending.answer())
+			require.EqualValues(t, 10, db.left("p", "a"))
+		})
+	}
 }
 
 func TestConcurrency_Vectors(t *testing.T) {
@@ -185,7 +353,11 @@ func TestGrant_GivesUpAfterManyRounds(t *testing.T) {
 
 	_, err := acquire(s, "p", "k", 7)
 	require.Equal(t, "40001", sqlState(err), err)
-	policy, key, cost := "p", "k", int64(7)
+
+	// A batch repeats its round when it wants a bucket that it has not locked.
+	db.mutate(mutation{`v_round > 1 and (exists \(select from unnest\(v_wanted, v_lock\) [^;]*? where u\.wanted) and not u\.locked\)`, "$1)"}, "ratelimit.decide_in_order")
+	policy, key, cost := "p", "new", int64(7)
 	_, err = acquireMany(s, []nullableRequest{{Policy: &policy, Key: &key, Cost: &cost}})
 	require.Equal(t, "40001", sqlState(err), err)
+	require.Nil(t, db.bucket("p", "new"))
 }

@@ -12,29 +12,32 @@ import (
 
 // The denials that are decided without waiting, each on a bucket of capacity 10 that has no token
 // left, or on one that has no row; to an unknown key only what never fits is denied.
-var denials = []struct{ name, key, cost, idempotencyKey string }{
-	{"known key", "known", "1", "null"},
-	{"known key, never", "known", "11", "null"},
-	{"unknown key, never", "'unknown' || i", "11", "null"},
-	{"known key, idempotent", "known", "1", "'X'"},
-	{"known key, never, idempotent", "known", "11", "'X'"},
-	{"unknown key, never, idempotent", "'unknown' || i", "11", "'X' || i"},
+var denials = []struct{ name, call string }{
+	{"known key", "acquire(@policy, 'known', 1 + 0 * i)"},
+	{"known key, never", "acquire(@policy, 'known', 11 + 0 * i)"},
+	{"unknown key, never", "acquire(@policy, 'unknown' || i, 11)"},
+	{"known key, idempotent", "acquire(@policy, 'known', 1 + 0 * i, 'X')"},
+	{"known key, never, idempotent", "acquire(@policy, 'known', 11 + 0 * i, 'X')"},
+	{"unknown key, never, idempotent", "acquire(@policy, 'unknown' || i, 11, 'X' || i)"},
+	{"all of two, the first has tokens", "acquire_all(array[@policy, @policy], array['half', 'known'], array[1 + 0 * i, 1])"},
+	{"all of two, the second has tokens", "acquire_all(array[@policy, @policy], array['known', 'half'], array[1 + 0 * i, 1], 'X')"},
+	{"all of two, one is unknown", "acquire_all(array[@policy, @policy], array['unknown' || i, 'known'])"},
+	{"all of two, never", "acquire_all(array[@policy, @policy], array['unknown' || i, 'half'], array[1, 11], 'X' || i)"},
+	{"all of one that is named twice", "acquire_all(array[@policy, @policy], array['half', 'half'], array[3, 3 + 0 * i])"},
+	{"many requests for all", "acquire_all_many(array[@policy, @policy, @policy], array['half', 'known', 'known'], array[1, 1 + 0 * i, 1], array[2, 1]) limit 1"},
 }
 
 // denyTimes is a query for how many of n acquires are denied.
-func denyTimes(n int, policy, key, cost, idempotencyKey string) (string, pgx.NamedArgs) {
-	if key == "known" {
-		key = "'known'"
-	}
+func denyTimes(n int, policy, call string) (string, pgx.NamedArgs) {
 	return `select count(*) filter (where not d.allowed)
 	          from generate_series(1, @n) as i
-	         cross join lateral ratelimit_acquire(@policy, ` + key + `, ` + cost + ` + 0 * i, ` + idempotencyKey + `) as d`,
+	         cross join lateral (select * from ratelimit_` + call + `) as d`,
 		pgx.NamedArgs{"n": n, "policy": policy}
 }
 
 func TestDenial_WritesNothing(t *testing.T) {
 	t.Parallel()
-	const n = 10_000
+	const n = 5_000
 	for policy, kind := range map[string]policyOption{"durable": durable, "ephemeral": ephemeral} {
 		for _, d := range denials {
 			t.Run(policy+" "+d.name, func(t *testing.T) {
@@ -42,11 +45,12 @@ func TestDenial_WritesNothing(t *testing.T) {
 				db := newDB(t)
 				db.definePolicy(policy, 10, 1, aDay, kind)
 				db.acquire(policy, "known", 10, "another")
+				db.acquire(policy, "half", 5)
 				before := db.rows()
 
 				s := db.begin()
 				var times int
-				sql, args := denyTimes(n, policy, d.key, d.cost, d.idempotencyKey)
+				sql, args := denyTimes(n, policy, d.call)
 				require.NoError(t, s.QueryRow(context.Background(), sql, args).Scan(&times))
 				require.Equal(t, n, times)
 
@@ -115,6 +119,7 @@ func TestDenial_WritesNoWAL(t *testing.T) {
 	db, _ := newPrivateDB(t, "wal_level=minimal", "max_wal_senders=0", "checkpoint_timeout=1h", "autovacuum=off")
 	db.definePolicy("p", 10, 1, aDay)
 	db.acquire("p", "known", 10, "another")
+	db.acquire("p", "half", 5)
 	s := db.session()
 	s.exec("checkpoint")
 
@@ -124,7 +129,7 @@ func TestDenial_WritesNoWAL(t *testing.T) {
 		for range 5 {
 			var before, after int64
 			const lsn = "select pg_current_wal_insert_lsn() - '0/0'::pg_lsn"
-			sql, args := denyTimes(1000, "p", d.key, d.cost, d.idempotencyKey)
+			sql, args := denyTimes(1000, "p", d.call)
 			s.exec(sql, args) // warm
 			require.NoError(t, s.QueryRow(context.Background(), lsn).Scan(&before))
 			s.exec(sql, args)
@@ -180,7 +185,7 @@ func TestDenial_AfterAWaitCountsFromAfterTheWait(t *testing.T) {
 	}
 
 	db := newDB(t)
-	defer db.mutate(mutation{`v_now := clock\(\);[^\n]*\n( select [^;]* from buckets as b)`, "$1"})()
+	defer db.mutate(mutation{`(?s)v_now := clock\(\);( -- the update may have waited .*? from buckets as b)`, "$1"})()
 	_, answer := waitAndLose(db, durable, 1500*time.Millisecond)
 	require.Equal(t, denied(0, 3*time.Second, 10*time.Second, 10), answer, "the clock read before the wait")
 }
@@ -210,5 +215,46 @@ func TestDenial_AfterAWaitKeepsTheRowLock(t *testing.T) {
 		require.Equal(t, "55P03", sqlState(err))
 		caller.exec("commit")
 		db.session().exec(lock)
+	}
+}
+
+// A request for several buckets waits for the second, and is denied. While its transaction goes on, nothing is taken,
+// and others can lock every bucket.
+func TestDenial_OfSeveralAfterAWaitLeavesNothing(t *testing.T) {
+	t.Parallel()
+	for policy, kind := range map[string]policyOption{"durable": durable, "ephemeral": ephemeral} {
+		for name, r := range map[string]wholeRequest{
+			"of two rows":         all(policy, "a", "b"),
+			"of one without":      all(policy, "a", "b", "new"),
+			"with an idempotency": {all(policy, "a", "b", "new").charges, "X"},
+		} {
+			t.Run(policy+" "+name, func(t *testing.T) {
+				t.Parallel()
+				db := newDB(t)
+				db.definePolicy(policy, 10, 1, aDay, kind)
+				db.acquire(policy, "a", 4)
+				db.acquire(policy, "b", 9)
+				holder := db.begin()
+				holder.acquire(policy, "b", 1)
+				caller := db.begin()
+				call := caller.startAll(r)
+				call.awaitBlockedBy(holder)
+				holder.exec("commit")
+				require.False(t, call.answer().Allowed)
+
+				hasty := db.hasty()
+				for _, table := range stateTables {
+					hasty.exec("select from " + table + " for update nowait")
+				}
+				for key, left := range map[string]int64{"a": 6, "b": 0, "new": 10} {
+					require.Equal(t, left, db.left(policy, key), key)
+				}
+				hasty.exec("begin")
+				require.True(t, hasty.acquire(policy, "new", 10, "X").Allowed)
+				hasty.exec("rollback")
+				caller.exec("commit")
+				require.Zero(t, db.number("select count(*) from (table ratelimit.buckets union all table ratelimit.ephemeral_buckets) as b where key = 'new'"))
+			})
+		}
 	}
 }

@@ -1,8 +1,10 @@
 package tests
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -70,6 +72,43 @@ func TestFake_RefusesWhatTheServerRefuses(t *testing.T) {
 			}
 		}
 	}
+	for i, policy := range names {
+		for j, key := range names {
+			add(fmt.Sprintf("remove override %q %q", policy, key), func(l *client.Limiter) error {
+				_, err := l.RemoveOverride(ctx, policy, key)
+				return err
+			})
+			for k, every := range spans {
+				o := client.Override{
+					Policy: policy, Key: key, Every: every,
+					Capacity: numbers[(i+j+k)%5], Refill: numbers[(i+k)%5], ExpiresAt: t0.Add(spans[(j+k)%5]),
+				}
+				add(fmt.Sprintf("override %+v", o), func(l *client.Limiter) error { return l.Override(ctx, o) })
+			}
+			for _, cost := range costs {
+				charges := []client.Charge{{Policy: "p", Key: "p"}, {Policy: policy, Key: key, Cost: client.Cost(cost)}}
+				add(fmt.Sprintf("acquire all %+v", charges), func(l *client.Limiter) error {
+					_, err := l.AcquireAll(ctx, charges, client.IdempotencyKey(names[(i+j)%7]))
+					return err
+				})
+			}
+		}
+	}
+	for _, n := range []int{0, 1000, 1001} {
+		add(fmt.Sprintf("acquire all of %d", n), func(l *client.Limiter) error {
+			_, err := l.AcquireAll(ctx, slices.Repeat([]client.Charge{{Policy: "p", Key: "p"}}, n))
+			return err
+		})
+	}
+	for _, name := range names {
+		for _, n := range []int32{-1, 0, 1} {
+			add(fmt.Sprintf("overrides %q %d", name, n), func(l *client.Limiter) error {
+				_, ofPolicy := l.Overrides(ctx, client.OfPolicy(name), client.MaxRows(n))
+				_, ofKey := l.Overrides(ctx, client.OfKey(name), client.MaxRows(n))
+				return cmp.Or(ofPolicy, ofKey)
+			})
+		}
+	}
 	onServer := client.New(db.Pool)
 	refused := 0
 	for name, call := range calls {
@@ -94,4 +133,9 @@ func TestFake_RefusesWhatTheServerRefuses(t *testing.T) {
 	got, err := fake.Policies(ctx)
 	require.NoError(t, err)
 	require.Equal(t, want, got)
+	overrides, err := onServer.Overrides(ctx)
+	require.NoError(t, err)
+	fakes, err := fake.Overrides(ctx)
+	require.NoError(t, err)
+	require.Equal(t, overrides, fakes)
 }

@@ -255,27 +255,29 @@ type removal struct {
 
 // The places of the durable twin that mutations change.
 const (
-	findKey   = `select k\.\* into v_first from idempotency_keys as k [^;]*; v_replayed := [^;]*;`
-	firstLook = findKey + ` exit decide when v_replayed;`
+	readKey   = `select k\.\* into v_first from idempotency_keys as k [^;]*;`
+	replay    = ` then perform check_repeated_cost\([^;]*; return replay_of\(v_first\); end if;`
+	findKey   = readKey + ` if v_first\.expires_at > v_now` + replay
+	firstLook = findKey + ` end if; loop`
 	afterLook = `if v_wanted > 0 then update buckets`
-	readAgain = findKey + ` end if; exit decide;`
-	giveBack  = `update buckets as b set level = b\.level \+ v_taken [^;]*;`
+	readAgain = findKey + ` if v_policy\.shadow and`
+	giveBack  = `update buckets as b set level = b\.level \+ v_wanted [^;]*;`
 	stillFits = `(update buckets as b [^;]* b\.key = v_key) and [^;]* >= v_wanted returning`
 	whenGone  = `(insert into buckets [^;]*) on conflict on constraint buckets_pkey do nothing`
 	overwrite = `(insert into idempotency_keys as k [^;]*) where k\.expires_at <= v_now`
-	notFitted = `v_now := clock\(\);[^\n]*\n select [^;]* from buckets as b`
+	notFitted = `v_now := clock\(\); -- the update may have waited(?: [^;]*;)*? select [^;]* from buckets as b`
 )
 
 var (
-	withoutFirstLook    = mutation{firstLook, ""}
-	withoutReadAgain    = mutation{readAgain, "end if; exit decide;"}
+	withoutFirstLook    = mutation{firstLook, "end if; loop"}
+	withoutReadAgain    = mutation{readAgain, "if v_policy.shadow and"}
 	withoutGiveBack     = mutation{giveBack, ""}
 	withoutCondition    = mutation{stillFits, "$1 returning"}
 	withoutFirstUse     = mutation{whenGone, "$1"}
-	withoutExpiry       = mutation{`(select k\.\* into v_first from idempotency_keys as k [^;]*; v_replayed := )[^;]*(; exit)`, "${1}found$2"}
+	withoutExpiry       = mutation{`(` + readKey + ` if )v_first\.expires_at > v_now(` + replay + ` end if; loop)`, "${1}found$2"}
 	overwritingLiveKeys = mutation{overwrite, "$1"}
 	overwritingNoKeys   = mutation{overwrite, "$1 where false"}
-	keyReadBeforeBucket = mutation{`(` + notFitted + `(?s:.*?))(` + findKey + `)( end if; exit decide;)`, "if v_idempotency_key is not null then $2 end if; $1$3"}
+	keyReadBeforeBucket = mutation{`(` + notFitted + `(?s:.*?))(` + findKey + `)( if v_policy\.shadow and)`, "if v_idempotency_key is not null then $2 end if; $1$3"}
 )
 
 // overtaken runs the events while the caller waits at the gate.

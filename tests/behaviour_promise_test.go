@@ -121,18 +121,23 @@ func randomPromise(random *rand.Rand, most int64) promise {
 // promises is a database that makes promises and tries them, many in one call.
 type promises struct{ *testDB }
 
-func newPromises(t *testing.T) *promises {
-	t.Helper()
-	db := newDB(t)
-	db.setTimeZone("Europe/Berlin") // now + retry_after must not depend on it
-	// The clock is a setting here: a table would collect a row version for each move of it.
+// clockInASetting lets SQL move the clock: a table would collect a row version for each move of it.
+func (db *testDB) clockInASetting() {
+	db.t.Helper()
 	db.exec(`
 		create or replace function ratelimit.clock() returns timestamptz language sql volatile
 		as $$ select current_setting('test.now')::timestamptz $$;
 
 		create function set_clock(now timestamptz) returns void language plpgsql
-		as $$ begin perform set_config('test.now', now::text, true); end $$;
+		as $$ begin perform set_config('test.now', now::text, true); end $$`)
+}
 
+func newPromises(t *testing.T) *promises {
+	t.Helper()
+	db := newDB(t)
+	db.setTimeZone("Europe/Berlin") // now + retry_after must not depend on it
+	db.clockInASetting()
+	db.exec(`
 		create function verdict(policy text, cost bigint, capacity bigint, now timestamptz)
 		  returns text language plpgsql
 		as $$
@@ -199,17 +204,23 @@ func newPromises(t *testing.T) *promises {
 // check returns "kept", "allowed" when there was nothing to wait for, or else what was wrong.
 func (p *promises) check(cases []promise) []string {
 	p.t.Helper()
+	return verdicts(p.testDB, cases)
+}
+
+// verdicts tries cases with the function of that name.
+func verdicts[T any](db *testDB, cases []T) []string {
+	db.t.Helper()
 	ctx := context.Background()
 	input, err := json.Marshal(cases)
-	require.NoError(p.t, err)
-	tx, err := p.Pool.Begin(ctx)
-	require.NoError(p.t, err)
+	require.NoError(db.t, err)
+	tx, err := db.Pool.Begin(ctx)
+	require.NoError(db.t, err)
 	defer tx.Rollback(ctx)
 	// Were an acquire told to wait for nothing and yet find too little, it would try for ever.
 	_, err = tx.Exec(ctx, "set local statement_timeout = '2min'")
-	require.NoError(p.t, err)
-	verdicts := columnOf(p.t, tx, "select * from verdicts($1)", input)
-	require.Len(p.t, verdicts, len(cases))
+	require.NoError(db.t, err)
+	verdicts := columnOf(db.t, tx, "select * from verdicts($1)", input)
+	require.Len(db.t, verdicts, len(cases))
 	return verdicts
 }
 

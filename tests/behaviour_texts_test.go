@@ -107,6 +107,20 @@ func TestCollations_StayOutside(t *testing.T) {
 				require.Equal(t, repeat("9", len(texts)), column(t, db.DB, fmt.Sprintf("select (ratelimit_peek(t.policy, t.%s)).remaining::text %s", argument, every)))
 				require.Equal(t, repeat("true", len(texts)), column(t, db.DB, fmt.Sprintf("select (ratelimit_acquire(t.policy, t.%s, 1, t.key)).replayed::text %s", argument, every)))
 				require.Equal(t, repeat("10", len(texts)), column(t, db.DB, fmt.Sprintf("select (ratelimit_refund(t.policy, t.%s, 1)).remaining::text %s", argument, every)))
+				for _, call := range []string{
+					"acquire_many(array[t.policy], array[t.%[1]s], '{1}', array[t.key || '!'])", "acquire_all(array[t.policy], array[t.%[1]s], '{1}', t.key || '?')",
+					"acquire_all_many(array[t.policy, t.%[1]s], array[t.%[1]s, t.key], '{1,0}', '{1,1}', array[t.key || '.', null])",
+				} {
+					require.Equal(t, repeat("9", len(texts)), column(t, db.DB, fmt.Sprintf("select d.remaining::text %[2]s cross join lateral ratelimit_"+call+" as d where d.remaining is not null", argument, every)), call)
+					db.exec(fmt.Sprintf("select ratelimit_refund(t.policy, t.%s, 1) %s", argument, every))
+				}
+				require.Equal(t, repeat("{9}", len(texts)), column(t, db.DB, fmt.Sprintf("select d.remaining::text %[2]s cross join lateral ratelimit_acquire_packed(array[t.policy], array[t.%[1]s]) as d", argument, every)))
+				db.exec(fmt.Sprintf("select ratelimit_refund(t.policy, t.%s, 1) %s", argument, every))
+				require.Equal(t, repeat("{4,4}", len(texts)), column(t, db.DB, fmt.Sprintf( // more than there is: they are decided in order
+					"select d.remaining::text %[2]s cross join lateral ratelimit_acquire_packed(array[t.policy, t.policy], array[t.%[1]s, t.%[1]s], '{6,6}') as d", argument, every)))
+				db.exec(fmt.Sprintf("select ratelimit_override(t.policy, t.%s, 20) %s", argument, every))
+				require.Equal(t, repeat("20", len(texts)), column(t, db.DB, fmt.Sprintf("select o.capacity::text %[2]s cross join lateral ratelimit_overrides(t.policy, t.%[1]s) as o", argument, every)))
+				require.Equal(t, repeat("true", len(texts)), column(t, db.DB, fmt.Sprintf("select ratelimit_remove_override(t.policy, t.%s)::text %s", argument, every)))
 				db.exec(fmt.Sprintf("select ratelimit_reset(t.policy, t.%s) %s", argument, every))
 				db.exec("delete from ratelimit.idempotency_keys")
 			}

@@ -207,7 +207,7 @@ func TestTransaction_HowOftenAQueryCallsTheFunction(t *testing.T) {
 		query       string
 		rows, taken int64
 	}{
-		{"select (ratelimit_acquire('p', 'k')).*", 1, 6},
+		{"select (ratelimit_acquire('p', 'k')).*", 1, 7},
 		{"select * from ratelimit_acquire('p', 'k')", 1, 1},
 		{"select d.* from generate_series(1, 300), ratelimit_acquire('p', 'k') as d", 300, 1},
 		{"select (a.d).* from (select ratelimit_acquire('p', 'k') as d from generate_series(1, 300)) as a", 300, 300},

@@ -551,6 +551,11 @@ func TestDocs_Grants(t *testing.T) {
 			_, err = client.New(pool).Peek(ctx, "p", "k")
 			require.ErrorContains(t, err, "grant execute on function ratelimit_peek(")
 		},
+		"acquire from several buckets at once, from SQL or with `client.New`": func(t *testing.T, pool *pgxpool.Pool) {
+			d, err := client.New(pool).AcquireAll(ctx, []client.Charge{{Policy: "p", Key: "k"}, {Policy: "p", Key: "l"}})
+			require.NoError(t, err)
+			require.Len(t, d.Decisions, 2)
+		},
 		"acquire with a `Combiner`": func(t *testing.T, pool *pgxpool.Pool) {
 			limiter := client.NewCombiner(pool)
 			defer limiter.Close()
@@ -561,6 +566,8 @@ func TestDocs_Grants(t *testing.T) {
 						_, err := limiter.Acquire(ctx, "p", strconv.Itoa((n+i)%8), client.IdempotencyKey(fmt.Sprint(n, i)))
 						assert.NoError(t, err)
 						_, err = limiter.Acquire(ctx, "p", strconv.Itoa((n+i)%8))
+						assert.NoError(t, err)
+						_, err = limiter.AcquireAll(ctx, []client.Charge{{Policy: "p", Key: strconv.Itoa(n % 8)}, {Policy: "p", Key: strconv.Itoa(i % 8)}})
 						assert.NoError(t, err)
 					}
 				})
@@ -581,6 +588,16 @@ func TestDocs_Grants(t *testing.T) {
 			require.NoError(t, err)
 			require.Len(t, policies, 2)
 			require.NoError(t, limiter.DropPolicy(ctx, "q"))
+		},
+		"overrides": func(t *testing.T, pool *pgxpool.Pool) {
+			limiter := client.New(pool)
+			require.NoError(t, limiter.Override(ctx, client.Override{Policy: "p", Key: "k"}))
+			overrides, err := limiter.Overrides(ctx)
+			require.NoError(t, err)
+			require.Len(t, overrides, 1)
+			removed, err := limiter.RemoveOverride(ctx, "p", "k")
+			require.NoError(t, err)
+			require.True(t, removed)
 		},
 		"clean up one batch": func(t *testing.T, pool *pgxpool.Pool) {
 			_, err := client.New(pool).Cleanup(ctx)

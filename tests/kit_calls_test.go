@@ -47,19 +47,52 @@ func refund(q querier, policy, key string, amount int64) (decision, error) {
 	return decide(q, "ratelimit_refund($1, $2, $3)", policy, key, amount)
 }
 
-// decide reads the decision of a call, with intervals as exact microseconds.
-func decide(q querier, call string, args ...any) (d decision, err error) {
-	var retryAfter *int64
-	err = q.QueryRow(context.Background(), `
-		select allowed, remaining, (extract(epoch from retry_after) * 1000000)::bigint,
-		       (extract(epoch from reset_after) * 1000000)::bigint, capacity, replayed
-		  from `+call, args...).
-		Scan(&d.Allowed, &d.Remaining, &retryAfter, &d.ResetAfter, &d.Capacity, &d.Replayed)
-	d.RetryAfter = model.Never
-	if retryAfter != nil {
-		d.RetryAfter = model.Micros(*retryAfter)
+// decide reads the decision of a call.
+func decide(q querier, call string, args ...any) (decision, error) {
+	var row decisionRow
+	if err := q.QueryRow(context.Background(), "select "+decisionColumns+" from "+call+" as d", args...).Scan(row.fields()...); err != nil {
+		return decision{}, err
 	}
-	return d, err
+	d := row.decision()
+	if d == nil {
+		return decision{}, errors.New("no decision")
+	}
+	return *d, nil
+}
+
+// decisionColumns are those of a decision d, with intervals as exact microseconds. Version 1 of the schema
+// has no shadowed.
+const decisionColumns = `
+	d.allowed, d.remaining, (extract(epoch from d.retry_after) * 1000000)::bigint,
+	(extract(epoch from d.reset_after) * 1000000)::bigint, d.capacity, d.replayed,
+	coalesce((to_jsonb(d) ->> 'shadowed')::boolean, false)`
+
+// A decisionRow is scanned from decisionColumns, which are null where there is an error.
+type decisionRow struct {
+	Allowed                                     *bool
+	Remaining, RetryAfter, ResetAfter, Capacity *int64
+	Replayed, Shadowed                          *bool
+}
+
+func (r *decisionRow) fields() []any {
+	return []any{&r.Allowed, &r.Remaining, &r.RetryAfter, &r.ResetAfter, &r.Capacity, &r.Replayed, &r.Shadowed}
+}
+
+func (r *decisionRow) decision() *decision {
+	if r.Allowed == nil {
+		return nil
+	}
+	return &decision{
+		Allowed: *r.Allowed, Remaining: *r.Remaining, RetryAfter: orNever(r.RetryAfter), ResetAfter: orNever(r.ResetAfter),
+		Capacity: *r.Capacity, Replayed: *r.Replayed, Shadowed: *r.Shadowed,
+	}
+}
+
+func orNever(micros *int64) model.Micros {
+	if micros == nil {
+		return model.Never
+	}
+	return model.Micros(*micros)
 }
 
 type decision = model.Decision
@@ -173,28 +206,16 @@ func acquireMany(q rowsQuerier, requests []nullableRequest) ([]answer, error) {
 	if !keyed {
 		idempotencyKeys = nil
 	}
-	rows, err := q.Query(context.Background(), `
-		select request, allowed, remaining, (extract(epoch from retry_after) * 1000000)::bigint,
-		       (extract(epoch from reset_after) * 1000000)::bigint, capacity, replayed,
-		       concat_ws(': ', error_code, error_message, error_detail, error_hint)
-		  from ratelimit_acquire_many($1, $2, $3, $4)`, policies, keys, costs, idempotencyKeys)
+	rows, err := q.Query(context.Background(), "select "+decisionColumns+`,
+		       concat_ws(': ', d.error_code, d.error_message, d.error_detail, d.error_hint)
+		  from ratelimit_acquire_many($1, $2, $3, $4) as d`, policies, keys, costs, idempotencyKeys)
 	if err != nil {
 		return nil, err
 	}
 	return pgx.CollectRows(rows, func(row pgx.CollectableRow) (a answer, err error) {
-		var (
-			request                                       int64
-			isAllowed, isReplayed                         *bool
-			remaining, retryAfter, resetAfter, capacityOf *int64
-		)
-		err = row.Scan(&request, &isAllowed, &remaining, &retryAfter, &resetAfter, &capacityOf, &isReplayed, &a.Error)
-		if err == nil && isAllowed != nil {
-			a.Decision = &decision{Allowed: *isAllowed, Remaining: *remaining, RetryAfter: model.Never,
-				ResetAfter: model.Micros(*resetAfter), Capacity: *capacityOf, Replayed: *isReplayed}
-			if retryAfter != nil {
-				a.Decision.RetryAfter = model.Micros(*retryAfter)
-			}
-		}
+		var d decisionRow
+		err = row.Scan(append(d.fields(), &a.Error)...)
+		a.Decision = d.decision()
 		return a, err
 	})
 }

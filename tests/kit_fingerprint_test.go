@@ -126,8 +126,9 @@ const schemaQuery = `
 	  left join pg_am as a on a.oid = c.relam
 	 where c.oid >= 16384 and relnamespace <> 'pg_toast'::regnamespace
 	union all
+	-- with its place among the columns that there are
 	select format('column %s.%I #%s %s collate %s not null %s identity %s generated %s default %s storage %s %s statistics %s acl %s options %s',
-	              c.oid::regclass, attname, attnum, format_type(atttypid, atttypmod), nullif(attcollation, 0)::regcollation,
+	              c.oid::regclass, attname, row_number() over (partition by c.oid order by attnum), format_type(atttypid, atttypmod), nullif(attcollation, 0)::regcollation,
 	              attnotnull, attidentity, attgenerated, translate(pg_get_expr(d.adbin, d.adrelid), e'\n', ' '), attstorage, attcompression,
 	              attstattarget, attacl, attoptions)
 	  from pg_attribute as a

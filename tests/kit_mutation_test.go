@@ -28,19 +28,20 @@ func (db *testDB) mutate(m mutation, function ...string) (undo func()) {
 	return func() { db.exec(source) }
 }
 
-// A gate stops its own sessions at one place in ratelimit_acquire, so that others can overtake them.
+// A gate stops its own sessions at one place in a function, so that others can overtake them.
 type gate struct {
 	db     *testDB
 	keeper *session
 	remove func()
 }
 
-// gateBefore puts a gate before the place that the pattern, as of a mutation, matches.
-func (db *testDB) gateBefore(pattern string) *gate {
+// gateBefore puts a gate before the place in ratelimit_acquire, or another function, that the pattern, as of a
+// mutation, matches.
+func (db *testDB) gateBefore(pattern string, function ...string) *gate {
 	db.t.Helper()
 	remove := db.mutate(mutation{pattern, `
 		perform pg_advisory_xact_lock_shared(1) where current_setting('application_name') = 'gated';
-		$0`})
+		$0`}, function...)
 	g := &gate{db, db.session(), remove}
 	g.keeper.exec("select pg_advisory_lock(1)")
 	return g

@@ -122,6 +122,9 @@ func (s *source) parse(tokens []string) {
 		case word == "for":
 			variables := upTo("in")[1:]
 			s.loop(variables, upTo("loop"))
+		case word == "foreach":
+			upTo("array")
+			s.expression(upTo("loop"))
 		case word == "end" || word == "raise" || word == "get" || word == "commit":
 			tokens = tokens[1:]
 			s.ignored(upTo(";"))
@@ -150,6 +153,9 @@ func (s *source) parse(tokens []string) {
 		case len(tokens) > 1 && tokens[1] == ":=":
 			tokens = tokens[2:]
 			s.expression(upTo(";"))
+		case len(tokens) > 1 && tokens[1] == "[": // an element of an array
+			upTo(":=")
+			s.expression(upTo(";"))
 		default:
 			require.FailNow(s.t, "a construct that these tests do not know", "%s: %s", s.name,
 				strings.Join(tokens[:min(12, len(tokens))], " "))
@@ -166,6 +172,9 @@ func (s *source) declaration(tokens []string) {
 	if i := slices.Index(tokens, ":="); i >= 0 {
 		typ = tokens[1:i]
 		s.expression(tokens[i+1:])
+	}
+	if typ[0] == "constant" {
+		typ = typ[1:]
 	}
 	if i := slices.Index(typ, "collate"); i >= 0 {
 		typ = typ[:i]
@@ -249,7 +258,7 @@ func (s *source) rewrite(tokens []string, replace func(name, typ string) string)
 			}
 			continue
 		}
-		if namesTable(tokens, i) || namesQuery(tokens, i) {
+		if namesTable(tokens, i) || namesQuery(tokens, i) || i > 0 && (tokens[i-1] == "::" || tokens[i-1] == ".") {
 			continue
 		}
 		if typ, ok := s.variables[token]; ok {

@@ -165,8 +165,12 @@ func decisionOf(d client.Decision) decision {
 	if d.Never() {
 		retryAfter = model.Never
 	}
+	resetAfter := micros(d.ResetAfter)
+	if d.NeverFull() {
+		resetAfter = model.Never
+	}
 	return decision{
-		Allowed: d.Allowed, Remaining: d.Remaining, RetryAfter: retryAfter, ResetAfter: micros(d.ResetAfter),
-		Capacity: d.Capacity, Replayed: d.Replayed,
+		Allowed: d.Allowed, Remaining: d.Remaining, RetryAfter: retryAfter, ResetAfter: resetAfter,
+		Capacity: d.Capacity, Replayed: d.Replayed, Shadowed: d.Shadowed,
 	}
 }

@@ -44,9 +44,9 @@ create or`}) {
 	write(snapshot+"_next.sql", fmt.Sprintf(`%s
 		{{ install_snapshot "%s" }}
 		---- create above / drop below ----
+		%s
 		{{ install_snapshot "%03d" }}
-		drop function ratelimit_next();
-		%s`, up, snapshot, newest, down))
+		drop function ratelimit_next();`, up, snapshot, down, newest))
 	return os.DirFS(dir)
 }
 
@@ -55,9 +55,12 @@ type edit struct{ file, old, new string }
 
 // edits change a function that callers are in the middle of, and one that it is yet to call.
 var edits = []edit{
-	{"include/decide.sql", "v_taken := 0;", "v_taken := 0 + 0;"},
+	{"include/decide.sql", "b.level + v_wanted", "v_wanted + b.level"},
 	{"answer.sql", "coalesce(retry_us = 0, false)", "coalesce(retry_us = 0, false) is true"},
 }
+
+// nextColumn goes with a migration that adds the column next to ratelimit.policies: overridden makes whole rows of it.
+var nextColumn = edit{"overridden.sql", "policy.shadow)", "policy.shadow, policy.next)"}
 
 func installedAt(t *testing.T, files fs.FS, version int32) *testDB {
 	t.Helper()
@@ -103,7 +106,9 @@ func (db *testDB) putData() *data {
 }
 
 func (d *data) definitions() []string {
-	return column(d.db.t, d.db.DB, "select p::text from ratelimit_policies() as p where p.policy like 'kept%'")
+	// Version 1 of the schema has no shadow.
+	return column(d.db.t, d.db.DB, `
+		select (jsonb_build_object('shadow', false) || to_jsonb(p))::text from ratelimit_policies() as p where p.policy like 'kept%'`)
 }
 
 func (d *data) check() {
@@ -117,7 +122,7 @@ func (d *data) check() {
 }
 
 // An upgradeLoad calls the functions in every way while the schema changes. No call may fail, and the client
-// repeats none. Each way has a key of its own in both policies, and takes one token from it per round.
+// repeats none. Each way has a key of its own in both policies, and takes one token from it per call.
 type upgradeLoad struct {
 	*load
 	db   *testDB
@@ -128,13 +133,12 @@ var loadPolicies = map[string]policyOption{"load durable": durable, "load epheme
 
 const loadCapacity = 3_000_000
 
-func (db *testDB) startLoad() *upgradeLoad {
+// startLoad starts the load of the programs that come with a version of the schema.
+func (db *testDB) startLoad(version int32) *upgradeLoad {
 	db.t.Helper()
 	for name, kind := range loadPolicies {
 		db.definePolicy(name, loadCapacity, 1, aDay, kind)
 	}
-	combiner := client.NewCombiner(db.Pool)
-	db.t.Cleanup(combiner.Close)
 	l := &upgradeLoad{newLoad(db.t), db, map[string]*atomic.Int64{}}
 	ctx := context.Background()
 
@@ -176,13 +180,6 @@ func (db *testDB) startLoad() *upgradeLoad {
 		}
 		return err
 	})
-	l.add("combined", 6, func(policy, key string, _ int64) error {
-		d, err := combiner.Acquire(ctx, policy, key)
-		if err == nil && !d.Allowed {
-			err = fmt.Errorf("denied: %+v", d)
-		}
-		return err
-	})
 	l.add("upkeep", 1, func(policy, key string, _ int64) error {
 		if _, err := granted(acquire(db.Pool, policy, key, 1)); err != nil {
 			return err
@@ -190,8 +187,78 @@ func (db *testDB) startLoad() *upgradeLoad {
 		_, err := db.Pool.Exec(ctx, "select ratelimit_cleanup(), ratelimit_version(), count(*) from ratelimit_policies()")
 		return err
 	})
+	if statement, older := combinerStatements[version]; older {
+		l.add("combined by an older client", 3, func(policy, key string, n int64) error {
+			return combined(db.Pool, statement, policy, key, fmt.Sprint(n))
+		})
+	} else {
+		combiner := l.addCombiner()
+		l.add("all", 2, func(policy, key string, n int64) error {
+			_, err := granted(decide(db.Pool, "ratelimit_acquire_all(array[$1, $1], array[$2, $2], array[1, 0], $3)", policy, key, fmt.Sprint(n)))
+			return err
+		})
+		l.add("all combined", 4, func(policy, key string, _ int64) error {
+			d, err := combiner.AcquireAll(ctx, []client.Charge{{Policy: policy, Key: key}, {Policy: policy, Key: key, Cost: client.Cost(0)}})
+			if err == nil && !d.Allowed {
+				err = fmt.Errorf("denied: %+v", d)
+			}
+			return err
+		})
+		l.add("override", 1, func(policy, key string, _ int64) error {
+			if _, err := db.Pool.Exec(ctx, "select ratelimit_override($1, $2)", policy, key); err != nil {
+				return err
+			}
+			_, err := granted(acquire(db.Pool, policy, key, 1))
+			return err
+		})
+	}
 	l.goOn()
 	return l
+}
+
+// addCombiner lets callers of a Combiner join. They need the newest version of the schema.
+func (l *upgradeLoad) addCombiner() *client.Combiner {
+	combiner := client.NewCombiner(l.db.Pool)
+	l.db.t.Cleanup(combiner.Close)
+	l.add("combined", 6, func(policy, key string, _ int64) error {
+		d, err := combiner.Acquire(context.Background(), policy, key)
+		if err == nil && !d.Allowed {
+			err = fmt.Errorf("denied: %+v", d)
+		}
+		return err
+	})
+	return combiner
+}
+
+// combinerStatements are what the Combiner of older clients sends, by the version of the schema that they came with.
+var combinerStatements = map[int32]string{
+	1: `select allowed, remaining, (extract(epoch from retry_after) * 1000000.0)::bigint, (extract(epoch from reset_after) * 1000000.0)::bigint, capacity, replayed,
+		       error_code, error_message, error_detail, error_hint
+		  from ratelimit_acquire_many($1::text[], $2::text[], $3::bigint[], $4::text[])`,
+}
+
+// combined sends two requests, of which the second repeats the first.
+func combined(q rowsQuerier, statement, policy, key, idempotencyKey string) error {
+	rows, err := q.Query(context.Background(), statement,
+		[]string{policy, policy}, []string{key, key}, []int64{1, 1}, []string{idempotencyKey, idempotencyKey})
+	if err != nil {
+		return err
+	}
+	var again bool
+	var n int
+	allowed, replayed, code := new(bool), new(bool), new(string)
+	_, err = pgx.ForEachRow(rows, []any{&allowed, nil, nil, nil, nil, &replayed, &code, nil, nil, nil}, func() error {
+		if code != nil || !*allowed || *replayed != again {
+			return fmt.Errorf("answer %d: allowed %v, replayed %v, error %v", n, allowed, replayed, code)
+		}
+		again = true
+		n++
+		return nil
+	})
+	if err == nil && n != 2 {
+		err = fmt.Errorf("%d answers to 2 requests", n)
+	}
+	return err
 }
 
 func granted(d decision, err error) (decision, error) {

@@ -15,7 +15,7 @@ import (
 
 const (
 	imageOwner  = "pgratelimit"
-	imageGrants = "grant execute on function ratelimit_acquire, ratelimit_acquire_many, ratelimit_peek, ratelimit_refund to ratelimit_app"
+	imageGrants = "grant execute on function ratelimit_acquire, ratelimit_acquire_many, ratelimit_acquire_all, ratelimit_acquire_packed, ratelimit_peek, ratelimit_refund to ratelimit_app"
 )
 
 func newContainer(t *testing.T) *pgtest.Server {

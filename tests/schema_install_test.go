@@ -362,7 +362,7 @@ func TestInstall_AgainReplacesFunctionsAndKeepsGrants(t *testing.T) {
 			// What the new version changes and what it adds.
 			db.Exec(t, `
 				alter default privileges grant execute on functions to `+greedy+`;
-				drop function ratelimit_version;
+				drop function ratelimit_overrides;
 				create or replace function ratelimit.clock() returns timestamptz language sql as $$ select now() $$`)
 			require.NotEqual(t, want, stateOf(t, db))
 			reinstall(t, db)
@@ -605,8 +605,9 @@ func TestSnapshot_NewestIsTheCode(t *testing.T) {
 	for _, file := range files { // in order
 		text, err := os.ReadFile(file)
 		require.NoError(t, err)
-		for _, match := range regexp.MustCompile(`install_snapshot "([^"]+)"`).FindAllSubmatch(text, -1) {
-			last = string(match[1])
+		up, _, _ := strings.Cut(string(text), "---- create above / drop below ----")
+		for _, match := range regexp.MustCompile(`install_snapshot "([^"]+)"`).FindAllStringSubmatch(up, -1) {
+			last = match[1]
 		}
 	}
 	require.Equal(t, filepath.Base(newest), last, "the last snapshot that a migration installs")

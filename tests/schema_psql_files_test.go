@@ -32,9 +32,10 @@ func TestPsql_Upgrade(t *testing.T) {
 	t.Parallel()
 	app := newRole(t)
 	newest := newestMigration(t)
-	up := "alter table ratelimit.policies add column shadow boolean not null default false;"
-	down := "alter table ratelimit.policies drop column shadow;"
-	next, failing := nextVersion(t, up, down, edits...), nextVersion(t, up+"select 1 / 0;", down, edits...)
+	up := "alter table ratelimit.policies add column next boolean not null default false;"
+	down := "alter table ratelimit.policies drop column next;"
+	changed := append([]edit{nextColumn}, edits...)
+	next, failing := nextVersion(t, up, down, changed...), nextVersion(t, up+"select 1 / 0;", down, changed...)
 	run := func(files fs.FS, name string, db *pgtest.DB) (string, int) {
 		t.Helper()
 		made, err := migrations.Psql(files)

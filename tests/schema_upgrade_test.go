@@ -1,11 +1,15 @@
 package tests
 
 import (
+	"context"
 	"fmt"
 	"os"
+	"slices"
+	"strings"
 	"testing"
 	"time"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/pgratelimit/migrations"
@@ -20,10 +24,14 @@ func TestUpgrade_FromEveryVersion(t *testing.T) {
 		t.Run(fmt.Sprint(version), func(t *testing.T) {
 			t.Parallel()
 			db := installedAt(t, os.DirFS("../migrations"), version)
-			data, load := db.putData(), db.startLoad()
+			data, load := db.putData(), db.startLoad(version)
 
 			require.NoError(t, migrations.Up(t.Context(), db.Connect(t)))
 			load.goOn()
+			if version < newestMigration(t) {
+				load.addCombiner()
+				load.goOn()
+			}
 			load.end()
 			data.check()
 			sameSchema(t, pgtest.New(t), db.DB)
@@ -47,11 +55,173 @@ func TestUpgrade_ACallUnderWay(t *testing.T) {
 	}
 }
 
+// Version 2 replaces the functions themselves. A call that had found the old one waits for the migration, and goes on
+// with it.
+func TestUpgrade_ACallThatFoundTheOldFunction(t *testing.T) {
+	t.Parallel()
+	for name, call := range map[string]func(s *session) error{
+		"acquire":         oldCall("select allowed from ratelimit_acquire('p', 'k', 2)"),
+		"first use":       oldCall("select allowed from ratelimit_acquire('p', 'new', 2)"),
+		"denied":          oldCall("select not allowed from ratelimit_acquire('p', 'k', 99)"),
+		"never":           oldCall("select not allowed and retry_after is null from ratelimit_acquire('p', 'k', 101)"),
+		"keyed":           oldCall("select allowed and not replayed from ratelimit_acquire('p', 'k', 2, 'i')"),
+		"replayed":        oldCall("select replayed from ratelimit_acquire('p', 'k', 3, 'first')"),
+		"many":            oldCall("select bool_and(allowed) from ratelimit_acquire_many('{p,p,p}', '{k,k,new}')"),
+		"many, keyed":     oldCall("select bool_and(allowed) from ratelimit_acquire_many('{p,p,p}', '{k,k,new}', '{1,3,1}', '{i,first,j}')"),
+		"many, denied":    oldCall("select not bool_or(allowed) from ratelimit_acquire_many('{p,p}', '{k,new}', '{98,101}')"),
+		"many policies":   oldCall("select bool_and(allowed) from ratelimit_acquire_many('{p,q}', '{k,k}')"),
+		"many, refused":   oldCall("select bool_and(error_code = 'RL002') from ratelimit_acquire_many('{p}', '{k}', '{4}', '{first}')"),
+		"peek":            oldCall("select allowed from ratelimit_peek('p', 'k', 97)"),
+		"refund":          oldCall("select allowed from ratelimit_refund('p', 'k', 1)"),
+		"reset":           oldCall("select ratelimit_reset('p', 'k') is not null"),
+		"policies":        oldCall("select count(*) = 2 from ratelimit_policies()"),
+		"define a policy": oldCall("select ratelimit_define_policy('r', 10, 1, '1 day') is not null"),
+		"change a policy": oldCall("select ratelimit_define_policy('p', 200) is not null"),
+		"drop a policy":   oldCall("select ratelimit_drop_policy('p') is not null"),
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			db := installedAt(t, os.DirFS("../migrations"), 1)
+			db.exec("select ratelimit_define_policy(p, 100, 1, '1 day') from unnest('{p,q}'::text[]) as p; select ratelimit_acquire('p', 'k', 3, 'first')")
+			keeper, caller := db.begin(), db.session()
+			caller.exec("select from ratelimit_acquire('q', 'k')")                    // ALTER TYPE blocks a session that has not seen ratelimit.decision yet
+			keeper.exec("lock table ratelimit.idempotency_keys in access share mode") // which the migration alters
+			migrator := db.Connect(t)
+			migrated := make(chan error, 1)
+			go func() { migrated <- migrations.Up(context.Background(), migrator) }()
+			db.Await(t, patience, `select exists (select from pg_locks where relation = 'ratelimit.policies'::regclass and mode = 'AccessExclusiveLock' and granted)`)
+
+			pending := caller.start(func(querier) (decision, error) { return decision{}, call(caller) })
+			db.Await(t, patience, "select cardinality(pg_blocking_pids($1)) > 0", caller.PgConn().PID())
+			keeper.exec("commit")
+			require.NoError(t, <-migrated)
+			_, err := pending.result()
+			require.NoError(t, err)
+		})
+	}
+}
+
+// oldCall makes a call that must answer true.
+func oldCall(sql string) func(s *session) error {
+	return func(s *session) error {
+		var right bool
+		if err := s.QueryRow(context.Background(), sql).Scan(&right); err != nil {
+			return err
+		}
+		if !right {
+			return fmt.Errorf("not so: %s", sql)
+		}
+		return nil
+	}
+}
+
+// Roles keep exactly the functions that they had before, also those that were dropped and created. Who had
+// ratelimit_acquire_many has ratelimit_acquire_packed, and nobody has anything else that is new.
+func TestUpgrade_KeepsGrants(t *testing.T) {
+	t.Parallel()
+	app, batcher, delegate, favourite := newRole(t), newRole(t), newRole(t), newRole(t)
+	db := installedAt(t, os.DirFS("../migrations"), 1)
+	execute(t, db.Connect(t), fmt.Sprintf(`
+		grant execute on function ratelimit_acquire, ratelimit_peek to %[1]s;
+		grant execute on function ratelimit_acquire_many, ratelimit_refund to %[2]s;
+		grant execute on function ratelimit_acquire, ratelimit_acquire_many, ratelimit_define_policy, ratelimit_version to %[3]s with grant option;
+		grant execute on procedure ratelimit_cleanup_all to %[1]s;
+		grant usage on schema ratelimit to %[1]s;
+		grant execute on function ratelimit.cleanup_batch to %[1]s;
+		grant execute on function ratelimit_policies to public;
+		alter default privileges grant all on functions to %[4]s with grant option;
+		alter default privileges grant all on tables to %[4]s;
+		alter default privileges grant all on schemas to %[4]s;
+		alter default privileges in schema ratelimit grant all on tables to public;
+		alter default privileges in schema public grant all on functions to public`, app, batcher, delegate, favourite), pgx.QueryExecModeSimpleProtocol)
+	as := db.Connect(t)
+	execute(t, as, "set role "+delegate)
+	execute(t, as, "grant execute on function ratelimit_acquire to "+batcher)
+	execute(t, as, "grant execute on function ratelimit_acquire_many to "+app)
+
+	before := db.grants()
+	require.Contains(t, before, "ratelimit_acquire to "+delegate+" t")
+	require.Contains(t, before, "ratelimit_policies to - f")
+	after := slices.Clone(before)
+	for _, grant := range before {
+		if role, ok := strings.CutPrefix(grant, "ratelimit_acquire_many"); ok {
+			after = append(after, "ratelimit_acquire_packed"+role)
+		}
+	}
+	require.Len(t, after, len(before)+3)
+
+	require.NoError(t, migrations.Up(t.Context(), db.Connect(t)))
+	require.ElementsMatch(t, after, db.grants())
+	db.definePolicy("p", 10, 1, aDay)
+	conn := connectAs(t, db.DB, app)
+	execute(t, conn, "select * from ratelimit_acquire('p', 'k')")
+	execute(t, conn, "select * from ratelimit_acquire_packed('{p}', '{k}')")
+	execute(t, connectAs(t, db.DB, favourite), "select * from ratelimit_policies()")
+
+	migrateTo(t, db.DB, os.DirFS("../migrations"), 1)
+	require.ElementsMatch(t, before, db.grants())
+}
+
+// grants lists what roles other than the owner may do with the package: "object to role, grantable".
+func (db *testDB) grants() []string {
+	db.t.Helper()
+	return column(db.t, db.DB, `
+		select format('%s to %s %s', object, grantee::regrole, bool_or(is_grantable))
+		  from (select p.proname::text, coalesce(proacl, acldefault('f', proowner)), proowner from `+packageFunctions+` as p
+		        union all
+		        select c.relname, relacl, relowner from pg_class as c where relnamespace = 'ratelimit'::regnamespace
+		        union all
+		        select a.attname, attacl, relowner from pg_attribute as a join pg_class as c on c.oid = attrelid where relnamespace = 'ratelimit'::regnamespace
+		        union all
+		        select 'schema', nspacl, nspowner from pg_namespace where nspname = 'ratelimit') as o (object, acl, owner)
+		 cross join aclexplode(acl)
+		 where grantee <> owner
+		 group by object, grantee`)
+}
+
+// The way back, with what version 1 does not know: it keeps what it can, and is version 1 as installed.
+func TestUpgrade_AndBack(t *testing.T) {
+	t.Parallel()
+	files := os.DirFS("../migrations")
+	db := newDB(t)
+	data := db.putData()
+	for name, kind := range map[string]string{"durable": "true", "ephemeral": "false"} {
+		db.exec("select ratelimit_define_policy($1, 1000, 0, '1 second', durable => $2::boolean)", name, kind)
+		db.exec("select ratelimit_define_policy($1 || ' most', 9000000000000, 0, '365250 days', true, $2::boolean, shadow => true)", name, kind)
+		db.exec("select ratelimit_override($1, 'blocked', capacity => 0), ratelimit_override($1, 'k', 50, 5, '1 hour', now() + interval '1 day')", name)
+		for _, policy := range []string{name, name + " most"} {
+			require.False(t, db.acquire(policy, "k", 3, "first").Replayed)
+			require.False(t, db.acquire(policy, "other", 3, "first").Replayed)
+		}
+	}
+	require.NotZero(t, db.number(`
+		select count(*) from (table ratelimit.idempotency_keys union all table ratelimit.ephemeral_idempotency_keys) as k where reset_after is null`))
+
+	migrateTo(t, db.DB, files, 1)
+	sameSchema(t, installedAt(t, files, 1).DB, db.DB)
+	data.check()
+	for _, policy := range []string{"durable", "durable most", "ephemeral", "ephemeral most"} {
+		for _, key := range []string{"k", "other"} {
+			require.True(t, db.acquire(policy, key, 3, "first").Replayed)
+			next := db.acquire(policy, key, 7)
+			require.True(t, next.Allowed)
+			require.Positive(t, next.ResetAfter)
+		}
+		require.True(t, db.acquire(policy, "blocked", 1).Allowed)
+		db.exec("select ratelimit_define_policy($1, remember => '1 hour')", policy) // its numbers are within the bounds
+		db.dropPolicy(policy)
+	}
+
+	require.NoError(t, migrations.Up(t.Context(), db.Connect(t)))
+	sameSchema(t, pgtest.New(t), db.DB)
+	data.check()
+}
+
 // A helper that the new version no longer calls has to stay for one version, or calls under way fail.
 func TestUpgrade_ADroppedHelperFailsCallsUnderWay(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
-	err := db.overtake(underWay["acquire"], func() { db.exec("drop function ratelimit.granted") })
+	err := db.overtake(underWay["acquire"], func() { db.exec("drop function ratelimit.grant_of") })
 	require.Equal(t, "42883", sqlState(err), "%v", err)
 }
 

@@ -28,7 +28,8 @@ func TestSecurity_PlantedTwinsAreNotFound(t *testing.T) {
 	db.exec(`
 		create schema twins authorization ` + caller + `;
 		grant temporary on database ` + pgx.Identifier{db.Name}.Sanitize() + ` to ` + caller + `;
-		grant execute on function ratelimit_acquire, ratelimit_acquire_many, ratelimit_peek, ratelimit_refund, ratelimit_reset to ` + caller)
+		grant execute on function ratelimit_acquire, ratelimit_acquire_many, ratelimit_acquire_all, ratelimit_acquire_all_many, ratelimit_acquire_packed,
+		                          ratelimit_peek, ratelimit_refund, ratelimit_reset, ratelimit_override, ratelimit_remove_override, ratelimit_overrides to ` + caller)
 	want := hostileTranscript(t, db, connectAs(t, db.DB, caller), "like any other")
 
 	functions := column(t, db.DB, `
@@ -53,7 +54,7 @@ func TestSecurity_PlantedTwinsAreNotFound(t *testing.T) {
 		"create domain twins.timestamptz as pg_catalog.timestamptz check (false)", "create domain twins.bool as pg_catalog.bool check (false)",
 		"create domain twins.numeric as pg_catalog.numeric check (false)", "create type twins.decision as (nothing pg_catalog.int4)",
 	}
-	for _, table := range append([]string{"policies"}, bucketTables...) {
+	for _, table := range append([]string{"policies", "overrides"}, bucketTables...) {
 		types = append(types, "create table twins."+table+" (nothing pg_catalog.int4)")
 	}
 
@@ -70,7 +71,7 @@ func TestSecurity_PlantedTwinsAreNotFound(t *testing.T) {
 	}
 	t.Logf("%d of %d functions, operators, types and tables planted", planted, len(functions)+len(operators)+len(types))
 	require.Greater(t, planted, 250)
-	for _, table := range append([]string{"policies", "decision", "text", "timestamptz"}, bucketTables...) {
+	for _, table := range append([]string{"policies", "overrides", "decision", "text", "timestamptz"}, bucketTables...) {
 		execute(t, conn, "create temporary table "+table+" (nothing pg_catalog.int4)")
 	}
 	execute(t, conn, "set search_path = twins, pg_temp, pg_catalog, public")
@@ -220,7 +221,7 @@ func TestSecurity_HostileOwnerOfTheSchema(t *testing.T) {
 	execute(t, hostile, `
 		drop function app.ratelimit_acquire(text, text, bigint, text);
 		create function app.ratelimit_acquire(policy text, key text, cost bigint default 1, idempotency_key text default null)
-		returns table (allowed boolean, remaining bigint, retry_after interval, reset_after interval, capacity bigint, replayed boolean)
+		returns table (allowed boolean, remaining bigint, retry_after interval, reset_after interval, capacity bigint, replayed boolean, shadowed boolean)
 		language plpgsql security definer as $$ begin delete from ratelimit.buckets; end $$`, pgx.QueryExecModeSimpleProtocol)
 	_, err := client.New(connectAs(t, db, caller), client.Schema("app")).Acquire(ctx, "p", "k")
 	require.Equal(t, "42501", sqlState(err), "%v", err)
@@ -233,7 +234,7 @@ func TestSecurity_CallersCodeRunsAsTheCaller(t *testing.T) {
 	caller := newRole(t)
 	db := newDB(t)
 	db.definePolicy("p", 10, 1, time.Hour)
-	db.exec("create schema spies authorization " + caller + "; grant execute on function ratelimit_acquire, ratelimit_acquire_many to " + caller)
+	db.exec("create schema spies authorization " + caller + "; grant execute on function ratelimit_acquire, ratelimit_acquire_many, ratelimit_acquire_all, ratelimit_acquire_packed to " + caller)
 	conn := connectAs(t, db.DB, caller)
 	execute(t, conn, `
 		create table spies.log (who name);
@@ -247,11 +248,13 @@ func TestSecurity_CallersCodeRunsAsTheCaller(t *testing.T) {
 		"select * from ratelimit_acquire('p', 'k'::spies.key, 1::spies.cost, 'first'::spies.key)",
 		"select * from ratelimit_acquire('p', 'k', row(1)::spies.number)",
 		"select * from ratelimit_acquire_many(array['p'], array['k']::spies.key[], array[1]::spies.cost[])",
+		"select * from ratelimit_acquire_all(array['p'], array['k']::spies.key[], array[1]::spies.cost[], 'second'::spies.key)",
+		"select * from ratelimit_acquire_packed(array['p'], array['k']::spies.key[], array[1]::spies.cost[])",
 	} {
 		execute(t, conn, sql)
 	}
 	require.Equal(t, []string{caller}, column(t, db.DB, "select distinct who::text from spies.log"))
-	require.EqualValues(t, 7, db.left("p", "k"))
+	require.EqualValues(t, 5, db.left("p", "k"))
 }
 
 // Neither statistics nor rare commands show or change what the tables hold.
@@ -266,6 +269,7 @@ func TestSecurity_NoOtherWayToTheTables(t *testing.T) {
 	}
 	db.exec("analyze ratelimit.buckets, ratelimit.idempotency_keys, ratelimit.policies")
 	db.exec("grant execute on function ratelimit_acquire, ratelimit_peek to " + caller)
+	db.exec("select ratelimit_override('p', 'secret 1', 5)")
 	conn := connectAs(t, db.DB, caller)
 
 	const statistics = "select count(*)::text from pg_stats where schemaname = 'ratelimit'"
@@ -275,7 +279,7 @@ func TestSecurity_NoOtherWayToTheTables(t *testing.T) {
 	require.Equal(t, "0", seen)
 
 	before := rowsOf(t, db.DB)
-	for _, table := range append([]string{"policies"}, bucketTables...) {
+	for _, table := range append([]string{"policies", "overrides"}, bucketTables...) {
 		for _, sql := range []string{
 			"alter table ratelimit.%s enable row level security", "alter table ratelimit.%s force row level security",
 			"create policy mine on ratelimit.%s using (false)", "create rule mine as on update to ratelimit.%s do instead nothing",
@@ -438,7 +442,8 @@ func TestHostileSession_GetsTheSameAnswers(t *testing.T) {
 	db.setClock(t0)
 	db.exec(`
 		create schema evil authorization ` + caller + `;
-		grant execute on function ratelimit_acquire, ratelimit_acquire_many, ratelimit_peek, ratelimit_refund, ratelimit_reset to ` + caller)
+		grant execute on function ratelimit_acquire, ratelimit_acquire_many, ratelimit_acquire_all, ratelimit_acquire_all_many, ratelimit_acquire_packed,
+		                          ratelimit_peek, ratelimit_refund, ratelimit_reset, ratelimit_override, ratelimit_remove_override, ratelimit_overrides to ` + caller)
 	execute(t, connectAs(t, db.DB, caller), evil)
 
 	transcript := func(t *testing.T, name string) []string {
@@ -490,6 +495,25 @@ func hostileTranscript(t *testing.T, db *testDB, conn *pgx.Conn, name string) []
 			ask("ratelimit_acquire_many($1, $2, $3, $4)", []string{full}, []string{"k"}, []int64{1}, []string{"many"})
 			ask("ratelimit_refund($1, $2, $3)", full, "k", 1)
 			ask("ratelimit_peek($1, $2)", full, "")
+			two, keys := []string{full, full}, []string{"k", "new " + at.String()}
+			ask("ratelimit_acquire_all($1, $2, $3, $4)", two, keys, []int64{1, 2}, "all "+at.String())
+			ask("ratelimit_acquire_all($1, $2, $3)", two, keys, []int64{1, 6})
+			ask("ratelimit_acquire_all($1, $2)", two, []string{"k", ""})
+			ask("ratelimit_acquire_all_many($1, $2, $3, $4)", two, keys, []int64{1, 1}, []int32{2})
+			for _, call := range []string{"acquire_packed($1, $2)", "acquire_packed($1, $2, null, '{2}', '{packed}')", "acquire_packed($1, $2, '{0,-1}')"} {
+				var packed string
+				require.NoError(t, conn.QueryRow(ctx, "select p::pg_catalog.text from public.ratelimit_"+call+" as p", two, keys).Scan(&packed))
+				answers = append(answers, call+": "+packed)
+			}
+			ask("ratelimit_acquire($1, $2)", full, "special")
+			execute(t, conn, "select public.ratelimit_override($1, 'special', 5, 0, '1 second', null)", full)
+			var overridden int
+			require.NoError(t, conn.QueryRow(ctx, "select pg_catalog.count(*) from public.ratelimit_overrides($1, 'special')", full).Scan(&overridden))
+			answers = append(answers, fmt.Sprint(overridden, " overrides"))
+			ask("ratelimit_acquire_many($1, $2)", []string{full}, []string{"special"})
+			if at == 25*time.Hour {
+				execute(t, conn, "select public.ratelimit_remove_override($1, 'special')", full)
+			}
 		}
 		answers = append(answers, column(t, db.DB, `
 			select format('%s %s %s due %s', key, level, refilled_at, due_at)
@@ -550,6 +574,7 @@ const evil = `
 	create operator evil.>= (leftarg = bigint, rightarg = integer, function = evil.untrue);
 	create type evil.decision as (allowed boolean);
 	create table evil.policies (like information_schema.sql_features);
+	create table evil.overrides (like information_schema.sql_features);
 	create table evil.buckets (key text);
 	create table evil.ephemeral_buckets (key text);
 	create table evil.idempotency_keys (key text);

@@ -49,6 +49,30 @@ func TestPrivileges_CallerCanAcquireAndPeekAndNothingElse(t *testing.T) {
 	requireRefused(t, db.DB, caller, "ratelimit_acquire", "ratelimit_peek")
 }
 
+// Each function for many requests is a grant of its own, and needs no other.
+func TestPrivileges_ManyRequests(t *testing.T) {
+	t.Parallel()
+	callers := map[string]string{}
+	for _, call := range []string{
+		"ratelimit_acquire_many('{p,q,nobody}', '{k,k,k}', null, '{i,i,i}')",
+		"ratelimit_acquire_all('{p,q}', '{k,l}', '{1,2}', 'j')",
+		"ratelimit_acquire_all_many('{p,q,p}', '{k,l,m}', null, '{2,1}')",
+		"ratelimit_acquire_packed('{p,q,p}', '{k,l,m}', null, '{2,1}')",
+	} {
+		callers[call] = newRole(t)
+	}
+	db := newDB(t)
+	db.definePolicy("p", 10, 1, time.Hour)
+	db.definePolicy("q", 10, 1, time.Hour, ephemeral)
+	db.exec("select ratelimit_override('p', 'k', 20)")
+	for call, caller := range callers {
+		function, _, _ := strings.Cut(call, "(")
+		db.exec("grant execute on function " + function + " to " + caller)
+		execute(t, connectAs(t, db.DB, caller), "select * from "+call)
+		requireRefused(t, db.DB, caller, function)
+	}
+}
+
 func TestPrivileges_PublicCanDoNothing(t *testing.T) {
 	t.Parallel()
 	stranger := newRole(t)
@@ -82,7 +106,7 @@ func TestPrivileges_AdministrationIsASeparateGrant(t *testing.T) {
 	db := pgtest.New(t)
 	functions := []string{
 		"ratelimit_define_policy", "ratelimit_drop_policy", "ratelimit_policies", "ratelimit_refund", "ratelimit_reset",
-		"ratelimit_cleanup", "ratelimit_version",
+		"ratelimit_cleanup", "ratelimit_version", "ratelimit_override", "ratelimit_remove_override", "ratelimit_overrides",
 	}
 	db.Exec(t, "grant execute on function "+strings.Join(functions, ", ")+" to "+administrator)
 	conn := connectAs(t, db, administrator)
@@ -90,6 +114,7 @@ func TestPrivileges_AdministrationIsASeparateGrant(t *testing.T) {
 		"select ratelimit_define_policy('p', 10, 1, '1 hour')",
 		"select ratelimit_define_policy('p', 20, 2, '1 minute', stepped => true, remember => '1 day')",
 		"select ratelimit_refund('p', 'k', 1), ratelimit_reset('p', 'k')",
+		"select ratelimit_override('p', 'k', 5, expires_at => 'tomorrow'), ratelimit_overrides('p'), ratelimit_remove_override('p', 'k')",
 		"select ratelimit_cleanup(), ratelimit_policies(), ratelimit_version()",
 		"select ratelimit_drop_policy('p')",
 	} {
@@ -123,7 +148,7 @@ func TestPrivileges_CleanupAll(t *testing.T) {
 	require.NotNil(t, db.bucket("p", "in use"))
 	require.Equal(t, []string{"in use"}, column(t, db.DB, "select key from ratelimit.idempotency_keys"))
 
-	for _, table := range append([]string{"policies"}, bucketTables...) {
+	for _, table := range append([]string{"policies", "overrides"}, bucketTables...) {
 		_, err := conn.Exec(ctx, "select from ratelimit."+table)
 		require.Equal(t, "42501", sqlState(err), "%s: %v", table, err)
 	}
@@ -154,6 +179,7 @@ func requireRefused(t *testing.T, db *pgtest.DB, role string, but ...string) {
 		"select null::ratelimit.decision",
 		"update ratelimit.buckets set level = 0",
 		"update ratelimit.policies set capacity = 1",
+		"update ratelimit.overrides set capacity = 1",
 		"update ratelimit.schema_version set version = 0",
 		"create table ratelimit.mine ()",
 		"create or replace function ratelimit.clock() returns timestamptz language sql as 'select now()'",
@@ -206,7 +232,19 @@ func TestPrivileges_TheClientNamesTheGrant(t *testing.T) {
 		"ratelimit_policies()":                        func() error { _, err := limiter.Policies(ctx); return err },
 		"ratelimit_cleanup(integer)":                  func() error { _, err := limiter.Cleanup(ctx); return err },
 		"ratelimit_drop_policy(text)":                 func() error { return limiter.DropPolicy(ctx, "none") },
-		"ratelimit_define_policy(text, bigint, bigint, interval, boolean, boolean, interval)": func() error {
+		"ratelimit_acquire_all(text[], text[], bigint[], text)": func() error {
+			_, err := limiter.AcquireAll(ctx, []client.Charge{{Policy: "p", Key: "k"}})
+			return err
+		},
+		"ratelimit_override(text, text, bigint, bigint, interval, timestamptz)": func() error {
+			return limiter.Override(ctx, client.Override{Policy: "p", Key: "k"})
+		},
+		"ratelimit_remove_override(text, text)": func() error {
+			_, err := limiter.RemoveOverride(ctx, "p", "k")
+			return err
+		},
+		"ratelimit_overrides(text, text, integer)": func() error { _, err := limiter.Overrides(ctx); return err },
+		"ratelimit_define_policy(text, bigint, bigint, interval, boolean, boolean, interval, boolean)": func() error {
 			return limiter.DefinePolicy(ctx, client.Policy{Name: "q", Capacity: 1, Refill: 1, Every: time.Second})
 		},
 	} {

@@ -2,6 +2,9 @@ package tests
 
 import (
 	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -11,6 +14,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/tests/model"
 )
 
 // 500 connections acquire from one bucket all the time. Each token is granted once, each decision tells how many
@@ -75,4 +79,145 @@ func TestTorture_Contention(t *testing.T) {
 	run.figure("fewest of a connection", slices.Min(grants), "")
 	run.figure("most of a connection", slices.Max(grants), "")
 	run.figure("longest wait", slices.Max(waits).Round(time.Millisecond), "")
+}
+
+// Twelve sessions call everything there is on buckets that they share. No call fails, but for a policy that was just
+// dropped. The buckets of two policies are never reset: each holds what it began with, less what was granted,
+// plus what was given back.
+func TestTorture_ContentionOfAllCalls(t *testing.T) {
+	run := torture(t, 4*time.Second)
+	const sessions, keys, capacity = 12, 4, 1_500_000
+	db := newCrowdDB(t, sessions)
+	db.definePolicy("durable", capacity, 1, aDay)
+	db.definePolicy("ephemeral", capacity, 1, aDay, ephemeral)
+	db.definePolicy("loose", 20, 5, 10*ms)
+	exact := []string{"durable", "ephemeral"}
+	var begun wholeRequest
+	for i := range keys {
+		for _, policy := range exact {
+			begun.charges = append(begun.charges, model.Charge{BucketID: model.BucketID{Policy: policy, Key: fmt.Sprint(i)}, Cost: 1})
+		}
+	}
+	_, err := begun.acquireAll(db.Pool) // rows, or a bucket with an override would be full by that
+	require.NoError(t, err)
+
+	var mu sync.Mutex
+	taken := map[model.BucketID]int64{}
+	var calls, granted, unknown, drops atomic.Int64
+	enter := func(r wholeRequest, w *whole) {
+		if w == nil || !w.Allowed {
+			return
+		}
+		mu.Lock()
+		defer mu.Unlock()
+		granted.Add(1)
+		for _, c := range r.charges {
+			taken[c.BucketID] += c.Cost
+		}
+	}
+	random := func(most int) (r wholeRequest) {
+		policies := []string{"durable", "ephemeral", "loose", "loose", "loose"}[:2+3*rand.IntN(2)]
+		for range 1 + rand.IntN(most) {
+			r.charges = append(r.charges, model.Charge{
+				BucketID: model.BucketID{Policy: policies[rand.IntN(len(policies))], Key: fmt.Sprint(rand.IntN(keys))}, Cost: 1 + rand.Int64N(3),
+			})
+		}
+		return r
+	}
+	requests := func(number, most int) (all []wholeRequest) {
+		for range 1 + rand.IntN(number) {
+			all = append(all, random(most))
+		}
+		return all
+	}
+	answered := func(all []wholeRequest, answers []wholeAnswer, err error) error {
+		for i, a := range answers {
+			if a.Whole == nil {
+				unknown.Add(1)
+			}
+			enter(all[i], a.Whole)
+		}
+		return err
+	}
+	execute := func(s *session, sql string, args ...any) error {
+		_, err := s.Exec(context.Background(), sql, args...)
+		return err
+	}
+	crowdOf := make([]*session, sessions)
+	for i := range crowdOf {
+		crowdOf[i] = db.session()
+	}
+	var dropping sync.Mutex
+	call := func(s *session) error {
+		b := random(1).charges[0].BucketID
+		switch n := rand.IntN(100); {
+		case n < 15:
+			r := random(1)
+			d, err := r.single().acquire(s)
+			if err == nil {
+				w := wholeOf(d)
+				enter(r, &w)
+			}
+			return err
+		case n < 35:
+			all := requests(6, 1)
+			answers, err := acquireManyWholes(s, all)
+			return answered(all, answers, err)
+		case n < 55:
+			r := random(5)
+			w, err := r.acquireAll(s)
+			if err == nil {
+				enter(r, &w)
+			}
+			return err
+		case n < 75:
+			all := requests(4, 4)
+			answers, err := acquireAllMany(s, all)
+			return answered(all, answers, err)
+		case n < 82: // what this session took: the bucket is never full
+			r := random(1)
+			d, err := r.single().acquire(s)
+			if err != nil || !d.Allowed {
+				return err
+			}
+			_, err = refund(s, r.charges[0].Policy, r.charges[0].Key, r.charges[0].Cost)
+			return err
+		case n < 88:
+			return execute(s, "select ratelimit_reset('loose', $1)", b.Key)
+		case n < 92: // never below what it holds, nor full by it
+			return execute(s, "select ratelimit_override($1, $2, capacity => $3)", b.Policy, b.Key, capacity+rand.Int64N(capacity))
+		case n < 95:
+			return execute(s, "select ratelimit_remove_override($1, $2)", b.Policy, b.Key)
+		case n < 97:
+			return execute(s, "select ratelimit_cleanup()")
+		case n < 99 || !dropping.TryLock():
+			return execute(s, "select ratelimit_define_policy($1, refill => 1)", exact[rand.IntN(2)])
+		}
+		defer dropping.Unlock()
+		drops.Add(1)
+		err := execute(s, "select ratelimit_drop_policy('loose')")
+		return errors.Join(err, execute(s, "select ratelimit_define_policy('loose', 20, 5, '10 ms')"))
+	}
+	crowd(t, sessions, func(i int) error {
+		for run.goesOn() {
+			if err := call(crowdOf[i]); sqlState(err) == string(model.UnknownPolicy) {
+				unknown.Add(1)
+			} else if err != nil {
+				return err
+			}
+			calls.Add(1)
+			run.progress("%d calls, %d grants", calls.Load(), granted.Load())
+		}
+		return nil
+	})
+
+	for _, c := range begun.charges {
+		db.exec("select ratelimit_remove_override($1, $2)", c.Policy, c.Key)
+		require.Equal(t, capacity-1-taken[c.BucketID], db.left(c.Policy, c.Key), "%v", c.BucketID)
+	}
+	require.NotZero(t, drops.Load())
+	run.figure("calls", calls.Load(), "")
+	run.figure("granted requests", granted.Load(), "")
+	run.figure("policies dropped", drops.Load(), "")
+	run.figure("requests that met no policy", unknown.Load(), "")
 }

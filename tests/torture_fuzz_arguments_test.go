@@ -9,6 +9,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"time"
 	"unicode/utf8"
 
 	"github.com/jackc/pgx/v5/pgtype"
@@ -17,13 +18,21 @@ import (
 // An argument is a value and how it is sent; or what the server refuses before any function is called,
 // because it cannot read it as text, number, interval …
 type argument struct {
-	value  any    // nil, string, int64, bool, span, []*string or []*int64
+	value  any    // nil, string, int64, bool, span, instant, []*string or []*int64
 	text   []byte // nil for null
 	binary []byte // only for the extended protocol, where it is not nil
 
 	// The SQLSTATEs that it may be refused with. None: the value arrives.
 	unreadable []string
 }
+
+// An instant is a timestamptz in microseconds of the Unix epoch.
+type instant int64
+
+const (
+	infinity         instant = math.MaxInt64
+	negativeInfinity instant = math.MinInt64
+)
 
 // A span is an interval as PostgreSQL stores it.
 type span struct {
@@ -36,14 +45,15 @@ type span struct {
 //	22021 not text in UTF-8, or has a zero byte
 //	08P01 a zero byte in the simple protocol, where it ends the statement; or a binary value cut short
 //	22P02 no integer, boolean or array; 22003 no 32 or 64 bits can hold it
-//	22007 no interval; 22008, 22015 none that PostgreSQL can hold
+//	22007 no interval or timestamptz; 22008, 22009, 22015 none that PostgreSQL can hold
 //	22P03 no binary value of that type; 42804 an array of something else
 //	2202E, 54000 array bounds or dimensions beyond what PostgreSQL can hold
-var unreadable = struct{ text, number, boolean, interval, array, binary []string }{
+var unreadable = struct{ text, number, boolean, interval, instant, array, binary []string }{
 	text:     []string{"22021", "08P01"},
 	number:   []string{"22P02", "22003"},
 	boolean:  []string{"22P02"},
 	interval: []string{"22007", "22008", "22015"},
+	instant:  []string{"22007", "22008", "22009"},
 	array:    []string{"22P02", "2202E", "54000", "22003"},
 	binary:   []string{"08P01", "22P03", "22021", "42804", "2202E", "54000"},
 }
@@ -98,6 +108,24 @@ func spanArgument(s span) argument {
 		text:   fmt.Appendf(nil, "%d mons %d days %d microseconds", s.months, s.days, s.micros),
 		binary: binary.BigEndian.AppendUint32(bytes, uint32(s.months)),
 	}
+}
+
+// instantArgument has an instant between the years 1 and 9999, or an infinite one.
+func instantArgument(micros int64) argument {
+	i, since2000 := instant(micros), micros
+	if i != infinity && i != negativeInfinity {
+		since2000 -= time.Date(2000, 1, 1, 0, 0, 0, 0, time.UTC).UnixMicro()
+	}
+	a := argument{value: i, binary: binary.BigEndian.AppendUint64(nil, uint64(since2000))}
+	switch i {
+	case infinity:
+		a.text = []byte("infinity")
+	case negativeInfinity:
+		a.text = []byte("-infinity")
+	default:
+		a.text = []byte(time.UnixMicro(micros).UTC().Format("2006-01-02 15:04:05.999999Z07:00"))
+	}
+	return a
 }
 
 // A shape is how an array is cut into dimensions and where each begins.
@@ -340,6 +368,26 @@ func (f fuzzed) anySpan() argument {
 			return f.extreme()
 		}
 		return spanArgument(s)
+	}
+}
+
+func (f fuzzed) anyInstant(now time.Time) argument {
+	switch f.IntN(8) {
+	case 0:
+		return null
+	case 1:
+		return bad(oneOf(f, []string{
+			"", "soon", "2024-02-30", "2024-13-01", "25:00", "294277-01-01", "4714-01-01 BC", "2024-01-01 00:00:00+99", "1", "\x00", "\xff",
+			"☃" + f.unicode(10), "2024-01-01 nowhere",
+		}), slices.Concat(unreadable.instant, unreadable.number, []string{"22023"}))
+	case 2:
+		a := f.noBinary(8)
+		a.unreadable = slices.Concat(a.unreadable, unreadable.instant)
+		return a
+	case 3:
+		return instantArgument(int64(oneOf(f, []instant{infinity, negativeInfinity})))
+	default:
+		return instantArgument(now.UnixMicro() + oneOf(f, []int64{0, 1, -1, 1_000_000, -day, day, 365 * day}))
 	}
 }
 

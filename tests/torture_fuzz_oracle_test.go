@@ -7,6 +7,9 @@ import (
 	"maps"
 	"math/big"
 	"slices"
+	"strconv"
+	"strings"
+	"time"
 
 	"github.com/pgratelimit/pgratelimit/tests/model"
 )
@@ -14,7 +17,7 @@ import (
 // The oracle predicts the result of a call: a refusal that README documents, in the order in which the
 // functions check, or else the model's decision.
 
-// A refusal is the message of a 22023.
+// A refusal is the message of a 22023. The empty one stands for any.
 type refusal string
 
 func (r refusal) Error() string { return string(r) }
@@ -44,7 +47,7 @@ func (r *round) check(function string, args []argument) error {
 		if p, known := r.model.Policy(name); known { // null keeps what is there
 			capacity, refill, every = cmp.Or(capacity, any(p.Capacity)), cmp.Or(refill, any(p.Refill)), cmp.Or(every, any(span{micros: int64(p.Every)}))
 		}
-		err := cmp.Or(badName("policy", value(0)), badAmount("capacity", capacity), badAmount("refill", refill), badSpan("every", every))
+		err := cmp.Or(badName("policy", value(0)), badAmount("capacity", capacity, 1), badAmount("refill", refill, 0), badSpan("every", every))
 		if err == nil {
 			err = badRate(capacity.(int64), refill.(int64), every.(span))
 		}
@@ -68,6 +71,68 @@ func (r *round) check(function string, args []argument) error {
 		case value(3) != nil && length(value(3)) != n:
 			return refusal("invalid idempotency_keys")
 		}
+	case "ratelimit_acquire_all":
+		n := length(value(0))
+		if n < 1 || length(value(1)) != n || value(2) != nil && length(value(2)) != n {
+			return refusal("")
+		}
+		return r.checkWhole(fuzzedWhole{chargesOf(args), value(3)})
+	case "ratelimit_acquire_all_many", "ratelimit_acquire_packed":
+		n := length(value(0))
+		sizes, given := value(3).([]*int64)
+		requests := n
+		if given {
+			requests = len(sizes)
+		}
+		switch {
+		case n < 0 || length(value(1)) != n || value(2) != nil && length(value(2)) != n,
+			value(4) != nil && length(value(4)) != requests,
+			!given && function == "ratelimit_acquire_all_many",
+			given && !addUp(sizes, n):
+			return refusal("")
+		}
+	case "ratelimit_override":
+		err := cmp.Or(badName("", value(0)), badName("", value(1)))
+		if value(2) != nil {
+			err = cmp.Or(err, badAmount("", value(2), 0))
+		}
+		if value(3) != nil {
+			err = cmp.Or(err, badAmount("", value(3), 0))
+		}
+		if value(4) != nil {
+			err = cmp.Or(err, badSpan("", value(4)))
+		}
+		if err == nil && value(2) != nil && value(3) != nil && value(4) != nil {
+			err = badRate(value(2).(int64), value(3).(int64), value(4).(span))
+		}
+		if expires, ok := value(5).(instant); ok && int64(expires) <= r.now.UnixMicro() {
+			err = refusal("")
+		}
+		if err != nil {
+			return refusal("")
+		}
+		if err := r.unknown(value(0)); err != nil {
+			return err
+		}
+		p, _ := r.model.Policy(value(0).(string))
+		return unsaid(badRate(cmp.Or(value(2), any(p.Capacity)).(int64), cmp.Or(value(3), any(p.Refill)).(int64),
+			cmp.Or(value(4), any(span{micros: int64(p.Every)})).(span)))
+	case "ratelimit_remove_override":
+		return unsaid(cmp.Or(badName("", value(0)), badName("", value(1)), r.unknown(value(0))))
+	case "ratelimit_overrides":
+		var err error
+		for _, name := range []any{value(0), value(1)} {
+			if name != nil {
+				err = cmp.Or(err, badName("", name))
+			}
+		}
+		if rows, ok := value(2).(int64); !ok || rows <= 0 {
+			err = refusal("")
+		}
+		if err == nil && value(0) != nil {
+			err = r.unknown(value(0))
+		}
+		return unsaid(err)
 	case "ratelimit_peek":
 		return cmp.Or(badName("policy", value(0)), badName("key", value(1)), badTokens("cost", value(2)), r.unknown(value(0)))
 	case "ratelimit_refund":
@@ -94,6 +159,41 @@ func (r *round) checkRequest(policy, key, cost, idempotencyKey any) error {
 	return cmp.Or(err, r.unknown(policy))
 }
 
+// checkWhole is checkRequest for several charges.
+func (r *round) checkWhole(q fuzzedWhole) error {
+	if len(q.charges) < 1 || len(q.charges) > 1000 || q.idempotencyKey != nil && badName("", q.idempotencyKey) != nil {
+		return refusal("")
+	}
+	var err error
+	for _, c := range q.charges {
+		if cmp.Or(badName("", c.policy), badName("", c.key), badTokens("", c.cost)) != nil {
+			return refusal("")
+		}
+		err = cmp.Or(err, r.unknown(c.policy))
+	}
+	return err
+}
+
+// unsaid is an error whose message is not foretold.
+func unsaid(err error) error {
+	var argument refusal
+	if errors.As(err, &argument) {
+		return refusal("")
+	}
+	return err
+}
+
+func addUp(sizes []*int64, sum int) bool {
+	var total int64
+	for _, size := range sizes {
+		if size == nil || *size < 0 {
+			return false
+		}
+		total += *size
+	}
+	return total == int64(sum)
+}
+
 func (r *round) unknown(policy any) error {
 	if name, _ := policy.(string); !r.known[name] {
 		return model.UnknownPolicy
@@ -115,8 +215,8 @@ func badTokens(argument string, value any) error {
 	return nil
 }
 
-func badAmount(argument string, value any) error {
-	if tokens, ok := value.(int64); !ok || tokens < 1 || tokens > maxTokens {
+func badAmount(argument string, value any, least int64) error {
+	if tokens, ok := value.(int64); !ok || tokens < least || tokens > maxTokens {
 		return refusal("invalid " + argument)
 	}
 	return nil
@@ -130,8 +230,11 @@ func badSpan(argument string, value any) error {
 	return nil
 }
 
-// badRate refuses what takes more than 10,000 years to fill.
+// badRate refuses what takes more than 10,000 years to fill, unless it is not meant to.
 func badRate(capacity, refill int64, every span) error {
+	if refill == 0 {
+		return nil
+	}
 	longest := new(big.Int).Mul(big.NewInt(refill), big.NewInt(10*maxSpan))
 	if new(big.Int).Mul(big.NewInt(capacity), every.inMonthsOf30Days()).Cmp(longest) > 0 {
 		return refusal("invalid refill")
@@ -167,10 +270,15 @@ func (r *round) answer(function string, args []argument) ([]string, error) {
 	switch function {
 	case "ratelimit_define_policy":
 		var definition model.Definition
-		definition.Capacity, _ = value(1).(int64)
-		definition.Refill, _ = value(2).(int64)
+		if capacity, ok := value(1).(int64); ok {
+			definition.Capacity = &capacity
+		}
+		if refill, ok := value(2).(int64); ok {
+			definition.Refill = &refill
+		}
 		if every, ok := value(3).(span); ok {
-			definition.Every = every.length()
+			length := every.length()
+			definition.Every = &length
 		}
 		if stepped, ok := value(4).(bool); ok {
 			definition.Stepped = &stepped
@@ -182,6 +290,9 @@ func (r *round) answer(function string, args []argument) ([]string, error) {
 			length := remember.length()
 			definition.Remember = &length
 		}
+		if shadow, ok := value(7).(bool); ok {
+			definition.Shadow = &shadow
+		}
 		if err := r.model.Define(text(0), definition); err != nil {
 			return nil, err
 		}
@@ -191,12 +302,44 @@ func (r *round) answer(function string, args []argument) ([]string, error) {
 		delete(r.known, text(0))
 		return nothing, r.model.Drop(text(0))
 	case "ratelimit_policies":
-		return slices.Sorted(maps.Keys(r.known)), nil
+		return r.policies(), nil
 	case "ratelimit_acquire":
 		d, err := r.model.Acquire(r.now, bucket(), value(2).(int64), text(3))
 		return []string{inColumns(d)}, err
 	case "ratelimit_acquire_many":
 		return r.answerMany(args), nil
+	case "ratelimit_acquire_all":
+		w, err := r.acquireAll(fuzzedWhole{chargesOf(args), value(3)})
+		if err != nil {
+			return nil, err
+		}
+		return []string{wholeInColumns(w)}, nil
+	case "ratelimit_acquire_all_many":
+		return r.answerAllMany(args), nil
+	case "ratelimit_acquire_packed":
+		return r.answerPacked(args), nil
+	case "ratelimit_override":
+		var numbers model.Numbers
+		if capacity, ok := value(2).(int64); ok {
+			numbers.Capacity = &capacity
+		}
+		if refill, ok := value(3).(int64); ok {
+			numbers.Refill = &refill
+		}
+		if every, ok := value(4).(span); ok {
+			length := every.length()
+			numbers.Every = &length
+		}
+		var expires time.Time
+		if at, ok := value(5).(instant); ok && at != infinity {
+			expires = time.UnixMicro(int64(at)).UTC()
+		}
+		return nothing, r.model.Override(r.now, bucket(), numbers, expires)
+	case "ratelimit_remove_override":
+		had, err := r.model.RemoveOverride(r.now, bucket())
+		return []string{letter[had]}, err
+	case "ratelimit_overrides":
+		return r.overrides(value(0), value(1), value(2).(int64)), nil
 	case "ratelimit_peek":
 		d, err := r.model.Peek(r.now, bucket(), value(2).(int64))
 		return []string{inColumns(d)}, err
@@ -232,12 +375,138 @@ func (r *round) answerMany(args []argument) (rows []string) {
 		}
 		if err != nil {
 			code, message := refused(err)
-			rows = append(rows, fmt.Sprintf("%d|%s|%s||||||", i+1, code, message))
+			r.batch = append(r.batch, code)
+			rows = append(rows, fmt.Sprintf("%d|%s|%s|||||||", i+1, code, message))
 		} else {
+			r.batch = append(r.batch, "")
 			rows = append(rows, fmt.Sprintf("%d|||%s", i+1, answer[0]))
 		}
 	}
 	return rows
+}
+
+// A fuzzedWhole is a request of several charges; anything of it may be null or bad.
+type fuzzedWhole struct {
+	charges        []fuzzedCharge
+	idempotencyKey any
+}
+
+type fuzzedCharge struct{ policy, key, cost any }
+
+// chargesOf joins arrays of policies, keys and costs.
+func chargesOf(args []argument) (charges []fuzzedCharge) {
+	policies, keys := args[0].value.([]*string), args[1].value.([]*string)
+	costs, haveCosts := args[2].value.([]*int64)
+	for i := range policies {
+		c := fuzzedCharge{ofPointer(policies[i]).value, ofPointer(keys[i]).value, int64(1)}
+		if haveCosts {
+			c.cost = ofPointer(costs[i]).value
+		}
+		charges = append(charges, c)
+	}
+	return charges
+}
+
+// requestsOf cuts the charges into requests of the sizes that follow, or of one each. Idempotency keys come last.
+func requestsOf(args []argument) (requests []fuzzedWhole) {
+	charges, single := chargesOf(args), int64(1)
+	sizes, haveSizes := args[3].value.([]*int64)
+	if !haveSizes {
+		sizes = slices.Repeat([]*int64{&single}, len(charges))
+	}
+	idempotencyKeys, haveKeys := args[4].value.([]*string)
+	for i, size := range sizes {
+		q := fuzzedWhole{charges: charges[:*size]}
+		charges = charges[*size:]
+		if haveKeys {
+			q.idempotencyKey = ofPointer(idempotencyKeys[i]).value
+		}
+		requests = append(requests, q)
+	}
+	return requests
+}
+
+func (r *round) acquireAll(q fuzzedWhole) (whole, error) {
+	if err := r.checkWhole(q); err != nil {
+		return whole{}, err
+	}
+	var charges []model.Charge
+	for _, c := range q.charges {
+		charges = append(charges, model.Charge{
+			BucketID: model.BucketID{Policy: c.policy.(string), Key: c.key.(string)}, Cost: c.cost.(int64),
+		})
+	}
+	idempotencyKey, _ := q.idempotencyKey.(string)
+	return r.model.AcquireAll(r.now, charges, idempotencyKey)
+}
+
+func (r *round) answerAllMany(args []argument) (rows []string) {
+	for i, q := range requestsOf(args) {
+		w, err := r.acquireAll(q)
+		code, message := refused(err)
+		r.batch = append(r.batch, code)
+		columns := "||||||||" // none
+		if err == nil {
+			columns = wholeInColumns(w)
+		}
+		rows = append(rows, fmt.Sprintf("%d|%s|%s|%s", i+1, code, message, columns))
+	}
+	return rows
+}
+
+// answerPacked has the rows of fuzzPacked.
+func (r *round) answerPacked(args []argument) []string {
+	var elements, refusals, requests []string
+	var element int
+	var replayed, shadowed bool
+	for i, q := range requestsOf(args) {
+		w, err := r.acquireAll(q)
+		code, message := refused(err)
+		r.batch = append(r.batch, code)
+		if err != nil {
+			element += len(q.charges)
+			refusals = append(refusals, fmt.Sprintf("refused|%d|%s|%s", i+1, code, message))
+			continue
+		}
+		for _, d := range w.Decisions {
+			element++
+			elements = append(elements, fmt.Sprintf("element|%d|%s", element, inColumns(d)))
+			replayed = replayed || d.Replayed
+			shadowed = shadowed || d.Shadowed
+		}
+		if args[3].value != nil {
+			requests = append(requests, fmt.Sprintf("request|%d|%s|%s|%s|%d", i+1,
+				letter[w.Allowed], letter[w.Replayed], letter[w.Shadowed], w.Binding))
+		}
+	}
+	return slices.Concat([]string{fmt.Sprintf("arrays|0|%s|%s", letter[!replayed], letter[!shadowed])}, elements, refusals, requests)
+}
+
+func (r *round) policies() (rows []string) {
+	policies := r.model.Policies()
+	for _, name := range slices.Sorted(maps.Keys(policies)) {
+		p := policies[name]
+		rows = append(rows, fmt.Sprintf("%s|%d|%d|%d|%s|%s|%d|%s", name, p.Capacity, p.Refill, int64(p.Every),
+			letter[p.Stepped], letter[p.Durable], int64(p.Remember), letter[p.Shadow]))
+	}
+	return rows
+}
+
+// overrides are those of a policy and a key, or of any, in the order of both.
+func (r *round) overrides(policy, key any, atMost int64) (rows []string) {
+	all := r.model.Overrides()
+	for _, id := range inOrder(slices.Collect(maps.Keys(all))) {
+		o := all[id]
+		if !o.Live(r.now) || policy != nil && policy != id.Policy || key != nil && key != id.Key {
+			continue
+		}
+		expires := ""
+		if !o.Expires.IsZero() {
+			expires = strconv.FormatInt(o.Expires.UnixMicro(), 10)
+		}
+		rows = append(rows, fmt.Sprintf("%s|%s|%d|%d|%d|%s", id.Policy, id.Key, o.Capacity, o.Refill, int64(o.Every), expires))
+	}
+	return rows[:min(int64(len(rows)), atMost)]
 }
 
 func ofPointer[T any](p *T) argument {
@@ -249,10 +518,24 @@ func ofPointer[T any](p *T) argument {
 
 // inColumns is a decision as fuzzStatements select it.
 func inColumns(d decision) string {
-	retryAfter := ""
-	if d.RetryAfter != model.Never {
-		retryAfter = fmt.Sprint(int64(d.RetryAfter))
+	return fmt.Sprintf("%s|%d|%s|%s|%d|%s|%s", letter[d.Allowed], d.Remaining, orNothing(d.RetryAfter), orNothing(d.ResetAfter), d.Capacity,
+		letter[d.Replayed], letter[d.Shadowed])
+}
+
+var letter = map[bool]string{true: "t", false: "f"}
+
+// orNothing is empty for never, as null is.
+func orNothing(m model.Micros) string {
+	if m == model.Never {
+		return ""
 	}
-	letter := map[bool]string{true: "t", false: "f"}
-	return fmt.Sprintf("%s|%d|%s|%d|%d|%s", letter[d.Allowed], d.Remaining, retryAfter, int64(d.ResetAfter), d.Capacity, letter[d.Replayed])
+	return strconv.FormatInt(int64(m), 10)
+}
+
+func wholeInColumns(w whole) string {
+	decisions := make([]string, len(w.Decisions))
+	for i, d := range w.Decisions {
+		decisions[i] = inColumns(d)
+	}
+	return fmt.Sprintf("%s|%d|%s", inColumns(w.Decision), w.Binding, strings.Join(decisions, "; "))
 }

@@ -59,7 +59,7 @@ func TestFuzz_FindsPlantedBugs(t *testing.T) {
 		"a month in an interval":              {mutation{`or extract\(month from value\) <> 0`, ``}, "ratelimit.check_span"},
 		"a cost checked too late":             {mutation{`acceptable\(v_key, v_cost\)`, `is_name(v_key)`}, "ratelimit_peek"},
 		"an internal error":                   {mutation{`errcode = '22023'`, `errcode = 'XX000'`}, "ratelimit.refuse"},
-		"an error that leaves something done": {mutation{`or not is_name\(v_run.idempotency_key\) then`, `or not is_name(v_run.idempotency_key) then update buckets set level = 0;`}, "ratelimit.acquire_in_order"},
+		"an error that leaves something done": {mutation{`refused := refused \|\| requests\[v_i\];`, `$0 update buckets set level = 0;`}, "ratelimit.decide_in_order"},
 		"a token too many":                    {mutation{`least\(ratelimit_refund.amount, v_policy.capacity\)`, `least(ratelimit_refund.amount + 1, v_policy.capacity)`}, "ratelimit_refund"},
 		"a policy that stays":                 {mutation{`delete from policies as p where p.name = v_name returning p.id`, `update policies as p set name = p.name where p.name = v_name returning p.id`}, "ratelimit_drop_policy"},
 	} {
@@ -129,11 +129,37 @@ func (f *fuzzer) seed() uint64 {
 }
 
 const (
-	fuzzDecision = "select allowed, remaining, (extract(epoch from retry_after) * 1000000)::bigint, (extract(epoch from reset_after) * 1000000)::bigint, capacity, replayed from "
+	fuzzDecision = "select allowed, remaining, (extract(epoch from retry_after) * 1000000)::bigint, (extract(epoch from reset_after) * 1000000)::bigint, capacity, replayed, shadowed from "
+
+	fuzzDecisions = `
+		binding,
+		(select string_agg(format('%s|%s|%s|%s|%s|%s|%s', d.allowed, d.remaining, (extract(epoch from d.retry_after) * 1000000)::bigint,
+		                          (extract(epoch from d.reset_after) * 1000000)::bigint, d.capacity, d.replayed, d.shadowed), '; ' order by d.n)
+		   from unnest(decisions) with ordinality as d (allowed, remaining, retry_after, reset_after, capacity, replayed, shadowed, n))`
+
+	// fuzzPacked is what the arrays say, each number of an element or a request once.
+	fuzzPacked = `
+		with p as materialized (select * from ratelimit_acquire_packed($1, $2, $3, $4, $5))
+		select r.* from p cross join lateral (
+		  select 'arrays', 0::bigint, format('%s|%s', p.replayed is null, p.shadowed is null)
+		  union all
+		  select 'element', u.n, format('%s|%s|%s|%s|%s|%s|%s', coalesce(u.retry_after = 0, false), u.remaining, u.retry_after, u.reset_after,
+		                                u.capacity, coalesce(u.replayed, false), coalesce(u.shadowed, false))
+		    from unnest(p.elements, p.remaining, p.retry_after_us, p.reset_after_us, p.capacity, p.replayed, p.shadowed)
+		         as u (n, remaining, retry_after, reset_after, capacity, replayed, shadowed)
+		  union all
+		  select 'refused', u.n, format('%s|%s', u.code, case when u.code <> '22023' then u.message end)
+		    from unnest(p.refused, p.error_codes, p.error_messages) as u (n, code, message)
+		  union all
+		  select 'request', u.n, format('%s|%s|%s|%s', u.allowed, u.replayed, u.shadowed, u.binding)
+		    from unnest(p.requests, p.requests_allowed, p.requests_replayed, p.requests_shadowed, p.bindings)
+		         as u (n, allowed, replayed, shadowed, binding)) as r (kind, n, answer)
+		 order by r.kind, r.n`
 
 	stateQuery = `
 		select coalesce(sum(hashtextextended(t, 0)::numeric), 0)
 		  from (select p::text from ratelimit.policies as p
+		        union all select 'o' || o::text from ratelimit.overrides as o
 		        union all select 'b' || b::text from ratelimit.buckets as b
 		        union all select 'e' || b::text from ratelimit.ephemeral_buckets as b
 		        union all select 'k' || k::text from ratelimit.idempotency_keys as k
@@ -142,30 +168,43 @@ const (
 	countQuery = `
 		select (select count(*) from ratelimit.policies),
 		       (select count(*) from ratelimit.buckets) + (select count(*) from ratelimit.ephemeral_buckets),
-		       (select count(*) from ratelimit.idempotency_keys) + (select count(*) from ratelimit.ephemeral_idempotency_keys)`
+		       (select count(*) from ratelimit.idempotency_keys) + (select count(*) from ratelimit.ephemeral_idempotency_keys),
+		       (select count(*) from ratelimit.overrides)`
 )
 
 // fuzzStatements has a call of each function, and the columns of its result that are compared.
 var fuzzStatements = map[string]string{
-	"ratelimit_define_policy": "select from ratelimit_define_policy($1, $2, $3, $4, $5, $6, $7)",
+	"ratelimit_define_policy": "select from ratelimit_define_policy($1, $2, $3, $4, $5, $6, $7, $8)",
 	"ratelimit_drop_policy":   "select from ratelimit_drop_policy($1)",
-	"ratelimit_policies":      "select policy from ratelimit_policies()",
-	"ratelimit_acquire":       fuzzDecision + "ratelimit_acquire($1, $2, $3, $4)",
+	"ratelimit_policies": "select policy, capacity, refill, (extract(epoch from every) * 1000000)::bigint, stepped, durable, " +
+		"(extract(epoch from remember) * 1000000)::bigint, shadow from ratelimit_policies()",
+	"ratelimit_override":        "select from ratelimit_override($1, $2, $3, $4, $5, $6)",
+	"ratelimit_remove_override": "select ratelimit_remove_override($1, $2)",
+	"ratelimit_overrides": "select policy, key, capacity, refill, (extract(epoch from every) * 1000000)::bigint, " +
+		"(extract(epoch from nullif(expires_at, 'infinity')) * 1000000)::bigint from ratelimit_overrides($1, $2, $3)",
+	"ratelimit_acquire": fuzzDecision + "ratelimit_acquire($1, $2, $3, $4)",
 	"ratelimit_acquire_many": strings.Replace(fuzzDecision, "allowed", "request, error_code, error_message, allowed", 1) +
 		"ratelimit_acquire_many($1, $2, $3, $4)",
-	"ratelimit_peek":        fuzzDecision + "ratelimit_peek($1, $2, $3)",
-	"ratelimit_refund":      fuzzDecision + "ratelimit_refund($1, $2, $3)",
-	"ratelimit_reset":       "select from ratelimit_reset($1, $2)",
-	"ratelimit_cleanup":     "select buckets_deleted >= 0, idempotency_keys_deleted >= 0 from ratelimit_cleanup($1)",
-	"ratelimit_cleanup_all": "call ratelimit_cleanup_all($1)",
-	"ratelimit_version":     "select ratelimit_version()",
+	"ratelimit_acquire_all": strings.Replace(fuzzDecision, "shadowed", "shadowed, "+fuzzDecisions, 1) +
+		"ratelimit_acquire_all($1, $2, $3, $4)",
+	"ratelimit_acquire_all_many": strings.NewReplacer(
+		"allowed", "request, error_code, case when error_code <> '22023' then error_message end, allowed",
+		"shadowed", "shadowed, "+fuzzDecisions).Replace(fuzzDecision) +
+		"ratelimit_acquire_all_many($1, $2, $3, $4, $5)",
+	"ratelimit_acquire_packed": fuzzPacked,
+	"ratelimit_peek":           fuzzDecision + "ratelimit_peek($1, $2, $3)",
+	"ratelimit_refund":         fuzzDecision + "ratelimit_refund($1, $2, $3)",
+	"ratelimit_reset":          "select from ratelimit_reset($1, $2)",
+	"ratelimit_cleanup":        "select buckets_deleted >= 0, idempotency_keys_deleted >= 0 from ratelimit_cleanup($1)",
+	"ratelimit_cleanup_all":    "call ratelimit_cleanup_all($1)",
+	"ratelimit_version":        "select ratelimit_version()",
 }
 
 // A fuzzCall is a call and the response that it must get.
 type fuzzCall struct {
 	function string // empty: a query of the test's own
 	args     []argument
-	elements int // of a batch that gets as far as its requests
+	requests []string // of a batch that gets as far as them: the SQLSTATE of each
 
 	codes   []string // one of these; none: the rows
 	message string   // of the refusal, when it is the package's
@@ -208,7 +247,8 @@ type round struct {
 	known  map[string]bool // the policies that are defined
 	names  []string        // of policies
 	keys   []string
-	binary bool // the extended protocol
+	binary bool     // the extended protocol
+	batch  []string // the SQLSTATEs of the batch that was answered last
 
 	version  string
 	calls    []fuzzCall
@@ -239,7 +279,7 @@ func (f *fuzzer) round(seed uint64) error {
 	for _, id := range r.buckets() {
 		r.add("ratelimit_peek", []argument{textArgument(id.Policy), textArgument(id.Key), bigintArgument(1)})
 	}
-	r.look(countQuery, fmt.Sprintf("%d|%d|%d", len(r.known), len(r.model.Buckets()), r.model.Grants()))
+	r.look(countQuery, fmt.Sprintf("%d|%d|%d|%d", len(r.known), len(r.model.Buckets()), r.model.Grants(), len(r.model.Overrides())))
 
 	before := r.look(stateQuery)
 	for range 100 {
@@ -257,7 +297,7 @@ func (f *fuzzer) round(seed uint64) error {
 	for _, name := range slices.Sorted(maps.Keys(r.known)) {
 		r.add("ratelimit_drop_policy", []argument{textArgument(name)})
 	}
-	r.look(countQuery, "0|0|0")
+	r.look(countQuery, "0|0|0|0")
 
 	responses, err := f.wire.ask(r.messages)
 	if err != nil {
@@ -312,10 +352,9 @@ func (r *round) add(function string, args []argument) {
 	if len(c.codes) == 0 {
 		err := r.check(function, args)
 		if err == nil {
+			r.batch = nil
 			c.rows, err = r.answer(function, args)
-			if function == "ratelimit_acquire_many" {
-				c.elements = len(c.rows)
-			}
+			c.requests = r.batch
 		}
 		if err != nil {
 			code, message := refused(err)
@@ -369,6 +408,8 @@ var (
 	refusing = []string{
 		"ratelimit_acquire", "ratelimit_acquire", "ratelimit_acquire", "ratelimit_acquire_many", "ratelimit_acquire_many",
 		"ratelimit_peek", "ratelimit_peek", "ratelimit_refund", "ratelimit_refund", "ratelimit_reset",
+		"ratelimit_acquire_all", "ratelimit_acquire_all", "ratelimit_acquire_all_many", "ratelimit_acquire_packed", "ratelimit_acquire_packed",
+		"ratelimit_override", "ratelimit_override", "ratelimit_remove_override", "ratelimit_overrides",
 		"ratelimit_define_policy", "ratelimit_define_policy", "ratelimit_drop_policy", "ratelimit_cleanup", "ratelimit_cleanup_all",
 	}
 	fuzzFunctions = append([]string{"ratelimit_policies", "ratelimit_version"}, refusing...)
@@ -407,17 +448,32 @@ func (r *round) arguments(function string, good func() bool) []argument {
 		}
 		return key()
 	}
+	refill := func() argument {
+		if r.oneIn(8) {
+			return bigintArgument(0)
+		}
+		return bigintArgument(1 + r.Int64N(1<<r.IntN(44)))
+	}
+	orNull := func(ok func() argument) func() argument {
+		return func() argument {
+			if r.oneIn(3) {
+				return null
+			}
+			return ok()
+		}
+	}
 	switch function {
 	case "ratelimit_define_policy":
 		for {
 			args := []argument{
 				policy(),
 				choose(func() argument { return bigintArgument(1 + r.Int64N(1<<r.IntN(44))) }, r.anyBigint),
-				choose(func() argument { return bigintArgument(1 + r.Int64N(1<<r.IntN(44))) }, r.anyBigint),
+				choose(refill, r.anyBigint),
 				choose(func() argument { return spanArgument(span{micros: 1 + r.Int64N(1<<r.IntN(55))}) }, r.anySpan),
 				choose(func() argument { return booleanArgument(r.oneIn(2)) }, r.anyBoolean),
 				choose(func() argument { return null }, r.anyBoolean),
 				choose(func() argument { return spanArgument(span{micros: 1 + r.Int64N(1<<r.IntN(55))}) }, r.anySpan),
+				choose(func() argument { return booleanArgument(r.oneIn(4)) }, r.anyBoolean),
 			}
 			if !good() || r.check(function, args) == nil { // a good one also fills in time
 				return args
@@ -428,7 +484,48 @@ func (r *round) arguments(function string, good func() bool) []argument {
 	case "ratelimit_acquire":
 		return []argument{policy(), key(), cost(), idempotencyKey()}
 	case "ratelimit_acquire_many":
-		return r.batch(good, policy, key, cost, idempotencyKey)
+		n := r.IntN(1 << r.IntN(10))
+		return []argument{
+			r.array(good, false, n, pgtype.TextOID, policy), r.array(good, false, n, pgtype.TextOID, key),
+			r.array(good, true, n, pgtype.Int8OID, cost), r.array(good, true, n, pgtype.TextOID, idempotencyKey),
+		}
+	case "ratelimit_acquire_all":
+		n := 1 + r.IntN(6)
+		if !good() {
+			n = oneOf(r.fuzzed, []int{0, 1, 7, 30, 1000, 1001})
+		}
+		return []argument{
+			r.array(good, false, n, pgtype.TextOID, policy), r.array(good, false, n, pgtype.TextOID, key),
+			r.array(good, true, n, pgtype.Int8OID, cost), idempotencyKey(),
+		}
+	case "ratelimit_acquire_all_many", "ratelimit_acquire_packed":
+		sizes, n := r.sizes(good)
+		args := []argument{
+			r.array(good, false, n, pgtype.TextOID, policy), r.array(good, false, n, pgtype.TextOID, key),
+			r.array(good, true, n, pgtype.Int8OID, cost), arrayArgument(pointers[int64](sizes), pgtype.Int4OID, sizes, r.shapeFor(len(sizes))),
+			r.array(good, true, len(sizes), pgtype.TextOID, idempotencyKey),
+		}
+		switch {
+		case function == "ratelimit_acquire_packed" && r.oneIn(2):
+			args[3], args[4] = null, r.array(good, true, n, pgtype.TextOID, idempotencyKey)
+		case !good():
+			args[3] = oneOf(r.fuzzed, []argument{null, r.noArray()})
+		}
+		return args
+	case "ratelimit_override":
+		capacity := func() argument { return bigintArgument(r.Int64N(1 << r.IntN(44))) }
+		every := func() argument { return spanArgument(span{micros: 1 + r.Int64N(1<<r.IntN(55))}) }
+		expires := func() argument {
+			return instantArgument((1 + model.Micros(r.Int64N(1<<r.IntN(55)))).After(r.now).UnixMicro())
+		}
+		return []argument{
+			policy(), key(), choose(orNull(capacity), r.anyBigint), choose(orNull(refill), r.anyBigint),
+			choose(orNull(every), r.anySpan), choose(orNull(expires), func() argument { return r.anyInstant(r.now) }),
+		}
+	case "ratelimit_remove_override":
+		return []argument{policy(), key()}
+	case "ratelimit_overrides":
+		return []argument{orNull(policy)(), orNull(key)(), choose(func() argument { return integerArgument(1 + int32(r.IntN(20))) }, r.anyInteger)}
 	case "ratelimit_peek", "ratelimit_refund":
 		return []argument{policy(), key(), cost()}
 	case "ratelimit_reset":
@@ -441,40 +538,49 @@ func (r *round) arguments(function string, good func() bool) []argument {
 	return nil
 }
 
-// batch makes the arrays of a batch, as long as each other when they are good.
-func (r *round) batch(good func() bool, elements ...func() argument) []argument {
-	n := r.IntN(1 << r.IntN(10))
-	args := make([]argument, len(elements))
-	for i, element := range elements {
-		length := n
-		if !good() {
-			switch r.IntN(12) {
-			case 0:
-				continue // null
-			case 1:
-				args[i] = r.noArray()
-				continue
-			case 2:
-				length = r.IntN(1 << r.IntN(10))
-			}
-		}
-		if i >= 2 && r.oneIn(3) {
-			continue // costs and idempotency keys may be null
-		}
-		values := make([]argument, length)
-		for j := range values {
-			values[j] = element()
-			for len(values[j].unreadable) > 0 || len(values[j].text) > 2000 {
-				values[j] = element()
-			}
-		}
-		if i == 2 {
-			args[i] = arrayArgument(pointers[int64](values), pgtype.Int8OID, values, r.shapeFor(length))
-		} else {
-			args[i] = arrayArgument(pointers[string](values), pgtype.TextOID, values, r.shapeFor(length))
+// array makes one array of a batch: of this length, or perhaps null if it may be, when it is good.
+func (r *round) array(good func() bool, nullable bool, length int, of uint32, element func() argument) argument {
+	if !good() {
+		switch r.IntN(12) {
+		case 0:
+			return null
+		case 1:
+			return r.noArray()
+		case 2:
+			length = r.IntN(1 << r.IntN(10))
 		}
 	}
-	return args
+	if nullable && r.oneIn(3) {
+		return null
+	}
+	values := make([]argument, length)
+	for i := range values {
+		values[i] = element()
+		for len(values[i].unreadable) > 0 || len(values[i].text) > 2000 {
+			values[i] = element()
+		}
+	}
+	var elements any = pointers[string](values)
+	if of == pgtype.Int8OID {
+		elements = pointers[int64](values)
+	}
+	return arrayArgument(elements, of, values, r.shapeFor(length))
+}
+
+// sizes are those of a batch of requests, and their sum.
+func (r *round) sizes(good func() bool) (sizes []argument, sum int) {
+	for range r.IntN(1 << r.IntN(7)) {
+		size := 1 + r.IntN(6)
+		if !good() && r.oneIn(4) {
+			size = oneOf(r.fuzzed, []int{0, 0, 30, 1001})
+		}
+		sizes = append(sizes, integerArgument(int32(size)))
+		sum += size
+	}
+	if len(sizes) > 0 && !good() && r.oneIn(8) {
+		sizes[r.IntN(len(sizes))] = oneOf(r.fuzzed, []argument{null, integerArgument(-1), integerArgument(math.MaxInt32)})
+	}
+	return sizes, sum
 }
 
 // pointers are the values of elements, nil for null.
@@ -498,8 +604,10 @@ func (r *round) name() string {
 }
 
 // buckets are those that were taken from, in one order.
-func (r *round) buckets() []model.BucketID {
-	return slices.SortedFunc(slices.Values(r.model.Buckets()), func(a, b model.BucketID) int {
+func (r *round) buckets() []model.BucketID { return inOrder(r.model.Buckets()) }
+
+func inOrder(ids []model.BucketID) []model.BucketID {
+	return slices.SortedFunc(slices.Values(ids), func(a, b model.BucketID) int {
 		return cmp.Or(strings.Compare(a.Policy, b.Policy), strings.Compare(a.Key, b.Key))
 	})
 }
@@ -527,14 +635,14 @@ func (n *tally) add(r *round, responses []response) {
 		switch {
 		case c.function == "":
 			continue
-		case c.elements > 0:
-			for _, row := range responses[i].rows {
-				n.byCode[strings.Split(row, "|")[1]]++
+		case len(c.requests) > 0:
+			for _, code := range c.requests {
+				n.byCode[code]++
 			}
 		default:
 			n.byCode[responses[i].code]++
 		}
-		inputs := max(1, c.elements)
+		inputs := max(1, len(c.requests))
 		n.byFunction[c.function] += inputs
 		n.byProtocol[protocol] += inputs
 	}

@@ -15,46 +15,85 @@ import (
 )
 
 // An operation is what one call did to one bucket, as its caller saw it. Each request of a batch is an
-// operation of its own.
+// operation of its own, and so is what a request of several charges asks of each bucket.
 type operation struct {
 	kind string
 	request
-	undone       bool // its transaction was rolled back
-	batch, place int  // among the requests of one batch for this bucket; batches count from 1
+	then         *operation // on the same bucket in the same transaction, with the bucket locked in between
+	undone       bool       // its transaction was rolled back
+	batch, place int        // among the requests of one batch for this bucket; batches count from 1
 	client       int
 
 	called, returned time.Duration
 	readings         []time.Time // of the clock, by which it may have decided
-	policies         []model.Policy
-	answer           *answer // nil for calls that have none
-	met              bool    // its idempotency key was granted to somebody else meanwhile, or lives again by a clock that went back
+	rules            []rules     // by which it may have decided
+	answer           *answer     // nil for calls that have none
+	met              bool        // its idempotency key was granted to somebody else meanwhile, or lives again by a clock that went back
+	whole            *wholePart  // of an acquire all
+	own              *rules      // the numbers that its transaction gave the bucket before
+	sets             int         // number of the override that came with this change of the bucket
+	reread           bool        // it read the numbers together with the bucket, or after it had locked it
+	gone             bool        // the policy was dropped meanwhile
+}
+
+// A wholePart is what an acquire all says about all its buckets.
+type wholePart struct {
+	granted  bool
+	policies []string // of all its buckets
 }
 
 // Kinds of operations.
 const (
 	acquires = "acquire"
+	shares   = "acquire all"
 	peeks    = "peek"
 	refunds  = "refund"
 	resets   = "reset"
+	drops    = "drop policy"
 	cleansUp = "clean up"
 )
 
-func (op *operation) granted() bool {
-	return op.kind == acquires && op.answer.Decision != nil && op.answer.Decision.Allowed && !op.answer.Decision.Replayed
+// Rules are a policy and the override of a bucket, as they were in force at the same time.
+type rules struct {
+	policy   model.Policy
+	override *model.Override // nil for none
+	number   int             // of the override, or of its end, among those of the bucket
 }
 
+// at returns the policy with the numbers that apply.
+func (r rules) at(now time.Time) model.Policy {
+	p := r.policy
+	if r.override != nil && r.override.Live(now) {
+		p.Capacity, p.Refill, p.Every = r.override.Capacity, r.override.Refill, r.override.Every
+	}
+	return p
+}
+
+// takes reports whether the answer says that tokens were taken.
+func (op *operation) takes() bool {
+	return (op.kind == acquires || op.kind == shares && op.whole.granted) && op.answer.Decision != nil &&
+		op.answer.Decision.Allowed && !op.answer.Decision.Replayed && !op.answer.Decision.Shadowed && op.cost > 0
+}
+
+// denied reports whether an acquire was, or would have been if its policy did more than watch.
 func (op *operation) denied() bool {
-	return op.kind == acquires && op.answer.Decision != nil && !op.answer.Decision.Allowed
+	return op.kind == acquires && op.answer.Decision != nil && (!op.answer.Decision.Allowed || op.answer.Decision.Shadowed)
 }
 
 func (op *operation) overlaps(other *operation) bool {
 	return op.called <= other.returned && other.called <= op.returned
 }
 
+// is reports whether the answer is this error.
+func (a *answer) is(code model.Error) bool {
+	return a != nil && strings.Contains(a.Error, string(code))
+}
+
 // A standing is a state that a bucket may have between two operations.
 type standing struct {
 	model.State
 	batches map[int]int // requests done, of batches under way
+	numbers int         // of the newest override that a transaction gave the bucket together with a change of it
 }
 
 // next returns the standings that the operation may lead to. A nil answer stands for any answer.
@@ -70,34 +109,63 @@ func (op *operation) next(at standing, answer *answer) (all []any) {
 		batches[op.batch]++
 		at.batches = batches
 	}
-	add := func(states ...model.State) {
+	if op.gone { // and perhaps it went by the policy, or by buckets, that nobody sees any more
+		all = append(all, at)
+	}
+	sets := op.sets
+	if op.kind == resets && at.HasNoRow() { // a row that another session is creating just then stays, too
+		sets = 0
+	}
+	for _, s := range op.leads(at, answer) {
 		if op.undone {
-			states = []model.State{at.State}
+			all = append(all, at)
+			continue
 		}
-		for _, s := range states {
-			all = append(all, standing{s, at.batches})
-		}
-	}
-	if op.kind == resets {
-		add(at.Reset())
-		return all
-	}
-	for _, p := range op.policies {
-		for _, now := range op.readings {
-			for _, s := range at.Doubts(op.idempotencyKey, now) {
-				add(op.leadsTo(p, now, s, answer)...)
-			}
-		}
+		all = append(all, standing{s, at.batches, max(at.numbers, sets)})
 	}
 	return all
 }
 
+func (op *operation) leads(at standing, answer *answer) (left []model.State) {
+	switch {
+	case answer.is(model.UnknownPolicy):
+		return nil
+	case op.kind == resets:
+		return []model.State{at.Reset()}
+	case op.kind == drops:
+		return []model.State{{}}
+	}
+	for _, r := range op.rules {
+		if op.reread && r.number < at.numbers {
+			continue
+		}
+		for _, now := range op.readings {
+			for _, s := range at.Doubts(op.idempotencyKey, now) {
+				left = append(left, op.leadsTo(r, now, s, answer)...)
+			}
+		}
+	}
+	if op.then == nil {
+		return left
+	}
+	var next []model.State
+	for _, s := range left {
+		thenAnswer := op.then.answer
+		if answer == nil {
+			thenAnswer = nil
+		}
+		next = append(next, op.then.leads(standing{s, nil, 0}, thenAnswer)...)
+	}
+	return next
+}
+
 // leadsTo returns the states that the operation leads to from one state, by one reading of the clock.
-func (op *operation) leadsTo(p model.Policy, now time.Time, s model.State, answer *answer) []model.State {
+func (op *operation) leadsTo(r rules, now time.Time, s model.State, answer *answer) []model.State {
 	var (
 		left = []model.State{s}
 		d    decision
 		err  error
+		p    = r.at(now)
 	)
 	if op.isFar(p, now, s, answer) {
 		return nil
@@ -108,14 +176,29 @@ func (op *operation) leadsTo(p model.Policy, now time.Time, s model.State, answe
 		if op.met && (d.Replayed || err != nil && op.batch != 0) {
 			left = append(left, s.Touch(p, now))
 		}
+	case shares:
+		if answer.is(model.IdempotencyMismatch) && len(op.whole.policies) > 1 { // with another bucket, perhaps
+			return left
+		}
+		d, err = s.Ask(p, now, op.cost, op.idempotencyKey)
+		if !d.Allowed || answer != nil && !op.whole.granted {
+			break
+		}
+		left[0], d, err = s.Acquire(p, now, op.cost, op.idempotencyKey)
+		if answer == nil {
+			left = append(left, s)
+		}
 	case peeks:
 		d = s.Peek(p, now, op.cost)
 	case refunds:
 		left[0], d = s.Refund(p, now, op.cost)
 	case cleansUp:
-		return s.CleanUps(p, now)
+		return s.CleanUps(r.policy, p, now)
 	}
-	if answer != nil && (err == nil) != (answer.Decision != nil) || answer != nil && err == nil && d != *answer.Decision {
+	if answer == nil {
+		return left
+	}
+	if (err == nil) != (answer.Decision != nil) || err == nil && d != *answer.Decision || op.kind == shares && op.whole.granted && !d.Allowed {
 		return nil
 	}
 	return left
@@ -123,11 +206,11 @@ func (op *operation) leadsTo(p model.Policy, now time.Time, s model.State, answe
 
 // isFar reports cheaply that the answer cannot come from a state, which saves the model most of its work.
 func (op *operation) isFar(p model.Policy, now time.Time, s model.State, answer *answer) bool {
-	if op.kind != acquires && op.kind != peeks || answer == nil || answer.Decision == nil || answer.Decision.Replayed {
+	if op.kind != acquires && op.kind != shares && op.kind != peeks || answer == nil || answer.Decision == nil || answer.Decision.Replayed {
 		return false
 	}
 	before := answer.Decision.Remaining
-	if op.granted() {
+	if op.takes() {
 		before += op.cost
 	}
 	return p.Capacity != answer.Decision.Capacity || s.Remaining(p, now) != before
@@ -139,8 +222,10 @@ var bucketModel = porcupine.NondeterministicModel{
 		return input.(*operation).next(state.(standing), output.(*answer))
 	},
 	// Those that are compared have the same operations behind them, and so the same batches.
-	Equal: func(a, b any) bool { return a.(standing).Equal(b.(standing).State) },
-	Hash:  func(state any) uint64 { return state.(standing).Hash() },
+	Equal: func(a, b any) bool {
+		return a.(standing).numbers == b.(standing).numbers && a.(standing).Equal(b.(standing).State)
+	},
+	Hash: func(state any) uint64 { return state.(standing).Hash() },
 }
 
 // A history is all operations on one bucket, which began full.
@@ -174,14 +259,14 @@ func (h history) check() (violation string, decided bool) {
 	}
 	illegal := verdict == porcupine.Illegal
 	for n := 1; n <= len(h); n++ { // the first answers that have none
-		if verdict = porcupine.CheckOperationsTimeout(rules, h.upTo(n), atMost); verdict != porcupine.Ok {
-			if illegal || verdict == porcupine.Illegal {
-				return h.explain(rules, n), true
-			}
+		switch verdict = porcupine.CheckOperationsTimeout(rules, h.upTo(n), atMost); {
+		case verdict == porcupine.Illegal:
+			return h.explain(rules, n), true
+		case verdict == porcupine.Unknown && !illegal:
 			return "", false
 		}
 	}
-	return "", true
+	return h.explain(rules, len(h)), illegal
 }
 
 // explain shows how far the operations up to the first n answers can be put in order.
@@ -227,6 +312,12 @@ func (op *operation) String() string {
 	if op.undone {
 		text.WriteString(", rolled back")
 	}
+	if op.whole != nil {
+		fmt.Fprintf(&text, " among %d buckets, granted: %v", len(op.whole.policies), op.whole.granted)
+	}
+	if op.sets != 0 {
+		fmt.Fprintf(&text, ", with override %d", op.sets)
+	}
 	if op.answer != nil {
 		fmt.Fprintf(&text, ": %s", op.answer.Error)
 		if op.answer.Decision != nil {
@@ -236,8 +327,14 @@ func (op *operation) String() string {
 	for i, now := range op.readings {
 		text.WriteString([]string{", at ", " or "}[min(i, 1)] + now.Format("05.000000"))
 	}
-	for _, p := range op.policies {
-		fmt.Fprintf(&text, ", %+v", p)
+	for _, r := range op.rules {
+		fmt.Fprintf(&text, ", %+v", r.policy)
+		if r.override != nil {
+			fmt.Fprintf(&text, " with override %d: %+v", r.number, *r.override)
+		}
+	}
+	if op.then != nil {
+		fmt.Fprintf(&text, "\n    then %s", op.then)
 	}
 	return text.String()
 }

@@ -4,9 +4,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"math/rand/v2"
 	"slices"
 	"strconv"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -48,7 +50,7 @@ func TestTorture_Linearizability(t *testing.T) {
 		return !t.Failed()
 	})
 
-	for _, some := range []int{n.grants, n.denials, n.replays, n.batched, n.cleanups, c.changes} {
+	for _, some := range []int{n.grants, n.denials, n.replays, n.batched, n.wholes, n.denied, n.shadowed, n.paired, n.cleanups, c.changes, c.overrides, c.drops} {
 		require.NotZero(t, some, "%+v", n)
 	}
 	require.Less(t, 2*n.undecided, n.buckets, "%+v", n) // by the wall clock, and seldom with the machine to itself
@@ -60,13 +62,21 @@ func TestTorture_Linearizability(t *testing.T) {
 	run.figure("denials", n.denials, "")
 	run.figure("replays", n.replays, "")
 	run.figure("requests in batches", n.batched, "")
+	run.figure("shares of granted requests of several charges", n.wholes, "")
+	run.figure("shares of denied ones", n.denied, "")
+	run.figure("shadowed", n.shadowed, "")
+	run.figure("transactions of two calls", n.paired, "")
 	run.figure("rolled back", n.undone, "")
 	run.figure("buckets cleaned up beside them", n.cleanups, "")
 	run.figure("changes of policies beside them", c.changes, "")
+	run.figure("overrides beside them", c.overrides, "")
+	run.figure("policies dropped beside them", c.drops, "")
 }
 
 type operationCounts struct {
-	histories, buckets, operations, grants, denials, replays, batched, undone, cleanups, undecided int
+	histories, buckets, operations, undecided          int
+	grants, denials, replays, shadowed, wholes, denied int
+	batched, paired, undone, cleanups                  int
 }
 
 func (n *operationCounts) count(h history) {
@@ -78,15 +88,26 @@ func (n *operationCounts) count(h history) {
 		if op.undone {
 			n.undone++
 		}
+		if op.then != nil || op.own != nil || op.kind == resets && op.sets != 0 {
+			n.paired++
+		}
 		switch {
 		case op.kind == cleansUp:
 			n.cleanups++
-		case op.kind != acquires || op.answer.Decision == nil:
+		case op.kind == shares && op.whole.granted:
+			n.wholes++
+		case op.kind == shares:
+			n.denied++
+		}
+		switch {
+		case op.kind != acquires && op.kind != shares || op.answer.Decision == nil:
 		case op.answer.Decision.Replayed:
 			n.replays++
-		case op.answer.Decision.Allowed:
+		case op.answer.Decision.Shadowed:
+			n.shadowed++
+		case op.takes():
 			n.grants++
-		default:
+		case !op.answer.Decision.Allowed:
 			n.denials++
 		}
 	}
@@ -95,28 +116,53 @@ func (n *operationCounts) count(h history) {
 // A bug planted in SQL is found within seconds.
 func TestLinearizability_FindsPlantedBugs(t *testing.T) {
 	t.Parallel()
-	for name, bug := range map[string]struct {
-		mutation
-		function string
-	}{
-		"a grant by an unlocked read": {mutation{
+	type bug map[string][]mutation // by the name of the function
+	for name, bug := range map[string]bug{
+		"a grant by an unlocked read": {"ratelimit_acquire": {{
 			`(update buckets as b set level = [^;]*? and )refilled_level\(b.level, b.refilled_at(, [^)]*\) >= v_wanted)`,
 			`$1 (select refilled_level(o.level, o.refilled_at$2 from buckets as o where o.policy_id = v_policy.id and o.key = v_key)`,
-		}, "ratelimit_acquire"},
-		"a clock that goes back": {mutation{`greatest\(refilled_at, now\)`, "now"}, "ratelimit.refilled_until"},
-		"a concurrent repeat is charged again": {mutation{
-			`(update buckets as b set level = b.level) \+ v_taken`, "$1",
-		}, "ratelimit_acquire"},
-		"a denial by the clock before the wait": {mutation{
-			`v_now := clock\(\); ( -- the update may have waited [^;]* from buckets as b)`, "$1",
-		}, "ratelimit_acquire"},
+		}}},
+		"a batch that decides by an unlocked read": {"ratelimit.decide_in_order": {{
+			`(from buckets as b where [^;]* limit 1 )for update`, "$1",
+		}}},
+		"a clock that goes back": {"ratelimit.refilled_until": {{`greatest\(refilled_at, now\)`, "now"}}},
+		"a concurrent repeat is charged again": {"ratelimit_acquire": {{
+			`(update buckets as b set level = b.level) \+ v_wanted`, "$1",
+		}}},
+		"a denial by the clock before the wait": {"ratelimit_acquire": {{
+			`(?s)v_now := clock\(\);( -- the update may have waited .*? from buckets as b)`, "$1",
+		}}},
+		"a bucket that is named twice is charged twice": {"ratelimit.decide_in_order": {{
+			`if v_same\[v_i\] = v_i then`, "if true then",
+		}}},
+		"a denial keeps the first charge": {"ratelimit.decide_in_order": {{
+			`if v_granted and v_fits\[v_i\]`, "if (v_granted or v_i = v_start) and v_fits[v_i]",
+		}}},
+		"a replay is charged": {"ratelimit.decide_in_order": {
+			{`and v_fits\[v_i\] and not replayed\[v_i\]`, "and v_fits[v_i]"},
+			{`v_kept\[v_i\] := (.*?);`, "v_kept[v_i] := $1 and not replayed[v_i];"},
+		}},
+		"an override is read before the lock, and not again": {"ratelimit.decide_in_order": {{
+			`v_numbers := '\{\}';`, "v_numbers := case when v_round = 1 then '{}' else v_numbers end;",
+		}}},
+		"buckets are locked in an order of the caller's": {"ratelimit.decide_in_order": {
+			{`dense_rank\(\) over \(order by e.policy, e.key\)`, "dense_rank() over (order by e.policy, md5(e.key || pg_backend_pid()))"},
+			{`array_agg\(b.key order by b.policy, b.key\)`, "array_agg(b.key order by b.policy, md5(b.key || pg_backend_pid()))"},
+		}},
+		"clean-up ignores overrides": {"ratelimit.cleanup_batch": {{
+			`and \(o.key is null or [^;]*? = 0\)( as removable from buckets )`, "$1",
+		}}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			db := newDB(t)
-			db.mutate(bug.mutation, bug.function)
+			for function, mutations := range bug {
+				for _, m := range mutations {
+					db.mutate(m, function)
+				}
+			}
 			c := newChronicler(db, "continuous durable", "stepped durable")
-			found, deadline := false, time.Now().Add(3*patience)
+			found, deadline := false, time.Now().Add(6*patience)
 			c.write(func() bool { return time.Now().Before(deadline) }, func(_ uint64, histories []history, err error) bool {
 				found = err != nil || slices.ContainsFunc(histories, func(h history) bool {
 					violation, decided := h.check()
@@ -131,12 +177,12 @@ func TestLinearizability_FindsPlantedBugs(t *testing.T) {
 
 // A chronicler has clients make random calls, one history after the other.
 type chronicler struct {
-	db       *testDB
-	policies []string
-	clients  []*recorder
-	combiner *client.Combiner
-	readings readings // of the combiner's connections
-	changes  int
+	db                        *testDB
+	policies                  []string
+	clients                   []*recorder
+	combiner                  *client.Combiner
+	readings                  readings // of the combiner's connections
+	changes, overrides, drops int
 }
 
 // newChronicler defines the policies by what their names say, and has clocks tell what they read.
@@ -170,7 +216,22 @@ func newChronicler(db *testDB, policies ...string) *chronicler {
 	db.t.Cleanup(pool.Close)
 	c.combiner = client.NewCombiner(pool)
 	db.t.Cleanup(c.combiner.Close)
+	for _, policy := range policies {
+		db.definePolicy(policy, 1, 1, time.Second, durability(policy))
+		db.exec(overrideSomeKey, policy)
+	}
 	return c
+}
+
+// overrideSomeKey has every call look for overrides. One that reads a policy just before its first override may
+// go by the policy's numbers.
+const overrideSomeKey = "select ratelimit_override($1, 'some key')"
+
+func durability(policy string) policyOption {
+	if strings.HasSuffix(policy, "durable") {
+		return durable
+	}
+	return ephemeral
 }
 
 // readings are the readings of the clock that notices reported.
@@ -268,12 +329,28 @@ type chronicle struct {
 	mu         sync.Mutex
 	operations []*operation
 	batches    int
+	numbers    map[model.BucketID][]numbers // as the bucket's overrides gave them and took them away
+	gone       map[string][]period          // when a policy was dropped, until it was there again
+	dropping   sync.RWMutex                 // no override is set meanwhile
 }
+
+// A period is the time between two instants.
+type period struct{ since, until time.Duration }
+
+func (p period) overlaps(op *operation) bool { return p.since <= op.returned && op.called <= p.until }
+
+// Numbers are an override, or nil for none, that may have been in force for a time.
+type numbers struct {
+	*model.Override
+	period
+}
+
+const forever = time.Duration(math.MaxInt64)
 
 // A version of a policy may have been in force between two instants.
 type version struct {
 	model.Policy
-	since, until time.Duration
+	period
 }
 
 func (c *chronicler) history(seed uint64) (histories []history, err error) {
@@ -284,11 +361,14 @@ func (c *chronicler) history(seed uint64) (histories []history, err error) {
 		started:    time.Now(),
 		combined:   random.IntN(4) == 0,
 		versions:   map[string][]version{},
+		numbers:    map[model.BucketID][]numbers{},
+		gone:       map[string][]period{},
 	}
 	for i := range 2 + random.IntN(3) {
 		h.buckets = append(h.buckets, model.BucketID{Policy: c.policies[random.IntN(len(c.policies))], Key: fmt.Sprint(seed, " ", i)})
 	}
 	for _, b := range h.buckets {
+		h.numbers[b] = []numbers{{nil, period{0, forever}}}
 		if err := h.define(random, c.clients[0], b.Policy); err != nil {
 			return nil, err
 		}
@@ -334,16 +414,21 @@ func (h *chronicle) finish() (histories []history) {
 				continue
 			}
 			of = append(of, op)
-			if op.granted() && !op.undone {
+			if op.takes() && !op.undone {
 				granted[op.idempotencyKey] = append(granted[op.idempotencyKey], op)
-			}
-			for _, v := range h.versions[b.Policy] {
-				if v.since <= op.returned && op.called <= v.until && !slices.Contains(op.policies, v.Policy) {
-					op.policies = append(op.policies, v.Policy)
-				}
 			}
 		}
 		for _, op := range of {
+			op.rules = h.rules(op, of)
+			if op.then != nil {
+				op.then.rules = op.rules
+			}
+			op.gone = slices.ContainsFunc(h.gone[b.Policy], func(p period) bool { return op.kind != drops && p.overlaps(op) })
+			if op.whole != nil && op.answer.is(model.UnknownPolicy) {
+				for _, policy := range op.whole.policies {
+					op.gone = op.gone || slices.ContainsFunc(h.gone[policy], func(p period) bool { return p.overlaps(op) })
+				}
+			}
 			op.met = op.idempotencyKey != "" && slices.ContainsFunc(granted[op.idempotencyKey], func(g *operation) bool {
 				return g != op && (op.batch == 0 || op.batch != g.batch) && (g.overlaps(op) || len(op.readings) > 1)
 			})
@@ -351,6 +436,37 @@ func (h *chronicle) finish() (histories []history) {
 		histories = append(histories, of)
 	}
 	return histories
+}
+
+// rules are those by which an operation may have decided. An override that clean-up may have removed, because a
+// clock was ahead, may be in force or not.
+func (h *chronicle) rules(op *operation, of history) (all []rules) {
+	add := func(p model.Policy, override *model.Override, number int) {
+		if r := (rules{p, override, number}); !slices.Contains(all, r) {
+			all = append(all, r)
+		}
+	}
+	for _, v := range h.versions[op.Policy] {
+		switch {
+		case !v.overlaps(op):
+			continue
+		case op.own != nil:
+			add(v.Policy, op.own.override, op.own.number)
+			continue
+		}
+		for number, n := range h.numbers[op.BucketID] {
+			if !n.overlaps(op) {
+				continue
+			}
+			add(v.Policy, n.Override, number)
+			if n.Override != nil && slices.ContainsFunc(of, func(c *operation) bool {
+				return c.kind == cleansUp && c.called <= op.returned && slices.ContainsFunc(c.readings, func(now time.Time) bool { return !n.Live(now) })
+			}) {
+				add(v.Policy, nil, number)
+			}
+		}
+	}
+	return all
 }
 
 func (h *chronicle) now() time.Duration { return time.Since(h.started) }
@@ -367,23 +483,36 @@ func (h *chronicle) define(random *rand.Rand, q *recorder, policy string) error 
 		Capacity: 3 + random.Int64N(10),
 		Every:    model.Micros(50 + random.Int64N(5000)),
 		Stepped:  policy[0] == 's',
-		Durable:  policy[len(policy)-7:] == "durable",
+		Durable:  strings.HasSuffix(policy, "durable"),
 		Remember: []model.Micros{day, day, 20_000, 2_000}[random.IntN(4)],
 	}
 	if random.IntN(8) == 0 {
 		p.Stepped = !p.Stepped
 	}
+	p.Shadow = random.IntN(6) == 0
 	p.Refill = 1 + random.Int64N(p.Capacity)
+	if random.IntN(8) == 0 {
+		p.Refill = 0
+	}
 	since := h.now()
-	_, err := q.Exec(context.Background(), "select ratelimit_define_policy($1, $2, $3, $4, $5, $6, $7)",
-		policy, p.Capacity, p.Refill, intervalOfDays(p.Every), p.Stepped, p.Durable, intervalOfDays(p.Remember))
+	_, err := q.Exec(context.Background(), "select ratelimit_define_policy($1, $2, $3, $4, $5, $6, $7, $8)",
+		policy, p.Capacity, p.Refill, intervalOfDays(p.Every), p.Stepped, p.Durable, intervalOfDays(p.Remember), p.Shadow)
 	until := h.now()
 	if before := h.versions[policy]; len(before) > 0 {
 		before[len(before)-1].until = until
 		h.changes++
 	}
-	h.versions[policy] = append(h.versions[policy], version{p, since, 1<<63 - 1})
+	h.versions[policy] = append(h.versions[policy], version{p, period{since, forever}})
 	return err
+}
+
+// setNumbers notes that a bucket has an override, or none, from an instant on; the one before ends at another.
+func (h *chronicle) setNumbers(b model.BucketID, override *model.Override, since, until time.Duration) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	before := h.numbers[b]
+	before[len(before)-1].until = until
+	h.numbers[b] = append(before, numbers{override, period{since, forever}})
 }
 
 // An actor makes the calls of one client.
@@ -396,18 +525,28 @@ type actor struct {
 
 func (a *actor) act() error {
 	switch n := a.random.IntN(100); {
-	case n < 45:
+	case n < 32:
 		return a.acquire()
-	case n < 75:
+	case n < 47:
 		return a.acquireMany()
-	case n < 83:
+	case n < 58:
+		return a.acquireAll()
+	case n < 66:
+		return a.acquireAllMany()
+	case n < 71:
 		return a.decide(peeks)
-	case n < 91:
+	case n < 76:
 		return a.decide(refunds)
-	case n < 93:
+	case n < 79:
+		return a.acquireAndRefund()
+	case n < 90 && a.client < len(a.buckets): // a bucket has one client who sets its override, so that these follow each other
+		return a.override(a.buckets[a.client])
+	case n < 92:
 		return a.reset()
 	case n < 95 || a.client > 0:
 		return a.cleanUp()
+	case n < 97:
+		return a.drop()
 	default:
 		return a.define(a.random, a.recorder, a.bucket().Policy)
 	}
@@ -432,7 +571,7 @@ func (a *actor) request(bucket model.BucketID) *operation {
 		op.cost = 13
 	}
 	if a.random.IntN(5) < 2 {
-		key := a.random.Int64N(6)
+		key := a.random.Int64N(4)
 		op.idempotencyKey = strconv.FormatInt(key, 10)
 		if a.random.IntN(10) > 0 {
 			op.cost = 1 + key%4
@@ -441,13 +580,24 @@ func (a *actor) request(bucket model.BucketID) *operation {
 	return op
 }
 
-// answered records the answer of a call on one bucket. RL002 is an answer; other errors are returned.
+// answered records the answer of a call on one bucket. Some errors are answers; others are returned.
 func (op *operation) answered(d decision, err error) error {
 	op.answer = &answer{Decision: &d}
-	if sqlState(err) == string(model.IdempotencyMismatch) || errors.Is(err, client.ErrIdempotencyMismatch) {
-		op.answer, err = &answer{Error: err.Error()}, nil
+	if a := errorAnswer(err); a != nil {
+		op.answer, err = a, nil
 	}
 	return err
+}
+
+// errorAnswer is the answer that an error is: that of an idempotency key, or of a policy that was dropped. It is nil for
+// other errors.
+func errorAnswer(err error) *answer {
+	for code, is := range map[model.Error]error{model.IdempotencyMismatch: client.ErrIdempotencyMismatch, model.UnknownPolicy: client.ErrUnknownPolicy} {
+		if sqlState(err) == string(code) || errors.Is(err, is) {
+			return &answer{Error: fmt.Sprintf("%s: %v", code, err)}
+		}
+	}
+	return nil
 }
 
 // acquire, now and then in a transaction that may be rolled back.
@@ -456,37 +606,310 @@ func (a *actor) acquire() error {
 	return a.transact(func() error { return op.answered(op.request.acquire(a)) }, op)
 }
 
-// transact makes the call of some operations.
+// transact makes the call of some operations, now and then in a transaction that may be rolled back.
 func (a *actor) transact(call func() error, ops ...*operation) error {
-	held := a.random.IntN(4) == 0
+	_, err := a.transactIn(a.random.IntN(4) == 0, call, ops...)
+	return err
+}
+
+func (a *actor) transactIn(held bool, call func() error, ops ...*operation) (committed bool, err error) {
+	start, called := time.Now(), a.now()
+	if held {
+		if _, err := a.Exec(context.Background(), "begin"); err != nil {
+			return false, err
+		}
+	}
+	if err := call(); err != nil {
+		if held {
+			_, rollbackErr := a.Exec(context.Background(), "rollback")
+			err = errors.Join(err, rollbackErr)
+		}
+		return false, err
+	}
+	read := a.recorder.readings.since(start)
+	committed = true
+	for _, op := range ops { // a transaction that met an error is aborted
+		committed = committed && (!held || op.batch != 0 || op.answer == nil || op.answer.Error == "")
+	}
+	if held && a.random.IntN(3) == 0 && (len(ops) == 0 || ops[0].batch == 0) { // a batch that is undone has seen itself
+		committed = false
+	}
+	if held {
+		end := "commit"
+		if !committed {
+			end = "rollback"
+		}
+		if _, err := a.Exec(context.Background(), end); err != nil {
+			return false, err
+		}
+	}
+	returned := a.now()
+	for _, op := range ops {
+		op.called, op.returned, op.readings, op.undone = called, returned, read, !committed
+		if op.then != nil {
+			op.then.readings = read
+		}
+		if op.kind == acquires && op.batch == 0 && op.denied() {
+			op.readings = read[min(1, len(read)):] // the first is from before the update, which may have waited
+		}
+		// ratelimit.acquire_batch reads the clock once for its fast path, and again for each round after it. An acquire of
+		// one bucket reads the numbers before the bucket, and its update keeps to them if it waits and the cost still fits.
+		if op.kind == shares || op.kind == acquires && op.batch != 0 {
+			op.reread = len(read) > 2 || !slices.ContainsFunc(ops, (*operation).takes) // a first round creates rows by what it saw before
+		}
+	}
+	a.add(ops...)
+	return committed, nil
+}
+
+// acquireAndRefund is one operation if the acquire locks the bucket.
+func (a *actor) acquireAndRefund() error {
+	op := a.request(a.bucket())
+	back := a.operation(refunds, op.BucketID)
+	back.cost = a.random.Int64N(5)
+	if _, err := a.Exec(context.Background(), "begin"); err != nil {
+		return err
+	}
+	start, called := time.Now(), a.now()
+	if err := op.answered(op.request.acquire(a)); err != nil {
+		return err
+	}
+	ops := []*operation{op}
+	end := "commit"
+	switch {
+	case op.takes():
+		op.then = back
+		op.undone = a.random.IntN(3) == 0
+	case op.answer.Error == "":
+		ops = append(ops, back)
+	}
+	if op.undone {
+		end = "rollback"
+	}
+	if op.answer.Error == "" {
+		if err := back.answered(refund(a, back.Policy, back.Key, back.cost)); err != nil {
+			return err
+		}
+	}
+	read := a.recorder.readings.since(start)
+	if _, err := a.Exec(context.Background(), end); err != nil {
+		return err
+	}
+	returned := a.now()
+	for _, op := range append(ops, back) {
+		op.called, op.returned, op.readings = called, returned, read
+	}
+	a.add(ops...)
+	return nil
+}
+
+// acquireAll takes from several buckets, all or none.
+func (a *actor) acquireAll() error {
+	r, ops := a.wholeRequest(4)
+	return a.transact(func() error {
+		w, err := r.acquireAll(a)
+		if e := errorAnswer(err); e != nil {
+			return answeredWhole(wholeAnswer{Error: e.Error}, r, ops)
+		} else if err != nil {
+			return err
+		}
+		return answeredWhole(wholeAnswer{Whole: &w}, r, ops)
+	}, ops...)
+}
+
+func (a *actor) acquireAllMany() error {
+	var (
+		requests []wholeRequest
+		parts    [][]*operation
+		all      []*operation
+		places   = map[model.BucketID]int{}
+		batch    = a.newBatch()
+	)
+	for range 1 + a.random.IntN(3) {
+		r, ops := a.wholeRequest(3)
+		for _, op := range ops {
+			op.batch, op.place = batch, places[op.BucketID]
+			places[op.BucketID]++
+		}
+		requests, parts, all = append(requests, r), append(parts, ops), append(all, ops...)
+	}
+	return a.transact(func() error {
+		answers, err := acquireAllMany(a, requests)
+		for i, answer := range answers {
+			err = errors.Join(err, answeredWhole(answer, requests[i], parts[i]))
+		}
+		return err
+	}, all...)
+}
+
+// wholeRequest is a request of up to so many charges, and its operations, one on each bucket.
+func (a *actor) wholeRequest(most int) (r wholeRequest, ops []*operation) {
+	whole := &wholePart{}
+	byBucket := map[model.BucketID]*operation{}
+	first := a.request(a.bucket())
+	r.idempotencyKey = first.idempotencyKey
+	for i := range 1 + a.random.IntN(most) {
+		op := first
+		if i > 0 {
+			op = a.request(a.bucket())
+			op.idempotencyKey = first.idempotencyKey
+			if op.idempotencyKey != "" && a.random.IntN(10) > 0 {
+				op.cost = first.cost
+			}
+		}
+		op.kind, op.whole = shares, whole
+		r.charges = append(r.charges, model.Charge{BucketID: op.BucketID, Cost: op.cost})
+		if same := byBucket[op.BucketID]; same != nil {
+			same.cost += op.cost
+			continue
+		}
+		byBucket[op.BucketID] = op
+		whole.policies = append(whole.policies, op.Policy)
+		ops = append(ops, op)
+	}
+	return r, ops
+}
+
+// answeredWhole records the answer of a request of several charges. Elements of one bucket must have one answer, and
+// the request must be granted if and only if each bucket grants.
+func answeredWhole(w wholeAnswer, r wholeRequest, ops []*operation) error {
+	if w.Whole == nil {
+		for _, op := range ops {
+			op.answer = &answer{Error: w.Error}
+		}
+		return nil
+	}
+	ops[0].whole.granted = w.Whole.Allowed
+	granted := true
+	for i, d := range w.Whole.Decisions {
+		granted = granted && d.Allowed
+		for _, op := range ops {
+			switch {
+			case op.BucketID != r.charges[i].BucketID:
+			case op.answer == nil:
+				op.answer = &answer{Decision: &d}
+			case *op.answer.Decision != d:
+				return fmt.Errorf("two answers of one bucket: %+v", *w.Whole)
+			}
+		}
+	}
+	if len(w.Whole.Decisions) != len(r.charges) || granted != w.Whole.Allowed {
+		return fmt.Errorf("%+v is answered %+v", r, *w.Whole)
+	}
+	return nil
+}
+
+func (a *actor) newBatch() int {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.batches++
+	return a.batches
+}
+
+// override gives a bucket numbers of its own or takes them away, alone or in one transaction with a reset or an acquire.
+func (a *actor) override(b model.BucketID) error {
+	a.dropping.RLock()
+	defer a.dropping.RUnlock()
+	if a.random.IntN(4) == 0 {
+		called := a.now()
+		_, err := a.Exec(context.Background(), "select ratelimit_remove_override($1, $2)", b.Policy, b.Key)
+		a.setNumbers(b, nil, called, a.now())
+		return err
+	}
+	o := &model.Override{Capacity: a.random.Int64N(14), Every: model.Micros(50 + a.random.Int64N(5000))}
+	o.Refill = a.random.Int64N(o.Capacity + 1)
+	if a.random.IntN(3) == 0 {
+		o.Expires = time.Now().Add(12*ms + time.Duration(a.random.Int64N(int64(20*ms)))).Truncate(us).UTC() // no clock is that far ahead
+	}
+	var ops []*operation
+	a.mu.Lock()
+	number := len(a.numbers[b])
+	a.mu.Unlock()
+	kind := a.random.IntN(4)
+	switch kind {
+	case 0:
+		ops = append(ops, a.operation(resets, b))
+	case 1, 2:
+		ops = append(ops, a.request(b))
+		ops[0].own = &rules{override: o, number: number}
+	}
+	called := a.now()
+	committed, err := a.transactIn(len(ops) > 0 || a.random.IntN(4) == 0, func() error {
+		var expires *time.Time
+		if !o.Expires.IsZero() {
+			expires = &o.Expires
+		}
+		_, err := a.Exec(context.Background(), "select ratelimit_override($1, $2, $3, $4, $5, $6)",
+			b.Policy, b.Key, o.Capacity, o.Refill, intervalOfDays(o.Every), expires)
+		switch {
+		case err != nil || kind == 3:
+			return err
+		case kind == 0:
+			_, err = a.Exec(context.Background(), "select ratelimit_reset($1, $2)", b.Policy, b.Key)
+			return err
+		}
+		return ops[0].answered(ops[0].request.acquire(a))
+	}, ops...)
+	switch {
+	case sqlState(err) == string(model.InvalidArgument) && !o.Expires.IsZero(): // too late
+		return nil
+	case committed:
+		a.setNumbers(b, o, called, a.now())
+		a.mu.Lock()
+		a.chronicler.overrides++
+		a.mu.Unlock()
+		if len(ops) > 0 && (kind == 0 || ops[0].takes()) {
+			ops[0].sets = number
+		}
+	}
+	return err
+}
+
+// drop drops a policy and defines it anew.
+func (a *actor) drop() error {
+	a.dropping.Lock()
+	defer a.dropping.Unlock()
+	policy := a.bucket().Policy
+	called := a.now()
+	at := period{called, called}
+	held := a.random.IntN(2) == 0
 	if held {
 		if _, err := a.Exec(context.Background(), "begin"); err != nil {
 			return err
 		}
 	}
-	start, called := time.Now(), a.now()
-	err := call()
+	_, err := a.Exec(context.Background(), "select ratelimit_drop_policy($1)", policy)
 	if err != nil {
 		return err
 	}
-	read := a.recorder.readings.since(start)
-	end := "commit"
-	if held && ops[0].batch == 0 && a.random.IntN(3) == 0 { // a batch that is undone has seen itself
-		end = "rollback"
+	at.until = a.now()
+	if err := a.define(a.random, a.recorder, policy); err != nil {
+		return err
+	}
+	if _, err := a.Exec(context.Background(), overrideSomeKey, policy); err != nil {
+		return err
 	}
 	if held {
-		if _, err := a.Exec(context.Background(), end); err != nil {
+		if _, err := a.Exec(context.Background(), "commit"); err != nil {
 			return err
 		}
+		at.until = a.now()
 	}
-	returned := a.now()
-	for _, op := range ops {
-		op.called, op.returned, op.readings, op.undone = called, returned, read, held && end == "rollback"
-		if op.kind == acquires && op.batch == 0 && op.denied() {
-			op.readings = read[min(1, len(read)):] // the first is from before the update, which may have waited
+	until := a.now()
+	versions := a.versions[policy]
+	versions[len(versions)-2].until = until
+	versions[len(versions)-1].since = called
+	a.gone[policy] = append(a.gone[policy], period{called, until})
+	a.chronicler.drops++
+	for _, b := range a.buckets {
+		if b.Policy != policy {
+			continue
 		}
+		op := a.operation(drops, b)
+		op.called, op.returned = called, at.until
+		a.add(op)
+		a.setNumbers(b, nil, called, at.until)
 	}
-	a.add(ops...)
 	return nil
 }
 
@@ -512,10 +935,7 @@ func (a *actor) acquireMany() error {
 			ops = append(ops, a.request(a.bucket()))
 		}
 	}
-	a.mu.Lock()
-	a.batches++
-	batch := a.batches
-	a.mu.Unlock()
+	batch := a.newBatch()
 	places := map[model.BucketID]int{}
 	var requests []nullableRequest
 	for _, op := range ops {
@@ -533,15 +953,39 @@ func (a *actor) acquireMany() error {
 }
 
 func (a *actor) acquireCombined() error {
-	op := a.request(a.bucket())
+	ctx := context.Background()
 	start := time.Now()
-	op.called = a.now()
-	d, err := op.by(context.Background(), a.combiner)
-	op.returned = a.now()
-	op.readings = a.chronicler.readings.since(start)
-	err = op.answered(decisionOf(d), err)
-	a.add(op)
-	return err
+	var ops []*operation
+	var err error
+	if called := a.now(); a.random.IntN(2) == 0 {
+		ops = []*operation{a.request(a.bucket())}
+		ops[0].called = called
+		var d client.Decision
+		d, err = ops[0].by(ctx, a.combiner)
+		err = ops[0].answered(decisionOf(d), err)
+	} else {
+		var r wholeRequest
+		var w whole
+		r, ops = a.wholeRequest(3)
+		w, err = r.by(ctx, a.combiner)
+		if e := errorAnswer(err); e != nil {
+			err = answeredWhole(wholeAnswer{Error: e.Error}, r, ops)
+		} else if err == nil {
+			err = answeredWhole(wholeAnswer{Whole: &w}, r, ops)
+		}
+		for _, op := range ops {
+			op.called = called
+			op.reread = op.answer != nil && !op.takes()
+		}
+	}
+	for _, op := range ops {
+		op.returned, op.readings = a.now(), a.chronicler.readings.since(start)
+	}
+	if err != nil {
+		return err
+	}
+	a.add(ops...)
+	return nil
 }
 
 // decide peeks or refunds.
@@ -557,6 +1001,10 @@ func (a *actor) reset() error {
 	op := a.operation(resets, a.bucket())
 	return a.transact(func() error {
 		_, err := a.Exec(context.Background(), "select ratelimit_reset($1, $2)", op.Policy, op.Key)
+		op.answer = errorAnswer(err)
+		if op.answer != nil {
+			err = nil
+		}
 		return err
 	}, op)
 }

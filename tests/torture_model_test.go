@@ -5,9 +5,11 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
 	"os"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -20,8 +22,8 @@ import (
 	"github.com/pgratelimit/pgratelimit/tests/model"
 )
 
-// Random calls, one after the other, get from SQL what the model answers, in every field. Requests of
-// a batch count as calls.
+// Random calls, one after the other, get from SQL what the model answers, in every field. Each request of a
+// batch has an answer of its own.
 func TestTorture_ModelAgreesWithSQL(t *testing.T) {
 	run := torture(t, 15*time.Second)
 	db := newDB(t)
@@ -29,20 +31,64 @@ func TestTorture_ModelAgreesWithSQL(t *testing.T) {
 	db.setClock(t0)
 	session := db.session()
 
-	var calls, rollbacks int
-	for run.goesOn() {
+	met := sightings{}
+	for run.goesOn() || met.lacks() != "" && time.Since(run.started) < time.Minute {
 		rapid.Check(quiet{t}, func(t *rapid.T) {
-			m := newModelRun(t, session)
+			m := newModelRun(t, session, met)
 			defer m.end()
 			t.Repeat(m.actions())
-			calls += m.calls
-			rollbacks += m.rollbacks
-			run.progress("%d calls, %d rollbacks", calls, rollbacks)
+			run.progress("%d answers", met["answers that agree in every field"])
 		})
 	}
-	require.NotZero(t, rollbacks)
-	run.figure("calls that agree in every field", calls, "")
-	run.figure("rollbacks among them", rollbacks, "")
+	require.Empty(t, met.lacks())
+	for _, what := range slices.Sorted(maps.Keys(met)) {
+		run.figure(what, met[what], "")
+	}
+}
+
+// sightings count what a run has met. toMeet is what it must have met.
+type sightings map[string]int
+
+var toMeet = []string{
+	"rollbacks", "removed by clean-up", "under an override", "after an override", "RL001", "RL002", "22023",
+	"of one charge: granted", "of one charge: denied", "of one charge: denied for ever", "of one charge: replayed", "of one charge: shadowed",
+	"of several: granted", "of several: denied", "of several: denied for ever", "of several: replayed", "of several: shadowed",
+	"of several: granted, in part before", "of several: denied, in part granted before",
+}
+
+// lacks names what was not met.
+func (s sightings) lacks() string {
+	for _, what := range toMeet {
+		if s[what] == 0 {
+			return what
+		}
+	}
+	return ""
+}
+
+// see counts an answer.
+func (s sightings) see(w whole) {
+	inPart := slices.ContainsFunc(w.Decisions, isReplayed)
+	kind := "denied"
+	switch {
+	case !w.Allowed && w.RetryAfter == model.Never:
+		kind = "denied for ever"
+	case !w.Allowed && inPart:
+		kind = "denied, in part granted before"
+	case w.Replayed:
+		kind = "replayed"
+	case w.Shadowed:
+		kind = "shadowed"
+	case w.Allowed && inPart:
+		kind = "granted, in part before"
+	case w.Allowed:
+		kind = "granted"
+	}
+	size := "of several: "
+	if len(w.Decisions) == 1 {
+		size = "of one charge: "
+	}
+	s[size+kind]++
 }
 
 // A bug planted in SQL makes the same sequences disagree soon.
@@ -64,7 +110,7 @@ func TestModel_FindsPlantedBugs(t *testing.T) {
 				if found {
 					return // shrinking would take a while
 				}
-				m := newModelRun(t, session)
+				m := newModelRun(t, session, sightings{})
 				defer m.end()
 				found = true
 				t.Repeat(m.actions())
@@ -107,25 +153,28 @@ type modelRun struct {
 	saved   []*model.Model // what a transaction can go back to: its begin, and its savepoints
 	now     time.Time
 
-	calls, rollbacks int
+	met sightings
 
 	// What the last calls have made interesting.
-	requests []request
+	requests []wholeRequest
 	instants []time.Time // when something happens
 	numbers  []int64     // of tokens
 }
 
-func newModelRun(t *rapid.T, s *session) *modelRun {
+func newModelRun(t *rapid.T, s *session, met sightings) *modelRun {
 	s.exec(`
 		delete from ratelimit.policies;
+		delete from ratelimit.overrides;
 		delete from ratelimit.buckets;
 		delete from ratelimit.ephemeral_buckets;
 		delete from ratelimit.idempotency_keys;
 		delete from ratelimit.ephemeral_idempotency_keys`)
-	m := &modelRun{session: s, model: model.New()}
+	m := &modelRun{session: s, model: model.New(), met: met}
 	m.setClock(t, t0)
 	for _, name := range policyNames {
-		m.define(t, name)
+		for known := false; !known; _, known = m.model.Policy(name) { // not every definition can be
+			m.define(t, name)
+		}
 	}
 	return m
 }
@@ -137,6 +186,7 @@ func (m *modelRun) actions() map[string]func(*rapid.T) {
 		"many":      m.acquireMany,
 		"peek":      m.peek,
 		"refund":    m.refund,
+		"override":  m.override,
 		"wait":      m.wait,
 		"step":      m.step,
 		"clean up":  m.cleanUp,
@@ -175,7 +225,7 @@ func (m *modelRun) rollBackOrNot(t *rapid.T) {
 }
 
 func (m *modelRun) rollBack(to int) {
-	m.rollbacks++
+	m.met["rollbacks"]++
 	m.model = m.saved[to]
 	if to == 0 {
 		m.session.exec("rollback")
@@ -189,7 +239,7 @@ func (m *modelRun) rollBack(to int) {
 // end leaves the session to the next sequence, also when this one has failed.
 func (m *modelRun) end() { m.session.exec("rollback") }
 
-var policyNames = []string{"a", "b"}
+var policyNames = []string{"a", "b", "c"}
 
 var (
 	bucketIDs = rapid.Custom(func(t *rapid.T) model.BucketID {
@@ -207,43 +257,51 @@ var (
 		rapid.SampledFrom([]model.Micros{1, 3, 1_000, 1_000_000, 10_000_000, day / 24, day, 7 * day, 365250 * day}),
 		rapid.Map(magnitudes, func(n int64) model.Micros { return model.Micros(n) }),
 	)
+	seldom  = rapid.Map(rapid.IntRange(0, 2), func(n int) bool { return n == 2 })
+	refills = rapid.OneOf(rapid.Map(tokens, atMost9e12), rapid.Map(tokens, atMost9e12), rapid.Map(tokens, atMost9e12), rapid.Just[int64](0))
+	// What an override has in place of its policy's: mostly little, so that it shows.
+	overridden = rapid.Custom(func(t *rapid.T) model.Numbers {
+		return model.Numbers{
+			Capacity: orNil(rapid.OneOf(rapid.Int64Range(0, 20), rapid.Map(tokens, atMost9e12))).Draw(t, "capacity"),
+			Refill:   rapid.Ptr(refills, true).Draw(t, "refill"),
+			Every:    rapid.Ptr(spans, true).Draw(t, "every"),
+		}
+	})
 	definitions = rapid.Custom(func(t *rapid.T) model.Definition {
 		return model.Definition{
-			Capacity: min(orZero(tokens).Draw(t, "capacity"), 9e12),
-			Refill:   min(orZero(tokens).Draw(t, "refill"), 9e12),
-			Every:    orZero(spans).Draw(t, "every"),
+			Numbers: model.Numbers{
+				Capacity: orNil(rapid.Map(tokens, atMost9e12)).Draw(t, "capacity"),
+				Refill:   orNil(refills).Draw(t, "refill"),
+				Every:    orNil(spans).Draw(t, "every"),
+			},
 			Stepped:  rapid.Ptr(rapid.Bool(), true).Draw(t, "stepped"),
 			Durable:  rapid.Ptr(rapid.Bool(), true).Draw(t, "durable"),
 			Remember: rapid.Ptr(spans, true).Draw(t, "remember"),
+			Shadow:   rapid.Ptr(seldom, true).Draw(t, "shadow"),
 		}
 	})
 )
 
-// orZero draws zero now and then, which keeps what the policy has.
-func orZero[T int64 | model.Micros](values *rapid.Generator[T]) *rapid.Generator[T] {
-	return rapid.Custom(func(t *rapid.T) T {
+// orNil draws nil now and then, which keeps what the policy has.
+func orNil[T any](values *rapid.Generator[T]) *rapid.Generator[*T] {
+	return rapid.Custom(func(t *rapid.T) *T {
 		if rapid.IntRange(0, 7).Draw(t, "given") == 7 {
-			return 0
+			return nil
 		}
-		return values.Draw(t, "value")
+		value := values.Draw(t, "value")
+		return &value
 	})
 }
+
+func atMost9e12(n int64) int64 { return min(n, maxTokens) }
 
 func (m *modelRun) define(t *rapid.T, name string) {
 	def := definitions.Draw(t, "policy "+name)
 	readable, err := json.Marshal(def)
 	require.NoError(t, err)
 	t.Logf("defined: %s", readable)
-	var remember pgtype.Interval
-	if def.Remember != nil {
-		remember = intervalOfDays(*def.Remember)
-	}
-	var every pgtype.Interval
-	if def.Every != 0 {
-		every = intervalOfDays(def.Every)
-	}
-	err = m.call("ratelimit_define_policy($1, nullif($2::bigint, 0), nullif($3::bigint, 0), $4, $5, $6, $7)",
-		name, def.Capacity, def.Refill, every, def.Stepped, def.Durable, remember)
+	err = m.call("ratelimit_define_policy($1, $2, $3, $4, $5, $6, $7, $8)",
+		name, def.Capacity, def.Refill, intervalOrNull(def.Every), def.Stepped, def.Durable, intervalOrNull(def.Remember), def.Shadow)
 	m.sameError(t, m.model.Define(name, def), err)
 }
 
@@ -257,70 +315,231 @@ func (m *modelRun) changeOrRemove(t *rapid.T) {
 		m.sameError(t, m.model.Reset(id), m.call("ratelimit_reset($1, $2)", id.Policy, id.Key))
 	case "drop":
 		m.sameError(t, m.model.Drop(id.Policy), m.call("ratelimit_drop_policy($1)", id.Policy))
-		if rapid.Bool().Draw(t, "define anew") {
+		if !seldom.Draw(t, "leave it") {
 			m.define(t, id.Policy)
 		}
 	}
 }
 
-func (m *modelRun) request(t *rapid.T) request {
-	id := bucketIDs.Draw(t, "bucket")
-	return request{
-		BucketID:       id,
-		cost:           m.amount(t, id.Policy),
-		idempotencyKey: rapid.SampledFrom([]string{"", "", "1", "2"}).Draw(t, "idempotency key"),
+// request draws one of a single charge or, as often, of several: few buckets, some of them twice.
+func (m *modelRun) request(t *rapid.T) wholeRequest {
+	n := rapid.OneOf(rapid.Just(1), rapid.IntRange(2, 6)).Draw(t, "charges")
+	r := wholeRequest{idempotencyKey: idempotencyKeys.Draw(t, "idempotency key")}
+	for range n {
+		r.charges = append(r.charges, m.charge(t, n))
 	}
+	return r
 }
 
-func (m *modelRun) acquire(t *rapid.T) { m.send(t, m.request(t)) }
+var idempotencyKeys = rapid.SampledFrom([]string{"", "", "1", "2"})
 
-func (m *modelRun) acquireAgain(t *rapid.T) {
+// charge draws one of n in a request. A request of many should have some hope.
+func (m *modelRun) charge(t *rapid.T, n int) model.Charge {
+	id := bucketIDs.Draw(t, "bucket")
+	if n > 1 && !seldom.Draw(t, "much") {
+		p, _ := m.model.Policy(id.Policy)
+		few := rapid.OneOf(rapid.Int64Range(0, 3), rapid.Int64Range(0, p.Capacity/int64(n)))
+		return model.Charge{BucketID: id, Cost: few.Draw(t, "amount")}
+	}
+	return model.Charge{BucketID: id, Cost: m.amount(t, id.Policy)}
+}
+
+// earlier draws a request that was made before, or one that is like it but for one thing.
+func (m *modelRun) earlier(t *rapid.T) wholeRequest {
 	if len(m.requests) == 0 {
 		t.Skip("nothing to repeat")
 	}
-	m.send(t, rapid.SampledFrom(m.requests).Draw(t, "request"))
+	r := rapid.SampledFrom(m.requests).Draw(t, "request")
+	charges := slices.Clone(r.charges)
+	i := rapid.IntRange(0, len(charges)-1).Draw(t, "charge")
+	switch rapid.SampledFrom([]string{"same", "same", "more", "fewer", "another cost", "parts", "turned", "another key"}).Draw(t, "but for") {
+	case "more":
+		charges = append(charges, m.charge(t, 2))
+	case "fewer":
+		if len(charges) > 1 {
+			charges = slices.Delete(charges, i, i+1)
+		}
+	case "another cost":
+		charges[i].Cost = m.amount(t, charges[i].Policy)
+	case "parts": // of the same sum
+		part := rapid.Int64Range(0, charges[i].Cost).Draw(t, "part")
+		charges[i].Cost -= part
+		charges = append(charges, model.Charge{BucketID: charges[i].BucketID, Cost: part})
+	case "turned":
+		slices.Reverse(charges)
+	case "another key":
+		r.idempotencyKey = idempotencyKeys.Draw(t, "idempotency key")
+	}
+	r.charges = charges[:min(6, len(charges))]
+	return r
 }
 
-func (m *modelRun) send(t *rapid.T, r request) {
-	want, wantErr := m.model.Acquire(m.now, r.BucketID, r.cost, r.idempotencyKey)
-	got, err := r.acquire(m.session)
-	m.same(t, want, got, wantErr, err)
-	m.remember(r)
-}
+func (m *modelRun) acquire(t *rapid.T) { m.send(t, m.remembered(m.request(t))) }
 
-// acquireMany sends requests in one call, some of them several times. An error stands in the row of its request.
+func (m *modelRun) acquireAgain(t *rapid.T) { m.send(t, m.remembered(m.earlier(t))) }
+
+// acquireMany sends requests together, some of them several times.
 func (m *modelRun) acquireMany(t *rapid.T) {
-	var (
-		requests []nullableRequest
-		want     []answer
-	)
+	var requests []wholeRequest
 	for range rapid.IntRange(1, 5).Draw(t, "requests") {
 		r := m.request(t)
-		for range rapid.IntRange(1, 3).Draw(t, "times") {
-			m.calls++
-			d, err := m.model.Acquire(m.now, r.BucketID, r.cost, r.idempotencyKey)
-			requests = append(requests, r.nullable())
-			if err == nil {
-				want = append(want, answer{Decision: &d})
-			} else {
-				want = append(want, answer{Error: err.Error()})
-			}
+		if len(m.requests) > 0 && rapid.Bool().Draw(t, "earlier") {
+			r = m.earlier(t)
 		}
-		m.remember(r)
+		for range rapid.IntRange(1, 3).Draw(t, "times") {
+			requests = append(requests, m.remembered(r))
+		}
 	}
-	got, err := acquireMany(m.session, requests)
-	require.NoError(t, err)
-	for i := range got {
-		got[i].Error, _, _ = strings.Cut(got[i].Error, ":")
-	}
-	require.Equal(t, want, got)
+	m.send(t, requests...)
 }
 
-func (m *modelRun) remember(r request) {
+// send makes requests by one of the functions that can carry them. In a batch an error stands in the row of
+// its request.
+func (m *modelRun) send(t *rapid.T, requests ...wholeRequest) {
+	functions := []string{"acquire_all", "acquire_all_many", "acquire_packed, with sizes"}
+	if !slices.ContainsFunc(requests, func(r wholeRequest) bool { return len(r.charges) > 1 }) {
+		functions = append(functions, "acquire", "acquire_many", "acquire_packed")
+	}
+	function := rapid.SampledFrom(functions).Draw(t, "function")
+	switch function {
+	case "acquire", "acquire_all":
+		for _, r := range requests {
+			m.sendAlone(t, function, r)
+		}
+		return
+	}
+	var got []wholeAnswer
+	var err error
+	switch function {
+	case "acquire_many":
+		got, err = acquireManyWholes(m.session, requests)
+	case "acquire_all_many":
+		got, err = acquireAllMany(m.session, requests)
+	default:
+		got, err = acquirePacked(m.session, requests, function != "acquire_packed")
+	}
+	require.NoError(t, err)
+	require.Len(t, got, len(requests))
+	for i, r := range requests {
+		want := wholeAnswer{}
+		if w, err := m.model.AcquireAll(m.now, r.charges, r.idempotencyKey); err != nil {
+			m.saw(err.Error())
+			want.Error = err.Error()
+			got[i].Error, _, _ = strings.Cut(got[i].Error, ":")
+		} else {
+			m.sawWhole(r, w)
+			want.Whole = &w
+		}
+		require.Equal(t, want, got[i], "request %d: %+v", i+1, r)
+	}
+}
+
+func (m *modelRun) sendAlone(t *rapid.T, function string, r wholeRequest) {
+	want, wantErr := m.model.AcquireAll(m.now, r.charges, r.idempotencyKey)
+	var got whole
+	var err error
+	if function == "acquire" {
+		var d decision
+		d, err = r.single().acquire(m.session)
+		got = wholeOf(d)
+	} else {
+		got, err = r.acquireAll(m.session)
+	}
+	if m.sameError(t, wantErr, err); err == nil {
+		require.Equal(t, want, got, "%+v", r)
+		m.sawWhole(r, want)
+	}
+}
+
+func (m *modelRun) sawWhole(r wholeRequest, w whole) {
+	m.met["answers that agree in every field"]++
+	m.met.see(w)
+	for _, c := range r.charges {
+		switch o, ok := m.model.Overrides()[c.BucketID]; {
+		case ok && o.Live(m.now):
+			m.met["under an override"]++
+		case ok:
+			m.met["after an override"]++
+		}
+	}
+	m.sawDecision(w.Decision)
+	m.sawDecision(w.Decisions[len(w.Decisions)-1])
+}
+
+func (m *modelRun) saw(code string) {
+	m.met["answers that agree in every field"]++
+	m.met[code]++
+}
+
+// remembered keeps a request for earlier.
+func (m *modelRun) remembered(r wholeRequest) wholeRequest {
 	m.requests = lastFew(append(m.requests, r))
-	if p, ok := m.model.Policy(r.Policy); ok {
+	if p, ok := m.model.Policy(r.charges[0].Policy); ok {
 		m.instants = lastFew(append(m.instants, p.Remember.After(m.now), p.Remember.After(m.now).Add(model.CleanUpMargin)))
 	}
+	return r
+}
+
+// override sets, removes or lists overrides.
+func (m *modelRun) override(t *rapid.T) {
+	id := bucketIDs.Draw(t, "bucket")
+	switch rapid.SampledFrom([]string{"set", "set", "set", "remove", "list"}).Draw(t, "what") {
+	case "set":
+		n := overridden.Draw(t, "numbers")
+		var expires time.Time
+		var nullable *time.Time
+		if rapid.Bool().Draw(t, "expires") {
+			lasts := rapid.OneOf(rapid.Int64Range(-1, 1), rapid.Map(spans, func(m model.Micros) int64 { return int64(m) }))
+			expires = model.Micros(lasts.Draw(t, "after")).After(m.now)
+			nullable = &expires
+			m.instants = lastFew(append(m.instants, expires, expires.Add(model.CleanUpMargin)))
+		}
+		err := m.call("ratelimit_override($1, $2, $3, $4, $5, $6)", id.Policy, id.Key, n.Capacity, n.Refill, intervalOrNull(n.Every), nullable)
+		m.sameError(t, m.model.Override(m.now, id, n, expires), err)
+	case "remove":
+		var had bool
+		err := m.session.QueryRow(context.Background(), "select ratelimit_remove_override($1, $2)", id.Policy, id.Key).Scan(&had)
+		want, wantErr := m.model.RemoveOverride(m.now, id)
+		if m.sameError(t, wantErr, err); err == nil {
+			require.Equal(t, want, had)
+		}
+	case "list":
+		m.listOverrides(t, id)
+	}
+}
+
+// listOverrides compares those of one bucket, one key, one policy, or all.
+func (m *modelRun) listOverrides(t *rapid.T, id model.BucketID) {
+	var policy, key *string
+	if _, known := m.model.Policy(id.Policy); known && rapid.Bool().Draw(t, "of one policy") {
+		policy = &id.Policy
+	}
+	if rapid.Bool().Draw(t, "of one key") {
+		key = &id.Key
+	}
+	rows, err := m.session.Query(context.Background(), `
+		select policy, key, capacity, refill, (extract(epoch from every) * 1000000)::bigint, expires_at
+		  from ratelimit_overrides($1, $2)`, policy, key)
+	require.NoError(t, err)
+	got := map[model.BucketID]model.Override{}
+	var at model.BucketID
+	var o model.Override
+	var expires *time.Time
+	_, err = pgx.ForEachRow(rows, []any{&at.Policy, &at.Key, &o.Capacity, &o.Refill, &o.Every, &expires}, func() error {
+		o.Expires = time.Time{}
+		if expires != nil {
+			o.Expires = expires.UTC()
+		}
+		got[at] = o
+		return nil
+	})
+	require.NoError(t, err)
+	want := m.model.Overrides()
+	maps.DeleteFunc(want, func(at model.BucketID, o model.Override) bool {
+		return !o.Live(m.now) || policy != nil && at.Policy != *policy || key != nil && at.Key != *key
+	})
+	require.Equal(t, want, got)
+	m.saw("lists of overrides")
 }
 
 func (m *modelRun) peek(t *rapid.T) {
@@ -339,7 +558,7 @@ func (m *modelRun) refund(t *rapid.T) {
 	m.same(t, want, got, wantErr, err)
 }
 
-// cleanUp also compares which buckets, and how many idempotency keys, have rows.
+// cleanUp also compares which buckets, and how many overrides and idempotency keys, have rows.
 func (m *modelRun) cleanUp(t *rapid.T) {
 	require.NoError(t, m.call("ratelimit_cleanup()"))
 	m.model.CleanUp(m.now)
@@ -359,16 +578,18 @@ func (m *modelRun) cleanUp(t *rapid.T) {
 	for _, id := range m.model.Buckets() {
 		if !left[id] {
 			require.True(t, m.model.Remove(m.now, id), "clean-up removed %v, which was not full", id)
+			m.met["removed by clean-up"]++
 		}
 		delete(left, id)
 	}
 	require.Empty(t, left, "buckets that should have no row")
 
-	var grants int
+	var grants, overrides int
 	require.NoError(t, m.session.QueryRow(context.Background(), `
-		select count(*) from (table ratelimit.idempotency_keys union all
-		                      table ratelimit.ephemeral_idempotency_keys) as k`).Scan(&grants))
+		select (select count(*) from ratelimit.idempotency_keys) + (select count(*) from ratelimit.ephemeral_idempotency_keys),
+		       (select count(*) from ratelimit.overrides)`).Scan(&grants, &overrides))
 	require.Equal(t, m.model.Grants(), grants, "idempotency keys")
+	require.Len(t, m.model.Overrides(), overrides, "overrides")
 }
 
 // wait moves the clock to when something happens, or to a microsecond beside it.
@@ -416,35 +637,50 @@ func (m *modelRun) call(call string, args ...any) error {
 }
 
 func (m *modelRun) same(t *rapid.T, want, got decision, wantErr, err error) {
-	m.sameError(t, wantErr, err)
-	if err != nil {
-		return
+	if m.sameError(t, wantErr, err); err == nil {
+		require.Equal(t, want, got)
+		m.saw("peeks and refunds")
+		m.sawDecision(want)
 	}
-	require.Equal(t, want, got)
-	m.instants = append(m.instants, got.ResetAfter.After(m.now))
-	if got.RetryAfter != model.Never {
-		m.instants = append(m.instants, got.RetryAfter.After(m.now))
-	}
-	m.instants = lastFew(m.instants)
-	m.numbers = lastFew(append(m.numbers, got.Capacity, got.Capacity+1, max(0, got.Remaining), got.Remaining+1))
 }
 
+// sawDecision remembers what it makes interesting.
+func (m *modelRun) sawDecision(d decision) {
+	for _, wait := range []model.Micros{d.RetryAfter, d.ResetAfter} {
+		if wait != model.Never {
+			m.instants = append(m.instants, wait.After(m.now))
+		}
+	}
+	m.instants = lastFew(m.instants)
+	m.numbers = lastFew(append(m.numbers, d.Capacity, d.Capacity+1, max(0, d.Remaining), d.Remaining+1))
+}
+
+// sameError counts an error, which ends the transaction or what there is of it since the last savepoint.
 func (m *modelRun) sameError(t *rapid.T, want, err error) {
-	m.calls++
 	var state model.Error
 	errors.As(want, &state)
-	if state != "" || err != nil {
-		require.Equal(t, string(state), sqlState(err), "SQLSTATE of %v", err)
-		if len(m.saved) > 0 { // there is no other way on
-			m.rollBack(len(m.saved) - 1)
-		}
+	if state == "" && err == nil {
+		return
+	}
+	require.Equal(t, string(state), sqlState(err), "SQLSTATE of %v", err)
+	m.saw(string(state))
+	if len(m.saved) > 0 { // there is no other way on
+		m.rollBack(len(m.saved) - 1)
 	}
 }
 
 // lastFew keeps the newest few elements.
-func lastFew[T any](s []T) []T { return s[max(0, len(s)-6):] }
+func lastFew[T any](s []T) []T { return s[max(0, len(s)-8):] }
 
 // intervalOfDays counts whole days as such: here a day is 24 hours, whatever the time zone has.
 func intervalOfDays(m model.Micros) pgtype.Interval {
 	return pgtype.Interval{Days: int32(m / day), Microseconds: int64(m % day), Valid: true}
+}
+
+// intervalOrNull is null for nil.
+func intervalOrNull(m *model.Micros) pgtype.Interval {
+	if m == nil {
+		return pgtype.Interval{}
+	}
+	return intervalOfDays(*m)
 }

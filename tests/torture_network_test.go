@@ -171,7 +171,7 @@ func goroutines(label string) string {
 func (n *network) countCombined(config *pgxpool.Config) { config.ConnConfig.Tracer = n }
 
 func (n *network) TraceQueryStart(ctx context.Context, _ *pgx.Conn, data pgx.TraceQueryStartData) context.Context {
-	if strings.Contains(data.SQL, "ratelimit_acquire_many") {
+	if strings.Contains(data.SQL, "ratelimit_acquire_packed") {
 		n.combined.Add(1)
 	}
 	return ctx

@@ -215,7 +215,8 @@ func newSettingsDB(t *testing.T, caller string) *settingsDB {
 	db.clockPerSession()
 	db.exec("select ratelimit_define_policy('odd', 7, 3, '1 day 00:00:07.654321', remember => '2 days')")
 	db.exec("select ratelimit_define_policy('stepped', 5000000, 1, '3 hours', stepped => true, durable => false)")
-	db.exec("grant execute on function ratelimit_acquire, ratelimit_acquire_many, ratelimit_peek, ratelimit_refund, ratelimit_reset to " + caller)
+	db.exec("grant execute on function ratelimit_acquire, ratelimit_acquire_many, ratelimit_acquire_all, ratelimit_acquire_all_many, ratelimit_override, " +
+		"ratelimit_peek, ratelimit_refund, ratelimit_reset to " + caller)
 	return db
 }
 
@@ -274,6 +275,9 @@ func (db *settingsDB) decisions(conn *pgx.Conn) (answers []string) {
 			if _, err := conn.Exec(ctx, "select pg_catalog.set_config('test.now', $1, false)", fmt.Sprint(now.UnixMicro())); err != nil {
 				return []string{err.Error()}
 			}
+			if _, err := conn.Exec(ctx, "select public.ratelimit_override($1, $2, 3, 1, '1 day 00:00:01')", policy, key+" own"); err != nil {
+				return []string{err.Error()}
+			}
 			for _, call := range []struct {
 				sql  string
 				args []any
@@ -285,6 +289,9 @@ func (db *settingsDB) decisions(conn *pgx.Conn) (answers []string) {
 				{"ratelimit_acquire($1, $2, $3)", []any{policy, key, int64(10_000_000_000_000)}},
 				{"ratelimit_acquire_many($1, $2, $3)", []any{[]string{policy}, []string{key}, []int64{1}}},
 				{"ratelimit_acquire_many($1, $2, $3, $4)", []any{[]string{policy}, []string{key}, []int64{1}, []string{"many"}}},
+				{"ratelimit_acquire_all($1, $2, $3, $4)", []any{[]string{policy, "odd"}, []string{key, key + " too"}, []int64{1, 2}, "all"}},
+				{"ratelimit_acquire_all($1, $2, $3)", []any{[]string{policy, policy}, []string{key, key}, []int64{3, 4}}},
+				{"ratelimit_acquire_all_many($1, $2, $3, $4)", []any{[]string{policy}, []string{key + " own"}, []int64{2}, []int32{1}}},
 				{"ratelimit_refund($1, $2, $3)", []any{policy, key, 1}},
 				{"ratelimit_peek($1, $2, $3)", []any{policy, key, 5}},
 				{"ratelimit_peek($1, $2)", []any{policy, ""}},

@@ -176,6 +176,13 @@ func (s *soak) call(by client.Acquirer) (client.Decision, error) {
 	switch n := rand.N(100); {
 	case n < 40:
 		return by.Acquire(ctx, policy+"steady", user, client.Cost(cost))
+	case n < 47:
+		d, err := by.AcquireAll(ctx, []client.Charge{{Policy: policy + "steady", Key: user}, {Policy: policy + "stepped", Key: user}})
+		return d.Decision, err
+	case n < 48:
+		return client.Decision{Allowed: true}, s.limiter.Override(ctx, client.Override{
+			Policy: policy + "steady", Key: user, ExpiresAt: time.Now().Add(10 * time.Second),
+		})
 	case n < 55:
 		return by.Acquire(ctx, policy+"steady", user, client.IdempotencyKey(strconv.FormatInt(s.visitors.Add(1), 10)))
 	case n < 75:

@@ -17,19 +17,19 @@ func TestTorture_UpgradeUnderLoad(t *testing.T) {
 	newest := newestMigration(t)
 	functions := nextVersion(t, "", "", edits...)
 	tables := nextVersion(t, `
-		alter table ratelimit.policies add column shadow boolean not null default false;
-		alter table ratelimit.buckets add column override bigint;
-		alter table ratelimit.ephemeral_buckets add column override bigint;`, `
-		alter table ratelimit.policies drop column shadow;
-		alter table ratelimit.buckets drop column override;
-		alter table ratelimit.ephemeral_buckets drop column override;`,
-		edit{"acquire.sql", "if v_cost = 0 then", "if v_cost = 0 or v_policy.shadow then"})
+		alter table ratelimit.policies add column next boolean not null default false;
+		alter table ratelimit.buckets add column next bigint;
+		alter table ratelimit.ephemeral_buckets add column next bigint;`, `
+		alter table ratelimit.policies drop column next;
+		alter table ratelimit.buckets drop column next;
+		alter table ratelimit.ephemeral_buckets drop column next;`,
+		nextColumn, edit{"acquire.sql", "if v_cost = 0 then", "if v_cost = 0 or v_policy.next then"})
 	db := installedAt(t, functions, newest)
 	data, conn := db.putData(), db.Connect(t)
 
 	rounds, acquires := 0, int64(0)
 	for ; rounds == 0 || run.goesOn() && rounds < 1500; rounds++ { // a table can have had 1,600 columns
-		load := db.startLoad()
+		load := db.startLoad(newest)
 		migrateTo(t, db.DB, functions, newest+1)
 		load.goOn()
 		migrateTo(t, db.DB, functions, newest)
