@@ -140,6 +140,15 @@ update ratelimit.idempotency_keys set reset_after = interval '365250 days' where
 update ratelimit.ephemeral_idempotency_keys set reset_after = interval '365250 days' where reset_after is null;
 alter table ratelimit.idempotency_keys alter column reset_after set not null;
 alter table ratelimit.ephemeral_idempotency_keys alter column reset_after set not null;
+do $names$
+begin
+  -- From PostgreSQL 18 on NOT NULL has a name, and the twin was created with that of the other table.
+  if pg_catalog.current_setting('server_version_num')::pg_catalog.int4 operator(pg_catalog.>=) 180000 then
+    alter table ratelimit.ephemeral_idempotency_keys
+      rename constraint ephemeral_idempotency_keys_reset_after_not_null to idempotency_keys_reset_after_not_null;
+  end if;
+end;
+$names$;
 drop table ratelimit.overrides;
 alter table ratelimit.policies
   drop column overridden,
