@@ -8,16 +8,11 @@ begin
 end;
 $$;
 {{ end -}}
--- Several limits in one request, overrides, shadow policies, and policies that do not refill.
-
--- Acquires wait behind this migration, so it does not wait for long. It fails with 55P03 when a transaction that took
--- tokens stays open, and can be run again.
-set local lock_timeout = '3s';
-
--- Calls that begin from here on wait at the policy. They were resolved to the old functions, and go on with what those
--- call: the functions at the end of this file and the old helpers, which the next migration drops.
-lock table ratelimit.policies in access exclusive mode;
-
+{{- /* The functions whose arguments or columns change. Both ways drop them, and grant again what was granted on them. */ -}}
+{{ define "changed" }}'ratelimit_define_policy', 'ratelimit_policies', 'ratelimit_acquire', 'ratelimit_acquire_many', 'ratelimit_peek',
+                         'ratelimit_refund'{{ end -}}
+{{- /* The argument is further names, each after a comma. */ -}}
+{{ define "drop_changed" -}}
 -- Remembers who may execute the functions that are dropped here, to grant it again at the end, and drops them.
 do $drop$
 declare
@@ -38,8 +33,7 @@ begin
     select p.oid::regprocedure as signature, p.proname, p.proacl, p.proowner
       from pg_proc as p
      where p.pronamespace = quote_ident(v_home)::regnamespace
-       and p.proname in ('ratelimit_define_policy', 'ratelimit_policies', 'ratelimit_acquire', 'ratelimit_acquire_many', 'ratelimit_peek',
-                         'ratelimit_refund')
+       and p.proname in ({{ template "changed" }}{{ . }})
   loop
     v_grants := v_grants || coalesce((
       select jsonb_agg(jsonb_build_object('name', v_proc.proname, 'grantable', a.is_grantable,
@@ -53,6 +47,55 @@ begin
   perform set_config('search_path', v_path, true);
 end;
 $drop$;
+{{- end -}}
+{{- /* The arguments are further names, each after a comma, and whose grants a function gets. */ -}}
+{{ define "grant_changed" -}}
+do $grant$
+declare
+  v_path  text := pg_catalog.current_setting('search_path');
+  v_proc  record;
+  v_grant record;
+begin
+  perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- operators of PostgreSQL only
+  for v_proc in
+    select p.oid::regprocedure as signature, p.proname, p.proowner,
+           coalesce(p.proacl, acldefault('f', p.proowner)) as acl
+      from pg_proc as p
+     where p.pronamespace = quote_ident(current_setting('ratelimit.home'))::regnamespace
+       and p.proname in ({{ template "changed" }}{{ .more }})
+  loop
+    for v_grant in
+      select distinct case a.grantee when 0 then 'public' else a.grantee::regrole::text end as grantee
+        from aclexplode(v_proc.acl) as a
+       where a.grantee <> v_proc.proowner
+    loop
+      execute format('revoke all on function %s from %s', v_proc.signature, v_grant.grantee);
+    end loop;
+    for v_grant in
+      select g.grantee, bool_or(g.grantable) as grantable
+        from jsonb_to_recordset(current_setting('ratelimit.grants')::jsonb) as g (name text, grantee text, grantable boolean)
+       where g.name = {{ .name }}
+       group by g.grantee
+    loop
+      execute format('grant execute on function %s to %s%s', v_proc.signature, v_grant.grantee,
+                     case when v_grant.grantable then ' with grant option' end);
+    end loop;
+  end loop;
+  perform set_config('search_path', v_path, true);
+end;
+$grant$;
+{{- end -}}
+-- Several limits in one request, overrides, shadow policies, and policies that do not refill.
+
+-- Acquires wait behind this migration, so it does not wait for long. It fails with 55P03 when a transaction that took
+-- tokens stays open, and can be run again.
+set local lock_timeout = '3s';
+
+-- Calls that begin from here on wait at the policy. They were resolved to the old functions, and go on with what those
+-- call: the functions at the end of this file and the old helpers, which the next migration drops.
+lock table ratelimit.policies in access exclusive mode;
+
+{{ template "drop_changed" "" }}
 
 alter type ratelimit.decision rename to retired_decision;
 create type ratelimit.decision as (
@@ -186,84 +229,15 @@ $$;
 
 -- Grants again what was granted on the functions that were dropped, and no more. Who may call
 -- ratelimit_acquire_many may call ratelimit_acquire_packed, which is the same in another form.
-do $grant$
-declare
-  v_path  text := pg_catalog.current_setting('search_path');
-  v_proc  record;
-  v_grant record;
-begin
-  perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- operators of PostgreSQL only
-  for v_proc in
-    select p.oid::regprocedure as signature, p.proname, p.proowner,
-           coalesce(p.proacl, acldefault('f', p.proowner)) as acl
-      from pg_proc as p
-     where p.pronamespace = quote_ident(current_setting('ratelimit.home'))::regnamespace
-       and p.proname in ('ratelimit_define_policy', 'ratelimit_policies', 'ratelimit_acquire', 'ratelimit_acquire_many', 'ratelimit_peek',
-                         'ratelimit_refund', 'ratelimit_acquire_packed')
-  loop
-    for v_grant in
-      select distinct case a.grantee when 0 then 'public' else a.grantee::regrole::text end as grantee
-        from aclexplode(v_proc.acl) as a
-       where a.grantee <> v_proc.proowner
-    loop
-      execute format('revoke all on function %s from %s', v_proc.signature, v_grant.grantee);
-    end loop;
-    for v_grant in
-      select g.grantee, bool_or(g.grantable) as grantable
-        from jsonb_to_recordset(current_setting('ratelimit.grants')::jsonb) as g (name text, grantee text, grantable boolean)
-       where g.name = case v_proc.proname when 'ratelimit_acquire_packed' then 'ratelimit_acquire_many' else v_proc.proname end
-       group by g.grantee
-    loop
-      execute format('grant execute on function %s to %s%s', v_proc.signature, v_grant.grantee,
-                     case when v_grant.grantable then ' with grant option' end);
-    end loop;
-  end loop;
-  perform set_config('search_path', v_path, true);
-end;
-$grant$;
-
+{{ template "grant_changed" (dict "more" `, 'ratelimit_acquire_packed'` "name" `case v_proc.proname when 'ratelimit_acquire_packed' then 'ratelimit_acquire_many' else v_proc.proname end`) }}
 ---- create above / drop below ----
 
 set local lock_timeout = '3s';
 lock table ratelimit.policies in access exclusive mode;
 
--- Remembers who may execute the functions that are dropped here, to grant it again at the end, and drops them.
-do $drop$
-declare
-  v_path   text := pg_catalog.current_setting('search_path');
-  v_home   text;
-  v_grants jsonb := '[]';
-  v_proc   record;
-begin
-  perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- operators of PostgreSQL only
-  select n.nspname
-    into strict v_home
-    from pg_proc as p
-    join pg_namespace as n on n.oid = p.pronamespace
-    join pg_namespace as package on package.nspname = 'ratelimit' and package.nspowner = p.proowner
-   where p.proname = 'ratelimit_acquire'
-     and p.prorettype = 'ratelimit.decision'::regtype;
-  for v_proc in
-    select p.oid::regprocedure as signature, p.proname, p.proacl, p.proowner
-      from pg_proc as p
-     where p.pronamespace = quote_ident(v_home)::regnamespace
-       and p.proname in ('ratelimit_define_policy', 'ratelimit_policies', 'ratelimit_acquire', 'ratelimit_acquire_many', 'ratelimit_peek',
-                         'ratelimit_refund',
+{{ template "drop_changed" `,
                          'ratelimit_acquire_packed', 'ratelimit_acquire_all', 'ratelimit_acquire_all_many', 'ratelimit_override',
-                         'ratelimit_remove_override', 'ratelimit_overrides')
-  loop
-    v_grants := v_grants || coalesce((
-      select jsonb_agg(jsonb_build_object('name', v_proc.proname, 'grantable', a.is_grantable,
-                                          'grantee', case a.grantee when 0 then 'public' else a.grantee::regrole::text end))
-        from aclexplode(v_proc.proacl) as a
-       where a.grantee <> v_proc.proowner), '[]');
-    execute format('drop function %s', v_proc.signature);
-  end loop;
-  perform set_config('ratelimit.grants', v_grants::text, true);
-  perform set_config('ratelimit.home', v_home, true);
-  perform set_config('search_path', v_path, true);
-end;
-$drop$;
+                         'ratelimit_remove_override', 'ratelimit_overrides'` }}
 
 drop function ratelimit.grant_of, ratelimit.answer_of, ratelimit.shadow_of, ratelimit.replay_of, ratelimit.decisions_of,
               ratelimit.check_repeated_cost, ratelimit.overridden, ratelimit.known_keys, ratelimit.remember, ratelimit.covers,
@@ -307,38 +281,4 @@ $home$;
 {{ install_snapshot "001" }}
 
 -- Grants again what was granted on the functions that were dropped, and no more.
-do $grant$
-declare
-  v_path  text := pg_catalog.current_setting('search_path');
-  v_proc  record;
-  v_grant record;
-begin
-  perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- operators of PostgreSQL only
-  for v_proc in
-    select p.oid::regprocedure as signature, p.proname, p.proowner,
-           coalesce(p.proacl, acldefault('f', p.proowner)) as acl
-      from pg_proc as p
-     where p.pronamespace = quote_ident(current_setting('ratelimit.home'))::regnamespace
-       and p.proname in ('ratelimit_define_policy', 'ratelimit_policies', 'ratelimit_acquire', 'ratelimit_acquire_many', 'ratelimit_peek',
-                         'ratelimit_refund')
-  loop
-    for v_grant in
-      select distinct case a.grantee when 0 then 'public' else a.grantee::regrole::text end as grantee
-        from aclexplode(v_proc.acl) as a
-       where a.grantee <> v_proc.proowner
-    loop
-      execute format('revoke all on function %s from %s', v_proc.signature, v_grant.grantee);
-    end loop;
-    for v_grant in
-      select g.grantee, bool_or(g.grantable) as grantable
-        from jsonb_to_recordset(current_setting('ratelimit.grants')::jsonb) as g (name text, grantee text, grantable boolean)
-       where g.name = v_proc.proname
-       group by g.grantee
-    loop
-      execute format('grant execute on function %s to %s%s', v_proc.signature, v_grant.grantee,
-                     case when v_grant.grantable then ' with grant option' end);
-    end loop;
-  end loop;
-  perform set_config('search_path', v_path, true);
-end;
-$grant$;
+{{ template "grant_changed" (dict "more" "" "name" "v_proc.proname") }}
