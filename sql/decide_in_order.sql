@@ -8,7 +8,7 @@
 --   1. Lock the buckets that this round may write, and create their rows. The first round locks none.
 --   2. Read the clock, the policies with their overrides, the buckets, and then the idempotency keys.
 --   3. Decide all requests in order, in memory.
---   4. Write each bucket once. The first round writes only new rows; if it would change a row, a second round locks the
+--   4. Write each bucket once, and remove the rows of step 1 that nothing was taken from. The first round writes only new rows; if it would change a row, a second round locks the
 --      buckets that it wants. A later round locks all buckets if it wants one that is not locked, or if another session
 --      stored an idempotency key first. Each further round is due to another session.
 -- If a round that locked rows takes nothing, its locks and rows are rolled back, and the answers stay.
@@ -64,12 +64,20 @@ select v_level || array_agg(coalesce(b.level, microtokens((u.p).capacity)) order
 {{ define "write_buckets" -}}
 update {{ . }} as b
              set level = u.level, refilled_at = u.refilled_at
-            from unnest(v_key[v_from:v_to], v_level[v_from:v_to], v_refilled_at[v_from:v_to], v_wanted[v_from:v_to], v_created[v_from:v_to])
-                 as u (key, level, refilled_at, wanted, created)
-           where (u.wanted or u.created)
+            from unnest(v_key[v_from:v_to], v_level[v_from:v_to], v_refilled_at[v_from:v_to], v_wanted[v_from:v_to])
+                 as u (key, level, refilled_at, wanted)
+           where u.wanted
              and b.ctid = (select b.ctid
                              from {{ . }} as b
                             {{ template "include/newest.sql" (dict "key" "u.key") }});
+{{- end }}
+{{ define "remove_buckets" -}}
+delete from {{ . }} as b
+           using unnest(v_key[v_from:v_to], v_wanted[v_from:v_to], v_created[v_from:v_to]) as u (key, wanted, created)
+           where u.created
+             and not u.wanted
+             and b.policy_id = v_policy.id
+             and b.key       = u.key collate "C";
 {{- end }}
 {{ define "create_buckets" -}}
 insert into {{ . }} (policy_id, key, level, refilled_at, due_at)
@@ -178,6 +186,10 @@ begin
             from unnest(policies, v_bucket) as u (policy, bucket)
            group by 1) as p;
   v_first := v_first || cardinality(v_key) + 1;
+
+  -- A round that is rolled back gives back this lock with all others, and the next one begins with buckets. A migration
+  -- locks in the other order: policies first.
+  lock table policies in access share mode;
 
   <<rounds>>
   loop
@@ -402,6 +414,13 @@ begin
         v_policy := v_policies[v_next];
         v_from   := v_first[v_next];
         v_to     := v_first[v_next + 1] - 1;
+        if true = any (v_created) then
+          if v_policy.durable then
+            {{ template "remove_buckets" "buckets" }}
+          else
+            {{ template "remove_buckets" "ephemeral_buckets" }}
+          end if;
+        end if;
         if v_round > 1 and v_policy.durable then
           {{ template "write_buckets" "buckets" }}
         elsif v_round > 1 then
@@ -412,8 +431,7 @@ begin
           {{ template "create_buckets" "ephemeral_buckets" }}
         end if;
         get diagnostics v_written = row_count;
-        if v_written < (select count(*) from unnest(v_wanted[v_from:v_to], v_created[v_from:v_to]) as u (wanted, created)
-                         where u.wanted or u.created) then
+        if v_written < (select count(*) from unnest(v_wanted[v_from:v_to]) as u (wanted) where u.wanted) then
           v_lock := array_fill(true, array[cardinality(v_key)]);  -- another session created a row, or the policy anew
           raise exception sqlstate 'RL00A';
         end if;

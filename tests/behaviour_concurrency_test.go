@@ -197,6 +197,97 @@ func TestConcurrency_NoLockIsLeftOfAWaitInVain(t *testing.T) {
 	call.answer()
 }
 
+// A batch locks all its buckets, rows or not, when one that did not fit at first has tokens after a wait. The bucket of a
+// denial has no row after that either.
+func TestConcurrency_ADenialLeavesNoRow(t *testing.T) {
+	t.Parallel()
+	for _, kind := range []policyOption{durable, ephemeral} {
+		db := newDB(t)
+		db.definePolicy("p", 10, 1, aDay, kind)
+		db.acquire("p", "x", 1)
+		db.acquire("p", "z", 10)
+		holder := db.begin()
+		holder.acquire("p", "x", 1)
+		never := all("p", "y")
+		never.charges[0].Cost = 11
+		var answers []wholeAnswer
+		call := db.session().start(func(q querier) (decision, error) {
+			var err error
+			answers, err = acquireAllMany(q.(rowsQuerier), []wholeRequest{all("p", "x"), never, all("p", "z")})
+			return decision{}, err
+		})
+		call.awaitBlockedBy(holder)
+		db.must(refund(db.Pool, "p", "z", 5))
+		holder.exec("commit")
+		call.answer()
+		require.Equal(t, []bool{true, false, true}, []bool{answers[0].Whole.Allowed, answers[1].Whole.Allowed, answers[2].Whole.Allowed})
+		require.Nil(t, db.bucket("p", "y"))
+	}
+}
+
+// A migration locks the policies first, and then other tables. So whoever holds a lock on buckets must have one on the
+// policies: if it asked for that later, each would wait for the other. Each call is stopped at each of its clock readings.
+func TestConcurrency_ThePoliciesAreLockedBeforeTheBuckets(t *testing.T) {
+	t.Parallel()
+	for name, call := range map[string]string{
+		"acquire":          "ratelimit_acquire('p', 'row')",
+		"acquire, keyed":   "ratelimit_acquire('p', 'row', 1, 'i')",
+		"refund":           "ratelimit_refund('p', 'row', 1)",
+		"many":             "ratelimit_acquire_many(array['p', 'p'], array['row', 'none'])",
+		"all":              "ratelimit_acquire_all(array['p', 'p'], array['row', 'another'])",
+		"all, one created": "ratelimit_acquire_all(array['p', 'p'], array['row', 'none'])",
+		"all, keyed":       "ratelimit_acquire_all(array['p', 'p'], array['row', 'none'], null, 'i')",
+		"all many":         "ratelimit_acquire_all_many(array['p', 'p', 'p'], array['row', 'another', 'none'], null, array[2, 1])",
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			db := newDB(t)
+			db.definePolicy("p", 10, 1, aDay)
+			db.acquire("p", "row", 1)
+			db.acquire("p", "another", 1)
+			db.exec("create sequence readings")
+			db.exec(`
+				create or replace function ratelimit.clock() returns timestamptz language plpgsql volatile as $$
+				begin
+				  if nextval('public.readings')::text = current_setting('test.stop_at') then
+				    perform pg_advisory_xact_lock(1);
+				  end if;
+				  return clock_timestamp();
+				end;
+				$$`)
+			stops := 0
+			for over := false; !over; stops++ {
+				gate, caller := db.begin(), db.begin()
+				gate.exec("select pg_advisory_xact_lock(1)")
+				db.exec("select setval('readings', 1, false)")
+				caller.exec(fmt.Sprintf("set test.stop_at = %d", stops+1))
+				pending := caller.start(func(q querier) (decision, error) {
+					_, err := caller.Exec(t.Context(), "select "+call)
+					return decision{}, err
+				})
+				require.Eventually(t, func() bool {
+					select {
+					case <-pending.done:
+						over = true
+					default:
+					}
+					return over || db.number("select count(*) from pg_locks where pid = $1 and not granted", caller.PgConn().PID()) > 0
+				}, patience, ms)
+				require.Empty(t, column(t, db.DB, `
+					select b.relation::regclass::text from pg_locks as b
+					 where b.pid = $1 and b.relation in ('ratelimit.buckets'::regclass, 'ratelimit.idempotency_keys'::regclass)
+					   and not exists (select from pg_locks as p where p.pid = b.pid and p.relation = 'ratelimit.policies'::regclass)`,
+					caller.PgConn().PID()), "at reading %d", stops+1)
+				gate.exec("rollback")
+				_, err := pending.result()
+				require.NoError(t, err)
+				caller.exec("rollback")
+			}
+			require.Greater(t, stops, 1)
+		})
+	}
+}
+
 // A waits for b, of which a transaction makes a smaller plan meanwhile.
 func TestConcurrency_AnOverrideIsReadAgainAfterAWait(t *testing.T) {
 	t.Parallel()

@@ -130,7 +130,7 @@ func (s *source) parse(tokens []string) {
 			s.ignored(upTo(";"))
 		case word == "exception":
 			upTo("then")
-		case word == "null":
+		case word == "null" || word == "lock":
 			upTo(";")
 		case word == "exit" || word == "continue":
 			jump := upTo(";")

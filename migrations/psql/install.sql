@@ -4509,7 +4509,7 @@ comment on function ratelimit.covers(text[], text[], bigint[], bigint[], timesta
 --   1. Lock the buckets that this round may write, and create their rows. The first round locks none.
 --   2. Read the clock, the policies with their overrides, the buckets, and then the idempotency keys.
 --   3. Decide all requests in order, in memory.
---   4. Write each bucket once. The first round writes only new rows; if it would change a row, a second round locks the
+--   4. Write each bucket once, and remove the rows of step 1 that nothing was taken from. The first round writes only new rows; if it would change a row, a second round locks the
 --      buckets that it wants. A later round locks all buckets if it wants one that is not locked, or if another session
 --      stored an idempotency key first. Each further round is due to another session.
 -- If a round that locked rows takes nothing, its locks and rows are rolled back, and the answers stay.
@@ -4527,6 +4527,7 @@ create or replace function ratelimit.decide_in_order(
   language plpgsql
   volatile
 as $$
+
 
 
 
@@ -4624,6 +4625,10 @@ begin
             from unnest(policies, v_bucket) as u (policy, bucket)
            group by 1) as p;
   v_first := v_first || cardinality(v_key) + 1;
+
+  -- A round that is rolled back gives back this lock with all others, and the next one begins with buckets. A migration
+  -- locks in the other order: policies first.
+  lock table policies in access share mode;
 
   <<rounds>>
   loop
@@ -4920,12 +4925,29 @@ begin
         v_policy := v_policies[v_next];
         v_from   := v_first[v_next];
         v_to     := v_first[v_next + 1] - 1;
+        if true = any (v_created) then
+          if v_policy.durable then
+            delete from buckets as b
+           using unnest(v_key[v_from:v_to], v_wanted[v_from:v_to], v_created[v_from:v_to]) as u (key, wanted, created)
+           where u.created
+             and not u.wanted
+             and b.policy_id = v_policy.id
+             and b.key       = u.key collate "C";
+          else
+            delete from ephemeral_buckets as b
+           using unnest(v_key[v_from:v_to], v_wanted[v_from:v_to], v_created[v_from:v_to]) as u (key, wanted, created)
+           where u.created
+             and not u.wanted
+             and b.policy_id = v_policy.id
+             and b.key       = u.key collate "C";
+          end if;
+        end if;
         if v_round > 1 and v_policy.durable then
           update buckets as b
              set level = u.level, refilled_at = u.refilled_at
-            from unnest(v_key[v_from:v_to], v_level[v_from:v_to], v_refilled_at[v_from:v_to], v_wanted[v_from:v_to], v_created[v_from:v_to])
-                 as u (key, level, refilled_at, wanted, created)
-           where (u.wanted or u.created)
+            from unnest(v_key[v_from:v_to], v_level[v_from:v_to], v_refilled_at[v_from:v_to], v_wanted[v_from:v_to])
+                 as u (key, level, refilled_at, wanted)
+           where u.wanted
              and b.ctid = (select b.ctid
                              from buckets as b
                             where b.policy_id = v_policy.id
@@ -4936,9 +4958,9 @@ begin
         elsif v_round > 1 then
           update ephemeral_buckets as b
              set level = u.level, refilled_at = u.refilled_at
-            from unnest(v_key[v_from:v_to], v_level[v_from:v_to], v_refilled_at[v_from:v_to], v_wanted[v_from:v_to], v_created[v_from:v_to])
-                 as u (key, level, refilled_at, wanted, created)
-           where (u.wanted or u.created)
+            from unnest(v_key[v_from:v_to], v_level[v_from:v_to], v_refilled_at[v_from:v_to], v_wanted[v_from:v_to])
+                 as u (key, level, refilled_at, wanted)
+           where u.wanted
              and b.ctid = (select b.ctid
                              from ephemeral_buckets as b
                             where b.policy_id = v_policy.id
@@ -4972,8 +4994,7 @@ begin
           on conflict on constraint ephemeral_buckets_pkey do nothing;
         end if;
         get diagnostics v_written = row_count;
-        if v_written < (select count(*) from unnest(v_wanted[v_from:v_to], v_created[v_from:v_to]) as u (wanted, created)
-                         where u.wanted or u.created) then
+        if v_written < (select count(*) from unnest(v_wanted[v_from:v_to]) as u (wanted) where u.wanted) then
           v_lock := array_fill(true, array[cardinality(v_key)]);  -- another session created a row, or the policy anew
           raise exception sqlstate 'RL00A';
         end if;
