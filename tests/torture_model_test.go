@@ -32,7 +32,7 @@ func TestTorture_ModelAgreesWithSQL(t *testing.T) {
 	session := db.session()
 
 	met := sightings{}
-	for run.goesOn() || met.lacks() != "" && time.Since(run.started) < time.Minute {
+	for run.goesOn() || met.lacks() != "" && time.Since(run.started) < 4*time.Minute {
 		rapid.Check(quiet{t}, func(t *rapid.T) {
 			m := newModelRun(t, session, met)
 			defer m.end()
@@ -352,9 +352,15 @@ func (m *modelRun) earlier(t *rapid.T) wholeRequest {
 	r := rapid.SampledFrom(m.requests).Draw(t, "request")
 	charges := slices.Clone(r.charges)
 	i := rapid.IntRange(0, len(charges)-1).Draw(t, "charge")
-	switch rapid.SampledFrom([]string{"same", "same", "more", "fewer", "another cost", "parts", "turned", "another key"}).Draw(t, "but for") {
+	switch rapid.SampledFrom([]string{"same", "same", "more", "too much more", "fewer", "another cost", "parts", "turned", "another key"}).Draw(t, "but for") {
 	case "more":
 		charges = append(charges, m.charge(t, 2))
+	case "too much more":
+		c := m.charge(t, 2)
+		if d, err := m.model.Peek(m.now, c.BucketID, 0); err == nil {
+			c.Cost = max(c.Cost, d.Remaining+1)
+		}
+		charges = append(charges, c)
 	case "fewer":
 		if len(charges) > 1 {
 			charges = slices.Delete(charges, i, i+1)
