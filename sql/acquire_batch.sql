@@ -37,6 +37,7 @@ declare
   v_ephemeral boolean;
   v_locked   bigint[];  -- the ids of the policies whose buckets are locked
   v_taken    record;
+  v_kept     boolean := true;  -- the idempotency keys of what was taken are stored
   v_places   bigint[];  -- elements that the fast path granted; parallel to it:
   v_remaining bigint[];
   v_reset_us bigint[];
@@ -96,7 +97,11 @@ begin
           v_remaining := v_taken.remaining;
           v_reset_us  := v_taken.reset_us;
           v_capacity  := array_fill(v_policy.capacity, array[cardinality(v_places)]);
-          v_durable   := v_policy.durable;
+          if idempotency_keys is not null then
+            v_kept := remember(keys, idempotency_keys, costs, v_now, not v_policy.durable, v_places,
+                               array_fill(v_policy.id, array[cardinality(v_places)]), array_fill(v_policy.remember_us, array[cardinality(v_places)]),
+                               v_remaining, v_capacity, v_reset_us);
+          end if;
         end if;
       else
         if sizes is null then
@@ -122,6 +127,10 @@ begin
           v_reset_us  := v_reset_us || v_taken.reset_us;
           v_capacity  := v_capacity || v_taken.capacities;
           v_shadows   := v_shadows || v_taken.shadows;
+          if idempotency_keys is not null and v_taken.places is not null then
+            v_kept := v_kept and remember(keys, idempotency_keys, costs, v_now, v_in_ephemeral, v_taken.places, v_taken.policy_ids,
+                                          v_taken.remember_us, v_taken.remaining, v_taken.capacities, v_taken.reset_us);
+          end if;
         end loop;
       end if;
     end if;
@@ -129,10 +138,7 @@ begin
     if v_places is null and v_count > 0 and v_covered is not false then
       raise exception sqlstate 'RL00T';  -- what take did not charge it has locked, if it waited for it
     elsif v_places is not null then
-      if sizes is not null and cardinality(v_places) < v_count
-         or idempotency_keys is not null
-            and remember(policies, keys, idempotency_keys, costs, v_now, v_durable, coalesce(v_ephemeral, not v_durable),
-                         v_places, v_remaining, v_capacity, v_reset_us) is not true then
+      if sizes is not null and cardinality(v_places) < v_count or not v_kept then
         raise exception sqlstate 'RL00T';
       elsif cardinality(v_places) < v_count then
         v_left    := array(select generate_series(1, v_count) except select unnest(v_places) order by 1);

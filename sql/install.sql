@@ -39,6 +39,7 @@
 -- Many requests, or many buckets, in one call.
 {{ template "keys.sql" . }}
 {{ template "take.sql" . }}
+{{ template "look_at_buckets.sql" . }}
 {{ template "decide_in_order.sql" . }}
 {{ template "acquire_batch.sql" . }}
 {{ template "acquire_all.sql" . }}

@@ -29,7 +29,7 @@ select e.key, least(sum(e.tokens), 9000000000001) as total, array_agg(e.place) a
 {{- /* The same for each bucket of any policies, with the policy's numbers, or those of the override. twice tells whether a
        request names the bucket twice. */ -}}
 {{ define "sums_of_policies" -}}
-select s.*, p.id as policy_id, p.durable, p.shadow
+select s.*, p.id as policy_id, p.durable, p.shadow, p.remember_us
                      {{- range list "capacity" "tick" "every_us" "tick_us" "full_level" "gain" "tick_gain" "round_up" }},
                      case when o.key is null then p.{{ . }} else o.{{ . }} end as {{ . }}
                      {{- end }}
@@ -172,10 +172,12 @@ $$;
 comment on function ratelimit.lock_buckets(text[], text[], boolean) is
   'Locks the buckets of the durable or of the ephemeral policies, in order.';
 
--- The answers are in the order of places. locked is null, or has the ids of the policies whose buckets are locked. shadow says for each whether its policy is a shadow.
+-- The answers are in the order of places, each with its policy as it was then. locked is null, or has the ids of the
+-- policies whose buckets are locked.
 create or replace function ratelimit.take_of_policies(
     in  policies text[], in keys text[], in costs bigint[], in requests bigint[], in ephemeral boolean, in locked bigint[], in now timestamptz,
-    out places bigint[], out remaining bigint[], out reset_us bigint[], out capacities bigint[], out shadows boolean[])
+    out places bigint[], out remaining bigint[], out reset_us bigint[], out capacities bigint[], out shadows boolean[],
+    out policy_ids bigint[], out remember_us bigint[])
   language plpgsql
   volatile
 as $$
@@ -184,11 +186,11 @@ as $$
 with taken as (
       {{ template "charge" (dict "buckets" .buckets "numbers" "u." "any" true "durable" .durable "policy_id" "u.policy_id") }}
     ), granted as (
-      {{ template "granted" (list "capacity" "shadow" "every_us" "tick_us" "full_level" "tick_gain" "round_up") }}
+      {{ template "granted" (list "capacity" "shadow" "policy_id" "remember_us" "every_us" "tick_us" "full_level" "tick_gain" "round_up") }}
     )
     select array_agg(g.place), array_agg(whole_tokens(g.level)), array_agg({{ template "reset_us" "g." }}),
-           array_agg(g.capacity), array_agg(g.shadow)
-      into places, remaining, reset_us, capacities, shadows
+           array_agg(g.capacity), array_agg(g.shadow), array_agg(g.policy_id), array_agg(g.remember_us)
+      into places, remaining, reset_us, capacities, shadows, policy_ids, remember_us
       from (select * from granted order by place) as g
 {{- end }}
 declare

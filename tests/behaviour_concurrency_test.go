@@ -288,6 +288,63 @@ func TestConcurrency_ThePoliciesAreLockedBeforeTheBuckets(t *testing.T) {
 	}
 }
 
+// A batch goes by one version of a policy: its grants are remembered for as long as the policy said when they were decided.
+func TestConcurrency_APolicyThatChangesMeanwhileChangesNoGrant(t *testing.T) {
+	t.Parallel()
+	for name, call := range map[string]string{
+		"one policy":   "ratelimit_acquire_many(array['p'], array['row'], null, array['i'])",
+		"two policies": "ratelimit_acquire_many(array['p', 'q'], array['row', 'row'], null, array['i', 'i'])",
+		"all":          "ratelimit_acquire_all(array['p', 'q'], array['row', 'row'], null, 'i')",
+		"all many":     "ratelimit_acquire_all_many(array['p', 'q'], array['row', 'row'], null, array[1, 1], array['i', 'i'])",
+		"in order":     "ratelimit_acquire_all(array['p', 'p', 'q'], array['row', 'row', 'none'], null, 'i')",
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			db := newDB(t)
+			db.definePolicy("p", 10, 1, aDay)
+			db.definePolicy("q", 10, 1, aDay)
+			db.acquire("p", "row", 1)
+			db.acquire("q", "row", 1)
+			holder := db.begin()
+			holder.acquire("p", "row", 1)
+			pending := db.session().start(func(q querier) (decision, error) { return decide(q, call) })
+			pending.awaitBlockedBy(holder)
+			db.definePolicy("p", 20, 1, aDay, remember(time.Millisecond))
+			holder.exec("rollback")
+			d := pending.answer()
+			remembered := db.number("select extract(epoch from k.expires_at - now())::bigint from ratelimit.idempotency_keys as k join ratelimit.policies as p on p.id = k.policy_id where p.name = 'p'")
+			if require.True(t, d.Allowed); d.Capacity == 10 {
+				require.Greater(t, remembered, int64(3600))
+			} else {
+				require.LessOrEqual(t, remembered, int64(0))
+			}
+		})
+	}
+}
+
+// A batch does not find an idempotency key whose tokens its bucket, as it saw it, still had. It is stopped between the two.
+func TestConcurrency_ABatchReadsBucketsAndIdempotencyKeysAsOfOneInstant(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	gate := db.gateBefore(`if idempotency_keys is null then`, "ratelimit.look_at_buckets")
+	db.definePolicy("p", 10, 1, aDay)
+	db.acquire("p", "k", 6)
+	var answers []wholeAnswer
+	call := gate.session().start(func(q querier) (decision, error) {
+		repeat, look := all("p", "k"), all("p", "k")
+		repeat.charges[0].Cost, repeat.idempotencyKey, look.charges[0].Cost = 3, "i", 0
+		var err error
+		answers, err = acquireManyWholes(q.(rowsQuerier), []wholeRequest{repeat, look})
+		return decision{}, err
+	})
+	call.awaitBlockedBy(gate.keeper)
+	first := db.acquire("p", "k", 3, "i")
+	gate.open()
+	call.answer()
+	require.Equal(t, replayed(first), answers[0].Whole.Decision)
+	require.EqualValues(t, 1, answers[1].Whole.Remaining)
+}
+
 // A waits for b, of which a transaction makes a smaller plan meanwhile.
 func TestConcurrency_AnOverrideIsReadAgainAfterAWait(t *testing.T) {
 	t.Parallel()

@@ -23,7 +23,7 @@ var hotFunctions = []string{"ratelimit_acquire", "ratelimit_peek", "ratelimit_re
 
 // What acquire_batch is made of. These functions find its search_path.
 var batchFunctions = []string{
-	"ratelimit.covers", "ratelimit.decide_in_order", "ratelimit.known_keys", "ratelimit.lock_buckets", "ratelimit.remember", "ratelimit.take",
+	"ratelimit.covers", "ratelimit.decide_in_order", "ratelimit.lock_buckets", "ratelimit.look_at_buckets", "ratelimit.remember", "ratelimit.take",
 	"ratelimit.take_of_policies",
 }
 

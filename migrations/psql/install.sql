@@ -4055,90 +4055,33 @@ comment on function ratelimit_reset(text, text) is
 
 
 -- Many requests, or many buckets, in one call.
--- Idempotency keys of many requests for one policy. Element n of keys, idempotency_keys and costs is element n of the batch.
-
--- Locks and writes nothing.
-create or replace function ratelimit.known_keys(
-    in  policy ratelimit.policies, in keys text[], in idempotency_keys text[], in now timestamptz,
-    out places bigint[], out grants ratelimit.idempotency_keys[])
-  language plpgsql
-  stable
-as $$
-begin
-  if policy.durable then
-    select array_agg(u.place), array_agg(k.granted)
-      into places, grants
-      from unnest(keys, idempotency_keys) with ordinality as u (key, idempotency_key, place)
-     cross join lateral (select row(k.*)::idempotency_keys as granted, k.expires_at
-                           from idempotency_keys as k
-                          where k.policy_id       = policy.id
-                            and k.key             = u.key collate "C"
-                            and k.idempotency_key = u.idempotency_key collate "C"
-                         offset 0) as k
-     where k.expires_at > now;
-  else
-    select array_agg(u.place), array_agg(k.granted)
-      into places, grants
-      from unnest(keys, idempotency_keys) with ordinality as u (key, idempotency_key, place)
-     cross join lateral (select row(k.*)::idempotency_keys as granted, k.expires_at
-                           from ephemeral_idempotency_keys as k
-                          where k.policy_id       = policy.id
-                            and k.key             = u.key collate "C"
-                            and k.idempotency_key = u.idempotency_key collate "C"
-                         offset 0) as k
-     where k.expires_at > now;
-  end if;
-end;
-$$;
-comment on function ratelimit.known_keys(ratelimit.policies, text[], text[], timestamptz) is
-  'The elements whose idempotency key is live, and the grants that it remembers.';
-
--- The caller holds the bucket rows of these elements, so no other session is at the same keys. Element n of policies, keys,
+-- Stores the idempotency keys of a batch, of durable or of ephemeral policies.
+--
+-- The caller holds the bucket rows of these elements, so no other session is at the same keys. Element n of keys,
 -- idempotency_keys and costs is element n of the batch; places are the elements that were granted, and the arrays after it
--- are parallel to it. durable and ephemeral tell which policies there are.
+-- are parallel to it. policy_ids and remember_us are those by which they were decided. ephemeral tells the kind of all.
 --
 -- Locks:  the rows that it writes.
 -- Writes: the idempotency keys, an expired one over the old row.
 create or replace function ratelimit.remember(
-    policies text[], keys text[], idempotency_keys text[], costs bigint[], now timestamptz, durable boolean, ephemeral boolean,
-    places bigint[], remaining bigint[], capacities bigint[], reset_us bigint[])
+    keys text[], idempotency_keys text[], costs bigint[], now timestamptz, ephemeral boolean,
+    places bigint[], policy_ids bigint[], remember_us bigint[], remaining bigint[], capacities bigint[], reset_us bigint[])
   returns boolean
   language plpgsql
   volatile
 as $$
 declare
   v_now    alias for remember.now;
-  v_count  integer;
-  v_stored integer := 0;
+  v_stored bigint;
 begin
-  if durable then
-    insert into idempotency_keys as k
-           (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
-    select p.id, keys[g.place], idempotency_keys[g.place], costs[g.place],
-           g.remaining, duration(g.reset_us), g.capacity, v_now + duration(p.remember_us)
-      from unnest(places, remember.remaining, capacities, reset_us) as g (place, remaining, capacity, reset_us)
-      join policies as p on p.name = policies[g.place] collate "C"
-     where is_name(idempotency_keys[g.place])
-       and p.durable
-    on conflict on constraint idempotency_keys_pkey do update
-           set cost        = excluded.cost,
-               remaining   = excluded.remaining,
-               reset_after = excluded.reset_after,
-               capacity    = excluded.capacity,
-               expires_at  = excluded.expires_at
-         where k.expires_at <= v_now;
-    get diagnostics v_count = row_count;
-    v_stored := v_stored + v_count;
-  end if;
   if ephemeral then
     insert into ephemeral_idempotency_keys as k
            (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
-    select p.id, keys[g.place], idempotency_keys[g.place], costs[g.place],
-           g.remaining, duration(g.reset_us), g.capacity, v_now + duration(p.remember_us)
-      from unnest(places, remember.remaining, capacities, reset_us) as g (place, remaining, capacity, reset_us)
-      join policies as p on p.name = policies[g.place] collate "C"
+    select g.policy_id, keys[g.place], idempotency_keys[g.place], costs[g.place],
+           g.remaining, duration(g.reset_us), g.capacity, v_now + duration(g.remember_us)
+      from unnest(places, policy_ids, remember.remember_us, remember.remaining, capacities, reset_us)
+           as g (place, policy_id, remember_us, remaining, capacity, reset_us)
      where is_name(idempotency_keys[g.place])
-       and not p.durable
     on conflict on constraint ephemeral_idempotency_keys_pkey do update
            set cost        = excluded.cost,
                remaining   = excluded.remaining,
@@ -4146,13 +4089,27 @@ begin
                capacity    = excluded.capacity,
                expires_at  = excluded.expires_at
          where k.expires_at <= v_now;
-    get diagnostics v_count = row_count;
-    v_stored := v_stored + v_count;
+  else
+    insert into idempotency_keys as k
+           (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
+    select g.policy_id, keys[g.place], idempotency_keys[g.place], costs[g.place],
+           g.remaining, duration(g.reset_us), g.capacity, v_now + duration(g.remember_us)
+      from unnest(places, policy_ids, remember.remember_us, remember.remaining, capacities, reset_us)
+           as g (place, policy_id, remember_us, remaining, capacity, reset_us)
+     where is_name(idempotency_keys[g.place])
+    on conflict on constraint idempotency_keys_pkey do update
+           set cost        = excluded.cost,
+               remaining   = excluded.remaining,
+               reset_after = excluded.reset_after,
+               capacity    = excluded.capacity,
+               expires_at  = excluded.expires_at
+         where k.expires_at <= v_now;
   end if;
+  get diagnostics v_stored = row_count;
   return v_stored = (select count(remember.idempotency_keys[u.place]) from unnest(places) as u (place));
 end;
 $$;
-comment on function ratelimit.remember(text[], text[], text[], bigint[], timestamptz, boolean, boolean, bigint[], bigint[], bigint[], bigint[]) is
+comment on function ratelimit.remember(text[], text[], bigint[], timestamptz, boolean, bigint[], bigint[], bigint[], bigint[], bigint[], bigint[]) is
   'Stores the idempotency keys of granted elements; false if one of them is live already, or is no valid key.';
 
 -- The fast path of requests about many buckets. take charges them in one lean statement, and does not look first.
@@ -4320,10 +4277,12 @@ $$;
 comment on function ratelimit.lock_buckets(text[], text[], boolean) is
   'Locks the buckets of the durable or of the ephemeral policies, in order.';
 
--- The answers are in the order of places. locked is null, or has the ids of the policies whose buckets are locked. shadow says for each whether its policy is a shadow.
+-- The answers are in the order of places, each with its policy as it was then. locked is null, or has the ids of the
+-- policies whose buckets are locked.
 create or replace function ratelimit.take_of_policies(
     in  policies text[], in keys text[], in costs bigint[], in requests bigint[], in ephemeral boolean, in locked bigint[], in now timestamptz,
-    out places bigint[], out remaining bigint[], out reset_us bigint[], out capacities bigint[], out shadows boolean[])
+    out places bigint[], out remaining bigint[], out reset_us bigint[], out capacities bigint[], out shadows boolean[],
+    out policy_ids bigint[], out remember_us bigint[])
   language plpgsql
   volatile
 as $$
@@ -4335,7 +4294,7 @@ begin
       update ephemeral_buckets as b
          set level       = refilled_level(b.level, b.refilled_at, v_now, u.full_level, u.gain, u.every_us, u.tick) - microtokens(u.total),
              refilled_at = refilled_until(b.refilled_at, v_now, u.tick)
-        from (select s.*, p.id as policy_id, p.durable, p.shadow,
+        from (select s.*, p.id as policy_id, p.durable, p.shadow, p.remember_us,
                      case when o.key is null then p.capacity else o.capacity end as capacity,
                      case when o.key is null then p.tick else o.tick end as tick,
                      case when o.key is null then p.every_us else o.every_us end as every_us,
@@ -4368,27 +4327,27 @@ begin
            or refilled_level(b.level, b.refilled_at, v_now, u.full_level, u.gain, u.every_us, u.tick) >= microtokens(u.total))
       returning u.*, b.level, b.refilled_at
     ), granted as (
-      select t.places[1] as place, t.level, t.refilled_at, t.capacity, t.shadow, t.every_us, t.tick_us, t.full_level, t.tick_gain, t.round_up
+      select t.places[1] as place, t.level, t.refilled_at, t.capacity, t.shadow, t.policy_id, t.remember_us, t.every_us, t.tick_us, t.full_level, t.tick_gain, t.round_up
         from taken as t
        where cardinality(t.places) = 1
       union all
-      select e.place, e.level + microtokens(e.total - sum(e.cost) over (partition by e.bucket order by e.request)), e.refilled_at, e.capacity, e.shadow, e.every_us, e.tick_us, e.full_level, e.tick_gain, e.round_up
+      select e.place, e.level + microtokens(e.total - sum(e.cost) over (partition by e.bucket order by e.request)), e.refilled_at, e.capacity, e.shadow, e.policy_id, e.remember_us, e.every_us, e.tick_us, e.full_level, e.tick_gain, e.round_up
         from (select u.place, costs[u.place]::integer as cost, coalesce(requests[u.place], u.place) as request,
-                     t.places[1] as bucket, t.level, t.total, t.refilled_at, t.capacity, t.shadow, t.every_us, t.tick_us, t.full_level, t.tick_gain, t.round_up
+                     t.places[1] as bucket, t.level, t.total, t.refilled_at, t.capacity, t.shadow, t.policy_id, t.remember_us, t.every_us, t.tick_us, t.full_level, t.tick_gain, t.round_up
                 from taken as t
                cross join lateral unnest(t.places) as u (place)
                where cardinality(t.places) > 1) as e
     )
     select array_agg(g.place), array_agg(whole_tokens(g.level)), array_agg(wait_below(g.full_level, g.level, case when g.refilled_at = v_now then 0 else microseconds(v_now - g.refilled_at) end, g.every_us, g.tick_us, g.tick_gain, g.round_up)),
-           array_agg(g.capacity), array_agg(g.shadow)
-      into places, remaining, reset_us, capacities, shadows
+           array_agg(g.capacity), array_agg(g.shadow), array_agg(g.policy_id), array_agg(g.remember_us)
+      into places, remaining, reset_us, capacities, shadows, policy_ids, remember_us
       from (select * from granted order by place) as g;
   else
     with taken as (
       update buckets as b
          set level       = refilled_level(b.level, b.refilled_at, v_now, u.full_level, u.gain, u.every_us, u.tick) - microtokens(u.total),
              refilled_at = refilled_until(b.refilled_at, v_now, u.tick)
-        from (select s.*, p.id as policy_id, p.durable, p.shadow,
+        from (select s.*, p.id as policy_id, p.durable, p.shadow, p.remember_us,
                      case when o.key is null then p.capacity else o.capacity end as capacity,
                      case when o.key is null then p.tick else o.tick end as tick,
                      case when o.key is null then p.every_us else o.every_us end as every_us,
@@ -4421,20 +4380,20 @@ begin
            or refilled_level(b.level, b.refilled_at, v_now, u.full_level, u.gain, u.every_us, u.tick) >= microtokens(u.total))
       returning u.*, b.level, b.refilled_at
     ), granted as (
-      select t.places[1] as place, t.level, t.refilled_at, t.capacity, t.shadow, t.every_us, t.tick_us, t.full_level, t.tick_gain, t.round_up
+      select t.places[1] as place, t.level, t.refilled_at, t.capacity, t.shadow, t.policy_id, t.remember_us, t.every_us, t.tick_us, t.full_level, t.tick_gain, t.round_up
         from taken as t
        where cardinality(t.places) = 1
       union all
-      select e.place, e.level + microtokens(e.total - sum(e.cost) over (partition by e.bucket order by e.request)), e.refilled_at, e.capacity, e.shadow, e.every_us, e.tick_us, e.full_level, e.tick_gain, e.round_up
+      select e.place, e.level + microtokens(e.total - sum(e.cost) over (partition by e.bucket order by e.request)), e.refilled_at, e.capacity, e.shadow, e.policy_id, e.remember_us, e.every_us, e.tick_us, e.full_level, e.tick_gain, e.round_up
         from (select u.place, costs[u.place]::integer as cost, coalesce(requests[u.place], u.place) as request,
-                     t.places[1] as bucket, t.level, t.total, t.refilled_at, t.capacity, t.shadow, t.every_us, t.tick_us, t.full_level, t.tick_gain, t.round_up
+                     t.places[1] as bucket, t.level, t.total, t.refilled_at, t.capacity, t.shadow, t.policy_id, t.remember_us, t.every_us, t.tick_us, t.full_level, t.tick_gain, t.round_up
                 from taken as t
                cross join lateral unnest(t.places) as u (place)
                where cardinality(t.places) > 1) as e
     )
     select array_agg(g.place), array_agg(whole_tokens(g.level)), array_agg(wait_below(g.full_level, g.level, case when g.refilled_at = v_now then 0 else microseconds(v_now - g.refilled_at) end, g.every_us, g.tick_us, g.tick_gain, g.round_up)),
-           array_agg(g.capacity), array_agg(g.shadow)
-      into places, remaining, reset_us, capacities, shadows
+           array_agg(g.capacity), array_agg(g.shadow), array_agg(g.policy_id), array_agg(g.remember_us)
+      into places, remaining, reset_us, capacities, shadows, policy_ids, remember_us
       from (select * from granted order by place) as g;
   end if;
 end;
@@ -4456,7 +4415,7 @@ begin
   select sum(cardinality(u.places)) = cardinality(keys) and bool_and(u.twice is not true and (d.covers or e.covers) is true),
          coalesce(bool_or(u.durable), false), coalesce(bool_or(not u.durable), false)
     into covered, durable, ephemeral
-    from (select s.*, p.id as policy_id, p.durable, p.shadow,
+    from (select s.*, p.id as policy_id, p.durable, p.shadow, p.remember_us,
                      case when o.key is null then p.capacity else o.capacity end as capacity,
                      case when o.key is null then p.tick else o.tick end as tick,
                      case when o.key is null then p.every_us else o.every_us end as every_us,
@@ -4499,6 +4458,126 @@ $$;
 comment on function ratelimit.covers(text[], text[], bigint[], bigint[], timestamptz) is
   'Whether every bucket covers all that is asked of it.';
 
+-- Reads everything that the requests of a batch are decided by: policies, overrides, buckets and idempotency keys.
+--
+-- The function is STABLE, so all of it is as of one snapshot. If a second statement read the idempotency keys, it could find
+-- one whose tokens the bucket had not lost yet.
+--
+-- names are the names of the policies. keys are those of the buckets, in the order of policy; the buckets of policy n are
+-- from first[n] to before first[n + 1]. created are the buckets whose rows the caller has just created, which stand for none.
+-- buckets, charges and idempotency_keys are parallel to the elements of the batch: the number of the bucket, what is
+-- charged to it, and the idempotency key; idempotency_keys is null for none.
+--
+-- policies is parallel to names, and known to the elements: the grant that a live idempotency key remembers. The others are
+-- parallel to the buckets: the policy with the numbers that apply to the key; the level as stored, and when; the level
+-- now; whether there is a row.
+--
+-- Locks and writes nothing.
+create or replace function ratelimit.look_at_buckets(
+    in  names text[], in first integer[], in keys text[], in created boolean[],
+    in  buckets integer[], in charges bigint[], in idempotency_keys text[], in now timestamptz,
+    out policies ratelimit.policies[], out known ratelimit.idempotency_keys[],
+    out numbers ratelimit.policies[], out levels bigint[], out refilled_at timestamptz[], out levels_now bigint[], out has_row boolean[])
+  language plpgsql
+  stable
+as $$
+declare
+  v_now     alias for look_at_buckets.now;
+  v_policy  ratelimit.policies;
+  v_from    integer;
+  v_to      integer;
+  v_found   record;
+begin
+  known := array_fill(null::ratelimit.idempotency_keys, array[cardinality(buckets)]);
+  for v_n in 1..cardinality(names) loop
+    select p.* into v_policy from policies as p where p.name = names[v_n] collate "C";
+    policies[v_n] := v_policy;
+    v_from        := first[v_n];
+    v_to          := first[v_n + 1] - 1;
+    if v_policy.durable is not false then  -- an unknown policy has no buckets
+      select look_at_buckets.levels      || array_agg(coalesce(b.level, microtokens((u.p).capacity)) order by u.n),
+             look_at_buckets.refilled_at || array_agg(coalesce(b.refilled_at, v_now) order by u.n),
+             look_at_buckets.levels_now  || array_agg(case when b.level is null then microtokens((u.p).capacity)
+                                                           else refilled_level(b.level, b.refilled_at, v_now, (u.p).full_level, (u.p).gain, (u.p).every_us, (u.p).tick) end order by u.n),
+             look_at_buckets.has_row     || array_agg(b.level is not null order by u.n),
+             look_at_buckets.numbers     || array_agg(u.p order by u.n)
+        into levels, refilled_at, levels_now, has_row, numbers
+        from (select u.key, u.created, u.n, case when v_policy.overridden then
+                                         coalesce((select overridden(v_policy, o) from overrides as o
+                                                    where o.policy_id = v_policy.id and o.key = u.key collate "C" and o.expires_at > v_now), v_policy)
+                                       else v_policy end as p
+                from unnest(keys[v_from:v_to], created[v_from:v_to]) with ordinality as u (key, created, n)
+              offset 0) as u
+        left join lateral (select b.level, b.refilled_at
+                             from buckets as b
+                            where b.policy_id = v_policy.id
+       and b.key      >= u.key
+       and b.key      <= u.key
+     order by b.key desc
+     limit 1) as b on u.created is not true;
+    else
+      select look_at_buckets.levels      || array_agg(coalesce(b.level, microtokens((u.p).capacity)) order by u.n),
+             look_at_buckets.refilled_at || array_agg(coalesce(b.refilled_at, v_now) order by u.n),
+             look_at_buckets.levels_now  || array_agg(case when b.level is null then microtokens((u.p).capacity)
+                                                           else refilled_level(b.level, b.refilled_at, v_now, (u.p).full_level, (u.p).gain, (u.p).every_us, (u.p).tick) end order by u.n),
+             look_at_buckets.has_row     || array_agg(b.level is not null order by u.n),
+             look_at_buckets.numbers     || array_agg(u.p order by u.n)
+        into levels, refilled_at, levels_now, has_row, numbers
+        from (select u.key, u.created, u.n, case when v_policy.overridden then
+                                         coalesce((select overridden(v_policy, o) from overrides as o
+                                                    where o.policy_id = v_policy.id and o.key = u.key collate "C" and o.expires_at > v_now), v_policy)
+                                       else v_policy end as p
+                from unnest(keys[v_from:v_to], created[v_from:v_to]) with ordinality as u (key, created, n)
+              offset 0) as u
+        left join lateral (select b.level, b.refilled_at
+                             from ephemeral_buckets as b
+                            where b.policy_id = v_policy.id
+       and b.key      >= u.key
+       and b.key      <= u.key
+     order by b.key desc
+     limit 1) as b on u.created is not true;
+    end if;
+    if idempotency_keys is null then
+      continue;
+    elsif v_policy.durable is not false then
+      for v_found in
+        select u.place, k.granted
+          from unnest(buckets, charges, idempotency_keys) with ordinality as u (bucket, charge, idempotency_key, place)
+         cross join lateral (select row(k.*)::idempotency_keys as granted, k.expires_at
+                               from idempotency_keys as k
+                              where k.policy_id       = v_policy.id
+                                and k.key             = keys[u.bucket] collate "C"
+                                and k.idempotency_key = u.idempotency_key collate "C"
+                             offset 0) as k
+         where u.bucket between v_from and v_to
+           and u.charge > 0
+           and k.expires_at > v_now
+      loop
+        known[v_found.place] := v_found.granted;
+      end loop;
+    else
+      for v_found in
+        select u.place, k.granted
+          from unnest(buckets, charges, idempotency_keys) with ordinality as u (bucket, charge, idempotency_key, place)
+         cross join lateral (select row(k.*)::idempotency_keys as granted, k.expires_at
+                               from ephemeral_idempotency_keys as k
+                              where k.policy_id       = v_policy.id
+                                and k.key             = keys[u.bucket] collate "C"
+                                and k.idempotency_key = u.idempotency_key collate "C"
+                             offset 0) as k
+         where u.bucket between v_from and v_to
+           and u.charge > 0
+           and k.expires_at > v_now
+      loop
+        known[v_found.place] := v_found.granted;
+      end loop;
+    end if;
+  end loop;
+end;
+$$;
+comment on function ratelimit.look_at_buckets(text[], integer[], text[], boolean[], integer[], bigint[], text[], timestamptz) is
+  'The policies, buckets and idempotency keys of many requests, as of one snapshot.';
+
 -- Decides requests one after another at one instant, whatever they ask for. The fast path is take; this is the rest.
 --
 -- The arguments are parallel arrays of elements. The elements of a request follow each other and have its number in
@@ -4507,7 +4586,7 @@ comment on function ratelimit.covers(text[], text[], bigint[], bigint[], timesta
 --
 -- The steps of a round:
 --   1. Lock the buckets that this round may write, and create their rows. The first round locks none.
---   2. Read the clock, the policies with their overrides, the buckets, and then the idempotency keys.
+--   2. Read the clock, and then by one snapshot the policies, overrides, buckets and idempotency keys.
 --   3. Decide all requests in order, in memory.
 --   4. Write each bucket once, and remove the rows of step 1 that nothing was taken from. The first round writes only new rows; if it would change a row, a second round locks the
 --      buckets that it wants. A later round locks all buckets if it wants one that is not locked, or if another session
@@ -4527,7 +4606,6 @@ create or replace function ratelimit.decide_in_order(
   language plpgsql
   volatile
 as $$
-
 
 
 
@@ -4596,8 +4674,6 @@ declare
   v_changes     boolean;        -- a row that exists is to change
   v_creates     boolean;        -- a row is to be created
   v_places      bigint[];
-  v_grants      ratelimit.idempotency_keys[];
-  v_masked      text[];
   v_written     bigint;
   v_packed      ratelimit.packed;
   v_over        boolean := false;  -- answered, and the locks are to be rolled back
@@ -4690,18 +4766,13 @@ begin
 
       v_now         := clock();  -- the locks may have waited
       v_locked      := v_policies;
-      v_policies    := '{}';
       v_in_order    := '{}';
       v_durable     := '{}';
-      v_level       := '{}';
-      v_refilled_at := '{}';
-      v_level_now   := '{}';
-      v_has_row     := '{}';
-      v_numbers     := '{}';
-      v_known       := array_fill(null::ratelimit.idempotency_keys, array[v_count]);
+      select l.policies, l.known, l.numbers, l.levels, l.refilled_at, l.levels_now, l.has_row
+        into v_policies, v_known, v_numbers, v_level, v_refilled_at, v_level_now, v_has_row
+        from look_at_buckets(v_names, v_first, v_key, v_created, v_bucket, charges, idempotency_keys, v_now) as l;
       for v_part in 1..cardinality(v_names) loop
-        select p.* into v_policy from policies as p where p.name = v_names[v_part];
-        v_policies[v_part] := v_policy;
+        v_policy := v_policies[v_part];
         if v_round > 1 and v_locked[v_part].id is distinct from v_policy.id then  -- defined anew since the locks
           v_moved := true;
         end if;
@@ -4710,60 +4781,6 @@ begin
           v_durable  := v_durable || v_part;
         elsif v_policy.durable is not null then
           v_in_order := v_in_order || v_part;
-        end if;
-        v_from := v_first[v_part];
-        v_to   := v_first[v_part + 1] - 1;
-        if v_policy.durable is not false then  -- an unknown policy has no buckets
-          select v_level || array_agg(coalesce(b.level, microtokens((u.p).capacity)) order by u.n),
-                 v_refilled_at || array_agg(coalesce(b.refilled_at, v_now) order by u.n),
-                 v_level_now || array_agg(case when b.level is null then microtokens((u.p).capacity)
-                                               else refilled_level(b.level, b.refilled_at, v_now, (u.p).full_level, (u.p).gain, (u.p).every_us, (u.p).tick) end order by u.n),
-                 v_has_row || array_agg(b.level is not null order by u.n),
-                 v_numbers || array_agg(u.p order by u.n)
-            into v_level, v_refilled_at, v_level_now, v_has_row, v_numbers
-            from (select u.key, u.created, u.n, case when v_policy.overridden then
-                                             coalesce((select overridden(v_policy, o) from overrides as o
-                                                        where o.policy_id = v_policy.id and o.key = u.key collate "C" and o.expires_at > v_now), v_policy)
-                                           else v_policy end as p
-                    from unnest(v_key[v_from:v_to], v_created[v_from:v_to]) with ordinality as u (key, created, n)
-                  offset 0) as u
-            left join lateral (select b.level, b.refilled_at
-                                 from buckets as b
-                                where b.policy_id = v_policy.id
-       and b.key      >= u.key
-       and b.key      <= u.key
-     order by b.key desc
-     limit 1) as b on u.created is not true;
-        else
-          select v_level || array_agg(coalesce(b.level, microtokens((u.p).capacity)) order by u.n),
-                 v_refilled_at || array_agg(coalesce(b.refilled_at, v_now) order by u.n),
-                 v_level_now || array_agg(case when b.level is null then microtokens((u.p).capacity)
-                                               else refilled_level(b.level, b.refilled_at, v_now, (u.p).full_level, (u.p).gain, (u.p).every_us, (u.p).tick) end order by u.n),
-                 v_has_row || array_agg(b.level is not null order by u.n),
-                 v_numbers || array_agg(u.p order by u.n)
-            into v_level, v_refilled_at, v_level_now, v_has_row, v_numbers
-            from (select u.key, u.created, u.n, case when v_policy.overridden then
-                                             coalesce((select overridden(v_policy, o) from overrides as o
-                                                        where o.policy_id = v_policy.id and o.key = u.key collate "C" and o.expires_at > v_now), v_policy)
-                                           else v_policy end as p
-                    from unnest(v_key[v_from:v_to], v_created[v_from:v_to]) with ordinality as u (key, created, n)
-                  offset 0) as u
-            left join lateral (select b.level, b.refilled_at
-                                 from ephemeral_buckets as b
-                                where b.policy_id = v_policy.id
-       and b.key      >= u.key
-       and b.key      <= u.key
-     order by b.key desc
-     limit 1) as b on u.created is not true;
-        end if;
-        if idempotency_keys is not null then
-          v_masked := array(select case when u.bucket between v_from and v_to and u.charge > 0 then u.idempotency_key end
-                              from unnest(v_bucket, charges, idempotency_keys) with ordinality as u (bucket, charge, idempotency_key, place)
-                             order by u.place);
-          select k.places, k.grants into v_places, v_grants from known_keys(v_policy, keys, v_masked, v_now) as k;
-          for v_i in 1..coalesce(cardinality(v_places), 0) loop
-            v_known[v_places[v_i]] := v_grants[v_i];
-          end loop;
         end if;
       end loop;
 
@@ -4925,23 +4942,14 @@ begin
         v_policy := v_policies[v_next];
         v_from   := v_first[v_next];
         v_to     := v_first[v_next + 1] - 1;
-        if true = any (v_created) then
+        for v_b in v_from..v_to loop
+          continue when not v_created[v_b] or v_wanted[v_b];
           if v_policy.durable then
-            delete from buckets as b
-           using unnest(v_key[v_from:v_to], v_wanted[v_from:v_to], v_created[v_from:v_to]) as u (key, wanted, created)
-           where u.created
-             and not u.wanted
-             and b.policy_id = v_policy.id
-             and b.key       = u.key collate "C";
+            delete from buckets as b where b.policy_id = v_policy.id and b.key = v_key[v_b];
           else
-            delete from ephemeral_buckets as b
-           using unnest(v_key[v_from:v_to], v_wanted[v_from:v_to], v_created[v_from:v_to]) as u (key, wanted, created)
-           where u.created
-             and not u.wanted
-             and b.policy_id = v_policy.id
-             and b.key       = u.key collate "C";
+            delete from ephemeral_buckets as b where b.policy_id = v_policy.id and b.key = v_key[v_b];
           end if;
-        end if;
+        end loop;
         if v_round > 1 and v_policy.durable then
           update buckets as b
              set level = u.level, refilled_at = u.refilled_at
@@ -5008,8 +5016,9 @@ begin
                              where u.kept and u.same = u.place and u.bucket between v_from and v_to
                              order by u.bucket, u.place);
           continue when v_places = '{}';
-          if remember(policies, keys, decide_in_order.idempotency_keys, charges, v_now,
-                      v_policies[v_part].durable, not v_policies[v_part].durable, v_places,
+          v_policy := v_policies[v_part];
+          if remember(keys, decide_in_order.idempotency_keys, charges, v_now, not v_policy.durable, v_places,
+                      array_fill(v_policy.id, array[cardinality(v_places)]), array_fill(v_policy.remember_us, array[cardinality(v_places)]),
                       array(select remaining[p.place] from unnest(v_places) as p (place)),
                       array(select capacities[p.place] from unnest(v_places) as p (place)),
                       array(select reset_us[p.place] from unnest(v_places) as p (place))) is not true then
@@ -5097,6 +5106,7 @@ declare
   v_ephemeral boolean;
   v_locked   bigint[];  -- the ids of the policies whose buckets are locked
   v_taken    record;
+  v_kept     boolean := true;  -- the idempotency keys of what was taken are stored
   v_places   bigint[];  -- elements that the fast path granted; parallel to it:
   v_remaining bigint[];
   v_reset_us bigint[];
@@ -5156,7 +5166,11 @@ begin
           v_remaining := v_taken.remaining;
           v_reset_us  := v_taken.reset_us;
           v_capacity  := array_fill(v_policy.capacity, array[cardinality(v_places)]);
-          v_durable   := v_policy.durable;
+          if idempotency_keys is not null then
+            v_kept := remember(keys, idempotency_keys, costs, v_now, not v_policy.durable, v_places,
+                               array_fill(v_policy.id, array[cardinality(v_places)]), array_fill(v_policy.remember_us, array[cardinality(v_places)]),
+                               v_remaining, v_capacity, v_reset_us);
+          end if;
         end if;
       else
         if sizes is null then
@@ -5182,6 +5196,10 @@ begin
           v_reset_us  := v_reset_us || v_taken.reset_us;
           v_capacity  := v_capacity || v_taken.capacities;
           v_shadows   := v_shadows || v_taken.shadows;
+          if idempotency_keys is not null and v_taken.places is not null then
+            v_kept := v_kept and remember(keys, idempotency_keys, costs, v_now, v_in_ephemeral, v_taken.places, v_taken.policy_ids,
+                                          v_taken.remember_us, v_taken.remaining, v_taken.capacities, v_taken.reset_us);
+          end if;
         end loop;
       end if;
     end if;
@@ -5189,10 +5207,7 @@ begin
     if v_places is null and v_count > 0 and v_covered is not false then
       raise exception sqlstate 'RL00T';  -- what take did not charge it has locked, if it waited for it
     elsif v_places is not null then
-      if sizes is not null and cardinality(v_places) < v_count
-         or idempotency_keys is not null
-            and remember(policies, keys, idempotency_keys, costs, v_now, v_durable, coalesce(v_ephemeral, not v_durable),
-                         v_places, v_remaining, v_capacity, v_reset_us) is not true then
+      if sizes is not null and cardinality(v_places) < v_count or not v_kept then
         raise exception sqlstate 'RL00T';
       elsif cardinality(v_places) < v_count then
         v_left    := array(select generate_series(1, v_count) except select unnest(v_places) order by 1);

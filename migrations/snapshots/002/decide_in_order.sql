@@ -6,7 +6,7 @@
 --
 -- The steps of a round:
 --   1. Lock the buckets that this round may write, and create their rows. The first round locks none.
---   2. Read the clock, the policies with their overrides, the buckets, and then the idempotency keys.
+--   2. Read the clock, and then by one snapshot the policies, overrides, buckets and idempotency keys.
 --   3. Decide all requests in order, in memory.
 --   4. Write each bucket once, and remove the rows of step 1 that nothing was taken from. The first round writes only new rows; if it would change a row, a second round locks the
 --      buckets that it wants. A later round locks all buckets if it wants one that is not locked, or if another session
@@ -43,24 +43,6 @@ for v_b in 1..cardinality(v_key) loop
               end loop;
             end loop;
 {{- end }}
-{{ define "look_at_buckets" -}}
-select v_level || array_agg(coalesce(b.level, microtokens((u.p).capacity)) order by u.n),
-                 v_refilled_at || array_agg(coalesce(b.refilled_at, v_now) order by u.n),
-                 v_level_now || array_agg(case when b.level is null then microtokens((u.p).capacity)
-                                               else {{ template "refilled_level" (dict "bucket" "b." "policy" "(u.p).") }} end order by u.n),
-                 v_has_row || array_agg(b.level is not null order by u.n),
-                 v_numbers || array_agg(u.p order by u.n)
-            into v_level, v_refilled_at, v_level_now, v_has_row, v_numbers
-            from (select u.key, u.created, u.n, case when v_policy.overridden then
-                                             coalesce((select overridden(v_policy, o) from overrides as o
-                                                        where o.policy_id = v_policy.id and o.key = u.key collate "C" and o.expires_at > v_now), v_policy)
-                                           else v_policy end as p
-                    from unnest(v_key[v_from:v_to], v_created[v_from:v_to]) with ordinality as u (key, created, n)
-                  offset 0) as u
-            left join lateral (select b.level, b.refilled_at
-                                 from {{ . }} as b
-                                {{ template "include/newest.sql" (dict "key" "u.key") }}) as b on u.created is not true;
-{{- end }}
 {{ define "write_buckets" -}}
 update {{ . }} as b
              set level = u.level, refilled_at = u.refilled_at
@@ -71,13 +53,8 @@ update {{ . }} as b
                              from {{ . }} as b
                             {{ template "include/newest.sql" (dict "key" "u.key") }});
 {{- end }}
-{{ define "remove_buckets" -}}
-delete from {{ . }} as b
-           using unnest(v_key[v_from:v_to], v_wanted[v_from:v_to], v_created[v_from:v_to]) as u (key, wanted, created)
-           where u.created
-             and not u.wanted
-             and b.policy_id = v_policy.id
-             and b.key       = u.key collate "C";
+{{ define "remove_bucket" -}}
+delete from {{ . }} as b where b.policy_id = v_policy.id and b.key = v_key[v_b];
 {{- end }}
 {{ define "create_buckets" -}}
 insert into {{ . }} (policy_id, key, level, refilled_at, due_at)
@@ -157,8 +134,6 @@ declare
   v_changes     boolean;        -- a row that exists is to change
   v_creates     boolean;        -- a row is to be created
   v_places      bigint[];
-  v_grants      ratelimit.idempotency_keys[];
-  v_masked      text[];
   v_written     bigint;
   v_packed      ratelimit.packed;
   v_over        boolean := false;  -- answered, and the locks are to be rolled back
@@ -217,18 +192,13 @@ begin
 
       v_now         := clock();  -- the locks may have waited
       v_locked      := v_policies;
-      v_policies    := '{}';
       v_in_order    := '{}';
       v_durable     := '{}';
-      v_level       := '{}';
-      v_refilled_at := '{}';
-      v_level_now   := '{}';
-      v_has_row     := '{}';
-      v_numbers     := '{}';
-      v_known       := array_fill(null::ratelimit.idempotency_keys, array[v_count]);
+      select l.policies, l.known, l.numbers, l.levels, l.refilled_at, l.levels_now, l.has_row
+        into v_policies, v_known, v_numbers, v_level, v_refilled_at, v_level_now, v_has_row
+        from look_at_buckets(v_names, v_first, v_key, v_created, v_bucket, charges, idempotency_keys, v_now) as l;
       for v_part in 1..cardinality(v_names) loop
-        select p.* into v_policy from policies as p where p.name = v_names[v_part];
-        v_policies[v_part] := v_policy;
+        v_policy := v_policies[v_part];
         if v_round > 1 and v_locked[v_part].id is distinct from v_policy.id then  -- defined anew since the locks
           v_moved := true;
         end if;
@@ -237,22 +207,6 @@ begin
           v_durable  := v_durable || v_part;
         elsif v_policy.durable is not null then
           v_in_order := v_in_order || v_part;
-        end if;
-        v_from := v_first[v_part];
-        v_to   := v_first[v_part + 1] - 1;
-        if v_policy.durable is not false then  -- an unknown policy has no buckets
-          {{ template "look_at_buckets" "buckets" }}
-        else
-          {{ template "look_at_buckets" "ephemeral_buckets" }}
-        end if;
-        if idempotency_keys is not null then
-          v_masked := array(select case when u.bucket between v_from and v_to and u.charge > 0 then u.idempotency_key end
-                              from unnest(v_bucket, charges, idempotency_keys) with ordinality as u (bucket, charge, idempotency_key, place)
-                             order by u.place);
-          select k.places, k.grants into v_places, v_grants from known_keys(v_policy, keys, v_masked, v_now) as k;
-          for v_i in 1..coalesce(cardinality(v_places), 0) loop
-            v_known[v_places[v_i]] := v_grants[v_i];
-          end loop;
         end if;
       end loop;
 
@@ -414,13 +368,14 @@ begin
         v_policy := v_policies[v_next];
         v_from   := v_first[v_next];
         v_to     := v_first[v_next + 1] - 1;
-        if true = any (v_created) then
+        for v_b in v_from..v_to loop
+          continue when not v_created[v_b] or v_wanted[v_b];
           if v_policy.durable then
-            {{ template "remove_buckets" "buckets" }}
+            {{ template "remove_bucket" "buckets" }}
           else
-            {{ template "remove_buckets" "ephemeral_buckets" }}
+            {{ template "remove_bucket" "ephemeral_buckets" }}
           end if;
-        end if;
+        end loop;
         if v_round > 1 and v_policy.durable then
           {{ template "write_buckets" "buckets" }}
         elsif v_round > 1 then
@@ -445,8 +400,9 @@ begin
                              where u.kept and u.same = u.place and u.bucket between v_from and v_to
                              order by u.bucket, u.place);
           continue when v_places = '{}';
-          if remember(policies, keys, decide_in_order.idempotency_keys, charges, v_now,
-                      v_policies[v_part].durable, not v_policies[v_part].durable, v_places,
+          v_policy := v_policies[v_part];
+          if remember(keys, decide_in_order.idempotency_keys, charges, v_now, not v_policy.durable, v_places,
+                      array_fill(v_policy.id, array[cardinality(v_places)]), array_fill(v_policy.remember_us, array[cardinality(v_places)]),
                       array(select remaining[p.place] from unnest(v_places) as p (place)),
                       array(select capacities[p.place] from unnest(v_places) as p (place)),
                       array(select reset_us[p.place] from unnest(v_places) as p (place))) is not true then
