@@ -8,9 +8,11 @@
 --   1. Lock the buckets that this round may write, and create their rows. The first round locks none.
 --   2. Read the clock, and then by one snapshot the policies, overrides, buckets and idempotency keys.
 --   3. Decide all requests in order, in memory.
---   4. Write each bucket once, and remove the rows of step 1 that nothing was taken from. The first round writes only new rows; if it would change a row, a second round locks the
---      buckets that it wants. A later round locks all buckets if it wants one that is not locked, or if another session
---      stored an idempotency key first. Each further round is due to another session.
+--   4. Write each bucket once, and remove the rows of step 1 that nothing was taken from. The first round writes only new
+--      rows. A second round locks the buckets that are wanted if one of them has a row, or if an idempotency key is denied
+--      where a row would be created: it may have been granted since, and the row that says so removed. A later round locks
+--      all buckets if it wants one that is not locked, or if another session stored an idempotency key first. Each further
+--      round is due to another session.
 -- If a round that locked rows takes nothing, its locks and rows are rolled back, and the answers stay.
 --
 -- All that take from more than one bucket lock them in one order: durable policies first, then by policy and key. To
@@ -133,6 +135,7 @@ declare
   v_charged     boolean;
   v_changes     boolean;        -- a row that exists is to change
   v_creates     boolean;        -- a row is to be created
+  v_misses      boolean;        -- an idempotency key is denied by a bucket that is wanted
   v_places      bigint[];
   v_written     bigint;
   v_packed      ratelimit.packed;
@@ -354,9 +357,12 @@ begin
         v_over := true;
         raise exception sqlstate 'RL00A';  -- rolls back to the begin above; caught below, so no caller sees it
       end if;
+      v_misses := idempotency_keys is not null
+                  and exists (select from unnest(v_bucket, v_fits, idempotency_keys) as u (bucket, fits, idempotency_key)
+                               where not u.fits and u.idempotency_key is not null and v_wanted[u.bucket]);
       if taken then
         raise exception sqlstate 'RL00T';
-      elsif v_round = 1 and v_changes then
+      elsif v_round = 1 and (v_changes or v_misses) then
         v_lock := v_wanted;
         raise exception sqlstate 'RL00A';
       elsif v_round > 1 and exists (select from unnest(v_wanted, v_lock) as u (wanted, locked) where u.wanted and not u.locked) then

@@ -345,6 +345,32 @@ func TestConcurrency_ABatchReadsBucketsAndIdempotencyKeysAsOfOneInstant(t *testi
 	require.EqualValues(t, 1, answers[1].Whole.Remaining)
 }
 
+// A batch finds no row and no idempotency key, and denies the key. Before it creates the row, the key is granted, and a
+// reset removes the row again.
+func TestConcurrency_ABatchThatCreatesABucketKnowsItsIdempotencyKeys(t *testing.T) {
+	t.Parallel()
+	for _, kind := range []policyOption{durable, ephemeral} {
+		db := newDB(t)
+		gate := db.gateBefore(`if taken then`, "ratelimit.decide_in_order")
+		db.definePolicy("p", 10, 1, aDay, kind)
+		var answers []wholeAnswer
+		call := gate.session().start(func(q querier) (decision, error) {
+			most, repeat := all("p", "k"), all("p", "k")
+			most.charges[0].Cost, repeat.charges[0].Cost, repeat.idempotencyKey = 8, 3, "i"
+			var err error
+			answers, err = acquireManyWholes(q.(rowsQuerier), []wholeRequest{most, repeat})
+			return decision{}, err
+		})
+		call.awaitBlockedBy(gate.keeper)
+		first := db.acquire("p", "k", 3, "i")
+		db.exec("select ratelimit_reset('p', 'k')")
+		gate.open()
+		call.answer()
+		require.EqualValues(t, 2, answers[0].Whole.Remaining)
+		require.Equal(t, replayed(first), answers[1].Whole.Decision)
+	}
+}
+
 // A waits for b, of which a transaction makes a smaller plan meanwhile.
 func TestConcurrency_AnOverrideIsReadAgainAfterAWait(t *testing.T) {
 	t.Parallel()
