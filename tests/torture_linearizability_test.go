@@ -143,7 +143,7 @@ func TestLinearizability_FindsPlantedBugs(t *testing.T) {
 			{`v_kept\[v_i\] := (.*?);`, "v_kept[v_i] := $1 and not replayed[v_i];"},
 		}},
 		"an override is read before the lock, and not again": {"ratelimit.decide_in_order": {{
-			`v_numbers := '\{\}';`, "v_numbers := case when v_round = 1 then '{}' else v_numbers end;",
+			`select l.policies, l.known, l.numbers,`, "select l.policies, l.known, case when v_round = 1 then l.numbers else v_numbers end,",
 		}}},
 		"buckets are locked in an order of the caller's": {"ratelimit.decide_in_order": {
 			{`dense_rank\(\) over \(order by e.policy, e.key\)`, "dense_rank() over (order by e.policy, md5(e.key || pg_backend_pid()))"},
