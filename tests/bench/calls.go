@@ -71,9 +71,9 @@ func (c *calls) open(ctx context.Context, _ []string) error {
 		}
 		c.closers = append(c.closers, pool.Close)
 		for _, inFlight := range callsInFlight {
-			acquire, stop := combined(pool, "durable", inFlight)
-			c.acquire[callsName(added, inFlight)] = acquire
-			c.closers = append(c.closers, stop)
+			combiner := newCombiner(pool, inFlight)
+			c.acquire[callsName(added, inFlight)] = pgratelimit(combiner, "durable")
+			c.closers = append(c.closers, combiner.Close)
 		}
 	}
 	return nil

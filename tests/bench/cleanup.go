@@ -6,6 +6,8 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/pgratelimit/pgratelimit/client"
 )
 
 // cleanup measures plain acquires of 64 callers without and with a clean-up beside them that has a
@@ -35,7 +37,7 @@ func (c *cleanup) open(ctx context.Context, _ []string) (err error) {
 	if c.pool, err = pg.pool(ctx, cleanupDatabase, false, connections); err != nil {
 		return err
 	}
-	c.load = load{callers: 64, keys: keyspaces()["uniform"], acquire: plain(c.pool, "durable"), server: pg.pid}
+	c.load = load{callers: 64, keys: keyspaces()["uniform"], acquire: pgratelimit(client.New(c.pool), "durable"), server: pg.pid}
 	return nil
 }
 

@@ -1,12 +1,16 @@
 package main
 
-import "fmt"
+import (
+	"cmp"
+	"fmt"
+)
 
 // fill writes rows as acquires would, in a fraction of their time. Up to a million come in a random
 // order, so that indexes are as loosely packed as they get in use; more would take minutes.
 type fill struct {
 	policy    string
 	ephemeral bool
+	prefix    string // of keys; defaults to userPrefix
 	count     int
 	tokens    int
 	ago       string // when it was written; defaults to now
@@ -27,10 +31,10 @@ func (f fill) sql() string {
 		select p.id, %d::bigint * 1000000, clock_timestamp() - interval '%[3]s',
 		       -- When clean-up would look: all different, as they are when written one by one.
 		       clock_timestamp() - interval '%[3]s' + i * interval '1 ms' + (p.capacity - %[2]d) * p.every / p.refill,
-		       'user:' || i
+		       '%[7]s' || i
 		  from generate_series(1, %[4]d) as i
 		  join ratelimit.policies as p on p.name = '%[5]s'
-		 %[6]s`, table, f.tokens, ago, f.count, f.policy, order)
+		 %[6]s`, table, f.tokens, ago, f.count, f.policy, order, cmp.Or(f.prefix, userPrefix))
 }
 
 // definePolicy defines one under which no bucket of the benchmark runs dry.

@@ -8,16 +8,17 @@ import (
 	"strings"
 	"time"
 
-	"golang.org/x/sync/errgroup"
+	"github.com/pgratelimit/pgratelimit/client"
 )
 
-// The grid measures every opponent with every keyspace and number of callers. Its cells are named
-// opponent/keys/callers.
+// The grid measures every opponent with every keyspace and number of callers, and those for joint requests with
+// many users. Its cells are named opponent/keys/callers.
 type grid struct {
 	lab       *lab
 	keyspaces map[string]*keyspace
+	members   membership
 	opponents map[string]*opponent
-	needed    func(opponent string) bool
+	needed    func(opponents ...string) bool
 	closers   []func()
 }
 
@@ -55,7 +56,7 @@ var contenders = []contender{
 }
 
 // byTitle has those who are alike together.
-func byTitle() []contender {
+func byTitle(contenders []contender) []contender {
 	return slices.SortedFunc(slices.Values(contenders), func(a, b contender) int { return cmp.Compare(a.title, b.title) })
 }
 
@@ -71,21 +72,34 @@ func (g *grid) cells() (cells []string) {
 			}
 		}
 	}
+	for _, callers := range callerCounts {
+		for _, opponent := range jointContenders {
+			cells = append(cells, cellName(opponent.name, "uniform", callers))
+		}
+	}
 	return cells
 }
 
 func (g *grid) open(ctx context.Context, cells []string) error {
-	g.keyspaces = keyspaces()
+	g.keyspaces, g.members = keyspaces(), newMembership()
 	g.opponents = map[string]*opponent{}
-	g.needed = func(opponent string) bool {
-		return slices.ContainsFunc(cells, func(cell string) bool { return strings.HasPrefix(cell, opponent+"/") })
+	g.needed = func(opponents ...string) bool {
+		return slices.ContainsFunc(cells, func(cell string) bool {
+			opponent, _, _ := strings.Cut(cell, "/")
+			return slices.Contains(opponents, opponent)
+		})
 	}
 	for _, flushed := range []bool{false, true} {
 		name := map[bool]string{false: "redis", true: "redis-aof"}[flushed]
-		if g.needed(name) || g.needed(name+"-pipelined") {
+		if g.needed(name, name+"-pipelined") {
 			if err := g.openRedis(ctx, name, flushed); err != nil {
 				return err
 			}
+		}
+	}
+	if g.needed("joint-redis", "joint-script", "joint-script-pipelined") {
+		if err := g.openJointRedis(ctx); err != nil {
+			return err
 		}
 	}
 	if err := g.openPostgres(ctx); err != nil {
@@ -120,20 +134,35 @@ func (g *grid) openRedis(ctx context.Context, name string, flushed bool) error {
 	}
 	g.opponents[name] = &opponent{redisRate(server), server.pid}
 	g.opponents[name+"-pipelined"] = &opponent{redisRate(pipelined), server.pid}
-	return g.fill(ctx, g.opponents[name+"-pipelined"])
+	for _, keys := range []string{"hot", "uniform"} {
+		if err := g.keyspaces[keys].askForAll(ctx, g.opponents[name+"-pipelined"].acquire); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
-// fill lets every key be asked for once.
-func (g *grid) fill(ctx context.Context, o *opponent) error {
-	if err := o.acquire(ctx, hotKey); err != nil {
+func (g *grid) openJointRedis(ctx context.Context) error {
+	server, err := g.lab.redisServer(ctx, false)
+	if err != nil {
 		return err
 	}
-	group, ctx := errgroup.WithContext(ctx)
-	group.SetLimit(64)
-	for n := range manyKeys {
-		group.Go(func() error { return o.acquire(ctx, keyName(n+1)) })
+	pipelined, err := server.AutoPipeline()
+	if err != nil {
+		return err
 	}
-	return group.Wait()
+	if err := redisRate(server)(ctx, everybody); err != nil { // sends the script
+		return err
+	}
+	g.opponents["joint-redis"] = &opponent{g.members.redisRate(server), server.pid}
+	g.opponents["joint-script"] = &opponent{g.members.script(server), server.pid}
+	g.opponents["joint-script-pipelined"] = &opponent{g.members.script(pipelined), server.pid}
+	for _, name := range []string{"joint-redis", "joint-script-pipelined"} {
+		if err := g.keyspaces["uniform"].askForAll(ctx, g.opponents[name].acquire); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 func (g *grid) openPostgres(ctx context.Context) error {
@@ -141,7 +170,7 @@ func (g *grid) openPostgres(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	setUp := append(definePolicies(), limiterTable, fillLimiter(), "vacuum analyze")
+	setUp := slices.Concat(definePolicies(), defineJointPolicies(), []string{limiterTable, fillLimiter(), "vacuum analyze"})
 	if err := pg.database(ctx, gridDatabase, setUp...); err != nil {
 		return err
 	}
@@ -151,11 +180,13 @@ func (g *grid) openPostgres(ctx context.Context) error {
 			return err
 		}
 		g.closers = append(g.closers, pool.Close)
-		g.opponents["plain-"+mode.name] = &opponent{plain(pool, mode.policy), pg.pid}
-		acquire, stop := combined(pool, mode.policy, g.lab.calls)
-		g.opponents["combined-"+mode.name] = &opponent{acquire, pg.pid}
-		g.closers = append(g.closers, stop)
+		limiter, combiner := client.New(pool), newCombiner(pool, g.lab.calls)
+		g.closers = append(g.closers, combiner.Close)
+		g.opponents["plain-"+mode.name] = &opponent{pgratelimit(limiter, mode.policy), pg.pid}
+		g.opponents["combined-"+mode.name] = &opponent{pgratelimit(combiner, mode.policy), pg.pid}
 		if mode.name == "noflush" {
+			g.opponents["joint-plain-noflush"] = &opponent{g.members.pgratelimit(limiter), pg.pid}
+			g.opponents["joint-combined-noflush"] = &opponent{g.members.pgratelimit(combiner), pg.pid}
 			g.opponents["statements"] = &opponent{statements(pool), pg.pid}
 			g.opponents["serializable"] = &opponent{serializable(pool), pg.pid}
 		}

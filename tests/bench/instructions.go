@@ -29,6 +29,8 @@ type instructions struct {
 
 const instructionsDatabase = "instructions"
 
+const countedKeys = 1000
+
 // A counted statement has the parameter $1, a key or an array of as many keys as it decides about.
 type counted struct {
 	keys int // 0 is one, and no array
@@ -44,11 +46,24 @@ var countedStatements = map[string]counted{
 	"instructions/keyed":     {0, "select from ratelimit_acquire('full', $1, 1, gen_random_uuid()::text)"},
 	"instructions/replayed":  {0, "select from ratelimit_acquire('full', $1, 1, 'again')"},
 	"instructions/peek":      {0, "select from ratelimit_peek('full', $1)"},
+	"instructions/overrides": {0, "select from ratelimit_acquire('overrides', $1)"},
+	"instructions/joint":     {0, "select from ratelimit_acquire_all(array['full', 'second', 'third'], array[$1, $1, $1])"},
+	"instructions/joint-32": {32, "select from ratelimit_acquire_packed(" +
+		"array(select p from generate_series(1, 32), unnest(array['full', 'second', 'third']) as p)," +
+		" array(select k from unnest($1) as k, generate_series(1, 3)), null, array_fill(3, array[32]))"},
 	"instructions/batch-32":  {32, "select from ratelimit_acquire_many(array_fill(text 'full', array[32]), $1)"},
 	"instructions/batch-128": {128, "select from ratelimit_acquire_many(array_fill(text 'full', array[128]), $1)"},
 	"instructions/keyed-128": {128, "select from ratelimit_acquire_many(array_fill(text 'full', array[128]), $1, null," +
 		" array(select gen_random_uuid()::text from generate_series(1, 128)))"},
 	"instructions/hot-128": {128, "select from ratelimit_acquire_many(array_fill(text 'full', array[128]), array_fill(($1::text[])[1], array[128]))"},
+}
+
+// morePolicies defines two for requests of three charges, and one with an override of another key.
+func morePolicies() (sql []string) {
+	for _, name := range []string{"second", "third", "overrides"} {
+		sql = append(sql, definePolicy(name, true), fill{policy: name, count: countedKeys, tokens: capacity / 2}.sql())
+	}
+	return append(sql, "select ratelimit_override('overrides', 'another', 10)", "vacuum analyze ratelimit.buckets")
 }
 
 func (*instructions) cells() []string {
@@ -63,7 +78,7 @@ func (i *instructions) open(ctx context.Context, _ []string) (err error) {
 		return err
 	}
 	i.counted = map[string]sample{}
-	if err := i.pg.database(ctx, instructionsDatabase, bareTables()...); err != nil {
+	if err := i.pg.database(ctx, instructionsDatabase, slices.Concat(bareTables(), morePolicies())...); err != nil {
 		return err
 	}
 	return i.pg.Stop(ctx, false)
@@ -136,7 +151,7 @@ func (i *instructions) session(ctx context.Context, statements string, by ...str
 // session returns its statements, one a line, as a server of one process reads them.
 func (c counted) session(calls, times int) string {
 	keys := rand.New(rand.NewPCG(1, 2)) // the same in all sessions
-	argument := func() string { return fmt.Sprintf("'user:%d'", 1+keys.IntN(1000)) }
+	argument := func() string { return fmt.Sprintf("'user:%d'", 1+keys.IntN(countedKeys)) }
 	kind := "text"
 	if c.keys > 0 {
 		one := argument

@@ -1,8 +1,11 @@
 package main
 
 import (
-	"fmt"
+	"context"
 	"math/rand/v2"
+	"strconv"
+
+	"golang.org/x/sync/errgroup"
 )
 
 // A keyspace is the keys that callers ask for, in a random order drawn beforehand: drawing costs no
@@ -18,7 +21,7 @@ const manyKeys = 100_000
 func keyspaces() map[string]*keyspace {
 	keys := make([]string, manyKeys)
 	for i := range keys {
-		keys[i] = keyName(i + 1)
+		keys[i] = keyName(userPrefix, i+1)
 	}
 	source := rand.New(rand.NewPCG(1, 2))
 	zipf := rand.NewZipf(source, zipfExponent, 1, manyKeys-1)
@@ -29,10 +32,14 @@ func keyspaces() map[string]*keyspace {
 	}
 }
 
-const hotKey = "hot"
+const (
+	hotKey             = "hot"
+	userPrefix         = "user:"
+	organisationPrefix = "organisation:"
+)
 
-// keyName is 'user:' || n in SQL.
-func keyName(n int) string { return fmt.Sprintf("user:%d", n) }
+// keyName is prefix || n in SQL.
+func keyName(prefix string, n int) string { return prefix + strconv.Itoa(n) }
 
 // zipfExponent gives the most frequent of 100,000 keys 13 % of the requests.
 const zipfExponent = 1.1
@@ -55,4 +62,14 @@ func (k *keyspace) from(caller int) func() string {
 		}
 		return key
 	}
+}
+
+// askForAll lets every key be asked for once.
+func (k *keyspace) askForAll(ctx context.Context, acquire acquirer) error {
+	group, ctx := errgroup.WithContext(ctx)
+	group.SetLimit(64)
+	for _, key := range k.keys {
+		group.Go(func() error { return acquire(ctx, key) })
+	}
+	return group.Wait()
 }

@@ -40,14 +40,14 @@ func main() {
 	flag.StringVar(&o.only, "only", "", "measure only these: names or patterns, separated by commas")
 	flag.BoolVar(&o.list, "list", false, "list the measures and exit")
 	flag.IntVar(&o.rounds, "rounds", 0, "rounds (defaults to 5, quick 3)")
-	flag.DurationVar(&o.window, "window", 0, "how long each opponent runs in a round (defaults to 1s)")
+	flag.DurationVar(&o.window, "window", 0, "how long each opponent runs in a round (defaults to 1s, quick 500ms)")
 	flag.DurationVar(&o.hold, "hold", time.Minute, "how long the old snapshot is held; other than 1m the measure is another")
 	flag.IntVar(&o.calls, "calls", 0, "calls in flight of the combining client (defaults to its own default)")
 	flag.StringVar(&o.build, "build", "build", "directory for bench.json, bench.md and the plots")
 	flag.StringVar(&o.results, "results", "", "second directory for the table and the plots, the one that is committed")
 	flag.Parse()
 	o.rounds = cmp.Or(o.rounds, map[bool]int{false: 5, true: 3}[o.quick])
-	o.window = cmp.Or(o.window, time.Second)
+	o.window = cmp.Or(o.window, map[bool]time.Duration{false: time.Second, true: 500 * time.Millisecond}[o.quick])
 
 	if err := run(o); err != nil {
 		fmt.Fprintln(os.Stderr, "bench:", err)

@@ -18,10 +18,13 @@ func (r *report) markdown() string {
 		fmt.Fprintf(&b, "| %s | %s |\n", name, r.Machine[name])
 	}
 	for _, keys := range keyNames {
-		r.table(&b, keyTitles[keys], byTitle(), callerCounts, func(opponent string, callers int) string {
+		r.table(&b, keyTitles[keys], byTitle(contenders), callerCounts, func(opponent string, callers int) string {
 			return cellName(opponent, keys, callers)
 		})
 	}
+	r.table(&b, jointTitle, byTitle(jointContenders), callerCounts, func(opponent string, callers int) string {
+		return cellName(opponent, "uniform", callers)
+	})
 	r.table(&b, "100,000 keys, all alike: calls in flight of a combining client, and latency added to each", callsContenders(), callsCallers,
 		func(name string, callers int) string { return fmt.Sprintf("%s/%d", name, callers) })
 	r.rest(&b)
@@ -34,6 +37,8 @@ var keyTitles = map[string]string{
 	"zipf":    "100,000 keys, zipfian: one gets 13 % of the requests",
 	"hot":     "One hot key",
 }
+
+const jointTitle = "Three limits in a request: of the user (100,000, all alike), of the organisation (1,000, zipfian), of everybody"
 
 // table shows a contender in each row and a number of callers in each column.
 func (r *report) table(b *strings.Builder, title string, contenders []contender, callerCounts []int, cellName func(contender string, callers int) string) {

@@ -107,6 +107,9 @@ func mustShow() []measure {
 	}
 	flushed := func(keys string, callers int) metric { return metric{cellName("combined-flush", keys, callers), rate} }
 	redis := func(keys string, callers int) metric { return metric{cellName("redis", keys, callers), rate} }
+	joint := func(opponent string, callers int) metric {
+		return metric{cellName("joint-"+opponent, "uniform", callers), rate}
+	}
 	latency := func(opponent string, callers int, name string) metric {
 		return metric{cellName(opponent, "uniform", callers), name}
 	}
@@ -120,12 +123,17 @@ func mustShow() []measure {
 		ratio("denied_to_bare_select", quick, metric{"bare/denied", rate}, metric{"bare/select", rate}, least(0.4, 0.6)),
 		{name: "wal_per_denial", unit: "bytes", quick: quick, over: metric{"bare/wal", "bytes"}, goal: most(0, 0)},
 		ratio("keyed_to_unkeyed", quick, metric{"bare/keyed", rate}, metric{"bare/acquire", rate}, least(0.6, 0.75)),
-		ratio("combined_64_many_keys_to_redis", quick, noflush("uniform", 64), redis("uniform", 64), least(0.9, 1.5)),
-		ratio("combined_256_many_keys_to_redis", quick, noflush("uniform", 256), redis("uniform", 256), least(1.2, 2.5)),
+		ratio("combined_16_many_keys_to_redis", quick, noflush("uniform", 16), redis("uniform", 16), least(0.7, 1)),
+		ratio("combined_64_many_keys_to_redis", quick, noflush("uniform", 64), redis("uniform", 64), least(1.4, 1.5)),
+		ratio("combined_256_many_keys_to_redis", quick, noflush("uniform", 256), redis("uniform", 256), least(2.2, 2.5)),
 		ratio("combined_256_many_keys_flushed_to_redis", quick, flushed("uniform", 256), redis("uniform", 256), least(1, 2)),
 		ratio("combined_256_hot_key_to_redis", quick, noflush("hot", 256), redis("hot", 256), least(3, 6)),
 		ratio("combined_256_hot_key_flushed_to_redis", quick, flushed("hot", 256), redis("hot", 256), least(2, 4)),
-		ratio("combined_64_p99_to_redis", quick, latency("combined-noflush", 64, p99), latency("redis", 64, p99), most(1, 0.6)),
+		ratio("combined_64_p99_to_redis", quick, latency("combined-noflush", 64, p99), latency("redis", 64, p99), most(0.8, 0.6)),
+		ratio("joint_64_to_redis", quick, joint("combined-noflush", 64), joint("redis", 64), least(1, 1.5)),
+		ratio("joint_256_to_redis", quick, joint("combined-noflush", 256), joint("redis", 256), least(1.5, 2)),
+		ratio("joint_64_to_script", quick, joint("combined-noflush", 64), joint("script", 64), nil),
+		ratio("joint_256_to_script", quick, joint("combined-noflush", 256), joint("script", 256), nil),
 		ratio("combined_alone_to_plain", quick, latency("combined-noflush", 1, p50), latency("plain-noflush", 1, p50), most(1.1, 1)),
 		ratio("hot_acquire_to_bare_update", quick, metric{"bare/hot-acquire", rate}, metric{"bare/hot-update", rate}, least(0.5, 0.7)),
 		ratio("buckets_10m_to_10k", !quick, metric{"buckets/10m", rate}, metric{"buckets/10k", rate}, least(0.7, 0.9)),

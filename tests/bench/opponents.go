@@ -24,21 +24,17 @@ const (
 	refillPerHour = 20
 )
 
+var limit = redis_rate.Limit{Rate: refillPerHour, Burst: capacity, Period: time.Hour}
+
 var errDenied = errors.New("denied, though the bucket was not to run dry")
 
-// plain asks with one call for each acquire.
-func plain(pool *pgxpool.Pool, policy string) acquirer {
-	return pgratelimit(client.New(pool), policy)
-}
-
-// combined shares calls among those who ask at the same time, until stop.
-func combined(pool *pgxpool.Pool, policy string, calls int) (acquire acquirer, stop func()) {
+// newCombiner shares calls among those who ask at the same time, until it is closed.
+func newCombiner(pool *pgxpool.Pool, calls int) *client.Combiner {
 	var opts []client.CombinerOption
 	if calls > 0 {
 		opts = append(opts, client.CallsInFlight(calls))
 	}
-	combiner := client.NewCombiner(pool, opts...)
-	return pgratelimit(combiner, policy), combiner.Close
+	return client.NewCombiner(pool, opts...)
 }
 
 func pgratelimit(limiter client.Acquirer, policy string) acquirer {
@@ -55,7 +51,6 @@ func pgratelimit(limiter client.Acquirer, policy string) acquirer {
 // one pipeline.
 func redisRate(rdb redis.Cmdable) acquirer {
 	limiter := redis_rate.NewLimiter(rdb)
-	limit := redis_rate.Limit{Rate: refillPerHour, Burst: capacity, Period: time.Hour}
 	return func(ctx context.Context, key string) error {
 		d, err := limiter.Allow(ctx, key, limit)
 		if err == nil && d.Allowed != 1 {
@@ -120,6 +115,6 @@ func take(ctx context.Context, tx pgx.Tx, key, lock string) error {
 // fillLimiter gives every key a row, as the other opponents' have.
 func fillLimiter() string {
 	return fmt.Sprintf(`insert into limiter
-		select 'user:' || i, %d, clock_timestamp() from generate_series(1, %d) as i
-		union all select '%[3]s', %[1]d, clock_timestamp()`, capacity, manyKeys, hotKey)
+		select '%[4]s' || i, %[1]d, clock_timestamp() from generate_series(1, %[2]d) as i
+		union all select '%[3]s', %[1]d, clock_timestamp()`, capacity, manyKeys, hotKey, userPrefix)
 }

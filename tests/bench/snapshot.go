@@ -34,7 +34,8 @@ func (s *snapshot) open(ctx context.Context, _ []string) (err error) {
 		return err
 	}
 	s.load = load{callers: 64, keys: keyspaces()["hot"], server: pg.pid}
-	s.load.acquire, s.closer = combined(s.pool, "durable", s.lab.calls)
+	combiner := newCombiner(s.pool, s.lab.calls)
+	s.load.acquire, s.closer = pgratelimit(combiner, "durable"), combiner.Close
 	return nil
 }
 
