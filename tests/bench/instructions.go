@@ -49,8 +49,8 @@ var countedStatements = map[string]counted{
 	"instructions/overrides": {0, "select from ratelimit_acquire('overrides', $1)"},
 	"instructions/joint":     {0, "select from ratelimit_acquire_all(array['full', 'second', 'third'], array[$1, $1, $1])"},
 	"instructions/joint-32": {32, "select from ratelimit_acquire_packed(" +
-		"array(select p from generate_series(1, 32), unnest(array['full', 'second', 'third']) as p)," +
-		" array(select k from unnest($1) as k, generate_series(1, 3)), null, array_fill(3, array[32]))"},
+		"array(select (array['full', 'second', 'third'])[1 + i % 3] from generate_series(0, 95) as i)," +
+		" array(select ($1::text[])[1 + i / 3] from generate_series(0, 95) as i), null, array_fill(3, array[32]))"},
 	"instructions/batch-32":  {32, "select from ratelimit_acquire_many(array_fill(text 'full', array[32]), $1)"},
 	"instructions/batch-128": {128, "select from ratelimit_acquire_many(array_fill(text 'full', array[128]), $1)"},
 	"instructions/keyed-128": {128, "select from ratelimit_acquire_many(array_fill(text 'full', array[128]), $1, null," +

@@ -4,6 +4,7 @@ import (
 	"context"
 	_ "embed"
 	"math/rand/v2"
+	"strconv"
 	"time"
 
 	"github.com/go-redis/redis_rate/v10"
@@ -27,18 +28,23 @@ const (
 	everybody     = "everybody" // a policy and its only key
 )
 
-// A membership has the organisation of each user. Some are large: with users who are all alike, the requests of
-// organisations are zipfian, and one gets 18 % of them.
-type membership map[string]string
+// A membership has the organisation of each user, of number 1 first. Some are large: with users who are all
+// alike, the requests of organisations are zipfian, and one gets 18 % of them.
+type membership []string
 
 func newMembership() membership {
 	source := rand.New(rand.NewPCG(3, 4))
 	zipf := rand.NewZipf(source, zipfExponent, 1, organisations-1)
-	m := membership{}
-	for n := range manyKeys {
-		m[keyName(userPrefix, n+1)] = keyName(organisationPrefix, int(zipf.Uint64())+1)
+	m := make(membership, manyKeys)
+	for n := range m {
+		m[n] = keyName(organisationPrefix, int(zipf.Uint64())+1)
 	}
 	return m
+}
+
+func (m membership) of(user string) string {
+	n, _ := strconv.Atoi(user[len(userPrefix):])
+	return m[n-1]
 }
 
 // defineJointPolicies defines the three policies, and gives every bucket a row.
@@ -59,7 +65,7 @@ func (m membership) pgratelimit(limiter interface {
 }) acquirer {
 	return func(ctx context.Context, user string) error {
 		d, err := limiter.AcquireAll(ctx, []client.Charge{
-			{Policy: "user", Key: user}, {Policy: "organisation", Key: m[user]}, {Policy: everybody, Key: everybody},
+			{Policy: "user", Key: user}, {Policy: "organisation", Key: m.of(user)}, {Policy: everybody, Key: everybody},
 		})
 		if err == nil && !d.Allowed {
 			err = errDenied
@@ -75,7 +81,7 @@ func (m membership) redisRate(rdb redis.Cmdable) acquirer {
 		pipe := rdb.Pipeline()
 		calls := pipelined{Cmdable: pipe}
 		limiter := redis_rate.NewLimiter(&calls)
-		for _, key := range []string{user, m[user], everybody} {
+		for _, key := range []string{user, m.of(user), everybody} {
 			if _, err := limiter.Allow(ctx, key, limit); err != nil {
 				return err
 			}
@@ -114,7 +120,7 @@ var acquireAllScript = redis.NewScript(acquireAllLua)
 func (m membership) script(rdb redis.Scripter) acquirer {
 	gain := (limit.Period / time.Duration(limit.Rate)).Microseconds()
 	return func(ctx context.Context, user string) error {
-		return isAllowed(acquireAllScript.Run(ctx, rdb, []string{"all:" + user, "all:" + m[user], "all:" + everybody},
+		return isAllowed(acquireAllScript.Run(ctx, rdb, []string{"all:" + user, "all:" + m.of(user), "all:" + everybody},
 			limit.Burst, gain, 1, limit.Burst, gain, 1, limit.Burst, gain, 1))
 	}
 }
