@@ -132,12 +132,12 @@ comment on type ratelimit.packed is
   'The answers to many requests, as arrays: see ratelimit_acquire_packed.';
 create type ratelimit.charged as (
   places      bigint[],
-  total       bigint,
+  wanted      bigint,
   level       bigint,
   refilled_at timestamptz
 );
 comment on type ratelimit.charged is
-  'What ratelimit.take did to one bucket: for which elements, the sum of their costs, and the bucket after it.';
+  'What ratelimit.take did to one bucket: for which elements, the microtokens they wanted together, and the bucket after it.';
 comment on type ratelimit.retired_decision is
   'Retired: calls that began under schema version 1 may still return it.';
 
@@ -240,7 +240,7 @@ lock table ratelimit.policies in access exclusive mode;
                          'ratelimit_remove_override', 'ratelimit_overrides'` }}
 
 drop function ratelimit.grant_of, ratelimit.answer_of, ratelimit.shadow_of, ratelimit.replay_of, ratelimit.decisions_of,
-              ratelimit.check_repeated_cost, ratelimit.overridden, ratelimit.look_at_buckets, ratelimit.remember, ratelimit.covers,
+              ratelimit.check_repeated_cost, ratelimit.overridden, ratelimit.refilled_level_small, ratelimit.wait_below_small, ratelimit.look_at_buckets, ratelimit.remember, ratelimit.covers,
               ratelimit.lock_buckets, ratelimit.take, ratelimit.take_of_policies, ratelimit.decide_in_order, ratelimit.acquire_batch,
               ratelimit.check_sizes, ratelimit.check_numbers, ratelimit.check_max_rows, ratelimit.check_overrides;
 drop type ratelimit.decision, ratelimit.packed, ratelimit.charged;

@@ -31,6 +31,7 @@ declare
   v_requests bigint[];  -- for each element, the number of its request; null without sizes: its own number
   v_misfits  bigint[];  -- requests of a size that is refused
   v_policy   policies;  -- that of all elements, if there is one
+  v_any_policies boolean;  -- the fast path is take_of_policies
   v_now      timestamptz;
   v_covered  boolean;   -- as from covers:
   v_durable  boolean;
@@ -48,7 +49,9 @@ declare
   v_i        integer;
   v_in_ephemeral boolean;
 begin
-  if v_count is null or cardinality(keys) is distinct from v_count or cardinality(costs) <> v_count or sizes is not null or cardinality(idempotency_keys) <> v_count then
+  if (array_dims(policies) = '[1:' || v_count || ']' and array_dims(keys) = array_dims(policies)
+      and (costs is null or array_dims(costs) = array_dims(policies)) and sizes is null
+      and (idempotency_keys is null or array_dims(idempotency_keys) = array_dims(policies))) is not true then
     perform check_length('policies', v_count, v_count);
     perform check_length('keys', cardinality(keys), v_count);
     perform check_length('costs', coalesce(cardinality(costs), v_count), v_count);
@@ -57,17 +60,18 @@ begin
     else
       perform check_sizes(sizes, v_count, cardinality(idempotency_keys));
     end if;
+    if (is_list(policies) and is_list(keys) and is_list(costs) is not false and is_list(sizes) is not false
+        and is_list(idempotency_keys) is not false) is not true then
+      -- Subscripts are to count from 1.
+      policies         := array(select unnest(policies));
+      keys             := array(select unnest(keys));
+      costs            := case when costs is not null then array(select unnest(acquire_batch.costs)) end;
+      sizes            := case when sizes is not null then array(select unnest(acquire_batch.sizes)) end;
+      idempotency_keys := case when idempotency_keys is not null then array(select unnest(acquire_batch.idempotency_keys)) end;
+    end if;
   end if;
   if costs is null then
     costs := array_fill(1::bigint, array[v_count]);
-  end if;
-  if (is_list(policies) and is_list(keys) and is_list(costs) and is_list(sizes) is not false and is_list(idempotency_keys) is not false) is not true then
-    -- Subscripts are to count from 1.
-    policies         := array(select unnest(policies));
-    keys             := array(select unnest(keys));
-    costs            := array(select unnest(costs));
-    sizes            := case when sizes is not null then array(select unnest(acquire_batch.sizes)) end;
-    idempotency_keys := case when idempotency_keys is not null then array(select unnest(acquire_batch.idempotency_keys)) end;
   end if;
   if sizes is not null then
     select array_agg(u.request),
@@ -90,9 +94,16 @@ begin
       if sizes is null and policies[1] collate "C" = all (policies) then
         select p.* into v_policy from policies as p where p.name = acquire_batch.policies[1] collate "C";
       end if;
-      if v_policy.overridden is false then
+      v_any_policies := v_policy.overridden is not false;
+      if not v_any_policies then
         v_taken := take(v_policy, keys, costs, v_now);
-        if v_taken.places is not null then
+        if cardinality(v_taken.places) = v_count and idempotency_keys is null then
+          return (v_taken.places, v_taken.remaining, array_fill(0::bigint, array[v_count]), v_taken.reset_us,
+                  array_fill(v_policy.capacity, array[v_count]), null, null,
+                  null, null, null, null, null, null, null, null, null, null)::packed;
+        end if;
+        v_any_policies := v_taken.places = '{}';
+        if cardinality(v_taken.places) > 0 then
           v_places    := v_taken.places;
           v_remaining := v_taken.remaining;
           v_reset_us  := v_taken.reset_us;
@@ -103,7 +114,8 @@ begin
                                v_remaining, v_capacity, v_reset_us);
           end if;
         end if;
-      else
+      end if;
+      if v_any_policies then
         if sizes is null then
           select true, bool_or(p.durable), bool_or(not p.durable)
             into v_covered, v_durable, v_ephemeral

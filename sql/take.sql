@@ -14,26 +14,14 @@
 --         depend on a choice of the planner: a row found by ctid is read on the inside of a nested loop, and the outside
 --         comes sorted. lock_buckets locks in the same order. covers locks nothing.
 -- Writes: take writes these rows.
-{{- /* For each key of one policy: what is asked of its bucket, in the order of key. places are the positions of its elements.
-       The limit of total keeps microtokens(total) within bigint; it is above every capacity. */ -}}
+{{- /* What is asked of each bucket, in the order of policy and key, with the policy's numbers, or those of the override. places
+       are the positions of the elements. twice tells whether a request names the bucket twice. */ -}}
 {{ define "sums" -}}
-select e.key, least(sum(e.tokens), 9000000000001) as total, array_agg(e.place) as places, count(*) as size
-                from (select u.key collate "C" as key, u.cost, u.place,
-                             {{ template "tokens" }} as tokens
-                        from unnest(keys, costs) with ordinality as u (key, cost, place)
-                       order by u.key collate "C", u.place) as e
-               group by e.key
-              having {{ template "askable" }}
-               order by e.key
-{{- end }}
-{{- /* The same for each bucket of any policies, with the policy's numbers, or those of the override. twice tells whether a
-       request names the bucket twice. */ -}}
-{{ define "sums_of_policies" -}}
 select s.*, p.id as policy_id, p.durable, p.shadow, p.remember_us
                      {{- range list "capacity" "tick" "every_us" "tick_us" "full_level" "gain" "tick_gain" "round_up" }},
                      case when o.key is null then p.{{ . }} else o.{{ . }} end as {{ . }}
                      {{- end }}
-                from (select e.policy, e.key, least(sum(e.tokens), 9000000000001) as total, array_agg(e.place) as places,
+                from (select e.policy, e.key, {{ template "total" }} as total, array_agg(e.place) as places,
                              bool_or(e.twice) as twice
                         from (select u.policy collate "C" as policy, u.key collate "C" as key, u.cost, u.place,
                                      {{ template "tokens" }} as tokens,
@@ -48,86 +36,92 @@ select s.*, p.id as policy_id, p.durable, p.shadow, p.remember_us
               offset 0
 {{- end }}
 {{ define "tokens" }}greatest(0, least(u.cost, 2147483647))::integer{{ end }}{{/* the sum of bigints would be numeric */}}
-{{ define "askable" }}bool_and((e.cost between 1 and 2147483647) is true) and is_name(e.key){{ end }}
-{{- /* Whether bucket b covers the total of u. Most do by their stored level, which is cheaper to tell. The argument is the
-       prefix of the policy's numbers. */ -}}
+{{ define "total" }}least(sum(e.tokens), 9000000000001){{ end }}{{/* above every capacity, and in microtokens a bigint */}}
+{{ define "askable" }}bool_and((e.cost between 1 and 2147483647) is true){{ end }}
+{{- /* Whether bucket b covers the total of u. Most do by their stored level, which is cheaper to tell. */ -}}
 {{ define "covers" -}}
-(least(b.level, {{ . }}capacity * 1000000) >= microtokens(u.total)
-           or {{ template "refilled_level" (dict "bucket" "b." "policy" .) }} >= microtokens(u.total))
+(least(b.level, u.capacity * 1000000) >= microtokens(u.total)
+           or {{ template "refilled_level" (dict "bucket" "b." "policy" "u.") }} >= microtokens(u.total))
 {{- end }}
-{{- /* Charges the buckets. The argument numbers is the prefix of the policy's numbers. */ -}}
-{{ define "charge" -}}
-update {{ .buckets }} as b
-         set level       = {{ template "refilled_level" (dict "bucket" "b." "policy" .numbers) }} - microtokens(u.total),
-             refilled_at = refilled_until(b.refilled_at, v_now, {{ .numbers }}tick)
-        from ({{ if .any }}{{ template "sums_of_policies" }}{{ else }}{{ template "sums" }}{{ end }}) as u
-       where {{ if .any }}{{ with .durable }}{{ . }} and {{ end }}{{ end -}}
-             b.ctid = (select b.ctid
-                         from {{ .buckets }} as b
-                        {{ template "include/newest.sql" (dict "policy_id" .policy_id "key" "u.key") }})
-         and {{ template "covers" .numbers }}
-      returning u.*, b.level, b.refilled_at
-{{- end }}
-{{- /* One row for each element of the buckets that were charged. The argument is the list of the columns to keep. */ -}}
-{{ define "granted" -}}
-select t.places[1] as place, t.level, t.refilled_at{{ range . }}, t.{{ . }}{{ end }}
-        from taken as t
-       where cardinality(t.places) = 1
-      union all
-      select e.place, e.level + microtokens(e.total - sum(e.cost) over (partition by e.bucket order by e.request)), e.refilled_at{{ range . }}, e.{{ . }}{{ end }}
-        from (select u.place, costs[u.place]::integer as cost, coalesce(requests[u.place], u.place) as request,
-                     t.places[1] as bucket, t.level, t.total, t.refilled_at{{ range . }}, t.{{ . }}{{ end }}
-                from taken as t
-               cross join lateral unnest(t.places) as u (place)
-               where cardinality(t.places) > 1) as e
-{{- end }}
-{{ define "reset_us" -}}
-{{ template "wait_below" (dict "target" (print . "full_level") "level" "g.level" "policy" .
-   "elapsed_us" "case when g.refilled_at = v_now then 0 else microseconds(v_now - g.refilled_at) end") }}
-{{- end }}
+-- The policy has no overrides. places is empty if its numbers are not small, as arithmetic.sql has it, and null if no bucket
+-- was charged.
 create or replace function ratelimit.take(
     in  policy ratelimit.policies, in keys text[], in costs bigint[], in now timestamptz,
     out places bigint[], out remaining bigint[], out reset_us bigint[])
   language plpgsql
   volatile
 as $$
-{{- /* The argument is the name of the table. */ -}}
+{{- /* Charges the buckets in the order of key, and answers those of one element. u.places are the positions of the elements,
+       and u.wanted is what they ask for together. Most buckets cover it by their stored level, which is cheaper to tell.
+       The argument is the name of the table. */ -}}
 {{ define "take" -}}
 with taken as (
-      {{ template "charge" (dict "buckets" . "numbers" "v_") }}
+      update {{ . }} as b
+         set level       = {{ template "refilled_level_small" (dict "bucket" "b.") }} - u.wanted,
+             refilled_at = refilled_until(b.refilled_at, v_now, v_tick)
+        from (select e.key, {{ template "total" }} * 1000000 as wanted, array_agg(e.place) as places, count(*) as size
+                from (select u.key collate "C" as key, u.cost, u.place,
+                             {{ template "tokens" }} as tokens
+                        from unnest(keys, costs) with ordinality as u (key, cost, place)
+                       order by u.key collate "C", u.place) as e
+               group by e.key
+              having {{ template "askable" }}
+               order by e.key) as u
+       where b.ctid = (select b.ctid
+                         from {{ . }} as b
+                        {{ template "include/newest.sql" (dict "key" "u.key") }})
+         and (least(b.level, v_full_level) >= u.wanted
+           or {{ template "refilled_level_small" (dict "bucket" "b.") }} >= u.wanted)
+      returning u.places, u.size, u.wanted, b.level, b.refilled_at
     )
-    select array_agg(g.places[1]) filter (where g.size = 1), array_agg(whole_tokens(g.level)) filter (where g.size = 1),
-           array_agg({{ template "reset_us" "v_" }}) filter (where g.size = 1),
-           array_agg(row(g.places, g.total, g.level, g.refilled_at)::charged) filter (where g.size > 1)
+    select array_agg(t.places[1]) filter (where t.size = 1), array_agg(t.level / 1000000) filter (where t.size = 1),
+           array_agg({{ template "wait_below_small" (dict "target" "v_full_level" "level" "t.level"
+             "elapsed_us" "case when t.refilled_at = v_now then 0 else microseconds(v_now - t.refilled_at)::bigint end") }})
+             filter (where t.size = 1),
+           array_agg(row(t.places, t.wanted, t.level, t.refilled_at)::charged) filter (where t.size > 1)
       into places, remaining, reset_us, v_shared
-      from taken as g
+      from taken as t
 {{- end }}
 declare
   v_policy     alias for take.policy;
   v_now        alias for take.now;
-  v_shared     ratelimit.charged[];  -- buckets of several elements
-  v_capacity   bigint   := policy.capacity;
   v_tick       interval := policy.tick;
-  v_every_us   numeric  := policy.every_us + 0;  -- adding 0 unpacks a numeric once, and not at every use
-  v_tick_us    numeric  := policy.tick_us + 0;
-  v_full_level numeric  := policy.full_level + 0;
-  v_gain       numeric  := policy.gain + 0;
-  v_tick_gain  numeric  := policy.tick_gain + 0;
-  v_round_up   numeric  := policy.round_up + 0;
+  v_tick_us    bigint   := policy.tick_us::bigint;
+  v_full_level bigint   := policy.full_level::bigint;
+  v_divisor    numeric  := gcd(policy.tick_gain, policy.every_us);
+  v_gain       bigint   := div(policy.tick_gain, v_divisor)::bigint;
+  v_per        bigint   := div(policy.every_us, v_divisor)::bigint;
+  v_fill_ticks double precision := policy.full_level::double precision * v_per / nullif(v_gain, 0);
+  v_ticks      bigint;
+  v_shared     ratelimit.charged[];  -- buckets of several elements
+  v_bucket     ratelimit.charged;
+  v_place      bigint;
+  v_level      bigint;    -- the bucket after the element
+  v_refilled_at timestamptz;
+  v_elapsed_us bigint;
 begin
+  if (policy.full_level::double precision * (2 * v_per + 1) + v_gain < 9e18 and (v_fill_ticks + 1) * v_tick_us < 4.7e14) is false then
+    places := '{}';
+    return;
+  end if;
+  v_ticks := (2 * v_fill_ticks + 1)::bigint;
   if policy.durable then
     {{ template "take" "buckets" }};
   else
     {{ template "take" "ephemeral_buckets" }};
   end if;
   if v_shared is not null then
-    select take.places || array_agg(g.place), take.remaining || array_agg(whole_tokens(g.level)),
-           take.reset_us || array_agg({{ template "reset_us" "v_" }})
-      into places, remaining, reset_us
-      from (select u.place, t.refilled_at,
-                   t.level + microtokens(t.total - sum(costs[u.place]::integer) over (partition by t.n order by u.place)) as level
-              from unnest(v_shared) with ordinality as t (places, total, level, refilled_at, n)
-             cross join lateral unnest(t.places) as u (place)) as g;
+    foreach v_bucket in array v_shared loop
+      v_level       := v_bucket.level + v_bucket.wanted;
+      v_refilled_at := v_bucket.refilled_at;
+      v_elapsed_us  := microseconds(v_now - v_refilled_at)::bigint;
+      foreach v_place in array v_bucket.places loop
+        v_level   := v_level - microtokens(costs[v_place]);
+        places    := places || v_place;
+        remaining := remaining || v_level / 1000000;
+        reset_us  := reset_us || {{ template "wait_below_small" (dict "target" "v_full_level" "level" "v_level" "elapsed_us" "v_elapsed_us") }};
+      end loop;
+    end loop;
   end if;
 end;
 $$;
@@ -184,11 +178,32 @@ as $$
 {{- /* The arguments are the name of the table, and which policies have their buckets there. */ -}}
 {{ define "take_of_policies" -}}
 with taken as (
-      {{ template "charge" (dict "buckets" .buckets "numbers" "u." "any" true "durable" .durable "policy_id" "u.policy_id") }}
-    ), granted as (
-      {{ template "granted" (list "capacity" "shadow" "policy_id" "remember_us" "every_us" "tick_us" "full_level" "tick_gain" "round_up") }}
+      update {{ .buckets }} as b
+         set level       = {{ template "refilled_level" (dict "bucket" "b." "policy" "u.") }} - microtokens(u.total),
+             refilled_at = refilled_until(b.refilled_at, v_now, u.tick)
+        from ({{ template "sums" }}) as u
+       where {{ .durable }}
+         and b.ctid = (select b.ctid
+                         from {{ .buckets }} as b
+                        {{ template "include/newest.sql" (dict "policy_id" "u.policy_id" "key" "u.key") }})
+         and {{ template "covers" }}
+      returning u.*, b.level, b.refilled_at
+    ), granted as (  -- one row for each element of the buckets that were charged
+      select t.places[1] as place, t.level, t.refilled_at, t.capacity, t.shadow, t.policy_id, t.remember_us, t.every_us, t.tick_us, t.full_level, t.tick_gain, t.round_up
+        from taken as t
+       where cardinality(t.places) = 1
+      union all
+      select e.place, e.level + microtokens(e.total - sum(e.cost) over (partition by e.bucket order by e.request)), e.refilled_at,
+             e.capacity, e.shadow, e.policy_id, e.remember_us, e.every_us, e.tick_us, e.full_level, e.tick_gain, e.round_up
+        from (select u.place, costs[u.place]::integer as cost, coalesce(requests[u.place], u.place) as request,
+                     t.places[1] as bucket, t.level, t.total, t.refilled_at, t.capacity, t.shadow, t.policy_id, t.remember_us, t.every_us, t.tick_us, t.full_level, t.tick_gain, t.round_up
+                from taken as t
+               cross join lateral unnest(t.places) as u (place)
+               where cardinality(t.places) > 1) as e
     )
-    select array_agg(g.place), array_agg(whole_tokens(g.level)), array_agg({{ template "reset_us" "g." }}),
+    select array_agg(g.place), array_agg(whole_tokens(g.level)),
+           array_agg({{ template "wait_below" (dict "target" "g.full_level" "level" "g.level" "policy" "g."
+             "elapsed_us" "case when g.refilled_at = v_now then 0 else microseconds(v_now - g.refilled_at) end") }}),
            array_agg(g.capacity), array_agg(g.shadow), array_agg(g.policy_id), array_agg(g.remember_us)
       into places, remaining, reset_us, capacities, shadows, policy_ids, remember_us
       from (select * from granted order by place) as g
@@ -220,11 +235,11 @@ begin
   select sum(cardinality(u.places)) = cardinality(keys) and bool_and(u.twice is not true and (d.covers or e.covers) is true),
          coalesce(bool_or(u.durable), false), coalesce(bool_or(not u.durable), false)
     into covered, durable, ephemeral
-    from ({{ template "sums_of_policies" }}) as u
-    left join lateral (select {{ template "covers" "u." }} as covers
+    from ({{ template "sums" }}) as u
+    left join lateral (select {{ template "covers" }} as covers
                          from buckets as b
                         {{ template "include/newest.sql" (dict "policy_id" "u.policy_id" "key" "u.key") }}) as d on u.durable
-    left join lateral (select {{ template "covers" "u." }} as covers
+    left join lateral (select {{ template "covers" }} as covers
                          from ephemeral_buckets as b
                         {{ template "include/newest.sql" (dict "policy_id" "u.policy_id" "key" "u.key") }}) as e on not u.durable;
 end;

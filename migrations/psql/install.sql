@@ -2599,12 +2599,12 @@ comment on type ratelimit.packed is
   'The answers to many requests, as arrays: see ratelimit_acquire_packed.';
 create type ratelimit.charged as (
   places      bigint[],
-  total       bigint,
+  wanted      bigint,
   level       bigint,
   refilled_at timestamptz
 );
 comment on type ratelimit.charged is
-  'What ratelimit.take did to one bucket: for which elements, the sum of their costs, and the bucket after it.';
+  'What ratelimit.take did to one bucket: for which elements, the microtokens they wanted together, and the bucket after it.';
 comment on type ratelimit.retired_decision is
   'Retired: calls that began under schema version 1 may still return it.';
 
@@ -2863,6 +2863,29 @@ as $$
 $$;
 comment on function ratelimit.wait_for(numeric, bigint, timestamptz, timestamptz, numeric, numeric, numeric, numeric) is
   'Microseconds from now until a bucket holds target microtokens, zero when it does, null for never.';
+
+-- The same in bigint, for statements about many buckets of one policy: in numeric it would be a sixth of what they cost.
+-- A policy's numbers are small if no product overflows, and an empty bucket is full within 15 years. One tick gains
+-- gain / per microtokens, in lowest terms, and ticks of them fill any bucket twice over. date_part rounds to whole
+-- microseconds correctly for 35 years; beyond, ticks is less. With refill 0, gain is 0 and ticks is null.
+create or replace function ratelimit.refilled_level_small(
+    level bigint, refilled_at timestamptz, now timestamptz, full_level bigint, gain bigint, per bigint, ticks bigint, tick_us bigint, tick interval)
+  returns bigint language sql immutable parallel safe
+as $$
+  select least(
+    full_level,
+    level + least((date_part('epoch', ratelimit.refilled_until(refilled_at, now, tick) - refilled_at) * 1000000)::bigint / tick_us, ticks) * gain / per)
+$$;
+comment on function ratelimit.refilled_level_small(bigint, timestamptz, timestamptz, bigint, bigint, bigint, bigint, bigint, interval) is
+  'The level of a bucket now, for a policy of small numbers.';
+
+create or replace function ratelimit.wait_below_small(target bigint, level bigint, elapsed_us bigint, gain bigint, per bigint, tick_us bigint)
+  returns bigint language sql immutable parallel safe
+as $$
+  select ((target - level) * per + gain - 1) / nullif(gain, 0) * tick_us - elapsed_us
+$$;
+comment on function ratelimit.wait_below_small(bigint, bigint, bigint, bigint, bigint, bigint) is
+  'Microseconds until a bucket below target holds it, for a policy of small numbers.';
 
 -- The checks of arguments. Every error has a constant message, the facts in DETAIL and the remedy in HINT.
 
@@ -4131,6 +4154,8 @@ comment on function ratelimit.remember(text[], text[], bigint[], timestamptz, bo
 
 
 
+-- The policy has no overrides. places is empty if its numbers are not small, as arithmetic.sql has it, and null if no bucket
+-- was charged.
 create or replace function ratelimit.take(
     in  policy ratelimit.policies, in keys text[], in costs bigint[], in now timestamptz,
     out places bigint[], out remaining bigint[], out reset_us bigint[])
@@ -4140,28 +4165,38 @@ as $$
 declare
   v_policy     alias for take.policy;
   v_now        alias for take.now;
-  v_shared     ratelimit.charged[];  -- buckets of several elements
-  v_capacity   bigint   := policy.capacity;
   v_tick       interval := policy.tick;
-  v_every_us   numeric  := policy.every_us + 0;  -- adding 0 unpacks a numeric once, and not at every use
-  v_tick_us    numeric  := policy.tick_us + 0;
-  v_full_level numeric  := policy.full_level + 0;
-  v_gain       numeric  := policy.gain + 0;
-  v_tick_gain  numeric  := policy.tick_gain + 0;
-  v_round_up   numeric  := policy.round_up + 0;
+  v_tick_us    bigint   := policy.tick_us::bigint;
+  v_full_level bigint   := policy.full_level::bigint;
+  v_divisor    numeric  := gcd(policy.tick_gain, policy.every_us);
+  v_gain       bigint   := div(policy.tick_gain, v_divisor)::bigint;
+  v_per        bigint   := div(policy.every_us, v_divisor)::bigint;
+  v_fill_ticks double precision := policy.full_level::double precision * v_per / nullif(v_gain, 0);
+  v_ticks      bigint;
+  v_shared     ratelimit.charged[];  -- buckets of several elements
+  v_bucket     ratelimit.charged;
+  v_place      bigint;
+  v_level      bigint;    -- the bucket after the element
+  v_refilled_at timestamptz;
+  v_elapsed_us bigint;
 begin
+  if (policy.full_level::double precision * (2 * v_per + 1) + v_gain < 9e18 and (v_fill_ticks + 1) * v_tick_us < 4.7e14) is false then
+    places := '{}';
+    return;
+  end if;
+  v_ticks := (2 * v_fill_ticks + 1)::bigint;
   if policy.durable then
     with taken as (
       update buckets as b
-         set level       = refilled_level(b.level, b.refilled_at, v_now, v_full_level, v_gain, v_every_us, v_tick) - microtokens(u.total),
+         set level       = refilled_level_small(b.level, b.refilled_at, v_now, v_full_level, v_gain, v_per, v_ticks, v_tick_us, v_tick) - u.wanted,
              refilled_at = refilled_until(b.refilled_at, v_now, v_tick)
-        from (select e.key, least(sum(e.tokens), 9000000000001) as total, array_agg(e.place) as places, count(*) as size
+        from (select e.key, least(sum(e.tokens), 9000000000001) * 1000000 as wanted, array_agg(e.place) as places, count(*) as size
                 from (select u.key collate "C" as key, u.cost, u.place,
                              greatest(0, least(u.cost, 2147483647))::integer as tokens
                         from unnest(keys, costs) with ordinality as u (key, cost, place)
                        order by u.key collate "C", u.place) as e
                group by e.key
-              having bool_and((e.cost between 1 and 2147483647) is true) and is_name(e.key)
+              having bool_and((e.cost between 1 and 2147483647) is true)
                order by e.key) as u
        where b.ctid = (select b.ctid
                          from buckets as b
@@ -4170,27 +4205,28 @@ begin
        and b.key      <= u.key
      order by b.key desc
      limit 1)
-         and (least(b.level, v_capacity * 1000000) >= microtokens(u.total)
-           or refilled_level(b.level, b.refilled_at, v_now, v_full_level, v_gain, v_every_us, v_tick) >= microtokens(u.total))
-      returning u.*, b.level, b.refilled_at
+         and (least(b.level, v_full_level) >= u.wanted
+           or refilled_level_small(b.level, b.refilled_at, v_now, v_full_level, v_gain, v_per, v_ticks, v_tick_us, v_tick) >= u.wanted)
+      returning u.places, u.size, u.wanted, b.level, b.refilled_at
     )
-    select array_agg(g.places[1]) filter (where g.size = 1), array_agg(whole_tokens(g.level)) filter (where g.size = 1),
-           array_agg(wait_below(v_full_level, g.level, case when g.refilled_at = v_now then 0 else microseconds(v_now - g.refilled_at) end, v_every_us, v_tick_us, v_tick_gain, v_round_up)) filter (where g.size = 1),
-           array_agg(row(g.places, g.total, g.level, g.refilled_at)::charged) filter (where g.size > 1)
+    select array_agg(t.places[1]) filter (where t.size = 1), array_agg(t.level / 1000000) filter (where t.size = 1),
+           array_agg(wait_below_small(v_full_level, t.level, case when t.refilled_at = v_now then 0 else microseconds(v_now - t.refilled_at)::bigint end, v_gain, v_per, v_tick_us))
+             filter (where t.size = 1),
+           array_agg(row(t.places, t.wanted, t.level, t.refilled_at)::charged) filter (where t.size > 1)
       into places, remaining, reset_us, v_shared
-      from taken as g;
+      from taken as t;
   else
     with taken as (
       update ephemeral_buckets as b
-         set level       = refilled_level(b.level, b.refilled_at, v_now, v_full_level, v_gain, v_every_us, v_tick) - microtokens(u.total),
+         set level       = refilled_level_small(b.level, b.refilled_at, v_now, v_full_level, v_gain, v_per, v_ticks, v_tick_us, v_tick) - u.wanted,
              refilled_at = refilled_until(b.refilled_at, v_now, v_tick)
-        from (select e.key, least(sum(e.tokens), 9000000000001) as total, array_agg(e.place) as places, count(*) as size
+        from (select e.key, least(sum(e.tokens), 9000000000001) * 1000000 as wanted, array_agg(e.place) as places, count(*) as size
                 from (select u.key collate "C" as key, u.cost, u.place,
                              greatest(0, least(u.cost, 2147483647))::integer as tokens
                         from unnest(keys, costs) with ordinality as u (key, cost, place)
                        order by u.key collate "C", u.place) as e
                group by e.key
-              having bool_and((e.cost between 1 and 2147483647) is true) and is_name(e.key)
+              having bool_and((e.cost between 1 and 2147483647) is true)
                order by e.key) as u
        where b.ctid = (select b.ctid
                          from ephemeral_buckets as b
@@ -4199,24 +4235,29 @@ begin
        and b.key      <= u.key
      order by b.key desc
      limit 1)
-         and (least(b.level, v_capacity * 1000000) >= microtokens(u.total)
-           or refilled_level(b.level, b.refilled_at, v_now, v_full_level, v_gain, v_every_us, v_tick) >= microtokens(u.total))
-      returning u.*, b.level, b.refilled_at
+         and (least(b.level, v_full_level) >= u.wanted
+           or refilled_level_small(b.level, b.refilled_at, v_now, v_full_level, v_gain, v_per, v_ticks, v_tick_us, v_tick) >= u.wanted)
+      returning u.places, u.size, u.wanted, b.level, b.refilled_at
     )
-    select array_agg(g.places[1]) filter (where g.size = 1), array_agg(whole_tokens(g.level)) filter (where g.size = 1),
-           array_agg(wait_below(v_full_level, g.level, case when g.refilled_at = v_now then 0 else microseconds(v_now - g.refilled_at) end, v_every_us, v_tick_us, v_tick_gain, v_round_up)) filter (where g.size = 1),
-           array_agg(row(g.places, g.total, g.level, g.refilled_at)::charged) filter (where g.size > 1)
+    select array_agg(t.places[1]) filter (where t.size = 1), array_agg(t.level / 1000000) filter (where t.size = 1),
+           array_agg(wait_below_small(v_full_level, t.level, case when t.refilled_at = v_now then 0 else microseconds(v_now - t.refilled_at)::bigint end, v_gain, v_per, v_tick_us))
+             filter (where t.size = 1),
+           array_agg(row(t.places, t.wanted, t.level, t.refilled_at)::charged) filter (where t.size > 1)
       into places, remaining, reset_us, v_shared
-      from taken as g;
+      from taken as t;
   end if;
   if v_shared is not null then
-    select take.places || array_agg(g.place), take.remaining || array_agg(whole_tokens(g.level)),
-           take.reset_us || array_agg(wait_below(v_full_level, g.level, case when g.refilled_at = v_now then 0 else microseconds(v_now - g.refilled_at) end, v_every_us, v_tick_us, v_tick_gain, v_round_up))
-      into places, remaining, reset_us
-      from (select u.place, t.refilled_at,
-                   t.level + microtokens(t.total - sum(costs[u.place]::integer) over (partition by t.n order by u.place)) as level
-              from unnest(v_shared) with ordinality as t (places, total, level, refilled_at, n)
-             cross join lateral unnest(t.places) as u (place)) as g;
+    foreach v_bucket in array v_shared loop
+      v_level       := v_bucket.level + v_bucket.wanted;
+      v_refilled_at := v_bucket.refilled_at;
+      v_elapsed_us  := microseconds(v_now - v_refilled_at)::bigint;
+      foreach v_place in array v_bucket.places loop
+        v_level   := v_level - microtokens(costs[v_place]);
+        places    := places || v_place;
+        remaining := remaining || v_level / 1000000;
+        reset_us  := reset_us || wait_below_small(v_full_level, v_level, v_elapsed_us, v_gain, v_per, v_tick_us);
+      end loop;
+    end loop;
   end if;
 end;
 $$;
@@ -4310,13 +4351,14 @@ begin
                                      u.request = lag(u.request) over (partition by u.policy collate "C", u.key collate "C" order by u.place) as twice
                                 from unnest(policies, keys, costs, requests) with ordinality as u (policy, key, cost, request, place)) as e
                        group by e.policy, e.key
-                      having bool_and((e.cost between 1 and 2147483647) is true) and is_name(e.key)) as s
+                      having bool_and((e.cost between 1 and 2147483647) is true)) as s
                 join policies as p on p.name = s.policy
                 left join lateral (select o.* from overrides as o where o.policy_id = p.id and o.key = s.key offset 0) as o
                   on p.overridden and o.expires_at > v_now
                order by s.policy, s.key
               offset 0) as u
-       where not u.durable and (u.policy_id = any (locked)) is not false and b.ctid = (select b.ctid
+       where not u.durable and (u.policy_id = any (locked)) is not false
+         and b.ctid = (select b.ctid
                          from ephemeral_buckets as b
                         where b.policy_id = u.policy_id
        and b.key      >= u.key
@@ -4326,19 +4368,21 @@ begin
          and (least(b.level, u.capacity * 1000000) >= microtokens(u.total)
            or refilled_level(b.level, b.refilled_at, v_now, u.full_level, u.gain, u.every_us, u.tick) >= microtokens(u.total))
       returning u.*, b.level, b.refilled_at
-    ), granted as (
+    ), granted as (  -- one row for each element of the buckets that were charged
       select t.places[1] as place, t.level, t.refilled_at, t.capacity, t.shadow, t.policy_id, t.remember_us, t.every_us, t.tick_us, t.full_level, t.tick_gain, t.round_up
         from taken as t
        where cardinality(t.places) = 1
       union all
-      select e.place, e.level + microtokens(e.total - sum(e.cost) over (partition by e.bucket order by e.request)), e.refilled_at, e.capacity, e.shadow, e.policy_id, e.remember_us, e.every_us, e.tick_us, e.full_level, e.tick_gain, e.round_up
+      select e.place, e.level + microtokens(e.total - sum(e.cost) over (partition by e.bucket order by e.request)), e.refilled_at,
+             e.capacity, e.shadow, e.policy_id, e.remember_us, e.every_us, e.tick_us, e.full_level, e.tick_gain, e.round_up
         from (select u.place, costs[u.place]::integer as cost, coalesce(requests[u.place], u.place) as request,
                      t.places[1] as bucket, t.level, t.total, t.refilled_at, t.capacity, t.shadow, t.policy_id, t.remember_us, t.every_us, t.tick_us, t.full_level, t.tick_gain, t.round_up
                 from taken as t
                cross join lateral unnest(t.places) as u (place)
                where cardinality(t.places) > 1) as e
     )
-    select array_agg(g.place), array_agg(whole_tokens(g.level)), array_agg(wait_below(g.full_level, g.level, case when g.refilled_at = v_now then 0 else microseconds(v_now - g.refilled_at) end, g.every_us, g.tick_us, g.tick_gain, g.round_up)),
+    select array_agg(g.place), array_agg(whole_tokens(g.level)),
+           array_agg(wait_below(g.full_level, g.level, case when g.refilled_at = v_now then 0 else microseconds(v_now - g.refilled_at) end, g.every_us, g.tick_us, g.tick_gain, g.round_up)),
            array_agg(g.capacity), array_agg(g.shadow), array_agg(g.policy_id), array_agg(g.remember_us)
       into places, remaining, reset_us, capacities, shadows, policy_ids, remember_us
       from (select * from granted order by place) as g;
@@ -4363,13 +4407,14 @@ begin
                                      u.request = lag(u.request) over (partition by u.policy collate "C", u.key collate "C" order by u.place) as twice
                                 from unnest(policies, keys, costs, requests) with ordinality as u (policy, key, cost, request, place)) as e
                        group by e.policy, e.key
-                      having bool_and((e.cost between 1 and 2147483647) is true) and is_name(e.key)) as s
+                      having bool_and((e.cost between 1 and 2147483647) is true)) as s
                 join policies as p on p.name = s.policy
                 left join lateral (select o.* from overrides as o where o.policy_id = p.id and o.key = s.key offset 0) as o
                   on p.overridden and o.expires_at > v_now
                order by s.policy, s.key
               offset 0) as u
-       where u.durable and (u.policy_id = any (locked)) is not false and b.ctid = (select b.ctid
+       where u.durable and (u.policy_id = any (locked)) is not false
+         and b.ctid = (select b.ctid
                          from buckets as b
                         where b.policy_id = u.policy_id
        and b.key      >= u.key
@@ -4379,19 +4424,21 @@ begin
          and (least(b.level, u.capacity * 1000000) >= microtokens(u.total)
            or refilled_level(b.level, b.refilled_at, v_now, u.full_level, u.gain, u.every_us, u.tick) >= microtokens(u.total))
       returning u.*, b.level, b.refilled_at
-    ), granted as (
+    ), granted as (  -- one row for each element of the buckets that were charged
       select t.places[1] as place, t.level, t.refilled_at, t.capacity, t.shadow, t.policy_id, t.remember_us, t.every_us, t.tick_us, t.full_level, t.tick_gain, t.round_up
         from taken as t
        where cardinality(t.places) = 1
       union all
-      select e.place, e.level + microtokens(e.total - sum(e.cost) over (partition by e.bucket order by e.request)), e.refilled_at, e.capacity, e.shadow, e.policy_id, e.remember_us, e.every_us, e.tick_us, e.full_level, e.tick_gain, e.round_up
+      select e.place, e.level + microtokens(e.total - sum(e.cost) over (partition by e.bucket order by e.request)), e.refilled_at,
+             e.capacity, e.shadow, e.policy_id, e.remember_us, e.every_us, e.tick_us, e.full_level, e.tick_gain, e.round_up
         from (select u.place, costs[u.place]::integer as cost, coalesce(requests[u.place], u.place) as request,
                      t.places[1] as bucket, t.level, t.total, t.refilled_at, t.capacity, t.shadow, t.policy_id, t.remember_us, t.every_us, t.tick_us, t.full_level, t.tick_gain, t.round_up
                 from taken as t
                cross join lateral unnest(t.places) as u (place)
                where cardinality(t.places) > 1) as e
     )
-    select array_agg(g.place), array_agg(whole_tokens(g.level)), array_agg(wait_below(g.full_level, g.level, case when g.refilled_at = v_now then 0 else microseconds(v_now - g.refilled_at) end, g.every_us, g.tick_us, g.tick_gain, g.round_up)),
+    select array_agg(g.place), array_agg(whole_tokens(g.level)),
+           array_agg(wait_below(g.full_level, g.level, case when g.refilled_at = v_now then 0 else microseconds(v_now - g.refilled_at) end, g.every_us, g.tick_us, g.tick_gain, g.round_up)),
            array_agg(g.capacity), array_agg(g.shadow), array_agg(g.policy_id), array_agg(g.remember_us)
       into places, remaining, reset_us, capacities, shadows, policy_ids, remember_us
       from (select * from granted order by place) as g;
@@ -4431,7 +4478,7 @@ begin
                                      u.request = lag(u.request) over (partition by u.policy collate "C", u.key collate "C" order by u.place) as twice
                                 from unnest(policies, keys, costs, requests) with ordinality as u (policy, key, cost, request, place)) as e
                        group by e.policy, e.key
-                      having bool_and((e.cost between 1 and 2147483647) is true) and is_name(e.key)) as s
+                      having bool_and((e.cost between 1 and 2147483647) is true)) as s
                 join policies as p on p.name = s.policy
                 left join lateral (select o.* from overrides as o where o.policy_id = p.id and o.key = s.key offset 0) as o
                   on p.overridden and o.expires_at > v_now
@@ -5106,6 +5153,7 @@ declare
   v_requests bigint[];  -- for each element, the number of its request; null without sizes: its own number
   v_misfits  bigint[];  -- requests of a size that is refused
   v_policy   policies;  -- that of all elements, if there is one
+  v_any_policies boolean;  -- the fast path is take_of_policies
   v_now      timestamptz;
   v_covered  boolean;   -- as from covers:
   v_durable  boolean;
@@ -5123,7 +5171,9 @@ declare
   v_i        integer;
   v_in_ephemeral boolean;
 begin
-  if v_count is null or cardinality(keys) is distinct from v_count or cardinality(costs) <> v_count or sizes is not null or cardinality(idempotency_keys) <> v_count then
+  if (array_dims(policies) = '[1:' || v_count || ']' and array_dims(keys) = array_dims(policies)
+      and (costs is null or array_dims(costs) = array_dims(policies)) and sizes is null
+      and (idempotency_keys is null or array_dims(idempotency_keys) = array_dims(policies))) is not true then
     perform check_length('policies', v_count, v_count);
     perform check_length('keys', cardinality(keys), v_count);
     perform check_length('costs', coalesce(cardinality(costs), v_count), v_count);
@@ -5132,17 +5182,18 @@ begin
     else
       perform check_sizes(sizes, v_count, cardinality(idempotency_keys));
     end if;
+    if (is_list(policies) and is_list(keys) and is_list(costs) is not false and is_list(sizes) is not false
+        and is_list(idempotency_keys) is not false) is not true then
+      -- Subscripts are to count from 1.
+      policies         := array(select unnest(policies));
+      keys             := array(select unnest(keys));
+      costs            := case when costs is not null then array(select unnest(acquire_batch.costs)) end;
+      sizes            := case when sizes is not null then array(select unnest(acquire_batch.sizes)) end;
+      idempotency_keys := case when idempotency_keys is not null then array(select unnest(acquire_batch.idempotency_keys)) end;
+    end if;
   end if;
   if costs is null then
     costs := array_fill(1::bigint, array[v_count]);
-  end if;
-  if (is_list(policies) and is_list(keys) and is_list(costs) and is_list(sizes) is not false and is_list(idempotency_keys) is not false) is not true then
-    -- Subscripts are to count from 1.
-    policies         := array(select unnest(policies));
-    keys             := array(select unnest(keys));
-    costs            := array(select unnest(costs));
-    sizes            := case when sizes is not null then array(select unnest(acquire_batch.sizes)) end;
-    idempotency_keys := case when idempotency_keys is not null then array(select unnest(acquire_batch.idempotency_keys)) end;
   end if;
   if sizes is not null then
     select array_agg(u.request),
@@ -5165,9 +5216,16 @@ begin
       if sizes is null and policies[1] collate "C" = all (policies) then
         select p.* into v_policy from policies as p where p.name = acquire_batch.policies[1] collate "C";
       end if;
-      if v_policy.overridden is false then
+      v_any_policies := v_policy.overridden is not false;
+      if not v_any_policies then
         v_taken := take(v_policy, keys, costs, v_now);
-        if v_taken.places is not null then
+        if cardinality(v_taken.places) = v_count and idempotency_keys is null then
+          return (v_taken.places, v_taken.remaining, array_fill(0::bigint, array[v_count]), v_taken.reset_us,
+                  array_fill(v_policy.capacity, array[v_count]), null, null,
+                  null, null, null, null, null, null, null, null, null, null)::packed;
+        end if;
+        v_any_policies := v_taken.places = '{}';
+        if cardinality(v_taken.places) > 0 then
           v_places    := v_taken.places;
           v_remaining := v_taken.remaining;
           v_reset_us  := v_taken.reset_us;
@@ -5178,7 +5236,8 @@ begin
                                v_remaining, v_capacity, v_reset_us);
           end if;
         end if;
-      else
+      end if;
+      if v_any_policies then
         if sizes is null then
           select true, bool_or(p.durable), bool_or(not p.durable)
             into v_covered, v_durable, v_ephemeral

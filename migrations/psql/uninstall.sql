@@ -125,7 +125,7 @@ end;
 $drop$;
 
 drop function ratelimit.grant_of, ratelimit.answer_of, ratelimit.shadow_of, ratelimit.replay_of, ratelimit.decisions_of,
-              ratelimit.check_repeated_cost, ratelimit.overridden, ratelimit.look_at_buckets, ratelimit.remember, ratelimit.covers,
+              ratelimit.check_repeated_cost, ratelimit.overridden, ratelimit.refilled_level_small, ratelimit.wait_below_small, ratelimit.look_at_buckets, ratelimit.remember, ratelimit.covers,
               ratelimit.lock_buckets, ratelimit.take, ratelimit.take_of_policies, ratelimit.decide_in_order, ratelimit.acquire_batch,
               ratelimit.check_sizes, ratelimit.check_numbers, ratelimit.check_max_rows, ratelimit.check_overrides;
 drop type ratelimit.decision, ratelimit.packed, ratelimit.charged;

@@ -1,5 +1,5 @@
-{{- /* The calls of arithmetic.sql that pass seven or eight arguments by position. Each is written once, here.
-       They need the local v_now.
+{{- /* The calls of arithmetic.sql that pass seven arguments or more by position. Each is written once, here.
+       They need the local v_now, and the small ones those of take.sql.
        bucket is the prefix of level and refilled_at: "b." for columns, "v_" for locals.
        policy is the prefix of the policy's columns: "v_policy." unless given.
        target, level and elapsed_us are expressions. */ -}}
@@ -14,4 +14,10 @@ wait_for({{ .target }}, {{ .bucket }}level, {{ .bucket }}refilled_at, v_now, {{ 
 {{ define "wait_below" -}}
 {{ $policy := default "v_policy." .policy -}}
 wait_below({{ .target }}, {{ .level }}, {{ .elapsed_us }}, {{ $policy }}every_us, {{ $policy }}tick_us, {{ $policy }}tick_gain, {{ $policy }}round_up)
+{{- end }}
+{{ define "refilled_level_small" -}}
+refilled_level_small({{ .bucket }}level, {{ .bucket }}refilled_at, v_now, v_full_level, v_gain, v_per, v_ticks, v_tick_us, v_tick)
+{{- end }}
+{{ define "wait_below_small" -}}
+wait_below_small({{ .target }}, {{ .level }}, {{ .elapsed_us }}, v_gain, v_per, v_tick_us)
 {{- end }}

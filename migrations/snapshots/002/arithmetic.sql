@@ -96,3 +96,26 @@ as $$
 $$;
 comment on function ratelimit.wait_for(numeric, bigint, timestamptz, timestamptz, numeric, numeric, numeric, numeric) is
   'Microseconds from now until a bucket holds target microtokens, zero when it does, null for never.';
+
+-- The same in bigint, for statements about many buckets of one policy: in numeric it would be a sixth of what they cost.
+-- A policy's numbers are small if no product overflows, and an empty bucket is full within 15 years. One tick gains
+-- gain / per microtokens, in lowest terms, and ticks of them fill any bucket twice over. date_part rounds to whole
+-- microseconds correctly for 35 years; beyond, ticks is less. With refill 0, gain is 0 and ticks is null.
+create or replace function ratelimit.refilled_level_small(
+    level bigint, refilled_at timestamptz, now timestamptz, full_level bigint, gain bigint, per bigint, ticks bigint, tick_us bigint, tick interval)
+  returns bigint language sql immutable parallel safe
+as $$
+  select least(
+    full_level,
+    level + least((date_part('epoch', ratelimit.refilled_until(refilled_at, now, tick) - refilled_at) * 1000000)::bigint / tick_us, ticks) * gain / per)
+$$;
+comment on function ratelimit.refilled_level_small(bigint, timestamptz, timestamptz, bigint, bigint, bigint, bigint, bigint, interval) is
+  'The level of a bucket now, for a policy of small numbers.';
+
+create or replace function ratelimit.wait_below_small(target bigint, level bigint, elapsed_us bigint, gain bigint, per bigint, tick_us bigint)
+  returns bigint language sql immutable parallel safe
+as $$
+  select ((target - level) * per + gain - 1) / nullif(gain, 0) * tick_us - elapsed_us
+$$;
+comment on function ratelimit.wait_below_small(bigint, bigint, bigint, bigint, bigint, bigint) is
+  'Microseconds until a bucket below target holds it, for a policy of small numbers.';
