@@ -261,7 +261,7 @@ func TestConcurrency_ThePoliciesAreLockedBeforeTheBuckets(t *testing.T) {
 				gate.exec("select pg_advisory_xact_lock(1)")
 				db.exec("select setval('readings', 1, false)")
 				caller.exec(fmt.Sprintf("set test.stop_at = %d", stops+1))
-				pending := caller.start(func(q querier) (decision, error) {
+				pending := caller.start(func(querier) (decision, error) {
 					_, err := caller.Exec(t.Context(), "select "+call)
 					return decision{}, err
 				})
