@@ -31,6 +31,7 @@ func TestDependencies_AreThoseOfPgxAlone(t *testing.T) {
 	}
 	want := append(deps("github.com/jackc/pgx/v5"), "github.com/pgratelimit/pgratelimit/client")
 	require.ElementsMatch(t, want, deps("."))
+	require.ElementsMatch(t, append(want, "github.com/pgratelimit/pgratelimit/client/httplimit"), deps("./httplimit"))
 	want = append(want, "github.com/pgratelimit/pgratelimit/client/clienttest", "github.com/pgratelimit/pgratelimit/tests/model")
 	require.ElementsMatch(t, want, deps("./clienttest"), "which programs import in their tests")
 

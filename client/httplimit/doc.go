@@ -1,0 +1,35 @@
+// Package httplimit is middleware for net/http: requests are charged to buckets of pgratelimit, and refused
+// with 429 when a bucket does not cover its charge.
+//
+//	limit := httplimit.New(limiter, httplimit.Per("api", httplimit.ByIP(1)), httplimit.Open(100*time.Millisecond))
+//	err := http.ListenAndServe(":8080", limit(mux))
+//
+// Three things are the program's to say, and have no default: which buckets a request is charged to, who
+// answers ([client.Limiter], [client.Combiner], or any other [client.Acquirer]), and what happens to requests
+// while the database does not answer: [Closed], [Open] or [Local].
+//
+// # What a client sees
+//
+// Every answer has the fields of draft-ietf-httpapi-ratelimit-headers-11, for each policy that was charged:
+//
+//	RateLimit-Policy: "api";q=100;w=10
+//	RateLimit: "api";r=37;t=1
+//
+// The bucket holds 100 tokens (q), an empty one is full in 10 seconds (w, for those who pass [Policies]), 37 are
+// left (r), and there will be more in about a second (t). A client that takes no more than r within t is not
+// refused, if nobody else takes from the same bucket.
+//
+// A request that a bucket does not cover is answered with 429 and problem+json, which names the policies that
+// refused. Retry-After is the time until the same request is allowed, in seconds, rounded up. It is left out when
+// no wait would help.
+//
+// The key of a bucket is in none of this.
+//
+// # What is left alone
+//
+// The handler gets the ResponseWriter that the server made: streaming, hijacking and everything else that an
+// [http.ResponseController] does works as without the middleware.
+//
+// A header such as Idempotency-Key or X-Request-ID means nothing to this package. A client that chooses the
+// idempotency key of its own charge repeats one, and passes every time: see [IdempotencyKey].
+package httplimit

@@ -1,0 +1,176 @@
+package httplimit
+
+import (
+	"math/big"
+	"net/http"
+	"strconv"
+	"time"
+
+	"github.com/pgratelimit/pgratelimit/client"
+)
+
+// The fields of draft-ietf-httpapi-ratelimit-headers-11, as [http.Header] spells them.
+const (
+	fieldPolicy = "Ratelimit-Policy"
+	fieldLimit  = "Ratelimit"
+)
+
+// A quota is what [Policies] say of one.
+type quota struct {
+	capacity int64
+	window   int64 // seconds to fill an empty bucket, rounded up; 0 if it never is
+	shadow   bool
+}
+
+func newQuota(p client.Policy) quota {
+	q := quota{capacity: p.Capacity, shadow: p.Shadow == client.Yes}
+	if p.Capacity < 1 || p.Refill < 1 || p.Every <= 0 {
+		return q
+	}
+	refill := big.NewInt(p.Refill)
+	fill := new(big.Int) // Refill times its duration
+	if p.Stepped == client.Yes {
+		fill.Mul(ceil(big.NewInt(p.Capacity), refill), refill)
+	} else {
+		fill.SetInt64(p.Capacity)
+	}
+	fill.Mul(fill, big.NewInt(int64(p.Every)))
+	if window := ceil(fill, refill.Mul(refill, big.NewInt(int64(time.Second)))); window.IsInt64() {
+		q.window = window.Int64()
+	}
+	return q
+}
+
+// ceil is a / b rounded up, of positive numbers.
+func ceil(a, b *big.Int) *big.Int {
+	sum := new(big.Int).Add(a, b)
+	return sum.Div(sum.Sub(sum, big.NewInt(1)), b)
+}
+
+// report sets the fields of the header. They are added to those of other middleware.
+func (m *middleware) report(h http.Header, e Event) {
+	d := e.Decision
+	if e.Outcome == Denied && !d.Never() {
+		h.Set("Retry-After", strconv.FormatInt(d.RetryAfterSeconds(), 10))
+	}
+	if e.Local || len(d.Decisions) == 0 {
+		return
+	}
+	var policies, limits []byte
+	for i := range e.Charges {
+		tightest, known := tightest(e, i)
+		quota := m.quotas[e.Charges[i].Policy]
+		if tightest < 0 || quota.shadow || d.Decisions[tightest].Shadowed {
+			continue
+		}
+		policies = appendPolicy(policies, e.Charges[i].Policy, d.Decisions[tightest], quota)
+		if known {
+			limits = appendLimit(limits, e.Charges[i].Policy, d.Decisions[tightest], d.Decision)
+		}
+	}
+	if len(policies) > 0 {
+		h.Add(fieldPolicy, string(policies))
+	}
+	if len(limits) > 0 {
+		h.Add(fieldLimit, string(limits))
+	}
+}
+
+// tightest is the charge that speaks for all charges of the policy of charge i: the one whose bucket holds the
+// least. It is -1 if an earlier charge than i speaks for the policy. A bucket that answered with an earlier grant
+// did not say what it holds: then that is not known.
+func tightest(e Event, i int) (tightest int, known bool) {
+	policy, decisions := e.Charges[i].Policy, e.Decision.Decisions
+	for j := range i {
+		if e.Charges[j].Policy == policy {
+			return -1, false
+		}
+	}
+	tightest, known = i, true
+	for j := i; j < len(decisions); j++ {
+		if e.Charges[j].Policy != policy {
+			continue
+		}
+		known = known && !decisions[j].Replayed
+		if decisions[j].Remaining < decisions[tightest].Remaining {
+			tightest = j
+		}
+	}
+	return tightest, known
+}
+
+func appendPolicy(field []byte, policy string, d client.Decision, quota quota) []byte {
+	field = appendName(field, policy)
+	field = strconv.AppendInt(append(field, ";q="...), d.Capacity, 10)
+	if quota.window > 0 && quota.capacity == d.Capacity {
+		field = strconv.AppendInt(append(field, ";w="...), quota.window, 10)
+	}
+	return field
+}
+
+// appendLimit leaves t out where no time brings more.
+func appendLimit(field []byte, policy string, d, whole client.Decision) []byte {
+	field = appendName(field, policy)
+	field = strconv.AppendInt(append(field, ";r="...), max(0, d.Remaining), 10)
+	if !d.NeverFull() {
+		field = strconv.AppendInt(append(field, ";t="...), untilMore(d, whole), 10)
+	}
+	return field
+}
+
+// untilMore is the time that a token takes to come, on average until the bucket is full: in seconds, rounded up, at
+// least 1, and at most Retry-After.
+func untilMore(d, whole client.Decision) int64 {
+	missing := time.Duration(max(1, d.Capacity-d.Remaining))
+	t := max(1, ceilDiv(ceilDiv(d.ResetAfter, missing), time.Second))
+	if !whole.Allowed && !whole.Never() {
+		t = min(t, time.Duration(whole.RetryAfterSeconds()))
+	}
+	return int64(t)
+}
+
+// ceilDiv is a / b rounded up, of numbers that are not negative.
+func ceilDiv(a, b time.Duration) time.Duration {
+	quotient := a / b
+	if a%b > 0 {
+		quotient++
+	}
+	return quotient
+}
+
+// appendName begins an item of a list: a string of RFC 9651.
+func appendName(field []byte, policy string) []byte {
+	if len(field) > 0 {
+		field = append(field, ", "...)
+	}
+	field = append(field, '"')
+	for _, c := range []byte(public(policy)) {
+		if c == '"' || c == '\\' {
+			field = append(field, '\\')
+		}
+		field = append(field, c)
+	}
+	return append(field, '"')
+}
+
+// public is the name of a policy as clients see it. Those strings are printable ASCII: any other byte, and the
+// percent sign, is written as in a URL.
+func public(policy string) string {
+	isPlain := func(c byte) bool { return ' ' <= c && c <= '~' && c != '%' }
+	for i := range len(policy) {
+		if isPlain(policy[i]) {
+			continue
+		}
+		const hex = "0123456789ABCDEF"
+		var name []byte
+		for _, c := range []byte(policy) {
+			if isPlain(c) {
+				name = append(name, c)
+			} else {
+				name = append(name, '%', hex[c>>4], hex[c&15])
+			}
+		}
+		return string(name)
+	}
+	return policy
+}

@@ -1,0 +1,112 @@
+package httplimit
+
+import (
+	"crypto/sha256"
+	"encoding/hex"
+	"net"
+	"net/http"
+	"net/netip"
+	"strings"
+	"unicode/utf8"
+)
+
+// A Key names the bucket of a request, in 1 to 512 bytes. [ByIP] and [ByUser] make one, whose names are text of
+// that length whatever the client sends.
+type Key func(*http.Request) string
+
+// maxLength is the longest key of a bucket, in bytes.
+const maxLength = 512
+
+// fits reports whether text may be a key.
+func fits(text string) bool {
+	return 0 < len(text) && len(text) <= maxLength && utf8.ValidString(text) && strings.IndexByte(text, 0) < 0
+}
+
+// ByUser names the bucket of the user that the function returns, "user:" and its name. A name that is too long
+// for a key, or no text, becomes "user-sha256:" and its hash. When the function returns nothing, the other key
+// is the request's.
+//
+// The function must return what the program has verified, such as the subject of a token whose signature it has
+// checked. A client that can choose its name has as many buckets as it likes.
+func ByUser(user func(*http.Request) string, otherwise Key) Key {
+	if user == nil || otherwise == nil {
+		panic("httplimit: ByUser: no function")
+	}
+	return func(r *http.Request) string {
+		name := user(r)
+		if name == "" {
+			return otherwise(r)
+		}
+		if key := "user:" + name; fits(key) {
+			return key
+		}
+		hash := sha256.Sum256([]byte(name))
+		return "user-sha256:" + hex.EncodeToString(hash[:])
+	}
+}
+
+// ByIP names the bucket of the client's address, such as "ip:192.0.2.1". Of an IPv6 address it is the /64, such
+// as "ip:2001:db8::/64": that is the least that one customer has.
+//
+// Without proxies the address is that of the connection. With n trusted proxies before the program it is the n-th
+// address of X-Forwarded-For, counted from the end: each proxy adds the address that it was called from, and
+// what stands before those is whatever the client wrote. Count exactly the proxies that every request passes. With
+// too many, clients choose their address. With too few, all of them have that of a proxy.
+//
+// A request that came past the proxies, and has fewer addresses, or none there, has the address of its
+// connection.
+func ByIP(trustedProxies int) Key {
+	if trustedProxies < 0 {
+		panic("httplimit: ByIP: a negative number of proxies")
+	}
+	return func(r *http.Request) string {
+		if trustedProxies > 0 {
+			if ip, ok := parseIP(fromEnd(r.Header["X-Forwarded-For"], trustedProxies)); ok {
+				return nameOf(ip)
+			}
+		}
+		if ip, ok := parseIP(r.RemoteAddr); ok {
+			return nameOf(ip)
+		}
+		return "ip:unknown" // a socket of the machine has no address
+	}
+}
+
+// fromEnd is the n-th element from the end of a list in several lines, or nothing.
+func fromEnd(lines []string, n int) string {
+	for i := len(lines) - 1; i >= 0; i-- {
+		for rest, more := lines[i], true; more; n-- {
+			element := rest
+			comma := strings.LastIndexByte(rest, ',')
+			if more = comma >= 0; more {
+				rest, element = rest[:comma], rest[comma+1:]
+			}
+			if n == 1 {
+				return strings.Trim(element, " \t")
+			}
+		}
+	}
+	return ""
+}
+
+// parseIP reads an address, perhaps with a port.
+func parseIP(text string) (ip netip.Addr, ok bool) {
+	if ip, err := netip.ParseAddr(text); err == nil {
+		return ip, true
+	}
+	host, _, err := net.SplitHostPort(text)
+	if err != nil {
+		host = strings.TrimSuffix(strings.TrimPrefix(text, "["), "]")
+	}
+	ip, err = netip.ParseAddr(host)
+	return ip, err == nil
+}
+
+func nameOf(ip netip.Addr) string {
+	ip = ip.Unmap().WithZone("")
+	if ip.Is4() {
+		return "ip:" + ip.String()
+	}
+	network, _ := ip.Prefix(64) // fails for longer ones than the address
+	return "ip:" + network.String()
+}

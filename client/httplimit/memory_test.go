@@ -1,0 +1,108 @@
+package httplimit_test
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/client/clienttest"
+	"github.com/pgratelimit/pgratelimit/client/httplimit"
+)
+
+// Where the policies are continuous and nothing is forgotten, a Memory answers as the database does, in each field.
+func TestMemory_AnswersAsTheDatabaseDoes(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		policies := []client.Policy{
+			{Name: "api", Capacity: 10, Refill: 3, Every: time.Second},
+			{Name: "slow", Capacity: 5, Refill: 7, Every: time.Hour},
+			{Name: "fast", Capacity: 9_000_000_000_000, Refill: 9_000_000_000_000, Every: time.Millisecond},
+			{Name: "far", Capacity: 200, Refill: 1, Every: 365 * 24 * time.Hour},
+			{Name: "budget", Capacity: 50, Refill: client.Zero, Every: time.Second},
+			{Name: "shadow", Capacity: 3, Refill: 1, Every: time.Second, Shadow: client.Yes},
+		}
+		fake, memory := clienttest.New(nil), httplimit.NewMemory(policies...)
+		for _, p := range policies {
+			require.NoError(t, fake.DefinePolicy(t.Context(), p))
+		}
+		random := rand.New(rand.NewPCG(1, 2))
+		denied, shadowed := 0, 0
+		for range 30_000 {
+			charges := make([]client.Charge, 1+random.IntN(4))
+			for i := range charges {
+				p := policies[random.IntN(len(policies))]
+				cost := random.Int64N(4)
+				if random.IntN(20) == 0 {
+					cost = random.Int64N(p.Capacity + 2)
+				}
+				charges[i] = client.Charge{Policy: p.Name, Key: fmt.Sprint(random.IntN(2)), Cost: client.Cost(cost)}
+			}
+			want, err := fake.AcquireAll(t.Context(), charges)
+			require.NoError(t, err)
+			got, err := memory.AcquireAll(t.Context(), charges)
+			require.NoError(t, err)
+			require.Equal(t, want, got, "%+v", charges)
+			if !want.Allowed {
+				denied++
+			}
+			if want.Shadowed {
+				shadowed++
+			}
+
+			c := charges[0]
+			one, err := fake.Acquire(t.Context(), c.Policy, c.Key, c.Cost)
+			require.NoError(t, err)
+			other, err := memory.Acquire(t.Context(), c.Policy, c.Key, c.Cost)
+			require.NoError(t, err)
+			require.Equal(t, one, other, "%+v", c)
+			time.Sleep(time.Duration(random.IntN(400_000)) * time.Microsecond)
+			if random.IntN(1000) == 0 {
+				time.Sleep(time.Duration(random.IntN(5)) * 365 * 24 * time.Hour)
+			}
+		}
+		require.Greater(t, denied, 1000)
+		require.Greater(t, shadowed, 100)
+	})
+}
+
+// A bucket that is asked for again and again is not forgotten, however many others there are, and those take no more
+// memory than they may.
+func TestMemory_ForgetsWhatIsNotAskedFor(t *testing.T) {
+	t.Parallel()
+	memory := httplimit.NewMemory(client.Policy{Name: "p", Capacity: 1000, Refill: client.Zero})
+	for n := range 300_000 {
+		_, err := memory.Acquire(t.Context(), "p", fmt.Sprint("other ", n))
+		require.NoError(t, err)
+		if n%1000 == 0 {
+			_, err := memory.Acquire(t.Context(), "p", "regular")
+			require.NoError(t, err)
+		}
+	}
+	d, err := memory.Acquire(t.Context(), "p", "regular")
+	require.NoError(t, err)
+	require.EqualValues(t, 1000-301, d.Remaining)
+	require.LessOrEqual(t, memory.Buckets(), 100_000)
+	drained, err := memory.Acquire(t.Context(), "p", "drained", client.Cost(1000))
+	require.NoError(t, err)
+	require.True(t, drained.Allowed)
+	for n := range 200_000 {
+		_, err := memory.Acquire(t.Context(), "p", fmt.Sprint("more ", n))
+		require.NoError(t, err)
+		if n%1000 == 0 {
+			drained, err := memory.Acquire(t.Context(), "p", "drained")
+			require.NoError(t, err)
+			require.False(t, drained.Allowed, "denials count as asking")
+		}
+	}
+	d, err = memory.Acquire(t.Context(), "p", "more 199999")
+	require.NoError(t, err)
+	require.EqualValues(t, 998, d.Remaining)
+	d, err = memory.Acquire(t.Context(), "p", "other 0")
+	require.NoError(t, err)
+	require.EqualValues(t, 999, d.Remaining, "forgotten")
+}

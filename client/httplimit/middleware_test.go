@@ -1,0 +1,420 @@
+package httplimit_test
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/client/clienttest"
+	"github.com/pgratelimit/pgratelimit/client/httplimit"
+)
+
+var t0 = time.Date(2030, 1, 1, 0, 0, 0, 0, time.UTC)
+
+// A limited handler is one behind the middleware, on the fake.
+type limited struct {
+	*clienttest.Fake
+	now     time.Time
+	t       testing.TB
+	handler http.Handler
+	ran     int             // how often the handler did
+	event   httplimit.Event // the last
+}
+
+// newLimited charges what charges says, and fails closed unless failure says otherwise.
+func newLimited(t testing.TB, charges func(*http.Request) []client.Charge, failure httplimit.Failure, opts ...httplimit.Option) *limited {
+	l := &limited{now: t0, t: t}
+	l.Fake = clienttest.New(func() time.Time { return l.now })
+	observe := httplimit.Observe(func(_ *http.Request, e httplimit.Event) { l.event = e })
+	limit := httplimit.New(l.Fake, charges, failure, append([]httplimit.Option{observe}, opts...)...)
+	l.handler = limit(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		l.ran++
+		_, _ = io.WriteString(w, "done")
+	}))
+	return l
+}
+
+func (l *limited) define(policies ...client.Policy) {
+	l.t.Helper()
+	for _, p := range policies {
+		require.NoError(l.t, l.DefinePolicy(context.Background(), p))
+	}
+}
+
+func (l *limited) get(change ...func(*http.Request)) *http.Response {
+	l.t.Helper()
+	r := httptest.NewRequest(http.MethodGet, "/", nil)
+	for _, change := range change {
+		change(r)
+	}
+	w := httptest.NewRecorder()
+	l.handler.ServeHTTP(w, r)
+	return w.Result()
+}
+
+func body(t testing.TB, response *http.Response) string {
+	t.Helper()
+	defer response.Body.Close()
+	text, err := io.ReadAll(response.Body)
+	require.NoError(t, err)
+	return string(text)
+}
+
+func charge(charges ...client.Charge) func(*http.Request) []client.Charge {
+	return func(*http.Request) []client.Charge { return charges }
+}
+
+var api = client.Policy{Name: "api", Capacity: 100, Refill: 10, Every: time.Second}
+
+func TestMiddleware_AGrantPassesWithFields(t *testing.T) {
+	t.Parallel()
+	l := newLimited(t, charge(client.Charge{Policy: "api", Key: "k", Cost: client.Cost(63)}), httplimit.Closed(time.Second), httplimit.Policies(api))
+	l.define(api)
+	response := l.get()
+	require.Equal(t, http.StatusOK, response.StatusCode)
+	require.Equal(t, "done", body(t, response))
+	require.Equal(t, http.Header{
+		"Ratelimit-Policy": {`"api";q=100;w=10`},
+		"Ratelimit":        {`"api";r=37;t=1`},
+		"Content-Type":     {"text/plain; charset=utf-8"},
+	}, response.Header)
+	require.Equal(t, httplimit.Allowed, l.event.Outcome)
+	require.Equal(t, int64(37), l.event.Decision.Decisions[0].Remaining)
+}
+
+func TestMiddleware_ADenialIsAProblem(t *testing.T) {
+	t.Parallel()
+	l := newLimited(t, charge(
+		client.Charge{Policy: "api", Key: "k", Cost: client.Cost(60)},
+		client.Charge{Policy: "day", Key: "k"},
+		client.Charge{Policy: "hour", Key: "k", Cost: client.Cost(6)},
+		client.Charge{Policy: "hour", Key: "other", Cost: client.Cost(6)},
+	), httplimit.Closed(time.Second), httplimit.Policies(api))
+	l.define(api, client.Policy{Name: "day", Capacity: 1000, Refill: 1000, Every: 24 * time.Hour},
+		client.Policy{Name: "hour", Capacity: 10, Refill: 10, Every: time.Hour})
+	require.Equal(t, http.StatusOK, l.get().StatusCode)
+
+	response := l.get()
+	require.Equal(t, http.StatusTooManyRequests, response.StatusCode)
+	require.Equal(t, 1, l.ran)
+	require.Equal(t, "720", response.Header.Get("Retry-After"), "2 tokens of 10 an hour")
+	require.Equal(t, []string{`"api";q=100;w=10, "day";q=1000, "hour";q=10`}, response.Header["Ratelimit-Policy"])
+	require.Equal(t, []string{`"api";r=40;t=1, "day";r=999;t=87, "hour";r=4;t=360`}, response.Header["Ratelimit"])
+	require.Equal(t, "application/problem+json", response.Header.Get("Content-Type"))
+	var problem map[string]any
+	require.NoError(t, json.Unmarshal([]byte(body(t, response)), &problem))
+	require.Equal(t, map[string]any{
+		"type":              "https://iana.org/assignments/http-problem-types#quota-exceeded",
+		"title":             "Request cannot be satisfied as assigned quota has been exceeded",
+		"status":            float64(429),
+		"violated-policies": []any{"api", "hour"},
+	}, problem)
+
+	l.now = l.now.Add(720*time.Second - time.Microsecond)
+	require.Equal(t, http.StatusTooManyRequests, l.get().StatusCode)
+	l.now = l.now.Add(time.Microsecond)
+	require.Equal(t, http.StatusOK, l.get().StatusCode, "Retry-After is a promise")
+}
+
+func TestMiddleware_NeverHasNoRetryAfter(t *testing.T) {
+	t.Parallel()
+	l := newLimited(t, charge(client.Charge{Policy: "api", Key: "k", Cost: client.Cost(101)}), httplimit.Closed(time.Second))
+	l.define(api)
+	response := l.get()
+	require.Equal(t, http.StatusTooManyRequests, response.StatusCode)
+	require.NotContains(t, response.Header, "Retry-After")
+	require.Equal(t, `"api";r=100;t=1`, response.Header.Get("RateLimit"))
+}
+
+func TestMiddleware_NoChargesNoQuestion(t *testing.T) {
+	t.Parallel()
+	l := newLimited(t, charge(), httplimit.Closed(time.Second))
+	l.FailAll(errors.New("not to be asked"))
+	response := l.get()
+	require.Equal(t, http.StatusOK, response.StatusCode)
+	require.NotContains(t, response.Header, "Ratelimit")
+	require.Zero(t, l.event)
+}
+
+// Each kind of field that may be wrong, or may be left out.
+func TestFields(t *testing.T) {
+	t.Parallel()
+	const year = 365 * 24 * time.Hour
+	for name, test := range map[string]struct {
+		policy        client.Policy
+		level         float64
+		cost          int64
+		override      *client.Override
+		policies      string
+		limit         string
+		notByPolicies bool
+	}{
+		"full":                 {policy: api, level: 100, policies: `;q=100;w=10`, limit: `;r=100;t=1`},
+		"a slow one":           {policy: client.Policy{Capacity: 3, Refill: 1, Every: time.Hour}, level: 1.5, cost: 1, policies: `;q=3;w=10800`, limit: `;r=0;t=3000`},
+		"a window rounded up":  {policy: client.Policy{Capacity: 10, Refill: 3, Every: time.Second}, level: 10, policies: `;q=10;w=4`, limit: `;r=10;t=1`},
+		"a window below 1 s":   {policy: client.Policy{Capacity: 10, Refill: 1000, Every: time.Second}, level: 10, policies: `;q=10;w=1`, limit: `;r=10;t=1`},
+		"stepped":              {policy: client.Policy{Capacity: 10, Refill: 4, Every: time.Minute, Stepped: client.Yes}, level: 10, policies: `;q=10;w=180`, limit: `;r=10;t=1`},
+		"never refilled":       {policy: client.Policy{Capacity: 10, Refill: client.Zero, Every: time.Minute}, level: 10, cost: 4, policies: `;q=10`, limit: `;r=6`},
+		"an override":          {policy: api, level: 20, override: &client.Override{Capacity: 20}, policies: `;q=20`, limit: `;r=20;t=1`},
+		"blocked":              {policy: api, level: 100, override: &client.Override{Capacity: client.Zero}, policies: `;q=0`, limit: `;r=0;t=1`},
+		"in debt":              {policy: api, level: -50, policies: `;q=100;w=10`, limit: `;r=0;t=1`},
+		"the largest":          {policy: client.Policy{Capacity: 9_000_000_000_000, Refill: 1, Every: time.Millisecond}, level: 0, policies: `;q=9000000000000;w=9000000000`, limit: `;r=0;t=1`},
+		"beyond a Duration":    {policy: client.Policy{Capacity: 5000, Refill: 1, Every: year}, level: 0, policies: `;q=5000;w=157680000000`, limit: fmt.Sprintf(";r=0;t=%d", (int64(1<<63-1)/1000*1000/5000+1e9-1)/1e9)},
+		"a shadow by its mark": {policy: client.Policy{Capacity: 10, Refill: 1, Every: time.Second, Shadow: client.Yes}, level: 0, cost: 1, notByPolicies: true},
+		"a shadow by Policies": {policy: client.Policy{Capacity: 10, Refill: 1, Every: time.Second, Shadow: client.Yes}, level: 10, cost: 1},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			test.policy.Name = "p"
+			opts := []httplimit.Option{httplimit.Policies(test.policy)}
+			if test.notByPolicies {
+				opts = nil
+			}
+			l := newLimited(t, charge(client.Charge{Policy: "p", Key: "k", Cost: client.Cost(test.cost)}), httplimit.Closed(time.Second), opts...)
+			l.define(test.policy)
+			require.NoError(t, l.SetLevel("p", "k", test.level))
+			if test.override != nil {
+				test.override.Policy, test.override.Key = "p", "k"
+				require.NoError(t, l.Override(t.Context(), *test.override))
+			}
+			response := l.get()
+			require.Equal(t, http.StatusOK, response.StatusCode)
+			if test.policies == "" {
+				require.NotContains(t, response.Header, "Ratelimit-Policy")
+				require.NotContains(t, response.Header, "Ratelimit")
+				return
+			}
+			require.Equal(t, `"p"`+test.policies, response.Header.Get("RateLimit-Policy"))
+			require.Equal(t, `"p"`+test.limit, response.Header.Get("RateLimit"))
+		})
+	}
+}
+
+// A bucket that answers with an earlier grant says what it held then, which is no promise about now.
+func TestFields_AReplayDoesNotSayWhatIsLeft(t *testing.T) {
+	t.Parallel()
+	l := newLimited(t, charge(client.Charge{Policy: "api", Key: "k"}), httplimit.Closed(time.Second),
+		httplimit.IdempotencyKey(func(*http.Request) string { return "once" }))
+	l.define(api)
+	require.Equal(t, `"api";r=99;t=1`, l.get().Header.Get("RateLimit"))
+	require.NoError(t, l.SetLevel("api", "k", 0))
+	again := l.get()
+	require.Equal(t, http.StatusOK, again.StatusCode)
+	require.True(t, l.event.Decision.Replayed)
+	require.Equal(t, `"api";q=100`, again.Header.Get("RateLimit-Policy"))
+	require.NotContains(t, again.Header, "Ratelimit")
+}
+
+func TestFields_AreAddedToThoseOfOtherMiddleware(t *testing.T) {
+	t.Parallel()
+	l := newLimited(t, charge(client.Charge{Policy: "api", Key: "k"}), httplimit.Closed(time.Second))
+	l.define(api, client.Policy{Name: "all", Capacity: 5, Refill: 1, Every: time.Second})
+	l.handler = httplimit.New(l, charge(client.Charge{Policy: "all", Key: "k"}), httplimit.Closed(time.Second))(l.handler)
+	require.Equal(t, []string{`"all";r=4;t=1`, `"api";r=99;t=1`}, l.get().Header["Ratelimit"])
+}
+
+// Whatever happens, no answer has the key.
+func TestMiddleware_TheKeyNeverReachesTheClient(t *testing.T) {
+	t.Parallel()
+	const secret = "s3cret"
+	cost := int64(1)
+	policy, key, idempotencyKey := "api", secret, ""
+	l := newLimited(t, func(*http.Request) []client.Charge {
+		return []client.Charge{{Policy: policy, Key: key, Cost: client.Cost(cost)}}
+	}, httplimit.Closed(time.Second), httplimit.IdempotencyKey(func(*http.Request) string { return idempotencyKey }))
+	l.define(api)
+	expect := func(status int) {
+		t.Helper()
+		response := l.get()
+		require.Equal(t, status, response.StatusCode)
+		require.NotContains(t, fmt.Sprint(response.Header, body(t, response)), secret)
+	}
+	expect(http.StatusOK)
+	cost = 1000
+	expect(http.StatusTooManyRequests)
+	cost, idempotencyKey = 2, secret
+	expect(http.StatusOK)
+	cost = 3
+	expect(http.StatusUnprocessableEntity)
+	require.Contains(t, l.event.Err.Error(), secret, "or this proves nothing")
+	idempotencyKey = secret + "\x00"
+	expect(http.StatusBadRequest)
+	idempotencyKey, key = "", secret+"\x00"
+	expect(http.StatusInternalServerError)
+	policy, key = secret, "k"
+	expect(http.StatusInternalServerError)
+	require.Contains(t, l.event.Err.Error(), secret)
+	l.FailAll(errors.New(secret))
+	expect(http.StatusServiceUnavailable)
+	require.Contains(t, l.event.Err.Error(), secret)
+}
+
+func TestMiddleware_WhatTheClientCallsItsRequestMeansNothing(t *testing.T) {
+	t.Parallel()
+	l := newLimited(t, charge(client.Charge{Policy: "api", Key: "k"}), httplimit.Closed(time.Second))
+	l.define(api)
+	for range 3 {
+		l.get(func(r *http.Request) {
+			for _, name := range []string{"Idempotency-Key", "X-Idempotency-Key", "X-Request-Id", "Request-Id"} {
+				r.Header.Set(name, "1")
+			}
+		})
+	}
+	require.EqualValues(t, 97, l.event.Decision.Remaining)
+
+	said := newLimited(t, charge(client.Charge{Policy: "api", Key: "k"}, client.Charge{Policy: "api", Key: "l"}), httplimit.Closed(time.Second),
+		httplimit.IdempotencyKey(func(r *http.Request) string { return r.Header.Get("Idempotency-Key") }))
+	said.define(api)
+	for range 3 {
+		said.get(func(r *http.Request) { r.Header.Set("Idempotency-Key", "1") })
+	}
+	require.True(t, said.event.Decision.Replayed)
+	said.get()
+	require.EqualValues(t, 98, said.event.Decision.Remaining)
+}
+
+func TestFailure_EachModeAnswersAsItSays(t *testing.T) {
+	t.Parallel()
+	memory := httplimit.NewMemory(client.Policy{Name: "api", Capacity: 2, Refill: 1, Every: time.Hour})
+	broken := clienttest.New(nil)
+	broken.FailAll(errors.New("this too"))
+	for name, test := range map[string]struct {
+		failure httplimit.Failure
+		status  []int // of one request after the other
+		outcome httplimit.Outcome
+		local   bool
+	}{
+		"closed":            {httplimit.Closed(time.Second), []int{503, 503}, httplimit.FailedClosed, false},
+		"open":              {httplimit.Open(time.Second), []int{200, 200}, httplimit.FailedOpen, false},
+		"local":             {httplimit.Local(time.Second, memory), []int{200, 200, 429}, httplimit.Denied, true},
+		"local, broken too": {httplimit.Local(time.Second, broken), []int{503}, httplimit.FailedClosed, true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			l := newLimited(t, charge(client.Charge{Policy: "api", Key: "k"}), test.failure)
+			l.define(api)
+			l.FailAll(errors.New("no database"))
+			var last *http.Response
+			for _, status := range test.status {
+				last = l.get()
+				require.Equal(t, status, last.StatusCode)
+				require.NotContains(t, last.Header, "Ratelimit")
+				require.NotContains(t, last.Header, "Ratelimit-Policy")
+			}
+			require.Equal(t, test.outcome, l.event.Outcome)
+			require.Equal(t, test.local, l.event.Local)
+			require.ErrorContains(t, l.event.Err, "no database")
+			if test.outcome == httplimit.Denied {
+				require.NotEmpty(t, last.Header.Get("Retry-After"))
+				require.Contains(t, body(t, last), `"violated-policies":["api"]`)
+			}
+			l.FailAll(nil)
+			require.Equal(t, http.StatusOK, l.get().StatusCode)
+			require.NoError(t, l.event.Err)
+		})
+	}
+}
+
+// Nobody gets past the limit with what cannot be charged, in no mode.
+func TestFailure_WhatTheRequestIsToBlameForIsRefusedInEachMode(t *testing.T) {
+	t.Parallel()
+	for name, c := range map[string]client.Charge{
+		"unknown policy": {Policy: "nobody", Key: "k"},
+		"empty key":      {Policy: "api"},
+		"long key":       {Policy: "api", Key: strings.Repeat("k", 513)},
+		"zero byte":      {Policy: "api", Key: "k\x00"},
+		"no text":        {Policy: "api", Key: "\xff"},
+		"negative cost":  {Policy: "api", Key: "k", Cost: client.Cost(-1)},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			for _, failure := range []httplimit.Failure{
+				httplimit.Open(time.Second), httplimit.Closed(time.Second), httplimit.Local(time.Second, httplimit.NewMemory(api)),
+			} {
+				l := newLimited(t, charge(c), failure)
+				l.define(api)
+				require.Equal(t, http.StatusInternalServerError, l.get().StatusCode)
+				require.Equal(t, httplimit.Invalid, l.event.Outcome)
+				require.Zero(t, l.ran)
+			}
+			l := newLimited(t, charge(c), httplimit.Local(time.Second, httplimit.NewMemory(api)))
+			l.FailAll(errors.New("no database"))
+			require.Equal(t, http.StatusInternalServerError, l.get().StatusCode, "by the Memory")
+			require.Zero(t, l.ran)
+		})
+	}
+}
+
+// silent is a limiter that answers when its ctx ends.
+type silent struct{ client.Acquirer }
+
+func (silent) Acquire(ctx context.Context, _, _ string, _ ...client.AcquireOption) (client.Decision, error) {
+	<-ctx.Done()
+	return client.Decision{}, ctx.Err()
+}
+
+func TestFailure_NobodyWaitsLongerThanTheTimeout(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		started := time.Now()
+		ran := false
+		handler := httplimit.New(silent{}, httplimit.Per("api", httplimit.ByIP(0)), httplimit.Open(70*time.Millisecond))(
+			http.HandlerFunc(func(http.ResponseWriter, *http.Request) { ran = true }))
+		handler.ServeHTTP(httptest.NewRecorder(), httptest.NewRequest(http.MethodGet, "/", nil))
+		require.True(t, ran)
+		require.Equal(t, 70*time.Millisecond, time.Since(started))
+	})
+}
+
+// Who asks and leaves before there is an answer does not get past the limit, also when it fails open.
+func TestFailure_WhoLeavesDoesNotPass(t *testing.T) {
+	t.Parallel()
+	ctx, leave := context.WithCancel(t.Context())
+	leave()
+	l := newLimited(t, charge(client.Charge{Policy: "api", Key: "k"}), httplimit.Open(time.Second))
+	l.define(api)
+	request := httptest.NewRequestWithContext(ctx, http.MethodGet, "/", nil)
+	l.handler.ServeHTTP(httptest.NewRecorder(), request)
+	require.Equal(t, httplimit.Abandoned, l.event.Outcome)
+	require.Zero(t, l.ran)
+}
+
+func TestRefuseWith_WritesTheAnswer(t *testing.T) {
+	t.Parallel()
+	l := newLimited(t, charge(client.Charge{Policy: "api", Key: "k", Cost: client.Cost(70)}), httplimit.Closed(time.Second),
+		httplimit.RefuseWith(func(w http.ResponseWriter, _ *http.Request, e httplimit.Event) {
+			w.WriteHeader(e.Status)
+			fmt.Fprintln(w, "slow down:", e.Violated())
+		}))
+	l.define(api)
+	l.get()
+	response := l.get()
+	require.Equal(t, "slow down: [api]\n", body(t, response))
+	require.Equal(t, http.StatusTooManyRequests, response.StatusCode)
+	require.Equal(t, "4", response.Header.Get("Retry-After"))
+}
+
+func TestNew_InsistsOnWhatHasNoDefault(t *testing.T) {
+	t.Parallel()
+	fake, charges := clienttest.New(nil), httplimit.Per("api", httplimit.ByIP(0))
+	require.Panics(t, func() { httplimit.New(fake, charges, httplimit.Failure{}) })
+	require.Panics(t, func() { httplimit.New(nil, charges, httplimit.Open(1)) })
+	require.Panics(t, func() { httplimit.New(fake, nil, httplimit.Open(1)) })
+	require.Panics(t, func() { httplimit.Open(0) })
+	require.Panics(t, func() { httplimit.Closed(-1) })
+	require.Panics(t, func() { httplimit.Local(1, nil) })
+	require.Panics(t, func() { httplimit.ByIP(-1) })
+	require.Panics(t, func() { httplimit.ByUser(nil, httplimit.ByIP(0)) })
+	require.Panics(t, func() { httplimit.NewMemory(client.Policy{Name: "p", Capacity: 1}) })
+}
