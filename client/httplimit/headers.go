@@ -77,7 +77,7 @@ func (m *middleware) report(h http.Header, e Event) {
 }
 
 // tightest is the charge that speaks for all charges of the policy of charge i: the one whose bucket holds the
-// least. It is -1 if an earlier charge than i speaks for the policy. A bucket that answered with an earlier grant
+// least, and of several the one that is full last. It is -1 if an earlier charge than i speaks for the policy. A bucket that answered with an earlier grant
 // did not say what it holds: then that is not known.
 func tightest(e Event, i int) (tightest int, known bool) {
 	policy, decisions := e.Charges[i].Policy, e.Decision.Decisions
@@ -92,7 +92,7 @@ func tightest(e Event, i int) (tightest int, known bool) {
 			continue
 		}
 		known = known && !decisions[j].Replayed
-		if decisions[j].Remaining < decisions[tightest].Remaining {
+		if a, b := decisions[j], decisions[tightest]; a.Remaining < b.Remaining || a.Remaining == b.Remaining && a.ResetAfter > b.ResetAfter {
 			tightest = j
 		}
 	}

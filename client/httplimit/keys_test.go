@@ -1,6 +1,8 @@
 package httplimit_test
 
 import (
+	"crypto/sha256"
+	"fmt"
 	"net/http"
 	"net/http/httptest"
 	"strings"
@@ -114,6 +116,7 @@ func FuzzByUser(f *testing.F) {
 	long := strings.Repeat("a", 600)
 	f.Add("42", "43")
 	f.Add(long, long+"a")
+	f.Add(long, fmt.Sprintf("sha256:%x", sha256.Sum256([]byte(long))))
 	f.Add("\xff", "\xfe")
 	f.Add("a\x00", "a")
 	f.Add("ip:192.0.2.1", "sha256:")
