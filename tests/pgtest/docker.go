@@ -183,6 +183,16 @@ func (c *container) Kill(ctx context.Context) error {
 	return err
 }
 
+func (c *container) Freeze(ctx context.Context) error {
+	_, err := c.engine.ContainerPause(ctx, c.GetContainerID(), client.ContainerPauseOptions{})
+	return err
+}
+
+func (c *container) Thaw(ctx context.Context) error {
+	_, err := c.engine.ContainerUnpause(ctx, c.GetContainerID(), client.ContainerUnpauseOptions{})
+	return err
+}
+
 // kill ends the container by a signal to PostgreSQL, its first process; without that, no other lives.
 func (c *container) kill(ctx context.Context, signal string) error {
 	if _, err := c.engine.ContainerKill(ctx, c.GetContainerID(), client.ContainerKillOptions{Signal: signal}); err != nil {

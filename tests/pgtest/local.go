@@ -60,7 +60,8 @@ func newCluster(bin, parent string) (c *cluster, err error) {
 			return nil, errors.Join(err, os.RemoveAll(c.dir))
 		}
 	}
-	c.guard, err = startGuard(c.owner, `"$1/pg_ctl" stop --pgdata "$2/data" --mode immediate; rm -rf "$2"`, bin, c.dir)
+	c.guard, err = startGuard(c.owner, `kill -s CONT "$(head -n 1 "$2/data/postmaster.pid")" 2>/dev/null # if it is frozen
+"$1/pg_ctl" stop --pgdata "$2/data" --mode immediate; rm -rf "$2"`, bin, c.dir)
 	if err != nil {
 		return nil, errors.Join(err, os.RemoveAll(c.dir))
 	}
@@ -133,8 +134,8 @@ func (c *cluster) Stop(ctx context.Context, immediate bool) error {
 }
 
 func (c *cluster) Kill(ctx context.Context) error {
-	if _, err := os.Stat("/proc/self/cwd"); err != nil {
-		return fmt.Errorf("pgtest: to find a server's processes takes /proc: %w", errors.ErrUnsupported)
+	if err := needProcesses(); err != nil {
+		return err
 	}
 	for pids := c.processes(); len(pids) > 0; pids = c.processes() {
 		for _, pid := range pids {
@@ -159,6 +160,43 @@ func (c *cluster) Kill(ctx context.Context) error {
 	return nil
 }
 
+func (c *cluster) Freeze(context.Context) error {
+	if err := needProcesses(); err != nil {
+		return err
+	}
+	frozen := map[int]bool{}
+	for found := true; found; { // one may have been starting another
+		found = false
+		for _, pid := range c.processes() {
+			if frozen[pid] {
+				continue
+			}
+			found = true
+			if err := syscall.Kill(pid, syscall.SIGSTOP); err != nil && !errors.Is(err, syscall.ESRCH) {
+				return err
+			}
+			frozen[pid] = true
+		}
+	}
+	return nil
+}
+
+func (c *cluster) Thaw(context.Context) error {
+	for _, pid := range c.processes() {
+		if err := syscall.Kill(pid, syscall.SIGCONT); err != nil && !errors.Is(err, syscall.ESRCH) {
+			return err
+		}
+	}
+	return nil
+}
+
+func needProcesses() error {
+	if _, err := os.Stat("/proc/self/cwd"); err != nil {
+		return fmt.Errorf("pgtest: to find a server's processes takes /proc: %w", errors.ErrUnsupported)
+	}
+	return nil
+}
+
 func (c *cluster) lockFiles() []string {
 	return []string{filepath.Join(c.data(), "postmaster.pid"), filepath.Join(c.dir, ".s.PGSQL.5432.lock")}
 }
@@ -176,6 +214,7 @@ func (c *cluster) processes() (pids []int) {
 }
 
 func (c *cluster) Close() error {
+	_ = c.Thaw(context.Background()) // the guard can do that too, but takes longer
 	if err := c.guard.release(); err != nil {
 		return fmt.Errorf("pgtest: remove %s: %w", c.dir, err)
 	}

@@ -114,6 +114,29 @@ func TestKill_LeavesAServerThatRecovers(t *testing.T) {
 	require.True(t, query[bool](t, server.URL(""), "select to_regclass('kept0') < to_regclass('kept2')"))
 }
 
+func TestFreeze_AServerAnswersNobodyUntilItThaws(t *testing.T) {
+	t.Parallel()
+	server := Private(t)
+	conn, err := pgx.Connect(t.Context(), server.URL(""))
+	require.NoError(t, err)
+	defer conn.Close(context.Background())
+	if err := server.Freeze(t.Context()); errors.Is(err, errors.ErrUnsupported) {
+		t.Skip(err)
+	} else {
+		require.NoError(t, err)
+	}
+	short, cancel := context.WithTimeout(t.Context(), 200*time.Millisecond)
+	defer cancel()
+	_, err = pgx.Connect(short, server.URL(""))
+	require.ErrorIs(t, err, context.DeadlineExceeded)
+
+	require.NoError(t, server.Thaw(t.Context()))
+	_, err = conn.Exec(t.Context(), "select 1")
+	require.NoError(t, err)
+
+	require.NoError(t, server.Freeze(t.Context()), "and so it is closed")
+}
+
 func TestStandby_FollowsAndIsPromoted(t *testing.T) {
 	t.Parallel()
 	primary := Private(t)

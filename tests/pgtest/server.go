@@ -42,6 +42,10 @@ type host interface {
 	Stop(ctx context.Context, immediate bool) error
 	// Kill ends all its processes with SIGKILL, whatever they are at, and returns when they are gone.
 	Kill(ctx context.Context) error
+	// Freeze stops all its processes where they are: it keeps its connections, accepts others, and answers nobody.
+	Freeze(ctx context.Context) error
+	// Thaw lets them go on.
+	Thaw(ctx context.Context) error
 	// Start starts it again with the data it had.
 	Start(ctx context.Context) error
 	// Close stops it and removes its data.

@@ -35,5 +35,7 @@ var errNotOurs = errors.New("pgtest: the server of RATELIMIT_DATABASE_URL is not
 
 func (running) Stop(context.Context, bool) error { return errNotOurs }
 func (running) Kill(context.Context) error       { return errNotOurs }
+func (running) Freeze(context.Context) error     { return errNotOurs }
+func (running) Thaw(context.Context) error       { return errNotOurs }
 func (running) Start(context.Context) error      { return errNotOurs }
 func (running) Close() error                     { return nil }

@@ -1,0 +1,238 @@
+package tests
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"net/http"
+	"net/http/httptest"
+	"runtime/pprof"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/client/httplimit"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+)
+
+// HTTP servers with each way to go without a database, and callers of each, while the database is stopped, started,
+// frozen and thawed. With a database all of them limit. Without, each answers as
+// it says, and within its timeout. In the end no goroutine is left.
+func TestTorture_HTTP(t *testing.T) {
+	run := torture(t, 8*time.Second)
+	db, server := newPrivateDB(t)
+	db.definePolicy(httpPolicy.Name, httpPolicy.Capacity, httpPolicy.Refill, httpPolicy.Every)
+	db.Pool.Close() // it is not to be disturbed
+
+	label := t.Name() // on every goroutine that starts in here
+	all := map[httpPhase]*httpAnswers{}
+	pprof.Do(t.Context(), pprof.Labels("client", label), func(ctx context.Context) {
+		o := newHTTPOutage(t, server)
+		o.awaitRecovery()
+		for rounds := 0; run.goesOn() || rounds == 0; rounds++ {
+			o.phase("before", 500*time.Millisecond)
+			require.NoError(t, server.Stop(ctx, true))
+			o.phase("stopped", 2*time.Second)
+			require.NoError(t, server.Start(ctx))
+			o.find(server)
+			o.awaitRecovery()
+			o.phase("started", 500*time.Millisecond)
+			if err := server.Freeze(ctx); errors.Is(err, errors.ErrUnsupported) {
+				t.Skip(err)
+			} else {
+				require.NoError(t, err)
+			}
+			o.phase("frozen", 5*httpTimeout)
+			require.NoError(t, server.Thaw(ctx))
+			o.awaitRecovery()
+			o.phase("thawed", 500*time.Millisecond)
+			run.progress("%d rounds", rounds+1)
+		}
+		all = o.end()
+	})
+	for start := time.Now(); goroutines(label) != ""; time.Sleep(10 * time.Millisecond) {
+		require.Less(t, time.Since(start), patience, goroutines(label))
+	}
+
+	for _, phase := range slices.SortedFunc(maps.Keys(all), func(a, b httpPhase) int { return cmp.Or(cmp.Compare(a.mode, b.mode), cmp.Compare(a.name, b.name)) }) {
+		answers := all[phase]
+		slices.Sort(answers.times)
+		p99 := answers.times[len(answers.times)*99/100]
+		run.figure(fmt.Sprintf("%s, %s", phase.mode, phase.name), fmt.Sprintf("%v, p99 %v", answers.statuses, p99.Round(100*time.Microsecond)), "")
+
+		want := []int{200, 429}
+		if phase.name == "stopped" || phase.name == "frozen" {
+			want = map[string][]int{"closed": {503}, "open": {200}, "local": {200, 429}}[phase.mode]
+		}
+		var got []int
+		for status := range answers.statuses {
+			got = append(got, status)
+		}
+		require.ElementsMatch(t, want, got, "%+v: %v", phase, answers.statuses)
+		require.Less(t, p99, 2*httpTimeout, "%+v", phase)
+	}
+	require.Len(t, all, 3*5)
+}
+
+const (
+	httpTimeout = 500 * time.Millisecond
+	httpCallers = 3 // of each server
+)
+
+var (
+	httpPolicy = client.Policy{Name: "api", Capacity: 20, Refill: 20, Every: time.Second}
+	httpShare  = client.Policy{Name: "api", Capacity: 2, Refill: 2, Every: 3 * time.Second} // of each server, meanwhile
+)
+
+type httpPhase struct{ mode, name string }
+
+type httpAnswers struct {
+	statuses map[int]int
+	times    []time.Duration
+}
+
+// An httpOutage is servers and their callers.
+type httpOutage struct {
+	t       *testing.T
+	load    *load
+	close   []func()
+	url     atomic.Pointer[string] // of the database, which Docker gives another port with each start
+	current atomic.Pointer[string] // the name of the phase; requests count that begin and end in one
+	failing []*atomic.Int64        // of each server, when it last had no answer
+
+	mu      sync.Mutex
+	answers map[httpPhase]*httpAnswers
+}
+
+func newHTTPOutage(t *testing.T, server *pgtest.Server) *httpOutage {
+	o := &httpOutage{t: t, load: newLoad(t), answers: map[httpPhase]*httpAnswers{}}
+	o.between()
+	o.find(server)
+	for mode, failure := range map[string]func() httplimit.Failure{
+		"closed": func() httplimit.Failure { return httplimit.Closed(httpTimeout) },
+		"open":   func() httplimit.Failure { return httplimit.Open(httpTimeout) },
+		"local":  func() httplimit.Failure { return httplimit.Local(httpTimeout, httplimit.NewMemory(httpShare)) },
+	} {
+		for _, combined := range []bool{false, true} {
+			config, err := pgxpool.ParseConfig(*o.url.Load())
+			require.NoError(t, err)
+			config.ConnConfig.ConnectTimeout = time.Second
+			config.BeforeConnect = o.redirect
+			pool, err := pgxpool.NewWithConfig(context.Background(), config)
+			require.NoError(t, err)
+			o.serve(mode, failure(), pool, combined)
+		}
+	}
+	return o
+}
+
+func (o *httpOutage) find(server *pgtest.Server) {
+	url := server.URL(privateName)
+	o.url.Store(&url)
+}
+
+// redirect goes where the database is now.
+func (o *httpOutage) redirect(_ context.Context, config *pgx.ConnConfig) error {
+	now, err := pgx.ParseConfig(*o.url.Load())
+	if err == nil {
+		config.Host, config.Port = now.Host, now.Port
+	}
+	return err
+}
+
+// serve starts a server and its callers.
+func (o *httpOutage) serve(mode string, failure httplimit.Failure, pool *pgxpool.Pool, combined bool) {
+	var limiter client.Acquirer = client.New(pool)
+	if combined {
+		combiner := client.NewCombiner(pool)
+		o.close = append(o.close, combiner.Close)
+		limiter = combiner
+	}
+	failing := new(atomic.Int64)
+	user := httplimit.ByUser(func(r *http.Request) string { return r.Header.Get("User") }, httplimit.ByIP(0))
+	limit := httplimit.New(limiter, httplimit.Per(httpPolicy.Name, user), failure,
+		httplimit.Observe(func(_ *http.Request, e httplimit.Event) {
+			if e.Err != nil {
+				failing.Store(time.Now().UnixNano())
+			}
+		}))
+	server := httptest.NewServer(limit(http.HandlerFunc(func(http.ResponseWriter, *http.Request) {})))
+	o.failing = append(o.failing, failing)
+	transport := &http.Transport{MaxIdleConnsPerHost: httpCallers}
+	o.close = append(o.close, transport.CloseIdleConnections, server.Close, pool.Close)
+	name := fmt.Sprint(mode, combined)
+	o.load.start(httpCallers, func(caller int) error {
+		return o.ask(mode, transport, server.URL, fmt.Sprint(name, caller))
+	})
+}
+
+// ask makes one request, and counts its answer if the phase did not change meanwhile.
+func (o *httpOutage) ask(mode string, transport *http.Transport, url, user string) error {
+	request, err := http.NewRequestWithContext(context.Background(), http.MethodGet, url, nil)
+	if err != nil {
+		return err
+	}
+	request.Header.Set("User", user)
+	phase, started := o.current.Load(), time.Now()
+	response, err := transport.RoundTrip(request)
+	if err != nil {
+		return err
+	}
+	took := time.Since(started)
+	_, err = io.Copy(io.Discard, response.Body)
+	response.Body.Close()
+	if *phase == "" || o.current.Load() != phase {
+		return err
+	}
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	key := httpPhase{mode, *phase}
+	if o.answers[key] == nil {
+		o.answers[key] = &httpAnswers{statuses: map[int]int{}}
+	}
+	o.answers[key].statuses[response.StatusCode]++
+	o.answers[key].times = append(o.answers[key].times, took)
+	return err
+}
+
+// phase counts answers for a while.
+func (o *httpOutage) phase(name string, lasts time.Duration) {
+	o.t.Helper()
+	o.current.Store(&name)
+	o.load.runFor(lasts)
+	o.between()
+	require.NoError(o.t, o.load.ctx.Err(), "a caller has failed")
+}
+
+func (o *httpOutage) between() { o.current.Store(new(string)) }
+
+// awaitRecovery returns when each server has had answers only for as long as its timeout.
+func (o *httpOutage) awaitRecovery() {
+	o.t.Helper()
+	began := time.Now()
+	for _, failing := range o.failing {
+		for time.Since(time.Unix(0, max(began.UnixNano(), failing.Load()))) < httpTimeout {
+			require.Less(o.t, time.Since(began), patience, "a server does not recover")
+			time.Sleep(5 * time.Millisecond)
+		}
+	}
+}
+
+func (o *httpOutage) end() map[httpPhase]*httpAnswers {
+	o.t.Helper()
+	require.NoError(o.t, o.load.end())
+	for _, end := range o.close {
+		end()
+	}
+	return o.answers
+}
