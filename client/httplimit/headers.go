@@ -56,7 +56,7 @@ func (m *middleware) report(h http.Header, e Event) {
 	if e.Local || len(d.Decisions) == 0 {
 		return
 	}
-	var policies, limits []byte
+	policies, limits := make([]byte, 0, 64), make([]byte, 0, 64) // what most need
 	for i := range e.Charges {
 		tightest, known := tightest(e, i)
 		quota := m.quotas[e.Charges[i].Policy]

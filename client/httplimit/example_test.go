@@ -1,0 +1,191 @@
+package httplimit_test
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"net/http"
+	"net/http/httptest"
+	"time"
+
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/client/clienttest"
+	"github.com/pgratelimit/pgratelimit/client/httplimit"
+)
+
+// limiterWith stands for client.New(pool) or client.NewCombiner(pool), with policies defined.
+func limiterWith(policies ...client.Policy) client.Acquirer {
+	now := time.Date(2030, 1, 1, 0, 0, 0, 0, time.UTC)
+	fake := clienttest.New(func() time.Time { return now })
+	for _, p := range policies {
+		if err := fake.DefinePolicy(context.Background(), p); err != nil {
+			panic(err)
+		}
+	}
+	return fake
+}
+
+// show sends a request to a handler and prints what a client sees.
+func show(handler http.Handler, method, path string, header ...string) {
+	r := httptest.NewRequest(method, path, nil)
+	for i := 0; i < len(header); i += 2 {
+		r.Header.Set(header[i], header[i+1])
+	}
+	w := httptest.NewRecorder()
+	handler.ServeHTTP(w, r)
+	fmt.Println(method, path, w.Code, cmp.Or(w.Header().Get("RateLimit"), "no limit"))
+}
+
+// One limit for each address, behind one proxy.
+func ExampleNew() {
+	api := client.Policy{Name: "api", Capacity: 100, Refill: 10, Every: time.Second}
+	limiter := limiterWith(api)
+
+	mux := http.NewServeMux()
+	mux.HandleFunc("GET /", func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, "hello") })
+
+	limit := httplimit.New(limiter,
+		httplimit.Per("api", httplimit.ByIP(1)),
+		httplimit.Open(100*time.Millisecond), // without an answer, requests pass
+		httplimit.Policies(api),
+	)
+	handler := limit(mux) // for http.ListenAndServe
+
+	r := httptest.NewRequest(http.MethodGet, "/", nil)
+	r.Header.Set("X-Forwarded-For", "203.0.113.7") // as the proxy says
+	w := httptest.NewRecorder()
+	handler.ServeHTTP(w, r)
+	fmt.Println(w.Code, w.Body)
+	fmt.Println(w.Header().Get("RateLimit-Policy"))
+	fmt.Println(w.Header().Get("RateLimit"))
+	// Output:
+	// 200 hello
+	// "api";q=100;w=10
+	// "api";r=99;t=1
+}
+
+// Some endpoints of a mux cost more, one costs nothing.
+func ExampleNew_costPerEndpoint() {
+	limiter := limiterWith(client.Policy{Name: "api", Capacity: 100, Refill: 10, Every: time.Second})
+
+	mux := http.NewServeMux()
+	for _, pattern := range []string{"GET /health", "GET /items/{id}", "GET /search", "POST /exports"} {
+		mux.HandleFunc(pattern, func(http.ResponseWriter, *http.Request) {})
+	}
+	costs := map[string]int64{
+		"GET /health":   0,
+		"GET /search":   5,
+		"POST /exports": 50,
+	}
+	key := httplimit.ByIP(0)
+	charges := func(r *http.Request) []client.Charge {
+		_, pattern := mux.Handler(r)
+		cost, ok := costs[pattern]
+		switch {
+		case !ok:
+			cost = 1 // also of what does not exist
+		case cost == 0:
+			return nil // the limiter is not asked
+		}
+		return []client.Charge{{Policy: "api", Key: key(r), Cost: client.Cost(cost)}}
+	}
+	handler := httplimit.New(limiter, charges, httplimit.Closed(time.Second))(mux)
+
+	show(handler, "GET", "/health")
+	show(handler, "GET", "/items/7")
+	show(handler, "GET", "/search")
+	show(handler, "POST", "/exports")
+	show(handler, "POST", "/exports")
+	show(handler, "GET", "/no/such/thing")
+	// Output:
+	// GET /health 200 no limit
+	// GET /items/7 200 "api";r=99;t=1
+	// GET /search 200 "api";r=94;t=1
+	// POST /exports 200 "api";r=44;t=1
+	// POST /exports 429 "api";r=44;t=1
+	// GET /no/such/thing 404 "api";r=43;t=1
+}
+
+// Users have a bucket each, whoever is not logged in has that of the address. All of them share one for the
+// whole service: a request takes from both, or from none.
+func ExampleByUser() {
+	limiter := limiterWith(
+		client.Policy{Name: "person", Capacity: 2, Refill: 1, Every: time.Minute},
+		client.Policy{Name: "service", Capacity: 1000, Refill: 1000, Every: time.Second},
+	)
+	verifiedUser := func(r *http.Request) string {
+		name, password, _ := r.BasicAuth()
+		if password != "correct" {
+			return ""
+		}
+		return name
+	}
+	key := httplimit.ByUser(verifiedUser, httplimit.ByIP(0))
+	charges := func(r *http.Request) []client.Charge {
+		return []client.Charge{
+			{Policy: "person", Key: key(r)},
+			{Policy: "service", Key: "all"},
+		}
+	}
+	handler := httplimit.New(limiter, charges, httplimit.Closed(time.Second))(http.NotFoundHandler())
+
+	ann := []string{"Authorization", "Basic YW5uOmNvcnJlY3Q="}
+	show(handler, "GET", "/", ann...)
+	show(handler, "GET", "/", ann...)
+	show(handler, "GET", "/", ann...)
+	show(handler, "GET", "/")
+	show(handler, "GET", "/", "Authorization", "Basic YW5uOmd1ZXNz") // the wrong password, of anybody
+	show(handler, "GET", "/")
+	// Output:
+	// GET / 404 "person";r=1;t=60, "service";r=999;t=1
+	// GET / 404 "person";r=0;t=60, "service";r=998;t=1
+	// GET / 429 "person";r=0;t=60, "service";r=998;t=1
+	// GET / 404 "person";r=1;t=60, "service";r=997;t=1
+	// GET / 404 "person";r=0;t=60, "service";r=996;t=1
+	// GET / 429 "person";r=0;t=60, "service";r=996;t=1
+}
+
+// While the database is away, each of four processes lets a fourth pass.
+func ExampleLocal() {
+	api := client.Policy{Name: "api", Capacity: 100, Refill: 10, Every: time.Second}
+	fake := clienttest.New(nil)
+	fake.FailAll(fmt.Errorf("connection refused"))
+
+	share := api
+	share.Capacity, share.Every = api.Capacity/4, api.Every*4
+	limit := httplimit.New(fake, httplimit.Per("api", httplimit.ByIP(0)),
+		httplimit.Local(100*time.Millisecond, httplimit.NewMemory(share)),
+		httplimit.Observe(func(_ *http.Request, e httplimit.Event) {}), // count e.Outcome and e.Local here
+	)
+	handler := limit(http.NotFoundHandler())
+
+	answers := map[int]int{}
+	for range 30 {
+		w := httptest.NewRecorder()
+		handler.ServeHTTP(w, httptest.NewRequest(http.MethodGet, "/", nil))
+		answers[w.Code]++
+	}
+	fmt.Println(answers)
+	// Output: map[404:25 429:5]
+}
+
+// A page in place of the JSON.
+func ExampleRefuseWith() {
+	limiter := limiterWith(client.Policy{Name: "api", Capacity: 1, Refill: 1, Every: time.Minute})
+	limit := httplimit.New(limiter, httplimit.Per("api", httplimit.ByIP(0)), httplimit.Closed(time.Second),
+		httplimit.RefuseWith(func(w http.ResponseWriter, r *http.Request, e httplimit.Event) {
+			if e.Outcome != httplimit.Denied {
+				httplimit.Refuse(w, r, e)
+				return
+			}
+			http.Error(w, "Please wait for "+w.Header().Get("Retry-After")+" seconds.", e.Status)
+		}))
+	handler := limit(http.NotFoundHandler())
+	var w *httptest.ResponseRecorder
+	for range 2 {
+		w = httptest.NewRecorder()
+		handler.ServeHTTP(w, httptest.NewRequest(http.MethodGet, "/", nil))
+	}
+	fmt.Print(w.Code, " ", w.Body)
+	// Output: 429 Please wait for 60 seconds.
+}
