@@ -15,24 +15,24 @@ import (
 type Outcome int
 
 const (
-	// Allowed: the tokens were taken, and the handler runs.
+	// Allowed means that the tokens were taken, and the handler runs.
 	Allowed Outcome = 1 + iota
 
-	// Denied: a bucket does not cover its charge. The client is answered with 429.
+	// Denied means that a bucket does not cover its charge. The client is answered with 429.
 	Denied
 
-	// FailedOpen: there was no answer, and the handler runs all the same: [Open].
+	// FailedOpen means that there was no answer, and the handler runs all the same: [Open].
 	FailedOpen
 
-	// FailedClosed: there was no answer, and the client is told so with 503: [Closed].
+	// FailedClosed means that there was no answer, and the client is told so with 503: [Closed].
 	FailedClosed
 
-	// Invalid: the request cannot be charged as it was asked for. The client is answered with 422 if the idempotency
+	// Invalid means that the request cannot be charged as it was asked for. The client is answered with 422 if the idempotency
 	// key was used before with another cost, with 400 if an idempotency key is no text of 1 to 512 bytes, and
 	// else with 500: a policy that does not exist, or a key or a cost that cannot be.
 	Invalid
 
-	// Abandoned: the client had gone, or the time of its request was over, before there was an answer. The handler
+	// Abandoned means that the client had gone, or the time of its request was over, before there was an answer. The handler
 	// does not run.
 	Abandoned
 )

@@ -151,22 +151,21 @@ func ExampleLocal() {
 	fake := clienttest.New(nil)
 	fake.FailAll(fmt.Errorf("connection refused"))
 
+	outcomes := map[httplimit.Outcome]int{} // a program has metrics
+
 	share := api
 	share.Capacity, share.Every = api.Capacity/4, api.Every*4
 	limit := httplimit.New(fake, httplimit.Per("api", httplimit.ByIP(0)),
 		httplimit.Local(100*time.Millisecond, httplimit.NewMemory(share)),
-		httplimit.Observe(func(_ *http.Request, e httplimit.Event) {}), // count e.Outcome and e.Local here
+		httplimit.Observe(func(_ *http.Request, e httplimit.Event) { outcomes[e.Outcome]++ }),
 	)
 	handler := limit(http.NotFoundHandler())
 
-	answers := map[int]int{}
 	for range 30 {
-		w := httptest.NewRecorder()
-		handler.ServeHTTP(w, httptest.NewRequest(http.MethodGet, "/", nil))
-		answers[w.Code]++
+		handler.ServeHTTP(httptest.NewRecorder(), httptest.NewRequest(http.MethodGet, "/", nil))
 	}
-	fmt.Println(answers)
-	// Output: map[404:25 429:5]
+	fmt.Println(outcomes)
+	// Output: map[allowed:25 denied:5]
 }
 
 // A page in place of the JSON.

@@ -3,6 +3,7 @@ package httplimit
 import (
 	"context"
 	"errors"
+	"fmt"
 	"net/http"
 	"time"
 
@@ -127,8 +128,13 @@ func ask(ctx context.Context, limiter client.Acquirer, charges []client.Charge, 
 		}
 		return client.JointDecision{Decision: d, Decisions: []client.Decision{d}}, nil
 	}
+	var opts []client.AcquireAllOption
 	if idempotencyKey != "" {
-		return limiter.AcquireAll(ctx, charges, client.IdempotencyKey(idempotencyKey))
+		opts = append(opts, client.IdempotencyKey(idempotencyKey))
 	}
-	return limiter.AcquireAll(ctx, charges)
+	d, err := limiter.AcquireAll(ctx, charges, opts...)
+	if err == nil && len(d.Decisions) != len(charges) { // an Acquirer of somebody else's
+		return client.JointDecision{}, fmt.Errorf("httplimit: an answer with %d decisions about %d charges", len(d.Decisions), len(charges))
+	}
+	return d, err
 }

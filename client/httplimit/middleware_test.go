@@ -52,7 +52,14 @@ func (l *limited) define(policies ...client.Policy) {
 	}
 }
 
-func (l *limited) get(change ...func(*http.Request)) *http.Response {
+// An answer is what the client gets.
+type answer struct {
+	StatusCode int
+	Header     http.Header
+	Body       string
+}
+
+func (l *limited) get(change ...func(*http.Request)) answer {
 	l.t.Helper()
 	r := httptest.NewRequest(http.MethodGet, "/", nil)
 	for _, change := range change {
@@ -60,15 +67,7 @@ func (l *limited) get(change ...func(*http.Request)) *http.Response {
 	}
 	w := httptest.NewRecorder()
 	l.handler.ServeHTTP(w, r)
-	return w.Result()
-}
-
-func body(t testing.TB, response *http.Response) string {
-	t.Helper()
-	defer response.Body.Close()
-	text, err := io.ReadAll(response.Body)
-	require.NoError(t, err)
-	return string(text)
+	return answer{w.Code, w.Header(), w.Body.String()}
 }
 
 func charge(charges ...client.Charge) func(*http.Request) []client.Charge {
@@ -83,7 +82,7 @@ func TestMiddleware_AGrantPassesWithFields(t *testing.T) {
 	l.define(api)
 	response := l.get()
 	require.Equal(t, http.StatusOK, response.StatusCode)
-	require.Equal(t, "done", body(t, response))
+	require.Equal(t, "done", response.Body)
 	require.Equal(t, http.Header{
 		"Ratelimit-Policy": {`"api";q=100;w=10`},
 		"Ratelimit":        {`"api";r=37;t=1`},
@@ -113,7 +112,7 @@ func TestMiddleware_ADenialIsAProblem(t *testing.T) {
 	require.Equal(t, []string{`"api";r=40;t=1, "day";r=999;t=87, "hour";r=4;t=360`}, response.Header["Ratelimit"])
 	require.Equal(t, "application/problem+json", response.Header.Get("Content-Type"))
 	var problem map[string]any
-	require.NoError(t, json.Unmarshal([]byte(body(t, response)), &problem))
+	require.NoError(t, json.Unmarshal([]byte(response.Body), &problem))
 	require.Equal(t, map[string]any{
 		"type":              "https://iana.org/assignments/http-problem-types#quota-exceeded",
 		"title":             "Request cannot be satisfied as assigned quota has been exceeded",
@@ -238,7 +237,7 @@ func TestMiddleware_TheKeyNeverReachesTheClient(t *testing.T) {
 		t.Helper()
 		response := l.get()
 		require.Equal(t, status, response.StatusCode)
-		require.NotContains(t, fmt.Sprint(response.Header, body(t, response)), secret)
+		require.NotContains(t, fmt.Sprint(response.Header, response.Body), secret)
 	}
 	expect(http.StatusOK)
 	cost = 1000
@@ -305,7 +304,7 @@ func TestFailure_EachModeAnswersAsItSays(t *testing.T) {
 			l := newLimited(t, charge(client.Charge{Policy: "api", Key: "k"}), test.failure)
 			l.define(api)
 			l.FailAll(errors.New("no database"))
-			var last *http.Response
+			var last answer
 			for _, status := range test.status {
 				last = l.get()
 				require.Equal(t, status, last.StatusCode)
@@ -317,7 +316,7 @@ func TestFailure_EachModeAnswersAsItSays(t *testing.T) {
 			require.ErrorContains(t, l.event.Err, "no database")
 			if test.outcome == httplimit.Denied {
 				require.NotEmpty(t, last.Header.Get("Retry-After"))
-				require.Contains(t, body(t, last), `"violated-policies":["api"]`)
+				require.Contains(t, last.Body, `"violated-policies":["api"]`)
 			}
 			l.FailAll(nil)
 			require.Equal(t, http.StatusOK, l.get().StatusCode)
@@ -361,6 +360,18 @@ type generous struct{ client.Acquirer }
 
 func (generous) Acquire(context.Context, string, string, ...client.AcquireOption) (client.Decision, error) {
 	return client.Decision{Allowed: true}, nil
+}
+
+func (generous) AcquireAll(context.Context, []client.Charge, ...client.AcquireAllOption) (client.JointDecision, error) {
+	return client.JointDecision{}, nil // a denial of nothing
+}
+
+func TestFailure_AnAnswerAboutOtherChargesIsNone(t *testing.T) {
+	t.Parallel()
+	l := newLimited(t, charge(client.Charge{Policy: "api", Key: "k"}, client.Charge{Policy: "api", Key: "l"}), httplimit.Local(time.Second, generous{}))
+	l.FailAll(errors.New("no database"))
+	require.Equal(t, http.StatusServiceUnavailable, l.get().StatusCode)
+	require.ErrorContains(t, l.event.Err, "0 decisions about 2 charges")
 }
 
 // silent is a limiter that answers when its ctx ends.
@@ -407,7 +418,7 @@ func TestRefuseWith_WritesTheAnswer(t *testing.T) {
 	l.define(api)
 	l.get()
 	response := l.get()
-	require.Equal(t, "slow down: [api]\n", body(t, response))
+	require.Equal(t, "slow down: [api]\n", response.Body)
 	require.Equal(t, http.StatusTooManyRequests, response.StatusCode)
 	require.Equal(t, "4", response.Header.Get("Retry-After"))
 }

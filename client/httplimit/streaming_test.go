@@ -33,8 +33,14 @@ func fetch(t *testing.T, server *httptest.Server) *http.Response {
 	require.NoError(t, err)
 	response, err := server.Client().Do(request)
 	require.NoError(t, err)
-	t.Cleanup(func() { response.Body.Close() })
 	return response
+}
+
+func body(t testing.TB, response *http.Response) string {
+	t.Helper()
+	text, err := io.ReadAll(response.Body)
+	require.NoError(t, err)
+	return string(text)
 }
 
 // The client reads each part before the handler writes the next.
@@ -57,6 +63,7 @@ func TestStreaming_FlushAndDeadlines(t *testing.T) {
 		w.(http.Flusher).Flush()
 	})
 	response := fetch(t, server)
+	defer response.Body.Close()
 	require.Equal(t, `"api";r=99;t=1`, response.Header.Get("RateLimit"))
 	lines := bufio.NewReader(response.Body)
 	for _, part := range []string{"one\n", "two\n"} {
@@ -78,7 +85,9 @@ func TestStreaming_Hijack(t *testing.T) {
 		_ = buffer.Flush()
 		_ = conn.Close()
 	})
-	require.Equal(t, "hijacked", body(t, fetch(t, server)))
+	response := fetch(t, server)
+	defer response.Body.Close()
+	require.Equal(t, "hijacked", body(t, response))
 }
 
 func TestStreaming_ReadFrom(t *testing.T) {
@@ -86,7 +95,9 @@ func TestStreaming_ReadFrom(t *testing.T) {
 	server := serve(t, func(w http.ResponseWriter, _ *http.Request) {
 		_, _ = w.(io.ReaderFrom).ReadFrom(strings.NewReader("read"))
 	})
-	require.Equal(t, "read", body(t, fetch(t, server)))
+	response := fetch(t, server)
+	defer response.Body.Close()
+	require.Equal(t, "read", body(t, response))
 }
 
 // The handler gets what the server made, and the request as it was.
