@@ -27,13 +27,13 @@ const (
 	// FailedClosed means that there was no answer, and the client is told so with 503: [Closed].
 	FailedClosed
 
-	// Invalid means that the request cannot be charged as it was asked for. The client is answered with 422 if the idempotency
-	// key was used before with another cost, with 400 if an idempotency key is no text of 1 to 512 bytes, and
-	// else with 500: a policy that does not exist, or a key or a cost that cannot be.
+	// Invalid means that the request cannot be charged as it was asked for. The client is answered with 422 if the
+	// idempotency key was used before with another cost, with 400 if an idempotency key is no text of 1 to 512
+	// bytes, and else with 500: a policy that does not exist, or a key or a cost that cannot be.
 	Invalid
 
-	// Abandoned means that the client had gone, or the time of its request was over, before there was an answer. The handler
-	// does not run.
+	// Abandoned means that the client had gone, or the time of its request was over, before there was an answer.
+	// The handler does not run.
 	Abandoned
 )
 

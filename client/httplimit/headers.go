@@ -76,9 +76,9 @@ func (m *middleware) report(h http.Header, e Event) {
 	}
 }
 
-// tightest is the charge that speaks for all charges of the policy of charge i: the one whose bucket holds the
-// least, and of several the one that is full last. It is -1 if an earlier charge than i speaks for the policy. A bucket that answered with an earlier grant
-// did not say what it holds: then that is not known.
+// tightest is the charge that speaks for all charges of the policy of charge i: the one whose bucket holds the least, and
+// of several the one that is full last. It is -1 if an earlier charge than i speaks for the policy. What is left is
+// not known when a bucket answered with an earlier grant, since that says what it held then.
 func tightest(e Event, i int) (tightest int, known bool) {
 	policy, decisions := e.Charges[i].Policy, e.Decision.Decisions
 	for j := range i {

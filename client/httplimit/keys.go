@@ -54,7 +54,7 @@ func ByUser(user func(*http.Request) string, otherwise Key) Key {
 // too many, clients choose their address. With too few, all of them have that of a proxy.
 //
 // A request that came past the proxies, and has fewer addresses, or none there, has the address of its
-// connection.
+// connection. A connection without one, such as a Unix socket, is "ip:unknown".
 func ByIP(trustedProxies int) Key {
 	if trustedProxies < 0 {
 		panic("httplimit: ByIP: a negative number of proxies")

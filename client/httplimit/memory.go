@@ -19,7 +19,8 @@ import (
 // which begin full; refill is continuous, also where the policy is stepped; it has no overrides; and it takes no
 // notice of an idempotency key, so a request that is sent again is charged again.
 //
-// It holds the buckets that were asked for last, at least 50,000 and at most twice as many. A bucket that was forgotten is full.
+// It holds the buckets that were asked for last, at least 50,000 and at most twice as many. A bucket that was
+// forgotten is full.
 type Memory struct {
 	policies map[string]client.Policy
 	started  time.Time

@@ -39,9 +39,9 @@ func Observe(see func(*http.Request, Event)) Option {
 	return func(m *middleware) { m.observe = see }
 }
 
-// RefuseWith answers requests that are refused, with e.Status or as it likes. RateLimit, RateLimit-Policy and Retry-After
-// are in the header already. What it writes reaches the client, so it should not have e.Charges or e.Err.
-// Defaults to [Refuse].
+// RefuseWith answers requests that are refused, with e.Status or as it likes. RateLimit, RateLimit-Policy and
+// Retry-After are in the header already. What it writes reaches the client, so it should not have e.Charges or
+// e.Err. Defaults to [Refuse].
 func RefuseWith(refuse func(w http.ResponseWriter, r *http.Request, e Event)) Option {
 	return func(m *middleware) { m.refuse = refuse }
 }
