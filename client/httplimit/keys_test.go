@@ -85,12 +85,16 @@ func FuzzByIP(f *testing.F) {
 		if strings.Contains(address, ",") {
 			t.Skip("it is two")
 		}
+		address = strings.Trim(address, " \t")
 		// What the proxies add: the client's address, and those of all proxies but the last.
 		added := address + strings.Repeat(", 10.0.0.1", max(0, n-1))
 		honest := from(remote, added)
 		want := key(honest)
 		if !isKey(want) || !strings.HasPrefix(want, "ip:") {
 			t.Fatalf("%q", want)
+		}
+		if direct := httplimit.ByIP(0)(from(address)); n > 0 && direct != "ip:unknown" && want != direct {
+			t.Fatalf("%q for the address %q", want, address)
 		}
 		lying := from(remote, line, beginning+","+added)
 		if ownLine {
