@@ -237,12 +237,16 @@ lock table ratelimit.policies in access exclusive mode;
 
 {{ template "drop_changed" `,
                          'ratelimit_acquire_packed', 'ratelimit_acquire_all', 'ratelimit_acquire_all_many', 'ratelimit_override',
-                         'ratelimit_remove_override', 'ratelimit_overrides'` }}
+                         'ratelimit_remove_override', 'ratelimit_overrides', 'ratelimit_enforce', 'ratelimit_guard', 'ratelimit_pre_request',
+                         'ratelimit_status', 'ratelimit_doctor'` }}
+drop table if exists ratelimit.pre_request;  -- docs/postgrest/install.sql created it, and the function ratelimit_pre_request
 
 drop function ratelimit.grant_of, ratelimit.answer_of, ratelimit.shadow_of, ratelimit.replay_of, ratelimit.decisions_of,
               ratelimit.check_repeated_cost, ratelimit.overridden, ratelimit.refilled_level_small, ratelimit.wait_below_small, ratelimit.look_at_buckets, ratelimit.remember, ratelimit.covers,
               ratelimit.lock_buckets, ratelimit.take, ratelimit.take_of_policies, ratelimit.decide_in_order, ratelimit.acquire_batch,
-              ratelimit.check_sizes, ratelimit.check_numbers, ratelimit.check_max_rows, ratelimit.check_overrides;
+              ratelimit.check_sizes, ratelimit.check_numbers, ratelimit.check_max_rows, ratelimit.check_listing,
+              ratelimit.acquire, ratelimit.peek, ratelimit.http_fields, ratelimit.refuse_http, ratelimit.rate_limit_exceeded,
+              ratelimit.check_guard, ratelimit.limit_request;
 drop type ratelimit.decision, ratelimit.packed, ratelimit.charged;
 alter type ratelimit.retired_decision rename to decision;
 

@@ -23,6 +23,7 @@
 {{ template "checks.sql" . }}
 {{ template "answer.sql" . }}
 {{ template "overridden.sql" . }}
+{{ template "exceeded.sql" . }}
 
 -- Policies.
 {{ template "define_policy.sql" . }}
@@ -47,8 +48,15 @@
 {{ template "acquire_all_many.sql" . }}
 {{ template "acquire_packed.sql" . }}
 
+-- Guards, which raise where the functions above answer with a denial.
+{{ template "enforce.sql" . }}
+{{ template "guard.sql" . }}
+{{ template "pre_request.sql" . }}
+
 -- Upkeep.
 {{ template "cleanup.sql" . }}
+{{ template "status.sql" . }}
+{{ template "doctor.sql" . }}
 {{ template "version.sql" . }}
 
 {{ template "epilogue.sql" . }}

@@ -3212,6 +3212,76 @@ $$;
 comment on function ratelimit.overridden(ratelimit.policies, ratelimit.overrides) is
   'A policy with the numbers of an override.';
 
+-- The error of a guard that refuses.
+
+-- The fields of draft-ietf-httpapi-ratelimit-headers for a denial: what is left of which quota. A policy's name is a string
+-- of printable ASCII there, so anything else in it becomes a question mark.
+create or replace function ratelimit.http_fields(policy text, denial ratelimit.decision)
+  returns json language plpgsql stable
+as $$
+declare
+  v_name       text    := '"' || regexp_replace(regexp_replace(http_fields.policy collate "C", '[^ -~]', '?', 'g'), '(["\\])', '\\\1', 'g') || '"';
+  v_retry_s    numeric := ceil(ratelimit.microseconds(denial.retry_after) / 1000000);
+  v_reset_s    numeric := ratelimit.microseconds(denial.reset_after) / 1000000;
+  v_window_s   numeric;  -- fills an empty bucket; null where the numbers are not those of the policy, or it does not refill
+  v_token_s    numeric;  -- until there is more, as if the bucket were refilled evenly
+begin
+  select ceil(wait_below(p.full_level, 0, 0, p.every_us, p.tick_us, p.tick_gain, p.round_up) / 1000000.0)
+    into v_window_s
+    from ratelimit.policies as p
+   where p.name     = http_fields.policy collate "C"
+     and p.capacity = denial.capacity;
+  v_token_s := case when v_reset_s is not null then
+                 least(v_retry_s, greatest(1, ceil(v_reset_s / greatest(1, denial.capacity - denial.remaining))))
+               end;
+  return json_strip_nulls(json_build_object(
+    'Retry-After',      v_retry_s::text,
+    'RateLimit',        format('%s;r=%s', v_name, greatest(0, denial.remaining)) || coalesce(';t=' || v_token_s, ''),
+    'RateLimit-Policy', format('%s;q=%s', v_name, denial.capacity) || coalesce(';w=' || v_window_s, '')));
+end;
+$$;
+comment on function ratelimit.http_fields(text, ratelimit.decision) is
+  'The fields of an HTTP response for a denial: Retry-After, RateLimit and RateLimit-Policy.';
+
+-- PostgREST answers a request with these two documents. It wants all of code, message, status and headers, and texts in
+-- headers; otherwise it answers 500.
+create or replace function ratelimit.refuse_http(message text, detail text, remedy text, fields json)
+  returns void language plpgsql
+as $$
+begin
+  raise exception using
+    errcode = 'PGRST',
+    message = json_build_object('code', 'RL429', 'message', refuse_http.message, 'details', refuse_http.detail, 'hint', remedy)::text,
+    detail  = json_build_object('status', 429, 'headers', fields)::text;
+end;
+$$;
+comment on function ratelimit.refuse_http(text, text, text, json) is
+  'Raises what PostgREST turns into a response of status 429.';
+
+-- DETAIL never has the key: whoever sees the error may be somebody else. In a request of PostgREST, which sets
+-- request.method, and wherever http is true, PostgREST gets its answer.
+create or replace function ratelimit.rate_limit_exceeded(policy text, cost bigint, denial ratelimit.decision, http boolean)
+  returns void language plpgsql
+as $$
+declare
+  v_retry_s numeric := trim_scale(ratelimit.microseconds(denial.retry_after) / 1000000);
+  v_detail  text    := format('{"policy": %s, "cost": %s, "remaining": %s, "retry_after": %s, "capacity": %s}',
+                              to_json(rate_limit_exceeded.policy), cost, denial.remaining, coalesce(v_retry_s::text, 'null'), denial.capacity);
+  v_hint    text    := case
+    when v_retry_s is not null then format('Try again in %s seconds.', v_retry_s)
+    when cost > denial.capacity then format('A cost of %s never fits a bucket of %s.', cost, denial.capacity)
+    else 'The bucket does not refill by itself.'
+  end;
+begin
+  if http or current_setting('request.method', true) <> '' then
+    perform ratelimit.refuse_http('rate limit exceeded', v_detail, v_hint, ratelimit.http_fields(policy, denial));
+  end if;
+  raise exception 'rate limit exceeded' using errcode = 'RL429', detail = v_detail, hint = v_hint;
+end;
+$$;
+comment on function ratelimit.rate_limit_exceeded(text, bigint, ratelimit.decision, boolean) is
+  'Raises RL429, the error for a denial that a guard does not let pass.';
+
 
 -- Policies.
 -- Creates a policy, or changes the policy of that name. A null argument keeps the policy's value. A new
@@ -3455,8 +3525,8 @@ $$;
 comment on function ratelimit_remove_override(text, text) is
   'Remove the override of one key; true if there was one.';
 
--- The checks of ratelimit_overrides, whose own language has none.
-create or replace function ratelimit.check_overrides(policy text, key text, max_rows integer)
+-- The checks of ratelimit_overrides and ratelimit_status, whose own language has none.
+create or replace function ratelimit.check_listing(policy text, key text, max_rows integer)
   returns void language plpgsql stable
 as $$
 begin
@@ -3472,7 +3542,7 @@ begin
   end if;
 end;
 $$;
-comment on function ratelimit.check_overrides(text, text, integer) is
+comment on function ratelimit.check_listing(text, text, integer) is
   'Raises 22023 for an argument out of range, and RL001 for an unknown policy.';
 
 -- Lists live overrides, by policy and key: of one policy, or of one key, if given.
@@ -3486,7 +3556,7 @@ create or replace function ratelimit_overrides(policy text default null, key tex
   security definer
   set search_path = ratelimit, pg_temp
 as $$
-  select check_overrides($1, $2, $3);
+  select check_listing($1, $2, $3);
   select p.name, o.key, o.capacity, o.refill, o.every, nullif(o.expires_at, 'infinity')
     from policies as p
    cross join lateral (select o.* from overrides as o where o.policy_id = p.id and o.key = $2 collate "C"  -- through the primary key
@@ -3551,8 +3621,8 @@ create or replace function ratelimit_acquire(
   set enable_seqscan = off  -- a plan made while the table was empty would read all of it once it has grown
 as $$
 declare
-  v_policy          policies;     -- in: the policy, with the numbers that apply to the key
-  v_override        overrides;    -- inner: the override of the key
+  v_policy          ratelimit.policies;  -- in: the policy, with the numbers that apply to the key
+  v_override        ratelimit.overrides;  -- inner: the override of the key
   v_key             text collate "C" := ratelimit_acquire.key;  -- in: the bucket's key
   v_cost            alias for ratelimit_acquire.cost;           -- in: tokens that the request asks for
   v_now             timestamptz;  -- in/out: the instant of the answer; decide reads the clock again before each look
@@ -3562,9 +3632,9 @@ declare
   v_reset_us        bigint;       -- out: microseconds until the bucket is full; null: never
   v_idempotency_key text collate "C" := ratelimit_acquire.idempotency_key;  -- in: null for none
   v_wanted          bigint;       -- in/out: v_cost in microtokens, or 0 if nothing can be taken
-  v_first           idempotency_keys;  -- inner: the grant that is remembered under the idempotency key
+  v_first           ratelimit.idempotency_keys;  -- inner: the grant that is remembered under the idempotency key
   v_refilled_at     timestamptz;  -- inner: the instant at which the row says that the bucket held v_level
-  v_again           policies;     -- inner: the policy, read again
+  v_again           ratelimit.policies;  -- inner: the policy, read again
   v_due_at          timestamptz;  -- inner: when clean-up looks at a new bucket
   v_expires_at      timestamptz;  -- inner: when the idempotency key is forgotten
   v_round           integer;      -- inner: the rounds that took nothing and denied nothing; null is none
@@ -3907,8 +3977,8 @@ create or replace function ratelimit_peek(policy text, key text, cost bigint def
   set enable_seqscan = off  -- as in ratelimit_acquire
 as $$
 declare
-  v_policy          policies;     -- in: the policy, with the numbers that apply to the key
-  v_override        overrides;    -- inner: the override of the key
+  v_policy          ratelimit.policies;  -- in: the policy, with the numbers that apply to the key
+  v_override        ratelimit.overrides;  -- inner: the override of the key
   v_key             text collate "C" := ratelimit_peek.key;  -- in: the bucket's key
   v_cost            alias for ratelimit_peek.cost;           -- in: tokens that the request asks for
   v_now             timestamptz;  -- in/out: the instant of the answer; decide reads the clock again before each look
@@ -5712,6 +5782,652 @@ comment on function ratelimit_acquire_packed(text[], text[], bigint[], integer[]
   'Decide many requests in one call, for clients that combine them: one row of arrays.';
 
 
+-- Guards, which raise where the functions above answer with a denial.
+-- ratelimit_acquire for functions of this package, which do not depend on the schema of the public ones.
+create or replace function ratelimit.acquire(policy text, key text, cost bigint, idempotency_key text)
+  returns ratelimit.decision
+  language plpgsql
+  volatile
+as $$
+declare
+  v_policy          ratelimit.policies;  -- in: the policy, with the numbers that apply to the key
+  v_override        ratelimit.overrides;  -- inner: the override of the key
+  v_key             text collate "C" := acquire.key;  -- in: the bucket's key
+  v_cost            alias for acquire.cost;           -- in: tokens that the request asks for
+  v_now             timestamptz;  -- in/out: the instant of the answer; decide reads the clock again before each look
+  v_has_row         boolean;      -- out: the bucket has a row; a bucket without a row is full
+  v_level           bigint;       -- out: microtokens in the bucket
+  v_retry_us        bigint;       -- out: microseconds until the bucket holds v_cost; null: never; of no meaning after a grant
+  v_reset_us        bigint;       -- out: microseconds until the bucket is full; null: never
+  v_idempotency_key text collate "C" := acquire.idempotency_key;  -- in: null for none
+  v_wanted          bigint;       -- in/out: v_cost in microtokens, or 0 if nothing can be taken
+  v_first           ratelimit.idempotency_keys;  -- inner: the grant that is remembered under the idempotency key
+  v_refilled_at     timestamptz;  -- inner: the instant at which the row says that the bucket held v_level
+  v_again           ratelimit.policies;  -- inner: the policy, read again
+  v_due_at          timestamptz;  -- inner: when clean-up looks at a new bucket
+  v_expires_at      timestamptz;  -- inner: when the idempotency key is forgotten
+  v_round           integer;      -- inner: the rounds that took nothing and denied nothing; null is none
+begin
+  if not acceptable(v_key, v_cost) or v_idempotency_key is not null then  -- inlined; the call of check_request raises the error
+    if (acceptable(v_key, v_cost) and is_name(v_idempotency_key)) is not true then
+      perform check_request(policy, v_key, v_cost, v_idempotency_key);
+    end if;
+    if v_cost = 0 then
+      v_idempotency_key := null;  -- nothing is granted, so nothing is remembered
+    end if;
+  end if;
+  select p.* into v_policy from policies as p where p.name = acquire.policy collate "C";
+  if not found then  -- the name of a policy that was found needs no check
+    perform check_name('policy', policy);
+    perform unknown_policy(policy);
+  end if;
+
+  v_now := clock();
+  if v_policy.overridden then
+    select o.* into v_override
+      from overrides as o
+     where o.policy_id  = v_policy.id
+       and o.key        = v_key
+       and o.expires_at > v_now;
+    if found then
+      v_policy := overridden(v_policy, v_override);
+    end if;
+  end if;
+  v_wanted := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
+  if v_policy.durable then
+    if v_idempotency_key is not null then
+      select k.* into v_first
+          from idempotency_keys as k
+         where k.policy_id       = v_policy.id
+           and k.key             = v_key
+           and k.idempotency_key = v_idempotency_key;
+        if v_first.expires_at > v_now then
+          perform check_repeated_cost(v_first, v_cost);
+          return replay_of(v_first);
+        end if;
+    end if;
+
+    loop
+      if v_wanted > 0 then
+        update buckets as b
+           set level       = refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) - v_wanted,
+               refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick)
+         where b.policy_id = v_policy.id
+           and b.key       = v_key
+           and refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_wanted
+        returning b.level, b.refilled_at into v_level, v_refilled_at;
+        exit when found;
+      end if;
+
+      v_now := clock();  -- the update may have waited
+      if v_policy.overridden then
+        select p.* into v_again from policies as p where p.id = v_policy.id;
+      if found then
+        v_policy := v_again;
+        select o.* into v_override
+      from overrides as o
+     where o.policy_id  = v_policy.id
+       and o.key        = v_key
+       and o.expires_at > v_now;
+    if found then
+      v_policy := overridden(v_policy, v_override);
+    end if;
+        v_wanted := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
+      end if;
+      end if;
+      select refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
+           case
+             when v_cost = 0 then 0::bigint
+             when v_cost <= v_policy.capacity then wait_for(microtokens(v_cost), b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
+           end,
+           wait_for(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
+      into v_level, v_retry_us, v_reset_us
+      from buckets as b
+     where b.policy_id = v_policy.id
+       and b.key       = v_key;
+    v_has_row := found;
+    if not v_has_row then  -- full
+      select p.* into v_again from policies as p where p.id = v_policy.id;
+      if found then
+        v_policy := v_again;
+        select o.* into v_override
+      from overrides as o
+     where o.policy_id  = v_policy.id
+       and o.key        = v_key
+       and o.expires_at > v_now;
+    if found then
+      v_policy := overridden(v_policy, v_override);
+    end if;
+        v_wanted := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
+      end if;
+      v_level    := microtokens(v_policy.capacity);
+      v_retry_us := case when v_cost <= v_policy.capacity or v_cost = 0 then 0::bigint end;
+      v_reset_us := 0;
+    end if;
+
+      if v_wanted = 0 or v_retry_us is distinct from 0 then
+        if v_idempotency_key is not null or v_policy.shadow then
+          select k.* into v_first
+          from idempotency_keys as k
+         where k.policy_id       = v_policy.id
+           and k.key             = v_key
+           and k.idempotency_key = v_idempotency_key;
+        if v_first.expires_at > v_now then
+          perform check_repeated_cost(v_first, v_cost);
+          return replay_of(v_first);
+        end if;
+          if v_policy.shadow and v_retry_us is distinct from 0 then
+            return shadow_of(v_level, v_reset_us, v_policy.capacity);
+          end if;
+        end if;
+        return answer_of(v_level, v_retry_us, v_reset_us, v_policy.capacity);
+      end if;
+
+      -- The bucket has no row, or it holds the cost by now. Without a row, this round makes one, less the tokens.
+      -- Otherwise a second round takes them, unless another session changes the bucket in between. Each further
+      -- round is due to another session.
+      v_round := coalesce(v_round, 0) + 1;
+      if v_round = 1000 then
+        raise exception 'the bucket changed at every look'
+          using errcode = '40001',
+                detail  = format('Key %s of policy %s.', quote_literal(v_key), quote_literal(v_policy.name)),
+                hint    = 'Try again.';
+      end if;
+      if not v_has_row then
+        v_level       := v_level - v_wanted;
+        v_refilled_at := v_now;
+        -- v_reset_us is worked out here for due_at. cleanup.sql says why due_at is within 24 hours.
+        v_reset_us    := wait_below(v_policy.full_level, v_level, 0, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
+        v_due_at      := v_now + least(duration(v_reset_us), interval '24 hours');
+        -- The insert may wait for a session that creates the same row. The clock is not read again after that.
+        insert into buckets (policy_id, key, level, refilled_at, due_at)
+        values (v_policy.id, v_key, v_level, v_refilled_at, v_due_at)
+        on conflict on constraint buckets_pkey do nothing;
+        exit when found;
+      end if;
+    end loop;
+
+    v_reset_us := wait_below(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
+
+    if v_idempotency_key is not null then
+      v_expires_at := v_now + duration(v_policy.remember_us);
+      insert into idempotency_keys as k
+             (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
+      values (v_policy.id, v_key, v_idempotency_key, v_cost,
+              whole_tokens(v_level), duration(v_reset_us), v_policy.capacity, v_expires_at)
+      on conflict on constraint idempotency_keys_pkey do update
+           set cost        = excluded.cost,
+               remaining   = excluded.remaining,
+               reset_after = excluded.reset_after,
+               capacity    = excluded.capacity,
+               expires_at  = excluded.expires_at
+         where k.expires_at <= v_now;
+      if not found then  -- a live idempotency key: its tokens were taken already
+        update buckets as b
+           set level = b.level + v_wanted
+         where b.policy_id = v_policy.id
+           and b.key       = v_key;
+        select k.* into v_first
+          from idempotency_keys as k
+         where k.policy_id       = v_policy.id
+           and k.key             = v_key
+           and k.idempotency_key = v_idempotency_key;
+        if v_first.expires_at > v_now then
+          perform check_repeated_cost(v_first, v_cost);
+          return replay_of(v_first);
+        end if;
+      end if;
+    end if;
+    return grant_of(v_level, v_reset_us, v_policy.capacity);
+
+  else
+    if v_idempotency_key is not null then
+      select k.* into v_first
+          from ephemeral_idempotency_keys as k
+         where k.policy_id       = v_policy.id
+           and k.key             = v_key
+           and k.idempotency_key = v_idempotency_key;
+        if v_first.expires_at > v_now then
+          perform check_repeated_cost(v_first, v_cost);
+          return replay_of(v_first);
+        end if;
+    end if;
+
+    loop
+      if v_wanted > 0 then
+        update ephemeral_buckets as b
+           set level       = refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) - v_wanted,
+               refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick)
+         where b.policy_id = v_policy.id
+           and b.key       = v_key
+           and refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_wanted
+        returning b.level, b.refilled_at into v_level, v_refilled_at;
+        exit when found;
+      end if;
+
+      v_now := clock();  -- the update may have waited
+      if v_policy.overridden then
+        select p.* into v_again from policies as p where p.id = v_policy.id;
+      if found then
+        v_policy := v_again;
+        select o.* into v_override
+      from overrides as o
+     where o.policy_id  = v_policy.id
+       and o.key        = v_key
+       and o.expires_at > v_now;
+    if found then
+      v_policy := overridden(v_policy, v_override);
+    end if;
+        v_wanted := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
+      end if;
+      end if;
+      select refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
+           case
+             when v_cost = 0 then 0::bigint
+             when v_cost <= v_policy.capacity then wait_for(microtokens(v_cost), b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
+           end,
+           wait_for(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
+      into v_level, v_retry_us, v_reset_us
+      from ephemeral_buckets as b
+     where b.policy_id = v_policy.id
+       and b.key       = v_key;
+    v_has_row := found;
+    if not v_has_row then  -- full
+      select p.* into v_again from policies as p where p.id = v_policy.id;
+      if found then
+        v_policy := v_again;
+        select o.* into v_override
+      from overrides as o
+     where o.policy_id  = v_policy.id
+       and o.key        = v_key
+       and o.expires_at > v_now;
+    if found then
+      v_policy := overridden(v_policy, v_override);
+    end if;
+        v_wanted := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
+      end if;
+      v_level    := microtokens(v_policy.capacity);
+      v_retry_us := case when v_cost <= v_policy.capacity or v_cost = 0 then 0::bigint end;
+      v_reset_us := 0;
+    end if;
+
+      if v_wanted = 0 or v_retry_us is distinct from 0 then
+        if v_idempotency_key is not null or v_policy.shadow then
+          select k.* into v_first
+          from ephemeral_idempotency_keys as k
+         where k.policy_id       = v_policy.id
+           and k.key             = v_key
+           and k.idempotency_key = v_idempotency_key;
+        if v_first.expires_at > v_now then
+          perform check_repeated_cost(v_first, v_cost);
+          return replay_of(v_first);
+        end if;
+          if v_policy.shadow and v_retry_us is distinct from 0 then
+            return shadow_of(v_level, v_reset_us, v_policy.capacity);
+          end if;
+        end if;
+        return answer_of(v_level, v_retry_us, v_reset_us, v_policy.capacity);
+      end if;
+
+      -- The bucket has no row, or it holds the cost by now. Without a row, this round makes one, less the tokens.
+      -- Otherwise a second round takes them, unless another session changes the bucket in between. Each further
+      -- round is due to another session.
+      v_round := coalesce(v_round, 0) + 1;
+      if v_round = 1000 then
+        raise exception 'the bucket changed at every look'
+          using errcode = '40001',
+                detail  = format('Key %s of policy %s.', quote_literal(v_key), quote_literal(v_policy.name)),
+                hint    = 'Try again.';
+      end if;
+      if not v_has_row then
+        v_level       := v_level - v_wanted;
+        v_refilled_at := v_now;
+        -- v_reset_us is worked out here for due_at. cleanup.sql says why due_at is within 24 hours.
+        v_reset_us    := wait_below(v_policy.full_level, v_level, 0, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
+        v_due_at      := v_now + least(duration(v_reset_us), interval '24 hours');
+        -- The insert may wait for a session that creates the same row. The clock is not read again after that.
+        insert into ephemeral_buckets (policy_id, key, level, refilled_at, due_at)
+        values (v_policy.id, v_key, v_level, v_refilled_at, v_due_at)
+        on conflict on constraint ephemeral_buckets_pkey do nothing;
+        exit when found;
+      end if;
+    end loop;
+
+    v_reset_us := wait_below(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
+
+    if v_idempotency_key is not null then
+      v_expires_at := v_now + duration(v_policy.remember_us);
+      insert into ephemeral_idempotency_keys as k
+             (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
+      values (v_policy.id, v_key, v_idempotency_key, v_cost,
+              whole_tokens(v_level), duration(v_reset_us), v_policy.capacity, v_expires_at)
+      on conflict on constraint ephemeral_idempotency_keys_pkey do update
+           set cost        = excluded.cost,
+               remaining   = excluded.remaining,
+               reset_after = excluded.reset_after,
+               capacity    = excluded.capacity,
+               expires_at  = excluded.expires_at
+         where k.expires_at <= v_now;
+      if not found then  -- a live idempotency key: its tokens were taken already
+        update ephemeral_buckets as b
+           set level = b.level + v_wanted
+         where b.policy_id = v_policy.id
+           and b.key       = v_key;
+        select k.* into v_first
+          from ephemeral_idempotency_keys as k
+         where k.policy_id       = v_policy.id
+           and k.key             = v_key
+           and k.idempotency_key = v_idempotency_key;
+        if v_first.expires_at > v_now then
+          perform check_repeated_cost(v_first, v_cost);
+          return replay_of(v_first);
+        end if;
+      end if;
+    end if;
+    return grant_of(v_level, v_reset_us, v_policy.capacity);
+
+  end if;
+end;
+$$;
+comment on function ratelimit.acquire(text, text, bigint, text) is
+  'What ratelimit_acquire does, for the guards.';
+
+-- Takes cost tokens from one bucket as ratelimit_acquire does, and raises RL429 where that would answer with a denial.
+-- So it can stand in a function, a trigger or a policy of row level security, where nobody looks at an answer.
+--
+-- The error rolls back the statement, or what the caller rolls back with it, and with it what the statement took before.
+--
+-- Locks and writes: as ratelimit_acquire.
+create or replace function ratelimit_enforce(
+    policy          text,
+    key             text,
+    cost            bigint default 1,
+    idempotency_key text   default null)
+  returns ratelimit.decision
+  language plpgsql
+  volatile
+  security definer
+  set search_path = ratelimit, pg_temp
+  set enable_seqscan = off  -- as in ratelimit_acquire
+as $$
+declare
+  v_decision decision := acquire(policy, key, cost, ratelimit_enforce.idempotency_key);
+begin
+  if not v_decision.allowed then
+    perform rate_limit_exceeded(policy, cost, v_decision, false);
+  end if;
+  return v_decision;
+end;
+$$;
+comment on function ratelimit_enforce(text, text, bigint, text) is
+  'Take cost tokens from a bucket as ratelimit_acquire does, or raise RL429.';
+
+-- The checks of ratelimit_guard, before it reads a row.
+--
+-- The guard runs with its owner's rights, and it reads a relation by the name inserted. So that must be the transition table
+-- of the trigger. Without one, it would be what the inserting session calls so, a temporary view for example, and the
+-- code of that view would run. Likewise the columns must be of these types themselves: to read a domain, an enum or any
+-- other type as text, or to compare it, can be somebody's code.
+create or replace function ratelimit.check_guard(relation oid, trigger_name name, arguments text[])
+  returns void language plpgsql stable
+as $$
+declare
+  v_least constant integer := array_lower(arguments, 1);
+  v_usage constant text := 'Attach it like this: create trigger limited after insert on orders referencing new table as inserted '
+                           'for each statement execute function ratelimit_guard(''policy'', ''key column''), and a cost column if there is one.';
+begin
+  if cardinality(arguments) not between 2 and 3 then
+    raise exception 'invalid trigger arguments'
+      using errcode = '22023',
+            detail  = format('The trigger has %s arguments.', cardinality(arguments)),
+            hint    = v_usage;
+  end if;
+  if not exists (select from pg_trigger as t
+                  where t.tgrelid    = relation
+                    and t.tgname     = trigger_name
+                    and t.tgtype     = 4  -- after insert for each statement
+                    and t.tgnewtable = 'inserted') then
+    raise exception 'invalid trigger'
+      using errcode = '22023',
+            detail  = format('Trigger %I of %s is not one after insert for each statement with the transition table inserted.', trigger_name, relation::regclass),
+            hint    = v_usage;
+  end if;
+  if to_regclass('pg_temp.inserted') is not null then  -- a trigger that was renamed during the statement is found above as another
+    raise exception 'invalid trigger'
+      using errcode = '22023',
+            detail  = 'The session has a temporary relation called inserted, as the transition table is.',
+            hint    = 'Rename or drop it.';
+  end if;
+  for v_n in v_least + 1..array_upper(arguments, 1) loop
+    if not exists (select from pg_attribute as a
+                    where a.attrelid     = relation
+                      and a.attname      = arguments[v_n]
+                      and a.attnum       > 0
+                      and a.attgenerated in ('', 's')  -- a virtual column is not in a transition table
+                      and (a.atttypid in ('integer'::regtype, 'bigint'::regtype)
+                           or a.atttypid in ('text'::regtype, 'varchar'::regtype, 'uuid'::regtype) and v_n = v_least + 1)) then
+      raise exception 'invalid column'
+        using errcode = '22023',
+              detail  = format('%s has no column %I of a type that the guard takes.', relation::regclass, arguments[v_n]),
+              hint    = 'The key column is of type text, varchar, uuid, integer or bigint itself, the cost column of type integer or bigint.';
+    end if;
+  end loop;
+end;
+$$;
+comment on function ratelimit.check_guard(oid, name, text[]) is
+  'Raises 22023 unless a trigger and its arguments are such that ratelimit_guard may read rows.';
+
+-- A trigger function that limits what is inserted into a table. Its arguments are the policy, the column that has the key
+-- and, if rows differ in cost, the column that has it. It charges each key of the statement once: the number of its rows,
+-- or the sum of their costs. If a bucket denies, it raises RL429, and the statement inserts nothing and takes nothing.
+--
+-- Rows that an upsert updates are not inserted, so they are not charged. Of a partitioned table, the guard of the table
+-- that the statement names charges; those of its partitions do not.
+--
+-- Locks:  the bucket rows, in the order of key, until the transaction ends.
+-- Writes: the same rows.
+create or replace function ratelimit_guard()
+  returns trigger
+  language plpgsql
+  volatile
+  security definer
+  set search_path = ratelimit, pg_temp
+  set enable_seqscan = off  -- as in ratelimit_acquire
+  set jit = off             -- as in acquire_batch
+as $$
+declare
+  v_policy policies;
+  v_keys   text[];
+  v_costs  bigint[];
+  v_least  bigint;   -- the least cost of a row; -1 if one is null
+  v_denial decision;
+  v_batch  packed;
+  v_worst  integer;  -- the element with the longest wait
+begin
+  perform check_guard(tg_relid, tg_name, tg_argv);
+  execute format('select array_agg(g.key) filter (where g.cost > 0 or g.key is null),'
+                 '       array_agg(least(g.cost, 9223372036854775807)::bigint) filter (where g.cost > 0 or g.key is null),'
+                 '       min(g.least)'
+                 '  from (select i.%I::text collate "C" as key, %s as cost, %s as least from inserted as i group by 1) as g',
+                 tg_argv[1],
+                 case tg_nargs when 3 then format('sum(i.%I)', tg_argv[2]) else 'count(*)' end,
+                 case tg_nargs when 3 then format('min(coalesce(i.%I, -1))', tg_argv[2]) else '1' end)
+    into v_keys, v_costs, v_least;
+  if v_least < 0 then
+    perform refuse('cost', 'null or below zero in a row', 'Insert costs of 0 or more.');
+  end if;
+  if v_keys is null then  -- nothing to charge
+    return null;
+  end if;
+  v_policy := policy_named(tg_argv[0]);
+  perform check_name('key', u.key) from unnest(v_keys) as u (key) where is_name(u.key) is not true limit 1;
+
+  if cardinality(v_keys) = 1 then
+    v_worst  := 1;
+    v_denial := acquire(v_policy.name, v_keys[1], v_costs[1], null);
+  else
+    v_batch := acquire_batch(array_fill(v_policy.name, array[cardinality(v_keys)]), v_keys, v_costs, null, null);
+    if v_batch.refused is not null then  -- the policy was dropped meanwhile
+      raise exception using errcode = v_batch.error_codes[1], message = v_batch.error_messages[1],
+                            detail  = v_batch.error_details[1], hint = v_batch.error_hints[1];
+    end if;
+    select false, d.remaining, duration(d.retry_us), duration(d.reset_us), d.capacity, d.element
+      into v_denial.allowed, v_denial.remaining, v_denial.retry_after, v_denial.reset_after, v_denial.capacity, v_worst
+      from unnest(v_batch.elements, v_batch.remaining, v_batch.retry_after_us, v_batch.reset_after_us, v_batch.capacity)
+           as d (element, remaining, retry_us, reset_us, capacity)
+     where d.retry_us is distinct from 0
+     order by d.retry_us desc nulls first
+     limit 1;
+  end if;
+  if v_denial.allowed is false then
+    perform rate_limit_exceeded(v_policy.name, v_costs[v_worst], v_denial, false);
+  end if;
+  return null;
+end;
+$$;
+comment on function ratelimit_guard() is
+  'Trigger function: charge each key of the inserted rows once, or raise RL429.';
+
+-- ratelimit_peek for functions of this package.
+create or replace function ratelimit.peek(policy text, key text, cost bigint)
+  returns ratelimit.decision
+  language plpgsql
+  stable
+as $$
+declare
+  v_policy          ratelimit.policies;  -- in: the policy, with the numbers that apply to the key
+  v_override        ratelimit.overrides;  -- inner: the override of the key
+  v_key             text collate "C" := peek.key;  -- in: the bucket's key
+  v_cost            alias for peek.cost;           -- in: tokens that the request asks for
+  v_now             timestamptz;  -- in/out: the instant of the answer; decide reads the clock again before each look
+  v_has_row         boolean;      -- out: the bucket has a row; a bucket without a row is full
+  v_level           bigint;       -- out: microtokens in the bucket
+  v_retry_us        bigint;       -- out: microseconds until the bucket holds v_cost; null: never; of no meaning after a grant
+  v_reset_us        bigint;       -- out: microseconds until the bucket is full; null: never
+begin
+  if not acceptable(v_key, v_cost) then
+    perform check_request(policy, v_key, v_cost, null);
+  end if;
+  v_policy := policy_named(policy);
+  v_now    := clock();
+  if v_policy.overridden then
+    select o.* into v_override
+      from overrides as o
+     where o.policy_id  = v_policy.id
+       and o.key        = v_key
+       and o.expires_at > v_now;
+    if found then
+      v_policy := overridden(v_policy, v_override);
+    end if;
+  end if;
+  if v_policy.durable then
+    select refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
+           case
+             when v_cost = 0 then 0::bigint
+             when v_cost <= v_policy.capacity then wait_for(microtokens(v_cost), b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
+           end,
+           wait_for(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
+      into v_level, v_retry_us, v_reset_us
+      from buckets as b
+     where b.policy_id = v_policy.id
+       and b.key       = v_key;
+    v_has_row := found;
+    if not v_has_row then  -- full
+      v_level    := microtokens(v_policy.capacity);
+      v_retry_us := case when v_cost <= v_policy.capacity or v_cost = 0 then 0::bigint end;
+      v_reset_us := 0;
+    end if;
+
+  else
+    select refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
+           case
+             when v_cost = 0 then 0::bigint
+             when v_cost <= v_policy.capacity then wait_for(microtokens(v_cost), b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
+           end,
+           wait_for(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
+      into v_level, v_retry_us, v_reset_us
+      from ephemeral_buckets as b
+     where b.policy_id = v_policy.id
+       and b.key       = v_key;
+    v_has_row := found;
+    if not v_has_row then  -- full
+      v_level    := microtokens(v_policy.capacity);
+      v_retry_us := case when v_cost <= v_policy.capacity or v_cost = 0 then 0::bigint end;
+      v_reset_us := 0;
+    end if;
+
+  end if;
+  return answer_of(v_level, v_retry_us, v_reset_us, v_policy.capacity);
+end;
+$$;
+comment on function ratelimit.peek(text, text, bigint) is
+  'What ratelimit_peek does, for the guards.';
+
+-- What ratelimit_pre_request does with its settings; docs/postgrest/install.sql creates that function and the settings.
+-- It takes one token for a request that PostgREST is about to serve. In a read-only transaction, which those of GET, HEAD
+-- and calls of stable functions are, it can take nothing: there it refuses only if the bucket holds no token.
+--
+-- The key is the subject of the JWT, hashed, because it may be long or a secret. Without one it is the address in the
+-- header X-Forwarded-For that is forwarded_hop from the right: each proxy adds the address of whoever asked it, and what
+-- stands further left is the word of the client. Of an IPv6 address the first 64 bits count, because whoever has one has
+-- all that begin so. Null turns either off.
+--
+-- Locks and writes: as ratelimit_acquire; nothing in a read-only transaction.
+create or replace function ratelimit.limit_request(policy text, by_subject boolean, forwarded_hop integer, refuse_without_key boolean)
+  returns void
+  language plpgsql
+  volatile
+as $$
+declare
+  v_subject text;
+  v_hops    text[];
+  v_hop     text;
+  v_address inet;
+  v_key     text;
+  v_policy  ratelimit.policies;
+  v_denial  ratelimit.decision;
+begin
+  if by_subject then
+    v_subject := nullif(nullif(current_setting('request.jwt.claims', true), '')::json ->> 'sub', '');
+    v_key     := 'sub:' || encode(sha256(convert_to(v_subject, 'UTF8')), 'hex');
+  end if;
+  if v_key is null and forwarded_hop is not null then
+    v_hops := string_to_array(nullif(current_setting('request.headers', true), '')::json ->> 'x-forwarded-for', ',');
+    v_hop  := trim(v_hops[cardinality(v_hops) + 1 - forwarded_hop]);
+    v_hop  := regexp_replace(v_hop, '^\[(.*)\](:\d+)?$|^([\d.]+):\d+$', '\1\3');  -- without a port
+    v_hop  := regexp_replace(v_hop, '^::ffff:(?=[\d.]+$)', '', 'i');              -- IPv4 in IPv6
+    begin
+      v_address := v_hop;
+    exception when invalid_text_representation then
+      v_address := null;  -- no address
+    end;
+    v_key := 'ip:' || case family(v_address) when 4 then host(v_address) else network(set_masklen(v_address, 64))::text end;
+  end if;
+  if v_key is null then
+    if refuse_without_key then
+      perform ratelimit.refuse_http('the request has no key to limit it by', null, 'Send a token that has a subject.', '{}');
+    end if;
+    return;
+  end if;
+
+  if current_setting('transaction_read_only') = 'off' then
+    v_denial := ratelimit.acquire(policy, v_key, 1, null);
+  else
+    v_policy := ratelimit.policy_named(policy);
+    if v_policy.shadow or not v_policy.durable and pg_is_in_recovery() then  -- a standby cannot read ephemeral buckets
+      return;
+    end if;
+    v_denial := ratelimit.peek(policy, v_key, 1);
+  end if;
+  if not v_denial.allowed then
+    perform ratelimit.rate_limit_exceeded(policy, 1, v_denial, true);
+  end if;
+end;
+$$;
+comment on function ratelimit.limit_request(text, boolean, integer, boolean) is
+  'Takes a token for a request of PostgREST, or refuses it.';
+
+
 -- Upkeep.
 -- Clean-up removes rows that change no answer: buckets that are full again, expired idempotency keys, expired
 -- overrides, and rows whose policy was dropped. A bucket with a live override must be full by the override's numbers and
@@ -5997,6 +6713,216 @@ end;
 $$;
 comment on procedure ratelimit_cleanup_all(interval) is
   'Remove all full buckets and expired idempotency keys in short batches, committing between them, for at most budget.';
+
+-- Lists the buckets that have rows, the emptiest first: by the share of their capacity that they hold. retry_after is the
+-- time until the bucket holds a token. overridden tells that the key has numbers of its own. Buckets without a row are full.
+--
+-- It reads every bucket, of one policy if given.
+-- Locks:  nothing.
+-- Writes: nothing.
+create or replace function ratelimit_status(policy text default null, max_rows integer default 100)
+  returns table (policy text, key text, remaining bigint, retry_after interval, reset_after interval, capacity bigint, overridden boolean)
+  language sql
+  stable
+  security definer
+  set search_path = ratelimit, pg_temp
+as $$
+  select check_listing($1, null, $2);
+  select s.name, s.key, whole_tokens(s.level_now),
+         duration(case when s.capacity > 0 then wait_for(microtokens(1), s.level, s.refilled_at, v_now, s.every_us, s.tick_us, s.tick_gain, s.round_up) end),
+         duration(wait_for(s.full_level, s.level, s.refilled_at, v_now, s.every_us, s.tick_us, s.tick_gain, s.round_up)),
+         s.capacity, s.overridden
+    from (select u.*, refilled_level(u.level, u.refilled_at, v_now, u.full_level, u.gain, u.every_us, u.tick) as level_now
+            from (select p.name, b.key, b.level, b.refilled_at, c.v_now, o.key is not null as overridden,
+                         case when o.key is null then p.capacity else o.capacity end as capacity,
+                         case when o.key is null then p.tick else o.tick end as tick,
+                         case when o.key is null then p.every_us else o.every_us end as every_us,
+                         case when o.key is null then p.tick_us else o.tick_us end as tick_us,
+                         case when o.key is null then p.full_level else o.full_level end as full_level,
+                         case when o.key is null then p.gain else o.gain end as gain,
+                         case when o.key is null then p.tick_gain else o.tick_gain end as tick_gain,
+                         case when o.key is null then p.round_up else o.round_up end as round_up
+                    from policies as p
+                    join (table buckets union all table ephemeral_buckets) as b on b.policy_id = p.id
+                   cross join (select clock() as v_now offset 0) as c
+                    left join overrides as o on p.overridden and o.policy_id = p.id and o.key = b.key and o.expires_at > c.v_now
+                   where $1 is null or p.name = $1 collate "C"
+                  offset 0) as u
+           order by refilled_level(u.level, u.refilled_at, v_now, u.full_level, u.gain, u.every_us, u.tick) / greatest(u.full_level, 1), u.name, u.key
+           limit $2) as s
+   order by s.level_now / greatest(s.full_level, 1), s.name, s.key
+$$;
+comment on function ratelimit_status(text, integer) is
+  'List the buckets that have rows, the emptiest first, at most max_rows of them; reads every bucket.';
+
+-- Looks for what makes limits slow or tables large, and says what helps. Without findings all is well.
+--
+-- A bucket that is overdue and in use is none: clean-up skips a row that is locked. Statistics are those since they were
+-- last reset. Sessions count after a minute.
+--
+-- Locks:  nothing.
+-- Writes: nothing.
+create or replace function ratelimit_doctor()
+  returns table (severity text, finding text, remedy text)
+  language plpgsql
+  stable
+  security definer
+  set search_path = ratelimit, pg_temp
+  set enable_seqscan = off  -- the overdue rows are found by the index of the column that makes them due
+as $$
+declare
+  v_now        constant timestamptz := clock();
+  v_due_before constant timestamptz := v_now - interval '10 minutes';
+  v_tables     constant regclass[]  := array['buckets', 'ephemeral_buckets', 'idempotency_keys', 'ephemeral_idempotency_keys'];
+begin
+  return query
+    select 'warning',
+           format('ratelimit.buckets has %s rows overdue for clean-up, the oldest since %s.',
+                  case when o.overdue = 10000 then '10000 or more' else o.overdue::text end, date_trunc('second', o.since)),
+           'Clean-up does not run, or cannot keep up. Run it now: call ratelimit_cleanup_all(); and then every minute: docs/operating.md.'
+      from (select count(*) as overdue, min(d.due) as since
+              from (select t.due_at as due
+                      from buckets as t
+                     where t.due_at < v_due_before and t.refilled_at < v_due_before
+                     order by t.due_at
+                     limit 10000) as d) as o
+     where o.overdue > 0;
+  return query
+    select 'warning',
+           format('ratelimit.idempotency_keys has %s rows overdue for clean-up, the oldest since %s.',
+                  case when o.overdue = 10000 then '10000 or more' else o.overdue::text end, date_trunc('second', o.since)),
+           'Clean-up does not run, or cannot keep up. Run it now: call ratelimit_cleanup_all(); and then every minute: docs/operating.md.'
+      from (select count(*) as overdue, min(d.due) as since
+              from (select t.expires_at as due
+                      from idempotency_keys as t
+                     where t.expires_at < v_due_before
+                     order by t.expires_at
+                     limit 10000) as d) as o
+     where o.overdue > 0;
+  return query
+    select 'warning',
+           format('ratelimit.overrides has %s rows overdue for clean-up, the oldest since %s.',
+                  case when o.overdue = 10000 then '10000 or more' else o.overdue::text end, date_trunc('second', o.since)),
+           'Clean-up does not run, or cannot keep up. Run it now: call ratelimit_cleanup_all(); and then every minute: docs/operating.md.'
+      from (select count(*) as overdue, min(d.due) as since
+              from (select t.expires_at as due
+                      from overrides as t
+                     where t.expires_at < v_due_before
+                     order by t.expires_at
+                     limit 10000) as d) as o
+     where o.overdue > 0;
+  if not pg_is_in_recovery() then  -- a standby cannot read these
+    return query
+    select 'warning',
+           format('ratelimit.ephemeral_buckets has %s rows overdue for clean-up, the oldest since %s.',
+                  case when o.overdue = 10000 then '10000 or more' else o.overdue::text end, date_trunc('second', o.since)),
+           'Clean-up does not run, or cannot keep up. Run it now: call ratelimit_cleanup_all(); and then every minute: docs/operating.md.'
+      from (select count(*) as overdue, min(d.due) as since
+              from (select t.due_at as due
+                      from ephemeral_buckets as t
+                     where t.due_at < v_due_before and t.refilled_at < v_due_before
+                     order by t.due_at
+                     limit 10000) as d) as o
+     where o.overdue > 0;
+    return query
+    select 'warning',
+           format('ratelimit.ephemeral_idempotency_keys has %s rows overdue for clean-up, the oldest since %s.',
+                  case when o.overdue = 10000 then '10000 or more' else o.overdue::text end, date_trunc('second', o.since)),
+           'Clean-up does not run, or cannot keep up. Run it now: call ratelimit_cleanup_all(); and then every minute: docs/operating.md.'
+      from (select count(*) as overdue, min(d.due) as since
+              from (select t.expires_at as due
+                      from ephemeral_idempotency_keys as t
+                     where t.expires_at < v_due_before
+                     order by t.expires_at
+                     limit 10000) as d) as o
+     where o.overdue > 0;
+  end if;
+
+  return query
+    select 'warning',
+           format('%s holds %s dead row versions beside %s rows.', s.relid::regclass, s.n_dead_tup, s.n_live_tup),
+           'Vacuum does not get to them, or an old snapshot keeps them: see the other findings. Then run: vacuum ' || s.relid::regclass || ';'
+      from pg_stat_all_tables as s
+     where s.relid = any (v_tables)
+       and s.n_dead_tup > 100000
+       and s.n_dead_tup > s.n_live_tup
+     order by s.relid;
+  -- What a row takes up with its index entries is at most about twice its columns and 50 bytes.
+  return query
+    select 'warning',
+           format('%s takes up %s, and its %s rows need less than %s.', b.relid::regclass, pg_size_pretty(b.size), b.rows, pg_size_pretty(b.needed)),
+           'Space that is free in the table is used again. To give it back, in a quiet moment, because acquires wait: vacuum full ' || b.relid::regclass || ';'
+      from (select s.relid, pg_total_relation_size(s.relid) as size, r.rows, 10 * 1048576 + (r.rows * 2 * (w.width + 50))::bigint as needed
+              from pg_stat_all_tables as s
+              join pg_class as c on c.oid = s.relid
+             cross join lateral (select greatest(s.n_live_tup, c.reltuples::bigint, 0) as rows) as r
+             cross join lateral (select coalesce(sum(a.avg_width), 100) as width
+                                   from pg_stats as a
+                                  where a.schemaname = s.schemaname and a.tablename = s.relname) as w
+             where s.relid = any (v_tables)) as b
+     where b.size > 5 * b.needed
+     order by b.relid;
+  return query
+    select 'warning',
+           format('Of %s updates of %s only %s were heap-only: the others had to write to every index.',
+                  s.n_tup_upd, s.relid::regclass, round(s.n_tup_hot_upd::numeric / s.n_tup_upd, 3)),
+           'Pages have no room for new row versions. Most often an old snapshot or an idle transaction keeps the versions that are there. '
+           'Or the table has another index or fillfactor than it was created with: see \d+ ' || s.relid::regclass
+      from pg_stat_all_tables as s
+     where s.relid = any (v_tables[1:2])
+       and s.n_tup_upd > 10000
+       and s.n_tup_hot_upd < 0.7 * s.n_tup_upd
+     order by s.relid;
+
+  return query
+    select 'warning',
+           format('Session %s of role %s (%s) has a transaction open since %s: rows that it locks are waited for, and row versions that it may see stay.',
+                  a.pid, a.usename, a.state, date_trunc('second', a.xact_start)),
+           format('End the transaction; if it is stuck: select pg_terminate_backend(%s); The setting idle_in_transaction_session_timeout ends idle ones.', a.pid)
+      from pg_stat_activity as a
+     where a.datname = current_database()
+       and a.pid <> pg_backend_pid()
+       and a.backend_type <> 'autovacuum worker'
+       and (a.backend_xmin is not null or a.backend_xid is not null)
+       and a.xact_start < v_now - interval '1 minute'
+     order by a.xact_start;
+  return query
+    select 'warning',
+           format('Prepared transaction %L is open since %s: rows that it locks are waited for, and row versions that it may see stay.',
+                  x.gid, date_trunc('second', x.prepared)),
+           format('End it: commit prepared %1$L; or rollback prepared %1$L;', x.gid)
+      from pg_prepared_xacts as x
+     where x.database = current_database()
+       and x.prepared < v_now - interval '1 minute'
+     order by x.prepared;
+  return query
+    select 'notice',
+           format('The owner of the package, %I, cannot see what sessions of other roles do: old snapshots and idle transactions are not found.', current_user),
+           format('As a superuser, or with the admin option: grant pg_read_all_stats to %I;', current_user)
+     where not pg_has_role(current_user, 'pg_read_all_stats', 'usage');
+
+  return query
+    select 'warning',
+           format('The setting %s of the server is off, so nothing vacuums the tables.', s.name),
+           format('alter system set %s = on; select pg_reload_conf();', s.name)
+      from pg_settings as s
+     where s.name in ('autovacuum', 'track_counts')
+       and s.setting = 'off'
+     order by s.name;
+  return query
+    select 'warning',
+           format('Autovacuum is off for %s.', c.oid::regclass),
+           format('alter table %s reset (autovacuum_enabled);', c.oid::regclass)
+      from pg_class as c
+     cross join pg_options_to_table(c.reloptions) as o
+     where c.oid = any (v_tables)
+       and o.option_name = 'autovacuum_enabled'
+       and not o.option_value::boolean
+     order by c.oid;
+end;
+$$;
+comment on function ratelimit_doctor() is
+  'List what makes limits slow or tables large, and what helps; no row when all is well.';
 
 -- The release of the installed functions.
 create or replace function ratelimit_version()

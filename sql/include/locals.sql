@@ -1,10 +1,11 @@
 {{- /* The contract of look.sql and decide.sql: the locals that a function must declare to include one of them. The function
        sets the locals marked "in" before the fragment, and reads those marked "out" after it. It sets those marked
        "in/out" before the fragment, and the fragment changes them. Only the fragment itself uses those marked "inner".
-       The argument is the name of the function: the locals take over its arguments key, cost and idempotency_key. */ -}}
+       The argument is the name of the function: the locals take over its arguments key, cost and idempotency_key. Types
+       have their schema for functions without a search_path of their own. */ -}}
 {{ define "locals_of_look" -}}
-v_policy          policies;     -- in: the policy, with the numbers that apply to the key
-  v_override        overrides;    -- inner: the override of the key
+v_policy          ratelimit.policies;  -- in: the policy, with the numbers that apply to the key
+  v_override        ratelimit.overrides;  -- inner: the override of the key
   v_key             text collate "C" := {{ . }}.key;  -- in: the bucket's key
   v_cost            alias for {{ . }}.cost;           -- in: tokens that the request asks for
   v_now             timestamptz;  -- in/out: the instant of the answer; decide reads the clock again before each look
@@ -17,9 +18,9 @@ v_policy          policies;     -- in: the policy, with the numbers that apply t
 {{ template "locals_of_look" . }}
   v_idempotency_key text collate "C" := {{ . }}.idempotency_key;  -- in: null for none
   v_wanted          bigint;       -- in/out: v_cost in microtokens, or 0 if nothing can be taken
-  v_first           idempotency_keys;  -- inner: the grant that is remembered under the idempotency key
+  v_first           ratelimit.idempotency_keys;  -- inner: the grant that is remembered under the idempotency key
   v_refilled_at     timestamptz;  -- inner: the instant at which the row says that the bucket held v_level
-  v_again           policies;     -- inner: the policy, read again
+  v_again           ratelimit.policies;  -- inner: the policy, read again
   v_due_at          timestamptz;  -- inner: when clean-up looks at a new bucket
   v_expires_at      timestamptz;  -- inner: when the idempotency key is forgotten
   v_round           integer;      -- inner: the rounds that took nothing and denied nothing; null is none

@@ -46,8 +46,10 @@ create or replace function ratelimit_acquire(
   set search_path = ratelimit, pg_temp
   set enable_seqscan = off  -- a plan made while the table was empty would read all of it once it has grown
 as $$
+{{- /* enforce.sql has the same body. The argument is the name of the function. */ -}}
+{{ define "acquire" -}}
 declare
-  {{ template "locals_of_decide" "ratelimit_acquire" }}
+  {{ template "locals_of_decide" . }}
 begin
   if not acceptable(v_key, v_cost) or v_idempotency_key is not null then  -- inlined; the call of check_request raises the error
     if (acceptable(v_key, v_cost) and is_name(v_idempotency_key)) is not true then
@@ -57,7 +59,7 @@ begin
       v_idempotency_key := null;  -- nothing is granted, so nothing is remembered
     end if;
   end if;
-  select p.* into v_policy from policies as p where p.name = ratelimit_acquire.policy collate "C";
+  select p.* into v_policy from policies as p where p.name = {{ . }}.policy collate "C";
   if not found then  -- the name of a policy that was found needs no check
     perform check_name('policy', policy);
     perform unknown_policy(policy);
@@ -74,6 +76,8 @@ begin
     {{ template "include/decide.sql" (dict "buckets" "ephemeral_buckets" "keys" "ephemeral_idempotency_keys") }}
   end if;
 end;
+{{- end }}
+{{ template "acquire" "ratelimit_acquire" }}
 $$;
 comment on function ratelimit_acquire(text, text, bigint, text) is
   'Take cost tokens from a bucket if it has them; a repeat under the same idempotency key is the same request answered again, and takes nothing.';

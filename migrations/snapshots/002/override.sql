@@ -95,8 +95,8 @@ $$;
 comment on function ratelimit_remove_override(text, text) is
   'Remove the override of one key; true if there was one.';
 
--- The checks of ratelimit_overrides, whose own language has none.
-create or replace function ratelimit.check_overrides(policy text, key text, max_rows integer)
+-- The checks of ratelimit_overrides and ratelimit_status, whose own language has none.
+create or replace function ratelimit.check_listing(policy text, key text, max_rows integer)
   returns void language plpgsql stable
 as $$
 begin
@@ -112,7 +112,7 @@ begin
   end if;
 end;
 $$;
-comment on function ratelimit.check_overrides(text, text, integer) is
+comment on function ratelimit.check_listing(text, text, integer) is
   'Raises 22023 for an argument out of range, and RL001 for an unknown policy.';
 
 -- Lists live overrides, by policy and key: of one policy, or of one key, if given.
@@ -126,7 +126,7 @@ create or replace function ratelimit_overrides(policy text default null, key tex
   security definer
   set search_path = ratelimit, pg_temp
 as $$
-  select check_overrides($1, $2, $3);
+  select check_listing($1, $2, $3);
   select p.name, o.key, o.capacity, o.refill, o.every, nullif(o.expires_at, 'infinity')
     from policies as p
    cross join lateral (select o.* from overrides as o where o.policy_id = p.id and o.key = $2 collate "C"  -- through the primary key

@@ -11,8 +11,10 @@ create or replace function ratelimit_peek(policy text, key text, cost bigint def
   set search_path = ratelimit, pg_temp
   set enable_seqscan = off  -- as in ratelimit_acquire
 as $$
+{{- /* pre_request.sql has the same body. The argument is the name of the function. */ -}}
+{{ define "peek" -}}
 declare
-  {{ template "locals_of_look" "ratelimit_peek" }}
+  {{ template "locals_of_look" . }}
 begin
   if not acceptable(v_key, v_cost) then
     perform check_request(policy, v_key, v_cost, null);
@@ -29,6 +31,8 @@ begin
   end if;
   return answer_of(v_level, v_retry_us, v_reset_us, v_policy.capacity);
 end;
+{{- end }}
+{{ template "peek" "ratelimit_peek" }}
 $$;
 comment on function ratelimit_peek(text, text, bigint) is
   'The tokens that a bucket holds, and whether an acquire of this cost would be allowed now; takes nothing.';

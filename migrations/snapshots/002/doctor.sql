@@ -1,0 +1,128 @@
+-- Looks for what makes limits slow or tables large, and says what helps. Without findings all is well.
+--
+-- A bucket that is overdue and in use is none: clean-up skips a row that is locked. Statistics are those since they were
+-- last reset. Sessions count after a minute.
+--
+-- Locks:  nothing.
+-- Writes: nothing.
+create or replace function ratelimit_doctor()
+  returns table (severity text, finding text, remedy text)
+  language plpgsql
+  stable
+  security definer
+  set search_path = ratelimit, pg_temp
+  set enable_seqscan = off  -- the overdue rows are found by the index of the column that makes them due
+as $$
+{{- /* The arguments are the table, the column by which its rows are due, and a further condition. */ -}}
+{{ define "overdue" -}}
+return query
+    select 'warning',
+           format('ratelimit.{{ .table }} has %s rows overdue for clean-up, the oldest since %s.',
+                  case when o.overdue = 10000 then '10000 or more' else o.overdue::text end, date_trunc('second', o.since)),
+           'Clean-up does not run, or cannot keep up. Run it now: call ratelimit_cleanup_all(); and then every minute: docs/operating.md.'
+      from (select count(*) as overdue, min(d.due) as since
+              from (select t.{{ .column }} as due
+                      from {{ .table }} as t
+                     where t.{{ .column }} < v_due_before{{ with .and }} {{ . }}{{ end }}
+                     order by t.{{ .column }}
+                     limit 10000) as d) as o
+     where o.overdue > 0;
+{{- end }}
+declare
+  v_now        constant timestamptz := clock();
+  v_due_before constant timestamptz := v_now - interval '10 minutes';
+  v_tables     constant regclass[]  := array['buckets', 'ephemeral_buckets', 'idempotency_keys', 'ephemeral_idempotency_keys'];
+begin
+  {{ template "overdue" (dict "table" "buckets" "column" "due_at" "and" "and t.refilled_at < v_due_before") }}
+  {{ template "overdue" (dict "table" "idempotency_keys" "column" "expires_at") }}
+  {{ template "overdue" (dict "table" "overrides" "column" "expires_at") }}
+  if not pg_is_in_recovery() then  -- a standby cannot read these
+    {{ template "overdue" (dict "table" "ephemeral_buckets" "column" "due_at" "and" "and t.refilled_at < v_due_before") }}
+    {{ template "overdue" (dict "table" "ephemeral_idempotency_keys" "column" "expires_at") }}
+  end if;
+
+  return query
+    select 'warning',
+           format('%s holds %s dead row versions beside %s rows.', s.relid::regclass, s.n_dead_tup, s.n_live_tup),
+           'Vacuum does not get to them, or an old snapshot keeps them: see the other findings. Then run: vacuum ' || s.relid::regclass || ';'
+      from pg_stat_all_tables as s
+     where s.relid = any (v_tables)
+       and s.n_dead_tup > 100000
+       and s.n_dead_tup > s.n_live_tup
+     order by s.relid;
+  -- What a row takes up with its index entries is at most about twice its columns and 50 bytes.
+  return query
+    select 'warning',
+           format('%s takes up %s, and its %s rows need less than %s.', b.relid::regclass, pg_size_pretty(b.size), b.rows, pg_size_pretty(b.needed)),
+           'Space that is free in the table is used again. To give it back, in a quiet moment, because acquires wait: vacuum full ' || b.relid::regclass || ';'
+      from (select s.relid, pg_total_relation_size(s.relid) as size, r.rows, 10 * 1048576 + (r.rows * 2 * (w.width + 50))::bigint as needed
+              from pg_stat_all_tables as s
+              join pg_class as c on c.oid = s.relid
+             cross join lateral (select greatest(s.n_live_tup, c.reltuples::bigint, 0) as rows) as r
+             cross join lateral (select coalesce(sum(a.avg_width), 100) as width
+                                   from pg_stats as a
+                                  where a.schemaname = s.schemaname and a.tablename = s.relname) as w
+             where s.relid = any (v_tables)) as b
+     where b.size > 5 * b.needed
+     order by b.relid;
+  return query
+    select 'warning',
+           format('Of %s updates of %s only %s were heap-only: the others had to write to every index.',
+                  s.n_tup_upd, s.relid::regclass, round(s.n_tup_hot_upd::numeric / s.n_tup_upd, 3)),
+           'Pages have no room for new row versions. Most often an old snapshot or an idle transaction keeps the versions that are there. '
+           'Or the table has another index or fillfactor than it was created with: see \d+ ' || s.relid::regclass
+      from pg_stat_all_tables as s
+     where s.relid = any (v_tables[1:2])
+       and s.n_tup_upd > 10000
+       and s.n_tup_hot_upd < 0.7 * s.n_tup_upd
+     order by s.relid;
+
+  return query
+    select 'warning',
+           format('Session %s of role %s (%s) has a transaction open since %s: rows that it locks are waited for, and row versions that it may see stay.',
+                  a.pid, a.usename, a.state, date_trunc('second', a.xact_start)),
+           format('End the transaction; if it is stuck: select pg_terminate_backend(%s); The setting idle_in_transaction_session_timeout ends idle ones.', a.pid)
+      from pg_stat_activity as a
+     where a.datname = current_database()
+       and a.pid <> pg_backend_pid()
+       and a.backend_type <> 'autovacuum worker'
+       and (a.backend_xmin is not null or a.backend_xid is not null)
+       and a.xact_start < v_now - interval '1 minute'
+     order by a.xact_start;
+  return query
+    select 'warning',
+           format('Prepared transaction %L is open since %s: rows that it locks are waited for, and row versions that it may see stay.',
+                  x.gid, date_trunc('second', x.prepared)),
+           format('End it: commit prepared %1$L; or rollback prepared %1$L;', x.gid)
+      from pg_prepared_xacts as x
+     where x.database = current_database()
+       and x.prepared < v_now - interval '1 minute'
+     order by x.prepared;
+  return query
+    select 'notice',
+           format('The owner of the package, %I, cannot see what sessions of other roles do: old snapshots and idle transactions are not found.', current_user),
+           format('As a superuser, or with the admin option: grant pg_read_all_stats to %I;', current_user)
+     where not pg_has_role(current_user, 'pg_read_all_stats', 'usage');
+
+  return query
+    select 'warning',
+           format('The setting %s of the server is off, so nothing vacuums the tables.', s.name),
+           format('alter system set %s = on; select pg_reload_conf();', s.name)
+      from pg_settings as s
+     where s.name in ('autovacuum', 'track_counts')
+       and s.setting = 'off'
+     order by s.name;
+  return query
+    select 'warning',
+           format('Autovacuum is off for %s.', c.oid::regclass),
+           format('alter table %s reset (autovacuum_enabled);', c.oid::regclass)
+      from pg_class as c
+     cross join pg_options_to_table(c.reloptions) as o
+     where c.oid = any (v_tables)
+       and o.option_name = 'autovacuum_enabled'
+       and not o.option_value::boolean
+     order by c.oid;
+end;
+$$;
+comment on function ratelimit_doctor() is
+  'List what makes limits slow or tables large, and what helps; no row when all is well.';
