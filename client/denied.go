@@ -1,0 +1,65 @@
+package client
+
+import (
+	"encoding/json"
+	"errors"
+	"math"
+	"math/big"
+
+	"github.com/jackc/pgx/v5/pgconn"
+)
+
+// A Denial is what a guard inside the database refused: ratelimit_enforce, or a trigger that calls
+// ratelimit_guard. The statement failed with it, and what it had taken is given back.
+//
+// Of the Decision, Remaining, RetryAfter and Capacity are told. RetryAfter is the promise that it is for
+// [Limiter.Acquire].
+type Denial struct {
+	Decision
+
+	// Policy is the policy whose bucket denied. Its key is not told.
+	Policy string
+
+	// Cost is what was asked of that bucket.
+	Cost int64
+}
+
+// Denied recognises the error of a guard inside the database (SQLSTATE RL429) and returns its numbers. The
+// error may come from any statement, and may be wrapped:
+//
+//	_, err := pool.Exec(ctx, "insert into orders (customer) values ($1)", customer)
+//	if d, ok := client.Denied(err); ok {
+//		return tryAgainIn(d.RetryAfter)
+//	}
+func Denied(err error) (d Denial, ok bool) {
+	var pgErr *pgconn.PgError
+	if !errors.As(err, &pgErr) || pgErr.Code != "RL429" {
+		return Denial{}, false
+	}
+	var told struct {
+		Policy     *string
+		Cost       *int64
+		Remaining  *int64
+		RetryAfter *json.Number `json:"retry_after"`
+		Capacity   *int64
+	}
+	if json.Unmarshal([]byte(pgErr.Detail), &told) != nil ||
+		told.Policy == nil || told.Cost == nil || told.Remaining == nil || told.Capacity == nil {
+		return Denial{}, false // raised by somebody else
+	}
+	d = Denial{Policy: *told.Policy, Cost: *told.Cost}
+	d.Remaining, d.Capacity, d.RetryAfter = *told.Remaining, *told.Capacity, never
+	if told.RetryAfter != nil {
+		seconds, ok := new(big.Rat).SetString(told.RetryAfter.String())
+		if !ok {
+			return Denial{}, false
+		}
+		micros := seconds.Mul(seconds, big.NewRat(1_000_000, 1))
+		if n := new(big.Int).Quo(micros.Num(), micros.Denom()); n.IsInt64() {
+			d.RetryAfter = duration(n.Int64())
+		} else {
+			d.RetryAfter = duration(math.MaxInt64)
+		}
+	}
+	return d, true
+}
