@@ -12,10 +12,10 @@ declare
   v_usage constant text := 'Attach it like this: create trigger limited after insert on orders referencing new table as inserted '
                            'for each statement execute function ratelimit_guard(''policy'', ''key column''), and a cost column if there is one.';
 begin
-  if cardinality(arguments) not between 2 and 3 then
+  if (cardinality(arguments) between 2 and 3) is not true then
     raise exception 'invalid trigger arguments'
       using errcode = '22023',
-            detail  = format('The trigger has %s arguments.', cardinality(arguments)),
+            detail  = format('The trigger has %s arguments.', coalesce(cardinality(arguments), 0)),
             hint    = v_usage;
   end if;
   if not exists (select from pg_trigger as t
