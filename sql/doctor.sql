@@ -43,19 +43,19 @@ begin
 
   return query
     select 'warning',
-           format('%s holds %s dead row versions beside %s rows.', s.relid::regclass, s.n_dead_tup, s.n_live_tup),
-           'Vacuum does not get to them, or an old snapshot keeps them: see the other findings. Then run: vacuum ' || s.relid::regclass || ';'
+           format('ratelimit.%s holds %s dead row versions beside %s rows.', s.relname, s.n_dead_tup, s.n_live_tup),
+           'Vacuum does not get to them, or an old snapshot keeps them: see the other findings. Then run: vacuum ratelimit.' || s.relname || ';'
       from pg_stat_all_tables as s
      where s.relid = any (v_tables)
        and s.n_dead_tup > 100000
        and s.n_dead_tup > s.n_live_tup
-     order by s.relid;
+     order by s.relname;
   -- What a row takes up with its index entries is at most about twice its columns and 50 bytes.
   return query
     select 'warning',
-           format('%s takes up %s, and its %s rows need less than %s.', b.relid::regclass, pg_size_pretty(b.size), b.rows, pg_size_pretty(b.needed)),
-           'Space that is free in the table is used again. To give it back, in a quiet moment, because acquires wait: vacuum full ' || b.relid::regclass || ';'
-      from (select s.relid, pg_total_relation_size(s.relid) as size, r.rows, 10 * 1048576 + (r.rows * 2 * (w.width + 50))::bigint as needed
+           format('ratelimit.%s takes up %s, and its %s rows need less than %s.', b.relname, pg_size_pretty(b.size), b.rows, pg_size_pretty(b.needed)),
+           'Space that is free in the table is used again. To give it back, in a quiet moment, because acquires wait: vacuum full ratelimit.' || b.relname || ';'
+      from (select s.relname, pg_total_relation_size(s.relid) as size, r.rows, 10 * 1048576 + (r.rows * 2 * (w.width + 50))::bigint as needed
               from pg_stat_all_tables as s
               join pg_class as c on c.oid = s.relid
              cross join lateral (select greatest(s.n_live_tup, c.reltuples::bigint, 0) as rows) as r
@@ -64,18 +64,18 @@ begin
                                   where a.schemaname = s.schemaname and a.tablename = s.relname) as w
              where s.relid = any (v_tables)) as b
      where b.size > 5 * b.needed
-     order by b.relid;
+     order by b.relname;
   return query
     select 'warning',
-           format('Of %s updates of %s only %s were heap-only: the others had to write to every index.',
-                  s.n_tup_upd, s.relid::regclass, round(s.n_tup_hot_upd::numeric / s.n_tup_upd, 3)),
+           format('Of %s updates of ratelimit.%s only %s were heap-only: the others had to write to every index.',
+                  s.n_tup_upd, s.relname, round(s.n_tup_hot_upd::numeric / s.n_tup_upd, 3)),
            'Pages have no room for new row versions. Most often an old snapshot or an idle transaction keeps the versions that are there. '
-           'Or the table has another index or fillfactor than it was created with: see \d+ ' || s.relid::regclass
+           'Or the table has another index or fillfactor than it was created with: see \d+ ratelimit.' || s.relname
       from pg_stat_all_tables as s
      where s.relid = any (v_tables[1:2])
        and s.n_tup_upd > 10000
        and s.n_tup_hot_upd < 0.7 * s.n_tup_upd
-     order by s.relid;
+     order by s.relname;
 
   return query
     select 'warning',
@@ -114,14 +114,14 @@ begin
      order by s.name;
   return query
     select 'warning',
-           format('Autovacuum is off for %s.', c.oid::regclass),
-           format('alter table %s reset (autovacuum_enabled);', c.oid::regclass)
+           format('Autovacuum is off for ratelimit.%s.', c.relname),
+           format('alter table ratelimit.%s reset (autovacuum_enabled);', c.relname)
       from pg_class as c
      cross join pg_options_to_table(c.reloptions) as o
      where c.oid = any (v_tables)
        and o.option_name = 'autovacuum_enabled'
        and not o.option_value::boolean
-     order by c.oid;
+     order by c.relname;
 end;
 $$;
 comment on function ratelimit_doctor() is

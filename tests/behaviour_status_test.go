@@ -1,0 +1,309 @@
+package tests
+
+import (
+	"fmt"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/pgratelimit/migrations"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+)
+
+const statusColumns = `select concat_ws('|', policy, key, remaining, coalesce(extract(epoch from retry_after)::real::text, 'never'),
+	coalesce(extract(epoch from reset_after)::real::text, 'never'), capacity, overridden) from `
+
+func TestStatus_EmptiestFirst(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	db.definePolicy("p", 10, 1, 2*second)
+	db.definePolicy("stepped", 100, 50, time.Minute, stepped, ephemeral)
+	db.definePolicy("budget", 4, 0, second)
+	db.definePolicy("gone", 10, 1, aDay)
+	db.setClock(t0)
+	for _, take := range []struct {
+		policy, key string
+		cost        int64
+	}{{"p", "half", 5}, {"p", "empty", 10}, {"p", "plan", 2}, {"p", "blocked", 1}, {"stepped", "k", 99}, {"budget", "k", 4}, {"p", "later", 9}, {"gone", "k", 10}} {
+		db.acquire(take.policy, take.key, take.cost)
+	}
+	db.exec("select ratelimit_override('p', 'plan', 20), ratelimit_override('p', 'blocked', 0), ratelimit_override('p', 'half', 1, expires_at => $1)", t0.Add(second))
+	db.putBucket("p", "in debt", bucket{Level: -2_500_000, RefilledAt: t0})
+	db.exec("delete from ratelimit.policies where name = 'gone'") // and not yet its rows
+	db.setClock(t0.Add(3 * second))
+	want := []string{
+		"p|in debt|-1|4|22|10|f",
+		"budget|k|0|never|never|4|f",
+		"p|blocked|0|never|0|0|t",
+		"stepped|k|1|0|117|100|f",
+		"p|empty|1|0|17|10|f",
+		"p|later|2|0|15|10|f",
+		"p|plan|9|0|21|20|t",
+		"p|half|6|0|7|10|f",
+	}
+	require.Equal(t, want, column(t, db.DB, statusColumns+"ratelimit_status()"))
+	require.Equal(t, want[:3], column(t, db.DB, statusColumns+"ratelimit_status(max_rows => 3)"))
+	require.Equal(t, want[3:4], column(t, db.DB, statusColumns+"ratelimit_status('stepped')"))
+
+	// Its numbers are those of peek.
+	rows := column(t, db.DB, "select policy || '|' || key from ratelimit_status()")
+	for _, row := range rows {
+		policy, key, _ := strings.Cut(row, "|")
+		d := db.must(peek(db.Pool, policy, key, 1))
+		require.Equal(t, []string{fmt.Sprintf("%d %d %d", d.Remaining, d.ResetAfter, d.Capacity)}, column(t, db.DB, `
+			select concat_ws(' ', remaining, coalesce((extract(epoch from reset_after) * 1000000)::bigint, $3), capacity) from ratelimit_status($1) where key = $2`,
+			policy, key, orNever(nil)))
+	}
+
+	for call, code := range map[string]string{
+		"('none')": "RL001", "('')": "22023", "(repeat('x', 513))": "22023", "(max_rows => 0)": "22023", "(max_rows => null)": "22023", "('p', -1)": "22023",
+	} {
+		_, err := db.Pool.Exec(t.Context(), "select * from ratelimit_status"+call)
+		require.Equal(t, code, sqlState(err), "%s: %v", call, err)
+	}
+	before := db.rows()
+	db.exec("select * from ratelimit_status()")
+	require.Equal(t, before, db.rows())
+}
+
+// findings are those of the doctor, each with its severity.
+func (db *testDB) findings() []string {
+	db.t.Helper()
+	return column(db.t, db.DB, "select severity || ': ' || finding from ratelimit_doctor()")
+}
+
+// requireFinding fails unless the doctor finds just this, and returns what helps.
+func (db *testDB) requireFinding(severity string, parts ...string) (remedy string) {
+	db.t.Helper()
+	findings := db.findings()
+	require.Len(db.t, findings, 1)
+	for _, part := range append(parts, severity+": ") {
+		require.Contains(db.t, findings[0], part)
+	}
+	return column(db.t, db.DB, "select remedy from ratelimit_doctor()")[0]
+}
+
+func TestDoctor_OverdueRows(t *testing.T) {
+	t.Parallel()
+	for name, test := range map[string]struct {
+		table string
+		kind  policyOption
+		key   []string
+		rows  int // of buckets: clean-up sees to them
+	}{
+		"buckets":                    {"buckets", durable, nil, 3},
+		"ephemeral buckets":          {"ephemeral_buckets", ephemeral, nil, 3},
+		"idempotency keys":           {"idempotency_keys", durable, []string{"i"}, 3},
+		"ephemeral idempotency keys": {"ephemeral_idempotency_keys", ephemeral, []string{"i"}, 3},
+		"overrides":                  {"overrides", durable, nil, 1},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			db := newDB(t)
+			db.setClock(t0)
+			db.definePolicy("p", 10, 1, second, test.kind, remember(5*second))
+			switch {
+			case test.table == "overrides":
+				db.exec("select ratelimit_override('p', 'k', 5, expires_at => $1)", t0.Add(5*second))
+			case test.key != nil:
+				db.definePolicy("p", 10, 1, 10*time.Hour, test.kind)
+				fallthrough
+			default:
+				for i := range 3 {
+					db.acquire("p", fmt.Sprint(i), 5, test.key...)
+				}
+			}
+			db.setClock(t0.Add(10*time.Minute + 5*second))
+			require.Empty(t, db.findings(), "clean-up has had no time for them")
+			db.setClock(t0.Add(10*time.Minute + 6*second))
+			remedy := db.requireFinding("warning", fmt.Sprintf("ratelimit.%s has %d rows overdue", test.table, test.rows), "2024-03-30 12:00:05")
+			require.Contains(t, remedy, "call ratelimit_cleanup_all();")
+			db.exec("call ratelimit_cleanup_all()")
+			require.Empty(t, db.findings())
+		})
+	}
+}
+
+// A bucket in use is locked whenever clean-up looks, and that is no fault.
+func TestDoctor_OverdueAndInUse(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	db.definePolicy("p", 10, 1, second)
+	db.acquireAt(t0, "p", "k", 5)
+	db.acquireAt(t0.Add(time.Hour), "p", "k", 5)
+	require.Empty(t, db.findings())
+	db.setClock(t0.Add(time.Hour + 10*time.Minute + us))
+	db.requireFinding("warning", "ratelimit.buckets has 1 rows overdue")
+}
+
+func TestDoctor_SessionsThatStayOpen(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	db.definePolicy("p", 10, 1, aDay)
+	server := time.Now()
+	for name, begin := range map[string]string{
+		"tokens taken":  "begin; select ratelimit_acquire('p', 'k')",
+		"an old view":   "begin isolation level repeatable read; select 1",
+		"other changes": "begin; create temporary table t ()",
+	} {
+		s := db.session()
+		execute(t, s.Conn, begin, pgx.QueryExecModeSimpleProtocol)
+		pid := fmt.Sprint(s.PgConn().PID())
+		db.setClock(server)
+		require.Empty(t, db.findings(), "%s: for less than a minute", name)
+		db.setClock(time.Now().Add(2 * time.Minute))
+		remedy := db.requireFinding("warning", "Session "+pid+" of role ", "(idle in transaction)")
+		require.Contains(t, remedy, "select pg_terminate_backend("+pid+");")
+		s.exec("rollback")
+		require.Empty(t, db.findings(), name)
+	}
+
+	// A transaction that has neither a snapshot nor a lock harms nobody.
+	idle := db.begin()
+	idle.exec("show timezone")
+	require.Empty(t, db.findings())
+	idle.exec("rollback")
+
+	db.begin().exec("select ratelimit_acquire('p', 'k')")
+	_, statement, _ := strings.Cut(db.requireFinding("warning", "idle in transaction"), "stuck: ")
+	statement, _, _ = strings.Cut(statement, ";")
+	db.exec(statement)
+	db.Await(t, patience, "select not exists (select from ratelimit_doctor())")
+}
+
+func TestDoctor_PreparedTransactions(t *testing.T) {
+	t.Parallel()
+	db, _ := newPrivateDB(t, "max_prepared_transactions=2")
+	db.definePolicy("p", 10, 1, aDay)
+	s := db.begin()
+	s.exec("select ratelimit_acquire('p', 'k')")
+	s.exec("prepare transaction 'it''s forgotten'")
+	require.Empty(t, db.findings())
+	db.setClock(time.Now().Add(2 * time.Minute))
+	_, statement, _ := strings.Cut(db.requireFinding("warning", "Prepared transaction 'it''s forgotten'"), "or ")
+	db.exec(statement)
+	require.Empty(t, db.findings())
+}
+
+// What the owner cannot see is a finding, with the grant that helps.
+func TestDoctor_OwnerWithoutASight(t *testing.T) {
+	t.Parallel()
+	owner, caller := newRole(t), newRole(t)
+	db := &testDB{DB: pgtest.Empty(t), t: t}
+	db.exec(fmt.Sprintf("grant create on database %s to %s; grant create, usage on schema public to %[2]s", pgx.Identifier{db.Name}.Sanitize(), owner), pgx.QueryExecModeSimpleProtocol)
+	conn := connectAs(t, db.DB, owner)
+	require.NoError(t, migrations.Up(t.Context(), conn))
+	execute(t, conn, "grant execute on function ratelimit_doctor to "+caller)
+	execute(t, conn, `create or replace function ratelimit.clock() returns timestamptz language sql volatile parallel safe as $$ select clock_timestamp() + interval '2 minutes' $$`)
+
+	open := db.begin()
+	open.exec("create temporary table t ()")
+	asCaller := connectAs(t, db.DB, caller)
+	find := func() []string {
+		return columnOf(t, asCaller, "select severity || ': ' || finding || ' ' || remedy from ratelimit_doctor()")
+	}
+	found := find()
+	require.Len(t, found, 1)
+	require.Contains(t, found[0], "notice: The owner of the package, "+owner+", cannot see")
+	_, grant, _ := strings.Cut(found[0], "admin option: ")
+	db.exec(grant)
+	found = find()
+	require.Len(t, found, 1)
+	require.Contains(t, found[0], fmt.Sprintf("warning: Session %d ", open.PgConn().PID()))
+	open.exec("rollback")
+	require.Empty(t, find())
+}
+
+func TestDoctor_Vacuum(t *testing.T) {
+	t.Parallel()
+	db, _ := newPrivateDB(t, "autovacuum_naptime=1h")
+	require.Empty(t, db.findings())
+	for _, table := range bucketTables {
+		db.exec("alter table ratelimit." + table + " set (autovacuum_enabled = off)")
+		remedy := db.requireFinding("warning", "Autovacuum is off for ratelimit."+table)
+		db.exec(remedy)
+		require.Empty(t, db.findings())
+	}
+	for _, name := range []string{"autovacuum", "track_counts"} {
+		db.exec("alter system set " + name + " = off")
+		db.exec("select pg_reload_conf()")
+		db.Await(t, patience, "select exists (select from ratelimit_doctor())")
+		remedy := db.requireFinding("warning", "The setting "+name+" of the server is off")
+		for statement := range strings.SplitSeq(strings.TrimSuffix(remedy, ";"), ";") {
+			db.exec(statement)
+		}
+		db.Await(t, patience, "select not exists (select from ratelimit_doctor())")
+	}
+}
+
+// Dead rows that nothing removes, then a table that is much larger than its rows, then updates that touch indexes.
+func TestDoctor_BloatAndHotUpdates(t *testing.T) {
+	t.Parallel()
+	db, _ := newPrivateDB(t, "autovacuum_naptime=1h")
+	db.definePolicy("p", 10, 1, aDay)
+	const fill = "insert into ratelimit.buckets (policy_id, key, level, refilled_at, due_at) select 1, 'user:' || n, 0, now(), now() + interval '1 day' from generate_series(1, 450000) as n"
+	conn := db.session()
+	flush := func(sql string) {
+		t.Helper()
+		conn.exec(sql)
+		conn.exec("select pg_stat_force_next_flush()")
+		conn.exec("select 1")
+	}
+	flush(fill)
+	require.Empty(t, db.findings(), "many rows are no fault")
+	flush("delete from ratelimit.buckets where key <> 'user:1'")
+	findings := db.findings()
+	require.Len(t, findings, 2)
+	require.Contains(t, findings[0], "warning: ratelimit.buckets holds 449999 dead row versions beside 1 rows.")
+	require.Contains(t, findings[1], "warning: ratelimit.buckets takes up ")
+	for _, remedy := range column(t, db.DB, "select remedy from ratelimit_doctor()") {
+		_, statement, _ := strings.Cut(remedy, ": vacuum")
+		if strings.Contains(statement, ": vacuum") {
+			_, statement, _ = strings.Cut(statement, ": vacuum")
+		}
+		flush("vacuum" + statement)
+	}
+	require.Empty(t, db.findings())
+
+	flush("insert into ratelimit.buckets (policy_id, key, level, refilled_at, due_at) select 1, n::text, 0, now(), now() + interval '1 day' from generate_series(1, 12000) as n")
+	conn.exec("create index hinders on ratelimit.buckets (level)")
+	flush("update ratelimit.buckets set level = level + 1")
+	remedy := db.requireFinding("warning", "updates of ratelimit.buckets only 0.000 were heap-only")
+	require.Contains(t, remedy, "old snapshot")
+	conn.exec("drop index ratelimit.hinders")
+	conn.exec("select pg_stat_reset_single_table_counters('ratelimit.buckets'::regclass)")
+	require.Empty(t, db.findings())
+}
+
+// A database that works hard is not sick.
+func TestDoctor_SilentUnderLoad(t *testing.T) {
+	t.Parallel()
+	db := newCrowdDB(t, 8)
+	db.definePolicy("durable", 1000, 1000, second, remember(time.Second))
+	db.definePolicy("ephemeral", 1000, 1000, second, ephemeral, remember(time.Second))
+	load := newLoad(t)
+	for _, policy := range []string{"durable", "ephemeral"} {
+		load.start(4, func(caller int) error {
+			for n := range 300 {
+				if _, err := acquire(db.Pool, policy, fmt.Sprint(n*caller%50), 1); err != nil {
+					return err
+				}
+				if _, err := acquire(db.Pool, policy, "hot", 1, fmt.Sprint(caller, n, time.Now().UnixNano())); err != nil {
+					return err
+				}
+			}
+			_, err := refund(db.Pool, policy, "hot", 3)
+			return err
+		})
+	}
+	looks := 0
+	for began := time.Now(); time.Since(began) < 5*time.Second; looks++ {
+		require.Empty(t, db.findings())
+		db.exec("call ratelimit_cleanup_all()")
+	}
+	require.NoError(t, load.end())
+	require.Greater(t, looks, 3)
+}
