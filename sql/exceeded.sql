@@ -4,17 +4,18 @@
 -- of printable ASCII there, so anything else in it becomes a question mark.
 create or replace function ratelimit.http_fields(policy text, denial ratelimit.decision)
   returns json language plpgsql stable
+  set search_path = ratelimit, pg_temp
 as $$
 declare
   v_name       text    := '"' || regexp_replace(regexp_replace(http_fields.policy collate "C", '[^ -~]', '?', 'g'), '(["\\])', '\\\1', 'g') || '"';
-  v_retry_s    numeric := ceil(ratelimit.microseconds(denial.retry_after) / 1000000);
-  v_reset_s    numeric := ratelimit.microseconds(denial.reset_after) / 1000000;
+  v_retry_s    numeric := ceil(microseconds(denial.retry_after) / 1000000);
+  v_reset_s    numeric := microseconds(denial.reset_after) / 1000000;
   v_window_s   numeric;  -- fills an empty bucket; null where the numbers are not those of the policy, or it does not refill
   v_token_s    numeric;  -- until there is more, as if the bucket were refilled evenly
 begin
   select ceil({{ template "wait_below" (dict "target" "p.full_level" "level" "0" "elapsed_us" "0" "policy" "p.") }} / 1000000.0)
     into v_window_s
-    from ratelimit.policies as p
+    from policies as p
    where p.name     = http_fields.policy collate "C"
      and p.capacity = denial.capacity;
   v_token_s := case when v_reset_s is not null then

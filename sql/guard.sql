@@ -78,7 +78,7 @@ declare
   v_least  bigint;   -- the least cost of a row; -1 if one is null
   v_denial decision;
   v_batch  packed;
-  v_worst  integer;  -- the element with the longest wait
+  v_worst  bigint;   -- the element with the longest wait
 begin
   perform check_guard(tg_relid, tg_name, tg_argv);
   execute format('select array_agg(g.key) filter (where g.cost > 0 or g.key is null),'

@@ -43,7 +43,7 @@ begin
     v_hop  := regexp_replace(v_hop, '^\[(.*)\](:\d+)?$|^([\d.]+):\d+$', '\1\3');  -- without a port
     v_hop  := regexp_replace(v_hop, '^::ffff:(?=[\d.]+$)', '', 'i');              -- IPv4 in IPv6
     begin
-      v_address := v_hop;
+      v_address := v_hop::inet;
     exception when invalid_text_representation then
       v_address := null;  -- no address
     end;

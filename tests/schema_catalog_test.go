@@ -21,10 +21,10 @@ import (
 // The functions that decide about one bucket, and so run on any node that has the key.
 var hotFunctions = []string{"ratelimit_acquire", "ratelimit_peek", "ratelimit_refund", "ratelimit_reset"}
 
-// What acquire_batch is made of. These functions find its search_path.
+// What acquire_batch and the guards are made of. These functions find the search_path of those that call them.
 var batchFunctions = []string{
-	"ratelimit.covers", "ratelimit.decide_in_order", "ratelimit.lock_buckets", "ratelimit.look_at_buckets", "ratelimit.remember", "ratelimit.take",
-	"ratelimit.take_of_policies",
+	"ratelimit.acquire", "ratelimit.covers", "ratelimit.decide_in_order", "ratelimit.lock_buckets", "ratelimit.look_at_buckets", "ratelimit.peek",
+	"ratelimit.remember", "ratelimit.take", "ratelimit.take_of_policies",
 }
 
 var bucketTables = []string{"buckets", "ephemeral_buckets", "idempotency_keys", "ephemeral_idempotency_keys"}
@@ -46,7 +46,10 @@ func TestCatalog_PublicFunctions(t *testing.T) {
 		"FUNCTION ratelimit_acquire_packed(policies text[], keys text[], costs bigint[] DEFAULT NULL::bigint[], sizes integer[] DEFAULT NULL::integer[], idempotency_keys text[] DEFAULT NULL::text[]) ratelimit.packed",
 		"FUNCTION ratelimit_cleanup(max_rows integer DEFAULT 10000, OUT buckets_deleted bigint, OUT idempotency_keys_deleted bigint) record",
 		"FUNCTION ratelimit_define_policy(policy text, capacity bigint DEFAULT NULL::bigint, refill bigint DEFAULT NULL::bigint, every interval DEFAULT NULL::interval, stepped boolean DEFAULT NULL::boolean, durable boolean DEFAULT NULL::boolean, remember interval DEFAULT NULL::interval, shadow boolean DEFAULT NULL::boolean) void",
+		"FUNCTION ratelimit_doctor() TABLE(severity text, finding text, remedy text) STABLE",
 		"FUNCTION ratelimit_drop_policy(policy text) void",
+		"FUNCTION ratelimit_enforce(policy text, key text, cost bigint DEFAULT 1, idempotency_key text DEFAULT NULL::text) ratelimit.decision",
+		"FUNCTION ratelimit_guard() trigger",
 		"FUNCTION ratelimit_override(policy text, key text, capacity bigint DEFAULT NULL::bigint, refill bigint DEFAULT NULL::bigint, every interval DEFAULT NULL::interval, expires_at timestamp with time zone DEFAULT NULL::timestamp with time zone) void",
 		"FUNCTION ratelimit_overrides(policy text DEFAULT NULL::text, key text DEFAULT NULL::text, max_rows integer DEFAULT 1000) TABLE(policy text, key text, capacity bigint, refill bigint, every interval, expires_at timestamp with time zone) STABLE",
 		"FUNCTION ratelimit_peek(policy text, key text, cost bigint DEFAULT 1) ratelimit.decision STABLE",
@@ -54,6 +57,7 @@ func TestCatalog_PublicFunctions(t *testing.T) {
 		"FUNCTION ratelimit_refund(policy text, key text, amount bigint) ratelimit.decision",
 		"FUNCTION ratelimit_remove_override(policy text, key text) boolean",
 		"FUNCTION ratelimit_reset(policy text, key text) void",
+		"FUNCTION ratelimit_status(policy text DEFAULT NULL::text, max_rows integer DEFAULT 100) TABLE(policy text, key text, remaining bigint, retry_after interval, reset_after interval, capacity bigint, overridden boolean) STABLE",
 		"FUNCTION ratelimit_version() text IMMUTABLE",
 		"PROCEDURE ratelimit_cleanup_all(IN budget interval DEFAULT '00:00:50'::interval)",
 	}, column(t, db, `
@@ -440,6 +444,7 @@ func TestCatalog_PlpgsqlCheckHasNothingToSay(t *testing.T) {
 		t.Skip("the server has no extension plpgsql_check")
 	}
 	db.Exec(t, "create schema plpgsql_check; create extension plpgsql_check schema plpgsql_check")
+	db.Exec(t, "create table public.orders (customer text)")
 	const functions = packageFunctions + " as p join pg_language as l on l.oid = prolang and lanname = 'plpgsql'"
 	conn := db.Connect(t)
 	for path, where := range map[string]string{
@@ -451,7 +456,8 @@ func TestCatalog_PlpgsqlCheckHasNothingToSay(t *testing.T) {
 		require.Empty(t, columnOf(t, conn, `
 			select format('%s line %s: %s', p.oid::regprocedure, c.lineno, concat_ws(', ', c.level, c.message, c.detail, c.context))
 			  from `+functions+`
-			 cross join plpgsql_check.plpgsql_check_function_tb(p.oid, other_warnings => true, extra_warnings => true,
+			 cross join plpgsql_check.plpgsql_check_function_tb(p.oid,
+			         case p.prorettype when 'trigger'::regtype then 'public.orders'::regclass else 0::regclass end, other_warnings => true, extra_warnings => true,
 			         performance_warnings => true, security_warnings => true, compatibility_warnings => true) as c`+where+`
 			   and not (p.proname = 'lock_buckets' and c.message like '%VOLATILE%') -- it overlooks FOR UPDATE in a subquery`, batchFunctions))
 	}

@@ -3218,17 +3218,18 @@ comment on function ratelimit.overridden(ratelimit.policies, ratelimit.overrides
 -- of printable ASCII there, so anything else in it becomes a question mark.
 create or replace function ratelimit.http_fields(policy text, denial ratelimit.decision)
   returns json language plpgsql stable
+  set search_path = ratelimit, pg_temp
 as $$
 declare
   v_name       text    := '"' || regexp_replace(regexp_replace(http_fields.policy collate "C", '[^ -~]', '?', 'g'), '(["\\])', '\\\1', 'g') || '"';
-  v_retry_s    numeric := ceil(ratelimit.microseconds(denial.retry_after) / 1000000);
-  v_reset_s    numeric := ratelimit.microseconds(denial.reset_after) / 1000000;
+  v_retry_s    numeric := ceil(microseconds(denial.retry_after) / 1000000);
+  v_reset_s    numeric := microseconds(denial.reset_after) / 1000000;
   v_window_s   numeric;  -- fills an empty bucket; null where the numbers are not those of the policy, or it does not refill
   v_token_s    numeric;  -- until there is more, as if the bucket were refilled evenly
 begin
   select ceil(wait_below(p.full_level, 0, 0, p.every_us, p.tick_us, p.tick_gain, p.round_up) / 1000000.0)
     into v_window_s
-    from ratelimit.policies as p
+    from policies as p
    where p.name     = http_fields.policy collate "C"
      and p.capacity = denial.capacity;
   v_token_s := case when v_reset_s is not null then
@@ -6242,7 +6243,7 @@ declare
   v_least  bigint;   -- the least cost of a row; -1 if one is null
   v_denial decision;
   v_batch  packed;
-  v_worst  integer;  -- the element with the longest wait
+  v_worst  bigint;   -- the element with the longest wait
 begin
   perform check_guard(tg_relid, tg_name, tg_argv);
   execute format('select array_agg(g.key) filter (where g.cost > 0 or g.key is null),'
@@ -6397,7 +6398,7 @@ begin
     v_hop  := regexp_replace(v_hop, '^\[(.*)\](:\d+)?$|^([\d.]+):\d+$', '\1\3');  -- without a port
     v_hop  := regexp_replace(v_hop, '^::ffff:(?=[\d.]+$)', '', 'i');              -- IPv4 in IPv6
     begin
-      v_address := v_hop;
+      v_address := v_hop::inet;
     exception when invalid_text_representation then
       v_address := null;  -- no address
     end;
@@ -6773,7 +6774,8 @@ as $$
 declare
   v_now        constant timestamptz := clock();
   v_due_before constant timestamptz := v_now - interval '10 minutes';
-  v_tables     constant regclass[]  := array['buckets', 'ephemeral_buckets', 'idempotency_keys', 'ephemeral_idempotency_keys'];
+  v_tables     constant regclass[]  := array['buckets'::regclass, 'ephemeral_buckets'::regclass, 'idempotency_keys'::regclass,
+                                             'ephemeral_idempotency_keys'::regclass];
 begin
   return query
     select 'warning',

@@ -31,7 +31,8 @@ return query
 declare
   v_now        constant timestamptz := clock();
   v_due_before constant timestamptz := v_now - interval '10 minutes';
-  v_tables     constant regclass[]  := array['buckets', 'ephemeral_buckets', 'idempotency_keys', 'ephemeral_idempotency_keys'];
+  v_tables     constant regclass[]  := array['buckets'::regclass, 'ephemeral_buckets'::regclass, 'idempotency_keys'::regclass,
+                                             'ephemeral_idempotency_keys'::regclass];
 begin
   {{ template "overdue" (dict "table" "buckets" "column" "due_at" "and" "and t.refilled_at < v_due_before") }}
   {{ template "overdue" (dict "table" "idempotency_keys" "column" "expires_at") }}
