@@ -174,6 +174,30 @@ func (r nullableRequest) acquire(q querier) (decision, error) {
 	return decide(q, "ratelimit_acquire($1, $2, $3, $4)", r.Policy, r.Key, r.Cost, r.IdempotencyKey)
 }
 
+// enforce sends the request to ratelimit_enforce, through a function that makes a denial of its error: see
+// catchDenials. The error does not tell reset_after, so a denial has none.
+func (r request) enforce(q querier) (decision, error) {
+	n := r.nullable()
+	return decide(q, "enforced($1, $2, $3, $4)", n.Policy, n.Key, n.Cost, n.IdempotencyKey)
+}
+
+// catchDenials creates the function that request.enforce calls.
+func (db *testDB) catchDenials() {
+	db.t.Helper()
+	db.exec(`
+		create function public.enforced(policy text, key text, cost bigint, idempotency_key text) returns ratelimit.decision language plpgsql as $$
+		declare
+		  v_detail text;
+		  v_told   jsonb;
+		begin
+		  return ratelimit_enforce(policy, key, cost, idempotency_key);
+		exception when sqlstate 'RL429' then
+		  get stacked diagnostics v_detail = pg_exception_detail;
+		  v_told := v_detail;
+		  return (false, v_told['remaining'], ratelimit.duration(((v_told ->> 'retry_after')::numeric * 1000000)::bigint), null, v_told['capacity'], false, false)::ratelimit.decision;
+		end $$`)
+}
+
 // An answer is a decision, or the error in its place.
 type answer struct {
 	Decision *decision

@@ -22,6 +22,9 @@ type refusal string
 
 func (r refusal) Error() string { return string(r) }
 
+// limitExceeded is what ratelimit_enforce raises in place of a denial.
+const limitExceeded model.Error = "RL429"
+
 // refused returns the SQLSTATE and the message of an error.
 func refused(err error) (code, message string) {
 	var argument refusal
@@ -33,6 +36,7 @@ func refused(err error) (code, message string) {
 	return string(other), map[model.Error]string{
 		model.UnknownPolicy:       "unknown policy",
 		model.IdempotencyMismatch: "idempotency key used before with another cost",
+		limitExceeded:             "rate limit exceeded",
 		model.InvalidArgument:     "invalid durable", // the only one that is left to the model
 	}[other]
 }
@@ -57,7 +61,7 @@ func (r *round) check(function string, args []argument) error {
 		return err
 	case "ratelimit_drop_policy":
 		return cmp.Or(badName("policy", value(0)), r.unknown(value(0)))
-	case "ratelimit_acquire":
+	case "ratelimit_acquire", "ratelimit_enforce":
 		return r.checkRequest(value(0), value(1), value(2), value(3))
 	case "ratelimit_acquire_many":
 		n := length(value(0))
@@ -119,6 +123,18 @@ func (r *round) check(function string, args []argument) error {
 			cmp.Or(value(4), any(span{micros: int64(p.Every)})).(span)))
 	case "ratelimit_remove_override":
 		return unsaid(cmp.Or(badName("", value(0)), badName("", value(1)), r.unknown(value(0))))
+	case "ratelimit_status":
+		var err error
+		if value(0) != nil {
+			err = badName("", value(0))
+		}
+		if rows, ok := value(1).(int64); !ok || rows <= 0 {
+			err = refusal("")
+		}
+		if err == nil && value(0) != nil {
+			err = r.unknown(value(0))
+		}
+		return unsaid(err)
 	case "ratelimit_overrides":
 		var err error
 		for _, name := range []any{value(0), value(1)} {
@@ -306,6 +322,16 @@ func (r *round) answer(function string, args []argument) ([]string, error) {
 	case "ratelimit_acquire":
 		d, err := r.model.Acquire(r.now, bucket(), value(2).(int64), text(3))
 		return []string{inColumns(d)}, err
+	case "ratelimit_enforce":
+		d, err := r.model.Acquire(r.now, bucket(), value(2).(int64), text(3))
+		if err == nil && !d.Allowed {
+			err = limitExceeded
+		}
+		return []string{inColumns(d)}, err
+	case "ratelimit_doctor":
+		return []string{"t"}, nil
+	case "ratelimit_status":
+		return r.status(value(0), value(1).(int64)), nil
 	case "ratelimit_acquire_many":
 		return r.answerMany(args), nil
 	case "ratelimit_acquire_all":
@@ -507,6 +533,34 @@ func (r *round) overrides(policy, key any, atMost int64) (rows []string) {
 		rows = append(rows, fmt.Sprintf("%s|%s|%d|%d|%d|%s", id.Policy, id.Key, o.Capacity, o.Refill, int64(o.Every), expires))
 	}
 	return rows[:min(int64(len(rows)), atMost)]
+}
+
+// status is that of a policy, or of all, the emptiest bucket first.
+func (r *round) status(policy any, atMost int64) (rows []string) {
+	type line struct {
+		share *big.Rat
+		row   string
+	}
+	var lines []line
+	for _, id := range r.buckets() {
+		if policy != nil && policy != id.Policy {
+			continue
+		}
+		level, p := r.model.Level(r.now, id)
+		o, ok := r.model.Overrides()[id]
+		reset, _ := r.model.Peek(r.now, id, 0)
+		token, _ := r.model.Peek(r.now, id, 1)
+		lines = append(lines, line{
+			new(big.Rat).SetFrac(level, big.NewInt(max(1, p.Capacity*1_000_000))),
+			fmt.Sprintf("%s|%s|%d|%s|%s|%d|%s", id.Policy, id.Key, reset.Remaining, orNothing(token.RetryAfter), orNothing(reset.ResetAfter),
+				p.Capacity, letter[ok && o.Live(r.now)]),
+		})
+	}
+	slices.SortStableFunc(lines, func(a, b line) int { return a.share.Cmp(b.share) })
+	for _, l := range lines[:min(int64(len(lines)), atMost)] {
+		rows = append(rows, l.row)
+	}
+	return rows
 }
 
 func ofPointer[T any](p *T) argument {

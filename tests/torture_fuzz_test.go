@@ -183,6 +183,10 @@ var fuzzStatements = map[string]string{
 	"ratelimit_overrides": "select policy, key, capacity, refill, (extract(epoch from every) * 1000000)::bigint, " +
 		"(extract(epoch from nullif(expires_at, 'infinity')) * 1000000)::bigint from ratelimit_overrides($1, $2, $3)",
 	"ratelimit_acquire": fuzzDecision + "ratelimit_acquire($1, $2, $3, $4)",
+	"ratelimit_enforce": fuzzDecision + "ratelimit_enforce($1, $2, $3, $4)",
+	"ratelimit_status": "select policy, key, remaining, (extract(epoch from retry_after) * 1000000)::bigint, (extract(epoch from reset_after) * 1000000)::bigint, " +
+		"capacity, overridden from ratelimit_status($1, $2)",
+	"ratelimit_doctor": "select count(*) >= 0 from ratelimit_doctor()",
 	"ratelimit_acquire_many": strings.Replace(fuzzDecision, "allowed", "request, error_code, error_message, allowed", 1) +
 		"ratelimit_acquire_many($1, $2, $3, $4)",
 	"ratelimit_acquire_all": strings.Replace(fuzzDecision, "shadowed", "shadowed, "+fuzzDecisions, 1) +
@@ -406,13 +410,13 @@ func (r *round) literal(a argument) string {
 // Each function stands here in proportion to how often it is called.
 var (
 	refusing = []string{
-		"ratelimit_acquire", "ratelimit_acquire", "ratelimit_acquire", "ratelimit_acquire_many", "ratelimit_acquire_many",
+		"ratelimit_acquire", "ratelimit_acquire", "ratelimit_acquire", "ratelimit_enforce", "ratelimit_status", "ratelimit_acquire_many", "ratelimit_acquire_many",
 		"ratelimit_peek", "ratelimit_peek", "ratelimit_refund", "ratelimit_refund", "ratelimit_reset",
 		"ratelimit_acquire_all", "ratelimit_acquire_all", "ratelimit_acquire_all_many", "ratelimit_acquire_packed", "ratelimit_acquire_packed",
 		"ratelimit_override", "ratelimit_override", "ratelimit_remove_override", "ratelimit_overrides",
 		"ratelimit_define_policy", "ratelimit_define_policy", "ratelimit_drop_policy", "ratelimit_cleanup", "ratelimit_cleanup_all",
 	}
-	fuzzFunctions = append([]string{"ratelimit_policies", "ratelimit_version"}, refusing...)
+	fuzzFunctions = append([]string{"ratelimit_policies", "ratelimit_version", "ratelimit_doctor"}, refusing...)
 )
 
 // callOf makes arguments: all good, or each of them good more often than not.
@@ -483,6 +487,10 @@ func (r *round) arguments(function string, good func() bool) []argument {
 		return []argument{policy()}
 	case "ratelimit_acquire":
 		return []argument{policy(), key(), cost(), idempotencyKey()}
+	case "ratelimit_enforce": // mostly of a cost that is denied now and then
+		return []argument{policy(), key(), choose(func() argument { return bigintArgument(r.Int64N(1 << r.IntN(44))) }, r.anyBigint), idempotencyKey()}
+	case "ratelimit_status":
+		return []argument{orNull(policy)(), choose(func() argument { return integerArgument(1 + int32(r.IntN(20))) }, r.anyInteger)}
 	case "ratelimit_acquire_many":
 		n := r.IntN(1 << r.IntN(10))
 		return []argument{
@@ -666,7 +674,7 @@ func (n *tally) lacks() string {
 			return function
 		}
 	}
-	for _, code := range []string{"", "22023", "RL001", "RL002", "22021", "22P02", "22P03", "08P01"} {
+	for _, code := range []string{"", "22023", "RL001", "RL002", "RL429", "22021", "22P02", "22P03", "08P01"} {
 		if n.byCode[code] == 0 {
 			return "answers " + strconv.Quote(code)
 		}

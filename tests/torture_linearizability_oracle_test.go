@@ -34,6 +34,7 @@ type operation struct {
 	sets             int         // number of the override that came with this change of the bucket
 	reread           bool        // it read the numbers together with the bucket, or after it had locked it
 	gone             bool        // the policy was dropped meanwhile
+	enforced         bool        // a denial is an error, which does not tell reset_after
 }
 
 // A wholePart is what an acquire all says about all its buckets.
@@ -197,6 +198,9 @@ func (op *operation) leadsTo(r rules, now time.Time, s model.State, answer *answ
 	}
 	if answer == nil {
 		return left
+	}
+	if op.enforced && err == nil && !d.Allowed {
+		d.ResetAfter = model.Never
 	}
 	if (err == nil) != (answer.Decision != nil) || err == nil && d != *answer.Decision || op.kind == shares && op.whole.granted && !d.Allowed {
 		return nil

@@ -188,6 +188,7 @@ type chronicler struct {
 // newChronicler defines the policies by what their names say, and has clocks tell what they read.
 func newChronicler(db *testDB, policies ...string) *chronicler {
 	db.t.Helper()
+	db.catchDenials()
 	db.exec(`
 		create or replace function ratelimit.clock() returns timestamptz language plpgsql volatile as $$
 		declare
@@ -603,7 +604,13 @@ func errorAnswer(err error) *answer {
 // acquire, now and then in a transaction that may be rolled back.
 func (a *actor) acquire() error {
 	op := a.request(a.bucket())
-	return a.transact(func() error { return op.answered(op.request.acquire(a)) }, op)
+	op.enforced = a.random.IntN(5) == 0
+	return a.transact(func() error {
+		if op.enforced {
+			return op.answered(op.request.enforce(a))
+		}
+		return op.answered(op.request.acquire(a))
+	}, op)
 }
 
 // transact makes the call of some operations, now and then in a transaction that may be rolled back.

@@ -29,6 +29,7 @@ func TestTorture_ModelAgreesWithSQL(t *testing.T) {
 	db := newDB(t)
 	db.setTimeZone("Europe/Berlin")
 	db.setClock(t0)
+	db.catchDenials()
 	session := db.session()
 
 	met := sightings{}
@@ -100,6 +101,7 @@ func TestModel_FindsPlantedBugs(t *testing.T) {
 	} {
 		db := newDB(t)
 		db.setClock(t0)
+		db.catchDenials()
 		db.mutate(bug, function)
 		session := db.session()
 
@@ -404,11 +406,11 @@ func (m *modelRun) acquireMany(t *rapid.T) {
 func (m *modelRun) send(t *rapid.T, requests ...wholeRequest) {
 	functions := []string{"acquire_all", "acquire_all_many", "acquire_packed, with sizes"}
 	if !slices.ContainsFunc(requests, func(r wholeRequest) bool { return len(r.charges) > 1 }) {
-		functions = append(functions, "acquire", "acquire_many", "acquire_packed")
+		functions = append(functions, "acquire", "enforce", "acquire_many", "acquire_packed")
 	}
 	function := rapid.SampledFrom(functions).Draw(t, "function")
 	switch function {
-	case "acquire", "acquire_all":
+	case "acquire", "enforce", "acquire_all":
 		for _, r := range requests {
 			m.sendAlone(t, function, r)
 		}
@@ -444,11 +446,18 @@ func (m *modelRun) sendAlone(t *rapid.T, function string, r wholeRequest) {
 	want, wantErr := m.model.AcquireAll(m.now, r.charges, r.idempotencyKey)
 	var got whole
 	var err error
-	if function == "acquire" {
+	switch function {
+	case "acquire":
 		var d decision
 		d, err = r.single().acquire(m.session)
 		got = wholeOf(d)
-	} else {
+	case "enforce":
+		var d decision
+		if d, err = r.single().enforce(m.session); err == nil && !d.Allowed {
+			d.ResetAfter = want.ResetAfter // which its error does not tell
+		}
+		got = wholeOf(d)
+	default:
 		got, err = r.acquireAll(m.session)
 	}
 	if m.sameError(t, wantErr, err); err == nil {

@@ -140,6 +140,15 @@ func (m *Model) Peek(now time.Time, id BucketID, cost int64) (Decision, error) {
 	return m.states[id].Peek(p, now, cost), nil
 }
 
+// Level is what a bucket holds now, in microtokens, and the policy with the numbers that apply to it.
+func (m *Model) Level(now time.Time, id BucketID) (*big.Int, Policy) {
+	p, err := m.rules(now, id)
+	if err != nil {
+		return new(big.Int), p
+	}
+	return p.Refilled(m.states[id].at(p, now), now).Level, p
+}
+
 // Refund gives tokens back, never above the capacity.
 func (m *Model) Refund(now time.Time, id BucketID, amount int64) (answer Decision, err error) {
 	p, err := m.rules(now, id)
