@@ -204,6 +204,27 @@ func (db *testDB) startLoad(version int32) *upgradeLoad {
 			}
 			return err
 		})
+		l.add("enforce", 1, func(policy, key string, n int64) error {
+			_, err := enforce(db.Pool, policy, key, 1, fmt.Sprint(n))
+			return err
+		})
+		for policy := range loadPolicies {
+			db.exec(fmt.Sprintf(`
+				create table %[1]s (customer text);
+				create trigger limited after insert on %[1]s referencing new table as inserted for each statement
+				  execute function ratelimit_guard('%[2]s', 'customer')`, guardedTable(policy), policy), pgx.QueryExecModeSimpleProtocol)
+		}
+		l.add("guard", 1, func(policy, key string, _ int64) error {
+			_, err := db.Pool.Exec(ctx, "insert into "+guardedTable(policy)+" values ($1), ('another')", key)
+			return err
+		})
+		l.add("status", 1, func(policy, key string, _ int64) error {
+			if _, err := granted(acquire(db.Pool, policy, key, 1)); err != nil {
+				return err
+			}
+			_, err := db.Pool.Exec(ctx, "select count(*) from ratelimit_status($1), ratelimit_doctor()", policy)
+			return err
+		})
 		l.add("override", 1, func(policy, key string, _ int64) error {
 			if _, err := db.Pool.Exec(ctx, "select ratelimit_override($1, $2)", policy, key); err != nil {
 				return err
@@ -215,6 +236,8 @@ func (db *testDB) startLoad(version int32) *upgradeLoad {
 	l.goOn()
 	return l
 }
+
+func guardedTable(policy string) string { return "public." + strings.ReplaceAll(policy, " ", "_") }
 
 // addCombiner lets callers of a Combiner join. They need the newest version of the schema.
 func (l *upgradeLoad) addCombiner() *client.Combiner {
@@ -313,6 +336,7 @@ func (l *upgradeLoad) end() (rounds int64) {
 	}
 	for policy := range loadPolicies {
 		l.db.dropPolicy(policy)
+		l.db.exec("drop table if exists " + guardedTable(policy))
 	}
 	return rounds
 }

@@ -29,7 +29,8 @@ func TestSecurity_PlantedTwinsAreNotFound(t *testing.T) {
 		create schema twins authorization ` + caller + `;
 		grant temporary on database ` + pgx.Identifier{db.Name}.Sanitize() + ` to ` + caller + `;
 		grant execute on function ratelimit_acquire, ratelimit_acquire_many, ratelimit_acquire_all, ratelimit_acquire_all_many, ratelimit_acquire_packed,
-		                          ratelimit_peek, ratelimit_refund, ratelimit_reset, ratelimit_override, ratelimit_remove_override, ratelimit_overrides to ` + caller)
+		                          ratelimit_peek, ratelimit_refund, ratelimit_reset, ratelimit_override, ratelimit_remove_override, ratelimit_overrides,
+		                          ratelimit_enforce, ratelimit_status, ratelimit_doctor, ratelimit_guard to ` + caller)
 	want := hostileTranscript(t, db, connectAs(t, db.DB, caller), "like any other")
 
 	functions := column(t, db.DB, `
@@ -443,7 +444,8 @@ func TestHostileSession_GetsTheSameAnswers(t *testing.T) {
 	db.exec(`
 		create schema evil authorization ` + caller + `;
 		grant execute on function ratelimit_acquire, ratelimit_acquire_many, ratelimit_acquire_all, ratelimit_acquire_all_many, ratelimit_acquire_packed,
-		                          ratelimit_peek, ratelimit_refund, ratelimit_reset, ratelimit_override, ratelimit_remove_override, ratelimit_overrides to ` + caller)
+		                          ratelimit_peek, ratelimit_refund, ratelimit_reset, ratelimit_override, ratelimit_remove_override, ratelimit_overrides,
+		                          ratelimit_enforce, ratelimit_status, ratelimit_doctor, ratelimit_guard to ` + caller)
 	execute(t, connectAs(t, db.DB, caller), evil)
 
 	transcript := func(t *testing.T, name string) []string {
@@ -483,6 +485,10 @@ func hostileTranscript(t *testing.T, db *testDB, conn *pgx.Conn, name string) []
 	for _, policy := range slices.Sorted(maps.Keys(policies)) {
 		full := policy + " " + name
 		db.exec("select ratelimit_define_policy($1, "+policies[policy]+")", full)
+		table := `"guarded by ` + policy + `"`
+		execute(t, conn, "create temporary table "+table+" (customer pg_catalog.text); create trigger limited after insert on pg_temp."+table+
+			" referencing new table as inserted for each statement execute function public.ratelimit_guard("+quoted(full)+", 'customer')",
+			pgx.QueryExecModeSimpleProtocol)
 		for _, at := range []time.Duration{0, 7 * time.Microsecond, 25 * time.Hour, 24 * time.Hour} {
 			db.setClock(t0.Add(at))
 			ask("ratelimit_peek($1, $2, $3)", full, "k", 2)
@@ -495,6 +501,17 @@ func hostileTranscript(t *testing.T, db *testDB, conn *pgx.Conn, name string) []
 			ask("ratelimit_acquire_many($1, $2, $3, $4)", []string{full}, []string{"k"}, []int64{1}, []string{"many"})
 			ask("ratelimit_refund($1, $2, $3)", full, "k", 1)
 			ask("ratelimit_peek($1, $2)", full, "")
+			ask("ratelimit_enforce($1, $2, $3)", full, "k", 1)
+			ask("ratelimit_enforce($1, $2, $3, $4)", full, "k", 1, "enforced")
+			ask("ratelimit_enforce($1, $2, $3)", full, "k", int64(10_000_000_000_000))
+			_, guarded := conn.Exec(ctx, "insert into pg_temp."+table+" values ('guarded'), ('guarded'), ('special')")
+			answers = append(answers, fmt.Sprint("guarded: ", guarded))
+			ask("ratelimit_peek($1, $2)", full, "guarded")
+			var emptiest string
+			var remaining int64
+			require.NoError(t, conn.QueryRow(ctx, "select s.key, s.remaining from public.ratelimit_status($1, 1) as s", full).Scan(&emptiest, &remaining))
+			answers = append(answers, fmt.Sprint(emptiest, " ", remaining))
+			execute(t, conn, "select severity, finding, remedy from public.ratelimit_doctor()")
 			two, keys := []string{full, full}, []string{"k", "new " + at.String()}
 			ask("ratelimit_acquire_all($1, $2, $3, $4)", two, keys, []int64{1, 2}, "all "+at.String())
 			ask("ratelimit_acquire_all($1, $2, $3)", two, keys, []int64{1, 6})

@@ -49,7 +49,7 @@ func TestPrivileges_CallerCanAcquireAndPeekAndNothingElse(t *testing.T) {
 	requireRefused(t, db.DB, caller, "ratelimit_acquire", "ratelimit_peek")
 }
 
-// Each function for many requests is a grant of its own, and needs no other.
+// Each function for many requests, and enforce, is a grant of its own, and needs no other.
 func TestPrivileges_ManyRequests(t *testing.T) {
 	t.Parallel()
 	callers := map[string]string{}
@@ -58,6 +58,7 @@ func TestPrivileges_ManyRequests(t *testing.T) {
 		"ratelimit_acquire_all('{p,q}', '{k,l}', '{1,2}', 'j')",
 		"ratelimit_acquire_all_many('{p,q,p}', '{k,l,m}', null, '{2,1}')",
 		"ratelimit_acquire_packed('{p,q,p}', '{k,l,m}', null, '{2,1}')",
+		"ratelimit_enforce('p', 'k', 2, 'e')",
 	} {
 		callers[call] = newRole(t)
 	}
@@ -107,14 +108,20 @@ func TestPrivileges_AdministrationIsASeparateGrant(t *testing.T) {
 	functions := []string{
 		"ratelimit_define_policy", "ratelimit_drop_policy", "ratelimit_policies", "ratelimit_refund", "ratelimit_reset",
 		"ratelimit_cleanup", "ratelimit_version", "ratelimit_override", "ratelimit_remove_override", "ratelimit_overrides",
+		"ratelimit_status", "ratelimit_doctor", "ratelimit_guard",
 	}
 	db.Exec(t, "grant execute on function "+strings.Join(functions, ", ")+" to "+administrator)
+	db.Exec(t, "grant temporary on database "+pgx.Identifier{db.Name}.Sanitize()+" to "+administrator)
 	conn := connectAs(t, db, administrator)
 	for _, sql := range []string{
 		"select ratelimit_define_policy('p', 10, 1, '1 hour')",
 		"select ratelimit_define_policy('p', 20, 2, '1 minute', stepped => true, remember => '1 day')",
 		"select ratelimit_refund('p', 'k', 1), ratelimit_reset('p', 'k')",
 		"select ratelimit_override('p', 'k', 5, expires_at => 'tomorrow'), ratelimit_overrides('p'), ratelimit_remove_override('p', 'k')",
+		"select ratelimit_status('p'), ratelimit_status(), ratelimit_doctor()",
+		"create temporary table orders (customer text)",
+		"create trigger limited after insert on orders referencing new table as inserted for each statement execute function ratelimit_guard('p', 'customer')",
+		"insert into orders values ('a'), ('b')",
 		"select ratelimit_cleanup(), ratelimit_policies(), ratelimit_version()",
 		"select ratelimit_drop_policy('p')",
 	} {

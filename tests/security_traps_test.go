@@ -4,6 +4,7 @@ import (
 	"context"
 	"testing"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/pgratelimit/client"
@@ -70,6 +71,11 @@ func TestSecurity_InstallingRunsNobodysCode(t *testing.T) {
 	db.Exec(t, "update ratelimit.schema_version set version = $1", newestMigration(t))
 	_, err := db.Pool.Exec(ctx, script(t, "schedule.sql"))
 	require.NotEqual(t, "P0001", sqlState(err), "%v", err)
+	for range 2 {
+		installPreRequest(t, db)
+	}
+	execute(t, db.Connect(t), preRequestScript(t, "uninstall.sql"), pgx.QueryExecModeSimpleProtocol)
+	installPreRequest(t, db)
 	require.NoError(t, migrations.Down(ctx, db.Connect(t)))
 
 	for range 2 { // first to install or remove, then to find that it is done
