@@ -1,5 +1,5 @@
--- Shows the jobs, their last runs, and the rows that are due. When pg_cron is in another database, run the first
--- query there.
+-- Shows the jobs, their last runs, what the doctor finds, and the emptiest buckets. When pg_cron is in another database, run
+-- the first query there. The functions of the package must be on search_path.
 --
 -- The next line makes psql end with status 3 on an error. Leave it out with any other client.
 \set ON_ERROR_STOP on
@@ -28,16 +28,8 @@ select j.jobname                  as job,
  where j.jobname like 'ratelimit-cleanup%'
  order by j.jobname;
 
--- The rows that clean-up would read now, because they have been due for five minutes. A number that grows from
--- minute to minute means that clean-up does not run, or cannot keep up.
-select 'buckets' as table_name, count(*) as due, min(due_at) as since
-  from ratelimit.buckets where due_at <= now() - interval '5 minutes'
-union all
-select 'ephemeral_buckets', count(*), min(due_at)
-  from ratelimit.ephemeral_buckets where due_at <= now() - interval '5 minutes'
-union all
-select 'idempotency_keys', count(*), min(expires_at)
-  from ratelimit.idempotency_keys where expires_at <= now() - interval '5 minutes'
-union all
-select 'ephemeral_idempotency_keys', count(*), min(expires_at)
-  from ratelimit.ephemeral_idempotency_keys where expires_at <= now() - interval '5 minutes';
+-- What makes limits slow or tables large, such as rows overdue for clean-up, and what helps. No row: all is well.
+select * from ratelimit_doctor();
+
+-- The emptiest buckets. This reads every bucket.
+select * from ratelimit_status(max_rows => 10);

@@ -602,6 +602,23 @@ func TestDocs_Grants(t *testing.T) {
 			require.NoError(t, err)
 			require.True(t, removed)
 		},
+		"acquire, with an error in place of a denial": func(t *testing.T, pool *pgxpool.Pool) {
+			_, err := pool.Exec(ctx, "select ratelimit_enforce('p', 'k', 2000000)")
+			_, denied := client.Denied(err)
+			require.True(t, denied, "%v", err)
+		},
+		"attach a [guard](tables.md) to a table of its own": func(t *testing.T, pool *pgxpool.Pool) {
+			_, err := pool.Exec(ctx, `
+				create temporary table orders (customer text);
+				create trigger limited after insert on orders referencing new table as inserted for each statement execute function ratelimit_guard('p', 'customer');
+				insert into orders values ('k')`)
+			require.NoError(t, err)
+		},
+		"monitoring": func(t *testing.T, pool *pgxpool.Pool) {
+			_, err := pool.Exec(ctx, "select ratelimit_policies(), ratelimit_status(), ratelimit_doctor()")
+			require.NoError(t, err)
+			requireDashboard(t, pool)
+		},
 		"clean up one batch": func(t *testing.T, pool *pgxpool.Pool) {
 			_, err := client.New(pool).Cleanup(ctx)
 			require.NoError(t, err)
@@ -639,6 +656,31 @@ func TestDocs_Grants(t *testing.T) {
 				   and c.relkind = 'r'
 				   and has_table_privilege($1, c.oid, 'select, insert, update, delete, truncate, references, trigger')`, role))
 		})
+	}
+}
+
+// requireDashboard runs the queries of the Grafana dashboard, each of which must have columns.
+func requireDashboard(t *testing.T, pool *pgxpool.Pool) {
+	t.Helper()
+	text, err := os.ReadFile("../docs/grafana.json")
+	require.NoError(t, err)
+	var dashboard struct {
+		Panels []struct {
+			Title   string
+			Targets []struct{ RawSQL, Format string }
+		}
+	}
+	require.NoError(t, json.Unmarshal(text, &dashboard))
+	require.GreaterOrEqual(t, len(dashboard.Panels), 5)
+	for _, panel := range dashboard.Panels {
+		require.Len(t, panel.Targets, 1, panel.Title)
+		rows, err := pool.Query(context.Background(), panel.Targets[0].RawSQL)
+		require.NoError(t, err, panel.Title)
+		found, err := pgx.CollectRows(rows, pgx.RowToMap)
+		require.NoError(t, err, panel.Title)
+		if panel.Title == "Policies" || panel.Title == "Growth" {
+			require.NotEmpty(t, found, panel.Title)
+		}
 	}
 }
 
