@@ -63,6 +63,11 @@
 // An [Override] gives one bucket another size. A policy with [Policy.Shadow] watches, and denies nothing. One
 // whose Refill is [Zero] is a budget.
 //
+// # Guards inside the database
+//
+// A statement of yours can be refused by ratelimit_enforce, or by a trigger on a table. [Denied] finds that in
+// its error, and how long to wait.
+//
 // # Retries and idempotency
 //
 // After a broken connection nobody knows whether the tokens were taken. An [IdempotencyKey] settles
