@@ -109,7 +109,7 @@ begin
           v_reset_us  := v_taken.reset_us;
           v_capacity  := array_fill(v_policy.capacity, array[cardinality(v_places)]);
           if idempotency_keys is not null then
-            v_kept := remember(keys, idempotency_keys, costs, v_now, not v_policy.durable, v_places,
+            v_kept := remember(keys, idempotency_keys, costs, v_now, not v_policy.durable, true, v_places,
                                array_fill(v_policy.id, array[cardinality(v_places)]), array_fill(v_policy.remember_us, array[cardinality(v_places)]),
                                v_remaining, v_capacity, v_reset_us);
           end if;
@@ -140,7 +140,7 @@ begin
           v_capacity  := v_capacity || v_taken.capacities;
           v_shadows   := v_shadows || v_taken.shadows;
           if idempotency_keys is not null and v_taken.places is not null then
-            v_kept := v_kept and remember(keys, idempotency_keys, costs, v_now, v_in_ephemeral, v_taken.places, v_taken.policy_ids,
+            v_kept := v_kept and remember(keys, idempotency_keys, costs, v_now, v_in_ephemeral, true, v_taken.places, v_taken.policy_ids,
                                           v_taken.remember_us, v_taken.remaining, v_taken.capacities, v_taken.reset_us);
           end if;
         end loop;
@@ -164,7 +164,7 @@ begin
                                      v_left, false, true);
       end if;
     end if;
-  exception when sqlstate 'RL00T' or cardinality_violation then  -- two grants in one statement under one idempotency key
+  exception when sqlstate 'RL00T' or unique_violation then  -- an idempotency key is stored already, or granted twice
     v_places := null;
   end;
 

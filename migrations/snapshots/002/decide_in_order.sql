@@ -407,7 +407,7 @@ begin
                              order by u.bucket, u.place);
           continue when v_places = '{}';
           v_policy := v_policies[v_part];
-          if remember(keys, decide_in_order.idempotency_keys, charges, v_now, not v_policy.durable, v_places,
+          if remember(keys, decide_in_order.idempotency_keys, charges, v_now, not v_policy.durable, false, v_places,
                       array_fill(v_policy.id, array[cardinality(v_places)]), array_fill(v_policy.remember_us, array[cardinality(v_places)]),
                       array(select remaining[p.place] from unnest(v_places) as p (place)),
                       array(select capacities[p.place] from unnest(v_places) as p (place)),
