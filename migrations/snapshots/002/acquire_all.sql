@@ -17,7 +17,7 @@
 --   2. Each bucket is read again with all that an answer needs. If one does not cover, the answer is the denial.
 --   3. Each bucket is charged by a conditional update, in the order of policy and key, durable ones first. If another
 --      session took the tokens in between, the charges are rolled back.
--- acquire_batch decides what these steps do not: there it is a batch of one request, and costs three times as much.
+-- acquire_batch decides what these steps do not: there it is a batch of one request.
 --
 -- Locks:  a grant holds its bucket rows and its idempotency keys until the caller's transaction ends. A denial holds none.
 -- Writes: the same rows. A denial writes nothing.
@@ -80,12 +80,12 @@ declare
   v_least       bigint;
   v_batch       packed;
 begin
-  perform check_length('policies', v_count, v_count);
-  if v_count not between 1 and 1000 then
+  if (v_count between 1 and 1000) is not true then
+    perform check_length('policies', v_count, v_count);
     perform refuse('policies', v_count || ' elements long', 'Pass 1 to 1000 elements.');
   end if;
-  v_simple := idempotency_key is null and cardinality(keys) = v_count and is_list(policies) and is_list(keys) and is_list(costs) is not false
-              and (costs is null or cardinality(costs) = v_count);
+  v_simple := (array_dims(policies) = '[1:' || v_count || ']' and array_dims(keys) = array_dims(policies)
+               and (costs is null or array_dims(costs) = array_dims(policies)) and idempotency_key is null) is true;
   v_costs := case when costs is null then array_fill(1::bigint, array[v_count]) else costs end;
   if v_simple then
     v_now := clock();

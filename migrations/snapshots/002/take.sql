@@ -7,8 +7,8 @@
 -- 2147483647 tokens, and one that another session changed while the statement waited for it. (Some minor releases of
 -- PostgreSQL charge the changed row, if it still covers the sum.)
 --
--- Each statement is there for a policy without overrides, whose numbers are locals, and for any policies, whose numbers
--- are columns. The latter costs twice as much for a bucket.
+-- take is for one policy without overrides and with small numbers (arithmetic.sql), which are locals. take_of_policies is
+-- for any policies, whose numbers are columns, and costs more for a bucket.
 --
 -- Locks:  take locks the bucket rows that it charges, in the order of policy and key, durable ones first. The order does not
 --         depend on a choice of the planner: a row found by ctid is read on the inside of a nested loop, and the outside
