@@ -4811,7 +4811,6 @@ declare
   v_granted     boolean;
   v_charged     boolean;
   v_changes     boolean;        -- a row that exists is to change
-  v_creates     boolean;        -- a row is to be created
   v_misses      boolean;        -- an idempotency key is denied by a bucket that is wanted
   v_places      bigint[];
   v_written     bigint;
@@ -4945,7 +4944,6 @@ begin
       v_then_at      := array_fill(null::timestamptz, array[v_count]);
       v_wanted       := array_fill(false, array[cardinality(v_key)]);
       v_changes      := false;
-      v_creates      := false;
       v_end          := 0;
       while v_end < v_count loop
         v_start   := v_end + 1;
@@ -5020,7 +5018,6 @@ begin
               if not v_wanted[v_b] then
                 v_wanted[v_b] := true;
                 v_changes     := v_changes or v_has_row[v_b];
-                v_creates     := v_creates or not v_has_row[v_b];
                 v_refilled_at[v_b] := refilled_until(v_refilled_at[v_b], v_now, v_numbers[v_b].tick);
               end if;
               v_level_now[v_b] := v_level_now[v_b] - microtokens(charges[v_i]);
@@ -5063,7 +5060,7 @@ begin
                              with ordinality as u (bucket, charge, fits, level, refilled_at, place)
                       offset 0) as e) as a;
 
-      if not (v_changes or v_creates) then  -- nothing to take
+      if not true = any (v_wanted) then  -- nothing to take
         exit rounds when v_round = 1;
         v_over := true;
         raise exception sqlstate 'RL00A';  -- rolls back to the begin above; caught below, so no caller sees it
@@ -5596,20 +5593,20 @@ begin
           v_wanted := microtokens(v_costs[v_n]);
           if v_policy.durable then
             update buckets as b
-             set level       = refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) - v_wanted,
-                 refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick)
-           where b.policy_id = v_policy.id
-             and b.key       = v_key
-             and refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_wanted
-          returning b.level, b.refilled_at into v_level, v_refilled_at;
+           set level       = refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) - v_wanted,
+               refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick)
+         where b.policy_id = v_policy.id
+           and b.key       = v_key
+           and refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_wanted
+        returning b.level, b.refilled_at into v_level, v_refilled_at;
           else
             update ephemeral_buckets as b
-             set level       = refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) - v_wanted,
-                 refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick)
-           where b.policy_id = v_policy.id
-             and b.key       = v_key
-             and refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_wanted
-          returning b.level, b.refilled_at into v_level, v_refilled_at;
+           set level       = refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) - v_wanted,
+               refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick)
+         where b.policy_id = v_policy.id
+           and b.key       = v_key
+           and refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_wanted
+        returning b.level, b.refilled_at into v_level, v_refilled_at;
           end if;
           if not found then
             raise exception sqlstate 'RL00T';  -- rolls back to the begin above; caught below, so no caller sees it

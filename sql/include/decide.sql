@@ -7,13 +7,7 @@ if v_idempotency_key is not null then
 
     loop
       if v_wanted > 0 then
-        update {{ .buckets }} as b
-           set level       = {{ template "refilled_level" (dict "bucket" "b.") }} - v_wanted,
-               refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick)
-         where b.policy_id = v_policy.id
-           and b.key       = v_key
-           and {{ template "refilled_level" (dict "bucket" "b.") }} >= v_wanted
-        returning b.level, b.refilled_at into v_level, v_refilled_at;
+        {{ template "include/charge.sql" . }}
         exit when found;
       end if;
 

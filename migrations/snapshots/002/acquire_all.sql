@@ -43,16 +43,6 @@ create or replace function ratelimit_acquire_all(
   set enable_seqscan = off  -- as in ratelimit_acquire
   set jit = off             -- as in acquire_batch
 as $$
-{{- /* The argument is the name of the table. */ -}}
-{{ define "charge_one" -}}
-update {{ . }} as b
-             set level       = {{ template "refilled_level" (dict "bucket" "b.") }} - v_wanted,
-                 refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick)
-           where b.policy_id = v_policy.id
-             and b.key       = v_key
-             and {{ template "refilled_level" (dict "bucket" "b.") }} >= v_wanted
-          returning b.level, b.refilled_at into v_level, v_refilled_at;
-{{- end }}
 declare
   v_count       integer := cardinality(policies);
   v_costs       bigint[];
@@ -142,9 +132,9 @@ begin
           v_key    := keys[v_n];
           v_wanted := microtokens(v_costs[v_n]);
           if v_policy.durable then
-            {{ template "charge_one" "buckets" }}
+            {{ template "include/charge.sql" (dict "buckets" "buckets") }}
           else
-            {{ template "charge_one" "ephemeral_buckets" }}
+            {{ template "include/charge.sql" (dict "buckets" "ephemeral_buckets") }}
           end if;
           if not found then
             raise exception sqlstate 'RL00T';  -- rolls back to the begin above; caught below, so no caller sees it

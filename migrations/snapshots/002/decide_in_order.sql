@@ -134,7 +134,6 @@ declare
   v_granted     boolean;
   v_charged     boolean;
   v_changes     boolean;        -- a row that exists is to change
-  v_creates     boolean;        -- a row is to be created
   v_misses      boolean;        -- an idempotency key is denied by a bucket that is wanted
   v_places      bigint[];
   v_written     bigint;
@@ -234,7 +233,6 @@ begin
       v_then_at      := array_fill(null::timestamptz, array[v_count]);
       v_wanted       := array_fill(false, array[cardinality(v_key)]);
       v_changes      := false;
-      v_creates      := false;
       v_end          := 0;
       while v_end < v_count loop
         v_start   := v_end + 1;
@@ -309,7 +307,6 @@ begin
               if not v_wanted[v_b] then
                 v_wanted[v_b] := true;
                 v_changes     := v_changes or v_has_row[v_b];
-                v_creates     := v_creates or not v_has_row[v_b];
                 v_refilled_at[v_b] := refilled_until(v_refilled_at[v_b], v_now, v_numbers[v_b].tick);
               end if;
               v_level_now[v_b] := v_level_now[v_b] - microtokens(charges[v_i]);
@@ -352,7 +349,7 @@ begin
                              with ordinality as u (bucket, charge, fits, level, refilled_at, place)
                       offset 0) as e) as a;
 
-      if not (v_changes or v_creates) then  -- nothing to take
+      if not true = any (v_wanted) then  -- nothing to take
         exit rounds when v_round = 1;
         v_over := true;
         raise exception sqlstate 'RL00A';  -- rolls back to the begin above; caught below, so no caller sees it

@@ -66,6 +66,7 @@
        include/locals.sql         the locals of look.sql and decide.sql: their contract
        include/look.sql           reads one bucket: for ratelimit_peek and decide.sql
        include/decide.sql         decides about one bucket and takes: for ratelimit_acquire
+       include/charge.sql         takes from one bucket: for decide.sql and ratelimit_acquire_all
        include/numbers_again.sql  reads the policy again after a wait: for look.sql and decide.sql
        include/find_key.sql       looks up an idempotency key: for decide.sql
        include/remember.sql       the end of storing idempotency keys: for decide.sql and remember
