@@ -38,16 +38,17 @@ type counted struct {
 }
 
 var countedStatements = map[string]counted{
-	"instructions/nothing":   {0, "select"},
-	"instructions/select":    {0, "select from bare where policy_id = 1 and key = $1"},
-	"instructions/update":    {0, takeSQL("$1")},
-	"instructions/acquire":   {0, "select from ratelimit_acquire('full', $1)"},
-	"instructions/denied":    {0, "select from ratelimit_acquire('dry', $1)"},
-	"instructions/keyed":     {0, "select from ratelimit_acquire('full', $1, 1, gen_random_uuid()::text)"},
-	"instructions/replayed":  {0, "select from ratelimit_acquire('full', $1, 1, 'again')"},
-	"instructions/peek":      {0, "select from ratelimit_peek('full', $1)"},
-	"instructions/overrides": {0, "select from ratelimit_acquire('overrides', $1)"},
-	"instructions/joint":     {0, "select from ratelimit_acquire_all(array['full', 'second', 'third'], array[$1, $1, $1])"},
+	"instructions/nothing":      {0, "select"},
+	"instructions/select":       {0, "select from bare where policy_id = 1 and key = $1"},
+	"instructions/update":       {0, takeSQL("$1")},
+	"instructions/acquire":      {0, "select from ratelimit_acquire('full', $1)"},
+	"instructions/denied":       {0, "select from ratelimit_acquire('dry', $1)"},
+	"instructions/keyed":        {0, "select from ratelimit_acquire('full', $1, 1, gen_random_uuid()::text)"},
+	"instructions/replayed":     {0, "select from ratelimit_acquire('full', $1, 1, 'again')"},
+	"instructions/peek":         {0, "select from ratelimit_peek('full', $1)"},
+	"instructions/overrides":    {0, "select from ratelimit_acquire('overrides', $1)"},
+	"instructions/joint":        {0, "select from ratelimit_acquire_all(array['full', 'second', 'third'], array[$1, $1, $1])"},
+	"instructions/joint-denied": {0, "select from ratelimit_acquire_all(array['full', 'dry', 'third'], array[$1, $1, $1])"},
 	"instructions/joint-32": {32, "select from ratelimit_acquire_packed(" +
 		"array(select (array['full', 'second', 'third'])[1 + i % 3] from generate_series(0, 95) as i)," +
 		" array(select ($1::text[])[1 + i / 3] from generate_series(0, 95) as i), null, array_fill(3, array[32]))"},
@@ -55,7 +56,13 @@ var countedStatements = map[string]counted{
 	"instructions/batch-128": {128, "select from ratelimit_acquire_many(array_fill(text 'full', array[128]), $1)"},
 	"instructions/keyed-128": {128, "select from ratelimit_acquire_many(array_fill(text 'full', array[128]), $1, null," +
 		" array(select gen_random_uuid()::text from generate_series(1, 128)))"},
-	"instructions/hot-128": {128, "select from ratelimit_acquire_many(array_fill(text 'full', array[128]), array_fill(($1::text[])[1], array[128]))"},
+	"instructions/hot-128":    {128, "select from ratelimit_acquire_many(array_fill(text 'full', array[128]), array_fill(($1::text[])[1], array[128]))"},
+	"instructions/packed-32":  {32, "select from ratelimit_acquire_packed(array_fill(text 'full', array[32]), $1)"},
+	"instructions/packed-128": {128, "select from ratelimit_acquire_packed(array_fill(text 'full', array[128]), $1)"},
+	"instructions/packed-keyed-128": {128, "select from ratelimit_acquire_packed(array_fill(text 'full', array[128]), $1, null, null," +
+		" array(select gen_random_uuid()::text from generate_series(1, 128)))"},
+	"instructions/packed-hot-128": {128, "select from ratelimit_acquire_packed(array_fill(text 'full', array[128])," +
+		" array_fill(($1::text[])[1], array[128]))"},
 }
 
 // morePolicies defines two for requests of three charges, and one with an override of another key.
