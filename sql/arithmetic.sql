@@ -97,7 +97,7 @@ $$;
 comment on function ratelimit.wait_for(numeric, bigint, timestamptz, timestamptz, numeric, numeric, numeric, numeric) is
   'Microseconds from now until a bucket holds target microtokens, zero when it does, null for never.';
 
--- The same in bigint, for statements about many buckets of one policy: in numeric it would be a sixth of what they cost.
+-- The same in bigint, which is cheaper, for statements about many buckets of one policy.
 -- A policy's numbers are small if no product overflows, and an empty bucket is full within 15 years. One tick gains
 -- gain / per microtokens, in lowest terms, and ticks of them fill any bucket twice over. date_part rounds to whole
 -- microseconds correctly for 35 years; beyond, ticks is less. With refill 0, gain is 0 and ticks is null.

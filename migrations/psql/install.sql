@@ -2864,7 +2864,7 @@ $$;
 comment on function ratelimit.wait_for(numeric, bigint, timestamptz, timestamptz, numeric, numeric, numeric, numeric) is
   'Microseconds from now until a bucket holds target microtokens, zero when it does, null for never.';
 
--- The same in bigint, for statements about many buckets of one policy: in numeric it would be a sixth of what they cost.
+-- The same in bigint, which is cheaper, for statements about many buckets of one policy.
 -- A policy's numbers are small if no product overflows, and an empty bucket is full within 15 years. One tick gains
 -- gain / per microtokens, in lowest terms, and ticks of them fill any bucket twice over. date_part rounds to whole
 -- microseconds correctly for 35 years; beyond, ticks is less. With refill 0, gain is 0 and ticks is null.
@@ -4156,7 +4156,7 @@ comment on function ratelimit_reset(text, text) is
 -- are parallel to it. policy_ids and remember_us are those by which they were decided. ephemeral tells the kind of all.
 --
 -- new is the guess that no row has any of these keys. If one does, live or expired, unique_violation is raised. ON CONFLICT
--- would cost two thirds more, because it looks before and takes back what came too late.
+-- costs more, because it looks before it inserts, and confirms after it.
 --
 -- Locks:  the rows that it writes.
 -- Writes: the idempotency keys, an expired one over the old row.

@@ -5,7 +5,7 @@
 -- are parallel to it. policy_ids and remember_us are those by which they were decided. ephemeral tells the kind of all.
 --
 -- new is the guess that no row has any of these keys. If one does, live or expired, unique_violation is raised. ON CONFLICT
--- would cost two thirds more, because it looks before and takes back what came too late.
+-- costs more, because it looks before it inserts, and confirms after it.
 --
 -- Locks:  the rows that it writes.
 -- Writes: the idempotency keys, an expired one over the old row.
