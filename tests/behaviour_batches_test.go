@@ -3,6 +3,7 @@ package tests
 import (
 	"context"
 	"fmt"
+	"math"
 	"math/rand/v2"
 	"testing"
 	"time"
@@ -88,6 +89,60 @@ func TestAcquireMany_EqualsOneByOne(t *testing.T) {
 			}
 		})
 	}
+}
+
+// A batch works out small numbers in another way than large ones. The largest small ones and the smallest large ones are
+// among those here, and buckets in debt, overfull, or not asked for a long time.
+func TestAcquireMany_EqualsOneByOneForNumbersOfEverySize(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	inside := db.session()
+	inside.exec("set search_path = ratelimit")
+	magnitude := func(most float64) int64 { return int64(math.Exp(rand.Float64() * math.Log(most))) }
+	met := map[string]int{}
+	for len(met) < 4 || met["small, granted"] < 100 || met["large, granted"] < 100 {
+		capacity, refill, every := magnitude(9e12), magnitude(9e12), magnitude(1e15)
+		if float64(capacity)*float64(every) > float64(refill)*3e17 { // longer than 10,000 years to fill
+			continue
+		}
+		kind := []policyOption{continuous, stepped}[rand.IntN(2)]
+		db.definePolicy("p", capacity, refill, time.Microsecond, kind)
+		db.exec("select ratelimit_define_policy('p', every => $1 * interval '1 microsecond')", every)
+		db.exec("delete from ratelimit.buckets")
+		b := bucket{RefilledAt: t0.Add(-time.Duration(magnitude(9e14)) * time.Microsecond)}
+		switch rand.IntN(4) {
+		case 0:
+			b.Level = -rand.Int64N(1_000_000 * min(3*capacity, 9e12))
+		case 1:
+			b.Level = magnitude(9e18)
+		default:
+			b.Level = rand.Int64N(1_000_000 * capacity)
+		}
+		db.setClock(t0)
+		for _, key := range []string{"one", "batch", "another"} {
+			db.putBucket("p", key, b)
+		}
+		cost := min(capacity, magnitude(2e9))
+		want := db.acquire("p", "one", cost)
+		policy, keys := "p", []string{"batch", "another"}
+		answers, err := acquireMany(db.Pool, []nullableRequest{
+			{Policy: &policy, Key: &keys[0], Cost: &cost}, {Policy: &policy, Key: &keys[1], Cost: &cost},
+		})
+		require.NoError(t, err)
+		for i, key := range keys {
+			require.Equal(t, answer{Decision: &want}, answers[i], "%d of %d and %d every %d us: %+v", cost, capacity, refill, every, b)
+			require.Equal(t, db.bucket("p", "one"), db.bucket("p", key), "%d of %d and %d every %d us: %+v", cost, capacity, refill, every, b)
+		}
+		size, result := "small", "denied"
+		if len(columnOf(t, inside, "select 'large' from policies as p, take(p, array['none'], array[1], clock()) as t where t.places = '{}'")) > 0 {
+			size = "large"
+		}
+		if want.Allowed {
+			result = "granted"
+		}
+		met[size+", "+result]++
+	}
+	t.Log(met)
 }
 
 // Batches take the same buckets in opposite orders, some of them for the first time, all too large

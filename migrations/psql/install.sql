@@ -2866,7 +2866,8 @@ comment on function ratelimit.wait_for(numeric, bigint, timestamptz, timestamptz
 
 -- The same in bigint, which is cheaper, for statements about many buckets of one policy.
 -- A policy's numbers are small if no product overflows, and an empty bucket is full within 15 years. One tick gains
--- gain / per microtokens, in lowest terms, and ticks of them fill any bucket twice over. date_part rounds to whole
+-- gain / per microtokens, in lowest terms, and ticks of them fill an empty bucket twice over: a bucket in deeper debt than
+-- its capacity needs the other one. date_part rounds to whole
 -- microseconds correctly for 35 years; beyond, ticks is less. With refill 0, gain is 0 and ticks is null.
 create or replace function ratelimit.refilled_level_small(
     level bigint, refilled_at timestamptz, now timestamptz, full_level bigint, gain bigint, per bigint, ticks bigint, tick_us bigint, tick interval)
@@ -4296,7 +4297,7 @@ begin
      order by b.key desc
      limit 1)
          and (least(b.level, v_full_level) >= u.wanted
-           or refilled_level_small(b.level, b.refilled_at, v_now, v_full_level, v_gain, v_per, v_ticks, v_tick_us, v_tick) >= u.wanted)
+           or b.level > -v_full_level and refilled_level_small(b.level, b.refilled_at, v_now, v_full_level, v_gain, v_per, v_ticks, v_tick_us, v_tick) >= u.wanted)
       returning u.places, u.size, u.wanted, b.level, b.refilled_at
     )
     select array_agg(t.places[1]) filter (where t.size = 1), array_agg(t.level / 1000000) filter (where t.size = 1),
@@ -4326,7 +4327,7 @@ begin
      order by b.key desc
      limit 1)
          and (least(b.level, v_full_level) >= u.wanted
-           or refilled_level_small(b.level, b.refilled_at, v_now, v_full_level, v_gain, v_per, v_ticks, v_tick_us, v_tick) >= u.wanted)
+           or b.level > -v_full_level and refilled_level_small(b.level, b.refilled_at, v_now, v_full_level, v_gain, v_per, v_ticks, v_tick_us, v_tick) >= u.wanted)
       returning u.places, u.size, u.wanted, b.level, b.refilled_at
     )
     select array_agg(t.places[1]) filter (where t.size = 1), array_agg(t.level / 1000000) filter (where t.size = 1),

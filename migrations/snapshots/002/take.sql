@@ -71,7 +71,7 @@ with taken as (
                          from {{ . }} as b
                         {{ template "include/newest.sql" (dict "key" "u.key") }})
          and (least(b.level, v_full_level) >= u.wanted
-           or {{ template "refilled_level_small" (dict "bucket" "b.") }} >= u.wanted)
+           or b.level > -v_full_level and {{ template "refilled_level_small" (dict "bucket" "b.") }} >= u.wanted)
       returning u.places, u.size, u.wanted, b.level, b.refilled_at
     )
     select array_agg(t.places[1]) filter (where t.size = 1), array_agg(t.level / 1000000) filter (where t.size = 1),
