@@ -2867,15 +2867,15 @@ comment on function ratelimit.wait_for(numeric, bigint, timestamptz, timestamptz
 -- The same in bigint, which is cheaper, for statements about many buckets of one policy.
 -- A policy's numbers are small if no product overflows, and an empty bucket is full within 15 years. One tick gains
 -- gain / per microtokens, in lowest terms, and ticks of them fill an empty bucket twice over: a bucket in deeper debt than
--- its capacity needs the other one. date_part rounds to whole
--- microseconds correctly for 35 years; beyond, ticks is less. With refill 0, gain is 0 and ticks is null.
+-- its capacity needs the other one. date_part rounds to whole microseconds correctly for 35 years; beyond, ticks is less.
+-- With refill 0, gain is 0 and ticks is null.
 create or replace function ratelimit.refilled_level_small(
     level bigint, refilled_at timestamptz, now timestamptz, full_level bigint, gain bigint, per bigint, ticks bigint, tick_us bigint, tick interval)
   returns bigint language sql immutable parallel safe
 as $$
   select least(
     full_level,
-    level + least((date_part('epoch', ratelimit.refilled_until(refilled_at, now, tick) - refilled_at) * 1000000)::bigint / tick_us, ticks) * gain / per)
+    least(level, full_level) + least((date_part('epoch', ratelimit.refilled_until(refilled_at, now, tick) - refilled_at) * 1000000)::bigint / tick_us, ticks) * gain / per)
 $$;
 comment on function ratelimit.refilled_level_small(bigint, timestamptz, timestamptz, bigint, bigint, bigint, bigint, bigint, interval) is
   'The level of a bucket now, for a policy of small numbers.';
