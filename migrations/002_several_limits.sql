@@ -85,7 +85,7 @@ begin
 end;
 $grant$;
 {{- end -}}
--- Several limits in one request, overrides, shadow policies, and policies that do not refill.
+-- Several limits in one request, overrides, shadow policies, policies that do not refill, debt and reservations.
 
 -- Acquires wait behind this migration, so it does not wait for long. It fails with 55P03 when a transaction that took
 -- tokens stays open, and can be run again.
@@ -138,6 +138,29 @@ create type ratelimit.charged as (
 );
 comment on type ratelimit.charged is
   'What ratelimit.take did to one bucket: for which elements, the microtokens they wanted together, and the bucket after it.';
+create type ratelimit.reservation as (
+  allowed     boolean,
+  wait        interval,
+  remaining   bigint,
+  reset_after interval,
+  capacity    bigint,
+  replayed    boolean,
+  shadowed    boolean
+);
+comment on type ratelimit.reservation is
+  'The answer of ratelimit_reserve: allowed; wait, how long until the tokens are there, null for never; remaining, below zero while there is debt; the rest as in ratelimit.decision.';
+create type ratelimit.partial_decision as (
+  allowed     boolean,
+  remaining   bigint,
+  retry_after interval,
+  reset_after interval,
+  capacity    bigint,
+  replayed    boolean,
+  shadowed    boolean,
+  taken       bigint
+);
+comment on type ratelimit.partial_decision is
+  'The answer of ratelimit_acquire_up_to: a ratelimit.decision, and the tokens that were taken.';
 comment on type ratelimit.retired_decision is
   'Retired: calls that began under schema version 1 may still return it.';
 
@@ -183,6 +206,22 @@ comment on column ratelimit.overrides.stepped is
 -- The time until a bucket is full is null when its policy does not refill.
 alter table ratelimit.idempotency_keys alter column reset_after drop not null;
 alter table ratelimit.ephemeral_idempotency_keys alter column reset_after drop not null;
+
+-- A column that is null in every row slows no statement down: the planner finds nothing missing, and no row is written anew.
+alter table ratelimit.idempotency_keys
+  add column ready_at timestamptz,
+  add column settled  bigint;
+alter table ratelimit.ephemeral_idempotency_keys
+  add column ready_at timestamptz,
+  add column settled  bigint;
+comment on column ratelimit.idempotency_keys.ready_at is
+  'When a reserved grant begins to hold; null for a grant that held at once.';
+comment on column ratelimit.idempotency_keys.settled is
+  'The real cost, in place of cost, once the grant is settled.';
+comment on column ratelimit.ephemeral_idempotency_keys.ready_at is
+  'When a reserved grant begins to hold; null for a grant that held at once.';
+comment on column ratelimit.ephemeral_idempotency_keys.settled is
+  'The real cost, in place of cost, once the grant is settled.';
 
 -- Default privileges may have granted rights on the new table to other roles.
 do $private$
@@ -237,17 +276,22 @@ lock table ratelimit.policies in access exclusive mode;
 
 {{ template "drop_changed" `,
                          'ratelimit_acquire_packed', 'ratelimit_acquire_all', 'ratelimit_acquire_all_many', 'ratelimit_override',
-                         'ratelimit_remove_override', 'ratelimit_overrides', 'ratelimit_enforce', 'ratelimit_guard', 'ratelimit_pre_request',
+                         'ratelimit_remove_override', 'ratelimit_overrides', 'ratelimit_charge', 'ratelimit_settle',
+                         'ratelimit_reserve', 'ratelimit_acquire_up_to', 'ratelimit_enforce', 'ratelimit_guard', 'ratelimit_pre_request',
                          'ratelimit_status', 'ratelimit_doctor'` }}
 drop table if exists ratelimit.pre_request;  -- docs/postgrest/install.sql created it, and the function ratelimit_pre_request
 
-drop function ratelimit.grant_of, ratelimit.answer_of, ratelimit.shadow_of, ratelimit.replay_of, ratelimit.decisions_of,
-              ratelimit.check_repeated_cost, ratelimit.overridden, ratelimit.refilled_level_small, ratelimit.wait_below_small, ratelimit.look_at_buckets, ratelimit.remember, ratelimit.covers,
+drop function ratelimit.grant_of, ratelimit.answer_of, ratelimit.shadow_of, ratelimit.spent_of, ratelimit.replay_of,
+              ratelimit.left_us, ratelimit.replay_at, ratelimit.reservation_of, ratelimit.reserved_before, ratelimit.partial_of,
+              ratelimit.decisions_of, ratelimit.another_cost, ratelimit.no_grant, ratelimit.check_repeated_cost,
+              ratelimit.check_repeated_range, ratelimit.check_charge, ratelimit.is_max_wait, ratelimit.check_max_wait,
+              ratelimit.check_bounds, ratelimit.tokens_above_debt, ratelimit.repeats, ratelimit.time_below, ratelimit.moved_level, ratelimit.overridden,
+              ratelimit.refilled_level_small, ratelimit.wait_below_small, ratelimit.look_at_buckets, ratelimit.remember, ratelimit.covers,
               ratelimit.lock_buckets, ratelimit.take, ratelimit.take_of_policies, ratelimit.decide_in_order, ratelimit.acquire_batch,
               ratelimit.check_sizes, ratelimit.check_numbers, ratelimit.check_max_rows, ratelimit.check_listing,
               ratelimit.acquire, ratelimit.peek, ratelimit.http_fields, ratelimit.refuse_http, ratelimit.rate_limit_exceeded,
               ratelimit.check_guard, ratelimit.limit_request;
-drop type ratelimit.decision, ratelimit.packed, ratelimit.charged;
+drop type ratelimit.decision, ratelimit.reservation, ratelimit.partial_decision, ratelimit.packed, ratelimit.charged;
 alter type ratelimit.retired_decision rename to decision;
 
 -- Without refill 0, such a policy refills as slowly as one can.
@@ -255,10 +299,24 @@ update ratelimit.policies
    set refill = 1,
        every  = least(interval '365250 days', make_interval(secs => 315576000000 / capacity::double precision))
  where refill = 0;
+-- Without saturation, a debt below the floor of its policy may be too deep for the time it takes.
+update ratelimit.buckets as b
+   set level = ratelimit.floor_level(p.gain, p.every_us)::bigint
+  from ratelimit.policies as p
+ where p.id = b.policy_id
+   and b.level < ratelimit.floor_level(p.gain, p.every_us);
+update ratelimit.ephemeral_buckets as b
+   set level = ratelimit.floor_level(p.gain, p.every_us)::bigint
+  from ratelimit.policies as p
+ where p.id = b.policy_id
+   and b.level < ratelimit.floor_level(p.gain, p.every_us);
+drop function ratelimit.floor_level;
 update ratelimit.idempotency_keys set reset_after = interval '365250 days' where reset_after is null;
 update ratelimit.ephemeral_idempotency_keys set reset_after = interval '365250 days' where reset_after is null;
 alter table ratelimit.idempotency_keys alter column reset_after set not null;
 alter table ratelimit.ephemeral_idempotency_keys alter column reset_after set not null;
+alter table ratelimit.idempotency_keys drop column ready_at, drop column settled;
+alter table ratelimit.ephemeral_idempotency_keys drop column ready_at, drop column settled;
 do $names$
 begin
   -- From PostgreSQL 18 on NOT NULL has a name, and the twin was created with that of the other table.

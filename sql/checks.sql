@@ -84,6 +84,56 @@ $$;
 comment on function ratelimit.check_request(text, text, bigint, text) is
   'Raises 22023 for the first argument of an acquire that is out of range.';
 
+create or replace function ratelimit.check_charge(policy text, key text, cost bigint, idempotency_key text)
+  returns void language plpgsql
+as $$
+begin
+  perform ratelimit.check_request(policy, key, cost, idempotency_key);
+  if cost > 9000000000000 then
+    perform ratelimit.refuse('cost', cost::text, 'Pass 0 to 9000000000000 tokens.');
+  end if;
+end;
+$$;
+comment on function ratelimit.check_charge(text, text, bigint, text) is
+  'Raises 22023 for the first argument of a charge or a settlement that is out of range.';
+
+-- The length of months and years is not fixed.
+create or replace function ratelimit.is_max_wait(max_wait interval)
+  returns boolean language sql immutable parallel safe
+as $$
+  select max_wait between interval '0' and interval '365 days'
+         and extract(month from max_wait) = 0 and extract(year from max_wait) = 0
+$$;
+comment on function ratelimit.is_max_wait(interval) is
+  'Whether a wait is fixed in length, and 365 days at most; null for null.';
+
+create or replace function ratelimit.check_max_wait(max_wait interval)
+  returns void language plpgsql
+as $$
+begin
+  if ratelimit.is_max_wait(max_wait) is not true then
+    perform ratelimit.refuse('max_wait', max_wait::text,
+      'Pass an interval of 0 to 365 days, in days or smaller units.');
+  end if;
+end;
+$$;
+comment on function ratelimit.check_max_wait(interval) is
+  'Raises 22023 unless a wait is fixed in length, and 365 days at most.';
+
+create or replace function ratelimit.check_bounds(at_most bigint, at_least bigint)
+  returns void language plpgsql
+as $$
+begin
+  if (at_most >= 1) is not true then
+    perform ratelimit.refuse('at_most', at_most::text, 'Pass a whole number of tokens, 1 or more.');
+  elsif (at_least between 1 and at_most) is not true then
+    perform ratelimit.refuse('at_least', at_least::text, 'Pass a whole number of tokens, from 1 to at_most.');
+  end if;
+end;
+$$;
+comment on function ratelimit.check_bounds(bigint, bigint) is
+  'Raises 22023 unless 1 <= at_least <= at_most.';
+
 create or replace function ratelimit.check_max_rows(max_rows integer)
   returns void language plpgsql
 as $$
@@ -197,6 +247,20 @@ end;
 $$;
 comment on function ratelimit.unknown_policy(text) is
   'Raises RL001, the error for an unknown policy.';
+
+create or replace function ratelimit.no_grant(policy text, idempotency_key text)
+  returns void language plpgsql
+as $$
+begin
+  raise exception 'no live grant under this idempotency key' using
+    errcode = 'RL003',
+    detail  = format('Policy %L does not remember %L for this key. Nothing was charged.', policy, idempotency_key),
+    hint    = 'Settle once the grant is committed, and let the policy remember for longer than the longest job: '
+              'ratelimit_define_policy(policy, remember => ''7 days'').';
+end;
+$$;
+comment on function ratelimit.no_grant(text, text) is
+  'Raises RL003, the error of a settlement without a grant.';
 
 create or replace function ratelimit.policy_named(policy text)
   returns ratelimit.policies language plpgsql stable

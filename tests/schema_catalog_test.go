@@ -19,7 +19,10 @@ import (
 // What the package is held to, read from the catalogs of a database where it is installed.
 
 // The functions that decide about one bucket, and so run on any node that has the key.
-var hotFunctions = []string{"ratelimit_acquire", "ratelimit_peek", "ratelimit_refund", "ratelimit_reset"}
+var hotFunctions = []string{
+	"ratelimit_acquire", "ratelimit_acquire_up_to", "ratelimit_charge", "ratelimit_peek", "ratelimit_refund", "ratelimit_reserve",
+	"ratelimit_reset", "ratelimit_settle",
+}
 
 // What acquire_batch and the guards are made of. These functions find the search_path of those that call them.
 var batchFunctions = []string{
@@ -44,6 +47,8 @@ func TestCatalog_PublicFunctions(t *testing.T) {
 		"FUNCTION ratelimit_acquire_all_many(policies text[], keys text[], costs bigint[], sizes integer[], idempotency_keys text[] DEFAULT NULL::text[]) TABLE(request bigint, allowed boolean, remaining bigint, retry_after interval, reset_after interval, capacity bigint, replayed boolean, shadowed boolean, binding integer, decisions ratelimit.decision[], error_code text, error_message text, error_detail text, error_hint text)",
 		"FUNCTION ratelimit_acquire_many(policies text[], keys text[], costs bigint[] DEFAULT NULL::bigint[], idempotency_keys text[] DEFAULT NULL::text[]) TABLE(request bigint, allowed boolean, remaining bigint, retry_after interval, reset_after interval, capacity bigint, replayed boolean, shadowed boolean, error_code text, error_message text, error_detail text, error_hint text)",
 		"FUNCTION ratelimit_acquire_packed(policies text[], keys text[], costs bigint[] DEFAULT NULL::bigint[], sizes integer[] DEFAULT NULL::integer[], idempotency_keys text[] DEFAULT NULL::text[]) ratelimit.packed",
+		"FUNCTION ratelimit_acquire_up_to(policy text, key text, at_most bigint, at_least bigint DEFAULT 1, idempotency_key text DEFAULT NULL::text) ratelimit.partial_decision",
+		"FUNCTION ratelimit_charge(policy text, key text, cost bigint, idempotency_key text DEFAULT NULL::text) ratelimit.decision",
 		"FUNCTION ratelimit_cleanup(max_rows integer DEFAULT 10000, OUT buckets_deleted bigint, OUT idempotency_keys_deleted bigint) record",
 		"FUNCTION ratelimit_define_policy(policy text, capacity bigint DEFAULT NULL::bigint, refill bigint DEFAULT NULL::bigint, every interval DEFAULT NULL::interval, stepped boolean DEFAULT NULL::boolean, durable boolean DEFAULT NULL::boolean, remember interval DEFAULT NULL::interval, shadow boolean DEFAULT NULL::boolean) void",
 		"FUNCTION ratelimit_doctor() TABLE(severity text, finding text, remedy text) STABLE",
@@ -56,7 +61,9 @@ func TestCatalog_PublicFunctions(t *testing.T) {
 		"FUNCTION ratelimit_policies() TABLE(policy text, capacity bigint, refill bigint, every interval, stepped boolean, durable boolean, remember interval, shadow boolean) STABLE",
 		"FUNCTION ratelimit_refund(policy text, key text, amount bigint) ratelimit.decision",
 		"FUNCTION ratelimit_remove_override(policy text, key text) boolean",
+		"FUNCTION ratelimit_reserve(policy text, key text, max_wait interval, cost bigint DEFAULT 1, idempotency_key text DEFAULT NULL::text) ratelimit.reservation",
 		"FUNCTION ratelimit_reset(policy text, key text) void",
+		"FUNCTION ratelimit_settle(policy text, key text, idempotency_key text, cost bigint) ratelimit.decision",
 		"FUNCTION ratelimit_status(policy text DEFAULT NULL::text, max_rows integer DEFAULT 100) TABLE(policy text, key text, remaining bigint, retry_after interval, reset_after interval, capacity bigint, overridden boolean) STABLE",
 		"FUNCTION ratelimit_version() text IMMUTABLE",
 		"PROCEDURE ratelimit_cleanup_all(IN budget interval DEFAULT '00:00:50'::interval)",

@@ -2518,7 +2518,7 @@ select v.version operator(pg_catalog.<) 2 as pgratelimit_missing from ratelimit.
 \gset
 \if :pgratelimit_missing
 -- 002_several_limits.sql
--- Several limits in one request, overrides, shadow policies, and policies that do not refill.
+-- Several limits in one request, overrides, shadow policies, policies that do not refill, debt and reservations.
 
 -- Acquires wait behind this migration, so it does not wait for long. It fails with 55P03 when a transaction that took
 -- tokens stays open, and can be run again.
@@ -2605,6 +2605,29 @@ create type ratelimit.charged as (
 );
 comment on type ratelimit.charged is
   'What ratelimit.take did to one bucket: for which elements, the microtokens they wanted together, and the bucket after it.';
+create type ratelimit.reservation as (
+  allowed     boolean,
+  wait        interval,
+  remaining   bigint,
+  reset_after interval,
+  capacity    bigint,
+  replayed    boolean,
+  shadowed    boolean
+);
+comment on type ratelimit.reservation is
+  'The answer of ratelimit_reserve: allowed; wait, how long until the tokens are there, null for never; remaining, below zero while there is debt; the rest as in ratelimit.decision.';
+create type ratelimit.partial_decision as (
+  allowed     boolean,
+  remaining   bigint,
+  retry_after interval,
+  reset_after interval,
+  capacity    bigint,
+  replayed    boolean,
+  shadowed    boolean,
+  taken       bigint
+);
+comment on type ratelimit.partial_decision is
+  'The answer of ratelimit_acquire_up_to: a ratelimit.decision, and the tokens that were taken.';
 comment on type ratelimit.retired_decision is
   'Retired: calls that began under schema version 1 may still return it.';
 
@@ -2650,6 +2673,22 @@ comment on column ratelimit.overrides.stepped is
 -- The time until a bucket is full is null when its policy does not refill.
 alter table ratelimit.idempotency_keys alter column reset_after drop not null;
 alter table ratelimit.ephemeral_idempotency_keys alter column reset_after drop not null;
+
+-- A column that is null in every row slows no statement down: the planner finds nothing missing, and no row is written anew.
+alter table ratelimit.idempotency_keys
+  add column ready_at timestamptz,
+  add column settled  bigint;
+alter table ratelimit.ephemeral_idempotency_keys
+  add column ready_at timestamptz,
+  add column settled  bigint;
+comment on column ratelimit.idempotency_keys.ready_at is
+  'When a reserved grant begins to hold; null for a grant that held at once.';
+comment on column ratelimit.idempotency_keys.settled is
+  'The real cost, in place of cost, once the grant is settled.';
+comment on column ratelimit.ephemeral_idempotency_keys.ready_at is
+  'When a reserved grant begins to hold; null for a grant that held at once.';
+comment on column ratelimit.ephemeral_idempotency_keys.settled is
+  'The real cost, in place of cost, once the grant is settled.';
 
 -- Default privileges may have granted rights on the new table to other roles.
 do $private$
@@ -2799,6 +2838,23 @@ $$;
 comment on function ratelimit.whole_tokens(bigint) is
   'A level in whole tokens, rounded down.';
 
+-- A short form of whole_tokens: it costs less.
+create or replace function ratelimit.tokens_above_debt(level bigint)
+  returns bigint language sql immutable parallel safe
+as $$
+  select level / 1000000
+$$;
+comment on function ratelimit.tokens_above_debt(bigint) is
+  'A level that is not below zero in whole tokens, rounded down.';
+
+create or replace function ratelimit.repeats(remaining bigint, charge bigint)
+  returns bigint language sql immutable parallel safe
+as $$
+  select remaining / charge - (remaining % charge < 0)::integer  -- rounds down below zero too
+$$;
+comment on function ratelimit.repeats(bigint, bigint) is
+  'How often the tokens that remain cover a charge once more.';
+
 create or replace function ratelimit.microseconds(span interval)
   returns numeric language sql immutable parallel safe
 as $$
@@ -2837,18 +2893,32 @@ $$;
 comment on function ratelimit.refilled_level(bigint, timestamptz, timestamptz, numeric, numeric, numeric, interval) is
   'The level of a bucket now, in microtokens.';
 
--- Exact: after this wait the bucket holds target, one microsecond earlier it does not. Null means never: with
--- refill 0, tick_gain is 0.
--- Precondition: the bucket is below target now. Callers that know this skip the checks of wait_for.
+-- Exact: after this time the bucket holds target, one microsecond earlier it does not.
+-- Precondition: the bucket is below target now.
+create or replace function ratelimit.time_below(
+    target numeric, level bigint, elapsed_us numeric,
+    every_us numeric, tick_us numeric, tick_gain numeric, round_up numeric)
+  returns numeric language sql immutable parallel safe
+as $$
+  select div((target - level) * every_us + round_up, tick_gain) * tick_us - elapsed_us
+$$;
+comment on function ratelimit.time_below(numeric, bigint, numeric, numeric, numeric, numeric, numeric) is
+  'Microseconds until a bucket holds target microtokens, if it held level elapsed_us ago and is below target now.';
+
+-- For a bucket whose debt is no deeper than the floor of its policy: it is full within 21,000 years, so nothing saturates.
+-- Callers that know this, and that the bucket is below target, skip the checks of wait_for. Null means never: with refill 0,
+-- tick_gain is 0.
 create or replace function ratelimit.wait_below(
     target numeric, level bigint, elapsed_us numeric,
     every_us numeric, tick_us numeric, tick_gain numeric, round_up numeric)
   returns bigint language sql immutable parallel safe
 as $$
-  select (div((target - level) * every_us + round_up, nullif(tick_gain, 0)) * tick_us - elapsed_us)::bigint
+  select ratelimit.time_below(target, level, elapsed_us, every_us, tick_us, nullif(tick_gain, 0), round_up)::bigint
 $$;
 comment on function ratelimit.wait_below(numeric, bigint, numeric, numeric, numeric, numeric, numeric) is
-  'Microseconds until a bucket holds target microtokens, if it held level elapsed_us ago and is below target now.';
+  'Microseconds as of time_below for a bucket whose debt is no deeper than the floor, null for never.';
+
+-- Times saturate here, at 100,000 years of 365.25 days: an old debt may be of a policy that refilled faster.
 
 create or replace function ratelimit.wait_for(
     target numeric, level bigint, refilled_at timestamptz, now timestamptz,
@@ -2857,8 +2927,9 @@ create or replace function ratelimit.wait_for(
 as $$
   select case
     when level >= target then 0
-    when tick_gain > 0 then greatest(0, ratelimit.wait_below(target, level, ratelimit.microseconds(now - refilled_at),
-                                                             every_us, tick_us, tick_gain, round_up))
+    when tick_gain > 0 then greatest(0, least(ratelimit.time_below(target, level, ratelimit.microseconds(now - refilled_at),
+                                                                   every_us, tick_us, tick_gain, round_up),
+                                              3155760000000000000))::bigint
   end
 $$;
 comment on function ratelimit.wait_for(numeric, bigint, timestamptz, timestamptz, numeric, numeric, numeric, numeric) is
@@ -2887,6 +2958,25 @@ as $$
 $$;
 comment on function ratelimit.wait_below_small(bigint, bigint, bigint, bigint, bigint, bigint) is
   'Microseconds until a bucket below target holds it, for a policy of small numbers.';
+
+-- Debt ends at the floor: 9 * 10^12 tokens, or what the bucket refills in 10,000 years of 365.25 days, if that is less. With
+-- refill 0, gain is 0.
+create or replace function ratelimit.floor_level(gain numeric, every_us numeric)
+  returns numeric language sql immutable parallel safe
+as $$
+  select -least(9000000000000000000, div(nullif(gain, 0) * 315576000000, every_us))  -- least ignores null
+$$;
+comment on function ratelimit.floor_level(numeric, numeric) is
+  'The level that no charge goes below, in microtokens.';
+
+-- The sum is numeric until it is known to fit. A level below the floor is the debt of an earlier policy, which stays.
+create or replace function ratelimit.moved_level(level bigint, change bigint, full_level numeric, floor_level numeric)
+  returns bigint language sql immutable parallel safe
+as $$
+  select greatest(least(full_level, level::numeric + change), least(level, floor_level))::bigint
+$$;
+comment on function ratelimit.moved_level(bigint, bigint, numeric, numeric) is
+  'A level after a change that nothing refuses: up to full at most, and down to the floor.';
 
 -- The checks of arguments. Every error has a constant message, the facts in DETAIL and the remedy in HINT.
 
@@ -2973,6 +3063,56 @@ end;
 $$;
 comment on function ratelimit.check_request(text, text, bigint, text) is
   'Raises 22023 for the first argument of an acquire that is out of range.';
+
+create or replace function ratelimit.check_charge(policy text, key text, cost bigint, idempotency_key text)
+  returns void language plpgsql
+as $$
+begin
+  perform ratelimit.check_request(policy, key, cost, idempotency_key);
+  if cost > 9000000000000 then
+    perform ratelimit.refuse('cost', cost::text, 'Pass 0 to 9000000000000 tokens.');
+  end if;
+end;
+$$;
+comment on function ratelimit.check_charge(text, text, bigint, text) is
+  'Raises 22023 for the first argument of a charge or a settlement that is out of range.';
+
+-- The length of months and years is not fixed.
+create or replace function ratelimit.is_max_wait(max_wait interval)
+  returns boolean language sql immutable parallel safe
+as $$
+  select max_wait between interval '0' and interval '365 days'
+         and extract(month from max_wait) = 0 and extract(year from max_wait) = 0
+$$;
+comment on function ratelimit.is_max_wait(interval) is
+  'Whether a wait is fixed in length, and 365 days at most; null for null.';
+
+create or replace function ratelimit.check_max_wait(max_wait interval)
+  returns void language plpgsql
+as $$
+begin
+  if ratelimit.is_max_wait(max_wait) is not true then
+    perform ratelimit.refuse('max_wait', max_wait::text,
+      'Pass an interval of 0 to 365 days, in days or smaller units.');
+  end if;
+end;
+$$;
+comment on function ratelimit.check_max_wait(interval) is
+  'Raises 22023 unless a wait is fixed in length, and 365 days at most.';
+
+create or replace function ratelimit.check_bounds(at_most bigint, at_least bigint)
+  returns void language plpgsql
+as $$
+begin
+  if (at_most >= 1) is not true then
+    perform ratelimit.refuse('at_most', at_most::text, 'Pass a whole number of tokens, 1 or more.');
+  elsif (at_least between 1 and at_most) is not true then
+    perform ratelimit.refuse('at_least', at_least::text, 'Pass a whole number of tokens, from 1 to at_most.');
+  end if;
+end;
+$$;
+comment on function ratelimit.check_bounds(bigint, bigint) is
+  'Raises 22023 unless 1 <= at_least <= at_most.';
 
 create or replace function ratelimit.check_max_rows(max_rows integer)
   returns void language plpgsql
@@ -3088,6 +3228,20 @@ $$;
 comment on function ratelimit.unknown_policy(text) is
   'Raises RL001, the error for an unknown policy.';
 
+create or replace function ratelimit.no_grant(policy text, idempotency_key text)
+  returns void language plpgsql
+as $$
+begin
+  raise exception 'no live grant under this idempotency key' using
+    errcode = 'RL003',
+    detail  = format('Policy %L does not remember %L for this key. Nothing was charged.', policy, idempotency_key),
+    hint    = 'Settle once the grant is committed, and let the policy remember for longer than the longest job: '
+              'ratelimit_define_policy(policy, remember => ''7 days'').';
+end;
+$$;
+comment on function ratelimit.no_grant(text, text) is
+  'Raises RL003, the error of a settlement without a grant.';
+
 create or replace function ratelimit.policy_named(policy text)
   returns ratelimit.policies language plpgsql stable
 as $$
@@ -3110,7 +3264,7 @@ comment on function ratelimit.policy_named(text) is
 create or replace function ratelimit.grant_of(level bigint, reset_us bigint, capacity bigint)
   returns ratelimit.decision language sql immutable parallel safe
 as $$
-  select (true, level / 1000000, interval '0', ratelimit.duration(reset_us), capacity, false, false)::ratelimit.decision
+  select (true, ratelimit.tokens_above_debt(level), interval '0', ratelimit.duration(reset_us), capacity, false, false)::ratelimit.decision
 $$;
 comment on function ratelimit.grant_of(bigint, bigint, bigint) is
   'The decision of a grant, from the level that it left and the microseconds until the bucket is full.';
@@ -3132,6 +3286,14 @@ $$;
 comment on function ratelimit.shadow_of(bigint, bigint, bigint) is
   'The decision of a shadow policy that would deny if it were enforced.';
 
+create or replace function ratelimit.spent_of(level bigint, reset_us bigint, capacity bigint, replayed boolean)
+  returns ratelimit.decision language sql immutable parallel safe
+as $$
+  select (true, ratelimit.whole_tokens(level), interval '0', ratelimit.duration(reset_us), capacity, replayed, false)::ratelimit.decision
+$$;
+comment on function ratelimit.spent_of(bigint, bigint, bigint, boolean) is
+  'The decision of what nothing refuses: a charge or a settlement.';
+
 create or replace function ratelimit.replay_of(granted ratelimit.idempotency_keys)
   returns ratelimit.decision language sql immutable parallel safe
 as $$
@@ -3139,6 +3301,53 @@ as $$
 $$;
 comment on function ratelimit.replay_of(ratelimit.idempotency_keys) is
   'The first answer given under an idempotency key, marked replayed.';
+
+create or replace function ratelimit.left_us(granted ratelimit.idempotency_keys, now timestamptz)
+  returns bigint language sql immutable parallel safe
+as $$
+  select case when granted.ready_at > now then ratelimit.microseconds(granted.ready_at - now)::bigint else 0 end
+$$;
+comment on function ratelimit.left_us(ratelimit.idempotency_keys, timestamptz) is
+  'The microseconds that a reserved grant is still to wait.';
+
+-- A reserved grant holds once its wait is over.
+create or replace function ratelimit.replay_at(granted ratelimit.idempotency_keys, now timestamptz, shadow boolean)
+  returns ratelimit.decision language sql immutable parallel safe
+as $$
+  select (shadow or (granted.ready_at > now) is not true, granted.remaining,
+          ratelimit.duration(case when shadow then 0 else ratelimit.left_us(granted, now) end),
+          granted.reset_after, granted.capacity, true, shadow and (granted.ready_at > now) is true)::ratelimit.decision
+$$;
+comment on function ratelimit.replay_at(ratelimit.idempotency_keys, timestamptz, boolean) is
+  'The replay of a reserved grant: a denial with the rest of its wait, and then the grant.';
+
+create or replace function ratelimit.reservation_of(
+    granted boolean, level bigint, wait_us bigint, reset_us bigint, capacity bigint, shadow boolean)
+  returns ratelimit.reservation language sql immutable parallel safe
+as $$
+  select (granted or shadow, ratelimit.duration(case when shadow then 0 else wait_us end), ratelimit.whole_tokens(level),
+          ratelimit.duration(reset_us), capacity, false, shadow and wait_us is distinct from 0)::ratelimit.reservation
+$$;
+comment on function ratelimit.reservation_of(boolean, bigint, bigint, bigint, bigint, boolean) is
+  'The answer about a reservation, from the level that it left; wait_us is null for never.';
+
+create or replace function ratelimit.reserved_before(granted ratelimit.idempotency_keys, now timestamptz, shadow boolean)
+  returns ratelimit.reservation language sql immutable parallel safe
+as $$
+  select (true, ratelimit.duration(case when shadow then 0 else ratelimit.left_us(granted, now) end), granted.remaining,
+          granted.reset_after, granted.capacity, true, shadow and ratelimit.left_us(granted, now) > 0)::ratelimit.reservation
+$$;
+comment on function ratelimit.reserved_before(ratelimit.idempotency_keys, timestamptz, boolean) is
+  'The replay of a grant to a reservation, with the rest of its wait.';
+
+create or replace function ratelimit.partial_of(decision ratelimit.decision, taken bigint)
+  returns ratelimit.partial_decision language sql immutable parallel safe
+as $$
+  select (decision.allowed, decision.remaining, decision.retry_after, decision.reset_after, decision.capacity, decision.replayed,
+          decision.shadowed, case when decision.allowed then taken else 0 end)::ratelimit.partial_decision
+$$;
+comment on function ratelimit.partial_of(ratelimit.decision, bigint) is
+  'A decision about as many tokens as there are, and how many were taken.';
 
 -- decisions_of(...)[n] is the decision about element n; null if it was refused. The arguments are those of acquire_batch.
 create or replace function ratelimit.decisions_of(
@@ -3158,20 +3367,44 @@ $$;
 comment on function ratelimit.decisions_of(bigint[], bigint[], bigint[], bigint[], bigint[], boolean[], boolean[]) is
   'The decisions of a batch, by the number of the element.';
 
+create or replace function ratelimit.another_cost(detail text)
+  returns void language plpgsql immutable
+as $$
+begin
+  raise exception 'idempotency key used before with another cost' using
+    errcode = 'RL002',
+    detail  = another_cost.detail,
+    hint    = 'Repeat a request with its first cost, and give a new request a new key.';
+end;
+$$;
+comment on function ratelimit.another_cost(text) is
+  'Raises RL002, the error for another cost under a live idempotency key.';
+
 create or replace function ratelimit.check_repeated_cost(granted ratelimit.idempotency_keys, cost bigint)
   returns void language plpgsql
 as $$
 begin
   if granted.cost <> cost then
-    raise exception 'idempotency key used before with another cost' using
-      errcode = 'RL002',
-      detail  = format('%L was granted with cost %s and comes back with cost %s.', granted.idempotency_key, granted.cost, cost),
-      hint    = 'Repeat a request with its first cost, and give a new request a new key.';
+    perform ratelimit.another_cost(format('%L was granted with cost %s and comes back with cost %s.',
+                                          granted.idempotency_key, granted.cost, cost));
   end if;
 end;
 $$;
 comment on function ratelimit.check_repeated_cost(ratelimit.idempotency_keys, bigint) is
   'Raises RL002 unless a repeat has the cost of the grant under its idempotency key.';
+
+create or replace function ratelimit.check_repeated_range(granted ratelimit.idempotency_keys, at_least bigint, at_most bigint)
+  returns void language plpgsql
+as $$
+begin
+  if granted.cost not between at_least and at_most then
+    perform ratelimit.another_cost(format('%L was granted with cost %s and comes back for %s to %s.',
+                                          granted.idempotency_key, granted.cost, at_least, at_most));
+  end if;
+end;
+$$;
+comment on function ratelimit.check_repeated_range(ratelimit.idempotency_keys, bigint, bigint) is
+  'Raises RL002 unless the cost of the grant under its idempotency key is what a repeat may take.';
 
 -- The functions that answer many requests report an error in the row of its request. So this function catches the
 -- errors of the checks. granted is the remembered grant whose cost differs; null means that the policy is unknown,
@@ -3626,17 +3859,17 @@ declare
   v_policy          ratelimit.policies;  -- in: the policy, with the numbers that apply to the key
   v_override        ratelimit.overrides;  -- inner: the override of the key
   v_key             text collate "C" := ratelimit_acquire.key;  -- in: the bucket's key
-  v_cost            alias for ratelimit_acquire.cost;           -- in: tokens that the request asks for
-  v_now             timestamptz;  -- in/out: the instant of the answer; decide reads the clock again before each look
+  v_cost            alias for ratelimit_acquire.cost;  -- in: tokens that the request asks for
+  v_now             timestamptz;  -- in/out: the instant of the answer; what may wait reads the clock again
   v_has_row         boolean;      -- out: the bucket has a row; a bucket without a row is full
   v_level           bigint;       -- out: microtokens in the bucket
-  v_retry_us        bigint;       -- out: microseconds until the bucket holds v_cost; null: never; of no meaning after a grant
   v_reset_us        bigint;       -- out: microseconds until the bucket is full; null: never
+  v_retry_us        bigint;       -- out: microseconds until the bucket holds v_cost; null: never; of no meaning after a grant
   v_idempotency_key text collate "C" := ratelimit_acquire.idempotency_key;  -- in: null for none
-  v_wanted          bigint;       -- in/out: v_cost in microtokens, or 0 if nothing can be taken
-  v_first           ratelimit.idempotency_keys;  -- inner: the grant that is remembered under the idempotency key
+  v_first           ratelimit.idempotency_keys;  -- out: the grant that is remembered under the idempotency key
   v_refilled_at     timestamptz;  -- inner: the instant at which the row says that the bucket held v_level
   v_again           ratelimit.policies;  -- inner: the policy, read again
+  v_wanted          bigint;       -- in/out: v_cost in microtokens, or 0 if nothing can be taken
   v_due_at          timestamptz;  -- inner: when clean-up looks at a new bucket
   v_expires_at      timestamptz;  -- inner: when the idempotency key is forgotten
   v_round           integer;      -- inner: the rounds that took nothing and denied nothing; null is none
@@ -3650,7 +3883,7 @@ begin
     end if;
   end if;
   select p.* into v_policy from policies as p where p.name = ratelimit_acquire.policy collate "C";
-  if not found then  -- the name of a policy that was found needs no check
+  if not found then
     perform check_name('policy', policy);
     perform unknown_policy(policy);
   end if;
@@ -3676,6 +3909,9 @@ begin
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
           perform check_repeated_cost(v_first, v_cost);
+          if v_first.ready_at > v_now then
+            return replay_at(v_first, v_now, v_policy.shadow);
+          end if;
           return replay_of(v_first);
         end if;
     end if;
@@ -3747,6 +3983,9 @@ begin
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
           perform check_repeated_cost(v_first, v_cost);
+          if v_first.ready_at > v_now then
+            return replay_at(v_first, v_now, v_policy.shadow);
+          end if;
           return replay_of(v_first);
         end if;
           if v_policy.shadow and v_retry_us is distinct from 0 then
@@ -3787,13 +4026,15 @@ begin
       insert into idempotency_keys as k
              (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
       values (v_policy.id, v_key, v_idempotency_key, v_cost,
-              whole_tokens(v_level), duration(v_reset_us), v_policy.capacity, v_expires_at)
+              tokens_above_debt(v_level), duration(v_reset_us), v_policy.capacity, v_expires_at)
       on conflict on constraint idempotency_keys_pkey do update
            set cost        = excluded.cost,
                remaining   = excluded.remaining,
                reset_after = excluded.reset_after,
                capacity    = excluded.capacity,
-               expires_at  = excluded.expires_at
+               expires_at  = excluded.expires_at,
+               ready_at    = excluded.ready_at,
+               settled     = excluded.settled
          where k.expires_at <= v_now;
       if not found then  -- a live idempotency key: its tokens were taken already
         update buckets as b
@@ -3807,6 +4048,9 @@ begin
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
           perform check_repeated_cost(v_first, v_cost);
+          if v_first.ready_at > v_now then
+            return replay_at(v_first, v_now, v_policy.shadow);
+          end if;
           return replay_of(v_first);
         end if;
       end if;
@@ -3822,6 +4066,9 @@ begin
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
           perform check_repeated_cost(v_first, v_cost);
+          if v_first.ready_at > v_now then
+            return replay_at(v_first, v_now, v_policy.shadow);
+          end if;
           return replay_of(v_first);
         end if;
     end if;
@@ -3893,6 +4140,9 @@ begin
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
           perform check_repeated_cost(v_first, v_cost);
+          if v_first.ready_at > v_now then
+            return replay_at(v_first, v_now, v_policy.shadow);
+          end if;
           return replay_of(v_first);
         end if;
           if v_policy.shadow and v_retry_us is distinct from 0 then
@@ -3933,13 +4183,15 @@ begin
       insert into ephemeral_idempotency_keys as k
              (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
       values (v_policy.id, v_key, v_idempotency_key, v_cost,
-              whole_tokens(v_level), duration(v_reset_us), v_policy.capacity, v_expires_at)
+              tokens_above_debt(v_level), duration(v_reset_us), v_policy.capacity, v_expires_at)
       on conflict on constraint ephemeral_idempotency_keys_pkey do update
            set cost        = excluded.cost,
                remaining   = excluded.remaining,
                reset_after = excluded.reset_after,
                capacity    = excluded.capacity,
-               expires_at  = excluded.expires_at
+               expires_at  = excluded.expires_at,
+               ready_at    = excluded.ready_at,
+               settled     = excluded.settled
          where k.expires_at <= v_now;
       if not found then  -- a live idempotency key: its tokens were taken already
         update ephemeral_buckets as b
@@ -3953,6 +4205,9 @@ begin
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
           perform check_repeated_cost(v_first, v_cost);
+          if v_first.ready_at > v_now then
+            return replay_at(v_first, v_now, v_policy.shadow);
+          end if;
           return replay_of(v_first);
         end if;
       end if;
@@ -3982,12 +4237,12 @@ declare
   v_policy          ratelimit.policies;  -- in: the policy, with the numbers that apply to the key
   v_override        ratelimit.overrides;  -- inner: the override of the key
   v_key             text collate "C" := ratelimit_peek.key;  -- in: the bucket's key
-  v_cost            alias for ratelimit_peek.cost;           -- in: tokens that the request asks for
-  v_now             timestamptz;  -- in/out: the instant of the answer; decide reads the clock again before each look
+  v_cost            alias for ratelimit_peek.cost;  -- in: tokens that the request asks for
+  v_now             timestamptz;  -- in/out: the instant of the answer; what may wait reads the clock again
   v_has_row         boolean;      -- out: the bucket has a row; a bucket without a row is full
   v_level           bigint;       -- out: microtokens in the bucket
-  v_retry_us        bigint;       -- out: microseconds until the bucket holds v_cost; null: never; of no meaning after a grant
   v_reset_us        bigint;       -- out: microseconds until the bucket is full; null: never
+  v_retry_us        bigint;       -- out: microseconds until the bucket holds v_cost; null: never; of no meaning after a grant
 begin
   if not acceptable(v_key, v_cost) then
     perform check_request(policy, v_key, v_cost, null);
@@ -4149,6 +4404,1370 @@ comment on function ratelimit_reset(text, text) is
   'Make one bucket full again.';
 
 
+-- Spend now, know later; wait in line.
+-- Takes cost tokens from one bucket, whatever it holds; allowed is always true. What the bucket does not hold is debt:
+-- its level goes below zero, down to a floor, and refill pays the debt first. It is for what is known only after it was used.
+--
+-- The steps are those of ratelimit_settle. A live idempotency key is replayed. Otherwise the bucket is locked, a full one
+-- is created first if it has no row, the idempotency key is stored, and only then the level moves. So nothing that was
+-- moved is ever moved back.
+--
+-- A cost of 0 takes nothing, and neither looks at nor stores an idempotency key.
+--
+-- Locks:  the bucket row, and then the row of the idempotency key, until the caller's transaction ends. A replay that did
+--         not wait locks nothing.
+-- Writes: the bucket and its idempotency key. A replay and a cost of 0 write nothing.
+create or replace function ratelimit_charge(
+    policy          text,
+    key             text,
+    cost            bigint,
+    idempotency_key text default null)
+  returns ratelimit.decision
+  language plpgsql
+  volatile
+  security definer
+  set search_path = ratelimit, pg_temp
+  set enable_seqscan = off  -- as in ratelimit_acquire
+as $$
+declare
+  v_policy          ratelimit.policies;  -- in: the policy, with the numbers that apply to the key
+  v_override        ratelimit.overrides;  -- inner: the override of the key
+  v_key             text collate "C" := ratelimit_charge.key;  -- in: the bucket's key
+  v_cost            alias for ratelimit_charge.cost;  -- in: tokens that the request asks for
+  v_now             timestamptz;  -- in/out: the instant of the answer; what may wait reads the clock again
+  v_has_row         boolean;      -- out: the bucket has a row; a bucket without a row is full
+  v_level           bigint;       -- out: microtokens in the bucket
+  v_reset_us        bigint;       -- out: microseconds until the bucket is full; null: never
+  v_idempotency_key text collate "C" := ratelimit_charge.idempotency_key;  -- in: null for none
+  v_first           ratelimit.idempotency_keys;  -- out: the grant that is remembered under the idempotency key
+  v_refilled_at     timestamptz;  -- inner: the instant at which the row says that the bucket held v_level
+  v_again           ratelimit.policies;  -- inner: the policy, read again
+  v_expires_at      timestamptz;  -- when the idempotency key is forgotten
+begin
+  if (acceptable(v_key, v_cost) and v_cost <= 9000000000000 and is_name(v_idempotency_key) is not false) is not true then
+    perform check_charge(policy, v_key, v_cost, v_idempotency_key);
+  end if;
+  select p.* into v_policy from policies as p where p.name = ratelimit_charge.policy collate "C";
+  if not found then
+    perform check_name('policy', policy);
+    perform unknown_policy(policy);
+  end if;
+
+  v_now := clock();
+  if v_policy.overridden then
+    select o.* into v_override
+      from overrides as o
+     where o.policy_id  = v_policy.id
+       and o.key        = v_key
+       and o.expires_at > v_now;
+    if found then
+      v_policy := overridden(v_policy, v_override);
+    end if;
+  end if;
+  if v_policy.durable then
+    if v_cost = 0 then
+      select refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
+           wait_for(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
+      into v_level, v_reset_us
+      from buckets as b
+     where b.policy_id = v_policy.id
+       and b.key       = v_key;
+    v_has_row := found;
+    if not v_has_row then  -- full
+      v_level    := microtokens(v_policy.capacity);
+      v_reset_us := 0;
+    end if;
+
+      return spent_of(v_level, v_reset_us, v_policy.capacity, false);
+    end if;
+    loop
+      if v_idempotency_key is not null then
+        select k.* into v_first
+          from idempotency_keys as k
+         where k.policy_id       = v_policy.id
+           and k.key             = v_key
+           and k.idempotency_key = v_idempotency_key;
+        if v_first.expires_at > v_now then
+          perform check_repeated_cost(v_first, v_cost);
+          return replay_of(v_first);
+        end if;
+      end if;
+      loop
+      select b.level, b.refilled_at into v_level, v_refilled_at
+        from buckets as b
+       where b.policy_id = v_policy.id
+         and b.key       = v_key
+         for update;
+      v_has_row := found;
+      v_now     := clock();
+      if v_policy.overridden or not v_has_row then
+        select p.* into v_again from policies as p where p.id = v_policy.id;
+      if found then
+        v_policy := v_again;
+        select o.* into v_override
+      from overrides as o
+     where o.policy_id  = v_policy.id
+       and o.key        = v_key
+       and o.expires_at > v_now;
+    if found then
+      v_policy := overridden(v_policy, v_override);
+    end if;
+      end if;
+      end if;
+      exit when v_has_row;
+      v_level       := microtokens(v_policy.capacity);
+      v_refilled_at := v_now;
+      insert into buckets (policy_id, key, level, refilled_at, due_at)
+      values (v_policy.id, v_key, v_level, v_refilled_at, v_now)
+      on conflict on constraint buckets_pkey do nothing;
+      v_has_row := found;
+      exit when v_has_row;
+    end loop;
+      v_level       := moved_level(refilled_level(v_level, v_refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick), -microtokens(v_cost), v_policy.full_level,
+                                 floor_level(v_policy.gain, v_policy.every_us));
+      v_refilled_at := refilled_until(v_refilled_at, v_now, v_policy.tick);
+      v_reset_us    := wait_for(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
+      exit when v_idempotency_key is null;
+      v_expires_at := v_now + duration(v_policy.remember_us);
+      insert into idempotency_keys as k
+             (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
+      values (v_policy.id, v_key, v_idempotency_key, v_cost,
+              whole_tokens(v_level), duration(v_reset_us), v_policy.capacity, v_expires_at)
+      on conflict on constraint idempotency_keys_pkey do update
+           set cost        = excluded.cost,
+               remaining   = excluded.remaining,
+               reset_after = excluded.reset_after,
+               capacity    = excluded.capacity,
+               expires_at  = excluded.expires_at,
+               ready_at    = excluded.ready_at,
+               settled     = excluded.settled
+         where k.expires_at <= v_now;
+      exit when found;
+      -- A live idempotency key: the session that held the bucket has stored it.
+    end loop;
+    update buckets as b
+         set level = v_level, refilled_at = v_refilled_at
+       where b.policy_id = v_policy.id
+         and b.key       = v_key;
+    return spent_of(v_level, v_reset_us, v_policy.capacity, false);
+  else
+    if v_cost = 0 then
+      select refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
+           wait_for(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
+      into v_level, v_reset_us
+      from ephemeral_buckets as b
+     where b.policy_id = v_policy.id
+       and b.key       = v_key;
+    v_has_row := found;
+    if not v_has_row then  -- full
+      v_level    := microtokens(v_policy.capacity);
+      v_reset_us := 0;
+    end if;
+
+      return spent_of(v_level, v_reset_us, v_policy.capacity, false);
+    end if;
+    loop
+      if v_idempotency_key is not null then
+        select k.* into v_first
+          from ephemeral_idempotency_keys as k
+         where k.policy_id       = v_policy.id
+           and k.key             = v_key
+           and k.idempotency_key = v_idempotency_key;
+        if v_first.expires_at > v_now then
+          perform check_repeated_cost(v_first, v_cost);
+          return replay_of(v_first);
+        end if;
+      end if;
+      loop
+      select b.level, b.refilled_at into v_level, v_refilled_at
+        from ephemeral_buckets as b
+       where b.policy_id = v_policy.id
+         and b.key       = v_key
+         for update;
+      v_has_row := found;
+      v_now     := clock();
+      if v_policy.overridden or not v_has_row then
+        select p.* into v_again from policies as p where p.id = v_policy.id;
+      if found then
+        v_policy := v_again;
+        select o.* into v_override
+      from overrides as o
+     where o.policy_id  = v_policy.id
+       and o.key        = v_key
+       and o.expires_at > v_now;
+    if found then
+      v_policy := overridden(v_policy, v_override);
+    end if;
+      end if;
+      end if;
+      exit when v_has_row;
+      v_level       := microtokens(v_policy.capacity);
+      v_refilled_at := v_now;
+      insert into ephemeral_buckets (policy_id, key, level, refilled_at, due_at)
+      values (v_policy.id, v_key, v_level, v_refilled_at, v_now)
+      on conflict on constraint ephemeral_buckets_pkey do nothing;
+      v_has_row := found;
+      exit when v_has_row;
+    end loop;
+      v_level       := moved_level(refilled_level(v_level, v_refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick), -microtokens(v_cost), v_policy.full_level,
+                                 floor_level(v_policy.gain, v_policy.every_us));
+      v_refilled_at := refilled_until(v_refilled_at, v_now, v_policy.tick);
+      v_reset_us    := wait_for(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
+      exit when v_idempotency_key is null;
+      v_expires_at := v_now + duration(v_policy.remember_us);
+      insert into ephemeral_idempotency_keys as k
+             (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
+      values (v_policy.id, v_key, v_idempotency_key, v_cost,
+              whole_tokens(v_level), duration(v_reset_us), v_policy.capacity, v_expires_at)
+      on conflict on constraint ephemeral_idempotency_keys_pkey do update
+           set cost        = excluded.cost,
+               remaining   = excluded.remaining,
+               reset_after = excluded.reset_after,
+               capacity    = excluded.capacity,
+               expires_at  = excluded.expires_at,
+               ready_at    = excluded.ready_at,
+               settled     = excluded.settled
+         where k.expires_at <= v_now;
+      exit when found;
+      -- A live idempotency key: the session that held the bucket has stored it.
+    end loop;
+    update ephemeral_buckets as b
+         set level = v_level, refilled_at = v_refilled_at
+       where b.policy_id = v_policy.id
+         and b.key       = v_key;
+    return spent_of(v_level, v_reset_us, v_policy.capacity, false);
+  end if;
+end;
+$$;
+comment on function ratelimit_charge(text, text, bigint, text) is
+  'Take cost tokens from a bucket whatever it holds, into debt if need be.';
+
+-- Replaces the cost of a grant by the real one, exactly once. The grant was made under idempotency_key, by any function that
+-- takes one: its cost was an estimate. The level moves by estimate - cost: up to full at most, and below zero without
+-- refusal, down to the floor of debt. The answer is the bucket as it is after that.
+--
+-- The first settlement wins. A repeat with the same cost is answered with replayed, and changes nothing; with another cost
+-- it is RL002. Without a live grant under the key it is RL003, also while the grant is not committed. A shadow policy that
+-- does not know the key charges nothing, and answers with shadowed. The grant stays what it was: an acquire repeated under
+-- its key is its replay.
+--
+-- The steps:
+--   1. The grant is read.
+--   2. The bucket is locked. One without a row is full, and is created first, unless the settlement only gives back: it
+--      stays full, so the grant alone is written.
+--   3. The grant is marked as settled. If it is no longer as it was read, step 1 follows.
+--   4. The level moves. So no move is ever taken back; one that was cut at full could not be.
+--
+-- Locks:  the bucket row, and then the row of the idempotency key, until the caller's transaction ends. A replay that did
+--         not wait locks nothing.
+-- Writes: the bucket and its idempotency key. A replay writes nothing.
+create or replace function ratelimit_settle(
+    policy          text,
+    key             text,
+    idempotency_key text,
+    cost            bigint)
+  returns ratelimit.decision
+  language plpgsql
+  volatile
+  security definer
+  set search_path = ratelimit, pg_temp
+  set enable_seqscan = off  -- as in ratelimit_acquire
+as $$
+declare
+  v_policy          ratelimit.policies;  -- in: the policy, with the numbers that apply to the key
+  v_override        ratelimit.overrides;  -- inner: the override of the key
+  v_key             text collate "C" := ratelimit_settle.key;  -- in: the bucket's key
+  v_cost            alias for ratelimit_settle.cost;  -- in: tokens that the request asks for
+  v_now             timestamptz;  -- in/out: the instant of the answer; what may wait reads the clock again
+  v_has_row         boolean;      -- out: the bucket has a row; a bucket without a row is full
+  v_level           bigint;       -- out: microtokens in the bucket
+  v_reset_us        bigint;       -- out: microseconds until the bucket is full; null: never
+  v_idempotency_key text collate "C" := ratelimit_settle.idempotency_key;  -- in: null for none
+  v_first           ratelimit.idempotency_keys;  -- out: the grant that is remembered under the idempotency key
+  v_refilled_at     timestamptz;  -- inner: the instant at which the row says that the bucket held v_level
+  v_again           ratelimit.policies;  -- inner: the policy, read again
+begin
+  if (acceptable(v_key, v_cost) and v_cost <= 9000000000000 and is_name(v_idempotency_key)) is not true then
+    perform check_charge(policy, v_key, v_cost, v_idempotency_key);
+    perform check_name('idempotency_key', v_idempotency_key);
+  end if;
+  select p.* into v_policy from policies as p where p.name = ratelimit_settle.policy collate "C";
+  if not found then
+    perform check_name('policy', policy);
+    perform unknown_policy(policy);
+  end if;
+
+  v_now := clock();
+  if v_policy.overridden then
+    select o.* into v_override
+      from overrides as o
+     where o.policy_id  = v_policy.id
+       and o.key        = v_key
+       and o.expires_at > v_now;
+    if found then
+      v_policy := overridden(v_policy, v_override);
+    end if;
+  end if;
+  if v_policy.durable then
+    loop
+      select k.* into v_first
+          from idempotency_keys as k
+         where k.policy_id       = v_policy.id
+           and k.key             = v_key
+           and k.idempotency_key = v_idempotency_key;
+      if (v_first.expires_at > v_now) is not true then
+        if not v_policy.shadow then
+          perform no_grant(v_policy.name, v_idempotency_key);
+        end if;
+        -- The bucket may have been read after a grant that was not there yet.
+        select refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
+           wait_for(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
+      into v_level, v_reset_us
+      from buckets as b
+     where b.policy_id = v_policy.id
+       and b.key       = v_key;
+    v_has_row := found;
+    if not v_has_row then  -- full
+      v_level    := microtokens(v_policy.capacity);
+      v_reset_us := 0;
+    end if;
+
+        select k.* into v_first
+          from idempotency_keys as k
+         where k.policy_id       = v_policy.id
+           and k.key             = v_key
+           and k.idempotency_key = v_idempotency_key;
+        if (v_first.expires_at > v_now) is not true then
+          return shadow_of(v_level, v_reset_us, v_policy.capacity);
+        end if;
+      end if;
+      if v_first.settled is not null then
+        if v_first.settled <> v_cost then
+          perform another_cost(format('%L was settled with cost %s and comes back with cost %s.', v_idempotency_key, v_first.settled, v_cost));
+        end if;
+        select refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
+           wait_for(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
+      into v_level, v_reset_us
+      from buckets as b
+     where b.policy_id = v_policy.id
+       and b.key       = v_key;
+    v_has_row := found;
+    if not v_has_row then  -- full
+      v_level    := microtokens(v_policy.capacity);
+      v_reset_us := 0;
+    end if;
+
+        return spent_of(v_level, v_reset_us, v_policy.capacity, true);
+      end if;
+
+      loop
+      select b.level, b.refilled_at into v_level, v_refilled_at
+        from buckets as b
+       where b.policy_id = v_policy.id
+         and b.key       = v_key
+         for update;
+      v_has_row := found;
+      v_now     := clock();
+      if v_policy.overridden or not v_has_row then
+        select p.* into v_again from policies as p where p.id = v_policy.id;
+      if found then
+        v_policy := v_again;
+        select o.* into v_override
+      from overrides as o
+     where o.policy_id  = v_policy.id
+       and o.key        = v_key
+       and o.expires_at > v_now;
+    if found then
+      v_policy := overridden(v_policy, v_override);
+    end if;
+      end if;
+      end if;
+      exit when v_has_row or v_cost <= v_first.cost;
+      v_level       := microtokens(v_policy.capacity);
+      v_refilled_at := v_now;
+      insert into buckets (policy_id, key, level, refilled_at, due_at)
+      values (v_policy.id, v_key, v_level, v_refilled_at, v_now)
+      on conflict on constraint buckets_pkey do nothing;
+      v_has_row := found;
+      exit when v_has_row;
+    end loop;
+      update idempotency_keys as k
+         set settled = v_cost
+       where k.policy_id       = v_policy.id
+         and k.key             = v_key
+         and k.idempotency_key = v_idempotency_key
+         and k.settled is null
+         and k.cost            = v_first.cost
+         and k.expires_at      = v_first.expires_at
+         and k.expires_at      > v_now;
+      exit when found;
+    end loop;
+    if not v_has_row then
+      return spent_of(microtokens(v_policy.capacity), 0, v_policy.capacity, false);
+    end if;
+    v_level       := moved_level(refilled_level(v_level, v_refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick), microtokens(v_first.cost - v_cost), v_policy.full_level,
+                                 floor_level(v_policy.gain, v_policy.every_us));
+      v_refilled_at := refilled_until(v_refilled_at, v_now, v_policy.tick);
+      v_reset_us    := wait_for(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
+    update buckets as b
+         set level = v_level, refilled_at = v_refilled_at
+       where b.policy_id = v_policy.id
+         and b.key       = v_key;
+    return spent_of(v_level, v_reset_us, v_policy.capacity, false);
+  else
+    loop
+      select k.* into v_first
+          from ephemeral_idempotency_keys as k
+         where k.policy_id       = v_policy.id
+           and k.key             = v_key
+           and k.idempotency_key = v_idempotency_key;
+      if (v_first.expires_at > v_now) is not true then
+        if not v_policy.shadow then
+          perform no_grant(v_policy.name, v_idempotency_key);
+        end if;
+        -- The bucket may have been read after a grant that was not there yet.
+        select refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
+           wait_for(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
+      into v_level, v_reset_us
+      from ephemeral_buckets as b
+     where b.policy_id = v_policy.id
+       and b.key       = v_key;
+    v_has_row := found;
+    if not v_has_row then  -- full
+      v_level    := microtokens(v_policy.capacity);
+      v_reset_us := 0;
+    end if;
+
+        select k.* into v_first
+          from ephemeral_idempotency_keys as k
+         where k.policy_id       = v_policy.id
+           and k.key             = v_key
+           and k.idempotency_key = v_idempotency_key;
+        if (v_first.expires_at > v_now) is not true then
+          return shadow_of(v_level, v_reset_us, v_policy.capacity);
+        end if;
+      end if;
+      if v_first.settled is not null then
+        if v_first.settled <> v_cost then
+          perform another_cost(format('%L was settled with cost %s and comes back with cost %s.', v_idempotency_key, v_first.settled, v_cost));
+        end if;
+        select refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
+           wait_for(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
+      into v_level, v_reset_us
+      from ephemeral_buckets as b
+     where b.policy_id = v_policy.id
+       and b.key       = v_key;
+    v_has_row := found;
+    if not v_has_row then  -- full
+      v_level    := microtokens(v_policy.capacity);
+      v_reset_us := 0;
+    end if;
+
+        return spent_of(v_level, v_reset_us, v_policy.capacity, true);
+      end if;
+
+      loop
+      select b.level, b.refilled_at into v_level, v_refilled_at
+        from ephemeral_buckets as b
+       where b.policy_id = v_policy.id
+         and b.key       = v_key
+         for update;
+      v_has_row := found;
+      v_now     := clock();
+      if v_policy.overridden or not v_has_row then
+        select p.* into v_again from policies as p where p.id = v_policy.id;
+      if found then
+        v_policy := v_again;
+        select o.* into v_override
+      from overrides as o
+     where o.policy_id  = v_policy.id
+       and o.key        = v_key
+       and o.expires_at > v_now;
+    if found then
+      v_policy := overridden(v_policy, v_override);
+    end if;
+      end if;
+      end if;
+      exit when v_has_row or v_cost <= v_first.cost;
+      v_level       := microtokens(v_policy.capacity);
+      v_refilled_at := v_now;
+      insert into ephemeral_buckets (policy_id, key, level, refilled_at, due_at)
+      values (v_policy.id, v_key, v_level, v_refilled_at, v_now)
+      on conflict on constraint ephemeral_buckets_pkey do nothing;
+      v_has_row := found;
+      exit when v_has_row;
+    end loop;
+      update ephemeral_idempotency_keys as k
+         set settled = v_cost
+       where k.policy_id       = v_policy.id
+         and k.key             = v_key
+         and k.idempotency_key = v_idempotency_key
+         and k.settled is null
+         and k.cost            = v_first.cost
+         and k.expires_at      = v_first.expires_at
+         and k.expires_at      > v_now;
+      exit when found;
+    end loop;
+    if not v_has_row then
+      return spent_of(microtokens(v_policy.capacity), 0, v_policy.capacity, false);
+    end if;
+    v_level       := moved_level(refilled_level(v_level, v_refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick), microtokens(v_first.cost - v_cost), v_policy.full_level,
+                                 floor_level(v_policy.gain, v_policy.every_us));
+      v_refilled_at := refilled_until(v_refilled_at, v_now, v_policy.tick);
+      v_reset_us    := wait_for(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
+    update ephemeral_buckets as b
+         set level = v_level, refilled_at = v_refilled_at
+       where b.policy_id = v_policy.id
+         and b.key       = v_key;
+    return spent_of(v_level, v_reset_us, v_policy.capacity, false);
+  end if;
+end;
+$$;
+comment on function ratelimit_settle(text, text, text, bigint) is
+  'Replace the cost of a grant made under an idempotency key by the real one, exactly once.';
+
+-- Takes cost tokens from one bucket now, if it will have them within max_wait, and says how long to wait before acting.
+-- What is not there yet is debt, which refill pays. So callers are served in order: each waits for its own tokens and for
+-- those before it, and ratelimit_acquire is denied while there is debt. With max_wait 0 it is ratelimit_acquire.
+--
+-- If the wait is longer than max_wait, or the debt would go below its floor, nothing is taken, allowed is false, and wait
+-- says how long it would have been; null means never. A shadow policy answers wait 0, and shadowed where enforcing it would
+-- wait or refuse.
+--
+-- The grant is remembered until the policy's remember after its wait is over. A repeat has the rest of the wait. Until then
+-- ratelimit_acquire under its key answers a denial. Tokens that are given back, by ratelimit_settle or ratelimit_refund, do
+-- not shorten the wait of those who were promised theirs.
+--
+-- The steps are those of ratelimit_acquire, in include/decide.sql, but for one: if the update took nothing and the bucket was
+-- read, and the cost fits within max_wait, the tokens are taken from the bucket as it was read. If another session has
+-- changed it since, the next round follows.
+--
+-- A cost of 0 takes nothing, and neither looks at nor stores an idempotency key.
+--
+-- Locks:  a grant holds the bucket row, and then the row of the idempotency key, until the caller's transaction ends. A
+--         refusal and a replay hold the bucket row only if they had to wait for it.
+-- Writes: a grant writes the bucket and its idempotency key. A refusal, a replay and a cost of 0 write nothing.
+create or replace function ratelimit_reserve(
+    policy          text,
+    key             text,
+    max_wait        interval,
+    cost            bigint default 1,
+    idempotency_key text   default null)
+  returns ratelimit.reservation
+  language plpgsql
+  volatile
+  security definer
+  set search_path = ratelimit, pg_temp
+  set enable_seqscan = off  -- as in ratelimit_acquire
+as $$
+declare
+  v_policy          ratelimit.policies;  -- in: the policy, with the numbers that apply to the key
+  v_override        ratelimit.overrides;  -- inner: the override of the key
+  v_key             text collate "C" := ratelimit_reserve.key;  -- in: the bucket's key
+  v_cost            alias for ratelimit_reserve.cost;  -- in: tokens that the request asks for
+  v_now             timestamptz;  -- in/out: the instant of the answer; what may wait reads the clock again
+  v_has_row         boolean;      -- out: the bucket has a row; a bucket without a row is full
+  v_level           bigint;       -- out: microtokens in the bucket
+  v_reset_us        bigint;       -- out: microseconds until the bucket is full; null: never
+  v_retry_us        bigint;       -- out: microseconds until the bucket holds v_cost; null: never; of no meaning after a grant
+  v_idempotency_key text collate "C" := ratelimit_reserve.idempotency_key;  -- in: null for none
+  v_first           ratelimit.idempotency_keys;  -- out: the grant that is remembered under the idempotency key
+  v_refilled_at     timestamptz;  -- inner: the instant at which the row says that the bucket held v_level
+  v_again           ratelimit.policies;  -- inner: the policy, read again
+  v_wanted          bigint;       -- in/out: v_cost in microtokens, or 0 if nothing can be taken
+  v_due_at          timestamptz;  -- inner: when clean-up looks at a new bucket
+  v_expires_at      timestamptz;  -- inner: when the idempotency key is forgotten
+  v_round           integer;      -- inner: the rounds that took nothing and denied nothing; null is none
+  v_seen_level      bigint;       -- inner: the row as it was read
+  v_seen_at         timestamptz;  -- inner: likewise
+  v_max_us          bigint;       -- max_wait in microseconds
+  v_wait_us         bigint := 0::bigint;  -- microseconds until the grant holds
+  v_ready_at        timestamptz;  -- when it holds; null: at once
+begin
+  if (acceptable(v_key, v_cost) and is_name(v_idempotency_key) is not false and is_max_wait(max_wait)) is not true then
+    perform check_request(policy, v_key, v_cost, v_idempotency_key);
+    perform check_max_wait(max_wait);
+  end if;
+  if v_cost = 0 then
+    v_idempotency_key := null;  -- nothing is granted, so nothing is remembered
+  end if;
+  select p.* into v_policy from policies as p where p.name = ratelimit_reserve.policy collate "C";
+  if not found then
+    perform check_name('policy', policy);
+    perform unknown_policy(policy);
+  end if;
+
+  v_now := clock();
+  if v_policy.overridden then
+    select o.* into v_override
+      from overrides as o
+     where o.policy_id  = v_policy.id
+       and o.key        = v_key
+       and o.expires_at > v_now;
+    if found then
+      v_policy := overridden(v_policy, v_override);
+    end if;
+  end if;
+  v_max_us := microseconds(max_wait)::bigint;
+  v_wanted := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
+  if v_policy.durable then
+    if v_idempotency_key is not null then
+      select k.* into v_first
+          from idempotency_keys as k
+         where k.policy_id       = v_policy.id
+           and k.key             = v_key
+           and k.idempotency_key = v_idempotency_key;
+        if v_first.expires_at > v_now then
+          perform check_repeated_cost(v_first, v_cost);
+          return reserved_before(v_first, v_now, v_policy.shadow);
+        end if;
+    end if;
+
+    loop
+      if v_wanted > 0 then
+        update buckets as b
+           set level       = refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) - v_wanted,
+               refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick)
+         where b.policy_id = v_policy.id
+           and b.key       = v_key
+           and refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_wanted
+        returning b.level, b.refilled_at into v_level, v_refilled_at;
+        exit when found;
+      end if;
+
+      v_now := clock();  -- the update may have waited
+      if v_policy.overridden then
+        select p.* into v_again from policies as p where p.id = v_policy.id;
+      if found then
+        v_policy := v_again;
+        select o.* into v_override
+      from overrides as o
+     where o.policy_id  = v_policy.id
+       and o.key        = v_key
+       and o.expires_at > v_now;
+    if found then
+      v_policy := overridden(v_policy, v_override);
+    end if;
+        v_wanted := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
+      end if;
+      end if;
+      select refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
+           case
+             when v_cost = 0 then 0::bigint
+             when v_cost <= v_policy.capacity then wait_for(microtokens(v_cost), b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
+           end,
+           wait_for(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up),
+           b.level, b.refilled_at
+      into v_level, v_retry_us, v_reset_us, v_seen_level, v_seen_at
+      from buckets as b
+     where b.policy_id = v_policy.id
+       and b.key       = v_key;
+    v_has_row := found;
+    if not v_has_row then  -- full
+      select p.* into v_again from policies as p where p.id = v_policy.id;
+      if found then
+        v_policy := v_again;
+        select o.* into v_override
+      from overrides as o
+     where o.policy_id  = v_policy.id
+       and o.key        = v_key
+       and o.expires_at > v_now;
+    if found then
+      v_policy := overridden(v_policy, v_override);
+    end if;
+        v_wanted := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
+      end if;
+      v_level    := microtokens(v_policy.capacity);
+      v_retry_us := case when v_cost <= v_policy.capacity or v_cost = 0 then 0::bigint end;
+      v_reset_us := 0;
+    end if;
+
+      if v_wanted = 0 or (v_retry_us <= v_max_us
+                          and (v_retry_us = 0 or v_level::numeric - v_wanted >= floor_level(v_policy.gain, v_policy.every_us))) is not true then
+        if v_idempotency_key is not null or v_policy.shadow then
+          select k.* into v_first
+          from idempotency_keys as k
+         where k.policy_id       = v_policy.id
+           and k.key             = v_key
+           and k.idempotency_key = v_idempotency_key;
+        if v_first.expires_at > v_now then
+          perform check_repeated_cost(v_first, v_cost);
+          return reserved_before(v_first, v_now, v_policy.shadow);
+        end if;
+        end if;
+        return reservation_of(v_cost = 0, v_level, v_retry_us, v_reset_us, v_policy.capacity, v_policy.shadow);
+      end if;
+
+      -- The tokens are taken from the bucket as it was read, and only if it is still as it was.
+      v_wait_us := v_retry_us;
+      if v_has_row then
+        v_level       := v_level - v_wanted;
+        v_refilled_at := refilled_until(v_seen_at, v_now, v_policy.tick);
+        update buckets as b
+           set level = v_level, refilled_at = v_refilled_at
+         where b.policy_id   = v_policy.id
+           and b.key         = v_key
+           and b.level       = v_seen_level
+           and b.refilled_at = v_seen_at;
+        exit when found;
+        v_wait_us := 0;  -- the next update takes what is there by then
+      end if;
+
+      -- The bucket has no row, or another session has changed it. Without a row, this round makes one, less the tokens.
+      -- Otherwise a second round takes them, unless another session changes the bucket in between. Each further
+      -- round is due to another session.
+      v_round := coalesce(v_round, 0) + 1;
+      if v_round = 1000 then
+        raise exception 'the bucket changed at every look'
+          using errcode = '40001',
+                detail  = format('Key %s of policy %s.', quote_literal(v_key), quote_literal(v_policy.name)),
+                hint    = 'Try again.';
+      end if;
+      if not v_has_row then
+        v_level       := v_level - v_wanted;
+        v_refilled_at := v_now;
+        -- v_reset_us is worked out here for due_at. cleanup.sql says why due_at is within 24 hours.
+        v_reset_us    := wait_below(v_policy.full_level, v_level, 0, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
+        v_due_at      := v_now + least(duration(v_reset_us), interval '24 hours');
+        -- The insert may wait for a session that creates the same row. The clock is not read again after that.
+        insert into buckets (policy_id, key, level, refilled_at, due_at)
+        values (v_policy.id, v_key, v_level, v_refilled_at, v_due_at)
+        on conflict on constraint buckets_pkey do nothing;
+        exit when found;
+      end if;
+    end loop;
+
+    v_reset_us := wait_below(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
+
+    if v_idempotency_key is not null then
+      v_expires_at := v_now + duration(v_policy.remember_us);
+      if v_wait_us > 0 then
+        v_ready_at   := v_now + duration(v_wait_us);
+        v_expires_at := v_expires_at + duration(v_wait_us);
+      end if;
+      insert into idempotency_keys as k
+             (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at, ready_at)
+      values (v_policy.id, v_key, v_idempotency_key, v_cost,
+              whole_tokens(v_level), duration(v_reset_us), v_policy.capacity, v_expires_at, v_ready_at)
+      on conflict on constraint idempotency_keys_pkey do update
+           set cost        = excluded.cost,
+               remaining   = excluded.remaining,
+               reset_after = excluded.reset_after,
+               capacity    = excluded.capacity,
+               expires_at  = excluded.expires_at,
+               ready_at    = excluded.ready_at,
+               settled     = excluded.settled
+         where k.expires_at <= v_now;
+      if not found then  -- a live idempotency key: its tokens were taken already
+        update buckets as b
+           set level = b.level + v_wanted
+         where b.policy_id = v_policy.id
+           and b.key       = v_key;
+        select k.* into v_first
+          from idempotency_keys as k
+         where k.policy_id       = v_policy.id
+           and k.key             = v_key
+           and k.idempotency_key = v_idempotency_key;
+        if v_first.expires_at > v_now then
+          perform check_repeated_cost(v_first, v_cost);
+          return reserved_before(v_first, v_now, v_policy.shadow);
+        end if;
+      end if;
+    end if;
+    return reservation_of(true, v_level, v_wait_us, v_reset_us, v_policy.capacity, v_policy.shadow);
+
+  else
+    if v_idempotency_key is not null then
+      select k.* into v_first
+          from ephemeral_idempotency_keys as k
+         where k.policy_id       = v_policy.id
+           and k.key             = v_key
+           and k.idempotency_key = v_idempotency_key;
+        if v_first.expires_at > v_now then
+          perform check_repeated_cost(v_first, v_cost);
+          return reserved_before(v_first, v_now, v_policy.shadow);
+        end if;
+    end if;
+
+    loop
+      if v_wanted > 0 then
+        update ephemeral_buckets as b
+           set level       = refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) - v_wanted,
+               refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick)
+         where b.policy_id = v_policy.id
+           and b.key       = v_key
+           and refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_wanted
+        returning b.level, b.refilled_at into v_level, v_refilled_at;
+        exit when found;
+      end if;
+
+      v_now := clock();  -- the update may have waited
+      if v_policy.overridden then
+        select p.* into v_again from policies as p where p.id = v_policy.id;
+      if found then
+        v_policy := v_again;
+        select o.* into v_override
+      from overrides as o
+     where o.policy_id  = v_policy.id
+       and o.key        = v_key
+       and o.expires_at > v_now;
+    if found then
+      v_policy := overridden(v_policy, v_override);
+    end if;
+        v_wanted := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
+      end if;
+      end if;
+      select refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
+           case
+             when v_cost = 0 then 0::bigint
+             when v_cost <= v_policy.capacity then wait_for(microtokens(v_cost), b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
+           end,
+           wait_for(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up),
+           b.level, b.refilled_at
+      into v_level, v_retry_us, v_reset_us, v_seen_level, v_seen_at
+      from ephemeral_buckets as b
+     where b.policy_id = v_policy.id
+       and b.key       = v_key;
+    v_has_row := found;
+    if not v_has_row then  -- full
+      select p.* into v_again from policies as p where p.id = v_policy.id;
+      if found then
+        v_policy := v_again;
+        select o.* into v_override
+      from overrides as o
+     where o.policy_id  = v_policy.id
+       and o.key        = v_key
+       and o.expires_at > v_now;
+    if found then
+      v_policy := overridden(v_policy, v_override);
+    end if;
+        v_wanted := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
+      end if;
+      v_level    := microtokens(v_policy.capacity);
+      v_retry_us := case when v_cost <= v_policy.capacity or v_cost = 0 then 0::bigint end;
+      v_reset_us := 0;
+    end if;
+
+      if v_wanted = 0 or (v_retry_us <= v_max_us
+                          and (v_retry_us = 0 or v_level::numeric - v_wanted >= floor_level(v_policy.gain, v_policy.every_us))) is not true then
+        if v_idempotency_key is not null or v_policy.shadow then
+          select k.* into v_first
+          from ephemeral_idempotency_keys as k
+         where k.policy_id       = v_policy.id
+           and k.key             = v_key
+           and k.idempotency_key = v_idempotency_key;
+        if v_first.expires_at > v_now then
+          perform check_repeated_cost(v_first, v_cost);
+          return reserved_before(v_first, v_now, v_policy.shadow);
+        end if;
+        end if;
+        return reservation_of(v_cost = 0, v_level, v_retry_us, v_reset_us, v_policy.capacity, v_policy.shadow);
+      end if;
+
+      -- The tokens are taken from the bucket as it was read, and only if it is still as it was.
+      v_wait_us := v_retry_us;
+      if v_has_row then
+        v_level       := v_level - v_wanted;
+        v_refilled_at := refilled_until(v_seen_at, v_now, v_policy.tick);
+        update ephemeral_buckets as b
+           set level = v_level, refilled_at = v_refilled_at
+         where b.policy_id   = v_policy.id
+           and b.key         = v_key
+           and b.level       = v_seen_level
+           and b.refilled_at = v_seen_at;
+        exit when found;
+        v_wait_us := 0;  -- the next update takes what is there by then
+      end if;
+
+      -- The bucket has no row, or another session has changed it. Without a row, this round makes one, less the tokens.
+      -- Otherwise a second round takes them, unless another session changes the bucket in between. Each further
+      -- round is due to another session.
+      v_round := coalesce(v_round, 0) + 1;
+      if v_round = 1000 then
+        raise exception 'the bucket changed at every look'
+          using errcode = '40001',
+                detail  = format('Key %s of policy %s.', quote_literal(v_key), quote_literal(v_policy.name)),
+                hint    = 'Try again.';
+      end if;
+      if not v_has_row then
+        v_level       := v_level - v_wanted;
+        v_refilled_at := v_now;
+        -- v_reset_us is worked out here for due_at. cleanup.sql says why due_at is within 24 hours.
+        v_reset_us    := wait_below(v_policy.full_level, v_level, 0, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
+        v_due_at      := v_now + least(duration(v_reset_us), interval '24 hours');
+        -- The insert may wait for a session that creates the same row. The clock is not read again after that.
+        insert into ephemeral_buckets (policy_id, key, level, refilled_at, due_at)
+        values (v_policy.id, v_key, v_level, v_refilled_at, v_due_at)
+        on conflict on constraint ephemeral_buckets_pkey do nothing;
+        exit when found;
+      end if;
+    end loop;
+
+    v_reset_us := wait_below(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
+
+    if v_idempotency_key is not null then
+      v_expires_at := v_now + duration(v_policy.remember_us);
+      if v_wait_us > 0 then
+        v_ready_at   := v_now + duration(v_wait_us);
+        v_expires_at := v_expires_at + duration(v_wait_us);
+      end if;
+      insert into ephemeral_idempotency_keys as k
+             (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at, ready_at)
+      values (v_policy.id, v_key, v_idempotency_key, v_cost,
+              whole_tokens(v_level), duration(v_reset_us), v_policy.capacity, v_expires_at, v_ready_at)
+      on conflict on constraint ephemeral_idempotency_keys_pkey do update
+           set cost        = excluded.cost,
+               remaining   = excluded.remaining,
+               reset_after = excluded.reset_after,
+               capacity    = excluded.capacity,
+               expires_at  = excluded.expires_at,
+               ready_at    = excluded.ready_at,
+               settled     = excluded.settled
+         where k.expires_at <= v_now;
+      if not found then  -- a live idempotency key: its tokens were taken already
+        update ephemeral_buckets as b
+           set level = b.level + v_wanted
+         where b.policy_id = v_policy.id
+           and b.key       = v_key;
+        select k.* into v_first
+          from ephemeral_idempotency_keys as k
+         where k.policy_id       = v_policy.id
+           and k.key             = v_key
+           and k.idempotency_key = v_idempotency_key;
+        if v_first.expires_at > v_now then
+          perform check_repeated_cost(v_first, v_cost);
+          return reserved_before(v_first, v_now, v_policy.shadow);
+        end if;
+      end if;
+    end if;
+    return reservation_of(true, v_level, v_wait_us, v_reset_us, v_policy.capacity, v_policy.shadow);
+
+  end if;
+end;
+$$;
+comment on function ratelimit_reserve(text, text, interval, bigint, text) is
+  'Take cost tokens from a bucket that will have them within max_wait, and say how long to wait for them.';
+
+-- Takes as many whole tokens as one bucket has, at_most, and says how many it took. If it has fewer than at_least, it takes
+-- none: that is a denial, whose retry_after is the time until at_least are there.
+--
+-- The grant is remembered under the idempotency key with what was taken, and ratelimit_acquire knows it as a grant of that
+-- cost. A repeat takes nothing, and answers the same taken; if that is not between its own at_least and at_most, it is RL002.
+-- A shadow policy answers at_most for every grant, though it takes what enforcing it would.
+--
+-- The steps are those of ratelimit_acquire for at_most tokens, in include/decide.sql, but for one: if the update took nothing and
+-- the bucket was read, and it has at_least, all its whole tokens are taken, from the bucket as it was read. If another session
+-- has changed it since, the next round reads it again. So taken is what the locked row had.
+--
+-- Locks:  a grant holds the bucket row, and then the row of the idempotency key, until the caller's transaction ends. A denial
+--         and a replay hold the bucket row only if they had to wait for it.
+-- Writes: a grant writes the bucket and its idempotency key. A denial and a replay write nothing.
+create or replace function ratelimit_acquire_up_to(
+    policy          text,
+    key             text,
+    at_most         bigint,
+    at_least        bigint default 1,
+    idempotency_key text   default null)
+  returns ratelimit.partial_decision
+  language plpgsql
+  volatile
+  security definer
+  set search_path = ratelimit, pg_temp
+  set enable_seqscan = off  -- as in ratelimit_acquire
+as $$
+declare
+  v_policy          ratelimit.policies;  -- in: the policy, with the numbers that apply to the key
+  v_override        ratelimit.overrides;  -- inner: the override of the key
+  v_key             text collate "C" := ratelimit_acquire_up_to.key;  -- in: the bucket's key
+  v_cost            alias for ratelimit_acquire_up_to.at_least;  -- in: tokens that the request asks for
+  v_now             timestamptz;  -- in/out: the instant of the answer; what may wait reads the clock again
+  v_has_row         boolean;      -- out: the bucket has a row; a bucket without a row is full
+  v_level           bigint;       -- out: microtokens in the bucket
+  v_reset_us        bigint;       -- out: microseconds until the bucket is full; null: never
+  v_retry_us        bigint;       -- out: microseconds until the bucket holds v_cost; null: never; of no meaning after a grant
+  v_idempotency_key text collate "C" := ratelimit_acquire_up_to.idempotency_key;  -- in: null for none
+  v_first           ratelimit.idempotency_keys;  -- out: the grant that is remembered under the idempotency key
+  v_refilled_at     timestamptz;  -- inner: the instant at which the row says that the bucket held v_level
+  v_again           ratelimit.policies;  -- inner: the policy, read again
+  v_wanted          bigint;       -- in/out: v_cost in microtokens, or 0 if nothing can be taken
+  v_due_at          timestamptz;  -- inner: when clean-up looks at a new bucket
+  v_expires_at      timestamptz;  -- inner: when the idempotency key is forgotten
+  v_round           integer;      -- inner: the rounds that took nothing and denied nothing; null is none
+  v_seen_level      bigint;       -- inner: the row as it was read
+  v_seen_at         timestamptz;  -- inner: likewise
+  v_at_most         alias for ratelimit_acquire_up_to.at_most;
+  v_granted         bigint := v_at_most;  -- the tokens to take
+  v_answer          ratelimit.decision;   -- the answer without them
+begin
+  if (is_name(v_key) and v_cost between 1 and v_at_most and is_name(v_idempotency_key) is not false) is not true then
+    perform check_request(policy, v_key, 0, v_idempotency_key);
+    perform check_bounds(v_at_most, v_cost);
+  end if;
+  select p.* into v_policy from policies as p where p.name = ratelimit_acquire_up_to.policy collate "C";
+  if not found then
+    perform check_name('policy', policy);
+    perform unknown_policy(policy);
+  end if;
+
+  v_now := clock();
+  if v_policy.overridden then
+    select o.* into v_override
+      from overrides as o
+     where o.policy_id  = v_policy.id
+       and o.key        = v_key
+       and o.expires_at > v_now;
+    if found then
+      v_policy := overridden(v_policy, v_override);
+    end if;
+  end if;
+  v_wanted := case when v_at_most <= v_policy.capacity then microtokens(v_at_most) else 0 end;
+  if v_policy.durable then
+    if v_idempotency_key is not null then
+      select k.* into v_first
+          from idempotency_keys as k
+         where k.policy_id       = v_policy.id
+           and k.key             = v_key
+           and k.idempotency_key = v_idempotency_key;
+        if v_first.expires_at > v_now then
+          perform check_repeated_range(v_first, v_cost, v_at_most);
+          v_answer := replay_at(v_first, v_now, v_policy.shadow);
+          return partial_of(v_answer, case when v_policy.shadow then v_at_most else v_first.cost end);
+        end if;
+    end if;
+
+    loop
+      if v_wanted > 0 and v_round is null then
+        update buckets as b
+           set level       = refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) - v_wanted,
+               refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick)
+         where b.policy_id = v_policy.id
+           and b.key       = v_key
+           and refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_wanted
+        returning b.level, b.refilled_at into v_level, v_refilled_at;
+        exit when found;
+      end if;
+
+      v_now := clock();  -- the update may have waited
+      if v_policy.overridden then
+        select p.* into v_again from policies as p where p.id = v_policy.id;
+      if found then
+        v_policy := v_again;
+        select o.* into v_override
+      from overrides as o
+     where o.policy_id  = v_policy.id
+       and o.key        = v_key
+       and o.expires_at > v_now;
+    if found then
+      v_policy := overridden(v_policy, v_override);
+    end if;
+        v_wanted := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
+      end if;
+      end if;
+      select refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
+           case
+             when v_cost = 0 then 0::bigint
+             when v_cost <= v_policy.capacity then wait_for(microtokens(v_cost), b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
+           end,
+           wait_for(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up),
+           b.level, b.refilled_at
+      into v_level, v_retry_us, v_reset_us, v_seen_level, v_seen_at
+      from buckets as b
+     where b.policy_id = v_policy.id
+       and b.key       = v_key;
+    v_has_row := found;
+    if not v_has_row then  -- full
+      select p.* into v_again from policies as p where p.id = v_policy.id;
+      if found then
+        v_policy := v_again;
+        select o.* into v_override
+      from overrides as o
+     where o.policy_id  = v_policy.id
+       and o.key        = v_key
+       and o.expires_at > v_now;
+    if found then
+      v_policy := overridden(v_policy, v_override);
+    end if;
+        v_wanted := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
+      end if;
+      v_level    := microtokens(v_policy.capacity);
+      v_retry_us := case when v_cost <= v_policy.capacity or v_cost = 0 then 0::bigint end;
+      v_reset_us := 0;
+    end if;
+
+      if v_retry_us is distinct from 0 then
+        if v_idempotency_key is not null or v_policy.shadow then
+          select k.* into v_first
+          from idempotency_keys as k
+         where k.policy_id       = v_policy.id
+           and k.key             = v_key
+           and k.idempotency_key = v_idempotency_key;
+        if v_first.expires_at > v_now then
+          perform check_repeated_range(v_first, v_cost, v_at_most);
+          v_answer := replay_at(v_first, v_now, v_policy.shadow);
+          return partial_of(v_answer, case when v_policy.shadow then v_at_most else v_first.cost end);
+        end if;
+          if v_policy.shadow then
+            v_answer := shadow_of(v_level, v_reset_us, v_policy.capacity);
+            return partial_of(v_answer, v_at_most);
+          end if;
+        end if;
+        v_answer := answer_of(v_level, v_retry_us, v_reset_us, v_policy.capacity);
+        return partial_of(v_answer, 0);
+      end if;
+
+      -- The tokens are taken from the bucket as it was read, and only if it is still as it was.
+      v_granted := least(v_at_most, whole_tokens(v_level));
+      v_wanted  := microtokens(v_granted);
+      if v_has_row then
+        v_level       := v_level - v_wanted;
+        v_refilled_at := refilled_until(v_seen_at, v_now, v_policy.tick);
+        update buckets as b
+           set level = v_level, refilled_at = v_refilled_at
+         where b.policy_id   = v_policy.id
+           and b.key         = v_key
+           and b.level       = v_seen_level
+           and b.refilled_at = v_seen_at;
+        exit when found;
+      end if;
+
+      -- The bucket has no row, or another session has changed it. Without a row, this round makes one, less the tokens.
+      -- Otherwise a second round takes them, unless another session changes the bucket in between. Each further
+      -- round is due to another session.
+      v_round := coalesce(v_round, 0) + 1;
+      if v_round = 1000 then
+        raise exception 'the bucket changed at every look'
+          using errcode = '40001',
+                detail  = format('Key %s of policy %s.', quote_literal(v_key), quote_literal(v_policy.name)),
+                hint    = 'Try again.';
+      end if;
+      if not v_has_row then
+        v_level       := v_level - v_wanted;
+        v_refilled_at := v_now;
+        -- v_reset_us is worked out here for due_at. cleanup.sql says why due_at is within 24 hours.
+        v_reset_us    := wait_below(v_policy.full_level, v_level, 0, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
+        v_due_at      := v_now + least(duration(v_reset_us), interval '24 hours');
+        -- The insert may wait for a session that creates the same row. The clock is not read again after that.
+        insert into buckets (policy_id, key, level, refilled_at, due_at)
+        values (v_policy.id, v_key, v_level, v_refilled_at, v_due_at)
+        on conflict on constraint buckets_pkey do nothing;
+        exit when found;
+      end if;
+    end loop;
+
+    v_reset_us := wait_below(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
+
+    if v_idempotency_key is not null then
+      v_expires_at := v_now + duration(v_policy.remember_us);
+      insert into idempotency_keys as k
+             (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
+      values (v_policy.id, v_key, v_idempotency_key, v_granted,
+              tokens_above_debt(v_level), duration(v_reset_us), v_policy.capacity, v_expires_at)
+      on conflict on constraint idempotency_keys_pkey do update
+           set cost        = excluded.cost,
+               remaining   = excluded.remaining,
+               reset_after = excluded.reset_after,
+               capacity    = excluded.capacity,
+               expires_at  = excluded.expires_at,
+               ready_at    = excluded.ready_at,
+               settled     = excluded.settled
+         where k.expires_at <= v_now;
+      if not found then  -- a live idempotency key: its tokens were taken already
+        update buckets as b
+           set level = b.level + v_wanted
+         where b.policy_id = v_policy.id
+           and b.key       = v_key;
+        select k.* into v_first
+          from idempotency_keys as k
+         where k.policy_id       = v_policy.id
+           and k.key             = v_key
+           and k.idempotency_key = v_idempotency_key;
+        if v_first.expires_at > v_now then
+          perform check_repeated_range(v_first, v_cost, v_at_most);
+          v_answer := replay_at(v_first, v_now, v_policy.shadow);
+          return partial_of(v_answer, case when v_policy.shadow then v_at_most else v_first.cost end);
+        end if;
+      end if;
+    end if;
+    v_answer := grant_of(v_level, v_reset_us, v_policy.capacity);
+    return partial_of(v_answer, case when v_policy.shadow then v_at_most else v_granted end);
+
+  else
+    if v_idempotency_key is not null then
+      select k.* into v_first
+          from ephemeral_idempotency_keys as k
+         where k.policy_id       = v_policy.id
+           and k.key             = v_key
+           and k.idempotency_key = v_idempotency_key;
+        if v_first.expires_at > v_now then
+          perform check_repeated_range(v_first, v_cost, v_at_most);
+          v_answer := replay_at(v_first, v_now, v_policy.shadow);
+          return partial_of(v_answer, case when v_policy.shadow then v_at_most else v_first.cost end);
+        end if;
+    end if;
+
+    loop
+      if v_wanted > 0 and v_round is null then
+        update ephemeral_buckets as b
+           set level       = refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) - v_wanted,
+               refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick)
+         where b.policy_id = v_policy.id
+           and b.key       = v_key
+           and refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_wanted
+        returning b.level, b.refilled_at into v_level, v_refilled_at;
+        exit when found;
+      end if;
+
+      v_now := clock();  -- the update may have waited
+      if v_policy.overridden then
+        select p.* into v_again from policies as p where p.id = v_policy.id;
+      if found then
+        v_policy := v_again;
+        select o.* into v_override
+      from overrides as o
+     where o.policy_id  = v_policy.id
+       and o.key        = v_key
+       and o.expires_at > v_now;
+    if found then
+      v_policy := overridden(v_policy, v_override);
+    end if;
+        v_wanted := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
+      end if;
+      end if;
+      select refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
+           case
+             when v_cost = 0 then 0::bigint
+             when v_cost <= v_policy.capacity then wait_for(microtokens(v_cost), b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
+           end,
+           wait_for(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up),
+           b.level, b.refilled_at
+      into v_level, v_retry_us, v_reset_us, v_seen_level, v_seen_at
+      from ephemeral_buckets as b
+     where b.policy_id = v_policy.id
+       and b.key       = v_key;
+    v_has_row := found;
+    if not v_has_row then  -- full
+      select p.* into v_again from policies as p where p.id = v_policy.id;
+      if found then
+        v_policy := v_again;
+        select o.* into v_override
+      from overrides as o
+     where o.policy_id  = v_policy.id
+       and o.key        = v_key
+       and o.expires_at > v_now;
+    if found then
+      v_policy := overridden(v_policy, v_override);
+    end if;
+        v_wanted := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
+      end if;
+      v_level    := microtokens(v_policy.capacity);
+      v_retry_us := case when v_cost <= v_policy.capacity or v_cost = 0 then 0::bigint end;
+      v_reset_us := 0;
+    end if;
+
+      if v_retry_us is distinct from 0 then
+        if v_idempotency_key is not null or v_policy.shadow then
+          select k.* into v_first
+          from ephemeral_idempotency_keys as k
+         where k.policy_id       = v_policy.id
+           and k.key             = v_key
+           and k.idempotency_key = v_idempotency_key;
+        if v_first.expires_at > v_now then
+          perform check_repeated_range(v_first, v_cost, v_at_most);
+          v_answer := replay_at(v_first, v_now, v_policy.shadow);
+          return partial_of(v_answer, case when v_policy.shadow then v_at_most else v_first.cost end);
+        end if;
+          if v_policy.shadow then
+            v_answer := shadow_of(v_level, v_reset_us, v_policy.capacity);
+            return partial_of(v_answer, v_at_most);
+          end if;
+        end if;
+        v_answer := answer_of(v_level, v_retry_us, v_reset_us, v_policy.capacity);
+        return partial_of(v_answer, 0);
+      end if;
+
+      -- The tokens are taken from the bucket as it was read, and only if it is still as it was.
+      v_granted := least(v_at_most, whole_tokens(v_level));
+      v_wanted  := microtokens(v_granted);
+      if v_has_row then
+        v_level       := v_level - v_wanted;
+        v_refilled_at := refilled_until(v_seen_at, v_now, v_policy.tick);
+        update ephemeral_buckets as b
+           set level = v_level, refilled_at = v_refilled_at
+         where b.policy_id   = v_policy.id
+           and b.key         = v_key
+           and b.level       = v_seen_level
+           and b.refilled_at = v_seen_at;
+        exit when found;
+      end if;
+
+      -- The bucket has no row, or another session has changed it. Without a row, this round makes one, less the tokens.
+      -- Otherwise a second round takes them, unless another session changes the bucket in between. Each further
+      -- round is due to another session.
+      v_round := coalesce(v_round, 0) + 1;
+      if v_round = 1000 then
+        raise exception 'the bucket changed at every look'
+          using errcode = '40001',
+                detail  = format('Key %s of policy %s.', quote_literal(v_key), quote_literal(v_policy.name)),
+                hint    = 'Try again.';
+      end if;
+      if not v_has_row then
+        v_level       := v_level - v_wanted;
+        v_refilled_at := v_now;
+        -- v_reset_us is worked out here for due_at. cleanup.sql says why due_at is within 24 hours.
+        v_reset_us    := wait_below(v_policy.full_level, v_level, 0, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
+        v_due_at      := v_now + least(duration(v_reset_us), interval '24 hours');
+        -- The insert may wait for a session that creates the same row. The clock is not read again after that.
+        insert into ephemeral_buckets (policy_id, key, level, refilled_at, due_at)
+        values (v_policy.id, v_key, v_level, v_refilled_at, v_due_at)
+        on conflict on constraint ephemeral_buckets_pkey do nothing;
+        exit when found;
+      end if;
+    end loop;
+
+    v_reset_us := wait_below(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
+
+    if v_idempotency_key is not null then
+      v_expires_at := v_now + duration(v_policy.remember_us);
+      insert into ephemeral_idempotency_keys as k
+             (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
+      values (v_policy.id, v_key, v_idempotency_key, v_granted,
+              tokens_above_debt(v_level), duration(v_reset_us), v_policy.capacity, v_expires_at)
+      on conflict on constraint ephemeral_idempotency_keys_pkey do update
+           set cost        = excluded.cost,
+               remaining   = excluded.remaining,
+               reset_after = excluded.reset_after,
+               capacity    = excluded.capacity,
+               expires_at  = excluded.expires_at,
+               ready_at    = excluded.ready_at,
+               settled     = excluded.settled
+         where k.expires_at <= v_now;
+      if not found then  -- a live idempotency key: its tokens were taken already
+        update ephemeral_buckets as b
+           set level = b.level + v_wanted
+         where b.policy_id = v_policy.id
+           and b.key       = v_key;
+        select k.* into v_first
+          from ephemeral_idempotency_keys as k
+         where k.policy_id       = v_policy.id
+           and k.key             = v_key
+           and k.idempotency_key = v_idempotency_key;
+        if v_first.expires_at > v_now then
+          perform check_repeated_range(v_first, v_cost, v_at_most);
+          v_answer := replay_at(v_first, v_now, v_policy.shadow);
+          return partial_of(v_answer, case when v_policy.shadow then v_at_most else v_first.cost end);
+        end if;
+      end if;
+    end if;
+    v_answer := grant_of(v_level, v_reset_us, v_policy.capacity);
+    return partial_of(v_answer, case when v_policy.shadow then v_at_most else v_granted end);
+
+  end if;
+end;
+$$;
+comment on function ratelimit_acquire_up_to(text, text, bigint, bigint, text) is
+  'Take as many tokens as a bucket has, at_most, or none if it has fewer than at_least.';
+
+
 -- Many requests, or many buckets, in one call.
 -- Stores the idempotency keys of a batch, of durable or of ephemeral policies.
 --
@@ -4201,7 +5820,9 @@ begin
                remaining   = excluded.remaining,
                reset_after = excluded.reset_after,
                capacity    = excluded.capacity,
-               expires_at  = excluded.expires_at
+               expires_at  = excluded.expires_at,
+               ready_at    = excluded.ready_at,
+               settled     = excluded.settled
          where k.expires_at <= v_now;
   else
     insert into idempotency_keys as k
@@ -4216,7 +5837,9 @@ begin
                remaining   = excluded.remaining,
                reset_after = excluded.reset_after,
                capacity    = excluded.capacity,
-               expires_at  = excluded.expires_at
+               expires_at  = excluded.expires_at,
+               ready_at    = excluded.ready_at,
+               settled     = excluded.settled
          where k.expires_at <= v_now;
   end if;
   get diagnostics v_stored = row_count;
@@ -4973,7 +6596,7 @@ begin
               v_earlier := v_twin[v_earlier];
             end loop;
             if v_earlier is not null and charges[v_earlier] <> charges[v_i] then
-              v_known[v_i] := row(null, charges[v_earlier], null, null, null, null, null, idempotency_keys[v_i])::ratelimit.idempotency_keys;
+              v_known[v_i] := row(null, charges[v_earlier], null, null, null, null, null, idempotency_keys[v_i], null, null)::ratelimit.idempotency_keys;
             elsif v_earlier is not null then
               replayed[v_i]     := true;
               v_then_level[v_i] := v_then_level[v_earlier];
@@ -4989,8 +6612,11 @@ begin
           end if;
           replayed[v_i] := v_known[v_i].cost is not null;
           watching[v_i] := v_numbers[v_b].shadow;
-          v_fits[v_i]   := replayed[v_i] or charges[v_i] = 0
-                           or charges[v_i] <= v_numbers[v_b].capacity and microtokens(charges[v_i]) <= v_level_now[v_b];
+          if replayed[v_i] then
+            v_fits[v_i] := left_us(v_known[v_i], v_now) = 0;  -- a reserved grant may have to wait
+          else
+            v_fits[v_i] := charges[v_i] = 0 or charges[v_i] <= v_numbers[v_b].capacity and microtokens(charges[v_i]) <= v_level_now[v_b];
+          end if;
           v_granted     := v_granted and (v_fits[v_i] or watching[v_i]);
         end loop;
 
@@ -5049,6 +6675,7 @@ begin
                      end as remaining,
                      case
                        when e.fits or (e.p).shadow then 0
+                       when (e.known).cost is not null then left_us(e.known, v_now)
                        when e.charge <= (e.p).capacity then wait_for(microtokens(e.charge), e.level, e.refilled_at, v_now, (e.p).every_us, (e.p).tick_us, (e.p).tick_gain, (e.p).round_up)
                      end as retry_us,
                      case
@@ -5184,13 +6811,15 @@ begin
   if joint then
     -- The binding element: a shadow only if there is no other, then one of cost 0 only if there is no other, then the
     -- fewest repeats of its charge, or the longest wait.
-    select array_agg(r.request), array_agg(r.granted), array_agg(r.granted and r.replayed and not r.charged),
+    select array_agg(r.request), array_agg(r.granted),
+           array_agg(case when r.granted then r.replayed and not r.charged else r.waits end),
            array_agg(r.granted and r.shadowed), array_agg(r.binding::integer)
       into v_packed.requests, v_packed.requests_allowed, v_packed.requests_replayed, v_packed.requests_shadowed, v_packed.bindings
       from (select a.request, bool_and(a.granted) as granted, bool_or(a.charged) as charged, bool_or(a.replayed) as replayed,
                    bool_or(a.shadowed) as shadowed,
+                   bool_and((a.replayed or a.retry_us = 0) is true) as waits,
                    (min(array[a.watching::integer, (a.cost = 0)::integer,
-                              case when a.granted then a.remaining / nullif(a.charge, 0) else -coalesce(a.retry_us, 9223372036854775807) end,
+                              case when a.granted then repeats(a.remaining, nullif(a.charge, 0)) else -coalesce(a.retry_us, 9223372036854775807) end,
                               a.place]))[4] - min(a.place) + 1 as binding
               from unnest(requests, costs, charges, remaining, retry_us, replayed, shadowed, watching, granted, charged)
                    with ordinality as a (request, cost, charge, remaining, retry_us, replayed, shadowed, watching, granted, charged, place)
@@ -5429,7 +7058,8 @@ comment on function ratelimit.acquire_batch(text[], text[], bigint[], integer[],
 -- Buckets of shadow policies count for retry_after and binding only if there are no others.
 --
 -- A bucket that remembers the idempotency key answers as it did, and is not charged again; the others are asked. replayed
--- is true if the request is granted, a bucket remembers the key, and nothing was charged.
+-- is true if the request is granted, a bucket remembers the key, and nothing was charged; and if it is denied only because a
+-- grant of ratelimit_reserve has still to wait.
 --
 -- policies, keys and costs have one element for each bucket, 1000 at most. A bucket may be named twice. Without costs
 -- every cost is 1. An element of cost 0 looks at its bucket.
@@ -5637,8 +7267,8 @@ begin
         decisions[v_n] := answer_of(v_levels[v_n], v_retries_us[v_n], v_resets_us[v_n], v_policy.capacity);
       end if;
       v_rank := case
-        when v_policy.shadow and not allowed then 9000000000001  -- above all others
-        when v_policy.shadow then 9000000000001 + decisions[v_n].remaining / v_costs[v_n]
+        when v_policy.shadow and not allowed then 20000000000000  -- above all others, also with a debt of 9000000000000 tokens
+        when v_policy.shadow then 20000000000000 + repeats(decisions[v_n].remaining, v_costs[v_n])
         when allowed then decisions[v_n].remaining / v_costs[v_n]
         else -coalesce(v_retries_us[v_n], 9223372036854775807)
       end;
@@ -5811,17 +7441,17 @@ declare
   v_policy          ratelimit.policies;  -- in: the policy, with the numbers that apply to the key
   v_override        ratelimit.overrides;  -- inner: the override of the key
   v_key             text collate "C" := acquire.key;  -- in: the bucket's key
-  v_cost            alias for acquire.cost;           -- in: tokens that the request asks for
-  v_now             timestamptz;  -- in/out: the instant of the answer; decide reads the clock again before each look
+  v_cost            alias for acquire.cost;  -- in: tokens that the request asks for
+  v_now             timestamptz;  -- in/out: the instant of the answer; what may wait reads the clock again
   v_has_row         boolean;      -- out: the bucket has a row; a bucket without a row is full
   v_level           bigint;       -- out: microtokens in the bucket
-  v_retry_us        bigint;       -- out: microseconds until the bucket holds v_cost; null: never; of no meaning after a grant
   v_reset_us        bigint;       -- out: microseconds until the bucket is full; null: never
+  v_retry_us        bigint;       -- out: microseconds until the bucket holds v_cost; null: never; of no meaning after a grant
   v_idempotency_key text collate "C" := acquire.idempotency_key;  -- in: null for none
-  v_wanted          bigint;       -- in/out: v_cost in microtokens, or 0 if nothing can be taken
-  v_first           ratelimit.idempotency_keys;  -- inner: the grant that is remembered under the idempotency key
+  v_first           ratelimit.idempotency_keys;  -- out: the grant that is remembered under the idempotency key
   v_refilled_at     timestamptz;  -- inner: the instant at which the row says that the bucket held v_level
   v_again           ratelimit.policies;  -- inner: the policy, read again
+  v_wanted          bigint;       -- in/out: v_cost in microtokens, or 0 if nothing can be taken
   v_due_at          timestamptz;  -- inner: when clean-up looks at a new bucket
   v_expires_at      timestamptz;  -- inner: when the idempotency key is forgotten
   v_round           integer;      -- inner: the rounds that took nothing and denied nothing; null is none
@@ -5835,7 +7465,7 @@ begin
     end if;
   end if;
   select p.* into v_policy from policies as p where p.name = acquire.policy collate "C";
-  if not found then  -- the name of a policy that was found needs no check
+  if not found then
     perform check_name('policy', policy);
     perform unknown_policy(policy);
   end if;
@@ -5861,6 +7491,9 @@ begin
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
           perform check_repeated_cost(v_first, v_cost);
+          if v_first.ready_at > v_now then
+            return replay_at(v_first, v_now, v_policy.shadow);
+          end if;
           return replay_of(v_first);
         end if;
     end if;
@@ -5932,6 +7565,9 @@ begin
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
           perform check_repeated_cost(v_first, v_cost);
+          if v_first.ready_at > v_now then
+            return replay_at(v_first, v_now, v_policy.shadow);
+          end if;
           return replay_of(v_first);
         end if;
           if v_policy.shadow and v_retry_us is distinct from 0 then
@@ -5972,13 +7608,15 @@ begin
       insert into idempotency_keys as k
              (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
       values (v_policy.id, v_key, v_idempotency_key, v_cost,
-              whole_tokens(v_level), duration(v_reset_us), v_policy.capacity, v_expires_at)
+              tokens_above_debt(v_level), duration(v_reset_us), v_policy.capacity, v_expires_at)
       on conflict on constraint idempotency_keys_pkey do update
            set cost        = excluded.cost,
                remaining   = excluded.remaining,
                reset_after = excluded.reset_after,
                capacity    = excluded.capacity,
-               expires_at  = excluded.expires_at
+               expires_at  = excluded.expires_at,
+               ready_at    = excluded.ready_at,
+               settled     = excluded.settled
          where k.expires_at <= v_now;
       if not found then  -- a live idempotency key: its tokens were taken already
         update buckets as b
@@ -5992,6 +7630,9 @@ begin
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
           perform check_repeated_cost(v_first, v_cost);
+          if v_first.ready_at > v_now then
+            return replay_at(v_first, v_now, v_policy.shadow);
+          end if;
           return replay_of(v_first);
         end if;
       end if;
@@ -6007,6 +7648,9 @@ begin
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
           perform check_repeated_cost(v_first, v_cost);
+          if v_first.ready_at > v_now then
+            return replay_at(v_first, v_now, v_policy.shadow);
+          end if;
           return replay_of(v_first);
         end if;
     end if;
@@ -6078,6 +7722,9 @@ begin
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
           perform check_repeated_cost(v_first, v_cost);
+          if v_first.ready_at > v_now then
+            return replay_at(v_first, v_now, v_policy.shadow);
+          end if;
           return replay_of(v_first);
         end if;
           if v_policy.shadow and v_retry_us is distinct from 0 then
@@ -6118,13 +7765,15 @@ begin
       insert into ephemeral_idempotency_keys as k
              (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
       values (v_policy.id, v_key, v_idempotency_key, v_cost,
-              whole_tokens(v_level), duration(v_reset_us), v_policy.capacity, v_expires_at)
+              tokens_above_debt(v_level), duration(v_reset_us), v_policy.capacity, v_expires_at)
       on conflict on constraint ephemeral_idempotency_keys_pkey do update
            set cost        = excluded.cost,
                remaining   = excluded.remaining,
                reset_after = excluded.reset_after,
                capacity    = excluded.capacity,
-               expires_at  = excluded.expires_at
+               expires_at  = excluded.expires_at,
+               ready_at    = excluded.ready_at,
+               settled     = excluded.settled
          where k.expires_at <= v_now;
       if not found then  -- a live idempotency key: its tokens were taken already
         update ephemeral_buckets as b
@@ -6138,6 +7787,9 @@ begin
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
           perform check_repeated_cost(v_first, v_cost);
+          if v_first.ready_at > v_now then
+            return replay_at(v_first, v_now, v_policy.shadow);
+          end if;
           return replay_of(v_first);
         end if;
       end if;
@@ -6316,12 +7968,12 @@ declare
   v_policy          ratelimit.policies;  -- in: the policy, with the numbers that apply to the key
   v_override        ratelimit.overrides;  -- inner: the override of the key
   v_key             text collate "C" := peek.key;  -- in: the bucket's key
-  v_cost            alias for peek.cost;           -- in: tokens that the request asks for
-  v_now             timestamptz;  -- in/out: the instant of the answer; decide reads the clock again before each look
+  v_cost            alias for peek.cost;  -- in: tokens that the request asks for
+  v_now             timestamptz;  -- in/out: the instant of the answer; what may wait reads the clock again
   v_has_row         boolean;      -- out: the bucket has a row; a bucket without a row is full
   v_level           bigint;       -- out: microtokens in the bucket
-  v_retry_us        bigint;       -- out: microseconds until the bucket holds v_cost; null: never; of no meaning after a grant
   v_reset_us        bigint;       -- out: microseconds until the bucket is full; null: never
+  v_retry_us        bigint;       -- out: microseconds until the bucket holds v_cost; null: never; of no meaning after a grant
 begin
   if not acceptable(v_key, v_cost) then
     perform check_request(policy, v_key, v_cost, null);

@@ -109,7 +109,8 @@ begin
        and p.proname in ('ratelimit_define_policy', 'ratelimit_policies', 'ratelimit_acquire', 'ratelimit_acquire_many', 'ratelimit_peek',
                          'ratelimit_refund',
                          'ratelimit_acquire_packed', 'ratelimit_acquire_all', 'ratelimit_acquire_all_many', 'ratelimit_override',
-                         'ratelimit_remove_override', 'ratelimit_overrides', 'ratelimit_enforce', 'ratelimit_guard', 'ratelimit_pre_request',
+                         'ratelimit_remove_override', 'ratelimit_overrides', 'ratelimit_charge', 'ratelimit_settle',
+                         'ratelimit_reserve', 'ratelimit_acquire_up_to', 'ratelimit_enforce', 'ratelimit_guard', 'ratelimit_pre_request',
                          'ratelimit_status', 'ratelimit_doctor')
   loop
     v_grants := v_grants || coalesce((
@@ -126,13 +127,17 @@ end;
 $drop$;
 drop table if exists ratelimit.pre_request;  -- docs/postgrest/install.sql created it, and the function ratelimit_pre_request
 
-drop function ratelimit.grant_of, ratelimit.answer_of, ratelimit.shadow_of, ratelimit.replay_of, ratelimit.decisions_of,
-              ratelimit.check_repeated_cost, ratelimit.overridden, ratelimit.refilled_level_small, ratelimit.wait_below_small, ratelimit.look_at_buckets, ratelimit.remember, ratelimit.covers,
+drop function ratelimit.grant_of, ratelimit.answer_of, ratelimit.shadow_of, ratelimit.spent_of, ratelimit.replay_of,
+              ratelimit.left_us, ratelimit.replay_at, ratelimit.reservation_of, ratelimit.reserved_before, ratelimit.partial_of,
+              ratelimit.decisions_of, ratelimit.another_cost, ratelimit.no_grant, ratelimit.check_repeated_cost,
+              ratelimit.check_repeated_range, ratelimit.check_charge, ratelimit.is_max_wait, ratelimit.check_max_wait,
+              ratelimit.check_bounds, ratelimit.tokens_above_debt, ratelimit.repeats, ratelimit.time_below, ratelimit.moved_level, ratelimit.overridden,
+              ratelimit.refilled_level_small, ratelimit.wait_below_small, ratelimit.look_at_buckets, ratelimit.remember, ratelimit.covers,
               ratelimit.lock_buckets, ratelimit.take, ratelimit.take_of_policies, ratelimit.decide_in_order, ratelimit.acquire_batch,
               ratelimit.check_sizes, ratelimit.check_numbers, ratelimit.check_max_rows, ratelimit.check_listing,
               ratelimit.acquire, ratelimit.peek, ratelimit.http_fields, ratelimit.refuse_http, ratelimit.rate_limit_exceeded,
               ratelimit.check_guard, ratelimit.limit_request;
-drop type ratelimit.decision, ratelimit.packed, ratelimit.charged;
+drop type ratelimit.decision, ratelimit.reservation, ratelimit.partial_decision, ratelimit.packed, ratelimit.charged;
 alter type ratelimit.retired_decision rename to decision;
 
 -- Without refill 0, such a policy refills as slowly as one can.
@@ -140,10 +145,24 @@ update ratelimit.policies
    set refill = 1,
        every  = least(interval '365250 days', make_interval(secs => 315576000000 / capacity::double precision))
  where refill = 0;
+-- Without saturation, a debt below the floor of its policy may be too deep for the time it takes.
+update ratelimit.buckets as b
+   set level = ratelimit.floor_level(p.gain, p.every_us)::bigint
+  from ratelimit.policies as p
+ where p.id = b.policy_id
+   and b.level < ratelimit.floor_level(p.gain, p.every_us);
+update ratelimit.ephemeral_buckets as b
+   set level = ratelimit.floor_level(p.gain, p.every_us)::bigint
+  from ratelimit.policies as p
+ where p.id = b.policy_id
+   and b.level < ratelimit.floor_level(p.gain, p.every_us);
+drop function ratelimit.floor_level;
 update ratelimit.idempotency_keys set reset_after = interval '365250 days' where reset_after is null;
 update ratelimit.ephemeral_idempotency_keys set reset_after = interval '365250 days' where reset_after is null;
 alter table ratelimit.idempotency_keys alter column reset_after set not null;
 alter table ratelimit.ephemeral_idempotency_keys alter column reset_after set not null;
+alter table ratelimit.idempotency_keys drop column ready_at, drop column settled;
+alter table ratelimit.ephemeral_idempotency_keys drop column ready_at, drop column settled;
 do $names$
 begin
   -- From PostgreSQL 18 on NOT NULL has a name, and the twin was created with that of the other table.

@@ -5,6 +5,8 @@ on conflict on constraint {{ .keys }}_pkey do update
                remaining   = excluded.remaining,
                reset_after = excluded.reset_after,
                capacity    = excluded.capacity,
-               expires_at  = excluded.expires_at
+               expires_at  = excluded.expires_at,
+               ready_at    = excluded.ready_at,
+               settled     = excluded.settled
          where k.expires_at <= v_now
 {{- /**/ -}}

@@ -49,7 +49,7 @@ as $$
 {{- /* enforce.sql has the same body. The argument is the name of the function. */ -}}
 {{ define "acquire" -}}
 declare
-  {{ template "locals_of_decide" . }}
+  {{ template "locals_of_decide" (dict "function" .) }}
 begin
   if not acceptable(v_key, v_cost) or v_idempotency_key is not null then  -- inlined; the call of check_request raises the error
     if (acceptable(v_key, v_cost) and is_name(v_idempotency_key)) is not true then
@@ -59,16 +59,7 @@ begin
       v_idempotency_key := null;  -- nothing is granted, so nothing is remembered
     end if;
   end if;
-  select p.* into v_policy from policies as p where p.name = {{ . }}.policy collate "C";
-  if not found then  -- the name of a policy that was found needs no check
-    perform check_name('policy', policy);
-    perform unknown_policy(policy);
-  end if;
-
-  v_now := clock();
-  if v_policy.overridden then
-    {{ template "include/override.sql" }}
-  end if;
+  {{ template "include/policy.sql" . }}
   v_wanted := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
   if v_policy.durable then
     {{ template "include/decide.sql" (dict "buckets" "buckets" "keys" "idempotency_keys") }}

@@ -7,7 +7,8 @@
 -- Buckets of shadow policies count for retry_after and binding only if there are no others.
 --
 -- A bucket that remembers the idempotency key answers as it did, and is not charged again; the others are asked. replayed
--- is true if the request is granted, a bucket remembers the key, and nothing was charged.
+-- is true if the request is granted, a bucket remembers the key, and nothing was charged; and if it is denied only because a
+-- grant of ratelimit_reserve has still to wait.
 --
 -- policies, keys and costs have one element for each bucket, 1000 at most. A bucket may be named twice. Without costs
 -- every cost is 1. An element of cost 0 looks at its bucket.
@@ -164,8 +165,8 @@ begin
         decisions[v_n] := answer_of(v_levels[v_n], v_retries_us[v_n], v_resets_us[v_n], v_policy.capacity);
       end if;
       v_rank := case
-        when v_policy.shadow and not allowed then 9000000000001  -- above all others
-        when v_policy.shadow then 9000000000001 + decisions[v_n].remaining / v_costs[v_n]
+        when v_policy.shadow and not allowed then 20000000000000  -- above all others, also with a debt of 9000000000000 tokens
+        when v_policy.shadow then 20000000000000 + repeats(decisions[v_n].remaining, v_costs[v_n])
         when allowed then decisions[v_n].remaining / v_costs[v_n]
         else -coalesce(v_retries_us[v_n], 9223372036854775807)
       end;

@@ -32,6 +32,23 @@ $$;
 comment on function ratelimit.whole_tokens(bigint) is
   'A level in whole tokens, rounded down.';
 
+-- A short form of whole_tokens: it costs less.
+create or replace function ratelimit.tokens_above_debt(level bigint)
+  returns bigint language sql immutable parallel safe
+as $$
+  select level / 1000000
+$$;
+comment on function ratelimit.tokens_above_debt(bigint) is
+  'A level that is not below zero in whole tokens, rounded down.';
+
+create or replace function ratelimit.repeats(remaining bigint, charge bigint)
+  returns bigint language sql immutable parallel safe
+as $$
+  select remaining / charge - (remaining % charge < 0)::integer  -- rounds down below zero too
+$$;
+comment on function ratelimit.repeats(bigint, bigint) is
+  'How often the tokens that remain cover a charge once more.';
+
 create or replace function ratelimit.microseconds(span interval)
   returns numeric language sql immutable parallel safe
 as $$
@@ -70,18 +87,32 @@ $$;
 comment on function ratelimit.refilled_level(bigint, timestamptz, timestamptz, numeric, numeric, numeric, interval) is
   'The level of a bucket now, in microtokens.';
 
--- Exact: after this wait the bucket holds target, one microsecond earlier it does not. Null means never: with
--- refill 0, tick_gain is 0.
--- Precondition: the bucket is below target now. Callers that know this skip the checks of wait_for.
+-- Exact: after this time the bucket holds target, one microsecond earlier it does not.
+-- Precondition: the bucket is below target now.
+create or replace function ratelimit.time_below(
+    target numeric, level bigint, elapsed_us numeric,
+    every_us numeric, tick_us numeric, tick_gain numeric, round_up numeric)
+  returns numeric language sql immutable parallel safe
+as $$
+  select div((target - level) * every_us + round_up, tick_gain) * tick_us - elapsed_us
+$$;
+comment on function ratelimit.time_below(numeric, bigint, numeric, numeric, numeric, numeric, numeric) is
+  'Microseconds until a bucket holds target microtokens, if it held level elapsed_us ago and is below target now.';
+
+-- For a bucket whose debt is no deeper than the floor of its policy: it is full within 21,000 years, so nothing saturates.
+-- Callers that know this, and that the bucket is below target, skip the checks of wait_for. Null means never: with refill 0,
+-- tick_gain is 0.
 create or replace function ratelimit.wait_below(
     target numeric, level bigint, elapsed_us numeric,
     every_us numeric, tick_us numeric, tick_gain numeric, round_up numeric)
   returns bigint language sql immutable parallel safe
 as $$
-  select (div((target - level) * every_us + round_up, nullif(tick_gain, 0)) * tick_us - elapsed_us)::bigint
+  select ratelimit.time_below(target, level, elapsed_us, every_us, tick_us, nullif(tick_gain, 0), round_up)::bigint
 $$;
 comment on function ratelimit.wait_below(numeric, bigint, numeric, numeric, numeric, numeric, numeric) is
-  'Microseconds until a bucket holds target microtokens, if it held level elapsed_us ago and is below target now.';
+  'Microseconds as of time_below for a bucket whose debt is no deeper than the floor, null for never.';
+
+-- Times saturate here, at 100,000 years of 365.25 days: an old debt may be of a policy that refilled faster.
 
 create or replace function ratelimit.wait_for(
     target numeric, level bigint, refilled_at timestamptz, now timestamptz,
@@ -90,8 +121,9 @@ create or replace function ratelimit.wait_for(
 as $$
   select case
     when level >= target then 0
-    when tick_gain > 0 then greatest(0, ratelimit.wait_below(target, level, ratelimit.microseconds(now - refilled_at),
-                                                             every_us, tick_us, tick_gain, round_up))
+    when tick_gain > 0 then greatest(0, least(ratelimit.time_below(target, level, ratelimit.microseconds(now - refilled_at),
+                                                                   every_us, tick_us, tick_gain, round_up),
+                                              3155760000000000000))::bigint
   end
 $$;
 comment on function ratelimit.wait_for(numeric, bigint, timestamptz, timestamptz, numeric, numeric, numeric, numeric) is
@@ -120,3 +152,22 @@ as $$
 $$;
 comment on function ratelimit.wait_below_small(bigint, bigint, bigint, bigint, bigint, bigint) is
   'Microseconds until a bucket below target holds it, for a policy of small numbers.';
+
+-- Debt ends at the floor: 9 * 10^12 tokens, or what the bucket refills in 10,000 years of 365.25 days, if that is less. With
+-- refill 0, gain is 0.
+create or replace function ratelimit.floor_level(gain numeric, every_us numeric)
+  returns numeric language sql immutable parallel safe
+as $$
+  select -least(9000000000000000000, div(nullif(gain, 0) * 315576000000, every_us))  -- least ignores null
+$$;
+comment on function ratelimit.floor_level(numeric, numeric) is
+  'The level that no charge goes below, in microtokens.';
+
+-- The sum is numeric until it is known to fit. A level below the floor is the debt of an earlier policy, which stays.
+create or replace function ratelimit.moved_level(level bigint, change bigint, full_level numeric, floor_level numeric)
+  returns bigint language sql immutable parallel safe
+as $$
+  select greatest(least(full_level, level::numeric + change), least(level, floor_level))::bigint
+$$;
+comment on function ratelimit.moved_level(bigint, bigint, numeric, numeric) is
+  'A level after a change that nothing refuses: up to full at most, and down to the floor.';

@@ -261,7 +261,7 @@ begin
               v_earlier := v_twin[v_earlier];
             end loop;
             if v_earlier is not null and charges[v_earlier] <> charges[v_i] then
-              v_known[v_i] := row(null, charges[v_earlier], null, null, null, null, null, idempotency_keys[v_i])::ratelimit.idempotency_keys;
+              v_known[v_i] := row(null, charges[v_earlier], null, null, null, null, null, idempotency_keys[v_i], null, null)::ratelimit.idempotency_keys;
             elsif v_earlier is not null then
               replayed[v_i]     := true;
               v_then_level[v_i] := v_then_level[v_earlier];
@@ -277,8 +277,11 @@ begin
           end if;
           replayed[v_i] := v_known[v_i].cost is not null;
           watching[v_i] := v_numbers[v_b].shadow;
-          v_fits[v_i]   := replayed[v_i] or charges[v_i] = 0
-                           or charges[v_i] <= v_numbers[v_b].capacity and microtokens(charges[v_i]) <= v_level_now[v_b];
+          if replayed[v_i] then
+            v_fits[v_i] := left_us(v_known[v_i], v_now) = 0;  -- a reserved grant may have to wait
+          else
+            v_fits[v_i] := charges[v_i] = 0 or charges[v_i] <= v_numbers[v_b].capacity and microtokens(charges[v_i]) <= v_level_now[v_b];
+          end if;
           v_granted     := v_granted and (v_fits[v_i] or watching[v_i]);
         end loop;
 
@@ -337,6 +340,7 @@ begin
                      end as remaining,
                      case
                        when e.fits or (e.p).shadow then 0
+                       when (e.known).cost is not null then left_us(e.known, v_now)
                        when e.charge <= (e.p).capacity then {{ template "wait_for" (dict "target" "microtokens(e.charge)" "bucket" "e." "policy" "(e.p).") }}
                      end as retry_us,
                      case
@@ -430,13 +434,15 @@ begin
   if joint then
     -- The binding element: a shadow only if there is no other, then one of cost 0 only if there is no other, then the
     -- fewest repeats of its charge, or the longest wait.
-    select array_agg(r.request), array_agg(r.granted), array_agg(r.granted and r.replayed and not r.charged),
+    select array_agg(r.request), array_agg(r.granted),
+           array_agg(case when r.granted then r.replayed and not r.charged else r.waits end),
            array_agg(r.granted and r.shadowed), array_agg(r.binding::integer)
       into v_packed.requests, v_packed.requests_allowed, v_packed.requests_replayed, v_packed.requests_shadowed, v_packed.bindings
       from (select a.request, bool_and(a.granted) as granted, bool_or(a.charged) as charged, bool_or(a.replayed) as replayed,
                    bool_or(a.shadowed) as shadowed,
+                   bool_and((a.replayed or a.retry_us = 0) is true) as waits,
                    (min(array[a.watching::integer, (a.cost = 0)::integer,
-                              case when a.granted then a.remaining / nullif(a.charge, 0) else -coalesce(a.retry_us, 9223372036854775807) end,
+                              case when a.granted then repeats(a.remaining, nullif(a.charge, 0)) else -coalesce(a.retry_us, 9223372036854775807) end,
                               a.place]))[4] - min(a.place) + 1 as binding
               from unnest(requests, costs, charges, remaining, retry_us, replayed, shadowed, watching, granted, charged)
                    with ordinality as a (request, cost, charge, remaining, retry_us, replayed, shadowed, watching, granted, charged, place)

@@ -37,6 +37,12 @@
 {{ template "refund.sql" . }}
 {{ template "reset.sql" . }}
 
+-- Spend now, know later; wait in line.
+{{ template "charge.sql" . }}
+{{ template "settle.sql" . }}
+{{ template "reserve.sql" . }}
+{{ template "acquire_up_to.sql" . }}
+
 -- Many requests, or many buckets, in one call.
 {{ template "keys.sql" . }}
 {{ template "take.sql" . }}
@@ -63,11 +69,15 @@
 
 {{- /* Included, not functions: the fragments that the functions above share.
        include/calls.sql          the calls with seven or eight arguments
-       include/locals.sql         the locals of look.sql and decide.sql: their contract
-       include/look.sql           reads one bucket: for ratelimit_peek and decide.sql
-       include/decide.sql         decides about one bucket and takes: for ratelimit_acquire
+       include/locals.sql         the locals of the fragments about one bucket: their contract
+       include/policy.sql         reads the policy and the clock: for functions about one bucket
+       include/look.sql           reads one bucket, without a lock: for ratelimit_peek, decide.sql and others
+       include/decide.sql         decides about one bucket and takes: for ratelimit_acquire, _reserve and _acquire_up_to
        include/charge.sql         takes from one bucket: for decide.sql and ratelimit_acquire_all
-       include/numbers_again.sql  reads the policy again after a wait: for look.sql and decide.sql
-       include/find_key.sql       looks up an idempotency key: for decide.sql
-       include/remember.sql       the end of storing idempotency keys: for decide.sql and remember
+       include/lock.sql           locks one bucket, and reads it: for ratelimit_charge and ratelimit_settle
+       include/move.sql           what the locked bucket holds after a charge or a settlement
+       include/write.sql          writes the locked bucket
+       include/numbers_again.sql  reads the policy again after a wait: for look.sql, decide.sql and lock.sql
+       include/find_key.sql       reads the grant under an idempotency key
+       include/remember.sql       the end of storing idempotency keys
        include/newest.sql         finds a bucket by its newest row version: for statements about many buckets */ -}}

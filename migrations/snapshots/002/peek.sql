@@ -14,7 +14,7 @@ as $$
 {{- /* pre_request.sql has the same body. The argument is the name of the function. */ -}}
 {{ define "peek" -}}
 declare
-  {{ template "locals_of_look" . }}
+  {{ template "locals_of_look" (dict "function" .) }}
 begin
   if not acceptable(v_key, v_cost) then
     perform check_request(policy, v_key, v_cost, null);
