@@ -103,6 +103,8 @@ func (p Policy) wait(b Bucket, now time.Time, target *big.Int) Micros {
 		return 0
 	case p.Refill == 0:
 		return Never
+	case !enough(Longest):
+		return Longest
 	}
 	tooShort, longEnough := Micros(0), max(1, p.estimate(b, now, target))
 	for step := Micros(1); !enough(longEnough); step *= 2 {
@@ -129,7 +131,8 @@ func (p Policy) estimate(b Bucket, now time.Time, target *big.Int) Micros {
 	missing := new(big.Int).Sub(target, b.Level)
 	fill := missing.Mul(missing, big.NewInt(int64(p.Every)))
 	fill.Div(fill, microtokens(p.Refill))
-	return Micros(fill.Int64() + b.RefilledAt.UnixMicro() - now.UnixMicro())
+	fill.Add(fill, big.NewInt(b.RefilledAt.UnixMicro()-now.UnixMicro()))
+	return Micros(least(fill, big.NewInt(int64(Longest))).Int64())
 }
 
 func least(a, b *big.Int) *big.Int {

@@ -24,6 +24,9 @@ type Micros int64
 // a bucket that refills nothing.
 const Never Micros = -1
 
+// Longest is 100,000 years: where times saturate.
+const Longest Micros = 36_525_000 * day
+
 const day = 24 * 60 * 60 * 1_000_000
 
 // After returns the instant this long after t.

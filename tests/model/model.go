@@ -39,10 +39,11 @@ type BucketID struct{ Policy, Key string }
 // An Error is the SQLSTATE of a refused call, which changes nothing.
 type Error string
 
-// The refusals of every function.
+// The refusals of the functions.
 const (
 	UnknownPolicy       Error = "RL001"
 	IdempotencyMismatch Error = "RL002"
+	NoGrant             Error = "RL003"
 	InvalidArgument     Error = "22023"
 )
 

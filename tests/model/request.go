@@ -58,6 +58,7 @@ func (m *Model) AcquireAll(now time.Time, charges []Charge, idempotencyKey strin
 	var whole Whole
 	var first []int64 // the rank of the decision that binds
 	var replayed, shadowed, charged bool
+	waits := true // whatever refuses is a reserved grant
 	for i, c := range charges {
 		d := answers[c.BucketID]
 		whole.Decisions = append(whole.Decisions, d)
@@ -67,9 +68,10 @@ func (m *Model) AcquireAll(now time.Time, charges []Charge, idempotencyKey strin
 		replayed = replayed || d.Replayed
 		shadowed = shadowed || d.Shadowed
 		charged = charged || c.Cost > 0 && !d.Replayed && !d.Shadowed
+		waits = waits && (d.Allowed || d.Replayed)
 	}
 	whole.Allowed = granted
-	whole.Replayed = granted && replayed && !charged
+	whole.Replayed = granted && replayed && !charged || !granted && waits
 	whole.Shadowed = granted && shadowed
 	return whole, nil
 }

@@ -18,17 +18,62 @@ type grant struct {
 	charge   int64
 	answer   Decision
 	expires  time.Time
-	doubtful bool // perhaps removed by clean-up
+	ready    time.Time // when a reserved grant begins to hold
+	isSpent  bool      // settled
+	spent    int64     // the real cost, once it is
+	doubtful bool      // perhaps removed by clean-up
+}
+
+// left is how long a reserved grant has still to wait.
+func (g grant) left(now time.Time) Micros {
+	if !now.Before(g.ready) {
+		return 0
+	}
+	return Micros(g.ready.UnixMicro() - now.UnixMicro())
+}
+
+// replay is the grant answered again. A reserved one is a denial until its wait is over.
+func (g grant) replay(p Policy, now time.Time) Decision {
+	answer := g.answer
+	answer.Replayed = true
+	if left := g.left(now); left > 0 && p.Shadow {
+		answer.Shadowed = true
+	} else if left > 0 {
+		answer.Allowed, answer.RetryAfter = false, left
+	}
+	return answer
+}
+
+// live is the grant that the idempotency key remembers.
+func (s State) live(now time.Time, idempotencyKey string) (g grant, ok bool) {
+	g, ok = s.grants[idempotencyKey]
+	return g, ok && now.Before(g.expires)
+}
+
+// remembering is the state with a grant under an idempotency key; the empty one is none.
+func (s State) remembering(p Policy, now time.Time, idempotencyKey string, g grant) State {
+	if idempotencyKey == "" {
+		return s
+	}
+	g.expires = p.Remember.After(now)
+	if !g.ready.IsZero() {
+		g.expires = p.Remember.After(g.ready)
+	}
+	grants := maps.Clone(s.grants)
+	if grants == nil {
+		grants = map[string]grant{}
+	}
+	grants[idempotencyKey] = g
+	return State{s.bucket, grants}
 }
 
 // Ask answers a charge as Acquire does, and takes nothing: a grant shows the bucket as it is before.
 func (s State) Ask(p Policy, now time.Time, charge int64, idempotencyKey string) (Decision, error) {
-	if first, ok := s.grants[idempotencyKey]; ok && charge > 0 && now.Before(first.expires) {
+	if first, ok := s.live(now, idempotencyKey); ok && charge > 0 {
 		if first.charge != charge {
 			return Decision{}, IdempotencyMismatch
 		}
-		first.answer.Replayed = true
-		return first.answer, nil
+		return first.replay(p, now), nil
 	}
 	answer := s.Peek(p, now, charge)
 	if p.Shadow && !answer.Allowed {
@@ -44,15 +89,7 @@ func (s State) Acquire(p Policy, now time.Time, charge int64, idempotencyKey str
 		return s, answer, err
 	}
 	bucket, answer := p.Take(s.at(p, now), now, charge)
-	next := State{&bucket, s.grants}
-	if idempotencyKey != "" {
-		next.grants = maps.Clone(s.grants)
-		if next.grants == nil {
-			next.grants = map[string]grant{}
-		}
-		next.grants[idempotencyKey] = grant{charge: charge, answer: answer, expires: p.Remember.After(now)}
-	}
-	return next, answer, nil
+	return State{&bucket, s.grants}.remembering(p, now, idempotencyKey, grant{charge: charge, answer: answer}), answer, nil
 }
 
 // Peek answers whether an acquire would be allowed, were the policy no shadow.
@@ -137,6 +174,12 @@ func (s State) String() string {
 	}
 	for key, g := range s.grants {
 		text += fmt.Sprintf(", %q granted with cost %d until %s", key, g.charge, g.expires.Format(time.RFC3339Nano))
+		if !g.ready.IsZero() {
+			text += " from " + g.ready.Format(time.RFC3339Nano)
+		}
+		if g.isSpent {
+			text += fmt.Sprintf(" and settled with %d", g.spent)
+		}
 	}
 	return text
 }
