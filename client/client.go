@@ -37,6 +37,7 @@ type limiter struct {
 	db      Querier
 	schema  string // quoted, with the dot, or empty
 	noFlush bool
+	inTx    bool     // by WithTx
 	denials *denials // nil without DenialCache
 }
 
@@ -71,7 +72,7 @@ func newLimiter(db Querier, c config) limiter {
 // all the same, acquire within a savepoint (tx.Begin).
 func (l *limiter) WithTx(tx pgx.Tx) *Limiter {
 	// Only its QueryRow is to be seen: a tx that has more is not to be taken for a pool.
-	return &Limiter{limiter{db: struct{ Querier }{tx}, schema: l.schema}}
+	return &Limiter{limiter{db: struct{ Querier }{tx}, schema: l.schema, inTx: true}}
 }
 
 // Acquire takes tokens from the bucket of key if it holds enough, and answers. Options are [Cost] and

@@ -20,6 +20,13 @@ var (
 	// (SQLSTATE RL002). Nothing was taken.
 	ErrIdempotencyMismatch = errors.New("idempotency key used before with another cost")
 
+	// ErrNoGrant: no grant is remembered under the idempotency key, or it is not committed yet (SQLSTATE RL003).
+	// Nothing was charged.
+	ErrNoGrant = errors.New("no live grant under this idempotency key")
+
+	// ErrTooLate: the tokens would come after the deadline of ctx, or never. Nothing was taken.
+	ErrTooLate = errors.New("the tokens would come too late")
+
 	// ErrInvalidArgument: an argument is outside its range (SQLSTATE 22023, 22008), no value of its
 	// type (22P02, 22007), or text that the database cannot hold (22021, 22P05); or it cannot be sent (a zero
 	// byte, a fraction of a microsecond), which is found without the server and has no PgError.
@@ -39,6 +46,8 @@ func kindOf(code string) error {
 		return ErrUnknownPolicy
 	case "RL002":
 		return ErrIdempotencyMismatch
+	case "RL003":
+		return ErrNoGrant
 	case "22023", // invalid_parameter_value
 		"22007", // invalid_datetime_format
 		"22008", // datetime_field_overflow

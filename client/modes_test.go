@@ -3,6 +3,7 @@ package client_test
 import (
 	"context"
 	"errors"
+	"fmt"
 	"math"
 	"regexp"
 	"strings"
@@ -89,6 +90,8 @@ func useEverything(t *testing.T, limiter *client.Limiter) {
 	require.NoError(t, limiter.Reset(ctx, policy.Name, key))
 	useAll(t, limiter, policy.Name, key)
 	require.NoError(t, limiter.Reset(ctx, policy.Name, key))
+	useSpending(t, limiter, policy.Name, key)
+	require.NoError(t, limiter.Reset(ctx, policy.Name, key))
 	require.Equal(t, client.Decision{Allowed: true, Remaining: 10, Capacity: 10},
 		must(limiter.Peek(ctx, policy.Name, key)))
 
@@ -108,6 +111,54 @@ func useEverything(t *testing.T, limiter *client.Limiter) {
 	require.NoError(t, limiter.DropPolicy(ctx, policy.Name))
 	_, err = limiter.Acquire(ctx, policy.Name, key)
 	require.ErrorIs(t, err, client.ErrUnknownPolicy)
+}
+
+// useSpending expects the bucket of key to be full, and one token a day.
+func useSpending(t *testing.T, limiter *client.Limiter, policy, key string) {
+	t.Helper()
+	ctx := t.Context()
+	const day = 24 * time.Hour
+	once := fmt.Sprint("spending ", time.Now().UnixNano(), " ", key[:51])
+
+	up, err := limiter.AcquireUpTo(ctx, policy, key, 12, client.AtLeast(10), client.IdempotencyKey(once))
+	require.NoError(t, err)
+	require.True(t, up.Allowed)
+	require.EqualValues(t, 10, up.Taken)
+	up, err = limiter.AcquireUpTo(ctx, policy, key, 12, client.IdempotencyKey(once))
+	require.NoError(t, err)
+	require.True(t, up.Replayed)
+	require.EqualValues(t, 10, up.Taken)
+	up, err = limiter.AcquireUpTo(ctx, policy, key, 1)
+	require.NoError(t, err)
+	require.True(t, !up.Allowed && up.Taken == 0 && up.RetryAfter > 23*time.Hour)
+	d, err := limiter.Settle(ctx, policy, key, once, 9)
+	require.NoError(t, err)
+	require.EqualValues(t, 1, d.Remaining)
+	_, err = limiter.Settle(ctx, policy, key, once, 8)
+	require.ErrorIs(t, err, client.ErrIdempotencyMismatch)
+	_, err = limiter.Settle(ctx, policy, key, "never granted", 8)
+	require.ErrorIs(t, err, client.ErrNoGrant)
+
+	d, err = limiter.Charge(ctx, policy, key, 3)
+	require.NoError(t, err)
+	require.True(t, d.Allowed)
+	require.EqualValues(t, -2, d.Remaining)
+	r, err := limiter.Reserve(ctx, policy, key, 3*day, client.Cost(2))
+	require.NoError(t, err)
+	require.False(t, r.Allowed || r.Never())
+	require.Equal(t, 4*day, r.Wait.Round(time.Hour))
+	r, err = limiter.Reserve(ctx, policy, key, 5*day, client.Cost(2), client.IdempotencyKey(once+"r"))
+	require.NoError(t, err)
+	require.True(t, r.Allowed && !r.Replayed)
+	require.EqualValues(t, -4, r.Remaining)
+	require.Equal(t, 14*day, r.ResetAfter.Round(time.Hour))
+	r, err = limiter.Reserve(ctx, policy, key, 0, client.Cost(2), client.IdempotencyKey(once+"r"))
+	require.NoError(t, err)
+	require.True(t, r.Allowed && r.Replayed)
+	require.Equal(t, 4*day, r.Wait.Round(time.Hour))
+	r, err = limiter.Reserve(ctx, policy, key, 0, client.Cost(11))
+	require.NoError(t, err)
+	require.True(t, !r.Allowed && r.Never())
 }
 
 // useAll expects the bucket of key to be full.

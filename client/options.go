@@ -6,6 +6,15 @@ type AcquireOption interface{ acquireOption() }
 // An AcquireAllOption changes one AcquireAll: [IdempotencyKey] returns one.
 type AcquireAllOption interface{ acquireAllOption() }
 
+// A ChargeOption changes one Charge: [IdempotencyKey] returns one.
+type ChargeOption interface{ chargeOption() }
+
+// An AcquireUpToOption changes one AcquireUpTo: [AtLeast] and [IdempotencyKey] return one.
+type AcquireUpToOption interface{ acquireUpToOption() }
+
+// A WaitOption changes one Wait: [Cost] returns one.
+type WaitOption interface{ waitOption() }
+
 // A PeekOption changes one Peek: [Cost] returns one.
 type PeekOption interface{ peekOption() }
 
@@ -49,12 +58,13 @@ func (r request) verb() string {
 	return "acquire"
 }
 
-// A CostOption is an [AcquireOption], a [PeekOption], and the cost of a [Charge]. The zero CostOption is a
-// cost of 1.
+// A CostOption is an [AcquireOption], a [PeekOption], a [WaitOption], and the cost of a [Charge]. The zero CostOption
+// is a cost of 1.
 type CostOption struct{ above1 int64 }
 
 func (CostOption) acquireOption() {}
 func (CostOption) peekOption()    {}
+func (CostOption) waitOption()    {}
 
 // Tokens is the number that [Cost] was given.
 func (c CostOption) Tokens() int64 { return c.above1 + 1 }
@@ -63,11 +73,22 @@ func (c CostOption) Tokens() int64 { return c.above1 + 1 }
 // a negative one is [ErrInvalidArgument]. Defaults to 1.
 func Cost(tokens int64) CostOption { return CostOption{tokens - 1} } // at the ends of the range both wrap around
 
-// An IdempotencyKeyOption is an [AcquireOption] and an [AcquireAllOption].
+// An AtLeastOption is an [AcquireUpToOption].
+type AtLeastOption int64
+
+func (AtLeastOption) acquireUpToOption() {}
+
+// AtLeast is how few tokens are still worth taking: with fewer, AcquireUpTo takes none. Defaults to 1.
+func AtLeast(tokens int64) AtLeastOption { return AtLeastOption(tokens) }
+
+// An IdempotencyKeyOption is an [AcquireOption], an [AcquireAllOption], an [AcquireUpToOption] and a [ChargeOption].
 type IdempotencyKeyOption string
 
 func (IdempotencyKeyOption) acquireOption()    {}
 func (IdempotencyKeyOption) acquireAllOption() {}
+
+func (IdempotencyKeyOption) acquireUpToOption() {}
+func (IdempotencyKeyOption) chargeOption()      {}
 
 // IdempotencyKey names the request (1 to 512 bytes), so that it can be sent again without being
 // charged twice: for as long as the policy remembers, an Acquire with the same policy, key and
@@ -111,7 +132,7 @@ func Schema(name string) LimiterOption {
 	return limiterOption{func(c *config) { c.schema = name }}
 }
 
-// NoFlush makes Acquire, AcquireAll, Refund and Reset return without waiting until what they wrote is flushed to
+// NoFlush makes Acquire, AcquireAll, AcquireUpTo, Charge, Settle, Reserve, Refund and Reset return without waiting until what they wrote is flushed to
 // disk, as synchronous_commit = off does, for these calls alone. A crash of the server may then undo
 // what was done in its last moments, up to three times wal_writer_delay (0.6 seconds unless set): those
 // grants and idempotency keys are forgotten as if they had rolled back. Nothing else is at risk.
@@ -131,9 +152,9 @@ func NoFlush() LimiterOption {
 // Such an answer repeats the denial with its times counted down: for a larger cost RetryAfter is only
 // the earliest time to ask again. Never more than 10,000 buckets are remembered, and none for a smaller
 // cost than was denied, for longer than was promised, or for a cost above the capacity. Requests with an
-// idempotency key are always sent, and so are those of AcquireAll. In a transaction the cache is not used.
+// idempotency key are always sent, and so are AcquireAll, AcquireUpTo and Reserve. In a transaction the cache is not used.
 //
-// Refund, Reset, Override, RemoveOverride, DefinePolicy and DropPolicy through this Limiter are seen at once. The same done by
+// Refund, Reset, Charge, Settle, Override, RemoveOverride, DefinePolicy and DropPolicy through this Limiter are seen at once. The same done by
 // others, and the end of an override, is seen when the promised time has passed: leave the cache out where tokens are given back by
 // other programs, in transactions, or with SQL, and callers must not wait for them.
 func DenialCache() LimiterOption {

@@ -85,6 +85,8 @@ func (db *database) answer(sql string, args []any) ([]any, error) {
 			d, err = db.model.Refund(now, bucket(), number(2))
 		}
 		return columns(d), err
+	case "ratelimit_charge", "ratelimit_settle", "ratelimit_reserve", "ratelimit_acquire_up_to":
+		return db.spend(function, now, bucket(), args)
 	case "ratelimit_reset":
 		if err = cmp.Or(checkName("policy", args[0]), checkName("key", args[1]), db.checkPolicy(text(0))); err == nil {
 			err = db.model.Reset(bucket())

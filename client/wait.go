@@ -1,0 +1,100 @@
+package client
+
+import (
+	"context"
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+)
+
+const (
+	// maxWait is the longest that the server accepts.
+	maxWait = 365 * 24 * time.Hour
+
+	// giveBackTimeout is how long Wait tries to give tokens back after ctx has ended.
+	giveBackTimeout = 5 * time.Second
+)
+
+// Wait takes tokens from the bucket of key and returns when they are there, or fails. The option is [Cost]. It makes one
+// call of [Limiter.Reserve], and sleeps as long as that says: it does not ask again. Callers are served in the order of
+// their calls, and none is early.
+//
+// When the tokens would come after the deadline of ctx it fails at once, with [ErrTooLate], and has taken nothing; so it does
+// when they would never come. Without a deadline it waits for up to 365 days. Either way the [Reservation] tells how long
+// the wait would have been.
+//
+// When ctx ends first, Wait gives the tokens back by [Limiter.Settle] at a cost of 0, for up to 5 seconds under a context of
+// its own, and returns the error of ctx. Those who wait behind are not served earlier for it. The idempotency key for
+// this is drawn at random, so each Wait leaves one behind for as long as the policy remembers. If the connection breaks while
+// the server reserves, or nothing can be given back, the tokens may stay charged.
+//
+// It is for calls outside of a transaction, which would keep the bucket locked meanwhile.
+//
+// Errors: [ErrTooLate], the error of ctx, and those of Reserve.
+func (l *limiter) Wait(ctx context.Context, policy, key string, opts ...WaitOption) (Reservation, error) {
+	const verb = "wait"
+	if isInTransaction(l.db) || l.inTx {
+		return Reservation{}, failed(verb, fmt.Errorf("%w: Wait is for calls outside a transaction", ErrInvalidArgument))
+	}
+	idempotencyKey := rand.Text()
+	reserveOpts := []AcquireOption{IdempotencyKey(idempotencyKey)}
+	for _, opt := range opts {
+		reserveOpts = append(reserveOpts, opt.(CostOption)) // there is no other
+	}
+	longest := maxWait
+	if deadline, ok := ctx.Deadline(); ok {
+		longest = min(longest, max(0, time.Until(deadline).Truncate(time.Microsecond)))
+	}
+	if err := ctx.Err(); err != nil {
+		return Reservation{}, failed(verb, err)
+	}
+
+	r, err := l.Reserve(ctx, policy, key, longest, reserveOpts...)
+	switch {
+	case err != nil && ctx.Err() != nil && isUnknown(err): // it may have taken the tokens
+		return Reservation{}, errors.Join(err, l.giveBack(ctx, policy, key, idempotencyKey))
+	case err != nil:
+		return Reservation{}, err
+	case !r.Allowed:
+		return r, failed(verb, ErrTooLate)
+	case r.Wait == 0:
+		return r, nil
+	}
+	timer := time.NewTimer(r.Wait)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+		return r, nil
+	case <-ctx.Done():
+		return r, errors.Join(failed(verb, ctx.Err()), l.giveBack(ctx, policy, key, idempotencyKey))
+	}
+}
+
+// giveBack settles at 0, also when ctx has ended. There may be nothing to give back.
+func (l *limiter) giveBack(ctx context.Context, policy, key, idempotencyKey string) error {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), giveBackTimeout)
+	defer cancel()
+	_, err := l.Settle(ctx, policy, key, idempotencyKey, 0)
+	if errors.Is(err, ErrNoGrant) {
+		return nil
+	}
+	return err
+}
+
+// isInTransaction reports whether db is known to be in a transaction, which other calls on it would be part of.
+func isInTransaction(db Querier) bool {
+	switch db := db.(type) {
+	case pool:
+		return false
+	case *pgx.Conn:
+		return !isIdle(db)
+	case poolConn:
+		return !isIdle(db.Conn())
+	case pgx.Tx:
+		return true
+	}
+	return false
+}

@@ -1,0 +1,132 @@
+package client_test
+
+import (
+	"context"
+	"errors"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/client/clienttest"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+)
+
+// newLine is a fake with 2 tokens and one each second. Its time is the test's.
+func newLine(t *testing.T) *clienttest.Fake {
+	t.Helper()
+	fake := clienttest.New(time.Now)
+	require.NoError(t, fake.DefinePolicy(t.Context(), client.Policy{Name: "line", Capacity: 2, Refill: 1, Every: time.Second}))
+	return fake
+}
+
+func TestWait_SleepsAsLongAsTheReservationSays(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		fake := newLine(t)
+		start := time.Now()
+		for _, want := range []time.Duration{0, 0, time.Second, 2 * time.Second} {
+			_, err := fake.Wait(t.Context(), "line", "k")
+			require.NoError(t, err)
+			require.Equal(t, want, time.Since(start))
+		}
+		r, err := fake.Wait(t.Context(), "line", "k", client.Cost(2))
+		require.NoError(t, err)
+		require.Equal(t, 4*time.Second, time.Since(start))
+		require.Equal(t, 2*time.Second, r.Wait)
+	})
+}
+
+func TestWait_FailsAtOnceWhenTheDeadlineIsTooNear(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		fake := newLine(t)
+		require.NoError(t, fake.SetLevel("line", "k", 0))
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second-time.Microsecond)
+		defer cancel()
+		r, err := fake.Wait(ctx, "line", "k")
+		require.ErrorIs(t, err, client.ErrTooLate)
+		require.EqualError(t, err, "pgratelimit: wait: the tokens would come too late")
+		require.Equal(t, time.Second, r.Wait)
+		r, err = fake.Wait(t.Context(), "line", "k", client.Cost(3))
+		require.ErrorIs(t, err, client.ErrTooLate)
+		require.True(t, r.Never())
+		d, err := fake.Peek(t.Context(), "line", "k")
+		require.NoError(t, err)
+		require.Zero(t, d.Remaining, "nothing was taken")
+		cancel()
+		_, err = fake.Wait(ctx, "line", "k")
+		require.ErrorIs(t, err, context.Canceled)
+	})
+}
+
+func TestWait_GivesBackWhenItsContextEnds(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		fake := newLine(t)
+		require.NoError(t, fake.SetLevel("line", "k", 0))
+		ctx, cancel := context.WithCancel(t.Context())
+		next := make(chan time.Duration)
+		start := time.Now()
+		go func() {
+			time.Sleep(time.Millisecond)
+			_, err := fake.Wait(context.Background(), "line", "k")
+			require.NoError(t, err)
+			next <- time.Since(start)
+		}()
+		time.AfterFunc(500*time.Millisecond, cancel)
+		_, err := fake.Wait(ctx, "line", "k", client.Cost(2))
+		require.ErrorIs(t, err, context.Canceled)
+		require.Equal(t, 500*time.Millisecond, time.Since(start))
+		d, err := fake.Peek(t.Context(), "line", "k", client.Cost(0))
+		require.NoError(t, err)
+		require.EqualValues(t, -1, d.Remaining, "only what the next is waiting for")
+		require.Equal(t, 3*time.Second, <-next, "which is not served earlier")
+	})
+}
+
+// A call that gets no answer may have reserved, and so is settled.
+func TestWait_GivesBackWhatACallWithoutAnAnswerMayHaveTaken(t *testing.T) {
+	t.Parallel()
+	ctx, cancel := context.WithCancel(t.Context())
+	db := &fakePool{fakeDB{answers: []any{errors.New("connection lost"), pgError("RL003")}}}
+	cancelling := &cancellingPool{db, cancel}
+	_, err := client.New(cancelling).Wait(ctx, "line", "k")
+	require.ErrorContains(t, err, "connection lost")
+	sent := db.sent()
+	require.Len(t, sent, 2)
+	require.Contains(t, sent[0].sql, "ratelimit_reserve")
+	require.Contains(t, sent[1].sql, "ratelimit_settle")
+	require.Equal(t, sent[0].args[4], sent[1].args[2], "under the same key")
+	require.EqualValues(t, 0, sent[1].args[3])
+	require.Equal(t, "31536000000000 microseconds", sent[0].args[2])
+}
+
+// A cancellingPool ends the context of the first call.
+type cancellingPool struct {
+	*fakePool
+	cancel func()
+}
+
+func (p *cancellingPool) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
+	defer p.cancel()
+	return p.fakePool.QueryRow(ctx, sql, args...)
+}
+
+func TestWait_IsNotForTransactions(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	tx, err := db.Pool.Begin(t.Context())
+	require.NoError(t, err)
+	defer func() { _ = tx.Rollback(context.Background()) }()
+	limiter := client.New(db.Pool)
+	for name, in := range map[string]*client.Limiter{"Tx": client.New(tx), "WithTx": limiter.WithTx(tx), "Conn": client.New(tx.Conn())} {
+		_, err := in.Wait(t.Context(), "line", "k")
+		require.ErrorIs(t, err, client.ErrInvalidArgument, name)
+		require.True(t, strings.HasSuffix(err.Error(), "outside a transaction"), err)
+	}
+}
