@@ -13,8 +13,6 @@ import (
 // Cases from the test suites and bug reports of other limiters. The number identifies a case; after it
 // stands the project that it came from. Cases with concurrent calls (24, 30, 49 and one of 59) are in
 // behaviour_concurrency_test.go, and the idempotency case (58) is in behaviour_idempotency_test.go.
-// Debt (8 and the last of 13) is a row that the test writes below zero, because no call takes more tokens
-// than the bucket holds.
 
 // A vector is a bucket and the calls on it. The bucket starts full, less the tokens taken at the start.
 type vector struct {
@@ -43,8 +41,8 @@ func take(n int64) op { return op{"acquire", n} }
 func look(n int64) op { return op{"peek", n} }
 func give(n int64) op { return op{"refund", n} }
 
-// owe writes a row that lacks n tokens, and then peeks.
-func owe(n int64) op { return op{"owe", n} }
+// debit takes n tokens whatever there is.
+func debit(n int64) op { return op{"charge", n} }
 
 // renew resets the bucket, and then peeks.
 var renew = op{"reset", 0}
@@ -92,7 +90,7 @@ var vectors = []vector{
 	{"6 bucket4j: 100 and 120 given", 100, 100, 100 * ms, false, 100, []step{{110 * ms, give(120), grant.rem(100)}}},
 
 	{"8 bucket4j: 2 owed", 100, 100, 100 * ms, false, 100, []step{
-		{50 * ms, owe(2), grant.rem(-2).full(102 * ms)},
+		{50 * ms, debit(52), grant.rem(-2).full(102 * ms)},
 		{50 * ms, look(1), deny.rem(-2).wait(3 * ms)},
 		{51 * ms, look(0), grant.rem(-1)},
 		{52 * ms, look(0), grant.rem(0)},
@@ -100,16 +98,16 @@ var vectors = []vector{
 		{53 * ms, take(1), grant.rem(0)},
 	}},
 	{"8 bucket4j: 50 owed", 100, 100, 100 * ms, false, 100, []step{
-		{0, owe(50), grant.rem(-50)},
+		{0, debit(50), grant.rem(-50)},
 		{49 * ms, look(0), grant.rem(-1)},
 		{50 * ms, look(0), grant.rem(0)},
 	}},
 	{"8 bucket4j: 51 owed", 100, 100, 100 * ms, false, 100, []step{
-		{120 * ms, owe(51), grant.rem(-51)},
+		{120 * ms, debit(151), grant.rem(-51)},
 		{171 * ms, look(0), grant.rem(0)},
 	}},
 	{"8 bucket4j: 300 owed", 100, 100, 100 * ms, false, 100, []step{
-		{201 * ms, owe(300), grant.rem(-300)},
+		{201 * ms, debit(400), grant.rem(-300)},
 		{500 * ms, take(1), deny.rem(-1).wait(2 * ms)},
 		{501 * ms, look(0), grant.rem(0)},
 		{602 * ms, look(0), grant.rem(100).full(0)},
@@ -140,7 +138,7 @@ var vectors = []vector{
 
 	{"13 bucket4j: full in 90 ms", 10, 10, 100 * ms, false, 9, []step{{0, look(0), grant.full(90 * ms)}}},
 	{"13 bucket4j: full in 60 ms", 10, 10, 100 * ms, false, 6, []step{{0, look(0), grant.full(60 * ms)}}},
-	{"13 bucket4j: full in 1650 ms", 10, 2, 100 * ms, false, 10, []step{{0, owe(23), grant.full(1650 * ms)}}},
+	{"13 bucket4j: full in 1650 ms", 10, 2, 100 * ms, false, 10, []step{{0, debit(23), grant.full(1650 * ms)}}},
 
 	{"17 bucket4j: fixed interval", 9, 9, 10 * second, true, 9, []step{
 		{4 * second, look(0), grant.rem(0)},
@@ -333,9 +331,11 @@ func (v vector) replay(t *testing.T, db subject, durability policyOption) {
 			got = db.peekAt(at, policy, key, s.op.n)
 		case "refund":
 			got = db.refundAt(at, policy, key, s.op.n)
-		case "owe":
-			db.putBucket(policy, key, bucket{-s.op.n * 1_000_000, at})
-			got = db.peekAt(at, policy, key, 0)
+		case "charge":
+			db.setClock(at)
+			charged, err := db.spend(spending{function: "charge", BucketID: model.BucketID{Policy: policy, Key: key}, cost: s.op.n})
+			require.NoError(t, err)
+			got = charged.decision
 		case "reset":
 			db.reset(policy, key)
 			got = db.peekAt(at, policy, key, 0)

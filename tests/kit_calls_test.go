@@ -201,6 +201,7 @@ func (db *testDB) catchDenials() {
 // An answer is a decision, or the error in its place.
 type answer struct {
 	Decision *decision
+	Taken    int64  // by acquire_up_to
 	Error    string // SQLSTATE, message, detail and hint
 }
 

@@ -25,6 +25,7 @@ type subject interface {
 	peekAt(at time.Time, policy, key string, cost int64) decision
 	refundAt(at time.Time, policy, key string, amount int64) decision
 	reset(policy, key string)
+	spend(s spending) (spent, error)
 }
 
 // onEach runs a test against a database and against the fake.
@@ -66,6 +67,8 @@ func (db *testDB) of(t testing.TB) subject { return db.in(t) }
 func (db *testDB) tryAcquire(policy, key string, cost int64, idempotencyKey ...string) (decision, error) {
 	return acquire(db.Pool, policy, key, cost, idempotencyKey...)
 }
+
+func (db *testDB) spend(s spending) (spent, error) { return s.by(db.Pool) }
 
 // A testFake is to the fake what testDB is to a database.
 type testFake struct {
@@ -158,6 +161,8 @@ func (f *testFake) reset(policy, key string) {
 	f.t.Helper()
 	require.NoError(f.t, f.Reset(f.t.Context(), policy, key))
 }
+
+func (f *testFake) spend(s spending) (spent, error) { return s.with(f.t.Context(), f.Limiter) }
 
 // decisionOf is a decision of the client in the form of SQL.
 func decisionOf(d client.Decision) decision {

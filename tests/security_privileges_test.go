@@ -2,6 +2,7 @@ package tests
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"regexp"
 	"strings"
@@ -49,7 +50,7 @@ func TestPrivileges_CallerCanAcquireAndPeekAndNothingElse(t *testing.T) {
 	requireRefused(t, db.DB, caller, "ratelimit_acquire", "ratelimit_peek")
 }
 
-// Each function for many requests, and enforce, is a grant of its own, and needs no other.
+// Each function for many requests, each that spends, and enforce, is a grant of its own, and needs no other.
 func TestPrivileges_ManyRequests(t *testing.T) {
 	t.Parallel()
 	callers := map[string]string{}
@@ -58,6 +59,10 @@ func TestPrivileges_ManyRequests(t *testing.T) {
 		"ratelimit_acquire_all('{p,q}', '{k,l}', '{1,2}', 'j')",
 		"ratelimit_acquire_all_many('{p,q,p}', '{k,l,m}', null, '{2,1}')",
 		"ratelimit_acquire_packed('{p,q,p}', '{k,l,m}', null, '{2,1}')",
+		"ratelimit_charge('p', 'k', 2, 'c')",
+		"ratelimit_reserve('q', 'k', '1 second', 2, 'r')",
+		"ratelimit_acquire_up_to('p', 'k', 2, 1, 'u')",
+		"ratelimit_settle('p', 'k', 'kept', 0)",
 		"ratelimit_enforce('p', 'k', 2, 'e')",
 	} {
 		callers[call] = newRole(t)
@@ -65,7 +70,7 @@ func TestPrivileges_ManyRequests(t *testing.T) {
 	db := newDB(t)
 	db.definePolicy("p", 10, 1, time.Hour)
 	db.definePolicy("q", 10, 1, time.Hour, ephemeral)
-	db.exec("select ratelimit_override('p', 'k', 20)")
+	db.exec("select ratelimit_override('p', 'k', 20), ratelimit_acquire('p', 'k', 1, 'kept')")
 	for call, caller := range callers {
 		function, _, _ := strings.Cut(call, "(")
 		db.exec("grant execute on function " + function + " to " + caller)
@@ -235,10 +240,25 @@ func TestPrivileges_TheClientNamesTheGrant(t *testing.T) {
 		"ratelimit_acquire(text, text, bigint, text)": func() error { _, err := limiter.Acquire(ctx, "p", "k"); return err },
 		"ratelimit_peek(text, text, bigint)":          func() error { _, err := limiter.Peek(ctx, "p", "k"); return err },
 		"ratelimit_refund(text, text, bigint)":        func() error { _, err := limiter.Refund(ctx, "p", "k", 1); return err },
-		"ratelimit_reset(text, text)":                 func() error { return limiter.Reset(ctx, "p", "k") },
-		"ratelimit_policies()":                        func() error { _, err := limiter.Policies(ctx); return err },
-		"ratelimit_cleanup(integer)":                  func() error { _, err := limiter.Cleanup(ctx); return err },
-		"ratelimit_drop_policy(text)":                 func() error { return limiter.DropPolicy(ctx, "none") },
+		"ratelimit_charge(text, text, bigint, text)":  func() error { _, err := limiter.Charge(ctx, "p", "k", 1); return err },
+		"ratelimit_settle(text, text, text, bigint)": func() error {
+			if _, err := limiter.Settle(ctx, "p", "k", "none", 1); !errors.Is(err, client.ErrNoGrant) {
+				return err
+			}
+			return nil
+		},
+		"ratelimit_reserve(text, text, interval, bigint, text)": func() error {
+			_, err := limiter.Reserve(ctx, "p", "k", time.Second)
+			return err
+		},
+		"ratelimit_acquire_up_to(text, text, bigint, bigint, text)": func() error {
+			_, err := limiter.AcquireUpTo(ctx, "p", "k", 1)
+			return err
+		},
+		"ratelimit_reset(text, text)": func() error { return limiter.Reset(ctx, "p", "k") },
+		"ratelimit_policies()":        func() error { _, err := limiter.Policies(ctx); return err },
+		"ratelimit_cleanup(integer)":  func() error { _, err := limiter.Cleanup(ctx); return err },
+		"ratelimit_drop_policy(text)": func() error { return limiter.DropPolicy(ctx, "none") },
 		"ratelimit_acquire_all(text[], text[], bigint[], text)": func() error {
 			_, err := limiter.AcquireAll(ctx, []client.Charge{{Policy: "p", Key: "k"}})
 			return err

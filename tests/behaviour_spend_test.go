@@ -1,0 +1,596 @@
+package tests
+
+import (
+	"context"
+	"fmt"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/pgratelimit/tests/model"
+)
+
+// Short forms of spendings on the bucket k of policy p.
+func charge(cost int64, idempotencyKey ...string) spending {
+	return spendingOf("charge", cost, idempotencyKey)
+}
+
+func settle(idempotencyKey string, cost int64) spending {
+	return spendingOf("settle", cost, []string{idempotencyKey})
+}
+
+func reserve(maxWait time.Duration, cost int64, idempotencyKey ...string) spending {
+	s := spendingOf("reserve", cost, idempotencyKey)
+	s.maxWait = micros(maxWait)
+	return s
+}
+
+func upTo(atMost, atLeast int64, idempotencyKey ...string) spending {
+	s := spendingOf("acquire_up_to", atMost, idempotencyKey)
+	s.atLeast = atLeast
+	return s
+}
+
+func spendingOf(function string, cost int64, idempotencyKey []string) spending {
+	s := spending{function: function, BucketID: model.BucketID{Policy: "p", Key: "k"}, cost: cost}
+	if len(idempotencyKey) > 0 {
+		s.idempotencyKey = idempotencyKey[0]
+	}
+	return s
+}
+
+// waits is d as the answer of a reservation.
+func waits(wait time.Duration, d decision) decision {
+	d.RetryAfter = micros(wait)
+	return d
+}
+
+// A spendStep is one call at an instant, and its answer or the SQLSTATE of its error.
+type spendStep struct {
+	at    time.Duration
+	call  spending // or an acquire
+	want  decision
+	taken int64
+	err   model.Error
+}
+
+func runSpending(t *testing.T, db subject, steps []spendStep) {
+	t.Helper()
+	for i, step := range steps {
+		db.setClock(t0.Add(step.at))
+		var got spent
+		var err error
+		if step.call.function == "acquire" {
+			var keys []string
+			if step.call.idempotencyKey != "" {
+				keys = []string{step.call.idempotencyKey}
+			}
+			got.decision, err = db.tryAcquire("p", "k", step.call.cost, keys...)
+		} else {
+			got, err = db.spend(step.call)
+		}
+		require.Equal(t, string(step.err), sqlState(err), "step %d: %v", i+1, err)
+		if err == nil {
+			require.Equal(t, spent{step.want, step.taken}, got, "step %d: %v", i+1, step.call)
+		}
+	}
+}
+
+func acquireStep(cost int64, idempotencyKey ...string) spending {
+	return spendingOf("acquire", cost, idempotencyKey)
+}
+
+// Ten tokens, one each second: what each function answers, one call after the other.
+func TestSpend_Steps(t *testing.T) {
+	t.Parallel()
+	for name, steps := range map[string][]spendStep{
+		"a charge takes what is not there, and refill pays the debt first": {
+			{0, charge(15), allowed(-5, 15*second, 10), 0, ""},
+			{0, acquireStep(1), denied(-5, 6*second, 15*second, 10), 0, ""},
+			{1500 * ms, charge(0), allowed(-4, 13500*ms, 10), 0, ""},
+			{6 * second, acquireStep(1), allowed(0, 10*second, 10), 0, ""},
+		},
+		"a charge under a key is charged once": {
+			{0, charge(15, "i"), allowed(-5, 15*second, 10), 0, ""},
+			{second, charge(15, "i"), replayed(allowed(-5, 15*second, 10)), 0, ""},
+			{second, charge(14, "i"), decision{}, 0, model.IdempotencyMismatch},
+			{second, acquireStep(15, "i"), replayed(allowed(-5, 15*second, 10)), 0, ""},
+			{second, charge(1), allowed(-5, 15*second, 10), 0, ""},
+		},
+		"what is charged is 0 to 9000000000000": {
+			{0, charge(-1), decision{}, 0, model.InvalidArgument},
+			{0, charge(maxTokens + 1), decision{}, 0, model.InvalidArgument},
+			{0, settle("i", maxTokens+1), decision{}, 0, model.InvalidArgument},
+			{0, settle("i", -1), decision{}, 0, model.InvalidArgument},
+			{0, charge(0, "i"), allowed(10, 0, 10), 0, ""},
+			{0, settle("i", 0), decision{}, 0, model.NoGrant},
+		},
+		"a settlement gives back what the estimate was above the cost": {
+			{0, acquireStep(8, "i"), allowed(2, 8*second, 10), 0, ""},
+			{second, settle("i", 3), allowed(8, 2*second, 10), 0, ""},
+			{2 * second, settle("i", 3), replayed(allowed(9, second, 10)), 0, ""},
+			{2 * second, settle("i", 4), decision{}, 0, model.IdempotencyMismatch},
+			{2 * second, acquireStep(8, "i"), replayed(allowed(2, 8*second, 10)), 0, ""},
+			{2 * second, acquireStep(3, "i"), decision{}, 0, model.IdempotencyMismatch},
+		},
+		"a settlement takes what the estimate was below the cost, also in debt": {
+			{0, acquireStep(8, "i"), allowed(2, 8*second, 10), 0, ""},
+			{0, charge(5), allowed(-3, 13*second, 10), 0, ""},
+			{0, settle("i", 20), allowed(-15, 25*second, 10), 0, ""},
+			{0, settle("i", 20), replayed(allowed(-15, 25*second, 10)), 0, ""},
+		},
+		"a settlement gives back up to full": {
+			{0, acquireStep(8, "i"), allowed(2, 8*second, 10), 0, ""},
+			{5 * second, settle("i", 0), allowed(10, 0, 10), 0, ""},
+			{5 * second, acquireStep(10), allowed(0, 10*second, 10), 0, ""},
+		},
+		"a settlement needs a live grant": {
+			{0, settle("i", 1), decision{}, 0, model.NoGrant},
+			{0, acquireStep(2, "i"), allowed(8, 2*second, 10), 0, ""},
+			{24*time.Hour - us, settle("i", 2), allowed(10, 0, 10), 0, ""},
+			{24 * time.Hour, settle("i", 2), decision{}, 0, model.NoGrant},
+			{24 * time.Hour, acquireStep(2, "i"), allowed(8, 2*second, 10), 0, ""},
+			{24 * time.Hour, settle("i", 5), allowed(5, 5*second, 10), 0, ""},
+		},
+		"a reservation is served in order": {
+			{0, reserve(0, 10), waits(0, allowed(0, 10*second, 10)), 0, ""},
+			{0, reserve(second, 2), waits(2*second, denied(0, 0, 10*second, 10)), 0, ""},
+			{0, reserve(2*second, 2), waits(2*second, allowed(-2, 12*second, 10)), 0, ""},
+			{0, reserve(time.Hour, 3), waits(5*second, allowed(-5, 15*second, 10)), 0, ""},
+			{second, reserve(time.Hour, 1), waits(5*second, allowed(-5, 15*second, 10)), 0, ""},
+			{2 * second, acquireStep(1), denied(-4, 5*second, 14*second, 10), 0, ""},
+			{3 * second, reserve(time.Hour, 11), waits(-us, denied(-3, 0, 13*second, 10)), 0, ""},
+			{3 * second, reserve(0, 0), waits(0, allowed(-3, 13*second, 10)), 0, ""},
+		},
+		"a reservation under a key is a denial to acquire until its wait is over": {
+			{0, acquireStep(10), allowed(0, 10*second, 10), 0, ""},
+			{0, reserve(time.Hour, 4, "i"), waits(4*second, allowed(-4, 14*second, 10)), 0, ""},
+			{second, reserve(0, 4, "i"), replayed(waits(3*second, allowed(-4, 14*second, 10))), 0, ""},
+			{second, acquireStep(4, "i"), replayed(denied(-4, 3*second, 14*second, 10)), 0, ""},
+			{second, upTo(9, 1, "i"), replayed(denied(-4, 3*second, 14*second, 10)), 0, ""},
+			{second, acquireStep(5, "i"), decision{}, 0, model.IdempotencyMismatch},
+			{4*second - us, acquireStep(4, "i"), replayed(denied(-4, us, 14*second, 10)), 0, ""},
+			{4 * second, acquireStep(4, "i"), replayed(allowed(-4, 14*second, 10)), 0, ""},
+			{4 * second, reserve(0, 4, "i"), replayed(waits(0, allowed(-4, 14*second, 10))), 0, ""},
+			{24*time.Hour + 4*second - us, acquireStep(4, "i"), replayed(allowed(-4, 14*second, 10)), 0, ""},
+			{24*time.Hour + 4*second, acquireStep(4, "i"), allowed(6, 4*second, 10), 0, ""},
+		},
+		"what is given back does not move others forward": {
+			{0, reserve(0, 10), waits(0, allowed(0, 10*second, 10)), 0, ""},
+			{0, reserve(time.Hour, 5, "first"), waits(5*second, allowed(-5, 15*second, 10)), 0, ""},
+			{0, reserve(time.Hour, 5, "next"), waits(10*second, allowed(-10, 20*second, 10)), 0, ""},
+			{second, settle("first", 0), allowed(-4, 14*second, 10), 0, ""},
+			{second, reserve(time.Hour, 5, "next"), replayed(waits(9*second, allowed(-10, 20*second, 10))), 0, ""},
+			{second, reserve(time.Hour, 1), waits(5*second, allowed(-5, 15*second, 10)), 0, ""},
+		},
+		"the wait is 0 to 365 days": {
+			{0, reserve(-us, 1), decision{}, 0, model.InvalidArgument},
+			{0, reserve(365*24*time.Hour+us, 1), decision{}, 0, model.InvalidArgument},
+			{0, reserve(365*24*time.Hour, 1), waits(0, allowed(9, second, 10)), 0, ""},
+		},
+		"up to takes what there is": {
+			{0, upTo(7, 1, "i"), allowed(3, 7*second, 10), 7, ""},
+			{0, upTo(7, 4), denied(3, second, 7*second, 10), 0, ""},
+			{500 * ms, upTo(7, 3), allowed(0, 9500*ms, 10), 3, ""},
+			{500 * ms, upTo(7, 1), denied(0, 500*ms, 9500*ms, 10), 0, ""},
+			{second, upTo(7, 1, "i"), replayed(allowed(3, 7*second, 10)), 7, ""},
+			{second, upTo(6, 1, "i"), decision{}, 0, model.IdempotencyMismatch},
+			{second, upTo(9, 8, "i"), decision{}, 0, model.IdempotencyMismatch},
+			{second, acquireStep(7, "i"), replayed(allowed(3, 7*second, 10)), 0, ""},
+			{second, settle("i", 1), allowed(7, 3*second, 10), 0, ""},
+		},
+		"up to more than there can be": {
+			{0, upTo(maxTokens*1000, 11), never(10, 0, 10), 0, ""},
+			{0, upTo(maxTokens*1000, 10), allowed(0, 10*second, 10), 10, ""},
+			{0, upTo(0, 0), decision{}, 0, model.InvalidArgument},
+			{0, upTo(5, 0), decision{}, 0, model.InvalidArgument},
+			{0, upTo(5, 6), decision{}, 0, model.InvalidArgument},
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			onEachDurability(t, func(t *testing.T, db subject, durability policyOption) {
+				db.setClock(t0)
+				db.definePolicy("p", 10, 1, second, durability)
+				runSpending(t, db, steps)
+			})
+		})
+	}
+}
+
+// Only debt may be as deep as this. The policies are the slowest and the fastest there are.
+func TestSpend_DebtEndsAtAFloor(t *testing.T) {
+	t.Parallel()
+	for name, p := range map[string]struct {
+		capacity, refill int64
+		every            string
+		stepped          bool
+		floor            int64
+	}{
+		"the slowest":          {10, 1, "365250 days", false, -10},
+		"the slowest, stepped": {10, 1, "365250 days", true, -10},
+		"slow and large":       {9_000_000_000, 900_000_000, "365250 days", true, -9_000_000_000},
+		"the fastest":          {maxTokens, maxTokens, "1 microsecond", false, -maxTokens},
+		"the fastest, stepped": {1, maxTokens, "1 microsecond", true, -maxTokens},
+		"without refill":       {1, 0, "1 microsecond", false, -maxTokens},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			db := newDB(t)
+			db.setClock(t0)
+			m := model.New()
+			db.exec("select ratelimit_define_policy('p', $1, $2, $3::interval, stepped => $4)", p.capacity, p.refill, p.every, p.stepped)
+			every := model.Micros(1)
+			if p.every != "1 microsecond" {
+				every = 365_250 * day
+			}
+			require.NoError(t, m.Define("p", model.Definition{
+				Numbers: model.Numbers{Capacity: &p.capacity, Refill: &p.refill, Every: &every}, Stepped: &p.stepped,
+			}))
+			now := t0
+			ask := func(s spending) spent {
+				t.Helper()
+				want, wantErr := s.of(m, now)
+				got, err := s.by(db.Pool)
+				require.NoError(t, wantErr, s)
+				require.NoError(t, err, s)
+				require.Equal(t, want, got, s)
+				return got
+			}
+			ask(charge(1, "early"))
+			ask(charge(maxTokens))
+			require.Equal(t, p.floor, ask(charge(maxTokens)).Remaining)
+			require.Equal(t, p.floor, ask(charge(maxTokens, "late")).Remaining, "no deeper")
+			require.Equal(t, p.floor, ask(settle("early", maxTokens)).Remaining, "and a settlement does not refuse")
+			require.True(t, ask(charge(maxTokens)).Allowed)
+			require.False(t, ask(reserve(365*24*time.Hour, 1)).Allowed, "a reservation is refused")
+			require.False(t, ask(upTo(1, 1)).Allowed)
+			for _, cost := range []int64{0, 1, p.capacity, maxTokens} {
+				want, err := m.Peek(now, model.BucketID{Policy: "p", Key: "k"}, cost)
+				require.NoError(t, err)
+				require.Equal(t, want, db.must(peek(db.Pool, "p", "k", cost)))
+				require.Equal(t, want, db.must(acquire(db.Pool, "p", "k", cost)))
+			}
+			db.cleanup()
+			ask(settle("late", 0))
+			ask(charge(maxTokens))
+			db.setClock(t0.AddDate(1, 0, 0))
+			db.cleanup()
+			now = t0.AddDate(1, 0, 0)
+			ask(charge(0))
+			require.NoError(t, m.Reset(model.BucketID{Policy: "p", Key: "k"}))
+			db.reset("p", "k")
+			require.Equal(t, p.capacity, ask(charge(0)).Remaining, "a reset forgives")
+		})
+	}
+}
+
+// A debt that was allowed once stays when the policy gets slower, and is not made deeper. Its times saturate.
+func TestSpend_AnOldDebtMayBeBelowTheFloor(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	db.setClock(t0)
+	m := model.New()
+	id := model.BucketID{Policy: "p", Key: "k"}
+	define := func(capacity, refill int64, every model.Micros) {
+		require.NoError(t, m.Define("p", model.Definition{Numbers: model.Numbers{Capacity: &capacity, Refill: &refill, Every: &every}}))
+		db.exec("select ratelimit_define_policy('p', $1, $2, $3)", capacity, refill, intervalOfDays(every))
+	}
+	ask := func(s spending) spent {
+		t.Helper()
+		want, err := s.of(m, t0)
+		require.NoError(t, err)
+		got, err := s.by(db.Pool)
+		require.NoError(t, err, s)
+		require.Equal(t, want, got, s)
+		return got
+	}
+	define(10, maxTokens, 1)
+	ask(charge(5, "i"))
+	ask(charge(5))
+	require.EqualValues(t, -maxTokens, ask(charge(maxTokens)).Remaining)
+	define(10, 1, 365_250*day)
+	require.EqualValues(t, -maxTokens, ask(charge(1)).Remaining, "neither cut nor deeper")
+	require.Equal(t, model.Longest, ask(charge(0)).ResetAfter)
+	require.EqualValues(t, -maxTokens, ask(settle("i", 9)).Remaining)
+	want, err := m.Peek(t0, id, 1)
+	require.NoError(t, err)
+	require.Equal(t, model.Longest, want.RetryAfter)
+	require.Equal(t, want, db.must(peek(db.Pool, "p", "k", 1)))
+	require.Equal(t, want, db.must(acquire(db.Pool, "p", "k", 1)))
+	require.Equal(t, want.RetryAfter, ask(reserve(365*24*time.Hour, 1)).RetryAfter)
+	wholes, err := acquireAllMany(db.Pool, []wholeRequest{{charges: []model.Charge{{BucketID: id, Cost: 1}}}})
+	require.NoError(t, err)
+	require.Equal(t, want, wholes[0].Whole.Decisions[0])
+	db.setClock(t0.Add(time.Hour))
+	db.cleanup()
+	require.EqualValues(t, 1, db.number("select count(*) from ratelimit.buckets"))
+	define(10, 1, micros(second))
+	require.EqualValues(t, -maxTokens+3600, db.must(peek(db.Pool, "p", "k", 1)).Remaining)
+}
+
+// A debt deeper than the bucket is large is paid before the bucket fills, also for batches.
+func TestSpend_BatchesSeeDebtPaid(t *testing.T) {
+	t.Parallel()
+	eachDurability(t, func(t *testing.T, db *testDB, durability policyOption) {
+		db.setClock(t0)
+		db.definePolicy("p", 10, 1, second, durability)
+		_, err := charge(25).by(db.Pool)
+		require.NoError(t, err)
+		for _, step := range []struct {
+			at   time.Duration
+			want decision
+		}{
+			{15 * second, denied(0, 2*second, 10*second, 10)},
+			{16 * second, denied(1, second, 9*second, 10)},
+			{time.Hour, allowed(8, 2*second, 10)},
+		} {
+			db.setClock(t0.Add(step.at))
+			answers, err := acquireManyWholes(db.Pool, []wholeRequest{{charges: []model.Charge{{BucketID: charge(0).BucketID, Cost: 2}}}})
+			require.NoError(t, err)
+			require.Equal(t, step.want, answers[0].Whole.Decision, step.at)
+		}
+	})
+}
+
+// Under a policy that only watches, the bucket moves as if it were enforced.
+func TestSpend_Shadow(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	db.setClock(t0)
+	db.exec("select ratelimit_define_policy('p', 10, 1, '1 second', shadow => true)")
+	shadowed := func(d decision) decision {
+		d.Shadowed = true
+		return d
+	}
+	runSpending(t, db, []spendStep{
+		{0, reserve(0, 8, "r"), allowed(2, 8*second, 10), 0, ""},
+		{0, upTo(5, 3), shadowed(allowed(2, 8*second, 10)), 5, ""},
+		{0, upTo(5, 1, "u"), allowed(0, 10*second, 10), 5, ""},
+		{0, settle("u", 2), allowed(0, 10*second, 10), 0, ""}, // the 2 that enforcing would have taken
+		{0, reserve(second, 4, "none"), shadowed(allowed(0, 10*second, 10)), 0, ""},
+		{0, reserve(time.Hour, 4, "w"), shadowed(allowed(-4, 14*second, 10)), 0, ""},
+		{second, reserve(time.Hour, 4, "w"), shadowed(replayed(allowed(-4, 14*second, 10))), 0, ""},
+		{second, acquireStep(4, "w"), shadowed(replayed(allowed(-4, 14*second, 10))), 0, ""},
+		{4 * second, acquireStep(4, "w"), replayed(allowed(-4, 14*second, 10)), 0, ""},
+		{4 * second, settle("none", 9), shadowed(allowed(0, 10*second, 10)), 0, ""},
+		{4 * second, settle("w", 0), allowed(4, 6*second, 10), 0, ""},
+		{4 * second, charge(9), allowed(-5, 15*second, 10), 0, ""},
+	})
+}
+
+// A grant that is not committed yet is none, and nothing waits for it.
+func TestSettle_WaitsForNoGrant(t *testing.T) {
+	t.Parallel()
+	eachDurability(t, func(t *testing.T, db *testDB, durability policyOption) {
+		db.definePolicy("p", 10, 1, time.Hour, durability)
+		holder := db.session()
+		holder.exec("begin")
+		_, err := acquire(holder, "p", "k", 4, "i")
+		require.NoError(t, err)
+		_, err = settle("i", 2).by(db.Pool)
+		require.Equal(t, string(model.NoGrant), sqlState(err))
+		_, err = settle("i", 2).by(holder)
+		require.NoError(t, err, "its own transaction sees it")
+		holder.exec("commit")
+		got, err := settle("i", 2).by(db.Pool)
+		require.NoError(t, err)
+		require.True(t, got.Replayed)
+		require.EqualValues(t, 8, got.Remaining)
+	})
+}
+
+// A bucket without a row is full: a settlement that only gives back writes the grant alone, and one that takes makes the row.
+func TestSettle_OfABucketWithoutARow(t *testing.T) {
+	t.Parallel()
+	eachDurability(t, func(t *testing.T, db *testDB, durability policyOption) {
+		db.setClock(t0)
+		db.definePolicy("p", 10, 1, second, durability)
+		for _, key := range []string{"back", "more"} {
+			db.acquire("p", "k", 4, key)
+		}
+		db.reset("p", "k")
+		got, err := settle("back", 1).by(db.Pool)
+		require.NoError(t, err)
+		require.Equal(t, allowed(10, 0, 10), got.decision)
+		require.Nil(t, db.bucket("p", "k"))
+		got, err = settle("more", 7).by(db.Pool)
+		require.NoError(t, err)
+		require.Equal(t, allowed(7, 3*second, 10), got.decision)
+		got, err = settle("back", 1).by(db.Pool)
+		require.NoError(t, err)
+		require.Equal(t, replayed(allowed(7, 3*second, 10)), got.decision)
+	})
+}
+
+// Many settle one grant at the same moment: the first counts.
+func TestSettle_CountsOnce(t *testing.T) {
+	t.Parallel()
+	eachDurability(t, func(t *testing.T, db *testDB, durability policyOption) {
+		db.setClock(t0)
+		db.definePolicy("p", 100, 1, time.Hour, durability)
+		db.acquire("p", "k", 50, "i")
+		holder := db.session()
+		holder.exec("begin")
+		holder.exec("select ratelimit_charge('p', 'k', 1)") // they all wait for the bucket
+		var callers []*pending
+		for n := range 10 {
+			callers = append(callers, db.session().start(func(q querier) (decision, error) {
+				got, err := settle("i", int64(10+n%2)).by(q)
+				return got.decision, err
+			}))
+			callers[0].awaitBlockedBy(holder)
+		}
+		holder.exec("commit")
+		mismatches, first := 0, 0
+		for _, caller := range callers {
+			d, err := caller.result()
+			switch {
+			case sqlState(err) == string(model.IdempotencyMismatch):
+				mismatches++
+			case !d.Replayed:
+				first++
+			}
+			if err != nil {
+				require.Equal(t, string(model.IdempotencyMismatch), sqlState(err))
+			}
+		}
+		require.Equal(t, 1, first)
+		require.Equal(t, 5, mismatches)
+		left := db.left("p", "k")
+		require.Contains(t, []int64{100 - 1 - 10, 100 - 1 - 11}, left)
+	})
+}
+
+// A key that is stored after the bucket was read, by a session that left the bucket as it was, is found when the grant is stored.
+func TestReserve_AKeyThatTurnsUpLateIsReplayed(t *testing.T) {
+	t.Parallel()
+	eachDurability(t, func(t *testing.T, db *testDB, durability policyOption) {
+		for _, late := range []spending{reserve(time.Hour, 3, "i"), upTo(3, 1, "i"), charge(3, "i")} {
+			db.setClock(t0)
+			db.definePolicy("p", 10, 1, second, durability)
+			if late.function == "reserve" {
+				db.acquire("p", "k", 10)
+			} else {
+				db.acquire("p", "k", 8)
+			}
+			before := *db.bucket("p", "k")
+			holder := db.session()
+			holder.exec("begin")
+			first := late
+			if late.function == "acquire_up_to" {
+				first = upTo(2, 1, "i")
+			}
+			want, err := first.by(holder)
+			require.NoError(t, err)
+			holder.exec("select ratelimit_refund('p', 'k', $1)", 3) // to the level that it had
+			if late.function == "acquire_up_to" {
+				holder.exec("select ratelimit_charge('p', 'k', 1)")
+			}
+			var got spent
+			caller := db.session().start(func(q querier) (decision, error) {
+				var err error
+				got, err = late.by(q)
+				return got.decision, err
+			})
+			caller.awaitBlockedBy(holder)
+			holder.exec("commit")
+			want.Replayed = true
+			caller.answer()
+			require.Equal(t, want, got, late)
+			require.Equal(t, before, *db.bucket("p", "k"), late)
+			db.dropPolicy("p")
+		}
+	})
+}
+
+// A reservation that has looked at an empty bucket waits for a session that gives tokens back, and then has no more to wait.
+func TestReserve_WhatIsThereByNowIsNotWaitedFor(t *testing.T) {
+	t.Parallel()
+	eachDurability(t, func(t *testing.T, db *testDB, durability policyOption) {
+		db.setClock(t0)
+		db.definePolicy("p", 10, 1, second, durability)
+		db.acquire("p", "k", 10)
+		holder := db.session()
+		holder.exec("begin")
+		holder.exec("select ratelimit_refund('p', 'k', 7)")
+		caller := db.session().start(func(q querier) (decision, error) {
+			got, err := reserve(time.Hour, 4, "i").by(q)
+			return got.decision, err
+		})
+		caller.awaitBlockedBy(holder)
+		holder.exec("commit")
+		require.Equal(t, waits(0, allowed(3, 7*second, 10)), caller.answer())
+		require.Equal(t, replayed(allowed(3, 7*second, 10)), db.acquire("p", "k", 4, "i"))
+	})
+}
+
+// What refuses and what repeats writes nothing, and locks nothing.
+func TestSpend_RefusalsAndReplaysWriteNothing(t *testing.T) {
+	t.Parallel()
+	eachDurability(t, func(t *testing.T, db *testDB, durability policyOption) {
+		db.setClock(t0)
+		db.definePolicy("p", 10, 1, second, durability)
+		for _, s := range []spending{charge(10), charge(1, "c"), reserve(time.Hour, 2, "r")} {
+			_, err := s.by(db.Pool)
+			require.NoError(t, err)
+		}
+		_, err := settle("c", 3).by(db.Pool)
+		require.NoError(t, err)
+		before := db.rows()
+		for _, s := range []spending{
+			reserve(second, 5), reserve(0, 1, "x"), reserve(0, 2, "r"), reserve(time.Hour, 11), reserve(0, 0), upTo(5, 1), upTo(5, 1, "x"),
+			upTo(2, 2, "r"), charge(0), charge(1, "c"), settle("c", 3),
+		} {
+			require.NoError(t, pgx.BeginFunc(context.Background(), db.Pool, func(tx pgx.Tx) error {
+				_, err := s.by(tx)
+				require.NoError(t, err, s)
+				var quiet bool
+				require.NoError(t, tx.QueryRow(context.Background(), "select pg_current_xact_id_if_assigned() is null").Scan(&quiet))
+				require.True(t, quiet, s)
+				return nil
+			}))
+		}
+		require.Equal(t, before, db.rows())
+	})
+}
+
+// The errors name the argument and the remedy.
+func TestSpend_Errors(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	db.definePolicy("p", 10, 1, second)
+	db.exec("select ratelimit_acquire('p', 'k', 2, 'i')")
+	db.exec("select ratelimit_settle('p', 'k', 'i', 3)")
+	for call, want := range map[string]string{
+		"ratelimit_charge('p', 'k', null)":                 "22023: invalid cost: cost is null.: Pass a whole number of tokens, 0 or more; ratelimit_refund gives tokens back.",
+		"ratelimit_charge('p', 'k', 9000000000001)":        "22023: invalid cost: cost is 9000000000001.: Pass 0 to 9000000000000 tokens.",
+		"ratelimit_charge('p', 'k', 1, '')":                "22023: invalid idempotency_key: idempotency_key is empty.: Pass a text of 1 to 512 bytes.",
+		"ratelimit_charge('q', 'k', 1)":                    "RL001: unknown policy: No policy is named 'q'.: Define it first: select ratelimit_define_policy('q', capacity => 10, refill => 10, every => '1 second').",
+		"ratelimit_settle('p', 'k', null, 1)":              "22023: invalid idempotency_key: idempotency_key is null.: Pass a text of 1 to 512 bytes.",
+		"ratelimit_settle('p', null, 'i', 1)":              "22023: invalid key: key is null.: Pass a text of 1 to 512 bytes.",
+		"ratelimit_settle('p', 'k', 'i', 4)":               "RL002: idempotency key used before with another cost: 'i' was settled with cost 3 and comes back with cost 4.: Repeat a request with its first cost, and give a new request a new key.",
+		"ratelimit_settle('p', 'k', 'j', 4)":               "RL003: no live grant under this idempotency key: Policy 'p' does not remember 'j' for this key. Nothing was charged.: Settle once the grant is committed, and let the policy remember for longer than the longest job: ratelimit_define_policy(policy, remember => '7 days').",
+		"ratelimit_reserve('p', 'k', null)":                "22023: invalid max_wait: max_wait is null.: Pass an interval of 0 to 365 days, in days or smaller units.",
+		"ratelimit_reserve('p', 'k', '1 month')":           "22023: invalid max_wait: max_wait is 1 mon.: Pass an interval of 0 to 365 days, in days or smaller units.",
+		"ratelimit_reserve('p', 'k', '1 second', -1)":      "22023: invalid cost: cost is -1.: Pass a whole number of tokens, 0 or more; ratelimit_refund gives tokens back.",
+		"ratelimit_acquire_up_to('p', 'k', null)":          "22023: invalid at_most: at_most is null.: Pass a whole number of tokens, 1 or more.",
+		"ratelimit_acquire_up_to('p', 'k', 5, 6)":          "22023: invalid at_least: at_least is 6.: Pass a whole number of tokens, from 1 to at_most.",
+		"ratelimit_acquire_up_to('p', 'k', 5, null)":       "22023: invalid at_least: at_least is null.: Pass a whole number of tokens, from 1 to at_most.",
+		"ratelimit_acquire_up_to('p', 'k', 5, 3, 'i')":     "RL002: idempotency key used before with another cost: 'i' was granted with cost 2 and comes back for 3 to 5.: Repeat a request with its first cost, and give a new request a new key.",
+		"ratelimit_reserve('p', 'k', '1 second', 3, 'i')":  "RL002: idempotency key used before with another cost: 'i' was granted with cost 2 and comes back with cost 3.: Repeat a request with its first cost, and give a new request a new key.",
+		"ratelimit_reserve('p', 'k', '-1 microsecond', 3)": "22023: invalid max_wait: max_wait is -00:00:00.000001.: Pass an interval of 0 to 365 days, in days or smaller units.",
+		"ratelimit_acquire_up_to('p', 'k', 0, 0)":          "22023: invalid at_most: at_most is 0.: Pass a whole number of tokens, 1 or more.",
+		"ratelimit_acquire_up_to(null, 'k', 5)":            "22023: invalid policy: policy is null.: Pass a text of 1 to 512 bytes.",
+	} {
+		_, err := db.Pool.Exec(context.Background(), "select "+call)
+		e := pgError(err)
+		require.NotNil(t, e, "%s: %v", call, err)
+		require.Equal(t, want, fmt.Sprintf("%s: %s: %s: %s", e.Code, e.Message, e.Detail, e.Hint), call)
+	}
+}
+
+// Of shadow buckets, the deepest in debt covers the fewest repeats; one that is enforced binds before it.
+func TestSpend_BindingOfBucketsInDebt(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	db.setClock(t0)
+	db.exec("select ratelimit_define_policy('spy', 10, 1, '1 second', shadow => true), ratelimit_define_policy('p', 10, 1, '1 second')")
+	db.exec("select ratelimit_charge('spy', 'in debt', 13), ratelimit_acquire('spy', 'poor', 10), ratelimit_acquire('p', 'k', 1)")
+	spy := func(key string) model.Charge {
+		return model.Charge{BucketID: model.BucketID{Policy: "spy", Key: key}, Cost: 7}
+	}
+	for binding, r := range map[int]wholeRequest{
+		2: {charges: []model.Charge{spy("poor"), spy("in debt")}},
+		3: {charges: []model.Charge{spy("poor"), spy("in debt"), {BucketID: model.BucketID{Policy: "p", Key: "k"}, Cost: 1}}},
+	} {
+		w, err := r.acquireAll(db.Pool)
+		require.NoError(t, err)
+		require.Equal(t, binding, w.Binding)
+		wholes, err := acquireAllMany(db.Pool, []wholeRequest{r})
+		require.NoError(t, err)
+		require.Equal(t, binding, wholes[0].Whole.Binding)
+	}
+}
