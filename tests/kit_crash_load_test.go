@@ -53,6 +53,9 @@ func startCrashLoad(t testing.TB, url, prefix string, policies []string, pause t
 				by = limiter
 			}
 			r := request{BucketID: model.BucketID{Policy: policies[i%len(policies)]}}
+			if i%5 == 0 && i < 15*len(policies) {
+				return l.acquireAll(all, by, r.Policy, fmt.Sprint(i), pause)
+			}
 			for n := 0; ; n++ {
 				r.Key, r.cost = fmt.Sprint(prefix, " plain ", rand.N(3)), 1+rand.Int64N(3)
 				if i < 15*len(policies) {
@@ -77,6 +80,35 @@ func startCrashLoad(t testing.TB, url, prefix string, policies []string, pause t
 	})
 	t.Cleanup(l.end)
 	return l
+}
+
+// acquireAll makes requests for two buckets at a time. Each bucket's share is a request with an idempotency key.
+func (l *crashLoad) acquireAll(all *load, by client.Acquirer, policy, caller string, pause time.Duration) error {
+	for n := 0; ; n++ {
+		idempotencyKey := fmt.Sprint(caller, " ", n)
+		var charges []client.Charge
+		for key := range 2 {
+			charges = append(charges, client.Charge{
+				Policy: policy, Key: fmt.Sprint(l.prefix, " keyed ", key+rand.N(2)*key), Cost: client.Cost(1 + rand.Int64N(3)),
+			})
+		}
+		select {
+		case <-all.ctx.Done():
+			return nil
+		case <-time.After(rand.N(pause + 1)):
+		}
+		got, err := by.AcquireAll(context.Background(), charges, client.IdempotencyKey(idempotencyKey))
+		for i, c := range charges {
+			e := entry{request: request{model.BucketID{Policy: c.Policy, Key: c.Key}, c.Cost.Tokens(), idempotencyKey}, at: time.Now()}
+			if err == nil {
+				e.Decision = got.Decisions[i]
+			}
+			l.write(e, err)
+		}
+		if err != nil {
+			return nil //nolint:nilerr // the other callers go on
+		}
+	}
 }
 
 // busyness is the number of grants before a server may be killed.

@@ -17,6 +17,7 @@ import (
 
 	"github.com/pgratelimit/pgratelimit/client"
 	"github.com/pgratelimit/pgratelimit/migrations"
+	"github.com/pgratelimit/pgratelimit/tests/model"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
@@ -201,6 +202,26 @@ func (db *testDB) startLoad(version int32) *upgradeLoad {
 			d, err := combiner.AcquireAll(ctx, []client.Charge{{Policy: policy, Key: key}, {Policy: policy, Key: key, Cost: client.Cost(0)}})
 			if err == nil && !d.Allowed {
 				err = fmt.Errorf("denied: %+v", d)
+			}
+			return err
+		})
+		l.add("charged and settled", 2, func(policy, key string, n int64) error {
+			if _, err := granted(decide(db.Pool, "ratelimit_charge($1, $2, 3, $3)", policy, key, fmt.Sprint(n))); err != nil {
+				return err
+			}
+			_, err := granted(decide(db.Pool, "ratelimit_settle($1, $2, $3, 1)", policy, key, fmt.Sprint(n)))
+			return err
+		})
+		l.add("reserved", 2, func(policy, key string, n int64) error {
+			s := spending{function: "reserve", BucketID: model.BucketID{Policy: policy, Key: key}, cost: 1, maxWait: 1, idempotencyKey: fmt.Sprint(n)}
+			got, err := s.by(db.Pool)
+			_, err = granted(got.decision, err)
+			return err
+		})
+		l.add("up to", 2, func(policy, key string, _ int64) error {
+			got, err := acquireUpTo(db.Pool, model.BucketID{Policy: policy, Key: key}, 1, 1, nil)
+			if err == nil && got.Taken != 1 {
+				err = fmt.Errorf("took %+v", got)
 			}
 			return err
 		})

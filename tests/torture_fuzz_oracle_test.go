@@ -36,6 +36,7 @@ func refused(err error) (code, message string) {
 	return string(other), map[model.Error]string{
 		model.UnknownPolicy:       "unknown policy",
 		model.IdempotencyMismatch: "idempotency key used before with another cost",
+		model.NoGrant:             "no live grant under this idempotency key",
 		limitExceeded:             "rate limit exceeded",
 		model.InvalidArgument:     "invalid durable", // the only one that is left to the model
 	}[other]
@@ -153,6 +154,22 @@ func (r *round) check(function string, args []argument) error {
 		return cmp.Or(badName("policy", value(0)), badName("key", value(1)), badTokens("cost", value(2)), r.unknown(value(0)))
 	case "ratelimit_refund":
 		return cmp.Or(badName("policy", value(0)), badName("key", value(1)), badTokens("amount", value(2)), r.unknown(value(0)))
+	case "ratelimit_charge":
+		return r.checkSpending(value(0), value(1), value(3), badTokens("cost", value(2)), badAmount("cost", value(2), 0))
+	case "ratelimit_settle":
+		return r.checkSpending(value(0), value(1), value(2), badTokens("cost", value(3)),
+			badAmount("cost", value(3), 0), badName("idempotency_key", value(2)))
+	case "ratelimit_reserve":
+		return r.checkSpending(value(0), value(1), value(4), badTokens("cost", value(3)), badWait(value(2)))
+	case "ratelimit_acquire_up_to":
+		err := badAmount("at_most", value(2), 1)
+		if atMost, ok := value(2).(int64); ok && atMost >= 1 {
+			atLeast, ok := value(3).(int64)
+			if err = nil; !ok || atLeast < 1 || atLeast > atMost {
+				err = refusal("invalid at_least")
+			}
+		}
+		return r.checkSpending(value(0), value(1), value(4), nil, err)
 	case "ratelimit_reset":
 		return cmp.Or(badName("policy", value(0)), badName("key", value(1)), r.unknown(value(0)))
 	case "ratelimit_cleanup":
@@ -173,6 +190,23 @@ func (r *round) checkRequest(policy, key, cost, idempotencyKey any) error {
 		err = badName("idempotency_key", idempotencyKey)
 	}
 	return cmp.Or(err, r.unknown(policy))
+}
+
+// checkSpending is checkRequest with the refusals of its cost, and of what comes after it.
+func (r *round) checkSpending(policy, key, idempotencyKey any, cost error, others ...error) error {
+	err := cmp.Or(badName("policy", policy), badName("key", key), cost)
+	if err == nil && idempotencyKey != nil {
+		err = badName("idempotency_key", idempotencyKey)
+	}
+	return cmp.Or(err, cmp.Or(others...), r.unknown(policy))
+}
+
+func badWait(value any) error {
+	s, ok := value.(span)
+	if !ok || s.months != 0 || s.inMonthsOf30Days().Sign() < 0 || s.inMonthsOf30Days().Cmp(big.NewInt(int64(maxWaitOfReserve))) > 0 {
+		return refusal("invalid max_wait")
+	}
+	return nil
 }
 
 // checkWhole is checkRequest for several charges.
@@ -372,6 +406,18 @@ func (r *round) answer(function string, args []argument) ([]string, error) {
 	case "ratelimit_refund":
 		d, err := r.model.Refund(r.now, bucket(), value(2).(int64))
 		return []string{inColumns(d)}, err
+	case "ratelimit_charge":
+		d, err := r.model.Charge(r.now, bucket(), value(2).(int64), text(3))
+		return []string{inColumns(d)}, err
+	case "ratelimit_settle":
+		d, err := r.model.Settle(r.now, bucket(), text(2), value(3).(int64))
+		return []string{inColumns(d)}, err
+	case "ratelimit_reserve":
+		d, err := r.model.Reserve(r.now, bucket(), value(2).(span).length(), value(3).(int64), text(4))
+		return []string{inColumns(d)}, err
+	case "ratelimit_acquire_up_to":
+		d, taken, err := r.model.AcquireUpTo(r.now, bucket(), value(2).(int64), value(3).(int64), text(4))
+		return []string{fmt.Sprintf("%s|%d", inColumns(d), taken)}, err
 	case "ratelimit_reset":
 		return nothing, r.model.Reset(bucket())
 	case "ratelimit_cleanup":

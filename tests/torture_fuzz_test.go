@@ -198,6 +198,10 @@ var fuzzStatements = map[string]string{
 	"ratelimit_acquire_packed": fuzzPacked,
 	"ratelimit_peek":           fuzzDecision + "ratelimit_peek($1, $2, $3)",
 	"ratelimit_refund":         fuzzDecision + "ratelimit_refund($1, $2, $3)",
+	"ratelimit_charge":         fuzzDecision + "ratelimit_charge($1, $2, $3, $4)",
+	"ratelimit_settle":         fuzzDecision + "ratelimit_settle($1, $2, $3, $4)",
+	"ratelimit_reserve":        strings.Replace(fuzzDecision, "retry_after", "wait", 1) + "ratelimit_reserve($1, $2, $3, $4, $5)",
+	"ratelimit_acquire_up_to":  strings.Replace(fuzzDecision, "shadowed", "shadowed, taken", 1) + "ratelimit_acquire_up_to($1, $2, $3, $4, $5)",
 	"ratelimit_reset":          "select from ratelimit_reset($1, $2)",
 	"ratelimit_cleanup":        "select buckets_deleted >= 0, idempotency_keys_deleted >= 0 from ratelimit_cleanup($1)",
 	"ratelimit_cleanup_all":    "call ratelimit_cleanup_all($1)",
@@ -414,6 +418,8 @@ var (
 		"ratelimit_peek", "ratelimit_peek", "ratelimit_refund", "ratelimit_refund", "ratelimit_reset",
 		"ratelimit_acquire_all", "ratelimit_acquire_all", "ratelimit_acquire_all_many", "ratelimit_acquire_packed", "ratelimit_acquire_packed",
 		"ratelimit_override", "ratelimit_override", "ratelimit_remove_override", "ratelimit_overrides",
+		"ratelimit_charge", "ratelimit_charge", "ratelimit_settle", "ratelimit_settle", "ratelimit_reserve", "ratelimit_reserve",
+		"ratelimit_acquire_up_to", "ratelimit_acquire_up_to",
 		"ratelimit_define_policy", "ratelimit_define_policy", "ratelimit_drop_policy", "ratelimit_cleanup", "ratelimit_cleanup_all",
 	}
 	fuzzFunctions = append([]string{"ratelimit_policies", "ratelimit_version", "ratelimit_doctor"}, refusing...)
@@ -536,6 +542,21 @@ func (r *round) arguments(function string, good func() bool) []argument {
 		return []argument{orNull(policy)(), orNull(key)(), choose(func() argument { return integerArgument(1 + int32(r.IntN(20))) }, r.anyInteger)}
 	case "ratelimit_peek", "ratelimit_refund":
 		return []argument{policy(), key(), cost()}
+	case "ratelimit_charge":
+		return []argument{policy(), key(), cost(), idempotencyKey()}
+	case "ratelimit_settle":
+		return []argument{policy(), key(), key(), cost()}
+	case "ratelimit_reserve":
+		wait := func() argument {
+			return spanArgument(span{days: int32(r.IntN(2)), micros: r.Int64N(min(364*day, int64(1)<<r.IntN(45)))})
+		}
+		return []argument{policy(), key(), choose(wait, r.anySpan), cost(), idempotencyKey()}
+	case "ratelimit_acquire_up_to":
+		least := 1 + r.Int64N(3)
+		return []argument{
+			policy(), key(), choose(func() argument { return bigintArgument(least + r.Int64N(1<<r.IntN(44))) }, r.anyBigint),
+			choose(func() argument { return bigintArgument(least) }, r.anyBigint), idempotencyKey(),
+		}
 	case "ratelimit_reset":
 		return []argument{policy(), key()}
 	case "ratelimit_cleanup":
@@ -674,7 +695,7 @@ func (n *tally) lacks() string {
 			return function
 		}
 	}
-	for _, code := range []string{"", "22023", "RL001", "RL002", "RL429", "22021", "22P02", "22P03", "08P01"} {
+	for _, code := range []string{"", "22023", "RL001", "RL002", "RL003", "RL429", "22021", "22P02", "22P03", "08P01"} {
 		if n.byCode[code] == 0 {
 			return "answers " + strconv.Quote(code)
 		}

@@ -19,9 +19,11 @@ import (
 type operation struct {
 	kind string
 	request
-	then         *operation // on the same bucket in the same transaction, with the bucket locked in between
-	undone       bool       // its transaction was rolled back
-	batch, place int        // among the requests of one batch for this bucket; batches count from 1
+	atLeast      int64        // of acquire_up_to
+	maxWait      model.Micros // of reserve
+	then         *operation   // on the same bucket in the same transaction, with the bucket locked in between
+	undone       bool         // its transaction was rolled back
+	batch, place int          // among the requests of one batch for this bucket; batches count from 1
 	client       int
 
 	called, returned time.Duration
@@ -52,7 +54,27 @@ const (
 	resets   = "reset"
 	drops    = "drop policy"
 	cleansUp = "clean up"
+
+	// Those of a spending are the names of its functions.
+	charges  = "charge"
+	settles  = "settle"
+	reserves = "reserve"
+	takesAll = "acquire_up_to"
 )
+
+// spends reports whether the operation is a spending.
+func (op *operation) spends() bool {
+	return slices.Contains([]string{charges, settles, reserves, takesAll}, op.kind)
+}
+
+func (op *operation) spending() spending {
+	return spending{op.kind, op.BucketID, op.cost, op.atLeast, op.maxWait, op.idempotencyKey}
+}
+
+// remembers reports whether the answer may say that a grant was stored.
+func (op *operation) remembers() bool {
+	return op.takes() || op.spends() && op.kind != settles && op.answer.Decision != nil && op.answer.Decision.Allowed && !op.answer.Decision.Replayed
+}
 
 // Rules are a policy and the override of a bucket, as they were in force at the same time.
 type rules struct {
@@ -163,10 +185,11 @@ func (op *operation) leads(at standing, answer *answer) (left []model.State) {
 // leadsTo returns the states that the operation leads to from one state, by one reading of the clock.
 func (op *operation) leadsTo(r rules, now time.Time, s model.State, answer *answer) []model.State {
 	var (
-		left = []model.State{s}
-		d    decision
-		err  error
-		p    = r.at(now)
+		left  = []model.State{s}
+		d     decision
+		taken int64
+		err   error
+		p     = r.at(now)
 	)
 	if op.isFar(p, now, s, answer) {
 		return nil
@@ -195,6 +218,17 @@ func (op *operation) leadsTo(r rules, now time.Time, s model.State, answer *answ
 		left[0], d = s.Refund(p, now, op.cost)
 	case cleansUp:
 		return s.CleanUps(r.policy, p, now)
+	case charges:
+		left[0], d, err = s.Charge(p, now, op.cost, op.idempotencyKey)
+	case settles:
+		left[0], d, err = s.Settle(p, now, op.idempotencyKey, op.cost)
+	case reserves:
+		left[0], d, err = s.Reserve(p, now, op.maxWait, op.cost, op.idempotencyKey)
+	case takesAll:
+		left[0], d, taken, err = s.AcquireUpTo(p, now, op.cost, op.atLeast, op.idempotencyKey)
+	}
+	if op.spends() && d.Replayed && (op.met || op.kind == settles && s.HasNoRow()) { // it may have made the row before it saw the key
+		left = append(left, s.Touch(p, now))
 	}
 	if answer == nil {
 		return left
@@ -202,7 +236,9 @@ func (op *operation) leadsTo(r rules, now time.Time, s model.State, answer *answ
 	if op.enforced && err == nil && !d.Allowed {
 		d.ResetAfter = model.Never
 	}
-	if (err == nil) != (answer.Decision != nil) || err == nil && d != *answer.Decision || op.kind == shares && op.whole.granted && !d.Allowed {
+	if (err == nil) != (answer.Decision != nil) || err == nil && (d != *answer.Decision || taken != answer.Taken) ||
+		err != nil && !strings.HasPrefix(answer.Error, err.Error()) ||
+		op.kind == shares && op.whole.granted && !d.Allowed {
 		return nil
 	}
 	return left
@@ -336,6 +372,9 @@ func (op *operation) String() string {
 		if r.override != nil {
 			fmt.Fprintf(&text, " with override %d: %+v", r.number, *r.override)
 		}
+	}
+	if op.spends() {
+		fmt.Fprintf(&text, ", at least %d, within %v, taken %v", op.atLeast, op.maxWait, op.answer)
 	}
 	if op.then != nil {
 		fmt.Fprintf(&text, "\n    then %s", op.then)

@@ -50,7 +50,8 @@ func TestTorture_Linearizability(t *testing.T) {
 		return !t.Failed()
 	})
 
-	for _, some := range []int{n.grants, n.denials, n.replays, n.batched, n.wholes, n.denied, n.shadowed, n.paired, n.cleanups, c.changes, c.overrides, c.drops} {
+	for _, some := range []int{n.grants, n.denials, n.replays, n.batched, n.wholes, n.denied, n.shadowed, n.paired, n.cleanups,
+		n.charges, n.settles, n.settled, n.noGrants, n.reserves, n.waiting, n.takesAll, c.changes, c.overrides, c.drops} {
 		require.NotZero(t, some, "%+v", n)
 	}
 	require.Less(t, 2*n.undecided, n.buckets, "%+v", n) // by the wall clock, and seldom with the machine to itself
@@ -65,6 +66,13 @@ func TestTorture_Linearizability(t *testing.T) {
 	run.figure("shares of granted requests of several charges", n.wholes, "")
 	run.figure("shares of denied ones", n.denied, "")
 	run.figure("shadowed", n.shadowed, "")
+	run.figure("charges", n.charges, "")
+	run.figure("settlements", n.settles, "")
+	run.figure("settlements that came again", n.settled, "")
+	run.figure("settlements without a grant", n.noGrants, "")
+	run.figure("reservations of what was there", n.reserves, "")
+	run.figure("reservations that wait", n.waiting, "")
+	run.figure("acquires of what there was", n.takesAll, "")
 	run.figure("transactions of two calls", n.paired, "")
 	run.figure("rolled back", n.undone, "")
 	run.figure("buckets cleaned up beside them", n.cleanups, "")
@@ -77,6 +85,32 @@ type operationCounts struct {
 	histories, buckets, operations, undecided          int
 	grants, denials, replays, shadowed, wholes, denied int
 	batched, paired, undone, cleanups                  int
+	charges, settles, settled, noGrants                int
+	reserves, waiting, takesAll                        int
+}
+
+// countSpent counts what became of a spending.
+func (n *operationCounts) countSpent(op *operation) {
+	d := op.answer.Decision
+	switch {
+	case op.answer.is(model.NoGrant):
+		n.noGrants++
+	case d == nil:
+	case op.kind == settles && d.Replayed:
+		n.settled++
+	case op.kind == settles && !d.Shadowed:
+		n.settles++
+	case d.Replayed:
+		n.replays++
+	case op.kind == charges:
+		n.charges++
+	case op.kind == reserves && d.Allowed && d.RetryAfter > 0:
+		n.waiting++
+	case op.kind == reserves && d.Allowed:
+		n.reserves++
+	case op.kind == takesAll && d.Allowed:
+		n.takesAll++
+	}
 }
 
 func (n *operationCounts) count(h history) {
@@ -90,6 +124,9 @@ func (n *operationCounts) count(h history) {
 		}
 		if op.then != nil || op.own != nil || op.kind == resets && op.sets != 0 {
 			n.paired++
+		}
+		if op.spends() {
+			n.countSpent(op)
 		}
 		switch {
 		case op.kind == cleansUp:
@@ -149,6 +186,23 @@ func TestLinearizability_FindsPlantedBugs(t *testing.T) {
 			{`dense_rank\(\) over \(order by e.policy, e.key\)`, "dense_rank() over (order by e.policy, md5(e.key || pg_backend_pid()))"},
 			{`array_agg\(b.key order by b.policy, b.key\)`, "array_agg(b.key order by b.policy, md5(b.key || pg_backend_pid()))"},
 		}},
+		"a settlement counts twice": {"ratelimit_settle": {{
+			`(update idempotency_keys as k set settled = [^;]*?)and k.settled is null`, "$1",
+		}}},
+		"a settlement moves the level without its mark": {"ratelimit_settle": {{
+			`(update idempotency_keys as k set settled = [^;]*;) exit when found;`, "$1 exit;",
+		}}},
+		"a settlement above full":         {"ratelimit.moved_level": {{`least\(full_level, (level::numeric \+ change)\)`, "$1"}}},
+		"a settlement that stops at zero": {"ratelimit.moved_level": {{`least\(level, floor_level\)`, "least(level, 0)"}}},
+		"a charge by an unlocked read": {"ratelimit_charge": {{
+			`(from buckets as b where b.policy_id = v_policy.id and b.key = v_key) for update`, "$1",
+		}}},
+		"as many tokens as a stale row had": {"ratelimit_acquire_up_to": {{
+			`(update buckets as b set level = v_level[^;]*?)and b.level = v_seen_level and b.refilled_at = v_seen_at`, "$1",
+		}}},
+		"a reservation by a stale row": {"ratelimit_reserve": {{
+			`(update buckets as b set level = v_level[^;]*?)and b.level = v_seen_level and b.refilled_at = v_seen_at`, "$1",
+		}}},
 		"clean-up ignores overrides": {"ratelimit.cleanup_batch": {{
 			`and \(o.key is null or [^;]*? = 0\)( as removable from buckets )`, "$1",
 		}}},
@@ -415,7 +469,7 @@ func (h *chronicle) finish() (histories []history) {
 				continue
 			}
 			of = append(of, op)
-			if op.takes() && !op.undone {
+			if op.remembers() && !op.undone {
 				granted[op.idempotencyKey] = append(granted[op.idempotencyKey], op)
 			}
 		}
@@ -526,20 +580,22 @@ type actor struct {
 
 func (a *actor) act() error {
 	switch n := a.random.IntN(100); {
-	case n < 32:
+	case n < 24:
 		return a.acquire()
-	case n < 47:
+	case n < 34:
 		return a.acquireMany()
-	case n < 58:
+	case n < 42:
 		return a.acquireAll()
-	case n < 66:
+	case n < 48:
 		return a.acquireAllMany()
+	case n < 66:
+		return a.spend()
 	case n < 71:
 		return a.decide(peeks)
 	case n < 76:
 		return a.decide(refunds)
 	case n < 79:
-		return a.acquireAndRefund()
+		return a.acquireAndGiveBack()
 	case n < 90 && a.client < len(a.buckets): // a bucket has one client who sets its override, so that these follow each other
 		return a.override(a.buckets[a.client])
 	case n < 92:
@@ -593,7 +649,9 @@ func (op *operation) answered(d decision, err error) error {
 // errorAnswer is the answer that an error is: that of an idempotency key, or of a policy that was dropped. It is nil for
 // other errors.
 func errorAnswer(err error) *answer {
-	for code, is := range map[model.Error]error{model.IdempotencyMismatch: client.ErrIdempotencyMismatch, model.UnknownPolicy: client.ErrUnknownPolicy} {
+	for code, is := range map[model.Error]error{
+		model.IdempotencyMismatch: client.ErrIdempotencyMismatch, model.UnknownPolicy: client.ErrUnknownPolicy, model.NoGrant: client.ErrNoGrant,
+	} {
 		if sqlState(err) == string(code) || errors.Is(err, is) {
 			return &answer{Error: fmt.Sprintf("%s: %v", code, err)}
 		}
@@ -656,7 +714,7 @@ func (a *actor) transactIn(held bool, call func() error, ops ...*operation) (com
 		if op.then != nil {
 			op.then.readings = read
 		}
-		if op.kind == acquires && op.batch == 0 && op.denied() {
+		if op.kind == acquires && op.batch == 0 && op.denied() && !op.answer.Decision.Replayed {
 			op.readings = read[min(1, len(read)):] // the first is from before the update, which may have waited
 		}
 		// ratelimit.acquire_batch reads the clock once for its fast path, and again for each round after it. An acquire of
@@ -669,11 +727,47 @@ func (a *actor) transactIn(held bool, call func() error, ops ...*operation) (com
 	return committed, nil
 }
 
-// acquireAndRefund is one operation if the acquire locks the bucket.
-func (a *actor) acquireAndRefund() error {
+// spend charges, settles, reserves, or takes what there is; now and then in a transaction that may be rolled back.
+func (a *actor) spend() error {
+	op := a.spending([]string{charges, settles, settles, reserves, reserves, takesAll}[a.random.IntN(6)], a.bucket())
+	return a.transact(func() error { return op.spent(a) }, op)
+}
+
+// spending is one call, mostly about few tokens. Those with a key have the costs of others with this key, but settles have not.
+func (a *actor) spending(kind string, bucket model.BucketID) *operation {
+	op := a.request(bucket)
+	op.kind = kind
+	switch kind {
+	case settles:
+		op.cost = a.random.Int64N(8)
+		if op.idempotencyKey == "" {
+			op.idempotencyKey = strconv.FormatInt(a.random.Int64N(4), 10)
+		}
+	case reserves:
+		op.maxWait = model.Micros(a.random.Int64N(8000))
+	case takesAll:
+		op.atLeast = 1 + a.random.Int64N(3)
+		op.cost = op.atLeast + a.random.Int64N(6)
+	}
+	return op
+}
+
+// spent makes the call of a spending, and records its answer.
+func (op *operation) spent(q querier) error {
+	s, err := op.spending().by(q)
+	err = op.answered(s.decision, err)
+	op.answer.Taken = s.Taken
+	return err
+}
+
+// acquireAndGiveBack refunds or settles what it took. It is one operation if the acquire locks the bucket.
+func (a *actor) acquireAndGiveBack() error {
 	op := a.request(a.bucket())
 	back := a.operation(refunds, op.BucketID)
 	back.cost = a.random.Int64N(5)
+	if op.idempotencyKey != "" && a.random.IntN(2) == 0 {
+		back.kind, back.idempotencyKey = settles, op.idempotencyKey
+	}
 	if _, err := a.Exec(context.Background(), "begin"); err != nil {
 		return err
 	}
@@ -694,8 +788,15 @@ func (a *actor) acquireAndRefund() error {
 		end = "rollback"
 	}
 	if op.answer.Error == "" {
-		if err := back.answered(refund(a, back.Policy, back.Key, back.cost)); err != nil {
+		give := func() error { return back.answered(refund(a, back.Policy, back.Key, back.cost)) }
+		if back.kind == settles {
+			give = func() error { return back.spent(a) }
+		}
+		if err := give(); err != nil {
 			return err
+		}
+		if back.answer.Error != "" { // which has aborted the transaction
+			op.undone, end = true, "rollback"
 		}
 	}
 	read := a.recorder.readings.since(start)

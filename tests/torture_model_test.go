@@ -55,6 +55,9 @@ var toMeet = []string{
 	"of one charge: granted", "of one charge: denied", "of one charge: denied for ever", "of one charge: replayed", "of one charge: shadowed",
 	"of several: granted", "of several: denied", "of several: denied for ever", "of several: replayed", "of several: shadowed",
 	"of several: granted, in part before", "of several: denied, in part granted before",
+	"RL003", "charge: debt", "charge: at the floor", "charge: replayed", "settle: gave back", "settle: debt", "settle: replayed", "settle: shadowed",
+	"reserve: granted at once", "reserve: waits", "reserve: refused", "reserve: replayed", "reserve: shadowed",
+	"acquire_up_to: all", "acquire_up_to: fewer", "acquire_up_to: denied", "acquire_up_to: replayed", "acquire_up_to: shadowed",
 }
 
 // lacks names what was not met.
@@ -72,6 +75,8 @@ func (s sightings) see(w whole) {
 	inPart := slices.ContainsFunc(w.Decisions, isReplayed)
 	kind := "denied"
 	switch {
+	case !w.Allowed && w.Replayed:
+		kind = "denied, a reserved grant"
 	case !w.Allowed && w.RetryAfter == model.Never:
 		kind = "denied for ever"
 	case !w.Allowed && inPart:
@@ -97,7 +102,7 @@ func TestModel_FindsPlantedBugs(t *testing.T) {
 	t.Parallel()
 	for function, bug := range map[string]mutation{
 		"ratelimit.refilled_until": {`greatest\(refilled_at, now\)`, "now"}, // goes back with the clock
-		"ratelimit.wait_below":     {` \+ round_up`, ""},                    // a microsecond short
+		"ratelimit.time_below":     {` \+ round_up`, ""},                    // a microsecond short
 	} {
 		db := newDB(t)
 		db.setClock(t0)
@@ -161,6 +166,9 @@ type modelRun struct {
 	requests []wholeRequest
 	instants []time.Time // when something happens
 	numbers  []int64     // of tokens
+	waits    []model.Micros
+
+	spendings, settled []spending
 }
 
 func newModelRun(t *rapid.T, s *session, met sightings) *modelRun {
@@ -188,6 +196,9 @@ func (m *modelRun) actions() map[string]func(*rapid.T) {
 		"many":      m.acquireMany,
 		"peek":      m.peek,
 		"refund":    m.refund,
+		"spend":     m.spend,
+		"spend now": m.spend,
+		"settle":    m.settle,
 		"override":  m.override,
 		"wait":      m.wait,
 		"step":      m.step,
@@ -573,6 +584,113 @@ func (m *modelRun) refund(t *rapid.T) {
 	m.same(t, want, got, wantErr, err)
 }
 
+// spend charges, reserves, or acquires what there is.
+func (m *modelRun) spend(t *rapid.T) {
+	s := spending{
+		function:       rapid.SampledFrom([]string{"charge", "reserve", "reserve", "acquire_up_to"}).Draw(t, "function"),
+		BucketID:       bucketIDs.Draw(t, "bucket"),
+		idempotencyKey: idempotencyKeys.Draw(t, "idempotency key"),
+	}
+	s.cost = m.amount(t, s.Policy)
+	switch s.function {
+	case "charge":
+		if seldom.Draw(t, "much") {
+			s.cost = maxTokens
+		}
+	case "reserve":
+		longest := []*rapid.Generator[model.Micros]{rapid.Just(maxWaitOfReserve), rapid.Just(maxWaitOfReserve), spans}
+		if len(m.waits) > 0 {
+			longest = append(longest, rapid.SampledFrom(m.waits))
+		}
+		s.maxWait = min(maxWaitOfReserve, rapid.OneOf(longest...).Draw(t, "max wait"))
+	case "acquire_up_to":
+		s.atLeast = rapid.OneOf(rapid.Just[int64](1), rapid.Int64Range(1, max(1, s.cost))).Draw(t, "at least")
+	}
+	if len(m.spendings) > 0 && rapid.Bool().Draw(t, "earlier") {
+		earlier := rapid.SampledFrom(m.spendings).Draw(t, "earlier spending")
+		earlier.maxWait = max(earlier.maxWait, s.maxWait)
+		s = earlier
+	}
+	m.spendings = lastFew(append(m.spendings, s))
+	m.sendSpending(t, s)
+	p, known := m.model.Policy(s.Policy)
+	if known && s.idempotencyKey != "" && s.cost > 0 { // to be repeated as an acquire
+		m.remembered(wholeRequest{[]model.Charge{{BucketID: s.BucketID, Cost: min(s.cost, p.Capacity)}}, s.idempotencyKey})
+		m.remembered(wholeRequest{[]model.Charge{{BucketID: s.BucketID, Cost: s.cost}}, s.idempotencyKey})
+	}
+}
+
+// settle settles a grant, if there is one; now and then as it did before.
+func (m *modelRun) settle(t *rapid.T) {
+	s := spending{
+		function:       "settle",
+		BucketID:       bucketIDs.Draw(t, "bucket"),
+		idempotencyKey: rapid.SampledFrom([]string{"1", "2"}).Draw(t, "idempotency key"),
+	}
+	if len(m.settled) > 0 && rapid.Bool().Draw(t, "again") {
+		m.sendSpending(t, rapid.SampledFrom(m.settled).Draw(t, "earlier"))
+		return
+	}
+	s.cost = rapid.OneOf(rapid.Int64Range(0, 2), rapid.Just(min(maxTokens, m.amount(t, s.Policy))), rapid.Just[int64](maxTokens)).Draw(t, "cost")
+	m.settled = lastFew(append(m.settled, s))
+	m.sendSpending(t, s)
+}
+
+func (m *modelRun) sendSpending(t *rapid.T, s spending) {
+	before, _ := m.model.Peek(m.now, s.BucketID, 0)
+	var want spent
+	var wantErr error
+	switch {
+	case s.function == "acquire_up_to" && s.cost < 1 || s.function == "charge" && s.cost > maxTokens:
+		wantErr = model.InvalidArgument
+	default:
+		want, wantErr = s.of(m.model, m.now)
+	}
+	got, err := s.by(m.session)
+	if m.sameError(t, wantErr, err); err != nil {
+		return
+	}
+	require.Equal(t, want, got, "%v", s)
+	m.met["answers that agree in every field"]++
+	m.met[s.function+": "+s.kindOf(want, before)]++
+	m.sawDecision(want.decision)
+	if s.function == "reserve" && want.RetryAfter != model.Never {
+		m.waits = append(m.waits, want.RetryAfter, max(0, want.RetryAfter-1))
+		m.waits = lastFew(m.waits)
+	}
+}
+
+// kindOf tells what the answer to a spending shows.
+func (s spending) kindOf(a spent, before decision) string {
+	switch {
+	case a.Replayed && a.RetryAfter > 0:
+		return "waits, replayed"
+	case a.Replayed:
+		return "replayed"
+	case a.Shadowed:
+		return "shadowed"
+	case !a.Allowed && s.function == "reserve":
+		return "refused"
+	case !a.Allowed:
+		return "denied"
+	case s.function == "reserve" && a.RetryAfter > 0:
+		return "waits"
+	case s.function == "reserve":
+		return "granted at once"
+	case s.function == "acquire_up_to" && a.Taken < s.cost:
+		return "fewer"
+	case s.function == "acquire_up_to":
+		return "all"
+	case s.function == "settle" && a.Remaining > before.Remaining:
+		return "gave back"
+	case s.function == "charge" && a.Remaining < 0 && before.Remaining-s.cost < a.Remaining:
+		return "at the floor"
+	case a.Remaining < 0:
+		return "debt"
+	}
+	return "paid"
+}
+
 // cleanUp also compares which buckets, and how many overrides and idempotency keys, have rows.
 func (m *modelRun) cleanUp(t *rapid.T) {
 	require.NoError(t, m.call("ratelimit_cleanup()"))
@@ -667,7 +785,7 @@ func (m *modelRun) sawDecision(d decision) {
 		}
 	}
 	m.instants = lastFew(m.instants)
-	m.numbers = lastFew(append(m.numbers, d.Capacity, d.Capacity+1, max(0, d.Remaining), d.Remaining+1))
+	m.numbers = lastFew(append(m.numbers, d.Capacity, d.Capacity+1, max(0, d.Remaining), max(0, d.Remaining+1)))
 }
 
 // sameError counts an error, which ends the transaction or what there is of it since the last savepoint.

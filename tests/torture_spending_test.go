@@ -1,0 +1,294 @@
+package tests
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/tests/model"
+)
+
+// Jobs take an estimate, under an idempotency key and by every function there is, and settle what they really cost. Each
+// call is sent several times, in any order, at the same moment as others, and again when PostgreSQL was killed under it. In
+// the end each bucket has lost the sum of the real costs, to the token.
+func TestTorture_Spending(t *testing.T) {
+	run := torture(t, 6*time.Second)
+	db, server := newPrivateDB(t, "synchronous_commit=on")
+	b := newBooks(t, db)
+	stop := b.load(t, db.URL, 6)
+	crashes := 0
+	for crashes == 0 || run.goesOn() {
+		time.Sleep(time.Second + rand.N(2*time.Second)) // the moment is what is random
+		kill(t, server)
+		require.NoError(t, server.Start(t.Context()))
+		crashes++
+		run.progress("%d calls, %d jobs, %d crashes", b.calls.Load(), b.jobs.Load(), crashes)
+	}
+	stop()
+	took := time.Since(run.started)
+	db.Pool.Close()
+	b.check(reopen(t, server))
+	for _, n := range []*atomic.Int64{&b.calls, &b.jobs, &b.settled, &b.early, &b.repeats} {
+		require.NotZero(t, n.Load())
+	}
+	run.figure("calls answered", b.calls.Load(), "")
+	run.figure("calls answered per second, with crashes", int64(float64(b.calls.Load())/took.Seconds()), "")
+	run.figure("jobs", b.jobs.Load(), "")
+	run.figure("of these settled", b.settled.Load(), "")
+	run.figure("answers to repeats", b.repeats.Load(), "")
+	run.figure("settlements that came before the grant", b.early.Load(), "")
+	run.figure("calls without an answer, sent again", b.lost.Load(), "")
+	run.figure("crashes", crashes, "")
+}
+
+// The books find what a bug does to them.
+func TestSpending_TheBooksFindPlantedBugs(t *testing.T) {
+	t.Parallel()
+	for name, bug := range map[string]struct {
+		function string
+		mutation
+	}{
+		"a settlement counts twice": {"ratelimit_settle", mutation{
+			`(update idempotency_keys as k set settled = [^;]*?)and k.settled is null`, "$1",
+		}},
+		"a charge counts twice": {"ratelimit_charge", mutation{
+			`(insert into idempotency_keys [^;]*?) where k.expires_at <= v_now; exit when found;`, "$1; exit when found;",
+		}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			db := newDB(t)
+			db.mutate(bug.mutation, bug.function)
+			b := newBooks(t, db)
+			for deadline := time.Now().Add(6 * patience); len(b.differences(db)) == 0; {
+				require.True(t, time.Now().Before(deadline))
+				stop := b.load(t, db.URL, 6)
+				time.Sleep(500 * time.Millisecond)
+				stop()
+			}
+		})
+	}
+}
+
+// Books are what jobs have really cost. The buckets do not refill, and are never full: so nothing is cut.
+type books struct {
+	t    testing.TB
+	mu   sync.Mutex
+	cost map[model.BucketID]int64
+
+	calls, jobs, settled, early, repeats, lost, serial atomic.Int64
+}
+
+// The rich have more than anybody asks for. The poor are in debt from the beginning, and only charges take from them.
+const (
+	richCapacity = maxTokens
+	poorCapacity = 100
+	bookedFirst  = 1_000_000_000
+)
+
+func newBooks(t testing.TB, db *testDB) *books {
+	t.Helper()
+	b := &books{t: t, cost: map[model.BucketID]int64{}}
+	for policy, capacity := range map[string]int64{"rich": richCapacity, "poor": poorCapacity} {
+		db.exec("select ratelimit_define_policy($1, $2, 0, '1 second')", policy, capacity)
+		for key := range 3 {
+			id := model.BucketID{Policy: policy, Key: fmt.Sprint(key)}
+			db.exec("select ratelimit_charge($1, $2, $3)", id.Policy, id.Key, bookedFirst)
+			b.cost[id] = bookedFirst
+		}
+	}
+	return b
+}
+
+// differences are what the buckets have lost and the books do not know.
+func (b *books) differences(db *testDB) (all []string) {
+	for id, cost := range b.cost {
+		capacity := int64(richCapacity)
+		if id.Policy == "poor" {
+			capacity = poorCapacity
+		}
+		if taken := capacity - db.left(id.Policy, id.Key); taken != cost {
+			all = append(all, fmt.Sprintf("%v: %d taken, %d in the books", id, taken, cost))
+		}
+	}
+	return all
+}
+
+func (b *books) check(db *testDB) {
+	b.t.Helper()
+	require.Empty(b.t, b.differences(db))
+}
+
+// load has workers do jobs until stop, which lets them finish.
+func (b *books) load(t testing.TB, url string, workers int) (stop func()) {
+	t.Helper()
+	pool, err := pgxpool.New(context.Background(), url+"&pool_max_conns=12")
+	require.NoError(t, err)
+	combiner := client.NewCombiner(pool)
+	all := newLoad(t)
+	all.start(workers, func(int) error { return b.work(client.New(pool), combiner) })
+	return func() {
+		t.Helper()
+		require.NoError(t, all.end())
+		combiner.Close()
+		pool.Close()
+	}
+}
+
+// A bookedJob charges buckets by one function, and settles each or leaves it.
+type bookedJob struct {
+	function string
+	key      string
+	charges  []client.Charge
+	real     []int64 // what each costs in the end; -1 leaves the estimate
+}
+
+func (b *books) newJob() bookedJob {
+	j := bookedJob{
+		function: []string{"acquire", "acquire all", "charge", "reserve", "up to", "poor"}[rand.N(6)],
+		key:      fmt.Sprint(b.serial.Add(1)),
+	}
+	policy, buckets := "rich", 1
+	switch j.function {
+	case "poor":
+		policy = "poor"
+	case "acquire all":
+		buckets = 2
+	}
+	for key := range buckets {
+		j.charges = append(j.charges, client.Charge{Policy: policy, Key: fmt.Sprint(key + rand.N(2)), Cost: client.Cost(1 + rand.Int64N(9))})
+	}
+	if buckets == 2 && j.charges[0].Key == j.charges[1].Key {
+		j.charges = j.charges[:1] // an element's charge is what is settled, and so must be all of the bucket's
+	}
+	for range j.charges {
+		j.real = append(j.real, rand.Int64N(20)-1)
+	}
+	return j
+}
+
+// work does some jobs, all of whose calls are under way at the same time.
+func (b *books) work(limiter *client.Limiter, combiner *client.Combiner) error {
+	var calls []func() error
+	var jobs []bookedJob
+	for range 4 {
+		j := b.newJob()
+		jobs = append(jobs, j)
+		for range 1 + rand.N(3) {
+			calls = append(calls, func() error { return b.grant(j, limiter, combiner) })
+		}
+		for i := range j.charges {
+			for range 1 + rand.N(2) {
+				if j.real[i] >= 0 {
+					calls = append(calls, func() error { return b.settle(j, i, limiter) })
+				}
+			}
+		}
+	}
+	rand.Shuffle(len(calls), func(i, j int) { calls[i], calls[j] = calls[j], calls[i] })
+	errs := make(chan error, len(calls))
+	for _, call := range calls {
+		go func() { errs <- call() }()
+	}
+	var err error
+	for range calls {
+		err = errors.Join(err, <-errs)
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	for _, j := range jobs {
+		b.jobs.Add(1)
+		for i, c := range j.charges {
+			cost := j.real[i]
+			if cost < 0 {
+				cost = c.Cost.Tokens()
+			} else {
+				b.settled.Add(1)
+			}
+			b.cost[model.BucketID{Policy: c.Policy, Key: c.Key}] += cost
+		}
+	}
+	return err
+}
+
+// untilAnswered repeats a call that gets no answer, or finds no grant yet.
+func (b *books) untilAnswered(call func(ctx context.Context) (replayed bool, err error)) error {
+	for giveUp := time.Now().Add(2 * patience); ; {
+		ctx, cancel := context.WithTimeout(context.Background(), 2*time.Second)
+		replayed, err := call(ctx)
+		cancel()
+		switch {
+		case err == nil:
+			b.calls.Add(1)
+			if replayed {
+				b.repeats.Add(1)
+			}
+			return nil
+		case errors.Is(err, client.ErrNoGrant):
+			b.calls.Add(1)
+			b.early.Add(1)
+		case slices.ContainsFunc([]error{client.ErrInvalidArgument, client.ErrIdempotencyMismatch, client.ErrUnknownPolicy}, func(e error) bool { return errors.Is(err, e) }):
+			return err
+		default:
+			b.lost.Add(1)
+		}
+		if time.Now().After(giveUp) {
+			return err
+		}
+		time.Sleep(time.Duration(rand.N(5)) * time.Millisecond) // where there is no server, errors come fast
+	}
+}
+
+func (b *books) grant(j bookedJob, limiter *client.Limiter, combiner *client.Combiner) error {
+	key, c := client.IdempotencyKey(j.key), j.charges[0]
+	by := client.Acquirer(limiter)
+	if rand.N(2) == 0 {
+		by = combiner
+	}
+	return b.untilAnswered(func(ctx context.Context) (bool, error) {
+		var d client.Decision
+		var err error
+		switch j.function {
+		case "acquire":
+			d, err = by.Acquire(ctx, c.Policy, c.Key, c.Cost, key)
+		case "acquire all":
+			var all client.JointDecision
+			all, err = by.AcquireAll(ctx, j.charges, key)
+			d = all.Decision
+		case "charge", "poor":
+			d, err = limiter.Charge(ctx, c.Policy, c.Key, c.Cost.Tokens(), key)
+		case "reserve":
+			var r client.Reservation
+			r, err = limiter.Reserve(ctx, c.Policy, c.Key, time.Second, c.Cost, key)
+			d = client.Decision{Allowed: r.Allowed, Replayed: r.Replayed}
+		case "up to":
+			var p client.PartialDecision
+			p, err = limiter.AcquireUpTo(ctx, c.Policy, c.Key, c.Cost.Tokens(), key)
+			d = p.Decision
+			if err == nil && p.Taken != c.Cost.Tokens() {
+				err = fmt.Errorf("%w: %+v", client.ErrInvalidArgument, p)
+			}
+		}
+		if err == nil && !d.Allowed {
+			err = fmt.Errorf("%w: denied %+v", client.ErrInvalidArgument, d)
+		}
+		return d.Replayed, err
+	})
+}
+
+func (b *books) settle(j bookedJob, i int, limiter *client.Limiter) error {
+	return b.untilAnswered(func(ctx context.Context) (bool, error) {
+		d, err := limiter.Settle(ctx, j.charges[i].Policy, j.charges[i].Key, j.key, j.real[i])
+		return d.Replayed, err
+	})
+}

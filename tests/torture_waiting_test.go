@@ -1,0 +1,198 @@
+package tests
+
+import (
+	"context"
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/pgratelimit/client"
+)
+
+// 200 callers wait for one bucket of 50 tokens a second, and a third of them give up. Each of the others is served at the
+// instant that it was promised, in the order of the calls. The tokens of those who gave up are back. Nobody asks twice.
+func TestTorture_WaitingInLine(t *testing.T) {
+	run := torture(t, 5*time.Second)
+	db := newDB(t)
+	db.definePolicy("line", 10, 50, second)
+	var served, gaveUp int
+	var late []time.Duration
+	var worst time.Duration
+	for n := 0; n == 0 || run.goesOn(); n++ {
+		l := newLine(t, db, fmt.Sprint("line ", n))
+		l.wait(t, 200)
+		served, gaveUp, worst = served+len(l.late), gaveUp+int(l.gaveUp.Load()), max(worst, l.scheduling)
+		late = append(late, l.late...)
+		run.progress("%d served, %d gave up", served, gaveUp)
+	}
+	slices.Sort(late)
+	run.figure("callers who were served", served, "")
+	run.figure("of these late by, median", late[len(late)/2].Microseconds(), "us")
+	run.figure("of these late by, most", late[len(late)-1].Microseconds(), "us")
+	run.figure("how late a timer was meanwhile, most", worst.Microseconds(), "us")
+	run.figure("callers who gave up", gaveUp, "")
+}
+
+// A waitingLine is the callers who wait for one bucket, which is in debt when they come.
+type waitingLine struct {
+	db      *testDB
+	key     string
+	limiter *client.Limiter
+	calls   *callCounter
+
+	mu         sync.Mutex
+	late       []time.Duration // behind the promise
+	gaveUp     atomic.Int64
+	scheduling time.Duration // by which a timer was late
+}
+
+func newLine(t *testing.T, db *testDB, key string) *waitingLine {
+	t.Helper()
+	pool, err := pgxpool.New(context.Background(), db.URL+"&pool_max_conns=16")
+	require.NoError(t, err)
+	t.Cleanup(pool.Close)
+	calls := &callCounter{Pool: pool, keys: map[any]string{}, took: map[any]time.Duration{}}
+	return &waitingLine{db: db, key: key, limiter: client.New(calls), calls: calls}
+}
+
+// A callCounter counts the calls, and knows the idempotency key that each caller has drawn.
+type callCounter struct {
+	*pgxpool.Pool
+	mu                sync.Mutex
+	reserves, settles int
+	keys              map[any]string
+	took              map[any]time.Duration
+}
+
+type callerKey struct{}
+
+func (c *callCounter) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
+	start := time.Now()
+	row := c.Pool.QueryRow(ctx, sql, args...)
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	switch caller := ctx.Value(callerKey{}); {
+	case strings.Contains(sql, "ratelimit_reserve"):
+		c.reserves++
+		c.keys[caller] = args[4].(string)
+		c.took[caller] = time.Since(start)
+	case strings.Contains(sql, "ratelimit_settle"):
+		c.settles++
+	}
+	return row
+}
+
+// wait has callers wait, and checks what became of them.
+func (l *waitingLine) wait(t *testing.T, callers int) {
+	t.Helper()
+	const ahead = 100 // tokens, so that each has to wait, however slowly they come
+	l.db.exec("select ratelimit_charge('line', $1, 10 + $2)", l.key, ahead)
+	emptied := *l.db.bucket("line", l.key)
+	require.EqualValues(t, -ahead*1_000_000, emptied.Level)
+
+	stop := l.watchTimers()
+	returned := make([]time.Time, callers)
+	var all, came sync.WaitGroup
+	came.Add(callers)
+	for i := range callers {
+		ctx, cancel := context.WithCancel(context.WithValue(context.Background(), callerKey{}, i))
+		defer cancel()
+		if i%3 == 0 {
+			go func() {
+				came.Wait() // nobody gives up before all have their promise
+				time.Sleep(rand.N(time.Second))
+				cancel()
+			}()
+		}
+		all.Go(func() {
+			go func() {
+				for l.promised(i) == "" {
+					time.Sleep(ms)
+				}
+				came.Done()
+			}()
+			if _, err := l.limiter.Wait(ctx, "line", l.key); err != nil {
+				require.ErrorIs(l.db.t, err, context.Canceled)
+				l.gaveUp.Add(1)
+				return
+			}
+			returned[i] = time.Now()
+		})
+	}
+	all.Wait()
+	l.scheduling = stop()
+
+	promises := map[string]time.Time{}
+	rows, err := l.db.Pool.Query(context.Background(), "select idempotency_key, ready_at from ratelimit.idempotency_keys where key = $1", l.key)
+	require.NoError(t, err)
+	var key string
+	var ready time.Time
+	_, err = pgx.ForEachRow(rows, []any{&key, &ready}, func() error {
+		promises[key] = ready
+		return nil
+	})
+	require.NoError(t, err)
+	require.Len(t, promises, callers)
+	inLine := make([]time.Time, 0, callers)
+	for i := range callers {
+		ready := promises[l.promised(i)]
+		inLine = append(inLine, ready)
+		if returned[i].IsZero() {
+			continue
+		}
+		late := returned[i].Sub(ready)
+		require.GreaterOrEqual(t, late, time.Duration(0), "nobody is early")
+		require.Less(t, late, 5*ms+l.calls.took[i]+2*l.scheduling)
+		l.late = append(l.late, late)
+	}
+	slices.SortFunc(inLine, time.Time.Compare)
+	for i, ready := range inLine {
+		want := emptied.RefilledAt.Add(time.Duration(ahead+i+1) * second / 50)
+		require.Equal(t, want.UnixMicro(), ready.UnixMicro(), "one token each 20 ms, and in line from the first on")
+	}
+
+	require.Equal(t, callers, l.calls.reserves, "each asks once")
+	require.EqualValues(t, l.gaveUp.Load(), l.calls.settles)
+	require.NotZero(t, l.gaveUp.Load())
+	left := *l.db.bucket("line", l.key)
+	charged := (ahead + int64(callers) - l.gaveUp.Load()) * 1_000_000
+	require.Equal(t, -charged+left.RefilledAt.Sub(emptied.RefilledAt).Microseconds()*50, left.Level, "what was given up is back")
+}
+
+// promised is the idempotency key of a caller once it was sent.
+func (l *waitingLine) promised(caller int) string {
+	l.calls.mu.Lock()
+	defer l.calls.mu.Unlock()
+	return l.calls.keys[caller]
+}
+
+// watchTimers measures how late timers are, until it is told to stop.
+func (l *waitingLine) watchTimers() (stop func() time.Duration) {
+	done, worst := make(chan struct{}), make(chan time.Duration)
+	go func() {
+		var most time.Duration
+		for {
+			start := time.Now()
+			select {
+			case <-done:
+				worst <- most
+				return
+			case <-time.After(ms):
+				most = max(most, time.Since(start)-ms)
+			}
+		}
+	}()
+	return func() time.Duration {
+		close(done)
+		return <-worst
+	}
+}
