@@ -577,6 +577,17 @@ func TestDocs_Grants(t *testing.T) {
 			}
 			wg.Wait()
 		},
+		"charge, settle, reserve, and acquire up to what there is": func(t *testing.T, pool *pgxpool.Pool) {
+			limiter := client.New(pool)
+			_, err := limiter.Charge(ctx, "p", "k", 1, client.IdempotencyKey("charged"))
+			require.NoError(t, err)
+			_, err = limiter.Settle(ctx, "p", "k", "charged", 0)
+			require.NoError(t, err)
+			_, err = limiter.AcquireUpTo(ctx, "p", "k", 1)
+			require.NoError(t, err)
+			_, err = limiter.Wait(ctx, "p", "k")
+			require.NoError(t, err)
+		},
 		"peek and refund": func(t *testing.T, pool *pgxpool.Pool) {
 			_, err := client.New(pool).Peek(ctx, "p", "k")
 			require.NoError(t, err)
