@@ -10,6 +10,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -30,7 +31,11 @@ func TestTorture_Linearizability(t *testing.T) {
 	run := torture(t, 5*time.Second)
 	c := newChronicler(newDB(t), "continuous durable", "stepped durable", "continuous ephemeral", "stepped ephemeral")
 	var n operationCounts
-	c.write(run.goesOn, func(seed uint64, histories []history, err error) bool {
+	var metAll atomic.Bool
+	goesOn := func() bool { // a slow machine takes longer to meet what is rare
+		return run.goesOn() || time.Since(run.started) < 4*time.Minute && (!metAll.Load() || min(c.changes, c.overrides, c.drops) == 0)
+	}
+	c.write(goesOn, func(seed uint64, histories []history, err error) bool {
 		if err != nil {
 			t.Errorf("history %d: %v: %+v", seed, err, pgError(err))
 		}
@@ -45,15 +50,13 @@ func TestTorture_Linearizability(t *testing.T) {
 			}
 		}
 		n.histories++
+		metAll.Store(!slices.Contains(n.all(), 0))
 		run.progress("%d operations in %d histories, %d grants, %d denials, %d replays",
 			n.operations, n.histories, n.grants, n.denials, n.replays)
 		return !t.Failed()
 	})
 
-	for _, some := range []int{n.grants, n.denials, n.replays, n.batched, n.wholes, n.denied, n.shadowed, n.paired, n.cleanups,
-		n.charges, n.settles, n.settled, n.noGrants, n.reserves, n.waiting, n.takesAll, c.changes, c.overrides, c.drops} {
-		require.NotZero(t, some, "%+v", n)
-	}
+	require.NotContains(t, append(n.all(), c.changes, c.overrides, c.drops), 0, "%+v", n)
 	require.Less(t, 2*n.undecided, n.buckets, "%+v", n) // by the wall clock, and seldom with the machine to itself
 	run.figure("histories", n.histories, "")
 	run.figure("histories of a bucket", n.buckets, "")
@@ -110,6 +113,14 @@ func (n *operationCounts) countSpent(op *operation) {
 		n.reserves++
 	case op.kind == takesAll && d.Allowed:
 		n.takesAll++
+	}
+}
+
+// all are those that a run must have met.
+func (n *operationCounts) all() []int {
+	return []int{
+		n.grants, n.denials, n.replays, n.batched, n.wholes, n.denied, n.shadowed, n.paired, n.cleanups,
+		n.charges, n.settles, n.settled, n.noGrants, n.reserves, n.waiting, n.takesAll,
 	}
 }
 

@@ -113,7 +113,6 @@ comment on function ratelimit.wait_below(numeric, bigint, numeric, numeric, nume
   'Microseconds as of time_below for a bucket whose debt is no deeper than the floor, null for never.';
 
 -- Times saturate here, at 100,000 years of 365.25 days: an old debt may be of a policy that refilled faster.
-
 create or replace function ratelimit.wait_for(
     target numeric, level bigint, refilled_at timestamptz, now timestamptz,
     every_us numeric, tick_us numeric, tick_gain numeric, round_up numeric)
