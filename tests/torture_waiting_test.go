@@ -49,7 +49,6 @@ type waitingLine struct {
 	limiter *client.Limiter
 	calls   *callCounter
 
-	mu         sync.Mutex
 	late       []time.Duration // behind the promise
 	gaveUp     atomic.Int64
 	scheduling time.Duration // by which a timer was late
