@@ -227,6 +227,9 @@ func TestLinearizability_FindsPlantedBugs(t *testing.T) {
 				}
 			}
 			c := newChronicler(db, "continuous durable", "stepped durable")
+			for function := range bug {
+				c.mostly = mostly[function]
+			}
 			found, deadline := false, time.Now().Add(6*patience)
 			c.write(func() bool { return time.Now().Before(deadline) }, func(_ uint64, histories []history, err error) bool {
 				found = err != nil || slices.ContainsFunc(histories, func(h history) bool {
@@ -240,8 +243,19 @@ func TestLinearizability_FindsPlantedBugs(t *testing.T) {
 	}
 }
 
+// mostly are the calls among which the bugs of a function show soon.
+var mostly = map[string]func(*actor) error{
+	"ratelimit_acquire":       (*actor).acquire,
+	"ratelimit_charge":        (*actor).acquireOrSpend,
+	"ratelimit_settle":        (*actor).acquireOrSpend,
+	"ratelimit_reserve":       (*actor).acquireOrSpend,
+	"ratelimit_acquire_up_to": (*actor).acquireOrSpend,
+	"ratelimit.moved_level":   (*actor).acquireOrSpend,
+}
+
 // A chronicler has clients make random calls, one history after the other.
 type chronicler struct {
+	mostly                    func(*actor) error // what they do most, on one bucket; nil: of everything something, on several
 	db                        *testDB
 	policies                  []string
 	clients                   []*recorder
@@ -430,7 +444,11 @@ func (c *chronicler) history(seed uint64) (histories []history, err error) {
 		numbers:    map[model.BucketID][]numbers{},
 		gone:       map[string][]period{},
 	}
-	for i := range 2 + random.IntN(3) {
+	buckets := 2 + random.IntN(3)
+	if c.mostly != nil {
+		buckets = 1
+	}
+	for i := range buckets {
 		h.buckets = append(h.buckets, model.BucketID{Policy: c.policies[random.IntN(len(c.policies))], Key: fmt.Sprint(seed, " ", i)})
 	}
 	for _, b := range h.buckets {
@@ -590,6 +608,9 @@ type actor struct {
 }
 
 func (a *actor) act() error {
+	if a.mostly != nil && a.random.IntN(4) > 0 {
+		return a.mostly(a)
+	}
 	switch n := a.random.IntN(100); {
 	case n < 24:
 		return a.acquire()
@@ -618,6 +639,13 @@ func (a *actor) act() error {
 	default:
 		return a.define(a.random, a.recorder, a.bucket().Policy)
 	}
+}
+
+func (a *actor) acquireOrSpend() error {
+	if a.random.IntN(3) == 0 {
+		return a.acquire()
+	}
+	return a.spend()
 }
 
 func (a *actor) bucket() model.BucketID { return a.buckets[a.random.IntN(len(a.buckets))] }
