@@ -11,6 +11,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
@@ -25,12 +26,13 @@ func TestTorture_Spending(t *testing.T) {
 	run := torture(t, 6*time.Second)
 	db, server := newPrivateDB(t, "synchronous_commit=on")
 	b := newBooks(t, db)
-	stop := b.load(t, db.URL, 6)
+	stop := b.load(t, 6)
 	crashes := 0
 	for crashes == 0 || run.goesOn() {
 		time.Sleep(time.Second + rand.N(2*time.Second)) // the moment is what is random
 		kill(t, server)
 		require.NoError(t, server.Start(t.Context()))
+		b.url.Store(server.URL(db.Name)) // a container that was started again has another port
 		crashes++
 		run.progress("%d calls, %d jobs, %d crashes", b.calls.Load(), b.jobs.Load(), crashes)
 	}
@@ -72,7 +74,7 @@ func TestSpending_TheBooksFindPlantedBugs(t *testing.T) {
 			b := newBooks(t, db)
 			for deadline := time.Now().Add(6 * patience); len(b.differences(db)) == 0; {
 				require.True(t, time.Now().Before(deadline))
-				stop := b.load(t, db.URL, 6)
+				stop := b.load(t, 6)
 				time.Sleep(500 * time.Millisecond)
 				stop()
 			}
@@ -85,6 +87,7 @@ type books struct {
 	t    testing.TB
 	mu   sync.Mutex
 	cost map[model.BucketID]int64
+	url  atomic.Value // of the database
 
 	calls, jobs, settled, early, repeats, lost, serial atomic.Int64
 }
@@ -99,6 +102,7 @@ const (
 func newBooks(t testing.TB, db *testDB) *books {
 	t.Helper()
 	b := &books{t: t, cost: map[model.BucketID]int64{}}
+	b.url.Store(db.URL)
 	for policy, capacity := range map[string]int64{"rich": richCapacity, "poor": poorCapacity} {
 		db.exec("select ratelimit_define_policy($1, $2, 0, '1 second')", policy, capacity)
 		for key := range 3 {
@@ -130,9 +134,18 @@ func (b *books) check(db *testDB) {
 }
 
 // load has workers do jobs until stop, which lets them finish.
-func (b *books) load(t testing.TB, url string, workers int) (stop func()) {
+func (b *books) load(t testing.TB, workers int) (stop func()) {
 	t.Helper()
-	pool, err := pgxpool.New(context.Background(), url+"&pool_max_conns=12")
+	config, err := pgxpool.ParseConfig(b.url.Load().(string) + "&pool_max_conns=12")
+	require.NoError(t, err)
+	config.BeforeConnect = func(_ context.Context, c *pgx.ConnConfig) error {
+		now, err := pgx.ParseConfig(b.url.Load().(string))
+		if err == nil {
+			c.Host, c.Port, c.Fallbacks = now.Host, now.Port, now.Fallbacks
+		}
+		return err
+	}
+	pool, err := pgxpool.NewWithConfig(context.Background(), config)
 	require.NoError(t, err)
 	combiner := client.NewCombiner(pool)
 	all := newLoad(t)
