@@ -36,7 +36,7 @@ type operation struct {
 	sets             int         // number of the override that came with this change of the bucket
 	reread           bool        // it read the numbers together with the bucket, or after it had locked it
 	gone             bool        // the policy was dropped meanwhile
-	enforced         bool        // a denial is an error, which does not tell reset_after
+	enforced         bool        // a denial is an error, which tells neither reset_after nor replayed
 }
 
 // A wholePart is what an acquire all says about all its buckets.
@@ -234,7 +234,7 @@ func (op *operation) leadsTo(r rules, now time.Time, s model.State, answer *answ
 		return left
 	}
 	if op.enforced && err == nil && !d.Allowed {
-		d.ResetAfter = model.Never
+		d.ResetAfter, d.Replayed = model.Never, false
 	}
 	if (err == nil) != (answer.Decision != nil) || err == nil && (d != *answer.Decision || taken != answer.Taken) ||
 		err != nil && !strings.HasPrefix(answer.Error, err.Error()) ||

@@ -465,7 +465,7 @@ func (m *modelRun) sendAlone(t *rapid.T, function string, r wholeRequest) {
 	case "enforce":
 		var d decision
 		if d, err = r.single().enforce(m.session); err == nil && !d.Allowed {
-			d.ResetAfter = want.ResetAfter // which its error does not tell
+			d.ResetAfter, d.Replayed = want.ResetAfter, want.Replayed // which its error does not tell
 		}
 		got = wholeOf(d)
 	default:

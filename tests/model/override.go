@@ -22,6 +22,11 @@ func (m *Model) Override(now time.Time, id BucketID, n Numbers, expires time.Tim
 	if !(Override{Expires: expires}).Live(now) {
 		return InvalidArgument
 	}
+	if n.Capacity != nil && n.Refill != nil && n.Every != nil { // wrong for any policy
+		if _, err := n.over(Policy{}); err != nil {
+			return err
+		}
+	}
 	p, ok := m.policies[id.Policy]
 	if !ok {
 		return UnknownPolicy
