@@ -18,9 +18,7 @@ as $$
          s.capacity, s.overridden
     from (select u.*, {{ template "refilled_level" (dict "bucket" "u." "policy" "u.") }} as level_now
             from (select p.name, b.key, b.level, b.refilled_at, c.v_now, o.key is not null as overridden
-                         {{- range list "capacity" "tick" "every_us" "tick_us" "full_level" "gain" "tick_gain" "round_up" }},
-                         case when o.key is null then p.{{ . }} else o.{{ . }} end as {{ . }}
-                         {{- end }}
+                         {{- template "include/numbers.sql" }}
                     from policies as p
                     join (table buckets union all table ephemeral_buckets) as b on b.policy_id = p.id
                    cross join (select clock() as v_now offset 0) as c

@@ -18,9 +18,7 @@
        are the positions of the elements. twice tells whether a request names the bucket twice. */ -}}
 {{ define "sums" -}}
 select s.*, p.id as policy_id, p.durable, p.shadow, p.remember_us
-                     {{- range list "capacity" "tick" "every_us" "tick_us" "full_level" "gain" "tick_gain" "round_up" }},
-                     case when o.key is null then p.{{ . }} else o.{{ . }} end as {{ . }}
-                     {{- end }}
+                     {{- template "include/numbers.sql" }}
                 from (select e.policy, e.key, {{ template "total" }} as total, array_agg(e.place) as places,
                              bool_or(e.twice) as twice
                         from (select u.policy collate "C" as policy, u.key collate "C" as key, u.cost, u.place,

@@ -8403,14 +8403,14 @@ as $$
          s.capacity, s.overridden
     from (select u.*, refilled_level(u.level, u.refilled_at, v_now, u.full_level, u.gain, u.every_us, u.tick) as level_now
             from (select p.name, b.key, b.level, b.refilled_at, c.v_now, o.key is not null as overridden,
-                         case when o.key is null then p.capacity else o.capacity end as capacity,
-                         case when o.key is null then p.tick else o.tick end as tick,
-                         case when o.key is null then p.every_us else o.every_us end as every_us,
-                         case when o.key is null then p.tick_us else o.tick_us end as tick_us,
-                         case when o.key is null then p.full_level else o.full_level end as full_level,
-                         case when o.key is null then p.gain else o.gain end as gain,
-                         case when o.key is null then p.tick_gain else o.tick_gain end as tick_gain,
-                         case when o.key is null then p.round_up else o.round_up end as round_up
+                     case when o.key is null then p.capacity else o.capacity end as capacity,
+                     case when o.key is null then p.tick else o.tick end as tick,
+                     case when o.key is null then p.every_us else o.every_us end as every_us,
+                     case when o.key is null then p.tick_us else o.tick_us end as tick_us,
+                     case when o.key is null then p.full_level else o.full_level end as full_level,
+                     case when o.key is null then p.gain else o.gain end as gain,
+                     case when o.key is null then p.tick_gain else o.tick_gain end as tick_gain,
+                     case when o.key is null then p.round_up else o.round_up end as round_up
                     from policies as p
                     join (table buckets union all table ephemeral_buckets) as b on b.policy_id = p.id
                    cross join (select clock() as v_now offset 0) as c
