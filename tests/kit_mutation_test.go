@@ -15,6 +15,9 @@ type mutation struct {
 	replacement string
 }
 
+// settleTwice has ratelimit_settle count a settlement that was made already.
+var settleTwice = mutation{`(update idempotency_keys as k set settled = [^;]*?)and k.settled is null`, "$1"}
+
 // mutate changes ratelimit_acquire, or another function, and returns the way back.
 func (db *testDB) mutate(m mutation, function ...string) (undo func()) {
 	db.t.Helper()

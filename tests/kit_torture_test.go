@@ -50,6 +50,11 @@ func torture(t *testing.T, share time.Duration) *tortureRun {
 
 func (r *tortureRun) goesOn() bool { return time.Since(r.started) < r.budget }
 
+// goesOnUntil goes on after its time, too, until the run has met what it must meet; but not for longer than patient.
+func (r *tortureRun) goesOnUntil(met bool, patient time.Duration) bool {
+	return r.goesOn() || !met && time.Since(r.started) < patient
+}
+
 // progress logs at most every few seconds, from any goroutine.
 func (r *tortureRun) progress(format string, args ...any) {
 	r.mu.Lock()

@@ -34,7 +34,7 @@ func TestTorture_Fuzz(t *testing.T) {
 	for range 4 {
 		f := newFuzzer(t, inputs)
 		workers.Go(func() {
-			for (run.goesOn() || inputs.lacks() != "" && time.Since(run.started) < time.Minute) && !t.Failed() {
+			for run.goesOnUntil(inputs.lacks() == "", time.Minute) && !t.Failed() {
 				seed := f.seed()
 				if err := f.round(seed); err != nil {
 					failed.Do(func() { t.Errorf("RATELIMIT_TEST_SEED=%d: %v", seed, err) })

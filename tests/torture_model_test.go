@@ -33,7 +33,7 @@ func TestTorture_ModelAgreesWithSQL(t *testing.T) {
 	session := db.session()
 
 	met := sightings{}
-	for run.goesOn() || met.lacks() != "" && time.Since(run.started) < 4*time.Minute {
+	for run.goesOnUntil(met.lacks() == "", 4*time.Minute) {
 		rapid.Check(quiet{t}, func(t *rapid.T) {
 			m := newModelRun(t, session, met)
 			defer m.end()
