@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"strings"
+	"sync/atomic"
 	"testing"
 
 	"github.com/jackc/pgx/v5"
@@ -66,4 +67,24 @@ func openDB(t testing.TB, server *pgtest.Server, name string) *testDB {
 	require.NoError(t, err)
 	t.Cleanup(pool.Close)
 	return &testDB{DB: &pgtest.DB{Pool: pool, URL: server.URL(name), Name: name}, t: t}
+}
+
+// An address is the URL of a database that moves: a container that is started again has another port.
+type address struct{ url atomic.Pointer[string] }
+
+func (a *address) moveTo(url string) { a.url.Store(&url) }
+
+// config is that of a pool whose new connections go where the database is then.
+func (a *address) config(t testing.TB) *pgxpool.Config {
+	t.Helper()
+	config, err := pgxpool.ParseConfig(*a.url.Load())
+	require.NoError(t, err)
+	config.BeforeConnect = func(_ context.Context, c *pgx.ConnConfig) error {
+		now, err := pgx.ParseConfig(*a.url.Load())
+		if err == nil {
+			c.Host, c.Port, c.Fallbacks = now.Host, now.Port, now.Fallbacks
+		}
+		return err
+	}
+	return config
 }

@@ -16,7 +16,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
@@ -44,7 +43,7 @@ func TestTorture_HTTP(t *testing.T) {
 			require.NoError(t, server.Stop(ctx, true))
 			o.phase("stopped", 2*time.Second)
 			require.NoError(t, server.Start(ctx))
-			o.find(server)
+			o.at.moveTo(server.URL(privateName))
 			o.awaitRecovery()
 			o.phase("started", 500*time.Millisecond)
 			if err := server.Freeze(ctx); errors.Is(err, errors.ErrUnsupported) {
@@ -108,7 +107,7 @@ type httpOutage struct {
 	t       *testing.T
 	load    *load
 	close   []func()
-	url     atomic.Pointer[string] // of the database, which Docker gives another port with each start
+	at      address                // of the database
 	current atomic.Pointer[string] // the name of the phase; requests count that begin and end in one
 	failing []*atomic.Int64        // of each server, when it last had no answer
 
@@ -119,37 +118,21 @@ type httpOutage struct {
 func newHTTPOutage(t *testing.T, server *pgtest.Server) *httpOutage {
 	o := &httpOutage{t: t, load: newLoad(t), answers: map[httpPhase]*httpAnswers{}}
 	o.between()
-	o.find(server)
+	o.at.moveTo(server.URL(privateName))
 	for mode, failure := range map[string]func() httplimit.Failure{
 		"closed": func() httplimit.Failure { return httplimit.Closed(httpTimeout) },
 		"open":   func() httplimit.Failure { return httplimit.Open(httpTimeout) },
 		"local":  func() httplimit.Failure { return httplimit.Local(httpTimeout, httplimit.NewMemory(httpShare)) },
 	} {
 		for _, combined := range []bool{false, true} {
-			config, err := pgxpool.ParseConfig(*o.url.Load())
-			require.NoError(t, err)
+			config := o.at.config(t)
 			config.ConnConfig.ConnectTimeout = time.Second
-			config.BeforeConnect = o.redirect
 			pool, err := pgxpool.NewWithConfig(context.Background(), config)
 			require.NoError(t, err)
 			o.serve(mode, failure(), pool, combined)
 		}
 	}
 	return o
-}
-
-func (o *httpOutage) find(server *pgtest.Server) {
-	url := server.URL(privateName)
-	o.url.Store(&url)
-}
-
-// redirect goes where the database is now.
-func (o *httpOutage) redirect(_ context.Context, config *pgx.ConnConfig) error {
-	now, err := pgx.ParseConfig(*o.url.Load())
-	if err == nil {
-		config.Host, config.Port = now.Host, now.Port
-	}
-	return err
 }
 
 // serve starts a server and its callers.

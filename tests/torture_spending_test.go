@@ -11,7 +11,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
@@ -32,7 +31,7 @@ func TestTorture_Spending(t *testing.T) {
 		time.Sleep(time.Second + rand.N(2*time.Second)) // the moment is what is random
 		kill(t, server)
 		require.NoError(t, server.Start(t.Context()))
-		b.url.Store(server.URL(db.Name)) // a container that was started again has another port
+		b.at.moveTo(server.URL(db.Name))
 		crashes++
 		run.progress("%d calls, %d jobs, %d crashes", b.calls.Load(), b.jobs.Load(), crashes)
 	}
@@ -60,9 +59,7 @@ func TestSpending_TheBooksFindPlantedBugs(t *testing.T) {
 		function string
 		mutation
 	}{
-		"a settlement counts twice": {"ratelimit_settle", mutation{
-			`(update idempotency_keys as k set settled = [^;]*?)and k.settled is null`, "$1",
-		}},
+		"a settlement counts twice": {"ratelimit_settle", settleTwice},
 		"a charge counts twice": {"ratelimit_charge", mutation{
 			`(insert into idempotency_keys [^;]*?) where k.expires_at <= v_now; exit when found;`, "$1; exit when found;",
 		}},
@@ -87,7 +84,7 @@ type books struct {
 	t    testing.TB
 	mu   sync.Mutex
 	cost map[model.BucketID]int64
-	url  atomic.Value // of the database
+	at   address
 
 	calls, jobs, settled, early, repeats, lost, serial atomic.Int64
 }
@@ -102,7 +99,7 @@ const (
 func newBooks(t testing.TB, db *testDB) *books {
 	t.Helper()
 	b := &books{t: t, cost: map[model.BucketID]int64{}}
-	b.url.Store(db.URL)
+	b.at.moveTo(db.URL)
 	for policy, capacity := range map[string]int64{"rich": richCapacity, "poor": poorCapacity} {
 		db.exec("select ratelimit_define_policy($1, $2, 0, '1 second')", policy, capacity)
 		for key := range 3 {
@@ -136,15 +133,8 @@ func (b *books) check(db *testDB) {
 // load has workers do jobs until stop, which lets them finish.
 func (b *books) load(t testing.TB, workers int) (stop func()) {
 	t.Helper()
-	config, err := pgxpool.ParseConfig(b.url.Load().(string) + "&pool_max_conns=12")
-	require.NoError(t, err)
-	config.BeforeConnect = func(_ context.Context, c *pgx.ConnConfig) error {
-		now, err := pgx.ParseConfig(b.url.Load().(string))
-		if err == nil {
-			c.Host, c.Port, c.Fallbacks = now.Host, now.Port, now.Fallbacks
-		}
-		return err
-	}
+	config := b.at.config(t)
+	config.MaxConns = 12
 	pool, err := pgxpool.NewWithConfig(context.Background(), config)
 	require.NoError(t, err)
 	combiner := client.NewCombiner(pool)
