@@ -102,7 +102,7 @@ begin
     places := '{}';
     return;
   end if;
-  v_ticks := (2 * v_fill_ticks + 1)::bigint;
+  v_ticks := floor(2 * v_fill_ticks + 1)::bigint;
   if policy.durable then
     {{ template "take" "buckets" }};
   else

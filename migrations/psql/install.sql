@@ -5897,7 +5897,7 @@ begin
     places := '{}';
     return;
   end if;
-  v_ticks := (2 * v_fill_ticks + 1)::bigint;
+  v_ticks := floor(2 * v_fill_ticks + 1)::bigint;
   if policy.durable then
     with taken as (
       update buckets as b
