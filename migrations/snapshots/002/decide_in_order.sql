@@ -113,8 +113,8 @@ declare
   v_names       text[] collate "C";
   v_first       integer[];      -- the number of its first bucket
   v_policies    ratelimit.policies[];
-  v_locked      ratelimit.policies[];  -- those whose buckets this round has locked
-  v_moved       boolean := false;  -- one of them is another by now
+  v_ids         bigint[];
+  v_locked      bigint[];       -- the ids by which this round has locked the buckets
   v_durable     integer[];      -- the numbers of durable policies
   v_in_order    integer[];      -- the numbers of all known policies, durable ones first
 
@@ -193,17 +193,16 @@ begin
       end if;
 
       v_now         := clock();  -- the locks may have waited
-      v_locked      := v_policies;
+      v_locked      := v_ids;
+      v_ids         := '{}';
       v_in_order    := '{}';
       v_durable     := '{}';
       select l.policies, l.known, l.numbers, l.levels, l.refilled_at, l.levels_now, l.has_row
         into v_policies, v_known, v_numbers, v_level, v_refilled_at, v_level_now, v_has_row
         from look_at_buckets(v_names, v_first, v_key, v_created, v_bucket, charges, idempotency_keys, v_now) as l;
       for v_part in 1..cardinality(v_names) loop
-        v_policy := v_policies[v_part];
-        if v_round > 1 and v_locked[v_part].id is distinct from v_policy.id then  -- defined anew since the locks
-          v_moved := true;
-        end if;
+        v_policy      := v_policies[v_part];
+        v_ids[v_part] := v_policy.id;
         if v_policy.durable then  -- durable policies first
           v_in_order := v_durable || v_part || v_in_order[cardinality(v_durable) + 1:];
           v_durable  := v_durable || v_part;
@@ -217,9 +216,8 @@ begin
       error_messages := null;
       error_details  := null;
       error_hints    := null;
-      if v_moved then
-        v_moved := false;
-        v_lock  := array_fill(true, array[cardinality(v_key)]);
+      if v_round > 1 and v_ids is distinct from v_locked then  -- a policy was defined anew since the locks
+        v_lock := array_fill(true, array[cardinality(v_key)]);
         raise exception sqlstate 'RL00A';
       end if;
       v_fits         := array_fill(null::boolean, array[v_count]);
