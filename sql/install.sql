@@ -73,6 +73,7 @@
        include/policy.sql         reads the policy and the clock: for functions about one bucket
        include/look.sql           reads one bucket, without a lock: for ratelimit_peek, decide.sql and others
        include/decide.sql         decides about one bucket and takes: for ratelimit_acquire, _reserve and _acquire_up_to
+       include/kinds.sql          what differs between the three functions of decide.sql
        include/charge.sql         takes from one bucket: for decide.sql and ratelimit_acquire_all
        include/lock.sql           locks one bucket, and reads it: for ratelimit_charge and ratelimit_settle
        include/move.sql           what the locked bucket holds after a charge or a settlement

@@ -4008,9 +4008,9 @@ begin
         return answer_of(v_level, v_retry_us, v_reset_us, v_policy.capacity);
       end if;
 
-      -- The bucket has no row, or it holds the cost by now. Without a row, this round makes one, less the tokens.
-      -- Otherwise a second round takes them, unless another session changes the bucket in between. Each further
-      -- round is due to another session.
+      -- The bucket has no row, or it is no longer as it was at the update or the look. Without a row, this round makes one,
+      -- less the tokens. Otherwise a second round takes them, unless another session changes the bucket in between. Each
+      -- further round is due to another session.
       v_round := coalesce(v_round, 0) + 1;
       if v_round = 1000 then
         raise exception 'the bucket changed at every look'
@@ -4069,7 +4069,6 @@ begin
       end if;
     end if;
     return grant_of(v_level, v_reset_us, v_policy.capacity);
-
   else
     if v_idempotency_key is not null then
       select k.* into v_first
@@ -4165,9 +4164,9 @@ begin
         return answer_of(v_level, v_retry_us, v_reset_us, v_policy.capacity);
       end if;
 
-      -- The bucket has no row, or it holds the cost by now. Without a row, this round makes one, less the tokens.
-      -- Otherwise a second round takes them, unless another session changes the bucket in between. Each further
-      -- round is due to another session.
+      -- The bucket has no row, or it is no longer as it was at the update or the look. Without a row, this round makes one,
+      -- less the tokens. Otherwise a second round takes them, unless another session changes the bucket in between. Each
+      -- further round is due to another session.
       v_round := coalesce(v_round, 0) + 1;
       if v_round = 1000 then
         raise exception 'the bucket changed at every look'
@@ -4226,7 +4225,6 @@ begin
       end if;
     end if;
     return grant_of(v_level, v_reset_us, v_policy.capacity);
-
   end if;
 end;
 $$;
@@ -5126,9 +5124,9 @@ begin
         v_wait_us := 0;  -- the next update takes what is there by then
       end if;
 
-      -- The bucket has no row, or another session has changed it. Without a row, this round makes one, less the tokens.
-      -- Otherwise a second round takes them, unless another session changes the bucket in between. Each further
-      -- round is due to another session.
+      -- The bucket has no row, or it is no longer as it was at the update or the look. Without a row, this round makes one,
+      -- less the tokens. Otherwise a second round takes them, unless another session changes the bucket in between. Each
+      -- further round is due to another session.
       v_round := coalesce(v_round, 0) + 1;
       if v_round = 1000 then
         raise exception 'the bucket changed at every look'
@@ -5188,7 +5186,6 @@ begin
       end if;
     end if;
     return reservation_of(true, v_level, v_wait_us, v_reset_us, v_policy.capacity, v_policy.shadow);
-
   else
     if v_idempotency_key is not null then
       select k.* into v_first
@@ -5292,9 +5289,9 @@ begin
         v_wait_us := 0;  -- the next update takes what is there by then
       end if;
 
-      -- The bucket has no row, or another session has changed it. Without a row, this round makes one, less the tokens.
-      -- Otherwise a second round takes them, unless another session changes the bucket in between. Each further
-      -- round is due to another session.
+      -- The bucket has no row, or it is no longer as it was at the update or the look. Without a row, this round makes one,
+      -- less the tokens. Otherwise a second round takes them, unless another session changes the bucket in between. Each
+      -- further round is due to another session.
       v_round := coalesce(v_round, 0) + 1;
       if v_round = 1000 then
         raise exception 'the bucket changed at every look'
@@ -5354,7 +5351,6 @@ begin
       end if;
     end if;
     return reservation_of(true, v_level, v_wait_us, v_reset_us, v_policy.capacity, v_policy.shadow);
-
   end if;
 end;
 $$;
@@ -5543,9 +5539,9 @@ begin
         exit when found;
       end if;
 
-      -- The bucket has no row, or another session has changed it. Without a row, this round makes one, less the tokens.
-      -- Otherwise a second round takes them, unless another session changes the bucket in between. Each further
-      -- round is due to another session.
+      -- The bucket has no row, or it is no longer as it was at the update or the look. Without a row, this round makes one,
+      -- less the tokens. Otherwise a second round takes them, unless another session changes the bucket in between. Each
+      -- further round is due to another session.
       v_round := coalesce(v_round, 0) + 1;
       if v_round = 1000 then
         raise exception 'the bucket changed at every look'
@@ -5603,7 +5599,6 @@ begin
     end if;
     v_answer := grant_of(v_level, v_reset_us, v_policy.capacity);
     return partial_of(v_answer, case when v_policy.shadow then v_at_most else v_granted end);
-
   else
     if v_idempotency_key is not null then
       select k.* into v_first
@@ -5713,9 +5708,9 @@ begin
         exit when found;
       end if;
 
-      -- The bucket has no row, or another session has changed it. Without a row, this round makes one, less the tokens.
-      -- Otherwise a second round takes them, unless another session changes the bucket in between. Each further
-      -- round is due to another session.
+      -- The bucket has no row, or it is no longer as it was at the update or the look. Without a row, this round makes one,
+      -- less the tokens. Otherwise a second round takes them, unless another session changes the bucket in between. Each
+      -- further round is due to another session.
       v_round := coalesce(v_round, 0) + 1;
       if v_round = 1000 then
         raise exception 'the bucket changed at every look'
@@ -5773,7 +5768,6 @@ begin
     end if;
     v_answer := grant_of(v_level, v_reset_us, v_policy.capacity);
     return partial_of(v_answer, case when v_policy.shadow then v_at_most else v_granted end);
-
   end if;
 end;
 $$;
@@ -7690,9 +7684,9 @@ begin
         return answer_of(v_level, v_retry_us, v_reset_us, v_policy.capacity);
       end if;
 
-      -- The bucket has no row, or it holds the cost by now. Without a row, this round makes one, less the tokens.
-      -- Otherwise a second round takes them, unless another session changes the bucket in between. Each further
-      -- round is due to another session.
+      -- The bucket has no row, or it is no longer as it was at the update or the look. Without a row, this round makes one,
+      -- less the tokens. Otherwise a second round takes them, unless another session changes the bucket in between. Each
+      -- further round is due to another session.
       v_round := coalesce(v_round, 0) + 1;
       if v_round = 1000 then
         raise exception 'the bucket changed at every look'
@@ -7751,7 +7745,6 @@ begin
       end if;
     end if;
     return grant_of(v_level, v_reset_us, v_policy.capacity);
-
   else
     if v_idempotency_key is not null then
       select k.* into v_first
@@ -7847,9 +7840,9 @@ begin
         return answer_of(v_level, v_retry_us, v_reset_us, v_policy.capacity);
       end if;
 
-      -- The bucket has no row, or it holds the cost by now. Without a row, this round makes one, less the tokens.
-      -- Otherwise a second round takes them, unless another session changes the bucket in between. Each further
-      -- round is due to another session.
+      -- The bucket has no row, or it is no longer as it was at the update or the look. Without a row, this round makes one,
+      -- less the tokens. Otherwise a second round takes them, unless another session changes the bucket in between. Each
+      -- further round is due to another session.
       v_round := coalesce(v_round, 0) + 1;
       if v_round = 1000 then
         raise exception 'the bucket changed at every look'
@@ -7908,7 +7901,6 @@ begin
       end if;
     end if;
     return grant_of(v_level, v_reset_us, v_policy.capacity);
-
   end if;
 end;
 $$;

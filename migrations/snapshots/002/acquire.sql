@@ -62,9 +62,9 @@ begin
   {{ template "include/policy.sql" . }}
   v_wanted := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
   if v_policy.durable then
-    {{ template "include/decide.sql" (dict "buckets" "buckets" "keys" "idempotency_keys") }}
+    {{ template "include/decide.sql" (dict "kind" "acquire" "buckets" "buckets" "keys" "idempotency_keys") }}
   else
-    {{ template "include/decide.sql" (dict "buckets" "ephemeral_buckets" "keys" "ephemeral_idempotency_keys") }}
+    {{ template "include/decide.sql" (dict "kind" "acquire" "buckets" "ephemeral_buckets" "keys" "ephemeral_idempotency_keys") }}
   end if;
 end;
 {{- end }}

@@ -1,8 +1,8 @@
 {{- /* The contract of the fragments about one bucket: the locals that a function must declare to include them. locals_of_look
        is for look.sql; locals_of_lock for lock.sql, move.sql, write.sql, find_key.sql, and for look.sql with bare;
-       locals_of_decide for decide.sql, and locals_of_seen for decide.sql with a kind. The function sets the locals marked "in" before
-       the fragment, and reads those marked "out" after it. It sets those marked "in/out" before the fragment, and the fragment
-       changes them. Only fragments use those marked "inner".
+       locals_of_decide for decide.sql of kind "acquire", and locals_of_seen for decide.sql of the other kinds. The function
+       sets the locals marked "in" before the fragment, and reads those marked "out" after it. It sets those marked "in/out"
+       before the fragment, and the fragment changes them. Only fragments use those marked "inner".
        The argument function is the name of the function: the locals take over its arguments key, cost and idempotency_key.
        The argument cost is the name of that argument, if it has another. Types have their schema
        for functions without a search_path of their own. */ -}}
