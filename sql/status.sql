@@ -1,7 +1,57 @@
+-- The rows of ratelimit_status. That has columns named like its arguments, which PL/pgSQL refuses.
+--
+-- A standby cannot read ephemeral buckets. Even a statement that names their table fails there, so it has a statement of its
+-- own. If an ephemeral policy is asked for, it is 0A000: to list no bucket would say that all are full.
+create or replace function ratelimit.emptiest_buckets(in of_policy text, in at_most integer,
+    out policy text, out key text, out remaining bigint, out retry_after interval, out reset_after interval, out capacity bigint, out overridden boolean)
+  returns setof record
+  language plpgsql
+  stable
+  set search_path = ratelimit, pg_temp
+as $$
+{{- /* The argument is where the buckets are. */ -}}
+{{ define "emptiest_buckets" -}}
+return query
+      select s.name, s.key, whole_tokens(s.level_now),
+             duration(case when s.capacity > 0 then {{ template "wait_for" (dict "target" "microtokens(1)" "bucket" "s." "policy" "s.") }} end),
+             duration({{ template "wait_for" (dict "target" "s.full_level" "bucket" "s." "policy" "s.") }}),
+             s.capacity, s.overridden
+        from (select u.*, {{ template "refilled_level" (dict "bucket" "u." "policy" "u.") }} as level_now
+                from (select p.name, b.key, b.level, b.refilled_at, o.key is not null as overridden
+                             {{- template "include/numbers.sql" }}
+                        from policies as p
+                        join {{ . }} as b on b.policy_id = p.id
+                        left join overrides as o on p.overridden and o.policy_id = p.id and o.key = b.key and o.expires_at > v_now
+                       where v_name is null or p.name = v_name
+                      offset 0) as u
+               order by {{ template "refilled_level" (dict "bucket" "u." "policy" "u.") }} / greatest(u.full_level, 1), u.name, u.key
+               limit at_most) as s
+       order by s.level_now / greatest(s.full_level, 1), s.name, s.key;
+{{- end }}
+declare
+  v_name text collate "C" := of_policy;
+  v_now  constant timestamptz := clock();
+begin
+  if not pg_is_in_recovery() then
+    {{ template "emptiest_buckets" "(table buckets union all table ephemeral_buckets)" }}
+  elsif exists (select from policies as p where p.name = v_name and not p.durable) then
+    raise exception 'ephemeral buckets cannot be read on a standby'
+      using errcode = '0A000',
+            detail  = format('Policy %L is ephemeral.', v_name),
+            hint    = 'Ask the primary.';
+  else
+    {{ template "emptiest_buckets" "buckets" }}
+  end if;
+end;
+$$;
+comment on function ratelimit.emptiest_buckets(text, integer) is
+  'The buckets that have rows, the emptiest first, at most at_most of them.';
+
 -- Lists the buckets that have rows, the emptiest first: by the share of their capacity that they hold. retry_after is the
 -- time until the bucket holds a token. overridden tells that the key has numbers of its own. Buckets without a row are full.
 --
--- It reads every bucket, of one policy if given.
+-- It reads every bucket, of one policy if given. On a standby, it lists those of durable policies; one that is ephemeral
+-- is 0A000 there.
 -- Locks:  nothing.
 -- Writes: nothing.
 create or replace function ratelimit_status(policy text default null, max_rows integer default 100)
@@ -12,22 +62,7 @@ create or replace function ratelimit_status(policy text default null, max_rows i
   set search_path = ratelimit, pg_temp
 as $$
   select check_listing($1, null, $2);
-  select s.name, s.key, whole_tokens(s.level_now),
-         duration(case when s.capacity > 0 then {{ template "wait_for" (dict "target" "microtokens(1)" "bucket" "s." "policy" "s.") }} end),
-         duration({{ template "wait_for" (dict "target" "s.full_level" "bucket" "s." "policy" "s.") }}),
-         s.capacity, s.overridden
-    from (select u.*, {{ template "refilled_level" (dict "bucket" "u." "policy" "u.") }} as level_now
-            from (select p.name, b.key, b.level, b.refilled_at, c.v_now, o.key is not null as overridden
-                         {{- template "include/numbers.sql" }}
-                    from policies as p
-                    join (table buckets union all table ephemeral_buckets) as b on b.policy_id = p.id
-                   cross join (select clock() as v_now offset 0) as c
-                    left join overrides as o on p.overridden and o.policy_id = p.id and o.key = b.key and o.expires_at > c.v_now
-                   where $1 is null or p.name = $1 collate "C"
-                  offset 0) as u
-           order by {{ template "refilled_level" (dict "bucket" "u." "policy" "u.") }} / greatest(u.full_level, 1), u.name, u.key
-           limit $2) as s
-   order by s.level_now / greatest(s.full_level, 1), s.name, s.key
+  select * from emptiest_buckets($1, $2)
 $$;
 comment on function ratelimit_status(text, integer) is
-  'List the buckets that have rows, the emptiest first, at most max_rows of them; reads every bucket.';
+  'List the buckets that have rows, the emptiest first, at most max_rows of them; reads every bucket; on a standby, those of durable policies.';

@@ -1,24 +1,19 @@
 package tests
 
 import (
+	"strings"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
-// On a standby, peek answers for durable policies. A call that would write, or would read an unlogged table,
-// is an error that says so.
-func TestStandby(t *testing.T) {
-	t.Parallel()
-	db, server := newPrivateDB(t)
-	db.definePolicy("durable", 10, 1, aDay)
-	db.definePolicy("ephemeral", 10, 1, aDay, ephemeral)
-	first := db.acquire("durable", "k", 3, "first")
-	db.acquire("ephemeral", "k", 3, "first")
-
-	// The server goes on as a standby that waits for a primary to follow.
+// becomeStandby has a server go on as a standby that waits for a primary to follow.
+func becomeStandby(t *testing.T, db *testDB, server *pgtest.Server) *testDB {
+	t.Helper()
 	db.exec(`
 		do $$
 		begin
@@ -30,6 +25,20 @@ func TestStandby(t *testing.T) {
 	require.NoError(t, server.Start(t.Context()))
 	db = reopen(t, server)
 	require.Equal(t, int64(1), db.number("select 1 where pg_is_in_recovery()"))
+	return db
+}
+
+// On a standby, peek answers for durable policies. A call that would write, or would read an unlogged table,
+// is an error that says so.
+func TestStandby(t *testing.T) {
+	t.Parallel()
+	db, server := newPrivateDB(t)
+	db.definePolicy("durable", 10, 1, aDay)
+	db.definePolicy("ephemeral", 10, 1, aDay, ephemeral)
+	first := db.acquire("durable", "k", 3, "first")
+	db.acquire("ephemeral", "k", 3, "first")
+
+	db = becomeStandby(t, db, server)
 
 	const readOnly, unlogged = "25006", "0A000"
 	refused := func(code, message, call string, args ...any) {
@@ -79,4 +88,76 @@ func TestStandby(t *testing.T) {
 	require.Equal(t, replayed(first), db.acquire("durable", "k", 3, "first"))
 	require.EqualValues(t, 5, db.acquire("durable", "k", 2).Remaining)
 	require.EqualValues(t, 8, db.acquire("ephemeral", "k", 2, "first").Remaining)
+}
+
+// On a standby, status lists the buckets of durable policies, and says so if it is asked for others.
+func TestStandby_Status(t *testing.T) {
+	t.Parallel()
+	db, server := newPrivateDB(t)
+	db.setClock(t0)
+	db.definePolicy("durable", 10, 1, 2*second)
+	db.definePolicy("ephemeral", 10, 1, 2*second, ephemeral)
+	for _, policy := range []string{"durable", "ephemeral"} {
+		db.acquire(policy, "a", 3)
+		db.acquire(policy, "b", 4)
+	}
+	db.exec("select ratelimit_override('durable', 'a', 4)")
+	const a, b = "durable|a|4|0|0|4|t", "durable|b|6|0|8|10|f"
+	require.Equal(t, []string{b, "ephemeral|b|6|0|8|10|f", "ephemeral|a|7|0|6|10|f", a}, column(t, db.DB, statusColumns+"ratelimit_status()"))
+
+	db = becomeStandby(t, db, server)
+	require.Equal(t, []string{b, a}, column(t, db.DB, statusColumns+"ratelimit_status()"))
+	require.Equal(t, []string{b}, column(t, db.DB, statusColumns+"ratelimit_status('durable', 1)"))
+	_, err := db.Pool.Exec(t.Context(), "select * from ratelimit_status('ephemeral')")
+	require.Equal(t, "0A000", sqlState(err), "%v", err)
+	require.Equal(t, []string{"ephemeral buckets cannot be read on a standby", "Policy 'ephemeral' is ephemeral.", "Ask the primary."},
+		[]string{pgError(err).Message, pgError(err).Detail, pgError(err).Hint})
+	_, err = db.Pool.Exec(t.Context(), "select * from ratelimit_status('none')")
+	require.Equal(t, "RL001", sqlState(err), "%v", err)
+}
+
+// The doctor of a standby looks at what that can read, names the rest, and sends to the primary what only a primary can do.
+func TestStandby_Doctor(t *testing.T) {
+	t.Parallel()
+	const notOnAStandby = " This server is a standby: do it on the primary."
+	db, server := newPrivateDB(t, "autovacuum=off")
+	db.setClock(t0)
+	db.definePolicy("durable", 10, 1, second)
+	db.acquire("durable", "k", 3)
+	db.exec("select ratelimit_override('durable', 'k', 4, expires_at => $1)", t0.Add(second))
+	require.Len(t, db.findings(), 1, "autovacuum is off")
+	db = becomeStandby(t, db, server)
+	require.Empty(t, db.findings(), "a standby vacuums nothing")
+
+	promote := func() {
+		t.Helper()
+		db.exec("select pg_promote()")
+		db.Await(t, patience, "select not pg_is_in_recovery()")
+		db = reopen(t, server)
+	}
+	promote()
+	db.definePolicy("ephemeral", 10, 1, second, ephemeral)
+	db.acquire("ephemeral", "k", 3)
+	db.exec("alter table ratelimit.buckets set (autovacuum_enabled = off)")
+	db.setClock(t0.Add(time.Hour))
+	require.Len(t, db.findings(), 5)
+	db = becomeStandby(t, db, server)
+	findings, remedies := db.findings(), column(t, db.DB, "select remedy from ratelimit_doctor()")
+	require.Len(t, findings, 4)
+	for i, want := range []string{
+		"warning: ratelimit.buckets has 1 rows overdue",
+		"warning: ratelimit.overrides has 1 rows overdue",
+		"notice: This server is a standby, which cannot read the buckets and idempotency keys of ephemeral policies",
+		"warning: Autovacuum is off for ratelimit.buckets.",
+	} {
+		require.Contains(t, findings[i], want)
+		require.Equal(t, !strings.HasPrefix(want, "notice"), strings.HasSuffix(remedies[i], notOnAStandby), remedies[i])
+	}
+
+	// They help there.
+	promote()
+	db.exec("call ratelimit_cleanup_all()")
+	db.exec(strings.TrimSuffix(remedies[3], notOnAStandby))
+	db = becomeStandby(t, db, server)
+	require.Len(t, db.findings(), 1, "but for what it cannot see")
 }

@@ -8489,10 +8489,85 @@ $$;
 comment on procedure ratelimit_cleanup_all(interval) is
   'Remove all full buckets and expired idempotency keys in short batches, committing between them, for at most budget.';
 
+-- The rows of ratelimit_status. That has columns named like its arguments, which PL/pgSQL refuses.
+--
+-- A standby cannot read ephemeral buckets. Even a statement that names their table fails there, so it has a statement of its
+-- own. If an ephemeral policy is asked for, it is 0A000: to list no bucket would say that all are full.
+create or replace function ratelimit.emptiest_buckets(in of_policy text, in at_most integer,
+    out policy text, out key text, out remaining bigint, out retry_after interval, out reset_after interval, out capacity bigint, out overridden boolean)
+  returns setof record
+  language plpgsql
+  stable
+  set search_path = ratelimit, pg_temp
+as $$
+declare
+  v_name text collate "C" := of_policy;
+  v_now  constant timestamptz := clock();
+begin
+  if not pg_is_in_recovery() then
+    return query
+      select s.name, s.key, whole_tokens(s.level_now),
+             duration(case when s.capacity > 0 then wait_for(microtokens(1), s.level, s.refilled_at, v_now, s.every_us, s.tick_us, s.tick_gain, s.round_up) end),
+             duration(wait_for(s.full_level, s.level, s.refilled_at, v_now, s.every_us, s.tick_us, s.tick_gain, s.round_up)),
+             s.capacity, s.overridden
+        from (select u.*, refilled_level(u.level, u.refilled_at, v_now, u.full_level, u.gain, u.every_us, u.tick) as level_now
+                from (select p.name, b.key, b.level, b.refilled_at, o.key is not null as overridden,
+                     case when o.key is null then p.capacity else o.capacity end as capacity,
+                     case when o.key is null then p.tick else o.tick end as tick,
+                     case when o.key is null then p.every_us else o.every_us end as every_us,
+                     case when o.key is null then p.tick_us else o.tick_us end as tick_us,
+                     case when o.key is null then p.full_level else o.full_level end as full_level,
+                     case when o.key is null then p.gain else o.gain end as gain,
+                     case when o.key is null then p.tick_gain else o.tick_gain end as tick_gain,
+                     case when o.key is null then p.round_up else o.round_up end as round_up
+                        from policies as p
+                        join (table buckets union all table ephemeral_buckets) as b on b.policy_id = p.id
+                        left join overrides as o on p.overridden and o.policy_id = p.id and o.key = b.key and o.expires_at > v_now
+                       where v_name is null or p.name = v_name
+                      offset 0) as u
+               order by refilled_level(u.level, u.refilled_at, v_now, u.full_level, u.gain, u.every_us, u.tick) / greatest(u.full_level, 1), u.name, u.key
+               limit at_most) as s
+       order by s.level_now / greatest(s.full_level, 1), s.name, s.key;
+  elsif exists (select from policies as p where p.name = v_name and not p.durable) then
+    raise exception 'ephemeral buckets cannot be read on a standby'
+      using errcode = '0A000',
+            detail  = format('Policy %L is ephemeral.', v_name),
+            hint    = 'Ask the primary.';
+  else
+    return query
+      select s.name, s.key, whole_tokens(s.level_now),
+             duration(case when s.capacity > 0 then wait_for(microtokens(1), s.level, s.refilled_at, v_now, s.every_us, s.tick_us, s.tick_gain, s.round_up) end),
+             duration(wait_for(s.full_level, s.level, s.refilled_at, v_now, s.every_us, s.tick_us, s.tick_gain, s.round_up)),
+             s.capacity, s.overridden
+        from (select u.*, refilled_level(u.level, u.refilled_at, v_now, u.full_level, u.gain, u.every_us, u.tick) as level_now
+                from (select p.name, b.key, b.level, b.refilled_at, o.key is not null as overridden,
+                     case when o.key is null then p.capacity else o.capacity end as capacity,
+                     case when o.key is null then p.tick else o.tick end as tick,
+                     case when o.key is null then p.every_us else o.every_us end as every_us,
+                     case when o.key is null then p.tick_us else o.tick_us end as tick_us,
+                     case when o.key is null then p.full_level else o.full_level end as full_level,
+                     case when o.key is null then p.gain else o.gain end as gain,
+                     case when o.key is null then p.tick_gain else o.tick_gain end as tick_gain,
+                     case when o.key is null then p.round_up else o.round_up end as round_up
+                        from policies as p
+                        join buckets as b on b.policy_id = p.id
+                        left join overrides as o on p.overridden and o.policy_id = p.id and o.key = b.key and o.expires_at > v_now
+                       where v_name is null or p.name = v_name
+                      offset 0) as u
+               order by refilled_level(u.level, u.refilled_at, v_now, u.full_level, u.gain, u.every_us, u.tick) / greatest(u.full_level, 1), u.name, u.key
+               limit at_most) as s
+       order by s.level_now / greatest(s.full_level, 1), s.name, s.key;
+  end if;
+end;
+$$;
+comment on function ratelimit.emptiest_buckets(text, integer) is
+  'The buckets that have rows, the emptiest first, at most at_most of them.';
+
 -- Lists the buckets that have rows, the emptiest first: by the share of their capacity that they hold. retry_after is the
 -- time until the bucket holds a token. overridden tells that the key has numbers of its own. Buckets without a row are full.
 --
--- It reads every bucket, of one policy if given.
+-- It reads every bucket, of one policy if given. On a standby, it lists those of durable policies; one that is ephemeral
+-- is 0A000 there.
 -- Locks:  nothing.
 -- Writes: nothing.
 create or replace function ratelimit_status(policy text default null, max_rows integer default 100)
@@ -8503,37 +8578,18 @@ create or replace function ratelimit_status(policy text default null, max_rows i
   set search_path = ratelimit, pg_temp
 as $$
   select check_listing($1, null, $2);
-  select s.name, s.key, whole_tokens(s.level_now),
-         duration(case when s.capacity > 0 then wait_for(microtokens(1), s.level, s.refilled_at, v_now, s.every_us, s.tick_us, s.tick_gain, s.round_up) end),
-         duration(wait_for(s.full_level, s.level, s.refilled_at, v_now, s.every_us, s.tick_us, s.tick_gain, s.round_up)),
-         s.capacity, s.overridden
-    from (select u.*, refilled_level(u.level, u.refilled_at, v_now, u.full_level, u.gain, u.every_us, u.tick) as level_now
-            from (select p.name, b.key, b.level, b.refilled_at, c.v_now, o.key is not null as overridden,
-                     case when o.key is null then p.capacity else o.capacity end as capacity,
-                     case when o.key is null then p.tick else o.tick end as tick,
-                     case when o.key is null then p.every_us else o.every_us end as every_us,
-                     case when o.key is null then p.tick_us else o.tick_us end as tick_us,
-                     case when o.key is null then p.full_level else o.full_level end as full_level,
-                     case when o.key is null then p.gain else o.gain end as gain,
-                     case when o.key is null then p.tick_gain else o.tick_gain end as tick_gain,
-                     case when o.key is null then p.round_up else o.round_up end as round_up
-                    from policies as p
-                    join (table buckets union all table ephemeral_buckets) as b on b.policy_id = p.id
-                   cross join (select clock() as v_now offset 0) as c
-                    left join overrides as o on p.overridden and o.policy_id = p.id and o.key = b.key and o.expires_at > c.v_now
-                   where $1 is null or p.name = $1 collate "C"
-                  offset 0) as u
-           order by refilled_level(u.level, u.refilled_at, v_now, u.full_level, u.gain, u.every_us, u.tick) / greatest(u.full_level, 1), u.name, u.key
-           limit $2) as s
-   order by s.level_now / greatest(s.full_level, 1), s.name, s.key
+  select * from emptiest_buckets($1, $2)
 $$;
 comment on function ratelimit_status(text, integer) is
-  'List the buckets that have rows, the emptiest first, at most max_rows of them; reads every bucket.';
+  'List the buckets that have rows, the emptiest first, at most max_rows of them; reads every bucket; on a standby, those of durable policies.';
 
 -- Looks for what makes limits slow or tables large, and says what helps. Without findings all is well.
 --
 -- A bucket that is overdue and in use is none: clean-up skips a row that is locked. Statistics are those since they were
 -- last reset. Sessions count after a minute.
+--
+-- On a standby it looks at what a standby can read, and at the sessions there. That it cannot look at ephemeral buckets is
+-- a finding, if a policy has such.
 --
 -- Locks:  nothing.
 -- Writes: nothing.
@@ -8550,12 +8606,14 @@ declare
   v_due_before constant timestamptz := v_now - interval '10 minutes';
   v_tables     constant regclass[]  := array['buckets'::regclass, 'ephemeral_buckets'::regclass, 'idempotency_keys'::regclass,
                                              'ephemeral_idempotency_keys'::regclass];
+  v_standby    constant boolean     := pg_is_in_recovery();
+  v_where      constant text        := case when v_standby then ' This server is a standby: do it on the primary.' else '' end;
 begin
   return query
     select 'warning',
            format('ratelimit.buckets has %s rows overdue for clean-up, the oldest since %s.',
                   case when o.overdue = 10000 then '10000 or more' else o.overdue::text end, date_trunc('second', o.since)),
-           'Clean-up does not run, or cannot keep up. Run it now: call ratelimit_cleanup_all(); and then every minute: docs/operating.md.'
+           'Clean-up does not run, or cannot keep up. Run it now: call ratelimit_cleanup_all(); and then every minute: docs/operating.md.' || v_where
       from (select count(*) as overdue, min(d.due) as since
               from (select t.due_at as due
                       from buckets as t
@@ -8567,7 +8625,7 @@ begin
     select 'warning',
            format('ratelimit.idempotency_keys has %s rows overdue for clean-up, the oldest since %s.',
                   case when o.overdue = 10000 then '10000 or more' else o.overdue::text end, date_trunc('second', o.since)),
-           'Clean-up does not run, or cannot keep up. Run it now: call ratelimit_cleanup_all(); and then every minute: docs/operating.md.'
+           'Clean-up does not run, or cannot keep up. Run it now: call ratelimit_cleanup_all(); and then every minute: docs/operating.md.' || v_where
       from (select count(*) as overdue, min(d.due) as since
               from (select t.expires_at as due
                       from idempotency_keys as t
@@ -8579,7 +8637,7 @@ begin
     select 'warning',
            format('ratelimit.overrides has %s rows overdue for clean-up, the oldest since %s.',
                   case when o.overdue = 10000 then '10000 or more' else o.overdue::text end, date_trunc('second', o.since)),
-           'Clean-up does not run, or cannot keep up. Run it now: call ratelimit_cleanup_all(); and then every minute: docs/operating.md.'
+           'Clean-up does not run, or cannot keep up. Run it now: call ratelimit_cleanup_all(); and then every minute: docs/operating.md.' || v_where
       from (select count(*) as overdue, min(d.due) as since
               from (select t.expires_at as due
                       from overrides as t
@@ -8587,12 +8645,12 @@ begin
                      order by t.expires_at
                      limit 10000) as d) as o
      where o.overdue > 0;
-  if not pg_is_in_recovery() then  -- a standby cannot read these
+  if not v_standby then
     return query
     select 'warning',
            format('ratelimit.ephemeral_buckets has %s rows overdue for clean-up, the oldest since %s.',
                   case when o.overdue = 10000 then '10000 or more' else o.overdue::text end, date_trunc('second', o.since)),
-           'Clean-up does not run, or cannot keep up. Run it now: call ratelimit_cleanup_all(); and then every minute: docs/operating.md.'
+           'Clean-up does not run, or cannot keep up. Run it now: call ratelimit_cleanup_all(); and then every minute: docs/operating.md.' || v_where
       from (select count(*) as overdue, min(d.due) as since
               from (select t.due_at as due
                       from ephemeral_buckets as t
@@ -8604,7 +8662,7 @@ begin
     select 'warning',
            format('ratelimit.ephemeral_idempotency_keys has %s rows overdue for clean-up, the oldest since %s.',
                   case when o.overdue = 10000 then '10000 or more' else o.overdue::text end, date_trunc('second', o.since)),
-           'Clean-up does not run, or cannot keep up. Run it now: call ratelimit_cleanup_all(); and then every minute: docs/operating.md.'
+           'Clean-up does not run, or cannot keep up. Run it now: call ratelimit_cleanup_all(); and then every minute: docs/operating.md.' || v_where
       from (select count(*) as overdue, min(d.due) as since
               from (select t.expires_at as due
                       from ephemeral_idempotency_keys as t
@@ -8612,12 +8670,17 @@ begin
                      order by t.expires_at
                      limit 10000) as d) as o
      where o.overdue > 0;
+  elsif exists (select from policies as p where not p.durable) then
+    return query values (
+      'notice',
+      'This server is a standby, which cannot read the buckets and idempotency keys of ephemeral policies: overdue rows there are not found.',
+      'Ask the primary, too: select * from ratelimit_doctor();');
   end if;
 
   return query
     select 'warning',
            format('ratelimit.%s holds %s dead row versions beside %s rows.', s.relname, s.n_dead_tup, s.n_live_tup),
-           'Vacuum does not get to them, or an old snapshot keeps them: see the other findings. Then run: vacuum ratelimit.' || s.relname || ';'
+           'Vacuum does not get to them, or an old snapshot keeps them: see the other findings. Then run: vacuum ratelimit.' || s.relname || ';' || v_where
       from pg_stat_all_tables as s
      where s.relid = any (v_tables)
        and s.n_dead_tup > 100000
@@ -8627,7 +8690,7 @@ begin
   return query
     select 'warning',
            format('ratelimit.%s takes up %s, and its %s rows need less than %s.', b.relname, pg_size_pretty(b.size), b.rows, pg_size_pretty(b.needed)),
-           'Space that is free in the table is used again. To give it back, in a quiet moment, because acquires wait: vacuum full ratelimit.' || b.relname || ';'
+           'Space that is free in the table is used again. To give it back, in a quiet moment, because acquires wait: vacuum full ratelimit.' || b.relname || ';' || v_where
       from (select s.relname, pg_total_relation_size(s.relid) as size, r.rows, 10 * 1048576 + (r.rows * 2 * (w.width + 50))::bigint as needed
               from pg_stat_all_tables as s
               join pg_class as c on c.oid = s.relid
@@ -8674,7 +8737,7 @@ begin
   return query
     select 'notice',
            format('The owner of the package, %I, cannot see what sessions of other roles do: old snapshots and idle transactions are not found.', current_user),
-           format('As a superuser, or with the admin option: grant pg_read_all_stats to %I;', current_user)
+           format('As a superuser, or with the admin option: grant pg_read_all_stats to %I;', current_user) || v_where
      where not pg_has_role(current_user, 'pg_read_all_stats', 'usage');
 
   return query
@@ -8684,11 +8747,12 @@ begin
       from pg_settings as s
      where s.name in ('autovacuum', 'track_counts')
        and s.setting = 'off'
+       and not v_standby  -- where nothing is vacuumed
      order by s.name;
   return query
     select 'warning',
            format('Autovacuum is off for ratelimit.%s.', c.relname),
-           format('alter table ratelimit.%s reset (autovacuum_enabled);', c.relname)
+           format('alter table ratelimit.%s reset (autovacuum_enabled);', c.relname) || v_where
       from pg_class as c
      cross join pg_options_to_table(c.reloptions) as o
      where c.oid = any (v_tables)

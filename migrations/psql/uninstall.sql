@@ -136,7 +136,7 @@ drop function ratelimit.grant_of, ratelimit.answer_of, ratelimit.shadow_of, rate
               ratelimit.lock_buckets, ratelimit.take, ratelimit.take_of_policies, ratelimit.decide_in_order, ratelimit.acquire_batch,
               ratelimit.check_sizes, ratelimit.check_numbers, ratelimit.check_max_rows, ratelimit.check_listing,
               ratelimit.acquire, ratelimit.peek, ratelimit.http_fields, ratelimit.refuse_http, ratelimit.rate_limit_exceeded,
-              ratelimit.check_guard, ratelimit.limit_request;
+              ratelimit.check_guard, ratelimit.limit_request, ratelimit.emptiest_buckets;
 drop type ratelimit.decision, ratelimit.reservation, ratelimit.partial_decision, ratelimit.packed, ratelimit.charged, ratelimit.reading;
 alter type ratelimit.retired_decision rename to decision;
 

@@ -3,6 +3,9 @@
 -- A bucket that is overdue and in use is none: clean-up skips a row that is locked. Statistics are those since they were
 -- last reset. Sessions count after a minute.
 --
+-- On a standby it looks at what a standby can read, and at the sessions there. That it cannot look at ephemeral buckets is
+-- a finding, if a policy has such.
+--
 -- Locks:  nothing.
 -- Writes: nothing.
 create or replace function ratelimit_doctor()
@@ -19,7 +22,7 @@ return query
     select 'warning',
            format('ratelimit.{{ .table }} has %s rows overdue for clean-up, the oldest since %s.',
                   case when o.overdue = 10000 then '10000 or more' else o.overdue::text end, date_trunc('second', o.since)),
-           'Clean-up does not run, or cannot keep up. Run it now: call ratelimit_cleanup_all(); and then every minute: docs/operating.md.'
+           'Clean-up does not run, or cannot keep up. Run it now: call ratelimit_cleanup_all(); and then every minute: docs/operating.md.' || v_where
       from (select count(*) as overdue, min(d.due) as since
               from (select t.{{ .column }} as due
                       from {{ .table }} as t
@@ -33,19 +36,26 @@ declare
   v_due_before constant timestamptz := v_now - interval '10 minutes';
   v_tables     constant regclass[]  := array['buckets'::regclass, 'ephemeral_buckets'::regclass, 'idempotency_keys'::regclass,
                                              'ephemeral_idempotency_keys'::regclass];
+  v_standby    constant boolean     := pg_is_in_recovery();
+  v_where      constant text        := case when v_standby then ' This server is a standby: do it on the primary.' else '' end;
 begin
   {{ template "overdue" (dict "table" "buckets" "column" "due_at" "and" "and t.refilled_at < v_due_before") }}
   {{ template "overdue" (dict "table" "idempotency_keys" "column" "expires_at") }}
   {{ template "overdue" (dict "table" "overrides" "column" "expires_at") }}
-  if not pg_is_in_recovery() then  -- a standby cannot read these
+  if not v_standby then
     {{ template "overdue" (dict "table" "ephemeral_buckets" "column" "due_at" "and" "and t.refilled_at < v_due_before") }}
     {{ template "overdue" (dict "table" "ephemeral_idempotency_keys" "column" "expires_at") }}
+  elsif exists (select from policies as p where not p.durable) then
+    return query values (
+      'notice',
+      'This server is a standby, which cannot read the buckets and idempotency keys of ephemeral policies: overdue rows there are not found.',
+      'Ask the primary, too: select * from ratelimit_doctor();');
   end if;
 
   return query
     select 'warning',
            format('ratelimit.%s holds %s dead row versions beside %s rows.', s.relname, s.n_dead_tup, s.n_live_tup),
-           'Vacuum does not get to them, or an old snapshot keeps them: see the other findings. Then run: vacuum ratelimit.' || s.relname || ';'
+           'Vacuum does not get to them, or an old snapshot keeps them: see the other findings. Then run: vacuum ratelimit.' || s.relname || ';' || v_where
       from pg_stat_all_tables as s
      where s.relid = any (v_tables)
        and s.n_dead_tup > 100000
@@ -55,7 +65,7 @@ begin
   return query
     select 'warning',
            format('ratelimit.%s takes up %s, and its %s rows need less than %s.', b.relname, pg_size_pretty(b.size), b.rows, pg_size_pretty(b.needed)),
-           'Space that is free in the table is used again. To give it back, in a quiet moment, because acquires wait: vacuum full ratelimit.' || b.relname || ';'
+           'Space that is free in the table is used again. To give it back, in a quiet moment, because acquires wait: vacuum full ratelimit.' || b.relname || ';' || v_where
       from (select s.relname, pg_total_relation_size(s.relid) as size, r.rows, 10 * 1048576 + (r.rows * 2 * (w.width + 50))::bigint as needed
               from pg_stat_all_tables as s
               join pg_class as c on c.oid = s.relid
@@ -102,7 +112,7 @@ begin
   return query
     select 'notice',
            format('The owner of the package, %I, cannot see what sessions of other roles do: old snapshots and idle transactions are not found.', current_user),
-           format('As a superuser, or with the admin option: grant pg_read_all_stats to %I;', current_user)
+           format('As a superuser, or with the admin option: grant pg_read_all_stats to %I;', current_user) || v_where
      where not pg_has_role(current_user, 'pg_read_all_stats', 'usage');
 
   return query
@@ -112,11 +122,12 @@ begin
       from pg_settings as s
      where s.name in ('autovacuum', 'track_counts')
        and s.setting = 'off'
+       and not v_standby  -- where nothing is vacuumed
      order by s.name;
   return query
     select 'warning',
            format('Autovacuum is off for ratelimit.%s.', c.relname),
-           format('alter table ratelimit.%s reset (autovacuum_enabled);', c.relname)
+           format('alter table ratelimit.%s reset (autovacuum_enabled);', c.relname) || v_where
       from pg_class as c
      cross join pg_options_to_table(c.reloptions) as o
      where c.oid = any (v_tables)
