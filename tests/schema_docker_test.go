@@ -2,6 +2,8 @@ package tests
 
 import (
 	"net/url"
+	"os"
+	"regexp"
 	"strings"
 	"testing"
 
@@ -13,10 +15,17 @@ import (
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
-const (
-	imageOwner  = "pgratelimit"
-	imageGrants = "grant execute on function ratelimit_acquire, ratelimit_acquire_many, ratelimit_acquire_all, ratelimit_acquire_packed, ratelimit_peek, ratelimit_refund to ratelimit_app"
-)
+const imageOwner = "pgratelimit"
+
+// imageGrants is the statement by which the image lets role ratelimit_app use the package.
+func imageGrants(t *testing.T) string {
+	t.Helper()
+	script, err := os.ReadFile("../docker/update.sh")
+	require.NoError(t, err)
+	statement := regexp.MustCompile(`grant execute on function[^;]+to ratelimit_app;`).FindString(string(script))
+	require.NotEmpty(t, statement)
+	return statement
+}
 
 func newContainer(t *testing.T) *pgtest.Server {
 	t.Helper()
@@ -103,7 +112,7 @@ func requireUpToDate(t *testing.T, server *pgtest.Server) {
 		execute(t, conn, sql)
 	}
 	require.NoError(t, migrations.Up(t.Context(), conn))
-	execute(t, conn, imageGrants)
+	execute(t, conn, imageGrants(t))
 	require.NoError(t, conn.Close(t.Context()))
 	reference := installedDB(t, server, "reference")
 	require.Equal(t, ownLines(t, reference), ownLines(t, db))

@@ -4,7 +4,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"regexp"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -50,33 +52,59 @@ func TestPrivileges_CallerCanAcquireAndPeekAndNothingElse(t *testing.T) {
 	requireRefused(t, db.DB, caller, "ratelimit_acquire", "ratelimit_peek")
 }
 
-// Each function for many requests, each that spends, and enforce, is a grant of its own, and needs no other.
-func TestPrivileges_ManyRequests(t *testing.T) {
-	t.Parallel()
-	callers := map[string]string{}
-	for _, call := range []string{
-		"ratelimit_acquire_many('{p,q,nobody}', '{k,k,k}', null, '{i,i,i}')",
-		"ratelimit_acquire_all('{p,q}', '{k,l}', '{1,2}', 'j')",
-		"ratelimit_acquire_all_many('{p,q,p}', '{k,l,m}', null, '{2,1}')",
-		"ratelimit_acquire_packed('{p,q,p}', '{k,l,m}', null, '{2,1}')",
-		"ratelimit_charge('p', 'k', 2, 'c')",
-		"ratelimit_reserve('q', 'k', '1 second', 2, 'r')",
-		"ratelimit_acquire_up_to('p', 'k', 2, 1, 'u')",
-		"ratelimit_settle('p', 'k', 'kept', 0)",
-		"ratelimit_enforce('p', 'k', 2, 'e')",
-	} {
-		callers[call] = newRole(t)
-	}
+// callsOfUse has a call of each function of use. The policies are p and q, and p has a grant of 1 token under "kept". All
+// other functions are administration, which is granted apart.
+var callsOfUse = map[string]string{
+	"ratelimit_acquire":          "('p', 'k', 1, 'a')",
+	"ratelimit_acquire_many":     "('{p,q,nobody}', '{k,k,k}', null, '{i,i,i}')",
+	"ratelimit_acquire_all":      "('{p,q}', '{k,l}', '{1,2}', 'j')",
+	"ratelimit_acquire_all_many": "('{p,q,p}', '{k,l,m}', null, '{2,1}')",
+	"ratelimit_acquire_packed":   "('{p,q,p}', '{k,l,m}', null, '{2,1}')",
+	"ratelimit_acquire_up_to":    "('p', 'k', 2, 1, 'u')",
+	"ratelimit_reserve":          "('q', 'k', '1 second', 2, 'r')",
+	"ratelimit_charge":           "('p', 'k', 2, 'c')",
+	"ratelimit_settle":           "('p', 'k', 'kept', 0)",
+	"ratelimit_enforce":          "('p', 'k', 2, 'e')",
+	"ratelimit_peek":             "('q', 'k', 2)",
+	"ratelimit_refund":           "('p', 'k', 2)",
+}
+
+// newUsedDB is a database for callsOfUse.
+func newUsedDB(t *testing.T) *testDB {
+	t.Helper()
 	db := newDB(t)
-	db.definePolicy("p", 10, 1, time.Hour)
+	db.definePolicy("p", 20, 1, time.Hour)
 	db.definePolicy("q", 10, 1, time.Hour, ephemeral)
 	db.exec("select ratelimit_override('p', 'k', 20), ratelimit_acquire('p', 'k', 1, 'kept')")
-	for call, caller := range callers {
-		function, _, _ := strings.Cut(call, "(")
+	return db
+}
+
+// Each function of use is a grant of its own, and needs no other.
+func TestPrivileges_EachFunctionOfUse(t *testing.T) {
+	t.Parallel()
+	callers := map[string]string{}
+	for function := range callsOfUse {
+		callers[function] = newRole(t)
+	}
+	db := newUsedDB(t)
+	for function, caller := range callers {
 		db.exec("grant execute on function " + function + " to " + caller)
-		execute(t, connectAs(t, db.DB, caller), "select * from "+call)
+		execute(t, connectAs(t, db.DB, caller), "select * from "+function+callsOfUse[function])
 		requireRefused(t, db.DB, caller, function)
 	}
+}
+
+// The role that the image makes for the application can use all there is, and administer nothing.
+func TestPrivileges_TheApplicationOfTheImage(t *testing.T) {
+	t.Parallel()
+	app := newRole(t)
+	db := newUsedDB(t)
+	db.exec(strings.ReplaceAll(imageGrants(t), "ratelimit_app", app))
+	conn := connectAs(t, db.DB, app)
+	for function, arguments := range callsOfUse {
+		execute(t, conn, "select * from "+function+arguments)
+	}
+	requireRefused(t, db.DB, app, slices.Collect(maps.Keys(callsOfUse))...)
 }
 
 func TestPrivileges_PublicCanDoNothing(t *testing.T) {
@@ -111,17 +139,19 @@ func TestPrivileges_AdministrationIsASeparateGrant(t *testing.T) {
 	administrator := newRole(t)
 	db := pgtest.New(t)
 	functions := []string{
-		"ratelimit_define_policy", "ratelimit_drop_policy", "ratelimit_policies", "ratelimit_refund", "ratelimit_reset",
+		"ratelimit_define_policy", "ratelimit_drop_policy", "ratelimit_policies", "ratelimit_reset",
 		"ratelimit_cleanup", "ratelimit_version", "ratelimit_override", "ratelimit_remove_override", "ratelimit_overrides",
 		"ratelimit_status", "ratelimit_doctor", "ratelimit_guard",
 	}
+	all := column(t, db, "select distinct p.proname::text from "+packageFunctions+" as p where p.proname like 'ratelimit\\_%' and p.prokind = 'f'")
+	require.ElementsMatch(t, all, slices.AppendSeq(slices.Clone(functions), maps.Keys(callsOfUse)), "a function is of use or of administration")
 	db.Exec(t, "grant execute on function "+strings.Join(functions, ", ")+" to "+administrator)
 	db.Exec(t, "grant temporary on database "+pgx.Identifier{db.Name}.Sanitize()+" to "+administrator)
 	conn := connectAs(t, db, administrator)
 	for _, sql := range []string{
 		"select ratelimit_define_policy('p', 10, 1, '1 hour')",
 		"select ratelimit_define_policy('p', 20, 2, '1 minute', stepped => true, remember => '1 day')",
-		"select ratelimit_refund('p', 'k', 1), ratelimit_reset('p', 'k')",
+		"select ratelimit_reset('p', 'k')",
 		"select ratelimit_override('p', 'k', 5, expires_at => 'tomorrow'), ratelimit_overrides('p'), ratelimit_remove_override('p', 'k')",
 		"select ratelimit_status('p'), ratelimit_status(), ratelimit_doctor()",
 		"create temporary table orders (customer text)",
