@@ -38,7 +38,8 @@ func TestTorture_Spending(t *testing.T) {
 	stop()
 	took := time.Since(run.started)
 	db.Pool.Close()
-	b.check(reopen(t, server))
+	db = reopen(t, server)
+	b.check(db)
 	for _, n := range []*atomic.Int64{&b.calls, &b.jobs, &b.settled, &b.early, &b.repeats} {
 		require.NotZero(t, n.Load())
 	}
@@ -48,8 +49,11 @@ func TestTorture_Spending(t *testing.T) {
 	run.figure("of these settled", b.settled.Load(), "")
 	run.figure("answers to repeats", b.repeats.Load(), "")
 	run.figure("settlements that came before the grant", b.early.Load(), "")
-	run.figure("calls without an answer, sent again", b.lost.Load(), "")
+	run.figure("calls without an answer, sent again", b.unanswered.Load(), "")
 	run.figure("crashes", crashes, "")
+	lost, booked := b.sums(db)
+	run.figure("tokens that the buckets have lost", lost, "")
+	run.figure("tokens of the real costs", booked, "")
 }
 
 // The books find what a bug does to them.
@@ -86,7 +90,7 @@ type books struct {
 	cost map[model.BucketID]int64
 	at   address
 
-	calls, jobs, settled, early, repeats, lost, serial atomic.Int64
+	calls, jobs, settled, early, repeats, unanswered, serial atomic.Int64
 }
 
 // The rich have more than anybody asks for. The poor are in debt from the beginning, and only charges take from them.
@@ -111,18 +115,31 @@ func newBooks(t testing.TB, db *testDB) *books {
 	return b
 }
 
+// lost is what a bucket has lost, in tokens.
+func (b *books) lost(db *testDB, id model.BucketID) int64 {
+	if id.Policy == "poor" {
+		return poorCapacity - db.left(id.Policy, id.Key)
+	}
+	return richCapacity - db.left(id.Policy, id.Key)
+}
+
 // differences are what the buckets have lost and the books do not know.
 func (b *books) differences(db *testDB) (all []string) {
 	for id, cost := range b.cost {
-		capacity := int64(richCapacity)
-		if id.Policy == "poor" {
-			capacity = poorCapacity
-		}
-		if taken := capacity - db.left(id.Policy, id.Key); taken != cost {
-			all = append(all, fmt.Sprintf("%v: %d taken, %d in the books", id, taken, cost))
+		if lost := b.lost(db, id); lost != cost {
+			all = append(all, fmt.Sprintf("%v: %d lost, %d in the books", id, lost, cost))
 		}
 	}
 	return all
+}
+
+// sums are those of all buckets and of all books, without what was charged first.
+func (b *books) sums(db *testDB) (lost, booked int64) {
+	for id, cost := range b.cost {
+		lost += b.lost(db, id) - bookedFirst
+		booked += cost - bookedFirst
+	}
+	return lost, booked
 }
 
 func (b *books) check(db *testDB) {
@@ -243,7 +260,7 @@ func (b *books) untilAnswered(call func(ctx context.Context) (replayed bool, err
 		case slices.ContainsFunc([]error{client.ErrInvalidArgument, client.ErrIdempotencyMismatch, client.ErrUnknownPolicy}, func(e error) bool { return errors.Is(err, e) }):
 			return err
 		default:
-			b.lost.Add(1)
+			b.unanswered.Add(1)
 		}
 		if time.Now().After(giveUp) {
 			return err

@@ -25,17 +25,20 @@ func TestTorture_WaitingInLine(t *testing.T) {
 	db := newDB(t)
 	db.definePolicy("line", 10, 50, second)
 	var served, gaveUp int
+	var due, took time.Duration
 	var late []time.Duration
 	var worst time.Duration
 	for n := 0; n == 0 || run.goesOn(); n++ {
 		l := newLine(t, db, fmt.Sprint("line ", n))
 		l.wait(t, 200)
+		due, took = due+l.due, took+l.took
 		served, gaveUp, worst = served+len(l.late), gaveUp+int(l.gaveUp.Load()), max(worst, l.scheduling)
 		late = append(late, l.late...)
 		run.progress("%d served, %d gave up", served, gaveUp)
 	}
 	slices.Sort(late)
 	run.figure("callers who were served", served, "")
+	run.figure("tokens a second while they were, of 50", fmt.Sprintf("%.2f", 50*due.Seconds()/took.Seconds()), "")
 	run.figure("of these late by, median", late[len(late)/2].Microseconds(), "us")
 	run.figure("of these late by, most", late[len(late)-1].Microseconds(), "us")
 	run.figure("how late a timer was meanwhile, most", worst.Microseconds(), "us")
@@ -50,6 +53,7 @@ type waitingLine struct {
 	calls   *callCounter
 
 	late       []time.Duration // behind the promise
+	due, took  time.Duration   // from the first who was served to the last: as promised, and as it was
 	gaveUp     atomic.Int64
 	scheduling time.Duration // by which a timer was late
 }
@@ -153,6 +157,7 @@ func (l *waitingLine) wait(t *testing.T, callers int) {
 		require.Less(t, late, 5*ms+l.calls.took[i]+2*l.scheduling)
 		l.late = append(l.late, late)
 	}
+	l.rate(t, promises, returned)
 	slices.SortFunc(inLine, time.Time.Compare)
 	for i, ready := range inLine {
 		want := emptied.RefilledAt.Add(time.Duration(ahead+i+1) * second / 50)
@@ -165,6 +170,23 @@ func (l *waitingLine) wait(t *testing.T, callers int) {
 	left := *l.db.bucket("line", l.key)
 	charged := (ahead + int64(callers) - l.gaveUp.Load()) * 1_000_000
 	require.Equal(t, -charged+left.RefilledAt.Sub(emptied.RefilledAt).Microseconds()*50, left.Level, "what was given up is back")
+}
+
+// rate checks that the line moved on at 50 tokens a second, with those of callers who gave up.
+func (l *waitingLine) rate(t *testing.T, promises map[string]time.Time, returned []time.Time) {
+	t.Helper()
+	first, last := -1, -1
+	for i, at := range returned {
+		if !at.IsZero() && (first < 0 || at.Before(returned[first])) {
+			first = i
+		}
+		if !at.IsZero() && (last < 0 || at.After(returned[last])) {
+			last = i
+		}
+	}
+	l.due = promises[l.promised(last)].Sub(promises[l.promised(first)])
+	l.took = returned[last].Sub(returned[first])
+	require.LessOrEqual(t, (l.took - l.due).Abs(), l.due/100+2*l.scheduling)
 }
 
 // promised is the idempotency key of a caller once it was sent.
