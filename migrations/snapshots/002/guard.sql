@@ -81,11 +81,13 @@ declare
   v_worst  bigint;   -- the element with the longest wait
 begin
   perform check_guard(tg_relid, tg_name, tg_argv);
-  execute format('select array_agg(g.key) filter (where g.cost > 0 or g.key is null),'
+  -- Rows are grouped by the column as it is, and not as text, which would be made for each row.
+  execute format('select array_agg(g.key::text) filter (where g.cost > 0 or g.key is null),'
                  '       array_agg(least(g.cost, 9223372036854775807)::bigint) filter (where g.cost > 0 or g.key is null),'
                  '       min(g.least)'
-                 '  from (select i.%I::text collate "C" as key, %s as cost, %s as least from inserted as i group by 1) as g',
+                 '  from (select i.%I%s as key, %s as cost, %s as least from inserted as i group by 1) as g',
                  tg_argv[1],
+                 (select ' collate "C"' from pg_attribute as a where a.attrelid = tg_relid and a.attname = tg_argv[1] and a.attcollation <> 0),
                  case tg_nargs when 3 then format('sum(i.%I)', tg_argv[2]) else 'count(*)' end,
                  case tg_nargs when 3 then format('min(coalesce(i.%I, -1))', tg_argv[2]) else '1' end)
     into v_keys, v_costs, v_least;
