@@ -78,7 +78,7 @@ func show(ctx context.Context, server *pgtest.Server) error {
 	}
 
 	d := demo{ctx: ctx, conn: conn}
-	d.exec("select ratelimit_drop_policy(policy) from ratelimit_policies() where policy = 'demo'") // of the last run
+	d.exec("select ratelimit_drop_policy(policy) from ratelimit_policies() where policy like 'demo%'") // of the last run
 
 	d.say("A policy: a bucket holds 5 tokens and gets 1 back every second.")
 	d.sql("select ratelimit_define_policy('demo', capacity => 5, refill => 1, every => '1 second')")
@@ -109,6 +109,22 @@ func show(ctx context.Context, server *pgtest.Server) error {
 	d.sql("select * from ratelimit_acquire('demo', 'user:9', cost => 5)")
 	d.sql("rollback")
 	d.sql("select * from ratelimit_peek('demo', 'user:9', cost => 5)")
+
+	d.say("One request, two limits: all of it is taken, or nothing. binding is the limit that decides.")
+	d.sql("select ratelimit_define_policy('demo-month', capacity => 1000, refill => 0, every => '1 day')")
+	d.sql("select allowed, remaining, retry_after, binding from ratelimit_acquire_all(array['demo', 'demo-month'], array['user:8', 'org:1'], array[2, 300])")
+
+	d.say("What it really cost is known afterwards. The estimate was 300; settling replaces it, once.")
+	d.sql("select allowed, remaining from ratelimit_acquire('demo-month', 'org:2', 300, 'job-7')")
+	d.sql("select allowed, remaining, replayed from ratelimit_settle('demo-month', 'org:2', 'job-7', 420)")
+	d.sql("select allowed, remaining, replayed from ratelimit_settle('demo-month', 'org:2', 'job-7', 420)")
+
+	d.say("Waiting in line: the tokens are taken now, and wait says when they are there.")
+	d.sql("select allowed, wait, remaining from ratelimit_reserve('demo', 'user:10', max_wait => '5 seconds', cost => 5)")
+	d.sql("select allowed, wait, remaining from ratelimit_reserve('demo', 'user:10', max_wait => '5 seconds', cost => 2)")
+
+	d.say("Where nobody looks at an answer, such as in a trigger, a denial can be an error.")
+	d.refused("select * from ratelimit_enforce('demo', 'user:10')", "RL429")
 	if d.err != nil {
 		return d.err
 	}
@@ -203,6 +219,23 @@ func (d *demo) sql(sql string) map[string]string {
 		printTable(table)
 	}
 	return first
+}
+
+// refused runs a statement that fails with an SQLSTATE, and shows the error as psql would.
+func (d *demo) refused(sql, code string) {
+	if d.err != nil {
+		return
+	}
+	fmt.Printf("=> %s;\n", sql)
+	d.exec(sql)
+	var refusal *pgconn.PgError
+	switch {
+	case errors.As(d.err, &refusal) && refusal.Code == code:
+		d.err = nil
+		fmt.Printf("ERROR:  %s\nDETAIL:  %s\nHINT:  %s\n", refusal.Message, refusal.Detail, refusal.Hint)
+	case d.err == nil:
+		d.err = fmt.Errorf("no error %s: %s", code, sql)
+	}
 }
 
 func (d *demo) exec(sql string) *pgconn.Result {
