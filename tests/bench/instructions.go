@@ -47,8 +47,14 @@ var countedStatements = map[string]counted{
 	"instructions/replayed":     {0, "select from ratelimit_acquire('full', $1, 1, 'again')"},
 	"instructions/peek":         {0, "select from ratelimit_peek('full', $1)"},
 	"instructions/overrides":    {0, "select from ratelimit_acquire('overrides', $1)"},
+	"instructions/reserved":     {0, "select from ratelimit_reserve('full', $1, '1 hour')"},
+	"instructions/waiting":      {0, "select from ratelimit_reserve('line', $1, '365 days')"},
+	"instructions/up-to":        {0, "select from ratelimit_acquire_up_to('full', $1, 1)"},
+	"instructions/charged":      {0, "select from ratelimit_charge('full', $1, 1)"},
 	"instructions/joint":        {0, "select from ratelimit_acquire_all(array['full', 'second', 'third'], array[$1, $1, $1])"},
 	"instructions/joint-denied": {0, "select from ratelimit_acquire_all(array['full', 'dry', 'third'], array[$1, $1, $1])"},
+	"instructions/keyed-settled": {0, "select from (select gen_random_uuid()::text as key offset 0) as i," + // settled without keyed
+		" ratelimit_acquire('full', $1, 1, i.key) as a, ratelimit_settle('full', $1, case when a.allowed then i.key end, 2)"},
 	"instructions/joint-32": {32, "select from ratelimit_acquire_packed(" +
 		"array(select (array['full', 'second', 'third'])[1 + i % 3] from generate_series(0, 95) as i)," +
 		" array(select ($1::text[])[1 + i / 3] from generate_series(0, 95) as i), null, array_fill(3, array[32]))"},
@@ -65,12 +71,16 @@ var countedStatements = map[string]counted{
 		" array_fill(($1::text[])[1], array[128]))"},
 }
 
-// morePolicies defines two for requests of three charges, and one with an override of another key.
+// morePolicies defines two for requests of three charges, one with an override of another key, and one whose buckets have
+// less than a token.
 func morePolicies() (sql []string) {
 	for _, name := range []string{"second", "third", "overrides"} {
 		sql = append(sql, definePolicy(name, true), fill{policy: name, count: countedKeys, tokens: capacity / 2}.sql())
 	}
-	return append(sql, "select ratelimit_override('overrides', 'another', 10)", "vacuum analyze ratelimit.buckets")
+	return append(sql,
+		fmt.Sprintf("select ratelimit_define_policy('line', %d, 1, '30 minutes')", capacity),
+		fill{policy: "line", count: countedKeys}.sql(),
+		"select ratelimit_override('overrides', 'another', 10)", "vacuum analyze ratelimit.buckets")
 }
 
 func (*instructions) cells() []string {
