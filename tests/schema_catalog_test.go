@@ -517,7 +517,8 @@ func (f fragment) unionsOfBuckets() []fragment {
 			continue
 		}
 		start, end := i, i
-		for ; f.tokens[start] != "select"; start-- {
+		for f.tokens[start] != "select" {
+			start--
 		}
 		for depth := 0; depth >= 0; end++ {
 			depth += strings.Count(f.tokens[end], "(") - strings.Count(f.tokens[end], ")")
