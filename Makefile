@@ -3,9 +3,10 @@ SHELL := bash
 .DEFAULT_GOAL := help
 
 GOLANGCI_LINT := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
+BUF := github.com/bufbuild/buf/cmd/buf@v1.75.0
 GOTESTSUM := gotest.tools/gotestsum@v1.13.0
 RACE := $(if $(filter 1,$(shell go env CGO_ENABLED)),-race)# takes a C compiler
-TESTS := work# all packages of both modules
+TESTS := work# all packages of all modules
 SKIP  :=# tests to leave out, by a pattern of their names
 
 .PHONY: help
@@ -71,12 +72,19 @@ uninstall: need-DATABASE_URL ## Remove it from a database, with all policies and
 	@echo 'pgratelimit is removed.'
 
 .PHONY: lint
-lint: ## Check formatting, go vet and golangci-lint; plpgsql_check is one of the tests
+lint: build ## Check formatting, go vet, golangci-lint and generated code; plpgsql_check is one of the tests
 	@unformatted=$$(gofmt -l .); [ -z "$$unformatted" ] || { echo "gofmt -w $$unformatted" >&2; exit 1; }
 	go vet work
-	go run $(GOLANGCI_LINT) run ./... ./tests/bench/...
+	go run $(GOLANGCI_LINT) run ./... ./server/... ./tests/bench/...
 	GOWORK=off go mod tidy -diff
+	GOWORK=off go -C server mod tidy -diff
 	GOWORK=off go -C tests/bench mod tidy -diff
+	cd server && go run $(BUF) lint proto && rm -rf ../build/proto && go run $(BUF) generate proto --output ../build/proto
+	diff -r build/proto/gen server/gen || { echo 'make proto' >&2; exit 1; }
+
+.PHONY: proto
+proto: ## Write server/gen anew, from server/proto
+	cd server && rm -rf gen && go run $(BUF) generate proto
 
 .PHONY: snapshot
 snapshot: ## Freeze sql/ as a new migration, once the newest one has been released

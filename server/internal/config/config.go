@@ -1,0 +1,206 @@
+// Package config has the settings of pgratelimit serve: from the environment, from a file of the same names, or by default.
+package config
+
+import (
+	"bufio"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"math/big"
+	"os"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/pgratelimit/pgratelimit/client"
+)
+
+// A Config is all settings.
+type Config struct {
+	DatabaseURL string
+	GRPCAddr    string // empty for none
+	HTTPAddr    string // empty for none
+
+	// DefaultPolicy is defined at the start, unless there is one of its name. Its name is empty if it was not asked for.
+	DefaultPolicy client.Policy
+
+	TLS              *tls.Config // nil for none
+	Tokens           []string    // of calls; without one everybody may call
+	MonitoringTokens []string    // of metrics and health
+
+	MaxMessageBytes int
+	MaxStreams      int // at a time, of a gRPC connection
+	MaxCalls        int // under way at a time
+	CallTimeout     time.Duration
+	StopTimeout     time.Duration
+	LockTimeout     time.Duration // 0 leaves it to the database
+
+	DatabaseCalls int // of the Combiner, at a time
+	NoFlush       bool
+}
+
+// A Setting is one name that can be set.
+type Setting struct {
+	Name    string
+	Default string
+	Help    string
+	set     func(c *settings, value string) error
+}
+
+// settings are what the names say, and what follows from several of them.
+type settings struct {
+	Config
+	capacity, rate    string
+	certFile, keyFile string
+}
+
+// Settings lists all names.
+func Settings() []Setting {
+	return []Setting{
+		{"DATABASE_URL", "", "the database, such as postgres://app@db/app", text(func(c *settings) *string { return &c.DatabaseURL })},
+		{"GRPC_ADDR", "127.0.0.1:8081", "where gRPC listens; off for nowhere", address(func(c *settings) *string { return &c.GRPCAddr })},
+		{"HTTP_ADDR", "127.0.0.1:8080", "where JSON over HTTP, health and metrics listen; off for nowhere", address(func(c *settings) *string { return &c.HTTPAddr })},
+		{"DEFAULT_CAPACITY", "", "defines the policy default with so many tokens, unless it is there", text(func(c *settings) *string { return &c.capacity })},
+		{"DEFAULT_REFILL_RATE", "", "its tokens a second, such as 10 or 0.5", text(func(c *settings) *string { return &c.rate })},
+		{"TLS_CERT_FILE", "", "certificate and chain of both listeners, in PEM", text(func(c *settings) *string { return &c.certFile })},
+		{"TLS_KEY_FILE", "", "its private key, in PEM", text(func(c *settings) *string { return &c.keyFile })},
+		{"TOKENS", "", "bearer tokens, separated by commas, one of which every call needs", tokens(func(c *settings) *[]string { return &c.Tokens })},
+		{"MONITORING_TOKENS", "", "bearer tokens, one of which health and metrics need", tokens(func(c *settings) *[]string { return &c.MonitoringTokens })},
+		{"MAX_MESSAGE_BYTES", "1048576", "the longest request", number(func(c *settings) *int { return &c.MaxMessageBytes })},
+		{"MAX_STREAMS", "1000", "calls under way on one gRPC connection; others wait at the client", number(func(c *settings) *int { return &c.MaxStreams })},
+		{"MAX_CALLS", "1000", "calls under way; others are refused", number(func(c *settings) *int { return &c.MaxCalls })},
+		{"CALL_TIMEOUT", "2s", "the longest time for a call; a gRPC deadline may be shorter", duration(func(c *settings) *time.Duration { return &c.CallTimeout }, time.Millisecond)},
+		{"STOP_TIMEOUT", "10s", "the longest time for calls under way when the server stops", duration(func(c *settings) *time.Duration { return &c.StopTimeout }, time.Millisecond)},
+		{"LOCK_TIMEOUT", "500ms", "the longest wait for a bucket that others have locked; 0 leaves it to the database, for a pooler that refuses the setting", duration(func(c *settings) *time.Duration { return &c.LockTimeout }, 0)},
+		{"DATABASE_CALLS", "2", "calls to the database that carry the requests of all callers, at a time", number(func(c *settings) *int { return &c.DatabaseCalls })},
+		{"NO_FLUSH", "false", "true answers before a grant is on disk: a crash of the database may forget the last 0.6 s", boolean(func(c *settings) *bool { return &c.NoFlush })},
+	}
+}
+
+// Load reads the settings. The environment is asked first, then the file, if there is a path.
+func Load(path string, environment func(name string) (value string, ok bool)) (Config, error) {
+	file := map[string]string{}
+	if path != "" {
+		var err error
+		if file, err = readFile(path); err != nil {
+			return Config{}, err
+		}
+	}
+	var c settings
+	var errs []error
+	for _, s := range Settings() {
+		value := s.Default
+		if given, ok := file[s.Name]; ok {
+			value = given
+		}
+		if given, ok := environment(s.Name); ok {
+			value = given
+		}
+		if err := s.set(&c, value); err != nil {
+			errs = append(errs, fmt.Errorf("%s: %w", s.Name, err))
+		}
+	}
+	errs = append(errs, c.join()...)
+	return c.Config, errors.Join(errs...)
+}
+
+// join makes what several settings say together.
+func (c *settings) join() (errs []error) {
+	if c.DatabaseURL == "" {
+		errs = append(errs, errors.New("DATABASE_URL: it is not set"))
+	}
+	if c.GRPCAddr == "" && c.HTTPAddr == "" {
+		errs = append(errs, errors.New("GRPC_ADDR, HTTP_ADDR: both are off"))
+	}
+	if (c.certFile == "") != (c.keyFile == "") {
+		errs = append(errs, errors.New("TLS_CERT_FILE, TLS_KEY_FILE: set both or none"))
+	} else if c.certFile != "" {
+		certificate, err := tls.LoadX509KeyPair(c.certFile, c.keyFile)
+		if err != nil {
+			errs = append(errs, fmt.Errorf("TLS_CERT_FILE, TLS_KEY_FILE: %w", err))
+		}
+		c.TLS = &tls.Config{Certificates: []tls.Certificate{certificate}, MinVersion: tls.VersionTLS12}
+	}
+	if (c.capacity == "") != (c.rate == "") {
+		errs = append(errs, errors.New("DEFAULT_CAPACITY, DEFAULT_REFILL_RATE: set both or none"))
+	} else if c.capacity != "" {
+		policy, err := defaultPolicy(c.capacity, c.rate)
+		if err != nil {
+			errs = append(errs, err)
+		}
+		c.DefaultPolicy = policy
+	}
+	return errs
+}
+
+// maxRateDigits after the point are enough for a token a fortnight.
+const maxRateDigits = 6
+
+// defaultPolicy refills in whole tokens: half a token a second is one every two seconds.
+func defaultPolicy(capacity, rate string) (client.Policy, error) {
+	tokens, err := strconv.ParseInt(capacity, 10, 64)
+	if err != nil || tokens < 1 {
+		return client.Policy{}, fmt.Errorf("DEFAULT_CAPACITY: %q is no whole number of tokens, 1 or more", capacity)
+	}
+	_, fraction, _ := strings.Cut(rate, ".")
+	perSecond, ok := new(big.Rat).SetString(rate)
+	if !ok || strings.Trim(rate, "0123456789.") != "" || len(fraction) > maxRateDigits || !perSecond.Num().IsInt64() {
+		return client.Policy{}, fmt.Errorf("DEFAULT_REFILL_RATE: %q is no number of tokens a second, such as 10 or 0.5, of at most %d decimals", rate, maxRateDigits)
+	}
+	policy := client.Policy{
+		Name:     "default",
+		Capacity: tokens,
+		Refill:   perSecond.Num().Int64(),
+		Every:    time.Duration(perSecond.Denom().Int64()) * time.Second,
+	}
+	if policy.Refill == 0 {
+		policy.Refill = client.Zero
+	}
+	return policy, nil
+}
+
+// readFile reads lines NAME=value, as systemd and Docker do. A value may be in quotes.
+func readFile(path string) (map[string]string, error) {
+	file, err := os.Open(path)
+	if err != nil {
+		return nil, err
+	}
+	defer file.Close()
+	known := map[string]bool{}
+	for _, s := range Settings() {
+		known[s.Name] = true
+	}
+	values := map[string]string{}
+	var errs []error
+	lines := bufio.NewScanner(file)
+	for n := 1; lines.Scan(); n++ {
+		line := strings.TrimSpace(lines.Text())
+		if line == "" || line[0] == '#' {
+			continue
+		}
+		name, value, isPair := strings.Cut(line, "=")
+		_, isAgain := values[name]
+		switch {
+		case !isPair:
+			err = errors.New("this is not NAME=value")
+		case !known[name]:
+			err = fmt.Errorf("no setting is called %q", name)
+		case isAgain:
+			err = fmt.Errorf("%s is set twice", name)
+		default:
+			values[name] = unquoted(value)
+			continue
+		}
+		errs = append(errs, fmt.Errorf("%s:%d: %w", path, n, err))
+	}
+	return values, errors.Join(append(errs, lines.Err())...)
+}
+
+func unquoted(value string) string {
+	for _, quote := range []string{`"`, `'`} {
+		if len(value) >= 2 && strings.HasPrefix(value, quote) && strings.HasSuffix(value, quote) {
+			return value[1 : len(value)-1]
+		}
+	}
+	return value
+}

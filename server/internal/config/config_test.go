@@ -1,0 +1,104 @@
+package config_test
+
+import (
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/server/internal/config"
+)
+
+func environment(pairs ...string) func(string) (string, bool) {
+	return func(name string) (string, bool) {
+		for _, pair := range pairs {
+			if n, value, _ := strings.Cut(pair, "="); n == name {
+				return value, true
+			}
+		}
+		return "", false
+	}
+}
+
+func file(t *testing.T, lines ...string) string {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "settings")
+	require.NoError(t, os.WriteFile(path, []byte(strings.Join(lines, "\n")), 0o600))
+	return path
+}
+
+func TestLoad_Defaults(t *testing.T) {
+	t.Parallel()
+	c, err := config.Load("", environment("DATABASE_URL=postgres://db"))
+	require.NoError(t, err)
+	require.Equal(t, config.Config{
+		DatabaseURL: "postgres://db", GRPCAddr: "127.0.0.1:8081", HTTPAddr: "127.0.0.1:8080",
+		MaxMessageBytes: 1 << 20, MaxStreams: 1000, MaxCalls: 1000,
+		CallTimeout: 2 * time.Second, StopTimeout: 10 * time.Second, LockTimeout: 500 * time.Millisecond, DatabaseCalls: 2,
+	}, c)
+}
+
+func TestLoad_TheEnvironmentComesBeforeTheFile(t *testing.T) {
+	t.Parallel()
+	path := file(t, "# settings", "", `DATABASE_URL="postgres://file?a=b"`, "GRPC_ADDR=off", "TOKENS='a, b'", "CALL_TIMEOUT=1s", "NO_FLUSH=true")
+	c, err := config.Load(path, environment("CALL_TIMEOUT=3s", "LOCK_TIMEOUT=0"))
+	require.NoError(t, err)
+	require.Equal(t, "postgres://file?a=b", c.DatabaseURL)
+	require.Empty(t, c.GRPCAddr)
+	require.Equal(t, []string{"a", "b"}, c.Tokens)
+	require.Equal(t, 3*time.Second, c.CallTimeout)
+	require.Zero(t, c.LockTimeout)
+	require.True(t, c.NoFlush)
+}
+
+// All mistakes are told at once, with the name or the line.
+func TestLoad_Mistakes(t *testing.T) {
+	t.Parallel()
+	_, err := config.Load("", environment("GRPC_ADDR=8081", "HTTP_ADDR=", "MAX_CALLS=0", "MAX_STREAMS=many", "CALL_TIMEOUT=5", "STOP_TIMEOUT=-1s",
+		"LOCK_TIMEOUT=1us", "NO_FLUSH=perhaps", "TOKENS=secret,,other", "DEFAULT_CAPACITY=5", "TLS_KEY_FILE=key"))
+	for _, want := range []string{"DATABASE_URL: ", "GRPC_ADDR: ", "HTTP_ADDR: ", "MAX_CALLS: ", "MAX_STREAMS: ", "CALL_TIMEOUT: ", "STOP_TIMEOUT: ",
+		"LOCK_TIMEOUT: ", "NO_FLUSH: ", "TOKENS: ", "DEFAULT_CAPACITY, DEFAULT_REFILL_RATE: ", "TLS_CERT_FILE, TLS_KEY_FILE: "} {
+		require.ErrorContains(t, err, want)
+	}
+	require.NotContains(t, err.Error(), "secret")
+
+	path := file(t, "MAX_CALLS", "", "MAX_CALL=5", "MAX_CALLS=5", "MAX_CALLS=6")
+	_, err = config.Load(path, environment("DATABASE_URL=postgres://db"))
+	for _, want := range []string{path + ":1: ", path + `:3: no setting is called "MAX_CALL"`, path + ":5: MAX_CALLS is set twice"} {
+		require.ErrorContains(t, err, want)
+	}
+	_, err = config.Load(path+" elsewhere", environment())
+	require.ErrorIs(t, err, os.ErrNotExist)
+	_, err = config.Load("", environment("DATABASE_URL=postgres://db", "GRPC_ADDR=off", "HTTP_ADDR=off"))
+	require.ErrorContains(t, err, "both are off")
+	_, err = config.Load("", environment("DATABASE_URL=postgres://db", "TLS_CERT_FILE="+path, "TLS_KEY_FILE="+path))
+	require.ErrorContains(t, err, "TLS_CERT_FILE, TLS_KEY_FILE: ")
+}
+
+func TestLoad_DefaultPolicy(t *testing.T) {
+	t.Parallel()
+	load := func(capacity, rate string) (client.Policy, error) {
+		c, err := config.Load("", environment("DATABASE_URL=postgres://db", "DEFAULT_CAPACITY="+capacity, "DEFAULT_REFILL_RATE="+rate))
+		return c.DefaultPolicy, err
+	}
+	for rate, want := range map[string]client.Policy{
+		"10":       {Refill: 10, Every: time.Second},
+		"0.5":      {Refill: 1, Every: 2 * time.Second},
+		"2.5":      {Refill: 5, Every: 2 * time.Second},
+		"0.000001": {Refill: 1, Every: 1e6 * time.Second},
+		"0":        {Refill: client.Zero, Every: time.Second},
+	} {
+		policy, err := load("100", rate)
+		require.NoError(t, err, rate)
+		want.Name, want.Capacity = "default", 100
+		require.Equal(t, want, policy, rate)
+	}
+	for _, bad := range [][2]string{{"0", "1"}, {"-1", "1"}, {"1.5", "1"}, {"many", "1"}, {"1", "-1"}, {"1", "1e3"}, {"1", "1/2"}, {"1", "."}, {"1", "0.0000001"}, {"1", "NaN"}, {"1", "99999999999999999999"}} {
+		_, err := load(bad[0], bad[1])
+		require.Error(t, err, bad)
+	}
+}

@@ -1,0 +1,32 @@
+package grpcapi
+
+import (
+	"errors"
+
+	"google.golang.org/genproto/googleapis/rpc/errdetails"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"github.com/pgratelimit/pgratelimit/server/internal/service"
+)
+
+// Domain is that of the ErrorInfo in each error.
+const Domain = "pgratelimit"
+
+// statusOf is an error as gRPC sends it.
+func statusOf(err error) error {
+	var e *service.Error
+	if !errors.As(err, &e) {
+		return status.Error(codes.Internal, err.Error())
+	}
+	info := &errdetails.ErrorInfo{Reason: e.Kind.Reason(), Domain: Domain}
+	if e.SQLState != "" {
+		info.Metadata = map[string]string{"sqlstate": e.SQLState}
+	}
+	plain := status.New(e.Kind.Code(), e.Error())
+	detailed, err := plain.WithDetails(info)
+	if err != nil {
+		return plain.Err()
+	}
+	return detailed.Err()
+}

@@ -1,0 +1,92 @@
+// Package grpcapi is pgratelimit.v1.RateLimiter, the service over gRPC.
+package grpcapi
+
+import (
+	"context"
+
+	"google.golang.org/grpc"
+	"google.golang.org/protobuf/types/known/durationpb"
+
+	"github.com/pgratelimit/pgratelimit/client"
+	pb "github.com/pgratelimit/pgratelimit/server/gen/pgratelimit/v1"
+	"github.com/pgratelimit/pgratelimit/server/internal/service"
+)
+
+// Register lets a gRPC server answer for s.
+func Register(server grpc.ServiceRegistrar, s *service.Service) {
+	pb.RegisterRateLimiterServer(server, api{service: s})
+}
+
+type api struct {
+	pb.UnimplementedRateLimiterServer
+	service *service.Service
+}
+
+func (a api) Acquire(ctx context.Context, q *pb.AcquireRequest) (*pb.Decision, error) {
+	return reply(a.service.Acquire(ctx, service.Request{
+		Policy: q.GetPolicy(), Key: q.GetLogicalKey(), Cost: q.Cost, IdempotencyKey: q.RequestId,
+	}))
+}
+
+func (a api) Charge(ctx context.Context, q *pb.ChargeRequest) (*pb.Decision, error) {
+	return reply(a.service.Charge(ctx, service.Request{
+		Policy: q.GetPolicy(), Key: q.GetLogicalKey(), Cost: q.Cost, IdempotencyKey: q.RequestId,
+	}))
+}
+
+func (a api) Settle(ctx context.Context, q *pb.SettleRequest) (*pb.Decision, error) {
+	return reply(a.service.Settle(ctx, service.Request{
+		Policy: q.GetPolicy(), Key: q.GetLogicalKey(), Cost: q.Cost, IdempotencyKey: q.RequestId,
+	}))
+}
+
+func (a api) Peek(ctx context.Context, q *pb.PeekRequest) (*pb.Decision, error) {
+	return reply(a.service.Peek(ctx, service.Request{Policy: q.GetPolicy(), Key: q.GetLogicalKey(), Cost: q.Cost}))
+}
+
+func (a api) Refund(ctx context.Context, q *pb.RefundRequest) (*pb.Decision, error) {
+	return reply(a.service.Refund(ctx, service.Request{Policy: q.GetPolicy(), Key: q.GetLogicalKey(), Cost: q.Amount}))
+}
+
+func (a api) AcquireAll(ctx context.Context, q *pb.AcquireAllRequest) (*pb.JointDecision, error) {
+	r := service.JointRequest{Charges: make([]service.Request, len(q.GetCharges())), IdempotencyKey: q.RequestId}
+	for i, c := range q.GetCharges() {
+		r.Charges[i] = service.Request{Policy: c.GetPolicy(), Key: c.GetLogicalKey(), Cost: c.Cost}
+	}
+	d, err := a.service.AcquireAll(ctx, r)
+	if err != nil {
+		return nil, statusOf(err)
+	}
+	whole := &pb.JointDecision{Whole: decision(d.Decision), Binding: int32(d.Binding), Decisions: make([]*pb.Decision, len(d.Decisions))}
+	for i := range d.Decisions {
+		whole.Decisions[i] = decision(d.Decisions[i])
+	}
+	return whole, nil
+}
+
+func reply(d client.Decision, err error) (*pb.Decision, error) {
+	if err != nil {
+		return nil, statusOf(err)
+	}
+	return decision(d), nil
+}
+
+func decision(d client.Decision) *pb.Decision {
+	answer := &pb.Decision{
+		Verdict:   pb.Verdict_DENIED,
+		Remaining: d.Remaining,
+		Capacity:  d.Capacity,
+		Replayed:  d.Replayed,
+		Shadowed:  d.Shadowed,
+	}
+	if d.Allowed {
+		answer.Verdict = pb.Verdict_ALLOWED
+	}
+	if !d.Never() {
+		answer.RetryAfter = durationpb.New(d.RetryAfter)
+	}
+	if !d.NeverFull() {
+		answer.ResetAfter = durationpb.New(d.ResetAfter)
+	}
+	return answer
+}

@@ -1,0 +1,139 @@
+// Package jsonapi is the service as JSON over HTTP, for people with curl and for languages without gRPC.
+package jsonapi
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/http"
+	"reflect"
+	"strings"
+
+	"github.com/go-json-experiment/json"
+
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/server/internal/service"
+)
+
+// Register lets mux answer for s below /v1/. No request may be longer than maxBytes.
+func Register(mux *http.ServeMux, s *service.Service, maxBytes int64) {
+	one := func(ask func(context.Context, service.Request) (client.Decision, error)) func(context.Context, request) (any, error) {
+		return func(ctx context.Context, r request) (any, error) {
+			d, err := ask(ctx, r.service())
+			return NewDecision(d), err
+		}
+	}
+	mux.Handle("/v1/acquire", endpoint(maxBytes, one(s.Acquire)))
+	mux.Handle("/v1/charge", endpoint(maxBytes, one(s.Charge)))
+	mux.Handle("/v1/settle", endpoint(maxBytes, one(s.Settle)))
+	mux.Handle("/v1/peek", endpoint(maxBytes, func(ctx context.Context, r unkeyedRequest) (any, error) {
+		return one(s.Peek)(ctx, request{Policy: r.Policy, Key: r.Key, Cost: r.Cost})
+	}))
+	mux.Handle("/v1/refund", endpoint(maxBytes, func(ctx context.Context, r refundRequest) (any, error) {
+		return one(s.Refund)(ctx, request{Policy: r.Policy, Key: r.Key, Cost: r.Amount})
+	}))
+	mux.Handle("/v1/acquire_all", endpoint(maxBytes, func(ctx context.Context, r jointRequest) (any, error) {
+		d, err := s.AcquireAll(ctx, r.service())
+		return NewJointDecision(d), err
+	}))
+}
+
+type request struct {
+	Policy         string  `json:"policy"`
+	Key            string  `json:"key"`
+	Cost           *int64  `json:"cost"`
+	IdempotencyKey *string `json:"idempotency_key"`
+}
+
+func (r request) service() service.Request { return service.Request(r) }
+
+type unkeyedRequest struct {
+	Policy string `json:"policy"`
+	Key    string `json:"key"`
+	Cost   *int64 `json:"cost"`
+}
+
+type refundRequest struct {
+	Policy string `json:"policy"`
+	Key    string `json:"key"`
+	Amount *int64 `json:"amount"`
+}
+
+type jointRequest struct {
+	Charges        []unkeyedRequest `json:"charges"`
+	IdempotencyKey *string          `json:"idempotency_key"`
+}
+
+func (r jointRequest) service() service.JointRequest {
+	joint := service.JointRequest{Charges: make([]service.Request, len(r.Charges)), IdempotencyKey: r.IdempotencyKey}
+	for i, c := range r.Charges {
+		joint.Charges[i] = service.Request{Policy: c.Policy, Key: c.Key, Cost: c.Cost}
+	}
+	return joint
+}
+
+// endpoint reads a request, and writes the answer or a [Problem].
+func endpoint[R any](maxBytes int64, ask func(context.Context, R) (any, error)) http.HandlerFunc {
+	return func(w http.ResponseWriter, r *http.Request) {
+		if r.Method != http.MethodPost {
+			w.Header().Set("Allow", http.MethodPost)
+			Problem{Title: "the method is not POST", Status: http.StatusMethodNotAllowed}.Write(w)
+			return
+		}
+		var q R
+		// It refuses text that is not UTF-8, surrogates without their other half, names that are given twice, and what follows the
+		// object. encoding/json would read other text than was sent, and so take another bucket.
+		err := json.UnmarshalRead(http.MaxBytesReader(w, r.Body, maxBytes), &q, json.RejectUnknownMembers(true))
+		if err != nil {
+			unreadable(err).Write(w)
+			return
+		}
+		answer, err := ask(r.Context(), q)
+		if err != nil {
+			NewProblem(err).Write(w)
+			return
+		}
+		text, err := json.Marshal(answer)
+		if err != nil {
+			NewProblem(err).Write(w)
+			return
+		}
+		w.Header().Set("Content-Type", "application/json")
+		_, _ = w.Write(append(text, '\n')) // who has left needs no answer
+	}
+}
+
+func unreadable(err error) Problem {
+	var tooLarge *http.MaxBytesError
+	if errors.As(err, &tooLarge) {
+		return Problem{Title: "the request is too large", Status: http.StatusRequestEntityTooLarge, Detail: fmt.Sprintf("The limit is %d bytes.", tooLarge.Limit)}
+	}
+	var timeout net.Error
+	if errors.As(err, &timeout) && timeout.Timeout() {
+		return Problem{Title: "the request did not arrive in time", Status: http.StatusRequestTimeout}
+	}
+	return Problem{Title: "the request is not the JSON object of this call", Status: http.StatusBadRequest, Detail: whatIsWrong(err)}
+}
+
+// whatIsWrong says it without the words of Go.
+func whatIsWrong(err error) string {
+	var semantic *json.SemanticError
+	if !errors.As(err, &semantic) {
+		return strings.TrimPrefix(err.Error(), "jsontext: ")
+	}
+	if errors.Is(err, json.ErrUnknownName) {
+		return fmt.Sprintf("%s: this call knows no such name.", semantic.JSONPointer)
+	}
+	wanted := "an object"
+	switch semantic.GoType.Kind() {
+	case reflect.Int64:
+		wanted = "a whole number"
+	case reflect.String:
+		wanted = "text"
+	case reflect.Slice:
+		wanted = "an array"
+	}
+	return fmt.Sprintf("%s: this must be %s.", cmp.Or(string(semantic.JSONPointer), "/"), wanted)
+}

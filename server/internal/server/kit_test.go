@@ -1,0 +1,223 @@
+package server_test
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"io"
+	"log/slog"
+	"net/http"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	"google.golang.org/genproto/googleapis/rpc/errdetails"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials/insecure"
+	"google.golang.org/grpc/status"
+
+	pb "github.com/pgratelimit/pgratelimit/server/gen/pgratelimit/v1"
+	"github.com/pgratelimit/pgratelimit/server/internal/config"
+	"github.com/pgratelimit/pgratelimit/server/internal/server"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+)
+
+func TestMain(m *testing.M) { pgtest.Main(m) }
+
+// A testServer is a running server with a client of each kind. It stops when the test ends.
+type testServer struct {
+	*server.Server
+	t    testing.TB
+	conn *grpc.ClientConn
+	rpc  pb.RateLimiterClient
+	url  string
+	http *http.Client
+	log  *logged
+
+	stop func() error // once; later calls say what the first did
+}
+
+// logged is a log that is read while it is written.
+type logged struct {
+	mu   sync.Mutex
+	text bytes.Buffer
+}
+
+func (l *logged) Write(p []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.text.Write(p)
+}
+
+func (l *logged) String() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.text.String()
+}
+
+// newDB returns a database with the policies api (10 tokens, 1 a day) and budget (a million, no refill).
+func newDB(t testing.TB) *pgtest.DB {
+	t.Helper()
+	db := pgtest.New(t)
+	definePolicies(t, db)
+	return db
+}
+
+func definePolicies(t testing.TB, db *pgtest.DB) {
+	t.Helper()
+	db.Exec(t, `select ratelimit_define_policy('api', 10, 1, '1 day'); select ratelimit_define_policy('budget', 1000000, 0, '1 day')`)
+}
+
+// load reads settings, each NAME=value, over those that a test needs.
+func load(t testing.TB, url string, settings ...string) config.Config {
+	t.Helper()
+	values := map[string]string{"DATABASE_URL": url, "GRPC_ADDR": "127.0.0.1:0", "HTTP_ADDR": "127.0.0.1:0", "CALL_TIMEOUT": "1m", "LOCK_TIMEOUT": "1m"}
+	for _, setting := range settings {
+		name, value, _ := strings.Cut(setting, "=")
+		values[name] = value
+	}
+	c, err := config.Load("", func(name string) (string, bool) {
+		value, ok := values[name]
+		return value, ok
+	})
+	require.NoError(t, err)
+	return c
+}
+
+func start(t testing.TB, url string, settings ...string) *testServer {
+	t.Helper()
+	return startWith(t, load(t, url, settings...))
+}
+
+func startWith(t testing.TB, c config.Config, options ...grpc.DialOption) *testServer {
+	t.Helper()
+	s := &testServer{t: t, log: new(logged)}
+	var err error
+	s.Server, err = server.Start(t.Context(), c, slog.New(slog.NewTextHandler(s.log, nil)))
+	require.NoError(t, err)
+	s.stop = sync.OnceValue(s.Stop)
+	s.conn, err = grpc.NewClient(s.GRPCAddr().String(), append([]grpc.DialOption{grpc.WithTransportCredentials(insecure.NewCredentials())}, options...)...)
+	require.NoError(t, err)
+	s.rpc = pb.NewRateLimiterClient(s.conn)
+	s.url = "http://" + s.HTTPAddr().String()
+	transport := &http.Transport{MaxIdleConnsPerHost: 1000}
+	s.http = &http.Client{Transport: transport}
+	t.Cleanup(func() {
+		s.conn.Close()
+		transport.CloseIdleConnections()
+		if err := s.stop(); err != nil {
+			t.Error(err)
+		}
+	})
+	return s
+}
+
+// An answer is what HTTP gave.
+type answer struct {
+	status int
+	header http.Header
+	body   map[string]any // nil if it is no JSON
+}
+
+// post sends a body, with headers that are given as "Name: value".
+func (s *testServer) post(ctx context.Context, path, body string, headers ...string) (answer, error) {
+	return s.do(ctx, http.MethodPost, path, strings.NewReader(body), headers...)
+}
+
+func (s *testServer) do(ctx context.Context, method, path string, body io.Reader, headers ...string) (answer, error) {
+	r, err := http.NewRequestWithContext(ctx, method, s.url+path, body)
+	require.NoError(s.t, err)
+	for _, header := range headers {
+		name, value, _ := strings.Cut(header, ": ")
+		r.Header.Set(name, value)
+	}
+	response, err := s.http.Do(r)
+	if err != nil {
+		return answer{}, err
+	}
+	defer response.Body.Close()
+	a := answer{status: response.StatusCode, header: response.Header}
+	text, err := io.ReadAll(response.Body)
+	if err != nil {
+		return answer{}, err
+	}
+	if strings.Contains(a.header.Get("Content-Type"), "json") {
+		require.NoError(s.t, json.Unmarshal(text, &a.body), "%s", text)
+	}
+	return a, nil
+}
+
+// mustPost is for answers that there have to be.
+func (s *testServer) mustPost(path, body string, headers ...string) answer {
+	s.t.Helper()
+	a, err := s.post(s.t.Context(), path, body, headers...)
+	require.NoError(s.t, err)
+	return a
+}
+
+// requireProblem checks that an answer is one.
+func requireProblem(t testing.TB, a answer, status int, sqlState string) {
+	t.Helper()
+	require.Equal(t, status, a.status, a.body)
+	require.Equal(t, "application/problem+json", a.header.Get("Content-Type"))
+	require.EqualValues(t, status, a.body["status"])
+	require.NotEmpty(t, a.body["title"])
+	if sqlState == "" {
+		require.NotContains(t, a.body, "sqlstate")
+	} else {
+		require.Equal(t, sqlState, a.body["sqlstate"], a.body)
+	}
+}
+
+// requireInfo checks what a gRPC error says for programs.
+func requireInfo(t testing.TB, err error, reason, sqlState string) {
+	t.Helper()
+	for _, detail := range status.Convert(err).Details() {
+		if info, ok := detail.(*errdetails.ErrorInfo); ok {
+			require.Equal(t, "pgratelimit", info.GetDomain())
+			require.Equal(t, reason, info.GetReason())
+			require.Equal(t, sqlState, info.GetMetadata()["sqlstate"])
+			return
+		}
+	}
+	require.Fail(t, "no ErrorInfo", "%v", err)
+}
+
+// within is the context of a call that is to end.
+func within(t testing.TB, d time.Duration) context.Context {
+	ctx, cancel := context.WithTimeout(t.Context(), d)
+	t.Cleanup(cancel)
+	return ctx
+}
+
+func ptr[T any](value T) *T { return &value }
+
+// taken is what buckets of budget have lost.
+func taken(t testing.TB, db *pgtest.DB) (tokens int64) {
+	t.Helper()
+	require.NoError(t, db.Pool.QueryRow(t.Context(),
+		"select coalesce(sum(capacity - remaining), 0)::bigint from ratelimit_status('budget', 10000)").Scan(&tokens))
+	return tokens
+}
+
+// lock holds all policies until it is called: no call of a limiter ends meanwhile.
+func lock(t testing.TB, db *pgtest.DB) (unlock func()) {
+	t.Helper()
+	conn := db.Connect(t)
+	_, err := conn.Exec(t.Context(), "begin; lock table ratelimit.policies in access exclusive mode")
+	require.NoError(t, err)
+	return sync.OnceFunc(func() {
+		_, err := conn.Exec(context.Background(), "rollback")
+		require.NoError(t, err)
+	})
+}
+
+// awaitBlocked waits until so many calls of the server wait for a lock.
+func awaitBlocked(t testing.TB, db *pgtest.DB, n int) {
+	t.Helper()
+	db.Await(t, 20*time.Second, `
+		select count(*) = $1 from pg_stat_activity
+		 where application_name = 'pgratelimit' and datname = current_database() and wait_event_type = 'Lock'`, n)
+}

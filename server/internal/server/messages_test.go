@@ -1,0 +1,201 @@
+package server_test
+
+import (
+	"bufio"
+	"encoding/json"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"net"
+	"net/http"
+	"strings"
+	"testing"
+	"unicode/utf8"
+
+	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	pb "github.com/pgratelimit/pgratelimit/server/gen/pgratelimit/v1"
+)
+
+func TestJSON_MalformedRequests(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	s := start(t, db.URL)
+	for name, body := range map[string]string{
+		"nothing":                 ``,
+		"no JSON":                 `policy=api&key=k`,
+		"half of it":              `{"policy":"api","key":`,
+		"more than it":            `{"policy":"api","key":"k"} {}`,
+		"no object":               `["api","k"]`,
+		"an unknown name":         `{"policy":"api","key":"k","costs":5}`,
+		"a name in capitals":      `{"policy":"api","Key":"k"}`,
+		"a name that comes twice": `{"policy":"api","key":"k","key":"l"}`,
+		"a cost in quotes":        `{"policy":"api","key":"k","cost":"5"}`,
+		"half a token":            `{"policy":"api","key":"k","cost":0.5}`,
+		"an immense cost":         `{"policy":"api","key":"k","cost":9223372036854775808}`,
+		"a key that is a number":  `{"policy":"api","key":5}`,
+		"text that is not UTF-8":  "{\"policy\":\"api\",\"key\":\"\xff\"}",
+		"half a surrogate":        `{"policy":"api","key":"\ud800"}`,
+		"a deep one":              strings.Repeat(`{"key":`, 100_000),
+	} {
+		a := s.mustPost("/v1/acquire", body)
+		requireProblem(t, a, http.StatusBadRequest, "")
+		require.NotContains(t, a.body["detail"], "Go ", name)
+	}
+	for _, key := range []string{"k", "l", "\ufffd"} {
+		d, err := s.rpc.Peek(t.Context(), &pb.PeekRequest{Policy: "api", LogicalKey: key})
+		require.NoError(t, err)
+		require.EqualValues(t, 10, d.GetRemaining(), "none of them took anything")
+	}
+}
+
+func TestHTTP_OtherPathsAndMethods(t *testing.T) {
+	t.Parallel()
+	s := start(t, newDB(t).URL)
+	for _, path := range []string{"acquire", "acquire_all", "charge", "settle", "peek", "refund"} {
+		for _, method := range []string{http.MethodGet, http.MethodPut, http.MethodDelete, http.MethodOptions, "ODD"} {
+			a, err := s.do(t.Context(), method, "/v1/"+path, strings.NewReader(`{"policy":"api","key":"k"}`))
+			require.NoError(t, err)
+			requireProblem(t, a, http.StatusMethodNotAllowed, "")
+			require.Equal(t, http.MethodPost, a.header.Get("Allow"))
+		}
+	}
+	for _, path := range []string{"/", "/v1", "/v1/", "/v1/acquire/", "/v2/acquire", "/favicon.ico"} {
+		requireProblem(t, s.mustPost(path, `{"policy":"api","key":"k"}`), http.StatusNotFound, "")
+	}
+}
+
+// A page that somebody's browser shows must not spend tokens, though the browser can reach the server.
+func TestHTTP_NotForPagesOfOtherSites(t *testing.T) {
+	t.Parallel()
+	s := start(t, newDB(t).URL)
+	for _, header := range []string{"Sec-Fetch-Site: cross-site", "Origin: https://example.com"} {
+		requireProblem(t, s.mustPost("/v1/acquire", `{"policy":"api","key":"k"}`, header), http.StatusForbidden, "")
+	}
+}
+
+func TestMessages_TooLarge(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	s := start(t, db.URL, "MAX_MESSAGE_BYTES=2000")
+	key := strings.Repeat("k", 500)
+	charges := func(n int) (rpc []*pb.Charge, body string) {
+		var parts []string
+		for range n {
+			rpc = append(rpc, &pb.Charge{Policy: "api", LogicalKey: key})
+			parts = append(parts, `{"policy":"api","key":"`+key+`"}`)
+		}
+		return rpc, `{"charges":[` + strings.Join(parts, ",") + `]}`
+	}
+	rpc, body := charges(3)
+	_, err := s.rpc.AcquireAll(t.Context(), &pb.AcquireAllRequest{Charges: rpc})
+	require.NoError(t, err)
+	require.Equal(t, http.StatusOK, s.mustPost("/v1/acquire_all", body).status)
+
+	rpc, body = charges(4)
+	_, err = s.rpc.AcquireAll(t.Context(), &pb.AcquireAllRequest{Charges: rpc})
+	require.Equal(t, codes.ResourceExhausted, status.Code(err), "%v", err)
+	requireProblem(t, s.mustPost("/v1/acquire_all", body), http.StatusRequestEntityTooLarge, "")
+	requireProblem(t, s.mustPost("/v1/acquire", strings.Repeat(" ", 2001)), http.StatusRequestEntityTooLarge, "")
+	requireProblem(t, s.mustPost("/v1/acquire", strings.Repeat(" ", 1_000_000)), http.StatusRequestEntityTooLarge, "")
+
+	_, err = s.rpc.Acquire(t.Context(), &pb.AcquireRequest{Policy: "api", LogicalKey: "k"})
+	require.NoError(t, err, "the connection goes on")
+}
+
+// raw sends bytes as they are.
+type raw struct{}
+
+func (raw) Marshal(v any) ([]byte, error)      { return *v.(*[]byte), nil }
+func (raw) Unmarshal(data []byte, v any) error { *v.(*[]byte) = data; return nil }
+func (raw) Name() string                       { return "proto" }
+
+func TestGRPC_MalformedMessages(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	s := start(t, db.URL)
+	send := func(message []byte) error {
+		var reply []byte
+		return s.conn.Invoke(t.Context(), pb.RateLimiter_Acquire_FullMethodName, &message, &reply, grpc.ForceCodec(raw{}))
+	}
+	field := func(number byte, text string) string { return string([]byte{number<<3 | 2, byte(len(text))}) + text }
+	require.NoError(t, send([]byte(field(4, "api")+field(2, "k"))), "what the others are made from")
+	for name, message := range map[string]string{
+		"a text that is not UTF-8": field(4, "api") + field(2, "\xff"),
+		"half a text":              field(4, "api") + "\x12\x7fk",
+		"no field":                 "\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff",
+	} {
+		require.Equal(t, codes.Internal, status.Code(send([]byte(message))), name) // which gRPC says where it cannot read a request
+	}
+	random := rand.New(rand.NewPCG(1, 2))
+	for range 1000 {
+		message := make([]byte, random.IntN(40))
+		for i := range message {
+			message[i] = byte(random.Uint32())
+		}
+		require.Contains(t, []codes.Code{codes.Internal, codes.NotFound, codes.InvalidArgument}, status.Code(send(message)), "%q", message)
+	}
+	var reply []byte
+	err := s.conn.Invoke(t.Context(), "/pgratelimit.v1.RateLimiter/Nothing", &reply, &reply, grpc.ForceCodec(raw{}))
+	require.Equal(t, codes.Unimplemented, status.Code(err))
+	d, err := s.rpc.Peek(t.Context(), &pb.PeekRequest{Policy: "api", LogicalKey: "k"})
+	require.NoError(t, err)
+	require.EqualValues(t, 9, d.GetRemaining())
+}
+
+// What is no HTTP at all ends the connection, and nothing else.
+func TestListeners_StrangeConnections(t *testing.T) {
+	t.Parallel()
+	s := start(t, newDB(t).URL)
+	for _, address := range []net.Addr{s.GRPCAddr(), s.HTTPAddr()} {
+		for _, bytes := range []string{"\x00\x01\x02", "GET / HTTP/9.9\r\n\r\n", "\x16\x03\x01\x00\xff", strings.Repeat("A", 100_000), "POST /v1/acquire HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n"} {
+			conn, err := net.Dial("tcp", address.String())
+			require.NoError(t, err)
+			_, _ = conn.Write([]byte(bytes)) // the server may have ended it
+			require.NoError(t, conn.(*net.TCPConn).CloseWrite())
+			_, _ = io.Copy(io.Discard, bufio.NewReader(conn))
+			conn.Close()
+		}
+	}
+	_, err := s.rpc.Acquire(t.Context(), &pb.AcquireRequest{Policy: "api", LogicalKey: "k"})
+	require.NoError(t, err)
+	require.Equal(t, http.StatusOK, s.mustPost("/v1/acquire", `{"policy":"api","key":"k"}`).status)
+}
+
+// A key is the same bucket by gRPC, by JSON and by SQL, whatever it is made of.
+func TestKeys_OfEveryKind(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	s := start(t, db.URL)
+	keys := []string{" ", "\ufffd", "é", "e\u0301", "\u202e", "😀", `"\`, "'; drop table ratelimit.buckets; --", "$1", "null", "{}", "%00", "a/b?c#d", strings.Repeat("é", 256)}
+	for b := 1; b < 0x80; b++ {
+		keys = append(keys, "byte "+string(rune(b)))
+	}
+	random := rand.New(rand.NewPCG(3, 4))
+	for range 200 {
+		var key strings.Builder
+		for range 1 + random.IntN(8) {
+			r := rune(1 + random.IntN(utf8.MaxRune))
+			if utf8.ValidRune(r) {
+				key.WriteRune(r)
+			}
+		}
+		key.WriteString("!")
+		keys = append(keys, key.String())
+	}
+	for _, key := range keys {
+		d, err := s.rpc.Acquire(t.Context(), &pb.AcquireRequest{Policy: "budget", LogicalKey: key})
+		require.NoError(t, err, "%q", key)
+		require.EqualValues(t, 999_999, d.GetRemaining(), "%q: a bucket of its own", key)
+		text, err := json.Marshal(key)
+		require.NoError(t, err)
+		a := s.mustPost("/v1/acquire", fmt.Sprintf(`{"policy":"budget","key":%s}`, text))
+		require.EqualValues(t, 999_998, a.body["remaining"], "%q", key)
+		var remaining int64
+		require.NoError(t, db.Pool.QueryRow(t.Context(), "select remaining from ratelimit_peek('budget', $1)", key).Scan(&remaining))
+		require.EqualValues(t, 999_998, remaining, "%q", key)
+	}
+}

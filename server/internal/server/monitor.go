@@ -1,0 +1,102 @@
+package server
+
+import (
+	"context"
+	"log/slog"
+	"net/http"
+	"sync/atomic"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"google.golang.org/grpc/health"
+	healthpb "google.golang.org/grpc/health/grpc_health_v1"
+
+	pb "github.com/pgratelimit/pgratelimit/server/gen/pgratelimit/v1"
+	"github.com/pgratelimit/pgratelimit/server/internal/jsonapi"
+)
+
+// checkEvery is how often the database is asked how it is. Callers are told what was found: however many ask, it is asked
+// no more often.
+const checkEvery = time.Second
+
+// A monitor knows whether the server can do its work.
+type monitor struct {
+	db    *pgxpool.Pool
+	log   *slog.Logger
+	grpc  *health.Server
+	fault atomic.Pointer[error] // nil without one
+
+	stopping atomic.Bool
+}
+
+func newMonitor(db *pgxpool.Pool, log *slog.Logger) *monitor {
+	m := &monitor{db: db, log: log, grpc: health.NewServer()}
+	m.set(nil)
+	return m
+}
+
+// run checks until ctx ends.
+func (m *monitor) run(ctx context.Context) {
+	ticker := time.NewTicker(checkEvery)
+	defer ticker.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-ticker.C:
+		}
+		checking, cancel := context.WithTimeout(ctx, checkEvery)
+		err := check(checking, m.db)
+		cancel()
+		if ctx.Err() == nil {
+			m.found(err)
+		}
+	}
+}
+
+func (m *monitor) found(err error) {
+	before := m.fault.Load()
+	switch {
+	case err != nil && before == nil:
+		m.log.Warn("not healthy", "error", err)
+	case err == nil && before != nil:
+		m.log.Info("healthy again")
+	}
+	m.set(err)
+}
+
+func (m *monitor) set(err error) {
+	status := healthpb.HealthCheckResponse_SERVING
+	m.fault.Store(nil)
+	if err != nil {
+		status = healthpb.HealthCheckResponse_NOT_SERVING
+		m.fault.Store(&err)
+	}
+	for _, name := range []string{"", pb.RateLimiter_ServiceDesc.ServiceName} {
+		m.grpc.SetServingStatus(name, status)
+	}
+}
+
+// stop says from now on that the server is stopping.
+func (m *monitor) stop() {
+	m.stopping.Store(true)
+	m.grpc.Shutdown()
+}
+
+// healthz answers 200, or 503 with what is wrong in a few words: the rest is in the log.
+func (m *monitor) healthz(w http.ResponseWriter, _ *http.Request) {
+	switch {
+	case m.stopping.Load():
+		jsonapi.Problem{Title: "the server is stopping", Status: http.StatusServiceUnavailable}.Write(w)
+	case m.fault.Load() != nil:
+		jsonapi.Problem{Title: "the database cannot be used", Status: http.StatusServiceUnavailable}.Write(w)
+	default:
+		livez(w, nil)
+	}
+}
+
+// livez answers as long as the process does.
+func livez(w http.ResponseWriter, _ *http.Request) {
+	w.Header().Set("Content-Type", "text/plain; charset=utf-8")
+	_, _ = w.Write([]byte("ok\n")) // who has left needs no answer
+}

@@ -1,0 +1,286 @@
+// Package server is pgratelimit serve: it listens, answers, and stops without losing an answer.
+package server
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/http"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials"
+	healthpb "google.golang.org/grpc/health/grpc_health_v1"
+	"google.golang.org/grpc/keepalive"
+	"google.golang.org/grpc/reflection"
+
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/server/internal/auth"
+	"github.com/pgratelimit/pgratelimit/server/internal/config"
+	"github.com/pgratelimit/pgratelimit/server/internal/grpcapi"
+	"github.com/pgratelimit/pgratelimit/server/internal/jsonapi"
+	"github.com/pgratelimit/pgratelimit/server/internal/metrics"
+	"github.com/pgratelimit/pgratelimit/server/internal/service"
+)
+
+// Bounds that need no setting.
+const (
+	maxHeaderBytes = 16 << 10
+	arrival        = 5 * time.Second // of a connection's first bytes, and of a request's header
+	idle           = 5 * time.Minute // after which a connection without calls is closed
+)
+
+// A Server answers calls.
+type Server struct {
+	config  config.Config
+	log     *slog.Logger
+	pool    *pgxpool.Pool
+	limiter *client.Combiner
+	service *service.Service
+	metrics *metrics.Metrics
+	monitor *monitor
+
+	grpc                       *grpc.Server
+	http                       *http.Server
+	grpcListener, httpListener net.Listener // nil for none
+
+	endMonitor func()
+	running    sync.WaitGroup
+	failed     chan error // gets the error of a listener
+}
+
+// Start returns a Server that answers. It fails where the database does not, or has not what the server needs: a mistake in
+// the configuration is seen at the start.
+func Start(ctx context.Context, c config.Config, log *slog.Logger) (_ *Server, err error) {
+	s := &Server{config: c, log: log, failed: make(chan error, 2)}
+	defer func() {
+		if err != nil {
+			s.close()
+		}
+	}()
+	if s.pool, err = openPool(ctx, c); err != nil {
+		return nil, err
+	}
+	if err := check(ctx, s.pool); err != nil {
+		return nil, err
+	}
+	if c.DefaultPolicy.Name != "" {
+		if err := definePolicy(ctx, s.pool, c.DefaultPolicy); err != nil {
+			return nil, err
+		}
+	}
+	options := []client.CombinerOption{client.CallsInFlight(c.DatabaseCalls)}
+	if c.NoFlush {
+		options = append(options, client.NoFlush())
+	}
+	s.limiter = client.NewCombiner(s.pool, options...)
+	s.metrics, err = metrics.New(metrics.State{
+		CallsUnderWay:    func() int64 { return s.service.UnderWay() },
+		ConnectionsInUse: func() int64 { return int64(s.pool.Stat().AcquiredConns()) },
+		ConnectionsTotal: func() int64 { return int64(s.pool.Stat().TotalConns()) },
+	})
+	if err != nil {
+		return nil, err
+	}
+	limits := service.Limits{
+		Calls:          c.MaxCalls,
+		OwnConnections: max(1, int(s.pool.Config().MaxConns)/2),
+		Time:           c.CallTimeout,
+	}
+	faults := &faultLog{log: log}
+	s.service = service.New(s.limiter, limits, func(call service.Call) {
+		s.metrics.Observe(call)
+		faults.observe(call)
+	})
+	s.monitor = newMonitor(s.pool, log)
+	return s, s.listen()
+}
+
+func (s *Server) listen() error {
+	c := s.config
+	if c.GRPCAddr != "" {
+		listener, err := net.Listen("tcp", c.GRPCAddr)
+		if err != nil {
+			return fmt.Errorf("GRPC_ADDR: %w", err)
+		}
+		s.grpcListener = listener
+		s.grpc = s.newGRPC()
+	}
+	if c.HTTPAddr != "" {
+		listener, err := net.Listen("tcp", c.HTTPAddr)
+		if err != nil {
+			return fmt.Errorf("HTTP_ADDR: %w", err)
+		}
+		s.httpListener = listener
+		s.http = s.newHTTP()
+	}
+	watching, endMonitor := context.WithCancel(context.Background())
+	s.endMonitor = endMonitor
+	s.running.Go(func() { s.monitor.run(watching) })
+	if s.grpc != nil {
+		s.serve("gRPC", s.grpcListener, func() error { return s.grpc.Serve(s.grpcListener) })
+	}
+	if s.http != nil {
+		s.serve("HTTP", s.httpListener, func() error {
+			if c.TLS != nil {
+				return s.http.ServeTLS(s.httpListener, "", "") // the certificate is in TLSConfig
+			}
+			return s.http.Serve(s.httpListener)
+		})
+	}
+	return nil
+}
+
+func (s *Server) serve(protocol string, listener net.Listener, serve func() error) {
+	address, isTLS, isGuarded := listener.Addr().(*net.TCPAddr), s.config.TLS != nil, len(s.config.Tokens) > 0
+	s.log.Info("listening", "protocol", protocol, "address", address.String(), "tls", isTLS, "tokens", isGuarded)
+	if !address.IP.IsLoopback() {
+		if !isGuarded {
+			s.log.Warn("whoever reaches this address can spend tokens: set TOKENS", "protocol", protocol)
+		} else if !isTLS {
+			s.log.Warn("bearer tokens travel in the clear: set TLS_CERT_FILE", "protocol", protocol)
+		}
+	}
+	s.running.Go(func() {
+		if err := serve(); err != nil && !errors.Is(err, http.ErrServerClosed) {
+			s.failed <- fmt.Errorf("%s: %w", protocol, err)
+		}
+	})
+}
+
+func (s *Server) newGRPC() *grpc.Server {
+	c := s.config
+	tokens := grpcapi.Tokens{Calls: auth.New(c.Tokens...), Health: auth.New(c.MonitoringTokens...)}
+	options := append(tokens.Options(),
+		grpc.MaxRecvMsgSize(c.MaxMessageBytes),
+		grpc.MaxConcurrentStreams(uint32(c.MaxStreams)),
+		grpc.MaxHeaderListSize(maxHeaderBytes),
+		grpc.ConnectionTimeout(arrival),
+		grpc.KeepaliveParams(keepalive.ServerParameters{MaxConnectionIdle: idle, Time: time.Minute}),
+		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: 10 * time.Second, PermitWithoutStream: true}),
+		grpc.WaitForHandlers(true),
+	)
+	if c.TLS != nil {
+		options = append(options, grpc.Creds(credentials.NewTLS(c.TLS.Clone())))
+	}
+	server := grpc.NewServer(options...)
+	grpcapi.Register(server, s.service)
+	healthpb.RegisterHealthServer(server, s.monitor.grpc)
+	reflection.Register(server)
+	return server
+}
+
+func (s *Server) newHTTP() *http.Server {
+	c := s.config
+	calls := http.NewServeMux()
+	jsonapi.Register(calls, s.service, int64(c.MaxMessageBytes))
+	calls.HandleFunc("/", func(w http.ResponseWriter, _ *http.Request) {
+		jsonapi.Problem{Title: "there is nothing here", Status: http.StatusNotFound, Detail: "The calls are POST /v1/acquire, acquire_all, charge, settle, peek and refund."}.Write(w)
+	})
+	all := http.NewServeMux()
+	all.Handle("/", jsonapi.Guard(auth.New(c.Tokens...), calls))
+	monitoring := auth.New(c.MonitoringTokens...)
+	all.Handle("GET /livez", jsonapi.Guard(monitoring, http.HandlerFunc(livez)))
+	all.Handle("GET /healthz", jsonapi.Guard(monitoring, http.HandlerFunc(s.monitor.healthz)))
+	all.Handle("GET /metrics", jsonapi.Guard(monitoring, s.metrics.Handler()))
+
+	sameOrigin := http.NewCrossOriginProtection() // a page in the browser of somebody who may call must not
+	sameOrigin.SetDenyHandler(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		jsonapi.Problem{Title: "a browser sent this for another site", Status: http.StatusForbidden}.Write(w)
+	}))
+	server := &http.Server{
+		Handler:           sameOrigin.Handler(all),
+		ReadHeaderTimeout: arrival,
+		ReadTimeout:       arrival + c.CallTimeout,
+		WriteTimeout:      2 * (arrival + c.CallTimeout),
+		IdleTimeout:       idle,
+		MaxHeaderBytes:    maxHeaderBytes,
+		ErrorLog:          slog.NewLogLogger(s.log.Handler(), slog.LevelDebug), // what strangers do to their own connections
+	}
+	if c.TLS != nil {
+		server.TLSConfig = c.TLS.Clone()
+	}
+	return server
+}
+
+// GRPCAddr is where gRPC listens, or nil.
+func (s *Server) GRPCAddr() net.Addr { return addr(s.grpcListener) }
+
+// HTTPAddr is where HTTP listens, or nil.
+func (s *Server) HTTPAddr() net.Addr { return addr(s.httpListener) }
+
+func addr(l net.Listener) net.Addr {
+	if l == nil {
+		return nil
+	}
+	return l.Addr()
+}
+
+// Run answers until ctx ends, and then stops.
+func (s *Server) Run(ctx context.Context) error {
+	var err error
+	select {
+	case <-ctx.Done():
+	case err = <-s.failed:
+	}
+	return errors.Join(err, s.Stop())
+}
+
+// Stop lets no more calls in, waits for those that are under way, and closes everything. Those that take longer than
+// STOP_TIMEOUT are ended without an answer, which is an error.
+func (s *Server) Stop() error {
+	s.log.Info("stopping", "calls_under_way", s.service.UnderWay())
+	s.endMonitor()
+	s.monitor.stop()
+	ctx, cancel := context.WithTimeout(context.Background(), s.config.StopTimeout)
+	defer cancel()
+	var lost atomic.Int64
+	end := context.AfterFunc(ctx, func() {
+		lost.Store(s.service.UnderWay()) // and not the connections of clients that keep theirs
+		if s.grpc != nil {
+			s.grpc.Stop()
+		}
+		if s.http != nil {
+			s.http.Close()
+		}
+	})
+	var stopping sync.WaitGroup
+	if s.grpc != nil {
+		stopping.Go(s.grpc.GracefulStop)
+	}
+	if s.http != nil {
+		stopping.Go(func() { _ = s.http.Shutdown(ctx) }) // its error is that of ctx
+	}
+	stopping.Wait()
+	end()
+	s.close()
+	s.log.Info("stopped")
+	if n := lost.Load(); n > 0 {
+		return fmt.Errorf("%d calls were not answered within STOP_TIMEOUT", n)
+	}
+	return nil
+}
+
+// close ends what there is, in the order that nothing misses what was closed before it.
+func (s *Server) close() {
+	for _, l := range []net.Listener{s.grpcListener, s.httpListener} {
+		if l != nil {
+			l.Close()
+		}
+	}
+	s.running.Wait()
+	if s.limiter != nil {
+		s.limiter.Close()
+	}
+	if s.metrics != nil {
+		_ = s.metrics.Close(context.Background()) // it exports nothing by itself
+	}
+	if s.pool != nil {
+		s.pool.Close()
+	}
+}

@@ -1,0 +1,150 @@
+package server_test
+
+import (
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/tls"
+	"crypto/x509"
+	"encoding/pem"
+	"log/slog"
+	"math/big"
+	"net"
+	"net/http"
+	"os"
+	"path/filepath"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/status"
+
+	pb "github.com/pgratelimit/pgratelimit/server/gen/pgratelimit/v1"
+	"github.com/pgratelimit/pgratelimit/server/internal/server"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+)
+
+// A server that could not do its work does not start.
+func TestStart_SaysWhatIsMissing(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	role := newRole(t, db)
+	taken, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	defer taken.Close()
+	for want, c := range map[string][]string{
+		"pgratelimit is not installed":          {pgtest.Empty(t).URL},
+		"the role may not acquire":              {as(t, db, role)},
+		"the database does not answer":          {"postgres://127.0.0.1:1/none?sslmode=disable"},
+		"DATABASE_URL: ":                        {"postgres://127.0.0.1:port/none"},
+		"GRPC_ADDR: ":                           {db.URL, "GRPC_ADDR=" + taken.Addr().String()},
+		"HTTP_ADDR: ":                           {db.URL, "HTTP_ADDR=" + taken.Addr().String()},
+		"DEFAULT_CAPACITY: the policy default:": {db.URL, "DEFAULT_CAPACITY=9000000000001", "DEFAULT_REFILL_RATE=1"},
+	} {
+		_, err := server.Start(t.Context(), load(t, c[0], c[1:]...), slog.New(slog.DiscardHandler))
+		require.ErrorContains(t, err, want)
+	}
+}
+
+func TestStart_DefinesTheDefaultPolicyOnce(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	start(t, db.URL, "DEFAULT_CAPACITY=20", "DEFAULT_REFILL_RATE=0.5")
+	s := start(t, db.URL, "DEFAULT_CAPACITY=30", "DEFAULT_REFILL_RATE=1")
+	d, err := s.rpc.Acquire(t.Context(), &pb.AcquireRequest{LogicalKey: "k"})
+	require.NoError(t, err)
+	require.EqualValues(t, 20, d.GetCapacity())
+	require.EqualValues(t, 19, s.mustPost("/v1/peek", `{"key":"k"}`).body["remaining"])
+	var refill, every int64
+	require.NoError(t, db.Pool.QueryRow(t.Context(), "select refill, extract(epoch from every)::bigint from ratelimit_policies() where policy = 'default'").Scan(&refill, &every))
+	require.EqualValues(t, 1, refill)
+	require.EqualValues(t, 2, every)
+}
+
+// A role with the grants that docs/server.md names is enough.
+func TestStart_AsARoleThatMayOnlyAskForTokens(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	role := newRole(t, db)
+	db.Exec(t, "grant execute on function ratelimit_acquire, ratelimit_acquire_all, ratelimit_acquire_packed, ratelimit_charge, ratelimit_settle, ratelimit_peek, ratelimit_refund to "+role)
+	s := start(t, as(t, db, role))
+	for path, body := range map[string]string{
+		"acquire":     `{"policy":"api","key":"k"}`,
+		"acquire_all": `{"charges":[{"policy":"api","key":"k"}]}`,
+		"charge":      `{"policy":"api","key":"k","cost":1,"idempotency_key":"i"}`,
+		"peek":        `{"policy":"api","key":"k"}`,
+		"refund":      `{"policy":"api","key":"k","amount":1}`,
+	} {
+		require.Equal(t, http.StatusOK, s.mustPost("/v1/"+path, body).status, path)
+	}
+	require.Equal(t, http.StatusOK, s.mustPost("/v1/settle", `{"policy":"api","key":"k","cost":1,"idempotency_key":"i"}`).status)
+}
+
+func TestStart_OneListenerAlone(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	for _, off := range []string{"GRPC_ADDR=off", "HTTP_ADDR=off"} {
+		s, err := server.Start(t.Context(), load(t, db.URL, off), slog.New(slog.DiscardHandler))
+		require.NoError(t, err)
+		require.Equal(t, off == "GRPC_ADDR=off", s.GRPCAddr() == nil)
+		require.Equal(t, off == "HTTP_ADDR=off", s.HTTPAddr() == nil)
+		require.NoError(t, s.Stop())
+	}
+}
+
+func TestStart_TLS(t *testing.T) {
+	t.Parallel()
+	cert, key, pool := certificate(t)
+	trust := &tls.Config{RootCAs: pool}
+	s := startWith(t, load(t, newDB(t).URL, "TLS_CERT_FILE="+cert, "TLS_KEY_FILE="+key), grpc.WithTransportCredentials(credentials.NewTLS(trust)))
+	_, err := s.rpc.Acquire(t.Context(), &pb.AcquireRequest{Policy: "api", LogicalKey: "k"})
+	require.NoError(t, err)
+
+	require.Equal(t, http.StatusBadRequest, s.mustPost("/v1/acquire", `{"policy":"api","key":"k"}`).status, "in the clear")
+	s.url = "https://" + s.HTTPAddr().String()
+	transport := s.http.Transport.(*http.Transport)
+	transport.CloseIdleConnections()
+	transport = &http.Transport{TLSClientConfig: trust, ForceAttemptHTTP2: true}
+	defer transport.CloseIdleConnections()
+	s.http = &http.Client{Transport: transport}
+	a := s.mustPost("/v1/acquire", `{"policy":"api","key":"k"}`)
+	require.EqualValues(t, 8, a.body["remaining"])
+
+	old := &http.Transport{TLSClientConfig: &tls.Config{RootCAs: pool, MaxVersion: tls.VersionTLS11}}
+	defer old.CloseIdleConnections()
+	s.http = &http.Client{Transport: old}
+	_, err = s.post(t.Context(), "/v1/acquire", `{"policy":"api","key":"k"}`)
+	require.ErrorContains(t, err, "tls: ")
+
+	stranger, err := grpc.NewClient(s.GRPCAddr().String(), grpc.WithTransportCredentials(credentials.NewTLS(&tls.Config{})))
+	require.NoError(t, err)
+	defer stranger.Close()
+	_, err = pb.NewRateLimiterClient(stranger).Acquire(t.Context(), &pb.AcquireRequest{Policy: "api", LogicalKey: "k"})
+	require.Equal(t, codes.Unavailable, status.Code(err), "a client that does not know the certificate")
+}
+
+// certificate is a new one for 127.0.0.1, and what trusts it.
+func certificate(t *testing.T) (certFile, keyFile string, pool *x509.CertPool) {
+	t.Helper()
+	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	require.NoError(t, err)
+	template := &x509.Certificate{
+		SerialNumber: big.NewInt(1), NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(time.Hour),
+		IPAddresses: []net.IP{net.IPv4(127, 0, 0, 1)}, IsCA: true, BasicConstraintsValid: true,
+	}
+	der, err := x509.CreateCertificate(rand.Reader, template, template, key.Public(), key)
+	require.NoError(t, err)
+	keyDER, err := x509.MarshalPKCS8PrivateKey(key)
+	require.NoError(t, err)
+	dir := t.TempDir()
+	certFile, keyFile = filepath.Join(dir, "cert"), filepath.Join(dir, "key")
+	certPEM := pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der})
+	require.NoError(t, os.WriteFile(certFile, certPEM, 0o600))
+	require.NoError(t, os.WriteFile(keyFile, pem.EncodeToMemory(&pem.Block{Type: "PRIVATE KEY", Bytes: keyDER}), 0o600))
+	pool = x509.NewCertPool()
+	require.True(t, pool.AppendCertsFromPEM(certPEM))
+	return certFile, keyFile, pool
+}

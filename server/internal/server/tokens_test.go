@@ -1,0 +1,104 @@
+package server_test
+
+import (
+	"context"
+	"net/http"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc/codes"
+	healthpb "google.golang.org/grpc/health/grpc_health_v1"
+	"google.golang.org/grpc/metadata"
+	reflectionpb "google.golang.org/grpc/reflection/grpc_reflection_v1"
+	"google.golang.org/grpc/status"
+
+	pb "github.com/pgratelimit/pgratelimit/server/gen/pgratelimit/v1"
+)
+
+// What each way in answers to a token: the calls need one of theirs, health and metrics one of theirs if there are any.
+func TestTokens_WhichWayNeedsWhich(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	for _, monitoring := range []string{"", "watch"} {
+		s := start(t, db.URL, "TOKENS=first,second", "MONITORING_TOKENS="+monitoring)
+		for token, is := range map[string]struct{ caller, monitor bool }{
+			"":               {false, monitoring == ""},
+			"Bearer wrong":   {false, monitoring == ""},
+			"Bearer firs":    {false, monitoring == ""},
+			"Basic first":    {false, monitoring == ""},
+			"Bearer first":   {true, monitoring == ""},
+			"bearer second":  {true, monitoring == ""},
+			"Bearer watch":   {false, true},
+			"Bearer watch, ": {false, monitoring == ""},
+		} {
+			ctx := t.Context()
+			var headers []string
+			if token != "" {
+				ctx = metadata.AppendToOutgoingContext(ctx, "authorization", token)
+				headers = []string{"Authorization: " + token}
+			}
+			for name, call := range map[string]func() error{
+				"acquire": func() error {
+					_, err := s.rpc.Acquire(ctx, &pb.AcquireRequest{Policy: "budget", LogicalKey: token + "k"})
+					return err
+				},
+				"reflection": func() error { return reflect(ctx, s) },
+			} {
+				requireCode(t, is.caller, call(), name+" with "+token)
+			}
+			_, err := healthpb.NewHealthClient(s.conn).Check(ctx, &healthpb.HealthCheckRequest{})
+			requireCode(t, is.monitor, err, "health with "+token)
+
+			a := s.mustPost("/v1/acquire", `{"policy":"budget","key":"`+token+`k"}`, headers...)
+			requireStatus(t, is.caller, a)
+			requireStatus(t, is.caller, s.mustPost("/v1/nothing", ``, headers...))
+			for _, path := range []string{"/livez", "/healthz", "/metrics"} {
+				a, err := s.do(t.Context(), http.MethodGet, path, nil, headers...)
+				require.NoError(t, err)
+				requireStatus(t, is.monitor, a)
+			}
+		}
+		twice := metadata.AppendToOutgoingContext(t.Context(), "authorization", "Bearer first", "authorization", "Bearer first")
+		_, err := s.rpc.Acquire(twice, &pb.AcquireRequest{Policy: "budget", LogicalKey: "k"})
+		requireCode(t, false, err, "two headers")
+	}
+}
+
+func requireCode(t *testing.T, admitted bool, err error, what string) {
+	t.Helper()
+	require.Equal(t, admitted, status.Code(err) != codes.Unauthenticated, "%s: %v", what, err)
+	if admitted {
+		require.NoError(t, err, what)
+	}
+}
+
+func requireStatus(t *testing.T, admitted bool, a answer) {
+	t.Helper()
+	require.Equal(t, admitted, a.status != http.StatusUnauthorized)
+	if !admitted {
+		requireProblem(t, a, http.StatusUnauthorized, "")
+		require.Equal(t, "Bearer", a.header.Get("WWW-Authenticate"))
+	}
+}
+
+// reflect asks what services there are, as grpcurl does.
+func reflect(ctx context.Context, s *testServer) error {
+	stream, err := reflectionpb.NewServerReflectionClient(s.conn).ServerReflectionInfo(ctx)
+	if err != nil {
+		return err
+	}
+	err = stream.Send(&reflectionpb.ServerReflectionRequest{MessageRequest: &reflectionpb.ServerReflectionRequest_ListServices{}})
+	if err != nil {
+		return err
+	}
+	reply, err := stream.Recv()
+	if err != nil {
+		return err
+	}
+	var names []string
+	for _, service := range reply.GetListServicesResponse().GetService() {
+		names = append(names, service.GetName())
+	}
+	require.Subset(s.t, names, []string{"pgratelimit.v1.RateLimiter", "grpc.health.v1.Health"})
+	return stream.CloseSend()
+}

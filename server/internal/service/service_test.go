@@ -1,0 +1,299 @@
+package service_test
+
+import (
+	"context"
+	"errors"
+	"io"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc/codes"
+
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/client/clienttest"
+	"github.com/pgratelimit/pgratelimit/server/internal/service"
+)
+
+var roomy = service.Limits{Calls: 100, OwnConnections: 10, Time: time.Minute}
+
+// A recorder has the calls that a Service has shown.
+type recorder struct {
+	mu    sync.Mutex
+	calls []service.Call
+}
+
+func (r *recorder) observe(c service.Call) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.calls = append(r.calls, c)
+}
+
+func (r *recorder) last() service.Call {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.calls[len(r.calls)-1]
+}
+
+func newFake(t *testing.T) *clienttest.Fake {
+	t.Helper()
+	fake := clienttest.New(func() time.Time { return time.Date(2030, 1, 1, 0, 0, 0, 0, time.UTC) })
+	for _, name := range []string{"api", service.DefaultPolicy} {
+		require.NoError(t, fake.DefinePolicy(t.Context(), client.Policy{Name: name, Capacity: 10, Refill: 1, Every: time.Second}))
+	}
+	require.NoError(t, fake.DefinePolicy(t.Context(), client.Policy{Name: "watched", Capacity: 10, Refill: 1, Every: time.Second, Shadow: client.Yes}))
+	return fake
+}
+
+func number(n int64) *int64 { return &n }
+func text(s string) *string { return &s }
+
+// Whatever the client can say has a kind, and the kind a code in each protocol.
+func TestErrors_HaveAKind(t *testing.T) {
+	t.Parallel()
+	fake := newFake(t)
+	s := service.New(fake, roomy, func(service.Call) {})
+	pg := func(code string) error { return &pgconn.PgError{Code: code, Message: "made up", Detail: "a fact"} }
+	for name, test := range map[string]struct {
+		err    error
+		kind   service.Kind
+		code   codes.Code
+		status int
+		tells  bool // what the database said
+	}{
+		"unknown policy":       {pg("RL001"), service.UnknownPolicy, codes.NotFound, 404, true},
+		"mismatch":             {pg("RL002"), service.IdempotencyMismatch, codes.AlreadyExists, 409, true},
+		"no grant":             {pg("RL003"), service.NoGrant, codes.FailedPrecondition, 404, true},
+		"bad argument":         {pg("22023"), service.InvalidArgument, codes.InvalidArgument, 422, true},
+		"text it cannot hold":  {pg("22021"), service.InvalidArgument, codes.InvalidArgument, 422, true},
+		"locked":               {pg("55P03"), service.Contended, codes.Aborted, 503, false},
+		"serialization":        {pg("40001"), service.Contended, codes.Aborted, 503, false},
+		"deadlock":             {pg("40P01"), service.Contended, codes.Aborted, 503, false},
+		"statement_timeout":    {pg("57014"), service.DeadlineExceeded, codes.DeadlineExceeded, 504, false},
+		"shut down":            {pg("57P01"), service.Unavailable, codes.Unavailable, 503, false},
+		"starting up":          {pg("57P03"), service.Unavailable, codes.Unavailable, 503, false},
+		"too many connections": {pg("53300"), service.Unavailable, codes.Unavailable, 503, false},
+		"wrong password":       {pg("28P01"), service.Unavailable, codes.Unavailable, 503, false},
+		"no such database":     {pg("3D000"), service.Unavailable, codes.Unavailable, 503, false},
+		"read-only":            {pg("25006"), service.Unavailable, codes.Unavailable, 503, false},
+		"connection lost":      {io.ErrUnexpectedEOF, service.Unavailable, codes.Unavailable, 503, false},
+		"closed":               {client.ErrClosed, service.Unavailable, codes.Unavailable, 503, false},
+		"no privilege":         {pg("42501"), service.Internal, codes.Internal, 500, false},
+		"not installed":        {pg("42883"), service.Internal, codes.Internal, 500, false},
+		"no code":              {pg(""), service.Internal, codes.Internal, 500, false},
+	} {
+		fake.FailNext(test.err, test.err, test.err) // some are tried again
+		_, err := s.Acquire(t.Context(), service.Request{Policy: "api", Key: "k"})
+		fake.FailAll(nil)
+		var e *service.Error
+		require.ErrorAs(t, err, &e, name)
+		require.Equal(t, test.kind.Reason(), e.Kind.Reason(), name)
+		require.Equal(t, test.code, e.Kind.Code(), name)
+		require.Equal(t, test.status, e.Kind.Status(), name)
+		require.ErrorIs(t, e, test.err, "for the log")
+		require.Equal(t, test.tells, e.Detail == "a fact", name)
+		require.NotContains(t, e.Error(), "EOF", "only the log is told")
+		for drained := false; !drained; { // those that it was not tried again for
+			_, err := s.Peek(t.Context(), service.Request{Policy: "api", Key: "k"})
+			drained = err == nil
+		}
+	}
+}
+
+// A deadline that has passed decides only where the database did not.
+func TestErrors_TheEndOfAContext(t *testing.T) {
+	t.Parallel()
+	fake := newFake(t)
+	s := service.New(fake, roomy, func(service.Call) {})
+	late, cancel := context.WithTimeout(t.Context(), -time.Second)
+	defer cancel()
+	gone, leave := context.WithCancel(t.Context())
+	leave()
+	for ctx, kind := range map[context.Context]service.Kind{late: service.DeadlineExceeded, gone: service.Canceled} {
+		_, err := s.Acquire(ctx, service.Request{Policy: "nobody", Key: "k"})
+		var e *service.Error
+		require.ErrorAs(t, err, &e)
+		require.Equal(t, kind.Reason(), e.Kind.Reason())
+	}
+}
+
+func TestRequests_WhatIsLeftOut(t *testing.T) {
+	t.Parallel()
+	var seen recorder
+	s := service.New(newFake(t), roomy, seen.observe)
+	ctx := t.Context()
+
+	d, err := s.Acquire(ctx, service.Request{Key: "k"})
+	require.NoError(t, err)
+	require.EqualValues(t, 9, d.Remaining, "a cost of 1")
+	require.Equal(t, service.DefaultPolicy, seen.last().Policy)
+
+	d, err = s.Peek(ctx, service.Request{Key: "k", Cost: number(10)})
+	require.NoError(t, err)
+	require.False(t, d.Allowed)
+
+	joint, err := s.AcquireAll(ctx, service.JointRequest{Charges: []service.Request{{Key: "k"}, {Policy: "api", Key: "k", Cost: number(10)}}})
+	require.NoError(t, err)
+	require.EqualValues(t, 8, joint.Decisions[0].Remaining)
+	require.Equal(t, "api", seen.last().Policy, "that of the binding charge")
+
+	for _, test := range []struct {
+		call     func(context.Context, service.Request) (client.Decision, error)
+		request  service.Request
+		argument string
+	}{
+		{s.Charge, service.Request{Key: "k"}, "cost"},
+		{s.Settle, service.Request{Key: "k", IdempotencyKey: text("i")}, "cost"},
+		{s.Settle, service.Request{Key: "k", Cost: number(1)}, "idempotency_key"},
+		{s.Refund, service.Request{Key: "k"}, "amount"},
+	} {
+		_, err := test.call(ctx, test.request)
+		var e *service.Error
+		require.ErrorAs(t, err, &e)
+		require.Equal(t, "22023", e.SQLState)
+		require.Equal(t, "invalid "+test.argument, e.Message)
+	}
+	d, err = s.Peek(ctx, service.Request{Key: "k"})
+	require.NoError(t, err)
+	require.EqualValues(t, 8, d.Remaining, "they charged nothing")
+}
+
+func TestObserve_HasTheResultOfEachCall(t *testing.T) {
+	t.Parallel()
+	var seen recorder
+	s := service.New(newFake(t), roomy, seen.observe)
+	key := text("first")
+	for _, test := range []struct {
+		request service.Request
+		result  service.Result
+	}{
+		{service.Request{Policy: "api", Key: "k", Cost: number(10), IdempotencyKey: key}, service.Allowed},
+		{service.Request{Policy: "api", Key: "k", Cost: number(10), IdempotencyKey: key}, service.Replayed},
+		{service.Request{Policy: "api", Key: "k"}, service.Denied},
+		{service.Request{Policy: "watched", Key: "k", Cost: number(11)}, service.Shadowed},
+		{service.Request{Policy: "nobody", Key: "k"}, service.Failed},
+	} {
+		_, err := s.Acquire(t.Context(), test.request)
+		require.Equal(t, test.result == service.Failed, err != nil)
+		require.Equal(t, test.result, seen.last().Result)
+		require.Equal(t, test.request.Policy, seen.last().Policy)
+		require.Equal(t, err != nil, seen.last().Err != nil)
+	}
+	require.Zero(t, s.UnderWay())
+}
+
+// A stuck limiter answers when it is let go, or when its caller has no more time.
+type stuck struct {
+	*clienttest.Fake
+	asked chan struct{} // gets one for each call
+	let   chan struct{}
+}
+
+func newStuck(t *testing.T) stuck {
+	return stuck{newFake(t), make(chan struct{}, 100), make(chan struct{})}
+}
+
+func (s stuck) wait(ctx context.Context) error {
+	s.asked <- struct{}{}
+	select {
+	case <-s.let:
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}
+
+func (s stuck) Acquire(ctx context.Context, policy, key string, opts ...client.AcquireOption) (client.Decision, error) {
+	if err := s.wait(ctx); err != nil {
+		return client.Decision{}, err
+	}
+	return s.Fake.Acquire(ctx, policy, key, opts...)
+}
+
+func (s stuck) Peek(ctx context.Context, policy, key string, opts ...client.PeekOption) (client.Decision, error) {
+	if err := s.wait(ctx); err != nil {
+		return client.Decision{}, err
+	}
+	return s.Fake.Peek(ctx, policy, key, opts...)
+}
+
+func kindOf(t *testing.T, err error) string {
+	t.Helper()
+	var e *service.Error
+	require.ErrorAs(t, err, &e)
+	return e.Kind.Reason()
+}
+
+func TestLimits_OneCallTooManyIsRefusedAtOnce(t *testing.T) {
+	t.Parallel()
+	limiter := newStuck(t)
+	s := service.New(limiter, service.Limits{Calls: 2, OwnConnections: 1, Time: time.Minute}, func(service.Call) {})
+	r := service.Request{Policy: "api", Key: "k"}
+	var callers sync.WaitGroup
+	for range 2 {
+		callers.Go(func() {
+			_, err := s.Acquire(t.Context(), r)
+			if err != nil {
+				t.Error(err)
+			}
+		})
+		<-limiter.asked
+	}
+	for range 10 {
+		_, err := s.Acquire(t.Context(), r)
+		require.Equal(t, service.Overloaded.Reason(), kindOf(t, err))
+	}
+	require.EqualValues(t, 2, s.UnderWay())
+	close(limiter.let)
+	callers.Wait()
+	d, err := s.Acquire(t.Context(), r)
+	require.NoError(t, err)
+	require.EqualValues(t, 7, d.Remaining, "a call that was refused took nothing")
+}
+
+// Calls that need a connection of their own leave some for those that share one.
+func TestLimits_CallsOfTheirOwnWaitForEachOther(t *testing.T) {
+	t.Parallel()
+	limiter := newStuck(t)
+	s := service.New(limiter, service.Limits{Calls: 100, OwnConnections: 1, Time: time.Minute}, func(service.Call) {})
+	var callers sync.WaitGroup
+	callers.Go(func() {
+		if _, err := s.Peek(t.Context(), service.Request{Policy: "api", Key: "k"}); err != nil {
+			t.Error(err)
+		}
+	})
+	<-limiter.asked
+
+	short, cancel := context.WithTimeout(t.Context(), 10*time.Millisecond)
+	defer cancel()
+	_, err := s.Peek(short, service.Request{Policy: "api", Key: "k"})
+	require.Equal(t, service.DeadlineExceeded.Reason(), kindOf(t, err))
+	short, cancel = context.WithTimeout(t.Context(), 10*time.Millisecond)
+	defer cancel()
+	_, err = s.Acquire(short, service.Request{Policy: "api", Key: strings.Repeat("k", 513)})
+	require.Equal(t, service.DeadlineExceeded.Reason(), kindOf(t, err), "nobody can share its call")
+	require.Empty(t, limiter.asked, "neither has asked")
+
+	callers.Go(func() {
+		if _, err := s.Acquire(t.Context(), service.Request{Policy: "api", Key: "k"}); err != nil {
+			t.Error(err)
+		}
+	})
+	<-limiter.asked // beside the Peek that is stuck
+	close(limiter.let)
+	callers.Wait()
+}
+
+func TestLimits_NoCallHasMoreTime(t *testing.T) {
+	t.Parallel()
+	limiter := newStuck(t)
+	s := service.New(limiter, service.Limits{Calls: 1, OwnConnections: 1, Time: 10 * time.Millisecond}, func(service.Call) {})
+	for range 3 { // its place is free again
+		_, err := s.Acquire(t.Context(), service.Request{Policy: "api", Key: "k"})
+		require.Equal(t, service.DeadlineExceeded.Reason(), kindOf(t, err))
+		require.True(t, errors.Is(err, context.DeadlineExceeded))
+	}
+}
