@@ -63,13 +63,11 @@ torture: ## Run what tries to break it, MINUTES=10 each, and end with a table of
 
 .PHONY: install
 install: need-DATABASE_URL ## Install into a database, or bring it up to date: make install DATABASE_URL=postgres://…
-	@go run ./migrations/cmd install "$$DATABASE_URL"
-	@echo 'pgratelimit is installed.'
+	@go run ./server/cmd/pgratelimit install
 
 .PHONY: uninstall
 uninstall: need-DATABASE_URL ## Remove it from a database, with all policies and buckets: make uninstall DATABASE_URL=postgres://…
-	@go run ./migrations/cmd uninstall "$$DATABASE_URL"
-	@echo 'pgratelimit is removed.'
+	@go run ./server/cmd/pgratelimit uninstall
 
 .PHONY: lint
 lint: build ## Check formatting, go vet, golangci-lint and generated code; plpgsql_check is one of the tests

@@ -486,7 +486,7 @@ func buildDocs(t *testing.T, files ...string) (out string, err error) {
 var (
 	docsLink    = regexp.MustCompile(`\]\(([^)#\s]*)(?:#([^)\s]*))?\)`)
 	docsHeading = regexp.MustCompile(`(?m)^#+ (.*)$`)
-	docsPath    = regexp.MustCompile(`\b(?:sql|migrations|client|pg_cron|docker|docs|tests)/[\w./-]*\w`)
+	docsPath    = regexp.MustCompile(`\b(?:sql|migrations|client|pg_cron|docker|docs|tests|server)/[\w./-]*\w`)
 	docsTarget  = regexp.MustCompile(`\bmake ([a-z]+(?:-[a-z]+)*)`)
 )
 

@@ -1,0 +1,272 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"io"
+	"net"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+)
+
+// asProgram in the environment makes the test binary the program.
+const asProgram = "PGRATELIMIT_TEST_AS_PROGRAM"
+
+func TestMain(m *testing.M) {
+	if os.Getenv(asProgram) != "" {
+		main()
+	}
+	pgtest.Main(m)
+}
+
+// A ran is what a command left.
+type ran struct {
+	code        int
+	out, errors string
+}
+
+// on runs a command on a database.
+func on(t *testing.T, db *pgtest.DB, args ...string) ran {
+	t.Helper()
+	return command(t, append(args, "--database-url", db.URL)...)
+}
+
+func command(t *testing.T, args ...string) ran {
+	t.Helper()
+	var out, errors bytes.Buffer
+	code := run(t.Context(), args, &out, &errors)
+	return ran{code, out.String(), errors.String()}
+}
+
+func TestInstallAndUninstall(t *testing.T) {
+	t.Parallel()
+	db := pgtest.Empty(t)
+	for range 2 {
+		require.Equal(t, ran{code: 0, out: "pgratelimit is installed: version 2 of its schema.\n"}, on(t, db, "install"))
+	}
+	require.Equal(t, ran{code: 0, out: "{\"schema_version\":2}\n"}, on(t, db, "install", "--json"))
+	db.Exec(t, "select ratelimit_define_policy('api', 10, 1, '1 day')")
+	db.Exec(t, "update ratelimit.schema_version set version = 99")
+	r := on(t, db, "install")
+	require.Equal(t, exitError, r.code)
+	require.Contains(t, r.errors, "upgrade the program")
+	db.Exec(t, "update ratelimit.schema_version set version = 2")
+	r = on(t, db, "uninstall")
+	require.Equal(t, "pgratelimit is removed.\n", r.out)
+	require.NotContains(t, r.errors, "NOTICE", "only warnings, such as one about a schedule that may remain")
+	require.Equal(t, ran{code: 0, out: "{}\n"}, on(t, db, "uninstall", "--json"))
+	db.Exec(t, "create schema ratelimit") // it is gone
+}
+
+func TestAcquireAndPeek(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	db.Exec(t, "create or replace function ratelimit.clock() returns timestamptz language sql stable as $$ select timestamptz '2030-01-01 00:00:00+00' $$")
+	db.Exec(t, "select ratelimit_define_policy('api', 10, 1, '1 second'), ratelimit_define_policy('budget', 10, 0, '1 day'), ratelimit_define_policy('watched', 10, 1, '1 second', shadow => true)")
+	for _, test := range []struct {
+		args string
+		code int
+		out  string
+	}{
+		{"acquire api k", exitDone, "allowed: 9 of 10 tokens left, full in 1s"},
+		{"acquire api k --cost 8 --idempotency-key i", exitDone, "allowed: 1 of 10 tokens left, full in 9s"},
+		{"acquire api k --cost 8 --idempotency-key i", exitDone, "allowed: 1 of 10 tokens left (replayed: nothing was taken)"},
+		{"acquire api k --cost 3", exitNo, "denied: 1 of 10 tokens left, enough in 2s"},
+		{"acquire api k --cost 11", exitNo, "denied: 1 of 10 tokens left, and no wait would help"},
+		{"acquire api k --cost 0", exitDone, "allowed: 1 of 10 tokens left, full in 9s"},
+		{"acquire api k --json", exitDone, `{"allowed":true,"remaining":0,"retry_after":0,"reset_after":10,"capacity":10,"replayed":false,"shadowed":false}`},
+		{"peek api k --json", exitNo, `{"allowed":false,"remaining":0,"retry_after":1,"reset_after":10,"capacity":10,"replayed":false,"shadowed":false}`},
+		{"peek api other", exitDone, "allowed: 10 of 10 tokens left"},
+		{"acquire budget k", exitDone, "allowed: 9 of 10 tokens left, does not refill"},
+		{"peek budget k --cost 10", exitNo, "denied: 9 of 10 tokens left, and no wait would help"},
+		{"acquire watched k --cost 11", exitDone, "allowed: 10 of 10 tokens left (shadowed: enforcing would deny)"},
+	} {
+		require.Equal(t, ran{code: test.code, out: test.out + "\n"}, on(t, db, strings.Fields(test.args)...), test.args)
+	}
+}
+
+func TestErrors_HaveExitCodes(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	for _, test := range []struct {
+		args []string
+		code int
+		says string
+	}{
+		{[]string{"acquire", "nobody", "k", "--database-url", db.URL}, exitError, "unknown policy"},
+		{[]string{"acquire", "nobody", "k", "--database-url", "postgres://127.0.0.1:1/none"}, exitUnavailable, "127.0.0.1"},
+		{[]string{"status", "--database-url", pgtest.Empty(t).URL}, exitError, "Run pgratelimit install"},
+		{[]string{"acquire", "api"}, exitUsage, "usage: pgratelimit acquire POLICY KEY"},
+		{[]string{"acquire", "api", "k", "--cost", "many"}, exitUsage, "--cost"},
+		{[]string{"acquire", "api", "k", "--price", "1"}, exitUsage, "--price"},
+		{[]string{"peek", "api", "k", "--database-url", "postgres://127.0.0.1:port/x"}, exitUsage, "port"},
+		{[]string{"obtain"}, exitUsage, `no command is called "obtain"`},
+		{[]string{"version", "now"}, exitUsage, "usage: pgratelimit version"},
+		{[]string{"serve", "--config", "no such file"}, exitUsage, "no such file"},
+		{[]string{"serve", "--config", settingsFile(t), "--database-url", "postgres://127.0.0.1:1/none"}, exitUnavailable, "the database does not answer"},
+		{[]string{"serve", "--config", settingsFile(t), "--database-url", pgtest.Empty(t).URL}, exitError, "pgratelimit is not installed"},
+	} {
+		r := command(t, test.args...)
+		require.Equal(t, test.code, r.code, "%v: %s", test.args, r.errors)
+		require.Contains(t, r.errors, test.says)
+		require.Empty(t, r.out)
+
+		r = command(t, append(test.args, "--json")...)
+		require.Equal(t, test.code, r.code)
+		var complaint struct{ Error, SQLState string }
+		require.NoError(t, json.Unmarshal([]byte(r.errors), &complaint), r.errors)
+		require.Contains(t, complaint.Error, test.says)
+		if test.says == "unknown policy" {
+			require.Equal(t, "RL001", complaint.SQLState)
+		}
+	}
+}
+
+func TestDatabaseURL_IsObligatory(t *testing.T) {
+	t.Setenv("DATABASE_URL", "")
+	r := command(t, "status")
+	require.Equal(t, exitUsage, r.code)
+	require.Contains(t, r.errors, "DATABASE_URL")
+	t.Setenv("DATABASE_URL", "postgres://127.0.0.1:1/none")
+	require.Equal(t, exitUnavailable, command(t, "status").code)
+}
+
+func TestStatusAndDoctor(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	clock := func(now string) {
+		db.Exec(t, "create or replace function ratelimit.clock() returns timestamptz language sql stable as $$ select timestamptz '"+now+"' $$")
+	}
+	clock("2030-01-01 00:00:00+00")
+	require.Equal(t, ran{out: "Every bucket is full.\n"}, on(t, db, "status"))
+	require.Equal(t, ran{out: "[]\n"}, on(t, db, "status", "--json"))
+	r := on(t, db, "doctor")
+	require.Equal(t, r.code == exitDone, r == ran{out: "All is well.\n"}, "%v", r) // a role may be told that it does not see all
+
+	db.Exec(t, "select ratelimit_define_policy('api', 10, 1, '1 second'), ratelimit_define_policy('budget', 10, 0, '1 day')")
+	db.Exec(t, "select ratelimit_override('api', E'red \\x1b[31m', capacity => 20)")
+	db.Exec(t, "select ratelimit_acquire('api', 'k', 10), ratelimit_acquire('api', E'red \\x1b[31m', 5), ratelimit_charge('budget', 'k', 12)")
+	r = on(t, db, "status")
+	require.Equal(t, ran{out: "" +
+		"POLICY  KEY             REMAINING  CAPACITY  NEXT TOKEN IN  FULL IN  OVERRIDDEN\n" +
+		"budget  k               -2         10        never          never    no\n" +
+		"api     k               0          10        1s             10s      no\n" +
+		"api     \"red \\x1b[31m\"  15         20        0s             5s       yes\n"}, r)
+	r = on(t, db, "status", "api", "--max-rows", "1", "--json")
+	require.Equal(t, ran{out: `[{"policy":"api","key":"k","remaining":0,"retry_after":1,"reset_after":10,"capacity":10,"overridden":false}]` + "\n"}, r)
+
+	clock("2031-01-01 00:00:00+00")
+	r = on(t, db, "doctor")
+	require.Equal(t, exitNo, r.code)
+	require.Contains(t, r.out, "warning: ratelimit.buckets has 3 rows overdue for clean-up")
+	r = on(t, db, "doctor", "--json")
+	require.Equal(t, exitNo, r.code)
+	var findings []finding
+	require.NoError(t, json.Unmarshal([]byte(r.out), &findings))
+	require.Equal(t, "warning", findings[0].Severity)
+	require.NotEmpty(t, findings[0].Remedy)
+	require.Empty(t, r.errors)
+}
+
+func TestVersionHelpAndCompletion(t *testing.T) {
+	t.Parallel()
+	require.Regexp(t, `^pgratelimit .*, built with go1\.`, command(t, "version").out)
+	require.Regexp(t, `^\{"version":".*","go":"go1\..*"\}\n$`, command(t, "version", "--json").out)
+	for _, shell := range []string{"bash", "zsh", "fish", "powershell"} {
+		r := command(t, "completion", shell)
+		require.Zero(t, r.code)
+		require.Contains(t, r.out, "pgratelimit")
+	}
+	help := command(t)
+	require.Zero(t, help.code)
+	require.Equal(t, help, command(t, "--help"))
+	require.Contains(t, command(t, "serve", "--help").out, "MAX_CALLS")
+}
+
+// The page about the server lists the exit codes and the settings that there are.
+func TestDocs_AreComplete(t *testing.T) {
+	t.Parallel()
+	page, err := os.ReadFile("../../../docs/server.md")
+	require.NoError(t, err)
+	for _, code := range regexp.MustCompile(`(?m)^ +(\d+)  (.+)$`).FindAllStringSubmatch(command(t, "--help").out, -1) {
+		require.Contains(t, string(page), "| "+code[1]+" | "+code[2]+" |")
+	}
+	rows := regexp.MustCompile("(?m)^\\| `([A-Z_]+)` \\| (.*) \\| (.*) \\|$").FindAllStringSubmatch(string(page), -1)
+	help := regexp.MustCompile(`(?m)^  ([A-Z_]+) +(.*?)(?: \(default (.*)\))?$`).FindAllStringSubmatch(command(t, "serve", "--help").out, -1)
+	require.Len(t, rows, len(help))
+	require.NotEmpty(t, help)
+	for i, setting := range help {
+		require.Equal(t, setting[1], rows[i][1])
+		require.Equal(t, setting[3], strings.Trim(rows[i][2], "`"), setting[1])
+		require.Equal(t, setting[2], rows[i][3], setting[1])
+	}
+}
+
+func settingsFile(t *testing.T) string {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "settings")
+	require.NoError(t, os.WriteFile(path, []byte("GRPC_ADDR=off\nHTTP_ADDR=127.0.0.1:0\n"), 0o600))
+	return path
+}
+
+// listening finds the address in what serve logs, and keeps all of it.
+type listening struct {
+	mu      sync.Mutex
+	log     bytes.Buffer
+	address chan string
+}
+
+var addressOf = regexp.MustCompile(`msg=listening .*address=(\S+)`)
+
+func (l *listening) Write(p []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.log.Write(p)
+	if found := addressOf.FindSubmatch(p); found != nil {
+		l.address <- string(found[1])
+	}
+	return len(p), nil
+}
+
+// The program itself: it serves, and SIGTERM ends it with 0.
+func TestServe_UntilItIsTold(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	db.Exec(t, "select ratelimit_define_policy('api', 10, 1, '1 day')")
+	program, err := os.Executable()
+	require.NoError(t, err)
+	for _, signal := range []os.Signal{syscall.SIGTERM, os.Interrupt} {
+		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+		defer cancel()
+		c := exec.CommandContext(ctx, program, "serve", "--config", settingsFile(t))
+		c.Env = append(os.Environ(), asProgram+"=1", "DATABASE_URL="+db.URL)
+		log := &listening{address: make(chan string, 1)}
+		c.Stderr = log
+		require.NoError(t, c.Start())
+		address := <-log.address
+		response, err := http.Post("http://"+address+"/v1/acquire", "application/json", strings.NewReader(`{"policy":"api","key":"k"}`))
+		require.NoError(t, err)
+		text, err := io.ReadAll(response.Body)
+		require.NoError(t, err)
+		require.NoError(t, response.Body.Close())
+		require.Contains(t, string(text), `"allowed":true`)
+		require.NoError(t, c.Process.Signal(signal))
+		require.NoError(t, c.Wait(), "%s", &log.log)
+		require.Contains(t, log.log.String(), "msg=stopped")
+		_, err = net.Dial("tcp", address)
+		require.Error(t, err)
+	}
+}

@@ -1,0 +1,62 @@
+package main
+
+import (
+	"fmt"
+	"log/slog"
+	"os"
+	"strings"
+	"text/tabwriter"
+
+	"github.com/spf13/cobra"
+
+	"github.com/pgratelimit/pgratelimit/server/internal/config"
+	"github.com/pgratelimit/pgratelimit/server/internal/server"
+)
+
+func (p *program) serve() *cobra.Command {
+	var path string
+	c := &cobra.Command{
+		Use:   "serve",
+		Short: "Answer calls over gRPC and JSON",
+		Long:  "Answer calls over gRPC and JSON, until SIGTERM or SIGINT.\n\n" + settings(),
+		Args:  exactly(0),
+	}
+	c.Flags().StringVar(&path, "config", "", "file of settings, one NAME=value a line; those of the environment come first")
+	c.RunE = func(c *cobra.Command, _ []string) error {
+		cfg, err := config.Load(path, func(name string) (string, bool) {
+			if name == "DATABASE_URL" && p.databaseURL != "" {
+				return p.databaseURL, true
+			}
+			return os.LookupEnv(name)
+		})
+		if err != nil {
+			return usageError{err}
+		}
+		var handler slog.Handler = slog.NewTextHandler(c.ErrOrStderr(), nil)
+		if p.json {
+			handler = slog.NewJSONHandler(c.ErrOrStderr(), nil)
+		}
+		s, err := server.Start(c.Context(), cfg, slog.New(handler))
+		if err != nil {
+			return err
+		}
+		return s.Run(c.Context())
+	}
+	return c
+}
+
+// settings lists what serve can be told.
+func settings() string {
+	var text strings.Builder
+	text.WriteString("Settings, of the environment or of the file that --config names:\n")
+	table := tabwriter.NewWriter(&text, 0, 0, 2, ' ', 0)
+	for _, s := range config.Settings() {
+		help := s.Help
+		if s.Default != "" {
+			help += " (default " + s.Default + ")"
+		}
+		fmt.Fprintf(table, "  %s\t%s\n", s.Name, help)
+	}
+	table.Flush()
+	return strings.TrimRight(text.String(), "\n")
+}
