@@ -2,6 +2,7 @@ package metrics_test
 
 import (
 	"fmt"
+	"net/http"
 	"net/http/httptest"
 	"strings"
 	"testing"
@@ -26,7 +27,7 @@ func newMetrics(t *testing.T) *metrics.Metrics {
 func series(t *testing.T, m *metrics.Metrics, name string) (lines []string) {
 	t.Helper()
 	w := httptest.NewRecorder()
-	m.Handler().ServeHTTP(w, httptest.NewRequest("GET", "/metrics", nil))
+	m.Handler().ServeHTTP(w, httptest.NewRequest(http.MethodGet, "/metrics", nil))
 	require.Equal(t, 200, w.Code)
 	for line := range strings.Lines(w.Body.String()) {
 		if strings.HasPrefix(line, name+"{") {

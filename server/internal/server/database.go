@@ -22,6 +22,23 @@ const connections = 10
 // pool for as long.
 const connectTimeout = 5 * time.Second
 
+// openDatabase returns a pool that can acquire. The default policy is there if the configuration has one.
+func openDatabase(ctx context.Context, c config.Config) (*pgxpool.Pool, error) {
+	db, err := openPool(ctx, c)
+	if err != nil {
+		return nil, err
+	}
+	err = check(ctx, db)
+	if err == nil && c.DefaultPolicy.Name != "" {
+		err = definePolicy(ctx, db, c.DefaultPolicy)
+	}
+	if err != nil {
+		db.Close()
+		return nil, err
+	}
+	return db, nil
+}
+
 func openPool(ctx context.Context, c config.Config) (*pgxpool.Pool, error) {
 	p, err := pgxpool.ParseConfig(c.DatabaseURL)
 	if err != nil {

@@ -63,16 +63,8 @@ func Start(ctx context.Context, c config.Config, log *slog.Logger) (_ *Server, e
 			s.close()
 		}
 	}()
-	if s.pool, err = openPool(ctx, c); err != nil {
+	if s.pool, err = openDatabase(ctx, c); err != nil {
 		return nil, err
-	}
-	if err := check(ctx, s.pool); err != nil {
-		return nil, err
-	}
-	if c.DefaultPolicy.Name != "" {
-		if err := definePolicy(ctx, s.pool, c.DefaultPolicy); err != nil {
-			return nil, err
-		}
 	}
 	options := []client.CombinerOption{client.CallsInFlight(c.DatabaseCalls)}
 	if c.NoFlush {
@@ -87,9 +79,10 @@ func Start(ctx context.Context, c config.Config, log *slog.Logger) (_ *Server, e
 	if err != nil {
 		return nil, err
 	}
+	connections := int(s.pool.Config().MaxConns)
 	limits := service.Limits{
 		Calls:          c.MaxCalls,
-		OwnConnections: max(1, int(s.pool.Config().MaxConns)/2),
+		OwnConnections: max(1, min(connections/2, connections-c.DatabaseCalls)),
 		Time:           c.CallTimeout,
 	}
 	faults := &faultLog{log: log}
@@ -98,7 +91,10 @@ func Start(ctx context.Context, c config.Config, log *slog.Logger) (_ *Server, e
 		faults.observe(call)
 	})
 	s.monitor = newMonitor(s.pool, log)
-	return s, s.listen()
+	if err := s.listen(); err != nil {
+		return nil, err
+	}
+	return s, nil
 }
 
 func (s *Server) listen() error {
