@@ -34,5 +34,6 @@ func (p Problem) Write(w http.ResponseWriter) {
 		w.Header().Set("Retry-After", "1")
 	}
 	w.WriteHeader(p.Status)
-	_ = json.MarshalWrite(w, p) // who has left needs no answer
+	text, _ := json.Marshal(p)         // it has no value that could fail
+	_, _ = w.Write(append(text, '\n')) // who has left needs no answer
 }
