@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"log/slog"
 	"os"
+	"runtime/debug"
 	"strings"
 	"text/tabwriter"
 
@@ -35,6 +36,9 @@ func (p *program) serve() *cobra.Command {
 		var handler slog.Handler = slog.NewTextHandler(c.ErrOrStderr(), nil)
 		if p.json {
 			handler = slog.NewJSONHandler(c.ErrOrStderr(), nil)
+		}
+		if os.Getenv("GOGC") == "" {
+			debug.SetGCPercent(server.GCPercent)
 		}
 		s, err := server.Start(c.Context(), cfg, slog.New(handler))
 		if err != nil {

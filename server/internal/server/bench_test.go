@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"math/rand/v2"
+	"runtime/debug"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -15,12 +16,14 @@ import (
 
 	"github.com/pgratelimit/pgratelimit/client"
 	pb "github.com/pgratelimit/pgratelimit/server/gen/pgratelimit/v1"
+	"github.com/pgratelimit/pgratelimit/server/internal/server"
 )
 
 // What a request costs with everything on this machine: callers, server and database share its cores.
 //
 //	go test ./server/internal/server -run '^$' -bench . -benchtime 5s
 func BenchmarkServer(b *testing.B) {
+	defer debug.SetGCPercent(debug.SetGCPercent(server.GCPercent))
 	db := newDB(b)
 	db.Exec(b, "select ratelimit_define_policy('plenty', 1000000000, 1, '1 second')")
 	s := start(b, db.URL, "NO_FLUSH=true")
