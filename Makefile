@@ -77,8 +77,9 @@ lint: build ## Check formatting, go vet, golangci-lint and generated code; plpgs
 	GOWORK=off go mod tidy -diff
 	GOWORK=off go -C server mod tidy -diff
 	GOWORK=off go -C tests/bench mod tidy -diff
-	cd server && go run $(BUF) lint proto && rm -rf ../build/proto && go run $(BUF) generate proto --output ../build/proto
-	diff -r build/proto/gen server/gen || { echo 'make proto' >&2; exit 1; }
+	rm -rf build/_proto # Go does not look into it
+	cd server && go run $(BUF) lint proto && go run $(BUF) generate proto --output ../build/_proto
+	diff -r build/_proto/gen server/gen || { echo 'make proto' >&2; exit 1; }
 
 .PHONY: proto
 proto: ## Write server/gen anew, from server/proto
