@@ -1,0 +1,253 @@
+package policyfile
+
+import (
+	"slices"
+	"strings"
+)
+
+// An EnvoyDomain has the rules of one domain, as Envoy's reference service writes them. A rule is found by walking
+// down the descriptors, an entry of the request at each level.
+type EnvoyDomain struct {
+	Name        string
+	Descriptors []EnvoyDescriptor
+
+	// At is where its name stands.
+	At Position
+}
+
+// An EnvoyDescriptor matches one entry of a request: its key, and any value if Value is empty.
+type EnvoyDescriptor struct {
+	Key, Value string
+
+	// Limit is the rule for requests that end here, or nil.
+	Limit *EnvoyLimit
+
+	// Descriptors match the next entry.
+	Descriptors []EnvoyDescriptor
+
+	ShadowMode     bool
+	QuotaMode      bool
+	DetailedMetric bool
+	ValueToMetric  bool
+	ShareThreshold bool
+
+	// At is where it begins.
+	At Position
+}
+
+// An EnvoyLimit is a rule. It has a Policy, or a Unit and RequestsPerUnit, or is Unlimited.
+type EnvoyLimit struct {
+	// Policy is one that exists.
+	Policy string
+
+	// RequestsPerUnit may be 0: nothing passes.
+	RequestsPerUnit uint32
+	Unit            EnvoyUnit
+
+	Unlimited bool
+
+	// Overdraw charges whatever the bucket holds, for the end of a stream.
+	Overdraw bool
+
+	// Name is the rule's own, and Replaces names those that do not count beside it.
+	Name     string
+	Replaces []string
+
+	// At is where it begins.
+	At Position
+}
+
+// An EnvoyUnit is a unit of time, in lower case.
+type EnvoyUnit string
+
+var envoyUnits = []struct {
+	name EnvoyUnit
+	span Span
+}{
+	{"second", Second}, {"minute", Minute}, {"hour", Hour}, {"day", Day}, {"week", Week}, {"month", 30 * Day}, {"year", 365 * Day},
+}
+
+// Span is the length of the unit: a month has 30 days and a year 365. That of no unit is 0.
+func (u EnvoyUnit) Span() Span {
+	for _, unit := range envoyUnits {
+		if unit.name == u {
+			return unit.span
+		}
+	}
+	return 0
+}
+
+// ParseEnvoy reads a file of rules as Envoy's reference service has them. It does not know which policies there are.
+// Its error is [Problems].
+func ParseEnvoy(name string, data []byte) (EnvoyDomain, error) {
+	c := &collector{}
+	root := parseTree(c, name, data)
+	if root == nil {
+		return EnvoyDomain{}, c.err()
+	}
+	r := &reader{collector: c}
+	domain := r.envoyDomain(field{name: "the file", at: root.at, value: root})
+	return domain, c.err()
+}
+
+func (r *reader) envoy(f field) (domains []EnvoyDomain) {
+	r.items(f, "a domain", "a list: each element begins with - domain:", func(f field) {
+		domain := r.envoyDomain(f)
+		i := slices.IndexFunc(domains, func(d EnvoyDomain) bool { return d.Name == domain.Name })
+		if i >= 0 && domain.Name != "" {
+			first := domains[i].At
+			r.add(domain.At, "domain %s is here a second time, after %d:%d: write all its descriptors there", quote(domain.Name), first.Line, first.Column)
+		}
+		domains = append(domains, domain)
+	})
+	return domains
+}
+
+func (r *reader) envoyDomain(f field) EnvoyDomain {
+	d := EnvoyDomain{At: f.at}
+	isObject := r.object(f, "a domain",
+		known{"domain", func(f field) { d.Name, d.At = r.envoyText(f), f.value.at }},
+		known{"descriptors", func(f field) { d.Descriptors = r.envoyDescriptors(f) }},
+	)
+	switch {
+	case isObject && f.value.get("domain") == nil:
+		r.add(f.at, "there is no domain: write domain: and the name that Envoy's filter has for it")
+	case isObject && f.value.get("domain").kind == text && d.Name == "":
+		r.add(d.At, "domain is empty: write the name that Envoy's filter has for it")
+	}
+	return d
+}
+
+func (r *reader) envoyDescriptors(f field) (descriptors []EnvoyDescriptor) {
+	first := make(map[string]Position)
+	r.items(f, "a descriptor", "a list: each element begins with - key:", func(f field) {
+		d := r.envoyDescriptor(f)
+		if composite := d.composite(); d.Key != "" {
+			if at, twice := first[composite]; twice {
+				r.add(f.at, "key and value are %s together, as those at %d:%d: remove one of the descriptors", quote(composite), at.Line, at.Column)
+			} else {
+				first[composite] = f.at
+			}
+		}
+		descriptors = append(descriptors, d)
+	})
+	return descriptors
+}
+
+// composite is what the reference looks a descriptor up by.
+func (d *EnvoyDescriptor) composite() string {
+	if d.Value == "" {
+		return d.Key
+	}
+	return d.Key + "_" + d.Value
+}
+
+func (r *reader) envoyDescriptor(f field) EnvoyDescriptor {
+	d := EnvoyDescriptor{At: f.at}
+	thresholdAt := f.at
+	isObject := r.object(f, "a descriptor",
+		known{"key", func(f field) { d.Key = r.envoyText(f) }},
+		known{"value", func(f field) { d.Value = r.envoyText(f) }},
+		known{"rate_limit", func(f field) { d.Limit = r.envoyLimit(f) }},
+		known{"descriptors", func(f field) { d.Descriptors = r.envoyDescriptors(f) }},
+		known{"shadow_mode", func(f field) { d.ShadowMode = r.boolean(f) }},
+		known{"quota_mode", func(f field) { d.QuotaMode = r.boolean(f) }},
+		known{"detailed_metric", func(f field) { d.DetailedMetric = r.boolean(f) }},
+		known{"value_to_metric", func(f field) { d.ValueToMetric = r.boolean(f) }},
+		known{"share_threshold", func(f field) { d.ShareThreshold, thresholdAt = r.boolean(f), f.value.at }},
+	)
+	if !isObject {
+		return d
+	}
+	r.need(f, "a descriptor", "key: remote_address")
+	if key := f.value.get("key"); key != nil && key.kind == text && d.Key == "" {
+		r.add(key.at, "key is empty: write the key of an entry, such as remote_address")
+	}
+	if d.ShareThreshold && !strings.HasSuffix(d.composite(), "*") {
+		r.add(thresholdAt, "share_threshold is for a value that ends in *: write one, or remove share_threshold")
+	}
+	return d
+}
+
+func (r *reader) envoyLimit(f field) *EnvoyLimit {
+	l := &EnvoyLimit{At: f.at}
+	flawless := r.flawless(func() {
+		r.object(f, "rate_limit",
+			known{"policy", func(f field) { l.Policy = r.envoyPolicy(f) }},
+			known{"unit", func(f field) { l.Unit = r.envoyUnit(f) }},
+			known{"requests_per_unit", func(f field) { l.RequestsPerUnit = uint32(r.whole(f, 0, 1<<32-1)) }},
+			known{"unlimited", func(f field) { l.Unlimited = r.boolean(f) }},
+			known{"overdraw", func(f field) { l.Overdraw = r.boolean(f) }},
+			known{"name", func(f field) { l.Name = r.envoyText(f) }},
+			known{"replaces", func(f field) { l.Replaces = r.envoyReplaces(f) }},
+		)
+	})
+	if flawless {
+		r.checkLimit(f, l)
+	}
+	return l
+}
+
+// checkLimit reports a rule that is none, or several.
+func (r *reader) checkLimit(f field, l *EnvoyLimit) {
+	has := func(name string) bool { return f.value.get(name) != nil }
+	numbers := has("unit") || has("requests_per_unit")
+	switch {
+	case l.Unlimited && (has("policy") || numbers || l.Overdraw):
+		r.add(f.at, "rate_limit is unlimited and has a limit, too: remove unlimited, or all of policy, unit, requests_per_unit and overdraw")
+	case has("policy") && numbers:
+		r.add(f.at, "rate_limit has a policy and numbers, too: remove policy, or unit and requests_per_unit")
+	case !l.Unlimited && !has("policy"):
+		r.need(f, "rate_limit", "unit: second", "requests_per_unit: 10")
+	}
+	for i, name := range l.Replaces {
+		if name == l.Name {
+			r.add(f.value.get("replaces").items[i].at, "rate_limit replaces itself, %s: remove this element", quote(name))
+		}
+	}
+}
+
+func (r *reader) envoyPolicy(f field) string {
+	name := r.text(f, "the name of a policy")
+	if f.value.kind == text {
+		r.checkName(f.value.at, "policy", name)
+	}
+	if name != "" {
+		r.checkPolicy(f.value.at, name)
+	}
+	return name
+}
+
+func (r *reader) envoyUnit(f field) EnvoyUnit {
+	unit := EnvoyUnit(strings.ToLower(f.value.text))
+	if f.value.kind != text || unit.Span() == 0 {
+		r.wrong(f, "second, minute, hour, day, week, month or year")
+		return ""
+	}
+	return unit
+}
+
+func (r *reader) envoyReplaces(f field) (names []string) {
+	r.items(f, "an element of replaces", "a list: each element is - name: and the name of a rule", func(f field) {
+		name := ""
+		isObject := r.object(f, "an element of replaces", known{"name", func(f field) { name = r.envoyText(f) }})
+		if isObject && name == "" {
+			r.add(f.at, "an element of replaces names no rule: write name: and the name of one")
+		}
+		names = append(names, name)
+	})
+	return names
+}
+
+// envoyText reads text as the reference does: a number or true is what is written, without quotes, too.
+func (r *reader) envoyText(f field) string {
+	switch f.value.kind {
+	case null, mapping, list:
+		r.wrong(f, "text")
+		return ""
+	}
+	if strings.ContainsRune(f.value.text, 0) {
+		r.add(f.value.at, "%s has the character \\0, which PostgreSQL does not store: remove it", f.name)
+	}
+	return f.value.text
+}

@@ -1,0 +1,175 @@
+package policyfile_test
+
+import (
+	"fmt"
+	"slices"
+	"strconv"
+	"strings"
+
+	"pgregory.net/rapid"
+
+	"github.com/pgratelimit/pgratelimit/server/policyfile"
+)
+
+// written is a policy in one line, as the database has it, too.
+func written(p policyfile.Policy) string {
+	return fmt.Sprint(p.Name, " ", p.Capacity, " ", p.Refill, " ", p.Every, " ", p.Stepped, " ", p.Durable, " ", p.Remember, " ", p.Shadow)
+}
+
+// A document is a mapping of a file that a test has made up. Spans are text, and written with their value.
+type document = map[string]any
+
+// A madeSpan is a span and one of the ways to write it.
+type madeSpan struct {
+	text         string
+	microseconds int64
+}
+
+// yamlOf writes a value as YAML in one line, its text in quotes.
+func yamlOf(value any) string {
+	switch value := value.(type) {
+	case document:
+		names := make([]string, 0, len(value))
+		for name := range value {
+			names = append(names, name)
+		}
+		slices.Sort(names)
+		fields := make([]string, len(names))
+		for i, name := range names {
+			fields[i] = strconv.QuoteToASCII(name) + ": " + yamlOf(value[name])
+		}
+		return "{" + strings.Join(fields, ", ") + "}"
+	case []any:
+		items := make([]string, len(value))
+		for i := range value {
+			items[i] = yamlOf(value[i])
+		}
+		return "[" + strings.Join(items, ", ") + "]"
+	case string:
+		return strconv.QuoteToASCII(value)
+	case madeSpan:
+		return value.text
+	case nil:
+		return "null"
+	}
+	return fmt.Sprint(value)
+}
+
+// merge is what an environment makes of a file: the rule of the documentation, in a few lines of its own.
+func merge(base, over document) document {
+	merged := document{}
+	for name, value := range base {
+		merged[name] = value
+	}
+	for name, value := range over {
+		inner, isDocument := value.(document)
+		before, wasDocument := merged[name].(document)
+		if isDocument && wasDocument {
+			value = merge(before, inner)
+		}
+		merged[name] = value
+	}
+	return merged
+}
+
+// make up names of policies and keys: any text that the database stores.
+var anyName = rapid.Custom(func(t *rapid.T) string {
+	return rapid.OneOf(
+		rapid.SampledFrom([]string{"api", "web", "42", "null", "~", "yes", "<<", "*a", "a: b", " a", "\"", "'", "é", "\u2028", "😀", "\n", "a\tb"}),
+		rapid.StringN(1, 20, 100),
+	).Filter(func(s string) bool { return s != "" && !strings.ContainsRune(s, 0) }).Draw(t, "name")
+})
+
+var anySpan = rapid.Custom(func(t *rapid.T) madeSpan {
+	units := []string{"us", "ms", "s", "m", "h", "d", "w"}
+	sizes := []int64{1, 1000, 1_000_000, 60_000_000, 3_600_000_000, 86_400_000_000, 604_800_000_000}
+	var made madeSpan
+	for range rapid.IntRange(1, 3).Draw(t, "parts") {
+		i := rapid.IntRange(0, len(units)-1).Draw(t, "unit")
+		n := rapid.Int64Range(1, 50).Draw(t, "n")
+		made.text += fmt.Sprint(n, units[i])
+		made.microseconds += n * sizes[i]
+	}
+	return made
+})
+
+// somePolicy has any of its fields, or all that a new one needs. Buckets of these numbers fill within 10,000 years.
+func somePolicy(t *rapid.T, complete bool) document {
+	p := document{}
+	set := func(field string, needed bool, value func() any) {
+		if complete && needed || rapid.Bool().Draw(t, "has "+field) {
+			p[field] = value()
+		}
+	}
+	set("capacity", true, func() any { return rapid.Int64Range(1, 2000).Draw(t, "capacity") })
+	set("refill", true, func() any { return rapid.Int64Range(0, 9_000_000_000_000).Draw(t, "refill") })
+	set("every", true, func() any { return anySpan.Draw(t, "every") })
+	set("remember", false, func() any { return anySpan.Draw(t, "remember") })
+	for _, field := range []string{"stepped", "durable", "shadow"} {
+		set(field, false, func() any { return rapid.Bool().Draw(t, field) })
+	}
+	return p
+}
+
+func someOverride(t *rapid.T) document {
+	o := somePolicy(t, false)
+	for _, field := range []string{"stepped", "durable", "shadow", "remember"} {
+		delete(o, field)
+	}
+	if rapid.Bool().Draw(t, "blocks") {
+		o["capacity"] = int64(0)
+	}
+	if len(o) == 0 || rapid.Bool().Draw(t, "expires") {
+		o["expires_at"] = rapid.SampledFrom([]string{
+			"2999-12-31T23:59:59Z", "9999-12-31T23:59:59.999999-14:00", "2500-02-28T00:00:00.1+05:30",
+		}).Draw(t, "expires_at")
+	}
+	return o
+}
+
+// someDocument is a file with policies and overrides, and an environment of each name given.
+func someDocument(t *rapid.T, environments ...string) document {
+	names := rapid.SliceOfNDistinct(anyName, 1, 5, rapid.ID[string]).Draw(t, "policies")
+	base := document{"policies": document{}, "overrides": someOverrides(t, names)}
+	for _, name := range names {
+		base["policies"].(document)[name] = somePolicy(t, true)
+	}
+	if environments == nil {
+		return base
+	}
+	sections := document{}
+	for _, environment := range environments {
+		over := document{"policies": document{}}
+		known := slices.Clone(names)
+		for _, name := range rapid.SliceOfNDistinct(anyName, 0, 3, rapid.ID[string]).Draw(t, "of "+environment) {
+			isNew := !slices.Contains(names, name)
+			over["policies"].(document)[name] = somePolicy(t, isNew)
+			known = append(known, name)
+		}
+		for _, name := range names {
+			if over["policies"].(document)[name] == nil && rapid.Bool().Draw(t, "replaces") {
+				over["policies"].(document)[name] = somePolicy(t, false)
+			}
+		}
+		over["overrides"] = someOverrides(t, known)
+		sections[environment] = over
+	}
+	base["environments"] = sections
+	return base
+}
+
+func someOverrides(t *rapid.T, policies []string) document {
+	overrides := document{}
+	for _, name := range policies {
+		keys := rapid.SliceOfNDistinct(anyName, 0, 3, rapid.ID[string]).Draw(t, "keys")
+		if len(keys) == 0 {
+			continue
+		}
+		of := document{}
+		for _, key := range keys {
+			of[key] = someOverride(t)
+		}
+		overrides[name] = of
+	}
+	return overrides
+}

@@ -1,0 +1,41 @@
+package policyfile
+
+// nearest returns the name that a misspelled one probably stands for, or nothing. What nobody has misspelled, or not so
+// often, is not searched for.
+func (c *collector) nearest(wrong string, names []string) string {
+	const longest, most = 40, 100
+	if c.guesses++; c.guesses > maxProblems || len(wrong) > longest || len(names) > most {
+		return ""
+	}
+	best, least := "", 1+len(wrong)/3
+	for _, name := range names {
+		if len(name) > longest {
+			continue
+		}
+		if d := distance(wrong, name); d > 0 && d <= least {
+			best, least = name, d-1 // the first of equals
+		}
+	}
+	return best
+}
+
+// distance is how many bytes must be written, removed or replaced to make b of a.
+func distance(a, b string) int {
+	row := make([]int, len(b)+1)
+	for j := range row {
+		row[j] = j
+	}
+	for i := range len(a) {
+		diagonal := row[0]
+		row[0] = i + 1
+		for j := range len(b) {
+			replace := diagonal
+			if a[i] != b[j] {
+				replace++
+			}
+			diagonal = row[j+1]
+			row[j+1] = min(replace, row[j]+1, row[j+1]+1)
+		}
+	}
+	return row[len(b)]
+}

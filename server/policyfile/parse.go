@@ -1,0 +1,122 @@
+package policyfile
+
+import "fmt"
+
+// A File has been read, and has no mistakes that can be told without a database.
+type File struct {
+	name         string
+	base         *Rules
+	environments []environment
+}
+
+type environment struct {
+	name  string
+	rules *Rules
+}
+
+// Rules are what a file says for one environment, each kind in the order of the file.
+type Rules struct {
+	Policies  []Policy
+	Overrides []Override
+	HTTP      HTTP
+	Envoy     []EnvoyDomain
+}
+
+// Parse reads a file, with all its environments. The name is for messages. Its error is [Problems]: all that is wrong.
+func Parse(name string, data []byte) (*File, error) {
+	c := &collector{}
+	root := parseTree(c, name, data)
+	if root == nil {
+		return nil, c.err()
+	}
+	file := &File{name: name}
+	budget := maxValues - root.values()
+	environments := func(f field) {
+		(&reader{collector: c}).each(f, "the name of an environment, and below it policies, overrides and http", func(f field) {
+			if budget < 0 {
+				return
+			}
+			merged := overlay(only(root, shared...), only(f.value, replaceable...))
+			if budget -= merged.values(); budget < 0 {
+				c.add(f.at, "the file with its environments has more than %d values by here: write several files", maxValues)
+				return
+			}
+			checkEnvironment(c, f)
+			file.environments = append(file.environments, environment{f.name, readRules(c, field{name: f.name, at: f.at, value: merged})})
+		})
+	}
+	file.base = readRules(c, field{name: "the file", at: root.at, value: root}, known{"environments", environments})
+	if err := c.err(); err != nil {
+		return nil, err
+	}
+	return file, nil
+}
+
+// An environment replaces no domain of Envoy's. That is a list, in which nothing has a name to replace it by: rules name
+// policies, and those have the numbers of each environment.
+var (
+	shared      = []string{"policies", "overrides", "http", "envoy"}
+	replaceable = shared[:3]
+)
+
+// checkEnvironment reports what only the environment's own section can have wrong.
+func checkEnvironment(c *collector, f field) {
+	r := &reader{collector: c}
+	r.checkName(f.at, "the name of an environment", f.name)
+	var fields []known
+	for _, name := range replaceable {
+		fields = append(fields, known{name, func(field) {}})
+	}
+	r.object(f, "an environment", fields...)
+}
+
+// readRules reads policies, and what refers to them. More are fields that only the file itself has.
+func readRules(c *collector, f field, more ...known) *Rules {
+	rules := &Rules{}
+	r := &reader{collector: c}
+	policies := func(f field) {
+		r.each(f, "the name of a policy, and below it capacity, refill and every", func(f field) {
+			rules.Policies = append(rules.Policies, r.policy(f))
+		})
+	}
+	if value := f.value.get("policies"); value != nil {
+		policies(field{name: "policies", value: value}) // first, wherever they stand: the rest refers to them
+	}
+	r.know(rules.Policies)
+	fields := []known{
+		{"policies", func(field) {}},
+		{"overrides", func(f field) { rules.Overrides = r.overrides(f) }},
+		{"http", func(f field) { rules.HTTP = r.http(f) }},
+		{"envoy", func(f field) { rules.Envoy = r.envoy(f) }},
+	}
+	r.object(f, "the file", append(fields, more...)...)
+	return rules
+}
+
+// Name is the name that the file was read under.
+func (f *File) Name() string { return f.name }
+
+// Environments names the environments of the file, in its order.
+func (f *File) Environments() []string {
+	names := make([]string, len(f.environments))
+	for i := range f.environments {
+		names[i] = f.environments[i].name
+	}
+	return names
+}
+
+// Rules returns what the file says for an environment, or without one for "".
+func (f *File) Rules(environment string) (*Rules, error) {
+	if environment == "" {
+		return f.base, nil
+	}
+	for i := range f.environments {
+		if f.environments[i].name == environment {
+			return f.environments[i].rules, nil
+		}
+	}
+	if len(f.environments) == 0 {
+		return nil, fmt.Errorf("%s has no environment %q: it has none at all", f.name, environment)
+	}
+	return nil, fmt.Errorf("%s has no environment %q: it has %s", f.name, environment, and(f.Environments()))
+}

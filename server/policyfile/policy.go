@@ -1,0 +1,64 @@
+package policyfile
+
+import "math/bits"
+
+// A Policy is one as the file defines it, with its defaults filled in: ratelimit_define_policy has the meaning of the
+// fields.
+type Policy struct {
+	Name     string
+	Capacity int64
+	Refill   int64
+	Every    Span
+	Stepped  bool
+	Durable  bool
+	Remember Span
+	Shadow   bool
+
+	// At is where its name stands.
+	At Position
+
+	durableAt Position
+	flawed    bool
+}
+
+// policy reads one; it is complete, by itself or with what an environment replaces.
+func (r *reader) policy(f field) Policy {
+	p := Policy{Name: f.name, Durable: true, Remember: Day, At: f.at, durableAt: f.at}
+	p.flawed = !r.flawless(func() {
+		r.checkName(f.at, "the name of a policy", f.name)
+		isObject := r.object(f, "a policy",
+			known{"capacity", func(f field) { p.Capacity = r.whole(f, 1, maxTokens) }},
+			known{"refill", func(f field) { p.Refill = r.whole(f, 0, maxTokens) }},
+			known{"every", func(f field) { p.Every = r.span(f) }},
+			known{"stepped", func(f field) { p.Stepped = r.boolean(f) }},
+			known{"durable", func(f field) { p.Durable, p.durableAt = r.boolean(f), f.value.at }},
+			known{"remember", func(f field) { p.Remember = r.span(f) }},
+			known{"shadow", func(f field) { p.Shadow = r.boolean(f) }},
+		)
+		if isObject {
+			r.need(f, "policy "+quote(f.name), "capacity: 100", "refill: 10", "every: 1s")
+		}
+	})
+	if !p.flawed {
+		r.checkFill(f, p.Capacity, p.Refill, p.Every)
+	}
+	return p
+}
+
+// checkFill reports a bucket that would take too long to fill, where the last of its numbers stands.
+func (r *reader) checkFill(f field, capacity, refill int64, every Span) {
+	const longest = 3_652_500 * Day
+	neededHigh, neededLow := bits.Mul64(uint64(capacity), uint64(every))
+	gainedHigh, gainedLow := bits.Mul64(uint64(refill), uint64(longest))
+	if refill == 0 || neededHigh < gainedHigh || neededHigh == gainedHigh && neededLow <= gainedLow {
+		return
+	}
+	at := f.at
+	for _, name := range []string{"capacity", "refill", "every"} {
+		if number := f.value.get(name); number != nil && at.before(number.at) {
+			at = number.at
+		}
+	}
+	r.add(at, "an empty bucket of %s, with %d tokens, would take more than 10000 years to fill: "+
+		"refill faster, lower the capacity, or write refill: 0 for buckets that are filled by hand", quote(f.name), capacity)
+}

@@ -1,0 +1,103 @@
+package policyfile
+
+import (
+	"cmp"
+	"fmt"
+	"slices"
+	"strings"
+)
+
+// A Position is a place in a file. Lines and columns count from 1, and a column is a character.
+type Position struct {
+	File   string `json:"file"`
+	Line   int    `json:"line"`
+	Column int    `json:"column"`
+}
+
+// String is the position as compilers write it: file:line:column.
+func (p Position) String() string {
+	return fmt.Sprintf("%s:%d:%d", p.File, p.Line, p.Column)
+}
+
+func (p Position) before(q Position) bool {
+	return p.Line < q.Line || p.Line == q.Line && p.Column < q.Column
+}
+
+// A Problem is one mistake in a file, and what to write instead.
+type Problem struct {
+	Position
+	Message string `json:"message"`
+}
+
+// Error is file:line:column: message.
+func (p Problem) Error() string {
+	return p.String() + ": " + p.Message
+}
+
+// Problems are the mistakes in a file, in its order. There is at least one.
+type Problems []Problem
+
+// Error has a line for each of them.
+func (p Problems) Error() string {
+	lines := make([]string, len(p))
+	for i := range p {
+		lines[i] = p[i].Error()
+	}
+	return strings.Join(lines, "\n")
+}
+
+// Unwrap returns them one by one.
+func (p Problems) Unwrap() []error {
+	errs := make([]error, len(p))
+	for i := range p {
+		errs[i] = p[i]
+	}
+	return errs
+}
+
+// maxProblems is more than anybody reads.
+const maxProblems = 1000
+
+// A collector gathers problems, each once: what stands outside of the environments is read for each of them.
+type collector struct {
+	problems Problems
+	seen     map[Problem]bool
+	reported int // also those that were seen before
+	guesses  int // of what was meant
+}
+
+func (c *collector) add(at Position, format string, args ...any) {
+	c.reported++
+	problem := Problem{Position: at, Message: fmt.Sprintf(format, args...)}
+	if c.seen[problem] || len(c.seen) > maxProblems {
+		return
+	}
+	if c.seen == nil {
+		c.seen = make(map[Problem]bool)
+	}
+	c.seen[problem] = true
+	c.problems = append(c.problems, problem)
+}
+
+// flawless tells whether nothing is reported while read runs.
+func (c *collector) flawless(read func()) bool {
+	before := c.reported
+	read()
+	return c.reported == before
+}
+
+// err is the problems in the order of the file, or nil.
+func (c *collector) err() error {
+	if len(c.problems) == 0 {
+		return nil
+	}
+	slices.SortStableFunc(c.problems, func(a, b Problem) int {
+		return cmp.Or(cmp.Compare(a.Line, b.Line), cmp.Compare(a.Column, b.Column))
+	})
+	if len(c.problems) > maxProblems {
+		last := c.problems[maxProblems]
+		last.Message = fmt.Sprintf("there are more than %d mistakes, and the rest is not listed: correct these first", maxProblems)
+		c.problems = append(c.problems[:maxProblems], last)
+	}
+	return c.problems
+}

@@ -1,0 +1,189 @@
+package policyfile
+
+import (
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+	"unicode/utf8"
+)
+
+const (
+	maxTokens = 9_000_000_000_000
+	maxName   = 512 // bytes
+)
+
+// A reader turns nodes into what they say, and collects what is wrong with them. After a problem it returns a zero
+// value and goes on.
+type reader struct {
+	*collector
+	policies map[string]*Policy // that rules may name; nil if they may name any
+	names    []string           // of these, in the order of the file
+}
+
+func (r *reader) know(policies []Policy) {
+	r.policies = make(map[string]*Policy, len(policies))
+	for i := range policies {
+		r.policies[policies[i].Name] = &policies[i]
+		r.names = append(r.names, policies[i].Name)
+	}
+}
+
+// wrong reports a value: what it is, and what to write.
+func (r *reader) wrong(f field, remedy string) {
+	if f.value.kind == null {
+		remedy += ", or remove the line"
+	}
+	r.add(f.value.at, "%s is %s: write %s", shorten(f.name), f.value.describe(), remedy)
+}
+
+// each calls read for the fields of a mapping. The remedy says what to write when it is none.
+func (r *reader) each(f field, remedy string, read func(field)) {
+	if f.value.kind != mapping {
+		r.wrong(f, remedy)
+		return
+	}
+	for _, f := range f.value.fields {
+		read(f)
+	}
+}
+
+// items calls read for the elements of a list, named as one of them is.
+func (r *reader) items(f field, one, remedy string, read func(field)) {
+	if f.value.kind != list {
+		r.wrong(f, remedy)
+		return
+	}
+	for _, item := range f.value.items {
+		read(field{name: one, at: item.at, value: item})
+	}
+}
+
+// A known is a field that something may have, and what reads it.
+type known struct {
+	name string
+	read func(field)
+}
+
+// object reads a mapping whose fields are known. It tells whether it was one.
+func (r *reader) object(f field, what string, fields ...known) bool {
+	names := make([]string, len(fields))
+	for i := range fields {
+		names[i] = fields[i].name
+	}
+	r.each(f, "its fields, each on a line of its own: "+and(names), func(f field) {
+		if i := slices.Index(names, f.name); i >= 0 {
+			fields[i].read(f)
+		} else if near := r.nearest(f.name, names); near != "" {
+			r.add(f.at, "unknown field %s: did you mean %s?", quote(f.name), near)
+		} else {
+			r.add(f.at, "unknown field %s: %s has %s", quote(f.name), what, and(names))
+		}
+	})
+	return f.value.kind == mapping
+}
+
+// need reports the fields that an object lacks, and how to write them.
+func (r *reader) need(f field, what string, examples ...string) {
+	var missing, remedies []string
+	for _, example := range examples {
+		name, _, _ := strings.Cut(example, ":")
+		if f.value.get(name) == nil {
+			missing = append(missing, name)
+			remedies = append(remedies, example)
+		}
+	}
+	if missing != nil {
+		r.add(f.at, "%s has no %s: write %s", what, strings.Join(missing, " and no "), and(remedies))
+	}
+}
+
+func (r *reader) whole(f field, least, most int64) int64 {
+	n, err := strconv.ParseInt(f.value.text, 10, 64)
+	if f.value.kind != integer || err != nil || n < least || n > most {
+		r.wrong(f, "a whole number from "+strconv.FormatInt(least, 10)+" to "+strconv.FormatInt(most, 10)+", in digits")
+		return 0
+	}
+	return n
+}
+
+func (r *reader) boolean(f field) bool {
+	if f.value.kind != boolean {
+		r.wrong(f, "true or false")
+		return false
+	}
+	return strings.EqualFold(f.value.text, "true")
+}
+
+func (r *reader) span(f field) Span {
+	span, ok, inRange := parseSpan(f.value.text)
+	switch {
+	case f.value.kind == integer && !strings.HasPrefix(f.value.text, "-"):
+		r.add(f.value.at, "%s is %s, without a unit: write %[2]ss for seconds, or another of us, ms, s, m, h, d and w", f.name, f.value.describe())
+	case f.value.kind != text || !ok:
+		r.wrong(f, "whole numbers with units, such as 500ms, 10s, 5m, 1h30m or 30d")
+	case !inRange:
+		r.wrong(f, "1us to 365250d, which is 1000 years")
+	}
+	return span
+}
+
+// instantPattern is stricter than package time: other readers of RFC 3339 agree.
+var instantPattern = regexp.MustCompile(`^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}(\.[0-9]{1,6})?(Z|[+-][0-9]{2}:[0-9]{2})$`)
+
+// instant reads a point in time, to the microsecond.
+func (r *reader) instant(f field) time.Time {
+	at, err := time.Parse(time.RFC3339Nano, f.value.text)
+	if f.value.kind != instant && f.value.kind != text || err != nil || !instantPattern.MatchString(f.value.text) {
+		r.wrong(f, "an instant to the microsecond with its zone, such as 2027-01-31T00:00:00Z or 2027-01-31T00:00:00+01:00")
+		return time.Time{}
+	}
+	return at.UTC()
+}
+
+// text reads what must be text, also to others who read YAML.
+func (r *reader) text(f field, remedy string) string {
+	switch f.value.kind {
+	case text:
+		return f.value.text
+	case integer, decimal, boolean, instant:
+		r.add(f.value.at, "%s is %s, which is not text: write it in quotes, %q", f.name, f.value.describe(), shorten(f.value.text))
+	default:
+		r.wrong(f, remedy)
+	}
+	return ""
+}
+
+// checkName reports what the database takes neither as the name of a policy nor as a key.
+func (r *reader) checkName(at Position, what, name string) {
+	switch {
+	case name == "":
+		r.add(at, "%s is empty: write 1 to %d bytes", what, maxName)
+	case len(name) > maxName:
+		r.add(at, "%s has %d bytes: write 1 to %d", what, len(name), maxName)
+	case strings.ContainsRune(name, 0) || !utf8.ValidString(name):
+		r.add(at, "%s has a character that PostgreSQL does not store, such as \\0: remove it", what)
+	}
+}
+
+// checkPolicy reports the name of a policy that the file does not have.
+func (r *reader) checkPolicy(at Position, name string) {
+	if _, ok := r.policies[name]; ok || r.policies == nil {
+		return
+	}
+	if near := r.nearest(name, r.names); near != "" {
+		r.add(at, "unknown policy %s: did you mean %s?", quote(name), quote(near))
+	} else {
+		r.add(at, "unknown policy %s: write it below policies", quote(name))
+	}
+}
+
+// and joins names to a text: a, b and c.
+func and(names []string) string {
+	if len(names) < 2 {
+		return strings.Join(names, "")
+	}
+	last := len(names) - 1
+	return strings.Join(names[:last], ", ") + " and " + names[last]
+}

@@ -1,0 +1,329 @@
+package policyfile_test
+
+import (
+	"encoding/json"
+	"errors"
+	"maps"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/santhosh-tekuri/jsonschema/v6"
+	"github.com/stretchr/testify/require"
+	"go.yaml.in/yaml/v4"
+	"pgregory.net/rapid"
+
+	"github.com/pgratelimit/pgratelimit/server/policyfile"
+)
+
+func schema(t testing.TB) *jsonschema.Schema {
+	t.Helper()
+	compiled, err := jsonschema.NewCompiler().Compile("schema.json")
+	require.NoError(t, err)
+	return compiled
+}
+
+// asJSON is what an editor's validator sees of a file. ok is false where YAML says what JSON cannot.
+func asJSON(t testing.TB, file string) (value any, ok bool) {
+	t.Helper()
+	var document yaml.Node
+	if err := yaml.Load([]byte(file), &document, yaml.WithUniqueKeys(false)); err != nil {
+		return nil, false
+	}
+	return nodeAsJSON(t, document.Content[0])
+}
+
+func nodeAsJSON(t testing.TB, n *yaml.Node) (value any, ok bool) {
+	switch n.Kind {
+	case yaml.MappingNode:
+		fields := map[string]any{}
+		for i := 0; i < len(n.Content); i += 2 {
+			name := n.Content[i]
+			_, twice := fields[name.Value]
+			value, ok := nodeAsJSON(t, n.Content[i+1])
+			if name.Tag != "!!str" || twice || !ok {
+				return nil, false
+			}
+			fields[name.Value] = value
+		}
+		return fields, n.Tag == "!!map"
+	case yaml.SequenceNode:
+		items := []any{}
+		for _, n := range n.Content {
+			item, ok := nodeAsJSON(t, n)
+			if !ok {
+				return nil, false
+			}
+			items = append(items, item)
+		}
+		return items, n.Tag == "!!seq"
+	case yaml.AliasNode:
+		return nil, false
+	}
+	switch n.Tag {
+	case "!!int", "!!float":
+		number, err := jsonschema.UnmarshalJSON(strings.NewReader(n.Value))
+		return number, err == nil
+	case "!!bool":
+		return strings.EqualFold(n.Value, "true"), true
+	case "!!null":
+		return nil, true
+	}
+	return n.Value, n.Tag == "!!str" || n.Tag == "!!timestamp"
+}
+
+// The schema refuses the mistakes that are marked so, and no others: testdata says why it cannot.
+func TestSchema_Mistakes(t *testing.T) {
+	t.Parallel()
+	compiled := schema(t)
+	for _, m := range mistakes(t) {
+		t.Run(m.name, func(t *testing.T) {
+			t.Parallel()
+			value, ok := asJSON(t, m.file)
+			if !ok {
+				require.False(t, m.bySchema)
+				return
+			}
+			if err := compiled.Validate(value); m.bySchema {
+				require.Error(t, err)
+			} else {
+				require.NoError(t, err)
+			}
+		})
+	}
+}
+
+func TestSchema_ValidFiles(t *testing.T) {
+	t.Parallel()
+	compiled := schema(t)
+	value, ok := asJSON(t, valid)
+	require.True(t, ok)
+	require.NoError(t, compiled.Validate(value))
+	rapid.Check(t, func(t *rapid.T) {
+		text := jsonOf(t, someDocument(t, "staging", "production"))
+		value, err := jsonschema.UnmarshalJSON(strings.NewReader(text))
+		require.NoError(t, err)
+		require.NoError(t, compiled.Validate(value), text)
+	})
+}
+
+// beyondSchema are the messages about what a schema cannot express: it calculates nothing, compares no values, knows no
+// patterns of net/http, and takes 1.0 for an integer.
+var beyondSchema = oneOf(
+	`an empty bucket of .*`,                                // the time to fill
+	`\w+ is "[0-9a-z]+": write 1us to 365250d.*`,           // the length of a span
+	`.* has 600 bytes: write 1 to 512`,                     // a schema counts characters, and of these there are 300
+	`expires_at is "\d{4}-\d{2}-\d{2}T[0-9:]*Z": write .*`, // the calendar
+	`unknown policy .*`,
+	`the pattern .* has no wildcard .*`,
+	`.* conflicts with .*`,
+	`.* is no pattern of net/http .*`,
+	`domain .* is here a second time.*`,
+	`key and value are .* together.*`,
+	`rate_limit replaces itself.*`,
+	`share_threshold is for .*`,
+	`\w+ is [0-9]+(\.0|e[0-9]+): write a whole number.*`,
+)
+
+// beyondSchemaInEnvironments are those about what the environment leaves out: the file may have it.
+var beyondSchemaInEnvironments = oneOf(
+	`policy .* has no .*: write .*`,
+	`the charge to .* has no key: write key: ip`,
+	`override .* says nothing.*`,
+	`route .* charges nothing.*`,
+)
+
+func oneOf(patterns ...string) *regexp.Regexp {
+	return regexp.MustCompile(`^(` + strings.Join(patterns, "|") + `)$`)
+}
+
+// checkAgreement fails unless the parser refuses what the schema refuses. What the parser refuses alone must be something
+// that a schema cannot express. It tells what the schema says.
+func checkAgreement(t require.TestingT, compiled *jsonschema.Schema, text string) (valid bool) {
+	value, err := jsonschema.UnmarshalJSON(strings.NewReader(text))
+	require.NoError(t, err)
+	invalid := compiled.Validate(value)
+	_, err = policyfile.Parse("f", []byte(text))
+	if invalid != nil {
+		require.Error(t, err, "the schema refuses this: %v\n%s", invalid, text)
+		return false
+	}
+	var problems policyfile.Problems
+	errors.As(err, &problems)
+	for _, problem := range problems {
+		beyond := beyondSchema.MatchString(problem.Message)
+		if root, ok := value.(map[string]any); ok && root["environments"] != nil {
+			beyond = beyond || beyondSchemaInEnvironments.MatchString(problem.Message)
+		}
+		require.True(t, beyond, "only the parser refuses this: %v\n%s", problem, text)
+	}
+	return true
+}
+
+// With one thing changed anywhere in a valid file, in its environments or without any, parser and schema agree.
+func TestSchema_AgreesOnEverySingleChange(t *testing.T) {
+	t.Parallel()
+	compiled := schema(t)
+	value, ok := asJSON(t, valid)
+	require.True(t, ok)
+	file := value.(map[string]any)
+	said := map[bool]int{}
+	check := func(changed any) { said[checkAgreement(t, compiled, jsonOf(t, changed))]++ }
+	everyChange(file["environments"], func(changed any) {
+		file["environments"] = changed
+		check(file)
+	})
+	delete(file, "environments")
+	everyChange(file, check)
+	t.Logf("%d changed files are valid to the schema, %d are not", said[true], said[false])
+	require.NotZero(t, said[true])
+	require.NotZero(t, said[false])
+}
+
+// everyChange calls check with a value in which one thing at a time is replaced, left out, added or renamed.
+func everyChange(value any, check func(changed any)) {
+	for _, other := range someValues {
+		check(other)
+	}
+	switch value := value.(type) {
+	case map[string]any:
+		for _, name := range slices.Sorted(maps.Keys(value)) {
+			inner := value[name]
+			everyChange(inner, func(changed any) {
+				value[name] = changed
+				check(value)
+			})
+			delete(value, name)
+			check(value)
+			for _, other := range someNames {
+				if _, taken := value[other]; !taken {
+					value[other] = inner
+					check(value)
+					delete(value, other)
+				}
+			}
+			value[name] = inner
+		}
+		for _, other := range someNames {
+			if _, taken := value[other]; !taken {
+				value[other] = map[string]any{}
+				check(value)
+				delete(value, other)
+			}
+		}
+	case []any:
+		for i, inner := range value {
+			everyChange(inner, func(changed any) {
+				value[i] = changed
+				check(value)
+			})
+			value[i] = inner
+		}
+	}
+}
+
+// So they do with several mistakes at once.
+func TestSchema_AgreesWithTheParser(t *testing.T) {
+	t.Parallel()
+	compiled := schema(t)
+	start, ok := asJSON(t, valid)
+	require.True(t, ok)
+	rapid.Check(t, func(t *rapid.T) {
+		value := copied(start)
+		for range rapid.IntRange(1, 3).Draw(t, "mistakes") {
+			value = mutated(t, value)
+		}
+		checkAgreement(t, compiled, jsonOf(t, value))
+	})
+}
+
+// jsonOf is YAML, too, and in ASCII.
+func jsonOf(t require.TestingT, value any) string {
+	switch value := value.(type) {
+	case map[string]any:
+		var fields []string
+		for _, name := range slices.Sorted(maps.Keys(value)) {
+			fields = append(fields, jsonOf(t, name)+": "+jsonOf(t, value[name]))
+		}
+		return "{" + strings.Join(fields, ", ") + "}"
+	case []any:
+		var items []string
+		for _, item := range value {
+			items = append(items, jsonOf(t, item))
+		}
+		return "[" + strings.Join(items, ", ") + "]"
+	case madeSpan:
+		return jsonOf(t, value.text)
+	}
+	data, err := json.Marshal(value)
+	require.NoError(t, err)
+	return strings.ReplaceAll(string(data), "\u007f", `\u007f`)
+}
+
+func copied(value any) any {
+	switch value := value.(type) {
+	case map[string]any:
+		fields := map[string]any{}
+		for name := range value {
+			fields[name] = copied(value[name])
+		}
+		return fields
+	case []any:
+		items := make([]any, len(value))
+		for i := range value {
+			items[i] = copied(value[i])
+		}
+		return items
+	}
+	return value
+}
+
+// mutated returns a value with one thing in it changed: replaced, left out, added, or put under another name.
+func mutated(t *rapid.T, value any) any {
+	switch inner := value.(type) {
+	case map[string]any:
+		names := slices.Sorted(maps.Keys(inner))
+		if len(names) == 0 || rapid.IntRange(0, 9).Draw(t, "here") == 0 {
+			break
+		}
+		name := rapid.SampledFrom(names).Draw(t, "field")
+		switch rapid.IntRange(0, 9).Draw(t, "how") {
+		case 0:
+			delete(inner, name)
+		case 1:
+			inner[rapid.SampledFrom(someNames).Draw(t, "new name")] = inner[name]
+		case 2:
+			inner[rapid.SampledFrom(someNames).Draw(t, "added")] = rapid.SampledFrom(someValues).Draw(t, "value")
+		default:
+			inner[name] = mutated(t, inner[name])
+		}
+		return inner
+	case []any:
+		if len(inner) == 0 || rapid.IntRange(0, 9).Draw(t, "here") == 0 {
+			break
+		}
+		i := rapid.IntRange(0, len(inner)-1).Draw(t, "item")
+		inner[i] = mutated(t, inner[i])
+		return inner
+	}
+	return copied(rapid.SampledFrom(someValues).Draw(t, "value"))
+}
+
+var someNames = []string{
+	"capacity", "refill", "every", "remember", "shadow", "durable", "expires_at", "cost", "key", "value", "domain", "descriptors", "rate_limit",
+	"unit", "requests_per_unit", "unlimited", "policy", "overdraw", "replaces", "name", "policies", "overrides", "http", "routes", "environments",
+	"envoy", "api", "llm", "GET /x", "GET", "", strings.Repeat("n", 513), strings.Repeat("é", 300), "a\x00b",
+}
+
+var someValues = []any{
+	nil, true, false, "", "true", "api", "nobody", "1s", "0s", "400000d", "99999999999999999999d", "1 s", "10", "second", "Second", "SECOND", "fortnight",
+	"ip", "user", "all", "ip:1", "header:X", "header:", "header:X Y", "path:id", "path:", "path:{", "2999-01-01T00:00:00Z", "2999-02-30T00:00:00Z",
+	"2999-01-01T00:00:00.1234567Z", "2999-01-01", json.Number("0"), json.Number("-1"), json.Number("1"), json.Number("1.0"), json.Number("1.5"),
+	json.Number("9000000000000"), json.Number("9000000000001"), json.Number("4294967296"), json.Number("1e3"), json.Number("1e99"),
+	map[string]any{}, []any{}, []any{map[string]any{}}, map[string]any{"": map[string]any{}}, map[string]any{"capacity": json.Number("1")},
+	map[string]any{"api": map[string]any{}}, map[string]any{"api": map[string]any{"key": "ip"}}, map[string]any{"policy": "api"},
+	map[string]any{"unlimited": true}, map[string]any{"unlimited": false}, map[string]any{"unit": "day", "requests_per_unit": json.Number("1")},
+	map[string]any{"unlimited": true, "overdraw": false}, map[string]any{"unlimited": true, "overdraw": true},
+	map[string]any{"name": "x"}, "a\x00b", strings.Repeat("n", 513), strings.Repeat("é", 300),
+}
