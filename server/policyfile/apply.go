@@ -1,0 +1,91 @@
+package policyfile
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+)
+
+// applyLock is held by whoever applies a file to a database: the bytes of "rlapply\n".
+const applyLock = 0x726c_6170_706c_790a
+
+// Apply makes a database what a file says, and returns what it has changed: everything, or nothing with an error. If two
+// apply at the same time, the second compares with what the first has left.
+//
+// It locks the policies and overrides that it changes until it is done; acquires do not wait for that.
+// Its error is [Problems] if the database refuses what the file says.
+func Apply(ctx context.Context, db Database, file *File, options Options) (*Difference, error) {
+	tx, err := db.BeginTx(ctx, pgx.TxOptions{IsoLevel: pgx.ReadCommitted, AccessMode: pgx.ReadWrite})
+	if err != nil {
+		return nil, failed("begin", err)
+	}
+	defer tx.Rollback(ctx)
+	if err := alone(ctx, tx); err != nil {
+		return nil, failed("wait for others who apply a file", err)
+	}
+	d, err := plan(ctx, tx, file, options)
+	if err != nil {
+		return nil, err
+	}
+	for _, change := range d.Changes {
+		if err := change.apply(ctx, tx); err != nil {
+			return nil, change.failed(err)
+		}
+	}
+	if err := tx.Commit(ctx); err != nil {
+		return nil, failed("commit", err)
+	}
+	return d, nil
+}
+
+// alone waits until nobody else applies a file, and not for ever, unless the role says how long.
+func alone(ctx context.Context, tx pgx.Tx) error {
+	const patience = "set_config('lock_timeout', '30s', true)"
+	_, err := tx.Exec(ctx, "select "+patience+" where current_setting('lock_timeout') = '0'")
+	if err != nil {
+		return err
+	}
+	_, err = tx.Exec(ctx, "select pg_advisory_xact_lock($1)", int64(applyLock))
+	return err
+}
+
+// failed names the place in the file, if the database has refused what stands there.
+func (c *Change) failed(err error) error {
+	var refusal *pgconn.PgError
+	if c.Action != Drop && errors.As(err, &refusal) && refusal.Code == "22023" {
+		return Problems{{c.at, fmt.Sprintf("the database refuses this: %s: %s %s", refusal.Message, refusal.Detail, refusal.Hint)}}
+	}
+	return failed(c.String(), err)
+}
+
+func (p Policy) define(ctx context.Context, tx pgx.Tx) error {
+	_, err := tx.Exec(ctx, `
+		select ratelimit_define_policy($1::text, capacity => $2::bigint, refill => $3::bigint, every => $4::text::interval,
+		                               stepped => $5::boolean, durable => $6::boolean, remember => $7::text::interval,
+		                               shadow => $8::boolean)`,
+		p.Name, p.Capacity, p.Refill, p.Every.interval(), p.Stepped, p.Durable, p.Remember.interval(), p.Shadow)
+	return err
+}
+
+func (p Policy) drop(ctx context.Context, tx pgx.Tx) error {
+	_, err := tx.Exec(ctx, "select ratelimit_drop_policy($1::text)", p.Name)
+	return err
+}
+
+// set passes all numbers, also those that the file has left to the policy.
+func (o Override) set(ctx context.Context, tx pgx.Tx) error {
+	var expires *string
+	if !o.ExpiresAt.IsZero() {
+		text := o.ExpiresAt.Format(time.RFC3339Nano)
+		expires = &text
+	}
+	_, err := tx.Exec(ctx, `
+		select ratelimit_override($1::text, $2::text, capacity => $3::bigint, refill => $4::bigint,
+		                          every => $5::text::interval, expires_at => $6::text::timestamptz)`,
+		o.Policy, o.Key, o.Capacity, o.Refill, o.Every.interval(), expires)
+	return err
+}

@@ -1,0 +1,380 @@
+package policyfile_test
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/require"
+	"go.yaml.in/yaml/v4"
+	"pgregory.net/rapid"
+
+	"github.com/pgratelimit/pgratelimit/server/policyfile"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+)
+
+func parse(t require.TestingT, text string) *policyfile.File {
+	file, err := policyfile.Parse("limits.yaml", []byte(text))
+	require.NoError(t, err, text)
+	return file
+}
+
+func apply(t require.TestingT, db policyfile.Database, text string, options ...policyfile.Options) *policyfile.Difference {
+	d, err := policyfile.Apply(context.Background(), db, parse(t, text), append(options, policyfile.Options{})[0])
+	require.NoError(t, err)
+	return d
+}
+
+// policiesIn and overridesIn list what a database has, a line each, with times in microseconds.
+func policiesIn(t require.TestingT, db *pgtest.DB) []string {
+	return lines(t, db, `
+		select format('%s %s %s %s %s %s %s %s', policy, capacity, refill, (extract(epoch from every) * 1000000)::bigint,
+		              stepped, durable, (extract(epoch from remember) * 1000000)::bigint, shadow)
+		  from ratelimit_policies()`)
+}
+
+func overridesIn(t require.TestingT, db *pgtest.DB) []string {
+	return lines(t, db, `
+		select format('%s %s %s %s %s %s', policy, key, capacity, refill, (extract(epoch from every) * 1000000)::bigint,
+		              coalesce((extract(epoch from expires_at) * 1000000)::bigint, 0))
+		  from ratelimit_overrides(max_rows => 1000000)`)
+}
+
+func lines(t require.TestingT, db *pgtest.DB, query string) []string {
+	rows, err := db.Pool.Query(context.Background(), query)
+	require.NoError(t, err)
+	found, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	require.NoError(t, err)
+	slices.Sort(found)
+	return found
+}
+
+// wanted is what a database should have, from what the test has made up.
+func wanted(doc document) (policies, overrides []string) {
+	or := func(from document, field string, otherwise any) any {
+		switch value := from[field].(type) {
+		case nil:
+			return otherwise
+		case madeSpan:
+			return value.microseconds
+		default:
+			return value
+		}
+	}
+	letter := func(yes any) string { return fmt.Sprint(yes)[:1] }
+	all, _ := doc["policies"].(document)
+	for name, p := range all {
+		p := p.(document)
+		policies = append(policies, fmt.Sprint(name, " ", or(p, "capacity", nil), " ", or(p, "refill", nil), " ", or(p, "every", nil), " ",
+			letter(or(p, "stepped", false)), " ", letter(or(p, "durable", true)), " ", or(p, "remember", 86_400_000_000), " ", letter(or(p, "shadow", false))))
+	}
+	for name, keys := range doc["overrides"].(document) {
+		p := all[name].(document)
+		for key, o := range keys.(document) {
+			o := o.(document)
+			expires := int64(0)
+			if text, ok := o["expires_at"].(string); ok {
+				at, err := time.Parse(time.RFC3339Nano, text)
+				if err != nil {
+					panic(err)
+				}
+				expires = at.UnixMicro()
+			}
+			overrides = append(overrides, fmt.Sprint(name, " ", key, " ", or(o, "capacity", p["capacity"]), " ",
+				or(o, "refill", p["refill"]), " ", or(o, "every", or(p, "every", nil)), " ", expires))
+		}
+	}
+	slices.Sort(policies)
+	slices.Sort(overrides)
+	return policies, overrides
+}
+
+// Any file, in either way to write it, becomes what the database has, over anything that it had before; and then there is
+// nothing left to change.
+func TestApply_TwiceIsOnce(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	ctx := context.Background()
+	rapid.Check(t, func(t *rapid.T) {
+		doc := someDocument(t, "staging")
+		text := yamlOf(doc)
+		if rapid.Bool().Draw(t, "dumped") {
+			text = dumped(t, doc)
+		}
+		file := parse(t, text)
+		options := policyfile.Options{Prune: rapid.Bool().Draw(t, "prune")}
+		want := doc
+		if rapid.Bool().Draw(t, "staging") {
+			options.Environment = "staging"
+			want = merge(doc, doc["environments"].(document)["staging"].(document))
+		}
+		policies, overrides := wanted(want)
+		dropThoseThatCannotChange(t, db, want)
+
+		planned, err := policyfile.Plan(ctx, db.Pool, file, options)
+		require.NoError(t, err)
+		applied, err := policyfile.Apply(ctx, db.Pool, file, options)
+		require.NoError(t, err)
+		require.Equal(t, planned.String(), applied.String())
+
+		if options.Prune {
+			require.Equal(t, policies, policiesIn(t, db))
+		} else {
+			require.Subset(t, policiesIn(t, db), policies)
+		}
+		require.Subset(t, overridesIn(t, db), overrides)
+
+		planned, err = policyfile.Plan(ctx, db.Pool, file, options)
+		require.NoError(t, err)
+		require.Empty(t, planned.Changes)
+		applied, err = policyfile.Apply(ctx, db.Pool, file, options)
+		require.NoError(t, err)
+		require.Empty(t, applied.Changes)
+	})
+}
+
+// dumped is a document as the YAML library writes it.
+func dumped(t *rapid.T, doc document) string {
+	var plain func(value any) any
+	plain = func(value any) any {
+		switch value := value.(type) {
+		case document:
+			fields := document{}
+			for name := range value {
+				fields[name] = plain(value[name])
+			}
+			return fields
+		case madeSpan:
+			return value.text
+		}
+		return value
+	}
+	data, err := yaml.Dump(plain(doc))
+	require.NoError(t, err)
+	return string(data)
+}
+
+func dropThoseThatCannotChange(t *rapid.T, db *pgtest.DB, doc document) {
+	for name, p := range doc["policies"].(document) {
+		durable, ok := p.(document)["durable"].(bool)
+		_, err := db.Pool.Exec(context.Background(),
+			"select ratelimit_drop_policy(policy) from ratelimit_policies() where policy = $1 and durable <> $2", name, durable || !ok)
+		require.NoError(t, err)
+	}
+}
+
+// The numbers at the ends of their ranges are taken by the file and the database alike.
+func TestApply_Extremes(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	apply(t, db.Pool, `
+policies:
+  large: {capacity: 9000000000000, refill: 9000000000000, every: 1us, remember: 365250d}
+  slow: {capacity: 10, refill: 1, every: 365250d, remember: 1us}
+  budget: {capacity: 9000000000000, refill: 0, every: 365250d}
+overrides:
+  budget: {blocked: {capacity: 0}, large: {refill: 9000000000000, expires_at: 9999-12-31T23:59:59.999999-23:59}}
+`)
+	require.Equal(t, []string{
+		"budget 9000000000000 0 31557600000000000 f t 86400000000 f",
+		"large 9000000000000 9000000000000 1 f t 31557600000000000 f",
+		"slow 10 1 31557600000000000 f t 1 f",
+	}, policiesIn(t, db))
+	requireProblems(t, "policies: {slow: {capacity: 11, refill: 1, every: 365250d}}",
+		`limits.yaml:1:51: an empty bucket of "slow", with 11 tokens, would take more than 10000 years to fill: `+
+			"refill faster, lower the capacity, or write refill: 0 for buckets that are filled by hand")
+	_, err := db.Pool.Exec(t.Context(), "select ratelimit_define_policy('slow', 11, 1, '365250 days')")
+	require.Error(t, err, "the database agrees")
+}
+
+const twoPolicies = `
+policies:
+  api: {capacity: 100, refill: 10, every: 1s}
+  llm: {capacity: 1000, refill: 0, every: 30d, durable: false}
+overrides:
+  api:
+    "user:42": {capacity: 500}
+    gone: {capacity: 1, expires_at: 2001-01-01T00:00:00Z}
+`
+
+func TestPlan_ShowsTheDifference(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	d, err := policyfile.Plan(t.Context(), db.Pool, parse(t, twoPolicies), policyfile.Options{})
+	require.NoError(t, err)
+	const want = `+ policy "api": capacity 100, refill 10, every 1s, stepped false, durable true, remember 1d, shadow false
++ policy "llm": capacity 1000, refill 0, every 30d, stepped false, durable false, remember 1d, shadow false
++ override "user:42" of "api": capacity 500, refill 10, every 1s, expires_at never
+  override "gone" of "api" has expired at 2001-01-01T00:00:00Z and is not set
+`
+	require.Equal(t, want, d.String())
+	require.Empty(t, policiesIn(t, db), "a plan writes nothing")
+	require.Equal(t, want, apply(t, db.Pool, twoPolicies).String())
+
+	changed := strings.NewReplacer("capacity: 100,", "capacity: 200,", "every: 1s", "every: 1m", "{capacity: 500}",
+		"{capacity: 500, expires_at: 2999-01-01T00:00:00Z}", "durable: false", "durable: false, shadow: true").Replace(twoPolicies)
+	require.Equal(t, `~ policy "api": capacity 100 -> 200, every 1s -> 1m
+~ policy "llm": shadow false -> true
+~ override "user:42" of "api": every 1s -> 1m, expires_at never -> 2999-01-01T00:00:00Z
+  override "gone" of "api" has expired at 2001-01-01T00:00:00Z and is not set
+`, apply(t, db.Pool, changed).String())
+}
+
+// A second time nothing is written: not a row has another version.
+func TestApply_WritesOnlyChanges(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	apply(t, db.Pool, twoPolicies)
+	const versions = `
+		select concat(name, ' ', xmin, ' ', ctid) from ratelimit.policies
+		 union all select concat(key, ' ', xmin, ' ', ctid) from ratelimit.overrides`
+	before := lines(t, db, versions)
+	require.Len(t, before, 3)
+	require.True(t, apply(t, db.Pool, twoPolicies, policyfile.Options{Prune: true}).Empty())
+	require.Equal(t, before, lines(t, db, versions))
+
+	apply(t, db.Pool, strings.Replace(twoPolicies, "capacity: 1000", "capacity: 2000", 1))
+	after := lines(t, db, versions)
+	require.Equal(t, before[0], after[0], "api is as it was")
+	require.NotEqual(t, before[1], after[1], "llm has changed")
+	require.Equal(t, before[2], after[2], "the override is as it was")
+}
+
+func TestApply_PruneNamesWhatGoes(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	apply(t, db.Pool, twoPolicies)
+	db.Exec(t, "select ratelimit_acquire('api', 'user:' || n, 1, 'order:' || n) from generate_series(1, 3) as n")
+	db.Exec(t, "select ratelimit_acquire('llm', 'user:1')")
+	const one = "policies: {new: {capacity: 1, refill: 1, every: 1s}}"
+
+	require.False(t, strings.Contains(apply(t, db.Pool, one).String(), "-"), "without prune nothing is dropped")
+	require.Equal(t, `- policy "api": dropped with 3 buckets, 1 override and 3 idempotency keys
+- policy "llm": dropped with 1 bucket, 0 overrides and 0 idempotency keys
+`, apply(t, db.Pool, one, policyfile.Options{Prune: true}).String())
+	require.Equal(t, []string{"new 1 1 1000000 f t 86400000000 f"}, policiesIn(t, db))
+	require.Empty(t, overridesIn(t, db))
+}
+
+// A file that has lost its policies does not take all others with it.
+func TestApply_PruneNeedsPolicies(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	apply(t, db.Pool, twoPolicies)
+	_, err := policyfile.Apply(t.Context(), db.Pool, parse(t, "envoy: []"), policyfile.Options{Prune: true})
+	require.ErrorContains(t, err, "limits.yaml has no policies, and to prune would drop all there are")
+	require.Len(t, policiesIn(t, db), 2)
+}
+
+func TestApply_ChangedDurableIsAnErrorAtItsLine(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	apply(t, db.Pool, twoPolicies)
+	before := policiesIn(t, db)
+	file := parse(t, `
+policies:
+  api: {capacity: 7, refill: 10, every: 1s, durable: false}
+  llm:
+    capacity: 7
+    refill: 0
+    every: 30d
+environments:
+  staging:
+    policies:
+      api: {durable: true}
+      llm:
+        durable: true
+`)
+	for environment, want := range map[string]string{
+		"": `limits.yaml:3:54: policy "api" was created with durable: true, which cannot change: write that, or drop the policy first, and its buckets will be full
+limits.yaml:4:3: policy "llm" was created with durable: false, which cannot change: write that, or drop the policy first, and its buckets will be full`,
+		"staging": `limits.yaml:13:18: policy "llm" was created with durable: false, which cannot change: write that, or drop the policy first, and its buckets will be full`,
+	} {
+		for what, run := range map[string]func(context.Context, policyfile.Database, *policyfile.File, policyfile.Options) (*policyfile.Difference, error){
+			"plan": policyfile.Plan, "apply": policyfile.Apply,
+		} {
+			_, err := run(t.Context(), db.Pool, file, policyfile.Options{Environment: environment})
+			require.EqualError(t, err, want, what)
+			require.IsType(t, policyfile.Problems{}, err)
+		}
+	}
+	require.Equal(t, before, policiesIn(t, db))
+}
+
+// What only the database can refuse is named by its place in the file, too, and nothing has been changed.
+func TestApply_ARefusalHasItsPlace(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	db.Exec(t, `create or replace function ratelimit.clock() returns timestamptz language sql volatile parallel safe
+		as $$ select '2900-01-01Z'::timestamptz $$`)
+	_, err := policyfile.Apply(t.Context(), db.Pool, parse(t, `
+policies: {api: {capacity: 1, refill: 1, every: 1s}}
+overrides:
+  api:
+    "user:42": {capacity: 2, expires_at: 2800-01-01T00:00:00Z}
+`), policyfile.Options{})
+	require.ErrorContains(t, err, "limits.yaml:5:5: the database refuses this: invalid expires_at: expires_at is 2800-01-01 00:00:00+00. Pass an instant that lies ahead")
+	require.Empty(t, policiesIn(t, db))
+}
+
+// A role that may administer, and reads no table, applies and prunes. Of what goes it sees the names only.
+func TestApply_NeedsThePublicFunctionsOnly(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	conn := db.Connect(t)
+	role := pgx.Identifier{db.Name + "_deploy"}.Sanitize()
+	db.Exec(t, "create role "+role)
+	t.Cleanup(func() { db.Exec(t, "drop owned by "+role); db.Exec(t, "drop role "+role) })
+	db.Exec(t, "grant execute on function ratelimit_define_policy, ratelimit_policies, ratelimit_override, ratelimit_overrides to "+role)
+	_, err := conn.Exec(t.Context(), "set role "+role)
+	require.NoError(t, err)
+
+	apply(t, conn, twoPolicies)
+	require.Len(t, policiesIn(t, db), 2)
+
+	const one = "policies: {api: {capacity: 100, refill: 10, every: 1s}}"
+	_, err = policyfile.Apply(t.Context(), conn, parse(t, one), policyfile.Options{Prune: true})
+	require.ErrorContains(t, err, `- policy "llm": dropped with its buckets, overrides and idempotency keys, which this role may not count: `+
+		"the role may not do this, so grant it, or connect as the owner of the functions: ERROR: permission denied for function ratelimit_drop_policy")
+	require.Len(t, policiesIn(t, db), 2)
+
+	db.Exec(t, "grant execute on function ratelimit_drop_policy to "+role)
+	apply(t, conn, one, policyfile.Options{Prune: true})
+	require.Len(t, policiesIn(t, db), 1)
+}
+
+func TestApply_WithoutThePackage(t *testing.T) {
+	t.Parallel()
+	db := pgtest.Empty(t)
+	_, err := policyfile.Apply(t.Context(), db.Pool, parse(t, twoPolicies), policyfile.Options{})
+	require.ErrorContains(t, err, "list policies: the database lacks a function of pgratelimit, so install or upgrade it there, or set search_path: ")
+}
+
+// A pooler in transaction mode may need another way to send statements than pgx's own.
+func TestApply_InEveryExecMode(t *testing.T) {
+	t.Parallel()
+	for _, mode := range []pgx.QueryExecMode{
+		pgx.QueryExecModeCacheStatement, pgx.QueryExecModeCacheDescribe, pgx.QueryExecModeDescribeExec,
+		pgx.QueryExecModeExec, pgx.QueryExecModeSimpleProtocol,
+	} {
+		t.Run(mode.String(), func(t *testing.T) {
+			t.Parallel()
+			db := pgtest.New(t)
+			config, err := pgx.ParseConfig(db.URL)
+			require.NoError(t, err)
+			config.DefaultQueryExecMode = mode
+			conn, err := pgx.ConnectConfig(t.Context(), config)
+			require.NoError(t, err)
+			defer conn.Close(context.Background())
+
+			require.Len(t, apply(t, conn, twoPolicies).Changes, 3)
+			require.True(t, apply(t, conn, twoPolicies).Empty())
+			pruned := apply(t, conn, "policies: {new: {capacity: 1, refill: 1, every: 1s}}", policyfile.Options{Prune: true})
+			require.Len(t, pruned.Changes, 3)
+		})
+	}
+}

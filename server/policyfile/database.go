@@ -1,0 +1,153 @@
+package policyfile
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+)
+
+// A state is what a database has of what a file is about.
+type state struct {
+	now       time.Time
+	policies  map[string]Policy
+	overrides map[bucket]Override
+}
+
+type bucket struct{ policy, key string }
+
+func readState(ctx context.Context, tx pgx.Tx, rules *Rules) (*state, error) {
+	s := &state{policies: make(map[string]Policy), overrides: make(map[bucket]Override)}
+	if err := tx.QueryRow(ctx, "select clock_timestamp()").Scan(&s.now); err != nil {
+		return nil, failed("read the clock", err)
+	}
+	if err := s.readPolicies(ctx, tx); err != nil {
+		return nil, failed("list policies", err)
+	}
+	if err := s.readOverrides(ctx, tx, rules); err != nil {
+		return nil, failed("list overrides", err)
+	}
+	return s, nil
+}
+
+func (s *state) readPolicies(ctx context.Context, tx pgx.Tx) error {
+	rows, err := tx.Query(ctx, `
+		select policy, capacity, refill, (extract(epoch from every) * 1000000.0)::bigint,
+		       stepped, durable, (extract(epoch from remember) * 1000000.0)::bigint, shadow
+		  from ratelimit_policies()`)
+	if err != nil {
+		return err
+	}
+	var p Policy
+	_, err = pgx.ForEachRow(rows,
+		[]any{&p.Name, &p.Capacity, &p.Refill, &p.Every, &p.Stepped, &p.Durable, &p.Remember, &p.Shadow},
+		func() error {
+			s.policies[p.Name] = p
+			return nil
+		})
+	return err
+}
+
+// readOverrides reads those that the rules set, too, and no others: there may be many.
+func (s *state) readOverrides(ctx context.Context, tx pgx.Tx, rules *Rules) error {
+	var policies, keys []string
+	for _, o := range rules.Overrides {
+		if _, ok := s.policies[o.Policy]; ok { // a listing of an unknown policy is an error
+			policies, keys = append(policies, o.Policy), append(keys, o.Key)
+		}
+	}
+	if policies == nil {
+		return nil
+	}
+	rows, err := tx.Query(ctx, `
+		select o.policy, o.key, o.capacity, o.refill, (extract(epoch from o.every) * 1000000.0)::bigint,
+		       (extract(epoch from o.expires_at) * 1000000.0)::bigint
+		  from unnest($1::text[], $2::text[]) as wanted (policy, key)
+		 cross join lateral ratelimit_overrides(wanted.policy, wanted.key) as o`, policies, keys)
+	if err != nil {
+		return err
+	}
+	var o Override
+	var expires *int64
+	_, err = pgx.ForEachRow(rows, []any{&o.Policy, &o.Key, &o.Capacity, &o.Refill, &o.Every, &expires},
+		func() error {
+			o.ExpiresAt = time.Time{}
+			if expires != nil {
+				o.ExpiresAt = time.UnixMicro(*expires).UTC()
+			}
+			s.overrides[bucket{o.Policy, o.Key}] = o
+			return nil
+		})
+	return err
+}
+
+// Lost is what goes with a policy that is dropped.
+type Lost struct {
+	Buckets         int64 `json:"buckets"`
+	Overrides       int64 `json:"overrides"`
+	IdempotencyKeys int64 `json:"idempotency_keys"`
+}
+
+// readLost counts what goes with policies. It returns nil if the role may not read the tables: no function counts
+// idempotency keys.
+func readLost(ctx context.Context, tx pgx.Tx, policies []string) (map[string]Lost, error) {
+	if len(policies) == 0 {
+		return nil, nil
+	}
+	var readable bool
+	err := tx.QueryRow(ctx, `
+		select bool_and(has_schema_privilege(c.relnamespace, 'usage') and has_table_privilege(c.oid, 'select'))
+		  from pg_class as c
+		  join pg_namespace as n on n.oid = c.relnamespace
+		 where n.nspname = 'ratelimit'
+		   and c.relkind = 'r'`).Scan(&readable)
+	if err != nil || !readable {
+		return nil, err
+	}
+	rows, err := tx.Query(ctx, `
+		select p.name,
+		       (select count(*) from (select policy_id from ratelimit.buckets
+		                              union all select policy_id from ratelimit.ephemeral_buckets) as b where b.policy_id = p.id),
+		       (select count(*) from ratelimit.overrides as o where o.policy_id = p.id),
+		       (select count(*) from (select policy_id from ratelimit.idempotency_keys
+		                              union all select policy_id from ratelimit.ephemeral_idempotency_keys) as i where i.policy_id = p.id)
+		  from ratelimit.policies as p
+		 where p.name = any($1)`, policies)
+	if err != nil {
+		return nil, err
+	}
+	counts := make(map[string]Lost, len(policies))
+	var name string
+	var lost Lost
+	_, err = pgx.ForEachRow(rows, []any{&name, &lost.Buckets, &lost.Overrides, &lost.IdempotencyKeys}, func() error {
+		counts[name] = lost
+		return nil
+	})
+	return counts, err
+}
+
+// failed says what failed, and what can be done about it.
+func failed(what string, err error) error {
+	return fmt.Errorf("%s: %s%w", what, remedy(err), err)
+}
+
+func remedy(err error) string {
+	var refusal *pgconn.PgError
+	if !errors.As(err, &refusal) {
+		return ""
+	}
+	switch refusal.Code {
+	case "42883", "3F000", "42P01":
+		return "the database lacks a function of pgratelimit, so install or upgrade it there, or set search_path: "
+	case "42501":
+		return "the role may not do this, so grant it, or connect as the owner of the functions: "
+	case "55P03":
+		return "another session holds this, so try again when it has ended: "
+	case "25006":
+		return "the database is read-only, so connect to the primary: "
+	}
+	return ""
+}

@@ -1,0 +1,211 @@
+package policyfile
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+)
+
+// Options say which part of a file is meant, and how far it goes.
+type Options struct {
+	// Environment is one of the file's, or "" for what the file says outside of them.
+	Environment string
+
+	// Prune drops policies that the file does not have. Overrides are never removed.
+	Prune bool
+}
+
+// A Database begins transactions: a [*pgx.Conn], or a [*pgxpool.Pool].
+type Database interface {
+	BeginTx(ctx context.Context, options pgx.TxOptions) (pgx.Tx, error)
+}
+
+// A Difference is what a file changes in a database.
+type Difference struct {
+	// Changes are in the order of the file; policies that are dropped come last.
+	Changes []Change `json:"changes"`
+
+	// Expired are overrides of the file whose time is over. They are not set.
+	Expired []ExpiredOverride `json:"expired,omitempty"`
+}
+
+// An ExpiredOverride is one that the file can do without.
+type ExpiredOverride struct {
+	Policy    string    `json:"policy"`
+	Key       string    `json:"key"`
+	ExpiresAt time.Time `json:"expires_at"`
+}
+
+// Empty tells whether there is nothing to change.
+func (d *Difference) Empty() bool { return len(d.Changes) == 0 }
+
+// A Change is of one policy, or of one override.
+type Change struct {
+	Action Action `json:"action"`
+	Policy string `json:"policy"`
+
+	// Key is the override's. For a policy it is empty.
+	Key string `json:"key,omitempty"`
+
+	// Fields are those that change; of what is created, all.
+	Fields []FieldChange `json:"fields,omitempty"`
+
+	// Lost is what goes with a policy that is dropped, or nil if the role may not see it.
+	Lost *Lost `json:"lost,omitempty"`
+
+	at    Position
+	apply func(ctx context.Context, tx pgx.Tx) error
+}
+
+// An Action is what happens to a policy or an override.
+type Action string
+
+// The actions. An override is never dropped.
+const (
+	Create Action = "create"
+	Alter  Action = "change"
+	Drop   Action = "drop"
+)
+
+// A FieldChange is one field, before and after, as a file writes it: a whole number, true or false, or text. Old is nil
+// where there was nothing, and either of expires_at is nil for never.
+type FieldChange struct {
+	Field string `json:"field"`
+	Old   any    `json:"old"`
+	New   any    `json:"new"`
+}
+
+// Plan returns what a file would change in a database, and changes nothing. Its error is [Problems] if the database has
+// what the file cannot change.
+func Plan(ctx context.Context, db Database, file *File, options Options) (*Difference, error) {
+	tx, err := db.BeginTx(ctx, pgx.TxOptions{IsoLevel: pgx.RepeatableRead, AccessMode: pgx.ReadOnly})
+	if err != nil {
+		return nil, failed("begin", err)
+	}
+	defer tx.Rollback(ctx)
+	return plan(ctx, tx, file, options)
+}
+
+func plan(ctx context.Context, tx pgx.Tx, file *File, options Options) (*Difference, error) {
+	rules, err := file.Rules(options.Environment)
+	if err != nil {
+		return nil, err
+	}
+	if options.Prune && len(rules.Policies) == 0 {
+		return nil, fmt.Errorf("%s has no policies, and to prune would drop all there are: drop them with ratelimit_drop_policy if that is wanted", file.name)
+	}
+	s, err := readState(ctx, tx, rules)
+	if err != nil {
+		return nil, err
+	}
+	if err := checkDurable(s, rules.Policies); err != nil {
+		return nil, err
+	}
+	d := &Difference{Changes: []Change{}}
+	d.policies(s, rules.Policies)
+	d.overrides(s, rules.Overrides)
+	if options.Prune {
+		if err := d.prune(ctx, tx, s, rules.Policies); err != nil {
+			return nil, failed("count what goes with the policies", err)
+		}
+	}
+	return d, nil
+}
+
+// checkDurable reports policies whose durability differs from what it was when they were created.
+func checkDurable(s *state, policies []Policy) error {
+	c := &collector{}
+	for _, p := range policies {
+		if old, ok := s.policies[p.Name]; ok && old.Durable != p.Durable {
+			c.add(p.durableAt, "policy %s was created with durable: %t, which cannot change: write that, "+
+				"or drop the policy first, and its buckets will be full", quote(p.Name), old.Durable)
+		}
+	}
+	return c.err()
+}
+
+func (d *Difference) policies(s *state, policies []Policy) {
+	for _, p := range policies {
+		old, exists := s.policies[p.Name]
+		d.add(Change{Policy: p.Name, at: p.At, apply: p.define}, exists, fieldsOf(&old), fieldsOf(&p))
+	}
+}
+
+func (d *Difference) overrides(s *state, overrides []Override) {
+	for _, o := range overrides {
+		if !o.ExpiresAt.IsZero() && !o.ExpiresAt.After(s.now) {
+			d.Expired = append(d.Expired, ExpiredOverride{o.Policy, o.Key, o.ExpiresAt})
+			continue
+		}
+		old, exists := s.overrides[bucket{o.Policy, o.Key}]
+		d.add(Change{Policy: o.Policy, Key: o.Key, at: o.At, apply: o.set}, exists, fieldsOf(&old), fieldsOf(&o))
+	}
+}
+
+// add adds a change unless there is none.
+func (d *Difference) add(change Change, exists bool, before, after []value) {
+	change.Action = Create
+	if exists {
+		change.Action = Alter
+	}
+	for i := range after {
+		if !exists {
+			change.Fields = append(change.Fields, FieldChange{Field: after[i].field, New: after[i].is})
+		} else if before[i].is != after[i].is {
+			change.Fields = append(change.Fields, FieldChange{after[i].field, before[i].is, after[i].is})
+		}
+	}
+	if change.Fields != nil {
+		d.Changes = append(d.Changes, change)
+	}
+}
+
+func (d *Difference) prune(ctx context.Context, tx pgx.Tx, s *state, policies []Policy) error {
+	for _, p := range policies {
+		delete(s.policies, p.Name)
+	}
+	var names []string
+	for name := range s.policies {
+		names = append(names, name)
+	}
+	slices.Sort(names)
+	counts, err := readLost(ctx, tx, names)
+	if err != nil {
+		return err
+	}
+	for _, name := range names {
+		change := Change{Action: Drop, Policy: name, apply: s.policies[name].drop}
+		if lost, ok := counts[name]; ok {
+			change.Lost = &lost
+		}
+		d.Changes = append(d.Changes, change)
+	}
+	return nil
+}
+
+// A value is that of one field, as a file writes it.
+type value struct {
+	field string
+	is    any
+}
+
+// fieldsOf lists the fields of a policy or an override, always in the same order.
+func fieldsOf[T *Policy | *Override](of T) []value {
+	switch of := any(of).(type) {
+	case *Policy:
+		return []value{
+			{"capacity", of.Capacity}, {"refill", of.Refill}, {"every", of.Every.String()}, {"stepped", of.Stepped},
+			{"durable", of.Durable}, {"remember", of.Remember.String()}, {"shadow", of.Shadow},
+		}
+	case *Override:
+		values := []value{{"capacity", of.Capacity}, {"refill", of.Refill}, {"every", of.Every.String()}, {"expires_at", nil}}
+		if !of.ExpiresAt.IsZero() {
+			values[3].is = of.ExpiresAt.Format(time.RFC3339Nano)
+		}
+		return values
+	}
+	return nil
+}
