@@ -1,0 +1,158 @@
+package policyfile
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/spf13/cobra"
+)
+
+// ErrDifference is what a dry run returns when there is something to change. It has been shown.
+var ErrDifference = errors.New("the database differs from the file")
+
+// ExitCode is what a program ends with after the command: 0, 2 for [ErrDifference], or 1.
+func ExitCode(err error) int {
+	switch {
+	case err == nil:
+		return 0
+	case errors.Is(err, ErrDifference):
+		return 2
+	}
+	return 1
+}
+
+// Command returns the command apply. It connects when the file has been read without a mistake, and closes the
+// connection. The error is for the program to print, but for [ErrDifference].
+func Command(connect func(context.Context) (*pgx.Conn, error)) *cobra.Command {
+	a := applier{connect: connect}
+	command := &cobra.Command{
+		Use:   "apply FILE",
+		Short: "Make the policies and overrides of a database what a file says",
+		Long: `Make the policies and overrides of a database what a file says, in one transaction.
+
+Shows what changes: + is created, ~ is changed, - is dropped. FILE may be - for standard input.
+Overrides that the file does not have stay. Policies that it does not have stay without --prune.
+
+Ends with 0 when the database is as the file says, with 1 after an error, when nothing has been
+changed, and with 2 when --dry-run has found a difference.`,
+		Example: `  pgratelimit apply limits.yaml --env production --dry-run
+  pgratelimit apply limits.yaml --env production`,
+		Args:          cobra.ExactArgs(1),
+		SilenceUsage:  true,
+		SilenceErrors: true,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			return a.run(cmd.Context(), cmd.InOrStdin(), cmd.OutOrStdout(), args[0])
+		},
+	}
+	flags := command.Flags()
+	flags.StringVar(&a.options.Environment, "env", "", "apply what this environment of the file replaces, too")
+	flags.BoolVar(&a.options.Prune, "prune", false, "drop policies that the file does not have, with all that belongs to them")
+	flags.BoolVar(&a.dryRun, "dry-run", false, "show the difference and change nothing; end with 2 if there is one")
+	flags.BoolVar(&a.json, "json", false, "write JSON: changes, or the problems of the file")
+	return command
+}
+
+type applier struct {
+	connect func(context.Context) (*pgx.Conn, error)
+	options Options
+	dryRun  bool
+	json    bool
+}
+
+func (a *applier) run(ctx context.Context, in io.Reader, out io.Writer, path string) error {
+	d, err := a.difference(ctx, in, path)
+	if err != nil {
+		return a.fail(out, err)
+	}
+	if err := a.report(out, d); err != nil {
+		return err
+	}
+	if a.dryRun && !d.Empty() {
+		return ErrDifference
+	}
+	return nil
+}
+
+func (a *applier) difference(ctx context.Context, in io.Reader, path string) (*Difference, error) {
+	name, data, err := read(in, path)
+	if err != nil {
+		return nil, err
+	}
+	file, err := Parse(name, data)
+	if err != nil {
+		return nil, err
+	}
+	if _, err := file.Rules(a.options.Environment); err != nil {
+		return nil, err
+	}
+	conn, err := a.connect(ctx)
+	if err != nil {
+		return nil, err
+	}
+	defer conn.Close(context.WithoutCancel(ctx))
+	if a.dryRun {
+		return Plan(ctx, conn, file, a.options)
+	}
+	return Apply(ctx, conn, file, a.options)
+}
+
+// read reads a file, or standard input, and not much more of it than may be parsed.
+func read(in io.Reader, path string) (name string, data []byte, err error) {
+	name = "standard input"
+	if path != "-" {
+		name = path
+		file, err := os.Open(path)
+		if err != nil {
+			return "", nil, err
+		}
+		defer file.Close()
+		in = file
+	}
+	data, err = io.ReadAll(io.LimitReader(in, maxBytes+1))
+	return name, data, err
+}
+
+// fail leaves errors to the program, but the mistakes of the file in JSON.
+func (a *applier) fail(out io.Writer, err error) error {
+	var problems Problems
+	if a.json && errors.As(err, &problems) {
+		return errors.Join(err, writeJSON(out, struct {
+			Problems Problems `json:"problems"`
+		}{problems}))
+	}
+	return err
+}
+
+func (a *applier) report(out io.Writer, d *Difference) error {
+	if a.json {
+		return writeJSON(out, struct {
+			Applied bool `json:"applied"`
+			*Difference
+		}{!a.dryRun, d})
+	}
+	_, err := fmt.Fprint(out, d, a.summary(d))
+	return err
+}
+
+func (a *applier) summary(d *Difference) string {
+	switch n := count(int64(len(d.Changes)), "change"); {
+	case d.Empty():
+		return "The database is as the file says.\n"
+	case a.dryRun:
+		return n + ", not made: this is a dry run.\n"
+	default:
+		return n + " made.\n"
+	}
+}
+
+func writeJSON(out io.Writer, value any) error {
+	encoder := json.NewEncoder(out)
+	encoder.SetEscapeHTML(false)
+	encoder.SetIndent("", "  ")
+	return encoder.Encode(value)
+}
