@@ -34,6 +34,7 @@ import (
 //	sh     its files of the repository and targets of make must be there
 //	js, python, java, php, ruby
 //	       the statement in it is run
+//	yaml   nothing here: package server/policyfile, of another module, reads it as a policy file
 //	text   nothing
 //
 // Any other tag, or none, is an error. The blocks of a file are run in order, in a database of its own, whose clock stands
@@ -71,7 +72,7 @@ func docsFiles(t testing.TB) (files []docsFile) {
 	return files
 }
 
-var docsTags = []string{"sql", "psql", "go", "sh", "text", "js", "python", "java", "php", "ruby"}
+var docsTags = []string{"sql", "psql", "go", "sh", "text", "js", "python", "java", "php", "ruby", "yaml"}
 
 func docsBlocks(text string) (blocks []docsBlock, err error) {
 	var open *docsBlock
