@@ -56,7 +56,7 @@ func (p *program) command() *cobra.Command {
 Exit codes:
    0  done; allowed; nothing to complain of
    1  an error
-   2  no error, but a no: denied, or doctor has findings
+   2  no error, but a no: denied, doctor has findings, or apply --dry-run a difference
   64  the command line is wrong
   69  the database cannot be reached`,
 		Args:          atMost(0),
@@ -69,7 +69,7 @@ Exit codes:
 	root.PersistentFlags().BoolVar(&p.json, "json", false, "print JSON")
 	root.AddCommand(
 		p.serve(),
-		p.install(), p.uninstall(),
+		p.install(), p.uninstall(), p.apply(),
 		p.status(), p.doctor(),
 		p.acquire(), p.peek(),
 		p.version(),

@@ -98,6 +98,26 @@ func TestAcquireAndPeek(t *testing.T) {
 	}
 }
 
+func TestApply(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	file := filepath.Join(t.TempDir(), "limits.yaml")
+	require.NoError(t, os.WriteFile(file, []byte("policies:\n  api: {capacity: 10, refill: 1, every: 1s}\n"), 0o600))
+
+	r := on(t, db, "apply", file, "--dry-run")
+	require.Equal(t, exitNo, r.code)
+	require.Empty(t, r.errors, "a difference is no error")
+	require.Contains(t, r.out, `+ policy "api"`)
+	require.Equal(t, exitDone, on(t, db, "apply", file).code)
+	require.Equal(t, ran{code: exitDone, out: "The database is as the file says.\n"}, on(t, db, "apply", file, "--dry-run"))
+
+	require.NoError(t, os.WriteFile(file, []byte("policies:\n  api: {capacity: ten, refill: 1, every: 1s}\n"), 0o600))
+	r = on(t, db, "apply", file)
+	require.Equal(t, exitError, r.code)
+	require.Contains(t, r.errors, "limits.yaml:2:19: ")
+	require.Equal(t, exitUsage, on(t, db, "apply").code)
+}
+
 func TestErrors_HaveExitCodes(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)
