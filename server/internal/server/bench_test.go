@@ -26,6 +26,7 @@ func BenchmarkServer(b *testing.B) {
 	defer debug.SetGCPercent(debug.SetGCPercent(server.GCPercent))
 	db := newDB(b)
 	db.Exec(b, "select ratelimit_define_policy('plenty', 1000000000, 1, '1 second')")
+	db.Exec(b, fmt.Sprintf("select count(ratelimit_acquire('plenty', 'user:' || n)) from generate_series(0, %d) as n", keys-1)) // all have rows
 	s := start(b, db.URL, "NO_FLUSH=true")
 	combiner := client.NewCombiner(db.Pool, client.NoFlush())
 	defer combiner.Close()
@@ -50,7 +51,9 @@ func BenchmarkServer(b *testing.B) {
 	}
 }
 
-// ask lets callers make b.N requests between them, for 100,000 keys.
+const keys = 100_000
+
+// ask lets callers make b.N requests between them.
 func ask(b *testing.B, callers int, acquire func(ctx context.Context, key string) (bool, error)) {
 	var made atomic.Int64
 	var wg sync.WaitGroup
@@ -62,7 +65,7 @@ func ask(b *testing.B, callers int, acquire func(ctx context.Context, key string
 		wg.Go(func() {
 			for made.Add(1) <= int64(b.N) {
 				begin := time.Now()
-				allowed, err := acquire(b.Context(), fmt.Sprint("user:", random.IntN(100_000)))
+				allowed, err := acquire(b.Context(), fmt.Sprint("user:", random.IntN(keys)))
 				if err != nil || !allowed {
 					b.Errorf("allowed %t, error %v", allowed, err)
 					return
