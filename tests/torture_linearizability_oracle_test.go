@@ -244,9 +244,14 @@ func (op *operation) leadsTo(r rules, now time.Time, s model.State, answer *answ
 	return left
 }
 
+// mayBeReplayed tells whether the answer is, or may be, the first one under an idempotency key. ratelimit_enforce does not tell.
+func (op *operation) mayBeReplayed(answer *answer) bool {
+	return answer.Decision.Replayed || op.enforced && !answer.Decision.Allowed && op.idempotencyKey != ""
+}
+
 // isFar reports cheaply that the answer cannot come from a state, which saves the model most of its work.
 func (op *operation) isFar(p model.Policy, now time.Time, s model.State, answer *answer) bool {
-	if op.kind != acquires && op.kind != shares && op.kind != peeks || answer == nil || answer.Decision == nil || answer.Decision.Replayed {
+	if op.kind != acquires && op.kind != shares && op.kind != peeks || answer == nil || answer.Decision == nil || op.mayBeReplayed(answer) {
 		return false
 	}
 	before := answer.Decision.Remaining
