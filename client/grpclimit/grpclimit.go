@@ -1,0 +1,131 @@
+package grpclimit
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"sync/atomic"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"github.com/pgratelimit/pgratelimit/client"
+)
+
+// Charges says of a call which buckets it is charged to, and how much. One charge is an Acquire, several are one
+// AcquireAll: all of them, or nothing. A call without charges passes without being asked about. method is the full name,
+// such as "/shop.v1.Orders/Create".
+//
+// The interceptor runs before the handler, and the messages of a call are not read yet. Who calls is in ctx: in its peer,
+// and in the metadata, of which a client can write what it likes.
+type Charges func(ctx context.Context, method string) []client.Charge
+
+// A Failure says what happens to a call when the limiter has not answered within a timeout, or failed. There is no
+// default: [Closed] and [Open] make one.
+//
+// Some errors are about the call, and somebody could provoke them to get past the limit: [client.ErrUnknownPolicy] and
+// [client.ErrInvalidArgument]. With these the call is refused in each mode, with INTERNAL.
+type Failure struct {
+	timeout time.Duration
+	open    bool
+}
+
+// Closed refuses the call with UNAVAILABLE. It is for what must not run without a limit, such as a login.
+func Closed(timeout time.Duration) Failure { return newFailure(timeout, false) }
+
+// Open lets the call pass.
+func Open(timeout time.Duration) Failure { return newFailure(timeout, true) }
+
+func newFailure(timeout time.Duration, open bool) Failure {
+	if timeout <= 0 {
+		panic("grpclimit: the timeout must be positive")
+	}
+	return Failure{timeout, open}
+}
+
+// An Interceptor puts limits before the handlers of a server. It is safe for concurrent use.
+type Interceptor struct {
+	limiter client.Acquirer
+	charges Charges
+	failure Failure
+	warned  atomic.Int64 // the second in which a failure was logged last
+}
+
+// New returns an Interceptor, whose methods are for grpc.UnaryInterceptor and grpc.StreamInterceptor, or for a chain.
+func New(limiter client.Acquirer, charges Charges, failure Failure) *Interceptor {
+	if limiter == nil || charges == nil {
+		panic("grpclimit: New: no limiter, or no charges")
+	}
+	if failure.timeout == 0 {
+		panic("grpclimit: New: choose Closed or Open")
+	}
+	return &Interceptor{limiter: limiter, charges: charges, failure: failure}
+}
+
+// Unary charges a call of one message.
+func (i *Interceptor) Unary(ctx context.Context, request any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
+	if err := i.pass(ctx, info.FullMethod); err != nil {
+		return nil, err
+	}
+	return handler(ctx, request)
+}
+
+// Stream charges a stream once, when it begins.
+func (i *Interceptor) Stream(server any, stream grpc.ServerStream, info *grpc.StreamServerInfo, handler grpc.StreamHandler) error {
+	if err := i.pass(stream.Context(), info.FullMethod); err != nil {
+		return err
+	}
+	return handler(server, stream)
+}
+
+// pass returns nil if the handler is to run.
+func (i *Interceptor) pass(ctx context.Context, method string) error {
+	charges := i.charges(ctx, method)
+	if len(charges) == 0 {
+		return nil
+	}
+	d, err := i.ask(ctx, charges)
+	switch {
+	case err == nil && d.Allowed:
+		return nil
+	case err == nil:
+		return refuse(ctx, charges, d)
+	case ctx.Err() != nil:
+		// To go on would let a client pass that asks and leaves, if Open is chosen.
+		return status.FromContextError(ctx.Err()).Err()
+	}
+	i.warn(ctx, method, err)
+	switch {
+	case errors.Is(err, client.ErrUnknownPolicy), errors.Is(err, client.ErrInvalidArgument):
+		return status.Error(codes.Internal, "rate limit: the call cannot be charged")
+	case i.failure.open:
+		return nil
+	}
+	return status.Error(codes.Unavailable, "rate limit: no answer")
+}
+
+// ask makes one call for all charges. The answer about one charge is made joint.
+func (i *Interceptor) ask(ctx context.Context, charges []client.Charge) (client.JointDecision, error) {
+	ctx, cancel := context.WithTimeout(ctx, i.failure.timeout)
+	defer cancel()
+	if len(charges) == 1 {
+		d, err := i.limiter.Acquire(ctx, charges[0].Policy, charges[0].Key, charges[0].Cost)
+		return client.JointDecision{Decision: d, Decisions: []client.Decision{d}}, err
+	}
+	d, err := i.limiter.AcquireAll(ctx, charges)
+	if err == nil && len(d.Decisions) != len(charges) { // an Acquirer of somebody else's
+		err = fmt.Errorf("grpclimit: an answer with %d decisions about %d charges", len(d.Decisions), len(charges))
+	}
+	return d, err
+}
+
+// warn logs what had no answer, at most once a second.
+func (i *Interceptor) warn(ctx context.Context, method string, err error) {
+	now := time.Now().Unix()
+	if last := i.warned.Load(); last != now && i.warned.CompareAndSwap(last, now) {
+		slog.WarnContext(ctx, "rate limit not checked", "method", method, "open", i.failure.open, "error", err)
+	}
+}
