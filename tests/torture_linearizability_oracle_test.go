@@ -139,7 +139,11 @@ func (op *operation) next(at standing, answer *answer) (all []any) {
 	if op.kind == resets && at.HasNoRow() { // a row that another session is creating just then stays, too
 		sets = 0
 	}
-	for _, s := range op.leads(at, answer) {
+	left := op.leads(at, answer)
+	if op.gone && op.then != nil { // only the first call of the transaction went by the policy that nobody sees
+		left = append(left, op.thenLeads(at, answer)...)
+	}
+	for _, s := range left {
 		if op.undone {
 			all = append(all, at)
 			continue
@@ -173,13 +177,18 @@ func (op *operation) leads(at standing, answer *answer) (left []model.State) {
 	}
 	var next []model.State
 	for _, s := range left {
-		thenAnswer := op.then.answer
-		if answer == nil {
-			thenAnswer = nil
-		}
-		next = append(next, op.then.leads(standing{s, nil, 0}, thenAnswer)...)
+		next = append(next, op.thenLeads(standing{s, nil, 0}, answer)...)
 	}
 	return next
+}
+
+// thenLeads returns the states that the second call of a transaction leads to. answer is that of the first, which is nil if
+// neither has one yet.
+func (op *operation) thenLeads(at standing, answer *answer) []model.State {
+	if answer == nil {
+		return op.then.leads(at, nil)
+	}
+	return op.then.leads(at, op.then.answer)
 }
 
 // leadsTo returns the states that the operation leads to from one state, by one reading of the clock.
