@@ -751,9 +751,8 @@ func (a *actor) transactIn(held bool, call func() error, ops ...*operation) (com
 		if op.then != nil {
 			op.then.readings = read
 		}
-		// The first is from before the update, which may have waited. A replay of ratelimit_enforce may have no other.
-		if op.kind == acquires && op.batch == 0 && op.denied() && !op.answer.Decision.Replayed && len(read) > 1 {
-			op.readings = read[1:]
+		if op.kind == acquires && op.batch == 0 && op.denied() && !op.mayBeReplayed(op.answer) {
+			op.readings = read[min(1, len(read)):] // the first is from before the update, which may have waited
 		}
 		// ratelimit.acquire_batch reads the clock once for its fast path, and again for each round after it, of which the first
 		// creates rows by what it saw before. ratelimit_acquire_all may have read it twice before that. An acquire of one bucket reads
