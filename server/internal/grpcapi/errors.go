@@ -13,8 +13,8 @@ import (
 // Domain is that of the ErrorInfo in each error.
 const Domain = "pgratelimit"
 
-// statusOf is an error as gRPC sends it.
-func statusOf(err error) error {
+// StatusOf is an error as gRPC sends it.
+func StatusOf(err error) error {
 	var e *service.Error
 	if !errors.As(err, &e) {
 		return status.Error(codes.Internal, err.Error())

@@ -55,7 +55,7 @@ func (a api) AcquireAll(ctx context.Context, q *pb.AcquireAllRequest) (*pb.Joint
 	}
 	d, err := a.service.AcquireAll(ctx, r)
 	if err != nil {
-		return nil, statusOf(err)
+		return nil, StatusOf(err)
 	}
 	whole := &pb.JointDecision{Whole: decision(d.Decision), Binding: int32(d.Binding), Decisions: make([]*pb.Decision, len(d.Decisions))}
 	for i := range d.Decisions {
@@ -66,7 +66,7 @@ func (a api) AcquireAll(ctx context.Context, q *pb.AcquireAllRequest) (*pb.Joint
 
 func reply(d client.Decision, err error) (*pb.Decision, error) {
 	if err != nil {
-		return nil, statusOf(err)
+		return nil, StatusOf(err)
 	}
 	return decision(d), nil
 }

@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"net/http"
 	"reflect"
@@ -77,9 +78,7 @@ func (r jointRequest) service() service.JointRequest {
 // endpoint reads a request, and writes the answer or a [Problem].
 func endpoint[R any](maxBytes int64, ask func(context.Context, R) (any, error)) http.HandlerFunc {
 	return func(w http.ResponseWriter, r *http.Request) {
-		if r.Method != http.MethodPost {
-			w.Header().Set("Allow", http.MethodPost)
-			Problem{Title: "the method is not POST", Status: http.StatusMethodNotAllowed}.Write(w)
+		if !isPost(w, r) {
 			return
 		}
 		var q R
@@ -87,7 +86,7 @@ func endpoint[R any](maxBytes int64, ask func(context.Context, R) (any, error)) 
 		// object. encoding/json would read other text than was sent, and so take another bucket.
 		err := json.UnmarshalRead(http.MaxBytesReader(w, r.Body, maxBytes), &q, json.RejectUnknownMembers(true))
 		if err != nil {
-			unreadable(err).Write(w)
+			Unreadable(err).Write(w)
 			return
 		}
 		answer, err := ask(r.Context(), q)
@@ -105,7 +104,29 @@ func endpoint[R any](maxBytes int64, ask func(context.Context, R) (any, error)) 
 	}
 }
 
-func unreadable(err error) Problem {
+func isPost(w http.ResponseWriter, r *http.Request) bool {
+	if r.Method == http.MethodPost {
+		return true
+	}
+	w.Header().Set("Allow", http.MethodPost)
+	Problem{Title: "the method is not POST", Status: http.StatusMethodNotAllowed}.Write(w)
+	return false
+}
+
+// ReadPost returns what was posted. If it is not ok, the answer has been written.
+func ReadPost(w http.ResponseWriter, r *http.Request, maxBytes int64) (body []byte, ok bool) {
+	if !isPost(w, r) {
+		return nil, false
+	}
+	body, err := io.ReadAll(http.MaxBytesReader(w, r.Body, maxBytes))
+	if err != nil {
+		Unreadable(err).Write(w)
+	}
+	return body, err == nil
+}
+
+// Unreadable is the answer to a request for which reading or decoding has failed.
+func Unreadable(err error) Problem {
 	var tooLarge *http.MaxBytesError
 	if errors.As(err, &tooLarge) {
 		return Problem{Title: "the request is too large", Status: http.StatusRequestEntityTooLarge, Detail: fmt.Sprintf("The limit is %d bytes.", tooLarge.Limit)}

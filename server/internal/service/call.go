@@ -9,7 +9,7 @@ import (
 // A Call is one that was answered.
 type Call struct {
 	Operation Operation
-	// Policy that was asked for, which may not be there; of AcquireAll that of the binding charge, and empty if there is none.
+	// Policy that was asked for, which may not be there; of several that of the charge which decided, and empty if there is none.
 	Policy   string
 	Result   Result
 	Err      *Error // nil if there was a decision
@@ -27,10 +27,11 @@ const (
 	Settle     Operation = "settle"
 	Peek       Operation = "peek"
 	Refund     Operation = "refund"
+	Gate       Operation = "gate" // Envoy's ShouldRateLimit
 )
 
 // Takes reports whether it asks for tokens.
-func (o Operation) Takes() bool { return o == Acquire || o == AcquireAll || o == Charge }
+func (o Operation) Takes() bool { return o == Acquire || o == AcquireAll || o == Charge || o == Gate }
 
 // A Result is what came of a call, in one word.
 type Result string

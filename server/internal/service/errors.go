@@ -88,6 +88,11 @@ func (k Kind) IsRefusal() bool { return k <= InvalidArgument }
 
 func newError(kind Kind) *Error { return &Error{Kind: kind, Message: kinds[kind].message} }
 
+// Invalid is the error of a request that cannot be meant.
+func Invalid(message, detail, hint string) *Error {
+	return &Error{Kind: InvalidArgument, Message: message, Detail: detail, Hint: hint, SQLState: sqlStates[InvalidArgument]}
+}
+
 // missing is what the database would say to a null, which the client cannot send.
 func missing(argument string) *Error {
 	return &Error{Kind: InvalidArgument, Message: "invalid " + argument, Detail: argument + " is missing.", SQLState: sqlStates[InvalidArgument]}

@@ -73,11 +73,11 @@ func (s *Service) do(ctx context.Context, operation Operation, shares bool, ask 
 
 func (s *Service) ask(ctx context.Context, shares bool, ask func(context.Context) (string, client.Decision, error)) (string, client.Decision, *Error) {
 	if !shares {
-		select {
-		case s.ownConnections <- struct{}{}:
-			defer func() { <-s.ownConnections }()
-		case <-ctx.Done():
+		release, err := s.own(ctx)
+		if err != nil {
+			return "", client.Decision{}, classify(ctx, err)
 		}
+		defer release()
 	}
 	if ctx.Err() != nil {
 		return "", client.Decision{}, classify(ctx, ctx.Err())
@@ -91,4 +91,14 @@ func (s *Service) ask(ctx context.Context, shares bool, ask func(context.Context
 		known = classify(ctx, err)
 	}
 	return policy, client.Decision{}, known
+}
+
+// own waits for a connection that need not be shared, until release.
+func (s *Service) own(ctx context.Context) (release func(), err error) {
+	select {
+	case s.ownConnections <- struct{}{}:
+		return func() { <-s.ownConnections }, nil
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	}
 }
