@@ -34,7 +34,7 @@ import (
 //	sh     its files of the repository and targets of make must be there
 //	js, python, java, php, ruby
 //	       the statement in it is run
-//	yaml   nothing here: package server/policyfile, of another module, reads it as a policy file
+//	yaml   nothing here: tests of server, another module, read what pgratelimit reads
 //	text   nothing
 //
 // Any other tag, or none, is an error. The blocks of a file are run in order, in a database of its own, whose clock stands

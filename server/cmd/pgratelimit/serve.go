@@ -1,11 +1,15 @@
 package main
 
 import (
+	"context"
 	"fmt"
 	"log/slog"
 	"os"
+	"os/signal"
 	"runtime/debug"
 	"strings"
+	"sync"
+	"syscall"
 	"text/tabwriter"
 
 	"github.com/spf13/cobra"
@@ -19,7 +23,7 @@ func (p *program) serve() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "serve",
 		Short: "Answer calls over gRPC and JSON",
-		Long:  "Answer calls over gRPC and JSON, until SIGTERM or SIGINT.\n\n" + settings(),
+		Long:  "Answer calls over gRPC and JSON, until SIGTERM or SIGINT. SIGHUP reads Envoy's rules again.\n\n" + settings(),
 		Args:  exactly(0),
 	}
 	c.Flags().StringVar(&path, "config", "", "file of settings, one NAME=value a line; those of the environment come first")
@@ -40,13 +44,33 @@ func (p *program) serve() *cobra.Command {
 		if os.Getenv("GOGC") == "" {
 			debug.SetGCPercent(server.GCPercent)
 		}
+		hangUps := make(chan os.Signal, 1) // one more says no more
+		signal.Notify(hangUps, syscall.SIGHUP)
+		defer signal.Stop(hangUps)
 		s, err := server.Start(c.Context(), cfg, slog.New(handler))
 		if err != nil {
 			return err
 		}
-		return s.Run(c.Context())
+		ctx, cancel := context.WithCancel(c.Context())
+		var reloading sync.WaitGroup
+		defer reloading.Wait()
+		defer cancel()
+		reloading.Go(func() { reload(ctx, s, hangUps) })
+		return s.Run(ctx)
 	}
 	return c
+}
+
+// reload reads anew, at each signal, what can change while the server answers.
+func reload(ctx context.Context, s *server.Server, signals <-chan os.Signal) {
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-signals:
+			_ = s.Reload(ctx) // it has logged its error
+		}
+	}
 }
 
 // settings lists what serve can be told.

@@ -24,6 +24,8 @@ type Config struct {
 	// DefaultPolicy is defined at the start, unless there is one of its name. Its name is empty if it was not asked for.
 	DefaultPolicy client.Policy
 
+	EnvoyRules string // file or folder, and empty for none
+
 	TLS              *tls.Config // nil for none
 	Tokens           []string    // of calls; without one everybody may call
 	MonitoringTokens []string    // of metrics and health
@@ -62,6 +64,7 @@ func Settings() []Setting {
 		{"HTTP_ADDR", "127.0.0.1:8080", "where JSON over HTTP, health and metrics listen; off for nowhere", address(func(c *settings) *string { return &c.HTTPAddr })},
 		{"DEFAULT_CAPACITY", "", "defines the policy default with so many tokens, unless it is there", text(func(c *settings) *string { return &c.capacity })},
 		{"DEFAULT_REFILL_RATE", "", "its tokens a second, such as 10 or 0.5", text(func(c *settings) *string { return &c.rate })},
+		{"ENVOY_RULES", "", "file or folder of rules for Envoy; SIGHUP reads them again", text(func(c *settings) *string { return &c.EnvoyRules })},
 		{"TLS_CERT_FILE", "", "certificate and chain of both listeners, in PEM", text(func(c *settings) *string { return &c.certFile })},
 		{"TLS_KEY_FILE", "", "its private key, in PEM", text(func(c *settings) *string { return &c.keyFile })},
 		{"TOKENS", "", "bearer tokens, separated by commas, one of which every call needs", tokens(func(c *settings) *[]string { return &c.Tokens })},

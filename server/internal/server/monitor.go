@@ -11,7 +11,6 @@ import (
 	"google.golang.org/grpc/health"
 	healthpb "google.golang.org/grpc/health/grpc_health_v1"
 
-	pb "github.com/pgratelimit/pgratelimit/server/gen/pgratelimit/v1"
 	"github.com/pgratelimit/pgratelimit/server/internal/jsonapi"
 )
 
@@ -24,13 +23,14 @@ type monitor struct {
 	db    *pgxpool.Pool
 	log   *slog.Logger
 	grpc  *health.Server
+	names []string              // of its services
 	fault atomic.Pointer[error] // nil without one
 
 	stopping atomic.Bool
 }
 
-func newMonitor(db *pgxpool.Pool, log *slog.Logger) *monitor {
-	m := &monitor{db: db, log: log, grpc: health.NewServer()}
+func newMonitor(db *pgxpool.Pool, log *slog.Logger, names ...string) *monitor {
+	m := &monitor{db: db, log: log, grpc: health.NewServer(), names: append(names, "")}
 	m.set(nil)
 	return m
 }
@@ -72,7 +72,7 @@ func (m *monitor) set(err error) {
 		status = healthpb.HealthCheckResponse_NOT_SERVING
 		m.fault.Store(&err)
 	}
-	for _, name := range []string{"", pb.RateLimiter_ServiceDesc.ServiceName} {
+	for _, name := range m.names {
 		m.grpc.SetServingStatus(name, status)
 	}
 }

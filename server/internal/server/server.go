@@ -20,8 +20,10 @@ import (
 	"google.golang.org/grpc/reflection"
 
 	"github.com/pgratelimit/pgratelimit/client"
+	pb "github.com/pgratelimit/pgratelimit/server/gen/pgratelimit/v1"
 	"github.com/pgratelimit/pgratelimit/server/internal/auth"
 	"github.com/pgratelimit/pgratelimit/server/internal/config"
+	"github.com/pgratelimit/pgratelimit/server/internal/envoy"
 	"github.com/pgratelimit/pgratelimit/server/internal/grpcapi"
 	"github.com/pgratelimit/pgratelimit/server/internal/jsonapi"
 	"github.com/pgratelimit/pgratelimit/server/internal/metrics"
@@ -46,6 +48,7 @@ type Server struct {
 	pool    *pgxpool.Pool
 	limiter *client.Combiner
 	service *service.Service
+	envoy   *envoy.Service // nil for none
 	metrics *metrics.Metrics
 	monitor *monitor
 
@@ -94,7 +97,16 @@ func Start(ctx context.Context, c config.Config, log *slog.Logger) (_ *Server, e
 		s.metrics.Observe(call)
 		faults.observe(call)
 	})
-	s.monitor = newMonitor(s.pool, log)
+	services := []string{pb.RateLimiter_ServiceDesc.ServiceName}
+	if c.EnvoyRules != "" {
+		rules, err := s.readRules(ctx)
+		if err != nil {
+			return nil, err
+		}
+		s.envoy = envoy.New(s.service, rules)
+		services = append(services, envoy.Name)
+	}
+	s.monitor = newMonitor(s.pool, log, services...)
 	if err := s.listen(); err != nil {
 		return nil, err
 	}
@@ -170,6 +182,9 @@ func (s *Server) newGRPC() *grpc.Server {
 	}
 	server := grpc.NewServer(options...)
 	grpcapi.Register(server, s.service)
+	if s.envoy != nil {
+		envoy.Register(server, s.envoy)
+	}
 	healthpb.RegisterHealthServer(server, s.monitor.grpc)
 	reflection.Register(server)
 	return server
@@ -179,6 +194,9 @@ func (s *Server) newHTTP() *http.Server {
 	c := s.config
 	calls := http.NewServeMux()
 	jsonapi.Register(calls, s.service, int64(c.MaxMessageBytes))
+	if s.envoy != nil {
+		calls.Handle("/json", envoy.Handler(s.envoy, int64(c.MaxMessageBytes)))
+	}
 	calls.HandleFunc("/", func(w http.ResponseWriter, _ *http.Request) {
 		jsonapi.Problem{Title: "there is nothing here", Status: http.StatusNotFound, Detail: "The calls are POST /v1/acquire, acquire_all, charge, settle, peek and refund."}.Write(w)
 	})

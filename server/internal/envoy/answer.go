@@ -1,0 +1,155 @@
+package envoy
+
+import (
+	"context"
+	"fmt"
+	"math"
+
+	common "github.com/envoyproxy/go-control-plane/envoy/extensions/common/ratelimit/v3"
+	pb "github.com/envoyproxy/go-control-plane/envoy/service/ratelimit/v3"
+	"google.golang.org/protobuf/types/known/durationpb"
+
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/server/internal/service"
+)
+
+// A Gate lets requests pass, or not: *[service.Service].
+type Gate interface {
+	Pass(ctx context.Context, tolls []service.Toll, closed bool) (service.Passage, error)
+	GiveBack(ctx context.Context, tolls []service.Toll) ([]client.Decision, error)
+}
+
+// answer decides a request. Its error is that of the gate, or says what the request cannot mean.
+func (r *Rules) answer(ctx context.Context, gate Gate, q *pb.RateLimitRequest) (*pb.RateLimitResponse, error) {
+	isBack, err := check(q)
+	if err != nil {
+		return nil, err
+	}
+	matches := r.matches(q)
+	var tolls []service.Toll
+	var closed bool
+	tollOf := make([]int, len(matches)) // -1 for none
+	for i, m := range matches {
+		tollOf[i] = -1
+		if m.rule == nil {
+			continue
+		}
+		closed = closed || m.isClosed()
+		if m.policy != "" {
+			tollOf[i] = len(tolls)
+			tolls = append(tolls, service.Toll{
+				Policy: m.policy, Key: m.key, Tokens: hits(q, q.GetDescriptors()[i]), Overdraws: m.Overdraw, Watches: m.watches,
+			})
+		}
+	}
+	passage := service.Passage{Allowed: true}
+	switch {
+	case isBack:
+		closed = false
+		if len(tolls) > 0 {
+			passage.Decisions, err = gate.GiveBack(ctx, tolls)
+		}
+	case closed || len(tolls) > 0:
+		passage, err = gate.Pass(ctx, tolls, closed)
+	}
+	if err != nil {
+		return nil, err
+	}
+	answer := &pb.RateLimitResponse{OverallCode: pb.RateLimitResponse_OK, Statuses: make([]*pb.RateLimitResponse_DescriptorStatus, len(matches))}
+	if !passage.Allowed {
+		answer.OverallCode = pb.RateLimitResponse_OVER_LIMIT
+	}
+	for i, m := range matches {
+		var d client.Decision
+		switch {
+		case tollOf[i] >= 0:
+			d = passage.Decisions[tollOf[i]]
+		case m.rule != nil && m.isClosed() && closed:
+			d = client.Decision{RetryAfter: math.MaxInt64} // Never
+		default:
+			d.Allowed = true
+		}
+		answer.Statuses[i] = status(m, d)
+	}
+	return answer, nil
+}
+
+// check returns whether a request gives tokens back.
+func check(q *pb.RateLimitRequest) (isBack bool, err error) {
+	descriptors := q.GetDescriptors()
+	switch {
+	case q.GetDomain() == "":
+		return false, service.Invalid("invalid domain", "domain is empty.", "Name the domain of the rules.")
+	case len(descriptors) == 0:
+		return false, service.Invalid("invalid descriptors", "there is none.", "Send one or more.")
+	}
+	isBack = descriptors[0].GetIsNegativeHits()
+	for i, d := range descriptors {
+		if d.GetIsNegativeHits() != isBack {
+			return false, service.Invalid("invalid hits", fmt.Sprintf("descriptors 0 and %d have hits of different signs.", i),
+				"Give tokens back in a request of negative hits only.")
+		}
+		if d.GetLimit() != nil {
+			return false, service.Invalid("invalid limit", fmt.Sprintf("descriptor %d has a limit of its own.", i),
+				"Limits are those of the rules: write one for it.")
+		}
+	}
+	return isBack, nil
+}
+
+// hits are what a request asks for by a descriptor, or gives back.
+func hits(q *pb.RateLimitRequest, d *common.RateLimitDescriptor) int64 {
+	if own := d.GetHitsAddend(); own != nil {
+		return int64(min(own.GetValue(), math.MaxInt64))
+	}
+	return int64(max(1, q.GetHitsAddend()))
+}
+
+// matches finds the rules of all descriptors. Those that another one replaces do not count.
+func (r *Rules) matches(q *pb.RateLimitRequest) []match {
+	matches := make([]match, len(q.GetDescriptors()))
+	var replaced map[string]bool
+	for i, d := range q.GetDescriptors() {
+		matches[i] = r.find(q.GetDomain(), d.GetEntries())
+		if matches[i].rule == nil {
+			continue
+		}
+		for _, name := range matches[i].Replaces {
+			if replaced == nil {
+				replaced = make(map[string]bool)
+			}
+			replaced[name] = true
+		}
+	}
+	for i := range matches {
+		if m := matches[i].rule; m != nil && m.Name != "" && replaced[m.Name] && !m.Unlimited {
+			matches[i] = match{}
+		}
+	}
+	return matches
+}
+
+// status is what a decision means to Envoy. A request for which no bucket was asked has no numbers.
+func status(m match, d client.Decision) *pb.RateLimitResponse_DescriptorStatus {
+	s := &pb.RateLimitResponse_DescriptorStatus{Code: pb.RateLimitResponse_OK}
+	switch {
+	case m.rule == nil:
+		return s
+	case m.Unlimited:
+		s.LimitRemaining = math.MaxUint32
+		return s
+	}
+	s.CurrentLimit = &pb.RateLimitResponse_RateLimit{Name: m.Name, RequestsPerUnit: m.RequestsPerUnit, Unit: units[m.Unit]}
+	if m.Policy != "" { // whose numbers the rule does not say
+		s.CurrentLimit.RequestsPerUnit = clamp(d.Capacity)
+	}
+	s.LimitRemaining = clamp(d.Remaining)
+	s.DurationUntilReset = durationpb.New(d.ResetAfter)
+	if !d.Allowed {
+		s.Code = pb.RateLimitResponse_OVER_LIMIT
+		s.DurationUntilReset = durationpb.New(d.RetryAfter) // for never, the longest there is
+	}
+	return s
+}
+
+func clamp(tokens int64) uint32 { return uint32(min(max(tokens, 0), math.MaxUint32)) }

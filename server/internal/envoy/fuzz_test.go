@@ -1,0 +1,121 @@
+package envoy_test
+
+import (
+	"math"
+	"testing"
+	"time"
+
+	common "github.com/envoyproxy/go-control-plane/envoy/extensions/common/ratelimit/v3"
+	pb "github.com/envoyproxy/go-control-plane/envoy/service/ratelimit/v3"
+	"github.com/stretchr/testify/require"
+	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/types/known/wrapperspb"
+
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/client/clienttest"
+	"github.com/pgratelimit/pgratelimit/server/internal/envoy"
+	"github.com/pgratelimit/pgratelimit/server/internal/service"
+)
+
+const fuzzed = `
+domain: d
+descriptors:
+  - {key: a, rate_limit: {policy: p}}
+  - {key: a, value: x, rate_limit: {policy: q}}
+  - {key: a, value: y*, share_threshold: true, rate_limit: {policy: p}, descriptors: [{key: b, rate_limit: {policy: q, name: n}}]}
+  - {key: b, rate_limit: {policy: q, overdraw: true}}
+  - {key: c, rate_limit: {unit: day, requests_per_unit: 0}}
+  - {key: d, rate_limit: {unlimited: true, replaces: [{name: n}]}}
+`
+
+// FuzzDescriptors sends whatever protobuf there is, twice, to buckets that do not refill. A request that is allowed has paid for
+// each rule that it matches, and one that is refused has paid nothing.
+func FuzzDescriptors(f *testing.F) {
+	for _, descriptors := range [][]*common.RateLimitDescriptor{
+		{{Entries: entries("a", "1")}},
+		{{Entries: entries("a", "x")}, {Entries: entries("a", "x")}, {Entries: entries("b", "")}},
+		{{Entries: entries("a", "y1", "b", "z")}, {Entries: entries("a", "y2")}},
+		{{Entries: entries("c", "")}, {Entries: entries("a", "1")}},
+		{{Entries: entries("d", "")}, {Entries: entries("a", "y", "b", "z")}},
+		{{Entries: entries("a", "1"), IsNegativeHits: true}},
+		{{Entries: entries("a", "1"), HitsAddend: wrapperspb.UInt64(0)}, {Entries: entries("b", "1"), HitsAddend: wrapperspb.UInt64(math.MaxUint64)}},
+		{{Entries: entries("a", "1"), HitsAddend: wrapperspb.UInt64(math.MaxUint64)}, {Entries: entries("a", "1"), HitsAddend: wrapperspb.UInt64(6)}},
+	} {
+		seed, err := proto.Marshal(&pb.RateLimitRequest{Domain: "d", Descriptors: descriptors})
+		require.NoError(f, err)
+		f.Add(seed)
+	}
+	rules := read(f, fuzzed)
+	f.Fuzz(func(t *testing.T, message []byte) {
+		var q pb.RateLimitRequest
+		if proto.Unmarshal(message, &q) != nil {
+			return
+		}
+		fake := clienttest.New(func() time.Time { return noon })
+		for name, capacity := range map[string]int64{"p": 10, "q": 5} {
+			require.NoError(t, fake.DefinePolicy(t.Context(), client.Policy{Name: name, Capacity: capacity, Refill: client.Zero, Every: time.Second}))
+		}
+		limits := service.Limits{Calls: 1, OwnConnections: 1, Time: time.Minute}
+		asked := &book{}
+		_, _ = envoy.New(asked, rules).Answer(t.Context(), &q)
+		s := envoy.New(service.New(fake, limits, func(service.Call) {}), rules)
+		for range 2 {
+			before := levels(t, fake, asked.tolls)
+			answer, err := s.Answer(t.Context(), &q)
+			after := levels(t, fake, asked.tolls)
+			if err != nil {
+				require.Equal(t, before, after, "an error that has taken")
+				continue
+			}
+			require.Len(t, answer.Statuses, len(q.Descriptors))
+			over := false
+			for _, status := range answer.Statuses {
+				over = over || status.Code == pb.RateLimitResponse_OVER_LIMIT
+			}
+			require.Equal(t, over, answer.OverallCode == pb.RateLimitResponse_OVER_LIMIT)
+			switch {
+			case over:
+				require.Equal(t, before, after, "a refused request has taken")
+			case !q.Descriptors[0].IsNegativeHits:
+				requirePaid(t, asked.tolls, before, after)
+			}
+		}
+	})
+}
+
+type bucket struct{ policy, key string }
+
+func levels(t *testing.T, fake *clienttest.Fake, tolls []service.Toll) map[bucket]int64 {
+	t.Helper()
+	levels := make(map[bucket]int64)
+	for _, toll := range tolls {
+		d, err := fake.Peek(t.Context(), toll.Policy, toll.Key)
+		require.NoError(t, err)
+		levels[bucket{toll.Policy, toll.Key}] = d.Remaining
+	}
+	return levels
+}
+
+// requirePaid checks that each bucket lost what was asked of it, and held what it had to.
+func requirePaid(t *testing.T, tolls []service.Toll, before, after map[bucket]int64) {
+	t.Helper()
+	const floor = -9_000_000_000_000
+	want, lowest := make(map[bucket]int64), make(map[bucket]int64)
+	for b, level := range before {
+		want[b] = level
+	}
+	for _, toll := range tolls {
+		b := bucket{toll.Policy, toll.Key}
+		if !toll.Overdraws || toll.Tokens == 0 {
+			require.GreaterOrEqual(t, before[b], max(1, toll.Tokens), "%v passed without the tokens", toll)
+		}
+		if toll.Overdraws {
+			lowest[b] = floor
+		}
+		want[b] -= min(toll.Tokens, -floor)
+	}
+	for b := range want {
+		require.Equal(t, max(want[b], floor), after[b], "%v", b)
+		require.GreaterOrEqual(t, after[b], lowest[b], "%v", b)
+	}
+}

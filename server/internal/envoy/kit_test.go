@@ -1,0 +1,68 @@
+package envoy_test
+
+import (
+	"context"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	common "github.com/envoyproxy/go-control-plane/envoy/extensions/common/ratelimit/v3"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/server/internal/envoy"
+	"github.com/pgratelimit/pgratelimit/server/internal/service"
+)
+
+// folder writes files, and returns the path of their folder.
+func folder(t testing.TB, files map[string]string) string {
+	t.Helper()
+	dir := t.TempDir()
+	for name, text := range files {
+		require.NoError(t, os.MkdirAll(filepath.Dir(filepath.Join(dir, name)), 0o700))
+		require.NoError(t, os.WriteFile(filepath.Join(dir, name), []byte(text), 0o600))
+	}
+	return dir
+}
+
+// read reads rules that are right.
+func read(t testing.TB, text string) *envoy.Rules {
+	t.Helper()
+	rules, err := envoy.Read(filepath.Join(folder(t, map[string]string{"rules.yaml": text}), "rules.yaml"))
+	require.NoError(t, err)
+	return rules
+}
+
+// mistakes are the lines of an error, without the folder.
+func mistakes(t testing.TB, files map[string]string) []string {
+	t.Helper()
+	dir := folder(t, files)
+	_, err := envoy.Read(dir)
+	require.Error(t, err)
+	return strings.Split(strings.ReplaceAll(err.Error(), dir+string(filepath.Separator), ""), "\n")
+}
+
+// A book is a gate that lets everything pass, and has what was asked of it.
+type book struct{ tolls []service.Toll }
+
+func (b *book) Pass(_ context.Context, tolls []service.Toll, closed bool) (service.Passage, error) {
+	b.tolls = tolls
+	return service.Passage{Allowed: !closed, Decisions: make([]client.Decision, len(tolls))}, nil
+}
+
+func (b *book) GiveBack(_ context.Context, tolls []service.Toll) ([]client.Decision, error) {
+	b.tolls = tolls
+	return make([]client.Decision, len(tolls)), nil
+}
+
+// entries are a descriptor's: keys and values in turns.
+func entries(pairs ...string) (list []*common.RateLimitDescriptor_Entry) {
+	for i := 0; i < len(pairs); i += 2 {
+		list = append(list, &common.RateLimitDescriptor_Entry{Key: pairs[i], Value: pairs[i+1]})
+	}
+	return list
+}
+
+var noon = time.Date(2030, 1, 1, 12, 0, 0, 0, time.UTC)

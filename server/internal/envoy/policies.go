@@ -1,0 +1,134 @@
+package envoy
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/server/policyfile"
+)
+
+// A DB is a *pgxpool.Pool or a *pgx.Conn.
+type DB interface {
+	Begin(ctx context.Context) (pgx.Tx, error)
+	client.Querier
+}
+
+// Settle makes sure that the policies of all rules are there. It defines those that rules describe where they are missing or
+// differ, if the role may. It is one transaction: an error changes nothing, and says all that is wrong.
+func (r *Rules) Settle(ctx context.Context, db DB) error {
+	err := pgx.BeginFunc(ctx, db, func(tx pgx.Tx) error {
+		// Servers that start together take turns.
+		if _, err := tx.Exec(ctx, "select pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext('pgratelimit: rules of Envoy'))"); err != nil {
+			return err
+		}
+		limiter := client.New(db).WithTx(tx)
+		there, err := policiesOf(ctx, limiter)
+		if err != nil {
+			return err
+		}
+		return r.settle(ctx, tx, limiter, there)
+	})
+	if err != nil {
+		return fmt.Errorf("policies of the rules: %w", err)
+	}
+	return nil
+}
+
+func policiesOf(ctx context.Context, limiter *client.Limiter) (map[string]client.Policy, error) {
+	policies, err := limiter.Policies(ctx)
+	var pgErr *pgconn.PgError
+	if errors.As(err, &pgErr) && pgErr.Code == "42501" { // insufficient_privilege
+		return nil, fmt.Errorf("%w: an administrator has to run: grant execute on function ratelimit_policies to the server's role", err)
+	}
+	if err != nil {
+		return nil, err
+	}
+	there := make(map[string]client.Policy, len(policies))
+	for _, p := range policies {
+		there[p.Name] = p
+	}
+	return there, nil
+}
+
+func (r *Rules) settle(ctx context.Context, tx pgx.Tx, limiter *client.Limiter, there map[string]client.Policy) error {
+	var may bool
+	err := tx.QueryRow(ctx, "select coalesce(pg_catalog.has_function_privilege(pg_catalog.to_regproc('ratelimit_define_policy')::oid, 'execute'), false)").Scan(&may)
+	if err != nil {
+		return err
+	}
+	var problems policyfile.Problems
+	for _, rule := range r.list {
+		if !rule.isDescribed() {
+			continue
+		}
+		want := rule.definition()
+		has, isThere := there[want.Name]
+		switch {
+		case isThere && isAs(has, want):
+			continue
+		case may:
+			err = limiter.DefinePolicy(ctx, want)
+			if err != nil {
+				return fmt.Errorf("%s: policy %q: %w", rule.At, want.Name, err)
+			}
+		default:
+			what := "is missing"
+			if isThere {
+				what = "has other numbers"
+			}
+			problems = append(problems, policyfile.Problem{Position: rule.At, Message: fmt.Sprintf(
+				"policy %q %s, and this role may not define it. An administrator has to run: %s", want.Name, what, statement(want))})
+		}
+		there[want.Name] = want
+	}
+	for _, rule := range r.list {
+		if rule.Policy == "" {
+			continue
+		}
+		has, isThere := there[rule.Policy]
+		if !isThere {
+			problems = append(problems, policyfile.Problem{Position: rule.At, Message: fmt.Sprintf(
+				"there is no policy %q: define it first, or give the rule unit and requests_per_unit", rule.Policy)})
+		}
+		rule.watches = has.Shadow == client.Yes
+	}
+	if problems != nil {
+		return problems
+	}
+	return nil
+}
+
+// definition is the policy that a rule describes: the requests of a unit at once, and as many again in each unit.
+func (r *rule) definition() client.Policy {
+	p := client.Policy{
+		Name:     r.policy,
+		Capacity: int64(r.RequestsPerUnit),
+		Refill:   int64(r.RequestsPerUnit),
+		Every:    time.Duration(r.Unit.Span()) * time.Microsecond,
+		Stepped:  client.No,
+		Shadow:   client.No,
+	}
+	if r.watches {
+		p.Shadow = client.Yes
+	}
+	return p
+}
+
+// isAs reports whether a policy is what a rule describes. Rules do not say what it remembers, and whether it survives a crash.
+func isAs(has, want client.Policy) bool {
+	want.Durable, want.Remember = has.Durable, has.Remember
+	return has == want
+}
+
+// statement defines a policy in SQL.
+func statement(p client.Policy) string {
+	return fmt.Sprintf("select ratelimit_define_policy('%s', capacity => %d, refill => %d, every => '%d seconds', stepped => false, shadow => %t);",
+		strings.ReplaceAll(p.Name, "'", "''"), p.Capacity, p.Refill, int64(p.Every/time.Second), p.Shadow == client.Yes)
+}

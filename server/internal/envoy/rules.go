@@ -1,0 +1,218 @@
+package envoy
+
+import (
+	"cmp"
+	"fmt"
+	"slices"
+	"strings"
+
+	common "github.com/envoyproxy/go-control-plane/envoy/extensions/common/ratelimit/v3"
+	pb "github.com/envoyproxy/go-control-plane/envoy/service/ratelimit/v3"
+
+	"github.com/pgratelimit/pgratelimit/server/policyfile"
+)
+
+// Rules are what requests are decided by.
+type Rules struct {
+	domains map[string]*level
+	list    []*rule // in the order of the files
+}
+
+// A level has the descriptors that the next entry of a request is looked up in.
+type level struct {
+	descriptors map[string]*descriptor
+	wildcards   []wildcard // in the order of the file: the first that matches counts
+}
+
+type wildcard struct {
+	prefix string
+	*descriptor
+}
+
+type descriptor struct {
+	rule  *rule // of requests that end here, or nil
+	below *level
+
+	// shared returns the value that stands for all that a wildcard matches. It is nil if each has a bucket of its own.
+	shared func(key string) string
+}
+
+// A rule is what a descriptor that ends at it has to pass.
+type rule struct {
+	policyfile.EnvoyLimit
+	domain string
+	policy string // of its buckets, and empty if it has none: unlimited, or nothing passes
+
+	// watches tells that it refuses nothing.
+	watches bool
+}
+
+// isClosed reports whether nothing passes.
+func (r *rule) isClosed() bool { return r.policy == "" && !r.Unlimited && !r.watches }
+
+var units = map[policyfile.EnvoyUnit]pb.RateLimitResponse_RateLimit_Unit{}
+
+func init() {
+	for number, name := range pb.RateLimitResponse_RateLimit_Unit_name {
+		units[policyfile.EnvoyUnit(strings.ToLower(name))] = pb.RateLimitResponse_RateLimit_Unit(number)
+	}
+}
+
+// newRules makes rules of what files say. Its error is [policyfile.Problems].
+func newRules(domains []policyfile.EnvoyDomain) (*Rules, error) {
+	b := builder{rules: &Rules{domains: make(map[string]*level)}, first: make(map[string]policyfile.Position), named: make(map[string]*rule)}
+	for _, d := range domains {
+		b.domain(d)
+	}
+	if b.problems != nil {
+		slices.SortStableFunc(b.problems, func(p, q policyfile.Problem) int {
+			return cmp.Or(cmp.Compare(p.File, q.File), cmp.Compare(p.Line, q.Line), cmp.Compare(p.Column, q.Column))
+		})
+		return nil, b.problems
+	}
+	return b.rules, nil
+}
+
+type builder struct {
+	rules    *Rules
+	first    map[string]policyfile.Position // of each domain
+	named    map[string]*rule               // by the policy that it describes
+	problems policyfile.Problems
+}
+
+func (b *builder) add(at policyfile.Position, format string, args ...any) {
+	b.problems = append(b.problems, policyfile.Problem{Position: at, Message: fmt.Sprintf(format, args...)})
+}
+
+func (b *builder) domain(d policyfile.EnvoyDomain) {
+	if first, isSecond := b.first[d.Name]; isSecond {
+		b.add(d.At, "domain %q is in %s, too: write all its descriptors there", d.Name, first)
+		return
+	}
+	b.first[d.Name] = d.At
+	b.rules.domains[d.Name] = b.level(d.Name, d.Name, d.Descriptors)
+}
+
+func (b *builder) level(domain, path string, descriptors []policyfile.EnvoyDescriptor) *level {
+	l := &level{descriptors: make(map[string]*descriptor, len(descriptors))}
+	for _, d := range descriptors {
+		composite := d.Key
+		if d.Value != "" {
+			composite += "_" + d.Value
+		}
+		built := &descriptor{below: b.level(domain, path+"."+composite, d.Descriptors)}
+		if d.Limit != nil {
+			built.rule = b.rule(domain, path+"."+composite, d)
+		}
+		if prefix, isWildcard := strings.CutSuffix(composite, "*"); isWildcard {
+			l.wildcards = append(l.wildcards, wildcard{prefix, built})
+			if d.ShareThreshold {
+				built.shared = func(key string) string { return strings.TrimPrefix(composite, key+"_") }
+			}
+		}
+		l.descriptors[composite] = built
+	}
+	return l
+}
+
+// maxPolicy is what the name of a policy may have, in bytes.
+const maxPolicy = 512
+
+func (b *builder) rule(domain, path string, d policyfile.EnvoyDescriptor) *rule {
+	r := &rule{EnvoyLimit: *d.Limit, domain: domain, policy: d.Limit.Policy, watches: d.ShadowMode || d.QuotaMode}
+	b.rules.list = append(b.rules.list, r)
+	switch {
+	case r.Unlimited:
+	case r.policy != "":
+		if r.watches {
+			b.add(d.At, "shadow_mode and quota_mode are for a rule with unit: policy %q watches if it is defined with shadow", r.policy)
+		}
+	case r.RequestsPerUnit == 0:
+		if r.Overdraw {
+			b.add(r.At, "nothing passes a rule of 0 requests, so there is nothing to overdraw: remove overdraw, or allow some requests")
+		}
+	default:
+		r.policy = cmp.Or(r.Name, path)
+		b.describe(r)
+	}
+	return r
+}
+
+// describe notes that a rule describes its policy. Rules of several domains would share buckets by one name.
+func (b *builder) describe(r *rule) {
+	other, isSecond := b.named[r.policy]
+	switch {
+	case len(r.policy) > maxPolicy:
+		b.add(r.At, "the policy of this rule would be called by its domain and path, which have %d bytes: give the rule a name of up to %d", len(r.policy), maxPolicy)
+	case !isSecond:
+		b.named[r.policy] = r
+	case other.domain != r.domain:
+		b.add(r.At, "the policy of this rule would be called %q, as that of the rule at %s, and share its buckets: give this rule another name", r.policy, other.At)
+	case other.numbers() != r.numbers():
+		b.add(r.At, "the policy of this rule would be called %q, as that of the rule at %s, which has other numbers: give this rule another name", r.policy, other.At)
+	}
+}
+
+// numbers are what a policy is described by.
+type numbers struct {
+	n       uint32
+	unit    policyfile.EnvoyUnit
+	watches bool
+}
+
+func (r *rule) numbers() numbers { return numbers{r.RequestsPerUnit, r.Unit, r.watches} }
+
+// isDescribed reports whether the rule describes a policy, and does not only name it.
+func (r *rule) isDescribed() bool { return r.policy != "" && r.Policy == "" }
+
+// A match is the rule that a descriptor has found.
+type match struct {
+	*rule
+	key string // of its bucket
+}
+
+// find returns the rule of a descriptor, which is nil if there is none. A rule matches a descriptor that ends where it stands.
+func (r *Rules) find(domain string, entries []*common.RateLimitDescriptor_Entry) match {
+	at := r.domains[domain]
+	if at == nil {
+		return match{}
+	}
+	var found *rule
+	values := make([]string, len(entries))
+	for i, entry := range entries {
+		d := at.find(entry.GetKey(), entry.GetValue(), &values[i])
+		if d == nil {
+			return match{}
+		}
+		found, at = d.rule, d.below
+	}
+	if found == nil || found.policy == "" {
+		return match{rule: found}
+	}
+	return match{found, bucketKey(entries, values)}
+}
+
+// find looks an entry up: by key and value, then among the wildcards, and then by its key. It returns nil if there is nothing.
+// The value is told that the bucket has for it.
+func (l *level) find(key, value string, inBucket *string) *descriptor {
+	*inBucket = value
+	composite := key + "_" + value
+	if d := l.descriptors[composite]; d != nil {
+		return d
+	}
+	for _, w := range l.wildcards {
+		if strings.HasPrefix(composite, w.prefix) {
+			if w.shared != nil {
+				*inBucket = w.shared(key)
+			}
+			return w.descriptor
+		}
+	}
+	return l.descriptors[key]
+}
+
+// Domains counts them.
+func (r *Rules) Domains() int { return len(r.domains) }
+
+// Count is the number of rules.
+func (r *Rules) Count() int { return len(r.list) }

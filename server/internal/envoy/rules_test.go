@@ -1,0 +1,137 @@
+package envoy_test
+
+import (
+	"path/filepath"
+	"strings"
+	"testing"
+
+	common "github.com/envoyproxy/go-control-plane/envoy/extensions/common/ratelimit/v3"
+	pb "github.com/envoyproxy/go-control-plane/envoy/service/ratelimit/v3"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/pgratelimit/server/internal/envoy"
+)
+
+const matching = `
+domain: d
+descriptors:
+  - {key: any, rate_limit: {unit: second, requests_per_unit: 1}}
+  - {key: one, value: x, rate_limit: {unit: second, requests_per_unit: 2}}
+  - {key: default, rate_limit: {unit: second, requests_per_unit: 3}}
+  - {key: default, value: x, rate_limit: {unit: second, requests_per_unit: 4}}
+  - key: path
+    descriptors:
+      - key: deep
+        rate_limit: {unit: second, requests_per_unit: 5, name: five}
+        descriptors: [{key: deeper, rate_limit: {unit: second, requests_per_unit: 6}}]
+  - {key: glob, value: /a/*, rate_limit: {unit: second, requests_per_unit: 7}}
+  - {key: glob, value: /a/b*, rate_limit: {unit: second, requests_per_unit: 8}}
+  - {key: glob, value: /a/b/c, rate_limit: {unit: second, requests_per_unit: 9}}
+  - {key: glob, rate_limit: {unit: second, requests_per_unit: 10}}
+  - key: shared
+    value: f*
+    share_threshold: true
+    rate_limit: {unit: second, requests_per_unit: 11}
+    descriptors: [{key: user, rate_limit: {unit: second, requests_per_unit: 12}}]
+  - {key: star*, share_threshold: true, rate_limit: {unit: second, requests_per_unit: 13}}
+`
+
+// What a descriptor finds, and the bucket that it asks. The reference finds the same: see reference_test.
+func TestRules_Matching(t *testing.T) {
+	t.Parallel()
+	rules := read(t, matching)
+	for _, test := range []struct {
+		pairs       string
+		policy, key string // empty for none
+	}{
+		{"any=", "d.any", `[["any",""]]`},
+		{"any=thing", "d.any", `[["any","thing"]]`},
+		{"other=thing", "", ""},
+		{"", "", ""},
+		{"one=x", "d.one_x", `[["one","x"]]`},
+		{"one=y", "", ""},
+		{"one=", "", ""},
+		{"one_x=", "d.one_x", `[["one_x",""]]`}, // as the reference, which puts them together
+		{"default=x", "d.default_x", `[["default","x"]]`},
+		{"default=y", "d.default", `[["default","y"]]`},
+		{"path=p", "", ""},
+		{"path=p deep=q", "five", `[["path","p"],["deep","q"]]`},
+		{"path=p deep=q deeper=r", "d.path.deep.deeper", `[["path","p"],["deep","q"],["deeper","r"]]`},
+		{"path=p deep=q deeper=r deepest=s", "", ""},
+		{"path=p deeper=r", "", ""},
+		{"deep=q", "", ""},
+		{"any=thing any=thing", "", ""},
+		{"glob=/a/", "d.glob_/a/*", `[["glob","/a/"]]`},
+		{"glob=/a/b", "d.glob_/a/*", `[["glob","/a/b"]]`}, // the first of the file
+		{"glob=/a/b/c", "d.glob_/a/b/c", `[["glob","/a/b/c"]]`},
+		{"glob=/b", "d.glob", `[["glob","/b"]]`},
+		{"shared=file", "d.shared_f*", `[["shared","f*"]]`},
+		{"shared=f", "d.shared_f*", `[["shared","f*"]]`},
+		{"shared=file user=ann", "d.shared_f*.user", `[["shared","f*"],["user","ann"]]`},
+		{"shared=g", "", ""},
+		{"starring=x", "d.star*", `[["starring","star*"]]`},
+	} {
+		var pairs []string
+		for pair := range strings.FieldsSeq(test.pairs) {
+			key, value, _ := strings.Cut(pair, "=")
+			pairs = append(pairs, key, value)
+		}
+		b := &book{}
+		_, err := envoy.New(b, rules).Answer(t.Context(), &pb.RateLimitRequest{Domain: "d", Descriptors: []*common.RateLimitDescriptor{{Entries: entries(pairs...)}}})
+		require.NoError(t, err)
+		if test.policy == "" {
+			require.Empty(t, b.tolls, test.pairs)
+			continue
+		}
+		require.Len(t, b.tolls, 1, test.pairs)
+		require.Equal(t, []string{test.policy, test.key}, []string{b.tolls[0].Policy, b.tolls[0].Key}, test.pairs)
+	}
+}
+
+func TestRead_Mistakes(t *testing.T) {
+	t.Parallel()
+	limit := func(rest string) string { return "{unit: day, requests_per_unit: 1" + rest + "}" }
+	for name, test := range map[string]struct {
+		files map[string]string
+		want  []string
+	}{
+		"a domain twice": {map[string]string{"a.yaml": "domain: d\n", "b.yml": "domain: d\n"},
+			[]string{`b.yml:1:9: domain "d" is in a.yaml:1:9, too: write all its descriptors there`}},
+		"mistakes in two files": {map[string]string{"a.yaml": "domain: ''\n", "b.yaml": "domains: d\n"},
+			[]string{`a.yaml:1:9: domain is empty: write the name that Envoy's filter has for it`,
+				`b.yaml:1:1: unknown field "domains": did you mean domain?`,
+				`b.yaml:1:1: there is no domain: write domain: and the name that Envoy's filter has for it`}},
+		"a policy that shadow_mode cannot change": {map[string]string{"a.yaml": "domain: d\ndescriptors:\n- {key: k, shadow_mode: true, rate_limit: {policy: p}}"},
+			[]string{`a.yaml:3:3: shadow_mode and quota_mode are for a rule with unit: policy "p" watches if it is defined with shadow`}},
+		"overdraw nothing": {map[string]string{"a.yaml": "domain: d\ndescriptors:\n- {key: k, rate_limit: {unit: day, requests_per_unit: 0, overdraw: true}}"},
+			[]string{`a.yaml:3:12: nothing passes a rule of 0 requests, so there is nothing to overdraw: remove overdraw, or allow some requests`}},
+		"a name for two numbers": {map[string]string{"a.yaml": "domain: d\ndescriptors:\n- {key: k, rate_limit: " + limit(", name: n") + "}\n- {key: l, rate_limit: {unit: hour, requests_per_unit: 1, name: n}}\n- {key: m, rate_limit: " + limit(", name: n") + "}"},
+			[]string{`a.yaml:4:12: the policy of this rule would be called "n", as that of the rule at a.yaml:3:12, which has other numbers: give this rule another name`}},
+		"a name for two domains": {map[string]string{"a.yaml": "domain: d\ndescriptors: [{key: k, rate_limit: " + limit(", name: n") + "}]", "b.yaml": "domain: e\ndescriptors: [{key: k, rate_limit: " + limit(", name: n") + "}]"},
+			[]string{`b.yaml:2:24: the policy of this rule would be called "n", as that of the rule at a.yaml:2:24, and share its buckets: give this rule another name`}},
+		"a long path": {map[string]string{"a.yaml": "domain: d\ndescriptors: [{key: " + strings.Repeat("k", 511) + ", rate_limit: " + limit("") + "}]"},
+			[]string{`a.yaml:2:534: the policy of this rule would be called by its domain and path, which have 513 bytes: give the rule a name of up to 512`}},
+		"a folder in a folder": {map[string]string{"a.yaml": "domain: d", "more/b.yaml": "domain: e"},
+			[]string{`more is a folder in a folder of rules: move its files one up, or give it a name that begins with a dot`}},
+		"a policy file": {map[string]string{"a.yaml": "policies: {p: {}}\nenvoy: [{domain: d}]"},
+			[]string{`a.yaml:1:12: policy "p" has no capacity and no refill and no every: write capacity: 100, refill: 10 and every: 1s`}},
+	} {
+		require.Equal(t, test.want, mistakes(t, test.files), name)
+	}
+	empty := t.TempDir()
+	_, err := envoy.Read(empty)
+	require.EqualError(t, err, empty+" has no file whose name ends in .yaml or .yml")
+	_, err = envoy.Read(filepath.Join(empty, "none"))
+	require.ErrorContains(t, err, "no such file")
+}
+
+func TestRead_Folders(t *testing.T) {
+	t.Parallel()
+	rules, err := envoy.Read(folder(t, map[string]string{
+		"a.yaml": "domain: a\ndescriptors: [{key: k, rate_limit: {unit: DAY, requests_per_unit: 1}}]", "README.md": "# Rules", ".b.yaml": "domain: a", ".git/c.yaml": "domain: a",
+		"limits.yml": "policies: {p: {capacity: 1, refill: 1, every: 1s}}\nenvoy:\n- {domain: b, descriptors: [{key: k, rate_limit: {policy: p}}]}\n- domain: c",
+	}))
+	require.NoError(t, err)
+	require.Equal(t, 3, rules.Domains())
+	require.Equal(t, 2, rules.Count())
+}

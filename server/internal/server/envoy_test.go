@@ -1,0 +1,369 @@
+package server_test
+
+import (
+	"encoding/json"
+	"math"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	common "github.com/envoyproxy/go-control-plane/envoy/extensions/common/ratelimit/v3"
+	envoypb "github.com/envoyproxy/go-control-plane/envoy/service/ratelimit/v3"
+	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc/codes"
+	healthpb "google.golang.org/grpc/health/grpc_health_v1"
+	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/encoding/protojson"
+	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/types/known/durationpb"
+	"google.golang.org/protobuf/types/known/wrapperspb"
+
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+)
+
+const edgeRules = `
+domain: edge
+descriptors:
+  - key: user
+    rate_limit: {unit: day, requests_per_unit: 10}
+  - key: address
+    rate_limit: {name: by address, unit: hour, requests_per_unit: 3600}
+  - key: blocked
+    rate_limit: {unit: second, requests_per_unit: 0}
+  - key: free
+    rate_limit: {unlimited: true}
+  - key: watched
+    shadow_mode: true
+    rate_limit: {unit: day, requests_per_unit: 1}
+  - key: api
+    rate_limit: {policy: api}
+  - key: llm
+    rate_limit: {policy: budget, overdraw: true}
+  - key: vip
+    rate_limit: {unit: day, requests_per_unit: 5, name: vip, replaces: [{name: by address}]}
+`
+
+// rulesFile writes rules, and returns the path.
+func rulesFile(t testing.TB, text string) string {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "rules.yaml")
+	require.NoError(t, os.WriteFile(path, []byte(text), 0o600))
+	return path
+}
+
+// An edge is a server with Envoy's rules, and a database in which time stands still.
+type edge struct {
+	*testServer
+	db    *pgtest.DB
+	envoy envoypb.RateLimitServiceClient
+}
+
+func startEdge(t *testing.T, rules string, settings ...string) edge {
+	t.Helper()
+	db := newDB(t)
+	db.Exec(t, freeze)
+	return newEdge(t, db, append(settings, "ENVOY_RULES="+rulesFile(t, rules))...)
+}
+
+func newEdge(t *testing.T, db *pgtest.DB, settings ...string) edge {
+	s := start(t, db.URL, settings...)
+	return edge{s, db, envoypb.NewRateLimitServiceClient(s.conn)}
+}
+
+// of is a descriptor: keys and values in turns.
+func of(pairs ...string) *common.RateLimitDescriptor {
+	d := &common.RateLimitDescriptor{}
+	for i := 0; i < len(pairs); i += 2 {
+		d.Entries = append(d.Entries, &common.RateLimitDescriptor_Entry{Key: pairs[i], Value: pairs[i+1]})
+	}
+	return d
+}
+
+// times gives a descriptor hits of its own.
+func times(hits uint64, d *common.RateLimitDescriptor) *common.RateLimitDescriptor {
+	d.HitsAddend = wrapperspb.UInt64(hits)
+	return d
+}
+
+// back makes hits negative.
+func back(d *common.RateLimitDescriptor) *common.RateLimitDescriptor {
+	d.IsNegativeHits = true
+	return d
+}
+
+func (e edge) ask(descriptors ...*common.RateLimitDescriptor) (*envoypb.RateLimitResponse, error) {
+	return e.envoy.ShouldRateLimit(e.t.Context(), &envoypb.RateLimitRequest{Domain: "edge", Descriptors: descriptors})
+}
+
+// ok and over are statuses of rules.
+func ok(limit *envoypb.RateLimitResponse_RateLimit, remaining uint32, reset time.Duration) *envoypb.RateLimitResponse_DescriptorStatus {
+	return &envoypb.RateLimitResponse_DescriptorStatus{
+		Code: envoypb.RateLimitResponse_OK, CurrentLimit: limit, LimitRemaining: remaining, DurationUntilReset: durationpb.New(reset),
+	}
+}
+
+func over(limit *envoypb.RateLimitResponse_RateLimit, remaining uint32, retry time.Duration) *envoypb.RateLimitResponse_DescriptorStatus {
+	s := ok(limit, remaining, retry)
+	s.Code = envoypb.RateLimitResponse_OVER_LIMIT
+	return s
+}
+
+func per(unit envoypb.RateLimitResponse_RateLimit_Unit, n uint32, name string) *envoypb.RateLimitResponse_RateLimit {
+	return &envoypb.RateLimitResponse_RateLimit{Unit: unit, RequestsPerUnit: n, Name: name}
+}
+
+var (
+	userLimit    = per(envoypb.RateLimitResponse_RateLimit_DAY, 10, "")
+	addressLimit = per(envoypb.RateLimitResponse_RateLimit_HOUR, 3600, "by address")
+	blockedLimit = per(envoypb.RateLimitResponse_RateLimit_SECOND, 0, "")
+	watchedLimit = per(envoypb.RateLimitResponse_RateLimit_DAY, 1, "")
+	vipLimit     = per(envoypb.RateLimitResponse_RateLimit_DAY, 5, "vip")
+	apiLimit     = per(envoypb.RateLimitResponse_RateLimit_UNKNOWN, 10, "")
+	llmLimit     = per(envoypb.RateLimitResponse_RateLimit_UNKNOWN, 1_000_000, "")
+	none         = &envoypb.RateLimitResponse_DescriptorStatus{Code: envoypb.RateLimitResponse_OK}
+	unlimited    = &envoypb.RateLimitResponse_DescriptorStatus{Code: envoypb.RateLimitResponse_OK, LimitRemaining: math.MaxUint32}
+)
+
+const (
+	day   = 24 * time.Hour
+	never = time.Duration(math.MaxInt64)
+)
+
+// requireStatuses asks, and checks the whole answer: it is over the limit if a status is.
+func (e edge) requireStatuses(descriptors []*common.RateLimitDescriptor, statuses ...*envoypb.RateLimitResponse_DescriptorStatus) {
+	e.t.Helper()
+	want := &envoypb.RateLimitResponse{OverallCode: envoypb.RateLimitResponse_OK, Statuses: statuses}
+	for _, s := range statuses {
+		if s.Code == envoypb.RateLimitResponse_OVER_LIMIT {
+			want.OverallCode = envoypb.RateLimitResponse_OVER_LIMIT
+		}
+	}
+	got, err := e.ask(descriptors...)
+	require.NoError(e.t, err)
+	require.True(e.t, proto.Equal(want, got), "want %v\ngot  %v", want, got)
+}
+
+type list = []*common.RateLimitDescriptor
+
+func TestEnvoy_StatusesInOrder(t *testing.T) {
+	t.Parallel()
+	e := startEdge(t, edgeRules)
+	e.requireStatuses(list{of("nobody", "x"), of("user", "ann"), of("free", "x"), of("address", "::1"), of("user", "ann", "more", "x"), of("api", "k")},
+		none, ok(userLimit, 9, day/10), unlimited, ok(addressLimit, 3599, time.Second), none, ok(apiLimit, 9, day))
+	e.requireStatuses(list{of("user", "bob")}, ok(userLimit, 9, day/10))
+	got, err := e.envoy.ShouldRateLimit(t.Context(), &envoypb.RateLimitRequest{Domain: "elsewhere", Descriptors: list{of("user", "ann")}})
+	require.NoError(t, err)
+	require.True(t, proto.Equal(&envoypb.RateLimitResponse{OverallCode: envoypb.RateLimitResponse_OK, Statuses: []*envoypb.RateLimitResponse_DescriptorStatus{none}}, got), got)
+}
+
+// The reference charges descriptors one by one, and denied ones too.
+func TestEnvoy_ARefusedRequestTakesNothing(t *testing.T) {
+	t.Parallel()
+	e := startEdge(t, edgeRules)
+	for range 3 {
+		e.requireStatuses(list{of("address", "::1"), times(11, of("user", "ann"))}, ok(addressLimit, 3600, 0), over(userLimit, 10, never))
+		e.requireStatuses(list{of("address", "::1"), of("blocked", "x")}, ok(addressLimit, 3600, 0), over(blockedLimit, 0, never))
+	}
+	e.requireStatuses(list{times(8, of("user", "ann"))}, ok(userLimit, 2, 8*day/10))
+	e.requireStatuses(list{times(4, of("user", "ann")), of("llm", "ann")}, over(userLimit, 2, 2*day/10), ok(llmLimit, 1_000_000, 0))
+	e.requireStatuses(list{times(4, of("user", "ann")), of("blocked", "x"), times(3, of("llm", "ann"))},
+		over(userLimit, 2, 2*day/10), over(blockedLimit, 0, never), ok(llmLimit, 1_000_000, 0))
+	require.Zero(t, taken(t, e.db))
+}
+
+func TestEnvoy_Hits(t *testing.T) {
+	t.Parallel()
+	e := startEdge(t, edgeRules)
+	whole, err := e.envoy.ShouldRateLimit(t.Context(), &envoypb.RateLimitRequest{
+		Domain: "edge", HitsAddend: 3, Descriptors: list{of("user", "ann"), times(2, of("user", "bob"))},
+	})
+	require.NoError(t, err)
+	require.EqualValues(t, 7, whole.Statuses[0].LimitRemaining)
+	require.EqualValues(t, 8, whole.Statuses[1].LimitRemaining)
+	e.requireStatuses(list{times(math.MaxUint64, of("user", "ann"))}, over(userLimit, 7, never))
+	e.requireStatuses(list{times(math.MaxInt64, of("user", "ann")), times(math.MaxInt64, of("user", "ann"))}, over(userLimit, 7, never), over(userLimit, 7, never))
+	e.requireStatuses(list{times(3, of("user", "ann")), times(4, of("user", "ann"))}, ok(userLimit, 0, day), ok(userLimit, 0, day))
+}
+
+// 0 hits look: they are refused while the bucket holds no whole token, and take nothing.
+func TestEnvoy_ZeroHits(t *testing.T) {
+	t.Parallel()
+	e := startEdge(t, edgeRules)
+	for range 3 {
+		e.requireStatuses(list{times(0, of("user", "ann"))}, ok(userLimit, 10, 0))
+	}
+	e.requireStatuses(list{times(10, of("user", "ann"))}, ok(userLimit, 0, day))
+	e.requireStatuses(list{times(0, of("user", "ann")), of("address", "::1")}, over(userLimit, 0, day/10), ok(addressLimit, 3600, 0))
+	e.requireStatuses(list{times(0, of("blocked", "x"))}, over(blockedLimit, 0, never))
+	e.requireStatuses(list{times(0, of("user", "bob")), of("address", "::1")}, ok(userLimit, 10, 0), ok(addressLimit, 3599, time.Second))
+
+	e.requireStatuses(list{of("watched", "x")}, ok(watchedLimit, 0, day))
+	e.requireStatuses(list{times(0, of("watched", "x")), times(0, of("user", "bob"))}, ok(watchedLimit, 0, day), ok(userLimit, 10, 0))
+	e.db.Exec(t, `select ratelimit_define_policy('api', shadow => true)`)
+	require.NoError(t, e.Reload(t.Context()))
+	e.requireStatuses(list{times(10, of("api", "k"))}, ok(apiLimit, 0, 10*day))
+	e.requireStatuses(list{times(0, of("api", "k"))}, ok(apiLimit, 0, 10*day))
+}
+
+// The end of a stream charges what was used, and the next request is refused until that is paid.
+func TestEnvoy_Overdraw(t *testing.T) {
+	t.Parallel()
+	e := startEdge(t, edgeRules)
+	e.requireStatuses(list{times(0, of("llm", "ann"))}, ok(llmLimit, 1_000_000, 0))
+	e.requireStatuses(list{times(1_000_005, of("llm", "ann")), of("user", "ann")}, ok(llmLimit, 0, never), ok(userLimit, 9, day/10))
+	e.requireStatuses(list{times(5, of("llm", "ann"))}, ok(llmLimit, 0, never))
+	require.EqualValues(t, 1_000_010, taken(t, e.db))
+	e.requireStatuses(list{times(0, of("llm", "ann"))}, over(llmLimit, 0, never))
+	e.requireStatuses(list{times(math.MaxUint64, of("llm", "bob"))}, ok(llmLimit, 0, never))
+}
+
+func TestEnvoy_NegativeHitsGiveBack(t *testing.T) {
+	t.Parallel()
+	e := startEdge(t, edgeRules)
+	e.requireStatuses(list{times(8, of("user", "ann")), times(3, of("address", "::1"))}, ok(userLimit, 2, 8*day/10), ok(addressLimit, 3597, 3*time.Second))
+	e.requireStatuses(list{back(times(5, of("user", "ann"))), back(of("address", "::1")), back(of("blocked", "x")), back(of("nobody", "x"))},
+		ok(userLimit, 7, 3*day/10), ok(addressLimit, 3598, 2*time.Second), ok(blockedLimit, 0, 0), none)
+	e.requireStatuses(list{back(times(math.MaxUint64, of("user", "ann")))}, ok(userLimit, 10, 0))
+
+	for _, mixed := range []list{
+		{of("user", "ann"), back(of("address", "::1"))},
+		{back(of("address", "::1")), of("user", "ann")},
+		{back(of("address", "::1")), times(0, of("user", "ann"))},
+		{back(of("address", "::1")), of("nobody", "x")},
+	} {
+		_, err := e.ask(mixed...)
+		require.Equal(t, codes.InvalidArgument, status.Code(err), "%v", err)
+		requireInfo(t, err, "INVALID_ARGUMENT", "22023")
+	}
+	e.requireStatuses(list{times(0, of("user", "ann")), times(0, of("address", "::1"))}, ok(userLimit, 10, 0), ok(addressLimit, 3598, 2*time.Second))
+}
+
+func TestEnvoy_ShadowModeWatches(t *testing.T) {
+	t.Parallel()
+	e := startEdge(t, edgeRules)
+	e.requireStatuses(list{of("watched", "x")}, ok(watchedLimit, 0, day))
+	e.requireStatuses(list{of("watched", "x"), of("user", "ann")}, ok(watchedLimit, 0, day), ok(userLimit, 9, day/10))
+	e.requireStatuses(list{of("watched", "x"), of("blocked", "ann")}, ok(watchedLimit, 0, day), over(blockedLimit, 0, never))
+}
+
+func TestEnvoy_RulesReplaceOthers(t *testing.T) {
+	t.Parallel()
+	e := startEdge(t, edgeRules)
+	e.requireStatuses(list{of("address", "::1"), of("vip", "ann")}, none, ok(vipLimit, 4, day/5))
+	e.requireStatuses(list{of("address", "::1")}, ok(addressLimit, 3599, time.Second))
+}
+
+func TestEnvoy_RemainingIsClamped(t *testing.T) {
+	t.Parallel()
+	e := startEdge(t, edgeRules)
+	e.db.Exec(t, `select ratelimit_define_policy('budget', 9000000000000)`)
+	e.requireStatuses(list{times(0, of("llm", "ann"))}, ok(per(0, math.MaxUint32, ""), math.MaxUint32, 0))
+	e.db.Exec(t, `select ratelimit_define_policy('budget', 1)`)
+	e.requireStatuses(list{times(7, of("llm", "ann"))}, ok(per(0, 1, ""), 0, never))
+}
+
+func TestEnvoy_Invalid(t *testing.T) {
+	t.Parallel()
+	e := startEdge(t, edgeRules)
+	own := of("user", "ann")
+	own.Limit = &common.RateLimitDescriptor_RateLimitOverride{RequestsPerUnit: 1_000_000}
+	many := make(list, 1001)
+	for i := range many {
+		many[i] = of("user", strings.Repeat("x", i))
+	}
+	for name, q := range map[string]*envoypb.RateLimitRequest{
+		"no domain":      {Descriptors: list{of("user", "ann")}},
+		"no descriptors": {Domain: "edge"},
+		"its own limit":  {Domain: "edge", Descriptors: list{own}},
+		"too many":       {Domain: "edge", Descriptors: many},
+	} {
+		_, err := e.envoy.ShouldRateLimit(t.Context(), q)
+		require.Equal(t, codes.InvalidArgument, status.Code(err), name)
+		requireInfo(t, err, "INVALID_ARGUMENT", "22023")
+	}
+	e.requireStatuses(list{times(0, of("user", "ann"))}, ok(userLimit, 10, 0))
+}
+
+// A key is the JSON of the entries. A longer one than the database takes is no error, which Envoy may be told to let pass.
+func TestEnvoy_Keys(t *testing.T) {
+	t.Parallel()
+	e := startEdge(t, edgeRules)
+	long := strings.Repeat("x", 10_000)
+	odd := "a\"],[\\ \x00\n é <&>"
+	for _, user := range []string{"ann", odd, long, long + "x", ""} {
+		e.requireStatuses(list{of("user", user)}, ok(userLimit, 9, day/10))
+	}
+	e.requireStatuses(list{times(9, of("user", long))}, ok(userLimit, 0, day))
+	e.requireStatuses(list{of("user", long)}, over(userLimit, 0, day/10))
+	var keys []string
+	require.NoError(t, e.db.Pool.QueryRow(t.Context(), `select array_agg(key order by length(key), key) from ratelimit_status('edge.user')`).Scan(&keys))
+	require.Len(t, keys, 5)
+	require.Equal(t, []string{`[["user",""]]`, `[["user","ann"]]`, `[["user","a\"],[\\ \u0000\n é <&>"]]`}, keys[:3])
+	require.Contains(t, keys[3], "sha256:")
+}
+
+func TestEnvoy_JSON(t *testing.T) {
+	t.Parallel()
+	e := startEdge(t, edgeRules)
+	post := func(body string) (int, *envoypb.RateLimitResponse) {
+		t.Helper()
+		a := e.mustPost("/json", body)
+		require.Equal(t, "application/json", a.header.Get("Content-Type"), a.body)
+		return a.status, response(t, a)
+	}
+	body := `{"domain": "edge", "descriptors": [{"entries": [{"key": "user", "value": "ann"}]}], "hitsAddend": 6}`
+	code, got := post(body)
+	require.Equal(t, 200, code)
+	require.True(t, proto.Equal(&envoypb.RateLimitResponse{OverallCode: envoypb.RateLimitResponse_OK,
+		Statuses: []*envoypb.RateLimitResponse_DescriptorStatus{ok(userLimit, 4, 6*day/10)}}, got), got)
+	code, got = post(body)
+	require.Equal(t, 429, code)
+	require.True(t, proto.Equal(&envoypb.RateLimitResponse{OverallCode: envoypb.RateLimitResponse_OVER_LIMIT,
+		Statuses: []*envoypb.RateLimitResponse_DescriptorStatus{over(userLimit, 4, 2*day/10)}}, got), got)
+	code, _ = post(`{"domain": "edge", "descriptors": [{"entries": [{"key": "user", "value": "ann"}], "hits_addend": "0"}]}`)
+	require.Equal(t, 200, code)
+
+	for body, status := range map[string]int{
+		``: 400, `[]`: 400, `{"domain": 1}`: 400, `{"domains": "edge"}`: 400, body + "{}": 400, "{\"domain\": \"\xff\"}": 400,
+		`{"domain": "edge"}`: 422, `{}`: 422,
+		`"` + strings.Repeat("x", 2<<20) + `"`: 413,
+	} {
+		sqlState := ""
+		if status == 422 {
+			sqlState = "22023"
+		}
+		a := e.mustPost("/json", body)
+		requireProblem(t, a, status, sqlState)
+		require.NotContains(t, a.body["detail"], "proto")
+	}
+	a, err := e.do(t.Context(), "GET", "/json", nil)
+	require.NoError(t, err)
+	requireProblem(t, a, 405, "")
+}
+
+func response(t testing.TB, a answer) *envoypb.RateLimitResponse {
+	t.Helper()
+	text, err := json.Marshal(a.body)
+	require.NoError(t, err)
+	var r envoypb.RateLimitResponse
+	require.NoError(t, protojson.Unmarshal(text, &r))
+	return &r
+}
+
+// A server without rules has no such service: it would let everything pass.
+func TestEnvoy_OffWithoutRules(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	s := start(t, db.URL)
+	_, err := envoypb.NewRateLimitServiceClient(s.conn).ShouldRateLimit(t.Context(), &envoypb.RateLimitRequest{})
+	require.Equal(t, codes.Unimplemented, status.Code(err))
+	requireProblem(t, s.mustPost("/json", `{}`), 404, "")
+	require.NoError(t, s.Reload(t.Context()))
+
+	e := startEdge(t, edgeRules)
+	h, err := healthpb.NewHealthClient(e.conn).Check(t.Context(), &healthpb.HealthCheckRequest{Service: "envoy.service.ratelimit.v3.RateLimitService"})
+	require.NoError(t, err)
+	require.Equal(t, healthpb.HealthCheckResponse_SERVING, h.Status)
+}
