@@ -15,7 +15,7 @@
 --
 -- The steps, for a request without an idempotency key whose buckets have rows:
 --   1. One statement reads all buckets, durable ones first, in the order of policy and key. It works out what a grant would
---      leave in each that covers by its stored level. Mostly all do.
+--      leave in each that covers by its stored level. Mostly all do, and none is named twice.
 --   2. Then one update for each table charges the buckets that still are as they were read. A bucket that another session has
 --      changed is charged by its present level. If the update waited for it, it holds the lock; if not, nothing waits for
 --      the lock, because that would be out of order.
@@ -106,10 +106,9 @@ declare
   v_count       integer := cardinality(policies);
   v_costs       bigint[];
   v_simple      boolean;    -- the steps above decide the request
-  v_enough      boolean;    -- the buckets cover by their stored levels
+  v_enough      boolean;    -- the buckets cover by their stored levels, and none is named twice
   v_readings    reading[];  -- the elements in the order of policy and key
   v_reading     reading;
-  v_row_id      tid;        -- of the element before
   v_charged     integer := 0;  -- elements that were charged to buckets as read
   v_taken       record;
   v_n           integer;
@@ -140,7 +139,8 @@ begin
     v_now    := clock();
     allowed  := true;
     shadowed := false;
-    select array_agg(e.reading), bool_and((e.reading).row_id is not null) into v_readings, v_enough
+    -- A bucket that is named twice counts once. So does a row of the other table that has the same id, which only takes longer.
+    select array_agg(e.reading), count(distinct (e.reading).row_id) = v_count into v_readings, v_enough
       from (select e.reading
               from generate_series(1, v_count) as u (n)
              cross join lateral (select row(u.n, p, p.durable, b.row_id, b.level, b.refilled_at, b.level_after, b.refilled_until,
@@ -172,15 +172,10 @@ begin
         end if;
         if v_charged < v_count then
           foreach v_reading in array v_readings loop
-            v_n := v_reading.element;
-            if decisions[v_n] is null then
-              if v_reading.row_id = v_row_id then
-                raise exception sqlstate 'RL00T';  -- the bucket is named twice
-              end if;
-              v_policy := v_reading.policy;
-              {{ template "charge_if_covered" (dict "at_once" true) }}
-            end if;
-            v_row_id := v_reading.row_id;
+            v_n      := v_reading.element;
+            v_policy := v_reading.policy;
+            continue when decisions[v_n] is not null;
+            {{ template "charge_if_covered" (dict "at_once" true) }}
           end loop;
         end if;
       exception when sqlstate 'RL00T' then
