@@ -139,9 +139,9 @@ begin
     v_now    := clock();
     allowed  := true;
     shadowed := false;
-    -- A bucket that is named twice counts once. So does a row of the other table that has the same id, which only takes longer.
-    select array_agg(e.reading), count(distinct (e.reading).row_id) = v_count into v_readings, v_enough
-      from (select e.reading
+    -- A bucket that is named twice follows itself. That a row of the other table has the same id only makes it slower.
+    select array_agg(e.reading), bool_and((e.reading).row_id is not null and e.again is not true) into v_readings, v_enough
+      from (select e.reading, (e.reading).row_id = lag((e.reading).row_id) over in_order as again
               from generate_series(1, v_count) as u (n)
              cross join lateral (select row(u.n, p, p.durable, b.row_id, b.level, b.refilled_at, b.level_after, b.refilled_until,
                                             grant_of(b.level_after, b.reset_us, p.capacity),
@@ -160,6 +160,7 @@ begin
                                                       offset 0) as b on true
                                   where p.name = policies[u.n] collate "C"
                                  offset 0) as e
+            window in_order as (order by (e.reading).durable desc, policies[u.n] collate "C", keys[u.n] collate "C")
              order by (e.reading).durable desc, policies[u.n] collate "C", keys[u.n] collate "C"
             offset 0) as e;
     v_simple := coalesce(cardinality(v_readings) = v_count, false);  -- all policies are known
