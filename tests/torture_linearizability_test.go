@@ -772,7 +772,12 @@ func (a *actor) transactIn(held bool, call func() error, ops ...*operation) (com
 // spend charges, settles, reserves, or takes what there is; now and then in a transaction that may be rolled back.
 func (a *actor) spend() error {
 	op := a.spending([]string{charges, settles, settles, reserves, reserves, takesAll}[a.random.IntN(6)], a.bucket())
-	return a.transact(func() error { return op.spent(a) }, op)
+	if err := a.transact(func() error { return op.spent(a) }, op); err != nil || op.kind != settles || op.answer.Decision == nil {
+		return err
+	}
+	again := a.operation(settles, op.BucketID) // as if there had been no answer
+	again.cost, again.idempotencyKey = op.cost, op.idempotencyKey
+	return a.transact(func() error { return again.spent(a) }, again)
 }
 
 // spending is one call, mostly about few tokens. Those with a key have the costs of others with this key, but settles have not.
