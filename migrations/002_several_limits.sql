@@ -138,20 +138,6 @@ create type ratelimit.charged as (
 );
 comment on type ratelimit.charged is
   'What ratelimit.take did to one bucket: for which elements, the microtokens they wanted together, and the bucket after it.';
-create type ratelimit.reading as (
-  element        integer,
-  policy         ratelimit.policies,
-  durable        boolean,
-  row_id         tid,
-  level          bigint,
-  refilled_at    timestamptz,
-  level_after    bigint,
-  refilled_until timestamptz,
-  decision       ratelimit.decision,
-  rank           bigint
-);
-comment on type ratelimit.reading is
-  'A bucket as ratelimit_acquire_all has read it, and what a grant of the element would leave and answer; row_id is null unless the stored level covers.';
 create type ratelimit.reservation as (
   allowed     boolean,
   wait        interval,
@@ -305,7 +291,7 @@ drop function ratelimit.grant_of, ratelimit.answer_of, ratelimit.shadow_of, rate
               ratelimit.check_sizes, ratelimit.check_numbers, ratelimit.check_max_rows, ratelimit.check_listing,
               ratelimit.acquire, ratelimit.peek, ratelimit.http_fields, ratelimit.refuse_http, ratelimit.rate_limit_exceeded,
               ratelimit.check_guard, ratelimit.limit_request, ratelimit.emptiest_buckets;
-drop type ratelimit.decision, ratelimit.reservation, ratelimit.partial_decision, ratelimit.packed, ratelimit.charged, ratelimit.reading;
+drop type ratelimit.decision, ratelimit.reservation, ratelimit.partial_decision, ratelimit.packed, ratelimit.charged;
 alter type ratelimit.retired_decision rename to decision;
 
 -- Without refill 0, such a policy refills as slowly as one can.

@@ -258,7 +258,7 @@ func TestCatalog_TwinsDifferInPersistenceOnly(t *testing.T) {
 	}
 
 	// And so does the code: each branch is the other with the other names.
-	twin := strings.NewReplacer("ephemeral_", "", "not u.durable", "u.durable", "not p.durable", "p.durable", "not r.durable", "r.durable",
+	twin := strings.NewReplacer("ephemeral_", "", "not u.durable", "u.durable", "not p.durable", "p.durable",
 		" as d ", " as b ", " as e ", " as b ", " e.", " b.")
 	for _, function := range slices.Concat(batchFunctions, hotFunctions, []string{"ratelimit_acquire_all", "ratelimit_drop_policy"}) {
 		var durable, ephemeral []string
@@ -267,9 +267,7 @@ func TestCatalog_TwinsDifferInPersistenceOnly(t *testing.T) {
 			if tables := f.bucketTables(); len(tables) == 0 {
 				continue
 			} else if slices.Contains(tables, "buckets") && slices.Contains(tables, "ephemeral_buckets") {
-				if branches = f.unionsOfBuckets(); branches == nil {
-					branches = f.joinsOfBuckets()
-				}
+				branches = f.joinsOfBuckets()
 			}
 			for _, branch := range branches {
 				if statement := branch.String(); strings.Contains(statement, "ephemeral_") {
@@ -507,25 +505,6 @@ func (f fragment) joinsOfBuckets() []fragment {
 		}
 	}
 	return joins
-}
-
-// unionsOfBuckets returns the selects from one table of buckets that a UNION puts together.
-func (f fragment) unionsOfBuckets() []fragment {
-	var selects []fragment
-	for i, token := range f.tokens {
-		if token != "union" {
-			continue
-		}
-		start, end := i, i
-		for f.tokens[start] != "select" {
-			start--
-		}
-		for depth := 0; depth >= 0; end++ {
-			depth += strings.Count(f.tokens[end], "(") - strings.Count(f.tokens[end], ")")
-		}
-		selects = append(selects, fragment{tokens: f.tokens[start:i]}, fragment{tokens: f.tokens[i+2 : end-1]}) // after "union", "all"
-	}
-	return selects
 }
 
 // set returns what an UPDATE or ON CONFLICT DO UPDATE assigns to which column.

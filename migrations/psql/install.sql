@@ -2605,20 +2605,6 @@ create type ratelimit.charged as (
 );
 comment on type ratelimit.charged is
   'What ratelimit.take did to one bucket: for which elements, the microtokens they wanted together, and the bucket after it.';
-create type ratelimit.reading as (
-  element        integer,
-  policy         ratelimit.policies,
-  durable        boolean,
-  row_id         tid,
-  level          bigint,
-  refilled_at    timestamptz,
-  level_after    bigint,
-  refilled_until timestamptz,
-  decision       ratelimit.decision,
-  rank           bigint
-);
-comment on type ratelimit.reading is
-  'A bucket as ratelimit_acquire_all has read it, and what a grant of the element would leave and answer; row_id is null unless the stored level covers.';
 create type ratelimit.reservation as (
   allowed     boolean,
   wait        interval,
@@ -7070,14 +7056,10 @@ comment on function ratelimit.acquire_batch(text[], text[], bigint[], integer[],
 -- every cost is 1. An element of cost 0 looks at its bucket.
 --
 -- The steps, for a request without an idempotency key whose buckets have rows:
---   1. One statement reads all buckets, durable ones first, in the order of policy and key. It works out what a grant would
---      leave in each that covers by its stored level. Mostly all do, and none is named twice.
---   2. Then one update for each table charges the buckets that still are as they were read. A bucket that another session has
---      changed is charged by its present level. If the update waited for it, it holds the lock; if not, nothing waits for
---      the lock, because that would be out of order.
---   3. Otherwise each bucket is read again with all that an answer needs. If one does not cover, the answer is the denial.
---      If all do, each is charged in the same order, if it still covers.
--- If a bucket no longer covers, all charges are rolled back; after step 2 step 3 follows.
+--   1. One statement reads all buckets. If they cover by their stored levels, which is most often so, step 3 follows.
+--   2. Each bucket is read again with all that an answer needs. If one does not cover, the answer is the denial.
+--   3. Each bucket is charged by a conditional update, in the order of policy and key, durable ones first. If another
+--      session took the tokens in between, the charges are rolled back.
 -- acquire_batch decides what these steps do not: there it is a batch of one request.
 --
 -- Locks:  a grant holds its bucket rows and its idempotency keys until the caller's transaction ends. A denial holds none.
@@ -7101,24 +7083,12 @@ create or replace function ratelimit_acquire_all(
   security definer
   set search_path = ratelimit, pg_temp
   set plan_cache_mode = force_generic_plan  -- as in acquire_batch
-  set enable_seqscan = off    -- likewise
-  set enable_hashjoin = off   -- likewise
-  set enable_mergejoin = off  -- likewise
-  set enable_tidscan = on     -- likewise
-  set jit = off               -- likewise
+  set enable_seqscan = off  -- as in ratelimit_acquire
+  set jit = off             -- as in acquire_batch
 as $$
-
-
 declare
   v_count       integer := cardinality(policies);
   v_costs       bigint[];
-  v_simple      boolean;    -- the steps above decide the request
-  v_enough      boolean;    -- the buckets cover by their stored levels, and none is named twice
-  v_readings    reading[];  -- the elements in the order of policy and key
-  v_reading     reading;
-  v_charged     integer := 0;  -- elements that were charged to buckets as read
-  v_taken       record;
-  v_n           integer;
   v_policy      policies;
   v_override    overrides;
   v_key         text collate "C";
@@ -7130,8 +7100,15 @@ declare
   v_retry_us    bigint;
   v_reset_us    bigint;
   v_has_row     boolean;
-  v_rows        boolean := true;  -- the buckets that cover have rows
-  v_retries_us  bigint[];   -- of step 3, by element
+  v_order       integer[];   -- the elements in the order of policy and key
+  v_sorted      policies[];  -- their policies, in this order
+  v_enough      boolean;     -- the buckets cover by their stored levels
+  v_rows        boolean;     -- the buckets that cover have rows
+  v_n           integer;
+  v_levels      bigint[];
+  v_retries_us  bigint[];
+  v_resets_us   bigint[];
+  v_simple      boolean;     -- the steps above decide the request
   v_rank        bigint;
   v_least       bigint;
   v_batch       packed;
@@ -7140,132 +7117,40 @@ begin
     perform check_length('policies', v_count, v_count);
     perform refuse('policies', v_count || ' elements long', 'Pass 1 to 1000 elements.');
   end if;
-  v_costs  := case when costs is null then array_fill(1::bigint, array[v_count]) else costs end;
-  v_simple := (cardinality(keys) = v_count and cardinality(v_costs) = v_count and idempotency_key is null) is true;
+  v_simple := (array_dims(policies) = '[1:' || v_count || ']' and array_dims(keys) = array_dims(policies)
+               and (costs is null or array_dims(costs) = array_dims(policies)) and idempotency_key is null) is true;
+  v_costs := case when costs is null then array_fill(1::bigint, array[v_count]) else costs end;
   if v_simple then
-    v_now    := clock();
-    allowed  := true;
-    shadowed := false;
-    -- A bucket that is named twice follows itself. That a row of the other table has the same id only makes it slower.
-    select array_agg(e.reading), bool_and((e.reading).row_id is not null and e.again is not true) into v_readings, v_enough
-      from (select e.reading, (e.reading).row_id = lag((e.reading).row_id) over in_order as again
-              from generate_series(1, v_count) as u (n)
-             cross join lateral (select row(u.n, p, p.durable, b.row_id, b.level, b.refilled_at, b.level_after, b.refilled_until,
-                                            grant_of(b.level_after, b.reset_us, p.capacity),
-                                            p.shadow::integer * 20000000000000 + tokens_above_debt(b.level_after) / v_costs[u.n])::reading as reading
-                                   from policies as p
-                                   left join lateral (select b.*, wait_below(p.full_level, b.level_after, case when b.refilled_until = v_now then 0 else microseconds(v_now - b.refilled_until) end, p.every_us, p.tick_us, p.tick_gain, p.round_up) as reset_us
-                                                        from (select b.*, refilled_level(b.level, b.refilled_at, v_now, p.full_level, p.gain, p.every_us, p.tick) - microtokens(v_costs[u.n]) as level_after,
-                                                                     refilled_until(b.refilled_at, v_now, p.tick) as refilled_until
-                                                                from (select b.ctid as row_id, b.level, b.refilled_at
-                                          from buckets as b
-                                         where p.durable and b.policy_id = p.id and b.key = keys[u.n] collate "C"
-                                                                      union all
-                                                                      select b.ctid as row_id, b.level, b.refilled_at
-                                          from ephemeral_buckets as b
-                                         where not p.durable and b.policy_id = p.id and b.key = keys[u.n] collate "C") as b
-                                                               where v_costs[u.n] > 0 and not p.overridden
-                                                                 and least(b.level, p.capacity * 1000000) >= microtokens(least(v_costs[u.n], 9000000000001))
-                                                              offset 0) as b
-                                                      offset 0) as b on true
-                                  where p.name = policies[u.n] collate "C"
-                                 offset 0) as e
-            window in_order as (order by (e.reading).durable desc, policies[u.n] collate "C", keys[u.n] collate "C")
-             order by (e.reading).durable desc, policies[u.n] collate "C", keys[u.n] collate "C"
-            offset 0) as e;
-    v_simple := coalesce(cardinality(v_readings) = v_count, false);  -- all policies are known
+    v_now := clock();
+    select array_agg(s.n::integer), array_agg(s.policy), bool_and((s.level >= microtokens(s.cost)) is true and s.again is not true)
+      into v_order, v_sorted, v_enough
+      from (select u.n, p as policy, greatest(0, least(u.cost, 9000000000001)) as cost,
+                   case when u.cost > 0 and not p.overridden then least(coalesce(b.level, e.level), p.capacity * 1000000) end as level,
+                   u.key = lag(u.key) over in_order and u.policy = lag(u.policy) over in_order as again
+              from unnest(policies, keys, v_costs) with ordinality as u (policy, key, cost, n)
+              left join policies as p on p.name = u.policy collate "C"
+              left join lateral (select b.level from buckets as b where b.policy_id = p.id and b.key = u.key collate "C" offset 0) as b on true
+              left join lateral (select b.level from ephemeral_buckets as b where b.policy_id = p.id and b.key = u.key collate "C" offset 0) as e on true
+            window in_order as (order by p.durable desc, u.policy collate "C", u.key collate "C")
+             order by p.durable desc, u.policy collate "C", u.key collate "C"
+            offset 0) as s;
 
-    if v_simple and v_enough then
-      begin
-        for v_taken in
-          update buckets as b
-             set level = r.level_after, refilled_at = r.refilled_until
-            from unnest(v_readings) as r
-           where r.durable and b.ctid = r.row_id and b.level = r.level and b.refilled_at = r.refilled_at
-          returning r.element, r.decision, r.rank
-        loop
-          v_charged                  := v_charged + 1;
-          decisions[v_taken.element] := v_taken.decision;
-          if v_least is null or v_taken.rank < v_least or v_taken.rank = v_least and v_taken.element < binding then
-            v_least := v_taken.rank;
-            binding := v_taken.element;
+    for v_try in case when v_enough then 1 else 2 end..2 loop
+      allowed := true;
+      if v_try = 2 then
+        v_rows := true;
+        for v_i in 1..v_count loop
+          v_n      := v_order[v_i];
+          v_policy := v_sorted[v_i];
+          v_key    := keys[v_n];
+          v_cost   := v_costs[v_n];
+          if v_policy.id is null or not acceptable(v_key, v_cost) or v_cost = 0
+             or policies[v_n] = policies[v_order[v_i - 1]] and v_key = keys[v_order[v_i - 1]] then
+            v_simple := false;
+            exit;
           end if;
-        end loop;
-        if v_charged < v_count then
-          for v_taken in
-          update ephemeral_buckets as b
-             set level = r.level_after, refilled_at = r.refilled_until
-            from unnest(v_readings) as r
-           where not r.durable and b.ctid = r.row_id and b.level = r.level and b.refilled_at = r.refilled_at
-          returning r.element, r.decision, r.rank
-        loop
-          v_charged                  := v_charged + 1;
-          decisions[v_taken.element] := v_taken.decision;
-          if v_least is null or v_taken.rank < v_least or v_taken.rank = v_least and v_taken.element < binding then
-            v_least := v_taken.rank;
-            binding := v_taken.element;
-          end if;
-        end loop;
-        end if;
-        if v_charged < v_count then
-          foreach v_reading in array v_readings loop
-            v_n      := v_reading.element;
-            v_policy := v_reading.policy;
-            continue when decisions[v_n] is not null;
-            v_key    := keys[v_n];
-          v_wanted := microtokens(v_costs[v_n]);
-          if v_policy.durable then
-            perform from buckets as b where b.policy_id = v_policy.id and b.key = v_key for no key update skip locked;
-            if not found then
-              raise exception sqlstate 'RL00T';
-            end if;
-            update buckets as b
-           set level       = refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) - v_wanted,
-               refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick)
-         where b.policy_id = v_policy.id
-           and b.key       = v_key
-           and refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_wanted
-        returning b.level, b.refilled_at into v_level, v_refilled_at;
-          else
-            perform from ephemeral_buckets as b where b.policy_id = v_policy.id and b.key = v_key for no key update skip locked;
-            if not found then
-              raise exception sqlstate 'RL00T';
-            end if;
-            update ephemeral_buckets as b
-           set level       = refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) - v_wanted,
-               refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick)
-         where b.policy_id = v_policy.id
-           and b.key       = v_key
-           and refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_wanted
-        returning b.level, b.refilled_at into v_level, v_refilled_at;
-          end if;
-          if not found then
-            raise exception sqlstate 'RL00T';  -- rolls back to the last begin; caught below, so no caller sees it
-          end if;
-          v_reset_us     := wait_below(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
-          decisions[v_n] := grant_of(v_level, v_reset_us, v_policy.capacity);
-          end loop;
-        end if;
-      exception when sqlstate 'RL00T' then
-        v_enough := false;
-      end;
-    end if;
-
-    if v_simple and not v_enough then
-      v_now := clock();  -- step 2 may have waited
-      v_key := null;
-      for v_i in 1..v_count loop
-        v_reading := v_readings[v_i];
-        v_n       := v_reading.element;
-        if not acceptable(keys[v_n], v_costs[v_n]) or v_costs[v_n] = 0 or keys[v_n] = v_key and (v_reading.policy).id = v_policy.id then
-          v_simple := false;
-          exit;
-        end if;
-        v_policy := v_reading.policy;
-        v_key    := keys[v_n];
-        v_cost   := v_costs[v_n];
-        if v_policy.overridden then
-          select o.* into v_override
+          if v_policy.overridden then
+            select o.* into v_override
       from overrides as o
      where o.policy_id  = v_policy.id
        and o.key        = v_key
@@ -7273,10 +7158,10 @@ begin
     if found then
       v_policy := overridden(v_policy, v_override);
     end if;
-          v_readings[v_i].policy := v_policy;
-        end if;
-        if v_policy.durable then
-          select refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
+            v_sorted[v_i] := v_policy;
+          end if;
+          if v_policy.durable then
+            select refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
            case
              when v_cost = 0 then 0::bigint
              when v_cost <= v_policy.capacity then wait_for(microtokens(v_cost), b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
@@ -7293,8 +7178,8 @@ begin
       v_reset_us := 0;
     end if;
 
-        else
-          select refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
+          else
+            select refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
            case
              when v_cost = 0 then 0::bigint
              when v_cost <= v_policy.capacity then wait_for(microtokens(v_cost), b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
@@ -7311,25 +7196,22 @@ begin
       v_reset_us := 0;
     end if;
 
-        end if;
-        v_retries_us[v_n] := v_retry_us;
-        if v_policy.shadow and v_retry_us is distinct from 0 then
-          shadowed       := true;
-          decisions[v_n] := shadow_of(v_level, v_reset_us, v_policy.capacity);
-        else
-          allowed        := allowed and v_retry_us is not distinct from 0;
-          v_rows         := v_rows and (v_has_row or v_retry_us is distinct from 0);
-          decisions[v_n] := answer_of(v_level, v_retry_us, v_reset_us, v_policy.capacity);
-        end if;
-      end loop;
-      v_simple := v_simple and (v_rows or not allowed);
-      if v_simple and allowed then
-        begin
-          foreach v_reading in array v_readings loop
-            v_n      := v_reading.element;
-            v_policy := v_reading.policy;
-            continue when v_retries_us[v_n] is distinct from 0;  -- a shadow
-            v_key    := keys[v_n];
+          end if;
+          allowed           := allowed and (v_retry_us is not distinct from 0 or v_policy.shadow);
+          v_rows            := v_rows and (v_has_row or v_retry_us is distinct from 0);
+          v_levels[v_n]     := v_level;
+          v_retries_us[v_n] := v_retry_us;
+          v_resets_us[v_n]  := v_reset_us;
+        end loop;
+        v_simple := v_simple and (v_rows or not allowed);
+        exit when not v_simple or not allowed;
+      end if;
+      begin
+        for v_i in 1..v_count loop
+          v_n      := v_order[v_i];
+          continue when v_try = 2 and v_retries_us[v_n] is distinct from 0;  -- a shadow
+          v_policy := v_sorted[v_i];
+          v_key    := keys[v_n];
           v_wanted := microtokens(v_costs[v_n]);
           if v_policy.durable then
             update buckets as b
@@ -7349,37 +7231,43 @@ begin
         returning b.level, b.refilled_at into v_level, v_refilled_at;
           end if;
           if not found then
-            raise exception sqlstate 'RL00T';  -- rolls back to the last begin; caught below, so no caller sees it
+            raise exception sqlstate 'RL00T';  -- rolls back to the begin above; caught below, so no caller sees it
           end if;
-          v_reset_us     := wait_below(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
-          decisions[v_n] := grant_of(v_level, v_reset_us, v_policy.capacity);
-          end loop;
-        exception when sqlstate 'RL00T' then
-          v_simple := false;
-        end;
-      end if;
-    end if;
+          v_levels[v_n]     := v_level;
+          v_retries_us[v_n] := 0;
+          v_resets_us[v_n]  := wait_below(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
+        end loop;
+        exit;
+      exception when sqlstate 'RL00T' then
+        v_now    := clock();  -- it may have waited
+        v_simple := v_try = 1;
+      end;
+    end loop;
   end if;
 
   if v_simple then
     replayed := false;
-    shadowed := shadowed and allowed;
-    if v_charged < v_count then
-      v_least := null;
-      foreach v_reading in array v_readings loop
-        v_n    := v_reading.element;
-        v_rank := (v_reading.policy).shadow::integer * 20000000000000
-                  + case
-                      when allowed then repeats(decisions[v_n].remaining, v_costs[v_n])
-                      when (v_reading.policy).shadow then 0
-                      else -coalesce(v_retries_us[v_n], 9223372036854775807)
-                    end;
-        if v_least is null or v_rank < v_least or v_rank = v_least and v_n < binding then
-          v_least := v_rank;
-          binding := v_n;
-        end if;
-      end loop;
-    end if;
+    shadowed := false;
+    for v_i in 1..v_count loop
+      v_n      := v_order[v_i];
+      v_policy := v_sorted[v_i];
+      if v_policy.shadow and v_retries_us[v_n] is distinct from 0 then
+        shadowed       := allowed;
+        decisions[v_n] := shadow_of(v_levels[v_n], v_resets_us[v_n], v_policy.capacity);
+      else
+        decisions[v_n] := answer_of(v_levels[v_n], v_retries_us[v_n], v_resets_us[v_n], v_policy.capacity);
+      end if;
+      v_rank := case
+        when v_policy.shadow and not allowed then 20000000000000  -- above all others, also with a debt of 9000000000000 tokens
+        when v_policy.shadow then 20000000000000 + repeats(decisions[v_n].remaining, v_costs[v_n])
+        when allowed then decisions[v_n].remaining / v_costs[v_n]
+        else -coalesce(v_retries_us[v_n], 9223372036854775807)
+      end;
+      if v_least is null or v_rank < v_least or v_rank = v_least and v_n < binding then
+        v_least := v_rank;
+        binding := v_n;
+      end if;
+    end loop;
   else
     v_batch := acquire_batch(policies, keys, costs, array[v_count], case when idempotency_key is not null then array[idempotency_key] end);
     if v_batch.refused is not null then

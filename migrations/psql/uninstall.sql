@@ -137,7 +137,7 @@ drop function ratelimit.grant_of, ratelimit.answer_of, ratelimit.shadow_of, rate
               ratelimit.check_sizes, ratelimit.check_numbers, ratelimit.check_max_rows, ratelimit.check_listing,
               ratelimit.acquire, ratelimit.peek, ratelimit.http_fields, ratelimit.refuse_http, ratelimit.rate_limit_exceeded,
               ratelimit.check_guard, ratelimit.limit_request, ratelimit.emptiest_buckets;
-drop type ratelimit.decision, ratelimit.reservation, ratelimit.partial_decision, ratelimit.packed, ratelimit.charged, ratelimit.reading;
+drop type ratelimit.decision, ratelimit.reservation, ratelimit.partial_decision, ratelimit.packed, ratelimit.charged;
 alter type ratelimit.retired_decision rename to decision;
 
 -- Without refill 0, such a policy refills as slowly as one can.
