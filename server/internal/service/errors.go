@@ -95,7 +95,7 @@ func Invalid(message, detail, hint string) *Error {
 
 // missing is what the database would say to a null, which the client cannot send.
 func missing(argument string) *Error {
-	return &Error{Kind: InvalidArgument, Message: "invalid " + argument, Detail: argument + " is missing.", SQLState: sqlStates[InvalidArgument]}
+	return Invalid("invalid "+argument, argument+" is missing.", "")
 }
 
 // sqlStates are those of the errors that the client can find by itself.
