@@ -15,17 +15,6 @@ import (
 // ErrDifference is what a dry run returns when there is something to change. It has been shown.
 var ErrDifference = errors.New("the database differs from the file")
 
-// ExitCode is what a program ends with after the command: 0, 2 for [ErrDifference], or 1.
-func ExitCode(err error) int {
-	switch {
-	case err == nil:
-		return 0
-	case errors.Is(err, ErrDifference):
-		return 2
-	}
-	return 1
-}
-
 // Command returns the command apply. It connects when the file has been read without a mistake, and closes the
 // connection. The error is for the program to print, but for [ErrDifference].
 func Command(connect func(context.Context) (*pgx.Conn, error)) *cobra.Command {
@@ -38,8 +27,8 @@ func Command(connect func(context.Context) (*pgx.Conn, error)) *cobra.Command {
 Shows what changes: + is created, ~ is changed, - is dropped. FILE may be - for standard input.
 Overrides that the file does not have stay. Policies that it does not have stay without --prune.
 
-Ends with 0 when the database is as the file says, with 1 after an error, when nothing has been
-changed, and with 2 when --dry-run has found a difference.`,
+Ends with 0 when the database is as the file says, and with 2 when --dry-run has found a
+difference. After an error nothing has been changed.`,
 		Example: `  pgratelimit apply limits.yaml --env production --dry-run
   pgratelimit apply limits.yaml --env production`,
 		Args:          cobra.ExactArgs(1),
