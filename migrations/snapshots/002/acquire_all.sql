@@ -44,9 +44,27 @@ create or replace function ratelimit_acquire_all(
   set enable_seqscan = off  -- as in ratelimit_acquire
   set jit = off             -- as in acquire_batch
 as $$
+{{- /* The level of the bucket that element u.n is about, of policy p. The argument is the name of the table. */ -}}
+{{ define "level_in" }}select b.level from {{ . }} as b where b.policy_id = p.id and b.key = u.key collate "C"{{ end -}}
+{{- /* Makes element v_n the binding one if it has the least rank so far. Ranks of shadows are above all others, also with a
+       debt of 9000000000000 tokens. The argument is the rank. */ -}}
+{{ define "bind" -}}
+v_rank := v_policy.shadow::integer * 20000000000000 + {{ . }};
+          if v_least is null or v_rank < v_least or v_rank = v_least and v_n < binding then
+            v_least := v_rank;
+            binding := v_n;
+          end if;
+{{- end -}}
 declare
   v_count       integer := cardinality(policies);
-  v_costs       bigint[];
+  v_simple      boolean := false;  -- the steps above decide the request
+  v_order       integer[];   -- the elements in the order of policy and key, durable policies first
+  v_sorted      policies[];  -- their policies, in this order
+  v_keys        text[];      -- likewise
+  v_costs       bigint[];    -- likewise; 0 for what is not charged
+  v_enough      boolean;     -- the buckets cover by their stored levels
+  v_rows        boolean;     -- the buckets that cover have rows
+  v_n           integer;
   v_policy      policies;
   v_override    overrides;
   v_key         text collate "C";
@@ -58,15 +76,6 @@ declare
   v_retry_us    bigint;
   v_reset_us    bigint;
   v_has_row     boolean;
-  v_order       integer[];   -- the elements in the order of policy and key
-  v_sorted      policies[];  -- their policies, in this order
-  v_enough      boolean;     -- the buckets cover by their stored levels
-  v_rows        boolean;     -- the buckets that cover have rows
-  v_n           integer;
-  v_levels      bigint[];
-  v_retries_us  bigint[];
-  v_resets_us   bigint[];
-  v_simple      boolean;     -- the steps above decide the request
   v_rank        bigint;
   v_least       bigint;
   v_batch       packed;
@@ -75,107 +84,95 @@ begin
     perform check_length('policies', v_count, v_count);
     perform refuse('policies', v_count || ' elements long', 'Pass 1 to 1000 elements.');
   end if;
-  v_simple := (array_dims(policies) = '[1:' || v_count || ']' and array_dims(keys) = array_dims(policies)
-               and (costs is null or array_dims(costs) = array_dims(policies)) and idempotency_key is null) is true;
-  v_costs := case when costs is null then array_fill(1::bigint, array[v_count]) else costs end;
-  if v_simple then
+  if idempotency_key is null then
     v_now := clock();
-    select array_agg(s.n::integer), array_agg(s.policy), bool_and((s.level >= microtokens(s.cost)) is true and s.again is not true)
-      into v_order, v_sorted, v_enough
-      from (select u.n, p as policy, greatest(0, least(u.cost, 9000000000001)) as cost,
-                   case when u.cost > 0 and not p.overridden then least(coalesce(b.level, e.level), p.capacity * 1000000) end as level,
-                   u.key = lag(u.key) over in_order and u.policy = lag(u.policy) over in_order as again
-              from unnest(policies, keys, v_costs) with ordinality as u (policy, key, cost, n)
+    select array_agg(s.n::integer), array_agg(s.policy), array_agg(s.key), array_agg(s.cost), bool_and(s.covers is true)
+      into v_order, v_sorted, v_keys, v_costs, v_enough
+      from (select u.n, p as policy, u.key, case when costs is null then 1 else u.cost end as cost,
+                   case when (costs is null or u.cost > 0) and not p.overridden then
+                     least(case when p.durable then ({{ template "level_in" "buckets" }}) else ({{ template "level_in" "ephemeral_buckets" }}) end,
+                           p.capacity * 1000000) >= microtokens(case when costs is null then 1 else least(u.cost, 9000000000001) end)
+                   end as covers
+              from unnest(policies, keys, costs) with ordinality as u (policy, key, cost, n)
               left join policies as p on p.name = u.policy collate "C"
-              left join lateral (select b.level from buckets as b where b.policy_id = p.id and b.key = u.key collate "C" offset 0) as b on true
-              left join lateral (select b.level from ephemeral_buckets as b where b.policy_id = p.id and b.key = u.key collate "C" offset 0) as e on true
-            window in_order as (order by p.durable desc, u.policy collate "C", u.key collate "C")
              order by p.durable desc, u.policy collate "C", u.key collate "C"
             offset 0) as s;
-
-    for v_try in case when v_enough then 1 else 2 end..2 loop
-      allowed := true;
-      if v_try = 2 then
-        v_rows := true;
-        for v_i in 1..v_count loop
-          v_n      := v_order[v_i];
-          v_policy := v_sorted[v_i];
-          v_key    := keys[v_n];
-          v_cost   := v_costs[v_n];
-          if v_policy.id is null or not acceptable(v_key, v_cost) or v_cost = 0
-             or policies[v_n] = policies[v_order[v_i - 1]] and v_key = keys[v_order[v_i - 1]] then
-            v_simple := false;
-            exit;
-          end if;
-          if v_policy.overridden then
-            {{ template "include/override.sql" }}
-            v_sorted[v_i] := v_policy;
-          end if;
-          if v_policy.durable then
-            {{ template "include/look.sql" (dict "buckets" "buckets") }}
-          else
-            {{ template "include/look.sql" (dict "buckets" "ephemeral_buckets") }}
-          end if;
-          allowed           := allowed and (v_retry_us is not distinct from 0 or v_policy.shadow);
-          v_rows            := v_rows and (v_has_row or v_retry_us is distinct from 0);
-          v_levels[v_n]     := v_level;
-          v_retries_us[v_n] := v_retry_us;
-          v_resets_us[v_n]  := v_reset_us;
-        end loop;
-        v_simple := v_simple and (v_rows or not allowed);
-        exit when not v_simple or not allowed;
-      end if;
-      begin
-        for v_i in 1..v_count loop
-          v_n      := v_order[v_i];
-          continue when v_try = 2 and v_retries_us[v_n] is distinct from 0;  -- a shadow
-          v_policy := v_sorted[v_i];
-          v_key    := keys[v_n];
-          v_wanted := microtokens(v_costs[v_n]);
-          if v_policy.durable then
-            {{ template "include/charge.sql" (dict "buckets" "buckets") }}
-          else
-            {{ template "include/charge.sql" (dict "buckets" "ephemeral_buckets") }}
-          end if;
-          if not found then
-            raise exception sqlstate 'RL00T';  -- rolls back to the begin above; caught below, so no caller sees it
-          end if;
-          v_levels[v_n]     := v_level;
-          v_retries_us[v_n] := 0;
-          v_resets_us[v_n]  := {{ template "wait_below" (dict "target" "v_policy.full_level" "level" "v_level" "elapsed_us" "microseconds(v_now - v_refilled_at)") }};
-        end loop;
-        exit;
-      exception when sqlstate 'RL00T' then
-        v_now    := clock();  -- it may have waited
-        v_simple := v_try = 1;
-      end;
+    v_simple := cardinality(v_order) = v_count;
+    for v_i in 2..v_count loop
+      v_simple := v_simple and (v_keys[v_i] = v_keys[v_i - 1] and v_sorted[v_i].id = v_sorted[v_i - 1].id) is not true;
     end loop;
   end if;
 
-  if v_simple then
+  for v_try in case when v_enough then 1 else 2 end..2 loop
+    exit when not v_simple;
+    allowed  := true;
     replayed := false;
     shadowed := false;
-    for v_i in 1..v_count loop
-      v_n      := v_order[v_i];
-      v_policy := v_sorted[v_i];
-      if v_policy.shadow and v_retries_us[v_n] is distinct from 0 then
-        shadowed       := allowed;
-        decisions[v_n] := shadow_of(v_levels[v_n], v_resets_us[v_n], v_policy.capacity);
-      else
-        decisions[v_n] := answer_of(v_levels[v_n], v_retries_us[v_n], v_resets_us[v_n], v_policy.capacity);
-      end if;
-      v_rank := case
-        when v_policy.shadow and not allowed then 20000000000000  -- above all others, also with a debt of 9000000000000 tokens
-        when v_policy.shadow then 20000000000000 + repeats(decisions[v_n].remaining, v_costs[v_n])
-        when allowed then decisions[v_n].remaining / v_costs[v_n]
-        else -coalesce(v_retries_us[v_n], 9223372036854775807)
-      end;
-      if v_least is null or v_rank < v_least or v_rank = v_least and v_n < binding then
-        v_least := v_rank;
-        binding := v_n;
-      end if;
-    end loop;
-  else
+    v_least  := null;
+    if v_try = 2 then
+      v_rows := true;
+      for v_i in 1..v_count loop
+        v_n      := v_order[v_i];
+        v_policy := v_sorted[v_i];
+        v_key    := v_keys[v_i];
+        v_cost   := v_costs[v_i];
+        v_simple := (v_policy.id is not null and acceptable(v_key, v_cost) and v_cost > 0) is true;
+        exit when not v_simple;
+        if v_policy.overridden then
+          {{ template "include/override.sql" }}
+          v_sorted[v_i] := v_policy;
+        end if;
+        if v_policy.durable then
+          {{ template "include/look.sql" (dict "buckets" "buckets") }}
+        else
+          {{ template "include/look.sql" (dict "buckets" "ephemeral_buckets") }}
+        end if;
+        if v_retry_us = 0 then
+          v_rows         := v_rows and v_has_row;
+          decisions[v_n] := answer_of(v_level, v_retry_us, v_reset_us, v_policy.capacity);
+        elsif v_policy.shadow then
+          shadowed       := true;
+          decisions[v_n] := shadow_of(v_level, v_reset_us, v_policy.capacity);
+          v_costs[v_i]   := 0;
+          {{ template "bind" "repeats(decisions[v_n].remaining, v_cost)" }}
+        else
+          allowed        := false;
+          decisions[v_n] := answer_of(v_level, v_retry_us, v_reset_us, v_policy.capacity);
+          {{ template "bind" "-coalesce(v_retry_us, 9223372036854775807)" }}
+        end if;
+      end loop;
+      v_simple := v_simple and (v_rows or not allowed);
+      shadowed := shadowed and allowed;
+      exit when not v_simple or not allowed;
+    end if;
+    begin
+      for v_i in 1..v_count loop
+        v_cost := v_costs[v_i];
+        continue when v_cost = 0;
+        v_n      := v_order[v_i];
+        v_policy := v_sorted[v_i];
+        v_key    := v_keys[v_i];
+        v_wanted := microtokens(v_cost);
+        if v_policy.durable then
+          {{ template "include/charge.sql" (dict "buckets" "buckets") }}
+        else
+          {{ template "include/charge.sql" (dict "buckets" "ephemeral_buckets") }}
+        end if;
+        if not found then
+          raise exception sqlstate 'RL00T';  -- rolls back to the begin above; caught below, so no caller sees it
+        end if;
+        v_reset_us     := {{ template "wait_below" (dict "target" "v_policy.full_level" "level" "v_level" "elapsed_us" "microseconds(v_now - v_refilled_at)") }};
+        decisions[v_n] := grant_of(v_level, v_reset_us, v_policy.capacity);
+        {{ template "bind" "v_level / v_wanted" }}
+      end loop;
+      exit;
+    exception when sqlstate 'RL00T' then
+      v_now    := clock();  -- it may have waited
+      v_simple := v_try = 1;
+    end;
+  end loop;
+
+  if not v_simple then
     v_batch := acquire_batch(policies, keys, costs, array[v_count], case when idempotency_key is not null then array[idempotency_key] end);
     if v_batch.refused is not null then
       raise exception using errcode = v_batch.error_codes[1], message = v_batch.error_messages[1],
