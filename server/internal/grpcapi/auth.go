@@ -4,10 +4,10 @@ import (
 	"context"
 	"strings"
 
+	"google.golang.org/genproto/googleapis/rpc/errdetails"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/metadata"
-	"google.golang.org/grpc/status"
 
 	"github.com/pgratelimit/pgratelimit/server/internal/auth"
 )
@@ -46,7 +46,8 @@ func (t Tokens) admit(ctx context.Context, method string) error {
 		authorization = given[0]
 	}
 	if !tokens.Admit(authorization) {
-		return status.Error(codes.Unauthenticated, "no token that the server knows: send the header authorization: Bearer …")
+		return withInfo(codes.Unauthenticated, "no token that the server knows: send the header authorization: Bearer …",
+			&errdetails.ErrorInfo{Reason: "UNAUTHENTICATED"})
 	}
 	return nil
 }

@@ -19,11 +19,16 @@ func StatusOf(err error) error {
 	if !errors.As(err, &e) {
 		return status.Error(codes.Internal, err.Error())
 	}
-	info := &errdetails.ErrorInfo{Reason: e.Kind.Reason(), Domain: Domain}
+	info := &errdetails.ErrorInfo{Reason: e.Kind.Reason()}
 	if e.SQLState != "" {
 		info.Metadata = map[string]string{"sqlstate": e.SQLState}
 	}
-	plain := status.New(e.Kind.Code(), e.Error())
+	return withInfo(e.Kind.Code(), e.Error(), info)
+}
+
+func withInfo(code codes.Code, message string, info *errdetails.ErrorInfo) error {
+	info.Domain = Domain
+	plain := status.New(code, message)
 	detailed, err := plain.WithDetails(info)
 	if err != nil {
 		return plain.Err()

@@ -69,7 +69,9 @@ func requireCode(t *testing.T, admitted bool, err error, what string) {
 	require.Equal(t, admitted, status.Code(err) != codes.Unauthenticated, "%s: %v", what, err)
 	if admitted {
 		require.NoError(t, err, what)
+		return
 	}
+	requireInfo(t, err, "UNAUTHENTICATED", "")
 }
 
 func requireStatus(t *testing.T, admitted bool, a answer) {
