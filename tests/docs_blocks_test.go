@@ -32,8 +32,9 @@ import (
 //	psql   each statement follows a prompt, "=> ", and must have the output that follows it
 //	go     is compiled: a file, declarations, or statements of a function that returns an error
 //	sh     its files of the repository and targets of make must be there
-//	js, python, java, php, ruby
-//	       the statement in it is run
+//	js, python, php, ruby
+//	       the statement in it is run, and its paragraphs are from a program of docs/examples, which is run, too
+//	java   the statement in it is run
 //	yaml   nothing here: tests of server, another module, read what pgratelimit reads
 //	text   nothing
 //
@@ -56,7 +57,7 @@ type docsBlock struct {
 func docsFiles(t testing.TB) (files []docsFile) {
 	t.Helper()
 	var paths []string
-	for _, pattern := range []string{"../*.md", "../docs/*.md", "../pg_cron/*.md"} {
+	for _, pattern := range []string{"../*.md", "../docs/*.md", "../docs/examples/*.md", "../pg_cron/*.md"} {
 		found, err := filepath.Glob(pattern)
 		require.NoError(t, err)
 		require.NotEmpty(t, found, pattern)

@@ -147,6 +147,16 @@ func Program(ctx context.Context, name string) (string, error) {
 	return "", fmt.Errorf("the package %s has no program of that name", name)
 }
 
+// Install installs Debian packages.
+func Install(ctx context.Context, names ...string) error {
+	for _, name := range names {
+		if err := aptInstall(ctx, name); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
 // asRoot returns what to write before a command that takes root.
 func asRoot(ctx context.Context) ([]string, error) {
 	if os.Geteuid() == 0 {

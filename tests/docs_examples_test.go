@@ -1,0 +1,307 @@
+package tests
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+)
+
+// The programs of docs/examples are run. Each is the same small API, which policy api limits for each user. One that lacks
+// something on this machine is skipped, unless RATELIMIT_TEST_EXAMPLES is "all": then what it lacks is installed, and the
+// test fails where that cannot be.
+var allExamples = os.Getenv("RATELIMIT_TEST_EXAMPLES") == "all"
+
+// A docsExample is a program, and what it takes.
+type docsExample struct {
+	path     string   // below docs/examples
+	language string   // runs "$@", in sh
+	args     []string // before the path; PORT stands for a port
+	probe    []string // arguments with which the language succeeds if all is there
+	packages []string // Debian's, which bring it
+	npm      bool     // takes the packages of docs/examples/node
+}
+
+// psycopg may be there for the system's Python only, while another one comes first.
+const pythonWithPsycopg = `for python in python3 /usr/bin/python3; do
+  if $python -c 'import psycopg'; then exec $python "$@"; fi
+done
+exit 1`
+
+var docsExamples = []docsExample{
+	{path: "node/json.mjs", language: `exec node "$@"`, probe: []string{"--version"}, packages: []string{"nodejs"}},
+	{path: "node/grpc.mjs", language: `exec node "$@"`, probe: []string{"--version"}, packages: []string{"nodejs"}, npm: true},
+	{path: "node/sql.mjs", language: `exec node "$@"`, probe: []string{"--version"}, packages: []string{"nodejs"}, npm: true},
+	{path: "python/json_api.py", language: `exec python3 "$@"`, probe: []string{"--version"}, packages: []string{"python3"}},
+	{path: "python/sql_api.py", language: pythonWithPsycopg, probe: []string{"--version"}, packages: []string{"python3", "python3-psycopg"}},
+	{
+		path: "php/json.php", language: `exec php "$@"`, args: []string{"-S", "127.0.0.1:PORT"},
+		probe: []string{"--version"}, packages: []string{"php-cli"},
+	},
+	{
+		path: "php/sql.php", language: `exec php "$@"`, args: []string{"-S", "127.0.0.1:PORT"},
+		probe: []string{"-r", "exit(extension_loaded('pdo_pgsql') ? 0 : 1);"}, packages: []string{"php-cli", "php-pgsql"},
+	},
+	{path: "ruby/json.rb", language: `exec ruby "$@"`, probe: []string{"-rwebrick", "-e", ""}, packages: []string{"ruby", "ruby-webrick"}},
+	{path: "ruby/sql.rb", language: `exec ruby "$@"`, probe: []string{"-rwebrick", "-rpg", "-e", ""}, packages: []string{"ruby", "ruby-webrick", "ruby-pg"}},
+	{path: "node/grpc.test.mjs", language: `exec node "$@"`, args: []string{"--test"}, probe: []string{"--version"}, packages: []string{"nodejs"}, npm: true},
+}
+
+func TestDocs_Examples(t *testing.T) {
+	t.Parallel()
+	var paths []string
+	for _, example := range docsExamples {
+		paths = append(paths, example.path)
+		if strings.HasSuffix(example.path, ".test.mjs") {
+			continue // TestDocs_NodeCallsTheServer
+		}
+		t.Run(example.path, func(t *testing.T) {
+			t.Parallel()
+			example.need(t)
+			db := newDB(t)
+			db.definePolicy("api", 3, 1, time.Hour)
+			port := freePort(t)
+			startProgram(t, port, example.program(t, port, append(serverVariables(t, db.DB), pgVariables(t, db.URL)...)))
+
+			get := func(user, path string) (status int, retryAfter, body string) {
+				t.Helper()
+				request, err := http.NewRequestWithContext(t.Context(), http.MethodGet, "http://127.0.0.1:"+port+path, nil)
+				require.NoError(t, err)
+				if user != "" {
+					request.Header.Set("X-User", user)
+				}
+				response, err := http.DefaultClient.Do(request)
+				require.NoError(t, err)
+				defer response.Body.Close()
+				text, err := io.ReadAll(response.Body)
+				require.NoError(t, err)
+				return response.StatusCode, response.Header.Get("Retry-After"), string(text)
+			}
+			for _, left := range []string{"2", "1", "0"} {
+				status, _, body := get("42", "/")
+				require.Equal(t, http.StatusOK, status)
+				require.Equal(t, "hello, 42: "+left+" tokens left\n", body)
+			}
+			status, retryAfter, _ := get("42", "/")
+			require.Equal(t, http.StatusTooManyRequests, status)
+			wait, err := strconv.Atoi(retryAfter)
+			require.NoError(t, err)
+			require.LessOrEqual(t, wait, 3600)
+			require.Greater(t, wait, 3000)
+			status, _, _ = get("43", "/")
+			require.Equal(t, http.StatusOK, status, "another user")
+			status, retryAfter, _ = get("43", "/export")
+			require.Equal(t, http.StatusTooManyRequests, status)
+			require.Empty(t, retryAfter, "10 tokens are never there")
+			status, _, _ = get("", "/")
+			require.Equal(t, http.StatusUnauthorized, status)
+			status, _, _ = get("42", "/elsewhere")
+			require.Equal(t, http.StatusNotFound, status)
+
+			db.exec("select ratelimit_drop_policy('api')")
+			status, _, _ = get("42", "/")
+			require.Equal(t, http.StatusServiceUnavailable, status, "an error is not a grant")
+			db.definePolicy("api", 3, 1, time.Hour)
+			status, _, _ = get("42", "/")
+			require.Equal(t, http.StatusOK, status, "and does not last")
+		})
+	}
+	for _, pattern := range []string{"*.mjs", "*.py", "*.php", "*.rb"} {
+		found, err := filepath.Glob("../docs/examples/*/" + pattern)
+		require.NoError(t, err)
+		for _, path := range found {
+			require.Contains(t, paths, strings.TrimPrefix(path, "../docs/examples/"), "every program is run")
+		}
+	}
+}
+
+// What the pages show of programs is from one that is run: each paragraph, in this order, but for the indentation.
+func TestDocs_CodeIsFromAnExample(t *testing.T) {
+	t.Parallel()
+	require.True(t, isFrom("b\n\n  d\n  e\n", "a\nb\nc\nd\ne\n"))
+	require.False(t, isFrom("b\nd\n", "a\nb\nc\nd\ne\n"), "a line is left out")
+	require.False(t, isFrom("d\n\nb\n", "a\nb\nc\nd\ne\n"), "another order")
+	found := 0
+	for _, file := range docsFiles(t) {
+		for _, block := range file.blocks {
+			folder, ok := map[string]string{"js": "node", "python": "python", "php": "php", "ruby": "ruby"}[block.tag]
+			if !ok {
+				continue
+			}
+			found++
+			from := false
+			for _, example := range docsExamples {
+				if filepath.Dir(example.path) == folder {
+					program, err := os.ReadFile("../docs/examples/" + example.path)
+					require.NoError(t, err)
+					from = from || isFrom(block.text, string(program))
+				}
+			}
+			assert.True(t, from, "%s, line %d: no program of docs/examples/%s has this", file.path, block.line, folder)
+		}
+	}
+	require.GreaterOrEqual(t, found, 4)
+}
+
+var (
+	docsIndent     = regexp.MustCompile(`(?m)^[ \t]+`)
+	docsParagraphs = regexp.MustCompile(`\n{2,}`)
+)
+
+func isFrom(block, program string) bool {
+	rest := "\n" + docsIndent.ReplaceAllString(program, "")
+	for _, paragraph := range docsParagraphs.Split(strings.TrimSpace(docsIndent.ReplaceAllString(block, "")), -1) {
+		_, after, found := strings.Cut(rest, "\n"+paragraph+"\n")
+		if !found {
+			return false
+		}
+		rest = "\n" + after
+	}
+	return true
+}
+
+// A client of gRPC that is not ours makes every call, and gets every error.
+func TestDocs_NodeCallsTheServer(t *testing.T) {
+	t.Parallel()
+	example := docsExamples[len(docsExamples)-1]
+	example.need(t)
+	db := newDB(t)
+	db.definePolicy("api", 10, 1, aDay)
+	db.exec("select ratelimit_define_policy('budget', 1000, 0, '1 day')")
+	c := example.program(t, "", append(serverVariables(t, db.DB, "TOKENS=secret"), pgVariables(t, db.URL)...))
+	out, err := c.CombinedOutput()
+	require.NoError(t, err, "%s", out)
+	require.Regexp(t, `(?m)^# pass [1-9]\d*$`, string(out))
+	require.Regexp(t, `(?m)^# skipped 0$`, string(out))
+}
+
+// need skips the test of an example that cannot run here, or installs what it lacks.
+func (e docsExample) need(t *testing.T) {
+	t.Helper()
+	lacks := func() error {
+		if out, err := exec.Command("sh", append([]string{"-c", e.language, "sh"}, e.probe...)...).CombinedOutput(); err != nil {
+			return fmt.Errorf("%w: %s", err, out)
+		}
+		return nil
+	}
+	err := lacks()
+	if err != nil && allExamples {
+		require.NoError(t, pgtest.Install(t.Context(), e.packages...))
+		err = lacks()
+	}
+	if err == nil && e.npm {
+		err = installNpm()
+	}
+	switch {
+	case err != nil && allExamples:
+		t.Fatal(err)
+	case err != nil:
+		t.Skipf("RATELIMIT_TEST_EXAMPLES=all installs %v, and npm's packages: %v", e.packages, err)
+	}
+}
+
+var installNpm = sync.OnceValue(func() error {
+	if _, err := exec.LookPath("npm"); err != nil {
+		if !allExamples {
+			return err
+		}
+		if err := pgtest.Install(context.Background(), "npm"); err != nil {
+			return err
+		}
+	}
+	out, err := command("..", nil, "make", "docs/examples/node/node_modules").CombinedOutput()
+	if err != nil {
+		return fmt.Errorf("%w: %s", err, out)
+	}
+	return nil
+})
+
+// program is the command of an example.
+func (e docsExample) program(t *testing.T, port string, env []string) *exec.Cmd {
+	t.Helper()
+	args := []string{"-c", e.language, "sh"}
+	for _, arg := range e.args {
+		args = append(args, strings.ReplaceAll(arg, "PORT", port))
+	}
+	c := exec.CommandContext(t.Context(), "sh", append(args, filepath.Base(e.path))...)
+	c.Dir = filepath.Join("../docs/examples", filepath.Dir(e.path))
+	c.Env = append(os.Environ(), append(env, "PORT="+port, "PYTHONDONTWRITEBYTECODE=1")...)
+	return c
+}
+
+// startProgram runs a program until the test ends, and returns when it listens. What it wrote is shown if the test fails.
+func startProgram(t *testing.T, port string, c *exec.Cmd) {
+	t.Helper()
+	log, err := os.Create(filepath.Join(t.TempDir(), "log"))
+	require.NoError(t, err)
+	c.Stdout, c.Stderr = log, log
+	require.NoError(t, c.Start())
+	ended := make(chan struct{})
+	go func() {
+		_ = c.Wait() // it is killed
+		close(ended)
+	}()
+	t.Cleanup(func() {
+		_ = c.Process.Kill() // it may have ended
+		<-ended
+		if text, err := os.ReadFile(log.Name()); assert.NoError(t, err) && t.Failed() {
+			t.Logf("%s\n%s", c, text)
+		}
+		log.Close()
+	})
+	require.Eventually(t, func() bool {
+		conn, err := net.Dial("tcp", "127.0.0.1:"+port)
+		if err != nil {
+			return false
+		}
+		return conn.Close() == nil
+	}, time.Minute, 10*time.Millisecond, "%s", c)
+}
+
+// buildServer builds the program, as docs/server.md says.
+var buildServer = sync.OnceValues(func() (path string, err error) {
+	if path, err = filepath.Abs("../build/pgratelimit"); err != nil {
+		return "", err
+	}
+	if out, err := command("..", nil, "go", "build", "-o", path, "./server/cmd/pgratelimit").CombinedOutput(); err != nil {
+		return "", fmt.Errorf("%w\n%s", err, out)
+	}
+	return path, nil
+})
+
+// serverVariables starts the server on a database and says where it listens, as the examples want to know it.
+func serverVariables(t *testing.T, db *pgtest.DB, settings ...string) []string {
+	t.Helper()
+	program, err := buildServer()
+	require.NoError(t, err)
+	grpc, http := freePort(t), freePort(t)
+	c := exec.CommandContext(t.Context(), program, "serve")
+	c.Env = append(os.Environ(), append(settings, "DATABASE_URL="+db.URL, "GRPC_ADDR=127.0.0.1:"+grpc, "HTTP_ADDR=127.0.0.1:"+http)...)
+	startProgram(t, http, c)
+	return []string{"RATELIMIT_GRPC=127.0.0.1:" + grpc, "RATELIMIT_URL=http://127.0.0.1:" + http}
+}
+
+func freePort(t *testing.T) string {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	defer l.Close()
+	_, port, err := net.SplitHostPort(l.Addr().String())
+	require.NoError(t, err)
+	return port
+}
