@@ -68,7 +68,7 @@ Exit codes:
 	root.PersistentFlags().StringVar(&p.databaseURL, "database-url", "", "the database (default $DATABASE_URL)")
 	root.PersistentFlags().BoolVar(&p.json, "json", false, "print JSON")
 	root.AddCommand(
-		p.serve(),
+		p.serve(), p.health(),
 		p.install(), p.uninstall(), p.apply(),
 		p.status(), p.doctor(),
 		p.acquire(), p.peek(),

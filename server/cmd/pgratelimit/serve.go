@@ -19,23 +19,17 @@ import (
 )
 
 func (p *program) serve() *cobra.Command {
-	var path string
 	c := &cobra.Command{
 		Use:   "serve",
 		Short: "Answer calls over gRPC and JSON",
 		Long:  "Answer calls over gRPC and JSON, until SIGTERM or SIGINT. SIGHUP reads Envoy's rules again.\n\n" + settings(),
 		Args:  exactly(0),
 	}
-	c.Flags().StringVar(&path, "config", "", "file of settings, one NAME=value a line; those of the environment come first")
+	load := p.configured(c)
 	c.RunE = func(c *cobra.Command, _ []string) error {
-		cfg, err := config.Load(path, func(name string) (string, bool) {
-			if name == "DATABASE_URL" && p.databaseURL != "" {
-				return p.databaseURL, true
-			}
-			return os.LookupEnv(name)
-		})
+		cfg, err := load()
 		if err != nil {
-			return usageError{err}
+			return err
 		}
 		var handler slog.Handler = slog.NewTextHandler(c.ErrOrStderr(), nil)
 		if p.json {
@@ -59,6 +53,23 @@ func (p *program) serve() *cobra.Command {
 		return s.Run(ctx)
 	}
 	return c
+}
+
+// configured gives a command the flag for a file of settings, and returns what reads all settings.
+func (p *program) configured(c *cobra.Command) func() (config.Config, error) {
+	path := c.Flags().String("config", "", "file of settings, one NAME=value a line; those of the environment come first")
+	return func() (config.Config, error) {
+		cfg, err := config.Load(*path, func(name string) (string, bool) {
+			if name == "DATABASE_URL" && p.databaseURL != "" {
+				return p.databaseURL, true
+			}
+			return os.LookupEnv(name)
+		})
+		if err != nil {
+			return cfg, usageError{err}
+		}
+		return cfg, nil
+	}
 }
 
 // reload reads anew, at each signal, what can change while the server answers.
