@@ -22,6 +22,11 @@ demo: ## See it work on a PostgreSQL of its own, which stays up for you to play 
 demo-stop: ## Remove the demo's PostgreSQL
 	@go run ./tests/demo stop
 
+.PHONY: serve-demo
+serve-demo: build ## See the server at work, with a database of its own and a little traffic, until Ctrl-C
+	@# go run would end with an error at Ctrl-C.
+	@go build -o build/demo ./tests/demo && exec build/demo serve
+
 .PHONY: test
 test: build ## Run all tests; RATELIMIT_TEST_REQUIRE=docker, local or url says where
 	@rm -f build/servers.log; touch build/servers.log

@@ -2,6 +2,7 @@
 //
 //	go run ./tests/demo        # from the repository's root
 //	go run ./tests/demo stop   # removes the server, which otherwise stays up
+//	go run ./tests/demo serve  # shows pgratelimit serve on a database of its own, until Ctrl-C
 package main
 
 import (
@@ -34,6 +35,9 @@ func main() {
 func run() error {
 	ctx, cancel := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer cancel()
+	if len(os.Args) > 1 && os.Args[1] == "serve" {
+		return serve(ctx)
+	}
 	if _, err := os.Stat(keptIn); err == nil {
 		fmt.Println("Removing the server of the earlier demo, with all its databases.")
 	}

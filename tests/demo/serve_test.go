@@ -1,0 +1,89 @@
+package main
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// make serve-demo: what it tells its reader to run answers, and Ctrl-C ends all of it.
+func TestServe(t *testing.T) {
+	t.Parallel()
+	root, err := filepath.Abs("../..")
+	require.NoError(t, err)
+	program := filepath.Join(t.TempDir(), "demo")
+	build := exec.Command("go", "build", "-o", program, "./tests/demo")
+	build.Dir = root
+	out, err := build.CombinedOutput()
+	require.NoError(t, err, "%s", out)
+
+	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute) // a fresh machine compiles the server
+	defer cancel()
+	c := exec.CommandContext(ctx, program, "serve")
+	c.Dir = root
+	c.Env = append(os.Environ(), "HTTP_ADDR=127.0.0.1:"+freePort(t), "GRPC_ADDR=127.0.0.1:"+freePort(t))
+	var complaints bytes.Buffer
+	c.Stderr = &complaints
+	stdout, err := c.StdoutPipe()
+	require.NoError(t, err)
+	require.NoError(t, c.Start())
+	lines := bufio.NewScanner(stdout)
+	var told strings.Builder
+	for !strings.HasPrefix(lines.Text(), "Ctrl-C ends") && lines.Scan() {
+		told.WriteString(lines.Text() + "\n")
+	}
+	text := told.String()
+	require.Contains(t, text, "Ctrl-C ends", "%s", &complaints)
+
+	commands := regexp.MustCompile(`(?m)^  ((?:curl|build/pgratelimit|psql) .*)$`).FindAllStringSubmatch(text, -1)
+	require.Len(t, commands, 6)
+	for _, command := range commands {
+		if _, err := exec.LookPath(strings.Fields(command[1])[0]); err != nil && !strings.HasPrefix(command[1], "build/") {
+			t.Log(err)
+			continue
+		}
+		shell := exec.CommandContext(ctx, "sh", "-c", command[1])
+		shell.Dir = root
+		answer, err := shell.CombinedOutput()
+		require.NoError(t, err, "%s\n%s", command[1], answer)
+		require.Regexp(t, `"allowed":|ratelimit_requests_total\{|user:|signup`, string(answer), command[1])
+	}
+
+	require.NoError(t, c.Process.Signal(os.Interrupt))
+	for lines.Scan() {
+		told.WriteString(lines.Text() + "\n")
+	}
+	require.NoError(t, c.Wait(), "%s", &complaints)
+	require.Regexp(t, `(?m)^In \d+s: [1-9]\d* allowed, \d+ denied, 0 without an answer\.$`, told.String())
+	for _, setting := range []string{"HTTP_ADDR=", "GRPC_ADDR="} {
+		for _, variable := range c.Env {
+			if address, ok := strings.CutPrefix(variable, setting); ok {
+				_, err := net.Dial("tcp", address)
+				require.Error(t, err, "the server has ended")
+			}
+		}
+	}
+	if directory := regexp.MustCompile(`/tmp/ratelimit-\d+`).FindString(text); directory != "" {
+		require.NoDirExists(t, directory, "and so has the database")
+	}
+}
+
+func freePort(t *testing.T) string {
+	t.Helper()
+	listener, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	defer listener.Close()
+	_, port, err := net.SplitHostPort(listener.Addr().String())
+	require.NoError(t, err)
+	return port
+}
