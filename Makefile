@@ -67,7 +67,7 @@ ENVOY_PROGRAMS := $(addprefix github.com/envoyproxy/ratelimit/src/,$(addsuffix @
   github.com/fullstorydev/grpcurl/cmd/grpcurl@v1.9.4
 
 .PHONY: test-envoy
-test-envoy: build ## Compare with Envoy's reference service, and call us with its client and grpcurl; redis-server must be in PATH
+test-envoy: build ## Compare with Envoy's reference service, and call us with its client and grpcurl
 	@for program in $(ENVOY_PROGRAMS); do GOBIN=$(CURDIR)/build/envoy go install $$program; done
 	@RATELIMIT_ENVOY_PROGRAMS=$(CURDIR)/build/envoy go test -C server -tags reference -count=1 -v -run '^TestReference_' ./internal/server \
 	  | grep -v '^ *\(=== \|--- PASS: .*/domain\)'

@@ -22,6 +22,8 @@ import (
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials/insecure"
+
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
 // These tests run programs that make test-envoy builds into this folder.
@@ -55,7 +57,9 @@ func startReference(t *testing.T, files map[string]string) envoypb.RateLimitServ
 	require.NoError(t, err)
 	t.Cleanup(func() { os.RemoveAll(dir) })
 	redis, socket := filepath.Join(dir, "redis"), filepath.Join(dir, "grpc")
-	run(t, exec.CommandContext(t.Context(), "redis-server", "--port", "0", "--unixsocket", redis, "--save", "", "--dir", dir))
+	redisServer, err := pgtest.Program(t.Context(), "redis-server")
+	require.NoError(t, err)
+	run(t, exec.CommandContext(t.Context(), redisServer, "--port", "0", "--unixsocket", redis, "--save", "", "--dir", dir))
 	require.Eventually(t, func() bool {
 		conn, err := net.Dial("unix", redis)
 		if err != nil {
