@@ -37,7 +37,7 @@ http.createServer(async (request, response) => {
   try {
     d = await acquire(`user:${user}`, cost)
   } catch (error) {
-    console.error(error)
+    console.error('no decision:', error.message)
     response.writeHead(503).end() // or go on without a limit: that is for you to decide
     return
   }
