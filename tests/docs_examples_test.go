@@ -261,9 +261,9 @@ func startProgram(t *testing.T, port string, c *exec.Cmd) {
 	}, time.Minute, 10*time.Millisecond, "%s", c)
 }
 
-// buildServer builds the program, as docs/server.md says.
+// buildServer builds the program, as docs/server.md says, where no other test does.
 var buildServer = sync.OnceValues(func() (path string, err error) {
-	if path, err = filepath.Abs("../build/pgratelimit"); err != nil {
+	if path, err = filepath.Abs("../build/examples/pgratelimit"); err != nil {
 		return "", err
 	}
 	if out, err := command("..", nil, "go", "build", "-o", path, "./server/cmd/pgratelimit").CombinedOutput(); err != nil {
@@ -284,12 +284,19 @@ func serverVariables(t *testing.T, db *pgtest.DB, settings ...string) []string {
 	return []string{"RATELIMIT_GRPC=127.0.0.1:" + grpc, "RATELIMIT_URL=http://127.0.0.1:" + http}
 }
 
+var portsGiven sync.Map
+
+// freePort returns a port on which nobody listens, and which no other test has been given.
 func freePort(t *testing.T) string {
 	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-	defer l.Close()
-	_, port, err := net.SplitHostPort(l.Addr().String())
-	require.NoError(t, err)
-	return port
+	for {
+		l, err := net.Listen("tcp", "127.0.0.1:0")
+		require.NoError(t, err)
+		_, port, err := net.SplitHostPort(l.Addr().String())
+		require.NoError(t, err)
+		require.NoError(t, l.Close())
+		if _, given := portsGiven.LoadOrStore(port, true); !given {
+			return port
+		}
+	}
 }
