@@ -25,7 +25,7 @@ import (
 
 // What the server of the demo is told besides its database and addresses. The environment comes before it.
 var serverSettings = []string{
-	"CALL_TIMEOUT=5s",
+	"STATUS_PAGE=true", // which a server without the page does not know
 }
 
 // serve shows the server, pgratelimit serve, with some policies and a little traffic, until ctx ends. The server and the
@@ -141,11 +141,16 @@ func (s served) start(ctx context.Context) (stop func() error, err error) {
 			return nil, errors.Join(ctx.Err(), stop())
 		case <-ticker.C:
 		}
-		response, err := http.Get("http://" + s.http + "/healthz")
-		if err == nil && response.Body.Close() == nil && response.StatusCode == http.StatusOK {
+		if s.answers("/healthz") {
 			return stop, nil
 		}
 	}
+}
+
+// answers reports whether the server answers a path with 200.
+func (s served) answers(path string) bool {
+	response, err := http.Get("http://" + s.http + path)
+	return err == nil && response.Body.Close() == nil && response.StatusCode == http.StatusOK
 }
 
 // explain says what can be tried.
@@ -154,10 +159,11 @@ func (s served) explain(postgres *pgtest.Server) {
 	if _, err := exec.LookPath(grpcurl); err != nil {
 		grpcurl = "go run github.com/fullstorydev/grpcurl/cmd/grpcurl@v1.9.4"
 	}
-	fmt.Printf(`
-The server answers, and 40 users send it a little traffic.
-
-  JSON     http://%[1]s/v1/acquire
+	fmt.Print("\nThe server answers, and 40 users send it a little traffic.\n\n")
+	if s.answers("/") {
+		fmt.Printf("  page     http://%s/\n", s.http)
+	}
+	fmt.Printf(`  JSON     http://%[1]s/v1/acquire
   metrics  http://%[1]s/metrics
   health   http://%[1]s/healthz
   gRPC     %[2]s
