@@ -1,7 +1,11 @@
 package main
 
 import (
+	"crypto/x509"
+	"encoding/pem"
 	"io/fs"
+	"net/http"
+	"net/http/httptest"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -225,4 +229,21 @@ func TestHealth(t *testing.T) {
 		require.Contains(t, r.errors, says)
 	}
 	require.Equal(t, exitUsage, asksHealth(t, "HTTP_ADDR=off").code)
+}
+
+func TestHealth_TLS(t *testing.T) {
+	t.Parallel()
+	own := httptest.NewTLSServer(http.NotFoundHandler()) // for its certificate
+	defer own.Close()
+	key, err := x509.MarshalPKCS8PrivateKey(own.TLS.Certificates[0].PrivateKey)
+	require.NoError(t, err)
+	write := func(kind string, der []byte) (path string) {
+		path = filepath.Join(t.TempDir(), "pem")
+		require.NoError(t, os.WriteFile(path, pem.EncodeToMemory(&pem.Block{Type: kind, Bytes: der}), 0o600))
+		return path
+	}
+	settings := []string{"TLS_CERT_FILE=" + write("CERTIFICATE", own.Certificate().Raw), "TLS_KEY_FILE=" + write("PRIVATE KEY", key)}
+	address := serve(t, append(settings, "DATABASE_URL="+pgtest.New(t).URL, "GRPC_ADDR=off", "HTTP_ADDR=127.0.0.1:0")...)
+	require.Equal(t, ran{code: exitDone, out: "healthy\n"}, asksHealth(t, append(settings, "HTTP_ADDR="+address)...))
+	require.Equal(t, exitError, asksHealth(t, "HTTP_ADDR="+address).code, "in the clear")
 }
