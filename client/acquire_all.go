@@ -52,7 +52,11 @@ type JointDecision struct {
 //
 // Errors: those of [Limiter.Acquire].
 func (l *Limiter) AcquireAll(ctx context.Context, charges []Charge, opts ...AcquireAllOption) (JointDecision, error) {
-	return l.askAll(ctx, newJointRequest(charges, opts))
+	r := newJointRequest(charges, opts)
+	begin := l.hooks.begin()
+	d, err := l.askAll(ctx, r)
+	l.hooks.answeredAll(ctx, r.charges, begin, d, err)
+	return d, err
 }
 
 // AcquireAll is [Limiter.AcquireAll], and shares calls as [Combiner.Acquire] does, with other callers of
@@ -64,7 +68,10 @@ func (l *Limiter) AcquireAll(ctx context.Context, charges []Charge, opts ...Acqu
 func (c *Combiner) AcquireAll(ctx context.Context, charges []Charge, opts ...AcquireAllOption) (JointDecision, error) {
 	r := newJointRequest(charges, opts)
 	r.key = nameOfAll(r.charges)
-	return c.combine(ctx, r)
+	begin := c.hooks.begin()
+	d, err := c.combine(ctx, r)
+	c.hooks.answeredAll(ctx, r.charges, begin, d, err)
+	return d, err
 }
 
 func newJointRequest(charges []Charge, opts []AcquireAllOption) request {

@@ -39,6 +39,7 @@ type limiter struct {
 	noFlush bool
 	inTx    bool     // by WithTx
 	denials *denials // nil without DenialCache
+	hooks   Hooks    // of Observe
 }
 
 // New returns a Limiter that calls the functions installed in db. Whether db is a transaction is guessed
@@ -52,7 +53,7 @@ func New(db Querier, opts ...LimiterOption) *Limiter {
 }
 
 func newLimiter(db Querier, c config) limiter {
-	l := limiter{db: db, noFlush: c.noFlush}
+	l := limiter{db: db, noFlush: c.noFlush, hooks: c.hooks}
 	if c.schema != "" {
 		l.schema = pgx.Identifier{c.schema}.Sanitize() + "."
 	}
@@ -72,7 +73,7 @@ func newLimiter(db Querier, c config) limiter {
 // all the same, acquire within a savepoint (tx.Begin).
 func (l *limiter) WithTx(tx pgx.Tx) *Limiter {
 	// Only its QueryRow is to be seen: a tx that has more is not to be taken for a pool.
-	return &Limiter{limiter{db: struct{ Querier }{tx}, schema: l.schema, inTx: true}}
+	return &Limiter{limiter{db: struct{ Querier }{tx}, schema: l.schema, inTx: true, hooks: l.hooks}}
 }
 
 // Acquire takes tokens from the bucket of key if it holds enough, and answers. Options are [Cost] and
@@ -89,8 +90,15 @@ func (l *Limiter) Acquire(ctx context.Context, policy, key string, opts ...Acqui
 	return l.acquire(ctx, newRequest(policy, key, opts), l.ask)
 }
 
-// acquire answers from memory, or asks and remembers.
 func (l *limiter) acquire(ctx context.Context, r request, ask func(context.Context, request) (Decision, error)) (Decision, error) {
+	begin := l.hooks.begin()
+	d, err := l.recall(ctx, r, ask)
+	l.hooks.answered(ctx, verbAcquire, r.policy, begin, d, err)
+	return d, err
+}
+
+// recall answers from memory, or asks and remembers.
+func (l *limiter) recall(ctx context.Context, r request, ask func(context.Context, request) (Decision, error)) (Decision, error) {
 	if l.denials == nil || r.keyed() || !isAutocommit(l.db) {
 		return ask(ctx, r)
 	}
@@ -120,8 +128,8 @@ func (l *limiter) Peek(ctx context.Context, policy, key string, opts ...PeekOpti
 	for _, opt := range opts {
 		r.cost = opt.(CostOption).Tokens() // there is no other
 	}
-	return l.decide(ctx, call{
-		verb:     "peek",
+	return l.answer(ctx, policy, call{
+		verb:     verbPeek,
 		function: "ratelimit_peek($1::text, $2::text, $3::bigint)",
 		args:     []any{policy, key, r.cost},
 	})
@@ -137,8 +145,8 @@ func (l *limiter) Peek(ctx context.Context, policy, key string, opts ...PeekOpti
 // Errors: [ErrUnknownPolicy], [ErrInvalidArgument], [ErrLocked].
 func (l *limiter) Refund(ctx context.Context, policy, key string, amount int64) (Decision, error) {
 	defer l.denials.forget(policy, key)
-	return l.decide(ctx, call{
-		verb:     "refund",
+	return l.answer(ctx, policy, call{
+		verb:     verbRefund,
 		function: "ratelimit_refund($1::text, $2::text, $3::bigint)",
 		args:     []any{policy, key, amount},
 		tokens:   true,
@@ -259,6 +267,14 @@ func (r *decisionRow) decision() Decision {
 	d := r.Decision
 	d.RetryAfter, d.ResetAfter = wait(r.retryAfter), wait(r.resetAfter)
 	return d
+}
+
+// answer makes a call that returns one decision, and shows it.
+func (l *limiter) answer(ctx context.Context, policy string, c call) (Decision, error) {
+	begin := l.hooks.begin()
+	d, err := l.decide(ctx, c)
+	l.hooks.answered(ctx, c.verb, policy, begin, d, err)
+	return d, err
 }
 
 // decide makes a call that returns one decision.

@@ -294,6 +294,7 @@ func (c *Combiner) send(ctx context.Context, b *batch) {
 
 // askAlone sends one request in a call of its own.
 func (c *Combiner) askAlone(ctx context.Context, r request) (JointDecision, error) {
+	c.hooks.combined(1)
 	if r.isJoint() {
 		return c.askAll(ctx, r)
 	}
@@ -338,6 +339,7 @@ func (c *Combiner) askMany(ctx context.Context, b *batch) error {
 	if b.packed == nil {
 		b.packed = newPacked()
 	}
+	c.hooks.combined(len(b.waiters))
 	call, dest := b.packed.call(b.waiters)
 	if err := c.query(ctx, call, dest...); err != nil {
 		return err

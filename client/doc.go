@@ -83,6 +83,14 @@
 //     transaction only the caller can begin again, and the error is the caller's
 //   - when the connection was lost, on a pool, if the request has an idempotency key
 //
+// # Metrics
+//
+// [Observe] shows a program each answer, each wait, and the size of each combined call. Package otellimit, a module of its
+// own, makes OpenTelemetry's metrics of them:
+//
+//	metrics, err := otellimit.New(otel.GetMeterProvider())
+//	limiter := client.NewCombiner(pool, client.Observe(metrics.Hooks()))
+//
 // # Bad networks
 //
 // Give every call a ctx that ends: the call ends with it, also when the server falls silent. A

@@ -53,9 +53,9 @@ func (r request) bucket() bucket { return bucket{r.policy, r.key} }
 // verb names the request in errors.
 func (r request) verb() string {
 	if r.isJoint() {
-		return "acquire all"
+		return verbAcquireAll
 	}
-	return "acquire"
+	return verbAcquire
 }
 
 // A CostOption is an [AcquireOption], a [PeekOption], a [WaitOption], and the cost of a [Charge]. The zero CostOption
@@ -104,8 +104,8 @@ func IdempotencyKey(key string) IdempotencyKeyOption { return IdempotencyKeyOpti
 // A CombinerOption changes a [Combiner] at [NewCombiner]: [CallsInFlight] and each [LimiterOption].
 type CombinerOption interface{ configure(*config) }
 
-// A LimiterOption changes a [Limiter] at [New]: [Schema], [NoFlush] and [DenialCache] return one. Each
-// is a [CombinerOption] too.
+// A LimiterOption changes a [Limiter] at [New]: [Schema], [NoFlush], [DenialCache] and [Observe] return one.
+// Each is a [CombinerOption] too.
 type LimiterOption interface {
 	CombinerOption
 	limiterOption()
@@ -115,6 +115,7 @@ type config struct {
 	schema  string
 	noFlush bool
 	denials bool
+	hooks   Hooks
 	calls   int // of a Combiner
 }
 
@@ -159,6 +160,12 @@ func NoFlush() LimiterOption {
 // other programs, in transactions, or with SQL, and callers must not wait for them.
 func DenialCache() LimiterOption {
 	return limiterOption{func(c *config) { c.denials = true }}
+}
+
+// Observe lets the program watch what the limiter does, by functions that it calls: for metrics, and for logs. Limiters that
+// are made of it by WithTx are watched, too. Defaults to none, which costs nothing.
+func Observe(hooks Hooks) LimiterOption {
+	return limiterOption{func(c *config) { c.hooks = hooks }}
 }
 
 // CallsInFlight bounds how many calls a [Combiner] has under way at a time, 1 or more, and with it the

@@ -24,8 +24,8 @@ func (l *limiter) Charge(ctx context.Context, policy, key string, cost int64, op
 	for _, opt := range opts {
 		r.idempotencyKey = string(opt.(IdempotencyKeyOption)) // there is no other
 	}
-	return l.decide(ctx, call{
-		verb:     "charge",
+	return l.answer(ctx, policy, call{
+		verb:     verbCharge,
 		function: "ratelimit_charge($1::text, $2::text, $3::bigint, $4::text)",
 		args:     []any{policy, key, cost, r.idempotencyKey},
 		tokens:   true,
@@ -51,8 +51,8 @@ func (l *limiter) Charge(ctx context.Context, policy, key string, cost int64, op
 // Errors: [ErrNoGrant], [ErrUnknownPolicy], [ErrIdempotencyMismatch], [ErrInvalidArgument], [ErrLocked].
 func (l *limiter) Settle(ctx context.Context, policy, key, idempotencyKey string, cost int64) (Decision, error) {
 	defer l.denials.forget(policy, key)
-	return l.decide(ctx, call{
-		verb:     "settle",
+	return l.answer(ctx, policy, call{
+		verb:     verbSettle,
 		function: "ratelimit_settle($1::text, $2::text, $3::text, $4::bigint)",
 		args:     []any{policy, key, idempotencyKey, cost},
 		tokens:   true,
@@ -102,24 +102,9 @@ func (r Reservation) Never() bool { return r.Wait == never }
 //
 // Errors: those of [Limiter.Acquire].
 func (l *limiter) Reserve(ctx context.Context, policy, key string, maxWait time.Duration, opts ...AcquireOption) (Reservation, error) {
-	const verb = "reserve"
-	if maxWait%time.Microsecond != 0 {
-		return Reservation{}, failed(verb, fmt.Errorf("%w: maxWait %v must be whole microseconds", ErrInvalidArgument, maxWait))
-	}
-	r := newRequest(policy, key, opts)
-	var row decisionRow
-	err := l.query(ctx, call{
-		verb:     verb,
-		columns:  reservationColumns,
-		function: "ratelimit_reserve($1::text, $2::text, $3::text::interval, $4::bigint, $5::text)",
-		args:     []any{policy, key, interval(maxWait), r.cost, r.idempotencyKey},
-		tokens:   true,
-		once:     r.keyed(),
-	}, row.columns()...)
-	if err != nil {
-		return Reservation{}, err
-	}
-	d := row.decision()
+	begin := l.hooks.begin()
+	d, err := l.reserve(ctx, newRequest(policy, key, opts), maxWait)
+	l.hooks.answered(ctx, verbReserve, policy, begin, d, err)
 	return Reservation{
 		Allowed:    d.Allowed,
 		Wait:       d.RetryAfter,
@@ -128,7 +113,27 @@ func (l *limiter) Reserve(ctx context.Context, policy, key string, maxWait time.
 		Capacity:   d.Capacity,
 		Replayed:   d.Replayed,
 		Shadowed:   d.Shadowed,
-	}, nil
+	}, err
+}
+
+// reserve returns a decision whose RetryAfter is the wait.
+func (l *limiter) reserve(ctx context.Context, r request, maxWait time.Duration) (Decision, error) {
+	if maxWait%time.Microsecond != 0 {
+		return Decision{}, failed(verbReserve, fmt.Errorf("%w: maxWait %v must be whole microseconds", ErrInvalidArgument, maxWait))
+	}
+	var row decisionRow
+	err := l.query(ctx, call{
+		verb:     verbReserve,
+		columns:  reservationColumns,
+		function: "ratelimit_reserve($1::text, $2::text, $3::text::interval, $4::bigint, $5::text)",
+		args:     []any{r.policy, r.key, interval(maxWait), r.cost, r.idempotencyKey},
+		tokens:   true,
+		once:     r.keyed(),
+	}, row.columns()...)
+	if err != nil {
+		return Decision{}, err
+	}
+	return row.decision(), nil
 }
 
 // The columns of a reservation, in the order of those of a decision.
@@ -171,8 +176,9 @@ func (l *limiter) AcquireUpTo(ctx context.Context, policy, key string, atMost in
 	}
 	var row decisionRow
 	var d PartialDecision
+	begin := l.hooks.begin()
 	err := l.query(ctx, call{
-		verb:     "acquire up to",
+		verb:     verbAcquireUpTo,
 		columns:  decisionColumns + ", taken",
 		function: "ratelimit_acquire_up_to($1::text, $2::text, $3::bigint, $4::bigint, $5::text)",
 		args:     []any{policy, key, atMost, atLeast, r.idempotencyKey},
@@ -180,8 +186,10 @@ func (l *limiter) AcquireUpTo(ctx context.Context, policy, key string, atMost in
 		once:     r.keyed(),
 	}, append(row.columns(), &d.Taken)...)
 	if err != nil {
-		return PartialDecision{}, err
+		d = PartialDecision{}
+	} else {
+		d.Decision = row.decision()
 	}
-	d.Decision = row.decision()
-	return d, nil
+	l.hooks.answered(ctx, verbAcquireUpTo, policy, begin, d.Decision, err)
+	return d, err
 }

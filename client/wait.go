@@ -61,14 +61,18 @@ func (l *limiter) Wait(ctx context.Context, policy, key string, opts ...WaitOpti
 	case !r.Allowed:
 		return r, failed(verb, ErrTooLate)
 	case r.Wait == 0:
+		l.hooks.slept(ctx, policy, 0, nil)
 		return r, nil
 	}
+	begin := time.Now()
 	timer := time.NewTimer(r.Wait)
 	defer timer.Stop()
 	select {
 	case <-timer.C:
+		l.hooks.slept(ctx, policy, time.Since(begin), nil)
 		return r, nil
 	case <-ctx.Done():
+		l.hooks.slept(ctx, policy, time.Since(begin), ctx.Err())
 		return r, errors.Join(failed(verb, ctx.Err()), l.giveBack(ctx, policy, key, idempotencyKey))
 	}
 }

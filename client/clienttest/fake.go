@@ -47,13 +47,14 @@ type Fake struct {
 }
 
 // New returns a Fake without policies, whose time is what now returns when a call is decided. A nil now is
-// [time.Now]. Time may go back, as that of a server does.
-func New(now func() time.Time) *Fake {
+// [time.Now]. Time may go back, as that of a server does. Of the options of [client.New], a fake has a use for
+// [client.Observe].
+func New(now func() time.Time, opts ...client.LimiterOption) *Fake {
 	if now == nil {
 		now = time.Now
 	}
 	db := &database{now: now, model: model.New()}
-	return &Fake{client.New(db), db}
+	return &Fake{client.New(db, opts...), db}
 }
 
 // FailNext makes the next calls fail with these errors, one each, after those that earlier FailNexts

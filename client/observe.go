@@ -1,0 +1,131 @@
+package client
+
+import (
+	"context"
+	"time"
+)
+
+// Hooks are functions by which a program watches its limiter: see [Observe]. One that is nil is not called.
+//
+// The goroutine that did the work calls them, and goes on when they return; many goroutines call them at a time. None of
+// them is told a key. Package otellimit, a module of its own, has hooks for OpenTelemetry.
+type Hooks struct {
+	// Answered sees each answer of Acquire, AcquireAll, AcquireUpTo, Charge, Settle, Reserve, Peek and Refund, before the
+	// caller has it. In a transaction that is before anybody knows whether it will be committed. Wait is seen as its Reserve.
+	Answered func(context.Context, Answer)
+
+	// Waited sees how long a Wait has slept, which is 0 if the tokens were there, and the error of ctx if that ended first.
+	// One that was refused did not sleep, and is not seen.
+	Waited func(ctx context.Context, policy string, slept time.Duration, err error)
+
+	// Combined sees how many requests are in a call that a [Combiner] is about to make for Acquire or AcquireAll.
+	Combined func(requests int)
+}
+
+// An Answer is what a caller of a limiter gets.
+type Answer struct {
+	// Operation is what the error would say that it was: "acquire", "acquire all", "acquire up to", "charge", "settle",
+	// "reserve", "peek" or "refund".
+	Operation string
+
+	// Policy is the one that was asked for, which may not be there. Of several charges it is that of the binding one, and
+	// empty if there was an error.
+	Policy string
+
+	// Decision is zero if Err is not nil. Of a [Reservation], RetryAfter is the wait.
+	Decision Decision
+	Err      error
+
+	// Duration is how long the caller waited for the answer.
+	Duration time.Duration
+}
+
+// Takes reports whether tokens were asked for.
+func (a Answer) Takes() bool {
+	switch a.Operation {
+	case verbAcquire, verbAcquireAll, verbAcquireUpTo, verbCharge, verbReserve:
+		return true
+	}
+	return false
+}
+
+// Result is the answer in one word.
+func (a Answer) Result() Result {
+	switch {
+	case a.Err != nil:
+		return ResultError
+	case !a.Decision.Allowed:
+		return ResultDenied
+	case a.Decision.Shadowed:
+		return ResultShadowed
+	case a.Decision.Replayed:
+		return ResultReplayed
+	}
+	return ResultAllowed
+}
+
+// A Result is what came of a request, in one word. Metrics are kept by it.
+type Result string
+
+// The results.
+const (
+	ResultAllowed  Result = "allowed"
+	ResultDenied   Result = "denied"
+	ResultReplayed Result = "replayed"  // a grant, given again
+	ResultShadowed Result = "shadowed"  // allowed, because the policy only watches
+	ResultError    Result = "error"     // no decision
+	ResultFailOpen Result = "fail_open" // no decision, and middleware let the request pass: no Answer has it
+)
+
+// The operations that a hook is told.
+const (
+	verbAcquire     = "acquire"
+	verbAcquireAll  = "acquire all"
+	verbAcquireUpTo = "acquire up to"
+	verbCharge      = "charge"
+	verbSettle      = "settle"
+	verbReserve     = "reserve"
+	verbPeek        = "peek"
+	verbRefund      = "refund"
+)
+
+// begin is the time, if somebody is to be told how long a request took.
+func (h *Hooks) begin() (now time.Time) {
+	if h.Answered != nil {
+		now = time.Now()
+	}
+	return now
+}
+
+// answered shows the answer to a request.
+func (h *Hooks) answered(ctx context.Context, operation, policy string, begin time.Time, d Decision, err error) {
+	if h.Answered != nil {
+		h.Answered(ctx, Answer{Operation: operation, Policy: policy, Decision: d, Err: err, Duration: time.Since(begin)})
+	}
+}
+
+// answeredAll shows the answer to a joint request.
+func (h *Hooks) answeredAll(ctx context.Context, charges []Charge, begin time.Time, d JointDecision, err error) {
+	if h.Answered == nil {
+		return
+	}
+	var policy string
+	if err == nil {
+		policy = charges[d.Binding].Policy
+	}
+	h.answered(ctx, verbAcquireAll, policy, begin, d.Decision, err)
+}
+
+// slept shows how long a caller has.
+func (h *Hooks) slept(ctx context.Context, policy string, d time.Duration, err error) {
+	if h.Waited != nil {
+		h.Waited(ctx, policy, d, err)
+	}
+}
+
+// combined shows the size of a call.
+func (h *Hooks) combined(requests int) {
+	if h.Combined != nil {
+		h.Combined(requests)
+	}
+}

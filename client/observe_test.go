@@ -1,0 +1,253 @@
+package client_test
+
+import (
+	"context"
+	"errors"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/client/clienttest"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+)
+
+// seen is what hooks were told.
+type seen struct {
+	mu      sync.Mutex
+	answers []client.Answer
+	waits   []wait
+	calls   []int
+}
+
+type wait struct {
+	policy string
+	slept  time.Duration
+	err    error
+}
+
+func (s *seen) hooks() client.Hooks {
+	return client.Hooks{
+		Answered: func(_ context.Context, a client.Answer) {
+			s.mu.Lock()
+			defer s.mu.Unlock()
+			s.answers = append(s.answers, a)
+		},
+		Waited: func(_ context.Context, policy string, slept time.Duration, err error) {
+			s.mu.Lock()
+			defer s.mu.Unlock()
+			s.waits = append(s.waits, wait{policy, slept, err})
+		},
+		Combined: func(requests int) {
+			s.mu.Lock()
+			defer s.mu.Unlock()
+			s.calls = append(s.calls, requests)
+		},
+	}
+}
+
+func TestObserve_SeesEachAnswer(t *testing.T) {
+	t.Parallel()
+	ctx := t.Context()
+	var s seen
+	now := time.Now()
+	fake := clienttest.New(func() time.Time { return now }, client.Observe(s.hooks()))
+	for _, p := range []client.Policy{
+		{Name: "api", Capacity: 10, Refill: 1, Every: time.Second},
+		{Name: "org", Capacity: 3, Refill: 1, Every: time.Second},
+		{Name: "trial", Capacity: 1, Refill: 1, Every: time.Second, Shadow: client.Yes},
+	} {
+		require.NoError(t, fake.DefinePolicy(ctx, p))
+	}
+	for _, ask := range []struct {
+		operation, policy string
+		result            client.Result
+		takes             bool
+		call              func() error
+	}{
+		{"acquire", "api", client.ResultAllowed, true, func() error {
+			_, err := fake.Acquire(ctx, "api", "k", client.Cost(2), client.IdempotencyKey("i"))
+			return err
+		}},
+		{"acquire", "api", client.ResultReplayed, true, func() error {
+			_, err := fake.Acquire(ctx, "api", "k", client.Cost(2), client.IdempotencyKey("i"))
+			return err
+		}},
+		{"acquire", "api", client.ResultDenied, true, func() error {
+			_, err := fake.Acquire(ctx, "api", "k", client.Cost(9))
+			return err
+		}},
+		{"acquire", "trial", client.ResultShadowed, true, func() error {
+			_, err := fake.Acquire(ctx, "trial", "k", client.Cost(2))
+			return err
+		}},
+		{"acquire", "nobody", client.ResultError, true, func() error {
+			_, err := fake.Acquire(ctx, "nobody", "k")
+			return err
+		}},
+		{"acquire all", "org", client.ResultAllowed, true, func() error {
+			_, err := fake.AcquireAll(ctx, []client.Charge{{Policy: "api", Key: "k"}, {Policy: "org", Key: "k"}})
+			return err
+		}},
+		{"acquire all", "", client.ResultError, true, func() error {
+			_, err := fake.AcquireAll(ctx, []client.Charge{{Policy: "api", Key: "k"}, {Policy: "nobody", Key: "k"}})
+			return err
+		}},
+		{"acquire up to", "api", client.ResultAllowed, true, func() error {
+			_, err := fake.AcquireUpTo(ctx, "api", "k", 2)
+			return err
+		}},
+		{"acquire up to", "nobody", client.ResultError, true, func() error {
+			_, err := fake.AcquireUpTo(ctx, "nobody", "k", 2)
+			return err
+		}},
+		{"charge", "api", client.ResultAllowed, true, func() error {
+			_, err := fake.Charge(ctx, "api", "k", 100)
+			return err
+		}},
+		{"settle", "api", client.ResultAllowed, false, func() error {
+			_, err := fake.Settle(ctx, "api", "k", "i", 1)
+			return err
+		}},
+		{"reserve", "api", client.ResultDenied, true, func() error {
+			_, err := fake.Reserve(ctx, "api", "k", time.Second)
+			return err
+		}},
+		{"reserve", "api", client.ResultError, true, func() error {
+			_, err := fake.Reserve(ctx, "api", "k", time.Nanosecond)
+			return err
+		}},
+		{"peek", "api", client.ResultDenied, false, func() error {
+			_, err := fake.Peek(ctx, "api", "k")
+			return err
+		}},
+		{"refund", "api", client.ResultAllowed, false, func() error {
+			_, err := fake.Refund(ctx, "api", "k", 1)
+			return err
+		}},
+	} {
+		s.answers = nil
+		err := ask.call()
+		require.Len(t, s.answers, 1, ask.operation)
+		a := s.answers[0]
+		require.Equal(t, ask.operation, a.Operation)
+		require.Equal(t, ask.policy, a.Policy, ask.operation)
+		require.Equal(t, ask.result, a.Result(), ask.operation)
+		require.Equal(t, ask.takes, a.Takes(), ask.operation)
+		require.Equal(t, err, a.Err, "the caller's")
+		require.GreaterOrEqual(t, a.Duration, time.Duration(0))
+	}
+	require.Empty(t, s.calls, "a Limiter combines nothing")
+}
+
+// What the cache answers is an answer like others.
+func TestObserve_SeesTheDenialCache(t *testing.T) {
+	t.Parallel()
+	var s seen
+	db := &fakePool{fakeDB{answers: []any{denied(time.Minute)}}}
+	limiter := client.New(db, client.DenialCache(), client.Observe(s.hooks()))
+	for range 3 {
+		_, err := limiter.Acquire(t.Context(), "api", "k")
+		require.NoError(t, err)
+	}
+	require.Len(t, db.sent(), 1)
+	require.Len(t, s.answers, 3)
+	require.Equal(t, client.ResultDenied, s.answers[2].Result())
+}
+
+func TestObserve_SeesWaits(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		var s seen
+		fake := clienttest.New(time.Now, client.Observe(s.hooks()))
+		require.NoError(t, fake.DefinePolicy(t.Context(), client.Policy{Name: "line", Capacity: 1, Refill: 1, Every: time.Second}))
+		for range 2 {
+			_, err := fake.Wait(t.Context(), "line", "k")
+			require.NoError(t, err)
+		}
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second-time.Microsecond)
+		defer cancel()
+		_, err := fake.Wait(ctx, "line", "k")
+		require.ErrorIs(t, err, client.ErrTooLate)
+		ctx, cancel = context.WithCancel(t.Context())
+		time.AfterFunc(time.Second/4, cancel)
+		_, err = fake.Wait(ctx, "line", "k")
+		require.ErrorIs(t, err, context.Canceled)
+		require.Equal(t, []wait{{"line", 0, nil}, {"line", time.Second, nil}, {"line", time.Second / 4, context.Canceled}}, s.waits)
+
+		var operations []string
+		for _, a := range s.answers {
+			operations = append(operations, a.Operation+" "+string(a.Result()))
+		}
+		require.Equal(t, []string{"reserve allowed", "reserve allowed", "reserve denied", "reserve allowed", "settle allowed"}, operations)
+	})
+}
+
+// Each request that is sent is in one call.
+func TestObserve_SeesTheSizeOfCalls(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	db.Exec(t, "select ratelimit_define_policy('api', 1000, 1, '1 second')")
+	var s seen
+	limiter := client.NewCombiner(db.Pool, client.Observe(s.hooks()))
+	defer limiter.Close()
+	blocker := db.Connect(t)
+	_, err := blocker.Exec(t.Context(), "begin; lock table ratelimit.policies in access exclusive mode")
+	require.NoError(t, err)
+
+	const callers = 20
+	errs := make(chan error, callers)
+	for i := range callers {
+		go func() {
+			if i%2 == 0 {
+				_, err := limiter.Acquire(t.Context(), "api", keys[i])
+				errs <- err
+				return
+			}
+			_, err := limiter.AcquireAll(t.Context(), []client.Charge{{Policy: "api", Key: keys[i]}, {Policy: "api", Key: keys[i] + "a"}})
+			errs <- err
+		}()
+	}
+	require.Eventually(t, func() bool { // two calls are under way
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		sent := 0
+		for _, n := range s.calls {
+			sent += n
+		}
+		return sent+client.QueueLength(limiter) == callers && len(s.calls) == 2
+	}, 20*time.Second, time.Millisecond)
+	_, err = blocker.Exec(t.Context(), "rollback")
+	require.NoError(t, err)
+	for range callers {
+		require.NoError(t, <-errs)
+	}
+	sum, most := 0, 0
+	for _, n := range s.calls {
+		sum, most = sum+n, max(most, n)
+	}
+	require.Equal(t, callers, sum)
+	require.Greater(t, most, 1)
+	require.Len(t, s.answers, callers)
+}
+
+func TestObserve_InATransaction(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	db.Exec(t, "select ratelimit_define_policy('api', 1000, 1, '1 second')")
+	var s seen
+	limiter := client.New(db.Pool, client.Observe(s.hooks()))
+	back := errors.New("back")
+	err := pgx.BeginFunc(t.Context(), db.Pool, func(tx pgx.Tx) error {
+		_, err := limiter.WithTx(tx).Acquire(t.Context(), "api", "k")
+		require.NoError(t, err)
+		return back
+	})
+	require.ErrorIs(t, err, back)
+	require.Len(t, s.answers, 1)
+	require.Equal(t, client.ResultAllowed, s.answers[0].Result())
+}
