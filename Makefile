@@ -91,9 +91,10 @@ uninstall: need-DATABASE_URL ## Remove it from a database, with all policies and
 lint: build ## Check formatting, go vet, golangci-lint and generated code; plpgsql_check is one of the tests
 	@unformatted=$$(gofmt -l .); [ -z "$$unformatted" ] || { echo "gofmt -w $$unformatted" >&2; exit 1; }
 	go vet work
-	go run $(GOLANGCI_LINT) run ./... ./client/grpclimit/... ./server/... ./tests/bench/...
+	go run $(GOLANGCI_LINT) run ./... ./client/grpclimit/... ./client/otellimit/... ./server/... ./tests/bench/...
 	GOWORK=off go mod tidy -diff
 	GOWORK=off go -C client/grpclimit mod tidy -diff
+	GOWORK=off go -C client/otellimit mod tidy -diff
 	GOWORK=off go -C server mod tidy -diff
 	GOWORK=off go -C tests/bench mod tidy -diff
 	rm -rf build/_proto # Go does not look into it

@@ -1,0 +1,240 @@
+package otellimit_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"net/http/httptest"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	"go.opentelemetry.io/otel/attribute"
+	sdk "go.opentelemetry.io/otel/sdk/metric"
+	"go.opentelemetry.io/otel/sdk/metric/metricdata"
+
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/client/clienttest"
+	"github.com/pgratelimit/pgratelimit/client/httplimit"
+	"github.com/pgratelimit/pgratelimit/client/otellimit"
+)
+
+func newMetrics(t *testing.T) (*otellimit.Metrics, *sdk.ManualReader) {
+	t.Helper()
+	reader := sdk.NewManualReader()
+	m, err := otellimit.New(sdk.NewMeterProvider(sdk.WithReader(reader)))
+	require.NoError(t, err)
+	return m, reader
+}
+
+// collect returns the instruments by name.
+func collect(t *testing.T, reader *sdk.ManualReader) map[string]metricdata.Metrics {
+	t.Helper()
+	var all metricdata.ResourceMetrics
+	require.NoError(t, reader.Collect(t.Context(), &all))
+	byName := map[string]metricdata.Metrics{}
+	for _, scope := range all.ScopeMetrics {
+		for _, m := range scope.Metrics {
+			byName[m.Name] = m
+		}
+	}
+	return byName
+}
+
+// requests are the counts by "policy result".
+func requests(t *testing.T, reader *sdk.ManualReader) map[string]int64 {
+	t.Helper()
+	counts := map[string]int64{}
+	m, ok := collect(t, reader)["ratelimit.requests"]
+	if !ok {
+		return counts
+	}
+	for _, point := range m.Data.(metricdata.Sum[int64]).DataPoints {
+		require.Equal(t, 2, point.Attributes.Len(), "policy and result, and nothing else")
+		counts[value(point.Attributes, "policy")+" "+value(point.Attributes, "result")] = point.Value
+	}
+	return counts
+}
+
+func value(of attribute.Set, name attribute.Key) string {
+	v, _ := of.Value(name)
+	return v.AsString()
+}
+
+// histogram is that of a duration, by result.
+func histogram(t *testing.T, reader *sdk.ManualReader, name string) map[string]metricdata.HistogramDataPoint[float64] {
+	t.Helper()
+	m := collect(t, reader)[name]
+	require.Equal(t, "s", m.Unit)
+	points := map[string]metricdata.HistogramDataPoint[float64]{}
+	for _, point := range m.Data.(metricdata.Histogram[float64]).DataPoints {
+		require.Equal(t, 1, point.Attributes.Len())
+		points[value(point.Attributes, "result")] = point
+	}
+	return points
+}
+
+func newFake(t *testing.T, hooks client.Hooks) *clienttest.Fake {
+	t.Helper()
+	now := time.Now()
+	fake := clienttest.New(func() time.Time { return now }, client.Observe(hooks))
+	for _, p := range []client.Policy{
+		{Name: "api", Capacity: 10, Refill: 1, Every: time.Second},
+		{Name: "trial", Capacity: 1, Refill: 1, Every: time.Second, Shadow: client.Yes},
+	} {
+		require.NoError(t, fake.DefinePolicy(t.Context(), p))
+	}
+	return fake
+}
+
+func TestHooks_CountEveryResult(t *testing.T) {
+	t.Parallel()
+	m, reader := newMetrics(t)
+	ctx := t.Context()
+	fake := newFake(t, m.Hooks())
+	acquire := func(policy string, opts ...client.AcquireOption) {
+		_, _ = fake.Acquire(ctx, policy, "a secret key", opts...)
+	}
+	acquire("api", client.IdempotencyKey("i"))
+	acquire("api", client.IdempotencyKey("i"))
+	acquire("api", client.IdempotencyKey("i"), client.Cost(2)) // another cost
+	acquire("api", client.Cost(10))
+	acquire("trial", client.Cost(2))
+	acquire("nobody")
+	_, err := fake.Charge(ctx, "api", "k", 1)
+	require.NoError(t, err)
+	_, err = fake.AcquireUpTo(ctx, "api", "k", 2)
+	require.NoError(t, err)
+	_, err = fake.Reserve(ctx, "api", "k", time.Second)
+	require.NoError(t, err)
+	_, err = fake.AcquireAll(ctx, []client.Charge{{Policy: "api", Key: "k"}, {Policy: "trial", Key: "k2"}})
+	require.NoError(t, err)
+	_, err = fake.AcquireAll(ctx, []client.Charge{{Policy: "api", Key: "k"}, {Policy: "nobody", Key: "k"}})
+	require.ErrorIs(t, err, client.ErrUnknownPolicy)
+	// These ask for no tokens.
+	_, err = fake.Peek(ctx, "api", "k")
+	require.NoError(t, err)
+	_, err = fake.Refund(ctx, "api", "k", 1)
+	require.NoError(t, err)
+	_, err = fake.Settle(ctx, "api", "a secret key", "i", 1)
+	require.NoError(t, err)
+	fake.FailNext(io.ErrUnexpectedEOF)
+	acquire("api")
+
+	require.Equal(t, map[string]int64{
+		"api allowed":    5,
+		"api replayed":   1,
+		"api denied":     1,
+		"api error":      2,
+		"trial shadowed": 1,
+		"_other error":   2, // the unknown policy, and the request of which nobody knows the charge that failed
+	}, requests(t, reader))
+	durations := histogram(t, reader, "ratelimit.acquire.duration")
+	require.Len(t, durations, 5)
+	require.EqualValues(t, 5, durations["allowed"].Count)
+	require.Equal(t, .0001, durations["allowed"].Bounds[0])
+	for name, m := range collect(t, reader) {
+		require.NotContains(t, fmt.Sprint(m), "secret", name)
+	}
+}
+
+func TestHooks_RecordWaits(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		m, reader := newMetrics(t)
+		fake := clienttest.New(time.Now, client.Observe(m.Hooks()))
+		require.NoError(t, fake.DefinePolicy(t.Context(), client.Policy{Name: "line", Capacity: 1, Refill: 1, Every: time.Second}))
+		for range 2 {
+			_, err := fake.Wait(t.Context(), "line", "k")
+			require.NoError(t, err)
+		}
+		ctx, cancel := context.WithCancel(t.Context())
+		time.AfterFunc(time.Second/4, cancel)
+		_, err := fake.Wait(ctx, "line", "k")
+		require.ErrorIs(t, err, context.Canceled)
+		waits := histogram(t, reader, "ratelimit.wait.duration")
+		require.EqualValues(t, 2, waits["allowed"].Count)
+		require.Equal(t, 1.0, waits["allowed"].Sum)
+		require.Equal(t, 0.25, waits["error"].Sum)
+		require.Equal(t, map[string]int64{"line allowed": 3}, requests(t, reader), "each Wait is one request")
+	})
+}
+
+func TestHooks_RecordTheSizeOfCalls(t *testing.T) {
+	t.Parallel()
+	m, reader := newMetrics(t)
+	hooks := m.Hooks()
+	for _, requests := range []int{1, 2, 33, 256} {
+		hooks.Combined(requests)
+	}
+	sizes := collect(t, reader)["ratelimit.combiner.batch_size"].Data.(metricdata.Histogram[int64]).DataPoints
+	require.Len(t, sizes, 1)
+	require.EqualValues(t, 4, sizes[0].Count)
+	require.EqualValues(t, 292, sizes[0].Sum)
+	require.Equal(t, 0, sizes[0].Attributes.Len())
+}
+
+// The middleware counts a request once, by what became of it.
+func TestHTTP_CountsWhatBecameOfARequest(t *testing.T) {
+	t.Parallel()
+	m, reader := newMetrics(t)
+	hooks := m.Hooks()
+	hooks.Answered = nil
+	fake := newFake(t, hooks)
+	ask := func(failure httplimit.Failure, charges ...client.Charge) int {
+		limit := httplimit.New(fake, func(*http.Request) []client.Charge { return charges }, failure, httplimit.Observe(m.HTTP))
+		w := httptest.NewRecorder()
+		handler := http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusNoContent) })
+		limit(handler).ServeHTTP(w, httptest.NewRequest(http.MethodGet, "/", nil))
+		return w.Code
+	}
+	closed, open := httplimit.Closed(time.Minute), httplimit.Open(time.Minute)
+	one := client.Charge{Policy: "api", Key: "a secret key"}
+	require.Equal(t, http.StatusNoContent, ask(open, one, client.Charge{Policy: "trial", Key: "k"}))
+	require.Equal(t, http.StatusTooManyRequests, ask(open, client.Charge{Policy: "api", Key: "k", Cost: client.Cost(11)}))
+	require.Equal(t, http.StatusInternalServerError, ask(open, client.Charge{Policy: "nobody", Key: "k"}))
+	require.Equal(t, http.StatusNoContent, ask(closed))
+	fake.FailAll(errors.New("no database"))
+	require.Equal(t, http.StatusNoContent, ask(open, one))
+	require.Equal(t, http.StatusServiceUnavailable, ask(closed, one))
+	require.Equal(t, map[string]int64{
+		"api allowed":   1,
+		"api denied":    1,
+		"api fail_open": 1,
+		"api error":     1,
+		"_other error":  1,
+	}, requests(t, reader))
+}
+
+// Neither keys nor names that callers make up have series of their own, and of policies that exist a bound has.
+func TestMetrics_HaveABoundedNumberOfSeries(t *testing.T) {
+	t.Parallel()
+	m, reader := newMetrics(t)
+	fake := newFake(t, m.Hooks())
+	var askers sync.WaitGroup
+	for asker := range 10 {
+		askers.Go(func() {
+			for n := range 10_000 {
+				_, _ = fake.Acquire(t.Context(), "api", fmt.Sprint("user ", asker, n))
+			}
+			for n := range 100 {
+				_, _ = fake.Acquire(t.Context(), fmt.Sprint("made up ", asker, n), "k")
+			}
+		})
+	}
+	askers.Wait()
+	require.Equal(t, map[string]int64{"api allowed": 100_000, "_other error": 1000}, requests(t, reader))
+
+	for n := range 3000 {
+		m.Count(t.Context(), fmt.Sprint("policy ", n), true, client.ResultAllowed, 0)
+	}
+	counts := requests(t, reader)
+	require.Len(t, counts, 2+999+1, "api is the first of a thousand")
+	require.EqualValues(t, 2001, counts["_other allowed"])
+	m.Count(t.Context(), "policy 0", false, client.ResultError, 0)
+	require.EqualValues(t, 1, requests(t, reader)["policy 0 error"], "one that was dropped is known")
+}
