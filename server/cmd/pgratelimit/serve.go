@@ -13,6 +13,7 @@ import (
 	"text/tabwriter"
 
 	"github.com/spf13/cobra"
+	"go.opentelemetry.io/otel"
 
 	"github.com/pgratelimit/pgratelimit/server/internal/config"
 	"github.com/pgratelimit/pgratelimit/server/internal/server"
@@ -41,7 +42,9 @@ func (p *program) serve() *cobra.Command {
 		hangUps := make(chan os.Signal, 1) // one more says no more
 		signal.Notify(hangUps, syscall.SIGHUP)
 		defer signal.Stop(hangUps)
-		s, err := server.Start(c.Context(), cfg, slog.New(handler))
+		log := slog.New(handler)
+		otel.SetErrorHandler(otel.ErrorHandlerFunc(func(err error) { log.Warn("metrics were not sent", "error", err) }))
+		s, err := server.Start(c.Context(), cfg, log)
 		if err != nil {
 			return err
 		}

@@ -1,4 +1,4 @@
-// Package metrics counts calls with OpenTelemetry, and shows the counts to Prometheus.
+// Package metrics counts calls with OpenTelemetry, and shows the counts to Prometheus and to whom OTLP names.
 package metrics
 
 import (
@@ -14,31 +14,24 @@ import (
 	"go.opentelemetry.io/otel/metric"
 	sdk "go.opentelemetry.io/otel/sdk/metric"
 
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/client/otellimit"
 	"github.com/pgratelimit/pgratelimit/server/internal/service"
 )
-
-// maxPolicies have counts of their own. A key never does: there are as many as callers like.
-const maxPolicies = 1000
-
-// otherPolicies are those that do not exist, and those beyond maxPolicies.
-const otherPolicies = "_other"
 
 // Metrics are the counts of one server.
 type Metrics struct {
 	provider *sdk.MeterProvider
 	registry *prometheus.Registry
 
-	requests metric.Int64Counter
-	duration metric.Float64Histogram
+	requests *otellimit.Metrics // those for tokens
 	calls    metric.Int64Counter
 
-	mu         sync.RWMutex
-	policies   map[string]struct{}
-	attributes map[attributes]metric.MeasurementOption // which are costly to make
+	mu       sync.RWMutex
+	outcomes map[outcome][]metric.AddOption // because attributes are costly to make
 }
 
-// attributes are what a count is kept for; those that it is not kept for are empty.
-type attributes struct{ policy, result, operation, code string }
+type outcome struct{ operation, code string }
 
 // State is what is measured when somebody looks.
 type State struct {
@@ -46,39 +39,33 @@ type State struct {
 	ConnectionsInUse, ConnectionsTotal func() int64
 }
 
-// New returns Metrics.
-func New(state State) (*Metrics, error) {
-	m := &Metrics{
-		registry:   prometheus.NewRegistry(),
-		policies:   make(map[string]struct{}),
-		attributes: make(map[attributes]metric.MeasurementOption),
-	}
+// New returns Metrics, which the options show to others than Prometheus: see [OTLP].
+func New(options ...sdk.Option) (*Metrics, error) {
+	m := &Metrics{registry: prometheus.NewRegistry(), outcomes: make(map[outcome][]metric.AddOption)}
 	m.registry.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	reader, err := exporter.New(exporter.WithRegisterer(m.registry), exporter.WithoutScopeInfo(), exporter.WithoutTargetInfo())
 	if err != nil {
 		return nil, err
 	}
-	m.provider = sdk.NewMeterProvider(sdk.WithReader(reader), sdk.WithCardinalityLimit(0)) // the limits are here
-	return m, m.instruments(m.provider.Meter("github.com/pgratelimit/pgratelimit/server"), state)
+	// The limits of cardinality are those of otellimit, and the operations and codes that there are.
+	m.provider = sdk.NewMeterProvider(append(options, sdk.WithReader(reader), sdk.WithCardinalityLimit(0))...)
+	if m.requests, err = otellimit.New(m.provider); err != nil {
+		return nil, err
+	}
+	m.calls, err = m.meter().Int64Counter("ratelimit.server.calls", metric.WithUnit("{call}"),
+		metric.WithDescription("Calls of every kind, by operation and code: OK, or the reason of the error."))
+	if err != nil {
+		return nil, err
+	}
+	return m, nil
 }
 
-func (m *Metrics) instruments(meter metric.Meter, state State) (err error) {
-	try := func(e error) {
-		if err == nil {
-			err = e
-		}
-	}
-	var e error
-	m.requests, e = meter.Int64Counter("ratelimit.requests", metric.WithUnit("{request}"),
-		metric.WithDescription("Requests for tokens, by policy and result."))
-	try(e)
-	m.duration, e = meter.Float64Histogram("ratelimit.acquire.duration", metric.WithUnit("s"),
-		metric.WithDescription("Time until a request for tokens was answered, by result."),
-		metric.WithExplicitBucketBoundaries(.0001, .00025, .0005, .001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5))
-	try(e)
-	m.calls, e = meter.Int64Counter("ratelimit.server.calls", metric.WithUnit("{call}"),
-		metric.WithDescription("Calls of every kind, by operation and code: OK, or the reason of the error."))
-	try(e)
+func (m *Metrics) meter() metric.Meter {
+	return m.provider.Meter("github.com/pgratelimit/pgratelimit/server")
+}
+
+// Watch measures state from now on, perhaps at once.
+func (m *Metrics) Watch(state State) error {
 	for name, gauge := range map[string]struct {
 		description string
 		value       func() int64
@@ -87,14 +74,23 @@ func (m *Metrics) instruments(meter metric.Meter, state State) (err error) {
 		"ratelimit.server.connections_in_use": {"Connections to the database that a call uses.", state.ConnectionsInUse},
 		"ratelimit.server.connections":        {"Connections to the database.", state.ConnectionsTotal},
 	} {
-		_, e = meter.Int64ObservableGauge(name, metric.WithDescription(gauge.description),
+		_, err := m.meter().Int64ObservableGauge(name, metric.WithDescription(gauge.description),
 			metric.WithInt64Callback(func(_ context.Context, o metric.Int64Observer) error {
 				o.Observe(gauge.value())
 				return nil
 			}))
-		try(e)
+		if err != nil {
+			return err
+		}
 	}
-	return err
+	return nil
+}
+
+// Hooks are for the Combiner. Its requests are counted as calls of the server, whose callers may have waited longer.
+func (m *Metrics) Hooks() client.Hooks {
+	hooks := m.requests.Hooks()
+	hooks.Answered = nil
+	return hooks
 }
 
 // Observe counts a call.
@@ -104,53 +100,25 @@ func (m *Metrics) Observe(call service.Call) {
 	if call.Err != nil {
 		code = call.Err.Kind.Reason()
 	}
-	m.calls.Add(ctx, 1, m.with(attributes{operation: string(call.Operation), code: code}))
+	m.calls.Add(ctx, 1, m.of(outcome{operation: string(call.Operation), code: code})...)
 	if call.Operation.Takes() {
-		result := string(call.Result)
-		m.requests.Add(ctx, 1, m.with(attributes{policy: m.policy(call), result: result}))
-		m.duration.Record(ctx, call.Duration.Seconds(), m.with(attributes{result: result}))
+		m.requests.Count(ctx, call.Policy, call.Err == nil, call.Result, call.Duration) // only a decision proves that there is such a policy
 	}
 }
 
-// policy is the attribute of a call. Only a decision proves that a policy exists.
-func (m *Metrics) policy(call service.Call) string {
+func (m *Metrics) of(o outcome) []metric.AddOption {
 	m.mu.RLock()
-	_, known := m.policies[call.Policy]
-	count := len(m.policies)
+	options := m.outcomes[o]
 	m.mu.RUnlock()
-	if known {
-		return call.Policy
+	if options != nil {
+		return options
 	}
-	if call.Err != nil || count >= maxPolicies {
-		return otherPolicies
-	}
+	options = []metric.AddOption{metric.WithAttributeSet(attribute.NewSet(
+		attribute.String("operation", o.operation), attribute.String("code", o.code)))}
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	if len(m.policies) >= maxPolicies {
-		return otherPolicies
-	}
-	m.policies[call.Policy] = struct{}{}
-	return call.Policy
-}
-
-func (m *Metrics) with(a attributes) metric.MeasurementOption {
-	m.mu.RLock()
-	option := m.attributes[a]
-	m.mu.RUnlock()
-	if option != nil {
-		return option
-	}
-	var set []attribute.KeyValue
-	for name, value := range map[string]string{"policy": a.policy, "result": a.result, "operation": a.operation, "code": a.code} {
-		if value != "" {
-			set = append(set, attribute.String(name, value))
-		}
-	}
-	option = metric.WithAttributeSet(attribute.NewSet(set...))
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	m.attributes[a] = option
-	return option
+	m.outcomes[o] = options
+	return options
 }
 
 // Handler shows the counts to Prometheus.
@@ -158,5 +126,5 @@ func (m *Metrics) Handler() http.Handler {
 	return promhttp.HandlerFor(m.registry, promhttp.HandlerOpts{})
 }
 
-// Close stops counting.
+// Close stops counting. What was counted is sent by OTLP once more, until ctx ends.
 func (m *Metrics) Close(ctx context.Context) error { return m.provider.Shutdown(ctx) }

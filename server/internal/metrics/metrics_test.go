@@ -5,19 +5,23 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
+	"github.com/prometheus/common/expfmt"
+	"github.com/prometheus/common/model"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/client/clienttest"
 	"github.com/pgratelimit/pgratelimit/server/internal/metrics"
 	"github.com/pgratelimit/pgratelimit/server/internal/service"
 )
 
 func newMetrics(t *testing.T) *metrics.Metrics {
 	t.Helper()
-	zero := func() int64 { return 0 }
-	m, err := metrics.New(metrics.State{CallsUnderWay: zero, ConnectionsInUse: zero, ConnectionsTotal: zero})
+	m, err := metrics.New()
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, m.Close(t.Context())) })
 	return m
@@ -43,27 +47,80 @@ func TestMetrics_HaveABoundedNumberOfSeries(t *testing.T) {
 	m := newMetrics(t)
 	unknown := &service.Error{Kind: service.UnknownPolicy}
 	for i := range 1000 {
-		m.Observe(service.Call{Operation: service.Acquire, Policy: fmt.Sprint("made up ", i), Result: service.Failed, Err: unknown})
+		m.Observe(service.Call{Operation: service.Acquire, Policy: fmt.Sprint("made up ", i), Result: client.ResultError, Err: unknown})
 	}
 	require.Equal(t, []string{`ratelimit_requests_total{policy="_other",result="error"} 1000`}, series(t, m, "ratelimit_requests_total"))
 
 	for i := range 3000 {
-		m.Observe(service.Call{Operation: service.Acquire, Policy: fmt.Sprint("policy ", i), Result: service.Allowed})
+		m.Observe(service.Call{Operation: service.Acquire, Policy: fmt.Sprint("policy ", i), Result: client.ResultAllowed})
 	}
 	lines := series(t, m, "ratelimit_requests_total")
 	require.Len(t, lines, 1002)
 	require.Contains(t, lines, `ratelimit_requests_total{policy="_other",result="allowed"} 2000`)
 	require.Contains(t, lines, `ratelimit_requests_total{policy="policy 0",result="allowed"} 1`)
-	m.Observe(service.Call{Operation: service.Acquire, Policy: "policy 0", Result: service.Failed, Err: unknown})
+	m.Observe(service.Call{Operation: service.Acquire, Policy: "policy 0", Result: client.ResultError, Err: unknown})
 	require.Contains(t, series(t, m, "ratelimit_requests_total"), `ratelimit_requests_total{policy="policy 0",result="error"} 1`, "one that was dropped is known")
 	require.Len(t, series(t, m, "ratelimit_acquire_duration_seconds_count"), 2)
+}
+
+// What Prometheus reads after 100,000 keys and 1,000 unknown policies, in requests and in calls of every other kind.
+func TestMetrics_KeysAreNoLabels(t *testing.T) {
+	t.Parallel()
+	m := newMetrics(t)
+	now := time.Now()
+	fake := clienttest.New(func() time.Time { return now })
+	require.NoError(t, fake.DefinePolicy(t.Context(), client.Policy{Name: "api", Capacity: 1, Refill: 1, Every: time.Second}))
+	s := service.New(fake, service.Limits{Calls: 1000, OwnConnections: 10, Time: time.Minute}, m.Observe)
+	var callers sync.WaitGroup
+	for caller := range 10 {
+		callers.Go(func() {
+			for n := range 10_000 {
+				_, _ = s.Acquire(t.Context(), service.Request{Policy: "api", Key: fmt.Sprint("user ", caller, " ", n)})
+			}
+			for n := range 100 {
+				r := service.Request{Policy: fmt.Sprint("made up ", caller, " ", n), Key: "user"}
+				_, _ = s.Acquire(t.Context(), r)
+				_, _ = s.Peek(t.Context(), r)
+				_, _ = s.AcquireAll(t.Context(), service.JointRequest{Charges: []service.Request{{Policy: "api", Key: "user"}, r}})
+			}
+		})
+	}
+	callers.Wait()
+	w := httptest.NewRecorder()
+	m.Handler().ServeHTTP(w, httptest.NewRequest(http.MethodGet, "/metrics", nil))
+	parser := expfmt.NewTextParser(model.UTF8Validation)
+	families, err := parser.TextToMetricFamilies(w.Body)
+	require.NoError(t, err)
+	counts := map[string]float64{}
+	for name, family := range families {
+		if !strings.HasPrefix(name, "ratelimit_") {
+			continue
+		}
+		for _, series := range family.GetMetric() {
+			var labels []string
+			for _, label := range series.GetLabel() {
+				labels = append(labels, label.GetValue())
+			}
+			counts[name+" "+strings.Join(labels, " ")] = series.GetCounter().GetValue() + float64(series.GetHistogram().GetSampleCount())
+		}
+	}
+	require.Equal(t, map[string]float64{
+		"ratelimit_requests_total api allowed":                    100_000,
+		"ratelimit_requests_total _other error":                   2000,
+		"ratelimit_acquire_duration_seconds allowed":              100_000,
+		"ratelimit_acquire_duration_seconds error":                2000,
+		"ratelimit_server_calls_total OK acquire":                 100_000,
+		"ratelimit_server_calls_total UNKNOWN_POLICY acquire":     1000,
+		"ratelimit_server_calls_total UNKNOWN_POLICY acquire_all": 1000,
+		"ratelimit_server_calls_total UNKNOWN_POLICY peek":        1000,
+	}, counts)
 }
 
 // A policy may have any name that PostgreSQL can hold.
 func TestMetrics_OddNames(t *testing.T) {
 	t.Parallel()
 	m := newMetrics(t)
-	m.Observe(service.Call{Operation: service.Charge, Policy: "a \"b\"\n\\ é", Result: service.Denied})
+	m.Observe(service.Call{Operation: service.Charge, Policy: "a \"b\"\n\\ é", Result: client.ResultDenied})
 	require.Equal(t, []string{`ratelimit_requests_total{policy="a \"b\"\n\\ é",result="denied"} 1`}, series(t, m, "ratelimit_requests_total"))
 }
 
@@ -71,7 +128,7 @@ func TestMetrics_WhatIsNoRequestForTokens(t *testing.T) {
 	t.Parallel()
 	m := newMetrics(t)
 	for _, operation := range []service.Operation{service.Peek, service.Settle, service.Refund} {
-		m.Observe(service.Call{Operation: operation, Policy: "api", Result: service.Allowed, Duration: time.Millisecond})
+		m.Observe(service.Call{Operation: operation, Policy: "api", Result: client.ResultAllowed, Duration: time.Millisecond})
 	}
 	require.Empty(t, series(t, m, "ratelimit_requests_total"))
 	require.Len(t, series(t, m, "ratelimit_server_calls_total"), 3)

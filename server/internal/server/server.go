@@ -38,6 +38,7 @@ const GCPercent = 400
 const (
 	maxHeaderBytes = 16 << 10
 	arrival        = 5 * time.Second // of a connection's first bytes, and of a request's header
+	lastMetrics    = 5 * time.Second // to send them to a collector when the server stops
 	idle           = 5 * time.Minute // after which a connection without calls is closed
 )
 
@@ -73,19 +74,18 @@ func Start(ctx context.Context, c config.Config, log *slog.Logger) (_ *Server, e
 	if s.pool, err = openDatabase(ctx, c); err != nil {
 		return nil, err
 	}
+	otlp, err := metrics.OTLP(ctx)
+	if err != nil {
+		return nil, err
+	}
+	if s.metrics, err = metrics.New(otlp...); err != nil {
+		return nil, err
+	}
 	options := []client.CombinerOption{client.CallsInFlight(c.DatabaseCalls)}
 	if c.NoFlush {
 		options = append(options, client.NoFlush())
 	}
-	s.limiter = client.NewCombiner(s.pool, options...)
-	s.metrics, err = metrics.New(metrics.State{
-		CallsUnderWay:    func() int64 { return s.service.UnderWay() },
-		ConnectionsInUse: func() int64 { return int64(s.pool.Stat().AcquiredConns()) },
-		ConnectionsTotal: func() int64 { return int64(s.pool.Stat().TotalConns()) },
-	})
-	if err != nil {
-		return nil, err
-	}
+	s.limiter = client.NewCombiner(s.pool, append(options, client.Observe(s.metrics.Hooks()))...)
 	connections := int(s.pool.Config().MaxConns)
 	limits := service.Limits{
 		Calls:          c.MaxCalls,
@@ -97,6 +97,14 @@ func Start(ctx context.Context, c config.Config, log *slog.Logger) (_ *Server, e
 		s.metrics.Observe(call)
 		faults.observe(call)
 	})
+	err = s.metrics.Watch(metrics.State{
+		CallsUnderWay:    s.service.UnderWay,
+		ConnectionsInUse: func() int64 { return int64(s.pool.Stat().AcquiredConns()) },
+		ConnectionsTotal: func() int64 { return int64(s.pool.Stat().TotalConns()) },
+	})
+	if err != nil {
+		return nil, err
+	}
 	services := []string{pb.RateLimiter_ServiceDesc.ServiceName}
 	if c.EnvoyRules != "" {
 		rules, err := s.readRules(ctx)
@@ -296,7 +304,11 @@ func (s *Server) close() {
 		s.limiter.Close()
 	}
 	if s.metrics != nil {
-		_ = s.metrics.Close(context.Background()) // it exports nothing by itself
+		ctx, cancel := context.WithTimeout(context.Background(), lastMetrics)
+		if err := s.metrics.Close(ctx); err != nil {
+			s.log.Warn("the last metrics were not sent", "error", err)
+		}
+		cancel()
 	}
 	if s.pool != nil {
 		s.pool.Close()

@@ -11,7 +11,7 @@ type Call struct {
 	Operation Operation
 	// Policy that was asked for, which may not be there; of several that of the charge which decided, and empty if there is none.
 	Policy   string
-	Result   Result
+	Result   client.Result
 	Err      *Error // nil if there was a decision
 	Duration time.Duration
 }
@@ -33,28 +33,11 @@ const (
 // Takes reports whether it asks for tokens.
 func (o Operation) Takes() bool { return o == Acquire || o == AcquireAll || o == Charge || o == Gate }
 
-// A Result is what came of a call, in one word.
-type Result string
-
-// The results.
-const (
-	Allowed  Result = "allowed"
-	Denied   Result = "denied"
-	Replayed Result = "replayed" // a grant, given again
-	Shadowed Result = "shadowed" // allowed, because the policy only watches
-	Failed   Result = "error"
-)
-
-func resultOf(d client.Decision, err *Error) Result {
-	switch {
-	case err != nil:
-		return Failed
-	case !d.Allowed:
-		return Denied
-	case d.Shadowed:
-		return Shadowed
-	case d.Replayed:
-		return Replayed
+// resultOf is what came of a call, in one word.
+func resultOf(d client.Decision, err *Error) client.Result {
+	answer := client.Answer{Decision: d}
+	if err != nil { // else it would be an error that is a nil pointer
+		answer.Err = err
 	}
-	return Allowed
+	return answer.Result()
 }

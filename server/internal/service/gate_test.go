@@ -31,16 +31,16 @@ func TestPass_IsOneCall(t *testing.T) {
 		tolls  []service.Toll
 		closed bool
 		policy string
-		result service.Result
+		result client.Result
 	}{
-		{[]service.Toll{{Policy: "api", Key: "k", Tokens: 2}}, false, "api", service.Allowed},
-		{[]service.Toll{{Policy: "default", Key: "k"}, {Policy: "api", Key: "k", Tokens: 2}, {Policy: "default", Key: "o", Tokens: 20, Overdraws: true}}, false, "api", service.Allowed},
-		{[]service.Toll{{Policy: "api", Key: "k"}, {Policy: "default", Key: "o"}}, false, "default", service.Denied},
-		{[]service.Toll{{Policy: "api", Key: "k", Tokens: 7}, {Policy: "default", Key: "k", Tokens: 1}}, false, "api", service.Denied},
-		{[]service.Toll{{Policy: "api", Key: "k", Tokens: 1}}, true, "api", service.Denied},
-		{nil, true, "", service.Denied},
-		{[]service.Toll{{Policy: "watched", Key: "k", Tokens: 11, Watches: true}}, false, "watched", service.Shadowed},
-		{[]service.Toll{{Policy: "default", Key: "k", Tokens: 10, Overdraws: true}}, false, "default", service.Allowed},
+		{[]service.Toll{{Policy: "api", Key: "k", Tokens: 2}}, false, "api", client.ResultAllowed},
+		{[]service.Toll{{Policy: "default", Key: "k"}, {Policy: "api", Key: "k", Tokens: 2}, {Policy: "default", Key: "o", Tokens: 20, Overdraws: true}}, false, "api", client.ResultAllowed},
+		{[]service.Toll{{Policy: "api", Key: "k"}, {Policy: "default", Key: "o"}}, false, "default", client.ResultDenied},
+		{[]service.Toll{{Policy: "api", Key: "k", Tokens: 7}, {Policy: "default", Key: "k", Tokens: 1}}, false, "api", client.ResultDenied},
+		{[]service.Toll{{Policy: "api", Key: "k", Tokens: 1}}, true, "api", client.ResultDenied},
+		{nil, true, "", client.ResultDenied},
+		{[]service.Toll{{Policy: "watched", Key: "k", Tokens: 11, Watches: true}}, false, "watched", client.ResultShadowed},
+		{[]service.Toll{{Policy: "default", Key: "k", Tokens: 10, Overdraws: true}}, false, "default", client.ResultAllowed},
 	} {
 		before := len(r.calls)
 		p, err := s.Pass(t.Context(), test.tolls, test.closed)
@@ -49,7 +49,7 @@ func TestPass_IsOneCall(t *testing.T) {
 		require.Len(t, r.calls, before+1)
 		call := r.last()
 		require.Equal(t, []any{service.Gate, test.policy, test.result}, []any{call.Operation, call.Policy, call.Result}, "%v", test)
-		require.Equal(t, test.result != service.Denied, p.Allowed)
+		require.Equal(t, test.result != client.ResultDenied, p.Allowed)
 	}
 	require.EqualValues(t, 6, left(t, fake, "api", "k"))
 }

@@ -168,16 +168,16 @@ func TestObserve_HasTheResultOfEachCall(t *testing.T) {
 	key := text("first")
 	for _, test := range []struct {
 		request service.Request
-		result  service.Result
+		result  client.Result
 	}{
-		{service.Request{Policy: "api", Key: "k", Cost: number(10), IdempotencyKey: key}, service.Allowed},
-		{service.Request{Policy: "api", Key: "k", Cost: number(10), IdempotencyKey: key}, service.Replayed},
-		{service.Request{Policy: "api", Key: "k"}, service.Denied},
-		{service.Request{Policy: "watched", Key: "k", Cost: number(11)}, service.Shadowed},
-		{service.Request{Policy: "nobody", Key: "k"}, service.Failed},
+		{service.Request{Policy: "api", Key: "k", Cost: number(10), IdempotencyKey: key}, client.ResultAllowed},
+		{service.Request{Policy: "api", Key: "k", Cost: number(10), IdempotencyKey: key}, client.ResultReplayed},
+		{service.Request{Policy: "api", Key: "k"}, client.ResultDenied},
+		{service.Request{Policy: "watched", Key: "k", Cost: number(11)}, client.ResultShadowed},
+		{service.Request{Policy: "nobody", Key: "k"}, client.ResultError},
 	} {
 		_, err := s.Acquire(t.Context(), test.request)
-		require.Equal(t, test.result == service.Failed, err != nil)
+		require.Equal(t, test.result == client.ResultError, err != nil)
 		require.Equal(t, test.result, seen.last().Result)
 		require.Equal(t, test.request.Policy, seen.last().Policy)
 		require.Equal(t, err != nil, seen.last().Err != nil)
