@@ -19,6 +19,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/pgratelimit/server/internal/inspect"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
@@ -194,7 +195,7 @@ func TestStatusAndDoctor(t *testing.T) {
 	require.Contains(t, r.out, "warning: ratelimit.buckets has 3 rows overdue for clean-up")
 	r = on(t, db, "doctor", "--json")
 	require.Equal(t, exitNo, r.code)
-	var findings []finding
+	var findings []inspect.Finding
 	require.NoError(t, json.Unmarshal([]byte(r.out), &findings))
 	require.Equal(t, "warning", findings[0].Severity)
 	require.NotEmpty(t, findings[0].Remedy)

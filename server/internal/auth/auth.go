@@ -4,6 +4,7 @@ package auth
 import (
 	"crypto/sha256"
 	"crypto/subtle"
+	"net/http"
 	"strings"
 )
 
@@ -22,13 +23,22 @@ func New(tokens ...string) Tokens {
 // Admit reports whether an Authorization header has one of the tokens. How long it takes does not depend on how much of a
 // token is right.
 func (t Tokens) Admit(authorization string) bool {
-	if len(t.hashes) == 0 {
-		return true
-	}
 	scheme, token, _ := strings.Cut(authorization, " ")
-	if !strings.EqualFold(scheme, "Bearer") {
-		return false
-	}
+	return t.IsOpen() || strings.EqualFold(scheme, "Bearer") && t.has(token)
+}
+
+// AdmitBrowser is Admit for requests that a person makes: the token may be the password of HTTP Basic, with any name. A browser
+// sends that by itself once it knows it, also when a page of somebody else's makes the request. So this is for what changes
+// nothing.
+func (t Tokens) AdmitBrowser(r *http.Request) bool {
+	_, password, isBasic := r.BasicAuth()
+	return t.Admit(r.Header.Get("Authorization")) || isBasic && t.has(password)
+}
+
+// IsOpen reports whether no token is needed.
+func (t Tokens) IsOpen() bool { return len(t.hashes) == 0 }
+
+func (t Tokens) has(token string) bool {
 	given := sha256.Sum256([]byte(token))
 	admitted := 0
 	for i := range t.hashes {

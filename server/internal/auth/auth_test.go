@@ -1,6 +1,9 @@
 package auth_test
 
 import (
+	"encoding/base64"
+	"net/http"
+	"net/http/httptest"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -28,5 +31,33 @@ func TestTokens_AdmitAnyOfTheirs(t *testing.T) {
 	} {
 		require.Equal(t, want, two.Admit(header), "%q", header)
 		require.True(t, auth.New().Admit(header), "without tokens everybody may call")
+	}
+}
+
+func TestTokens_AdmitABrowser(t *testing.T) {
+	t.Parallel()
+	basic := func(pair string) string { return "Basic " + base64.StdEncoding.EncodeToString([]byte(pair)) }
+	two := auth.New("first", "second:one")
+	for header, want := range map[string]bool{
+		basic("anybody:first"):      true,
+		basic(":first"):             true,
+		basic("anybody:second:one"): true,
+		"Bearer first":              true,
+		basic("first:"):             false,
+		basic("first"):              false,
+		basic("first:anybody"):      false,
+		basic("anybody:firs"):       false,
+		basic("anybody:"):           false,
+		"Basic first":               false,
+		"Basic":                     false,
+		"":                          false,
+	} {
+		r := httptest.NewRequest(http.MethodGet, "/", nil)
+		r.Header.Set("Authorization", header)
+		require.Equal(t, want, two.AdmitBrowser(r), "%q", header)
+		require.True(t, auth.New().AdmitBrowser(r), "without tokens everybody may look")
+		if header != "Bearer first" {
+			require.False(t, two.Admit(header), "and call nothing")
+		}
 	}
 }

@@ -30,6 +30,8 @@ type Config struct {
 	Tokens           []string    // of calls; without one everybody may call
 	MonitoringTokens []string    // of metrics and health
 
+	StatusPage bool // at / of HTTPAddr
+
 	MaxMessageBytes int
 	MaxStreams      int // at a time, of a gRPC connection
 	MaxCalls        int // under way at a time
@@ -69,6 +71,7 @@ func Settings() []Setting {
 		{"TLS_KEY_FILE", "", "its private key, in PEM", text(func(c *settings) *string { return &c.keyFile })},
 		{"TOKENS", "", "bearer tokens, separated by commas, one of which every call needs", tokens(func(c *settings) *[]string { return &c.Tokens })},
 		{"MONITORING_TOKENS", "", "bearer tokens, one of which health and metrics need", tokens(func(c *settings) *[]string { return &c.MonitoringTokens })},
+		{"STATUS_PAGE", "false", "true shows requests, policies and the emptiest buckets, with their keys, at / of HTTP_ADDR", boolean(func(c *settings) *bool { return &c.StatusPage })},
 		{"MAX_MESSAGE_BYTES", "1048576", "the longest request", number(func(c *settings) *int { return &c.MaxMessageBytes })},
 		{"MAX_STREAMS", "1000", "calls under way on one gRPC connection; others wait at the client", number(func(c *settings) *int { return &c.MaxStreams })},
 		{"MAX_CALLS", "1000", "calls under way; others are refused", number(func(c *settings) *int { return &c.MaxCalls })},
@@ -114,6 +117,9 @@ func (c *settings) join() (errs []error) {
 	}
 	if c.GRPCAddr == "" && c.HTTPAddr == "" {
 		errs = append(errs, errors.New("GRPC_ADDR, HTTP_ADDR: both are off"))
+	}
+	if c.StatusPage && c.HTTPAddr == "" {
+		errs = append(errs, errors.New("STATUS_PAGE: HTTP_ADDR is off"))
 	}
 	if (c.certFile == "") != (c.keyFile == "") {
 		errs = append(errs, errors.New("TLS_CERT_FILE, TLS_KEY_FILE: set both or none"))

@@ -102,3 +102,12 @@ func TestLoad_DefaultPolicy(t *testing.T) {
 		require.Error(t, err, bad)
 	}
 }
+
+func TestLoad_TheStatusPageNeedsHTTP(t *testing.T) {
+	t.Parallel()
+	c, err := config.Load("", environment("DATABASE_URL=postgres://db", "STATUS_PAGE=true"))
+	require.NoError(t, err)
+	require.True(t, c.StatusPage)
+	_, err = config.Load("", environment("DATABASE_URL=postgres://db", "STATUS_PAGE=true", "HTTP_ADDR=off"))
+	require.ErrorContains(t, err, "STATUS_PAGE: HTTP_ADDR is off")
+}

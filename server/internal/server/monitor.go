@@ -83,16 +83,24 @@ func (m *monitor) stop() {
 	m.grpc.Shutdown()
 }
 
-// healthz answers 200, or 503 with what is wrong in a few words: the rest is in the log.
-func (m *monitor) healthz(w http.ResponseWriter, _ *http.Request) {
+// health says what is wrong in a few words, and nothing if all is well. The rest is in the log.
+func (m *monitor) health() string {
 	switch {
 	case m.stopping.Load():
-		jsonapi.Problem{Title: "the server is stopping", Status: http.StatusServiceUnavailable}.Write(w)
+		return "the server is stopping"
 	case m.fault.Load() != nil:
-		jsonapi.Problem{Title: "the database cannot be used", Status: http.StatusServiceUnavailable}.Write(w)
-	default:
-		livez(w, nil)
+		return "the database cannot be used"
 	}
+	return ""
+}
+
+// healthz answers 200, or 503 with what is wrong.
+func (m *monitor) healthz(w http.ResponseWriter, _ *http.Request) {
+	if wrong := m.health(); wrong != "" {
+		jsonapi.Problem{Title: wrong, Status: http.StatusServiceUnavailable}.Write(w)
+		return
+	}
+	livez(w, nil)
 }
 
 // livez answers as long as the process does.

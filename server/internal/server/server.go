@@ -27,6 +27,7 @@ import (
 	"github.com/pgratelimit/pgratelimit/server/internal/grpcapi"
 	"github.com/pgratelimit/pgratelimit/server/internal/jsonapi"
 	"github.com/pgratelimit/pgratelimit/server/internal/metrics"
+	"github.com/pgratelimit/pgratelimit/server/internal/page"
 	"github.com/pgratelimit/pgratelimit/server/internal/service"
 )
 
@@ -52,6 +53,7 @@ type Server struct {
 	envoy   *envoy.Service // nil for none
 	metrics *metrics.Metrics
 	monitor *monitor
+	page    *page.Page // nil for none
 
 	grpc                       *grpc.Server
 	http                       *http.Server
@@ -93,16 +95,20 @@ func Start(ctx context.Context, c config.Config, log *slog.Logger) (_ *Server, e
 		Time:           c.CallTimeout,
 	}
 	faults := &faultLog{log: log}
+	history := page.NewHistory(time.Now())
 	s.service = service.New(s.limiter, limits, func(call service.Call) {
 		s.metrics.Observe(call)
 		faults.observe(call)
+		if c.StatusPage && call.Operation.Takes() {
+			history.Count(call.Result)
+		}
 	})
-	err = s.metrics.Watch(metrics.State{
+	state := metrics.State{
 		CallsUnderWay:    s.service.UnderWay,
 		ConnectionsInUse: func() int64 { return int64(s.pool.Stat().AcquiredConns()) },
 		ConnectionsTotal: func() int64 { return int64(s.pool.Stat().TotalConns()) },
-	})
-	if err != nil {
+	}
+	if err := s.metrics.Watch(state); err != nil {
 		return nil, err
 	}
 	services := []string{pb.RateLimiter_ServiceDesc.ServiceName}
@@ -115,6 +121,9 @@ func Start(ctx context.Context, c config.Config, log *slog.Logger) (_ *Server, e
 		services = append(services, envoy.Name)
 	}
 	s.monitor = newMonitor(s.pool, log, services...)
+	if c.StatusPage {
+		s.page = page.New(history, s.pool, page.State{State: state, Health: s.monitor.health}, log)
+	}
 	if err := s.listen(); err != nil {
 		return nil, err
 	}
@@ -142,6 +151,9 @@ func (s *Server) listen() error {
 	watching, endMonitor := context.WithCancel(context.Background())
 	s.endMonitor = endMonitor
 	s.running.Go(func() { s.monitor.run(watching) })
+	if s.page != nil {
+		s.running.Go(func() { s.page.Run(watching) })
+	}
 	if s.grpc != nil {
 		s.serve("gRPC", s.grpcListener, func() error { return s.grpc.Serve(s.grpcListener) })
 	}
@@ -211,6 +223,9 @@ func (s *Server) newHTTP() *http.Server {
 	all := http.NewServeMux()
 	all.Handle("/", jsonapi.Guard(auth.New(c.Tokens...), calls))
 	monitoring := auth.New(c.MonitoringTokens...)
+	if s.page != nil {
+		all.Handle("GET /{$}", page.Guard(auth.New(c.Tokens...), s.page))
+	}
 	all.Handle("GET /livez", jsonapi.Guard(monitoring, http.HandlerFunc(livez)))
 	all.Handle("GET /healthz", jsonapi.Guard(monitoring, http.HandlerFunc(s.monitor.healthz)))
 	all.Handle("GET /metrics", jsonapi.Guard(monitoring, s.metrics.Handler()))

@@ -1,0 +1,76 @@
+// Package inspect reads what the database says of itself, for operators.
+package inspect
+
+import (
+	"context"
+	"fmt"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/pgratelimit/pgratelimit/server/internal/jsonapi"
+)
+
+// A Querier is a connection, a pool or a transaction.
+type Querier interface {
+	Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error)
+}
+
+// A Bucket is a row of ratelimit_status. Times are nil for never.
+type Bucket struct {
+	Policy     string           `json:"policy"`
+	Key        string           `json:"key"`
+	Remaining  int64            `json:"remaining"`
+	RetryAfter *jsonapi.Seconds `json:"retry_after"` // for one token
+	ResetAfter *jsonapi.Seconds `json:"reset_after"`
+	Capacity   int64            `json:"capacity"`
+	Overridden bool             `json:"overridden"`
+}
+
+// Buckets are the emptiest, of one policy or of all. To find them every bucket is read.
+func Buckets(ctx context.Context, db Querier, policy *string, atMost int32) ([]Bucket, error) {
+	rows, _ := db.Query(ctx, `
+		select policy, key, remaining,
+		       (extract(epoch from retry_after) * 1000000.0)::bigint,
+		       (extract(epoch from reset_after) * 1000000.0)::bigint,
+		       capacity, overridden
+		  from ratelimit_status($1::text, $2::integer)`, policy, atMost)
+	return pgx.CollectRows(rows, func(row pgx.CollectableRow) (b Bucket, err error) {
+		var retryAfter, resetAfter *int64
+		err = row.Scan(&b.Policy, &b.Key, &b.Remaining, &retryAfter, &resetAfter, &b.Capacity, &b.Overridden)
+		b.RetryAfter, b.ResetAfter = seconds(retryAfter), seconds(resetAfter)
+		return b, err
+	})
+}
+
+// seconds converts microseconds, of which null is never.
+func seconds(micros *int64) *jsonapi.Seconds {
+	if micros == nil {
+		return nil
+	}
+	s := jsonapi.Seconds(time.Duration(min(*micros, time.Duration(1<<63-1).Microseconds())) * time.Microsecond)
+	return &s
+}
+
+// A Finding is a row of ratelimit_doctor.
+type Finding struct {
+	Severity string `json:"severity"`
+	Finding  string `json:"finding"`
+	Remedy   string `json:"remedy"`
+}
+
+// Findings are what is wrong.
+func Findings(ctx context.Context, db Querier) ([]Finding, error) {
+	rows, _ := db.Query(ctx, "select severity, finding, remedy from ratelimit_doctor()")
+	return pgx.CollectRows(rows, pgx.RowToStructByPos[Finding])
+}
+
+// Printable keeps a name that callers chose from changing what is shown around it: what moves the cursor, or turns the
+// direction of text, is written in quotes as Go has it.
+func Printable(name string) string {
+	quoted := fmt.Sprintf("%q", name)
+	if quoted[1:len(quoted)-1] == name {
+		return name
+	}
+	return quoted
+}

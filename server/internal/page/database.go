@@ -1,0 +1,175 @@
+package page
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/server/internal/inspect"
+)
+
+const (
+	// maxPolicies and maxBuckets are shown.
+	maxPolicies = 200
+	maxBuckets  = 20
+
+	// readTime bounds one look at the database, whatever the statements may take.
+	readTime = 4 * time.Second
+
+	// rest is how many times as long as a statement took it is not repeated: so this page keeps a core of the database busy
+	// for at most a twentieth of the time, however many look at it.
+	rest = 20
+)
+
+// A reading is what a function of the database said last.
+type reading[T any] struct {
+	function string
+	ask      func(context.Context, pgx.Tx) ([]T, error)
+	limit    time.Duration // for the statement
+	every    time.Duration // at most
+
+	section[T]
+	nextAt time.Time
+}
+
+// A section of the page has the rows of a reading.
+type section[T any] struct {
+	rows   []T
+	at     time.Time // when they were read; zero without any
+	notice string    // why there is nothing newer; empty if there is
+}
+
+// read asks if it is time to.
+func (r *reading[T]) read(ctx context.Context, d *database) {
+	begin := d.now()
+	if begin.Before(r.nextAt) {
+		return
+	}
+	var rows []T
+	err := pgx.BeginTxFunc(ctx, d.db, pgx.TxOptions{AccessMode: pgx.ReadOnly}, func(tx pgx.Tx) error {
+		_, err := tx.Exec(ctx, fmt.Sprintf("set local statement_timeout = %d", r.limit.Milliseconds()))
+		if err == nil {
+			rows, err = r.ask(ctx, tx)
+		}
+		return err
+	})
+	end := d.now()
+	if err == nil {
+		r.section = section[T]{rows: rows, at: end}
+	} else {
+		if r.notice == "" {
+			d.log.Warn("the status page cannot show everything", "function", r.function, "error", err)
+		}
+		r.notice = d.noticeOf(ctx, err, r.limit, r.function)
+	}
+	r.nextAt = end.Add(max(r.every, rest*end.Sub(begin)))
+}
+
+// A database is what is known of the database.
+type database struct {
+	db  *pgxpool.Pool
+	log *slog.Logger
+	now func() time.Time
+
+	reading  sync.Mutex // one at a time
+	policies reading[client.Policy]
+	buckets  reading[inspect.Bucket]
+	findings reading[inspect.Finding]
+	role     string // quoted, once somebody asked
+
+	mu   sync.Mutex
+	seen snapshot // what the last reading left
+}
+
+// A snapshot is of all readings.
+type snapshot struct {
+	policies section[client.Policy]
+	buckets  section[inspect.Bucket]
+	findings section[inspect.Finding]
+}
+
+func newDatabase(db *pgxpool.Pool, log *slog.Logger, now func() time.Time) *database {
+	d := &database{db: db, log: log, now: now}
+	d.policies = reading[client.Policy]{function: "ratelimit_policies", limit: time.Second / 2, every: 5 * time.Second}
+	d.policies.ask = func(ctx context.Context, tx pgx.Tx) ([]client.Policy, error) {
+		policies, err := client.New(db).WithTx(tx).Policies(ctx)
+		return slices.Clone(policies[:min(len(policies), maxPolicies+1)]), err // one more tells that there are more
+	}
+	d.buckets = reading[inspect.Bucket]{function: "ratelimit_status", limit: 2 * time.Second, every: 5 * time.Second}
+	d.buckets.ask = func(ctx context.Context, tx pgx.Tx) ([]inspect.Bucket, error) {
+		return inspect.Buckets(ctx, tx, nil, maxBuckets)
+	}
+	d.findings = reading[inspect.Finding]{function: "ratelimit_doctor", limit: time.Second, every: time.Minute}
+	d.findings.ask = func(ctx context.Context, tx pgx.Tx) ([]inspect.Finding, error) { return inspect.Findings(ctx, tx) }
+	return d
+}
+
+// look returns what is known, and asks the database before if it can and it is time to. While somebody else asks, it does not
+// wait for the answer, unless there was none yet.
+func (d *database) look(isAway bool) snapshot {
+	d.mu.Lock()
+	seen := d.seen
+	d.mu.Unlock()
+	if isAway {
+		return seen
+	}
+	if !d.reading.TryLock() {
+		if !seen.buckets.at.IsZero() || seen.buckets.notice != "" {
+			return seen
+		}
+		d.reading.Lock()
+	}
+	defer d.reading.Unlock()
+	// Not that of who looks: a page that is closed while it loads would cost a connection.
+	ctx, cancel := context.WithTimeout(context.Background(), readTime)
+	defer cancel()
+	d.policies.read(ctx, d)
+	d.buckets.read(ctx, d)
+	d.findings.read(ctx, d)
+	seen = snapshot{d.policies.section, d.buckets.section, d.findings.section}
+	d.mu.Lock()
+	d.seen = seen
+	d.mu.Unlock()
+	return seen
+}
+
+// noticeOf says what a reader of the page can do about an error.
+func (d *database) noticeOf(ctx context.Context, err error, limit time.Duration, function string) string {
+	code := ""
+	var pgErr *pgconn.PgError
+	if errors.As(err, &pgErr) {
+		code = pgErr.Code
+	}
+	switch code {
+	case "42501": // insufficient_privilege
+		return "The server's role may not see this. The owner of the package can run: grant execute on function " + function + " to " + d.roleName(ctx) + ";"
+	case "42883": // undefined_function
+		return "The database has no " + function + ": the package is older than this program. Run: pgratelimit install"
+	case "57014": // query_canceled
+		return "The database took longer than " + interval(limit) + ", and was not waited for. The program and SQL wait longer: pgratelimit status"
+	case "55P03": // lock_not_available
+		return "Somebody has locked the tables, such as a migration. This is tried again."
+	case "":
+		return "The database did not answer. This is tried again."
+	}
+	return fmt.Sprintf("The database failed: %s (%s).", pgErr.Message, code)
+}
+
+// roleName is what to grant to.
+func (d *database) roleName(ctx context.Context) string {
+	if d.role == "" {
+		if err := d.db.QueryRow(ctx, "select pg_catalog.quote_ident(current_user)").Scan(&d.role); err != nil {
+			return "…"
+		}
+	}
+	return d.role
+}

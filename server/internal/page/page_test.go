@@ -1,0 +1,318 @@
+package page
+
+import (
+	"crypto/sha256"
+	"encoding/base64"
+	"log/slog"
+	"net/http"
+	"net/http/httptest"
+	"net/url"
+	"regexp"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+	"golang.org/x/net/html"
+
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/server/internal/auth"
+	"github.com/pgratelimit/pgratelimit/server/internal/inspect"
+	"github.com/pgratelimit/pgratelimit/server/internal/metrics"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+)
+
+func TestMain(m *testing.M) { pgtest.Main(m) }
+
+func zero() int64 { return 0 }
+
+var quiet = State{State: metrics.State{CallsUnderWay: zero, ConnectionsInUse: zero, ConnectionsTotal: zero}, Health: func() string { return "" }}
+
+// A clock is what a test says it is.
+type clock struct{ now time.Time }
+
+func (c *clock) read() time.Time { return c.now }
+
+// get returns the page as a browser does.
+func get(t *testing.T, p http.Handler, path string) (*http.Response, string) {
+	t.Helper()
+	w := httptest.NewRecorder()
+	p.ServeHTTP(w, httptest.NewRequest(http.MethodGet, path, nil))
+	return w.Result(), w.Body.String()
+}
+
+// text is what a person reads, of all elements of a class or of a kind.
+func text(t *testing.T, page, selector string) (texts []string) {
+	t.Helper()
+	root, err := html.Parse(strings.NewReader(page))
+	require.NoError(t, err)
+	for n := range root.Descendants() {
+		if n.Type != html.ElementNode {
+			continue
+		}
+		classes := ""
+		for _, a := range n.Attr {
+			if a.Key == "class" {
+				classes = a.Val
+			}
+		}
+		if n.Data != selector && !strings.Contains(" "+classes+" ", " "+selector+" ") {
+			continue
+		}
+		var words strings.Builder
+		for inner := range n.Descendants() {
+			if inner.Type == html.TextNode {
+				words.WriteString(inner.Data)
+			}
+		}
+		texts = append(texts, strings.Join(strings.Fields(words.String()), " "))
+	}
+	return texts
+}
+
+const hostile = `</bdi></td><script>alert(1)</script><img src=x onerror="alert(2)"><a href="javascript:alert(3)">&lt;b&gt;'{{.}}`
+
+// Whatever is in the database stays text.
+func TestPage_EscapesEverything(t *testing.T) {
+	t.Parallel()
+	now := &clock{t0}
+	state := quiet
+	state.Health = func() string { return hostile } // so that the database is not asked
+	p := newPage(NewHistory(t0), nil, state, slog.New(slog.DiscardHandler), now.read)
+	_, plain := get(t, p, "/")
+	p.database.seen = snapshot{
+		policies: section[client.Policy]{rows: []client.Policy{{Name: hostile, Capacity: 1, Refill: client.Zero, Remember: time.Hour}}, at: t0, notice: hostile},
+		buckets:  section[inspect.Bucket]{rows: []inspect.Bucket{{Policy: hostile, Key: hostile, Overridden: true}}, at: t0, notice: hostile},
+		findings: section[inspect.Finding]{rows: []inspect.Finding{{Severity: hostile, Finding: hostile, Remedy: hostile}}, at: t0, notice: hostile},
+	}
+	_, page := get(t, p, "/")
+	require.Equal(t, []string{name(hostile) + " override"}, text(t, page, "key"))
+	require.Contains(t, name(hostile), "<script>")
+	elements := func(of string) (kinds map[string]bool) {
+		kinds = map[string]bool{}
+		root, err := html.Parse(strings.NewReader(of))
+		require.NoError(t, err)
+		for n := range root.Descendants() {
+			if n.Type != html.ElementNode {
+				continue
+			}
+			kinds[n.Data] = true
+			for _, a := range n.Attr {
+				require.False(t, strings.HasPrefix(a.Key, "on") || a.Key == "style", "%s=%s", a.Key, a.Val)
+				if a.Key == "href" {
+					require.Regexp(t, `^(/|/\?refresh=off|data:image/svg\+xml,.*)$`, a.Val)
+				}
+			}
+		}
+		return kinds
+	}
+	kinds := elements(page)
+	require.NotContains(t, kinds, "script")
+	require.NotContains(t, kinds, "img")
+	for kind := range elements(plain) {
+		require.Contains(t, kinds, kind)
+	}
+	for kind := range kinds {
+		require.Regexp(t, "^(html|head|meta|title|link|style|body|header|main|section|div|h1|h2|p|a|span|strong|small|dl|dt|dd|figure|figcaption|svg|path|rect|ul|li|table|thead|tbody|tr|th|td|bdi)$", kind)
+	}
+}
+
+func TestPage_LetsTheBrowserDoNothing(t *testing.T) {
+	t.Parallel()
+	state := quiet
+	state.Health = func() string { return "away" }
+	p := newPage(NewHistory(t0), nil, state, slog.New(slog.DiscardHandler), (&clock{t0}).read)
+	response, page := get(t, p, "/")
+	require.Equal(t, http.StatusOK, response.StatusCode)
+	require.Equal(t, "text/html; charset=utf-8", response.Header.Get("Content-Type"))
+	require.Equal(t, "no-store", response.Header.Get("Cache-Control"))
+	require.Equal(t, "nosniff", response.Header.Get("X-Content-Type-Options"))
+	csp := response.Header.Get("Content-Security-Policy")
+	require.Contains(t, csp, "default-src 'none'")
+	require.NotContains(t, csp, "unsafe")
+	require.NotContains(t, csp, "script-src")
+	inline := regexp.MustCompile(`(?s)<style>(.*)</style>`).FindStringSubmatch(page)
+	require.NotNil(t, inline)
+	sum := sha256.Sum256([]byte(inline[1]))
+	require.Contains(t, csp, "'sha256-"+base64.StdEncoding.EncodeToString(sum[:])+"'", "the hash is that of the style")
+	require.Contains(t, page, `<meta http-equiv="refresh" content="10">`)
+	_, page = get(t, p, "/?refresh=off")
+	require.NotContains(t, page, "http-equiv")
+}
+
+// newDB returns a database with policies and a pool of its own, whose settings the test may choose.
+func newDB(t *testing.T) *pgtest.DB {
+	t.Helper()
+	db := pgtest.New(t)
+	db.Exec(t, `select ratelimit_define_policy('api', 10, 1, '1 day'), ratelimit_define_policy('exports', 5, 5, '1 hour', stepped => true)`)
+	return db
+}
+
+func shown(t *testing.T, db *pgxpool.Pool, now func() time.Time) *Page {
+	t.Helper()
+	return newPage(NewHistory(t0), db, quiet, slog.New(slog.DiscardHandler), now)
+}
+
+func TestPage_ShowsTheDatabase(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	db.Exec(t, "select ratelimit_override('api', 'user:7', capacity => 1000)")
+	db.Exec(t, "select ratelimit_acquire('api', 'user:42', 10), ratelimit_acquire('api', 'user:7', 900), ratelimit_acquire('exports', E'x\\u202ey', 1)")
+	p := shown(t, db.Pool, time.Now)
+	for range 30 {
+		p.history.Count(client.ResultDenied)
+	}
+	p.history.Sample(t0.Add(5 * time.Second))
+	_, page := get(t, p, "/")
+	require.Equal(t, []string{"user:42", "user:7 override", `"x\u202ey"`}, text(t, page, "key"))
+	require.Equal(t, []string{"Tokens left", "0 of 10", "100 of 1,000", "4 of 5"}, text(t, page, "level"))
+	require.Contains(t, text(t, page, "tr"), "exports stepped 5 5 every 1 h 1 d")
+	require.Contains(t, text(t, page, "tr"), "api 10 1 every 1 d 1 d")
+	require.Equal(t, []string{"Allowed 0", "Denied 6", "Replayed 0", "Shadowed 0", "Errors 0"}, text(t, page, "figcaption"))
+	require.Empty(t, text(t, page, "notice"))
+	require.Equal(t, []string{"Healthy"}, text(t, page, "health"))
+}
+
+func TestPage_OfAnEmptyDatabase(t *testing.T) {
+	t.Parallel()
+	_, page := get(t, shown(t, pgtest.New(t).Pool, time.Now), "/")
+	require.Subset(t, text(t, page, "fine"), []string{"Every bucket is full.", "There is no policy yet."})
+	require.Empty(t, text(t, page, "notice"))
+}
+
+func TestPage_SaysThatThereAreMorePolicies(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	db.Exec(t, "select count(ratelimit_define_policy('p' || n, 10, 1, '1 day')) from generate_series(1, 201) as n")
+	p := shown(t, db.Pool, time.Now)
+	_, page := get(t, p, "/")
+	require.Contains(t, page, "There are more. This page shows the first 200.")
+	db.Exec(t, "select ratelimit_drop_policy('p1')")
+	_, page = get(t, shown(t, db.Pool, time.Now), "/")
+	require.NotContains(t, page, "There are more.")
+}
+
+// However many look, the database is asked no more often than every five seconds, and for a twentieth of the time at most.
+func TestPage_AsksSeldom(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	now := &clock{t0}
+	p := shown(t, db.Pool, now.read)
+	keys := func() []string {
+		_, page := get(t, p, "/")
+		return text(t, page, "key")
+	}
+	require.Empty(t, keys())
+	db.Exec(t, "select ratelimit_acquire('api', 'k', 5)")
+	now.now = t0.Add(5*time.Second - 1)
+	require.Empty(t, keys())
+	now.now = t0.Add(5 * time.Second)
+	require.Equal(t, []string{"k"}, keys())
+
+	ticking := &clock{t0} // half a second for each look at it
+	p = shown(t, db.Pool, func() time.Time {
+		ticking.now = ticking.now.Add(time.Second / 2)
+		return ticking.now
+	})
+	p.database.look(false)
+	require.Equal(t, p.database.buckets.at.Add(10*time.Second), p.database.buckets.nextAt)
+	require.Equal(t, p.database.findings.at.Add(time.Minute), p.database.findings.nextAt)
+}
+
+// A statement that takes too long is given up, and what was seen stays. Who looks meanwhile does not wait.
+func TestPage_GivesUp(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	db.Exec(t, "select ratelimit_acquire('api', 'k', 5)")
+	now := &clock{t0}
+	p := shown(t, db.Pool, now.read)
+	_, page := get(t, p, "/")
+	require.Equal(t, []string{"k"}, text(t, page, "key"))
+
+	locker := db.Connect(t)
+	_, err := locker.Exec(t.Context(), "begin; lock table ratelimit.buckets in access exclusive mode")
+	require.NoError(t, err)
+	now.now = t0.Add(10 * time.Second)
+	looked := make(chan string, 1)
+	go func() {
+		w := httptest.NewRecorder()
+		p.ServeHTTP(w, httptest.NewRequest(http.MethodGet, "/", nil))
+		looked <- w.Body.String()
+	}()
+	db.Await(t, 20*time.Second, "select count(*) = 1 from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'")
+	_, page = get(t, p, "/")
+	require.Equal(t, []string{"k"}, text(t, page, "key"))
+	require.Empty(t, looked, "the other one is waiting still")
+
+	page = <-looked
+	require.Equal(t, []string{"k"}, text(t, page, "key"))
+	require.Contains(t, text(t, page, "h2"), "Emptiest buckets seen 10 s ago")
+	require.Equal(t, []string{"The database took longer than 2 s, and was not waited for. The program and SQL wait longer: pgratelimit status"}, text(t, page, "notice"))
+	_, err = locker.Exec(t.Context(), "rollback")
+	require.NoError(t, err)
+	now.now = t0.Add(20 * time.Second)
+	_, page = get(t, p, "/")
+	require.Empty(t, text(t, page, "notice"))
+}
+
+// A role that may not look at something is told what to grant, and sees the rest.
+func TestPage_WithoutGrants(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	role := db.Name + "_page"
+	db.Exec(t, "create role "+role+" role current_user")
+	t.Cleanup(func() { db.Exec(t, "drop owned by "+role+"; drop role "+role) })
+	db.Exec(t, "grant execute on function ratelimit_policies to "+role)
+	u, err := url.Parse(db.URL)
+	require.NoError(t, err)
+	query := u.Query()
+	query.Set("role", role)
+	u.RawQuery = query.Encode()
+	pool, err := pgxpool.New(t.Context(), u.String())
+	require.NoError(t, err)
+	defer pool.Close()
+	p := shown(t, pool, time.Now)
+	_, page := get(t, p, "/")
+	require.Contains(t, text(t, page, "tr"), "api 10 1 every 1 d 1 d")
+	notices := text(t, page, "notice")
+	require.Len(t, notices, 2)
+	for i, function := range []string{"ratelimit_doctor", "ratelimit_status"} {
+		_, grant, _ := strings.Cut(notices[i], "can run: ")
+		require.Equal(t, "grant execute on function "+function+" to "+role+";", grant)
+		db.Exec(t, grant)
+	}
+	_, page = get(t, shown(t, pool, time.Now), "/")
+	require.Empty(t, text(t, page, "notice"))
+}
+
+func TestPage_NobodyAnswers(t *testing.T) {
+	t.Parallel()
+	pool, err := pgxpool.New(t.Context(), "postgres://127.0.0.1:1/none?sslmode=disable")
+	require.NoError(t, err)
+	defer pool.Close()
+	_, page := get(t, shown(t, pool, time.Now), "/")
+	require.Len(t, text(t, page, "notice"), 3)
+	require.Equal(t, "The database did not answer. This is tried again.", text(t, page, "notice")[0])
+	require.Len(t, text(t, page, "figcaption"), 5)
+}
+
+func TestGuard(t *testing.T) {
+	t.Parallel()
+	ok := http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusNoContent) })
+	ask := func(guard http.Handler, host string) int {
+		r := httptest.NewRequest(http.MethodGet, "/", nil)
+		r.Host = host
+		w := httptest.NewRecorder()
+		guard.ServeHTTP(w, r)
+		return w.Code
+	}
+	open := Guard(auth.New(), ok)
+	for host, isAddress := range map[string]bool{
+		"localhost": true, "localhost:8080": true, "127.0.0.1:8080": true, "192.0.2.7": true, "[::1]:8080": true, "[::1]": true,
+		"evil.example": false, "evil.example:8080": false, "127.0.0.1.evil.example": false, "localhost.evil.example": false, "": false,
+	} {
+		require.Equal(t, isAddress, ask(open, host) == http.StatusNoContent, host)
+		require.Equal(t, http.StatusUnauthorized, ask(Guard(auth.New("token"), ok), host))
+	}
+}

@@ -1,0 +1,111 @@
+package server_test
+
+import (
+	"io"
+	"net/http"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+)
+
+// page asks for the status page, with a token as the password unless there is none.
+func (s *testServer) page(password string) (*http.Response, string) {
+	s.t.Helper()
+	r, err := http.NewRequestWithContext(s.t.Context(), http.MethodGet, s.url+"/", nil)
+	require.NoError(s.t, err)
+	if password != "" {
+		r.SetBasicAuth("anybody", password)
+	}
+	response, err := s.http.Do(r)
+	require.NoError(s.t, err)
+	defer response.Body.Close()
+	body, err := io.ReadAll(response.Body)
+	require.NoError(s.t, err)
+	return response, string(body)
+}
+
+func TestPage_IsOffUnlessAskedFor(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	requireProblem(t, start(t, db.URL).get("/"), http.StatusNotFound, "")
+	s := start(t, db.URL, "TOKENS=secret")
+	requireProblem(t, s.get("/"), http.StatusUnauthorized, "")
+	response, _ := s.page("secret")
+	require.Equal(t, http.StatusUnauthorized, response.StatusCode)
+	require.Equal(t, []string{"Bearer"}, response.Header.Values("WWW-Authenticate"))
+}
+
+// It needs the token that calls need, and not that of health and metrics. A browser's way to give it is good for the page
+// alone: a browser would give it to calls that others have it make.
+func TestPage_NeedsTheToken(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	s := start(t, db.URL, "STATUS_PAGE=true", "TOKENS=secret,other", "MONITORING_TOKENS=watch")
+	for password, want := range map[string]int{"": 401, "wrong": 401, "watch": 401, "secret": 200, "other": 200} {
+		response, body := s.page(password)
+		require.Equal(t, want, response.StatusCode, password)
+		require.Equal(t, want == 200, strings.Contains(body, "Emptiest buckets"))
+		if want == 401 {
+			require.Equal(t, []string{`Basic realm="pgratelimit", charset="UTF-8"`, "Bearer"}, response.Header.Values("WWW-Authenticate"))
+		}
+	}
+	a, err := s.do(t.Context(), http.MethodGet, "/", nil, "Authorization: Bearer secret")
+	require.NoError(t, err)
+	require.Equal(t, http.StatusOK, a.status)
+
+	basic := "Authorization: Basic YW55Ym9keTpzZWNyZXQ=" // anybody:secret
+	requireProblem(t, s.mustPost("/v1/acquire", `{"policy":"api","key":"k"}`, basic), http.StatusUnauthorized, "")
+	a, err = s.do(t.Context(), http.MethodGet, "/metrics", nil, basic)
+	require.NoError(t, err)
+	require.Equal(t, http.StatusUnauthorized, a.status)
+	requireProblem(t, s.mustPost("/", "", "Authorization: Bearer secret"), http.StatusNotFound, "")
+}
+
+// The page of another site whose name leads here may not read it.
+func TestPage_WithoutTokensIsUnderNoName(t *testing.T) {
+	t.Parallel()
+	s := start(t, newDB(t).URL, "STATUS_PAGE=true")
+	response, _ := s.page("")
+	require.Equal(t, http.StatusOK, response.StatusCode)
+	r, err := http.NewRequestWithContext(t.Context(), http.MethodGet, s.url+"/", nil)
+	require.NoError(t, err)
+	r.Host = "evil.example"
+	response, err = s.http.Do(r)
+	require.NoError(t, err)
+	require.NoError(t, response.Body.Close())
+	require.Equal(t, http.StatusForbidden, response.StatusCode)
+}
+
+// What callers got is in the plots, and the page outlives the database.
+func TestPage_WithAndWithoutTheDatabase(t *testing.T) {
+	t.Parallel()
+	postgres := pgtest.Private(t)
+	db := install(t, postgres)
+	s := start(t, db.URL, "STATUS_PAGE=true")
+	for range 12 {
+		s.mustPost("/v1/acquire", `{"policy":"api","key":"user:42"}`)
+	}
+	s.mustPost("/v1/peek", `{"policy":"api","key":"user:42"}`)
+	_, page := s.page("")
+	require.Contains(t, page, "Healthy")
+	require.Contains(t, page, "user:42")
+	require.Eventually(t, func() bool { // within a sample of 5 seconds, or two of them
+		_, page = s.page("")
+		return !strings.Contains(page, "Denied: 0 a second now, 0 at most")
+	}, 20*time.Second, 50*time.Millisecond)
+	require.NotContains(t, page, "Allowed: 0 a second now, 0 at most")
+	require.Contains(t, page, "Errors: 0 a second now, 0 at most")
+
+	require.NoError(t, postgres.Stop(t.Context(), true))
+	require.Eventually(t, func() bool { return s.get("/healthz").status == http.StatusServiceUnavailable }, 20*time.Second, 10*time.Millisecond)
+	began := time.Now()
+	response, page := s.page("")
+	require.Equal(t, http.StatusOK, response.StatusCode)
+	require.Less(t, time.Since(began), time.Second, "nobody waits for a database that is known to be away")
+	require.Contains(t, page, "Not healthy: the database cannot be used.")
+	require.Contains(t, page, "user:42", "as it was seen last")
+}
