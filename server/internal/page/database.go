@@ -155,7 +155,7 @@ func (d *database) noticeOf(ctx context.Context, err error, limit time.Duration,
 	case "42883": // undefined_function
 		return "The database has no " + function + ": the package is older than this program. Run: pgratelimit install"
 	case "57014": // query_canceled
-		return "The database took longer than " + interval(limit) + ", and was not waited for. The program and SQL wait longer: pgratelimit status"
+		return "The database took longer than " + interval(limit) + ", and was not waited for. On a command line, pgratelimit status waits."
 	case "55P03": // lock_not_available
 		return "Somebody has locked the tables, such as a migration. This is tried again."
 	case "":

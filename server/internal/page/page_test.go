@@ -110,6 +110,7 @@ func TestPage_EscapesEverything(t *testing.T) {
 	kinds := elements(page)
 	require.NotContains(t, kinds, "script")
 	require.NotContains(t, kinds, "img")
+	require.Equal(t, []string{"Not seen yet.", "Not seen yet.", "Not seen yet."}, text(t, plain, "fine"))
 	for kind := range elements(plain) {
 		require.Contains(t, kinds, kind)
 	}
@@ -248,7 +249,7 @@ func TestPage_GivesUp(t *testing.T) {
 	page = <-looked
 	require.Equal(t, []string{"k"}, text(t, page, "key"))
 	require.Contains(t, text(t, page, "h2"), "Emptiest buckets seen 10 s ago")
-	require.Equal(t, []string{"The database took longer than 2 s, and was not waited for. The program and SQL wait longer: pgratelimit status"}, text(t, page, "notice"))
+	require.Equal(t, []string{"The database took longer than 2 s, and was not waited for. On a command line, pgratelimit status waits."}, text(t, page, "notice"))
 	_, err = locker.Exec(t.Context(), "rollback")
 	require.NoError(t, err)
 	now.now = t0.Add(20 * time.Second)
