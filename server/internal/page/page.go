@@ -137,7 +137,7 @@ type policyRow struct {
 
 func (p *Page) view(refreshes bool) view {
 	v := view{
-		Style:   template.CSS(style), //nolint:gosec // it is ours
+		Style:   template.CSS(style), // ours
 		Health:  p.state.Health(),
 		Minutes: int((samples * sampleEvery).Minutes()),
 		Width:   plotWidth,

@@ -35,11 +35,11 @@ type clock struct{ now time.Time }
 func (c *clock) read() time.Time { return c.now }
 
 // get returns the page as a browser does.
-func get(t *testing.T, p http.Handler, path string) (*http.Response, string) {
+func get(t *testing.T, p http.Handler, path string) (answer *httptest.ResponseRecorder, page string) {
 	t.Helper()
 	w := httptest.NewRecorder()
 	p.ServeHTTP(w, httptest.NewRequest(http.MethodGet, path, nil))
-	return w.Result(), w.Body.String()
+	return w, w.Body.String()
 }
 
 // text is what a person reads, of all elements of a class or of a kind.
@@ -124,12 +124,12 @@ func TestPage_LetsTheBrowserDoNothing(t *testing.T) {
 	state := quiet
 	state.Health = func() string { return "away" }
 	p := newPage(NewHistory(t0), nil, state, slog.New(slog.DiscardHandler), (&clock{t0}).read)
-	response, page := get(t, p, "/")
-	require.Equal(t, http.StatusOK, response.StatusCode)
-	require.Equal(t, "text/html; charset=utf-8", response.Header.Get("Content-Type"))
-	require.Equal(t, "no-store", response.Header.Get("Cache-Control"))
-	require.Equal(t, "nosniff", response.Header.Get("X-Content-Type-Options"))
-	csp := response.Header.Get("Content-Security-Policy")
+	answer, page := get(t, p, "/")
+	require.Equal(t, http.StatusOK, answer.Code)
+	require.Equal(t, "text/html; charset=utf-8", answer.Header().Get("Content-Type"))
+	require.Equal(t, "no-store", answer.Header().Get("Cache-Control"))
+	require.Equal(t, "nosniff", answer.Header().Get("X-Content-Type-Options"))
+	csp := answer.Header().Get("Content-Security-Policy")
 	require.Contains(t, csp, "default-src 'none'")
 	require.NotContains(t, csp, "unsafe")
 	require.NotContains(t, csp, "script-src")
