@@ -1,6 +1,7 @@
 package metrics_test
 
 import (
+	"context"
 	"fmt"
 	"net/http"
 	"net/http/httptest"
@@ -14,7 +15,6 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/pgratelimit/client"
-	"github.com/pgratelimit/pgratelimit/client/clienttest"
 	"github.com/pgratelimit/pgratelimit/server/internal/metrics"
 	"github.com/pgratelimit/pgratelimit/server/internal/service"
 )
@@ -63,14 +63,34 @@ func TestMetrics_HaveABoundedNumberOfSeries(t *testing.T) {
 	require.Len(t, series(t, m, "ratelimit_acquire_duration_seconds_count"), 2)
 }
 
+// onlyAPI is a limiter that allows everything under the policy api, and knows no other.
+type onlyAPI struct{ service.Limiter }
+
+func (onlyAPI) Acquire(_ context.Context, policy, _ string, _ ...client.AcquireOption) (client.Decision, error) {
+	if policy != "api" {
+		return client.Decision{}, client.ErrUnknownPolicy
+	}
+	return client.Decision{Allowed: true}, nil
+}
+
+func (l onlyAPI) Peek(ctx context.Context, policy, key string, _ ...client.PeekOption) (client.Decision, error) {
+	return l.Acquire(ctx, policy, key)
+}
+
+func (l onlyAPI) AcquireAll(ctx context.Context, charges []client.Charge, _ ...client.AcquireAllOption) (client.JointDecision, error) {
+	for i, c := range charges {
+		if _, err := l.Acquire(ctx, c.Policy, c.Key); err != nil {
+			return client.JointDecision{}, fmt.Errorf("charge %d: %w", i, err)
+		}
+	}
+	return client.JointDecision{Decision: client.Decision{Allowed: true}}, nil
+}
+
 // What Prometheus reads after 100,000 keys and 1,000 unknown policies, in requests and in calls of every other kind.
 func TestMetrics_KeysAreNoLabels(t *testing.T) {
 	t.Parallel()
 	m := newMetrics(t)
-	now := time.Now()
-	fake := clienttest.New(func() time.Time { return now })
-	require.NoError(t, fake.DefinePolicy(t.Context(), client.Policy{Name: "api", Capacity: 1, Refill: 1, Every: time.Second}))
-	s := service.New(fake, service.Limits{Calls: 1000, OwnConnections: 10, Time: time.Minute}, m.Observe)
+	s := service.New(onlyAPI{}, service.Limits{Calls: 1000, OwnConnections: 10, Time: time.Minute}, m.Observe)
 	var callers sync.WaitGroup
 	for caller := range 10 {
 		callers.Go(func() {
