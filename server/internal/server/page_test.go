@@ -13,7 +13,7 @@ import (
 )
 
 // page asks for the status page, with a token as the password unless there is none.
-func (s *testServer) page(password string) (*http.Response, string) {
+func (s *testServer) page(password string) (a answer, page string) {
 	s.t.Helper()
 	r, err := http.NewRequestWithContext(s.t.Context(), http.MethodGet, s.url+"/", nil)
 	require.NoError(s.t, err)
@@ -25,7 +25,7 @@ func (s *testServer) page(password string) (*http.Response, string) {
 	defer response.Body.Close()
 	body, err := io.ReadAll(response.Body)
 	require.NoError(s.t, err)
-	return response, string(body)
+	return answer{status: response.StatusCode, header: response.Header}, string(body)
 }
 
 func TestPage_IsOffUnlessAskedFor(t *testing.T) {
@@ -34,9 +34,9 @@ func TestPage_IsOffUnlessAskedFor(t *testing.T) {
 	requireProblem(t, start(t, db.URL).get("/"), http.StatusNotFound, "")
 	s := start(t, db.URL, "TOKENS=secret")
 	requireProblem(t, s.get("/"), http.StatusUnauthorized, "")
-	response, _ := s.page("secret")
-	require.Equal(t, http.StatusUnauthorized, response.StatusCode)
-	require.Equal(t, []string{"Bearer"}, response.Header.Values("WWW-Authenticate"))
+	a, _ := s.page("secret")
+	require.Equal(t, http.StatusUnauthorized, a.status)
+	require.Equal(t, []string{"Bearer"}, a.header.Values("WWW-Authenticate"))
 }
 
 // It needs the token that calls need, and not that of health and metrics. A browser's way to give it is good for the page
@@ -46,11 +46,11 @@ func TestPage_NeedsTheToken(t *testing.T) {
 	db := newDB(t)
 	s := start(t, db.URL, "STATUS_PAGE=true", "TOKENS=secret,other", "MONITORING_TOKENS=watch")
 	for password, want := range map[string]int{"": 401, "wrong": 401, "watch": 401, "secret": 200, "other": 200} {
-		response, body := s.page(password)
-		require.Equal(t, want, response.StatusCode, password)
+		a, body := s.page(password)
+		require.Equal(t, want, a.status, password)
 		require.Equal(t, want == 200, strings.Contains(body, "Emptiest buckets"))
 		if want == 401 {
-			require.Equal(t, []string{`Basic realm="pgratelimit", charset="UTF-8"`, "Bearer"}, response.Header.Values("WWW-Authenticate"))
+			require.Equal(t, []string{`Basic realm="pgratelimit", charset="UTF-8"`, "Bearer"}, a.header.Values("WWW-Authenticate"))
 		}
 	}
 	a, err := s.do(t.Context(), http.MethodGet, "/", nil, "Authorization: Bearer secret")
@@ -69,12 +69,12 @@ func TestPage_NeedsTheToken(t *testing.T) {
 func TestPage_WithoutTokensIsUnderNoName(t *testing.T) {
 	t.Parallel()
 	s := start(t, newDB(t).URL, "STATUS_PAGE=true")
-	response, _ := s.page("")
-	require.Equal(t, http.StatusOK, response.StatusCode)
+	a, _ := s.page("")
+	require.Equal(t, http.StatusOK, a.status)
 	r, err := http.NewRequestWithContext(t.Context(), http.MethodGet, s.url+"/", nil)
 	require.NoError(t, err)
 	r.Host = "evil.example"
-	response, err = s.http.Do(r)
+	response, err := s.http.Do(r)
 	require.NoError(t, err)
 	require.NoError(t, response.Body.Close())
 	require.Equal(t, http.StatusForbidden, response.StatusCode)
@@ -103,8 +103,8 @@ func TestPage_WithAndWithoutTheDatabase(t *testing.T) {
 	require.NoError(t, postgres.Stop(t.Context(), true))
 	require.Eventually(t, func() bool { return s.get("/healthz").status == http.StatusServiceUnavailable }, 20*time.Second, 10*time.Millisecond)
 	began := time.Now()
-	response, page := s.page("")
-	require.Equal(t, http.StatusOK, response.StatusCode)
+	a, page := s.page("")
+	require.Equal(t, http.StatusOK, a.status)
 	require.Less(t, time.Since(began), time.Second, "nobody waits for a database that is known to be away")
 	require.Contains(t, page, "Not healthy: the database cannot be used.")
 	require.Contains(t, page, "user:42", "as it was seen last")
