@@ -23,11 +23,6 @@ import (
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
-// What the server of the demo is told besides its database and addresses. The environment comes before it.
-var serverSettings = []string{
-	"STATUS_PAGE=true", // which a server without the page does not know
-}
-
 // serve shows the server, pgratelimit serve, with some policies and a little traffic, until ctx ends. The server and the
 // database end with it.
 func serve(ctx context.Context) (err error) {
@@ -116,7 +111,7 @@ type served struct {
 func (s served) start(ctx context.Context) (stop func() error, err error) {
 	var log bytes.Buffer
 	c := exec.Command(s.program, "serve")
-	c.Env = append(append(serverSettings, os.Environ()...), "DATABASE_URL="+s.database, "HTTP_ADDR="+s.http, "GRPC_ADDR="+s.grpc)
+	c.Env = append(os.Environ(), "STATUS_PAGE=true", "DATABASE_URL="+s.database, "HTTP_ADDR="+s.http, "GRPC_ADDR="+s.grpc)
 	c.Stderr = &log
 	c.SysProcAttr = &syscall.SysProcAttr{Setpgid: true} // Ctrl-C is for this program, which tells it
 	if err := c.Start(); err != nil {
@@ -159,11 +154,11 @@ func (s served) explain(postgres *pgtest.Server) {
 	if _, err := exec.LookPath(grpcurl); err != nil {
 		grpcurl = "go run github.com/fullstorydev/grpcurl/cmd/grpcurl@v1.9.4"
 	}
-	fmt.Print("\nThe server answers, and 40 users send it a little traffic.\n\n")
-	if s.answers("/") {
-		fmt.Printf("  page     http://%s/\n", s.http)
-	}
-	fmt.Printf(`  JSON     http://%[1]s/v1/acquire
+	fmt.Printf(`
+The server answers, and 40 users send it a little traffic.
+
+  page     http://%[1]s/
+  JSON     http://%[1]s/v1/acquire
   metrics  http://%[1]s/metrics
   health   http://%[1]s/healthz
   gRPC     %[2]s
@@ -174,6 +169,7 @@ Try it from another terminal, here:
   curl -s http://%[1]s/v1/peek -d '{"policy": "api", "key": "user:1"}'
   curl -s http://%[1]s/v1/acquire_all -d '{"charges": [{"policy": "signup", "key": "::1"}, {"policy": "llm", "key": "org:1", "cost": 300}]}'
   curl -s http://%[1]s/metrics | grep ratelimit_requests_total
+  curl -s http://%[1]s/ | grep title
   %[3]s -plaintext -d '{"policy": "api", "logical_key": "user:42"}' %[2]s pgratelimit.v1.RateLimiter/Acquire
   build/pgratelimit status --max-rows 10 --database-url %[4]q
   psql %[4]q -c "select * from ratelimit_policies()"

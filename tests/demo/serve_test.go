@@ -46,7 +46,7 @@ func TestServe(t *testing.T) {
 	require.Contains(t, text, "Ctrl-C ends", "%s", &complaints)
 
 	commands := regexp.MustCompile(`(?m)^  ((?:curl|build/pgratelimit|psql) .*)$`).FindAllStringSubmatch(text, -1)
-	require.Len(t, commands, 6)
+	require.Len(t, commands, 7)
 	for _, command := range commands {
 		if _, err := exec.LookPath(strings.Fields(command[1])[0]); err != nil && !strings.HasPrefix(command[1], "build/") {
 			t.Log(err)
@@ -56,7 +56,7 @@ func TestServe(t *testing.T) {
 		shell.Dir = root
 		answer, err := shell.CombinedOutput()
 		require.NoError(t, err, "%s\n%s", command[1], answer)
-		require.Regexp(t, `"allowed":|ratelimit_requests_total\{|user:|signup`, string(answer), command[1])
+		require.Regexp(t, `"allowed":|ratelimit_requests_total\{|user:|signup|<title>`, string(answer), command[1])
 	}
 
 	require.NoError(t, c.Process.Signal(os.Interrupt))
