@@ -102,7 +102,7 @@ create or replace function ratelimit.is_max_wait(max_wait interval)
   returns boolean language sql immutable parallel safe
 as $$
   select max_wait between interval '0' and interval '365 days'
-         and extract(month from max_wait) = 0 and extract(year from max_wait) = 0
+         and date_trunc('month', max_wait) = interval '0'
 $$;
 comment on function ratelimit.is_max_wait(interval) is
   'Whether a wait is fixed in length, and 365 days at most; null for null.';

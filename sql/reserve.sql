@@ -2,7 +2,8 @@
 -- What is not there yet is debt, which refill pays. So callers are served in order: each waits for its own tokens and for
 -- those before it, and ratelimit_acquire is denied while there is debt. With max_wait 0 it is ratelimit_acquire.
 --
--- If the wait is longer than max_wait, or the debt would go below its floor, nothing is taken, allowed is false, and wait
+-- The wait is until the debt is paid that the reservation leaves: then the level is 0 or more, and a microsecond earlier it
+-- is not. If the wait is longer than max_wait, or the debt would go below its floor, nothing is taken, allowed is false, and wait
 -- says how long it would have been; null means never. A shadow policy answers wait 0, and shadowed where enforcing it would
 -- wait or refuse.
 --
@@ -10,9 +11,13 @@
 -- ratelimit_acquire under its key answers a denial. Tokens that are given back, by ratelimit_settle or ratelimit_refund, do
 -- not shorten the wait of those who were promised theirs.
 --
--- The steps are those of ratelimit_acquire, in include/decide.sql, but for one: if the update took nothing and the bucket was
--- read, and the cost fits within max_wait, the tokens are taken from the bucket as it was read. If another session has
--- changed it since, the next round follows.
+-- The steps are those of ratelimit_acquire, in include/decide.sql, but for two. The update takes the tokens if the bucket will
+-- have them within max_wait; it leaves that open if it is a matter of the last microtoken. So if the bucket was read, and the
+-- cost fits, the tokens are taken from the bucket as it was read. If another session has changed it since, the next round
+-- follows.
+--
+-- The wait counts from the clock after the update, which may have waited for another session. Other times count as those of
+-- ratelimit_acquire.
 --
 -- A cost of 0 takes nothing, and neither looks at nor stores an idempotency key.
 --
@@ -34,24 +39,24 @@ create or replace function ratelimit_reserve(
 as $$
 declare
   {{ template "locals_of_seen" (dict "function" "ratelimit_reserve") }}
-  v_max_us          bigint;       -- max_wait in microseconds
-  v_wait_us         bigint := 0::bigint;  -- microseconds until the grant holds
+  v_until           timestamptz;  -- when the wait must be over
   v_ready_at        timestamptz;  -- when it holds; null: at once
 begin
-  if (acceptable(v_key, v_cost) and is_name(v_idempotency_key) is not false and is_max_wait(max_wait)) is not true then
-    perform check_request(policy, v_key, v_cost, v_idempotency_key);
-    perform check_max_wait(max_wait);
-  end if;
-  if v_cost = 0 then
-    v_idempotency_key := null;  -- nothing is granted, so nothing is remembered
+  if not acceptable(v_key, v_cost) or is_max_wait(max_wait) is not true or v_idempotency_key is not null then
+    if (acceptable(v_key, v_cost) and is_max_wait(max_wait) and is_name(v_idempotency_key) is not false) is not true then
+      perform check_request(policy, v_key, v_cost, v_idempotency_key);
+      perform check_max_wait(max_wait);
+    end if;
+    if v_cost = 0 then
+      v_idempotency_key := null;  -- nothing is granted, so nothing is remembered
+    end if;
   end if;
   {{ template "include/policy.sql" "ratelimit_reserve" }}
-  v_max_us := microseconds(max_wait)::bigint;
   v_wanted := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
   if v_policy.durable then
-    {{ template "include/decide.sql" (dict "kind" "reserve" "buckets" "buckets" "keys" "idempotency_keys") }}
+    {{ template "include/decide.sql" (dict "kind" "reserve" "until" "v_until" "buckets" "buckets" "keys" "idempotency_keys") }}
   else
-    {{ template "include/decide.sql" (dict "kind" "reserve" "buckets" "ephemeral_buckets" "keys" "ephemeral_idempotency_keys") }}
+    {{ template "include/decide.sql" (dict "kind" "reserve" "until" "v_until" "buckets" "ephemeral_buckets" "keys" "ephemeral_idempotency_keys") }}
   end if;
 end;
 $$;

@@ -507,6 +507,136 @@ func TestReserve_WhatIsThereByNowIsNotWaitedFor(t *testing.T) {
 	})
 }
 
+// A reservation that had to wait for the bucket is told what is left to wait by then, and not what it was before. Its grant
+// holds at the same instant.
+func TestReserve_TheWaitForTheBucketCounts(t *testing.T) {
+	t.Parallel()
+	eachDurability(t, func(t *testing.T, db *testDB, durability policyOption) {
+		db.setClock(t0)
+		db.definePolicy("p", 10, 1, second, durability)
+		db.acquire("p", "k", 10)
+		for _, c := range []struct {
+			key        string
+			cost       int64
+			later      time.Duration
+			wait, left time.Duration
+		}{
+			{"i", 5, 2 * second, 3 * second, 3*second - ms},
+			{"j", 1, time.Hour, 0, 0},
+		} {
+			holder := db.session()
+			holder.exec("begin")
+			holder.exec("select ratelimit_charge('p', 'k', 0)")
+			holder.exec("select from ratelimit.buckets where key = 'k' for update")
+			holder.exec("select from ratelimit.ephemeral_buckets where key = 'k' for update")
+			caller := db.session().start(func(q querier) (decision, error) {
+				got, err := reserve(time.Hour, c.cost, c.key).by(q)
+				return got.decision, err
+			})
+			caller.awaitBlockedBy(holder)
+			db.setClock(t0.Add(c.later))
+			holder.exec("commit")
+			got := caller.answer()
+			require.True(t, got.Allowed)
+			require.Equal(t, micros(c.wait), got.RetryAfter)
+			db.setClock(t0.Add(c.later + ms))
+			again, err := reserve(0, c.cost, c.key).by(db.Pool)
+			require.NoError(t, err)
+			require.Equal(t, micros(c.left), again.RetryAfter)
+		}
+	})
+}
+
+// The promise of a wait, on both sides: then the reservation's debt is paid, and one microsecond earlier it is not. A
+// max_wait of one microsecond less is refused, and tells the same wait.
+func TestReserve_TheWaitIsAPromise(t *testing.T) {
+	t.Parallel()
+	for name, p := range map[string]struct {
+		capacity, refill int64
+		every            string
+		stepped          bool
+		costs            []int64
+	}{
+		"less than a microtoken in a microsecond":  {10, 1, "7 seconds", false, []int64{1, 10, 3}},
+		"a microtoken takes hours":                 {10, 1, "100000 days", false, []int64{1}},
+		"a third of a microtoken in a microsecond": {10, 1, "3 seconds", false, []int64{10, 10, 10}},
+		"a line": {1, 50, "1 second", false, []int64{1, 1, 1, 1}},
+		"steps":  {10, 3, "7 seconds", true, []int64{1, 10, 3}},
+		"days":   {10, 3, "1 day", true, []int64{10, 10}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			db := newDB(t)
+			now := t0
+			db.setClock(now)
+			db.exec("select ratelimit_define_policy('p', $1, $2, $3::interval, stepped => $4)", p.capacity, p.refill, p.every, p.stepped)
+			ask := func(s spending) spent {
+				t.Helper()
+				got, err := s.by(db.Pool)
+				require.NoError(t, err, s)
+				return got
+			}
+			ask(charge(p.capacity))
+			for n, cost := range p.costs {
+				for _, lead := range []time.Duration{1234567 * us, 0, -89 * ms}[n%3:] { // the last is a clock that has gone back
+					now = now.Add(lead)
+					db.setClock(now)
+					refused := ask(reserve(0, cost))
+					wait := time.Duration(refused.RetryAfter) * us
+					if refused.RetryAfter > maxWaitOfReserve || wait == 0 {
+						continue
+					}
+					require.False(t, refused.Allowed)
+					require.Equal(t, refused, ask(reserve(wait-us, cost)))
+					granted := ask(reserve(wait, cost))
+					require.True(t, granted.Allowed)
+					require.Equal(t, refused.RetryAfter, granted.RetryAfter)
+					peekAt := func(at time.Time) decision {
+						db.setClock(at)
+						return db.must(peek(db.Pool, "p", "k", 0))
+					}
+					require.Less(t, peekAt(now.Add(wait-us)).Remaining, int64(0))
+					require.GreaterOrEqual(t, peekAt(now.Add(wait)).Remaining, int64(0))
+					db.setClock(now)
+				}
+			}
+		})
+	}
+}
+
+// A reservation goes down to the floor, to the microtoken, though the bucket would be out of debt within max_wait.
+func TestReserve_GoesDownToTheFloor(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	m := model.New()
+	capacity, refill, every := int64(maxTokens), int64(1_000_000), micros(second)
+	require.NoError(t, m.Define("p", model.Definition{Numbers: model.Numbers{Capacity: &capacity, Refill: &refill, Every: &every}}))
+	db.setClock(t0)
+	db.definePolicy("p", capacity, refill, second)
+	now := t0
+	ask := func(s spending) spent {
+		t.Helper()
+		want, err := s.of(m, now)
+		require.NoError(t, err, s)
+		got, err := s.by(db.Pool)
+		require.NoError(t, err, s)
+		require.Equal(t, want, got, s)
+		return got
+	}
+	const year = 365 * 24 * time.Hour
+	ask(charge(maxTokens))
+	require.True(t, ask(reserve(year, maxTokens, "i")).Allowed)
+	require.False(t, ask(reserve(year, 1)).Allowed)
+	ask(settle("i", 1_000_000))
+	require.False(t, ask(reserve(year, maxTokens)).Allowed)
+	now = now.Add(second - us)
+	db.setClock(now)
+	require.False(t, ask(reserve(year, maxTokens)).Allowed)
+	now = now.Add(us)
+	db.setClock(now)
+	require.EqualValues(t, -maxTokens, ask(reserve(year, maxTokens)).Remaining, "what was refilled since counts")
+}
+
 // What refuses and what repeats writes nothing, and locks nothing.
 func TestSpend_RefusalsAndReplaysWriteNothing(t *testing.T) {
 	t.Parallel()

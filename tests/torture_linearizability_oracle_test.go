@@ -245,12 +245,25 @@ func (op *operation) leadsTo(r rules, now time.Time, s model.State, answer *answ
 	if op.enforced && err == nil && !d.Allowed {
 		d.ResetAfter, d.Replayed = model.Never, false
 	}
-	if (err == nil) != (answer.Decision != nil) || err == nil && (d != *answer.Decision || taken != answer.Taken) ||
+	if (err == nil) != (answer.Decision != nil) || err == nil && (!op.tells(d, now, *answer.Decision) || taken != answer.Taken) ||
 		err != nil && !strings.HasPrefix(answer.Error, err.Error()) ||
 		op.kind == shares && op.whole.granted && !d.Allowed {
 		return nil
 	}
 	return left
+}
+
+// tells reports whether the answer is what was decided by a reading of the clock. The wait of a reservation counts from a later
+// one, after the bucket was locked.
+func (op *operation) tells(d decision, now time.Time, answer decision) bool {
+	if op.kind != reserves || !d.Allowed || d.Replayed || d.RetryAfter == 0 {
+		return d == answer
+	}
+	return slices.ContainsFunc(op.readings, func(told time.Time) bool {
+		left := d
+		left.RetryAfter = max(0, d.RetryAfter-model.Micros(told.Sub(now).Microseconds()))
+		return left == answer
+	})
 }
 
 // mayBeReplayed tells whether the answer is, or may be, the first one under an idempotency key. ratelimit_enforce does not tell.

@@ -2847,6 +2847,15 @@ $$;
 comment on function ratelimit.tokens_above_debt(bigint) is
   'A level that is not below zero in whole tokens, rounded down.';
 
+-- Another short form: one division, since below zero the remainder need not be looked at.
+create or replace function ratelimit.tokens_in_debt(level bigint)
+  returns bigint language sql immutable parallel safe
+as $$
+  select (level - 999999) / 1000000
+$$;
+comment on function ratelimit.tokens_in_debt(bigint) is
+  'A level below zero in whole tokens, rounded down.';
+
 create or replace function ratelimit.repeats(remaining bigint, charge bigint)
   returns bigint language sql immutable parallel safe
 as $$
@@ -2872,6 +2881,15 @@ as $$
 $$;
 comment on function ratelimit.duration(bigint) is
   'Microseconds as an interval, exactly.';
+
+-- A short form of duration. Double precision has whole microseconds exactly up to 285 years.
+create or replace function ratelimit.short_duration(microseconds double precision)
+  returns interval language sql immutable parallel safe
+as $$
+  select microseconds * interval '1 microsecond'
+$$;
+comment on function ratelimit.short_duration(double precision) is
+  'Microseconds as an interval, exactly, for 285 years at most.';
 
 -- Elapsed time is never negative: a clock that steps back credits and removes nothing.
 create or replace function ratelimit.refilled_until(refilled_at timestamptz, now timestamptz, tick interval)
@@ -2958,12 +2976,20 @@ $$;
 comment on function ratelimit.wait_below_small(bigint, bigint, bigint, bigint, bigint, bigint) is
   'Microseconds until a bucket below target holds it, for a policy of small numbers.';
 
+create or replace function ratelimit.deepest_debt()
+  returns bigint language sql immutable parallel safe
+as $$
+  select 9000000000000000000
+$$;
+comment on function ratelimit.deepest_debt() is
+  'The debt below which the floor of no policy lies, in microtokens.';
+
 -- Debt ends at the floor: 9 * 10^12 tokens, or what the bucket refills in 10,000 years of 365.25 days, if that is less. With
 -- refill 0, gain is 0.
 create or replace function ratelimit.floor_level(gain numeric, every_us numeric)
   returns numeric language sql immutable parallel safe
 as $$
-  select -least(9000000000000000000, div(nullif(gain, 0) * 315576000000, every_us))  -- least ignores null
+  select -least(ratelimit.deepest_debt(), div(nullif(gain, 0) * 315576000000, every_us))  -- least ignores null
 $$;
 comment on function ratelimit.floor_level(numeric, numeric) is
   'The level that no charge goes below, in microtokens.';
@@ -3081,7 +3107,7 @@ create or replace function ratelimit.is_max_wait(max_wait interval)
   returns boolean language sql immutable parallel safe
 as $$
   select max_wait between interval '0' and interval '365 days'
-         and extract(month from max_wait) = 0 and extract(year from max_wait) = 0
+         and date_trunc('month', max_wait) = interval '0'
 $$;
 comment on function ratelimit.is_max_wait(interval) is
   'Whether a wait is fixed in length, and 365 days at most; null for null.';
@@ -3328,7 +3354,25 @@ as $$
           ratelimit.duration(reset_us), capacity, false, shadow and wait_us is distinct from 0)::ratelimit.reservation
 $$;
 comment on function ratelimit.reservation_of(boolean, bigint, bigint, bigint, bigint, boolean) is
-  'The answer about a reservation, from the level that it left; wait_us is null for never.';
+  'The answer about a reservation, from the level now; wait_us is null for never.';
+
+-- Short forms of reservation_of for grants: they cost less.
+create or replace function ratelimit.reserved_of(level bigint, reset_us bigint, capacity bigint)
+  returns ratelimit.reservation language sql immutable parallel safe
+as $$
+  select (true, interval '0', ratelimit.tokens_above_debt(level), ratelimit.duration(reset_us), capacity, false, false)::ratelimit.reservation
+$$;
+comment on function ratelimit.reserved_of(bigint, bigint, bigint) is
+  'The answer about a reservation that need not wait, from the level that it left.';
+
+create or replace function ratelimit.waiting_of(level bigint, wait_us double precision, reset_us bigint, capacity bigint, shadow boolean)
+  returns ratelimit.reservation language sql immutable parallel safe
+as $$
+  select (true, case when shadow then interval '0' else ratelimit.short_duration(wait_us) end, ratelimit.tokens_in_debt(level),
+          ratelimit.duration(reset_us), capacity, false, shadow)::ratelimit.reservation
+$$;
+comment on function ratelimit.waiting_of(bigint, double precision, bigint, bigint, boolean) is
+  'The answer about a reservation that waits, from the debt that it left.';
 
 create or replace function ratelimit.reserved_before(granted ratelimit.idempotency_keys, now timestamptz, shadow boolean)
   returns ratelimit.reservation language sql immutable parallel safe
@@ -4927,7 +4971,8 @@ comment on function ratelimit_settle(text, text, text, bigint) is
 -- What is not there yet is debt, which refill pays. So callers are served in order: each waits for its own tokens and for
 -- those before it, and ratelimit_acquire is denied while there is debt. With max_wait 0 it is ratelimit_acquire.
 --
--- If the wait is longer than max_wait, or the debt would go below its floor, nothing is taken, allowed is false, and wait
+-- The wait is until the debt is paid that the reservation leaves: then the level is 0 or more, and a microsecond earlier it
+-- is not. If the wait is longer than max_wait, or the debt would go below its floor, nothing is taken, allowed is false, and wait
 -- says how long it would have been; null means never. A shadow policy answers wait 0, and shadowed where enforcing it would
 -- wait or refuse.
 --
@@ -4935,9 +4980,13 @@ comment on function ratelimit_settle(text, text, text, bigint) is
 -- ratelimit_acquire under its key answers a denial. Tokens that are given back, by ratelimit_settle or ratelimit_refund, do
 -- not shorten the wait of those who were promised theirs.
 --
--- The steps are those of ratelimit_acquire, in include/decide.sql, but for one: if the update took nothing and the bucket was
--- read, and the cost fits within max_wait, the tokens are taken from the bucket as it was read. If another session has
--- changed it since, the next round follows.
+-- The steps are those of ratelimit_acquire, in include/decide.sql, but for two. The update takes the tokens if the bucket will
+-- have them within max_wait; it leaves that open if it is a matter of the last microtoken. So if the bucket was read, and the
+-- cost fits, the tokens are taken from the bucket as it was read. If another session has changed it since, the next round
+-- follows.
+--
+-- The wait counts from the clock after the update, which may have waited for another session. Other times count as those of
+-- ratelimit_acquire.
 --
 -- A cost of 0 takes nothing, and neither looks at nor stores an idempotency key.
 --
@@ -4977,16 +5026,17 @@ declare
   v_round           integer;      -- inner: the rounds that took nothing and denied nothing; null is none
   v_seen_level      bigint;       -- inner: the row as it was read
   v_seen_at         timestamptz;  -- inner: likewise
-  v_max_us          bigint;       -- max_wait in microseconds
-  v_wait_us         bigint := 0::bigint;  -- microseconds until the grant holds
+  v_until           timestamptz;  -- when the wait must be over
   v_ready_at        timestamptz;  -- when it holds; null: at once
 begin
-  if (acceptable(v_key, v_cost) and is_name(v_idempotency_key) is not false and is_max_wait(max_wait)) is not true then
-    perform check_request(policy, v_key, v_cost, v_idempotency_key);
-    perform check_max_wait(max_wait);
-  end if;
-  if v_cost = 0 then
-    v_idempotency_key := null;  -- nothing is granted, so nothing is remembered
+  if not acceptable(v_key, v_cost) or is_max_wait(max_wait) is not true or v_idempotency_key is not null then
+    if (acceptable(v_key, v_cost) and is_max_wait(max_wait) and is_name(v_idempotency_key) is not false) is not true then
+      perform check_request(policy, v_key, v_cost, v_idempotency_key);
+      perform check_max_wait(max_wait);
+    end if;
+    if v_cost = 0 then
+      v_idempotency_key := null;  -- nothing is granted, so nothing is remembered
+    end if;
   end if;
   select p.* into v_policy from policies as p where p.name = ratelimit_reserve.policy collate "C";
   if not found then
@@ -5005,7 +5055,6 @@ begin
       v_policy := overridden(v_policy, v_override);
     end if;
   end if;
-  v_max_us := microseconds(max_wait)::bigint;
   v_wanted := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
   if v_policy.durable then
     if v_idempotency_key is not null then
@@ -5022,12 +5071,14 @@ begin
 
     loop
       if v_wanted > 0 then
+        v_until := v_now + date_part('epoch', max_wait) * interval '1 second';
         update buckets as b
            set level       = refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) - v_wanted,
                refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick)
          where b.policy_id = v_policy.id
            and b.key       = v_key
-           and refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_wanted
+           and refilled_level(b.level - 1, b.refilled_at, v_until, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_wanted
+           and b.level    >= v_wanted - deepest_debt()
         returning b.level, b.refilled_at into v_level, v_refilled_at;
         exit when found;
       end if;
@@ -5049,13 +5100,9 @@ begin
       end if;
       end if;
       select refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
-           case
-             when v_cost = 0 then 0::bigint
-             when v_cost <= v_policy.capacity then wait_for(microtokens(v_cost), b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
-           end,
            wait_for(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up),
            b.level, b.refilled_at
-      into v_level, v_retry_us, v_reset_us, v_seen_level, v_seen_at
+      into v_level, v_reset_us, v_seen_level, v_seen_at
       from buckets as b
      where b.policy_id = v_policy.id
        and b.key       = v_key;
@@ -5075,11 +5122,15 @@ begin
         v_wanted := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
       end if;
       v_level    := microtokens(v_policy.capacity);
-      v_retry_us := case when v_cost <= v_policy.capacity or v_cost = 0 then 0::bigint end;
       v_reset_us := 0;
     end if;
 
-      if v_wanted = 0 or (v_retry_us <= v_max_us
+      v_refilled_at := refilled_until(v_seen_at, v_now, v_policy.tick);
+      v_retry_us    := case
+                         when v_cost = 0 then 0::bigint
+                         when v_cost <= v_policy.capacity then wait_for(microtokens(v_cost), v_level, v_refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
+                       end;
+      if v_wanted = 0 or (v_retry_us <= microseconds(max_wait)
                           and (v_retry_us = 0 or v_level::numeric - v_wanted >= floor_level(v_policy.gain, v_policy.every_us))) is not true then
         if v_idempotency_key is not null or v_policy.shadow then
           select k.* into v_first
@@ -5096,7 +5147,6 @@ begin
       end if;
 
       -- The tokens are taken from the bucket as it was read, and only if it is still as it was.
-      v_wait_us := v_retry_us;
       if v_has_row then
         v_level       := v_level - v_wanted;
         v_refilled_at := refilled_until(v_seen_at, v_now, v_policy.tick);
@@ -5107,7 +5157,6 @@ begin
            and b.level       = v_seen_level
            and b.refilled_at = v_seen_at;
         exit when found;
-        v_wait_us := 0;  -- the next update takes what is there by then
       end if;
 
       -- The bucket has no row, or it is no longer as it was at the update or the look. Without a row, this round makes one,
@@ -5138,9 +5187,9 @@ begin
 
     if v_idempotency_key is not null then
       v_expires_at := v_now + duration(v_policy.remember_us);
-      if v_wait_us > 0 then
-        v_ready_at   := v_now + duration(v_wait_us);
-        v_expires_at := v_expires_at + duration(v_wait_us);
+      if v_level < 0 then
+        v_ready_at   := v_refilled_at + duration(time_below(0, v_level, 0, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)::bigint);
+        v_expires_at := v_ready_at + duration(v_policy.remember_us);
       end if;
       insert into idempotency_keys as k
              (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at, ready_at)
@@ -5171,7 +5220,12 @@ begin
         end if;
       end if;
     end if;
-    return reservation_of(true, v_level, v_wait_us, v_reset_us, v_policy.capacity, v_policy.shadow);
+    if v_level < 0 then
+      return waiting_of(v_level,
+                        greatest(0, time_below(0, v_level, microseconds(clock() - v_refilled_at), v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up))::double precision,
+                        v_reset_us, v_policy.capacity, v_policy.shadow);
+    end if;
+    return reserved_of(v_level, v_reset_us, v_policy.capacity);
   else
     if v_idempotency_key is not null then
       select k.* into v_first
@@ -5187,12 +5241,14 @@ begin
 
     loop
       if v_wanted > 0 then
+        v_until := v_now + date_part('epoch', max_wait) * interval '1 second';
         update ephemeral_buckets as b
            set level       = refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) - v_wanted,
                refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick)
          where b.policy_id = v_policy.id
            and b.key       = v_key
-           and refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_wanted
+           and refilled_level(b.level - 1, b.refilled_at, v_until, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_wanted
+           and b.level    >= v_wanted - deepest_debt()
         returning b.level, b.refilled_at into v_level, v_refilled_at;
         exit when found;
       end if;
@@ -5214,13 +5270,9 @@ begin
       end if;
       end if;
       select refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
-           case
-             when v_cost = 0 then 0::bigint
-             when v_cost <= v_policy.capacity then wait_for(microtokens(v_cost), b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
-           end,
            wait_for(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up),
            b.level, b.refilled_at
-      into v_level, v_retry_us, v_reset_us, v_seen_level, v_seen_at
+      into v_level, v_reset_us, v_seen_level, v_seen_at
       from ephemeral_buckets as b
      where b.policy_id = v_policy.id
        and b.key       = v_key;
@@ -5240,11 +5292,15 @@ begin
         v_wanted := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
       end if;
       v_level    := microtokens(v_policy.capacity);
-      v_retry_us := case when v_cost <= v_policy.capacity or v_cost = 0 then 0::bigint end;
       v_reset_us := 0;
     end if;
 
-      if v_wanted = 0 or (v_retry_us <= v_max_us
+      v_refilled_at := refilled_until(v_seen_at, v_now, v_policy.tick);
+      v_retry_us    := case
+                         when v_cost = 0 then 0::bigint
+                         when v_cost <= v_policy.capacity then wait_for(microtokens(v_cost), v_level, v_refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
+                       end;
+      if v_wanted = 0 or (v_retry_us <= microseconds(max_wait)
                           and (v_retry_us = 0 or v_level::numeric - v_wanted >= floor_level(v_policy.gain, v_policy.every_us))) is not true then
         if v_idempotency_key is not null or v_policy.shadow then
           select k.* into v_first
@@ -5261,7 +5317,6 @@ begin
       end if;
 
       -- The tokens are taken from the bucket as it was read, and only if it is still as it was.
-      v_wait_us := v_retry_us;
       if v_has_row then
         v_level       := v_level - v_wanted;
         v_refilled_at := refilled_until(v_seen_at, v_now, v_policy.tick);
@@ -5272,7 +5327,6 @@ begin
            and b.level       = v_seen_level
            and b.refilled_at = v_seen_at;
         exit when found;
-        v_wait_us := 0;  -- the next update takes what is there by then
       end if;
 
       -- The bucket has no row, or it is no longer as it was at the update or the look. Without a row, this round makes one,
@@ -5303,9 +5357,9 @@ begin
 
     if v_idempotency_key is not null then
       v_expires_at := v_now + duration(v_policy.remember_us);
-      if v_wait_us > 0 then
-        v_ready_at   := v_now + duration(v_wait_us);
-        v_expires_at := v_expires_at + duration(v_wait_us);
+      if v_level < 0 then
+        v_ready_at   := v_refilled_at + duration(time_below(0, v_level, 0, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)::bigint);
+        v_expires_at := v_ready_at + duration(v_policy.remember_us);
       end if;
       insert into ephemeral_idempotency_keys as k
              (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at, ready_at)
@@ -5336,7 +5390,12 @@ begin
         end if;
       end if;
     end if;
-    return reservation_of(true, v_level, v_wait_us, v_reset_us, v_policy.capacity, v_policy.shadow);
+    if v_level < 0 then
+      return waiting_of(v_level,
+                        greatest(0, time_below(0, v_level, microseconds(clock() - v_refilled_at), v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up))::double precision,
+                        v_reset_us, v_policy.capacity, v_policy.shadow);
+    end if;
+    return reserved_of(v_level, v_reset_us, v_policy.capacity);
   end if;
 end;
 $$;

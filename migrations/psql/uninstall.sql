@@ -128,10 +128,12 @@ $drop$;
 drop table if exists ratelimit.pre_request;  -- docs/postgrest/install.sql created it, and the function ratelimit_pre_request
 
 drop function ratelimit.grant_of, ratelimit.answer_of, ratelimit.shadow_of, ratelimit.spent_of, ratelimit.replay_of,
-              ratelimit.left_us, ratelimit.replay_at, ratelimit.reservation_of, ratelimit.reserved_before, ratelimit.partial_of,
+              ratelimit.left_us, ratelimit.replay_at, ratelimit.reservation_of, ratelimit.reserved_of, ratelimit.waiting_of,
+              ratelimit.reserved_before, ratelimit.partial_of,
               ratelimit.decisions_of, ratelimit.another_cost, ratelimit.no_grant, ratelimit.check_repeated_cost,
               ratelimit.check_repeated_range, ratelimit.check_charge, ratelimit.is_max_wait, ratelimit.check_max_wait,
-              ratelimit.check_bounds, ratelimit.tokens_above_debt, ratelimit.repeats, ratelimit.time_below, ratelimit.moved_level, ratelimit.overridden,
+              ratelimit.check_bounds, ratelimit.tokens_above_debt, ratelimit.tokens_in_debt, ratelimit.short_duration,
+              ratelimit.repeats, ratelimit.time_below, ratelimit.moved_level, ratelimit.overridden,
               ratelimit.refilled_level_small, ratelimit.wait_below_small, ratelimit.look_at_buckets, ratelimit.remember, ratelimit.covers,
               ratelimit.lock_buckets, ratelimit.take, ratelimit.take_of_policies, ratelimit.decide_in_order, ratelimit.acquire_batch,
               ratelimit.check_sizes, ratelimit.check_numbers, ratelimit.check_max_rows, ratelimit.check_listing,
@@ -156,7 +158,7 @@ update ratelimit.ephemeral_buckets as b
   from ratelimit.policies as p
  where p.id = b.policy_id
    and b.level < ratelimit.floor_level(p.gain, p.every_us);
-drop function ratelimit.floor_level;
+drop function ratelimit.floor_level, ratelimit.deepest_debt;
 update ratelimit.idempotency_keys set reset_after = interval '365250 days' where reset_after is null;
 update ratelimit.ephemeral_idempotency_keys set reset_after = interval '365250 days' where reset_after is null;
 alter table ratelimit.idempotency_keys alter column reset_after set not null;

@@ -9,12 +9,31 @@ v_wanted > 0
 {{- end }}
 {{- end -}}
 
+{{- /* The last instant at which a reservation may be out of debt. The interval has no days, which may have 23 or 25 hours. */ -}}
+{{ define "longest" -}}
+{{ if eq .kind "reserve" }}
+        v_until := v_now + date_part('epoch', max_wait) * interval '1 second';
+{{- end }}
+{{- end -}}
+
+{{- /* The wait of a reservation that the look found: until the debt is paid that it would leave, counted from the refill that
+       it would round down. The look itself has none for it. */ -}}
+{{ define "retry" -}}
+{{ if eq .kind "reserve" }}
+      v_refilled_at := refilled_until(v_seen_at, v_now, v_policy.tick);
+      v_retry_us    := case
+                         when v_cost = 0 then 0::bigint
+                         when v_cost <= v_policy.capacity then {{ template "wait_for" (dict "target" "microtokens(v_cost)" "bucket" "v_") }}
+                       end;
+{{- end }}
+{{- end -}}
+
 {{- /* The condition under which nothing is taken from the bucket as it was read. */ -}}
 {{ define "denied" -}}
 {{ if eq .kind "acquire" -}}
 v_wanted = 0 or v_retry_us is distinct from 0
 {{- else if eq .kind "reserve" -}}
-v_wanted = 0 or (v_retry_us <= v_max_us
+v_wanted = 0 or (v_retry_us <= microseconds(max_wait)
                           and (v_retry_us = 0 or v_level::numeric - v_wanted >= floor_level(v_policy.gain, v_policy.every_us))) is not true
 {{- else -}}
 v_retry_us is distinct from 0
@@ -50,9 +69,7 @@ v_answer := answer_of(v_level, v_retry_us, v_reset_us, v_policy.capacity);
 {{ if ne .kind "acquire" }}
 
       -- The tokens are taken from the bucket as it was read, and only if it is still as it was.
-{{- if eq .kind "reserve" }}
-      v_wait_us := v_retry_us;
-{{- else }}
+{{- if eq .kind "up_to" }}
       v_granted := least(v_at_most, whole_tokens(v_level));
       v_wanted  := microtokens(v_granted);
 {{- end }}
@@ -66,9 +83,6 @@ v_answer := answer_of(v_level, v_retry_us, v_reset_us, v_policy.capacity);
            and b.level       = v_seen_level
            and b.refilled_at = v_seen_at;
         exit when found;
-        {{- if eq .kind "reserve" }}
-        v_wait_us := 0;  -- the next update takes what is there by then
-        {{- end }}
       end if;
 {{- end }}
 {{- end -}}
@@ -76,9 +90,9 @@ v_answer := answer_of(v_level, v_retry_us, v_reset_us, v_policy.capacity);
 {{- /* Stores the grant under the idempotency key. The end of the statement is in remember.sql. */ -}}
 {{ define "remember_grant" -}}
 {{ if eq .kind "reserve" }}
-      if v_wait_us > 0 then
-        v_ready_at   := v_now + duration(v_wait_us);
-        v_expires_at := v_expires_at + duration(v_wait_us);
+      if v_level < 0 then
+        v_ready_at   := v_refilled_at + duration({{ template "time_below" (dict "target" "0" "level" "v_level" "elapsed_us" "0") }}::bigint);
+        v_expires_at := v_ready_at + duration(v_policy.remember_us);
       end if;
       insert into {{ .keys }} as k
              (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at, ready_at)
@@ -113,12 +127,18 @@ v_answer := answer_of(v_level, v_retry_us, v_reset_us, v_policy.capacity);
         end if;
 {{- end -}}
 
-{{- /* The answer of a grant. */ -}}
+{{- /* The answer of a grant. The update may have waited, so the clock is read again: nobody waits longer than until the debt
+       is paid. */ -}}
 {{ define "grant" -}}
 {{ if eq .kind "acquire" -}}
 return grant_of(v_level, v_reset_us, v_policy.capacity);
 {{- else if eq .kind "reserve" -}}
-return reservation_of(true, v_level, v_wait_us, v_reset_us, v_policy.capacity, v_policy.shadow);
+if v_level < 0 then
+      return waiting_of(v_level,
+                        greatest(0, {{ template "time_below" (dict "target" "0" "level" "v_level" "elapsed_us" "microseconds(clock() - v_refilled_at)") }})::double precision,
+                        v_reset_us, v_policy.capacity, v_policy.shadow);
+    end if;
+    return reserved_of(v_level, v_reset_us, v_policy.capacity);
 {{- else -}}
 v_answer := grant_of(v_level, v_reset_us, v_policy.capacity);
     return partial_of(v_answer, case when v_policy.shadow then v_at_most else v_granted end);

@@ -20,7 +20,7 @@ select {{ template "refilled_level" (dict "bucket" "b.") }},
     v_has_row := found;
     if not v_has_row then  -- full
       {{- if .again }}
-      {{ template "include/numbers_again.sql" . }}
+      {{ template "include/numbers_again.sql" (dict) }}
       {{- end }}
       v_level    := microtokens(v_policy.capacity);
       {{- if not .bare }}

@@ -77,8 +77,8 @@ func (s State) Settle(p Policy, now time.Time, idempotencyKey string, cost int64
 	return next, as, nil
 }
 
-// Reserve takes the cost if the bucket has it within longest. RetryAfter of the answer is the wait. The empty idempotency
-// key is none.
+// Reserve takes the cost if the bucket has it within longest. RetryAfter of the answer is the wait: until the bucket without
+// the cost is out of debt. The empty idempotency key is none.
 func (s State) Reserve(p Policy, now time.Time, longest Micros, cost int64, idempotencyKey string) (State, Decision, error) {
 	if first, ok := s.live(now, idempotencyKey); ok && cost > 0 {
 		if first.charge != cost {
@@ -89,8 +89,11 @@ func (s State) Reserve(p Policy, now time.Time, longest Micros, cost int64, idem
 		return s, answer, nil
 	}
 	answer := s.Peek(p, now, cost)
-	wait, next := answer.RetryAfter, s
 	taken, after := p.Take(s.at(p, now), now, cost)
+	if answer.RetryAfter > 0 { // by the bucket as it is; Take rounds its refill down
+		answer.RetryAfter = p.wait(taken, now, new(big.Int))
+	}
+	wait, next := answer.RetryAfter, s
 	answer.Allowed = cost == 0 || wait == 0 || wait != Never && wait <= longest && taken.Level.Cmp(p.floor()) >= 0
 	if answer.Allowed && cost > 0 {
 		g := grant{charge: cost, answer: after}

@@ -67,7 +67,25 @@ as $$
           ratelimit.duration(reset_us), capacity, false, shadow and wait_us is distinct from 0)::ratelimit.reservation
 $$;
 comment on function ratelimit.reservation_of(boolean, bigint, bigint, bigint, bigint, boolean) is
-  'The answer about a reservation, from the level that it left; wait_us is null for never.';
+  'The answer about a reservation, from the level now; wait_us is null for never.';
+
+-- Short forms of reservation_of for grants: they cost less.
+create or replace function ratelimit.reserved_of(level bigint, reset_us bigint, capacity bigint)
+  returns ratelimit.reservation language sql immutable parallel safe
+as $$
+  select (true, interval '0', ratelimit.tokens_above_debt(level), ratelimit.duration(reset_us), capacity, false, false)::ratelimit.reservation
+$$;
+comment on function ratelimit.reserved_of(bigint, bigint, bigint) is
+  'The answer about a reservation that need not wait, from the level that it left.';
+
+create or replace function ratelimit.waiting_of(level bigint, wait_us double precision, reset_us bigint, capacity bigint, shadow boolean)
+  returns ratelimit.reservation language sql immutable parallel safe
+as $$
+  select (true, case when shadow then interval '0' else ratelimit.short_duration(wait_us) end, ratelimit.tokens_in_debt(level),
+          ratelimit.duration(reset_us), capacity, false, shadow)::ratelimit.reservation
+$$;
+comment on function ratelimit.waiting_of(bigint, double precision, bigint, bigint, boolean) is
+  'The answer about a reservation that waits, from the debt that it left.';
 
 create or replace function ratelimit.reserved_before(granted ratelimit.idempotency_keys, now timestamptz, shadow boolean)
   returns ratelimit.reservation language sql immutable parallel safe

@@ -41,6 +41,15 @@ $$;
 comment on function ratelimit.tokens_above_debt(bigint) is
   'A level that is not below zero in whole tokens, rounded down.';
 
+-- Another short form: one division, since below zero the remainder need not be looked at.
+create or replace function ratelimit.tokens_in_debt(level bigint)
+  returns bigint language sql immutable parallel safe
+as $$
+  select (level - 999999) / 1000000
+$$;
+comment on function ratelimit.tokens_in_debt(bigint) is
+  'A level below zero in whole tokens, rounded down.';
+
 create or replace function ratelimit.repeats(remaining bigint, charge bigint)
   returns bigint language sql immutable parallel safe
 as $$
@@ -66,6 +75,15 @@ as $$
 $$;
 comment on function ratelimit.duration(bigint) is
   'Microseconds as an interval, exactly.';
+
+-- A short form of duration. Double precision has whole microseconds exactly up to 285 years.
+create or replace function ratelimit.short_duration(microseconds double precision)
+  returns interval language sql immutable parallel safe
+as $$
+  select microseconds * interval '1 microsecond'
+$$;
+comment on function ratelimit.short_duration(double precision) is
+  'Microseconds as an interval, exactly, for 285 years at most.';
 
 -- Elapsed time is never negative: a clock that steps back credits and removes nothing.
 create or replace function ratelimit.refilled_until(refilled_at timestamptz, now timestamptz, tick interval)
@@ -152,12 +170,20 @@ $$;
 comment on function ratelimit.wait_below_small(bigint, bigint, bigint, bigint, bigint, bigint) is
   'Microseconds until a bucket below target holds it, for a policy of small numbers.';
 
+create or replace function ratelimit.deepest_debt()
+  returns bigint language sql immutable parallel safe
+as $$
+  select 9000000000000000000
+$$;
+comment on function ratelimit.deepest_debt() is
+  'The debt below which the floor of no policy lies, in microtokens.';
+
 -- Debt ends at the floor: 9 * 10^12 tokens, or what the bucket refills in 10,000 years of 365.25 days, if that is less. With
 -- refill 0, gain is 0.
 create or replace function ratelimit.floor_level(gain numeric, every_us numeric)
   returns numeric language sql immutable parallel safe
 as $$
-  select -least(9000000000000000000, div(nullif(gain, 0) * 315576000000, every_us))  -- least ignores null
+  select -least(ratelimit.deepest_debt(), div(nullif(gain, 0) * 315576000000, every_us))  -- least ignores null
 $$;
 comment on function ratelimit.floor_level(numeric, numeric) is
   'The level that no charge goes below, in microtokens.';

@@ -8,6 +8,7 @@ if v_idempotency_key is not null then
 
     loop
       if {{ template "to_take" . }} then
+        {{- template "longest" . }}
         {{ template "include/charge.sql" . }}
         exit when found;
       end if;
@@ -16,7 +17,8 @@ if v_idempotency_key is not null then
       if v_policy.overridden then
         {{ template "include/numbers_again.sql" . }}
       end if;
-      {{ template "include/look.sql" (dict "buckets" .buckets "again" true "seen" (ne .kind "acquire")) }}
+      {{ template "include/look.sql" (dict "buckets" .buckets "again" true "seen" (ne .kind "acquire") "bare" (eq .kind "reserve")) }}
+      {{- template "retry" . }}
       if {{ template "denied" . }} then
         if v_idempotency_key is not null or v_policy.shadow then
           {{ template "replay" . }}
