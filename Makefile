@@ -91,12 +91,13 @@ uninstall: need-DATABASE_URL ## Remove it from a database, with all policies and
 lint: build ## Check formatting, go vet, golangci-lint and generated code; plpgsql_check is one of the tests
 	@unformatted=$$(gofmt -l .); [ -z "$$unformatted" ] || { echo "gofmt -w $$unformatted" >&2; exit 1; }
 	go vet work
-	go run $(GOLANGCI_LINT) run ./... ./client/grpclimit/... ./client/otellimit/... ./server/... ./tests/bench/...
+	go run $(GOLANGCI_LINT) run ./... ./client/grpclimit/... ./client/otellimit/... ./server/... ./tests/bench/... ./tests/packages/...
 	GOWORK=off go mod tidy -diff
 	GOWORK=off go -C client/grpclimit mod tidy -diff
 	GOWORK=off go -C client/otellimit mod tidy -diff
 	GOWORK=off go -C server mod tidy -diff
 	GOWORK=off go -C tests/bench mod tidy -diff
+	GOWORK=off go -C tests/packages mod tidy -diff
 	rm -rf build/_proto # Go does not look into it
 	cd server && go run $(BUF) lint proto && go run $(BUF) generate proto --output ../build/_proto
 	diff -r build/_proto/gen server/gen || { echo 'make proto' >&2; exit 1; }
@@ -126,7 +127,24 @@ snapshot-renew: ## Freeze sql/ again in the newest migration, while that is unre
 
 .PHONY: psql
 psql: ## Write migrations/psql anew, from the migrations
-	go run ./migrations/cmd psql migrations
+	go run ./migrations/cmd psql migrations/psql
+
+.PHONY: packages
+packages: ## Make all packages in build/packages: the extension, pg_tle, and migrations for other tools
+	@rm -rf build/packages
+	@go run ./migrations/cmd packages build/packages
+
+.PHONY: release
+release: ## Make what a release has for download in build/release, with checksums
+	@rm -rf build/release
+	@go run ./migrations/cmd release build/release
+	@cd build/release && sha256sum --check SHA256SUMS
+
+PG_CONFIG := pg_config
+
+.PHONY: install-extension
+install-extension: packages ## Put the extension where CREATE EXTENSION finds it: make install-extension PG_CONFIG=… DESTDIR=…
+	@$(MAKE) -C build/packages/extension install PG_CONFIG='$(PG_CONFIG)'
 
 .PHONY: show
 show: need-FUNCTION ## Print a function with the line numbers that errors show: make show FUNCTION=ratelimit_acquire

@@ -1,11 +1,12 @@
 // Package migrations installs pgratelimit into a PostgreSQL database.
 //
-// It carries the files that the tern command line applies, and the files for psql are made from them, so that
+// It carries the files that the tern command line applies. Every other way to install is made of them by package
+// migrations/packages, so that
 //
 //	psql -v ON_ERROR_STOP=1 -f migrations/psql/install.sql
 //	cd migrations && go tool tern migrate
 //
-// and [Up] give the same schema.
+// CREATE EXTENSION and [Up] give the same schema.
 package migrations
 
 import (
@@ -14,7 +15,6 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
-	"slices"
 	"strings"
 	"text/template"
 
@@ -29,22 +29,15 @@ const VersionTable = "ratelimit.schema_version"
 //go:embed *.sql snapshots
 var files embed.FS
 
-//go:embed psql.tmpl
-var psql string
+//go:embed prepare.tmpl
+var prepare string
 
-var templates = template.Must(template.New("").Parse(psql))
+var templates = template.Must(template.New("").Parse(prepare))
 
 // work is what a template is about.
 type work struct {
 	Known      []*migrate.Migration // all of this release
 	Migrations []*migrate.Migration // those that an install applies, where they are missing
-}
-
-// Backward is Known from the newest to the oldest.
-func (w work) Backward() []*migrate.Migration {
-	backward := slices.Clone(w.Known)
-	slices.Reverse(backward)
-	return backward
 }
 
 func (w work) execute(name string) (string, error) {
@@ -128,20 +121,6 @@ func Down(ctx context.Context, conn *pgx.Conn) error {
 		return fmt.Errorf("pgratelimit: uninstall: %w", describe(err))
 	}
 	return nil
-}
-
-// Psql returns what a directory of migrations has in psql/, by name: files that do for psql what [Up] and [Down] do.
-func Psql(migrations fs.FS) (map[string]string, error) {
-	known, err := load(migrations)
-	if err != nil {
-		return nil, err
-	}
-	install, err := work{Known: known, Migrations: known}.execute("install.sql")
-	if err != nil {
-		return nil, err
-	}
-	uninstall, err := work{Known: known}.execute("uninstall.sql")
-	return map[string]string{"install.sql": install, "uninstall.sql": uninstall}, err
 }
 
 // load reads the migrations, for which a migrator needs no connection.

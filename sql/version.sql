@@ -6,7 +6,7 @@ create or replace function ratelimit_version()
   security definer
   set search_path = ratelimit, pg_temp
 as $$
-  select '0.1.0'
+  select '0.2.0'
 $$;
 comment on function ratelimit_version() is
   'The release of pgratelimit that is installed.';

@@ -10,20 +10,20 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/pgratelimit/pgratelimit/migrations"
+	"github.com/pgratelimit/pgratelimit/migrations/packages"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
 func TestPsql_FilesAreMadeOfTheMigrations(t *testing.T) {
 	t.Parallel()
-	files, err := migrations.Psql(os.DirFS("../migrations"))
+	files, err := packages.Psql(os.DirFS("../migrations"))
 	require.NoError(t, err)
 	require.Len(t, files, 2)
 	for name, text := range files {
 		committed, err := os.ReadFile(filepath.Join("../migrations/psql", name))
 		require.NoError(t, err)
-		require.True(t, text == string(committed), "migrations/psql/%s is stale: run make psql", name)
-		require.NotRegexp(t, `[^\x00-\x7f]`, text, "psql takes the file to be in the encoding of its locale")
+		require.True(t, string(text) == string(committed), "migrations/psql/%s is stale: run make psql", name)
+		require.NotRegexp(t, `[^\x00-\x7f]`, string(text), "psql takes the file to be in the encoding of its locale")
 	}
 }
 
@@ -38,10 +38,10 @@ func TestPsql_Upgrade(t *testing.T) {
 	next, failing := nextVersion(t, up, down, changed...), nextVersion(t, up+"select 1 / 0;", down, changed...)
 	run := func(files fs.FS, name string, db *pgtest.DB) (string, int) {
 		t.Helper()
-		made, err := migrations.Psql(files)
+		made, err := packages.Psql(files)
 		require.NoError(t, err)
 		path := filepath.Join(t.TempDir(), name)
-		require.NoError(t, os.WriteFile(path, []byte(made[name]), 0o600))
+		require.NoError(t, os.WriteFile(path, made[name], 0o600))
 		return psqlStatus(t, db.URL, "--file", path)
 	}
 	grants := "grant execute on function ratelimit_acquire, ratelimit_peek to " + app

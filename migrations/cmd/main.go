@@ -1,12 +1,17 @@
-// Command cmd is for who changes pgratelimit: it writes the files for psql, and shows a function as PostgreSQL gets it from
+// Command cmd is for who changes pgratelimit: it writes the files for psql and the other packages, and shows a function as PostgreSQL gets it from
 // sql/, with the line numbers of error messages.
 //
-//	go run ./migrations/cmd psql migrations
+//	go run ./migrations/cmd psql migrations/psql
+//	go run ./migrations/cmd packages build/packages
+//	go run ./migrations/cmd release build/release
 //	go run ./migrations/cmd show ratelimit_acquire
+//
+// It is run in the root of the repository.
 package main
 
 import (
 	"fmt"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"regexp"
@@ -14,17 +19,19 @@ import (
 
 	"github.com/jackc/tern/v2/migrate"
 
-	"github.com/pgratelimit/pgratelimit/migrations"
+	"github.com/pgratelimit/pgratelimit/migrations/packages"
 )
 
 var commands = map[string]func(argument string) error{
-	"psql": write,
-	"show": show,
+	"psql":     func(dir string) error { return write(dir, packages.Psql, "migrations") },
+	"packages": func(dir string) error { return write(dir, packages.All, ".") },
+	"release":  func(dir string) error { return write(dir, packages.Release, ".") },
+	"show":     show,
 }
 
 func main() {
 	if len(os.Args) != 3 || commands[os.Args[1]] == nil {
-		fmt.Fprintln(os.Stderr, "usage: cmd psql DIRECTORY, or cmd show FUNCTION")
+		fmt.Fprintln(os.Stderr, "usage: cmd psql|packages|release DIRECTORY, or cmd show FUNCTION")
 		os.Exit(2)
 	}
 	if err := commands[os.Args[1]](os.Args[2]); err != nil {
@@ -33,13 +40,18 @@ func main() {
 	}
 }
 
-func write(dir string) error {
-	files, err := migrations.Psql(os.DirFS(dir))
+// write makes files of a directory, and writes them into another.
+func write(dir string, files func(fs.FS) (packages.Files, error), of string) error {
+	made, err := files(os.DirFS(of))
 	if err != nil {
 		return err
 	}
-	for name, text := range files {
-		if err := os.WriteFile(filepath.Join(dir, "psql", name), []byte(text), 0o644); err != nil {
+	for name, text := range made {
+		path := filepath.Join(dir, name)
+		if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+			return err
+		}
+		if err := os.WriteFile(path, text, 0o644); err != nil {
 			return err
 		}
 	}

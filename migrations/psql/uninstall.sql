@@ -29,6 +29,7 @@ declare
   v_schema  oid;
   v_owner   oid;
   v_version integer;
+  v_member  boolean;  -- of the extension
 begin
   perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- operators of PostgreSQL only
   perform pg_advisory_xact_lock(9628173550095224);  -- as tern does
@@ -40,23 +41,36 @@ begin
       using errcode = '42501',
             detail  = 'They would run with your rights.',
             hint    = 'Drop what does not belong to the owner of the schema.';
-  elsif pg_get_userbyid(v_owner) <> current_user then
-    if exists (select
-                 from pg_class as c
-                 join pg_attribute as a on a.attrelid = c.oid
-                where c.relnamespace = v_schema
-                  and c.relname = 'schema_version'
-                  and c.relkind = 'r'
-                  and not c.relrowsecurity
-                  and a.attname = 'version'
-                  and a.atttypid = 'integer'::regtype) then
-      select v.version into v_version from only ratelimit.schema_version as v;
-    end if;
-    if v_version is null or true then
-      raise exception 'schema ratelimit belongs to another role'
-        using errcode = '42501',
-              detail  = format('It belongs to %s.', v_owner::regrole),
-              hint    = format('Connect as %1$s, for example with options=-crole=%1$s; or drop the schema if it was planted.', v_owner::regrole);
+  else
+    v_member := exists (select
+                          from pg_depend as d
+                         where d.classid = 'pg_namespace'::regclass
+                           and d.objid = v_schema
+                           and d.refclassid = 'pg_extension'::regclass
+                           and d.deptype = 'e');
+    if v_member or pg_get_userbyid(v_owner) <> current_user then
+      if exists (select
+                   from pg_class as c
+                   join pg_attribute as a on a.attrelid = c.oid
+                  where c.relnamespace = v_schema
+                    and c.relname = 'schema_version'
+                    and c.relkind = 'r'
+                    and not c.relrowsecurity
+                    and a.attname = 'version'
+                    and a.atttypid = 'integer'::regtype) then
+        select v.version into v_version from only ratelimit.schema_version as v;
+      end if;
+      if v_version is null or true then
+        if v_member then
+          raise exception 'pgratelimit is an extension in this database'
+            using errcode = '55000',
+                  hint    = 'Run: drop extension pgratelimit';
+        end if;
+        raise exception 'schema ratelimit belongs to another role'
+          using errcode = '42501',
+                detail  = format('It belongs to %s.', v_owner::regrole),
+                hint    = format('Connect as %1$s, for example with options=-crole=%1$s; or drop the schema if it was planted.', v_owner::regrole);
+      end if;
     end if;
   end if;
   if not exists (select from pg_class as c where c.relnamespace = 'ratelimit'::regnamespace and c.relname = 'schema_version') then

@@ -1,0 +1,105 @@
+package pgtest
+
+import (
+	"context"
+	"errors"
+	"io"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+)
+
+// PrivateWithExtensions is Private with a directory of extensions of its own, which it returns: CREATE EXTENSION finds what
+// the test puts there. The server's programs are copies, because a PostgreSQL looks for its files beside its program.
+// Where the server runs elsewhere, the test is skipped.
+func PrivateWithExtensions(t testing.TB, settings ...string) (server *Server, dir string) {
+	t.Helper()
+	if Shared(t).Rung == rungDocker {
+		t.Skip("a container's extensions are in its image")
+	}
+	start := func(ctx context.Context, settings []string) (host, error) {
+		bin, err := findBinaries(ctx)
+		if err != nil {
+			return nil, err
+		}
+		if bin, dir, err = copyPrograms(t, bin); err != nil {
+			return nil, err
+		}
+		c, err := newCluster(bin, "/tmp")
+		if err != nil {
+			return nil, err
+		}
+		if err := c.initialize(ctx, false, settings); err != nil {
+			return nil, errors.Join(err, c.Close())
+		}
+		return c, nil
+	}
+	return private(t, []rung{{rungLocal, start}}, settings), dir
+}
+
+// copyPrograms makes a tree with copies of the programs in bin, until the test ends. The rest of it are links, but its
+// directory of extensions, which has links.
+func copyPrograms(t testing.TB, bin string) (copied, extensions string, err error) {
+	root, err := os.MkdirTemp("/tmp", "ratelimit-")
+	if err != nil {
+		return "", "", err
+	}
+	t.Cleanup(func() {
+		if err := os.RemoveAll(root); err != nil {
+			t.Error(err)
+		}
+	})
+	share := shareOf(bin)
+	prefix := filepath.Dir(bin)
+	for !strings.HasPrefix(share, prefix+"/") {
+		prefix = filepath.Dir(prefix)
+	}
+	in := func(path string) string { return filepath.Join(root, strings.TrimPrefix(path, prefix)) }
+	err = errors.Join(
+		os.Chmod(root, 0o755), // another user runs it
+		os.MkdirAll(in(bin), 0o755),
+		os.Symlink(filepath.Join(bin, "../lib"), filepath.Join(in(bin), "../lib")),
+		os.MkdirAll(filepath.Join(in(share), "extension"), 0o755),
+		link(share, in(share)),
+		link(filepath.Join(share, "extension"), filepath.Join(in(share), "extension")))
+	for _, program := range []string{"initdb", "pg_ctl", "postgres"} {
+		err = errors.Join(err, copyFile(filepath.Join(bin, program), filepath.Join(in(bin), program)))
+	}
+	return in(bin), filepath.Join(in(share), "extension"), err
+}
+
+// shareOf returns the directory that PostgreSQL calls SHAREDIR.
+func shareOf(bin string) string {
+	if out, err := exec.Command(filepath.Join(bin, "pg_config"), "--sharedir").Output(); err == nil {
+		return strings.TrimSpace(string(out))
+	}
+	return filepath.Join(bin, "../share/postgresql")
+}
+
+// link makes a link to each file of a directory that is not in the other one.
+func link(from, to string) error {
+	entries, err := os.ReadDir(from)
+	for _, entry := range entries {
+		name := filepath.Join(to, entry.Name())
+		if _, absent := os.Lstat(name); absent != nil {
+			err = errors.Join(err, os.Symlink(filepath.Join(from, entry.Name()), name))
+		}
+	}
+	return err
+}
+
+func copyFile(from, to string) error {
+	source, err := os.Open(from)
+	if err != nil {
+		return err
+	}
+	defer source.Close()
+	target, err := os.OpenFile(to, os.O_CREATE|os.O_EXCL|os.O_WRONLY, 0o755)
+	if err != nil {
+		return err
+	}
+	_, err = io.Copy(target, source)
+	return errors.Join(err, target.Close())
+}
