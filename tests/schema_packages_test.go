@@ -1,0 +1,266 @@
+package tests
+
+import (
+	"archive/zip"
+	"bytes"
+	"encoding/json"
+	"io"
+	"maps"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/pgratelimit/migrations/packages"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+)
+
+// The tools that have packages of migrations, with what they record in the database. goose and golang-migrate are themselves;
+// the others are what their documentation says of them.
+var migrationTools = map[string]struct {
+	records  string
+	up, down func(t *testing.T, db *testDB, dir string)
+}{
+	"goose":          {"goose_db_version", byTool("goose", "up"), byTool("goose", "down")},
+	"golang-migrate": {"schema_migrations", byTool("golang-migrate", "up"), byTool("golang-migrate", "down")},
+	"flyway": {
+		// In order of version, a transaction each, which gets statement by statement.
+		up: func(t *testing.T, db *testDB, dir string) { byStatements(t, db, textsOf(t, dir, "V[0-9]*__*.sql")) },
+		down: func(t *testing.T, db *testDB, dir string) {
+			byStatements(t, db, backward(textsOf(t, dir, "U[0-9]*__*.sql")))
+		},
+	},
+	"dbmate": {
+		// What stands below each marker is one message, in a transaction.
+		up: func(t *testing.T, db *testDB, dir string) {
+			for _, text := range textsOf(t, dir, "[0-9]*_*.sql") {
+				up, _, found := strings.Cut(strings.TrimPrefix(text, "-- migrate:up\n"), "\n-- migrate:down\n")
+				require.True(t, found && len(up) < len(text))
+				inTransaction(t, db, up)
+			}
+		},
+		down: func(t *testing.T, db *testDB, dir string) {
+			for _, text := range backward(textsOf(t, dir, "[0-9]*_*.sql")) {
+				_, down, found := strings.Cut(text, "\n-- migrate:down\n")
+				require.True(t, found)
+				inTransaction(t, db, down)
+			}
+		},
+	},
+	"supabase": {
+		// Statement by statement in a pipeline, each parsed when those before it have run.
+		up: func(t *testing.T, db *testDB, dir string) {
+			for _, text := range textsOf(t, dir, "[0-9]*_*.sql") {
+				batch := new(pgconn.Batch)
+				for _, statement := range statements(text) {
+					batch.ExecParams(statement, nil, nil, nil, nil)
+				}
+				require.NoError(t, db.Connect(t).PgConn().ExecBatch(t.Context(), batch).Close())
+			}
+		},
+	},
+}
+
+func byTool(tool, direction string) func(t *testing.T, db *testDB, dir string) {
+	return func(t *testing.T, db *testDB, dir string) {
+		run(t, "..", nil, "go", "run", "./tests/packages", tool, db.URL, dir, direction)
+	}
+}
+
+func byStatements(t *testing.T, db *testDB, texts []string) {
+	for _, text := range texts {
+		inTransaction(t, db, statements(text)...)
+	}
+}
+
+func backward(texts []string) []string {
+	slices.Reverse(texts)
+	return texts
+}
+
+// textsOf reads the files of a pattern in the order of their names.
+func textsOf(t *testing.T, dir, pattern string) (texts []string) {
+	t.Helper()
+	paths, err := filepath.Glob(filepath.Join(dir, pattern))
+	require.NoError(t, err)
+	require.Len(t, paths, int(newestMigration(t)))
+	for _, path := range paths {
+		text, err := os.ReadFile(path)
+		require.NoError(t, err)
+		texts = append(texts, string(text))
+	}
+	return texts
+}
+
+func TestPackages_MigrationTools(t *testing.T) {
+	t.Parallel()
+	for name, tool := range migrationTools {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			want, db, dir := pgtest.New(t), &testDB{DB: pgtest.Empty(t), t: t}, t.TempDir()
+			before := fingerprintOf(t, db.DB)
+			unpack(t, name, dir)
+			forget := "select"
+			if tool.records != "" {
+				forget = "drop table " + tool.records
+			}
+
+			tool.up(t, db, dir)
+			tx, err := db.Pool.Begin(t.Context())
+			require.NoError(t, err)
+			_, err = tx.Exec(t.Context(), forget)
+			require.NoError(t, err)
+			require.Equal(t, fingerprintOf(t, want), fingerprintIn(t, tx))
+			require.NoError(t, tx.Rollback(t.Context()))
+			replayVectors(t, db)
+			db.exec("drop table public.test_clock")
+			if tool.down == nil {
+				return
+			}
+			tool.down(t, db, dir)
+			db.exec(forget)
+			require.Equal(t, before, fingerprintOf(t, db.DB))
+		})
+	}
+}
+
+// What is there already is not installed over, whatever the tool does not know of it.
+func TestPackages_MigrationsOverAnotherInstall(t *testing.T) {
+	t.Parallel()
+	for name, pattern := range map[string]string{"dbmate": "[0-9]*_*.sql", "flyway": "V*.sql", "supabase": "[0-9]*_*.sql"} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			db, dir := newDB(t), t.TempDir()
+			unpack(t, name, dir)
+			before := stateOf(t, db.DB)
+			for _, text := range textsOf(t, dir, pattern) {
+				up, _, _ := strings.Cut(text, "\n-- migrate:down\n")
+				_, err := db.Connect(t).Exec(t.Context(), up)
+				require.Equal(t, "55000", sqlState(err), err)
+				require.ErrorContains(t, err, "another schema version is installed")
+				require.Equal(t, before, stateOf(t, db.DB))
+			}
+		})
+	}
+}
+
+// A table stands in for pg_tle and shows what it is told: the scripts of the extension.
+func TestPackages_PgTLE(t *testing.T) {
+	t.Parallel()
+	files := packagesOf(t)
+	db := &testDB{DB: pgtest.Empty(t), t: t}
+	db.exec(`
+		create schema pgtle;
+		create table pgtle.script (name text, source text, target text, text text, comment text);
+		create table pgtle.choice (version text);
+		create function pgtle.install_extension(name text, version text, description text, ext text,
+		                                        requires text[] default null, schema text default null)
+		  returns boolean language sql as $$ insert into pgtle.script values ($1, null, $2, $4, $3) returning true $$;
+		create function pgtle.install_extension_version_sql(name text, version text, ext text)
+		  returns boolean language sql as $$ insert into pgtle.script values ($1, null, $2, $3) returning true $$;
+		create function pgtle.install_update_path(name text, fromvers text, tovers text, ext text)
+		  returns boolean language sql as $$ insert into pgtle.script values ($1, $2, $3, $4) returning true $$;
+		create function pgtle.set_default_version(name text, version text)
+		  returns boolean language sql as $$ delete from pgtle.choice; insert into pgtle.choice values ($2) returning true $$;
+		create function pgtle.available_extensions(out name text) returns setof text
+		  language sql as $$ select distinct name from pgtle.script $$;
+		create function pgtle.available_extension_versions(out name text, out version text) returns setof record
+		  language sql as $$ select name, target from pgtle.script where source is null $$;
+		create function pgtle.extension_update_paths(name text, out path text) returns setof text
+		  language sql as $$ select s.source || '--' || s.target from pgtle.script as s where s.name = $1 $$`)
+	for range 2 {
+		_, err := db.Connect(t).Exec(t.Context(), string(files["pg_tle/pg_tle.sql"]))
+		require.NoError(t, err)
+
+		told := map[string]string{}
+		rows, err := db.Pool.Query(t.Context(), `
+			select concat_ws('--', name, source, target) || '.sql', text from pgtle.script`)
+		require.NoError(t, err)
+		var name, text string
+		_, err = pgx.ForEachRow(rows, []any{&name, &text}, func() error {
+			require.NotContains(t, told, name)
+			told[name] = text
+			return nil
+		})
+		require.NoError(t, err)
+		want := map[string]string{}
+		for path, text := range files {
+			if name, ok := strings.CutPrefix(path, "extension/"); ok && strings.HasSuffix(name, ".sql") {
+				_, script, _ := strings.Cut(string(text), "\n") // without the line for psql
+				want[name] = script
+			}
+		}
+		require.Equal(t, want, told)
+		control := string(files["extension/pgratelimit.control"])
+		require.Contains(t, control, "default_version = '"+column(t, db.DB, "select version from pgtle.choice")[0]+"'\n")
+		require.Contains(t, control, "comment = '"+column(t, db.DB, "select comment from pgtle.script where comment is not null")[0]+"'\n")
+	}
+}
+
+func TestPackages_PGXN(t *testing.T) {
+	t.Parallel()
+	files := packagesOf(t)
+	var meta struct {
+		Name, Version, Abstract, Maintainer, License string
+		Provides                                     map[string]struct{ File, Version, Docfile string }
+		MetaSpec                                     struct{ Version string } `json:"meta-spec"`
+	}
+	require.NoError(t, json.Unmarshal(files["extension/META.json"], &meta))
+	version := column(t, pgtest.New(t), "select ratelimit_version()")[0]
+	require.Equal(t, []string{"pgratelimit", version, "postgresql", "1.0.0"}, []string{meta.Name, meta.Version, meta.License, meta.MetaSpec.Version})
+	require.NotEmpty(t, meta.Abstract)
+	require.NotEmpty(t, meta.Maintainer)
+	provided := meta.Provides["pgratelimit"]
+	require.Equal(t, version, provided.Version)
+	require.Contains(t, files, "extension/"+provided.File)
+	require.Contains(t, files, "extension/"+provided.Docfile)
+}
+
+// A release is the same bytes each time, and has every package.
+func TestPackages_ReleaseIsReproducible(t *testing.T) {
+	t.Parallel()
+	first, err := packages.Release(os.DirFS(".."))
+	require.NoError(t, err)
+	again, err := packages.Release(os.DirFS(".."))
+	require.NoError(t, err)
+	require.Equal(t, first, again)
+
+	unpacked := packages.Files{}
+	for name, text := range first {
+		if filepath.Ext(name) != ".zip" {
+			continue
+		}
+		archive, err := zip.NewReader(bytes.NewReader(text), int64(len(text)))
+		require.NoError(t, err)
+		for _, member := range archive.File {
+			file, err := member.Open()
+			require.NoError(t, err)
+			text, err := io.ReadAll(file)
+			require.NoError(t, err)
+			dir, name, _ := strings.Cut(member.Name, "/")
+			require.Less(t, member.Modified.Year(), 1981, "the zip format has no other way to say: none")
+			kind := strings.TrimPrefix(strings.TrimLeft(strings.TrimPrefix(dir, "pgratelimit-"), "0123456789."), "-")
+			if kind == "" {
+				kind = "extension"
+			}
+			unpacked[kind+"/"+name] = text
+		}
+	}
+	all := packagesOf(t)
+	for _, single := range []string{"psql/install.sql", "psql/uninstall.sql", "pg_tle/pg_tle.sql"} {
+		found := false
+		for name, text := range first {
+			found = found || strings.HasSuffix(name, "-"+filepath.Base(single)) && bytes.Equal(text, all[single])
+		}
+		require.True(t, found, single)
+		delete(all, single)
+	}
+	require.Equal(t, slices.Sorted(maps.Keys(all)), slices.Sorted(maps.Keys(unpacked)))
+	require.Equal(t, all, unpacked)
+	require.Equal(t, len(first)-1, bytes.Count(first["SHA256SUMS"], []byte("\n")))
+}
