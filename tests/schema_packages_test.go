@@ -202,6 +202,50 @@ func TestPackages_PgTLE(t *testing.T) {
 	}
 }
 
+// Where PostgreSQL has pg_tle, it gets the file itself.
+func TestPackages_PgTLEItself(t *testing.T) {
+	t.Parallel()
+	if len(column(t, pgtest.Empty(t), "select name::text from pg_available_extensions where name = 'pg_tle'")) == 0 {
+		t.Skip("PostgreSQL has no pg_tle here; what the file tells it was compared")
+	}
+	server := pgtest.Private(t, "shared_preload_libraries=pg_tle")
+	onServer(t, server, "", "create role app")
+	onServer(t, server, "", "create database made template template0")
+	want := createDB(t, server, "wanted")
+	db := openDB(t, server, "made")
+	want.exec("create extension pg_tle; grant execute on function ratelimit_acquire to app")
+	db.exec("create extension pg_tle")
+	for range 2 {
+		_, err := db.Connect(t).Exec(t.Context(), string(packagesOf(t)["pg_tle/pg_tle.sql"]))
+		require.NoError(t, err)
+	}
+	withoutScripts := func(db *testDB) string { // which pg_tle keeps in functions
+		return strings.Join(slices.DeleteFunc(strings.Split(withoutExtension(fingerprintOf(t, db.DB)), "\n"), func(line string) bool {
+			return strings.Contains(line, "pgtle") && strings.Contains(line, "pgratelimit")
+		}), "\n")
+	}
+	before := fingerprintOf(t, db.DB)
+	for _, statements := range [][]string{
+		{"create extension pgratelimit", "grant execute on function ratelimit_acquire to app"},
+		{"create extension pgratelimit version '0.1.0'", "grant execute on function ratelimit_acquire to app", "alter extension pgratelimit update"},
+	} {
+		conn, err := pgx.Connect(t.Context(), db.URL)
+		require.NoError(t, err)
+		for _, statement := range statements {
+			execute(t, conn, statement)
+		}
+		require.NoError(t, conn.Close(t.Context()))
+		db.Await(t, patience, "select not exists (select from pg_proc where pronamespace::regnamespace::text ~ '^pg_temp')")
+		require.Equal(t, withoutScripts(want), withoutScripts(db))
+		for _, line := range membership(t, db) {
+			require.NotRegexp(t, "^granted ", line)
+		}
+		replayVectors(t, db)
+		db.exec("drop table public.test_clock; drop extension pgratelimit")
+		require.Equal(t, withoutExtension(before), withoutExtension(fingerprintOf(t, db.DB)))
+	}
+}
+
 func TestPackages_PGXN(t *testing.T) {
 	t.Parallel()
 	files := packagesOf(t)
