@@ -19,18 +19,19 @@ import (
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
-func packagesOf(t *testing.T) packages.Files {
+// packagesOf makes all packages, from the repository in a directory.
+func packagesOf(t *testing.T, repository string) packages.Files {
 	t.Helper()
-	files, err := packages.All(os.DirFS(".."))
+	files, err := packages.All(os.DirFS(repository))
 	require.NoError(t, err)
 	return files
 }
 
 // unpack writes the files of one package into a directory.
-func unpack(t *testing.T, name, dir string) {
+func unpack(t *testing.T, repository, name, dir string) {
 	t.Helper()
 	found := false
-	for path, text := range packagesOf(t) {
+	for path, text := range packagesOf(t, repository) {
 		if filepath.Dir(path) == name {
 			require.NoError(t, os.WriteFile(filepath.Join(dir, filepath.Base(path)), text, 0o644))
 			found = true
@@ -48,7 +49,7 @@ type extensionServer struct {
 func newExtensionServer(t *testing.T, settings ...string) extensionServer {
 	t.Helper()
 	server, dir := pgtest.PrivateWithExtensions(t, settings...)
-	unpack(t, "extension", dir)
+	unpack(t, "..", "extension", dir)
 	return extensionServer{server, new(atomic.Int64)}
 }
 
@@ -80,6 +81,9 @@ func withoutExtension(schema string) string {
 		return regexp.MustCompile(`^(object |comment on )?extension pgratelimit\b|^object schema pg_(toast_)?temp_`).MatchString(line)
 	}), "\n")
 }
+
+// An update leaves a temporary function to its session, which may end a moment later than its connection.
+const noTemporaryFunctions = "select not exists (select from pg_proc where pronamespace::regnamespace::text ~ '^pg_temp')"
 
 // membership lists what is of the extension, the tables whose rows pg_dump takes along, and what was granted to
 // others than the owner as a part of the extension.

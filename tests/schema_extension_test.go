@@ -7,12 +7,14 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strings"
+	"sync/atomic"
 	"testing"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/pgratelimit/migrations"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
 // The versions of the extension by those of the schema.
@@ -194,7 +196,7 @@ func testExtensionPaths(t *testing.T, s extensionServer) {
 				data = db.putData()
 			}
 			require.NoError(t, conn.Close(t.Context()))
-			db.Await(t, patience, "select not exists (select from pg_proc where pronamespace::regnamespace::text ~ '^pg_temp')")
+			db.Await(t, patience, noTemporaryFunctions)
 
 			sameButExtension(t, want, db)
 			require.Equal(t, wantMembers, membership(t, db))
@@ -389,7 +391,7 @@ func TestExtension_MakeInstall(t *testing.T) {
 	run(t, "..", nil, "make", "install-extension", "DESTDIR="+dir)
 	installed := filepath.Join(dir, strings.TrimSpace(string(share)), "extension")
 	want := t.TempDir()
-	unpack(t, "extension", want)
+	unpack(t, "..", "extension", want)
 	for _, other := range []string{"META.json", "Makefile", "README.md", "CHANGELOG.md", "LICENSE"} {
 		require.NoError(t, os.Remove(filepath.Join(want, other)))
 	}
@@ -407,4 +409,60 @@ func directory(t *testing.T, dir string) map[string]string {
 		texts[entry.Name()] = string(text)
 	}
 	return texts
+}
+
+// A release after the next is reached in one step or in several, also from an installed schema.
+func TestExtension_AfterTheNextRelease(t *testing.T) {
+	t.Parallel()
+	newest := newestMigration(t)
+	migrations := nextVersion(t, "create table ratelimit.next (id bigint);", "drop table ratelimit.next;",
+		append([]edit{{"version.sql", "'" + extensionVersions[newest] + "'", "'9.0.0'"}}, edits...)...)
+	repository := t.TempDir()
+	require.NoError(t, os.CopyFS(filepath.Join(repository, "migrations"), migrations))
+	for _, name := range []string{"LICENSE", "README.md", "CHANGELOG.md"} {
+		text, err := os.ReadFile(filepath.Join("..", name))
+		require.NoError(t, err)
+		require.NoError(t, os.WriteFile(filepath.Join(repository, name), text, 0o600))
+	}
+	server, dir := pgtest.PrivateWithExtensions(t)
+	unpack(t, repository, "extension", dir)
+	s := extensionServer{server, new(atomic.Int64)}
+	onServer(t, server, "", "create role app; create role cron; create role monitor")
+
+	want := s.empty(t)
+	migrateTo(t, want.DB, migrations, 1)
+	want.exec(oldGrants)
+	migrateTo(t, want.DB, migrations, newest+1)
+	members := membership(t, s.with(t, "create extension pgratelimit"))
+	require.Contains(t, members, "rows of ratelimit.next ")
+	require.Contains(t, members, "version 9.0.0 in public of postgres")
+
+	tern := func(t *testing.T, db *testDB) { migrateTo(t, db.DB, migrations, 1) }
+	first := extensionVersions[1]
+	for name, path := range map[string]struct {
+		begin func(*testing.T, *testDB)
+		steps []string
+	}{
+		"at once": {nil, []string{"create extension pgratelimit version '" + first + "'", oldGrants, "alter extension pgratelimit update"}},
+		"step by step": {nil, []string{"create extension pgratelimit version '" + first + "'", oldGrants,
+			"alter extension pgratelimit update to '" + extensionVersions[newest] + "'", "alter extension pgratelimit update"}},
+		"from tern": {tern, []string{oldGrants, "create extension pgratelimit version 'unpackaged'",
+			"alter extension pgratelimit update to '" + first + "'", "alter extension pgratelimit update"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			db := s.empty(t)
+			if path.begin != nil {
+				path.begin(t, db)
+			}
+			for _, step := range path.steps {
+				conn, err := pgx.Connect(t.Context(), db.URL)
+				require.NoError(t, err)
+				execute(t, conn, step, pgx.QueryExecModeSimpleProtocol)
+				require.NoError(t, conn.Close(t.Context()))
+			}
+			db.Await(t, patience, noTemporaryFunctions)
+			sameButExtension(t, want, db)
+			require.Equal(t, members, membership(t, db))
+		})
+	}
 }

@@ -104,7 +104,7 @@ func TestPackages_MigrationTools(t *testing.T) {
 			t.Parallel()
 			want, db, dir := pgtest.New(t), &testDB{DB: pgtest.Empty(t), t: t}, t.TempDir()
 			before := fingerprintOf(t, db.DB)
-			unpack(t, name, dir)
+			unpack(t, "..", name, dir)
 			forget := "select"
 			if tool.records != "" {
 				forget = "drop table " + tool.records
@@ -136,7 +136,7 @@ func TestPackages_MigrationsOverAnotherInstall(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			db, dir := newDB(t), t.TempDir()
-			unpack(t, name, dir)
+			unpack(t, "..", name, dir)
 			before := stateOf(t, db.DB)
 			for _, text := range textsOf(t, dir, pattern) {
 				up, _, _ := strings.Cut(text, "\n-- migrate:down\n")
@@ -152,7 +152,7 @@ func TestPackages_MigrationsOverAnotherInstall(t *testing.T) {
 // A table stands in for pg_tle and shows what it is told: the scripts of the extension.
 func TestPackages_PgTLE(t *testing.T) {
 	t.Parallel()
-	files := packagesOf(t)
+	files := packagesOf(t, "..")
 	db := &testDB{DB: pgtest.Empty(t), t: t}
 	db.exec(`
 		create schema pgtle;
@@ -216,7 +216,7 @@ func TestPackages_PgTLEItself(t *testing.T) {
 	want.exec("create extension pg_tle; grant execute on function ratelimit_acquire to app")
 	db.exec("create extension pg_tle")
 	for range 2 {
-		_, err := db.Connect(t).Exec(t.Context(), string(packagesOf(t)["pg_tle/pg_tle.sql"]))
+		_, err := db.Connect(t).Exec(t.Context(), string(packagesOf(t, "..")["pg_tle/pg_tle.sql"]))
 		require.NoError(t, err)
 	}
 	withoutScripts := func(db *testDB) string { // which pg_tle keeps in functions
@@ -235,7 +235,7 @@ func TestPackages_PgTLEItself(t *testing.T) {
 			execute(t, conn, statement)
 		}
 		require.NoError(t, conn.Close(t.Context()))
-		db.Await(t, patience, "select not exists (select from pg_proc where pronamespace::regnamespace::text ~ '^pg_temp')")
+		db.Await(t, patience, noTemporaryFunctions)
 		require.Equal(t, withoutScripts(want), withoutScripts(db))
 		for _, line := range membership(t, db) {
 			require.NotRegexp(t, "^granted ", line)
@@ -248,7 +248,7 @@ func TestPackages_PgTLEItself(t *testing.T) {
 
 func TestPackages_PGXN(t *testing.T) {
 	t.Parallel()
-	files := packagesOf(t)
+	files := packagesOf(t, "..")
 	var meta struct {
 		Name, Version, Abstract, Maintainer, License string
 		Provides                                     map[string]struct{ File, Version, Docfile string }
@@ -295,7 +295,7 @@ func TestPackages_ReleaseIsReproducible(t *testing.T) {
 			unpacked[kind+"/"+name] = text
 		}
 	}
-	all := packagesOf(t)
+	all := packagesOf(t, "..")
 	for _, single := range []string{"psql/install.sql", "psql/uninstall.sql", "pg_tle/pg_tle.sql"} {
 		found := false
 		for name, text := range first {
