@@ -3,7 +3,6 @@ package packages
 import (
 	"fmt"
 	"io/fs"
-	"maps"
 )
 
 const unpackaged = "unpackaged" // the version of an extension that was made of an installed schema
@@ -91,16 +90,12 @@ func extension(s *source) (Files, error) {
 		} else if script.To == unpackaged {
 			use += " version '" + unpackaged + "'"
 		}
-		files[name] = []byte(fmt.Sprintf("\\echo Use \"%s\" to load this file. \\quit\n%s", use, script.Text))
+		files[name] = fmt.Appendf(nil, "\\echo Use \"%s\" to load this file. \\quit\n%s", use, script.Text)
 	}
-	documents := Files{}
 	for _, name := range []string{"LICENSE", "README.md", "CHANGELOG.md"} {
-		text, err := fs.ReadFile(s.repository, name)
-		if err != nil {
+		if files[name], err = fs.ReadFile(s.repository, name); err != nil {
 			return nil, err
 		}
-		documents[name] = text
 	}
-	maps.Copy(files, documents)
 	return files, nil
 }
