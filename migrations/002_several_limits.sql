@@ -161,6 +161,21 @@ create type ratelimit.partial_decision as (
 );
 comment on type ratelimit.partial_decision is
   'The answer of ratelimit_acquire_up_to: a ratelimit.decision, and the tokens that were taken.';
+create type ratelimit.asked as (
+  key    text collate "C",
+  wanted bigint,
+  places bigint[],
+  size   bigint
+);
+comment on type ratelimit.asked is
+  'What a batch asks of one bucket: the microtokens, and for which elements. See ratelimit.take.';
+create type ratelimit.part as (
+  policy  ratelimit.policies,
+  asked   ratelimit.asked[],
+  row_ids tid[]
+);
+comment on type ratelimit.part is
+  'What a batch asks of the buckets of one policy, and their row ids. See ratelimit.acquire_batch.';
 comment on type ratelimit.retired_decision is
   'Retired: calls that began under schema version 1 may still return it.';
 
@@ -288,12 +303,12 @@ drop function ratelimit.grant_of, ratelimit.answer_of, ratelimit.shadow_of, rate
               ratelimit.check_repeated_range, ratelimit.check_charge, ratelimit.is_max_wait, ratelimit.check_max_wait,
               ratelimit.check_bounds, ratelimit.tokens_above_debt, ratelimit.tokens_in_debt, ratelimit.short_duration,
               ratelimit.repeats, ratelimit.time_below, ratelimit.moved_level, ratelimit.overridden,
-              ratelimit.refilled_level_small, ratelimit.wait_below_small, ratelimit.look_at_buckets, ratelimit.remember, ratelimit.covers,
-              ratelimit.lock_buckets, ratelimit.take, ratelimit.take_of_policies, ratelimit.decide_in_order, ratelimit.acquire_batch,
+              ratelimit.refilled_level_small, ratelimit.wait_below_small, ratelimit.look_at_buckets, ratelimit.remember, ratelimit.look,
+              ratelimit.lock_buckets, ratelimit.take, ratelimit.take_any, ratelimit.decide_in_order, ratelimit.acquire_batch,
               ratelimit.check_sizes, ratelimit.check_numbers, ratelimit.check_max_rows, ratelimit.check_listing,
               ratelimit.acquire, ratelimit.peek, ratelimit.http_fields, ratelimit.refuse_http, ratelimit.rate_limit_exceeded,
               ratelimit.check_guard, ratelimit.limit_request, ratelimit.emptiest_buckets;
-drop type ratelimit.decision, ratelimit.reservation, ratelimit.partial_decision, ratelimit.packed, ratelimit.charged;
+drop type ratelimit.decision, ratelimit.reservation, ratelimit.partial_decision, ratelimit.packed, ratelimit.charged, ratelimit.part, ratelimit.asked;
 alter type ratelimit.retired_decision rename to decision;
 
 -- Without refill 0, such a policy refills as slowly as one can.

@@ -1,73 +1,75 @@
 -- The fast path of requests about many buckets. take charges them in one lean statement, and does not look first.
--- What it does not charge is left to decide_in_order. covers is the look before, for requests of several elements,
--- which are granted only if every bucket covers.
+-- What it does not charge is left to decide_in_order. look is for requests of several elements, which are granted only if
+-- every bucket covers what is charged to it.
 --
--- Elements for the same bucket are summed beforehand. take charges a bucket that covers the sum, and so grants all its
--- elements. It leaves alone a bucket that covers less, one without a row, one with an element that is not about 1 to
--- 2147483647 tokens, and one that another session changed while the statement waited for it. (Some minor releases of
--- PostgreSQL charge the changed row, if it still covers the sum.)
+-- Each function is about one policy. Elements for the same bucket are summed beforehand: asked has what they ask of each
+-- bucket, in the order of key. take charges a bucket that covers the sum, and so grants all its elements. It leaves alone a
+-- bucket that covers less, one without a row, one with an element that is not about 1 to 2147483647 tokens, and one that
+-- another session changed while the statement waited for it. (Some minor releases of PostgreSQL charge the changed row, if
+-- it still covers the sum.)
 --
--- take is for one policy without overrides and with small numbers (arithmetic.sql), which are locals. take_of_policies is
--- for any policies, whose numbers are columns, and costs more for a bucket.
+-- row_ids is parallel to asked, and has the row ids of the buckets if the caller knows them. A bucket that was changed since
+-- is left alone, too. By now its row id may be that of another bucket, so the policy and the key are compared.
 --
--- Locks:  take locks the bucket rows that it charges, in the order of policy and key, durable ones first. The order does not
---         depend on a choice of the planner: a row found by ctid is read on the inside of a nested loop, and the outside
---         comes sorted. lock_buckets locks in the same order. covers locks nothing.
--- Writes: take writes these rows.
-{{- /* What is asked of each bucket, in the order of policy and key, with the policy's numbers, or those of the override. places
-       are the positions of the elements. twice tells whether a request names the bucket twice. */ -}}
-{{ define "sums" -}}
-select s.*, p.id as policy_id, p.durable, p.shadow, p.remember_us
-                     {{- template "include/numbers.sql" }}
-                from (select e.policy, e.key, {{ template "total" }} as total, array_agg(e.place) as places,
-                             bool_or(e.twice) as twice
-                        from (select u.policy collate "C" as policy, u.key collate "C" as key, u.cost, u.place,
-                                     {{ template "tokens" }} as tokens,
-                                     u.request = lag(u.request) over (partition by u.policy collate "C", u.key collate "C" order by u.place) as twice
-                                from unnest(policies, keys, costs, requests) with ordinality as u (policy, key, cost, request, place)) as e
-                       group by e.policy, e.key
-                      having {{ template "askable" }}) as s
-                join policies as p on p.name = s.policy
-                left join lateral (select o.* from overrides as o where o.policy_id = p.id and o.key = s.key offset 0) as o
-                  on p.overridden and o.expires_at > v_now
-               order by s.policy, s.key
-              offset 0
+-- Locks:  take and take_any lock the bucket rows that they charge, in the order of key. The order does not depend on a
+--         choice of the planner: a row found by ctid is read on the inside of a nested loop, and the outside comes sorted.
+--         lock_buckets locks in the same order. look locks nothing.
+-- Writes: take and take_any write these rows.
+{{- /* What is asked of each bucket: the rows of asked, in order. size is the number of elements, and places are their positions
+       in the batch. wanted, in microtokens, is what they ask for together. The argument is a list of the columns that name a
+       bucket: key, or policy and key. */ -}}
+{{ define "asked" -}}
+select {{ range . }}e.{{ . }}, {{ end }}least(sum(e.cost), 9000000000001) * 1000000 as wanted,{{/* above every capacity, and a bigint */}}
+                     array_agg(e.place) as places, count(*) as size
+                from (select {{ range . }}u.{{ . }} collate "C" as {{ . }}, {{ end }}u.place,
+                             case when u.cost between 1 and 2147483647 then u.cost::integer end as cost{{/* the sum of bigints would be numeric */}}
+                        from unnest({{ if has "policy" . }}policies, {{ end }}keys, costs)
+                             with ordinality as u ({{ range . }}{{ . }}, {{ end }}cost, place)
+                       order by {{ range . }}u.{{ . }} collate "C", {{ end }}u.place) as e
+               group by e.{{ join ", e." . }}
+              having count(e.cost) = count(*)
+               order by e.{{ join ", e." . }}
 {{- end }}
-{{ define "tokens" }}greatest(0, least(u.cost, 2147483647))::integer{{ end }}{{/* the sum of bigints would be numeric */}}
-{{ define "total" }}least(sum(e.tokens), 9000000000001){{ end }}{{/* above every capacity, and in microtokens a bigint */}}
-{{ define "askable" }}bool_and((e.cost between 1 and 2147483647) is true){{ end }}
-{{- /* Whether bucket b covers the total of u. Most do by their stored level, which is cheaper to tell. */ -}}
+{{- /* The row id of bucket b. The argument is the name of the table. */ -}}
+{{ define "newest_row" -}}
+(select b.ctid
+                         from {{ . }} as b
+                        {{ template "include/newest.sql" (dict "key" "u.key") }})
+{{- end }}
+{{- /* Whether bucket b covers u.wanted. Most do by their stored level, which is cheaper to tell. The argument is the prefix of the
+       policy's columns. */ -}}
 {{ define "covers" -}}
-(least(b.level, u.capacity * 1000000) >= microtokens(u.total)
-           or {{ template "refilled_level" (dict "bucket" "b." "policy" "u.") }} >= microtokens(u.total))
+(least(b.level, {{ . }}capacity * 1000000) >= u.wanted
+           or {{ template "refilled_level" (dict "bucket" "b." "policy" .) }} >= u.wanted)
 {{- end }}
--- The policy has no overrides. places is empty if its numbers are not small, as arithmetic.sql has it, and null if no bucket
--- was charged.
+{{- /* The policy with the numbers that apply to bucket u of a policy with overrides. */ -}}
+{{ define "overridden" -}}
+coalesce((select overridden(v_policy, o) from overrides as o
+                                   where o.policy_id = v_policy.id and o.key = u.key collate "C" and o.expires_at > v_now), v_policy)
+{{- end }}
+
+-- Without asked, all elements of the batch are about this policy. Then the update sums them, which costs less than to pass
+-- sums. places is null if no bucket was charged, and capacities if all buckets have that of the policy. take_any takes over if
+-- the policy has overrides, or if its numbers are not small, as arithmetic.sql has it.
 create or replace function ratelimit.take(
-    in  policy ratelimit.policies, in keys text[], in costs bigint[], in now timestamptz,
-    out places bigint[], out remaining bigint[], out reset_us bigint[])
+    in  policy ratelimit.policies, in keys text[], in costs bigint[], in asked ratelimit.asked[], in row_ids tid[], in now timestamptz,
+    out places bigint[], out remaining bigint[], out reset_us bigint[], out capacities bigint[])
   language plpgsql
   volatile
 as $$
-{{- /* Charges the buckets in the order of key, and answers those of one element. u.places are the positions of the elements,
-       and u.wanted is what they ask for together. Most buckets cover it by their stored level, which is cheaper to tell.
-       The argument is the name of the table. */ -}}
+{{- /* Charges the buckets, and answers those of one element. The arguments are the name of the table, and whether the sums are
+       in asked. */ -}}
 {{ define "take" -}}
 with taken as (
-      update {{ . }} as b
+      update {{ .buckets }} as b
          set level       = {{ template "refilled_level_small" (dict "bucket" "b.") }} - u.wanted,
              refilled_at = refilled_until(b.refilled_at, v_now, v_tick)
-        from (select e.key, {{ template "total" }} * 1000000 as wanted, array_agg(e.place) as places, count(*) as size
-                from (select u.key collate "C" as key, u.cost, u.place,
-                             {{ template "tokens" }} as tokens
-                        from unnest(keys, costs) with ordinality as u (key, cost, place)
-                       order by u.key collate "C", u.place) as e
-               group by e.key
-              having {{ template "askable" }}
-               order by e.key) as u
-       where b.ctid = (select b.ctid
-                         from {{ . }} as b
-                        {{ template "include/newest.sql" (dict "key" "u.key") }})
+        from {{ if .asked -}} unnest(asked, row_ids) as u (key, wanted, places, size, row_id)
+       where b.ctid = coalesce(u.row_id, {{ template "newest_row" .buckets }})
+         and v_policy.id is not distinct from b.policy_id and u.key is not distinct from b.key  -- with =, the planner might use the index
+{{- else -}} ({{ template "asked" (list "key") }}) as u
+       where b.ctid = {{ template "newest_row" .buckets }}
+{{- end }}
          and (least(b.level, v_full_level) >= u.wanted
            or b.level > -v_full_level and {{ template "refilled_level_small" (dict "bucket" "b.") }} >= u.wanted)
       returning u.places, u.size, u.wanted, b.level, b.refilled_at
@@ -98,15 +100,23 @@ declare
   v_refilled_at timestamptz;
   v_elapsed_us bigint;
 begin
-  if (policy.full_level::double precision * (2 * v_per + 1) + v_gain < 9e18 and (v_fill_ticks + 1) * v_tick_us < 4.7e14) is false then
-    places := '{}';
+  if policy.overridden
+     or (policy.full_level::double precision * (2 * v_per + 1) + v_gain < 9e18 and (v_fill_ticks + 1) * v_tick_us < 4.7e14) is false then
+    if asked is null then
+      asked := array(select row(u.*)::asked from ({{ template "asked" (list "key") }}) as u);
+    end if;
+    select t.* into places, remaining, reset_us, capacities from take_any(policy, costs, asked, row_ids, v_now) as t;
     return;
   end if;
   v_ticks := floor(2 * v_fill_ticks + 1)::bigint;
-  if policy.durable then
-    {{ template "take" "buckets" }};
+  if policy.durable and asked is null then
+    {{ template "take" (dict "buckets" "buckets" "asked" false) }};
+  elsif policy.durable then
+    {{ template "take" (dict "buckets" "buckets" "asked" true) }};
+  elsif asked is null then
+    {{ template "take" (dict "buckets" "ephemeral_buckets" "asked" false) }};
   else
-    {{ template "take" "ephemeral_buckets" }};
+    {{ template "take" (dict "buckets" "ephemeral_buckets" "asked" true) }};
   end if;
   if v_shared is not null then
     foreach v_bucket in array v_shared loop
@@ -123,124 +133,124 @@ begin
   end if;
 end;
 $$;
-comment on function ratelimit.take(ratelimit.policies, text[], bigint[], timestamptz) is
+comment on function ratelimit.take(ratelimit.policies, text[], bigint[], ratelimit.asked[], tid[], timestamptz) is
   'Charges the buckets of one policy that cover all that is asked of them, and answers their elements.';
 
--- For requests of several elements, of which others may be waiting for the same bucket: take_of_policies would not charge
--- a bucket that it waited for. This waits first, and take_of_policies no longer needs to. It answers with the ids of the
--- policies whose buckets it locked, or with null if a bucket has no row: if one was created later, it would be out of order.
-create or replace function ratelimit.lock_buckets(policies text[], keys text[], ephemeral boolean)
-  returns bigint[]
+-- As take, whatever the numbers of the policy and its overrides are; it costs more for a bucket. Nothing is charged if the
+-- policy has changed since it was read: it and its overrides, which this reads, are as of one instant.
+create or replace function ratelimit.take_any(
+    in  policy ratelimit.policies, in costs bigint[], in asked ratelimit.asked[], in row_ids tid[], in now timestamptz,
+    out places bigint[], out remaining bigint[], out reset_us bigint[], out capacities bigint[])
   language plpgsql
   volatile
 as $$
-{{- /* The arguments are the name of the table, and which policies have their buckets there. */ -}}
-{{ define "lock_buckets_of_policies" -}}
-select case when bool_and(b.locked is true) then array_agg(distinct u.policy_id) end
-            into v_ids
-            from (select p.id as policy_id, s.key
-                    from (select distinct u.policy collate "C" as policy, u.key collate "C" as key
-                            from unnest(policies, keys) as u (policy, key)) as s
-                    join policies as p on p.name = s.policy
-                   where {{ .kind }}
-                   order by s.policy, s.key
-                  offset 0) as u
-            left join lateral (select true as locked
-                                 from {{ .buckets }} as b
-                                {{ template "include/newest.sql" (dict "policy_id" "u.policy_id" "key" "u.key") }}
-                                  for update) as b on true;
-{{- end }}
-declare
-  v_ids bigint[];
-begin
-  if ephemeral then
-    {{ template "lock_buckets_of_policies" (dict "buckets" "ephemeral_buckets" "kind" "not p.durable") }}
-  else
-    {{ template "lock_buckets_of_policies" (dict "buckets" "buckets" "kind" "p.durable") }}
-  end if;
-  return v_ids;
-end;
-$$;
-comment on function ratelimit.lock_buckets(text[], text[], boolean) is
-  'Locks the buckets of the durable or of the ephemeral policies, in order.';
-
--- The answers are in the order of places, each with its policy as it was then. locked is null, or has the ids of the
--- policies whose buckets are locked.
-create or replace function ratelimit.take_of_policies(
-    in  policies text[], in keys text[], in costs bigint[], in requests bigint[], in ephemeral boolean, in locked bigint[], in now timestamptz,
-    out places bigint[], out remaining bigint[], out reset_us bigint[], out capacities bigint[], out shadows boolean[],
-    out policy_ids bigint[], out remember_us bigint[])
-  language plpgsql
-  volatile
-as $$
-{{- /* The arguments are the name of the table, and which policies have their buckets there. */ -}}
-{{ define "take_of_policies" -}}
+{{- /* The argument is the name of the table. */ -}}
+{{ define "take_any" -}}
 with taken as (
-      update {{ .buckets }} as b
-         set level       = {{ template "refilled_level" (dict "bucket" "b." "policy" "u.") }} - microtokens(u.total),
-             refilled_at = refilled_until(b.refilled_at, v_now, u.tick)
-        from ({{ template "sums" }}) as u
-       where {{ .durable }}
-         and b.ctid = (select b.ctid
-                         from {{ .buckets }} as b
-                        {{ template "include/newest.sql" (dict "policy_id" "u.policy_id" "key" "u.key") }})
-         and {{ template "covers" }}
+      update {{ . }} as b
+         set level       = {{ template "refilled_level" (dict "bucket" "b." "policy" "(u.p).") }} - u.wanted,
+             refilled_at = refilled_until(b.refilled_at, v_now, (u.p).tick)
+        from (select u.*, {{ template "overridden" }} as p
+                from unnest(asked, row_ids) as u (key, wanted, places, size, row_id)
+               where (select p = v_policy from policies as p where p.id = v_policy.id)
+              offset 0) as u
+       where b.ctid = coalesce(u.row_id, {{ template "newest_row" . }})
+         and v_policy.id is not distinct from b.policy_id and u.key is not distinct from b.key  -- with =, the planner might use the index
+         and {{ template "covers" "(u.p)." }}
       returning u.*, b.level, b.refilled_at
-    ), granted as (  -- one row for each element of the buckets that were charged
-      select t.places[1] as place, t.level, t.refilled_at, t.capacity, t.shadow, t.policy_id, t.remember_us, t.every_us, t.tick_us, t.full_level, t.tick_gain, t.round_up
-        from taken as t
-       where cardinality(t.places) = 1
-      union all
-      select e.place, e.level + microtokens(e.total - sum(e.cost) over (partition by e.bucket order by e.request)), e.refilled_at,
-             e.capacity, e.shadow, e.policy_id, e.remember_us, e.every_us, e.tick_us, e.full_level, e.tick_gain, e.round_up
-        from (select u.place, costs[u.place]::integer as cost, coalesce(requests[u.place], u.place) as request,
-                     t.places[1] as bucket, t.level, t.total, t.refilled_at, t.capacity, t.shadow, t.policy_id, t.remember_us, t.every_us, t.tick_us, t.full_level, t.tick_gain, t.round_up
-                from taken as t
-               cross join lateral unnest(t.places) as u (place)
-               where cardinality(t.places) > 1) as e
     )
-    select array_agg(g.place), array_agg(whole_tokens(g.level)),
-           array_agg({{ template "wait_below" (dict "target" "g.full_level" "level" "g.level" "policy" "g."
-             "elapsed_us" "case when g.refilled_at = v_now then 0 else microseconds(v_now - g.refilled_at) end") }}),
-           array_agg(g.capacity), array_agg(g.shadow), array_agg(g.policy_id), array_agg(g.remember_us)
-      into places, remaining, reset_us, capacities, shadows, policy_ids, remember_us
-      from (select * from granted order by place) as g
+    select array_agg(u.place), array_agg(whole_tokens(u.level)),
+           array_agg({{ template "wait_below" (dict "target" "(u.p).full_level" "level" "u.level" "elapsed_us" "microseconds(v_now - u.refilled_at)" "policy" "(u.p).") }}),
+           array_agg((u.p).capacity)
+      into places, remaining, reset_us, capacities
+      from (select e.place, t.p, t.refilled_at,
+                   t.level + t.wanted - microtokens(sum(costs[e.place]::integer) over (partition by t.places[1] order by e.place)) as level
+              from taken as t
+             cross join lateral unnest(t.places) as e (place)) as u
 {{- end }}
 declare
-  v_now alias for take_of_policies.now;
+  v_policy alias for take_any.policy;
+  v_now    alias for take_any.now;
 begin
-  if ephemeral then
-    {{ template "take_of_policies" (dict "buckets" "ephemeral_buckets" "durable" "not u.durable and (u.policy_id = any (locked)) is not false") }};
+  if policy.durable then
+    {{ template "take_any" "buckets" }};
   else
-    {{ template "take_of_policies" (dict "buckets" "buckets" "durable" "u.durable and (u.policy_id = any (locked)) is not false") }};
+    {{ template "take_any" "ephemeral_buckets" }};
   end if;
 end;
 $$;
-comment on function ratelimit.take_of_policies(text[], text[], bigint[], bigint[], boolean, bigint[], timestamptz) is
-  'Charges the buckets that cover all that is asked of them: of the durable or of the ephemeral policies.';
+comment on function ratelimit.take_any(ratelimit.policies, bigint[], ratelimit.asked[], tid[], timestamptz) is
+  'Does what take does, for a policy with overrides or large numbers.';
 
--- covered is false, too, if a request names a bucket twice: decide_in_order answers both elements with the sum. durable
--- and ephemeral tell which policies there are.
-create or replace function ratelimit.covers(
-    in  policies text[], in keys text[], in costs bigint[], in requests bigint[], in now timestamptz,
-    out covered boolean, out durable boolean, out ephemeral boolean)
+-- row_ids is null if a bucket does not cover what is asked of it. contended is a guess: another session changes or locks a
+-- bucket. Its transaction is in xmax, which says nothing if it has been rolled back, or if it is in xmin, too: then it locked
+-- the bucket, wrote it, and has committed.
+create or replace function ratelimit.look(
+    in  policy ratelimit.policies, in asked ratelimit.asked[], in now timestamptz,
+    out row_ids tid[], out contended boolean)
   language plpgsql
   stable
 as $$
+{{- /* The arguments are the name of the table, and whether the policy has overrides. */ -}}
+{{ define "look" -}}
+select case when bool_and(b.covers is true) then array_agg(b.ctid) end, bool_or(b.contended)
+      into row_ids, contended
+      from {{ if .overridden -}}
+(select u.*, {{ template "overridden" }} as p from unnest(asked) as u (key, wanted, places, size) offset 0) as u
+{{- else -}}
+unnest(asked) as u (key, wanted, places, size)
+{{- end }}
+      left join lateral (select b.ctid, b.xmax <> 0 and b.xmax <> b.xmin as contended, {{ template "covers" (ternary "(u.p)." "v_policy." .overridden) }} as covers
+                           from {{ .buckets }} as b
+                          {{ template "include/newest.sql" (dict "key" "u.key") }}) as b on true;
+{{- end }}
 declare
-  v_now alias for covers.now;
+  v_policy alias for look.policy;
+  v_now    alias for look.now;
 begin
-  select sum(cardinality(u.places)) = cardinality(keys) and bool_and(u.twice is not true and (d.covers or e.covers) is true),
-         coalesce(bool_or(u.durable), false), coalesce(bool_or(not u.durable), false)
-    into covered, durable, ephemeral
-    from ({{ template "sums" }}) as u
-    left join lateral (select {{ template "covers" }} as covers
-                         from buckets as b
-                        {{ template "include/newest.sql" (dict "policy_id" "u.policy_id" "key" "u.key") }}) as d on u.durable
-    left join lateral (select {{ template "covers" }} as covers
-                         from ephemeral_buckets as b
-                        {{ template "include/newest.sql" (dict "policy_id" "u.policy_id" "key" "u.key") }}) as e on not u.durable;
+  if policy.durable and policy.overridden then
+    {{ template "look" (dict "buckets" "buckets" "overridden" true) }}
+  elsif policy.durable then
+    {{ template "look" (dict "buckets" "buckets" "overridden" false) }}
+  elsif policy.overridden then
+    {{ template "look" (dict "buckets" "ephemeral_buckets" "overridden" true) }}
+  else
+    {{ template "look" (dict "buckets" "ephemeral_buckets" "overridden" false) }}
+  end if;
 end;
 $$;
-comment on function ratelimit.covers(text[], text[], bigint[], bigint[], timestamptz) is
-  'Whether every bucket covers all that is asked of it.';
+comment on function ratelimit.look(ratelimit.policies, ratelimit.asked[], timestamptz) is
+  'The row ids of the buckets of one policy if all cover what is asked of them, and whether other sessions are at them.';
+
+-- For requests of several elements, of which others may be waiting for the same bucket: take would not charge a bucket that
+-- it waited for. This waits first, and take no longer needs to. The answer is null if a bucket has no row: if one was created
+-- later, it would be out of order.
+create or replace function ratelimit.lock_buckets(policy ratelimit.policies, asked ratelimit.asked[])
+  returns tid[]
+  language plpgsql
+  volatile
+as $$
+{{- /* The argument is the name of the table. */ -}}
+{{ define "lock_asked" -}}
+select case when bool_and(b.ctid is not null) then array_agg(b.ctid) end
+      into v_row_ids
+      from unnest(asked) as u (key, wanted, places, size)
+      left join lateral (select b.ctid
+                           from {{ . }} as b
+                          {{ template "include/newest.sql" (dict "key" "u.key") }}
+                            for update) as b on true;
+{{- end }}
+declare
+  v_policy  alias for lock_buckets.policy;
+  v_row_ids tid[];
+begin
+  if policy.durable then
+    {{ template "lock_asked" "buckets" }}
+  else
+    {{ template "lock_asked" "ephemeral_buckets" }}
+  end if;
+  return v_row_ids;
+end;
+$$;
+comment on function ratelimit.lock_buckets(ratelimit.policies, ratelimit.asked[]) is
+  'Locks the buckets of one policy, in order, and answers with their row ids.';

@@ -371,6 +371,74 @@ func TestConcurrency_ABatchThatCreatesABucketKnowsItsIdempotencyKeys(t *testing.
 	}
 }
 
+// Whenever another session takes from a bucket of a batch of requests of several elements, the fast path decides the batch.
+func TestConcurrency_ABatchLocksWhatOthersChange(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	gate := db.gateBefore(`if v_covered and v_lock then`, "ratelimit.acquire_batch")
+	for i, kind := range []policyOption{durable, ephemeral} {
+		policy := fmt.Sprint("p", i)
+		db.definePolicy(policy, 100, 1, aDay, kind)
+		for _, key := range []string{"a", "b", "c"} {
+			db.acquire(policy, key, 10)
+		}
+		start := func(s *session) (call *pending, remaining func() (of []int64, takes string)) {
+			s.exec("set track_functions = pl; begin")
+			var wholes []wholeAnswer
+			call = s.start(func(q querier) (_ decision, err error) {
+				wholes, err = acquireAllMany(q.(rowsQuerier), []wholeRequest{all(policy, "a", "b"), all(policy, "c", "b")})
+				return decision{}, err
+			})
+			return call, func() (of []int64, takes string) {
+				call.answer()
+				calls := columnOf(t, s, `
+					select coalesce(pg_stat_get_xact_function_calls(f::regproc), 0)::text
+					  from unnest('{ratelimit.decide_in_order, ratelimit.take}'::text[]) as f`)
+				require.Equal(t, "0", calls[0], "calls of decide_in_order")
+				s.exec("commit")
+				for _, a := range wholes {
+					for _, d := range a.Whole.Decisions {
+						of = append(of, d.Remaining)
+					}
+				}
+				return of, calls[1]
+			}
+		}
+
+		// It has the bucket while the batch looks.
+		holder := db.begin()
+		holder.acquire(policy, "b", 20)
+		call, remaining := start(db.session())
+		call.awaitBlockedBy(holder)
+		holder.exec("commit")
+		left, takes := remaining()
+		require.Equal(t, []int64{89, 69, 89, 68}, left)
+		require.Equal(t, "1", takes, "it has waited before")
+
+		// It has taken after the batch has looked.
+		call, remaining = start(gate.session())
+		call.awaitBlockedBy(gate.keeper)
+		db.acquire(policy, "b", 20)
+		gate.open()
+		left, takes = remaining()
+		require.Equal(t, []int64{88, 47, 88, 46}, left)
+		require.Equal(t, "2", takes, "the first was rolled back")
+		gate.keeper.exec("select pg_advisory_lock(1)")
+
+		// It takes while the batch takes.
+		call, remaining = start(gate.session())
+		call.awaitBlockedBy(gate.keeper)
+		holder.exec("begin")
+		holder.acquire(policy, "b", 20)
+		gate.open()
+		call.awaitBlockedBy(holder)
+		holder.exec("commit")
+		left, _ = remaining()
+		require.Equal(t, []int64{87, 25, 87, 24}, left)
+		gate.keeper.exec("select pg_advisory_lock(1)")
+	}
+}
+
 // A waits for b, of which a transaction makes a smaller plan meanwhile.
 func TestConcurrency_AnOverrideIsReadAgainAfterAWait(t *testing.T) {
 	t.Parallel()

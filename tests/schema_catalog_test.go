@@ -26,8 +26,8 @@ var hotFunctions = []string{
 
 // What acquire_batch and the guards are made of. These functions find the search_path of those that call them.
 var batchFunctions = []string{
-	"ratelimit.acquire", "ratelimit.covers", "ratelimit.decide_in_order", "ratelimit.lock_buckets", "ratelimit.look_at_buckets", "ratelimit.peek",
-	"ratelimit.remember", "ratelimit.take", "ratelimit.take_of_policies",
+	"ratelimit.acquire", "ratelimit.decide_in_order", "ratelimit.lock_buckets", "ratelimit.look", "ratelimit.look_at_buckets", "ratelimit.peek",
+	"ratelimit.remember", "ratelimit.take", "ratelimit.take_any",
 }
 
 var bucketTables = []string{"buckets", "ephemeral_buckets", "idempotency_keys", "ephemeral_idempotency_keys"}

@@ -2656,6 +2656,21 @@ create type ratelimit.partial_decision as (
 );
 comment on type ratelimit.partial_decision is
   'The answer of ratelimit_acquire_up_to: a ratelimit.decision, and the tokens that were taken.';
+create type ratelimit.asked as (
+  key    text collate "C",
+  wanted bigint,
+  places bigint[],
+  size   bigint
+);
+comment on type ratelimit.asked is
+  'What a batch asks of one bucket: the microtokens, and for which elements. See ratelimit.take.';
+create type ratelimit.part as (
+  policy  ratelimit.policies,
+  asked   ratelimit.asked[],
+  row_ids tid[]
+);
+comment on type ratelimit.part is
+  'What a batch asks of the buckets of one policy, and their row ids. See ratelimit.acquire_batch.';
 comment on type ratelimit.retired_decision is
   'Retired: calls that began under schema version 1 may still return it.';
 
@@ -5930,29 +5945,29 @@ comment on function ratelimit.remember(text[], text[], bigint[], timestamptz, bo
   'Stores the idempotency keys of granted elements; false if one of them is live already, or is no valid key.';
 
 -- The fast path of requests about many buckets. take charges them in one lean statement, and does not look first.
--- What it does not charge is left to decide_in_order. covers is the look before, for requests of several elements,
--- which are granted only if every bucket covers.
+-- What it does not charge is left to decide_in_order. look is for requests of several elements, which are granted only if
+-- every bucket covers what is charged to it.
 --
--- Elements for the same bucket are summed beforehand. take charges a bucket that covers the sum, and so grants all its
--- elements. It leaves alone a bucket that covers less, one without a row, one with an element that is not about 1 to
--- 2147483647 tokens, and one that another session changed while the statement waited for it. (Some minor releases of
--- PostgreSQL charge the changed row, if it still covers the sum.)
+-- Each function is about one policy. Elements for the same bucket are summed beforehand: asked has what they ask of each
+-- bucket, in the order of key. take charges a bucket that covers the sum, and so grants all its elements. It leaves alone a
+-- bucket that covers less, one without a row, one with an element that is not about 1 to 2147483647 tokens, and one that
+-- another session changed while the statement waited for it. (Some minor releases of PostgreSQL charge the changed row, if
+-- it still covers the sum.)
 --
--- take is for one policy without overrides and with small numbers (arithmetic.sql), which are locals. take_of_policies is
--- for any policies, whose numbers are columns, and costs more for a bucket.
+-- row_ids is parallel to asked, and has the row ids of the buckets if the caller knows them. A bucket that was changed since
+-- is left alone, too. By now its row id may be that of another bucket, so the policy and the key are compared.
 --
--- Locks:  take locks the bucket rows that it charges, in the order of policy and key, durable ones first. The order does not
---         depend on a choice of the planner: a row found by ctid is read on the inside of a nested loop, and the outside
---         comes sorted. lock_buckets locks in the same order. covers locks nothing.
--- Writes: take writes these rows.
+-- Locks:  take and take_any lock the bucket rows that they charge, in the order of key. The order does not depend on a
+--         choice of the planner: a row found by ctid is read on the inside of a nested loop, and the outside comes sorted.
+--         lock_buckets locks in the same order. look locks nothing.
+-- Writes: take and take_any write these rows.
 
-
-
--- The policy has no overrides. places is empty if its numbers are not small, as arithmetic.sql has it, and null if no bucket
--- was charged.
+-- Without asked, all elements of the batch are about this policy. Then the update sums them, which costs less than to pass
+-- sums. places is null if no bucket was charged, and capacities if all buckets have that of the policy. take_any takes over if
+-- the policy has overrides, or if its numbers are not small, as arithmetic.sql has it.
 create or replace function ratelimit.take(
-    in  policy ratelimit.policies, in keys text[], in costs bigint[], in now timestamptz,
-    out places bigint[], out remaining bigint[], out reset_us bigint[])
+    in  policy ratelimit.policies, in keys text[], in costs bigint[], in asked ratelimit.asked[], in row_ids tid[], in now timestamptz,
+    out places bigint[], out remaining bigint[], out reset_us bigint[], out capacities bigint[])
   language plpgsql
   volatile
 as $$
@@ -5974,26 +5989,97 @@ declare
   v_refilled_at timestamptz;
   v_elapsed_us bigint;
 begin
-  if (policy.full_level::double precision * (2 * v_per + 1) + v_gain < 9e18 and (v_fill_ticks + 1) * v_tick_us < 4.7e14) is false then
-    places := '{}';
+  if policy.overridden
+     or (policy.full_level::double precision * (2 * v_per + 1) + v_gain < 9e18 and (v_fill_ticks + 1) * v_tick_us < 4.7e14) is false then
+    if asked is null then
+      asked := array(select row(u.*)::asked from (select e.key, least(sum(e.cost), 9000000000001) * 1000000 as wanted,
+                     array_agg(e.place) as places, count(*) as size
+                from (select u.key collate "C" as key, u.place,
+                             case when u.cost between 1 and 2147483647 then u.cost::integer end as cost
+                        from unnest(keys, costs)
+                             with ordinality as u (key, cost, place)
+                       order by u.key collate "C", u.place) as e
+               group by e.key
+              having count(e.cost) = count(*)
+               order by e.key) as u);
+    end if;
+    select t.* into places, remaining, reset_us, capacities from take_any(policy, costs, asked, row_ids, v_now) as t;
     return;
   end if;
   v_ticks := floor(2 * v_fill_ticks + 1)::bigint;
-  if policy.durable then
+  if policy.durable and asked is null then
     with taken as (
       update buckets as b
          set level       = refilled_level_small(b.level, b.refilled_at, v_now, v_full_level, v_gain, v_per, v_ticks, v_tick_us, v_tick) - u.wanted,
              refilled_at = refilled_until(b.refilled_at, v_now, v_tick)
-        from (select e.key, least(sum(e.tokens), 9000000000001) * 1000000 as wanted, array_agg(e.place) as places, count(*) as size
-                from (select u.key collate "C" as key, u.cost, u.place,
-                             greatest(0, least(u.cost, 2147483647))::integer as tokens
-                        from unnest(keys, costs) with ordinality as u (key, cost, place)
+        from (select e.key, least(sum(e.cost), 9000000000001) * 1000000 as wanted,
+                     array_agg(e.place) as places, count(*) as size
+                from (select u.key collate "C" as key, u.place,
+                             case when u.cost between 1 and 2147483647 then u.cost::integer end as cost
+                        from unnest(keys, costs)
+                             with ordinality as u (key, cost, place)
                        order by u.key collate "C", u.place) as e
                group by e.key
-              having bool_and((e.cost between 1 and 2147483647) is true)
+              having count(e.cost) = count(*)
                order by e.key) as u
        where b.ctid = (select b.ctid
                          from buckets as b
+                        where b.policy_id = v_policy.id
+       and b.key      >= u.key
+       and b.key      <= u.key
+     order by b.key desc
+     limit 1)
+         and (least(b.level, v_full_level) >= u.wanted
+           or b.level > -v_full_level and refilled_level_small(b.level, b.refilled_at, v_now, v_full_level, v_gain, v_per, v_ticks, v_tick_us, v_tick) >= u.wanted)
+      returning u.places, u.size, u.wanted, b.level, b.refilled_at
+    )
+    select array_agg(t.places[1]) filter (where t.size = 1), array_agg(t.level / 1000000) filter (where t.size = 1),
+           array_agg(wait_below_small(v_full_level, t.level, case when t.refilled_at = v_now then 0 else microseconds(v_now - t.refilled_at)::bigint end, v_gain, v_per, v_tick_us))
+             filter (where t.size = 1),
+           array_agg(row(t.places, t.wanted, t.level, t.refilled_at)::charged) filter (where t.size > 1)
+      into places, remaining, reset_us, v_shared
+      from taken as t;
+  elsif policy.durable then
+    with taken as (
+      update buckets as b
+         set level       = refilled_level_small(b.level, b.refilled_at, v_now, v_full_level, v_gain, v_per, v_ticks, v_tick_us, v_tick) - u.wanted,
+             refilled_at = refilled_until(b.refilled_at, v_now, v_tick)
+        from unnest(asked, row_ids) as u (key, wanted, places, size, row_id)
+       where b.ctid = coalesce(u.row_id, (select b.ctid
+                         from buckets as b
+                        where b.policy_id = v_policy.id
+       and b.key      >= u.key
+       and b.key      <= u.key
+     order by b.key desc
+     limit 1))
+         and v_policy.id is not distinct from b.policy_id and u.key is not distinct from b.key  -- with =, the planner might use the index
+         and (least(b.level, v_full_level) >= u.wanted
+           or b.level > -v_full_level and refilled_level_small(b.level, b.refilled_at, v_now, v_full_level, v_gain, v_per, v_ticks, v_tick_us, v_tick) >= u.wanted)
+      returning u.places, u.size, u.wanted, b.level, b.refilled_at
+    )
+    select array_agg(t.places[1]) filter (where t.size = 1), array_agg(t.level / 1000000) filter (where t.size = 1),
+           array_agg(wait_below_small(v_full_level, t.level, case when t.refilled_at = v_now then 0 else microseconds(v_now - t.refilled_at)::bigint end, v_gain, v_per, v_tick_us))
+             filter (where t.size = 1),
+           array_agg(row(t.places, t.wanted, t.level, t.refilled_at)::charged) filter (where t.size > 1)
+      into places, remaining, reset_us, v_shared
+      from taken as t;
+  elsif asked is null then
+    with taken as (
+      update ephemeral_buckets as b
+         set level       = refilled_level_small(b.level, b.refilled_at, v_now, v_full_level, v_gain, v_per, v_ticks, v_tick_us, v_tick) - u.wanted,
+             refilled_at = refilled_until(b.refilled_at, v_now, v_tick)
+        from (select e.key, least(sum(e.cost), 9000000000001) * 1000000 as wanted,
+                     array_agg(e.place) as places, count(*) as size
+                from (select u.key collate "C" as key, u.place,
+                             case when u.cost between 1 and 2147483647 then u.cost::integer end as cost
+                        from unnest(keys, costs)
+                             with ordinality as u (key, cost, place)
+                       order by u.key collate "C", u.place) as e
+               group by e.key
+              having count(e.cost) = count(*)
+               order by e.key) as u
+       where b.ctid = (select b.ctid
+                         from ephemeral_buckets as b
                         where b.policy_id = v_policy.id
        and b.key      >= u.key
        and b.key      <= u.key
@@ -6014,21 +6100,15 @@ begin
       update ephemeral_buckets as b
          set level       = refilled_level_small(b.level, b.refilled_at, v_now, v_full_level, v_gain, v_per, v_ticks, v_tick_us, v_tick) - u.wanted,
              refilled_at = refilled_until(b.refilled_at, v_now, v_tick)
-        from (select e.key, least(sum(e.tokens), 9000000000001) * 1000000 as wanted, array_agg(e.place) as places, count(*) as size
-                from (select u.key collate "C" as key, u.cost, u.place,
-                             greatest(0, least(u.cost, 2147483647))::integer as tokens
-                        from unnest(keys, costs) with ordinality as u (key, cost, place)
-                       order by u.key collate "C", u.place) as e
-               group by e.key
-              having bool_and((e.cost between 1 and 2147483647) is true)
-               order by e.key) as u
-       where b.ctid = (select b.ctid
+        from unnest(asked, row_ids) as u (key, wanted, places, size, row_id)
+       where b.ctid = coalesce(u.row_id, (select b.ctid
                          from ephemeral_buckets as b
                         where b.policy_id = v_policy.id
        and b.key      >= u.key
        and b.key      <= u.key
      order by b.key desc
-     limit 1)
+     limit 1))
+         and v_policy.id is not distinct from b.policy_id and u.key is not distinct from b.key  -- with =, the planner might use the index
          and (least(b.level, v_full_level) >= u.wanted
            or b.level > -v_full_level and refilled_level_small(b.level, b.refilled_at, v_now, v_full_level, v_gain, v_per, v_ticks, v_tick_us, v_tick) >= u.wanted)
       returning u.places, u.size, u.wanted, b.level, b.refilled_at
@@ -6055,249 +6135,198 @@ begin
   end if;
 end;
 $$;
-comment on function ratelimit.take(ratelimit.policies, text[], bigint[], timestamptz) is
+comment on function ratelimit.take(ratelimit.policies, text[], bigint[], ratelimit.asked[], tid[], timestamptz) is
   'Charges the buckets of one policy that cover all that is asked of them, and answers their elements.';
 
--- For requests of several elements, of which others may be waiting for the same bucket: take_of_policies would not charge
--- a bucket that it waited for. This waits first, and take_of_policies no longer needs to. It answers with the ids of the
--- policies whose buckets it locked, or with null if a bucket has no row: if one was created later, it would be out of order.
-create or replace function ratelimit.lock_buckets(policies text[], keys text[], ephemeral boolean)
-  returns bigint[]
+-- As take, whatever the numbers of the policy and its overrides are; it costs more for a bucket. Nothing is charged if the
+-- policy has changed since it was read: it and its overrides, which this reads, are as of one instant.
+create or replace function ratelimit.take_any(
+    in  policy ratelimit.policies, in costs bigint[], in asked ratelimit.asked[], in row_ids tid[], in now timestamptz,
+    out places bigint[], out remaining bigint[], out reset_us bigint[], out capacities bigint[])
   language plpgsql
   volatile
 as $$
 declare
-  v_ids bigint[];
+  v_policy alias for take_any.policy;
+  v_now    alias for take_any.now;
 begin
-  if ephemeral then
-    select case when bool_and(b.locked is true) then array_agg(distinct u.policy_id) end
-            into v_ids
-            from (select p.id as policy_id, s.key
-                    from (select distinct u.policy collate "C" as policy, u.key collate "C" as key
-                            from unnest(policies, keys) as u (policy, key)) as s
-                    join policies as p on p.name = s.policy
-                   where not p.durable
-                   order by s.policy, s.key
-                  offset 0) as u
-            left join lateral (select true as locked
-                                 from ephemeral_buckets as b
-                                where b.policy_id = u.policy_id
-       and b.key      >= u.key
-       and b.key      <= u.key
-     order by b.key desc
-     limit 1
-                                  for update) as b on true;
-  else
-    select case when bool_and(b.locked is true) then array_agg(distinct u.policy_id) end
-            into v_ids
-            from (select p.id as policy_id, s.key
-                    from (select distinct u.policy collate "C" as policy, u.key collate "C" as key
-                            from unnest(policies, keys) as u (policy, key)) as s
-                    join policies as p on p.name = s.policy
-                   where p.durable
-                   order by s.policy, s.key
-                  offset 0) as u
-            left join lateral (select true as locked
-                                 from buckets as b
-                                where b.policy_id = u.policy_id
-       and b.key      >= u.key
-       and b.key      <= u.key
-     order by b.key desc
-     limit 1
-                                  for update) as b on true;
-  end if;
-  return v_ids;
-end;
-$$;
-comment on function ratelimit.lock_buckets(text[], text[], boolean) is
-  'Locks the buckets of the durable or of the ephemeral policies, in order.';
-
--- The answers are in the order of places, each with its policy as it was then. locked is null, or has the ids of the
--- policies whose buckets are locked.
-create or replace function ratelimit.take_of_policies(
-    in  policies text[], in keys text[], in costs bigint[], in requests bigint[], in ephemeral boolean, in locked bigint[], in now timestamptz,
-    out places bigint[], out remaining bigint[], out reset_us bigint[], out capacities bigint[], out shadows boolean[],
-    out policy_ids bigint[], out remember_us bigint[])
-  language plpgsql
-  volatile
-as $$
-declare
-  v_now alias for take_of_policies.now;
-begin
-  if ephemeral then
-    with taken as (
-      update ephemeral_buckets as b
-         set level       = refilled_level(b.level, b.refilled_at, v_now, u.full_level, u.gain, u.every_us, u.tick) - microtokens(u.total),
-             refilled_at = refilled_until(b.refilled_at, v_now, u.tick)
-        from (select s.*, p.id as policy_id, p.durable, p.shadow, p.remember_us,
-                     case when o.key is null then p.capacity else o.capacity end as capacity,
-                     case when o.key is null then p.tick else o.tick end as tick,
-                     case when o.key is null then p.every_us else o.every_us end as every_us,
-                     case when o.key is null then p.tick_us else o.tick_us end as tick_us,
-                     case when o.key is null then p.full_level else o.full_level end as full_level,
-                     case when o.key is null then p.gain else o.gain end as gain,
-                     case when o.key is null then p.tick_gain else o.tick_gain end as tick_gain,
-                     case when o.key is null then p.round_up else o.round_up end as round_up
-                from (select e.policy, e.key, least(sum(e.tokens), 9000000000001) as total, array_agg(e.place) as places,
-                             bool_or(e.twice) as twice
-                        from (select u.policy collate "C" as policy, u.key collate "C" as key, u.cost, u.place,
-                                     greatest(0, least(u.cost, 2147483647))::integer as tokens,
-                                     u.request = lag(u.request) over (partition by u.policy collate "C", u.key collate "C" order by u.place) as twice
-                                from unnest(policies, keys, costs, requests) with ordinality as u (policy, key, cost, request, place)) as e
-                       group by e.policy, e.key
-                      having bool_and((e.cost between 1 and 2147483647) is true)) as s
-                join policies as p on p.name = s.policy
-                left join lateral (select o.* from overrides as o where o.policy_id = p.id and o.key = s.key offset 0) as o
-                  on p.overridden and o.expires_at > v_now
-               order by s.policy, s.key
-              offset 0) as u
-       where not u.durable and (u.policy_id = any (locked)) is not false
-         and b.ctid = (select b.ctid
-                         from ephemeral_buckets as b
-                        where b.policy_id = u.policy_id
-       and b.key      >= u.key
-       and b.key      <= u.key
-     order by b.key desc
-     limit 1)
-         and (least(b.level, u.capacity * 1000000) >= microtokens(u.total)
-           or refilled_level(b.level, b.refilled_at, v_now, u.full_level, u.gain, u.every_us, u.tick) >= microtokens(u.total))
-      returning u.*, b.level, b.refilled_at
-    ), granted as (  -- one row for each element of the buckets that were charged
-      select t.places[1] as place, t.level, t.refilled_at, t.capacity, t.shadow, t.policy_id, t.remember_us, t.every_us, t.tick_us, t.full_level, t.tick_gain, t.round_up
-        from taken as t
-       where cardinality(t.places) = 1
-      union all
-      select e.place, e.level + microtokens(e.total - sum(e.cost) over (partition by e.bucket order by e.request)), e.refilled_at,
-             e.capacity, e.shadow, e.policy_id, e.remember_us, e.every_us, e.tick_us, e.full_level, e.tick_gain, e.round_up
-        from (select u.place, costs[u.place]::integer as cost, coalesce(requests[u.place], u.place) as request,
-                     t.places[1] as bucket, t.level, t.total, t.refilled_at, t.capacity, t.shadow, t.policy_id, t.remember_us, t.every_us, t.tick_us, t.full_level, t.tick_gain, t.round_up
-                from taken as t
-               cross join lateral unnest(t.places) as u (place)
-               where cardinality(t.places) > 1) as e
-    )
-    select array_agg(g.place), array_agg(whole_tokens(g.level)),
-           array_agg(wait_below(g.full_level, g.level, case when g.refilled_at = v_now then 0 else microseconds(v_now - g.refilled_at) end, g.every_us, g.tick_us, g.tick_gain, g.round_up)),
-           array_agg(g.capacity), array_agg(g.shadow), array_agg(g.policy_id), array_agg(g.remember_us)
-      into places, remaining, reset_us, capacities, shadows, policy_ids, remember_us
-      from (select * from granted order by place) as g;
-  else
+  if policy.durable then
     with taken as (
       update buckets as b
-         set level       = refilled_level(b.level, b.refilled_at, v_now, u.full_level, u.gain, u.every_us, u.tick) - microtokens(u.total),
-             refilled_at = refilled_until(b.refilled_at, v_now, u.tick)
-        from (select s.*, p.id as policy_id, p.durable, p.shadow, p.remember_us,
-                     case when o.key is null then p.capacity else o.capacity end as capacity,
-                     case when o.key is null then p.tick else o.tick end as tick,
-                     case when o.key is null then p.every_us else o.every_us end as every_us,
-                     case when o.key is null then p.tick_us else o.tick_us end as tick_us,
-                     case when o.key is null then p.full_level else o.full_level end as full_level,
-                     case when o.key is null then p.gain else o.gain end as gain,
-                     case when o.key is null then p.tick_gain else o.tick_gain end as tick_gain,
-                     case when o.key is null then p.round_up else o.round_up end as round_up
-                from (select e.policy, e.key, least(sum(e.tokens), 9000000000001) as total, array_agg(e.place) as places,
-                             bool_or(e.twice) as twice
-                        from (select u.policy collate "C" as policy, u.key collate "C" as key, u.cost, u.place,
-                                     greatest(0, least(u.cost, 2147483647))::integer as tokens,
-                                     u.request = lag(u.request) over (partition by u.policy collate "C", u.key collate "C" order by u.place) as twice
-                                from unnest(policies, keys, costs, requests) with ordinality as u (policy, key, cost, request, place)) as e
-                       group by e.policy, e.key
-                      having bool_and((e.cost between 1 and 2147483647) is true)) as s
-                join policies as p on p.name = s.policy
-                left join lateral (select o.* from overrides as o where o.policy_id = p.id and o.key = s.key offset 0) as o
-                  on p.overridden and o.expires_at > v_now
-               order by s.policy, s.key
+         set level       = refilled_level(b.level, b.refilled_at, v_now, (u.p).full_level, (u.p).gain, (u.p).every_us, (u.p).tick) - u.wanted,
+             refilled_at = refilled_until(b.refilled_at, v_now, (u.p).tick)
+        from (select u.*, coalesce((select overridden(v_policy, o) from overrides as o
+                                   where o.policy_id = v_policy.id and o.key = u.key collate "C" and o.expires_at > v_now), v_policy) as p
+                from unnest(asked, row_ids) as u (key, wanted, places, size, row_id)
+               where (select p = v_policy from policies as p where p.id = v_policy.id)
               offset 0) as u
-       where u.durable and (u.policy_id = any (locked)) is not false
-         and b.ctid = (select b.ctid
+       where b.ctid = coalesce(u.row_id, (select b.ctid
                          from buckets as b
-                        where b.policy_id = u.policy_id
+                        where b.policy_id = v_policy.id
        and b.key      >= u.key
        and b.key      <= u.key
      order by b.key desc
-     limit 1)
-         and (least(b.level, u.capacity * 1000000) >= microtokens(u.total)
-           or refilled_level(b.level, b.refilled_at, v_now, u.full_level, u.gain, u.every_us, u.tick) >= microtokens(u.total))
+     limit 1))
+         and v_policy.id is not distinct from b.policy_id and u.key is not distinct from b.key  -- with =, the planner might use the index
+         and (least(b.level, (u.p).capacity * 1000000) >= u.wanted
+           or refilled_level(b.level, b.refilled_at, v_now, (u.p).full_level, (u.p).gain, (u.p).every_us, (u.p).tick) >= u.wanted)
       returning u.*, b.level, b.refilled_at
-    ), granted as (  -- one row for each element of the buckets that were charged
-      select t.places[1] as place, t.level, t.refilled_at, t.capacity, t.shadow, t.policy_id, t.remember_us, t.every_us, t.tick_us, t.full_level, t.tick_gain, t.round_up
-        from taken as t
-       where cardinality(t.places) = 1
-      union all
-      select e.place, e.level + microtokens(e.total - sum(e.cost) over (partition by e.bucket order by e.request)), e.refilled_at,
-             e.capacity, e.shadow, e.policy_id, e.remember_us, e.every_us, e.tick_us, e.full_level, e.tick_gain, e.round_up
-        from (select u.place, costs[u.place]::integer as cost, coalesce(requests[u.place], u.place) as request,
-                     t.places[1] as bucket, t.level, t.total, t.refilled_at, t.capacity, t.shadow, t.policy_id, t.remember_us, t.every_us, t.tick_us, t.full_level, t.tick_gain, t.round_up
-                from taken as t
-               cross join lateral unnest(t.places) as u (place)
-               where cardinality(t.places) > 1) as e
     )
-    select array_agg(g.place), array_agg(whole_tokens(g.level)),
-           array_agg(wait_below(g.full_level, g.level, case when g.refilled_at = v_now then 0 else microseconds(v_now - g.refilled_at) end, g.every_us, g.tick_us, g.tick_gain, g.round_up)),
-           array_agg(g.capacity), array_agg(g.shadow), array_agg(g.policy_id), array_agg(g.remember_us)
-      into places, remaining, reset_us, capacities, shadows, policy_ids, remember_us
-      from (select * from granted order by place) as g;
+    select array_agg(u.place), array_agg(whole_tokens(u.level)),
+           array_agg(wait_below((u.p).full_level, u.level, microseconds(v_now - u.refilled_at), (u.p).every_us, (u.p).tick_us, (u.p).tick_gain, (u.p).round_up)),
+           array_agg((u.p).capacity)
+      into places, remaining, reset_us, capacities
+      from (select e.place, t.p, t.refilled_at,
+                   t.level + t.wanted - microtokens(sum(costs[e.place]::integer) over (partition by t.places[1] order by e.place)) as level
+              from taken as t
+             cross join lateral unnest(t.places) as e (place)) as u;
+  else
+    with taken as (
+      update ephemeral_buckets as b
+         set level       = refilled_level(b.level, b.refilled_at, v_now, (u.p).full_level, (u.p).gain, (u.p).every_us, (u.p).tick) - u.wanted,
+             refilled_at = refilled_until(b.refilled_at, v_now, (u.p).tick)
+        from (select u.*, coalesce((select overridden(v_policy, o) from overrides as o
+                                   where o.policy_id = v_policy.id and o.key = u.key collate "C" and o.expires_at > v_now), v_policy) as p
+                from unnest(asked, row_ids) as u (key, wanted, places, size, row_id)
+               where (select p = v_policy from policies as p where p.id = v_policy.id)
+              offset 0) as u
+       where b.ctid = coalesce(u.row_id, (select b.ctid
+                         from ephemeral_buckets as b
+                        where b.policy_id = v_policy.id
+       and b.key      >= u.key
+       and b.key      <= u.key
+     order by b.key desc
+     limit 1))
+         and v_policy.id is not distinct from b.policy_id and u.key is not distinct from b.key  -- with =, the planner might use the index
+         and (least(b.level, (u.p).capacity * 1000000) >= u.wanted
+           or refilled_level(b.level, b.refilled_at, v_now, (u.p).full_level, (u.p).gain, (u.p).every_us, (u.p).tick) >= u.wanted)
+      returning u.*, b.level, b.refilled_at
+    )
+    select array_agg(u.place), array_agg(whole_tokens(u.level)),
+           array_agg(wait_below((u.p).full_level, u.level, microseconds(v_now - u.refilled_at), (u.p).every_us, (u.p).tick_us, (u.p).tick_gain, (u.p).round_up)),
+           array_agg((u.p).capacity)
+      into places, remaining, reset_us, capacities
+      from (select e.place, t.p, t.refilled_at,
+                   t.level + t.wanted - microtokens(sum(costs[e.place]::integer) over (partition by t.places[1] order by e.place)) as level
+              from taken as t
+             cross join lateral unnest(t.places) as e (place)) as u;
   end if;
 end;
 $$;
-comment on function ratelimit.take_of_policies(text[], text[], bigint[], bigint[], boolean, bigint[], timestamptz) is
-  'Charges the buckets that cover all that is asked of them: of the durable or of the ephemeral policies.';
+comment on function ratelimit.take_any(ratelimit.policies, bigint[], ratelimit.asked[], tid[], timestamptz) is
+  'Does what take does, for a policy with overrides or large numbers.';
 
--- covered is false, too, if a request names a bucket twice: decide_in_order answers both elements with the sum. durable
--- and ephemeral tell which policies there are.
-create or replace function ratelimit.covers(
-    in  policies text[], in keys text[], in costs bigint[], in requests bigint[], in now timestamptz,
-    out covered boolean, out durable boolean, out ephemeral boolean)
+-- row_ids is null if a bucket does not cover what is asked of it. contended is a guess: another session changes or locks a
+-- bucket. Its transaction is in xmax, which says nothing if it has been rolled back, or if it is in xmin, too: then it locked
+-- the bucket, wrote it, and has committed.
+create or replace function ratelimit.look(
+    in  policy ratelimit.policies, in asked ratelimit.asked[], in now timestamptz,
+    out row_ids tid[], out contended boolean)
   language plpgsql
   stable
 as $$
 declare
-  v_now alias for covers.now;
+  v_policy alias for look.policy;
+  v_now    alias for look.now;
 begin
-  select sum(cardinality(u.places)) = cardinality(keys) and bool_and(u.twice is not true and (d.covers or e.covers) is true),
-         coalesce(bool_or(u.durable), false), coalesce(bool_or(not u.durable), false)
-    into covered, durable, ephemeral
-    from (select s.*, p.id as policy_id, p.durable, p.shadow, p.remember_us,
-                     case when o.key is null then p.capacity else o.capacity end as capacity,
-                     case when o.key is null then p.tick else o.tick end as tick,
-                     case when o.key is null then p.every_us else o.every_us end as every_us,
-                     case when o.key is null then p.tick_us else o.tick_us end as tick_us,
-                     case when o.key is null then p.full_level else o.full_level end as full_level,
-                     case when o.key is null then p.gain else o.gain end as gain,
-                     case when o.key is null then p.tick_gain else o.tick_gain end as tick_gain,
-                     case when o.key is null then p.round_up else o.round_up end as round_up
-                from (select e.policy, e.key, least(sum(e.tokens), 9000000000001) as total, array_agg(e.place) as places,
-                             bool_or(e.twice) as twice
-                        from (select u.policy collate "C" as policy, u.key collate "C" as key, u.cost, u.place,
-                                     greatest(0, least(u.cost, 2147483647))::integer as tokens,
-                                     u.request = lag(u.request) over (partition by u.policy collate "C", u.key collate "C" order by u.place) as twice
-                                from unnest(policies, keys, costs, requests) with ordinality as u (policy, key, cost, request, place)) as e
-                       group by e.policy, e.key
-                      having bool_and((e.cost between 1 and 2147483647) is true)) as s
-                join policies as p on p.name = s.policy
-                left join lateral (select o.* from overrides as o where o.policy_id = p.id and o.key = s.key offset 0) as o
-                  on p.overridden and o.expires_at > v_now
-               order by s.policy, s.key
-              offset 0) as u
-    left join lateral (select (least(b.level, u.capacity * 1000000) >= microtokens(u.total)
-           or refilled_level(b.level, b.refilled_at, v_now, u.full_level, u.gain, u.every_us, u.tick) >= microtokens(u.total)) as covers
-                         from buckets as b
-                        where b.policy_id = u.policy_id
+  if policy.durable and policy.overridden then
+    select case when bool_and(b.covers is true) then array_agg(b.ctid) end, bool_or(b.contended)
+      into row_ids, contended
+      from (select u.*, coalesce((select overridden(v_policy, o) from overrides as o
+                                   where o.policy_id = v_policy.id and o.key = u.key collate "C" and o.expires_at > v_now), v_policy) as p from unnest(asked) as u (key, wanted, places, size) offset 0) as u
+      left join lateral (select b.ctid, b.xmax <> 0 and b.xmax <> b.xmin as contended, (least(b.level, (u.p).capacity * 1000000) >= u.wanted
+           or refilled_level(b.level, b.refilled_at, v_now, (u.p).full_level, (u.p).gain, (u.p).every_us, (u.p).tick) >= u.wanted) as covers
+                           from buckets as b
+                          where b.policy_id = v_policy.id
        and b.key      >= u.key
        and b.key      <= u.key
      order by b.key desc
-     limit 1) as d on u.durable
-    left join lateral (select (least(b.level, u.capacity * 1000000) >= microtokens(u.total)
-           or refilled_level(b.level, b.refilled_at, v_now, u.full_level, u.gain, u.every_us, u.tick) >= microtokens(u.total)) as covers
-                         from ephemeral_buckets as b
-                        where b.policy_id = u.policy_id
+     limit 1) as b on true;
+  elsif policy.durable then
+    select case when bool_and(b.covers is true) then array_agg(b.ctid) end, bool_or(b.contended)
+      into row_ids, contended
+      from unnest(asked) as u (key, wanted, places, size)
+      left join lateral (select b.ctid, b.xmax <> 0 and b.xmax <> b.xmin as contended, (least(b.level, v_policy.capacity * 1000000) >= u.wanted
+           or refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) >= u.wanted) as covers
+                           from buckets as b
+                          where b.policy_id = v_policy.id
        and b.key      >= u.key
        and b.key      <= u.key
      order by b.key desc
-     limit 1) as e on not u.durable;
+     limit 1) as b on true;
+  elsif policy.overridden then
+    select case when bool_and(b.covers is true) then array_agg(b.ctid) end, bool_or(b.contended)
+      into row_ids, contended
+      from (select u.*, coalesce((select overridden(v_policy, o) from overrides as o
+                                   where o.policy_id = v_policy.id and o.key = u.key collate "C" and o.expires_at > v_now), v_policy) as p from unnest(asked) as u (key, wanted, places, size) offset 0) as u
+      left join lateral (select b.ctid, b.xmax <> 0 and b.xmax <> b.xmin as contended, (least(b.level, (u.p).capacity * 1000000) >= u.wanted
+           or refilled_level(b.level, b.refilled_at, v_now, (u.p).full_level, (u.p).gain, (u.p).every_us, (u.p).tick) >= u.wanted) as covers
+                           from ephemeral_buckets as b
+                          where b.policy_id = v_policy.id
+       and b.key      >= u.key
+       and b.key      <= u.key
+     order by b.key desc
+     limit 1) as b on true;
+  else
+    select case when bool_and(b.covers is true) then array_agg(b.ctid) end, bool_or(b.contended)
+      into row_ids, contended
+      from unnest(asked) as u (key, wanted, places, size)
+      left join lateral (select b.ctid, b.xmax <> 0 and b.xmax <> b.xmin as contended, (least(b.level, v_policy.capacity * 1000000) >= u.wanted
+           or refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) >= u.wanted) as covers
+                           from ephemeral_buckets as b
+                          where b.policy_id = v_policy.id
+       and b.key      >= u.key
+       and b.key      <= u.key
+     order by b.key desc
+     limit 1) as b on true;
+  end if;
 end;
 $$;
-comment on function ratelimit.covers(text[], text[], bigint[], bigint[], timestamptz) is
-  'Whether every bucket covers all that is asked of it.';
+comment on function ratelimit.look(ratelimit.policies, ratelimit.asked[], timestamptz) is
+  'The row ids of the buckets of one policy if all cover what is asked of them, and whether other sessions are at them.';
+
+-- For requests of several elements, of which others may be waiting for the same bucket: take would not charge a bucket that
+-- it waited for. This waits first, and take no longer needs to. The answer is null if a bucket has no row: if one was created
+-- later, it would be out of order.
+create or replace function ratelimit.lock_buckets(policy ratelimit.policies, asked ratelimit.asked[])
+  returns tid[]
+  language plpgsql
+  volatile
+as $$
+declare
+  v_policy  alias for lock_buckets.policy;
+  v_row_ids tid[];
+begin
+  if policy.durable then
+    select case when bool_and(b.ctid is not null) then array_agg(b.ctid) end
+      into v_row_ids
+      from unnest(asked) as u (key, wanted, places, size)
+      left join lateral (select b.ctid
+                           from buckets as b
+                          where b.policy_id = v_policy.id
+       and b.key      >= u.key
+       and b.key      <= u.key
+     order by b.key desc
+     limit 1
+                            for update) as b on true;
+  else
+    select case when bool_and(b.ctid is not null) then array_agg(b.ctid) end
+      into v_row_ids
+      from unnest(asked) as u (key, wanted, places, size)
+      left join lateral (select b.ctid
+                           from ephemeral_buckets as b
+                          where b.policy_id = v_policy.id
+       and b.key      >= u.key
+       and b.key      <= u.key
+     order by b.key desc
+     limit 1
+                            for update) as b on true;
+  end if;
+  return v_row_ids;
+end;
+$$;
+comment on function ratelimit.lock_buckets(ratelimit.policies, ratelimit.asked[]) is
+  'Locks the buckets of one policy, in order, and answers with their row ids.';
 
 -- Reads everything that the requests of a batch are decided by: policies, overrides, buckets and idempotency keys.
 --
@@ -6918,16 +6947,22 @@ comment on function ratelimit.decide_in_order(text[], text[], bigint[], bigint[]
 -- Decides many requests, as if each were asked on its own, one after another. The functions for many requests differ only
 -- in how they take the requests and show the answers; acquire_packed.sql explains the arguments and the results.
 --
--- The fast path is take, for what most requests are: they fit. For requests of several elements, covers looks first, and
--- lock_buckets waits for other sessions, because all of it must fit. decide_in_order decides what take left. If that would
--- lock a bucket out of order, or if anything else was not as expected, the fast path is rolled back, and decide_in_order
--- decides the whole batch. The rollback needs a subtransaction, which begins with every fast path.
+-- The fast path is take, for what most requests are: they fit. It is about one policy. A batch of several policies is split
+-- into parts, one for each, in the order in which buckets are locked: durable policies first, then by name.
+--
+-- A request of several elements is granted only if all its buckets cover what is charged to them. So look reads the buckets
+-- first, and take follows only if all of them cover. If another session changes one of them, lock_buckets waits for it
+-- before take. If one has changed a bucket after the look, the fast path is rolled back, and begins again with the locks.
+--
+-- decide_in_order decides what take left of single requests. If it would lock a bucket out of order, or if anything else was
+-- not as expected, the fast path is rolled back, and decide_in_order decides the whole batch. The rollback needs a
+-- subtransaction, which begins with every fast path.
 --
 -- In a read-only transaction decide_in_order decides from the start, because an UPDATE fails there even if it would take
 -- nothing.
 --
--- The settings of this function are for all statements about many buckets: also those of take, keys and decide_in_order,
--- which nobody else calls.
+-- The settings of this function are for all statements about many buckets: also those of the functions in
+-- take.sql, keys.sql and decide_in_order.sql, which nobody else calls.
 create or replace function ratelimit.acquire_batch(
     policies text[], keys text[], costs bigint[], sizes integer[], idempotency_keys text[])
   returns ratelimit.packed
@@ -6947,13 +6982,13 @@ declare
   v_count    integer := cardinality(policies);
   v_requests bigint[];  -- for each element, the number of its request; null without sizes: its own number
   v_misfits  bigint[];  -- requests of a size that is refused
-  v_policy   policies;  -- that of all elements, if there is one
-  v_any_policies boolean;  -- the fast path is take_of_policies
+  v_policy   policies;  -- that of all elements, or of a part
+  v_parts    part[];    -- the batch by policy; null if all elements have one
+  v_seen     record;
+  v_row_ids  tid[];
   v_now      timestamptz;
-  v_covered  boolean;   -- as from covers:
-  v_durable  boolean;
-  v_ephemeral boolean;
-  v_locked   bigint[];  -- the ids of the policies whose buckets are locked
+  v_covered  boolean;   -- every bucket covers all that is asked of it; not asked without sizes
+  v_lock     boolean;   -- lock the buckets before take
   v_taken    record;
   v_kept     boolean := true;  -- the idempotency keys of what was taken are stored
   v_places   bigint[];  -- elements that the fast path granted; parallel to it:
@@ -6964,7 +6999,6 @@ declare
   v_left     bigint[];  -- the other elements
   v_answers  packed;
   v_i        integer;
-  v_in_ephemeral boolean;
 begin
   if (array_dims(policies) = '[1:' || v_count || ']' and array_dims(keys) = array_dims(policies)
       and (costs is null or array_dims(costs) = array_dims(policies)) and sizes is null
@@ -6994,8 +7028,7 @@ begin
     select array_agg(u.request),
            case when acquire_batch.idempotency_keys is not null then array_agg(acquire_batch.idempotency_keys[u.request]) end
       into v_requests, idempotency_keys
-      from unnest(acquire_batch.sizes) with ordinality as u (size, request)
-     cross join lateral generate_series(1, u.size);
+      from (select u.request, generate_series(1, u.size) from unnest(acquire_batch.sizes) with ordinality as u (size, request)) as u;
     if 1 > any (sizes) or 1000 < any (sizes) then  -- without a cost, the elements are refused
       v_misfits := array(select u.request
                            from unnest(acquire_batch.sizes) with ordinality as u (size, request)
@@ -7005,70 +7038,93 @@ begin
     end if;
   end if;
 
-  begin
-    if v_count > 0 and current_setting('transaction_read_only') = 'off' then
-      v_now := clock();
-      if sizes is null and policies[1] collate "C" = all (policies) then
-        select p.* into v_policy from policies as p where p.name = acquire_batch.policies[1] collate "C";
-      end if;
-      v_any_policies := v_policy.overridden is not false;
-      if not v_any_policies then
-        v_taken := take(v_policy, keys, costs, v_now);
-        if cardinality(v_taken.places) = v_count and idempotency_keys is null then
-          return (v_taken.places, v_taken.remaining, array_fill(0::bigint, array[v_count]), v_taken.reset_us,
-                  array_fill(v_policy.capacity, array[v_count]), null, null,
-                  null, null, null, null, null, null, null, null, null, null)::packed;
-        end if;
-        v_any_policies := v_taken.places = '{}';
-        if cardinality(v_taken.places) > 0 then
-          v_places    := v_taken.places;
-          v_remaining := v_taken.remaining;
-          v_reset_us  := v_taken.reset_us;
-          v_capacity  := array_fill(v_policy.capacity, array[cardinality(v_places)]);
-          if idempotency_keys is not null then
-            v_kept := remember(keys, idempotency_keys, costs, v_now, not v_policy.durable, true, v_places,
-                               array_fill(v_policy.id, array[cardinality(v_places)]), array_fill(v_policy.remember_us, array[cardinality(v_places)]),
-                               v_remaining, v_capacity, v_reset_us);
+  loop
+    begin
+      if v_count > 0 and current_setting('transaction_read_only') = 'off' then
+        v_now := clock();
+        if sizes is null and policies[1] collate "C" = all (policies) then
+          select p.* into v_policy from policies as p where p.name = acquire_batch.policies[1] collate "C";
+          v_taken := take(v_policy, keys, costs, null, null, v_now);
+          if cardinality(v_taken.places) = v_count and idempotency_keys is null then  -- so end most batches
+            return (v_taken.places, v_taken.remaining, array_fill(0::bigint, array[v_count]), v_taken.reset_us,
+                    coalesce(v_taken.capacities, array_fill(v_policy.capacity, array[v_count])), null, null,
+                    null, null, null, null, null, null, null, null, null, null)::packed;
           end if;
-        end if;
-      end if;
-      if v_any_policies then
-        if sizes is null then
-          select true, bool_or(p.durable), bool_or(not p.durable)
-            into v_covered, v_durable, v_ephemeral
-            from policies as p
-           where p.name = any (acquire_batch.policies);
         else
-          select c.covered, c.durable, c.ephemeral into v_covered, v_durable, v_ephemeral from covers(policies, keys, costs, v_requests, v_now) as c;
+          -- The rows come in the order of key, and asked is in this order, too. A request that names a bucket twice is left to
+          -- decide_in_order, which answers both elements with the sum.
+          select coalesce(array_agg(row(p, s.asked, null)::part order by p.durable desc, p.name), '{}'),
+                 sizes is null or (sum(s.size) = v_count and not bool_or(s.twice)) is true
+            into v_parts, v_covered
+            from (select a.policy, array_agg(row(a.key, a.wanted, a.places, a.size)::asked) as asked, sum(a.size) as size,
+                         bool_or(sizes is not null and a.size > 1
+                                 and a.size > (select count(distinct v_requests[u.place]) from unnest(a.places) as u (place))) as twice
+                    from (select e.policy, e.key, least(sum(e.cost), 9000000000001) * 1000000 as wanted,
+                     array_agg(e.place) as places, count(*) as size
+                from (select u.policy collate "C" as policy, u.key collate "C" as key, u.place,
+                             case when u.cost between 1 and 2147483647 then u.cost::integer end as cost
+                        from unnest(policies, keys, costs)
+                             with ordinality as u (policy, key, cost, place)
+                       order by u.policy collate "C", u.key collate "C", u.place) as e
+               group by e.policy, e.key
+              having count(e.cost) = count(*)
+               order by e.policy, e.key) as a
+                   group by a.policy) as s
+            join policies as p on p.name = s.policy;
         end if;
-        foreach v_in_ephemeral in array array[false, true] loop
-          continue when (v_covered and case when v_in_ephemeral then v_ephemeral else v_durable end) is not true;
-          if cardinality(sizes) > 1 then
-            v_locked := lock_buckets(policies, keys, v_in_ephemeral);
-            v_now    := clock();  -- it may have waited
-            if v_locked is null then
-              raise exception sqlstate 'RL00T';  -- rolls back to the begin above; caught below, so no caller sees it
+        if sizes is not null and v_covered then
+          for v_n in 1..cardinality(v_parts) loop
+            v_seen    := look((v_parts[v_n]).policy, (v_parts[v_n]).asked, v_now);
+            v_covered := v_seen.row_ids is not null;
+            exit when not v_covered;
+            v_lock    := v_lock or v_seen.contended;
+            v_parts[v_n].row_ids := v_seen.row_ids;
+          end loop;
+          if v_covered and v_lock then
+            for v_n in 1..cardinality(v_parts) loop
+              v_row_ids := lock_buckets((v_parts[v_n]).policy, (v_parts[v_n]).asked);
+              if v_row_ids is null then
+                raise exception sqlstate 'RL00T';  -- rolls back to the begin above; caught below, so no caller sees it
+              end if;
+              v_parts[v_n].row_ids := v_row_ids;
+            end loop;
+            if exists (select from unnest(v_parts) as u
+                        where u.policy is distinct from (select p from policies as p where p.id = (u.policy).id)) then
+              raise exception sqlstate 'RL00T';  -- a bucket that was changed together with its policy is decided by both
             end if;
+            v_now := clock();  -- it may have waited
           end if;
-          v_taken     := take_of_policies(policies, keys, costs, v_requests, v_in_ephemeral, v_locked, v_now);
-          v_places    := v_places || v_taken.places;
-          v_remaining := v_remaining || v_taken.remaining;
-          v_reset_us  := v_reset_us || v_taken.reset_us;
-          v_capacity  := v_capacity || v_taken.capacities;
-          v_shadows   := v_shadows || v_taken.shadows;
-          if idempotency_keys is not null and v_taken.places is not null then
-            v_kept := v_kept and remember(keys, idempotency_keys, costs, v_now, v_in_ephemeral, true, v_taken.places, v_taken.policy_ids,
-                                          v_taken.remember_us, v_taken.remaining, v_taken.capacities, v_taken.reset_us);
+        end if;
+        if v_covered is not false then
+          for v_n in 1..coalesce(cardinality(v_parts), 1) loop
+            if v_parts is not null then
+              v_policy := (v_parts[v_n]).policy;
+              v_taken  := take(v_policy, keys, costs, (v_parts[v_n]).asked, (v_parts[v_n]).row_ids, v_now);
+            end if;
+            continue when v_taken.places is null;
+            v_taken.capacities := coalesce(v_taken.capacities, array_fill(v_policy.capacity, array[cardinality(v_taken.places)]));
+            v_places    := v_places || v_taken.places;
+            v_remaining := v_remaining || v_taken.remaining;
+            v_reset_us  := v_reset_us || v_taken.reset_us;
+            v_capacity  := v_capacity || v_taken.capacities;
+            if sizes is not null then
+              v_shadows := v_shadows || array_fill(v_policy.shadow, array[cardinality(v_taken.places)]);
+            end if;
+            if idempotency_keys is not null then
+              v_kept := v_kept and remember(keys, idempotency_keys, costs, v_now, not v_policy.durable, true, v_taken.places,
+                                            array_fill(v_policy.id, array[cardinality(v_taken.places)]),
+                                            array_fill(v_policy.remember_us, array[cardinality(v_taken.places)]),
+                                            v_taken.remaining, v_taken.capacities, v_taken.reset_us);
+            end if;
+          end loop;
+          if sizes is not null and coalesce(cardinality(v_places), 0) < v_count then
+            raise exception sqlstate 'RL00L';  -- another session was faster; caught below, too
           end if;
-        end loop;
+        end if;
       end if;
-    end if;
 
-    if v_places is null and v_count > 0 and v_covered is not false then
-      raise exception sqlstate 'RL00T';  -- what take did not charge it has locked, if it waited for it
-    elsif v_places is not null then
-      if sizes is not null and cardinality(v_places) < v_count or not v_kept then
-        raise exception sqlstate 'RL00T';
+      if v_places is null and v_count > 0 and v_covered is not false or not v_kept then
+        raise exception sqlstate 'RL00T';  -- what take did not charge it has locked, if it waited for it
       elsif cardinality(v_places) < v_count then
         v_left    := array(select generate_series(1, v_count) except select unnest(v_places) order by 1);
         v_answers := decide_in_order(array(select acquire_batch.policies[u.n] from unnest(v_left) as u (n)),
@@ -7080,10 +7136,21 @@ begin
                                      end,
                                      v_left, false, true);
       end if;
-    end if;
-  exception when sqlstate 'RL00T' or unique_violation then  -- an idempotency key is stored already, or granted twice
-    v_places := null;
-  end;
+      exit;
+    exception
+      when sqlstate 'RL00L' then
+        v_places    := null;
+        v_remaining := null;
+        v_reset_us  := null;
+        v_capacity  := null;
+        v_shadows   := null;
+        exit when v_lock;
+        v_lock      := true;
+      when sqlstate 'RL00T' or unique_violation then  -- an idempotency key is stored already, or granted twice
+        v_places := null;
+        exit;
+    end;
+  end loop;
 
   if cardinality(v_places) = v_count and sizes is null then
     return (v_places, v_remaining, array_fill(0::bigint, array[v_count]), v_reset_us, v_capacity, null, null,

@@ -148,12 +148,12 @@ drop function ratelimit.grant_of, ratelimit.answer_of, ratelimit.shadow_of, rate
               ratelimit.check_repeated_range, ratelimit.check_charge, ratelimit.is_max_wait, ratelimit.check_max_wait,
               ratelimit.check_bounds, ratelimit.tokens_above_debt, ratelimit.tokens_in_debt, ratelimit.short_duration,
               ratelimit.repeats, ratelimit.time_below, ratelimit.moved_level, ratelimit.overridden,
-              ratelimit.refilled_level_small, ratelimit.wait_below_small, ratelimit.look_at_buckets, ratelimit.remember, ratelimit.covers,
-              ratelimit.lock_buckets, ratelimit.take, ratelimit.take_of_policies, ratelimit.decide_in_order, ratelimit.acquire_batch,
+              ratelimit.refilled_level_small, ratelimit.wait_below_small, ratelimit.look_at_buckets, ratelimit.remember, ratelimit.look,
+              ratelimit.lock_buckets, ratelimit.take, ratelimit.take_any, ratelimit.decide_in_order, ratelimit.acquire_batch,
               ratelimit.check_sizes, ratelimit.check_numbers, ratelimit.check_max_rows, ratelimit.check_listing,
               ratelimit.acquire, ratelimit.peek, ratelimit.http_fields, ratelimit.refuse_http, ratelimit.rate_limit_exceeded,
               ratelimit.check_guard, ratelimit.limit_request, ratelimit.emptiest_buckets;
-drop type ratelimit.decision, ratelimit.reservation, ratelimit.partial_decision, ratelimit.packed, ratelimit.charged;
+drop type ratelimit.decision, ratelimit.reservation, ratelimit.partial_decision, ratelimit.packed, ratelimit.charged, ratelimit.part, ratelimit.asked;
 alter type ratelimit.retired_decision rename to decision;
 
 -- Without refill 0, such a policy refills as slowly as one can.

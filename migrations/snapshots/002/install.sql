@@ -79,7 +79,6 @@
        include/move.sql           what the locked bucket holds after a charge or a settlement
        include/write.sql          writes the locked bucket
        include/override.sql       gives the policy the numbers of a live override
-       include/numbers.sql        the numbers that apply to a key, as columns: for statements about many buckets
        include/numbers_again.sql  reads the policy again after a wait: for look.sql, decide.sql and lock.sql
        include/find_key.sql       reads the grant under an idempotency key
        include/remember.sql       the end of storing idempotency keys
