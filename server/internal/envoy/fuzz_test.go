@@ -2,8 +2,10 @@ package envoy_test
 
 import (
 	"math"
+	"strings"
 	"testing"
 	"time"
+	"unicode/utf8"
 
 	common "github.com/envoyproxy/go-control-plane/envoy/extensions/common/ratelimit/v3"
 	pb "github.com/envoyproxy/go-control-plane/envoy/service/ratelimit/v3"
@@ -15,6 +17,7 @@ import (
 	"github.com/pgratelimit/pgratelimit/client/clienttest"
 	"github.com/pgratelimit/pgratelimit/server/internal/envoy"
 	"github.com/pgratelimit/pgratelimit/server/internal/service"
+	"github.com/pgratelimit/pgratelimit/server/policyfile"
 )
 
 const fuzzed = `
@@ -79,6 +82,78 @@ func FuzzDescriptors(f *testing.F) {
 			case !q.Descriptors[0].IsNegativeHits:
 				requirePaid(t, asked.tolls, before, after)
 			}
+		}
+	})
+}
+
+// FuzzBuckets matches two descriptors, whose entries are split from a text: each has a bucket of its own, if it matches a rule
+// at all and is not the other one again.
+func FuzzBuckets(f *testing.F) {
+	for _, seed := range [][2]string{
+		{"a\x001\x00b\x002", "a\x001\x00b_2\x00"},
+		{`a` + "\x00" + `1"],["b","2`, "a\x001\x00b\x002"},
+		{"a\x00" + strings.Repeat("x", 600), "a\x00" + strings.Repeat("x", 601)},
+		{"a\x00sha256:", "a\x00\\"},
+		{"a\x00\u2028", "a\x00\\u2028"},
+	} {
+		f.Add(seed[0], seed[1])
+	}
+	rules := read(f, `
+domain: d
+descriptors:
+  - {key: "a*", rate_limit: {policy: p}, descriptors: [{key: "b*", rate_limit: {policy: p}, descriptors: [{key: "*", rate_limit: {policy: p}}]}]}
+  - {key: a, rate_limit: {policy: p}}
+  - {key: a, value: x, rate_limit: {policy: p}}
+`)
+	f.Fuzz(func(t *testing.T, a, b string) {
+		q := &pb.RateLimitRequest{Domain: "d"}
+		for _, text := range []string{a, b} {
+			if !utf8.ValidString(text) {
+				return // it is no protobuf
+			}
+			pairs := strings.Split(text, "\x00")
+			if len(pairs)%2 == 1 {
+				pairs = append(pairs, "")
+			}
+			q.Descriptors = append(q.Descriptors, &common.RateLimitDescriptor{Entries: entries(pairs...)})
+		}
+		asked := &book{}
+		_, err := envoy.New(asked, rules).Answer(t.Context(), q)
+		require.NoError(t, err)
+		if len(asked.tolls) < 2 {
+			return
+		}
+		areSame := proto.Equal(q.Descriptors[0], q.Descriptors[1])
+		require.Equal(t, areSame, asked.tolls[0].Key == asked.tolls[1].Key, "%q and %q: %q", a, b, asked.tolls[0].Key)
+		require.LessOrEqual(t, len(asked.tolls[0].Key), 512)
+	})
+}
+
+// FuzzRules reads whatever bytes there are as rules, and decides by them: a domain that can be read can be asked.
+func FuzzRules(f *testing.F) {
+	f.Add([]byte(fuzzed), "a", "x", "b", "y")
+	f.Add([]byte("domain: d\ndescriptors: [{key: \"*\", rate_limit: {unit: day, requests_per_unit: 4294967295}}]"), "", "*", "_", "_")
+	f.Add([]byte("domain: d\ndescriptors: [{key: a, value: \"_*\", share_threshold: true, rate_limit: {policy: p, overdraw: true}}]"), "a", "_", "a_", "")
+	f.Fuzz(func(t *testing.T, data []byte, key1, value1, key2, value2 string) {
+		domain, err := policyfile.ParseEnvoy("f", data)
+		if err != nil {
+			return
+		}
+		rules, err := envoy.NewRules(domain)
+		if err != nil {
+			require.NotEmpty(t, err.Error())
+			return
+		}
+		asked := &book{}
+		answer, err := envoy.New(asked, rules).Answer(t.Context(), &pb.RateLimitRequest{Domain: domain.Name, Descriptors: []*common.RateLimitDescriptor{
+			{Entries: entries(key1, value1)}, {Entries: entries(key2, value2)}, {Entries: entries(key1, value1, key2, value2)},
+		}})
+		require.NoError(t, err)
+		require.Len(t, answer.GetStatuses(), 3)
+		for _, toll := range asked.tolls {
+			require.True(t, 0 < len(toll.Policy) && len(toll.Policy) <= 512, "%q", toll.Policy)
+			require.True(t, 0 < len(toll.Key) && len(toll.Key) <= 512 && utf8.ValidString(toll.Key), "%q", toll.Key)
+			require.NotContains(t, toll.Policy, "\x00")
 		}
 	})
 }
