@@ -8,6 +8,7 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/metadata"
+	"google.golang.org/grpc/tap"
 
 	"github.com/pgratelimit/pgratelimit/server/internal/auth"
 )
@@ -18,31 +19,21 @@ type Tokens struct {
 	Health auth.Tokens // for grpc.health.v1.Health
 }
 
-// Options make a gRPC server ask for the tokens.
-func (t Tokens) Options() []grpc.ServerOption {
-	return []grpc.ServerOption{
-		grpc.ChainUnaryInterceptor(func(ctx context.Context, req any, info *grpc.UnaryServerInfo, handle grpc.UnaryHandler) (any, error) {
-			if err := t.admit(ctx, info.FullMethod); err != nil {
-				return nil, err
-			}
-			return handle(ctx, req)
-		}),
-		grpc.ChainStreamInterceptor(func(srv any, stream grpc.ServerStream, info *grpc.StreamServerInfo, handle grpc.StreamHandler) error {
-			if err := t.admit(stream.Context(), info.FullMethod); err != nil {
-				return err
-			}
-			return handle(srv, stream)
-		}),
-	}
+// Option makes a gRPC server ask for the tokens, before it reads more of a call than its header: an interceptor would be asked
+// when the message of a stranger has been decoded.
+func (t Tokens) Option() grpc.ServerOption {
+	return grpc.InTapHandle(func(ctx context.Context, call *tap.Info) (context.Context, error) {
+		return ctx, t.admit(call.FullMethodName, call.Header)
+	})
 }
 
-func (t Tokens) admit(ctx context.Context, method string) error {
+func (t Tokens) admit(method string, header metadata.MD) error {
 	tokens := t.Calls
 	if strings.HasPrefix(method, "/grpc.health.v1.Health/") {
 		tokens = t.Health
 	}
 	authorization := ""
-	if given := metadata.ValueFromIncomingContext(ctx, "authorization"); len(given) == 1 {
+	if given := header["authorization"]; len(given) == 1 {
 		authorization = given[0]
 	}
 	if !tokens.Admit(authorization) {

@@ -1,6 +1,8 @@
 package server
 
 import (
+	"bytes"
+	"log"
 	"log/slog"
 	"sync/atomic"
 	"time"
@@ -24,4 +26,19 @@ func (f *faultLog) observe(call service.Call) {
 		return
 	}
 	f.log.Error("call failed", "operation", string(call.Operation), "reason", call.Err.Kind.Reason(), "sqlstate", call.Err.SQLState, "error", call.Err.Unwrap())
+}
+
+// A connectionLog is what package http writes. What strangers do to their own connections is for those who look for it. A
+// panic is ours.
+type connectionLog struct{ log *slog.Logger }
+
+func newConnectionLog(to *slog.Logger) *log.Logger { return log.New(connectionLog{to}, "", 0) }
+
+func (c connectionLog) Write(p []byte) (int, error) {
+	tell := c.log.Debug
+	if bytes.HasPrefix(p, []byte("http: panic serving ")) {
+		tell = c.log.Error
+	}
+	tell(string(bytes.TrimSpace(p)))
+	return len(p), nil
 }

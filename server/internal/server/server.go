@@ -188,7 +188,8 @@ func (s *Server) serve(protocol string, listener net.Listener, serve func() erro
 func (s *Server) newGRPC() *grpc.Server {
 	c := s.config
 	tokens := grpcapi.Tokens{Calls: auth.New(c.Tokens...), Health: auth.New(c.MonitoringTokens...)}
-	options := append(tokens.Options(),
+	options := []grpc.ServerOption{
+		tokens.Option(),
 		grpc.MaxRecvMsgSize(c.MaxMessageBytes),
 		grpc.MaxConcurrentStreams(uint32(c.MaxStreams)),
 		grpc.MaxHeaderListSize(maxHeaderBytes),
@@ -196,7 +197,7 @@ func (s *Server) newGRPC() *grpc.Server {
 		grpc.KeepaliveParams(keepalive.ServerParameters{MaxConnectionIdle: idle, Time: time.Minute}),
 		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: 10 * time.Second, PermitWithoutStream: true}),
 		grpc.WaitForHandlers(true),
-	)
+	}
 	if c.TLS != nil {
 		options = append(options, grpc.Creds(credentials.NewTLS(c.TLS.Clone())))
 	}
@@ -241,7 +242,7 @@ func (s *Server) newHTTP() *http.Server {
 		WriteTimeout:      2 * (arrival + c.CallTimeout),
 		IdleTimeout:       idle,
 		MaxHeaderBytes:    maxHeaderBytes,
-		ErrorLog:          slog.NewLogLogger(s.log.Handler(), slog.LevelDebug), // what strangers do to their own connections
+		ErrorLog:          newConnectionLog(s.log),
 	}
 	if c.TLS != nil {
 		server.TLSConfig = c.TLS.Clone()

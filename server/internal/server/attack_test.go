@@ -1,0 +1,562 @@
+package server_test
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"net"
+	"net/http"
+	"runtime"
+	"strconv"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	"golang.org/x/net/http2"
+	"golang.org/x/net/http2/hpack"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/metadata"
+	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
+
+	pb "github.com/pgratelimit/pgratelimit/server/gen/pgratelimit/v1"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+)
+
+// underAttack lets ordinary callers of both protocols go on while attack does what it does. Each of them is answered, memory
+// stays bounded, nothing panics, and nobody got tokens that the database did not lose: what callers were told they got,
+// what the server counted as granted, and what is gone agree as far as answers can be lost.
+func underAttack(t *testing.T, s *testServer, db *pgtest.DB, attack func()) {
+	t.Helper()
+	var granted atomic.Int64 // to the ordinary callers
+	done := make(chan struct{})
+	var callers sync.WaitGroup
+	for i := range 8 {
+		callers.Go(func() {
+			for n := 0; ; n++ {
+				select {
+				case <-done:
+					return
+				default:
+				}
+				ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
+				var allowed bool
+				var err error
+				if i%2 == 0 {
+					var d *pb.Decision
+					d, err = s.rpc.Acquire(ctx, &pb.AcquireRequest{Policy: "budget", LogicalKey: fmt.Sprint("ordinary ", i)})
+					allowed = d.GetVerdict() == pb.Verdict_ALLOWED
+				} else {
+					var a answer
+					a, err = s.post(ctx, "/v1/acquire", fmt.Sprintf(`{"policy":"budget","key":"ordinary %d"}`, i))
+					allowed = a.body["allowed"] == true
+				}
+				cancel()
+				if err != nil || !allowed {
+					t.Errorf("an ordinary caller: allowed %t, error %v", allowed, err)
+					return
+				}
+				granted.Add(1)
+			}
+		})
+	}
+	var memory runtime.MemStats
+	runtime.GC()
+	runtime.ReadMemStats(&memory)
+	before := memory.HeapAlloc + memory.StackInuse
+	attack()
+	runtime.GC()
+	runtime.ReadMemStats(&memory)
+	if after := memory.HeapAlloc + memory.StackInuse; after > before+100<<20 {
+		t.Errorf("%d MB before, %d MB after", before>>20, after>>20)
+	}
+	close(done)
+	callers.Wait()
+	require.Positive(t, granted.Load())
+	// The attackers' calls may still be under way.
+	require.Eventually(t, func() bool { return scrape(t, s)["ratelimit_server_calls_under_way"] == "0" }, 30*time.Second, 10*time.Millisecond)
+	counted, err := strconv.ParseInt(scrape(t, s)[`ratelimit_requests_total{policy="budget",result="allowed"}`], 10, 64)
+	require.NoError(t, err)
+	require.LessOrEqual(t, granted.Load(), counted)
+	require.LessOrEqual(t, counted, taken(t, db), "the server has granted what nobody has paid")
+	require.NotContains(t, s.log.String(), "panic")
+}
+
+// A peer speaks HTTP/2 to the gRPC listener, frame by frame, as no client would.
+type peer struct {
+	net.Conn
+	*http2.Framer
+	headers bytes.Buffer
+	encoder *hpack.Encoder
+	stream  uint32
+}
+
+func newPeer(t *testing.T, s *testServer, settings ...http2.Setting) *peer {
+	t.Helper()
+	conn, err := net.Dial("tcp", s.GRPCAddr().String())
+	require.NoError(t, err)
+	t.Cleanup(func() { conn.Close() })
+	require.NoError(t, conn.SetDeadline(time.Now().Add(time.Minute)))
+	p := &peer{Conn: conn, Framer: http2.NewFramer(conn, bufio.NewReader(conn)), stream: 1}
+	p.encoder = hpack.NewEncoder(&p.headers)
+	_, err = io.WriteString(conn, http2.ClientPreface)
+	require.NoError(t, err)
+	require.NoError(t, p.WriteSettings(settings...))
+	return p
+}
+
+// begin sends the header of a call.
+func (p *peer) begin(end bool, more ...string) error {
+	p.headers.Reset()
+	fields := append([]string{":method", "POST", ":scheme", "http", ":path", pb.RateLimiter_Acquire_FullMethodName, ":authority", "x",
+		"content-type", "application/grpc", "te", "trailers"}, more...)
+	for i := 0; i < len(fields); i += 2 {
+		_ = p.encoder.WriteField(hpack.HeaderField{Name: fields[i], Value: fields[i+1]}) // a buffer has room
+	}
+	return p.WriteHeaders(http2.HeadersFrameParam{StreamID: p.stream, BlockFragment: p.headers.Bytes(), EndHeaders: end})
+}
+
+// call sends a whole call, for which nobody waits.
+func (p *peer) call(message []byte) error {
+	if err := p.begin(true); err != nil {
+		return err
+	}
+	frame := append([]byte{0, 0, 0, 0, 0}, message...)
+	binary.BigEndian.PutUint32(frame[1:], uint32(len(message)))
+	if err := p.WriteData(p.stream, true, frame); err != nil {
+		return err
+	}
+	p.stream += 2
+	return nil
+}
+
+// swallow reads what the server says until it has ended the connection.
+func (p *peer) swallow() (ended <-chan struct{}) {
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		_, _ = io.Copy(io.Discard, p.Conn)
+	}()
+	return done
+}
+
+func acquireMessage(t *testing.T, key string) []byte {
+	t.Helper()
+	message, err := proto.Marshal(&pb.AcquireRequest{Policy: "budget", LogicalKey: key})
+	require.NoError(t, err)
+	return message
+}
+
+// Whoever writes frames for as long as the server reads them. Of some floods it ends the connection.
+func TestAttack_HTTP2Floods(t *testing.T) {
+	t.Parallel()
+	const many = 20_000
+	for name, flood := range map[string]func(t *testing.T, p *peer) error{
+		"rapid reset": func(t *testing.T, p *peer) error {
+			message := acquireMessage(t, "reset")
+			for range many {
+				if err := p.call(message); err != nil {
+					return err
+				}
+				if err := p.WriteRSTStream(p.stream-2, http2.ErrCodeCancel); err != nil {
+					return err
+				}
+			}
+			return nil
+		},
+		"settings": func(_ *testing.T, p *peer) (err error) {
+			for i := 0; i < many && err == nil; i++ {
+				err = p.WriteSettings(http2.Setting{ID: http2.SettingInitialWindowSize, Val: uint32(i)})
+			}
+			return err
+		},
+		"pings": func(_ *testing.T, p *peer) (err error) {
+			for i := 0; i < many && err == nil; i++ {
+				err = p.WritePing(false, [8]byte{})
+			}
+			return err
+		},
+		"empty data": func(_ *testing.T, p *peer) error {
+			err := p.begin(true)
+			for i := 0; i < many && err == nil; i++ {
+				err = p.WriteData(p.stream, false, nil)
+			}
+			return err
+		},
+		"headers that never end": func(_ *testing.T, p *peer) error {
+			err := p.begin(false)
+			for i := 0; i < many && err == nil; i++ {
+				err = p.WriteContinuation(p.stream, false, bytes.Repeat([]byte{0, 1, 'a', 1, 'a'}, 200))
+			}
+			return err
+		},
+		"headers that are a bomb": func(_ *testing.T, p *peer) error {
+			err := p.begin(true, "bomb", strings.Repeat("a", 4000))
+			for i := 0; i < 200 && err == nil; i++ {
+				p.stream += 2
+				fields := make([]string, 0, 2000)
+				for range 1000 {
+					fields = append(fields, "bomb", strings.Repeat("a", 4000))
+				}
+				err = p.begin(true, fields...)
+			}
+			return err
+		},
+		"priorities": func(_ *testing.T, p *peer) (err error) {
+			for i := 0; i < many && err == nil; i++ {
+				err = p.WritePriority(uint32(2*i+1), http2.PriorityParam{StreamDep: uint32(2 * i)})
+			}
+			return err
+		},
+		"window updates": func(_ *testing.T, p *peer) (err error) {
+			for i := 0; i < many && err == nil; i++ {
+				err = p.WriteWindowUpdate(0, 1<<31-1)
+			}
+			return err
+		},
+		"a message that says it is long": func(_ *testing.T, p *peer) error {
+			err := p.begin(true)
+			for i := 0; i < 1000 && err == nil; i++ {
+				p.stream += 2
+				if err = p.begin(true); err == nil {
+					err = p.WriteData(p.stream, false, []byte{0, 0xff, 0xff, 0xff, 0xff})
+				}
+			}
+			return err
+		},
+		"unknown frames": func(_ *testing.T, p *peer) (err error) {
+			for i := 0; i < many && err == nil; i++ {
+				err = p.WriteRawFrame(http2.FrameType(0x20+i%100), 0xff, uint32(i), []byte("?"))
+			}
+			return err
+		},
+		"noise": func(_ *testing.T, p *peer) (err error) {
+			random := rand.New(rand.NewPCG(7, 8))
+			for i := 0; i < many && err == nil; i++ {
+				noise := make([]byte, random.IntN(30))
+				for j := range noise {
+					noise[j] = byte(random.Uint32())
+				}
+				err = p.WriteRawFrame(http2.FrameType(random.IntN(11)), http2.Flags(random.IntN(256)), random.Uint32N(64), noise)
+			}
+			return err
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			db := newDB(t)
+			s := start(t, db.URL)
+			underAttack(t, s, db, func() {
+				p := newPeer(t, s)
+				ended := p.swallow()
+				if err := flood(t, p); err == nil {
+					p.Close() // it was let do all of that
+				} else if timeout, ok := errors.AsType[net.Error](err); ok && timeout.Timeout() {
+					t.Error("the server neither reads nor ends the connection")
+				}
+				<-ended
+			})
+		})
+	}
+}
+
+// Callers who leave in every state of a call: what they were granted nobody was told, and it is charged.
+func TestAttack_CallersWhoLeave(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	s := start(t, db.URL)
+	underAttack(t, s, db, func() {
+		var leaving sync.WaitGroup
+		for i := range 16 {
+			random := rand.New(rand.NewPCG(9, uint64(i)))
+			leaving.Go(func() {
+				for range 200 {
+					ctx, cancel := context.WithTimeout(t.Context(), time.Duration(random.IntN(3000))*time.Microsecond)
+					if i%2 == 0 {
+						_, _ = s.rpc.Acquire(ctx, &pb.AcquireRequest{Policy: "budget", LogicalKey: "left"})
+					} else {
+						_, _ = s.post(ctx, "/v1/acquire", `{"policy":"budget","key":"left"}`)
+					}
+					cancel()
+				}
+			})
+		}
+		leaving.Wait()
+	})
+}
+
+// Clients that send calls and never read the answers: by gRPC with windows of no bytes, by HTTP with full buffers.
+func TestAttack_SlowReaders(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	s := start(t, db.URL, "CALL_TIMEOUT=20s", "STOP_TIMEOUT=5s", "MAX_CALLS=2400")
+	underAttack(t, s, db, func() {
+		message := acquireMessage(t, "unread")
+		for range 50 {
+			p := newPeer(t, s, http2.Setting{ID: http2.SettingInitialWindowSize, Val: 0})
+			for range 50 { // of all connections more than MAX_CALLS: an answer that is not read is no call any more
+				require.NoError(t, p.call(message))
+			}
+		}
+		const request = "POST /v1/acquire HTTP/1.1\r\nHost: x\r\nContent-Length: 35\r\n\r\n" + `{"policy":"budget","key":"unread" }` + "\r\n"
+		for range 20 {
+			conn, err := net.Dial("tcp", s.HTTPAddr().String())
+			require.NoError(t, err)
+			t.Cleanup(func() { conn.Close() })
+			require.NoError(t, conn.(*net.TCPConn).SetReadBuffer(4096))
+			require.NoError(t, conn.SetWriteDeadline(time.Now().Add(100*time.Millisecond)))
+			_, _ = io.WriteString(conn, strings.Repeat(request, 2000)) // until the server reads no more
+		}
+	})
+	require.NoError(t, s.stop(), "it does not wait for those who do not read")
+}
+
+// Requests that are wrong in every way, in the middle of others that are right and travel with them: only the wrong ones fail.
+func TestAttack_BadRequestsAmongGoodOnes(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	s := start(t, db.URL)
+	long := strings.Repeat("k", 1_000_000)
+	bad := []*pb.AcquireRequest{
+		{Policy: "budget", LogicalKey: ""},
+		{Policy: "budget", LogicalKey: "\x00"},
+		{Policy: "budget", LogicalKey: "a\x00b"},
+		{Policy: "budget", LogicalKey: long},
+		{Policy: "budget", LogicalKey: strings.Repeat("k", 513)},
+		{Policy: "budget", LogicalKey: "k", RequestId: ptr("")},
+		{Policy: "budget", LogicalKey: "k", RequestId: ptr("\x00")},
+		{Policy: "budget", LogicalKey: "k", RequestId: ptr(long)},
+		{Policy: "budget", LogicalKey: "k", Cost: ptr(int64(-1))},
+		{Policy: "budget", LogicalKey: "k", Cost: ptr(int64(-1 << 63))},
+		{Policy: long, LogicalKey: "k"},
+		{Policy: "\x00", LogicalKey: "k"},
+		{Policy: "BUDGET", LogicalKey: "k"},
+		{Policy: "budget ", LogicalKey: "k"},
+		{Policy: "budget'; select ratelimit_reset('budget', 'ordinary 0'); --", LogicalKey: "k"},
+		{Policy: `{"policy":"budget"}`, LogicalKey: "k"},
+		{Policy: "{budget}", LogicalKey: "{k,l}"},
+	}
+	underAttack(t, s, db, func() {
+		var senders sync.WaitGroup
+		for i := range 16 {
+			senders.Go(func() {
+				for n := range 100 {
+					q := bad[(i*7+n)%len(bad)]
+					_, err := s.rpc.Acquire(t.Context(), q)
+					if code := status.Code(err); code != codes.InvalidArgument && code != codes.NotFound {
+						t.Errorf("%.50q: %v", q, err)
+					}
+				}
+			})
+		}
+		senders.Wait()
+	})
+	var of int
+	require.NoError(t, db.Pool.QueryRow(t.Context(), "select count(*) from ratelimit_status('budget', 10000) where key !~ '^ordinary [0-7]$'").Scan(&of))
+	require.Zero(t, of, "a bad request has a bucket")
+	for sample := range scrape(t, s) {
+		require.Less(t, len(sample), 200, "what callers send is in no label")
+	}
+}
+
+// Each of these names is a policy, with a capacity of its own. Asked for together, each answers for itself.
+func TestAttack_OddPolicies(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	s := start(t, db.URL)
+	names := []string{
+		"'", `"`, `\`, `\\`, "$1", "%s", "{", "}", "{}", `{"a"}`, "a,b", "NULL", "null", `\N`, "(1)", "a'; drop table ratelimit.buckets; --", `","key":"x`,
+		" ", "api ", " api", "API", "\n", "\x7f", "\u202eipa", "é", "e\u0301", "api\u200b", "../api", "_other", "ratelimit.buckets", strings.Repeat("é", 256),
+	}
+	for i, name := range names {
+		_, err := db.Pool.Exec(t.Context(), "select ratelimit_define_policy($1, $2, 0, '1 day')", name, i+1)
+		require.NoError(t, err, "%q", name)
+	}
+	var callers sync.WaitGroup
+	grants := make([]atomic.Int64, len(names))
+	for range 4 {
+		for i, name := range names {
+			callers.Go(func() {
+				for range 20 {
+					d, err := s.rpc.Acquire(t.Context(), &pb.AcquireRequest{Policy: name, LogicalKey: name})
+					if err != nil || d.GetCapacity() != int64(i+1) {
+						t.Errorf("%q: %v, %v", name, d, err)
+					}
+					if d.GetVerdict() == pb.Verdict_ALLOWED {
+						grants[i].Add(1)
+					}
+				}
+			})
+		}
+	}
+	callers.Wait()
+	for i, name := range names {
+		require.EqualValues(t, i+1, grants[i].Load(), "%q", name)
+	}
+}
+
+// nearTokens are what one who does not know the token "first" may try.
+var nearTokens = []string{
+	"", "Bearer", "Bearer ", "Bearer  first", "Bearer firs", "Bearer first1", "Bearer irst", "Bearer First", "Bearer first,second", "Bearer first second",
+	"BearerBearer first", "Bearer Bearer first", "first", "Basic first", "Basic OmZpcnN0", "Token first", "Bearer *", "Bearer null",
+	"Bearer fffff", "Bearer " + strings.Repeat("first", 1000), `Bearer "first"`, "Bearer watch",
+}
+
+// Every method of every service that reflection lists, and reflection itself, wants a token of its own.
+func TestAttack_TokensOfEveryMethod(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	s := start(t, db.URL, "TOKENS=first,second", "MONITORING_TOKENS=watch", "ENVOY_RULES="+rulesFile(t, edgeRules))
+	methods := methodsOf(metadata.AppendToOutgoingContext(t.Context(), "authorization", "Bearer first"), t, s)
+	require.Subset(t, methods, []string{
+		"/pgratelimit.v1.RateLimiter/Acquire", "/pgratelimit.v1.RateLimiter/Refund", "/envoy.service.ratelimit.v3.RateLimitService/ShouldRateLimit",
+		"/grpc.reflection.v1.ServerReflection/ServerReflectionInfo", "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+		"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch",
+	})
+	message := acquireMessage(t, "k")
+	for _, method := range methods {
+		isHealth := strings.HasPrefix(method, "/grpc.health.v1.Health/")
+		for _, token := range append(nearTokens, "Bearer first") {
+			if isHealth == (token == "Bearer watch") && (isHealth || token == "Bearer first") {
+				require.NotEqual(t, codes.Unauthenticated, status.Code(invoke(metadata.AppendToOutgoingContext(t.Context(), "authorization", token), s, method, nil)))
+				continue
+			}
+			err := invoke(metadata.AppendToOutgoingContext(t.Context(), "authorization", token), s, method, message)
+			require.Equal(t, codes.Unauthenticated, status.Code(err), "%s with %q: %v", method, token, err)
+		}
+		for header, value := range map[string]string{"authorization-bin": "Bearer first", "x-authorization": "Bearer first", "cookie": "Bearer first"} {
+			err := invoke(metadata.AppendToOutgoingContext(t.Context(), header, value), s, method, message)
+			require.Equal(t, codes.Unauthenticated, status.Code(err), "%s with %s: %v", method, header, err)
+		}
+	}
+	require.Zero(t, taken(t, db))
+}
+
+// What is written on the wire is not what a client would make of it: the paths are not cleaned.
+func TestAttack_TokensOfEveryPath(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	s := start(t, db.URL, "TOKENS=first,second", "MONITORING_TOKENS=watch", "ENVOY_RULES="+rulesFile(t, edgeRules))
+	const body = `{"policy":"budget","key":"k"}`
+	targets := []string{
+		"/v1/acquire", "/v1/acquire_all", "/v1/charge", "/v1/settle", "/v1/peek", "/v1/refund", "/json", "/livez", "/healthz", "/metrics", "/",
+		"//v1/acquire", "/v1//acquire", "/./v1/acquire", "/v1/./acquire", "/x/../v1/acquire", "/livez/../v1/acquire", "/metrics/../v1/acquire",
+		"/livez/..%2fv1/acquire", "/livez%2f..%2fv1%2facquire", "/%76%31/acquire", "/v1%2facquire", "/V1/ACQUIRE", "/v1/acquire/", "/v1/acquire;x", "/v1/acquire?x",
+		"/v1/acquire%00", "/livez;/v1/acquire", "http://x/v1/acquire", "http://livez/v1/acquire", "//livez/v1/acquire", "/livez?/v1/acquire", "/livez#/v1/acquire", `\v1\acquire`, "*",
+	}
+	conn := &wire{t: t, address: s.HTTPAddr().String()}
+	for _, target := range targets {
+		for _, method := range []string{"POST", "GET", "HEAD", "OPTIONS", "PUT", "CONNECT", "TRACE"} {
+			tokens := []string{"", "Bearer wrong"}
+			if method == "POST" || method == "GET" {
+				tokens = nearTokens
+			}
+			for _, token := range tokens {
+				code := conn.send(method, target, body, "Authorization: "+token)
+				isMonitor := method != "POST" && token == "Bearer watch" && (strings.HasPrefix(target, "/livez") || target == "/healthz" || target == "/metrics")
+				if code == http.StatusOK && !isMonitor && (method != "OPTIONS" || target != "*") {
+					t.Errorf("%s %s with %q: %d", method, target, token, code)
+				}
+				if strings.HasPrefix(target, "/v1/a") && method == "POST" && !strings.Contains(target, "%00") {
+					require.Equal(t, http.StatusUnauthorized, code, "%s with %q", target, token)
+				}
+			}
+		}
+	}
+	for _, headers := range []string{
+		"Authorization: Bearer wrong\r\nAuthorization: Bearer first", // the first one counts
+		"X-Authorization: Bearer first", "Proxy-Authorization: Bearer first", "Cookie: Authorization=Bearer first", "X: y\r\n Authorization: Bearer first",
+		"Authorization : Bearer first", "authorization\x00: Bearer first", "Authorization_: Bearer first", "X-Original-URL: /livez\r\nX-Rewrite-URL: /livez",
+		"X-HTTP-Method-Override: GET",
+	} {
+		require.NotEqual(t, http.StatusOK, conn.send("POST", "/v1/acquire", body, headers), "%q", headers)
+	}
+	require.Zero(t, taken(t, db))
+	require.Equal(t, http.StatusOK, conn.send("POST", "/v1/acquire", body, "Authorization: Bearer first"))
+	require.EqualValues(t, 1, taken(t, db))
+}
+
+// A request in two lengths would be read as one by a proxy and as another here.
+func TestAttack_SmuggledRequests(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	s := start(t, db.URL)
+	inner := "POST /v1/charge HTTP/1.1\r\nHost: x\r\nContent-Length: 42\r\n\r\n" + `{"policy":"budget","key":"k","cost":1000}` + "\r\n"
+	for name, request := range map[string]string{
+		"a length and chunks":    "POST /v1/peek HTTP/1.1\r\nHost: x\r\nContent-Length: 29\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n" + inner,
+		"two lengths":            "POST /v1/peek HTTP/1.1\r\nHost: x\r\nContent-Length: 29\r\nContent-Length: 5\r\n\r\n12345" + inner,
+		"a length with a plus":   "POST /v1/peek HTTP/1.1\r\nHost: x\r\nContent-Length: +5\r\n\r\n12345" + inner,
+		"chunks that are hidden": "POST /v1/peek HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: xchunked\r\n\r\n0\r\n\r\n" + inner,
+		"chunks of two kinds":    "POST /v1/peek HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nTransfer-Encoding: identity\r\n\r\n0\r\n\r\n" + inner,
+		"a chunk that is long":   "POST /v1/peek HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nfffffffffffffffff\r\n" + inner,
+		"a bare line feed":       "POST /v1/peek HTTP/1.1\r\nHost: x\r\nX: y\n\nTransfer-Encoding: chunked\r\n\r\n" + inner,
+		"no host":                "POST /v1/peek HTTP/1.1\r\nContent-Length: 0\r\n\r\n",
+		"two hosts":              "POST /v1/peek HTTP/1.1\r\nHost: x\r\nHost: y\r\nContent-Length: 0\r\n\r\n",
+	} {
+		conn, err := net.Dial("tcp", s.HTTPAddr().String())
+		require.NoError(t, err)
+		require.NoError(t, conn.SetDeadline(time.Now().Add(30*time.Second)))
+		_, err = io.WriteString(conn, request)
+		require.NoError(t, err)
+		require.NoError(t, conn.(*net.TCPConn).CloseWrite())
+		text, _ := io.ReadAll(conn) // the server may have ended it
+		conn.Close()
+		require.NotContains(t, string(text), " 200 OK", name)
+	}
+	require.Zero(t, taken(t, db))
+}
+
+// A wire sends requests as they are written.
+type wire struct {
+	t       *testing.T
+	address string
+	conn    net.Conn
+	reader  *bufio.Reader
+}
+
+// send returns the status of the answer, or 0 if there was none.
+func (w *wire) send(method, target, body, headers string) int {
+	w.t.Helper()
+	for range 2 { // the server may have ended the connection after the last answer
+		isNew := w.conn == nil
+		if isNew {
+			conn, err := net.Dial("tcp", w.address)
+			require.NoError(w.t, err)
+			w.t.Cleanup(func() { conn.Close() })
+			w.conn, w.reader = conn, bufio.NewReader(conn)
+		}
+		require.NoError(w.t, w.conn.SetDeadline(time.Now().Add(20*time.Second)))
+		_, err := fmt.Fprintf(w.conn, "%s %s HTTP/1.1\r\nHost: x\r\n%s\r\nContent-Length: %d\r\n\r\n%s", method, target, headers, len(body), body)
+		var response *http.Response
+		if err == nil {
+			response, err = http.ReadResponse(w.reader, &http.Request{Method: method})
+		}
+		if err == nil {
+			_, err = io.Copy(io.Discard, response.Body)
+			response.Body.Close()
+		}
+		if timeout, ok := errors.AsType[net.Error](err); ok && timeout.Timeout() {
+			w.t.Errorf("%s %s: no answer", method, target)
+		}
+		if err == nil && !response.Close {
+			return response.StatusCode
+		}
+		w.conn.Close()
+		w.conn = nil
+		if response != nil {
+			return response.StatusCode
+		}
+		if isNew {
+			return 0
+		}
+	}
+	return 0
+}
