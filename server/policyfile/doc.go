@@ -15,5 +15,6 @@
 //   - plan: rules and what the database has become a [Difference].
 //   - apply: the difference is made, in one transaction, through the public SQL functions.
 //
-// Rules for HTTP and Envoy are read and checked here. Whoever serves requests enforces them.
+// Rules for HTTP and Envoy are read and checked here. Whoever serves requests enforces them: [HTTP.Charges] is for
+// package httplimit.
 package policyfile
