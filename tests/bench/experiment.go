@@ -28,12 +28,13 @@ type sample map[string]float64
 
 // The metrics of a cell under load.
 const (
-	rate      = "rate" // decisions per second
-	p50       = "p50"  // microseconds
-	p95       = "p95"
-	p99       = "p99"
-	cpuServer = "cpu_server" // microseconds per decision
-	cpuClient = "cpu_client"
+	rate       = "rate" // decisions per second
+	p50        = "p50"  // microseconds
+	p95        = "p95"
+	p99        = "p99"
+	cpuServer  = "cpu_server" // microseconds per decision
+	cpuClient  = "cpu_client"
+	cpuProgram = "cpu_program" // of pgratelimit serve, if it is between them
 )
 
 // A metric is one figure of one cell.

@@ -17,6 +17,7 @@ type load struct {
 	keys    *keyspace
 	acquire acquirer
 	server  int // the process whose CPU time is counted with its children's
+	program int // another one between callers and server, or 0
 }
 
 // warmUp is how much of a window goes before it: connections are made and statements prepared.
@@ -56,12 +57,12 @@ func (l load) during(ctx context.Context, warmUp time.Duration, beside func(cont
 	}
 	_ = pause(ctx, warmUp) // an error of the callers is looked at below
 
-	begin, own, server := time.Now(), cpuOwn(), cpuOf(l.server)
+	begin, own, program, server := time.Now(), cpuOwn(), cpuOf(l.program), cpuOf(l.server)
 	counting.Store(true)
 	err := beside(ctx)
 	counting.Store(false)
 	elapsed := time.Since(begin)
-	own, server = cpuOwn()-own, cpuOf(l.server)-server
+	own, program, server = cpuOwn()-own, cpuOf(l.program)-program, cpuOf(l.server)-server
 	ended.Store(true)
 	callers.Wait()
 	if cause := context.Cause(ctx); cause != nil {
@@ -75,12 +76,13 @@ func (l load) during(ctx context.Context, warmUp time.Duration, beside func(cont
 	slices.Sort(all)
 	decisions := float64(max(1, len(all)))
 	return sample{
-		rate:      float64(len(all)) / elapsed.Seconds(),
-		p50:       quantile(all, 0.50),
-		p95:       quantile(all, 0.95),
-		p99:       quantile(all, 0.99),
-		cpuServer: float64(server.Microseconds()) / decisions,
-		cpuClient: float64(own.Microseconds()) / decisions,
+		rate:       float64(len(all)) / elapsed.Seconds(),
+		p50:        quantile(all, 0.50),
+		p95:        quantile(all, 0.95),
+		p99:        quantile(all, 0.99),
+		cpuServer:  float64(server.Microseconds()) / decisions,
+		cpuClient:  float64(own.Microseconds()) / decisions,
+		cpuProgram: float64(program.Microseconds()) / decisions,
 	}, nil
 }
 

@@ -60,7 +60,7 @@ func median(values []float64) float64 {
 
 func experiments(l *lab, o options) []experiment {
 	// The first is the one that may lack its program.
-	return []experiment{&instructions{}, &bare{l}, &grid{lab: l}, &calls{lab: l}, &snapshot{lab: l, hold: o.hold}, &cleanup{lab: l}, &buckets{l}}
+	return []experiment{&instructions{}, &bare{l}, &grid{lab: l}, &calls{lab: l}, &served{lab: l}, &snapshot{lab: l, hold: o.hold}, &cleanup{lab: l}, &buckets{l}}
 }
 
 // all returns every measure: what must be shown, then the figures of each cell.
@@ -80,6 +80,25 @@ func all() []measure {
 		for _, name := range []string{p50, p95, p99, cpuServer, cpuClient} {
 			add("µs", metric{cell, name})
 		}
+	}
+	for _, way := range servedWays {
+		for _, callers := range servedCallers {
+			cell := servedName(way, callers)
+			add("1/s", metric{cell, rate})
+			for _, name := range []string{p50, p99, cpuServer, cpuProgram, cpuClient} {
+				add("µs", metric{cell, name})
+			}
+		}
+	}
+	for _, way := range []string{"grpc", "json"} {
+		cell := overloadName(way)
+		for _, name := range []string{best, offered, rate} {
+			add("1/s", metric{cell, name})
+		}
+		for _, name := range []string{late, refused} {
+			add("ratio", metric{cell, name})
+		}
+		add("µs", metric{cell, p99})
 	}
 	for _, cell := range slices.Concat((&bare{}).cells(), (&buckets{}).cells()) {
 		if cell != "bare/wal" {
@@ -134,6 +153,12 @@ func mustShow() []measure {
 		ratio("joint_256_to_redis", quick, joint("combined-noflush", 256), joint("redis", 256), least(1.5, 2)),
 		ratio("joint_64_to_script", quick, joint("combined-noflush", 64), joint("script", 64), nil),
 		ratio("joint_256_to_script", quick, joint("combined-noflush", 256), joint("script", 256), nil),
+		ratio("served_grpc_64_p99_to_combiner", !quick, metric{servedName("grpc", 64), p99}, metric{servedName("combiner", 64), p99}, most(2, 1.5)),
+		ratio("served_grpc_64_to_redis", !quick, metric{servedName("grpc", 64), rate}, metric{servedName("redis", 64), rate}, nil),
+		ratio("served_grpc_256_to_redis", !quick, metric{servedName("grpc", 256), rate}, metric{servedName("redis", 256), rate}, nil),
+		ratio("served_json_256_to_redis", !quick, metric{servedName("json", 256), rate}, metric{servedName("redis", 256), rate}, nil),
+		ratio("served_grpc_overload_to_best", !quick, metric{overloadName("grpc"), rate}, metric{overloadName("grpc"), best}, least(0.8, 0.9)),
+		ratio("served_json_overload_to_best", !quick, metric{overloadName("json"), rate}, metric{overloadName("json"), best}, least(0.8, 0.9)),
 		ratio("combined_alone_to_plain", quick, latency("combined-noflush", 1, p50), latency("plain-noflush", 1, p50), most(1.1, 1)),
 		ratio("hot_acquire_to_bare_update", quick, metric{"bare/hot-acquire", rate}, metric{"bare/hot-update", rate}, least(0.5, 0.7)),
 		ratio("buckets_10m_to_10k", !quick, metric{"buckets/10m", rate}, metric{"buckets/10k", rate}, least(0.7, 0.9)),

@@ -13,29 +13,43 @@ import (
 
 // cpuOf returns the CPU time that a process and its children have used, from /proc.
 func cpuOf(pid int) time.Duration {
-	used := time.Duration(0)
-	files, _ := filepath.Glob("/proc/[0-9]*/stat")
-	for _, file := range files {
-		stat, err := os.ReadFile(file)
-		if err != nil {
-			continue // it has ended
-		}
-		// The name, in parentheses, may contain anything; then come state, parent and so on.
-		fields := strings.Fields(string(stat[bytes.LastIndexByte(stat, ')')+1:]))
-		own := strings.HasPrefix(file, fmt.Sprintf("/proc/%d/", pid))
-		if !own && fields[1] != strconv.Itoa(pid) {
-			continue
-		}
-		count := []int{11, 12} // utime, stime
-		if own {
-			count = append(count, 13, 14) // and of children that have ended
-		}
-		for _, i := range count {
+	used := cpuOfStat(pid, 11, 12, 13, 14) // utime, stime, and those of children that have ended
+	for _, child := range children(pid) {
+		used += cpuOfStat(child, 11, 12)
+	}
+	return used
+}
+
+func cpuOfStat(pid int, indexes ...int) (used time.Duration) {
+	fields := statOf(pid)
+	for _, i := range indexes {
+		if i < len(fields) { // else it has ended
 			ticks, _ := strconv.Atoi(fields[i])
 			used += time.Duration(ticks) * time.Second / 100 // USER_HZ is 100 on all Linux
 		}
 	}
 	return used
+}
+
+// children lists those of a process.
+func children(pid int) (list []int) {
+	files, _ := filepath.Glob("/proc/[0-9]*/stat")
+	for _, file := range files {
+		child, _ := strconv.Atoi(filepath.Base(filepath.Dir(file)))
+		if fields := statOf(child); len(fields) > 1 && fields[1] == strconv.Itoa(pid) {
+			list = append(list, child)
+		}
+	}
+	return list
+}
+
+// statOf returns what /proc says about a process, from its state and its parent on.
+func statOf(pid int) []string {
+	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+	if err != nil {
+		return nil // it has ended
+	}
+	return strings.Fields(string(stat[bytes.LastIndexByte(stat, ')')+1:])) // after its name, which may contain anything
 }
 
 // cpuOwn returns the CPU time that this process has used.
