@@ -38,11 +38,8 @@ var (
 	servedCallers = []int{64, 256}
 )
 
-// The connections of the callers' process to the program.
-const (
-	servedConnections = 2
-	jsonConnections   = 256
-)
+// The connections of the callers' process to the program by gRPC.
+const servedConnections = 2
 
 func servedName(way string, callers int) string { return fmt.Sprintf("served/%s/%d", way, callers) }
 
@@ -119,8 +116,8 @@ func (s *served) overGRPC() (acquirer, error) {
 }
 
 func (s *served) overJSON() acquirer {
-	// What is too much for the connections waits at the client, as what is too much for MAX_STREAMS does by gRPC.
-	transport := &http.Transport{MaxIdleConnsPerHost: jsonConnections, MaxConnsPerHost: jsonConnections}
+	// It opens as many connections as it needs: what waits for one is served in order of arrival, and so too late.
+	transport := &http.Transport{MaxIdleConnsPerHost: 10_000}
 	s.closers = append(s.closers, transport.CloseIdleConnections)
 	url := "http://" + s.program.http + "/v1/acquire"
 	return func(ctx context.Context, key string) error {
