@@ -75,14 +75,15 @@ func underAttack(t *testing.T, s *testServer, db *pgtest.DB, attack func()) {
 	attack()
 	runtime.GC()
 	runtime.ReadMemStats(&memory)
-	if after := memory.HeapAlloc + memory.StackInuse; after > before+100<<20 {
+	// Other tests run in the same process.
+	if after := memory.HeapAlloc + memory.StackInuse; after > before+256<<20 {
 		t.Errorf("%d MB before, %d MB after", before>>20, after>>20)
 	}
 	close(done)
 	callers.Wait()
 	require.Positive(t, granted.Load())
 	// The attackers' calls may still be under way.
-	require.Eventually(t, func() bool { return scrape(t, s)["ratelimit_server_calls_under_way"] == "0" }, 30*time.Second, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return scrape(t, s)["ratelimit_server_calls_under_way"] == "0" }, time.Minute, 10*time.Millisecond)
 	counted, err := strconv.ParseInt(scrape(t, s)[`ratelimit_requests_total{policy="budget",result="allowed"}`], 10, 64)
 	require.NoError(t, err)
 	require.LessOrEqual(t, granted.Load(), counted)
@@ -306,14 +307,17 @@ func TestAttack_SlowReaders(t *testing.T) {
 				require.NoError(t, p.call(message))
 			}
 		}
-		const request = "POST /v1/acquire HTTP/1.1\r\nHost: x\r\nContent-Length: 35\r\n\r\n" + `{"policy":"budget","key":"unread" }` + "\r\n"
-		for range 20 {
+		requests := []string{
+			strings.Repeat("POST /v1/acquire HTTP/1.1\r\nHost: x\r\nContent-Length: 34\r\n\r\n"+`{"policy":"budget","key":"unread"}`, 50),
+			strings.Repeat("GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n", 500), // of which a part fills all buffers
+		}
+		for i := range 20 {
 			conn, err := net.Dial("tcp", s.HTTPAddr().String())
 			require.NoError(t, err)
 			t.Cleanup(func() { conn.Close() })
 			require.NoError(t, conn.(*net.TCPConn).SetReadBuffer(4096))
 			require.NoError(t, conn.SetWriteDeadline(time.Now().Add(100*time.Millisecond)))
-			_, _ = io.WriteString(conn, strings.Repeat(request, 2000)) // until the server reads no more
+			_, _ = io.WriteString(conn, requests[i%2]) // until the server reads no more
 		}
 	})
 	require.NoError(t, s.stop(), "it does not wait for those who do not read")
@@ -348,7 +352,7 @@ func TestAttack_BadRequestsAmongGoodOnes(t *testing.T) {
 		var senders sync.WaitGroup
 		for i := range 16 {
 			senders.Go(func() {
-				for n := range 100 {
+				for n := range 40 {
 					q := bad[(i*7+n)%len(bad)]
 					_, err := s.rpc.Acquire(t.Context(), q)
 					if code := status.Code(err); code != codes.InvalidArgument && code != codes.NotFound {
