@@ -64,7 +64,7 @@ func (l *Limiter) AcquireAll(ctx context.Context, charges []Charge, opts ...Acqu
 // that have only some buckets in common may be in two: the second call then waits in the server for what the
 // first has locked there. So a call that waits for one of its buckets holds up, here, those who name all of them.
 //
-// Errors: those of Limiter.AcquireAll, and [ErrClosed].
+// Errors: those of Limiter.AcquireAll, [ErrOverloaded] and [ErrClosed].
 func (c *Combiner) AcquireAll(ctx context.Context, charges []Charge, opts ...AcquireAllOption) (JointDecision, error) {
 	r := newJointRequest(charges, opts)
 	r.key = nameOfAll(r.charges)

@@ -14,7 +14,8 @@ import (
 )
 
 const (
-	defaultCalls = 2
+	defaultCalls   = 2
+	defaultWaiting = 10_000
 
 	// linger is how long few requests wait for company while calls are under way. Most calls end sooner.
 	linger = 5 * time.Millisecond
@@ -53,19 +54,22 @@ type Combiner struct {
 
 // NewCombiner returns a Combiner that calls the functions installed in the database of pool. The role
 // needs EXECUTE on ratelimit_acquire_packed and on ratelimit_acquire, and for AcquireAll on
-// ratelimit_acquire_all. Options are [CallsInFlight] and those of [New]. Panics if CallsInFlight is not positive.
+// ratelimit_acquire_all. Options are [CallsInFlight], [MaxWaiting] and those of [New]. Panics if either number is not positive.
 func NewCombiner(pool Pool, opts ...CombinerOption) *Combiner {
-	config := config{calls: defaultCalls}
+	config := config{calls: defaultCalls, waiting: defaultWaiting}
 	for _, opt := range opts {
 		opt.configure(&config)
 	}
 	if config.calls < 1 {
 		panic("client: CallsInFlight must be positive")
 	}
+	if config.waiting < 1 {
+		panic("client: MaxWaiting must be positive")
+	}
 	return &Combiner{
 		limiter: newLimiter(pool, config),
 		pool:    pool,
-		queue:   newQueue(config.calls),
+		queue:   newQueue(config.calls, config.waiting),
 		waiters: sync.Pool{New: func() any { return &waiter{done: make(chan struct{}, 1)} }},
 		batches: sync.Pool{New: func() any { return new(batch) }},
 	}
@@ -91,7 +95,13 @@ func NewCombiner(pool Pool, opts ...CombinerOption) *Combiner {
 // where transactions that take tokens may last. When it ends, each bucket of the call is asked for anew by
 // itself, eight at a time, and only requests for a bucket that is still locked fail, with [ErrLocked].
 //
-// Errors: those of Limiter.Acquire, and [ErrClosed].
+// A request is refused at once, with [ErrOverloaded], when [MaxWaiting] others wait, and when its ctx has a deadline that cannot
+// be met: by what the last calls took, how long those under way have lasted, and how many requests are before it. One that can
+// be sent at once is always sent. A request that has waited, and whose deadline is nearer by then than any of the last calls
+// took, is refused before its deadline, too, and is not sent. So under any load the database works for callers that are still
+// there. Give every ctx a deadline: without one a request is refused only when the queue is full.
+//
+// Errors: those of Limiter.Acquire, [ErrOverloaded] and [ErrClosed].
 func (c *Combiner) Acquire(ctx context.Context, policy, key string, opts ...AcquireOption) (Decision, error) {
 	return c.acquire(ctx, newRequest(policy, key, opts), c.combinePlain)
 }
@@ -126,14 +136,21 @@ func (c *Combiner) combine(ctx context.Context, r request) (JointDecision, error
 		defer c.running.Done()
 		return c.askAlone(ctx, r)
 	}
-	if own := c.queue.claim(r); own != nil {
+	now := time.Now()
+	if own := c.queue.claim(r, now); own != nil {
 		c.running.Add(1)
 		c.mu.Unlock()
-		defer c.finishOwn(own)
+		defer c.finishOwn(ctx, own)
 		return c.askAlone(ctx, r)
 	}
 	w := c.waiters.Get().(*waiter)
 	w.request = r
+	w.deadline, _ = ctx.Deadline()
+	if refusal := c.queue.refusal(w, now); refusal != nil {
+		c.mu.Unlock()
+		c.release(w)
+		return JointDecision{}, failed(r.verb(), refusal)
+	}
 	c.do(c.queue.add(w))
 	c.mu.Unlock()
 
@@ -145,9 +162,14 @@ func (c *Combiner) combine(ctx context.Context, r request) (JointDecision, error
 		}
 	}
 	d, err := w.answer, w.err
+	c.release(w)
+	return d, err
+}
+
+// release keeps a waiter for another request.
+func (c *Combiner) release(w *waiter) {
 	*w = waiter{done: w.done}
 	c.waiters.Put(w)
-	return d, err
 }
 
 // isSendable reports whether r may share a call. Text that the server cannot read fails the whole call,
@@ -222,7 +244,14 @@ func (c *Combiner) gather() {
 func (c *Combiner) take(b *batch) context.Context {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if !c.queue.take(b) {
+	now := time.Now()
+	taken := c.queue.take(b, now)
+	for _, w := range b.late {
+		w.err = failed(w.verb(), &OverloadedError{Waiting: c.queue.waiting.length, Expected: c.queue.pace.least()})
+		w.done <- struct{}{}
+	}
+	clear(b.late)
+	if !taken {
 		return nil
 	}
 	c.do(c.queue.next())
@@ -235,7 +264,7 @@ func (c *Combiner) take(b *batch) context.Context {
 func (c *Combiner) finish(b *batch) (reserved bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	next := c.queue.finish(b)
+	next := c.queue.finish(b, time.Now())
 	if next == serve {
 		return true
 	}
@@ -244,10 +273,11 @@ func (c *Combiner) finish(b *batch) (reserved bool) {
 }
 
 // finishOwn ends a caller's own call.
-func (c *Combiner) finishOwn(b *batch) {
+func (c *Combiner) finishOwn(ctx context.Context, b *batch) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.do(c.queue.finish(b))
+	b.isLost = ctx.Err() != nil
+	c.do(c.queue.finish(b, time.Now()))
 	c.running.Done()
 }
 

@@ -33,6 +33,7 @@ func TestCombiner_IsForPoolsOnly(t *testing.T) {
 func TestCombiner_WantsACall(t *testing.T) {
 	t.Parallel()
 	require.Panics(t, func() { client.NewCombiner(&gatedPool{}, client.CallsInFlight(0)) })
+	require.Panics(t, func() { client.NewCombiner(&gatedPool{}, client.MaxWaiting(0)) })
 }
 
 func TestCombiner_OneCallerAloneCallsForItself(t *testing.T) {
@@ -466,10 +467,10 @@ func TestCombiner_ForgetsWhoLeft(t *testing.T) {
 		_ = ask(t.Context(), limiter, "k1")
 		_ = ask(t.Context(), limiter, "k2")
 		for range 1000 {
-			ctx, cancel := context.WithTimeout(t.Context(), time.Second)
-			_, err := limiter.Acquire(ctx, "p", "k3")
-			require.ErrorIs(t, err, context.DeadlineExceeded)
+			ctx, cancel := context.WithCancel(t.Context())
+			got := ask(ctx, limiter, "k3")
 			cancel()
+			require.ErrorIs(t, (<-got).err, context.Canceled)
 		}
 		require.LessOrEqual(t, client.QueueLength(limiter), 2)
 		db.only(t).grant()
@@ -1101,6 +1102,14 @@ func (c *gatedCall) row(key string) row {
 }
 
 func (db *gatedPool) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
+	call := newGatedCall(ctx, sql, args)
+	if err := db.make(call); err != nil {
+		return scanner{err}
+	}
+	return call.scanner()
+}
+
+func newGatedCall(ctx context.Context, sql string, args []any) *gatedCall {
 	call := &gatedCall{ctx: ctx, sql: sql}
 	switch {
 	case strings.Contains(sql, "ratelimit_acquire_packed("):
@@ -1122,20 +1131,21 @@ func (db *gatedPool) QueryRow(ctx context.Context, sql string, args ...any) pgx.
 			call.keys[0], _ = args[1].(string)
 		}
 	}
-	if err := db.make(call); err != nil {
-		return scanner{err}
-	}
+	return call
+}
+
+func (c *gatedCall) scanner() scanner {
 	switch {
-	case call.batch:
-		packed := call.packed()
-		if call.packedAnswer != nil {
-			packed = *call.packedAnswer
+	case c.batch:
+		packed := c.packed()
+		if c.packedAnswer != nil {
+			packed = *c.packedAnswer
 		}
 		return scanner{packed.row()}
-	case call.costs != nil:
-		return scanner{call.joint()}
+	case c.costs != nil:
+		return scanner{c.joint()}
 	}
-	return scanner{call.row(call.keys[0])}
+	return scanner{c.row(c.keys[0])}
 }
 
 // joint is the answer to one request of several charges, of which the last binds.

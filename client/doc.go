@@ -99,6 +99,9 @@
 // connection string. A connection that has fallen silent keeps its place for up to 15 seconds more, in
 // which pgx asks the server to cancel the call; a pool with places to spare does not notice.
 //
+// A [Combiner] whose database is slow or gone lets only so many callers wait, and refuses those whose ctx would end first: see
+// [ErrOverloaded].
+//
 // # Transactions
 //
 // With [Limiter.WithTx] the acquire is part of a transaction: a rollback, also of a savepoint, gives the

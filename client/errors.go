@@ -2,8 +2,10 @@ package client
 
 import (
 	"errors"
+	"fmt"
 	"regexp"
 	"strings"
+	"time"
 
 	"github.com/jackc/pgx/v5/pgconn"
 )
@@ -36,9 +38,32 @@ var (
 	// longer than the session's lock_timeout (SQLSTATE 55P03). Nothing was taken.
 	ErrLocked = errors.New("locked by another transaction")
 
+	// ErrOverloaded: a [Combiner] has more requests than the database answers, and has refused this one. Nothing was sent.
+	// The error is an *[OverloadedError].
+	ErrOverloaded = errors.New("too many requests wait")
+
 	// ErrClosed: the [Combiner] was closed. Nothing was sent.
 	ErrClosed = errors.New("limiter is closed")
 )
+
+// An OverloadedError tells why a [Combiner] has refused a request, which was not sent: too many requests wait, or its
+// deadline cannot be met. To [errors.Is] it is [ErrOverloaded].
+type OverloadedError struct {
+	Waiting  int           // how many requests wait
+	Expected time.Duration // how long the answer would have taken at least; 0 when the deadline played no part
+}
+
+// Error says how many requests wait.
+func (e *OverloadedError) Error() string {
+	message := fmt.Sprintf("%v: %d", ErrOverloaded, e.Waiting)
+	if e.Expected > 0 {
+		message += fmt.Sprintf("; the answer would come after the deadline, in %v or later", e.Expected)
+	}
+	return message
+}
+
+// Is makes the error [ErrOverloaded].
+func (e *OverloadedError) Is(target error) bool { return target == ErrOverloaded }
 
 func kindOf(code string) error {
 	switch code {

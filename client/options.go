@@ -101,7 +101,7 @@ func (IdempotencyKeyOption) chargeOption()      {}
 // as an X-Request-ID header, switches the limit off: a caller that repeats one is allowed every time.
 func IdempotencyKey(key string) IdempotencyKeyOption { return IdempotencyKeyOption(key) }
 
-// A CombinerOption changes a [Combiner] at [NewCombiner]: [CallsInFlight] and each [LimiterOption].
+// A CombinerOption changes a [Combiner] at [NewCombiner]: [CallsInFlight], [MaxWaiting] and each [LimiterOption].
 type CombinerOption interface{ configure(*config) }
 
 // A LimiterOption changes a [Limiter] at [New]: [Schema], [NoFlush], [DenialCache] and [Observe] return one.
@@ -117,6 +117,7 @@ type config struct {
 	denials bool
 	hooks   Hooks
 	calls   int // of a Combiner
+	waiting int // of a Combiner
 }
 
 type combinerOption func(*config)
@@ -176,6 +177,13 @@ func Observe(hooks Hooks) LimiterOption {
 // server has to spare, if there are at least 32 callers for each.
 func CallsInFlight(n int) CombinerOption {
 	return combinerOption(func(c *config) { c.calls = n })
+}
+
+// MaxWaiting bounds how many requests of a [Combiner] wait for a call at a time, 1 or more. One more is refused with
+// [ErrOverloaded]. Each is a caller that waits. Defaults to 10,000, which is some 40 calls, or less than a second on a server
+// that has the time.
+func MaxWaiting(n int) CombinerOption {
+	return combinerOption(func(c *config) { c.waiting = n })
 }
 
 // A CleanupOption changes one [Limiter.Cleanup]: [MaxRows] returns one.

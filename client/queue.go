@@ -1,6 +1,9 @@
 package client
 
-import "slices"
+import (
+	"slices"
+	"time"
+)
 
 const (
 	// maxBatch bounds the elements of one call, and so the locks it holds and how long its callers wait. A
@@ -9,10 +12,14 @@ const (
 
 	// minShare is where a call costs the server about a quarter of what its requests do.
 	minShare = 32
+
+	// spare is the part of what the calls before a request are expected to take that is added to it: the requests let in are
+	// to be answered in time, also when calls take a little longer than they did.
+	spare = 4
 )
 
-// A queue decides which requests share a call, and when a call is made. It is a state machine without SQL,
-// goroutines, clock or lock: its owner serialises the methods, and makes the calls.
+// A queue decides which requests share a call, when a call is made, and which requests are refused. It is a state machine
+// without SQL, goroutines, clock or lock: its owner serialises the methods, makes the calls, and says what time it is.
 //
 // A request waits until take puts it into a batch, which is open until finish. Before it takes a batch, the
 // owner has a slot reserved, and may let more requests arrive meanwhile.
@@ -30,16 +37,21 @@ const (
 //     those without.
 //  5. A batch that has maxBatch elements takes no more. Either all of its requests have an idempotency key or
 //     none has, and either all are joint or none is.
+//  6. At most maxWaiting requests wait. Of those that wait, only one whose deadline is nearer than the shortest of the last
+//     calls took is refused, and never all of them: the last is sent, so that a pace that is true no more is found out.
 //
 // The owner keeps two more: after a method has answered serve it calls take, and soon after hold it calls
 // hurry.
 type queue struct {
-	limit    int
-	waiting  line
-	open     []*batch
-	owners   map[bucket]*batch // the open batch of a bucket
-	reserved bool
-	shared   bool // whether the last batch from take had several requests
+	limit      int
+	maxWaiting int
+	waiting    line
+	elements   int // of the waiting requests
+	pace       pace
+	open       []*batch
+	owners     map[bucket]*batch // the open batch of a bucket
+	reserved   bool
+	shared     bool // whether the last batch from take had several requests
 }
 
 // A step is what the owner has to do next.
@@ -54,8 +66,9 @@ const (
 // A waiter is a request that others send.
 type waiter struct {
 	request
-	batch *batch // nil while it waits
-	gone  bool   // the caller has left
+	deadline time.Time // zero for none
+	batch    *batch    // nil while it waits
+	gone     bool      // the caller has left
 
 	next, prev *waiter // in line
 
@@ -76,32 +89,72 @@ func (w *waiter) canShare(other *waiter) bool {
 // A batch is the requests of one call.
 type batch struct {
 	waiters []*waiter
+	late    []*waiter // refused when the batch was taken: they are to be told
+	began   time.Time
 	buckets []bucket // each once
 	callers int      // that have not left
+	isLost  bool     // all callers have left, and there was no answer
 	cancel  func()   // ends the call
 	packed  *packed  // the call, kept for the next
 }
 
-func newQueue(limit int) *queue {
-	return &queue{limit: limit, owners: make(map[bucket]*batch)}
+func newQueue(limit, maxWaiting int) *queue {
+	return &queue{limit: limit, maxWaiting: maxWaiting, owners: make(map[bucket]*batch)}
 }
 
 // claim opens a batch for a caller that makes a call of its own. It returns nil if no slot is free, if the
 // bucket is in another call, if another call is not worth it, and after a shared call, since other callers
 // are about to ask too.
-func (q *queue) claim(r request) *batch {
+func (q *queue) claim(r request, now time.Time) *batch {
 	if q.shared || !q.isFree() || q.owners[r.bucket()] != nil || !q.isWorthIt(q.waiting.length+1) {
 		return nil
 	}
-	b := new(batch)
+	b := &batch{began: now}
 	q.own(b, r.bucket())
 	q.open = append(q.open, b)
 	return b
 }
 
+// refusal is why a request must not wait, or nil. One that can be sent at once is never refused.
+func (q *queue) refusal(w *waiter, now time.Time) *OverloadedError {
+	expected := time.Duration(0)
+	if !w.deadline.IsZero() {
+		expected = q.expected(w, now)
+	}
+	if q.waiting.length < q.maxWaiting && (expected == 0 || !now.Add(expected).After(w.deadline)) {
+		return nil
+	}
+	return &OverloadedError{Waiting: q.waiting.length, Expected: expected}
+}
+
+// expected is how long an answer will take: the rest of the call that is before it, and then as many calls as the requests
+// before it need, at the pace of the last calls. Those calls may be fuller than the last ones were, and fuller calls cost less
+// for each request: so calls are counted as full as they will be.
+func (q *queue) expected(w *waiter, now time.Time) time.Duration {
+	owner := q.owners[w.bucket()]
+	if owner == nil && q.isFree() {
+		return 0
+	}
+	wait := time.Duration(0)
+	switch {
+	case owner != nil:
+		wait = q.pace.left(now.Sub(owner.began))
+	case !q.reserved:
+		wait = q.pace.left(now.Sub(q.open[0].began))
+		for _, b := range q.open[1:] {
+			wait = min(wait, q.pace.left(now.Sub(b.began)))
+		}
+	}
+	inCall := min(maxBatch, q.share(q.waiting.length+1))
+	calls := (q.elements + w.elements() + inCall - 1) / inCall
+	atATime := max(1, len(q.open))
+	wait += time.Duration((calls+atATime-1)/atATime) * q.pace.call()
+	return wait + wait/spare
+}
+
 // add lets a request wait.
 func (q *queue) add(w *waiter) step {
-	q.waiting.push(w)
+	q.push(w)
 	if q.isFree() && q.owners[w.bucket()] == nil {
 		return q.reserveIf(q.isWorthIt(q.waiting.length))
 	}
@@ -109,10 +162,12 @@ func (q *queue) add(w *waiter) step {
 }
 
 // take fills b from the head of the queue and opens it in the reserved slot. If there is nothing to take it
-// gives back the slot and returns false. Another slot may be free then: see next.
-func (q *queue) take(b *batch) bool {
+// gives back the slot and returns false. Another slot may be free then: see next. Requests that cannot be answered in time
+// are moved to b.late, in either case.
+func (q *queue) take(b *batch, now time.Time) bool {
 	q.reserved = false
-	*b = batch{waiters: b.waiters[:0], buckets: b.buckets[:0], packed: b.packed}
+	*b = batch{waiters: b.waiters[:0], late: b.late[:0], buckets: b.buckets[:0], packed: b.packed, began: now}
+	q.refuseLate(b, now)
 	share := q.share(q.waiting.length)
 	elements := 0
 	var next *waiter
@@ -128,7 +183,7 @@ func (q *queue) take(b *batch) bool {
 		default:
 			continue
 		}
-		q.waiting.remove(w)
+		q.remove(w)
 		w.batch = b
 		b.waiters = append(b.waiters, w)
 		elements += w.elements()
@@ -142,8 +197,22 @@ func (q *queue) take(b *batch) bool {
 	return true
 }
 
+// refuseLate moves to b.late those whose time is over before a call can be, from the head of the queue on.
+func (q *queue) refuseLate(b *batch, now time.Time) {
+	soonest := now.Add(q.pace.least())
+	var next *waiter
+	for w := q.waiting.first; w != nil && q.waiting.length > 1; w = next {
+		next = w.next
+		if !w.deadline.IsZero() && w.deadline.Before(soonest) {
+			q.remove(w)
+			b.late = append(b.late, w)
+		}
+	}
+}
+
 // finish closes a batch whose call has ended.
-func (q *queue) finish(b *batch) step {
+func (q *queue) finish(b *batch, now time.Time) step {
+	q.pace.observe(now.Sub(b.began), b.isLost)
 	for _, at := range b.buckets {
 		delete(q.owners, at)
 	}
@@ -197,13 +266,14 @@ func (q *queue) isWorthIt(waiting int) bool {
 // it returns the batch.
 func (q *queue) leave(w *waiter) (abandoned *batch) {
 	if w.batch == nil {
-		q.waiting.remove(w)
+		q.remove(w)
 		return nil
 	}
 	w.gone = true
 	if w.batch.callers--; w.batch.callers > 0 {
 		return nil
 	}
+	w.batch.isLost = true
 	return w.batch
 }
 
@@ -219,6 +289,16 @@ func (q *queue) share(waiting int) int {
 		all += max(1, len(b.waiters)) // a caller's own call has no waiter
 	}
 	return max((all+q.limit-1)/q.limit, min(all, minShare))
+}
+
+func (q *queue) push(w *waiter) {
+	q.waiting.push(w)
+	q.elements += w.elements()
+}
+
+func (q *queue) remove(w *waiter) {
+	q.waiting.remove(w)
+	q.elements -= w.elements()
 }
 
 func (q *queue) own(b *batch, at bucket) {

@@ -5,18 +5,20 @@ import (
 	"maps"
 	"slices"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 	"pgregory.net/rapid"
 )
 
 // Whatever arrives, leaves and ends in whatever order, the invariants of the queue hold after each step, and in the
-// end everybody was sent or has left. What should hold is worked out from the calls of its methods alone.
+// end everybody was sent, was refused or has left. What should hold is worked out from the calls of its methods alone.
 func TestQueue_KeepsItsInvariants(t *testing.T) {
 	t.Parallel()
 	rapid.Check(t, func(t *rapid.T) {
 		limit := rapid.IntRange(1, 4).Draw(t, "limit")
-		d := &drivenQueue{T: t, queue: newQueue(limit), limit: limit, taken: map[*waiter]*batch{}}
+		most := rapid.SampledFrom([]int{1, 20, 300, 10_000}).Draw(t, "most")
+		d := &drivenQueue{T: t, queue: newQueue(limit, most), limit: limit, most: most, now: time.Unix(0, 0), taken: map[*waiter]*batch{}}
 		requests := rapid.Custom(func(t *rapid.T) request {
 			r := request{
 				policy: rapid.SampledFrom([]string{"p", "q"}).Draw(t, "policy"),
@@ -33,7 +35,8 @@ func TestQueue_KeepsItsInvariants(t *testing.T) {
 		})
 		arrive := func(t *rapid.T) {
 			for range rapid.SampledFrom([]int{1, 1, 1, 40, 300}).Draw(t, "requests") {
-				d.arrive(requests.Draw(t, "request"))
+				within := rapid.SampledFrom([]time.Duration{0, 1, 50, 1000, 1e6}).Draw(t, "within") * time.Millisecond
+				d.arrive(requests.Draw(t, "request"), within)
 				d.check()
 			}
 		}
@@ -63,6 +66,9 @@ func TestQueue_KeepsItsInvariants(t *testing.T) {
 				}
 				d.hurry()
 			},
+			"pass": func(t *rapid.T) {
+				d.now = d.now.Add(time.Duration(rapid.IntRange(1, 100).Draw(t, "milliseconds")) * time.Millisecond)
+			},
 			"": func(*rapid.T) { d.check() },
 		})
 
@@ -87,11 +93,15 @@ type drivenQueue struct {
 	*rapid.T
 	queue    *queue
 	limit    int
+	most     int // that may wait
+	now      time.Time
+	calls    []time.Duration // that have ended
 	reserved bool
 	held     bool
 	waiting  []*waiter // in order of arrival
 	batches  []*batch  // handed out and not finished
 	own      []*batch  // of these, callers' own
+	lost     []*batch  // whose callers have all left
 	requests []request // of these, the requests
 	taken    map[*waiter]*batch
 }
@@ -114,21 +124,71 @@ func (d *drivenQueue) hurry() {
 	d.do(next)
 }
 
-func (d *drivenQueue) arrive(r request) {
-	if b := d.queue.claim(r); b != nil {
+// last are the calls that the queue may judge by.
+func (d *drivenQueue) last() []time.Duration { return d.calls[max(0, len(d.calls)-5):] }
+
+func (d *drivenQueue) arrive(r request, within time.Duration) {
+	if b := d.queue.claim(r, d.now); b != nil {
 		require.False(d, d.reserved)
 		d.batches, d.own, d.requests = append(d.batches, b), append(d.own, b), append(d.requests, r)
 		return
 	}
 	w := &waiter{request: r}
+	if within > 0 {
+		w.deadline = d.now.Add(within)
+	}
+	refusal := d.queue.refusal(w, d.now)
+	d.checkRefusal(w, within, refusal)
+	if refusal != nil {
+		return
+	}
 	d.waiting = append(d.waiting, w)
 	d.do(d.queue.add(w))
+}
+
+// checkRefusal knows when a deadline plainly can be met, and when it plainly cannot.
+func (d *drivenQueue) checkRefusal(w *waiter, within time.Duration, refusal *OverloadedError) {
+	if len(d.waiting) == d.most {
+		require.NotNil(d, refusal)
+		return
+	}
+	if refusal != nil {
+		require.Equal(d, len(d.waiting), refusal.Waiting)
+		require.NotZero(d, within)
+		require.Greater(d, refusal.Expected, within)
+	}
+	isFree := !d.reserved && len(d.batches) < d.limit
+	if isFree && d.under()[w.bucket()] == nil {
+		require.Nil(d, refusal, "it can be sent at once")
+	}
+	longest, shortest := time.Duration(0), time.Duration(0)
+	if len(d.calls) > 0 {
+		longest, shortest = slices.Max(d.last()), slices.Min(d.last())
+	}
+	lasted, young := time.Duration(0), !d.reserved
+	for _, b := range d.batches {
+		lasted = max(lasted, d.now.Sub(b.began))
+		young = young && d.now.Sub(b.began) <= shortest/2
+	}
+	elements := w.elements()
+	for _, o := range d.waiting {
+		elements += o.elements()
+	}
+	if within >= 2*(max(lasted, longest)+longest*time.Duration(elements)) {
+		require.Nil(d, refusal, "it would be met if each request had calls of its own, the longest there were")
+	}
+	if within > 0 && len(d.batches) == d.limit && young && within < shortest {
+		require.NotNil(d, refusal, "all calls have just begun, and none was as short")
+	}
 }
 
 func (d *drivenQueue) take() {
 	d.reserved = false
 	b := new(batch)
-	if !d.queue.take(b) {
+	before := len(d.waiting)
+	taken := d.queue.take(b, d.now)
+	d.checkLate(b, before)
+	if !taken {
 		return
 	}
 	require.NotEmpty(d, b.waiters)
@@ -160,13 +220,40 @@ func (d *drivenQueue) take() {
 	d.do(d.queue.next())
 }
 
+// checkLate knows who cannot be answered in time. One request stays in any case.
+func (d *drivenQueue) checkLate(b *batch, before int) {
+	soonest := d.now
+	if len(d.calls) > 0 {
+		soonest = soonest.Add(slices.Min(d.last()))
+	}
+	late := map[*waiter]bool{}
+	for _, w := range b.late {
+		require.True(d, !w.deadline.IsZero() && w.deadline.Before(soonest))
+		require.Contains(d, d.waiting, w)
+		late[w] = true
+	}
+	d.waiting = slices.DeleteFunc(d.waiting, func(w *waiter) bool { return late[w] })
+	require.Len(d, d.waiting, before-len(b.late))
+	if before > 0 {
+		require.NotEmpty(d, d.waiting)
+	}
+	for _, w := range b.waiters {
+		require.True(d, w.deadline.IsZero() || !w.deadline.Before(soonest) || len(d.waiting) == 1, "it is sent in vain")
+	}
+}
+
 func (d *drivenQueue) finish(b *batch) {
+	took := d.now.Sub(b.began)
+	if slices.Contains(d.lost, b) {
+		took *= 2
+	}
+	d.calls = append(d.calls, took)
 	d.batches = slices.DeleteFunc(d.batches, func(o *batch) bool { return o == b })
 	if i := slices.Index(d.own, b); i >= 0 {
 		d.own, d.requests = slices.Delete(d.own, i, i+1), slices.Delete(d.requests, i, i+1)
 	}
 	maps.DeleteFunc(d.taken, func(_ *waiter, by *batch) bool { return by == b })
-	d.do(d.queue.finish(b))
+	d.do(d.queue.finish(b, d.now))
 }
 
 // callers are those who wait for an answer that others ask for.
@@ -198,6 +285,7 @@ func (d *drivenQueue) leave(w *waiter) {
 		}
 	}
 	require.Same(d, b, abandoned)
+	d.lost = append(d.lost, b)
 }
 
 func (d *drivenQueue) check() {
@@ -206,7 +294,19 @@ func (d *drivenQueue) check() {
 		slots++
 	}
 	require.LessOrEqual(d, slots, d.limit)
+	require.LessOrEqual(d, len(d.waiting), d.most)
 
+	under := d.under()
+	if slots == d.limit || d.reserved || d.held {
+		return
+	}
+	for _, w := range d.waiting {
+		require.NotNil(d, under[w.bucket()], "%v waits for nobody, and a slot is free", w.bucket())
+	}
+}
+
+// under has the call of each bucket.
+func (d *drivenQueue) under() map[bucket]*batch {
 	under := map[bucket]*batch{}
 	owned := func(b *batch, r request) {
 		require.True(d, under[r.bucket()] == nil || under[r.bucket()] == b, "%v is in two calls", r.bucket())
@@ -220,22 +320,17 @@ func (d *drivenQueue) check() {
 	for i, b := range d.own {
 		owned(b, d.requests[i])
 	}
-	if slots == d.limit || d.reserved || d.held {
-		return
-	}
-	for _, w := range d.waiting {
-		require.NotNil(d, under[w.bucket()], "%v waits for nobody, and a slot is free", w.bucket())
-	}
+	return under
 }
 
 // A bucket is a policy and a key: neither alone holds up requests of the other.
 func TestQueue_TellsBucketsApartByPolicyAndKey(t *testing.T) {
 	t.Parallel()
 	for _, other := range []request{{policy: "p", key: "l"}, {policy: "q", key: "k"}, {policy: "pk", key: ""}} {
-		q := newQueue(2)
-		require.NotNil(t, q.claim(request{policy: "p", key: "k"}))
-		require.Nil(t, q.claim(request{policy: "p", key: "k"}))
-		require.NotNil(t, q.claim(other))
+		q := newQueue(2, 10)
+		require.NotNil(t, q.claim(request{policy: "p", key: "k"}, time.Time{}))
+		require.Nil(t, q.claim(request{policy: "p", key: "k"}, time.Time{}))
+		require.NotNil(t, q.claim(other, time.Time{}))
 	}
 }
 
@@ -277,12 +372,12 @@ func TestQueue_Shares(t *testing.T) {
 		{4, 1, 300, 256},
 		{2, 40, 3, 120}, // a share of sixty requests has all buckets, and then all their requests
 	} {
-		q := newQueue(test.limit)
+		q := newQueue(test.limit, 10_000)
 		for i := range test.keys * test.each {
 			q.add(&waiter{request: request{policy: "p", key: fmt.Sprint(i % test.keys)}})
 		}
 		var b batch
-		require.True(t, q.take(&b))
+		require.True(t, q.take(&b, time.Time{}))
 		require.Len(t, b.waiters, test.want, "%+v", test)
 	}
 }

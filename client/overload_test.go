@@ -1,0 +1,298 @@
+package client_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/client/clienttest"
+)
+
+// A pacedPool is a database whose calls take their time: synctest's, so every figure is exact.
+type pacedPool struct {
+	gatedPool
+	mu             sync.Mutex
+	slower         time.Duration // what each call takes more
+	thaw           time.Time     // until then no call ends
+	underWay, most int
+	calls          int
+}
+
+const (
+	perCall    = 50 * time.Millisecond
+	perRequest = 200 * time.Microsecond
+	maxBatch   = 256
+)
+
+// paceOf is how many requests a second so many calls at a time can answer.
+func paceOf(calls int) float64 {
+	return float64(calls*maxBatch) / (perCall + maxBatch*perRequest).Seconds()
+}
+
+func (db *pacedPool) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
+	call := newGatedCall(ctx, sql, args)
+	db.mu.Lock()
+	db.calls++
+	db.underWay++
+	db.most = max(db.most, db.underWay)
+	takes := perCall + time.Duration(len(call.keys))*perRequest + db.slower
+	takes = max(takes, time.Until(db.thaw)+takes)
+	db.mu.Unlock()
+	defer func() {
+		db.mu.Lock()
+		db.underWay--
+		db.mu.Unlock()
+	}()
+	select {
+	case <-time.After(takes):
+		return call.scanner()
+	case <-ctx.Done():
+		return scanner{ctx.Err()}
+	}
+}
+
+func (db *pacedPool) set(slower time.Duration, frozen time.Duration) {
+	db.mu.Lock()
+	defer db.mu.Unlock()
+	db.slower, db.thaw = slower, time.Now().Add(frozen)
+}
+
+// An outcome is what a caller got, and when.
+type outcome struct {
+	arrived, answered time.Time
+	err               error
+}
+
+// A crowd is callers that do not wait for each other.
+type crowd struct {
+	limiter  client.Acquirer
+	within   time.Duration // 0 for no deadline
+	callers  sync.WaitGroup
+	mu       sync.Mutex
+	arrivals int
+	outcomes []outcome
+}
+
+// arrive lets so many callers a second arrive, and returns the time when the first did.
+func (c *crowd) arrive(perSecond float64, during time.Duration) time.Time {
+	begin := time.Now()
+	due := 0.0
+	for time.Since(begin) < during {
+		for due += perSecond / 1000; due >= 1; due-- {
+			c.arrivals++
+			key := fmt.Sprint("k", c.arrivals)
+			c.callers.Go(func() { c.ask(key) })
+		}
+		time.Sleep(time.Millisecond)
+	}
+	return begin
+}
+
+func (c *crowd) ask(key string) {
+	ctx := context.Background()
+	if c.within > 0 {
+		var cancel context.CancelFunc
+		ctx, cancel = context.WithTimeout(ctx, c.within)
+		defer cancel()
+	}
+	o := outcome{arrived: time.Now()}
+	_, o.err = c.limiter.Acquire(ctx, "p", key)
+	o.answered = time.Now()
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.outcomes = append(c.outcomes, o)
+}
+
+// count counts those who arrived between two times, by what they got.
+func (c *crowd) count(from, to time.Time) (granted, refused, late int) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for _, o := range c.outcomes {
+		if o.arrived.Before(from) || !o.arrived.Before(to) {
+			continue
+		}
+		switch {
+		case o.err == nil:
+			granted++
+		case errors.Is(o.err, client.ErrOverloaded):
+			refused++
+		default:
+			late++
+		}
+	}
+	return granted, refused, late
+}
+
+// At three times what the database can do, it does all that it can, for callers that are still there. The others are told
+// before their time is over. When the load falls, nobody is refused for longer than two calls take.
+func TestCombiner_UnderOverload(t *testing.T) {
+	t.Parallel()
+	for _, calls := range []int{1, 2, 4} {
+		for _, within := range []time.Duration{300 * time.Millisecond, time.Second} {
+			t.Run(fmt.Sprintf("%d calls, within %v", calls, within), func(t *testing.T) {
+				t.Parallel()
+				synctest.Test(t, func(t *testing.T) {
+					db := &pacedPool{}
+					limiter := client.NewCombiner(db, client.CallsInFlight(calls))
+					defer limiter.Close()
+					c := &crowd{limiter: limiter, within: within}
+					best := paceOf(calls)
+
+					overload := c.arrive(3*best, 4*time.Second)
+					light := c.arrive(best/2, 2*time.Second)
+					c.callers.Wait()
+
+					measured := overload.Add(time.Second)
+					granted, refused, late := c.count(measured, light)
+					rate := float64(granted) / light.Sub(measured).Seconds()
+					t.Logf("best %.0f/s, of %.0f/s granted %.0f/s, refused %d, late %d", best, 3*best, rate, refused, late)
+					require.Greater(t, rate, 0.9*best)
+					require.Less(t, float64(late), 0.01*float64(granted), "refused by nobody, they wait for the end of their time")
+					for _, o := range c.outcomes {
+						if errors.Is(o.err, client.ErrOverloaded) {
+							require.Less(t, o.answered.Sub(o.arrived), within)
+						}
+					}
+					fullCalls := 2 * (perCall + maxBatch*perRequest)
+					granted, refused, late = c.count(light.Add(fullCalls), light.Add(time.Hour))
+					require.Zero(t, refused+late, "of %d, two calls after the load has fallen", granted)
+				})
+			})
+		}
+	}
+}
+
+// While the database answers nothing, callers are refused at once, few calls are made, and when it is back nothing is made up for.
+func TestCombiner_AFrozenDatabaseIsNoticed(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		db := &pacedPool{}
+		limiter := client.NewCombiner(db)
+		defer limiter.Close()
+		const within = time.Second
+		c := &crowd{limiter: limiter, within: within}
+		load := paceOf(2) / 2
+		c.arrive(load, time.Second)
+
+		db.set(0, 10*time.Second)
+		before := db.calls
+		frozen := c.arrive(load, 10*time.Second)
+		during := db.calls - before
+		noticed := frozen.Add(4 * within)
+		thawed := c.arrive(load, 2*time.Second)
+		c.callers.Wait()
+
+		require.Less(t, during, 50, "each waits for its callers' time")
+		require.Equal(t, 2, db.most)
+		_, refused, late := c.count(noticed, thawed.Add(-within))
+		require.Less(t, late, refused/100, "nearly all are told at once")
+		for _, o := range c.outcomes {
+			if errors.Is(o.err, client.ErrOverloaded) {
+				require.Less(t, o.answered.Sub(o.arrived), within)
+			}
+		}
+		require.Zero(t, client.QueueLength(limiter))
+		granted, refused, late := c.count(thawed.Add(within/2), thawed.Add(time.Hour))
+		require.Zero(t, refused+late, "of %d after it is back", granted)
+	})
+}
+
+// Callers without deadlines are held back by their number alone.
+func TestCombiner_TheQueueIsBounded(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		db := &pacedPool{}
+		limiter := client.NewCombiner(db, client.MaxWaiting(300))
+		defer limiter.Close()
+		c := &crowd{limiter: limiter}
+		db.set(0, 10*time.Second)
+		frozen := c.arrive(1000, 2*time.Second)
+		require.Equal(t, 300, client.QueueLength(limiter))
+		_, refused, _ := c.count(frozen, time.Now())
+		require.InDelta(t, 2000-300, refused, 10)
+
+		_, err := limiter.Acquire(t.Context(), "p", "k1")
+		var overloaded *client.OverloadedError
+		require.ErrorAs(t, err, &overloaded)
+		require.Equal(t, client.OverloadedError{Waiting: 300}, *overloaded)
+		require.EqualError(t, err, "pgratelimit: acquire: too many requests wait: 300")
+		_, err = limiter.AcquireAll(t.Context(), []client.Charge{{Policy: "p", Key: "k1"}})
+		require.ErrorIs(t, err, client.ErrOverloaded)
+
+		before := db.calls
+		c.callers.Wait()
+		require.LessOrEqual(t, db.calls-before, 4, "what waits is sent in full calls")
+		granted, _, _ := c.count(frozen, time.Now())
+		require.Equal(t, c.arrivals-refused, granted)
+	})
+}
+
+// However slow the database was: when it is quick again, somebody finds out.
+func TestCombiner_ForgetsThatTheDatabaseWasSlow(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		db := &pacedPool{}
+		limiter := client.NewCombiner(db)
+		defer limiter.Close()
+		db.set(5*time.Second, 0)
+		patient := &crowd{limiter: limiter}
+		patient.arrive(10, 20*time.Second)
+		patient.callers.Wait()
+
+		db.set(0, 0)
+		c := &crowd{limiter: limiter, within: time.Second}
+		quick := c.arrive(1000, 3*time.Second)
+		c.callers.Wait()
+		granted, refused, late := c.count(quick.Add(500*time.Millisecond), time.Now())
+		require.Zero(t, refused+late, "of %d", granted)
+	})
+}
+
+// An impatient caller is refused before it waits, and told how long the answer would have taken.
+func TestCombiner_RefusesWhatItCannotAnswerInTime(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		db := &pacedPool{}
+		limiter := client.NewCombiner(db, client.CallsInFlight(1))
+		defer limiter.Close()
+		_, err := limiter.Acquire(t.Context(), "p", "k1")
+		require.NoError(t, err)
+		underWay := ask(t.Context(), limiter, "k1")
+
+		ctx, cancel := context.WithTimeout(t.Context(), 80*time.Millisecond) // the rest of one call and all of another are 100
+		defer cancel()
+		begin := time.Now()
+		_, err = limiter.Acquire(ctx, "p", "k2")
+		require.Zero(t, time.Since(begin))
+		var overloaded *client.OverloadedError
+		require.ErrorAs(t, err, &overloaded)
+		require.Equal(t, client.OverloadedError{Expected: (2*perCall + 2*perRequest) * 5 / 4}, *overloaded)
+		require.ErrorContains(t, err, "too many requests wait: 0; the answer would come after the deadline, in 125.5ms or later")
+
+		ctx, cancel = context.WithTimeout(t.Context(), 130*time.Millisecond)
+		defer cancel()
+		_, err = limiter.Acquire(ctx, "p", "k2")
+		require.NoError(t, err)
+		requireGranted(t, underWay)
+	})
+}
+
+// A program can be tested with it.
+func TestCombiner_OverloadOfTheFake(t *testing.T) {
+	t.Parallel()
+	fake := clienttest.New(nil)
+	fake.FailNext(&client.OverloadedError{Waiting: 7}, io.EOF)
+	_, err := fake.Acquire(t.Context(), "p", "k")
+	require.ErrorIs(t, err, client.ErrOverloaded)
+	_, err = fake.Acquire(t.Context(), "p", "k")
+	require.NotErrorIs(t, err, client.ErrOverloaded)
+}
