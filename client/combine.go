@@ -56,10 +56,18 @@ type Combiner struct {
 // needs EXECUTE on ratelimit_acquire_packed and on ratelimit_acquire, and for AcquireAll on
 // ratelimit_acquire_all. Options are [CallsInFlight], [MaxWaiting] and those of [New]. Panics if either number is not positive.
 func NewCombiner(pool Pool, opts ...CombinerOption) *Combiner {
+	return newCombiner(pool, newConfig(opts))
+}
+
+func newConfig[O LeaserOption](opts []O) config {
 	config := config{calls: defaultCalls, waiting: defaultWaiting}
 	for _, opt := range opts {
 		opt.configure(&config)
 	}
+	return config
+}
+
+func newCombiner(pool Pool, config config) *Combiner {
 	if config.calls < 1 {
 		panic("client: CallsInFlight must be positive")
 	}

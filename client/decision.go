@@ -37,6 +37,10 @@ type Decision struct {
 	// Shadowed tells that the policy only watches ([Policy.Shadow]), and that enforcing it would
 	// have denied: the request is allowed, and nothing was taken.
 	Shadowed bool
+
+	// Estimated tells that a [Leaser] has granted tokens that it had taken before. Remaining and ResetAfter are then what the
+	// server said last, with what the lease has left.
+	Estimated bool
 }
 
 // Never reports whether no wait would help: the cost is above the capacity, or above what a bucket holds

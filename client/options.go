@@ -102,7 +102,13 @@ func (IdempotencyKeyOption) chargeOption()      {}
 func IdempotencyKey(key string) IdempotencyKeyOption { return IdempotencyKeyOption(key) }
 
 // A CombinerOption changes a [Combiner] at [NewCombiner]: [CallsInFlight], [MaxWaiting] and each [LimiterOption].
-type CombinerOption interface{ configure(*config) }
+type CombinerOption interface {
+	LeaserOption
+	isCombinerOption()
+}
+
+// A LeaserOption changes a [Leaser] at [NewLeaser]: a [Lease] and each [CombinerOption].
+type LeaserOption interface{ configure(*config) }
 
 // A LimiterOption changes a [Limiter] at [New]: [Schema], [NoFlush], [DenialCache] and [Observe] return one.
 // Each is a [CombinerOption] too.
@@ -118,11 +124,13 @@ type config struct {
 	hooks   Hooks
 	calls   int // of a Combiner
 	waiting int // of a Combiner
+	leases  []Lease
 }
 
 type combinerOption func(*config)
 
 func (o combinerOption) configure(c *config) { o(c) }
+func (combinerOption) isCombinerOption()     {}
 
 type limiterOption struct{ combinerOption }
 

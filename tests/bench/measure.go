@@ -60,7 +60,7 @@ func median(values []float64) float64 {
 
 func experiments(l *lab, o options) []experiment {
 	// The first is the one that may lack its program.
-	return []experiment{&instructions{}, &bare{l}, &grid{lab: l}, &calls{lab: l}, &served{lab: l}, &snapshot{lab: l, hold: o.hold}, &cleanup{lab: l}, &buckets{l}}
+	return []experiment{&instructions{}, &bare{l}, &grid{lab: l}, &calls{lab: l}, &served{lab: l}, &overload{lab: l}, &snapshot{lab: l, hold: o.hold}, &cleanup{lab: l}, &buckets{l}}
 }
 
 // all returns every measure: what must be shown, then the figures of each cell.
@@ -108,6 +108,12 @@ func all() []measure {
 	}
 	for _, name := range []string{"before", "after"} {
 		add("1/s", metric{"snapshot", name})
+	}
+	for _, name := range []string{"best", "goodput", "refused"} {
+		add("1/s", metric{"overload/3x", name})
+	}
+	for _, name := range []string{"told", "late", "cpu", "sessions"} {
+		add("", metric{"overload/frozen", name})
 	}
 	for _, name := range []string{"without", "with", "removed"} {
 		add("1/s", metric{"cleanup", name})
@@ -159,6 +165,10 @@ func mustShow() []measure {
 		ratio("served_json_256_to_redis", !quick, metric{servedName("json", 256), rate}, metric{servedName("redis", 256), rate}, nil),
 		ratio("served_grpc_overload_to_best", !quick, metric{overloadName("grpc"), rate}, metric{overloadName("grpc"), best}, least(0.8, 0.9)),
 		ratio("served_json_overload_to_best", !quick, metric{overloadName("json"), rate}, metric{overloadName("json"), best}, least(0.8, 0.9)),
+		ratio("overload_goodput_to_best", !quick, metric{"overload/3x", "goodput"}, metric{"overload/3x", "best"}, least(0.9, 0.95)),
+		{name: "overload_told_in_time", unit: "of the refused", over: metric{"overload/3x", "told"}, goal: least(0.99, 1)},
+		{name: "overload_refused_afterwards", unit: "callers", over: metric{"overload/3x", "refused_after"}, goal: most(100, 0)},
+		ratio("frozen_goodput_to_load", !quick, metric{"overload/frozen", "goodput"}, metric{"overload/frozen", "best"}, least(0.9, 0.99)),
 		ratio("combined_alone_to_plain", quick, latency("combined-noflush", 1, p50), latency("plain-noflush", 1, p50), most(1.1, 1)),
 		ratio("hot_acquire_to_bare_update", quick, metric{"bare/hot-acquire", rate}, metric{"bare/hot-update", rate}, least(0.5, 0.7)),
 		ratio("buckets_10m_to_10k", !quick, metric{"buckets/10m", rate}, metric{"buckets/10k", rate}, least(0.7, 0.9)),

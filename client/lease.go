@@ -1,0 +1,515 @@
+package client
+
+import (
+	"context"
+	"errors"
+	"hash/maphash"
+	"maps"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+)
+
+const (
+	// leaseTick is how often leases are looked at.
+	leaseTick = 50 * time.Millisecond
+
+	// hotRequests within a window of two ticks make a bucket hot.
+	hotRequests = 10
+
+	// maxLeases of one policy.
+	maxLeases = 10_000
+
+	leaseShards  = 256
+	leaseCounts  = 1 << 14
+	leaseCalls   = 2 // that refill or give back at a time
+	closingCalls = 8
+)
+
+// A Lease lets a [Leaser] hold tokens of the hot buckets of one policy.
+type Lease struct {
+	Policy string
+
+	// MaxTokens is how many tokens of one bucket are held at most. Zero is no bound but MaxShare.
+	MaxTokens int64
+
+	// MaxShare is the part of a bucket's capacity that is held at most. Zero is 0.1.
+	MaxShare float64
+
+	// Idle is how long nobody has asked when what is left is given back. Zero is 250 ms.
+	Idle time.Duration
+}
+
+func (l Lease) configure(c *config) { c.leases = append(c.leases, l) }
+
+func (l Lease) withDefaults() Lease {
+	if l.MaxTokens == 0 {
+		l.MaxTokens = 9_000_000_000_000
+	}
+	if l.MaxShare == 0 {
+		l.MaxShare = 0.1
+	}
+	if l.Idle == 0 {
+		l.Idle = 250 * time.Millisecond
+	}
+	if l.MaxTokens < 0 || l.MaxShare < 0 || l.MaxShare > 1 || l.Idle < 0 {
+		panic("client: a Lease must have a share between 0 and 1, and neither tokens nor time below 0")
+	}
+	return l
+}
+
+type combiner = Combiner // so that the field of a Leaser is nobody else's
+
+// A Leaser is a [Combiner] that answers requests for hot buckets by itself, from tokens that it has taken before: their leases.
+// It does so for the policies that have a [Lease], and for requests of Acquire without an idempotency key. All others are the
+// Combiner's.
+//
+// A bucket is hot when ten requests for it come within a tenth of a second. Its lease has the tokens of half a second, at the
+// rate of the last moments, but no more than Lease.MaxTokens, than Lease.MaxShare of the capacity, and than half of what the
+// bucket holds when it is taken: the rest is for others. When half of it is spent, more is taken, while the callers go on.
+//
+// What is guaranteed:
+//
+//   - A grant is charged before it is given. So all processes together never grant more than the server has charged.
+//   - A denial is the server's. When the lease does not have what a request costs, the Combiner asks.
+//   - Tokens that are not spent are given back when nobody has asked for Lease.Idle, when the rate falls, and by Close. What is
+//     given back to a bucket that is full is lost, as it would have been without the lease.
+//   - A process that is killed has lost what it held: at most MaxShare of the capacity of each hot bucket, and no more than
+//     MaxTokens. So has one whose call to the server got no answer.
+//   - A lease is used for at most a second after the server has last given tokens to it. So a policy that is changed or dropped,
+//     an override and a block take effect for it within a second, and when the database is away, grants go on for so long.
+//     Reset, Override, RemoveOverride, DefinePolicy and DropPolicy through this Leaser give leases back first. After a reset by
+//     others, what was leased can be spent besides the full bucket.
+//
+// In a [Decision] from a lease, Remaining and ResetAfter are estimates, and it is marked [Decision.Estimated]. Buckets that refill
+// nothing are not leased, nor those where a policy that only watches would have denied.
+//
+// Close it when it is no longer used: else its leases are lost.
+type Leaser struct {
+	*combiner
+	policies map[string]*leasedPolicy
+	start    time.Time
+	calls    chan struct{}
+	cancel   context.CancelFunc
+
+	background sync.WaitGroup // what refills and gives back
+	closing    sync.Mutex
+	isClosed   bool
+}
+
+// NewLeaser returns a Leaser. The role needs what that of a Combiner does, and EXECUTE on ratelimit_acquire_up_to and on
+// ratelimit_refund. Options are those of [NewCombiner] and a [Lease] for each policy whose tokens may be held.
+func NewLeaser(pool Pool, opts ...LeaserOption) *Leaser {
+	config := newConfig(opts)
+	ctx, cancel := context.WithCancel(context.Background())
+	l := &Leaser{
+		combiner: newCombiner(pool, config),
+		policies: make(map[string]*leasedPolicy),
+		start:    time.Now(),
+		calls:    make(chan struct{}, leaseCalls),
+		cancel:   cancel,
+	}
+	for _, lease := range config.leases {
+		l.policies[lease.Policy] = &leasedPolicy{Lease: lease.withDefaults(), seed: maphash.MakeSeed()}
+	}
+	if len(l.policies) > 0 {
+		l.background.Go(func() { l.watch(ctx) })
+	}
+	return l
+}
+
+// A leasedPolicy has the leases of one policy. Its maps are copied when they change, so that reading takes no lock.
+type leasedPolicy struct {
+	Lease
+	seed   maphash.Seed
+	shards [leaseShards]leaseShard
+	held   atomic.Int64 // leases
+
+	// counts are of the requests for buckets without a lease. Some share a count: then they are leased a little early.
+	counts  [leaseCounts]atomic.Uint32
+	counted atomic.Bool
+}
+
+type leaseShard struct {
+	leases  atomic.Pointer[map[string]*lease]
+	writing sync.Mutex
+}
+
+func (s *leaseShard) find(key string) *lease {
+	leases := s.leases.Load()
+	if leases == nil {
+		return nil
+	}
+	return (*leases)[key]
+}
+
+// change replaces the map by one that was changed.
+func (s *leaseShard) change(change func(map[string]*lease)) {
+	s.writing.Lock()
+	defer s.writing.Unlock()
+	leases := make(map[string]*lease)
+	if old := s.leases.Load(); old != nil {
+		maps.Copy(leases, *old)
+	}
+	change(leases)
+	s.leases.Store(&leases)
+}
+
+// A lease is tokens of one bucket that were charged and are to be granted.
+type lease struct {
+	policy *leasedPolicy
+	key    string
+	hash   uint64
+
+	left   atomic.Int64
+	until  atomic.Int64          // when the tokens are granted no more, in nanoseconds since the Leaser's start
+	low    atomic.Int64          // with fewer left, more are taken; below zero for not now
+	missed atomic.Int64          // tokens that were asked for and not granted here, since the last look
+	seen   atomic.Pointer[sight] // nil when nothing is known
+	busy   atomic.Bool           // somebody refills it, gives back from it, or has removed it. The rest is theirs.
+
+	demand     demand
+	looked     time.Duration // when
+	level      int64         // what was left then
+	lastDemand time.Duration // when somebody has last asked
+	isVague    bool          // the server may have taken less than it said: a policy that watches says so
+}
+
+// Acquire is [Limiter.Acquire]. A hot bucket's lease grants without a call to the server; what it cannot grant, and all else, goes
+// the way of [Combiner.Acquire].
+//
+// Errors: those of Combiner.Acquire.
+func (l *Leaser) Acquire(ctx context.Context, policy, key string, opts ...AcquireOption) (Decision, error) {
+	r := newRequest(policy, key, opts)
+	p := l.policies[policy]
+	if p == nil || r.keyed() || r.cost < 1 {
+		return l.acquire(ctx, r, l.combinePlain)
+	}
+	hash := maphash.String(p.seed, key)
+	e := p.shards[hash%leaseShards].find(key)
+	if e != nil && ctx.Err() == nil {
+		if d, ok := l.grant(e, r.cost); ok {
+			return d, nil
+		}
+	}
+	d, err := l.acquire(ctx, r, l.combinePlain)
+	if err == nil {
+		l.learn(p, e, hash, r, d)
+	}
+	return d, err
+}
+
+// grant takes from the lease, if it has as much.
+func (l *Leaser) grant(e *lease, cost int64) (Decision, bool) {
+	for {
+		left := e.left.Load()
+		if left < cost || int64(l.now()) >= e.until.Load() {
+			e.missed.Add(cost)
+			if left < e.low.Load() {
+				l.begin(e, l.refill)
+			}
+			return Decision{}, false
+		}
+		if !e.left.CompareAndSwap(left, left-cost) {
+			continue
+		}
+		left -= cost
+		if left < e.low.Load() {
+			l.begin(e, l.refill)
+		}
+		d := Decision{Allowed: true, Estimated: true}
+		if seen := e.seen.Load(); seen != nil {
+			d.Remaining, d.ResetAfter, d.Capacity = min(seen.Capacity, max(0, seen.Remaining)+left), seen.ResetAfter, seen.Capacity
+		}
+		return d, true
+	}
+}
+
+// learn uses an answer of the server: for the lease, or to begin one.
+func (l *Leaser) learn(p *leasedPolicy, e *lease, hash uint64, r request, d Decision) {
+	seen := &sight{d, l.now()}
+	if e != nil {
+		e.seen.Store(seen)
+		return
+	}
+	p.counted.Store(true)
+	if p.counts[hash%leaseCounts].Add(1) < hotRequests || !d.Allowed || !seen.isLeasable() || p.held.Load() >= maxLeases {
+		return
+	}
+	p.shards[hash%leaseShards].change(func(leases map[string]*lease) {
+		if leases[r.key] != nil {
+			return
+		}
+		e = &lease{policy: p, key: strings.Clone(r.key), hash: hash, looked: seen.at, lastDemand: seen.at}
+		e.demand.observe(hotRequests*r.cost, 2*leaseTick)
+		e.seen.Store(seen)
+		leases[e.key] = e
+		p.held.Add(1)
+	})
+	if e != nil {
+		l.begin(e, l.refill)
+	}
+}
+
+// now is the time on the Leaser's own clock.
+func (l *Leaser) now() time.Duration { return time.Since(l.start) }
+
+// begin lets work on the lease begin, unless there is some already, or the Leaser closes.
+func (l *Leaser) begin(e *lease, work func(*lease)) {
+	if e.busy.Load() || !e.busy.CompareAndSwap(false, true) {
+		return
+	}
+	l.do(e, work)
+}
+
+// do lets work on a lease begin that is marked busy.
+func (l *Leaser) do(e *lease, work func(*lease)) {
+	l.closing.Lock()
+	defer l.closing.Unlock()
+	if l.isClosed {
+		e.busy.Store(false)
+		return
+	}
+	l.background.Go(func() {
+		l.calls <- struct{}{}
+		defer func() { <-l.calls }()
+		work(e)
+	})
+}
+
+// refill takes tokens for the lease. Afterwards somebody else may work on it.
+func (l *Leaser) refill(e *lease) {
+	defer e.busy.Store(false)
+	size := e.look(l.now())
+	seen := e.seen.Load()
+	left, n := e.left.Load(), int64(0)
+	if seen != nil {
+		n = size.refill(left, seen.level(l.now()))
+	}
+	e.low.Store(-1)
+	if n == 0 {
+		return
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), leaseLife)
+	defer cancel()
+	sent := l.now()
+	d, err := l.AcquireUpTo(ctx, e.policy.Policy, e.key, n)
+	switch {
+	case errors.Is(err, ErrUnknownPolicy):
+		e.left.Store(0) // there is nothing to give it back to
+		fallthrough
+	case err != nil:
+		e.seen.Store(nil) // nothing is taken until the server has answered somebody
+		return
+	}
+	seen = &sight{d.Decision, l.now()}
+	e.seen.Store(seen)
+	if !d.Allowed || d.Shadowed {
+		return
+	}
+	e.isVague = e.isVague || d.Taken == n && d.Remaining <= 0
+	e.level += d.Taken
+	e.until.Store(int64(sent + leaseLife))
+	e.left.Add(d.Taken)
+	if d.Taken == size.full-left { // else the bucket has little: nothing more until the next tick
+		e.low.Store(e.policy.size(e.demand, *seen).low)
+	}
+}
+
+// look learns how much was asked for since the last look, and returns the size that the lease should have.
+func (e *lease) look(now time.Duration) leaseSize {
+	left := e.left.Load()
+	asked := e.level - left + e.missed.Swap(0)
+	if asked > 0 {
+		e.lastDemand = now
+	}
+	e.demand.observe(asked, now-e.looked)
+	e.looked, e.level = now, left
+	seen := e.seen.Load()
+	if seen == nil {
+		return leaseSize{full: left}
+	}
+	return e.policy.size(e.demand, *seen)
+}
+
+// watch looks at all leases now and then.
+func (l *Leaser) watch(ctx context.Context) {
+	ticker := time.NewTicker(leaseTick)
+	defer ticker.Stop()
+	for n := 0; ; n++ {
+		select {
+		case <-ctx.Done():
+			return
+		case <-ticker.C:
+		}
+		for _, p := range l.policies {
+			p.each(l.visit)
+			if n%2 == 0 && p.counted.Swap(false) {
+				for i := range p.counts {
+					p.counts[i].Store(0)
+				}
+			}
+		}
+	}
+}
+
+// each visits the leases of the policy.
+func (p *leasedPolicy) each(visit func(*lease)) {
+	if p.held.Load() == 0 {
+		return
+	}
+	for i := range p.shards {
+		if leases := p.shards[i].leases.Load(); leases != nil {
+			for _, e := range *leases {
+				visit(e)
+			}
+		}
+	}
+}
+
+// visit decides what the lease needs.
+func (l *Leaser) visit(e *lease) {
+	if !e.busy.CompareAndSwap(false, true) {
+		return
+	}
+	now := l.now()
+	size := e.look(now)
+	left := e.left.Load()
+	switch {
+	case now-e.lastDemand >= e.policy.Idle, e.demand < coldDemand, left > 0 && now >= time.Duration(e.until.Load()):
+		l.do(e, l.release)
+	case size.excess(left) > 0:
+		l.do(e, l.shrink)
+	case left < size.low:
+		l.do(e, l.refill)
+	default:
+		e.low.Store(size.low)
+		e.busy.Store(false)
+	}
+}
+
+// shrink gives back what is too much.
+func (l *Leaser) shrink(e *lease) {
+	defer e.busy.Store(false)
+	ctx, cancel := context.WithTimeout(context.Background(), giveBackTimeout)
+	defer cancel()
+	l.giveBackOf(ctx, e, e.look(l.now()).full)
+}
+
+// release gives back all that is left, and ends the lease.
+func (l *Leaser) release(e *lease) {
+	ctx, cancel := context.WithTimeout(context.Background(), giveBackTimeout)
+	defer cancel()
+	l.end(ctx, e)
+}
+
+// end gives back all that is left. Only then the bucket may have another lease: the bounds are for both.
+func (l *Leaser) end(ctx context.Context, e *lease) {
+	l.giveBackOf(ctx, e, 0)
+	e.policy.shards[e.hash%leaseShards].change(func(leases map[string]*lease) {
+		if leases[e.key] == e {
+			delete(leases, e.key)
+			e.policy.held.Add(-1)
+		}
+	})
+}
+
+// giveBackOf gives back all but so many tokens. It is not tried again: then the server might give back twice what was charged once.
+func (l *Leaser) giveBackOf(ctx context.Context, e *lease, keep int64) {
+	for {
+		left := e.left.Load()
+		if left <= keep {
+			return
+		}
+		if e.left.CompareAndSwap(left, keep) {
+			e.level -= left - keep
+			if !e.isVague {
+				_, _ = l.Refund(ctx, e.policy.Policy, e.key, left-keep)
+			}
+			return
+		}
+	}
+}
+
+// Close gives back what leases have left, for up to 5 seconds, and then closes as [Combiner.Close] does.
+func (l *Leaser) Close() {
+	l.closing.Lock()
+	l.isClosed = true
+	l.closing.Unlock()
+	l.cancel()
+	l.background.Wait()
+	l.giveUp("", "")
+	l.combiner.Close()
+}
+
+// giveUp ends leases of a policy, or of all, of a key or of all.
+func (l *Leaser) giveUp(policy, key string) {
+	ctx, cancel := context.WithTimeout(context.Background(), giveBackTimeout)
+	defer cancel()
+	var giving sync.WaitGroup
+	free := make(chan struct{}, closingCalls)
+	for _, p := range l.policies {
+		if policy != "" && p.Policy != policy {
+			continue
+		}
+		p.each(func(e *lease) {
+			if key != "" && e.key != key {
+				return
+			}
+			free <- struct{}{}
+			giving.Go(func() {
+				defer func() { <-free }()
+				if l.seize(ctx, e) {
+					l.end(ctx, e)
+				}
+			})
+		})
+	}
+	giving.Wait()
+}
+
+// seize waits until nobody else works on the lease, and reports false if it has ended.
+func (l *Leaser) seize(ctx context.Context, e *lease) bool {
+	for !e.busy.CompareAndSwap(false, true) {
+		if e.policy.shards[e.hash%leaseShards].find(e.key) != e {
+			return false
+		}
+		select {
+		case <-ctx.Done():
+			return false
+		case <-time.After(time.Millisecond):
+		}
+	}
+	return true
+}
+
+// Reset is [Limiter.Reset]. What is leased is given back before.
+func (l *Leaser) Reset(ctx context.Context, policy, key string) error {
+	l.giveUp(policy, key)
+	return l.combiner.Reset(ctx, policy, key)
+}
+
+// Override is [Limiter.Override]. What is leased is given back before.
+func (l *Leaser) Override(ctx context.Context, o Override) error {
+	l.giveUp(o.Policy, o.Key)
+	return l.combiner.Override(ctx, o)
+}
+
+// RemoveOverride is [Limiter.RemoveOverride]. What is leased is given back before.
+func (l *Leaser) RemoveOverride(ctx context.Context, policy, key string) (removed bool, err error) {
+	l.giveUp(policy, key)
+	return l.combiner.RemoveOverride(ctx, policy, key)
+}
+
+// DefinePolicy is [Limiter.DefinePolicy]. What is leased is given back before.
+func (l *Leaser) DefinePolicy(ctx context.Context, p Policy) error {
+	l.giveUp(p.Name, "")
+	return l.combiner.DefinePolicy(ctx, p)
+}
+
+// DropPolicy is [Limiter.DropPolicy]. What is leased is given back before.
+func (l *Leaser) DropPolicy(ctx context.Context, name string) error {
+	l.giveUp(name, "")
+	return l.combiner.DropPolicy(ctx, name)
+}

@@ -1,0 +1,82 @@
+package client
+
+import (
+	"math"
+	"time"
+)
+
+const (
+	// leaseFor is how long a lease should last at the rate of the last moments. Half of that is left when it is refilled.
+	leaseFor = 500 * time.Millisecond
+
+	// leaseLife is how long tokens are granted after the server has last given some to their lease.
+	leaseLife = time.Second
+
+	// shortestLook is the shortest time over which a rate is measured: what a moment asks for is no rate.
+	shortestLook = 5 * time.Millisecond
+
+	// demandFades is the time in which a demand that has ended falls to a third.
+	demandFades = 300 * time.Millisecond
+
+	// coldDemand is how many tokens a second are not worth a lease.
+	coldDemand = 20
+)
+
+// A demand is how many tokens a second are asked for. It rises at once and falls by and by.
+type demand float64
+
+func (d *demand) observe(tokens int64, during time.Duration) {
+	now := demand(float64(tokens) / max(during, shortestLook).Seconds())
+	if now < *d {
+		now += (*d - now) * demand(math.Exp(-during.Seconds()/demandFades.Seconds()))
+	}
+	*d = now
+}
+
+// A sight is what the server said of a bucket.
+type sight struct {
+	Decision
+	at time.Duration
+}
+
+// level is about how many tokens the bucket holds, if nobody else takes any.
+func (s sight) level(now time.Duration) int64 {
+	if s.ResetAfter <= 0 || s.NeverFull() {
+		return s.Remaining
+	}
+	part := min(1, float64(now-s.at)/float64(s.ResetAfter))
+	return s.Remaining + int64(part*float64(s.Capacity-s.Remaining))
+}
+
+// isLeasable reports whether tokens of the bucket may be held. Those of a bucket that gains nothing would be lost for good with
+// a process, and a policy that watches must see what it would deny.
+func (s sight) isLeasable() bool { return !s.NeverFull() && !s.Shadowed }
+
+// A leaseSize is how many tokens a lease should hold.
+type leaseSize struct {
+	full int64 // how many
+	low  int64 // with fewer it is refilled
+}
+
+// size is what the demand asks for, as far as the bounds let it.
+func (l Lease) size(d demand, s sight) leaseSize {
+	full := min(float64(d)*leaseFor.Seconds(), l.MaxShare*float64(s.Capacity), float64(l.MaxTokens))
+	if !s.isLeasable() {
+		full = 0
+	}
+	return leaseSize{full: int64(full), low: (int64(full) + 1) / 2}
+}
+
+// refill is how many tokens to take for a lease that has so many left: what is missing, but no more than half of what the bucket
+// holds. The rest is for others.
+func (s leaseSize) refill(left, level int64) int64 {
+	return max(0, min(s.full-left, level/2))
+}
+
+// excess is how many tokens to give back: what is above the size, if that is so much that it is worth a call.
+func (s leaseSize) excess(left int64) int64 {
+	if left <= 2*s.full {
+		return 0
+	}
+	return left - s.full
+}
