@@ -66,8 +66,8 @@ type combiner = Combiner // so that the field of a Leaser is nobody else's
 // Combiner's.
 //
 // A bucket is hot when ten requests for it come within a tenth of a second. Its lease has the tokens of half a second, at the
-// rate of the last moments, but no more than Lease.MaxTokens, than Lease.MaxShare of the capacity, and than half of what the
-// bucket holds when it is taken: the rest is for others. When half of it is spent, more is taken, while the callers go on.
+// rate of the last moments, but no more than Lease.MaxTokens, than Lease.MaxShare of the capacity, and than the bucket is left
+// with, which is for others. When half of it is spent, more is taken, while the callers go on.
 //
 // What is guaranteed:
 //

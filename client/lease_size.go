@@ -67,10 +67,10 @@ func (l Lease) size(d demand, s sight) leaseSize {
 	return leaseSize{full: int64(full), low: (int64(full) + 1) / 2}
 }
 
-// refill is how many tokens to take for a lease that has so many left: what is missing, but no more than half of what the bucket
-// holds. The rest is for others.
+// refill is how many tokens to take for a lease that has so many left: what is missing, but not so many that the lease has more
+// than the bucket. That is for others.
 func (s leaseSize) refill(left, level int64) int64 {
-	return max(0, min(s.full-left, level/2))
+	return max(0, min(s.full-left, (level-left)/2))
 }
 
 // excess is how many tokens to give back: what is above the size, if that is so much that it is worth a call.

@@ -1,0 +1,446 @@
+package clienttest
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/pgratelimit/client"
+)
+
+// A distant is the fake's database for a Leaser. Each call takes a millisecond of synctest's time.
+type distant struct {
+	*database
+	mu    sync.Mutex
+	calls map[string]int // by function
+}
+
+func (p *distant) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
+	p.mu.Lock()
+	p.calls[functionName.FindString(sql)]++
+	p.mu.Unlock()
+	select {
+	case <-time.After(time.Millisecond):
+		return p.database.QueryRow(ctx, sql, args...)
+	case <-ctx.Done():
+		return row{nil, ctx.Err()}
+	}
+}
+
+func (*distant) BeginTx(context.Context, pgx.TxOptions) (pgx.Tx, error) {
+	return nil, errors.New("a fake has no transactions")
+}
+
+func (*distant) Close() {}
+
+// A leasing is a Leaser on a fake, whose policy p has 10,000 tokens and gains 1,000 a second.
+type leasing struct {
+	*testing.T
+	*client.Leaser
+	fake *Fake
+	pool *distant
+}
+
+func lease(t *testing.T, l client.Lease, opts ...client.LeaserOption) *leasing {
+	fake := New(nil)
+	for _, p := range []client.Policy{
+		{Name: "p", Capacity: 10_000, Refill: 1_000, Every: time.Second},
+		{Name: "other", Capacity: 10_000, Refill: 1_000, Every: time.Second},
+		{Name: "budget", Capacity: 10_000, Refill: client.Zero, Every: time.Second},
+		{Name: "shadow", Capacity: 10, Refill: 1, Every: time.Hour, Shadow: client.Yes},
+	} {
+		require.NoError(t, fake.DefinePolicy(t.Context(), p))
+	}
+	pool := &distant{database: fake.db, calls: map[string]int{}}
+	return &leasing{t, client.NewLeaser(pool, append(opts, l)...), fake, pool}
+}
+
+// made are the calls since it was asked last.
+func (l *leasing) made() map[string]int {
+	l.pool.mu.Lock()
+	defer l.pool.mu.Unlock()
+	made := maps.Clone(l.pool.calls)
+	clear(l.pool.calls)
+	return made
+}
+
+// ask asks for tokens now and then, and returns how many requests were granted, and how many of these from a lease.
+func (l *leasing) ask(policy, key string, requests int, apart time.Duration, opts ...client.AcquireOption) (granted, leased int) {
+	for range requests {
+		d, err := l.Acquire(l.Context(), policy, key, opts...)
+		require.NoError(l, err)
+		if d.Allowed {
+			granted++
+		}
+		if d.Estimated {
+			require.True(l, d.Allowed, "a denial is the server's")
+			leased++
+		}
+		time.Sleep(apart)
+	}
+	return granted, leased
+}
+
+// charged is what the server lacks of what it would have.
+func (l *leasing) remaining(policy, key string) int64 {
+	d, err := l.fake.Peek(l.Context(), policy, key)
+	require.NoError(l, err)
+	return d.Remaining
+}
+
+// A hot bucket is answered from memory, an ordinary one and other policies are not.
+func TestLeaser_AnswersForHotBuckets(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		l := lease(t, client.Lease{Policy: "p"})
+		defer l.Close()
+		granted, leased := l.ask("p", "hot", 1000, time.Millisecond)
+		require.Equal(t, 1000, granted)
+		require.Greater(t, leased, 980)
+		made := l.made()
+		require.Less(t, made["ratelimit_acquire"], 20)
+		require.InDelta(t, 6, made["ratelimit_acquire_up_to"], 6)
+
+		_, leased = l.ask("p", "cold", 100, 20*time.Millisecond)
+		require.Zero(t, leased)
+		_, leased = l.ask("other", "hot", 100, time.Millisecond)
+		require.Zero(t, leased)
+		require.Zero(t, l.made()["ratelimit_acquire_up_to"])
+	})
+}
+
+// The estimate counts what the lease has left.
+func TestLeaser_EstimatesWhatRemains(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		l := lease(t, client.Lease{Policy: "p"})
+		defer l.Close()
+		l.ask("p", "hot", 500, time.Millisecond)
+		for range 100 {
+			d, err := l.Acquire(t.Context(), "p", "hot")
+			require.NoError(t, err)
+			require.True(t, d.Estimated)
+			require.EqualValues(t, 10_000, d.Capacity)
+			require.InDelta(t, 9_750, d.Remaining, 250, "it gains as much as is asked for")
+			require.Positive(t, d.ResetAfter)
+			require.Zero(t, d.RetryAfter)
+		}
+	})
+}
+
+// Requests with an idempotency key, of several charges, and of no cost are never answered from a lease.
+func TestLeaser_LeavesTheRestToTheServer(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		l := lease(t, client.Lease{Policy: "p"})
+		defer l.Close()
+		l.ask("p", "hot", 200, time.Millisecond)
+		for n := range 10 {
+			d, err := l.Acquire(t.Context(), "p", "hot", client.IdempotencyKey(fmt.Sprint(n)))
+			require.NoError(t, err)
+			require.False(t, d.Estimated)
+			whole, err := l.AcquireAll(t.Context(), []client.Charge{{Policy: "p", Key: "hot"}})
+			require.NoError(t, err)
+			require.False(t, whole.Estimated)
+			for _, cost := range []int64{0, 1200} { // more than a lease has
+				d, err = l.Acquire(t.Context(), "p", "hot", client.Cost(cost))
+				require.NoError(t, err)
+				require.False(t, d.Estimated)
+			}
+			d, err = l.Acquire(t.Context(), "p", "hot", client.Cost(10_001))
+			require.NoError(t, err)
+			require.True(t, d.Never())
+			_, err = l.Acquire(t.Context(), "p", "hot", client.Cost(-1))
+			require.ErrorIs(t, err, client.ErrInvalidArgument)
+		}
+		ctx, cancel := context.WithCancel(t.Context())
+		cancel()
+		_, err := l.Acquire(ctx, "p", "hot")
+		require.ErrorIs(t, err, context.Canceled)
+	})
+}
+
+// What nobody asks for is given back after the idle time, and by Close.
+func TestLeaser_GivesBackWhatIsNotSpent(t *testing.T) {
+	t.Parallel()
+	for _, closing := range []bool{false, true} {
+		t.Run(fmt.Sprint("closing=", closing), func(t *testing.T) {
+			t.Parallel()
+			synctest.Test(t, func(t *testing.T) {
+				const idle = 400 * time.Millisecond
+				l := lease(t, client.Lease{Policy: "p", Idle: idle})
+				defer l.Close()
+				require.NoError(t, l.fake.DefinePolicy(t.Context(), client.Policy{Name: "p", Refill: 1, Every: 24 * time.Hour}))
+				granted, leased := l.ask("p", "hot", 200, time.Millisecond)
+				require.Greater(t, leased, 150)
+				require.Less(t, l.remaining("p", "hot"), int64(10_000-granted-20), "it holds some")
+				if closing {
+					l.Close()
+				} else {
+					time.Sleep(idle - 100*time.Millisecond)
+					require.Less(t, l.remaining("p", "hot"), int64(10_000-granted-20))
+					time.Sleep(200 * time.Millisecond)
+				}
+				require.EqualValues(t, 10_000-granted, l.remaining("p", "hot"))
+				if closing {
+					_, err := l.Acquire(t.Context(), "p", "hot")
+					require.ErrorIs(t, err, client.ErrClosed)
+				}
+			})
+		})
+	}
+}
+
+// A lease gets smaller with the rate, and ends with it.
+func TestLeaser_FollowsTheRate(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		l := lease(t, client.Lease{Policy: "p"})
+		defer l.Close()
+		require.NoError(t, l.fake.DefinePolicy(t.Context(), client.Policy{Name: "p", Refill: 1, Every: 24 * time.Hour}))
+		total, held := 0, int64(0)
+		at := func(requests int, apart time.Duration) {
+			granted, _ := l.ask("p", "hot", requests, apart)
+			total += granted
+			held = 10_000 - int64(total) - l.remaining("p", "hot")
+		}
+		at(1000, time.Millisecond)
+		require.InDelta(t, 400, held, 150, "of half a second")
+		at(200, 10*time.Millisecond)
+		require.InDelta(t, 40, held, 40)
+		at(20, 100*time.Millisecond)
+		require.Zero(t, held)
+	})
+}
+
+// No option lets it hold more than others can spare.
+func TestLeaser_IsBounded(t *testing.T) {
+	t.Parallel()
+	for name, test := range map[string]struct {
+		lease client.Lease
+		most  int64
+	}{
+		"by default":       {client.Lease{}, 1000},
+		"by tokens":        {client.Lease{MaxTokens: 50}, 50},
+		"by a share":       {client.Lease{MaxShare: 0.02}, 200},
+		"by what there is": {client.Lease{MaxShare: 1}, 5000},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			synctest.Test(t, func(t *testing.T) {
+				test.lease.Policy = "p"
+				l := lease(t, test.lease)
+				defer l.Close()
+				require.NoError(t, l.fake.DefinePolicy(t.Context(), client.Policy{Name: "p", Refill: 1, Every: 24 * time.Hour}))
+				total, most := int64(0), int64(0)
+				for range 200 {
+					granted, _ := l.ask("p", "hot", 4, 0, client.Cost(10))
+					total += 10 * int64(granted)
+					time.Sleep(time.Millisecond)
+					left := l.remaining("p", "hot")
+					held := 10_000 - total - left
+					most = max(most, held)
+					require.LessOrEqual(t, held, left+40*10, "as much is for others")
+				}
+				require.LessOrEqual(t, most, test.most)
+				require.Greater(t, most, test.most/4)
+			})
+		})
+	}
+}
+
+// The server's denial, with its promise: it holds to the microsecond.
+func TestLeaser_DeniesWhenTheServerDoes(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		l := lease(t, client.Lease{Policy: "p"})
+		defer l.Close()
+		require.NoError(t, l.fake.DefinePolicy(t.Context(), client.Policy{Name: "p", Capacity: 100, Refill: 10, Every: time.Second}))
+		denials, total, begin := 0, int64(0), time.Now()
+		for time.Since(begin) < 10*time.Second {
+			d, err := l.Acquire(t.Context(), "p", "hot")
+			require.NoError(t, err)
+			if d.Allowed {
+				total++
+				continue
+			}
+			denials++
+			require.False(t, d.Estimated)
+			require.Positive(t, d.RetryAfter)
+			require.LessOrEqual(t, d.RetryAfter, 100*time.Millisecond)
+			time.Sleep(5 * time.Millisecond)
+		}
+		require.Greater(t, denials, 100)
+		require.LessOrEqual(t, total, int64(100+10*10))
+		require.Greater(t, total, int64(0.97*200)-10)
+	})
+}
+
+// While the database fails, a lease is used for a second after it was last given tokens, and what it takes for that time only.
+func TestLeaser_OutlivesTheDatabaseForASecond(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		l := lease(t, client.Lease{Policy: "p", Idle: time.Hour})
+		defer l.Close()
+		l.ask("p", "hot", 1000, time.Millisecond)
+		l.fake.FailAll(errors.New("gone"))
+		gone := time.Now()
+		l.made()
+		last := gone
+		for time.Since(gone) < 5*time.Second {
+			d, err := l.Acquire(t.Context(), "p", "hot")
+			if err == nil {
+				require.True(t, d.Estimated)
+				last = time.Now()
+			}
+			time.Sleep(10 * time.Millisecond)
+		}
+		require.LessOrEqual(t, last.Sub(gone), time.Second)
+		require.Greater(t, last.Sub(gone), 300*time.Millisecond)
+		require.LessOrEqual(t, l.made()["ratelimit_acquire_up_to"], 1, "nothing is taken until the server has answered somebody")
+
+		l.fake.FailAll(nil)
+		_, leased := l.ask("p", "hot", 500, time.Millisecond)
+		require.Greater(t, leased, 400)
+	})
+}
+
+// A policy that others drop, an override and a block take effect within a second.
+func TestLeaser_NoticesChangesWithinASecond(t *testing.T) {
+	t.Parallel()
+	for name, change := range map[string]func(*client.Limiter) error{
+		"dropped": func(by *client.Limiter) error { return by.DropPolicy(context.Background(), "p") },
+		"blocked": func(by *client.Limiter) error {
+			return by.Override(context.Background(), client.Override{Policy: "p", Key: "hot", Capacity: client.Zero})
+		},
+	} {
+		for _, own := range []bool{false, true} {
+			t.Run(fmt.Sprint(name, "/own=", own), func(t *testing.T) {
+				t.Parallel()
+				synctest.Test(t, func(t *testing.T) {
+					l := lease(t, client.Lease{Policy: "p"})
+					defer l.Close()
+					l.ask("p", "hot", 1000, time.Millisecond)
+					within := time.Second
+					if own {
+						within = 0
+						if name == "dropped" {
+							require.NoError(t, l.DropPolicy(t.Context(), "p"))
+						} else {
+							require.NoError(t, l.Override(t.Context(), client.Override{Policy: "p", Key: "hot", Capacity: client.Zero}))
+						}
+					} else {
+						require.NoError(t, change(l.fake.Limiter))
+					}
+					changed := time.Now()
+					for time.Since(changed) < 3*time.Second {
+						d, err := l.Acquire(t.Context(), "p", "hot")
+						if d.Allowed {
+							require.LessOrEqual(t, time.Since(changed), within)
+						}
+						require.True(t, err == nil || errors.Is(err, client.ErrUnknownPolicy), err)
+						time.Sleep(time.Millisecond)
+					}
+				})
+			})
+		}
+	}
+}
+
+// A reset through the Leaser leaves a full bucket, and nothing besides.
+func TestLeaser_ResetLeavesNothingBesides(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		l := lease(t, client.Lease{Policy: "p"})
+		defer l.Close()
+		l.ask("p", "hot", 1000, time.Millisecond)
+		require.NoError(t, l.Reset(t.Context(), "p", "hot"))
+		require.EqualValues(t, 10_000, l.remaining("p", "hot"))
+		l.made()
+		d, err := l.Acquire(t.Context(), "p", "hot")
+		require.NoError(t, err)
+		require.False(t, d.Estimated)
+	})
+}
+
+// A lower capacity bounds the lease, and what is above goes back.
+func TestLeaser_ALoweredCapacity(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		l := lease(t, client.Lease{Policy: "p"})
+		defer l.Close()
+		l.ask("p", "hot", 1000, time.Millisecond)
+		require.NoError(t, l.fake.DefinePolicy(t.Context(), client.Policy{Name: "p", Capacity: 100}))
+		time.Sleep(time.Second) // the bucket is full
+		begin, total := time.Now(), 0
+		for time.Since(begin) < 5*time.Second {
+			granted, _ := l.ask("p", "hot", 1, 100*time.Microsecond)
+			total += granted
+		}
+		require.LessOrEqual(t, total, 100+5*1000)
+		require.Greater(t, total, 97*(100+5*1000)/100)
+		d, err := l.Acquire(t.Context(), "p", "hot")
+		require.NoError(t, err)
+		require.EqualValues(t, 100, d.Capacity)
+	})
+}
+
+// Tokens of a bucket that gains nothing would be lost with a process, and a policy that watches is to see every request.
+func TestLeaser_DoesNotLeaseBudgetsNorWhatIsShadowed(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		l := lease(t, client.Lease{Policy: "budget"}, client.Lease{Policy: "shadow", MaxShare: 1})
+		defer l.Close()
+		granted, leased := l.ask("budget", "hot", 1000, time.Millisecond)
+		require.Equal(t, 1000, granted)
+		require.Zero(t, leased)
+		require.EqualValues(t, 9000, l.remaining("budget", "hot"))
+
+		shadowed := 0
+		for range 1000 {
+			d, err := l.Acquire(t.Context(), "shadow", "hot")
+			require.NoError(t, err)
+			require.True(t, d.Allowed)
+			if d.Shadowed {
+				shadowed++
+			}
+			time.Sleep(time.Millisecond)
+		}
+		require.Equal(t, 990, shadowed, "all but those that the bucket had")
+		time.Sleep(2 * time.Second)
+		require.Zero(t, l.remaining("shadow", "hot"), "nothing was given back that was not taken")
+	})
+}
+
+func TestLeaser_RefusesALeaseThatIsNone(t *testing.T) {
+	t.Parallel()
+	for _, wrong := range []client.Lease{{MaxTokens: -1}, {MaxShare: -0.1}, {MaxShare: 1.1}, {Idle: -1}} {
+		require.Panics(t, func() { client.NewLeaser(&distant{}, wrong) })
+	}
+	require.Panics(t, func() { client.NewLeaser(&distant{}, client.CallsInFlight(0)) })
+}
+
+// With the cache, what the server has promised is denied here; the lease comes first.
+func TestLeaser_WithADenialCache(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		l := lease(t, client.Lease{Policy: "p"}, client.DenialCache())
+		defer l.Close()
+		require.NoError(t, l.fake.DefinePolicy(t.Context(), client.Policy{Name: "p", Capacity: 100, Refill: 100, Every: time.Second}))
+		begin, total := time.Now(), 0
+		for time.Since(begin) < 5*time.Second {
+			granted, _ := l.ask("p", "hot", 1, 100*time.Microsecond)
+			total += granted
+		}
+		require.LessOrEqual(t, total, 600)
+		require.Greater(t, total, 97*600/100)
+	})
+}

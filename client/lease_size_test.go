@@ -1,0 +1,74 @@
+package client
+
+import (
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	"pgregory.net/rapid"
+)
+
+// Whatever the demand and the bucket, a lease keeps within its bounds, and leaves others as much as it has.
+func TestLeaseSize_KeepsItsBounds(t *testing.T) {
+	t.Parallel()
+	rapid.Check(t, func(t *rapid.T) {
+		l := Lease{
+			MaxTokens: rapid.Int64Range(1, 1e6).Draw(t, "most"),
+			MaxShare:  rapid.Float64Range(0.001, 1).Draw(t, "share"),
+		}
+		capacity := rapid.Int64Range(0, 9e12).Draw(t, "capacity")
+		seen := sight{Decision: Decision{
+			Capacity:   capacity,
+			Remaining:  rapid.Int64Range(-100, capacity).Draw(t, "remaining"),
+			ResetAfter: time.Duration(rapid.Int64Range(0, int64(time.Hour)).Draw(t, "reset")),
+			Shadowed:   rapid.IntRange(0, 9).Draw(t, "shadowed") == 0,
+		}}
+		if rapid.IntRange(0, 9).Draw(t, "budget") == 0 {
+			seen.ResetAfter = never
+		}
+		now := time.Duration(rapid.Int64Range(0, int64(2*time.Hour)).Draw(t, "now"))
+		level := seen.level(now)
+		require.GreaterOrEqual(t, level, seen.Remaining)
+		require.LessOrEqual(t, level, capacity)
+
+		d := demand(rapid.Float64Range(0, 1e9).Draw(t, "demand"))
+		size := l.size(d, seen)
+		require.LessOrEqual(t, size.full, l.MaxTokens)
+		require.LessOrEqual(t, float64(size.full), l.MaxShare*float64(capacity))
+		require.LessOrEqual(t, float64(size.full), float64(d)/2)
+		require.LessOrEqual(t, size.low, size.full)
+		if seen.Shadowed || seen.NeverFull() {
+			require.Zero(t, size.full)
+		}
+
+		left := rapid.Int64Range(0, 2e6).Draw(t, "left")
+		n := size.refill(left, level)
+		require.GreaterOrEqual(t, n, int64(0))
+		if n > 0 {
+			require.LessOrEqual(t, left+n, size.full)
+			require.LessOrEqual(t, left+n, level-n)
+		}
+		if excess := size.excess(left); excess > 0 {
+			require.Equal(t, size.full, left-excess)
+			require.Zero(t, n)
+		}
+	})
+}
+
+// It rises at once, falls by and by, and takes a moment for no rate.
+func TestDemand_FollowsTheRate(t *testing.T) {
+	t.Parallel()
+	var d demand
+	d.observe(100, 50*time.Millisecond)
+	require.InDelta(t, 2000, float64(d), 1)
+	for range 6 {
+		d.observe(0, 50*time.Millisecond)
+	}
+	require.InDelta(t, 2000/2.718, float64(d), 1)
+	for range 60 {
+		d.observe(5, 50*time.Millisecond)
+	}
+	require.InDelta(t, 100, float64(d), 1)
+	d.observe(10, time.Microsecond)
+	require.InDelta(t, 2000, float64(d), 1)
+}
