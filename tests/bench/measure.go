@@ -60,7 +60,7 @@ func median(values []float64) float64 {
 
 func experiments(l *lab, o options) []experiment {
 	// The first is the one that may lack its program.
-	return []experiment{&instructions{}, &bare{l}, &grid{lab: l}, &calls{lab: l}, &served{lab: l}, &overload{lab: l}, &snapshot{lab: l, hold: o.hold}, &cleanup{lab: l}, &buckets{l}}
+	return []experiment{&instructions{}, &bare{l}, &grid{lab: l}, &calls{lab: l}, &served{lab: l}, &leases{lab: l}, &overload{lab: l}, &snapshot{lab: l, hold: o.hold}, &cleanup{lab: l}, &buckets{l}}
 }
 
 // all returns every measure: what must be shown, then the figures of each cell.
@@ -75,7 +75,7 @@ func all() []measure {
 	add := func(unit string, over metric) {
 		measures = append(measures, measure{name: over.cell + "/" + over.name, unit: unit, quick: core[over.cell], over: over})
 	}
-	for _, cell := range slices.Concat((&grid{}).cells(), (&calls{}).cells()) {
+	for _, cell := range slices.Concat((&grid{}).cells(), (&calls{}).cells(), leasesCells) {
 		add("1/s", metric{cell, rate})
 		for _, name := range []string{p50, p95, p99, cpuServer, cpuClient} {
 			add("µs", metric{cell, name})
@@ -138,6 +138,7 @@ func mustShow() []measure {
 	latency := func(opponent string, callers int, name string) metric {
 		return metric{cellName(opponent, "uniform", callers), name}
 	}
+	lease := func(cell, name string) metric { return metric{"leases/" + cell, name} }
 	least := func(floor, aim float64) *goal { return &goal{floor, aim, false} }
 	most := func(floor, aim float64) *goal { return &goal{floor, aim, true} }
 	ratio := func(name string, quick bool, over, under metric, goal *goal) measure {
@@ -165,6 +166,13 @@ func mustShow() []measure {
 		ratio("served_json_256_to_redis", !quick, metric{servedName("json", 256), rate}, metric{servedName("redis", 256), rate}, nil),
 		ratio("served_grpc_overload_to_best", !quick, metric{overloadName("grpc"), rate}, metric{overloadName("grpc"), best}, least(0.8, 0.9)),
 		ratio("served_json_overload_to_best", !quick, metric{overloadName("json"), rate}, metric{overloadName("json"), best}, least(0.8, 0.9)),
+		ratio("lease_64_hot_key_to_redis", quick, lease("leaser/hot", rate), lease("redis/hot", rate), least(20, 40)),
+		{name: "lease_64_hot_key_p50", unit: "µs", quick: quick, over: lease("leaser/hot", p50), goal: most(2, 1)},
+		ratio("lease_64_hot_key_1ms_to_redis", quick, lease("leaser-1ms/hot", rate), lease("redis-1ms/hot", rate), least(20, 40)),
+		{name: "lease_64_hot_key_1ms_p50", unit: "µs", quick: quick, over: lease("leaser-1ms/hot", p50), goal: most(2, 1)},
+		{name: "lease_64_hot_key_1ms_p99", unit: "µs", quick: quick, over: lease("leaser-1ms/hot", p99), goal: most(1000, 100)},
+		ratio("lease_64_1000_zipfian_keys_to_redis", quick, lease("leaser/zipf-1000", rate), lease("redis/zipf-1000", rate), least(3, 6)),
+		ratio("lease_64_many_keys_to_combined", quick, lease("leaser/uniform", rate), lease("combined/uniform", rate), least(0.95, 1)),
 		ratio("overload_goodput_to_best", !quick, metric{"overload/3x", "goodput"}, metric{"overload/3x", "best"}, least(0.9, 0.95)),
 		{name: "overload_told_in_time", unit: "of the refused", over: metric{"overload/3x", "told"}, goal: least(0.99, 1)},
 		{name: "overload_refused_afterwards", unit: "callers", over: metric{"overload/3x", "refused_after"}, goal: most(100, 0)},
