@@ -15,14 +15,15 @@ const (
 	// leaseTick is how often leases are looked at.
 	leaseTick = 50 * time.Millisecond
 
-	// hotRequests within a window of two ticks make a bucket hot.
-	hotRequests = 10
+	// hotRequests within a window make a bucket hot.
+	hotRequests = 5
+	hotTicks    = 4 // of a window
 
 	// maxLeases of one policy.
 	maxLeases = 10_000
 
 	leaseShards  = 256
-	leaseCounts  = 1 << 14
+	leaseCounts  = 1 << 16
 	leaseCalls   = 2 // that refill or give back at a time
 	closingCalls = 8
 )
@@ -65,9 +66,9 @@ type combiner = Combiner // so that the field of a Leaser is nobody else's
 // It does so for the policies that have a [Lease], and for requests of Acquire without an idempotency key. All others are the
 // Combiner's.
 //
-// A bucket is hot when ten requests for it come within a tenth of a second. Its lease has the tokens of half a second, at the
+// A bucket is hot when five requests for it come within a fifth of a second. Its lease has the tokens of 0.8 seconds, at the
 // rate of the last moments, but no more than Lease.MaxTokens, than Lease.MaxShare of the capacity, and than the bucket is left
-// with, which is for others. When half of it is spent, more is taken, while the callers go on.
+// with, which is for others. When three quarters of it are spent, more is taken, while the callers go on.
 //
 // What is guaranteed:
 //
@@ -242,7 +243,7 @@ func (l *Leaser) learn(p *leasedPolicy, e *lease, hash uint64, r request, d Deci
 			return
 		}
 		e = &lease{policy: p, key: strings.Clone(r.key), hash: hash, looked: seen.at, lastDemand: seen.at}
-		e.demand.observe(hotRequests*r.cost, 2*leaseTick)
+		e.demand.observe(hotRequests*r.cost, hotTicks*leaseTick)
 		e.seen.Store(seen)
 		leases[e.key] = e
 		p.held.Add(1)
@@ -345,7 +346,7 @@ func (l *Leaser) watch(ctx context.Context) {
 		}
 		for _, p := range l.policies {
 			p.each(l.visit)
-			if n%2 == 0 && p.counted.Swap(false) {
+			if n%hotTicks == 0 && p.counted.Swap(false) {
 				for i := range p.counts {
 					p.counts[i].Store(0)
 				}
@@ -376,12 +377,13 @@ func (l *Leaser) visit(e *lease) {
 	now := l.now()
 	size := e.look(now)
 	left := e.left.Load()
+	ends := time.Duration(e.until.Load()) - now
 	switch {
-	case now-e.lastDemand >= e.policy.Idle, e.demand < coldDemand, left > 0 && now >= time.Duration(e.until.Load()):
+	case now-e.lastDemand >= e.policy.Idle, e.demand < coldDemand, left > 0 && ends <= 0:
 		l.do(e, l.release)
 	case size.excess(left) > 0:
 		l.do(e, l.shrink)
-	case left < size.low:
+	case left < size.low, left < size.full && ends < 2*leaseTick:
 		l.do(e, l.refill)
 	default:
 		e.low.Store(size.low)

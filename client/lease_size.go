@@ -6,8 +6,8 @@ import (
 )
 
 const (
-	// leaseFor is how long a lease should last at the rate of the last moments. Half of that is left when it is refilled.
-	leaseFor = 500 * time.Millisecond
+	// leaseFor is how long a lease should last at the rate of the last moments. A quarter of that is left when it is refilled.
+	leaseFor = 800 * time.Millisecond
 
 	// leaseLife is how long tokens are granted after the server has last given some to their lease.
 	leaseLife = time.Second
@@ -19,7 +19,7 @@ const (
 	demandFades = 300 * time.Millisecond
 
 	// coldDemand is how many tokens a second are not worth a lease.
-	coldDemand = 20
+	coldDemand = 10
 )
 
 // A demand is how many tokens a second are asked for. It rises at once and falls by and by.
@@ -64,7 +64,7 @@ func (l Lease) size(d demand, s sight) leaseSize {
 	if !s.isLeasable() {
 		full = 0
 	}
-	return leaseSize{full: int64(full), low: (int64(full) + 1) / 2}
+	return leaseSize{full: int64(full), low: (int64(full) + 3) / 4}
 }
 
 // refill is how many tokens to take for a lease that has so many left: what is missing, but not so many that the lease has more

@@ -35,7 +35,7 @@ func TestLeaseSize_KeepsItsBounds(t *testing.T) {
 		size := l.size(d, seen)
 		require.LessOrEqual(t, size.full, l.MaxTokens)
 		require.LessOrEqual(t, float64(size.full), l.MaxShare*float64(capacity))
-		require.LessOrEqual(t, float64(size.full), float64(d)/2)
+		require.LessOrEqual(t, float64(size.full), float64(d)*0.8)
 		require.LessOrEqual(t, size.low, size.full)
 		if seen.Shadowed || seen.NeverFull() {
 			require.Zero(t, size.full)
