@@ -18,7 +18,7 @@ type Querier interface {
 	QueryRow(ctx context.Context, sql string, args ...any) pgx.Row
 }
 
-// An Acquirer is what *[Limiter], *[Combiner] and the fake of package clienttest have in common: enough
+// An Acquirer is what *[Limiter], *[Combiner], *[Leaser] and the fake of package clienttest have in common: enough
 // for a program that asks for tokens and leaves policies to others.
 type Acquirer interface {
 	// Acquire takes tokens from the bucket of key if it holds enough: see [Limiter.Acquire].

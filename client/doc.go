@@ -26,7 +26,7 @@
 //
 // # Which limiter
 //
-// All of them give the same exact answers, and may be used side by side.
+// None of them grants more than there is, and they may be used side by side.
 //
 //   - [New] on a pool sends one call for each request. It is all that a program with few requests
 //     at a time needs.
@@ -35,6 +35,8 @@
 //     row, becomes the fastest case. One caller alone loses nothing; with a handful, answers take a
 //     little longer than with New, and cost the server less. It is for pools only: a call for many
 //     cannot be part of one caller's transaction, for which there is [Limiter.WithTx].
+//   - [NewLeaser] answers for buckets that are asked for often from tokens that it has taken before: in
+//     less than a microsecond. What one process holds, others are denied. It is a Combiner for all others.
 //
 // Code that only asks for tokens takes an [Acquirer], which is any of them, and in tests the fake of
 // package clienttest.
