@@ -135,10 +135,10 @@ func (q *queue) expected(w *waiter, now time.Time) time.Duration {
 	if owner == nil && q.isFree() {
 		return 0
 	}
-	wait := time.Duration(0)
+	wait, atATime := time.Duration(0), q.limit
 	switch {
-	case owner != nil:
-		wait = q.pace.left(now.Sub(owner.began))
+	case owner != nil: // many may want this one bucket: then no more calls will be under way than are
+		wait, atATime = q.pace.left(now.Sub(owner.began)), len(q.open)
 	case !q.reserved:
 		wait = q.pace.left(now.Sub(q.open[0].began))
 		for _, b := range q.open[1:] {
@@ -147,7 +147,6 @@ func (q *queue) expected(w *waiter, now time.Time) time.Duration {
 	}
 	inCall := min(maxBatch, q.share(q.waiting.length+1))
 	calls := (q.elements + w.elements() + inCall - 1) / inCall
-	atATime := max(1, len(q.open))
 	wait += time.Duration((calls+atATime-1)/atATime) * q.pace.call()
 	return wait + wait/spare
 }
