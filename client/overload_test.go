@@ -1,6 +1,7 @@
 package client_test
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -76,6 +77,7 @@ type outcome struct {
 type crowd struct {
 	limiter  client.Acquirer
 	within   time.Duration // 0 for no deadline
+	key      string        // of all; empty for a key of each
 	callers  sync.WaitGroup
 	mu       sync.Mutex
 	arrivals int
@@ -89,7 +91,7 @@ func (c *crowd) arrive(perSecond float64, during time.Duration) time.Time {
 	for time.Since(begin) < during {
 		for due += perSecond / 1000; due >= 1; due-- {
 			c.arrivals++
-			key := fmt.Sprint("k", c.arrivals)
+			key := cmp.Or(c.key, fmt.Sprint("k", c.arrivals))
 			c.callers.Go(func() { c.ask(key) })
 		}
 		time.Sleep(time.Millisecond)
@@ -169,6 +171,26 @@ func TestCombiner_UnderOverload(t *testing.T) {
 			})
 		}
 	}
+}
+
+// One bucket is in one call at a time, however many there may be.
+func TestCombiner_UnderOverloadOfOneKey(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		limiter := client.NewCombiner(&pacedPool{}, client.CallsInFlight(2))
+		defer limiter.Close()
+		c := &crowd{limiter: limiter, within: time.Second, key: "k1"}
+		best := paceOf(1)
+		overload := c.arrive(3*best, 4*time.Second)
+		light := c.arrive(best/2, time.Second)
+		c.callers.Wait()
+		measured := overload.Add(time.Second)
+		granted, refused, late := c.count(measured, light)
+		rate := float64(granted) / light.Sub(measured).Seconds()
+		t.Logf("best %.0f/s, of %.0f/s granted %.0f/s, refused %d, late %d", best, 3*best, rate, refused, late)
+		require.Greater(t, rate, 0.9*best)
+		require.Less(t, float64(late), 0.01*float64(granted))
+	})
 }
 
 // While the database answers nothing, callers are refused at once, few calls are made, and when it is back nothing is made up for.
