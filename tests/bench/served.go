@@ -11,7 +11,6 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-	"sync"
 	"time"
 
 	"google.golang.org/grpc"
@@ -165,19 +164,10 @@ func (s *served) run(ctx context.Context, cell string) (sample, error) {
 	return l.run(ctx, s.lab.window)
 }
 
-// The metrics of a cell under too much load.
-const (
-	best    = "best"    // answers per second that callers got who wait for each
-	offered = "offered" // requests per second, twice as many
-	late    = "late"    // of these, without an answer before their deadline
-	refused = "refused" // of these, refused at once
-)
+// servedDeadline is how long callers wait for an answer under too much load.
+const servedDeadline = 250 * time.Millisecond
 
-// overloadDeadline is how long callers wait for an answer under too much load.
-const overloadDeadline = 250 * time.Millisecond
-
-// overload finds the rate at which 256 callers are answered, and then sends requests at twice that rate whether or not
-// earlier ones are answered. Rate counts those that were granted within their deadline.
+// overload finds the rate at which 256 callers are answered, and then offers twice as much.
 //
 // Callers have cores of their own. What is asked of the server here takes nothing from it there.
 func (s *served) overload(ctx context.Context, l load) (sample, error) {
@@ -191,61 +181,12 @@ func (s *served) overload(ctx context.Context, l load) (sample, error) {
 	if err != nil {
 		return nil, err
 	}
-	perSecond := 2 * found[rate]
-	var (
-		mu       sync.Mutex
-		times    []time.Duration
-		failures = map[string]float64{late: 0, refused: 0}
-		sent     float64
-		requests sync.WaitGroup
-	)
-	next := l.keys.from(1)
-	warm := time.Now().Add(time.Duration(warmUp * float64(s.lab.window)))
-	end := warm.Add(s.lab.window)
-	send := func(begin time.Time) {
-		key := next()
-		requests.Go(func() {
-			ctx, cancel := context.WithDeadline(ctx, begin.Add(overloadDeadline))
-			defer cancel()
-			err := l.acquire(ctx, key)
-			took := time.Since(begin)
-			if begin.Before(warm) {
-				return
-			}
-			mu.Lock()
-			defer mu.Unlock()
-			sent++
-			switch {
-			case err == nil && took <= overloadDeadline:
-				times = append(times, took)
-			case ctx.Err() != nil || err == nil:
-				failures[late]++
-			default:
-				failures[refused]++
-			}
-		})
-	}
-	start := time.Now()
-	for made := 0; ; {
-		now := time.Now()
-		if now.After(end) {
-			break
-		}
-		for due := int(now.Sub(start).Seconds() * perSecond); made < due; made++ {
-			send(now)
-		}
-		if err := pause(ctx, time.Millisecond); err != nil {
-			return nil, err
-		}
-	}
-	requests.Wait()
-	slices.Sort(times)
-	window := s.lab.window.Seconds()
-	return sample{
-		rate: float64(len(times)) / window, best: found[rate], offered: sent / window,
-		late: failures[late] / sent, refused: failures[refused] / sent,
-		p50: quantile(times, 0.50), p99: quantile(times, 0.99),
-	}, nil
+	over := offer{
+		keys: l.keys, acquire: l.acquire, perSecond: 2 * found[rate], deadline: servedDeadline,
+		warm: time.Duration(warmUp * float64(s.lab.window)), during: s.lab.window,
+	}.run(ctx)
+	over[best] = found[rate]
+	return over, ctx.Err()
 }
 
 func (s *served) cost() time.Duration { return time.Duration((1 + warmUp) * float64(s.lab.window)) }

@@ -134,6 +134,7 @@ func kindOf(ctx context.Context, err error, pgErr *pgconn.PgError) Kind {
 		NoGrant:             client.ErrNoGrant,
 		InvalidArgument:     client.ErrInvalidArgument,
 		Contended:           client.ErrLocked,
+		Overloaded:          client.ErrOverloaded,
 	} {
 		if errors.Is(err, known) {
 			return kind
