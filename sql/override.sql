@@ -5,8 +5,8 @@
 --
 -- From expires_at on the override is as good as absent. stepped, durable, remember and shadow stay the policy's.
 --
--- Locks:  the row of the override, until the caller's transaction ends. The first override of a policy locks the row of
---         the policy, too; acquires do not wait for it.
+-- Locks:  the row of the override, and the policy against those who change or drop it, until the caller's transaction ends.
+--         The first override of a policy locks the row of the policy; acquires do not wait for it.
 -- Writes: overrides; policies by the first override of a policy.
 create or replace function ratelimit_override(
     policy     text,
@@ -40,18 +40,17 @@ begin
   if v_expires_at <= clock() then
     perform refuse('expires_at', v_expires_at::text, 'Pass an instant that lies ahead, or null: the override then stays until it is removed.');
   end if;
-  v_policy   := policy_named(policy);
+  -- It waits for a session that changes or drops the policy, and keeps others from doing so.
+  select p.* into v_policy from policies as p where p.name = ratelimit_override.policy collate "C" for key share;
+  if not found then
+    perform unknown_policy(policy);
+  end if;
   v_capacity := coalesce(ratelimit_override.capacity, v_policy.capacity);
   v_refill   := coalesce(ratelimit_override.refill, v_policy.refill);
   v_every    := coalesce(ratelimit_override.every, v_policy.every);
   perform check_numbers(0, v_capacity, v_refill, v_every);
 
-  -- Either statement waits for a session that drops the policy, and keeps one from doing so.
   update policies as p set overridden = true where p.id = v_policy.id and not p.overridden;
-  perform from policies as p where p.id = v_policy.id for key share;
-  if not found then
-    perform unknown_policy(policy);
-  end if;
   insert into overrides as o (policy_id, key, capacity, refill, every, stepped, expires_at)
   values (v_policy.id, v_key, v_capacity, v_refill, v_every, v_policy.stepped, v_expires_at)
   on conflict on constraint overrides_pkey do update

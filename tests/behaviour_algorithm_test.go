@@ -460,6 +460,46 @@ func TestPolicyChange_TwoAtATimeAreCheckedTogether(t *testing.T) {
 	require.Equal(t, "22023", sqlState(err), "%v", err)
 }
 
+// An override is stepped as its policy is, also when both are set at the same time.
+func TestPolicyChange_OverridesFollowStepped(t *testing.T) {
+	t.Parallel()
+	for name, is := range map[string]struct{ first, then []string }{
+		"an override, while the policy is changed": {
+			[]string{"begin", "select ratelimit_define_policy('p', capacity => 20, stepped => true)"},
+			[]string{"select ratelimit_override('p', 'k', refill => 5)"},
+		},
+		"a change, while there is a first override": {
+			[]string{"begin", "select ratelimit_override('p', 'k', capacity => 20, refill => 5)"},
+			[]string{"select ratelimit_define_policy('p', stepped => true)"},
+		},
+		"a change, while policy and override are created": {
+			[]string{"select ratelimit_drop_policy('p')", "begin", "select ratelimit_define_policy('p', 20, 1, '1 second')", "select ratelimit_override('p', 'k', refill => 5)"},
+			[]string{"select ratelimit_define_policy('p', 20, 1, '1 second', stepped => true)"},
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			db := newDB(t)
+			db.definePolicy("p", 10, 1, second)
+			first, then := db.session(), db.session()
+			for _, sql := range is.first {
+				first.exec(sql)
+			}
+			call := then.start(func(querier) (d decision, err error) {
+				for _, sql := range is.then {
+					_, err = then.Exec(context.Background(), sql)
+				}
+				return d, err
+			})
+			call.awaitBlockedBy(first)
+			first.exec("commit")
+			_, err := call.result()
+			require.NoError(t, err)
+			require.Equal(t, []string{"true, 20, 5"}, column(t, db.DB, "select stepped::text || ', ' || capacity || ', ' || refill from ratelimit.overrides"))
+		})
+	}
+}
+
 // An answer counts hours, not days: added to an instant it is exact in any time zone, here across
 // the night in which summer time begins.
 func TestAnswers_HaveNoDays(t *testing.T) {

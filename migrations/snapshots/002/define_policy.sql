@@ -29,6 +29,8 @@ as $$
 declare
   v_name    text collate "C" := ratelimit_define_policy.policy;
   v_policy  policies;
+  v_id      bigint;
+  v_stepped boolean;
   v_durable boolean;
 begin
   perform check_name('policy', v_name);
@@ -54,10 +56,10 @@ begin
          stepped  = coalesce(ratelimit_define_policy.stepped, p.stepped),
          remember = coalesce(ratelimit_define_policy.remember, p.remember),
          shadow   = coalesce(ratelimit_define_policy.shadow, p.shadow)
-  returning p.durable into v_durable;
+  returning p.id, p.stepped, p.durable into v_id, v_stepped, v_durable;
 
-  if v_policy.stepped <> ratelimit_define_policy.stepped then
-    update overrides as o set stepped = ratelimit_define_policy.stepped where o.policy_id = v_policy.id;
+  if v_policy.stepped is distinct from v_stepped then  -- another session may have created the policy meanwhile
+    update overrides as o set stepped = v_stepped where o.policy_id = v_id;
   end if;
   if v_durable <> ratelimit_define_policy.durable then
     raise exception 'invalid durable'
