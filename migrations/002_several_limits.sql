@@ -85,7 +85,7 @@ begin
 end;
 $grant$;
 {{- end -}}
--- Several limits in one request, overrides, shadow policies, policies that do not refill, debt and reservations.
+-- Several limits in one request, overrides, shadow policies, policies that do not refill, debt and reservations, shards.
 
 -- Acquires wait behind this migration, so it does not wait for long. It fails with 55P03 when a transaction that took
 -- tokens stays open, and can be run again.
@@ -238,21 +238,33 @@ comment on column ratelimit.ephemeral_idempotency_keys.ready_at is
 comment on column ratelimit.ephemeral_idempotency_keys.settled is
   'The real cost, in place of cost, once the grant is settled.';
 
--- Default privileges may have granted rights on the new table to other roles.
+create table ratelimit.shard (
+  shard integer not null,
+  of    integer not null
+);
+create unique index shard_one_row_idx on ratelimit.shard ((true));
+comment on table ratelimit.shard is
+  'At most one row: which of how many shards this database is; written by ratelimit_define_shard only.';
+comment on column ratelimit.shard.shard is
+  'The number of this shard, from 0.';
+comment on column ratelimit.shard.of is
+  'How many shards there are: a power of two.';
+
+-- Default privileges may have granted rights on the new tables to other roles.
 do $private$
 declare
-  v_path text := pg_catalog.current_setting('search_path');
-  v_role text;
+  v_path  text := pg_catalog.current_setting('search_path');
+  v_grant record;
 begin
   perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- operators of PostgreSQL only
-  for v_role in
-    select distinct case a.grantee when 0 then 'public' else a.grantee::regrole::text end
+  for v_grant in
+    select distinct c.oid::regclass as of, case a.grantee when 0 then 'public' else a.grantee::regrole::text end as grantee
       from pg_class as c
      cross join aclexplode(c.relacl) as a
-     where c.oid = 'ratelimit.overrides'::regclass
+     where c.oid in ('ratelimit.overrides'::regclass, 'ratelimit.shard'::regclass)
        and a.grantee <> c.relowner
   loop
-    execute format('revoke all on ratelimit.overrides from %s', v_role);
+    execute format('revoke all on %s from %s', v_grant.of, v_grant.grantee);
   end loop;
   perform set_config('search_path', v_path, true);
 end;
@@ -293,7 +305,7 @@ lock table ratelimit.policies in access exclusive mode;
                          'ratelimit_acquire_packed', 'ratelimit_acquire_all', 'ratelimit_acquire_all_many', 'ratelimit_override',
                          'ratelimit_remove_override', 'ratelimit_overrides', 'ratelimit_charge', 'ratelimit_settle',
                          'ratelimit_reserve', 'ratelimit_acquire_up_to', 'ratelimit_enforce', 'ratelimit_guard', 'ratelimit_pre_request',
-                         'ratelimit_status', 'ratelimit_doctor'` }}
+                         'ratelimit_status', 'ratelimit_doctor', 'ratelimit_shard', 'ratelimit_define_shard'` }}
 drop table if exists ratelimit.pre_request;  -- docs/postgrest/install.sql created it, and the function ratelimit_pre_request
 
 drop function ratelimit.grant_of, ratelimit.answer_of, ratelimit.shadow_of, ratelimit.spent_of, ratelimit.replay_of,
@@ -343,7 +355,7 @@ begin
   end if;
 end;
 $names$;
-drop table ratelimit.overrides;
+drop table ratelimit.overrides, ratelimit.shard;
 alter table ratelimit.policies
   drop column overridden,
   drop column shadow;

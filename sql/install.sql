@@ -65,6 +65,9 @@
 {{ template "doctor.sql" . }}
 {{ template "version.sql" . }}
 
+-- Which part of the keys is in this database, where more than one has them.
+{{ template "shard.sql" . }}
+
 {{ template "epilogue.sql" . }}
 
 {{- /* Included, not functions: the fragments that the functions above share.

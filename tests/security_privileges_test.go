@@ -67,6 +67,7 @@ var callsOfUse = map[string]string{
 	"ratelimit_enforce":          "('p', 'k', 2, 'e')",
 	"ratelimit_peek":             "('q', 'k', 2)",
 	"ratelimit_refund":           "('p', 'k', 2)",
+	"ratelimit_shard":            "()",
 }
 
 // newUsedDB is a database for callsOfUse.
@@ -141,7 +142,7 @@ func TestPrivileges_AdministrationIsASeparateGrant(t *testing.T) {
 	functions := []string{
 		"ratelimit_define_policy", "ratelimit_drop_policy", "ratelimit_policies", "ratelimit_reset",
 		"ratelimit_cleanup", "ratelimit_version", "ratelimit_override", "ratelimit_remove_override", "ratelimit_overrides",
-		"ratelimit_status", "ratelimit_doctor", "ratelimit_guard",
+		"ratelimit_status", "ratelimit_doctor", "ratelimit_guard", "ratelimit_define_shard",
 	}
 	all := column(t, db, "select distinct p.proname::text from "+packageFunctions+" as p where p.proname like 'ratelimit\\_%' and p.prokind = 'f'")
 	require.ElementsMatch(t, all, slices.AppendSeq(slices.Clone(functions), maps.Keys(callsOfUse)), "a function is of use or of administration")
@@ -158,6 +159,7 @@ func TestPrivileges_AdministrationIsASeparateGrant(t *testing.T) {
 		"create trigger limited after insert on orders referencing new table as inserted for each statement execute function ratelimit_guard('p', 'customer')",
 		"insert into orders values ('a'), ('b')",
 		"select ratelimit_cleanup(), ratelimit_policies(), ratelimit_version()",
+		"select ratelimit_define_shard(2, 16)",
 		"select ratelimit_drop_policy('p')",
 	} {
 		execute(t, conn, sql)

@@ -2546,7 +2546,7 @@ select v.version operator(pg_catalog.<) 2 as pgratelimit_missing from ratelimit.
 \gset
 \if :pgratelimit_missing
 -- 002_several_limits.sql
--- Several limits in one request, overrides, shadow policies, policies that do not refill, debt and reservations.
+-- Several limits in one request, overrides, shadow policies, policies that do not refill, debt and reservations, shards.
 
 -- Acquires wait behind this migration, so it does not wait for long. It fails with 55P03 when a transaction that took
 -- tokens stays open, and can be run again.
@@ -2733,21 +2733,33 @@ comment on column ratelimit.ephemeral_idempotency_keys.ready_at is
 comment on column ratelimit.ephemeral_idempotency_keys.settled is
   'The real cost, in place of cost, once the grant is settled.';
 
--- Default privileges may have granted rights on the new table to other roles.
+create table ratelimit.shard (
+  shard integer not null,
+  of    integer not null
+);
+create unique index shard_one_row_idx on ratelimit.shard ((true));
+comment on table ratelimit.shard is
+  'At most one row: which of how many shards this database is; written by ratelimit_define_shard only.';
+comment on column ratelimit.shard.shard is
+  'The number of this shard, from 0.';
+comment on column ratelimit.shard.of is
+  'How many shards there are: a power of two.';
+
+-- Default privileges may have granted rights on the new tables to other roles.
 do $private$
 declare
-  v_path text := pg_catalog.current_setting('search_path');
-  v_role text;
+  v_path  text := pg_catalog.current_setting('search_path');
+  v_grant record;
 begin
   perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- operators of PostgreSQL only
-  for v_role in
-    select distinct case a.grantee when 0 then 'public' else a.grantee::regrole::text end
+  for v_grant in
+    select distinct c.oid::regclass as of, case a.grantee when 0 then 'public' else a.grantee::regrole::text end as grantee
       from pg_class as c
      cross join aclexplode(c.relacl) as a
-     where c.oid = 'ratelimit.overrides'::regclass
+     where c.oid in ('ratelimit.overrides'::regclass, 'ratelimit.shard'::regclass)
        and a.grantee <> c.relowner
   loop
-    execute format('revoke all on ratelimit.overrides from %s', v_role);
+    execute format('revoke all on %s from %s', v_grant.of, v_grant.grantee);
   end loop;
   perform set_config('search_path', v_path, true);
 end;
@@ -8814,6 +8826,65 @@ as $$
 $$;
 comment on function ratelimit_version() is
   'The release of pgratelimit that is installed.';
+
+
+-- Which part of the keys is in this database, where more than one has them.
+-- Says which of how many shards this database is. A database that is no shard has no row.
+--
+-- The client finds the shard of a key, and this function lets it make sure that it has found the database. No function
+-- that decides looks here. The row is part of a dump and of a copy of the database: wherever the database goes, it is
+-- the shard that it was.
+--
+-- Locks:  nothing.
+-- Writes: nothing.
+create or replace function ratelimit_shard()
+  returns table (shard integer, of integer)
+  language sql
+  stable
+  security definer
+  set search_path = ratelimit, pg_temp
+as $$
+  select s.shard, s.of from shard as s
+$$;
+comment on function ratelimit_shard() is
+  'Say which of how many shards this database is; no row if it is none.';
+
+-- Makes this database a shard: number shard, counted from 0, of so many, a power of two. Said again, it changes nothing.
+-- Another number is refused: the keys that the database has would belong elsewhere.
+--
+-- Locks:  the table shard against others who define, until the caller's transaction ends. Readers do not wait.
+-- Writes: shard.
+create or replace function ratelimit_define_shard(shard integer, of integer)
+  returns void
+  language plpgsql
+  volatile
+  security definer
+  set search_path = ratelimit, pg_temp
+as $$
+declare
+  v_is shard;
+begin
+  if (ratelimit_define_shard.of between 1 and 65536 and ratelimit_define_shard.of & (ratelimit_define_shard.of - 1) = 0) is not true then
+    perform refuse('of', ratelimit_define_shard.of::text, 'Pass the number of all shards: a power of two, at most 65536.');
+  end if;
+  if (ratelimit_define_shard.shard between 0 and ratelimit_define_shard.of - 1) is not true then
+    perform refuse('shard', ratelimit_define_shard.shard::text, 'Pass the number of this shard: 0 or more, and less than the number of all shards.');
+  end if;
+  lock table shard in share row exclusive mode;
+  insert into shard as s (shard, of)
+  select ratelimit_define_shard.shard, ratelimit_define_shard.of
+   where not exists (select from shard as t);
+  select s.* into v_is from shard as s;
+  if (v_is.shard, v_is.of) <> (ratelimit_define_shard.shard, ratelimit_define_shard.of) then
+    raise exception 'invalid shard'
+      using errcode = '22023',
+            detail  = format('Database %s is shard %s of %s already.', current_database(), v_is.shard, v_is.of),
+            hint    = 'A database is one shard for life. If it was numbered by mistake and is not in use, uninstall the package and install it again.';
+  end if;
+end;
+$$;
+comment on function ratelimit_define_shard(integer, integer) is
+  'Make this database one of so many shards, for life.';
 
 
 -- Checks that all functions of the package belong to the owner of schema ratelimit. Revokes the grants that

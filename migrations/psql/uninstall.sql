@@ -125,7 +125,7 @@ begin
                          'ratelimit_acquire_packed', 'ratelimit_acquire_all', 'ratelimit_acquire_all_many', 'ratelimit_override',
                          'ratelimit_remove_override', 'ratelimit_overrides', 'ratelimit_charge', 'ratelimit_settle',
                          'ratelimit_reserve', 'ratelimit_acquire_up_to', 'ratelimit_enforce', 'ratelimit_guard', 'ratelimit_pre_request',
-                         'ratelimit_status', 'ratelimit_doctor')
+                         'ratelimit_status', 'ratelimit_doctor', 'ratelimit_shard', 'ratelimit_define_shard')
   loop
     v_grants := v_grants || coalesce((
       select jsonb_agg(jsonb_build_object('name', v_proc.proname, 'grantable', a.is_grantable,
@@ -188,7 +188,7 @@ begin
   end if;
 end;
 $names$;
-drop table ratelimit.overrides;
+drop table ratelimit.overrides, ratelimit.shard;
 alter table ratelimit.policies
   drop column overridden,
   drop column shadow;
