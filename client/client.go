@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"log/slog"
 	"strings"
 	"time"
 
@@ -18,7 +17,7 @@ type Querier interface {
 	QueryRow(ctx context.Context, sql string, args ...any) pgx.Row
 }
 
-// An Acquirer is what *[Limiter], *[Combiner], *[Leaser] and the fake of package clienttest have in common: enough
+// An Acquirer is what *[Limiter], *[Combiner], *[Leaser], *[Sharded] and the fake of package clienttest have in common: enough
 // for a program that asks for tokens and leaves policies to others.
 type Acquirer interface {
 	// Acquire takes tokens from the bucket of key if it holds enough: see [Limiter.Acquire].
@@ -215,10 +214,7 @@ func (l *limiter) RunCleanup(ctx context.Context, every time.Duration, opts ...R
 	if every <= 0 {
 		panic("client: RunCleanup: every must be positive")
 	}
-	c := runCleanup{onError: func(err error) { slog.Warn("rate limit clean-up failed", "error", err) }}
-	for _, opt := range opts {
-		opt.runCleanup(&c)
-	}
+	c := newRunCleanup(opts)
 	for ctx.Err() == nil {
 		err := l.query(ctx, call{
 			verb:     "clean up",

@@ -38,6 +38,8 @@
 //   - [NewLeaser] answers for buckets that are asked for often from tokens that it has taken before: in
 //     less than a microsecond. What one process holds, others are denied. It is a Combiner for all others.
 //
+//   - [NewSharded] spreads the keys over several databases, each with a Combiner, when one server is not enough.
+//
 // Code that only asks for tokens takes an [Acquirer], which is any of them, and in tests the fake of
 // package clienttest.
 //
@@ -64,6 +66,14 @@
 //
 // An [Override] gives one bucket another size. A policy with [Policy.Shadow] watches, and denies nothing. One
 // whose Refill is [Zero] is a budget.
+//
+// # More than one server
+//
+// Where one server is not enough even with a Combiner, [NewSharded] spreads the keys over several databases. Each is told once
+// which shard it is, by ratelimit_define_shard, and may move to another server; a key never moves to another database. Limits
+// that are asked for together need the same key, under different policies, and so are in one database.
+//
+//	limiter, err := client.NewSharded(ctx, pools) // of shard 0, shard 1 …
 //
 // # Guards inside the database
 //

@@ -1,5 +1,7 @@
 package client
 
+import "log/slog"
+
 // An AcquireOption changes one Acquire: [Cost] and [IdempotencyKey] return one.
 type AcquireOption interface{ acquireOption() }
 
@@ -218,6 +220,14 @@ type overrides struct {
 	maxRows     int32
 }
 
+func newOverrides(opts []OverridesOption) overrides {
+	config := overrides{maxRows: 1000}
+	for _, opt := range opts {
+		opt.overrides(&config)
+	}
+	return config
+}
+
 type overridesOption func(*overrides)
 
 func (o overridesOption) overrides(c *overrides) { o(c) }
@@ -236,6 +246,14 @@ func OfKey(key string) OverridesOption {
 type RunCleanupOption interface{ runCleanup(*runCleanup) }
 
 type runCleanup struct{ onError func(error) }
+
+func newRunCleanup(opts []RunCleanupOption) runCleanup {
+	c := runCleanup{onError: func(err error) { slog.Warn("rate limit clean-up failed", "error", err) }}
+	for _, opt := range opts {
+		opt.runCleanup(&c)
+	}
+	return c
+}
 
 type onError func(error)
 

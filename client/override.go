@@ -70,10 +70,7 @@ func (l *limiter) RemoveOverride(ctx context.Context, policy, key string) (remov
 // Errors: [ErrUnknownPolicy], [ErrInvalidArgument].
 func (l *limiter) Overrides(ctx context.Context, opts ...OverridesOption) ([]Override, error) {
 	const verb = "list overrides"
-	config := overrides{maxRows: 1000}
-	for _, opt := range opts {
-		opt.overrides(&config)
-	}
+	config := newOverrides(opts)
 	// One row, because that is what a Querier gives.
 	const columns = `coalesce(pg_catalog.json_agg(pg_catalog.json_build_object(
 		'policy', policy, 'key', key, 'capacity', capacity, 'refill', refill,

@@ -1,0 +1,113 @@
+package client
+
+import (
+	"context"
+	"crypto/sha256"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"strings"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgtype"
+)
+
+// maxShards is the most that ratelimit_define_shard accepts.
+const maxShards = 1 << 16
+
+// ErrWrongShard: a database is another shard than the one it is listed as, or none. Nothing was taken. The error names the
+// database and the remedy.
+var ErrWrongShard = errors.New("wrong shard")
+
+// ErrSeveralShards: the charges of a request belong to several shards. Nothing was taken. It is an [ErrInvalidArgument].
+var ErrSeveralShards = fmt.Errorf("%w: the charges belong to several shards", ErrInvalidArgument)
+
+// ShardOf returns the number of the shard that has a key, from 0, where there are so many, a power of two. It is the low bits
+// of the first 8 bytes, big endian, of the SHA-256 of the key. That is so in every language, for life: testdata/shards.json
+// has examples. The policy does not count, so all limits of a user are in one shard.
+func ShardOf(key string, shards int) int {
+	hash := sha256.Sum256([]byte(key))
+	return int(binary.BigEndian.Uint64(hash[:8]) & uint64(shards-1))
+}
+
+// A ShardError is an error of one shard of a [Sharded]. The others may be well.
+type ShardError struct {
+	Shard, Of int   // which, from 0, of how many
+	Err       error // what its [Combiner] said
+}
+
+func (e *ShardError) Error() string {
+	return fmt.Sprintf("pgratelimit: shard %d of %d: %s", e.Shard, e.Of, strings.TrimPrefix(e.Err.Error(), "pgratelimit: "))
+}
+
+func (e *ShardError) Unwrap() error { return e.Err }
+
+// CheckShard returns a function that finds out whether a connection leads to the shard of this number. As AfterConnect of
+// a pgxpool.Config it refuses connections that do not, such as those to a database that was moved, when a name or a pooler
+// still, or already, leads elsewhere. [NewSharded] asks once; this asks for each connection. The option is [Schema].
+//
+// Errors: [ErrWrongShard], in a [*ShardError].
+func CheckShard(shard, of int, opts ...LimiterOption) func(context.Context, *pgx.Conn) error {
+	return func(ctx context.Context, conn *pgx.Conn) error {
+		l := New(conn, opts...)
+		if err := l.checkShard(ctx, shard, of); err != nil {
+			return &ShardError{shard, of, err}
+		}
+		return nil
+	}
+}
+
+// checkShard returns an error unless the database is the shard of this number.
+func (l *limiter) checkShard(ctx context.Context, shard, of int) error {
+	var database string
+	var host pgtype.Text
+	var port, isShard, isOf pgtype.Int8
+	const verb = "check the shard"
+	err := l.query(ctx, call{
+		verb: verb,
+		columns: "pg_catalog.current_database()::text, pg_catalog.host(pg_catalog.inet_server_addr()), pg_catalog.inet_server_port()::bigint, " +
+			"pg_catalog.max(shard)::bigint, pg_catalog.max(of)::bigint", // one row, also of none
+		function: "ratelimit_shard()",
+		once:     true,
+	}, &database, &host, &port, &isShard, &isOf)
+	if err != nil {
+		return err
+	}
+	if isShard.Valid && isShard.Int64 == int64(shard) && isOf.Int64 == int64(of) {
+		return nil
+	}
+	where := fmt.Sprintf("database %q", database)
+	if host.Valid { // it is no Unix socket
+		where += fmt.Sprintf(" of the server at %s:%d", host.String, port.Int64)
+	}
+	switch {
+	case !isShard.Valid:
+		err = fmt.Errorf("%w: %s is no shard. If it is new and meant to be this one, run there: select ratelimit_define_shard(%d, %d);",
+			ErrWrongShard, where, shard, of)
+	case isOf.Int64 != int64(of):
+		err = fmt.Errorf("%w: %s is shard %d of %d. List all %d databases, in the order of their numbers",
+			ErrWrongShard, where, isShard.Int64, isOf.Int64, isOf.Int64)
+	default:
+		err = fmt.Errorf("%w: %s is shard %d of %d. List the databases in the order of their numbers, each once",
+			ErrWrongShard, where, isShard.Int64, isOf.Int64)
+	}
+	return failed(verb, err)
+}
+
+// isSilence reports whether a database that failed to answer may be well later, and whatever it is called: it cannot be
+// reached, is starting or stopping, or has no place for another connection.
+func isSilence(err error) bool {
+	if errors.Is(err, ErrWrongShard) {
+		return false
+	}
+	var pgErr *pgconn.PgError
+	if !errors.As(err, &pgErr) {
+		return true
+	}
+	switch pgErr.Code[:min(2, len(pgErr.Code))] {
+	case "08", "53", "57", "58": // connection, resources, operator intervention, system
+		return true
+	}
+	return false
+}

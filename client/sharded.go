@@ -1,0 +1,312 @@
+package client
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+)
+
+// checkTimeout is how long [NewSharded] waits for databases that do not answer.
+const checkTimeout = 5 * time.Second
+
+// A Sharded is a limiter whose keys are spread over several databases, each with the package: its shards. [ShardOf] says
+// which shard has a key, and a call about that key is one call there, with the answers of a [Combiner] on that database. Each
+// shard has a Combiner and a pool of its own. So a shard that fails, or falls silent, holds up nobody but those who ask it.
+//
+// Its methods are those of a Combiner, but for WithTx: a caller's transaction is in some database, and a key's bucket in another.
+// An error of a shard is a [*ShardError]. It is never another shard's turn: a bucket that is elsewhere would be full.
+//
+// Close it when it is no longer used.
+type Sharded struct{ shards []*shard }
+
+// A shard has some of the keys.
+type shard struct {
+	*Combiner
+	number, of int
+	known      atomic.Bool // as the shard of this number: its database has said so
+}
+
+// NewSharded returns a Sharded on the databases of pools: shard 0, shard 1 and so on, a power of two of them. Each database
+// must have been told which shard it is, by ratelimit_define_shard. The role needs EXECUTE on ratelimit_shard, and what a
+// [NewCombiner] needs. Options are those of NewCombiner, for each of the shards.
+//
+// It asks every database which shard it is, and fails if one says that it is another, or none, or cannot say. One that cannot
+// be reached within 5 seconds is asked before its first call, so that a program can start beside a shard that is down. It fails
+// if none can be reached.
+//
+// Errors: [ErrWrongShard]; of each shard a [*ShardError].
+func NewSharded[P Pool](ctx context.Context, pools []P, opts ...CombinerOption) (*Sharded, error) {
+	of := len(pools)
+	if of < 1 || of > maxShards || of&(of-1) != 0 {
+		return nil, failed("open shards", fmt.Errorf("%w: %d databases are listed, and the number of shards is a power of two", ErrWrongShard, of))
+	}
+	s := &Sharded{make([]*shard, of)}
+	for i, pool := range pools {
+		s.shards[i] = &shard{Combiner: NewCombiner(pool, opts...), number: i, of: of}
+	}
+	checking, cancel := context.WithTimeout(ctx, checkTimeout)
+	defer cancel()
+	errs := s.onAll(checking, func(*shard) error { return nil })
+	refusals := slices.DeleteFunc(slices.Clone(errs), func(err error) bool { return err == nil || isSilence(err) })
+	switch {
+	case len(refusals) > 0:
+		return nil, errors.Join(refusals...)
+	case ctx.Err() != nil:
+		return nil, failed("open shards", ctx.Err())
+	case !slices.Contains(errs, nil):
+		return nil, errors.Join(errs...)
+	}
+	return s, nil
+}
+
+// check makes sure, once, that the database is this shard.
+func (s *shard) check(ctx context.Context) error {
+	if s.known.Load() {
+		return nil
+	}
+	err := s.checkShard(ctx, s.number, s.of)
+	if err == nil {
+		s.known.Store(true)
+	}
+	return err
+}
+
+func (s *shard) failed(err error) error {
+	if err == nil {
+		return nil
+	}
+	return &ShardError{s.number, s.of, err}
+}
+
+// ask makes a call on the shard of a key.
+func ask[A any](ctx context.Context, s *Sharded, key string, call func(*shard) (A, error)) (answer A, err error) {
+	shard := s.shards[ShardOf(key, len(s.shards))]
+	if err = shard.check(ctx); err == nil {
+		answer, err = call(shard)
+	}
+	return answer, shard.failed(err)
+}
+
+// tell is ask for calls that answer nothing.
+func (s *Sharded) tell(ctx context.Context, key string, call func(*shard) error) error {
+	_, err := ask(ctx, s, key, func(shard *shard) (struct{}, error) { return struct{}{}, call(shard) })
+	return err
+}
+
+// onAll makes a call on each shard, at the same time, and returns their errors, nil where there is none.
+func (s *Sharded) onAll(ctx context.Context, call func(*shard) error) []error {
+	errs := make([]error, len(s.shards))
+	var calls sync.WaitGroup
+	for i, shard := range s.shards {
+		calls.Go(func() {
+			err := shard.check(ctx)
+			if err == nil {
+				err = call(shard)
+			}
+			errs[i] = shard.failed(err)
+		})
+	}
+	calls.Wait()
+	return errs
+}
+
+// Close lets no more requests in, and waits until all others are answered: see [Combiner.Close].
+func (s *Sharded) Close() {
+	var closing sync.WaitGroup
+	for _, shard := range s.shards {
+		closing.Go(shard.Close)
+	}
+	closing.Wait()
+}
+
+// Acquire is [Combiner.Acquire] on the shard of key.
+//
+// Errors: those of Combiner.Acquire, in a [*ShardError].
+func (s *Sharded) Acquire(ctx context.Context, policy, key string, opts ...AcquireOption) (Decision, error) {
+	return ask(ctx, s, key, func(on *shard) (Decision, error) { return on.Acquire(ctx, policy, key, opts...) })
+}
+
+// AcquireAll is [Combiner.AcquireAll] if all charges belong to one shard, and as exact. That is so when they have one key, under
+// several policies. Charges of several shards are refused: no transaction spans two databases, so a crash between them would
+// leave a part taken.
+//
+// Errors: [ErrSeveralShards]; those of Combiner.AcquireAll, in a [*ShardError].
+func (s *Sharded) AcquireAll(ctx context.Context, charges []Charge, opts ...AcquireAllOption) (JointDecision, error) {
+	var key string // of none: the error is any shard's to tell
+	for i, c := range charges {
+		if i == 0 {
+			key = c.Key
+		}
+		if first, this := ShardOf(key, len(s.shards)), ShardOf(c.Key, len(s.shards)); this != first {
+			return JointDecision{}, failed("acquire all", fmt.Errorf("%w: charge 0 to shard %d and charge %d to shard %d of %d, and a request is one "+
+				"transaction in one database. Give limits that are asked for together the same key, under different policies; "+
+				"or ask for each alone, and refund when a later one is denied", ErrSeveralShards, first, i, this, len(s.shards)))
+		}
+	}
+	return ask(ctx, s, key, func(on *shard) (JointDecision, error) { return on.AcquireAll(ctx, charges, opts...) })
+}
+
+// Peek is [Limiter.Peek] on the shard of key.
+//
+// Errors: those of Limiter.Peek, in a [*ShardError].
+func (s *Sharded) Peek(ctx context.Context, policy, key string, opts ...PeekOption) (Decision, error) {
+	return ask(ctx, s, key, func(on *shard) (Decision, error) { return on.Peek(ctx, policy, key, opts...) })
+}
+
+// Refund is [Limiter.Refund] on the shard of key.
+//
+// Errors: those of Limiter.Refund, in a [*ShardError].
+func (s *Sharded) Refund(ctx context.Context, policy, key string, amount int64) (Decision, error) {
+	return ask(ctx, s, key, func(on *shard) (Decision, error) { return on.Refund(ctx, policy, key, amount) })
+}
+
+// Reset is [Limiter.Reset] on the shard of key.
+//
+// Errors: those of Limiter.Reset, in a [*ShardError].
+func (s *Sharded) Reset(ctx context.Context, policy, key string) error {
+	return s.tell(ctx, key, func(on *shard) error { return on.Reset(ctx, policy, key) })
+}
+
+// Charge is [Limiter.Charge] on the shard of key.
+//
+// Errors: those of Limiter.Charge, in a [*ShardError].
+func (s *Sharded) Charge(ctx context.Context, policy, key string, cost int64, opts ...ChargeOption) (Decision, error) {
+	return ask(ctx, s, key, func(on *shard) (Decision, error) { return on.Charge(ctx, policy, key, cost, opts...) })
+}
+
+// Settle is [Limiter.Settle] on the shard of key.
+//
+// Errors: those of Limiter.Settle, in a [*ShardError].
+func (s *Sharded) Settle(ctx context.Context, policy, key, idempotencyKey string, cost int64) (Decision, error) {
+	return ask(ctx, s, key, func(on *shard) (Decision, error) { return on.Settle(ctx, policy, key, idempotencyKey, cost) })
+}
+
+// Reserve is [Limiter.Reserve] on the shard of key.
+//
+// Errors: those of Limiter.Reserve, in a [*ShardError].
+func (s *Sharded) Reserve(ctx context.Context, policy, key string, maxWait time.Duration, opts ...AcquireOption) (Reservation, error) {
+	return ask(ctx, s, key, func(on *shard) (Reservation, error) { return on.Reserve(ctx, policy, key, maxWait, opts...) })
+}
+
+// AcquireUpTo is [Limiter.AcquireUpTo] on the shard of key.
+//
+// Errors: those of Limiter.AcquireUpTo, in a [*ShardError].
+func (s *Sharded) AcquireUpTo(ctx context.Context, policy, key string, atMost int64, opts ...AcquireUpToOption) (PartialDecision, error) {
+	return ask(ctx, s, key, func(on *shard) (PartialDecision, error) { return on.AcquireUpTo(ctx, policy, key, atMost, opts...) })
+}
+
+// Wait is [Limiter.Wait] on the shard of key.
+//
+// Errors: those of Limiter.Wait, in a [*ShardError].
+func (s *Sharded) Wait(ctx context.Context, policy, key string, opts ...WaitOption) (Reservation, error) {
+	return ask(ctx, s, key, func(on *shard) (Reservation, error) { return on.Wait(ctx, policy, key, opts...) })
+}
+
+// Override is [Limiter.Override] on the shard of the override's key.
+//
+// Errors: those of Limiter.Override, in a [*ShardError].
+func (s *Sharded) Override(ctx context.Context, o Override) error {
+	return s.tell(ctx, o.Key, func(on *shard) error { return on.Override(ctx, o) })
+}
+
+// RemoveOverride is [Limiter.RemoveOverride] on the shard of key.
+//
+// Errors: those of Limiter.RemoveOverride, in a [*ShardError].
+func (s *Sharded) RemoveOverride(ctx context.Context, policy, key string) (removed bool, err error) {
+	return ask(ctx, s, key, func(on *shard) (bool, error) { return on.RemoveOverride(ctx, policy, key) })
+}
+
+// Overrides lists those of all shards as [Limiter.Overrides] lists those of one database; with [OfKey], it asks one shard.
+//
+// Errors: those of Limiter.Overrides, in a [*ShardError] of each shard that failed. Then nothing is listed.
+func (s *Sharded) Overrides(ctx context.Context, opts ...OverridesOption) ([]Override, error) {
+	config := newOverrides(opts)
+	if key, ok := config.key.(string); ok {
+		return ask(ctx, s, key, func(on *shard) ([]Override, error) { return on.Overrides(ctx, opts...) })
+	}
+	lists, err := listAll(ctx, s, func(on *shard) ([]Override, error) { return on.Overrides(ctx, opts...) })
+	if err != nil {
+		return nil, err
+	}
+	all := slices.Concat(lists...)
+	slices.SortFunc(all, func(a, b Override) int { return cmp.Or(cmp.Compare(a.Policy, b.Policy), cmp.Compare(a.Key, b.Key)) })
+	return all[:min(len(all), int(config.maxRows))], nil
+}
+
+// listAll asks all shards for lists.
+func listAll[A any](ctx context.Context, s *Sharded, list func(*shard) (A, error)) ([]A, error) {
+	lists := make([]A, len(s.shards))
+	err := errors.Join(s.onAll(ctx, func(on *shard) (err error) {
+		lists[on.number], err = list(on)
+		return err
+	})...)
+	return lists, err
+}
+
+// DefinePolicy is [Limiter.DefinePolicy] on all shards, at the same time. They are no one transaction: after an error some have
+// the policy as defined, and others not. Say it again until there is none.
+//
+// Errors: those of Limiter.DefinePolicy, in a [*ShardError] of each shard that failed.
+func (s *Sharded) DefinePolicy(ctx context.Context, p Policy) error {
+	return errors.Join(s.onAll(ctx, func(on *shard) error { return on.DefinePolicy(ctx, p) })...)
+}
+
+// DropPolicy is [Limiter.DropPolicy] on all shards, at the same time. They are no one transaction: after an error some may have
+// the policy still. Say it again until there is no error, or [ErrUnknownPolicy]: that is an error only if no shard had it.
+//
+// Errors: those of Limiter.DropPolicy, in a [*ShardError] of each shard that failed.
+func (s *Sharded) DropPolicy(ctx context.Context, name string) error {
+	errs := s.onAll(ctx, func(on *shard) error { return on.DropPolicy(ctx, name) })
+	isUnknown := func(err error) bool { return errors.Is(err, ErrUnknownPolicy) }
+	if known := slices.DeleteFunc(slices.Clone(errs), isUnknown); len(known) > 0 {
+		errs = known
+	}
+	return errors.Join(errs...)
+}
+
+// Policies is [Limiter.Policies]: the policies that all shards have.
+//
+// Errors: those of Limiter.Policies, in a [*ShardError] of each shard that failed; one of a shard whose policies are not those of
+// shard 0, because a DefinePolicy or DropPolicy was not said again until it succeeded.
+func (s *Sharded) Policies(ctx context.Context) ([]Policy, error) {
+	lists, err := listAll(ctx, s, func(on *shard) ([]Policy, error) { return on.Policies(ctx) })
+	if err != nil {
+		return nil, err
+	}
+	for i, list := range lists {
+		if !slices.Equal(list, lists[0]) {
+			return nil, s.shards[i].failed(failed("list policies", errors.New("its policies differ from those of shard 0: define or drop them again, on all shards")))
+		}
+	}
+	return lists[0], nil
+}
+
+// Cleanup is [Limiter.Cleanup] on all shards, at the same time: a batch in each. It counts what all of them have removed, also if
+// some have failed.
+//
+// Errors: those of Limiter.Cleanup, in a [*ShardError] of each shard that failed.
+func (s *Sharded) Cleanup(ctx context.Context, opts ...CleanupOption) (sum Cleaned, err error) {
+	all, err := listAll(ctx, s, func(on *shard) (Cleaned, error) { return on.Cleanup(ctx, opts...) })
+	for _, c := range all {
+		sum.Buckets += c.Buckets
+		sum.IdempotencyKeys += c.IdempotencyKeys
+	}
+	return sum, err
+}
+
+// RunCleanup is [Limiter.RunCleanup] on all shards, at the same time, each at its own pace. [OnError] gets a [*ShardError].
+func (s *Sharded) RunCleanup(ctx context.Context, every time.Duration, opts ...RunCleanupOption) {
+	c := newRunCleanup(opts)
+	var running sync.WaitGroup
+	for _, shard := range s.shards {
+		running.Go(func() {
+			shard.RunCleanup(ctx, every, OnError(func(err error) { c.onError(shard.failed(err)) }))
+		})
+	}
+	running.Wait()
+}

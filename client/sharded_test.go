@@ -1,0 +1,445 @@
+package client_test
+
+import (
+	"context"
+	"encoding/binary"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"maps"
+	"os"
+	"slices"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+)
+
+func TestShardOf_IsAsPublished(t *testing.T) {
+	t.Parallel()
+	text, err := os.ReadFile("testdata/shards.json")
+	require.NoError(t, err)
+	var vectors []struct {
+		Key, Hash string
+		Of, Shard int
+	}
+	require.NoError(t, json.Unmarshal(text, &vectors))
+	require.GreaterOrEqual(t, len(vectors), 20)
+	for _, v := range vectors {
+		require.Equal(t, v.Shard, client.ShardOf(v.Key, v.Of), "%q of %d", v.Key, v.Of)
+		hash, err := hex.DecodeString(v.Hash)
+		require.NoError(t, err)
+		require.Equal(t, v.Shard, int(binary.BigEndian.Uint64(hash)%uint64(v.Of)), "%q of %d", v.Key, v.Of)
+	}
+	require.Equal(t, 2, client.ShardOf("user:42", 16))
+	require.Equal(t, "ea3fd43be1e57d62", vectors[0].Hash)
+}
+
+// shards are databases that are numbered, and the pools that lead there.
+type shards struct {
+	dbs   []*pgtest.DB
+	pools []*pgxpool.Pool
+}
+
+func newShards(t *testing.T, of int) (s shards) {
+	t.Helper()
+	for n := range of {
+		db := pgtest.New(t)
+		db.Exec(t, "select ratelimit_define_shard($1, $2)", n, of)
+		s.dbs, s.pools = append(s.dbs, db), append(s.pools, db.Pool)
+	}
+	return s
+}
+
+func (s shards) open(t *testing.T) *client.Sharded {
+	t.Helper()
+	limiter, err := client.NewSharded(t.Context(), s.pools)
+	require.NoError(t, err)
+	t.Cleanup(limiter.Close)
+	return limiter
+}
+
+// keyOn is a key that a shard has.
+func keyOn(shard, of int) string { return slices.Collect(keysOn(shard, of, 1))[0] }
+
+// keysOn are so many keys that a shard has.
+func keysOn(shard, of, n int) func(yield func(string) bool) {
+	return func(yield func(string) bool) {
+		for i := 0; n > 0; i++ {
+			if key := fmt.Sprint("user:", i); client.ShardOf(key, of) == shard {
+				n--
+				if !yield(key) {
+					return
+				}
+			}
+		}
+	}
+}
+
+// shardIs requires that an error is one of a shard.
+func shardIs(t *testing.T, shard, of int, err error) {
+	t.Helper()
+	var e *client.ShardError
+	require.ErrorAs(t, err, &e)
+	require.Equal(t, [2]int{shard, of}, [2]int{e.Shard, e.Of}, "%v", err)
+	require.ErrorContains(t, err, fmt.Sprintf("pgratelimit: shard %d of %d: ", shard, of))
+}
+
+// Each method about a key finds the bucket in the database that ShardOf names, and no other.
+func TestSharded_EachCallGoesToTheShardOfItsKey(t *testing.T) {
+	t.Parallel()
+	ctx := t.Context()
+	const of = 4
+	s := newShards(t, of)
+	limiter := s.open(t)
+	require.NoError(t, limiter.DefinePolicy(ctx, client.Policy{Name: "api", Capacity: 100, Refill: 1, Every: time.Hour}))
+	require.NoError(t, limiter.DefinePolicy(ctx, client.Policy{Name: "org", Capacity: 100, Refill: 1, Every: time.Hour}))
+
+	for shard := range of {
+		key := keyOn(shard, of)
+		here := client.New(s.pools[shard])
+		left := func(want int64) {
+			t.Helper()
+			for n, pool := range s.pools {
+				d, err := client.New(pool).Peek(ctx, "api", key)
+				require.NoError(t, err)
+				if n != shard {
+					require.EqualValues(t, 100, d.Remaining, "shard %d does not know the key of shard %d", n, shard)
+				} else {
+					require.Equal(t, want, d.Remaining)
+				}
+			}
+			d, err := limiter.Peek(ctx, "api", key)
+			require.NoError(t, err)
+			require.Equal(t, want, d.Remaining)
+		}
+		d, err := limiter.Acquire(ctx, "api", key, client.Cost(10), client.IdempotencyKey("estimate"))
+		require.NoError(t, err)
+		require.True(t, d.Allowed)
+		left(90)
+		_, err = limiter.Settle(ctx, "api", key, "estimate", 20)
+		require.NoError(t, err)
+		left(80)
+		_, err = limiter.Charge(ctx, "api", key, 10)
+		require.NoError(t, err)
+		left(70)
+		_, err = limiter.Refund(ctx, "api", key, 5)
+		require.NoError(t, err)
+		left(75)
+		r, err := limiter.Reserve(ctx, "api", key, 0, client.Cost(5))
+		require.NoError(t, err)
+		require.True(t, r.Allowed)
+		left(70)
+		r, err = limiter.Wait(ctx, "api", key, client.Cost(5))
+		require.NoError(t, err)
+		require.True(t, r.Allowed)
+		left(65)
+		part, err := limiter.AcquireUpTo(ctx, "api", key, 5)
+		require.NoError(t, err)
+		require.EqualValues(t, 5, part.Taken)
+		left(60)
+		joint, err := limiter.AcquireAll(ctx, []client.Charge{{Policy: "api", Key: key, Cost: client.Cost(5)}, {Policy: "org", Key: key}})
+		require.NoError(t, err)
+		require.True(t, joint.Allowed)
+		left(55)
+		require.NoError(t, limiter.Override(ctx, client.Override{Policy: "api", Key: key, Capacity: 50, Refill: 1, Every: time.Hour}))
+		require.NoError(t, limiter.Reset(ctx, "api", key))
+		d, err = here.Peek(ctx, "api", key)
+		require.NoError(t, err)
+		require.EqualValues(t, 50, d.Remaining)
+
+		only, err := limiter.Overrides(ctx, client.OfKey(key))
+		require.NoError(t, err)
+		require.Len(t, only, 1)
+	}
+
+	all, err := limiter.Overrides(ctx)
+	require.NoError(t, err)
+	require.Len(t, all, of)
+	require.True(t, slices.IsSortedFunc(all, func(a, b client.Override) int { return slices.Compare([]string{a.Key}, []string{b.Key}) }))
+	some, err := limiter.Overrides(ctx, client.OfPolicy("api"), client.MaxRows(2))
+	require.NoError(t, err)
+	require.Equal(t, all[:2], some)
+	removed, err := limiter.RemoveOverride(ctx, "api", keyOn(1, of))
+	require.NoError(t, err)
+	require.True(t, removed)
+	all, err = limiter.Overrides(ctx)
+	require.NoError(t, err)
+	require.Len(t, all, of-1)
+}
+
+func TestSharded_PoliciesAreThoseOfAllShards(t *testing.T) {
+	t.Parallel()
+	ctx := t.Context()
+	const of = 4
+	s := newShards(t, of)
+	limiter := s.open(t)
+	policy := client.Policy{Name: "api", Capacity: 10, Refill: 1, Every: time.Hour, Stepped: client.No, Durable: client.Yes, Remember: 24 * time.Hour, Shadow: client.No}
+	require.ErrorIs(t, limiter.DropPolicy(ctx, "api"), client.ErrUnknownPolicy)
+
+	// A part of the shards, as after an error.
+	for _, pool := range s.pools[:2] {
+		require.NoError(t, client.New(pool).DefinePolicy(ctx, policy))
+	}
+	_, err := limiter.Policies(ctx)
+	shardIs(t, 2, of, err)
+	require.ErrorContains(t, err, "differ")
+	for range 2 {
+		require.NoError(t, limiter.DefinePolicy(ctx, policy))
+		policies, err := limiter.Policies(ctx)
+		require.NoError(t, err)
+		require.Equal(t, []client.Policy{policy}, policies)
+	}
+
+	require.NoError(t, client.New(s.pools[3]).DropPolicy(ctx, "api"))
+	require.NoError(t, limiter.DropPolicy(ctx, "api"), "what is left of it")
+	require.ErrorIs(t, limiter.DropPolicy(ctx, "api"), client.ErrUnknownPolicy)
+
+	err = limiter.DefinePolicy(ctx, client.Policy{Name: "api"})
+	require.ErrorIs(t, err, client.ErrInvalidArgument)
+	for shard := range of {
+		require.ErrorContains(t, err, fmt.Sprintf("shard %d of %d: define policy: ", shard, of))
+	}
+}
+
+func TestSharded_ChargesOfSeveralShardsAreRefused(t *testing.T) {
+	t.Parallel()
+	ctx := t.Context()
+	s := newShards(t, 2)
+	limiter := s.open(t)
+	require.NoError(t, limiter.DefinePolicy(ctx, client.Policy{Name: "api", Capacity: 10, Refill: 1, Every: time.Hour}))
+	here, there := keyOn(0, 2), keyOn(1, 2)
+	_, err := limiter.AcquireAll(ctx, []client.Charge{{Policy: "api", Key: here}, {Policy: "api", Key: here}, {Policy: "api", Key: there}})
+	require.ErrorIs(t, err, client.ErrSeveralShards)
+	require.ErrorIs(t, err, client.ErrInvalidArgument)
+	require.ErrorContains(t, err, "charge 0 to shard 0 and charge 2 to shard 1 of 2")
+	require.ErrorContains(t, err, "the same key")
+	require.NotContains(t, err.Error(), here, "who may not see keys may see errors")
+	for _, key := range []string{here, there} {
+		d, err := limiter.Peek(ctx, "api", key)
+		require.NoError(t, err)
+		require.EqualValues(t, 10, d.Remaining)
+	}
+	_, err = limiter.AcquireAll(ctx, nil)
+	require.ErrorIs(t, err, client.ErrInvalidArgument)
+	require.NotErrorIs(t, err, client.ErrSeveralShards)
+	_, err = limiter.AcquireAll(ctx, []client.Charge{{Policy: "nobody", Key: there}, {Policy: "api", Key: there}})
+	require.ErrorIs(t, err, client.ErrUnknownPolicy)
+	shardIs(t, 1, 2, err)
+}
+
+func TestSharded_CleanUp(t *testing.T) {
+	t.Parallel()
+	const of = 2
+	s := newShards(t, of)
+	limiter := s.open(t)
+	ctx, stop := context.WithCancel(t.Context())
+	defer stop()
+	require.NoError(t, limiter.DefinePolicy(ctx, client.Policy{Name: "api", Capacity: 10, Refill: 10, Every: time.Microsecond, Remember: time.Microsecond}))
+	use := func() {
+		for shard, db := range s.dbs {
+			db.Exec(t, "select ratelimit_acquire('api', $1, 1, 'x')", keyOn(shard, of))
+			db.Exec(t, "update ratelimit.buckets set due_at = now() - interval '1 day', refilled_at = now() - interval '1 day'")
+			db.Exec(t, "update ratelimit.idempotency_keys set expires_at = now() - interval '1 day'")
+		}
+	}
+	use()
+	cleaned, err := limiter.Cleanup(ctx, client.MaxRows(1))
+	require.NoError(t, err)
+	require.Equal(t, client.Cleaned{Buckets: of, IdempotencyKeys: of}, cleaned)
+	use()
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		limiter.RunCleanup(ctx, time.Millisecond)
+	}()
+	for _, db := range s.dbs {
+		db.Await(t, time.Minute, "select not exists (select from ratelimit.idempotency_keys)")
+	}
+	stop()
+	<-done
+
+	_, err = s.pools[1].Exec(t.Context(), "drop procedure ratelimit_cleanup_all")
+	require.NoError(t, err)
+	ctx, stop = context.WithCancel(t.Context())
+	var once sync.Once
+	limiter.RunCleanup(ctx, time.Millisecond, client.OnError(func(err error) {
+		once.Do(func() {
+			shardIs(t, 1, of, err)
+			stop()
+		})
+	}))
+}
+
+// Each way to list the wrong databases is told from the others, with the database and what helps.
+func TestNewSharded_RefusesWhatIsWrong(t *testing.T) {
+	t.Parallel()
+	ctx := t.Context()
+	const of = 4
+	s := newShards(t, of)
+	p := s.pools
+	open := func(pools ...*pgxpool.Pool) error {
+		limiter, err := client.NewSharded(ctx, pools)
+		if err == nil {
+			limiter.Close()
+		}
+		return err
+	}
+	require.NoError(t, open(p...))
+
+	unnumbered, other, absent, bare := pgtest.New(t), pgtest.New(t), pgtest.New(t), pgtest.Empty(t)
+	other.Exec(t, "select ratelimit_define_shard(1, 8)")
+	config := p[0].Config()
+	config.ConnConfig.Database = "nowhere " + absent.Name
+	nowhere, err := pgxpool.NewWithConfig(ctx, config)
+	require.NoError(t, err)
+	t.Cleanup(nowhere.Close)
+	for name, test := range map[string]struct {
+		pools []*pgxpool.Pool
+		wrong []int // shards that are
+		says  []string
+	}{
+		"swapped":       {[]*pgxpool.Pool{p[0], p[2], p[1], p[3]}, []int{1, 2}, []string{s.dbs[2].Name + `"`, "is shard 2 of 4", "in the order of their numbers"}},
+		"twice":         {[]*pgxpool.Pool{p[0], p[1], p[1], p[3]}, []int{2}, []string{s.dbs[1].Name + `"`, "is shard 1 of 4", "each once"}},
+		"too few":       {[]*pgxpool.Pool{p[0], p[1]}, []int{0, 1}, []string{s.dbs[0].Name + `"`, "is shard 0 of 4. List all 4 databases"}},
+		"too many":      {slices.Concat(p, p), []int{0, 1, 2, 3, 4, 5, 6, 7}, []string{"is shard 0 of 4. List all 4 databases"}},
+		"another set's": {[]*pgxpool.Pool{p[0], other.Pool, p[2], p[3]}, []int{1}, []string{other.Name + `"`, "is shard 1 of 8"}},
+		"unnumbered":    {[]*pgxpool.Pool{p[0], p[1], p[2], unnumbered.Pool}, []int{3}, []string{unnumbered.Name + `"`, "is no shard", "select ratelimit_define_shard(3, 4);"}},
+	} {
+		err := open(test.pools...)
+		require.ErrorIs(t, err, client.ErrWrongShard, name)
+		for _, says := range test.says {
+			require.ErrorContains(t, err, says, name)
+		}
+		for shard := range test.pools {
+			prefix := fmt.Sprintf("shard %d of %d: check the shard: wrong shard: ", shard, len(test.pools))
+			if slices.Contains(test.wrong, shard) {
+				require.ErrorContains(t, err, prefix, name)
+			} else {
+				require.NotContains(t, err.Error(), prefix, name)
+			}
+		}
+	}
+	for _, pools := range [][]*pgxpool.Pool{nil, p[:3]} {
+		require.ErrorIs(t, open(pools...), client.ErrWrongShard)
+		require.ErrorContains(t, open(pools...), "power of two")
+	}
+	err = open(p[0], p[1], nowhere, p[3])
+	shardIs(t, 2, of, err)
+	require.ErrorContains(t, err, "3D000")
+	err = open(p[0], p[1], p[2], bare.Pool)
+	shardIs(t, 3, of, err)
+	require.ErrorContains(t, err, "Install pgratelimit in this database")
+}
+
+// A connection to the wrong database is refused, too, when it is made later.
+func TestCheckShard_RefusesConnections(t *testing.T) {
+	t.Parallel()
+	s := newShards(t, 2)
+	connect := func(shard, of int) error {
+		config := s.pools[1].Config()
+		config.AfterConnect = client.CheckShard(shard, of, client.Schema("public"))
+		pool, err := pgxpool.NewWithConfig(t.Context(), config)
+		require.NoError(t, err)
+		defer pool.Close()
+		return pool.Ping(t.Context())
+	}
+	require.NoError(t, connect(1, 2))
+	for _, wrong := range [][2]int{{0, 2}, {1, 4}} {
+		err := connect(wrong[0], wrong[1])
+		require.ErrorIs(t, err, client.ErrWrongShard)
+		shardIs(t, wrong[0], wrong[1], err)
+	}
+}
+
+// unreachable is a pool of a database that nobody can reach, until it can.
+type unreachable struct {
+	*pgxpool.Pool
+	mu  sync.Mutex
+	err error
+}
+
+func (u *unreachable) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	if u.err != nil {
+		return scanner{u.err}
+	}
+	return u.Pool.QueryRow(ctx, sql, args...)
+}
+
+func (u *unreachable) fail(err error) {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	u.err = err
+}
+
+// A program starts beside a shard that is down. That shard is asked who it is before its first call.
+func TestNewSharded_StartsBesideAShardThatIsDown(t *testing.T) {
+	t.Parallel()
+	ctx := t.Context()
+	const of = 2
+	s := newShards(t, of)
+	down := &pgconn.PgError{Code: "57P03", Message: "the database system is starting up", Severity: "FATAL", SeverityUnlocalized: "FATAL"}
+	up, other := &unreachable{Pool: s.pools[0]}, &unreachable{Pool: s.pools[1], err: down}
+	limiter, err := client.NewSharded(ctx, []client.Pool{up, other})
+	require.NoError(t, err)
+	defer limiter.Close()
+
+	_, err = limiter.Acquire(ctx, "api", keyOn(1, of))
+	require.ErrorIs(t, err, down)
+	shardIs(t, 1, of, err)
+	err = limiter.DefinePolicy(ctx, client.Policy{Name: "api", Capacity: 10, Refill: 1, Every: time.Hour})
+	shardIs(t, 1, of, err)
+	_, err = limiter.Acquire(ctx, "api", keyOn(0, of))
+	require.NoError(t, err, "the others have it")
+
+	other.Pool = s.pools[0]
+	other.fail(nil)
+	_, err = limiter.Acquire(ctx, "api", keyOn(1, of))
+	require.ErrorIs(t, err, client.ErrWrongShard, "it was another database")
+	other.Pool = s.pools[1]
+	require.NoError(t, limiter.DefinePolicy(ctx, client.Policy{Name: "api", Capacity: 10, Refill: 1, Every: time.Hour}))
+	d, err := limiter.Acquire(ctx, "api", keyOn(1, of))
+	require.NoError(t, err)
+	require.True(t, d.Allowed)
+
+	up.fail(errors.New("no route to host"))
+	other.fail(errors.New("no route to host"))
+	_, err = client.NewSharded(ctx, []client.Pool{up, other})
+	shardIs(t, 0, of, err)
+	require.ErrorContains(t, err, "no route to host")
+}
+
+func TestSharded_Close(t *testing.T) {
+	t.Parallel()
+	s := newShards(t, 2)
+	limiter := s.open(t)
+	limiter.Close()
+	_, err := limiter.Acquire(t.Context(), "api", "k")
+	require.ErrorIs(t, err, client.ErrClosed)
+	limiter.Close()
+}
+
+// A set that has one answer however it is asked: of 2, of 4, and so on, with keys spread evenly.
+func TestShardOf_SpreadsKeys(t *testing.T) {
+	t.Parallel()
+	count := map[int]int{}
+	const keys, of = 16_000, 16
+	for i := range keys {
+		key := fmt.Sprint("user:", i)
+		shard := client.ShardOf(key, of)
+		count[shard]++
+		require.Equal(t, shard%2, client.ShardOf(key, 2))
+	}
+	require.Len(t, count, of)
+	require.Greater(t, slices.Min(slices.Collect(maps.Values(count))), keys/of*8/10)
+}
