@@ -216,6 +216,9 @@ func (s *docsSession) run(block docsBlock) (ran int, err error) {
 		}
 		return ran, nil
 	case "js", "python", "java", "php", "ruby":
+		if strings.Contains(block.text, "sha256") { // it finds a shard: TestShards_OneRuleForEveryLanguage runs it
+			return 0, nil
+		}
 		statement, found := docsOneStatement(block.text)
 		if !found {
 			return 0, fmt.Errorf("it does not have the statement of the page: %s", docsOne)
