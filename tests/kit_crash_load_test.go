@@ -30,9 +30,7 @@ type crashLoad struct {
 	busy       chan struct{} // closed when there are some grants
 }
 
-// startCrashLoad starts callers of some policies, who pause between requests for a random time up to the one
-// given. The keys of their buckets begin with the prefix. Requests with an idempotency key have buckets of
-// their own.
+// startCrashLoad starts callers on one database: see startCrashLoadOn.
 func startCrashLoad(t testing.TB, url, prefix string, policies []string, pause time.Duration, opts ...client.LimiterOption) *crashLoad {
 	t.Helper()
 	pool, err := pgxpool.New(context.Background(), url+"&pool_max_conns=12")
@@ -42,24 +40,50 @@ func startCrashLoad(t testing.TB, url, prefix string, policies []string, pause t
 		combinerOpts = append(combinerOpts, opt)
 	}
 	combiner := client.NewCombiner(pool, combinerOpts...)
-	limiter := client.New(pool, opts...)
+	l := startCrashLoadOn(t, crashTarget{combiner: combiner, limiter: client.New(pool, opts...)}, prefix, policies, pause)
+	end := l.end
+	l.end = sync.OnceFunc(func() {
+		end()
+		combiner.Close()
+		pool.Close()
+	})
+	t.Cleanup(l.end)
+	return l
+}
 
+// A crashTarget is what the callers of a load ask: most of them the combiner.
+type crashTarget struct {
+	combiner, limiter client.Acquirer
+	spread            func(caller int, key string) string // the key that a caller has in place of this one; nil for the same
+}
+
+// startCrashLoadOn starts callers of some policies, who pause between requests for a random time up to the one
+// given. The keys of their buckets begin with the prefix. Requests with an idempotency key have buckets of
+// their own.
+func startCrashLoadOn(t testing.TB, target crashTarget, prefix string, policies []string, pause time.Duration) *crashLoad {
+	t.Helper()
+	if target.spread == nil {
+		target.spread = func(_ int, key string) string { return key }
+	}
 	l := &crashLoad{prefix: prefix, busy: make(chan struct{})}
 	all := newLoad(t)
 	for i := range 30 * len(policies) {
 		all.callers.Go(func() error {
-			by := client.Acquirer(combiner)
+			by := target.combiner
 			if i/len(policies)%10 == 0 {
-				by = limiter
+				by = target.limiter
+			}
+			key := func(kind string, n int) string {
+				return target.spread(i/len(policies), fmt.Sprint(prefix, " ", kind, " ", n))
 			}
 			r := request{BucketID: model.BucketID{Policy: policies[i%len(policies)]}}
 			if i%5 == 0 && i < 15*len(policies) {
-				return l.acquireAll(all, by, r.Policy, fmt.Sprint(i), pause)
+				return l.acquireAll(all, by, r.Policy, key, fmt.Sprint(i), pause)
 			}
 			for n := 0; ; n++ {
-				r.Key, r.cost = fmt.Sprint(prefix, " plain ", rand.N(3)), 1+rand.Int64N(3)
+				r.Key, r.cost = key("plain", rand.N(3)), 1+rand.Int64N(3)
 				if i < 15*len(policies) {
-					r.Key, r.idempotencyKey = fmt.Sprint(prefix, " keyed ", rand.N(3)), fmt.Sprint(i, " ", n)
+					r.Key, r.idempotencyKey = key("keyed", rand.N(3)), fmt.Sprint(i, " ", n)
 				}
 				select {
 				case <-all.ctx.Done():
@@ -73,23 +97,29 @@ func startCrashLoad(t testing.TB, url, prefix string, policies []string, pause t
 			}
 		})
 	}
-	l.end = sync.OnceFunc(func() {
-		_ = all.end() // no caller returns an error
-		combiner.Close()
-		pool.Close()
-	})
-	t.Cleanup(l.end)
+	l.end = func() { _ = all.end() } // no caller returns an error
 	return l
 }
 
+// of is what a load has on the buckets of one shard.
+func (l *crashLoad) of(shard, of int) *crashLoad {
+	elsewhere := func(e entry) bool { return client.ShardOf(e.Key, of) != shard }
+	return &crashLoad{
+		prefix:     l.prefix,
+		grants:     slices.DeleteFunc(slices.Clone(l.grants), elsewhere),
+		unanswered: slices.DeleteFunc(slices.Clone(l.unanswered), elsewhere),
+		denials:    l.denials,
+	}
+}
+
 // acquireAll makes requests for two buckets at a time. Each bucket's share is a request with an idempotency key.
-func (l *crashLoad) acquireAll(all *load, by client.Acquirer, policy, caller string, pause time.Duration) error {
+func (l *crashLoad) acquireAll(all *load, by client.Acquirer, policy string, key func(kind string, n int) string, caller string, pause time.Duration) error {
 	for n := 0; ; n++ {
 		idempotencyKey := fmt.Sprint(caller, " ", n)
 		var charges []client.Charge
-		for key := range 2 {
+		for n := range 2 {
 			charges = append(charges, client.Charge{
-				Policy: policy, Key: fmt.Sprint(l.prefix, " keyed ", key+rand.N(2)*key), Cost: client.Cost(1 + rand.Int64N(3)),
+				Policy: policy, Key: key("keyed", n+rand.N(2)*n), Cost: client.Cost(1 + rand.Int64N(3)),
 			})
 		}
 		select {

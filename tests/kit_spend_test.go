@@ -63,8 +63,16 @@ func acquireUpTo(q querier, id model.BucketID, atMost, atLeast int64, idempotenc
 	return spent{*row.decision(), *taken}, nil
 }
 
+// A spender is a *client.Limiter, or what has its methods.
+type spender interface {
+	Charge(ctx context.Context, policy, key string, cost int64, opts ...client.ChargeOption) (client.Decision, error)
+	Settle(ctx context.Context, policy, key, idempotencyKey string, cost int64) (client.Decision, error)
+	Reserve(ctx context.Context, policy, key string, maxWait time.Duration, opts ...client.AcquireOption) (client.Reservation, error)
+	AcquireUpTo(ctx context.Context, policy, key string, atMost int64, opts ...client.AcquireUpToOption) (client.PartialDecision, error)
+}
+
 // with sends the spending through a limiter of the client.
-func (s spending) with(ctx context.Context, limiter *client.Limiter) (spent, error) {
+func (s spending) with(ctx context.Context, limiter spender) (spent, error) {
 	var (
 		charge  []client.ChargeOption
 		acquire = []client.AcquireOption{client.Cost(s.cost)}

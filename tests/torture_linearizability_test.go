@@ -257,8 +257,11 @@ type chronicler struct {
 	db                        *testDB
 	policies                  []string
 	clients                   []*recorder
-	combiner                  *client.Combiner
-	readings                  readings // of the combiner's connections
+	pool                      *pgxpool.Pool // whose connections note the readings of the clock
+	readings                  readings
+	combiner                  client.Acquirer // on the pool
+	oneIn                     int             // so many histories goes by the combiner, too
+	key                       func(name string) string
 	changes, overrides, drops int
 }
 
@@ -282,18 +285,19 @@ func newChronicler(db *testDB, policies ...string) *chronicler {
 		end;
 		$$`)
 	db.cleanUpAtOnce() // a history is over within seconds
-	c := &chronicler{db: db, policies: policies}
+	c := &chronicler{db: db, policies: policies, oneIn: 4, key: func(name string) string { return name }}
 	for range 5 {
 		c.clients = append(c.clients, newRecorder(db))
 	}
 	config, err := pgxpool.ParseConfig(db.URL)
 	require.NoError(db.t, err)
 	config.ConnConfig.OnNotice = c.readings.note
-	pool, err := pgxpool.NewWithConfig(context.Background(), config)
+	c.pool, err = pgxpool.NewWithConfig(context.Background(), config)
 	require.NoError(db.t, err)
-	db.t.Cleanup(pool.Close)
-	c.combiner = client.NewCombiner(pool)
-	db.t.Cleanup(c.combiner.Close)
+	db.t.Cleanup(c.pool.Close)
+	combiner := client.NewCombiner(c.pool)
+	db.t.Cleanup(combiner.Close)
+	c.combiner = combiner
 	for _, policy := range policies {
 		db.definePolicy(policy, 1, 1, time.Second, durability(policy))
 		db.exec(overrideSomeKey, policy)
@@ -437,7 +441,7 @@ func (c *chronicler) history(seed uint64) (histories []history, err error) {
 		chronicler: c,
 		seed:       seed,
 		started:    time.Now(),
-		combined:   random.IntN(4) == 0,
+		combined:   random.IntN(c.oneIn) == 0,
 		versions:   map[string][]version{},
 		numbers:    map[model.BucketID][]numbers{},
 		gone:       map[string][]period{},
@@ -447,7 +451,7 @@ func (c *chronicler) history(seed uint64) (histories []history, err error) {
 		buckets = 1
 	}
 	for i := range buckets {
-		h.buckets = append(h.buckets, model.BucketID{Policy: c.policies[random.IntN(len(c.policies))], Key: fmt.Sprint(seed, " ", i)})
+		h.buckets = append(h.buckets, model.BucketID{Policy: c.policies[random.IntN(len(c.policies))], Key: c.key(fmt.Sprint(seed, " ", i))})
 	}
 	for _, b := range h.buckets {
 		h.numbers[b] = []numbers{{nil, period{0, forever}}}

@@ -1,0 +1,306 @@
+package tests
+
+import (
+	"context"
+	"math"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	"pgregory.net/rapid"
+
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/tests/model"
+)
+
+// Random calls of a client.Sharded, one after the other, get what the model of a single database answers.
+func TestTorture_ShardsModel(t *testing.T) {
+	run := torture(t, 10*time.Second)
+	s := newShards(t)
+	s.each(func(db *testDB) {
+		db.setTimeZone("Europe/Berlin")
+		db.setClock(t0)
+	})
+	limiter := s.limiter(nil)
+	met := sightings{}
+	lacks := func() string {
+		for _, what := range []string{
+			"RL001", "RL002", "RL003", "22023", "under an override", "removed by clean-up", "of one charge: granted", "of one charge: denied",
+			"of one charge: replayed", "of several: granted", "of several: denied", "of several: replayed", "charge: debt", "settle: gave back",
+			"reserve: waits", "acquire_up_to: fewer", "peeks and refunds", "lists of overrides", "lists of policies", "charges of several shards",
+		} {
+			if met[what] == 0 {
+				return what
+			}
+		}
+		return ""
+	}
+	for run.goesOnUntil(lacks() == "", 4*time.Minute) {
+		rapid.Check(quiet{t}, func(t *rapid.T) {
+			m := newShardsModelRun(t, s, limiter, met)
+			t.Repeat(m.actions())
+			run.progress("%d answers", met["answers that agree in every field"])
+		})
+	}
+	require.Empty(t, lacks())
+	run.figure("answers that agree in every field", met["answers that agree in every field"], "")
+}
+
+// A shardsModelRun makes every call twice, to a client.Sharded and to the model. It draws calls as a modelRun does.
+type shardsModelRun struct {
+	*modelRun
+	s       *shards
+	limiter *client.Sharded
+	ctx     context.Context
+}
+
+func newShardsModelRun(t *rapid.T, s *shards, limiter *client.Sharded, met sightings) *shardsModelRun {
+	s.each(func(db *testDB) {
+		db.exec(`
+			delete from ratelimit.policies;
+			delete from ratelimit.overrides;
+			delete from ratelimit.buckets;
+			delete from ratelimit.ephemeral_buckets;
+			delete from ratelimit.idempotency_keys;
+			delete from ratelimit.ephemeral_idempotency_keys`)
+	})
+	ctx := context.Background()
+	m := &shardsModelRun{s: s, limiter: limiter, ctx: ctx, modelRun: &modelRun{
+		model: model.New(), met: met, told: asDurations,
+		clock: func(now time.Time) { s.each(func(db *testDB) { db.setClock(now) }) },
+		ask:   func(of spending) (spent, error) { return of.with(ctx, limiter) },
+		buckets: rapid.Custom(func(t *rapid.T) model.BucketID {
+			id := bucketIDs.Draw(t, "bucket")
+			id.Key = s.key(rapid.IntRange(0, s.of()-1).Draw(t, "shard"), id.Key)
+			return id
+		}),
+	}}
+	m.setClock(t, t0)
+	for _, name := range policyNames {
+		for known := false; !known; _, known = m.model.Policy(name) { // not every definition can be
+			m.define(t, name)
+		}
+	}
+	return m
+}
+
+func (m *shardsModelRun) actions() map[string]func(*rapid.T) {
+	return map[string]func(*rapid.T){
+		"acquire":   func(t *rapid.T) { m.acquire(t, m.request(t)) },
+		"again":     func(t *rapid.T) { m.acquire(t, m.earlier(t)) },
+		"apart":     m.apart,
+		"peek":      m.peekOrRefund,
+		"spend":     m.spend,
+		"spend now": m.spend,
+		"settle":    m.settle,
+		"override":  m.override,
+		"clean up":  m.cleanUp,
+		"policies":  m.changeOrList,
+		"wait":      m.wait,
+		"step":      m.step,
+		"": func(t *rapid.T) {
+			if m.now.Year() < 1000 || m.now.Year() > 8000 { // what RFC 3339 can say, with the longest override
+				m.setClock(t, t0)
+			}
+		},
+	}
+}
+
+// asDurations is a decision with the longest times that the client can tell.
+func asDurations(d decision) decision {
+	for _, at := range []*model.Micros{&d.RetryAfter, &d.ResetAfter} {
+		if *at != model.Never {
+			*at = min(*at, math.MaxInt64/1000)
+		}
+	}
+	return d
+}
+
+// acquire asks for what charges the first one's shard.
+func (m *shardsModelRun) acquire(t *rapid.T, r wholeRequest) {
+	home := client.ShardOf(r.charges[0].Key, m.s.of())
+	for i, c := range r.charges {
+		r.charges[i].Key = m.s.key(home, c.Key[:1])
+	}
+	r = m.remembered(r)
+	want, wantErr := m.model.AcquireAll(m.now, r.charges, r.idempotencyKey)
+	var got whole
+	var err error
+	if len(r.charges) == 1 && rapid.Bool().Draw(t, "alone") {
+		var d client.Decision
+		d, err = r.single().by(m.ctx, m.limiter)
+		got = wholeOf(decisionOf(d))
+	} else {
+		got, err = r.by(m.ctx, m.limiter)
+	}
+	if m.sameError(t, wantErr, err); err == nil {
+		m.sawWhole(r, want)
+		want.Decision = asDurations(want.Decision)
+		for i, d := range want.Decisions {
+			want.Decisions[i] = asDurations(d)
+		}
+		require.Equal(t, want, got, "%+v", r)
+	}
+}
+
+// apart asks for charges of several shards, which changes nothing.
+func (m *shardsModelRun) apart(t *rapid.T) {
+	r := m.request(t)
+	homes := map[int]bool{}
+	for _, c := range r.charges {
+		homes[client.ShardOf(c.Key, m.s.of())] = true
+	}
+	if len(homes) < 2 {
+		t.Skip("of one shard")
+	}
+	_, err := r.by(m.ctx, m.limiter)
+	require.ErrorIs(t, err, client.ErrSeveralShards)
+	m.met["charges of several shards"]++
+}
+
+func (m *shardsModelRun) peekOrRefund(t *rapid.T) {
+	id := m.buckets.Draw(t, "bucket")
+	amount := m.amount(t, id.Policy)
+	var want decision
+	var got client.Decision
+	var wantErr, err error
+	if rapid.Bool().Draw(t, "peek") {
+		want, wantErr = m.model.Peek(m.now, id, amount)
+		got, err = m.limiter.Peek(m.ctx, id.Policy, id.Key, client.Cost(amount))
+	} else {
+		want, wantErr = m.model.Refund(m.now, id, amount)
+		got, err = m.limiter.Refund(m.ctx, id.Policy, id.Key, amount)
+	}
+	m.same(t, asDurations(want), decisionOf(got), wantErr, err)
+}
+
+func (m *shardsModelRun) define(t *rapid.T, name string) {
+	def := definitions.Draw(t, "policy "+name)
+	atMost := func(length *model.Micros) time.Duration {
+		if length == nil {
+			return 0
+		}
+		*length = min(*length, math.MaxInt64/1000)
+		return time.Duration(*length) * us
+	}
+	p := client.Policy{
+		Name: name, Capacity: field(def.Capacity), Refill: field(def.Refill), Every: atMost(def.Every), Remember: atMost(def.Remember),
+		Stepped: choice(def.Stepped), Durable: choice(def.Durable), Shadow: choice(def.Shadow),
+	}
+	err := m.limiter.DefinePolicy(m.ctx, p)
+	m.sameError(t, m.model.Define(name, def), err)
+}
+
+// field is a number of a client.Policy or client.Override.
+func field(n *int64) int64 {
+	switch {
+	case n == nil:
+		return 0
+	case *n == 0:
+		return client.Zero
+	}
+	return *n
+}
+
+func choice(b *bool) client.Choice {
+	switch {
+	case b == nil:
+		return client.Keep
+	case *b:
+		return client.Yes
+	}
+	return client.No
+}
+
+func (m *shardsModelRun) changeOrList(t *rapid.T) {
+	id := m.buckets.Draw(t, "bucket")
+	switch rapid.SampledFrom([]string{"define", "reset", "drop", "list"}).Draw(t, "what") {
+	case "define":
+		m.define(t, id.Policy)
+	case "reset":
+		m.sameError(t, m.model.Reset(id), m.limiter.Reset(m.ctx, id.Policy, id.Key))
+	case "drop":
+		m.sameError(t, m.model.Drop(id.Policy), m.limiter.DropPolicy(m.ctx, id.Policy))
+		if !seldom.Draw(t, "leave it") {
+			m.define(t, id.Policy)
+		}
+	case "list":
+		policies, err := m.limiter.Policies(m.ctx)
+		require.NoError(t, err)
+		want := m.model.Policies()
+		require.Len(t, policies, len(want))
+		for _, p := range policies {
+			require.Equal(t, want[p.Name].Capacity, p.Capacity)
+			require.Equal(t, time.Duration(want[p.Name].Every)*us, p.Every)
+		}
+		m.met["lists of policies"]++
+	}
+}
+
+func (m *shardsModelRun) override(t *rapid.T) {
+	id := m.buckets.Draw(t, "bucket")
+	switch rapid.SampledFrom([]string{"set", "set", "set", "remove", "list"}).Draw(t, "what") {
+	case "set":
+		n := overridden.Draw(t, "numbers")
+		o := client.Override{Policy: id.Policy, Key: id.Key, Capacity: field(n.Capacity), Refill: field(n.Refill)}
+		if n.Every != nil {
+			*n.Every = min(*n.Every, math.MaxInt64/1000)
+			o.Every = time.Duration(*n.Every) * us
+		}
+		if rapid.Bool().Draw(t, "expires") {
+			o.ExpiresAt = model.Micros(rapid.Int64Range(-1, 1e9).Draw(t, "after")).After(m.now)
+			m.instants = lastFew(append(m.instants, o.ExpiresAt, o.ExpiresAt.Add(model.CleanUpMargin)))
+		}
+		m.sameError(t, m.model.Override(m.now, id, n, o.ExpiresAt), m.limiter.Override(m.ctx, o))
+	case "remove":
+		had, err := m.limiter.RemoveOverride(m.ctx, id.Policy, id.Key)
+		want, wantErr := m.model.RemoveOverride(m.now, id)
+		if m.sameError(t, wantErr, err); err == nil {
+			require.Equal(t, want, had)
+		}
+	case "list":
+		var opts []client.OverridesOption
+		key := rapid.Bool().Draw(t, "of one key")
+		if key {
+			opts = append(opts, client.OfKey(id.Key))
+		}
+		got, err := m.limiter.Overrides(m.ctx, opts...)
+		require.NoError(t, err)
+		want := map[model.BucketID]int64{}
+		for at, o := range m.model.Overrides() {
+			if o.Live(m.now) && (!key || at.Key == id.Key) {
+				want[at] = o.Capacity
+			}
+		}
+		listed := map[model.BucketID]int64{}
+		for _, o := range got {
+			listed[model.BucketID{Policy: o.Policy, Key: o.Key}] = max(0, o.Capacity) // Zero is none
+		}
+		require.Equal(t, want, listed)
+		m.saw("lists of overrides")
+	}
+}
+
+// cleanUp also compares which buckets have rows.
+func (m *shardsModelRun) cleanUp(t *rapid.T) {
+	_, err := m.limiter.Cleanup(m.ctx)
+	require.NoError(t, err)
+	m.model.CleanUp(m.now)
+	left := map[model.BucketID]bool{}
+	m.s.each(func(db *testDB) {
+		for _, id := range column(db.t, db.DB, `
+			select coalesce(p.name, 'gone') || ' ' || b.key
+			  from (table ratelimit.buckets union all table ratelimit.ephemeral_buckets) as b
+			  left join ratelimit.policies as p on p.id = b.policy_id`) {
+			left[model.BucketID{Policy: id[:1], Key: id[2:]}] = true
+		}
+	})
+	for _, id := range m.model.Buckets() {
+		if !left[id] {
+			require.True(t, m.model.Remove(m.now, id), "clean-up removed %v, which was not full", id)
+			m.met["removed by clean-up"]++
+		}
+		delete(left, id)
+	}
+	require.Empty(t, left, "buckets that should have no row")
+}
