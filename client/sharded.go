@@ -19,7 +19,8 @@ const checkTimeout = 5 * time.Second
 // shard has a Combiner and a pool of its own. So a shard that fails, or falls silent, holds up nobody but those who ask it.
 //
 // Its methods are those of a Combiner, but for WithTx: a caller's transaction is in some database, and a key's bucket in another.
-// An error of a shard is a [*ShardError]. It is never another shard's turn: a bucket that is elsewhere would be full.
+// An error of a shard is a [*ShardError]. It is never another shard's turn: a bucket that is elsewhere would be full. A call to
+// all shards joins their errors; what all of them say alike is said once, as by one database.
 //
 // Close it when it is no longer used.
 type Sharded struct{ shards []*shard }
@@ -113,6 +114,21 @@ func (s *Sharded) onAll(ctx context.Context, call func(*shard) error) []error {
 	}
 	calls.Wait()
 	return errs
+}
+
+// join makes one error of those of all shards. What all of them say alike is no shard's own, and said once.
+func join(errs []error) error {
+	var first *ShardError
+	if !errors.As(errs[0], &first) {
+		return errors.Join(errs...)
+	}
+	for _, err := range errs[1:] {
+		var e *ShardError
+		if !errors.As(err, &e) || e.Err.Error() != first.Err.Error() {
+			return errors.Join(errs...)
+		}
+	}
+	return first.Err
 }
 
 // Close lets no more requests in, and waits until all others are answered: see [Combiner.Close].
@@ -241,10 +257,10 @@ func (s *Sharded) Overrides(ctx context.Context, opts ...OverridesOption) ([]Ove
 // listAll asks all shards for lists.
 func listAll[A any](ctx context.Context, s *Sharded, list func(*shard) (A, error)) ([]A, error) {
 	lists := make([]A, len(s.shards))
-	err := errors.Join(s.onAll(ctx, func(on *shard) (err error) {
+	err := join(s.onAll(ctx, func(on *shard) (err error) {
 		lists[on.number], err = list(on)
 		return err
-	})...)
+	}))
 	return lists, err
 }
 
@@ -253,7 +269,7 @@ func listAll[A any](ctx context.Context, s *Sharded, list func(*shard) (A, error
 //
 // Errors: those of Limiter.DefinePolicy, in a [*ShardError] of each shard that failed.
 func (s *Sharded) DefinePolicy(ctx context.Context, p Policy) error {
-	return errors.Join(s.onAll(ctx, func(on *shard) error { return on.DefinePolicy(ctx, p) })...)
+	return join(s.onAll(ctx, func(on *shard) error { return on.DefinePolicy(ctx, p) }))
 }
 
 // DropPolicy is [Limiter.DropPolicy] on all shards, at the same time. They are no one transaction: after an error some may have
@@ -266,7 +282,7 @@ func (s *Sharded) DropPolicy(ctx context.Context, name string) error {
 	if known := slices.DeleteFunc(slices.Clone(errs), isUnknown); len(known) > 0 {
 		errs = known
 	}
-	return errors.Join(errs...)
+	return join(errs)
 }
 
 // Policies is [Limiter.Policies]: the policies that all shards have.

@@ -262,6 +262,7 @@ type chronicler struct {
 	combiner                  client.Acquirer // on the pool
 	oneIn                     int             // so many histories goes by the combiner, too
 	key                       func(name string) string
+	least                     int // histories
 	changes, overrides, drops int
 }
 
@@ -285,7 +286,7 @@ func newChronicler(db *testDB, policies ...string) *chronicler {
 		end;
 		$$`)
 	db.cleanUpAtOnce() // a history is over within seconds
-	c := &chronicler{db: db, policies: policies, oneIn: 4, key: func(name string) string { return name }}
+	c := &chronicler{db: db, policies: policies, oneIn: 4, least: 8, key: func(name string) string { return name }}
 	for range 5 {
 		c.clients = append(c.clients, newRecorder(db))
 	}
@@ -389,7 +390,7 @@ func (c *chronicler) write(goesOn func() bool, check func(seed uint64, histories
 	})
 	defer checker.Wait()
 	defer close(unread)
-	for seed, n := rand.Uint64(), 0; (n < 8 || goesOn()) && !c.db.t.Failed(); seed, n = seed+1, n+1 {
+	for seed, n := rand.Uint64(), 0; (n < c.least || goesOn()) && !c.db.t.Failed(); seed, n = seed+1, n+1 {
 		histories, err := c.history(seed)
 		select {
 		case unread <- written{seed, histories, err}:
