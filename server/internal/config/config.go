@@ -17,9 +17,10 @@ import (
 
 // A Config is all settings.
 type Config struct {
-	DatabaseURL string
-	GRPCAddr    string // empty for none
-	HTTPAddr    string // empty for none
+	Databases
+
+	GRPCAddr string // empty for none
+	HTTPAddr string // empty for none
 
 	// DefaultPolicy is defined at the start, unless there is one of its name. Its name is empty if it was not asked for.
 	DefaultPolicy client.Policy
@@ -39,8 +40,14 @@ type Config struct {
 	StopTimeout     time.Duration
 	LockTimeout     time.Duration // 0 leaves it to the database
 
-	DatabaseCalls int // of the Combiner, at a time
+	DatabaseCalls int // of the Combiner of a database, at a time
 	NoFlush       bool
+}
+
+// Databases are what a limiter stands on.
+type Databases struct {
+	URLs      []string // one, or those of all shards in their order
+	AreShards bool
 }
 
 // A Setting is one name that can be set.
@@ -54,6 +61,8 @@ type Setting struct {
 // settings are what the names say, and what follows from several of them.
 type settings struct {
 	Config
+	databaseURL       string
+	shardURLs         string
 	capacity, rate    string
 	certFile, keyFile string
 }
@@ -61,7 +70,8 @@ type settings struct {
 // Settings lists all names.
 func Settings() []Setting {
 	return []Setting{
-		{"DATABASE_URL", "", "the database, such as postgres://app@db/app", text(func(c *settings) *string { return &c.DatabaseURL })},
+		{"DATABASE_URL", "", "the database, such as postgres://app@db/app", text(func(c *settings) *string { return &c.databaseURL })},
+		{"SHARD_URLS", "", "in its place, the databases of all shards, in their order, separated by white space", text(func(c *settings) *string { return &c.shardURLs })},
 		{"GRPC_ADDR", "127.0.0.1:8081", "where gRPC listens; off for nowhere", address(func(c *settings) *string { return &c.GRPCAddr })},
 		{"HTTP_ADDR", "127.0.0.1:8080", "where JSON over HTTP, health and metrics listen; off for nowhere", address(func(c *settings) *string { return &c.HTTPAddr })},
 		{"DEFAULT_CAPACITY", "", "defines the policy default with so many tokens, unless it is there", text(func(c *settings) *string { return &c.capacity })},
@@ -112,14 +122,19 @@ func Load(path string, environment func(name string) (value string, ok bool)) (C
 
 // join makes what several settings say together.
 func (c *settings) join() (errs []error) {
-	if c.DatabaseURL == "" {
-		errs = append(errs, errors.New("DATABASE_URL: it is not set"))
+	databases, err := NewDatabases(c.databaseURL, c.shardURLs)
+	if err != nil {
+		errs = append(errs, err)
 	}
+	c.Databases = databases
 	if c.GRPCAddr == "" && c.HTTPAddr == "" {
 		errs = append(errs, errors.New("GRPC_ADDR, HTTP_ADDR: both are off"))
 	}
 	if c.StatusPage && c.HTTPAddr == "" {
 		errs = append(errs, errors.New("STATUS_PAGE: HTTP_ADDR is off"))
+	}
+	if c.StatusPage && c.AreShards {
+		errs = append(errs, errors.New("STATUS_PAGE: it shows one database, and SHARD_URLS lists shards"))
 	}
 	if (c.certFile == "") != (c.keyFile == "") {
 		errs = append(errs, errors.New("TLS_CERT_FILE, TLS_KEY_FILE: set both or none"))
@@ -140,6 +155,22 @@ func (c *settings) join() (errs []error) {
 		c.DefaultPolicy = policy
 	}
 	return errs
+}
+
+// NewDatabases are what DATABASE_URL or SHARD_URLS says.
+func NewDatabases(databaseURL, shardURLs string) (Databases, error) {
+	urls := strings.Fields(shardURLs)
+	switch n := len(urls); {
+	case databaseURL == "" && n == 0:
+		return Databases{}, errors.New("DATABASE_URL: it is not set, and neither is SHARD_URLS")
+	case databaseURL != "" && n > 0:
+		return Databases{}, errors.New("DATABASE_URL, SHARD_URLS: set one of them")
+	case databaseURL != "":
+		return Databases{URLs: []string{databaseURL}}, nil
+	case n&(n-1) != 0:
+		return Databases{}, fmt.Errorf("SHARD_URLS: it lists %d databases, and the number of shards is a power of two", n)
+	}
+	return Databases{urls, true}, nil
 }
 
 // maxRateDigits after the point are enough for a token a fortnight.

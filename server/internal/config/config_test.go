@@ -36,7 +36,7 @@ func TestLoad_Defaults(t *testing.T) {
 	c, err := config.Load("", environment("DATABASE_URL=postgres://db"))
 	require.NoError(t, err)
 	require.Equal(t, config.Config{
-		DatabaseURL: "postgres://db", GRPCAddr: "127.0.0.1:8081", HTTPAddr: "127.0.0.1:8080",
+		Databases: config.Databases{URLs: []string{"postgres://db"}}, GRPCAddr: "127.0.0.1:8081", HTTPAddr: "127.0.0.1:8080",
 		MaxMessageBytes: 1 << 20, MaxStreams: 1000, MaxCalls: 1000,
 		CallTimeout: 2 * time.Second, StopTimeout: 10 * time.Second, LockTimeout: 500 * time.Millisecond, DatabaseCalls: 2,
 	}, c)
@@ -47,7 +47,7 @@ func TestLoad_TheEnvironmentComesBeforeTheFile(t *testing.T) {
 	path := file(t, "# settings", "", `DATABASE_URL="postgres://file?a=b"`, "GRPC_ADDR=off", "TOKENS='a, b'", "CALL_TIMEOUT=1s", "NO_FLUSH=true")
 	c, err := config.Load(path, environment("CALL_TIMEOUT=3s", "LOCK_TIMEOUT=0"))
 	require.NoError(t, err)
-	require.Equal(t, "postgres://file?a=b", c.DatabaseURL)
+	require.Equal(t, []string{"postgres://file?a=b"}, c.URLs)
 	require.Empty(t, c.GRPCAddr)
 	require.Equal(t, []string{"a", "b"}, c.Tokens)
 	require.Equal(t, 3*time.Second, c.CallTimeout)
@@ -110,4 +110,20 @@ func TestLoad_TheStatusPageNeedsHTTP(t *testing.T) {
 	require.True(t, c.StatusPage)
 	_, err = config.Load("", environment("DATABASE_URL=postgres://db", "STATUS_PAGE=true", "HTTP_ADDR=off"))
 	require.ErrorContains(t, err, "STATUS_PAGE: HTTP_ADDR is off")
+}
+
+func TestLoad_Shards(t *testing.T) {
+	t.Parallel()
+	c, err := config.Load(file(t, `SHARD_URLS="postgres://a/0 postgres://b/1"`), environment())
+	require.NoError(t, err)
+	require.Equal(t, config.Databases{URLs: []string{"postgres://a/0", "postgres://b/1"}, AreShards: true}, c.Databases)
+	c, err = config.Load("", environment("SHARD_URLS=\n  postgres://a/0\n  postgres://a/1\n  postgres://b/2\n  postgres://b/3\n"))
+	require.NoError(t, err)
+	require.Len(t, c.URLs, 4)
+	_, err = config.Load("", environment("SHARD_URLS=postgres://a/0 postgres://a/1 postgres://a/2"))
+	require.ErrorContains(t, err, "SHARD_URLS: it lists 3 databases, and the number of shards is a power of two")
+	_, err = config.Load("", environment("DATABASE_URL=postgres://db", "SHARD_URLS=postgres://a/0 postgres://a/1"))
+	require.ErrorContains(t, err, "DATABASE_URL, SHARD_URLS: set one of them")
+	_, err = config.Load("", environment("SHARD_URLS=postgres://a/0 postgres://a/1", "STATUS_PAGE=true"))
+	require.ErrorContains(t, err, "STATUS_PAGE: it shows one database, and SHARD_URLS lists shards")
 }

@@ -4,8 +4,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
+	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -15,36 +18,151 @@ import (
 	"github.com/pgratelimit/pgratelimit/server/internal/config"
 )
 
-// connections are those of the pool, unless DATABASE_URL has pool_max_conns.
+// connections are those of a pool, unless its URL has pool_max_conns.
 const connections = 10
 
-// connectTimeout is that of DATABASE_URL, unless it has connect_timeout: an attempt that hears nothing keeps its place in the
+// connectTimeout is that of a URL, unless it has connect_timeout: an attempt that hears nothing keeps its place in the
 // pool for as long.
 const connectTimeout = 5 * time.Second
 
-// openDatabase returns a pool that can acquire. The default policy is there if the configuration has one.
-func openDatabase(ctx context.Context, c config.Config) (*pgxpool.Pool, error) {
-	db, err := openPool(ctx, c)
-	if err != nil {
-		return nil, err
-	}
-	err = check(ctx, db)
-	if err == nil && c.DefaultPolicy.Name != "" {
-		err = definePolicy(ctx, db, c.DefaultPolicy)
-	}
-	if err != nil {
-		db.Close()
-		return nil, err
-	}
-	return db, nil
+// startTimeout is how long a shard may be silent at the start, which goes on without it.
+const startTimeout = 5 * time.Second
+
+// databases are those of the limiter: one, or its shards.
+type databases struct {
+	pools  []*pgxpool.Pool
+	shards bool
+	log    *slog.Logger
+	down   []bool // which shards were when they were checked last
 }
 
-func openPool(ctx context.Context, c config.Config) (*pgxpool.Pool, error) {
-	p, err := pgxpool.ParseConfig(c.DatabaseURL)
-	if err != nil {
-		return nil, fmt.Errorf("DATABASE_URL: %w", err)
+// openDatabases returns pools that can acquire. The default policy is there if the configuration has one.
+func openDatabases(ctx context.Context, c config.Config, log *slog.Logger) (*databases, error) {
+	d := &databases{shards: c.AreShards, log: log, down: make([]bool, len(c.URLs))}
+	for n := range c.URLs {
+		pool, err := openPool(ctx, c, n)
+		if err != nil {
+			d.close()
+			return nil, d.of(n, err)
+		}
+		d.pools = append(d.pools, pool)
 	}
-	if !strings.Contains(c.DatabaseURL, "pool_max_conns") {
+	err := d.onEach(ctx, func(pool *pgxpool.Pool) error {
+		if c.DefaultPolicy.Name == "" {
+			return nil
+		}
+		return definePolicy(ctx, pool, c.DefaultPolicy)
+	})
+	if err != nil {
+		d.close()
+		return nil, err
+	}
+	return d, nil
+}
+
+func (d *databases) close() {
+	for _, pool := range d.pools {
+		pool.Close()
+	}
+}
+
+// limiter returns one that makes sure that shards are what they are listed as.
+func (d *databases) limiter(ctx context.Context, options []client.CombinerOption) (limiter, error) {
+	if !d.shards {
+		return client.NewCombiner(d.pools[0], options...), nil
+	}
+	sharded, err := client.NewSharded(ctx, d.pools, options...)
+	if err != nil {
+		return nil, err // and no limiter, where a nil *client.Sharded would be one
+	}
+	return sharded, nil
+}
+
+// of names the shard that has an error.
+func (d *databases) of(n int, err error) error {
+	if err == nil || !d.shards {
+		return err
+	}
+	return &client.ShardError{Shard: n, Of: len(d.down), Err: err}
+}
+
+// checks are why databases cannot acquire, nil where one can.
+func (d *databases) checks(ctx context.Context) []error {
+	errs := make([]error, len(d.pools))
+	var checks sync.WaitGroup
+	for n, pool := range d.pools {
+		checks.Go(func() { errs[n] = d.of(n, check(ctx, pool)) })
+	}
+	checks.Wait()
+	return errs
+}
+
+// check returns why no database can acquire. A shard that cannot, beside others that can, is for the log.
+func (d *databases) check(ctx context.Context) error {
+	errs := d.checks(ctx)
+	if !slices.Contains(errs, nil) {
+		return errors.Join(errs...)
+	}
+	for n, err := range errs {
+		was := d.down[n]
+		d.down[n] = err != nil
+		switch {
+		case err != nil && !was:
+			d.log.Warn("a shard is not healthy", "shard", n, "error", err)
+		case err == nil && was:
+			d.log.Info("a shard is healthy again", "shard", n)
+		}
+	}
+	return nil
+}
+
+// onEach does something in each database that can acquire. Of shards, those that do not answer are left out, as long as one does.
+func (d *databases) onEach(ctx context.Context, do func(*pgxpool.Pool) error) error {
+	checking := ctx
+	if d.shards {
+		var cancel func()
+		checking, cancel = context.WithTimeout(ctx, startTimeout)
+		defer cancel()
+	}
+	errs := d.checks(checking)
+	if !slices.Contains(errs, nil) {
+		return errors.Join(errs...)
+	}
+	for n, err := range errs {
+		switch {
+		case err == nil:
+			err = d.of(n, do(d.pools[n]))
+		case errors.Is(err, errNoAnswer): // another did
+			d.log.Warn("a shard is left out", "shard", n, "error", err)
+			err = nil
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// connections counts those of all pools.
+func (d *databases) connections(count func(*pgxpool.Stat) int32) (sum int64) {
+	for _, pool := range d.pools {
+		sum += int64(count(pool.Stat()))
+	}
+	return sum
+}
+
+// openPool returns the pool of one database.
+func openPool(ctx context.Context, c config.Config, n int) (*pgxpool.Pool, error) {
+	url := c.URLs[n]
+	p, err := pgxpool.ParseConfig(url)
+	if err != nil {
+		name := "DATABASE_URL"
+		if c.AreShards {
+			name = "SHARD_URLS"
+		}
+		return nil, fmt.Errorf("%s: %w", name, err)
+	}
+	if !strings.Contains(url, "pool_max_conns") {
 		p.MaxConns = connections
 	}
 	p.MaxConns = max(p.MaxConns, int32(c.DatabaseCalls)+1)
@@ -58,8 +176,13 @@ func openPool(ctx context.Context, c config.Config) (*pgxpool.Pool, error) {
 	if c.LockTimeout > 0 && set["lock_timeout"] == "" {
 		set["lock_timeout"] = strconv.FormatInt(c.LockTimeout.Milliseconds(), 10)
 	}
+	if c.AreShards {
+		p.AfterConnect = client.CheckShard(n, len(c.URLs))
+	}
 	return pgxpool.NewWithConfig(ctx, p)
 }
+
+var errNoAnswer = errors.New("the database does not answer")
 
 // check returns why the database cannot acquire.
 func check(ctx context.Context, db *pgxpool.Pool) error {
@@ -71,8 +194,10 @@ func check(ctx context.Context, db *pgxpool.Pool) error {
 		  from (select pg_catalog.to_regprocedure('ratelimit_acquire_packed(text[], text[], bigint[], integer[], text[])')::oid) as f (oid)`,
 	).Scan(&isInstalled, &may, &isReadOnly)
 	switch {
+	case errors.Is(err, client.ErrWrongShard):
+		return err
 	case err != nil:
-		return fmt.Errorf("the database does not answer: %w", err)
+		return fmt.Errorf("%w: %w", errNoAnswer, err)
 	case !isInstalled:
 		return errors.New("pgratelimit is not installed in the database, or its schema is not on search_path, or its version is older than this program: run pgratelimit install")
 	case !may:

@@ -7,7 +7,6 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/jackc/pgx/v5/pgxpool"
 	"google.golang.org/grpc/health"
 	healthpb "google.golang.org/grpc/health/grpc_health_v1"
 
@@ -20,7 +19,7 @@ const checkEvery = time.Second
 
 // A monitor knows whether the server can do its work.
 type monitor struct {
-	db    *pgxpool.Pool
+	check func(context.Context) error
 	log   *slog.Logger
 	grpc  *health.Server
 	names []string              // of its services
@@ -29,8 +28,8 @@ type monitor struct {
 	stopping atomic.Bool
 }
 
-func newMonitor(db *pgxpool.Pool, log *slog.Logger, names ...string) *monitor {
-	m := &monitor{db: db, log: log, grpc: health.NewServer(), names: append(names, "")}
+func newMonitor(check func(context.Context) error, log *slog.Logger, names ...string) *monitor {
+	m := &monitor{check: check, log: log, grpc: health.NewServer(), names: append(names, "")}
 	m.set(nil)
 	return m
 }
@@ -46,7 +45,7 @@ func (m *monitor) run(ctx context.Context) {
 		case <-ticker.C:
 		}
 		checking, cancel := context.WithTimeout(ctx, checkEvery)
-		err := check(checking, m.db)
+		err := m.check(checking)
 		cancel()
 		if ctx.Err() == nil {
 			m.found(err)

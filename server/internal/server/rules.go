@@ -4,6 +4,8 @@ import (
 	"context"
 	"fmt"
 
+	"github.com/jackc/pgx/v5/pgxpool"
+
 	"github.com/pgratelimit/pgratelimit/server/internal/envoy"
 )
 
@@ -11,7 +13,7 @@ import (
 func (s *Server) readRules(ctx context.Context) (*envoy.Rules, error) {
 	rules, err := envoy.Read(s.config.EnvoyRules)
 	if err == nil {
-		err = rules.Settle(ctx, s.pool)
+		err = s.databases.onEach(ctx, func(pool *pgxpool.Pool) error { return rules.Settle(ctx, pool) })
 	}
 	if err != nil {
 		return nil, fmt.Errorf("ENVOY_RULES: %w", err)

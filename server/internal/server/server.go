@@ -43,17 +43,23 @@ const (
 	idle           = 5 * time.Minute // after which a connection without calls is closed
 )
 
+// A limiter is what the service asks, and closes at the end.
+type limiter interface {
+	service.Limiter
+	Close()
+}
+
 // A Server answers calls.
 type Server struct {
-	config  config.Config
-	log     *slog.Logger
-	pool    *pgxpool.Pool
-	limiter *client.Combiner
-	service *service.Service
-	envoy   *envoy.Service // nil for none
-	metrics *metrics.Metrics
-	monitor *monitor
-	page    *page.Page // nil for none
+	config    config.Config
+	log       *slog.Logger
+	databases *databases
+	limiter   limiter
+	service   *service.Service
+	envoy     *envoy.Service // nil for none
+	metrics   *metrics.Metrics
+	monitor   *monitor
+	page      *page.Page // nil for none
 
 	grpc                       *grpc.Server
 	http                       *http.Server
@@ -73,7 +79,7 @@ func Start(ctx context.Context, c config.Config, log *slog.Logger) (_ *Server, e
 			s.close()
 		}
 	}()
-	if s.pool, err = openDatabase(ctx, c); err != nil {
+	if s.databases, err = openDatabases(ctx, c, log); err != nil {
 		return nil, err
 	}
 	otlp, err := metrics.OTLP(ctx)
@@ -87,9 +93,12 @@ func Start(ctx context.Context, c config.Config, log *slog.Logger) (_ *Server, e
 	if c.NoFlush {
 		options = append(options, client.NoFlush())
 	}
-	s.limiter = client.NewCombiner(s.pool, append(options, client.Observe(s.metrics.Hooks()))...)
-	connections := int(s.pool.Config().MaxConns)
+	if s.limiter, err = s.databases.limiter(ctx, append(options, client.Observe(s.metrics.Hooks()))); err != nil {
+		return nil, err
+	}
+	connections := int(s.databases.pools[0].Config().MaxConns)
 	limits := service.Limits{
+		Shards:         len(s.databases.pools),
 		Calls:          c.MaxCalls,
 		OwnConnections: max(1, min(connections/2, connections-c.DatabaseCalls)),
 		Time:           c.CallTimeout,
@@ -105,8 +114,8 @@ func Start(ctx context.Context, c config.Config, log *slog.Logger) (_ *Server, e
 	})
 	state := metrics.State{
 		CallsUnderWay:    s.service.UnderWay,
-		ConnectionsInUse: func() int64 { return int64(s.pool.Stat().AcquiredConns()) },
-		ConnectionsTotal: func() int64 { return int64(s.pool.Stat().TotalConns()) },
+		ConnectionsInUse: func() int64 { return s.databases.connections((*pgxpool.Stat).AcquiredConns) },
+		ConnectionsTotal: func() int64 { return s.databases.connections((*pgxpool.Stat).TotalConns) },
 	}
 	if err := s.metrics.Watch(state); err != nil {
 		return nil, err
@@ -120,9 +129,9 @@ func Start(ctx context.Context, c config.Config, log *slog.Logger) (_ *Server, e
 		s.envoy = envoy.New(s.service, rules)
 		services = append(services, envoy.Name)
 	}
-	s.monitor = newMonitor(s.pool, log, services...)
+	s.monitor = newMonitor(s.databases.check, log, services...)
 	if c.StatusPage {
-		s.page = page.New(history, s.pool, page.State{State: state, Health: s.monitor.health}, log)
+		s.page = page.New(history, s.databases.pools[0], page.State{State: state, Health: s.monitor.health}, log)
 	}
 	if err := s.listen(); err != nil {
 		return nil, err
@@ -326,7 +335,7 @@ func (s *Server) close() {
 		}
 		cancel()
 	}
-	if s.pool != nil {
-		s.pool.Close()
+	if s.databases != nil {
+		s.databases.close()
 	}
 }

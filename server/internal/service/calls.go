@@ -40,7 +40,7 @@ func (s *Service) Acquire(ctx context.Context, r Request) (d client.Decision, er
 	if r.IdempotencyKey != nil {
 		opts = append(opts, client.IdempotencyKey(*r.IdempotencyKey))
 	}
-	err = s.do(ctx, Acquire, r.canShare(), func(ctx context.Context) (string, client.Decision, error) {
+	err = s.do(ctx, Acquire, r.Key, r.canShare(), func(ctx context.Context) (string, client.Decision, error) {
 		d, err = s.limiter.Acquire(ctx, policy, r.Key, opts...)
 		return policy, d, err
 	})
@@ -51,7 +51,9 @@ func (s *Service) Acquire(ctx context.Context, r Request) (d client.Decision, er
 func (s *Service) AcquireAll(ctx context.Context, r JointRequest) (d client.JointDecision, err error) {
 	charges := make([]client.Charge, len(r.Charges))
 	shares := Request{IdempotencyKey: r.IdempotencyKey}.canShare()
+	var key string // of a request that is answered, all charges are of its shard
 	for i, c := range r.Charges {
+		key = c.Key
 		charges[i] = client.Charge{Policy: c.policy(), Key: c.Key}
 		if c.Cost != nil {
 			charges[i].Cost = client.Cost(*c.Cost)
@@ -62,7 +64,7 @@ func (s *Service) AcquireAll(ctx context.Context, r JointRequest) (d client.Join
 	if r.IdempotencyKey != nil {
 		opts = append(opts, client.IdempotencyKey(*r.IdempotencyKey))
 	}
-	err = s.do(ctx, AcquireAll, shares, func(ctx context.Context) (string, client.Decision, error) {
+	err = s.do(ctx, AcquireAll, key, shares, func(ctx context.Context) (string, client.Decision, error) {
 		if d, err = s.limiter.AcquireAll(ctx, charges, opts...); err != nil {
 			return "", client.Decision{}, err
 		}
@@ -74,7 +76,7 @@ func (s *Service) AcquireAll(ctx context.Context, r JointRequest) (d client.Join
 // Charge takes Cost tokens whatever the bucket holds.
 func (s *Service) Charge(ctx context.Context, r Request) (d client.Decision, err error) {
 	policy := r.policy()
-	err = s.do(ctx, Charge, false, func(ctx context.Context) (string, client.Decision, error) {
+	err = s.do(ctx, Charge, r.Key, false, func(ctx context.Context) (string, client.Decision, error) {
 		if r.Cost == nil {
 			return policy, d, missing("cost")
 		}
@@ -91,7 +93,7 @@ func (s *Service) Charge(ctx context.Context, r Request) (d client.Decision, err
 // Settle replaces the cost of the grant that was made under IdempotencyKey by Cost.
 func (s *Service) Settle(ctx context.Context, r Request) (d client.Decision, err error) {
 	policy := r.policy()
-	err = s.do(ctx, Settle, false, func(ctx context.Context) (string, client.Decision, error) {
+	err = s.do(ctx, Settle, r.Key, false, func(ctx context.Context) (string, client.Decision, error) {
 		switch {
 		case r.IdempotencyKey == nil:
 			return policy, d, missing("idempotency_key")
@@ -111,7 +113,7 @@ func (s *Service) Peek(ctx context.Context, r Request) (d client.Decision, err e
 	if r.Cost != nil {
 		opts = append(opts, client.Cost(*r.Cost))
 	}
-	err = s.do(ctx, Peek, false, func(ctx context.Context) (string, client.Decision, error) {
+	err = s.do(ctx, Peek, r.Key, false, func(ctx context.Context) (string, client.Decision, error) {
 		d, err = s.limiter.Peek(ctx, policy, r.Key, opts...)
 		return policy, d, err
 	})
@@ -121,7 +123,7 @@ func (s *Service) Peek(ctx context.Context, r Request) (d client.Decision, err e
 // Refund gives Cost tokens back.
 func (s *Service) Refund(ctx context.Context, r Request) (d client.Decision, err error) {
 	policy := r.policy()
-	err = s.do(ctx, Refund, false, func(ctx context.Context) (string, client.Decision, error) {
+	err = s.do(ctx, Refund, r.Key, false, func(ctx context.Context) (string, client.Decision, error) {
 		if r.Cost == nil {
 			return policy, d, missing("amount")
 		}

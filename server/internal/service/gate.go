@@ -38,7 +38,7 @@ const mostOverdrawn = 9_000_000_000_000
 // Where a toll only looks, its bucket is read before tokens are taken elsewhere. Tolls that overdraw are taken last, since they
 // cannot be refused: an error then leaves others taken, and never a request allowed that has not paid.
 func (s *Service) Pass(ctx context.Context, tolls []Toll, closed bool) (p Passage, err error) {
-	err = s.do(ctx, Gate, true, func(ctx context.Context) (policy string, whole client.Decision, err error) {
+	err = s.do(ctx, Gate, keyOf(tolls), true, func(ctx context.Context) (policy string, whole client.Decision, err error) {
 		p, policy, err = s.pass(ctx, tolls, closed)
 		if err == nil && !p.Allowed {
 			return policy, client.Decision{}, nil
@@ -112,7 +112,7 @@ func (s *Service) take(ctx context.Context, tolls []Toll) (p Passage, binding in
 
 // overdraw takes the tokens of those that cannot be refused. The decisions of the others stay.
 func (s *Service) overdraw(ctx context.Context, tolls []Toll, decisions []client.Decision) ([]client.Decision, error) {
-	release, err := s.own(ctx)
+	release, err := s.of(keyOf(tolls)).own(ctx)
 	if err != nil {
 		return nil, err
 	}
@@ -136,7 +136,7 @@ func (s *Service) explain(ctx context.Context, tolls []Toll, seen []client.Decis
 	if len(tolls) == 0 {
 		return nil
 	}
-	release, err := s.own(ctx)
+	release, err := s.of(keyOf(tolls)).own(ctx)
 	if err != nil {
 		return err
 	}
@@ -165,7 +165,7 @@ func (s *Service) explain(ctx context.Context, tolls []Toll, seen []client.Decis
 
 // GiveBack gives the tokens of the tolls back, one bucket after the other. An error leaves those before it given.
 func (s *Service) GiveBack(ctx context.Context, tolls []Toll) (decisions []client.Decision, err error) {
-	err = s.do(ctx, Refund, false, func(ctx context.Context) (policy string, d client.Decision, err error) {
+	err = s.do(ctx, Refund, keyOf(tolls), false, func(ctx context.Context) (policy string, d client.Decision, err error) {
 		decisions = make([]client.Decision, len(tolls))
 		for i, t := range tolls {
 			if decisions[i], err = s.limiter.Refund(ctx, t.Policy, t.Key, t.Tokens); err != nil {
@@ -176,6 +176,14 @@ func (s *Service) GiveBack(ctx context.Context, tolls []Toll) (decisions []clien
 		return policy, d, nil
 	})
 	return decisions, err
+}
+
+// keyOf is a key of tolls that are taken together: all are of its shard.
+func keyOf(tolls []Toll) string {
+	if len(tolls) == 0 {
+		return ""
+	}
+	return tolls[0].Key
 }
 
 func chargesOf(tolls []Toll, cost func(Toll) int64) []client.Charge {
