@@ -72,6 +72,10 @@ test-envoy: build ## Compare with Envoy's reference service, and call us with it
 	@RATELIMIT_ENVOY_PROGRAMS=$(CURDIR)/build/envoy go test -C server -tags reference -count=1 -v -run '^TestReference_' ./internal/server \
 	  | grep -v '^ *\(=== \|--- PASS: .*/domain\)'
 
+.PHONY: test-shards
+test-shards: ## Run the tests of shards: two servers with four databases each
+	@go test -count=1 -timeout=10m -v -run 'Shard' ./client ./tests ./server/... | grep -v '^ *=== '
+
 TORTURE :=
 MINUTES := 10
 
@@ -86,6 +90,12 @@ install: need-DATABASE_URL ## Install into a database, or bring it up to date: m
 .PHONY: uninstall
 uninstall: need-DATABASE_URL ## Remove it from a database, with all policies and buckets: make uninstall DATABASE_URL=postgres://…
 	@go run ./server/cmd/pgratelimit uninstall
+
+SHARDS := 16
+
+.PHONY: shards
+shards: need-DATABASE_URL ## Create databases for shards beside a database, install and number them: make shards DATABASE_URL=… SHARDS=16
+	@go run ./server/cmd/pgratelimit install --shards $(SHARDS)
 
 .PHONY: lint
 lint: build ## Check formatting, go vet, golangci-lint and generated code; plpgsql_check is one of the tests

@@ -15,20 +15,28 @@ import (
 // ErrDifference is what a dry run returns when there is something to change. It has been shown.
 var ErrDifference = errors.New("the database differs from the file")
 
+// A Target is a database that a file is applied to.
+type Target struct {
+	*pgx.Conn
+	Name string                // of one of several, which the output has
+	Has  func(key string) bool // as in [Options]
+}
+
 // Command returns the command apply. It connects when the file has been read without a mistake, and closes the
-// connection. The error is for the program to print, but for [ErrDifference].
-func Command(connect func(context.Context) (*pgx.Conn, error)) *cobra.Command {
+// connections. The error is for the program to print, but for [ErrDifference].
+func Command(connect func(context.Context) ([]Target, error)) *cobra.Command {
 	a := applier{connect: connect}
 	command := &cobra.Command{
 		Use:   "apply FILE",
 		Short: "Make the policies and overrides of a database what a file says",
-		Long: `Make the policies and overrides of a database what a file says, in one transaction.
+		Long: `Make the policies and overrides of a database what a file says, in one transaction. Of
+shards, each has a transaction of its own, and the overrides of its keys.
 
 Shows what changes: + is created, ~ is changed, - is dropped. FILE may be - for standard input.
 Overrides that the file does not have stay. Policies that it does not have stay without --prune.
 
 Ends with 0 when the database is as the file says, and with 2 when --dry-run has found a
-difference. After an error nothing has been changed.`,
+difference. After an error nothing has been changed, or of shards only those before it.`,
 		Example: `  pgratelimit apply limits.yaml --env production --dry-run
   pgratelimit apply limits.yaml --env production`,
 		Args:          cobra.ExactArgs(1),
@@ -47,27 +55,51 @@ difference. After an error nothing has been changed.`,
 }
 
 type applier struct {
-	connect func(context.Context) (*pgx.Conn, error)
+	connect func(context.Context) ([]Target, error)
 	options Options
 	dryRun  bool
 	json    bool
 }
 
 func (a *applier) run(ctx context.Context, in io.Reader, out io.Writer, path string) error {
-	d, err := a.difference(ctx, in, path)
+	file, err := a.read(in, path)
 	if err != nil {
 		return a.fail(out, err)
 	}
-	if err := a.report(out, d); err != nil {
+	targets, err := a.connect(ctx)
+	if err != nil {
 		return err
 	}
-	if a.dryRun && !d.Empty() {
+	defer func() {
+		for _, t := range targets {
+			t.Close(context.WithoutCancel(ctx))
+		}
+	}()
+	differs := false
+	for _, t := range targets {
+		d, err := a.difference(ctx, t, file)
+		if err == nil {
+			err = a.report(out, t, d)
+		}
+		if err != nil {
+			return a.fail(out, t.failed(err))
+		}
+		differs = differs || !d.Empty()
+	}
+	if a.dryRun && differs {
 		return ErrDifference
 	}
 	return nil
 }
 
-func (a *applier) difference(ctx context.Context, in io.Reader, path string) (*Difference, error) {
+func (t Target) failed(err error) error {
+	if t.Name == "" {
+		return err
+	}
+	return fmt.Errorf("%s: %w", t.Name, err)
+}
+
+func (a *applier) read(in io.Reader, path string) (*File, error) {
 	name, data, err := read(in, path)
 	if err != nil {
 		return nil, err
@@ -76,18 +108,17 @@ func (a *applier) difference(ctx context.Context, in io.Reader, path string) (*D
 	if err != nil {
 		return nil, err
 	}
-	if _, err := file.Rules(a.options.Environment); err != nil {
-		return nil, err
-	}
-	conn, err := a.connect(ctx)
-	if err != nil {
-		return nil, err
-	}
-	defer conn.Close(context.WithoutCancel(ctx))
+	_, err = file.Rules(a.options.Environment)
+	return file, err
+}
+
+func (a *applier) difference(ctx context.Context, t Target, file *File) (*Difference, error) {
+	options := a.options
+	options.Has = t.Has
 	if a.dryRun {
-		return Plan(ctx, conn, file, a.options)
+		return Plan(ctx, t.Conn, file, options)
 	}
-	return Apply(ctx, conn, file, a.options)
+	return Apply(ctx, t.Conn, file, options)
 }
 
 // read reads a file, or standard input, and not much more of it than may be parsed.
@@ -117,12 +148,21 @@ func (a *applier) fail(out io.Writer, err error) error {
 	return err
 }
 
-func (a *applier) report(out io.Writer, d *Difference) error {
+func (a *applier) report(out io.Writer, t Target, d *Difference) error {
 	if a.json {
 		return writeJSON(out, struct {
-			Applied bool `json:"applied"`
+			Database string `json:"database,omitempty"`
+			Applied  bool   `json:"applied"`
 			*Difference
-		}{!a.dryRun, d})
+		}{t.Name, !a.dryRun, d})
+	}
+	if t.Name != "" {
+		if _, err := fmt.Fprintf(out, "%s: ", t.Name); err != nil {
+			return err
+		}
+		if !d.Empty() {
+			fmt.Fprintln(out)
+		}
 	}
 	_, err := fmt.Fprint(out, d, a.summary(d))
 	return err

@@ -31,11 +31,12 @@ func exitCode(err error) int {
 // run runs the command, with a file as its argument, or as standard input where that is "-".
 func run(t *testing.T, db *pgtest.DB, file string, args ...string) (out string, code int, err error) {
 	t.Helper()
-	command := policyfile.Command(func(ctx context.Context) (*pgx.Conn, error) {
+	command := policyfile.Command(func(ctx context.Context) ([]policyfile.Target, error) {
 		if db == nil {
 			return nil, errors.New("there is no database")
 		}
-		return pgx.Connect(ctx, db.URL)
+		conn, err := pgx.Connect(ctx, db.URL)
+		return []policyfile.Target{{Conn: conn}}, err
 	})
 	path := filepath.Join(t.TempDir(), "limits.yaml")
 	require.NoError(t, os.WriteFile(path, []byte(file), 0o600))

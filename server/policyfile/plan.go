@@ -16,6 +16,9 @@ type Options struct {
 
 	// Prune drops policies that the file does not have. Overrides are never removed.
 	Prune bool
+
+	// Has tells whether the database has a key: of others, overrides are left out. It is nil where one database has all.
+	Has func(key string) bool
 }
 
 // A Database begins transactions: a [*pgx.Conn], or a [*pgxpool.Pool].
@@ -96,6 +99,11 @@ func plan(ctx context.Context, tx pgx.Tx, file *File, options Options) (*Differe
 	}
 	if options.Prune && len(rules.Policies) == 0 {
 		return nil, fmt.Errorf("%s has no policies, and to prune would drop all there are: drop them with ratelimit_drop_policy if that is wanted", file.name)
+	}
+	if options.Has != nil {
+		part := *rules // the file's own, which other databases are to have too
+		rules = &part
+		rules.Overrides = slices.DeleteFunc(slices.Clone(rules.Overrides), func(o Override) bool { return !options.Has(o.Key) })
 	}
 	s, err := readState(ctx, tx, rules)
 	if err != nil {

@@ -2,7 +2,6 @@ package main
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"io"
 	"os"
@@ -12,32 +11,125 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/spf13/cobra"
+
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/server/internal/config"
 )
 
 // connectTimeout is for URLs that have no connect_timeout.
 const connectTimeout = 10 * time.Second
 
-// onDatabase makes a command of work on the database.
-func (p *program) onDatabase(work func(c *cobra.Command, conn *pgx.Conn, args []string) error) func(*cobra.Command, []string) error {
-	return func(c *cobra.Command, args []string) error {
-		conn, err := p.connect(c.Context(), c.ErrOrStderr())
+// A database is the one that a command is about, or one of its shards.
+type database struct {
+	*pgx.Conn
+	shard, of int // of is 0 where there are no shards
+}
+
+func (db database) String() string { return fmt.Sprintf("shard %d of %d", db.shard, db.of) }
+
+// failed names the shard that has an error.
+func (db database) failed(err error) error {
+	if err == nil || db.of == 0 {
+		return err
+	}
+	return fmt.Errorf("%s: %w", db, err)
+}
+
+// databases are those that the command line names, or else the environment.
+func (p *program) databases() (config.Databases, error) {
+	url, shards := p.databaseURL, p.shardURLs
+	if url == "" && shards == "" {
+		url, shards = os.Getenv("DATABASE_URL"), os.Getenv("SHARD_URLS")
+	}
+	databases, err := config.NewDatabases(url, shards)
+	if err != nil {
+		return databases, usageError{fmt.Errorf("which database? Set DATABASE_URL or SHARD_URLS, or give --database-url: %w", err)}
+	}
+	return databases, nil
+}
+
+// open connects to all databases, or to the shard of a key. Warnings of the server are printed.
+func (p *program) open(ctx context.Context, warnings io.Writer, key *string) (dbs []database, err error) {
+	defer func() {
 		if err != nil {
-			return err
+			closeAll(ctx, dbs)
+			dbs = nil
 		}
-		defer conn.Close(context.WithoutCancel(c.Context()))
-		return work(c, conn, args)
+	}()
+	databases, err := p.databases()
+	if err != nil {
+		return nil, err
+	}
+	for n, url := range databases.URLs {
+		db := database{}
+		if databases.AreShards {
+			db.shard, db.of = n, len(databases.URLs)
+			if key != nil && client.ShardOf(*key, db.of) != n {
+				continue
+			}
+		}
+		if db.Conn, err = connect(ctx, url, warnings); err != nil {
+			return dbs, db.failed(err)
+		}
+		dbs = append(dbs, db)
+	}
+	return dbs, nil
+}
+
+func closeAll(ctx context.Context, dbs []database) {
+	for _, db := range dbs {
+		db.Close(context.WithoutCancel(ctx))
 	}
 }
 
-// connect has warnings of the server printed.
-func (p *program) connect(ctx context.Context, warnings io.Writer) (*pgx.Conn, error) {
-	url := p.databaseURL
-	if url == "" {
-		url = os.Getenv("DATABASE_URL")
+// connect is open for databases that must be the shards that they are listed as.
+func (p *program) connect(ctx context.Context, warnings io.Writer, key *string) ([]database, error) {
+	dbs, err := p.open(ctx, warnings, key)
+	for _, db := range dbs {
+		if err == nil && db.of > 0 {
+			err = client.CheckShard(db.shard, db.of)(ctx, db.Conn)
+		}
 	}
-	if url == "" {
-		return nil, usageError{errors.New("which database? Set DATABASE_URL, or give --database-url")}
+	if err != nil {
+		closeAll(ctx, dbs)
+		return nil, err
 	}
+	return dbs, nil
+}
+
+// onShardOf makes a command of work on the database that has the key of an argument.
+func (p *program) onShardOf(argument int, work func(c *cobra.Command, conn *pgx.Conn, args []string) error) func(*cobra.Command, []string) error {
+	return func(c *cobra.Command, args []string) error {
+		ctx := c.Context()
+		dbs, err := p.connect(ctx, c.ErrOrStderr(), &args[argument])
+		if err != nil {
+			return err
+		}
+		defer closeAll(ctx, dbs)
+		return dbs[0].failed(work(c, dbs[0].Conn, args))
+	}
+}
+
+// askAll asks all databases for rows.
+func askAll[R any](p *program, c *cobra.Command, ask func(database) ([]R, error)) (all []R, err error) {
+	ctx := c.Context()
+	dbs, err := p.connect(ctx, c.ErrOrStderr(), nil)
+	if err != nil {
+		return nil, err
+	}
+	defer closeAll(ctx, dbs)
+	all = []R{}
+	for _, db := range dbs {
+		rows, err := ask(db)
+		if err != nil {
+			return nil, db.failed(described(err))
+		}
+		all = append(all, rows...)
+	}
+	return all, nil
+}
+
+func connect(ctx context.Context, url string, warnings io.Writer) (*pgx.Conn, error) {
 	config, err := pgx.ParseConfig(url)
 	if err != nil {
 		return nil, usageError{err}

@@ -1,12 +1,13 @@
 package main
 
 import (
+	"cmp"
 	"fmt"
+	"slices"
 	"strings"
 	"text/tabwriter"
 	"time"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/spf13/cobra"
 
 	"github.com/pgratelimit/pgratelimit/server/internal/inspect"
@@ -21,19 +22,26 @@ func (p *program) status() *cobra.Command {
 		Args:  atMost(1),
 	}
 	c.Flags().Int32Var(&maxRows, "max-rows", 100, "how many to list")
-	c.RunE = p.onDatabase(func(c *cobra.Command, conn *pgx.Conn, args []string) error {
+	c.RunE = func(c *cobra.Command, args []string) error {
 		var policy *string
 		if len(args) > 0 {
 			policy = &args[0]
 		}
-		buckets, err := inspect.Buckets(c.Context(), conn, policy, maxRows)
+		buckets, err := askAll(p, c, func(db database) ([]inspect.Bucket, error) {
+			return inspect.Buckets(c.Context(), db.Conn, policy, maxRows)
+		})
 		if err != nil {
-			return described(err)
+			return err
 		}
+		slices.SortStableFunc(buckets, func(a, b inspect.Bucket) int { return cmp.Compare(share(a), share(b)) }) // those of several shards
+		buckets = buckets[:min(len(buckets), int(maxRows))]
 		return p.print(c, buckets, tableOf(buckets))
-	})
+	}
 	return c
 }
+
+// share is how much of its capacity a bucket holds.
+func share(b inspect.Bucket) float64 { return float64(b.Remaining) / float64(max(1, b.Capacity)) }
 
 func tableOf(buckets []inspect.Bucket) string {
 	if len(buckets) == 0 {
@@ -65,10 +73,18 @@ func (p *program) doctor() *cobra.Command {
 		Use:   "doctor",
 		Short: "Say what makes limits slow or tables large, and what helps",
 		Args:  exactly(0),
-		RunE: p.onDatabase(func(c *cobra.Command, conn *pgx.Conn, _ []string) error {
-			findings, err := inspect.Findings(c.Context(), conn)
+		RunE: func(c *cobra.Command, _ []string) error {
+			findings, err := askAll(p, c, func(db database) ([]inspect.Finding, error) {
+				findings, err := inspect.Findings(c.Context(), db.Conn)
+				for i := range findings {
+					if db.of > 0 {
+						findings[i].Finding = db.String() + ": " + findings[i].Finding
+					}
+				}
+				return findings, err
+			})
 			if err != nil {
-				return described(err)
+				return err
 			}
 			text := "All is well."
 			if len(findings) > 0 {
@@ -85,6 +101,6 @@ func (p *program) doctor() *cobra.Command {
 				return answerNo{}
 			}
 			return nil
-		}),
+		},
 	}
 }

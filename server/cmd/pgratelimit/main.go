@@ -44,6 +44,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) (code int
 // A program is what the flags of every command say.
 type program struct {
 	databaseURL string
+	shardURLs   string // of databases that the program has created
 	json        bool
 }
 
@@ -65,7 +66,7 @@ Exit codes:
 		SilenceUsage:  true,
 	}
 	root.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return usageError{err} })
-	root.PersistentFlags().StringVar(&p.databaseURL, "database-url", "", "the database (default $DATABASE_URL)")
+	root.PersistentFlags().StringVar(&p.databaseURL, "database-url", "", "the database (default $DATABASE_URL, or all of $SHARD_URLS)")
 	root.PersistentFlags().BoolVar(&p.json, "json", false, "print JSON")
 	root.AddCommand(
 		p.serve(), p.health(),
@@ -78,10 +79,10 @@ Exit codes:
 }
 
 // exactly and atMost make cobra's complaints about arguments usage errors.
-func exactly(n int) cobra.PositionalArgs { return checked(cobra.ExactArgs(n)) }
-func atMost(n int) cobra.PositionalArgs  { return checked(cobra.MaximumNArgs(n)) }
+func exactly(n int) cobra.PositionalArgs { return usage(cobra.ExactArgs(n)) }
+func atMost(n int) cobra.PositionalArgs  { return usage(cobra.MaximumNArgs(n)) }
 
-func checked(args cobra.PositionalArgs) cobra.PositionalArgs {
+func usage(args cobra.PositionalArgs) cobra.PositionalArgs {
 	return func(c *cobra.Command, given []string) error {
 		if !c.HasParent() && len(given) > 0 {
 			return usageError{fmt.Errorf("no command is called %q: see pgratelimit --help", given[0])}

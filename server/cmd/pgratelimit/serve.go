@@ -63,8 +63,11 @@ func (p *program) configured(c *cobra.Command) func() (config.Config, error) {
 	path := c.Flags().String("config", "", "file of settings, one NAME=value a line; those of the environment come first")
 	return func() (config.Config, error) {
 		cfg, err := config.Load(*path, func(name string) (string, bool) {
-			if name == "DATABASE_URL" && p.databaseURL != "" {
+			switch {
+			case name == "DATABASE_URL" && p.databaseURL != "":
 				return p.databaseURL, true
+			case name == "SHARD_URLS" && p.databaseURL != "":
+				return "", true
 			}
 			return os.LookupEnv(name)
 		})
