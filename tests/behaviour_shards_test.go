@@ -4,6 +4,8 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"net/http"
+	"net/http/httptest"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -18,6 +20,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/client/httplimit"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
@@ -222,4 +225,145 @@ func TestShards_ADatabaseMoves(t *testing.T) {
 	settled, err := limiter.Settle(t.Context(), "jobs", job, "estimate", 10)
 	require.NoError(t, err)
 	require.EqualValues(t, 90, settled.Remaining)
+}
+
+// One database is copied for each shard, and each shard once more, while nobody takes tokens. Every key finds what its bucket
+// held, and its idempotency keys.
+func TestShards_GrowByCopies(t *testing.T) {
+	t.Parallel()
+	server := pgtest.Private(t)
+	createDB(t, server, "app").Pool.Close()
+	app := openDB(t, server, "app")
+	app.definePolicy("p", 100, 1, aDay)
+	app.definePolicy("q", 100, 1, aDay, ephemeral)
+	const keys = 40
+	for i := range keys {
+		app.acquire("p", fmt.Sprint("user:", i), int64(i), "once")
+		app.acquire("q", fmt.Sprint("user:", i), int64(2*i))
+	}
+	app.Pool.Close()
+	names := []string{"app"}
+	for of := 2; of <= 4; of *= 2 {
+		// From one, two copies; from two, a copy of each.
+		var copies []string
+		for n := range of {
+			copies = append(copies, fmt.Sprint("app_", n, "_of_", of))
+			conn, err := pgx.Connect(t.Context(), server.URL(""))
+			require.NoError(t, err)
+			from := names[n%len(names)]
+			_, err = conn.Exec(t.Context(), "select pg_terminate_backend(pid) from pg_stat_activity where datname = $1", from)
+			require.NoError(t, err)
+			require.Eventually(t, func() bool { // as long as a session is ending
+				_, err = conn.Exec(t.Context(), "create database "+copies[n]+" template "+from)
+				return sqlState(err) != "55006"
+			}, patience, 10*ms)
+			require.NoError(t, err)
+			require.NoError(t, conn.Close(t.Context()))
+			onServer(t, server, copies[n], fmt.Sprintf("truncate ratelimit.shard; select ratelimit_define_shard(%d, %d)", n, of))
+		}
+		names = copies
+		var pools []*pgxpool.Pool
+		for _, name := range names {
+			pools = append(pools, openDB(t, server, name).Pool)
+		}
+		limiter, err := client.NewSharded(t.Context(), pools)
+		require.NoError(t, err)
+		for i := range keys {
+			key := fmt.Sprint("user:", i)
+			d, err := limiter.Peek(t.Context(), "p", key)
+			require.NoError(t, err)
+			require.EqualValues(t, 100-i, d.Remaining, "%s of %d shards", key, of)
+			d, err = limiter.Peek(t.Context(), "q", key)
+			require.NoError(t, err)
+			require.EqualValues(t, 100-2*i, d.Remaining)
+			d, err = limiter.Acquire(t.Context(), "p", key, client.Cost(int64(i)), client.IdempotencyKey("once"))
+			require.NoError(t, err)
+			require.Equal(t, i > 0, d.Replayed) // a cost of 0 is not remembered
+		}
+		limiter.Close()
+		for _, pool := range pools {
+			pool.Close()
+		}
+	}
+}
+
+// A database is numbered once, with a number that there can be, and the same again changes nothing.
+func TestDefineShard(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	require.Empty(t, column(t, db.DB, "select shard::text from ratelimit_shard()"))
+	for _, bad := range []struct{ shard, of, message, detail string }{
+		{"0", "null", "invalid of", "of is null."},
+		{"0", "0", "invalid of", "of is 0."},
+		{"0", "-16", "invalid of", "of is -16."},
+		{"0", "12", "invalid of", "of is 12."},
+		{"0", "131072", "invalid of", "of is 131072."},
+		{"null", "16", "invalid shard", "shard is null."},
+		{"-1", "16", "invalid shard", "shard is -1."},
+		{"16", "16", "invalid shard", "shard is 16."},
+	} {
+		_, err := db.Pool.Exec(t.Context(), "select ratelimit_define_shard("+bad.shard+", "+bad.of+")")
+		require.Equal(t, "22023", sqlState(err), bad)
+		require.Equal(t, []string{bad.message, bad.detail}, []string{pgError(err).Message, pgError(err).Detail})
+		require.NotEmpty(t, pgError(err).Hint)
+	}
+	require.Empty(t, column(t, db.DB, "select shard::text from ratelimit_shard()"))
+
+	// Of several at a time one wins, and the others are told.
+	var group errgroup.Group
+	refused := make([]error, 8)
+	for n := range refused {
+		group.Go(func() error {
+			_, refused[n] = db.Pool.Exec(context.Background(), "select ratelimit_define_shard($1, 8)", n)
+			return nil
+		})
+	}
+	require.NoError(t, group.Wait())
+	is := db.number("select shard from ratelimit_shard()")
+	for n, err := range refused {
+		if int64(n) == is {
+			require.NoError(t, err)
+			continue
+		}
+		require.Equal(t, "22023", sqlState(err))
+		require.Equal(t, fmt.Sprintf("Database %s is shard %d of 8 already.", db.Name, is), pgError(err).Detail)
+	}
+	db.exec("select ratelimit_define_shard($1, 8)", is)
+	_, err := db.Pool.Exec(t.Context(), "select ratelimit_define_shard($1, 16)", is)
+	require.Equal(t, "22023", sqlState(err))
+	require.Equal(t, []string{fmt.Sprintf("(%d,8)", is)}, column(t, db.DB, "select ratelimit_shard()::text"))
+	_, err = db.Pool.Exec(t.Context(), "insert into ratelimit.shard values (0, 8)")
+	require.Equal(t, "23505", sqlState(err), "there is one row, whoever writes it")
+}
+
+// Middleware stands on shards as on one database: requests that a shard which is down would decide get what was chosen.
+func TestShards_BehindMiddleware(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	db.exec("select ratelimit_define_shard(0, 2)")
+	config, err := pgxpool.ParseConfig("postgres://127.0.0.1:1/nowhere")
+	require.NoError(t, err)
+	pool, err := pgxpool.NewWithConfig(t.Context(), config)
+	require.NoError(t, err)
+	defer pool.Close()
+	limiter, err := client.NewSharded(t.Context(), []*pgxpool.Pool{db.Pool, pool})
+	require.NoError(t, err)
+	defer limiter.Close()
+	require.Error(t, limiter.DefinePolicy(t.Context(), client.Policy{Name: "api", Capacity: 10, Refill: 1, Every: aDay}), "on one of them")
+
+	byUser := func(r *http.Request) string { return r.Header.Get("User") }
+	handler := httplimit.New(limiter, httplimit.Per("api", byUser), httplimit.Closed(second))(http.HandlerFunc(func(http.ResponseWriter, *http.Request) {}))
+	for i := range 32 {
+		user := fmt.Sprint("user:", i)
+		r := httptest.NewRequest(http.MethodGet, "/", nil)
+		r.Header.Set("User", user)
+		w := httptest.NewRecorder()
+		handler.ServeHTTP(w, r)
+		if client.ShardOf(user, 2) == 0 {
+			require.Equal(t, http.StatusOK, w.Code)
+			require.Equal(t, `"api";r=9;t=86400`, w.Header().Get("RateLimit"))
+		} else {
+			require.Equal(t, http.StatusServiceUnavailable, w.Code)
+		}
+	}
 }

@@ -582,6 +582,14 @@ func TestDocs_Grants(t *testing.T) {
 			}
 			wg.Wait()
 		},
+		"acquire from a [shard](sharding.md) with `client.NewSharded`": func(t *testing.T, pool *pgxpool.Pool) {
+			_, err := client.NewSharded(ctx, []*pgxpool.Pool{pool})
+			require.ErrorIs(t, err, client.ErrWrongShard)
+		},
+		"make a database a [shard](sharding.md)": func(t *testing.T, pool *pgxpool.Pool) {
+			_, err := pool.Exec(ctx, "select ratelimit_define_shard(0, 1)")
+			require.NoError(t, err)
+		},
 		"charge, settle, reserve, and acquire up to what there is": func(t *testing.T, pool *pgxpool.Pool) {
 			limiter := client.New(pool)
 			_, err := limiter.Charge(ctx, "p", "k", 1, client.IdempotencyKey("charged"))

@@ -422,6 +422,8 @@ func (r *round) answer(function string, args []argument) ([]string, error) {
 		return nothing, r.model.Reset(bucket())
 	case "ratelimit_cleanup":
 		return []string{"t|t"}, nil
+	case "ratelimit_shard":
+		return nil, nil
 	case "ratelimit_version":
 		return []string{r.version}, nil
 	}

@@ -206,6 +206,7 @@ var fuzzStatements = map[string]string{
 	"ratelimit_cleanup":        "select buckets_deleted >= 0, idempotency_keys_deleted >= 0 from ratelimit_cleanup($1)",
 	"ratelimit_cleanup_all":    "call ratelimit_cleanup_all($1)",
 	"ratelimit_version":        "select ratelimit_version()",
+	"ratelimit_shard":          "select shard, of from ratelimit_shard()",
 }
 
 // A fuzzCall is a call and the response that it must get.
@@ -422,7 +423,7 @@ var (
 		"ratelimit_acquire_up_to", "ratelimit_acquire_up_to",
 		"ratelimit_define_policy", "ratelimit_define_policy", "ratelimit_drop_policy", "ratelimit_cleanup", "ratelimit_cleanup_all",
 	}
-	fuzzFunctions = append([]string{"ratelimit_policies", "ratelimit_version", "ratelimit_doctor"}, refusing...)
+	fuzzFunctions = append([]string{"ratelimit_policies", "ratelimit_version", "ratelimit_doctor", "ratelimit_shard"}, refusing...)
 )
 
 // callOf makes arguments: all good, or each of them good more often than not.
