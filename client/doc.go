@@ -37,7 +37,6 @@
 //     cannot be part of one caller's transaction, for which there is [Limiter.WithTx].
 //   - [NewLeaser] answers for buckets that are asked for often from tokens that it has taken before: in
 //     less than a microsecond. What one process holds, others are denied. It is a Combiner for all others.
-//
 //   - [NewSharded] spreads the keys over several databases, each with a Combiner, when one server is not enough.
 //
 // Code that only asks for tokens takes an [Acquirer], which is any of them, and in tests the fake of

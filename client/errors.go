@@ -42,8 +42,16 @@ var (
 	// The error is an *[OverloadedError].
 	ErrOverloaded = errors.New("too many requests wait")
 
-	// ErrClosed: the [Combiner] was closed. Nothing was sent.
+	// ErrClosed: the [Combiner] or [Sharded] was closed. Nothing was sent.
 	ErrClosed = errors.New("limiter is closed")
+
+	// ErrWrongShard: a database is another shard than the one it is listed as, or none. Nothing was taken. The error names
+	// the database and the remedy.
+	ErrWrongShard = errors.New("wrong shard")
+
+	// ErrSeveralShards: the charges of a request belong to several shards of a [Sharded]. Nothing was taken. It is an
+	// ErrInvalidArgument.
+	ErrSeveralShards = fmt.Errorf("%w: the charges belong to several shards", ErrInvalidArgument)
 )
 
 // An OverloadedError tells why a [Combiner] has refused a request, which was not sent: too many requests wait, or its

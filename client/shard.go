@@ -16,13 +16,6 @@ import (
 // maxShards is the most that ratelimit_define_shard accepts.
 const maxShards = 1 << 16
 
-// ErrWrongShard: a database is another shard than the one it is listed as, or none. Nothing was taken. The error names the
-// database and the remedy.
-var ErrWrongShard = errors.New("wrong shard")
-
-// ErrSeveralShards: the charges of a request belong to several shards. Nothing was taken. It is an [ErrInvalidArgument].
-var ErrSeveralShards = fmt.Errorf("%w: the charges belong to several shards", ErrInvalidArgument)
-
 // ShardOf returns the number of the shard that has a key, from 0, where there are so many, a power of two. It is the low bits
 // of the first 8 bytes, big endian, of the SHA-256 of the key. That is so in every language, for life: testdata/shards.json
 // has examples. The policy does not count, so all limits of a user are in one shard.

@@ -44,9 +44,6 @@ func (s *shards) serverOf(n int) *pgtest.Server { return s.servers[n/databasesOf
 
 func (s *shards) of() int { return len(s.dbs) }
 
-// dbOf is the database of a key.
-func (s *shards) dbOf(key string) *testDB { return s.dbs[client.ShardOf(key, s.of())] }
-
 // each does something to all databases.
 func (s *shards) each(do func(db *testDB)) {
 	for _, db := range s.dbs {
