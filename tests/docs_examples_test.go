@@ -133,7 +133,7 @@ func TestDocs_CodeIsFromAnExample(t *testing.T) {
 	for _, file := range docsFiles(t) {
 		for _, block := range file.blocks {
 			folder, ok := map[string]string{"js": "node", "python": "python", "php": "php", "ruby": "ruby"}[block.tag]
-			if !ok {
+			if !ok || strings.Contains(block.text, "sha256") { // that one is run by TestShards_OneRuleForEveryLanguage
 				continue
 			}
 			found++
