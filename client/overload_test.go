@@ -67,6 +67,13 @@ func (db *pacedPool) set(slower time.Duration, frozen time.Duration) {
 	db.slower, db.thaw = slower, time.Now().Add(frozen)
 }
 
+// made is how many calls were.
+func (db *pacedPool) made() int {
+	db.mu.Lock()
+	defer db.mu.Unlock()
+	return db.calls
+}
+
 // An outcome is what a caller got, and when.
 type outcome struct {
 	arrived, answered time.Time
@@ -206,9 +213,9 @@ func TestCombiner_AFrozenDatabaseIsNoticed(t *testing.T) {
 		c.arrive(load, time.Second)
 
 		db.set(0, 10*time.Second)
-		before := db.calls
+		before := db.made()
 		frozen := c.arrive(load, 10*time.Second)
-		during := db.calls - before
+		during := db.made() - before
 		noticed := frozen.Add(4 * within)
 		thawed := c.arrive(load, 2*time.Second)
 		c.callers.Wait()
@@ -250,9 +257,9 @@ func TestCombiner_TheQueueIsBounded(t *testing.T) {
 		_, err = limiter.AcquireAll(t.Context(), []client.Charge{{Policy: "p", Key: "k1"}})
 		require.ErrorIs(t, err, client.ErrOverloaded)
 
-		before := db.calls
+		before := db.made()
 		c.callers.Wait()
-		require.LessOrEqual(t, db.calls-before, 4, "what waits is sent in full calls")
+		require.LessOrEqual(t, db.made()-before, 4, "what waits is sent in full calls")
 		granted, _, _ := c.count(frozen, time.Now())
 		require.Equal(t, c.arrivals-refused, granted)
 	})
