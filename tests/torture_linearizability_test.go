@@ -760,14 +760,13 @@ func (a *actor) transactIn(held bool, call func() error, ops ...*operation) (com
 			op.readings = read[min(1, len(read)):] // the first is from before the update, which may have waited
 		}
 		// ratelimit.acquire_batch reads the clock once for its fast path, and again for each round after it, of which the first
-		// creates rows by what it saw before. ratelimit_acquire_all may have read it twice before that. An acquire of one bucket reads
-		// the numbers before the bucket, and its update keeps to them if it waits and the cost still fits.
-		if op.kind == shares || op.kind == acquires && op.batch != 0 {
-			first := 2
-			if op.batch == 0 {
-				first = 4
-			}
-			op.reread = len(read) > first || !slices.ContainsFunc(ops, (*operation).takes)
+		// creates rows by what it saw before. Steps of ratelimit_acquire_all may have read it twice before that. Like an acquire of
+		// one bucket they read the numbers before the bucket, and keep to them.
+		switch {
+		case op.kind == shares && op.batch == 0:
+			op.reread = len(read) > 4
+		case op.kind == shares || op.kind == acquires && op.batch != 0:
+			op.reread = len(read) > 2 || !slices.ContainsFunc(ops, (*operation).takes)
 		}
 	}
 	a.add(ops...)
