@@ -104,8 +104,8 @@ func newCombiner(pool Pool, config config) *Combiner {
 // itself, eight at a time, and only requests for a bucket that is still locked fail, with [ErrLocked].
 //
 // A request is refused at once, with [ErrOverloaded], when [MaxWaiting] others wait, and when its ctx has a deadline that cannot
-// be met: by what the last calls took, how long those under way have lasted, and how many requests are before it. One that can
-// be sent at once is always sent. A request that has waited, and whose deadline is nearer by then than any of the last calls
+// be met: by what the quickest of the last calls took, how long those under way have lasted, and how many requests are before it.
+// One that can be sent at once is always sent. A request that has waited, and whose deadline is nearer by then than any of the last calls
 // took, is refused before its deadline, too, and is not sent. So under any load the database works for callers that are still
 // there. Give every ctx a deadline: without one a request is refused only when the queue is full.
 //
@@ -154,7 +154,7 @@ func (c *Combiner) combine(ctx context.Context, r request) (JointDecision, error
 	w := c.waiters.Get().(*waiter)
 	w.request = r
 	w.deadline, _ = ctx.Deadline()
-	if refusal := c.queue.refusal(w, now); refusal != nil {
+	if refusal := c.queue.refusal(w, now); refusal != nil && ctx.Err() == nil {
 		c.mu.Unlock()
 		c.release(w)
 		return JointDecision{}, failed(r.verb(), refusal)
@@ -255,7 +255,7 @@ func (c *Combiner) take(b *batch) context.Context {
 	now := time.Now()
 	taken := c.queue.take(b, now)
 	for _, w := range b.late {
-		w.err = failed(w.verb(), &OverloadedError{Waiting: c.queue.waiting.length, Expected: c.queue.pace.least()})
+		w.err = failed(w.verb(), &OverloadedError{Waiting: c.queue.waiting.length, Expected: c.queue.pace.call(now)})
 		w.done <- struct{}{}
 	}
 	clear(b.late)

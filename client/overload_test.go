@@ -293,14 +293,16 @@ func TestCombiner_RefusesWhatItCannotAnswerInTime(t *testing.T) {
 		db := &pacedPool{}
 		limiter := client.NewCombiner(db, client.CallsInFlight(1))
 		defer limiter.Close()
-		_, err := limiter.Acquire(t.Context(), "p", "k1")
-		require.NoError(t, err)
+		for range 5 { // fewer say too little
+			_, err := limiter.Acquire(t.Context(), "p", "k1")
+			require.NoError(t, err)
+		}
 		underWay := ask(t.Context(), limiter, "k1")
 
 		ctx, cancel := context.WithTimeout(t.Context(), 80*time.Millisecond) // the rest of one call and all of another are 100
 		defer cancel()
 		begin := time.Now()
-		_, err = limiter.Acquire(ctx, "p", "k2")
+		_, err := limiter.Acquire(ctx, "p", "k2")
 		require.Zero(t, time.Since(begin))
 		var overloaded *client.OverloadedError
 		require.ErrorAs(t, err, &overloaded)
@@ -311,6 +313,70 @@ func TestCombiner_RefusesWhatItCannotAnswerInTime(t *testing.T) {
 		defer cancel()
 		_, err = limiter.Acquire(ctx, "p", "k2")
 		require.NoError(t, err)
+		requireGranted(t, underWay)
+
+		// A while later nothing is known about the database.
+		time.Sleep(6 * time.Second)
+		underWay = ask(t.Context(), limiter, "k1")
+		ctx, cancel = context.WithTimeout(t.Context(), 80*time.Millisecond)
+		defer cancel()
+		_, err = limiter.Acquire(ctx, "p", "k2")
+		require.ErrorIs(t, err, context.DeadlineExceeded)
+		requireGranted(t, underWay)
+	})
+}
+
+// Calls that were slow for once refuse nobody: neither the first ones, which connect, nor some that stall together.
+func TestCombiner_SlowCallsNowAndThenRefuseNobody(t *testing.T) {
+	t.Parallel()
+	for _, calls := range []int{1, 2, 8} {
+		t.Run(fmt.Sprint(calls, " calls"), func(t *testing.T) {
+			t.Parallel()
+			synctest.Test(t, func(t *testing.T) {
+				db := &pacedPool{}
+				limiter := client.NewCombiner(db, client.CallsInFlight(calls))
+				defer limiter.Close()
+				c := &crowd{limiter: limiter, within: 2 * time.Second}
+				db.set(500*time.Millisecond, 0)
+				for range calls { // at a time
+					c.callers.Go(func() { c.ask("slow") })
+				}
+				c.callers.Wait()
+				db.set(0, 0)
+				c.arrive(paceOf(calls)/2, time.Second)
+				c.callers.Wait()
+				db.set(500*time.Millisecond, 0)
+				c.arrive(1000, 5*time.Millisecond) // one round of calls that stall together
+				db.set(0, 0)
+				c.arrive(paceOf(calls)/2, time.Second)
+				c.callers.Wait()
+				_, refused, late := c.count(time.Time{}, time.Now().Add(time.Hour))
+				require.Zero(t, refused+late, "of %d", len(c.outcomes))
+			})
+		})
+	}
+}
+
+// What a joint request costs is its charges: one that fills a call by itself is one call.
+func TestCombiner_LargeRequestsAreNotManyCalls(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		db := &pacedPool{}
+		limiter := client.NewCombiner(db, client.CallsInFlight(1))
+		defer limiter.Close()
+		for range 5 {
+			_, err := limiter.Acquire(t.Context(), "p", "k")
+			require.NoError(t, err)
+		}
+		underWay := ask(t.Context(), limiter, "k")
+		ctx, cancel := context.WithTimeout(t.Context(), 500*time.Millisecond)
+		defer cancel()
+		charges := make([]client.Charge, 1000)
+		for i := range charges {
+			charges[i] = client.Charge{Policy: "p", Key: fmt.Sprint(i)}
+		}
+		_, err := limiter.AcquireAll(ctx, charges)
+		require.NotErrorIs(t, err, client.ErrOverloaded)
 		requireGranted(t, underWay)
 	})
 }

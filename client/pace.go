@@ -5,48 +5,54 @@ import (
 	"time"
 )
 
-// A pace is how long the last calls took. A request that cannot be answered in time is refused by it, so it has to notice a
-// slow database, and to forget it again: few calls are looked at.
+const (
+	// paceCalls are enough to judge by: the first ones also connect.
+	paceCalls = 5
+
+	// paceLife is how long a pace is true after a call has ended.
+	paceLife = 5 * time.Second
+)
+
+// A pace is how long the last calls took. Requests that cannot be answered in time are refused by it, so it is the quickest of
+// them that counts: a call that stalls, or several that stall together, refuse nobody.
 type pace struct {
-	last [5]time.Duration // the newest replaces the oldest
+	last []time.Duration // the newest replaces the oldest
 	n    int
+	at   time.Time // of the newest
 }
 
-// observe is told how long a call took. One that was given up is expected to have lasted as long again.
-func (p *pace) observe(took time.Duration, isLost bool) {
+// newPace is for a queue with so many calls at a time, which may all stall at once.
+func newPace(limit int) pace {
+	return pace{last: make([]time.Duration, max(paceCalls, 2*limit+1))}
+}
+
+// observe is told how long a call took that ends now. One that was given up is expected to have lasted as long again.
+func (p *pace) observe(took time.Duration, isLost bool, now time.Time) {
 	if isLost {
 		took *= 2
 	}
 	p.last[p.n%len(p.last)] = took
 	p.n++
+	p.at = now
 }
 
-// call is how long a call takes: the median, or 0 if nothing is known. One call that stalls changes nothing.
-func (p *pace) call() time.Duration {
-	sorted := p.last // a copy
-	known := sorted[:min(p.n, len(sorted))]
-	if len(known) == 0 {
+// call is how long a call takes at least, or 0 if nothing is known.
+func (p *pace) call(now time.Time) time.Duration {
+	if p.n < paceCalls || now.Sub(p.at) > paceLife {
 		return 0
 	}
-	slices.Sort(known)
-	return known[len(known)/2]
-}
-
-// least is what the shortest of the calls took.
-func (p *pace) least() time.Duration {
-	known := p.last[:min(p.n, len(p.last))]
-	if len(known) == 0 {
-		return 0
-	}
-	return slices.Min(known)
+	return slices.Min(p.last[:min(p.n, len(p.last))])
 }
 
 // left is how much longer a call will take that began so long ago. One that lasts twice as long as usual has stalled: it is
-// expected to last as long again as it has.
-func (p *pace) left(lasted time.Duration) time.Duration {
-	usual := p.call()
+// expected to last as long again as it has. Of calls that nothing is known about, nothing is expected.
+func (p *pace) left(lasted time.Duration, now time.Time) time.Duration {
+	usual := p.call(now)
 	if lasted < 2*usual {
 		return max(0, usual-lasted)
+	}
+	if usual == 0 {
+		return 0
 	}
 	return lasted
 }

@@ -37,8 +37,9 @@ const (
 //     those without.
 //  5. A batch that has maxBatch elements takes no more. Either all of its requests have an idempotency key or
 //     none has, and either all are joint or none is.
-//  6. At most maxWaiting requests wait. Of those that wait, only one whose deadline is nearer than the shortest of the last
-//     calls took is refused, and never all of them: the last is sent, so that a pace that is true no more is found out.
+//  6. At most maxWaiting requests wait, besides one that is about to be sent. Of those that wait, only one whose deadline is
+//     nearer than the shortest of the last calls took is refused, and never all of them: the last is sent, so that a pace that
+//     is true no more is found out.
 //
 // The owner keeps two more: after a method has answered serve it calls take, and soon after hold it calls
 // hurry.
@@ -99,7 +100,7 @@ type batch struct {
 }
 
 func newQueue(limit, maxWaiting int) *queue {
-	return &queue{limit: limit, maxWaiting: maxWaiting, owners: make(map[bucket]*batch)}
+	return &queue{limit: limit, maxWaiting: maxWaiting, pace: newPace(limit), owners: make(map[bucket]*batch)}
 }
 
 // claim opens a batch for a caller that makes a call of its own. It returns nil if no slot is free, if the
@@ -117,6 +118,9 @@ func (q *queue) claim(r request, now time.Time) *batch {
 
 // refusal is why a request must not wait, or nil. One that can be sent at once is never refused.
 func (q *queue) refusal(w *waiter, now time.Time) *OverloadedError {
+	if q.isFree() && q.owners[w.bucket()] == nil {
+		return nil
+	}
 	expected := time.Duration(0)
 	if !w.deadline.IsZero() {
 		expected = q.expected(w, now)
@@ -129,25 +133,23 @@ func (q *queue) refusal(w *waiter, now time.Time) *OverloadedError {
 
 // expected is how long an answer will take: the rest of the call that is before it, and then as many calls as the requests
 // before it need, at the pace of the last calls. Those calls may be fuller than the last ones were, and fuller calls cost less
-// for each request: so calls are counted as full as they will be.
+// for each request: so calls are counted as full as they will be. It is 0 if nothing is known.
 func (q *queue) expected(w *waiter, now time.Time) time.Duration {
 	owner := q.owners[w.bucket()]
-	if owner == nil && q.isFree() {
-		return 0
-	}
 	wait, atATime := time.Duration(0), q.limit
 	switch {
 	case owner != nil: // many may want this one bucket: then no more calls will be under way than are
-		wait, atATime = q.pace.left(now.Sub(owner.began)), len(q.open)
+		wait, atATime = q.pace.left(now.Sub(owner.began), now), len(q.open)
 	case !q.reserved:
-		wait = q.pace.left(now.Sub(q.open[0].began))
+		wait = q.pace.left(now.Sub(q.open[0].began), now)
 		for _, b := range q.open[1:] {
-			wait = min(wait, q.pace.left(now.Sub(b.began)))
+			wait = min(wait, q.pace.left(now.Sub(b.began), now))
 		}
 	}
-	inCall := min(maxBatch, q.share(q.waiting.length+1))
-	calls := (q.elements + w.elements() + inCall - 1) / inCall
-	wait += time.Duration((calls+atATime-1)/atATime) * q.pace.call()
+	requests, elements := q.waiting.length+1, q.elements+w.elements()
+	inCall := min(maxBatch, q.share(requests)*elements/requests)
+	calls := min(requests, (elements+inCall-1)/inCall) // a request is not divided
+	wait += time.Duration((calls+atATime-1)/atATime) * q.pace.call(now)
 	return wait + wait/spare
 }
 
@@ -198,7 +200,7 @@ func (q *queue) take(b *batch, now time.Time) bool {
 
 // refuseLate moves to b.late those whose time is over before a call can be, from the head of the queue on.
 func (q *queue) refuseLate(b *batch, now time.Time) {
-	soonest := now.Add(q.pace.least())
+	soonest := now.Add(q.pace.call(now))
 	var next *waiter
 	for w := q.waiting.first; w != nil && q.waiting.length > 1; w = next {
 		next = w.next
@@ -211,7 +213,7 @@ func (q *queue) refuseLate(b *batch, now time.Time) {
 
 // finish closes a batch whose call has ended.
 func (q *queue) finish(b *batch, now time.Time) step {
-	q.pace.observe(now.Sub(b.began), b.isLost)
+	q.pace.observe(now.Sub(b.began), b.isLost, now)
 	for _, at := range b.buckets {
 		delete(q.owners, at)
 	}

@@ -96,6 +96,7 @@ type drivenQueue struct {
 	most     int // that may wait
 	now      time.Time
 	calls    []time.Duration // that have ended
+	ended    time.Time       // when the last of them did
 	reserved bool
 	held     bool
 	waiting  []*waiter // in order of arrival
@@ -124,8 +125,15 @@ func (d *drivenQueue) hurry() {
 	d.do(next)
 }
 
-// last are the calls that the queue may judge by.
-func (d *drivenQueue) last() []time.Duration { return d.calls[max(0, len(d.calls)-5):] }
+// last are the calls that the queue may judge by, if it does.
+func (d *drivenQueue) last() []time.Duration {
+	return d.calls[max(0, len(d.calls)-max(paceCalls, 2*d.limit+1)):]
+}
+
+// judges reports whether the queue knows of enough calls, of which the last has just ended.
+func (d *drivenQueue) judges() bool {
+	return len(d.calls) >= paceCalls && d.now.Sub(d.ended) <= paceLife
+}
 
 func (d *drivenQueue) arrive(r request, within time.Duration) {
 	if b := d.queue.claim(r, d.now); b != nil {
@@ -148,18 +156,22 @@ func (d *drivenQueue) arrive(r request, within time.Duration) {
 
 // checkRefusal knows when a deadline plainly can be met, and when it plainly cannot.
 func (d *drivenQueue) checkRefusal(w *waiter, within time.Duration, refusal *OverloadedError) {
-	if len(d.waiting) == d.most {
+	isFree := !d.reserved && len(d.batches) < d.limit
+	if isFree && d.under()[w.bucket()] == nil {
+		require.Nil(d, refusal, "it can be sent at once")
+		return
+	}
+	if len(d.waiting) >= d.most {
 		require.NotNil(d, refusal)
 		return
+	}
+	if !d.judges() {
+		require.Nil(d, refusal, "too little is known")
 	}
 	if refusal != nil {
 		require.Equal(d, len(d.waiting), refusal.Waiting)
 		require.NotZero(d, within)
 		require.Greater(d, refusal.Expected, within)
-	}
-	isFree := !d.reserved && len(d.batches) < d.limit
-	if isFree && d.under()[w.bucket()] == nil {
-		require.Nil(d, refusal, "it can be sent at once")
 	}
 	longest, shortest := time.Duration(0), time.Duration(0)
 	if len(d.calls) > 0 {
@@ -177,7 +189,7 @@ func (d *drivenQueue) checkRefusal(w *waiter, within time.Duration, refusal *Ove
 	if within >= 2*(max(lasted, longest)+longest*time.Duration(elements)) {
 		require.Nil(d, refusal, "it would be met if each request had calls of its own, the longest there were")
 	}
-	if within > 0 && len(d.batches) == d.limit && young && within < shortest {
+	if d.judges() && within > 0 && len(d.batches) == d.limit && young && within < shortest {
 		require.NotNil(d, refusal, "all calls have just begun, and none was as short")
 	}
 }
@@ -223,7 +235,7 @@ func (d *drivenQueue) take() {
 // checkLate knows who cannot be answered in time. One request stays in any case.
 func (d *drivenQueue) checkLate(b *batch, before int) {
 	soonest := d.now
-	if len(d.calls) > 0 {
+	if d.judges() {
 		soonest = soonest.Add(slices.Min(d.last()))
 	}
 	late := map[*waiter]bool{}
@@ -247,7 +259,7 @@ func (d *drivenQueue) finish(b *batch) {
 	if slices.Contains(d.lost, b) {
 		took *= 2
 	}
-	d.calls = append(d.calls, took)
+	d.calls, d.ended = append(d.calls, took), d.now
 	d.batches = slices.DeleteFunc(d.batches, func(o *batch) bool { return o == b })
 	if i := slices.Index(d.own, b); i >= 0 {
 		d.own, d.requests = slices.Delete(d.own, i, i+1), slices.Delete(d.requests, i, i+1)
@@ -294,7 +306,7 @@ func (d *drivenQueue) check() {
 		slots++
 	}
 	require.LessOrEqual(d, slots, d.limit)
-	require.LessOrEqual(d, len(d.waiting), d.most)
+	require.LessOrEqual(d, len(d.waiting), d.most+1)
 
 	under := d.under()
 	if slots == d.limit || d.reserved || d.held {
