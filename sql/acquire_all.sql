@@ -18,7 +18,8 @@
 --   2. Each bucket is read again with all that an answer needs. If one does not cover, the answer is the denial.
 --   3. Each bucket is charged by a conditional update, in the order of policy and key, durable ones first. If another
 --      session took the tokens in between, the charges are rolled back.
--- acquire_batch decides what these steps do not: there it is a batch of one request.
+-- acquire_batch decides what these steps do not: there it is a batch of one request. So it does in a read-only transaction, as
+-- those of a standby are, which cannot read ephemeral buckets.
 --
 -- Locks:  a grant holds its bucket rows and its idempotency keys until the caller's transaction ends. A denial holds none.
 -- Writes: the same rows. A denial writes nothing.
@@ -84,14 +85,14 @@ begin
     perform check_length('policies', v_count, v_count);
     perform refuse('policies', v_count || ' elements long', 'Pass 1 to 1000 elements.');
   end if;
-  if idempotency_key is null then
+  if idempotency_key is null and current_setting('transaction_read_only') = 'off' then
     v_now := clock();
     select array_agg(s.n::integer), array_agg(s.policy), array_agg(s.key), array_agg(s.cost), bool_and(s.covers is true)
       into v_order, v_sorted, v_keys, v_costs, v_enough
       from (select u.n, p as policy, u.key, case when costs is null then 1 else u.cost end as cost,
-                   case when (costs is null or u.cost > 0) and not p.overridden then
-                     least(case when p.durable then ({{ template "level_in" "buckets" }}) else ({{ template "level_in" "ephemeral_buckets" }}) end,
-                           p.capacity * 1000000) >= microtokens(case when costs is null then 1 else least(u.cost, 9000000000001) end)
+                   case when (costs is null or u.cost between 1 and p.capacity) and not p.overridden then
+                     case when p.durable then ({{ template "level_in" "buckets" }}) else ({{ template "level_in" "ephemeral_buckets" }}) end
+                     >= microtokens(case when costs is null then 1 else u.cost end)
                    end as covers
               from unnest(policies, keys, costs) with ordinality as u (policy, key, cost, n)
               left join policies as p on p.name = u.policy collate "C"

@@ -90,6 +90,23 @@ func TestStandby(t *testing.T) {
 	require.EqualValues(t, 8, db.acquire("ephemeral", "k", 2, "first").Remaining)
 }
 
+// A standby denies what several durable buckets do not cover, and grants nothing.
+func TestStandby_AcquireAll(t *testing.T) {
+	t.Parallel()
+	db, server := newPrivateDB(t)
+	db.setClock(t0)
+	db.definePolicy("a", 10, 1, second)
+	db.definePolicy("b", 10, 1, second)
+	db.acquire("a", "k", 8)
+	db = becomeStandby(t, db, server)
+	const all = "select allowed::text || ' ' || coalesce(retry_after::text, 'never') from ratelimit_acquire_all('{a,b}', '{k,k}', $1)"
+	require.Equal(t, []string{"false 00:00:01"}, column(t, db.DB, all, []int64{3, 1}))
+	require.Equal(t, []string{"false never"}, column(t, db.DB, all, []int64{11, 1}))
+	require.Equal(t, []string{"true 00:00:00"}, column(t, db.DB, all, []int64{0, 0}))
+	_, err := db.Pool.Exec(t.Context(), all, []int64{1, 1})
+	require.Equal(t, "25006", sqlState(err), "%v", err)
+}
+
 // On a standby, status lists the buckets of durable policies, and says so if it is asked for others.
 func TestStandby_Status(t *testing.T) {
 	t.Parallel()

@@ -3766,7 +3766,8 @@ comment on function ratelimit_policies() is
 -- Sets the numbers of one key: the policy's, but for those given. An override replaces an earlier one of the key. It
 -- applies from the commit of the caller's transaction on, to calls that begin then. A bucket with a row keeps its level,
 -- clamped to the new capacity; a bucket without one is full at the new capacity. So ratelimit_reset in the same
--- transaction starts a new plan full. capacity 0 blocks the key: a cost above 0 never fits.
+-- transaction starts a new plan full. ratelimit_refund there does not: a call that waits for the bucket by then still clamps it
+-- to the older capacity. capacity 0 blocks the key: a cost above 0 never fits.
 --
 -- From expires_at on the override is as good as absent. stepped, durable, remember and shadow stay the policy's.
 --
@@ -7157,6 +7158,7 @@ begin
         v_reset_us  := null;
         v_capacity  := null;
         v_shadows   := null;
+        v_kept      := true;
         exit when v_lock;
         v_lock      := true;
       when sqlstate 'RL00T' or unique_violation then  -- an idempotency key is stored already, or granted twice
@@ -7227,7 +7229,8 @@ comment on function ratelimit.acquire_batch(text[], text[], bigint[], integer[],
 --   2. Each bucket is read again with all that an answer needs. If one does not cover, the answer is the denial.
 --   3. Each bucket is charged by a conditional update, in the order of policy and key, durable ones first. If another
 --      session took the tokens in between, the charges are rolled back.
--- acquire_batch decides what these steps do not: there it is a batch of one request.
+-- acquire_batch decides what these steps do not: there it is a batch of one request. So it does in a read-only transaction, as
+-- those of a standby are, which cannot read ephemeral buckets.
 --
 -- Locks:  a grant holds its bucket rows and its idempotency keys until the caller's transaction ends. A denial holds none.
 -- Writes: the same rows. A denial writes nothing.
@@ -7281,14 +7284,14 @@ begin
     perform check_length('policies', v_count, v_count);
     perform refuse('policies', v_count || ' elements long', 'Pass 1 to 1000 elements.');
   end if;
-  if idempotency_key is null then
+  if idempotency_key is null and current_setting('transaction_read_only') = 'off' then
     v_now := clock();
     select array_agg(s.n::integer), array_agg(s.policy), array_agg(s.key), array_agg(s.cost), bool_and(s.covers is true)
       into v_order, v_sorted, v_keys, v_costs, v_enough
       from (select u.n, p as policy, u.key, case when costs is null then 1 else u.cost end as cost,
-                   case when (costs is null or u.cost > 0) and not p.overridden then
-                     least(case when p.durable then (select b.level from buckets as b where b.policy_id = p.id and b.key = u.key collate "C") else (select b.level from ephemeral_buckets as b where b.policy_id = p.id and b.key = u.key collate "C") end,
-                           p.capacity * 1000000) >= microtokens(case when costs is null then 1 else least(u.cost, 9000000000001) end)
+                   case when (costs is null or u.cost between 1 and p.capacity) and not p.overridden then
+                     case when p.durable then (select b.level from buckets as b where b.policy_id = p.id and b.key = u.key collate "C") else (select b.level from ephemeral_buckets as b where b.policy_id = p.id and b.key = u.key collate "C") end
+                     >= microtokens(case when costs is null then 1 else u.cost end)
                    end as covers
               from unnest(policies, keys, costs) with ordinality as u (policy, key, cost, n)
               left join policies as p on p.name = u.policy collate "C"

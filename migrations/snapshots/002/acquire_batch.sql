@@ -189,6 +189,7 @@ begin
         v_reset_us  := null;
         v_capacity  := null;
         v_shadows   := null;
+        v_kept      := true;
         exit when v_lock;
         v_lock      := true;
       when sqlstate 'RL00T' or unique_violation then  -- an idempotency key is stored already, or granted twice

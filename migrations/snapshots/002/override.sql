@@ -1,7 +1,8 @@
 -- Sets the numbers of one key: the policy's, but for those given. An override replaces an earlier one of the key. It
 -- applies from the commit of the caller's transaction on, to calls that begin then. A bucket with a row keeps its level,
 -- clamped to the new capacity; a bucket without one is full at the new capacity. So ratelimit_reset in the same
--- transaction starts a new plan full. capacity 0 blocks the key: a cost above 0 never fits.
+-- transaction starts a new plan full. ratelimit_refund there does not: a call that waits for the bucket by then still clamps it
+-- to the older capacity. capacity 0 blocks the key: a cost above 0 never fits.
 --
 -- From expires_at on the override is as good as absent. stepped, durable, remember and shadow stay the policy's.
 --
