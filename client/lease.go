@@ -92,7 +92,10 @@ type Leaser struct {
 	policies map[string]*leasedPolicy
 	start    time.Time
 	calls    chan struct{}
-	cancel   context.CancelFunc
+	closed   context.Context // ends when Close begins
+	close    context.CancelFunc
+	working  context.Context // ends when Close has no more time
+	stop     context.CancelFunc
 
 	background sync.WaitGroup // what refills and gives back
 	closing    sync.Mutex
@@ -103,19 +106,19 @@ type Leaser struct {
 // ratelimit_refund. Options are those of [NewCombiner] and a [Lease] for each policy whose tokens may be held.
 func NewLeaser(pool Pool, opts ...LeaserOption) *Leaser {
 	config := newConfig(opts)
-	ctx, cancel := context.WithCancel(context.Background())
 	l := &Leaser{
 		combiner: newCombiner(pool, config),
 		policies: make(map[string]*leasedPolicy),
 		start:    time.Now(),
 		calls:    make(chan struct{}, leaseCalls),
-		cancel:   cancel,
 	}
+	l.closed, l.close = context.WithCancel(context.Background())
+	l.working, l.stop = context.WithCancel(context.Background())
 	for _, lease := range config.leases {
 		l.policies[lease.Policy] = &leasedPolicy{Lease: lease.withDefaults(), seed: maphash.MakeSeed()}
 	}
 	if len(l.policies) > 0 {
-		l.background.Go(func() { l.watch(ctx) })
+		l.background.Go(func() { l.watch(l.closed) })
 	}
 	return l
 }
@@ -273,7 +276,12 @@ func (l *Leaser) do(e *lease, work func(*lease)) {
 		return
 	}
 	l.background.Go(func() {
-		l.calls <- struct{}{}
+		select {
+		case l.calls <- struct{}{}:
+		case <-l.closed.Done(): // then Close gives back what there is
+			e.busy.Store(false)
+			return
+		}
 		defer func() { <-l.calls }()
 		work(e)
 	})
@@ -292,7 +300,7 @@ func (l *Leaser) refill(e *lease) {
 	if n == 0 {
 		return
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), leaseLife)
+	ctx, cancel := context.WithTimeout(l.working, leaseLife)
 	defer cancel()
 	sent := l.now()
 	d, err := l.AcquireUpTo(ctx, e.policy.Policy, e.key, n)
@@ -394,14 +402,14 @@ func (l *Leaser) visit(e *lease) {
 // shrink gives back what is too much.
 func (l *Leaser) shrink(e *lease) {
 	defer e.busy.Store(false)
-	ctx, cancel := context.WithTimeout(context.Background(), giveBackTimeout)
+	ctx, cancel := context.WithTimeout(l.working, giveBackTimeout)
 	defer cancel()
 	l.giveBackOf(ctx, e, e.look(l.now()).full)
 }
 
 // release gives back all that is left, and ends the lease.
 func (l *Leaser) release(e *lease) {
-	ctx, cancel := context.WithTimeout(context.Background(), giveBackTimeout)
+	ctx, cancel := context.WithTimeout(l.working, giveBackTimeout)
 	defer cancel()
 	l.end(ctx, e)
 }
@@ -439,15 +447,21 @@ func (l *Leaser) Close() {
 	l.closing.Lock()
 	l.isClosed = true
 	l.closing.Unlock()
-	l.cancel()
+	l.close()
+	ctx, cancel := context.WithTimeout(context.Background(), giveBackTimeout)
+	defer cancel()
+	context.AfterFunc(ctx, l.stop)
+	l.giveUp(ctx, "", "")
 	l.background.Wait()
-	l.giveUp("", "")
+	for _, p := range l.policies {
+		p.each(func(e *lease) { e.left.Store(0) }) // what there was no time for is lost, and granted no more
+	}
 	l.combiner.Close()
 }
 
-// giveUp ends leases of a policy, or of all, of a key or of all.
-func (l *Leaser) giveUp(policy, key string) {
-	ctx, cancel := context.WithTimeout(context.Background(), giveBackTimeout)
+// giveUp ends leases of a policy, or of all, of a key or of all. When ctx ends, it leaves the rest of them.
+func (l *Leaser) giveUp(ctx context.Context, policy, key string) {
+	ctx, cancel := context.WithTimeout(ctx, giveBackTimeout)
 	defer cancel()
 	var giving sync.WaitGroup
 	free := make(chan struct{}, closingCalls)
@@ -471,9 +485,9 @@ func (l *Leaser) giveUp(policy, key string) {
 	giving.Wait()
 }
 
-// seize waits until nobody else works on the lease, and reports false if it has ended.
+// seize waits until nobody else works on the lease, and reports false if it has ended, or ctx has.
 func (l *Leaser) seize(ctx context.Context, e *lease) bool {
-	for !e.busy.CompareAndSwap(false, true) {
+	for ctx.Err() != nil || !e.busy.CompareAndSwap(false, true) {
 		if e.policy.shards[e.hash%leaseShards].find(e.key) != e {
 			return false
 		}
@@ -488,30 +502,30 @@ func (l *Leaser) seize(ctx context.Context, e *lease) bool {
 
 // Reset is [Limiter.Reset]. What is leased is given back before.
 func (l *Leaser) Reset(ctx context.Context, policy, key string) error {
-	l.giveUp(policy, key)
+	l.giveUp(ctx, policy, key)
 	return l.combiner.Reset(ctx, policy, key)
 }
 
 // Override is [Limiter.Override]. What is leased is given back before.
 func (l *Leaser) Override(ctx context.Context, o Override) error {
-	l.giveUp(o.Policy, o.Key)
+	l.giveUp(ctx, o.Policy, o.Key)
 	return l.combiner.Override(ctx, o)
 }
 
 // RemoveOverride is [Limiter.RemoveOverride]. What is leased is given back before.
 func (l *Leaser) RemoveOverride(ctx context.Context, policy, key string) (removed bool, err error) {
-	l.giveUp(policy, key)
+	l.giveUp(ctx, policy, key)
 	return l.combiner.RemoveOverride(ctx, policy, key)
 }
 
 // DefinePolicy is [Limiter.DefinePolicy]. What is leased is given back before.
 func (l *Leaser) DefinePolicy(ctx context.Context, p Policy) error {
-	l.giveUp(p.Name, "")
+	l.giveUp(ctx, p.Name, "")
 	return l.combiner.DefinePolicy(ctx, p)
 }
 
 // DropPolicy is [Limiter.DropPolicy]. What is leased is given back before.
 func (l *Leaser) DropPolicy(ctx context.Context, name string) error {
-	l.giveUp(name, "")
+	l.giveUp(ctx, name, "")
 	return l.combiner.DropPolicy(ctx, name)
 }

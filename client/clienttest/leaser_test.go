@@ -19,14 +19,19 @@ import (
 // A distant is the fake's database for a Leaser. Each call takes a millisecond of synctest's time.
 type distant struct {
 	*database
-	mu    sync.Mutex
-	calls map[string]int // by function
+	mu     sync.Mutex
+	calls  map[string]int // by function
+	silent bool
 }
 
 func (p *distant) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
 	p.mu.Lock()
 	p.calls[functionName.FindString(sql)]++
+	silent := p.silent
 	p.mu.Unlock()
+	if silent {
+		<-ctx.Done()
+	}
 	select {
 	case <-time.After(time.Millisecond):
 		return p.database.QueryRow(ctx, sql, args...)
@@ -40,6 +45,13 @@ func (*distant) BeginTx(context.Context, pgx.TxOptions) (pgx.Tx, error) {
 }
 
 func (*distant) Close() {}
+
+// silence makes each call wait until its context ends.
+func (p *distant) silence(yes bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.silent = yes
+}
 
 // A leasing is a Leaser on a fake, whose policy p has 10,000 tokens and gains 1,000 a second.
 type leasing struct {
@@ -475,5 +487,83 @@ func TestLeaser_WithADenialCache(t *testing.T) {
 		}
 		require.LessOrEqual(t, total, 600)
 		require.Greater(t, total, 97*600/100)
+	})
+}
+
+// Close has its five seconds for all leases together, however many wait for a database that is silent.
+func TestLeaser_ClosesInTimeBesideASilentDatabase(t *testing.T) {
+	t.Parallel()
+	for _, expired := range []bool{false, true} {
+		t.Run(fmt.Sprint("expired=", expired), func(t *testing.T) {
+			t.Parallel()
+			synctest.Test(t, func(t *testing.T) {
+				l := lease(t, client.Lease{Policy: "p", Idle: time.Hour})
+				leased := 0
+				for key := range 100 {
+					_, n := l.ask("p", fmt.Sprint(key), 10, time.Millisecond)
+					leased += n
+				}
+				require.Greater(t, leased, 200)
+				l.pool.silence(true)
+				if expired {
+					time.Sleep(2 * time.Second)
+				}
+				begin := time.Now()
+				l.Close()
+				require.LessOrEqual(t, time.Since(begin), 5*time.Second+100*time.Millisecond)
+				for key := range 100 {
+					_, err := l.Acquire(t.Context(), "p", fmt.Sprint(key))
+					require.ErrorIs(t, err, client.ErrClosed)
+				}
+			})
+		})
+	}
+}
+
+// What a caller asks of the server lasts no longer than its ctx, whatever is leased.
+func TestLeaser_GivesBackWithinTheContextOfTheCaller(t *testing.T) {
+	t.Parallel()
+	for name, call := range map[string]func(context.Context, *leasing) error{
+		"reset": func(ctx context.Context, l *leasing) error { return l.Reset(ctx, "p", "hot") },
+		"override": func(ctx context.Context, l *leasing) error {
+			return l.Override(ctx, client.Override{Policy: "p", Key: "hot"})
+		},
+		"remove override": func(ctx context.Context, l *leasing) error {
+			_, err := l.RemoveOverride(ctx, "p", "hot")
+			return err
+		},
+		"define policy": func(ctx context.Context, l *leasing) error { return l.DefinePolicy(ctx, client.Policy{Name: "p"}) },
+		"drop policy":   func(ctx context.Context, l *leasing) error { return l.DropPolicy(ctx, "p") },
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			synctest.Test(t, func(t *testing.T) {
+				l := lease(t, client.Lease{Policy: "p"})
+				defer l.Close()
+				l.ask("p", "hot", 200, time.Millisecond)
+				l.pool.silence(true)
+				ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
+				defer cancel()
+				begin := time.Now()
+				require.ErrorIs(t, call(ctx, l), context.DeadlineExceeded)
+				require.Equal(t, 100*time.Millisecond, time.Since(begin))
+			})
+		})
+	}
+}
+
+// A call whose ctx has ended changes nothing, and so costs no lease.
+func TestLeaser_KeepsItsLeasesFromACallThatIsOver(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		l := lease(t, client.Lease{Policy: "p"})
+		defer l.Close()
+		l.ask("p", "hot", 200, time.Millisecond)
+		ctx, cancel := context.WithCancel(t.Context())
+		cancel()
+		require.ErrorIs(t, l.Reset(ctx, "p", "hot"), context.Canceled)
+		d, err := l.Acquire(t.Context(), "p", "hot")
+		require.NoError(t, err)
+		require.True(t, d.Estimated)
 	})
 }
