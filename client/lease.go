@@ -89,6 +89,7 @@ type combiner = Combiner // so that the field of a Leaser is nobody else's
 // Close it when it is no longer used: else its leases are lost.
 type Leaser struct {
 	*combiner
+	own      limiter // for what refills and gives back, which is no caller's: hooks are not told
 	policies map[string]*leasedPolicy
 	start    time.Time
 	calls    chan struct{}
@@ -114,6 +115,8 @@ func NewLeaser(pool Pool, opts ...LeaserOption) *Leaser {
 	}
 	l.closed, l.close = context.WithCancel(context.Background())
 	l.working, l.stop = context.WithCancel(context.Background())
+	l.own = l.combiner.limiter
+	l.own.hooks.Answered = nil
 	for _, lease := range config.leases {
 		l.policies[lease.Policy] = &leasedPolicy{Lease: lease.withDefaults(), seed: maphash.MakeSeed()}
 	}
@@ -193,7 +196,9 @@ func (l *Leaser) Acquire(ctx context.Context, policy, key string, opts ...Acquir
 	hash := maphash.String(p.seed, key)
 	e := p.shards[hash%leaseShards].find(key)
 	if e != nil && ctx.Err() == nil {
+		begin := l.hooks.begin()
 		if d, ok := l.grant(e, r.cost); ok {
+			l.hooks.answered(ctx, verbAcquire, policy, begin, d, nil)
 			return d, nil
 		}
 	}
@@ -303,7 +308,7 @@ func (l *Leaser) refill(e *lease) {
 	ctx, cancel := context.WithTimeout(l.working, leaseLife)
 	defer cancel()
 	sent := l.now()
-	d, err := l.AcquireUpTo(ctx, e.policy.Policy, e.key, n)
+	d, err := l.own.AcquireUpTo(ctx, e.policy.Policy, e.key, n)
 	switch {
 	case errors.Is(err, ErrUnknownPolicy):
 		e.left.Store(0) // there is nothing to give it back to
@@ -435,7 +440,7 @@ func (l *Leaser) giveBackOf(ctx context.Context, e *lease, keep int64) {
 		if e.left.CompareAndSwap(left, keep) {
 			e.level -= left - keep
 			if !e.isVague {
-				_, _ = l.Refund(ctx, e.policy.Policy, e.key, left-keep)
+				_, _ = l.own.Refund(ctx, e.policy.Policy, e.key, left-keep)
 			}
 			return
 		}

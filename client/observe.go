@@ -12,6 +12,7 @@ import (
 type Hooks struct {
 	// Answered sees each answer of Acquire, AcquireAll, AcquireUpTo, Charge, Settle, Reserve, Peek and Refund, before the
 	// caller has it. In a transaction that is before anybody knows whether it will be committed. Wait is seen as its Reserve.
+	// A grant from a lease of a [Leaser] is an answer of Acquire; what the Leaser takes for leases and gives back is not seen.
 	Answered func(context.Context, Answer)
 
 	// Waited sees how long a Wait has slept, which is 0 if the tokens were there, and the error of ctx if that ended first.

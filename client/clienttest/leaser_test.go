@@ -567,3 +567,36 @@ func TestLeaser_KeepsItsLeasesFromACallThatIsOver(t *testing.T) {
 		require.True(t, d.Estimated)
 	})
 }
+
+// Hooks see what callers get, from a lease or not, and not what the Leaser takes and gives back.
+func TestLeaser_ShowsHooksTheAnswersOfCallersAlone(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		var mu sync.Mutex
+		var answers []client.Answer
+		l := lease(t, client.Lease{Policy: "p"}, client.Observe(client.Hooks{Answered: func(_ context.Context, a client.Answer) {
+			mu.Lock()
+			defer mu.Unlock()
+			answers = append(answers, a)
+		}}))
+		granted, leased := l.ask("p", "hot", 1000, time.Millisecond)
+		require.Equal(t, 1000, granted)
+		require.Greater(t, leased, 980)
+		time.Sleep(time.Second)
+		l.Close()
+		made := l.made()
+		require.Positive(t, made["ratelimit_acquire_up_to"])
+		require.Positive(t, made["ratelimit_refund"])
+
+		require.Len(t, answers, 1000)
+		for _, a := range answers {
+			require.Equal(t, "acquire", a.Operation)
+			require.Equal(t, "p", a.Policy)
+			require.Equal(t, client.ResultAllowed, a.Result())
+			if a.Decision.Estimated {
+				leased--
+			}
+		}
+		require.Zero(t, leased)
+	})
+}
