@@ -301,6 +301,9 @@ func (l *Leaser) refill(e *lease) {
 	if seen != nil {
 		n = size.refill(left, seen.level(l.now()))
 	}
+	if left == 0 {
+		e.isVague = false
+	}
 	e.low.Store(-1)
 	if n == 0 {
 		return

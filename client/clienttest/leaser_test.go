@@ -600,3 +600,34 @@ func TestLeaser_ShowsHooksTheAnswersOfCallersAlone(t *testing.T) {
 		require.Zero(t, leased)
 	})
 }
+
+// Once what was taken in doubt is spent, what is taken next is given back as ever.
+func TestLeaser_GivesBackAgainAfterADoubtIsSpent(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		l := lease(t, client.Lease{Policy: "watch"})
+		defer l.Close()
+		require.NoError(t, l.fake.DefinePolicy(t.Context(), client.Policy{
+			Name: "watch", Capacity: 10_000, Refill: 1, Every: 24 * time.Hour, Shadow: client.Yes,
+		}))
+		l.ask("watch", "hot", 300, time.Millisecond)
+		require.NoError(t, l.fake.SetLevel("watch", "hot", 3))
+		l.made()
+		for l.made()["ratelimit_acquire_up_to"] == 0 {
+			l.ask("watch", "hot", 1, time.Millisecond)
+		}
+		time.Sleep(5 * time.Millisecond) // until it is answered
+		leased := 1
+		for leased > 0 { // until nothing is left
+			_, leased = l.ask("watch", "hot", 1, 100*time.Microsecond, client.Cost(2))
+		}
+		l.ask("watch", "hot", 10, time.Millisecond)
+
+		require.NoError(t, l.fake.SetLevel("watch", "hot", 10_000))
+		l.made()
+		granted, leased := l.ask("watch", "hot", 300, time.Millisecond)
+		require.Greater(t, leased, 100)
+		time.Sleep(2 * time.Second)
+		require.EqualValues(t, 10_000-granted, l.remaining("watch", "hot"))
+	})
+}
