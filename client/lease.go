@@ -68,7 +68,10 @@ type combiner = Combiner // so that the field of a Leaser is nobody else's
 //
 // A bucket is hot when five requests for it come within a fifth of a second. Its lease has the tokens of 0.8 seconds, at the
 // rate of the last moments, but no more than Lease.MaxTokens, than Lease.MaxShare of the capacity, and than the bucket is left
-// with, which is for others. When three quarters of it are spent, more is taken, while the callers go on.
+// with, as far as was last seen, which is for others. When three quarters of it are spent, more is taken, while the callers go on.
+//
+// It uses 2 more connections than [CallsInFlight] says, and up to 8 besides while Close, Reset, Override, RemoveOverride,
+// DefinePolicy or DropPolicy gives leases back.
 //
 // What is guaranteed:
 //

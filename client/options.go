@@ -184,7 +184,7 @@ func Observe(hooks Hooks) LimiterOption {
 // client reads and writes. More calls share the same requests, so each carries fewer, at a higher cost for
 // each. Defaults to 2: on a server with 2 cores, 2 calls were faster than 1, 4 and 8 near the server, and
 // within a tenth of the fastest 1 ms away, with 64 and with 256 callers. Allow one for each core that the
-// server has to spare, if there are at least 32 callers for each.
+// server has to spare, if there are at least 32 callers for each. A [Leaser] uses more connections, as it says.
 func CallsInFlight(n int) CombinerOption {
 	return combinerOption(func(c *config) { c.calls = n })
 }
