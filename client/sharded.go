@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -237,7 +238,8 @@ func (s *Sharded) RemoveOverride(ctx context.Context, policy, key string) (remov
 	return ask(ctx, s, key, func(on *shard) (bool, error) { return on.RemoveOverride(ctx, policy, key) })
 }
 
-// Overrides lists those of all shards as [Limiter.Overrides] lists those of one database; with [OfKey], it asks one shard.
+// Overrides lists those of all shards as [Limiter.Overrides] lists those of one database; with [OfKey], it asks one shard. Those of
+// keys that belong to another shard, as a copy of a database has them, are left out.
 //
 // Errors: those of Limiter.Overrides, in a [*ShardError] of each shard that failed. Then nothing is listed.
 func (s *Sharded) Overrides(ctx context.Context, opts ...OverridesOption) ([]Override, error) {
@@ -245,13 +247,30 @@ func (s *Sharded) Overrides(ctx context.Context, opts ...OverridesOption) ([]Ove
 	if key, ok := config.key.(string); ok {
 		return ask(ctx, s, key, func(on *shard) ([]Override, error) { return on.Overrides(ctx, opts...) })
 	}
-	lists, err := listAll(ctx, s, func(on *shard) ([]Override, error) { return on.Overrides(ctx, opts...) })
+	lists, err := listAll(ctx, s, func(on *shard) ([]Override, error) { return on.ownOverrides(ctx, opts) })
 	if err != nil {
 		return nil, err
 	}
 	all := slices.Concat(lists...)
 	slices.SortFunc(all, func(a, b Override) int { return cmp.Or(cmp.Compare(a.Policy, b.Policy), cmp.Compare(a.Key, b.Key)) })
 	return all[:min(len(all), int(config.maxRows))], nil
+}
+
+// ownOverrides lists overrides of the keys that the shard has. A copy of a larger database has others, too, which may fill a list:
+// then it asks for a longer one.
+func (s *shard) ownOverrides(ctx context.Context, opts []OverridesOption) ([]Override, error) {
+	wanted := newOverrides(opts).maxRows
+	for rows := wanted; ; rows = 2 * min(rows, math.MaxInt32/2) {
+		list, err := s.Overrides(ctx, append(slices.Clone(opts), MaxRows(rows))...)
+		if err != nil {
+			return nil, err
+		}
+		isAll := len(list) < int(rows)
+		list = slices.DeleteFunc(list, func(o Override) bool { return ShardOf(o.Key, s.of) != s.number })
+		if isAll || len(list) >= int(wanted) {
+			return list, nil
+		}
+	}
 }
 
 // listAll asks all shards for lists.

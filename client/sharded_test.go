@@ -446,3 +446,37 @@ func TestShardOf_SpreadsKeys(t *testing.T) {
 	require.Len(t, count, of)
 	require.Greater(t, slices.Min(slices.Collect(maps.Values(count))), keys/of*8/10)
 }
+
+// Copies of a database have all of its overrides. Each is listed once, also when those of others fill the list of a shard.
+func TestSharded_OverridesAreThoseOfTheShardsOwnKeys(t *testing.T) {
+	t.Parallel()
+	ctx := t.Context()
+	const of = 2
+	s := newShards(t, of)
+	limiter := s.open(t)
+	require.NoError(t, limiter.DefinePolicy(ctx, client.Policy{Name: "api", Capacity: 10, Refill: 1, Every: time.Hour}))
+	var all []string
+	for i := range 40 {
+		key := fmt.Sprintf("user:%02d", i)
+		all = append(all, key)
+		for shard, pool := range s.pools {
+			capacity := int64(99) // is out of date
+			if client.ShardOf(key, of) == shard {
+				capacity = 5
+			}
+			require.NoError(t, client.New(pool).Override(ctx, client.Override{Policy: "api", Key: key, Capacity: capacity}))
+		}
+	}
+	for _, rows := range []int{1, 2, 3, 10, 39, 40, 41, 1000} {
+		list, err := limiter.Overrides(ctx, client.MaxRows(int32(rows)))
+		require.NoError(t, err)
+		var keys []string
+		for _, o := range list {
+			keys = append(keys, o.Key)
+			require.EqualValues(t, 5, o.Capacity, o.Key)
+		}
+		require.Equal(t, all[:min(rows, len(all))], keys)
+	}
+	_, err := limiter.Overrides(ctx, client.MaxRows(0))
+	require.ErrorIs(t, err, client.ErrInvalidArgument)
+}
