@@ -297,9 +297,13 @@ func (s *Sharded) DefinePolicy(ctx context.Context, p Policy) error {
 // Errors: those of Limiter.DropPolicy, in a [*ShardError] of each shard that failed.
 func (s *Sharded) DropPolicy(ctx context.Context, name string) error {
 	errs := s.onAll(ctx, func(on *shard) error { return on.DropPolicy(ctx, name) })
-	isUnknown := func(err error) bool { return errors.Is(err, ErrUnknownPolicy) }
-	if known := slices.DeleteFunc(slices.Clone(errs), isUnknown); len(known) > 0 {
-		errs = known
+	isKnown := func(err error) bool { return !errors.Is(err, ErrUnknownPolicy) }
+	if slices.ContainsFunc(errs, isKnown) {
+		for i, err := range errs {
+			if !isKnown(err) {
+				errs[i] = nil
+			}
+		}
 	}
 	return join(errs)
 }

@@ -480,3 +480,26 @@ func TestSharded_OverridesAreThoseOfTheShardsOwnKeys(t *testing.T) {
 	_, err := limiter.Overrides(ctx, client.MaxRows(0))
 	require.ErrorIs(t, err, client.ErrInvalidArgument)
 }
+
+// A policy that is dropped again, since a shard was down, is unknown to the others. The error is that shard's.
+func TestSharded_DropPolicyNamesTheShardThatIsDown(t *testing.T) {
+	t.Parallel()
+	ctx := t.Context()
+	const of = 2
+	s := newShards(t, of)
+	other := &unreachable{Pool: s.pools[1]}
+	limiter, err := client.NewSharded(ctx, []client.Pool{s.pools[0], other})
+	require.NoError(t, err)
+	defer limiter.Close()
+	require.NoError(t, limiter.DefinePolicy(ctx, client.Policy{Name: "api", Capacity: 10, Refill: 1, Every: time.Hour}))
+	other.fail(errors.New("no route to host"))
+	for range 2 {
+		err := limiter.DropPolicy(ctx, "api")
+		shardIs(t, 1, of, err)
+		require.ErrorContains(t, err, "no route to host")
+		require.NotErrorIs(t, err, client.ErrUnknownPolicy)
+	}
+	other.fail(nil)
+	require.NoError(t, limiter.DropPolicy(ctx, "api"))
+	require.ErrorIs(t, limiter.DropPolicy(ctx, "api"), client.ErrUnknownPolicy)
+}
