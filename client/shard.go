@@ -16,6 +16,9 @@ import (
 // maxShards is the most that ratelimit_define_shard accepts.
 const maxShards = 1 << 16
 
+// verbCheck names the question which shard a database is.
+const verbCheck = "check the shard"
+
 // ShardOf returns the number of the shard that has a key, from 0, where there are so many, a power of two. It is the low bits
 // of the first 8 bytes, big endian, of the SHA-256 of the key. That is so in every language, for life: testdata/shards.json
 // has examples. The policy does not count, so all limits of a user are in one shard.
@@ -56,9 +59,8 @@ func (l *limiter) checkShard(ctx context.Context, shard, of int) error {
 	var database string
 	var host pgtype.Text
 	var port, isShard, isOf pgtype.Int8
-	const verb = "check the shard"
 	err := l.query(ctx, call{
-		verb: verb,
+		verb: verbCheck,
 		columns: "pg_catalog.current_database()::text, pg_catalog.host(pg_catalog.inet_server_addr()), pg_catalog.inet_server_port()::bigint, " +
 			"pg_catalog.max(shard)::bigint, pg_catalog.max(of)::bigint", // one row, also of none
 		function: "ratelimit_shard()",
@@ -85,7 +87,7 @@ func (l *limiter) checkShard(ctx context.Context, shard, of int) error {
 		err = fmt.Errorf("%w: %s is shard %d of %d. List the databases in the order of their numbers, each once",
 			ErrWrongShard, where, isShard.Int64, isOf.Int64)
 	}
-	return failed(verb, err)
+	return failed(verbCheck, err)
 }
 
 // isSilence reports whether a database that failed to answer may be well later, and whatever it is called: it cannot be

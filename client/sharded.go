@@ -12,7 +12,7 @@ import (
 	"time"
 )
 
-// checkTimeout is how long [NewSharded] waits for databases that do not answer.
+// checkTimeout is how long a database has to answer which shard it is.
 const checkTimeout = 5 * time.Second
 
 // A Sharded is a limiter whose keys are spread over several databases, each with the package: its shards. [ShardOf] says
@@ -31,6 +31,23 @@ type shard struct {
 	*Combiner
 	number, of int
 	known      atomic.Bool // as the shard of this number: its database has said so
+	open       context.Context
+	shut       context.CancelFunc
+
+	mu       sync.Mutex
+	checking *checking // nil until the database is asked, and after it has failed to answer
+}
+
+// A checking is a call that asks a database which shard it is, for all who wait for the answer.
+type checking struct {
+	done chan struct{}
+	err  error
+}
+
+func newShard(combiner *Combiner, number, of int) *shard {
+	s := &shard{Combiner: combiner, number: number, of: of}
+	s.open, s.shut = context.WithCancel(context.Background())
+	return s
 }
 
 // NewSharded returns a Sharded on the databases of pools: shard 0, shard 1 and so on, a power of two of them. Each database
@@ -38,8 +55,8 @@ type shard struct {
 // [NewCombiner] needs. Options are those of NewCombiner, for each of the shards.
 //
 // It asks every database which shard it is, and fails if one says that it is another, or none, or cannot say. One that cannot
-// be reached within 5 seconds is asked before its first call, so that a program can start beside a shard that is down. It fails
-// if none can be reached.
+// be reached within 5 seconds is asked before its first call, once for all who wait for it then, so that a program can start
+// beside a shard that is down. It fails if none can be reached.
 //
 // Errors: [ErrWrongShard]; of each shard a [*ShardError].
 func NewSharded[P Pool](ctx context.Context, pools []P, opts ...CombinerOption) (*Sharded, error) {
@@ -49,33 +66,91 @@ func NewSharded[P Pool](ctx context.Context, pools []P, opts ...CombinerOption) 
 	}
 	s := &Sharded{make([]*shard, of)}
 	for i, pool := range pools {
-		s.shards[i] = &shard{Combiner: NewCombiner(pool, opts...), number: i, of: of}
+		s.shards[i] = newShard(NewCombiner(pool, opts...), i, of)
 	}
+	if err := s.check(ctx); err != nil {
+		s.Close()
+		return nil, err
+	}
+	return s, nil
+}
+
+// check makes sure that the databases that answer are the shards that they are listed as.
+func (s *Sharded) check(ctx context.Context) error {
 	checking, cancel := context.WithTimeout(ctx, checkTimeout)
 	defer cancel()
 	errs := s.onAll(checking, func(*shard) error { return nil })
 	refusals := slices.DeleteFunc(slices.Clone(errs), func(err error) bool { return err == nil || isSilence(err) })
 	switch {
 	case len(refusals) > 0:
-		return nil, errors.Join(refusals...)
+		return errors.Join(refusals...)
 	case ctx.Err() != nil:
-		return nil, failed("open shards", ctx.Err())
+		return failed("open shards", ctx.Err())
 	case !slices.Contains(errs, nil):
-		return nil, errors.Join(errs...)
+		return errors.Join(errs...)
 	}
-	return s, nil
+	return nil
 }
 
-// check makes sure, once, that the database is this shard.
+// check makes sure, once, that the database is this shard. It is asked once at a time, however many callers wait.
 func (s *shard) check(ctx context.Context) error {
 	if s.known.Load() {
 		return nil
 	}
-	err := s.checkShard(ctx, s.number, s.of)
-	if err == nil {
-		s.known.Store(true)
+	c := s.askWhich()
+	if c == nil {
+		return failed(verbCheck, ErrClosed)
 	}
-	return err
+	select {
+	case <-c.done:
+		return c.err
+	case <-ctx.Done():
+		return failed(verbCheck, ctx.Err())
+	}
+}
+
+// askWhich asks the database which shard it is, unless somebody does already, or it is known; after Close it returns nil. No
+// caller's ctx ends the call: it is for others, too.
+func (s *shard) askWhich() *checking {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	switch {
+	case s.open.Err() != nil:
+		return nil
+	case s.checking != nil:
+		return s.checking
+	}
+	c := &checking{done: make(chan struct{})}
+	s.checking = c
+	go func() {
+		defer close(c.done)
+		ctx, cancel := context.WithTimeout(s.open, checkTimeout)
+		defer cancel()
+		c.err = s.checkShard(ctx, s.number, s.of)
+		if c.err == nil {
+			s.known.Store(true)
+			return
+		}
+		if s.open.Err() != nil {
+			c.err = failed(verbCheck, ErrClosed)
+		}
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		s.checking = nil
+	}()
+	return c
+}
+
+// Close ends the question which shard the database is, and then does what [Combiner.Close] does.
+func (s *shard) Close() {
+	s.shut()
+	s.mu.Lock()
+	c := s.checking
+	s.mu.Unlock()
+	if c != nil {
+		<-c.done
+	}
+	s.Combiner.Close()
 }
 
 func (s *shard) failed(err error) error {

@@ -10,8 +10,10 @@ import (
 	"maps"
 	"os"
 	"slices"
+	"strings"
 	"sync"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -502,4 +504,99 @@ func TestSharded_DropPolicyNamesTheShardThatIsDown(t *testing.T) {
 	other.fail(nil)
 	require.NoError(t, limiter.DropPolicy(ctx, "api"))
 	require.ErrorIs(t, limiter.DropPolicy(ctx, "api"), client.ErrUnknownPolicy)
+}
+
+// A silentShard is a pool whose database does not say which shard it is until the context ends, or it is let.
+type silentShard struct {
+	fakePool
+	number int
+	mu     sync.Mutex
+	asked  int
+	let    chan struct{}
+}
+
+func (p *silentShard) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
+	if !strings.Contains(sql, "ratelimit_shard()") {
+		return p.fakePool.QueryRow(ctx, sql, args...)
+	}
+	p.mu.Lock()
+	p.asked++
+	p.mu.Unlock()
+	select {
+	case <-p.let:
+		return scanner{row{"app", nil, nil, int64(p.number), int64(2)}}
+	case <-ctx.Done():
+		return scanner{ctx.Err()}
+	}
+}
+
+// calls are how often it was asked which shard it is, since the last look.
+func (p *silentShard) calls() int {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	n := p.asked
+	p.asked = 0
+	return n
+}
+
+// However many callers a silent shard has, it is asked once at a time which one it is. Each caller leaves when its ctx ends, and
+// all go on when there is an answer.
+func TestSharded_ASilentShardIsAskedWhichItIsOnceAtATime(t *testing.T) {
+	t.Parallel()
+	for _, ending := range []string{"answer", "close"} {
+		t.Run(ending, func(t *testing.T) {
+			t.Parallel()
+			synctest.Test(t, func(t *testing.T) {
+				const callers = 100
+				ctx := t.Context()
+				up := &silentShard{number: 0, let: make(chan struct{})}
+				silent := &silentShard{number: 1, let: make(chan struct{})}
+				silent.answers = []any{granted(5)}
+				close(up.let)
+				limiter, err := client.NewSharded(ctx, []client.Pool{up, silent})
+				require.NoError(t, err)
+				defer limiter.Close()
+				synctest.Wait() // until that call has ended, too
+				require.Equal(t, 1, silent.calls())
+
+				errs := make(chan error, callers)
+				ask := func(ctx context.Context) {
+					for range callers {
+						go func() {
+							_, err := limiter.Peek(ctx, "api", keyOn(1, 2))
+							errs <- err
+						}()
+					}
+				}
+				short, cancel := context.WithTimeout(ctx, time.Second)
+				defer cancel()
+				begin := time.Now()
+				ask(short)
+				for range callers {
+					err := <-errs
+					require.ErrorIs(t, err, context.DeadlineExceeded)
+					shardIs(t, 1, 2, err)
+				}
+				require.Equal(t, time.Second, time.Since(begin))
+				ask(ctx)
+				synctest.Wait()
+				require.Equal(t, 1, silent.calls())
+
+				var want error
+				if ending == "answer" {
+					close(silent.let)
+				} else {
+					limiter.Close()
+					want = client.ErrClosed
+				}
+				for range callers {
+					require.ErrorIs(t, <-errs, want)
+				}
+				require.Less(t, time.Since(begin), 2*time.Second)
+				_, err = limiter.Peek(ctx, "api", keyOn(1, 2))
+				require.ErrorIs(t, err, want)
+				require.Zero(t, silent.calls())
+			})
+		})
+	}
 }
