@@ -37,12 +37,18 @@ func ByUser(user func(*http.Request) string, otherwise Key) Key {
 		if name == "" {
 			return otherwise(r)
 		}
-		if key := "user:" + name; fits(key) {
-			return key
-		}
-		hash := sha256.Sum256([]byte(name))
-		return "user-sha256:" + hex.EncodeToString(hash[:])
+		return Named("user", name)
 	}
+}
+
+// Named is the key of a text of some kind, "kind:" and the text. Of a text that is too long for a key, or no text, it is
+// "kind-sha256:" and its hash. Texts of different kinds have different keys if no kind has a colon, or ends with "-sha256".
+func Named(kind, text string) string {
+	if key := kind + ":" + text; fits(key) {
+		return key
+	}
+	hash := sha256.Sum256([]byte(text))
+	return kind + "-sha256:" + hex.EncodeToString(hash[:])
 }
 
 // ByIP names the bucket of the client's address, such as "ip:192.0.2.1". Of an IPv6 address it is the /64, such

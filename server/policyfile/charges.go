@@ -1,15 +1,12 @@
 package policyfile
 
 import (
-	"crypto/sha256"
-	"encoding/hex"
 	"errors"
 	"fmt"
 	"net/http"
 	"net/url"
 	"path"
 	"strings"
-	"unicode/utf8"
 
 	"github.com/pgratelimit/pgratelimit/client"
 	"github.com/pgratelimit/pgratelimit/client/httplimit"
@@ -118,7 +115,7 @@ func (c *charger) key(k Key, r, matched *http.Request) string {
 	if value == "" {
 		return c.ip(r)
 	}
-	return named(string(k.From), k.Name+"="+value)
+	return httplimit.Named(string(k.From), k.Name+"="+value)
 }
 
 // header returns the last line of a header: what a proxy adds comes after what the client has sent.
@@ -131,16 +128,4 @@ func header(r *http.Request, name string) string {
 		return ""
 	}
 	return lines[len(lines)-1]
-}
-
-// maxKey is what a key may have, in bytes.
-const maxKey = 512
-
-// named is a key of some kind. Of a text that cannot be one it has the hash.
-func named(kind, text string) string {
-	if key := kind + ":" + text; len(key) <= maxKey && utf8.ValidString(key) && strings.IndexByte(key, 0) < 0 {
-		return key
-	}
-	hash := sha256.Sum256([]byte(text))
-	return kind + "-sha256:" + hex.EncodeToString(hash[:])
 }
