@@ -68,7 +68,7 @@ func TestDocs_Examples(t *testing.T) {
 			example.need(t)
 			db := newDB(t)
 			db.definePolicy("api", 3, 1, time.Hour)
-			port := freePort(t)
+			port := pgtest.FreePort(t)
 			startProgram(t, port, example.program(t, port, append(serverVariables(t, db.DB), pgVariables(t, db.URL)...)))
 
 			get := func(user, path string) (status int, retryAfter, body string) {
@@ -277,26 +277,9 @@ func serverVariables(t *testing.T, db *pgtest.DB, settings ...string) []string {
 	t.Helper()
 	program, err := buildServer()
 	require.NoError(t, err)
-	grpc, http := freePort(t), freePort(t)
+	grpc, http := pgtest.FreePort(t), pgtest.FreePort(t)
 	c := exec.CommandContext(t.Context(), program, "serve")
 	c.Env = append(os.Environ(), append(settings, "DATABASE_URL="+db.URL, "GRPC_ADDR=127.0.0.1:"+grpc, "HTTP_ADDR=127.0.0.1:"+http)...)
 	startProgram(t, http, c)
 	return []string{"RATELIMIT_GRPC=127.0.0.1:" + grpc, "RATELIMIT_URL=http://127.0.0.1:" + http}
-}
-
-var portsGiven sync.Map
-
-// freePort returns a port on which nobody listens, and which no other test has been given.
-func freePort(t *testing.T) string {
-	t.Helper()
-	for {
-		l, err := net.Listen("tcp", "127.0.0.1:0")
-		require.NoError(t, err)
-		_, port, err := net.SplitHostPort(l.Addr().String())
-		require.NoError(t, err)
-		require.NoError(t, l.Close())
-		if _, given := portsGiven.LoadOrStore(port, true); !given {
-			return port
-		}
-	}
 }

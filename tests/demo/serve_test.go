@@ -14,6 +14,8 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
 // make serve-demo: what it tells its reader to run answers, and Ctrl-C ends all of it.
@@ -31,7 +33,7 @@ func TestServe(t *testing.T) {
 	defer cancel()
 	c := exec.CommandContext(ctx, program, "serve")
 	c.Dir = root
-	c.Env = append(os.Environ(), "HTTP_ADDR=127.0.0.1:"+freePort(t), "GRPC_ADDR=127.0.0.1:"+freePort(t))
+	c.Env = append(os.Environ(), "HTTP_ADDR=127.0.0.1:"+pgtest.FreePort(t), "GRPC_ADDR=127.0.0.1:"+pgtest.FreePort(t))
 	var complaints bytes.Buffer
 	c.Stderr = &complaints
 	stdout, err := c.StdoutPipe()
@@ -76,14 +78,4 @@ func TestServe(t *testing.T) {
 	if directory := regexp.MustCompile(`/tmp/ratelimit-\d+`).FindString(text); directory != "" {
 		require.NoDirExists(t, directory, "and so has the database")
 	}
-}
-
-func freePort(t *testing.T) string {
-	t.Helper()
-	listener, err := net.Listen("tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-	defer listener.Close()
-	_, port, err := net.SplitHostPort(listener.Addr().String())
-	require.NoError(t, err)
-	return port
 }

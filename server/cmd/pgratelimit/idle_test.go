@@ -116,7 +116,7 @@ type attacked struct {
 
 func startAttacked(t *testing.T, db *pgtest.DB, settings ...string) *attacked {
 	t.Helper()
-	s := &attacked{grpc: freeAddress(t), http: freeAddress(t)}
+	s := &attacked{grpc: "127.0.0.1:" + pgtest.FreePort(t), http: "127.0.0.1:" + pgtest.FreePort(t)}
 	program, err := os.Executable()
 	require.NoError(t, err)
 	ctx, cancel := context.WithCancel(context.Background())
@@ -153,14 +153,6 @@ func startAttacked(t *testing.T, db *pgtest.DB, settings ...string) *attacked {
 type writer func(p []byte) (int, error)
 
 func (w writer) Write(p []byte) (int, error) { return w(p) }
-
-func freeAddress(t *testing.T) string {
-	t.Helper()
-	listener, err := net.Listen("tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-	defer listener.Close()
-	return listener.Addr().String()
-}
 
 func (s *attacked) post(t *testing.T, body string) string {
 	t.Helper()

@@ -74,7 +74,7 @@ func startReference(t *testing.T, files map[string]string) envoypb.RateLimitServ
 	}
 	c := program(t, "service_cmd")
 	c.Dir = dir
-	c.Env = append(os.Environ(), "HOST=127.0.0.1", "PORT="+freePort(t), "DEBUG_HOST=127.0.0.1", "DEBUG_PORT="+freePort(t), "GRPC_UDS="+socket,
+	c.Env = append(os.Environ(), "HOST=127.0.0.1", "PORT="+pgtest.FreePort(t), "DEBUG_HOST=127.0.0.1", "DEBUG_PORT="+pgtest.FreePort(t), "GRPC_UDS="+socket,
 		"RUNTIME_ROOT="+dir, "RUNTIME_SUBDIRECTORY=runtime", "RUNTIME_WATCH_ROOT=false",
 		"REDIS_SOCKET_TYPE=unix", "REDIS_URL="+redis, "USE_STATSD=false", "DISABLE_STATS=true", "LOG_LEVEL=ERROR")
 	run(t, c)
@@ -87,14 +87,6 @@ func startReference(t *testing.T, files map[string]string) envoypb.RateLimitServ
 		return err == nil
 	}, time.Minute, 50*time.Millisecond)
 	return reference
-}
-
-func freePort(t *testing.T) string {
-	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-	defer l.Close()
-	return strconv.Itoa(l.Addr().(*net.TCPAddr).Port)
 }
 
 // A generator makes rules up, of so few words that requests of the same words match often.
