@@ -7288,12 +7288,12 @@ begin
     v_now := clock();
     select array_agg(s.n::integer), array_agg(s.policy), array_agg(s.key), array_agg(s.cost), bool_and(s.covers is true)
       into v_order, v_sorted, v_keys, v_costs, v_enough
-      from (select u.n, p as policy, u.key, case when costs is null then 1 else u.cost end as cost,
-                   case when (costs is null or u.cost between 1 and p.capacity) and not p.overridden then
+      from (select u.n, p as policy, u.key, u.cost,
+                   case when u.cost between 1 and p.capacity and not p.overridden then
                      case when p.durable then (select b.level from buckets as b where b.policy_id = p.id and b.key = u.key collate "C") else (select b.level from ephemeral_buckets as b where b.policy_id = p.id and b.key = u.key collate "C") end
-                     >= microtokens(case when costs is null then 1 else u.cost end)
+                     >= microtokens(u.cost)
                    end as covers
-              from unnest(policies, keys, costs) with ordinality as u (policy, key, cost, n)
+              from unnest(policies, keys, coalesce(costs, array_fill(1::bigint, array[v_count]))) with ordinality as u (policy, key, cost, n)
               left join policies as p on p.name = u.policy collate "C"
              order by p.durable desc, u.policy collate "C", u.key collate "C"
             offset 0) as s;
@@ -8565,14 +8565,14 @@ begin
              s.capacity, s.overridden
         from (select u.*, refilled_level(u.level, u.refilled_at, v_now, u.full_level, u.gain, u.every_us, u.tick) as level_now
                 from (select p.name, b.key, b.level, b.refilled_at, o.key is not null as overridden,
-                     case when o.key is null then p.capacity else o.capacity end as capacity,
-                     case when o.key is null then p.tick else o.tick end as tick,
-                     case when o.key is null then p.every_us else o.every_us end as every_us,
-                     case when o.key is null then p.tick_us else o.tick_us end as tick_us,
-                     case when o.key is null then p.full_level else o.full_level end as full_level,
-                     case when o.key is null then p.gain else o.gain end as gain,
-                     case when o.key is null then p.tick_gain else o.tick_gain end as tick_gain,
-                     case when o.key is null then p.round_up else o.round_up end as round_up
+                             case when o.key is null then p.capacity else o.capacity end as capacity,
+                             case when o.key is null then p.tick else o.tick end as tick,
+                             case when o.key is null then p.every_us else o.every_us end as every_us,
+                             case when o.key is null then p.tick_us else o.tick_us end as tick_us,
+                             case when o.key is null then p.full_level else o.full_level end as full_level,
+                             case when o.key is null then p.gain else o.gain end as gain,
+                             case when o.key is null then p.tick_gain else o.tick_gain end as tick_gain,
+                             case when o.key is null then p.round_up else o.round_up end as round_up
                         from policies as p
                         join (table buckets union all table ephemeral_buckets) as b on b.policy_id = p.id
                         left join overrides as o on p.overridden and o.policy_id = p.id and o.key = b.key and o.expires_at > v_now
@@ -8594,14 +8594,14 @@ begin
              s.capacity, s.overridden
         from (select u.*, refilled_level(u.level, u.refilled_at, v_now, u.full_level, u.gain, u.every_us, u.tick) as level_now
                 from (select p.name, b.key, b.level, b.refilled_at, o.key is not null as overridden,
-                     case when o.key is null then p.capacity else o.capacity end as capacity,
-                     case when o.key is null then p.tick else o.tick end as tick,
-                     case when o.key is null then p.every_us else o.every_us end as every_us,
-                     case when o.key is null then p.tick_us else o.tick_us end as tick_us,
-                     case when o.key is null then p.full_level else o.full_level end as full_level,
-                     case when o.key is null then p.gain else o.gain end as gain,
-                     case when o.key is null then p.tick_gain else o.tick_gain end as tick_gain,
-                     case when o.key is null then p.round_up else o.round_up end as round_up
+                             case when o.key is null then p.capacity else o.capacity end as capacity,
+                             case when o.key is null then p.tick else o.tick end as tick,
+                             case when o.key is null then p.every_us else o.every_us end as every_us,
+                             case when o.key is null then p.tick_us else o.tick_us end as tick_us,
+                             case when o.key is null then p.full_level else o.full_level end as full_level,
+                             case when o.key is null then p.gain else o.gain end as gain,
+                             case when o.key is null then p.tick_gain else o.tick_gain end as tick_gain,
+                             case when o.key is null then p.round_up else o.round_up end as round_up
                         from policies as p
                         join buckets as b on b.policy_id = p.id
                         left join overrides as o on p.overridden and o.policy_id = p.id and o.key = b.key and o.expires_at > v_now

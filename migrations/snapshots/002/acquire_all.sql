@@ -89,12 +89,12 @@ begin
     v_now := clock();
     select array_agg(s.n::integer), array_agg(s.policy), array_agg(s.key), array_agg(s.cost), bool_and(s.covers is true)
       into v_order, v_sorted, v_keys, v_costs, v_enough
-      from (select u.n, p as policy, u.key, case when costs is null then 1 else u.cost end as cost,
-                   case when (costs is null or u.cost between 1 and p.capacity) and not p.overridden then
+      from (select u.n, p as policy, u.key, u.cost,
+                   case when u.cost between 1 and p.capacity and not p.overridden then
                      case when p.durable then ({{ template "level_in" "buckets" }}) else ({{ template "level_in" "ephemeral_buckets" }}) end
-                     >= microtokens(case when costs is null then 1 else u.cost end)
+                     >= microtokens(u.cost)
                    end as covers
-              from unnest(policies, keys, costs) with ordinality as u (policy, key, cost, n)
+              from unnest(policies, keys, coalesce(costs, array_fill(1::bigint, array[v_count]))) with ordinality as u (policy, key, cost, n)
               left join policies as p on p.name = u.policy collate "C"
              order by p.durable desc, u.policy collate "C", u.key collate "C"
             offset 0) as s;

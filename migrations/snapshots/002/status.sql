@@ -18,7 +18,9 @@ return query
              s.capacity, s.overridden
         from (select u.*, {{ template "refilled_level" (dict "bucket" "u." "policy" "u.") }} as level_now
                 from (select p.name, b.key, b.level, b.refilled_at, o.key is not null as overridden
-                             {{- template "include/numbers.sql" }}
+                             {{- range list "capacity" "tick" "every_us" "tick_us" "full_level" "gain" "tick_gain" "round_up" }},
+                             case when o.key is null then p.{{ . }} else o.{{ . }} end as {{ . }}
+                             {{- end }}
                         from policies as p
                         join {{ . }} as b on b.policy_id = p.id
                         left join overrides as o on p.overridden and o.policy_id = p.id and o.key = b.key and o.expires_at > v_now
