@@ -17,11 +17,12 @@ import (
 	"github.com/pgratelimit/pgratelimit/client"
 )
 
-// The limit is the same for all, and so high that no bucket runs dry. A token takes minutes to come
-// back, so that Redis does not forget keys between two rounds.
+// The limit is the same for all, and so high that no bucket runs dry. A token takes 18 s to come back, so that Redis does
+// not forget keys between two cells. An empty bucket is full in 14 years: at 15, batches would count in numeric, which
+// nobody's policy needs.
 const (
-	capacity      = 100_000_000
-	refillPerHour = 20
+	capacity      = 25_000_000
+	refillPerHour = 200
 )
 
 var limit = redis_rate.Limit{Rate: refillPerHour, Burst: capacity, Period: time.Hour}
