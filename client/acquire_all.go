@@ -111,8 +111,10 @@ const jointColumns = decisionColumns + ", binding, array(select array[" +
 func (l *limiter) askAll(ctx context.Context, r request) (JointDecision, error) {
 	var p packed
 	p.add(r)
-	if slices.ContainsFunc(p.policies, hasZeroByte) || slices.ContainsFunc(p.keys, hasZeroByte) {
-		return JointDecision{}, failed(r.verb(), errZeroByte)
+	for i, texts := range [][]string{p.policies, p.keys} {
+		if slices.ContainsFunc(texts, hasZeroByte) {
+			return JointDecision{}, failed(r.verb(), zeroByteIn(i))
+		}
 	}
 	var whole decisionRow
 	var binding int64

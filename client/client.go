@@ -292,9 +292,9 @@ func (l *limiter) run(ctx context.Context, c call) error {
 
 // query makes a call that returns one row.
 func (l *limiter) query(ctx context.Context, c call, dest ...any) error {
-	for _, arg := range c.args {
+	for i, arg := range c.args {
 		if text, ok := arg.(string); ok && hasZeroByte(text) {
-			return failed(c.verb, errZeroByte)
+			return failed(c.verb, zeroByteIn(i))
 		}
 	}
 	if c.tokens && l.noFlush && !isAutocommit(l.db) {
@@ -306,7 +306,11 @@ func (l *limiter) query(ctx context.Context, c call, dest ...any) error {
 	}))
 }
 
-var errZeroByte = fmt.Errorf("%w: text contains a zero byte", ErrInvalidArgument)
+// zeroByteIn is the error about an argument, from 0. Policy and key come first, and of others only the idempotency key is the caller's text.
+func zeroByteIn(argument int) error {
+	name := [...]string{"policy", "key", "idempotency_key"}[min(argument, 2)]
+	return fmt.Errorf("%w: %s has a zero byte, which no text in PostgreSQL can hold; pass a hash of it", ErrInvalidArgument, name)
+}
 
 // hasZeroByte reports whether the simple protocol would cut the statement short.
 func hasZeroByte(text string) bool { return strings.Contains(text, "\x00") }

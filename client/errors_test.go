@@ -5,6 +5,7 @@ import (
 	"errors"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
@@ -123,6 +124,34 @@ func TestErrors_OfTheClientNeverReachTheDatabase(t *testing.T) {
 	require.Empty(t, db.sent())
 }
 
+// An error about text that cannot be sent says which argument it is.
+func TestErrors_NameTheArgumentOfAZeroByte(t *testing.T) {
+	t.Parallel()
+	ctx, limiter := t.Context(), client.New(&fakeDB{})
+	for name, call := range map[string]func(policy, key, idempotencyKey string) error{
+		"acquire": func(policy, key, idempotencyKey string) error {
+			_, err := limiter.Acquire(ctx, policy, key, client.IdempotencyKey(idempotencyKey))
+			return err
+		},
+		"acquire all": func(policy, key, idempotencyKey string) error {
+			_, err := limiter.AcquireAll(ctx, []client.Charge{{Policy: "p", Key: "k"}, {Policy: policy, Key: key}}, client.IdempotencyKey(idempotencyKey))
+			return err
+		},
+		"settle": func(policy, key, idempotencyKey string) error {
+			_, err := limiter.Settle(ctx, policy, key, idempotencyKey, 1)
+			return err
+		},
+		"reserve": func(policy, key, idempotencyKey string) error {
+			_, err := limiter.Reserve(ctx, policy, key, time.Second, client.IdempotencyKey(idempotencyKey))
+			return err
+		},
+	} {
+		require.ErrorContains(t, call("\x00", "k", "i"), ": policy has a zero byte", name)
+		require.ErrorContains(t, call("p", "\x00", "i"), ": key has a zero byte", name)
+		require.ErrorContains(t, call("p", "k", "\x00"), ": idempotency_key has a zero byte", name)
+	}
+}
+
 func TestErrors_OfTheServer(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)
@@ -162,6 +191,9 @@ func TestErrors_OfTheServer(t *testing.T) {
 	} {
 		require.ErrorIs(t, test.err, test.kind, name)
 		requireCode(t, test.code, test.err)
+		if test.code == "22021" {
+			require.ErrorContains(t, test.err, "pass text in UTF-8, or a hash")
+		}
 	}
 }
 
