@@ -43,7 +43,7 @@ func (p *program) databases() (config.Databases, error) {
 	}
 	databases, err := config.NewDatabases(url, shards)
 	if err != nil {
-		return databases, usageError{fmt.Errorf("which database? Set DATABASE_URL or SHARD_URLS, or give --database-url: %w", err)}
+		return databases, usageError{fmt.Errorf("%w; --database-url would do, too", err)}
 	}
 	return databases, nil
 }
@@ -132,7 +132,7 @@ func askAll[R any](p *program, c *cobra.Command, ask func(database) ([]R, error)
 func connect(ctx context.Context, url string, warnings io.Writer) (*pgx.Conn, error) {
 	config, err := pgx.ParseConfig(url)
 	if err != nil {
-		return nil, usageError{err}
+		return nil, usageError{fmt.Errorf("--database-url, DATABASE_URL or SHARD_URLS: %w", err)}
 	}
 	if config.ConnectTimeout == 0 {
 		config.ConnectTimeout = connectTimeout

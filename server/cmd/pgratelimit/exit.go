@@ -2,7 +2,6 @@ package main
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -57,5 +56,5 @@ func (p *program) complain(w io.Writer, err error) {
 	if errors.As(err, &pgErr) {
 		complaint.SQLState = pgErr.Code
 	}
-	_ = json.NewEncoder(w).Encode(complaint) // there is nowhere to say that it failed
+	_ = encode(w, complaint) // there is nowhere to say that it failed
 }

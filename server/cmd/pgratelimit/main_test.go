@@ -17,6 +17,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/pgratelimit/server/internal/inspect"
@@ -129,11 +130,11 @@ func TestErrors_HaveExitCodes(t *testing.T) {
 	}{
 		{[]string{"acquire", "nobody", "k", "--database-url", db.URL}, exitError, "unknown policy"},
 		{[]string{"acquire", "nobody", "k", "--database-url", "postgres://127.0.0.1:1/none"}, exitUnavailable, "127.0.0.1"},
-		{[]string{"status", "--database-url", pgtest.Empty(t).URL}, exitError, "Run pgratelimit install"},
+		{[]string{"status", "--database-url", pgtest.Empty(t).URL}, exitError, "(SQLSTATE 42883). Run pgratelimit install"},
 		{[]string{"acquire", "api"}, exitUsage, "usage: pgratelimit acquire POLICY KEY"},
 		{[]string{"acquire", "api", "k", "--cost", "many"}, exitUsage, "--cost"},
 		{[]string{"acquire", "api", "k", "--price", "1"}, exitUsage, "--price"},
-		{[]string{"peek", "api", "k", "--database-url", "postgres://127.0.0.1:port/x"}, exitUsage, "port"},
+		{[]string{"peek", "api", "k", "--database-url", "postgres://127.0.0.1:port/x"}, exitUsage, "--database-url, DATABASE_URL or SHARD_URLS: "},
 		{[]string{"obtain"}, exitUsage, `no command is called "obtain"`},
 		{[]string{"version", "now"}, exitUsage, "usage: pgratelimit version"},
 		{[]string{"serve", "--config", "no such file"}, exitUsage, "no such file"},
@@ -152,7 +153,21 @@ func TestErrors_HaveExitCodes(t *testing.T) {
 		require.Contains(t, complaint.Error, test.says)
 		if test.says == "unknown policy" {
 			require.Equal(t, "RL001", complaint.SQLState)
+			require.Contains(t, r.errors, "capacity => 10", "it can be copied")
 		}
+	}
+}
+
+func TestErrors_HaveTheRemedy(t *testing.T) {
+	t.Parallel()
+	for want, err := range map[string]*pgconn.PgError{
+		": permission denied for function ratelimit_status (SQLSTATE 42501). Its owner can run: grant execute on function ratelimit_status to <role>;": {
+			Code: "42501", Message: "permission denied for function ratelimit_status",
+		},
+		": permission denied for schema a (SQLSTATE 42501)":             {Code: "42501", Message: "permission denied for schema a"},
+		": unknown policy (SQLSTATE RL001). It is not here. Define it.": {Code: "RL001", Message: "unknown policy", Detail: "It is not here.", Hint: "Define it."},
+	} {
+		require.EqualError(t, described(err), want)
 	}
 }
 
@@ -160,7 +175,7 @@ func TestDatabaseURL_IsObligatory(t *testing.T) {
 	t.Setenv("DATABASE_URL", "")
 	r := command(t, "status")
 	require.Equal(t, exitUsage, r.code)
-	require.Contains(t, r.errors, "DATABASE_URL")
+	require.Equal(t, "DATABASE_URL: it is not set, and neither is SHARD_URLS; --database-url would do, too\n", r.errors)
 	t.Setenv("DATABASE_URL", "postgres://127.0.0.1:1/none")
 	require.Equal(t, exitUnavailable, command(t, "status").code)
 }

@@ -4,6 +4,10 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
+	"regexp"
+	"slices"
+	"strings"
 
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/spf13/cobra"
@@ -15,20 +19,33 @@ func (p *program) print(c *cobra.Command, value any, text string) error {
 		_, err := fmt.Fprintln(c.OutOrStdout(), text)
 		return err
 	}
-	out := json.NewEncoder(c.OutOrStdout())
+	return encode(c.OutOrStdout(), value)
+}
+
+func encode(w io.Writer, value any) error {
+	out := json.NewEncoder(w)
 	out.SetEscapeHTML(false)
 	return out.Encode(value)
 }
 
-// described adds what the database had to say beyond the message.
+// described adds what the database had to say beyond the message, and what helps.
 func described(err error) error {
 	var pgErr *pgconn.PgError
 	if !errors.As(err, &pgErr) {
 		return err
 	}
 	hint := pgErr.Hint
-	if pgErr.Code == "42883" { // undefined_function
+	switch function := nameOf.FindString(pgErr.Message); {
+	case pgErr.Code == "42883": // undefined_function
 		hint = "Run pgratelimit install, or put the schema of the functions on search_path."
+	case pgErr.Code == "42501" && function != "": // insufficient_privilege
+		hint = "Its owner can run: grant execute on function " + function + " to <role>;"
 	}
-	return fmt.Errorf("%w. %s %s", err, pgErr.Detail, hint)
+	more := strings.Join(slices.DeleteFunc([]string{pgErr.Detail, hint}, func(s string) bool { return s == "" }), " ")
+	if more == "" {
+		return err
+	}
+	return fmt.Errorf("%w. %s", err, more)
 }
+
+var nameOf = regexp.MustCompile(`ratelimit_\w+`)

@@ -2,13 +2,11 @@ package envoy
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgconn"
 
 	"github.com/pgratelimit/pgratelimit/client"
 	"github.com/pgratelimit/pgratelimit/server/policyfile"
@@ -43,10 +41,6 @@ func (r *Rules) Settle(ctx context.Context, db DB) error {
 
 func policiesOf(ctx context.Context, limiter *client.Limiter) (map[string]client.Policy, error) {
 	policies, err := limiter.Policies(ctx)
-	var pgErr *pgconn.PgError
-	if errors.As(err, &pgErr) && pgErr.Code == "42501" { // insufficient_privilege
-		return nil, fmt.Errorf("%w: an administrator has to run: grant execute on function ratelimit_policies to the server's role", err)
-	}
 	if err != nil {
 		return nil, err
 	}

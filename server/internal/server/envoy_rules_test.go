@@ -100,7 +100,8 @@ descriptors:
 `)
 	settings := []string{"ENVOY_RULES=" + path}
 	err := startError(t, as(t, db, role), settings...)
-	require.ErrorContains(t, err, "grant execute on function ratelimit_policies to")
+	require.Equal(t, 1, strings.Count(err.Error(), "grant execute on function"))
+	require.ErrorContains(t, err, "grant execute on function ratelimit_policies() to <role>;")
 	db.Exec(t, "grant execute on function ratelimit_policies to "+role)
 
 	err = startError(t, as(t, db, role), settings...)

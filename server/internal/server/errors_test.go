@@ -96,7 +96,7 @@ func TestErrors_OfRequests(t *testing.T) {
 		},
 		"zero byte": {
 			acquire(&pb.AcquireRequest{Policy: "api", LogicalKey: "a\x00b"}), "acquire", `{"policy":"api","key":"a\u0000b"}`,
-			codes.InvalidArgument, 422, "INVALID_ARGUMENT", "22023", "zero byte",
+			codes.InvalidArgument, 422, "INVALID_ARGUMENT", "22023", "key has a zero byte",
 		},
 		"negative cost": {
 			acquire(&pb.AcquireRequest{Policy: "api", LogicalKey: "k", Cost: ptr[int64](-1)}), "acquire", `{"policy":"api","key":"k","cost":-1}`,
@@ -108,7 +108,7 @@ func TestErrors_OfRequests(t *testing.T) {
 		},
 		"no charges": {
 			all(), "acquire_all", `{}`,
-			codes.InvalidArgument, 422, "INVALID_ARGUMENT", "22023", "",
+			codes.InvalidArgument, 422, "INVALID_ARGUMENT", "22023", "invalid charges",
 		},
 		"too many charges": {
 			all(charges...), "acquire_all", `{"charges":[` + strings.Repeat(`{"policy":"api","key":"k"},`, 1000) + `{"policy":"api","key":"k"}]}`,

@@ -65,6 +65,9 @@ func (s *Service) AcquireAll(ctx context.Context, r JointRequest) (d client.Join
 		opts = append(opts, client.IdempotencyKey(*r.IdempotencyKey))
 	}
 	err = s.do(ctx, AcquireAll, key, shares, func(ctx context.Context) (string, client.Decision, error) {
+		if len(charges) == 0 {
+			return "", client.Decision{}, missing("charges")
+		}
 		if d, err = s.limiter.AcquireAll(ctx, charges, opts...); err != nil {
 			return "", client.Decision{}, err
 		}
