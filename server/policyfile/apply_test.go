@@ -260,6 +260,30 @@ func TestApply_PruneNamesWhatGoes(t *testing.T) {
 	require.Empty(t, overridesIn(t, db))
 }
 
+// The server has defined some policies for the file's own rules of Envoy's: these are not left over.
+func TestApply_PruneSparesPoliciesOfRules(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	db.Exec(t, `select ratelimit_define_policy(p, 60, 60, '1 minute') from unnest(array['edge.remote_address', 'edge.a_b.c*', 'named', 'edge.named', 'edge.none', 'left over']) as p`)
+	pruned := apply(t, db.Pool, `
+policies: {new: {capacity: 1, refill: 1, every: 1s}}
+envoy:
+  - domain: edge
+    descriptors:
+      - {key: remote_address, rate_limit: {unit: minute, requests_per_unit: 60}}
+      - {key: a, value: b, descriptors: [{key: c*, rate_limit: {unit: minute, requests_per_unit: 60}}]}
+      - {key: named, rate_limit: {unit: minute, requests_per_unit: 60, name: named}}
+      - {key: none, rate_limit: {unlimited: true}}
+`, policyfile.Options{Prune: true})
+	var dropped []string
+	for _, change := range pruned.Changes {
+		if change.Action == policyfile.Drop {
+			dropped = append(dropped, change.Policy)
+		}
+	}
+	require.Equal(t, []string{"edge.named", "edge.none", "left over"}, dropped)
+}
+
 // A file that has lost its policies does not take all others with it.
 func TestApply_PruneNeedsPolicies(t *testing.T) {
 	t.Parallel()

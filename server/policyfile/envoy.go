@@ -1,6 +1,7 @@
 package policyfile
 
 import (
+	"cmp"
 	"slices"
 	"strings"
 )
@@ -55,6 +56,27 @@ type EnvoyLimit struct {
 
 	// At is where it begins.
 	At Position
+}
+
+// PolicyAt is the policy of a rule at a path, which is the domain and the composites of its descriptors, joined by dots. It is
+// empty for a rule that needs none.
+func (l *EnvoyLimit) PolicyAt(path string) string {
+	if l.Unlimited || l.Policy == "" && l.RequestsPerUnit == 0 {
+		return ""
+	}
+	return cmp.Or(l.Policy, l.Name, path)
+}
+
+// policiesOf lists those of all rules at a path or below.
+func policiesOf(path string, descriptors []EnvoyDescriptor) (names []string) {
+	for _, d := range descriptors {
+		at := path + "." + d.Composite()
+		if d.Limit != nil {
+			names = append(names, d.Limit.PolicyAt(at))
+		}
+		names = append(names, policiesOf(at, d.Descriptors)...)
+	}
+	return names
 }
 
 // An EnvoyUnit is a unit of time, in lower case.
@@ -122,7 +144,7 @@ func (r *reader) envoyDescriptors(f field) (descriptors []EnvoyDescriptor) {
 	first := make(map[string]Position)
 	r.items(f, "a descriptor", "a list: each element begins with - key:", func(f field) {
 		d := r.envoyDescriptor(f)
-		if composite := d.composite(); d.Key != "" {
+		if composite := d.Composite(); d.Key != "" {
 			if at, twice := first[composite]; twice {
 				r.add(f.at, "key and value are %s together, as those at %d:%d: remove one of the descriptors", quote(composite), at.Line, at.Column)
 			} else {
@@ -134,8 +156,8 @@ func (r *reader) envoyDescriptors(f field) (descriptors []EnvoyDescriptor) {
 	return descriptors
 }
 
-// composite is what the reference looks a descriptor up by.
-func (d *EnvoyDescriptor) composite() string {
+// Composite is what the reference looks a descriptor up by.
+func (d *EnvoyDescriptor) Composite() string {
 	if d.Value == "" {
 		return d.Key
 	}
@@ -163,7 +185,7 @@ func (r *reader) envoyDescriptor(f field) EnvoyDescriptor {
 	if key := f.value.get("key"); key != nil && key.kind == text && d.Key == "" {
 		r.add(key.at, "key is empty: write the key of an entry, such as remote_address")
 	}
-	if d.ShareThreshold && !strings.HasSuffix(d.composite(), "*") {
+	if d.ShareThreshold && !strings.HasSuffix(d.Composite(), "*") {
 		r.add(thresholdAt, "share_threshold is for a value that ends in *: write one, or remove share_threshold")
 	}
 	return d

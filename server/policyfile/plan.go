@@ -14,7 +14,8 @@ type Options struct {
 	// Environment is one of the file's, or "" for what the file says outside of them.
 	Environment string
 
-	// Prune drops policies that the file does not have. Overrides are never removed.
+	// Prune drops policies that the file does not have, neither among policies nor for a rule of Envoy's. Overrides are never
+	// removed.
 	Prune bool
 
 	// Has tells whether the database has a key: of others, overrides are left out. It is nil where one database has all.
@@ -116,7 +117,7 @@ func plan(ctx context.Context, tx pgx.Tx, file *File, options Options) (*Differe
 	d.policies(s, rules.Policies)
 	d.overrides(s, rules.Overrides)
 	if options.Prune {
-		if err := d.prune(ctx, tx, s, rules.Policies); err != nil {
+		if err := d.prune(ctx, tx, s, rules); err != nil {
 			return nil, failed("count what goes with the policies", err)
 		}
 	}
@@ -171,9 +172,14 @@ func (d *Difference) add(change Change, exists bool, before, after []value) {
 	}
 }
 
-func (d *Difference) prune(ctx context.Context, tx pgx.Tx, s *state, policies []Policy) error {
-	for _, p := range policies {
+func (d *Difference) prune(ctx context.Context, tx pgx.Tx, s *state, rules *Rules) error {
+	for _, p := range rules.Policies {
 		delete(s.policies, p.Name)
+	}
+	for _, domain := range rules.Envoy {
+		for _, name := range policiesOf(domain.Name, domain.Descriptors) { // the server has defined them
+			delete(s.policies, name)
+		}
 	}
 	var names []string
 	for name := range s.policies {

@@ -96,10 +96,7 @@ func (b *builder) domain(d policyfile.EnvoyDomain) {
 func (b *builder) level(domain, path string, descriptors []policyfile.EnvoyDescriptor) *level {
 	l := &level{descriptors: make(map[string]*descriptor, len(descriptors))}
 	for _, d := range descriptors {
-		composite := d.Key
-		if d.Value != "" {
-			composite += "_" + d.Value
-		}
+		composite := d.Composite()
 		built := &descriptor{below: b.level(domain, path+"."+composite, d.Descriptors)}
 		if d.Limit != nil {
 			built.rule = b.rule(domain, path+"."+composite, d)
@@ -119,11 +116,11 @@ func (b *builder) level(domain, path string, descriptors []policyfile.EnvoyDescr
 const maxPolicy = 512
 
 func (b *builder) rule(domain, path string, d policyfile.EnvoyDescriptor) *rule {
-	r := &rule{EnvoyLimit: *d.Limit, domain: domain, policy: d.Limit.Policy, watches: d.ShadowMode || d.QuotaMode}
+	r := &rule{EnvoyLimit: *d.Limit, domain: domain, policy: d.Limit.PolicyAt(path), watches: d.ShadowMode || d.QuotaMode}
 	b.rules.list = append(b.rules.list, r)
 	switch {
 	case r.Unlimited:
-	case r.policy != "":
+	case r.Policy != "":
 		if r.watches {
 			b.add(d.At, "shadow_mode and quota_mode are for a rule with unit: policy %q watches if it is defined with shadow", r.policy)
 		}
@@ -132,7 +129,6 @@ func (b *builder) rule(domain, path string, d policyfile.EnvoyDescriptor) *rule 
 			b.add(r.At, "nothing passes a rule of 0 requests, so there is nothing to overdraw: remove overdraw, or allow some requests")
 		}
 	default:
-		r.policy = cmp.Or(r.Name, path)
 		b.describe(r)
 	}
 	return r
