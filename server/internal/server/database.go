@@ -201,7 +201,8 @@ func check(ctx context.Context, db *pgxpool.Pool) error {
 	case !isInstalled:
 		return errors.New("pgratelimit is not installed in the database, or its schema is not on search_path, or its version is older than this program: run pgratelimit install")
 	case !may:
-		return errors.New("the role may not acquire: docs/operating.md has the grants for a Combiner")
+		return errors.New("the role may not acquire: its owner can run: grant execute on function ratelimit_acquire, ratelimit_acquire_all, " +
+			"ratelimit_acquire_packed to <role>; docs/server.md has the grants for other calls")
 	case isReadOnly:
 		return errors.New("the database is read-only")
 	}

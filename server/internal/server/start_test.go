@@ -36,8 +36,8 @@ func TestStart_SaysWhatIsMissing(t *testing.T) {
 	require.NoError(t, err)
 	defer taken.Close()
 	for want, c := range map[string][]string{
-		"pgratelimit is not installed":          {pgtest.Empty(t).URL},
-		"the role may not acquire":              {as(t, db, role)},
+		"pgratelimit is not installed": {pgtest.Empty(t).URL},
+		"the role may not acquire: its owner can run: grant execute on function ratelimit_acquire, ratelimit_acquire_all, ratelimit_acquire_packed to <role>;": {as(t, db, role)},
 		"the database does not answer":          {"postgres://127.0.0.1:1/none?sslmode=disable"},
 		"DATABASE_URL: ":                        {"postgres://127.0.0.1:port/none"},
 		"GRPC_ADDR: ":                           {db.URL, "GRPC_ADDR=" + taken.Addr().String()},
