@@ -1,8 +1,10 @@
 // Package httplimit is middleware for net/http: requests are charged to buckets of pgratelimit, and refused
 // with 429 when a bucket does not cover its charge.
 //
-//	limit := httplimit.New(limiter, httplimit.Per("api", httplimit.ByIP(1)), httplimit.Open(100*time.Millisecond))
+//	limit := httplimit.New(limiter, httplimit.Per("api", httplimit.ByIP(0)), httplimit.Open(100*time.Millisecond))
 //	err := http.ListenAndServe(":8080", limit(mux))
+//
+// Behind a proxy it is ByIP(1): see [ByIP].
 //
 // Three things are the program's to say, and have no default: which buckets a request is charged to, who
 // answers ([client.Limiter], [client.Combiner], or any other [client.Acquirer]), and what happens to requests
@@ -10,7 +12,7 @@
 //
 // # What a client sees
 //
-// Every answer has the fields of draft-ietf-httpapi-ratelimit-headers-11, for each policy that was charged:
+// An answer has the fields of draft-ietf-httpapi-ratelimit-headers-11, for each policy that was charged:
 //
 //	RateLimit-Policy: "api";q=100;w=10
 //	RateLimit: "api";r=37;t=1
