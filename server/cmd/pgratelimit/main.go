@@ -32,6 +32,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) (code int
 	root.SetArgs(args)
 	root.SetOut(stdout)
 	root.SetErr(stderr)
+	needShell(root)
 	err := root.ExecuteContext(ctx)
 	var no answerNo
 	if err != nil && !errors.As(err, &no) {
@@ -76,6 +77,20 @@ Exit codes:
 		p.version(),
 	)
 	return root
+}
+
+// needShell makes completion without a shell an error: its help would end up in the script. What the command writes goes to the
+// output that root has by now.
+func needShell(root *cobra.Command) {
+	root.InitDefaultCompletionCmd()
+	completion, _, err := root.Find([]string{"completion"})
+	if err != nil {
+		return
+	}
+	completion.Args = cobra.ArbitraryArgs
+	completion.RunE = func(*cobra.Command, []string) error {
+		return usageError{errors.New("which shell? Write pgratelimit completion bash, zsh, fish or powershell")}
+	}
 }
 
 // exactly and atMost make cobra's complaints about arguments usage errors.

@@ -137,6 +137,8 @@ func TestErrors_HaveExitCodes(t *testing.T) {
 		{[]string{"peek", "api", "k", "--database-url", "postgres://127.0.0.1:port/x"}, exitUsage, "--database-url, DATABASE_URL or SHARD_URLS: "},
 		{[]string{"obtain"}, exitUsage, `no command is called "obtain"`},
 		{[]string{"version", "now"}, exitUsage, "usage: pgratelimit version"},
+		{[]string{"completion"}, exitUsage, "which shell?"},
+		{[]string{"completion", "tcsh"}, exitUsage, "which shell?"},
 		{[]string{"serve", "--config", "no such file"}, exitUsage, "no such file"},
 		{[]string{"serve", "--config", settingsFile(t), "--database-url", "postgres://127.0.0.1:1/none"}, exitUnavailable, "the database does not answer"},
 		{[]string{"serve", "--config", settingsFile(t), "--database-url", pgtest.Empty(t).URL}, exitError, "pgratelimit is not installed"},
