@@ -17,7 +17,7 @@ const checkTimeout = 5 * time.Second
 
 // A Sharded is a limiter whose keys are spread over several databases, each with the package: its shards. [ShardOf] says
 // which shard has a key, and a call about that key is one call there, with the answers of a [Combiner] on that database. Each
-// shard has a Combiner and a pool of its own. So a shard that fails, or falls silent, holds up nobody but those who ask it.
+// shard has a Combiner, or with a [Lease] a [Leaser], and a pool of its own. So a shard that fails, or falls silent, holds up nobody but those who ask it.
 //
 // Its methods are those of a Combiner, but for WithTx: a caller's transaction is in some database, and a key's bucket in another.
 // An error of a shard is a [*ShardError]. It is never another shard's turn: a bucket that is elsewhere would be full. A call to
@@ -28,7 +28,7 @@ type Sharded struct{ shards []*shard }
 
 // A shard has some of the keys.
 type shard struct {
-	*Combiner
+	*Leaser    // without a Lease it is a Combiner
 	number, of int
 	known      atomic.Bool // as the shard of this number: its database has said so
 	open       context.Context
@@ -44,29 +44,29 @@ type checking struct {
 	err  error
 }
 
-func newShard(combiner *Combiner, number, of int) *shard {
-	s := &shard{Combiner: combiner, number: number, of: of}
+func newShard(leaser *Leaser, number, of int) *shard {
+	s := &shard{Leaser: leaser, number: number, of: of}
 	s.open, s.shut = context.WithCancel(context.Background())
 	return s
 }
 
 // NewSharded returns a Sharded on the databases of pools: shard 0, shard 1 and so on, a power of two of them. Each database
 // must have been told which shard it is, by ratelimit_define_shard. The role needs EXECUTE on ratelimit_shard, and what a
-// [NewCombiner] needs. Options are those of NewCombiner, for each of the shards.
+// [NewCombiner] needs, or with a [Lease] a [NewLeaser]. Options are those of NewLeaser, for each of the shards.
 //
 // It asks every database which shard it is, and fails if one says that it is another, or none, or cannot say. One that cannot
 // be reached within 5 seconds is asked before its first call, once for all who wait for it then, so that a program can start
 // beside a shard that is down. It fails if none can be reached.
 //
 // Errors: [ErrWrongShard]; of each shard a [*ShardError].
-func NewSharded[P Pool](ctx context.Context, pools []P, opts ...CombinerOption) (*Sharded, error) {
+func NewSharded[P Pool](ctx context.Context, pools []P, opts ...LeaserOption) (*Sharded, error) {
 	of := len(pools)
 	if of < 1 || of > maxShards || of&(of-1) != 0 {
 		return nil, failed("open shards", fmt.Errorf("%w: %d databases are listed, and the number of shards is a power of two", ErrWrongShard, of))
 	}
 	s := &Sharded{make([]*shard, of)}
 	for i, pool := range pools {
-		s.shards[i] = newShard(NewCombiner(pool, opts...), i, of)
+		s.shards[i] = newShard(NewLeaser(pool, opts...), i, of)
 	}
 	if err := s.check(ctx); err != nil {
 		s.Close()
@@ -141,7 +141,7 @@ func (s *shard) askWhich() *checking {
 	return c
 }
 
-// Close ends the question which shard the database is, and then does what [Combiner.Close] does.
+// Close ends the question which shard the database is, and then does what [Leaser.Close] does.
 func (s *shard) Close() {
 	s.shut()
 	s.mu.Lock()
@@ -150,7 +150,7 @@ func (s *shard) Close() {
 	if c != nil {
 		<-c.done
 	}
-	s.Combiner.Close()
+	s.Leaser.Close()
 }
 
 func (s *shard) failed(err error) error {
@@ -207,7 +207,7 @@ func join(errs []error) error {
 	return first.Err
 }
 
-// Close lets no more requests in, and waits until all others are answered: see [Combiner.Close].
+// Close lets no more requests in, and waits until all others are answered: see [Combiner.Close]. What is leased is given back: see [Leaser.Close].
 func (s *Sharded) Close() {
 	var closing sync.WaitGroup
 	for _, shard := range s.shards {
@@ -216,7 +216,7 @@ func (s *Sharded) Close() {
 	closing.Wait()
 }
 
-// Acquire is [Combiner.Acquire] on the shard of key.
+// Acquire is [Combiner.Acquire] on the shard of key, or [Leaser.Acquire].
 //
 // Errors: those of Combiner.Acquire, in a [*ShardError].
 func (s *Sharded) Acquire(ctx context.Context, policy, key string, opts ...AcquireOption) (Decision, error) {

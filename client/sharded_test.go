@@ -600,3 +600,30 @@ func TestSharded_ASilentShardIsAskedWhichItIsOnceAtATime(t *testing.T) {
 		})
 	}
 }
+
+// With a Lease each shard leases its own keys, and gives back what is left when it is closed.
+func TestSharded_Leases(t *testing.T) {
+	t.Parallel()
+	s := newShards(t, 2)
+	for _, db := range s.dbs {
+		db.Exec(t, "select ratelimit_define_policy('busy', 1000000, 1, '1 day')")
+	}
+	limiter, err := client.NewSharded(t.Context(), s.pools, client.Lease{Policy: "busy"})
+	require.NoError(t, err)
+	var granted [2]int64
+	for n := range s.dbs {
+		for leased, begin := 0, time.Now(); leased < 100 && time.Since(begin) < time.Minute; granted[n]++ {
+			d, err := limiter.Acquire(t.Context(), "busy", keyOn(n, 2))
+			require.NoError(t, err)
+			if d.Estimated {
+				leased++
+			}
+		}
+	}
+	limiter.Close()
+	for n, pool := range s.pools {
+		d, err := client.New(pool).Peek(t.Context(), "busy", keyOn(n, 2))
+		require.NoError(t, err)
+		require.Equal(t, granted[n], 1_000_000-d.Remaining)
+	}
+}

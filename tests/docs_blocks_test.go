@@ -582,6 +582,27 @@ func TestDocs_Grants(t *testing.T) {
 			}
 			wg.Wait()
 		},
+		"acquire with a [`Leaser`](leases.md)": func(t *testing.T, pool *pgxpool.Pool) {
+			limiter := client.NewLeaser(pool, client.Lease{Policy: "p"})
+			_, err := limiter.AcquireAll(ctx, []client.Charge{{Policy: "p", Key: "k"}})
+			require.NoError(t, err)
+			var wg sync.WaitGroup
+			for range 8 {
+				wg.Go(func() {
+					isLeased := false
+					for begin := time.Now(); !isLeased && time.Since(begin) < time.Minute; {
+						d, err := limiter.Acquire(ctx, "p", "k")
+						if !assert.NoError(t, err) {
+							return
+						}
+						isLeased = d.Estimated
+					}
+					assert.True(t, isLeased)
+				})
+			}
+			wg.Wait()
+			limiter.Close() // which needs ratelimit_refund
+		},
 		"acquire from a [shard](sharding.md) with `client.NewSharded`": func(t *testing.T, pool *pgxpool.Pool) {
 			_, err := client.NewSharded(ctx, []*pgxpool.Pool{pool})
 			require.ErrorIs(t, err, client.ErrWrongShard)

@@ -61,7 +61,7 @@ func (s *shards) key(n int, name string) string {
 }
 
 // limiter is one on pools of its own, which are those given, where they are.
-func (s *shards) limiter(pools map[int]*pgxpool.Pool, opts ...client.CombinerOption) *client.Sharded {
+func (s *shards) limiter(pools map[int]*pgxpool.Pool, opts ...client.LeaserOption) *client.Sharded {
 	s.t.Helper()
 	all := make([]*pgxpool.Pool, s.of())
 	for n, db := range s.dbs {

@@ -25,6 +25,7 @@ const (
 // Metrics are instruments. Their methods are safe for concurrent use.
 type Metrics struct {
 	requests  metric.Int64Counter
+	leased    metric.Int64Counter
 	duration  metric.Float64Histogram
 	waits     metric.Float64Histogram
 	batchSize metric.Int64Histogram
@@ -42,6 +43,7 @@ type attributes struct {
 // A series is what is recorded of a request.
 type series struct {
 	add    []metric.AddOption    // policy and result
+	policy []metric.AddOption    // the policy alone
 	record []metric.RecordOption // the result alone
 }
 
@@ -52,6 +54,11 @@ func New(provider metric.MeterProvider) (*Metrics, error) {
 	var err error
 	m.requests, err = meter.Int64Counter("ratelimit.requests", metric.WithUnit("{request}"),
 		metric.WithDescription("Requests for tokens, by policy and result."))
+	if err != nil {
+		return nil, err
+	}
+	m.leased, err = meter.Int64Counter("ratelimit.leased", metric.WithUnit("{request}"),
+		metric.WithDescription("Requests that were granted from a lease, by policy."))
 	if err != nil {
 		return nil, err
 	}
@@ -83,6 +90,9 @@ func (m *Metrics) Hooks() client.Hooks {
 			if a.Takes() {
 				m.Count(ctx, a.Policy, a.Err == nil, a.Result(), a.Duration)
 			}
+			if a.Decision.Estimated {
+				m.CountLeased(ctx, a.Policy)
+			}
 		},
 		Waited: func(ctx context.Context, _ string, slept time.Duration, err error) {
 			result := client.ResultAllowed
@@ -111,6 +121,9 @@ func (m *Metrics) HTTP(r *http.Request, e httplimit.Event) {
 		result = client.ResultFailOpen
 	}
 	m.Count(r.Context(), policy, e.Outcome == httplimit.Allowed || e.Outcome == httplimit.Denied, result, e.Duration)
+	if e.Decision.Estimated {
+		m.CountLeased(r.Context(), policy)
+	}
 }
 
 // Count records a request for tokens that no hook has seen. exists is true if it is known that there is such a policy, as
@@ -119,6 +132,11 @@ func (m *Metrics) Count(ctx context.Context, policy string, exists bool, result 
 	s := m.of(policy, exists, result)
 	m.requests.Add(ctx, 1, s.add...)
 	m.duration.Record(ctx, duration.Seconds(), s.record...)
+}
+
+// CountLeased records that a request which was counted was granted from a lease of a [client.Leaser].
+func (m *Metrics) CountLeased(ctx context.Context, policy string) {
+	m.leased.Add(ctx, 1, m.of(policy, true, client.ResultAllowed).policy...)
 }
 
 // of returns the series of a policy and a result.
@@ -136,6 +154,7 @@ func (m *Metrics) of(policy string, exists bool, result client.Result) *series {
 	m.policies[policy] = struct{}{}
 	s = &series{
 		add:    []metric.AddOption{option(attribute.String("policy", policy), attribute.String("result", string(result)))},
+		policy: []metric.AddOption{option(attribute.String("policy", policy))},
 		record: []metric.RecordOption{option(attribute.String("result", string(result)))},
 	}
 	m.series[attributes{policy, result}] = s

@@ -142,6 +142,23 @@ func TestHooks_CountEveryResult(t *testing.T) {
 	}
 }
 
+// Grants from leases are counted among the others, and by themselves.
+func TestLeased_IsCountedByPolicy(t *testing.T) {
+	t.Parallel()
+	m, reader := newMetrics(t)
+	d := client.Decision{Allowed: true, Estimated: true}
+	m.Hooks().Answered(t.Context(), client.Answer{Operation: "acquire", Policy: "api", Decision: d})
+	m.Hooks().Answered(t.Context(), client.Answer{Operation: "acquire", Policy: "api", Decision: client.Decision{Allowed: true}})
+	m.HTTP(httptest.NewRequest(http.MethodGet, "/", nil), httplimit.Event{
+		Outcome: httplimit.Allowed, Charges: []client.Charge{{Policy: "api"}}, Decision: client.JointDecision{Decision: d, Decisions: []client.Decision{d}},
+	})
+	require.Equal(t, map[string]int64{"api allowed": 3}, requests(t, reader))
+	points := collect(t, reader)["ratelimit.leased"].Data.(metricdata.Sum[int64]).DataPoints
+	require.Len(t, points, 1)
+	require.EqualValues(t, 2, points[0].Value)
+	require.Equal(t, attribute.NewSet(attribute.String("policy", "api")), points[0].Attributes)
+}
+
 func TestHooks_RecordWaits(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {

@@ -42,6 +42,16 @@ type Config struct {
 
 	DatabaseCalls int // of the Combiner of a database, at a time
 	NoFlush       bool
+
+	Leases []client.Lease // none unless asked for
+}
+
+// SharedConnections are those to a database that answer many callers: of the Combiner, and of what fills leases.
+func (c Config) SharedConnections() int {
+	if len(c.Leases) == 0 {
+		return c.DatabaseCalls
+	}
+	return c.DatabaseCalls + 2
 }
 
 // Databases are what a limiter stands on.
@@ -90,6 +100,7 @@ func Settings() []Setting {
 		{"LOCK_TIMEOUT", "500ms", "the longest wait for a bucket that others have locked; 0 leaves it to the database, for a pooler that refuses the setting", duration(func(c *settings) *time.Duration { return &c.LockTimeout }, 0)},
 		{"DATABASE_CALLS", "2", "calls to the database that carry the requests of all callers, at a time", number(func(c *settings) *int { return &c.DatabaseCalls })},
 		{"NO_FLUSH", "false", "true answers before a grant is on disk: a crash of the database may forget the last 0.6 s", boolean(func(c *settings) *bool { return &c.NoFlush })},
+		{"LEASES", "", "policies whose busy buckets are answered from tokens taken ahead, separated by commas; api=0.05 takes at most that part of a capacity, and not a tenth", leases(func(c *settings) *[]client.Lease { return &c.Leases })},
 	}
 }
 

@@ -127,3 +127,25 @@ func TestLoad_Shards(t *testing.T) {
 	_, err = config.Load("", environment("SHARD_URLS=postgres://a/0 postgres://a/1", "STATUS_PAGE=true"))
 	require.ErrorContains(t, err, "STATUS_PAGE: it shows one database, and SHARD_URLS lists shards")
 }
+
+func TestLoad_Leases(t *testing.T) {
+	t.Parallel()
+	load := func(leases string, more ...string) (config.Config, error) {
+		return config.Load("", environment(append(more, "DATABASE_URL=postgres://db", "LEASES="+leases)...))
+	}
+	c, err := load("api, search=0.05,edge.remote_address", "DATABASE_CALLS=3")
+	require.NoError(t, err)
+	require.Equal(t, []client.Lease{{Policy: "api"}, {Policy: "search", MaxShare: 0.05}, {Policy: "edge.remote_address"}}, c.Leases)
+	require.Equal(t, 5, c.SharedConnections())
+	c, err = load("")
+	require.NoError(t, err)
+	require.Equal(t, 2, c.SharedConnections())
+	for bad, want := range map[string]string{
+		"api,": "empty", "=0.1": "empty", "api,search,api=0.1": `policy "api" is there twice`,
+		"api=": "", "api=0": "", "api=1.5": "", "api=-1": "", "api=NaN": "", "api=10%": `"10%" is no part of a capacity, such as 0.05, of policy "api"`,
+	} {
+		_, err := load(bad)
+		require.ErrorContains(t, err, "LEASES: ", bad)
+		require.ErrorContains(t, err, want, bad)
+	}
+}

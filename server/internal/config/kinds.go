@@ -4,9 +4,12 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
+
+	"github.com/pgratelimit/pgratelimit/client"
 )
 
 // The kinds of settings. Each reads a value into the field that it is told.
@@ -41,6 +44,33 @@ func tokens(field func(*settings) *[]string) func(*settings, string) error {
 				return errors.New("a token is empty")
 			}
 			*field(c) = append(*field(c), token)
+		}
+		return nil
+	}
+}
+
+func leases(field func(*settings) *[]client.Lease) func(*settings, string) error {
+	return func(c *settings, value string) error {
+		if value == "" {
+			return nil
+		}
+		all := field(c)
+		for lease := range strings.SplitSeq(value, ",") {
+			policy, share, isBounded := strings.Cut(strings.TrimSpace(lease), "=")
+			l := client.Lease{Policy: policy}
+			if isBounded {
+				var err error
+				if l.MaxShare, err = strconv.ParseFloat(share, 64); err != nil || !(0 < l.MaxShare && l.MaxShare <= 1) {
+					return fmt.Errorf("%q is no part of a capacity, such as 0.05, of policy %q", share, policy)
+				}
+			}
+			switch {
+			case policy == "":
+				return errors.New("the name of a policy is empty")
+			case slices.ContainsFunc(*all, func(other client.Lease) bool { return other.Policy == policy }):
+				return fmt.Errorf("policy %q is there twice", policy)
+			}
+			*all = append(*all, l)
 		}
 		return nil
 	}

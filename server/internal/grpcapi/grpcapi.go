@@ -78,6 +78,7 @@ func decision(d client.Decision) *pb.Decision {
 		Capacity:  d.Capacity,
 		Replayed:  d.Replayed,
 		Shadowed:  d.Shadowed,
+		Estimated: d.Estimated,
 	}
 	if d.Allowed {
 		answer.Verdict = pb.Verdict_ALLOWED

@@ -16,11 +16,12 @@ type Decision struct {
 	Capacity   int64    `json:"capacity"`
 	Replayed   bool     `json:"replayed"`
 	Shadowed   bool     `json:"shadowed"`
+	Estimated  bool     `json:"estimated,omitzero"` // there only where it is true
 }
 
 // NewDecision returns d as JSON has it.
 func NewDecision(d client.Decision) Decision {
-	j := Decision{Allowed: d.Allowed, Remaining: d.Remaining, Capacity: d.Capacity, Replayed: d.Replayed, Shadowed: d.Shadowed}
+	j := Decision{Allowed: d.Allowed, Remaining: d.Remaining, Capacity: d.Capacity, Replayed: d.Replayed, Shadowed: d.Shadowed, Estimated: d.Estimated}
 	if !d.Never() {
 		j.RetryAfter = (*Seconds)(&d.RetryAfter)
 	}

@@ -104,6 +104,9 @@ func (m *Metrics) Observe(call service.Call) {
 	if call.Operation.Takes() {
 		m.requests.Count(ctx, call.Policy, call.Err == nil, call.Result, call.Duration) // only a decision proves that there is such a policy
 	}
+	if call.Leased {
+		m.requests.CountLeased(ctx, call.Policy)
+	}
 }
 
 func (m *Metrics) of(o outcome) []metric.AddOption {

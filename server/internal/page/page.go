@@ -26,6 +26,8 @@ const refreshEvery = 10 * time.Second
 type State struct {
 	metrics.State
 	Health func() string // what is wrong, and nothing if all is well
+	Leases bool          // there may be some
+	Leased func() int64  // requests that were granted from them
 }
 
 // A Page answers requests for the status page.
@@ -153,6 +155,9 @@ func (p *Page) view(refreshes bool) view {
 		{"Up", span(now.Sub(p.started))},
 		{"Calls under way", number(p.state.CallsUnderWay())},
 		{"Connections in use", number(p.state.ConnectionsInUse()) + " of " + number(p.state.ConnectionsTotal())},
+	}
+	if p.state.Leases {
+		v.Facts = append(v.Facts, fact{"Granted from leases", number(p.state.Leased())})
 	}
 	for i, result := range results {
 		v.Plots = append(v.Plots, plotOf(result, p.history.of(i)))

@@ -48,10 +48,15 @@ func openDatabases(ctx context.Context, c config.Config, log *slog.Logger) (*dat
 		d.pools = append(d.pools, pool)
 	}
 	err := d.onEach(ctx, func(pool *pgxpool.Pool) error {
-		if c.DefaultPolicy.Name == "" {
-			return nil
+		if c.DefaultPolicy.Name != "" {
+			if err := definePolicy(ctx, pool, c.DefaultPolicy); err != nil {
+				return err
+			}
 		}
-		return definePolicy(ctx, pool, c.DefaultPolicy)
+		if len(c.Leases) > 0 {
+			return checkLeases(ctx, pool, c.Leases, log)
+		}
+		return nil
 	})
 	if err != nil {
 		d.close()
@@ -67,9 +72,9 @@ func (d *databases) close() {
 }
 
 // limiter returns one that makes sure that shards are what they are listed as.
-func (d *databases) limiter(ctx context.Context, options []client.CombinerOption) (limiter, error) {
+func (d *databases) limiter(ctx context.Context, options []client.LeaserOption) (limiter, error) {
 	if !d.shards {
-		return client.NewCombiner(d.pools[0], options...), nil
+		return client.NewLeaser(d.pools[0], options...), nil // without a Lease it is a Combiner
 	}
 	sharded, err := client.NewSharded(ctx, d.pools, options...)
 	if err != nil {
@@ -165,7 +170,7 @@ func openPool(ctx context.Context, c config.Config, n int) (*pgxpool.Pool, error
 	if !strings.Contains(url, "pool_max_conns") {
 		p.MaxConns = connections
 	}
-	p.MaxConns = max(p.MaxConns, int32(c.DatabaseCalls)+1)
+	p.MaxConns = max(p.MaxConns, int32(c.SharedConnections())+1)
 	if p.ConnConfig.ConnectTimeout == 0 {
 		p.ConnConfig.ConnectTimeout = connectTimeout
 	}
@@ -224,6 +229,33 @@ func definePolicy(ctx context.Context, db *pgxpool.Pool, policy client.Policy) e
 	})
 	if err != nil {
 		return fmt.Errorf("DEFAULT_CAPACITY: the policy %s: %w", policy.Name, err)
+	}
+	return nil
+}
+
+// checkLeases makes sure that the role may lease: what fills leases has no caller whom an error would reach. A policy may be
+// defined later.
+func checkLeases(ctx context.Context, db *pgxpool.Pool, leases []client.Lease, log *slog.Logger) error {
+	var may bool
+	err := db.QueryRow(ctx, `
+		select pg_catalog.bool_and(coalesce(pg_catalog.has_function_privilege(pg_catalog.to_regprocedure(f)::oid, 'execute'), false))
+		  from (values ('ratelimit_acquire_up_to(text, text, bigint, bigint, text)'), ('ratelimit_refund(text, text, bigint)')) as needed (f)`,
+	).Scan(&may)
+	if err != nil {
+		return fmt.Errorf("LEASES: %w", err)
+	}
+	if !may {
+		return errors.New("LEASES: the role may not take tokens ahead. An administrator has to run: " +
+			"grant execute on function ratelimit_acquire_up_to, ratelimit_refund to the server's role")
+	}
+	for _, lease := range leases {
+		_, err := client.New(db).Peek(ctx, lease.Policy, "any", client.Cost(0))
+		switch {
+		case errors.Is(err, client.ErrUnknownPolicy):
+			log.Warn("LEASES names a policy that is not there yet", "policy", lease.Policy)
+		case err != nil:
+			return fmt.Errorf("LEASES: the policy %s: %w", lease.Policy, err)
+		}
 	}
 	return nil
 }

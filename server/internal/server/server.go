@@ -89,9 +89,12 @@ func Start(ctx context.Context, c config.Config, log *slog.Logger) (_ *Server, e
 	if s.metrics, err = metrics.New(otlp...); err != nil {
 		return nil, err
 	}
-	options := []client.CombinerOption{client.CallsInFlight(c.DatabaseCalls)}
+	options := []client.LeaserOption{client.CallsInFlight(c.DatabaseCalls)}
 	if c.NoFlush {
 		options = append(options, client.NoFlush())
+	}
+	for _, lease := range c.Leases {
+		options = append(options, lease)
 	}
 	if s.limiter, err = s.databases.limiter(ctx, append(options, client.Observe(s.metrics.Hooks()))); err != nil {
 		return nil, err
@@ -100,16 +103,20 @@ func Start(ctx context.Context, c config.Config, log *slog.Logger) (_ *Server, e
 	limits := service.Limits{
 		Shards:         len(s.databases.pools),
 		Calls:          c.MaxCalls,
-		OwnConnections: max(1, min(connections/2, connections-c.DatabaseCalls)),
+		OwnConnections: max(1, min(connections/2, connections-c.SharedConnections())),
 		Time:           c.CallTimeout,
 	}
 	faults := &faultLog{log: log}
 	history := page.NewHistory(time.Now())
+	var leased atomic.Int64
 	s.service = service.New(s.limiter, limits, func(call service.Call) {
 		s.metrics.Observe(call)
 		faults.observe(call)
 		if c.StatusPage && call.Operation.Takes() {
 			history.Count(call.Result)
+		}
+		if call.Leased {
+			leased.Add(1)
 		}
 	})
 	state := metrics.State{
@@ -131,7 +138,7 @@ func Start(ctx context.Context, c config.Config, log *slog.Logger) (_ *Server, e
 	}
 	s.monitor = newMonitor(s.databases.check, log, services...)
 	if c.StatusPage {
-		s.page = page.New(history, s.databases.pools[0], page.State{State: state, Health: s.monitor.health}, log)
+		s.page = page.New(history, s.databases.pools[0], page.State{State: state, Health: s.monitor.health, Leases: len(c.Leases) > 0, Leased: leased.Load}, log)
 	}
 	if err := s.listen(); err != nil {
 		return nil, err

@@ -12,6 +12,7 @@ type Call struct {
 	// Policy that was asked for, which may not be there; of several that of the charge which decided, and empty if there is none.
 	Policy   string
 	Result   client.Result
+	Leased   bool   // granted from tokens that were taken before
 	Err      *Error // nil if there was a decision
 	Duration time.Duration
 }

@@ -46,6 +46,7 @@ func (s *Service) Pass(ctx context.Context, tolls []Toll, closed bool) (p Passag
 		whole.Allowed = true
 		for _, d := range p.Decisions {
 			whole.Shadowed = whole.Shadowed || d.Shadowed
+			whole.Estimated = whole.Estimated || d.Estimated
 		}
 		return policy, whole, err
 	})

@@ -11,7 +11,7 @@ import (
 	"github.com/pgratelimit/pgratelimit/client"
 )
 
-// A Limiter decides: *[client.Combiner] or *[client.Sharded].
+// A Limiter decides: *[client.Leaser] or *[client.Sharded].
 type Limiter interface {
 	client.Acquirer
 	Charge(ctx context.Context, policy, key string, cost int64, opts ...client.ChargeOption) (client.Decision, error)
@@ -86,6 +86,7 @@ func (s *Service) do(ctx context.Context, operation Operation, key string, share
 	shard.calls.Add(-1)
 	call.Duration = time.Since(begin)
 	call.Result = resultOf(d, call.Err)
+	call.Leased = d.Estimated
 	s.observe(call)
 	if call.Err != nil { // else it would be an error that is a nil pointer
 		return call.Err

@@ -88,7 +88,9 @@ type Decision struct {
 	// This is the answer first given under the same request_id, and nothing was taken this time.
 	Replayed bool `protobuf:"varint,6,opt,name=replayed,proto3" json:"replayed,omitempty"`
 	// The policy only watches, and enforcing it would have denied: the request is allowed, and nothing was taken.
-	Shadowed      bool `protobuf:"varint,7,opt,name=shadowed,proto3" json:"shadowed,omitempty"`
+	Shadowed bool `protobuf:"varint,7,opt,name=shadowed,proto3" json:"shadowed,omitempty"`
+	// The server has granted tokens that it had taken ahead. Then remaining and reset_after are estimates.
+	Estimated     bool `protobuf:"varint,8,opt,name=estimated,proto3" json:"estimated,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -168,6 +170,13 @@ func (x *Decision) GetReplayed() bool {
 func (x *Decision) GetShadowed() bool {
 	if x != nil {
 		return x.Shadowed
+	}
+	return false
+}
+
+func (x *Decision) GetEstimated() bool {
+	if x != nil {
+		return x.Estimated
 	}
 	return false
 }
@@ -695,7 +704,7 @@ var File_pgratelimit_v1_ratelimiter_proto protoreflect.FileDescriptor
 
 const file_pgratelimit_v1_ratelimiter_proto_rawDesc = "" +
 	"\n" +
-	" pgratelimit/v1/ratelimiter.proto\x12\x0epgratelimit.v1\x1a\x1egoogle/protobuf/duration.proto\"\xa7\x02\n" +
+	" pgratelimit/v1/ratelimiter.proto\x12\x0epgratelimit.v1\x1a\x1egoogle/protobuf/duration.proto\"\xc5\x02\n" +
 	"\bDecision\x121\n" +
 	"\averdict\x18\x01 \x01(\x0e2\x17.pgratelimit.v1.VerdictR\averdict\x12\x1c\n" +
 	"\tremaining\x18\x02 \x01(\x03R\tremaining\x12:\n" +
@@ -705,7 +714,8 @@ const file_pgratelimit_v1_ratelimiter_proto_rawDesc = "" +
 	"resetAfter\x12\x1a\n" +
 	"\bcapacity\x18\x05 \x01(\x03R\bcapacity\x12\x1a\n" +
 	"\breplayed\x18\x06 \x01(\bR\breplayed\x12\x1a\n" +
-	"\bshadowed\x18\a \x01(\bR\bshadowed\"\x9e\x01\n" +
+	"\bshadowed\x18\a \x01(\bR\bshadowed\x12\x1c\n" +
+	"\testimated\x18\b \x01(\bR\testimated\"\x9e\x01\n" +
 	"\x0eAcquireRequest\x12\"\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tH\x00R\trequestId\x88\x01\x01\x12\x1f\n" +
