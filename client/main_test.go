@@ -20,16 +20,7 @@ import (
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
-func TestMain(m *testing.M) {
-	if os.Getenv(asLeaser) != "" {
-		if err := leaserProcess(); err != nil {
-			fmt.Fprintln(os.Stderr, err)
-			os.Exit(1)
-		}
-		return
-	}
-	pgtest.Main(m)
-}
+func TestMain(m *testing.M) { pgtest.Main(m) }
 
 func TestDependencies_AreThoseOfPgxAlone(t *testing.T) {
 	t.Parallel()

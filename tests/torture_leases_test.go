@@ -1,0 +1,298 @@
+package tests
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"text/tabwriter"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/pgratelimit/client"
+)
+
+// inEarnest is true when a torture test has the machine to itself: what a share of time is worth can then be asked for.
+func inEarnest() bool { return os.Getenv("RATELIMIT_TORTURE_MINUTES") != "" }
+
+// Four processes want more of a bucket than it gains. Then one is killed, and one is idle. By the server's books and by their own
+// counts they get all that there is, and nothing besides; the killed one has lost its lease at most, and the idle one gives back
+// to the token what it held.
+func TestTorture_LeasesOfProcesses(t *testing.T) {
+	run := torture(t, 6*time.Second)
+	const capacity, perSecond, callers, idle = 10_000, 10_000, 16, 250 * time.Millisecond
+	db := newDB(t)
+	db.definePolicy("api", capacity, perSecond, second)
+	keepBooks(db)
+	var processes []*leaserProcess
+	for n := range 4 {
+		p := &leaserProcess{Name: fmt.Sprint("leaser ", n), Policy: "api", Leases: true, Callers: callers, Every: time.Millisecond, Idle: idle}
+		processes = append(processes, p.start(t, db))
+	}
+	granted := func() (sum int64) {
+		for _, p := range processes {
+			sum += p.granted.Load()
+		}
+		return sum
+	}
+	db.Await(t, time.Minute, "select count(*) > 0 from public.books")
+	began := db.instant("min(refilled_at)")
+	time.Sleep(run.budget / 2)
+	toFour := granted()
+	four := float64(toFour) / (capacity + perSecond*db.now().Sub(began).Seconds())
+
+	killed, idling := processes[0], processes[1]
+	killedAt := db.now()
+	killed.kill(t)
+	idling.idle(t)
+	idleSince := db.now()
+	time.Sleep(run.budget / 2)
+	two := float64(granted()-toFour) / (perSecond * db.now().Sub(killedAt).Seconds())
+	for _, p := range processes[1:] {
+		p.close(t)
+	}
+
+	for _, p := range processes {
+		lost := charged(db, p.Name) - p.granted.Load()
+		if p != killed {
+			require.Zero(t, lost, "charged to %s, neither granted nor given back", p.Name)
+			continue
+		}
+		run.figure("tokens lost with a killed process, of 1,000 at most", lost, "")
+		require.GreaterOrEqual(t, lost, int64(0), "granted and not charged")
+		require.LessOrEqual(t, lost, int64(capacity/10+callers), "its lease, and what its callers had not counted yet")
+	}
+	back := db.instant("max(at) filter (where who = $1)", idling.Name).Sub(idleSince)
+	run.figure("ms until the idle one had given back", max(0, back).Milliseconds(), "")
+	require.Less(t, back, idle+100*time.Millisecond+time.Second, "two looks at leases, and a busy machine")
+	require.Zero(t, db.number(`
+		select count(*)
+		  from (select sum(charged) over (order by n) as charged, at from public.books) as book
+		 where charged > $1 + $2 * extract(epoch from at - $3)`, capacity, perSecond, began), "more than there was")
+	require.LessOrEqual(t, float64(granted()), capacity+perSecond*db.instant("max(at)").Sub(began).Seconds())
+	run.figure("granted to four processes, of all that there was", fmt.Sprintf("%.1f", 100*four), "%")
+	run.figure("granted to two, after one was killed and one idle", fmt.Sprintf("%.1f", 100*two), "%")
+	least := 0.6
+	if inEarnest() {
+		least = 0.97
+	}
+	require.Greater(t, four, least)
+	require.Greater(t, two, least-0.1/(run.budget/2).Seconds(), "a tenth of the capacity is lost with the killed one")
+}
+
+// Where a bucket has plenty, leases are as large as they may be. Then a killed process has lost its lease at most, and an idle one
+// gives back all of it.
+func TestLeases_AKilledProcessLosesItsLeaseAtMost(t *testing.T) {
+	t.Parallel()
+	const capacity, callers = 100_000, 8
+	db := newDB(t)
+	db.definePolicy("api", capacity, 1, aDay)
+	keepBooks(db)
+	var killed, idling *leaserProcess
+	for name, p := range map[string]**leaserProcess{"killed": &killed, "idling": &idling} {
+		*p = (&leaserProcess{Name: name, Policy: "api", Leases: true, Callers: callers, Every: 2 * time.Millisecond}).start(t, db)
+	}
+	lost := func(p *leaserProcess) int64 { return charged(db, p.Name) - p.granted.Load() }
+	require.Eventually(t, func() bool { return lost(killed) > capacity/100 && lost(idling) > 0 }, time.Minute, 5*time.Millisecond)
+	idling.idle(t)
+	killed.kill(t)
+	require.Eventually(t, func() bool { return lost(idling) == 0 }, 20*time.Second, 5*time.Millisecond)
+	idling.close(t)
+	require.Zero(t, lost(idling))
+	t.Logf("%d tokens were lost with the killed one", lost(killed))
+	require.Positive(t, lost(killed))
+	require.LessOrEqual(t, lost(killed), int64(capacity/10+callers), "its lease, and what its callers had not counted yet")
+}
+
+// instant is one that the books know.
+func (db *testDB) instant(expression string, args ...any) (at time.Time) {
+	db.t.Helper()
+	require.NoError(db.t, db.Pool.QueryRow(context.Background(), "select "+expression+" from public.books", args...).Scan(&at))
+	return at
+}
+
+// A leaseRound is some callers of several Leasers that share buckets, which gain nothing while it lasts.
+type leaseRound struct {
+	db      *testDB
+	bug     leaseBug
+	killing bool // connections
+
+	history leaseHistory
+	leased  atomic.Int64 // requests
+}
+
+var leaseRounds atomic.Int64
+
+// run has the callers ask for a while, and longer if there were few grants from leases. Its error is what does not add up.
+func (r *leaseRound) run(t *testing.T, during time.Duration) error {
+	const leasers, callers, enough = 3, 5, 1000
+	r.db.exec("truncate public.books")
+	round := leaseRounds.Add(1)
+	var granted [leasers]atomic.Int64
+	all := newLoad(t)
+	ends := make([]func(), leasers)
+	for n := range leasers {
+		config, err := pgxpool.ParseConfig(r.db.URL)
+		require.NoError(t, err)
+		config.ConnConfig.RuntimeParams["application_name"] = fmt.Sprint("leaser ", n)
+		plain, err := pgxpool.NewWithConfig(t.Context(), config)
+		require.NoError(t, err)
+		pool := &recordingPool{Pool: plain, leaser: fmt.Sprint("leaser ", n), history: &r.history, bug: r.bug}
+		leaser := client.NewLeaser(pool, client.Lease{Policy: "api", Idle: 50 * time.Millisecond})
+		ends[n] = sync.OnceFunc(func() {
+			leaser.Close()
+			pool.late.Wait()
+			plain.Close()
+		})
+		t.Cleanup(ends[n])
+		all.start(callers, func(int) error {
+			key, cost := fmt.Sprint(round, "/", rand.IntN(3)), rand.Int64N(5)+1
+			d, err := leaser.Acquire(context.Background(), "api", key, client.Cost(cost))
+			if err != nil || !d.Allowed {
+				return nil // the books tell what it took
+			}
+			if d.Estimated {
+				r.leased.Add(1)
+				r.history.add(leaseEvent{pool.leaser, key, "grant", cost})
+			}
+			granted[n].Add(cost)
+			switch {
+			case rand.IntN(2000) == 0:
+				time.Sleep(time.Duration(rand.IntN(150)) * time.Millisecond) // now and then all are idle
+			case rand.IntN(20) == 0:
+				time.Sleep(100 * time.Microsecond)
+			}
+			return nil
+		})
+	}
+	last := int64(0)
+	for begin := time.Now(); time.Since(begin) < during || r.leased.Load() < enough && time.Since(begin) < time.Minute; {
+		time.Sleep(20 * time.Millisecond)
+		if now := r.leased.Load(); r.killing && now > last {
+			last = now
+			r.db.exec(`
+				select pg_terminate_backend(pid) from pg_stat_activity
+				 where datname = current_database() and application_name like 'leaser %' and query like '%ratelimit_%' order by random() limit 1`)
+		}
+	}
+	if err := all.end(); err != nil {
+		return err
+	}
+	for _, end := range ends {
+		end()
+	}
+	if err := r.history.audit(); err != nil {
+		return err
+	}
+	for n := range leasers {
+		lost := charged(r.db, fmt.Sprint("leaser ", n)) - granted[n].Load()
+		if lost < 0 || lost > 0 && !r.killing {
+			return fmt.Errorf("leaser %d was charged %d tokens more than it granted", n, lost)
+		}
+	}
+	return nil
+}
+
+func newLeaseDB(t *testing.T) *testDB {
+	db := newDB(t)
+	db.definePolicy("api", 3_000_000, 1, aDay)
+	keepBooks(db)
+	return db
+}
+
+// Each grant from a lease belongs to a charge that the server has answered before, whatever happens to connections. And what the
+// server has charged is what was granted, but for what lost calls took.
+func TestTorture_LeasesGrantWhatWasCharged(t *testing.T) {
+	run := torture(t, 6*time.Second)
+	db := newLeaseDB(t)
+	var leased, events int
+	rounds := 0
+	for ; rounds < 2 || run.goesOn(); rounds++ {
+		r := &leaseRound{db: db, killing: rounds%2 == 1}
+		require.NoError(t, r.run(t, 2*time.Second), "killing=%v", r.killing)
+		leased, events = leased+int(r.leased.Load()), events+len(r.history.events)
+		run.progress("%d grants from leases", leased)
+	}
+	run.figure("grants from leases, each charged before", leased, "")
+	run.figure("charges and give-backs of leases", events-leased, "")
+}
+
+// Leasers that do what they must not are found out.
+func TestLeases_PlantedBugsAreFound(t *testing.T) {
+	t.Parallel()
+	for bug, says := range map[leaseBug]string{
+		grantsOneMore:  "that were not charged before",
+		grantsTooEarly: "that were not charged before",
+		givesBackTwice: "tokens more than it granted",
+	} {
+		t.Run(string(bug), func(t *testing.T) {
+			t.Parallel()
+			r := &leaseRound{db: newLeaseDB(t), bug: bug}
+			require.ErrorContains(t, r.run(t, time.Second), says)
+		})
+	}
+}
+
+// One process asks a hundred times as often as another, which asks again until it has its token: what the other gets, and when,
+// with leases and without.
+func TestTorture_LeasesLeaveOthersTheirShare(t *testing.T) {
+	run := torture(t, 8*time.Second)
+	const perSecond, rareEvery = 1000, 20 * time.Millisecond
+	db := newDB(t)
+	var table bytes.Buffer
+	columns := tabwriter.NewWriter(&table, 0, 0, 2, ' ', 0)
+	fmt.Fprintln(columns, "\tthe other asked, a second\tgranted\tthe rare one asked, a second\tgranted at once\tgranted\twaited, median\tp99\tmost")
+	atOnce := map[bool]float64{}
+	for _, leases := range []bool{false, true} {
+		name := map[bool]string{false: "without leases", true: "with leases"}[leases]
+		db.definePolicy(name, perSecond, perSecond, second)
+		often := (&leaserProcess{Name: "often", Policy: name, Leases: leases, Callers: 64, Every: 64 * time.Second / 5000}).start(t, db)
+		pool, err := pgxpool.New(t.Context(), db.URL)
+		require.NoError(t, err)
+		defer pool.Close()
+		var opts []client.LeaserOption
+		if leases {
+			opts = append(opts, client.Lease{Policy: name})
+		}
+		rare := client.NewLeaser(pool, opts...)
+		defer rare.Close()
+		db.Await(t, time.Minute, "select (ratelimit_peek($1, 'hot')).remaining < 100", name)
+
+		var waited waitsUntilGranted
+		granted := 0
+		asked, others, begin := often.asked.Load(), often.granted.Load(), time.Now()
+		for time.Since(begin) < run.budget/2 {
+			since := time.Now()
+			d, err := rare.Acquire(t.Context(), name, "hot")
+			require.NoError(t, err)
+			if d.Allowed {
+				granted++
+			}
+			for !d.Allowed {
+				time.Sleep(max(time.Millisecond, d.RetryAfter))
+				d, err = rare.Acquire(t.Context(), name, "hot")
+				require.NoError(t, err)
+			}
+			waited = append(waited, time.Since(since))
+			time.Sleep(rareEvery - time.Since(since))
+		}
+		took := time.Since(begin).Seconds()
+		asked, others = often.asked.Load()-asked, often.granted.Load()-others
+		often.close(t)
+		atOnce[leases] = float64(granted) / float64(len(waited))
+		fmt.Fprintf(columns, "%s\t%.0f\t%.0f\t%.1f\t%.0f %%\t%.1f\t%v\t%v\t%v\n", name, float64(asked)/took, float64(others)/took, float64(len(waited))/took,
+			100*atOnce[leases], float64(len(waited))/took, waited.quantile(.5), waited.quantile(.99), waited.quantile(1))
+	}
+	require.NoError(t, columns.Flush())
+	t.Logf("of a bucket that gains 1,000 tokens a second:\n%s", table.String())
+	require.Positive(t, atOnce[true])
+	if inEarnest() {
+		require.Greater(t, atOnce[true], 0.5*atOnce[false])
+	}
+}
