@@ -5,6 +5,7 @@ import (
 	"errors"
 	"hash/maphash"
 	"maps"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -136,6 +137,9 @@ type leasedPolicy struct {
 	shards [leaseShards]leaseShard
 	held   atomic.Int64 // leases
 
+	// changing counts what is under way that must find no lease: Reset and its like. Meanwhile nothing is taken.
+	changing atomic.Int64
+
 	// counts are of the requests for buckets without a lease. Some share a count: then they are leased a little early.
 	counts  [leaseCounts]atomic.Uint32
 	counted atomic.Bool
@@ -176,7 +180,8 @@ type lease struct {
 	until  atomic.Int64          // when the tokens are granted no more, in nanoseconds since the Leaser's start
 	low    atomic.Int64          // with fewer left, more are taken; below zero for not now
 	missed atomic.Int64          // tokens that were asked for and not granted here, since the last look
-	seen   atomic.Pointer[sight] // nil when nothing is known
+	seen   atomic.Pointer[sight] // the last
+	silent atomic.Bool           // the server has not answered a call for the lease, nor somebody since: nothing is taken
 	busy   atomic.Bool           // somebody refills it, gives back from it, or has removed it. The rest is theirs.
 
 	demand     demand
@@ -230,11 +235,7 @@ func (l *Leaser) grant(e *lease, cost int64) (Decision, bool) {
 		if left < e.low.Load() {
 			l.begin(e, l.refill)
 		}
-		d := Decision{Allowed: true, Estimated: true}
-		if seen := e.seen.Load(); seen != nil {
-			d.Remaining, d.ResetAfter, d.Capacity = min(seen.Capacity, max(0, seen.Remaining)+left), seen.ResetAfter, seen.Capacity
-		}
-		return d, true
+		return e.seen.Load().with(left), true
 	}
 }
 
@@ -243,6 +244,7 @@ func (l *Leaser) learn(p *leasedPolicy, e *lease, hash uint64, r request, d Deci
 	seen := &sight{d, l.now()}
 	if e != nil {
 		e.seen.Store(seen)
+		e.silent.Store(false)
 		return
 	}
 	p.counted.Store(true)
@@ -299,16 +301,13 @@ func (l *Leaser) do(e *lease, work func(*lease)) {
 func (l *Leaser) refill(e *lease) {
 	defer e.busy.Store(false)
 	size := e.look(l.now())
-	seen := e.seen.Load()
-	left, n := e.left.Load(), int64(0)
-	if seen != nil {
-		n = size.refill(left, seen.level(l.now()))
-	}
+	left := e.left.Load()
+	n := size.refill(left, e.seen.Load().level(l.now()))
 	if left == 0 {
 		e.isVague = false
 	}
 	e.low.Store(-1)
-	if n == 0 {
+	if n == 0 || e.silent.Load() || e.policy.changing.Load() > 0 {
 		return
 	}
 	ctx, cancel := context.WithTimeout(l.working, leaseLife)
@@ -320,10 +319,10 @@ func (l *Leaser) refill(e *lease) {
 		e.left.Store(0) // there is nothing to give it back to
 		fallthrough
 	case err != nil:
-		e.seen.Store(nil) // nothing is taken until the server has answered somebody
+		e.silent.Store(true)
 		return
 	}
-	seen = &sight{d.Decision, l.now()}
+	seen := &sight{d.Decision, l.now()}
 	e.seen.Store(seen)
 	if !d.Allowed || d.Shadowed {
 		return
@@ -346,11 +345,10 @@ func (e *lease) look(now time.Duration) leaseSize {
 	}
 	e.demand.observe(asked, now-e.looked)
 	e.looked, e.level = now, left
-	seen := e.seen.Load()
-	if seen == nil {
+	if e.silent.Load() {
 		return leaseSize{full: left}
 	}
-	return e.policy.size(e.demand, *seen)
+	return e.policy.size(e.demand, *e.seen.Load())
 }
 
 // watch looks at all leases now and then.
@@ -462,7 +460,7 @@ func (l *Leaser) Close() {
 	ctx, cancel := context.WithTimeout(context.Background(), giveBackTimeout)
 	defer cancel()
 	context.AfterFunc(ctx, l.stop)
-	l.giveUp(ctx, "", "")
+	l.giveUp(ctx, slices.Collect(maps.Values(l.policies)), "")
 	l.background.Wait()
 	for _, p := range l.policies {
 		p.each(func(e *lease) { e.left.Store(0) }) // what there was no time for is lost, and granted no more
@@ -470,16 +468,13 @@ func (l *Leaser) Close() {
 	l.combiner.Close()
 }
 
-// giveUp ends leases of a policy, or of all, of a key or of all. When ctx ends, it leaves the rest of them.
-func (l *Leaser) giveUp(ctx context.Context, policy, key string) {
+// giveUp ends the leases of policies, of a key or of all. When ctx ends, it leaves the rest of them.
+func (l *Leaser) giveUp(ctx context.Context, policies []*leasedPolicy, key string) {
 	ctx, cancel := context.WithTimeout(ctx, giveBackTimeout)
 	defer cancel()
 	var giving sync.WaitGroup
 	free := make(chan struct{}, closingCalls)
-	for _, p := range l.policies {
-		if policy != "" && p.Policy != policy {
-			continue
-		}
+	for _, p := range policies {
 		p.each(func(e *lease) {
 			if key != "" && e.key != key {
 				return
@@ -511,32 +506,41 @@ func (l *Leaser) seize(ctx context.Context, e *lease) bool {
 	return true
 }
 
+// withoutLeases makes a change to a policy when its leases are given back, of a key or of all, and takes nothing for it meanwhile.
+func (l *Leaser) withoutLeases(ctx context.Context, policy, key string, change func() error) error {
+	if p := l.policies[policy]; p != nil {
+		p.changing.Add(1) // before the leases are listed: whoever takes tokens since has seen it
+		defer p.changing.Add(-1)
+		l.giveUp(ctx, []*leasedPolicy{p}, key)
+	}
+	return change()
+}
+
 // Reset is [Limiter.Reset]. What is leased is given back before.
 func (l *Leaser) Reset(ctx context.Context, policy, key string) error {
-	l.giveUp(ctx, policy, key)
-	return l.combiner.Reset(ctx, policy, key)
+	return l.withoutLeases(ctx, policy, key, func() error { return l.combiner.Reset(ctx, policy, key) })
 }
 
 // Override is [Limiter.Override]. What is leased is given back before.
 func (l *Leaser) Override(ctx context.Context, o Override) error {
-	l.giveUp(ctx, o.Policy, o.Key)
-	return l.combiner.Override(ctx, o)
+	return l.withoutLeases(ctx, o.Policy, o.Key, func() error { return l.combiner.Override(ctx, o) })
 }
 
 // RemoveOverride is [Limiter.RemoveOverride]. What is leased is given back before.
 func (l *Leaser) RemoveOverride(ctx context.Context, policy, key string) (removed bool, err error) {
-	l.giveUp(ctx, policy, key)
-	return l.combiner.RemoveOverride(ctx, policy, key)
+	err = l.withoutLeases(ctx, policy, key, func() error {
+		removed, err = l.combiner.RemoveOverride(ctx, policy, key)
+		return err
+	})
+	return removed, err
 }
 
 // DefinePolicy is [Limiter.DefinePolicy]. What is leased is given back before.
 func (l *Leaser) DefinePolicy(ctx context.Context, p Policy) error {
-	l.giveUp(ctx, p.Name, "")
-	return l.combiner.DefinePolicy(ctx, p)
+	return l.withoutLeases(ctx, p.Name, "", func() error { return l.combiner.DefinePolicy(ctx, p) })
 }
 
 // DropPolicy is [Limiter.DropPolicy]. What is leased is given back before.
 func (l *Leaser) DropPolicy(ctx context.Context, name string) error {
-	l.giveUp(ctx, name, "")
-	return l.combiner.DropPolicy(ctx, name)
+	return l.withoutLeases(ctx, name, "", func() error { return l.combiner.DropPolicy(ctx, name) })
 }

@@ -48,6 +48,16 @@ func (s sight) level(now time.Duration) int64 {
 	return s.Remaining + int64(part*float64(s.Capacity-s.Remaining))
 }
 
+// with is a grant of a lease that has so many tokens left, as if the bucket had them.
+func (s sight) with(left int64) Decision {
+	d := Decision{Allowed: true, Estimated: true, Remaining: min(s.Capacity, max(0, s.Remaining)+left), ResetAfter: s.ResetAfter, Capacity: s.Capacity}
+	if s.Remaining < s.Capacity && !s.NeverFull() {
+		part := float64(s.Capacity-d.Remaining) / float64(s.Capacity-s.Remaining)
+		d.ResetAfter = time.Duration(part * float64(s.ResetAfter)).Round(time.Microsecond)
+	}
+	return d
+}
+
 // isLeasable reports whether tokens of the bucket may be held. Those of a bucket that gains nothing would be lost for good with
 // a process, and a policy that watches must see what it would deny.
 func (s sight) isLeasable() bool { return !s.NeverFull() && !s.Shadowed }

@@ -20,7 +20,7 @@ func TestLeaseSize_KeepsItsBounds(t *testing.T) {
 		seen := sight{Decision: Decision{
 			Capacity:   capacity,
 			Remaining:  rapid.Int64Range(-100, capacity).Draw(t, "remaining"),
-			ResetAfter: time.Duration(rapid.Int64Range(0, int64(time.Hour)).Draw(t, "reset")),
+			ResetAfter: duration(rapid.Int64Range(0, time.Hour.Microseconds()).Draw(t, "reset")),
 			Shadowed:   rapid.IntRange(0, 9).Draw(t, "shadowed") == 0,
 		}}
 		if rapid.IntRange(0, 9).Draw(t, "budget") == 0 {
@@ -31,11 +31,21 @@ func TestLeaseSize_KeepsItsBounds(t *testing.T) {
 		require.GreaterOrEqual(t, level, seen.Remaining)
 		require.LessOrEqual(t, level, capacity)
 
-		d := demand(rapid.Float64Range(0, 1e9).Draw(t, "demand"))
-		size := l.size(d, seen)
+		d := seen.with(rapid.Int64Range(0, 2e6).Draw(t, "with"))
+		require.True(t, d.Allowed && d.Estimated)
+		require.GreaterOrEqual(t, d.Remaining, max(0, seen.Remaining))
+		require.LessOrEqual(t, d.Remaining, capacity)
+		require.GreaterOrEqual(t, d.ResetAfter, time.Duration(0))
+		require.LessOrEqual(t, d.ResetAfter, seen.ResetAfter)
+		if d.Remaining == capacity && seen.Remaining < capacity && !seen.NeverFull() {
+			require.Zero(t, d.ResetAfter, "it is full")
+		}
+
+		asked := demand(rapid.Float64Range(0, 1e9).Draw(t, "demand"))
+		size := l.size(asked, seen)
 		require.LessOrEqual(t, size.full, l.MaxTokens)
 		require.LessOrEqual(t, float64(size.full), l.MaxShare*float64(capacity))
-		require.LessOrEqual(t, float64(size.full), float64(d)*0.8)
+		require.LessOrEqual(t, float64(size.full), float64(asked)*0.8)
 		require.LessOrEqual(t, size.low, size.full)
 		if seen.Shadowed || seen.NeverFull() {
 			require.Zero(t, size.full)

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"maps"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -22,18 +23,22 @@ type distant struct {
 	mu     sync.Mutex
 	calls  map[string]int // by function
 	silent bool
+	slow   string // a function that takes 100 ms
 }
 
 func (p *distant) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
 	p.mu.Lock()
 	p.calls[functionName.FindString(sql)]++
-	silent := p.silent
+	silent, takes := p.silent, time.Millisecond
+	if p.slow == functionName.FindString(sql) {
+		takes = 100 * time.Millisecond
+	}
 	p.mu.Unlock()
 	if silent {
 		<-ctx.Done()
 	}
 	select {
-	case <-time.After(time.Millisecond):
+	case <-time.After(takes):
 		return p.database.QueryRow(ctx, sql, args...)
 	case <-ctx.Done():
 		return row{nil, ctx.Err()}
@@ -142,7 +147,7 @@ func TestLeaser_EstimatesWhatRemains(t *testing.T) {
 			require.True(t, d.Estimated)
 			require.EqualValues(t, 10_000, d.Capacity)
 			require.InDelta(t, 9_750, d.Remaining, 500, "it gains as much as is asked for")
-			require.Positive(t, d.ResetAfter)
+			require.Equal(t, time.Duration(10_000-d.Remaining)*time.Millisecond, d.ResetAfter, "of these numbers")
 			require.Zero(t, d.RetryAfter)
 		}
 	})
@@ -311,6 +316,8 @@ func TestLeaser_OutlivesTheDatabaseForASecond(t *testing.T) {
 			d, err := l.Acquire(t.Context(), "p", "hot")
 			if err == nil {
 				require.True(t, d.Estimated)
+				require.EqualValues(t, 10_000, d.Capacity)
+				require.Greater(t, d.Remaining, int64(5_000), "as the server said last")
 				last = time.Now()
 			}
 			time.Sleep(time.Millisecond)
@@ -380,6 +387,48 @@ func TestLeaser_ResetLeavesNothingBesides(t *testing.T) {
 		d, err := l.Acquire(t.Context(), "p", "hot")
 		require.NoError(t, err)
 		require.False(t, d.Estimated)
+	})
+}
+
+// Nor does one under load: while it lasts, nothing is taken for a new lease that would be granted after it.
+func TestLeaser_ResetUnderLoadLeavesNothingBesides(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		l := lease(t, client.Lease{Policy: "p"})
+		defer l.Close()
+		require.NoError(t, l.fake.DefinePolicy(t.Context(), client.Policy{Name: "p", Refill: 1, Every: 24 * time.Hour}))
+		ctx, stop := context.WithCancel(t.Context())
+		var callers sync.WaitGroup
+		var granted, leased atomic.Int64
+		for range 4 {
+			callers.Go(func() {
+				for ctx.Err() == nil {
+					d, err := l.Acquire(t.Context(), "p", "hot")
+					if err != nil || !d.Allowed {
+						t.Errorf("%+v: %v", d, err)
+					}
+					granted.Add(1)
+					if d.Estimated {
+						leased.Add(1)
+					}
+					time.Sleep(time.Millisecond)
+				}
+			})
+		}
+		time.Sleep(500 * time.Millisecond)
+		require.Greater(t, leased.Load(), int64(1000))
+		l.pool.mu.Lock()
+		l.pool.slow = "ratelimit_reset"
+		l.pool.mu.Unlock()
+		require.NoError(t, l.Reset(t.Context(), "p", "hot"))
+		granted.Store(0)
+		leased.Store(0)
+		time.Sleep(500 * time.Millisecond)
+		stop()
+		callers.Wait()
+		require.Greater(t, leased.Load(), int64(1000), "then it is leased again")
+		l.Close()
+		require.InDelta(t, granted.Load(), 10_000-l.remaining("p", "hot"), 8, "but for requests that were under way")
 	})
 }
 
