@@ -136,7 +136,7 @@ func (r *leaseRound) run(t *testing.T, during time.Duration) error {
 	round := leaseRounds.Add(1)
 	var granted [leasers]atomic.Int64
 	all := newLoad(t)
-	ends := make([]func(), leasers)
+	var closing, ends [leasers]func()
 	for n := range leasers {
 		config, err := pgxpool.ParseConfig(r.db.URL)
 		require.NoError(t, err)
@@ -145,6 +145,7 @@ func (r *leaseRound) run(t *testing.T, during time.Duration) error {
 		require.NoError(t, err)
 		pool := &recordingPool{Pool: plain, leaser: fmt.Sprint("leaser ", n), history: &r.history, bug: r.bug}
 		leaser := client.NewLeaser(pool, client.Lease{Policy: "api", Idle: 50 * time.Millisecond})
+		closing[n] = leaser.Close
 		ends[n] = sync.OnceFunc(func() {
 			leaser.Close()
 			pool.late.Wait()
@@ -180,6 +181,9 @@ func (r *leaseRound) run(t *testing.T, during time.Duration) error {
 				select pg_terminate_backend(pid) from pg_stat_activity
 				 where datname = current_database() and application_name like 'leaser %' and query like '%ratelimit_%' order by random() limit 1`)
 		}
+	}
+	for _, closeLeaser := range closing { // while callers ask
+		closeLeaser()
 	}
 	if err := all.end(); err != nil {
 		return err
@@ -243,7 +247,7 @@ func TestLeases_PlantedBugsAreFound(t *testing.T) {
 // with leases and without.
 func TestTorture_LeasesLeaveOthersTheirShare(t *testing.T) {
 	run := torture(t, 8*time.Second)
-	const perSecond, rareEvery = 1000, 20 * time.Millisecond
+	const perSecond, rareEvery = 1000, 30 * time.Millisecond
 	db := newDB(t)
 	var table bytes.Buffer
 	columns := tabwriter.NewWriter(&table, 0, 0, 2, ' ', 0)
