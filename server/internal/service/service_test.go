@@ -161,6 +161,34 @@ func TestRequests_WhatIsLeftOut(t *testing.T) {
 	require.EqualValues(t, 8, d.Remaining, "they charged nothing")
 }
 
+// leased is a limiter that grants from leases.
+type leased struct{ *clienttest.Fake }
+
+func (l leased) Acquire(ctx context.Context, policy, key string, opts ...client.AcquireOption) (client.Decision, error) {
+	d, err := l.Fake.Acquire(ctx, policy, key, opts...)
+	d.Estimated = d.Allowed
+	return d, err
+}
+
+// A grant from a lease is observed as one, also behind Envoy's gate.
+func TestObserve_TellsGrantsFromLeases(t *testing.T) {
+	t.Parallel()
+	var seen recorder
+	s := service.New(leased{newFake(t)}, roomy, seen.observe)
+	d, err := s.Acquire(t.Context(), service.Request{Policy: "api", Key: "k"})
+	require.NoError(t, err)
+	require.True(t, d.Estimated && seen.last().Leased)
+	_, err = s.Pass(t.Context(), []service.Toll{{Policy: "api", Key: "k", Tokens: 1}}, false)
+	require.NoError(t, err)
+	require.True(t, seen.last().Leased)
+	_, err = s.Acquire(t.Context(), service.Request{Policy: "api", Key: "k", Cost: number(10)})
+	require.NoError(t, err)
+	require.False(t, seen.last().Leased, "a denial")
+	_, err = s.Peek(t.Context(), service.Request{Policy: "api", Key: "k"})
+	require.NoError(t, err)
+	require.False(t, seen.last().Leased)
+}
+
 func TestObserve_HasTheResultOfEachCall(t *testing.T) {
 	t.Parallel()
 	var seen recorder
