@@ -33,7 +33,7 @@ http.createServer(async (request, response) => {
   try {
     d = await acquire(`user:${user}`, cost)
   } catch (error) {
-    console.error('no decision:', error.message)
+    console.error('no decision:', error.message, error.cause?.code ?? '')
     response.writeHead(503).end() // or go on without a limit: that is for you to decide
     return
   }
