@@ -1,3 +1,56 @@
+{{- /* Checks the arguments, and gives them the form that the rest wants: subscripts from 1, all costs, and the requests of the
+       elements. */ -}}
+{{ define "batch_arguments" -}}
+if (array_dims(policies) = '[1:' || v_count || ']' and array_dims(keys) = array_dims(policies)
+      and (costs is null or array_dims(costs) = array_dims(policies)) and sizes is null
+      and (idempotency_keys is null or array_dims(idempotency_keys) = array_dims(policies))) is not true then
+    perform check_length('policies', v_count, v_count);
+    perform check_length('keys', cardinality(keys), v_count);
+    perform check_length('costs', coalesce(cardinality(costs), v_count), v_count);
+    if sizes is null then
+      perform check_length('idempotency_keys', coalesce(cardinality(idempotency_keys), v_count), v_count);
+    else
+      perform check_sizes(sizes, v_count, cardinality(idempotency_keys));
+    end if;
+    if (is_list(policies) and is_list(keys) and is_list(costs) is not false and is_list(sizes) is not false
+        and is_list(idempotency_keys) is not false) is not true then
+      -- Subscripts are to count from 1.
+      policies         := array(select unnest(policies));
+      keys             := array(select unnest(keys));
+      costs            := case when costs is not null then array(select unnest(acquire_batch.costs)) end;
+      sizes            := case when sizes is not null then array(select unnest(acquire_batch.sizes)) end;
+      idempotency_keys := case when idempotency_keys is not null then array(select unnest(acquire_batch.idempotency_keys)) end;
+    end if;
+  end if;
+  if costs is null then
+    costs := array_fill(1::bigint, array[v_count]);
+  end if;
+  if sizes is not null then
+    select array_agg(u.request),
+           case when acquire_batch.idempotency_keys is not null then array_agg(acquire_batch.idempotency_keys[u.request]) end
+      into v_requests, idempotency_keys
+      from (select u.request, generate_series(1, u.size) from unnest(acquire_batch.sizes) with ordinality as u (size, request)) as u;
+    if 1 > any (sizes) or 1000 < any (sizes) then  -- without a cost, the elements are refused
+      v_misfits := array(select u.request
+                           from unnest(acquire_batch.sizes) with ordinality as u (size, request)
+                          where u.size not between 1 and 1000);
+      costs     := array(select case when v_requests[u.element] <> all (v_misfits) then u.cost end
+                           from unnest(costs) with ordinality as u (cost, element));
+    end if;
+  end if;
+{{- end -}}
+{{- /* Tells the errors of requests that are too large or empty. */ -}}
+{{ define "batch_misfits" -}}
+for v_misfit in 1..coalesce(cardinality(v_misfits), 0) loop
+    v_i := coalesce(array_position(v_answers.refused, v_misfits[v_misfit]), coalesce(cardinality(v_answers.refused), 0) + 1);
+    v_answers.refused[v_i]        := v_misfits[v_misfit];
+    v_answers.error_codes[v_i]    := '22023';
+    v_answers.error_messages[v_i] := 'invalid sizes';
+    v_answers.error_details[v_i]  := format('Request %s has %s elements.', v_misfits[v_misfit], sizes[v_misfits[v_misfit]]);
+    v_answers.error_hints[v_i]    := 'Pass 1 to 1000 elements for each request.';
+  end loop;
+{{- end -}}
+{{ define "acquire_batch" -}}
 -- Decides many requests, as if each were asked on its own, one after another. The functions for many requests differ only
 -- in how they take the requests and show the answers; acquire_packed.sql explains the arguments and the results.
 --
@@ -54,43 +107,7 @@ declare
   v_answers  packed;
   v_i        integer;
 begin
-  if (array_dims(policies) = '[1:' || v_count || ']' and array_dims(keys) = array_dims(policies)
-      and (costs is null or array_dims(costs) = array_dims(policies)) and sizes is null
-      and (idempotency_keys is null or array_dims(idempotency_keys) = array_dims(policies))) is not true then
-    perform check_length('policies', v_count, v_count);
-    perform check_length('keys', cardinality(keys), v_count);
-    perform check_length('costs', coalesce(cardinality(costs), v_count), v_count);
-    if sizes is null then
-      perform check_length('idempotency_keys', coalesce(cardinality(idempotency_keys), v_count), v_count);
-    else
-      perform check_sizes(sizes, v_count, cardinality(idempotency_keys));
-    end if;
-    if (is_list(policies) and is_list(keys) and is_list(costs) is not false and is_list(sizes) is not false
-        and is_list(idempotency_keys) is not false) is not true then
-      -- Subscripts are to count from 1.
-      policies         := array(select unnest(policies));
-      keys             := array(select unnest(keys));
-      costs            := case when costs is not null then array(select unnest(acquire_batch.costs)) end;
-      sizes            := case when sizes is not null then array(select unnest(acquire_batch.sizes)) end;
-      idempotency_keys := case when idempotency_keys is not null then array(select unnest(acquire_batch.idempotency_keys)) end;
-    end if;
-  end if;
-  if costs is null then
-    costs := array_fill(1::bigint, array[v_count]);
-  end if;
-  if sizes is not null then
-    select array_agg(u.request),
-           case when acquire_batch.idempotency_keys is not null then array_agg(acquire_batch.idempotency_keys[u.request]) end
-      into v_requests, idempotency_keys
-      from (select u.request, generate_series(1, u.size) from unnest(acquire_batch.sizes) with ordinality as u (size, request)) as u;
-    if 1 > any (sizes) or 1000 < any (sizes) then  -- without a cost, the elements are refused
-      v_misfits := array(select u.request
-                           from unnest(acquire_batch.sizes) with ordinality as u (size, request)
-                          where u.size not between 1 and 1000);
-      costs     := array(select case when v_requests[u.element] <> all (v_misfits) then u.cost end
-                           from unnest(costs) with ordinality as u (cost, element));
-    end if;
-  end if;
+  {{ template "batch_arguments" }}
 
   loop
     begin
@@ -226,16 +243,11 @@ begin
     v_left    := array(select generate_series(1, v_count));
     v_answers := decide_in_order(policies, keys, costs, coalesce(v_requests, v_left), idempotency_keys, v_left, sizes is not null, false);
   end if;
-  for v_misfit in 1..coalesce(cardinality(v_misfits), 0) loop
-    v_i := coalesce(array_position(v_answers.refused, v_misfits[v_misfit]), coalesce(cardinality(v_answers.refused), 0) + 1);
-    v_answers.refused[v_i]        := v_misfits[v_misfit];
-    v_answers.error_codes[v_i]    := '22023';
-    v_answers.error_messages[v_i] := 'invalid sizes';
-    v_answers.error_details[v_i]  := format('Request %s has %s elements.', v_misfits[v_misfit], sizes[v_misfits[v_misfit]]);
-    v_answers.error_hints[v_i]    := 'Pass 1 to 1000 elements for each request.';
-  end loop;
+  {{ template "batch_misfits" }}
   return v_answers;
 end;
 $$;
 comment on function ratelimit.acquire_batch(text[], text[], bigint[], integer[], text[]) is
   'Decides many requests, as if each were asked on its own, one after another.';
+{{- end -}}
+{{ template "acquire_batch" }}

@@ -85,6 +85,7 @@ begin
     perform check_length('policies', v_count, v_count);
     perform refuse('policies', v_count || ' elements long', 'Pass 1 to 1000 elements.');
   end if;
+  {{ block "simple_request" . -}}
   if idempotency_key is null and current_setting('transaction_read_only') = 'off' then
     v_now := clock();
     select array_agg(s.n::integer), array_agg(s.policy), array_agg(s.key), array_agg(s.cost), bool_and(s.covers is true)
@@ -172,6 +173,7 @@ begin
       v_simple := v_try = 1;
     end;
   end loop;
+  {{- end }}
 
   if not v_simple then
     v_batch := acquire_batch(policies, keys, costs, array[v_count], case when idempotency_key is not null then array[idempotency_key] end);

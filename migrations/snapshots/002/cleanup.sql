@@ -11,51 +11,64 @@
 -- deadlock_timeout, 1 second by default. If that is above 100 ms, a batch that is a transaction of its own gives
 -- way before it is found in a deadlock. Only an acquire whose own look falls in those 100 ms can find one. In a
 -- longer transaction, the rows of earlier batches stay locked, and it can deadlock with acquires.
-{{- /* Removes due buckets that are full or have no policy, and postpones the other due buckets. The argument is the name
-       of the table. */ -}}
-{{ define "cleanup_buckets" -}}
+{{- /* Removes due buckets that are full or have no policy, and postpones the other due buckets; answers how many were due, and
+       how many were removed. The argument table is the name of the table. The others are names, too, in place of those of the
+       tables policies and overrides, and of the locals now, due_before, max_rows and most_us. */ -}}
+{{ define "due_buckets" -}}
+{{ $now := default "v_now" .now -}}
+{{ $most_us := default "v_most_us" .most_us -}}
+{{ $policies := default "policies" .policies -}}
+{{ $overrides := default "overrides" .overrides -}}
 with due as materialized (
     select b.ctid as row_id,
            p.id is null
-           or {{ template "wait_for" (dict "target" "p.full_level" "bucket" "b." "policy" "p.") }} = 0
-              and (o.key is null or {{ template "wait_for" (dict "target" "o.full_level" "bucket" "b." "policy" "o.") }} = 0) as removable
-      from {{ . }} as b
-      left join policies as p on p.id = b.policy_id
-      left join overrides as o on p.overridden and o.policy_id = b.policy_id and o.key = b.key and o.expires_at > v_now
-     where b.due_at <= due_before
+           or {{ template "wait_for" (dict "target" "p.full_level" "bucket" "b." "policy" "p." "now" $now) }} = 0
+              and (o.key is null or {{ template "wait_for" (dict "target" "o.full_level" "bucket" "b." "policy" "o." "now" $now) }} = 0) as removable
+      from {{ .table }} as b
+      left join {{ $policies }} as p on p.id = b.policy_id
+      left join {{ $overrides }} as o on p.overridden and o.policy_id = b.policy_id and o.key = b.key and o.expires_at > {{ $now }}
+     where b.due_at <= {{ default "due_before" .due_before }}
      order by b.due_at
-     limit max_rows
+     limit {{ default "max_rows" .max_rows }}
        for update of b skip locked
   ), removed as (
-    delete from {{ . }} as b
+    delete from {{ .table }} as b
      where b.ctid = any (array(select d.row_id from due as d where d.removable))
     returning 1
   ), postponed as (
-    update {{ . }} as b
-       set due_at = v_now + (select duration(least(greatest(coalesce({{ template "wait_for" (dict "target" "p.full_level" "bucket" "b." "policy" "p.") }}, v_most_us),
+    update {{ .table }} as b
+       set due_at = {{ $now }} + (select duration(least(greatest(coalesce({{ template "wait_for" (dict "target" "p.full_level" "bucket" "b." "policy" "p." "now" $now) }}, {{ $most_us }}),
                                                             case when o.key is not null then
-                                                              coalesce({{ template "wait_for" (dict "target" "o.full_level" "bucket" "b." "policy" "o.") }}, v_most_us)
+                                                              coalesce({{ template "wait_for" (dict "target" "o.full_level" "bucket" "b." "policy" "o." "now" $now) }}, {{ $most_us }})
                                                             end),
-                                                   v_most_us))
-                               from policies as p
-                               left join overrides as o on p.overridden and o.policy_id = b.policy_id and o.key = b.key
-                                                           and o.expires_at > v_now
+                                                   {{ $most_us }}))
+                               from {{ $policies }} as p
+                               left join {{ $overrides }} as o on p.overridden and o.policy_id = b.policy_id and o.key = b.key
+                                                           and o.expires_at > {{ $now }}
                               where p.id = b.policy_id)
      where b.ctid = any (array(select d.row_id from due as d where d.removable is not true))
   )
-  select (select count(*) from due), (select count(*) from removed) into v_read, v_deleted;
+  select (select count(*) from due), (select count(*) from removed)
+{{- end -}}
+{{- /* The argument is the name of the table. */ -}}
+{{ define "cleanup_buckets" -}}
+{{ template "due_buckets" (dict "table" .) }} into v_read, v_deleted;
   v_rows          := v_rows + v_read;
   buckets_deleted := buckets_deleted + v_deleted;
 {{- end -}}
-{{- /* Removes expired idempotency keys. The argument is the name of the table. */ -}}
-{{ define "cleanup_keys" -}}
-delete from {{ . }} as k
+{{- /* Removes expired idempotency keys. The arguments are as in due_buckets. */ -}}
+{{ define "expired_keys" -}}
+delete from {{ .table }} as k
    where k.ctid = any (array(select d.ctid
-                               from {{ . }} as d
-                              where d.expires_at <= due_before
+                               from {{ .table }} as d
+                              where d.expires_at <= {{ default "due_before" .due_before }}
                               order by d.expires_at
-                              limit max_rows
-                                for update skip locked));
+                              limit {{ default "max_rows" .max_rows }}
+                                for update skip locked))
+{{- end -}}
+{{- /* The argument is the name of the table. */ -}}
+{{ define "cleanup_keys" -}}
+{{ template "expired_keys" (dict "table" .) }};
   get diagnostics v_deleted = row_count;
   v_rows                   := v_rows + v_deleted;
   idempotency_keys_deleted := idempotency_keys_deleted + v_deleted;
@@ -72,8 +85,8 @@ delete from overrides as o
   get diagnostics v_deleted = row_count;
   v_rows := v_rows + v_deleted;
 {{- end -}}
-{{- /* Removes rows whose policy was dropped. The arguments are the table, and the counter that its rows add to. */ -}}
-{{ define "cleanup_orphans" -}}
+{{- /* Removes rows whose policy was dropped. The arguments are as in due_buckets. */ -}}
+{{ define "orphans" -}}
 with recursive ids (id) as (  -- one index probe for each policy that has rows
     (select t.policy_id from {{ .table }} as t order by t.policy_id limit 1)
     union all
@@ -81,7 +94,7 @@ with recursive ids (id) as (  -- one index probe for each policy that has rows
       from ids as i
      where i.id is not null
   ), gone as materialized (
-    select i.id from ids as i where not exists (select from policies as p where p.id = i.id)
+    select i.id from ids as i where not exists (select from {{ default "policies" .policies }} as p where p.id = i.id)
   )
   delete from {{ .table }} as t
    where t.ctid = any (array(select o.ctid
@@ -90,11 +103,17 @@ with recursive ids (id) as (  -- one index probe for each policy that has rows
                                                     from {{ .table }} as u
                                                    where u.policy_id = g.id
                                                      for update skip locked) as o
-                              limit max_rows));
+                              limit {{ default "max_rows" .max_rows }}))
+{{- end -}}
+{{- /* The arguments are the table, and the counter that its rows add to. */ -}}
+{{ define "cleanup_orphans" -}}
+{{ template "orphans" . }};
   get diagnostics v_deleted = row_count;
   v_rows      := v_rows + v_deleted;
   {{ .counter }} := {{ .counter }} + v_deleted;
 {{- end -}}
+{{- /* The function that cleans up one batch. */ -}}
+{{ define "cleanup_batch" -}}
 -- One batch: of each table the rows that are due by due_before, at most max_rows. The first batch of a series
 -- passes null for due_before and deadline. Each later batch passes the values that the batch before it
 -- returned. more is true if the batch found a row that is due or of a dropped policy, or gave up for
@@ -158,6 +177,8 @@ end;
 $$;
 comment on function ratelimit.cleanup_batch(integer, interval, timestamptz, timestamptz) is
   'One batch of clean-up, and whether another should follow.';
+{{- end -}}
+{{ template "cleanup_batch" }}
 
 -- One batch. It can delete nothing although rows are due: every due bucket may be in use, or lock_timeout may
 -- have ended the batch. Rows of dropped policies are removed once nothing else is due. ratelimit_cleanup_all

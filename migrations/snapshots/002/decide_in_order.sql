@@ -166,7 +166,7 @@ begin
 
   -- A round that is rolled back gives back this lock with all others, and the next one begins with buckets. A migration
   -- locks in the other order: policies first.
-  lock table policies in access share mode;
+  {{ block "lock_policies" . }}lock table policies in access share mode;{{ end }}
 
   <<rounds>>
   loop
