@@ -71,6 +71,7 @@ type source struct {
 	Known    []*migrate.Migration // from the oldest to the newest
 	Releases []*release           // likewise
 
+	files      fs.FS // of the directory migrations
 	repository fs.FS // nil for psql
 	templates  *template.Template
 }
@@ -99,7 +100,7 @@ func open(repository fs.FS) (*source, error) {
 }
 
 func load(files fs.FS) (*source, error) {
-	s := new(source)
+	s := &source{files: files}
 	migrator, err := migrate.NewMigrator(context.Background(), nil, "ratelimit.schema_version")
 	if err == nil {
 		err = migrator.LoadMigrations(files) // for which it needs no connection
