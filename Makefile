@@ -76,6 +76,10 @@ test-envoy: build ## Compare with Envoy's reference service, and call us with it
 test-shards: ## Run the tests of shards: two servers with four databases each
 	@go test -count=1 -timeout=10m -v -run 'Shard' ./client ./tests ./server/... | grep -v '^ *=== '
 
+.PHONY: test-citus
+test-citus: ## Run the tests of Citus: a coordinator and two workers; RATELIMIT_PG_BIN names a PostgreSQL that has Citus
+	@RATELIMIT_TEST_CITUS=1 RATELIMIT_TEST_REQUIRE=local go test -count=1 -timeout=0 -v -run '^Test(Torture_)?Citus' ./tests | grep -v '^ *=== '
+
 TORTURE :=
 MINUTES := 10
 
@@ -96,6 +100,16 @@ SHARDS := 16
 .PHONY: shards
 shards: need-DATABASE_URL ## Create databases for shards beside a database, install and number them: make shards DATABASE_URL=… SHARDS=16
 	@go run ./server/cmd/pgratelimit install --shards $(SHARDS)
+
+.PHONY: install-citus
+install-citus: need-DATABASE_URL ## Install on the coordinator of a Citus cluster, and distribute over its nodes: make install-citus DATABASE_URL=postgres://…
+	@PGOPTIONS="$${PGOPTIONS:-} -c client_min_messages=error" psql "$$DATABASE_URL" --no-psqlrc --quiet -v ON_ERROR_STOP=1 \
+	  -f migrations/psql/install.sql -f migrations/psql/citus.sql
+
+.PHONY: uninstall-citus
+uninstall-citus: need-DATABASE_URL ## Remove it from all nodes of a Citus cluster, with all policies and buckets: make uninstall-citus DATABASE_URL=postgres://…
+	@PGOPTIONS="$${PGOPTIONS:-} -c client_min_messages=error" psql "$$DATABASE_URL" --no-psqlrc --quiet -v ON_ERROR_STOP=1 \
+	  -f migrations/psql/citus_uninstall.sql
 
 .PHONY: lint
 lint: build ## Check formatting, go vet, golangci-lint and generated code; plpgsql_check is one of the tests

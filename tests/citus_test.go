@@ -1,0 +1,504 @@
+package tests
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/stretchr/testify/require"
+	"golang.org/x/sync/errgroup"
+)
+
+// The package distributed over a coordinator and two workers answers as one server does, from each of them.
+func TestCitus(t *testing.T) {
+	c := newCitus(t)
+	db := c.create(t, "limits")
+	t.Run("installs", func(t *testing.T) { testCitusInstalls(t, c) })
+	t.Run("counts exactly while shards move", func(t *testing.T) { testCitusCounts(t, c, db.in(t)) })
+	t.Run("transactions", func(t *testing.T) { testCitusTransactions(t, db.in(t)) })
+
+	still := c.create(t, "still")
+	still.stopClock()
+	t.Run("answers as one server does", func(t *testing.T) { testCitusParity(t, still.in(t)) })
+	t.Run("vectors", func(t *testing.T) { testCitusVectors(t, still.in(t)) })
+	t.Run("cleans up", func(t *testing.T) { testCitusCleansUp(t, still.in(t)) })
+	t.Run("a worker down", func(t *testing.T) { testCitusWorkerDown(t, c, db.in(t)) })
+}
+
+func testCitusInstalls(t *testing.T, c *citus) {
+	db := c.create(t, "installs")
+	c.install(t, "installs") // again
+	for n, node := range db {
+		require.Equal(t, []string{
+			"acquire_here", "acquire_up_to_here", "charge_here", "decide_here", "peek_here", "refund_here", "reserve_here", "reset_here", "settle_here",
+		}, node.strings(`
+			select p.proname::text
+			  from pg_dist_object as o
+			  join pg_proc as p on p.oid = o.objid and o.classid = 'pg_proc'::regclass
+			 where o.distribution_argument_index is not null and o.force_delegation
+			 order by 1`), "node %d: these alone may be distributed by an argument: with a null there, Citus crashes", n)
+		require.Equal(t, db.coordinator().strings(publicFunctions), node.strings(publicFunctions), "node %d", n)
+	}
+
+	db.coordinator().definePolicy("p", 10, 1, time.Hour)
+	require.Equal(t, int64(7), db[1].acquire("p", "k", 3).Remaining)
+	c.make(t, "uninstall-citus", "installs")
+	for n, node := range db {
+		require.Empty(t, node.strings(`
+			select p.oid::regprocedure::text from pg_proc as p where p.proname ~ '^ratelimit_'
+			union all
+			select n.nspname from pg_namespace as n where n.nspname = 'ratelimit'`), "node %d", n)
+	}
+	c.install(t, "installs")
+	db.coordinator().definePolicy("p", 10, 1, time.Hour)
+	require.Equal(t, int64(7), db[2].acquire("p", "k", 3).Remaining)
+}
+
+const publicFunctions = `
+	select format('%s %s %s %s', p.oid::regprocedure, p.proacl, p.prosecdef, md5(p.prosrc))
+	  from pg_proc as p
+	 where p.proname ~ '^ratelimit_' or p.pronamespace = 'ratelimit'::regnamespace and p.proname ~ '_here$'
+	 order by 1`
+
+func (db *testDB) strings(sql string) []string {
+	db.t.Helper()
+	rows, err := db.Pool.Query(context.Background(), sql)
+	require.NoError(db.t, err)
+	found, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	require.NoError(db.t, err)
+	return found
+}
+
+// Callers of all nodes share buckets, one of which moves between the workers. In the end exactly what the buckets held was granted.
+func testCitusCounts(t *testing.T, c *citus, db citusDB) {
+	const capacity, callers, keys = 400, 4, 3
+	for name, durability := range map[string]policyOption{"durable": durable, "ephemeral": ephemeral} {
+		db.coordinator().definePolicy(name, capacity, 0, time.Hour, durability)
+	}
+	var grants [2][keys]atomic.Int64
+	var failed atomic.Int64
+	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
+	defer cancel()
+	var group errgroup.Group
+	var busy sync.WaitGroup
+	for n, node := range db {
+		for caller := range callers {
+			busy.Add(1)
+			group.Go(func() error {
+				defer busy.Done()
+				denied := map[int]bool{}
+				for i := caller; len(denied) < 2*keys; i++ {
+					if denied[i%(2*keys)] {
+						continue
+					}
+					policy, key := []string{"durable", "ephemeral"}[i%2], i/2%keys
+					var allowed bool
+					sql := "select allowed from ratelimit_acquire($1, $2)"
+					if n == 0 && caller == 0 {
+						sql = "select allowed from ratelimit_acquire_many(array[$1], array[$2])"
+					}
+					err := node.Pool.QueryRow(ctx, sql, policy, fmt.Sprint("hot ", key)).Scan(&allowed)
+					switch {
+					case sqlState(err) != "" && ctx.Err() == nil:
+						failed.Add(1)
+						if failed.Load() > 1000 {
+							return err
+						}
+					case err != nil:
+						return err
+					case allowed:
+						grants[i%2][key].Add(1)
+					default:
+						denied[i%(2*keys)] = true
+					}
+				}
+				return nil
+			})
+		}
+	}
+	done := make(chan struct{})
+	go func() { busy.Wait(); close(done) }()
+	moves := 0
+	for over := false; !over; {
+		from, shard := db.shardOf(c, "hot 0")
+		to := 3 - from
+		db.coordinator().exec("select citus_move_shard_placement($1, $2, 5432, $3, 5432, 'block_writes')", shard, c.nodeName(from), c.nodeName(to))
+		moves++
+		select {
+		case <-done:
+			over = true
+		default:
+		}
+	}
+	require.NoError(t, group.Wait())
+	for n := range 2 {
+		for key := range keys {
+			require.Equal(t, int64(capacity), grants[n][key].Load(), "bucket %d of policy %d", key, n)
+		}
+	}
+	t.Logf("%d moves; %d of %d calls failed, and took nothing", moves, failed.Load(), 2*keys*capacity)
+}
+
+func testCitusTransactions(t *testing.T, db citusDB) {
+	db.coordinator().definePolicy("tx", 10, 0, time.Hour)
+	for n, node := range db {
+		keys := []string{fmt.Sprint("a", n), fmt.Sprint("b", n), fmt.Sprint("c", n), fmt.Sprint("d", n)} // on both workers
+		remaining := func(want int64) {
+			t.Helper()
+			for _, key := range keys {
+				require.Equal(t, want, node.must(peek(node.Pool, "tx", key, 1)).Remaining, key)
+			}
+		}
+		all := func(s *session) {
+			for _, key := range keys {
+				s.acquire("tx", key, 2)
+			}
+		}
+		s := node.begin()
+		all(s)
+		s.exec("rollback")
+		remaining(10)
+
+		s.exec("begin")
+		all(s)
+		s.exec("savepoint one")
+		all(s)
+		s.exec("rollback to one")
+		all(s)
+		s.exec("commit")
+		remaining(6)
+
+		// A pipeline is one transaction without BEGIN: a statement that fails takes back those before it.
+		var batch pgx.Batch
+		for _, key := range keys {
+			batch.Queue("select ratelimit_acquire('tx', $1, 2)", key)
+		}
+		batch.Queue("select 1 / 0")
+		require.Equal(t, "22012", sqlState(node.Pool.SendBatch(t.Context(), &batch).Close()))
+		remaining(6)
+
+		// A statement of many calls takes back what it took when it fails.
+		_, err := node.Pool.Exec(t.Context(), "select (ratelimit_acquire('tx', k.key, 2)).allowed, 1 / (1 - k.n) from unnest($1::text[]) with ordinality as k (key, n)", keys)
+		require.Equal(t, "22012", sqlState(err))
+		remaining(6)
+		_, err = node.Pool.Exec(t.Context(), "do $$ begin perform ratelimit_acquire('tx', 'a"+fmt.Sprint(n)+"', 2); raise exception 'no'; exception when others then null; end $$")
+		require.NoError(t, err)
+		remaining(6)
+
+		// Others wait for who has a bucket locked, and the wait ends with its transaction.
+		other := db[(n+1)%3].session()
+		s.exec("begin")
+		s.acquire("tx", keys[0], 6)
+		waiting := other.startAcquire("tx", keys[0], 6)
+		s.exec("rollback")
+		<-waiting.done
+		require.NoError(t, waiting.err)
+		require.True(t, waiting.decision.Allowed)
+	}
+}
+
+// A conversation is what is said to one server and to each node of the cluster. {key} is another key for each of them.
+var conversation = func() []string {
+	said := strings.Split(strings.TrimSpace(`
+select ratelimit_define_policy('p', 10, 1, '1 h')
+select ratelimit_define_policy('q', 5, 1, '1 h', durable => false)
+select ratelimit_define_policy('s', 1, 1, '1 h', shadow => true)
+select ratelimit_define_policy('step', 9, 3, '1 h', stepped => true)
+select ratelimit_define_policy('p', durable => false)
+select ratelimit_define_policy(null, 1, 1, '1 h')
+select ratelimit_define_policy('bad', 0, 1, '1 h')
+select * from ratelimit_policies()
+select * from ratelimit_acquire('p', '{key}')
+select * from ratelimit_acquire('p', '{key}', 3, 'ik')
+select * from ratelimit_acquire('p', '{key}', 3, 'ik')
+select * from ratelimit_acquire('p', '{key}', 4, 'ik')
+select * from ratelimit_acquire('p', '{key}', 7)
+select * from ratelimit_acquire('p', '{key}', 11)
+select * from ratelimit_acquire('p', '{key}', 0)
+select * from ratelimit_acquire('p', '{key}', -1)
+select * from ratelimit_acquire('step', '{key}', 4)
+select * from ratelimit_acquire('s', '{key}', 1)
+select * from ratelimit_acquire('s', '{key}', 1)
+select * from ratelimit_acquire('none', '{key}')
+select * from ratelimit_acquire('p', '')
+select * from ratelimit_acquire('p', repeat('x', 513))
+select v.key, ratelimit_acquire('p', v.key) from (values ('{key} v')) as v (key)
+select v.key, ratelimit_acquire('p', v.key) from (values ('{key} v'), (null)) as v (key)
+select d.* from (values ('{key} v')) as v (key), ratelimit_acquire('p', v.key) as d
+select d.* from generate_series(1, 3) as n, ratelimit_acquire('p', '{key} n' || n) as d
+select d.* from generate_series(1, 3) as n, ratelimit_acquire('p', '{key} m') as d
+select ratelimit_acquire('p', (select '{key} v'))
+select (select ratelimit_acquire('p', '{key} v'))
+select ratelimit_acquire('p', (select null::text))
+select ratelimit_acquire((select null::text), '{key}')
+with d as materialized (select ratelimit_acquire('p', '{key} w') as d) select d from d
+select (ratelimit_acquire('p', '{key} w')).remaining
+select ratelimit_acquire(policy => 'p', key => '{key} w', cost => 2)
+select ratelimit_acquire('p', case when (ratelimit_peek('p', '{key} w')).allowed then '{key} w' end)
+do $$ declare d record; begin select * into d from ratelimit_acquire('p', '{key} w', 2); if d.remaining <> 2 then raise 'remaining %', d.remaining; end if; end $$
+select * from ratelimit_peek('p', '{key} w')
+select * from ratelimit_peek('p', '{key} w', 9)
+select * from ratelimit_peek('p', '{key} new', 11)
+select * from ratelimit_acquire('q', '{key}', 3, 'ik')
+select * from ratelimit_acquire('q', '{key}', 3, 'ik')
+select * from ratelimit_acquire('q', '{key}', 3)
+select * from ratelimit_refund('q', '{key}', 2)
+select * from ratelimit_refund('q', '{key}', 100)
+select * from ratelimit_refund('q', '{key} new', 1)
+select * from ratelimit_refund('q', '{key}', -1)
+select * from ratelimit_charge('p', '{key} c', 20, 'ck')
+select * from ratelimit_charge('p', '{key} c', 20, 'ck')
+select * from ratelimit_charge('p', '{key} c', 21, 'ck')
+select * from ratelimit_charge('q', '{key} c', 20)
+select * from ratelimit_charge('q', '{key} c', 0)
+select * from ratelimit_settle('p', '{key} c', 'ck', 5)
+select * from ratelimit_settle('p', '{key} c', 'ck', 5)
+select * from ratelimit_settle('p', '{key} c', 'ck', 6)
+select * from ratelimit_settle('p', '{key} c', 'none', 6)
+select * from ratelimit_settle('s', '{key} c', 'none', 6)
+select * from ratelimit_settle('p', '{key} c', null, 6)
+select * from ratelimit_reserve('p', '{key} r', '2 h', 10)
+select * from ratelimit_reserve('p', '{key} r', '2 h', 2, 'rk')
+select * from ratelimit_reserve('p', '{key} r', '2 h', 2, 'rk')
+select * from ratelimit_acquire('p', '{key} r', 2, 'rk')
+select * from ratelimit_reserve('p', '{key} r', '2 h', 1)
+select * from ratelimit_reserve('p', '{key} r', '2 h', 11)
+select * from ratelimit_reserve('p', '{key} r', '-1 h', 1)
+select * from ratelimit_acquire_up_to('p', '{key} u', 20, 1, 'uk')
+select * from ratelimit_acquire_up_to('p', '{key} u', 20, 1, 'uk')
+select * from ratelimit_acquire_up_to('p', '{key} u', 20, 1)
+select * from ratelimit_acquire_up_to('p', '{key} u', 1, 2)
+select ratelimit_reset('p', '{key} u')
+select * from ratelimit_peek('p', '{key} u')
+select * from ratelimit_enforce('p', '{key} e', 10)
+select * from ratelimit_enforce('p', '{key} e', 1)
+select * from ratelimit_enforce('p', null, 1)
+select ratelimit_override('p', '{key} o', 100)
+select * from ratelimit_acquire('p', '{key} o', 20)
+select * from ratelimit_acquire_many(array['p', 'p'], array['{key} o', '{key} o'], array[20, 1])
+select * from ratelimit_overrides('p', '{key} o')
+select ratelimit_override('p', '{key} o', expires_at => '2000-01-01')
+select ratelimit_remove_override('p', '{key} o')
+select ratelimit_remove_override('p', '{key} o')
+select * from ratelimit_acquire_many(array['p','p','q','none','p','p',null,'q','s','s'], array['{key} 1','{key} 2','{key} 1','{key} 1','{key} 1',null,'{key} x','','{key} s','{key} s'], array[1,11,2,1,9,1,1,1,1,1])
+select * from ratelimit_acquire_many(array['p','p','p'], array['{key} i','{key} i','{key} i'], array[1,1,2], array['x','x','x'])
+select * from ratelimit_acquire_many(array['p','p','p'], array['{key} i','{key} i','{key} j'], array[1,1,2], array['x','y','x'])
+select * from ratelimit_acquire_many(array['p','p'], array['{key} i'])
+select * from ratelimit_acquire_many(null, array['{key} i'])
+select * from ratelimit_acquire_many('{}', '{}')
+select * from ratelimit_acquire_packed(array['p'], array['{key} pk'], array[1])
+select * from ratelimit_acquire_packed(array['p','q'], array['{key} pk','{key} pk'], array[1,9], array[2])
+select * from ratelimit_acquire_all(array['p','q'], array['{key} a','{key} a'], array[1,2])
+select * from ratelimit_acquire_all(array['p','q'], array['{key} a','{key} a'], array[1,4])
+select * from ratelimit_acquire_all(array['p','q','p'], array['{key} a','{key} a','{key} a'], array[1,2,3], 'k')
+select * from ratelimit_acquire_all(array['p','q','p'], array['{key} a','{key} a','{key} a'], array[1,2,3], 'k')
+select * from ratelimit_acquire_all(array['p','q','p'], array['{key} a','{key} a','{key} a'], array[1,2,4], 'k')
+select * from ratelimit_acquire_all(array['p','none'], array['{key} a','{key} a'])
+select * from ratelimit_acquire_all(array['p',null], array['{key} a','{key} a'])
+select * from ratelimit_acquire_all(array['p','q'], array['{key} a',null])
+select * from ratelimit_acquire_all('{}', '{}')
+select * from ratelimit_acquire_all_many(array['p','q','p','q'], array['{key} b','{key} b','{key} g','{key} g'], array[1,2,1,9], array[2,2,0])
+select * from ratelimit_status('p', 3)
+select * from ratelimit_status('none')
+select * from ratelimit_shard()
+select ratelimit_version()
+begin read only; select * from ratelimit_peek('p', '{key} ro'); select * from ratelimit_acquire('p', '{key} ro', 11); select * from ratelimit_acquire('p', '{key} ro'); rollback
+begin; select * from ratelimit_acquire('p', '{key} t1'); select * from ratelimit_acquire('p', '{key} t2'); savepoint s; select * from ratelimit_acquire('p', '{key} t1', 4); rollback to s; select * from ratelimit_acquire('p', '{key} t1', 2); commit
+select * from ratelimit_peek('p', '{key} t1')
+select ratelimit_drop_policy('none')
+select ratelimit_drop_policy(null)
+`), "\n")
+	// Every argument null, one by one and all at once.
+	for _, call := range [][]string{
+		{"ratelimit_acquire", "'p'", "'{key}'", "1", "'n'"}, {"ratelimit_peek", "'p'", "'{key}'", "1"}, {"ratelimit_refund", "'p'", "'{key}'", "1"},
+		{"ratelimit_reset", "'p'", "'{key}'"}, {"ratelimit_charge", "'p'", "'{key}'", "1", "'n2'"}, {"ratelimit_settle", "'p'", "'{key}'", "'n2'", "1"},
+		{"ratelimit_reserve", "'p'", "'{key}'", "'1 h'", "1", "'n3'"}, {"ratelimit_acquire_up_to", "'p'", "'{key}'", "2", "1", "'n4'"},
+		{"ratelimit_enforce", "'p'", "'{key}'", "1", "'n5'"}, {"ratelimit_acquire_many", "'{p}'", "'{k}'", "'{1}'", "'{n6}'"},
+		{"ratelimit_acquire_all", "'{p}'", "'{k}'", "'{1}'", "'n7'"}, {"ratelimit_acquire_packed", "'{p}'", "'{k}'", "'{1}'", "'{1}'", "'{n8}'"},
+		{"ratelimit_acquire_all_many", "'{p}'", "'{k}'", "'{1}'", "'{1}'", "'{n9}'"}, {"ratelimit_override", "'p'", "'{key}'", "20", "1", "'1 h'", "'2100-01-01Z'"},
+		{"ratelimit_remove_override", "'p'", "'{key}'"}, {"ratelimit_overrides", "'p'", "'{key}'", "1"}, {"ratelimit_status", "'p'", "1"}, {"ratelimit_cleanup", "1"},
+	} {
+		for n := range call {
+			args := slices.Clone(call[1:])
+			if n == 0 {
+				for i := range args {
+					args[i] = "null"
+				}
+			} else {
+				args[n-1] = "null"
+			}
+			if call[0] != "ratelimit_overrides" && call[0] != "ratelimit_status" || slices.Contains(args, "'p'") { // else about all policies
+				said = append(said, "select * from "+call[0]+"("+strings.Join(args, ", ")+")")
+			}
+		}
+	}
+	return said
+}()
+
+// say answers as the server does: rows as text, errors with all that the package says.
+func say(t testing.TB, conn *pgx.Conn, sql string) (lines []string) {
+	t.Helper()
+	results, err := conn.PgConn().Exec(t.Context(), sql).ReadAll()
+	for _, r := range results {
+		for _, row := range r.Rows {
+			var columns []string
+			for _, column := range row {
+				columns = append(columns, string(column))
+			}
+			lines = append(lines, strings.Join(columns, "|"))
+		}
+		lines = append(lines, r.CommandTag.String())
+	}
+	if err != nil {
+		e := pgError(err)
+		require.NotNil(t, e, "%s: %v", sql, err)
+		lines = append(lines, fmt.Sprintf("%s %s / %s / %s", e.Code, e.Message, e.Detail, e.Hint))
+		if conn.PgConn().TxStatus() != 'I' {
+			_, err = conn.Exec(context.Background(), "rollback")
+			require.NoError(t, err)
+		}
+	}
+	return lines
+}
+
+// Every public function answers from each node, to its owner and to a role that may execute and no more, as one server does.
+func testCitusParity(t *testing.T, db citusDB) {
+	plain := newDB(t)
+	plain.setClock(t0)
+	for _, on := range []*testDB{plain, db.coordinator()} {
+		on.exec(`do $$ begin if not exists (select from pg_roles where rolname = 'caller') then create role caller login; end if; end $$`)
+		on.exec(`do $$ declare f regprocedure; begin
+			for f in select p.oid from pg_proc as p where p.proname ~ '^ratelimit_' and p.prokind = 'f' loop
+				execute format('grant execute on function %s to caller', f);
+			end loop; end $$`)
+	}
+	t.Cleanup(func() { plain.exec("drop owned by caller"); plain.exec("drop role caller") })
+	differences := 0
+	for n, node := range db {
+		for _, role := range []string{"", "caller"} {
+			one, all := plain.as(role), node.as(role)
+			for _, sql := range conversation {
+				sql = strings.ReplaceAll(sql, "{key}", fmt.Sprintf("key %d%s", n, role))
+				want, got := say(t, one, sql), say(t, all, sql)
+				if !slices.Equal(want, got) && differences < 20 {
+					differences++
+					t.Errorf("node %d as %q: %s\none server: %s\nCitus:      %s", n, role, sql, strings.Join(want, "\n            "), strings.Join(got, "\n            "))
+				}
+			}
+			for _, on := range []*testDB{plain, node} {
+				for _, policy := range []string{"p", "q", "s", "step"} {
+					on.dropPolicy(policy)
+				}
+			}
+		}
+	}
+
+	// What differs: a request of several keys is refused.
+	node := db[1]
+	node.definePolicy("p", 10, 1, time.Hour)
+	_, err := node.Pool.Exec(t.Context(), "select ratelimit_acquire_all(array['p', 'p'], array['a', 'b'])")
+	require.Equal(t, "0A000", sqlState(err))
+	require.Equal(t, int64(10), node.must(peek(node.Pool, "p", "a", 1)).Remaining)
+	node.dropPolicy("p")
+}
+
+// as connects as a role, or as the owner.
+func (db *testDB) as(role string) *pgx.Conn {
+	db.t.Helper()
+	config, err := pgx.ParseConfig(db.URL)
+	require.NoError(db.t, err)
+	if role != "" {
+		config.User = role
+	}
+	conn, err := pgx.ConnectConfig(db.t.Context(), config)
+	require.NoError(db.t, err)
+	db.t.Cleanup(func() { conn.Close(context.Background()) })
+	return conn
+}
+
+func testCitusVectors(t *testing.T, db citusDB) {
+	for n, v := range vectors {
+		v.replay(t, db[n%3], []policyOption{durable, ephemeral}[n/3%2])
+		db[(n+1)%3].dropPolicy(v.origin)
+	}
+}
+
+func testCitusCleansUp(t *testing.T, db citusDB) {
+	rows := func() (counts [3]int64) {
+		t.Helper()
+		err := db.coordinator().Pool.QueryRow(t.Context(), `select (select count(*) from ratelimit.buckets) + (select count(*) from ratelimit.ephemeral_buckets),
+			(select count(*) from ratelimit.idempotency_keys) + (select count(*) from ratelimit.ephemeral_idempotency_keys),
+			(select count(*) from ratelimit.overrides)`).Scan(&counts[0], &counts[1], &counts[2])
+		require.NoError(t, err)
+		return counts
+	}
+	db.coordinator().exec("call ratelimit_cleanup_all()") // of policies that were dropped
+	require.Equal(t, [3]int64{}, rows())
+	db.coordinator().definePolicy("d", 10, 10, time.Hour, remember(time.Hour))
+	db.coordinator().definePolicy("e", 10, 10, time.Hour, remember(2*time.Hour), ephemeral)
+	db.coordinator().setClock(t0)
+	for n := range 20 {
+		db[n%3].acquire([]string{"d", "e"}[n%2], fmt.Sprint("k", n), 1, "ik")
+	}
+	db[1].exec("select ratelimit_override('d', 'k0', 100, 1, '1 h')") // full much later
+	require.Equal(t, [3]int64{20, 20, 1}, rows())
+	db.coordinator().setClock(t0.Add(90 * time.Minute))
+	db[2].exec("call ratelimit_cleanup_all()")
+	require.Equal(t, [3]int64{1, 10, 1}, rows(), "k0 is full by the policy's numbers and not by its override's")
+	db.coordinator().setClock(t0.Add(3 * time.Hour))
+	buckets, keys := db[1].cleanup()
+	require.Equal(t, [2]int64{0, 10}, [2]int64{buckets, keys})
+	db[1].dropPolicy("d")
+	require.Equal(t, [3]int64{1, 0, 0}, rows(), "the rows of a policy are left to clean-up")
+	db.coordinator().exec("call ratelimit_cleanup_all()")
+	require.Equal(t, [3]int64{}, rows())
+	db[0].dropPolicy("e")
+}
+
+// What a worker has is not to be had while it is down; the rest is, at once.
+func testCitusWorkerDown(t *testing.T, c *citus, db citusDB) {
+	db.coordinator().definePolicy("down d", 10, 0, time.Hour)
+	db.coordinator().definePolicy("down e", 10, 0, time.Hour, ephemeral)
+	var key [3]string // one of each worker
+	for n := 0; key[1] == "" || key[2] == ""; n++ {
+		k := fmt.Sprint("down ", n)
+		node, _ := db.shardOf(c, k)
+		key[node] = k
+	}
+	for _, policy := range []string{"down d", "down e"} {
+		for _, k := range key[1:] {
+			require.Equal(t, int64(7), db.coordinator().acquire(policy, k, 3, "ik").Remaining)
+		}
+	}
+	require.NoError(t, c.nodes[2].Stop(t.Context(), true))
+	for _, node := range db[:2] {
+		require.Equal(t, int64(6), node.acquire("down d", key[1], 1, fmt.Sprint("to ", node.URL)).Remaining)
+		node.must(refund(node.Pool, "down d", key[1], 1))
+		began := time.Now()
+		_, err := acquire(node.Pool, "down d", key[2], 1)
+		require.Error(t, err)
+		require.Less(t, time.Since(began), patience)
+		var refused *pgconn.PgError
+		require.ErrorAs(t, err, &refused)
+		require.Equal(t, "08006", refused.Code, refused)
+		_, err = node.Pool.Exec(t.Context(), "select ratelimit_define_policy('needs all nodes', 1, 1, '1 s')")
+		require.Error(t, err)
+		_, err = node.Pool.Exec(t.Context(), "call ratelimit_cleanup_all()")
+		require.NoError(t, err, "the other nodes are cleaned up")
+	}
+	require.NoError(t, c.nodes[2].Start(t.Context()))
+	for n, node := range db {
+		node.Pool.Reset()
+		require.Equal(t, int64(7), node.must(peek(node.Pool, "down d", key[2], 1)).Remaining, "node %d", n)
+		require.Equal(t, int64(10), node.must(peek(node.Pool, "down e", key[2], 1)).Remaining, "node %d: full after a crash", n)
+		require.Equal(t, int64(7), node.must(peek(node.Pool, "down e", key[1], 1)).Remaining, "node %d", n)
+	}
+	require.True(t, db[2].acquire("down d", key[2], 3, "ik").Replayed)
+}
