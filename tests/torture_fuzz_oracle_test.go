@@ -25,6 +25,9 @@ func (r refusal) Error() string { return string(r) }
 // limitExceeded is what ratelimit_enforce raises in place of a denial.
 const limitExceeded model.Error = "RL429"
 
+// severalKeys is what Citus answers to a request whose buckets have several keys.
+const severalKeys model.Error = "0A000"
+
 // refused returns the SQLSTATE and the message of an error.
 func refused(err error) (code, message string) {
 	var argument refusal
@@ -38,6 +41,7 @@ func refused(err error) (code, message string) {
 		model.IdempotencyMismatch: "idempotency key used before with another cost",
 		model.NoGrant:             "no live grant under this idempotency key",
 		limitExceeded:             "rate limit exceeded",
+		severalKeys:               "the buckets of a request must have one key",
 		model.InvalidArgument:     "invalid durable", // the only one that is left to the model
 	}[other]
 }
@@ -220,6 +224,11 @@ func (r *round) checkWhole(q fuzzedWhole) error {
 			return refusal("")
 		}
 		err = cmp.Or(err, r.unknown(c.policy))
+	}
+	for _, c := range q.charges {
+		if r.fuzzer.citus && c.key != q.charges[0].key {
+			return severalKeys
+		}
 	}
 	return err
 }
