@@ -33,8 +33,15 @@ func TestCitus(t *testing.T) {
 }
 
 func testCitusInstalls(t *testing.T, c *citus) {
-	db := c.create(t, "installs")
+	db := c.createOn(t, "installs", 2)
+	c.install(t, "installs")
+	db.coordinator().definePolicy("before", 10, 1, time.Hour)
+	require.Equal(t, int64(7), db[1].acquire("before", "k", 3, "ik").Remaining)
 	c.install(t, "installs") // again
+	c.add(t, "installs", 2)  // a node that is added gets all of it
+	db.coordinator().exec("select rebalance_table_shards(shard_transfer_mode => 'block_writes')")
+	require.True(t, db[2].acquire("before", "k", 3, "ik").Replayed)
+	c.install(t, "installs") // so that PUBLIC may execute nothing there
 	for n, node := range db {
 		require.Equal(t, []string{
 			"acquire_here", "acquire_up_to_here", "charge_here", "decide_here", "peek_here", "refund_here", "reserve_here", "reset_here", "settle_here",

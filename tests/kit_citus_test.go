@@ -54,23 +54,35 @@ func (c *citus) nodeName(n int) string {
 // create returns a database of the cluster with the package in it, as each node sees it.
 func (c *citus) create(t testing.TB, name string) citusDB {
 	t.Helper()
+	db := c.createOn(t, name, len(c.nodes))
+	c.install(t, name)
+	return db
+}
+
+// createOn returns an empty database of a cluster that has as yet no more than the first nodes.
+func (c *citus) createOn(t testing.TB, name string, nodes int) (db citusDB) {
+	t.Helper()
 	for _, node := range c.nodes {
 		onServer(t, node, "", "create database "+name+" template template0")
 		onServer(t, node, name, "create extension citus")
 	}
-	for n := range c.nodes {
-		add := "citus_add_node"
-		if n == 0 {
-			add = "citus_set_coordinator_host"
-		}
-		onServer(t, c.nodes[0], name, "select "+add+"('"+c.nodeName(n)+"', 5432)")
+	for n := range nodes {
+		c.add(t, name, n)
 	}
-	c.install(t, name)
-	var db citusDB
 	for _, node := range c.nodes {
 		db = append(db, openDB(t, node, name))
 	}
 	return db
+}
+
+// add takes a node into the cluster.
+func (c *citus) add(t testing.TB, name string, n int) {
+	t.Helper()
+	add := "citus_add_node"
+	if n == 0 {
+		add = "citus_set_coordinator_host"
+	}
+	onServer(t, c.nodes[0], name, "select "+add+"('"+c.nodeName(n)+"', 5432)")
 }
 
 func (c *citus) install(t testing.TB, name string) {

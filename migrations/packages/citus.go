@@ -34,11 +34,14 @@ func citus(s *source) (Files, error) {
 // onCitus renders the functions of the newest snapshot for Citus, and lists the functions that are distributed.
 func (s *source) onCitus() (functions string, twins []string, err error) {
 	merged := fstest.MapFS{}
-	newest := path.Join("snapshots", fmt.Sprintf("%03d", len(s.Known)))
+	snapshots, err := fs.Glob(s.files, "snapshots/*")
+	if err != nil || len(snapshots) == 0 {
+		return "", nil, fmt.Errorf("citus: no snapshot: %w", err)
+	}
 	for _, dir := range []struct {
 		files    fs.FS
 		from, to string
-	}{{s.files, newest, "."}, {citusSQL, "citus", "~citus"}} { // the last in order, so that it is read last
+	}{{s.files, snapshots[len(snapshots)-1], "."}, {citusSQL, "citus", "~citus"}} { // the last in order, so that it is read last
 		err := fs.WalkDir(dir.files, dir.from, func(name string, entry fs.DirEntry, err error) error {
 			if err != nil || entry.IsDir() {
 				return err
@@ -77,6 +80,15 @@ var ofOneBucket = []string{
 	"ratelimit_reserve", "ratelimit_acquire_up_to", "ratelimit.acquire", "ratelimit.peek",
 }
 
+// Arguments that do not survive the way to another node as text are checked before, too: not every interval can be read again.
+var checkedHere = map[string]string{
+	"ratelimit_reserve": `  if ratelimit.is_max_wait(max_wait) is not true then
+    perform ratelimit.check_request(policy, key, cost, idempotency_key);
+    perform ratelimit.check_max_wait(max_wait);
+  end if;
+`,
+}
+
 func twinOf(name string) string { return strings.TrimLeft(strings.TrimPrefix(name, "ratelimit"), "_.") + "_here" }
 
 var defaultOf = regexp.MustCompile(`\s+default\s+[^,]*`)
@@ -109,7 +121,7 @@ func withTwin(text, name string) (string, error) {
 	if result != "void" {
 		fmt.Fprintf(&b, "declare\n  v_answer %s;\n", result)
 	}
-	fmt.Fprintf(&b, "begin\n  if %[1]s.key is null then\n    perform ratelimit.check_name('policy', %[1]s.policy);\n    perform ratelimit.check_name('key', %[1]s.key);\n  end if;\n", own)
+	fmt.Fprintf(&b, "begin\n  if %[1]s.key is null then\n    perform ratelimit.check_name('policy', %[1]s.policy);\n    perform ratelimit.check_name('key', %[1]s.key);\n  end if;\n%[2]s", own, checkedHere[name])
 	if result == "void" {
 		fmt.Fprintf(&b, "  perform d.* from ratelimit.%s(%s) as d;\nend;\n$$;\n", twin, strings.Join(call, ", "))
 	} else {

@@ -2475,6 +2475,10 @@ begin
     perform ratelimit.check_name('policy', ratelimit_reserve.policy);
     perform ratelimit.check_name('key', ratelimit_reserve.key);
   end if;
+  if ratelimit.is_max_wait(max_wait) is not true then
+    perform ratelimit.check_request(policy, key, cost, idempotency_key);
+    perform ratelimit.check_max_wait(max_wait);
+  end if;
   select d.* into v_answer
     from ratelimit.reserve_here(ratelimit_reserve.policy, ratelimit_reserve.key collate "C", ratelimit_reserve.max_wait, ratelimit_reserve.cost, ratelimit_reserve.idempotency_key) as d;
   return v_answer;
@@ -5520,4 +5524,22 @@ begin
   end loop;
 end;
 $twins$;
+
+-- Citus gives a node that is added all functions and their grants, but not that PUBLIC has none.
+do $public$
+declare
+  v_function record;
+begin
+  perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- operators of PostgreSQL only
+  for v_function in
+    select p.oid::regprocedure as signature
+      from pg_proc as p
+      join pg_namespace as n on n.nspname = 'ratelimit' and n.nspowner = p.proowner
+     where (p.pronamespace = n.oid or starts_with(p.proname, 'ratelimit_'))
+       and not exists (select from aclexplode(coalesce(p.proacl, acldefault('f', p.proowner))) as a where a.grantee = 0)
+  loop
+    execute format('revoke all on routine %s from public', v_function.signature);
+  end loop;
+end;
+$public$;
 commit;

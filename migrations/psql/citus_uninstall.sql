@@ -5,6 +5,7 @@
 -- An object outside the package that depends on one of it stops the removal.
 --
 -- Generated from sql/: make psql.
+call citus_cleanup_orphaned_resources();  -- shards that were moved may have left their old copies
 begin transaction isolation level read committed;
 set local client_min_messages = warning;
 do $uninstall$
