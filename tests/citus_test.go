@@ -35,6 +35,8 @@ func TestCitus(t *testing.T) {
 func testCitusInstalls(t *testing.T, c *citus) {
 	db := c.createOn(t, "installs", 2)
 	c.install(t, "installs")
+	db.coordinator().exec("create table app (id text primary key)")
+	db.coordinator().exec("select create_distributed_table('app', 'id')") // is not put with ours, which have another collation
 	db.coordinator().definePolicy("before", 10, 1, time.Hour)
 	require.Equal(t, int64(7), db[1].acquire("before", "k", 3, "ik").Remaining)
 	c.install(t, "installs") // again
@@ -296,6 +298,7 @@ select ratelimit_remove_override('p', '{key} o')
 select * from ratelimit_acquire_many(array['p','p','q','none','p','p',null,'q','s','s'], array['{key} 1','{key} 2','{key} 1','{key} 1','{key} 1',null,'{key} x','','{key} s','{key} s'], array[1,11,2,1,9,1,1,1,1,1])
 select * from ratelimit_acquire_many(array['p','p','p'], array['{key} i','{key} i','{key} i'], array[1,1,2], array['x','x','x'])
 select * from ratelimit_acquire_many(array['p','p','p'], array['{key} i','{key} i','{key} j'], array[1,1,2], array['x','y','x'])
+select * from ratelimit_acquire_many(array['none','p'], array['{key} i2','{key} i3'], array[1,-1])
 select * from ratelimit_acquire_many(array['p','p'], array['{key} i'])
 select * from ratelimit_acquire_many(null, array['{key} i'])
 select * from ratelimit_acquire_many('{}', '{}')

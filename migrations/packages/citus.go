@@ -89,7 +89,9 @@ var checkedHere = map[string]string{
 `,
 }
 
-func twinOf(name string) string { return strings.TrimLeft(strings.TrimPrefix(name, "ratelimit"), "_.") + "_here" }
+func twinOf(name string) string {
+	return strings.TrimLeft(strings.TrimPrefix(name, "ratelimit"), "_.") + "_here"
+}
 
 var defaultOf = regexp.MustCompile(`\s+default\s+[^,]*`)
 

@@ -44,7 +44,10 @@ begin
     perform create_reference_table('ratelimit.overrides');
     perform create_reference_table('ratelimit.shard');
     perform create_reference_table('ratelimit.schema_version');
-    perform create_distributed_table('ratelimit.buckets', 'key', colocate_with => 'none');
+    -- One shard more than other tables have: Citus puts tables of as many shards, and of a key of the same type, with these by
+    -- default, and then refuses them, because this key has the collation "C".
+    perform create_distributed_table('ratelimit.buckets', 'key', colocate_with => 'none',
+                                     shard_count => current_setting('citus.shard_count')::integer + 1);
     perform create_distributed_table('ratelimit.idempotency_keys', 'key', colocate_with => 'ratelimit.buckets');
     perform create_distributed_table('ratelimit.ephemeral_buckets', 'key', colocate_with => 'ratelimit.buckets');
     perform create_distributed_table('ratelimit.ephemeral_idempotency_keys', 'key', colocate_with => 'ratelimit.buckets');
