@@ -85,7 +85,8 @@ type combiner = Combiner // so that the field of a Leaser is nobody else's
 //   - A lease is used for at most a second after the server has last given tokens to it. So a policy that is changed or dropped,
 //     an override and a block take effect for it within a second, and when the database is away, grants go on for so long.
 //     Reset, Override, RemoveOverride, DefinePolicy and DropPolicy through this Leaser give leases back first, and nothing is
-//     taken for the policy until they are done. After a reset by others, what was leased can be spent, or given back, besides the full bucket.
+//     taken for the policy until they are done. After a reset by others, what was leased can be spent, or given back, besides
+//     the full bucket.
 //
 // In a [Decision] from a lease, Remaining and ResetAfter are estimates, and it is marked [Decision.Estimated]. Buckets that refill
 // nothing are not leased, nor those where a policy that only watches would have denied.

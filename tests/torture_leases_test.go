@@ -3,6 +3,7 @@ package tests
 import (
 	"bytes"
 	"context"
+	"errors"
 	"fmt"
 	"math/rand/v2"
 	"os"
@@ -155,8 +156,11 @@ func (r *leaseRound) run(t *testing.T, during time.Duration) error {
 		all.start(callers, func(int) error {
 			key, cost := fmt.Sprint(round, "/", rand.IntN(3)), rand.Int64N(5)+1
 			d, err := leaser.Acquire(context.Background(), "api", key, client.Cost(cost))
-			if err != nil || !d.Allowed {
-				return nil // the books tell what it took
+			switch {
+			case err != nil && !r.killing && !errors.Is(err, client.ErrClosed):
+				return err
+			case !d.Allowed: // of a call without an answer the books tell what it took
+				return nil
 			}
 			if d.Estimated {
 				r.leased.Add(1)

@@ -28,7 +28,7 @@ func (s *testServer) spend(key string, enough int64) (granted, leased int64) {
 	for caller := range 8 {
 		callers.Go(func() {
 			for begin := time.Now(); marked.Load() < enough && time.Since(begin) < time.Minute; all.Add(1) {
-				isMarked := false
+				var isMarked bool
 				if caller%2 == 0 {
 					d, err := s.rpc.Acquire(s.t.Context(), &pb.AcquireRequest{Policy: "busy", LogicalKey: key})
 					if err != nil || d.GetVerdict() != pb.Verdict_ALLOWED {
