@@ -80,6 +80,16 @@ test-shards: ## Run the tests of shards: two servers with four databases each
 test-citus: ## Run the tests of Citus: a coordinator and two workers; RATELIMIT_PG_BIN names a PostgreSQL that has Citus
 	@RATELIMIT_TEST_CITUS=1 RATELIMIT_TEST_REQUIRE=local go test -count=1 -timeout=0 -v -run '^Test(Torture_)?Citus' ./tests | grep -v '^ *=== '
 
+.PHONY: instructions
+instructions: build/postgresql-18 ## Count what calls cost, on PostgreSQL 18, and compare with what is recorded
+	@RATELIMIT_TEST_INSTRUCTIONS=required go test -count=1 -v -run '^Test(Instructions|Record)_' ./tests/bench | grep -v '^ *=== '
+
+REASON :=
+
+.PHONY: instructions-renew
+instructions-renew: build/postgresql-18 ## Record what calls cost now; REASON='…' lets a figure rise
+	@RATELIMIT_TEST_REQUIRE=local RATELIMIT_PG_BIN=$(CURDIR)/$</bin go run ./tests/bench -record tests/bench/instructions.md -reason '$(REASON)'
+
 TORTURE :=
 MINUTES := 10
 

@@ -1,16 +1,17 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
-	"maps"
 	"math/rand/v2"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"regexp"
 	"slices"
+	"strconv"
 	"strings"
 	"syscall"
 	"time"
@@ -23,8 +24,9 @@ import (
 // statement, which "nothing" has alone, but neither the kernel nor a connection.
 type instructions struct {
 	pg       *postgres
+	version  string // of the server
 	valgrind string
-	counted  map[string]sample
+	counted  map[string]float64 // by cell
 }
 
 const instructionsDatabase = "instructions"
@@ -33,112 +35,185 @@ const countedKeys = 1000
 
 // A counted statement has the parameter $1, a key or an array of as many keys as it decides about.
 type counted struct {
+	name string
 	keys int // 0 is one, and no array
 	sql  string
 }
 
-var countedStatements = map[string]counted{
-	"instructions/nothing":      {0, "select"},
-	"instructions/select":       {0, "select from bare where policy_id = 1 and key = $1"},
-	"instructions/update":       {0, takeSQL("$1")},
-	"instructions/acquire":      {0, "select from ratelimit_acquire('full', $1)"},
-	"instructions/denied":       {0, "select from ratelimit_acquire('dry', $1)"},
-	"instructions/keyed":        {0, "select from ratelimit_acquire('full', $1, 1, gen_random_uuid()::text)"},
-	"instructions/replayed":     {0, "select from ratelimit_acquire('full', $1, 1, 'again')"},
-	"instructions/peek":         {0, "select from ratelimit_peek('full', $1)"},
-	"instructions/overrides":    {0, "select from ratelimit_acquire('overrides', $1)"},
-	"instructions/reserved":     {0, "select from ratelimit_reserve('full', $1, '1 hour')"},
-	"instructions/waiting":      {0, "select from ratelimit_reserve('line', $1, '365 days')"},
-	"instructions/up-to":        {0, "select from ratelimit_acquire_up_to('full', $1, 1)"},
-	"instructions/charged":      {0, "select from ratelimit_charge('full', $1, 1)"},
-	"instructions/joint":        {0, "select from ratelimit_acquire_all(array['full', 'second', 'third'], array[$1, $1, $1])"},
-	"instructions/joint-denied": {0, "select from ratelimit_acquire_all(array['full', 'dry', 'third'], array[$1, $1, $1])"},
-	"instructions/keyed-settled": {0, "select from (select gen_random_uuid()::text as key offset 0) as i," + // settled without keyed
+func (c counted) cell() string { return "instructions/" + c.name }
+
+// countedStatements are in the order of the record.
+var countedStatements = slices.Concat([]counted{
+	{"nothing", 0, "select"},
+	{"select", 0, "select from bare where policy_id = 1 and key = $1"},
+	{"update", 0, takeSQL("$1")},
+	{"acquire", 0, "select from ratelimit_acquire('full', $1)"},
+	{"created", 0, "select from ratelimit_acquire('full', $1 || " + newKey + ")"},
+	{"denied", 0, "select from ratelimit_acquire('dry', $1)"},
+	{"keyed", 0, "select from ratelimit_acquire('full', $1, 1, " + newKey + ")"},
+	{"keyed-denied", 0, "select from ratelimit_acquire('dry', $1, 1, " + newKey + ")"},
+	{"replayed", 0, "select from ratelimit_acquire('full', $1, 1, 'again')"},
+	{"ephemeral", 0, "select from ratelimit_acquire('ephemeral', $1)"},
+	{"stepped", 0, "select from ratelimit_acquire('stepped', $1)"},
+	{"shadowed", 0, "select from ratelimit_acquire('shadow', $1)"},
+	{"overrides", 0, "select from ratelimit_acquire('overrides', $1)"},
+	{"overridden", 0, "select from ratelimit_acquire('overridden', $1)"},
+	{"peek", 0, "select from ratelimit_peek('full', $1)"},
+	{"refunded", 0, "select from ratelimit_refund('full', $1, 1)"},
+	{"reset", 0, "select ratelimit_reset('full', $1)"},
+	{"reserved", 0, "select from ratelimit_reserve('full', $1, '1 hour')"},
+	{"waiting", 0, "select from ratelimit_reserve('line', $1, '365 days')"},
+	{"up-to", 0, "select from ratelimit_acquire_up_to('full', $1, 1)"},
+	{"charged", 0, "select from ratelimit_charge('full', $1, 1)"},
+	{"keyed-settled", 0, "select from (select " + newKey + " as key offset 0) as i," + // settled without keyed
 		" ratelimit_acquire('full', $1, 1, i.key) as a, ratelimit_settle('full', $1, case when a.allowed then i.key end, 2)"},
-	"instructions/joint-32": {32, "select from ratelimit_acquire_packed(" +
-		"array(select (array['full', 'second', 'third'])[1 + i % 3] from generate_series(0, 95) as i)," +
-		" array(select ($1::text[])[1 + i / 3] from generate_series(0, 95) as i), null, array_fill(3, array[32]))"},
-	"instructions/batch-32":  {32, "select from ratelimit_acquire_many(array_fill(text 'full', array[32]), $1)"},
-	"instructions/batch-128": {128, "select from ratelimit_acquire_many(array_fill(text 'full', array[128]), $1)"},
-	"instructions/keyed-128": {128, "select from ratelimit_acquire_many(array_fill(text 'full', array[128]), $1, null," +
-		" array(select gen_random_uuid()::text from generate_series(1, 128)))"},
-	"instructions/hot-128":    {128, "select from ratelimit_acquire_many(array_fill(text 'full', array[128]), array_fill(($1::text[])[1], array[128]))"},
-	"instructions/packed-32":  {32, "select from ratelimit_acquire_packed(array_fill(text 'full', array[32]), $1)"},
-	"instructions/packed-128": {128, "select from ratelimit_acquire_packed(array_fill(text 'full', array[128]), $1)"},
-	"instructions/packed-keyed-128": {128, "select from ratelimit_acquire_packed(array_fill(text 'full', array[128]), $1, null, null," +
-		" array(select gen_random_uuid()::text from generate_series(1, 128)))"},
-	"instructions/packed-hot-128": {128, "select from ratelimit_acquire_packed(array_fill(text 'full', array[128])," +
-		" array_fill(($1::text[])[1], array[128]))"},
+	{"enforced", 0, "select from ratelimit_enforce('full', $1)"},
+	{"guarded", 0, "insert into guarded values ($1)"},
+	{"guarded-32", 32, "insert into guarded select unnest($1)"},
+	{"joint", 0, "select from ratelimit_acquire_all(array['full', 'second', 'third'], array[$1, $1, $1])"},
+	{"joint-keyed", 0, "select from ratelimit_acquire_all(array['full', 'second', 'third'], array[$1, $1, $1], null, " + newKey + ")"},
+	{"joint-denied", 0, "select from ratelimit_acquire_all(array['full', 'dry', 'third'], array[$1, $1, $1])"},
+	{"joint-many-32", 32, "select from ratelimit_acquire_all_many(" + three + ", array_fill(1::bigint, array[96]), array_fill(3, array[32]))"},
+	{"joint-32", 32, "select from ratelimit_acquire_packed(" + three + ", null, array_fill(3, array[32]))"},
+	{"joint-keyed-32", 32, "select from ratelimit_acquire_packed(" + three + ", null, array_fill(3, array[32]), " + newKeys(32) + ")"},
+}, batches("", "ratelimit_acquire_many", "null"), batches("packed-", "ratelimit_acquire_packed", "null, null"))
+
+// three has what is asked of three policies for each key.
+const three = "array(select (array['full', 'second', 'third'])[1 + i % 3] from generate_series(0, 95) as i)," +
+	" array(select ($1::text[])[1 + i / 3] from generate_series(0, 95) as i)"
+
+// newKey is an idempotency key that nobody has used, and the same in each run: where keys fall decides which pages are split.
+const newKey = "md5(nextval('new_keys')::text)"
+
+func newKeys(count int) string {
+	return fmt.Sprintf("array(select %s from generate_series(1, %d))", newKey, count)
 }
 
-// morePolicies defines two for requests of three charges, one with an override of another key, and one whose buckets have
-// less than a token.
-func morePolicies() (sql []string) {
-	for _, name := range []string{"second", "third", "overrides"} {
+// batches are calls of a function that decides many requests. Between its keys and its idempotency keys are arguments that
+// are left out.
+func batches(prefix, function, omitted string) (list []counted) {
+	for _, size := range []int{32, 128} {
+		add := func(kind, policy, arguments string) {
+			name := prefix + kind + "-" + strconv.Itoa(size)
+			if kind == "" {
+				name = cmp.Or(prefix, "batch-") + strconv.Itoa(size)
+			}
+			list = append(list, counted{name, size, fmt.Sprintf("select from %s(array_fill(text '%s', array[%d]), %s)", function, policy, size, arguments)})
+		}
+		add("", "full", "$1")
+		add("denied", "dry", "$1")
+		add("keyed", "full", "$1, "+omitted+", "+newKeys(size))
+		add("hot", "full", fmt.Sprintf("array_fill(($1::text[])[1], array[%d])", size))
+	}
+	return list
+}
+
+// countedPolicies defines what the statements ask about beside bareTables.
+func countedPolicies() (sql []string) {
+	for _, name := range []string{"second", "third", "overrides", "overridden", "stepped"} {
 		sql = append(sql, definePolicy(name, true), fill{policy: name, count: countedKeys, tokens: capacity / 2}.sql())
 	}
 	return append(sql,
+		definePolicy("ephemeral", false),
+		fill{policy: "ephemeral", ephemeral: true, count: countedKeys, tokens: capacity / 2}.sql(),
+		"select ratelimit_define_policy('stepped', stepped => true)",
+		"select ratelimit_define_policy('shadow', 1, 1, '1000 days', shadow => true)",
+		fill{policy: "shadow", count: countedKeys}.sql(),
 		fmt.Sprintf("select ratelimit_define_policy('line', %d, 1, '30 minutes')", capacity),
 		fill{policy: "line", count: countedKeys}.sql(),
-		"select ratelimit_override('overrides', 'another', 10)", "vacuum analyze ratelimit.buckets")
+		"select ratelimit_override('overrides', 'another', 10)",
+		fmt.Sprintf("select ratelimit_override('overridden', '%s' || i, %d) from generate_series(1, %d) as i", userPrefix, capacity, countedKeys),
+		"create sequence new_keys",
+		"create table guarded (key text not null)",
+		"create trigger limited after insert on guarded referencing new table as inserted"+
+			" for each statement execute function ratelimit_guard('full', 'key')",
+		"vacuum analyze")
 }
 
-func (*instructions) cells() []string {
-	return slices.Sorted(maps.Keys(countedStatements))
+func (*instructions) cells() (cells []string) {
+	for _, c := range countedStatements {
+		cells = append(cells, c.cell())
+	}
+	return cells
 }
 
-func (i *instructions) open(ctx context.Context, _ []string) (err error) {
+func (i *instructions) open(ctx context.Context, cells []string) (err error) {
+	if err := i.prepare(ctx); err != nil {
+		return err
+	}
+	i.counted, err = i.count(ctx, cells)
+	return err
+}
+
+// prepare fills a database, and leaves its server stopped.
+func (i *instructions) prepare(ctx context.Context) (err error) {
 	if i.valgrind, err = pgtest.Program(ctx, "valgrind"); err != nil {
 		return err
 	}
 	if i.pg, err = startPostgres(ctx); err != nil {
 		return err
 	}
-	i.counted = map[string]sample{}
-	if err := i.pg.database(ctx, instructionsDatabase, slices.Concat(bareTables(), morePolicies())...); err != nil {
+	if err := i.pg.database(ctx, instructionsDatabase, slices.Concat(bareTables(countedKeys), countedPolicies())...); err != nil {
+		return err
+	}
+	if i.version, err = queryRow[string](ctx, i.pg, "", "select version()"); err != nil {
 		return err
 	}
 	return i.pg.Stop(ctx, false)
 }
 
-func (i *instructions) run(ctx context.Context, cell string) (sample, error) {
-	if s := i.counted[cell]; s != nil {
-		return s, nil
-	}
-	statement := countedStatements[cell]
-	calls := 256
-	if statement.keys > 0 {
-		calls = 32
-	}
-	if _, err := i.session(ctx, statement.session(calls, 1)); err != nil { // what is new to it is known from here on
-		return nil, err
-	}
-	once, err := i.count(ctx, statement.session(calls, 1))
-	if err != nil {
-		return nil, err
-	}
-	twice, err := i.count(ctx, statement.session(calls, 2))
-	if err != nil {
-		return nil, err
-	}
-	s := sample{"instructions": (twice - once) / float64(calls*max(1, statement.keys))}
-	i.counted[cell] = s
-	return s, nil
+func (i *instructions) run(_ context.Context, cell string) (sample, error) {
+	return sample{"instructions": i.counted[cell]}, nil
 }
 
-var collected = regexp.MustCompile(`Collected : (\d+)`)
+// cleaned is done before each statement, so that none finds what others have left.
+const cleaned = "truncate ratelimit.idempotency_keys;\nvacuum ratelimit.buckets, ratelimit.ephemeral_buckets, bare;\n"
 
-// count returns the instructions of a session. The first calls in it plan, and read the pages.
-func (i *instructions) count(ctx context.Context, statements string) (float64, error) {
-	out, err := i.session(ctx, statements, i.valgrind, "--tool=callgrind", "--callgrind-out-file=/dev/null")
+// A session calls the function of the marker before and after what is counted, and valgrind writes what it has counted since.
+const (
+	marker     = "pg_backend_pid"
+	markedLine = "execute mark;\n"
+)
+
+var since = regexp.MustCompile(`(?m)^summary: (\d+)$`)
+
+// count returns the instructions of a decision by cell, all from one session.
+func (i *instructions) count(ctx context.Context, cells []string) (map[string]float64, error) {
+	var statements []counted
+	session := "prepare mark as select " + marker + "();\n" + markedLine + markedLine + markedLine
+	for n, c := range countedStatements {
+		if slices.Contains(cells, c.cell()) {
+			statements = append(statements, c)
+			session += cleaned + c.session(fmt.Sprint("call", n))
+		}
+	}
+	// What is new to the database, such as the keys that are replayed, is known from here on.
+	if _, err := i.session(ctx, session); err != nil {
+		return nil, err
+	}
+	out := filepath.Join(i.pg.data, "callgrind.out")
+	_, err := i.session(ctx, session, i.valgrind, "--tool=callgrind", "--callgrind-out-file="+out, "--combine-dumps=yes", "--dump-before="+marker)
 	if err != nil {
-		return 0, err
+		return nil, err
 	}
-	match := collected.FindStringSubmatch(out)
-	if match == nil {
-		return 0, fmt.Errorf("valgrind has no count:\n%s", out)
+	text, err := os.ReadFile(out)
+	if err != nil {
+		return nil, err
 	}
-	return number(match[1]), nil
+	var counts []float64
+	for _, match := range since.FindAllSubmatch(text, -1) {
+		counts = append(counts, number(string(match[1])))
+	}
+	// One is of the start, two of nothing but a mark, two of each statement, and one of the end.
+	if len(counts) != 4+2*len(statements) {
+		return nil, fmt.Errorf("valgrind has %d counts of %d statements", len(counts), len(statements))
+	}
+	mark := counts[2] // the second mark in a row, for which all is warm
+	decisions := map[string]float64{}
+	for n, c := range statements {
+		decisions[c.cell()] = (counts[4+2*n] - mark) / float64(c.calls()*max(1, c.keys))
+	}
+	return decisions, nil
 }
 
 // session runs statements in a server of one process, perhaps by way of another program, as the owner of
@@ -165,10 +240,22 @@ func (i *instructions) session(ctx context.Context, statements string, by ...str
 	return string(out), nil
 }
 
-// session returns its statements, one a line, as a server of one process reads them.
-func (c counted) session(calls, times int) string {
-	keys := rand.New(rand.NewPCG(1, 2)) // the same in all sessions
-	argument := func() string { return fmt.Sprintf("'user:%d'", 1+keys.IntN(countedKeys)) }
+// calls is how many of them are counted.
+func (c counted) calls() int {
+	if c.keys > 0 {
+		return 2
+	}
+	return 16
+}
+
+// warmCalls is how often a statement is called before at least: a session plans its first five calls anew, and its sixth for good.
+const warmCalls = 8
+
+// session returns lines as a server of one process reads them: the statement is prepared and called, and then called with the same
+// keys between two marks.
+func (c counted) session(name string) string {
+	keys := rand.New(rand.NewPCG(1, 2)) // the same for all statements
+	argument := func() string { return fmt.Sprintf("'%s%d'", userPrefix, 1+keys.IntN(countedKeys)) }
 	kind := "text"
 	if c.keys > 0 {
 		one := argument
@@ -180,15 +267,17 @@ func (c counted) session(calls, times int) string {
 			return "array[" + strings.Join(batch, ", ") + "]"
 		}
 	}
-	var once strings.Builder
-	for range calls {
-		fmt.Fprintf(&once, "execute call (%s);\n", argument())
+	var calls strings.Builder
+	for range c.calls() {
+		fmt.Fprintf(&calls, "execute %s (%s);\n", name, argument())
 	}
-	return fmt.Sprintf("prepare call (%s) as %s;\n", kind, c.sql) + strings.Repeat(once.String(), times)
+	warm := (warmCalls + c.calls() - 1) / c.calls()
+	return fmt.Sprintf("prepare %s (%s) as %s;\n", name, kind, c.sql) + strings.Repeat(calls.String(), warm) +
+		markedLine + calls.String() + markedLine
 }
 
-// cost is that of the first round, spread over five.
-func (*instructions) cost() time.Duration { return 2 * time.Second }
+// cost is what open takes, spread over the cells of five rounds.
+func (*instructions) cost() time.Duration { return 200 * time.Millisecond }
 
 func (i *instructions) close(context.Context) error {
 	if i.pg == nil {

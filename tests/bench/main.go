@@ -32,6 +32,8 @@ type options struct {
 	calls   int
 	build   string
 	results string
+	record  string
+	reason  string
 }
 
 func main() {
@@ -45,6 +47,8 @@ func main() {
 	flag.IntVar(&o.calls, "calls", 0, "calls in flight of the combining client (defaults to its own default)")
 	flag.StringVar(&o.build, "build", "build", "directory for bench.json, bench.md and the plots")
 	flag.StringVar(&o.results, "results", "", "second directory for the table and the plots, the one that is committed")
+	flag.StringVar(&o.record, "record", "", "count the instructions of calls, write them into this file, and exit")
+	flag.StringVar(&o.reason, "reason", "", "why some of them rose")
 	flag.Parse()
 	o.rounds = cmp.Or(o.rounds, map[bool]int{false: 5, true: 3}[o.quick])
 	o.window = cmp.Or(o.window, map[bool]time.Duration{false: time.Second, true: 500 * time.Millisecond}[o.quick])
@@ -71,6 +75,9 @@ func run(o options) (err error) {
 	ctx, cancel := context.WithTimeoutCause(ctx, limit, fmt.Errorf("not done within %v", limit))
 	defer cancel()
 
+	if o.record != "" {
+		return renewRecord(ctx, o.record, o.reason)
+	}
 	lab := &lab{window: o.window, calls: o.calls}
 	lab.stolen, lab.total = steal()
 	defer func() { err = errors.Join(err, lab.close()) }()

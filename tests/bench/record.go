@@ -1,0 +1,188 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math"
+	"os"
+	"slices"
+	"strings"
+)
+
+// recordFile has what calls cost when somebody last looked, in instructions of a decision. A test compares.
+const recordFile = "instructions.md"
+
+// tolerance is how much dearer a call may get unnoticed. Between runs of one version the counts differ by a tenth of it.
+const tolerance = 0.02
+
+// A record is the figures of one PostgreSQL.
+type record struct {
+	server string // its version()
+	calls  []recorded
+}
+
+// recorded is a row. The reason is that of the last time when the figure rose.
+type recorded struct {
+	name   string
+	count  float64
+	reason string
+}
+
+const recordHead = `# Instructions of a decision
+
+What the processor executes for one decision, counted by valgrind in a server of one process. ` + "`make instructions`" + ` counts
+again, and fails if a call takes over 2 % more than is recorded here. ` + "`make instructions-renew REASON='…'`" + ` records what is
+counted: a figure falls by itself, and rises by more than that with a reason only. The statements are in
+[instructions.go](instructions.go); their server is
+
+`
+
+func (r record) String() string {
+	var b strings.Builder
+	b.WriteString(recordHead)
+	fmt.Fprintf(&b, "    %s\n\n| call | instructions | why it rose |\n|---|---:|---|\n", r.server)
+	for _, c := range r.calls {
+		fmt.Fprintf(&b, "| %s | %.0f | %s |\n", c.name, c.count, c.reason)
+	}
+	return b.String()
+}
+
+func parseRecord(text string) (r record, err error) {
+	for line := range strings.Lines(text) {
+		if server, ok := strings.CutPrefix(line, "    "); ok {
+			r.server = strings.TrimSpace(server)
+		}
+		cells := strings.Split(line, " | ")
+		if len(cells) != 3 || strings.HasPrefix(line, "| call") {
+			continue
+		}
+		c := recorded{name: strings.TrimPrefix(cells[0], "| "), count: number(cells[1])}
+		c.reason = strings.TrimSpace(strings.TrimSuffix(strings.TrimSpace(cells[2]), "|"))
+		if c.count <= 0 {
+			return r, fmt.Errorf("%s: no figure in %q", recordFile, line)
+		}
+		r.calls = append(r.calls, c)
+	}
+	if r.server == "" || len(r.calls) == 0 {
+		return r, errors.New(recordFile + " names no server, or no call")
+	}
+	return r, nil
+}
+
+func (r record) find(name string) *recorded {
+	for i := range r.calls {
+		if r.calls[i].name == name {
+			return &r.calls[i]
+		}
+	}
+	return nil
+}
+
+// dearer tells which counts, by name, are above the record by more than the tolerance, and which are not in it.
+func (r record) dearer(counts map[string]float64) (complaints []string) {
+	for _, name := range countedNames() {
+		count, ok := counts[name]
+		if !ok {
+			continue
+		}
+		c := r.find(name)
+		switch {
+		case c == nil:
+			complaints = append(complaints, fmt.Sprintf("%s takes %.0f instructions, and is not recorded", name, count))
+		case count > c.count*(1+tolerance):
+			complaints = append(complaints, fmt.Sprintf("%s takes %.0f instructions, %.1f %% more than the %.0f recorded", name, count, 100*(count/c.count-1), c.count))
+		}
+	}
+	return complaints
+}
+
+// renewed is the record with new counts. What differs by less than the tolerance stays, so that no figure creeps up.
+func (r record) renewed(server string, counts map[string]float64, reason string) (record, error) {
+	next := record{server: server}
+	for _, name := range countedNames() {
+		c, old := recorded{name: name, count: math.Round(counts[name])}, r.find(name)
+		switch {
+		case old == nil:
+		case r.server != server || c.count > old.count*(1+tolerance):
+			if reason == "" {
+				return record{}, fmt.Errorf("%s would rise from %.0f to %.0f, or be of another server: say why", name, old.count, c.count)
+			}
+			c.reason = strings.ReplaceAll(reason, "|", "/")
+		case c.count < old.count*(1-tolerance):
+			c.reason = old.reason
+		default:
+			c = *old
+		}
+		next.calls = append(next.calls, c)
+	}
+	return next, nil
+}
+
+func countedNames() (names []string) {
+	for _, c := range countedStatements {
+		names = append(names, c.name)
+	}
+	return names
+}
+
+// countByName counts all statements, and again those of which the record complains: what is dearer is so every time.
+func (i *instructions) countByName(ctx context.Context, r record) (map[string]float64, error) {
+	counts := map[string]float64{}
+	cells := i.cells()
+	for range 3 {
+		counted, err := i.count(ctx, cells)
+		if err != nil {
+			return nil, err
+		}
+		for _, c := range countedStatements {
+			if count, ok := counted[c.cell()]; ok && (counts[c.name] == 0 || count < counts[c.name]) {
+				counts[c.name] = count
+			}
+		}
+		cells = nil
+		for _, c := range countedStatements {
+			if old := r.find(c.name); old != nil && counts[c.name] > old.count*(1+tolerance) {
+				cells = append(cells, c.cell())
+			}
+		}
+		if cells == nil {
+			break
+		}
+	}
+	return counts, nil
+}
+
+// renewRecord writes the file anew.
+func renewRecord(ctx context.Context, file, reason string) (err error) {
+	var r record
+	if text, err := os.ReadFile(file); err == nil {
+		if r, err = parseRecord(string(text)); err != nil {
+			return err
+		}
+	}
+	var i instructions
+	defer func() { err = errors.Join(err, i.close(ctx)) }()
+	if err := i.prepare(ctx); err != nil {
+		return err
+	}
+	counts, err := i.countByName(ctx, r)
+	if err != nil {
+		return err
+	}
+	next, err := r.renewed(i.version, counts, reason)
+	if err != nil {
+		return err
+	}
+	for _, c := range next.calls {
+		if old := r.find(c.name); old != nil && old.count != c.count {
+			fmt.Printf("%s %.0f, was %.0f\n", c.name, c.count, old.count)
+		}
+	}
+	for _, old := range r.calls {
+		if !slices.Contains(countedNames(), old.name) {
+			fmt.Printf("%s is no longer counted\n", old.name)
+		}
+	}
+	return os.WriteFile(file, []byte(next.String()), 0o644)
+}

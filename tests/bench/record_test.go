@@ -1,0 +1,135 @@
+package main
+
+import (
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+)
+
+func TestMain(m *testing.M) { pgtest.Main(m) }
+
+// rarely has the public functions that nobody calls for each request.
+var rarely = []string{
+	"ratelimit_cleanup", "ratelimit_cleanup_all", "ratelimit_define_policy", "ratelimit_define_shard", "ratelimit_doctor",
+	"ratelimit_drop_policy", "ratelimit_override", "ratelimit_overrides", "ratelimit_policies", "ratelimit_remove_override",
+	"ratelimit_shard", "ratelimit_status", "ratelimit_version",
+}
+
+// recordServer is where make puts the PostgreSQL of the record.
+const recordServer = "../../build/postgresql-18/bin"
+
+// It counts on the server of the record, and on no other: another compiler has other figures. make instructions gets that one,
+// and RATELIMIT_TEST_INSTRUCTIONS=required fails instead of skipping.
+func TestInstructions_NoCallTakesMoreThanIsRecorded(t *testing.T) {
+	skip := func(format string, args ...any) {
+		t.Helper()
+		if os.Getenv("RATELIMIT_TEST_INSTRUCTIONS") == "required" {
+			t.Fatalf(format, args...)
+		}
+		t.Skipf("NO CALL WAS COMPARED WITH THE RECORD: "+format, args...)
+	}
+	text, err := os.ReadFile(recordFile)
+	require.NoError(t, err)
+	r, err := parseRecord(string(text))
+	require.NoError(t, err)
+
+	if _, err := os.Stat(filepath.Join(recordServer, "postgres")); err != nil {
+		skip("its server is not here: run make instructions")
+	}
+	if _, err := pgtest.Program(t.Context(), "valgrind"); err != nil {
+		skip("%v", err)
+	}
+	t.Setenv("RATELIMIT_PG_BIN", recordServer)
+	t.Setenv("RATELIMIT_TEST_REQUIRE", "local")
+	var i instructions
+	t.Cleanup(func() { require.NoError(t, i.close(t.Context())) })
+	require.NoError(t, i.prepare(t.Context()))
+	if i.version != r.server {
+		skip("it is of %s, and this is %s", r.server, i.version)
+	}
+	counts, err := i.countByName(t.Context(), r)
+	require.NoError(t, err)
+	for name, count := range counts {
+		if c := r.find(name); c != nil {
+			t.Logf("%-20s %8.0f %+6.2f %%", name, count, 100*(count/c.count-1))
+		}
+	}
+	complaints := r.dearer(counts)
+	require.Empty(t, complaints, "%s\nmake instructions-renew REASON='…' records it", strings.Join(complaints, "\n"))
+}
+
+// A function that is new must be counted, or be named as one of those that are called rarely.
+func TestInstructions_OfAllFunctions(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	rows, err := db.Pool.Query(t.Context(), "select distinct proname::text from pg_proc where proname like 'ratelimit\\_%' and pronamespace = 'public'::regnamespace")
+	require.NoError(t, err)
+	functions, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	require.NoError(t, err)
+	require.NotEmpty(t, functions)
+	setUp := strings.Join(countedPolicies(), "\n") // has the guard's trigger
+	for _, name := range functions {
+		counted := slices.ContainsFunc(countedStatements, func(c counted) bool { return strings.Contains(c.sql, name+"(") }) ||
+			strings.Contains(setUp, "execute function "+name+"(")
+		require.NotEqual(t, counted, slices.Contains(rarely, name), "%s: is it counted?", name)
+	}
+	for _, name := range rarely {
+		require.Contains(t, functions, name)
+	}
+}
+
+func TestRecord_IsAsItIsWritten(t *testing.T) {
+	t.Parallel()
+	text, err := os.ReadFile(recordFile)
+	require.NoError(t, err)
+	r, err := parseRecord(string(text))
+	require.NoError(t, err)
+	require.Equal(t, string(text), r.String())
+	var names []string
+	for _, c := range r.calls {
+		names = append(names, c.name)
+	}
+	require.Equal(t, countedNames(), names)
+}
+
+func TestRecord_NoticesThreePercent(t *testing.T) {
+	t.Parallel()
+	r := record{server: "this", calls: []recorded{{name: "acquire", count: 300_000}, {name: "peek", count: 200_000, reason: "then"}}}
+	require.Empty(t, r.dearer(map[string]float64{"acquire": 300_000 * 1.019, "peek": 100_000}))
+	require.Equal(t, []string{"acquire takes 309000 instructions, 3.0 % more than the 300000 recorded"},
+		r.dearer(map[string]float64{"acquire": 300_000 * 1.03, "peek": 200_000}))
+	require.Equal(t, []string{"denied takes 1 instructions, and is not recorded"}, r.dearer(map[string]float64{"denied": 1}))
+}
+
+func TestRecord_RisesWithAReasonOnly(t *testing.T) {
+	t.Parallel()
+	old := record{server: "this"}
+	counts := map[string]float64{}
+	for _, name := range countedNames() {
+		old.calls = append(old.calls, recorded{name: name, count: 1000, reason: "then"})
+		counts[name] = 1000
+	}
+	counts["acquire"], counts["peek"], counts["denied"] = 1030, 1019, 900
+	_, err := old.renewed("this", counts, "")
+	require.ErrorContains(t, err, "acquire would rise from 1000 to 1030")
+
+	next, err := old.renewed("this", counts, "now")
+	require.NoError(t, err)
+	require.Equal(t, &recorded{"acquire", 1030, "now"}, next.find("acquire"))
+	require.Equal(t, &recorded{"peek", 1000, "then"}, next.find("peek"), "what is within the tolerance stays")
+	require.Equal(t, &recorded{"denied", 900, "then"}, next.find("denied"))
+
+	again, err := parseRecord(next.String())
+	require.NoError(t, err)
+	require.Equal(t, next, again)
+
+	_, err = old.renewed("another", counts, "")
+	require.Error(t, err)
+}
