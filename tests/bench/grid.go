@@ -55,6 +55,14 @@ var contenders = []contender{
 	{"serializable", "SQL: serializable with retries, no flush"},
 }
 
+// keyedContenders are those whose requests each have an idempotency key of their own. Redis' limiters know none.
+var keyedContenders = []contender{
+	{"keyed-combined-noflush", "pgratelimit combined, no flush"},
+	{"keyed-plain-noflush", "pgratelimit plain, no flush"},
+}
+
+var keyedCallers = []int{64, 256}
+
 // byTitle has those who are alike together.
 func byTitle(contenders []contender) []contender {
 	return slices.SortedFunc(slices.Values(contenders), func(a, b contender) int { return cmp.Compare(a.title, b.title) })
@@ -74,6 +82,11 @@ func (g *grid) cells() (cells []string) {
 	}
 	for _, callers := range callerCounts {
 		for _, opponent := range jointContenders {
+			cells = append(cells, cellName(opponent.name, "uniform", callers))
+		}
+	}
+	for _, callers := range keyedCallers {
+		for _, opponent := range keyedContenders {
 			cells = append(cells, cellName(opponent.name, "uniform", callers))
 		}
 	}
@@ -187,6 +200,8 @@ func (g *grid) openPostgres(ctx context.Context) error {
 		if mode.name == "noflush" {
 			g.opponents["joint-plain-noflush"] = &opponent{g.members.pgratelimit(limiter), pg.pid}
 			g.opponents["joint-combined-noflush"] = &opponent{g.members.pgratelimit(combiner), pg.pid}
+			g.opponents["keyed-plain-noflush"] = &opponent{keyed(limiter, mode.policy), pg.pid}
+			g.opponents["keyed-combined-noflush"] = &opponent{keyed(combiner, mode.policy), pg.pid}
 			g.opponents["statements"] = &opponent{statements(pool), pg.pid}
 			g.opponents["serializable"] = &opponent{serializable(pool), pg.pid}
 		}

@@ -113,7 +113,7 @@ func countedPolicies() (sql []string) {
 	for _, name := range []string{"second", "third", "overrides", "overridden", "stepped"} {
 		sql = append(sql, definePolicy(name, true), fill{policy: name, count: countedKeys, tokens: capacity / 2}.sql())
 	}
-	return append(sql,
+	return slices.Concat(sql, guardedTable(), []string{
 		definePolicy("ephemeral", false),
 		fill{policy: "ephemeral", ephemeral: true, count: countedKeys, tokens: capacity / 2}.sql(),
 		"select ratelimit_define_policy('stepped', stepped => true)",
@@ -124,10 +124,8 @@ func countedPolicies() (sql []string) {
 		"select ratelimit_override('overrides', 'another', 10)",
 		fmt.Sprintf("select ratelimit_override('overridden', '%s' || i, %d) from generate_series(1, %d) as i", userPrefix, capacity, countedKeys),
 		"create sequence new_keys",
-		"create table guarded (key text not null)",
-		"create trigger limited after insert on guarded referencing new table as inserted"+
-			" for each statement execute function ratelimit_guard('full', 'key')",
-		"vacuum analyze")
+		"vacuum analyze",
+	})
 }
 
 func (*instructions) cells() (cells []string) {

@@ -14,7 +14,16 @@ type lab struct {
 	pg    *postgres
 	redis map[bool]*redisServer // by whether each command is flushed
 
+	notes map[string]string // for the report: what else was measured
+
 	stolen, total float64 // CPU time when the run began: see steal
+}
+
+func (l *lab) note(name, what string) {
+	if l.notes == nil {
+		l.notes = map[string]string{}
+	}
+	l.notes[name] = what
 }
 
 func (l *lab) postgres(ctx context.Context) (*postgres, error) {

@@ -16,8 +16,8 @@ import (
 	"github.com/pgratelimit/pgratelimit/client"
 )
 
-// leases compares a leasing client with redis_rate on keys that are asked for often, near its server and a millisecond away, and
-// with a combining client on keys that are not. Its cells are named leases/client/keys, and all have 64 callers.
+// leases compares a leasing client with redis_rate on keys that are asked for often, near its server and a millisecond or five away,
+// and with a combining client on keys that are not. Its cells are named leases/client/keys, and all have 64 callers.
 type leases struct {
 	lab       *lab
 	keyspaces map[string]*keyspace
@@ -28,19 +28,24 @@ type leases struct {
 const (
 	leasesDatabase = "leases"
 	leasesCallers  = 64
-	leasesAway     = time.Millisecond
 )
+
+// leasesAdded are the latencies by the ends of the clients' names.
+var leasesAdded = map[string]time.Duration{"": 0, "-1ms": time.Millisecond, "-5ms": 5 * time.Millisecond}
 
 var leasesCells = []string{
 	"leases/leaser/hot", "leases/redis/hot", "leases/combined/hot",
 	"leases/leaser-1ms/hot", "leases/redis-1ms/hot", "leases/combined-1ms/hot",
+	"leases/leaser-5ms/hot", "leases/redis-5ms/hot", "leases/combined-5ms/hot",
 	"leases/leaser/zipf-1000", "leases/redis/zipf-1000", "leases/combined/zipf-1000",
 	"leases/leaser/uniform", "leases/combined/uniform",
+	"leases/combined-1ms/uniform", "leases/redis-1ms/uniform", "leases/redis-pipelined-1ms/uniform",
+	"leases/combined-5ms/uniform", "leases/redis-5ms/uniform", "leases/redis-pipelined-5ms/uniform",
 }
 
 func (*leases) cells() []string { return slices.Clone(leasesCells) }
 
-func (l *leases) open(ctx context.Context, _ []string) error {
+func (l *leases) open(ctx context.Context, cells []string) error {
 	l.keyspaces, l.opponents = keyspaces(), map[string]*opponent{}
 	source := rand.New(rand.NewPCG(5, 6))
 	zipf := rand.NewZipf(source, zipfExponent, 1, 999)
@@ -50,14 +55,22 @@ func (l *leases) open(ctx context.Context, _ []string) error {
 	if err != nil {
 		return err
 	}
-	l.opponents["redis"] = &opponent{redisRate(server), server.pid}
-	away := *server.Options()
-	away.Dialer = func(ctx context.Context, network, address string) (net.Conn, error) {
-		return latency(leasesAway).dial(ctx, network, address)
+	for name, added := range leasesAdded {
+		options := *server.Options()
+		if added > 0 {
+			options.Dialer = func(ctx context.Context, network, address string) (net.Conn, error) {
+				return latency(added).dial(ctx, network, address)
+			}
+		}
+		rdb := redis.NewClient(&options)
+		l.closers = append(l.closers, func() { _ = rdb.Close() })
+		pipelined, err := rdb.AutoPipeline()
+		if err != nil {
+			return err
+		}
+		l.opponents["redis"+name] = &opponent{redisRate(rdb), server.pid}
+		l.opponents["redis-pipelined"+name] = &opponent{redisRate(pipelined), server.pid}
 	}
-	distant := redis.NewClient(&away)
-	l.closers = append(l.closers, func() { _ = distant.Close() })
-	l.opponents["redis-1ms"] = &opponent{redisRate(distant), server.pid}
 
 	pg, err := l.lab.postgres(ctx)
 	if err != nil {
@@ -70,7 +83,7 @@ func (l *leases) open(ctx context.Context, _ []string) error {
 	if err := pg.database(ctx, leasesDatabase, statements...); err != nil {
 		return err
 	}
-	for name, added := range map[string]time.Duration{"": 0, "-1ms": leasesAway} {
+	for name, added := range leasesAdded {
 		pool, err := pg.pool(ctx, leasesDatabase, false, connections, func(config *pgxpool.Config) {
 			if added > 0 {
 				config.ConnConfig.DialFunc = latency(added).dial
@@ -84,7 +97,7 @@ func (l *leases) open(ctx context.Context, _ []string) error {
 		l.opponents["combined"+name] = &opponent{pgratelimit(combiner, "durable"), pg.pid}
 		l.opponents["leaser"+name] = &opponent{pgratelimit(leaser, "durable"), pg.pid}
 	}
-	for _, cell := range leasesCells { // a moment that does not count, for each to be warm
+	for _, cell := range cells { // a moment that does not count, for each to be warm
 		if _, err := l.run(ctx, cell); err != nil {
 			return errors.Join(errors.New(cell), err)
 		}

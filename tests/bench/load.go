@@ -32,6 +32,12 @@ func (l load) run(ctx context.Context, window time.Duration) (sample, error) {
 
 // during measures for as long as what goes on beside the load takes.
 func (l load) during(ctx context.Context, warmUp time.Duration, beside func(context.Context) error) (sample, error) {
+	s, _, err := l.latencies(ctx, warmUp, beside)
+	return s, err
+}
+
+// latencies returns what each call that counts took, too, in order.
+func (l load) latencies(ctx context.Context, warmUp time.Duration, beside func(context.Context) error) (sample, []time.Duration, error) {
 	ctx, fail := context.WithCancelCause(ctx)
 	defer fail(nil)
 	var (
@@ -66,10 +72,10 @@ func (l load) during(ctx context.Context, warmUp time.Duration, beside func(cont
 	ended.Store(true)
 	callers.Wait()
 	if cause := context.Cause(ctx); cause != nil {
-		return nil, cause
+		return nil, nil, cause
 	}
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 
 	all := slices.Concat(latencies...)
@@ -83,7 +89,7 @@ func (l load) during(ctx context.Context, warmUp time.Duration, beside func(cont
 		cpuServer:  float64(server.Microseconds()) / decisions,
 		cpuClient:  float64(own.Microseconds()) / decisions,
 		cpuProgram: float64(program.Microseconds()) / decisions,
-	}, nil
+	}, all, nil
 }
 
 // quantile returns microseconds.

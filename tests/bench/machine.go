@@ -3,6 +3,7 @@ package main
 import (
 	"context"
 	"fmt"
+	"maps"
 	"os"
 	"runtime"
 	"runtime/debug"
@@ -21,6 +22,7 @@ func (l *lab) describe(ctx context.Context) (machine, settings map[string]string
 		"system":  strings.Trim(lineOf("/etc/os-release", "PRETTY_NAME"), `"`),
 		"Go":      runtime.Version() + modules("github.com/jackc/pgx/v5", "github.com/redis/go-redis/v9", "github.com/go-redis/redis_rate/v10"),
 	}
+	maps.Copy(machine, l.notes)
 	stolen, total := steal()
 	if total -= l.total; total > 0 {
 		machine["CPU time taken by the hypervisor"] = fmt.Sprintf("%.1f %%", 100*(stolen-l.stolen)/total)

@@ -37,6 +37,13 @@ type options struct {
 }
 
 func main() {
+	if what := os.Getenv(helperEnv); what != "" {
+		if err := help(context.Background(), what); err != nil {
+			fmt.Fprintln(os.Stderr, "bench:", err)
+			os.Exit(1)
+		}
+		return
+	}
 	var o options
 	flag.BoolVar(&o.quick, "quick", false, "measure the core only, in shorter rounds")
 	flag.StringVar(&o.only, "only", "", "measure only these: names or patterns, separated by commas")

@@ -60,7 +60,7 @@ func median(values []float64) float64 {
 
 func experiments(l *lab, o options) []experiment {
 	// The first is the one that may lack its program.
-	return []experiment{&instructions{}, &bare{l}, &grid{lab: l}, &calls{lab: l}, &served{lab: l}, &leases{lab: l}, &overload{lab: l}, &snapshot{lab: l, hold: o.hold}, &cleanup{lab: l}, &buckets{l}}
+	return []experiment{&instructions{}, &bare{l}, &grid{lab: l}, &calls{lab: l}, &served{lab: l}, &leases{lab: l}, &processes{lab: l}, &versions{lab: l}, &overload{lab: l}, &snapshot{lab: l, hold: o.hold}, &cleanup{lab: l}, &buckets{l}}
 }
 
 // all returns every measure: what must be shown, then the figures of each cell.
@@ -75,7 +75,7 @@ func all() []measure {
 	add := func(unit string, over metric) {
 		measures = append(measures, measure{name: over.cell + "/" + over.name, unit: unit, quick: core[over.cell], over: over})
 	}
-	for _, cell := range slices.Concat((&grid{}).cells(), (&calls{}).cells(), leasesCells) {
+	for _, cell := range slices.Concat((&grid{}).cells(), (&calls{}).cells(), leasesCells, processesCells, (&versions{}).cells()) {
 		add("1/s", metric{cell, rate})
 		for _, name := range []string{p50, p95, p99, cpuServer, cpuClient} {
 			add("µs", metric{cell, name})
@@ -153,6 +153,10 @@ func mustShow() []measure {
 	return []measure{
 		ratio("acquire_to_bare_update", quick, metric{"bare/acquire", rate}, metric{"bare/update", rate}, least(0.5, 0.7)),
 		ratio("denied_to_bare_select", quick, metric{"bare/denied", rate}, metric{"bare/select", rate}, least(0.4, 0.6)),
+		ratio("reserved_to_acquire", !quick, metric{"bare/reserved", rate}, metric{"bare/acquire", rate}, nil),
+		ratio("enforced_to_acquire", !quick, metric{"bare/enforced", rate}, metric{"bare/acquire", rate}, nil),
+		ratio("settled_to_keyed", !quick, metric{"bare/settled", rate}, metric{"bare/keyed", rate}, nil),
+		ratio("guarded_to_insert", !quick, metric{"bare/guarded", rate}, metric{"bare/insert", rate}, nil),
 		{name: "wal_per_denial", unit: "bytes", quick: quick, over: metric{"bare/wal", "bytes"}, goal: most(0, 0)},
 		ratio("keyed_to_unkeyed", quick, metric{"bare/keyed", rate}, metric{"bare/acquire", rate}, least(0.6, 0.75)),
 		ratio("combined_16_many_keys_to_redis", quick, noflush("uniform", 16), redis("uniform", 16), least(0.7, 1)),
@@ -166,6 +170,8 @@ func mustShow() []measure {
 		ratio("joint_256_to_redis", quick, joint("combined-noflush", 256), joint("redis", 256), least(1.5, 2)),
 		ratio("joint_64_to_script", quick, joint("combined-noflush", 64), joint("script", 64), nil),
 		ratio("joint_256_to_script", quick, joint("combined-noflush", 256), joint("script", 256), nil),
+		ratio("keyed_combined_64_to_unkeyed", !quick, metric{cellName("keyed-combined-noflush", "uniform", 64), rate}, noflush("uniform", 64), nil),
+		ratio("keyed_combined_256_to_unkeyed", !quick, metric{cellName("keyed-combined-noflush", "uniform", 256), rate}, noflush("uniform", 256), nil),
 		ratio("served_grpc_64_p99_to_combiner", !quick, metric{servedName("grpc", 64), p99}, metric{servedName("combiner", 64), p99}, most(2, 1.5)),
 		ratio("served_grpc_64_to_redis", !quick, metric{servedName("grpc", 64), rate}, metric{servedName("redis", 64), rate}, nil),
 		ratio("served_grpc_256_to_redis", !quick, metric{servedName("grpc", 256), rate}, metric{servedName("redis", 256), rate}, nil),
@@ -179,6 +185,13 @@ func mustShow() []measure {
 		{name: "lease_64_hot_key_1ms_p99", unit: "µs", quick: quick, over: lease("leaser-1ms/hot", p99), goal: most(1000, 100)},
 		ratio("lease_64_1000_zipfian_keys_to_redis", quick, lease("leaser/zipf-1000", rate), lease("redis/zipf-1000", rate), least(3, 6)),
 		ratio("lease_64_many_keys_to_combined", quick, lease("leaser/uniform", rate), lease("combined/uniform", rate), least(0.95, 1)),
+		ratio("lease_64_hot_key_5ms_to_redis", !quick, lease("leaser-5ms/hot", rate), lease("redis-5ms/hot", rate), nil),
+		ratio("combined_64_many_keys_1ms_to_redis", !quick, lease("combined-1ms/uniform", rate), lease("redis-1ms/uniform", rate), nil),
+		ratio("combined_64_many_keys_5ms_to_redis", !quick, lease("combined-5ms/uniform", rate), lease("redis-5ms/uniform", rate), nil),
+		ratio("processes_hot_key_to_redis", !quick, metric{"processes/combined", rate}, metric{"processes/redis", rate}, nil),
+		ratio("processes_hot_key_leased_to_redis", !quick, metric{"processes/leaser", rate}, metric{"processes/redis", rate}, nil),
+		ratio("combined_64_postgresql_18_to_15", !quick, metric{versionsName("18", "combined"), rate}, metric{versionsName("15", "combined"), rate}, nil),
+		ratio("plain_64_postgresql_18_to_15", !quick, metric{versionsName("18", "plain"), rate}, metric{versionsName("15", "plain"), rate}, nil),
 		ratio("overload_goodput_to_best", !quick, metric{"overload/3x", rate}, metric{"overload/3x", best}, least(0.9, 0.95)),
 		{name: "overload_told_in_time", unit: "of the refused", over: metric{"overload/3x", "told"}, goal: least(0.99, 1)},
 		{name: "overload_refused_afterwards", unit: "of the callers", over: metric{"overload/3x", "refused_after"}, goal: most(0.01, 0)},

@@ -2,10 +2,13 @@ package main
 
 import (
 	"context"
+	crypto "crypto/rand"
 	"errors"
 	"fmt"
 	"math"
 	"math/rand/v2"
+	"strconv"
+	"sync/atomic"
 	"time"
 
 	"github.com/go-redis/redis_rate/v10"
@@ -42,6 +45,19 @@ func pgratelimit(limiter client.Acquirer, policy string) acquirer {
 	return func(ctx context.Context, key string) error {
 		d, err := limiter.Acquire(ctx, policy, key)
 		if err == nil && !d.Allowed {
+			err = errDenied
+		}
+		return err
+	}
+}
+
+// keyed gives each request an idempotency key that nobody has used.
+func keyed(limiter client.Acquirer, policy string) acquirer {
+	var count atomic.Uint64
+	process := crypto.Text()
+	return func(ctx context.Context, key string) error {
+		d, err := limiter.Acquire(ctx, policy, key, client.IdempotencyKey(process+strconv.FormatUint(count.Add(1), 36)))
+		if err == nil && (!d.Allowed || d.Replayed) {
 			err = errDenied
 		}
 		return err

@@ -8,8 +8,8 @@ import (
 	"fmt"
 	"os"
 	"os/exec"
-	"path/filepath"
 	"regexp"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -34,11 +34,17 @@ const (
 )
 
 var benches = map[string]bench{
-	"bare/update":      {16, drawKey + updateSQL(manyKeysSQL)},
-	"bare/acquire":     {16, drawKey + acquireSQL("full", manyKeysSQL)},
-	"bare/keyed":       {16, drawKey + `\set r random(1, 9000000000000000000)` + "\n" + acquireSQL("full", manyKeysSQL, "1", `'request:' || :r`)},
-	"bare/select":      {16, drawKey + selectSQL(manyKeysSQL)},
-	"bare/denied":      {16, drawKey + acquireSQL("dry", manyKeysSQL)},
+	"bare/update":  {16, drawKey + updateSQL(manyKeysSQL)},
+	"bare/acquire": {16, drawKey + acquireSQL("full", manyKeysSQL)},
+	"bare/keyed":   {16, drawKey + `\set r random(1, 9000000000000000000)` + "\n" + acquireSQL("full", manyKeysSQL, "1", `'request:' || :r`)},
+	"bare/select":  {16, drawKey + selectSQL(manyKeysSQL)},
+	"bare/denied":  {16, drawKey + acquireSQL("dry", manyKeysSQL)},
+	"bare/settled": {16, drawKey + `\set r random(1, 9000000000000000000)` + "\n" + acquireSQL("full", manyKeysSQL, "1", `'request:' || :r`) + "\n" +
+		`select * from ratelimit_settle('full', ` + manyKeysSQL + `, 'request:' || :r, 2);`},
+	"bare/reserved":    {16, drawKey + `select * from ratelimit_reserve('full', ` + manyKeysSQL + `, '1 hour');`},
+	"bare/enforced":    {16, drawKey + `select * from ratelimit_enforce('full', ` + manyKeysSQL + `);`},
+	"bare/insert":      {16, drawKey + `insert into free values (` + manyKeysSQL + `);`},
+	"bare/guarded":     {16, drawKey + `insert into guarded values (` + manyKeysSQL + `);`},
 	"bare/hot-update":  {64, updateSQL(hotKeySQL)},
 	"bare/hot-acquire": {64, acquireSQL("full", hotKeySQL)},
 }
@@ -59,7 +65,8 @@ func acquireSQL(policy string, arguments ...string) string {
 }
 
 func (*bare) cells() []string {
-	return []string{"bare/update", "bare/acquire", "bare/keyed", "bare/select", "bare/denied", "bare/hot-update", "bare/hot-acquire", "bare/wal"}
+	return []string{"bare/update", "bare/acquire", "bare/reserved", "bare/enforced", "bare/keyed", "bare/settled", "bare/insert", "bare/guarded",
+		"bare/select", "bare/denied", "bare/hot-update", "bare/hot-acquire", "bare/wal"}
 }
 
 func (b *bare) open(ctx context.Context, _ []string) error {
@@ -67,7 +74,7 @@ func (b *bare) open(ctx context.Context, _ []string) error {
 	if err != nil {
 		return err
 	}
-	return pg.database(ctx, bareDatabase, bareTables(manyKeys)...)
+	return pg.database(ctx, bareDatabase, slices.Concat(bareTables(manyKeys), guardedTable(), []string{"create table free (like guarded)"})...)
 }
 
 // bareTables fills the buckets of a policy that never runs dry and of one that has, and a table to compare with.
@@ -82,6 +89,15 @@ func bareTables(count int) []string {
 		"insert into bare select 1, level, refilled_at, due_at, key from ratelimit.buckets as b" +
 			" where b.policy_id = (select p.id from ratelimit.policies as p where p.name = 'full')",
 		"vacuum analyze",
+	}
+}
+
+// guardedTable is one whose rows each take a token.
+func guardedTable() []string {
+	return []string{
+		"create table guarded (key text not null)",
+		"create trigger limited after insert on guarded referencing new table as inserted" +
+			" for each statement execute function ratelimit_guard('full', 'key')",
 	}
 }
 
@@ -173,7 +189,11 @@ func (pg *postgres) runPgbench(ctx context.Context, database string, b bench, li
 	}
 	arguments := append([]string{"--no-vacuum", "--protocol=prepared", "--client", strconv.Itoa(b.clients), "--jobs", "2",
 		"--file", file.Name()}, limit...)
-	cmd := exec.CommandContext(ctx, filepath.Join(pg.bin, "pgbench"), append(arguments, pg.URL(database))...)
+	program, err := pg.program(ctx, "pgbench")
+	if err != nil {
+		return tally{}, err
+	}
+	cmd := exec.CommandContext(ctx, program, append(arguments, pg.URL(database))...)
 	cmd.Env = append(os.Environ(), "PGOPTIONS=-c synchronous_commit=off")
 	var summary, complaints strings.Builder
 	cmd.Stdout = &summary

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -55,6 +56,19 @@ func startPostgres(ctx context.Context) (*postgres, error) {
 	return pg, nil
 }
 
+// startPostgresOf starts one of other binaries.
+func startPostgresOf(ctx context.Context, bin string) (*postgres, error) {
+	const variable = "RATELIMIT_PG_BIN" // which pgtest reads
+	before, set := os.LookupEnv(variable)
+	os.Setenv(variable, bin)
+	defer func() {
+		if os.Unsetenv(variable); set {
+			os.Setenv(variable, before)
+		}
+	}()
+	return startPostgres(ctx)
+}
+
 // locate finds the server's process, and from it the programs of its version.
 func (pg *postgres) locate(ctx context.Context) error {
 	var err error
@@ -72,6 +86,19 @@ func (pg *postgres) locate(ctx context.Context) error {
 	program, err := os.Readlink(fmt.Sprintf("/proc/%d/exe", pg.pid))
 	pg.bin = filepath.Dir(program)
 	return err
+}
+
+// program returns the path of a program of PostgreSQL: that of the server's version, or another, where a package has few of them.
+func (pg *postgres) program(ctx context.Context, name string) (string, error) {
+	own := filepath.Join(pg.bin, name)
+	if _, err := os.Stat(own); err == nil {
+		return own, nil
+	}
+	others, _ := filepath.Glob("/usr/lib/postgresql/*/bin/" + name)
+	if len(others) > 0 {
+		return slices.Max(others), nil
+	}
+	return pgtest.Program(ctx, name)
 }
 
 // database creates a database with the package installed and runs statements in it.
@@ -130,7 +157,11 @@ const (
 
 // pool opens connections whose commits wait for the flush, or do not.
 func (pg *postgres) pool(ctx context.Context, database string, flush bool, connections int32, change ...func(*pgxpool.Config)) (*pgxpool.Pool, error) {
-	config, err := pgxpool.ParseConfig(pg.URL(database))
+	return openPool(ctx, pg.URL(database), flush, connections, change...)
+}
+
+func openPool(ctx context.Context, url string, flush bool, connections int32, change ...func(*pgxpool.Config)) (*pgxpool.Pool, error) {
+	config, err := pgxpool.ParseConfig(url)
 	if err != nil {
 		return nil, err
 	}
