@@ -60,7 +60,7 @@ func median(values []float64) float64 {
 
 func experiments(l *lab, o options) []experiment {
 	// The first is the one that may lack its program.
-	return []experiment{&instructions{}, &bare{l}, &grid{lab: l}, &calls{lab: l}, &served{lab: l}, &leases{lab: l}, &processes{lab: l}, &versions{lab: l}, &overload{lab: l}, &snapshot{lab: l, hold: o.hold}, &cleanup{lab: l}, &buckets{l}}
+	return []experiment{&instructions{}, &bare{l}, &grid{lab: l}, &calls{lab: l}, &served{lab: l}, &leases{lab: l}, &processes{lab: l}, &versions{lab: l}, &npm{lab: l}, &overload{lab: l}, &snapshot{lab: l, hold: o.hold}, &cleanup{lab: l}, &buckets{l}}
 }
 
 // all returns every measure: what must be shown, then the figures of each cell.
@@ -75,7 +75,7 @@ func all() []measure {
 	add := func(unit string, over metric) {
 		measures = append(measures, measure{name: over.cell + "/" + over.name, unit: unit, quick: core[over.cell], over: over})
 	}
-	for _, cell := range slices.Concat((&grid{}).cells(), (&calls{}).cells(), leasesCells, processesCells, (&versions{}).cells()) {
+	for _, cell := range slices.Concat((&grid{}).cells(), (&calls{}).cells(), leasesCells, processesCells, (&versions{}).cells(), (&npm{}).cells()) {
 		add("1/s", metric{cell, rate})
 		for _, name := range []string{p50, p95, p99, cpuServer, cpuClient} {
 			add("µs", metric{cell, name})
@@ -176,6 +176,12 @@ func mustShow() []measure {
 		ratio("served_grpc_64_to_redis", !quick, metric{servedName("grpc", 64), rate}, metric{servedName("redis", 64), rate}, nil),
 		ratio("served_grpc_256_to_redis", !quick, metric{servedName("grpc", 256), rate}, metric{servedName("redis", 256), rate}, nil),
 		ratio("served_json_256_to_redis", !quick, metric{servedName("json", 256), rate}, metric{servedName("redis", 256), rate}, nil),
+		ratio("served_grpc_64_to_envoy", !quick, metric{servedName("grpc", 64), rate}, metric{servedName("envoy", 64), rate}, nil),
+		ratio("served_grpc_256_to_envoy", !quick, metric{servedName("grpc", 256), rate}, metric{servedName("envoy", 256), rate}, nil),
+		ratio("node_64_to_rate_limiter_flexible", !quick, metric{cellName("npm/pgratelimit", "uniform", 64), rate},
+			metric{cellName("npm/rate-limiter-flexible", "uniform", 64), rate}, nil),
+		ratio("node_64_hot_key_to_rate_limiter_flexible", !quick, metric{cellName("npm/pgratelimit", "hot", 64), rate},
+			metric{cellName("npm/rate-limiter-flexible", "hot", 64), rate}, nil),
 		ratio("served_grpc_overload_to_best", !quick, metric{overloadName("grpc"), rate}, metric{overloadName("grpc"), best}, least(0.8, 0.9)),
 		ratio("served_json_overload_to_best", !quick, metric{overloadName("json"), rate}, metric{overloadName("json"), best}, least(0.8, 0.9)),
 		ratio("lease_64_hot_key_to_redis", quick, lease("leaser/hot", rate), lease("redis/hot", rate), least(20, 40)),

@@ -19,7 +19,8 @@ import (
 	pb "github.com/pgratelimit/pgratelimit/server/gen/pgratelimit/v1"
 )
 
-// served compares pgratelimit serve, by both of its protocols, with a Combiner in the callers' process and with redis_rate.
+// served compares pgratelimit serve, by both of its protocols, with a Combiner in the callers' process, with redis_rate, and with
+// Envoy's reference service on Redis.
 // Callers, program and database share the cores of this machine. Its cells are named served/way/callers, and
 // served/way/overload.
 type served struct {
@@ -27,13 +28,14 @@ type served struct {
 	keys    *keyspace
 	acquire map[string]acquirer // by way
 	program *program
+	envoy   *envoyService
 	closers []func()
 }
 
 const servedDatabase = "served"
 
 var (
-	servedWays    = []string{"combiner", "grpc", "json", "redis"}
+	servedWays    = []string{"combiner", "grpc", "json", "envoy", "redis"}
 	servedCallers = []int{64, 256}
 )
 
@@ -73,13 +75,26 @@ func (s *served) open(ctx context.Context, cells []string) error {
 	if err := s.keys.askForAll(ctx, s.acquire["combiner"]); err != nil { // all have rows
 		return err
 	}
-	if slices.ContainsFunc(cells, func(cell string) bool { return strings.HasPrefix(cell, "served/redis/") }) {
+	needs := func(way string) bool {
+		return slices.ContainsFunc(cells, func(cell string) bool { return strings.HasPrefix(cell, "served/"+way+"/") })
+	}
+	if needs("redis") || needs("envoy") {
 		redis, err := s.lab.redisServer(ctx, false)
 		if err != nil {
 			return err
 		}
 		s.acquire["redis"] = redisRate(redis)
 		if err := s.keys.askForAll(ctx, s.acquire["redis"]); err != nil {
+			return err
+		}
+	}
+	if needs("envoy") {
+		if s.envoy, err = startEnvoy(ctx, s.lab.redis[false]); err != nil {
+			return err
+		}
+		s.closers = append(s.closers, func() { _ = s.envoy.close() })
+		s.acquire["envoy"] = s.envoy.acquirer()
+		if err := s.keys.askForAll(ctx, s.acquire["envoy"]); err != nil {
 			return err
 		}
 	}
@@ -152,8 +167,11 @@ func (s *served) run(ctx context.Context, cell string) (sample, error) {
 	_, rest, _ := strings.Cut(cell, "/")
 	way, rest, _ := strings.Cut(rest, "/")
 	l := load{keys: s.keys, acquire: s.acquire[way], server: s.lab.pg.pid, program: s.program.pid}
-	if way == "redis" {
+	switch way {
+	case "redis":
 		l.server = s.lab.redis[false].pid
+	case "envoy":
+		l.server, l.program = s.lab.redis[false].pid, s.envoy.pid
 	}
 	if rest == "overload" {
 		return s.overload(ctx, l)

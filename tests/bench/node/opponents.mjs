@@ -1,0 +1,79 @@
+// Limiters for Node.js on PostgreSQL, as processes of the benchmark (see ../elsewhere.go). A line of JSON orders a run, and a line
+// answers.
+//
+//   node opponents.mjs LIMITER SOCKET_DIRECTORY DATABASE CONNECTIONS
+import readline from 'node:readline'
+import pg from 'pg'
+import { RateLimiterPostgres } from 'rate-limiter-flexible'
+
+const [, , name, host, database, connections] = process.argv
+const pool = new pg.Pool({ host, database, user: 'postgres', max: Number(connections), options: '-c synchronous_commit=off' })
+
+const CAPACITY = 100_000_000 // no bucket runs dry
+const KEYS = { uniform: () => `user:${1 + Math.floor(Math.random() * 100_000)}`, hot: () => 'hot' }
+
+// Each takes one token of a key, and throws if it is denied.
+const limiters = {
+  // A window that is fixed: it begins with the first request of a key, and all of it is there again when it ends. One statement counts
+  // up, without looking whether there is room: a denial is written, too.
+  async 'rate-limiter-flexible'() {
+    return new Promise((resolve, reject) => {
+      const limiter = new RateLimiterPostgres({ storeClient: pool, keyPrefix: 'flexible', tableName: 'flexible', points: CAPACITY, duration: 86_400 },
+        (error) => error ? reject(error) : resolve((key) => limiter.consume(key)))
+    })
+  },
+
+  // The statement of docs/examples/node/sql.mjs, prepared.
+  async pgratelimit() {
+    const text = 'select allowed from ratelimit_acquire($1::text, $2::text)'
+    return async (key) => {
+      const { rows: [d] } = await pool.query({ name: 'acquire', text, values: ['durable', key] })
+      if (!d.allowed) throw new Error('denied, though the bucket was not to run dry')
+    }
+  },
+}
+
+// run returns what ../elsewhere.go calls a tale.
+async function run(acquire, task) {
+  const latencies = []
+  let counting = false, ended = false
+  const callers = Array.from({ length: task.Callers }, async () => {
+    while (!ended) {
+      const key = KEYS[task.Keys](), begin = performance.now()
+      await acquire(key)
+      if (counting) latencies.push((performance.now() - begin) * 1000)
+    }
+  })
+  const all = Promise.all(callers)
+  all.catch(() => { ended = true })
+  const pause = (seconds) => new Promise((resolve) => setTimeout(resolve, seconds * 1000))
+  await pause(task.Warm)
+  const before = process.cpuUsage()
+  counting = true
+  await pause(task.Window)
+  counting = false
+  const used = process.cpuUsage(before)
+  ended = true
+  await all
+  latencies.sort((a, b) => a - b)
+  const told = Math.min(latencies.length, 1000)
+  return {
+    Count: latencies.length,
+    Latencies: Array.from({ length: told }, (_, i) => latencies[Math.floor((i + 0.5) / told * latencies.length)]),
+    CPU: used.user + used.system,
+  }
+}
+
+const acquire = await limiters[name]()
+console.log('ready')
+for await (const line of readline.createInterface({ input: process.stdin })) {
+  let tale
+  try {
+    tale = await run(acquire, JSON.parse(line))
+  } catch (error) {
+    tale = { Error: `${name}: ${error.message ?? JSON.stringify(error)}` }
+  }
+  console.log(JSON.stringify(tale))
+}
+await pool.end()
+process.exit() // rate-limiter-flexible has timers

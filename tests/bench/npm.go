@@ -1,0 +1,127 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/url"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+)
+
+// npm compares pgratelimit with limiters of npm on PostgreSQL. All are asked by Node.js, in as many processes as there are cores.
+// Its cells are named npm/limiter/keys/callers.
+type npm struct {
+	lab  *lab
+	ways map[string]elsewhere // by limiter
+}
+
+const npmDatabase = "npm"
+
+var (
+	npmContenders = []contender{
+		{"npm/pgratelimit", "pgratelimit plain, no flush"},
+		{"npm/rate-limiter-flexible", "rate-limiter-flexible, no flush"},
+	}
+	npmCallers = []int{64, 256}
+	npmKeys    = []string{"uniform", "hot"}
+)
+
+const npmProcesses = 2
+
+func (*npm) cells() (cells []string) {
+	for _, keys := range npmKeys {
+		for _, callers := range npmCallers {
+			for _, c := range npmContenders {
+				cells = append(cells, cellName(c.name, keys, callers))
+			}
+		}
+	}
+	return cells
+}
+
+func (n *npm) open(ctx context.Context, cells []string) error {
+	n.ways = map[string]elsewhere{}
+	dir, err := npmPackages(ctx)
+	if err != nil {
+		return err
+	}
+	pg, err := n.lab.postgres(ctx)
+	if err != nil {
+		return err
+	}
+	if err := pg.database(ctx, npmDatabase, definePolicies()...); err != nil {
+		return err
+	}
+	socket, err := url.Parse(pg.URL(npmDatabase))
+	if err != nil {
+		return err
+	}
+	for _, c := range npmContenders {
+		if !slices.ContainsFunc(cells, func(cell string) bool { return strings.HasPrefix(cell, c.name+"/") }) {
+			continue
+		}
+		n.ways[c.name], err = start(ctx, npmProcesses, nil, "node", filepath.Join(dir, "opponents.mjs"), filepath.Base(c.name),
+			socket.Query().Get("host"), npmDatabase, strconv.Itoa(connections/npmProcesses))
+		if err != nil {
+			return err
+		}
+	}
+	err = pg.exec(ctx, npmDatabase, // every key has a row, as the buckets have
+		fmt.Sprintf("insert into flexible select 'flexible:%s' || i, 1, (extract(epoch from now()) + 86400) * 1000 from generate_series(1, %d) as i", userPrefix, manyKeys),
+		"vacuum analyze")
+	if err != nil && n.ways["npm/rate-limiter-flexible"] != nil {
+		return err
+	}
+	return n.warmUp(ctx)
+}
+
+func (n *npm) warmUp(ctx context.Context) error {
+	for _, way := range n.ways {
+		if _, err := way.run(ctx, npmCallers[0], "uniform", n.lab.window, n.lab.pg.pid); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// npmPackages returns the folder of opponents.mjs, with what it needs.
+func npmPackages(ctx context.Context) (string, error) {
+	list, err := exec.CommandContext(ctx, "go", "list", "-f", "{{.Dir}}", "github.com/pgratelimit/pgratelimit/tests/bench").Output()
+	if err != nil {
+		return "", fmt.Errorf("go list: %w", err)
+	}
+	dir := filepath.Join(strings.TrimSpace(string(list)), "node")
+	if _, err := os.Stat(filepath.Join(dir, "node_modules")); err == nil {
+		return dir, nil
+	}
+	install := exec.CommandContext(ctx, "npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--loglevel=error")
+	install.Dir = dir
+	if text, err := install.CombinedOutput(); err != nil {
+		return "", errors.Join(fmt.Errorf("npm ci: %w\n%s", err, text), os.RemoveAll(filepath.Join(dir, "node_modules")))
+	}
+	return dir, nil
+}
+
+func (n *npm) run(ctx context.Context, cell string) (sample, error) {
+	part := strings.Split(cell, "/")
+	callers, err := strconv.Atoi(part[3])
+	if err != nil {
+		return nil, err
+	}
+	return n.ways[part[0]+"/"+part[1]].run(ctx, callers, part[2], n.lab.window, n.lab.pg.pid)
+}
+
+func (n *npm) cost() time.Duration { return time.Duration((1 + warmUp) * float64(n.lab.window)) }
+
+func (n *npm) close(ctx context.Context) (err error) {
+	for _, way := range n.ways {
+		err = errors.Join(err, way.close())
+	}
+	return errors.Join(err, n.lab.dropDatabases(ctx, npmDatabase))
+}
