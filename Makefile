@@ -186,7 +186,7 @@ show: need-FUNCTION ## Print a function with the line numbers that errors show: 
 
 .PHONY: clean
 clean: demo-stop ## Remove what make left behind
-	rm -rf build docs/examples/node/node_modules
+	rm -rf build docs/examples/node/node_modules tests/bench/node/node_modules
 
 build:
 	@mkdir -p $@
@@ -194,9 +194,16 @@ build:
 need-%:
 	@[ -n "$${$*:-}" ] || { echo 'Say which: make $(firstword $(MAKECMDGOALS)) $*=…' >&2; exit 2; }
 
+NAME := bench
+
 .PHONY: bench
-bench: ## Measure everything, beside Redis, in half an hour, and renew the results that docs/performance.md shows
-	@go run ./tests/bench -results tests/bench/results
+bench: build/postgresql-18 ## Measure everything, beside Redis and others, in half an hour, and renew docs/performance.md; NAME=bench-… for another processor
+	@go run ./tests/bench -rounds 3 -window 500ms -results tests/bench/results -name '$(NAME)'
+	@$(MAKE) --no-print-directory bench-page
+
+.PHONY: bench-page
+bench-page: ## Write the figures of docs/performance.md anew, from tests/bench/results
+	@go run ./tests/bench -results tests/bench/results -page docs/performance.md
 
 .PHONY: bench-quick
 bench-quick: ## Measure the core of it in two minutes

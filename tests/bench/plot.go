@@ -47,12 +47,13 @@ const (
 	textSize    = vg.Length(12)
 )
 
-// plots draws throughput and the 99th percentile by callers, for many keys and for one.
-func (r *report) plots(dir string) error {
+// plots draws throughput and the 99th percentile by callers, for many keys and for one. The names of the files end in that of
+// the processor, if it has one.
+func (r *report) plots(dir, suffix string) error {
 	for keys, title := range map[string]string{"uniform": "100,000 keys", "hot": "one key"} {
 		if err := errors.Join(
-			r.plot(filepath.Join(dir, "throughput-"+keys+".svg"), "Decisions per second, "+title+" (more is better)", keys, rate, 1),
-			r.plot(filepath.Join(dir, "p99-"+keys+".svg"), "99th percentile in milliseconds, "+title+" (less is better)", keys, p99, 1e-3),
+			r.plot(filepath.Join(dir, "throughput-"+keys+suffix+".svg"), "Decisions per second, "+title+" (more is better)", keys, rate, 1),
+			r.plot(filepath.Join(dir, "p99-"+keys+suffix+".svg"), "99th percentile in milliseconds, "+title+" (less is better)", keys, p99, 1e-3),
 		); err != nil {
 			return err
 		}

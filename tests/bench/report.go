@@ -10,12 +10,14 @@ import (
 	"path/filepath"
 	"slices"
 	"strconv"
+	"strings"
 	"time"
 )
 
 // A report is what a run found out, and where.
 type report struct {
 	When     time.Time
+	Note     string `json:",omitempty"` // what a reader of the page is to know
 	Took     string
 	Rounds   int
 	Window   string
@@ -85,16 +87,9 @@ func (r *report) publish(o options) error {
 		if dir == "" {
 			continue
 		}
-		if err := r.write(dir); err != nil {
+		if err := r.write(dir, o.name); err != nil {
 			return err
 		}
-	}
-	encoded, err := json.MarshalIndent(r, "", "  ")
-	if err != nil {
-		return err
-	}
-	if err := os.WriteFile(filepath.Join(o.build, "bench.json"), append(encoded, '\n'), 0o644); err != nil {
-		return err
 	}
 	for _, result := range slices.Backward(r.Measures) { // what matters most comes last
 		fmt.Println(result)
@@ -102,13 +97,18 @@ func (r *report) publish(o options) error {
 	return nil
 }
 
-func (r *report) write(dir string) error {
+func (r *report) write(dir, name string) error {
 	if err := os.MkdirAll(dir, 0o755); err != nil {
 		return err
 	}
+	encoded, err := json.MarshalIndent(r, "", "  ")
+	if err != nil {
+		return err
+	}
 	return errors.Join(
-		os.WriteFile(filepath.Join(dir, "bench.md"), []byte(r.markdown()), 0o644),
-		r.plots(dir))
+		os.WriteFile(filepath.Join(dir, name+".json"), append(encoded, '\n'), 0o644),
+		os.WriteFile(filepath.Join(dir, name+".md"), []byte(r.markdown()), 0o644),
+		r.plots(dir, strings.TrimPrefix(name, "bench")))
 }
 
 // find returns the result of a name, nil when it was not measured.
