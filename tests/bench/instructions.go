@@ -186,11 +186,11 @@ func (i *instructions) count(ctx context.Context, cells []string) (map[string]fl
 		}
 	}
 	// What is new to the database, such as the keys that are replayed, is known from here on.
-	if _, err := i.session(ctx, session); err != nil {
+	if err := i.session(ctx, session); err != nil {
 		return nil, err
 	}
 	out := filepath.Join(i.pg.data, "callgrind.out")
-	_, err := i.session(ctx, session, i.valgrind, "--tool=callgrind", "--callgrind-out-file="+out, "--combine-dumps=yes", "--dump-before="+marker)
+	err := i.session(ctx, session, i.valgrind, "--tool=callgrind", "--callgrind-out-file="+out, "--combine-dumps=yes", "--dump-before="+marker)
 	if err != nil {
 		return nil, err
 	}
@@ -216,10 +216,10 @@ func (i *instructions) count(ctx context.Context, cells []string) (map[string]fl
 
 // session runs statements in a server of one process, perhaps by way of another program, as the owner of
 // its data.
-func (i *instructions) session(ctx context.Context, statements string, by ...string) (string, error) {
+func (i *instructions) session(ctx context.Context, statements string, by ...string) error {
 	info, err := os.Stat(i.pg.data)
 	if err != nil {
-		return "", err
+		return err
 	}
 	command := slices.Concat(by, []string{filepath.Join(i.pg.bin, "postgres"), "--single", "-D", i.pg.data, "-c", "synchronous_commit=off", instructionsDatabase})
 	cmd := exec.CommandContext(ctx, command[0], command[1:]...)
@@ -233,9 +233,9 @@ func (i *instructions) session(ctx context.Context, statements string, by ...str
 		err = errors.New("a statement failed")
 	}
 	if err != nil {
-		return "", fmt.Errorf("%s: %w\n%s", command[0], err, out)
+		return fmt.Errorf("%s: %w\n%s", command[0], err, out)
 	}
-	return string(out), nil
+	return nil
 }
 
 // calls is how many of them are counted.
