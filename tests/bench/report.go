@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
@@ -97,6 +98,9 @@ func (r *report) publish(o options) error {
 	return nil
 }
 
+// inMeasure matches where a line of JSON goes on with the same measure: each has one line in the file.
+var inMeasure = regexp.MustCompile(`\n {6,}|\n {4}(})`)
+
 func (r *report) write(dir, name string) error {
 	if err := os.MkdirAll(dir, 0o755); err != nil {
 		return err
@@ -105,6 +109,7 @@ func (r *report) write(dir, name string) error {
 	if err != nil {
 		return err
 	}
+	encoded = inMeasure.ReplaceAll(encoded, []byte(" $1"))
 	return errors.Join(
 		os.WriteFile(filepath.Join(dir, name+".json"), append(encoded, '\n'), 0o644),
 		os.WriteFile(filepath.Join(dir, name+".md"), []byte(r.markdown()), 0o644),
