@@ -43,6 +43,13 @@ var leasesCells = []string{
 	"leases/combined-5ms/uniform", "leases/redis-5ms/uniform", "leases/redis-pipelined-5ms/uniform",
 }
 
+// defineLeasedPolicies defines policies with a larger bucket of the hot key: leases answer millions of requests a second for it.
+func defineLeasedPolicies() []string {
+	return append(definePolicies(),
+		fmt.Sprintf("select ratelimit_define_policy('durable', %d, %d, '1 hour')", 100*capacity/3, 100*refillPerHour/3),
+		fmt.Sprintf("select ratelimit_reset('durable', '%s')", hotKey), "vacuum analyze")
+}
+
 func (*leases) cells() []string { return slices.Clone(leasesCells) }
 
 func (l *leases) open(ctx context.Context, cells []string) error {
@@ -76,11 +83,7 @@ func (l *leases) open(ctx context.Context, cells []string) error {
 	if err != nil {
 		return err
 	}
-	// Leases answer millions of requests a second for one bucket.
-	statements := append(definePolicies(),
-		fmt.Sprintf("select ratelimit_define_policy('durable', %d, %d, '1 hour')", 100*capacity/3, 100*refillPerHour/3),
-		fmt.Sprintf("select ratelimit_reset('durable', '%s')", hotKey), "vacuum analyze")
-	if err := pg.database(ctx, leasesDatabase, statements...); err != nil {
+	if err := pg.database(ctx, leasesDatabase, defineLeasedPolicies()...); err != nil {
 		return err
 	}
 	for name, added := range leasesAdded {

@@ -41,7 +41,7 @@ func (p *processes) open(ctx context.Context, cells []string) error {
 	if err != nil {
 		return err
 	}
-	if err := pg.database(ctx, processesDatabase, append(definePolicies(), "vacuum analyze")...); err != nil {
+	if err := pg.database(ctx, processesDatabase, defineLeasedPolicies()...); err != nil {
 		return err
 	}
 	executable, err := os.Executable()
