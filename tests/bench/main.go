@@ -129,7 +129,7 @@ func choose(o options) ([]measure, error) {
 		chosen = slices.DeleteFunc(chosen, func(m measure) bool { return !m.quick })
 	}
 	if o.only == "" {
-		return chosen, nil
+		return slices.DeleteFunc(chosen, func(m measure) bool { return m.asked }), nil
 	}
 	patterns := strings.Split(o.only, ",")
 	for _, pattern := range patterns {

@@ -10,6 +10,7 @@ import (
 type measure struct {
 	name, unit string
 	quick      bool
+	asked      bool // measured only if -only names it
 	over       metric
 	under      metric // the zero metric: over stands alone
 	needs      metric // what else scale looks at
@@ -60,7 +61,7 @@ func median(values []float64) float64 {
 
 func experiments(l *lab, o options) []experiment {
 	// The first is the one that may lack its program.
-	return []experiment{&instructions{}, &bare{l}, &grid{lab: l}, &calls{lab: l}, &served{lab: l}, &leases{lab: l}, &processes{lab: l}, &versions{lab: l}, &npm{lab: l}, &overload{lab: l}, &snapshot{lab: l, hold: o.hold}, &cleanup{lab: l}, &buckets{l}}
+	return []experiment{&instructions{}, &bare{l}, &grid{lab: l}, &calls{lab: l}, &served{lab: l}, &leases{lab: l}, &processes{lab: l}, &versions{lab: l}, &npm{lab: l}, &overload{lab: l}, &snapshot{lab: l, hold: o.hold}, &cleanup{lab: l}, &buckets{l}, &shardsCost{lab: l}}
 }
 
 // all returns every measure: what must be shown, then the figures of each cell.
@@ -127,6 +128,7 @@ func all() []measure {
 	for _, cell := range (&instructions{}).cells() {
 		measures = append(measures, measure{name: cell, unit: "a decision", over: metric{cell, "instructions"}})
 	}
+	measures = append(measures, shardsMeasures()...)
 	return append(measures, capacityFormula()...)
 }
 

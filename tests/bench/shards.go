@@ -1,0 +1,213 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/migrations/packages"
+)
+
+// shardsCost compares what a decision costs the servers by the ways in to several databases, with one database. All databases are
+// on one server, so that its CPU time is that of all. Its cells are named shards/way/plain and shards/way/combined.
+type shardsCost struct {
+	lab     *lab
+	keys    *keyspace
+	servers map[string]int // by way in: the process whose CPU time is counted
+	acquire map[string]acquirer
+	drop    []string
+	closers []func()
+}
+
+// A wayIn makes databases, and returns the connection strings that a program has: of one database, or of each shard, in their
+// order, if the client routes. server is the process whose CPU time, with its children's, is that of the databases.
+type wayIn struct {
+	name string
+	open func(ctx context.Context, s *shardsCost) (urls []string, server int, err error)
+}
+
+// waysIn are the rows. The first is what the others are compared with.
+var waysIn = []wayIn{
+	{"one", oneDatabase},
+	{"client", routedByClient},
+	{"plproxy", byPLProxy},
+}
+
+const (
+	shardsNumber  = 4
+	shardsCallers = 64
+)
+
+func shardsName(way, kind string) string { return "shards/" + way + "/" + kind }
+
+var shardsKinds = []string{"plain", "combined"}
+
+func (*shardsCost) cells() (cells []string) {
+	for _, way := range waysIn {
+		for _, kind := range shardsKinds {
+			cells = append(cells, shardsName(way.name, kind))
+		}
+	}
+	return cells
+}
+
+// shardsMeasures are measured only when they are asked for: not every server has what they take.
+func shardsMeasures() (measures []measure) {
+	for _, way := range waysIn {
+		for _, kind := range shardsKinds {
+			cell, one := shardsName(way.name, kind), shardsName(waysIn[0].name, kind)
+			measures = append(measures,
+				measure{name: cell + "/" + cpuServer, unit: "µs", asked: true, over: metric{cell, cpuServer}},
+				measure{name: cell + "/" + rate, unit: "1/s", asked: true, over: metric{cell, rate}})
+			if cell != one {
+				measures = append(measures, measure{name: cell + "/to_one", unit: "ratio", asked: true, over: metric{cell, cpuServer}, under: metric{one, cpuServer}})
+			}
+		}
+	}
+	return measures
+}
+
+func (s *shardsCost) open(ctx context.Context, cells []string) error {
+	s.keys = keyspaces()["uniform"]
+	s.servers, s.acquire = map[string]int{}, map[string]acquirer{}
+	for _, way := range waysIn {
+		if !strings.Contains(strings.Join(cells, " "), shardsName(way.name, "")) {
+			continue
+		}
+		urls, server, err := way.open(ctx, s)
+		if err != nil {
+			return fmt.Errorf("%s: %w", way.name, err)
+		}
+		s.servers[way.name] = server
+		if err := s.connect(ctx, way.name, urls); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// connect opens as many connections in all, whatever the number of databases.
+func (s *shardsCost) connect(ctx context.Context, way string, urls []string) error {
+	var pools []*pgxpool.Pool
+	for _, url := range urls {
+		config, err := pgxpool.ParseConfig(url)
+		if err != nil {
+			return err
+		}
+		config.MaxConns = int32(connections / len(urls))
+		pool, err := pgxpool.NewWithConfig(ctx, config)
+		if err != nil {
+			return err
+		}
+		s.closers = append(s.closers, pool.Close)
+		pools = append(pools, pool)
+	}
+	plain := make([]acquirer, len(pools))
+	for n, pool := range pools {
+		plain[n] = pgratelimit(client.New(pool), "durable")
+	}
+	s.acquire[shardsName(way, "plain")] = func(ctx context.Context, key string) error {
+		return plain[client.ShardOf(key, len(plain))](ctx, key)
+	}
+	if len(pools) == 1 {
+		combiner := newCombiner(pools[0], s.lab.calls)
+		s.closers = append(s.closers, combiner.Close)
+		s.acquire[shardsName(way, "combined")] = pgratelimit(combiner, "durable")
+		return nil
+	}
+	sharded, err := client.NewSharded(ctx, pools)
+	if err != nil {
+		return err
+	}
+	s.closers = append(s.closers, sharded.Close)
+	s.acquire[shardsName(way, "combined")] = pgratelimit(sharded, "durable")
+	return nil
+}
+
+func (s *shardsCost) run(ctx context.Context, cell string) (sample, error) {
+	way := strings.Split(cell, "/")[1]
+	return load{callers: shardsCallers, keys: s.keys, acquire: s.acquire[cell], server: s.servers[way]}.run(ctx, s.lab.window)
+}
+
+func (s *shardsCost) cost() time.Duration { return time.Duration((1 + warmUp) * float64(s.lab.window)) }
+
+func (s *shardsCost) close(ctx context.Context) error {
+	for n := len(s.closers) - 1; n >= 0; n-- {
+		s.closers[n]()
+	}
+	return s.lab.dropDatabases(ctx, s.drop...)
+}
+
+// database makes one with the policies, whose commits do not wait for the flush.
+func (s *shardsCost) database(ctx context.Context, name string, statements ...string) (url string, err error) {
+	pg, err := s.lab.postgres(ctx)
+	if err != nil {
+		return "", err
+	}
+	s.drop = append([]string{name}, s.drop...)
+	statements = append(append(statements, definePolicies()...), "alter database "+name+" set synchronous_commit = off")
+	return pg.URL(name), pg.database(ctx, name, statements...)
+}
+
+func oneDatabase(ctx context.Context, s *shardsCost) ([]string, int, error) {
+	url, err := s.database(ctx, "shards_one")
+	return []string{url}, s.pid(), err
+}
+
+func (s *shardsCost) pid() int {
+	if s.lab.pg == nil {
+		return 0
+	}
+	return s.lab.pg.pid
+}
+
+func (s *shardsCost) shards(ctx context.Context, prefix string) (urls []string, err error) {
+	for n := range shardsNumber {
+		url, err := s.database(ctx, fmt.Sprint(prefix, n), fmt.Sprintf("select ratelimit_define_shard(%d, %d)", n, shardsNumber))
+		if err != nil {
+			return nil, err
+		}
+		urls = append(urls, url)
+	}
+	return urls, nil
+}
+
+func routedByClient(ctx context.Context, s *shardsCost) ([]string, int, error) {
+	urls, err := s.shards(ctx, "shards_client_")
+	return urls, s.pid(), err
+}
+
+func byPLProxy(ctx context.Context, s *shardsCost) ([]string, int, error) {
+	const front = "shards_front"
+	urls, err := s.shards(ctx, "shards_plproxy_")
+	if err != nil {
+		return nil, 0, err
+	}
+	cluster, err := packages.Cluster(strings.Join(urls, " "))
+	if err != nil {
+		return nil, 0, err
+	}
+	files, err := packages.All(os.DirFS("."))
+	if err != nil {
+		return nil, 0, fmt.Errorf("the benchmark is run in the root of the repository: %w", err)
+	}
+	pg := s.lab.pg
+	if err := pg.exec(ctx, "", "create database "+front+" template template0"); err != nil {
+		return nil, 0, err
+	}
+	s.drop = append([]string{front}, s.drop...)
+	psql := exec.CommandContext(ctx, filepath.Join(pg.bin, "psql"), "--no-psqlrc", "--quiet", "--set", "ON_ERROR_STOP=1", "--dbname", pg.URL(front))
+	psql.Stdin = strings.NewReader(cluster + string(files["plproxy/front.sql"]))
+	if out, err := psql.CombinedOutput(); err != nil {
+		return nil, 0, errors.Join(err, errors.New(string(out)))
+	}
+	return []string{pg.URL(front)}, pg.pid, nil
+}
