@@ -6,6 +6,7 @@ import (
 	"math/rand/v2"
 	"os"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 	"sync/atomic"
@@ -106,7 +107,6 @@ func TestPLProxy_Parity(t *testing.T) {
 	t.Parallel()
 	onFronts(t, func(t *testing.T, f *front) {
 		one := newDB(t)
-		f.exec("set intervalstyle = 'iso_8601'")
 		conns := [2]*pgx.Conn{one.Connect(t), f.Connect(t)}
 		now := t0
 		setClock := func() {
@@ -120,7 +120,7 @@ func TestPLProxy_Parity(t *testing.T) {
 			t.Helper()
 			want, got := linesOf(conns[0], sql, args...), linesOf(conns[1], sql, args...)
 			require.Equal(t, want, got, "%s %v", sql, args)
-			counts[strings.FieldsFunc(sql[strings.Index(sql, "ratelimit_"):], func(r rune) bool { return r == '(' })[0]]++
+			counts[regexp.MustCompile(`ratelimit_[a-z_]+`).FindString(sql)]++
 		}
 		pick := func(of ...any) any { return of[random.IntN(len(of))] }
 		policy := func() any { return pick("slow", "slow", "fast", "ephemeral", "shadow", "stepped", "nobody") }
@@ -142,14 +142,12 @@ func TestPLProxy_Parity(t *testing.T) {
 		packedOf := func(function string, sized bool) {
 			var policies, names, tokens []any
 			var costs, sizes []any
-			var requests []wholeRequest
 			for range 1 + random.IntN(6) {
 				n := 1
 				if sized {
 					n = 1 + random.IntN(3)
 				}
 				first := key()
-				var r wholeRequest
 				for range n {
 					k := key()
 					for shardOf(k) != shardOf(first) {
@@ -157,8 +155,6 @@ func TestPLProxy_Parity(t *testing.T) {
 					}
 					policies, names, costs = append(policies, policy()), append(names, k), append(costs, cost())
 				}
-				r.charges = nil
-				requests = append(requests, r)
 				sizes, tokens = append(sizes, n), append(tokens, token())
 			}
 			var sizesOrNull any
@@ -264,80 +260,79 @@ func TestPLProxy_Parity(t *testing.T) {
 // What one server refuses the front refuses with the same words, also NULL in every argument of every function.
 func TestPLProxy_BadInput(t *testing.T) {
 	t.Parallel()
-	func(f *front) {
-		one := newDB(t)
-		one.setClock(t0)
-		f.setClock(t0)
-		conns := [2]*pgx.Conn{one.Connect(t), f.Connect(t)}
-		for _, db := range []interface {
-			definePolicy(name string, capacity, refill int64, every time.Duration, opts ...policyOption)
-			acquire(policy, key string, cost int64, idempotencyKey ...string) decision
-		}{one, f} {
-			for name, durability := range map[string]policyOption{"durable": durable, "ephemeral": ephemeral} {
-				db.definePolicy(name, 10, 1, time.Hour, durability)
-				db.acquire(name, "k", 3, "first")
-			}
+	f := newFront(t, 2)
+	one := newDB(t)
+	one.setClock(t0)
+	f.setClock(t0)
+	conns := [2]*pgx.Conn{one.Connect(t), f.Connect(t)}
+	for _, db := range []interface {
+		definePolicy(name string, capacity, refill int64, every time.Duration, opts ...policyOption)
+		acquire(policy, key string, cost int64, idempotencyKey ...string) decision
+	}{one, f} {
+		for name, durability := range map[string]policyOption{"durable": durable, "ephemeral": ephemeral} {
+			db.definePolicy(name, 10, 1, time.Hour, durability)
+			db.acquire(name, "k", 3, "first")
 		}
-		several, compared := 0, 0
-		for _, call := range badCalls(15) {
-			args := append([]any{pgx.QueryExecModeExec}, call.args...)
-			want, got := linesOf(conns[0], call.sql, args...), linesOf(conns[1], call.sql, args...)
-			if strings.HasPrefix(fmt.Sprint(got), "[22023 | several shards") {
-				several++
-				continue
-			}
-			require.Equal(t, want, got, "%s", call)
-			compared++
+	}
+	several, compared := 0, 0
+	for _, call := range badCalls(15) {
+		args := append([]any{pgx.QueryExecModeExec}, call.args...)
+		want, got := linesOf(conns[0], call.sql, args...), linesOf(conns[1], call.sql, args...)
+		if strings.HasPrefix(fmt.Sprint(got), "[22023 | several shards") {
+			several++
+			continue
 		}
-		require.Greater(t, compared, 10*several)
+		require.Equal(t, want, got, "%s", call)
+		compared++
+	}
+	require.Greater(t, compared, 10*several)
 
-		const arguments = `
-			select p.prokind::text || p.proname || ' ' || string_agg(format('%s => %s', a.name, case
-			         when a.n = b.n                                then 'null'
-			         when a.name in ('policy', 'policies')         then '$$durable$$'
-			         when a.name in ('key', 'keys')                then '$$k$$'
-			         when a.name ~ '^idempotency'                  then '$$again$$'
-			         when a.name = 'expires_at'                    then '$$2030-01-01$$'
-			         when a.type = 'interval'                      then '$$1 hour$$'
-			         when a.type = 'boolean'                       then 'true'
-			         else '5' end), ', ' order by a.n)
-			  from pg_proc as p
-			 cross join lateral (select n, p.proargnames[n] as name, format_type(p.proargtypes[n - 1], null) as type
-			                       from generate_series(1, p.pronargs) as n) as a
-			 cross join lateral generate_series(1, p.pronargs) as b (n)
-			 where p.pronamespace = 'public'::regnamespace and starts_with(p.proname, 'ratelimit_')
-			   and p.proname not in ('ratelimit_define_shard', 'ratelimit_acquire_all_many', 'ratelimit_acquire_many', 'ratelimit_acquire_packed', 'ratelimit_acquire_all')
-			 group by p.oid, p.prokind, p.proname, b.n
-			 order by 1`
-		nulls := column(t, one.DB, arguments)
-		require.Greater(t, len(nulls), 40)
-		for _, call := range nulls {
-			name, list, _ := strings.Cut(call[1:], " ")
-			sql := "select * from " + name + "(" + list + ")"
-			if call[0] == 'p' {
-				sql = "call " + name + "(" + list + ")"
-			}
-			require.Equal(t, linesOf(conns[0], sql), linesOf(conns[1], sql), sql)
+	const arguments = `
+		select p.prokind::text || p.proname || ' ' || string_agg(format('%s => %s', a.name, case
+		         when a.n = b.n                                then 'null'
+		         when a.name in ('policy', 'policies')         then '$$durable$$'
+		         when a.name in ('key', 'keys')                then '$$k$$'
+		         when a.name ~ '^idempotency'                  then '$$again$$'
+		         when a.name = 'expires_at'                    then '$$2030-01-01$$'
+		         when a.type = 'interval'                      then '$$1 hour$$'
+		         when a.type = 'boolean'                       then 'true'
+		         else '5' end), ', ' order by a.n)
+		  from pg_proc as p
+		 cross join lateral (select n, p.proargnames[n] as name, format_type(p.proargtypes[n - 1], null) as type
+		                       from generate_series(1, p.pronargs) as n) as a
+		 cross join lateral generate_series(1, p.pronargs) as b (n)
+		 where p.pronamespace = 'public'::regnamespace and starts_with(p.proname, 'ratelimit_')
+		   and p.proname not in ('ratelimit_define_shard', 'ratelimit_acquire_all_many', 'ratelimit_acquire_many', 'ratelimit_acquire_packed', 'ratelimit_acquire_all')
+		 group by p.oid, p.prokind, p.proname, b.n
+		 order by 1`
+	nulls := column(t, one.DB, arguments)
+	require.Greater(t, len(nulls), 40)
+	for _, call := range nulls {
+		name, list, _ := strings.Cut(call[1:], " ")
+		sql := "select * from " + name + "(" + list + ")"
+		if call[0] == 'p' {
+			sql = "call " + name + "(" + list + ")"
 		}
-		for _, function := range []struct {
-			name string
-			args []string
-		}{
-			{"ratelimit_acquire_all", []string{"array['durable']", "array['k']", "array[1]", "'x'"}},
-			{"ratelimit_acquire_many", []string{"array['durable', 'ephemeral']", "array['k', 'l']", "array[1, 1]", "array['x', 'y']"}},
-			{"ratelimit_acquire_packed", []string{"array['durable']", "array['k']", "array[1]", "array[1]", "array['x']"}},
-			{"ratelimit_acquire_all_many", []string{"array['durable']", "array['k']", "array[1]", "array[1]", "array['x']"}},
-		} {
-			for n := range function.args {
-				for _, bad := range []string{"null", "'{}'", "'{null}'", "'{null,null,null}'", "'{{1},{1}}'"} {
-					args := slices.Clone(function.args)
-					args[n] = bad
-					sql := "select d::text from " + function.name + "(" + strings.Join(args, ", ") + ") as d"
-					require.Equal(t, linesOf(conns[0], sql), linesOf(conns[1], sql), sql)
-				}
+		require.Equal(t, linesOf(conns[0], sql), linesOf(conns[1], sql), sql)
+	}
+	for _, function := range []struct {
+		name string
+		args []string
+	}{
+		{"ratelimit_acquire_all", []string{"array['durable']", "array['k']", "array[1]", "'x'"}},
+		{"ratelimit_acquire_many", []string{"array['durable', 'ephemeral']", "array['k', 'l']", "array[1, 1]", "array['x', 'y']"}},
+		{"ratelimit_acquire_packed", []string{"array['durable']", "array['k']", "array[1]", "array[1]", "array['x']"}},
+		{"ratelimit_acquire_all_many", []string{"array['durable']", "array['k']", "array[1]", "array[1]", "array['x']"}},
+	} {
+		for n := range function.args {
+			for _, bad := range []string{"null", "'{}'", "'{null}'", "'{null,null,null}'", "'{{1},{1}}'"} {
+				args := slices.Clone(function.args)
+				args[n] = bad
+				sql := "select d::text from " + function.name + "(" + strings.Join(args, ", ") + ") as d"
+				require.Equal(t, linesOf(conns[0], sql), linesOf(conns[1], sql), sql)
 			}
 		}
-	}(newFront(t, 2))
+	}
 }
 
 // A request of several shards takes nothing, alone and in a batch; the others of the batch are decided.
@@ -448,8 +443,6 @@ func TestPLProxy_IsNoPartOfTheTransaction(t *testing.T) {
 	require.EqualValues(t, 4, f.acquire("p", "user:42", 1).Remaining)
 
 	// Nor does a read-only transaction of the front keep it from taking.
-	_, err = tx.Exec(t.Context(), "savepoint s; rollback to s")
-	require.NoError(t, err)
 	readOnly, err := f.Pool.BeginTx(t.Context(), pgx.TxOptions{AccessMode: pgx.ReadOnly})
 	require.NoError(t, err)
 	defer readOnly.Rollback(context.Background())
@@ -475,9 +468,9 @@ func TestPLProxy_Refuses(t *testing.T) {
 	require.ErrorIs(t, err, client.ErrWrongShard)
 
 	// Over pgratelimit itself it does not install.
-	files := filepath.Join(t.TempDir(), "front.sql")
-	require.NoError(t, os.WriteFile(files, packagesOf(t, "..")["plproxy/front.sql"], 0o600))
-	out, err := runPsql(t, f.shards[0].URL, "--quiet", "--file", files)
+	file := filepath.Join(t.TempDir(), "front.sql")
+	require.NoError(t, os.WriteFile(file, packagesOf(t, "..")["plproxy/front.sql"], 0o600))
+	out, err := runPsql(t, f.shards[0].URL, "--quiet", "--file", file)
 	require.Error(t, err)
 	require.Contains(t, out, "pgratelimit itself is installed here")
 }
