@@ -127,7 +127,7 @@ func TestPlans_LockInOrder(t *testing.T) {
 	settings = append(settings, strings.Join(all, "; "))
 
 	var sources []*source
-	for _, function := range []string{"ratelimit.take", "ratelimit.take_any", "ratelimit.lock_buckets", "ratelimit.decide_in_order"} {
+	for _, function := range []string{"ratelimit.take", "ratelimit.take_any", "ratelimit.lock_buckets", "ratelimit.decide_in_order", "ratelimit_drop_policy"} {
 		sources = append(sources, sourceOf(t, db.DB, function))
 	}
 	const fill = `
@@ -154,6 +154,8 @@ func TestPlans_LockInOrder(t *testing.T) {
 					switch statement := f.String(); { // an outer side that comes in order, and an inner side that finds one row
 					case strings.HasPrefix(statement, "with taken as ( update"):
 						want = `Update on ratelimit\.(ephemeral_)?buckets b_1; Nested Loop; (Subquery|Function) Scan on (unnest )?u(_\d)?; .*Tid Scan on ratelimit\.(ephemeral_)?buckets b_1; Limit; Index Scan Backward using \w+ on \S+ b(_\d)?;`
+					case len(f.bucketTables()) > 0 && strings.Contains(statement, "skip locked"):
+						want = `LockRows; (Sort; .*|Index Scan using \w+_pkey on)`
 					case len(f.bucketTables()) > 0 && strings.Contains(statement, "for update"):
 						want = `(^|Nested Loop Left Join; .*Subquery Scan on b; |Nested Loop Left Join; .*)Limit; LockRows; Index Scan Backward using \w+ on`
 					default:
@@ -163,7 +165,7 @@ func TestPlans_LockInOrder(t *testing.T) {
 					require.Regexp(t, want, planNodes(s.explain(conn, f)), "%s, %s", rows, setting)
 				}
 			}
-			require.Equal(t, 10, locking)
+			require.Equal(t, 14, locking)
 			require.NoError(t, conn.Close(context.Background()))
 		}
 	}

@@ -1,17 +1,20 @@
-{{- /* Deletes the rows that no other session has locked. The argument is the name of the table. */ -}}
+{{- /* Deletes the rows that no other session has locked. The arguments are the name of the table, and the columns of its primary
+       key after policy_id. */ -}}
 {{ define "delete_rows_of_policy" -}}
-delete from {{ . }} as t
+delete from {{ .table }} as t
  where t.ctid = any (array(select u.ctid
-                             from {{ . }} as u
+                             from {{ .table }} as u
                             where u.policy_id = v_id
+                            order by {{ .order }}
                               for update skip locked));
 {{- end -}}
 -- Removes a policy with its overrides, buckets and idempotency keys.
 --
 -- A row that an open transaction has locked is skipped, and left to clean-up. Such a row changes no answer,
 -- because a policy defined anew under the same name has another id. SKIP LOCKED can still block if the row
--- changes hands while it is examined, as cleanup.sql says. Here only the caller's lock_timeout ends that wait.
--- Locks:  the policy row and the rows it deletes, until the caller's transaction ends.
+-- changes hands while it is examined, as cleanup.sql says. Here only the caller's lock_timeout ends that wait. So the rows
+-- are locked in the order in which requests lock buckets: that a wait never ends in a deadlock.
+-- Locks:  the policy row and the rows it deletes, in the order of key, until the caller's transaction ends.
 -- Writes: policies; the overrides, buckets and idempotency keys of the policy.
 create or replace function ratelimit_drop_policy(policy text)
   returns void
@@ -32,11 +35,11 @@ begin
   end if;
   delete from overrides as o where o.policy_id = v_id;
   if v_durable then
-    {{ template "delete_rows_of_policy" "buckets" }}
-    {{ template "delete_rows_of_policy" "idempotency_keys" }}
+    {{ template "delete_rows_of_policy" (dict "table" "buckets" "order" "u.key") }}
+    {{ template "delete_rows_of_policy" (dict "table" "idempotency_keys" "order" "u.key, u.idempotency_key") }}
   else
-    {{ template "delete_rows_of_policy" "ephemeral_buckets" }}
-    {{ template "delete_rows_of_policy" "ephemeral_idempotency_keys" }}
+    {{ template "delete_rows_of_policy" (dict "table" "ephemeral_buckets" "order" "u.key") }}
+    {{ template "delete_rows_of_policy" (dict "table" "ephemeral_idempotency_keys" "order" "u.key, u.idempotency_key") }}
   end if;
 end;
 $$;
