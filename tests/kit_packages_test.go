@@ -30,14 +30,11 @@ func packagesOf(t *testing.T, repository string) packages.Files {
 // unpack writes the files of one package into a directory.
 func unpack(t *testing.T, repository, name, dir string) {
 	t.Helper()
-	found := false
-	for path, text := range packagesOf(t, repository) {
-		if filepath.Dir(path) == name {
-			require.NoError(t, os.WriteFile(filepath.Join(dir, filepath.Base(path)), text, 0o644))
-			found = true
-		}
+	files, err := packages.One(os.DirFS(repository), name)
+	require.NoError(t, err)
+	for path, text := range files {
+		require.NoError(t, os.WriteFile(filepath.Join(dir, filepath.Base(path)), text, 0o644))
 	}
-	require.True(t, found, name)
 }
 
 // An extensionServer is a private server that knows the extension.

@@ -47,15 +47,41 @@ func All(repository fs.FS) (Files, error) {
 	}
 	all := Files{}
 	for _, format := range formats {
-		files, err := format.make(s)
+		files, err := s.in(format.dir)
 		if err != nil {
-			return nil, fmt.Errorf("%s: %w", format.dir, err)
+			return nil, err
 		}
-		for name, text := range files {
-			all[path.Join(format.dir, name)] = text
-		}
+		maps.Copy(all, files)
 	}
 	return all, nil
+}
+
+// One makes one package of those of All.
+func One(repository fs.FS, dir string) (Files, error) {
+	s, err := open(repository)
+	if err != nil {
+		return nil, err
+	}
+	return s.in(dir)
+}
+
+// in makes the package of a directory.
+func (s *source) in(dir string) (Files, error) {
+	for _, format := range formats {
+		if format.dir != dir {
+			continue
+		}
+		files, err := format.make(s)
+		if err != nil {
+			return nil, fmt.Errorf("%s: %w", dir, err)
+		}
+		all := Files{}
+		for name, text := range files {
+			all[path.Join(dir, name)] = text
+		}
+		return all, nil
+	}
+	return nil, fmt.Errorf("there is no package %s", dir)
 }
 
 // Psql makes the files of migrations/psql, from the directory of migrations.
