@@ -27,9 +27,14 @@ func inEarnest() bool { return os.Getenv("RATELIMIT_TORTURE_MINUTES") != "" }
 // to the token what it held.
 func TestTorture_LeasesOfProcesses(t *testing.T) {
 	run := torture(t, 6*time.Second)
-	const capacity, perSecond, callers, idle = 10_000, 10_000, 16, 250 * time.Millisecond
+	const callers, idle = 16, 250 * time.Millisecond
+	perSecond := 2_000.0 // less than busy machines can ask for: what is given back to a full bucket is lost
+	if inEarnest() {
+		perSecond = 10_000
+	}
+	capacity := perSecond
 	db := newDB(t)
-	db.definePolicy("api", capacity, perSecond, second)
+	db.definePolicy("api", int64(capacity), int64(perSecond), second)
 	keepBooks(db)
 	var processes []*leaserProcess
 	for n := range 4 {
@@ -65,9 +70,9 @@ func TestTorture_LeasesOfProcesses(t *testing.T) {
 			require.Zero(t, lost, "charged to %s, neither granted nor given back", p.Name)
 			continue
 		}
-		run.figure("tokens lost with a killed process, of 1,000 at most", lost, "")
+		run.figure(fmt.Sprintf("tokens lost with a killed process, of %.0f at most", capacity/10), lost, "")
 		require.GreaterOrEqual(t, lost, int64(0), "granted and not charged")
-		require.LessOrEqual(t, lost, int64(capacity/10+callers), "its lease, and what its callers had not counted yet")
+		require.LessOrEqual(t, lost, int64(capacity/10)+callers, "its lease, and what its callers had not counted yet")
 	}
 	back := db.instant("max(at) filter (where who = $1)", idling.Name).Sub(idleSince)
 	run.figure("ms until the idle one had given back", max(0, back).Milliseconds(), "")
