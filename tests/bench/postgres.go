@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"slices"
 	"strconv"
@@ -41,11 +42,11 @@ func settings() []string {
 
 // startPostgres takes the machine's own PostgreSQL unless RATELIMIT_TEST_REQUIRE says otherwise: both
 // opponents are to be reached the same way, and a container has a proxy in between.
-func startPostgres(ctx context.Context) (*postgres, error) {
+func startPostgres(ctx context.Context, more ...string) (*postgres, error) {
 	if os.Getenv("RATELIMIT_TEST_REQUIRE") == "" {
 		os.Setenv("RATELIMIT_TEST_REQUIRE", "local")
 	}
-	server, err := pgtest.Start(ctx, settings()...)
+	server, err := pgtest.Start(ctx, append(settings(), more...)...)
 	if err != nil {
 		return nil, err
 	}
@@ -99,6 +100,16 @@ func (pg *postgres) program(ctx context.Context, name string) (string, error) {
 		return slices.Max(others), nil
 	}
 	return pgtest.Program(ctx, name)
+}
+
+// psql runs a script in a database.
+func (pg *postgres) psql(ctx context.Context, database, script string) error {
+	psql := exec.CommandContext(ctx, filepath.Join(pg.bin, "psql"), "--no-psqlrc", "--quiet", "--set", "ON_ERROR_STOP=1", "--dbname", pg.URL(database))
+	psql.Stdin = strings.NewReader(script)
+	if out, err := psql.CombinedOutput(); err != nil {
+		return errors.Join(err, errors.New(string(out)))
+	}
+	return nil
 }
 
 // database creates a database with the package installed and runs statements in it.

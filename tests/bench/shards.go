@@ -2,11 +2,8 @@ package main
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"os"
-	"os/exec"
-	"path/filepath"
 	"strings"
 	"time"
 
@@ -16,22 +13,22 @@ import (
 	"github.com/pgratelimit/pgratelimit/migrations/packages"
 )
 
-// shardsCost compares what a decision costs the servers by the ways in to several databases, with one database. All databases are
-// on one server, so that its CPU time is that of all. Its cells are named shards/way/plain and shards/way/combined.
+// shardsCost compares what a decision costs the servers by the ways in to several databases, with one database. Its cells are named
+// shards/way/plain and shards/way/combined.
 type shardsCost struct {
 	lab     *lab
 	keys    *keyspace
-	servers map[string]int // by way in: the process whose CPU time is counted
+	servers map[string][]int // by way in: the processes whose CPU time is counted
 	acquire map[string]acquirer
 	drop    []string
 	closers []func()
 }
 
 // A wayIn makes databases, and returns the connection strings that a program has: of one database, or of each shard, in their
-// order, if the client routes. server is the process whose CPU time, with its children's, is that of the databases.
+// order, if the client routes. servers are the processes whose CPU time, with their children's, is that of the databases.
 type wayIn struct {
 	name string
-	open func(ctx context.Context, s *shardsCost) (urls []string, server int, err error)
+	open func(ctx context.Context, s *shardsCost) (urls []string, servers []int, err error)
 }
 
 // waysIn are the rows. The first is what the others are compared with.
@@ -39,6 +36,7 @@ var waysIn = []wayIn{
 	{"one", oneDatabase},
 	{"client", routedByClient},
 	{"plproxy", byPLProxy},
+	{"citus", byCitus},
 }
 
 const (
@@ -77,16 +75,16 @@ func shardsMeasures() (measures []measure) {
 
 func (s *shardsCost) open(ctx context.Context, cells []string) error {
 	s.keys = keyspaces()["uniform"]
-	s.servers, s.acquire = map[string]int{}, map[string]acquirer{}
+	s.servers, s.acquire = map[string][]int{}, map[string]acquirer{}
 	for _, way := range waysIn {
 		if !strings.Contains(strings.Join(cells, " "), shardsName(way.name, "")) {
 			continue
 		}
-		urls, server, err := way.open(ctx, s)
+		urls, servers, err := way.open(ctx, s)
 		if err != nil {
 			return fmt.Errorf("%s: %w", way.name, err)
 		}
-		s.servers[way.name] = server
+		s.servers[way.name] = servers
 		if err := s.connect(ctx, way.name, urls); err != nil {
 			return err
 		}
@@ -133,8 +131,9 @@ func (s *shardsCost) connect(ctx context.Context, way string, urls []string) err
 }
 
 func (s *shardsCost) run(ctx context.Context, cell string) (sample, error) {
-	way := strings.Split(cell, "/")[1]
-	return load{callers: shardsCallers, keys: s.keys, acquire: s.acquire[cell], server: s.servers[way]}.run(ctx, s.lab.window)
+	servers := s.servers[strings.Split(cell, "/")[1]]
+	l := load{callers: shardsCallers, keys: s.keys, acquire: s.acquire[cell], server: servers[0], nodes: servers[1:]}
+	return l.run(ctx, s.lab.window)
 }
 
 func (s *shardsCost) cost() time.Duration { return time.Duration((1 + warmUp) * float64(s.lab.window)) }
@@ -157,16 +156,17 @@ func (s *shardsCost) database(ctx context.Context, name string, statements ...st
 	return pg.URL(name), pg.database(ctx, name, statements...)
 }
 
-func oneDatabase(ctx context.Context, s *shardsCost) ([]string, int, error) {
+func oneDatabase(ctx context.Context, s *shardsCost) ([]string, []int, error) {
 	url, err := s.database(ctx, "shards_one")
-	return []string{url}, s.pid(), err
+	return []string{url}, s.server(), err
 }
 
-func (s *shardsCost) pid() int {
+// server is the one that has all databases but those of Citus.
+func (s *shardsCost) server() []int {
 	if s.lab.pg == nil {
-		return 0
+		return nil
 	}
-	return s.lab.pg.pid
+	return []int{s.lab.pg.pid}
 }
 
 func (s *shardsCost) shards(ctx context.Context, prefix string) (urls []string, err error) {
@@ -180,34 +180,73 @@ func (s *shardsCost) shards(ctx context.Context, prefix string) (urls []string, 
 	return urls, nil
 }
 
-func routedByClient(ctx context.Context, s *shardsCost) ([]string, int, error) {
+func routedByClient(ctx context.Context, s *shardsCost) ([]string, []int, error) {
 	urls, err := s.shards(ctx, "shards_client_")
-	return urls, s.pid(), err
+	return urls, s.server(), err
 }
 
-func byPLProxy(ctx context.Context, s *shardsCost) ([]string, int, error) {
+func byPLProxy(ctx context.Context, s *shardsCost) ([]string, []int, error) {
 	const front = "shards_front"
 	urls, err := s.shards(ctx, "shards_plproxy_")
 	if err != nil {
-		return nil, 0, err
+		return nil, nil, err
 	}
 	cluster, err := packages.Cluster(strings.Join(urls, " "))
 	if err != nil {
-		return nil, 0, err
+		return nil, nil, err
 	}
 	files, err := packages.All(os.DirFS("."))
 	if err != nil {
-		return nil, 0, fmt.Errorf("the benchmark is run in the root of the repository: %w", err)
+		return nil, nil, fmt.Errorf("the benchmark is run in the root of the repository: %w", err)
 	}
 	pg := s.lab.pg
 	if err := pg.exec(ctx, "", "create database "+front+" template template0"); err != nil {
-		return nil, 0, err
+		return nil, nil, err
 	}
 	s.drop = append([]string{front}, s.drop...)
-	psql := exec.CommandContext(ctx, filepath.Join(pg.bin, "psql"), "--no-psqlrc", "--quiet", "--set", "ON_ERROR_STOP=1", "--dbname", pg.URL(front))
-	psql.Stdin = strings.NewReader(cluster + string(files["plproxy/front.sql"]))
-	if out, err := psql.CombinedOutput(); err != nil {
-		return nil, 0, errors.Join(err, errors.New(string(out)))
+	if err := pg.psql(ctx, front, cluster+string(files["plproxy/front.sql"])); err != nil {
+		return nil, nil, err
 	}
-	return []string{pg.URL(front)}, pg.pid, nil
+	return []string{pg.URL(front)}, s.server(), nil
+}
+
+// byCitus has a coordinator, which is asked, and two workers.
+func byCitus(ctx context.Context, s *shardsCost) ([]string, []int, error) {
+	files, err := packages.All(os.DirFS("."))
+	if err != nil {
+		return nil, nil, fmt.Errorf("the benchmark is run in the root of the repository: %w", err)
+	}
+	const name = "shards_citus"
+	var coordinator *postgres
+	var servers []int
+	for n := range 3 {
+		node, err := startPostgres(ctx, "shared_preload_libraries=citus", "max_prepared_transactions=200")
+		if err != nil {
+			return nil, nil, fmt.Errorf("RATELIMIT_PG_BIN has to name a PostgreSQL that has Citus: %w", err)
+		}
+		s.closers = append(s.closers, func() { _ = node.Close() })
+		servers = append(servers, node.pid)
+		socket, err := queryRow[string](ctx, node, "", "select split_part(current_setting('unix_socket_directories'), ',', 1)")
+		if err != nil {
+			return nil, nil, err
+		}
+		add := "select citus_add_node($1, 5432)"
+		if n == 0 {
+			coordinator, add = node, "select citus_set_coordinator_host($1, 5432)"
+		}
+		if err := node.exec(ctx, "", fmt.Sprintf("alter system set citus.local_hostname = '%s'", socket), "select pg_reload_conf()", "create database "+name+" template template0",
+			"alter database "+name+" set synchronous_commit = off"); err != nil {
+			return nil, nil, err
+		}
+		if err := node.exec(ctx, name, "create extension citus"); err != nil {
+			return nil, nil, err
+		}
+		if err := coordinator.exec(ctx, name, strings.Replace(add, "$1", "'"+socket+"'", 1)); err != nil {
+			return nil, nil, err
+		}
+	}
+	if err := coordinator.psql(ctx, name, string(files["psql/install.sql"])+string(files["psql/citus.sql"])); err != nil {
+		return nil, nil, err
+	}
+	return []string{coordinator.URL(name)}, servers, coordinator.exec(ctx, name, definePolicies()...)
 }
