@@ -83,7 +83,7 @@ func (f *front) installAgain(t *testing.T) (string, error) {
 // runFile runs front.sql.
 func (f *front) runFile(t *testing.T) (string, error) {
 	t.Helper()
-	files, err := packages.All(os.DirFS(".."))
+	files, err := packages.One(os.DirFS(".."), "plproxy")
 	require.NoError(t, err)
 	name := filepath.Join(t.TempDir(), "front.sql")
 	require.NoError(t, os.WriteFile(name, files["plproxy/front.sql"], 0o600))

@@ -11,7 +11,6 @@ set local client_min_messages = warning;
 do $uninstall$
 declare
   v_function record;
-  v_type     record;
 begin
   perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- operators of PostgreSQL only
   perform set_config('citus.multi_shard_modify_mode', 'sequential', true);

@@ -195,7 +195,7 @@ func byPLProxy(ctx context.Context, s *shardsCost) ([]string, []int, error) {
 	if err != nil {
 		return nil, nil, err
 	}
-	files, err := packages.All(os.DirFS("."))
+	files, err := packages.One(os.DirFS("."), "plproxy")
 	if err != nil {
 		return nil, nil, fmt.Errorf("the benchmark is run in the root of the repository: %w", err)
 	}
@@ -212,7 +212,7 @@ func byPLProxy(ctx context.Context, s *shardsCost) ([]string, []int, error) {
 
 // byCitus has a coordinator, which is asked, and two workers.
 func byCitus(ctx context.Context, s *shardsCost) ([]string, []int, error) {
-	files, err := packages.All(os.DirFS("."))
+	files, err := packages.One(os.DirFS("."), "psql")
 	if err != nil {
 		return nil, nil, fmt.Errorf("the benchmark is run in the root of the repository: %w", err)
 	}
