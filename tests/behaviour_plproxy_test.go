@@ -529,10 +529,10 @@ func TestPLProxy_AShardIsDown(t *testing.T) {
 	t.Parallel()
 	needPLProxy(t, pgtest.Shared(t))
 	other := pgtest.Private(t)
-	f := new(front)
+	f := &front{&testDB{DB: pgtest.Empty(t), t: t}}
 	f.addShard(newDB(t), 0, 2)
 	f.addShard(createDB(t, other, privateName), 1, 2)
-	f.install(t, &testDB{DB: pgtest.Empty(t), t: t})
+	f.install(t)
 	f.definePolicy("p", 100, 1, aDay)
 	alive, dead := f.key(0, "user"), f.key(1, "user")
 	conn := f.Connect(t)

@@ -7,7 +7,6 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
@@ -20,20 +19,17 @@ import (
 
 // A front is a database with the functions of PL/Proxy, over shards. It is a subject: what sets a clock or looks at rows goes to
 // the shards.
-type front struct {
-	*testDB
-	shards []*testDB
-}
+type front struct{ *testDB }
 
 // newFront makes one with so many shards, all on one server.
 func newFront(t *testing.T, of int) *front {
 	t.Helper()
 	needPLProxy(t, pgtest.Shared(t))
-	f := new(front)
+	f := &front{&testDB{DB: pgtest.Empty(t), t: t}}
 	for n := range of {
 		f.addShard(newDB(t), n, of)
 	}
-	f.install(t, &testDB{DB: pgtest.Empty(t), t: t})
+	f.install(t)
 	return f
 }
 
@@ -60,10 +56,9 @@ func (f *front) addShard(db *testDB, n, of int) {
 	f.shards = append(f.shards, db)
 }
 
-// install makes a database the front, with the files that a user has.
-func (f *front) install(t *testing.T, db *testDB) {
+// install makes the database a front, with the files that a user has.
+func (f *front) install(t *testing.T) {
 	t.Helper()
-	f.testDB = db
 	out, err := f.installAgain(t)
 	require.NoError(t, err, out)
 }
@@ -100,37 +95,12 @@ func (f *front) shardOf(key string) *testDB { return f.shards[client.ShardOf(key
 func (f *front) of(t testing.TB) subject { return f.in(t) }
 
 func (f *front) in(t testing.TB) *front {
-	return &front{testDB: f.testDB.in(t), shards: f.shards}
-}
-
-func (f *front) setClock(now time.Time) {
-	f.t.Helper()
-	for _, db := range f.shards {
-		db.setClock(now)
-	}
+	return &front{f.testDB.in(t)}
 }
 
 func (f *front) putBucket(policy, key string, b bucket) {
 	f.t.Helper()
 	f.shardOf(key).putBucket(policy, key, b)
-}
-
-func (f *front) acquireAt(at time.Time, policy, key string, cost int64, idempotencyKey ...string) decision {
-	f.t.Helper()
-	f.setClock(at)
-	return f.acquire(policy, key, cost, idempotencyKey...)
-}
-
-func (f *front) peekAt(at time.Time, policy, key string, cost int64) decision {
-	f.t.Helper()
-	f.setClock(at)
-	return f.must(peek(f.Pool, policy, key, cost))
-}
-
-func (f *front) refundAt(at time.Time, policy, key string, amount int64) decision {
-	f.t.Helper()
-	f.setClock(at)
-	return f.must(refund(f.Pool, policy, key, amount))
 }
 
 // linesOf are the rows that a statement answers, as text, or the one line of its error.
