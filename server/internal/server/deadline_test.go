@@ -2,6 +2,7 @@ package server_test
 
 import (
 	"context"
+	"net/http"
 	"testing"
 	"time"
 
@@ -80,6 +81,33 @@ func TestDeadline_OfTheCallOrOfTheServer(t *testing.T) {
 		_, err := s.rpc.Peek(ctx, &pb.PeekRequest{Policy: "api", LogicalKey: "k"})
 		require.Equal(t, codes.DeadlineExceeded, status.Code(err), "%v", err)
 		awaitBlocked(t, db, 0)
+	}
+}
+
+// What a deadline is to gRPC.
+func TestDeadline_InAHeader(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	s := start(t, db.URL, "CALL_TIMEOUT=1m")
+	unlock := lock(t, db)
+	for _, path := range []string{"/v1/acquire", "/v1/peek"} {
+		a, err := s.post(within(t, 10*time.Second), path, `{"policy":"api","key":"k"}`, "Request-Timeout: 0.05")
+		require.NoError(t, err)
+		require.Equal(t, http.StatusGatewayTimeout, a.status, "%s: %v", path, a.body)
+		awaitBlocked(t, db, 0)
+	}
+	unlock()
+	for text, status := range map[string]int{
+		"30": http.StatusOK, "999999999": http.StatusOK, "0.000000001": http.StatusGatewayTimeout,
+		"0": http.StatusBadRequest, "-1": http.StatusBadRequest, "1s": http.StatusBadRequest, "1e3": http.StatusBadRequest,
+		"NaN": http.StatusBadRequest, "1, 2": http.StatusBadRequest, "9999999999": http.StatusBadRequest,
+	} {
+		a, err := s.post(t.Context(), "/v1/acquire", `{"policy":"api","key":"k"}`, "Request-Timeout: "+text)
+		require.NoError(t, err)
+		require.Equal(t, status, a.status, "%s: %v", text, a.body)
+		if status == http.StatusBadRequest {
+			require.Contains(t, a.body["detail"], "Request-Timeout is in seconds")
+		}
 	}
 }
 

@@ -238,7 +238,7 @@ func (s *Server) newHTTP() *http.Server {
 		jsonapi.Problem{Title: "there is nothing here", Status: http.StatusNotFound, Detail: "The calls are POST /v1/acquire, acquire_all, charge, settle, peek and refund."}.Write(w)
 	})
 	all := http.NewServeMux()
-	all.Handle("/", jsonapi.Guard(auth.New(c.Tokens...), calls))
+	all.Handle("/", jsonapi.Guard(auth.New(c.Tokens...), jsonapi.Timeout(calls)))
 	monitoring := auth.New(c.MonitoringTokens...)
 	if s.page != nil {
 		all.Handle("GET /{$}", page.Guard(auth.New(c.Tokens...), s.page))

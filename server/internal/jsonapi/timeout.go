@@ -1,0 +1,33 @@
+package jsonapi
+
+import (
+	"context"
+	"net/http"
+	"regexp"
+	"strconv"
+	"time"
+)
+
+// timeoutHeader is how long a caller waits, in seconds: what a deadline is to gRPC.
+const timeoutHeader = "Request-Timeout"
+
+var decimal = regexp.MustCompile(`^[0-9]{1,9}(\.[0-9]{1,9})?$`)
+
+// Timeout ends the work for requests whose callers have stopped waiting, as far as they said when that would be.
+func Timeout(next http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		text := r.Header.Get(timeoutHeader)
+		if text == "" {
+			next.ServeHTTP(w, r)
+			return
+		}
+		seconds, err := strconv.ParseFloat(text, 64)
+		if err != nil || seconds == 0 || !decimal.MatchString(text) {
+			Problem{Title: "the time cannot be read", Status: http.StatusBadRequest, Detail: timeoutHeader + " is in seconds, more than 0, such as 0.25."}.Write(w)
+			return
+		}
+		ctx, cancel := context.WithTimeout(r.Context(), time.Duration(seconds*float64(time.Second)))
+		defer cancel()
+		next.ServeHTTP(w, r.WithContext(ctx))
+	})
+}
