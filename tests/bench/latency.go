@@ -3,8 +3,10 @@ package main
 import (
 	"context"
 	"errors"
+	"fmt"
 	"io"
 	"net"
+	"os"
 	"slices"
 	"time"
 )
@@ -27,6 +29,53 @@ func (l latency) dial(ctx context.Context, network, address string) (net.Conn, e
 		return nil, errors.Join(err, there.Close(), back.Close())
 	}
 	return l.proxy(server, there, back), nil
+}
+
+// start starts a process that passes connections on to a server, and returns its address. In this process the proxy would wait
+// behind the callers.
+func (l latency) start(ctx context.Context, network, server string) (address string, proxy elsewhere, err error) {
+	executable, err := os.Executable()
+	if err != nil {
+		return "", nil, err
+	}
+	what := fmt.Sprintf("%s=far %v %s %s", helperEnv, time.Duration(l), network, server)
+	if proxy, err = start(ctx, 1, []string{what}, executable); err != nil {
+		return "", nil, err
+	}
+	return proxy[0].answers.Text(), proxy, nil
+}
+
+// serve is what that process does until its standard input ends. It says where it listens.
+func (l latency) serve(ctx context.Context, network, server string) error {
+	listener, err := new(net.ListenConfig).Listen(ctx, "tcp", "127.0.0.1:0")
+	if err != nil {
+		return err
+	}
+	fmt.Println(listener.Addr())
+	go func() {
+		_, _ = io.Copy(io.Discard, os.Stdin)
+		listener.Close()
+	}()
+	for {
+		near, err := listener.Accept()
+		if err != nil {
+			return nil
+		}
+		far, err := l.dial(ctx, network, server)
+		if err != nil {
+			near.Close()
+			continue
+		}
+		go pass(near, far)
+		go pass(far, near)
+	}
+}
+
+// pass writes what it reads, and closes both.
+func pass(from, to net.Conn) {
+	defer from.Close()
+	defer to.Close()
+	_, _ = io.Copy(to, from)
 }
 
 // proxy returns a connection to the server that is slower to reach. Closing either closes both.

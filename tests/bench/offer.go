@@ -13,8 +13,19 @@ type offer struct {
 	acquire   acquirer
 	perSecond float64
 	deadline  time.Duration
-	warm      time.Duration // callers of this time are not counted
+	warm      time.Duration // their rate rises, so that connections are opened one by one; callers of this time are not counted
 	during    time.Duration
+}
+
+// due is how many callers have arrived after a while.
+func (o offer) due(after time.Duration) int {
+	rising := min(after, o.warm).Seconds()
+	full := (after - o.warm).Seconds()
+	arrived := max(0, full) * o.perSecond
+	if o.warm > 0 {
+		arrived += rising * rising / 2 / o.warm.Seconds() * o.perSecond
+	}
+	return int(arrived)
 }
 
 // The metrics of an offer.
@@ -65,7 +76,7 @@ func (o offer) run(ctx context.Context) sample {
 		if now.After(warm.Add(o.during)) || ctx.Err() != nil {
 			break
 		}
-		for due := int(now.Sub(start).Seconds() * o.perSecond); arrived < due; arrived++ {
+		for due := o.due(now.Sub(start)); arrived < due; arrived++ {
 			send(now)
 		}
 		_ = pause(ctx, time.Millisecond)

@@ -13,8 +13,10 @@ import (
 	"strings"
 	"time"
 
+	"github.com/jackc/pgx/v5/pgconn"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials/insecure"
+	healthpb "google.golang.org/grpc/health/grpc_health_v1"
 
 	pb "github.com/pgratelimit/pgratelimit/server/gen/pgratelimit/v1"
 )
@@ -28,14 +30,21 @@ type served struct {
 	keys    *keyspace
 	acquire map[string]acquirer // by way
 	program *program
+	remote  *remote // of the cells about overload
 	envoy   *envoyService
 	closers []func()
+}
+
+// remote is a program whose database is far away, so that one call in flight bounds what it can answer, and not the cores.
+type remote struct {
+	program *program
+	acquire map[string]acquirer // by way
 }
 
 const servedDatabase = "served"
 
 var (
-	servedWays    = []string{"combiner", "grpc", "json", "envoy", "redis"}
+	servedWays    = []string{"combiner", "grpc", "health", "json", "envoy", "redis"}
 	servedCallers = []int{64, 256}
 )
 
@@ -102,43 +111,76 @@ func (s *served) open(ctx context.Context, cells []string) error {
 		return err
 	}
 	s.closers = append(s.closers, func() { _ = s.program.close() })
-	if s.acquire["grpc"], err = s.overGRPC(); err != nil {
+	if err := s.reach(s.program, s.acquire); err != nil {
 		return err
 	}
-	s.acquire["json"] = s.overJSON()
-	return nil
+	if !slices.ContainsFunc(cells, func(cell string) bool { return strings.HasSuffix(cell, "/overload") }) {
+		return nil
+	}
+	at, err := pgconn.ParseConfig(pg.URL(servedDatabase))
+	if err != nil {
+		return err
+	}
+	network, address := pgconn.NetworkAddress(at.Host, at.Port)
+	proxy, far, err := latency(servedAway).start(ctx, network, address)
+	if err != nil {
+		return err
+	}
+	s.closers = append(s.closers, func() { _ = far.close() })
+	s.remote = &remote{acquire: map[string]acquirer{}}
+	url := fmt.Sprintf("postgres://postgres@%s/%s?sslmode=disable", proxy, servedDatabase)
+	if s.remote.program, err = startProgram(ctx, "DATABASE_URL="+url, "NO_FLUSH=true", "DATABASE_CALLS=1"); err != nil {
+		return err
+	}
+	s.closers = append(s.closers, func() { _ = s.remote.program.close() })
+	return s.reach(s.remote.program, s.remote.acquire)
 }
 
-// overGRPC has callers share connections, as those of a process do.
-func (s *served) overGRPC() (acquirer, error) {
-	clients := make([]pb.RateLimiterClient, servedConnections)
-	for i := range clients {
-		conn, err := grpc.NewClient(s.program.grpc, grpc.WithTransportCredentials(insecure.NewCredentials()))
-		if err != nil {
-			return nil, err
+// reach adds the ways to a program.
+func (s *served) reach(p *program, acquire map[string]acquirer) (err error) {
+	acquire["grpc"], acquire["health"], err = s.overGRPC(p)
+	acquire["json"] = s.overJSON(p)
+	return err
+}
+
+// overGRPC has callers share connections, as those of a process do. health asks the program whether it serves, and no database:
+// this is what gRPC costs.
+func (s *served) overGRPC(p *program) (acquire, health acquirer, err error) {
+	var conns [servedConnections]*grpc.ClientConn
+	for i := range conns {
+		if conns[i], err = grpc.NewClient(p.grpc, grpc.WithTransportCredentials(insecure.NewCredentials())); err != nil {
+			return nil, nil, err
 		}
-		s.closers = append(s.closers, func() { _ = conn.Close() })
-		clients[i] = pb.NewRateLimiterClient(conn)
+		s.closers = append(s.closers, func() { _ = conns[i].Close() })
 	}
-	return func(ctx context.Context, key string) error {
-		d, err := clients[int(key[len(key)-1])%servedConnections].Acquire(ctx, &pb.AcquireRequest{Policy: "durable", LogicalKey: key})
+	conn := func(key string) *grpc.ClientConn { return conns[int(key[len(key)-1])%servedConnections] }
+	acquire = func(ctx context.Context, key string) error {
+		d, err := pb.NewRateLimiterClient(conn(key)).Acquire(ctx, &pb.AcquireRequest{Policy: "durable", LogicalKey: key})
 		if err == nil && d.GetVerdict() != pb.Verdict_ALLOWED {
 			err = errDenied
 		}
 		return err
-	}, nil
+	}
+	health = func(ctx context.Context, key string) error {
+		_, err := healthpb.NewHealthClient(conn(key)).Check(ctx, &healthpb.HealthCheckRequest{})
+		return err
+	}
+	return acquire, health, nil
 }
 
-func (s *served) overJSON() acquirer {
+func (s *served) overJSON(p *program) acquirer {
 	// It opens as many connections as it needs: what waits for one is served in order of arrival, and so too late.
 	transport := &http.Transport{MaxIdleConnsPerHost: 10_000}
 	s.closers = append(s.closers, transport.CloseIdleConnections)
-	url := "http://" + s.program.http + "/v1/acquire"
+	url := "http://" + p.http + "/v1/acquire"
 	return func(ctx context.Context, key string) error {
 		body := strings.NewReader(`{"policy":"durable","key":` + strconv.Quote(key) + `}`)
 		request, err := http.NewRequestWithContext(ctx, http.MethodPost, url, body)
 		if err != nil {
 			return err
+		}
+		if until, ok := ctx.Deadline(); ok {
+			request.Header.Set("Request-Timeout", strconv.FormatFloat(max(0.001, time.Until(until).Seconds()), 'f', 3, 64))
 		}
 		response, err := transport.RoundTrip(request)
 		if err != nil {
@@ -174,6 +216,7 @@ func (s *served) run(ctx context.Context, cell string) (sample, error) {
 		l.server, l.program = s.lab.redis[false].pid, s.envoy.pid
 	}
 	if rest == "overload" {
+		l.acquire, l.program = s.remote.acquire[way], s.remote.program.pid
 		return s.overload(ctx, l)
 	}
 	if _, err := fmt.Sscan(rest, &l.callers); err != nil {
@@ -182,10 +225,12 @@ func (s *served) run(ctx context.Context, cell string) (sample, error) {
 	return l.run(ctx, s.lab.window)
 }
 
-// servedDeadline is how long callers wait for an answer under too much load.
-const servedDeadline = 250 * time.Millisecond
+const (
+	servedDeadline = 500 * time.Millisecond // how long callers wait for an answer under too much load
+	servedAway     = 80 * time.Millisecond  // the database then: what this lets it answer, callers on half of the cores can ask for twice
+)
 
-// overload finds the rate at which 256 callers are answered, and then offers twice as much.
+// overload finds the rate at which callers are answered who are more than a call carries, and then offers twice as much.
 //
 // Callers have cores of their own. What is asked of the server here takes nothing from it there.
 func (s *served) overload(ctx context.Context, l load) (sample, error) {
@@ -194,14 +239,14 @@ func (s *served) overload(ctx context.Context, l load) (sample, error) {
 		return nil, err
 	}
 	defer back()
-	l.callers = 256
+	l.callers = 512
 	found, err := l.run(ctx, s.lab.window)
 	if err != nil {
 		return nil, err
 	}
 	over := offer{
 		keys: l.keys, acquire: l.acquire, perSecond: 2 * found[rate], deadline: servedDeadline,
-		warm: time.Duration(warmUp * float64(s.lab.window)), during: s.lab.window,
+		warm: 2 * time.Second, during: s.lab.window,
 	}.run(ctx)
 	over[best] = found[rate]
 	return over, ctx.Err()
