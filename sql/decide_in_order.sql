@@ -47,7 +47,7 @@ for v_b in 1..cardinality(v_key) loop
 {{- end }}
 {{ define "write_buckets" -}}
 update {{ . }} as b
-             set level = u.level, refilled_at = u.refilled_at
+             set level = u.level, refilled_at = u.refilled_at, room = null
             from unnest(v_key[v_from:v_to], v_level[v_from:v_to], v_refilled_at[v_from:v_to], v_wanted[v_from:v_to])
                  as u (key, level, refilled_at, wanted)
            where u.wanted

@@ -63,7 +63,8 @@ as $$
 with taken as (
       update {{ .buckets }} as b
          set level       = {{ template "refilled_level_small" (dict "bucket" "b.") }} - u.wanted,
-             refilled_at = refilled_until(b.refilled_at, v_now, v_tick)
+             refilled_at = refilled_until(b.refilled_at, v_now, v_tick),
+             room        = null
         from {{ if .asked -}} unnest(asked, row_ids) as u (key, wanted, places, size, row_id)
        where b.ctid = coalesce(u.row_id, {{ template "newest_row" .buckets }})
          and v_policy.id is not distinct from b.policy_id and u.key is not distinct from b.key  -- with =, the planner might use the index
@@ -149,7 +150,8 @@ as $$
 with taken as (
       update {{ . }} as b
          set level       = {{ template "refilled_level" (dict "bucket" "b." "policy" "(u.p).") }} - u.wanted,
-             refilled_at = refilled_until(b.refilled_at, v_now, (u.p).tick)
+             refilled_at = refilled_until(b.refilled_at, v_now, (u.p).tick),
+             room        = null
         from (select u.*, {{ template "overridden" }} as p
                 from unnest(asked, row_ids) as u (key, wanted, places, size, row_id)
                where (select p = v_policy from policies as p where p.id = v_policy.id)

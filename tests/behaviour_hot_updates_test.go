@@ -32,6 +32,42 @@ func TestHOT_UpdatesAreHeapOnly(t *testing.T) {
 	require.Equal(t, updates, hot)
 }
 
+// A new row has room, which its first update leaves to the next versions, whichever call it is.
+func TestHOT_TheFirstUpdateLeavesItsRoom(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	db.definePolicy("durable", 10, 1, aDay)
+	db.definePolicy("ephemeral", 10, 1, aDay, ephemeral)
+	db.definePolicy("overridden", 10, 1, aDay)
+	db.exec("select ratelimit_override('overridden', 'another', 5)")
+	const has = `select case count(*) when 1 then count(room) else -1 end from (
+		select key, room from ratelimit.buckets union all select key, room from ratelimit.ephemeral_buckets) as b where key = $1`
+	for name, call := range map[string]string{
+		"acquire":              "ratelimit_acquire(q.policy, q.key)",
+		"acquire with a key":   "ratelimit_acquire(q.policy, q.key, 1, 'again')",
+		"acquire up to":        "ratelimit_acquire_up_to(q.policy, q.key, 1)",
+		"all that there is":    "ratelimit_acquire_up_to(q.policy, q.key, 100)",
+		"reserve":              "ratelimit_reserve(q.policy, q.key, '1 day')",
+		"reserve and wait":     "ratelimit_reserve(q.policy, q.key, '1 day', 10)",
+		"charge":               "ratelimit_charge(q.policy, q.key, 100)",
+		"refund":               "ratelimit_refund(q.policy, q.key, 1)",
+		"settle":               "ratelimit_settle(q.policy, q.key, 'first', 2)",
+		"acquire all":          "ratelimit_acquire_all(array[q.policy], array[q.key])",
+		"acquire all by a key": "ratelimit_acquire_all(array[q.policy], array[q.key], null, 'again')",
+		"many":                 "ratelimit_acquire_many(array[q.policy], array[q.key])",
+		"many, one too large":  "ratelimit_acquire_many(array[q.policy, q.policy], array[q.key, q.key], array[10, 1])",
+		"all many":             "ratelimit_acquire_all_many(array[q.policy], array[q.key], array[1], array[1])",
+	} {
+		for _, policy := range []string{"durable", "ephemeral", "overridden"} {
+			key := name + ", " + policy
+			db.exec("select from ratelimit_acquire($1, $2, 1, 'first')", policy, key)
+			require.EqualValues(t, 1, db.number(has, key), "%s: a new row", key)
+			db.exec("select from (select $1::text as policy, $2::text as key) as q, lateral (select from "+call+") as called", policy, key)
+			require.EqualValues(t, 0, db.number(has, key), key)
+		}
+	}
+}
+
 // Of batches: plain calls and ratelimit_acquire_all read them all, as docs/design.md says why.
 // An old snapshot keeps every version of a row, and no index entry may go. What a call on a hot key has
 // to read must not grow with them.

@@ -1318,7 +1318,8 @@ begin
       if v_wanted > 0 then
         update buckets as b
            set level       = refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) - v_wanted,
-               refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick)
+               refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
+               room        = null
          where b.policy_id = v_policy.id
            and b.key       = v_key
            and refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_wanted
@@ -1474,7 +1475,8 @@ begin
       if v_wanted > 0 then
         update ephemeral_buckets as b
            set level       = refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) - v_wanted,
-               refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick)
+               refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
+               room        = null
          where b.policy_id = v_policy.id
            and b.key       = v_key
            and refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_wanted
@@ -1786,6 +1788,7 @@ begin
        set level       = least(refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
                                microtokens(v_policy.capacity - v_amount)) + microtokens(v_amount),
            refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
+           room        = null,
            due_at      = least(b.due_at, v_now)  -- the bucket may be full now: clean-up looks at it in five minutes or later
      where b.policy_id = v_policy.id
        and b.key       = v_key
@@ -1796,6 +1799,7 @@ begin
        set level       = least(refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
                                microtokens(v_policy.capacity - v_amount)) + microtokens(v_amount),
            refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
+           room        = null,
            due_at      = least(b.due_at, v_now)  -- the bucket may be full now: clean-up looks at it in five minutes or later
      where b.policy_id = v_policy.id
        and b.key       = v_key
@@ -2026,7 +2030,7 @@ begin
       -- A live idempotency key: the session that held the bucket has stored it.
     end loop;
     update buckets as b
-         set level = v_level, refilled_at = v_refilled_at
+         set level = v_level, refilled_at = v_refilled_at, room = null
        where b.policy_id = v_policy.id
          and b.key       = v_key;
     return spent_of(v_level, v_reset_us, v_policy.capacity, false);
@@ -2112,7 +2116,7 @@ begin
       -- A live idempotency key: the session that held the bucket has stored it.
     end loop;
     update ephemeral_buckets as b
-         set level = v_level, refilled_at = v_refilled_at
+         set level = v_level, refilled_at = v_refilled_at, room = null
        where b.policy_id = v_policy.id
          and b.key       = v_key;
     return spent_of(v_level, v_reset_us, v_policy.capacity, false);
@@ -2315,7 +2319,7 @@ begin
       v_refilled_at := refilled_until(v_refilled_at, v_now, v_policy.tick);
       v_reset_us    := wait_for(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
     update buckets as b
-         set level = v_level, refilled_at = v_refilled_at
+         set level = v_level, refilled_at = v_refilled_at, room = null
        where b.policy_id = v_policy.id
          and b.key       = v_key;
     return spent_of(v_level, v_reset_us, v_policy.capacity, false);
@@ -2421,7 +2425,7 @@ begin
       v_refilled_at := refilled_until(v_refilled_at, v_now, v_policy.tick);
       v_reset_us    := wait_for(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
     update ephemeral_buckets as b
-         set level = v_level, refilled_at = v_refilled_at
+         set level = v_level, refilled_at = v_refilled_at, room = null
        where b.policy_id = v_policy.id
          and b.key       = v_key;
     return spent_of(v_level, v_reset_us, v_policy.capacity, false);
@@ -2568,7 +2572,8 @@ begin
         v_until := v_now + date_part('epoch', max_wait) * interval '1 second';
         update buckets as b
            set level       = refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) - v_wanted,
-               refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick)
+               refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
+               room        = null
          where b.policy_id = v_policy.id
            and b.key       = v_key
            and refilled_level(b.level - 1, b.refilled_at, v_until, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_wanted
@@ -2645,7 +2650,7 @@ begin
         v_level       := v_level - v_wanted;
         v_refilled_at := refilled_until(v_seen_at, v_now, v_policy.tick);
         update buckets as b
-           set level = v_level, refilled_at = v_refilled_at
+           set level = v_level, refilled_at = v_refilled_at, room = null
          where b.policy_id   = v_policy.id
            and b.key         = v_key
            and b.level       = v_seen_level
@@ -2738,7 +2743,8 @@ begin
         v_until := v_now + date_part('epoch', max_wait) * interval '1 second';
         update ephemeral_buckets as b
            set level       = refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) - v_wanted,
-               refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick)
+               refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
+               room        = null
          where b.policy_id = v_policy.id
            and b.key       = v_key
            and refilled_level(b.level - 1, b.refilled_at, v_until, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_wanted
@@ -2815,7 +2821,7 @@ begin
         v_level       := v_level - v_wanted;
         v_refilled_at := refilled_until(v_seen_at, v_now, v_policy.tick);
         update ephemeral_buckets as b
-           set level = v_level, refilled_at = v_refilled_at
+           set level = v_level, refilled_at = v_refilled_at, room = null
          where b.policy_id   = v_policy.id
            and b.key         = v_key
            and b.level       = v_seen_level
@@ -3013,7 +3019,8 @@ begin
       if v_wanted > 0 and v_round is null then
         update buckets as b
            set level       = refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) - v_wanted,
-               refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick)
+               refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
+               room        = null
          where b.policy_id = v_policy.id
            and b.key       = v_key
            and refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_wanted
@@ -3096,7 +3103,7 @@ begin
         v_level       := v_level - v_wanted;
         v_refilled_at := refilled_until(v_seen_at, v_now, v_policy.tick);
         update buckets as b
-           set level = v_level, refilled_at = v_refilled_at
+           set level = v_level, refilled_at = v_refilled_at, room = null
          where b.policy_id   = v_policy.id
            and b.key         = v_key
            and b.level       = v_seen_level
@@ -3182,7 +3189,8 @@ begin
       if v_wanted > 0 and v_round is null then
         update ephemeral_buckets as b
            set level       = refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) - v_wanted,
-               refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick)
+               refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
+               room        = null
          where b.policy_id = v_policy.id
            and b.key       = v_key
            and refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_wanted
@@ -3265,7 +3273,7 @@ begin
         v_level       := v_level - v_wanted;
         v_refilled_at := refilled_until(v_seen_at, v_now, v_policy.tick);
         update ephemeral_buckets as b
-           set level = v_level, refilled_at = v_refilled_at
+           set level = v_level, refilled_at = v_refilled_at, room = null
          where b.policy_id   = v_policy.id
            and b.key         = v_key
            and b.level       = v_seen_level

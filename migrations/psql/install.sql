@@ -2713,6 +2713,18 @@ comment on column ratelimit.overrides.expires_at is
 comment on column ratelimit.overrides.stepped is
   'That of the policy.';
 
+-- Inserts fill a page to its fillfactor, and a page of which less is free than that is pruned when it is read. So of a page that
+-- inserts have filled every update was followed by a prune, which was an eighth of what a batch cost. Rows that become smaller
+-- leave room for more versions.
+alter table ratelimit.buckets add column room uuid;
+alter table ratelimit.ephemeral_buckets add column room uuid;
+alter table ratelimit.buckets alter column room set default '00000000-0000-0000-0000-000000000000';
+alter table ratelimit.ephemeral_buckets alter column room set default '00000000-0000-0000-0000-000000000000';
+comment on column ratelimit.buckets.room is
+  'Nothing but 16 bytes. The first update of a row sets it to null, and so leaves room on the page for the next versions.';
+comment on column ratelimit.ephemeral_buckets.room is
+  'Nothing but 16 bytes. The first update of a row sets it to null, and so leaves room on the page for the next versions.';
+
 -- The time until a bucket is full is null when its policy does not refill.
 alter table ratelimit.idempotency_keys alter column reset_after drop not null;
 alter table ratelimit.ephemeral_idempotency_keys alter column reset_after drop not null;
@@ -4025,7 +4037,8 @@ begin
       if v_wanted > 0 then
         update buckets as b
            set level       = refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) - v_wanted,
-               refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick)
+               refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
+               room        = null
          where b.policy_id = v_policy.id
            and b.key       = v_key
            and refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_wanted
@@ -4181,7 +4194,8 @@ begin
       if v_wanted > 0 then
         update ephemeral_buckets as b
            set level       = refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) - v_wanted,
-               refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick)
+               refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
+               room        = null
          where b.policy_id = v_policy.id
            and b.key       = v_key
            and refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_wanted
@@ -4451,6 +4465,7 @@ begin
        set level       = least(refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
                                microtokens(v_policy.capacity - v_amount)) + microtokens(v_amount),
            refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
+           room        = null,
            due_at      = least(b.due_at, v_now)  -- the bucket may be full now: clean-up looks at it in five minutes or later
      where b.policy_id = v_policy.id
        and b.key       = v_key
@@ -4461,6 +4476,7 @@ begin
        set level       = least(refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
                                microtokens(v_policy.capacity - v_amount)) + microtokens(v_amount),
            refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
+           room        = null,
            due_at      = least(b.due_at, v_now)  -- the bucket may be full now: clean-up looks at it in five minutes or later
      where b.policy_id = v_policy.id
        and b.key       = v_key
@@ -4649,7 +4665,7 @@ begin
       -- A live idempotency key: the session that held the bucket has stored it.
     end loop;
     update buckets as b
-         set level = v_level, refilled_at = v_refilled_at
+         set level = v_level, refilled_at = v_refilled_at, room = null
        where b.policy_id = v_policy.id
          and b.key       = v_key;
     return spent_of(v_level, v_reset_us, v_policy.capacity, false);
@@ -4735,7 +4751,7 @@ begin
       -- A live idempotency key: the session that held the bucket has stored it.
     end loop;
     update ephemeral_buckets as b
-         set level = v_level, refilled_at = v_refilled_at
+         set level = v_level, refilled_at = v_refilled_at, room = null
        where b.policy_id = v_policy.id
          and b.key       = v_key;
     return spent_of(v_level, v_reset_us, v_policy.capacity, false);
@@ -4913,7 +4929,7 @@ begin
       v_refilled_at := refilled_until(v_refilled_at, v_now, v_policy.tick);
       v_reset_us    := wait_for(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
     update buckets as b
-         set level = v_level, refilled_at = v_refilled_at
+         set level = v_level, refilled_at = v_refilled_at, room = null
        where b.policy_id = v_policy.id
          and b.key       = v_key;
     return spent_of(v_level, v_reset_us, v_policy.capacity, false);
@@ -5019,7 +5035,7 @@ begin
       v_refilled_at := refilled_until(v_refilled_at, v_now, v_policy.tick);
       v_reset_us    := wait_for(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
     update ephemeral_buckets as b
-         set level = v_level, refilled_at = v_refilled_at
+         set level = v_level, refilled_at = v_refilled_at, room = null
        where b.policy_id = v_policy.id
          and b.key       = v_key;
     return spent_of(v_level, v_reset_us, v_policy.capacity, false);
@@ -5136,7 +5152,8 @@ begin
         v_until := v_now + date_part('epoch', max_wait) * interval '1 second';
         update buckets as b
            set level       = refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) - v_wanted,
-               refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick)
+               refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
+               room        = null
          where b.policy_id = v_policy.id
            and b.key       = v_key
            and refilled_level(b.level - 1, b.refilled_at, v_until, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_wanted
@@ -5213,7 +5230,7 @@ begin
         v_level       := v_level - v_wanted;
         v_refilled_at := refilled_until(v_seen_at, v_now, v_policy.tick);
         update buckets as b
-           set level = v_level, refilled_at = v_refilled_at
+           set level = v_level, refilled_at = v_refilled_at, room = null
          where b.policy_id   = v_policy.id
            and b.key         = v_key
            and b.level       = v_seen_level
@@ -5306,7 +5323,8 @@ begin
         v_until := v_now + date_part('epoch', max_wait) * interval '1 second';
         update ephemeral_buckets as b
            set level       = refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) - v_wanted,
-               refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick)
+               refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
+               room        = null
          where b.policy_id = v_policy.id
            and b.key       = v_key
            and refilled_level(b.level - 1, b.refilled_at, v_until, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_wanted
@@ -5383,7 +5401,7 @@ begin
         v_level       := v_level - v_wanted;
         v_refilled_at := refilled_until(v_seen_at, v_now, v_policy.tick);
         update ephemeral_buckets as b
-           set level = v_level, refilled_at = v_refilled_at
+           set level = v_level, refilled_at = v_refilled_at, room = null
          where b.policy_id   = v_policy.id
            and b.key         = v_key
            and b.level       = v_seen_level
@@ -5555,7 +5573,8 @@ begin
       if v_wanted > 0 and v_round is null then
         update buckets as b
            set level       = refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) - v_wanted,
-               refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick)
+               refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
+               room        = null
          where b.policy_id = v_policy.id
            and b.key       = v_key
            and refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_wanted
@@ -5638,7 +5657,7 @@ begin
         v_level       := v_level - v_wanted;
         v_refilled_at := refilled_until(v_seen_at, v_now, v_policy.tick);
         update buckets as b
-           set level = v_level, refilled_at = v_refilled_at
+           set level = v_level, refilled_at = v_refilled_at, room = null
          where b.policy_id   = v_policy.id
            and b.key         = v_key
            and b.level       = v_seen_level
@@ -5724,7 +5743,8 @@ begin
       if v_wanted > 0 and v_round is null then
         update ephemeral_buckets as b
            set level       = refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) - v_wanted,
-               refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick)
+               refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
+               room        = null
          where b.policy_id = v_policy.id
            and b.key       = v_key
            and refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_wanted
@@ -5807,7 +5827,7 @@ begin
         v_level       := v_level - v_wanted;
         v_refilled_at := refilled_until(v_seen_at, v_now, v_policy.tick);
         update ephemeral_buckets as b
-           set level = v_level, refilled_at = v_refilled_at
+           set level = v_level, refilled_at = v_refilled_at, room = null
          where b.policy_id   = v_policy.id
            and b.key         = v_key
            and b.level       = v_seen_level
@@ -6030,7 +6050,8 @@ begin
     with taken as (
       update buckets as b
          set level       = refilled_level_small(b.level, b.refilled_at, v_now, v_full_level, v_gain, v_per, v_ticks, v_tick_us, v_tick) - u.wanted,
-             refilled_at = refilled_until(b.refilled_at, v_now, v_tick)
+             refilled_at = refilled_until(b.refilled_at, v_now, v_tick),
+             room        = null
         from (select e.key, least(sum(e.cost), 9000000000001) * 1000000 as wanted,
                      array_agg(e.place) as places, count(*) as size
                 from (select u.key collate "C" as key, u.place,
@@ -6062,7 +6083,8 @@ begin
     with taken as (
       update buckets as b
          set level       = refilled_level_small(b.level, b.refilled_at, v_now, v_full_level, v_gain, v_per, v_ticks, v_tick_us, v_tick) - u.wanted,
-             refilled_at = refilled_until(b.refilled_at, v_now, v_tick)
+             refilled_at = refilled_until(b.refilled_at, v_now, v_tick),
+             room        = null
         from unnest(asked, row_ids) as u (key, wanted, places, size, row_id)
        where b.ctid = coalesce(u.row_id, (select b.ctid
                          from buckets as b
@@ -6086,7 +6108,8 @@ begin
     with taken as (
       update ephemeral_buckets as b
          set level       = refilled_level_small(b.level, b.refilled_at, v_now, v_full_level, v_gain, v_per, v_ticks, v_tick_us, v_tick) - u.wanted,
-             refilled_at = refilled_until(b.refilled_at, v_now, v_tick)
+             refilled_at = refilled_until(b.refilled_at, v_now, v_tick),
+             room        = null
         from (select e.key, least(sum(e.cost), 9000000000001) * 1000000 as wanted,
                      array_agg(e.place) as places, count(*) as size
                 from (select u.key collate "C" as key, u.place,
@@ -6118,7 +6141,8 @@ begin
     with taken as (
       update ephemeral_buckets as b
          set level       = refilled_level_small(b.level, b.refilled_at, v_now, v_full_level, v_gain, v_per, v_ticks, v_tick_us, v_tick) - u.wanted,
-             refilled_at = refilled_until(b.refilled_at, v_now, v_tick)
+             refilled_at = refilled_until(b.refilled_at, v_now, v_tick),
+             room        = null
         from unnest(asked, row_ids) as u (key, wanted, places, size, row_id)
        where b.ctid = coalesce(u.row_id, (select b.ctid
                          from ephemeral_buckets as b
@@ -6173,7 +6197,8 @@ begin
     with taken as (
       update buckets as b
          set level       = refilled_level(b.level, b.refilled_at, v_now, (u.p).full_level, (u.p).gain, (u.p).every_us, (u.p).tick) - u.wanted,
-             refilled_at = refilled_until(b.refilled_at, v_now, (u.p).tick)
+             refilled_at = refilled_until(b.refilled_at, v_now, (u.p).tick),
+             room        = null
         from (select u.*, coalesce((select overridden(v_policy, o) from overrides as o
                                    where o.policy_id = v_policy.id and o.key = u.key collate "C" and o.expires_at > v_now), v_policy) as p
                 from unnest(asked, row_ids) as u (key, wanted, places, size, row_id)
@@ -6203,7 +6228,8 @@ begin
     with taken as (
       update ephemeral_buckets as b
          set level       = refilled_level(b.level, b.refilled_at, v_now, (u.p).full_level, (u.p).gain, (u.p).every_us, (u.p).tick) - u.wanted,
-             refilled_at = refilled_until(b.refilled_at, v_now, (u.p).tick)
+             refilled_at = refilled_until(b.refilled_at, v_now, (u.p).tick),
+             room        = null
         from (select u.*, coalesce((select overridden(v_policy, o) from overrides as o
                                    where o.policy_id = v_policy.id and o.key = u.key collate "C" and o.expires_at > v_now), v_policy) as p
                 from unnest(asked, row_ids) as u (key, wanted, places, size, row_id)
@@ -6846,7 +6872,7 @@ begin
         end loop;
         if v_round > 1 and v_policy.durable then
           update buckets as b
-             set level = u.level, refilled_at = u.refilled_at
+             set level = u.level, refilled_at = u.refilled_at, room = null
             from unnest(v_key[v_from:v_to], v_level[v_from:v_to], v_refilled_at[v_from:v_to], v_wanted[v_from:v_to])
                  as u (key, level, refilled_at, wanted)
            where u.wanted
@@ -6859,7 +6885,7 @@ begin
      limit 1);
         elsif v_round > 1 then
           update ephemeral_buckets as b
-             set level = u.level, refilled_at = u.refilled_at
+             set level = u.level, refilled_at = u.refilled_at, room = null
             from unnest(v_key[v_from:v_to], v_level[v_from:v_to], v_refilled_at[v_from:v_to], v_wanted[v_from:v_to])
                  as u (key, level, refilled_at, wanted)
            where u.wanted
@@ -7408,7 +7434,8 @@ begin
         if v_policy.durable then
           update buckets as b
            set level       = refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) - v_wanted,
-               refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick)
+               refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
+               room        = null
          where b.policy_id = v_policy.id
            and b.key       = v_key
            and refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_wanted
@@ -7416,7 +7443,8 @@ begin
         else
           update ephemeral_buckets as b
            set level       = refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) - v_wanted,
-               refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick)
+               refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
+               room        = null
          where b.policy_id = v_policy.id
            and b.key       = v_key
            and refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_wanted
@@ -7665,7 +7693,8 @@ begin
       if v_wanted > 0 then
         update buckets as b
            set level       = refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) - v_wanted,
-               refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick)
+               refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
+               room        = null
          where b.policy_id = v_policy.id
            and b.key       = v_key
            and refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_wanted
@@ -7821,7 +7850,8 @@ begin
       if v_wanted > 0 then
         update ephemeral_buckets as b
            set level       = refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) - v_wanted,
-               refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick)
+               refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
+               room        = null
          where b.policy_id = v_policy.id
            and b.key       = v_key
            and refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_wanted

@@ -179,6 +179,8 @@ alter table ratelimit.idempotency_keys alter column reset_after set not null;
 alter table ratelimit.ephemeral_idempotency_keys alter column reset_after set not null;
 alter table ratelimit.idempotency_keys drop column ready_at, drop column settled;
 alter table ratelimit.ephemeral_idempotency_keys drop column ready_at, drop column settled;
+alter table ratelimit.buckets drop column room;
+alter table ratelimit.ephemeral_buckets drop column room;
 do $names$
 begin
   -- From PostgreSQL 18 on NOT NULL has a name, and the twin was created with that of the other table.

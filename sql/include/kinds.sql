@@ -77,7 +77,7 @@ v_answer := answer_of(v_level, v_retry_us, v_reset_us, v_policy.capacity);
         v_level       := v_level - v_wanted;
         v_refilled_at := refilled_until(v_seen_at, v_now, v_policy.tick);
         update {{ .buckets }} as b
-           set level = v_level, refilled_at = v_refilled_at
+           set level = v_level, refilled_at = v_refilled_at, room = null
          where b.policy_id   = v_policy.id
            and b.key         = v_key
            and b.level       = v_seen_level

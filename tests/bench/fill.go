@@ -37,6 +37,17 @@ func (f fill) sql() string {
 		 %[6]s`, table, f.tokens, ago, f.count, f.policy, order, cmp.Or(f.prefix, userPrefix))
 }
 
+// inUse asks for every bucket once: the first update of a row makes it smaller. A batch of every hundredth key is a transaction,
+// as it would be in use, where what a page has no room for goes to another page.
+func (f fill) inUse() string {
+	return fmt.Sprintf(`do $$ begin
+		for i in 1..100 loop
+			perform ratelimit_acquire_many(array_agg(text '%s'), array_agg('%s' || n)) from generate_series(i, %d, 100) as n having count(*) > 0;
+			commit;
+		end loop;
+	end $$`, f.policy, cmp.Or(f.prefix, userPrefix), f.count)
+}
+
 // definePolicy defines one under which no bucket of the benchmark runs dry.
 func definePolicy(name string, durable bool) string {
 	return fmt.Sprintf("select ratelimit_define_policy('%s', %d, %d, '1 hour', durable => %t)", name, capacity, refillPerHour, durable)
@@ -45,9 +56,9 @@ func definePolicy(name string, durable bool) string {
 // definePolicies defines a durable and an ephemeral policy, and gives every bucket a row.
 func definePolicies() (sql []string) {
 	for _, name := range []string{"durable", "ephemeral"} {
+		f := fill{policy: name, ephemeral: name == "ephemeral", count: manyKeys, tokens: capacity / 2}
 		sql = append(sql,
-			definePolicy(name, name == "durable"),
-			fill{policy: name, ephemeral: name == "ephemeral", count: manyKeys, tokens: capacity / 2}.sql(),
+			definePolicy(name, name == "durable"), f.sql(), f.inUse(),
 			fmt.Sprintf("select ratelimit_acquire('%s', '%s')", name, hotKey))
 	}
 	return sql

@@ -111,11 +111,12 @@ func batches(prefix, function, omitted string) (list []counted) {
 // countedPolicies defines what the statements ask about beside bareTables.
 func countedPolicies() (sql []string) {
 	for _, name := range []string{"second", "third", "overrides", "overridden", "stepped"} {
-		sql = append(sql, definePolicy(name, true), fill{policy: name, count: countedKeys, tokens: capacity / 2}.sql())
+		f := fill{policy: name, count: countedKeys, tokens: capacity / 2}
+		sql = append(sql, definePolicy(name, true), f.sql(), f.inUse())
 	}
+	ephemeral := fill{policy: "ephemeral", ephemeral: true, count: countedKeys, tokens: capacity / 2}
 	return slices.Concat(sql, guardedTable(), []string{
-		definePolicy("ephemeral", false),
-		fill{policy: "ephemeral", ephemeral: true, count: countedKeys, tokens: capacity / 2}.sql(),
+		definePolicy("ephemeral", false), ephemeral.sql(), ephemeral.inUse(),
 		"select ratelimit_define_policy('stepped', stepped => true)",
 		"select ratelimit_define_policy('shadow', 1, 1, '1000 days', shadow => true)",
 		fill{policy: "shadow", count: countedKeys}.sql(),

@@ -49,11 +49,11 @@ func (m membership) of(user string) string {
 
 // defineJointPolicies defines the three policies, and gives every bucket a row.
 func defineJointPolicies() []string {
+	users := fill{policy: "user", count: manyKeys, tokens: capacity / 2}
+	theirs := fill{policy: "organisation", prefix: organisationPrefix, count: organisations, tokens: capacity / 2}
 	return []string{
-		definePolicy("user", true),
-		fill{policy: "user", count: manyKeys, tokens: capacity / 2}.sql(),
-		definePolicy("organisation", true),
-		fill{policy: "organisation", prefix: organisationPrefix, count: organisations, tokens: capacity / 2}.sql(),
+		definePolicy("user", true), users.sql(), users.inUse(),
+		definePolicy("organisation", true), theirs.sql(), theirs.inUse(),
 		definePolicy(everybody, true),
 		"select ratelimit_acquire('" + everybody + "', '" + everybody + "')",
 	}

@@ -4,6 +4,7 @@ update {{ . }} as b
        set level       = least({{ template "refilled_level" (dict "bucket" "b.") }},
                                microtokens(v_policy.capacity - v_amount)) + microtokens(v_amount),
            refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
+           room        = null,
            due_at      = least(b.due_at, v_now)  -- the bucket may be full now: clean-up looks at it in five minutes or later
      where b.policy_id = v_policy.id
        and b.key       = v_key

@@ -6,7 +6,8 @@
        stored level. Of the buckets that cover v_wanted, only those within a hair of until or of the floor are left alone. */ -}}
 update {{ .buckets }} as b
            set level       = {{ template "refilled_level" (dict "bucket" "b.") }} - v_wanted,
-               refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick)
+               refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
+               room        = null
          where b.policy_id = v_policy.id
            and b.key       = v_key
            {{- if .until }}
