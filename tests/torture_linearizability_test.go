@@ -1133,8 +1133,7 @@ func (a *actor) acquireCombined() error {
 			err = answeredWhole(wholeAnswer{Whole: &w}, r, ops)
 		}
 		for _, op := range ops {
-			op.called = called
-			op.reread = op.answer != nil && !op.takes()
+			op.called = called // not reread: others in its call may have taken, and kept to what they had read
 		}
 	}
 	for _, op := range ops {
