@@ -91,45 +91,54 @@ func rewritePage(file, results string) error {
 var pageBlocks = map[string]func([]processor) string{
 	"machines": machines,
 	"summary":  summary,
-	"joint": rates("a request of three limits", []int{64, 256}, []pageRow{
-		{"`Combiner.AcquireAll`, all or nothing", "joint-combined-noflush/uniform/%d"},
-		{"Redis, one script over three keys, all or nothing", "joint-script/uniform/%d"},
-		{"the same, pipelined", "joint-script-pipelined/uniform/%d"},
-		{"redis_rate, its three calls in one pipeline: each by itself", "joint-redis/uniform/%d"},
+	"joint": figures("a request of three limits", byCallers, []pageRow{
+		{"`Combiner.AcquireAll`, all or nothing", "joint-combined-noflush/uniform/*/rate"},
+		{"Redis, one script over three keys, all or nothing", "joint-script/uniform/*/rate"},
+		{"the same, pipelined", "joint-script-pipelined/uniform/*/rate"},
+		{"redis_rate, its three calls in one pipeline: each by itself", "joint-redis/uniform/*/rate"},
 	}),
-	"keyed": rates("many keys", []int{64, 256}, []pageRow{
-		{"combined", "combined-noflush/uniform/%d"},
-		{"combined, each request with an idempotency key", "keyed-combined-noflush/uniform/%d"},
-		{"plain", "plain-noflush/uniform/%d"},
-		{"plain, each request with an idempotency key", "keyed-plain-noflush/uniform/%d"},
+	"keyed": figures("many keys", byCallers, []pageRow{
+		{"combined", "combined-noflush/uniform/*/rate"},
+		{"combined, each request with an idempotency key", "keyed-combined-noflush/uniform/*/rate"},
+		{"plain", "plain-noflush/uniform/*/rate"},
+		{"plain, each request with an idempotency key", "keyed-plain-noflush/uniform/*/rate"},
 	}),
-	"served": rates("many keys", []int{64, 256}, []pageRow{
-		{"`pgratelimit serve` by gRPC", "served/grpc/%d"},
-		{"`pgratelimit serve` by JSON", "served/json/%d"},
-		{"Envoy's reference service by gRPC, on Redis", "served/envoy/%d"},
-		{"a Combiner in the callers' process", "served/combiner/%d"},
-		{"redis_rate in the callers' process", "served/redis/%d"},
+	"served": figures("many keys", byCallers, []pageRow{
+		{"`pgratelimit serve` by gRPC", "served/grpc/*/rate"},
+		{"`pgratelimit serve` by JSON", "served/json/*/rate"},
+		{"Envoy's reference service by gRPC, on Redis", "served/envoy/*/rate"},
+		{"a Combiner in the callers' process", "served/combiner/*/rate"},
+		{"redis_rate in the callers' process", "served/redis/*/rate"},
 	}),
-	"node": rates("Node.js", []int{64, 256}, []pageRow{
-		{"`ratelimit_acquire`, many keys", "npm/pgratelimit/uniform/%d"},
-		{"rate-limiter-flexible, many keys", "npm/rate-limiter-flexible/uniform/%d"},
-		{"`ratelimit_acquire`, one key", "npm/pgratelimit/hot/%d"},
-		{"rate-limiter-flexible, one key", "npm/rate-limiter-flexible/hot/%d"},
+	"node": figures("Node.js", byCallers, []pageRow{
+		{"`ratelimit_acquire`, many keys", "npm/pgratelimit/uniform/*/rate"},
+		{"rate-limiter-flexible, many keys", "npm/rate-limiter-flexible/uniform/*/rate"},
+		{"`ratelimit_acquire`, one key", "npm/pgratelimit/hot/*/rate"},
+		{"rate-limiter-flexible, one key", "npm/rate-limiter-flexible/hot/*/rate"},
 	}),
-	"versions": figures("64 callers, many keys", []pageRow{
+	"versions": figures("64 callers, many keys", single, []pageRow{
 		{"combined, PostgreSQL 15", "versions/15/combined/rate"},
 		{"combined, PostgreSQL 18", "versions/18/combined/rate"},
 		{"plain, PostgreSQL 15", "versions/15/plain/rate"},
 		{"plain, PostgreSQL 18", "versions/18/plain/rate"},
 	}),
-	"processes": figures("64 callers in four processes, one key", []pageRow{
+	"processes": figures("64 callers in four processes, one key", single, []pageRow{
 		{"leased", "processes/leaser/rate"},
 		{"combined", "processes/combined/rate"},
 		{"plain", "processes/plain/rate"},
 		{"redis_rate", "processes/redis/rate"},
 	}),
-	"distance": distance,
-	"spending": figures("16 clients of pgbench, many keys", []pageRow{
+	"distance": figures("64 callers", byDistance, []pageRow{
+		{"leased, one key", "leases/leaser*/hot/rate"},
+		{"combined, one key", "leases/combined*/hot/rate"},
+		{"redis_rate, one key", "leases/redis*/hot/rate"},
+		{"redis_rate pipelined, one key", "leases/redis-pipelined*/hot/rate"},
+		{"leased, many keys", "leases/leaser*/uniform/rate"},
+		{"combined, many keys", "leases/combined*/uniform/rate"},
+		{"redis_rate, many keys", "leases/redis*/uniform/rate"},
+		{"redis_rate pipelined, many keys", "leases/redis-pipelined*/uniform/rate"},
+	}),
+	"spending": figures("16 clients of pgbench, many keys", single, []pageRow{
 		{"acquire", "bare/acquire/rate"},
 		{"reserve", "bare/reserved/rate"},
 		{"enforce", "bare/enforced/rate"},
@@ -138,7 +147,7 @@ var pageBlocks = map[string]func([]processor) string{
 		{"insert a row", "bare/insert/rate"},
 		{"insert a row into a guarded table", "bare/guarded/rate"},
 	}),
-	"costs": figures("ratio", []pageRow{
+	"costs": figures("ratio", single, []pageRow{
 		{"acquire, to a bare update of one row", "acquire_to_bare_update"},
 		{"acquire with an idempotency key, to one without", "keyed_to_unkeyed"},
 		{"denial, to a bare select of one row", "denied_to_bare_select"},
@@ -148,7 +157,7 @@ var pageBlocks = map[string]func([]processor) string{
 		{"combined on one key while an old snapshot is held for 60 s, to before", "hot_key_under_snapshot"},
 		{"WAL of a denial, bytes", "wal_per_denial"},
 	}),
-	"redis": figures("", []pageRow{
+	"redis": figures("", single, []pageRow{
 		{"a lone caller of redis_rate, median in µs", "redis/uniform/1/p50"},
 		{"a lone plain call, median in µs", "plain-noflush/uniform/1/p50"},
 		{"64 callers, many keys: combined to redis_rate", "combined_64_many_keys_to_redis"},
@@ -156,13 +165,13 @@ var pageBlocks = map[string]func([]processor) string{
 		{"256 callers, many keys: combined to redis_rate", "combined_256_many_keys_to_redis"},
 		{"256 callers, one key: combined to redis_rate", "combined_256_hot_key_to_redis"},
 	}),
-	"cpu": figures("CPU microseconds of a decision", []pageRow{
+	"cpu": figures("CPU microseconds of a decision", single, []pageRow{
 		{"plain, server", "plain-noflush/uniform/256/cpu_server"},
 		{"plain, client", "plain-noflush/uniform/256/cpu_client"},
 		{"combined, server", "combined-noflush/uniform/256/cpu_server"},
 		{"combined, client", "combined-noflush/uniform/256/cpu_client"},
 	}),
-	"space": figures("", []pageRow{
+	"space": figures("", single, []pageRow{
 		{"bytes of a bucket", "bucket_bytes"},
 		{"the same, to the formula", "bucket_bytes_to_formula"},
 		{"bytes of a remembered grant", "remembered_bytes"},
@@ -170,8 +179,17 @@ var pageBlocks = map[string]func([]processor) string{
 	}),
 }
 
-// A pageRow is a title and the measure that it shows, or its cell with %d for the number of callers.
+// A pageRow is a title and the measure that it shows, with * where the columns differ.
 type pageRow struct{ title, measure string }
+
+// A pageColumn is there for each processor. Its title goes before that of the processor, its part in place of the * of a row.
+type pageColumn struct{ title, part string }
+
+var (
+	single     = []pageColumn{{}}
+	byCallers  = []pageColumn{{"64 callers, ", "64"}, {"256 callers, ", "256"}}
+	byDistance = []pageColumn{{"here, ", ""}, {"1 ms away, ", "-1ms"}, {"5 ms away, ", "-5ms"}}
+)
 
 const nothingMeasured = "_Not measured yet._\n"
 
@@ -212,38 +230,20 @@ func pageTable(head []string, rows [][]string) string {
 	return b.String()
 }
 
-// figures has a measure in each row and a processor in each column.
-func figures(title string, rows []pageRow) func([]processor) string {
+// figures has a measure in each row, and the columns of one processor after those of another.
+func figures(title string, columns []pageColumn, rows []pageRow) func([]processor) string {
 	return func(all []processor) string {
 		head, table := []string{title}, [][]string{}
 		for _, p := range all {
-			head = append(head, p.title())
-		}
-		for _, row := range rows {
-			line := []string{row.title}
-			for _, p := range all {
-				line = append(line, p.text(row.measure))
-			}
-			table = append(table, line)
-		}
-		return pageTable(head, table)
-	}
-}
-
-// rates has decisions per second, with columns for numbers of callers on each processor.
-func rates(title string, callers []int, rows []pageRow) func([]processor) string {
-	return func(all []processor) string {
-		head, table := []string{title}, [][]string{}
-		for _, p := range all {
-			for _, n := range callers {
-				head = append(head, fmt.Sprintf("%d callers, %s", n, p.title()))
+			for _, c := range columns {
+				head = append(head, c.title+p.title())
 			}
 		}
 		for _, row := range rows {
 			line := []string{row.title}
 			for _, p := range all {
-				for _, n := range callers {
-					line = append(line, p.text(fmt.Sprintf(row.measure, n)+"/"+rate))
+				for _, c := range columns {
+					line = append(line, p.text(strings.ReplaceAll(row.measure, "*", c.part)))
 				}
 			}
 			table = append(table, line)
@@ -355,28 +355,4 @@ func servedCell(way string) func(string, int) string {
 		}
 		return servedName(way, callers)
 	}
-}
-
-// distance has how far away the servers are in columns.
-func distance(all []processor) string {
-	ways := []struct{ title, way string }{{"leased", "leaser"}, {"combined", "combined"}, {"redis_rate", "redis"}, {"redis_rate pipelined", "redis-pipelined"}}
-	keys := []struct{ title, name string }{{"one key", "hot"}, {"many keys", "uniform"}}
-	head, table := []string{"64 callers"}, [][]string{}
-	for _, p := range all {
-		for _, added := range []string{"here", "1 ms away", "5 ms away"} {
-			head = append(head, added+", "+p.title())
-		}
-	}
-	for _, k := range keys {
-		for _, w := range ways {
-			line := []string{w.title + ", " + k.title}
-			for _, p := range all {
-				for _, added := range []string{"", "-1ms", "-5ms"} {
-					line = append(line, p.text("leases/"+w.way+added+"/"+k.name+"/"+rate))
-				}
-			}
-			table = append(table, line)
-		}
-	}
-	return pageTable(head, table)
 }
