@@ -81,7 +81,7 @@ func (c *calls) open(ctx context.Context, _ []string) error {
 
 func (c *calls) run(ctx context.Context, cell string) (sample, error) {
 	slash := strings.LastIndexByte(cell, '/')
-	l := load{keys: c.keys, acquire: c.acquire[cell[:slash]], server: c.lab.pg.pid}
+	l := load{keys: c.keys, acquire: c.acquire[cell[:slash]], servers: []int{c.lab.pg.pid}}
 	if _, err := fmt.Sscan(cell[slash+1:], &l.callers); err != nil {
 		return nil, err
 	}

@@ -37,7 +37,7 @@ func (c *cleanup) open(ctx context.Context, _ []string) (err error) {
 	if c.pool, err = pg.pool(ctx, cleanupDatabase, false, connections); err != nil {
 		return err
 	}
-	c.load = load{callers: 64, keys: keyspaces()["uniform"], acquire: pgratelimit(client.New(c.pool), "durable"), server: pg.pid}
+	c.load = load{callers: 64, keys: keyspaces()["uniform"], acquire: pgratelimit(client.New(c.pool), "durable"), servers: []int{pg.pid}}
 	return nil
 }
 

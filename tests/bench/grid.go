@@ -128,7 +128,7 @@ func (g *grid) warmUp(ctx context.Context) error {
 		if !g.needed(name) {
 			continue
 		}
-		l := load{callers: 64, keys: g.keyspaces["uniform"], acquire: o.acquire, server: o.server}
+		l := load{callers: 64, keys: g.keyspaces["uniform"], acquire: o.acquire, servers: []int{o.server}}
 		if _, err := l.run(ctx, g.lab.window); err != nil {
 			return fmt.Errorf("%s: %w", name, err)
 		}
@@ -235,7 +235,7 @@ func (g *grid) run(ctx context.Context, cell string) (sample, error) {
 		callers: callers,
 		keys:    g.keyspaces[keys],
 		acquire: o.acquire,
-		server:  o.server,
+		servers: []int{o.server},
 	}
 	return l.run(ctx, g.lab.window)
 }

@@ -111,7 +111,7 @@ func (l *leases) open(ctx context.Context, cells []string) error {
 func (l *leases) run(ctx context.Context, cell string) (sample, error) {
 	part := strings.Split(cell, "/")
 	o := l.opponents[part[1]]
-	load := load{callers: leasesCallers, keys: l.keyspaces[part[2]], acquire: o.acquire, server: o.server}
+	load := load{callers: leasesCallers, keys: l.keyspaces[part[2]], acquire: o.acquire, servers: []int{o.server}}
 	return load.run(ctx, 2*l.lab.window)
 }
 

@@ -16,9 +16,8 @@ type load struct {
 	callers int
 	keys    *keyspace
 	acquire acquirer
-	server  int   // the process whose CPU time is counted with its children's
-	nodes   []int // others of the same cluster, whose time counts as well
-	program int   // another one between callers and server, or 0
+	servers []int // the processes whose CPU time is counted with their children's
+	program int   // another one between callers and servers, or 0
 }
 
 // warmUp is how much of a window goes before it: connections are made and statements prepared.
@@ -64,12 +63,12 @@ func (l load) latencies(ctx context.Context, warmUp time.Duration, beside func(c
 	}
 	_ = pause(ctx, warmUp) // an error of the callers is looked at below
 
-	begin, own, program, server := time.Now(), cpuOwn(), cpuOf(l.program), l.cpuOfServers()
+	begin, own, program, server := time.Now(), cpuOwn(), cpuOf(l.program), cpuOf(l.servers...)
 	counting.Store(true)
 	err := beside(ctx)
 	counting.Store(false)
 	elapsed := time.Since(begin)
-	own, program, server = cpuOwn()-own, cpuOf(l.program)-program, l.cpuOfServers()-server
+	own, program, server = cpuOwn()-own, cpuOf(l.program)-program, cpuOf(l.servers...)-server
 	ended.Store(true)
 	callers.Wait()
 	if cause := context.Cause(ctx); cause != nil {
@@ -91,14 +90,6 @@ func (l load) latencies(ctx context.Context, warmUp time.Duration, beside func(c
 		cpuClient:  float64(own.Microseconds()) / decisions,
 		cpuProgram: float64(program.Microseconds()) / decisions,
 	}, all, nil
-}
-
-func (l load) cpuOfServers() time.Duration {
-	used := cpuOf(l.server)
-	for _, node := range l.nodes {
-		used += cpuOf(node)
-	}
-	return used
 }
 
 // quantile returns microseconds.

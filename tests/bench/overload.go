@@ -51,7 +51,7 @@ func (o *overload) open(ctx context.Context, _ []string) error {
 
 func (o *overload) run(ctx context.Context, cell string) (sample, error) {
 	window := 2 * o.lab.window
-	closed := load{callers: 512, keys: o.keys, acquire: pgratelimit(o.combiner, "durable"), server: o.lab.pg.pid}
+	closed := load{callers: 512, keys: o.keys, acquire: pgratelimit(o.combiner, "durable"), servers: []int{o.lab.pg.pid}}
 	found, err := closed.run(ctx, window)
 	if err != nil {
 		return nil, err

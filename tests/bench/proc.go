@@ -11,11 +11,13 @@ import (
 	"time"
 )
 
-// cpuOf returns the CPU time that a process and its children have used, from /proc.
-func cpuOf(pid int) time.Duration {
-	used := cpuOfStat(pid, 11, 12, 13, 14) // utime, stime, and those of children that have ended
-	for _, child := range children(pid) {
-		used += cpuOfStat(child, 11, 12)
+// cpuOf returns the CPU time that processes and their children have used, from /proc.
+func cpuOf(pids ...int) (used time.Duration) {
+	for _, pid := range pids {
+		used += cpuOfStat(pid, 11, 12, 13, 14) // utime, stime, and those of children that have ended
+		for _, child := range children(pid) {
+			used += cpuOfStat(child, 11, 12)
+		}
 	}
 	return used
 }

@@ -208,12 +208,12 @@ func (s *served) overJSON(p *program) acquirer {
 func (s *served) run(ctx context.Context, cell string) (sample, error) {
 	_, rest, _ := strings.Cut(cell, "/")
 	way, rest, _ := strings.Cut(rest, "/")
-	l := load{keys: s.keys, acquire: s.acquire[way], server: s.lab.pg.pid, program: s.program.pid}
+	l := load{keys: s.keys, acquire: s.acquire[way], servers: []int{s.lab.pg.pid}, program: s.program.pid}
 	switch way {
 	case "redis":
-		l.server = s.lab.redis[false].pid
+		l.servers = []int{s.lab.redis[false].pid}
 	case "envoy":
-		l.server, l.program = s.lab.redis[false].pid, s.envoy.pid
+		l.servers, l.program = []int{s.lab.redis[false].pid}, s.envoy.pid
 	}
 	if rest == "overload" {
 		l.acquire, l.program = s.remote.acquire[way], s.remote.program.pid
@@ -234,7 +234,7 @@ const (
 //
 // Callers have cores of their own. What is asked of the server here takes nothing from it there.
 func (s *served) overload(ctx context.Context, l load) (sample, error) {
-	back, err := separate(l.program, l.server)
+	back, err := separate(append(l.servers, l.program)...)
 	if err != nil {
 		return nil, err
 	}

@@ -131,8 +131,7 @@ func (s *shardsCost) connect(ctx context.Context, way string, urls []string) err
 }
 
 func (s *shardsCost) run(ctx context.Context, cell string) (sample, error) {
-	servers := s.servers[strings.Split(cell, "/")[1]]
-	l := load{callers: shardsCallers, keys: s.keys, acquire: s.acquire[cell], server: servers[0], nodes: servers[1:]}
+	l := load{callers: shardsCallers, keys: s.keys, acquire: s.acquire[cell], servers: s.servers[strings.Split(cell, "/")[1]]}
 	return l.run(ctx, s.lab.window)
 }
 

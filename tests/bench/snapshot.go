@@ -33,7 +33,7 @@ func (s *snapshot) open(ctx context.Context, _ []string) (err error) {
 	if s.pool, err = pg.pool(ctx, snapshotDatabase, false, connections); err != nil {
 		return err
 	}
-	s.load = load{callers: 64, keys: keyspaces()["hot"], server: pg.pid}
+	s.load = load{callers: 64, keys: keyspaces()["hot"], servers: []int{pg.pid}}
 	combiner := newCombiner(s.pool, s.lab.calls)
 	s.load.acquire, s.closer = pgratelimit(combiner, "durable"), combiner.Close
 	return nil

@@ -91,7 +91,7 @@ func (v *versions) open(ctx context.Context, cells []string) error {
 }
 
 func (v *versions) run(ctx context.Context, cell string) (sample, error) {
-	l := load{callers: versionsCallers, keys: v.keys, acquire: v.acquire[cell], server: v.servers[strings.Split(cell, "/")[1]].pid}
+	l := load{callers: versionsCallers, keys: v.keys, acquire: v.acquire[cell], servers: []int{v.servers[strings.Split(cell, "/")[1]].pid}}
 	return l.run(ctx, v.lab.window)
 }
 
