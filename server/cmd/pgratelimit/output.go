@@ -11,6 +11,8 @@ import (
 
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/spf13/cobra"
+
+	"github.com/pgratelimit/pgratelimit/server/internal/grant"
 )
 
 // print prints an answer: with --json the value, and otherwise the text.
@@ -39,7 +41,7 @@ func described(err error) error {
 	case pgErr.Code == "42883": // undefined_function
 		hint = "Run pgratelimit install, or put the schema of the functions on search_path."
 	case pgErr.Code == "42501" && function != "": // insufficient_privilege
-		hint = "Its owner can run: grant execute on function " + function + " to <role>;"
+		hint = "Its owner can run: " + grant.To(grant.SomeRole, function)
 	}
 	more := strings.Join(slices.DeleteFunc([]string{pgErr.Detail, hint}, func(s string) bool { return s == "" }), " ")
 	if more == "" {

@@ -16,6 +16,7 @@ import (
 
 	"github.com/pgratelimit/pgratelimit/client"
 	"github.com/pgratelimit/pgratelimit/server/internal/config"
+	"github.com/pgratelimit/pgratelimit/server/internal/grant"
 )
 
 // connections are those of a pool, unless its URL has pool_max_conns.
@@ -187,28 +188,41 @@ func openPool(ctx context.Context, c config.Config, n int) (*pgxpool.Pool, error
 	return pgxpool.NewWithConfig(ctx, p)
 }
 
+// A standing is what the database lets its role do.
+type standing struct {
+	isInstalled bool // all of the functions are there
+	may         bool // the role may call all of them
+	isReadOnly  bool
+}
+
+// standingOf asks about functions, each with the types of its arguments.
+func standingOf(ctx context.Context, db *pgxpool.Pool, functions ...string) (s standing, err error) {
+	err = db.QueryRow(ctx, `
+		select pg_catalog.bool_and(f.oid is not null),
+		       pg_catalog.bool_and(coalesce(pg_catalog.has_function_privilege(f.oid, 'execute'), false)),
+		       pg_catalog.current_setting('transaction_read_only') = 'on'
+		  from (select pg_catalog.to_regprocedure(signature)::oid from pg_catalog.unnest($1::text[]) as signature) as f (oid)`,
+		functions).Scan(&s.isInstalled, &s.may, &s.isReadOnly)
+	return s, err
+}
+
 var errNoAnswer = errors.New("the database does not answer")
 
 // check returns why the database cannot acquire.
 func check(ctx context.Context, db *pgxpool.Pool) error {
-	var isInstalled, may, isReadOnly bool
-	err := db.QueryRow(ctx, `
-		select f.oid is not null,
-		       coalesce(pg_catalog.has_function_privilege(f.oid, 'execute'), false),
-		       pg_catalog.current_setting('transaction_read_only') = 'on'
-		  from (select pg_catalog.to_regprocedure('ratelimit_acquire_packed(text[], text[], bigint[], integer[], text[])')::oid) as f (oid)`,
-	).Scan(&isInstalled, &may, &isReadOnly)
+	s, err := standingOf(ctx, db, "ratelimit_acquire_packed(text[], text[], bigint[], integer[], text[])")
 	switch {
 	case errors.Is(err, client.ErrWrongShard):
 		return err
 	case err != nil:
 		return fmt.Errorf("%w: %w", errNoAnswer, err)
-	case !isInstalled:
+	case !s.isInstalled:
 		return errors.New("pgratelimit is not installed in the database, or its schema is not on search_path, or its version is older than this program: run pgratelimit install")
-	case !may:
-		return errors.New("the role may not acquire: its owner can run: grant execute on function ratelimit_acquire, ratelimit_acquire_all, " +
-			"ratelimit_acquire_packed to <role>; docs/server.md has the grants for other calls")
-	case isReadOnly:
+	case !s.may:
+		return errors.New("the role may not acquire: its owner can run: " +
+			grant.To(grant.SomeRole, "ratelimit_acquire", "ratelimit_acquire_all", "ratelimit_acquire_packed") +
+			" docs/server.md has the grants for other calls")
+	case s.isReadOnly:
 		return errors.New("the database is read-only")
 	}
 	return nil
@@ -236,17 +250,13 @@ func definePolicy(ctx context.Context, db *pgxpool.Pool, policy client.Policy) e
 // checkLeases makes sure that the role may lease: what fills leases has no caller whom an error would reach. A policy may be
 // defined later.
 func checkLeases(ctx context.Context, db *pgxpool.Pool, leases []client.Lease, log *slog.Logger) error {
-	var may bool
-	err := db.QueryRow(ctx, `
-		select pg_catalog.bool_and(coalesce(pg_catalog.has_function_privilege(pg_catalog.to_regprocedure(f)::oid, 'execute'), false))
-		  from (values ('ratelimit_acquire_up_to(text, text, bigint, bigint, text)'), ('ratelimit_refund(text, text, bigint)')) as needed (f)`,
-	).Scan(&may)
+	s, err := standingOf(ctx, db, "ratelimit_acquire_up_to(text, text, bigint, bigint, text)", "ratelimit_refund(text, text, bigint)")
 	if err != nil {
 		return fmt.Errorf("LEASES: %w", err)
 	}
-	if !may {
-		return errors.New("LEASES: the role may not take tokens ahead. An administrator has to run: " +
-			"grant execute on function ratelimit_acquire_up_to, ratelimit_refund to the server's role")
+	if !s.may {
+		return errors.New("LEASES: the role may not take tokens ahead: its owner can run: " +
+			grant.To(grant.SomeRole, "ratelimit_acquire_up_to", "ratelimit_refund"))
 	}
 	for _, lease := range leases {
 		_, err := client.New(db).Peek(ctx, lease.Policy, "any", client.Cost(0))

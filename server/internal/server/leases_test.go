@@ -133,7 +133,7 @@ func TestLeases_NeedGrants(t *testing.T) {
 	const others = "ratelimit_acquire, ratelimit_acquire_all, ratelimit_acquire_packed, ratelimit_charge, ratelimit_settle, ratelimit_peek, ratelimit_refund"
 	db.Exec(t, "grant execute on function "+others+" to "+role)
 	_, err := server.Start(t.Context(), load(t, as(t, db, role), "LEASES=api"), slog.New(slog.DiscardHandler))
-	require.ErrorContains(t, err, "grant execute on function ratelimit_acquire_up_to, ratelimit_refund to the server's role")
+	require.ErrorContains(t, err, "grant execute on function ratelimit_acquire_up_to, ratelimit_refund to <role>;")
 	db.Exec(t, "grant execute on function ratelimit_acquire_up_to to "+role)
 	start(t, as(t, db, role), "LEASES=api")
 }
