@@ -556,9 +556,13 @@ func TestPLProxy_AShardIsDown(t *testing.T) {
 		require.Nil(t, answers[0].Decision)
 		require.Contains(t, answers[0].Error, "no answer from a shard")
 		require.NotNil(t, answers[1].Decision)
-		_, err = conn.Exec(t.Context(), "select ratelimit_define_policy('p', remember => '2 days')")
-		require.Contains(t, codes, sqlState(err))
-		require.Contains(t, pgError(err).Detail, "Failed: shard 1 of 2.")
+		ctx, cancel := context.WithTimeout(t.Context(), patience)
+		defer cancel()
+		for _, statement := range []string{"select ratelimit_define_policy('p', remember => '2 days')", "call ratelimit_cleanup_all()"} {
+			_, err = conn.Exec(ctx, statement)
+			require.Contains(t, codes, sqlState(err), statement)
+			require.Contains(t, pgError(err).Detail, "Failed: shard 1 of 2.", statement)
+		}
 	}
 	f.shards[1].Pool.Close()
 	require.NoError(t, other.Stop(t.Context(), true))
