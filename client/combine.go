@@ -27,7 +27,7 @@ const (
 	maxLength = 512
 )
 
-// Pool is what *pgxpool.Pool has, and neither a connection nor a transaction does.
+// Pool is what *pgxpool.Pool has, and whatever embeds it. A connection has another Close, and a transaction no BeginTx.
 type Pool interface {
 	Querier
 	BeginTx(ctx context.Context, options pgx.TxOptions) (pgx.Tx, error)
@@ -41,7 +41,6 @@ type Pool interface {
 // Close it when it is no longer used.
 type Combiner struct {
 	limiter
-	pool    Pool
 	waiters sync.Pool
 	batches sync.Pool
 	running sync.WaitGroup
@@ -76,7 +75,6 @@ func newCombiner(pool Pool, config config) *Combiner {
 	}
 	return &Combiner{
 		limiter: newLimiter(pool, config),
-		pool:    pool,
 		queue:   newQueue(config.calls, config.waiting),
 		waiters: sync.Pool{New: func() any { return &waiter{done: make(chan struct{}, 1)} }},
 		batches: sync.Pool{New: func() any { return new(batch) }},

@@ -21,7 +21,7 @@ const (
 // if each call on db is a transaction of its own; after the loss of a connection too, if db has others
 // and the call does the same however often it is sent.
 func retry(ctx context.Context, db Querier, once bool, try func() error) error {
-	_, others := db.(pool)
+	_, others := db.(Pool)
 	again := isAutocommit(db) // asked first: a failed transaction looks different afterwards
 	for n := 1; ; n++ {
 		err := try()
@@ -59,7 +59,7 @@ func isUnknown(err error) bool {
 // be a transaction.
 func isAutocommit(db Querier) bool {
 	switch db := db.(type) {
-	case pool:
+	case Pool:
 		return true
 	case *pgx.Conn:
 		return isIdle(db)
@@ -69,22 +69,10 @@ func isAutocommit(db Querier) bool {
 	return false
 }
 
-// pool is *pgxpool.Pool and whatever embeds it, told from a connection by its Close, without a
-// dependency on the pool.
-type pool interface {
-	starter
-	Close()
-}
-
-// poolConn is *pgxpool.Conn.
+// poolConn is *pgxpool.Conn. A transaction has Conn, too, but no BeginTx: it nests with Begin, without options.
 type poolConn interface {
-	starter
-	Conn() *pgx.Conn
-}
-
-// starter is what a pgx.Tx is not: it nests with Begin, and has no options to choose.
-type starter interface {
 	BeginTx(ctx context.Context, options pgx.TxOptions) (pgx.Tx, error)
+	Conn() *pgx.Conn
 }
 
 func isIdle(conn *pgx.Conn) bool {

@@ -91,7 +91,7 @@ func (l *limiter) giveBack(ctx context.Context, policy, key, idempotencyKey stri
 // isInTransaction reports whether db is known to be in a transaction, which other calls on it would be part of.
 func isInTransaction(db Querier) bool {
 	switch db := db.(type) {
-	case pool:
+	case Pool:
 		return false
 	case *pgx.Conn:
 		return !isIdle(db)
