@@ -3,6 +3,7 @@ package client
 import (
 	"context"
 	"errors"
+	"fmt"
 	"hash/maphash"
 	"maps"
 	"slices"
@@ -29,7 +30,7 @@ const (
 	closingCalls = 8
 )
 
-// A Lease lets a [Leaser] hold tokens of the hot buckets of one policy.
+// A Lease lets a [Leaser] hold tokens of the hot buckets of one policy. A Leaser has one for a policy at most.
 type Lease struct {
 	Policy string
 
@@ -109,7 +110,8 @@ type Leaser struct {
 }
 
 // NewLeaser returns a Leaser. The role needs what that of a Combiner does, and EXECUTE on ratelimit_acquire_up_to and on
-// ratelimit_refund. Options are those of [NewCombiner] and a [Lease] for each policy whose tokens may be held.
+// ratelimit_refund. Options are those of [NewCombiner] and one [Lease] for each policy whose tokens may be held. Panics if two
+// are for the same policy, if one is out of range, and where NewCombiner does.
 func NewLeaser(pool Pool, opts ...LeaserOption) *Leaser {
 	config := newConfig(opts)
 	l := &Leaser{
@@ -123,6 +125,9 @@ func NewLeaser(pool Pool, opts ...LeaserOption) *Leaser {
 	l.own = l.combiner.limiter
 	l.own.hooks.Answered = nil
 	for _, lease := range config.leases {
+		if l.policies[lease.Policy] != nil {
+			panic(fmt.Sprintf("client: NewLeaser: two Leases for policy %q", lease.Policy))
+		}
 		l.policies[lease.Policy] = &leasedPolicy{Lease: lease.withDefaults(), seed: maphash.MakeSeed()}
 	}
 	if len(l.policies) > 0 {

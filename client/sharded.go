@@ -52,7 +52,8 @@ func newShard(leaser *Leaser, number, of int) *shard {
 
 // NewSharded returns a Sharded on the databases of pools: shard 0, shard 1 and so on, a power of two of them. Each database
 // must have been told which shard it is, by ratelimit_define_shard. The role needs EXECUTE on ratelimit_shard, and what a
-// [NewCombiner] needs, or with a [Lease] a [NewLeaser]. Options are those of NewLeaser, for each of the shards.
+// [NewCombiner] needs, or with a [Lease] a [NewLeaser]. Options are those of NewLeaser, for each of the shards. Panics where
+// NewLeaser does.
 //
 // It asks every database which shard it is, and fails if one says that it is another, or none, or cannot say. One that cannot
 // be reached within 5 seconds is asked before its first call, once for all who wait for it then, so that a program can start

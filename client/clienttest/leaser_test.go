@@ -520,6 +520,9 @@ func TestLeaser_RefusesALeaseThatIsNone(t *testing.T) {
 		require.Panics(t, func() { client.NewLeaser(&distant{}, wrong) })
 	}
 	require.Panics(t, func() { client.NewLeaser(&distant{}, client.CallsInFlight(0)) })
+	require.PanicsWithValue(t, `client: NewLeaser: two Leases for policy "p"`, func() {
+		client.NewLeaser(&distant{}, client.Lease{Policy: "p"}, client.Lease{Policy: "q"}, client.Lease{Policy: "p", MaxShare: 0.2})
+	})
 }
 
 // With the cache, what the server has promised is denied here; the lease comes first.
