@@ -100,10 +100,8 @@ const fieldsOfDecision = 7
 
 // The columns of a joint decision. The decisions are one array of numbers, since nothing but numbers means
 // the same in every way of sending it.
-const jointColumns = decisionColumns + ", binding, array(select array[" +
-	"d.allowed::integer, d.remaining, " +
-	"(extract(epoch from d.retry_after) * 1000000.0)::bigint, " +
-	"(extract(epoch from d.reset_after) * 1000000.0)::bigint, " +
+var jointColumns = decisionColumns + ", binding, array(select array[" +
+	"d.allowed::integer, d.remaining, " + microseconds("d.retry_after") + ", " + microseconds("d.reset_after") + ", " +
 	"d.capacity, d.replayed::integer, d.shadowed::integer" +
 	"] from pg_catalog.unnest(decisions) with ordinality as d order by d.ordinality)"
 

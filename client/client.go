@@ -242,12 +242,21 @@ type call struct {
 	once     bool // does the same however often it is sent
 }
 
-// The columns of a decision, times in microseconds. The factor is numeric, as extract is: for an integer,
+// microseconds selects an interval, or a time, as a bigint. The factor is numeric, as extract is: for an integer,
 // an operator that somebody planted on search_path would be the closer match.
-const decisionColumns = "allowed, remaining, " +
-	"(extract(epoch from retry_after) * 1000000.0)::bigint, " +
-	"(extract(epoch from reset_after) * 1000000.0)::bigint, " +
-	"capacity, replayed, shadowed"
+func microseconds(column string) string {
+	return "(extract(epoch from " + column + ") * 1000000.0)::bigint"
+}
+
+// The columns of a decision, and in their order those of a reservation.
+var (
+	decisionColumns    = columnsWith("retry_after")
+	reservationColumns = columnsWith("wait")
+)
+
+func columnsWith(wait string) string {
+	return "allowed, remaining, " + microseconds(wait) + ", " + microseconds("reset_after") + ", capacity, replayed, shadowed"
+}
 
 // A decisionRow is where those columns are read to.
 type decisionRow struct {

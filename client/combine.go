@@ -10,7 +10,6 @@ import (
 	"unicode/utf8"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgconn"
 )
 
 const (
@@ -381,12 +380,4 @@ func (c *Combiner) askMany(ctx context.Context, b *batch) error {
 		return err
 	}
 	return failed(call.verb, b.packed.answer(b.waiters))
-}
-
-// isText reports whether text is at fault that this database cannot hold.
-func isText(err error) bool {
-	var pgErr *pgconn.PgError
-	return errors.As(err, &pgErr) &&
-		(pgErr.Code == "22021" || // character_not_in_repertoire
-			pgErr.Code == "22P05") // untranslatable_character
 }

@@ -94,6 +94,14 @@ func kindOf(code string) error {
 	return nil
 }
 
+// isText reports whether text is at fault that this database cannot hold.
+func isText(err error) bool {
+	var pgErr *pgconn.PgError
+	return errors.As(err, &pgErr) &&
+		(pgErr.Code == "22021" || // character_not_in_repertoire
+			pgErr.Code == "22P05") // untranslatable_character
+}
+
 // A callError is an error wrapped once, with the verb that failed.
 type callError struct {
 	verb     string
@@ -129,7 +137,7 @@ func (e *callError) hint(err *pgconn.PgError) string {
 		return "Install pgratelimit in this database, put its schema on search_path, or name it with client.Schema."
 	case err.Code == "55P03" && err.Hint == "": // lock_not_available
 		return "Another transaction has held the bucket or policy for longer than lock_timeout. Nothing was taken: try again later."
-	case err.Code == "22021", err.Code == "22P05": // character_not_in_repertoire, untranslatable_character
+	case isText(err):
 		return "This database cannot hold a policy, key or idempotency key with these bytes: pass text in UTF-8, or a hash."
 	case err.Code == "42501": // insufficient_privilege
 		name, signature := strings.TrimSuffix(nameOf.FindString(e.function), "("), parameter.ReplaceAllString(e.function, "")

@@ -64,6 +64,12 @@ func (l *limiter) RemoveOverride(ctx context.Context, policy, key string) (remov
 	return removed, err
 }
 
+// All overrides are one row, because that is what a Querier gives.
+var overrideColumns = `coalesce(pg_catalog.json_agg(pg_catalog.json_build_object(
+		'policy', policy, 'key', key, 'capacity', capacity, 'refill', refill,
+		'every', ` + microseconds("every") + `, 'expires_at', ` + microseconds("expires_at") + `
+		) order by policy collate "C", key collate "C"), '[]')::text`
+
 // Overrides lists overrides that have not expired, ordered by policy and key, as they can be passed to
 // Override. Options are [OfPolicy], [OfKey] and [MaxRows], which defaults to 1,000. It writes and locks nothing.
 //
@@ -71,16 +77,10 @@ func (l *limiter) RemoveOverride(ctx context.Context, policy, key string) (remov
 func (l *limiter) Overrides(ctx context.Context, opts ...OverridesOption) ([]Override, error) {
 	const verb = "list overrides"
 	config := newOverrides(opts)
-	// One row, because that is what a Querier gives.
-	const columns = `coalesce(pg_catalog.json_agg(pg_catalog.json_build_object(
-		'policy', policy, 'key', key, 'capacity', capacity, 'refill', refill,
-		'every', (extract(epoch from every) * 1000000.0)::bigint,
-		'expires_at', (extract(epoch from expires_at) * 1000000.0)::bigint
-		) order by policy collate "C", key collate "C"), '[]')::text`
 	var text string
 	err := l.query(ctx, call{
 		verb:     verb,
-		columns:  columns,
+		columns:  overrideColumns,
 		function: "ratelimit_overrides($1::text, $2::text, $3::bigint::integer)",
 		args:     []any{config.policy, config.key, int64(config.maxRows)},
 	}, &text)

@@ -98,7 +98,7 @@ func (p *packed) add(r request) {
 }
 
 var (
-	errUnanswered = failed("acquire", errors.New("no answer"))
+	errUnanswered = failed(verbAcquire, errors.New("no answer"))
 	errMisshapen  = errors.New("an answer whose arrays do not fit together")
 )
 

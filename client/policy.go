@@ -117,19 +117,17 @@ func (l *limiter) DropPolicy(ctx context.Context, name string) error {
 	})
 }
 
+// All policies are one row, because that is what a Querier gives.
+var policyColumns = `coalesce(pg_catalog.json_agg(pg_catalog.json_build_object(
+		'name', policy, 'capacity', capacity, 'refill', refill, 'every', ` + microseconds("every") + `,
+		'stepped', stepped, 'durable', durable, 'remember', ` + microseconds("remember") + `, 'shadow', shadow
+		) order by policy collate "C"), '[]')::text`
+
 // Policies lists the policies, ordered by name, with nothing left open. It writes and locks nothing.
 func (l *limiter) Policies(ctx context.Context) ([]Policy, error) {
 	const verb = "list policies"
-	// One row, because that is what a Querier gives.
-	const columns = `coalesce(pg_catalog.json_agg(pg_catalog.json_build_object(
-		'name', policy, 'capacity', capacity, 'refill', refill,
-		'every', (extract(epoch from every) * 1000000.0)::bigint,
-		'stepped', stepped, 'durable', durable,
-		'remember', (extract(epoch from remember) * 1000000.0)::bigint,
-		'shadow', shadow
-		) order by policy collate "C"), '[]')::text`
 	var text string
-	err := l.query(ctx, call{verb: verb, columns: columns, function: "ratelimit_policies()"}, &text)
+	err := l.query(ctx, call{verb: verb, columns: policyColumns, function: "ratelimit_policies()"}, &text)
 	if err != nil {
 		return nil, err
 	}

@@ -231,12 +231,13 @@ func (s *Sharded) Acquire(ctx context.Context, policy, key string, opts ...Acqui
 // Errors: [ErrSeveralShards]; those of Combiner.AcquireAll, in a [*ShardError].
 func (s *Sharded) AcquireAll(ctx context.Context, charges []Charge, opts ...AcquireAllOption) (JointDecision, error) {
 	var key string // of none: the error is any shard's to tell
+	if len(charges) > 0 {
+		key = charges[0].Key
+	}
+	first := ShardOf(key, len(s.shards))
 	for i, c := range charges {
-		if i == 0 {
-			key = c.Key
-		}
-		if first, this := ShardOf(key, len(s.shards)), ShardOf(c.Key, len(s.shards)); this != first {
-			return JointDecision{}, failed("acquire all", fmt.Errorf("%w: charge 0 to shard %d and charge %d to shard %d of %d, and a request is one "+
+		if this := ShardOf(c.Key, len(s.shards)); this != first {
+			return JointDecision{}, failed(verbAcquireAll, fmt.Errorf("%w: charge 0 to shard %d and charge %d to shard %d of %d, and a request is one "+
 				"transaction in one database. Give limits that are asked for together the same key, under different policies; "+
 				"or ask for each alone, and refund when a later one is denied", ErrSeveralShards, first, i, this, len(s.shards)))
 		}

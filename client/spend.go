@@ -136,12 +136,6 @@ func (l *limiter) reserve(ctx context.Context, r request, maxWait time.Duration)
 	return row.decision(), nil
 }
 
-// The columns of a reservation, in the order of those of a decision.
-const reservationColumns = "allowed, remaining, " +
-	"(extract(epoch from wait) * 1000000.0)::bigint, " +
-	"(extract(epoch from reset_after) * 1000000.0)::bigint, " +
-	"capacity, replayed, shadowed"
-
 // A PartialDecision is the answer to [Limiter.AcquireUpTo].
 type PartialDecision struct {
 	Decision
@@ -150,6 +144,8 @@ type PartialDecision struct {
 	// that only watches it is always what was asked for at most.
 	Taken int64
 }
+
+var partialColumns = decisionColumns + ", taken"
 
 // AcquireUpTo takes as many whole tokens from the bucket of key as it holds, atMost, and tells how many. With fewer than
 // [AtLeast] it takes none, and answers a denial, whose RetryAfter is the time until that many are there. Options are AtLeast
@@ -179,7 +175,7 @@ func (l *limiter) AcquireUpTo(ctx context.Context, policy, key string, atMost in
 	begin := l.hooks.begin()
 	err := l.query(ctx, call{
 		verb:     verbAcquireUpTo,
-		columns:  decisionColumns + ", taken",
+		columns:  partialColumns,
 		function: "ratelimit_acquire_up_to($1::text, $2::text, $3::bigint, $4::bigint, $5::text)",
 		args:     []any{policy, key, atMost, atLeast, r.idempotencyKey},
 		tokens:   true,
