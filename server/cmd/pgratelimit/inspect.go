@@ -33,15 +33,12 @@ func (p *program) status() *cobra.Command {
 		if err != nil {
 			return err
 		}
-		slices.SortStableFunc(buckets, func(a, b inspect.Bucket) int { return cmp.Compare(share(a), share(b)) }) // those of several shards
+		slices.SortStableFunc(buckets, func(a, b inspect.Bucket) int { return cmp.Compare(a.Share(), b.Share()) }) // those of several shards
 		buckets = buckets[:min(len(buckets), int(maxRows))]
 		return p.print(c, buckets, tableOf(buckets))
 	}
 	return c
 }
-
-// share is how much of its capacity a bucket holds.
-func share(b inspect.Bucket) float64 { return float64(b.Remaining) / float64(max(1, b.Capacity)) }
 
 func tableOf(buckets []inspect.Bucket) string {
 	if len(buckets) == 0 {

@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/server/internal/service"
 )
 
 // A Config is all settings.
@@ -199,7 +200,7 @@ func defaultPolicy(capacity, rate string) (client.Policy, error) {
 		return client.Policy{}, fmt.Errorf("DEFAULT_REFILL_RATE: %q is no number of tokens a second, such as 10 or 0.5, of at most %d decimals", rate, maxRateDigits)
 	}
 	policy := client.Policy{
-		Name:     "default",
+		Name:     service.DefaultPolicy,
 		Capacity: tokens,
 		Refill:   perSecond.Num().Int64(),
 		Every:    time.Duration(perSecond.Denom().Int64()) * time.Second,

@@ -27,6 +27,9 @@ type Bucket struct {
 	Overridden bool             `json:"overridden"`
 }
 
+// Share is how much of its capacity the bucket holds, below 0 in debt.
+func (b Bucket) Share() float64 { return float64(b.Remaining) / float64(max(1, b.Capacity)) }
+
 // Buckets are the emptiest, of one policy or of all. To find them every bucket is read.
 func Buckets(ctx context.Context, db Querier, policy *string, atMost int32) ([]Bucket, error) {
 	rows, _ := db.Query(ctx, `

@@ -126,7 +126,7 @@ type part[T any] struct {
 
 type bucket struct {
 	inspect.Bucket
-	Share   float64 // of the capacity, in percent
+	Percent float64 // of the capacity, from 0 to 100
 	IsEmpty bool
 }
 
@@ -186,7 +186,7 @@ func partOf[From, To any](now time.Time, s section[From], convert func(From) To)
 }
 
 func bucketOf(b inspect.Bucket) bucket {
-	return bucket{Bucket: b, Share: 100 * max(0, min(1, float64(b.Remaining)/float64(max(1, b.Capacity)))), IsEmpty: b.Remaining < 1}
+	return bucket{Bucket: b, Percent: 100 * max(0, min(1, b.Share())), IsEmpty: b.Remaining < 1}
 }
 
 func policyOf(p client.Policy) policyRow {

@@ -234,10 +234,10 @@ func definePolicy(ctx context.Context, db *pgxpool.Pool, policy client.Policy) e
 		if _, err := tx.Exec(ctx, "select pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext('pgratelimit: default policy'))"); err != nil {
 			return err
 		}
-		limiter := client.New(db).WithTx(tx)
-		_, err := client.New(db).Peek(ctx, policy.Name, "any", client.Cost(0))
+		limiter := client.New(db)
+		_, err := limiter.Peek(ctx, policy.Name, "any", client.Cost(0)) // not in tx, which an error would end
 		if errors.Is(err, client.ErrUnknownPolicy) {
-			err = limiter.DefinePolicy(ctx, policy)
+			err = limiter.WithTx(tx).DefinePolicy(ctx, policy)
 		}
 		return err
 	})

@@ -89,27 +89,13 @@ func Start(ctx context.Context, c config.Config, log *slog.Logger) (_ *Server, e
 	if s.metrics, err = metrics.New(otlp...); err != nil {
 		return nil, err
 	}
-	options := []client.LeaserOption{client.CallsInFlight(c.DatabaseCalls)}
-	if c.NoFlush {
-		options = append(options, client.NoFlush())
-	}
-	for _, lease := range c.Leases {
-		options = append(options, lease)
-	}
-	if s.limiter, err = s.databases.limiter(ctx, append(options, client.Observe(s.metrics.Hooks()))); err != nil {
+	if s.limiter, err = s.databases.limiter(ctx, s.limiterOptions()); err != nil {
 		return nil, err
-	}
-	connections := int(s.databases.pools[0].Config().MaxConns)
-	limits := service.Limits{
-		Shards:         len(s.databases.pools),
-		Calls:          c.MaxCalls,
-		OwnConnections: max(1, min(connections/2, connections-c.SharedConnections())),
-		Time:           c.CallTimeout,
 	}
 	faults := &faultLog{log: log}
 	history := page.NewHistory(time.Now())
 	var leased atomic.Int64
-	s.service = service.New(s.limiter, limits, func(call service.Call) {
+	s.service = service.New(s.limiter, s.limits(), func(call service.Call) {
 		s.metrics.Observe(call)
 		faults.observe(call)
 		if c.StatusPage && call.Operation.Takes() {
@@ -144,6 +130,28 @@ func Start(ctx context.Context, c config.Config, log *slog.Logger) (_ *Server, e
 		return nil, err
 	}
 	return s, nil
+}
+
+func (s *Server) limiterOptions() []client.LeaserOption {
+	options := []client.LeaserOption{client.CallsInFlight(s.config.DatabaseCalls), client.Observe(s.metrics.Hooks())}
+	if s.config.NoFlush {
+		options = append(options, client.NoFlush())
+	}
+	for _, lease := range s.config.Leases {
+		options = append(options, lease)
+	}
+	return options
+}
+
+// limits leave connections of each pool to calls that are shared.
+func (s *Server) limits() service.Limits {
+	connections := int(s.databases.pools[0].Config().MaxConns)
+	return service.Limits{
+		Shards:         len(s.databases.pools),
+		Calls:          s.config.MaxCalls,
+		OwnConnections: max(1, min(connections/2, connections-s.config.SharedConnections())),
+		Time:           s.config.CallTimeout,
+	}
 }
 
 func (s *Server) listen() error {
