@@ -312,7 +312,7 @@ func checkTokens(argument string, n int64) error {
 }
 
 func checkRange(argument string, n, least int64) error {
-	if n < least || n > 9_000_000_000_000 {
+	if n < least || n > maxTokens {
 		return invalid(argument, n)
 	}
 	return nil

@@ -17,17 +17,21 @@ import (
 	"text/template"
 
 	"github.com/jackc/tern/v2/migrate"
+
+	"github.com/pgratelimit/pgratelimit/migrations"
 )
 
 // Files are texts by their paths.
 type Files map[string][]byte
 
-// Each format is a directory of All. Those with an archive are zipped for a release; the others go there as they are.
-var formats = []struct {
+// A format is a directory of All. One with an archive is zipped for a release; the others go there as they are.
+type format struct {
 	dir     string
 	make    func(*source) (Files, error)
 	archive bool
-}{
+}
+
+var formats = []format{
 	{"psql", psql, false},
 	{"extension", extension, true},
 	{"pg_tle", pgTLE, false},
@@ -45,15 +49,7 @@ func All(repository fs.FS) (Files, error) {
 	if err != nil {
 		return nil, err
 	}
-	all := Files{}
-	for _, format := range formats {
-		files, err := s.in(format.dir)
-		if err != nil {
-			return nil, err
-		}
-		maps.Copy(all, files)
-	}
-	return all, nil
+	return s.in(formats)
 }
 
 // One makes one package of those of All.
@@ -62,31 +58,41 @@ func One(repository fs.FS, dir string) (Files, error) {
 	if err != nil {
 		return nil, err
 	}
-	return s.in(dir)
-}
-
-// in makes the package of a directory.
-func (s *source) in(dir string) (Files, error) {
-	for _, format := range formats {
-		if format.dir != dir {
-			continue
+	for i := range formats {
+		if formats[i].dir == dir {
+			return s.in(formats[i : i+1])
 		}
-		files, err := format.make(s)
-		if err != nil {
-			return nil, fmt.Errorf("%s: %w", dir, err)
-		}
-		all := Files{}
-		for name, text := range files {
-			all[path.Join(dir, name)] = text
-		}
-		return all, nil
 	}
 	return nil, fmt.Errorf("there is no package %s", dir)
 }
 
+// in makes packages, each in its directory.
+func (s *source) in(formats []format) (Files, error) {
+	all := Files{}
+	for _, format := range formats {
+		files, err := format.of(s)
+		if err != nil {
+			return nil, err
+		}
+		for name, text := range files {
+			all[path.Join(format.dir, name)] = text
+		}
+	}
+	return all, nil
+}
+
+// of makes the package, and says which one failed.
+func (f format) of(s *source) (Files, error) {
+	files, err := f.make(s)
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", f.dir, err)
+	}
+	return files, nil
+}
+
 // Psql makes the files of migrations/psql, from the directory of migrations.
-func Psql(migrations fs.FS) (Files, error) {
-	s, err := load(migrations)
+func Psql(files fs.FS) (Files, error) {
+	s, err := load(files)
 	if err != nil {
 		return nil, err
 	}
@@ -114,11 +120,11 @@ type release struct {
 var templates embed.FS
 
 func open(repository fs.FS) (*source, error) {
-	migrations, err := fs.Sub(repository, "migrations")
+	files, err := fs.Sub(repository, "migrations")
 	if err != nil {
 		return nil, err
 	}
-	s, err := load(migrations)
+	s, err := load(files)
 	if err != nil {
 		return nil, err
 	}
@@ -128,7 +134,7 @@ func open(repository fs.FS) (*source, error) {
 
 func load(files fs.FS) (*source, error) {
 	s := &source{files: files}
-	migrator, err := migrate.NewMigrator(context.Background(), nil, "ratelimit.schema_version")
+	migrator, err := migrate.NewMigrator(context.Background(), nil, migrations.VersionTable)
 	if err == nil {
 		err = migrator.LoadMigrations(files) // for which it needs no connection
 	}
@@ -207,7 +213,7 @@ func (s *source) Names() map[string][]string {
 			sets[match[1]][match[2]+match[3]] = true
 		}
 	}
-	sets["table"]["ratelimit.schema_version"] = true // which prepare creates
+	sets["table"][migrations.VersionTable] = true // which prepare creates
 	names := map[string][]string{}
 	for kind, set := range sets {
 		names[kind] = slices.Sorted(maps.Keys(set))

@@ -21,9 +21,9 @@ func Release(repository fs.FS) (Files, error) {
 	name := "pgratelimit-" + s.Newest().Version
 	all := Files{}
 	for _, format := range formats {
-		files, err := format.make(s)
+		files, err := format.of(s)
 		if err != nil {
-			return nil, fmt.Errorf("%s: %w", format.dir, err)
+			return nil, err
 		}
 		if !format.archive {
 			for file, text := range files {
