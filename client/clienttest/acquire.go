@@ -32,7 +32,7 @@ func (db *database) acquire(now time.Time, charges []model.Charge, idempotencyKe
 	var err error
 	key, isKeyed := idempotencyKey.(string)
 	for _, c := range charges {
-		err = cmp.Or(err, checkName("policy", c.Policy), checkName("key", c.Key), checkTokens("cost", c.Cost))
+		err = cmp.Or(err, checkBucket(c.BucketID), checkTokens("cost", c.Cost))
 		if isKeyed {
 			err = cmp.Or(err, checkName("idempotency_key", key))
 		}

@@ -74,13 +74,13 @@ func (db *database) answer(sql string, args []any) ([]any, error) {
 	case "ratelimit_acquire_packed":
 		return db.packed(now, charges(args), args[3], args[4]), nil
 	case "ratelimit_peek":
-		err = cmp.Or(checkName("policy", args[0]), checkName("key", args[1]), checkTokens("cost", number(2)), db.checkPolicy(text(0)))
+		err = cmp.Or(checkBucket(bucket()), checkTokens("cost", number(2)), db.checkPolicy(text(0)))
 		if err == nil {
 			d, err = db.model.Peek(now, bucket(), number(2))
 		}
 		return columns(d), err
 	case "ratelimit_refund":
-		err = cmp.Or(checkName("policy", args[0]), checkName("key", args[1]), checkTokens("amount", number(2)), db.checkPolicy(text(0)))
+		err = cmp.Or(checkBucket(bucket()), checkTokens("amount", number(2)), db.checkPolicy(text(0)))
 		if err == nil {
 			d, err = db.model.Refund(now, bucket(), number(2))
 		}
@@ -88,7 +88,7 @@ func (db *database) answer(sql string, args []any) ([]any, error) {
 	case "ratelimit_charge", "ratelimit_settle", "ratelimit_reserve", "ratelimit_acquire_up_to":
 		return db.spend(function, now, bucket(), args)
 	case "ratelimit_reset":
-		if err = cmp.Or(checkName("policy", args[0]), checkName("key", args[1]), db.checkPolicy(text(0))); err == nil {
+		if err = cmp.Or(checkBucket(bucket()), db.checkPolicy(text(0))); err == nil {
 			err = db.model.Reset(bucket())
 		}
 		return []any{1}, err
@@ -103,16 +103,16 @@ func (db *database) answer(sql string, args []any) ([]any, error) {
 		return []any{1}, db.override(now, bucket(), args[2:])
 	case "ratelimit_remove_override":
 		had := false
-		if err = cmp.Or(checkName("policy", args[0]), checkName("key", args[1]), db.checkPolicy(text(0))); err == nil {
+		if err = cmp.Or(checkBucket(bucket()), db.checkPolicy(text(0))); err == nil {
 			had, err = db.model.RemoveOverride(now, bucket())
 		}
 		return []any{had}, err
 	case "ratelimit_overrides":
 		if args[0] != nil {
-			err = checkName("policy", args[0])
+			err = checkName("policy", text(0))
 		}
 		if args[1] != nil {
-			err = cmp.Or(err, checkName("key", args[1]))
+			err = cmp.Or(err, checkName("key", text(1)))
 		}
 		err = cmp.Or(err, checkPositive("max_rows", number(2)))
 		if args[0] != nil {
@@ -178,7 +178,7 @@ func (db *database) override(now time.Time, id model.BucketID, args []any) error
 		}
 	}
 	n := numbers(args)
-	err := cmp.Or(checkName("policy", id.Policy), checkName("key", id.Key), checkNumbers(n, model.Policy{Every: 1}, 0, 0))
+	err := cmp.Or(checkBucket(id), checkNumbers(n, model.Policy{Every: 1}, 0, 0))
 	if err == nil && !expires.IsZero() && !expires.After(now) {
 		err = invalid("expires_at", expires)
 	}
@@ -294,8 +294,12 @@ func (db *database) checkPolicy(name string) error {
 	return nil
 }
 
-func checkName(argument string, name any) error {
-	switch n := len(name.(string)); {
+func checkBucket(id model.BucketID) error {
+	return cmp.Or(checkName("policy", id.Policy), checkName("key", id.Key))
+}
+
+func checkName(argument, name string) error {
+	switch n := len(name); {
 	case n == 0:
 		return invalid(argument, "empty")
 	case n > 512:

@@ -14,7 +14,7 @@ const maxTokens = 9_000_000_000_000
 // spend answers the functions that take more than there is, or what there is.
 func (db *database) spend(function string, now time.Time, id model.BucketID, args []any) ([]any, error) {
 	number := func(i int) int64 { n, _ := args[i].(int64); return n }
-	err := cmp.Or(checkName("policy", id.Policy), checkName("key", id.Key))
+	err := checkBucket(id)
 	keyed := func(i int) (key string) {
 		if text, ok := args[i].(string); ok {
 			key = text
