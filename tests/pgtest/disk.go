@@ -30,7 +30,7 @@ func mount(t testing.TB, megabytes int) (dir string) {
 	if err != nil {
 		t.Skipf("mounting a tmpfs: %v", err)
 	}
-	if dir, err = os.MkdirTemp("/tmp", "disk-"); err != nil {
+	if dir, err = os.MkdirTemp(tempDir, "disk-"); err != nil {
 		t.Fatal(err)
 	}
 	options := fmt.Sprintf("size=%dm,mode=1777", megabytes)

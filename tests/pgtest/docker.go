@@ -12,6 +12,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"time"
 
@@ -48,7 +49,7 @@ func startContainer(ctx context.Context, settings []string) (host, error) {
 		return nil, err
 	}
 	command := []string{"postgres"}
-	for _, setting := range append([]string{"max_connections=200", "fsync=off"}, settings...) {
+	for _, setting := range slices.Concat(defaults, settings) {
 		command = append(command, "-c", setting)
 	}
 

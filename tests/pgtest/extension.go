@@ -27,7 +27,7 @@ func PrivateWithExtensions(t testing.TB, settings ...string) (server *Server, di
 		if bin, dir, err = copyPrograms(t, bin); err != nil {
 			return nil, err
 		}
-		c, err := newCluster(bin, "/tmp")
+		c, err := newCluster(bin, tempDir)
 		if err != nil {
 			return nil, err
 		}
@@ -42,7 +42,7 @@ func PrivateWithExtensions(t testing.TB, settings ...string) (server *Server, di
 // copyPrograms makes a tree with copies of the programs in bin, until the test ends. The rest of it are links, but its
 // directory of extensions, which has links.
 func copyPrograms(t testing.TB, bin string) (copied, extensions string, err error) {
-	root, err := os.MkdirTemp("/tmp", "ratelimit-")
+	root, err := os.MkdirTemp(tempDir, "ratelimit-")
 	if err != nil {
 		return "", "", err
 	}

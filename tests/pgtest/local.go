@@ -10,6 +10,7 @@ import (
 	"os/exec"
 	"os/user"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -25,9 +26,11 @@ type cluster struct {
 	guard *guard
 }
 
+// tempDir is not os.TempDir, which may be long: a socket's path is limited to about 100 bytes.
+const tempDir = "/tmp"
+
 func startCluster(ctx context.Context, settings []string) (host, error) {
-	// Not os.TempDir, which may be long: a socket's path is limited to about 100 bytes.
-	return startClusterIn(ctx, "/tmp", settings)
+	return startClusterIn(ctx, tempDir, settings)
 }
 
 func startClusterIn(ctx context.Context, parent string, settings []string) (host, error) {
@@ -74,19 +77,14 @@ func (c *cluster) initialize(ctx context.Context, cron bool, settings []string) 
 	if err != nil {
 		return err
 	}
-	defaults := []string{
-		"listen_addresses=",
-		"unix_socket_directories=" + c.dir,
-		"max_connections=200",
-		"fsync=off", // what a dying process wrote survives it; only a dying machine would need more
-	}
+	own := []string{"listen_addresses=", "unix_socket_directories=" + c.dir}
 	if cron {
-		defaults = append(defaults,
+		own = append(own,
 			"shared_preload_libraries=pg_cron",
 			"cron.use_background_workers=on", // jobs need no way to log in
 		)
 	}
-	if err := c.configure(append(defaults, settings...)); err != nil {
+	if err := c.configure(slices.Concat(own, defaults, settings)); err != nil {
 		return err
 	}
 	return c.Start(ctx)

@@ -111,7 +111,7 @@ func (p *Pooler) startProcess(ctx context.Context, server *Server) (end func() e
 	if err != nil {
 		return nil, err
 	}
-	dir, err := os.MkdirTemp("/tmp", "ratelimit-")
+	dir, err := os.MkdirTemp(tempDir, "ratelimit-")
 	if err != nil {
 		return nil, err
 	}

@@ -64,6 +64,12 @@ func Start(ctx context.Context, settings ...string) (*Server, error) {
 	return climb(ctx, rungs, settings)
 }
 
+// defaults are settings of every server that this process starts.
+var defaults = []string{
+	"max_connections=200",
+	"fsync=off", // what a dying process wrote survives it; only a dying machine would need more
+}
+
 const (
 	rungURL    = "url"
 	rungDocker = "docker"
