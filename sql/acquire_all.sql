@@ -13,11 +13,13 @@
 -- policies, keys and costs have one element for each bucket, 1000 at most. A bucket may be named twice. Without costs
 -- every cost is 1. An element of cost 0 looks at its bucket.
 --
--- The steps, for a request without an idempotency key whose buckets have rows:
+-- The steps, for a request whose buckets have rows and do not know its idempotency key:
 --   1. One statement reads all buckets. If they cover by their stored levels, which is most often so, step 3 follows.
---   2. Each bucket is read again with all that an answer needs. If one does not cover, the answer is the denial.
---   3. Each bucket is charged by a conditional update, in the order of policy and key, durable ones first. If another
---      session took the tokens in between, the charges are rolled back.
+--   2. Each bucket is read again with all that an answer needs. If one does not cover, the answer is the denial. The
+--      idempotency key is looked up after the bucket, because the request that emptied it may have had the same one.
+--   3. Each bucket is charged by a conditional update, in the order of policy and key, durable ones first, and remembers the
+--      idempotency key before the next one is charged. If another session took the tokens in between, or if a bucket has the
+--      idempotency key already, live or expired, the charges are rolled back.
 -- acquire_batch decides what these steps do not: there it is a batch of one request. So it does in a read-only transaction, as
 -- those of a standby are, which cannot read ephemeral buckets.
 --
@@ -74,11 +76,14 @@ declare
   v_wanted      bigint;
   v_level       bigint;
   v_refilled_at timestamptz;
+  v_expires_at  timestamptz;
   v_retry_us    bigint;
   v_reset_us    bigint;
   v_has_row     boolean;
   v_rank        bigint;
   v_least       bigint;
+  v_idempotency_key text collate "C";
+  v_first       record;
   v_batch       packed;
 begin
   if (v_count between 1 and 1000) is not true then
@@ -86,7 +91,7 @@ begin
     perform refuse('policies', v_count || ' elements long', 'Pass 1 to 1000 elements.');
   end if;
   {{ block "simple_request" . -}}
-  if idempotency_key is null and current_setting('transaction_read_only') = 'off' then
+  if current_setting('transaction_read_only') = 'off' then
     v_now := clock();
     select array_agg(s.n::integer), array_agg(s.policy), array_agg(s.key), array_agg(s.cost), bool_and(s.covers is true)
       into v_order, v_sorted, v_keys, v_costs, v_enough
@@ -103,6 +108,10 @@ begin
     for v_i in 2..v_count loop
       v_simple := v_simple and (v_keys[v_i] = v_keys[v_i - 1] and v_sorted[v_i].id = v_sorted[v_i - 1].id) is not true;
     end loop;
+    if idempotency_key is not null then
+      v_idempotency_key := idempotency_key;
+      v_simple          := v_simple and is_name(v_idempotency_key);
+    end if;
   end if;
 
   for v_try in case when v_enough then 1 else 2 end..2 loop
@@ -128,6 +137,15 @@ begin
           {{ template "include/look.sql" (dict "buckets" "buckets") }}
         else
           {{ template "include/look.sql" (dict "buckets" "ephemeral_buckets") }}
+        end if;
+        if v_idempotency_key is not null then
+          if v_policy.durable then
+            {{ template "include/find_key.sql" (dict "keys" "idempotency_keys") }}
+          else
+            {{ template "include/find_key.sql" (dict "keys" "ephemeral_idempotency_keys") }}
+          end if;
+          v_simple := v_first.cost is null;
+          exit when not v_simple;
         end if;
         if v_retry_us = 0 then
           v_rows         := v_rows and v_has_row;
@@ -166,11 +184,19 @@ begin
         v_reset_us     := {{ template "wait_below" (dict "target" "v_policy.full_level" "level" "v_level" "elapsed_us" "microseconds(v_now - v_refilled_at)") }};
         decisions[v_n] := grant_of(v_level, v_reset_us, v_policy.capacity);
         {{ template "bind" "v_level / v_wanted" }}
+        if v_idempotency_key is not null then
+          v_expires_at := v_now + duration(v_policy.remember_us);
+          if v_policy.durable then
+            {{- template "remember_grant" (dict "kind" "acquire" "keys" "idempotency_keys") }};
+          else
+            {{- template "remember_grant" (dict "kind" "acquire" "keys" "ephemeral_idempotency_keys") }};
+          end if;
+        end if;
       end loop;
       exit;
-    exception when sqlstate 'RL00T' then
+    exception when sqlstate 'RL00T' or unique_violation then
       v_now    := clock();  -- it may have waited
-      v_simple := v_try = 1;
+      v_simple := v_try = 1 and sqlstate = 'RL00T';
     end;
   end loop;
   {{- end }}

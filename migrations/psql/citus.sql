@@ -4410,11 +4410,13 @@ comment on function ratelimit.acquire_batch(text[], text[], bigint[], integer[],
 -- policies, keys and costs have one element for each bucket, 1000 at most. A bucket may be named twice. Without costs
 -- every cost is 1. An element of cost 0 looks at its bucket.
 --
--- The steps, for a request without an idempotency key whose buckets have rows:
+-- The steps, for a request whose buckets have rows and do not know its idempotency key:
 --   1. One statement reads all buckets. If they cover by their stored levels, which is most often so, step 3 follows.
---   2. Each bucket is read again with all that an answer needs. If one does not cover, the answer is the denial.
---   3. Each bucket is charged by a conditional update, in the order of policy and key, durable ones first. If another
---      session took the tokens in between, the charges are rolled back.
+--   2. Each bucket is read again with all that an answer needs. If one does not cover, the answer is the denial. The
+--      idempotency key is looked up after the bucket, because the request that emptied it may have had the same one.
+--   3. Each bucket is charged by a conditional update, in the order of policy and key, durable ones first, and remembers the
+--      idempotency key before the next one is charged. If another session took the tokens in between, or if a bucket has the
+--      idempotency key already, live or expired, the charges are rolled back.
 -- acquire_batch decides what these steps do not: there it is a batch of one request. So it does in a read-only transaction, as
 -- those of a standby are, which cannot read ephemeral buckets.
 --
@@ -4459,11 +4461,14 @@ as $$declare
   v_wanted      bigint;
   v_level       bigint;
   v_refilled_at timestamptz;
+  v_expires_at  timestamptz;
   v_retry_us    bigint;
   v_reset_us    bigint;
   v_has_row     boolean;
   v_rank        bigint;
   v_least       bigint;
+  v_idempotency_key text collate "C";
+  v_first       record;
   v_batch       packed;
 begin
   if (v_count between 1 and 1000) is not true then

@@ -7255,11 +7255,13 @@ comment on function ratelimit.acquire_batch(text[], text[], bigint[], integer[],
 -- policies, keys and costs have one element for each bucket, 1000 at most. A bucket may be named twice. Without costs
 -- every cost is 1. An element of cost 0 looks at its bucket.
 --
--- The steps, for a request without an idempotency key whose buckets have rows:
+-- The steps, for a request whose buckets have rows and do not know its idempotency key:
 --   1. One statement reads all buckets. If they cover by their stored levels, which is most often so, step 3 follows.
---   2. Each bucket is read again with all that an answer needs. If one does not cover, the answer is the denial.
---   3. Each bucket is charged by a conditional update, in the order of policy and key, durable ones first. If another
---      session took the tokens in between, the charges are rolled back.
+--   2. Each bucket is read again with all that an answer needs. If one does not cover, the answer is the denial. The
+--      idempotency key is looked up after the bucket, because the request that emptied it may have had the same one.
+--   3. Each bucket is charged by a conditional update, in the order of policy and key, durable ones first, and remembers the
+--      idempotency key before the next one is charged. If another session took the tokens in between, or if a bucket has the
+--      idempotency key already, live or expired, the charges are rolled back.
 -- acquire_batch decides what these steps do not: there it is a batch of one request. So it does in a read-only transaction, as
 -- those of a standby are, which cannot read ephemeral buckets.
 --
@@ -7304,18 +7306,21 @@ as $$declare
   v_wanted      bigint;
   v_level       bigint;
   v_refilled_at timestamptz;
+  v_expires_at  timestamptz;
   v_retry_us    bigint;
   v_reset_us    bigint;
   v_has_row     boolean;
   v_rank        bigint;
   v_least       bigint;
+  v_idempotency_key text collate "C";
+  v_first       record;
   v_batch       packed;
 begin
   if (v_count between 1 and 1000) is not true then
     perform check_length('policies', v_count, v_count);
     perform refuse('policies', v_count || ' elements long', 'Pass 1 to 1000 elements.');
   end if;
-  if idempotency_key is null and current_setting('transaction_read_only') = 'off' then
+  if current_setting('transaction_read_only') = 'off' then
     v_now := clock();
     select array_agg(s.n::integer), array_agg(s.policy), array_agg(s.key), array_agg(s.cost), bool_and(s.covers is true)
       into v_order, v_sorted, v_keys, v_costs, v_enough
@@ -7332,6 +7337,10 @@ begin
     for v_i in 2..v_count loop
       v_simple := v_simple and (v_keys[v_i] = v_keys[v_i - 1] and v_sorted[v_i].id = v_sorted[v_i - 1].id) is not true;
     end loop;
+    if idempotency_key is not null then
+      v_idempotency_key := idempotency_key;
+      v_simple          := v_simple and is_name(v_idempotency_key);
+    end if;
   end if;
 
   for v_try in case when v_enough then 1 else 2 end..2 loop
@@ -7397,6 +7406,23 @@ begin
     end if;
 
         end if;
+        if v_idempotency_key is not null then
+          if v_policy.durable then
+            select k.* into v_first
+          from idempotency_keys as k
+         where k.policy_id       = v_policy.id
+           and k.key             = v_key
+           and k.idempotency_key = v_idempotency_key;
+          else
+            select k.* into v_first
+          from ephemeral_idempotency_keys as k
+         where k.policy_id       = v_policy.id
+           and k.key             = v_key
+           and k.idempotency_key = v_idempotency_key;
+          end if;
+          v_simple := v_first.cost is null;
+          exit when not v_simple;
+        end if;
         if v_retry_us = 0 then
           v_rows         := v_rows and v_has_row;
           decisions[v_n] := answer_of(v_level, v_retry_us, v_reset_us, v_policy.capacity);
@@ -7460,11 +7486,25 @@ begin
             v_least := v_rank;
             binding := v_n;
           end if;
+        if v_idempotency_key is not null then
+          v_expires_at := v_now + duration(v_policy.remember_us);
+          if v_policy.durable then
+      insert into idempotency_keys as k
+             (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
+      values (v_policy.id, v_key, v_idempotency_key, v_cost,
+              tokens_above_debt(v_level), duration(v_reset_us), v_policy.capacity, v_expires_at);
+          else
+      insert into ephemeral_idempotency_keys as k
+             (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
+      values (v_policy.id, v_key, v_idempotency_key, v_cost,
+              tokens_above_debt(v_level), duration(v_reset_us), v_policy.capacity, v_expires_at);
+          end if;
+        end if;
       end loop;
       exit;
-    exception when sqlstate 'RL00T' then
+    exception when sqlstate 'RL00T' or unique_violation then
       v_now    := clock();  -- it may have waited
-      v_simple := v_try = 1;
+      v_simple := v_try = 1 and sqlstate = 'RL00T';
     end;
   end loop;
 

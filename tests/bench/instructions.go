@@ -73,6 +73,7 @@ var countedStatements = slices.Concat([]counted{
 	{"joint", 0, "select from ratelimit_acquire_all(array['full', 'second', 'third'], array[$1, $1, $1])"},
 	{"joint-keyed", 0, "select from ratelimit_acquire_all(array['full', 'second', 'third'], array[$1, $1, $1], null, " + newKey + ")"},
 	{"joint-denied", 0, "select from ratelimit_acquire_all(array['full', 'dry', 'third'], array[$1, $1, $1])"},
+	{"joint-keyed-denied", 0, "select from ratelimit_acquire_all(array['full', 'dry', 'third'], array[$1, $1, $1], null, " + newKey + ")"},
 	{"joint-many-32", 32, "select from ratelimit_acquire_all_many(" + three + ", array_fill(1::bigint, array[96]), array_fill(3, array[32]))"},
 	{"joint-32", 32, "select from ratelimit_acquire_packed(" + three + ", null, array_fill(3, array[32]))"},
 	{"joint-keyed-32", 32, "select from ratelimit_acquire_packed(" + three + ", null, array_fill(3, array[32]), " + newKeys(32) + ")"},
