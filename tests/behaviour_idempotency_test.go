@@ -1,12 +1,16 @@
 package tests
 
 import (
+	"cmp"
 	"context"
 	"fmt"
+	"slices"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/pgratelimit/tests/model"
 )
 
 func TestIdempotency_Vector58(t *testing.T) {
@@ -162,23 +166,54 @@ func TestIdempotency_DropRemovesKeys(t *testing.T) {
 
 func TestIdempotency_TwentyCallersWithOneKeyAreChargedOnce(t *testing.T) {
 	t.Parallel()
-	db := newCrowdDB(t, 20)
-	db.setClock(t0)
-	for _, capacity := range []int64{10, 2} { // what five grants would take, or one
-		for _, kind := range []policyOption{durable, ephemeral} {
-			db.definePolicy("p", capacity, 1, time.Second, kind)
-			for i := range 25 {
-				key := fmt.Sprint("k", i)
-				answers := db.together(20, func(_ int, q querier) (decision, error) { return acquire(q, "p", key, 2, "X") })
-				require.Equal(t, 19, count(answers, isReplayed))
-				for _, d := range answers {
-					require.Equal(t, replayed(allowed(capacity-2, 2*time.Second, capacity)), replayed(d))
+	for name, buckets := range map[string]int{"of one bucket": 1, "of several": 3} {
+		for _, rows := range []bool{false, true} {
+			t.Run(fmt.Sprint(name, ", with rows: ", rows), func(t *testing.T) {
+				t.Parallel()
+				db := newCrowdDB(t, 20)
+				db.setClock(t0)
+				for _, capacity := range []int64{10, 2} { // what five grants would take, or one
+					for _, kind := range []policyOption{durable, ephemeral} {
+						db.definePolicy("p", capacity, 1, time.Second, kind)
+						for i := range 25 {
+							keys := []string{fmt.Sprint("k", i), fmt.Sprint("l", i), fmt.Sprint("m", i)}[:buckets]
+							for _, key := range keys {
+								if rows {
+									giveRow(db, key)
+								}
+							}
+							answers := db.together(20, func(caller int, q querier) (decision, error) {
+								if buckets == 1 {
+									return acquire(q, "p", keys[0], 2, "X")
+								}
+								first := caller % buckets
+								w, err := twoOfEach("X", slices.Concat(keys[first:], keys[:first])...).acquireAll(q)
+								return w.Decision, err
+							})
+							require.Equal(t, 19, count(answers, isReplayed))
+							for _, d := range answers {
+								require.Equal(t, replayed(allowed(capacity-2, 2*time.Second, capacity)), replayed(d))
+							}
+							for _, key := range keys {
+								require.Equal(t, capacity-2, db.left("p", key))
+							}
+						}
+						db.dropPolicy("p")
+					}
 				}
-				require.Equal(t, capacity-2, db.left("p", key))
-			}
-			db.dropPolicy("p")
+			})
 		}
 	}
+}
+
+// twoOfEach is a request of two tokens of each bucket.
+func twoOfEach(idempotencyKey string, keys ...string) wholeRequest {
+	r := all("p", keys...)
+	for i := range r.charges {
+		r.charges[i].Cost = 2
+	}
+	r.idempotencyKey = idempotencyKey
+	return r
 }
 
 func TestIdempotency_OneChargeWhileTheBucketFills(t *testing.T) {
@@ -242,6 +277,7 @@ type race struct {
 	name     string
 	capacity int64
 	gate     string // a pattern: the caller stops before it until the others are done
+	function string // that the gate and the mutations are in; empty for ratelimit_acquire
 	play     func(db *testDB, g *gate) *pending
 	want     outcome
 	without  []removal
@@ -313,10 +349,12 @@ func atOnce(before func(db *testDB)) func(db *testDB, _ *gate) *pending {
 
 func unused(*testDB) {}
 
+func known(db *testDB) { giveRow(db, "k") }
+
 // The bucket has a row and is full, as good as unused otherwise.
-func known(db *testDB) {
-	db.acquire("p", "k", 2)
-	db.refundAt(t0, "p", "k", 2)
+func giveRow(db *testDB, key string) {
+	db.acquire("p", key, 2)
+	db.refundAt(t0, "p", key, 2)
 }
 
 func TestIdempotency_Races(t *testing.T) {
@@ -498,18 +536,159 @@ func TestIdempotency_Races(t *testing.T) {
 			without: []removal{{overwritingNoKeys, outcome{answer: allowed(5, second(5), 10), left: 7}}},
 		},
 	} {
-		t.Run(r.name, func(t *testing.T) {
+		r.test(t)
+	}
+}
+
+// The same about the steps of ratelimit_acquire_all.
+func TestIdempotency_RacesOfSeveral(t *testing.T) {
+	t.Parallel()
+	second := func(n int) time.Duration { return time.Duration(n) * time.Second }
+	const (
+		look  = `if v_policy\.durable then select refilled_level\(`
+		again = `if v_idempotency_key is not null then if v_policy(?s:.*?) exit when not v_simple; end if;`
+	)
+	withoutAgain := mutation{again, ""}
+	rows := func(db *testDB) {
+		giveRow(db, "k")
+		giveRow(db, "l")
+	}
+	behind := func(end string) func(db *testDB, _ *gate) *pending {
+		return func(db *testDB, _ *gate) *pending {
+			rows(db)
+			holder := db.begin()
+			_, err := twoOfEach("X", "k", "l").acquireAll(holder)
+			require.NoError(db.t, err)
+			caller := db.session().startAll(twoOfEach("X", "l", "k"))
+			caller.awaitBlockedBy(holder)
+			holder.exec(end)
+			return caller
+		}
+	}
+
+	for _, r := range []race{
+		{
+			name: "the same request came first, and there is enough for both", capacity: 10,
+			play: behind("commit"),
+			want: outcome{answer: replayed(allowed(8, second(2), 10)), left: 8},
+			without: []removal{
+				{mutation{`'RL00T' or unique_violation then v_now`, "'RL00T' then v_now"}, outcome{state: "23505", left: 8}},
+			},
+		},
+		{
+			name: "the same request came first and took all there was", capacity: 2,
+			play:    behind("commit"),
+			want:    outcome{answer: replayed(allowed(0, second(2), 2)), left: 0},
+			without: []removal{{withoutAgain, outcome{answer: denied(0, second(2), second(2), 2), left: 0}}},
+		},
+		{
+			name: "the same request came first and was rolled back", capacity: 2,
+			play: behind("rollback"),
+			want: outcome{answer: allowed(0, second(2), 2), left: 0},
+		},
+		{
+			// Read the other way around, the bucket would show a grant of the key, and the key not.
+			name: "the same request was granted before the look", capacity: 10, gate: look,
+			play: func(db *testDB, g *gate) *pending {
+				db.acquire("p", "k", 10)
+				caller := g.session().startAll(twoOfEach("X", "k"))
+				caller.awaitBlockedBy(g.keeper)
+				db.refundAt(t0, "p", "k", 3)
+				db.acquire("p", "k", 2, "X")
+				g.open()
+				return caller
+			},
+			want: outcome{answer: replayed(allowed(1, second(9), 10)), left: 1},
+			without: []removal{
+				{mutation{`(` + look + `(?s:.*?))(` + again + `)`, "$2 $1"}, outcome{answer: denied(1, second(1), second(9), 10), left: 1}},
+			},
+		},
+		{
+			name: "the second bucket alone knows the key", capacity: 10,
+			play: func(db *testDB, _ *gate) *pending {
+				rows(db)
+				db.acquire("p", "l", 2, "X")
+				return db.session().startAll(twoOfEach("X", "k", "l"))
+			},
+			want: outcome{answer: allowed(8, second(2), 10), left: 8},
+			without: []removal{
+				{mutation{`'RL00T' or unique_violation then v_now`, "'RL00T' then v_now"}, outcome{state: "23505", left: 10}},
+			},
+		},
+	} {
+		r.function = "ratelimit_acquire_all"
+		r.test(t)
+	}
+}
+
+func (r race) test(t *testing.T) {
+	t.Run(r.name, func(t *testing.T) {
+		t.Parallel()
+		db := newDB(t)
+		db.cleanUpAtOnce()
+		require.Equal(t, r.want, r.run(db, durable))
+		if r.gate == "" {
+			require.Equal(t, r.want, r.run(db, ephemeral))
+		}
+		for _, removal := range r.without {
+			require.NotEqual(t, r.want, removal.want)
+			require.Equal(t, removal.want, r.run(db, durable, removal.mutation), "without %s", removal.pattern)
+		}
+	})
+}
+
+// What a request leaves behind does not depend on who decides it: the steps of ratelimit_acquire_all, or acquire_batch.
+func TestIdempotency_ARequestOfSeveralIsRememberedAlikeOnEveryWay(t *testing.T) {
+	t.Parallel()
+	const rows = `select json_agg(to_jsonb(r) order by r.tableoid, r.policy_id) from (
+		select k.tableoid::regclass::text, k.* from ratelimit.idempotency_keys as k union all
+		select k.tableoid::regclass::text, k.* from ratelimit.ephemeral_idempotency_keys as k) as r`
+	for name, before := range map[string]func(db *testDB, charges []model.Charge){
+		"by the stored levels": func(*testDB, []model.Charge) {},
+		"by the refill": func(db *testDB, charges []model.Charge) {
+			charges[0].Cost = 10
+			db.setClock(t0.Add(5 * time.Second))
+		},
+		"by an override": func(db *testDB, _ []model.Charge) {
+			db.exec("select ratelimit_override('p', 'k', 30, 7, '3 seconds')")
+		},
+		"and a shadow policy does not cover": func(_ *testDB, charges []model.Charge) { charges[3].Cost = 20 },
+	} {
+		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			db := newDB(t)
-			db.cleanUpAtOnce()
-			require.Equal(t, r.want, r.run(db, durable))
-			if r.gate == "" {
-				require.Equal(t, r.want, r.run(db, ephemeral))
+			db.setClock(t0)
+			db.definePolicy("p", 10, 1, time.Second, remember(time.Hour))
+			db.definePolicy("ephemeral", 10, 2, time.Second, ephemeral, remember(time.Minute))
+			db.definePolicy("filled by hand", 10, 0, time.Second)
+			db.exec("select ratelimit_define_policy('shadow', 10, 1, '1 second', shadow => true)")
+			r := wholeRequest{idempotencyKey: "X"}
+			for _, policy := range []string{"p", "ephemeral", "filled by hand", "shadow"} {
+				db.acquire(policy, "k", 3)
+				r.charges = append(r.charges, model.Charge{BucketID: model.BucketID{Policy: policy, Key: "k"}, Cost: 2})
 			}
-			for _, removal := range r.without {
-				require.NotEqual(t, r.want, removal.want)
-				require.Equal(t, removal.want, r.run(db, durable, removal.mutation), "without %s", removal.pattern)
+			before(db, r.charges)
+
+			left := func(ask func(s *session) (whole, error)) (left string) {
+				s := db.begin()
+				w, err := ask(s)
+				require.NoError(t, err)
+				require.True(t, w.Allowed)
+				require.NoError(t, s.QueryRow(context.Background(), rows).Scan(&left))
+				s.exec("rollback")
+				return left
 			}
+			want := left(func(s *session) (whole, error) {
+				answers, err := acquirePacked(s, []wholeRequest{r}, true)
+				if err != nil {
+					return whole{}, err
+				}
+				return *answers[0].Whole, nil
+			})
+			require.JSONEq(t, want, left(func(s *session) (whole, error) {
+				s.exec("alter function ratelimit.acquire_batch rename to nobody_calls_it")
+				return r.acquireAll(s)
+			}))
 		})
 	}
 }
@@ -534,12 +713,13 @@ func (r race) run(db *testDB, kind policyOption, without ...mutation) (o outcome
 	db.t.Helper()
 	db.setClock(t0)
 	db.definePolicy("p", r.capacity, 1, time.Second, kind, remember(time.Hour))
+	function := cmp.Or(r.function, "ratelimit_acquire")
 	for _, m := range without {
-		defer db.mutate(m)()
+		defer db.mutate(m, function)()
 	}
 	var g *gate
 	if r.gate != "" {
-		g = db.gateBefore(r.gate)
+		g = db.gateBefore(r.gate, function)
 		defer g.remove()
 	}
 	answer, err := r.play(db, g).result()
