@@ -58,8 +58,10 @@ func (l latency) serve(ctx context.Context, network, server string) error {
 	}()
 	for {
 		near, err := listener.Accept()
-		if err != nil {
+		if errors.Is(err, net.ErrClosed) {
 			return nil
+		} else if err != nil {
+			return err
 		}
 		far, err := l.dial(ctx, network, server)
 		if err != nil {

@@ -74,14 +74,14 @@ func (b *bare) open(ctx context.Context, _ []string) error {
 	if err != nil {
 		return err
 	}
-	return pg.database(ctx, bareDatabase, slices.Concat(bareTables(manyKeys), guardedTable(), []string{"create table free (like guarded)"})...)
+	return pg.database(ctx, bareDatabase, slices.Concat(bareTables(manyKeys), guardedTable(), []string{fill{policy: "full", count: manyKeys}.inUse(), "create table free (like guarded)"})...)
 }
 
 // bareTables fills the buckets of a policy that never runs dry and of one that has, and a table to compare with.
 func bareTables(count int) []string {
-	full := fill{policy: "full", count: count, tokens: capacity / 2}
 	return []string{
-		definePolicy("full", true), full.sql(), full.inUse(),
+		definePolicy("full", true),
+		fill{policy: "full", count: count, tokens: capacity / 2}.sql(),
 		"select ratelimit_acquire('full', 'hot')",
 		"select ratelimit_define_policy('dry', 1, 1, '1000 days')",
 		fill{policy: "dry", count: count}.sql(),
