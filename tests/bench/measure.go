@@ -175,6 +175,7 @@ func mustShow() []measure {
 		ratio("keyed_combined_64_to_unkeyed", !quick, metric{cellName("keyed-combined-noflush", "uniform", 64), rate}, noflush("uniform", 64), nil),
 		ratio("keyed_combined_256_to_unkeyed", !quick, metric{cellName("keyed-combined-noflush", "uniform", 256), rate}, noflush("uniform", 256), nil),
 		ratio("served_grpc_64_p99_to_combiner", !quick, metric{servedName("grpc", 64), p99}, metric{servedName("combiner", 64), p99}, most(2, 1.5)),
+		ratio("served_health_64_p99_to_combiner", !quick, metric{servedName("health", 64), p99}, metric{servedName("combiner", 64), p99}, nil),
 		ratio("served_grpc_64_to_redis", !quick, metric{servedName("grpc", 64), rate}, metric{servedName("redis", 64), rate}, nil),
 		ratio("served_grpc_256_to_redis", !quick, metric{servedName("grpc", 256), rate}, metric{servedName("redis", 256), rate}, nil),
 		ratio("served_json_256_to_redis", !quick, metric{servedName("json", 256), rate}, metric{servedName("redis", 256), rate}, nil),

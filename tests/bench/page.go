@@ -106,6 +106,7 @@ var pageBlocks = map[string]func([]processor) string{
 	"served": figures("many keys", byCallers, []pageRow{
 		{"`pgratelimit serve` by gRPC", "served/grpc/*/rate"},
 		{"`pgratelimit serve` by JSON", "served/json/*/rate"},
+		{"gRPC alone: `pgratelimit serve` says that it is healthy", "served/health/*/rate"},
 		{"Envoy's reference service by gRPC, on Redis", "served/envoy/*/rate"},
 		{"a Combiner in the callers' process", "served/combiner/*/rate"},
 		{"redis_rate in the callers' process", "served/redis/*/rate"},
