@@ -217,7 +217,7 @@ func mustShow() []measure {
 // capacityFormula returns what the formula of docs/performance.md is made of, and measured ÷ formula.
 //
 //	decisions per second = cores × 10⁶ ÷ CPU microseconds per decision
-//	bytes                = buckets × (160 + 3 × bytes of key)
+//	bytes                = buckets × (183 + 3 × bytes of key)
 //	                     + remembered × (150 + 2.5 × bytes of key and idempotency key)
 //
 // The microseconds are those of the server, and of the client when they share the machine. What 64
@@ -226,7 +226,7 @@ func capacityFormula() []measure {
 	measures := []measure{
 		{name: "bucket_bytes", unit: "bytes", over: metric{"buckets/1m", "bytes"}},
 		{name: "bucket_bytes_to_formula", unit: "ratio", over: metric{"buckets/1m", "bytes"},
-			scale: func(bytes float64, r round) float64 { return bytes / (160 + 3*r["buckets/1m"]["text"]) }},
+			scale: func(bytes float64, r round) float64 { return bytes / (183 + 3*r["buckets/1m"]["text"]) }},
 		{name: "remembered_bytes", unit: "bytes", quick: true, over: metric{"bare/keyed", "bytes"}},
 		{name: "remembered_bytes_to_formula", unit: "ratio", quick: true, over: metric{"bare/keyed", "bytes"},
 			scale: func(bytes float64, r round) float64 { return bytes / (150 + 2.5*r["bare/keyed"]["text"]) }},
