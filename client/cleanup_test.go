@@ -92,7 +92,9 @@ func TestRunCleanup_LogsErrorsUnlessTold(t *testing.T) {
 
 func TestRunCleanup_WantsAnInterval(t *testing.T) {
 	t.Parallel()
-	require.Panics(t, func() { client.New(&fakeDB{}).RunCleanup(t.Context(), 0) })
+	const every = "client: RunCleanup: every must be positive"
+	require.PanicsWithValue(t, every, func() { client.New(&fakeDB{}).RunCleanup(t.Context(), 0) })
+	require.PanicsWithValue(t, every, func() { newShards(t, 2).open(t).RunCleanup(t.Context(), 0) })
 }
 
 // A batch that only puts rows off is not the last: behind 21,000 busy buckets there are 1,000 full ones, and

@@ -211,9 +211,7 @@ func (l *limiter) Cleanup(ctx context.Context, opts ...CleanupOption) (c Cleaned
 // The Limiter must be on a pool, or on a connection that nobody else uses and that is in no transaction.
 // Panics if every is not positive, as [time.NewTicker] does.
 func (l *limiter) RunCleanup(ctx context.Context, every time.Duration, opts ...RunCleanupOption) {
-	if every <= 0 {
-		panic("client: RunCleanup: every must be positive")
-	}
+	checkEvery(every)
 	c := newRunCleanup(opts)
 	for ctx.Err() == nil {
 		err := l.query(ctx, call{
@@ -228,6 +226,12 @@ func (l *limiter) RunCleanup(ctx context.Context, every time.Duration, opts ...R
 		case <-ctx.Done():
 		case <-time.After(every):
 		}
+	}
+}
+
+func checkEvery(every time.Duration) {
+	if every <= 0 {
+		panic("client: RunCleanup: every must be positive")
 	}
 }
 

@@ -417,6 +417,7 @@ func (s *Sharded) Cleanup(ctx context.Context, opts ...CleanupOption) (sum Clean
 
 // RunCleanup is [Limiter.RunCleanup] on all shards, at the same time, each at its own pace. [OnError] gets a [*ShardError].
 func (s *Sharded) RunCleanup(ctx context.Context, every time.Duration, opts ...RunCleanupOption) {
+	checkEvery(every) // here, where the caller can recover from it
 	c := newRunCleanup(opts)
 	var running sync.WaitGroup
 	for _, shard := range s.shards {
