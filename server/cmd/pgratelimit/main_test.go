@@ -166,6 +166,9 @@ func TestErrors_HaveTheRemedy(t *testing.T) {
 		": permission denied for function ratelimit_status (SQLSTATE 42501). Its owner can run: grant execute on function ratelimit_status to <role>;": {
 			Code: "42501", Message: "permission denied for function ratelimit_status",
 		},
+		": permission denied for database app (SQLSTATE 42501). Its owner can run: grant create on database \"app\" to <role>;": {
+			Code: "42501", Message: "permission denied for database app",
+		},
 		": permission denied for schema a (SQLSTATE 42501)":             {Code: "42501", Message: "permission denied for schema a"},
 		": unknown policy (SQLSTATE RL001). It is not here. Define it.": {Code: "RL001", Message: "unknown policy", Detail: "It is not here.", Hint: "Define it."},
 	} {
@@ -177,7 +180,11 @@ func TestDatabaseURL_IsObligatory(t *testing.T) {
 	t.Setenv("DATABASE_URL", "")
 	r := command(t, "status")
 	require.Equal(t, exitUsage, r.code)
-	require.Equal(t, "DATABASE_URL: it is not set, and neither is SHARD_URLS; --database-url would do, too\n", r.errors)
+	require.Equal(t, "DATABASE_URL: it is not set, and neither is SHARD_URLS; set it to the database, such as postgres://app@db/app; --database-url would do, too\n", r.errors)
+	r = command(t, "status", "--database-url", "postgress://app:secret@db/app")
+	require.Equal(t, exitUsage, r.code)
+	require.Contains(t, r.errors, "begins with postgres://")
+	require.NotContains(t, r.errors, "secret")
 	t.Setenv("DATABASE_URL", "postgres://127.0.0.1:1/none")
 	require.Equal(t, exitUnavailable, command(t, "status").code)
 }

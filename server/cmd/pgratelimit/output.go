@@ -9,6 +9,7 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/spf13/cobra"
 
@@ -37,9 +38,13 @@ func described(err error) error {
 		return err
 	}
 	hint := pgErr.Hint
-	switch function := nameOf.FindString(pgErr.Message); {
+	function := nameOf.FindString(pgErr.Message)
+	database, isOfDatabase := strings.CutPrefix(pgErr.Message, "permission denied for database ")
+	switch {
 	case pgErr.Code == "42883": // undefined_function
 		hint = "Run pgratelimit install, or put the schema of the functions on search_path."
+	case pgErr.Code == "42501" && isOfDatabase:
+		hint = "Its owner can run: grant create on database " + pgx.Identifier{database}.Sanitize() + " to " + grant.SomeRole + ";"
 	case pgErr.Code == "42501" && function != "": // insufficient_privilege
 		hint = "Its owner can run: " + grant.To(grant.SomeRole, function)
 	}

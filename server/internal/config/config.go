@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"math/big"
 	"os"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -174,15 +175,28 @@ func NewDatabases(databaseURL, shardURLs string) (Databases, error) {
 	urls := strings.Fields(shardURLs)
 	switch n := len(urls); {
 	case databaseURL == "" && n == 0:
-		return Databases{}, errors.New("DATABASE_URL: it is not set, and neither is SHARD_URLS")
+		return Databases{}, errors.New("DATABASE_URL: it is not set, and neither is SHARD_URLS; set it to the database, such as postgres://app@db/app")
 	case databaseURL != "" && n > 0:
 		return Databases{}, errors.New("DATABASE_URL, SHARD_URLS: set one of them")
+	case isOfAnother(databaseURL):
+		return Databases{}, errors.New("DATABASE_URL: " + otherScheme)
 	case databaseURL != "":
 		return Databases{URLs: []string{databaseURL}}, nil
+	case slices.ContainsFunc(urls, isOfAnother):
+		return Databases{}, errors.New("SHARD_URLS: " + otherScheme)
 	case n&(n-1) != 0:
 		return Databases{}, fmt.Errorf("SHARD_URLS: it lists %d databases, and the number of shards is a power of two", n)
 	}
 	return Databases{urls, true}, nil
+}
+
+const otherScheme = "a URL of a database begins with postgres:// or postgresql://"
+
+// isOfAnother reports whether text is a URL of another scheme. The driver would take it for settings of a connection to the database
+// of this machine, and tell that one the password.
+func isOfAnother(text string) bool {
+	scheme, _, isURL := strings.Cut(text, "://")
+	return isURL && scheme != "postgres" && scheme != "postgresql" && !strings.ContainsAny(scheme, " =")
 }
 
 // maxRateDigits after the point are enough for a token a fortnight.

@@ -66,6 +66,15 @@ func TestLoad_Mistakes(t *testing.T) {
 	}
 	require.NotContains(t, err.Error(), "secret")
 
+	for _, setting := range []string{"DATABASE_URL=postgress://app:secret@db/app?sslmode=require", "SHARD_URLS=postgres://a mysql://app:secret@b"} {
+		name, _, _ := strings.Cut(setting, "=")
+		_, err = config.Load("", environment(setting))
+		require.ErrorContains(t, err, name+": a URL of a database begins with postgres://")
+		require.NotContains(t, err.Error(), "secret")
+	}
+	_, err = config.Load("", environment("DATABASE_URL=host=db application_name=a://b"))
+	require.NoError(t, err)
+
 	path := file(t, "MAX_CALLS", "", "MAX_CALL=5", "MAX_CALLS=5", "MAX_CALLS=6")
 	_, err = config.Load(path, environment("DATABASE_URL=postgres://db"))
 	for _, want := range []string{path + ":1: ", path + `:3: no setting is called "MAX_CALL"`, path + ":5: MAX_CALLS is set twice"} {

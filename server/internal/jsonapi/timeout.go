@@ -23,7 +23,7 @@ func Timeout(next http.Handler) http.Handler {
 		}
 		seconds, err := strconv.ParseFloat(text, 64)
 		if err != nil || seconds == 0 || !decimal.MatchString(text) {
-			Problem{Title: "the time cannot be read", Status: http.StatusBadRequest, Detail: timeoutHeader + " is in seconds, more than 0, such as 0.25."}.Write(w)
+			Problem{Title: "the time cannot be read", Status: http.StatusBadRequest, Detail: timeoutHeader + " is in seconds, more than 0 and less than 1000000000, such as 0.25."}.Write(w)
 			return
 		}
 		ctx, cancel := context.WithTimeout(r.Context(), time.Duration(seconds*float64(time.Second)))
