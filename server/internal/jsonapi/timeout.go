@@ -21,8 +21,8 @@ func Timeout(next http.Handler) http.Handler {
 			next.ServeHTTP(w, r)
 			return
 		}
-		seconds, err := strconv.ParseFloat(text, 64)
-		if err != nil || seconds == 0 || !decimal.MatchString(text) {
+		seconds, _ := strconv.ParseFloat(text, 64)
+		if !decimal.MatchString(text) || seconds == 0 {
 			Problem{Title: "the time cannot be read", Status: http.StatusBadRequest, Detail: timeoutHeader + " is in seconds, more than 0 and less than 1000000000, such as 0.25."}.Write(w)
 			return
 		}
