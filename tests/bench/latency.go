@@ -16,19 +16,34 @@ type latency time.Duration
 
 // dial connects to a server through a proxy in this process.
 func (l latency) dial(ctx context.Context, network, address string) (net.Conn, error) {
+	client, near := net.Pipe()
+	if err := l.join(ctx, near, network, address); err != nil {
+		return nil, err
+	}
+	return client, nil
+}
+
+// join connects what comes by a connection to a server, and closes it if it cannot.
+func (l latency) join(ctx context.Context, near net.Conn, network, address string) (err error) {
+	defer func() {
+		if err != nil {
+			near.Close()
+		}
+	}()
 	there, err := newSleeper()
 	if err != nil {
-		return nil, err
+		return err
 	}
 	back, err := newSleeper()
 	if err != nil {
-		return nil, errors.Join(err, there.Close())
+		return errors.Join(err, there.Close())
 	}
 	server, err := new(net.Dialer).DialContext(ctx, network, address)
 	if err != nil {
-		return nil, errors.Join(err, there.Close(), back.Close())
+		return errors.Join(err, there.Close(), back.Close())
 	}
-	return l.proxy(server, there, back), nil
+	l.between(near, server, there, back)
+	return nil
 }
 
 // start starts a process that passes connections on to a server, and returns its address. In this process the proxy would wait
@@ -63,29 +78,22 @@ func (l latency) serve(ctx context.Context, network, server string) error {
 		} else if err != nil {
 			return err
 		}
-		far, err := l.dial(ctx, network, server)
-		if err != nil {
-			near.Close()
-			continue
+		if err := l.join(ctx, near, network, server); err != nil {
+			fmt.Fprintln(os.Stderr, "bench:", err)
 		}
-		go pass(near, far)
-		go pass(far, near)
 	}
-}
-
-// pass writes what it reads, and closes both.
-func pass(from, to net.Conn) {
-	defer from.Close()
-	defer to.Close()
-	_, _ = io.Copy(to, from)
 }
 
 // proxy returns a connection to the server that is slower to reach. Closing either closes both.
 func (l latency) proxy(server net.Conn, there, back sleeper) net.Conn {
-	client, proxy := net.Pipe()
-	go carry(proxy, server, time.Duration(l/2), there)
-	go carry(server, proxy, time.Duration(l/2), back)
+	client, near := net.Pipe()
+	l.between(near, server, there, back)
 	return client
+}
+
+func (l latency) between(near, server net.Conn, there, back sleeper) {
+	go carry(near, server, time.Duration(l/2), there)
+	go carry(server, near, time.Duration(l/2), back)
 }
 
 // A piece is bytes that were read at once, and when they are to be written.

@@ -81,9 +81,6 @@ func (s *served) open(ctx context.Context, cells []string) error {
 	combiner := newCombiner(pool, s.lab.calls)
 	s.closers = append(s.closers, pool.Close, combiner.Close)
 	s.acquire["combiner"] = pgratelimit(combiner, "durable")
-	if err := s.keys.askForAll(ctx, s.acquire["combiner"]); err != nil { // all have rows
-		return err
-	}
 	needs := func(way string) bool {
 		return slices.ContainsFunc(cells, func(cell string) bool { return strings.HasPrefix(cell, "served/"+way+"/") })
 	}
