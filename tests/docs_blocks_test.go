@@ -546,6 +546,27 @@ func TestDocs_ReadmeIsShort(t *testing.T) {
 	require.LessOrEqual(t, strings.Count(string(text), "\n"), 150)
 }
 
+// A number that a page states is the number of the code: the phrase is in the page, and the pattern in the file.
+func TestDocs_NumbersAreThoseOfTheCode(t *testing.T) {
+	t.Parallel()
+	for _, number := range []struct{ page, phrase, file, pattern string }{
+		{"docs/design.md", "have 1 to 512 bytes", "sql/checks.sql", `octet_length\(value\) between 1 and 512\n`},
+		{"docs/design.md", "Capacity and refill are 0 to 9×10¹² tokens", "sql/checks.sql", `refill between 0 and 9000000000000\)`},
+		{"docs/design.md", "Intervals are 1 µs to 1000 years", "sql/checks.sql", `1 microsecond to 365250 days \(1000 years\)`},
+		{"docs/design.md", "must fill within 10,000 years", "sql/checks.sql", `must fill within 10000 years`},
+		{"docs/design.md", "Debt ends at a floor: 9×10¹² tokens", "sql/arithmetic.sql", `select 9000000000000000000\n`},
+		{"docs/design.md", "has been due for five minutes", "sql/cleanup.sql", `clock\(\) - interval '5 minutes'`},
+		{"docs/testing.md", "less than 64 kB each", "server/internal/server/attack_test.go", `64\s?(<<|\*)\s?(10|1024|1000)|64_000`},
+	} {
+		page, err := os.ReadFile("../" + number.page)
+		require.NoError(t, err)
+		require.Contains(t, strings.Join(strings.Fields(string(page)), " "), number.phrase, number.page)
+		file, err := os.ReadFile("../" + number.file)
+		require.NoError(t, err)
+		require.Regexp(t, number.pattern, string(file), "%s says: %s", number.page, number.phrase)
+	}
+}
+
 // Every row of the table of grants: a role with these can do what the row says, and nothing else.
 func TestDocs_Grants(t *testing.T) {
 	t.Parallel()
