@@ -98,10 +98,6 @@ REASON :=
 instructions-renew: build/postgresql-18 ## Record what calls cost now; REASON='…' lets a figure rise
 	@RATELIMIT_TEST_REQUIRE=local RATELIMIT_PG_BIN=$(CURDIR)/$</bin go run ./tests/bench -record tests/bench/instructions.md -reason '$(REASON)'
 
-.PHONY: test-plproxy
-test-plproxy: ## Run the tests of the front by PL/Proxy; apt-get installs what Debian has for its own PostgreSQL
-	@RATELIMIT_TEST_NEED=plproxy RATELIMIT_TEST_REQUIRE=local go test -count=1 -timeout=10m -v -run 'PLProxy' ./tests | grep -v '^ *=== '
-
 TORTURE :=
 MINUTES := 10
 
@@ -132,12 +128,6 @@ install-citus: need-DATABASE_URL ## Install on the coordinator of a Citus cluste
 uninstall-citus: need-DATABASE_URL ## Remove it from all nodes of a Citus cluster, with all policies and buckets: make uninstall-citus DATABASE_URL=postgres://…
 	@PGOPTIONS="$${PGOPTIONS:-} -c client_min_messages=error" psql "$$DATABASE_URL" --no-psqlrc --quiet -v ON_ERROR_STOP=1 \
 	  -f migrations/psql/citus_uninstall.sql
-
-.PHONY: install-plproxy
-install-plproxy: need-DATABASE_URL need-SHARD_URLS packages ## Make a database the front of shards, by PL/Proxy: make install-plproxy DATABASE_URL=… SHARD_URLS="…"
-	@cluster=$$(go run ./migrations/cmd cluster "$$SHARD_URLS"); \
-	psql "$$DATABASE_URL" --no-psqlrc --quiet --single-transaction --set ON_ERROR_STOP=1 --file - <<<"$$cluster"
-	@psql "$$DATABASE_URL" --no-psqlrc --set ON_ERROR_STOP=1 --file build/packages/plproxy/front.sql
 
 .PHONY: lint
 lint: build ## Check formatting, go vet, golangci-lint and generated code; plpgsql_check is one of the tests

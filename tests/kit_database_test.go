@@ -38,9 +38,8 @@ const (
 // and transactions, call the functions acquire, peek and refund, which return the error.
 type testDB struct {
 	*pgtest.DB
-	t      testing.TB
-	fixed  sync.Once
-	shards []*testDB // that decide for it, by their clocks
+	t     testing.TB
+	fixed sync.Once
 }
 
 func newDB(t testing.TB) *testDB {
@@ -50,7 +49,7 @@ func newDB(t testing.TB) *testDB {
 
 // in is the same database for a subtest.
 func (db *testDB) in(t testing.TB) *testDB {
-	return &testDB{DB: db.DB, t: t, shards: db.shards}
+	return &testDB{DB: db.DB, t: t}
 }
 
 // exec runs SQL and fails the test when it cannot.
@@ -62,12 +61,6 @@ func (db *testDB) exec(sql string, args ...any) {
 // setClock stops the clock of every decision at an instant, to the microsecond.
 func (db *testDB) setClock(now time.Time) {
 	db.t.Helper()
-	for _, shard := range db.shards {
-		shard.setClock(now)
-	}
-	if len(db.shards) > 0 {
-		return
-	}
 	db.fixed.Do(func() {
 		db.t.Helper()
 		db.exec(`

@@ -1,11 +1,10 @@
 // Command cmd is for who changes pgratelimit: it writes the files for psql and the other packages, and shows a function as PostgreSQL gets it from
-// sql/, with the line numbers of error messages, and the SQL that lists shards for PL/Proxy.
+// sql/, with the line numbers of error messages.
 //
 //	go run ./migrations/cmd psql migrations/psql
 //	go run ./migrations/cmd packages build/packages
 //	go run ./migrations/cmd release build/release
 //	go run ./migrations/cmd show ratelimit_acquire
-//	go run ./migrations/cmd cluster "$SHARD_URLS"
 //
 // It is run in the root of the repository.
 package main
@@ -28,12 +27,11 @@ var commands = map[string]func(argument string) error{
 	"packages": func(dir string) error { return write(dir, packages.All, ".") },
 	"release":  func(dir string) error { return write(dir, packages.Release, ".") },
 	"show":     show,
-	"cluster":  cluster,
 }
 
 func main() {
 	if len(os.Args) != 3 || commands[os.Args[1]] == nil {
-		fmt.Fprintln(os.Stderr, "usage: cmd psql|packages|release DIRECTORY, cmd show FUNCTION, or cmd cluster SHARD_URLS")
+		fmt.Fprintln(os.Stderr, "usage: cmd psql|packages|release DIRECTORY, or cmd show FUNCTION")
 		os.Exit(2)
 	}
 	if err := commands[os.Args[1]](os.Args[2]); err != nil {
@@ -58,12 +56,6 @@ func write(dir string, files func(fs.FS) (packages.Files, error), of string) err
 		}
 	}
 	return nil
-}
-
-func cluster(shardURLs string) error {
-	sql, err := packages.Cluster(shardURLs)
-	fmt.Print(sql)
-	return err
 }
 
 func show(function string) error {

@@ -40,7 +40,6 @@ var formats = []format{
 	{"flyway", flyway, true},
 	{"dbmate", dbmate, true},
 	{"supabase", supabase, true},
-	{"plproxy", plproxy, false},
 }
 
 // All makes every package, from the files of the repository.
@@ -142,7 +141,7 @@ func load(files fs.FS) (*source, error) {
 		return nil, fmt.Errorf("load migrations: %w", err)
 	}
 	s.Known = migrator.Migrations
-	s.templates, err = template.New("").Funcs(template.FuncMap{"quote": quote, "helper": s.helper, "body": s.body}).ParseFS(templates, "*.tmpl")
+	s.templates, err = template.New("").Funcs(template.FuncMap{"quote": quote}).ParseFS(templates, "*.tmpl")
 	if err == nil {
 		s.templates, err = s.templates.ParseFS(files, "prepare.tmpl")
 	}

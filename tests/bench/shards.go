@@ -35,7 +35,6 @@ type wayIn struct {
 var waysIn = []wayIn{
 	{"one", oneDatabase},
 	{"client", routedByClient},
-	{"plproxy", byPLProxy},
 	{"citus", byCitus},
 }
 
@@ -168,45 +167,15 @@ func (s *shardsCost) server() []int {
 	return []int{s.lab.pg.pid}
 }
 
-func (s *shardsCost) shards(ctx context.Context, prefix string) (urls []string, err error) {
+func routedByClient(ctx context.Context, s *shardsCost) (urls []string, servers []int, err error) {
 	for n := range shardsNumber {
-		url, err := s.database(ctx, fmt.Sprint(prefix, n), fmt.Sprintf("select ratelimit_define_shard(%d, %d)", n, shardsNumber))
+		url, err := s.database(ctx, fmt.Sprint("shards_client_", n), fmt.Sprintf("select ratelimit_define_shard(%d, %d)", n, shardsNumber))
 		if err != nil {
-			return nil, err
+			return nil, nil, err
 		}
 		urls = append(urls, url)
 	}
-	return urls, nil
-}
-
-func routedByClient(ctx context.Context, s *shardsCost) ([]string, []int, error) {
-	urls, err := s.shards(ctx, "shards_client_")
-	return urls, s.server(), err
-}
-
-func byPLProxy(ctx context.Context, s *shardsCost) ([]string, []int, error) {
-	const front = "shards_front"
-	urls, err := s.shards(ctx, "shards_plproxy_")
-	if err != nil {
-		return nil, nil, err
-	}
-	cluster, err := packages.Cluster(strings.Join(urls, " "))
-	if err != nil {
-		return nil, nil, err
-	}
-	files, err := packages.One(os.DirFS("."), "plproxy")
-	if err != nil {
-		return nil, nil, fmt.Errorf("the benchmark is run in the root of the repository: %w", err)
-	}
-	pg := s.lab.pg
-	if err := pg.exec(ctx, "", "create database "+front+" template template0"); err != nil {
-		return nil, nil, err
-	}
-	s.drop = append([]string{front}, s.drop...)
-	if err := pg.psql(ctx, front, cluster+string(files["plproxy/front.sql"])); err != nil {
-		return nil, nil, err
-	}
-	return []string{pg.URL(front)}, s.server(), nil
+	return urls, s.server(), nil
 }
 
 // byCitus has a coordinator, which is asked, and two workers.

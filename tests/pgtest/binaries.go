@@ -95,10 +95,10 @@ func major(ctx context.Context, bin string) int {
 	return version
 }
 
-// prepareExtensions installs pg_cron, plpgsql_check and PL/Proxy where Debian's packages of the same major
+// prepareExtensions installs pg_cron and plpgsql_check where Debian's packages of the same major
 // version can be had, and reports whether pg_cron is there. Tests that need what is missing say so.
 func prepareExtensions(ctx context.Context, bin string) (cron bool) {
-	packages := map[string]string{"pg_cron.so": "cron", "plpgsql_check.so": "plpgsql-check", "plproxy.so": "plproxy"}
+	packages := map[string]string{"pg_cron.so": "cron", "plpgsql_check.so": "plpgsql-check"}
 	for library, name := range packages {
 		if hasLibrary(bin, library) {
 			delete(packages, library)
