@@ -39,8 +39,8 @@ func PrivateWithExtensions(t testing.TB, settings ...string) (server *Server, di
 	return private(t, []rung{{rungLocal, start}}, settings), dir
 }
 
-// copyPrograms makes a tree with copies of the programs in bin, until the test ends. The rest of it are links, but its
-// directory of extensions, which has links.
+// copyPrograms makes a tree with copies of the programs in bin and of their SHAREDIR, until the test ends. Its libraries are
+// those of bin, by a link.
 func copyPrograms(t testing.TB, bin string) (copied, extensions string, err error) {
 	root, err := os.MkdirTemp(tempDir, "ratelimit-")
 	if err != nil {
@@ -61,9 +61,7 @@ func copyPrograms(t testing.TB, bin string) (copied, extensions string, err erro
 		os.Chmod(root, 0o755), // another user runs it
 		os.MkdirAll(in(bin), 0o755),
 		os.Symlink(filepath.Join(bin, "../lib"), filepath.Join(in(bin), "../lib")),
-		os.MkdirAll(filepath.Join(in(share), "extension"), 0o755),
-		link(share, in(share)),
-		link(filepath.Join(share, "extension"), filepath.Join(in(share), "extension")))
+		copyTree(share, in(share)))
 	for _, program := range []string{"initdb", "pg_ctl", "postgres"} {
 		err = errors.Join(err, copyFile(filepath.Join(bin, program), filepath.Join(in(bin), program)))
 	}
@@ -78,13 +76,16 @@ func shareOf(bin string) string {
 	return filepath.Join(bin, "../share/postgresql")
 }
 
-// link makes a link to each file of a directory that is not in the other one.
-func link(from, to string) error {
+// copyTree copies a directory, and what links in it lead to.
+func copyTree(from, to string) error {
 	entries, err := os.ReadDir(from)
+	err = errors.Join(err, os.MkdirAll(to, 0o755))
 	for _, entry := range entries {
-		name := filepath.Join(to, entry.Name())
-		if _, absent := os.Lstat(name); absent != nil {
-			err = errors.Join(err, os.Symlink(filepath.Join(from, entry.Name()), name))
+		from, to := filepath.Join(from, entry.Name()), filepath.Join(to, entry.Name())
+		if info, absent := os.Stat(from); absent == nil && info.IsDir() {
+			err = errors.Join(err, copyTree(from, to))
+		} else if absent == nil { // else a link that leads nowhere
+			err = errors.Join(err, copyFile(from, to))
 		}
 	}
 	return err
