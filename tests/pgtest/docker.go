@@ -12,12 +12,15 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
+	"sync"
 	"time"
 
 	cerrdefs "github.com/containerd/errdefs"
 	_ "github.com/jackc/pgx/v5/stdlib" // the driver "pgx" for wait.ForSQL
+	"github.com/moby/moby/api/pkg/authconfig"
 	"github.com/moby/moby/api/types/network"
 	"github.com/moby/moby/client"
 	"github.com/testcontainers/testcontainers-go"
@@ -40,9 +43,9 @@ const postgresPort = "5432/tcp"
 func init() { log.SetDefault(log.NewNoopLogger()) } // what goes wrong is in the errors
 
 func startContainer(ctx context.Context, settings []string) (host, error) {
-	engine, err := findEngine(ctx)
+	engine, err := engineWithImages()
 	if err != nil {
-		return nil, fmt.Errorf("%w: %w", errAbsent, err)
+		return nil, err
 	}
 	root, err := findRoot()
 	if err != nil {
@@ -112,6 +115,81 @@ func findEngine(ctx context.Context) (client.APIClient, error) {
 	case <-time.After(5 * time.Second):
 		return nil, errors.New("the engine does not answer within 5 seconds")
 	}
+}
+
+// engineWithImages returns an engine that has the images which ours begin with. Where it neither has them nor reaches their
+// registry, Docker is absent; after that our Dockerfile has to do. It is asked once.
+var engineWithImages = sync.OnceValues(func() (client.APIClient, error) {
+	engine, err := findEngine(context.Background())
+	if err != nil {
+		return nil, fmt.Errorf("%w: %w", errAbsent, err)
+	}
+	root, err := findRoot()
+	if err != nil {
+		return nil, err
+	}
+	file, err := os.ReadFile(filepath.Join(root, "docker", "Dockerfile"))
+	if err != nil {
+		return nil, err
+	}
+	var images []string
+	for _, from := range regexp.MustCompile(`(?m)^FROM (\S+)`).FindAllSubmatch(file, -1) {
+		images = append(images, string(from[1]))
+	}
+	if config := testcontainers.ReadConfig(); !config.RyukDisabled && config.Config.HubImageNamePrefix == "" {
+		images = append(images, testcontainers.ReaperDefaultImage)
+	}
+	for _, image := range images {
+		err := fetch(engine, image)
+		if errors.Is(err, errAbsent) && os.Getenv("RATELIMIT_TEST_REQUIRE") != rungDocker {
+			fmt.Fprintf(os.Stderr, "pgtest: going on without Docker: %v\n", err)
+		}
+		if err != nil {
+			return nil, err
+		}
+	}
+	return engine, nil
+})
+
+// registryPatience is how long a registry may say nothing while an image comes.
+var registryPatience = 20 * time.Second
+
+// fetch gets an image unless the engine has it.
+func fetch(engine client.APIClient, image string) error {
+	ctx, cancel := context.WithCancelCause(context.Background())
+	defer cancel(nil)
+	if _, err := engine.ImageInspect(ctx, image); !cerrdefs.IsNotFound(err) {
+		return err
+	}
+	fmt.Fprintf(os.Stderr, "pgtest: the Docker engine fetches %s\n", image)
+	var options client.ImagePullOptions
+	if _, login, err := testcontainers.DockerImageAuth(ctx, image); err == nil {
+		if options.RegistryAuth, err = authconfig.Encode(login); err != nil {
+			return err
+		}
+	}
+	silence := time.AfterFunc(registryPatience, func() {
+		cancel(fmt.Errorf("the registry was silent for %v", registryPatience))
+	})
+	defer silence.Stop()
+	pull, err := engine.ImagePull(ctx, image, options)
+	if err == nil {
+		for message, broken := range pull.JSONMessages(ctx) {
+			silence.Reset(registryPatience)
+			if err = broken; message.Error != nil {
+				err = message.Error
+			}
+		}
+	}
+	switch {
+	case err == nil:
+		return nil
+	case cerrdefs.IsNotFound(err): // by the registry: it was reached
+		return fmt.Errorf("image %s: %w", image, err)
+	case ctx.Err() != nil:
+		err = context.Cause(ctx)
+	}
+	return fmt.Errorf("%w: the engine lacks the image %s: %s", errAbsent, image, strings.ReplaceAll(err.Error(), "\n", ": "))
 }
 
 // findRoot returns the repository's root, where the image is built from.
