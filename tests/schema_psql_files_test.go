@@ -22,7 +22,9 @@ func TestPsql_FilesAreMadeOfTheMigrations(t *testing.T) {
 	for name, text := range files {
 		committed, err := os.ReadFile(filepath.Join("../migrations/psql", name))
 		require.NoError(t, err)
-		require.True(t, string(text) == string(committed), "migrations/psql/%s is stale: run make psql", name)
+		if string(text) != string(committed) {
+			t.Errorf("migrations/psql/%s is not made of the migrations: make psql", name)
+		}
 		require.NotRegexp(t, `[^\x00-\x7f]`, string(text), "psql takes the file to be in the encoding of its locale")
 	}
 }
