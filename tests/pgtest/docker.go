@@ -76,7 +76,7 @@ func startContainer(ctx context.Context, settings []string) (host, error) {
 		testcontainers.WithCmd(command...),
 		testcontainers.WithExposedPorts(postgresPort),
 		// The server of the first start's scripts does not listen on TCP: what answers is the final one.
-		testcontainers.WithWaitStrategyAndDeadline(2*time.Minute,
+		testcontainers.WithWaitStrategyAndDeadline(patience,
 			wait.ForSQL(postgresPort, "pgx", func(host string, port network.Port) string {
 				return c.url(net.JoinHostPort(host, port.Port()), "")
 			})),

@@ -1,6 +1,7 @@
 package pgtest
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -26,8 +27,9 @@ type cluster struct {
 	guard *guard
 }
 
-// tempDir is not os.TempDir, which may be long: a socket's path is limited to about 100 bytes.
-const tempDir = "/tmp"
+// tempDir is not os.TempDir, which may be long: a socket's path is limited to about 100 bytes. On a tmpfs such as /dev/shm
+// databases are created faster.
+var tempDir = cmp.Or(os.Getenv("RATELIMIT_TEST_DIR"), "/tmp")
 
 func startCluster(ctx context.Context, settings []string) (host, error) {
 	return startClusterIn(ctx, tempDir, settings)
@@ -77,7 +79,7 @@ func (c *cluster) initialize(ctx context.Context, cron bool, settings []string) 
 	if err != nil {
 		return err
 	}
-	own := []string{"listen_addresses=", "unix_socket_directories=" + c.dir}
+	own := []string{"port=5432", "listen_addresses=", "unix_socket_directories=" + c.dir}
 	if cron {
 		own = append(own,
 			"shared_preload_libraries=pg_cron",
@@ -110,7 +112,7 @@ func (c *cluster) URL(database string) string {
 	if database == "" {
 		database = "postgres"
 	}
-	query := url.Values{"host": {c.dir}, "user": {"postgres"}}
+	query := url.Values{"host": {c.dir}, "port": {"5432"}, "user": {"postgres"}}
 	return "postgres:///" + url.PathEscape(database) + "?" + query.Encode()
 }
 
@@ -135,6 +137,8 @@ func (c *cluster) Kill(ctx context.Context) error {
 	if err := needProcesses(); err != nil {
 		return err
 	}
+	ctx, cancel := context.WithTimeout(ctx, patience) // a process stays where its parent does not look after it
+	defer cancel()
 	for pids := c.processes(); len(pids) > 0; pids = c.processes() {
 		for _, pid := range pids {
 			_ = syscall.Kill(pid, syscall.SIGKILL)

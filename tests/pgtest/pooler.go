@@ -196,7 +196,7 @@ func (p *Pooler) startContainer(ctx context.Context, server *container) (end fun
 		}),
 		testcontainers.WithCmd("pgbouncer", "-u", "postgres", file),
 		testcontainers.WithExposedPorts(port),
-		testcontainers.WithWaitStrategyAndDeadline(time.Minute,
+		testcontainers.WithWaitStrategyAndDeadline(patience,
 			wait.ForSQL(port, "pgx", func(host string, port network.Port) string {
 				return urlAt(net.JoinHostPort(host, port.Port()), "postgres")
 			})),
@@ -213,7 +213,7 @@ func (p *Pooler) startContainer(ctx context.Context, server *container) (end fun
 
 // ask waits until PgBouncer answers, and returns its version.
 func (p *Pooler) ask(ctx context.Context) (version string, err error) {
-	ctx, cancel := context.WithTimeout(ctx, time.Minute)
+	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
 	for {
 		conn, err := pgx.Connect(ctx, p.URL("pgbouncer"))

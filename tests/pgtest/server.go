@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 	"strings"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 )
@@ -101,6 +102,8 @@ func only(name string) []rung {
 var errAbsent = errors.New("not available")
 
 func climb(ctx context.Context, rungs []rung, settings []string) (*Server, error) {
+	ctx, cancel := context.WithTimeout(ctx, 3*patience) // with installing packages or an image
+	defer cancel()
 	var absent strings.Builder
 	for _, rung := range rungs {
 		host, err := rung.start(ctx, settings)
@@ -125,7 +128,12 @@ Provide any one of these:
   - Debian or Ubuntu with root or passwordless sudo, where apt-get can install it`, &absent)
 }
 
+// patience bounds what a busy machine does in seconds, so that no test waits for ever.
+const patience = 10 * time.Minute
+
 func (s *Server) ask(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, patience)
+	defer cancel()
 	conn, err := pgx.Connect(ctx, s.URL(""))
 	if err != nil {
 		return err

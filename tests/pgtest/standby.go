@@ -42,7 +42,7 @@ func Standby(t testing.TB, primary *Server, settings ...string) *Server {
 
 // follow copies a running cluster, starts the copy as its standby, and waits until it streams.
 func (c *cluster) follow(ctx context.Context, source *cluster, settings []string) error {
-	err := c.run(ctx, "pg_basebackup", "--pgdata", c.data(), "--dbname", "user=postgres host="+source.dir,
+	err := c.run(ctx, "pg_basebackup", "--pgdata", c.data(), "--dbname", "user=postgres port=5432 host="+source.dir,
 		"--checkpoint", "fast", "--no-sync", "--write-recovery-conf")
 	if err != nil {
 		return err
@@ -58,7 +58,7 @@ func (c *cluster) follow(ctx context.Context, source *cluster, settings []string
 		return err
 	}
 	defer conn.Close(ctx)
-	for deadline := time.Now().Add(time.Minute); ; time.Sleep(5 * time.Millisecond) {
+	for deadline := time.Now().Add(patience); ; time.Sleep(5 * time.Millisecond) {
 		var streaming bool
 		err := conn.QueryRow(ctx, "select exists (select from pg_stat_wal_receiver where status = 'streaming')").Scan(&streaming)
 		if err != nil || streaming {
