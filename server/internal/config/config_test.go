@@ -1,6 +1,7 @@
 package config_test
 
 import (
+	"bufio"
 	"os"
 	"path/filepath"
 	"strings"
@@ -88,6 +89,43 @@ func TestLoad_Mistakes(t *testing.T) {
 	require.ErrorContains(t, err, "TLS_CERT_FILE, TLS_KEY_FILE: ")
 }
 
+// A call without time, or a server that waits for none, would answer nobody. 0 is for LOCK_TIMEOUT alone.
+func TestLoad_NoTimeButThatOfALockIsZero(t *testing.T) {
+	t.Parallel()
+	for _, name := range []string{"CALL_TIMEOUT", "STOP_TIMEOUT"} {
+		_, err := config.Load("", environment("DATABASE_URL=postgres://db", name+"=0s"))
+		require.ErrorContains(t, err, name+": ")
+		_, err = config.Load("", environment("DATABASE_URL=postgres://db", name+"=1ms"))
+		require.NoError(t, err)
+	}
+}
+
+// gRPC takes MAX_STREAMS in 32 bits, of which 0 is no bound at all.
+func TestLoad_NumbersFitIn32Bits(t *testing.T) {
+	t.Parallel()
+	for value, isRight := range map[string]bool{"1": true, "2147483647": true, "2147483648": false, "4294967296": false, "99999999999999999999": false} {
+		_, err := config.Load("", environment("DATABASE_URL=postgres://db", "MAX_STREAMS="+value))
+		require.Equal(t, isRight, err == nil, "%s: %v", value, err)
+	}
+}
+
+// What a token begins or ends with is a part of it.
+func TestLoad_QuotesComeOffInPairs(t *testing.T) {
+	t.Parallel()
+	for value, want := range map[string]string{`"a"`: "a", `'a'`: "a", `"a'`: `"a'`, `a"`: `a"`, `'a`: `'a`, `"'a'"`: "'a'", `""a""`: `"a"`, `"`: `"`} {
+		c, err := config.Load(file(t, "DATABASE_URL=postgres://db", "TOKENS="+value), environment())
+		require.NoError(t, err)
+		require.Equal(t, []string{want}, c.Tokens)
+	}
+}
+
+// Else the settings below such a line would be those by default: no TOKENS, and everybody may call.
+func TestLoad_ALineThatIsTooLongIsAnError(t *testing.T) {
+	t.Parallel()
+	_, err := config.Load(file(t, "DATABASE_URL=postgres://db", "# "+strings.Repeat("x", bufio.MaxScanTokenSize), "TOKENS=secret"), environment())
+	require.ErrorIs(t, err, bufio.ErrTooLong)
+}
+
 func TestLoad_DefaultPolicy(t *testing.T) {
 	t.Parallel()
 	load := func(capacity, rate string) (client.Policy, error) {
@@ -142,9 +180,9 @@ func TestLoad_Leases(t *testing.T) {
 	load := func(leases string, more ...string) (config.Config, error) {
 		return config.Load("", environment(append(more, "DATABASE_URL=postgres://db", "LEASES="+leases)...))
 	}
-	c, err := load("api, search=0.05,edge.remote_address", "DATABASE_CALLS=3")
+	c, err := load("api, search=0.05,edge.remote_address,all=1", "DATABASE_CALLS=3")
 	require.NoError(t, err)
-	require.Equal(t, []client.Lease{{Policy: "api"}, {Policy: "search", MaxShare: 0.05}, {Policy: "edge.remote_address"}}, c.Leases)
+	require.Equal(t, []client.Lease{{Policy: "api"}, {Policy: "search", MaxShare: 0.05}, {Policy: "edge.remote_address"}, {Policy: "all", MaxShare: 1}}, c.Leases)
 	require.Equal(t, 5, c.SharedConnections())
 	c, err = load("")
 	require.NoError(t, err)
