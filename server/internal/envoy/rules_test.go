@@ -1,6 +1,7 @@
 package envoy_test
 
 import (
+	"math"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -88,6 +89,74 @@ func TestRules_Matching(t *testing.T) {
 	}
 }
 
+// statuses asks a gate that lets everything pass but what is closed, a descriptor of one entry each.
+func statuses(t *testing.T, rules string, keys ...string) (*pb.RateLimitResponse, *book) {
+	t.Helper()
+	b := &book{}
+	q := &pb.RateLimitRequest{Domain: "d"}
+	for _, key := range keys {
+		q.Descriptors = append(q.Descriptors, &common.RateLimitDescriptor{Entries: entries(key, "x")})
+	}
+	answer, err := envoy.New(b, read(t, rules)).Answer(t.Context(), q)
+	require.NoError(t, err)
+	return answer, b
+}
+
+// Of a rule that lets nothing pass, shadow_mode lets everything.
+func TestAnswer_AClosedRuleThatWatchesRefusesNothing(t *testing.T) {
+	t.Parallel()
+	for _, mode := range []string{"shadow_mode", "quota_mode"} {
+		answer, b := statuses(t, "domain: d\ndescriptors: [{key: k, "+mode+": true, rate_limit: {unit: day, requests_per_unit: 0}}]", "k")
+		require.Equal(t, pb.RateLimitResponse_OK, answer.OverallCode)
+		require.Equal(t, pb.RateLimitResponse_OK, answer.Statuses[0].Code)
+		require.Empty(t, b.tolls)
+	}
+}
+
+// As with the reference, which does not look at the names of unlimited rules.
+func TestAnswer_AnUnlimitedRuleIsNotReplaced(t *testing.T) {
+	t.Parallel()
+	answer, _ := statuses(t, `
+domain: d
+descriptors:
+  - {key: free, rate_limit: {unlimited: true, name: n}}
+  - {key: other, rate_limit: {unit: day, requests_per_unit: 1, replaces: [{name: n}]}}
+`, "free", "other")
+	require.EqualValues(t, math.MaxUint32, answer.Statuses[0].LimitRemaining)
+}
+
+// A limit of its own is an error in any descriptor: its sender would think that it counts.
+func TestAnswer_NoDescriptorHasALimitOfItsOwn(t *testing.T) {
+	t.Parallel()
+	rules := read(t, matching)
+	for i := range 3 {
+		q := &pb.RateLimitRequest{Domain: "d"}
+		for range 3 {
+			q.Descriptors = append(q.Descriptors, &common.RateLimitDescriptor{Entries: entries("any", "x")})
+		}
+		q.Descriptors[i].Limit = &common.RateLimitDescriptor_RateLimitOverride{RequestsPerUnit: 1}
+		b := &book{}
+		_, err := envoy.New(b, rules).Answer(t.Context(), q)
+		require.ErrorContains(t, err, "invalid limit", i)
+		require.Empty(t, b.tolls)
+	}
+}
+
+// The longest key that the database takes is a key, and one byte more is its hash.
+func TestAnswer_AKeyHas512Bytes(t *testing.T) {
+	t.Parallel()
+	for length, isHash := range map[int]bool{511: false, 512: false, 513: true} {
+		b := &book{}
+		value := strings.Repeat("x", length-len(`[["any",""]]`))
+		_, err := envoy.New(b, read(t, matching)).Answer(t.Context(), &pb.RateLimitRequest{Domain: "d", Descriptors: []*common.RateLimitDescriptor{{Entries: entries("any", value)}}})
+		require.NoError(t, err)
+		require.Equal(t, isHash, strings.HasPrefix(b.tolls[0].Key, "sha256:"), length)
+		if !isHash {
+			require.Len(t, b.tolls[0].Key, length)
+		}
+	}
+}
+
 func TestRead_Mistakes(t *testing.T) {
 	t.Parallel()
 	limit := func(rest string) string { return "{unit: day, requests_per_unit: 1" + rest + "}" }
@@ -107,6 +176,8 @@ func TestRead_Mistakes(t *testing.T) {
 			[]string{`a.yaml:3:12: nothing passes a rule of 0 requests, so there is nothing to overdraw: remove overdraw, or allow some requests`}},
 		"a name for two numbers": {map[string]string{"a.yaml": "domain: d\ndescriptors:\n- {key: k, rate_limit: " + limit(", name: n") + "}\n- {key: l, rate_limit: {unit: hour, requests_per_unit: 1, name: n}}\n- {key: m, rate_limit: " + limit(", name: n") + "}"},
 			[]string{`a.yaml:4:12: the policy of this rule would be called "n", as that of the rule at a.yaml:3:12, which has other numbers: give this rule another name`}},
+		"a name for a rule that watches and one that does not": {map[string]string{"a.yaml": "domain: d\ndescriptors:\n- {key: k, rate_limit: " + limit(", name: n") + "}\n- {key: l, shadow_mode: true, rate_limit: " + limit(", name: n") + "}"},
+			[]string{`a.yaml:4:31: the policy of this rule would be called "n", as that of the rule at a.yaml:3:12, which has other numbers: give this rule another name`}},
 		"a name for two domains": {map[string]string{"a.yaml": "domain: d\ndescriptors: [{key: k, rate_limit: " + limit(", name: n") + "}]", "b.yaml": "domain: e\ndescriptors: [{key: k, rate_limit: " + limit(", name: n") + "}]"},
 			[]string{`b.yaml:2:24: the policy of this rule would be called "n", as that of the rule at a.yaml:2:24, and share its buckets: give this rule another name`}},
 		"a long path": {map[string]string{"a.yaml": "domain: d\ndescriptors: [{key: " + strings.Repeat("k", 511) + ", rate_limit: " + limit("") + "}]"},

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"io"
+	"math"
 	"testing"
 	"time"
 
@@ -41,6 +42,7 @@ func TestPass_IsOneCall(t *testing.T) {
 		{nil, true, "", client.ResultDenied},
 		{[]service.Toll{{Policy: "watched", Key: "k", Tokens: 11, Watches: true}}, false, "watched", client.ResultShadowed},
 		{[]service.Toll{{Policy: "default", Key: "k", Tokens: 10, Overdraws: true}}, false, "default", client.ResultAllowed},
+		{[]service.Toll{{Policy: "watched", Key: "o", Tokens: 11, Watches: true}, {Policy: "api", Key: "o", Tokens: 1}}, false, "api", client.ResultShadowed},
 	} {
 		before := len(r.calls)
 		p, err := s.Pass(t.Context(), test.tolls, test.closed)
@@ -52,6 +54,67 @@ func TestPass_IsOneCall(t *testing.T) {
 		require.Equal(t, test.result != client.ResultDenied, p.Allowed)
 	}
 	require.EqualValues(t, 6, left(t, fake, "api", "k"))
+}
+
+// A look needs one whole token, and takes none.
+func TestPass_ALookNeedsAToken(t *testing.T) {
+	t.Parallel()
+	fake := newFake(t)
+	s := service.New(fake, roomy, func(service.Call) {})
+	for level, isAllowed := range map[float64]bool{1: true, 0.999999: false, 0: false, -1: false} {
+		require.NoError(t, fake.SetLevel("api", "k", level))
+		for range 2 {
+			p, err := s.Pass(t.Context(), []service.Toll{{Policy: "api", Key: "k"}}, false)
+			require.NoError(t, err)
+			require.Equal(t, isAllowed, p.Allowed, level)
+			require.Equal(t, isAllowed, p.Decisions[0].Allowed, level)
+		}
+	}
+}
+
+// A bucket that two tolls ask refuses both if it does not hold their sum, and says when it will.
+func TestPass_ClosedRequestsNeedTheSumOfTheirTolls(t *testing.T) {
+	t.Parallel()
+	fake := newFake(t)
+	s := service.New(fake, roomy, func(service.Call) {})
+	require.NoError(t, fake.SetLevel("api", "k", 8))
+	twice := []service.Toll{{Policy: "api", Key: "k", Tokens: 6}, {Policy: "api", Key: "k", Tokens: 4}, {Policy: "api", Key: "o", Tokens: 4}}
+	p, err := s.Pass(t.Context(), twice, true)
+	require.NoError(t, err)
+	require.Equal(t, []bool{false, false, true}, []bool{p.Decisions[0].Allowed, p.Decisions[1].Allowed, p.Decisions[2].Allowed})
+	require.Equal(t, 2*time.Second, p.Decisions[0].RetryAfter)
+	require.Equal(t, p.Decisions[0], p.Decisions[1])
+	require.EqualValues(t, 8, left(t, fake, "api", "k"))
+
+	most := service.Toll{Policy: "api", Key: "k", Tokens: math.MaxInt64}
+	p, err = s.Pass(t.Context(), []service.Toll{most, most}, true)
+	require.NoError(t, err)
+	require.Equal(t, []bool{false, false}, []bool{p.Decisions[0].Allowed, p.Decisions[1].Allowed}, "the sum is the largest there is, and not below zero")
+}
+
+// What a bucket gains between two steps does not turn a refusal into a status that allows.
+func TestPass_ARefusalStaysOne(t *testing.T) {
+	t.Parallel()
+	now := time.Date(2030, 1, 1, 0, 0, 0, 0, time.UTC)
+	fake := clienttest.New(func() time.Time { return now })
+	require.NoError(t, fake.DefinePolicy(t.Context(), client.Policy{Name: "api", Capacity: 10, Refill: 1, Every: time.Second}))
+	require.NoError(t, fake.SetLevel("api", "k", 0))
+	s := service.New(latePeek{fake, func() { now = now.Add(time.Hour) }}, roomy, func(service.Call) {})
+	p, err := s.Pass(t.Context(), []service.Toll{{Policy: "api", Key: "k"}}, false)
+	require.NoError(t, err)
+	require.False(t, p.Allowed)
+	require.False(t, p.Decisions[0].Allowed)
+}
+
+// latePeek has time pass before each Peek.
+type latePeek struct {
+	*clienttest.Fake
+	wait func()
+}
+
+func (l latePeek) Peek(ctx context.Context, policy, key string, opts ...client.PeekOption) (client.Decision, error) {
+	l.wait()
+	return l.Fake.Peek(ctx, policy, key, opts...)
 }
 
 // An error is no passage, also after tokens were taken.
