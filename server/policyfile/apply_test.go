@@ -371,6 +371,27 @@ func TestApply_NeedsThePublicFunctionsOnly(t *testing.T) {
 	require.Len(t, policiesIn(t, db), 1)
 }
 
+// A standby begins no transaction that writes.
+func TestApply_OnAStandbyNamesThePrimary(t *testing.T) {
+	t.Parallel()
+	server := pgtest.Private(t)
+	connect := func() *pgx.Conn {
+		conn, err := pgx.Connect(t.Context(), server.URL(""))
+		require.NoError(t, err)
+		return conn
+	}
+	conn := connect()
+	_, err := conn.Exec(t.Context(), `do $$ begin execute format('copy (select) to %L', current_setting('data_directory') || '/standby.signal'); end $$`)
+	require.NoError(t, err)
+	require.NoError(t, conn.Close(t.Context()))
+	require.NoError(t, server.Stop(t.Context(), false))
+	require.NoError(t, server.Start(t.Context()))
+	conn = connect()
+	defer conn.Close(context.Background())
+	_, err = policyfile.Apply(t.Context(), conn, parse(t, twoPolicies), policyfile.Options{})
+	require.ErrorContains(t, err, "the database is read-only, so connect to the primary: ")
+}
+
 func TestApply_WithoutThePackage(t *testing.T) {
 	t.Parallel()
 	db := pgtest.Empty(t)

@@ -146,7 +146,7 @@ func remedy(err error) string {
 		return "the role may not do this, so grant it, or connect as the owner of the functions: "
 	case "55P03":
 		return "another session holds this, so try again when it has ended: "
-	case "25006":
+	case "0A000": // which a standby answers to the begin of a transaction that writes
 		return "the database is read-only, so connect to the primary: "
 	}
 	return ""
