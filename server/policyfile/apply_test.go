@@ -224,6 +224,46 @@ func TestPlan_ShowsTheDifference(t *testing.T) {
 `, apply(t, db.Pool, changed).String())
 }
 
+// The end of an override is compared to the microsecond.
+func TestPlan_SeesAnInstantThatDiffersByAFraction(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	override := func(expires string) string {
+		return "policies: {api: {capacity: 1, refill: 1, every: 1s}}\noverrides: {api: {k: {expires_at: " + expires + "}}}"
+	}
+	apply(t, db.Pool, override("2999-01-01T00:00:00Z"))
+	require.Equal(t, "~ override \"k\" of \"api\": expires_at 2999-01-01T00:00:00Z -> 2999-01-01T00:00:00.000001Z\n",
+		apply(t, db.Pool, override("2999-01-01T00:00:00.000001Z")).String())
+	require.True(t, apply(t, db.Pool, override("2999-01-01T01:00:00.000001+01:00")).Empty())
+}
+
+// What one shard has not is still there for the next one.
+func TestPlan_OfAShardLeavesTheFileAsItIs(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	file := parse(t, `
+policies: {api: {capacity: 1, refill: 1, every: 1s}}
+overrides: {api: {a: {capacity: 2}, b: {capacity: 2}, c: {capacity: 2}}}
+`)
+	for _, key := range []string{"c", "b", "a"} {
+		d, err := policyfile.Plan(t.Context(), db.Pool, file, policyfile.Options{Has: func(k string) bool { return k == key }})
+		require.NoError(t, err)
+		require.Len(t, d.Changes, 2)
+		require.Equal(t, key, d.Changes[1].Key)
+	}
+}
+
+// What is only checked at the end of the transaction is an error, too: nothing was changed.
+func TestApply_AFailedCommitIsAnError(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	db.Exec(t, `create function refuse() returns trigger language plpgsql as $$ begin raise 'not today'; end $$`)
+	db.Exec(t, `create constraint trigger refuse after insert on ratelimit.policies initially deferred for each row execute function refuse()`)
+	_, err := policyfile.Apply(t.Context(), db.Pool, parse(t, twoPolicies), policyfile.Options{})
+	require.ErrorContains(t, err, "commit: ERROR: not today")
+	require.Empty(t, policiesIn(t, db))
+}
+
 // A second time nothing is written: not a row has another version.
 func TestApply_WritesOnlyChanges(t *testing.T) {
 	t.Parallel()
@@ -249,12 +289,12 @@ func TestApply_PruneNamesWhatGoes(t *testing.T) {
 	db := pgtest.New(t)
 	apply(t, db.Pool, twoPolicies)
 	db.Exec(t, "select ratelimit_acquire('api', 'user:' || n, 1, 'order:' || n) from generate_series(1, 3) as n")
-	db.Exec(t, "select ratelimit_acquire('llm', 'user:1')")
+	db.Exec(t, "select ratelimit_acquire('llm', 'user:1', 1, 'order:1')")
 	const one = "policies: {new: {capacity: 1, refill: 1, every: 1s}}"
 
 	require.False(t, strings.Contains(apply(t, db.Pool, one).String(), "-"), "without prune nothing is dropped")
 	require.Equal(t, `- policy "api": dropped with 3 buckets, 1 override and 3 idempotency keys
-- policy "llm": dropped with 1 bucket, 0 overrides and 0 idempotency keys
+- policy "llm": dropped with 1 bucket, 0 overrides and 1 idempotency key
 `, apply(t, db.Pool, one, policyfile.Options{Prune: true}).String())
 	require.Equal(t, []string{"new 1 1 1000000 f t 86400000000 f"}, policiesIn(t, db))
 	require.Empty(t, overridesIn(t, db))
@@ -292,6 +332,26 @@ func TestApply_PruneNeedsPolicies(t *testing.T) {
 	_, err := policyfile.Apply(t.Context(), db.Pool, parse(t, "envoy: []"), policyfile.Options{Prune: true})
 	require.ErrorContains(t, err, "limits.yaml has no policies, and to prune would drop all there are")
 	require.Len(t, policiesIn(t, db), 2)
+}
+
+// An environment may have all policies of a file.
+func TestApply_PruneCountsThePoliciesOfTheEnvironment(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	apply(t, db.Pool, twoPolicies)
+	const file = "environments: {staging: {policies: {api: {capacity: 100, refill: 10, every: 1s}}}}"
+	apply(t, db.Pool, file, policyfile.Options{Environment: "staging", Prune: true})
+	require.Equal(t, []string{"api 100 10 1000000 f t 86400000000 f"}, policiesIn(t, db))
+}
+
+// An override that has just expired is no more set than one of years ago.
+func TestPlan_WhatHasJustExpiredIsNotSet(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	expired := time.Now().Add(-time.Minute).UTC().Format("2006-01-02T15:04:05Z")
+	d := apply(t, db.Pool, "policies: {api: {capacity: 1, refill: 1, every: 1s}}\noverrides: {api: {k: {capacity: 2, expires_at: "+expired+"}}}")
+	require.Len(t, d.Changes, 1)
+	require.Len(t, d.Expired, 1)
 }
 
 func TestApply_ChangedDurableIsAnErrorAtItsLine(t *testing.T) {

@@ -84,6 +84,26 @@ environments:
 	}
 }
 
+// A difference of any database is one, also if those after it have none.
+func TestCommand_DryRunOfSeveralDatabases(t *testing.T) {
+	t.Parallel()
+	const file = "policies: {api: {capacity: 1, refill: 1, every: 1s}}"
+	differs, same := pgtest.New(t), pgtest.New(t)
+	apply(t, same.Pool, file)
+	for _, order := range [][]*pgtest.DB{{differs, same}, {same, differs}} {
+		command := policyfile.Command(func(ctx context.Context) ([]policyfile.Target, error) {
+			return []policyfile.Target{{Conn: order[0].Connect(t), Name: "shard 0"}, {Conn: order[1].Connect(t), Name: "shard 1"}}, nil
+		})
+		command.SetArgs([]string{"-", "--dry-run"})
+		command.SetIn(strings.NewReader(file))
+		var out bytes.Buffer
+		command.SetOut(&out)
+		require.ErrorIs(t, command.ExecuteContext(t.Context()), policyfile.ErrDifference)
+		require.Contains(t, out.String(), ": The database is as the file says.")
+		require.Contains(t, out.String(), "1 change, not made: this is a dry run.")
+	}
+}
+
 func TestCommand_JSON(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)
