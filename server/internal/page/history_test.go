@@ -56,6 +56,18 @@ func TestHistory_TheClockStepsBack(t *testing.T) {
 	require.Equal(t, []float64{2}, h.of(allowed))
 }
 
+// Two samples at one instant are one: nothing is divided by no time, and nothing that was counted is lost.
+func TestHistory_NoTimeIsNoSample(t *testing.T) {
+	t.Parallel()
+	h := NewHistory(t0)
+	h.Sample(t0.Add(5 * time.Second))
+	count(h, client.ResultAllowed, 10)
+	h.Sample(t0.Add(5 * time.Second))
+	require.Equal(t, []float64{0}, h.of(allowed))
+	h.Sample(t0.Add(10 * time.Second))
+	require.Equal(t, []float64{0, 2}, h.of(allowed))
+}
+
 // It keeps the last ten minutes, however long it runs.
 func TestHistory_IsBounded(t *testing.T) {
 	t.Parallel()

@@ -1,6 +1,7 @@
 package page
 
 import (
+	"bytes"
 	"crypto/sha256"
 	"encoding/base64"
 	"log/slog"
@@ -117,6 +118,45 @@ func TestPage_EscapesEverything(t *testing.T) {
 	for kind := range kinds {
 		require.Regexp(t, "^(html|head|meta|title|link|style|body|header|main|section|div|h1|h2|p|a|span|strong|small|dl|dt|dd|figure|figcaption|svg|path|rect|ul|li|table|thead|tbody|tr|th|td|bdi)$", kind)
 	}
+}
+
+// A name that turns the direction of text would change what stands around it, wherever it is shown.
+func TestPage_ShowsNamesAsTheyAreEverywhere(t *testing.T) {
+	t.Parallel()
+	const odd = "evil\u202etxt.exe"
+	state := quiet
+	state.Health = func() string { return "away" }
+	p := newPage(NewHistory(t0), nil, state, slog.New(slog.DiscardHandler), (&clock{t0}).read)
+	p.database.seen = snapshot{
+		policies: section[client.Policy]{rows: []client.Policy{{Name: odd}}, at: t0},
+		buckets:  section[inspect.Bucket]{rows: []inspect.Bucket{{Policy: odd, Key: odd}}, at: t0},
+	}
+	_, page := get(t, p, "/")
+	require.False(t, strings.Contains(page, "\u202e"))
+	require.Len(t, regexp.MustCompile(`evil\\u202etxt`).FindAllString(page, -1), 3)
+}
+
+// A bucket in debt is empty, and one that an override has since made smaller is full: the bar is no longer than its place.
+func TestBucketOf_IsFromEmptyToFull(t *testing.T) {
+	t.Parallel()
+	for _, test := range []struct {
+		remaining, capacity int64
+		percent             float64
+		isEmpty             bool
+	}{{5, 10, 50, false}, {10, 10, 100, false}, {20, 10, 100, false}, {0, 10, 0, true}, {-5, 10, 0, true}, {0, 0, 0, true}} {
+		b := bucketOf(inspect.Bucket{Remaining: test.remaining, Capacity: test.capacity})
+		require.Equal(t, test.percent, b.Percent, test)
+		require.Equal(t, test.isEmpty, b.IsEmpty, test)
+	}
+}
+
+func TestPolicyOf_TellsWhatIsNotByDefault(t *testing.T) {
+	t.Parallel()
+	plain := client.Policy{Capacity: 1, Refill: 1, Every: time.Second, Stepped: client.No, Durable: client.Yes, Shadow: client.No, Remember: time.Hour}
+	require.Empty(t, policyOf(plain).Tags)
+	odd := client.Policy{Capacity: 1, Refill: client.Zero, Every: time.Second, Stepped: client.Yes, Durable: client.No, Shadow: client.Yes}
+	require.Equal(t, []string{"stepped", "ephemeral", "shadow"}, policyOf(odd).Tags)
+	require.Equal(t, "never", policyOf(odd).Refills)
 }
 
 func TestPage_LetsTheBrowserDoNothing(t *testing.T) {
@@ -298,6 +338,23 @@ func TestPage_NobodyAnswers(t *testing.T) {
 	require.Len(t, text(t, page, "figcaption"), 5)
 }
 
+// A database that fails is asked no more often than one that answers, and the log has each fault once, until it is over.
+func TestPage_FaultsAreAskedForSeldomAndLoggedOnce(t *testing.T) {
+	t.Parallel()
+	db := pgtest.Empty(t)
+	var logged bytes.Buffer
+	now := &clock{t0}
+	p := newPage(NewHistory(t0), db.Pool, quiet, slog.New(slog.NewTextHandler(&logged, nil)), now.read)
+	for range 3 {
+		p.database.look(false)
+		require.Equal(t, now.now.Add(5*time.Second), p.database.policies.nextAt)
+		require.Equal(t, now.now.Add(5*time.Second), p.database.buckets.nextAt)
+		now.now = now.now.Add(5 * time.Second)
+	}
+	require.Equal(t, t0.Add(time.Minute), p.database.findings.nextAt)
+	require.Equal(t, 3, strings.Count(logged.String(), "cannot show everything"), logged.String())
+}
+
 func TestGuard(t *testing.T) {
 	t.Parallel()
 	ok := http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusNoContent) })
@@ -315,5 +372,11 @@ func TestGuard(t *testing.T) {
 	} {
 		require.Equal(t, isAddress, ask(open, host) == http.StatusNoContent, host)
 		require.Equal(t, http.StatusUnauthorized, ask(Guard(auth.New("token"), ok), host))
+		r := httptest.NewRequest(http.MethodGet, "/", nil)
+		r.Host = host
+		r.SetBasicAuth("anybody", "token")
+		w := httptest.NewRecorder()
+		Guard(auth.New("token"), ok).ServeHTTP(w, r)
+		require.Equal(t, http.StatusNoContent, w.Code, "who has a token may use any name: %s", host)
 	}
 }

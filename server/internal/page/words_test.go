@@ -8,6 +8,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/server/internal/jsonapi"
 )
 
 func TestWords(t *testing.T) {
@@ -48,6 +49,16 @@ func TestName(t *testing.T) {
 		strings.Repeat("\n", 512): `"` + strings.Repeat(`\n`, 59) + `\…`,
 	} {
 		require.Equal(t, want, name(text))
+	}
+}
+
+// A time that never comes is not one that is over.
+func TestUntil(t *testing.T) {
+	t.Parallel()
+	require.Equal(t, "never", until(nil))
+	for d, want := range map[time.Duration]string{0: "now", time.Microsecond: "< 1 ms", 90 * time.Second: "1 min 30 s"} {
+		s := jsonapi.Seconds(d)
+		require.Equal(t, want, until(&s))
 	}
 }
 
