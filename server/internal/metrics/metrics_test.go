@@ -49,7 +49,10 @@ func TestMetrics_HaveABoundedNumberOfSeries(t *testing.T) {
 	for i := range 1000 {
 		m.Observe(service.Call{Operation: service.Acquire, Policy: fmt.Sprint("made up ", i), Result: client.ResultError, Err: unknown})
 	}
-	require.Equal(t, []string{`ratelimit_requests_total{policy="_other",result="error"} 1000`}, series(t, m, "ratelimit_requests_total"))
+	for i, kind := range []service.Kind{service.Unavailable, service.InvalidArgument, service.Overloaded} {
+		m.Observe(service.Call{Operation: service.Acquire, Policy: fmt.Sprint("of an error ", i), Result: client.ResultError, Err: &service.Error{Kind: kind}})
+	}
+	require.Equal(t, []string{`ratelimit_requests_total{policy="_other",result="error"} 1003`}, series(t, m, "ratelimit_requests_total"))
 
 	for i := range 3000 {
 		m.Observe(service.Call{Operation: service.Acquire, Policy: fmt.Sprint("policy ", i), Result: client.ResultAllowed})
@@ -61,6 +64,32 @@ func TestMetrics_HaveABoundedNumberOfSeries(t *testing.T) {
 	m.Observe(service.Call{Operation: service.Acquire, Policy: "policy 0", Result: client.ResultError, Err: unknown})
 	require.Contains(t, series(t, m, "ratelimit_requests_total"), `ratelimit_requests_total{policy="policy 0",result="error"} 1`, "one that was dropped is known")
 	require.Len(t, series(t, m, "ratelimit_acquire_duration_seconds_count"), 2)
+}
+
+// The policies that have series have one for each result, also beyond the 2000 that the SDK would keep by itself.
+func TestMetrics_EachResultOfAPolicyIsCounted(t *testing.T) {
+	t.Parallel()
+	m := newMetrics(t)
+	results := []client.Result{client.ResultAllowed, client.ResultDenied, client.ResultReplayed, client.ResultShadowed, client.ResultError}
+	for i := range 1000 {
+		for _, result := range results {
+			m.Observe(service.Call{Operation: service.Acquire, Policy: fmt.Sprint("policy ", i), Result: result})
+		}
+	}
+	require.Len(t, series(t, m, "ratelimit_requests_total"), 5000)
+}
+
+// Each gauge shows what it is called.
+func TestMetrics_Gauges(t *testing.T) {
+	t.Parallel()
+	m := newMetrics(t)
+	is := func(n int64) func() int64 { return func() int64 { return n } }
+	require.NoError(t, m.Watch(metrics.State{CallsUnderWay: is(3), ConnectionsInUse: is(5), ConnectionsTotal: is(7)}))
+	w := httptest.NewRecorder()
+	m.Handler().ServeHTTP(w, httptest.NewRequest(http.MethodGet, "/metrics", nil))
+	for _, line := range []string{"ratelimit_server_calls_under_way 3\n", "ratelimit_server_connections_in_use 5\n", "ratelimit_server_connections 7\n"} {
+		require.Contains(t, w.Body.String(), "\n"+line)
+	}
 }
 
 // onlyAPI is a limiter that allows everything under the policy api, and knows no other.
