@@ -83,6 +83,47 @@ descriptors:
 	require.Equal(t, before, rows(), "what is there is not written again")
 }
 
+// What differs in one field alone is made what the rule says again. What rules do not say stays.
+func TestEnvoyRules_EachFieldOfAPolicyIsTheRules(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	s := start(t, db.URL, "ENVOY_RULES="+rulesFile(t, "domain: edge\ndescriptors: [{key: user, rate_limit: {unit: day, requests_per_unit: 10}}]"))
+	want := policies(t, db)["edge.user"]
+	for _, change := range []string{"capacity => 11", "refill => 11", "every => '1 hour'", "stepped => true", "shadow => true"} {
+		db.Exec(t, "select ratelimit_define_policy('edge.user', "+change+")")
+		require.NotEqual(t, want, policies(t, db)["edge.user"])
+		require.NoError(t, s.Reload(t.Context()))
+		require.Equal(t, want, policies(t, db)["edge.user"], change)
+	}
+	db.Exec(t, "select ratelimit_define_policy('edge.user', remember => '7 days')")
+	require.NoError(t, s.Reload(t.Context()))
+	require.Equal(t, 7*day, policies(t, db)["edge.user"].Remember)
+}
+
+// A rule may name the policy that another one describes: it is there when both are in use. It watches if that one does.
+func TestEnvoyRules_ARuleNamesThePolicyOfAnother(t *testing.T) {
+	t.Parallel()
+	e := startEdge(t, `
+domain: edge
+descriptors:
+  - {key: user, rate_limit: {unit: day, requests_per_unit: 10}}
+  - {key: other, rate_limit: {policy: edge.user}}
+  - {key: watched, shadow_mode: true, rate_limit: {unit: day, requests_per_unit: 1}}
+  - {key: watching, rate_limit: {policy: edge.watched}}
+`)
+	e.requireStatuses(list{of("other", "x")}, ok(per(0, 10, ""), 9, day/10))
+	e.requireStatuses(list{of("watching", "x")}, ok(per(0, 1, ""), 0, day))
+	e.requireStatuses(list{times(0, of("watching", "x"))}, ok(per(0, 1, ""), 0, day))
+}
+
+// current_limit is what a rule says, and not what one key has in its place.
+func TestEnvoyRules_AnOverrideIsNotTheLimitOfTheRule(t *testing.T) {
+	t.Parallel()
+	e := startEdge(t, edgeRules)
+	e.db.Exec(t, `select ratelimit_override('edge.user', '[["user","ann"]]', capacity => 100, refill => 100)`)
+	e.requireStatuses(list{of("user", "ann")}, ok(userLimit, 99, day/100))
+}
+
 // A role that may not define policies is told what an administrator has to run, and that is enough.
 func TestEnvoyRules_WithoutTheRight(t *testing.T) {
 	t.Parallel()
