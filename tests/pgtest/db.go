@@ -153,6 +153,9 @@ func (d *databases) create(ctx context.Context, installed bool, options ...strin
 	if installed {
 		template = d.template
 	}
+	if d.server.Rung != rungURL { // a server with fsync would wait for two checkpoints
+		options = append(options, "strategy file_copy")
+	}
 	d.count++
 	name := fmt.Sprintf("%s_%d", d.owner, d.count)
 	if err := d.exec(ctx, "create database %s template %s "+strings.Join(options, " "), name, template); err != nil {

@@ -20,7 +20,7 @@
 // RATELIMIT_TEST_REQUIRE=url, docker or local insists on one of them. Tests never run without a
 // server: they fail. RATELIMIT_TEST_LOG names a file that is told which server was used.
 //
-// RATELIMIT_TEST_DIR is where throw-away clusters are, instead of /tmp. RATELIMIT_TEST_UPGRADE_FROM is a version of the schema: databases begin with it and are brought up.
+// RATELIMIT_TEST_DIR is where throw-away clusters are, instead of /dev/shm or, without room there, /tmp. RATELIMIT_TEST_UPGRADE_FROM is a version of the schema: databases begin with it and are brought up.
 package pgtest
 
 import (
@@ -46,6 +46,9 @@ func Main(m interface{ Run() int }) {
 		os.Exit(130)
 	}()
 
+	if os.Getenv("RATELIMIT_TEST_DIR") == "" {
+		tempDir = inMemory(tempDir)
+	}
 	code := m.Run()
 	if err := shared.close(); err != nil {
 		fmt.Fprintln(os.Stderr, err)

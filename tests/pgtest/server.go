@@ -68,7 +68,8 @@ func Start(ctx context.Context, settings ...string) (*Server, error) {
 // defaults are settings of every server that this process starts.
 var defaults = []string{
 	"max_connections=200",
-	"fsync=off", // what a dying process wrote survives it; only a dying machine would need more
+	"max_wal_size=256MB", // which may be in memory
+	"fsync=off",          // what a dying process wrote survives it; only a dying machine would need more
 }
 
 const (
