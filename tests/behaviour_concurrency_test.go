@@ -439,6 +439,47 @@ func TestConcurrency_ABatchLocksWhatOthersChange(t *testing.T) {
 	}
 }
 
+// A request of several elements locks its buckets before it takes, if another session has one. It may have waited for that lock.
+func TestConcurrency_WhatWaitedForALockGoesByTheClockAndThePolicyAfterTheWait(t *testing.T) {
+	t.Parallel()
+	for name, test := range map[string]struct {
+		meanwhile func(db *testDB, holder *session)
+		want      []decision
+	}{
+		"clock": {
+			func(db *testDB, _ *session) { db.setClock(t0.Add(3 * second)) },
+			[]decision{allowed(7, 3*second, 10), allowed(6, 4*second, 10)},
+		},
+		"policy": {
+			func(_ *testDB, holder *session) { holder.exec("select ratelimit_define_policy('p', 5)") },
+			[]decision{allowed(4, second, 5), allowed(3, 2*second, 5)},
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			for _, kind := range []policyOption{durable, ephemeral} {
+				db := newDB(t)
+				db.setClock(t0)
+				db.definePolicy("p", 10, 1, second, kind)
+				db.acquire("p", "a", 5)
+				db.acquire("p", "b", 5)
+				holder := db.begin()
+				holder.acquire("p", "b", 1)
+				var answers []wholeAnswer
+				call := db.session().start(func(q querier) (_ decision, err error) {
+					answers, err = acquireAllMany(q.(rowsQuerier), []wholeRequest{all("p", "a", "b")})
+					return decision{}, err
+				})
+				call.awaitBlockedBy(holder)
+				test.meanwhile(db, holder)
+				holder.exec("commit")
+				call.answer()
+				require.Equal(t, test.want, answers[0].Whole.Decisions)
+			}
+		})
+	}
+}
+
 // A waits for b, of which a transaction makes a smaller plan meanwhile.
 func TestConcurrency_AnOverrideIsReadAgainAfterAWait(t *testing.T) {
 	t.Parallel()
@@ -461,6 +502,32 @@ func TestConcurrency_AnOverrideIsReadAgainAfterAWait(t *testing.T) {
 			require.Equal(t, never(0, 0, 0), pending.answer())
 			require.EqualValues(t, 10, db.left("p", "a"))
 		})
+	}
+}
+
+// Rows of a policy that is gone would stay for ever: clean-up looks for such buckets and idempotency keys only.
+func TestConcurrency_AnOverrideAndADropOfItsPolicyTakeTurns(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	override, drop := "select ratelimit_override('p', 'k', 5)", "select ratelimit_drop_policy('p')"
+	for _, inTurn := range [][2]string{{override, drop}, {drop, override}} {
+		db.definePolicy("p", 10, 1, aDay)
+		db.exec("select ratelimit_override('p', 'first', 5)") // which writes the row of the policy
+		holder := db.begin()
+		holder.exec(inTurn[0])
+		call := db.session().start(func(q querier) (decision, error) {
+			_, err := q.(*session).Exec(t.Context(), inTurn[1])
+			return decision{}, err
+		})
+		call.awaitBlockedBy(holder)
+		holder.exec("commit")
+		_, err := call.result()
+		if inTurn[1] == drop {
+			require.NoError(t, err)
+		} else {
+			require.Equal(t, "RL001", sqlState(err), "%v", err)
+		}
+		require.Zero(t, db.number("select count(*) from ratelimit.overrides"))
 	}
 }
 

@@ -417,10 +417,7 @@ func TestSettle_CountsOnce(t *testing.T) {
 		holder.exec("select ratelimit_charge('p', 'k', 1)") // they all wait for the bucket
 		var callers []*pending
 		for n := range 10 {
-			callers = append(callers, db.session().start(func(q querier) (decision, error) {
-				got, err := settle("i", int64(10+n%2)).by(q)
-				return got.decision, err
-			}))
+			callers = append(callers, db.session().startSpending(settle("i", int64(10+n%2))))
 			callers[0].awaitBlockedBy(holder)
 		}
 		holder.exec("commit")
@@ -441,6 +438,73 @@ func TestSettle_CountsOnce(t *testing.T) {
 		require.Equal(t, 5, mismatches)
 		left := db.left("p", "k")
 		require.Contains(t, []int64{100 - 1 - 10, 100 - 1 - 11}, left)
+	})
+}
+
+// A grant expires while its settlement waits for the bucket. If its key is granted anew meanwhile, that grant is settled.
+func TestSettle_SettlesTheGrantThatItsKeyHasAfterAWait(t *testing.T) {
+	t.Parallel()
+	eachDurability(t, func(t *testing.T, db *testDB, durability policyOption) {
+		for _, anew := range []bool{true, false} {
+			db.setClock(t0)
+			db.definePolicy("p", 100, 0, second, durability, remember(second))
+			db.acquire("p", "k", 10, "i")
+			holder := db.begin()
+			holder.acquire("p", "k", 1)
+			call := db.session().startSpending(settle("i", 5))
+			call.awaitBlockedBy(holder)
+			db.setClock(t0.Add(second))
+			if anew {
+				require.False(t, holder.acquire("p", "k", 20, "i").Replayed)
+			}
+			holder.exec("commit")
+			d, err := call.result()
+			if anew {
+				require.NoError(t, err)
+				require.EqualValues(t, 100-10-1-5, d.Remaining)
+			} else {
+				require.Equal(t, string(model.NoGrant), sqlState(err), "%+v", d)
+			}
+			db.dropPolicy("p")
+		}
+	})
+}
+
+// A shadow policy answers a settlement without a grant by its bucket. If the grant commits before the bucket is read, it is settled.
+func TestSettle_OfAShadowPolicyFindsTheGrantThatItsBucketShows(t *testing.T) {
+	t.Parallel()
+	for table, kind := range map[string]string{"buckets": "true", "ephemeral_buckets": "false"} {
+		db := newDB(t)
+		gate := db.gateBefore(`if not v_policy\.shadow then perform no_grant\([^;]*; end if;[^;]* from `+table+` as b`, "ratelimit_settle")
+		db.exec("select ratelimit_define_policy('p', 10, 1, '1 day', shadow => true, durable => " + kind + ")")
+		call := gate.session().startSpending(settle("i", 1))
+		call.awaitBlockedBy(gate.keeper)
+		db.acquire("p", "k", 4, "i")
+		gate.open()
+		d := call.answer()
+		require.False(t, d.Shadowed)
+		require.EqualValues(t, 9, d.Remaining)
+	}
+}
+
+// The transaction that a charge or a settlement waits for removes the bucket and changes its numbers: the new row is full by these.
+func TestSpend_ABucketCreatedAfterAWaitHasTheNumbersAfterTheWait(t *testing.T) {
+	t.Parallel()
+	eachDurability(t, func(t *testing.T, db *testDB, durability policyOption) {
+		db.setClock(t0)
+		for _, change := range []string{"ratelimit_define_policy('p', 30)", "ratelimit_override('p', 'k', 30)"} {
+			for _, s := range []spending{charge(3), settle("i", 4)} {
+				db.definePolicy("p", 10, 1, second, durability)
+				db.acquire("p", "k", 1, "i")
+				holder := db.begin()
+				holder.exec("select ratelimit_reset('p', 'k'), " + change)
+				call := db.session().startSpending(s)
+				call.awaitBlockedBy(holder)
+				holder.exec("commit")
+				require.Equal(t, allowed(27, 3*second, 30), call.answer(), "%s after %s", s, change)
+				db.dropPolicy("p")
+			}
+		}
 	})
 }
 
@@ -496,10 +560,7 @@ func TestReserve_WhatIsThereByNowIsNotWaitedFor(t *testing.T) {
 		holder := db.session()
 		holder.exec("begin")
 		holder.exec("select ratelimit_refund('p', 'k', 7)")
-		caller := db.session().start(func(q querier) (decision, error) {
-			got, err := reserve(time.Hour, 4, "i").by(q)
-			return got.decision, err
-		})
+		caller := db.session().startSpending(reserve(time.Hour, 4, "i"))
 		caller.awaitBlockedBy(holder)
 		holder.exec("commit")
 		require.Equal(t, waits(0, allowed(3, 7*second, 10)), caller.answer())
@@ -529,10 +590,7 @@ func TestReserve_TheWaitForTheBucketCounts(t *testing.T) {
 			holder.exec("select ratelimit_charge('p', 'k', 0)")
 			holder.exec("select from ratelimit.buckets where key = 'k' for update")
 			holder.exec("select from ratelimit.ephemeral_buckets where key = 'k' for update")
-			caller := db.session().start(func(q querier) (decision, error) {
-				got, err := reserve(time.Hour, c.cost, c.key).by(q)
-				return got.decision, err
-			})
+			caller := db.session().startSpending(reserve(time.Hour, c.cost, c.key))
 			caller.awaitBlockedBy(holder)
 			db.setClock(t0.Add(c.later))
 			holder.exec("commit")
@@ -702,25 +760,30 @@ func TestSpend_Errors(t *testing.T) {
 	}
 }
 
-// Of shadow buckets, the deepest in debt covers the fewest repeats; one that is enforced binds before it.
-func TestSpend_BindingOfBucketsInDebt(t *testing.T) {
+// Of shadow buckets, the deepest in debt covers the fewest repeats. One that is enforced binds before them, however many it covers.
+func TestSpend_BindingOfShadowsAndOfBucketsInDebt(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
 	db.setClock(t0)
 	db.exec("select ratelimit_define_policy('spy', 10, 1, '1 second', shadow => true), ratelimit_define_policy('p', 10, 1, '1 second')")
-	db.exec("select ratelimit_charge('spy', 'in debt', 13), ratelimit_acquire('spy', 'poor', 10), ratelimit_acquire('p', 'k', 1)")
-	spy := func(key string) model.Charge {
-		return model.Charge{BucketID: model.BucketID{Policy: "spy", Key: key}, Cost: 7}
+	db.exec("select ratelimit_define_policy(name, 9000000000000, 9000000000000, '1 second', shadow => name = 'vast spy') from unnest('{vast, vast spy}'::text[]) as name")
+	db.exec("select ratelimit_charge('spy', 'in debt', 13), ratelimit_charge('spy', 'poor', 10), ratelimit_charge('spy', 'rich', 1), ratelimit_charge('p', 'k', 1)")
+	db.exec("select ratelimit_charge('vast', 'k', 1), ratelimit_charge('vast spy', 'k', 9000000000000), ratelimit_charge('vast spy', 'k', 9000000000000)")
+	of := func(policy, key string, cost int64) model.Charge {
+		return model.Charge{BucketID: model.BucketID{Policy: policy, Key: key}, Cost: cost}
 	}
-	for binding, r := range map[int]wholeRequest{
-		2: {charges: []model.Charge{spy("poor"), spy("in debt")}},
-		3: {charges: []model.Charge{spy("poor"), spy("in debt"), {BucketID: model.BucketID{Policy: "p", Key: "k"}, Cost: 1}}},
+	for _, charges := range [][]model.Charge{ // of each, the last one binds
+		{of("spy", "poor", 7), of("spy", "in debt", 7)},
+		{of("spy", "poor", 7), of("spy", "in debt", 7), of("p", "k", 1)},
+		{of("spy", "rich", 7), of("vast", "k", 1)},
+		{of("vast spy", "k", 1), of("vast", "k", 1)},
 	} {
+		r := wholeRequest{charges: charges}
 		w, err := r.acquireAll(db.Pool)
 		require.NoError(t, err)
-		require.Equal(t, binding, w.Binding)
+		require.Equal(t, len(charges), w.Binding, "%+v", w)
 		wholes, err := acquireAllMany(db.Pool, []wholeRequest{r})
 		require.NoError(t, err)
-		require.Equal(t, binding, wholes[0].Whole.Binding)
+		require.Equal(t, len(charges), wholes[0].Whole.Binding)
 	}
 }

@@ -52,6 +52,13 @@ func (s spending) by(q querier) (spent, error) {
 	return spent{decision: d}, err
 }
 
+func (s *session) startSpending(call spending) *pending {
+	return s.start(func(q querier) (decision, error) {
+		got, err := call.by(q)
+		return got.decision, err
+	})
+}
+
 func acquireUpTo(q querier, id model.BucketID, atMost, atLeast int64, idempotencyKey *string) (spent, error) {
 	var row decisionRow
 	var taken *int64
