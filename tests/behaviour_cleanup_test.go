@@ -36,6 +36,14 @@ func cleanup(q querier, maxRows int) (d deleted, err error) {
 	return d, err
 }
 
+// goesOn runs one batch of ratelimit_cleanup_all, and tells whether another is to follow.
+func (db *testDB) goesOn(maxRows int) (more bool) {
+	db.t.Helper()
+	require.NoError(db.t, db.Pool.QueryRow(context.Background(),
+		"select more from ratelimit.cleanup_batch($1, '1 hour', null, null)", maxRows).Scan(&more))
+	return more
+}
+
 // fillTables gives a policy n buckets that are full by now and n idempotency keys past their time.
 func (db *testDB) fillTables(prefix, policy string, n int) {
 	db.t.Helper()
@@ -137,6 +145,58 @@ func TestCleanup_ABucketThatIsNeverFullIsNotDueAtOnce(t *testing.T) {
 	}
 }
 
+// Overrides are removed as other rows are: five minutes after they have expired, the oldest first, max_rows of them at most,
+// and not while another session has them.
+func TestCleanup_RemovesExpiredOverrides(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	db.setClock(t0)
+	db.definePolicy("p", 10, 1, second)
+	for _, n := range []time.Duration{3, 4, 2, 1} {
+		db.exec("select ratelimit_override('p', $1, 5, expires_at => $2)", fmt.Sprint(int(n)), t0.Add(n*second))
+	}
+	left := func() []string { return column(t, db.DB, "select key from ratelimit.overrides order by key") }
+
+	db.setClock(t0.Add(second + model.CleanUpMargin - us))
+	require.False(t, db.goesOn(10))
+	require.Equal(t, []string{"1", "2", "3", "4"}, left())
+	db.setClock(t0.Add(second + model.CleanUpMargin))
+	require.True(t, db.goesOn(10))
+	require.Equal(t, []string{"2", "3", "4"}, left())
+
+	db.setClock(t0.Add(time.Hour))
+	holder := db.begin()
+	holder.exec("select ratelimit_override('p', '2', 5)")
+	require.True(t, db.goesOn(1))
+	require.Equal(t, []string{"2", "4"}, left())
+	require.True(t, db.goesOn(10))
+	require.False(t, db.goesOn(10), "the one that is left is not waited for")
+	holder.exec("commit")
+	require.False(t, db.goesOn(10))
+	require.Equal(t, []string{"2"}, left(), "it is live again")
+}
+
+// An override that has expired neither keeps a bucket that is full by the policy, nor puts one off for longer than until it is full.
+func TestCleanup_AnExpiredOverrideHoldsNoBucket(t *testing.T) {
+	t.Parallel()
+	for _, kind := range []policyOption{durable, ephemeral} {
+		db := newDB(t)
+		db.cleanUpAtOnce()
+		db.setClock(t0)
+		db.definePolicy("p", 10, 1, second, kind)
+		db.definePolicy("another", 10, 1, second, kind)
+		for _, key := range []string{"full", "used"} {
+			db.exec("select ratelimit_override('another', $1, refill => 0)", key)
+			db.acquire("p", key, 5)
+			db.exec("select ratelimit_override('p', $1, refill => 0, expires_at => $2)", key, t0.Add(second))
+		}
+		db.acquireAt(t0.Add(second), "p", "used", 5)
+		require.Equal(t, deleted{buckets: 1}, db.cleanupAt(t0.Add(5*second)))
+		require.Nil(t, db.bucket("p", "full"))
+		require.Equal(t, deleted{buckets: 1}, db.cleanupAt(t0.Add(10*second)))
+	}
+}
+
 func TestCleanup_AfterItASteppedBucketHasANewAnchor(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
@@ -208,6 +268,26 @@ func TestCleanup_TakesAtMostMaxRowsOfEachTable(t *testing.T) {
 	}
 }
 
+func TestCleanup_TakesTheOldestFirst(t *testing.T) {
+	t.Parallel()
+	for _, kind := range []policyOption{durable, ephemeral} {
+		db := newDB(t)
+		db.definePolicy("p", 10, 1, second, kind)
+		for _, n := range []time.Duration{2, 3, 1} {
+			db.acquireAt(t0.Add(n*second), "p", fmt.Sprint(int(n)), 1, "X")
+		}
+		db.setClock(t0.Add(2 * aDay))
+		for _, oldest := range []string{"1", "2", "3"} {
+			require.NotNil(t, db.bucket("p", oldest))
+			d, err := cleanup(db.Pool, 1)
+			require.NoError(t, err)
+			require.Equal(t, deleted{1, 1}, d)
+			require.Nil(t, db.bucket("p", oldest))
+			require.Zero(t, db.number("select count(*) from (table ratelimit.idempotency_keys union all table ratelimit.ephemeral_idempotency_keys) as k where k.key = $1", oldest))
+		}
+	}
+}
+
 func TestCleanup_RefusesBadArguments(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
@@ -272,7 +352,12 @@ func TestCleanup_GivesWayWhereItWouldWait(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, deleted{}, d)
 	require.Len(t, db.rows(), 1, "nothing is done by halves")
+	require.True(t, db.goesOn(100), "the row that it did not get may be due")
 	impatient.exec("call ratelimit_cleanup_all('1 microsecond')")
+	require.Equal(t, []string{"true"}, column(t, db.DB, `
+		select (split_part(c, '=', 2)::interval < (s.boot_val || s.unit)::interval)::text
+		  from pg_proc as p cross join unnest(p.proconfig) as c join pg_settings as s on s.name = 'deadlock_timeout'
+		 where p.oid = 'ratelimit.cleanup_batch'::regproc and c like 'lock_timeout=%'`), "before PostgreSQL looks for a deadlock")
 
 	holder.exec("commit")
 	d, err = cleanup(impatient, 100)
@@ -330,14 +415,11 @@ func TestCleanup_RowsInUseHideNoneBehindThem(t *testing.T) {
 	}
 	db.acquireAt(t0.Add(time.Second), "p", "idle", 1)
 	db.setClock(t0.Add(2 * time.Second))
-	var removed int64
-	for range 3 {
-		d, err := cleanup(db.Pool, 10)
-		require.NoError(t, err)
-		removed += d.buckets
+	for batches := 1; db.goesOn(10); batches++ {
+		require.Less(t, batches, 4)
 	}
-	require.EqualValues(t, 1, removed)
 	require.Nil(t, db.bucket("p", "idle"))
+	require.Len(t, db.rows(), 20)
 }
 
 func TestCleanup_AnAcquireOnABucketBeingRemovedWaitsForTheBatch(t *testing.T) {
@@ -468,8 +550,12 @@ func TestCleanupAll_DrainsInBatchesThatCommit(t *testing.T) {
 		end $$;
 		create trigger count_batch after delete on ratelimit.buckets referencing old table as gone
 			for each statement execute function public.count_batch()`)
+	db.exec("create table public.asked (due_before timestamptz, deadline timestamptz)")
+	db.mutate(mutation{`perform check_max_rows\(max_rows\);`, "insert into public.asked values (due_before, deadline); $0"}, "ratelimit.cleanup_batch")
 	db.exec("call ratelimit_cleanup_all()")
 	require.Len(t, db.rows(), 2, "the used bucket and its key")
+	require.Equal(t, []string{"4 batches, 1 instant of the first, 1 deadline"}, column(t, db.DB, `
+		select format('%s batches, %s instant of the first, %s deadline', count(*), count(distinct due_before), count(distinct deadline)) from public.asked`))
 
 	rows, err := db.Pool.Query(context.Background(), `
 		select sum(deleted)::bigint from public.batches group by xid having sum(deleted) > 0 order by xid`)
@@ -597,6 +683,22 @@ func TestDrop_AnAcquireThatHasReadThePolicyGoesOnUnderIt(t *testing.T) {
 	}
 }
 
+// A bucket of a dropped policy has no numbers by which it could be full or be put off.
+func TestCleanup_RemovesADueBucketOfADroppedPolicy(t *testing.T) {
+	t.Parallel()
+	for _, kind := range []policyOption{durable, ephemeral} {
+		db := newDB(t)
+		db.setClock(t0)
+		db.definePolicy("gone", 10, 1, aDay, kind)
+		holder := db.begin()
+		holder.acquire("gone", "k", 5)
+		db.dropPolicy("gone")
+		holder.exec("commit")
+		require.Equal(t, deleted{buckets: 1}, db.cleanupAt(t0.Add(2*aDay)))
+	}
+}
+
+// Rows of dropped policies come after all others, in batches, too. One that another session has is left to a later batch.
 func TestCleanup_TakesOrphansInBatchesToo(t *testing.T) {
 	t.Parallel()
 	for prefix, kind := range map[string]policyOption{"": durable, "ephemeral_": ephemeral} {
@@ -610,13 +712,19 @@ func TestCleanup_TakesOrphansInBatchesToo(t *testing.T) {
 		db.dropPolicy("gone")
 		holder.exec("commit")
 		db.acquire("p", "k", 1, "X")
+		db.fillTables(prefix, "p", 1)
 
-		s := db.session()
-		for _, want := range []int64{10, 10, 5, 0} {
-			d, err := cleanup(s, 10)
+		holder.exec("begin")
+		holder.exec("select from ratelimit." + prefix + "buckets where key = 'k7' for update")
+		holder.exec("select from ratelimit." + prefix + "idempotency_keys where key = 'k7' for update")
+		for _, want := range []int64{1, 10, 10, 4, 0} {
+			d, err := cleanup(db.Pool, 10)
 			require.NoError(t, err)
 			require.Equal(t, deleted{want, want}, d, prefix)
 		}
+		holder.exec("commit")
+		buckets, keys := db.cleanup()
+		require.Equal(t, deleted{1, 1}, deleted{buckets, keys})
 		require.Len(t, db.rows(), 2)
 	}
 }
