@@ -42,7 +42,7 @@ func Standby(t testing.TB, primary *Server, settings ...string) *Server {
 
 // follow copies a running cluster, starts the copy as its standby, and waits until it streams.
 func (c *cluster) follow(ctx context.Context, source *cluster, settings []string) error {
-	err := c.run(ctx, "pg_basebackup", "--pgdata", c.data(), "--dbname", "user=postgres port=5432 host="+source.dir,
+	err := c.run(ctx, c.program("pg_basebackup"), "--pgdata", c.data(), "--dbname", "user=postgres port=5432 host="+source.dir,
 		"--checkpoint", "fast", "--no-sync", "--write-recovery-conf")
 	if err != nil {
 		return err
