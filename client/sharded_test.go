@@ -506,28 +506,146 @@ func TestSharded_DropPolicyNamesTheShardThatIsDown(t *testing.T) {
 	require.ErrorIs(t, limiter.DropPolicy(ctx, "api"), client.ErrUnknownPolicy)
 }
 
-// A silentShard is a pool whose database does not say which shard it is until the context ends, or it is let.
-type silentShard struct {
+// A numberedShard is a pool whose database says which shard it is, or fails to. It has overrides in their order, and other calls
+// get its answers.
+type numberedShard struct {
 	fakePool
-	number int
-	mu     sync.Mutex
-	asked  int
-	let    chan struct{}
+	number, of int
+	err        error
+	overrides  []client.Override
+}
+
+func (p *numberedShard) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
+	switch {
+	case strings.Contains(sql, "ratelimit_shard()") && p.err != nil:
+		return scanner{p.err}
+	case strings.Contains(sql, "ratelimit_shard()"):
+		return scanner{row{"app", nil, nil, int64(p.number), int64(p.of)}}
+	case strings.Contains(sql, "ratelimit_overrides("):
+		list, err := json.Marshal(p.overrides[:min(len(p.overrides), int(args[2].(int64)))])
+		if err != nil {
+			return scanner{err}
+		}
+		return scanner{row{string(list)}}
+	}
+	return p.fakePool.QueryRow(ctx, sql, args...)
+}
+
+// openNumbered opens shards, and numbers them.
+func openNumbered(t *testing.T, shards ...*numberedShard) (*client.Sharded, error) {
+	t.Helper()
+	for i, s := range shards {
+		s.number, s.of = i, len(shards)
+	}
+	limiter, err := client.NewSharded(t.Context(), shards)
+	if err == nil {
+		t.Cleanup(limiter.Close)
+	}
+	return limiter, err
+}
+
+// What shards say differently is all there: to errors.Is, and in words that name each shard.
+func TestSharded_JoinsTheErrorsOfAllShardsThatDiffer(t *testing.T) {
+	t.Parallel()
+	codes := []string{"RL001", "RL001", "22023", "RL001"} // one alone differs
+	shards := make([]*numberedShard, len(codes))
+	for i, code := range codes {
+		shards[i] = &numberedShard{fakePool: fakePool{fakeDB{answers: []any{pgError(code)}}}}
+	}
+	limiter, err := openNumbered(t, shards...)
+	require.NoError(t, err)
+	err = limiter.DefinePolicy(t.Context(), client.Policy{Name: "api"})
+	require.ErrorIs(t, err, client.ErrUnknownPolicy)
+	require.ErrorIs(t, err, client.ErrInvalidArgument)
+	joined, ok := err.(interface{ Unwrap() []error })
+	require.True(t, ok, "%T", err)
+	require.Len(t, joined.Unwrap(), len(codes))
+	for i, e := range joined.Unwrap() {
+		shardIs(t, i, len(codes), e)
+		require.ErrorContains(t, e, codes[i])
+	}
+}
+
+// A database that has no place for a connection, or is starting, may be the right one: a program starts beside it. One that answers
+// and cannot say which shard it is, is refused.
+func TestNewSharded_TakesUnavailabilityForNoRefusal(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		open := func(answer error) error {
+			_, err := openNumbered(t, &numberedShard{}, &numberedShard{err: answer})
+			return err
+		}
+		for _, code := range []string{"53300", "53400", "57P01", "57P03", "08006", "58030"} { // too many connections is the first
+			require.NoError(t, open(pgError(code)), code)
+		}
+		require.NoError(t, open(errors.New("no route to host")))
+		for _, code := range []string{"42883", "42501", "28P01", "3D000"} {
+			err := open(pgError(code))
+			require.ErrorContains(t, err, code)
+			shardIs(t, 1, 2, err)
+		}
+	})
+}
+
+// The order is that of one database, in bytes: the policy is first, whichever shard has the key.
+func TestSharded_OverridesAreOrderedByPolicyAndThenByKey(t *testing.T) {
+	t.Parallel()
+	var shards [2]numberedShard
+	var want []client.Override
+	for _, policy := range []string{"B", "a"} {
+		for i := range 8 {
+			o := client.Override{Policy: policy, Key: fmt.Sprint("user:", i), Capacity: 1, Refill: 1}
+			has := &shards[client.ShardOf(o.Key, len(shards))]
+			has.overrides, want = append(has.overrides, o), append(want, o)
+		}
+	}
+	limiter, err := openNumbered(t, &shards[0], &shards[1])
+	require.NoError(t, err)
+	for _, rows := range []int{1, 7, 8, 9, 16, 1000} {
+		list, err := limiter.Overrides(t.Context(), client.MaxRows(int32(rows)))
+		require.NoError(t, err)
+		require.Equal(t, want[:min(rows, len(want))], list)
+	}
+}
+
+// A shard may have more overrides of keys that are another's than a list is long, before its own. The other need not have them still.
+func TestSharded_OverridesAreFoundBehindThoseOfOtherShards(t *testing.T) {
+	t.Parallel()
+	shards := []*numberedShard{{}, {}}
+	for key := range keysOn(0, 2, 100) {
+		shards[1].overrides = append(shards[1].overrides, client.Override{Policy: "api", Key: key, Capacity: 1, Refill: 1})
+	}
+	own := client.Override{Policy: "b", Key: keyOn(1, 2), Capacity: 1, Refill: 1}
+	shards[1].overrides = append(shards[1].overrides, own)
+	limiter, err := openNumbered(t, shards...)
+	require.NoError(t, err)
+	for _, rows := range []int32{1, 2, 99, 100, 101} {
+		list, err := limiter.Overrides(t.Context(), client.MaxRows(rows))
+		require.NoError(t, err)
+		require.Equal(t, []client.Override{own}, list, "%d rows", rows)
+	}
+}
+
+// A silentShard does not say which shard it is until the context ends, or it is let.
+type silentShard struct {
+	numberedShard
+	mu    sync.Mutex
+	asked int
+	let   chan struct{}
 }
 
 func (p *silentShard) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
-	if !strings.Contains(sql, "ratelimit_shard()") {
-		return p.fakePool.QueryRow(ctx, sql, args...)
+	if strings.Contains(sql, "ratelimit_shard()") {
+		p.mu.Lock()
+		p.asked++
+		p.mu.Unlock()
+		select {
+		case <-p.let:
+		case <-ctx.Done():
+			return scanner{ctx.Err()}
+		}
 	}
-	p.mu.Lock()
-	p.asked++
-	p.mu.Unlock()
-	select {
-	case <-p.let:
-		return scanner{row{"app", nil, nil, int64(p.number), int64(2)}}
-	case <-ctx.Done():
-		return scanner{ctx.Err()}
-	}
+	return p.numberedShard.QueryRow(ctx, sql, args...)
 }
 
 // calls are how often it was asked which shard it is, since the last look.
@@ -549,8 +667,8 @@ func TestSharded_ASilentShardIsAskedWhichItIsOnceAtATime(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				const callers = 100
 				ctx := t.Context()
-				up := &silentShard{number: 0, let: make(chan struct{})}
-				silent := &silentShard{number: 1, let: make(chan struct{})}
+				up := &silentShard{numberedShard: numberedShard{number: 0, of: 2}, let: make(chan struct{})}
+				silent := &silentShard{numberedShard: numberedShard{number: 1, of: 2}, let: make(chan struct{})}
 				silent.answers = []any{granted(5)}
 				close(up.let)
 				limiter, err := client.NewSharded(ctx, []client.Pool{up, silent})

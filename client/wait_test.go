@@ -106,6 +106,29 @@ func TestWait_GivesBackWhatACallWithoutAnAnswerMayHaveTaken(t *testing.T) {
 	require.Equal(t, "31536000000000 microseconds", sent[0].args[2])
 }
 
+// Where there is nothing to give back, the error is that of ctx alone: nobody asked about a grant.
+func TestWait_ReturnsTheErrorOfItsContextWhenNothingWasReserved(t *testing.T) {
+	t.Parallel()
+	ctx, cancel := context.WithCancel(t.Context())
+	db := &fakePool{fakeDB{answers: []any{context.Canceled, pgError("RL003")}}}
+	_, err := client.New(&cancellingPool{db, cancel}).Wait(ctx, "line", "k")
+	require.EqualError(t, err, "pgratelimit: reserve: context canceled")
+	require.ErrorIs(t, err, context.Canceled)
+	require.NotErrorIs(t, err, client.ErrNoGrant)
+	require.Len(t, db.sent(), 2, "it has looked")
+
+	synctest.Test(t, func(t *testing.T) { // nor when the policy has forgotten the grant while Wait slept
+		fake := newLine(t)
+		require.NoError(t, fake.DefinePolicy(t.Context(), client.Policy{Name: "line", Remember: time.Millisecond}))
+		require.NoError(t, fake.SetLevel("line", "k", 0))
+		ctx, cancel := context.WithCancel(t.Context())
+		time.AfterFunc(500*time.Millisecond, cancel)
+		_, err := fake.Wait(ctx, "line", "k")
+		require.EqualError(t, err, "pgratelimit: wait: context canceled")
+		require.NotErrorIs(t, err, client.ErrNoGrant)
+	})
+}
+
 // A cancellingPool ends the context of the first call.
 type cancellingPool struct {
 	*fakePool

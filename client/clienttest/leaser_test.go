@@ -23,13 +23,14 @@ type distant struct {
 	mu     sync.Mutex
 	calls  map[string]int // by function
 	silent bool
-	slow   string // a function that takes 100 ms
+	slow   string    // a function that takes 100 ms
+	took   time.Time // when the last call began that took tokens for a lease
 }
 
 func (p *distant) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
 	p.mu.Lock()
 	p.calls[functionName.FindString(sql)]++
-	silent, takes := p.silent, time.Millisecond
+	silent, takes, began := p.silent, time.Millisecond, time.Now()
 	if p.slow == functionName.FindString(sql) {
 		takes = 100 * time.Millisecond
 	}
@@ -39,7 +40,13 @@ func (p *distant) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row
 	}
 	select {
 	case <-time.After(takes):
-		return p.database.QueryRow(ctx, sql, args...)
+		answer := p.database.QueryRow(ctx, sql, args...).(row)
+		if answer.err == nil && functionName.FindString(sql) == "ratelimit_acquire_up_to" {
+			p.mu.Lock()
+			p.took = began
+			p.mu.Unlock()
+		}
+		return answer
 	case <-ctx.Done():
 		return row{nil, ctx.Err()}
 	}
@@ -332,6 +339,54 @@ func TestLeaser_OutlivesTheDatabaseForASecond(t *testing.T) {
 	})
 }
 
+// The second is exact. What is left of a lease by then is granted no more, whenever the lease is looked at next.
+func TestLeaser_GrantsNothingOnceItsSecondIsOver(t *testing.T) {
+	t.Parallel()
+	for _, fraction := range []time.Duration{0, 7, 23, 41} { // milliseconds of a tick: so leases end at different moments of it
+		synctest.Test(t, func(t *testing.T) {
+			l := lease(t, client.Lease{Policy: "p", Idle: time.Hour})
+			defer l.Close()
+			l.ask("p", "hot", 1000, time.Millisecond)
+			time.Sleep(fraction * time.Millisecond)
+			l.fake.FailAll(errors.New("gone"))
+			l.pool.mu.Lock()
+			took := l.pool.took
+			l.pool.mu.Unlock()
+			var last time.Duration
+			for time.Since(took) < 2*time.Second {
+				if d, err := l.Acquire(t.Context(), "p", "hot"); err == nil {
+					require.True(t, d.Estimated)
+					last = time.Since(took)
+				}
+				time.Sleep(4 * time.Millisecond)
+			}
+			require.Less(t, last, time.Second)
+			require.Greater(t, last, 990*time.Millisecond, "it had tokens until then")
+		})
+	}
+}
+
+// Tokens of a policy that others have dropped are granted until the server says so, and not after that.
+func TestLeaser_KeepsNoTokensOfADroppedPolicy(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		l := lease(t, client.Lease{Policy: "p", Idle: time.Hour})
+		defer l.Close()
+		l.ask("p", "hot", 1000, time.Millisecond)
+		require.NoError(t, l.fake.DropPolicy(t.Context(), "p"))
+		for l.made(); l.made()["ratelimit_acquire_up_to"] == 0; time.Sleep(time.Millisecond) {
+			d, err := l.Acquire(t.Context(), "p", "hot")
+			require.NoError(t, err)
+			require.True(t, d.Estimated)
+		}
+		time.Sleep(time.Millisecond) // until it is answered
+		_, err := l.Acquire(t.Context(), "p", "hot")
+		require.ErrorIs(t, err, client.ErrUnknownPolicy)
+		time.Sleep(2 * time.Second)
+		require.Zero(t, l.made()["ratelimit_refund"], "there is nothing to give it back to")
+	})
+}
+
 // A policy that others drop, an override and a block take effect within a second.
 func TestLeaser_NoticesChangesWithinASecond(t *testing.T) {
 	t.Parallel()
@@ -385,6 +440,29 @@ func TestLeaser_ResetLeavesNothingBesides(t *testing.T) {
 		require.EqualValues(t, 10_000, l.remaining("p", "hot"))
 		l.made()
 		d, err := l.Acquire(t.Context(), "p", "hot")
+		require.NoError(t, err)
+		require.False(t, d.Estimated)
+	})
+}
+
+// The other buckets of the policy keep their leases.
+func TestLeaser_ResetOfAKeyKeepsTheLeasesOfOthers(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		l := lease(t, client.Lease{Policy: "p"})
+		defer l.Close()
+		for range 200 {
+			for _, key := range []string{"hot", "other"} {
+				l.ask("p", key, 1, time.Millisecond)
+			}
+		}
+		l.made()
+		require.NoError(t, l.Reset(t.Context(), "p", "hot"))
+		require.Equal(t, 1, l.made()["ratelimit_refund"])
+		d, err := l.Acquire(t.Context(), "p", "other")
+		require.NoError(t, err)
+		require.True(t, d.Estimated)
+		d, err = l.Acquire(t.Context(), "p", "hot")
 		require.NoError(t, err)
 		require.False(t, d.Estimated)
 	})
@@ -512,6 +590,32 @@ func TestLeaser_GivesBackNothingThatAShadowPolicyDidNotTake(t *testing.T) {
 			require.Zero(t, l.remaining("watch", "hot"))
 		})
 	}
+}
+
+// A policy that watches takes for a lease what it would have denied, and says so: that is not granted from the lease, so that each
+// such request is seen.
+func TestLeaser_GrantsNothingThatAShadowPolicyWouldHaveDenied(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		l := lease(t, client.Lease{Policy: "watch"})
+		defer l.Close()
+		require.NoError(t, l.fake.DefinePolicy(t.Context(), client.Policy{
+			Name: "watch", Capacity: 10_000, Refill: 1, Every: 24 * time.Hour, Shadow: client.Yes,
+		}))
+		granted, _ := l.ask("watch", "hot", 300, time.Millisecond)
+		held := 10_000 - granted - int(l.remaining("watch", "hot"))
+		require.Greater(t, held, 50)
+		require.NoError(t, l.fake.SetLevel("watch", "hot", 0))
+		leased := 0
+		for l.made(); l.made()["ratelimit_acquire_up_to"] == 0; {
+			_, n := l.ask("watch", "hot", 1, time.Millisecond)
+			leased += n
+		}
+		_, n := l.ask("watch", "hot", 5, 200*time.Microsecond) // until it is answered
+		leased += n
+		_, n = l.ask("watch", "hot", 1000, 0)
+		require.LessOrEqual(t, leased+n, held, "what was taken while the bucket had it")
+	})
 }
 
 func TestLeaser_RefusesALeaseThatIsNone(t *testing.T) {

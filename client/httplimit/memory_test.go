@@ -2,6 +2,7 @@ package httplimit_test
 
 import (
 	"fmt"
+	"math"
 	"math/rand/v2"
 	"testing"
 	"testing/synctest"
@@ -105,4 +106,32 @@ func TestMemory_ForgetsWhatIsNotAskedFor(t *testing.T) {
 	d, err = memory.Acquire(t.Context(), "p", "other 0")
 	require.NoError(t, err)
 	require.EqualValues(t, 999, d.Remaining, "forgotten")
+}
+
+// A bucket that is named several times is asked for the sum, also where that is more than a number holds: that is denied for ever,
+// and neither fills the bucket nor takes from it.
+func TestMemory_TheSumOfCostsDoesNotOverflow(t *testing.T) {
+	t.Parallel()
+	policy := client.Policy{Name: "p", Capacity: 10, Refill: client.Zero}
+	for _, costs := range [][]int64{
+		{math.MaxInt64, 1},
+		{math.MaxInt64, math.MaxInt64},
+		{math.MaxInt64, math.MaxInt64, 3}, // 1, if it wrapped
+		{1 << 62, 1 << 62, 1 << 62, 1 << 62},
+	} {
+		memory := httplimit.NewMemory(policy)
+		_, err := memory.Acquire(t.Context(), "p", "k", client.Cost(4))
+		require.NoError(t, err)
+		charges := make([]client.Charge, len(costs))
+		for i, cost := range costs {
+			charges[i] = client.Charge{Policy: "p", Key: "k", Cost: client.Cost(cost)}
+		}
+		whole, err := memory.AcquireAll(t.Context(), charges)
+		require.NoError(t, err)
+		require.False(t, whole.Allowed, "%v", costs)
+		require.True(t, whole.Never())
+		d, err := memory.Acquire(t.Context(), "p", "k", client.Cost(0))
+		require.NoError(t, err)
+		require.EqualValues(t, 6, d.Remaining, "%v", costs)
+	}
 }
