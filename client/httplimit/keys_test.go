@@ -72,6 +72,14 @@ func isKey(key string) bool {
 	return 1 <= len(key) && len(key) <= 512 && utf8.ValidString(key) && !strings.Contains(key, "\x00")
 }
 
+// A hash is of its kind, too: one text of two kinds has two keys.
+func TestNamed_KeepsTheKindOfAHash(t *testing.T) {
+	t.Parallel()
+	long := strings.Repeat("a", 600)
+	require.Equal(t, fmt.Sprintf("org-sha256:%x", sha256.Sum256([]byte(long))), httplimit.Named("org", long))
+	require.Equal(t, fmt.Sprintf("team-sha256:%x", sha256.Sum256([]byte("\xff"))), httplimit.Named("team", "\xff"))
+}
+
 // Whatever a client writes before what the trusted proxies add changes nothing, and each key is one. go test
 // ./client/httplimit -fuzz FuzzByIP looks for more.
 func FuzzByIP(f *testing.F) {
