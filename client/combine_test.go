@@ -928,6 +928,13 @@ func TestCombiner_ReadsPackedAnswers(t *testing.T) {
 	})
 }
 
+// refuseFirst makes the first of the joint requests one that is refused.
+func refuseFirst(p *packedAnswer) {
+	p.requests, p.requestsAllowed, p.bindings = p.requests[1:], p.requestsAllowed[1:], p.bindings[1:]
+	p.refused = []int64{1}
+	p.codes, p.messages, p.details, p.hints = make([]pgtype.Text, 1), make([]pgtype.Text, 1), make([]pgtype.Text, 1), make([]pgtype.Text, 1)
+}
+
 // However little an answer fits, it fails its call and nothing else.
 func TestCombiner_RefusesMisshapenAnswers(t *testing.T) {
 	t.Parallel()
@@ -937,7 +944,8 @@ func TestCombiner_RefusesMisshapenAnswers(t *testing.T) {
 		"an element 0":            func(p *packedAnswer) { p.elements[0] = 0 },
 		"an element too many":     func(p *packedAnswer) { p.elements[0] = 9 },
 		"too few flags":           func(p *packedAnswer) { p.shadowed = []bool{true} },
-		"a refusal without code":  func(p *packedAnswer) { p.refused = []int64{1}; p.requests = p.requests[1:] },
+		"a refusal without code":  func(p *packedAnswer) { refuseFirst(p); p.codes = nil },
+		"a refusal without hint":  func(p *packedAnswer) { refuseFirst(p); p.hints = nil },
 		"a request 0":             func(p *packedAnswer) { p.requests[0] = 0 },
 		"a binding 0":             func(p *packedAnswer) { p.bindings[0] = 0 },
 		"a binding too many":      func(p *packedAnswer) { p.bindings[0] = 3 },
@@ -966,6 +974,51 @@ func TestCombiner_RefusesMisshapenAnswers(t *testing.T) {
 			})
 		})
 	}
+}
+
+// The server says of a whole what it is: its binding charge need not be the one that a policy only watched. Its decisions are the
+// caller's, who may append to them.
+func TestCombiner_AWholeHasMarksAndDecisionsOfItsOwn(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		db, limiter := gated(t, client.CallsInFlight(1))
+		underWay := ask(t.Context(), limiter, "k1")
+		one, two := askAll(t.Context(), limiter, []string{"k2", "k3"}), askAll(t.Context(), limiter, []string{"k4", "k5"})
+		db.only(t).grant()
+		requireGranted(t, underWay)
+		call := db.only(t)
+		packed := call.packed()
+		packed.requestsShadowed, packed.requestsReplayed = []bool{true, false}, []bool{false, true}
+		call.packedAnswer = &packed
+		call.grant()
+		shadowed, replayed := <-one, <-two
+		require.NoError(t, shadowed.err)
+		require.NoError(t, replayed.err)
+		require.True(t, shadowed.Shadowed && !shadowed.Replayed)
+		require.True(t, !replayed.Shadowed && replayed.Replayed)
+		require.EqualValues(t, 4, replayed.Decisions[0].Remaining)
+		_ = append(shadowed.Decisions, client.Decision{})
+		require.EqualValues(t, 4, replayed.Decisions[0].Remaining)
+	})
+}
+
+// A request that the server passes over fails. It is no denial.
+func TestCombiner_ARequestWithoutAnAnswerFails(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		db, limiter := gated(t, client.CallsInFlight(1))
+		underWay := ask(t.Context(), limiter, "k1")
+		one, two := ask(t.Context(), limiter, "k2"), ask(t.Context(), limiter, "k3")
+		db.only(t).grant()
+		requireGranted(t, underWay)
+		call := db.only(t)
+		packed := call.packed()
+		packed.elements = []int64{1, 1}
+		call.packedAnswer = &packed
+		call.grant()
+		requireGranted(t, one)
+		require.EqualError(t, (<-two).err, "pgratelimit: acquire: no answer")
+	})
 }
 
 type jointAnswer struct {

@@ -82,3 +82,15 @@ func TestDemand_FollowsTheRate(t *testing.T) {
 	d.observe(10, time.Microsecond)
 	require.InDelta(t, 2000, float64(d), 1)
 }
+
+// What a bucket holds grows from what was seen until it is full, if it gains anything.
+func TestSight_TheLevelGrowsUntilTheBucketIsFull(t *testing.T) {
+	t.Parallel()
+	const seen = time.Minute
+	s := sight{Decision{Remaining: 20, Capacity: 100, ResetAfter: 8 * time.Second}, seen}
+	for after, level := range map[time.Duration]int64{0: 20, 1: 30, 4: 60, 8: 100, 9: 100} {
+		require.Equal(t, level, s.level(seen+after*time.Second))
+	}
+	s.ResetAfter = never
+	require.EqualValues(t, 20, s.level(2*seen))
+}

@@ -391,3 +391,72 @@ func TestCombiner_OverloadOfTheFake(t *testing.T) {
 	_, err = fake.Acquire(t.Context(), "p", "k")
 	require.NotErrorIs(t, err, client.ErrOverloaded)
 }
+
+// A call that its caller has given up is expected to have lasted as long again.
+func TestCombiner_ACallThatWasGivenUpCountsTwice(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		limiter := client.NewCombiner(&pacedPool{}, client.CallsInFlight(1))
+		defer limiter.Close()
+		const patience = 40 * time.Millisecond // of a call of 50
+		for range 5 {
+			ctx, cancel := context.WithTimeout(t.Context(), patience)
+			_, err := limiter.Acquire(ctx, "p", "k1")
+			cancel()
+			require.ErrorIs(t, err, context.DeadlineExceeded)
+		}
+		underWay := ask(t.Context(), limiter, "k1")
+		ctx, cancel := context.WithTimeout(t.Context(), time.Millisecond)
+		defer cancel()
+		_, err := limiter.Acquire(ctx, "p", "k2")
+		var overloaded *client.OverloadedError
+		require.ErrorAs(t, err, &overloaded)
+		require.Equal(t, client.OverloadedError{Expected: 2 * 2 * patience * 5 / 4}, *overloaded)
+		requireGranted(t, underWay)
+	})
+}
+
+// Who is refused after a while in the queue is told how long a call takes.
+func TestCombiner_TellsWhoIsRefusedLateHowLongACallTakes(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		db := &pacedPool{}
+		limiter := client.NewCombiner(db, client.CallsInFlight(1))
+		defer limiter.Close()
+		for range 5 {
+			_, err := limiter.Acquire(t.Context(), "p", "k1")
+			require.NoError(t, err)
+		}
+		db.set(100*time.Millisecond, 0)
+		underWay := ask(t.Context(), limiter, "k1")
+		patient := ask(t.Context(), limiter, "k2")
+		ctx, cancel := context.WithTimeout(t.Context(), 180*time.Millisecond) // when the call ends, 30 are left
+		defer cancel()
+		_, err := limiter.Acquire(ctx, "p", "k3")
+		var overloaded *client.OverloadedError
+		require.ErrorAs(t, err, &overloaded)
+		require.Equal(t, client.OverloadedError{Expected: perCall + perRequest}, *overloaded)
+		requireGranted(t, underWay)
+		requireGranted(t, patient)
+	})
+}
+
+// Whose ctx has ended gets its error, also from a queue that is full.
+func TestCombiner_AFullQueueRefusesNobodyWhoseContextHasEnded(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		limiter := client.NewCombiner(&pacedPool{}, client.CallsInFlight(1), client.MaxWaiting(1))
+		defer limiter.Close()
+		underWay := ask(t.Context(), limiter, "k1")
+		waiting := ask(t.Context(), limiter, "k2")
+		ctx, cancel := context.WithCancel(t.Context())
+		_, err := limiter.Acquire(ctx, "p", "k3")
+		require.ErrorIs(t, err, client.ErrOverloaded)
+		cancel()
+		_, err = limiter.Acquire(ctx, "p", "k3")
+		require.ErrorIs(t, err, context.Canceled)
+		require.NotErrorIs(t, err, client.ErrOverloaded)
+		requireGranted(t, underWay)
+		requireGranted(t, waiting)
+	})
+}

@@ -393,3 +393,65 @@ func TestQueue_Shares(t *testing.T) {
 		require.Len(t, b.waiters, test.want, "%+v", test)
 	}
 }
+
+// What is expected is the rest of the call that ends first, unless a slot is reserved, and then as many calls as are needed, at the
+// pace of the quickest; a quarter is added. A request is let in whose deadline is no nearer than that.
+func TestQueue_ExpectsTheNextCallAndThoseThatAreNeeded(t *testing.T) {
+	t.Parallel()
+	const ms = time.Millisecond
+	now := time.Unix(100, 0)
+	plain := func(key string) *waiter { return &waiter{request: request{policy: "p", key: key}} }
+	joint := func(charges int) *waiter { return &waiter{request: request{charges: make([]Charge, charges)}} }
+	for name, test := range map[string]struct {
+		limit    int
+		lasted   []time.Duration // of the calls under way, for keys 0 and on
+		reserved bool
+		waiting  int
+		waiter   func() *waiter
+		want     time.Duration // before a quarter is added
+	}{
+		"the call that ends first":  {2, []time.Duration{10 * ms, 60 * ms}, false, 0, func() *waiter { return plain("k") }, 40*ms + 100*ms},
+		"a reserved slot":           {2, []time.Duration{10 * ms}, true, 0, func() *waiter { return plain("k") }, 100 * ms},
+		"its bucket's call":         {2, []time.Duration{10 * ms, 60 * ms}, false, 0, func() *waiter { return plain("0") }, 90*ms + 100*ms},
+		"one bucket, a call a time": {2, []time.Duration{10 * ms}, false, 600, func() *waiter { return plain("0") }, 90*ms + 3*100*ms},
+		"large requests":            {1, []time.Duration{10 * ms}, false, 9, func() *waiter { return joint(20) }, 90*ms + 100*ms},
+	} {
+		q := newQueue(test.limit, 10_000)
+		for range paceCalls {
+			q.pace.observe(100*ms, false, now)
+		}
+		for key, lasted := range test.lasted {
+			r := plain(fmt.Sprint(key)).request
+			require.NotNil(t, q.claim(r, now.Add(-lasted)), name)
+		}
+		for range test.waiting {
+			q.push(test.waiter())
+		}
+		q.reserved = test.reserved
+		w := test.waiter()
+		want := test.want * 5 / 4
+		require.Equal(t, want, q.expected(w, now), name)
+		w.deadline = now.Add(want)
+		require.Nil(t, q.refusal(w, now), name)
+		w.deadline = now.Add(want - 1)
+		require.Equal(t, &OverloadedError{Waiting: test.waiting, Expected: want}, q.refusal(w, now), name)
+	}
+}
+
+// A call whose callers have all left is expected to have lasted as long again.
+func TestQueue_ACallThatAllHaveLeftCountsTwice(t *testing.T) {
+	t.Parallel()
+	q, now := newQueue(1, 10), time.Unix(0, 0)
+	for range paceCalls {
+		one, two := &waiter{request: request{key: "1"}}, &waiter{request: request{key: "2"}}
+		require.Equal(t, serve, q.add(one))
+		q.add(two)
+		b := new(batch)
+		require.True(t, q.take(b, now))
+		require.Nil(t, q.leave(one))
+		require.Same(t, b, q.leave(two))
+		now = now.Add(40 * time.Millisecond)
+		q.finish(b, now)
+	}
+	require.Equal(t, 80*time.Millisecond, q.pace.call(now))
+}

@@ -57,19 +57,21 @@ func TestRetry_Policy(t *testing.T) {
 
 func TestRetry_NeverOnWhatMayBeATransaction(t *testing.T) {
 	t.Parallel()
-	db := &fakeDB{answers: []any{pgError("40001"), granted(9)}}
-	_, err := client.New(db).Acquire(t.Context(), "p", "k")
-	requireCode(t, "40001", err)
-	require.Len(t, db.sent(), 1)
+	for _, opts := range [][]client.AcquireOption{nil, once} {
+		db := &fakeDB{answers: []any{pgError("40001"), granted(9)}}
+		_, err := client.New(db).Acquire(t.Context(), "p", "k", opts...)
+		requireCode(t, "40001", err)
+		require.Len(t, db.sent(), 1)
+	}
 }
 
 // After the loss of a connection nobody knows: only a request that can be sent twice is, and only where
 // there are other connections.
 func TestRetry_AnUnknownOutcome(t *testing.T) {
 	t.Parallel()
-	broken, fatal := errors.New("connection reset"), pgError("57P01")
-	fatal.SeverityUnlocalized = "FATAL"
-	for _, lost := range []error{broken, fatal} {
+	broken, fatal, panicked := errors.New("connection reset"), pgError("57P01"), pgError("XX000")
+	fatal.SeverityUnlocalized, panicked.SeverityUnlocalized = "FATAL", "PANIC"
+	for _, lost := range []error{broken, fatal, panicked} {
 		synctest.Test(t, func(t *testing.T) {
 			for _, opts := range [][]client.AcquireOption{nil, once} {
 				db := &fakePool{fakeDB{answers: []any{lost, granted(9)}}}
