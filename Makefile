@@ -27,8 +27,13 @@ serve-demo: build ## See the server at work, with a database of its own and a li
 	@# go run would end with an error at Ctrl-C.
 	@go build -o build/demo ./tests/demo && exec build/demo serve
 
+.PHONY: modules
+modules: # what tests run and do not compile: from here on they need no network
+	@go list -deps work tool >/dev/null
+	@GOWORK=off go -C server list -deps ./cmd/pgratelimit >/dev/null
+
 .PHONY: test
-test: build/report ## Run all tests; RATELIMIT_TEST_REQUIRE=docker, local or url says where
+test: build/report modules ## Run all tests; RATELIMIT_TEST_REQUIRE=docker, local or url says where
 	@rm -f build/servers.log; touch build/servers.log
 	@status=0; RATELIMIT_TEST_LOG=$(CURDIR)/build/servers.log \
 	  $(GO_TEST) -shuffle=on -parallel=8 $(RACE) $(if $(SKIP),-skip='$(SKIP)') $(TESTS) | tee build/test.json | build/report || status=$$?; \

@@ -139,8 +139,9 @@ for v in json.loads(sys.stdin.buffer.read()): print(shard_of(v["key"], v["of"]))
 			require.NoError(t, os.WriteFile(file, []byte(shown[tag]+program.reads), 0o600))
 			command := exec.CommandContext(t.Context(), path, file)
 			command.Stdin = strings.NewReader(string(text))
-			out, err := command.CombinedOutput()
-			require.NoError(t, err, "%s", out)
+			command.Stderr = os.Stderr // a warning is no answer
+			out, err := command.Output()
+			require.NoError(t, err)
 			var want strings.Builder
 			for _, v := range vectors {
 				fmt.Fprintln(&want, v.Shard)
