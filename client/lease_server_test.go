@@ -6,7 +6,6 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
-	"time"
 
 	"github.com/stretchr/testify/require"
 	"go.uber.org/goleak"
@@ -55,29 +54,4 @@ func TestLeaser_ClosesUnderLoadAndLeavesNoGoroutines(t *testing.T) {
 	}
 	db.Pool.Reset() // its connections are no goroutines of a Leaser
 	goleak.VerifyNone(t, before)
-}
-
-// A grant from a lease allocates nothing.
-func TestLeaser_AllocatesNothing(t *testing.T) {
-	db := pgtest.New(t)
-	db.Exec(t, "select ratelimit_define_policy('api', 10000000, 10000, '1 day')")
-	leaser := client.NewLeaser(db.Pool, client.Lease{Policy: "api"})
-	defer leaser.Close()
-	ctx := t.Context()
-	var failed error
-	isLeased := true // every request of a run
-	acquire := func() {
-		d, err := leaser.Acquire(ctx, "api", "hot")
-		failed = errors.Join(failed, err)
-		isLeased = isLeased && d.Estimated
-	}
-	for begin := time.Now(); ; isLeased = true { // a lease that has run out, beside a slow refill, says nothing
-		allocated := testing.AllocsPerRun(100, acquire)
-		require.NoError(t, failed)
-		if isLeased {
-			require.Less(t, allocated, 1.0, "but for a refill")
-			return
-		}
-		require.Less(t, time.Since(begin), 20*time.Second)
-	}
 }

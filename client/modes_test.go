@@ -30,7 +30,11 @@ func TestExecModes(t *testing.T) {
 		pgx.QueryExecModeExec,
 		pgx.QueryExecModeSimpleProtocol,
 	} {
-		for _, style := range []string{"postgres", "postgres_verbose", "sql_standard", "iso_8601"} {
+		styles := []string{"postgres", "postgres_verbose", "sql_standard", "iso_8601"}
+		if mode != pgx.QueryExecModeCacheStatement && mode != pgx.QueryExecModeSimpleProtocol { // one of binary and one of text show them
+			styles = styles[2:3]
+		}
+		for _, style := range styles {
 			t.Run(strings.ReplaceAll(mode.String(), " ", "_")+"/"+style, func(t *testing.T) {
 				conn := acquired(t, connect(t, db, map[string]string{"IntervalStyle": style}, func(config *pgx.ConnConfig) {
 					config.DefaultQueryExecMode = mode

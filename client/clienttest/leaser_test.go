@@ -724,6 +724,22 @@ func TestLeaser_KeepsItsLeasesFromACallThatIsOver(t *testing.T) {
 	})
 }
 
+// A grant from a lease allocates nothing. What refills it meanwhile may, once.
+func TestLeaser_AllocatesNothing(t *testing.T) { // and not in parallel: others do
+	synctest.Test(t, func(t *testing.T) {
+		l := lease(t, client.Lease{Policy: "p"})
+		defer l.Close()
+		l.ask("p", "hot", 1000, time.Millisecond)
+		leased, ctx := 0, t.Context()
+		require.Zero(t, testing.AllocsPerRun(100, func() {
+			if d, err := l.Acquire(ctx, "p", "hot"); err == nil && d.Estimated {
+				leased++
+			}
+		}))
+		require.Equal(t, 101, leased, "one is to warm up")
+	})
+}
+
 // Hooks see what callers get, from a lease or not, and not what the Leaser takes and gives back.
 func TestLeaser_ShowsHooksTheAnswersOfCallersAlone(t *testing.T) {
 	t.Parallel()
