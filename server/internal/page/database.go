@@ -81,7 +81,8 @@ type database struct {
 	log *slog.Logger
 	now func() time.Time
 
-	reading  sync.Mutex // one at a time
+	patience time.Duration // with one look at the database
+	reading  sync.Mutex    // one at a time
 	policies reading[client.Policy]
 	buckets  reading[inspect.Bucket]
 	findings reading[inspect.Finding]
@@ -99,7 +100,7 @@ type snapshot struct {
 }
 
 func newDatabase(db *pgxpool.Pool, log *slog.Logger, now func() time.Time) *database {
-	d := &database{db: db, log: log, now: now}
+	d := &database{db: db, log: log, now: now, patience: readTime}
 	d.policies = reading[client.Policy]{function: "ratelimit_policies", limit: time.Second / 2, every: 5 * time.Second}
 	d.policies.ask = func(ctx context.Context, tx pgx.Tx) ([]client.Policy, error) {
 		policies, err := client.New(db).WithTx(tx).Policies(ctx)
@@ -131,7 +132,7 @@ func (d *database) look(isAway bool) snapshot {
 	}
 	defer d.reading.Unlock()
 	// Not that of who looks: a page that is closed while it loads would cost a connection.
-	ctx, cancel := context.WithTimeout(context.Background(), readTime)
+	ctx, cancel := context.WithTimeout(context.Background(), d.patience)
 	defer cancel()
 	d.policies.read(ctx, d)
 	d.buckets.read(ctx, d)

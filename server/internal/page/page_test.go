@@ -192,7 +192,10 @@ func newDB(t *testing.T) *pgtest.DB {
 
 func shown(t *testing.T, db *pgxpool.Pool, now func() time.Time) *Page {
 	t.Helper()
-	return newPage(NewHistory(t0), db, quiet, slog.New(slog.DiscardHandler), now)
+	p := newPage(NewHistory(t0), db, quiet, slog.New(slog.DiscardHandler), now)
+	p.database.patience = time.Minute // on any machine
+	p.database.policies.limit, p.database.buckets.limit, p.database.findings.limit = time.Minute, time.Minute, time.Minute
+	return p
 }
 
 func TestPage_ShowsTheDatabase(t *testing.T) {
@@ -285,11 +288,15 @@ func TestPage_GivesUp(t *testing.T) {
 	_, page = get(t, p, "/")
 	require.Equal(t, []string{"k"}, text(t, page, "key"))
 	require.Empty(t, looked, "the other one is waiting still")
+	db.Exec(t, "select pg_cancel_backend(pid) from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'")
+	<-looked
 
-	page = <-looked
+	p.database.buckets.limit = 20 * time.Millisecond
+	now.now = t0.Add(15 * time.Second)
+	_, page = get(t, p, "/")
 	require.Equal(t, []string{"k"}, text(t, page, "key"))
-	require.Contains(t, text(t, page, "h2"), "Emptiest buckets seen 10 s ago")
-	require.Equal(t, []string{"The database took longer than 2 s, and was not waited for. On a command line, pgratelimit status waits."}, text(t, page, "notice"))
+	require.Contains(t, text(t, page, "h2"), "Emptiest buckets seen 15 s ago")
+	require.Equal(t, []string{"The database took longer than 20 ms, and was not waited for. On a command line, pgratelimit status waits."}, text(t, page, "notice"))
 	_, err = locker.Exec(t.Context(), "rollback")
 	require.NoError(t, err)
 	now.now = t0.Add(20 * time.Second)
