@@ -33,7 +33,7 @@ func TestServe(t *testing.T) {
 	defer cancel()
 	c := exec.CommandContext(ctx, program, "serve")
 	c.Dir = root
-	c.Env = append(os.Environ(), "HTTP_ADDR=127.0.0.1:"+pgtest.FreePort(t), "GRPC_ADDR=127.0.0.1:"+pgtest.FreePort(t))
+	c.Env = append(os.Environ(), "CALL_TIMEOUT=1m", "HTTP_ADDR=127.0.0.1:"+pgtest.FreePort(t), "GRPC_ADDR=127.0.0.1:"+pgtest.FreePort(t))
 	var complaints bytes.Buffer
 	c.Stderr = &complaints
 	stdout, err := c.StdoutPipe()

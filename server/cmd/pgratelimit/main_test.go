@@ -49,7 +49,7 @@ func on(t *testing.T, db *pgtest.DB, args ...string) ran {
 func command(t *testing.T, args ...string) ran {
 	t.Helper()
 	var out, errors bytes.Buffer
-	code := run(t.Context(), args, &out, &errors)
+	code := run(t.Context(), append([]string{}, args...), &out, &errors) // without any, nil would be those of the test
 	return ran{code, out.String(), errors.String()}
 }
 
@@ -263,7 +263,7 @@ func TestDocs_AreComplete(t *testing.T) {
 func settingsFile(t *testing.T) string {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "settings")
-	require.NoError(t, os.WriteFile(path, []byte("GRPC_ADDR=off\nHTTP_ADDR=127.0.0.1:0\n"), 0o600))
+	require.NoError(t, os.WriteFile(path, []byte("GRPC_ADDR=off\nHTTP_ADDR=127.0.0.1:0\nCALL_TIMEOUT=1m\n"), 0o600))
 	return path
 }
 

@@ -91,7 +91,7 @@ func TestDeadline_InAHeader(t *testing.T) {
 	s := start(t, db.URL, "CALL_TIMEOUT=1m")
 	unlock := lock(t, db)
 	for _, path := range []string{"/v1/acquire", "/v1/peek"} {
-		a, err := s.post(within(t, 10*time.Second), path, `{"policy":"api","key":"k"}`, "Request-Timeout: 0.05")
+		a, err := s.post(t.Context(), path, `{"policy":"api","key":"k"}`, "Request-Timeout: 0.05")
 		require.NoError(t, err)
 		require.Equal(t, http.StatusGatewayTimeout, a.status, "%s: %v", path, a.body)
 		awaitBlocked(t, db, 0)

