@@ -18,7 +18,7 @@ const { pgratelimit } = grpc.loadPackageDefinition(protoLoader.loadSync(PROTO, {
 const client = new pgratelimit.v1.RateLimiter(SERVER, grpc.credentials.createInsecure())
 after(() => client.close())
 
-function call(method, request, { token = TOKEN, deadline = 10_000 } = {}) {
+function call(method, request, { token = TOKEN, deadline = 60_000 } = {}) {
   const metadata = new grpc.Metadata()
   if (token) metadata.set('authorization', `Bearer ${token}`)
   return new Promise((resolve, reject) => {
