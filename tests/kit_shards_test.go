@@ -7,10 +7,12 @@ import (
 	"slices"
 	"testing"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/migrations"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
@@ -27,11 +29,17 @@ func newShards(t testing.TB, settings ...string) *shards {
 	t.Helper()
 	s := &shards{t: t}
 	for range 2 {
-		s.servers = append(s.servers, pgtest.Private(t, settings...))
+		server := pgtest.Private(t, settings...)
+		s.servers = append(s.servers, server)
+		onServer(t, server, "", "create database installed template template0")
+		conn, err := pgx.Connect(t.Context(), server.URL("installed"))
+		require.NoError(t, err)
+		require.NoError(t, errors.Join(migrations.Up(t.Context(), conn), conn.Close(t.Context())))
 	}
 	of := len(s.servers) * databasesOfServer
 	for n := range of {
-		db := createDB(t, s.serverOf(n), shardName(n))
+		onServer(t, s.serverOf(n), "", "create database "+shardName(n)+" template installed")
+		db := openDB(t, s.serverOf(n), shardName(n))
 		db.exec("select ratelimit_define_shard($1, $2)", n, of)
 		s.dbs = append(s.dbs, db)
 	}
