@@ -337,11 +337,9 @@ func TestDoctor_SilentUnderLoad(t *testing.T) {
 			return err
 		})
 	}
-	looks := 0
-	for began := time.Now(); time.Since(began) < 5*time.Second; looks++ {
+	for range 20 {
 		require.Empty(t, db.findings())
 		db.exec("call ratelimit_cleanup_all()")
 	}
 	require.NoError(t, load.end())
-	require.Greater(t, looks, 3)
 }
