@@ -54,41 +54,38 @@ func TestAcquireMany_EqualsOneByOne(t *testing.T) {
 		return w
 	})
 
-	deadline := time.Now().Add(10 * time.Second)
-	for time.Now().Before(deadline) {
-		rapid.Check(t, func(t *rapid.T) {
-			db.exec(`
+	rapid.Check(rapidTest{t}, func(t *rapid.T) {
+		db.exec(`
 				delete from ratelimit.policies;
 				delete from ratelimit.buckets;
 				delete from ratelimit.ephemeral_buckets;
 				delete from ratelimit.idempotency_keys;
 				delete from ratelimit.ephemeral_idempotency_keys`)
-			now := t0
+		now := t0
+		db.setClock(now)
+		db.definePolicy("a", 10, 3, time.Second)
+		db.definePolicy("b", 7, 2, 7*time.Second, stepped)
+		db.definePolicy("c", 10, 10, time.Second, ephemeral, remember(2*time.Second))
+		db.definePolicy("d", 5, 1, time.Minute, stepped, ephemeral)
+
+		for range rapid.IntRange(1, 6).Draw(t, "batches") {
+			requests := rapid.OneOf(rapid.SliceOfN(plain, 1, 12), rapid.SliceOfN(equal, 1, 20), rapid.SliceOfN(keyed, 1, 6), rapid.SliceOfN(odd, 1, 12)).Draw(t, "requests")
+			now = now.Add(time.Duration(rapid.Int64Range(0, 5_000_000).Draw(t, "wait")) * time.Microsecond)
 			db.setClock(now)
-			db.definePolicy("a", 10, 3, time.Second)
-			db.definePolicy("b", 7, 2, 7*time.Second, stepped)
-			db.definePolicy("c", 10, 10, time.Second, ephemeral, remember(2*time.Second))
-			db.definePolicy("d", 5, 1, time.Minute, stepped, ephemeral)
 
-			for range rapid.IntRange(1, 6).Draw(t, "batches") {
-				requests := rapid.OneOf(rapid.SliceOfN(plain, 1, 12), rapid.SliceOfN(equal, 1, 20), rapid.SliceOfN(keyed, 1, 6), rapid.SliceOfN(odd, 1, 12)).Draw(t, "requests")
-				now = now.Add(time.Duration(rapid.Int64Range(0, 5_000_000).Draw(t, "wait")) * time.Microsecond)
-				db.setClock(now)
+			tx, err := conn.Begin(ctx)
+			require.NoError(t, err)
+			want, err := acquireEach(tx, requests)
+			require.NoError(t, err)
+			wantState := state(t, tx)
+			require.NoError(t, tx.Rollback(ctx))
 
-				tx, err := conn.Begin(ctx)
-				require.NoError(t, err)
-				want, err := acquireEach(tx, requests)
-				require.NoError(t, err)
-				wantState := state(t, tx)
-				require.NoError(t, tx.Rollback(ctx))
-
-				got, err := acquireMany(conn, requests)
-				require.NoError(t, err)
-				require.Equal(t, want, got)
-				require.Equal(t, wantState, state(t, conn))
-			}
-		})
-	}
+			got, err := acquireMany(conn, requests)
+			require.NoError(t, err)
+			require.Equal(t, want, got)
+			require.Equal(t, wantState, state(t, conn))
+		}
+	})
 }
 
 // A batch works out small numbers in another way than large ones. The largest small ones and the smallest large ones are

@@ -14,13 +14,10 @@ import (
 // Of 100,000 random denials, half of them stepped, each is kept to the microsecond: after exactly
 // retry_after the same acquire is allowed and one microsecond earlier it is not; after exactly
 // reset_after the whole capacity is there and one microsecond earlier it is not.
-//
-// RATELIMIT_TEST_SEED repeats a run.
 func TestPromise_RetryAfterAndResetAfterAreExact(t *testing.T) {
 	t.Parallel()
 	const each = 50_000
-	seed, _ := testSeed(t)
-	random := rand.New(rand.NewPCG(seed, 0))
+	random := rand.New(rand.NewPCG(testSeed(t), 0))
 	p := newPromises(t)
 
 	kept := map[bool]int{} // denials, by whether they were stepped
@@ -32,7 +29,7 @@ func TestPromise_RetryAfterAndResetAfterAreExact(t *testing.T) {
 				kept[cases[i].Stepped]++
 			case "allowed": // there was nothing to wait for, and reset_after was exact
 			default:
-				t.Fatalf("RATELIMIT_TEST_SEED=%d: %+v: %s\n%s", seed, cases[i], verdict, p.simplest(random))
+				t.Fatalf("%+v: %s\n%s", cases[i], verdict, p.simplest(random))
 			}
 		}
 	}

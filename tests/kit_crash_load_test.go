@@ -159,15 +159,15 @@ func (l *crashLoad) write(e entry, err error) {
 	}
 }
 
-// runFor returns at a random moment when the load is in full swing.
-func (l *crashLoad) runFor(t testing.TB, atMost time.Duration) {
+// runAWhile returns at a random moment when the load is in full swing.
+func (l *crashLoad) runAWhile(t testing.TB) {
 	t.Helper()
 	select {
 	case <-l.busy:
 	case <-time.After(patience):
 		require.FailNow(t, "there is hardly any load")
 	}
-	time.Sleep(rand.N(atMost)) // the moment is what is random
+	time.Sleep(rand.N(400 * ms)) // the moment is what is random
 }
 
 // exactCapacity is the capacity of policies that refill one token a day: the level of a bucket tells how many

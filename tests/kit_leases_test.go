@@ -99,6 +99,7 @@ type recordingPool struct {
 	history *leaseHistory
 	bug     leaseBug
 	late    sync.WaitGroup // what a bug has put off
+	over    chan struct{}  // until this is closed
 }
 
 // A leaseBug is planted, for the audit to find. It makes the Leaser do what it must not.
@@ -142,7 +143,7 @@ func (r *chargeRow) Scan(dest ...any) error {
 		}
 		err = errors.Join(call(tx), tx.Rollback(r.ctx))
 		p.late.Go(func() {
-			time.Sleep(50 * time.Millisecond)
+			<-p.over
 			var tokens int64
 			late := make([]any, len(dest))
 			late[len(late)-1] = &tokens
@@ -304,6 +305,17 @@ func (p *leaserProcess) idle(t *testing.T) {
 	answer, err := p.answers.ReadString('\n')
 	require.NoError(t, err)
 	require.Equal(t, "idle\n", answer)
+}
+
+// holds stops it, and reports whether it lost something now. If not, it goes on.
+func (p *leaserProcess) holds(t *testing.T, lost func(p *leaserProcess) int64) bool {
+	t.Helper()
+	require.NoError(t, p.cmd.Process.Signal(syscall.SIGSTOP))
+	if lost(p) > 0 {
+		return true
+	}
+	require.NoError(t, p.cmd.Process.Signal(syscall.SIGCONT))
+	return false
 }
 
 // kill ends it at once, by SIGKILL.

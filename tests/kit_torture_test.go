@@ -1,24 +1,30 @@
 package tests
 
 import (
+	"flag"
 	"fmt"
 	"math/rand/v2"
 	"os"
+	"regexp"
 	"strconv"
+	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"text/tabwriter"
 	"time"
 
 	"github.com/stretchr/testify/require"
+	"pgregory.net/rapid"
 )
 
-// A torture test goes on for as long as it is given: a few seconds beside the other tests in make test,
-// RATELIMIT_TORTURE_MINUTES and the machine to itself in make torture. Its name starts with TestTorture_.
+// A torture test takes a number of steps in make test. In make torture it has the machine to itself, takes as many at least, and
+// goes on for RATELIMIT_TORTURE_MINUTES. Its name starts with TestTorture_.
 //
 //	func TestTorture_Crash(t *testing.T) {
-//		run := torture(t, 10*time.Second)
-//		for crashes := 0; run.goesOn(); crashes++ {
+//		run := torture(t, 4)
+//		crashes := 0
+//		for ; run.goesOn(); crashes++ {
 //			…
 //			run.progress("%d crashes", crashes)
 //		}
@@ -26,17 +32,19 @@ import (
 //	}
 type tortureRun struct {
 	t       *testing.T
-	budget  time.Duration
+	steps   int64
+	taken   atomic.Int64
+	budget  time.Duration // 0 in make test
 	started time.Time
 
 	mu   sync.Mutex
 	said time.Time
 }
 
-// torture begins a test whose share of make test is given.
-func torture(t *testing.T, share time.Duration) *tortureRun {
+// torture begins a test that takes so many steps in make test.
+func torture(t *testing.T, steps int64) *tortureRun {
 	t.Helper()
-	run := &tortureRun{t: t, budget: share, said: time.Now()}
+	run := &tortureRun{t: t, steps: steps, said: time.Now()}
 	if s := os.Getenv("RATELIMIT_TORTURE_MINUTES"); s != "" {
 		minutes, err := strconv.ParseFloat(s, 64)
 		require.NoError(t, err, "RATELIMIT_TORTURE_MINUTES")
@@ -48,11 +56,26 @@ func torture(t *testing.T, share time.Duration) *tortureRun {
 	return run
 }
 
-func (r *tortureRun) goesOn() bool { return time.Since(r.started) < r.budget }
+// goesOn reports, before each step and from any goroutine, whether there is another.
+func (r *tortureRun) goesOn() bool {
+	return r.taken.Add(1) <= r.steps || time.Since(r.started) < r.budget
+}
 
-// goesOnUntil goes on after its time, too, until the run has met what it must meet; but not for longer than patient.
-func (r *tortureRun) goesOnUntil(met bool, patient time.Duration) bool {
-	return r.goesOn() || !met && time.Since(r.started) < patient
+// check has rapid draw a sequence for each step.
+func (r *tortureRun) check(sequence func(t *rapid.T)) {
+	r.t.Helper()
+	failing := false // rapid repeats the sequence that has failed
+	for ended := false; !ended; {
+		rapid.Check(rapidTest{r.t}, func(t *rapid.T) {
+			ended = ended || !failing && !r.goesOn()
+			if ended {
+				return
+			}
+			failing = true
+			sequence(t)
+			failing = false
+		})
+	}
 }
 
 // progress logs at most every few seconds, from any goroutine.
@@ -63,7 +86,7 @@ func (r *tortureRun) progress(format string, args ...any) {
 		return
 	}
 	r.said = time.Now()
-	r.t.Logf("%v of %v: %s", time.Since(r.started).Round(time.Second), r.budget, fmt.Sprintf(format, args...))
+	r.t.Logf("%v: %s", time.Since(r.started).Round(time.Second), fmt.Sprintf(format, args...))
 }
 
 // figure adds a line to the table that ends the run.
@@ -78,10 +101,14 @@ var figures struct {
 	lines []string
 }
 
-// A tortured M prints the figures after its tests.
+// A tortured M seeds rapid, and prints the figures after its tests.
 type tortured struct{ *testing.M }
 
 func (m tortured) Run() int {
+	_ = flag.Set("rapid.nofailfile", "true") // the seed repeats a failure, and no later run does
+	if seed := os.Getenv(seedVariable); seed != "" {
+		_ = flag.Set("rapid.seed", seed)
+	}
 	code := m.M.Run()
 	table := tabwriter.NewWriter(os.Stdout, 0, 0, 2, ' ', 0)
 	for _, line := range figures.lines {
@@ -91,14 +118,56 @@ func (m tortured) Run() int {
 	return code
 }
 
-// testSeed is what RATELIMIT_TEST_SEED gives, or else a random number.
-func testSeed(t testing.TB) (seed uint64, given bool) {
+// seedVariable has the seed of a random run that is to be repeated.
+const seedVariable = "RATELIMIT_TEST_SEED"
+
+// testSeed is what RATELIMIT_TEST_SEED gives, or else a random number. If the test fails, it ends with the command that repeats it.
+func testSeed(t testing.TB) uint64 {
 	t.Helper()
-	s := os.Getenv("RATELIMIT_TEST_SEED")
+	seed := firstSeed(t)
+	t.Cleanup(func() {
+		if t.Failed() {
+			t.Log(repeats(t, seed))
+		}
+	})
+	return seed
+}
+
+// firstSeed is testSeed for a test that has a seed for each step: this one, and then those that follow it. It names the one that fails.
+func firstSeed(t testing.TB) uint64 {
+	t.Helper()
+	s := os.Getenv(seedVariable)
 	if s == "" {
-		return rand.Uint64(), false
+		return rand.Uint64()
 	}
 	seed, err := strconv.ParseUint(s, 10, 64)
-	require.NoError(t, err, "RATELIMIT_TEST_SEED")
-	return seed, true
+	require.NoError(t, err, seedVariable)
+	return seed
+}
+
+// repeats is the command that repeats a random run alone.
+func repeats(t testing.TB, seed uint64) string {
+	return fmt.Sprintf("%s=%d go test ./tests -run '^%s$' -count=1", seedVariable, seed, strings.ReplaceAll(t.Name(), "/", "$/^"))
+}
+
+// A rapidTest has rapid name the seed as other tests do, and leaves out its line about every hundred sequences.
+type rapidTest struct{ *testing.T }
+
+var rapidSeed = regexp.MustCompile(`-rapid\.seed=(\d+)`)
+
+func (r rapidTest) Logf(format string, args ...any) {
+	r.Helper()
+	if !strings.HasPrefix(format, "[rapid] OK") {
+		r.T.Logf(format, args...)
+	}
+}
+
+func (r rapidTest) Errorf(format string, args ...any) {
+	r.Helper()
+	text := fmt.Sprintf(format, args...)
+	if found := rapidSeed.FindStringSubmatch(text); found != nil {
+		seed, _ := strconv.ParseUint(found[1], 10, 64)
+		text += "\n" + repeats(r, seed)
+	}
+	r.T.Error(text)
 }

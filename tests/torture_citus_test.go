@@ -2,7 +2,6 @@ package tests
 
 import (
 	"testing"
-	"time"
 
 	"github.com/stretchr/testify/require"
 )
@@ -22,15 +21,11 @@ func TestTorture_Citus(t *testing.T) {
 		f.begin(t)
 		fuzzers = append(fuzzers, f)
 	}
-	if seed, given := testSeed(t); given {
-		fuzzers[0].seeds = append(fuzzers[0].seeds, seed)
-	}
-	run := torture(t, 10*time.Second)
+	run, seed := torture(t, 6), firstSeed(t)
 	rounds := 0
-	for ; rounds < len(db) || run.goesOn(); rounds++ {
-		f := fuzzers[rounds%len(db)]
-		seed := f.seed()
-		require.NoError(t, f.round(seed), "RATELIMIT_TEST_SEED=%d, through node %d", seed, rounds%len(db))
+	for ; run.goesOn(); rounds++ {
+		require.NoError(t, fuzzers[rounds%len(db)].round(seed), "through node %d\n%s", rounds%len(db), repeats(t, seed))
+		seed++
 		run.progress("%d inputs", inputs.total())
 	}
 	for n, node := range db {

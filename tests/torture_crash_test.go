@@ -25,7 +25,7 @@ import (
 // full pages are written at once. When grants come slowly, the last page waits for the WAL writer. This test
 // does not see what fsync does when the power fails.
 func TestTorture_Crash(t *testing.T) {
-	run := torture(t, 6*time.Second)
+	run := torture(t, int64(len(crashes)))
 	const walWriterDelay = 200 * time.Millisecond // PostgreSQL's default
 	db, server := newPrivateDB(t, "synchronous_commit=on", fmt.Sprintf("wal_writer_delay=%dms", walWriterDelay.Milliseconds()))
 	db.defineExact()
@@ -33,14 +33,14 @@ func TestTorture_Crash(t *testing.T) {
 	var flushed, unflushed settlement
 	var recoveries []time.Duration
 	left := map[model.BucketID]int64{}
-	for n := 0; n < len(crashes) || run.goesOn(); n++ {
+	for n := 0; run.goesOn(); n++ {
 		crash, total := crashes[n%len(crashes)], &flushed
 		var opts []client.LimiterOption
 		if crash.noFlush {
 			total, opts = &unflushed, append(opts, client.NoFlush())
 		}
 		l := startCrashLoad(t, db.URL, fmt.Sprint("crash ", n), crash.policies, crash.pause, opts...)
-		l.runFor(t, 1500*time.Millisecond)
+		l.runAWhile(t)
 		recoveries = append(recoveries, crash.kill(t, server, l))
 		l.end()
 		db.Pool.Close()

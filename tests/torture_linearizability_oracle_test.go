@@ -315,31 +315,57 @@ func (h history) upTo(n int) (ops []porcupine.Operation) {
 	return ops
 }
 
+// mostSteps of the model are tried to find an order. No clock decides whether a history is decided.
+const mostSteps = 10_000
+
+// bounded is the model for as many steps: nothing is possible after them.
+func bounded() (rules porcupine.Model, exhausted func() bool) {
+	steps := 0
+	limited := bucketModel
+	limited.Step = func(state, input, output any) []any {
+		if steps++; steps > mostSteps {
+			return nil
+		}
+		return bucketModel.Step(state, input, output)
+	}
+	return limited.ToModel(), func() bool { return steps > mostSteps }
+}
+
+func linearize(ops []porcupine.Operation) porcupine.CheckResult {
+	rules, exhausted := bounded()
+	switch {
+	case porcupine.CheckOperations(rules, ops):
+		return porcupine.Ok
+	case exhausted():
+		return porcupine.Unknown
+	}
+	return porcupine.Illegal
+}
+
 // check explains why no order of the operations is possible, or returns "". It is undecided when there are too
 // many orders to try.
 func (h history) check() (violation string, decided bool) {
-	const atMost = 200 * time.Millisecond
-	rules := bucketModel.ToModel()
-	verdict := porcupine.CheckOperationsTimeout(rules, h.upTo(len(h)), atMost)
+	verdict := linearize(h.upTo(len(h)))
 	if verdict == porcupine.Ok {
 		return "", true
 	}
 	illegal := verdict == porcupine.Illegal
 	for n := 1; n <= len(h); n++ { // the first answers that have none
-		switch verdict = porcupine.CheckOperationsTimeout(rules, h.upTo(n), atMost); {
+		switch verdict = linearize(h.upTo(n)); {
 		case verdict == porcupine.Illegal:
-			return h.explain(rules, n), true
+			return h.explain(n), true
 		case verdict == porcupine.Unknown && !illegal:
 			return "", false
 		}
 	}
-	return h.explain(rules, len(h)), illegal
+	return h.explain(len(h)), illegal
 }
 
 // explain shows how far the operations up to the first n answers can be put in order.
-func (h history) explain(rules porcupine.Model, n int) string {
+func (h history) explain(n int) string {
 	ops := h.upTo(n)
-	_, info := porcupine.CheckOperationsVerbose(rules, ops, time.Second)
+	rules, _ := bounded()
+	_, info := porcupine.CheckOperationsVerbose(rules, ops, 0)
 	var longest []porcupine.Operation
 	for _, order := range info.PartialLinearizationsOperations()[0] {
 		if len(order) > len(longest) {

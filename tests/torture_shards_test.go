@@ -21,13 +21,13 @@ import (
 // TestTorture_Linearizability with a client.Sharded in place of the combiner, in every other history. A database of each
 // server has histories at a time: with more, so many calls overlap that their orders are too many to try.
 func TestTorture_ShardsLinearizability(t *testing.T) {
-	run := torture(t, 8*time.Second)
+	run := torture(t, databasesOfServer)
 	s := newShards(t)
 	var chroniclers []*chronicler
 	pools := map[int]*pgxpool.Pool{}
 	for n, db := range s.dbs {
 		c := newChronicler(db, "continuous durable", "stepped durable", "continuous ephemeral", "stepped ephemeral")
-		c.oneIn, c.least = 2, 2
+		c.oneIn, c.seed = 2, c.seed+uint64(n)<<32
 		c.key = func(name string) string { return s.key(n, name) }
 		chroniclers, pools[n] = append(chroniclers, c), c.pool
 	}
@@ -38,7 +38,7 @@ func TestTorture_ShardsLinearizability(t *testing.T) {
 		mu.Lock()
 		defer mu.Unlock()
 		if err != nil {
-			t.Errorf("history %d: %v: %+v", seed, err, pgError(err))
+			t.Errorf("%v: %+v\n%s", err, pgError(err), repeats(t, seed))
 		}
 		n.buckets += len(histories)
 		for _, h := range histories {
@@ -47,26 +47,26 @@ func TestTorture_ShardsLinearizability(t *testing.T) {
 			case !decided:
 				n.undecided++
 			case violation != "":
-				t.Errorf("history %d: %s", seed, violation)
+				t.Errorf("%s\n%s", violation, repeats(t, seed))
 			}
 		}
 		n.histories++
 		run.progress("%d operations in %d histories", n.operations, n.histories)
 		return !t.Failed()
 	}
-	for i := range databasesOfServer {
+	for turn := 0; run.goesOn(); turn++ {
 		var writers sync.WaitGroup
-		end := time.Now().Add(run.budget / databasesOfServer)
-		for c := i; c < len(chroniclers); c += databasesOfServer {
+		for c := turn % databasesOfServer; c < len(chroniclers); c += databasesOfServer {
 			chroniclers[c].combiner = limiter
+			histories := 4
 			writers.Go(func() {
-				chroniclers[c].write(func() bool { return time.Now().Before(end) }, check)
+				chroniclers[c].write(func() bool { histories--; return histories >= 0 }, check)
 			})
 		}
 		writers.Wait()
 	}
 	require.NotContains(t, []int{n.grants, n.denials, n.replays, n.wholes, n.denied}, 0, "%+v", n)
-	require.Less(t, 2*n.undecided, n.buckets, "%+v", n)
+	require.Less(t, n.undecided, n.buckets, "%+v", n)
 	run.figure("histories", n.histories, "")
 	run.figure("operations", n.operations, "")
 	run.figure("grants", n.grants, "")
@@ -77,18 +77,18 @@ func TestTorture_ShardsLinearizability(t *testing.T) {
 // One of the two servers is killed, over and over, under a load that goes through a client.Sharded. On no shard is a grant
 // lost, or a token granted twice, and callers of the other server notice nothing.
 func TestTorture_ShardsCrash(t *testing.T) {
-	run := torture(t, 6*time.Second)
+	run := torture(t, 2)
 	s := newShards(t, "synchronous_commit=on")
 	s.each((*testDB).defineExact)
 	all := make([]settlement, len(s.servers))
 	crashes := 0
-	for ; crashes < 2 || run.goesOn(); crashes++ {
+	for ; run.goesOn(); crashes++ {
 		victim := crashes % len(s.servers)
 		limiter := s.limiter(nil)
 		l := startCrashLoadOn(t, crashTarget{limiter, limiter, func(caller int, key string) string {
 			return s.key(caller%s.of(), key)
 		}}, fmt.Sprint("crash ", crashes), []string{"durable", "ephemeral"}, 0)
-		l.runFor(t, 1500*time.Millisecond)
+		l.runAWhile(t)
 		kill(t, s.servers[victim])
 		l.end()
 		limiter.Close()
@@ -124,10 +124,10 @@ type shardFault struct {
 	end    func()
 }
 
-// A shard is killed, frozen, and cut off without a sign. Calls about its keys fail in their time, with an error that names
-// it. Calls about other keys go on as before.
+// A shard is killed, frozen, and cut off without a sign. Calls about its keys fail when their time is over, with an error that names
+// it. Calls about other keys go on and have no error, also while calls about its keys wait that have all the time in the world.
 func TestTorture_ShardsFault(t *testing.T) {
-	run := torture(t, 6*time.Second)
+	run := torture(t, 20) // answers of each shard in each phase
 	s := newShards(t)
 	const alone = 1 // of the first server, behind a proxy
 	proxy := newProxy(t, s.dbs[alone])
@@ -145,8 +145,6 @@ func TestTorture_ShardsFault(t *testing.T) {
 	limiter := s.limiter(pools)
 	require.NoError(t, limiter.DefinePolicy(t.Context(), client.Policy{Name: "p", Capacity: 1e9, Refill: 1000, Every: second}))
 
-	const timeout = time.Second
-	phase := max(time.Second, run.budget/9)
 	second := s.servers[1]
 	var theirs []int
 	for n := range s.of() {
@@ -166,19 +164,26 @@ func TestTorture_ShardsFault(t *testing.T) {
 		{"frozen", theirs, func() { do(second.Freeze(t.Context())) }, func() { do(second.Thaw(t.Context())) }},
 		{"killed", theirs, func() { do(second.Kill(t.Context())) }, func() { do(second.Start(t.Context())) }},
 	} {
-		watch := newShardWatch(s, limiter, timeout)
+		watch := newShardWatch(s, limiter, fault.shards)
 		load := newLoad(t)
-		load.start(4*s.of(), func(caller int) error { return watch.call(caller % s.of()) })
-		load.runFor(phase)
-		watch.enter(calm)
-		load.runFor(phase)
+		load.start(4*s.of(), func(caller int) error { return watch.call(caller%s.of(), caller < 2*s.of()) })
+		for _, phase := range []int32{warmUp, calm} {
+			watch.enter(phase)
+			watch.await(t, run, func(n int) bool { return len(watch.took[phase][n]) >= int(run.steps) }, fault.name)
+		}
 		fault.begin()
 		watch.enter(during)
-		load.runFor(phase + 2*timeout)
+		watch.await(t, run, func(n int) bool {
+			if slices.Contains(fault.shards, n) {
+				return len(watch.errors[n]) > 0
+			}
+			return len(watch.took[during][n]) >= int(run.steps)
+		}, fault.name)
 		watch.enter(after)
 		fault.end()
+		watch.release()
 		require.Eventually(t, func() bool {
-			ctx, cancel := context.WithTimeout(t.Context(), timeout)
+			ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 			defer cancel()
 			return !slices.ContainsFunc(fault.shards, func(n int) bool {
 				_, err := limiter.Acquire(ctx, "p", s.key(n, "hot"))
@@ -190,16 +195,12 @@ func TestTorture_ShardsFault(t *testing.T) {
 		var before, beside []time.Duration
 		for n := range s.of() {
 			if slices.Contains(fault.shards, n) {
-				require.NotEmpty(t, watch.errors[n], "%s: shard %d", fault.name, n)
 				for _, err := range watch.errors[n] {
 					require.True(t, isOf(err, n), "%s: shard %d: %v", fault.name, n, err)
 				}
-				require.LessOrEqual(t, slices.Max(watch.took[during][n]), 2*timeout, fault.name)
 				continue
 			}
-			calls := len(watch.took[calm][n]) + len(watch.took[during][n])
-			require.LessOrEqual(t, len(watch.errors[n]), calls/50, "%s: shard %d is well, if the machine is not too slow: %v", fault.name, n, watch.errors[n])
-			require.NotEmpty(t, watch.took[during][n], "%s: shard %d", fault.name, n)
+			require.Empty(t, watch.errors[n], "%s: shard %d is well", fault.name, n)
 			before, beside = append(before, watch.took[calm][n]...), append(beside, watch.took[during][n]...)
 		}
 		p99 := func(d []time.Duration) time.Duration {
@@ -210,7 +211,6 @@ func TestTorture_ShardsFault(t *testing.T) {
 		run.figure("p99 of the others before", p99(before).Microseconds(), "µs")
 		run.figure("p99 of the others meanwhile", p99(beside).Microseconds(), "µs")
 		run.figure("ratio", fmt.Sprintf("%.2f", float64(p99(beside))/float64(p99(before))), "")
-		require.Less(t, p99(beside), timeout, "%s: the others do not wait for it", fault.name)
 	}
 }
 
@@ -226,17 +226,20 @@ const (
 type shardWatch struct {
 	s       *shards
 	limiter *client.Sharded
-	timeout time.Duration
+	faulty  []int
 	phase   atomic.Int32
 	keys    [][]string
+	patient context.Context // until release
+	release func()
 
 	mu     sync.Mutex
-	took   [after + 1][][]time.Duration // by the phase they began and ended in
+	took   [after + 1][][]time.Duration // of those with an answer, by the phase they began and ended in
 	errors [][]error
 }
 
-func newShardWatch(s *shards, limiter *client.Sharded, timeout time.Duration) *shardWatch {
-	w := &shardWatch{s: s, limiter: limiter, timeout: timeout, errors: make([][]error, s.of())}
+func newShardWatch(s *shards, limiter *client.Sharded, faulty []int) *shardWatch {
+	w := &shardWatch{s: s, limiter: limiter, faulty: faulty, errors: make([][]error, s.of())}
+	w.patient, w.release = context.WithCancel(s.t.Context())
 	for phase := range w.took {
 		w.took[phase] = make([][]time.Duration, s.of())
 	}
@@ -252,21 +255,46 @@ func newShardWatch(s *shards, limiter *client.Sharded, timeout time.Duration) *s
 
 func (w *shardWatch) enter(phase int32) { w.phase.Store(phase) }
 
-// call pauses first, so that calls wait for a fault and not for each other.
-func (w *shardWatch) call(shard int) error {
+// await returns when all shards are done with a phase, in make torture after its time.
+func (w *shardWatch) await(t *testing.T, run *tortureRun, done func(shard int) bool, fault string) {
+	t.Helper()
+	time.Sleep(run.budget / 9)
+	require.Eventually(t, func() bool {
+		w.mu.Lock()
+		defer w.mu.Unlock()
+		for n := range w.s.of() {
+			if !done(n) {
+				return false
+			}
+		}
+		return true
+	}, 2*patience, 5*ms, "%s, phase %d", fault, w.phase.Load())
+}
+
+// call pauses first, so that calls wait for a fault and not for each other. About a shard with a fault the impatient wait for a
+// second, and the others until they are released.
+func (w *shardWatch) call(shard int, impatient bool) error {
 	time.Sleep(rand.N(20 * ms))
-	ctx, cancel := context.WithTimeout(context.Background(), w.timeout)
-	defer cancel()
-	phase, start := w.phase.Load(), time.Now()
+	phase, ctx := w.phase.Load(), w.s.t.Context()
+	switch {
+	case phase == after || !slices.Contains(w.faulty, shard):
+	case impatient:
+		var cancel context.CancelFunc
+		ctx, cancel = context.WithTimeout(ctx, time.Second)
+		defer cancel()
+	default:
+		ctx = w.patient
+	}
+	start := time.Now()
 	_, err := w.limiter.Acquire(ctx, "p", w.keys[shard][rand.N(16)])
 	took := time.Since(start)
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	if phase == w.phase.Load() {
-		w.took[phase][shard] = append(w.took[phase][shard], took)
-	}
-	if err != nil {
+	switch {
+	case err != nil:
 		w.errors[shard] = append(w.errors[shard], err)
+	case phase == w.phase.Load():
+		w.took[phase][shard] = append(w.took[phase][shard], took)
 	}
 	return nil
 }

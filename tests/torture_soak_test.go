@@ -26,7 +26,7 @@ import (
 // or more is judged, and cleaned up by pg_cron, which starts jobs at full minutes. Half an hour is a good run.
 // build/soak.svg shows every run.
 func TestTorture_Soak(t *testing.T) {
-	run := torture(t, 8*time.Second)
+	run := torture(t, 8)
 	judged := run.budget >= 5*time.Minute
 	server := pgtest.Private(t, "fsync=on")
 	db := installedDB(t, server, "postgres") // where pg_cron is
@@ -52,8 +52,8 @@ func TestTorture_Soak(t *testing.T) {
 		})
 	}
 
-	every := max(run.budget/200, 500*time.Millisecond)
-	for (run.goesOn() || len(s.samples) < 8) && s.ctx.Err() == nil {
+	every := max(run.budget/200, 250*time.Millisecond)
+	for run.goesOn() && s.ctx.Err() == nil {
 		now := s.sample(time.Since(run.started))
 		run.progress("%.0f answers a second, tables of %.1f MB, indexes of %.1f MB", now.rate, now.tables, now.indexes)
 		s.runFor(every)
