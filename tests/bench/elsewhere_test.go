@@ -37,9 +37,11 @@ func TestElsewhere_TellsWhatCallersOfAllProcessesGot(t *testing.T) {
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, e.close()) })
 	for _, callers := range []int{1, 8} {
-		s, err := e.run(t.Context(), callers, "hot", 100*time.Millisecond, os.Getpid())
-		require.NoError(t, err)
-		require.Positive(t, s[rate])
+		var s sample
+		for s[rate] == 0 { // on a slow machine a window may have no answer
+			s, err = e.run(t.Context(), callers, "hot", 100*time.Millisecond, os.Getpid())
+			require.NoError(t, err)
+		}
 		require.GreaterOrEqual(t, s[p50], 1000.0)
 		require.LessOrEqual(t, s[rate], 1000*float64(callers), "each call takes a millisecond")
 	}
