@@ -13,7 +13,7 @@ import (
 // recordFile has what calls cost when somebody last looked, in instructions of a decision. A test compares.
 const recordFile = "instructions.md"
 
-// tolerance is how much dearer a call may get unnoticed. Between runs of one version the counts differ by a tenth of it.
+// tolerance is how much dearer a call may get unnoticed. Between runs of one version the counts differ by half of it at most.
 const tolerance = 0.02
 
 // A record is the figures of one PostgreSQL.
@@ -126,31 +126,14 @@ func countedNames() (names []string) {
 	return names
 }
 
-// countByName counts all statements, and again those of which the record complains: what is dearer is so every time.
-func (i *instructions) countByName(ctx context.Context, r record) (map[string]float64, error) {
+// countByName counts all statements.
+func (i *instructions) countByName(ctx context.Context) (map[string]float64, error) {
+	counted, err := i.count(ctx, i.cells())
 	counts := map[string]float64{}
-	cells := i.cells()
-	for range 3 {
-		counted, err := i.count(ctx, cells)
-		if err != nil {
-			return nil, err
-		}
-		for _, c := range countedStatements {
-			if count, ok := counted[c.cell()]; ok && (counts[c.name] == 0 || count < counts[c.name]) {
-				counts[c.name] = count
-			}
-		}
-		cells = nil
-		for _, c := range countedStatements {
-			if old := r.find(c.name); old != nil && counts[c.name] > old.count*(1+tolerance) {
-				cells = append(cells, c.cell())
-			}
-		}
-		if cells == nil {
-			break
-		}
+	for _, c := range countedStatements {
+		counts[c.name] = counted[c.cell()]
 	}
-	return counts, nil
+	return counts, err
 }
 
 // renewRecord writes the file anew.
@@ -166,7 +149,7 @@ func renewRecord(ctx context.Context, file, reason string) (err error) {
 	if err := i.prepare(ctx); err != nil {
 		return err
 	}
-	counts, err := i.countByName(ctx, r)
+	counts, err := i.countByName(ctx)
 	if err != nil {
 		return err
 	}
