@@ -11,6 +11,8 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"pgregory.net/rapid"
+
+	"github.com/pgratelimit/pgratelimit/tests/model"
 )
 
 func TestAcquireMany_EqualsOneByOne(t *testing.T) {
@@ -284,6 +286,47 @@ func TestAcquireMany_TakesPoliciesInOneOrder(t *testing.T) {
 	qp.answer()
 	require.EqualValues(t, 7, db.left("p", key))
 	require.EqualValues(t, 7, db.left("q", key))
+}
+
+// A client that reads by position would give callers each other's answers. What is asked again finds its buckets there,
+// which is the fast path.
+func TestAcquireAllMany_ARequestWithoutElementsHasARowOfItsOwn(t *testing.T) {
+	t.Parallel()
+	for name, sizes := range map[string][]int{
+		"in the middle": {1, 0, 1}, "first": {0, 1, 1}, "last": {2, 0}, "several": {0, 2, 0, 0, 1, 0},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			eachDurability(t, func(t *testing.T, db *testDB, durability policyOption) {
+				db.definePolicy("p", 10, 1, time.Hour, durability)
+				var requests []wholeRequest
+				for i, size := range sizes {
+					var r wholeRequest
+					for j := range size {
+						r.charges = append(r.charges, model.Charge{BucketID: model.BucketID{Policy: "p", Key: fmt.Sprint(i, j)}, Cost: 1})
+					}
+					requests = append(requests, r)
+				}
+				for n := range 4 {
+					answers, err := acquireAllMany(db.Pool, requests)
+					if n%2 == 1 {
+						answers, err = acquirePacked(db.Pool, requests, true)
+					}
+					require.NoError(t, err)
+					require.Len(t, answers, len(sizes))
+					for i, a := range answers {
+						if sizes[i] > 0 {
+							require.True(t, a.Whole.Allowed)
+							require.Len(t, a.Whole.Decisions, sizes[i])
+							continue
+						}
+						require.Nil(t, a.Whole)
+						require.Equal(t, fmt.Sprintf("22023: invalid sizes: Request %d has 0 elements.: Pass 1 to 1000 elements for each request.", i+1), a.Error)
+					}
+				}
+			})
+		})
+	}
 }
 
 func TestAcquireMany_DenialsWriteNothing(t *testing.T) {

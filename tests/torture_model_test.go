@@ -487,6 +487,10 @@ func (m *modelRun) acquireMany(t *rapid.T) {
 			requests = append(requests, m.remembered(r))
 		}
 	}
+	if seldom.Draw(t, "one without charges") {
+		i := rapid.IntRange(0, len(requests)).Draw(t, "place")
+		requests = slices.Insert(requests, i, wholeRequest{})
+	}
 	m.send(t, requests...)
 }
 
@@ -494,7 +498,7 @@ func (m *modelRun) acquireMany(t *rapid.T) {
 // its request.
 func (m *modelRun) send(t *rapid.T, requests ...wholeRequest) {
 	functions := []string{"acquire_all", "acquire_all_many", "acquire_packed, with sizes"}
-	if !slices.ContainsFunc(requests, func(r wholeRequest) bool { return len(r.charges) > 1 }) {
+	if !slices.ContainsFunc(requests, func(r wholeRequest) bool { return len(r.charges) != 1 }) {
 		functions = append(functions, "acquire", "enforce", "acquire_many", "acquire_packed")
 	}
 	function := rapid.SampledFrom(functions).Draw(t, "function")

@@ -157,6 +157,8 @@ func TestAcquireAll_Errors(t *testing.T) {
 		_, err = m.AcquireAll(t0, append(charges, charge(model.BucketID{Policy: "none"}, 1)), "i")
 		require.Equal(t, model.UnknownPolicy, err, charges)
 	}
+	_, err = m.AcquireAll(t0, nil, "i")
+	require.Equal(t, model.InvalidArgument, err)
 	left, err := m.Peek(t0, org, 1)
 	require.NoError(t, err)
 	require.EqualValues(t, 20, left.Remaining)

@@ -30,6 +30,9 @@ func (m *Model) Acquire(now time.Time, id BucketID, cost int64, idempotencyKey s
 // remember the idempotency key are not asked. A shadow bucket has no say, and what it does not cover is not
 // taken from it. The empty idempotency key is none.
 func (m *Model) AcquireAll(now time.Time, charges []Charge, idempotencyKey string) (Whole, error) {
+	if len(charges) == 0 {
+		return Whole{}, InvalidArgument
+	}
 	rules, sums := map[BucketID]Policy{}, map[BucketID]int64{}
 	for _, c := range charges {
 		p, err := m.rules(now, c.BucketID)

@@ -39,7 +39,7 @@ if (array_dims(policies) = '[1:' || v_count || ']' and array_dims(keys) = array_
     end if;
   end if;
 {{- end -}}
-{{- /* Tells the errors of requests that are too large or empty. */ -}}
+{{- /* Tells the errors of requests that are too large or empty, however the others were decided. */ -}}
 {{ define "batch_misfits" -}}
 for v_misfit in 1..coalesce(cardinality(v_misfits), 0) loop
     v_i := coalesce(array_position(v_answers.refused, v_misfits[v_misfit]), coalesce(cardinality(v_answers.refused), 0) + 1);
@@ -226,9 +226,9 @@ begin
                    (min(array[u.shadow::integer, u.remaining / acquire_batch.costs[u.place], u.place]))[3] - min(u.place) + 1 as binding
               from unnest(v_places, v_remaining, v_shadows) as u (place, remaining, shadow)
              group by 1) as r;
-    return (v_places, v_remaining, array_fill(0::bigint, array[v_count]), v_reset_us, v_capacity, null, null,
-            v_answers.requests, array_fill(true, array[cardinality(v_answers.requests)]), array_fill(false, array[cardinality(v_answers.requests)]),
-            array_fill(false, array[cardinality(v_answers.requests)]), v_answers.bindings, null, null, null, null, null)::packed;
+    v_answers := (v_places, v_remaining, array_fill(0::bigint, array[v_count]), v_reset_us, v_capacity, null, null,
+                  v_answers.requests, array_fill(true, array[cardinality(v_answers.requests)]), array_fill(false, array[cardinality(v_answers.requests)]),
+                  array_fill(false, array[cardinality(v_answers.requests)]), v_answers.bindings, null, null, null, null, null)::packed;
   elsif v_places is not null then
     return (v_places || v_answers.elements, v_remaining || v_answers.remaining,
             array_fill(0::bigint, array[cardinality(v_places)]) || v_answers.retry_after_us, v_reset_us || v_answers.reset_after_us,
@@ -237,9 +237,7 @@ begin
             case when v_answers.shadowed is not null then array_fill(false, array[cardinality(v_places)]) || v_answers.shadowed end,
             null, null, null, null, null,
             v_answers.refused, v_answers.error_codes, v_answers.error_messages, v_answers.error_details, v_answers.error_hints)::packed;
-  end if;
-
-  if v_count > 0 then
+  elsif v_count > 0 then
     v_left    := array(select generate_series(1, v_count));
     v_answers := decide_in_order(policies, keys, costs, coalesce(v_requests, v_left), idempotency_keys, v_left, sizes is not null, false);
   end if;
