@@ -12,7 +12,7 @@ import (
 // true.
 //
 // Debt ends at 9,000,000,000,000 tokens, or at what the bucket refills in 10,000 years if that is less. What goes beyond is
-// not charged.
+// not charged, and not given back by a settlement.
 //
 // It writes the bucket, and the idempotency key if there is one, and locks both until the transaction ends. A cost of 0 and
 // a replay write nothing.

@@ -237,18 +237,24 @@ alter table ratelimit.ephemeral_idempotency_keys alter column reset_after drop n
 -- A column that is null in every row slows no statement down: the planner finds nothing missing, and no row is written anew.
 alter table ratelimit.idempotency_keys
   add column ready_at timestamptz,
-  add column settled  bigint;
+  add column settled  bigint,
+  add column taken    bigint;
 alter table ratelimit.ephemeral_idempotency_keys
   add column ready_at timestamptz,
-  add column settled  bigint;
+  add column settled  bigint,
+  add column taken    bigint;
 comment on column ratelimit.idempotency_keys.ready_at is
   'When a reserved grant begins to hold; null for a grant that held at once.';
 comment on column ratelimit.idempotency_keys.settled is
   'The real cost, in place of cost, once the grant is settled.';
+comment on column ratelimit.idempotency_keys.taken is
+  'The microtokens that a charge took which was cut at the floor; null for all of cost.';
 comment on column ratelimit.ephemeral_idempotency_keys.ready_at is
   'When a reserved grant begins to hold; null for a grant that held at once.';
 comment on column ratelimit.ephemeral_idempotency_keys.settled is
   'The real cost, in place of cost, once the grant is settled.';
+comment on column ratelimit.ephemeral_idempotency_keys.taken is
+  'The microtokens that a charge took which was cut at the floor; null for all of cost.';
 
 create table ratelimit.shard (
   shard integer not null,
@@ -356,8 +362,8 @@ update ratelimit.idempotency_keys set reset_after = interval '365250 days' where
 update ratelimit.ephemeral_idempotency_keys set reset_after = interval '365250 days' where reset_after is null;
 alter table ratelimit.idempotency_keys alter column reset_after set not null;
 alter table ratelimit.ephemeral_idempotency_keys alter column reset_after set not null;
-alter table ratelimit.idempotency_keys drop column ready_at, drop column settled;
-alter table ratelimit.ephemeral_idempotency_keys drop column ready_at, drop column settled;
+alter table ratelimit.idempotency_keys drop column ready_at, drop column settled, drop column taken;
+alter table ratelimit.ephemeral_idempotency_keys drop column ready_at, drop column settled, drop column taken;
 alter table ratelimit.buckets drop column room;
 alter table ratelimit.ephemeral_buckets drop column room;
 do $names$

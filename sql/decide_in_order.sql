@@ -259,7 +259,7 @@ begin
               v_earlier := v_twin[v_earlier];
             end loop;
             if v_earlier is not null and charges[v_earlier] <> charges[v_i] then
-              v_known[v_i] := row(null, charges[v_earlier], null, null, null, null, null, idempotency_keys[v_i], null, null)::ratelimit.idempotency_keys;
+              v_known[v_i] := row(null, charges[v_earlier], null, null, null, null, null, idempotency_keys[v_i], null, null, null)::ratelimit.idempotency_keys;
             elsif v_earlier is not null then
               replayed[v_i]     := true;
               v_then_level[v_i] := v_then_level[v_earlier];

@@ -200,6 +200,28 @@ func TestSpend_Steps(t *testing.T) {
 	}
 }
 
+// Or the tokens that the bucket never had would fill it.
+func TestSpend_AChargeCutAtTheFloorIsSettledAgainstWhatItTook(t *testing.T) {
+	t.Parallel()
+	onEachDurability(t, func(t *testing.T, db subject, durability policyOption) {
+		db.definePolicy("p", 10, 0, second, durability)
+		left := func(remaining int64) decision {
+			return decision{Allowed: true, Remaining: remaining, ResetAfter: model.Never, Capacity: 10}
+		}
+		runSpending(t, db, []spendStep{
+			{0, charge(105, "first"), left(-95), 0, ""},
+			{0, charge(maxTokens, "cut"), left(-maxTokens), 0, ""}, // by 95
+			{0, charge(3, "none"), left(-maxTokens), 0, ""},
+			{0, charge(maxTokens, "cut"), replayed(left(-maxTokens)), 0, ""},
+			{0, charge(maxTokens-95, "cut"), decision{}, 0, model.IdempotencyMismatch},
+			{0, settle("none", 0), left(-maxTokens), 0, ""},
+			{0, settle("cut", 2), left(-97), 0, ""},
+			{0, settle("cut", 2), replayed(left(-97)), 0, ""},
+			{0, settle("first", 0), left(8), 0, ""},
+		})
+	})
+}
+
 // Only debt may be as deep as this. The policies are the slowest and the fastest there are.
 func TestSpend_DebtEndsAtAFloor(t *testing.T) {
 	t.Parallel()

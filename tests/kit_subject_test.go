@@ -1,6 +1,7 @@
 package tests
 
 import (
+	"cmp"
 	"testing"
 	"time"
 
@@ -102,7 +103,7 @@ func (f *testFake) definePolicy(name string, capacity, refill int64, every time.
 		return client.No
 	}
 	require.NoError(f.t, f.DefinePolicy(f.t.Context(), client.Policy{
-		Name: name, Capacity: capacity, Refill: refill, Every: every, Stepped: choice(p.stepped), Durable: choice(p.durable),
+		Name: name, Capacity: capacity, Refill: cmp.Or(refill, client.Zero), Every: every, Stepped: choice(p.stepped), Durable: choice(p.durable),
 		Remember: time.Duration(p.remember.Microseconds) * us,
 	}))
 }

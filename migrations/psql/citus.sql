@@ -1433,7 +1433,8 @@ begin
                capacity    = excluded.capacity,
                expires_at  = excluded.expires_at,
                ready_at    = excluded.ready_at,
-               settled     = excluded.settled
+               settled     = excluded.settled,
+               taken       = excluded.taken
          where k.expires_at <= v_now;
       if not found then  -- a live idempotency key: its tokens were taken already
         update buckets as b
@@ -1590,7 +1591,8 @@ begin
                capacity    = excluded.capacity,
                expires_at  = excluded.expires_at,
                ready_at    = excluded.ready_at,
-               settled     = excluded.settled
+               settled     = excluded.settled,
+               taken       = excluded.taken
          where k.expires_at <= v_now;
       if not found then  -- a live idempotency key: its tokens were taken already
         update ephemeral_buckets as b
@@ -1871,7 +1873,7 @@ comment on function ratelimit_reset(text, text) is
 --
 -- The steps are those of ratelimit_settle. A live idempotency key is replayed. Otherwise the bucket is locked, a full one
 -- is created first if it has no row, the idempotency key is stored, and only then the level moves. So nothing that was
--- moved is ever moved back.
+-- moved is ever moved back. A charge that is cut at the floor remembers what it took, and is settled against that.
 --
 -- A cost of 0 takes nothing, and neither looks at nor stores an idempotency key.
 --
@@ -1926,6 +1928,7 @@ declare
   v_first           ratelimit.idempotency_keys;  -- out: the grant that is remembered under the idempotency key
   v_refilled_at     timestamptz;  -- inner: the instant at which the row says that the bucket held v_level
   v_again           ratelimit.policies;  -- inner: the policy, read again
+  v_held            bigint;       -- out: what the bucket held before the change
   v_expires_at      timestamptz;  -- when the idempotency key is forgotten
 begin
   if (acceptable(v_key, v_cost) and v_cost <= 9000000000000 and is_name(v_idempotency_key) is not false) is not true then
@@ -2007,15 +2010,15 @@ begin
       v_has_row := found;
       exit when v_has_row;
     end loop;
-      v_level       := moved_level(refilled_level(v_level, v_refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick), -microtokens(v_cost), v_policy.full_level,
-                                 floor_level(v_policy.gain, v_policy.every_us));
+      v_held        := refilled_level(v_level, v_refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick);
+      v_level       := moved_level(v_held, -microtokens(v_cost), v_policy.full_level, floor_level(v_policy.gain, v_policy.every_us));
       v_refilled_at := refilled_until(v_refilled_at, v_now, v_policy.tick);
       v_reset_us    := wait_for(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
       exit when v_idempotency_key is null;
       v_expires_at := v_now + duration(v_policy.remember_us);
       insert into idempotency_keys as k
-             (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
-      values (v_policy.id, v_key, v_idempotency_key, v_cost,
+             (policy_id, key, idempotency_key, cost, taken, remaining, reset_after, capacity, expires_at)
+      values (v_policy.id, v_key, v_idempotency_key, v_cost, nullif(v_held - v_level, microtokens(v_cost)),
               whole_tokens(v_level), duration(v_reset_us), v_policy.capacity, v_expires_at)
       on conflict on constraint idempotency_keys_pkey do update
            set cost        = excluded.cost,
@@ -2024,7 +2027,8 @@ begin
                capacity    = excluded.capacity,
                expires_at  = excluded.expires_at,
                ready_at    = excluded.ready_at,
-               settled     = excluded.settled
+               settled     = excluded.settled,
+               taken       = excluded.taken
          where k.expires_at <= v_now;
       exit when found;
       -- A live idempotency key: the session that held the bucket has stored it.
@@ -2093,15 +2097,15 @@ begin
       v_has_row := found;
       exit when v_has_row;
     end loop;
-      v_level       := moved_level(refilled_level(v_level, v_refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick), -microtokens(v_cost), v_policy.full_level,
-                                 floor_level(v_policy.gain, v_policy.every_us));
+      v_held        := refilled_level(v_level, v_refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick);
+      v_level       := moved_level(v_held, -microtokens(v_cost), v_policy.full_level, floor_level(v_policy.gain, v_policy.every_us));
       v_refilled_at := refilled_until(v_refilled_at, v_now, v_policy.tick);
       v_reset_us    := wait_for(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
       exit when v_idempotency_key is null;
       v_expires_at := v_now + duration(v_policy.remember_us);
       insert into ephemeral_idempotency_keys as k
-             (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
-      values (v_policy.id, v_key, v_idempotency_key, v_cost,
+             (policy_id, key, idempotency_key, cost, taken, remaining, reset_after, capacity, expires_at)
+      values (v_policy.id, v_key, v_idempotency_key, v_cost, nullif(v_held - v_level, microtokens(v_cost)),
               whole_tokens(v_level), duration(v_reset_us), v_policy.capacity, v_expires_at)
       on conflict on constraint ephemeral_idempotency_keys_pkey do update
            set cost        = excluded.cost,
@@ -2110,7 +2114,8 @@ begin
                capacity    = excluded.capacity,
                expires_at  = excluded.expires_at,
                ready_at    = excluded.ready_at,
-               settled     = excluded.settled
+               settled     = excluded.settled,
+               taken       = excluded.taken
          where k.expires_at <= v_now;
       exit when found;
       -- A live idempotency key: the session that held the bucket has stored it.
@@ -2195,6 +2200,7 @@ declare
   v_first           ratelimit.idempotency_keys;  -- out: the grant that is remembered under the idempotency key
   v_refilled_at     timestamptz;  -- inner: the instant at which the row says that the bucket held v_level
   v_again           ratelimit.policies;  -- inner: the policy, read again
+  v_held            bigint;       -- out: what the bucket held before the change
 begin
   if (acceptable(v_key, v_cost) and v_cost <= 9000000000000 and is_name(v_idempotency_key)) is not true then
     perform check_charge(policy, v_key, v_cost, v_idempotency_key);
@@ -2291,7 +2297,7 @@ begin
     end if;
       end if;
       end if;
-      exit when v_has_row or v_cost <= v_first.cost;
+      exit when v_has_row or microtokens(v_cost) <= coalesce(v_first.taken, microtokens(v_first.cost));
       v_level       := microtokens(v_policy.capacity);
       v_refilled_at := v_now;
       insert into buckets (policy_id, key, level, refilled_at, due_at)
@@ -2314,8 +2320,8 @@ begin
     if not v_has_row then
       return spent_of(microtokens(v_policy.capacity), 0, v_policy.capacity, false);
     end if;
-    v_level       := moved_level(refilled_level(v_level, v_refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick), microtokens(v_first.cost - v_cost), v_policy.full_level,
-                                 floor_level(v_policy.gain, v_policy.every_us));
+    v_held        := refilled_level(v_level, v_refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick);
+      v_level       := moved_level(v_held, coalesce(v_first.taken, microtokens(v_first.cost)) - microtokens(v_cost), v_policy.full_level, floor_level(v_policy.gain, v_policy.every_us));
       v_refilled_at := refilled_until(v_refilled_at, v_now, v_policy.tick);
       v_reset_us    := wait_for(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
     update buckets as b
@@ -2397,7 +2403,7 @@ begin
     end if;
       end if;
       end if;
-      exit when v_has_row or v_cost <= v_first.cost;
+      exit when v_has_row or microtokens(v_cost) <= coalesce(v_first.taken, microtokens(v_first.cost));
       v_level       := microtokens(v_policy.capacity);
       v_refilled_at := v_now;
       insert into ephemeral_buckets (policy_id, key, level, refilled_at, due_at)
@@ -2420,8 +2426,8 @@ begin
     if not v_has_row then
       return spent_of(microtokens(v_policy.capacity), 0, v_policy.capacity, false);
     end if;
-    v_level       := moved_level(refilled_level(v_level, v_refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick), microtokens(v_first.cost - v_cost), v_policy.full_level,
-                                 floor_level(v_policy.gain, v_policy.every_us));
+    v_held        := refilled_level(v_level, v_refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick);
+      v_level       := moved_level(v_held, coalesce(v_first.taken, microtokens(v_first.cost)) - microtokens(v_cost), v_policy.full_level, floor_level(v_policy.gain, v_policy.every_us));
       v_refilled_at := refilled_until(v_refilled_at, v_now, v_policy.tick);
       v_reset_us    := wait_for(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
     update ephemeral_buckets as b
@@ -2701,7 +2707,8 @@ begin
                capacity    = excluded.capacity,
                expires_at  = excluded.expires_at,
                ready_at    = excluded.ready_at,
-               settled     = excluded.settled
+               settled     = excluded.settled,
+               taken       = excluded.taken
          where k.expires_at <= v_now;
       if not found then  -- a live idempotency key: its tokens were taken already
         update buckets as b
@@ -2872,7 +2879,8 @@ begin
                capacity    = excluded.capacity,
                expires_at  = excluded.expires_at,
                ready_at    = excluded.ready_at,
-               settled     = excluded.settled
+               settled     = excluded.settled,
+               taken       = excluded.taken
          where k.expires_at <= v_now;
       if not found then  -- a live idempotency key: its tokens were taken already
         update ephemeral_buckets as b
@@ -3150,7 +3158,8 @@ begin
                capacity    = excluded.capacity,
                expires_at  = excluded.expires_at,
                ready_at    = excluded.ready_at,
-               settled     = excluded.settled
+               settled     = excluded.settled,
+               taken       = excluded.taken
          where k.expires_at <= v_now;
       if not found then  -- a live idempotency key: its tokens were taken already
         update buckets as b
@@ -3320,7 +3329,8 @@ begin
                capacity    = excluded.capacity,
                expires_at  = excluded.expires_at,
                ready_at    = excluded.ready_at,
-               settled     = excluded.settled
+               settled     = excluded.settled,
+               taken       = excluded.taken
          where k.expires_at <= v_now;
       if not found then  -- a live idempotency key: its tokens were taken already
         update ephemeral_buckets as b
@@ -3405,7 +3415,8 @@ begin
                capacity    = excluded.capacity,
                expires_at  = excluded.expires_at,
                ready_at    = excluded.ready_at,
-               settled     = excluded.settled
+               settled     = excluded.settled,
+               taken       = excluded.taken
          where k.expires_at <= v_now;
         v_stored := v_stored + found::integer;
       end loop;
@@ -3443,7 +3454,8 @@ begin
                capacity    = excluded.capacity,
                expires_at  = excluded.expires_at,
                ready_at    = excluded.ready_at,
-               settled     = excluded.settled
+               settled     = excluded.settled,
+               taken       = excluded.taken
          where k.expires_at <= v_now;
         v_stored := v_stored + found::integer;
       end loop;
@@ -3481,7 +3493,8 @@ begin
                capacity    = excluded.capacity,
                expires_at  = excluded.expires_at,
                ready_at    = excluded.ready_at,
-               settled     = excluded.settled
+               settled     = excluded.settled,
+               taken       = excluded.taken
          where k.expires_at <= v_now;
         v_stored := v_stored + found::integer;
       end loop;
@@ -3519,7 +3532,8 @@ begin
                capacity    = excluded.capacity,
                expires_at  = excluded.expires_at,
                ready_at    = excluded.ready_at,
-               settled     = excluded.settled
+               settled     = excluded.settled,
+               taken       = excluded.taken
          where k.expires_at <= v_now;
         v_stored := v_stored + found::integer;
       end loop;
@@ -3925,7 +3939,7 @@ begin
               v_earlier := v_twin[v_earlier];
             end loop;
             if v_earlier is not null and charges[v_earlier] <> charges[v_i] then
-              v_known[v_i] := row(null, charges[v_earlier], null, null, null, null, null, idempotency_keys[v_i], null, null)::ratelimit.idempotency_keys;
+              v_known[v_i] := row(null, charges[v_earlier], null, null, null, null, null, idempotency_keys[v_i], null, null, null)::ratelimit.idempotency_keys;
             elsif v_earlier is not null then
               replayed[v_i]     := true;
               v_then_level[v_i] := v_then_level[v_earlier];

@@ -2732,18 +2732,24 @@ alter table ratelimit.ephemeral_idempotency_keys alter column reset_after drop n
 -- A column that is null in every row slows no statement down: the planner finds nothing missing, and no row is written anew.
 alter table ratelimit.idempotency_keys
   add column ready_at timestamptz,
-  add column settled  bigint;
+  add column settled  bigint,
+  add column taken    bigint;
 alter table ratelimit.ephemeral_idempotency_keys
   add column ready_at timestamptz,
-  add column settled  bigint;
+  add column settled  bigint,
+  add column taken    bigint;
 comment on column ratelimit.idempotency_keys.ready_at is
   'When a reserved grant begins to hold; null for a grant that held at once.';
 comment on column ratelimit.idempotency_keys.settled is
   'The real cost, in place of cost, once the grant is settled.';
+comment on column ratelimit.idempotency_keys.taken is
+  'The microtokens that a charge took which was cut at the floor; null for all of cost.';
 comment on column ratelimit.ephemeral_idempotency_keys.ready_at is
   'When a reserved grant begins to hold; null for a grant that held at once.';
 comment on column ratelimit.ephemeral_idempotency_keys.settled is
   'The real cost, in place of cost, once the grant is settled.';
+comment on column ratelimit.ephemeral_idempotency_keys.taken is
+  'The microtokens that a charge took which was cut at the floor; null for all of cost.';
 
 create table ratelimit.shard (
   shard integer not null,
@@ -4152,7 +4158,8 @@ begin
                capacity    = excluded.capacity,
                expires_at  = excluded.expires_at,
                ready_at    = excluded.ready_at,
-               settled     = excluded.settled
+               settled     = excluded.settled,
+               taken       = excluded.taken
          where k.expires_at <= v_now;
       if not found then  -- a live idempotency key: its tokens were taken already
         update buckets as b
@@ -4309,7 +4316,8 @@ begin
                capacity    = excluded.capacity,
                expires_at  = excluded.expires_at,
                ready_at    = excluded.ready_at,
-               settled     = excluded.settled
+               settled     = excluded.settled,
+               taken       = excluded.taken
          where k.expires_at <= v_now;
       if not found then  -- a live idempotency key: its tokens were taken already
         update ephemeral_buckets as b
@@ -4529,7 +4537,7 @@ comment on function ratelimit_reset(text, text) is
 --
 -- The steps are those of ratelimit_settle. A live idempotency key is replayed. Otherwise the bucket is locked, a full one
 -- is created first if it has no row, the idempotency key is stored, and only then the level moves. So nothing that was
--- moved is ever moved back.
+-- moved is ever moved back. A charge that is cut at the floor remembers what it took, and is settled against that.
 --
 -- A cost of 0 takes nothing, and neither looks at nor stores an idempotency key.
 --
@@ -4561,6 +4569,7 @@ declare
   v_first           ratelimit.idempotency_keys;  -- out: the grant that is remembered under the idempotency key
   v_refilled_at     timestamptz;  -- inner: the instant at which the row says that the bucket held v_level
   v_again           ratelimit.policies;  -- inner: the policy, read again
+  v_held            bigint;       -- out: what the bucket held before the change
   v_expires_at      timestamptz;  -- when the idempotency key is forgotten
 begin
   if (acceptable(v_key, v_cost) and v_cost <= 9000000000000 and is_name(v_idempotency_key) is not false) is not true then
@@ -4642,15 +4651,15 @@ begin
       v_has_row := found;
       exit when v_has_row;
     end loop;
-      v_level       := moved_level(refilled_level(v_level, v_refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick), -microtokens(v_cost), v_policy.full_level,
-                                 floor_level(v_policy.gain, v_policy.every_us));
+      v_held        := refilled_level(v_level, v_refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick);
+      v_level       := moved_level(v_held, -microtokens(v_cost), v_policy.full_level, floor_level(v_policy.gain, v_policy.every_us));
       v_refilled_at := refilled_until(v_refilled_at, v_now, v_policy.tick);
       v_reset_us    := wait_for(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
       exit when v_idempotency_key is null;
       v_expires_at := v_now + duration(v_policy.remember_us);
       insert into idempotency_keys as k
-             (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
-      values (v_policy.id, v_key, v_idempotency_key, v_cost,
+             (policy_id, key, idempotency_key, cost, taken, remaining, reset_after, capacity, expires_at)
+      values (v_policy.id, v_key, v_idempotency_key, v_cost, nullif(v_held - v_level, microtokens(v_cost)),
               whole_tokens(v_level), duration(v_reset_us), v_policy.capacity, v_expires_at)
       on conflict on constraint idempotency_keys_pkey do update
            set cost        = excluded.cost,
@@ -4659,7 +4668,8 @@ begin
                capacity    = excluded.capacity,
                expires_at  = excluded.expires_at,
                ready_at    = excluded.ready_at,
-               settled     = excluded.settled
+               settled     = excluded.settled,
+               taken       = excluded.taken
          where k.expires_at <= v_now;
       exit when found;
       -- A live idempotency key: the session that held the bucket has stored it.
@@ -4728,15 +4738,15 @@ begin
       v_has_row := found;
       exit when v_has_row;
     end loop;
-      v_level       := moved_level(refilled_level(v_level, v_refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick), -microtokens(v_cost), v_policy.full_level,
-                                 floor_level(v_policy.gain, v_policy.every_us));
+      v_held        := refilled_level(v_level, v_refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick);
+      v_level       := moved_level(v_held, -microtokens(v_cost), v_policy.full_level, floor_level(v_policy.gain, v_policy.every_us));
       v_refilled_at := refilled_until(v_refilled_at, v_now, v_policy.tick);
       v_reset_us    := wait_for(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
       exit when v_idempotency_key is null;
       v_expires_at := v_now + duration(v_policy.remember_us);
       insert into ephemeral_idempotency_keys as k
-             (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
-      values (v_policy.id, v_key, v_idempotency_key, v_cost,
+             (policy_id, key, idempotency_key, cost, taken, remaining, reset_after, capacity, expires_at)
+      values (v_policy.id, v_key, v_idempotency_key, v_cost, nullif(v_held - v_level, microtokens(v_cost)),
               whole_tokens(v_level), duration(v_reset_us), v_policy.capacity, v_expires_at)
       on conflict on constraint ephemeral_idempotency_keys_pkey do update
            set cost        = excluded.cost,
@@ -4745,7 +4755,8 @@ begin
                capacity    = excluded.capacity,
                expires_at  = excluded.expires_at,
                ready_at    = excluded.ready_at,
-               settled     = excluded.settled
+               settled     = excluded.settled,
+               taken       = excluded.taken
          where k.expires_at <= v_now;
       exit when found;
       -- A live idempotency key: the session that held the bucket has stored it.
@@ -4805,6 +4816,7 @@ declare
   v_first           ratelimit.idempotency_keys;  -- out: the grant that is remembered under the idempotency key
   v_refilled_at     timestamptz;  -- inner: the instant at which the row says that the bucket held v_level
   v_again           ratelimit.policies;  -- inner: the policy, read again
+  v_held            bigint;       -- out: what the bucket held before the change
 begin
   if (acceptable(v_key, v_cost) and v_cost <= 9000000000000 and is_name(v_idempotency_key)) is not true then
     perform check_charge(policy, v_key, v_cost, v_idempotency_key);
@@ -4901,7 +4913,7 @@ begin
     end if;
       end if;
       end if;
-      exit when v_has_row or v_cost <= v_first.cost;
+      exit when v_has_row or microtokens(v_cost) <= coalesce(v_first.taken, microtokens(v_first.cost));
       v_level       := microtokens(v_policy.capacity);
       v_refilled_at := v_now;
       insert into buckets (policy_id, key, level, refilled_at, due_at)
@@ -4924,8 +4936,8 @@ begin
     if not v_has_row then
       return spent_of(microtokens(v_policy.capacity), 0, v_policy.capacity, false);
     end if;
-    v_level       := moved_level(refilled_level(v_level, v_refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick), microtokens(v_first.cost - v_cost), v_policy.full_level,
-                                 floor_level(v_policy.gain, v_policy.every_us));
+    v_held        := refilled_level(v_level, v_refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick);
+      v_level       := moved_level(v_held, coalesce(v_first.taken, microtokens(v_first.cost)) - microtokens(v_cost), v_policy.full_level, floor_level(v_policy.gain, v_policy.every_us));
       v_refilled_at := refilled_until(v_refilled_at, v_now, v_policy.tick);
       v_reset_us    := wait_for(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
     update buckets as b
@@ -5007,7 +5019,7 @@ begin
     end if;
       end if;
       end if;
-      exit when v_has_row or v_cost <= v_first.cost;
+      exit when v_has_row or microtokens(v_cost) <= coalesce(v_first.taken, microtokens(v_first.cost));
       v_level       := microtokens(v_policy.capacity);
       v_refilled_at := v_now;
       insert into ephemeral_buckets (policy_id, key, level, refilled_at, due_at)
@@ -5030,8 +5042,8 @@ begin
     if not v_has_row then
       return spent_of(microtokens(v_policy.capacity), 0, v_policy.capacity, false);
     end if;
-    v_level       := moved_level(refilled_level(v_level, v_refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick), microtokens(v_first.cost - v_cost), v_policy.full_level,
-                                 floor_level(v_policy.gain, v_policy.every_us));
+    v_held        := refilled_level(v_level, v_refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick);
+      v_level       := moved_level(v_held, coalesce(v_first.taken, microtokens(v_first.cost)) - microtokens(v_cost), v_policy.full_level, floor_level(v_policy.gain, v_policy.every_us));
       v_refilled_at := refilled_until(v_refilled_at, v_now, v_policy.tick);
       v_reset_us    := wait_for(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
     update ephemeral_buckets as b
@@ -5281,7 +5293,8 @@ begin
                capacity    = excluded.capacity,
                expires_at  = excluded.expires_at,
                ready_at    = excluded.ready_at,
-               settled     = excluded.settled
+               settled     = excluded.settled,
+               taken       = excluded.taken
          where k.expires_at <= v_now;
       if not found then  -- a live idempotency key: its tokens were taken already
         update buckets as b
@@ -5452,7 +5465,8 @@ begin
                capacity    = excluded.capacity,
                expires_at  = excluded.expires_at,
                ready_at    = excluded.ready_at,
-               settled     = excluded.settled
+               settled     = excluded.settled,
+               taken       = excluded.taken
          where k.expires_at <= v_now;
       if not found then  -- a live idempotency key: its tokens were taken already
         update ephemeral_buckets as b
@@ -5704,7 +5718,8 @@ begin
                capacity    = excluded.capacity,
                expires_at  = excluded.expires_at,
                ready_at    = excluded.ready_at,
-               settled     = excluded.settled
+               settled     = excluded.settled,
+               taken       = excluded.taken
          where k.expires_at <= v_now;
       if not found then  -- a live idempotency key: its tokens were taken already
         update buckets as b
@@ -5874,7 +5889,8 @@ begin
                capacity    = excluded.capacity,
                expires_at  = excluded.expires_at,
                ready_at    = excluded.ready_at,
-               settled     = excluded.settled
+               settled     = excluded.settled,
+               taken       = excluded.taken
          where k.expires_at <= v_now;
       if not found then  -- a live idempotency key: its tokens were taken already
         update ephemeral_buckets as b
@@ -5956,7 +5972,8 @@ begin
                capacity    = excluded.capacity,
                expires_at  = excluded.expires_at,
                ready_at    = excluded.ready_at,
-               settled     = excluded.settled
+               settled     = excluded.settled,
+               taken       = excluded.taken
          where k.expires_at <= v_now;
   else
     insert into idempotency_keys as k
@@ -5973,7 +5990,8 @@ begin
                capacity    = excluded.capacity,
                expires_at  = excluded.expires_at,
                ready_at    = excluded.ready_at,
-               settled     = excluded.settled
+               settled     = excluded.settled,
+               taken       = excluded.taken
          where k.expires_at <= v_now;
   end if;
   get diagnostics v_stored = row_count;
@@ -6748,7 +6766,7 @@ begin
               v_earlier := v_twin[v_earlier];
             end loop;
             if v_earlier is not null and charges[v_earlier] <> charges[v_i] then
-              v_known[v_i] := row(null, charges[v_earlier], null, null, null, null, null, idempotency_keys[v_i], null, null)::ratelimit.idempotency_keys;
+              v_known[v_i] := row(null, charges[v_earlier], null, null, null, null, null, idempotency_keys[v_i], null, null, null)::ratelimit.idempotency_keys;
             elsif v_earlier is not null then
               replayed[v_i]     := true;
               v_then_level[v_i] := v_then_level[v_earlier];
@@ -7846,7 +7864,8 @@ begin
                capacity    = excluded.capacity,
                expires_at  = excluded.expires_at,
                ready_at    = excluded.ready_at,
-               settled     = excluded.settled
+               settled     = excluded.settled,
+               taken       = excluded.taken
          where k.expires_at <= v_now;
       if not found then  -- a live idempotency key: its tokens were taken already
         update buckets as b
@@ -8003,7 +8022,8 @@ begin
                capacity    = excluded.capacity,
                expires_at  = excluded.expires_at,
                ready_at    = excluded.ready_at,
-               settled     = excluded.settled
+               settled     = excluded.settled,
+               taken       = excluded.taken
          where k.expires_at <= v_now;
       if not found then  -- a live idempotency key: its tokens were taken already
         update ephemeral_buckets as b

@@ -177,8 +177,8 @@ update ratelimit.idempotency_keys set reset_after = interval '365250 days' where
 update ratelimit.ephemeral_idempotency_keys set reset_after = interval '365250 days' where reset_after is null;
 alter table ratelimit.idempotency_keys alter column reset_after set not null;
 alter table ratelimit.ephemeral_idempotency_keys alter column reset_after set not null;
-alter table ratelimit.idempotency_keys drop column ready_at, drop column settled;
-alter table ratelimit.ephemeral_idempotency_keys drop column ready_at, drop column settled;
+alter table ratelimit.idempotency_keys drop column ready_at, drop column settled, drop column taken;
+alter table ratelimit.ephemeral_idempotency_keys drop column ready_at, drop column settled, drop column taken;
 alter table ratelimit.buckets drop column room;
 alter table ratelimit.ephemeral_buckets drop column room;
 do $names$

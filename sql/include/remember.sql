@@ -7,6 +7,7 @@ on conflict on constraint {{ .keys }}_pkey do update
                capacity    = excluded.capacity,
                expires_at  = excluded.expires_at,
                ready_at    = excluded.ready_at,
-               settled     = excluded.settled
+               settled     = excluded.settled,
+               taken       = excluded.taken
          where k.expires_at <= v_now
 {{- /**/ -}}

@@ -17,12 +17,12 @@ func (p Policy) floor() *big.Int {
 	return new(big.Int).Neg(debt)
 }
 
-// Move answers a change that nothing refuses, and returns the bucket after it: at most full, and no deeper in debt than
-// the floor, unless it was deeper before.
-func (p Policy) Move(b Bucket, now time.Time, tokens int64) (Bucket, Decision) {
+// Move answers a change in microtokens that nothing refuses, and returns the bucket after it: at most full, and no deeper in
+// debt than the floor, unless it was deeper before.
+func (p Policy) Move(b Bucket, now time.Time, change *big.Int) (Bucket, Decision) {
 	moved := p.Refilled(b, now)
 	deepest := least(moved.Level, p.floor())
-	moved.Level = least(microtokens(p.Capacity), new(big.Int).Add(moved.Level, microtokens(tokens)))
+	moved.Level = least(microtokens(p.Capacity), new(big.Int).Add(moved.Level, change))
 	if moved.Level.Cmp(deepest) < 0 {
 		moved.Level = deepest
 	}
@@ -41,11 +41,14 @@ func (s State) Charge(p Policy, now time.Time, cost int64, idempotencyKey string
 		first.answer.Replayed = true
 		return s, first.answer, nil
 	}
-	bucket, answer := p.Move(s.at(p, now), now, -cost)
-	return State{&bucket, s.grants}.remembering(p, now, idempotencyKey, grant{charge: cost, answer: answer}), answer, nil
+	held := p.Refilled(s.at(p, now), now).Level
+	bucket, answer := p.Move(s.at(p, now), now, microtokens(-cost))
+	g := grant{charge: cost, answer: answer}
+	g.cut = new(big.Int).Add(microtokens(cost), new(big.Int).Sub(bucket.Level, held)).Int64()
+	return State{&bucket, s.grants}.remembering(p, now, idempotencyKey, g), answer, nil
 }
 
-// Settle replaces what a grant was charged by what it cost, once.
+// Settle replaces what a grant took by what it cost, once.
 func (s State) Settle(p Policy, now time.Time, idempotencyKey string, cost int64) (State, Decision, error) {
 	first, ok := s.live(now, idempotencyKey)
 	as := p.answer(s.at(p, now), now, 0)
@@ -62,9 +65,11 @@ func (s State) Settle(p Policy, now time.Time, idempotencyKey string, cost int64
 		return s, as, nil
 	}
 	next := State{s.bucket, nil}
-	if s.bucket != nil || cost > first.charge { // what is full stays full
+	change := microtokens(first.charge - cost)
+	change.Sub(change, big.NewInt(first.cut))
+	if s.bucket != nil || change.Sign() < 0 { // what is full stays full
 		var bucket Bucket
-		bucket, as = p.Move(s.at(p, now), now, first.charge-cost)
+		bucket, as = p.Move(s.at(p, now), now, change)
 		next.bucket = &bucket
 	}
 	next.grants = map[string]grant{}

@@ -16,6 +16,7 @@ type State struct {
 // A grant is what an idempotency key remembers.
 type grant struct {
 	charge   int64
+	cut      int64 // what the floor kept of the charge, in microtokens
 	answer   Decision
 	expires  time.Time
 	ready    time.Time // when a reserved grant begins to hold

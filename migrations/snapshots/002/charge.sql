@@ -3,7 +3,7 @@
 --
 -- The steps are those of ratelimit_settle. A live idempotency key is replayed. Otherwise the bucket is locked, a full one
 -- is created first if it has no row, the idempotency key is stored, and only then the level moves. So nothing that was
--- moved is ever moved back.
+-- moved is ever moved back. A charge that is cut at the floor remembers what it took, and is settled against that.
 --
 -- A cost of 0 takes nothing, and neither looks at nor stores an idempotency key.
 --
@@ -41,8 +41,8 @@ if v_cost = 0 then
       exit when v_idempotency_key is null;
       v_expires_at := v_now + duration(v_policy.remember_us);
       insert into {{ .keys }} as k
-             (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
-      values (v_policy.id, v_key, v_idempotency_key, v_cost,
+             (policy_id, key, idempotency_key, cost, taken, remaining, reset_after, capacity, expires_at)
+      values (v_policy.id, v_key, v_idempotency_key, v_cost, nullif(v_held - v_level, microtokens(v_cost)),
               whole_tokens(v_level), duration(v_reset_us), v_policy.capacity, v_expires_at)
       {{ template "include/remember.sql" . }};
       exit when found;

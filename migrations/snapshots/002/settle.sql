@@ -52,7 +52,7 @@ loop
         return spent_of(v_level, v_reset_us, v_policy.capacity, true);
       end if;
 
-      {{ template "include/lock.sql" (dict "buckets" .buckets "unless" "v_cost <= v_first.cost") }}
+      {{ template "include/lock.sql" (dict "buckets" .buckets "unless" "microtokens(v_cost) <= coalesce(v_first.taken, microtokens(v_first.cost))") }}
       update {{ .keys }} as k
          set settled = v_cost
        where k.policy_id       = v_policy.id
@@ -67,7 +67,7 @@ loop
     if not v_has_row then
       return spent_of(microtokens(v_policy.capacity), 0, v_policy.capacity, false);
     end if;
-    {{ template "include/move.sql" (dict "change" "microtokens(v_first.cost - v_cost)") }}
+    {{ template "include/move.sql" (dict "change" "coalesce(v_first.taken, microtokens(v_first.cost)) - microtokens(v_cost)") }}
     {{ template "include/write.sql" . }}
     return spent_of(v_level, v_reset_us, v_policy.capacity, false);
 {{- end }}

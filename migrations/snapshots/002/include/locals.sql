@@ -29,6 +29,7 @@ v_idempotency_key text collate "C" := {{ .function }}.idempotency_key;  -- in: n
 {{ define "locals_of_lock" -}}
 {{ template "locals_of_bucket" . }}
   {{ template "locals_of_key" . }}
+  v_held            bigint;       -- out: what the bucket held before the change
 {{- end }}
 {{ define "locals_of_decide" -}}
 {{ template "locals_of_look" . }}
