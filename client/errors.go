@@ -26,6 +26,10 @@ var (
 	// Nothing was charged.
 	ErrNoGrant = errors.New("no live grant under this idempotency key")
 
+	// ErrSettled: the grant under the idempotency key was settled, so the operation is over (SQLSTATE RL004). Nothing was
+	// taken. An operation that was cancelled, and begins again, needs a new key.
+	ErrSettled = errors.New("the grant under this idempotency key was settled")
+
 	// ErrTooLate: the tokens would come after the deadline of ctx, or never. Nothing was taken.
 	ErrTooLate = errors.New("the tokens would come too late")
 
@@ -81,6 +85,8 @@ func kindOf(code string) error {
 		return ErrIdempotencyMismatch
 	case "RL003":
 		return ErrNoGrant
+	case "RL004":
+		return ErrSettled
 	case "22023", // invalid_parameter_value
 		"22007", // invalid_datetime_format
 		"22008", // datetime_field_overflow

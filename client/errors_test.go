@@ -16,7 +16,7 @@ import (
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
-var kinds = []error{client.ErrUnknownPolicy, client.ErrIdempotencyMismatch, client.ErrInvalidArgument, client.ErrLocked}
+var kinds = []error{client.ErrUnknownPolicy, client.ErrIdempotencyMismatch, client.ErrInvalidArgument, client.ErrLocked, client.ErrSettled}
 
 func TestErrors_BySQLSTATE(t *testing.T) {
 	t.Parallel()
@@ -32,6 +32,7 @@ func TestErrors_BySQLSTATE(t *testing.T) {
 		"55P03": client.ErrLocked,
 		"25006": nil,
 		"RL003": nil,
+		"RL004": client.ErrSettled,
 	} {
 		cause := pgError(code)
 		_, err := client.New(&fakePool{fakeDB{answers: []any{cause}}}).Acquire(t.Context(), "p", "k")

@@ -39,8 +39,8 @@ func (l *limiter) Charge(ctx context.Context, policy, key string, cost int64, op
 // 9,000,000,000,000: 0 gives all of it back. Of a grant of AcquireAll, each bucket is settled by itself.
 //
 // The first settlement counts. Sent again with the same cost it changes nothing, and is marked Replayed; so it can be
-// repeated until it has an answer. With another cost it is [ErrIdempotencyMismatch]. An Acquire repeated after it is still
-// the old grant.
+// repeated until it has an answer. With another cost it is [ErrIdempotencyMismatch]. Any other
+// request that is repeated under the key after it is [ErrSettled]: the operation is over. A Charge is still replayed.
 //
 // A grant that is never settled keeps its estimate. Settle in a deferred call, under a context of its own: that of a
 // request ends when its client hangs up.

@@ -329,7 +329,7 @@ drop table if exists ratelimit.pre_request;  -- docs/postgrest/install.sql creat
 drop function ratelimit.grant_of, ratelimit.answer_of, ratelimit.shadow_of, ratelimit.spent_of, ratelimit.replay_of,
               ratelimit.left_us, ratelimit.replay_at, ratelimit.reservation_of, ratelimit.reserved_of, ratelimit.waiting_of,
               ratelimit.reserved_before, ratelimit.partial_of,
-              ratelimit.decisions_of, ratelimit.another_cost, ratelimit.no_grant, ratelimit.check_repeated_cost,
+              ratelimit.decisions_of, ratelimit.another_cost, ratelimit.already_settled, ratelimit.no_grant, ratelimit.check_repeated_cost,
               ratelimit.check_repeated_range, ratelimit.check_charge, ratelimit.is_max_wait, ratelimit.check_max_wait,
               ratelimit.check_bounds, ratelimit.tokens_above_debt, ratelimit.tokens_in_debt, ratelimit.short_duration,
               ratelimit.repeats, ratelimit.time_below, ratelimit.moved_level, ratelimit.overridden,

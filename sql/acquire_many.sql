@@ -3,7 +3,7 @@
 -- affect each other.
 --
 -- A request that ratelimit_acquire would refuse (unknown policy, bad argument, another cost under its idempotency
--- key) has the error in its row and no decision. The other requests are decided all the same.
+-- key, or a grant that was settled) has the error in its row and no decision. The other requests are decided all the same.
 --
 -- policies and keys are equally long, and so are costs and idempotency_keys unless null. Without costs
 -- every cost is 1. Without idempotency_keys no request has one.

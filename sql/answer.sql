@@ -162,9 +162,23 @@ $$;
 comment on function ratelimit.check_repeated_range(ratelimit.idempotency_keys, bigint, bigint) is
   'Raises RL002 unless the cost of the grant under its idempotency key is what a repeat may take.';
 
+-- ratelimit_charge does not raise it: its repeat is answered again.
+create or replace function ratelimit.already_settled(granted ratelimit.idempotency_keys)
+  returns void language plpgsql immutable
+as $$
+begin
+  raise exception 'the grant under this idempotency key was settled' using
+    errcode = 'RL004',
+    detail  = format('%L was granted with cost %s and settled with cost %s.', granted.idempotency_key, granted.cost, granted.settled),
+    hint    = 'The operation is over, or was cancelled: do not repeat it. A new one needs a new key.';
+end;
+$$;
+comment on function ratelimit.already_settled(ratelimit.idempotency_keys) is
+  'Raises RL004, the error for a request whose grant was settled.';
+
 -- The functions that answer many requests report an error in the row of its request. So this function catches the
--- errors of the checks. granted is the remembered grant whose cost differs; null means that the policy is unknown,
--- unless an argument is bad.
+-- errors of the checks. granted is the remembered grant whose cost differs, or which was settled; null means that the policy
+-- is unknown, unless an argument is bad.
 create or replace function ratelimit.refusal(
     in  policy text, in key text, in cost bigint, in idempotency_key text, in granted ratelimit.idempotency_keys,
     out error_code text, out error_message text, out error_detail text, out error_hint text)
@@ -176,8 +190,9 @@ begin
     perform ratelimit.unknown_policy(policy);
   else
     perform ratelimit.check_repeated_cost(granted, cost);
+    perform ratelimit.already_settled(granted);
   end if;
-exception when sqlstate '22023' or sqlstate 'RL001' or sqlstate 'RL002' then
+exception when sqlstate '22023' or sqlstate 'RL001' or sqlstate 'RL002' or sqlstate 'RL004' then
   get stacked diagnostics error_code    = returned_sqlstate,
                           error_message = message_text,
                           error_detail  = pg_exception_detail,

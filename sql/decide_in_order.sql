@@ -272,6 +272,9 @@ begin
           if v_known[v_i].cost <> charges[v_i] then
             v_refusal[3] := coalesce(v_refusal[3], v_i);
             continue;
+          elsif v_known[v_i].settled is not null then
+            v_refusal[4] := coalesce(v_refusal[4], v_i);
+            continue;
           end if;
           replayed[v_i] := v_known[v_i].cost is not null;
           watching[v_i] := v_numbers[v_b].shadow;
@@ -283,7 +286,7 @@ begin
           v_granted     := v_granted and (v_fits[v_i] or watching[v_i]);
         end loop;
 
-        v_i := coalesce(v_refusal[1], v_refusal[2], v_refusal[3]);
+        v_i := coalesce(v_refusal[1], v_refusal[2], v_refusal[3], v_refusal[4]);
         if v_i is not null then
           select r.* into v_error
             from refusal(policies[v_i], keys[v_i], case when v_bad[v_i] then costs[v_i] else charges[v_i] end,

@@ -112,7 +112,6 @@ func TestSpend_Steps(t *testing.T) {
 			{second, settle("i", 3), allowed(8, 2*second, 10), 0, ""},
 			{2 * second, settle("i", 3), replayed(allowed(9, second, 10)), 0, ""},
 			{2 * second, settle("i", 4), decision{}, 0, model.IdempotencyMismatch},
-			{2 * second, acquireStep(8, "i"), replayed(allowed(2, 8*second, 10)), 0, ""},
 			{2 * second, acquireStep(3, "i"), decision{}, 0, model.IdempotencyMismatch},
 		},
 		"a settlement takes what the estimate was below the cost, also in debt": {
@@ -133,6 +132,29 @@ func TestSpend_Steps(t *testing.T) {
 			{24 * time.Hour, settle("i", 2), decision{}, 0, model.NoGrant},
 			{24 * time.Hour, acquireStep(2, "i"), allowed(8, 2*second, 10), 0, ""},
 			{24 * time.Hour, settle("i", 5), allowed(5, 5*second, 10), 0, ""},
+		},
+		"a request repeated under its key after settle is over": {
+			{0, reserve(time.Hour, 12, "w"), waits(-us, denied(10, 0, 0, 10)), 0, ""},
+			{0, reserve(time.Hour, 8, "i"), waits(0, allowed(2, 8*second, 10)), 0, ""},
+			{0, reserve(time.Hour, 4, "w"), waits(2*second, allowed(-2, 12*second, 10)), 0, ""},
+			{0, settle("i", 8), allowed(-2, 12*second, 10), 0, ""},
+			{0, settle("w", 0), allowed(2, 8*second, 10), 0, ""},
+			{0, acquireStep(8, "i"), decision{}, 0, model.Settled},
+			{0, acquireStep(4, "w"), decision{}, 0, model.Settled},
+			{0, reserve(time.Hour, 4, "w"), decision{}, 0, model.Settled},
+			{0, upTo(9, 1, "i"), decision{}, 0, model.Settled},
+			{0, upTo(7, 1, "i"), decision{}, 0, model.IdempotencyMismatch},
+			{0, settle("i", 8), replayed(allowed(2, 8*second, 10)), 0, ""},
+			{24*time.Hour - us, acquireStep(8, "i"), decision{}, 0, model.Settled},
+			{24 * time.Hour, acquireStep(8, "i"), allowed(2, 8*second, 10), 0, ""},
+		},
+		"a charge repeated after settle is replayed": {
+			{0, charge(15, "i"), allowed(-5, 15*second, 10), 0, ""},
+			{0, settle("i", 5), allowed(5, 5*second, 10), 0, ""},
+			{0, charge(15, "i"), replayed(allowed(-5, 15*second, 10)), 0, ""},
+			{0, charge(5, "i"), decision{}, 0, model.IdempotencyMismatch},
+			{0, acquireStep(15, "i"), decision{}, 0, model.Settled},
+			{0, charge(0), allowed(5, 5*second, 10), 0, ""},
 		},
 		"a reservation is served in order": {
 			{0, reserve(0, 10), waits(0, allowed(0, 10*second, 10)), 0, ""},
@@ -754,32 +776,69 @@ func TestSpend_Errors(t *testing.T) {
 	db.definePolicy("p", 10, 1, second)
 	db.exec("select ratelimit_acquire('p', 'k', 2, 'i')")
 	db.exec("select ratelimit_settle('p', 'k', 'i', 3)")
+	db.exec("select ratelimit_acquire('p', 'other', 2, 'i')")
+	const settled = "RL004: the grant under this idempotency key was settled: 'i' was granted with cost 2 and settled with cost 3.: The operation is over, or was cancelled: do not repeat it. A new one needs a new key."
 	for call, want := range map[string]string{
-		"ratelimit_charge('p', 'k', null)":                 "22023: invalid cost: cost is null.: Pass a whole number of tokens, 0 or more; ratelimit_refund gives tokens back.",
-		"ratelimit_charge('p', 'k', 9000000000001)":        "22023: invalid cost: cost is 9000000000001.: Pass 0 to 9000000000000 tokens.",
-		"ratelimit_charge('p', 'k', 1, '')":                "22023: invalid idempotency_key: idempotency_key is empty.: Pass a text of 1 to 512 bytes.",
-		"ratelimit_charge('q', 'k', 1)":                    "RL001: unknown policy: No policy is named 'q'.: Define it first: select ratelimit_define_policy('q', capacity => 10, refill => 10, every => '1 second').",
-		"ratelimit_settle('p', 'k', null, 1)":              "22023: invalid idempotency_key: idempotency_key is null.: Pass a text of 1 to 512 bytes.",
-		"ratelimit_settle('p', null, 'i', 1)":              "22023: invalid key: key is null.: Pass a text of 1 to 512 bytes.",
-		"ratelimit_settle('p', 'k', 'i', 4)":               "RL002: idempotency key used before with another cost: 'i' was settled with cost 3 and comes back with cost 4.: Repeat a request with its first cost, and give a new request a new key.",
-		"ratelimit_settle('p', 'k', 'j', 4)":               "RL003: no live grant under this idempotency key: Policy 'p' does not remember 'j' for this key. Nothing was charged.: Settle once the grant is committed, and let the policy remember for longer than the longest job: ratelimit_define_policy(policy, remember => '7 days').",
-		"ratelimit_reserve('p', 'k', null)":                "22023: invalid max_wait: max_wait is null.: Pass an interval of 0 to 365 days, in days or smaller units.",
-		"ratelimit_reserve('p', 'k', '1 month')":           "22023: invalid max_wait: max_wait is 1 mon.: Pass an interval of 0 to 365 days, in days or smaller units.",
-		"ratelimit_reserve('p', 'k', '1 second', -1)":      "22023: invalid cost: cost is -1.: Pass a whole number of tokens, 0 or more; ratelimit_refund gives tokens back.",
-		"ratelimit_acquire_up_to('p', 'k', null)":          "22023: invalid at_most: at_most is null.: Pass a whole number of tokens, 1 or more.",
-		"ratelimit_acquire_up_to('p', 'k', 5, 6)":          "22023: invalid at_least: at_least is 6.: Pass a whole number of tokens, from 1 to at_most.",
-		"ratelimit_acquire_up_to('p', 'k', 5, null)":       "22023: invalid at_least: at_least is null.: Pass a whole number of tokens, from 1 to at_most.",
-		"ratelimit_acquire_up_to('p', 'k', 5, 3, 'i')":     "RL002: idempotency key used before with another cost: 'i' was granted with cost 2 and comes back for 3 to 5.: Repeat a request with its first cost, and give a new request a new key.",
-		"ratelimit_reserve('p', 'k', '1 second', 3, 'i')":  "RL002: idempotency key used before with another cost: 'i' was granted with cost 2 and comes back with cost 3.: Repeat a request with its first cost, and give a new request a new key.",
-		"ratelimit_reserve('p', 'k', '-1 microsecond', 3)": "22023: invalid max_wait: max_wait is -00:00:00.000001.: Pass an interval of 0 to 365 days, in days or smaller units.",
-		"ratelimit_acquire_up_to('p', 'k', 0, 0)":          "22023: invalid at_most: at_most is 0.: Pass a whole number of tokens, 1 or more.",
-		"ratelimit_acquire_up_to(null, 'k', 5)":            "22023: invalid policy: policy is null.: Pass a text of 1 to 512 bytes.",
+		"ratelimit_charge('p', 'k', null)":                                              "22023: invalid cost: cost is null.: Pass a whole number of tokens, 0 or more; ratelimit_refund gives tokens back.",
+		"ratelimit_charge('p', 'k', 9000000000001)":                                     "22023: invalid cost: cost is 9000000000001.: Pass 0 to 9000000000000 tokens.",
+		"ratelimit_charge('p', 'k', 1, '')":                                             "22023: invalid idempotency_key: idempotency_key is empty.: Pass a text of 1 to 512 bytes.",
+		"ratelimit_charge('q', 'k', 1)":                                                 "RL001: unknown policy: No policy is named 'q'.: Define it first: select ratelimit_define_policy('q', capacity => 10, refill => 10, every => '1 second').",
+		"ratelimit_settle('p', 'k', null, 1)":                                           "22023: invalid idempotency_key: idempotency_key is null.: Pass a text of 1 to 512 bytes.",
+		"ratelimit_settle('p', null, 'i', 1)":                                           "22023: invalid key: key is null.: Pass a text of 1 to 512 bytes.",
+		"ratelimit_settle('p', 'k', 'i', 4)":                                            "RL002: idempotency key used before with another cost: 'i' was settled with cost 3 and comes back with cost 4.: Repeat a request with its first cost, and give a new request a new key.",
+		"ratelimit_settle('p', 'k', 'j', 4)":                                            "RL003: no live grant under this idempotency key: Policy 'p' does not remember 'j' for this key. Nothing was charged.: Settle once the grant is committed, and let the policy remember for longer than the longest job: ratelimit_define_policy(policy, remember => '7 days').",
+		"ratelimit_reserve('p', 'k', null)":                                             "22023: invalid max_wait: max_wait is null.: Pass an interval of 0 to 365 days, in days or smaller units.",
+		"ratelimit_reserve('p', 'k', '1 month')":                                        "22023: invalid max_wait: max_wait is 1 mon.: Pass an interval of 0 to 365 days, in days or smaller units.",
+		"ratelimit_reserve('p', 'k', '1 second', -1)":                                   "22023: invalid cost: cost is -1.: Pass a whole number of tokens, 0 or more; ratelimit_refund gives tokens back.",
+		"ratelimit_acquire_up_to('p', 'k', null)":                                       "22023: invalid at_most: at_most is null.: Pass a whole number of tokens, 1 or more.",
+		"ratelimit_acquire_up_to('p', 'k', 5, 6)":                                       "22023: invalid at_least: at_least is 6.: Pass a whole number of tokens, from 1 to at_most.",
+		"ratelimit_acquire_up_to('p', 'k', 5, null)":                                    "22023: invalid at_least: at_least is null.: Pass a whole number of tokens, from 1 to at_most.",
+		"ratelimit_acquire_up_to('p', 'k', 5, 3, 'i')":                                  "RL002: idempotency key used before with another cost: 'i' was granted with cost 2 and comes back for 3 to 5.: Repeat a request with its first cost, and give a new request a new key.",
+		"ratelimit_reserve('p', 'k', '1 second', 3, 'i')":                               "RL002: idempotency key used before with another cost: 'i' was granted with cost 2 and comes back with cost 3.: Repeat a request with its first cost, and give a new request a new key.",
+		"ratelimit_reserve('p', 'k', '-1 microsecond', 3)":                              "22023: invalid max_wait: max_wait is -00:00:00.000001.: Pass an interval of 0 to 365 days, in days or smaller units.",
+		"ratelimit_acquire_up_to('p', 'k', 0, 0)":                                       "22023: invalid at_most: at_most is 0.: Pass a whole number of tokens, 1 or more.",
+		"ratelimit_acquire_up_to(null, 'k', 5)":                                         "22023: invalid policy: policy is null.: Pass a text of 1 to 512 bytes.",
+		"ratelimit_acquire('p', 'k', 2, 'i')":                                           settled,
+		"ratelimit_enforce('p', 'k', 2, 'i')":                                           settled,
+		"ratelimit_reserve('p', 'k', '1 second', 2, 'i')":                               settled,
+		"ratelimit_acquire_up_to('p', 'k', 5, 1, 'i')":                                  settled,
+		"ratelimit_acquire_all(array['p', 'p'], array['new', 'k'], array[1, 2], 'i')":   settled,
+		"ratelimit_acquire_all(array['p', 'q'], array['k', 'k'], array[2, 1], 'i')":     "RL001: unknown policy: No policy is named 'q'.: Define it first: select ratelimit_define_policy('q', capacity => 10, refill => 10, every => '1 second').",
+		"ratelimit_acquire_all(array['p', 'p'], array['k', 'other'], array[2, 1], 'i')": "RL002: idempotency key used before with another cost: 'i' was granted with cost 2 and comes back with cost 1.: Repeat a request with its first cost, and give a new request a new key.",
 	} {
 		_, err := db.Pool.Exec(context.Background(), "select "+call)
 		e := pgError(err)
 		require.NotNil(t, e, "%s: %v", call, err)
 		require.Equal(t, want, fmt.Sprintf("%s: %s: %s: %s", e.Code, e.Message, e.Detail, e.Hint), call)
 	}
+}
+
+// In a batch, the row of the repeated request has the error, and the others are decided.
+func TestSpend_ABatchRefusesWhatWasSettled(t *testing.T) {
+	t.Parallel()
+	eachDurability(t, func(t *testing.T, db *testDB, durability policyOption) {
+		db.definePolicy("p", 10, 1, time.Hour, durability)
+		db.acquire("p", "k", 2, "i")
+		_, err := settle("i", 1).by(db.Pool)
+		require.NoError(t, err)
+		ask := func(key, idempotencyKey string) wholeRequest {
+			return wholeRequest{[]model.Charge{{BucketID: model.BucketID{Policy: "p", Key: key}, Cost: 2}}, idempotencyKey}
+		}
+		for function, send := range map[string]func([]wholeRequest) ([]wholeAnswer, error){
+			"many":        func(r []wholeRequest) ([]wholeAnswer, error) { return acquireManyWholes(db.Pool, r) },
+			"all many":    func(r []wholeRequest) ([]wholeAnswer, error) { return acquireAllMany(db.Pool, r) },
+			"packed":      func(r []wholeRequest) ([]wholeAnswer, error) { return acquirePacked(db.Pool, r, false) },
+			"packed, all": func(r []wholeRequest) ([]wholeAnswer, error) { return acquirePacked(db.Pool, r, true) },
+		} {
+			answers, err := send([]wholeRequest{ask(function, "i"), ask("k", "i"), ask("k", function)})
+			require.NoError(t, err, function)
+			require.True(t, answers[0].Whole.Allowed, function)
+			require.Equal(t, "RL004: the grant under this idempotency key was settled: 'i' was granted with cost 2 and settled with cost 1.: "+
+				"The operation is over, or was cancelled: do not repeat it. A new one needs a new key.", answers[1].Error, function)
+			require.True(t, answers[2].Whole.Allowed, function)
+		}
+		require.EqualValues(t, 1, db.left("p", "k"))
+	})
 }
 
 // Of shadow buckets, the deepest in debt covers the fewest repeats. One that is enforced binds before them, however many it covers.

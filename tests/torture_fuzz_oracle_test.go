@@ -39,6 +39,7 @@ func refused(err error) (code, message string) {
 	return string(other), map[model.Error]string{
 		model.UnknownPolicy:       "unknown policy",
 		model.IdempotencyMismatch: "idempotency key used before with another cost",
+		model.Settled:             "the grant under this idempotency key was settled",
 		model.NoGrant:             "no live grant under this idempotency key",
 		limitExceeded:             "rate limit exceeded",
 		severalKeys:               "the buckets of a request must have one key",

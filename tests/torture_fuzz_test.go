@@ -709,7 +709,7 @@ func (n *tally) lacks() string {
 			return function
 		}
 	}
-	for _, code := range []string{"", "22023", "RL001", "RL002", "RL003", "RL429", "22021", "22P02", "22P03", "08P01"} {
+	for _, code := range []string{"", "22023", "RL001", "RL002", "RL003", "RL004", "RL429", "22021", "22P02", "22P03", "08P01"} {
 		if n.byCode[code] == 0 {
 			return "answers " + strconv.Quote(code)
 		}

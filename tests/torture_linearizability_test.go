@@ -711,6 +711,7 @@ func (op *operation) answered(d decision, err error) error {
 func errorAnswer(err error) *answer {
 	for code, is := range map[model.Error]error{
 		model.IdempotencyMismatch: client.ErrIdempotencyMismatch, model.UnknownPolicy: client.ErrUnknownPolicy, model.NoGrant: client.ErrNoGrant,
+		model.Settled: client.ErrSettled,
 	} {
 		if sqlState(err) == string(code) || errors.Is(err, is) {
 			return &answer{Error: fmt.Sprintf("%s: %v", code, err)}

@@ -54,7 +54,7 @@ var toMeet = []string{
 	"of one charge: granted", "of one charge: denied", "of one charge: denied for ever", "of one charge: replayed", "of one charge: shadowed",
 	"of several: granted", "of several: denied", "of several: denied for ever", "of several: replayed", "of several: shadowed",
 	"of several: granted, in part before", "of several: denied, in part granted before",
-	"RL003", "charge: debt", "charge: at the floor", "charge: replayed", "settle: gave back", "settle: debt", "settle: replayed", "settle: shadowed",
+	"RL003", "RL004", "charge: debt", "charge: at the floor", "charge: replayed", "settle: gave back", "settle: debt", "settle: replayed", "settle: shadowed",
 	"reserve: granted at once", "reserve: waits", "reserve: refused", "reserve: replayed", "reserve: shadowed",
 	"acquire_up_to: all", "acquire_up_to: fewer", "acquire_up_to: denied", "acquire_up_to: replayed", "acquire_up_to: shadowed",
 }

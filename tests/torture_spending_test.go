@@ -260,6 +260,10 @@ func (b *books) untilAnswered(call func(ctx context.Context) (replayed bool, err
 		case errors.Is(err, client.ErrNoGrant):
 			b.calls.Add(1)
 			b.early.Add(1)
+		case errors.Is(err, client.ErrSettled): // the grant comes again after its settlement
+			b.calls.Add(1)
+			b.repeats.Add(1)
+			return nil
 		case slices.ContainsFunc([]error{client.ErrInvalidArgument, client.ErrIdempotencyMismatch, client.ErrUnknownPolicy}, func(e error) bool { return errors.Is(err, e) }):
 			return err
 		default:

@@ -44,11 +44,7 @@ func (db *database) acquire(now time.Time, charges []model.Charge, idempotencyKe
 		return model.Whole{}, err
 	}
 	whole, err := db.model.AcquireAll(now, charges, key)
-	if errors.Is(err, model.IdempotencyMismatch) {
-		err = failure(string(model.IdempotencyMismatch), "idempotency key used before with another cost",
-			fmt.Sprintf("%s comes back with another cost.", quoted(key)))
-	}
-	return whole, err
+	return whole, refused(err, key)
 }
 
 // joint has the columns of a decision of several charges, in the order of the client's statement.

@@ -3522,9 +3522,23 @@ $$;
 comment on function ratelimit.check_repeated_range(ratelimit.idempotency_keys, bigint, bigint) is
   'Raises RL002 unless the cost of the grant under its idempotency key is what a repeat may take.';
 
+-- ratelimit_charge does not raise it: its repeat is answered again.
+create or replace function ratelimit.already_settled(granted ratelimit.idempotency_keys)
+  returns void language plpgsql immutable
+as $$
+begin
+  raise exception 'the grant under this idempotency key was settled' using
+    errcode = 'RL004',
+    detail  = format('%L was granted with cost %s and settled with cost %s.', granted.idempotency_key, granted.cost, granted.settled),
+    hint    = 'The operation is over, or was cancelled: do not repeat it. A new one needs a new key.';
+end;
+$$;
+comment on function ratelimit.already_settled(ratelimit.idempotency_keys) is
+  'Raises RL004, the error for a request whose grant was settled.';
+
 -- The functions that answer many requests report an error in the row of its request. So this function catches the
--- errors of the checks. granted is the remembered grant whose cost differs; null means that the policy is unknown,
--- unless an argument is bad.
+-- errors of the checks. granted is the remembered grant whose cost differs, or which was settled; null means that the policy
+-- is unknown, unless an argument is bad.
 create or replace function ratelimit.refusal(
     in  policy text, in key text, in cost bigint, in idempotency_key text, in granted ratelimit.idempotency_keys,
     out error_code text, out error_message text, out error_detail text, out error_hint text)
@@ -3536,8 +3550,9 @@ begin
     perform ratelimit.unknown_policy(policy);
   else
     perform ratelimit.check_repeated_cost(granted, cost);
+    perform ratelimit.already_settled(granted);
   end if;
-exception when sqlstate '22023' or sqlstate 'RL001' or sqlstate 'RL002' then
+exception when sqlstate '22023' or sqlstate 'RL001' or sqlstate 'RL002' or sqlstate 'RL004' then
   get stacked diagnostics error_code    = returned_sqlstate,
                           error_message = message_text,
                           error_detail  = pg_exception_detail,
@@ -3938,7 +3953,7 @@ comment on function ratelimit_overrides(text, text, integer) is
 --
 -- The steps, in include/decide.sql. Steps 1 and 4 are for an acquire with an idempotency key. An idempotency key
 -- that has not expired is live.
---   1. A live idempotency key is replayed, even when the bucket is empty.
+--   1. A live idempotency key is replayed, even when the bucket is empty. If its grant was settled, that is RL004.
 --   2. One conditional update takes the tokens. Concurrent acquires take turns at it, and each takes tokens
 --      only if the bucket still has enough.
 --   3. If the update takes nothing, the bucket is read.
@@ -4032,6 +4047,9 @@ begin
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
           perform check_repeated_cost(v_first, v_cost);
+          if v_first.settled is not null then
+            perform already_settled(v_first);
+          end if;
           if v_first.ready_at > v_now then
             return replay_at(v_first, v_now, v_policy.shadow);
           end if;
@@ -4107,6 +4125,9 @@ begin
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
           perform check_repeated_cost(v_first, v_cost);
+          if v_first.settled is not null then
+            perform already_settled(v_first);
+          end if;
           if v_first.ready_at > v_now then
             return replay_at(v_first, v_now, v_policy.shadow);
           end if;
@@ -4173,6 +4194,9 @@ begin
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
           perform check_repeated_cost(v_first, v_cost);
+          if v_first.settled is not null then
+            perform already_settled(v_first);
+          end if;
           if v_first.ready_at > v_now then
             return replay_at(v_first, v_now, v_policy.shadow);
           end if;
@@ -4190,6 +4214,9 @@ begin
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
           perform check_repeated_cost(v_first, v_cost);
+          if v_first.settled is not null then
+            perform already_settled(v_first);
+          end if;
           if v_first.ready_at > v_now then
             return replay_at(v_first, v_now, v_policy.shadow);
           end if;
@@ -4265,6 +4292,9 @@ begin
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
           perform check_repeated_cost(v_first, v_cost);
+          if v_first.settled is not null then
+            perform already_settled(v_first);
+          end if;
           if v_first.ready_at > v_now then
             return replay_at(v_first, v_now, v_policy.shadow);
           end if;
@@ -4331,6 +4361,9 @@ begin
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
           perform check_repeated_cost(v_first, v_cost);
+          if v_first.settled is not null then
+            perform already_settled(v_first);
+          end if;
           if v_first.ready_at > v_now then
             return replay_at(v_first, v_now, v_policy.shadow);
           end if;
@@ -4778,8 +4811,8 @@ comment on function ratelimit_charge(text, text, bigint, text) is
 --
 -- The first settlement wins. A repeat with the same cost is answered with replayed, and changes nothing; with another cost
 -- it is RL002. Without a live grant under the key it is RL003, also while the grant is not committed. A shadow policy that
--- does not know the key charges nothing, and answers with shadowed. The grant stays what it was: an acquire repeated under
--- its key is its replay.
+-- does not know the key charges nothing, and answers with shadowed. A request that is repeated under its key after
+-- that is RL004, because its operation is over; a charge is replayed.
 --
 -- The steps:
 --   1. The grant is read.
@@ -5155,6 +5188,9 @@ begin
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
           perform check_repeated_cost(v_first, v_cost);
+          if v_first.settled is not null then
+            perform already_settled(v_first);
+          end if;
           return reserved_before(v_first, v_now, v_policy.shadow);
         end if;
     end if;
@@ -5231,6 +5267,9 @@ begin
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
           perform check_repeated_cost(v_first, v_cost);
+          if v_first.settled is not null then
+            perform already_settled(v_first);
+          end if;
           return reserved_before(v_first, v_now, v_policy.shadow);
         end if;
         end if;
@@ -5308,6 +5347,9 @@ begin
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
           perform check_repeated_cost(v_first, v_cost);
+          if v_first.settled is not null then
+            perform already_settled(v_first);
+          end if;
           return reserved_before(v_first, v_now, v_policy.shadow);
         end if;
       end if;
@@ -5327,6 +5369,9 @@ begin
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
           perform check_repeated_cost(v_first, v_cost);
+          if v_first.settled is not null then
+            perform already_settled(v_first);
+          end if;
           return reserved_before(v_first, v_now, v_policy.shadow);
         end if;
     end if;
@@ -5403,6 +5448,9 @@ begin
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
           perform check_repeated_cost(v_first, v_cost);
+          if v_first.settled is not null then
+            perform already_settled(v_first);
+          end if;
           return reserved_before(v_first, v_now, v_policy.shadow);
         end if;
         end if;
@@ -5480,6 +5528,9 @@ begin
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
           perform check_repeated_cost(v_first, v_cost);
+          if v_first.settled is not null then
+            perform already_settled(v_first);
+          end if;
           return reserved_before(v_first, v_now, v_policy.shadow);
         end if;
       end if;
@@ -5578,6 +5629,9 @@ begin
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
           perform check_repeated_range(v_first, v_cost, v_at_most);
+          if v_first.settled is not null then
+            perform already_settled(v_first);
+          end if;
           v_answer := replay_at(v_first, v_now, v_policy.shadow);
           return partial_of(v_answer, case when v_policy.shadow then v_at_most else v_first.cost end);
         end if;
@@ -5652,6 +5706,9 @@ begin
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
           perform check_repeated_range(v_first, v_cost, v_at_most);
+          if v_first.settled is not null then
+            perform already_settled(v_first);
+          end if;
           v_answer := replay_at(v_first, v_now, v_policy.shadow);
           return partial_of(v_answer, case when v_policy.shadow then v_at_most else v_first.cost end);
         end if;
@@ -5733,6 +5790,9 @@ begin
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
           perform check_repeated_range(v_first, v_cost, v_at_most);
+          if v_first.settled is not null then
+            perform already_settled(v_first);
+          end if;
           v_answer := replay_at(v_first, v_now, v_policy.shadow);
           return partial_of(v_answer, case when v_policy.shadow then v_at_most else v_first.cost end);
         end if;
@@ -5749,6 +5809,9 @@ begin
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
           perform check_repeated_range(v_first, v_cost, v_at_most);
+          if v_first.settled is not null then
+            perform already_settled(v_first);
+          end if;
           v_answer := replay_at(v_first, v_now, v_policy.shadow);
           return partial_of(v_answer, case when v_policy.shadow then v_at_most else v_first.cost end);
         end if;
@@ -5823,6 +5886,9 @@ begin
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
           perform check_repeated_range(v_first, v_cost, v_at_most);
+          if v_first.settled is not null then
+            perform already_settled(v_first);
+          end if;
           v_answer := replay_at(v_first, v_now, v_policy.shadow);
           return partial_of(v_answer, case when v_policy.shadow then v_at_most else v_first.cost end);
         end if;
@@ -5904,6 +5970,9 @@ begin
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
           perform check_repeated_range(v_first, v_cost, v_at_most);
+          if v_first.settled is not null then
+            perform already_settled(v_first);
+          end if;
           v_answer := replay_at(v_first, v_now, v_policy.shadow);
           return partial_of(v_answer, case when v_policy.shadow then v_at_most else v_first.cost end);
         end if;
@@ -6779,6 +6848,9 @@ begin
           if v_known[v_i].cost <> charges[v_i] then
             v_refusal[3] := coalesce(v_refusal[3], v_i);
             continue;
+          elsif v_known[v_i].settled is not null then
+            v_refusal[4] := coalesce(v_refusal[4], v_i);
+            continue;
           end if;
           replayed[v_i] := v_known[v_i].cost is not null;
           watching[v_i] := v_numbers[v_b].shadow;
@@ -6790,7 +6862,7 @@ begin
           v_granted     := v_granted and (v_fits[v_i] or watching[v_i]);
         end loop;
 
-        v_i := coalesce(v_refusal[1], v_refusal[2], v_refusal[3]);
+        v_i := coalesce(v_refusal[1], v_refusal[2], v_refusal[3], v_refusal[4]);
         if v_i is not null then
           select r.* into v_error
             from refusal(policies[v_i], keys[v_i], case when v_bad[v_i] then costs[v_i] else charges[v_i] end,
@@ -7551,7 +7623,7 @@ comment on function ratelimit_acquire_all(text[], text[], bigint[], text) is
 -- affect each other.
 --
 -- A request that ratelimit_acquire would refuse (unknown policy, bad argument, another cost under its idempotency
--- key) has the error in its row and no decision. The other requests are decided all the same.
+-- key, or a grant that was settled) has the error in its row and no decision. The other requests are decided all the same.
 --
 -- policies and keys are equally long, and so are costs and idempotency_keys unless null. Without costs
 -- every cost is 1. Without idempotency_keys no request has one.
@@ -7738,6 +7810,9 @@ begin
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
           perform check_repeated_cost(v_first, v_cost);
+          if v_first.settled is not null then
+            perform already_settled(v_first);
+          end if;
           if v_first.ready_at > v_now then
             return replay_at(v_first, v_now, v_policy.shadow);
           end if;
@@ -7813,6 +7888,9 @@ begin
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
           perform check_repeated_cost(v_first, v_cost);
+          if v_first.settled is not null then
+            perform already_settled(v_first);
+          end if;
           if v_first.ready_at > v_now then
             return replay_at(v_first, v_now, v_policy.shadow);
           end if;
@@ -7879,6 +7957,9 @@ begin
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
           perform check_repeated_cost(v_first, v_cost);
+          if v_first.settled is not null then
+            perform already_settled(v_first);
+          end if;
           if v_first.ready_at > v_now then
             return replay_at(v_first, v_now, v_policy.shadow);
           end if;
@@ -7896,6 +7977,9 @@ begin
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
           perform check_repeated_cost(v_first, v_cost);
+          if v_first.settled is not null then
+            perform already_settled(v_first);
+          end if;
           if v_first.ready_at > v_now then
             return replay_at(v_first, v_now, v_policy.shadow);
           end if;
@@ -7971,6 +8055,9 @@ begin
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
           perform check_repeated_cost(v_first, v_cost);
+          if v_first.settled is not null then
+            perform already_settled(v_first);
+          end if;
           if v_first.ready_at > v_now then
             return replay_at(v_first, v_now, v_policy.shadow);
           end if;
@@ -8037,6 +8124,9 @@ begin
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
           perform check_repeated_cost(v_first, v_cost);
+          if v_first.settled is not null then
+            perform already_settled(v_first);
+          end if;
           if v_first.ready_at > v_now then
             return replay_at(v_first, v_now, v_policy.shadow);
           end if;

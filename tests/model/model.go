@@ -44,6 +44,7 @@ const (
 	UnknownPolicy       Error = "RL001"
 	IdempotencyMismatch Error = "RL002"
 	NoGrant             Error = "RL003"
+	Settled             Error = "RL004"
 	InvalidArgument     Error = "22023"
 )
 

@@ -44,13 +44,17 @@ func (m *Model) AcquireAll(now time.Time, charges []Charge, idempotencyKey strin
 	}
 
 	answers, granted := map[BucketID]Decision{}, true
+	var refused error
 	for id, p := range rules {
 		answer, err := m.states[id].Ask(p, now, sums[id], idempotencyKey)
-		if err != nil {
-			return Whole{}, err
+		if refused != IdempotencyMismatch && err != nil { // which comes first
+			refused = err
 		}
 		answers[id] = answer
 		granted = granted && answer.Allowed
+	}
+	if refused != nil {
+		return Whole{}, refused
 	}
 	if granted {
 		for id, p := range rules {

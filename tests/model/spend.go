@@ -86,8 +86,8 @@ func (s State) Settle(p Policy, now time.Time, idempotencyKey string, cost int64
 // the cost is out of debt. The empty idempotency key is none.
 func (s State) Reserve(p Policy, now time.Time, longest Micros, cost int64, idempotencyKey string) (State, Decision, error) {
 	if first, ok := s.live(now, idempotencyKey); ok && cost > 0 {
-		if first.charge != cost {
-			return s, Decision{}, IdempotencyMismatch
+		if err := first.check(cost, cost); err != nil {
+			return s, Decision{}, err
 		}
 		answer := first.replay(p, now)
 		answer.Allowed = true
@@ -121,8 +121,8 @@ func (s State) AcquireUpTo(
 	p Policy, now time.Time, atMost, atLeast int64, idempotencyKey string,
 ) (next State, answer Decision, taken int64, err error) {
 	if first, ok := s.live(now, idempotencyKey); ok {
-		if first.charge < atLeast || first.charge > atMost {
-			return s, Decision{}, 0, IdempotencyMismatch
+		if err := first.check(atLeast, atMost); err != nil {
+			return s, Decision{}, 0, err
 		}
 		next, answer, taken = s, first.replay(p, now), first.charge
 	} else if answer = s.Peek(p, now, atLeast); answer.Allowed {

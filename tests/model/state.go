@@ -45,6 +45,17 @@ func (g grant) replay(p Policy, now time.Time) Decision {
 	return answer
 }
 
+// check refuses a request that is no repeat, by the range of costs that it would be one of, or comes too late for it.
+func (g grant) check(least, most int64) error {
+	switch {
+	case g.charge < least || g.charge > most:
+		return IdempotencyMismatch
+	case g.isSpent:
+		return Settled
+	}
+	return nil
+}
+
 // live is the grant that the idempotency key remembers.
 func (s State) live(now time.Time, idempotencyKey string) (g grant, ok bool) {
 	g, ok = s.grants[idempotencyKey]
@@ -71,10 +82,7 @@ func (s State) remembering(p Policy, now time.Time, idempotencyKey string, g gra
 // Ask answers a charge as Acquire does, and takes nothing: a grant shows the bucket as it is before.
 func (s State) Ask(p Policy, now time.Time, charge int64, idempotencyKey string) (Decision, error) {
 	if first, ok := s.live(now, idempotencyKey); ok && charge > 0 {
-		if first.charge != charge {
-			return Decision{}, IdempotencyMismatch
-		}
-		return first.replay(p, now), nil
+		return first.replay(p, now), first.check(charge, charge)
 	}
 	answer := s.Peek(p, now, charge)
 	if p.Shadow && !answer.Allowed {

@@ -40,7 +40,7 @@ begin
     if v_decision.shadowed then
       v_packed.shadowed := array[true];
     end if;
-  exception when sqlstate '22023' or sqlstate 'RL001' or sqlstate 'RL002' then
+  exception when sqlstate '22023' or sqlstate 'RL001' or sqlstate 'RL002' or sqlstate 'RL004' then
     get stacked diagnostics v_code = returned_sqlstate, v_message = message_text, v_detail = pg_exception_detail, v_hint = pg_exception_hint;
     v_packed := null;
     v_packed.refused        := requests;

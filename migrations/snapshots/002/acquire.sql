@@ -6,7 +6,7 @@
 --
 -- The steps, in include/decide.sql. Steps 1 and 4 are for an acquire with an idempotency key. An idempotency key
 -- that has not expired is live.
---   1. A live idempotency key is replayed, even when the bucket is empty.
+--   1. A live idempotency key is replayed, even when the bucket is empty. If its grant was settled, that is RL004.
 --   2. One conditional update takes the tokens. Concurrent acquires take turns at it, and each takes tokens
 --      only if the bucket still has enough.
 --   3. If the update takes nothing, the bucket is read.

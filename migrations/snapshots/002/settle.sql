@@ -4,8 +4,8 @@
 --
 -- The first settlement wins. A repeat with the same cost is answered with replayed, and changes nothing; with another cost
 -- it is RL002. Without a live grant under the key it is RL003, also while the grant is not committed. A shadow policy that
--- does not know the key charges nothing, and answers with shadowed. The grant stays what it was: an acquire repeated under
--- its key is its replay.
+-- does not know the key charges nothing, and answers with shadowed. A request that is repeated under its key after
+-- that is RL004, because its operation is over; a charge is replayed.
 --
 -- The steps:
 --   1. The grant is read.

@@ -47,6 +47,7 @@ const (
 	UnknownPolicy Kind = iota
 	IdempotencyMismatch
 	NoGrant
+	Settled
 	InvalidArgument
 	Contended
 	DeadlineExceeded
@@ -65,6 +66,7 @@ var kinds = [...]struct {
 	UnknownPolicy:       {"UNKNOWN_POLICY", "unknown policy", codes.NotFound, http.StatusNotFound},
 	IdempotencyMismatch: {"IDEMPOTENCY_MISMATCH", "idempotency key used before with another cost", codes.AlreadyExists, http.StatusConflict},
 	NoGrant:             {"NO_GRANT", "no live grant under this idempotency key", codes.FailedPrecondition, http.StatusNotFound},
+	Settled:             {"SETTLED", "the grant under this idempotency key was settled", codes.FailedPrecondition, http.StatusConflict},
 	InvalidArgument:     {"INVALID_ARGUMENT", "invalid argument", codes.InvalidArgument, http.StatusUnprocessableEntity},
 	Contended:           {"CONTENDED", "the bucket is locked by others; nothing was taken", codes.Aborted, http.StatusServiceUnavailable},
 	DeadlineExceeded:    {"DEADLINE_EXCEEDED", "no answer in time", codes.DeadlineExceeded, http.StatusGatewayTimeout},
@@ -103,6 +105,7 @@ var sqlStates = map[Kind]string{
 	UnknownPolicy:       "RL001",
 	IdempotencyMismatch: "RL002",
 	NoGrant:             "RL003",
+	Settled:             "RL004",
 	InvalidArgument:     "22023",
 }
 
@@ -132,6 +135,7 @@ func kindOf(ctx context.Context, err error, pgErr *pgconn.PgError) Kind {
 		UnknownPolicy:       client.ErrUnknownPolicy,
 		IdempotencyMismatch: client.ErrIdempotencyMismatch,
 		NoGrant:             client.ErrNoGrant,
+		Settled:             client.ErrSettled,
 		InvalidArgument:     client.ErrInvalidArgument,
 		Contended:           client.ErrLocked,
 		Overloaded:          client.ErrOverloaded,

@@ -67,6 +67,7 @@ func TestErrors_HaveAKind(t *testing.T) {
 		"unknown policy":       {pg("RL001"), service.UnknownPolicy, codes.NotFound, 404, true},
 		"mismatch":             {pg("RL002"), service.IdempotencyMismatch, codes.AlreadyExists, 409, true},
 		"no grant":             {pg("RL003"), service.NoGrant, codes.FailedPrecondition, 404, true},
+		"settled":              {pg("RL004"), service.Settled, codes.FailedPrecondition, 409, true},
 		"bad argument":         {pg("22023"), service.InvalidArgument, codes.InvalidArgument, 422, true},
 		"text it cannot hold":  {pg("22021"), service.InvalidArgument, codes.InvalidArgument, 422, true},
 		"locked":               {pg("55P03"), service.Contended, codes.Aborted, 503, false},

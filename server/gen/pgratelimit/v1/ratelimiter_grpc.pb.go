@@ -41,7 +41,7 @@ const (
 //
 //	NOT_FOUND            no policy has that name (RL001)
 //	ALREADY_EXISTS       the request_id was used before with another cost (RL002)
-//	FAILED_PRECONDITION  Settle: no live grant under this request_id (RL003)
+//	FAILED_PRECONDITION  Settle: no live grant under this request_id (RL003); other calls: it was settled (RL004)
 //	INVALID_ARGUMENT     an argument is missing or outside its range (22023)
 //	ABORTED              another transaction has held the bucket for too long (55P03); nothing was taken
 //	DEADLINE_EXCEEDED    no answer in time; with a request_id, asking again charges nothing twice
@@ -143,7 +143,7 @@ func (c *rateLimiterClient) Refund(ctx context.Context, in *RefundRequest, opts 
 //
 //	NOT_FOUND            no policy has that name (RL001)
 //	ALREADY_EXISTS       the request_id was used before with another cost (RL002)
-//	FAILED_PRECONDITION  Settle: no live grant under this request_id (RL003)
+//	FAILED_PRECONDITION  Settle: no live grant under this request_id (RL003); other calls: it was settled (RL004)
 //	INVALID_ARGUMENT     an argument is missing or outside its range (22023)
 //	ABORTED              another transaction has held the bucket for too long (55P03); nothing was taken
 //	DEADLINE_EXCEEDED    no answer in time; with a request_id, asking again charges nothing twice
