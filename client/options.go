@@ -163,7 +163,7 @@ func NoFlush() LimiterOption {
 //
 // Such an answer repeats the denial with its times counted down: for a larger cost RetryAfter is only
 // the earliest time to ask again. Never more than 10,000 buckets are remembered, and none for a smaller
-// cost than was denied, for longer than was promised, or for a cost above the capacity. Requests with an
+// cost than was denied, for longer than was promised, or for a cost that no wait helps. Requests with an
 // idempotency key are always sent, and so are AcquireAll, AcquireUpTo and Reserve. In a transaction the cache is not used.
 //
 // Refund, Reset, Charge, Settle, Override, RemoveOverride, DefinePolicy and DropPolicy through this Limiter are seen at once. The same done by

@@ -108,7 +108,7 @@ create type ratelimit.decision as (
   shadowed    boolean
 );
 comment on type ratelimit.decision is
-  'The answer about one bucket: allowed; whole tokens remaining; retry_after, zero when allowed and null when the cost can never fit; reset_after, until full, null for never; capacity; replayed, when it is the first answer under a live idempotency key, given again; shadowed, when a shadow policy would deny if it were enforced.';
+  'The answer about one bucket: allowed; whole tokens remaining; retry_after, zero when allowed and null when no wait helps; reset_after, until full, null for never; capacity; replayed, when it is the first answer under a live idempotency key, given again; shadowed, when a shadow policy would deny if it were enforced.';
 create type ratelimit.packed as (
   elements          bigint[],
   remaining         bigint[],

@@ -388,7 +388,7 @@ var (
 	w       http.ResponseWriter
 	r       *http.Request
 
-	errTooLarge, errTooMany error = errors.New("too large"), errors.New("too many")
+	errNever, errTooMany error = errors.New("never"), errors.New("too many")
 )
 
 func userOf(*http.Request) string { return "" }

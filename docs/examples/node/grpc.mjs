@@ -42,7 +42,7 @@ http.createServer(async (request, response) => {
     return
   }
   if (d.verdict !== 'ALLOWED') {
-    // Absent means that no wait helps: the cost exceeds what the bucket can hold.
+    // Absent means that no wait helps: the cost exceeds the capacity, or nothing refills the bucket.
     const wait = d.retry_after
     if (wait) response.setHeader('Retry-After', wait.seconds + (wait.nanos > 0 ? 1 : 0))
     response.writeHead(429).end('too many requests\n')

@@ -38,7 +38,7 @@ http.createServer(async (request, response) => {
     return
   }
   if (!d.allowed) {
-    // Null means that no wait helps: the cost exceeds what the bucket can hold.
+    // Null means that no wait helps: the cost exceeds the capacity, or nothing refills the bucket.
     if (d.retry_after !== null) response.setHeader('Retry-After', Math.ceil(d.retry_after))
     response.writeHead(429).end('too many requests\n')
     return

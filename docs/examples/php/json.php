@@ -37,7 +37,7 @@ try {
 }
 if (!$d['allowed']) {
     http_response_code(429);
-    // Null means that no wait helps: the cost exceeds what the bucket can hold.
+    // Null means that no wait helps: the cost exceeds the capacity, or nothing refills the bucket.
     if ($d['retry_after'] !== null) header('Retry-After: ' . (int) ceil($d['retry_after']));
     echo "too many requests\n";
     return;

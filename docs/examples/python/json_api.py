@@ -40,7 +40,7 @@ class API(BaseHTTPRequestHandler):
             self.log_error("no decision: %s", error)
             return self.answer(503)  # or go on without a limit: that is for you to decide
         if not d["allowed"]:
-            # None means that no wait helps: the cost exceeds what the bucket can hold.
+            # None means that no wait helps: the cost exceeds the capacity, or nothing refills the bucket.
             wait = d["retry_after"]
             return self.answer(429, "too many requests", {} if wait is None else {"Retry-After": math.ceil(wait)})
         self.answer(200, f"hello, {user}: {d['remaining']} tokens left")

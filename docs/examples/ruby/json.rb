@@ -41,7 +41,7 @@ api.mount_proc "/" do |request, response|
     response.body = "hello, #{user}: #{d["remaining"]} tokens left\n"
   else
     response.status = 429
-    # Nil means that no wait helps: the cost exceeds what the bucket can hold.
+    # Nil means that no wait helps: the cost exceeds the capacity, or nothing refills the bucket.
     response["Retry-After"] = d["retry_after"].ceil.to_s if d["retry_after"]
     response.body = "too many requests\n"
   end
