@@ -15,7 +15,7 @@ type Policy struct {
 	// Name has 1 to 512 bytes.
 	Name string
 
-	// Capacity is what a full bucket holds: 1 to 9,000,000,000,000 tokens.
+	// Capacity is what a full bucket holds: up to 9,000,000,000,000 tokens. With [Zero] every cost above 0 is never.
 	Capacity int64
 
 	// Refill is how many tokens a bucket gains in the time Every: up to 9,000,000,000,000. [Zero]
@@ -143,7 +143,7 @@ func (l *limiter) Policies(ctx context.Context) ([]Policy, error) {
 	for i, r := range rows {
 		policies[i] = Policy{
 			Name:     r.Name,
-			Capacity: r.Capacity,
+			Capacity: orZero(r.Capacity),
 			Refill:   orZero(r.Refill),
 			Every:    duration(r.Every),
 			Stepped:  choice(r.Stepped),

@@ -344,7 +344,7 @@ alter type ratelimit.retired_decision rename to decision;
 -- Without refill 0, such a policy refills as slowly as one can.
 update ratelimit.policies
    set refill = 1,
-       every  = least(interval '365250 days', make_interval(secs => 315576000000 / capacity::double precision))
+       every  = least(interval '365250 days', make_interval(secs => 315576000000 / greatest(capacity, 1)::double precision))
  where refill = 0;
 -- Without saturation, a debt below the floor of its policy may be too deep for the time it takes.
 update ratelimit.buckets as b

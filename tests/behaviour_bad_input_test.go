@@ -125,7 +125,6 @@ func badCalls(serverVersion int) []badCall {
 	}
 
 	for _, policy := range []string{"durable", "new"} {
-		add(invalid("capacity", define, policy, 0, 1, "1 second", nil))
 		for _, tokens := range []any{-1, 9_000_000_000_001, int64(math.MaxInt64), int64(math.MinInt64)} {
 			add(invalid("capacity", define, policy, tokens, 1, "1 second", nil))
 			add(invalid("refill", define, policy, 1, tokens, "1 second", nil))

@@ -244,6 +244,32 @@ func TestSpend_AChargeCutAtTheFloorIsSettledAgainstWhatItTook(t *testing.T) {
 	})
 }
 
+// Such a policy grants nothing, but its buckets are full.
+func TestPolicy_OfCapacity0GrantsNothing(t *testing.T) {
+	t.Parallel()
+	onEachDurability(t, func(t *testing.T, db subject, durability policyOption) {
+		db.definePolicy("p", 0, 1, second, durability)
+		runSpending(t, db, []spendStep{
+			{0, acquireStep(1), never(0, 0, 0), 0, ""},
+			{0, acquireStep(0), allowed(0, 0, 0), 0, ""},
+			{0, upTo(5, 1, "i"), never(0, 0, 0), 0, ""},
+			{0, reserve(time.Hour, 1), waits(-us, denied(0, 0, 0, 0)), 0, ""},
+			{0, charge(2, "i"), allowed(-2, 2*second, 0), 0, ""},
+			{second, acquireStep(1), never(-1, second, 0), 0, ""},
+			{second, settle("i", 0), allowed(0, 0, 0), 0, ""},
+			{time.Hour, acquireStep(1), never(0, 0, 0), 0, ""},
+		})
+		require.Equal(t, never(0, 0, 0), db.peekAt(t0, "p", "k", 1))
+		require.Equal(t, allowed(0, 0, 0), db.refundAt(t0, "p", "k", 1))
+		if db, ok := db.(*testDB); ok {
+			r := []wholeRequest{{charges: []model.Charge{{BucketID: charge(0).BucketID, Cost: 1}}}}
+			answers, err := acquirePacked(db.Pool, r, false)
+			require.NoError(t, err)
+			require.Equal(t, never(0, 0, 0), answers[0].Whole.Decision)
+		}
+	})
+}
+
 // Only debt may be as deep as this. The policies are the slowest and the fastest there are.
 func TestSpend_DebtEndsAtAFloor(t *testing.T) {
 	t.Parallel()

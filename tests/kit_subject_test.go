@@ -103,7 +103,7 @@ func (f *testFake) definePolicy(name string, capacity, refill int64, every time.
 		return client.No
 	}
 	require.NoError(f.t, f.DefinePolicy(f.t.Context(), client.Policy{
-		Name: name, Capacity: capacity, Refill: cmp.Or(refill, client.Zero), Every: every, Stepped: choice(p.stepped), Durable: choice(p.durable),
+		Name: name, Capacity: cmp.Or(capacity, client.Zero), Refill: cmp.Or(refill, client.Zero), Every: every, Stepped: choice(p.stepped), Durable: choice(p.durable),
 		Remember: time.Duration(p.remember.Microseconds) * us,
 	}))
 }

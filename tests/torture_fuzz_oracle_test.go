@@ -57,7 +57,7 @@ func (r *round) check(function string, args []argument) error {
 		if p, known := r.model.Policy(name); known { // null keeps what is there
 			capacity, refill, every = cmp.Or(capacity, any(p.Capacity)), cmp.Or(refill, any(p.Refill)), cmp.Or(every, any(span{micros: int64(p.Every)}))
 		}
-		err := cmp.Or(badName("policy", value(0)), badAmount("capacity", capacity, 1), badAmount("refill", refill, 0), badSpan("every", every))
+		err := cmp.Or(badName("policy", value(0)), badAmount("capacity", capacity, 0), badAmount("refill", refill, 0), badSpan("every", every))
 		if err == nil {
 			err = badRate(capacity.(int64), refill.(int64), every.(span))
 		}

@@ -491,7 +491,7 @@ func (r *round) arguments(function string, good func() bool) []argument {
 		for {
 			args := []argument{
 				policy(),
-				choose(func() argument { return bigintArgument(1 + r.Int64N(1<<r.IntN(44))) }, r.anyBigint),
+				choose(func() argument { return bigintArgument(r.Int64N(1 << r.IntN(44))) }, r.anyBigint),
 				choose(refill, r.anyBigint),
 				choose(func() argument { return spanArgument(span{micros: 1 + r.Int64N(1<<r.IntN(55))}) }, r.anySpan),
 				choose(func() argument { return booleanArgument(r.oneIn(2)) }, r.anyBoolean),

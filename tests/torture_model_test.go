@@ -284,7 +284,7 @@ var (
 	definitions = rapid.Custom(func(t *rapid.T) model.Definition {
 		return model.Definition{
 			Numbers: model.Numbers{
-				Capacity: orNil(rapid.Map(tokens, atMost9e12)).Draw(t, "capacity"),
+				Capacity: orNil(refills).Draw(t, "capacity"),
 				Refill:   orNil(refills).Draw(t, "refill"),
 				Every:    orNil(spans).Draw(t, "every"),
 			},

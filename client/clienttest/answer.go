@@ -151,11 +151,13 @@ func (db *database) define(name string, args []any) error {
 	def.Durable, errs[1] = boolean(args[4])
 	def.Shadow, errs[2] = boolean(args[6])
 
-	least := int64(0) // of the refill: null is 0 for a new policy, and not meant
-	if !exists && def.Refill == nil {
-		least = 1
+	least := func(n *int64) int64 { // null is 0 for a new policy, and not meant
+		if !exists && n == nil {
+			return 1
+		}
+		return 0
 	}
-	err := cmp.Or(errs[0], errs[1], errs[2], checkName("policy", name), checkNumbers(def.Numbers, p, 1, least))
+	err := cmp.Or(errs[0], errs[1], errs[2], checkName("policy", name), checkNumbers(def.Numbers, p, least(def.Capacity), least(def.Refill)))
 	if def.Remember != nil {
 		err = cmp.Or(err, checkPositive("remember", int64(*def.Remember)))
 	}

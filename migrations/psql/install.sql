@@ -3274,15 +3274,15 @@ $$;
 comment on function ratelimit.check_span(text, interval) is
   'Raises 22023 unless an interval is fixed in length and between 1 microsecond and 1000 years.';
 
-create or replace function ratelimit.check_numbers(least_capacity bigint, capacity bigint, refill bigint, every interval)
+create or replace function ratelimit.check_numbers(capacity bigint, refill bigint, every interval)
   returns void language plpgsql
 as $$
 declare
   v_missing constant text := 'A new policy needs capacity, refill and every.';
 begin
-  if (capacity between least_capacity and 9000000000000) is not true then
+  if (capacity between 0 and 9000000000000) is not true then
     perform ratelimit.refuse('capacity', capacity::text,
-      case when capacity is null then v_missing else format('Pass %s to 9000000000000 tokens.', least_capacity) end);
+      case when capacity is null then v_missing else 'Pass 0 to 9000000000000 tokens.' end);
   end if;
   if (refill between 0 and 9000000000000) is not true then
     perform ratelimit.refuse('refill', refill::text, case when refill is null then v_missing else 'Pass 0 to 9000000000000 tokens.' end);
@@ -3297,14 +3297,14 @@ begin
   end if;
 end;
 $$;
-comment on function ratelimit.check_numbers(bigint, bigint, bigint, interval) is
+comment on function ratelimit.check_numbers(bigint, bigint, interval) is
   'Raises 22023 for the first number of a policy or an override that is missing or out of range.';
 
 create or replace function ratelimit.check_policy(capacity bigint, refill bigint, every interval, remember interval)
   returns void language plpgsql
 as $$
 begin
-  perform ratelimit.check_numbers(1, capacity, refill, every);
+  perform ratelimit.check_numbers(capacity, refill, every);
   if remember is not null then
     perform ratelimit.check_span('remember', remember);
   end if;
@@ -3653,7 +3653,7 @@ comment on function ratelimit.rate_limit_exceeded(text, bigint, ratelimit.decisi
 -- Creates a policy, or changes the policy of that name. A null argument keeps the policy's value. A new
 -- policy needs capacity, refill and every; stepped is false, durable true, remember 24 hours and shadow false unless given.
 --
--- With refill 0 a bucket fills only when it is told to, by ratelimit_reset or ratelimit_refund. A shadow policy watches:
+-- With capacity 0 every cost above 0 is never. With refill 0 a bucket fills only when it is told to, by ratelimit_reset or ratelimit_refund. A shadow policy watches:
 -- its buckets move as if it were enforced, but an acquire that it would deny is allowed, takes nothing and is marked
 -- shadowed.
 --
@@ -3835,11 +3835,11 @@ declare
 begin
   perform check_name('policy', policy);
   perform check_name('key', v_key);
-  perform check_numbers(0, coalesce(ratelimit_override.capacity, 0), 0, '1 microsecond');
-  perform check_numbers(0, 0, coalesce(ratelimit_override.refill, 0), '1 microsecond');
-  perform check_numbers(0, 0, 0, coalesce(ratelimit_override.every, '1 microsecond'));
+  perform check_numbers(coalesce(ratelimit_override.capacity, 0), 0, '1 microsecond');
+  perform check_numbers(0, coalesce(ratelimit_override.refill, 0), '1 microsecond');
+  perform check_numbers(0, 0, coalesce(ratelimit_override.every, '1 microsecond'));
   if num_nulls(ratelimit_override.capacity, ratelimit_override.refill, ratelimit_override.every) = 0 then
-    perform check_numbers(0, ratelimit_override.capacity, ratelimit_override.refill, ratelimit_override.every);
+    perform check_numbers(ratelimit_override.capacity, ratelimit_override.refill, ratelimit_override.every);
   end if;
   if v_expires_at <= clock() then
     perform refuse('expires_at', v_expires_at::text, 'Pass an instant that lies ahead, or null: the override then stays until it is removed.');
@@ -3852,7 +3852,7 @@ begin
   v_capacity := coalesce(ratelimit_override.capacity, v_policy.capacity);
   v_refill   := coalesce(ratelimit_override.refill, v_policy.refill);
   v_every    := coalesce(ratelimit_override.every, v_policy.every);
-  perform check_numbers(0, v_capacity, v_refill, v_every);
+  perform check_numbers(v_capacity, v_refill, v_every);
 
   update policies as p set overridden = true where p.id = v_policy.id and not p.overridden;
   insert into overrides as o (policy_id, key, capacity, refill, every, stepped, expires_at)

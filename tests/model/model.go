@@ -90,12 +90,12 @@ func (m *Model) Define(name string, def Definition) error {
 	if !changing {
 		p = Policy{Durable: valueOr(def.Durable, true), Remember: day}
 	}
-	if valueOr(def.Durable, p.Durable) != p.Durable || !changing && def.Refill == nil {
+	if valueOr(def.Durable, p.Durable) != p.Durable || !changing && (def.Capacity == nil || def.Refill == nil) {
 		return InvalidArgument
 	}
 	p, err := def.over(p)
-	if err != nil || p.Capacity == 0 {
-		return InvalidArgument
+	if err != nil {
+		return err
 	}
 	p.Stepped = valueOr(def.Stepped, p.Stepped)
 	p.Remember = valueOr(def.Remember, p.Remember)

@@ -196,15 +196,15 @@ $$;
 comment on function ratelimit.check_span(text, interval) is
   'Raises 22023 unless an interval is fixed in length and between 1 microsecond and 1000 years.';
 
-create or replace function ratelimit.check_numbers(least_capacity bigint, capacity bigint, refill bigint, every interval)
+create or replace function ratelimit.check_numbers(capacity bigint, refill bigint, every interval)
   returns void language plpgsql
 as $$
 declare
   v_missing constant text := 'A new policy needs capacity, refill and every.';
 begin
-  if (capacity between least_capacity and 9000000000000) is not true then
+  if (capacity between 0 and 9000000000000) is not true then
     perform ratelimit.refuse('capacity', capacity::text,
-      case when capacity is null then v_missing else format('Pass %s to 9000000000000 tokens.', least_capacity) end);
+      case when capacity is null then v_missing else 'Pass 0 to 9000000000000 tokens.' end);
   end if;
   if (refill between 0 and 9000000000000) is not true then
     perform ratelimit.refuse('refill', refill::text, case when refill is null then v_missing else 'Pass 0 to 9000000000000 tokens.' end);
@@ -219,14 +219,14 @@ begin
   end if;
 end;
 $$;
-comment on function ratelimit.check_numbers(bigint, bigint, bigint, interval) is
+comment on function ratelimit.check_numbers(bigint, bigint, interval) is
   'Raises 22023 for the first number of a policy or an override that is missing or out of range.';
 
 create or replace function ratelimit.check_policy(capacity bigint, refill bigint, every interval, remember interval)
   returns void language plpgsql
 as $$
 begin
-  perform ratelimit.check_numbers(1, capacity, refill, every);
+  perform ratelimit.check_numbers(capacity, refill, every);
   if remember is not null then
     perform ratelimit.check_span('remember', remember);
   end if;

@@ -1,7 +1,7 @@
 -- Creates a policy, or changes the policy of that name. A null argument keeps the policy's value. A new
 -- policy needs capacity, refill and every; stepped is false, durable true, remember 24 hours and shadow false unless given.
 --
--- With refill 0 a bucket fills only when it is told to, by ratelimit_reset or ratelimit_refund. A shadow policy watches:
+-- With capacity 0 every cost above 0 is never. With refill 0 a bucket fills only when it is told to, by ratelimit_reset or ratelimit_refund. A shadow policy watches:
 -- its buckets move as if it were enforced, but an acquire that it would deny is allowed, takes nothing and is marked
 -- shadowed.
 --

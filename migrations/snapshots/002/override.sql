@@ -32,11 +32,11 @@ declare
 begin
   perform check_name('policy', policy);
   perform check_name('key', v_key);
-  perform check_numbers(0, coalesce(ratelimit_override.capacity, 0), 0, '1 microsecond');
-  perform check_numbers(0, 0, coalesce(ratelimit_override.refill, 0), '1 microsecond');
-  perform check_numbers(0, 0, 0, coalesce(ratelimit_override.every, '1 microsecond'));
+  perform check_numbers(coalesce(ratelimit_override.capacity, 0), 0, '1 microsecond');
+  perform check_numbers(0, coalesce(ratelimit_override.refill, 0), '1 microsecond');
+  perform check_numbers(0, 0, coalesce(ratelimit_override.every, '1 microsecond'));
   if num_nulls(ratelimit_override.capacity, ratelimit_override.refill, ratelimit_override.every) = 0 then
-    perform check_numbers(0, ratelimit_override.capacity, ratelimit_override.refill, ratelimit_override.every);
+    perform check_numbers(ratelimit_override.capacity, ratelimit_override.refill, ratelimit_override.every);
   end if;
   if v_expires_at <= clock() then
     perform refuse('expires_at', v_expires_at::text, 'Pass an instant that lies ahead, or null: the override then stays until it is removed.');
@@ -49,7 +49,7 @@ begin
   v_capacity := coalesce(ratelimit_override.capacity, v_policy.capacity);
   v_refill   := coalesce(ratelimit_override.refill, v_policy.refill);
   v_every    := coalesce(ratelimit_override.every, v_policy.every);
-  perform check_numbers(0, v_capacity, v_refill, v_every);
+  perform check_numbers(v_capacity, v_refill, v_every);
 
   update policies as p set overridden = true where p.id = v_policy.id and not p.overridden;
   insert into overrides as o (policy_id, key, capacity, refill, every, stepped, expires_at)

@@ -191,6 +191,7 @@ func bucketOf(b inspect.Bucket) bucket {
 
 func policyOf(p client.Policy) policyRow {
 	row := policyRow{Policy: p, Refills: "never", Remember: interval(p.Remember)}
+	row.Capacity = max(0, p.Capacity) // of client.Zero
 	if p.Refill != client.Zero {
 		row.Refills = number(p.Refill) + " every " + interval(p.Every)
 	}
