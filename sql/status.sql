@@ -2,7 +2,7 @@
 --
 -- A standby cannot read ephemeral buckets. Even a statement that names their table fails there, so it has a statement of its
 -- own. If an ephemeral policy is asked for, it is 0A000: to list no bucket would say that all are full.
-create or replace function ratelimit.emptiest_buckets(in of_policy text, in at_most integer,
+create or replace function ratelimit.emptiest_buckets(in of_policy text, in of_key text, in at_most integer,
     out policy text, out key text, out remaining bigint, out retry_after interval, out reset_after interval, out capacity bigint, out overridden boolean)
   returns setof record
   language plpgsql
@@ -24,7 +24,8 @@ return query
                         from policies as p
                         join {{ . }} as b on b.policy_id = p.id
                         left join overrides as o on p.overridden and o.policy_id = p.id and o.key = b.key and o.expires_at > v_now
-                       where v_name is null or p.name = v_name
+                       where (v_name is null or p.name = v_name)
+                         and (v_key is null or b.key = v_key)
                       offset 0) as u
                order by {{ template "refilled_level" (dict "bucket" "u." "policy" "u.") }} / greatest(u.full_level, 1), u.name, u.key
                limit at_most) as s
@@ -32,6 +33,7 @@ return query
 {{- end }}
 declare
   v_name text collate "C" := of_policy;
+  v_key  text collate "C" := of_key;
   v_now  constant timestamptz := clock();
 begin
   if not pg_is_in_recovery() then
@@ -46,25 +48,25 @@ begin
   end if;
 end;
 $$;
-comment on function ratelimit.emptiest_buckets(text, integer) is
+comment on function ratelimit.emptiest_buckets(text, text, integer) is
   'The buckets that have rows, the emptiest first, at most at_most of them.';
 
 -- Lists the buckets that have rows, the emptiest first: by the share of their capacity that they hold. retry_after is the
 -- time until the bucket holds a token. overridden tells that the key has numbers of its own. Buckets without a row are full.
 --
--- It reads every bucket, of one policy if given. On a standby, it lists those of durable policies; one that is ephemeral
+-- It reads every bucket: of one policy, or of one key, if given. On a standby, it lists those of durable policies; one that is ephemeral
 -- is 0A000 there.
 -- Locks:  nothing.
 -- Writes: nothing.
-create or replace function ratelimit_status(policy text default null, max_rows integer default 100)
+create or replace function ratelimit_status(policy text default null, max_rows integer default 100, key text default null)
   returns table (policy text, key text, remaining bigint, retry_after interval, reset_after interval, capacity bigint, overridden boolean)
   language sql
   stable
   security definer
   set search_path = ratelimit, pg_temp
 as $$
-  select check_listing($1, null, $2);
-  select * from emptiest_buckets($1, $2)
+  select check_listing($1, $3, $2);
+  select * from emptiest_buckets($1, $3, $2)
 $$;
-comment on function ratelimit_status(text, integer) is
-  'List the buckets that have rows, the emptiest first, at most max_rows of them; reads every bucket; on a standby, those of durable policies.';
+comment on function ratelimit_status(text, integer, text) is
+  'List the buckets that have rows, the emptiest first, at most max_rows of them; reads every bucket, or those of one key; on a standby, those of durable policies.';

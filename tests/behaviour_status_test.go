@@ -47,6 +47,9 @@ func TestStatus_EmptiestFirst(t *testing.T) {
 	require.Equal(t, want, column(t, db.DB, statusColumns+"ratelimit_status()"))
 	require.Equal(t, want[:3], column(t, db.DB, statusColumns+"ratelimit_status(max_rows => 3)"))
 	require.Equal(t, want[3:4], column(t, db.DB, statusColumns+"ratelimit_status('stepped')"))
+	require.Equal(t, []string{want[1], want[3]}, column(t, db.DB, statusColumns+"ratelimit_status(key => 'k')"))
+	require.Equal(t, want[6:7], column(t, db.DB, statusColumns+"ratelimit_status('p', 100, 'plan')"))
+	require.Empty(t, column(t, db.DB, statusColumns+"ratelimit_status('p', key => 'k')"))
 
 	// Its numbers are those of peek.
 	rows := column(t, db.DB, "select policy || '|' || key from ratelimit_status()")
@@ -59,7 +62,7 @@ func TestStatus_EmptiestFirst(t *testing.T) {
 	}
 
 	for call, code := range map[string]string{
-		"('none')": "RL001", "('')": "22023", "(repeat('x', 513))": "22023", "(max_rows => 0)": "22023", "(max_rows => null)": "22023", "('p', -1)": "22023",
+		"(key => '')": "22023", "('none', key => 'k')": "RL001", "('none')": "RL001", "('')": "22023", "(repeat('x', 513))": "22023", "(max_rows => 0)": "22023", "(max_rows => null)": "22023", "('p', -1)": "22023",
 	} {
 		_, err := db.Pool.Exec(t.Context(), "select * from ratelimit_status"+call)
 		require.Equal(t, code, sqlState(err), "%s: %v", call, err)

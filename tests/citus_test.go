@@ -332,7 +332,7 @@ select ratelimit_drop_policy(null)
 		{"ratelimit_enforce", "'p'", "'{key}'", "1", "'n5'"}, {"ratelimit_acquire_many", "'{p}'", "'{k}'", "'{1}'", "'{n6}'"},
 		{"ratelimit_acquire_all", "'{p}'", "'{k}'", "'{1}'", "'n7'"}, {"ratelimit_acquire_packed", "'{p}'", "'{k}'", "'{1}'", "'{1}'", "'{n8}'"},
 		{"ratelimit_acquire_all_many", "'{p}'", "'{k}'", "'{1}'", "'{1}'", "'{n9}'"}, {"ratelimit_override", "'p'", "'{key}'", "20", "1", "'1 h'", "'2100-01-01Z'"},
-		{"ratelimit_remove_override", "'p'", "'{key}'"}, {"ratelimit_overrides", "'p'", "'{key}'", "1"}, {"ratelimit_status", "'p'", "1"}, {"ratelimit_cleanup", "1"},
+		{"ratelimit_remove_override", "'p'", "'{key}'"}, {"ratelimit_overrides", "'p'", "'{key}'", "1"}, {"ratelimit_status", "'p'", "1", "'{key}'"}, {"ratelimit_cleanup", "1"},
 	} {
 		for n := range call {
 			args := slices.Clone(call[1:])

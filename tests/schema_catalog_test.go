@@ -66,7 +66,7 @@ func TestCatalog_PublicFunctions(t *testing.T) {
 		"FUNCTION ratelimit_reset(policy text, key text) void",
 		"FUNCTION ratelimit_settle(policy text, key text, idempotency_key text, cost bigint) ratelimit.decision",
 		"FUNCTION ratelimit_shard() TABLE(shard integer, of integer) STABLE",
-		"FUNCTION ratelimit_status(policy text DEFAULT NULL::text, max_rows integer DEFAULT 100) TABLE(policy text, key text, remaining bigint, retry_after interval, reset_after interval, capacity bigint, overridden boolean) STABLE",
+		"FUNCTION ratelimit_status(policy text DEFAULT NULL::text, max_rows integer DEFAULT 100, key text DEFAULT NULL::text) TABLE(policy text, key text, remaining bigint, retry_after interval, reset_after interval, capacity bigint, overridden boolean) STABLE",
 		"FUNCTION ratelimit_version() text IMMUTABLE",
 		"PROCEDURE ratelimit_cleanup_all(IN budget interval DEFAULT '00:00:50'::interval)",
 	}, column(t, db, `

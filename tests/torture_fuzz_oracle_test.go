@@ -134,6 +134,9 @@ func (r *round) check(function string, args []argument) error {
 		if value(0) != nil {
 			err = badName("", value(0))
 		}
+		if value(2) != nil {
+			err = cmp.Or(err, badName("", value(2)))
+		}
 		if rows, ok := value(1).(int64); !ok || rows <= 0 {
 			err = refusal("")
 		}
@@ -375,7 +378,7 @@ func (r *round) answer(function string, args []argument) ([]string, error) {
 	case "ratelimit_doctor":
 		return []string{"t"}, nil
 	case "ratelimit_status":
-		return r.status(value(0), value(1).(int64)), nil
+		return r.status(value(0), value(2), value(1).(int64)), nil
 	case "ratelimit_acquire_many":
 		return r.answerMany(args), nil
 	case "ratelimit_acquire_all":
@@ -594,14 +597,14 @@ func (r *round) overrides(policy, key any, atMost int64) (rows []string) {
 }
 
 // status is that of a policy, or of all, the emptiest bucket first.
-func (r *round) status(policy any, atMost int64) (rows []string) {
+func (r *round) status(policy, key any, atMost int64) (rows []string) {
 	type line struct {
 		share *big.Rat
 		row   string
 	}
 	var lines []line
 	for _, id := range r.buckets() {
-		if policy != nil && policy != id.Policy {
+		if policy != nil && policy != id.Policy || key != nil && key != id.Key {
 			continue
 		}
 		level, p := r.model.Level(r.now, id)

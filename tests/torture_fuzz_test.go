@@ -185,7 +185,7 @@ var fuzzStatements = map[string]string{
 	"ratelimit_acquire": fuzzDecision + "ratelimit_acquire($1, $2, $3, $4)",
 	"ratelimit_enforce": fuzzDecision + "ratelimit_enforce($1, $2, $3, $4)",
 	"ratelimit_status": "select policy, key, remaining, (extract(epoch from retry_after) * 1000000)::bigint, (extract(epoch from reset_after) * 1000000)::bigint, " +
-		"capacity, overridden from ratelimit_status($1, $2)",
+		"capacity, overridden from ratelimit_status($1, $2, $3)",
 	"ratelimit_doctor": "select count(*) >= 0 from ratelimit_doctor()",
 	"ratelimit_acquire_many": strings.Replace(fuzzDecision, "allowed", "request, error_code, error_message, allowed", 1) +
 		"ratelimit_acquire_many($1, $2, $3, $4)",
@@ -510,7 +510,7 @@ func (r *round) arguments(function string, good func() bool) []argument {
 	case "ratelimit_enforce": // mostly of a cost that is denied now and then
 		return []argument{policy(), key(), choose(func() argument { return bigintArgument(r.Int64N(1 << r.IntN(44))) }, r.anyBigint), idempotencyKey()}
 	case "ratelimit_status":
-		return []argument{orNull(policy)(), choose(func() argument { return integerArgument(1 + int32(r.IntN(20))) }, r.anyInteger)}
+		return []argument{orNull(policy)(), choose(func() argument { return integerArgument(1 + int32(r.IntN(20))) }, r.anyInteger), orNull(key)()}
 	case "ratelimit_acquire_many":
 		n := r.IntN(1 << r.IntN(10))
 		return []argument{
