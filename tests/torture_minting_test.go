@@ -65,8 +65,8 @@ func TestMinting_FindsPlantedBugs(t *testing.T) {
 
 // A mint has a database whose clock stands still.
 type mint struct {
-	db    *testDB
-	seeds chan uint64 // to begin with
+	db   *testDB
+	seed atomic.Uint64 // of the next round
 
 	rows, calls, grants, cuts, settlements, refused atomic.Int64
 }
@@ -85,14 +85,12 @@ var minted = map[string]struct {
 
 func newMint(t *testing.T) *mint {
 	t.Helper()
-	f := &mint{db: newDB(t), seeds: make(chan uint64, 1)}
+	f := &mint{db: newDB(t)}
+	f.seed.Store(firstSeed(t))
 	f.db.setClock(t0)
 	f.db.catchDenials()
 	for name, p := range minted {
 		f.db.exec(fmt.Sprintf("select ratelimit_define_policy('%s', %d, %s)", name, p.capacity, p.rest))
-	}
-	if seed, given := testSeed(t); given {
-		f.seeds <- seed
 	}
 	return f
 }
@@ -103,11 +101,7 @@ func (f *mint) rounds() error {
 	var done sync.WaitGroup
 	for i := range errs {
 		done.Go(func() {
-			seed := rand.Uint64()
-			select {
-			case seed = <-f.seeds:
-			default:
-			}
+			seed := f.seed.Add(1) - 1
 			r := &mintRound{
 				mint: f, random: rand.New(rand.NewPCG(seed, 0)), prefix: fmt.Sprint(f.rows.Add(1), " "),
 				inHand: map[model.BucketID]int64{}, of: map[mintedKey]*inHand{},
