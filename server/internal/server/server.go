@@ -260,7 +260,7 @@ func (s *Server) newHTTP() *http.Server {
 		jsonapi.Problem{Title: "a browser sent this for another site", Status: http.StatusForbidden}.Write(w)
 	}))
 	server := &http.Server{
-		Handler:           sameOrigin.Handler(all),
+		Handler:           endAfterChunks(sameOrigin.Handler(all)),
 		ReadHeaderTimeout: arrival,
 		ReadTimeout:       arrival + c.CallTimeout,
 		WriteTimeout:      2 * (arrival + c.CallTimeout),
@@ -272,6 +272,17 @@ func (s *Server) newHTTP() *http.Server {
 		server.TLSConfig = c.TLS.Clone()
 	}
 	return server
+}
+
+// endAfterChunks ends the connection after a request in chunks. Such a request may have had a Content-Length, too, which net/http
+// removes: a proxy that went by it took for the body what would be read here as the next request.
+func endAfterChunks(next http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if len(r.TransferEncoding) > 0 {
+			w.Header().Set("Connection", "close")
+		}
+		next.ServeHTTP(w, r)
+	})
 }
 
 // GRPCAddr is where gRPC listens, or nil.
