@@ -18,6 +18,11 @@ type mutation struct {
 // settleTwice has ratelimit_settle count a settlement that was made already.
 var settleTwice = mutation{`(update idempotency_keys as k set settled = [^;]*?)and k.settled is null`, "$1"}
 
+// pauseBefore has other sessions come to the same place, where they would seldom meet by chance.
+func pauseBefore(pattern string) mutation {
+	return mutation{pattern, "perform pg_sleep(0.002); $0"}
+}
+
 // mutate changes ratelimit_acquire, or another function, and returns the way back.
 func (db *testDB) mutate(m mutation, function ...string) (undo func()) {
 	db.t.Helper()

@@ -112,7 +112,11 @@ func (r wholeRequest) acquireAll(q querier) (whole, error) {
 	if err != nil {
 		return whole{}, err
 	}
-	return *row.whole(), nil
+	w := row.whole()
+	if w == nil {
+		return whole{}, errors.New("no decision")
+	}
+	return *w, nil
 }
 
 // by sends the request through a limiter of the client.

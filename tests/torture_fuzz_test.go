@@ -28,7 +28,7 @@ import (
 //
 // A round depends on its seed alone.
 func TestTorture_Fuzz(t *testing.T) {
-	run := torture(t, 24)
+	run := torture(t, 10)
 	inputs := newTally()
 	var next atomic.Uint64
 	next.Store(firstSeed(t))
@@ -267,7 +267,7 @@ type round struct {
 
 func (f *fuzzer) round(seed uint64) error {
 	random := fuzzed{rand.New(rand.NewPCG(seed, 0))}
-	r := &round{fuzzed: random, model: model.New(), now: t0, fuzzer: f, known: map[string]bool{}, binary: random.oneIn(2), version: f.version}
+	r := &round{fuzzed: random, model: model.New(), now: t0, fuzzer: f, known: map[string]bool{}, binary: seed%2 == 0, version: f.version}
 	for range 4 {
 		r.names = append(r.names, r.name())
 		r.keys = append(r.keys, r.name())
@@ -277,6 +277,14 @@ func (f *fuzzer) round(seed uint64) error {
 		args := r.arguments("ratelimit_define_policy", func() bool { return true })
 		args[0] = textArgument(name)
 		r.add("ratelimit_define_policy", args)
+	}
+
+	for _, name := range r.names[:3] { // denials, but for shadows; too seldom to be left to chance
+		r.add("ratelimit_enforce", []argument{textArgument(name), textArgument(r.keys[0]), bigintArgument(maxTokens), null})
+	}
+	for range 8 { // no number as text, nor with a byte too many
+		bad := argument{text: []byte("x"), binary: make([]byte, 9), unreadable: slices.Concat(unreadable.number, unreadable.binary)}
+		r.add("ratelimit_peek", []argument{textArgument(r.names[0]), textArgument(r.keys[0]), bad})
 	}
 
 	for range 400 {

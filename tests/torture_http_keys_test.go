@@ -16,7 +16,7 @@ import (
 // what the trusted proxies add changes nothing, two users have two keys, no user has the key of an address, and each
 // key is one that the database takes.
 func TestTorture_HTTPKeys(t *testing.T) {
-	run := torture(t, 10)
+	run := torture(t, 5)
 	random := rand.New(rand.NewPCG(testSeed(t), 0))
 
 	users := map[string]string{} // by their keys

@@ -170,7 +170,7 @@ func TestLinearizability_FindsPlantedBugs(t *testing.T) {
 		"a clock that goes back": {"ratelimit.refilled_until": {{`greatest\(refilled_at, now\)`, "now"}}},
 		"a concurrent repeat is charged again": {"ratelimit_acquire": {{
 			`(update buckets as b set level = b.level) \+ v_wanted`, "$1",
-		}}},
+		}, pauseBefore(`insert into idempotency_keys as k`)}},
 		"a denial by the clock before the wait": {"ratelimit_acquire": {{
 			`(?s)v_now := clock\(\);( -- the update may have waited .*? from buckets as b)`, "$1",
 		}}},
@@ -189,12 +189,13 @@ func TestLinearizability_FindsPlantedBugs(t *testing.T) {
 		}}},
 		"buckets are locked in an order of the caller's": {"ratelimit.decide_in_order": {
 			{`dense_rank\(\) over \(order by e.policy, e.key\)`, "dense_rank() over (order by e.policy, md5(e.key || pg_backend_pid()))"},
+			pauseBefore(`perform from buckets as b`),
 			{`array_agg\(b.key order by b.policy, b.key\)`, "array_agg(b.key order by b.policy, md5(b.key || pg_backend_pid()))"},
 		}},
-		"a settlement counts twice": {"ratelimit_settle": {settleTwice, pauseBeforeMark}},
+		"a settlement counts twice": {"ratelimit_settle": {settleTwice, pauseBefore(`update idempotency_keys as k set settled =`)}},
 		"a settlement moves the level without its mark": {"ratelimit_settle": {{
 			`(update idempotency_keys as k set settled = [^;]*;) exit when found;`, "$1 exit;",
-		}, pauseBeforeMark}},
+		}, pauseBefore(`update idempotency_keys as k set settled =`)}},
 		"a settlement above full":         {"ratelimit.moved_level": {{`least\(full_level, (level::numeric \+ change)\)`, "$1"}}},
 		"a settlement that stops at zero": {"ratelimit.moved_level": {{`least\(level, floor_level\)`, "least(level, 0)"}}},
 		"a charge by an unlocked read": {"ratelimit_charge": {{
@@ -202,10 +203,10 @@ func TestLinearizability_FindsPlantedBugs(t *testing.T) {
 		}}},
 		"as many tokens as a stale row had": {"ratelimit_acquire_up_to": {{
 			`(update buckets as b set level = v_level[^;]*?)and b.level = v_seen_level and b.refilled_at = v_seen_at`, "$1",
-		}}},
+		}, pauseBefore(`update buckets as b set level = v_level`)}},
 		"a reservation by a stale row": {"ratelimit_reserve": {{
 			`(update buckets as b set level = v_level[^;]*?)and b.level = v_seen_level and b.refilled_at = v_seen_at`, "$1",
-		}}},
+		}, pauseBefore(`update buckets as b set level = v_level`)}},
 		"clean-up ignores overrides": {"ratelimit.cleanup_batch": {{
 			`and \(o.key is null or [^;]*? = 0\)( as removable from buckets )`, "$1",
 		}}},
@@ -235,9 +236,6 @@ func TestLinearizability_FindsPlantedBugs(t *testing.T) {
 		})
 	}
 }
-
-// pauseBeforeMark has other sessions settle, too, where they would seldom meet by chance.
-var pauseBeforeMark = mutation{`update idempotency_keys as k set settled =`, "perform pg_sleep(0.002); $0"}
 
 // mostly are the calls among which the bugs of a function show soon.
 var mostly = map[string]func(*actor) error{

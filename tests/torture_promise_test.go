@@ -14,7 +14,7 @@ import (
 // denial takes nothing, the same request is allowed exactly then, and one microsecond earlier it is not. What
 // is denied for ever is denied thousands of years later too.
 func TestTorture_WholesKeepTheirPromises(t *testing.T) {
-	run := torture(t, 4)
+	run := torture(t, 2)
 	random := rand.New(rand.NewPCG(testSeed(t), 0))
 	p := newWholePromises(t)
 

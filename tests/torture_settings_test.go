@@ -21,7 +21,7 @@ import (
 // are set at once, as often as it takes to try each value. Then, while there is time, follow one value at a
 // time and random values of all.
 func TestTorture_Settings(t *testing.T) {
-	run := torture(t, 100)
+	run := torture(t, 10)
 	caller := newRole(t)
 	first := newSettingsDB(t, caller)
 	want := first.decisions(first.connect())
