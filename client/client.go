@@ -167,6 +167,31 @@ func (l *limiter) Reset(ctx context.Context, policy, key string) error {
 	})
 }
 
+// ResetAll makes all buckets of a policy full again, as [Limiter.Reset] does with one, in batches that are committed one by one.
+// After an error some buckets are full; it can be sent again.
+//
+// The role needs more than for other calls, as it does for [Limiter.RunCleanup]:
+//
+//	grant execute on procedure ratelimit_reset_all(text) to admin;
+//	grant usage on schema ratelimit to admin;
+//	grant execute on function ratelimit.reset_batch to admin;
+//
+// The Limiter must be on a pool, or on a connection that is in no transaction.
+//
+// Errors: [ErrUnknownPolicy], [ErrInvalidArgument], [ErrLocked].
+func (l *limiter) ResetAll(ctx context.Context, policy string) error {
+	defer l.denials.forgetAll()
+	err := l.query(ctx, call{
+		verb:     "reset all",
+		function: "ratelimit_reset_all($1::text)",
+		args:     []any{policy},
+	})
+	if errors.Is(err, pgx.ErrNoRows) { // a procedure answers no row
+		return nil
+	}
+	return err
+}
+
 // Cleaned counts what clean-up removed.
 type Cleaned struct {
 	Buckets         int64 // full again, or of a dropped policy

@@ -147,11 +147,12 @@ func (e *callError) hint(err *pgconn.PgError) string {
 		return "This database cannot hold a policy, key or idempotency key with these bytes: pass text in UTF-8, or a hash."
 	case err.Code == "42501": // insufficient_privilege
 		name, signature := strings.TrimSuffix(nameOf.FindString(e.function), "("), parameter.ReplaceAllString(e.function, "")
+		batch := map[string]string{"ratelimit_cleanup_all": "cleanup_batch", "ratelimit_reset_all": "reset_batch"}[name]
 		switch {
-		case name == "ratelimit_cleanup_all": // which needs all three, whichever is missing
+		case batch != "": // which needs all three, whichever is missing
 			return "Its owner can run: grant execute on procedure " + signature + " to <role>; " +
 				"grant usage on schema ratelimit to <role>; " +
-				"grant execute on function ratelimit.cleanup_batch to <role>;"
+				"grant execute on function ratelimit." + batch + " to <role>;"
 		case name != "" && strings.Contains(err.Message, name):
 			return "Its owner can run: grant execute on function " + signature + " to <role>;"
 		}

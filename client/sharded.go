@@ -266,6 +266,13 @@ func (s *Sharded) Reset(ctx context.Context, policy, key string) error {
 	return s.tell(ctx, key, func(on *shard) error { return on.Reset(ctx, policy, key) })
 }
 
+// ResetAll is [Limiter.ResetAll] on all shards, at the same time.
+//
+// Errors: those of Limiter.ResetAll, in a [*ShardError] of each shard that failed.
+func (s *Sharded) ResetAll(ctx context.Context, policy string) error {
+	return join(s.onAll(ctx, func(on *shard) error { return on.ResetAll(ctx, policy) }))
+}
+
 // Charge is [Limiter.Charge] on the shard of key.
 //
 // Errors: those of Limiter.Charge, in a [*ShardError].

@@ -8,7 +8,8 @@
 --
 -- The public functions are named ratelimit_* and live in the schema that headed search_path at the
 -- first install. Tables and helpers live in schema ratelimit, where callers have no rights: the
--- public functions are SECURITY DEFINER with a pinned search_path, all but ratelimit_cleanup_all, which commits.
+-- public functions are SECURITY DEFINER with a pinned search_path, all but ratelimit_cleanup_all and
+-- ratelimit_reset_all, which commit.
 --
 -- Durable and ephemeral policies keep their state in twin tables (buckets and ephemeral_buckets,
 -- idempotency_keys and ephemeral_idempotency_keys), because a statement cannot choose its table at run time.

@@ -26,3 +26,63 @@ end;
 $$;
 comment on function ratelimit_reset(text, text) is
   'Make one bucket full again.';
+
+-- One batch of ratelimit_reset_all: the buckets of the next 1000 keys after the one of the batch before it; the first passes
+-- null. more is true if there may be others.
+-- Locks:  the bucket rows, in the order of key, until the caller's transaction ends.
+-- Writes: the buckets.
+create or replace function ratelimit.reset_batch(in policy text, inout after text, out more boolean)
+  language plpgsql
+  volatile
+  security definer
+  set search_path = ratelimit, pg_temp
+  set enable_seqscan = off  -- as in ratelimit_acquire
+as $$
+{{- /* The argument is the name of the table. Each bucket is removed by a statement of its own, which keeps the order. */ -}}
+{{ define "reset_batch" -}}
+v_keys := array(select b.key from {{ . }} as b where b.policy_id = v_policy.id and b.key > v_after order by b.key limit 1000);
+    foreach v_key in array v_keys loop
+      delete from {{ . }} as b where b.policy_id = v_policy.id and b.key = v_key;
+    end loop;
+{{- end }}
+declare
+  v_policy policies := policy_named(policy);
+  v_after  text collate "C" := coalesce(reset_batch.after, '');
+  v_key    text collate "C";
+  v_keys   text[];
+begin
+  if v_policy.durable then
+    {{ template "reset_batch" "buckets" }}
+  else
+    {{ template "reset_batch" "ephemeral_buckets" }}
+  end if;
+  after := v_key;
+  more  := cardinality(v_keys) = 1000;
+end;
+$$;
+comment on function ratelimit.reset_batch(text, text) is
+  'One batch of ratelimit_reset_all, and whether another should follow.';
+
+-- Makes all buckets of a policy full again, in batches, and commits after each. Idempotency keys and overrides stay. A bucket
+-- that is held by another transaction is waited for, as by ratelimit_reset.
+--
+-- It runs with the caller's rights and search_path, as ratelimit_cleanup_all does: a caller other than the owner needs EXECUTE
+-- on this procedure and on ratelimit.reset_batch, and USAGE on schema ratelimit.
+create or replace procedure ratelimit_reset_all(policy text)
+  language plpgsql
+as $$
+declare
+  v_after text;
+  v_more  boolean;
+begin
+  loop
+    select b.after, b.more
+      into v_after, v_more
+      from ratelimit.reset_batch(ratelimit_reset_all.policy, v_after) as b;
+    commit;
+    exit when not v_more;
+  end loop;
+end;
+$$;
+comment on procedure ratelimit_reset_all(text) is
+  'Make all buckets of a policy full again, in short batches, committing between them.';

@@ -609,6 +609,55 @@ func TestCleanupAll_IsRefusedInsideATransaction(t *testing.T) {
 	require.Len(t, db.rows(), 2)
 }
 
+func TestResetAll_FillsTheBucketsOfAPolicyAndNothingElse(t *testing.T) {
+	t.Parallel()
+	eachDurability(t, func(t *testing.T, db *testDB, durability policyOption) {
+		db.setClock(t0)
+		db.definePolicy("p", 10, 1, second, durability)
+		db.definePolicy("q", 10, 1, second, durability)
+		db.exec("select ratelimit_override('p', '7', 20)")
+		first := db.acquire("p", "7", 5, "i")
+		for _, policy := range []string{"p", "q"} {
+			db.exec("select count(*) from ratelimit_acquire_many(array_fill($1::text, array[2500]), array(select n::text from generate_series(1, 2500) as n))", policy)
+		}
+		db.exec("call ratelimit_reset_all('p')")
+		require.Equal(t, []string{"q|2500"}, column(t, db.DB, `
+			select p.name || '|' || count(*) from (table ratelimit.buckets union all table ratelimit.ephemeral_buckets) as b
+			  join ratelimit.policies as p on p.id = b.policy_id group by p.name`))
+		require.Equal(t, replayed(first), db.acquire("p", "7", 5, "i"))
+		require.EqualValues(t, 20, db.left("p", "7"))
+		db.exec("call ratelimit_reset_all(policy => 'p')") // which has none
+		for argument, code := range map[string]string{"'none'": "RL001", "null": "22023", "''": "22023"} {
+			_, err := db.Pool.Exec(t.Context(), "call ratelimit_reset_all("+argument+")")
+			require.Equal(t, code, sqlState(err), argument)
+		}
+		_, err := db.begin().Exec(t.Context(), "call ratelimit_reset_all('p')")
+		require.Equal(t, "2D000", sqlState(err))
+	})
+}
+
+// So acquires wait for a batch, and not for all of them.
+func TestResetAll_CommitsEachBatch(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	db.definePolicy("p", 10, 1, time.Hour)
+	db.exec("select count(*) from ratelimit_acquire_many(array_fill('p'::text, array[1500]), array(select to_char(n, 'FM0000') from generate_series(1, 1500) as n))")
+	holder := db.begin()
+	holder.exec("select ratelimit_acquire('p', '1200')")
+	call := db.session().start(func(q querier) (decision, error) {
+		_, err := q.(*session).Exec(context.Background(), "call ratelimit_reset_all('p')")
+		return decision{}, err
+	})
+	call.awaitBlockedBy(holder)
+	require.Nil(t, db.bucket("p", "1000"))
+	require.NotNil(t, db.bucket("p", "1001"), "not committed")
+	db.hasty().acquire("p", "1000", 1)
+	holder.exec("commit")
+	_, err := call.result()
+	require.NoError(t, err)
+	require.EqualValues(t, 1, db.number("select count(*) from ratelimit.buckets"), "what was taken from after its turn")
+}
+
 // orphans counts rows whose policy was dropped.
 func (db *testDB) orphans() (n int64) {
 	db.t.Helper()

@@ -182,6 +182,7 @@ func TestTransaction_NoSettingOfTheSessionChanges(t *testing.T) {
 		"select public.ratelimit_version()",
 		"select public.ratelimit_cleanup()",
 		"call public.ratelimit_cleanup_all()",
+		"call public.ratelimit_reset_all('p')",
 		"select public.ratelimit_drop_policy('e')",
 	} {
 		_, err := s.Exec(context.Background(), call)

@@ -685,6 +685,9 @@ func TestDocs_Grants(t *testing.T) {
 			require.NoError(t, err)
 			requireDashboard(t, pool)
 		},
+		"reset all buckets of a policy": func(t *testing.T, pool *pgxpool.Pool) {
+			require.NoError(t, client.New(pool).ResetAll(ctx, "p"))
+		},
 		"clean up one batch": func(t *testing.T, pool *pgxpool.Pool) {
 			_, err := client.New(pool).Cleanup(ctx)
 			require.NoError(t, err)
@@ -710,7 +713,7 @@ func TestDocs_Grants(t *testing.T) {
 			var granted []string
 			for _, grant := range regexp.MustCompile("`([^`]*);`").FindAllStringSubmatch(row[2], -1) {
 				db.exec(strings.ReplaceAll(grant[1], " to app", " to "+role))
-				granted = append(granted, regexp.MustCompile(`\b(ratelimit_\w+|cleanup_batch)`).FindAllString(grant[1], -1)...)
+				granted = append(granted, regexp.MustCompile(`\b(ratelimit_\w+|cleanup_batch|reset_batch)`).FindAllString(grant[1], -1)...)
 			}
 			use(t, pool)
 

@@ -69,6 +69,7 @@ func TestCatalog_PublicFunctions(t *testing.T) {
 		"FUNCTION ratelimit_status(policy text DEFAULT NULL::text, max_rows integer DEFAULT 100, key text DEFAULT NULL::text) TABLE(policy text, key text, remaining bigint, retry_after interval, reset_after interval, capacity bigint, overridden boolean) STABLE",
 		"FUNCTION ratelimit_version() text IMMUTABLE",
 		"PROCEDURE ratelimit_cleanup_all(IN budget interval DEFAULT '00:00:50'::interval)",
+		"PROCEDURE ratelimit_reset_all(IN policy text)",
 	}, column(t, db, `
 		select format('%s %s(%s)', case prokind when 'p' then 'PROCEDURE' else 'FUNCTION' end, proname, pg_get_function_arguments(p.oid))
 		       || coalesce(' ' || pg_get_function_result(p.oid), '')
@@ -85,11 +86,12 @@ func TestCatalog_PublicFunctions(t *testing.T) {
 func TestCatalog_SecurityDefinerWithPinnedPath(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)
-	// ratelimit_cleanup_all commits, which SECURITY DEFINER and SET forbid.
-	require.Equal(t, []string{"ratelimit_cleanup_all"}, column(t, db, `
+	// They commit, which SECURITY DEFINER and SET forbid.
+	require.Equal(t, []string{"ratelimit_cleanup_all", "ratelimit_reset_all"}, column(t, db, `
 		select proname::text from `+packageFunctions+` as p
 		 where not private
-		   and not (prosecdef and 'search_path=ratelimit, pg_temp' = any (proconfig))`))
+		   and not (prosecdef and 'search_path=ratelimit, pg_temp' = any (proconfig))
+		 order by 1`))
 	require.Empty(t, column(t, db, `
 		select proname::text from `+packageFunctions+` as p
 		 where private

@@ -167,7 +167,26 @@ func TestPrivileges_AdministrationIsASeparateGrant(t *testing.T) {
 	requireRefused(t, db, administrator, functions...)
 }
 
-// ratelimit_cleanup_all is the one routine that is not SECURITY DEFINER, because it commits.
+// It commits, and so is not SECURITY DEFINER, as ratelimit_cleanup_all is not.
+func TestPrivileges_ResetAll(t *testing.T) {
+	t.Parallel()
+	administrator := newRole(t)
+	db := newDB(t)
+	db.definePolicy("p", 10, 10, time.Hour)
+	db.acquire("p", "k", 3, "i")
+	conn := connectAs(t, db.DB, administrator)
+	for _, grant := range []string{
+		"execute on procedure ratelimit_reset_all", "usage on schema ratelimit", "execute on function ratelimit.reset_batch",
+	} {
+		_, err := conn.Exec(t.Context(), "call ratelimit_reset_all('p')")
+		require.Equal(t, "42501", sqlState(err), "not without %s: %v", grant, err)
+		db.exec("grant " + grant + " to " + administrator)
+	}
+	execute(t, conn, "call ratelimit_reset_all('p')")
+	require.Nil(t, db.bucket("p", "k"))
+}
+
+// ratelimit_cleanup_all is not SECURITY DEFINER, because it commits.
 func TestPrivileges_CleanupAll(t *testing.T) {
 	t.Parallel()
 	ctx := context.Background()

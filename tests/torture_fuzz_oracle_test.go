@@ -178,6 +178,8 @@ func (r *round) check(function string, args []argument) error {
 			}
 		}
 		return r.checkSpending(value(0), value(1), value(4), nil, err)
+	case "ratelimit_reset_all":
+		return cmp.Or(badName("policy", value(0)), r.unknown(value(0)))
 	case "ratelimit_reset":
 		return cmp.Or(badName("policy", value(0)), badName("key", value(1)), r.unknown(value(0)))
 	case "ratelimit_cleanup":
@@ -431,6 +433,8 @@ func (r *round) answer(function string, args []argument) ([]string, error) {
 	case "ratelimit_acquire_up_to":
 		d, taken, err := r.model.AcquireUpTo(r.now, bucket(), value(2).(int64), value(3).(int64), text(4))
 		return []string{fmt.Sprintf("%s|%d", inColumns(d), taken)}, err
+	case "ratelimit_reset_all":
+		return nil, r.model.ResetAll(text(0))
 	case "ratelimit_reset":
 		return nothing, r.model.Reset(bucket())
 	case "ratelimit_cleanup":

@@ -203,6 +203,7 @@ var fuzzStatements = map[string]string{
 	"ratelimit_reserve":        strings.Replace(fuzzDecision, "retry_after", "wait", 1) + "ratelimit_reserve($1, $2, $3, $4, $5)",
 	"ratelimit_acquire_up_to":  strings.Replace(fuzzDecision, "shadowed", "shadowed, taken", 1) + "ratelimit_acquire_up_to($1, $2, $3, $4, $5)",
 	"ratelimit_reset":          "select from ratelimit_reset($1, $2)",
+	"ratelimit_reset_all":      "call ratelimit_reset_all($1)",
 	"ratelimit_cleanup":        "select buckets_deleted >= 0, idempotency_keys_deleted >= 0 from ratelimit_cleanup($1)",
 	"ratelimit_cleanup_all":    "call ratelimit_cleanup_all($1)",
 	"ratelimit_version":        "select ratelimit_version()",
@@ -433,7 +434,7 @@ func (r *round) literal(a argument) string {
 var (
 	refusing = []string{
 		"ratelimit_acquire", "ratelimit_acquire", "ratelimit_acquire", "ratelimit_enforce", "ratelimit_status", "ratelimit_acquire_many", "ratelimit_acquire_many",
-		"ratelimit_peek", "ratelimit_peek", "ratelimit_refund", "ratelimit_refund", "ratelimit_reset",
+		"ratelimit_peek", "ratelimit_peek", "ratelimit_refund", "ratelimit_refund", "ratelimit_reset", "ratelimit_reset_all",
 		"ratelimit_acquire_all", "ratelimit_acquire_all", "ratelimit_acquire_all_many", "ratelimit_acquire_packed", "ratelimit_acquire_packed",
 		"ratelimit_override", "ratelimit_override", "ratelimit_remove_override", "ratelimit_overrides",
 		"ratelimit_charge", "ratelimit_charge", "ratelimit_settle", "ratelimit_settle", "ratelimit_reserve", "ratelimit_reserve",
@@ -511,7 +512,7 @@ func (r *round) arguments(function string, good func() bool) []argument {
 				return args
 			}
 		}
-	case "ratelimit_drop_policy":
+	case "ratelimit_drop_policy", "ratelimit_reset_all":
 		return []argument{policy()}
 	case "ratelimit_acquire":
 		return []argument{policy(), key(), cost(), idempotencyKey()}

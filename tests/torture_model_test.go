@@ -399,11 +399,16 @@ func (m *modelRun) defineAs(t *rapid.T, name string, def model.Definition) {
 // changeOrRemove makes calls that would leave little to compare if they were frequent.
 func (m *modelRun) changeOrRemove(t *rapid.T) {
 	id := m.buckets.Draw(t, "bucket")
-	switch rapid.SampledFrom([]string{"define", "define again", "reset", "drop"}).Draw(t, "what") {
+	switch rapid.SampledFrom([]string{"define", "define again", "reset", "reset all", "drop"}).Draw(t, "what") {
 	case "define", "define again":
 		m.define(t, id.Policy)
 	case "reset":
 		m.sameError(t, m.model.Reset(id), m.call("ratelimit_reset($1, $2)", id.Policy, id.Key))
+	case "reset all":
+		if len(m.saved) == 0 { // it commits
+			_, err := m.session.Exec(context.Background(), "call ratelimit_reset_all($1)", id.Policy)
+			m.sameError(t, m.model.ResetAll(id.Policy), err)
+		}
 	case "drop":
 		m.sameError(t, m.model.Drop(id.Policy), m.call("ratelimit_drop_policy($1)", id.Policy))
 		if !seldom.Draw(t, "leave it") {

@@ -92,6 +92,11 @@ func (db *database) answer(sql string, args []any) ([]any, error) {
 			err = db.model.Reset(bucket())
 		}
 		return []any{1}, err
+	case "ratelimit_reset_all":
+		if err = db.checkPolicy(text(0)); err == nil {
+			err = cmp.Or(db.model.ResetAll(text(0)), pgx.ErrNoRows)
+		}
+		return nil, err
 	case "ratelimit_define_policy":
 		return []any{1}, db.define(text(0), args[1:])
 	case "ratelimit_drop_policy":

@@ -2584,7 +2584,7 @@ begin
                                           'grantee', case a.grantee when 0 then 'public' else a.grantee::regrole::text end))
         from aclexplode(v_proc.proacl) as a
        where a.grantee <> v_proc.proowner), '[]');
-    execute format('drop function %s', v_proc.signature);
+    execute format('drop routine %s', v_proc.signature);
   end loop;
   perform set_config('ratelimit.grants', v_grants::text, true);
   perform set_config('ratelimit.home', v_home, true);
@@ -2793,7 +2793,8 @@ $private$;
 --
 -- The public functions are named ratelimit_* and live in the schema that headed search_path at the
 -- first install. Tables and helpers live in schema ratelimit, where callers have no rights: the
--- public functions are SECURITY DEFINER with a pinned search_path, all but ratelimit_cleanup_all, which commits.
+-- public functions are SECURITY DEFINER with a pinned search_path, all but ratelimit_cleanup_all and
+-- ratelimit_reset_all, which commit.
 --
 -- Durable and ephemeral policies keep their state in twin tables (buckets and ephemeral_buckets,
 -- idempotency_keys and ephemeral_idempotency_keys), because a statement cannot choose its table at run time.
@@ -4562,6 +4563,65 @@ end;
 $$;
 comment on function ratelimit_reset(text, text) is
   'Make one bucket full again.';
+
+-- One batch of ratelimit_reset_all: the buckets of the next 1000 keys after the one of the batch before it; the first passes
+-- null. more is true if there may be others.
+-- Locks:  the bucket rows, in the order of key, until the caller's transaction ends.
+-- Writes: the buckets.
+create or replace function ratelimit.reset_batch(in policy text, inout after text, out more boolean)
+  language plpgsql
+  volatile
+  security definer
+  set search_path = ratelimit, pg_temp
+  set enable_seqscan = off  -- as in ratelimit_acquire
+as $$
+declare
+  v_policy policies := policy_named(policy);
+  v_after  text collate "C" := coalesce(reset_batch.after, '');
+  v_key    text collate "C";
+  v_keys   text[];
+begin
+  if v_policy.durable then
+    v_keys := array(select b.key from buckets as b where b.policy_id = v_policy.id and b.key > v_after order by b.key limit 1000);
+    foreach v_key in array v_keys loop
+      delete from buckets as b where b.policy_id = v_policy.id and b.key = v_key;
+    end loop;
+  else
+    v_keys := array(select b.key from ephemeral_buckets as b where b.policy_id = v_policy.id and b.key > v_after order by b.key limit 1000);
+    foreach v_key in array v_keys loop
+      delete from ephemeral_buckets as b where b.policy_id = v_policy.id and b.key = v_key;
+    end loop;
+  end if;
+  after := v_key;
+  more  := cardinality(v_keys) = 1000;
+end;
+$$;
+comment on function ratelimit.reset_batch(text, text) is
+  'One batch of ratelimit_reset_all, and whether another should follow.';
+
+-- Makes all buckets of a policy full again, in batches, and commits after each. Idempotency keys and overrides stay. A bucket
+-- that is held by another transaction is waited for, as by ratelimit_reset.
+--
+-- It runs with the caller's rights and search_path, as ratelimit_cleanup_all does: a caller other than the owner needs EXECUTE
+-- on this procedure and on ratelimit.reset_batch, and USAGE on schema ratelimit.
+create or replace procedure ratelimit_reset_all(policy text)
+  language plpgsql
+as $$
+declare
+  v_after text;
+  v_more  boolean;
+begin
+  loop
+    select b.after, b.more
+      into v_after, v_more
+      from ratelimit.reset_batch(ratelimit_reset_all.policy, v_after) as b;
+    commit;
+    exit when not v_more;
+  end loop;
+end;
+$$;
+comment on procedure ratelimit_reset_all(text) is
+  'Make all buckets of a policy full again, in short batches, committing between them.';
 
 
 -- Spend now, know later; wait in line.

@@ -125,14 +125,14 @@ begin
                          'ratelimit_acquire_packed', 'ratelimit_acquire_all', 'ratelimit_acquire_all_many', 'ratelimit_override',
                          'ratelimit_remove_override', 'ratelimit_overrides', 'ratelimit_charge', 'ratelimit_settle',
                          'ratelimit_reserve', 'ratelimit_acquire_up_to', 'ratelimit_enforce', 'ratelimit_guard', 'ratelimit_pre_request',
-                         'ratelimit_status', 'ratelimit_doctor', 'ratelimit_shard', 'ratelimit_define_shard')
+                         'ratelimit_status', 'ratelimit_doctor', 'ratelimit_shard', 'ratelimit_define_shard', 'ratelimit_reset_all')
   loop
     v_grants := v_grants || coalesce((
       select jsonb_agg(jsonb_build_object('name', v_proc.proname, 'grantable', a.is_grantable,
                                           'grantee', case a.grantee when 0 then 'public' else a.grantee::regrole::text end))
         from aclexplode(v_proc.proacl) as a
        where a.grantee <> v_proc.proowner), '[]');
-    execute format('drop function %s', v_proc.signature);
+    execute format('drop routine %s', v_proc.signature);
   end loop;
   perform set_config('ratelimit.grants', v_grants::text, true);
   perform set_config('ratelimit.home', v_home, true);
@@ -152,7 +152,8 @@ drop function ratelimit.grant_of, ratelimit.answer_of, ratelimit.shadow_of, rate
               ratelimit.lock_buckets, ratelimit.take, ratelimit.take_any, ratelimit.decide_in_order, ratelimit.acquire_batch,
               ratelimit.check_sizes, ratelimit.check_numbers, ratelimit.check_max_rows, ratelimit.check_listing,
               ratelimit.acquire, ratelimit.peek, ratelimit.http_fields, ratelimit.refuse_http, ratelimit.rate_limit_exceeded,
-              ratelimit.check_guard, ratelimit.limit_request, ratelimit.emptiest_buckets;
+              ratelimit.check_guard, ratelimit.limit_request, ratelimit.emptiest_buckets,
+              ratelimit.reset_batch;
 drop type ratelimit.decision, ratelimit.reservation, ratelimit.partial_decision, ratelimit.packed, ratelimit.charged, ratelimit.part, ratelimit.asked;
 alter type ratelimit.retired_decision rename to decision;
 

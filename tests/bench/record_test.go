@@ -19,7 +19,7 @@ func TestMain(m *testing.M) { pgtest.Main(m) }
 var rarely = []string{
 	"ratelimit_cleanup", "ratelimit_cleanup_all", "ratelimit_define_policy", "ratelimit_define_shard", "ratelimit_doctor",
 	"ratelimit_drop_policy", "ratelimit_override", "ratelimit_overrides", "ratelimit_policies", "ratelimit_remove_override",
-	"ratelimit_shard", "ratelimit_status", "ratelimit_version",
+	"ratelimit_reset_all", "ratelimit_shard", "ratelimit_status", "ratelimit_version",
 }
 
 // recordServer is where make puts the PostgreSQL of the record.

@@ -170,6 +170,19 @@ func (m *Model) Reset(id BucketID) error {
 	return nil
 }
 
+// ResetAll makes all buckets of a policy full.
+func (m *Model) ResetAll(policy string) error {
+	if _, ok := m.policies[policy]; !ok {
+		return UnknownPolicy
+	}
+	for id, s := range m.states {
+		if id.Policy == policy {
+			m.states[id] = s.Reset()
+		}
+	}
+	return nil
+}
+
 // CleanUpMargin is how long clean-up leaves what is due: it judges rows as of that long ago.
 const CleanUpMargin = 5 * time.Minute
 
