@@ -125,7 +125,7 @@ func TestFake_RefillsNothing(t *testing.T) {
 	require.NoError(t, err)
 	require.EqualValues(t, client.Zero, policies[1].Refill, "which a field left open keeps")
 	require.ErrorIs(t, fake.DefinePolicy(t.Context(), client.Policy{Name: "new", Capacity: 1, Every: time.Second}), client.ErrInvalidArgument)
-	require.ErrorIs(t, fake.DefinePolicy(t.Context(), client.Policy{Name: "new", Capacity: client.Zero, Refill: 1, Every: 1e9}), client.ErrInvalidArgument)
+	require.ErrorIs(t, fake.DefinePolicy(t.Context(), client.Policy{Name: "new", Refill: 1, Every: 1e9}), client.ErrInvalidArgument)
 }
 
 func TestFake_Shadow(t *testing.T) {
