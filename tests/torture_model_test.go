@@ -355,6 +355,7 @@ func (m *modelRun) meetAll(t *rapid.T, calls modelCalls, x, y string) {
 	ask("k", of("d", x, 5))
 	spend("settle", "k", of("d", x, 1), 0, 0) // gives back
 	spend("settle", "k", of("d", x, 1), 0, 0)
+	ask("k", of("d", x, 5)) // RL004
 	ask("l", of("d", x, 1))
 	spend("settle", "l", of("d", x, 50), 0, 0)       // into debt
 	spend("settle", "no grant", of("d", x, 1), 0, 0) // RL003
