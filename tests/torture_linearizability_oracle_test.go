@@ -6,6 +6,7 @@ import (
 	"maps"
 	"math"
 	"slices"
+	"sort"
 	"strings"
 	"time"
 
@@ -349,16 +350,22 @@ func (h history) check() (violation string, decided bool) {
 	if verdict == porcupine.Ok {
 		return "", true
 	}
-	illegal := verdict == porcupine.Illegal
-	for n := 1; n <= len(h); n++ { // the first answers that have none
-		switch verdict = linearize(h.upTo(n)); {
-		case verdict == porcupine.Illegal:
-			return h.explain(n), true
-		case verdict == porcupine.Unknown && !illegal:
-			return "", false
-		}
+	// Answers that have no order have none with more answers either.
+	fewest := len(h) + 1
+	if verdict == porcupine.Illegal {
+		fewest = len(h)
 	}
-	return h.explain(len(h)), illegal
+	sort.Search(len(h)-1, func(i int) bool { // of answers before the last: the first i+1
+		verdict := linearize(h.upTo(i + 1))
+		if verdict == porcupine.Illegal {
+			fewest = min(fewest, i+1)
+		}
+		return verdict != porcupine.Ok
+	})
+	if fewest > len(h) {
+		return "", false
+	}
+	return h.explain(fewest), true
 }
 
 // explain shows how far the operations up to the first n answers can be put in order.
