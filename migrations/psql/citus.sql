@@ -1322,8 +1322,8 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          perform check_repeated_cost(v_first, v_cost);
-          if v_first.settled is not null then
+          if v_first.cost <> v_cost or v_first.settled is not null then
+            perform check_repeated_cost(v_first, v_cost);
             perform already_settled(v_first);
           end if;
           if v_first.ready_at > v_now then
@@ -1400,8 +1400,8 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          perform check_repeated_cost(v_first, v_cost);
-          if v_first.settled is not null then
+          if v_first.cost <> v_cost or v_first.settled is not null then
+            perform check_repeated_cost(v_first, v_cost);
             perform already_settled(v_first);
           end if;
           if v_first.ready_at > v_now then
@@ -1469,8 +1469,8 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          perform check_repeated_cost(v_first, v_cost);
-          if v_first.settled is not null then
+          if v_first.cost <> v_cost or v_first.settled is not null then
+            perform check_repeated_cost(v_first, v_cost);
             perform already_settled(v_first);
           end if;
           if v_first.ready_at > v_now then
@@ -1489,8 +1489,8 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          perform check_repeated_cost(v_first, v_cost);
-          if v_first.settled is not null then
+          if v_first.cost <> v_cost or v_first.settled is not null then
+            perform check_repeated_cost(v_first, v_cost);
             perform already_settled(v_first);
           end if;
           if v_first.ready_at > v_now then
@@ -1567,8 +1567,8 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          perform check_repeated_cost(v_first, v_cost);
-          if v_first.settled is not null then
+          if v_first.cost <> v_cost or v_first.settled is not null then
+            perform check_repeated_cost(v_first, v_cost);
             perform already_settled(v_first);
           end if;
           if v_first.ready_at > v_now then
@@ -1636,8 +1636,8 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          perform check_repeated_cost(v_first, v_cost);
-          if v_first.settled is not null then
+          if v_first.cost <> v_cost or v_first.settled is not null then
+            perform check_repeated_cost(v_first, v_cost);
             perform already_settled(v_first);
           end if;
           if v_first.ready_at > v_now then
@@ -2661,8 +2661,8 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          perform check_repeated_cost(v_first, v_cost);
-          if v_first.settled is not null then
+          if v_first.cost <> v_cost or v_first.settled is not null then
+            perform check_repeated_cost(v_first, v_cost);
             perform already_settled(v_first);
           end if;
           return reserved_before(v_first, v_now, v_policy.shadow);
@@ -2740,8 +2740,8 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          perform check_repeated_cost(v_first, v_cost);
-          if v_first.settled is not null then
+          if v_first.cost <> v_cost or v_first.settled is not null then
+            perform check_repeated_cost(v_first, v_cost);
             perform already_settled(v_first);
           end if;
           return reserved_before(v_first, v_now, v_policy.shadow);
@@ -2820,8 +2820,8 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          perform check_repeated_cost(v_first, v_cost);
-          if v_first.settled is not null then
+          if v_first.cost <> v_cost or v_first.settled is not null then
+            perform check_repeated_cost(v_first, v_cost);
             perform already_settled(v_first);
           end if;
           return reserved_before(v_first, v_now, v_policy.shadow);
@@ -2842,8 +2842,8 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          perform check_repeated_cost(v_first, v_cost);
-          if v_first.settled is not null then
+          if v_first.cost <> v_cost or v_first.settled is not null then
+            perform check_repeated_cost(v_first, v_cost);
             perform already_settled(v_first);
           end if;
           return reserved_before(v_first, v_now, v_policy.shadow);
@@ -2921,8 +2921,8 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          perform check_repeated_cost(v_first, v_cost);
-          if v_first.settled is not null then
+          if v_first.cost <> v_cost or v_first.settled is not null then
+            perform check_repeated_cost(v_first, v_cost);
             perform already_settled(v_first);
           end if;
           return reserved_before(v_first, v_now, v_policy.shadow);
@@ -3001,8 +3001,8 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          perform check_repeated_cost(v_first, v_cost);
-          if v_first.settled is not null then
+          if v_first.cost <> v_cost or v_first.settled is not null then
+            perform check_repeated_cost(v_first, v_cost);
             perform already_settled(v_first);
           end if;
           return reserved_before(v_first, v_now, v_policy.shadow);
@@ -3128,8 +3128,8 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          perform check_repeated_range(v_first, v_cost, v_at_most);
-          if v_first.settled is not null then
+          if v_first.cost not between v_cost and v_at_most or v_first.settled is not null then
+            perform check_repeated_range(v_first, v_cost, v_at_most);
             perform already_settled(v_first);
           end if;
           v_answer := replay_at(v_first, v_now, v_policy.shadow);
@@ -3205,8 +3205,8 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          perform check_repeated_range(v_first, v_cost, v_at_most);
-          if v_first.settled is not null then
+          if v_first.cost not between v_cost and v_at_most or v_first.settled is not null then
+            perform check_repeated_range(v_first, v_cost, v_at_most);
             perform already_settled(v_first);
           end if;
           v_answer := replay_at(v_first, v_now, v_policy.shadow);
@@ -3289,8 +3289,8 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          perform check_repeated_range(v_first, v_cost, v_at_most);
-          if v_first.settled is not null then
+          if v_first.cost not between v_cost and v_at_most or v_first.settled is not null then
+            perform check_repeated_range(v_first, v_cost, v_at_most);
             perform already_settled(v_first);
           end if;
           v_answer := replay_at(v_first, v_now, v_policy.shadow);
@@ -3308,8 +3308,8 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          perform check_repeated_range(v_first, v_cost, v_at_most);
-          if v_first.settled is not null then
+          if v_first.cost not between v_cost and v_at_most or v_first.settled is not null then
+            perform check_repeated_range(v_first, v_cost, v_at_most);
             perform already_settled(v_first);
           end if;
           v_answer := replay_at(v_first, v_now, v_policy.shadow);
@@ -3385,8 +3385,8 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          perform check_repeated_range(v_first, v_cost, v_at_most);
-          if v_first.settled is not null then
+          if v_first.cost not between v_cost and v_at_most or v_first.settled is not null then
+            perform check_repeated_range(v_first, v_cost, v_at_most);
             perform already_settled(v_first);
           end if;
           v_answer := replay_at(v_first, v_now, v_policy.shadow);
@@ -3469,8 +3469,8 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          perform check_repeated_range(v_first, v_cost, v_at_most);
-          if v_first.settled is not null then
+          if v_first.cost not between v_cost and v_at_most or v_first.settled is not null then
+            perform check_repeated_range(v_first, v_cost, v_at_most);
             perform already_settled(v_first);
           end if;
           v_answer := replay_at(v_first, v_now, v_policy.shadow);

@@ -4047,8 +4047,8 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          perform check_repeated_cost(v_first, v_cost);
-          if v_first.settled is not null then
+          if v_first.cost <> v_cost or v_first.settled is not null then
+            perform check_repeated_cost(v_first, v_cost);
             perform already_settled(v_first);
           end if;
           if v_first.ready_at > v_now then
@@ -4125,8 +4125,8 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          perform check_repeated_cost(v_first, v_cost);
-          if v_first.settled is not null then
+          if v_first.cost <> v_cost or v_first.settled is not null then
+            perform check_repeated_cost(v_first, v_cost);
             perform already_settled(v_first);
           end if;
           if v_first.ready_at > v_now then
@@ -4194,8 +4194,8 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          perform check_repeated_cost(v_first, v_cost);
-          if v_first.settled is not null then
+          if v_first.cost <> v_cost or v_first.settled is not null then
+            perform check_repeated_cost(v_first, v_cost);
             perform already_settled(v_first);
           end if;
           if v_first.ready_at > v_now then
@@ -4214,8 +4214,8 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          perform check_repeated_cost(v_first, v_cost);
-          if v_first.settled is not null then
+          if v_first.cost <> v_cost or v_first.settled is not null then
+            perform check_repeated_cost(v_first, v_cost);
             perform already_settled(v_first);
           end if;
           if v_first.ready_at > v_now then
@@ -4292,8 +4292,8 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          perform check_repeated_cost(v_first, v_cost);
-          if v_first.settled is not null then
+          if v_first.cost <> v_cost or v_first.settled is not null then
+            perform check_repeated_cost(v_first, v_cost);
             perform already_settled(v_first);
           end if;
           if v_first.ready_at > v_now then
@@ -4361,8 +4361,8 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          perform check_repeated_cost(v_first, v_cost);
-          if v_first.settled is not null then
+          if v_first.cost <> v_cost or v_first.settled is not null then
+            perform check_repeated_cost(v_first, v_cost);
             perform already_settled(v_first);
           end if;
           if v_first.ready_at > v_now then
@@ -5247,8 +5247,8 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          perform check_repeated_cost(v_first, v_cost);
-          if v_first.settled is not null then
+          if v_first.cost <> v_cost or v_first.settled is not null then
+            perform check_repeated_cost(v_first, v_cost);
             perform already_settled(v_first);
           end if;
           return reserved_before(v_first, v_now, v_policy.shadow);
@@ -5326,8 +5326,8 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          perform check_repeated_cost(v_first, v_cost);
-          if v_first.settled is not null then
+          if v_first.cost <> v_cost or v_first.settled is not null then
+            perform check_repeated_cost(v_first, v_cost);
             perform already_settled(v_first);
           end if;
           return reserved_before(v_first, v_now, v_policy.shadow);
@@ -5406,8 +5406,8 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          perform check_repeated_cost(v_first, v_cost);
-          if v_first.settled is not null then
+          if v_first.cost <> v_cost or v_first.settled is not null then
+            perform check_repeated_cost(v_first, v_cost);
             perform already_settled(v_first);
           end if;
           return reserved_before(v_first, v_now, v_policy.shadow);
@@ -5428,8 +5428,8 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          perform check_repeated_cost(v_first, v_cost);
-          if v_first.settled is not null then
+          if v_first.cost <> v_cost or v_first.settled is not null then
+            perform check_repeated_cost(v_first, v_cost);
             perform already_settled(v_first);
           end if;
           return reserved_before(v_first, v_now, v_policy.shadow);
@@ -5507,8 +5507,8 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          perform check_repeated_cost(v_first, v_cost);
-          if v_first.settled is not null then
+          if v_first.cost <> v_cost or v_first.settled is not null then
+            perform check_repeated_cost(v_first, v_cost);
             perform already_settled(v_first);
           end if;
           return reserved_before(v_first, v_now, v_policy.shadow);
@@ -5587,8 +5587,8 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          perform check_repeated_cost(v_first, v_cost);
-          if v_first.settled is not null then
+          if v_first.cost <> v_cost or v_first.settled is not null then
+            perform check_repeated_cost(v_first, v_cost);
             perform already_settled(v_first);
           end if;
           return reserved_before(v_first, v_now, v_policy.shadow);
@@ -5688,8 +5688,8 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          perform check_repeated_range(v_first, v_cost, v_at_most);
-          if v_first.settled is not null then
+          if v_first.cost not between v_cost and v_at_most or v_first.settled is not null then
+            perform check_repeated_range(v_first, v_cost, v_at_most);
             perform already_settled(v_first);
           end if;
           v_answer := replay_at(v_first, v_now, v_policy.shadow);
@@ -5765,8 +5765,8 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          perform check_repeated_range(v_first, v_cost, v_at_most);
-          if v_first.settled is not null then
+          if v_first.cost not between v_cost and v_at_most or v_first.settled is not null then
+            perform check_repeated_range(v_first, v_cost, v_at_most);
             perform already_settled(v_first);
           end if;
           v_answer := replay_at(v_first, v_now, v_policy.shadow);
@@ -5849,8 +5849,8 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          perform check_repeated_range(v_first, v_cost, v_at_most);
-          if v_first.settled is not null then
+          if v_first.cost not between v_cost and v_at_most or v_first.settled is not null then
+            perform check_repeated_range(v_first, v_cost, v_at_most);
             perform already_settled(v_first);
           end if;
           v_answer := replay_at(v_first, v_now, v_policy.shadow);
@@ -5868,8 +5868,8 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          perform check_repeated_range(v_first, v_cost, v_at_most);
-          if v_first.settled is not null then
+          if v_first.cost not between v_cost and v_at_most or v_first.settled is not null then
+            perform check_repeated_range(v_first, v_cost, v_at_most);
             perform already_settled(v_first);
           end if;
           v_answer := replay_at(v_first, v_now, v_policy.shadow);
@@ -5945,8 +5945,8 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          perform check_repeated_range(v_first, v_cost, v_at_most);
-          if v_first.settled is not null then
+          if v_first.cost not between v_cost and v_at_most or v_first.settled is not null then
+            perform check_repeated_range(v_first, v_cost, v_at_most);
             perform already_settled(v_first);
           end if;
           v_answer := replay_at(v_first, v_now, v_policy.shadow);
@@ -6029,8 +6029,8 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          perform check_repeated_range(v_first, v_cost, v_at_most);
-          if v_first.settled is not null then
+          if v_first.cost not between v_cost and v_at_most or v_first.settled is not null then
+            perform check_repeated_range(v_first, v_cost, v_at_most);
             perform already_settled(v_first);
           end if;
           v_answer := replay_at(v_first, v_now, v_policy.shadow);
@@ -7869,8 +7869,8 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          perform check_repeated_cost(v_first, v_cost);
-          if v_first.settled is not null then
+          if v_first.cost <> v_cost or v_first.settled is not null then
+            perform check_repeated_cost(v_first, v_cost);
             perform already_settled(v_first);
           end if;
           if v_first.ready_at > v_now then
@@ -7947,8 +7947,8 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          perform check_repeated_cost(v_first, v_cost);
-          if v_first.settled is not null then
+          if v_first.cost <> v_cost or v_first.settled is not null then
+            perform check_repeated_cost(v_first, v_cost);
             perform already_settled(v_first);
           end if;
           if v_first.ready_at > v_now then
@@ -8016,8 +8016,8 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          perform check_repeated_cost(v_first, v_cost);
-          if v_first.settled is not null then
+          if v_first.cost <> v_cost or v_first.settled is not null then
+            perform check_repeated_cost(v_first, v_cost);
             perform already_settled(v_first);
           end if;
           if v_first.ready_at > v_now then
@@ -8036,8 +8036,8 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          perform check_repeated_cost(v_first, v_cost);
-          if v_first.settled is not null then
+          if v_first.cost <> v_cost or v_first.settled is not null then
+            perform check_repeated_cost(v_first, v_cost);
             perform already_settled(v_first);
           end if;
           if v_first.ready_at > v_now then
@@ -8114,8 +8114,8 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          perform check_repeated_cost(v_first, v_cost);
-          if v_first.settled is not null then
+          if v_first.cost <> v_cost or v_first.settled is not null then
+            perform check_repeated_cost(v_first, v_cost);
             perform already_settled(v_first);
           end if;
           if v_first.ready_at > v_now then
@@ -8183,8 +8183,8 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          perform check_repeated_cost(v_first, v_cost);
-          if v_first.settled is not null then
+          if v_first.cost <> v_cost or v_first.settled is not null then
+            perform check_repeated_cost(v_first, v_cost);
             perform already_settled(v_first);
           end if;
           if v_first.ready_at > v_now then

@@ -106,29 +106,26 @@ v_answer := answer_of(v_level, v_retry_us, v_reset_us, v_policy.capacity);
 {{- end }}
 {{- end -}}
 
-{{- /* Returns the replay if the idempotency key is live. Once the grant is settled, there is none. */ -}}
-{{ define "unsettled" }}
-          if v_first.settled is not null then
+{{- /* Raises RL002 or RL004 for what is no repeat of a live grant. A repeat pays for no call. */ -}}
+{{ define "check_repeat" -}}
+if v_first.cost {{ if eq .kind "up_to" }}not between v_cost and v_at_most{{ else }}<> v_cost{{ end }} or v_first.settled is not null then
+            perform {{ if eq .kind "up_to" }}check_repeated_range(v_first, v_cost, v_at_most){{ else }}check_repeated_cost(v_first, v_cost){{ end }};
             perform already_settled(v_first);
           end if;
 {{- end -}}
+{{- /* Returns the replay if the idempotency key is live. */ -}}
 {{ define "replay" -}}
 {{ template "include/find_key.sql" . }}
         if v_first.expires_at > v_now then
+          {{ template "check_repeat" . }}
           {{- if eq .kind "acquire" }}
-          perform check_repeated_cost(v_first, v_cost);
-          {{- template "unsettled" }}
           if v_first.ready_at > v_now then
             return replay_at(v_first, v_now, v_policy.shadow);
           end if;
           return replay_of(v_first);
           {{- else if eq .kind "reserve" }}
-          perform check_repeated_cost(v_first, v_cost);
-          {{- template "unsettled" }}
           return reserved_before(v_first, v_now, v_policy.shadow);
           {{- else }}
-          perform check_repeated_range(v_first, v_cost, v_at_most);
-          {{- template "unsettled" }}
           v_answer := replay_at(v_first, v_now, v_policy.shadow);
           return partial_of(v_answer, case when v_policy.shadow then v_at_most else v_first.cost end);
           {{- end }}
