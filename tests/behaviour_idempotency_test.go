@@ -292,7 +292,7 @@ type removal struct {
 // The places of the durable twin that mutations change.
 const (
 	readKey   = `select k\.\* into v_first from idempotency_keys as k [^;]*;`
-	replay    = ` then if v_first\.cost <> v_cost [^;]*; perform already_settled\([^;]*; end if; if v_first\.ready_at > v_now then return [^;]*; end if; return replay_of\(v_first\); end if;`
+	replay    = ` then if \(v_first\)\.cost <> v_cost [^;]*; perform already_settled\([^;]*; end if; if v_first\.ready_at > v_now then return [^;]*; end if; return replay_of\(v_first\); end if;`
 	findKey   = readKey + ` if v_first\.expires_at > v_now` + replay
 	firstLook = findKey + ` end if; loop`
 	afterLook = `if v_wanted > 0 then update buckets`

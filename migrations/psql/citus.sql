@@ -1322,7 +1322,7 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          if v_first.cost <> v_cost or v_first.settled is not null then
+          if (v_first).cost <> v_cost or (v_first).settled is not null then
             perform check_repeated_cost(v_first, v_cost);
             perform already_settled(v_first);
           end if;
@@ -1400,7 +1400,7 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          if v_first.cost <> v_cost or v_first.settled is not null then
+          if (v_first).cost <> v_cost or (v_first).settled is not null then
             perform check_repeated_cost(v_first, v_cost);
             perform already_settled(v_first);
           end if;
@@ -1469,7 +1469,7 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          if v_first.cost <> v_cost or v_first.settled is not null then
+          if (v_first).cost <> v_cost or (v_first).settled is not null then
             perform check_repeated_cost(v_first, v_cost);
             perform already_settled(v_first);
           end if;
@@ -1489,7 +1489,7 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          if v_first.cost <> v_cost or v_first.settled is not null then
+          if (v_first).cost <> v_cost or (v_first).settled is not null then
             perform check_repeated_cost(v_first, v_cost);
             perform already_settled(v_first);
           end if;
@@ -1567,7 +1567,7 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          if v_first.cost <> v_cost or v_first.settled is not null then
+          if (v_first).cost <> v_cost or (v_first).settled is not null then
             perform check_repeated_cost(v_first, v_cost);
             perform already_settled(v_first);
           end if;
@@ -1636,7 +1636,7 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          if v_first.cost <> v_cost or v_first.settled is not null then
+          if (v_first).cost <> v_cost or (v_first).settled is not null then
             perform check_repeated_cost(v_first, v_cost);
             perform already_settled(v_first);
           end if;
@@ -2661,7 +2661,7 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          if v_first.cost <> v_cost or v_first.settled is not null then
+          if (v_first).cost <> v_cost or (v_first).settled is not null then
             perform check_repeated_cost(v_first, v_cost);
             perform already_settled(v_first);
           end if;
@@ -2740,7 +2740,7 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          if v_first.cost <> v_cost or v_first.settled is not null then
+          if (v_first).cost <> v_cost or (v_first).settled is not null then
             perform check_repeated_cost(v_first, v_cost);
             perform already_settled(v_first);
           end if;
@@ -2820,7 +2820,7 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          if v_first.cost <> v_cost or v_first.settled is not null then
+          if (v_first).cost <> v_cost or (v_first).settled is not null then
             perform check_repeated_cost(v_first, v_cost);
             perform already_settled(v_first);
           end if;
@@ -2842,7 +2842,7 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          if v_first.cost <> v_cost or v_first.settled is not null then
+          if (v_first).cost <> v_cost or (v_first).settled is not null then
             perform check_repeated_cost(v_first, v_cost);
             perform already_settled(v_first);
           end if;
@@ -2921,7 +2921,7 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          if v_first.cost <> v_cost or v_first.settled is not null then
+          if (v_first).cost <> v_cost or (v_first).settled is not null then
             perform check_repeated_cost(v_first, v_cost);
             perform already_settled(v_first);
           end if;
@@ -3001,7 +3001,7 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          if v_first.cost <> v_cost or v_first.settled is not null then
+          if (v_first).cost <> v_cost or (v_first).settled is not null then
             perform check_repeated_cost(v_first, v_cost);
             perform already_settled(v_first);
           end if;
@@ -3128,7 +3128,7 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          if v_first.cost not between v_cost and v_at_most or v_first.settled is not null then
+          if (v_first).cost not between v_cost and v_at_most or (v_first).settled is not null then
             perform check_repeated_range(v_first, v_cost, v_at_most);
             perform already_settled(v_first);
           end if;
@@ -3205,7 +3205,7 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          if v_first.cost not between v_cost and v_at_most or v_first.settled is not null then
+          if (v_first).cost not between v_cost and v_at_most or (v_first).settled is not null then
             perform check_repeated_range(v_first, v_cost, v_at_most);
             perform already_settled(v_first);
           end if;
@@ -3289,7 +3289,7 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          if v_first.cost not between v_cost and v_at_most or v_first.settled is not null then
+          if (v_first).cost not between v_cost and v_at_most or (v_first).settled is not null then
             perform check_repeated_range(v_first, v_cost, v_at_most);
             perform already_settled(v_first);
           end if;
@@ -3308,7 +3308,7 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          if v_first.cost not between v_cost and v_at_most or v_first.settled is not null then
+          if (v_first).cost not between v_cost and v_at_most or (v_first).settled is not null then
             perform check_repeated_range(v_first, v_cost, v_at_most);
             perform already_settled(v_first);
           end if;
@@ -3385,7 +3385,7 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          if v_first.cost not between v_cost and v_at_most or v_first.settled is not null then
+          if (v_first).cost not between v_cost and v_at_most or (v_first).settled is not null then
             perform check_repeated_range(v_first, v_cost, v_at_most);
             perform already_settled(v_first);
           end if;
@@ -3469,7 +3469,7 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          if v_first.cost not between v_cost and v_at_most or v_first.settled is not null then
+          if (v_first).cost not between v_cost and v_at_most or (v_first).settled is not null then
             perform check_repeated_range(v_first, v_cost, v_at_most);
             perform already_settled(v_first);
           end if;

@@ -4047,7 +4047,7 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          if v_first.cost <> v_cost or v_first.settled is not null then
+          if (v_first).cost <> v_cost or (v_first).settled is not null then
             perform check_repeated_cost(v_first, v_cost);
             perform already_settled(v_first);
           end if;
@@ -4125,7 +4125,7 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          if v_first.cost <> v_cost or v_first.settled is not null then
+          if (v_first).cost <> v_cost or (v_first).settled is not null then
             perform check_repeated_cost(v_first, v_cost);
             perform already_settled(v_first);
           end if;
@@ -4194,7 +4194,7 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          if v_first.cost <> v_cost or v_first.settled is not null then
+          if (v_first).cost <> v_cost or (v_first).settled is not null then
             perform check_repeated_cost(v_first, v_cost);
             perform already_settled(v_first);
           end if;
@@ -4214,7 +4214,7 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          if v_first.cost <> v_cost or v_first.settled is not null then
+          if (v_first).cost <> v_cost or (v_first).settled is not null then
             perform check_repeated_cost(v_first, v_cost);
             perform already_settled(v_first);
           end if;
@@ -4292,7 +4292,7 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          if v_first.cost <> v_cost or v_first.settled is not null then
+          if (v_first).cost <> v_cost or (v_first).settled is not null then
             perform check_repeated_cost(v_first, v_cost);
             perform already_settled(v_first);
           end if;
@@ -4361,7 +4361,7 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          if v_first.cost <> v_cost or v_first.settled is not null then
+          if (v_first).cost <> v_cost or (v_first).settled is not null then
             perform check_repeated_cost(v_first, v_cost);
             perform already_settled(v_first);
           end if;
@@ -5247,7 +5247,7 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          if v_first.cost <> v_cost or v_first.settled is not null then
+          if (v_first).cost <> v_cost or (v_first).settled is not null then
             perform check_repeated_cost(v_first, v_cost);
             perform already_settled(v_first);
           end if;
@@ -5326,7 +5326,7 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          if v_first.cost <> v_cost or v_first.settled is not null then
+          if (v_first).cost <> v_cost or (v_first).settled is not null then
             perform check_repeated_cost(v_first, v_cost);
             perform already_settled(v_first);
           end if;
@@ -5406,7 +5406,7 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          if v_first.cost <> v_cost or v_first.settled is not null then
+          if (v_first).cost <> v_cost or (v_first).settled is not null then
             perform check_repeated_cost(v_first, v_cost);
             perform already_settled(v_first);
           end if;
@@ -5428,7 +5428,7 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          if v_first.cost <> v_cost or v_first.settled is not null then
+          if (v_first).cost <> v_cost or (v_first).settled is not null then
             perform check_repeated_cost(v_first, v_cost);
             perform already_settled(v_first);
           end if;
@@ -5507,7 +5507,7 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          if v_first.cost <> v_cost or v_first.settled is not null then
+          if (v_first).cost <> v_cost or (v_first).settled is not null then
             perform check_repeated_cost(v_first, v_cost);
             perform already_settled(v_first);
           end if;
@@ -5587,7 +5587,7 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          if v_first.cost <> v_cost or v_first.settled is not null then
+          if (v_first).cost <> v_cost or (v_first).settled is not null then
             perform check_repeated_cost(v_first, v_cost);
             perform already_settled(v_first);
           end if;
@@ -5688,7 +5688,7 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          if v_first.cost not between v_cost and v_at_most or v_first.settled is not null then
+          if (v_first).cost not between v_cost and v_at_most or (v_first).settled is not null then
             perform check_repeated_range(v_first, v_cost, v_at_most);
             perform already_settled(v_first);
           end if;
@@ -5765,7 +5765,7 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          if v_first.cost not between v_cost and v_at_most or v_first.settled is not null then
+          if (v_first).cost not between v_cost and v_at_most or (v_first).settled is not null then
             perform check_repeated_range(v_first, v_cost, v_at_most);
             perform already_settled(v_first);
           end if;
@@ -5849,7 +5849,7 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          if v_first.cost not between v_cost and v_at_most or v_first.settled is not null then
+          if (v_first).cost not between v_cost and v_at_most or (v_first).settled is not null then
             perform check_repeated_range(v_first, v_cost, v_at_most);
             perform already_settled(v_first);
           end if;
@@ -5868,7 +5868,7 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          if v_first.cost not between v_cost and v_at_most or v_first.settled is not null then
+          if (v_first).cost not between v_cost and v_at_most or (v_first).settled is not null then
             perform check_repeated_range(v_first, v_cost, v_at_most);
             perform already_settled(v_first);
           end if;
@@ -5945,7 +5945,7 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          if v_first.cost not between v_cost and v_at_most or v_first.settled is not null then
+          if (v_first).cost not between v_cost and v_at_most or (v_first).settled is not null then
             perform check_repeated_range(v_first, v_cost, v_at_most);
             perform already_settled(v_first);
           end if;
@@ -6029,7 +6029,7 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          if v_first.cost not between v_cost and v_at_most or v_first.settled is not null then
+          if (v_first).cost not between v_cost and v_at_most or (v_first).settled is not null then
             perform check_repeated_range(v_first, v_cost, v_at_most);
             perform already_settled(v_first);
           end if;
@@ -7869,7 +7869,7 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          if v_first.cost <> v_cost or v_first.settled is not null then
+          if (v_first).cost <> v_cost or (v_first).settled is not null then
             perform check_repeated_cost(v_first, v_cost);
             perform already_settled(v_first);
           end if;
@@ -7947,7 +7947,7 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          if v_first.cost <> v_cost or v_first.settled is not null then
+          if (v_first).cost <> v_cost or (v_first).settled is not null then
             perform check_repeated_cost(v_first, v_cost);
             perform already_settled(v_first);
           end if;
@@ -8016,7 +8016,7 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          if v_first.cost <> v_cost or v_first.settled is not null then
+          if (v_first).cost <> v_cost or (v_first).settled is not null then
             perform check_repeated_cost(v_first, v_cost);
             perform already_settled(v_first);
           end if;
@@ -8036,7 +8036,7 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          if v_first.cost <> v_cost or v_first.settled is not null then
+          if (v_first).cost <> v_cost or (v_first).settled is not null then
             perform check_repeated_cost(v_first, v_cost);
             perform already_settled(v_first);
           end if;
@@ -8114,7 +8114,7 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          if v_first.cost <> v_cost or v_first.settled is not null then
+          if (v_first).cost <> v_cost or (v_first).settled is not null then
             perform check_repeated_cost(v_first, v_cost);
             perform already_settled(v_first);
           end if;
@@ -8183,7 +8183,7 @@ begin
            and k.key             = v_key
            and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          if v_first.cost <> v_cost or v_first.settled is not null then
+          if (v_first).cost <> v_cost or (v_first).settled is not null then
             perform check_repeated_cost(v_first, v_cost);
             perform already_settled(v_first);
           end if;

@@ -106,9 +106,10 @@ v_answer := answer_of(v_level, v_retry_us, v_reset_us, v_policy.capacity);
 {{- end }}
 {{- end -}}
 
-{{- /* Raises RL002 or RL004 for what is no repeat of a live grant. A repeat pays for no call. */ -}}
+{{- /* Raises RL002 or RL004 for what is no repeat of a live grant. A repeat pays for no call. Without parentheses each field would
+       be one more variable of the function: one made ratelimit_enforce dearer by 2 %. */ -}}
 {{ define "check_repeat" -}}
-if v_first.cost {{ if eq .kind "up_to" }}not between v_cost and v_at_most{{ else }}<> v_cost{{ end }} or v_first.settled is not null then
+if (v_first).cost {{ if eq .kind "up_to" }}not between v_cost and v_at_most{{ else }}<> v_cost{{ end }} or (v_first).settled is not null then
             perform {{ if eq .kind "up_to" }}check_repeated_range(v_first, v_cost, v_at_most){{ else }}check_repeated_cost(v_first, v_cost){{ end }};
             perform already_settled(v_first);
           end if;
