@@ -68,7 +68,7 @@ func (db *database) spend(function string, now time.Time, id model.BucketID, arg
 
 // refused is the server's error for what the model refuses because of an idempotency key.
 func refused(err error, idempotencyKey string) error {
-	message, fact := "", ""
+	var message, fact string
 	switch {
 	case errors.Is(err, model.IdempotencyMismatch):
 		message, fact = "idempotency key used before with another cost", "comes back with another cost"

@@ -91,7 +91,7 @@ func TestCommand_DryRunOfSeveralDatabases(t *testing.T) {
 	differs, same := pgtest.New(t), pgtest.New(t)
 	apply(t, same.Pool, file)
 	for _, order := range [][]*pgtest.DB{{differs, same}, {same, differs}} {
-		command := policyfile.Command(func(ctx context.Context) ([]policyfile.Target, error) {
+		command := policyfile.Command(func(context.Context) ([]policyfile.Target, error) {
 			return []policyfile.Target{{Conn: order[0].Connect(t), Name: "shard 0"}, {Conn: order[1].Connect(t), Name: "shard 1"}}, nil
 		})
 		command.SetArgs([]string{"-", "--dry-run"})

@@ -1,6 +1,7 @@
 package model
 
 import (
+	"errors"
 	"math"
 	"math/big"
 	"slices"
@@ -47,7 +48,7 @@ func (m *Model) AcquireAll(now time.Time, charges []Charge, idempotencyKey strin
 	var refused error
 	for id, p := range rules {
 		answer, err := m.states[id].Ask(p, now, sums[id], idempotencyKey)
-		if refused != IdempotencyMismatch && err != nil { // which comes first
+		if err != nil && !errors.Is(refused, IdempotencyMismatch) { // which comes first
 			refused = err
 		}
 		answers[id] = answer

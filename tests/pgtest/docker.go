@@ -137,7 +137,7 @@ var engineWithImages = sync.OnceValues(func() (client.APIClient, error) {
 		images = append(images, string(from[1]))
 	}
 	if config := testcontainers.ReadConfig(); !config.RyukDisabled && config.Config.HubImageNamePrefix == "" {
-		images = append(images, testcontainers.ReaperDefaultImage)
+		images = append(images, testcontainers.ReaperDefaultImage) //nolint:staticcheck // deprecated, and the only name there is
 	}
 	for _, image := range images {
 		err := fetch(engine, image)
