@@ -92,9 +92,16 @@ func (h *leaseHistory) audit() error {
 	return nil
 }
 
+// A patientPool has every call answered: of one that is given up after a second, the server may have charged what nobody gets.
+type patientPool struct{ *pgxpool.Pool }
+
+func (p patientPool) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
+	return p.Pool.QueryRow(context.WithoutCancel(ctx), sql, args...)
+}
+
 // A recordingPool is the pool of a Leaser, and writes a history.
 type recordingPool struct {
-	*pgxpool.Pool
+	patientPool
 	leaser  string
 	history *leaseHistory
 	bug     leaseBug
@@ -118,10 +125,10 @@ func (p *recordingPool) QueryRow(ctx context.Context, sql string, args ...any) p
 	case strings.Contains(sql, "ratelimit_refund("):
 		p.history.add(leaseEvent{p.leaser, args[1].(string), "give back", args[2].(int64)})
 		if p.bug == givesBackTwice {
-			_ = p.Pool.QueryRow(ctx, sql, args...).Scan(make([]any, 7)...)
+			_ = p.patientPool.QueryRow(ctx, sql, args...).Scan(make([]any, 7)...)
 		}
 	}
-	return p.Pool.QueryRow(ctx, sql, args...)
+	return p.patientPool.QueryRow(ctx, sql, args...)
 }
 
 type chargeRow struct {
@@ -153,7 +160,7 @@ func (r *chargeRow) Scan(dest ...any) error {
 		})
 		return err
 	}
-	err := call(p.Pool)
+	err := call(p.patientPool)
 	if err == nil {
 		write(*taken)
 		if p.bug == grantsOneMore {
@@ -202,7 +209,7 @@ func (p leaserProcess) be() error {
 	if p.Leases {
 		opts = append(opts, client.Lease{Policy: p.Policy, Idle: p.Idle})
 	}
-	leaser := client.NewLeaser(pool, opts...)
+	leaser := client.NewLeaser(patientPool{pool}, opts...)
 	defer leaser.Close()
 	asking, stop := context.WithCancel(ctx)
 	var callers sync.WaitGroup

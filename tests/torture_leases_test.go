@@ -149,7 +149,7 @@ func (r *leaseRound) run(t *testing.T) error {
 		config.ConnConfig.RuntimeParams["application_name"] = fmt.Sprint("leaser ", n)
 		plain, err := pgxpool.NewWithConfig(t.Context(), config)
 		require.NoError(t, err)
-		pool := &recordingPool{Pool: plain, leaser: fmt.Sprint("leaser ", n), history: &r.history, bug: r.bug, over: make(chan struct{})}
+		pool := &recordingPool{patientPool: patientPool{plain}, leaser: fmt.Sprint("leaser ", n), history: &r.history, bug: r.bug, over: make(chan struct{})}
 		leaser := client.NewLeaser(pool, client.Lease{Policy: "api", Idle: 50 * time.Millisecond})
 		closing[n] = leaser.Close
 		ends[n] = sync.OnceFunc(func() {

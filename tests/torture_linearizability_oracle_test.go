@@ -316,18 +316,20 @@ func (h history) upTo(n int) (ops []porcupine.Operation) {
 	return ops
 }
 
-// mostSteps of the model are tried to find an order. No clock decides whether a history is decided.
-const mostSteps = 10_000
+// mostSteps of the model are tried to find an order, and as many states. No clock decides whether a history is decided.
+const mostSteps = 6_000
 
 // bounded is the model for as many steps: nothing is possible after them.
 func bounded() (rules porcupine.Model, exhausted func() bool) {
 	steps := 0
 	limited := bucketModel
 	limited.Step = func(state, input, output any) []any {
-		if steps++; steps > mostSteps {
+		if steps > mostSteps {
 			return nil
 		}
-		return bucketModel.Step(state, input, output)
+		next := bucketModel.Step(state, input, output)
+		steps += 1 + len(next)
+		return next
 	}
 	return limited.ToModel(), func() bool { return steps > mostSteps }
 }

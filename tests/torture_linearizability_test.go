@@ -166,7 +166,7 @@ func TestLinearizability_FindsPlantedBugs(t *testing.T) {
 		}}},
 		"a batch that decides by an unlocked read": {"ratelimit.decide_in_order": {{
 			`(from buckets as b where [^;]* limit 1 )for update`, "$1",
-		}}},
+		}, pauseBefore(`update buckets as b set level = u.level`)}},
 		"a clock that goes back": {"ratelimit.refilled_until": {{`greatest\(refilled_at, now\)`, "now"}}},
 		"a concurrent repeat is charged again": {"ratelimit_acquire": {{
 			`(update buckets as b set level = b.level) \+ v_wanted`, "$1",
