@@ -211,7 +211,7 @@ func (op *operation) leadsTo(r rules, now time.Time, s model.State, answer *answ
 			left = append(left, s.Touch(p, now))
 		}
 	case shares:
-		if answer.is(model.IdempotencyMismatch) && len(op.whole.policies) > 1 { // with another bucket, perhaps
+		if (answer.is(model.IdempotencyMismatch) || answer.is(model.Settled)) && len(op.whole.policies) > 1 { // with another bucket, perhaps
 			return left
 		}
 		d, err = s.Ask(p, now, op.cost, op.idempotencyKey)
