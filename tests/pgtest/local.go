@@ -102,14 +102,21 @@ func (c *cluster) initialize(ctx context.Context, cron bool, settings []string) 
 	return c.Start(ctx)
 }
 
+// isTest is true in a test binary, which starts many servers: Main sets it.
+var isTest bool
+
 // pristine has the clusters of this process that initdb made and nobody has started, by their binaries.
 var pristine = struct {
 	sync.Mutex
 	of map[string]*cluster
 }{of: map[string]*cluster{}}
 
-// populate makes the data directory: the first time by initdb, then by a copy, which takes a tenth of the time in memory.
+// populate makes the data directory: the first time by initdb, then by a copy, which takes a tenth of the time in memory. A program
+// that starts one server has no use for a second directory.
 func (c *cluster) populate(ctx context.Context) error {
+	if !isTest {
+		return c.initdb(ctx)
+	}
 	pristine.Lock()
 	defer pristine.Unlock()
 	first := pristine.of[c.bin]
@@ -118,14 +125,17 @@ func (c *cluster) populate(ctx context.Context) error {
 		if first, err = newCluster(c.bin, tempDir); err != nil {
 			return err
 		}
-		err = first.run(ctx, c.program("initdb"), "--pgdata", first.data(), "--username", "postgres", "--auth", "trust",
-			"--encoding", "UTF8", "--locale", "C", "--no-sync", "--no-instructions")
-		if err != nil {
+		if err := first.initdb(ctx); err != nil {
 			return errors.Join(err, first.Close())
 		}
 		pristine.of[c.bin] = first
 	}
 	return c.run(ctx, "cp", "-R", first.data(), c.data())
+}
+
+func (c *cluster) initdb(ctx context.Context) error {
+	return c.run(ctx, c.program("initdb"), "--pgdata", c.data(), "--username", "postgres", "--auth", "trust",
+		"--encoding", "UTF8", "--locale", "C", "--no-sync", "--no-instructions")
 }
 
 // configure appends to the configuration file: the last of several lines for one setting counts.

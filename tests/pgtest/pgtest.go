@@ -46,6 +46,7 @@ func Main(m interface{ Run() int }) {
 		os.Exit(130)
 	}()
 
+	isTest = true
 	if os.Getenv("RATELIMIT_TEST_DIR") == "" {
 		tempDir = inMemory(tempDir)
 	}
