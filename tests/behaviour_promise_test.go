@@ -11,17 +11,17 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// Of 100,000 random denials, half of them stepped, each is kept to the microsecond: after exactly
+// Each of many random denials, half of them stepped, is kept to the microsecond: after exactly
 // retry_after the same acquire is allowed and one microsecond earlier it is not; after exactly
 // reset_after the whole capacity is there and one microsecond earlier it is not.
-func TestPromise_RetryAfterAndResetAfterAreExact(t *testing.T) {
-	t.Parallel()
-	const each = 50_000
+func TestTorture_PromisesAreExact(t *testing.T) {
+	const each = 4_000
+	run := torture(t, 0)
 	random := rand.New(rand.NewPCG(testSeed(t), 0))
 	p := newPromises(t)
 
 	kept := map[bool]int{} // denials, by whether they were stepped
-	for kept[false] < each || kept[true] < each {
+	for kept[false] < each || kept[true] < each || run.goesOn() {
 		cases := randomPromises(random, maxSpan)
 		for i, verdict := range p.check(cases) {
 			switch verdict {
