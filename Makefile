@@ -153,27 +153,15 @@ lint: build ## Check formatting, go vet, golangci-lint and generated code; plpgs
 proto: ## Write server/gen anew, from server/proto
 	cd server && rm -rf gen && go run $(BUF) generate proto
 
-.PHONY: snapshot
-snapshot: ## Freeze sql/ as a new migration, once the newest one has been released
-	go tool tern code snapshot --migrations migrations sql
-	$(MAKE) psql
-
 .PHONY: release-schema
-release-schema: ## Record the newest migration and its snapshot as released: they never change from then on
-	@cd migrations; newest=$$(ls [0-9]*.sql | tail -1); number=$${newest%%_*}; \
+release-schema: ## Freeze the newest migration, and sql/ as its snapshot: they never change from then on
+	@cd migrations; newest=$$(ls [0-9]*.sql | tail -1); snapshot=snapshots/$${newest%%_*}; \
 	! grep -q " $$newest$$" released.sha256 || { echo "$$newest is released already." >&2; exit 1; }; \
-	{ echo "$$newest"; find "snapshots/$$number" -type f 2>/dev/null | LC_ALL=C sort; } | xargs sha256sum >> released.sha256
-
-.PHONY: snapshot-renew
-snapshot-renew: ## Freeze sql/ again in the newest migration, while that is unreleased
-	@newest=$$(ls migrations/snapshots | tail -1); \
-	if grep -q " snapshots/$$newest/" migrations/released.sha256; then \
-	  echo "Snapshot $$newest is released and never changes: make snapshot begins the next migration." >&2; exit 1; fi; \
-	rm -r "migrations/snapshots/$$newest"; cp -r sql "migrations/snapshots/$$newest"
-	$(MAKE) psql
+	if [ -L "$$snapshot" ]; then rm "$$snapshot"; cp -r ../sql "$$snapshot"; rm "$$snapshot"/*.go; fi; \
+	{ echo "$$newest"; find "$$snapshot" -type f 2>/dev/null | LC_ALL=C sort; } | xargs sha256sum >> released.sha256
 
 .PHONY: psql
-psql: ## Write migrations/psql anew, from the migrations
+psql: ## Write migrations/psql anew, from the migrations and sql/
 	go run ./migrations/cmd psql migrations/psql
 
 .PHONY: packages

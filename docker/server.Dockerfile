@@ -6,6 +6,7 @@ COPY go.mod go.sum ./
 COPY client/ client/
 COPY migrations/ migrations/
 COPY server/ server/
+COPY sql/ sql/
 RUN cd server && GOWORK=off CGO_ENABLED=0 go build -trimpath -ldflags=-s -o /pgratelimit ./cmd/pgratelimit
 
 # Nothing but the program, and whom it trusts where the database has TLS.

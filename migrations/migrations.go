@@ -15,19 +15,36 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"path"
 	"strings"
 	"text/template"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/tern/v2/migrate"
+
+	"github.com/pgratelimit/pgratelimit/sql"
 )
 
 // VersionTable records the installed schema version, in the schema that the package has for itself.
 const VersionTable = "ratelimit.schema_version"
 
 //go:embed *.sql snapshots
-var files embed.FS
+var frozen embed.FS
+
+// files are those of this directory. The snapshot of a migration that is not released is a symbolic link to sql/, which
+// go:embed leaves out.
+type files struct{}
+
+// Open opens a file of a snapshot that is not frozen in sql/ itself.
+func (files) Open(name string) (fs.File, error) {
+	file, err := frozen.Open(name)
+	if in, ok := strings.CutPrefix(name, "snapshots/"); ok && errors.Is(err, fs.ErrNotExist) {
+		_, in, _ = strings.Cut(in, "/")
+		return sql.Files.Open(path.Join(".", in))
+	}
+	return file, err
+}
 
 //go:embed prepare.tmpl
 var prepare string
@@ -69,7 +86,7 @@ func (e *NewerSchemaError) Error() string {
 // are reset when something was installed. A newer schema than this release knows is left alone and
 // reported as a [*NewerSchemaError].
 func Up(ctx context.Context, conn *pgx.Conn) error {
-	known, err := load(files)
+	known, err := load()
 	if err != nil {
 		return err
 	}
@@ -93,7 +110,7 @@ func Up(ctx context.Context, conn *pgx.Conn) error {
 // a connection outside a transaction. Where it is not installed, nothing happens. The jobs of pg_cron/schedule.sql
 // are removed too; a warning of the server says where they could not be.
 func Down(ctx context.Context, conn *pgx.Conn) error {
-	known, err := load(files)
+	known, err := load()
 	if err != nil {
 		return err
 	}
@@ -124,10 +141,10 @@ func Down(ctx context.Context, conn *pgx.Conn) error {
 }
 
 // load reads the migrations, for which a migrator needs no connection.
-func load(files fs.FS) ([]*migrate.Migration, error) {
+func load() ([]*migrate.Migration, error) {
 	migrator, err := migrate.NewMigrator(context.Background(), nil, VersionTable)
 	if err == nil {
-		err = migrator.LoadMigrations(files)
+		err = migrator.LoadMigrations(files{})
 	}
 	if err != nil {
 		return nil, fmt.Errorf("pgratelimit: load migrations: %w", err)

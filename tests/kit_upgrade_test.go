@@ -26,9 +26,12 @@ import (
 func nextVersion(t *testing.T, up, down string, edits ...edit) fs.FS {
 	t.Helper()
 	dir, newest := t.TempDir(), newestMigration(t)
-	snapshot := fmt.Sprintf("%03d", newest+1)
+	frozen, snapshot := fmt.Sprintf("%03d", newest), fmt.Sprintf("%03d", newest+1)
 	require.NoError(t, os.CopyFS(dir, os.DirFS("../migrations")))
-	require.NoError(t, os.CopyFS(filepath.Join(dir, "snapshots", snapshot), os.DirFS("../sql")))
+	require.NoError(t, os.RemoveAll(filepath.Join(dir, "snapshots", frozen)))
+	for _, name := range []string{frozen, snapshot} { // as make release-schema freezes the newest one
+		require.NoError(t, os.CopyFS(filepath.Join(dir, "snapshots", name), os.DirFS("../sql")))
+	}
 	write := func(name, text string) {
 		require.NoError(t, os.WriteFile(filepath.Join(dir, name), []byte(text), 0o600))
 	}
@@ -46,8 +49,8 @@ create or`}) {
 		{{ install_snapshot "%s" }}
 		---- create above / drop below ----
 		%s
-		{{ install_snapshot "%03d" }}
-		drop function ratelimit_next();`, up, snapshot, down, newest))
+		{{ install_snapshot "%s" }}
+		drop function ratelimit_next();`, up, snapshot, down, frozen))
 	return os.DirFS(dir)
 }
 

@@ -4,12 +4,9 @@ import (
 	"context"
 	"fmt"
 	"io/fs"
-	"maps"
 	"os"
 	"os/exec"
 	"path/filepath"
-	"regexp"
-	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -588,47 +585,6 @@ func TestInstall_AgainRefusesPlantedFunctions(t *testing.T) {
 	execute(t, conn, "set search_path = app")
 	reinstallCode(t, conn)
 	require.Equal(t, before, stateOf(t, db))
-}
-
-func TestSnapshot_NewestIsTheCode(t *testing.T) {
-	t.Parallel()
-	snapshots, err := filepath.Glob("../migrations/snapshots/*")
-	require.NoError(t, err)
-	require.NotEmpty(t, snapshots)
-	newest := slices.Max(snapshots)
-
-	code, frozen := readTree(t, "../sql"), readTree(t, newest)
-	files := maps.Clone(code)
-	maps.Copy(files, frozen)
-	var differ []string
-	for name := range files {
-		if code[name] != frozen[name] {
-			differ = append(differ, name)
-		}
-	}
-	if len(differ) > 0 {
-		remedy := "make snapshot-renew"
-		released, err := os.ReadFile("../migrations/released.sha256")
-		require.NoError(t, err)
-		if strings.Contains(string(released), " snapshots/"+filepath.Base(newest)+"/") {
-			remedy = "make snapshot, since it is released"
-		}
-		slices.Sort(differ)
-		t.Fatalf("sql/ and migrations/snapshots/%s differ in %s: %s", filepath.Base(newest), strings.Join(differ, ", "), remedy)
-	}
-
-	migrations, err := filepath.Glob("../migrations/*.sql")
-	require.NoError(t, err)
-	last := ""
-	for _, file := range migrations { // in order
-		text, err := os.ReadFile(file)
-		require.NoError(t, err)
-		up, _, _ := strings.Cut(string(text), "---- create above / drop below ----")
-		for _, match := range regexp.MustCompile(`install_snapshot "([^"]+)"`).FindAllStringSubmatch(up, -1) {
-			last = match[1]
-		}
-	}
-	require.Equal(t, filepath.Base(newest), last, "the last snapshot that a migration installs")
 }
 
 func TestInstall_LeavesNoTemplateSyntax(t *testing.T) {
