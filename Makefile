@@ -126,13 +126,14 @@ shards: need-DATABASE_URL ## Create databases for shards beside a database, inst
 
 .PHONY: install-citus
 install-citus: need-DATABASE_URL ## Install on the coordinator of a Citus cluster, and distribute over its nodes: make install-citus DATABASE_URL=postgres://…
-	@PGOPTIONS="$${PGOPTIONS:-} -c client_min_messages=error" psql "$$DATABASE_URL" --no-psqlrc --quiet -v ON_ERROR_STOP=1 \
-	  -f migrations/psql/install.sql -f migrations/psql/citus.sql
+	@made=$$(go run ./migrations/cmd citus citus.sql); \
+	PGOPTIONS="$${PGOPTIONS:-} -c client_min_messages=error" psql "$$DATABASE_URL" --no-psqlrc --quiet -v ON_ERROR_STOP=1 \
+	  -f migrations/psql/install.sql -f - <<<"$$made"
 
 .PHONY: uninstall-citus
 uninstall-citus: need-DATABASE_URL ## Remove it from all nodes of a Citus cluster, with all policies and buckets: make uninstall-citus DATABASE_URL=postgres://…
-	@PGOPTIONS="$${PGOPTIONS:-} -c client_min_messages=error" psql "$$DATABASE_URL" --no-psqlrc --quiet -v ON_ERROR_STOP=1 \
-	  -f migrations/psql/citus_uninstall.sql
+	@made=$$(go run ./migrations/cmd citus citus_uninstall.sql); \
+	PGOPTIONS="$${PGOPTIONS:-} -c client_min_messages=error" psql "$$DATABASE_URL" --no-psqlrc --quiet -v ON_ERROR_STOP=1 -f - <<<"$$made"
 
 .PHONY: lint
 lint: build ## Check formatting, go vet, golangci-lint and generated code; plpgsql_check is one of the tests

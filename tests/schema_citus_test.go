@@ -33,9 +33,10 @@ func TestCatalog_FunctionsAboutOneBucketFitCitus(t *testing.T) {
 		   and exists (select from pg_type as t join pg_class as c on c.oid = t.typrelid
 		                where t.oid = any (p.proargtypes || p.prorettype) and c.relkind = 'r')`), "the row type of a table is in the signature")
 
-	files, err := packages.Psql(os.DirFS("../migrations"))
+	files, err := packages.One(os.DirFS(".."), "citus")
 	require.NoError(t, err)
-	rendered := string(files["citus.sql"])
+	rendered := string(files["citus/citus.sql"])
+	require.NotRegexp(t, `[^\x00-\x7f]`, rendered, "psql takes the file to be in the encoding of its locale")
 	for _, function := range []string{
 		"acquire_here", "peek_here", "refund_here", "reset_here", "charge_here", "settle_here", "reserve_here", "acquire_up_to_here",
 		"decide_here", "decide_in_order", "look_at_buckets", "remember",

@@ -296,7 +296,7 @@ func TestPackages_ReleaseIsReproducible(t *testing.T) {
 		}
 	}
 	all := packagesOf(t, "..")
-	for _, single := range []string{"psql/install.sql", "psql/uninstall.sql", "psql/citus.sql", "psql/citus_uninstall.sql", "pg_tle/pg_tle.sql"} {
+	for _, single := range []string{"psql/install.sql", "psql/uninstall.sql", "citus/citus.sql", "citus/citus_uninstall.sql", "pg_tle/pg_tle.sql"} {
 		found := false
 		for name, text := range first {
 			found = found || strings.HasSuffix(name, "-"+filepath.Base(single)) && bytes.Equal(text, all[single])

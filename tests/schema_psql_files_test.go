@@ -18,7 +18,7 @@ func TestPsql_FilesAreMadeOfTheMigrations(t *testing.T) {
 	t.Parallel()
 	files, err := packages.Psql(os.DirFS("../migrations"))
 	require.NoError(t, err)
-	require.Len(t, files, 4)
+	require.Len(t, files, 2)
 	for name, text := range files {
 		committed, err := os.ReadFile(filepath.Join("../migrations/psql", name))
 		require.NoError(t, err)

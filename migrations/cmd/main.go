@@ -4,6 +4,7 @@
 //	go run ./migrations/cmd psql migrations/psql
 //	go run ./migrations/cmd packages build/packages
 //	go run ./migrations/cmd release build/release
+//	go run ./migrations/cmd citus citus.sql
 //	go run ./migrations/cmd show ratelimit_acquire
 //
 // It is run in the root of the repository.
@@ -26,12 +27,13 @@ var commands = map[string]func(argument string) error{
 	"psql":     func(dir string) error { return write(dir, packages.Psql, "migrations") },
 	"packages": func(dir string) error { return write(dir, packages.All, ".") },
 	"release":  func(dir string) error { return write(dir, packages.Release, ".") },
+	"citus":    citus,
 	"show":     show,
 }
 
 func main() {
 	if len(os.Args) != 3 || commands[os.Args[1]] == nil {
-		fmt.Fprintln(os.Stderr, "usage: cmd psql|packages|release DIRECTORY, or cmd show FUNCTION")
+		fmt.Fprintln(os.Stderr, "usage: cmd psql|packages|release DIRECTORY, cmd citus FILE, or cmd show FUNCTION")
 		os.Exit(2)
 	}
 	if err := commands[os.Args[1]](os.Args[2]); err != nil {
@@ -56,6 +58,16 @@ func write(dir string, files func(fs.FS) (packages.Files, error), of string) err
 		}
 	}
 	return nil
+}
+
+// citus prints a file of the package for Citus.
+func citus(file string) error {
+	files, err := packages.One(os.DirFS("."), "citus")
+	if err != nil {
+		return err
+	}
+	_, err = os.Stdout.Write(files["citus/"+file])
+	return err
 }
 
 func show(function string) error {

@@ -33,6 +33,7 @@ type format struct {
 
 var formats = []format{
 	{"psql", psql, false},
+	{"citus", citus, false},
 	{"extension", extension, true},
 	{"pg_tle", pgTLE, false},
 	{"goose", goose, true},

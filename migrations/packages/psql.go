@@ -6,8 +6,5 @@ func psql(s *source) (Files, error) {
 	if err != nil {
 		return nil, err
 	}
-	if files, err = files.with(s.execute(work{s, nil}, map[string]string{"uninstall.sql": "uninstall.sql"})); err != nil {
-		return nil, err
-	}
-	return files.with(citus(s))
+	return files.with(s.execute(work{s, nil}, map[string]string{"uninstall.sql": "uninstall.sql"}))
 }

@@ -180,7 +180,7 @@ func routedByClient(ctx context.Context, s *shardsCost) (urls []string, servers 
 
 // byCitus has a coordinator, which is asked, and two workers.
 func byCitus(ctx context.Context, s *shardsCost) ([]string, []int, error) {
-	files, err := packages.One(os.DirFS("."), "psql")
+	files, err := packages.All(os.DirFS("."))
 	if err != nil {
 		return nil, nil, fmt.Errorf("the benchmark is run in the root of the repository: %w", err)
 	}
@@ -213,7 +213,7 @@ func byCitus(ctx context.Context, s *shardsCost) ([]string, []int, error) {
 			return nil, nil, err
 		}
 	}
-	if err := coordinator.psql(ctx, name, string(files["psql/install.sql"])+string(files["psql/citus.sql"])); err != nil {
+	if err := coordinator.psql(ctx, name, string(files["psql/install.sql"])+string(files["citus/citus.sql"])); err != nil {
 		return nil, nil, err
 	}
 	return []string{coordinator.URL(name)}, servers, coordinator.exec(ctx, name, definePolicies()...)
