@@ -1,13 +1,14 @@
 package tests
 
 import (
-	"cmp"
 	"context"
 	"fmt"
+	"regexp"
 	"strings"
 	"testing"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/stretchr/testify/require"
 )
 
@@ -126,13 +127,13 @@ func TestPlans_LockInOrder(t *testing.T) {
 	}
 	settings = append(settings, strings.Join(all, "; "))
 
-	var sources []*source
-	for _, function := range []string{"ratelimit.take", "ratelimit.take_any", "ratelimit.lock_buckets", "ratelimit.decide_in_order", "ratelimit_drop_policy"} {
-		sources = append(sources, sourceOf(t, db.DB, function))
-	}
+	db.definePolicy("p", 1000, 1, aDay)
+	db.definePolicy("e", 1000, 1, aDay, ephemeral)
+	db.definePolicy("o", 1000, 1, aDay)
+	planner := db.planner()
 	const fill = `
 		insert into ratelimit.%[1]s (policy_id, key, level, refilled_at, due_at)
-		select 1, 'k' || i, 1, now(), now() from generate_series(%[2]d, %[3]d) as i`
+		select 99, 'k' || i, 1, now(), now() from generate_series(%[2]d, %[3]d) as i`
 	for _, rows := range []string{
 		"",
 		"vacuum analyze ratelimit.buckets, ratelimit.ephemeral_buckets",
@@ -145,39 +146,82 @@ func TestPlans_LockInOrder(t *testing.T) {
 	} {
 		execute(t, db.Connect(t), rows, pgx.QueryExecModeSimpleProtocol)
 		for _, setting := range settings {
-			conn := db.Connect(t)
-			execute(t, conn, setting+";"+strings.Join(pinned, ";"), pgx.QueryExecModeSimpleProtocol)
-			locking := 0
-			for _, s := range sources {
-				for _, f := range s.fragments {
-					var want string
-					switch statement := f.String(); { // an outer side that comes in order, and an inner side that finds one row
-					case strings.HasPrefix(statement, "with taken as ( update"):
-						want = `Update on ratelimit\.(ephemeral_)?buckets b_1; Nested Loop; (Subquery|Function) Scan on (unnest )?u(_\d)?; .*Tid Scan on ratelimit\.(ephemeral_)?buckets b_1; Limit; Index Scan Backward using \w+ on \S+ b(_\d)?;`
-					case len(f.bucketTables()) > 0 && strings.Contains(statement, "skip locked"):
-						want = `LockRows; (Sort; .*|Index Scan using \w+_pkey on)`
-					case len(f.bucketTables()) > 0 && strings.Contains(statement, "for update"):
-						want = `(^|Nested Loop Left Join; .*Subquery Scan on b; |Nested Loop Left Join; .*)Limit; LockRows; Index Scan Backward using \w+ on`
-					default:
-						continue
-					}
-					locking++
-					require.Regexp(t, want, planNodes(s.explain(conn, f)), "%s, %s", rows, setting)
+			locking := map[string]bool{}
+			for _, plan := range planner.plansOf(setting+";"+strings.Join(pinned, ";"), lockingCalls) {
+				var want string
+				switch { // an outer side that comes in order, and an inner side that finds one row
+				case strings.HasPrefix(plan.statement, "with taken as ( update"):
+					want = `Update on (ephemeral_)?buckets b_1; Nested Loop; (Subquery|Function) Scan on (unnest )?u(_\d)?; .*Tid Scan on (ephemeral_)?buckets b_1; Limit; Index Scan Backward using \w+ on \S+ b(_\d)?;`
+				case strings.Contains(plan.statement, "skip locked"):
+					want = `LockRows; (Sort; .*|Index Scan using \w+_pkey on)`
+				case strings.Contains(plan.statement, "for update"):
+					want = `(^|Nested Loop Left Join; .*Subquery Scan on b; |Nested Loop Left Join; .*)Limit; LockRows; Index Scan Backward using \w+ on`
+				default:
+					continue
 				}
+				locking[plan.statement] = true
+				require.Regexp(t, want, plan.nodes, "%s, %s: %s", rows, setting, plan.statement)
 			}
-			require.Equal(t, 14, locking)
-			require.NoError(t, conn.Close(context.Background()))
+			require.Len(t, locking, 14, "take and take_any with and without what was seen, lock_buckets, decide_in_order, drop_policy; durable and ephemeral")
 		}
 	}
 }
 
-// planNodes names the nodes of a plan, in its order.
-func planNodes(plan string) string {
-	var nodes strings.Builder
-	for i, line := range strings.Split(plan, "\n") {
-		if _, node, found := strings.Cut(line, "->  "); found || i == 0 {
-			nodes.WriteString(cmp.Or(node, line) + "; ")
+// What runs every statement that locks buckets: POLICY is p or e.
+var lockingCalls = []string{
+	"select from ratelimit_acquire_many('{POLICY,POLICY}', '{k1,new}')",
+	"select from ratelimit_acquire_many('{POLICY,o}', '{k1,k1}')",
+	"select from ratelimit_acquire_many('{POLICY,POLICY}', '{k1,k1}', '{1,5000}')",
+	"select ratelimit.lock_buckets(p, array[row('k1', 1, '{1}', 1)::ratelimit.asked]) from ratelimit.policies as p where name = 'POLICY'",
+	"select from ratelimit_override('POLICY', 'another', 5)",
+	"select from ratelimit_acquire_many('{POLICY,POLICY}', '{k1,new}')",
+	"select from ratelimit_drop_policy('POLICY')",
+}
+
+// A plan is what the server made of a statement of a function.
+type plan struct{ statement, nodes string }
+
+var planNode = regexp.MustCompile(`(?m)^ *(?:->  )?(.*)  \(cost=`)
+
+// A planner is a session that returns the plans of the statements of functions.
+type planner struct {
+	t     testing.TB
+	conn  *pgx.Conn
+	plans []plan
+}
+
+func (db *testDB) planner() *planner {
+	db.t.Helper()
+	p := &planner{t: db.t}
+	config, err := pgx.ParseConfig(db.URL)
+	require.NoError(db.t, err)
+	config.OnNotice = func(_ *pgconn.PgConn, notice *pgconn.Notice) {
+		if _, text, found := strings.Cut(notice.Message, "Query Text: "); found {
+			var nodes strings.Builder
+			for _, node := range planNode.FindAllStringSubmatch(text, -1) {
+				nodes.WriteString(node[1] + "; ")
+			}
+			text, _, _ = strings.Cut(text[:planNode.FindStringIndex(text)[0]], "\nQuery Parameters: ") // since PostgreSQL 16
+			p.plans = append(p.plans, plan{strings.Join(strings.Fields(text), " "), nodes.String()})
 		}
 	}
-	return nodes.String()
+	p.conn, err = pgx.ConnectConfig(context.Background(), config)
+	require.NoError(db.t, err)
+	db.t.Cleanup(func() { _ = p.conn.Close(context.Background()) })
+	execute(db.t, p.conn, "load 'auto_explain'")
+	return p
+}
+
+// plansOf runs calls that are rolled back, for a durable and an ephemeral policy, and returns the plans of all statements.
+func (p *planner) plansOf(settings string, calls []string) []plan {
+	p.t.Helper()
+	execute(p.t, p.conn, "reset all; discard plans; "+settings+`; set search_path = ratelimit, public;
+		set auto_explain.log_min_duration = 0; set auto_explain.log_nested_statements = on;
+		set client_min_messages = log; set log_min_messages = panic`, pgx.QueryExecModeSimpleProtocol)
+	p.plans = nil
+	for _, policy := range []string{"p", "e"} {
+		all := strings.ReplaceAll(strings.Join(calls, "; "), "POLICY", policy)
+		execute(p.t, p.conn, "begin; "+all+"; rollback", pgx.QueryExecModeSimpleProtocol)
+	}
+	return p.plans
 }

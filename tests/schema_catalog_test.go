@@ -3,7 +3,6 @@ package tests
 import (
 	"context"
 	"fmt"
-	"maps"
 	"regexp"
 	"slices"
 	"strings"
@@ -28,6 +27,24 @@ var hotFunctions = []string{
 var batchFunctions = []string{
 	"ratelimit.acquire", "ratelimit.decide_in_order", "ratelimit.lock_buckets", "ratelimit.look", "ratelimit.look_at_buckets", "ratelimit.peek",
 	"ratelimit.remember", "ratelimit.take", "ratelimit.take_any",
+}
+
+// Calls that take the branches of these functions; POLICY is a policy.
+var hotCalls = []string{
+	"select ratelimit_acquire('POLICY', 'k'), ratelimit_acquire('POLICY', 'k', 2, 'i'), ratelimit_acquire('POLICY', 'k', 2, 'i')",
+	"select ratelimit_acquire('POLICY', 'k', 999), ratelimit_acquire('POLICY', 'k', 5000)",
+	"select ratelimit_peek('POLICY', 'k'), ratelimit_peek('POLICY', 'new')",
+	"select ratelimit_refund('POLICY', 'k', 1), ratelimit_settle('POLICY', 'k', 'i', 1), ratelimit_settle('POLICY', 'k', 'i', 1)",
+	"select ratelimit_charge('POLICY', 'c', 5000, 'i'), ratelimit_charge('POLICY', 'c', 5000, 'i'), ratelimit_charge('POLICY', 'c', 1)",
+	"select ratelimit_acquire_up_to('POLICY', 'k', 5000, 1, 'u'), ratelimit_acquire_up_to('POLICY', 'k', 5000, 1, 'u')",
+	"select ratelimit_reserve('POLICY', 'k', '300 days', 10, 'r'), ratelimit_reserve('POLICY', 'k', '300 days', 10, 'r')",
+	"select ratelimit_reserve('POLICY', 'k', '1 second', 10), ratelimit_reserve('POLICY', 'new', '1 second', 10), ratelimit_acquire('POLICY', 'k')",
+	"select ratelimit_reset('POLICY', 'k')",
+	"select from ratelimit_acquire_many('{POLICY,POLICY}', '{k,l}')",
+	"select from ratelimit_acquire_many('{POLICY,POLICY,POLICY}', '{k,l,l}', '{1,1,5000}', '{m,n,o}')",
+	"select from ratelimit_acquire_many('{POLICY,POLICY}', '{k,l}', null, '{p,q}')",
+	"select from ratelimit_acquire_all_many('{POLICY,POLICY}', '{k,l}', '{1,1}', '{2}', '{r}')",
+	"select from ratelimit_acquire_all('{POLICY,POLICY}', '{k,l}', '{1,1}', 's')",
 }
 
 var bucketTables = []string{"buckets", "ephemeral_buckets", "idempotency_keys", "ephemeral_idempotency_keys"}
@@ -190,21 +207,14 @@ func TestCatalog_HasNothingThatDistributionForbids(t *testing.T) {
 func TestCatalog_TablesAreMadeForHotUpdates(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)
-	changed := map[string]bool{"level": true, "refilled_at": true}
-	for _, f := range sourceOf(t, db, "ratelimit_acquire").fragments {
-		if f.tokens[0] == "update" {
-			for column := range f.set() {
-				changed[column] = true
-			}
-		}
-	}
-	require.Equal(t, map[string]bool{"level": true, "refilled_at": true, "room": true}, changed)
-	require.Empty(t, column(t, db, `
-		select indexrelid::regclass::text
-		  from pg_index
+	require.Equal(t, []string{"due_at", "policy_id, key", "due_at", "policy_id, key"}, column(t, db, `
+		select string_agg(a.attname, ', ' order by a.attnum)
+		  from pg_index as i
+		  join pg_attribute as a on a.attrelid = i.indexrelid
 		 where indrelid in ('ratelimit.buckets'::regclass, 'ratelimit.ephemeral_buckets'::regclass)
-		   and pg_get_indexdef(indexrelid) ~ $1`, `\m(`+strings.Join(slices.Collect(maps.Keys(changed)), "|")+`)\M`),
-		"an index on a column that an acquire changes")
+		   and indpred is null and indexprs is null
+		 group by indrelid::regclass::text, indexrelid
+		 order by indrelid::regclass::text, 1`), "an index on a column that an acquire changes")
 
 	for _, table := range []string{"buckets", "ephemeral_buckets"} {
 		require.Len(t, column(t, db, `
@@ -260,144 +270,60 @@ func TestCatalog_TwinsDifferInPersistenceOnly(t *testing.T) {
 		durable[i] = "r u"
 		require.Equal(t, durable, ephemeral)
 	}
+}
 
-	// And so does the code: each branch is the other with the other names.
-	twin := strings.NewReplacer("ephemeral_", "", "not u.durable", "u.durable", "not p.durable", "p.durable",
-		" as d ", " as b ", " as e ", " as b ", " e.", " b.")
-	for _, function := range slices.Concat(batchFunctions, hotFunctions, []string{"ratelimit_acquire_all", "ratelimit_drop_policy"}) {
-		var durable, ephemeral []string
-		for _, f := range sourceOf(t, db, function).fragments {
-			branches := []fragment{f}
-			if tables := f.bucketTables(); len(tables) == 0 {
-				continue
-			} else if slices.Contains(tables, "buckets") && slices.Contains(tables, "ephemeral_buckets") {
-				branches = f.joinsOfBuckets()
-			}
-			for _, branch := range branches {
-				if statement := branch.String(); strings.Contains(statement, "ephemeral_") {
-					ephemeral = append(ephemeral, twin.Replace(statement))
-				} else {
-					durable = append(durable, twin.Replace(statement))
-				}
-			}
-		}
-		require.NotEmpty(t, durable, function)
-		require.Equal(t, durable, ephemeral, function)
+// Each statement about durable buckets or idempotency keys has a twin about the ephemeral ones. On a standby
+// emptiest_buckets reads the durable ones alone.
+func TestCatalog_StatementsHaveTwins(t *testing.T) {
+	t.Parallel()
+	pairs, alone := twins(column(t, pgtest.New(t), "select prosrc from "+packageFunctions+" as p where proname <> 'emptiest_buckets'"))
+	require.Greater(t, pairs, 50)
+	require.Empty(t, alone)
+
+	statement := "if policy.durable then\n update buckets as b set level = 1 where b.key = v_key;\nelse\n update ephemeral_buckets as b set level = 1 where b.key = v_key;\nend if;"
+	_, alone = twins([]string{statement})
+	require.Empty(t, alone)
+	for _, changed := range []string{"update ephemeral_buckets as b set level = 2 where b.key = v_key", "update buckets as b set level = 1 where b.key = v_key", ""} {
+		_, alone = twins([]string{strings.Replace(statement, "update ephemeral_buckets as b set level = 1 where b.key = v_key", changed, 1)})
+		require.NotEmpty(t, alone, changed)
 	}
 }
 
-func TestCatalog_StatementsNameTheKey(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
-	for _, function := range hotFunctions {
-		s := sourceOf(t, db, function)
-		statements := 0
-		for _, f := range s.fragments {
-			if len(f.bucketTables()) == 0 {
-				continue
-			}
-			statements++
-			require.True(t, f.statement, "%s: %s", function, f)
-			require.Len(t, f.bucketTables(), 1, "one table and no subquery on it, in %s: %s", function, f)
+var (
+	sqlBreak = regexp.MustCompile(`;|\b(?:then|else|loop|begin|declare)\s*\n|\bleft join lateral\b`) // a join may be with the one and with the other
+	sqlTwins = strings.NewReplacer("ephemeral_", "", "not u.durable", "u.durable", "not p.durable", "p.durable", " as d ", " as b ", " as e ", " as b ", " e.", " b.")
+)
 
-			if f.tokens[0] == "insert" {
-				open, end := slices.Index(f.tokens, "("), slices.Index(f.tokens, ")")
-				require.Contains(t, f.tokens[open:end], "key", "%s: %s", function, f)
-				continue
-			}
-			named := false
-			for _, term := range split(clauses(f.tokens, "where", "returning", "order", "limit", "for", "group")["where"], "and") {
-				require.NotContains(t, term, "or", "%s: %s", function, f)
-				named = named || len(term) == 3 && regexp.MustCompile(`^(\w+\.)?key$`).MatchString(term[0]) && term[1] == "="
-			}
-			require.True(t, named, "%s has no key = … in: %s", function, f)
-			require.NotContains(t, f.set(), "key", "%s: %s", function, f)
-		}
-		require.Positive(t, statements, function)
-	}
-}
-
-func TestCatalog_UpdatesAreMadeOfImmutableExpressions(t *testing.T) {
-	t.Parallel()
-	ctx := context.Background()
-	db := pgtest.New(t)
-	conn := db.Connect(t)
-	execute(t, conn, "set search_path = ratelimit")
-	examined := 0
-
-	// PostgreSQL itself refuses an index on anything else, functions as well as operators. So the
-	// expression is put on a table of the statement's alias that has the variables for columns.
-	immutable := func(s *source, alias, table string, expression []string, as string) {
-		t.Helper()
-		examined++
-		columns := map[string]string{}
-		for name, typ := range s.fields {
-			if of, column, ok := strings.Cut(name, "."); ok && of == table {
-				columns[column] = typ
-				columns["excluded_"+column] = typ
-			}
-		}
-		tokens := s.rewrite(expression, func(name, typ string) string {
-			name = strings.ReplaceAll(name, ".", "_")
-			columns[name] = typ
-			return name
-		})
-		for i, token := range tokens {
-			if column, ok := strings.CutPrefix(token, "excluded."); ok {
-				tokens[i] = "excluded_" + column
-			}
-		}
-		tx, err := conn.Begin(ctx)
-		require.NoError(t, err)
-		defer tx.Rollback(ctx)
-		var list []string
-		for name, typ := range columns {
-			list = append(list, name+" "+typ)
-		}
-		_, err = tx.Exec(ctx, fmt.Sprintf("create temp table %s (%s)", alias, strings.Join(list, ", ")))
-		require.NoError(t, err)
-		_, err = tx.Exec(ctx, fmt.Sprintf("create index on pg_temp.%s "+as, alias, strings.Join(tokens, " ")))
-		require.NoError(t, err, "%s: %s", s.name, strings.Join(expression, " "))
-	}
-
-	for _, function := range hotFunctions {
-		s := sourceOf(t, db, function)
-		for _, f := range s.fragments {
-			if len(f.bucketTables()) == 0 {
-				continue
-			}
-			table := f.bucketTables()[0]
-			alias := table
-			if i := slices.Index(f.tokens, "as"); i >= 0 && f.tokens[i-1] == table {
-				alias = f.tokens[i+1]
-			}
-			for _, expression := range f.set() {
-				immutable(s, alias, table, expression, "(((%s) is null))") // whatever its type
-			}
-			if f.tokens[0] == "update" || f.tokens[0] == "delete" || slices.Contains(f.tokens, "conflict") {
-				if where := clauses(f.tokens, "where", "returning")["where"]; len(where) > 0 {
-					immutable(s, alias, table, where, "((1)) where %s")
-				}
-			}
+// twins counts the statements with a twin, and lists those without.
+func twins(bodies []string) (pairs int, alone []string) {
+	balance := map[string]int{}
+	for _, body := range bodies {
+		for _, statement := range sqlBreak.Split(sqlComment.ReplaceAllString(body, ""), -1) {
+			of := len(sqlTable.FindAllString(statement, -1))
+			ephemeral := strings.Count(strings.Join(sqlTable.FindAllString(statement, -1), " "), "ephemeral_")
+			twin := sqlTwins.Replace(strings.Join(strings.Fields(statement), " "))
+			balance[twin] += of - 2*ephemeral
+			pairs += ephemeral
 		}
 	}
-	require.Greater(t, examined, 10)
+	for statement, n := range balance {
+		if n != 0 {
+			alone = append(alone, fmt.Sprintf("%+d %s", n, statement))
+		}
+	}
+	return pairs, alone
 }
 
 func TestCatalog_ConflictsNameTheConstraint(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)
-	conflicts := 0
-	for _, code := range column(t, db, "select prosrc from "+packageFunctions+" as p") {
-		tokens := tokenize(code)
-		for i, token := range tokens {
-			if token == "conflict" {
-				conflicts++
-				require.Equal(t, []string{"on", "constraint"}, tokens[i+1:i+3])
-			}
-		}
+	conflicts := func(kind string) []string {
+		return column(t, db, `
+			select proname::text from `+packageFunctions+` as p
+			 where regexp_replace(prosrc, '--[^\n]*', '', 'g') ~ $1`, `\mon\s+conflict\M`+kind)
 	}
-	require.Positive(t, conflicts)
+	require.NotEmpty(t, conflicts(`\s+on\s+constraint\s`))
+	require.Empty(t, conflicts(`(?!\s+on\s+constraint\s)`))
 }
 
 // An EXCEPTION block is a subtransaction, and a transaction id, on each call.
@@ -424,28 +350,47 @@ func TestCatalog_HelpersAreInlined(t *testing.T) {
 	require.Equal(t, []string{"clock"}, column(t, db, `
 		select proname::text from `+packageFunctions+` as p join pg_language as l on l.oid = prolang
 		 where private and lanname = 'sql' and provolatile <> 'i'`))
-	conn := db.Connect(t)
-	execute(t, conn, "set search_path = ratelimit, pg_temp")
-	call := regexp.MustCompile(`\b(` + strings.Join(helpers, "|") + `)\(`)
 
-	examined := 0
-	for _, function := range slices.Concat(batchFunctions, hotFunctions, []string{"ratelimit.cleanup_batch"}) {
-		s := sourceOf(t, db, function)
-		for _, f := range s.fragments {
-			if !slices.ContainsFunc(f.tokens, func(token string) bool {
-				return slices.Contains(helpers, strings.TrimPrefix(token, "ratelimit."))
-			}) {
-				continue
-			}
-			examined++
-			calls := call.FindAllString(s.explain(conn, f), -1)
-			if function == "ratelimit.cleanup_batch" { // once for a row that is put off: not hot
-				calls = slices.DeleteFunc(calls, func(name string) bool { return name == "duration(" })
-			}
-			assert.Empty(t, calls, "%s still calls helpers in: %s", function, f)
+	require.Empty(t, calledHelpers(t, db))
+
+	db.Exec(t, "alter function ratelimit.whole_tokens set work_mem = '4MB'") // a function with settings is not inlined
+	require.Equal(t, []string{"ratelimit.whole_tokens"}, calledHelpers(t, db))
+}
+
+// calledHelpers lists the SQL functions that hot functions call: PostgreSQL counts the calls of those that it does not inline.
+// Planning calls those whose arguments are known, so it looks at what a second time adds.
+func calledHelpers(t *testing.T, db *pgtest.DB) (helpers []string) {
+	t.Helper()
+	policies := []string{"p", "ephemeral", "stepped", "ephemeral stepped", "shadow", "ephemeral shadow"}
+	db.Exec(t, `
+		select ratelimit_define_policy(p, 1000, 1, '1 day', p ~ 'stepped', p !~ 'ephemeral', shadow => p ~ 'shadow') from unnest($1::text[]) as p`, policies)
+	db.Exec(t, "select ratelimit_override(p, 'k', 900) from unnest($1::text[]) as p where p ~ 'stepped'", policies)
+	conn := db.Connect(t)
+	execute(t, conn, "set track_functions = 'all'; set plan_cache_mode = force_generic_plan", pgx.QueryExecModeSimpleProtocol)
+	for _, policy := range policies {
+		counted := func(language string) []string {
+			return columnOf(t, conn, `
+				select format('%s %s', p.oid::regproc, f.calls)
+				  from pg_stat_xact_user_functions as f join pg_proc as p on p.oid = f.funcid join pg_language as l on l.oid = p.prolang
+				 where l.lanname = $1`, language)
 		}
+		calls := strings.ReplaceAll(strings.Join(hotCalls, "; "), "POLICY", policy) + "; rollback to savepoint before"
+		execute(t, conn, "begin; savepoint before; "+calls, pgx.QueryExecModeSimpleProtocol)
+		planned := counted("sql")
+		execute(t, conn, calls, pgx.QueryExecModeSimpleProtocol)
+		for _, count := range counted("sql") {
+			if !slices.Contains(planned, count) {
+				helpers = append(helpers, strings.Fields(count)[0])
+			}
+		}
+		reached := strings.Join(counted("plpgsql"), "\n")
+		for _, function := range append(slices.Clone(hotFunctions), "ratelimit.decide_in_order", "ratelimit.look", "ratelimit.look_at_buckets", "ratelimit.remember", "ratelimit.take") {
+			require.Contains(t, reached, function+" ")
+		}
+		execute(t, conn, "rollback")
 	}
-	require.Greater(t, examined, 20)
+	slices.Sort(helpers)
+	return slices.Compact(helpers)
 }
 
 func TestCatalog_PlpgsqlCheckHasNothingToSay(t *testing.T) {
@@ -472,52 +417,4 @@ func TestCatalog_PlpgsqlCheckHasNothingToSay(t *testing.T) {
 			         performance_warnings => true, security_warnings => true, compatibility_warnings => true) as c`+where+`
 			   and not (p.proname = 'lock_buckets' and c.message like '%VOLATILE%') -- it overlooks FOR UPDATE in a subquery`, batchFunctions))
 	}
-}
-
-// bucketTables returns the tables of buckets and idempotency keys that a fragment reads or writes.
-func (f fragment) bucketTables() []string {
-	var tables []string
-	for i, token := range f.tokens {
-		if slices.Contains(bucketTables, token) && namesTable(f.tokens, i) {
-			tables = append(tables, token)
-		}
-	}
-	return tables
-}
-
-// joinsOfBuckets returns the left joins with the tables of buckets, for a statement that reads both.
-func (f fragment) joinsOfBuckets() []fragment {
-	var joins []fragment
-	for i := range f.tokens {
-		if f.tokens[i] != "left" {
-			continue
-		}
-		depth, end := 0, i+1
-		for ; end < len(f.tokens) && depth >= 0; end++ {
-			switch f.tokens[end] {
-			case "(":
-				depth++
-			case ")":
-				depth--
-			}
-			if depth < 0 || depth == 0 && slices.Contains([]string{"left", "where", "window", "order"}, f.tokens[end]) {
-				break
-			}
-		}
-		if join := (fragment{tokens: f.tokens[i:end]}); len(join.bucketTables()) > 0 {
-			joins = append(joins, join)
-		}
-	}
-	return joins
-}
-
-// set returns what an UPDATE or ON CONFLICT DO UPDATE assigns to which column.
-func (f fragment) set() map[string][]string {
-	assignments := map[string][]string{}
-	for _, assignment := range split(clauses(f.tokens, "set", "from", "where", "returning")["set"], ",") {
-		if len(assignment) > 2 && assignment[1] == "=" {
-			assignments[assignment[0]] = assignment[2:]
-		}
-	}
-	return assignments
 }

@@ -19,10 +19,7 @@ import (
 func TestCatalog_FunctionsAboutOneBucketFitCitus(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
-	plain := []string{
-		"ratelimit_acquire", "ratelimit_peek", "ratelimit_refund", "ratelimit_reset", "ratelimit_charge", "ratelimit_settle",
-		"ratelimit_reserve", "ratelimit_acquire_up_to", "acquire", "peek",
-	}
+	plain := append([]string{"acquire", "peek"}, hotFunctions...)
 	for _, function := range plain {
 		lintForCitus(t, db, function, db.text("select string_agg(prosrc, '' order by oid) from pg_proc where proname = $1", function))
 	}
@@ -53,6 +50,8 @@ func TestCatalog_LintForCitusFindsFaults(t *testing.T) {
 	db := newDB(t)
 	for _, statement := range []string{
 		"select b.level into v_level from buckets as b where b.policy_id = v_policy.id and b.key >= v_key",
+		"select b.level into v_level from buckets as b where b.key = v_key and exists (select from idempotency_keys as k where k.key = b.key)",
+		"update buckets as b set level = 0, key = v_other where b.policy_id = v_policy.id and b.key = v_key",
 		"update buckets as b set level = 0 where b.policy_id = v_policy.id and (b.key = v_key or b.level > 0)",
 		"update ephemeral_buckets as b set level = 0 from unnest(v_keys) as u (key) where b.key = u.key",
 		"delete from buckets as b where b.ctid = v_row and b.key = v_key",
@@ -77,6 +76,7 @@ var (
 	sqlComment  = regexp.MustCompile(`--[^\n]*|'[^']*'`)
 	sqlTable    = regexp.MustCompile(`\b(?:from|update|into|join) (?:ratelimit\.)?(?:ephemeral_)?(?:buckets|idempotency_keys)\b`)
 	sqlKeyTerm  = regexp.MustCompile(`^(?:\w+\.)?key\s*=\s*v_\w+$`)
+	sqlSetKey   = regexp.MustCompile(`[ ,]key\s*=`)
 	sqlInsert   = regexp.MustCompile(`insert into \w+ (?:as \w+\s+)?\(policy_id, key,[^()]*\)\s+values \(`)
 	sqlCall     = regexp.MustCompile(`\b([a-z_]+)\(`)
 	sqlMoved    = regexp.MustCompile(`[-+]\s*(?:duration\(|interval)`) // an instant and an interval: the operator is not immutable
@@ -96,6 +96,9 @@ func faultsForCitus(t *testing.T, db *testDB, body string) (faults []string) {
 		if strings.Contains(statement, "ctid") {
 			fault("finds a row by its id")
 		}
+		if len(sqlTable.FindAllString(statement, -1)) > 1 {
+			fault("is about two tables")
+		}
 		changing := "" // the clauses whose functions must be immutable
 		if strings.Contains(statement, "insert into") {
 			if !sqlInsert.MatchString(statement) {
@@ -113,6 +116,9 @@ func faultsForCitus(t *testing.T, db *testDB, body string) (faults []string) {
 			if changing = where; strings.Contains(statement, "update ") {
 				if _, set, found := strings.Cut(statement, " set "); found {
 					changing, _, _ = strings.Cut(set, " returning ")
+					if sqlSetKey.MatchString(" " + strings.TrimSuffix(changing, where)) {
+						fault("changes the key")
+					}
 				}
 			}
 		}
