@@ -32,8 +32,8 @@ const VersionTable = "ratelimit.schema_version"
 //go:embed *.sql snapshots
 var frozen embed.FS
 
-// files are those of this directory. The snapshot of a migration that is not released is a symbolic link to sql/, which
-// go:embed leaves out.
+// files are those of this directory. The snapshot of a migration that is not released is a symbolic link to sql/, and
+// links are not embedded.
 type files struct{}
 
 // Open opens a file of a snapshot that is not frozen in sql/ itself.
