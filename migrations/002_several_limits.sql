@@ -303,10 +303,12 @@ as $$
           ratelimit.duration(reset_us), capacity, false)::ratelimit.retired_decision
 $$;
 create or replace function ratelimit.replay(granted ratelimit.idempotency_keys, cost bigint)
-  returns ratelimit.retired_decision language plpgsql stable
+  returns ratelimit.retired_decision language plpgsql immutable
 as $$
 begin
-  perform ratelimit.check_repeated_cost(granted, cost);
+  if granted.cost <> cost then
+    perform ratelimit.refuse_repeat(granted, cost);
+  end if;
   return (true, granted.remaining, interval '0', granted.reset_after, granted.capacity, true)::ratelimit.retired_decision;
 end;
 $$;
@@ -326,19 +328,25 @@ lock table ratelimit.policies in access exclusive mode;
                          'ratelimit_status', 'ratelimit_doctor', 'ratelimit_shard', 'ratelimit_define_shard', 'ratelimit_reset_all'` }}
 drop table if exists ratelimit.pre_request;  -- docs/postgrest/install.sql created it, and the function ratelimit_pre_request
 
-drop function ratelimit.grant_of, ratelimit.answer_of, ratelimit.shadow_of, ratelimit.spent_of, ratelimit.replay_of,
-              ratelimit.left_us, ratelimit.replay_at, ratelimit.reservation_of, ratelimit.reserved_of, ratelimit.waiting_of,
-              ratelimit.reserved_before, ratelimit.partial_of,
-              ratelimit.decisions_of, ratelimit.another_cost, ratelimit.already_settled, ratelimit.no_grant, ratelimit.check_repeated_cost,
-              ratelimit.check_repeated_range, ratelimit.check_charge, ratelimit.is_max_wait, ratelimit.check_max_wait,
-              ratelimit.check_bounds, ratelimit.tokens_above_debt, ratelimit.tokens_in_debt, ratelimit.short_duration,
-              ratelimit.repeats, ratelimit.time_below, ratelimit.moved_level, ratelimit.overridden,
-              ratelimit.refilled_level_small, ratelimit.wait_below_small, ratelimit.look_at_buckets, ratelimit.remember, ratelimit.look,
-              ratelimit.lock_buckets, ratelimit.take, ratelimit.take_any, ratelimit.decide_in_order, ratelimit.acquire_batch,
-              ratelimit.check_sizes, ratelimit.check_numbers, ratelimit.check_max_rows, ratelimit.check_listing,
-              ratelimit.acquire, ratelimit.peek, ratelimit.http_fields, ratelimit.refuse_http, ratelimit.rate_limit_exceeded,
-              ratelimit.check_guard, ratelimit.limit_request, ratelimit.emptiest_buckets,
-              ratelimit.reset_batch;
+-- Snapshot 001 makes its functions anew. By clock it knows that it is installed already, two are needed below, and one may have
+-- been granted.
+do $functions$
+declare
+  v_path text := pg_catalog.current_setting('search_path');
+  v_proc pg_catalog.regprocedure;
+begin
+  perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- operators of PostgreSQL only
+  for v_proc in
+    select p.oid
+      from pg_proc as p
+     where p.pronamespace = 'ratelimit'::regnamespace
+       and p.proname not in ('clock', 'floor_level', 'deepest_debt', 'cleanup_batch')
+  loop
+    execute format('drop routine %s', v_proc);
+  end loop;
+  perform set_config('search_path', v_path, true);
+end;
+$functions$;
 drop type ratelimit.decision, ratelimit.reservation, ratelimit.partial_decision, ratelimit.packed, ratelimit.charged, ratelimit.part, ratelimit.asked;
 alter type ratelimit.retired_decision rename to decision;
 

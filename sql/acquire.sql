@@ -4,17 +4,15 @@
 -- chooses the idempotency key, one for each operation. If its own clients chose it, a client that repeats one
 -- would pass every time.
 --
--- The steps, in include/decide.sql. Steps 1 and 4 are for an acquire with an idempotency key. An idempotency key
--- that has not expired is live.
+-- The steps. Steps 1 and 4 are for an acquire with an idempotency key. An idempotency key that has not expired is live.
 --   1. A live idempotency key is replayed, even when the bucket is empty. If its grant was settled, that is RL004.
 --   2. One conditional update takes the tokens. Concurrent acquires take turns at it, and each takes tokens
 --      only if the bucket still has enough.
 --   3. If the update takes nothing, the bucket is read.
---      If it has too few tokens, the idempotency key is looked up again, because the request that emptied the
---      bucket may have had the same one; then the answer is the replay or the denial.
---      If the bucket has no row, it is full: the row is created, less the cost. If another session created the
---      row first, step 2 is repeated.
---      If the bucket has enough tokens after all, step 2 is repeated.
+--      a. If it has too few tokens, the idempotency key is looked up again, because the request that emptied the
+--         bucket may have had the same one; then the answer is the replay or the denial.
+--      b. If the bucket has no row, it is full: the row is created, less the cost.
+--      c. If another session created the row first, or the bucket has enough tokens after all, step 2 is repeated.
 --   4. After the tokens are taken, the idempotency key is remembered. By now this call has locked the bucket's
 --      row in step 2, or created it in step 3. So a live idempotency key that turns up only now was committed
 --      after step 1 and before that. The tokens go back and the idempotency key is replayed. The refill that
@@ -46,29 +44,167 @@ create or replace function ratelimit_acquire(
   set search_path = ratelimit, pg_temp
   set enable_seqscan = off  -- a plan made while the table was empty would read all of it once it has grown
 as $$
-{{- /* enforce.sql has the same body. The argument is the name of the function. */ -}}
-{{ define "acquire" -}}
 declare
-  {{ template "locals_of_decide" (dict "function" .) }}
+  v_policy policies;
 begin
-  if not acceptable(v_key, v_cost) or v_idempotency_key is not null then  -- inlined; the call of check_request raises the error
-    if (acceptable(v_key, v_cost) and is_name(v_idempotency_key)) is not true then
-      perform check_request(policy, v_key, v_cost, v_idempotency_key);
+  if not acceptable(key, cost) or idempotency_key is not null then
+    if (acceptable(key, cost) and is_name(idempotency_key)) is not true then
+      perform check_request(policy, key, cost, idempotency_key);  -- raises 22023
     end if;
-    if v_cost = 0 then
-      v_idempotency_key := null;  -- nothing is granted, so nothing is remembered
+    if cost = 0 then
+      idempotency_key := null;  -- nothing is granted, so nothing is remembered
     end if;
   end if;
-  {{ template "include/policy.sql" . }}
-  v_wanted := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
-  if v_policy.durable then
-    {{ template "include/decide.sql" (dict "kind" "acquire" "buckets" "buckets" "keys" "idempotency_keys") }}
-  else
-    {{ template "include/decide.sql" (dict "kind" "acquire" "buckets" "ephemeral_buckets" "keys" "ephemeral_idempotency_keys") }}
+  select p.* into v_policy from policies as p where p.name = policy collate "C";
+  if not found then
+    perform check_name('policy', policy);
+    perform unknown_policy(policy);
   end if;
+  if not v_policy.durable then
+    return acquire_ephemeral(v_policy, key, cost, idempotency_key);  -- what follows, on the twin tables
+  end if;
+
+  {{ block "acquire_steps" (dict "buckets" "buckets" "idempotency_keys" "idempotency_keys") -}}
+  declare
+    v_key             text collate "C" := key;
+    v_cost            alias for cost;
+    v_idempotency_key text collate "C" := idempotency_key;
+    v_now             timestamptz := clock();
+    v_wanted          bigint;       -- cost in microtokens; 0 if nothing can be taken
+    v_level           bigint;       -- microtokens in the bucket
+    v_refilled_at     timestamptz;  -- when the bucket held v_level
+    v_retry_us        bigint;       -- microseconds until the bucket holds cost; null: never
+    v_reset_us        bigint;       -- microseconds until the bucket is full; null: never
+    v_has_row         boolean;      -- a bucket without a row is full
+    v_first           ratelimit.idempotency_keys;  -- the grant that is remembered under the idempotency key
+    v_rounds          integer;
+    v_override        ratelimit.overrides;
+  begin
+    if v_policy.overridden then
+      select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
+      if found then
+        v_policy := with_override(v_policy, v_override);
+      end if;
+    end if;
+    v_wanted := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
+
+    -- 1. The idempotency key. Its expiry is compared after the row is found: in WHERE, a planner without statistics might
+    --    choose the index of expires_at.
+    if v_idempotency_key is not null then
+      select k.* into v_first
+        from {{ .idempotency_keys }} as k
+       where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
+      if v_first.expires_at > v_now then
+        return answer_again(v_first, v_cost, v_now, v_policy.shadow);
+      end if;
+    end if;
+
+    loop
+      -- 2. The update.
+      if v_wanted > 0 then
+        update {{ .buckets }} as b
+           set level       = refilled(b.level, b.refilled_at, v_now, v_policy) - v_wanted,
+               refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
+               room        = null
+         where b.policy_id = v_policy.id
+           and b.key       = v_key
+           and refilled(b.level, b.refilled_at, v_now, v_policy) >= v_wanted
+        returning b.level, b.refilled_at into v_level, v_refilled_at;
+        exit when found;
+      end if;
+
+      -- 3. The bucket, as of now: the update may have waited.
+      v_now := clock();
+      if v_policy.overridden then
+        v_policy := numbers_again(v_policy, v_key, v_now);
+        v_wanted := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
+      end if;
+      select refilled(b.level, b.refilled_at, v_now, v_policy),
+             case
+               when v_wanted > 0 then wait_until(v_wanted, b.level, b.refilled_at, v_now, v_policy)
+               when v_cost = 0 then 0
+             end,
+             wait_until(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy)
+        into v_level, v_retry_us, v_reset_us
+        from {{ .buckets }} as b
+       where b.policy_id = v_policy.id
+         and b.key       = v_key;
+      v_has_row := found;
+      if not v_has_row then  -- full, by the newest numbers
+        v_policy   := numbers_again(v_policy, v_key, v_now);
+        v_wanted   := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
+        v_level    := microtokens(v_policy.capacity);
+        v_retry_us := case when v_cost <= v_policy.capacity or v_cost = 0 then 0::bigint end;
+        v_reset_us := 0;
+      end if;
+
+      -- 3a. Too few tokens.
+      if v_wanted = 0 or v_retry_us is distinct from 0 then
+        if v_idempotency_key is not null then
+          select k.* into v_first
+            from {{ .idempotency_keys }} as k
+           where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
+          if v_first.expires_at > v_now then
+            return answer_again(v_first, v_cost, v_now, v_policy.shadow);
+          end if;
+        end if;
+        if v_policy.shadow and v_retry_us is distinct from 0 then
+          return shadow_of(v_level, v_reset_us, v_policy.capacity);
+        end if;
+        return answer_of(v_level, v_retry_us, v_reset_us, v_policy.capacity);
+      end if;
+
+      -- 3b. No row. The insert may wait for a session that creates the same one.
+      if not v_has_row then
+        v_level       := v_level - v_wanted;
+        v_refilled_at := v_now;
+        v_reset_us    := short_wait(v_policy.full_level, v_level, 0, v_policy);
+        insert into {{ .buckets }} (policy_id, key, level, refilled_at, due_at)
+        values (v_policy.id, v_key, v_level, v_refilled_at, due_after(v_reset_us, v_now))
+        on conflict on constraint {{ .buckets }}_pkey do nothing;
+        exit when found;
+      end if;
+
+      -- 3c. Again. Each round but the first is due to another session.
+      v_rounds := coalesce(v_rounds, 0) + 1;
+      if v_rounds = 1000 then
+        perform too_many_rounds(v_policy.name, v_key);  -- raises 40001
+      end if;
+    end loop;
+    v_reset_us := short_wait(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy);
+
+    -- 4. The idempotency key is remembered: an expired one is overwritten, and one that is live is left alone.
+    if v_idempotency_key is not null then
+      insert into {{ .idempotency_keys }} as k
+             (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
+      values (v_policy.id, v_key, v_idempotency_key, v_cost,
+              tokens_above_debt(v_level), duration(v_reset_us), v_policy.capacity, v_now + duration(v_policy.remember_us))
+      {{ template "include/unless_live.sql" . }};
+      if not found then
+        update {{ .buckets }} as b
+           set level = b.level + v_wanted
+         where b.policy_id = v_policy.id
+           and b.key       = v_key;
+        select k.* into v_first
+          from {{ .idempotency_keys }} as k
+         where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
+        return answer_again(v_first, v_cost, v_now, v_policy.shadow);
+      end if;
+    end if;
+    return grant_of(v_level, v_reset_us, v_policy.capacity);
+  end;
+  {{- end }}
 end;
-{{- end }}
-{{ template "acquire" "ratelimit_acquire" }}
 $$;
 comment on function ratelimit_acquire(text, text, bigint, text) is
   'Take cost tokens from a bucket if it has them; a repeat under the same idempotency key is the same request answered again, and takes nothing.';
+
+create or replace function ratelimit.acquire_ephemeral(v_policy ratelimit.policies, key text, cost bigint, idempotency_key text)
+  returns ratelimit.decision
+  language plpgsql
+  volatile
+as $$
+  {{ template "acquire_steps" (dict "buckets" "ephemeral_buckets" "idempotency_keys" "ephemeral_idempotency_keys") }}
+$$;
+comment on function ratelimit.acquire_ephemeral(ratelimit.policies, text, bigint, text) is
+  'The steps of ratelimit_acquire for an ephemeral policy.';

@@ -47,17 +47,6 @@ create or replace function ratelimit_acquire_all(
   set enable_seqscan = off  -- as in ratelimit_acquire
   set jit = off             -- as in acquire_batch
 as $$
-{{- /* The level of the bucket that element u.n is about, of policy p. The argument is the name of the table. */ -}}
-{{ define "level_in" }}select b.level from {{ . }} as b where b.policy_id = p.id and b.key = u.key collate "C"{{ end -}}
-{{- /* Makes element v_n the binding one if it has the least rank so far. Ranks of shadows are above all others, also with a
-       debt of 9000000000000 tokens. The argument is the rank. */ -}}
-{{ define "bind" -}}
-v_rank := v_policy.shadow::integer * 20000000000000 + {{ . }};
-          if v_least is null or v_rank < v_least or v_rank = v_least and v_n < binding then
-            v_least := v_rank;
-            binding := v_n;
-          end if;
-{{- end -}}
 declare
   v_count       integer := cardinality(policies);
   v_simple      boolean := false;  -- the steps above decide the request
@@ -66,7 +55,7 @@ declare
   v_keys        text[];      -- likewise
   v_costs       bigint[];    -- likewise; 0 for what is not charged
   v_enough      boolean;     -- the buckets cover by their stored levels
-  v_rows        boolean;     -- the buckets that cover have rows
+  v_rows        boolean;     -- all buckets have rows
   v_n           integer;
   v_policy      policies;
   v_override    overrides;
@@ -79,12 +68,10 @@ declare
   v_expires_at  timestamptz;
   v_retry_us    bigint;
   v_reset_us    bigint;
-  v_has_row     boolean;
-  v_rank        bigint;
+  v_rank        bigint;      -- of an element: the least one binds, as of binding_rank; shadows rank above all others
   v_least       bigint;
   v_idempotency_key text collate "C";
-  v_first       record;
-  v_batch       packed;
+  v_decision    decision;
 begin
   if (v_count between 1 and 1000) is not true then
     perform check_length('policies', v_count, v_count);
@@ -97,8 +84,10 @@ begin
       into v_order, v_sorted, v_keys, v_costs, v_enough
       from (select u.n, p as policy, u.key, u.cost,
                    case when u.cost between 1 and p.capacity and not p.overridden then
-                     case when p.durable then ({{ template "level_in" "buckets" }}) else ({{ template "level_in" "ephemeral_buckets" }}) end
-                     >= microtokens(u.cost)
+                     case
+                       when p.durable then (select b.level from buckets as b where b.policy_id = p.id and b.key = u.key collate "C")
+                       else (select b.level from ephemeral_buckets as b where b.policy_id = p.id and b.key = u.key collate "C")
+                     end >= microtokens(u.cost)
                    end as covers
               from unnest(policies, keys, coalesce(costs, array_fill(1::bigint, array[v_count]))) with ordinality as u (policy, key, cost, n)
               left join policies as p on p.name = u.policy collate "C"
@@ -130,35 +119,61 @@ begin
         v_simple := (v_policy.id is not null and acceptable(v_key, v_cost) and v_cost > 0) is true;
         exit when not v_simple;
         if v_policy.overridden then
-          {{ template "include/override.sql" }}
+          select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
+          if found then
+            v_policy := with_override(v_policy, v_override);
+          end if;
           v_sorted[v_i] := v_policy;
         end if;
         if v_policy.durable then
-          {{ template "include/look.sql" (dict "buckets" "buckets") }}
+          select refilled(b.level, b.refilled_at, v_now, v_policy),
+                 case when v_cost <= v_policy.capacity then wait_until(microtokens(v_cost), b.level, b.refilled_at, v_now, v_policy) end,
+                 wait_until(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy)
+            into v_level, v_retry_us, v_reset_us
+            from buckets as b
+           where b.policy_id = v_policy.id
+             and b.key       = v_key;
         else
-          {{ template "include/look.sql" (dict "buckets" "ephemeral_buckets") }}
+          select refilled(b.level, b.refilled_at, v_now, v_policy),
+                 case when v_cost <= v_policy.capacity then wait_until(microtokens(v_cost), b.level, b.refilled_at, v_now, v_policy) end,
+                 wait_until(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy)
+            into v_level, v_retry_us, v_reset_us
+            from ephemeral_buckets as b
+           where b.policy_id = v_policy.id
+             and b.key       = v_key;
+        end if;
+        if not found then  -- full
+          v_rows     := false;
+          v_level    := microtokens(v_policy.capacity);
+          v_retry_us := case when v_cost <= v_policy.capacity then 0::bigint end;
+          v_reset_us := 0;
         end if;
         if v_idempotency_key is not null then
           if v_policy.durable then
-            {{ template "include/find_key.sql" (dict "keys" "idempotency_keys") }}
+            v_simple := not exists (select from idempotency_keys as k
+                                     where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key);
           else
-            {{ template "include/find_key.sql" (dict "keys" "ephemeral_idempotency_keys") }}
+            v_simple := not exists (select from ephemeral_idempotency_keys as k
+                                     where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key);
           end if;
-          v_simple := v_first.cost is null;
           exit when not v_simple;
         end if;
         if v_retry_us = 0 then
-          v_rows         := v_rows and v_has_row;
           decisions[v_n] := answer_of(v_level, v_retry_us, v_reset_us, v_policy.capacity);
+          continue;
         elsif v_policy.shadow then
           shadowed       := true;
           decisions[v_n] := shadow_of(v_level, v_reset_us, v_policy.capacity);
           v_costs[v_i]   := 0;
-          {{ template "bind" "repeats(decisions[v_n].remaining, v_cost)" }}
+          v_rank         := 20000000000000 + repeats(decisions[v_n].remaining, v_cost);
         else
           allowed        := false;
           decisions[v_n] := answer_of(v_level, v_retry_us, v_reset_us, v_policy.capacity);
-          {{ template "bind" "-coalesce(v_retry_us, 9223372036854775807)" }}
+          v_rank         := -coalesce(v_retry_us, 9223372036854775807);
+        end if;
+        if v_least is null or v_rank < v_least or v_rank = v_least and v_n < binding then
+          v_least := v_rank;
+          binding := v_n;
         end if;
       end loop;
       v_simple := v_simple and (v_rows or not allowed);
@@ -174,22 +189,44 @@ begin
         v_key    := v_keys[v_i];
         v_wanted := microtokens(v_cost);
         if v_policy.durable then
-          {{ template "include/charge.sql" (dict "buckets" "buckets") }}
+          update buckets as b
+             set level       = refilled(b.level, b.refilled_at, v_now, v_policy) - v_wanted,
+                 refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
+                 room        = null
+           where b.policy_id = v_policy.id
+             and b.key       = v_key
+             and refilled(b.level, b.refilled_at, v_now, v_policy) >= v_wanted
+          returning b.level, b.refilled_at into v_level, v_refilled_at;
         else
-          {{ template "include/charge.sql" (dict "buckets" "ephemeral_buckets") }}
+          update ephemeral_buckets as b
+             set level       = refilled(b.level, b.refilled_at, v_now, v_policy) - v_wanted,
+                 refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
+                 room        = null
+           where b.policy_id = v_policy.id
+             and b.key       = v_key
+             and refilled(b.level, b.refilled_at, v_now, v_policy) >= v_wanted
+          returning b.level, b.refilled_at into v_level, v_refilled_at;
         end if;
         if not found then
           raise exception sqlstate 'RL00T';  -- rolls back to the begin above; caught below, so no caller sees it
         end if;
-        v_reset_us     := {{ template "wait_below" (dict "target" "v_policy.full_level" "level" "v_level" "elapsed_us" "microseconds(v_now - v_refilled_at)") }};
+        v_reset_us     := short_wait(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy);
         decisions[v_n] := grant_of(v_level, v_reset_us, v_policy.capacity);
-        {{ template "bind" "v_level / v_wanted" }}
+        v_rank         := v_policy.shadow::integer * 20000000000000 + v_level / v_wanted;
+        if v_least is null or v_rank < v_least or v_rank = v_least and v_n < binding then
+          v_least := v_rank;
+          binding := v_n;
+        end if;
         if v_idempotency_key is not null then
           v_expires_at := v_now + duration(v_policy.remember_us);
           if v_policy.durable then
-            {{- template "remember_grant" (dict "kind" "acquire" "keys" "idempotency_keys") }};
+            insert into idempotency_keys
+                   (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
+            values (v_policy.id, v_key, v_idempotency_key, v_cost, tokens_above_debt(v_level), duration(v_reset_us), v_policy.capacity, v_expires_at);
           else
-            {{- template "remember_grant" (dict "kind" "acquire" "keys" "ephemeral_idempotency_keys") }};
+            insert into ephemeral_idempotency_keys
+                   (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
+            values (v_policy.id, v_key, v_idempotency_key, v_cost, tokens_above_debt(v_level), duration(v_reset_us), v_policy.capacity, v_expires_at);
           end if;
         end if;
       end loop;
@@ -202,23 +239,40 @@ begin
   {{- end }}
 
   if not v_simple then
-    v_batch := acquire_batch(policies, keys, costs, array[v_count], case when idempotency_key is not null then array[idempotency_key] end);
-    if v_batch.refused is not null then
-      raise exception using errcode = v_batch.error_codes[1], message = v_batch.error_messages[1],
-                            detail  = v_batch.error_details[1], hint = v_batch.error_hints[1];
-    end if;
-    allowed   := v_batch.requests_allowed[1];
-    replayed  := v_batch.requests_replayed[1];
-    shadowed  := v_batch.requests_shadowed[1];
-    binding   := v_batch.bindings[1];
-    decisions := decisions_of(v_batch.elements, v_batch.remaining, v_batch.retry_after_us, v_batch.reset_after_us, v_batch.capacity,
-                              v_batch.replayed, v_batch.shadowed);
+    select b.* into allowed, replayed, shadowed, binding, decisions
+      from acquire_all_in_batch(policies, keys, costs, idempotency_key) as b;
   end if;
-  remaining   := decisions[binding].remaining;
-  retry_after := case when allowed then interval '0' else decisions[binding].retry_after end;
-  reset_after := decisions[binding].reset_after;
-  capacity    := decisions[binding].capacity;
+  v_decision  := decisions[binding];
+  remaining   := v_decision.remaining;
+  retry_after := case when allowed then interval '0' else v_decision.retry_after end;
+  reset_after := v_decision.reset_after;
+  capacity    := v_decision.capacity;
 end;
 $$;
 comment on function ratelimit_acquire_all(text[], text[], bigint[], text) is
   'Take from several buckets if every one covers its cost, and otherwise from none.';
+
+-- ratelimit_acquire_all as a batch of one request.
+create or replace function ratelimit.acquire_all_in_batch(
+    in  policies text[], in keys text[], in costs bigint[], in idempotency_key text,
+    out allowed boolean, out replayed boolean, out shadowed boolean, out binding integer, out decisions ratelimit.decision[])
+  language plpgsql
+  volatile
+as $$
+declare
+  v_batch ratelimit.packed := acquire_batch(policies, keys, costs, array[cardinality(policies)], case when idempotency_key is not null then array[idempotency_key] end);
+begin
+  if v_batch.refused is not null then
+    raise exception using errcode = v_batch.error_codes[1], message = v_batch.error_messages[1],
+                          detail  = v_batch.error_details[1], hint = v_batch.error_hints[1];
+  end if;
+  allowed   := v_batch.requests_allowed[1];
+  replayed  := v_batch.requests_replayed[1];
+  shadowed  := v_batch.requests_shadowed[1];
+  binding   := v_batch.bindings[1];
+  decisions := decisions_of(v_batch.elements, v_batch.remaining, v_batch.retry_after_us, v_batch.reset_after_us, v_batch.capacity,
+                            v_batch.replayed, v_batch.shadowed);
+end;
+$$;
+comment on function ratelimit.acquire_all_in_batch(text[], text[], bigint[], text) is
+  'What ratelimit_acquire_all does, as a batch of one request.';

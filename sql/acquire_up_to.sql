@@ -5,9 +5,9 @@
 -- cost. A repeat takes nothing, and answers the same taken; if that is not between its own at_least and at_most, it is RL002.
 -- A shadow policy answers at_most for every grant, though it takes what enforcing it would.
 --
--- The steps are those of ratelimit_acquire for at_most tokens, in include/decide.sql, but for one: if the update took nothing and
--- the bucket was read, and it has at_least, all its whole tokens are taken, from the bucket as it was read. If another session
--- has changed it since, the next round reads it again. So taken is what the locked row had.
+-- The steps are those of ratelimit_acquire for at_most tokens, but for one. If the update of step 2 took nothing, and the
+-- bucket was read in step 3 and has at_least, step 3c takes all its whole tokens, from the bucket as it was read. If another
+-- session has changed it since, it is read again. So taken is what the locked row had.
 --
 -- Locks:  a grant holds the bucket row, and then the row of the idempotency key, until the caller's transaction ends. A denial
 --         and a replay hold the bucket row only if they had to wait for it.
@@ -26,23 +26,176 @@ create or replace function ratelimit_acquire_up_to(
   set enable_seqscan = off  -- as in ratelimit_acquire
 as $$
 declare
-  {{ template "locals_of_seen" (dict "function" "ratelimit_acquire_up_to" "cost" "at_least") }}
-  v_at_most         alias for ratelimit_acquire_up_to.at_most;
-  v_granted         bigint := v_at_most;  -- the tokens to take
-  v_answer          ratelimit.decision;   -- the answer without them
+  v_policy ratelimit.policies;
 begin
-  if (is_name(v_key) and v_cost between 1 and v_at_most and is_name(v_idempotency_key) is not false) is not true then
-    perform check_request(policy, v_key, 0, v_idempotency_key);
-    perform check_bounds(v_at_most, v_cost);
+  if (is_name(key) and at_least between 1 and at_most and is_name(idempotency_key) is not false) is not true then
+    perform check_request(policy, key, 0, idempotency_key);  -- raises 22023
+    perform check_bounds(at_most, at_least);                 -- likewise
   end if;
-  {{ template "include/policy.sql" "ratelimit_acquire_up_to" }}
-  v_wanted := case when v_at_most <= v_policy.capacity then microtokens(v_at_most) else 0 end;
-  if v_policy.durable then
-    {{ template "include/decide.sql" (dict "kind" "up_to" "buckets" "buckets" "keys" "idempotency_keys") }}
-  else
-    {{ template "include/decide.sql" (dict "kind" "up_to" "buckets" "ephemeral_buckets" "keys" "ephemeral_idempotency_keys") }}
+  select p.* into v_policy from policies as p where p.name = policy collate "C";
+  if not found then
+    perform check_name('policy', policy);
+    perform unknown_policy(policy);
   end if;
+  if not v_policy.durable then
+    return acquire_up_to_ephemeral(v_policy, key, at_most, at_least, idempotency_key);  -- what follows, on the twin tables
+  end if;
+
+  {{ block "acquire_up_to_steps" (dict "buckets" "buckets" "idempotency_keys" "idempotency_keys") -}}
+  declare
+    v_key             text collate "C" := key;
+    v_idempotency_key text collate "C" := idempotency_key;
+    v_now             timestamptz := clock();
+    v_taken           bigint := at_most;
+    v_wanted          bigint;       -- the tokens to take in microtokens; 0 if at_most never fits
+    v_level           bigint;       -- microtokens in the bucket
+    v_refilled_at     timestamptz;  -- when the bucket held v_level
+    v_seen_level      bigint;       -- the row as it was read
+    v_seen_at         timestamptz;  -- likewise
+    v_retry_us        bigint;       -- microseconds until the bucket holds at_least; null: never
+    v_reset_us        bigint;       -- microseconds until the bucket is full; null: never
+    v_has_row         boolean;      -- a bucket without a row is full
+    v_first           ratelimit.idempotency_keys;  -- the grant that is remembered under the idempotency key
+    v_answer          ratelimit.decision;
+    v_rounds          integer;
+    v_override        ratelimit.overrides;
+  begin
+    if v_policy.overridden then
+      select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
+      if found then
+        v_policy := with_override(v_policy, v_override);
+      end if;
+    end if;
+    v_wanted := case when at_most <= v_policy.capacity then microtokens(at_most) else 0 end;
+
+    -- 1. The idempotency key.
+    if v_idempotency_key is not null then
+      select k.* into v_first
+        from {{ .idempotency_keys }} as k
+       where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
+      if v_first.expires_at > v_now then
+        return replayed_partial(v_first, at_least, at_most, v_now, v_policy.shadow);
+      end if;
+    end if;
+
+    loop
+      -- 2. The update, for all of at_most. It is worth one try.
+      if v_wanted > 0 and v_rounds is null then
+        update {{ .buckets }} as b
+           set level       = refilled(b.level, b.refilled_at, v_now, v_policy) - v_wanted,
+               refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
+               room        = null
+         where b.policy_id = v_policy.id
+           and b.key       = v_key
+           and refilled(b.level, b.refilled_at, v_now, v_policy) >= v_wanted
+        returning b.level, b.refilled_at into v_level, v_refilled_at;
+        exit when found;
+      end if;
+
+      -- 3. The bucket, as of now: the update may have waited.
+      v_now := clock();
+      if v_policy.overridden then
+        v_policy := numbers_again(v_policy, v_key, v_now);
+      end if;
+      select refilled(b.level, b.refilled_at, v_now, v_policy),
+             case when at_least <= v_policy.capacity then wait_until(microtokens(at_least), b.level, b.refilled_at, v_now, v_policy) end,
+             wait_until(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy),
+             b.level, b.refilled_at
+        into v_level, v_retry_us, v_reset_us, v_seen_level, v_seen_at
+        from {{ .buckets }} as b
+       where b.policy_id = v_policy.id
+         and b.key       = v_key;
+      v_has_row := found;
+      if not v_has_row then  -- full, by the newest numbers
+        v_policy   := numbers_again(v_policy, v_key, v_now);
+        v_level    := microtokens(v_policy.capacity);
+        v_retry_us := case when at_least <= v_policy.capacity then 0::bigint end;
+        v_reset_us := 0;
+      end if;
+
+      -- 3a. Too few tokens.
+      if v_retry_us is distinct from 0 then
+        if v_idempotency_key is not null then
+          select k.* into v_first
+            from {{ .idempotency_keys }} as k
+           where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
+          if v_first.expires_at > v_now then
+            return replayed_partial(v_first, at_least, at_most, v_now, v_policy.shadow);
+          end if;
+        end if;
+        if v_policy.shadow then
+          v_answer := shadow_of(v_level, v_reset_us, v_policy.capacity);
+          return partial_of(v_answer, at_most);
+        end if;
+        v_answer := answer_of(v_level, v_retry_us, v_reset_us, v_policy.capacity);
+        return partial_of(v_answer, 0);
+      end if;
+      v_taken  := least(at_most, whole_tokens(v_level));
+      v_wanted := microtokens(v_taken);
+
+      -- 3b. No row. The insert may wait for a session that creates the same one.
+      v_level := v_level - v_wanted;
+      if not v_has_row then
+        v_refilled_at := v_now;
+        v_reset_us    := short_wait(v_policy.full_level, v_level, 0, v_policy);
+        insert into {{ .buckets }} (policy_id, key, level, refilled_at, due_at)
+        values (v_policy.id, v_key, v_level, v_refilled_at, due_after(v_reset_us, v_now))
+        on conflict on constraint {{ .buckets }}_pkey do nothing;
+        exit when found;
+
+      -- 3c. From the bucket as it was read.
+      else
+        v_refilled_at := refilled_until(v_seen_at, v_now, v_policy.tick);
+        update {{ .buckets }} as b
+           set level = v_level, refilled_at = v_refilled_at, room = null
+         where b.policy_id   = v_policy.id
+           and b.key         = v_key
+           and b.level       = v_seen_level
+           and b.refilled_at = v_seen_at;
+        exit when found;
+      end if;
+
+      -- Again. Each round is due to another session.
+      v_rounds := coalesce(v_rounds, 0) + 1;
+      if v_rounds = 1000 then
+        perform too_many_rounds(v_policy.name, v_key);  -- raises 40001
+      end if;
+    end loop;
+    v_reset_us := short_wait(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy);
+
+    -- 4. The idempotency key is remembered: an expired one is overwritten, and one that is live is left alone.
+    if v_idempotency_key is not null then
+      insert into {{ .idempotency_keys }} as k
+             (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
+      values (v_policy.id, v_key, v_idempotency_key, v_taken,
+              tokens_above_debt(v_level), duration(v_reset_us), v_policy.capacity, v_now + duration(v_policy.remember_us))
+      {{ template "include/unless_live.sql" . }};
+      if not found then
+        update {{ .buckets }} as b
+           set level = b.level + v_wanted
+         where b.policy_id = v_policy.id
+           and b.key       = v_key;
+        select k.* into v_first
+          from {{ .idempotency_keys }} as k
+         where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
+        return replayed_partial(v_first, at_least, at_most, v_now, v_policy.shadow);
+      end if;
+    end if;
+    v_answer := grant_of(v_level, v_reset_us, v_policy.capacity);
+    return partial_of(v_answer, case when v_policy.shadow then at_most else v_taken end);
+  end;
+  {{- end }}
 end;
 $$;
 comment on function ratelimit_acquire_up_to(text, text, bigint, bigint, text) is
   'Take as many tokens as a bucket has, at_most, or none if it has fewer than at_least.';
+
+create or replace function ratelimit.acquire_up_to_ephemeral(v_policy ratelimit.policies, key text, at_most bigint, at_least bigint, idempotency_key text)
+  returns ratelimit.partial_decision
+  language plpgsql
+  volatile
+as $$
+  {{ template "acquire_up_to_steps" (dict "buckets" "ephemeral_buckets" "idempotency_keys" "ephemeral_idempotency_keys") }}
+$$;
+comment on function ratelimit.acquire_up_to_ephemeral(ratelimit.policies, text, bigint, bigint, text) is
+  'The steps of ratelimit_acquire_up_to for an ephemeral policy.';

@@ -48,16 +48,25 @@ $$;
 comment on function ratelimit.left_us(ratelimit.idempotency_keys, timestamptz) is
   'The microseconds that a reserved grant is still to wait.';
 
--- A reserved grant holds once its wait is over.
-create or replace function ratelimit.replay_at(granted ratelimit.idempotency_keys, now timestamptz, shadow boolean)
-  returns ratelimit.decision language sql immutable parallel safe
+-- A reserved grant is a denial with the rest of its wait, and then the grant.
+create or replace function ratelimit.answer_again(granted ratelimit.idempotency_keys, cost bigint, now timestamptz, shadow boolean)
+  returns ratelimit.decision language plpgsql immutable
 as $$
-  select (shadow or (granted.ready_at > now) is not true, granted.remaining,
-          ratelimit.duration(case when shadow then 0 else ratelimit.left_us(granted, now) end),
-          granted.reset_after, granted.capacity, true, shadow and (granted.ready_at > now) is true)::ratelimit.decision
+declare
+  v_left_us bigint;
+begin
+  if granted.cost <> cost or granted.settled is not null then
+    perform ratelimit.refuse_repeat(granted, cost);
+  elsif granted.ready_at > now then
+    v_left_us := case when shadow then 0 else ratelimit.left_us(granted, now) end;
+    return (shadow, granted.remaining, ratelimit.duration(v_left_us),
+            granted.reset_after, granted.capacity, true, shadow)::ratelimit.decision;
+  end if;
+  return ratelimit.replay_of(granted);
+end;
 $$;
-comment on function ratelimit.replay_at(ratelimit.idempotency_keys, timestamptz, boolean) is
-  'The replay of a reserved grant: a denial with the rest of its wait, and then the grant.';
+comment on function ratelimit.answer_again(ratelimit.idempotency_keys, bigint, timestamptz, boolean) is
+  'The answer to a repeat of a request under a live idempotency key; RL002 if its cost differs, RL004 if its grant was settled.';
 
 create or replace function ratelimit.reservation_of(
     granted boolean, level bigint, wait_us bigint, reset_us bigint, capacity bigint, shadow boolean)
@@ -87,14 +96,17 @@ $$;
 comment on function ratelimit.waiting_of(bigint, double precision, bigint, bigint, boolean) is
   'The answer about a reservation that waits, from the debt that it left.';
 
-create or replace function ratelimit.reserved_before(granted ratelimit.idempotency_keys, now timestamptz, shadow boolean)
-  returns ratelimit.reservation language sql immutable parallel safe
+create or replace function ratelimit.replayed_reservation(granted ratelimit.idempotency_keys, cost bigint, now timestamptz, shadow boolean)
+  returns ratelimit.reservation language plpgsql immutable
 as $$
-  select (true, ratelimit.duration(case when shadow then 0 else ratelimit.left_us(granted, now) end), granted.remaining,
-          granted.reset_after, granted.capacity, true, shadow and ratelimit.left_us(granted, now) > 0)::ratelimit.reservation
+declare
+  v_replay ratelimit.decision := ratelimit.answer_again(granted, cost, now, shadow);
+begin
+  return (true, v_replay.retry_after, v_replay.remaining, v_replay.reset_after, v_replay.capacity, true, v_replay.shadowed)::ratelimit.reservation;
+end;
 $$;
-comment on function ratelimit.reserved_before(ratelimit.idempotency_keys, timestamptz, boolean) is
-  'The replay of a grant to a reservation, with the rest of its wait.';
+comment on function ratelimit.replayed_reservation(ratelimit.idempotency_keys, bigint, timestamptz, boolean) is
+  'The replay of a grant to a reservation, with the rest of its wait; or RL002 or RL004.';
 
 create or replace function ratelimit.partial_of(decision ratelimit.decision, taken bigint)
   returns ratelimit.partial_decision language sql immutable parallel safe
@@ -104,6 +116,24 @@ as $$
 $$;
 comment on function ratelimit.partial_of(ratelimit.decision, bigint) is
   'A decision about as many tokens as there are, and how many were taken.';
+
+create or replace function ratelimit.replayed_partial(
+    granted ratelimit.idempotency_keys, at_least bigint, at_most bigint, now timestamptz, shadow boolean)
+  returns ratelimit.partial_decision language plpgsql immutable
+as $$
+declare
+  v_replay ratelimit.decision;
+begin
+  if granted.cost not between at_least and at_most then
+    perform ratelimit.another_cost(format('%L was granted with cost %s and comes back for %s to %s.',
+                                          granted.idempotency_key, granted.cost, at_least, at_most));
+  end if;
+  v_replay := ratelimit.answer_again(granted, granted.cost, now, shadow);
+  return ratelimit.partial_of(v_replay, case when shadow then at_most else granted.cost end);
+end;
+$$;
+comment on function ratelimit.replayed_partial(ratelimit.idempotency_keys, bigint, bigint, timestamptz, boolean) is
+  'The replay of a grant of as many tokens as there were; RL002 if a repeat may not take so many, or RL004.';
 
 -- decisions_of(...)[n] is the decision about element n; null if it was refused. The arguments are those of acquire_batch.
 create or replace function ratelimit.decisions_of(
@@ -123,58 +153,18 @@ $$;
 comment on function ratelimit.decisions_of(bigint[], bigint[], bigint[], bigint[], bigint[], boolean[], boolean[]) is
   'The decisions of a batch, by the number of the element.';
 
-create or replace function ratelimit.another_cost(detail text)
-  returns void language plpgsql immutable
+-- Of the elements of a request, the one with the least rank binds. A shadow ranks after all others, then an element of cost 0; of the
+-- others, the fewest repeats of the charge rank first where the request is granted, and the longest wait where it is denied.
+create or replace function ratelimit.binding_rank(
+    shadow boolean, free boolean, granted boolean, remaining bigint, charge bigint, retry_us bigint, place bigint)
+  returns bigint[] language sql immutable parallel safe
 as $$
-begin
-  raise exception 'idempotency key used before with another cost' using
-    errcode = 'RL002',
-    detail  = another_cost.detail,
-    hint    = 'Repeat a request with its first cost, and give a new request a new key.';
-end;
+  select array[shadow::integer, free::integer,
+               case when granted then ratelimit.repeats(remaining, nullif(charge, 0)) else -coalesce(retry_us, 9223372036854775807) end,
+               place]
 $$;
-comment on function ratelimit.another_cost(text) is
-  'Raises RL002, the error for another cost under a live idempotency key.';
-
-create or replace function ratelimit.check_repeated_cost(granted ratelimit.idempotency_keys, cost bigint)
-  returns void language plpgsql
-as $$
-begin
-  if granted.cost <> cost then
-    perform ratelimit.another_cost(format('%L was granted with cost %s and comes back with cost %s.',
-                                          granted.idempotency_key, granted.cost, cost));
-  end if;
-end;
-$$;
-comment on function ratelimit.check_repeated_cost(ratelimit.idempotency_keys, bigint) is
-  'Raises RL002 unless a repeat has the cost of the grant under its idempotency key.';
-
-create or replace function ratelimit.check_repeated_range(granted ratelimit.idempotency_keys, at_least bigint, at_most bigint)
-  returns void language plpgsql
-as $$
-begin
-  if granted.cost not between at_least and at_most then
-    perform ratelimit.another_cost(format('%L was granted with cost %s and comes back for %s to %s.',
-                                          granted.idempotency_key, granted.cost, at_least, at_most));
-  end if;
-end;
-$$;
-comment on function ratelimit.check_repeated_range(ratelimit.idempotency_keys, bigint, bigint) is
-  'Raises RL002 unless the cost of the grant under its idempotency key is what a repeat may take.';
-
--- ratelimit_charge does not raise it: its repeat is answered again.
-create or replace function ratelimit.already_settled(granted ratelimit.idempotency_keys)
-  returns void language plpgsql immutable
-as $$
-begin
-  raise exception 'the grant under this idempotency key was settled' using
-    errcode = 'RL004',
-    detail  = format('%L was granted with cost %s and settled with cost %s.', granted.idempotency_key, granted.cost, granted.settled),
-    hint    = 'The operation is over, or was cancelled: do not repeat it. A new one needs a new key.';
-end;
-$$;
-comment on function ratelimit.already_settled(ratelimit.idempotency_keys) is
-  'Raises RL004, the error for a request whose grant was settled.';
+comment on function ratelimit.binding_rank(boolean, boolean, boolean, bigint, bigint, bigint, bigint) is
+  'The rank of an element of a request: the least one binds.';
 
 -- The functions that answer many requests report an error in the row of its request. So this function catches the
 -- errors of the checks. granted is the remembered grant whose cost differs, or which was settled; null means that the policy
@@ -189,8 +179,7 @@ begin
   if granted is null then
     perform ratelimit.unknown_policy(policy);
   else
-    perform ratelimit.check_repeated_cost(granted, cost);
-    perform ratelimit.already_settled(granted);
+    perform ratelimit.refuse_repeat(granted, cost);
   end if;
 exception when sqlstate '22023' or sqlstate 'RL001' or sqlstate 'RL002' or sqlstate 'RL004' then
   get stacked diagnostics error_code    = returned_sqlstate,

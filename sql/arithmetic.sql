@@ -12,9 +12,8 @@
 --   tick_gain  = refill * 10^6 * tick_us. One tick gains tick_gain / every_us microtokens
 --   round_up   = tick_gain - 1. (x + round_up) div tick_gain = x / tick_gain, rounded up
 --
--- All functions here are IMMUTABLE single expressions, so that the planner inlines them. An argument that
+-- All functions here are single expressions, and IMMUTABLE but for due_after, so that the planner inlines them. An argument that
 -- is used twice must be cheap, such as a column, a variable or a product, or it stops inlining.
--- include/calls.sql has the long calls.
 
 create or replace function ratelimit.microtokens(tokens bigint)
   returns bigint language sql immutable parallel safe
@@ -92,17 +91,16 @@ as $$
   select date_bin(tick, greatest(refilled_at, now), refilled_at)
 $$;
 comment on function ratelimit.refilled_until(timestamptz, timestamptz, interval) is
-  'The instant of refilled_level: the last tick by now, counted from refilled_at and never before it.';
+  'The instant of refilled: the last tick by now, counted from refilled_at and never before it.';
 
-create or replace function ratelimit.refilled_level(
-    level bigint, refilled_at timestamptz, now timestamptz, full_level numeric, gain numeric, every_us numeric, tick interval)
+create or replace function ratelimit.refilled(level bigint, refilled_at timestamptz, now timestamptz, policy ratelimit.policies)
   returns bigint language sql immutable parallel safe
 as $$
   select least(
-    full_level,
-    level + div(extract(epoch from ratelimit.refilled_until(refilled_at, now, tick) - refilled_at) * gain, every_us))::bigint
+    policy.full_level,
+    level + div(extract(epoch from ratelimit.refilled_until(refilled_at, now, policy.tick) - refilled_at) * policy.gain, policy.every_us))::bigint
 $$;
-comment on function ratelimit.refilled_level(bigint, timestamptz, timestamptz, numeric, numeric, numeric, interval) is
+comment on function ratelimit.refilled(bigint, timestamptz, timestamptz, ratelimit.policies) is
   'The level of a bucket now, in microtokens.';
 
 -- Exact: after this time the bucket holds target, one microsecond earlier it does not.
@@ -118,16 +116,14 @@ comment on function ratelimit.time_below(numeric, bigint, numeric, numeric, nume
   'Microseconds until a bucket holds target microtokens, if it held level elapsed_us ago and is below target now.';
 
 -- For a bucket whose debt is no deeper than the floor of its policy: it is full within 21,000 years, so nothing saturates.
--- Callers that know this, and that the bucket is below target, skip the checks of wait_for. Null means never: with refill 0,
+-- Callers that know this, and that the bucket is below target, skip the checks of wait_until. Null means never: with refill 0,
 -- tick_gain is 0.
-create or replace function ratelimit.wait_below(
-    target numeric, level bigint, elapsed_us numeric,
-    every_us numeric, tick_us numeric, tick_gain numeric, round_up numeric)
+create or replace function ratelimit.short_wait(target numeric, level bigint, elapsed_us numeric, policy ratelimit.policies)
   returns bigint language sql immutable parallel safe
 as $$
-  select ratelimit.time_below(target, level, elapsed_us, every_us, tick_us, nullif(tick_gain, 0), round_up)::bigint
+  select ratelimit.time_below(target, level, elapsed_us, policy.every_us, policy.tick_us, nullif(policy.tick_gain, 0), policy.round_up)::bigint
 $$;
-comment on function ratelimit.wait_below(numeric, bigint, numeric, numeric, numeric, numeric, numeric) is
+comment on function ratelimit.short_wait(numeric, bigint, numeric, ratelimit.policies) is
   'Microseconds as of time_below for a bucket whose debt is no deeper than the floor, null for never.';
 
 -- Times saturate here, at 100,000 years of 365.25 days: an old debt may be of a policy that refilled faster.
@@ -145,6 +141,23 @@ as $$
 $$;
 comment on function ratelimit.wait_for(numeric, bigint, timestamptz, timestamptz, numeric, numeric, numeric, numeric) is
   'Microseconds from now until a bucket holds target microtokens, zero when it does, null for never.';
+
+create or replace function ratelimit.wait_until(target numeric, level bigint, refilled_at timestamptz, now timestamptz, policy ratelimit.policies)
+  returns bigint language sql immutable parallel safe
+as $$
+  select ratelimit.wait_for(target, level, refilled_at, now, policy.every_us, policy.tick_us, policy.tick_gain, policy.round_up)
+$$;
+comment on function ratelimit.wait_until(numeric, bigint, timestamptz, timestamptz, ratelimit.policies) is
+  'The same, by the numbers of a policy.';
+
+-- When clean-up looks at a new bucket; cleanup.sql says why within 24 hours. Least ignores null, which is never.
+create or replace function ratelimit.due_after(reset_us bigint, now timestamptz)
+  returns timestamptz language sql stable parallel safe
+as $$
+  select now + least(ratelimit.duration(reset_us), interval '24 hours')
+$$;
+comment on function ratelimit.due_after(bigint, timestamptz) is
+  'When clean-up looks at a bucket that is full in reset_us microseconds; null is never.';
 
 -- The same in bigint, which is cheaper, for statements about many buckets of one policy.
 -- A policy's numbers are small if no product overflows, and an empty bucket is full within 15 years. One tick gains

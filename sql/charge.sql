@@ -1,9 +1,12 @@
 -- Takes cost tokens from one bucket, whatever it holds; allowed is always true. What the bucket does not hold is debt:
 -- its level goes below zero, down to a floor, and refill pays the debt first. It is for what is known only after it was used.
 --
--- The steps are those of ratelimit_settle. A live idempotency key is replayed. Otherwise the bucket is locked, a full one
--- is created first if it has no row, the idempotency key is stored, and only then the level moves. So nothing that was
--- moved is ever moved back. A charge that is cut at the floor remembers what it took, and is settled against that.
+-- The steps:
+--   1. A live idempotency key is replayed.
+--   2. The bucket is locked. One without a row is full, and is created first.
+--   3. The idempotency key is remembered, with what the charge takes: one that is cut at the floor is settled against that. If
+--      another session has stored the key meanwhile, step 1 follows.
+--   4. The level moves. So nothing that was moved is ever moved back.
 --
 -- A cost of 0 takes nothing, and neither looks at nor stores an idempotency key.
 --
@@ -22,49 +25,115 @@ create or replace function ratelimit_charge(
   set search_path = ratelimit, pg_temp
   set enable_seqscan = off  -- as in ratelimit_acquire
 as $$
-{{- /* The arguments buckets and keys are the names of the two tables. */ -}}
-{{ define "charge_bucket" -}}
-if v_cost = 0 then
-      {{ template "include/look.sql" (dict "buckets" .buckets "bare" true) }}
+declare
+  v_policy ratelimit.policies;
+begin
+  if not acceptable(key, cost) or cost > 9000000000000 or is_name(idempotency_key) is false then
+    perform check_charge(policy, key, cost, idempotency_key);  -- raises 22023
+  end if;
+  select p.* into v_policy from policies as p where p.name = policy collate "C";
+  if not found then
+    perform check_name('policy', policy);
+    perform unknown_policy(policy);
+  end if;
+  if not v_policy.durable then
+    return charge_ephemeral(v_policy, key, cost, idempotency_key);  -- what follows, on the twin tables
+  end if;
+
+  {{ block "charge_steps" (dict "buckets" "buckets" "idempotency_keys" "idempotency_keys") -}}
+  declare
+    v_key             text collate "C" := key;
+    v_cost            alias for cost;
+    v_idempotency_key text collate "C" := idempotency_key;
+    v_now             timestamptz := clock();
+    v_level           bigint;       -- microtokens in the bucket
+    v_refilled_at     timestamptz;  -- when the bucket held v_level
+    v_held            bigint;       -- what the bucket held before the charge
+    v_reset_us        bigint;       -- microseconds until the bucket is full; null: never
+    v_has_row         boolean;      -- a bucket without a row is full
+    v_first           ratelimit.idempotency_keys;  -- the charge that is remembered under the idempotency key
+    v_override        ratelimit.overrides;
+  begin
+    if v_policy.overridden then
+      select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
+      if found then
+        v_policy := with_override(v_policy, v_override);
+      end if;
+    end if;
+    if v_cost = 0 then
+      select n.level, n.reset_us into v_level, v_reset_us from bucket_now(v_policy, v_key, v_now) as n;
       return spent_of(v_level, v_reset_us, v_policy.capacity, false);
     end if;
+
     loop
+      -- 1. The idempotency key.
       if v_idempotency_key is not null then
-        {{ template "include/find_key.sql" . }}
+        select k.* into v_first
+          from {{ .idempotency_keys }} as k
+         where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          perform check_repeated_cost(v_first, v_cost);
+          if v_first.cost <> v_cost then
+            perform refuse_repeat(v_first, v_cost);  -- raises RL002
+          end if;
           return replay_of(v_first);
         end if;
       end if;
-      {{ template "include/lock.sql" . }}
-      {{ template "include/move.sql" (dict "change" "-microtokens(v_cost)") }}
+
+      -- 2. The bucket.
+      loop
+        select b.level, b.refilled_at into v_level, v_refilled_at
+          from {{ .buckets }} as b
+         where b.policy_id = v_policy.id
+           and b.key       = v_key
+           for update;
+        v_has_row := found;
+        v_now     := clock();  -- the lock may have waited
+        if v_policy.overridden or not v_has_row then
+          v_policy := numbers_again(v_policy, v_key, v_now);
+        end if;
+        exit when v_has_row;
+        v_level       := microtokens(v_policy.capacity);
+        v_refilled_at := v_now;
+        insert into {{ .buckets }} (policy_id, key, level, refilled_at, due_at)
+        values (v_policy.id, v_key, v_level, v_refilled_at, v_now)
+        on conflict on constraint {{ .buckets }}_pkey do nothing;
+        v_has_row := found;
+        exit when v_has_row;
+      end loop;
+
+      -- 3. The idempotency key is remembered: an expired one is overwritten, and one that is live is left alone.
+      v_held        := refilled(v_level, v_refilled_at, v_now, v_policy);
+      v_level       := moved_level(v_held, -microtokens(v_cost), v_policy.full_level, floor_level(v_policy.gain, v_policy.every_us));
+      v_refilled_at := refilled_until(v_refilled_at, v_now, v_policy.tick);
+      v_reset_us    := wait_until(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy);
       exit when v_idempotency_key is null;
-      v_expires_at := v_now + duration(v_policy.remember_us);
-      insert into {{ .keys }} as k
+      insert into {{ .idempotency_keys }} as k
              (policy_id, key, idempotency_key, cost, taken, remaining, reset_after, capacity, expires_at)
       values (v_policy.id, v_key, v_idempotency_key, v_cost, nullif(v_held - v_level, microtokens(v_cost)),
-              whole_tokens(v_level), duration(v_reset_us), v_policy.capacity, v_expires_at)
-      {{ template "include/remember.sql" . }};
+              whole_tokens(v_level), duration(v_reset_us), v_policy.capacity, v_now + duration(v_policy.remember_us))
+      {{ template "include/unless_live.sql" . }};
       exit when found;
-      -- A live idempotency key: the session that held the bucket has stored it.
     end loop;
-    {{ template "include/write.sql" . }}
+
+    -- 4. The level.
+    update {{ .buckets }} as b
+       set level = v_level, refilled_at = v_refilled_at, room = null
+     where b.policy_id = v_policy.id
+       and b.key       = v_key;
     return spent_of(v_level, v_reset_us, v_policy.capacity, false);
-{{- end }}
-declare
-  {{ template "locals_of_lock" (dict "function" "ratelimit_charge") }}
-  v_expires_at      timestamptz;  -- when the idempotency key is forgotten
-begin
-  if (acceptable(v_key, v_cost) and v_cost <= 9000000000000 and is_name(v_idempotency_key) is not false) is not true then
-    perform check_charge(policy, v_key, v_cost, v_idempotency_key);
-  end if;
-  {{ template "include/policy.sql" "ratelimit_charge" }}
-  if v_policy.durable then
-    {{ template "charge_bucket" (dict "buckets" "buckets" "keys" "idempotency_keys") }}
-  else
-    {{ template "charge_bucket" (dict "buckets" "ephemeral_buckets" "keys" "ephemeral_idempotency_keys") }}
-  end if;
+  end;
+  {{- end }}
 end;
 $$;
 comment on function ratelimit_charge(text, text, bigint, text) is
   'Take cost tokens from a bucket whatever it holds, into debt if need be.';
+
+create or replace function ratelimit.charge_ephemeral(v_policy ratelimit.policies, key text, cost bigint, idempotency_key text)
+  returns ratelimit.decision
+  language plpgsql
+  volatile
+as $$
+  {{ template "charge_steps" (dict "buckets" "ephemeral_buckets" "idempotency_keys" "ephemeral_idempotency_keys") }}
+$$;
+comment on function ratelimit.charge_ephemeral(ratelimit.policies, text, bigint, text) is
+  'The steps of ratelimit_charge for an ephemeral policy.';

@@ -262,6 +262,50 @@ $$;
 comment on function ratelimit.no_grant(text, text) is
   'Raises RL003, the error of a settlement without a grant.';
 
+create or replace function ratelimit.another_cost(detail text)
+  returns void language plpgsql immutable
+as $$
+begin
+  raise exception 'idempotency key used before with another cost' using
+    errcode = 'RL002',
+    detail  = another_cost.detail,
+    hint    = 'Repeat a request with its first cost, and give a new request a new key.';
+end;
+$$;
+comment on function ratelimit.another_cost(text) is
+  'Raises RL002, the error for another cost under a live idempotency key.';
+
+-- ratelimit_charge does not raise RL004: its repeat is answered again.
+create or replace function ratelimit.refuse_repeat(granted ratelimit.idempotency_keys, cost bigint)
+  returns ratelimit.decision language plpgsql immutable
+as $$
+begin
+  if granted.cost <> cost then
+    perform ratelimit.another_cost(format('%L was granted with cost %s and comes back with cost %s.',
+                                          granted.idempotency_key, granted.cost, cost));
+  end if;
+  raise exception 'the grant under this idempotency key was settled' using
+    errcode = 'RL004',
+    detail  = format('%L was granted with cost %s and settled with cost %s.', granted.idempotency_key, granted.cost, granted.settled),
+    hint    = 'The operation is over, or was cancelled: do not repeat it. A new one needs a new key.';
+end;
+$$;
+comment on function ratelimit.refuse_repeat(ratelimit.idempotency_keys, bigint) is
+  'Raises RL002 for a repeat with another cost than the grant under its idempotency key, or else RL004: the grant was settled.';
+
+create or replace function ratelimit.too_many_rounds(policy text, key text)
+  returns void language plpgsql
+as $$
+begin
+  raise exception 'the bucket changed at every look'
+    using errcode = '40001',
+          detail  = format('Key %L of policy %L.', key, policy),
+          hint    = 'Try again.';
+end;
+$$;
+comment on function ratelimit.too_many_rounds(text, text) is
+  'Raises 40001: other sessions were faster a thousand times.';
+
 create or replace function ratelimit.policy_named(policy text)
   returns ratelimit.policies language plpgsql stable
 as $$

@@ -16,21 +16,6 @@ create or replace function ratelimit_doctor()
   set search_path = ratelimit, pg_temp
   set enable_seqscan = off  -- the overdue rows are found by the index of the column that makes them due
 as $$
-{{- /* The arguments are the table, the column by which its rows are due, and a further condition. */ -}}
-{{ define "overdue" -}}
-return query
-    select 'warning',
-           format('ratelimit.{{ .table }} has %s rows overdue for clean-up, the oldest since %s.',
-                  case when o.overdue = 10000 then '10000 or more' else o.overdue::text end, date_trunc('second', o.since)),
-           'Clean-up does not run, or cannot keep up. Run it now: call ratelimit_cleanup_all(); and then every minute: docs/operating.md.' || v_where
-      from (select count(*) as overdue, min(d.due) as since
-              from (select t.{{ .column }} as due
-                      from {{ .table }} as t
-                     where t.{{ .column }} < v_due_before{{ with .and }} {{ . }}{{ end }}
-                     order by t.{{ .column }}
-                     limit 10000) as d) as o
-     where o.overdue > 0;
-{{- end }}
 declare
   v_now        constant timestamptz := clock();
   v_due_before constant timestamptz := v_now - interval '10 minutes';
@@ -39,12 +24,32 @@ declare
   v_standby    constant boolean     := pg_is_in_recovery();
   v_where      constant text        := case when v_standby then ' This server is a standby: do it on the primary.' else '' end;
 begin
-  {{ template "overdue" (dict "table" "buckets" "column" "due_at" "and" "and t.refilled_at < v_due_before") }}
-  {{ template "overdue" (dict "table" "idempotency_keys" "column" "expires_at") }}
-  {{ template "overdue" (dict "table" "overrides" "column" "expires_at") }}
+  return query
+  select 'warning',
+         format('ratelimit.%s has %s rows overdue for clean-up, the oldest since %s.', o.name,
+                case when o.overdue = 10000 then '10000 or more' else o.overdue::text end, date_trunc('second', o.since)),
+         'Clean-up does not run, or cannot keep up. Run it now: call ratelimit_cleanup_all(); and then every minute: docs/operating.md.' || v_where
+    from (select 'buckets' as name, count(*) as overdue, min(d.due) as since
+            from (select t.due_at as due from buckets as t where t.due_at < v_due_before and t.refilled_at < v_due_before order by t.due_at limit 10000) as d
+          union all
+          select 'idempotency_keys' as name, count(*) as overdue, min(d.due) as since
+            from (select t.expires_at as due from idempotency_keys as t where t.expires_at < v_due_before order by t.expires_at limit 10000) as d
+          union all
+          select 'overrides' as name, count(*) as overdue, min(d.due) as since
+            from (select t.expires_at as due from overrides as t where t.expires_at < v_due_before order by t.expires_at limit 10000) as d) as o
+   where o.overdue > 0;
   if not v_standby then
-    {{ template "overdue" (dict "table" "ephemeral_buckets" "column" "due_at" "and" "and t.refilled_at < v_due_before") }}
-    {{ template "overdue" (dict "table" "ephemeral_idempotency_keys" "column" "expires_at") }}
+    return query
+    select 'warning',
+           format('ratelimit.%s has %s rows overdue for clean-up, the oldest since %s.', o.name,
+                  case when o.overdue = 10000 then '10000 or more' else o.overdue::text end, date_trunc('second', o.since)),
+           'Clean-up does not run, or cannot keep up. Run it now: call ratelimit_cleanup_all(); and then every minute: docs/operating.md.' || v_where
+      from (select 'ephemeral_buckets' as name, count(*) as overdue, min(d.due) as since
+              from (select t.due_at as due from ephemeral_buckets as t where t.due_at < v_due_before and t.refilled_at < v_due_before order by t.due_at limit 10000) as d
+            union all
+            select 'ephemeral_idempotency_keys' as name, count(*) as overdue, min(d.due) as since
+              from (select t.expires_at as due from ephemeral_idempotency_keys as t where t.expires_at < v_due_before order by t.expires_at limit 10000) as d) as o
+     where o.overdue > 0;
   elsif exists (select from policies as p where not p.durable) then
     return query values (
       'notice',

@@ -1,13 +1,19 @@
--- ratelimit_acquire for functions of this package, which do not depend on the schema of the public ones.
-create or replace function ratelimit.acquire(policy text, key text, cost bigint, idempotency_key text)
+-- The steps of ratelimit_acquire for functions of this package, which know the policy, and do not depend on the schema of the public
+-- functions.
+create or replace function ratelimit.acquire(v_policy ratelimit.policies, key text, cost bigint, idempotency_key text)
   returns ratelimit.decision
   language plpgsql
   volatile
 as $$
-{{ template "acquire" "acquire" }}
+begin
+  if not v_policy.durable then
+    return acquire_ephemeral(v_policy, key, cost, idempotency_key);
+  end if;
+  {{ template "acquire_steps" (dict "buckets" "buckets" "idempotency_keys" "idempotency_keys") }}
+end;
 $$;
-comment on function ratelimit.acquire(text, text, bigint, text) is
-  'What ratelimit_acquire does, for the guards.';
+comment on function ratelimit.acquire(ratelimit.policies, text, bigint, text) is
+  'The steps of ratelimit_acquire, for the guards.';
 
 -- Takes cost tokens from one bucket as ratelimit_acquire does, and raises RL429 where that would answer with a denial.
 -- So it can stand in a function, a trigger or a policy of row level security, where nobody looks at an answer.
@@ -28,8 +34,23 @@ create or replace function ratelimit_enforce(
   set enable_seqscan = off  -- as in ratelimit_acquire
 as $$
 declare
-  v_decision decision := acquire(policy, key, cost, ratelimit_enforce.idempotency_key);
+  v_policy   policies;
+  v_decision decision;
 begin
+  if not acceptable(key, cost) or idempotency_key is not null then
+    if (acceptable(key, cost) and is_name(idempotency_key)) is not true then
+      perform check_request(policy, key, cost, idempotency_key);  -- raises 22023
+    end if;
+    if cost = 0 then
+      idempotency_key := null;  -- nothing is granted, so nothing is remembered
+    end if;
+  end if;
+  select p.* into v_policy from policies as p where p.name = policy collate "C";
+  if not found then
+    perform check_name('policy', policy);
+    perform unknown_policy(policy);
+  end if;
+  v_decision := acquire(v_policy, key, cost, idempotency_key);
   if not v_decision.allowed then
     perform rate_limit_exceeded(policy, cost, v_decision, false);
   end if;

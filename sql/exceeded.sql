@@ -13,7 +13,7 @@ declare
   v_window_s   numeric;  -- fills an empty bucket; null where the numbers are not those of the policy, or it does not refill
   v_token_s    numeric;  -- until there is more, as if the bucket were refilled evenly
 begin
-  select ceil({{ template "wait_below" (dict "target" "p.full_level" "level" "0" "elapsed_us" "0" "policy" "p.") }} / 1000000.0)
+  select ceil(short_wait(p.full_level, 0, 0, p) / 1000000.0)
     into v_window_s
     from policies as p
    where p.name     = http_fields.policy collate "C"

@@ -102,7 +102,7 @@ begin
 
   if cardinality(v_keys) = 1 then
     v_worst  := 1;
-    v_denial := acquire(v_policy.name, v_keys[1], v_costs[1], null);
+    v_denial := acquire(v_policy, v_keys[1], v_costs[1], null);
   else
     v_batch := acquire_batch(array_fill(v_policy.name, array[cardinality(v_keys)]), v_keys, v_costs, null, null);
     if v_batch.refused is not null then  -- the policy was dropped meanwhile

@@ -45,9 +45,17 @@
 {{ template "acquire_up_to.sql" . }}
 
 -- Many requests, or many buckets, in one call.
-{{ template "keys.sql" . }}
-{{ template "take.sql" . }}
+{{ template "batch_form.sql" . }}
+{{ template "asked_of.sql" . }}
+{{ template "take.sql" (dict "buckets" "buckets") }}
+{{ template "take.sql" (dict "buckets" "ephemeral_buckets") }}
+{{ template "remember.sql" (dict "idempotency_keys" "idempotency_keys") }}
+{{ template "remember.sql" (dict "idempotency_keys" "ephemeral_idempotency_keys") }}
+{{ template "rows.sql" (dict "buckets" "buckets" "idempotency_keys" "idempotency_keys") }}
+{{ template "rows.sql" (dict "buckets" "ephemeral_buckets" "idempotency_keys" "ephemeral_idempotency_keys") }}
+{{ template "numbered.sql" . }}
 {{ template "look_at_buckets.sql" . }}
+{{ template "decide.sql" . }}
 {{ template "decide_in_order.sql" . }}
 {{ template "acquire_batch.sql" . }}
 {{ template "acquire_all.sql" . }}
@@ -61,6 +69,7 @@
 {{ template "pre_request.sql" . }}
 
 -- Upkeep.
+{{ template "cleanup_batch.sql" . }}
 {{ template "cleanup.sql" . }}
 {{ template "status.sql" . }}
 {{ template "doctor.sql" . }}
@@ -72,18 +81,8 @@
 {{ template "epilogue.sql" . }}
 
 {{- /* Included, not functions: the fragments that the functions above share.
-       include/calls.sql          the calls with seven or eight arguments
-       include/locals.sql         the locals of the fragments about one bucket: their contract
-       include/policy.sql         reads the policy and the clock: for functions about one bucket
-       include/look.sql           reads one bucket, without a lock: for ratelimit_peek, decide.sql and others
-       include/decide.sql         decides about one bucket and takes: for ratelimit_acquire, _reserve and _acquire_up_to
-       include/kinds.sql          what differs between the three functions of decide.sql
-       include/charge.sql         takes from one bucket: for decide.sql and ratelimit_acquire_all
-       include/lock.sql           locks one bucket, and reads it: for ratelimit_charge and ratelimit_settle
-       include/move.sql           what the locked bucket holds after a charge or a settlement
-       include/write.sql          writes the locked bucket
-       include/override.sql       gives the policy the numbers of a live override
-       include/numbers_again.sql  reads the policy again after a wait: for look.sql, decide.sql and lock.sql
-       include/find_key.sql       reads the grant under an idempotency key
-       include/remember.sql       the end of storing idempotency keys
-       include/newest.sql         finds a bucket by its newest row version: for statements about many buckets */ -}}
+       include/newest.sql        finds a bucket by its newest row version: for statements about many buckets
+       include/unless_live.sql   the end of storing an idempotency key
+       include/due_buckets.sql   the statements of clean-up, for one table each: the buckets that are due,
+       include/expired_keys.sql  the idempotency keys that have expired,
+       include/orphans.sql       the rows of policies that were dropped */ -}}

@@ -11,28 +11,89 @@ create or replace function ratelimit_peek(policy text, key text, cost bigint def
   set search_path = ratelimit, pg_temp
   set enable_seqscan = off  -- as in ratelimit_acquire
 as $$
-{{- /* pre_request.sql has the same body. The argument is the name of the function. */ -}}
-{{ define "peek" -}}
+{{ block "peek" . -}}
 declare
-  {{ template "locals_of_look" (dict "function" .) }}
+  v_policy   ratelimit.policies;
+  v_override ratelimit.overrides;
+  v_key      text collate "C" := key;
+  v_cost     alias for cost;
+  v_now      timestamptz := clock();
+  v_level    bigint;  -- microtokens in the bucket
+  v_retry_us bigint;  -- microseconds until the bucket holds cost; null: never
+  v_reset_us bigint;  -- microseconds until the bucket is full; null: never
 begin
-  if not acceptable(v_key, v_cost) then
-    perform check_request(policy, v_key, v_cost, null);
+  if not acceptable(key, cost) then
+    perform check_request(policy, key, cost, null);  -- raises 22023
   end if;
   v_policy := policy_named(policy);
-  v_now    := clock();
   if v_policy.overridden then
-    {{ template "include/override.sql" }}
+    select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
+    if found then
+      v_policy := with_override(v_policy, v_override);
+    end if;
   end if;
   if v_policy.durable then
-    {{ template "include/look.sql" (dict "buckets" "buckets") }}
+    select refilled(b.level, b.refilled_at, v_now, v_policy),
+           case
+             when v_cost = 0 then 0::bigint
+             when v_cost <= v_policy.capacity then wait_until(microtokens(v_cost), b.level, b.refilled_at, v_now, v_policy)
+           end,
+           wait_until(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy)
+      into v_level, v_retry_us, v_reset_us
+      from buckets as b
+     where b.policy_id = v_policy.id
+       and b.key       = v_key;
   else
-    {{ template "include/look.sql" (dict "buckets" "ephemeral_buckets") }}
+    select refilled(b.level, b.refilled_at, v_now, v_policy),
+           case
+             when v_cost = 0 then 0::bigint
+             when v_cost <= v_policy.capacity then wait_until(microtokens(v_cost), b.level, b.refilled_at, v_now, v_policy)
+           end,
+           wait_until(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy)
+      into v_level, v_retry_us, v_reset_us
+      from ephemeral_buckets as b
+     where b.policy_id = v_policy.id
+       and b.key       = v_key;
+  end if;
+  if not found then  -- full
+    v_level    := microtokens(v_policy.capacity);
+    v_retry_us := case when v_cost <= v_policy.capacity or v_cost = 0 then 0::bigint end;
+    v_reset_us := 0;
   end if;
   return answer_of(v_level, v_retry_us, v_reset_us, v_policy.capacity);
 end;
 {{- end }}
-{{ template "peek" "ratelimit_peek" }}
 $$;
 comment on function ratelimit_peek(text, text, bigint) is
   'The tokens that a bucket holds, and whether an acquire of this cost would be allowed now; takes nothing.';
+
+-- What a bucket holds, in microtokens, and the microseconds until it is full; null is never. The policy has the numbers that
+-- apply to the key.
+create or replace function ratelimit.bucket_now(in policy ratelimit.policies, in key text, in now timestamptz, out level bigint, out reset_us bigint)
+  language plpgsql
+  stable
+as $$
+declare
+  v_key text collate "C" := key;
+begin
+  if policy.durable then
+    select refilled(b.level, b.refilled_at, now, policy), wait_until(policy.full_level, b.level, b.refilled_at, now, policy)
+      into level, reset_us
+      from buckets as b
+     where b.policy_id = policy.id
+       and b.key       = v_key;
+  else
+    select refilled(b.level, b.refilled_at, now, policy), wait_until(policy.full_level, b.level, b.refilled_at, now, policy)
+      into level, reset_us
+      from ephemeral_buckets as b
+     where b.policy_id = policy.id
+       and b.key       = v_key;
+  end if;
+  if not found then  -- full
+    level    := microtokens(policy.capacity);
+    reset_us := 0;
+  end if;
+end;
+$$;
+comment on function ratelimit.bucket_now(ratelimit.policies, text, timestamptz) is
+  'What a bucket holds, and how long until it is full.';

@@ -4,7 +4,7 @@ create or replace function ratelimit.peek(policy text, key text, cost bigint)
   language plpgsql
   stable
 as $$
-{{ template "peek" "peek" }}
+{{ template "peek" . }}
 $$;
 comment on function ratelimit.peek(text, text, bigint) is
   'What ratelimit_peek does, for the guards.';
@@ -56,10 +56,10 @@ begin
     return;
   end if;
 
+  v_policy := ratelimit.policy_named(policy);
   if current_setting('transaction_read_only') = 'off' then
-    v_denial := ratelimit.acquire(policy, v_key, 1, null);
+    v_denial := ratelimit.acquire(v_policy, v_key, 1, null);
   else
-    v_policy := ratelimit.policy_named(policy);
     if v_policy.shadow or not v_policy.durable and pg_is_in_recovery() then  -- a standby cannot read ephemeral buckets
       return;
     end if;

@@ -1,16 +1,3 @@
-{{- /* Updates the bucket and copies its new state. The argument is the name of the table. */ -}}
-{{ define "refund" -}}
-update {{ . }} as b
-       set level       = least({{ template "refilled_level" (dict "bucket" "b.") }},
-                               microtokens(v_policy.capacity - v_amount)) + microtokens(v_amount),
-           refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
-           room        = null,
-           due_at      = least(b.due_at, v_now)  -- the bucket may be full now: clean-up looks at it in five minutes or later
-     where b.policy_id = v_policy.id
-       and b.key       = v_key
-    returning b.level, b.refilled_at into v_level, v_refilled_at;
-    v_has_row := found;
-{{- end -}}
 -- Gives amount tokens back to one bucket, never above the policy's capacity, and answers with the tokens
 -- that the bucket holds then. An amount above capacity counts as capacity.
 --
@@ -26,34 +13,51 @@ create or replace function ratelimit_refund(policy text, key text, amount bigint
   set enable_seqscan = off  -- as in ratelimit_acquire
 as $$
 declare
-  v_key         text collate "C" := ratelimit_refund.key;
+  v_key         text collate "C" := key;
   v_policy      policies;
   v_override    overrides;
   v_amount      bigint;
-  v_now         timestamptz;
-  v_level       bigint;
-  v_refilled_at timestamptz;
-  v_reset_us    bigint;
-  v_has_row     boolean;
+  v_now         timestamptz := clock();
+  v_level       bigint;       -- microtokens in the bucket
+  v_refilled_at timestamptz;  -- when the bucket held v_level
+  v_reset_us    bigint;       -- microseconds until the bucket is full; null: never
 begin
   perform check_name('policy', policy);
-  perform check_name('key', v_key);
-  perform check_tokens('amount', ratelimit_refund.amount);
+  perform check_name('key', key);
+  perform check_tokens('amount', amount);
   v_policy := policy_named(policy);
-  v_now    := clock();
   if v_policy.overridden then
-    {{ template "include/override.sql" }}
+    select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
+    if found then
+      v_policy := with_override(v_policy, v_override);
+    end if;
   end if;
-  v_amount := least(ratelimit_refund.amount, v_policy.capacity);
+  v_amount := least(amount, v_policy.capacity);
   if v_policy.durable then
-    {{ template "refund" "buckets" }}
+    update buckets as b
+       set level       = least(refilled(b.level, b.refilled_at, v_now, v_policy), microtokens(v_policy.capacity - v_amount))
+                         + microtokens(v_amount),
+           refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
+           room        = null,
+           due_at      = least(b.due_at, v_now)  -- the bucket may be full now: clean-up looks at it in five minutes or later
+     where b.policy_id = v_policy.id
+       and b.key       = v_key
+    returning b.level, b.refilled_at into v_level, v_refilled_at;
   else
-    {{ template "refund" "ephemeral_buckets" }}
+    update ephemeral_buckets as b
+       set level       = least(refilled(b.level, b.refilled_at, v_now, v_policy), microtokens(v_policy.capacity - v_amount))
+                         + microtokens(v_amount),
+           refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
+           room        = null,
+           due_at      = least(b.due_at, v_now)  -- the bucket may be full now: clean-up looks at it in five minutes or later
+     where b.policy_id = v_policy.id
+       and b.key       = v_key
+    returning b.level, b.refilled_at into v_level, v_refilled_at;
   end if;
-  if not v_has_row then
+  if not found then  -- full
     return answer_of(microtokens(v_policy.capacity), 0, 0, v_policy.capacity);
   end if;
-  v_reset_us := {{ template "wait_for" (dict "target" "v_policy.full_level" "bucket" "v_") }};
+  v_reset_us := wait_until(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy);
   return answer_of(v_level, 0, v_reset_us, v_policy.capacity);
 end;
 $$;

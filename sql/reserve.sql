@@ -11,10 +11,10 @@
 -- ratelimit_acquire under its key answers a denial. Tokens that are given back, by ratelimit_settle or ratelimit_refund, do
 -- not shorten the wait of those who were promised theirs.
 --
--- The steps are those of ratelimit_acquire, in include/decide.sql, but for two. The update takes the tokens if the bucket will
--- have them within max_wait; it leaves that open if it is a matter of the last microtoken. So if the bucket was read, and the
--- cost fits, the tokens are taken from the bucket as it was read. If another session has changed it since, the next round
--- follows.
+-- The steps are those of ratelimit_acquire, but for two. The update of step 2 takes the tokens if the bucket will have them
+-- within max_wait; it leaves that open if it is a matter of the last microtoken. So if the bucket was read in step 3, and the
+-- cost fits, step 3c takes the tokens from the bucket as it was read. If another session has changed it since, step 2 is
+-- repeated.
 --
 -- The wait counts from the clock after the update, which may have waited for another session. Other times count as those of
 -- ratelimit_acquire.
@@ -38,27 +38,195 @@ create or replace function ratelimit_reserve(
   set enable_seqscan = off  -- as in ratelimit_acquire
 as $$
 declare
-  {{ template "locals_of_seen" (dict "function" "ratelimit_reserve") }}
-  v_until           timestamptz;  -- when the wait must be over
-  v_ready_at        timestamptz;  -- when it holds; null: at once
+  v_policy ratelimit.policies;
 begin
-  if not acceptable(v_key, v_cost) or is_max_wait(max_wait) is not true or v_idempotency_key is not null then
-    if (acceptable(v_key, v_cost) and is_max_wait(max_wait) and is_name(v_idempotency_key) is not false) is not true then
-      perform check_request(policy, v_key, v_cost, v_idempotency_key);
-      perform check_max_wait(max_wait);
+  if not acceptable(key, cost) or is_max_wait(max_wait) is not true or idempotency_key is not null then
+    if (acceptable(key, cost) and is_max_wait(max_wait) and is_name(idempotency_key) is not false) is not true then
+      perform check_request(policy, key, cost, idempotency_key);  -- raises 22023
+      perform check_max_wait(max_wait);                           -- likewise
     end if;
-    if v_cost = 0 then
-      v_idempotency_key := null;  -- nothing is granted, so nothing is remembered
+    if cost = 0 then
+      idempotency_key := null;  -- nothing is granted, so nothing is remembered
     end if;
   end if;
-  {{ template "include/policy.sql" "ratelimit_reserve" }}
-  v_wanted := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
-  if v_policy.durable then
-    {{ template "include/decide.sql" (dict "kind" "reserve" "until" "v_until" "buckets" "buckets" "keys" "idempotency_keys") }}
-  else
-    {{ template "include/decide.sql" (dict "kind" "reserve" "until" "v_until" "buckets" "ephemeral_buckets" "keys" "ephemeral_idempotency_keys") }}
+  select p.* into v_policy from policies as p where p.name = policy collate "C";
+  if not found then
+    perform check_name('policy', policy);
+    perform unknown_policy(policy);
   end if;
+  if not v_policy.durable then
+    return reserve_ephemeral(v_policy, key, max_wait, cost, idempotency_key);  -- what follows, on the twin tables
+  end if;
+
+  {{ block "reserve_steps" (dict "buckets" "buckets" "idempotency_keys" "idempotency_keys") -}}
+  declare
+    v_key             text collate "C" := key;
+    v_cost            alias for cost;
+    v_idempotency_key text collate "C" := idempotency_key;
+    v_now             timestamptz := clock();
+    v_until           timestamptz;  -- when the wait must be over
+    v_wanted          bigint;       -- cost in microtokens; 0 if nothing can be taken
+    v_level           bigint;       -- microtokens in the bucket
+    v_refilled_at     timestamptz;  -- when the bucket held v_level
+    v_seen_level      bigint;       -- the row as it was read
+    v_seen_at         timestamptz;  -- likewise
+    v_wait_us         bigint;       -- microseconds until the debt is paid that cost would leave; null: never
+    v_reset_us        bigint;       -- microseconds until the bucket is full; null: never
+    v_has_row         boolean;      -- a bucket without a row is full
+    v_ready_at        timestamptz;  -- when the grant holds; null: at once
+    v_first           ratelimit.idempotency_keys;  -- the grant that is remembered under the idempotency key
+    v_rounds          integer;
+    v_override        ratelimit.overrides;
+  begin
+    if v_policy.overridden then
+      select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
+      if found then
+        v_policy := with_override(v_policy, v_override);
+      end if;
+    end if;
+    v_wanted := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
+
+    -- 1. The idempotency key.
+    if v_idempotency_key is not null then
+      select k.* into v_first
+        from {{ .idempotency_keys }} as k
+       where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
+      if v_first.expires_at > v_now then
+        return replayed_reservation(v_first, v_cost, v_now, v_policy.shadow);
+      end if;
+    end if;
+
+    loop
+      -- 2. The update. max_wait counts without days, which may have 23 or 25 hours. The update rounds the refill down to whole
+      --    microtokens, so the debt may be paid a microtoken later than the bucket as it was would have covered the cost: the
+      --    bucket counts for one less. That the debt ends above the floor shows in the stored level.
+      if v_wanted > 0 then
+        v_until := v_now + date_part('epoch', max_wait) * interval '1 second';
+        update {{ .buckets }} as b
+           set level       = refilled(b.level, b.refilled_at, v_now, v_policy) - v_wanted,
+               refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
+               room        = null
+         where b.policy_id = v_policy.id
+           and b.key       = v_key
+           and refilled(b.level - 1, b.refilled_at, v_until, v_policy) >= v_wanted
+           and b.level     >= v_wanted - deepest_debt()
+        returning b.level, b.refilled_at into v_level, v_refilled_at;
+        exit when found;
+      end if;
+
+      -- 3. The bucket, as of now: the update may have waited.
+      v_now := clock();
+      if v_policy.overridden then
+        v_policy := numbers_again(v_policy, v_key, v_now);
+        v_wanted := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
+      end if;
+      select refilled(b.level, b.refilled_at, v_now, v_policy),
+             wait_until(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy),
+             b.level, b.refilled_at
+        into v_level, v_reset_us, v_seen_level, v_seen_at
+        from {{ .buckets }} as b
+       where b.policy_id = v_policy.id
+         and b.key       = v_key;
+      v_has_row := found;
+      if not v_has_row then  -- full, by the newest numbers
+        v_policy   := numbers_again(v_policy, v_key, v_now);
+        v_wanted   := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
+        v_level    := microtokens(v_policy.capacity);
+        v_reset_us := 0;
+      end if;
+      v_refilled_at := refilled_until(v_seen_at, v_now, v_policy.tick);
+      v_wait_us     := case
+                         when v_cost = 0 then 0::bigint
+                         when v_cost <= v_policy.capacity then wait_until(microtokens(v_cost), v_level, v_refilled_at, v_now, v_policy)
+                       end;
+
+      -- 3a. Too long to wait, or too deep a debt.
+      if v_wanted = 0
+         or (v_wait_us <= microseconds(max_wait)
+             and (v_wait_us = 0 or v_level::numeric - v_wanted >= floor_level(v_policy.gain, v_policy.every_us))) is not true then
+        if v_idempotency_key is not null then
+          select k.* into v_first
+            from {{ .idempotency_keys }} as k
+           where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
+          if v_first.expires_at > v_now then
+            return replayed_reservation(v_first, v_cost, v_now, v_policy.shadow);
+          end if;
+        end if;
+        return reservation_of(v_cost = 0, v_level, v_wait_us, v_reset_us, v_policy.capacity, v_policy.shadow);
+      end if;
+
+      -- 3b. No row. The insert may wait for a session that creates the same one.
+      v_level := v_level - v_wanted;
+      if not v_has_row then
+        v_refilled_at := v_now;
+        v_reset_us    := short_wait(v_policy.full_level, v_level, 0, v_policy);
+        insert into {{ .buckets }} (policy_id, key, level, refilled_at, due_at)
+        values (v_policy.id, v_key, v_level, v_refilled_at, due_after(v_reset_us, v_now))
+        on conflict on constraint {{ .buckets }}_pkey do nothing;
+        exit when found;
+
+      -- 3c. From the bucket as it was read.
+      else
+        update {{ .buckets }} as b
+           set level = v_level, refilled_at = v_refilled_at, room = null
+         where b.policy_id   = v_policy.id
+           and b.key         = v_key
+           and b.level       = v_seen_level
+           and b.refilled_at = v_seen_at;
+        exit when found;
+      end if;
+
+      -- Again. Each round is due to another session.
+      v_rounds := coalesce(v_rounds, 0) + 1;
+      if v_rounds = 1000 then
+        perform too_many_rounds(v_policy.name, v_key);  -- raises 40001
+      end if;
+    end loop;
+    v_reset_us := short_wait(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy);
+
+    -- 4. The idempotency key is remembered: an expired one is overwritten, and one that is live is left alone.
+    if v_idempotency_key is not null then
+      if v_level < 0 then
+        v_ready_at := v_refilled_at + duration(short_wait(0, v_level, 0, v_policy));
+      end if;
+      insert into {{ .idempotency_keys }} as k
+             (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at, ready_at)
+      values (v_policy.id, v_key, v_idempotency_key, v_cost,
+              whole_tokens(v_level), duration(v_reset_us), v_policy.capacity,
+              coalesce(v_ready_at, v_now) + duration(v_policy.remember_us), v_ready_at)
+      {{ template "include/unless_live.sql" . }};
+      if not found then
+        update {{ .buckets }} as b
+           set level = b.level + v_wanted
+         where b.policy_id = v_policy.id
+           and b.key       = v_key;
+        select k.* into v_first
+          from {{ .idempotency_keys }} as k
+         where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
+        return replayed_reservation(v_first, v_cost, v_now, v_policy.shadow);
+      end if;
+    end if;
+
+    -- The update may have waited, so the clock is read again: nobody waits longer than until the debt is paid.
+    if v_level < 0 then
+      return waiting_of(v_level, greatest(0, time_below(0, v_level, microseconds(clock() - v_refilled_at), v_policy.every_us, v_policy.tick_us,
+                                                         v_policy.tick_gain, v_policy.round_up))::double precision,
+                        v_reset_us, v_policy.capacity, v_policy.shadow);
+    end if;
+    return reserved_of(v_level, v_reset_us, v_policy.capacity);
+  end;
+  {{- end }}
 end;
 $$;
 comment on function ratelimit_reserve(text, text, interval, bigint, text) is
   'Take cost tokens from a bucket that will have them within max_wait, and say how long to wait for them.';
+
+create or replace function ratelimit.reserve_ephemeral(v_policy ratelimit.policies, key text, max_wait interval, cost bigint, idempotency_key text)
+  returns ratelimit.reservation
+  language plpgsql
+  volatile
+as $$
+  {{ template "reserve_steps" (dict "buckets" "ephemeral_buckets" "idempotency_keys" "ephemeral_idempotency_keys") }}
+$$;
+comment on function ratelimit.reserve_ephemeral(ratelimit.policies, text, interval, bigint, text) is
+  'The steps of ratelimit_reserve for an ephemeral policy.';

@@ -29,6 +29,8 @@ comment on function ratelimit_reset(text, text) is
 
 -- One batch of ratelimit_reset_all: the buckets of the next 1000 keys after the one of the batch before it; the first passes
 -- null. more is true if there may be others.
+-- Each bucket is removed by a statement of its own, which keeps the order.
+--
 -- Locks:  the bucket rows, in the order of key, until the caller's transaction ends.
 -- Writes: the buckets.
 create or replace function ratelimit.reset_batch(in policy text, inout after text, out more boolean)
@@ -38,13 +40,6 @@ create or replace function ratelimit.reset_batch(in policy text, inout after tex
   set search_path = ratelimit, pg_temp
   set enable_seqscan = off  -- as in ratelimit_acquire
 as $$
-{{- /* The argument is the name of the table. Each bucket is removed by a statement of its own, which keeps the order. */ -}}
-{{ define "reset_batch" -}}
-v_keys := array(select b.key from {{ . }} as b where b.policy_id = v_policy.id and b.key > v_after order by b.key limit 1000);
-    foreach v_key in array v_keys loop
-      delete from {{ . }} as b where b.policy_id = v_policy.id and b.key = v_key;
-    end loop;
-{{- end }}
 declare
   v_policy policies := policy_named(policy);
   v_after  text collate "C" := coalesce(reset_batch.after, '');
@@ -52,9 +47,15 @@ declare
   v_keys   text[];
 begin
   if v_policy.durable then
-    {{ template "reset_batch" "buckets" }}
+    v_keys := array(select b.key from buckets as b where b.policy_id = v_policy.id and b.key > v_after order by b.key limit 1000);
+    foreach v_key in array v_keys loop
+      delete from buckets as b where b.policy_id = v_policy.id and b.key = v_key;
+    end loop;
   else
-    {{ template "reset_batch" "ephemeral_buckets" }}
+    v_keys := array(select b.key from ephemeral_buckets as b where b.policy_id = v_policy.id and b.key > v_after order by b.key limit 1000);
+    foreach v_key in array v_keys loop
+      delete from ephemeral_buckets as b where b.policy_id = v_policy.id and b.key = v_key;
+    end loop;
   end if;
   after := v_key;
   more  := cardinality(v_keys) = 1000;

@@ -29,17 +29,55 @@ create or replace function ratelimit_settle(
   set search_path = ratelimit, pg_temp
   set enable_seqscan = off  -- as in ratelimit_acquire
 as $$
-{{- /* The arguments buckets and keys are the names of the two tables. */ -}}
-{{ define "settle_grant" -}}
-loop
-      {{ template "include/find_key.sql" . }}
+declare
+  v_policy ratelimit.policies;
+begin
+  if not acceptable(key, cost) or cost > 9000000000000 or is_name(idempotency_key) is not true then
+    perform check_charge(policy, key, cost, idempotency_key);  -- raises 22023
+    perform check_name('idempotency_key', idempotency_key);    -- likewise
+  end if;
+  select p.* into v_policy from policies as p where p.name = policy collate "C";
+  if not found then
+    perform check_name('policy', policy);
+    perform unknown_policy(policy);
+  end if;
+  if not v_policy.durable then
+    return settle_ephemeral(v_policy, key, idempotency_key, cost);  -- what follows, on the twin tables
+  end if;
+
+  {{ block "settle_steps" (dict "buckets" "buckets" "idempotency_keys" "idempotency_keys") -}}
+  declare
+    v_key             text collate "C" := key;
+    v_idempotency_key text collate "C" := idempotency_key;
+    v_cost            alias for cost;
+    v_now             timestamptz := clock();
+    v_level           bigint;       -- microtokens in the bucket
+    v_refilled_at     timestamptz;  -- when the bucket held v_level
+    v_reset_us        bigint;       -- microseconds until the bucket is full; null: never
+    v_has_row         boolean;      -- a bucket without a row is full
+    v_back            bigint;       -- microtokens that the settlement gives back; below zero: that it takes
+    v_first           ratelimit.idempotency_keys;  -- the grant
+    v_override        ratelimit.overrides;
+  begin
+    if v_policy.overridden then
+      select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
+      if found then
+        v_policy := with_override(v_policy, v_override);
+      end if;
+    end if;
+    loop
+      -- 1. The grant. A shadow policy looks for it again after the bucket was read: it may have been committed meanwhile.
+      select k.* into v_first
+        from {{ .idempotency_keys }} as k
+       where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
       if (v_first.expires_at > v_now) is not true then
         if not v_policy.shadow then
-          perform no_grant(v_policy.name, v_idempotency_key);
+          perform no_grant(v_policy.name, v_idempotency_key);  -- raises RL003
         end if;
-        -- The bucket may have been read after a grant that was not there yet.
-        {{ template "include/look.sql" (dict "buckets" .buckets "bare" true) }}
-        {{ template "include/find_key.sql" . }}
+        select n.level, n.reset_us into v_level, v_reset_us from bucket_now(v_policy, v_key, v_now) as n;
+        select k.* into v_first
+          from {{ .idempotency_keys }} as k
+         where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
         if (v_first.expires_at > v_now) is not true then
           return shadow_of(v_level, v_reset_us, v_policy.capacity);
         end if;
@@ -48,12 +86,35 @@ loop
         if v_first.settled <> v_cost then
           perform another_cost(format('%L was settled with cost %s and comes back with cost %s.', v_idempotency_key, v_first.settled, v_cost));
         end if;
-        {{ template "include/look.sql" (dict "buckets" .buckets "bare" true) }}
+        select n.level, n.reset_us into v_level, v_reset_us from bucket_now(v_policy, v_key, v_now) as n;
         return spent_of(v_level, v_reset_us, v_policy.capacity, true);
       end if;
+      v_back := coalesce(v_first.taken, microtokens(v_first.cost)) - microtokens(v_cost);
 
-      {{ template "include/lock.sql" (dict "buckets" .buckets "unless" "microtokens(v_cost) <= coalesce(v_first.taken, microtokens(v_first.cost))") }}
-      update {{ .keys }} as k
+      -- 2. The bucket. A full one without a row needs none if it only gets more.
+      loop
+        select b.level, b.refilled_at into v_level, v_refilled_at
+          from {{ .buckets }} as b
+         where b.policy_id = v_policy.id
+           and b.key       = v_key
+           for update;
+        v_has_row := found;
+        v_now     := clock();  -- the lock may have waited
+        if v_policy.overridden or not v_has_row then
+          v_policy := numbers_again(v_policy, v_key, v_now);
+        end if;
+        exit when v_has_row or v_back >= 0;
+        v_level       := microtokens(v_policy.capacity);
+        v_refilled_at := v_now;
+        insert into {{ .buckets }} (policy_id, key, level, refilled_at, due_at)
+        values (v_policy.id, v_key, v_level, v_refilled_at, v_now)
+        on conflict on constraint {{ .buckets }}_pkey do nothing;
+        v_has_row := found;
+        exit when v_has_row;
+      end loop;
+
+      -- 3. The mark, if the grant is still as it was read.
+      update {{ .idempotency_keys }} as k
          set settled = v_cost
        where k.policy_id       = v_policy.id
          and k.key             = v_key
@@ -64,27 +125,33 @@ loop
          and k.expires_at      > v_now;
       exit when found;
     end loop;
+
+    -- 4. The level.
     if not v_has_row then
       return spent_of(microtokens(v_policy.capacity), 0, v_policy.capacity, false);
     end if;
-    {{ template "include/move.sql" (dict "change" "coalesce(v_first.taken, microtokens(v_first.cost)) - microtokens(v_cost)") }}
-    {{ template "include/write.sql" . }}
+    v_level       := moved_level(refilled(v_level, v_refilled_at, v_now, v_policy), v_back,
+                                 v_policy.full_level, floor_level(v_policy.gain, v_policy.every_us));
+    v_refilled_at := refilled_until(v_refilled_at, v_now, v_policy.tick);
+    v_reset_us    := wait_until(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy);
+    update {{ .buckets }} as b
+       set level = v_level, refilled_at = v_refilled_at, room = null
+     where b.policy_id = v_policy.id
+       and b.key       = v_key;
     return spent_of(v_level, v_reset_us, v_policy.capacity, false);
-{{- end }}
-declare
-  {{ template "locals_of_lock" (dict "function" "ratelimit_settle") }}
-begin
-  if (acceptable(v_key, v_cost) and v_cost <= 9000000000000 and is_name(v_idempotency_key)) is not true then
-    perform check_charge(policy, v_key, v_cost, v_idempotency_key);
-    perform check_name('idempotency_key', v_idempotency_key);
-  end if;
-  {{ template "include/policy.sql" "ratelimit_settle" }}
-  if v_policy.durable then
-    {{ template "settle_grant" (dict "buckets" "buckets" "keys" "idempotency_keys") }}
-  else
-    {{ template "settle_grant" (dict "buckets" "ephemeral_buckets" "keys" "ephemeral_idempotency_keys") }}
-  end if;
+  end;
+  {{- end }}
 end;
 $$;
 comment on function ratelimit_settle(text, text, text, bigint) is
   'Replace the cost of a grant made under an idempotency key by the real one, exactly once.';
+
+create or replace function ratelimit.settle_ephemeral(v_policy ratelimit.policies, key text, idempotency_key text, cost bigint)
+  returns ratelimit.decision
+  language plpgsql
+  volatile
+as $$
+  {{ template "settle_steps" (dict "buckets" "ephemeral_buckets" "idempotency_keys" "ephemeral_idempotency_keys") }}
+$$;
+comment on function ratelimit.settle_ephemeral(ratelimit.policies, text, text, bigint) is
+  'The steps of ratelimit_settle for an ephemeral policy.';

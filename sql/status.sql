@@ -9,42 +9,54 @@ create or replace function ratelimit.emptiest_buckets(in of_policy text, in of_k
   stable
   set search_path = ratelimit, pg_temp
 as $$
-{{- /* The argument is where the buckets are. */ -}}
-{{ define "emptiest_buckets" -}}
-return query
-      select s.name, s.key, whole_tokens(s.level_now),
-             duration(case when s.capacity > 0 then {{ template "wait_for" (dict "target" "microtokens(1)" "bucket" "s." "policy" "s.") }} end),
-             duration({{ template "wait_for" (dict "target" "s.full_level" "bucket" "s." "policy" "s.") }}),
-             s.capacity, s.overridden
-        from (select u.*, {{ template "refilled_level" (dict "bucket" "u." "policy" "u.") }} as level_now
-                from (select p.name, b.key, b.level, b.refilled_at, o.key is not null as overridden
-                             {{- range list "capacity" "tick" "every_us" "tick_us" "full_level" "gain" "tick_gain" "round_up" }},
-                             case when o.key is null then p.{{ . }} else o.{{ . }} end as {{ . }}
-                             {{- end }}
-                        from policies as p
-                        join {{ . }} as b on b.policy_id = p.id
-                        left join overrides as o on p.overridden and o.policy_id = p.id and o.key = b.key and o.expires_at > v_now
-                       where (v_name is null or p.name = v_name)
-                         and (v_key is null or b.key = v_key)
-                      offset 0) as u
-               order by {{ template "refilled_level" (dict "bucket" "u." "policy" "u.") }} / greatest(u.full_level, 1), u.name, u.key
-               limit at_most) as s
-       order by s.level_now / greatest(s.full_level, 1), s.name, s.key;
-{{- end }}
 declare
   v_name text collate "C" := of_policy;
   v_key  text collate "C" := of_key;
   v_now  constant timestamptz := clock();
 begin
   if not pg_is_in_recovery() then
-    {{ template "emptiest_buckets" "(table buckets union all table ephemeral_buckets)" }}
+    return query
+      select s.name, s.key, whole_tokens(s.level_now),
+             duration(case when (s.numbers).capacity > 0 then wait_until(microtokens(1), s.level, s.refilled_at, v_now, s.numbers) end),
+             duration(wait_until((s.numbers).full_level, s.level, s.refilled_at, v_now, s.numbers)),
+             (s.numbers).capacity, s.overridden
+        from (select u.*, refilled(u.level, u.refilled_at, v_now, u.numbers) as level_now
+                from (select p.name, b.key, b.level, b.refilled_at, o.key is not null as overridden,
+                             case when o.key is null then row(p.*)::ratelimit.policies
+                                  else with_override(row(p.*)::ratelimit.policies, row(o.*)::ratelimit.overrides) end as numbers
+                        from policies as p
+                        join (table buckets union all table ephemeral_buckets) as b on b.policy_id = p.id
+                        left join overrides as o on p.overridden and o.policy_id = p.id and o.key = b.key and o.expires_at > v_now
+                       where (v_name is null or p.name = v_name)
+                         and (v_key is null or b.key = v_key)
+                      offset 0) as u
+               order by refilled(u.level, u.refilled_at, v_now, u.numbers) / greatest((u.numbers).full_level, 1), u.name, u.key
+               limit at_most) as s
+       order by s.level_now / greatest((s.numbers).full_level, 1), s.name, s.key;
   elsif exists (select from policies as p where p.name = v_name and not p.durable) then
     raise exception 'ephemeral buckets cannot be read on a standby'
       using errcode = '0A000',
             detail  = format('Policy %L is ephemeral.', v_name),
             hint    = 'Ask the primary.';
   else
-    {{ template "emptiest_buckets" "buckets" }}
+    return query
+      select s.name, s.key, whole_tokens(s.level_now),
+             duration(case when (s.numbers).capacity > 0 then wait_until(microtokens(1), s.level, s.refilled_at, v_now, s.numbers) end),
+             duration(wait_until((s.numbers).full_level, s.level, s.refilled_at, v_now, s.numbers)),
+             (s.numbers).capacity, s.overridden
+        from (select u.*, refilled(u.level, u.refilled_at, v_now, u.numbers) as level_now
+                from (select p.name, b.key, b.level, b.refilled_at, o.key is not null as overridden,
+                             case when o.key is null then row(p.*)::ratelimit.policies
+                                  else with_override(row(p.*)::ratelimit.policies, row(o.*)::ratelimit.overrides) end as numbers
+                        from policies as p
+                        join buckets as b on b.policy_id = p.id
+                        left join overrides as o on p.overridden and o.policy_id = p.id and o.key = b.key and o.expires_at > v_now
+                       where (v_name is null or p.name = v_name)
+                         and (v_key is null or b.key = v_key)
+                      offset 0) as u
+               order by refilled(u.level, u.refilled_at, v_now, u.numbers) / greatest((u.numbers).full_level, 1), u.name, u.key
+               limit at_most) as s
+       order by s.level_now / greatest((s.numbers).full_level, 1), s.name, s.key;
   end if;
 end;
 $$;

@@ -139,8 +139,8 @@ func TestAcquireMany_EqualsOneByOneForNumbersOfEverySize(t *testing.T) {
 		inside.exec("select pg_stat_force_next_flush()") // counts from zero
 		if len(columnOf(t, inside, `
 			select 'large'
-			  from (select t.places is null and pg_stat_get_xact_function_calls('take_any'::regproc) > 0 as taken_over
-			          from policies as p, take(p, array['none'], array[1], null, null, clock()) as t
+			  from (select t.places is null and pg_stat_get_xact_function_calls('take_any_from_buckets'::regproc) > 0 as taken_over
+			          from policies as p, take_from_buckets(p, array['none'], array[1], null, null, clock()) as t
 			        offset 0) as s
 			 where s.taken_over`)) > 0 {
 			size = "large"
@@ -446,7 +446,7 @@ func TestAcquireMany_ABucketCreatedMeanwhileIsTakenInOrder(t *testing.T) {
 		return decision{}, err
 	}
 
-	g := db.gateBefore(`insert into buckets \(policy_id, key, level, refilled_at, due_at\) values`, "ratelimit.decide_in_order")
+	g := db.gateBefore(`insert into buckets \(policy_id, key, level, refilled_at, due_at\) values`, "ratelimit.lock_buckets")
 	batch := g.session().start(many)
 	batch.awaitBlockedBy(g.keeper)
 	db.acquire(policy, a, 1)

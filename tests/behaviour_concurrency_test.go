@@ -351,7 +351,7 @@ func TestConcurrency_ABatchThatCreatesABucketKnowsItsIdempotencyKeys(t *testing.
 	t.Parallel()
 	for _, kind := range []policyOption{durable, ephemeral} {
 		db := newDB(t)
-		gate := db.gateBefore(`if taken then`, "ratelimit.decide_in_order")
+		gate := db.gateBefore(`if not true = any \(v_verdict\.wanted\) then`, "ratelimit.decide_in_order")
 		db.definePolicy("p", 10, 1, aDay, kind)
 		var answers []wholeAnswer
 		call := gate.session().start(func(q querier) (decision, error) {
@@ -392,8 +392,10 @@ func TestConcurrency_ABatchLocksWhatOthersChange(t *testing.T) {
 			return call, func() (of []int64, takes string) {
 				call.answer()
 				calls := columnOf(t, s, `
-					select coalesce(pg_stat_get_xact_function_calls(f::regproc), 0)::text
-					  from unnest('{ratelimit.decide_in_order, ratelimit.take}'::text[]) as f`)
+					select coalesce(sum(f.calls), 0)::text
+					  from unnest('{decide_in_order, take_from_(ephemeral_)?buckets}'::text[]) with ordinality as u (name, n)
+					  left join pg_stat_xact_user_functions as f on f.funcname ~ ('^' || u.name || '$')
+					 group by u.n order by u.n`)
 				require.Equal(t, "0", calls[0], "calls of decide_in_order")
 				s.exec("commit")
 				for _, a := range wholes {
@@ -664,7 +666,8 @@ func TestGrant_GivesUpAfterManyRounds(t *testing.T) {
 	require.Equal(t, "40001", sqlState(err), err)
 
 	// A batch repeats its round when it wants a bucket that it has not locked.
-	db.mutate(mutation{`v_round > 1 and (exists \(select from unnest\(v_wanted, v_lock\) [^;]*? where u\.wanted) and not u\.locked\)`, "$1)"}, "ratelimit.decide_in_order")
+	db.mutate(mutation{`(unnest\(v_verdict\.wanted, v_look\.has_row\) [^;]*? where u\.wanted) and u\.has_row\)`, "$1)"}, "ratelimit.decide_in_order")
+	db.mutate(mutation{`(elsif exists \(select from unnest\(v_verdict\.wanted, v_lock\) [^;]*? where u\.wanted) and not u\.locked\)`, "$1)"}, "ratelimit.decide_in_order")
 	policy, key, cost := "p", "new", int64(7)
 	_, err = acquireMany(s, []nullableRequest{{Policy: &policy, Key: &key, Cost: &cost}})
 	require.Equal(t, "40001", sqlState(err), err)

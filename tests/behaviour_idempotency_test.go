@@ -262,7 +262,7 @@ func TestIdempotency_OneChargeWhileTheBucketFills(t *testing.T) {
 	}
 }
 
-// Every branch of the protocol in sql/include/decide.sql, in the one order of events that needs it: locks
+// Every branch of the protocol in sql/acquire.sql, in the one order of events that needs it: locks
 // and gates hold the calls where they have to be. Each race is also run without its branch, and
 // must then come out wrong, and in the way that is expected.
 
@@ -292,28 +292,28 @@ type removal struct {
 // The places of the durable twin that mutations change.
 const (
 	readKey   = `select k\.\* into v_first from idempotency_keys as k [^;]*;`
-	replay    = ` then if \(v_first\)\.cost <> v_cost [^;]*; perform already_settled\([^;]*; end if; if v_first\.ready_at > v_now then return [^;]*; end if; return replay_of\(v_first\); end if;`
+	replay    = ` then return answer_again\(v_first, v_cost, v_now, v_policy\.shadow\); end if;`
 	findKey   = readKey + ` if v_first\.expires_at > v_now` + replay
 	firstLook = findKey + ` end if; loop`
 	afterLook = `if v_wanted > 0 then update buckets`
-	readAgain = findKey + ` if v_policy\.shadow and`
+	readAgain = findKey + ` end if; if v_policy\.shadow and`
 	giveBack  = `update buckets as b set level = b\.level \+ v_wanted [^;]*;`
 	stillFits = `(update buckets as b [^;]* b\.key = v_key) and [^;]* >= v_wanted returning`
 	whenGone  = `(insert into buckets [^;]*) on conflict on constraint buckets_pkey do nothing`
 	overwrite = `(insert into idempotency_keys as k [^;]*) where k\.expires_at <= v_now`
-	notFitted = `v_now := clock\(\); -- the update may have waited(?: [^;]*;)*? select [^;]* from buckets as b`
+	notFitted = `v_now := clock\(\);(?: [^;]*;)*? select [^;]* from buckets as b`
 )
 
 var (
 	withoutFirstLook    = mutation{firstLook, "end if; loop"}
-	withoutReadAgain    = mutation{readAgain, "if v_policy.shadow and"}
+	withoutReadAgain    = mutation{readAgain, "end if; if v_policy.shadow and"}
 	withoutGiveBack     = mutation{giveBack, ""}
 	withoutCondition    = mutation{stillFits, "$1 returning"}
 	withoutFirstUse     = mutation{whenGone, "$1"}
 	withoutExpiry       = mutation{`(` + readKey + ` if )v_first\.expires_at > v_now(` + replay + ` end if; loop)`, "${1}found$2"}
 	overwritingLiveKeys = mutation{overwrite, "$1"}
 	overwritingNoKeys   = mutation{overwrite, "$1 where false"}
-	keyReadBeforeBucket = mutation{`(` + notFitted + `(?s:.*?))(` + findKey + `)( if v_policy\.shadow and)`, "if v_idempotency_key is not null then $2 end if; $1$3"}
+	keyReadBeforeBucket = mutation{`(` + notFitted + `(?s:.*?))(` + findKey + `)( end if; if v_policy\.shadow and)`, "if v_idempotency_key is not null then $2 end if; $1$3"}
 )
 
 // overtaken runs the events while the caller waits at the gate.
@@ -509,7 +509,7 @@ func TestIdempotency_Races(t *testing.T) {
 			want: outcome{answer: charged, left: 8},
 			without: []removal{
 				{withoutExpiry, outcome{answer: replayed(charged), left: 10}},
-				{overwritingNoKeys, outcome{answer: charged, left: 10}}, // granted, and not charged
+				{overwritingNoKeys, outcome{answer: replayed(charged), left: 10}}, // granted, and not charged
 			},
 		},
 		{
@@ -533,7 +533,7 @@ func TestIdempotency_Races(t *testing.T) {
 			name: "the expired key is not cleaned up after all", capacity: 10,
 			play:    behindCleanup("rollback"),
 			want:    outcome{answer: allowed(5, second(5), 10), left: 5},
-			without: []removal{{overwritingNoKeys, outcome{answer: allowed(5, second(5), 10), left: 7}}},
+			without: []removal{{overwritingNoKeys, outcome{answer: replayed(allowed(8, second(2), 10)), left: 7}}},
 		},
 	} {
 		r.test(t)
@@ -545,7 +545,7 @@ func TestIdempotency_RacesOfSeveral(t *testing.T) {
 	t.Parallel()
 	second := func(n int) time.Duration { return time.Duration(n) * time.Second }
 	const (
-		look  = `if v_policy\.durable then select refilled_level\(`
+		look  = `if v_policy\.durable then select refilled\(`
 		again = `if v_idempotency_key is not null then if v_policy(?s:.*?) exit when not v_simple; end if;`
 	)
 	withoutAgain := mutation{again, ""}

@@ -543,9 +543,9 @@ func TestSettle_SettlesTheGrantThatItsKeyHasAfterAWait(t *testing.T) {
 // A shadow policy answers a settlement without a grant by its bucket. If the grant commits before the bucket is read, it is settled.
 func TestSettle_OfAShadowPolicyFindsTheGrantThatItsBucketShows(t *testing.T) {
 	t.Parallel()
-	for table, kind := range map[string]string{"buckets": "true", "ephemeral_buckets": "false"} {
+	for function, kind := range map[string]string{"ratelimit_settle": "true", "ratelimit.settle_ephemeral": "false"} {
 		db := newDB(t)
-		gate := db.gateBefore(`if not v_policy\.shadow then perform no_grant\([^;]*; end if;[^;]* from `+table+` as b`, "ratelimit_settle")
+		gate := db.gateBefore(`if not v_policy\.shadow then perform no_grant\([^;]*;[^;]* end if; select n\.level, n\.reset_us`, function)
 		db.exec("select ratelimit_define_policy('p', 10, 1, '1 day', shadow => true, durable => " + kind + ")")
 		call := gate.session().startSpending(settle("i", 1))
 		call.awaitBlockedBy(gate.keeper)

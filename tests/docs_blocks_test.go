@@ -555,7 +555,7 @@ func TestDocs_NumbersAreThoseOfTheCode(t *testing.T) {
 		{"docs/design.md", "Intervals are 1 µs to 1000 years", "sql/checks.sql", `1 microsecond to 365250 days \(1000 years\)`},
 		{"docs/design.md", "must fill within 10,000 years", "sql/checks.sql", `must fill within 10000 years`},
 		{"docs/design.md", "Debt ends at a floor: 9×10¹² tokens", "sql/arithmetic.sql", `select 9000000000000000000\n`},
-		{"docs/design.md", "has been due for five minutes", "sql/cleanup.sql", `clock\(\) - interval '5 minutes'`},
+		{"docs/design.md", "has been due for five minutes", "sql/cleanup_batch.sql", `clock\(\) - interval '5 minutes'`},
 		{"docs/testing.md", "cost less than 256 KiB each", "server/cmd/pgratelimit/idle_test.go", `perConnection = 256 << 10`},
 	} {
 		page, err := os.ReadFile("../" + number.page)

@@ -59,7 +59,7 @@ type edit struct{ file, old, new string }
 
 // edits change a function that callers are in the middle of, and one that it is yet to call.
 var edits = []edit{
-	{"include/decide.sql", "b.level + v_wanted", "v_wanted + b.level"},
+	{"acquire.sql", "b.level + v_wanted", "v_wanted + b.level"},
 	{"answer.sql", "coalesce(retry_us = 0, false)", "coalesce(retry_us = 0, false) is true"},
 }
 

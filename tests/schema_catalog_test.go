@@ -23,12 +23,6 @@ var hotFunctions = []string{
 	"ratelimit_reset", "ratelimit_settle",
 }
 
-// What acquire_batch and the guards are made of. These functions find the search_path of those that call them.
-var batchFunctions = []string{
-	"ratelimit.acquire", "ratelimit.decide_in_order", "ratelimit.lock_buckets", "ratelimit.look", "ratelimit.look_at_buckets", "ratelimit.peek",
-	"ratelimit.remember", "ratelimit.take", "ratelimit.take_any",
-}
-
 // Calls that take the branches of these functions; POLICY is a policy.
 var hotCalls = []string{
 	"select ratelimit_acquire('POLICY', 'k'), ratelimit_acquire('POLICY', 'k', 2, 'i'), ratelimit_acquire('POLICY', 'k', 2, 'i')",
@@ -124,15 +118,20 @@ func TestCatalog_NoOverloads(t *testing.T) {
 	t.Parallel()
 	var defined []string
 	for _, code := range readTree(t, "../sql") {
-		for _, match := range regexp.MustCompile(`(?m)^create or replace (?:function|procedure) (?:ratelimit\.)?(\w+)`).FindAllStringSubmatch(code, -1) {
-			defined = append(defined, match[1])
+		for _, match := range regexp.MustCompile(`(?m)^create or replace (?:function|procedure) (?:ratelimit\.)?(\w+(?:\{\{ \.\w+ }})?)`).FindAllStringSubmatch(code, -1) {
+			if name, table, of := strings.Cut(match[1], "{{ ."); of {
+				table = strings.TrimSuffix(table, " }}")
+				defined = append(defined, name+table, name+"ephemeral_"+table)
+			} else {
+				defined = append(defined, name)
+			}
 		}
 	}
 	require.Greater(t, len(defined), 30)
 	slices.Sort(defined)
 	require.Equal(t, slices.Compact(slices.Clone(defined)), defined)
 
-	retired := []string{"acquire_in_order", "answer", "granted", "replay"}
+	retired := []string{"acquire_in_order", "answer", "granted", "refilled_level", "replay", "wait_below"}
 	require.ElementsMatch(t, slices.Concat(defined, retired), column(t, pgtest.New(t), "select proname::text from "+packageFunctions+" as p"))
 }
 
@@ -273,10 +272,10 @@ func TestCatalog_TwinsDifferInPersistenceOnly(t *testing.T) {
 }
 
 // Each statement about durable buckets or idempotency keys has a twin about the ephemeral ones. On a standby
-// emptiest_buckets reads the durable ones alone.
+// emptiest_buckets and ratelimit_doctor read the durable ones alone. ratelimit.acquire has the statements of ratelimit_acquire.
 func TestCatalog_StatementsHaveTwins(t *testing.T) {
 	t.Parallel()
-	pairs, alone := twins(column(t, pgtest.New(t), "select prosrc from "+packageFunctions+" as p where proname <> 'emptiest_buckets'"))
+	pairs, alone := twins(column(t, pgtest.New(t), "select prosrc from "+packageFunctions+" as p where proname not in ('emptiest_buckets', 'ratelimit_doctor', 'acquire')"))
 	require.Greater(t, pairs, 50)
 	require.Empty(t, alone)
 
@@ -343,13 +342,13 @@ func TestCatalog_HelpersAreInlined(t *testing.T) {
 		select proname::text from `+packageFunctions+` as p join pg_language as l on l.oid = prolang
 		 where private and lanname = 'sql'`)
 	for _, name := range []string{
-		"answer_of", "clock", "duration", "grant_of", "microseconds", "microtokens", "refilled_level", "refilled_until", "wait_below", "wait_for", "whole_tokens",
+		"answer_of", "clock", "duration", "grant_of", "microseconds", "microtokens", "refilled", "refilled_until", "short_wait", "wait_for", "wait_until", "whole_tokens",
 	} {
 		require.Contains(t, helpers, name)
 	}
-	require.Equal(t, []string{"clock"}, column(t, db, `
+	require.ElementsMatch(t, []string{"clock", "due_after"}, column(t, db, `
 		select proname::text from `+packageFunctions+` as p join pg_language as l on l.oid = prolang
-		 where private and lanname = 'sql' and provolatile <> 'i'`))
+		 where private and lanname = 'sql' and provolatile <> 'i' and not proretset`))
 
 	require.Empty(t, calledHelpers(t, db))
 
@@ -384,7 +383,13 @@ func calledHelpers(t *testing.T, db *pgtest.DB) (helpers []string) {
 			}
 		}
 		reached := strings.Join(counted("plpgsql"), "\n")
-		for _, function := range append(slices.Clone(hotFunctions), "ratelimit.decide_in_order", "ratelimit.look", "ratelimit.look_at_buckets", "ratelimit.remember", "ratelimit.take") {
+		ephemeral := ""
+		if strings.Contains(policy, "ephemeral") {
+			ephemeral = "ephemeral_"
+		}
+		for _, function := range append(slices.Clone(hotFunctions), "ratelimit.decide_in_order", "ratelimit.decide", "ratelimit.look_at_buckets",
+			"ratelimit.rows_of_"+ephemeral+"buckets", "ratelimit.covered_in_"+ephemeral+"buckets", "ratelimit.take_from_"+ephemeral+"buckets",
+			"ratelimit.remember_"+ephemeral+"idempotency_keys") {
 			require.Contains(t, reached, function+" ")
 		}
 		execute(t, conn, "rollback")
@@ -404,17 +409,17 @@ func TestCatalog_PlpgsqlCheckHasNothingToSay(t *testing.T) {
 	const functions = packageFunctions + " as p join pg_language as l on l.oid = prolang and lanname = 'plpgsql'"
 	conn := db.Connect(t)
 	for path, where := range map[string]string{
-		"public":             " where p.oid <> all ($1::regproc[])",
-		"ratelimit, pg_temp": " where p.oid = any ($1::regproc[])", // they find the path of acquire_batch
+		"public":             " where p.proconfig is not null or not private",
+		"ratelimit, pg_temp": " where p.proconfig is null and private", // they find the path of their caller
 	} {
 		execute(t, conn, "set search_path = "+path)
-		require.NotEmpty(t, columnOf(t, conn, "select proname::text from "+functions+where, batchFunctions))
+		require.NotEmpty(t, columnOf(t, conn, "select proname::text from "+functions+where))
 		require.Empty(t, columnOf(t, conn, `
 			select format('%s line %s: %s', p.oid::regprocedure, c.lineno, concat_ws(', ', c.level, c.message, c.detail, c.context))
 			  from `+functions+`
 			 cross join plpgsql_check.plpgsql_check_function_tb(p.oid,
 			         case p.prorettype when 'trigger'::regtype then 'public.orders'::regclass else 0::regclass end, other_warnings => true, extra_warnings => true,
 			         performance_warnings => true, security_warnings => true, compatibility_warnings => true) as c`+where+`
-			   and not (p.proname = 'lock_buckets' and c.message like '%VOLATILE%') -- it overlooks FOR UPDATE in a subquery`, batchFunctions))
+			   and not (p.proname like 'lock\_asked\_of\_%' and c.message like '%VOLATILE%') -- it overlooks FOR UPDATE in a subquery`))
 	}
 }

@@ -19,8 +19,10 @@ import (
 func TestCatalog_FunctionsAboutOneBucketFitCitus(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
-	plain := append([]string{"acquire", "peek"}, hotFunctions...)
-	for _, function := range plain {
+	plain := append([]string{"peek"}, hotFunctions...)
+	for _, function := range append([]string{
+		"acquire", "acquire_ephemeral", "acquire_up_to_ephemeral", "charge_ephemeral", "reserve_ephemeral", "settle_ephemeral", "bucket_now",
+	}, plain...) {
 		lintForCitus(t, db, function, db.text("select string_agg(prosrc, '' order by oid) from pg_proc where proname = $1", function))
 	}
 	require.Empty(t, db.strings(`
@@ -36,7 +38,9 @@ func TestCatalog_FunctionsAboutOneBucketFitCitus(t *testing.T) {
 	require.NotRegexp(t, `[^\x00-\x7f]`, rendered, "psql takes the file to be in the encoding of its locale")
 	for _, function := range []string{
 		"acquire_here", "peek_here", "refund_here", "reset_here", "charge_here", "settle_here", "reserve_here", "acquire_up_to_here",
-		"decide_here", "decide_in_order", "look_at_buckets", "remember",
+		"decide_here", "decide_in_order", "look_at_buckets", "rows_of_buckets", "live_idempotency_keys", "lock_buckets", "create_buckets",
+		"write_buckets", "remember_idempotency_keys", "rows_of_ephemeral_buckets", "live_ephemeral_idempotency_keys", "lock_ephemeral_buckets",
+		"create_ephemeral_buckets", "write_ephemeral_buckets", "remember_ephemeral_idempotency_keys",
 	} {
 		found := regexp.MustCompile(`(?s)create or replace function ratelimit\.` + function + `\(.*?as \$\$\n(.*?)\n\$\$;`).FindStringSubmatch(rendered)
 		require.NotNil(t, found, function)

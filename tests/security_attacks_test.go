@@ -560,11 +560,11 @@ const evil = `
 	  returns interval language sql as $$ select interval '1 minute' $$;
 	create function evil.microtokens(bigint) returns bigint language sql as $$ select 0::bigint $$;
 	create function evil.whole_tokens(bigint) returns bigint language sql as $$ select 99::bigint $$;
-	create function evil.refilled_level(bigint, timestamptz, timestamptz, numeric, numeric, numeric, interval)
+	create function evil.refilled(bigint, timestamptz, timestamptz, anyelement)
 	  returns bigint language sql as $$ select 99000000::bigint $$;
-	create function evil.wait_below(numeric, bigint, numeric, numeric, numeric, numeric, numeric)
+	create function evil.short_wait(numeric, bigint, numeric, anyelement)
 	  returns bigint language sql as $$ select 0::bigint $$;
-	create function evil.wait_for(numeric, bigint, timestamptz, timestamptz, numeric, numeric, numeric, numeric)
+	create function evil.wait_until(numeric, bigint, timestamptz, timestamptz, anyelement)
 	  returns bigint language sql as $$ select 0::bigint $$;
 	create function evil.is_name(text) returns boolean language sql as $$ select true $$;
 	create function evil.acceptable(text, bigint) returns boolean language sql as $$ select true $$;

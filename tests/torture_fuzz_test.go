@@ -60,10 +60,10 @@ func TestFuzz_FindsPlantedBugs(t *testing.T) {
 	}{
 		"a key of 513 bytes":                  {mutation{`octet_length\(value\) between 1 and 512`, `octet_length(value) between 1 and 513`}, "ratelimit.is_name"},
 		"a month in an interval":              {mutation{`or extract\(month from value\) <> 0`, ``}, "ratelimit.check_span"},
-		"a cost checked too late":             {mutation{`acceptable\(v_key, v_cost\)`, `is_name(v_key)`}, "ratelimit_peek"},
+		"a cost checked too late":             {mutation{`acceptable\(key, cost\)`, `is_name(key)`}, "ratelimit_peek"},
 		"an internal error":                   {mutation{`errcode = '22023'`, `errcode = 'XX000'`}, "ratelimit.refuse"},
-		"an error that leaves something done": {mutation{`refused := refused \|\| requests\[v_i\];`, `$0 update buckets set level = 0;`}, "ratelimit.decide_in_order"},
-		"a token too many":                    {mutation{`least\(ratelimit_refund.amount, v_policy.capacity\)`, `least(ratelimit_refund.amount + 1, v_policy.capacity)`}, "ratelimit_refund"},
+		"an error that leaves something done": {mutation{`if v_verdict\.refused is not null then`, `$0 update buckets set level = 0;`}, "ratelimit.decide_in_order"},
+		"a token too many":                    {mutation{`least\(amount, v_policy.capacity\)`, `least(amount + 1, v_policy.capacity)`}, "ratelimit_refund"},
 		"a policy that stays":                 {mutation{`delete from policies as p where p.name = v_name returning p.id`, `update policies as p set name = p.name where p.name = v_name returning p.id`}, "ratelimit_drop_policy"},
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -161,37 +161,36 @@ func TestLinearizability_FindsPlantedBugs(t *testing.T) {
 	type bug map[string][]mutation // by the name of the function
 	for name, bug := range map[string]bug{
 		"a grant by an unlocked read": {"ratelimit_acquire": {{
-			`(update buckets as b set level = [^;]*? and )refilled_level\(b.level, b.refilled_at(, [^)]*\) >= v_wanted)`,
-			`$1 (select refilled_level(o.level, o.refilled_at$2 from buckets as o where o.policy_id = v_policy.id and o.key = v_key)`,
+			`(update buckets as b set level = [^;]*? and )refilled\(b.level, b.refilled_at(, [^)]*\) >= v_wanted)`,
+			`$1 (select refilled(o.level, o.refilled_at$2 from buckets as o where o.policy_id = v_policy.id and o.key = v_key)`,
 		}}},
-		"a batch that decides by an unlocked read": {"ratelimit.decide_in_order": {{
-			`(from buckets as b where [^;]* limit 1 )for update`, "$1",
-		}, pauseBefore(`update buckets as b set level = u.level`)}},
+		"a batch that decides by an unlocked read": {"ratelimit.lock_buckets": {{
+			`(from buckets as b [^;]* limit 1 )for update`, "$1",
+		}}, "ratelimit.write_buckets": {pauseBefore(`update buckets as b set level = u.level`)}},
 		"a clock that goes back": {"ratelimit.refilled_until": {{`greatest\(refilled_at, now\)`, "now"}}},
 		"a concurrent repeat is charged again": {"ratelimit_acquire": {{
 			`(update buckets as b set level = b.level) \+ v_wanted`, "$1",
 		}, pauseBefore(`insert into idempotency_keys as k`)}},
 		"a denial by the clock before the wait": {"ratelimit_acquire": {{
-			`(?s)v_now := clock\(\);( -- the update may have waited .*? from buckets as b)`, "$1",
+			`(?s)v_now := clock\(\);( .*? from buckets as b)`, "$1",
 		}}},
-		"a bucket that is named twice is charged twice": {"ratelimit.decide_in_order": {{
-			`if v_same\[v_i\] = v_i then`, "if true then",
+		"a bucket that is named twice is charged twice": {"ratelimit.decide": {{
+			`if same\[v_i\] = v_i then`, "if true then",
 		}}},
-		"a denial keeps the first charge": {"ratelimit.decide_in_order": {{
-			`if v_granted and v_fits\[v_i\]`, "if (v_granted or v_i = v_start) and v_fits[v_i]",
+		"a denial keeps the first charge": {"ratelimit.decide": {{
+			`if v_granted and fits\[v_i\]`, "if (v_granted or v_i = v_start) and fits[v_i]",
 		}}},
-		"a replay is charged": {"ratelimit.decide_in_order": {
-			{`and v_fits\[v_i\] and not replayed\[v_i\]`, "and v_fits[v_i]"},
-			{`v_kept\[v_i\] := (.*?);`, "v_kept[v_i] := $1 and not replayed[v_i];"},
+		"a replay is charged": {"ratelimit.decide": {
+			{`and fits\[v_i\] and not replayed\[v_i\]`, "and fits[v_i]"},
+			{`kept\[v_i\] := (idem.*?);`, "kept[v_i] := $1 and not replayed[v_i];"},
 		}},
 		"an override is read before the lock, and not again": {"ratelimit.decide_in_order": {{
-			`select l.policies, l.known, l.numbers,`, "select l.policies, l.known, case when v_round = 1 then l.numbers else v_numbers end,",
+			`v_numbers := v_look\.numbers;`, "v_numbers := case when v_round = 1 then v_look.numbers else v_numbers end;",
 		}}},
-		"buckets are locked in an order of the caller's": {"ratelimit.decide_in_order": {
+		"buckets are locked in an order of the caller's": {"ratelimit.numbered": {
 			{`dense_rank\(\) over \(order by e.policy, e.key\)`, "dense_rank() over (order by e.policy, md5(e.key || pg_backend_pid()))"},
-			pauseBefore(`perform from buckets as b`),
 			{`array_agg\(b.key order by b.policy, b.key\)`, "array_agg(b.key order by b.policy, md5(b.key || pg_backend_pid()))"},
-		}},
+		}, "ratelimit.lock_buckets": {pauseBefore(`perform from buckets as b`)}},
 		"a settlement counts twice": {"ratelimit_settle": {settleTwice, pauseBefore(`update idempotency_keys as k set settled =`)}},
 		"a settlement moves the level without its mark": {"ratelimit_settle": {{
 			`(update idempotency_keys as k set settled = [^;]*;) exit when found;`, "$1 exit;",

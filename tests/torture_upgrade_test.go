@@ -22,7 +22,7 @@ func TestTorture_UpgradeUnderLoad(t *testing.T) {
 		alter table ratelimit.policies drop column next;
 		alter table ratelimit.buckets drop column next;
 		alter table ratelimit.ephemeral_buckets drop column next;`,
-		nextColumn, edit{"acquire.sql", "if v_cost = 0 then", "if v_cost = 0 or v_policy.next then"})
+		nextColumn, edit{"acquire.sql", "if v_wanted > 0 then", "if v_wanted > 0 or v_policy.next then"})
 	db := installedAt(t, functions, newest)
 	data, conn := db.putData(), db.Connect(t)
 

@@ -109,12 +109,17 @@ func withTwin(text, name string) (string, error) {
 	own := name[strings.LastIndexByte(name, '.')+1:]
 	twin := twinOf(name)
 
+	policy := own + ".policy"
 	var call []string
 	for argument := range strings.SplitSeq(arguments, ",") {
 		argument = strings.Fields(argument)[0]
 		value := own + "." + argument
-		if argument == "key" {
+		switch argument {
+		case "key":
 			value += ` collate "C"` // as the column has it
+		case "v_policy": // a row of a table that the other node has, too
+			value += ".name"
+			policy = value
 		}
 		call = append(call, value)
 	}
@@ -123,7 +128,7 @@ func withTwin(text, name string) (string, error) {
 	if result != "void" {
 		fmt.Fprintf(&b, "declare\n  v_answer %s;\n", result)
 	}
-	fmt.Fprintf(&b, "begin\n  if %[1]s.key is null then\n    perform ratelimit.check_name('policy', %[1]s.policy);\n    perform ratelimit.check_name('key', %[1]s.key);\n  end if;\n%[2]s", own, checkedHere[name])
+	fmt.Fprintf(&b, "begin\n  if %[1]s.key is null then\n    perform ratelimit.check_name('policy', %[3]s);\n    perform ratelimit.check_name('key', %[1]s.key);\n  end if;\n%[2]s", own, checkedHere[name], policy)
 	if result == "void" {
 		fmt.Fprintf(&b, "  perform d.* from ratelimit.%s(%s) as d;\nend;\n$$;\n", twin, strings.Join(call, ", "))
 	} else {

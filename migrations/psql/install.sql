@@ -2892,9 +2892,8 @@ comment on function ratelimit.clock() is
 --   tick_gain  = refill * 10^6 * tick_us. One tick gains tick_gain / every_us microtokens
 --   round_up   = tick_gain - 1. (x + round_up) div tick_gain = x / tick_gain, rounded up
 --
--- All functions here are IMMUTABLE single expressions, so that the planner inlines them. An argument that
+-- All functions here are single expressions, and IMMUTABLE but for due_after, so that the planner inlines them. An argument that
 -- is used twice must be cheap, such as a column, a variable or a product, or it stops inlining.
--- include/calls.sql has the long calls.
 
 create or replace function ratelimit.microtokens(tokens bigint)
   returns bigint language sql immutable parallel safe
@@ -2972,17 +2971,16 @@ as $$
   select date_bin(tick, greatest(refilled_at, now), refilled_at)
 $$;
 comment on function ratelimit.refilled_until(timestamptz, timestamptz, interval) is
-  'The instant of refilled_level: the last tick by now, counted from refilled_at and never before it.';
+  'The instant of refilled: the last tick by now, counted from refilled_at and never before it.';
 
-create or replace function ratelimit.refilled_level(
-    level bigint, refilled_at timestamptz, now timestamptz, full_level numeric, gain numeric, every_us numeric, tick interval)
+create or replace function ratelimit.refilled(level bigint, refilled_at timestamptz, now timestamptz, policy ratelimit.policies)
   returns bigint language sql immutable parallel safe
 as $$
   select least(
-    full_level,
-    level + div(extract(epoch from ratelimit.refilled_until(refilled_at, now, tick) - refilled_at) * gain, every_us))::bigint
+    policy.full_level,
+    level + div(extract(epoch from ratelimit.refilled_until(refilled_at, now, policy.tick) - refilled_at) * policy.gain, policy.every_us))::bigint
 $$;
-comment on function ratelimit.refilled_level(bigint, timestamptz, timestamptz, numeric, numeric, numeric, interval) is
+comment on function ratelimit.refilled(bigint, timestamptz, timestamptz, ratelimit.policies) is
   'The level of a bucket now, in microtokens.';
 
 -- Exact: after this time the bucket holds target, one microsecond earlier it does not.
@@ -2998,16 +2996,14 @@ comment on function ratelimit.time_below(numeric, bigint, numeric, numeric, nume
   'Microseconds until a bucket holds target microtokens, if it held level elapsed_us ago and is below target now.';
 
 -- For a bucket whose debt is no deeper than the floor of its policy: it is full within 21,000 years, so nothing saturates.
--- Callers that know this, and that the bucket is below target, skip the checks of wait_for. Null means never: with refill 0,
+-- Callers that know this, and that the bucket is below target, skip the checks of wait_until. Null means never: with refill 0,
 -- tick_gain is 0.
-create or replace function ratelimit.wait_below(
-    target numeric, level bigint, elapsed_us numeric,
-    every_us numeric, tick_us numeric, tick_gain numeric, round_up numeric)
+create or replace function ratelimit.short_wait(target numeric, level bigint, elapsed_us numeric, policy ratelimit.policies)
   returns bigint language sql immutable parallel safe
 as $$
-  select ratelimit.time_below(target, level, elapsed_us, every_us, tick_us, nullif(tick_gain, 0), round_up)::bigint
+  select ratelimit.time_below(target, level, elapsed_us, policy.every_us, policy.tick_us, nullif(policy.tick_gain, 0), policy.round_up)::bigint
 $$;
-comment on function ratelimit.wait_below(numeric, bigint, numeric, numeric, numeric, numeric, numeric) is
+comment on function ratelimit.short_wait(numeric, bigint, numeric, ratelimit.policies) is
   'Microseconds as of time_below for a bucket whose debt is no deeper than the floor, null for never.';
 
 -- Times saturate here, at 100,000 years of 365.25 days: an old debt may be of a policy that refilled faster.
@@ -3025,6 +3021,23 @@ as $$
 $$;
 comment on function ratelimit.wait_for(numeric, bigint, timestamptz, timestamptz, numeric, numeric, numeric, numeric) is
   'Microseconds from now until a bucket holds target microtokens, zero when it does, null for never.';
+
+create or replace function ratelimit.wait_until(target numeric, level bigint, refilled_at timestamptz, now timestamptz, policy ratelimit.policies)
+  returns bigint language sql immutable parallel safe
+as $$
+  select ratelimit.wait_for(target, level, refilled_at, now, policy.every_us, policy.tick_us, policy.tick_gain, policy.round_up)
+$$;
+comment on function ratelimit.wait_until(numeric, bigint, timestamptz, timestamptz, ratelimit.policies) is
+  'The same, by the numbers of a policy.';
+
+-- When clean-up looks at a new bucket; cleanup.sql says why within 24 hours. Least ignores null, which is never.
+create or replace function ratelimit.due_after(reset_us bigint, now timestamptz)
+  returns timestamptz language sql stable parallel safe
+as $$
+  select now + least(ratelimit.duration(reset_us), interval '24 hours')
+$$;
+comment on function ratelimit.due_after(bigint, timestamptz) is
+  'When clean-up looks at a bucket that is full in reset_us microseconds; null is never.';
 
 -- The same in bigint, which is cheaper, for statements about many buckets of one policy.
 -- A policy's numbers are small if no product overflows, and an empty bucket is full within 15 years. One tick gains
@@ -3341,6 +3354,50 @@ $$;
 comment on function ratelimit.no_grant(text, text) is
   'Raises RL003, the error of a settlement without a grant.';
 
+create or replace function ratelimit.another_cost(detail text)
+  returns void language plpgsql immutable
+as $$
+begin
+  raise exception 'idempotency key used before with another cost' using
+    errcode = 'RL002',
+    detail  = another_cost.detail,
+    hint    = 'Repeat a request with its first cost, and give a new request a new key.';
+end;
+$$;
+comment on function ratelimit.another_cost(text) is
+  'Raises RL002, the error for another cost under a live idempotency key.';
+
+-- ratelimit_charge does not raise RL004: its repeat is answered again.
+create or replace function ratelimit.refuse_repeat(granted ratelimit.idempotency_keys, cost bigint)
+  returns ratelimit.decision language plpgsql immutable
+as $$
+begin
+  if granted.cost <> cost then
+    perform ratelimit.another_cost(format('%L was granted with cost %s and comes back with cost %s.',
+                                          granted.idempotency_key, granted.cost, cost));
+  end if;
+  raise exception 'the grant under this idempotency key was settled' using
+    errcode = 'RL004',
+    detail  = format('%L was granted with cost %s and settled with cost %s.', granted.idempotency_key, granted.cost, granted.settled),
+    hint    = 'The operation is over, or was cancelled: do not repeat it. A new one needs a new key.';
+end;
+$$;
+comment on function ratelimit.refuse_repeat(ratelimit.idempotency_keys, bigint) is
+  'Raises RL002 for a repeat with another cost than the grant under its idempotency key, or else RL004: the grant was settled.';
+
+create or replace function ratelimit.too_many_rounds(policy text, key text)
+  returns void language plpgsql
+as $$
+begin
+  raise exception 'the bucket changed at every look'
+    using errcode = '40001',
+          detail  = format('Key %L of policy %L.', key, policy),
+          hint    = 'Try again.';
+end;
+$$;
+comment on function ratelimit.too_many_rounds(text, text) is
+  'Raises 40001: other sessions were faster a thousand times.';
+
 create or replace function ratelimit.policy_named(policy text)
   returns ratelimit.policies language plpgsql stable
 as $$
@@ -3409,16 +3466,25 @@ $$;
 comment on function ratelimit.left_us(ratelimit.idempotency_keys, timestamptz) is
   'The microseconds that a reserved grant is still to wait.';
 
--- A reserved grant holds once its wait is over.
-create or replace function ratelimit.replay_at(granted ratelimit.idempotency_keys, now timestamptz, shadow boolean)
-  returns ratelimit.decision language sql immutable parallel safe
+-- A reserved grant is a denial with the rest of its wait, and then the grant.
+create or replace function ratelimit.answer_again(granted ratelimit.idempotency_keys, cost bigint, now timestamptz, shadow boolean)
+  returns ratelimit.decision language plpgsql immutable
 as $$
-  select (shadow or (granted.ready_at > now) is not true, granted.remaining,
-          ratelimit.duration(case when shadow then 0 else ratelimit.left_us(granted, now) end),
-          granted.reset_after, granted.capacity, true, shadow and (granted.ready_at > now) is true)::ratelimit.decision
+declare
+  v_left_us bigint;
+begin
+  if granted.cost <> cost or granted.settled is not null then
+    perform ratelimit.refuse_repeat(granted, cost);
+  elsif granted.ready_at > now then
+    v_left_us := case when shadow then 0 else ratelimit.left_us(granted, now) end;
+    return (shadow, granted.remaining, ratelimit.duration(v_left_us),
+            granted.reset_after, granted.capacity, true, shadow)::ratelimit.decision;
+  end if;
+  return ratelimit.replay_of(granted);
+end;
 $$;
-comment on function ratelimit.replay_at(ratelimit.idempotency_keys, timestamptz, boolean) is
-  'The replay of a reserved grant: a denial with the rest of its wait, and then the grant.';
+comment on function ratelimit.answer_again(ratelimit.idempotency_keys, bigint, timestamptz, boolean) is
+  'The answer to a repeat of a request under a live idempotency key; RL002 if its cost differs, RL004 if its grant was settled.';
 
 create or replace function ratelimit.reservation_of(
     granted boolean, level bigint, wait_us bigint, reset_us bigint, capacity bigint, shadow boolean)
@@ -3448,14 +3514,17 @@ $$;
 comment on function ratelimit.waiting_of(bigint, double precision, bigint, bigint, boolean) is
   'The answer about a reservation that waits, from the debt that it left.';
 
-create or replace function ratelimit.reserved_before(granted ratelimit.idempotency_keys, now timestamptz, shadow boolean)
-  returns ratelimit.reservation language sql immutable parallel safe
+create or replace function ratelimit.replayed_reservation(granted ratelimit.idempotency_keys, cost bigint, now timestamptz, shadow boolean)
+  returns ratelimit.reservation language plpgsql immutable
 as $$
-  select (true, ratelimit.duration(case when shadow then 0 else ratelimit.left_us(granted, now) end), granted.remaining,
-          granted.reset_after, granted.capacity, true, shadow and ratelimit.left_us(granted, now) > 0)::ratelimit.reservation
+declare
+  v_replay ratelimit.decision := ratelimit.answer_again(granted, cost, now, shadow);
+begin
+  return (true, v_replay.retry_after, v_replay.remaining, v_replay.reset_after, v_replay.capacity, true, v_replay.shadowed)::ratelimit.reservation;
+end;
 $$;
-comment on function ratelimit.reserved_before(ratelimit.idempotency_keys, timestamptz, boolean) is
-  'The replay of a grant to a reservation, with the rest of its wait.';
+comment on function ratelimit.replayed_reservation(ratelimit.idempotency_keys, bigint, timestamptz, boolean) is
+  'The replay of a grant to a reservation, with the rest of its wait; or RL002 or RL004.';
 
 create or replace function ratelimit.partial_of(decision ratelimit.decision, taken bigint)
   returns ratelimit.partial_decision language sql immutable parallel safe
@@ -3465,6 +3534,24 @@ as $$
 $$;
 comment on function ratelimit.partial_of(ratelimit.decision, bigint) is
   'A decision about as many tokens as there are, and how many were taken.';
+
+create or replace function ratelimit.replayed_partial(
+    granted ratelimit.idempotency_keys, at_least bigint, at_most bigint, now timestamptz, shadow boolean)
+  returns ratelimit.partial_decision language plpgsql immutable
+as $$
+declare
+  v_replay ratelimit.decision;
+begin
+  if granted.cost not between at_least and at_most then
+    perform ratelimit.another_cost(format('%L was granted with cost %s and comes back for %s to %s.',
+                                          granted.idempotency_key, granted.cost, at_least, at_most));
+  end if;
+  v_replay := ratelimit.answer_again(granted, granted.cost, now, shadow);
+  return ratelimit.partial_of(v_replay, case when shadow then at_most else granted.cost end);
+end;
+$$;
+comment on function ratelimit.replayed_partial(ratelimit.idempotency_keys, bigint, bigint, timestamptz, boolean) is
+  'The replay of a grant of as many tokens as there were; RL002 if a repeat may not take so many, or RL004.';
 
 -- decisions_of(...)[n] is the decision about element n; null if it was refused. The arguments are those of acquire_batch.
 create or replace function ratelimit.decisions_of(
@@ -3484,58 +3571,18 @@ $$;
 comment on function ratelimit.decisions_of(bigint[], bigint[], bigint[], bigint[], bigint[], boolean[], boolean[]) is
   'The decisions of a batch, by the number of the element.';
 
-create or replace function ratelimit.another_cost(detail text)
-  returns void language plpgsql immutable
+-- Of the elements of a request, the one with the least rank binds. A shadow ranks after all others, then an element of cost 0; of the
+-- others, the fewest repeats of the charge rank first where the request is granted, and the longest wait where it is denied.
+create or replace function ratelimit.binding_rank(
+    shadow boolean, free boolean, granted boolean, remaining bigint, charge bigint, retry_us bigint, place bigint)
+  returns bigint[] language sql immutable parallel safe
 as $$
-begin
-  raise exception 'idempotency key used before with another cost' using
-    errcode = 'RL002',
-    detail  = another_cost.detail,
-    hint    = 'Repeat a request with its first cost, and give a new request a new key.';
-end;
+  select array[shadow::integer, free::integer,
+               case when granted then ratelimit.repeats(remaining, nullif(charge, 0)) else -coalesce(retry_us, 9223372036854775807) end,
+               place]
 $$;
-comment on function ratelimit.another_cost(text) is
-  'Raises RL002, the error for another cost under a live idempotency key.';
-
-create or replace function ratelimit.check_repeated_cost(granted ratelimit.idempotency_keys, cost bigint)
-  returns void language plpgsql
-as $$
-begin
-  if granted.cost <> cost then
-    perform ratelimit.another_cost(format('%L was granted with cost %s and comes back with cost %s.',
-                                          granted.idempotency_key, granted.cost, cost));
-  end if;
-end;
-$$;
-comment on function ratelimit.check_repeated_cost(ratelimit.idempotency_keys, bigint) is
-  'Raises RL002 unless a repeat has the cost of the grant under its idempotency key.';
-
-create or replace function ratelimit.check_repeated_range(granted ratelimit.idempotency_keys, at_least bigint, at_most bigint)
-  returns void language plpgsql
-as $$
-begin
-  if granted.cost not between at_least and at_most then
-    perform ratelimit.another_cost(format('%L was granted with cost %s and comes back for %s to %s.',
-                                          granted.idempotency_key, granted.cost, at_least, at_most));
-  end if;
-end;
-$$;
-comment on function ratelimit.check_repeated_range(ratelimit.idempotency_keys, bigint, bigint) is
-  'Raises RL002 unless the cost of the grant under its idempotency key is what a repeat may take.';
-
--- ratelimit_charge does not raise it: its repeat is answered again.
-create or replace function ratelimit.already_settled(granted ratelimit.idempotency_keys)
-  returns void language plpgsql immutable
-as $$
-begin
-  raise exception 'the grant under this idempotency key was settled' using
-    errcode = 'RL004',
-    detail  = format('%L was granted with cost %s and settled with cost %s.', granted.idempotency_key, granted.cost, granted.settled),
-    hint    = 'The operation is over, or was cancelled: do not repeat it. A new one needs a new key.';
-end;
-$$;
-comment on function ratelimit.already_settled(ratelimit.idempotency_keys) is
-  'Raises RL004, the error for a request whose grant was settled.';
+comment on function ratelimit.binding_rank(boolean, boolean, boolean, bigint, bigint, bigint, bigint) is
+  'The rank of an element of a request: the least one binds.';
 
 -- The functions that answer many requests report an error in the row of its request. So this function catches the
 -- errors of the checks. granted is the remembered grant whose cost differs, or which was settled; null means that the policy
@@ -3550,8 +3597,7 @@ begin
   if granted is null then
     perform ratelimit.unknown_policy(policy);
   else
-    perform ratelimit.check_repeated_cost(granted, cost);
-    perform ratelimit.already_settled(granted);
+    perform ratelimit.refuse_repeat(granted, cost);
   end if;
 exception when sqlstate '22023' or sqlstate 'RL001' or sqlstate 'RL002' or sqlstate 'RL004' then
   get stacked diagnostics error_code    = returned_sqlstate,
@@ -3568,15 +3614,43 @@ comment on function ratelimit.refusal(text, text, bigint, text, ratelimit.idempo
 --
 -- Nothing looks for an override unless the policy's column overridden says that it has some. So a policy without them
 -- pays nothing.
-create or replace function ratelimit.overridden(policy ratelimit.policies, override ratelimit.overrides)
+create or replace function ratelimit.with_override(policy ratelimit.policies, override ratelimit.overrides)
   returns ratelimit.policies language sql immutable parallel safe
 as $$
   select row(policy.id, policy.name, override.capacity, override.refill, override.every, policy.stepped, policy.durable, policy.remember,
              override.tick, override.every_us, override.tick_us, override.full_level, override.gain, override.tick_gain, override.round_up,
              policy.remember_us, policy.overridden, policy.shadow)::ratelimit.policies
 $$;
-comment on function ratelimit.overridden(ratelimit.policies, ratelimit.overrides) is
+comment on function ratelimit.with_override(ratelimit.policies, ratelimit.overrides) is
   'A policy with the numbers of an override.';
+
+-- A call that may have waited for a session that changed the numbers reads them again. A policy that was dropped meanwhile stays
+-- as it was.
+create or replace function ratelimit.numbers_again(policy ratelimit.policies, key text, now timestamptz)
+  returns ratelimit.policies
+  language plpgsql
+  stable
+as $$
+declare
+  v_policy   ratelimit.policies;
+  v_override ratelimit.overrides;
+  v_key      text collate "C" := key;
+begin
+  select p.* into v_policy from policies as p where p.id = policy.id;
+  if not found then
+    return policy;
+  end if;
+  if v_policy.overridden then
+    select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > now;
+    if found then
+      v_policy := with_override(v_policy, v_override);
+    end if;
+  end if;
+  return v_policy;
+end;
+$$;
+comment on function ratelimit.numbers_again(ratelimit.policies, text, timestamptz) is
+  'The policy as it is now, with the numbers of the override of a key that is live.';
 
 -- The error of a guard that refuses.
 
@@ -3593,7 +3667,7 @@ declare
   v_window_s   numeric;  -- fills an empty bucket; null where the numbers are not those of the policy, or it does not refill
   v_token_s    numeric;  -- until there is more, as if the bucket were refilled evenly
 begin
-  select ceil(wait_below(p.full_level, 0, 0, p.every_us, p.tick_us, p.tick_gain, p.round_up) / 1000000.0)
+  select ceil(short_wait(p.full_level, 0, 0, p) / 1000000.0)
     into v_window_s
     from policies as p
    where p.name     = http_fields.policy collate "C"
@@ -3952,17 +4026,15 @@ comment on function ratelimit_overrides(text, text, integer) is
 -- chooses the idempotency key, one for each operation. If its own clients chose it, a client that repeats one
 -- would pass every time.
 --
--- The steps, in include/decide.sql. Steps 1 and 4 are for an acquire with an idempotency key. An idempotency key
--- that has not expired is live.
+-- The steps. Steps 1 and 4 are for an acquire with an idempotency key. An idempotency key that has not expired is live.
 --   1. A live idempotency key is replayed, even when the bucket is empty. If its grant was settled, that is RL004.
 --   2. One conditional update takes the tokens. Concurrent acquires take turns at it, and each takes tokens
 --      only if the bucket still has enough.
 --   3. If the update takes nothing, the bucket is read.
---      If it has too few tokens, the idempotency key is looked up again, because the request that emptied the
---      bucket may have had the same one; then the answer is the replay or the denial.
---      If the bucket has no row, it is full: the row is created, less the cost. If another session created the
---      row first, step 2 is repeated.
---      If the bucket has enough tokens after all, step 2 is repeated.
+--      a. If it has too few tokens, the idempotency key is looked up again, because the request that emptied the
+--         bucket may have had the same one; then the answer is the replay or the denial.
+--      b. If the bucket has no row, it is full: the row is created, less the cost.
+--      c. If another session created the row first, or the bucket has enough tokens after all, step 2 is repeated.
 --   4. After the tokens are taken, the idempotency key is remembered. By now this call has locked the bucket's
 --      row in step 2, or created it in step 3. So a live idempotency key that turns up only now was committed
 --      after step 1 and before that. The tokens go back and the idempotency key is replayed. The refill that
@@ -3995,184 +4067,139 @@ create or replace function ratelimit_acquire(
   set enable_seqscan = off  -- a plan made while the table was empty would read all of it once it has grown
 as $$
 declare
-  v_policy          ratelimit.policies;  -- in: the policy, with the numbers that apply to the key
-  v_override        ratelimit.overrides;  -- inner: the override of the key
-  v_key             text collate "C" := ratelimit_acquire.key;  -- in: the bucket's key
-  v_cost            alias for ratelimit_acquire.cost;  -- in: tokens that the request asks for
-  v_now             timestamptz;  -- in/out: the instant of the answer; what may wait reads the clock again
-  v_has_row         boolean;      -- out: the bucket has a row; a bucket without a row is full
-  v_level           bigint;       -- out: microtokens in the bucket
-  v_reset_us        bigint;       -- out: microseconds until the bucket is full; null: never
-  v_retry_us        bigint;       -- out: microseconds until the bucket holds v_cost; null: never; of no meaning after a grant
-  v_idempotency_key text collate "C" := ratelimit_acquire.idempotency_key;  -- in: null for none
-  v_first           ratelimit.idempotency_keys;  -- out: the grant that is remembered under the idempotency key
-  v_refilled_at     timestamptz;  -- inner: the instant at which the row says that the bucket held v_level
-  v_again           ratelimit.policies;  -- inner: the policy, read again
-  v_wanted          bigint;       -- in/out: v_cost in microtokens, or 0 if nothing can be taken
-  v_due_at          timestamptz;  -- inner: when clean-up looks at a new bucket
-  v_expires_at      timestamptz;  -- inner: when the idempotency key is forgotten
-  v_round           integer;      -- inner: the rounds that took nothing and denied nothing; null is none
+  v_policy policies;
 begin
-  if not acceptable(v_key, v_cost) or v_idempotency_key is not null then  -- inlined; the call of check_request raises the error
-    if (acceptable(v_key, v_cost) and is_name(v_idempotency_key)) is not true then
-      perform check_request(policy, v_key, v_cost, v_idempotency_key);
+  if not acceptable(key, cost) or idempotency_key is not null then
+    if (acceptable(key, cost) and is_name(idempotency_key)) is not true then
+      perform check_request(policy, key, cost, idempotency_key);  -- raises 22023
     end if;
-    if v_cost = 0 then
-      v_idempotency_key := null;  -- nothing is granted, so nothing is remembered
+    if cost = 0 then
+      idempotency_key := null;  -- nothing is granted, so nothing is remembered
     end if;
   end if;
-  select p.* into v_policy from policies as p where p.name = ratelimit_acquire.policy collate "C";
+  select p.* into v_policy from policies as p where p.name = policy collate "C";
   if not found then
     perform check_name('policy', policy);
     perform unknown_policy(policy);
   end if;
-
-  v_now := clock();
-  if v_policy.overridden then
-    select o.* into v_override
-      from overrides as o
-     where o.policy_id  = v_policy.id
-       and o.key        = v_key
-       and o.expires_at > v_now;
-    if found then
-      v_policy := overridden(v_policy, v_override);
-    end if;
+  if not v_policy.durable then
+    return acquire_ephemeral(v_policy, key, cost, idempotency_key);  -- what follows, on the twin tables
   end if;
-  v_wanted := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
-  if v_policy.durable then
+
+  declare
+    v_key             text collate "C" := key;
+    v_cost            alias for cost;
+    v_idempotency_key text collate "C" := idempotency_key;
+    v_now             timestamptz := clock();
+    v_wanted          bigint;       -- cost in microtokens; 0 if nothing can be taken
+    v_level           bigint;       -- microtokens in the bucket
+    v_refilled_at     timestamptz;  -- when the bucket held v_level
+    v_retry_us        bigint;       -- microseconds until the bucket holds cost; null: never
+    v_reset_us        bigint;       -- microseconds until the bucket is full; null: never
+    v_has_row         boolean;      -- a bucket without a row is full
+    v_first           ratelimit.idempotency_keys;  -- the grant that is remembered under the idempotency key
+    v_rounds          integer;
+    v_override        ratelimit.overrides;
+  begin
+    if v_policy.overridden then
+      select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
+      if found then
+        v_policy := with_override(v_policy, v_override);
+      end if;
+    end if;
+    v_wanted := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
+
+    -- 1. The idempotency key. Its expiry is compared after the row is found: in WHERE, a planner without statistics might
+    --    choose the index of expires_at.
     if v_idempotency_key is not null then
       select k.* into v_first
-          from idempotency_keys as k
-         where k.policy_id       = v_policy.id
-           and k.key             = v_key
-           and k.idempotency_key = v_idempotency_key;
-        if v_first.expires_at > v_now then
-          if (v_first).cost <> v_cost or (v_first).settled is not null then
-            perform check_repeated_cost(v_first, v_cost);
-            perform already_settled(v_first);
-          end if;
-          if v_first.ready_at > v_now then
-            return replay_at(v_first, v_now, v_policy.shadow);
-          end if;
-          return replay_of(v_first);
-        end if;
+        from idempotency_keys as k
+       where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
+      if v_first.expires_at > v_now then
+        return answer_again(v_first, v_cost, v_now, v_policy.shadow);
+      end if;
     end if;
 
     loop
+      -- 2. The update.
       if v_wanted > 0 then
         update buckets as b
-           set level       = refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) - v_wanted,
+           set level       = refilled(b.level, b.refilled_at, v_now, v_policy) - v_wanted,
                refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
                room        = null
          where b.policy_id = v_policy.id
            and b.key       = v_key
-           and refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_wanted
+           and refilled(b.level, b.refilled_at, v_now, v_policy) >= v_wanted
         returning b.level, b.refilled_at into v_level, v_refilled_at;
         exit when found;
       end if;
 
-      v_now := clock();  -- the update may have waited
+      -- 3. The bucket, as of now: the update may have waited.
+      v_now := clock();
       if v_policy.overridden then
-        select p.* into v_again from policies as p where p.id = v_policy.id;
-      if found then
-        v_policy := v_again;
-        select o.* into v_override
-      from overrides as o
-     where o.policy_id  = v_policy.id
-       and o.key        = v_key
-       and o.expires_at > v_now;
-    if found then
-      v_policy := overridden(v_policy, v_override);
-    end if;
+        v_policy := numbers_again(v_policy, v_key, v_now);
         v_wanted := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
       end if;
+      select refilled(b.level, b.refilled_at, v_now, v_policy),
+             case
+               when v_wanted > 0 then wait_until(v_wanted, b.level, b.refilled_at, v_now, v_policy)
+               when v_cost = 0 then 0
+             end,
+             wait_until(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy)
+        into v_level, v_retry_us, v_reset_us
+        from buckets as b
+       where b.policy_id = v_policy.id
+         and b.key       = v_key;
+      v_has_row := found;
+      if not v_has_row then  -- full, by the newest numbers
+        v_policy   := numbers_again(v_policy, v_key, v_now);
+        v_wanted   := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
+        v_level    := microtokens(v_policy.capacity);
+        v_retry_us := case when v_cost <= v_policy.capacity or v_cost = 0 then 0::bigint end;
+        v_reset_us := 0;
       end if;
-      select refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
-           case
-             when v_cost = 0 then 0::bigint
-             when v_cost <= v_policy.capacity then wait_for(microtokens(v_cost), b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
-           end,
-           wait_for(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
-      into v_level, v_retry_us, v_reset_us
-      from buckets as b
-     where b.policy_id = v_policy.id
-       and b.key       = v_key;
-    v_has_row := found;
-    if not v_has_row then  -- full
-      select p.* into v_again from policies as p where p.id = v_policy.id;
-      if found then
-        v_policy := v_again;
-        select o.* into v_override
-      from overrides as o
-     where o.policy_id  = v_policy.id
-       and o.key        = v_key
-       and o.expires_at > v_now;
-    if found then
-      v_policy := overridden(v_policy, v_override);
-    end if;
-        v_wanted := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
-      end if;
-      v_level    := microtokens(v_policy.capacity);
-      v_retry_us := case when v_cost <= v_policy.capacity or v_cost = 0 then 0::bigint end;
-      v_reset_us := 0;
-    end if;
 
+      -- 3a. Too few tokens.
       if v_wanted = 0 or v_retry_us is distinct from 0 then
-        if v_idempotency_key is not null or v_policy.shadow then
+        if v_idempotency_key is not null then
           select k.* into v_first
-          from idempotency_keys as k
-         where k.policy_id       = v_policy.id
-           and k.key             = v_key
-           and k.idempotency_key = v_idempotency_key;
-        if v_first.expires_at > v_now then
-          if (v_first).cost <> v_cost or (v_first).settled is not null then
-            perform check_repeated_cost(v_first, v_cost);
-            perform already_settled(v_first);
+            from idempotency_keys as k
+           where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
+          if v_first.expires_at > v_now then
+            return answer_again(v_first, v_cost, v_now, v_policy.shadow);
           end if;
-          if v_first.ready_at > v_now then
-            return replay_at(v_first, v_now, v_policy.shadow);
-          end if;
-          return replay_of(v_first);
         end if;
-          if v_policy.shadow and v_retry_us is distinct from 0 then
-            return shadow_of(v_level, v_reset_us, v_policy.capacity);
-          end if;
+        if v_policy.shadow and v_retry_us is distinct from 0 then
+          return shadow_of(v_level, v_reset_us, v_policy.capacity);
         end if;
         return answer_of(v_level, v_retry_us, v_reset_us, v_policy.capacity);
       end if;
 
-      -- The bucket has no row, or it is no longer as it was at the update or the look. Without a row, this round makes one,
-      -- less the tokens. Otherwise a second round takes them, unless another session changes the bucket in between. Each
-      -- further round is due to another session.
-      v_round := coalesce(v_round, 0) + 1;
-      if v_round = 1000 then
-        raise exception 'the bucket changed at every look'
-          using errcode = '40001',
-                detail  = format('Key %s of policy %s.', quote_literal(v_key), quote_literal(v_policy.name)),
-                hint    = 'Try again.';
-      end if;
+      -- 3b. No row. The insert may wait for a session that creates the same one.
       if not v_has_row then
         v_level       := v_level - v_wanted;
         v_refilled_at := v_now;
-        -- v_reset_us is worked out here for due_at. cleanup.sql says why due_at is within 24 hours.
-        v_reset_us    := wait_below(v_policy.full_level, v_level, 0, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
-        v_due_at      := v_now + least(duration(v_reset_us), interval '24 hours');
-        -- The insert may wait for a session that creates the same row. The clock is not read again after that.
+        v_reset_us    := short_wait(v_policy.full_level, v_level, 0, v_policy);
         insert into buckets (policy_id, key, level, refilled_at, due_at)
-        values (v_policy.id, v_key, v_level, v_refilled_at, v_due_at)
+        values (v_policy.id, v_key, v_level, v_refilled_at, due_after(v_reset_us, v_now))
         on conflict on constraint buckets_pkey do nothing;
         exit when found;
       end if;
+
+      -- 3c. Again. Each round but the first is due to another session.
+      v_rounds := coalesce(v_rounds, 0) + 1;
+      if v_rounds = 1000 then
+        perform too_many_rounds(v_policy.name, v_key);  -- raises 40001
+      end if;
     end loop;
+    v_reset_us := short_wait(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy);
 
-    v_reset_us := wait_below(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
-
+    -- 4. The idempotency key is remembered: an expired one is overwritten, and one that is live is left alone.
     if v_idempotency_key is not null then
-      v_expires_at := v_now + duration(v_policy.remember_us);
       insert into idempotency_keys as k
              (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
       values (v_policy.id, v_key, v_idempotency_key, v_cost,
-              tokens_above_debt(v_level), duration(v_reset_us), v_policy.capacity, v_expires_at)
+              tokens_above_debt(v_level), duration(v_reset_us), v_policy.capacity, v_now + duration(v_policy.remember_us))
       on conflict on constraint idempotency_keys_pkey do update
            set cost        = excluded.cost,
                remaining   = excluded.remaining,
@@ -4183,163 +4210,143 @@ begin
                settled     = excluded.settled,
                taken       = excluded.taken
          where k.expires_at <= v_now;
-      if not found then  -- a live idempotency key: its tokens were taken already
+      if not found then
         update buckets as b
            set level = b.level + v_wanted
          where b.policy_id = v_policy.id
            and b.key       = v_key;
         select k.* into v_first
           from idempotency_keys as k
-         where k.policy_id       = v_policy.id
-           and k.key             = v_key
-           and k.idempotency_key = v_idempotency_key;
-        if v_first.expires_at > v_now then
-          if (v_first).cost <> v_cost or (v_first).settled is not null then
-            perform check_repeated_cost(v_first, v_cost);
-            perform already_settled(v_first);
-          end if;
-          if v_first.ready_at > v_now then
-            return replay_at(v_first, v_now, v_policy.shadow);
-          end if;
-          return replay_of(v_first);
-        end if;
+         where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
+        return answer_again(v_first, v_cost, v_now, v_policy.shadow);
       end if;
     end if;
     return grant_of(v_level, v_reset_us, v_policy.capacity);
-  else
+  end;
+end;
+$$;
+comment on function ratelimit_acquire(text, text, bigint, text) is
+  'Take cost tokens from a bucket if it has them; a repeat under the same idempotency key is the same request answered again, and takes nothing.';
+
+create or replace function ratelimit.acquire_ephemeral(v_policy ratelimit.policies, key text, cost bigint, idempotency_key text)
+  returns ratelimit.decision
+  language plpgsql
+  volatile
+as $$
+  declare
+    v_key             text collate "C" := key;
+    v_cost            alias for cost;
+    v_idempotency_key text collate "C" := idempotency_key;
+    v_now             timestamptz := clock();
+    v_wanted          bigint;       -- cost in microtokens; 0 if nothing can be taken
+    v_level           bigint;       -- microtokens in the bucket
+    v_refilled_at     timestamptz;  -- when the bucket held v_level
+    v_retry_us        bigint;       -- microseconds until the bucket holds cost; null: never
+    v_reset_us        bigint;       -- microseconds until the bucket is full; null: never
+    v_has_row         boolean;      -- a bucket without a row is full
+    v_first           ratelimit.idempotency_keys;  -- the grant that is remembered under the idempotency key
+    v_rounds          integer;
+    v_override        ratelimit.overrides;
+  begin
+    if v_policy.overridden then
+      select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
+      if found then
+        v_policy := with_override(v_policy, v_override);
+      end if;
+    end if;
+    v_wanted := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
+
+    -- 1. The idempotency key. Its expiry is compared after the row is found: in WHERE, a planner without statistics might
+    --    choose the index of expires_at.
     if v_idempotency_key is not null then
       select k.* into v_first
-          from ephemeral_idempotency_keys as k
-         where k.policy_id       = v_policy.id
-           and k.key             = v_key
-           and k.idempotency_key = v_idempotency_key;
-        if v_first.expires_at > v_now then
-          if (v_first).cost <> v_cost or (v_first).settled is not null then
-            perform check_repeated_cost(v_first, v_cost);
-            perform already_settled(v_first);
-          end if;
-          if v_first.ready_at > v_now then
-            return replay_at(v_first, v_now, v_policy.shadow);
-          end if;
-          return replay_of(v_first);
-        end if;
+        from ephemeral_idempotency_keys as k
+       where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
+      if v_first.expires_at > v_now then
+        return answer_again(v_first, v_cost, v_now, v_policy.shadow);
+      end if;
     end if;
 
     loop
+      -- 2. The update.
       if v_wanted > 0 then
         update ephemeral_buckets as b
-           set level       = refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) - v_wanted,
+           set level       = refilled(b.level, b.refilled_at, v_now, v_policy) - v_wanted,
                refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
                room        = null
          where b.policy_id = v_policy.id
            and b.key       = v_key
-           and refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_wanted
+           and refilled(b.level, b.refilled_at, v_now, v_policy) >= v_wanted
         returning b.level, b.refilled_at into v_level, v_refilled_at;
         exit when found;
       end if;
 
-      v_now := clock();  -- the update may have waited
+      -- 3. The bucket, as of now: the update may have waited.
+      v_now := clock();
       if v_policy.overridden then
-        select p.* into v_again from policies as p where p.id = v_policy.id;
-      if found then
-        v_policy := v_again;
-        select o.* into v_override
-      from overrides as o
-     where o.policy_id  = v_policy.id
-       and o.key        = v_key
-       and o.expires_at > v_now;
-    if found then
-      v_policy := overridden(v_policy, v_override);
-    end if;
+        v_policy := numbers_again(v_policy, v_key, v_now);
         v_wanted := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
       end if;
+      select refilled(b.level, b.refilled_at, v_now, v_policy),
+             case
+               when v_wanted > 0 then wait_until(v_wanted, b.level, b.refilled_at, v_now, v_policy)
+               when v_cost = 0 then 0
+             end,
+             wait_until(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy)
+        into v_level, v_retry_us, v_reset_us
+        from ephemeral_buckets as b
+       where b.policy_id = v_policy.id
+         and b.key       = v_key;
+      v_has_row := found;
+      if not v_has_row then  -- full, by the newest numbers
+        v_policy   := numbers_again(v_policy, v_key, v_now);
+        v_wanted   := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
+        v_level    := microtokens(v_policy.capacity);
+        v_retry_us := case when v_cost <= v_policy.capacity or v_cost = 0 then 0::bigint end;
+        v_reset_us := 0;
       end if;
-      select refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
-           case
-             when v_cost = 0 then 0::bigint
-             when v_cost <= v_policy.capacity then wait_for(microtokens(v_cost), b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
-           end,
-           wait_for(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
-      into v_level, v_retry_us, v_reset_us
-      from ephemeral_buckets as b
-     where b.policy_id = v_policy.id
-       and b.key       = v_key;
-    v_has_row := found;
-    if not v_has_row then  -- full
-      select p.* into v_again from policies as p where p.id = v_policy.id;
-      if found then
-        v_policy := v_again;
-        select o.* into v_override
-      from overrides as o
-     where o.policy_id  = v_policy.id
-       and o.key        = v_key
-       and o.expires_at > v_now;
-    if found then
-      v_policy := overridden(v_policy, v_override);
-    end if;
-        v_wanted := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
-      end if;
-      v_level    := microtokens(v_policy.capacity);
-      v_retry_us := case when v_cost <= v_policy.capacity or v_cost = 0 then 0::bigint end;
-      v_reset_us := 0;
-    end if;
 
+      -- 3a. Too few tokens.
       if v_wanted = 0 or v_retry_us is distinct from 0 then
-        if v_idempotency_key is not null or v_policy.shadow then
+        if v_idempotency_key is not null then
           select k.* into v_first
-          from ephemeral_idempotency_keys as k
-         where k.policy_id       = v_policy.id
-           and k.key             = v_key
-           and k.idempotency_key = v_idempotency_key;
-        if v_first.expires_at > v_now then
-          if (v_first).cost <> v_cost or (v_first).settled is not null then
-            perform check_repeated_cost(v_first, v_cost);
-            perform already_settled(v_first);
+            from ephemeral_idempotency_keys as k
+           where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
+          if v_first.expires_at > v_now then
+            return answer_again(v_first, v_cost, v_now, v_policy.shadow);
           end if;
-          if v_first.ready_at > v_now then
-            return replay_at(v_first, v_now, v_policy.shadow);
-          end if;
-          return replay_of(v_first);
         end if;
-          if v_policy.shadow and v_retry_us is distinct from 0 then
-            return shadow_of(v_level, v_reset_us, v_policy.capacity);
-          end if;
+        if v_policy.shadow and v_retry_us is distinct from 0 then
+          return shadow_of(v_level, v_reset_us, v_policy.capacity);
         end if;
         return answer_of(v_level, v_retry_us, v_reset_us, v_policy.capacity);
       end if;
 
-      -- The bucket has no row, or it is no longer as it was at the update or the look. Without a row, this round makes one,
-      -- less the tokens. Otherwise a second round takes them, unless another session changes the bucket in between. Each
-      -- further round is due to another session.
-      v_round := coalesce(v_round, 0) + 1;
-      if v_round = 1000 then
-        raise exception 'the bucket changed at every look'
-          using errcode = '40001',
-                detail  = format('Key %s of policy %s.', quote_literal(v_key), quote_literal(v_policy.name)),
-                hint    = 'Try again.';
-      end if;
+      -- 3b. No row. The insert may wait for a session that creates the same one.
       if not v_has_row then
         v_level       := v_level - v_wanted;
         v_refilled_at := v_now;
-        -- v_reset_us is worked out here for due_at. cleanup.sql says why due_at is within 24 hours.
-        v_reset_us    := wait_below(v_policy.full_level, v_level, 0, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
-        v_due_at      := v_now + least(duration(v_reset_us), interval '24 hours');
-        -- The insert may wait for a session that creates the same row. The clock is not read again after that.
+        v_reset_us    := short_wait(v_policy.full_level, v_level, 0, v_policy);
         insert into ephemeral_buckets (policy_id, key, level, refilled_at, due_at)
-        values (v_policy.id, v_key, v_level, v_refilled_at, v_due_at)
+        values (v_policy.id, v_key, v_level, v_refilled_at, due_after(v_reset_us, v_now))
         on conflict on constraint ephemeral_buckets_pkey do nothing;
         exit when found;
       end if;
+
+      -- 3c. Again. Each round but the first is due to another session.
+      v_rounds := coalesce(v_rounds, 0) + 1;
+      if v_rounds = 1000 then
+        perform too_many_rounds(v_policy.name, v_key);  -- raises 40001
+      end if;
     end loop;
+    v_reset_us := short_wait(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy);
 
-    v_reset_us := wait_below(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
-
+    -- 4. The idempotency key is remembered: an expired one is overwritten, and one that is live is left alone.
     if v_idempotency_key is not null then
-      v_expires_at := v_now + duration(v_policy.remember_us);
       insert into ephemeral_idempotency_keys as k
              (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
       values (v_policy.id, v_key, v_idempotency_key, v_cost,
-              tokens_above_debt(v_level), duration(v_reset_us), v_policy.capacity, v_expires_at)
+              tokens_above_debt(v_level), duration(v_reset_us), v_policy.capacity, v_now + duration(v_policy.remember_us))
       on conflict on constraint ephemeral_idempotency_keys_pkey do update
            set cost        = excluded.cost,
                remaining   = excluded.remaining,
@@ -4350,34 +4357,22 @@ begin
                settled     = excluded.settled,
                taken       = excluded.taken
          where k.expires_at <= v_now;
-      if not found then  -- a live idempotency key: its tokens were taken already
+      if not found then
         update ephemeral_buckets as b
            set level = b.level + v_wanted
          where b.policy_id = v_policy.id
            and b.key       = v_key;
         select k.* into v_first
           from ephemeral_idempotency_keys as k
-         where k.policy_id       = v_policy.id
-           and k.key             = v_key
-           and k.idempotency_key = v_idempotency_key;
-        if v_first.expires_at > v_now then
-          if (v_first).cost <> v_cost or (v_first).settled is not null then
-            perform check_repeated_cost(v_first, v_cost);
-            perform already_settled(v_first);
-          end if;
-          if v_first.ready_at > v_now then
-            return replay_at(v_first, v_now, v_policy.shadow);
-          end if;
-          return replay_of(v_first);
-        end if;
+         where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
+        return answer_again(v_first, v_cost, v_now, v_policy.shadow);
       end if;
     end if;
     return grant_of(v_level, v_reset_us, v_policy.capacity);
-  end if;
-end;
+  end;
 $$;
-comment on function ratelimit_acquire(text, text, bigint, text) is
-  'Take cost tokens from a bucket if it has them; a repeat under the same idempotency key is the same request answered again, and takes nothing.';
+comment on function ratelimit.acquire_ephemeral(ratelimit.policies, text, bigint, text) is
+  'The steps of ratelimit_acquire for an ephemeral policy.';
 
 -- Reports the tokens that a bucket holds, and whether an acquire of this cost would be allowed now. Takes nothing.
 -- For a shadow policy it answers as if the policy were enforced.
@@ -4393,73 +4388,89 @@ create or replace function ratelimit_peek(policy text, key text, cost bigint def
   set enable_seqscan = off  -- as in ratelimit_acquire
 as $$
 declare
-  v_policy          ratelimit.policies;  -- in: the policy, with the numbers that apply to the key
-  v_override        ratelimit.overrides;  -- inner: the override of the key
-  v_key             text collate "C" := ratelimit_peek.key;  -- in: the bucket's key
-  v_cost            alias for ratelimit_peek.cost;  -- in: tokens that the request asks for
-  v_now             timestamptz;  -- in/out: the instant of the answer; what may wait reads the clock again
-  v_has_row         boolean;      -- out: the bucket has a row; a bucket without a row is full
-  v_level           bigint;       -- out: microtokens in the bucket
-  v_reset_us        bigint;       -- out: microseconds until the bucket is full; null: never
-  v_retry_us        bigint;       -- out: microseconds until the bucket holds v_cost; null: never; of no meaning after a grant
+  v_policy   ratelimit.policies;
+  v_override ratelimit.overrides;
+  v_key      text collate "C" := key;
+  v_cost     alias for cost;
+  v_now      timestamptz := clock();
+  v_level    bigint;  -- microtokens in the bucket
+  v_retry_us bigint;  -- microseconds until the bucket holds cost; null: never
+  v_reset_us bigint;  -- microseconds until the bucket is full; null: never
 begin
-  if not acceptable(v_key, v_cost) then
-    perform check_request(policy, v_key, v_cost, null);
+  if not acceptable(key, cost) then
+    perform check_request(policy, key, cost, null);  -- raises 22023
   end if;
   v_policy := policy_named(policy);
-  v_now    := clock();
   if v_policy.overridden then
-    select o.* into v_override
-      from overrides as o
-     where o.policy_id  = v_policy.id
-       and o.key        = v_key
-       and o.expires_at > v_now;
+    select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
     if found then
-      v_policy := overridden(v_policy, v_override);
+      v_policy := with_override(v_policy, v_override);
     end if;
   end if;
   if v_policy.durable then
-    select refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
+    select refilled(b.level, b.refilled_at, v_now, v_policy),
            case
              when v_cost = 0 then 0::bigint
-             when v_cost <= v_policy.capacity then wait_for(microtokens(v_cost), b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
+             when v_cost <= v_policy.capacity then wait_until(microtokens(v_cost), b.level, b.refilled_at, v_now, v_policy)
            end,
-           wait_for(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
+           wait_until(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy)
       into v_level, v_retry_us, v_reset_us
       from buckets as b
      where b.policy_id = v_policy.id
        and b.key       = v_key;
-    v_has_row := found;
-    if not v_has_row then  -- full
-      v_level    := microtokens(v_policy.capacity);
-      v_retry_us := case when v_cost <= v_policy.capacity or v_cost = 0 then 0::bigint end;
-      v_reset_us := 0;
-    end if;
-
   else
-    select refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
+    select refilled(b.level, b.refilled_at, v_now, v_policy),
            case
              when v_cost = 0 then 0::bigint
-             when v_cost <= v_policy.capacity then wait_for(microtokens(v_cost), b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
+             when v_cost <= v_policy.capacity then wait_until(microtokens(v_cost), b.level, b.refilled_at, v_now, v_policy)
            end,
-           wait_for(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
+           wait_until(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy)
       into v_level, v_retry_us, v_reset_us
       from ephemeral_buckets as b
      where b.policy_id = v_policy.id
        and b.key       = v_key;
-    v_has_row := found;
-    if not v_has_row then  -- full
-      v_level    := microtokens(v_policy.capacity);
-      v_retry_us := case when v_cost <= v_policy.capacity or v_cost = 0 then 0::bigint end;
-      v_reset_us := 0;
-    end if;
-
+  end if;
+  if not found then  -- full
+    v_level    := microtokens(v_policy.capacity);
+    v_retry_us := case when v_cost <= v_policy.capacity or v_cost = 0 then 0::bigint end;
+    v_reset_us := 0;
   end if;
   return answer_of(v_level, v_retry_us, v_reset_us, v_policy.capacity);
 end;
 $$;
 comment on function ratelimit_peek(text, text, bigint) is
   'The tokens that a bucket holds, and whether an acquire of this cost would be allowed now; takes nothing.';
+
+-- What a bucket holds, in microtokens, and the microseconds until it is full; null is never. The policy has the numbers that
+-- apply to the key.
+create or replace function ratelimit.bucket_now(in policy ratelimit.policies, in key text, in now timestamptz, out level bigint, out reset_us bigint)
+  language plpgsql
+  stable
+as $$
+declare
+  v_key text collate "C" := key;
+begin
+  if policy.durable then
+    select refilled(b.level, b.refilled_at, now, policy), wait_until(policy.full_level, b.level, b.refilled_at, now, policy)
+      into level, reset_us
+      from buckets as b
+     where b.policy_id = policy.id
+       and b.key       = v_key;
+  else
+    select refilled(b.level, b.refilled_at, now, policy), wait_until(policy.full_level, b.level, b.refilled_at, now, policy)
+      into level, reset_us
+      from ephemeral_buckets as b
+     where b.policy_id = policy.id
+       and b.key       = v_key;
+  end if;
+  if not found then  -- full
+    level    := microtokens(policy.capacity);
+    reset_us := 0;
+  end if;
+end;
+$$;
+comment on function ratelimit.bucket_now(ratelimit.policies, text, timestamptz) is
+  'What a bucket holds, and how long until it is full.';
 
 -- Gives amount tokens back to one bucket, never above the policy's capacity, and answers with the tokens
 -- that the bucket holds then. An amount above capacity counts as capacity.
@@ -4476,59 +4487,51 @@ create or replace function ratelimit_refund(policy text, key text, amount bigint
   set enable_seqscan = off  -- as in ratelimit_acquire
 as $$
 declare
-  v_key         text collate "C" := ratelimit_refund.key;
+  v_key         text collate "C" := key;
   v_policy      policies;
   v_override    overrides;
   v_amount      bigint;
-  v_now         timestamptz;
-  v_level       bigint;
-  v_refilled_at timestamptz;
-  v_reset_us    bigint;
-  v_has_row     boolean;
+  v_now         timestamptz := clock();
+  v_level       bigint;       -- microtokens in the bucket
+  v_refilled_at timestamptz;  -- when the bucket held v_level
+  v_reset_us    bigint;       -- microseconds until the bucket is full; null: never
 begin
   perform check_name('policy', policy);
-  perform check_name('key', v_key);
-  perform check_tokens('amount', ratelimit_refund.amount);
+  perform check_name('key', key);
+  perform check_tokens('amount', amount);
   v_policy := policy_named(policy);
-  v_now    := clock();
   if v_policy.overridden then
-    select o.* into v_override
-      from overrides as o
-     where o.policy_id  = v_policy.id
-       and o.key        = v_key
-       and o.expires_at > v_now;
+    select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
     if found then
-      v_policy := overridden(v_policy, v_override);
+      v_policy := with_override(v_policy, v_override);
     end if;
   end if;
-  v_amount := least(ratelimit_refund.amount, v_policy.capacity);
+  v_amount := least(amount, v_policy.capacity);
   if v_policy.durable then
     update buckets as b
-       set level       = least(refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
-                               microtokens(v_policy.capacity - v_amount)) + microtokens(v_amount),
+       set level       = least(refilled(b.level, b.refilled_at, v_now, v_policy), microtokens(v_policy.capacity - v_amount))
+                         + microtokens(v_amount),
            refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
            room        = null,
            due_at      = least(b.due_at, v_now)  -- the bucket may be full now: clean-up looks at it in five minutes or later
      where b.policy_id = v_policy.id
        and b.key       = v_key
     returning b.level, b.refilled_at into v_level, v_refilled_at;
-    v_has_row := found;
   else
     update ephemeral_buckets as b
-       set level       = least(refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
-                               microtokens(v_policy.capacity - v_amount)) + microtokens(v_amount),
+       set level       = least(refilled(b.level, b.refilled_at, v_now, v_policy), microtokens(v_policy.capacity - v_amount))
+                         + microtokens(v_amount),
            refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
            room        = null,
            due_at      = least(b.due_at, v_now)  -- the bucket may be full now: clean-up looks at it in five minutes or later
      where b.policy_id = v_policy.id
        and b.key       = v_key
     returning b.level, b.refilled_at into v_level, v_refilled_at;
-    v_has_row := found;
   end if;
-  if not v_has_row then
+  if not found then  -- full
     return answer_of(microtokens(v_policy.capacity), 0, 0, v_policy.capacity);
   end if;
-  v_reset_us := wait_for(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
+  v_reset_us := wait_until(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy);
   return answer_of(v_level, 0, v_reset_us, v_policy.capacity);
 end;
 $$;
@@ -4566,6 +4569,8 @@ comment on function ratelimit_reset(text, text) is
 
 -- One batch of ratelimit_reset_all: the buckets of the next 1000 keys after the one of the batch before it; the first passes
 -- null. more is true if there may be others.
+-- Each bucket is removed by a statement of its own, which keeps the order.
+--
 -- Locks:  the bucket rows, in the order of key, until the caller's transaction ends.
 -- Writes: the buckets.
 create or replace function ratelimit.reset_batch(in policy text, inout after text, out more boolean)
@@ -4628,9 +4633,12 @@ comment on procedure ratelimit_reset_all(text) is
 -- Takes cost tokens from one bucket, whatever it holds; allowed is always true. What the bucket does not hold is debt:
 -- its level goes below zero, down to a floor, and refill pays the debt first. It is for what is known only after it was used.
 --
--- The steps are those of ratelimit_settle. A live idempotency key is replayed. Otherwise the bucket is locked, a full one
--- is created first if it has no row, the idempotency key is stored, and only then the level moves. So nothing that was
--- moved is ever moved back. A charge that is cut at the floor remembers what it took, and is settled against that.
+-- The steps:
+--   1. A live idempotency key is replayed.
+--   2. The bucket is locked. One without a row is full, and is created first.
+--   3. The idempotency key is remembered, with what the charge takes: one that is cut at the floor is settled against that. If
+--      another session has stored the key meanwhile, step 1 follows.
+--   4. The level moves. So nothing that was moved is ever moved back.
 --
 -- A cost of 0 takes nothing, and neither looks at nor stores an idempotency key.
 --
@@ -4650,110 +4658,90 @@ create or replace function ratelimit_charge(
   set enable_seqscan = off  -- as in ratelimit_acquire
 as $$
 declare
-  v_policy          ratelimit.policies;  -- in: the policy, with the numbers that apply to the key
-  v_override        ratelimit.overrides;  -- inner: the override of the key
-  v_key             text collate "C" := ratelimit_charge.key;  -- in: the bucket's key
-  v_cost            alias for ratelimit_charge.cost;  -- in: tokens that the request asks for
-  v_now             timestamptz;  -- in/out: the instant of the answer; what may wait reads the clock again
-  v_has_row         boolean;      -- out: the bucket has a row; a bucket without a row is full
-  v_level           bigint;       -- out: microtokens in the bucket
-  v_reset_us        bigint;       -- out: microseconds until the bucket is full; null: never
-  v_idempotency_key text collate "C" := ratelimit_charge.idempotency_key;  -- in: null for none
-  v_first           ratelimit.idempotency_keys;  -- out: the grant that is remembered under the idempotency key
-  v_refilled_at     timestamptz;  -- inner: the instant at which the row says that the bucket held v_level
-  v_again           ratelimit.policies;  -- inner: the policy, read again
-  v_held            bigint;       -- out: what the bucket held before the change
-  v_expires_at      timestamptz;  -- when the idempotency key is forgotten
+  v_policy ratelimit.policies;
 begin
-  if (acceptable(v_key, v_cost) and v_cost <= 9000000000000 and is_name(v_idempotency_key) is not false) is not true then
-    perform check_charge(policy, v_key, v_cost, v_idempotency_key);
+  if not acceptable(key, cost) or cost > 9000000000000 or is_name(idempotency_key) is false then
+    perform check_charge(policy, key, cost, idempotency_key);  -- raises 22023
   end if;
-  select p.* into v_policy from policies as p where p.name = ratelimit_charge.policy collate "C";
+  select p.* into v_policy from policies as p where p.name = policy collate "C";
   if not found then
     perform check_name('policy', policy);
     perform unknown_policy(policy);
   end if;
-
-  v_now := clock();
-  if v_policy.overridden then
-    select o.* into v_override
-      from overrides as o
-     where o.policy_id  = v_policy.id
-       and o.key        = v_key
-       and o.expires_at > v_now;
-    if found then
-      v_policy := overridden(v_policy, v_override);
-    end if;
+  if not v_policy.durable then
+    return charge_ephemeral(v_policy, key, cost, idempotency_key);  -- what follows, on the twin tables
   end if;
-  if v_policy.durable then
-    if v_cost = 0 then
-      select refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
-           wait_for(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
-      into v_level, v_reset_us
-      from buckets as b
-     where b.policy_id = v_policy.id
-       and b.key       = v_key;
-    v_has_row := found;
-    if not v_has_row then  -- full
-      v_level    := microtokens(v_policy.capacity);
-      v_reset_us := 0;
-    end if;
 
+  declare
+    v_key             text collate "C" := key;
+    v_cost            alias for cost;
+    v_idempotency_key text collate "C" := idempotency_key;
+    v_now             timestamptz := clock();
+    v_level           bigint;       -- microtokens in the bucket
+    v_refilled_at     timestamptz;  -- when the bucket held v_level
+    v_held            bigint;       -- what the bucket held before the charge
+    v_reset_us        bigint;       -- microseconds until the bucket is full; null: never
+    v_has_row         boolean;      -- a bucket without a row is full
+    v_first           ratelimit.idempotency_keys;  -- the charge that is remembered under the idempotency key
+    v_override        ratelimit.overrides;
+  begin
+    if v_policy.overridden then
+      select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
+      if found then
+        v_policy := with_override(v_policy, v_override);
+      end if;
+    end if;
+    if v_cost = 0 then
+      select n.level, n.reset_us into v_level, v_reset_us from bucket_now(v_policy, v_key, v_now) as n;
       return spent_of(v_level, v_reset_us, v_policy.capacity, false);
     end if;
+
     loop
+      -- 1. The idempotency key.
       if v_idempotency_key is not null then
         select k.* into v_first
           from idempotency_keys as k
-         where k.policy_id       = v_policy.id
-           and k.key             = v_key
-           and k.idempotency_key = v_idempotency_key;
+         where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          perform check_repeated_cost(v_first, v_cost);
+          if v_first.cost <> v_cost then
+            perform refuse_repeat(v_first, v_cost);  -- raises RL002
+          end if;
           return replay_of(v_first);
         end if;
       end if;
+
+      -- 2. The bucket.
       loop
-      select b.level, b.refilled_at into v_level, v_refilled_at
-        from buckets as b
-       where b.policy_id = v_policy.id
-         and b.key       = v_key
-         for update;
-      v_has_row := found;
-      v_now     := clock();
-      if v_policy.overridden or not v_has_row then
-        select p.* into v_again from policies as p where p.id = v_policy.id;
-      if found then
-        v_policy := v_again;
-        select o.* into v_override
-      from overrides as o
-     where o.policy_id  = v_policy.id
-       and o.key        = v_key
-       and o.expires_at > v_now;
-    if found then
-      v_policy := overridden(v_policy, v_override);
-    end if;
-      end if;
-      end if;
-      exit when v_has_row;
-      v_level       := microtokens(v_policy.capacity);
-      v_refilled_at := v_now;
-      insert into buckets (policy_id, key, level, refilled_at, due_at)
-      values (v_policy.id, v_key, v_level, v_refilled_at, v_now)
-      on conflict on constraint buckets_pkey do nothing;
-      v_has_row := found;
-      exit when v_has_row;
-    end loop;
-      v_held        := refilled_level(v_level, v_refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick);
+        select b.level, b.refilled_at into v_level, v_refilled_at
+          from buckets as b
+         where b.policy_id = v_policy.id
+           and b.key       = v_key
+           for update;
+        v_has_row := found;
+        v_now     := clock();  -- the lock may have waited
+        if v_policy.overridden or not v_has_row then
+          v_policy := numbers_again(v_policy, v_key, v_now);
+        end if;
+        exit when v_has_row;
+        v_level       := microtokens(v_policy.capacity);
+        v_refilled_at := v_now;
+        insert into buckets (policy_id, key, level, refilled_at, due_at)
+        values (v_policy.id, v_key, v_level, v_refilled_at, v_now)
+        on conflict on constraint buckets_pkey do nothing;
+        v_has_row := found;
+        exit when v_has_row;
+      end loop;
+
+      -- 3. The idempotency key is remembered: an expired one is overwritten, and one that is live is left alone.
+      v_held        := refilled(v_level, v_refilled_at, v_now, v_policy);
       v_level       := moved_level(v_held, -microtokens(v_cost), v_policy.full_level, floor_level(v_policy.gain, v_policy.every_us));
       v_refilled_at := refilled_until(v_refilled_at, v_now, v_policy.tick);
-      v_reset_us    := wait_for(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
+      v_reset_us    := wait_until(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy);
       exit when v_idempotency_key is null;
-      v_expires_at := v_now + duration(v_policy.remember_us);
       insert into idempotency_keys as k
              (policy_id, key, idempotency_key, cost, taken, remaining, reset_after, capacity, expires_at)
       values (v_policy.id, v_key, v_idempotency_key, v_cost, nullif(v_held - v_level, microtokens(v_cost)),
-              whole_tokens(v_level), duration(v_reset_us), v_policy.capacity, v_expires_at)
+              whole_tokens(v_level), duration(v_reset_us), v_policy.capacity, v_now + duration(v_policy.remember_us))
       on conflict on constraint idempotency_keys_pkey do update
            set cost        = excluded.cost,
                remaining   = excluded.remaining,
@@ -4765,82 +4753,95 @@ begin
                taken       = excluded.taken
          where k.expires_at <= v_now;
       exit when found;
-      -- A live idempotency key: the session that held the bucket has stored it.
     end loop;
+
+    -- 4. The level.
     update buckets as b
-         set level = v_level, refilled_at = v_refilled_at, room = null
-       where b.policy_id = v_policy.id
-         and b.key       = v_key;
-    return spent_of(v_level, v_reset_us, v_policy.capacity, false);
-  else
-    if v_cost = 0 then
-      select refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
-           wait_for(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
-      into v_level, v_reset_us
-      from ephemeral_buckets as b
+       set level = v_level, refilled_at = v_refilled_at, room = null
      where b.policy_id = v_policy.id
        and b.key       = v_key;
-    v_has_row := found;
-    if not v_has_row then  -- full
-      v_level    := microtokens(v_policy.capacity);
-      v_reset_us := 0;
-    end if;
+    return spent_of(v_level, v_reset_us, v_policy.capacity, false);
+  end;
+end;
+$$;
+comment on function ratelimit_charge(text, text, bigint, text) is
+  'Take cost tokens from a bucket whatever it holds, into debt if need be.';
 
+create or replace function ratelimit.charge_ephemeral(v_policy ratelimit.policies, key text, cost bigint, idempotency_key text)
+  returns ratelimit.decision
+  language plpgsql
+  volatile
+as $$
+  declare
+    v_key             text collate "C" := key;
+    v_cost            alias for cost;
+    v_idempotency_key text collate "C" := idempotency_key;
+    v_now             timestamptz := clock();
+    v_level           bigint;       -- microtokens in the bucket
+    v_refilled_at     timestamptz;  -- when the bucket held v_level
+    v_held            bigint;       -- what the bucket held before the charge
+    v_reset_us        bigint;       -- microseconds until the bucket is full; null: never
+    v_has_row         boolean;      -- a bucket without a row is full
+    v_first           ratelimit.idempotency_keys;  -- the charge that is remembered under the idempotency key
+    v_override        ratelimit.overrides;
+  begin
+    if v_policy.overridden then
+      select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
+      if found then
+        v_policy := with_override(v_policy, v_override);
+      end if;
+    end if;
+    if v_cost = 0 then
+      select n.level, n.reset_us into v_level, v_reset_us from bucket_now(v_policy, v_key, v_now) as n;
       return spent_of(v_level, v_reset_us, v_policy.capacity, false);
     end if;
+
     loop
+      -- 1. The idempotency key.
       if v_idempotency_key is not null then
         select k.* into v_first
           from ephemeral_idempotency_keys as k
-         where k.policy_id       = v_policy.id
-           and k.key             = v_key
-           and k.idempotency_key = v_idempotency_key;
+         where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          perform check_repeated_cost(v_first, v_cost);
+          if v_first.cost <> v_cost then
+            perform refuse_repeat(v_first, v_cost);  -- raises RL002
+          end if;
           return replay_of(v_first);
         end if;
       end if;
+
+      -- 2. The bucket.
       loop
-      select b.level, b.refilled_at into v_level, v_refilled_at
-        from ephemeral_buckets as b
-       where b.policy_id = v_policy.id
-         and b.key       = v_key
-         for update;
-      v_has_row := found;
-      v_now     := clock();
-      if v_policy.overridden or not v_has_row then
-        select p.* into v_again from policies as p where p.id = v_policy.id;
-      if found then
-        v_policy := v_again;
-        select o.* into v_override
-      from overrides as o
-     where o.policy_id  = v_policy.id
-       and o.key        = v_key
-       and o.expires_at > v_now;
-    if found then
-      v_policy := overridden(v_policy, v_override);
-    end if;
-      end if;
-      end if;
-      exit when v_has_row;
-      v_level       := microtokens(v_policy.capacity);
-      v_refilled_at := v_now;
-      insert into ephemeral_buckets (policy_id, key, level, refilled_at, due_at)
-      values (v_policy.id, v_key, v_level, v_refilled_at, v_now)
-      on conflict on constraint ephemeral_buckets_pkey do nothing;
-      v_has_row := found;
-      exit when v_has_row;
-    end loop;
-      v_held        := refilled_level(v_level, v_refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick);
+        select b.level, b.refilled_at into v_level, v_refilled_at
+          from ephemeral_buckets as b
+         where b.policy_id = v_policy.id
+           and b.key       = v_key
+           for update;
+        v_has_row := found;
+        v_now     := clock();  -- the lock may have waited
+        if v_policy.overridden or not v_has_row then
+          v_policy := numbers_again(v_policy, v_key, v_now);
+        end if;
+        exit when v_has_row;
+        v_level       := microtokens(v_policy.capacity);
+        v_refilled_at := v_now;
+        insert into ephemeral_buckets (policy_id, key, level, refilled_at, due_at)
+        values (v_policy.id, v_key, v_level, v_refilled_at, v_now)
+        on conflict on constraint ephemeral_buckets_pkey do nothing;
+        v_has_row := found;
+        exit when v_has_row;
+      end loop;
+
+      -- 3. The idempotency key is remembered: an expired one is overwritten, and one that is live is left alone.
+      v_held        := refilled(v_level, v_refilled_at, v_now, v_policy);
       v_level       := moved_level(v_held, -microtokens(v_cost), v_policy.full_level, floor_level(v_policy.gain, v_policy.every_us));
       v_refilled_at := refilled_until(v_refilled_at, v_now, v_policy.tick);
-      v_reset_us    := wait_for(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
+      v_reset_us    := wait_until(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy);
       exit when v_idempotency_key is null;
-      v_expires_at := v_now + duration(v_policy.remember_us);
       insert into ephemeral_idempotency_keys as k
              (policy_id, key, idempotency_key, cost, taken, remaining, reset_after, capacity, expires_at)
       values (v_policy.id, v_key, v_idempotency_key, v_cost, nullif(v_held - v_level, microtokens(v_cost)),
-              whole_tokens(v_level), duration(v_reset_us), v_policy.capacity, v_expires_at)
+              whole_tokens(v_level), duration(v_reset_us), v_policy.capacity, v_now + duration(v_policy.remember_us))
       on conflict on constraint ephemeral_idempotency_keys_pkey do update
            set cost        = excluded.cost,
                remaining   = excluded.remaining,
@@ -4852,18 +4853,18 @@ begin
                taken       = excluded.taken
          where k.expires_at <= v_now;
       exit when found;
-      -- A live idempotency key: the session that held the bucket has stored it.
     end loop;
+
+    -- 4. The level.
     update ephemeral_buckets as b
-         set level = v_level, refilled_at = v_refilled_at, room = null
-       where b.policy_id = v_policy.id
-         and b.key       = v_key;
+       set level = v_level, refilled_at = v_refilled_at, room = null
+     where b.policy_id = v_policy.id
+       and b.key       = v_key;
     return spent_of(v_level, v_reset_us, v_policy.capacity, false);
-  end if;
-end;
+  end;
 $$;
-comment on function ratelimit_charge(text, text, bigint, text) is
-  'Take cost tokens from a bucket whatever it holds, into debt if need be.';
+comment on function ratelimit.charge_ephemeral(ratelimit.policies, text, bigint, text) is
+  'The steps of ratelimit_charge for an ephemeral policy.';
 
 -- Replaces the cost of a grant by the real one, exactly once. The grant was made under idempotency_key, by any function that
 -- takes one: its cost was an estimate. The level moves by estimate - cost: up to full at most, and below zero without
@@ -4897,70 +4898,53 @@ create or replace function ratelimit_settle(
   set enable_seqscan = off  -- as in ratelimit_acquire
 as $$
 declare
-  v_policy          ratelimit.policies;  -- in: the policy, with the numbers that apply to the key
-  v_override        ratelimit.overrides;  -- inner: the override of the key
-  v_key             text collate "C" := ratelimit_settle.key;  -- in: the bucket's key
-  v_cost            alias for ratelimit_settle.cost;  -- in: tokens that the request asks for
-  v_now             timestamptz;  -- in/out: the instant of the answer; what may wait reads the clock again
-  v_has_row         boolean;      -- out: the bucket has a row; a bucket without a row is full
-  v_level           bigint;       -- out: microtokens in the bucket
-  v_reset_us        bigint;       -- out: microseconds until the bucket is full; null: never
-  v_idempotency_key text collate "C" := ratelimit_settle.idempotency_key;  -- in: null for none
-  v_first           ratelimit.idempotency_keys;  -- out: the grant that is remembered under the idempotency key
-  v_refilled_at     timestamptz;  -- inner: the instant at which the row says that the bucket held v_level
-  v_again           ratelimit.policies;  -- inner: the policy, read again
-  v_held            bigint;       -- out: what the bucket held before the change
+  v_policy ratelimit.policies;
 begin
-  if (acceptable(v_key, v_cost) and v_cost <= 9000000000000 and is_name(v_idempotency_key)) is not true then
-    perform check_charge(policy, v_key, v_cost, v_idempotency_key);
-    perform check_name('idempotency_key', v_idempotency_key);
+  if not acceptable(key, cost) or cost > 9000000000000 or is_name(idempotency_key) is not true then
+    perform check_charge(policy, key, cost, idempotency_key);  -- raises 22023
+    perform check_name('idempotency_key', idempotency_key);    -- likewise
   end if;
-  select p.* into v_policy from policies as p where p.name = ratelimit_settle.policy collate "C";
+  select p.* into v_policy from policies as p where p.name = policy collate "C";
   if not found then
     perform check_name('policy', policy);
     perform unknown_policy(policy);
   end if;
-
-  v_now := clock();
-  if v_policy.overridden then
-    select o.* into v_override
-      from overrides as o
-     where o.policy_id  = v_policy.id
-       and o.key        = v_key
-       and o.expires_at > v_now;
-    if found then
-      v_policy := overridden(v_policy, v_override);
-    end if;
+  if not v_policy.durable then
+    return settle_ephemeral(v_policy, key, idempotency_key, cost);  -- what follows, on the twin tables
   end if;
-  if v_policy.durable then
+
+  declare
+    v_key             text collate "C" := key;
+    v_idempotency_key text collate "C" := idempotency_key;
+    v_cost            alias for cost;
+    v_now             timestamptz := clock();
+    v_level           bigint;       -- microtokens in the bucket
+    v_refilled_at     timestamptz;  -- when the bucket held v_level
+    v_reset_us        bigint;       -- microseconds until the bucket is full; null: never
+    v_has_row         boolean;      -- a bucket without a row is full
+    v_back            bigint;       -- microtokens that the settlement gives back; below zero: that it takes
+    v_first           ratelimit.idempotency_keys;  -- the grant
+    v_override        ratelimit.overrides;
+  begin
+    if v_policy.overridden then
+      select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
+      if found then
+        v_policy := with_override(v_policy, v_override);
+      end if;
+    end if;
     loop
+      -- 1. The grant. A shadow policy looks for it again after the bucket was read: it may have been committed meanwhile.
       select k.* into v_first
-          from idempotency_keys as k
-         where k.policy_id       = v_policy.id
-           and k.key             = v_key
-           and k.idempotency_key = v_idempotency_key;
+        from idempotency_keys as k
+       where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
       if (v_first.expires_at > v_now) is not true then
         if not v_policy.shadow then
-          perform no_grant(v_policy.name, v_idempotency_key);
+          perform no_grant(v_policy.name, v_idempotency_key);  -- raises RL003
         end if;
-        -- The bucket may have been read after a grant that was not there yet.
-        select refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
-           wait_for(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
-      into v_level, v_reset_us
-      from buckets as b
-     where b.policy_id = v_policy.id
-       and b.key       = v_key;
-    v_has_row := found;
-    if not v_has_row then  -- full
-      v_level    := microtokens(v_policy.capacity);
-      v_reset_us := 0;
-    end if;
-
+        select n.level, n.reset_us into v_level, v_reset_us from bucket_now(v_policy, v_key, v_now) as n;
         select k.* into v_first
           from idempotency_keys as k
-         where k.policy_id       = v_policy.id
-           and k.key             = v_key
-           and k.idempotency_key = v_idempotency_key;
+         where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
         if (v_first.expires_at > v_now) is not true then
           return shadow_of(v_level, v_reset_us, v_policy.capacity);
         end if;
@@ -4969,52 +4953,34 @@ begin
         if v_first.settled <> v_cost then
           perform another_cost(format('%L was settled with cost %s and comes back with cost %s.', v_idempotency_key, v_first.settled, v_cost));
         end if;
-        select refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
-           wait_for(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
-      into v_level, v_reset_us
-      from buckets as b
-     where b.policy_id = v_policy.id
-       and b.key       = v_key;
-    v_has_row := found;
-    if not v_has_row then  -- full
-      v_level    := microtokens(v_policy.capacity);
-      v_reset_us := 0;
-    end if;
-
+        select n.level, n.reset_us into v_level, v_reset_us from bucket_now(v_policy, v_key, v_now) as n;
         return spent_of(v_level, v_reset_us, v_policy.capacity, true);
       end if;
+      v_back := coalesce(v_first.taken, microtokens(v_first.cost)) - microtokens(v_cost);
 
+      -- 2. The bucket. A full one without a row needs none if it only gets more.
       loop
-      select b.level, b.refilled_at into v_level, v_refilled_at
-        from buckets as b
-       where b.policy_id = v_policy.id
-         and b.key       = v_key
-         for update;
-      v_has_row := found;
-      v_now     := clock();
-      if v_policy.overridden or not v_has_row then
-        select p.* into v_again from policies as p where p.id = v_policy.id;
-      if found then
-        v_policy := v_again;
-        select o.* into v_override
-      from overrides as o
-     where o.policy_id  = v_policy.id
-       and o.key        = v_key
-       and o.expires_at > v_now;
-    if found then
-      v_policy := overridden(v_policy, v_override);
-    end if;
-      end if;
-      end if;
-      exit when v_has_row or microtokens(v_cost) <= coalesce(v_first.taken, microtokens(v_first.cost));
-      v_level       := microtokens(v_policy.capacity);
-      v_refilled_at := v_now;
-      insert into buckets (policy_id, key, level, refilled_at, due_at)
-      values (v_policy.id, v_key, v_level, v_refilled_at, v_now)
-      on conflict on constraint buckets_pkey do nothing;
-      v_has_row := found;
-      exit when v_has_row;
-    end loop;
+        select b.level, b.refilled_at into v_level, v_refilled_at
+          from buckets as b
+         where b.policy_id = v_policy.id
+           and b.key       = v_key
+           for update;
+        v_has_row := found;
+        v_now     := clock();  -- the lock may have waited
+        if v_policy.overridden or not v_has_row then
+          v_policy := numbers_again(v_policy, v_key, v_now);
+        end if;
+        exit when v_has_row or v_back >= 0;
+        v_level       := microtokens(v_policy.capacity);
+        v_refilled_at := v_now;
+        insert into buckets (policy_id, key, level, refilled_at, due_at)
+        values (v_policy.id, v_key, v_level, v_refilled_at, v_now)
+        on conflict on constraint buckets_pkey do nothing;
+        v_has_row := found;
+        exit when v_has_row;
+      end loop;
+
+      -- 3. The mark, if the grant is still as it was read.
       update idempotency_keys as k
          set settled = v_cost
        where k.policy_id       = v_policy.id
@@ -5026,47 +4992,63 @@ begin
          and k.expires_at      > v_now;
       exit when found;
     end loop;
+
+    -- 4. The level.
     if not v_has_row then
       return spent_of(microtokens(v_policy.capacity), 0, v_policy.capacity, false);
     end if;
-    v_held        := refilled_level(v_level, v_refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick);
-      v_level       := moved_level(v_held, coalesce(v_first.taken, microtokens(v_first.cost)) - microtokens(v_cost), v_policy.full_level, floor_level(v_policy.gain, v_policy.every_us));
-      v_refilled_at := refilled_until(v_refilled_at, v_now, v_policy.tick);
-      v_reset_us    := wait_for(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
+    v_level       := moved_level(refilled(v_level, v_refilled_at, v_now, v_policy), v_back,
+                                 v_policy.full_level, floor_level(v_policy.gain, v_policy.every_us));
+    v_refilled_at := refilled_until(v_refilled_at, v_now, v_policy.tick);
+    v_reset_us    := wait_until(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy);
     update buckets as b
-         set level = v_level, refilled_at = v_refilled_at, room = null
-       where b.policy_id = v_policy.id
-         and b.key       = v_key;
-    return spent_of(v_level, v_reset_us, v_policy.capacity, false);
-  else
-    loop
-      select k.* into v_first
-          from ephemeral_idempotency_keys as k
-         where k.policy_id       = v_policy.id
-           and k.key             = v_key
-           and k.idempotency_key = v_idempotency_key;
-      if (v_first.expires_at > v_now) is not true then
-        if not v_policy.shadow then
-          perform no_grant(v_policy.name, v_idempotency_key);
-        end if;
-        -- The bucket may have been read after a grant that was not there yet.
-        select refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
-           wait_for(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
-      into v_level, v_reset_us
-      from ephemeral_buckets as b
+       set level = v_level, refilled_at = v_refilled_at, room = null
      where b.policy_id = v_policy.id
        and b.key       = v_key;
-    v_has_row := found;
-    if not v_has_row then  -- full
-      v_level    := microtokens(v_policy.capacity);
-      v_reset_us := 0;
-    end if;
+    return spent_of(v_level, v_reset_us, v_policy.capacity, false);
+  end;
+end;
+$$;
+comment on function ratelimit_settle(text, text, text, bigint) is
+  'Replace the cost of a grant made under an idempotency key by the real one, exactly once.';
 
+create or replace function ratelimit.settle_ephemeral(v_policy ratelimit.policies, key text, idempotency_key text, cost bigint)
+  returns ratelimit.decision
+  language plpgsql
+  volatile
+as $$
+  declare
+    v_key             text collate "C" := key;
+    v_idempotency_key text collate "C" := idempotency_key;
+    v_cost            alias for cost;
+    v_now             timestamptz := clock();
+    v_level           bigint;       -- microtokens in the bucket
+    v_refilled_at     timestamptz;  -- when the bucket held v_level
+    v_reset_us        bigint;       -- microseconds until the bucket is full; null: never
+    v_has_row         boolean;      -- a bucket without a row is full
+    v_back            bigint;       -- microtokens that the settlement gives back; below zero: that it takes
+    v_first           ratelimit.idempotency_keys;  -- the grant
+    v_override        ratelimit.overrides;
+  begin
+    if v_policy.overridden then
+      select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
+      if found then
+        v_policy := with_override(v_policy, v_override);
+      end if;
+    end if;
+    loop
+      -- 1. The grant. A shadow policy looks for it again after the bucket was read: it may have been committed meanwhile.
+      select k.* into v_first
+        from ephemeral_idempotency_keys as k
+       where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
+      if (v_first.expires_at > v_now) is not true then
+        if not v_policy.shadow then
+          perform no_grant(v_policy.name, v_idempotency_key);  -- raises RL003
+        end if;
+        select n.level, n.reset_us into v_level, v_reset_us from bucket_now(v_policy, v_key, v_now) as n;
         select k.* into v_first
           from ephemeral_idempotency_keys as k
-         where k.policy_id       = v_policy.id
-           and k.key             = v_key
-           and k.idempotency_key = v_idempotency_key;
+         where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
         if (v_first.expires_at > v_now) is not true then
           return shadow_of(v_level, v_reset_us, v_policy.capacity);
         end if;
@@ -5075,52 +5057,34 @@ begin
         if v_first.settled <> v_cost then
           perform another_cost(format('%L was settled with cost %s and comes back with cost %s.', v_idempotency_key, v_first.settled, v_cost));
         end if;
-        select refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
-           wait_for(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
-      into v_level, v_reset_us
-      from ephemeral_buckets as b
-     where b.policy_id = v_policy.id
-       and b.key       = v_key;
-    v_has_row := found;
-    if not v_has_row then  -- full
-      v_level    := microtokens(v_policy.capacity);
-      v_reset_us := 0;
-    end if;
-
+        select n.level, n.reset_us into v_level, v_reset_us from bucket_now(v_policy, v_key, v_now) as n;
         return spent_of(v_level, v_reset_us, v_policy.capacity, true);
       end if;
+      v_back := coalesce(v_first.taken, microtokens(v_first.cost)) - microtokens(v_cost);
 
+      -- 2. The bucket. A full one without a row needs none if it only gets more.
       loop
-      select b.level, b.refilled_at into v_level, v_refilled_at
-        from ephemeral_buckets as b
-       where b.policy_id = v_policy.id
-         and b.key       = v_key
-         for update;
-      v_has_row := found;
-      v_now     := clock();
-      if v_policy.overridden or not v_has_row then
-        select p.* into v_again from policies as p where p.id = v_policy.id;
-      if found then
-        v_policy := v_again;
-        select o.* into v_override
-      from overrides as o
-     where o.policy_id  = v_policy.id
-       and o.key        = v_key
-       and o.expires_at > v_now;
-    if found then
-      v_policy := overridden(v_policy, v_override);
-    end if;
-      end if;
-      end if;
-      exit when v_has_row or microtokens(v_cost) <= coalesce(v_first.taken, microtokens(v_first.cost));
-      v_level       := microtokens(v_policy.capacity);
-      v_refilled_at := v_now;
-      insert into ephemeral_buckets (policy_id, key, level, refilled_at, due_at)
-      values (v_policy.id, v_key, v_level, v_refilled_at, v_now)
-      on conflict on constraint ephemeral_buckets_pkey do nothing;
-      v_has_row := found;
-      exit when v_has_row;
-    end loop;
+        select b.level, b.refilled_at into v_level, v_refilled_at
+          from ephemeral_buckets as b
+         where b.policy_id = v_policy.id
+           and b.key       = v_key
+           for update;
+        v_has_row := found;
+        v_now     := clock();  -- the lock may have waited
+        if v_policy.overridden or not v_has_row then
+          v_policy := numbers_again(v_policy, v_key, v_now);
+        end if;
+        exit when v_has_row or v_back >= 0;
+        v_level       := microtokens(v_policy.capacity);
+        v_refilled_at := v_now;
+        insert into ephemeral_buckets (policy_id, key, level, refilled_at, due_at)
+        values (v_policy.id, v_key, v_level, v_refilled_at, v_now)
+        on conflict on constraint ephemeral_buckets_pkey do nothing;
+        v_has_row := found;
+        exit when v_has_row;
+      end loop;
+
+      -- 3. The mark, if the grant is still as it was read.
       update ephemeral_idempotency_keys as k
          set settled = v_cost
        where k.policy_id       = v_policy.id
@@ -5132,23 +5096,24 @@ begin
          and k.expires_at      > v_now;
       exit when found;
     end loop;
+
+    -- 4. The level.
     if not v_has_row then
       return spent_of(microtokens(v_policy.capacity), 0, v_policy.capacity, false);
     end if;
-    v_held        := refilled_level(v_level, v_refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick);
-      v_level       := moved_level(v_held, coalesce(v_first.taken, microtokens(v_first.cost)) - microtokens(v_cost), v_policy.full_level, floor_level(v_policy.gain, v_policy.every_us));
-      v_refilled_at := refilled_until(v_refilled_at, v_now, v_policy.tick);
-      v_reset_us    := wait_for(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
+    v_level       := moved_level(refilled(v_level, v_refilled_at, v_now, v_policy), v_back,
+                                 v_policy.full_level, floor_level(v_policy.gain, v_policy.every_us));
+    v_refilled_at := refilled_until(v_refilled_at, v_now, v_policy.tick);
+    v_reset_us    := wait_until(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy);
     update ephemeral_buckets as b
-         set level = v_level, refilled_at = v_refilled_at, room = null
-       where b.policy_id = v_policy.id
-         and b.key       = v_key;
+       set level = v_level, refilled_at = v_refilled_at, room = null
+     where b.policy_id = v_policy.id
+       and b.key       = v_key;
     return spent_of(v_level, v_reset_us, v_policy.capacity, false);
-  end if;
-end;
+  end;
 $$;
-comment on function ratelimit_settle(text, text, text, bigint) is
-  'Replace the cost of a grant made under an idempotency key by the real one, exactly once.';
+comment on function ratelimit.settle_ephemeral(ratelimit.policies, text, text, bigint) is
+  'The steps of ratelimit_settle for an ephemeral policy.';
 
 -- Takes cost tokens from one bucket now, if it will have them within max_wait, and says how long to wait before acting.
 -- What is not there yet is debt, which refill pays. So callers are served in order: each waits for its own tokens and for
@@ -5163,10 +5128,10 @@ comment on function ratelimit_settle(text, text, text, bigint) is
 -- ratelimit_acquire under its key answers a denial. Tokens that are given back, by ratelimit_settle or ratelimit_refund, do
 -- not shorten the wait of those who were promised theirs.
 --
--- The steps are those of ratelimit_acquire, in include/decide.sql, but for two. The update takes the tokens if the bucket will
--- have them within max_wait; it leaves that open if it is a matter of the last microtoken. So if the bucket was read, and the
--- cost fits, the tokens are taken from the bucket as it was read. If another session has changed it since, the next round
--- follows.
+-- The steps are those of ratelimit_acquire, but for two. The update of step 2 takes the tokens if the bucket will have them
+-- within max_wait; it leaves that open if it is a matter of the last microtoken. So if the bucket was read in step 3, and the
+-- cost fits, step 3c takes the tokens from the bucket as it was read. If another session has changed it since, step 2 is
+-- repeated.
 --
 -- The wait counts from the clock after the update, which may have waited for another session. Other times count as those of
 -- ratelimit_acquire.
@@ -5190,156 +5155,134 @@ create or replace function ratelimit_reserve(
   set enable_seqscan = off  -- as in ratelimit_acquire
 as $$
 declare
-  v_policy          ratelimit.policies;  -- in: the policy, with the numbers that apply to the key
-  v_override        ratelimit.overrides;  -- inner: the override of the key
-  v_key             text collate "C" := ratelimit_reserve.key;  -- in: the bucket's key
-  v_cost            alias for ratelimit_reserve.cost;  -- in: tokens that the request asks for
-  v_now             timestamptz;  -- in/out: the instant of the answer; what may wait reads the clock again
-  v_has_row         boolean;      -- out: the bucket has a row; a bucket without a row is full
-  v_level           bigint;       -- out: microtokens in the bucket
-  v_reset_us        bigint;       -- out: microseconds until the bucket is full; null: never
-  v_retry_us        bigint;       -- out: microseconds until the bucket holds v_cost; null: never; of no meaning after a grant
-  v_idempotency_key text collate "C" := ratelimit_reserve.idempotency_key;  -- in: null for none
-  v_first           ratelimit.idempotency_keys;  -- out: the grant that is remembered under the idempotency key
-  v_refilled_at     timestamptz;  -- inner: the instant at which the row says that the bucket held v_level
-  v_again           ratelimit.policies;  -- inner: the policy, read again
-  v_wanted          bigint;       -- in/out: v_cost in microtokens, or 0 if nothing can be taken
-  v_due_at          timestamptz;  -- inner: when clean-up looks at a new bucket
-  v_expires_at      timestamptz;  -- inner: when the idempotency key is forgotten
-  v_round           integer;      -- inner: the rounds that took nothing and denied nothing; null is none
-  v_seen_level      bigint;       -- inner: the row as it was read
-  v_seen_at         timestamptz;  -- inner: likewise
-  v_until           timestamptz;  -- when the wait must be over
-  v_ready_at        timestamptz;  -- when it holds; null: at once
+  v_policy ratelimit.policies;
 begin
-  if not acceptable(v_key, v_cost) or is_max_wait(max_wait) is not true or v_idempotency_key is not null then
-    if (acceptable(v_key, v_cost) and is_max_wait(max_wait) and is_name(v_idempotency_key) is not false) is not true then
-      perform check_request(policy, v_key, v_cost, v_idempotency_key);
-      perform check_max_wait(max_wait);
+  if not acceptable(key, cost) or is_max_wait(max_wait) is not true or idempotency_key is not null then
+    if (acceptable(key, cost) and is_max_wait(max_wait) and is_name(idempotency_key) is not false) is not true then
+      perform check_request(policy, key, cost, idempotency_key);  -- raises 22023
+      perform check_max_wait(max_wait);                           -- likewise
     end if;
-    if v_cost = 0 then
-      v_idempotency_key := null;  -- nothing is granted, so nothing is remembered
+    if cost = 0 then
+      idempotency_key := null;  -- nothing is granted, so nothing is remembered
     end if;
   end if;
-  select p.* into v_policy from policies as p where p.name = ratelimit_reserve.policy collate "C";
+  select p.* into v_policy from policies as p where p.name = policy collate "C";
   if not found then
     perform check_name('policy', policy);
     perform unknown_policy(policy);
   end if;
-
-  v_now := clock();
-  if v_policy.overridden then
-    select o.* into v_override
-      from overrides as o
-     where o.policy_id  = v_policy.id
-       and o.key        = v_key
-       and o.expires_at > v_now;
-    if found then
-      v_policy := overridden(v_policy, v_override);
-    end if;
+  if not v_policy.durable then
+    return reserve_ephemeral(v_policy, key, max_wait, cost, idempotency_key);  -- what follows, on the twin tables
   end if;
-  v_wanted := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
-  if v_policy.durable then
+
+  declare
+    v_key             text collate "C" := key;
+    v_cost            alias for cost;
+    v_idempotency_key text collate "C" := idempotency_key;
+    v_now             timestamptz := clock();
+    v_until           timestamptz;  -- when the wait must be over
+    v_wanted          bigint;       -- cost in microtokens; 0 if nothing can be taken
+    v_level           bigint;       -- microtokens in the bucket
+    v_refilled_at     timestamptz;  -- when the bucket held v_level
+    v_seen_level      bigint;       -- the row as it was read
+    v_seen_at         timestamptz;  -- likewise
+    v_wait_us         bigint;       -- microseconds until the debt is paid that cost would leave; null: never
+    v_reset_us        bigint;       -- microseconds until the bucket is full; null: never
+    v_has_row         boolean;      -- a bucket without a row is full
+    v_ready_at        timestamptz;  -- when the grant holds; null: at once
+    v_first           ratelimit.idempotency_keys;  -- the grant that is remembered under the idempotency key
+    v_rounds          integer;
+    v_override        ratelimit.overrides;
+  begin
+    if v_policy.overridden then
+      select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
+      if found then
+        v_policy := with_override(v_policy, v_override);
+      end if;
+    end if;
+    v_wanted := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
+
+    -- 1. The idempotency key.
     if v_idempotency_key is not null then
       select k.* into v_first
-          from idempotency_keys as k
-         where k.policy_id       = v_policy.id
-           and k.key             = v_key
-           and k.idempotency_key = v_idempotency_key;
-        if v_first.expires_at > v_now then
-          if (v_first).cost <> v_cost or (v_first).settled is not null then
-            perform check_repeated_cost(v_first, v_cost);
-            perform already_settled(v_first);
-          end if;
-          return reserved_before(v_first, v_now, v_policy.shadow);
-        end if;
+        from idempotency_keys as k
+       where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
+      if v_first.expires_at > v_now then
+        return replayed_reservation(v_first, v_cost, v_now, v_policy.shadow);
+      end if;
     end if;
 
     loop
+      -- 2. The update. max_wait counts without days, which may have 23 or 25 hours. The update rounds the refill down to whole
+      --    microtokens, so the debt may be paid a microtoken later than the bucket as it was would have covered the cost: the
+      --    bucket counts for one less. That the debt ends above the floor shows in the stored level.
       if v_wanted > 0 then
         v_until := v_now + date_part('epoch', max_wait) * interval '1 second';
         update buckets as b
-           set level       = refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) - v_wanted,
+           set level       = refilled(b.level, b.refilled_at, v_now, v_policy) - v_wanted,
                refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
                room        = null
          where b.policy_id = v_policy.id
            and b.key       = v_key
-           and refilled_level(b.level - 1, b.refilled_at, v_until, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_wanted
-           and b.level    >= v_wanted - deepest_debt()
+           and refilled(b.level - 1, b.refilled_at, v_until, v_policy) >= v_wanted
+           and b.level     >= v_wanted - deepest_debt()
         returning b.level, b.refilled_at into v_level, v_refilled_at;
         exit when found;
       end if;
 
-      v_now := clock();  -- the update may have waited
+      -- 3. The bucket, as of now: the update may have waited.
+      v_now := clock();
       if v_policy.overridden then
-        select p.* into v_again from policies as p where p.id = v_policy.id;
-      if found then
-        v_policy := v_again;
-        select o.* into v_override
-      from overrides as o
-     where o.policy_id  = v_policy.id
-       and o.key        = v_key
-       and o.expires_at > v_now;
-    if found then
-      v_policy := overridden(v_policy, v_override);
-    end if;
+        v_policy := numbers_again(v_policy, v_key, v_now);
         v_wanted := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
       end if;
+      select refilled(b.level, b.refilled_at, v_now, v_policy),
+             wait_until(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy),
+             b.level, b.refilled_at
+        into v_level, v_reset_us, v_seen_level, v_seen_at
+        from buckets as b
+       where b.policy_id = v_policy.id
+         and b.key       = v_key;
+      v_has_row := found;
+      if not v_has_row then  -- full, by the newest numbers
+        v_policy   := numbers_again(v_policy, v_key, v_now);
+        v_wanted   := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
+        v_level    := microtokens(v_policy.capacity);
+        v_reset_us := 0;
       end if;
-      select refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
-           wait_for(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up),
-           b.level, b.refilled_at
-      into v_level, v_reset_us, v_seen_level, v_seen_at
-      from buckets as b
-     where b.policy_id = v_policy.id
-       and b.key       = v_key;
-    v_has_row := found;
-    if not v_has_row then  -- full
-      select p.* into v_again from policies as p where p.id = v_policy.id;
-      if found then
-        v_policy := v_again;
-        select o.* into v_override
-      from overrides as o
-     where o.policy_id  = v_policy.id
-       and o.key        = v_key
-       and o.expires_at > v_now;
-    if found then
-      v_policy := overridden(v_policy, v_override);
-    end if;
-        v_wanted := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
-      end if;
-      v_level    := microtokens(v_policy.capacity);
-      v_reset_us := 0;
-    end if;
-
       v_refilled_at := refilled_until(v_seen_at, v_now, v_policy.tick);
-      v_retry_us    := case
+      v_wait_us     := case
                          when v_cost = 0 then 0::bigint
-                         when v_cost <= v_policy.capacity then wait_for(microtokens(v_cost), v_level, v_refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
+                         when v_cost <= v_policy.capacity then wait_until(microtokens(v_cost), v_level, v_refilled_at, v_now, v_policy)
                        end;
-      if v_wanted = 0 or (v_retry_us <= microseconds(max_wait)
-                          and (v_retry_us = 0 or v_level::numeric - v_wanted >= floor_level(v_policy.gain, v_policy.every_us))) is not true then
-        if v_idempotency_key is not null or v_policy.shadow then
+
+      -- 3a. Too long to wait, or too deep a debt.
+      if v_wanted = 0
+         or (v_wait_us <= microseconds(max_wait)
+             and (v_wait_us = 0 or v_level::numeric - v_wanted >= floor_level(v_policy.gain, v_policy.every_us))) is not true then
+        if v_idempotency_key is not null then
           select k.* into v_first
-          from idempotency_keys as k
-         where k.policy_id       = v_policy.id
-           and k.key             = v_key
-           and k.idempotency_key = v_idempotency_key;
-        if v_first.expires_at > v_now then
-          if (v_first).cost <> v_cost or (v_first).settled is not null then
-            perform check_repeated_cost(v_first, v_cost);
-            perform already_settled(v_first);
+            from idempotency_keys as k
+           where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
+          if v_first.expires_at > v_now then
+            return replayed_reservation(v_first, v_cost, v_now, v_policy.shadow);
           end if;
-          return reserved_before(v_first, v_now, v_policy.shadow);
         end if;
-        end if;
-        return reservation_of(v_cost = 0, v_level, v_retry_us, v_reset_us, v_policy.capacity, v_policy.shadow);
+        return reservation_of(v_cost = 0, v_level, v_wait_us, v_reset_us, v_policy.capacity, v_policy.shadow);
       end if;
 
-      -- The tokens are taken from the bucket as it was read, and only if it is still as it was.
-      if v_has_row then
-        v_level       := v_level - v_wanted;
-        v_refilled_at := refilled_until(v_seen_at, v_now, v_policy.tick);
+      -- 3b. No row. The insert may wait for a session that creates the same one.
+      v_level := v_level - v_wanted;
+      if not v_has_row then
+        v_refilled_at := v_now;
+        v_reset_us    := short_wait(v_policy.full_level, v_level, 0, v_policy);
+        insert into buckets (policy_id, key, level, refilled_at, due_at)
+        values (v_policy.id, v_key, v_level, v_refilled_at, due_after(v_reset_us, v_now))
+        on conflict on constraint buckets_pkey do nothing;
+        exit when found;
+
+      -- 3c. From the bucket as it was read.
+      else
         update buckets as b
            set level = v_level, refilled_at = v_refilled_at, room = null
          where b.policy_id   = v_policy.id
@@ -5349,42 +5292,24 @@ begin
         exit when found;
       end if;
 
-      -- The bucket has no row, or it is no longer as it was at the update or the look. Without a row, this round makes one,
-      -- less the tokens. Otherwise a second round takes them, unless another session changes the bucket in between. Each
-      -- further round is due to another session.
-      v_round := coalesce(v_round, 0) + 1;
-      if v_round = 1000 then
-        raise exception 'the bucket changed at every look'
-          using errcode = '40001',
-                detail  = format('Key %s of policy %s.', quote_literal(v_key), quote_literal(v_policy.name)),
-                hint    = 'Try again.';
-      end if;
-      if not v_has_row then
-        v_level       := v_level - v_wanted;
-        v_refilled_at := v_now;
-        -- v_reset_us is worked out here for due_at. cleanup.sql says why due_at is within 24 hours.
-        v_reset_us    := wait_below(v_policy.full_level, v_level, 0, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
-        v_due_at      := v_now + least(duration(v_reset_us), interval '24 hours');
-        -- The insert may wait for a session that creates the same row. The clock is not read again after that.
-        insert into buckets (policy_id, key, level, refilled_at, due_at)
-        values (v_policy.id, v_key, v_level, v_refilled_at, v_due_at)
-        on conflict on constraint buckets_pkey do nothing;
-        exit when found;
+      -- Again. Each round is due to another session.
+      v_rounds := coalesce(v_rounds, 0) + 1;
+      if v_rounds = 1000 then
+        perform too_many_rounds(v_policy.name, v_key);  -- raises 40001
       end if;
     end loop;
+    v_reset_us := short_wait(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy);
 
-    v_reset_us := wait_below(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
-
+    -- 4. The idempotency key is remembered: an expired one is overwritten, and one that is live is left alone.
     if v_idempotency_key is not null then
-      v_expires_at := v_now + duration(v_policy.remember_us);
       if v_level < 0 then
-        v_ready_at   := v_refilled_at + duration(time_below(0, v_level, 0, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)::bigint);
-        v_expires_at := v_ready_at + duration(v_policy.remember_us);
+        v_ready_at := v_refilled_at + duration(short_wait(0, v_level, 0, v_policy));
       end if;
       insert into idempotency_keys as k
              (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at, ready_at)
       values (v_policy.id, v_key, v_idempotency_key, v_cost,
-              whole_tokens(v_level), duration(v_reset_us), v_policy.capacity, v_expires_at, v_ready_at)
+              whole_tokens(v_level), duration(v_reset_us), v_policy.capacity,
+              coalesce(v_ready_at, v_now) + duration(v_policy.remember_us), v_ready_at)
       on conflict on constraint idempotency_keys_pkey do update
            set cost        = excluded.cost,
                remaining   = excluded.remaining,
@@ -5395,132 +5320,144 @@ begin
                settled     = excluded.settled,
                taken       = excluded.taken
          where k.expires_at <= v_now;
-      if not found then  -- a live idempotency key: its tokens were taken already
+      if not found then
         update buckets as b
            set level = b.level + v_wanted
          where b.policy_id = v_policy.id
            and b.key       = v_key;
         select k.* into v_first
           from idempotency_keys as k
-         where k.policy_id       = v_policy.id
-           and k.key             = v_key
-           and k.idempotency_key = v_idempotency_key;
-        if v_first.expires_at > v_now then
-          if (v_first).cost <> v_cost or (v_first).settled is not null then
-            perform check_repeated_cost(v_first, v_cost);
-            perform already_settled(v_first);
-          end if;
-          return reserved_before(v_first, v_now, v_policy.shadow);
-        end if;
+         where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
+        return replayed_reservation(v_first, v_cost, v_now, v_policy.shadow);
       end if;
     end if;
+
+    -- The update may have waited, so the clock is read again: nobody waits longer than until the debt is paid.
     if v_level < 0 then
-      return waiting_of(v_level,
-                        greatest(0, time_below(0, v_level, microseconds(clock() - v_refilled_at), v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up))::double precision,
+      return waiting_of(v_level, greatest(0, time_below(0, v_level, microseconds(clock() - v_refilled_at), v_policy.every_us, v_policy.tick_us,
+                                                         v_policy.tick_gain, v_policy.round_up))::double precision,
                         v_reset_us, v_policy.capacity, v_policy.shadow);
     end if;
     return reserved_of(v_level, v_reset_us, v_policy.capacity);
-  else
+  end;
+end;
+$$;
+comment on function ratelimit_reserve(text, text, interval, bigint, text) is
+  'Take cost tokens from a bucket that will have them within max_wait, and say how long to wait for them.';
+
+create or replace function ratelimit.reserve_ephemeral(v_policy ratelimit.policies, key text, max_wait interval, cost bigint, idempotency_key text)
+  returns ratelimit.reservation
+  language plpgsql
+  volatile
+as $$
+  declare
+    v_key             text collate "C" := key;
+    v_cost            alias for cost;
+    v_idempotency_key text collate "C" := idempotency_key;
+    v_now             timestamptz := clock();
+    v_until           timestamptz;  -- when the wait must be over
+    v_wanted          bigint;       -- cost in microtokens; 0 if nothing can be taken
+    v_level           bigint;       -- microtokens in the bucket
+    v_refilled_at     timestamptz;  -- when the bucket held v_level
+    v_seen_level      bigint;       -- the row as it was read
+    v_seen_at         timestamptz;  -- likewise
+    v_wait_us         bigint;       -- microseconds until the debt is paid that cost would leave; null: never
+    v_reset_us        bigint;       -- microseconds until the bucket is full; null: never
+    v_has_row         boolean;      -- a bucket without a row is full
+    v_ready_at        timestamptz;  -- when the grant holds; null: at once
+    v_first           ratelimit.idempotency_keys;  -- the grant that is remembered under the idempotency key
+    v_rounds          integer;
+    v_override        ratelimit.overrides;
+  begin
+    if v_policy.overridden then
+      select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
+      if found then
+        v_policy := with_override(v_policy, v_override);
+      end if;
+    end if;
+    v_wanted := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
+
+    -- 1. The idempotency key.
     if v_idempotency_key is not null then
       select k.* into v_first
-          from ephemeral_idempotency_keys as k
-         where k.policy_id       = v_policy.id
-           and k.key             = v_key
-           and k.idempotency_key = v_idempotency_key;
-        if v_first.expires_at > v_now then
-          if (v_first).cost <> v_cost or (v_first).settled is not null then
-            perform check_repeated_cost(v_first, v_cost);
-            perform already_settled(v_first);
-          end if;
-          return reserved_before(v_first, v_now, v_policy.shadow);
-        end if;
+        from ephemeral_idempotency_keys as k
+       where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
+      if v_first.expires_at > v_now then
+        return replayed_reservation(v_first, v_cost, v_now, v_policy.shadow);
+      end if;
     end if;
 
     loop
+      -- 2. The update. max_wait counts without days, which may have 23 or 25 hours. The update rounds the refill down to whole
+      --    microtokens, so the debt may be paid a microtoken later than the bucket as it was would have covered the cost: the
+      --    bucket counts for one less. That the debt ends above the floor shows in the stored level.
       if v_wanted > 0 then
         v_until := v_now + date_part('epoch', max_wait) * interval '1 second';
         update ephemeral_buckets as b
-           set level       = refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) - v_wanted,
+           set level       = refilled(b.level, b.refilled_at, v_now, v_policy) - v_wanted,
                refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
                room        = null
          where b.policy_id = v_policy.id
            and b.key       = v_key
-           and refilled_level(b.level - 1, b.refilled_at, v_until, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_wanted
-           and b.level    >= v_wanted - deepest_debt()
+           and refilled(b.level - 1, b.refilled_at, v_until, v_policy) >= v_wanted
+           and b.level     >= v_wanted - deepest_debt()
         returning b.level, b.refilled_at into v_level, v_refilled_at;
         exit when found;
       end if;
 
-      v_now := clock();  -- the update may have waited
+      -- 3. The bucket, as of now: the update may have waited.
+      v_now := clock();
       if v_policy.overridden then
-        select p.* into v_again from policies as p where p.id = v_policy.id;
-      if found then
-        v_policy := v_again;
-        select o.* into v_override
-      from overrides as o
-     where o.policy_id  = v_policy.id
-       and o.key        = v_key
-       and o.expires_at > v_now;
-    if found then
-      v_policy := overridden(v_policy, v_override);
-    end if;
+        v_policy := numbers_again(v_policy, v_key, v_now);
         v_wanted := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
       end if;
+      select refilled(b.level, b.refilled_at, v_now, v_policy),
+             wait_until(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy),
+             b.level, b.refilled_at
+        into v_level, v_reset_us, v_seen_level, v_seen_at
+        from ephemeral_buckets as b
+       where b.policy_id = v_policy.id
+         and b.key       = v_key;
+      v_has_row := found;
+      if not v_has_row then  -- full, by the newest numbers
+        v_policy   := numbers_again(v_policy, v_key, v_now);
+        v_wanted   := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
+        v_level    := microtokens(v_policy.capacity);
+        v_reset_us := 0;
       end if;
-      select refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
-           wait_for(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up),
-           b.level, b.refilled_at
-      into v_level, v_reset_us, v_seen_level, v_seen_at
-      from ephemeral_buckets as b
-     where b.policy_id = v_policy.id
-       and b.key       = v_key;
-    v_has_row := found;
-    if not v_has_row then  -- full
-      select p.* into v_again from policies as p where p.id = v_policy.id;
-      if found then
-        v_policy := v_again;
-        select o.* into v_override
-      from overrides as o
-     where o.policy_id  = v_policy.id
-       and o.key        = v_key
-       and o.expires_at > v_now;
-    if found then
-      v_policy := overridden(v_policy, v_override);
-    end if;
-        v_wanted := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
-      end if;
-      v_level    := microtokens(v_policy.capacity);
-      v_reset_us := 0;
-    end if;
-
       v_refilled_at := refilled_until(v_seen_at, v_now, v_policy.tick);
-      v_retry_us    := case
+      v_wait_us     := case
                          when v_cost = 0 then 0::bigint
-                         when v_cost <= v_policy.capacity then wait_for(microtokens(v_cost), v_level, v_refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
+                         when v_cost <= v_policy.capacity then wait_until(microtokens(v_cost), v_level, v_refilled_at, v_now, v_policy)
                        end;
-      if v_wanted = 0 or (v_retry_us <= microseconds(max_wait)
-                          and (v_retry_us = 0 or v_level::numeric - v_wanted >= floor_level(v_policy.gain, v_policy.every_us))) is not true then
-        if v_idempotency_key is not null or v_policy.shadow then
+
+      -- 3a. Too long to wait, or too deep a debt.
+      if v_wanted = 0
+         or (v_wait_us <= microseconds(max_wait)
+             and (v_wait_us = 0 or v_level::numeric - v_wanted >= floor_level(v_policy.gain, v_policy.every_us))) is not true then
+        if v_idempotency_key is not null then
           select k.* into v_first
-          from ephemeral_idempotency_keys as k
-         where k.policy_id       = v_policy.id
-           and k.key             = v_key
-           and k.idempotency_key = v_idempotency_key;
-        if v_first.expires_at > v_now then
-          if (v_first).cost <> v_cost or (v_first).settled is not null then
-            perform check_repeated_cost(v_first, v_cost);
-            perform already_settled(v_first);
+            from ephemeral_idempotency_keys as k
+           where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
+          if v_first.expires_at > v_now then
+            return replayed_reservation(v_first, v_cost, v_now, v_policy.shadow);
           end if;
-          return reserved_before(v_first, v_now, v_policy.shadow);
         end if;
-        end if;
-        return reservation_of(v_cost = 0, v_level, v_retry_us, v_reset_us, v_policy.capacity, v_policy.shadow);
+        return reservation_of(v_cost = 0, v_level, v_wait_us, v_reset_us, v_policy.capacity, v_policy.shadow);
       end if;
 
-      -- The tokens are taken from the bucket as it was read, and only if it is still as it was.
-      if v_has_row then
-        v_level       := v_level - v_wanted;
-        v_refilled_at := refilled_until(v_seen_at, v_now, v_policy.tick);
+      -- 3b. No row. The insert may wait for a session that creates the same one.
+      v_level := v_level - v_wanted;
+      if not v_has_row then
+        v_refilled_at := v_now;
+        v_reset_us    := short_wait(v_policy.full_level, v_level, 0, v_policy);
+        insert into ephemeral_buckets (policy_id, key, level, refilled_at, due_at)
+        values (v_policy.id, v_key, v_level, v_refilled_at, due_after(v_reset_us, v_now))
+        on conflict on constraint ephemeral_buckets_pkey do nothing;
+        exit when found;
+
+      -- 3c. From the bucket as it was read.
+      else
         update ephemeral_buckets as b
            set level = v_level, refilled_at = v_refilled_at, room = null
          where b.policy_id   = v_policy.id
@@ -5530,42 +5467,24 @@ begin
         exit when found;
       end if;
 
-      -- The bucket has no row, or it is no longer as it was at the update or the look. Without a row, this round makes one,
-      -- less the tokens. Otherwise a second round takes them, unless another session changes the bucket in between. Each
-      -- further round is due to another session.
-      v_round := coalesce(v_round, 0) + 1;
-      if v_round = 1000 then
-        raise exception 'the bucket changed at every look'
-          using errcode = '40001',
-                detail  = format('Key %s of policy %s.', quote_literal(v_key), quote_literal(v_policy.name)),
-                hint    = 'Try again.';
-      end if;
-      if not v_has_row then
-        v_level       := v_level - v_wanted;
-        v_refilled_at := v_now;
-        -- v_reset_us is worked out here for due_at. cleanup.sql says why due_at is within 24 hours.
-        v_reset_us    := wait_below(v_policy.full_level, v_level, 0, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
-        v_due_at      := v_now + least(duration(v_reset_us), interval '24 hours');
-        -- The insert may wait for a session that creates the same row. The clock is not read again after that.
-        insert into ephemeral_buckets (policy_id, key, level, refilled_at, due_at)
-        values (v_policy.id, v_key, v_level, v_refilled_at, v_due_at)
-        on conflict on constraint ephemeral_buckets_pkey do nothing;
-        exit when found;
+      -- Again. Each round is due to another session.
+      v_rounds := coalesce(v_rounds, 0) + 1;
+      if v_rounds = 1000 then
+        perform too_many_rounds(v_policy.name, v_key);  -- raises 40001
       end if;
     end loop;
+    v_reset_us := short_wait(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy);
 
-    v_reset_us := wait_below(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
-
+    -- 4. The idempotency key is remembered: an expired one is overwritten, and one that is live is left alone.
     if v_idempotency_key is not null then
-      v_expires_at := v_now + duration(v_policy.remember_us);
       if v_level < 0 then
-        v_ready_at   := v_refilled_at + duration(time_below(0, v_level, 0, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)::bigint);
-        v_expires_at := v_ready_at + duration(v_policy.remember_us);
+        v_ready_at := v_refilled_at + duration(short_wait(0, v_level, 0, v_policy));
       end if;
       insert into ephemeral_idempotency_keys as k
              (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at, ready_at)
       values (v_policy.id, v_key, v_idempotency_key, v_cost,
-              whole_tokens(v_level), duration(v_reset_us), v_policy.capacity, v_expires_at, v_ready_at)
+              whole_tokens(v_level), duration(v_reset_us), v_policy.capacity,
+              coalesce(v_ready_at, v_now) + duration(v_policy.remember_us), v_ready_at)
       on conflict on constraint ephemeral_idempotency_keys_pkey do update
            set cost        = excluded.cost,
                remaining   = excluded.remaining,
@@ -5576,36 +5495,29 @@ begin
                settled     = excluded.settled,
                taken       = excluded.taken
          where k.expires_at <= v_now;
-      if not found then  -- a live idempotency key: its tokens were taken already
+      if not found then
         update ephemeral_buckets as b
            set level = b.level + v_wanted
          where b.policy_id = v_policy.id
            and b.key       = v_key;
         select k.* into v_first
           from ephemeral_idempotency_keys as k
-         where k.policy_id       = v_policy.id
-           and k.key             = v_key
-           and k.idempotency_key = v_idempotency_key;
-        if v_first.expires_at > v_now then
-          if (v_first).cost <> v_cost or (v_first).settled is not null then
-            perform check_repeated_cost(v_first, v_cost);
-            perform already_settled(v_first);
-          end if;
-          return reserved_before(v_first, v_now, v_policy.shadow);
-        end if;
+         where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
+        return replayed_reservation(v_first, v_cost, v_now, v_policy.shadow);
       end if;
     end if;
+
+    -- The update may have waited, so the clock is read again: nobody waits longer than until the debt is paid.
     if v_level < 0 then
-      return waiting_of(v_level,
-                        greatest(0, time_below(0, v_level, microseconds(clock() - v_refilled_at), v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up))::double precision,
+      return waiting_of(v_level, greatest(0, time_below(0, v_level, microseconds(clock() - v_refilled_at), v_policy.every_us, v_policy.tick_us,
+                                                         v_policy.tick_gain, v_policy.round_up))::double precision,
                         v_reset_us, v_policy.capacity, v_policy.shadow);
     end if;
     return reserved_of(v_level, v_reset_us, v_policy.capacity);
-  end if;
-end;
+  end;
 $$;
-comment on function ratelimit_reserve(text, text, interval, bigint, text) is
-  'Take cost tokens from a bucket that will have them within max_wait, and say how long to wait for them.';
+comment on function ratelimit.reserve_ephemeral(ratelimit.policies, text, interval, bigint, text) is
+  'The steps of ratelimit_reserve for an ephemeral policy.';
 
 -- Takes as many whole tokens as one bucket has, at_most, and says how many it took. If it has fewer than at_least, it takes
 -- none: that is a denial, whose retry_after is the time until at_least are there.
@@ -5614,9 +5526,9 @@ comment on function ratelimit_reserve(text, text, interval, bigint, text) is
 -- cost. A repeat takes nothing, and answers the same taken; if that is not between its own at_least and at_most, it is RL002.
 -- A shadow policy answers at_most for every grant, though it takes what enforcing it would.
 --
--- The steps are those of ratelimit_acquire for at_most tokens, in include/decide.sql, but for one: if the update took nothing and
--- the bucket was read, and it has at_least, all its whole tokens are taken, from the bucket as it was read. If another session
--- has changed it since, the next round reads it again. So taken is what the locked row had.
+-- The steps are those of ratelimit_acquire for at_most tokens, but for one. If the update of step 2 took nothing, and the
+-- bucket was read in step 3 and has at_least, step 3c takes all its whole tokens, from the bucket as it was read. If another
+-- session has changed it since, it is read again. So taken is what the locked row had.
 --
 -- Locks:  a grant holds the bucket row, and then the row of the idempotency key, until the caller's transaction ends. A denial
 --         and a replay hold the bucket row only if they had to wait for it.
@@ -5635,157 +5547,124 @@ create or replace function ratelimit_acquire_up_to(
   set enable_seqscan = off  -- as in ratelimit_acquire
 as $$
 declare
-  v_policy          ratelimit.policies;  -- in: the policy, with the numbers that apply to the key
-  v_override        ratelimit.overrides;  -- inner: the override of the key
-  v_key             text collate "C" := ratelimit_acquire_up_to.key;  -- in: the bucket's key
-  v_cost            alias for ratelimit_acquire_up_to.at_least;  -- in: tokens that the request asks for
-  v_now             timestamptz;  -- in/out: the instant of the answer; what may wait reads the clock again
-  v_has_row         boolean;      -- out: the bucket has a row; a bucket without a row is full
-  v_level           bigint;       -- out: microtokens in the bucket
-  v_reset_us        bigint;       -- out: microseconds until the bucket is full; null: never
-  v_retry_us        bigint;       -- out: microseconds until the bucket holds v_cost; null: never; of no meaning after a grant
-  v_idempotency_key text collate "C" := ratelimit_acquire_up_to.idempotency_key;  -- in: null for none
-  v_first           ratelimit.idempotency_keys;  -- out: the grant that is remembered under the idempotency key
-  v_refilled_at     timestamptz;  -- inner: the instant at which the row says that the bucket held v_level
-  v_again           ratelimit.policies;  -- inner: the policy, read again
-  v_wanted          bigint;       -- in/out: v_cost in microtokens, or 0 if nothing can be taken
-  v_due_at          timestamptz;  -- inner: when clean-up looks at a new bucket
-  v_expires_at      timestamptz;  -- inner: when the idempotency key is forgotten
-  v_round           integer;      -- inner: the rounds that took nothing and denied nothing; null is none
-  v_seen_level      bigint;       -- inner: the row as it was read
-  v_seen_at         timestamptz;  -- inner: likewise
-  v_at_most         alias for ratelimit_acquire_up_to.at_most;
-  v_granted         bigint := v_at_most;  -- the tokens to take
-  v_answer          ratelimit.decision;   -- the answer without them
+  v_policy ratelimit.policies;
 begin
-  if (is_name(v_key) and v_cost between 1 and v_at_most and is_name(v_idempotency_key) is not false) is not true then
-    perform check_request(policy, v_key, 0, v_idempotency_key);
-    perform check_bounds(v_at_most, v_cost);
+  if (is_name(key) and at_least between 1 and at_most and is_name(idempotency_key) is not false) is not true then
+    perform check_request(policy, key, 0, idempotency_key);  -- raises 22023
+    perform check_bounds(at_most, at_least);                 -- likewise
   end if;
-  select p.* into v_policy from policies as p where p.name = ratelimit_acquire_up_to.policy collate "C";
+  select p.* into v_policy from policies as p where p.name = policy collate "C";
   if not found then
     perform check_name('policy', policy);
     perform unknown_policy(policy);
   end if;
-
-  v_now := clock();
-  if v_policy.overridden then
-    select o.* into v_override
-      from overrides as o
-     where o.policy_id  = v_policy.id
-       and o.key        = v_key
-       and o.expires_at > v_now;
-    if found then
-      v_policy := overridden(v_policy, v_override);
-    end if;
+  if not v_policy.durable then
+    return acquire_up_to_ephemeral(v_policy, key, at_most, at_least, idempotency_key);  -- what follows, on the twin tables
   end if;
-  v_wanted := case when v_at_most <= v_policy.capacity then microtokens(v_at_most) else 0 end;
-  if v_policy.durable then
+
+  declare
+    v_key             text collate "C" := key;
+    v_idempotency_key text collate "C" := idempotency_key;
+    v_now             timestamptz := clock();
+    v_taken           bigint := at_most;
+    v_wanted          bigint;       -- the tokens to take in microtokens; 0 if at_most never fits
+    v_level           bigint;       -- microtokens in the bucket
+    v_refilled_at     timestamptz;  -- when the bucket held v_level
+    v_seen_level      bigint;       -- the row as it was read
+    v_seen_at         timestamptz;  -- likewise
+    v_retry_us        bigint;       -- microseconds until the bucket holds at_least; null: never
+    v_reset_us        bigint;       -- microseconds until the bucket is full; null: never
+    v_has_row         boolean;      -- a bucket without a row is full
+    v_first           ratelimit.idempotency_keys;  -- the grant that is remembered under the idempotency key
+    v_answer          ratelimit.decision;
+    v_rounds          integer;
+    v_override        ratelimit.overrides;
+  begin
+    if v_policy.overridden then
+      select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
+      if found then
+        v_policy := with_override(v_policy, v_override);
+      end if;
+    end if;
+    v_wanted := case when at_most <= v_policy.capacity then microtokens(at_most) else 0 end;
+
+    -- 1. The idempotency key.
     if v_idempotency_key is not null then
       select k.* into v_first
-          from idempotency_keys as k
-         where k.policy_id       = v_policy.id
-           and k.key             = v_key
-           and k.idempotency_key = v_idempotency_key;
-        if v_first.expires_at > v_now then
-          if (v_first).cost not between v_cost and v_at_most or (v_first).settled is not null then
-            perform check_repeated_range(v_first, v_cost, v_at_most);
-            perform already_settled(v_first);
-          end if;
-          v_answer := replay_at(v_first, v_now, v_policy.shadow);
-          return partial_of(v_answer, case when v_policy.shadow then v_at_most else v_first.cost end);
-        end if;
+        from idempotency_keys as k
+       where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
+      if v_first.expires_at > v_now then
+        return replayed_partial(v_first, at_least, at_most, v_now, v_policy.shadow);
+      end if;
     end if;
 
     loop
-      if v_wanted > 0 and v_round is null then
+      -- 2. The update, for all of at_most. It is worth one try.
+      if v_wanted > 0 and v_rounds is null then
         update buckets as b
-           set level       = refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) - v_wanted,
+           set level       = refilled(b.level, b.refilled_at, v_now, v_policy) - v_wanted,
                refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
                room        = null
          where b.policy_id = v_policy.id
            and b.key       = v_key
-           and refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_wanted
+           and refilled(b.level, b.refilled_at, v_now, v_policy) >= v_wanted
         returning b.level, b.refilled_at into v_level, v_refilled_at;
         exit when found;
       end if;
 
-      v_now := clock();  -- the update may have waited
+      -- 3. The bucket, as of now: the update may have waited.
+      v_now := clock();
       if v_policy.overridden then
-        select p.* into v_again from policies as p where p.id = v_policy.id;
-      if found then
-        v_policy := v_again;
-        select o.* into v_override
-      from overrides as o
-     where o.policy_id  = v_policy.id
-       and o.key        = v_key
-       and o.expires_at > v_now;
-    if found then
-      v_policy := overridden(v_policy, v_override);
-    end if;
-        v_wanted := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
+        v_policy := numbers_again(v_policy, v_key, v_now);
       end if;
+      select refilled(b.level, b.refilled_at, v_now, v_policy),
+             case when at_least <= v_policy.capacity then wait_until(microtokens(at_least), b.level, b.refilled_at, v_now, v_policy) end,
+             wait_until(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy),
+             b.level, b.refilled_at
+        into v_level, v_retry_us, v_reset_us, v_seen_level, v_seen_at
+        from buckets as b
+       where b.policy_id = v_policy.id
+         and b.key       = v_key;
+      v_has_row := found;
+      if not v_has_row then  -- full, by the newest numbers
+        v_policy   := numbers_again(v_policy, v_key, v_now);
+        v_level    := microtokens(v_policy.capacity);
+        v_retry_us := case when at_least <= v_policy.capacity then 0::bigint end;
+        v_reset_us := 0;
       end if;
-      select refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
-           case
-             when v_cost = 0 then 0::bigint
-             when v_cost <= v_policy.capacity then wait_for(microtokens(v_cost), b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
-           end,
-           wait_for(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up),
-           b.level, b.refilled_at
-      into v_level, v_retry_us, v_reset_us, v_seen_level, v_seen_at
-      from buckets as b
-     where b.policy_id = v_policy.id
-       and b.key       = v_key;
-    v_has_row := found;
-    if not v_has_row then  -- full
-      select p.* into v_again from policies as p where p.id = v_policy.id;
-      if found then
-        v_policy := v_again;
-        select o.* into v_override
-      from overrides as o
-     where o.policy_id  = v_policy.id
-       and o.key        = v_key
-       and o.expires_at > v_now;
-    if found then
-      v_policy := overridden(v_policy, v_override);
-    end if;
-        v_wanted := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
-      end if;
-      v_level    := microtokens(v_policy.capacity);
-      v_retry_us := case when v_cost <= v_policy.capacity or v_cost = 0 then 0::bigint end;
-      v_reset_us := 0;
-    end if;
 
+      -- 3a. Too few tokens.
       if v_retry_us is distinct from 0 then
-        if v_idempotency_key is not null or v_policy.shadow then
+        if v_idempotency_key is not null then
           select k.* into v_first
-          from idempotency_keys as k
-         where k.policy_id       = v_policy.id
-           and k.key             = v_key
-           and k.idempotency_key = v_idempotency_key;
-        if v_first.expires_at > v_now then
-          if (v_first).cost not between v_cost and v_at_most or (v_first).settled is not null then
-            perform check_repeated_range(v_first, v_cost, v_at_most);
-            perform already_settled(v_first);
+            from idempotency_keys as k
+           where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
+          if v_first.expires_at > v_now then
+            return replayed_partial(v_first, at_least, at_most, v_now, v_policy.shadow);
           end if;
-          v_answer := replay_at(v_first, v_now, v_policy.shadow);
-          return partial_of(v_answer, case when v_policy.shadow then v_at_most else v_first.cost end);
         end if;
-          if v_policy.shadow then
-            v_answer := shadow_of(v_level, v_reset_us, v_policy.capacity);
-            return partial_of(v_answer, v_at_most);
-          end if;
+        if v_policy.shadow then
+          v_answer := shadow_of(v_level, v_reset_us, v_policy.capacity);
+          return partial_of(v_answer, at_most);
         end if;
         v_answer := answer_of(v_level, v_retry_us, v_reset_us, v_policy.capacity);
         return partial_of(v_answer, 0);
       end if;
+      v_taken  := least(at_most, whole_tokens(v_level));
+      v_wanted := microtokens(v_taken);
 
-      -- The tokens are taken from the bucket as it was read, and only if it is still as it was.
-      v_granted := least(v_at_most, whole_tokens(v_level));
-      v_wanted  := microtokens(v_granted);
-      if v_has_row then
-        v_level       := v_level - v_wanted;
+      -- 3b. No row. The insert may wait for a session that creates the same one.
+      v_level := v_level - v_wanted;
+      if not v_has_row then
+        v_refilled_at := v_now;
+        v_reset_us    := short_wait(v_policy.full_level, v_level, 0, v_policy);
+        insert into buckets (policy_id, key, level, refilled_at, due_at)
+        values (v_policy.id, v_key, v_level, v_refilled_at, due_after(v_reset_us, v_now))
+        on conflict on constraint buckets_pkey do nothing;
+        exit when found;
+
+      -- 3c. From the bucket as it was read.
+      else
         v_refilled_at := refilled_until(v_seen_at, v_now, v_policy.tick);
         update buckets as b
            set level = v_level, refilled_at = v_refilled_at, room = null
@@ -5796,38 +5675,20 @@ begin
         exit when found;
       end if;
 
-      -- The bucket has no row, or it is no longer as it was at the update or the look. Without a row, this round makes one,
-      -- less the tokens. Otherwise a second round takes them, unless another session changes the bucket in between. Each
-      -- further round is due to another session.
-      v_round := coalesce(v_round, 0) + 1;
-      if v_round = 1000 then
-        raise exception 'the bucket changed at every look'
-          using errcode = '40001',
-                detail  = format('Key %s of policy %s.', quote_literal(v_key), quote_literal(v_policy.name)),
-                hint    = 'Try again.';
-      end if;
-      if not v_has_row then
-        v_level       := v_level - v_wanted;
-        v_refilled_at := v_now;
-        -- v_reset_us is worked out here for due_at. cleanup.sql says why due_at is within 24 hours.
-        v_reset_us    := wait_below(v_policy.full_level, v_level, 0, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
-        v_due_at      := v_now + least(duration(v_reset_us), interval '24 hours');
-        -- The insert may wait for a session that creates the same row. The clock is not read again after that.
-        insert into buckets (policy_id, key, level, refilled_at, due_at)
-        values (v_policy.id, v_key, v_level, v_refilled_at, v_due_at)
-        on conflict on constraint buckets_pkey do nothing;
-        exit when found;
+      -- Again. Each round is due to another session.
+      v_rounds := coalesce(v_rounds, 0) + 1;
+      if v_rounds = 1000 then
+        perform too_many_rounds(v_policy.name, v_key);  -- raises 40001
       end if;
     end loop;
+    v_reset_us := short_wait(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy);
 
-    v_reset_us := wait_below(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
-
+    -- 4. The idempotency key is remembered: an expired one is overwritten, and one that is live is left alone.
     if v_idempotency_key is not null then
-      v_expires_at := v_now + duration(v_policy.remember_us);
       insert into idempotency_keys as k
              (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
-      values (v_policy.id, v_key, v_idempotency_key, v_granted,
-              tokens_above_debt(v_level), duration(v_reset_us), v_policy.capacity, v_expires_at)
+      values (v_policy.id, v_key, v_idempotency_key, v_taken,
+              tokens_above_debt(v_level), duration(v_reset_us), v_policy.capacity, v_now + duration(v_policy.remember_us))
       on conflict on constraint idempotency_keys_pkey do update
            set cost        = excluded.cost,
                remaining   = excluded.remaining,
@@ -5838,134 +5699,133 @@ begin
                settled     = excluded.settled,
                taken       = excluded.taken
          where k.expires_at <= v_now;
-      if not found then  -- a live idempotency key: its tokens were taken already
+      if not found then
         update buckets as b
            set level = b.level + v_wanted
          where b.policy_id = v_policy.id
            and b.key       = v_key;
         select k.* into v_first
           from idempotency_keys as k
-         where k.policy_id       = v_policy.id
-           and k.key             = v_key
-           and k.idempotency_key = v_idempotency_key;
-        if v_first.expires_at > v_now then
-          if (v_first).cost not between v_cost and v_at_most or (v_first).settled is not null then
-            perform check_repeated_range(v_first, v_cost, v_at_most);
-            perform already_settled(v_first);
-          end if;
-          v_answer := replay_at(v_first, v_now, v_policy.shadow);
-          return partial_of(v_answer, case when v_policy.shadow then v_at_most else v_first.cost end);
-        end if;
+         where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
+        return replayed_partial(v_first, at_least, at_most, v_now, v_policy.shadow);
       end if;
     end if;
     v_answer := grant_of(v_level, v_reset_us, v_policy.capacity);
-    return partial_of(v_answer, case when v_policy.shadow then v_at_most else v_granted end);
-  else
+    return partial_of(v_answer, case when v_policy.shadow then at_most else v_taken end);
+  end;
+end;
+$$;
+comment on function ratelimit_acquire_up_to(text, text, bigint, bigint, text) is
+  'Take as many tokens as a bucket has, at_most, or none if it has fewer than at_least.';
+
+create or replace function ratelimit.acquire_up_to_ephemeral(v_policy ratelimit.policies, key text, at_most bigint, at_least bigint, idempotency_key text)
+  returns ratelimit.partial_decision
+  language plpgsql
+  volatile
+as $$
+  declare
+    v_key             text collate "C" := key;
+    v_idempotency_key text collate "C" := idempotency_key;
+    v_now             timestamptz := clock();
+    v_taken           bigint := at_most;
+    v_wanted          bigint;       -- the tokens to take in microtokens; 0 if at_most never fits
+    v_level           bigint;       -- microtokens in the bucket
+    v_refilled_at     timestamptz;  -- when the bucket held v_level
+    v_seen_level      bigint;       -- the row as it was read
+    v_seen_at         timestamptz;  -- likewise
+    v_retry_us        bigint;       -- microseconds until the bucket holds at_least; null: never
+    v_reset_us        bigint;       -- microseconds until the bucket is full; null: never
+    v_has_row         boolean;      -- a bucket without a row is full
+    v_first           ratelimit.idempotency_keys;  -- the grant that is remembered under the idempotency key
+    v_answer          ratelimit.decision;
+    v_rounds          integer;
+    v_override        ratelimit.overrides;
+  begin
+    if v_policy.overridden then
+      select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
+      if found then
+        v_policy := with_override(v_policy, v_override);
+      end if;
+    end if;
+    v_wanted := case when at_most <= v_policy.capacity then microtokens(at_most) else 0 end;
+
+    -- 1. The idempotency key.
     if v_idempotency_key is not null then
       select k.* into v_first
-          from ephemeral_idempotency_keys as k
-         where k.policy_id       = v_policy.id
-           and k.key             = v_key
-           and k.idempotency_key = v_idempotency_key;
-        if v_first.expires_at > v_now then
-          if (v_first).cost not between v_cost and v_at_most or (v_first).settled is not null then
-            perform check_repeated_range(v_first, v_cost, v_at_most);
-            perform already_settled(v_first);
-          end if;
-          v_answer := replay_at(v_first, v_now, v_policy.shadow);
-          return partial_of(v_answer, case when v_policy.shadow then v_at_most else v_first.cost end);
-        end if;
+        from ephemeral_idempotency_keys as k
+       where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
+      if v_first.expires_at > v_now then
+        return replayed_partial(v_first, at_least, at_most, v_now, v_policy.shadow);
+      end if;
     end if;
 
     loop
-      if v_wanted > 0 and v_round is null then
+      -- 2. The update, for all of at_most. It is worth one try.
+      if v_wanted > 0 and v_rounds is null then
         update ephemeral_buckets as b
-           set level       = refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) - v_wanted,
+           set level       = refilled(b.level, b.refilled_at, v_now, v_policy) - v_wanted,
                refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
                room        = null
          where b.policy_id = v_policy.id
            and b.key       = v_key
-           and refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_wanted
+           and refilled(b.level, b.refilled_at, v_now, v_policy) >= v_wanted
         returning b.level, b.refilled_at into v_level, v_refilled_at;
         exit when found;
       end if;
 
-      v_now := clock();  -- the update may have waited
+      -- 3. The bucket, as of now: the update may have waited.
+      v_now := clock();
       if v_policy.overridden then
-        select p.* into v_again from policies as p where p.id = v_policy.id;
-      if found then
-        v_policy := v_again;
-        select o.* into v_override
-      from overrides as o
-     where o.policy_id  = v_policy.id
-       and o.key        = v_key
-       and o.expires_at > v_now;
-    if found then
-      v_policy := overridden(v_policy, v_override);
-    end if;
-        v_wanted := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
+        v_policy := numbers_again(v_policy, v_key, v_now);
       end if;
+      select refilled(b.level, b.refilled_at, v_now, v_policy),
+             case when at_least <= v_policy.capacity then wait_until(microtokens(at_least), b.level, b.refilled_at, v_now, v_policy) end,
+             wait_until(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy),
+             b.level, b.refilled_at
+        into v_level, v_retry_us, v_reset_us, v_seen_level, v_seen_at
+        from ephemeral_buckets as b
+       where b.policy_id = v_policy.id
+         and b.key       = v_key;
+      v_has_row := found;
+      if not v_has_row then  -- full, by the newest numbers
+        v_policy   := numbers_again(v_policy, v_key, v_now);
+        v_level    := microtokens(v_policy.capacity);
+        v_retry_us := case when at_least <= v_policy.capacity then 0::bigint end;
+        v_reset_us := 0;
       end if;
-      select refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
-           case
-             when v_cost = 0 then 0::bigint
-             when v_cost <= v_policy.capacity then wait_for(microtokens(v_cost), b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
-           end,
-           wait_for(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up),
-           b.level, b.refilled_at
-      into v_level, v_retry_us, v_reset_us, v_seen_level, v_seen_at
-      from ephemeral_buckets as b
-     where b.policy_id = v_policy.id
-       and b.key       = v_key;
-    v_has_row := found;
-    if not v_has_row then  -- full
-      select p.* into v_again from policies as p where p.id = v_policy.id;
-      if found then
-        v_policy := v_again;
-        select o.* into v_override
-      from overrides as o
-     where o.policy_id  = v_policy.id
-       and o.key        = v_key
-       and o.expires_at > v_now;
-    if found then
-      v_policy := overridden(v_policy, v_override);
-    end if;
-        v_wanted := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
-      end if;
-      v_level    := microtokens(v_policy.capacity);
-      v_retry_us := case when v_cost <= v_policy.capacity or v_cost = 0 then 0::bigint end;
-      v_reset_us := 0;
-    end if;
 
+      -- 3a. Too few tokens.
       if v_retry_us is distinct from 0 then
-        if v_idempotency_key is not null or v_policy.shadow then
+        if v_idempotency_key is not null then
           select k.* into v_first
-          from ephemeral_idempotency_keys as k
-         where k.policy_id       = v_policy.id
-           and k.key             = v_key
-           and k.idempotency_key = v_idempotency_key;
-        if v_first.expires_at > v_now then
-          if (v_first).cost not between v_cost and v_at_most or (v_first).settled is not null then
-            perform check_repeated_range(v_first, v_cost, v_at_most);
-            perform already_settled(v_first);
+            from ephemeral_idempotency_keys as k
+           where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
+          if v_first.expires_at > v_now then
+            return replayed_partial(v_first, at_least, at_most, v_now, v_policy.shadow);
           end if;
-          v_answer := replay_at(v_first, v_now, v_policy.shadow);
-          return partial_of(v_answer, case when v_policy.shadow then v_at_most else v_first.cost end);
         end if;
-          if v_policy.shadow then
-            v_answer := shadow_of(v_level, v_reset_us, v_policy.capacity);
-            return partial_of(v_answer, v_at_most);
-          end if;
+        if v_policy.shadow then
+          v_answer := shadow_of(v_level, v_reset_us, v_policy.capacity);
+          return partial_of(v_answer, at_most);
         end if;
         v_answer := answer_of(v_level, v_retry_us, v_reset_us, v_policy.capacity);
         return partial_of(v_answer, 0);
       end if;
+      v_taken  := least(at_most, whole_tokens(v_level));
+      v_wanted := microtokens(v_taken);
 
-      -- The tokens are taken from the bucket as it was read, and only if it is still as it was.
-      v_granted := least(v_at_most, whole_tokens(v_level));
-      v_wanted  := microtokens(v_granted);
-      if v_has_row then
-        v_level       := v_level - v_wanted;
+      -- 3b. No row. The insert may wait for a session that creates the same one.
+      v_level := v_level - v_wanted;
+      if not v_has_row then
+        v_refilled_at := v_now;
+        v_reset_us    := short_wait(v_policy.full_level, v_level, 0, v_policy);
+        insert into ephemeral_buckets (policy_id, key, level, refilled_at, due_at)
+        values (v_policy.id, v_key, v_level, v_refilled_at, due_after(v_reset_us, v_now))
+        on conflict on constraint ephemeral_buckets_pkey do nothing;
+        exit when found;
+
+      -- 3c. From the bucket as it was read.
+      else
         v_refilled_at := refilled_until(v_seen_at, v_now, v_policy.tick);
         update ephemeral_buckets as b
            set level = v_level, refilled_at = v_refilled_at, room = null
@@ -5976,38 +5836,20 @@ begin
         exit when found;
       end if;
 
-      -- The bucket has no row, or it is no longer as it was at the update or the look. Without a row, this round makes one,
-      -- less the tokens. Otherwise a second round takes them, unless another session changes the bucket in between. Each
-      -- further round is due to another session.
-      v_round := coalesce(v_round, 0) + 1;
-      if v_round = 1000 then
-        raise exception 'the bucket changed at every look'
-          using errcode = '40001',
-                detail  = format('Key %s of policy %s.', quote_literal(v_key), quote_literal(v_policy.name)),
-                hint    = 'Try again.';
-      end if;
-      if not v_has_row then
-        v_level       := v_level - v_wanted;
-        v_refilled_at := v_now;
-        -- v_reset_us is worked out here for due_at. cleanup.sql says why due_at is within 24 hours.
-        v_reset_us    := wait_below(v_policy.full_level, v_level, 0, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
-        v_due_at      := v_now + least(duration(v_reset_us), interval '24 hours');
-        -- The insert may wait for a session that creates the same row. The clock is not read again after that.
-        insert into ephemeral_buckets (policy_id, key, level, refilled_at, due_at)
-        values (v_policy.id, v_key, v_level, v_refilled_at, v_due_at)
-        on conflict on constraint ephemeral_buckets_pkey do nothing;
-        exit when found;
+      -- Again. Each round is due to another session.
+      v_rounds := coalesce(v_rounds, 0) + 1;
+      if v_rounds = 1000 then
+        perform too_many_rounds(v_policy.name, v_key);  -- raises 40001
       end if;
     end loop;
+    v_reset_us := short_wait(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy);
 
-    v_reset_us := wait_below(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
-
+    -- 4. The idempotency key is remembered: an expired one is overwritten, and one that is live is left alone.
     if v_idempotency_key is not null then
-      v_expires_at := v_now + duration(v_policy.remember_us);
       insert into ephemeral_idempotency_keys as k
              (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
-      values (v_policy.id, v_key, v_idempotency_key, v_granted,
-              tokens_above_debt(v_level), duration(v_reset_us), v_policy.capacity, v_expires_at)
+      values (v_policy.id, v_key, v_idempotency_key, v_taken,
+              tokens_above_debt(v_level), duration(v_reset_us), v_policy.capacity, v_now + duration(v_policy.remember_us))
       on conflict on constraint ephemeral_idempotency_keys_pkey do update
            set cost        = excluded.cost,
                remaining   = excluded.remaining,
@@ -6018,100 +5860,674 @@ begin
                settled     = excluded.settled,
                taken       = excluded.taken
          where k.expires_at <= v_now;
-      if not found then  -- a live idempotency key: its tokens were taken already
+      if not found then
         update ephemeral_buckets as b
            set level = b.level + v_wanted
          where b.policy_id = v_policy.id
            and b.key       = v_key;
         select k.* into v_first
           from ephemeral_idempotency_keys as k
-         where k.policy_id       = v_policy.id
-           and k.key             = v_key
-           and k.idempotency_key = v_idempotency_key;
-        if v_first.expires_at > v_now then
-          if (v_first).cost not between v_cost and v_at_most or (v_first).settled is not null then
-            perform check_repeated_range(v_first, v_cost, v_at_most);
-            perform already_settled(v_first);
-          end if;
-          v_answer := replay_at(v_first, v_now, v_policy.shadow);
-          return partial_of(v_answer, case when v_policy.shadow then v_at_most else v_first.cost end);
-        end if;
+         where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
+        return replayed_partial(v_first, at_least, at_most, v_now, v_policy.shadow);
       end if;
     end if;
     v_answer := grant_of(v_level, v_reset_us, v_policy.capacity);
-    return partial_of(v_answer, case when v_policy.shadow then v_at_most else v_granted end);
-  end if;
-end;
+    return partial_of(v_answer, case when v_policy.shadow then at_most else v_taken end);
+  end;
 $$;
-comment on function ratelimit_acquire_up_to(text, text, bigint, bigint, text) is
-  'Take as many tokens as a bucket has, at_most, or none if it has fewer than at_least.';
+comment on function ratelimit.acquire_up_to_ephemeral(ratelimit.policies, text, bigint, bigint, text) is
+  'The steps of ratelimit_acquire_up_to for an ephemeral policy.';
 
 
 -- Many requests, or many buckets, in one call.
--- Stores the idempotency keys of a batch, of durable or of ephemeral policies.
+-- Checks the arguments of a batch, and gives them the form that the rest wants: subscripts from 1, all costs, and for each element
+-- its idempotency key and the number of its request. misfits are the requests of a size that is refused: without costs, their
+-- elements are.
+create or replace function ratelimit.batch_form(
+    inout policies text[], inout keys text[], inout costs bigint[], inout sizes integer[], inout idempotency_keys text[],
+    out requests bigint[], out misfits bigint[])
+  language plpgsql
+  immutable
+as $$
+declare
+  v_count constant integer := cardinality(policies);
+begin
+  perform check_length('policies', v_count, v_count);
+  perform check_length('keys', cardinality(keys), v_count);
+  perform check_length('costs', coalesce(cardinality(costs), v_count), v_count);
+  if sizes is null then
+    perform check_length('idempotency_keys', coalesce(cardinality(idempotency_keys), v_count), v_count);
+  else
+    perform check_sizes(sizes, v_count, cardinality(idempotency_keys));
+  end if;
+  if (is_list(policies) and is_list(keys) and is_list(costs) is not false and is_list(sizes) is not false
+      and is_list(idempotency_keys) is not false) is not true then
+    policies         := array(select unnest(policies));
+    keys             := array(select unnest(keys));
+    costs            := case when costs is not null then array(select unnest(batch_form.costs)) end;
+    sizes            := case when sizes is not null then array(select unnest(batch_form.sizes)) end;
+    idempotency_keys := case when idempotency_keys is not null then array(select unnest(batch_form.idempotency_keys)) end;
+  end if;
+  costs := coalesce(costs, array_fill(1::bigint, array[v_count]));
+  if sizes is not null then
+    select array_agg(u.request),
+           case when batch_form.idempotency_keys is not null then array_agg(batch_form.idempotency_keys[u.request]) end
+      into requests, idempotency_keys
+      from (select u.request, generate_series(1, u.size) from unnest(batch_form.sizes) with ordinality as u (size, request)) as u;
+    if 1 > any (sizes) or 1000 < any (sizes) then
+      misfits := array(select u.request
+                         from unnest(batch_form.sizes) with ordinality as u (size, request)
+                        where u.size not between 1 and 1000);
+      costs   := array(select case when requests[u.element] <> all (misfits) then u.cost end
+                         from unnest(costs) with ordinality as u (cost, element));
+    end if;
+  end if;
+end;
+$$;
+comment on function ratelimit.batch_form(text[], text[], bigint[], integer[], text[]) is
+  'Checks the arguments of a batch, and gives them one form.';
+
+-- Tells the errors of requests that are too large or empty, however the others were decided.
+create or replace function ratelimit.with_misfits(answers ratelimit.packed, sizes integer[], misfits bigint[])
+  returns ratelimit.packed
+  language plpgsql
+  immutable
+as $$
+declare
+  v_misfit bigint;
+  v_i      integer;
+begin
+  foreach v_misfit in array misfits loop
+    v_i := coalesce(array_position(answers.refused, v_misfit), coalesce(cardinality(answers.refused), 0) + 1);
+    answers.refused[v_i]        := v_misfit;
+    answers.error_codes[v_i]    := '22023';
+    answers.error_messages[v_i] := 'invalid sizes';
+    answers.error_details[v_i]  := format('Request %s has %s elements.', v_misfit, sizes[v_misfit]);
+    answers.error_hints[v_i]    := 'Pass 1 to 1000 elements for each request.';
+  end loop;
+  return answers;
+end;
+$$;
+comment on function ratelimit.with_misfits(ratelimit.packed, integer[], bigint[]) is
+  'The answers of a batch with the errors of requests that are too large or empty.';
+
+-- What a batch about one policy asks of each bucket, in the order of key: size is the number of elements, and places are their
+-- positions in the batch. wanted, in microtokens, is what they ask for together: above every capacity if that is no bigint. A bucket
+-- with an element that is not about 1 to 2147483647 tokens is left out. The sum of integers is a bigint, which costs less than the
+-- numeric sum of bigints. The function is inlined.
+create or replace function ratelimit.asked_of(keys text[], costs bigint[])
+  returns setof ratelimit.asked
+  language sql
+  immutable
+as $$
+  select e.key, least(sum(e.cost), 9000000000001) * 1000000, array_agg(e.place), count(*)
+    from (select u.key collate "C" as key, u.place, case when u.cost between 1 and 2147483647 then u.cost::integer end as cost
+            from unnest(keys, costs) with ordinality as u (key, cost, place)
+           order by u.key collate "C", u.place) as e
+   group by e.key
+  having count(e.cost) = count(*)
+   order by e.key
+$$;
+comment on function ratelimit.asked_of(text[], bigint[]) is
+  'What a batch about one policy asks of each bucket, in the order of key.';
+
+-- What a batch about several policies asks, in the order in which buckets are locked: durable policies first, then by name, and then
+-- by key. size is the number of its elements, and twice tells that a request names a bucket twice: that is left to decide_in_order,
+-- which answers both elements with the sum. requests has the number of the request of each element; null: its own number.
+create or replace function ratelimit.parts_of(
+    in policies text[], in keys text[], in costs bigint[], in requests bigint[],
+    out parts ratelimit.part[], out size bigint, out twice boolean)
+  language plpgsql
+  stable
+as $$
+begin
+  select coalesce(array_agg(row(p, s.asked, null)::part order by p.durable desc, p.name), '{}'), sum(s.size)::bigint, bool_or(s.twice)
+    into parts, size, twice
+    from (select a.policy, array_agg(row(a.key, a.wanted, a.places, a.size)::asked) as asked, sum(a.size) as size,
+                 bool_or(requests is not null and a.size > 1
+                         and a.size > (select count(distinct requests[u.place]) from unnest(a.places) as u (place))) as twice
+            from (select e.policy, e.key, least(sum(e.cost), 9000000000001) * 1000000 as wanted, array_agg(e.place) as places, count(*) as size
+                    from (select u.policy collate "C" as policy, u.key collate "C" as key, u.place,
+                                 case when u.cost between 1 and 2147483647 then u.cost::integer end as cost  -- as in asked_of
+                            from unnest(parts_of.policies, keys, costs) with ordinality as u (policy, key, cost, place)
+                           order by u.policy collate "C", u.key collate "C", u.place) as e
+                   group by e.policy, e.key
+                  having count(e.cost) = count(*)
+                   order by e.policy, e.key) as a
+           group by a.policy) as s
+    join policies as p on p.name = s.policy;
+end;
+$$;
+comment on function ratelimit.parts_of(text[], text[], bigint[], bigint[]) is
+  'What a batch asks of the buckets of each of its policies, in the order in which they are locked.';
+
+-- The fast path of requests about many buckets of one policy, in buckets. take charges them in one lean statement, and
+-- does not look first. What it does not charge is left to decide_in_order.
+--
+-- Elements for the same bucket are summed: take charges a bucket that covers the sum, and so grants all its elements. It leaves
+-- alone a bucket that covers less, one without a row, one with an element that is not about 1 to 2147483647 tokens, and one that
+-- another session changed while the statement waited for it. (Some minor releases of PostgreSQL charge the changed row, if
+-- it still covers the sum.)
+--
+-- asked has the sums. If it is null, all elements of the batch are about this policy, and the update sums them, which costs less
+-- than to pass sums. row_ids is parallel to asked, and has the row ids of the buckets if the caller knows them. A bucket that was
+-- changed since is left alone, too. By now its row id may be that of another bucket, so the policy and the key are compared.
+--
+-- places is null if no bucket was charged, and capacities if all buckets have that of the policy.
+--
+-- Locks:  the bucket rows that it charges, in the order of key. The order does not depend on a choice of the planner: a row
+--         found by ctid is read on the inside of a nested loop, and the outside comes sorted.
+-- Writes: these rows.
+create or replace function ratelimit.take_from_buckets(
+    in  policy ratelimit.policies, in keys text[], in costs bigint[], in asked ratelimit.asked[], in row_ids tid[], in now timestamptz,
+    out places bigint[], out remaining bigint[], out reset_us bigint[], out capacities bigint[])
+  language plpgsql
+  volatile
+as $$
+declare
+  v_policy     alias for policy;
+  v_now        alias for now;
+  v_tick       interval := policy.tick;  -- this and the next are the small numbers of arithmetic.sql
+  v_tick_us    bigint   := policy.tick_us::bigint;
+  v_full_level bigint   := policy.full_level::bigint;
+  v_divisor    numeric  := gcd(policy.tick_gain, policy.every_us);
+  v_gain       bigint   := div(policy.tick_gain, v_divisor)::bigint;
+  v_per        bigint   := div(policy.every_us, v_divisor)::bigint;
+  v_fill_ticks double precision := policy.full_level::double precision * v_per / nullif(v_gain, 0);
+  v_ticks      bigint;
+  v_shared     ratelimit.charged[];  -- buckets of several elements
+  v_bucket     ratelimit.charged;
+  v_place      bigint;
+  v_level      bigint;    -- the bucket after the element
+  v_elapsed_us bigint;
+begin
+  -- 1. Are the numbers small?
+  if policy.overridden
+     or (policy.full_level::double precision * (2 * v_per + 1) + v_gain < 9e18 and (v_fill_ticks + 1) * v_tick_us < 4.7e14) is false then
+    if asked is null then
+      asked := array(select row(a.*)::asked from asked_of(keys, costs) as a);
+    end if;
+    select t.* into places, remaining, reset_us, capacities from take_any_from_buckets(policy, costs, asked, row_ids, v_now) as t;
+    return;
+  end if;
+  v_ticks := floor(2 * v_fill_ticks + 1)::bigint;
+
+  -- 2. Charge. Most buckets cover by their stored level, which is cheaper to tell.
+  if asked is null then
+    with taken as (
+      update buckets as b
+         set level       = refilled_level_small(b.level, b.refilled_at, v_now, v_full_level, v_gain, v_per, v_ticks, v_tick_us, v_tick) - u.wanted,
+             refilled_at = refilled_until(b.refilled_at, v_now, v_tick),
+             room        = null
+        from asked_of(keys, costs) as u
+       where b.ctid = (select b.ctid
+                         from buckets as b
+                        where b.policy_id = v_policy.id
+                           and b.key      >= u.key collate "C"
+                           and b.key      <= u.key collate "C"
+                         order by b.key desc
+                         limit 1)
+         and (least(b.level, v_full_level) >= u.wanted
+           or b.level > -v_full_level
+              and refilled_level_small(b.level, b.refilled_at, v_now, v_full_level, v_gain, v_per, v_ticks, v_tick_us, v_tick) >= u.wanted)
+      returning u.places, u.size, u.wanted, b.level, b.refilled_at
+    )
+    select array_agg(t.places[1]) filter (where t.size = 1), array_agg(t.level / 1000000) filter (where t.size = 1),
+           array_agg(wait_below_small(v_full_level, t.level, case when t.refilled_at = v_now then 0 else microseconds(v_now - t.refilled_at)::bigint end,
+                                      v_gain, v_per, v_tick_us)) filter (where t.size = 1),
+           array_agg(row(t.places, t.wanted, t.level, t.refilled_at)::charged) filter (where t.size > 1)
+      into places, remaining, reset_us, v_shared
+      from taken as t;
+  else
+    with taken as (
+      update buckets as b
+         set level       = refilled_level_small(b.level, b.refilled_at, v_now, v_full_level, v_gain, v_per, v_ticks, v_tick_us, v_tick) - u.wanted,
+             refilled_at = refilled_until(b.refilled_at, v_now, v_tick),
+             room        = null
+        from unnest(asked, row_ids) as u (key, wanted, places, size, row_id)
+       where b.ctid = coalesce(u.row_id, (select b.ctid
+                         from buckets as b
+                        where b.policy_id = v_policy.id
+                           and b.key      >= u.key collate "C"
+                           and b.key      <= u.key collate "C"
+                         order by b.key desc
+                         limit 1))
+         and v_policy.id is not distinct from b.policy_id and u.key is not distinct from b.key  -- with =, the planner might use the index
+         and (least(b.level, v_full_level) >= u.wanted
+           or b.level > -v_full_level
+              and refilled_level_small(b.level, b.refilled_at, v_now, v_full_level, v_gain, v_per, v_ticks, v_tick_us, v_tick) >= u.wanted)
+      returning u.places, u.size, u.wanted, b.level, b.refilled_at
+    )
+    select array_agg(t.places[1]) filter (where t.size = 1), array_agg(t.level / 1000000) filter (where t.size = 1),
+           array_agg(wait_below_small(v_full_level, t.level, case when t.refilled_at = v_now then 0 else microseconds(v_now - t.refilled_at)::bigint end,
+                                      v_gain, v_per, v_tick_us)) filter (where t.size = 1),
+           array_agg(row(t.places, t.wanted, t.level, t.refilled_at)::charged) filter (where t.size > 1)
+      into places, remaining, reset_us, v_shared
+      from taken as t;
+  end if;
+
+  -- 3. Elements that share a bucket are answered one after another.
+  if v_shared is not null then
+    foreach v_bucket in array v_shared loop
+      v_level      := v_bucket.level + v_bucket.wanted;
+      v_elapsed_us := microseconds(v_now - v_bucket.refilled_at)::bigint;
+      foreach v_place in array v_bucket.places loop
+        v_level   := v_level - microtokens(costs[v_place]);
+        places    := places || v_place;
+        remaining := remaining || v_level / 1000000;
+        reset_us  := reset_us || wait_below_small(v_full_level, v_level, v_elapsed_us, v_gain, v_per, v_tick_us);
+      end loop;
+    end loop;
+  end if;
+end;
+$$;
+comment on function ratelimit.take_from_buckets(ratelimit.policies, text[], bigint[], ratelimit.asked[], tid[], timestamptz) is
+  'Charges the buckets of one policy that cover all that is asked of them, and answers their elements.';
+
+-- As take_from_buckets, whatever the numbers of the policy and its overrides are; it costs more for a bucket. Nothing is
+-- charged if the policy has changed since it was read: it and its overrides, which this reads, are as of one instant.
+create or replace function ratelimit.take_any_from_buckets(
+    in  policy ratelimit.policies, in costs bigint[], in asked ratelimit.asked[], in row_ids tid[], in now timestamptz,
+    out places bigint[], out remaining bigint[], out reset_us bigint[], out capacities bigint[])
+  language plpgsql
+  volatile
+as $$
+declare
+  v_policy alias for policy;
+  v_now    alias for now;
+begin
+  with taken as (
+      update buckets as b
+         set level       = refilled(b.level, b.refilled_at, v_now, u.p) - u.wanted,
+             refilled_at = refilled_until(b.refilled_at, v_now, (u.p).tick),
+             room        = null
+        from (select u.*, coalesce((select with_override(v_policy, o) from overrides as o
+                                     where o.policy_id = v_policy.id and o.key = u.key collate "C" and o.expires_at > v_now), v_policy) as p
+                from unnest(asked, row_ids) as u (key, wanted, places, size, row_id)
+               where (select p = v_policy from policies as p where p.id = v_policy.id)
+              offset 0) as u
+       where b.ctid = coalesce(u.row_id, (select b.ctid
+                         from buckets as b
+                        where b.policy_id = v_policy.id
+                           and b.key      >= u.key collate "C"
+                           and b.key      <= u.key collate "C"
+                         order by b.key desc
+                         limit 1))
+         and v_policy.id is not distinct from b.policy_id and u.key is not distinct from b.key  -- with =, the planner might use the index
+         and (least(b.level, (u.p).capacity * 1000000) >= u.wanted or refilled(b.level, b.refilled_at, v_now, u.p) >= u.wanted)
+      returning u.*, b.level, b.refilled_at
+    )
+    select array_agg(u.place), array_agg(whole_tokens(u.level)),
+           array_agg(short_wait((u.p).full_level, u.level, microseconds(v_now - u.refilled_at), u.p)), array_agg((u.p).capacity)
+      into places, remaining, reset_us, capacities
+      from (select e.place, t.p, t.refilled_at,
+                   t.level + t.wanted - microtokens(sum(costs[e.place]::integer) over (partition by t.places[1] order by e.place)) as level
+              from taken as t
+             cross join lateral unnest(t.places) as e (place)) as u;
+end;
+$$;
+comment on function ratelimit.take_any_from_buckets(ratelimit.policies, bigint[], ratelimit.asked[], tid[], timestamptz) is
+  'Does what take does, for a policy with overrides or large numbers.';
+
+-- For requests of several elements, which are granted only if every bucket covers what is charged to it. row_ids is null if a
+-- bucket does not cover what is asked of it. contended is a guess: another session changes or locks a bucket. Its transaction is
+-- in xmax, which says nothing if it has been rolled back, or if it is in xmin, too: then it locked the bucket, wrote it, and has
+-- committed.
+create or replace function ratelimit.covered_in_buckets(
+    in  policy ratelimit.policies, in asked ratelimit.asked[], in now timestamptz,
+    out row_ids tid[], out contended boolean)
+  language plpgsql
+  stable
+as $$
+declare
+  v_policy alias for policy;
+  v_now    alias for now;
+begin
+  if v_policy.overridden then
+    select case when bool_and(b.covers is true) then array_agg(b.ctid) end, bool_or(b.contended)
+      into row_ids, contended
+      from (select u.*, coalesce((select with_override(v_policy, o) from overrides as o
+                                   where o.policy_id = v_policy.id and o.key = u.key collate "C" and o.expires_at > v_now), v_policy) as p
+              from unnest(asked) as u (key, wanted, places, size)
+            offset 0) as u
+      left join lateral (select b.ctid, b.xmax <> 0 and b.xmax <> b.xmin as contended,
+                                least(b.level, (u.p).capacity * 1000000) >= u.wanted or refilled(b.level, b.refilled_at, v_now, u.p) >= u.wanted as covers
+                           from buckets as b
+                          where b.policy_id = v_policy.id
+                           and b.key      >= u.key collate "C"
+                           and b.key      <= u.key collate "C"
+                         order by b.key desc
+                         limit 1) as b on true;
+  else
+    select case when bool_and(b.covers is true) then array_agg(b.ctid) end, bool_or(b.contended)
+      into row_ids, contended
+      from unnest(asked) as u (key, wanted, places, size)
+      left join lateral (select b.ctid, b.xmax <> 0 and b.xmax <> b.xmin as contended,
+                                least(b.level, v_policy.capacity * 1000000) >= u.wanted or refilled(b.level, b.refilled_at, v_now, v_policy) >= u.wanted as covers
+                           from buckets as b
+                          where b.policy_id = v_policy.id
+                           and b.key      >= u.key collate "C"
+                           and b.key      <= u.key collate "C"
+                         order by b.key desc
+                         limit 1) as b on true;
+  end if;
+end;
+$$;
+comment on function ratelimit.covered_in_buckets(ratelimit.policies, ratelimit.asked[], timestamptz) is
+  'The row ids of the buckets of one policy if all cover what is asked of them, and whether other sessions are at them.';
+
+-- For requests of several elements, of which others may be waiting for the same bucket: take would not charge a bucket that
+-- it waited for. This waits first, and take no longer needs to. The answer is null if a bucket has no row: if one was created
+-- later, it would be out of order.
+create or replace function ratelimit.lock_asked_of_buckets(policy ratelimit.policies, asked ratelimit.asked[])
+  returns tid[]
+  language plpgsql
+  volatile
+as $$
+declare
+  v_policy  alias for policy;
+  v_row_ids tid[];
+begin
+  select case when bool_and(b.ctid is not null) then array_agg(b.ctid) end
+    into v_row_ids
+    from unnest(asked) as u (key, wanted, places, size)
+    left join lateral (select b.ctid
+                         from buckets as b
+                        where b.policy_id = v_policy.id
+                           and b.key      >= u.key collate "C"
+                           and b.key      <= u.key collate "C"
+                         order by b.key desc
+                         limit 1
+                           for update) as b on true;
+  return v_row_ids;
+end;
+$$;
+comment on function ratelimit.lock_asked_of_buckets(ratelimit.policies, ratelimit.asked[]) is
+  'Locks the buckets of one policy, in order, and answers with their row ids.';
+
+-- The fast path of requests about many buckets of one policy, in ephemeral_buckets. take charges them in one lean statement, and
+-- does not look first. What it does not charge is left to decide_in_order.
+--
+-- Elements for the same bucket are summed: take charges a bucket that covers the sum, and so grants all its elements. It leaves
+-- alone a bucket that covers less, one without a row, one with an element that is not about 1 to 2147483647 tokens, and one that
+-- another session changed while the statement waited for it. (Some minor releases of PostgreSQL charge the changed row, if
+-- it still covers the sum.)
+--
+-- asked has the sums. If it is null, all elements of the batch are about this policy, and the update sums them, which costs less
+-- than to pass sums. row_ids is parallel to asked, and has the row ids of the buckets if the caller knows them. A bucket that was
+-- changed since is left alone, too. By now its row id may be that of another bucket, so the policy and the key are compared.
+--
+-- places is null if no bucket was charged, and capacities if all buckets have that of the policy.
+--
+-- Locks:  the bucket rows that it charges, in the order of key. The order does not depend on a choice of the planner: a row
+--         found by ctid is read on the inside of a nested loop, and the outside comes sorted.
+-- Writes: these rows.
+create or replace function ratelimit.take_from_ephemeral_buckets(
+    in  policy ratelimit.policies, in keys text[], in costs bigint[], in asked ratelimit.asked[], in row_ids tid[], in now timestamptz,
+    out places bigint[], out remaining bigint[], out reset_us bigint[], out capacities bigint[])
+  language plpgsql
+  volatile
+as $$
+declare
+  v_policy     alias for policy;
+  v_now        alias for now;
+  v_tick       interval := policy.tick;  -- this and the next are the small numbers of arithmetic.sql
+  v_tick_us    bigint   := policy.tick_us::bigint;
+  v_full_level bigint   := policy.full_level::bigint;
+  v_divisor    numeric  := gcd(policy.tick_gain, policy.every_us);
+  v_gain       bigint   := div(policy.tick_gain, v_divisor)::bigint;
+  v_per        bigint   := div(policy.every_us, v_divisor)::bigint;
+  v_fill_ticks double precision := policy.full_level::double precision * v_per / nullif(v_gain, 0);
+  v_ticks      bigint;
+  v_shared     ratelimit.charged[];  -- buckets of several elements
+  v_bucket     ratelimit.charged;
+  v_place      bigint;
+  v_level      bigint;    -- the bucket after the element
+  v_elapsed_us bigint;
+begin
+  -- 1. Are the numbers small?
+  if policy.overridden
+     or (policy.full_level::double precision * (2 * v_per + 1) + v_gain < 9e18 and (v_fill_ticks + 1) * v_tick_us < 4.7e14) is false then
+    if asked is null then
+      asked := array(select row(a.*)::asked from asked_of(keys, costs) as a);
+    end if;
+    select t.* into places, remaining, reset_us, capacities from take_any_from_ephemeral_buckets(policy, costs, asked, row_ids, v_now) as t;
+    return;
+  end if;
+  v_ticks := floor(2 * v_fill_ticks + 1)::bigint;
+
+  -- 2. Charge. Most buckets cover by their stored level, which is cheaper to tell.
+  if asked is null then
+    with taken as (
+      update ephemeral_buckets as b
+         set level       = refilled_level_small(b.level, b.refilled_at, v_now, v_full_level, v_gain, v_per, v_ticks, v_tick_us, v_tick) - u.wanted,
+             refilled_at = refilled_until(b.refilled_at, v_now, v_tick),
+             room        = null
+        from asked_of(keys, costs) as u
+       where b.ctid = (select b.ctid
+                         from ephemeral_buckets as b
+                        where b.policy_id = v_policy.id
+                           and b.key      >= u.key collate "C"
+                           and b.key      <= u.key collate "C"
+                         order by b.key desc
+                         limit 1)
+         and (least(b.level, v_full_level) >= u.wanted
+           or b.level > -v_full_level
+              and refilled_level_small(b.level, b.refilled_at, v_now, v_full_level, v_gain, v_per, v_ticks, v_tick_us, v_tick) >= u.wanted)
+      returning u.places, u.size, u.wanted, b.level, b.refilled_at
+    )
+    select array_agg(t.places[1]) filter (where t.size = 1), array_agg(t.level / 1000000) filter (where t.size = 1),
+           array_agg(wait_below_small(v_full_level, t.level, case when t.refilled_at = v_now then 0 else microseconds(v_now - t.refilled_at)::bigint end,
+                                      v_gain, v_per, v_tick_us)) filter (where t.size = 1),
+           array_agg(row(t.places, t.wanted, t.level, t.refilled_at)::charged) filter (where t.size > 1)
+      into places, remaining, reset_us, v_shared
+      from taken as t;
+  else
+    with taken as (
+      update ephemeral_buckets as b
+         set level       = refilled_level_small(b.level, b.refilled_at, v_now, v_full_level, v_gain, v_per, v_ticks, v_tick_us, v_tick) - u.wanted,
+             refilled_at = refilled_until(b.refilled_at, v_now, v_tick),
+             room        = null
+        from unnest(asked, row_ids) as u (key, wanted, places, size, row_id)
+       where b.ctid = coalesce(u.row_id, (select b.ctid
+                         from ephemeral_buckets as b
+                        where b.policy_id = v_policy.id
+                           and b.key      >= u.key collate "C"
+                           and b.key      <= u.key collate "C"
+                         order by b.key desc
+                         limit 1))
+         and v_policy.id is not distinct from b.policy_id and u.key is not distinct from b.key  -- with =, the planner might use the index
+         and (least(b.level, v_full_level) >= u.wanted
+           or b.level > -v_full_level
+              and refilled_level_small(b.level, b.refilled_at, v_now, v_full_level, v_gain, v_per, v_ticks, v_tick_us, v_tick) >= u.wanted)
+      returning u.places, u.size, u.wanted, b.level, b.refilled_at
+    )
+    select array_agg(t.places[1]) filter (where t.size = 1), array_agg(t.level / 1000000) filter (where t.size = 1),
+           array_agg(wait_below_small(v_full_level, t.level, case when t.refilled_at = v_now then 0 else microseconds(v_now - t.refilled_at)::bigint end,
+                                      v_gain, v_per, v_tick_us)) filter (where t.size = 1),
+           array_agg(row(t.places, t.wanted, t.level, t.refilled_at)::charged) filter (where t.size > 1)
+      into places, remaining, reset_us, v_shared
+      from taken as t;
+  end if;
+
+  -- 3. Elements that share a bucket are answered one after another.
+  if v_shared is not null then
+    foreach v_bucket in array v_shared loop
+      v_level      := v_bucket.level + v_bucket.wanted;
+      v_elapsed_us := microseconds(v_now - v_bucket.refilled_at)::bigint;
+      foreach v_place in array v_bucket.places loop
+        v_level   := v_level - microtokens(costs[v_place]);
+        places    := places || v_place;
+        remaining := remaining || v_level / 1000000;
+        reset_us  := reset_us || wait_below_small(v_full_level, v_level, v_elapsed_us, v_gain, v_per, v_tick_us);
+      end loop;
+    end loop;
+  end if;
+end;
+$$;
+comment on function ratelimit.take_from_ephemeral_buckets(ratelimit.policies, text[], bigint[], ratelimit.asked[], tid[], timestamptz) is
+  'Charges the buckets of one policy that cover all that is asked of them, and answers their elements.';
+
+-- As take_from_ephemeral_buckets, whatever the numbers of the policy and its overrides are; it costs more for a bucket. Nothing is
+-- charged if the policy has changed since it was read: it and its overrides, which this reads, are as of one instant.
+create or replace function ratelimit.take_any_from_ephemeral_buckets(
+    in  policy ratelimit.policies, in costs bigint[], in asked ratelimit.asked[], in row_ids tid[], in now timestamptz,
+    out places bigint[], out remaining bigint[], out reset_us bigint[], out capacities bigint[])
+  language plpgsql
+  volatile
+as $$
+declare
+  v_policy alias for policy;
+  v_now    alias for now;
+begin
+  with taken as (
+      update ephemeral_buckets as b
+         set level       = refilled(b.level, b.refilled_at, v_now, u.p) - u.wanted,
+             refilled_at = refilled_until(b.refilled_at, v_now, (u.p).tick),
+             room        = null
+        from (select u.*, coalesce((select with_override(v_policy, o) from overrides as o
+                                     where o.policy_id = v_policy.id and o.key = u.key collate "C" and o.expires_at > v_now), v_policy) as p
+                from unnest(asked, row_ids) as u (key, wanted, places, size, row_id)
+               where (select p = v_policy from policies as p where p.id = v_policy.id)
+              offset 0) as u
+       where b.ctid = coalesce(u.row_id, (select b.ctid
+                         from ephemeral_buckets as b
+                        where b.policy_id = v_policy.id
+                           and b.key      >= u.key collate "C"
+                           and b.key      <= u.key collate "C"
+                         order by b.key desc
+                         limit 1))
+         and v_policy.id is not distinct from b.policy_id and u.key is not distinct from b.key  -- with =, the planner might use the index
+         and (least(b.level, (u.p).capacity * 1000000) >= u.wanted or refilled(b.level, b.refilled_at, v_now, u.p) >= u.wanted)
+      returning u.*, b.level, b.refilled_at
+    )
+    select array_agg(u.place), array_agg(whole_tokens(u.level)),
+           array_agg(short_wait((u.p).full_level, u.level, microseconds(v_now - u.refilled_at), u.p)), array_agg((u.p).capacity)
+      into places, remaining, reset_us, capacities
+      from (select e.place, t.p, t.refilled_at,
+                   t.level + t.wanted - microtokens(sum(costs[e.place]::integer) over (partition by t.places[1] order by e.place)) as level
+              from taken as t
+             cross join lateral unnest(t.places) as e (place)) as u;
+end;
+$$;
+comment on function ratelimit.take_any_from_ephemeral_buckets(ratelimit.policies, bigint[], ratelimit.asked[], tid[], timestamptz) is
+  'Does what take does, for a policy with overrides or large numbers.';
+
+-- For requests of several elements, which are granted only if every bucket covers what is charged to it. row_ids is null if a
+-- bucket does not cover what is asked of it. contended is a guess: another session changes or locks a bucket. Its transaction is
+-- in xmax, which says nothing if it has been rolled back, or if it is in xmin, too: then it locked the bucket, wrote it, and has
+-- committed.
+create or replace function ratelimit.covered_in_ephemeral_buckets(
+    in  policy ratelimit.policies, in asked ratelimit.asked[], in now timestamptz,
+    out row_ids tid[], out contended boolean)
+  language plpgsql
+  stable
+as $$
+declare
+  v_policy alias for policy;
+  v_now    alias for now;
+begin
+  if v_policy.overridden then
+    select case when bool_and(b.covers is true) then array_agg(b.ctid) end, bool_or(b.contended)
+      into row_ids, contended
+      from (select u.*, coalesce((select with_override(v_policy, o) from overrides as o
+                                   where o.policy_id = v_policy.id and o.key = u.key collate "C" and o.expires_at > v_now), v_policy) as p
+              from unnest(asked) as u (key, wanted, places, size)
+            offset 0) as u
+      left join lateral (select b.ctid, b.xmax <> 0 and b.xmax <> b.xmin as contended,
+                                least(b.level, (u.p).capacity * 1000000) >= u.wanted or refilled(b.level, b.refilled_at, v_now, u.p) >= u.wanted as covers
+                           from ephemeral_buckets as b
+                          where b.policy_id = v_policy.id
+                           and b.key      >= u.key collate "C"
+                           and b.key      <= u.key collate "C"
+                         order by b.key desc
+                         limit 1) as b on true;
+  else
+    select case when bool_and(b.covers is true) then array_agg(b.ctid) end, bool_or(b.contended)
+      into row_ids, contended
+      from unnest(asked) as u (key, wanted, places, size)
+      left join lateral (select b.ctid, b.xmax <> 0 and b.xmax <> b.xmin as contended,
+                                least(b.level, v_policy.capacity * 1000000) >= u.wanted or refilled(b.level, b.refilled_at, v_now, v_policy) >= u.wanted as covers
+                           from ephemeral_buckets as b
+                          where b.policy_id = v_policy.id
+                           and b.key      >= u.key collate "C"
+                           and b.key      <= u.key collate "C"
+                         order by b.key desc
+                         limit 1) as b on true;
+  end if;
+end;
+$$;
+comment on function ratelimit.covered_in_ephemeral_buckets(ratelimit.policies, ratelimit.asked[], timestamptz) is
+  'The row ids of the buckets of one policy if all cover what is asked of them, and whether other sessions are at them.';
+
+-- For requests of several elements, of which others may be waiting for the same bucket: take would not charge a bucket that
+-- it waited for. This waits first, and take no longer needs to. The answer is null if a bucket has no row: if one was created
+-- later, it would be out of order.
+create or replace function ratelimit.lock_asked_of_ephemeral_buckets(policy ratelimit.policies, asked ratelimit.asked[])
+  returns tid[]
+  language plpgsql
+  volatile
+as $$
+declare
+  v_policy  alias for policy;
+  v_row_ids tid[];
+begin
+  select case when bool_and(b.ctid is not null) then array_agg(b.ctid) end
+    into v_row_ids
+    from unnest(asked) as u (key, wanted, places, size)
+    left join lateral (select b.ctid
+                         from ephemeral_buckets as b
+                        where b.policy_id = v_policy.id
+                           and b.key      >= u.key collate "C"
+                           and b.key      <= u.key collate "C"
+                         order by b.key desc
+                         limit 1
+                           for update) as b on true;
+  return v_row_ids;
+end;
+$$;
+comment on function ratelimit.lock_asked_of_ephemeral_buckets(ratelimit.policies, ratelimit.asked[]) is
+  'Locks the buckets of one policy, in order, and answers with their row ids.';
+
+-- Stores the idempotency keys of a batch, of policies whose keys are in idempotency_keys.
 --
 -- The caller holds the bucket rows of these elements, so no other session is at the same keys. Element n of keys,
 -- idempotency_keys and costs is element n of the batch; places are the elements that were granted, and the arrays after it
--- are parallel to it. policy_ids and remember_us are those by which they were decided. ephemeral tells the kind of all.
+-- are parallel to it. policy_ids and remember_us are those by which they were decided.
 --
 -- new is the guess that no row has any of these keys. If one does, live or expired, unique_violation is raised. ON CONFLICT
 -- costs more, because it looks before it inserts, and confirms after it.
 --
 -- Locks:  the rows that it writes.
 -- Writes: the idempotency keys, an expired one over the old row.
-create or replace function ratelimit.remember(
-    keys text[], idempotency_keys text[], costs bigint[], now timestamptz, ephemeral boolean, new boolean,
+create or replace function ratelimit.remember_idempotency_keys(
+    keys text[], idempotency_keys text[], costs bigint[], now timestamptz, new boolean,
     places bigint[], policy_ids bigint[], remember_us bigint[], remaining bigint[], capacities bigint[], reset_us bigint[])
   returns boolean
   language plpgsql
   volatile
 as $$
 declare
-  v_now    alias for remember.now;
+  v_now    alias for now;
+  v_all    alias for idempotency_keys;
   v_stored bigint;
 begin
-  if new and ephemeral then
-    insert into ephemeral_idempotency_keys as k
-           (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
-    select g.policy_id, keys[g.place], idempotency_keys[g.place], costs[g.place],
-           g.remaining, duration(g.reset_us), g.capacity, v_now + duration(g.remember_us)
-      from unnest(places, policy_ids, remember.remember_us, remember.remaining, capacities, reset_us)
-           as g (place, policy_id, remember_us, remaining, capacity, reset_us)
-     where is_name(idempotency_keys[g.place]);
-  elsif new then
+  if new then
     insert into idempotency_keys as k
            (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
-    select g.policy_id, keys[g.place], idempotency_keys[g.place], costs[g.place],
+    select g.policy_id, keys[g.place], v_all[g.place], costs[g.place],
            g.remaining, duration(g.reset_us), g.capacity, v_now + duration(g.remember_us)
-      from unnest(places, policy_ids, remember.remember_us, remember.remaining, capacities, reset_us)
+      from unnest(places, policy_ids, remember_idempotency_keys.remember_us, remember_idempotency_keys.remaining, capacities, reset_us)
            as g (place, policy_id, remember_us, remaining, capacity, reset_us)
-     where is_name(idempotency_keys[g.place]);
-  elsif ephemeral then
-    insert into ephemeral_idempotency_keys as k
-           (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
-    select g.policy_id, keys[g.place], idempotency_keys[g.place], costs[g.place],
-           g.remaining, duration(g.reset_us), g.capacity, v_now + duration(g.remember_us)
-      from unnest(places, policy_ids, remember.remember_us, remember.remaining, capacities, reset_us)
-           as g (place, policy_id, remember_us, remaining, capacity, reset_us)
-     where is_name(idempotency_keys[g.place])
-    on conflict on constraint ephemeral_idempotency_keys_pkey do update
-           set cost        = excluded.cost,
-               remaining   = excluded.remaining,
-               reset_after = excluded.reset_after,
-               capacity    = excluded.capacity,
-               expires_at  = excluded.expires_at,
-               ready_at    = excluded.ready_at,
-               settled     = excluded.settled,
-               taken       = excluded.taken
-         where k.expires_at <= v_now;
+     where is_name(v_all[g.place]);
   else
     insert into idempotency_keys as k
            (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
-    select g.policy_id, keys[g.place], idempotency_keys[g.place], costs[g.place],
+    select g.policy_id, keys[g.place], v_all[g.place], costs[g.place],
            g.remaining, duration(g.reset_us), g.capacity, v_now + duration(g.remember_us)
-      from unnest(places, policy_ids, remember.remember_us, remember.remaining, capacities, reset_us)
+      from unnest(places, policy_ids, remember_idempotency_keys.remember_us, remember_idempotency_keys.remaining, capacities, reset_us)
            as g (place, policy_id, remember_us, remaining, capacity, reset_us)
-     where is_name(idempotency_keys[g.place])
+     where is_name(v_all[g.place])
     on conflict on constraint idempotency_keys_pkey do update
            set cost        = excluded.cost,
                remaining   = excluded.remaining,
@@ -6124,411 +6540,456 @@ begin
          where k.expires_at <= v_now;
   end if;
   get diagnostics v_stored = row_count;
-  return v_stored = (select count(remember.idempotency_keys[u.place]) from unnest(places) as u (place));
+  return v_stored = (select count(v_all[u.place]) from unnest(places) as u (place));
 end;
 $$;
-comment on function ratelimit.remember(text[], text[], bigint[], timestamptz, boolean, boolean, bigint[], bigint[], bigint[], bigint[], bigint[], bigint[]) is
+comment on function ratelimit.remember_idempotency_keys(text[], text[], bigint[], timestamptz, boolean, bigint[], bigint[], bigint[], bigint[], bigint[], bigint[]) is
   'Stores the idempotency keys of granted elements; false if one of them is live already, or is no valid key.';
 
--- The fast path of requests about many buckets. take charges them in one lean statement, and does not look first.
--- What it does not charge is left to decide_in_order. look is for requests of several elements, which are granted only if
--- every bucket covers what is charged to it.
+-- Stores the idempotency keys of a batch, of policies whose keys are in ephemeral_idempotency_keys.
 --
--- Each function is about one policy. Elements for the same bucket are summed beforehand: asked has what they ask of each
--- bucket, in the order of key. take charges a bucket that covers the sum, and so grants all its elements. It leaves alone a
--- bucket that covers less, one without a row, one with an element that is not about 1 to 2147483647 tokens, and one that
--- another session changed while the statement waited for it. (Some minor releases of PostgreSQL charge the changed row, if
--- it still covers the sum.)
+-- The caller holds the bucket rows of these elements, so no other session is at the same keys. Element n of keys,
+-- idempotency_keys and costs is element n of the batch; places are the elements that were granted, and the arrays after it
+-- are parallel to it. policy_ids and remember_us are those by which they were decided.
 --
--- row_ids is parallel to asked, and has the row ids of the buckets if the caller knows them. A bucket that was changed since
--- is left alone, too. By now its row id may be that of another bucket, so the policy and the key are compared.
+-- new is the guess that no row has any of these keys. If one does, live or expired, unique_violation is raised. ON CONFLICT
+-- costs more, because it looks before it inserts, and confirms after it.
 --
--- Locks:  take and take_any lock the bucket rows that they charge, in the order of key. The order does not depend on a
---         choice of the planner: a row found by ctid is read on the inside of a nested loop, and the outside comes sorted.
---         lock_buckets locks in the same order. look locks nothing.
--- Writes: take and take_any write these rows.
-
--- Without asked, all elements of the batch are about this policy. Then the update sums them, which costs less than to pass
--- sums. places is null if no bucket was charged, and capacities if all buckets have that of the policy. take_any takes over if
--- the policy has overrides, or if its numbers are not small, as arithmetic.sql has it.
-create or replace function ratelimit.take(
-    in  policy ratelimit.policies, in keys text[], in costs bigint[], in asked ratelimit.asked[], in row_ids tid[], in now timestamptz,
-    out places bigint[], out remaining bigint[], out reset_us bigint[], out capacities bigint[])
+-- Locks:  the rows that it writes.
+-- Writes: the idempotency keys, an expired one over the old row.
+create or replace function ratelimit.remember_ephemeral_idempotency_keys(
+    keys text[], idempotency_keys text[], costs bigint[], now timestamptz, new boolean,
+    places bigint[], policy_ids bigint[], remember_us bigint[], remaining bigint[], capacities bigint[], reset_us bigint[])
+  returns boolean
   language plpgsql
   volatile
 as $$
 declare
-  v_policy     alias for take.policy;
-  v_now        alias for take.now;
-  v_tick       interval := policy.tick;
-  v_tick_us    bigint   := policy.tick_us::bigint;
-  v_full_level bigint   := policy.full_level::bigint;
-  v_divisor    numeric  := gcd(policy.tick_gain, policy.every_us);
-  v_gain       bigint   := div(policy.tick_gain, v_divisor)::bigint;
-  v_per        bigint   := div(policy.every_us, v_divisor)::bigint;
-  v_fill_ticks double precision := policy.full_level::double precision * v_per / nullif(v_gain, 0);
-  v_ticks      bigint;
-  v_shared     ratelimit.charged[];  -- buckets of several elements
-  v_bucket     ratelimit.charged;
-  v_place      bigint;
-  v_level      bigint;    -- the bucket after the element
-  v_refilled_at timestamptz;
-  v_elapsed_us bigint;
+  v_now    alias for now;
+  v_all    alias for idempotency_keys;
+  v_stored bigint;
 begin
-  if policy.overridden
-     or (policy.full_level::double precision * (2 * v_per + 1) + v_gain < 9e18 and (v_fill_ticks + 1) * v_tick_us < 4.7e14) is false then
-    if asked is null then
-      asked := array(select row(u.*)::asked from (select e.key, least(sum(e.cost), 9000000000001) * 1000000 as wanted,
-                     array_agg(e.place) as places, count(*) as size
-                from (select u.key collate "C" as key, u.place,
-                             case when u.cost between 1 and 2147483647 then u.cost::integer end as cost
-                        from unnest(keys, costs)
-                             with ordinality as u (key, cost, place)
-                       order by u.key collate "C", u.place) as e
-               group by e.key
-              having count(e.cost) = count(*)
-               order by e.key) as u);
-    end if;
-    select t.* into places, remaining, reset_us, capacities from take_any(policy, costs, asked, row_ids, v_now) as t;
-    return;
-  end if;
-  v_ticks := floor(2 * v_fill_ticks + 1)::bigint;
-  if policy.durable and asked is null then
-    with taken as (
-      update buckets as b
-         set level       = refilled_level_small(b.level, b.refilled_at, v_now, v_full_level, v_gain, v_per, v_ticks, v_tick_us, v_tick) - u.wanted,
-             refilled_at = refilled_until(b.refilled_at, v_now, v_tick),
-             room        = null
-        from (select e.key, least(sum(e.cost), 9000000000001) * 1000000 as wanted,
-                     array_agg(e.place) as places, count(*) as size
-                from (select u.key collate "C" as key, u.place,
-                             case when u.cost between 1 and 2147483647 then u.cost::integer end as cost
-                        from unnest(keys, costs)
-                             with ordinality as u (key, cost, place)
-                       order by u.key collate "C", u.place) as e
-               group by e.key
-              having count(e.cost) = count(*)
-               order by e.key) as u
-       where b.ctid = (select b.ctid
-                         from buckets as b
-                        where b.policy_id = v_policy.id
-       and b.key      >= u.key
-       and b.key      <= u.key
-     order by b.key desc
-     limit 1)
-         and (least(b.level, v_full_level) >= u.wanted
-           or b.level > -v_full_level and refilled_level_small(b.level, b.refilled_at, v_now, v_full_level, v_gain, v_per, v_ticks, v_tick_us, v_tick) >= u.wanted)
-      returning u.places, u.size, u.wanted, b.level, b.refilled_at
-    )
-    select array_agg(t.places[1]) filter (where t.size = 1), array_agg(t.level / 1000000) filter (where t.size = 1),
-           array_agg(wait_below_small(v_full_level, t.level, case when t.refilled_at = v_now then 0 else microseconds(v_now - t.refilled_at)::bigint end, v_gain, v_per, v_tick_us))
-             filter (where t.size = 1),
-           array_agg(row(t.places, t.wanted, t.level, t.refilled_at)::charged) filter (where t.size > 1)
-      into places, remaining, reset_us, v_shared
-      from taken as t;
-  elsif policy.durable then
-    with taken as (
-      update buckets as b
-         set level       = refilled_level_small(b.level, b.refilled_at, v_now, v_full_level, v_gain, v_per, v_ticks, v_tick_us, v_tick) - u.wanted,
-             refilled_at = refilled_until(b.refilled_at, v_now, v_tick),
-             room        = null
-        from unnest(asked, row_ids) as u (key, wanted, places, size, row_id)
-       where b.ctid = coalesce(u.row_id, (select b.ctid
-                         from buckets as b
-                        where b.policy_id = v_policy.id
-       and b.key      >= u.key
-       and b.key      <= u.key
-     order by b.key desc
-     limit 1))
-         and v_policy.id is not distinct from b.policy_id and u.key is not distinct from b.key  -- with =, the planner might use the index
-         and (least(b.level, v_full_level) >= u.wanted
-           or b.level > -v_full_level and refilled_level_small(b.level, b.refilled_at, v_now, v_full_level, v_gain, v_per, v_ticks, v_tick_us, v_tick) >= u.wanted)
-      returning u.places, u.size, u.wanted, b.level, b.refilled_at
-    )
-    select array_agg(t.places[1]) filter (where t.size = 1), array_agg(t.level / 1000000) filter (where t.size = 1),
-           array_agg(wait_below_small(v_full_level, t.level, case when t.refilled_at = v_now then 0 else microseconds(v_now - t.refilled_at)::bigint end, v_gain, v_per, v_tick_us))
-             filter (where t.size = 1),
-           array_agg(row(t.places, t.wanted, t.level, t.refilled_at)::charged) filter (where t.size > 1)
-      into places, remaining, reset_us, v_shared
-      from taken as t;
-  elsif asked is null then
-    with taken as (
-      update ephemeral_buckets as b
-         set level       = refilled_level_small(b.level, b.refilled_at, v_now, v_full_level, v_gain, v_per, v_ticks, v_tick_us, v_tick) - u.wanted,
-             refilled_at = refilled_until(b.refilled_at, v_now, v_tick),
-             room        = null
-        from (select e.key, least(sum(e.cost), 9000000000001) * 1000000 as wanted,
-                     array_agg(e.place) as places, count(*) as size
-                from (select u.key collate "C" as key, u.place,
-                             case when u.cost between 1 and 2147483647 then u.cost::integer end as cost
-                        from unnest(keys, costs)
-                             with ordinality as u (key, cost, place)
-                       order by u.key collate "C", u.place) as e
-               group by e.key
-              having count(e.cost) = count(*)
-               order by e.key) as u
-       where b.ctid = (select b.ctid
-                         from ephemeral_buckets as b
-                        where b.policy_id = v_policy.id
-       and b.key      >= u.key
-       and b.key      <= u.key
-     order by b.key desc
-     limit 1)
-         and (least(b.level, v_full_level) >= u.wanted
-           or b.level > -v_full_level and refilled_level_small(b.level, b.refilled_at, v_now, v_full_level, v_gain, v_per, v_ticks, v_tick_us, v_tick) >= u.wanted)
-      returning u.places, u.size, u.wanted, b.level, b.refilled_at
-    )
-    select array_agg(t.places[1]) filter (where t.size = 1), array_agg(t.level / 1000000) filter (where t.size = 1),
-           array_agg(wait_below_small(v_full_level, t.level, case when t.refilled_at = v_now then 0 else microseconds(v_now - t.refilled_at)::bigint end, v_gain, v_per, v_tick_us))
-             filter (where t.size = 1),
-           array_agg(row(t.places, t.wanted, t.level, t.refilled_at)::charged) filter (where t.size > 1)
-      into places, remaining, reset_us, v_shared
-      from taken as t;
+  if new then
+    insert into ephemeral_idempotency_keys as k
+           (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
+    select g.policy_id, keys[g.place], v_all[g.place], costs[g.place],
+           g.remaining, duration(g.reset_us), g.capacity, v_now + duration(g.remember_us)
+      from unnest(places, policy_ids, remember_ephemeral_idempotency_keys.remember_us, remember_ephemeral_idempotency_keys.remaining, capacities, reset_us)
+           as g (place, policy_id, remember_us, remaining, capacity, reset_us)
+     where is_name(v_all[g.place]);
   else
-    with taken as (
-      update ephemeral_buckets as b
-         set level       = refilled_level_small(b.level, b.refilled_at, v_now, v_full_level, v_gain, v_per, v_ticks, v_tick_us, v_tick) - u.wanted,
-             refilled_at = refilled_until(b.refilled_at, v_now, v_tick),
-             room        = null
-        from unnest(asked, row_ids) as u (key, wanted, places, size, row_id)
-       where b.ctid = coalesce(u.row_id, (select b.ctid
-                         from ephemeral_buckets as b
-                        where b.policy_id = v_policy.id
-       and b.key      >= u.key
-       and b.key      <= u.key
-     order by b.key desc
-     limit 1))
-         and v_policy.id is not distinct from b.policy_id and u.key is not distinct from b.key  -- with =, the planner might use the index
-         and (least(b.level, v_full_level) >= u.wanted
-           or b.level > -v_full_level and refilled_level_small(b.level, b.refilled_at, v_now, v_full_level, v_gain, v_per, v_ticks, v_tick_us, v_tick) >= u.wanted)
-      returning u.places, u.size, u.wanted, b.level, b.refilled_at
-    )
-    select array_agg(t.places[1]) filter (where t.size = 1), array_agg(t.level / 1000000) filter (where t.size = 1),
-           array_agg(wait_below_small(v_full_level, t.level, case when t.refilled_at = v_now then 0 else microseconds(v_now - t.refilled_at)::bigint end, v_gain, v_per, v_tick_us))
-             filter (where t.size = 1),
-           array_agg(row(t.places, t.wanted, t.level, t.refilled_at)::charged) filter (where t.size > 1)
-      into places, remaining, reset_us, v_shared
-      from taken as t;
+    insert into ephemeral_idempotency_keys as k
+           (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
+    select g.policy_id, keys[g.place], v_all[g.place], costs[g.place],
+           g.remaining, duration(g.reset_us), g.capacity, v_now + duration(g.remember_us)
+      from unnest(places, policy_ids, remember_ephemeral_idempotency_keys.remember_us, remember_ephemeral_idempotency_keys.remaining, capacities, reset_us)
+           as g (place, policy_id, remember_us, remaining, capacity, reset_us)
+     where is_name(v_all[g.place])
+    on conflict on constraint ephemeral_idempotency_keys_pkey do update
+           set cost        = excluded.cost,
+               remaining   = excluded.remaining,
+               reset_after = excluded.reset_after,
+               capacity    = excluded.capacity,
+               expires_at  = excluded.expires_at,
+               ready_at    = excluded.ready_at,
+               settled     = excluded.settled,
+               taken       = excluded.taken
+         where k.expires_at <= v_now;
   end if;
-  if v_shared is not null then
-    foreach v_bucket in array v_shared loop
-      v_level       := v_bucket.level + v_bucket.wanted;
-      v_refilled_at := v_bucket.refilled_at;
-      v_elapsed_us  := microseconds(v_now - v_refilled_at)::bigint;
-      foreach v_place in array v_bucket.places loop
-        v_level   := v_level - microtokens(costs[v_place]);
-        places    := places || v_place;
-        remaining := remaining || v_level / 1000000;
-        reset_us  := reset_us || wait_below_small(v_full_level, v_level, v_elapsed_us, v_gain, v_per, v_tick_us);
-      end loop;
-    end loop;
-  end if;
+  get diagnostics v_stored = row_count;
+  return v_stored = (select count(v_all[u.place]) from unnest(places) as u (place));
 end;
 $$;
-comment on function ratelimit.take(ratelimit.policies, text[], bigint[], ratelimit.asked[], tid[], timestamptz) is
-  'Charges the buckets of one policy that cover all that is asked of them, and answers their elements.';
+comment on function ratelimit.remember_ephemeral_idempotency_keys(text[], text[], bigint[], timestamptz, boolean, bigint[], bigint[], bigint[], bigint[], bigint[], bigint[]) is
+  'Stores the idempotency keys of granted elements; false if one of them is live already, or is no valid key.';
 
--- As take, whatever the numbers of the policy and its overrides are; it costs more for a bucket. Nothing is charged if the
--- policy has changed since it was read: it and its overrides, which this reads, are as of one instant.
-create or replace function ratelimit.take_any(
-    in  policy ratelimit.policies, in costs bigint[], in asked ratelimit.asked[], in row_ids tid[], in now timestamptz,
-    out places bigint[], out remaining bigint[], out reset_us bigint[], out capacities bigint[])
-  language plpgsql
-  volatile
-as $$
-declare
-  v_policy alias for take_any.policy;
-  v_now    alias for take_any.now;
-begin
-  if policy.durable then
-    with taken as (
-      update buckets as b
-         set level       = refilled_level(b.level, b.refilled_at, v_now, (u.p).full_level, (u.p).gain, (u.p).every_us, (u.p).tick) - u.wanted,
-             refilled_at = refilled_until(b.refilled_at, v_now, (u.p).tick),
-             room        = null
-        from (select u.*, coalesce((select overridden(v_policy, o) from overrides as o
-                                   where o.policy_id = v_policy.id and o.key = u.key collate "C" and o.expires_at > v_now), v_policy) as p
-                from unnest(asked, row_ids) as u (key, wanted, places, size, row_id)
-               where (select p = v_policy from policies as p where p.id = v_policy.id)
-              offset 0) as u
-       where b.ctid = coalesce(u.row_id, (select b.ctid
-                         from buckets as b
-                        where b.policy_id = v_policy.id
-       and b.key      >= u.key
-       and b.key      <= u.key
-     order by b.key desc
-     limit 1))
-         and v_policy.id is not distinct from b.policy_id and u.key is not distinct from b.key  -- with =, the planner might use the index
-         and (least(b.level, (u.p).capacity * 1000000) >= u.wanted
-           or refilled_level(b.level, b.refilled_at, v_now, (u.p).full_level, (u.p).gain, (u.p).every_us, (u.p).tick) >= u.wanted)
-      returning u.*, b.level, b.refilled_at
-    )
-    select array_agg(u.place), array_agg(whole_tokens(u.level)),
-           array_agg(wait_below((u.p).full_level, u.level, microseconds(v_now - u.refilled_at), (u.p).every_us, (u.p).tick_us, (u.p).tick_gain, (u.p).round_up)),
-           array_agg((u.p).capacity)
-      into places, remaining, reset_us, capacities
-      from (select e.place, t.p, t.refilled_at,
-                   t.level + t.wanted - microtokens(sum(costs[e.place]::integer) over (partition by t.places[1] order by e.place)) as level
-              from taken as t
-             cross join lateral unnest(t.places) as e (place)) as u;
-  else
-    with taken as (
-      update ephemeral_buckets as b
-         set level       = refilled_level(b.level, b.refilled_at, v_now, (u.p).full_level, (u.p).gain, (u.p).every_us, (u.p).tick) - u.wanted,
-             refilled_at = refilled_until(b.refilled_at, v_now, (u.p).tick),
-             room        = null
-        from (select u.*, coalesce((select overridden(v_policy, o) from overrides as o
-                                   where o.policy_id = v_policy.id and o.key = u.key collate "C" and o.expires_at > v_now), v_policy) as p
-                from unnest(asked, row_ids) as u (key, wanted, places, size, row_id)
-               where (select p = v_policy from policies as p where p.id = v_policy.id)
-              offset 0) as u
-       where b.ctid = coalesce(u.row_id, (select b.ctid
-                         from ephemeral_buckets as b
-                        where b.policy_id = v_policy.id
-       and b.key      >= u.key
-       and b.key      <= u.key
-     order by b.key desc
-     limit 1))
-         and v_policy.id is not distinct from b.policy_id and u.key is not distinct from b.key  -- with =, the planner might use the index
-         and (least(b.level, (u.p).capacity * 1000000) >= u.wanted
-           or refilled_level(b.level, b.refilled_at, v_now, (u.p).full_level, (u.p).gain, (u.p).every_us, (u.p).tick) >= u.wanted)
-      returning u.*, b.level, b.refilled_at
-    )
-    select array_agg(u.place), array_agg(whole_tokens(u.level)),
-           array_agg(wait_below((u.p).full_level, u.level, microseconds(v_now - u.refilled_at), (u.p).every_us, (u.p).tick_us, (u.p).tick_gain, (u.p).round_up)),
-           array_agg((u.p).capacity)
-      into places, remaining, reset_us, capacities
-      from (select e.place, t.p, t.refilled_at,
-                   t.level + t.wanted - microtokens(sum(costs[e.place]::integer) over (partition by t.places[1] order by e.place)) as level
-              from taken as t
-             cross join lateral unnest(t.places) as e (place)) as u;
-  end if;
-end;
-$$;
-comment on function ratelimit.take_any(ratelimit.policies, bigint[], ratelimit.asked[], tid[], timestamptz) is
-  'Does what take does, for a policy with overrides or large numbers.';
+-- What decide_in_order does with the rows of buckets and idempotency_keys. Each function is about the buckets of one
+-- policy. keys are theirs, in order, and the arrays after it are parallel to it.
 
--- row_ids is null if a bucket does not cover what is asked of it. contended is a guess: another session changes or locks a
--- bucket. Its transaction is in xmax, which says nothing if it has been rolled back, or if it is in xmin, too: then it locked
--- the bucket, wrote it, and has committed.
-create or replace function ratelimit.look(
-    in  policy ratelimit.policies, in asked ratelimit.asked[], in now timestamptz,
-    out row_ids tid[], out contended boolean)
+-- Reads the buckets: the policy with the numbers that apply to the key; the level as stored, and when; the level now; whether there is
+-- a row. A bucket whose row the caller has just created stands for one without.
+create or replace function ratelimit.rows_of_buckets(
+    in policy ratelimit.policies, in keys text[], in created boolean[], in now timestamptz,
+    out numbers ratelimit.policies[], out levels bigint[], out refilled_at timestamptz[], out levels_now bigint[], out has_row boolean[])
   language plpgsql
   stable
 as $$
 declare
-  v_policy alias for look.policy;
-  v_now    alias for look.now;
+  v_policy alias for policy;
+  v_now    alias for now;
 begin
-  if policy.durable and policy.overridden then
-    select case when bool_and(b.covers is true) then array_agg(b.ctid) end, bool_or(b.contended)
-      into row_ids, contended
-      from (select u.*, coalesce((select overridden(v_policy, o) from overrides as o
-                                   where o.policy_id = v_policy.id and o.key = u.key collate "C" and o.expires_at > v_now), v_policy) as p from unnest(asked) as u (key, wanted, places, size) offset 0) as u
-      left join lateral (select b.ctid, b.xmax <> 0 and b.xmax <> b.xmin as contended, (least(b.level, (u.p).capacity * 1000000) >= u.wanted
-           or refilled_level(b.level, b.refilled_at, v_now, (u.p).full_level, (u.p).gain, (u.p).every_us, (u.p).tick) >= u.wanted) as covers
-                           from buckets as b
-                          where b.policy_id = v_policy.id
-       and b.key      >= u.key
-       and b.key      <= u.key
-     order by b.key desc
-     limit 1) as b on true;
-  elsif policy.durable then
-    select case when bool_and(b.covers is true) then array_agg(b.ctid) end, bool_or(b.contended)
-      into row_ids, contended
-      from unnest(asked) as u (key, wanted, places, size)
-      left join lateral (select b.ctid, b.xmax <> 0 and b.xmax <> b.xmin as contended, (least(b.level, v_policy.capacity * 1000000) >= u.wanted
-           or refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) >= u.wanted) as covers
-                           from buckets as b
-                          where b.policy_id = v_policy.id
-       and b.key      >= u.key
-       and b.key      <= u.key
-     order by b.key desc
-     limit 1) as b on true;
-  elsif policy.overridden then
-    select case when bool_and(b.covers is true) then array_agg(b.ctid) end, bool_or(b.contended)
-      into row_ids, contended
-      from (select u.*, coalesce((select overridden(v_policy, o) from overrides as o
-                                   where o.policy_id = v_policy.id and o.key = u.key collate "C" and o.expires_at > v_now), v_policy) as p from unnest(asked) as u (key, wanted, places, size) offset 0) as u
-      left join lateral (select b.ctid, b.xmax <> 0 and b.xmax <> b.xmin as contended, (least(b.level, (u.p).capacity * 1000000) >= u.wanted
-           or refilled_level(b.level, b.refilled_at, v_now, (u.p).full_level, (u.p).gain, (u.p).every_us, (u.p).tick) >= u.wanted) as covers
-                           from ephemeral_buckets as b
-                          where b.policy_id = v_policy.id
-       and b.key      >= u.key
-       and b.key      <= u.key
-     order by b.key desc
-     limit 1) as b on true;
-  else
-    select case when bool_and(b.covers is true) then array_agg(b.ctid) end, bool_or(b.contended)
-      into row_ids, contended
-      from unnest(asked) as u (key, wanted, places, size)
-      left join lateral (select b.ctid, b.xmax <> 0 and b.xmax <> b.xmin as contended, (least(b.level, v_policy.capacity * 1000000) >= u.wanted
-           or refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) >= u.wanted) as covers
-                           from ephemeral_buckets as b
-                          where b.policy_id = v_policy.id
-       and b.key      >= u.key
-       and b.key      <= u.key
-     order by b.key desc
-     limit 1) as b on true;
-  end if;
+  select array_agg(u.p order by u.n), array_agg(coalesce(b.level, microtokens((u.p).capacity)) order by u.n),
+         array_agg(coalesce(b.refilled_at, v_now) order by u.n),
+         array_agg(case when b.level is null then microtokens((u.p).capacity) else refilled(b.level, b.refilled_at, v_now, u.p) end order by u.n),
+         array_agg(b.level is not null order by u.n)
+    into numbers, levels, refilled_at, levels_now, has_row
+    from (select u.key, u.created, u.n, case when v_policy.overridden then
+                                     coalesce((select with_override(v_policy, o) from overrides as o
+                                                where o.policy_id = v_policy.id and o.key = u.key collate "C" and o.expires_at > v_now), v_policy)
+                                   else v_policy end as p
+            from unnest(keys, created) with ordinality as u (key, created, n)
+          offset 0) as u
+    left join lateral (select b.level, b.refilled_at
+                         from buckets as b
+                        where b.policy_id = v_policy.id
+                           and b.key      >= u.key collate "C"
+                           and b.key      <= u.key collate "C"
+                         order by b.key desc
+                         limit 1) as b on u.created is not true;
 end;
 $$;
-comment on function ratelimit.look(ratelimit.policies, ratelimit.asked[], timestamptz) is
-  'The row ids of the buckets of one policy if all cover what is asked of them, and whether other sessions are at them.';
+comment on function ratelimit.rows_of_buckets(ratelimit.policies, text[], boolean[], timestamptz) is
+  'The buckets of one policy as they are now, and the numbers that apply to each.';
 
--- For requests of several elements, of which others may be waiting for the same bucket: take would not charge a bucket that
--- it waited for. This waits first, and take no longer needs to. The answer is null if a bucket has no row: if one was created
--- later, it would be out of order.
-create or replace function ratelimit.lock_buckets(policy ratelimit.policies, asked ratelimit.asked[])
-  returns tid[]
+-- Reads the idempotency keys that are live, of the elements on the buckets from_bucket to to_bucket. expires_at is compared after the
+-- row is found, as in ratelimit_acquire. The function is inlined.
+create or replace function ratelimit.live_idempotency_keys(
+    policy_id bigint, keys text[], from_bucket integer, to_bucket integer, buckets integer[], charges bigint[], idempotency_keys text[], now timestamptz)
+  returns table (place integer, granted ratelimit.idempotency_keys)
+  language sql
+  stable
+as $$
+  select u.place::integer, k.granted
+    from unnest(buckets, charges, idempotency_keys) with ordinality as u (bucket, charge, idempotency_key, place)
+   cross join lateral (select row(k.*)::ratelimit.idempotency_keys as granted, k.expires_at
+                         from ratelimit.idempotency_keys as k
+                        where k.policy_id       = live_idempotency_keys.policy_id
+                          and k.key             = keys[u.bucket] collate "C"
+                          and k.idempotency_key = u.idempotency_key collate "C"
+                       offset 0) as k
+   where u.bucket between from_bucket and to_bucket
+     and u.charge > 0
+     and k.expires_at > now
+$$;
+comment on function ratelimit.live_idempotency_keys(bigint, text[], integer, integer, integer[], bigint[], text[], timestamptz) is
+  'The grants that live idempotency keys of a batch remember, by the number of the element.';
+
+-- Locks the buckets that are wanted, in order, and answers which of their rows it has created: a bucket without a row gets one, which
+-- is full.
+create or replace function ratelimit.lock_buckets(policy_id bigint, keys text[], wanted boolean[], numbers ratelimit.policies[], now timestamptz)
+  returns boolean[]
   language plpgsql
   volatile
 as $$
 declare
-  v_policy  alias for lock_buckets.policy;
-  v_row_ids tid[];
+  v_policy_id alias for policy_id;
+  v_key       text collate "C";
+  v_created   boolean[] := array_fill(false, array[cardinality(keys)]);
 begin
-  if policy.durable then
-    select case when bool_and(b.ctid is not null) then array_agg(b.ctid) end
-      into v_row_ids
-      from unnest(asked) as u (key, wanted, places, size)
-      left join lateral (select b.ctid
-                           from buckets as b
-                          where b.policy_id = v_policy.id
-       and b.key      >= u.key
-       and b.key      <= u.key
-     order by b.key desc
-     limit 1
-                            for update) as b on true;
-  else
-    select case when bool_and(b.ctid is not null) then array_agg(b.ctid) end
-      into v_row_ids
-      from unnest(asked) as u (key, wanted, places, size)
-      left join lateral (select b.ctid
-                           from ephemeral_buckets as b
-                          where b.policy_id = v_policy.id
-       and b.key      >= u.key
-       and b.key      <= u.key
-     order by b.key desc
-     limit 1
-                            for update) as b on true;
-  end if;
-  return v_row_ids;
+  for v_n in 1..cardinality(keys) loop
+    continue when not wanted[v_n];
+    v_key := keys[v_n];
+    loop
+      perform from buckets as b  -- by its newest row version, as in include/newest.sql
+        where b.policy_id = v_policy_id
+          and b.key      >= v_key
+          and b.key      <= v_key
+        order by b.key desc
+        limit 1
+          for update;
+      exit when found;
+      insert into buckets (policy_id, key, level, refilled_at, due_at)
+      values (v_policy_id, v_key, microtokens(numbers[v_n].capacity), now, now)
+      on conflict on constraint buckets_pkey do nothing;
+      v_created[v_n] := found;
+      exit when found;
+    end loop;
+  end loop;
+  return v_created;
 end;
 $$;
-comment on function ratelimit.lock_buckets(ratelimit.policies, ratelimit.asked[]) is
-  'Locks the buckets of one policy, in order, and answers with their row ids.';
+comment on function ratelimit.lock_buckets(bigint, text[], boolean[], ratelimit.policies[], timestamptz) is
+  'Locks the wanted buckets of one policy, in order, and answers which rows it has created.';
+
+-- Creates the rows of the buckets that are wanted and have none, and answers how many.
+create or replace function ratelimit.create_buckets(
+    policy_id bigint, keys text[], wanted boolean[], has_row boolean[], levels bigint[], refilled_at timestamptz[], numbers ratelimit.policies[])
+  returns bigint
+  language plpgsql
+  volatile
+as $$
+declare
+  v_created bigint;
+begin
+  insert into buckets (policy_id, key, level, refilled_at, due_at)
+  select create_buckets.policy_id, u.key, u.level, u.refilled_at, due_after(u.reset_us, u.refilled_at)
+    from (select u.*, short_wait((u.p).full_level, u.level, 0, u.p) as reset_us
+            from (select u.*, numbers[u.n] as p
+                    from unnest(keys, wanted, has_row, levels, create_buckets.refilled_at)
+                         with ordinality as u (key, wanted, has_row, level, refilled_at, n)
+                   where u.wanted and not u.has_row
+                  offset 0) as u
+          offset 0) as u
+   order by u.key collate "C"
+  on conflict on constraint buckets_pkey do nothing;
+  get diagnostics v_created = row_count;
+  return v_created;
+end;
+$$;
+comment on function ratelimit.create_buckets(bigint, text[], boolean[], boolean[], bigint[], timestamptz[], ratelimit.policies[]) is
+  'Creates the rows of the wanted buckets of one policy that have none, and answers how many.';
+
+-- Writes the locked buckets that are wanted, and answers how many. It removes the rows that lock_buckets has created for others.
+create or replace function ratelimit.write_buckets(
+    policy ratelimit.policies, keys text[], wanted boolean[], created boolean[], levels bigint[], refilled_at timestamptz[])
+  returns bigint
+  language plpgsql
+  volatile
+as $$
+declare
+  v_policy  alias for policy;
+  v_written bigint;
+begin
+  for v_n in 1..cardinality(keys) loop
+    continue when wanted[v_n] or not created[v_n];
+    delete from buckets as b where b.policy_id = v_policy.id and b.key = keys[v_n] collate "C";
+  end loop;
+  update buckets as b
+     set level = u.level, refilled_at = u.refilled_at, room = null
+    from unnest(keys, wanted, levels, write_buckets.refilled_at) as u (key, wanted, level, refilled_at)
+   where u.wanted
+     and b.ctid = (select b.ctid
+                         from buckets as b
+                        where b.policy_id = v_policy.id
+                           and b.key      >= u.key collate "C"
+                           and b.key      <= u.key collate "C"
+                         order by b.key desc
+                         limit 1);
+  get diagnostics v_written = row_count;
+  return v_written;
+end;
+$$;
+comment on function ratelimit.write_buckets(ratelimit.policies, text[], boolean[], boolean[], bigint[], timestamptz[]) is
+  'Writes the wanted buckets of one policy, which are locked, and answers how many.';
+
+-- What decide_in_order does with the rows of ephemeral_buckets and ephemeral_idempotency_keys. Each function is about the buckets of one
+-- policy. keys are theirs, in order, and the arrays after it are parallel to it.
+
+-- Reads the buckets: the policy with the numbers that apply to the key; the level as stored, and when; the level now; whether there is
+-- a row. A bucket whose row the caller has just created stands for one without.
+create or replace function ratelimit.rows_of_ephemeral_buckets(
+    in policy ratelimit.policies, in keys text[], in created boolean[], in now timestamptz,
+    out numbers ratelimit.policies[], out levels bigint[], out refilled_at timestamptz[], out levels_now bigint[], out has_row boolean[])
+  language plpgsql
+  stable
+as $$
+declare
+  v_policy alias for policy;
+  v_now    alias for now;
+begin
+  select array_agg(u.p order by u.n), array_agg(coalesce(b.level, microtokens((u.p).capacity)) order by u.n),
+         array_agg(coalesce(b.refilled_at, v_now) order by u.n),
+         array_agg(case when b.level is null then microtokens((u.p).capacity) else refilled(b.level, b.refilled_at, v_now, u.p) end order by u.n),
+         array_agg(b.level is not null order by u.n)
+    into numbers, levels, refilled_at, levels_now, has_row
+    from (select u.key, u.created, u.n, case when v_policy.overridden then
+                                     coalesce((select with_override(v_policy, o) from overrides as o
+                                                where o.policy_id = v_policy.id and o.key = u.key collate "C" and o.expires_at > v_now), v_policy)
+                                   else v_policy end as p
+            from unnest(keys, created) with ordinality as u (key, created, n)
+          offset 0) as u
+    left join lateral (select b.level, b.refilled_at
+                         from ephemeral_buckets as b
+                        where b.policy_id = v_policy.id
+                           and b.key      >= u.key collate "C"
+                           and b.key      <= u.key collate "C"
+                         order by b.key desc
+                         limit 1) as b on u.created is not true;
+end;
+$$;
+comment on function ratelimit.rows_of_ephemeral_buckets(ratelimit.policies, text[], boolean[], timestamptz) is
+  'The buckets of one policy as they are now, and the numbers that apply to each.';
+
+-- Reads the idempotency keys that are live, of the elements on the buckets from_bucket to to_bucket. expires_at is compared after the
+-- row is found, as in ratelimit_acquire. The function is inlined.
+create or replace function ratelimit.live_ephemeral_idempotency_keys(
+    policy_id bigint, keys text[], from_bucket integer, to_bucket integer, buckets integer[], charges bigint[], idempotency_keys text[], now timestamptz)
+  returns table (place integer, granted ratelimit.idempotency_keys)
+  language sql
+  stable
+as $$
+  select u.place::integer, k.granted
+    from unnest(buckets, charges, idempotency_keys) with ordinality as u (bucket, charge, idempotency_key, place)
+   cross join lateral (select row(k.*)::ratelimit.idempotency_keys as granted, k.expires_at
+                         from ratelimit.ephemeral_idempotency_keys as k
+                        where k.policy_id       = live_ephemeral_idempotency_keys.policy_id
+                          and k.key             = keys[u.bucket] collate "C"
+                          and k.idempotency_key = u.idempotency_key collate "C"
+                       offset 0) as k
+   where u.bucket between from_bucket and to_bucket
+     and u.charge > 0
+     and k.expires_at > now
+$$;
+comment on function ratelimit.live_ephemeral_idempotency_keys(bigint, text[], integer, integer, integer[], bigint[], text[], timestamptz) is
+  'The grants that live idempotency keys of a batch remember, by the number of the element.';
+
+-- Locks the buckets that are wanted, in order, and answers which of their rows it has created: a bucket without a row gets one, which
+-- is full.
+create or replace function ratelimit.lock_ephemeral_buckets(policy_id bigint, keys text[], wanted boolean[], numbers ratelimit.policies[], now timestamptz)
+  returns boolean[]
+  language plpgsql
+  volatile
+as $$
+declare
+  v_policy_id alias for policy_id;
+  v_key       text collate "C";
+  v_created   boolean[] := array_fill(false, array[cardinality(keys)]);
+begin
+  for v_n in 1..cardinality(keys) loop
+    continue when not wanted[v_n];
+    v_key := keys[v_n];
+    loop
+      perform from ephemeral_buckets as b  -- by its newest row version, as in include/newest.sql
+        where b.policy_id = v_policy_id
+          and b.key      >= v_key
+          and b.key      <= v_key
+        order by b.key desc
+        limit 1
+          for update;
+      exit when found;
+      insert into ephemeral_buckets (policy_id, key, level, refilled_at, due_at)
+      values (v_policy_id, v_key, microtokens(numbers[v_n].capacity), now, now)
+      on conflict on constraint ephemeral_buckets_pkey do nothing;
+      v_created[v_n] := found;
+      exit when found;
+    end loop;
+  end loop;
+  return v_created;
+end;
+$$;
+comment on function ratelimit.lock_ephemeral_buckets(bigint, text[], boolean[], ratelimit.policies[], timestamptz) is
+  'Locks the wanted buckets of one policy, in order, and answers which rows it has created.';
+
+-- Creates the rows of the buckets that are wanted and have none, and answers how many.
+create or replace function ratelimit.create_ephemeral_buckets(
+    policy_id bigint, keys text[], wanted boolean[], has_row boolean[], levels bigint[], refilled_at timestamptz[], numbers ratelimit.policies[])
+  returns bigint
+  language plpgsql
+  volatile
+as $$
+declare
+  v_created bigint;
+begin
+  insert into ephemeral_buckets (policy_id, key, level, refilled_at, due_at)
+  select create_ephemeral_buckets.policy_id, u.key, u.level, u.refilled_at, due_after(u.reset_us, u.refilled_at)
+    from (select u.*, short_wait((u.p).full_level, u.level, 0, u.p) as reset_us
+            from (select u.*, numbers[u.n] as p
+                    from unnest(keys, wanted, has_row, levels, create_ephemeral_buckets.refilled_at)
+                         with ordinality as u (key, wanted, has_row, level, refilled_at, n)
+                   where u.wanted and not u.has_row
+                  offset 0) as u
+          offset 0) as u
+   order by u.key collate "C"
+  on conflict on constraint ephemeral_buckets_pkey do nothing;
+  get diagnostics v_created = row_count;
+  return v_created;
+end;
+$$;
+comment on function ratelimit.create_ephemeral_buckets(bigint, text[], boolean[], boolean[], bigint[], timestamptz[], ratelimit.policies[]) is
+  'Creates the rows of the wanted buckets of one policy that have none, and answers how many.';
+
+-- Writes the locked buckets that are wanted, and answers how many. It removes the rows that lock_ephemeral_buckets has created for others.
+create or replace function ratelimit.write_ephemeral_buckets(
+    policy ratelimit.policies, keys text[], wanted boolean[], created boolean[], levels bigint[], refilled_at timestamptz[])
+  returns bigint
+  language plpgsql
+  volatile
+as $$
+declare
+  v_policy  alias for policy;
+  v_written bigint;
+begin
+  for v_n in 1..cardinality(keys) loop
+    continue when wanted[v_n] or not created[v_n];
+    delete from ephemeral_buckets as b where b.policy_id = v_policy.id and b.key = keys[v_n] collate "C";
+  end loop;
+  update ephemeral_buckets as b
+     set level = u.level, refilled_at = u.refilled_at, room = null
+    from unnest(keys, wanted, levels, write_ephemeral_buckets.refilled_at) as u (key, wanted, level, refilled_at)
+   where u.wanted
+     and b.ctid = (select b.ctid
+                         from ephemeral_buckets as b
+                        where b.policy_id = v_policy.id
+                           and b.key      >= u.key collate "C"
+                           and b.key      <= u.key collate "C"
+                         order by b.key desc
+                         limit 1);
+  get diagnostics v_written = row_count;
+  return v_written;
+end;
+$$;
+comment on function ratelimit.write_ephemeral_buckets(ratelimit.policies, text[], boolean[], boolean[], bigint[], timestamptz[]) is
+  'Writes the wanted buckets of one policy, which are locked, and answers how many.';
+
+-- Prepares a batch for decide_in_order: numbers its policies and buckets, in the order in which buckets are locked within their
+-- kind, and tells for each element what it has to do with others. It reads no table.
+--
+-- The arguments are parallel to the elements. names, in order, are the names of the policies. first is parallel to names: the
+-- number of its first bucket; one more is the number after the last. bucket_keys are the keys of the buckets, in order. The others
+-- are parallel to the elements: the number of the bucket; what its request charges to that bucket; the first element of its
+-- request on the same bucket; the last element of an earlier request on the same bucket, under the same idempotency key; and
+-- whether an argument is out of range.
+create or replace function ratelimit.numbered(
+    in  policies text[], in keys text[], in costs bigint[], in idempotency_keys text[], in requests bigint[],
+    out names text[], out first integer[], out bucket_keys text[],
+    out bucket_numbers integer[], out charges bigint[], out same integer[], out twins integer[], out bad boolean[])
+  language plpgsql
+  immutable
+as $$
+begin
+  select array_agg(s.bucket::integer order by s.place), array_agg(s.charge order by s.place), array_agg(s.same::integer order by s.place),
+         array_agg(s.twin::integer order by s.place), array_agg(s.bad order by s.place)
+    into bucket_numbers, charges, same, twins, bad
+    from (select e.place, dense_rank() over (order by e.policy, e.key) as bucket,
+                 least(sum(greatest(e.cost, 0)) over same, 9223372036854775807)::bigint as charge,
+                 min(e.place) over same as same,
+                 case when e.idempotency_key is not null then
+                   max(e.place) over (partition by e.policy, e.key, e.idempotency_key order by e.request
+                                      range between unbounded preceding and 1 preceding)
+                 end as twin,
+                 (acceptable(e.key, e.cost) and is_name(e.policy) and is_name(e.idempotency_key) is not false) is not true as bad
+            from (select u.policy collate "C" as policy, u.key collate "C" as key, u.cost,
+                         u.idempotency_key collate "C" as idempotency_key, u.request, u.place
+                    from unnest(policies, keys, costs, idempotency_keys, requests)
+                         with ordinality as u (policy, key, cost, idempotency_key, request, place)) as e
+          window same as (partition by e.policy, e.key, e.request)) as s;
+  select array_agg(b.key order by b.policy, b.key)
+    into bucket_keys
+    from (select distinct u.policy collate "C" as policy, u.key collate "C" as key from unnest(policies, keys) as u (policy, key)) as b;
+  select array_agg(p.name order by p.first), array_agg(p.first order by p.first) || cardinality(bucket_keys) + 1
+    into names, first
+    from (select u.policy collate "C" as name, min(u.bucket) as first
+            from unnest(policies, bucket_numbers) as u (policy, bucket)
+           group by 1) as p;
+end;
+$$;
+comment on function ratelimit.numbered(text[], text[], bigint[], text[], bigint[]) is
+  'The policies and buckets of a batch, numbered in order, and how its elements are related.';
+
+-- The order in which the buckets of policies are locked: durable policies first, then by name, as numbered has them. Policies that are
+-- not known have no place in it.
+create or replace function ratelimit.in_locking_order(policies ratelimit.policies[])
+  returns integer[]
+  language plpgsql
+  immutable
+as $$
+begin
+  return array(select p.n
+                 from generate_subscripts(policies, 1) as p (n)
+                where (policies[p.n]).id is not null
+                order by (policies[p.n]).durable desc, p.n);
+end;
+$$;
+comment on function ratelimit.in_locking_order(ratelimit.policies[]) is
+  'The numbers of the policies that are known, in the order in which their buckets are locked.';
 
 -- Reads everything that the requests of a batch are decided by: policies, overrides, buckets and idempotency keys.
 --
 -- The function is STABLE, so all of it is as of one snapshot. If a second statement read the idempotency keys, it could find
 -- one whose tokens the bucket had not lost yet.
 --
--- names are the names of the policies. keys are those of the buckets, in the order of policy; the buckets of policy n are
--- from first[n] to before first[n + 1]. created are the buckets whose rows the caller has just created, which stand for none.
--- buckets, charges and idempotency_keys are parallel to the elements of the batch: the number of the bucket, what is
--- charged to it, and the idempotency key; idempotency_keys is null for none.
+-- names, first, keys, buckets and charges are those of numbered, and idempotency_keys those of the elements; null for none.
+-- created are the buckets whose rows the caller has just created, which stand for none.
 --
 -- policies is parallel to names, and known to the elements: the grant that a live idempotency key remembers. The others are
 -- parallel to the buckets: the policy with the numbers that apply to the key; the level as stored, and when; the level
@@ -6544,11 +7005,11 @@ create or replace function ratelimit.look_at_buckets(
   stable
 as $$
 declare
-  v_now     alias for look_at_buckets.now;
-  v_policy  ratelimit.policies;
-  v_from    integer;
-  v_to      integer;
-  v_found   record;
+  v_policy ratelimit.policies;
+  v_from   integer;
+  v_to     integer;
+  v_read   record;
+  v_found  record;
 begin
   known := array_fill(null::ratelimit.idempotency_keys, array[cardinality(buckets)]);
   for v_n in 1..cardinality(names) loop
@@ -6557,79 +7018,26 @@ begin
     v_from        := first[v_n];
     v_to          := first[v_n + 1] - 1;
     if v_policy.durable is not false then  -- an unknown policy has no buckets
-      select look_at_buckets.levels      || array_agg(coalesce(b.level, microtokens((u.p).capacity)) order by u.n),
-             look_at_buckets.refilled_at || array_agg(coalesce(b.refilled_at, v_now) order by u.n),
-             look_at_buckets.levels_now  || array_agg(case when b.level is null then microtokens((u.p).capacity)
-                                                           else refilled_level(b.level, b.refilled_at, v_now, (u.p).full_level, (u.p).gain, (u.p).every_us, (u.p).tick) end order by u.n),
-             look_at_buckets.has_row     || array_agg(b.level is not null order by u.n),
-             look_at_buckets.numbers     || array_agg(u.p order by u.n)
-        into levels, refilled_at, levels_now, has_row, numbers
-        from (select u.key, u.created, u.n, case when v_policy.overridden then
-                                         coalesce((select overridden(v_policy, o) from overrides as o
-                                                    where o.policy_id = v_policy.id and o.key = u.key collate "C" and o.expires_at > v_now), v_policy)
-                                       else v_policy end as p
-                from unnest(keys[v_from:v_to], created[v_from:v_to]) with ordinality as u (key, created, n)
-              offset 0) as u
-        left join lateral (select b.level, b.refilled_at
-                             from buckets as b
-                            where b.policy_id = v_policy.id
-       and b.key      >= u.key
-       and b.key      <= u.key
-     order by b.key desc
-     limit 1) as b on u.created is not true;
+      v_read := rows_of_buckets(v_policy, keys[v_from:v_to], created[v_from:v_to], now);
     else
-      select look_at_buckets.levels      || array_agg(coalesce(b.level, microtokens((u.p).capacity)) order by u.n),
-             look_at_buckets.refilled_at || array_agg(coalesce(b.refilled_at, v_now) order by u.n),
-             look_at_buckets.levels_now  || array_agg(case when b.level is null then microtokens((u.p).capacity)
-                                                           else refilled_level(b.level, b.refilled_at, v_now, (u.p).full_level, (u.p).gain, (u.p).every_us, (u.p).tick) end order by u.n),
-             look_at_buckets.has_row     || array_agg(b.level is not null order by u.n),
-             look_at_buckets.numbers     || array_agg(u.p order by u.n)
-        into levels, refilled_at, levels_now, has_row, numbers
-        from (select u.key, u.created, u.n, case when v_policy.overridden then
-                                         coalesce((select overridden(v_policy, o) from overrides as o
-                                                    where o.policy_id = v_policy.id and o.key = u.key collate "C" and o.expires_at > v_now), v_policy)
-                                       else v_policy end as p
-                from unnest(keys[v_from:v_to], created[v_from:v_to]) with ordinality as u (key, created, n)
-              offset 0) as u
-        left join lateral (select b.level, b.refilled_at
-                             from ephemeral_buckets as b
-                            where b.policy_id = v_policy.id
-       and b.key      >= u.key
-       and b.key      <= u.key
-     order by b.key desc
-     limit 1) as b on u.created is not true;
+      v_read := rows_of_ephemeral_buckets(v_policy, keys[v_from:v_to], created[v_from:v_to], now);
     end if;
+    numbers     := numbers || v_read.numbers;
+    levels      := levels || v_read.levels;
+    refilled_at := refilled_at || v_read.refilled_at;
+    levels_now  := levels_now || v_read.levels_now;
+    has_row     := has_row || v_read.has_row;
     if idempotency_keys is null then
       continue;
     elsif v_policy.durable is not false then
       for v_found in
-        select u.place, k.granted
-          from unnest(buckets, charges, idempotency_keys) with ordinality as u (bucket, charge, idempotency_key, place)
-         cross join lateral (select row(k.*)::idempotency_keys as granted, k.expires_at
-                               from idempotency_keys as k
-                              where k.policy_id       = v_policy.id
-                                and k.key             = keys[u.bucket] collate "C"
-                                and k.idempotency_key = u.idempotency_key collate "C"
-                             offset 0) as k
-         where u.bucket between v_from and v_to
-           and u.charge > 0
-           and k.expires_at > v_now
+        select k.place, k.granted from live_idempotency_keys(v_policy.id, keys, v_from, v_to, buckets, charges, idempotency_keys, now) as k
       loop
         known[v_found.place] := v_found.granted;
       end loop;
     else
       for v_found in
-        select u.place, k.granted
-          from unnest(buckets, charges, idempotency_keys) with ordinality as u (bucket, charge, idempotency_key, place)
-         cross join lateral (select row(k.*)::idempotency_keys as granted, k.expires_at
-                               from ephemeral_idempotency_keys as k
-                              where k.policy_id       = v_policy.id
-                                and k.key             = keys[u.bucket] collate "C"
-                                and k.idempotency_key = u.idempotency_key collate "C"
-                             offset 0) as k
-         where u.bucket between v_from and v_to
-           and u.charge > 0
-           and k.expires_at > v_now
+        select k.place, k.granted from live_ephemeral_idempotency_keys(v_policy.id, keys, v_from, v_to, buckets, charges, idempotency_keys, now) as k
       loop
         known[v_found.place] := v_found.granted;
       end loop;
@@ -6639,6 +7047,167 @@ end;
 $$;
 comment on function ratelimit.look_at_buckets(text[], integer[], text[], boolean[], integer[], bigint[], text[], timestamptz) is
   'The policies, buckets and idempotency keys of many requests, as of one snapshot.';
+
+-- Decides the requests of a batch one after another, as of one instant. It reads no table and writes none: what it needs stands in
+-- its arguments, and what becomes of buckets and idempotency keys in its answer.
+--
+-- Parallel to the elements: requests, the number of its request; idempotency_keys, null for none; charges, buckets, same, twins and
+-- bad, as of numbered; known, the grant that a live idempotency key remembers. Parallel to the buckets: numbers, the policy with the
+-- numbers that apply; levels and refilled_at, as stored, and after it as they are to be stored; levels_now, the level now.
+--
+-- wanted tells the buckets that are charged. The answers are parallel to the elements: remaining, retry_us, reset_us, capacities,
+-- replayed and shadowed; granted tells of its request whether it is granted, null: refused; charged, whether a bucket is charged for
+-- it; fits, whether its bucket allows it; kept, whether its grant is to be remembered. refused are the elements that have an error,
+-- one for each request; known has the grant that a repeat differs from.
+--
+-- The steps for each request:
+--   1. Each element is refused, replayed, or it fits or not. The first error counts, of arguments before those of the policy, the
+--      repeat and the settlement.
+--   2. If all that count fit, the buckets are charged. The next request sees them so.
+-- Then the answers are worked out, from the buckets as they were after each request.
+create or replace function ratelimit.decide(
+    in    requests bigint[], in idempotency_keys text[], in charges bigint[], in buckets integer[], in same integer[], in twins integer[], in bad boolean[],
+    inout known ratelimit.idempotency_keys[], in numbers ratelimit.policies[], inout levels bigint[], inout refilled_at timestamptz[],
+    in    levels_now bigint[], in now timestamptz,
+    out wanted boolean[], out remaining bigint[], out retry_us bigint[], out reset_us bigint[], out capacities bigint[],
+    out replayed boolean[], out shadowed boolean[], out granted boolean[], out charged boolean[], out fits boolean[], out kept boolean[],
+    out refused integer[])
+  language plpgsql
+  immutable
+as $$
+declare
+  v_count      integer := cardinality(requests);
+  v_none       constant boolean[] := array_fill(null::boolean, array[v_count]);
+  v_start      integer;        -- the first element of a request
+  v_end        integer := 0;   -- the last
+  v_b          integer;        -- the bucket of an element
+  v_earlier    integer;        -- an element of an earlier request
+  v_errors     integer[];      -- by kind of error: the first element that has it
+  v_granted    boolean;
+  v_charged    boolean;
+  v_then_level bigint[]      := array_fill(null::bigint, array[v_count]);       -- parallel to the elements: what the bucket held after the request, ...
+  v_then_at    timestamptz[] := array_fill(null::timestamptz, array[v_count]);  -- ... and when
+begin
+  replayed := v_none;
+  shadowed := v_none;
+  granted  := v_none;
+  charged  := v_none;
+  fits     := v_none;
+  kept     := array_fill(false, array[v_count]);
+  wanted   := array_fill(false, array[cardinality(levels)]);
+  while v_end < v_count loop
+    v_start   := v_end + 1;
+    v_end     := v_start;
+    v_granted := true;
+    v_charged := false;
+    v_errors  := '{}';
+    while requests[v_end + 1] = requests[v_start] loop
+      v_end := v_end + 1;
+    end loop;
+
+    -- 1. Each element.
+    for v_i in v_start..v_end loop
+      v_b := buckets[v_i];
+      if bad[v_i] then
+        v_errors[1] := coalesce(v_errors[1], v_i);
+        continue;
+      elsif numbers[v_b].id is null then
+        v_errors[2] := coalesce(v_errors[2], v_i);
+        continue;
+      end if;
+      if charges[v_i] > 0 and twins[v_i] is not null and known[v_i] is null then
+        -- Granted and remembered by an earlier request of this call? Its own twins come before it.
+        v_earlier := twins[v_i];
+        while v_earlier is not null and not kept[v_earlier] loop
+          v_earlier := twins[v_earlier];
+        end loop;
+        if v_earlier is not null and charges[v_earlier] <> charges[v_i] then
+          known[v_i] := row(null, charges[v_earlier], null, null, null, null, null, idempotency_keys[v_i], null, null, null)::ratelimit.idempotency_keys;
+        elsif v_earlier is not null then
+          replayed[v_i]     := true;
+          v_then_level[v_i] := v_then_level[v_earlier];
+          v_then_at[v_i]    := v_then_at[v_earlier];
+          fits[v_i]         := true;
+          continue;
+        end if;
+      end if;
+      if known[v_i].cost <> charges[v_i] then
+        v_errors[3] := coalesce(v_errors[3], v_i);
+        continue;
+      elsif known[v_i].settled is not null then
+        v_errors[4] := coalesce(v_errors[4], v_i);
+        continue;
+      end if;
+      replayed[v_i] := known[v_i].cost is not null;
+      if replayed[v_i] then
+        fits[v_i] := left_us(known[v_i], now) = 0;  -- a reserved grant may have to wait
+      else
+        fits[v_i] := charges[v_i] = 0 or charges[v_i] <= numbers[v_b].capacity and microtokens(charges[v_i]) <= levels_now[v_b];
+      end if;
+      v_granted := v_granted and (fits[v_i] or numbers[v_b].shadow);
+    end loop;
+    if v_errors <> '{}' then
+      refused := refused || coalesce(v_errors[1], v_errors[2], v_errors[3], v_errors[4]);
+      for v_i in v_start..v_end loop
+        fits[v_i] := null;
+      end loop;
+      continue;
+    end if;
+
+    -- 2. The buckets.
+    for v_i in v_start..v_end loop
+      v_b := buckets[v_i];
+      if v_granted and fits[v_i] and not replayed[v_i] and charges[v_i] > 0 then
+        v_charged := true;
+        if same[v_i] = v_i then
+          if not wanted[v_b] then
+            wanted[v_b]      := true;
+            refilled_at[v_b] := refilled_until(refilled_at[v_b], now, numbers[v_b].tick);
+          end if;
+          levels_now[v_b] := levels_now[v_b] - microtokens(charges[v_i]);
+          levels[v_b]     := levels_now[v_b];
+        end if;
+        kept[v_i] := idempotency_keys[v_i] is not null;
+      end if;
+      shadowed[v_i] := not fits[v_i] and numbers[v_b].shadow;
+      if v_then_level[v_i] is null then
+        v_then_level[v_i] := levels[v_b];
+        v_then_at[v_i]    := refilled_at[v_b];
+      end if;
+    end loop;
+    for v_i in v_start..v_end loop
+      granted[v_i] := v_granted;
+      charged[v_i] := v_charged;
+    end loop;
+  end loop;
+
+  -- The answers.
+  select array_agg(a.remaining order by a.place), array_agg(a.retry_us order by a.place),
+         array_agg(a.reset_us order by a.place), array_agg(a.capacity order by a.place)
+    into remaining, retry_us, reset_us, capacities
+    from (select e.place,
+                 case
+                   when (e.known).cost is not null then (e.known).remaining
+                   else whole_tokens(refilled(e.level, e.refilled_at, decide.now, e.p))
+                 end as remaining,
+                 case
+                   when e.fits or (e.p).shadow then 0
+                   when (e.known).cost is not null then left_us(e.known, decide.now)
+                   when e.charge <= (e.p).capacity then wait_until(microtokens(e.charge), e.level, e.refilled_at, decide.now, e.p)
+                 end as retry_us,
+                 case
+                   when (e.known).cost is not null then microseconds((e.known).reset_after)::bigint
+                   else wait_until((e.p).full_level, e.level, e.refilled_at, decide.now, e.p)
+                 end as reset_us,
+                 coalesce((e.known).capacity, (e.p).capacity) as capacity
+            from (select u.*, numbers[u.bucket] as p, decide.known[u.place] as known
+                    from unnest(decide.buckets, charges, decide.fits, v_then_level, v_then_at)
+                         with ordinality as u (bucket, charge, fits, level, refilled_at, place)
+                  offset 0) as e) as a;
+end;
+$$;
+comment on function ratelimit.decide(bigint[], text[], bigint[], integer[], integer[], integer[], boolean[], ratelimit.idempotency_keys[], ratelimit.policies[], bigint[], timestamptz[], bigint[], timestamptz) is
+  'Decides the requests of a batch one after another, from buckets and idempotency keys as they were read.';
 
 -- Decides requests one after another at one instant, whatever they ask for. The fast path is take; this is the rest.
 --
@@ -6650,17 +7219,22 @@ comment on function ratelimit.look_at_buckets(text[], integer[], text[], boolean
 --   1. Lock the buckets that this round may write, and create their rows. The first round locks none.
 --   2. Read the clock, and then by one snapshot the policies, overrides, buckets and idempotency keys.
 --   3. Decide all requests in order, in memory.
---   4. Write each bucket once, and remove the rows of step 1 that nothing was taken from. The first round writes only new
---      rows. A second round locks the buckets that are wanted if one of them has a row, or if an idempotency key is denied
---      where a row would be created: it may have been granted since, and the row that says so removed. A later round locks
---      all buckets if it wants one that is not locked, or if another session stored an idempotency key first. Each further
---      round is due to another session.
--- If a round that locked rows takes nothing, its locks and rows are rolled back, and the answers stay.
+--   4. Is it to be done so? If nothing is taken, the answers stand, and locks and rows of step 1 are rolled back. The first round
+--      creates rows, and nothing else: if a row is to change, or if an idempotency key is denied where a row would be created (it
+--      may have been granted since, and the row that says so removed), a second round locks the buckets that are wanted. A later
+--      round that wants one that is not locked makes the next one lock all.
+--   5. Write each bucket once, and remember the grants. If another session created a row or stored an idempotency key first, the
+--      next round locks all. Each further round is due to another session.
+--
+-- The private errors, none of which leaves the package:
+--   RL00A  here: rolls back a round, for the next one or for the end.
+--   RL00T  acquire_batch and ratelimit_acquire_all catch it: the fast path is rolled back, and the whole is decided here.
+--   RL00L  acquire_batch catches it: the fast path is rolled back, and begins again with the buckets locked.
 --
 -- All that take from more than one bucket lock them in one order: durable policies first, then by policy and key. To
 -- create a row is part of the order, because an INSERT waits for whoever has the row already. So calls that are
 -- transactions of their own never deadlock. If the caller has charged buckets already (taken), a grant here would break
--- the order: RL00T tells the caller to undo and to ask again.
+-- the order: it is RL00T.
 --
 -- Locks:  the buckets of the requests that are granted; all buckets, if other sessions interfered.
 -- Writes: buckets and idempotency keys of granted requests.
@@ -6670,101 +7244,29 @@ create or replace function ratelimit.decide_in_order(
   language plpgsql
   volatile
 as $$
-
-
-
 declare
-  v_count       integer := cardinality(keys);
-  -- Parallel to the elements.
-  charges       bigint[];       -- what the request charges to the bucket
-  remaining     bigint[];       -- the answers
-  retry_us      bigint[];
-  reset_us      bigint[];
-  capacities    bigint[];
-  replayed      boolean[];
-  shadowed      boolean[];
-  watching      boolean[];      -- the policy is a shadow
-  granted       boolean[];      -- the request is granted; null: refused
-  charged       boolean[];      -- the request charges a bucket
-  v_bucket      integer[];      -- the number of its bucket
-  v_same        integer[];      -- the first element of the request on the same bucket
-  v_twin        integer[];      -- the last element of an earlier request on the same bucket, under the same idempotency key
-  v_bad         boolean[];      -- an argument is out of range
-  v_known       ratelimit.idempotency_keys[];  -- the grant that a live idempotency key remembers
-  v_kept        boolean[];      -- its grant is to be remembered
-  v_fits        boolean[];
-  v_then_level  bigint[];       -- the bucket after the request: what it held, ...
-  v_then_at     timestamptz[];  -- ... and when
-  -- Parallel to each other: the requests that are refused, and their errors.
-  refused        bigint[];
-  error_codes    text[];
-  error_messages text[];
-  error_details  text[];
-  error_hints    text[];
-  -- Parallel to the buckets, which are in the order of policy and key.
-  v_key         text[] collate "C";
-  v_level       bigint[];       -- as stored, until a request is granted
-  v_refilled_at timestamptz[];
-  v_level_now   bigint[];
-  v_has_row     boolean[];
-  v_numbers     ratelimit.policies[];
-  v_wanted      boolean[];      -- a request takes from it
-  v_lock        boolean[];      -- the next round locks it
-  v_created     boolean[];      -- this round has created its row, which stands for none until it is written
-  -- Parallel to the policies, in the order of name.
-  v_names       text[] collate "C";
-  v_first       integer[];      -- the number of its first bucket
-  v_policies    ratelimit.policies[];
-  v_ids         bigint[];
-  v_locked      bigint[];       -- the ids by which this round has locked the buckets
-  v_durable     integer[];      -- the numbers of durable policies
-  v_in_order    integer[];      -- the numbers of all known policies, durable ones first
-
-  v_next        integer;        -- the number of a policy
-  v_policy      ratelimit.policies;
-  v_from        integer;
-  v_to          integer;
+  v_batch       record;             -- the requests, as of numbered
+  v_look        record;             -- what look_at_buckets has read
+  v_verdict     record;             -- what decide has decided
   v_now         timestamptz;
-  v_round       integer := 0;
-  v_start       integer;        -- the first element of a request
-  v_end         integer;        -- the last
-  v_i           integer;
-  v_earlier     integer;
-  v_b           integer;
-  v_refusal     integer[];      -- by kind of error: the first element that has it
-  v_error       record;
-  v_granted     boolean;
-  v_charged     boolean;
-  v_changes     boolean;        -- a row that exists is to change
-  v_misses      boolean;        -- an idempotency key is denied by a bucket that is wanted
-  v_places      bigint[];
+  v_round       integer   := 0;
+  v_lock        boolean[];          -- parallel to the buckets: the next round locks it
+  v_created     boolean[];          -- likewise: this round has created its row
+  v_policies    ratelimit.policies[];  -- parallel to the names: as they were read
+  v_numbers     ratelimit.policies[];  -- parallel to the buckets: the policy with the numbers that apply
+  v_locked      ratelimit.policies[];  -- the policies by which this round has locked
+  v_in_order    integer[];          -- the numbers of the known policies, durable ones first
+  v_policy      ratelimit.policies;
+  v_from        integer;            -- the first bucket of v_policy
+  v_to          integer;            -- the last
+  v_places      bigint[];           -- the elements of v_policy whose grants are to be remembered
   v_written     bigint;
+  v_remembered  boolean;
+  v_over        boolean   := false; -- nothing is taken, and the locks are to be rolled back
   v_packed      ratelimit.packed;
-  v_over        boolean := false;  -- answered, and the locks are to be rolled back
 begin
-  select array_agg(s.bucket::integer order by s.place), array_agg(s.charge order by s.place), array_agg(s.same::integer order by s.place),
-         array_agg(s.twin::integer order by s.place), array_agg(s.bad order by s.place)
-    into v_bucket, charges, v_same, v_twin, v_bad
-    from (select e.place, dense_rank() over (order by e.policy, e.key) as bucket,
-                 least(sum(greatest(e.cost, 0)) over same, 9223372036854775807)::bigint as charge,
-                 min(e.place) over same as same,
-                 case when e.idempotency_key is not null then
-                   max(e.place) over (partition by e.policy, e.key, e.idempotency_key order by e.request
-                                      range between unbounded preceding and 1 preceding)
-                 end as twin,
-                 (acceptable(e.key, e.cost) and is_name(e.policy) and is_name(e.idempotency_key) is not false) is not true as bad
-            from (select u.policy collate "C" as policy, u.key collate "C" as key, u.cost,
-                         u.idempotency_key collate "C" as idempotency_key, u.request, u.place
-                    from unnest(policies, keys, costs, idempotency_keys, requests)
-                         with ordinality as u (policy, key, cost, idempotency_key, request, place)) as e
-          window same as (partition by e.policy, e.key, e.request)) as s;
-  select array_agg(b.key order by b.policy, b.key) into v_key
-    from (select distinct u.policy collate "C" as policy, u.key collate "C" as key from unnest(policies, keys) as u (policy, key)) as b;
-  select array_agg(p.name order by p.first), array_agg(p.first order by p.first) into v_names, v_first
-    from (select u.policy collate "C" as name, min(u.bucket) as first
-            from unnest(policies, v_bucket) as u (policy, bucket)
-           group by 1) as p;
-  v_first := v_first || cardinality(v_key) + 1;
+  v_batch := numbered(policies, keys, costs, idempotency_keys, requests);
+  v_lock  := array_fill(false, array[cardinality(v_batch.bucket_keys)]);
 
   -- A round that is rolled back gives back this lock with all others, and the next one begins with buckets. A migration
   -- locks in the other order: policies first.
@@ -6779,340 +7281,121 @@ begin
               hint    = 'Try again.';
     end if;
     begin
-      v_created := array_fill(false, array[cardinality(v_key)]);
+      -- 1. Lock.
+      v_now     := clock();
+      v_created := array_fill(false, array[cardinality(v_lock)]);
       if v_round > 1 then
-        v_now := clock();
-        foreach v_next in array v_in_order loop
-          v_policy := v_policies[v_next];
-          v_from   := v_first[v_next];
-          v_to     := v_first[v_next + 1] - 1;
+        v_locked   := v_policies;
+        v_in_order := in_locking_order(v_policies);
+        for v_n in 1..coalesce(cardinality(v_in_order), 0) loop
+          v_policy := v_policies[v_in_order[v_n]];
+          v_from   := v_batch.first[v_in_order[v_n]];
+          v_to     := v_batch.first[v_in_order[v_n] + 1] - 1;
           if v_policy.durable then
-            for v_b in 1..cardinality(v_key) loop
-              continue when not v_lock[v_b] or v_b not between v_from and v_to;
-              loop
-                perform from buckets as b
-                  where b.policy_id = v_policy.id
-       and b.key      >= v_key[v_b]
-       and b.key      <= v_key[v_b]
-     order by b.key desc
-     limit 1
-                   for update;
-                exit when found;
-                insert into buckets (policy_id, key, level, refilled_at, due_at)
-                values (v_policy.id, v_key[v_b], microtokens(v_numbers[v_b].capacity), v_now, v_now)
-                on conflict on constraint buckets_pkey do nothing;
-                v_created[v_b] := found;
-                exit when found;
-              end loop;
-            end loop;
+            v_created[v_from:v_to] := lock_buckets(v_policy.id, v_batch.bucket_keys[v_from:v_to], v_lock[v_from:v_to], v_numbers[v_from:v_to], v_now);
           else
-            for v_b in 1..cardinality(v_key) loop
-              continue when not v_lock[v_b] or v_b not between v_from and v_to;
-              loop
-                perform from ephemeral_buckets as b
-                  where b.policy_id = v_policy.id
-       and b.key      >= v_key[v_b]
-       and b.key      <= v_key[v_b]
-     order by b.key desc
-     limit 1
-                   for update;
-                exit when found;
-                insert into ephemeral_buckets (policy_id, key, level, refilled_at, due_at)
-                values (v_policy.id, v_key[v_b], microtokens(v_numbers[v_b].capacity), v_now, v_now)
-                on conflict on constraint ephemeral_buckets_pkey do nothing;
-                v_created[v_b] := found;
-                exit when found;
-              end loop;
-            end loop;
+            v_created[v_from:v_to] := lock_ephemeral_buckets(v_policy.id, v_batch.bucket_keys[v_from:v_to], v_lock[v_from:v_to], v_numbers[v_from:v_to], v_now);
           end if;
         end loop;
       end if;
 
-      v_now         := clock();  -- the locks may have waited
-      v_locked      := v_ids;
-      v_ids         := '{}';
-      v_in_order    := '{}';
-      v_durable     := '{}';
-      select l.policies, l.known, l.numbers, l.levels, l.refilled_at, l.levels_now, l.has_row
-        into v_policies, v_known, v_numbers, v_level, v_refilled_at, v_level_now, v_has_row
-        from look_at_buckets(v_names, v_first, v_key, v_created, v_bucket, charges, idempotency_keys, v_now) as l;
-      for v_part in 1..cardinality(v_names) loop
-        v_policy      := v_policies[v_part];
-        v_ids[v_part] := v_policy.id;
-        if v_policy.durable then  -- durable policies first
-          v_in_order := v_durable || v_part || v_in_order[cardinality(v_durable) + 1:];
-          v_durable  := v_durable || v_part;
-        elsif v_policy.durable is not null then
-          v_in_order := v_in_order || v_part;
-        end if;
-      end loop;
-
-      refused        := null;
-      error_codes    := null;
-      error_messages := null;
-      error_details  := null;
-      error_hints    := null;
-      if v_round > 1 and v_ids is distinct from v_locked then  -- a policy was defined anew since the locks
-        v_lock := array_fill(true, array[cardinality(v_key)]);
+      -- 2. Read. The locks may have waited.
+      v_now      := clock();
+      v_look     := look_at_buckets(v_batch.names, v_batch.first, v_batch.bucket_keys, v_created, v_batch.bucket_numbers, v_batch.charges, idempotency_keys, v_now);
+      v_policies := v_look.policies;
+      v_numbers  := v_look.numbers;
+      if v_round > 1 and exists (select from generate_subscripts(v_policies, 1) as p (n)
+                                  where (v_policies[p.n]).id is distinct from (v_locked[p.n]).id) then
+        -- a policy was defined anew since the locks
+        v_lock := array_fill(true, array[cardinality(v_lock)]);
         raise exception sqlstate 'RL00A';
       end if;
-      v_fits         := array_fill(null::boolean, array[v_count]);
-      replayed       := v_fits;
-      shadowed       := v_fits;
-      watching       := v_fits;
-      granted        := v_fits;
-      charged        := v_fits;
-      v_kept         := array_fill(false, array[v_count]);
-      v_then_level   := array_fill(null::bigint, array[v_count]);
-      v_then_at      := array_fill(null::timestamptz, array[v_count]);
-      v_wanted       := array_fill(false, array[cardinality(v_key)]);
-      v_changes      := false;
-      v_end          := 0;
-      while v_end < v_count loop
-        v_start   := v_end + 1;
-        v_end     := v_start;
-        v_granted := true;
-        v_charged := false;
-        v_refusal := '{}';
-        while requests[v_end + 1] = requests[v_start] loop
-          v_end := v_end + 1;
-        end loop;
 
-        -- Each element: refused, replayed, or does it fit?
-        for v_i in v_start..v_end loop
-          v_b := v_bucket[v_i];
-          if v_bad[v_i] then
-            v_refusal[1] := coalesce(v_refusal[1], v_i);
-            continue;
-          elsif v_numbers[v_b].id is null then
-            v_refusal[2] := coalesce(v_refusal[2], v_i);
-            continue;
-          end if;
-          if charges[v_i] > 0 and v_twin[v_i] is not null and v_known[v_i] is null then
-            -- Granted and remembered by an earlier request of this call? Its own twins come before it.
-            v_earlier := v_twin[v_i];
-            while v_earlier is not null and not v_kept[v_earlier] loop
-              v_earlier := v_twin[v_earlier];
-            end loop;
-            if v_earlier is not null and charges[v_earlier] <> charges[v_i] then
-              v_known[v_i] := row(null, charges[v_earlier], null, null, null, null, null, idempotency_keys[v_i], null, null, null)::ratelimit.idempotency_keys;
-            elsif v_earlier is not null then
-              replayed[v_i]     := true;
-              v_then_level[v_i] := v_then_level[v_earlier];
-              v_then_at[v_i]    := v_then_at[v_earlier];
-              v_fits[v_i]       := true;
-              watching[v_i]     := v_numbers[v_b].shadow;
-              continue;
-            end if;
-          end if;
-          if v_known[v_i].cost <> charges[v_i] then
-            v_refusal[3] := coalesce(v_refusal[3], v_i);
-            continue;
-          elsif v_known[v_i].settled is not null then
-            v_refusal[4] := coalesce(v_refusal[4], v_i);
-            continue;
-          end if;
-          replayed[v_i] := v_known[v_i].cost is not null;
-          watching[v_i] := v_numbers[v_b].shadow;
-          if replayed[v_i] then
-            v_fits[v_i] := left_us(v_known[v_i], v_now) = 0;  -- a reserved grant may have to wait
-          else
-            v_fits[v_i] := charges[v_i] = 0 or charges[v_i] <= v_numbers[v_b].capacity and microtokens(charges[v_i]) <= v_level_now[v_b];
-          end if;
-          v_granted     := v_granted and (v_fits[v_i] or watching[v_i]);
-        end loop;
+      -- 3. Decide.
+      v_verdict := decide(requests, idempotency_keys, v_batch.charges, v_batch.bucket_numbers, v_batch.same, v_batch.twins, v_batch.bad, v_look.known,
+                          v_numbers, v_look.levels, v_look.refilled_at, v_look.levels_now, v_now);
 
-        v_i := coalesce(v_refusal[1], v_refusal[2], v_refusal[3], v_refusal[4]);
-        if v_i is not null then
-          select r.* into v_error
-            from refusal(policies[v_i], keys[v_i], case when v_bad[v_i] then costs[v_i] else charges[v_i] end,
-                         decide_in_order.idempotency_keys[v_i], v_known[v_i]) as r;
-          refused        := refused || requests[v_i];
-          error_codes    := error_codes || v_error.error_code;
-          error_messages := error_messages || v_error.error_message;
-          error_details  := error_details || v_error.error_detail;
-          error_hints    := error_hints || v_error.error_hint;
-          for v_i in v_start..v_end loop
-            granted[v_i] := null;
-            v_fits[v_i]  := null;
-          end loop;
-          continue;
-        end if;
-
-        for v_i in v_start..v_end loop
-          v_b := v_bucket[v_i];
-          if v_granted and v_fits[v_i] and not replayed[v_i] and charges[v_i] > 0 then
-            v_charged := true;
-            if v_same[v_i] = v_i then
-              if not v_wanted[v_b] then
-                v_wanted[v_b] := true;
-                v_changes     := v_changes or v_has_row[v_b];
-                v_refilled_at[v_b] := refilled_until(v_refilled_at[v_b], v_now, v_numbers[v_b].tick);
-              end if;
-              v_level_now[v_b] := v_level_now[v_b] - microtokens(charges[v_i]);
-              v_level[v_b]     := v_level_now[v_b];
-            end if;
-            v_kept[v_i] := decide_in_order.idempotency_keys[v_i] is not null;
-          end if;
-          shadowed[v_i] := not v_fits[v_i] and watching[v_i];
-          if v_then_level[v_i] is null then
-            v_then_level[v_i] := v_level[v_b];
-            v_then_at[v_i]    := v_refilled_at[v_b];
-          end if;
-        end loop;
-        for v_i in v_start..v_end loop
-          granted[v_i] := v_granted;
-          charged[v_i] := v_charged;
-        end loop;
-      end loop;
-
-      -- The answers.
-      select array_agg(a.remaining order by a.place), array_agg(a.retry_us order by a.place),
-             array_agg(a.reset_us order by a.place), array_agg(a.capacity order by a.place)
-        into remaining, retry_us, reset_us, capacities
-        from (select e.place,
-                     case
-                       when (e.known).cost is not null then (e.known).remaining
-                       else whole_tokens(refilled_level(e.level, e.refilled_at, v_now, (e.p).full_level, (e.p).gain, (e.p).every_us, (e.p).tick))
-                     end as remaining,
-                     case
-                       when e.fits or (e.p).shadow then 0
-                       when (e.known).cost is not null then left_us(e.known, v_now)
-                       when e.charge <= (e.p).capacity then wait_for(microtokens(e.charge), e.level, e.refilled_at, v_now, (e.p).every_us, (e.p).tick_us, (e.p).tick_gain, (e.p).round_up)
-                     end as retry_us,
-                     case
-                       when (e.known).cost is not null then microseconds((e.known).reset_after)::bigint
-                       else wait_for((e.p).full_level, e.level, e.refilled_at, v_now, (e.p).every_us, (e.p).tick_us, (e.p).tick_gain, (e.p).round_up)
-                     end as reset_us,
-                     coalesce((e.known).capacity, (e.p).capacity) as capacity
-                from (select u.*, v_numbers[u.bucket] as p, v_known[u.place] as known
-                        from unnest(v_bucket, charges, v_fits, v_then_level, v_then_at)
-                             with ordinality as u (bucket, charge, fits, level, refilled_at, place)
-                      offset 0) as e) as a;
-
-      if not true = any (v_wanted) then  -- nothing to take
+      -- 4. To be done so?
+      if not true = any (v_verdict.wanted) then
         exit rounds when v_round = 1;
         v_over := true;
-        raise exception sqlstate 'RL00A';  -- rolls back to the begin above; caught below, so no caller sees it
-      end if;
-      v_misses := idempotency_keys is not null
-                  and exists (select from unnest(v_bucket, v_fits, idempotency_keys) as u (bucket, fits, idempotency_key)
-                               where not u.fits and u.idempotency_key is not null and v_wanted[u.bucket]);
-      if taken then
-        raise exception sqlstate 'RL00T';
-      elsif v_round = 1 and (v_changes or v_misses) then
-        v_lock := v_wanted;
         raise exception sqlstate 'RL00A';
-      elsif v_round > 1 and exists (select from unnest(v_wanted, v_lock) as u (wanted, locked) where u.wanted and not u.locked) then
-        v_lock := array_fill(true, array[cardinality(v_key)]);
+      elsif taken then
+        raise exception sqlstate 'RL00T';
+      elsif v_round = 1 then
+        if exists (select from unnest(v_verdict.wanted, v_look.has_row) as u (wanted, has_row) where u.wanted and u.has_row)
+           or idempotency_keys is not null
+              and exists (select from unnest(v_batch.bucket_numbers, v_verdict.fits, idempotency_keys) as u (bucket, fits, idempotency_key)
+                           where not u.fits and u.idempotency_key is not null and v_verdict.wanted[u.bucket]) then
+          v_lock := v_verdict.wanted;
+          raise exception sqlstate 'RL00A';
+        end if;
+      elsif exists (select from unnest(v_verdict.wanted, v_lock) as u (wanted, locked) where u.wanted and not u.locked) then
+        v_lock := array_fill(true, array[cardinality(v_lock)]);
         raise exception sqlstate 'RL00A';
       end if;
 
-      foreach v_next in array v_in_order loop
-        v_policy := v_policies[v_next];
-        v_from   := v_first[v_next];
-        v_to     := v_first[v_next + 1] - 1;
-        for v_b in v_from..v_to loop
-          continue when not v_created[v_b] or v_wanted[v_b];
-          if v_policy.durable then
-            delete from buckets as b where b.policy_id = v_policy.id and b.key = v_key[v_b];
-          else
-            delete from ephemeral_buckets as b where b.policy_id = v_policy.id and b.key = v_key[v_b];
-          end if;
-        end loop;
+      -- 5. Write and remember.
+      v_in_order := in_locking_order(v_policies);
+      for v_n in 1..cardinality(v_in_order) loop
+        v_policy := v_policies[v_in_order[v_n]];
+        v_from   := v_batch.first[v_in_order[v_n]];
+        v_to     := v_batch.first[v_in_order[v_n] + 1] - 1;
         if v_round > 1 and v_policy.durable then
-          update buckets as b
-             set level = u.level, refilled_at = u.refilled_at, room = null
-            from unnest(v_key[v_from:v_to], v_level[v_from:v_to], v_refilled_at[v_from:v_to], v_wanted[v_from:v_to])
-                 as u (key, level, refilled_at, wanted)
-           where u.wanted
-             and b.ctid = (select b.ctid
-                             from buckets as b
-                            where b.policy_id = v_policy.id
-       and b.key      >= u.key
-       and b.key      <= u.key
-     order by b.key desc
-     limit 1);
+          v_written := write_buckets(v_policy, v_batch.bucket_keys[v_from:v_to], v_verdict.wanted[v_from:v_to], v_created[v_from:v_to],
+                                     v_verdict.levels[v_from:v_to], v_verdict.refilled_at[v_from:v_to]);
         elsif v_round > 1 then
-          update ephemeral_buckets as b
-             set level = u.level, refilled_at = u.refilled_at, room = null
-            from unnest(v_key[v_from:v_to], v_level[v_from:v_to], v_refilled_at[v_from:v_to], v_wanted[v_from:v_to])
-                 as u (key, level, refilled_at, wanted)
-           where u.wanted
-             and b.ctid = (select b.ctid
-                             from ephemeral_buckets as b
-                            where b.policy_id = v_policy.id
-       and b.key      >= u.key
-       and b.key      <= u.key
-     order by b.key desc
-     limit 1);
+          v_written := write_ephemeral_buckets(v_policy, v_batch.bucket_keys[v_from:v_to], v_verdict.wanted[v_from:v_to], v_created[v_from:v_to],
+                                               v_verdict.levels[v_from:v_to], v_verdict.refilled_at[v_from:v_to]);
         elsif v_policy.durable then
-          insert into buckets (policy_id, key, level, refilled_at, due_at)
-          select v_policy.id, u.key, u.level, u.refilled_at,
-                 u.refilled_at + least(duration(wait_below((u.p).full_level, u.level, 0, (u.p).every_us, (u.p).tick_us, (u.p).tick_gain, (u.p).round_up)),
-                                       interval '24 hours')
-            from (select u.*, v_numbers[v_from + u.n - 1] as p
-                    from unnest(v_key[v_from:v_to], v_level[v_from:v_to], v_refilled_at[v_from:v_to], v_wanted[v_from:v_to], v_has_row[v_from:v_to])
-                         with ordinality as u (key, level, refilled_at, wanted, has_row, n)
-                  offset 0) as u
-           where u.wanted and not u.has_row
-           order by u.key collate "C"
-          on conflict on constraint buckets_pkey do nothing;
+          v_written := create_buckets(v_policy.id, v_batch.bucket_keys[v_from:v_to], v_verdict.wanted[v_from:v_to], v_look.has_row[v_from:v_to],
+                                      v_verdict.levels[v_from:v_to], v_verdict.refilled_at[v_from:v_to], v_numbers[v_from:v_to]);
         else
-          insert into ephemeral_buckets (policy_id, key, level, refilled_at, due_at)
-          select v_policy.id, u.key, u.level, u.refilled_at,
-                 u.refilled_at + least(duration(wait_below((u.p).full_level, u.level, 0, (u.p).every_us, (u.p).tick_us, (u.p).tick_gain, (u.p).round_up)),
-                                       interval '24 hours')
-            from (select u.*, v_numbers[v_from + u.n - 1] as p
-                    from unnest(v_key[v_from:v_to], v_level[v_from:v_to], v_refilled_at[v_from:v_to], v_wanted[v_from:v_to], v_has_row[v_from:v_to])
-                         with ordinality as u (key, level, refilled_at, wanted, has_row, n)
-                  offset 0) as u
-           where u.wanted and not u.has_row
-           order by u.key collate "C"
-          on conflict on constraint ephemeral_buckets_pkey do nothing;
+          v_written := create_ephemeral_buckets(v_policy.id, v_batch.bucket_keys[v_from:v_to], v_verdict.wanted[v_from:v_to], v_look.has_row[v_from:v_to],
+                                                v_verdict.levels[v_from:v_to], v_verdict.refilled_at[v_from:v_to], v_numbers[v_from:v_to]);
         end if;
-        get diagnostics v_written = row_count;
-        if v_written < (select count(*) from unnest(v_wanted[v_from:v_to]) as u (wanted) where u.wanted) then
-          v_lock := array_fill(true, array[cardinality(v_key)]);  -- another session created a row, or the policy anew
+        v_remembered := true;
+        if true = any (v_verdict.kept) then
+          v_places := array(select u.place
+                              from unnest(v_batch.bucket_numbers, v_verdict.kept, v_batch.same) with ordinality as u (bucket, kept, same, place)
+                             where u.kept and u.same = u.place and u.bucket between v_from and v_to
+                             order by u.bucket, u.place);
+          if v_policy.durable and v_places <> '{}' then
+            v_remembered := remember_idempotency_keys(
+              keys, idempotency_keys, v_batch.charges, v_now, false, v_places,
+              array_fill(v_policy.id, array[cardinality(v_places)]), array_fill(v_policy.remember_us, array[cardinality(v_places)]),
+              array(select v_verdict.remaining[p.place] from unnest(v_places) as p (place)),
+              array(select v_verdict.capacities[p.place] from unnest(v_places) as p (place)),
+              array(select v_verdict.reset_us[p.place] from unnest(v_places) as p (place)));
+          elsif v_places <> '{}' then
+            v_remembered := remember_ephemeral_idempotency_keys(
+              keys, idempotency_keys, v_batch.charges, v_now, false, v_places,
+              array_fill(v_policy.id, array[cardinality(v_places)]), array_fill(v_policy.remember_us, array[cardinality(v_places)]),
+              array(select v_verdict.remaining[p.place] from unnest(v_places) as p (place)),
+              array(select v_verdict.capacities[p.place] from unnest(v_places) as p (place)),
+              array(select v_verdict.reset_us[p.place] from unnest(v_places) as p (place)));
+          end if;
+        end if;
+        if v_written < (select count(*) from unnest(v_verdict.wanted[v_from:v_to]) as u (wanted) where u.wanted) or v_remembered is not true then
+          v_lock := array_fill(true, array[cardinality(v_lock)]);
           raise exception sqlstate 'RL00A';
         end if;
       end loop;
-      if true = any (v_kept) then
-        for v_part in 1..cardinality(v_names) loop
-          v_from   := v_first[v_part];
-          v_to     := v_first[v_part + 1] - 1;
-          v_places := array(select u.place
-                              from unnest(v_bucket, v_kept, v_same) with ordinality as u (bucket, kept, same, place)
-                             where u.kept and u.same = u.place and u.bucket between v_from and v_to
-                             order by u.bucket, u.place);
-          continue when v_places = '{}';
-          v_policy := v_policies[v_part];
-          if remember(keys, decide_in_order.idempotency_keys, charges, v_now, not v_policy.durable, false, v_places,
-                      array_fill(v_policy.id, array[cardinality(v_places)]), array_fill(v_policy.remember_us, array[cardinality(v_places)]),
-                      array(select remaining[p.place] from unnest(v_places) as p (place)),
-                      array(select capacities[p.place] from unnest(v_places) as p (place)),
-                      array(select reset_us[p.place] from unnest(v_places) as p (place))) is not true then
-            v_lock := array_fill(true, array[cardinality(v_key)]);
-            raise exception sqlstate 'RL00A';
-          end if;
-        end loop;
-      end if;
       exit rounds;
     exception when sqlstate 'RL00A' then
       exit rounds when v_over;
     end;
   end loop;
 
+  -- 6. The answer.
   select array_agg(elements[a.place]), array_agg(a.remaining), array_agg(a.retry_us), array_agg(a.reset_us), array_agg(a.capacity),
          case when bool_or(a.replayed) then array_agg(a.replayed) end, case when bool_or(a.shadowed) then array_agg(a.shadowed) end
     into v_packed.elements, v_packed.remaining, v_packed.retry_after_us, v_packed.reset_after_us, v_packed.capacity,
          v_packed.replayed, v_packed.shadowed
-    from unnest(remaining, retry_us, reset_us, capacities, replayed, shadowed, granted)
+    from unnest(v_verdict.remaining, v_verdict.retry_us, v_verdict.reset_us, v_verdict.capacities, v_verdict.replayed, v_verdict.shadowed, v_verdict.granted)
          with ordinality as a (remaining, retry_us, reset_us, capacity, replayed, shadowed, granted, place)
    where a.granted is not null;
   if joint then
-    -- The binding element: a shadow only if there is no other, then one of cost 0 only if there is no other, then the
-    -- fewest repeats of its charge, or the longest wait.
     select array_agg(r.request), array_agg(r.granted),
            array_agg(case when r.granted then r.replayed and not r.charged else r.waits end),
            array_agg(r.granted and r.shadowed), array_agg(r.binding::integer)
@@ -7120,19 +7403,22 @@ begin
       from (select a.request, bool_and(a.granted) as granted, bool_or(a.charged) as charged, bool_or(a.replayed) as replayed,
                    bool_or(a.shadowed) as shadowed,
                    bool_and((a.replayed or a.retry_us = 0) is true) as waits,
-                   (min(array[a.watching::integer, (a.cost = 0)::integer,
-                              case when a.granted then repeats(a.remaining, nullif(a.charge, 0)) else -coalesce(a.retry_us, 9223372036854775807) end,
-                              a.place]))[4] - min(a.place) + 1 as binding
-              from unnest(requests, costs, charges, remaining, retry_us, replayed, shadowed, watching, granted, charged)
-                   with ordinality as a (request, cost, charge, remaining, retry_us, replayed, shadowed, watching, granted, charged, place)
+                   (min(binding_rank(v_numbers[a.bucket].shadow, a.cost = 0, a.granted, a.remaining, a.charge, a.retry_us, a.place)))[4]
+                     - min(a.place) + 1 as binding
+              from unnest(requests, costs, v_batch.charges, v_batch.bucket_numbers, v_verdict.remaining, v_verdict.retry_us, v_verdict.replayed,
+                          v_verdict.shadowed, v_verdict.granted, v_verdict.charged)
+                   with ordinality as a (request, cost, charge, bucket, remaining, retry_us, replayed, shadowed, granted, charged, place)
              where a.granted is not null
              group by a.request) as r;
   end if;
-  v_packed.refused        := refused;
-  v_packed.error_codes    := error_codes;
-  v_packed.error_messages := error_messages;
-  v_packed.error_details  := error_details;
-  v_packed.error_hints    := error_hints;
+  if v_verdict.refused is not null then
+    select array_agg(requests[r.place] order by r.place), array_agg(f.error_code order by r.place), array_agg(f.error_message order by r.place),
+           array_agg(f.error_detail order by r.place), array_agg(f.error_hint order by r.place)
+      into v_packed.refused, v_packed.error_codes, v_packed.error_messages, v_packed.error_details, v_packed.error_hints
+      from unnest(v_verdict.refused) as r (place)
+     cross join lateral refusal(policies[r.place], keys[r.place], case when v_batch.bad[r.place] then costs[r.place] else v_batch.charges[r.place] end,
+                                decide_in_order.idempotency_keys[r.place], v_verdict.known[r.place]) as f;
+  end if;
   return v_packed;
 end;
 $$;
@@ -7142,14 +7428,13 @@ comment on function ratelimit.decide_in_order(text[], text[], bigint[], bigint[]
 -- Decides many requests, as if each were asked on its own, one after another. The functions for many requests differ only
 -- in how they take the requests and show the answers; acquire_packed.sql explains the arguments and the results.
 --
--- The fast path is take, for what most requests are: they fit. It is about one policy. A batch of several policies is split
--- into parts, one for each, in the order in which buckets are locked: durable policies first, then by name.
+-- There are two ways. The fast path is for what most requests are: they fit. take.sql charges the buckets of one policy; a batch of
+-- several policies is split into parts, in the order in which buckets are locked: durable policies first, then by name. A request
+-- of several elements is granted only if all its buckets cover what is charged to them. So all are read first, and charged only if
+-- all cover. If another session is at one of them, they are locked before they are charged. If one was changed after it was read,
+-- the fast path is rolled back, and begins again with the locks.
 --
--- A request of several elements is granted only if all its buckets cover what is charged to them. So look reads the buckets
--- first, and take follows only if all of them cover. If another session changes one of them, lock_buckets waits for it
--- before take. If one has changed a bucket after the look, the fast path is rolled back, and begins again with the locks.
---
--- decide_in_order decides what take left of single requests. If it would lock a bucket out of order, or if anything else was
+-- The other way is decide_in_order, for whatever is asked. It decides what the fast path left of single requests. If it would lock a bucket out of order, or if anything else was
 -- not as expected, the fast path is rolled back, and decide_in_order decides the whole batch. The rollback needs a
 -- subtransaction, which begins with every fast path.
 --
@@ -7157,7 +7442,7 @@ comment on function ratelimit.decide_in_order(text[], text[], bigint[], bigint[]
 -- nothing.
 --
 -- The settings of this function are for all statements about many buckets: also those of the functions in
--- take.sql, keys.sql and decide_in_order.sql, which nobody else calls.
+-- take.sql, rows.sql, remember.sql and decide_in_order.sql, which nobody else calls.
 create or replace function ratelimit.acquire_batch(
     policies text[], keys text[], costs bigint[], sizes integer[], idempotency_keys text[])
   returns ratelimit.packed
@@ -7178,6 +7463,7 @@ declare
   v_requests bigint[];  -- for each element, the number of its request; null without sizes: its own number
   v_misfits  bigint[];  -- requests of a size that is refused
   v_policy   policies;  -- that of all elements, or of a part
+  v_asked    record;
   v_parts    part[];    -- the batch by policy; null if all elements have one
   v_seen     record;
   v_row_ids  tid[];
@@ -7193,44 +7479,15 @@ declare
   v_shadows  boolean[];
   v_left     bigint[];  -- the other elements
   v_answers  packed;
-  v_i        integer;
 begin
   if (array_dims(policies) = '[1:' || v_count || ']' and array_dims(keys) = array_dims(policies)
       and (costs is null or array_dims(costs) = array_dims(policies)) and sizes is null
       and (idempotency_keys is null or array_dims(idempotency_keys) = array_dims(policies))) is not true then
-    perform check_length('policies', v_count, v_count);
-    perform check_length('keys', cardinality(keys), v_count);
-    perform check_length('costs', coalesce(cardinality(costs), v_count), v_count);
-    if sizes is null then
-      perform check_length('idempotency_keys', coalesce(cardinality(idempotency_keys), v_count), v_count);
-    else
-      perform check_sizes(sizes, v_count, cardinality(idempotency_keys));
-    end if;
-    if (is_list(policies) and is_list(keys) and is_list(costs) is not false and is_list(sizes) is not false
-        and is_list(idempotency_keys) is not false) is not true then
-      -- Subscripts are to count from 1.
-      policies         := array(select unnest(policies));
-      keys             := array(select unnest(keys));
-      costs            := case when costs is not null then array(select unnest(acquire_batch.costs)) end;
-      sizes            := case when sizes is not null then array(select unnest(acquire_batch.sizes)) end;
-      idempotency_keys := case when idempotency_keys is not null then array(select unnest(acquire_batch.idempotency_keys)) end;
-    end if;
-  end if;
-  if costs is null then
+    select f.policies, f.keys, f.costs, f.sizes, f.idempotency_keys, f.requests, f.misfits
+      into policies, keys, costs, sizes, idempotency_keys, v_requests, v_misfits
+      from batch_form(policies, keys, costs, sizes, idempotency_keys) as f;
+  elsif costs is null then
     costs := array_fill(1::bigint, array[v_count]);
-  end if;
-  if sizes is not null then
-    select array_agg(u.request),
-           case when acquire_batch.idempotency_keys is not null then array_agg(acquire_batch.idempotency_keys[u.request]) end
-      into v_requests, idempotency_keys
-      from (select u.request, generate_series(1, u.size) from unnest(acquire_batch.sizes) with ordinality as u (size, request)) as u;
-    if 1 > any (sizes) or 1000 < any (sizes) then  -- without a cost, the elements are refused
-      v_misfits := array(select u.request
-                           from unnest(acquire_batch.sizes) with ordinality as u (size, request)
-                          where u.size not between 1 and 1000);
-      costs     := array(select case when v_requests[u.element] <> all (v_misfits) then u.cost end
-                           from unnest(costs) with ordinality as u (cost, element));
-    end if;
   end if;
 
   loop
@@ -7239,37 +7496,29 @@ begin
         v_now := clock();
         if sizes is null and policies[1] collate "C" = all (policies) then
           select p.* into v_policy from policies as p where p.name = acquire_batch.policies[1] collate "C";
-          v_taken := take(v_policy, keys, costs, null, null, v_now);
+          if v_policy.durable then
+            v_taken := take_from_buckets(v_policy, keys, costs, null, null, v_now);
+          else
+            v_taken := take_from_ephemeral_buckets(v_policy, keys, costs, null, null, v_now);
+          end if;
           if cardinality(v_taken.places) = v_count and idempotency_keys is null then  -- so end most batches
             return (v_taken.places, v_taken.remaining, array_fill(0::bigint, array[v_count]), v_taken.reset_us,
                     coalesce(v_taken.capacities, array_fill(v_policy.capacity, array[v_count])), null, null,
                     null, null, null, null, null, null, null, null, null, null)::packed;
           end if;
         else
-          -- The rows come in the order of key, and asked is in this order, too. A request that names a bucket twice is left to
-          -- decide_in_order, which answers both elements with the sum.
-          select coalesce(array_agg(row(p, s.asked, null)::part order by p.durable desc, p.name), '{}'),
-                 sizes is null or (sum(s.size) = v_count and not bool_or(s.twice)) is true
-            into v_parts, v_covered
-            from (select a.policy, array_agg(row(a.key, a.wanted, a.places, a.size)::asked) as asked, sum(a.size) as size,
-                         bool_or(sizes is not null and a.size > 1
-                                 and a.size > (select count(distinct v_requests[u.place]) from unnest(a.places) as u (place))) as twice
-                    from (select e.policy, e.key, least(sum(e.cost), 9000000000001) * 1000000 as wanted,
-                     array_agg(e.place) as places, count(*) as size
-                from (select u.policy collate "C" as policy, u.key collate "C" as key, u.place,
-                             case when u.cost between 1 and 2147483647 then u.cost::integer end as cost
-                        from unnest(policies, keys, costs)
-                             with ordinality as u (policy, key, cost, place)
-                       order by u.policy collate "C", u.key collate "C", u.place) as e
-               group by e.policy, e.key
-              having count(e.cost) = count(*)
-               order by e.policy, e.key) as a
-                   group by a.policy) as s
-            join policies as p on p.name = s.policy;
+          v_asked   := parts_of(policies, keys, costs, v_requests);
+          v_parts   := v_asked.parts;
+          v_covered := sizes is null or (v_asked.size = v_count and not v_asked.twice) is true;
         end if;
         if sizes is not null and v_covered then
           for v_n in 1..cardinality(v_parts) loop
-            v_seen    := look((v_parts[v_n]).policy, (v_parts[v_n]).asked, v_now);
+            v_policy := (v_parts[v_n]).policy;
+            if v_policy.durable then
+              v_seen := covered_in_buckets(v_policy, (v_parts[v_n]).asked, v_now);
+            else
+              v_seen := covered_in_ephemeral_buckets(v_policy, (v_parts[v_n]).asked, v_now);
+            end if;
             v_covered := v_seen.row_ids is not null;
             exit when not v_covered;
             v_lock    := v_lock or v_seen.contended;
@@ -7277,7 +7526,12 @@ begin
           end loop;
           if v_covered and v_lock then
             for v_n in 1..cardinality(v_parts) loop
-              v_row_ids := lock_buckets((v_parts[v_n]).policy, (v_parts[v_n]).asked);
+              v_policy := (v_parts[v_n]).policy;
+              if v_policy.durable then
+                v_row_ids := lock_asked_of_buckets(v_policy, (v_parts[v_n]).asked);
+              else
+                v_row_ids := lock_asked_of_ephemeral_buckets(v_policy, (v_parts[v_n]).asked);
+              end if;
               if v_row_ids is null then
                 raise exception sqlstate 'RL00T';  -- rolls back to the begin above; caught below, so no caller sees it
               end if;
@@ -7294,7 +7548,11 @@ begin
           for v_n in 1..coalesce(cardinality(v_parts), 1) loop
             if v_parts is not null then
               v_policy := (v_parts[v_n]).policy;
-              v_taken  := take(v_policy, keys, costs, (v_parts[v_n]).asked, (v_parts[v_n]).row_ids, v_now);
+              if v_policy.durable then
+                v_taken := take_from_buckets(v_policy, keys, costs, (v_parts[v_n]).asked, (v_parts[v_n]).row_ids, v_now);
+              else
+                v_taken := take_from_ephemeral_buckets(v_policy, keys, costs, (v_parts[v_n]).asked, (v_parts[v_n]).row_ids, v_now);
+              end if;
             end if;
             continue when v_taken.places is null;
             v_taken.capacities := coalesce(v_taken.capacities, array_fill(v_policy.capacity, array[cardinality(v_taken.places)]));
@@ -7305,11 +7563,16 @@ begin
             if sizes is not null then
               v_shadows := v_shadows || array_fill(v_policy.shadow, array[cardinality(v_taken.places)]);
             end if;
-            if idempotency_keys is not null then
-              v_kept := v_kept and remember(keys, idempotency_keys, costs, v_now, not v_policy.durable, true, v_taken.places,
-                                            array_fill(v_policy.id, array[cardinality(v_taken.places)]),
-                                            array_fill(v_policy.remember_us, array[cardinality(v_taken.places)]),
-                                            v_taken.remaining, v_taken.capacities, v_taken.reset_us);
+            if idempotency_keys is not null and v_policy.durable then
+              v_kept := v_kept and remember_idempotency_keys(
+                keys, idempotency_keys, costs, v_now, true, v_taken.places,
+                array_fill(v_policy.id, array[cardinality(v_taken.places)]), array_fill(v_policy.remember_us, array[cardinality(v_taken.places)]),
+                v_taken.remaining, v_taken.capacities, v_taken.reset_us);
+            elsif idempotency_keys is not null then
+              v_kept := v_kept and remember_ephemeral_idempotency_keys(
+                keys, idempotency_keys, costs, v_now, true, v_taken.places,
+                array_fill(v_policy.id, array[cardinality(v_taken.places)]), array_fill(v_policy.remember_us, array[cardinality(v_taken.places)]),
+                v_taken.remaining, v_taken.capacities, v_taken.reset_us);
             end if;
           end loop;
           if sizes is not null and coalesce(cardinality(v_places), 0) < v_count then
@@ -7352,11 +7615,10 @@ begin
     return (v_places, v_remaining, array_fill(0::bigint, array[v_count]), v_reset_us, v_capacity, null, null,
             null, null, null, null, null, null, null, null, null, null)::packed;
   elsif cardinality(v_places) = v_count then
-    -- The binding element of a grant, as at the end of decide_in_order.
     select array_agg(r.request), array_agg(r.binding::integer)
       into v_answers.requests, v_answers.bindings
       from (select v_requests[u.place] as request,
-                   (min(array[u.shadow::integer, u.remaining / acquire_batch.costs[u.place], u.place]))[3] - min(u.place) + 1 as binding
+                   (min(binding_rank(u.shadow, false, true, u.remaining, acquire_batch.costs[u.place], 0, u.place)))[4] - min(u.place) + 1 as binding
               from unnest(v_places, v_remaining, v_shadows) as u (place, remaining, shadow)
              group by 1) as r;
     v_answers := (v_places, v_remaining, array_fill(0::bigint, array[v_count]), v_reset_us, v_capacity, null, null,
@@ -7374,14 +7636,9 @@ begin
     v_left    := array(select generate_series(1, v_count));
     v_answers := decide_in_order(policies, keys, costs, coalesce(v_requests, v_left), idempotency_keys, v_left, sizes is not null, false);
   end if;
-  for v_misfit in 1..coalesce(cardinality(v_misfits), 0) loop
-    v_i := coalesce(array_position(v_answers.refused, v_misfits[v_misfit]), coalesce(cardinality(v_answers.refused), 0) + 1);
-    v_answers.refused[v_i]        := v_misfits[v_misfit];
-    v_answers.error_codes[v_i]    := '22023';
-    v_answers.error_messages[v_i] := 'invalid sizes';
-    v_answers.error_details[v_i]  := format('Request %s has %s elements.', v_misfits[v_misfit], sizes[v_misfits[v_misfit]]);
-    v_answers.error_hints[v_i]    := 'Pass 1 to 1000 elements for each request.';
-  end loop;
+  if v_misfits is not null then
+    v_answers := with_misfits(v_answers, sizes, v_misfits);
+  end if;
   return v_answers;
 end;
 $$;
@@ -7436,7 +7693,8 @@ create or replace function ratelimit_acquire_all(
   set plan_cache_mode = force_generic_plan  -- as in acquire_batch
   set enable_seqscan = off  -- as in ratelimit_acquire
   set jit = off             -- as in acquire_batch
-as $$declare
+as $$
+declare
   v_count       integer := cardinality(policies);
   v_simple      boolean := false;  -- the steps above decide the request
   v_order       integer[];   -- the elements in the order of policy and key, durable policies first
@@ -7444,7 +7702,7 @@ as $$declare
   v_keys        text[];      -- likewise
   v_costs       bigint[];    -- likewise; 0 for what is not charged
   v_enough      boolean;     -- the buckets cover by their stored levels
-  v_rows        boolean;     -- the buckets that cover have rows
+  v_rows        boolean;     -- all buckets have rows
   v_n           integer;
   v_policy      policies;
   v_override    overrides;
@@ -7457,12 +7715,10 @@ as $$declare
   v_expires_at  timestamptz;
   v_retry_us    bigint;
   v_reset_us    bigint;
-  v_has_row     boolean;
-  v_rank        bigint;
+  v_rank        bigint;      -- of an element: the least one binds, as of binding_rank; shadows rank above all others
   v_least       bigint;
   v_idempotency_key text collate "C";
-  v_first       record;
-  v_batch       packed;
+  v_decision    decision;
 begin
   if (v_count between 1 and 1000) is not true then
     perform check_length('policies', v_count, v_count);
@@ -7474,8 +7730,10 @@ begin
       into v_order, v_sorted, v_keys, v_costs, v_enough
       from (select u.n, p as policy, u.key, u.cost,
                    case when u.cost between 1 and p.capacity and not p.overridden then
-                     case when p.durable then (select b.level from buckets as b where b.policy_id = p.id and b.key = u.key collate "C") else (select b.level from ephemeral_buckets as b where b.policy_id = p.id and b.key = u.key collate "C") end
-                     >= microtokens(u.cost)
+                     case
+                       when p.durable then (select b.level from buckets as b where b.policy_id = p.id and b.key = u.key collate "C")
+                       else (select b.level from ephemeral_buckets as b where b.policy_id = p.id and b.key = u.key collate "C")
+                     end >= microtokens(u.cost)
                    end as covers
               from unnest(policies, keys, coalesce(costs, array_fill(1::bigint, array[v_count]))) with ordinality as u (policy, key, cost, n)
               left join policies as p on p.name = u.policy collate "C"
@@ -7507,90 +7765,61 @@ begin
         v_simple := (v_policy.id is not null and acceptable(v_key, v_cost) and v_cost > 0) is true;
         exit when not v_simple;
         if v_policy.overridden then
-          select o.* into v_override
-      from overrides as o
-     where o.policy_id  = v_policy.id
-       and o.key        = v_key
-       and o.expires_at > v_now;
-    if found then
-      v_policy := overridden(v_policy, v_override);
-    end if;
+          select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
+          if found then
+            v_policy := with_override(v_policy, v_override);
+          end if;
           v_sorted[v_i] := v_policy;
         end if;
         if v_policy.durable then
-          select refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
-           case
-             when v_cost = 0 then 0::bigint
-             when v_cost <= v_policy.capacity then wait_for(microtokens(v_cost), b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
-           end,
-           wait_for(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
-      into v_level, v_retry_us, v_reset_us
-      from buckets as b
-     where b.policy_id = v_policy.id
-       and b.key       = v_key;
-    v_has_row := found;
-    if not v_has_row then  -- full
-      v_level    := microtokens(v_policy.capacity);
-      v_retry_us := case when v_cost <= v_policy.capacity or v_cost = 0 then 0::bigint end;
-      v_reset_us := 0;
-    end if;
-
+          select refilled(b.level, b.refilled_at, v_now, v_policy),
+                 case when v_cost <= v_policy.capacity then wait_until(microtokens(v_cost), b.level, b.refilled_at, v_now, v_policy) end,
+                 wait_until(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy)
+            into v_level, v_retry_us, v_reset_us
+            from buckets as b
+           where b.policy_id = v_policy.id
+             and b.key       = v_key;
         else
-          select refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
-           case
-             when v_cost = 0 then 0::bigint
-             when v_cost <= v_policy.capacity then wait_for(microtokens(v_cost), b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
-           end,
-           wait_for(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
-      into v_level, v_retry_us, v_reset_us
-      from ephemeral_buckets as b
-     where b.policy_id = v_policy.id
-       and b.key       = v_key;
-    v_has_row := found;
-    if not v_has_row then  -- full
-      v_level    := microtokens(v_policy.capacity);
-      v_retry_us := case when v_cost <= v_policy.capacity or v_cost = 0 then 0::bigint end;
-      v_reset_us := 0;
-    end if;
-
+          select refilled(b.level, b.refilled_at, v_now, v_policy),
+                 case when v_cost <= v_policy.capacity then wait_until(microtokens(v_cost), b.level, b.refilled_at, v_now, v_policy) end,
+                 wait_until(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy)
+            into v_level, v_retry_us, v_reset_us
+            from ephemeral_buckets as b
+           where b.policy_id = v_policy.id
+             and b.key       = v_key;
+        end if;
+        if not found then  -- full
+          v_rows     := false;
+          v_level    := microtokens(v_policy.capacity);
+          v_retry_us := case when v_cost <= v_policy.capacity then 0::bigint end;
+          v_reset_us := 0;
         end if;
         if v_idempotency_key is not null then
           if v_policy.durable then
-            select k.* into v_first
-          from idempotency_keys as k
-         where k.policy_id       = v_policy.id
-           and k.key             = v_key
-           and k.idempotency_key = v_idempotency_key;
+            v_simple := not exists (select from idempotency_keys as k
+                                     where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key);
           else
-            select k.* into v_first
-          from ephemeral_idempotency_keys as k
-         where k.policy_id       = v_policy.id
-           and k.key             = v_key
-           and k.idempotency_key = v_idempotency_key;
+            v_simple := not exists (select from ephemeral_idempotency_keys as k
+                                     where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key);
           end if;
-          v_simple := v_first.cost is null;
           exit when not v_simple;
         end if;
         if v_retry_us = 0 then
-          v_rows         := v_rows and v_has_row;
           decisions[v_n] := answer_of(v_level, v_retry_us, v_reset_us, v_policy.capacity);
+          continue;
         elsif v_policy.shadow then
           shadowed       := true;
           decisions[v_n] := shadow_of(v_level, v_reset_us, v_policy.capacity);
           v_costs[v_i]   := 0;
-          v_rank := v_policy.shadow::integer * 20000000000000 + repeats(decisions[v_n].remaining, v_cost);
-          if v_least is null or v_rank < v_least or v_rank = v_least and v_n < binding then
-            v_least := v_rank;
-            binding := v_n;
-          end if;
+          v_rank         := 20000000000000 + repeats(decisions[v_n].remaining, v_cost);
         else
           allowed        := false;
           decisions[v_n] := answer_of(v_level, v_retry_us, v_reset_us, v_policy.capacity);
-          v_rank := v_policy.shadow::integer * 20000000000000 + -coalesce(v_retry_us, 9223372036854775807);
-          if v_least is null or v_rank < v_least or v_rank = v_least and v_n < binding then
-            v_least := v_rank;
-            binding := v_n;
-          end if;
+          v_rank         := -coalesce(v_retry_us, 9223372036854775807);
+        end if;
+        if v_least is null or v_rank < v_least or v_rank = v_least and v_n < binding then
+          v_least := v_rank;
+          binding := v_n;
         end if;
       end loop;
       v_simple := v_simple and (v_rows or not allowed);
@@ -7607,45 +7836,43 @@ begin
         v_wanted := microtokens(v_cost);
         if v_policy.durable then
           update buckets as b
-           set level       = refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) - v_wanted,
-               refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
-               room        = null
-         where b.policy_id = v_policy.id
-           and b.key       = v_key
-           and refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_wanted
-        returning b.level, b.refilled_at into v_level, v_refilled_at;
+             set level       = refilled(b.level, b.refilled_at, v_now, v_policy) - v_wanted,
+                 refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
+                 room        = null
+           where b.policy_id = v_policy.id
+             and b.key       = v_key
+             and refilled(b.level, b.refilled_at, v_now, v_policy) >= v_wanted
+          returning b.level, b.refilled_at into v_level, v_refilled_at;
         else
           update ephemeral_buckets as b
-           set level       = refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) - v_wanted,
-               refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
-               room        = null
-         where b.policy_id = v_policy.id
-           and b.key       = v_key
-           and refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_wanted
-        returning b.level, b.refilled_at into v_level, v_refilled_at;
+             set level       = refilled(b.level, b.refilled_at, v_now, v_policy) - v_wanted,
+                 refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
+                 room        = null
+           where b.policy_id = v_policy.id
+             and b.key       = v_key
+             and refilled(b.level, b.refilled_at, v_now, v_policy) >= v_wanted
+          returning b.level, b.refilled_at into v_level, v_refilled_at;
         end if;
         if not found then
           raise exception sqlstate 'RL00T';  -- rolls back to the begin above; caught below, so no caller sees it
         end if;
-        v_reset_us     := wait_below(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
+        v_reset_us     := short_wait(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy);
         decisions[v_n] := grant_of(v_level, v_reset_us, v_policy.capacity);
-        v_rank := v_policy.shadow::integer * 20000000000000 + v_level / v_wanted;
-          if v_least is null or v_rank < v_least or v_rank = v_least and v_n < binding then
-            v_least := v_rank;
-            binding := v_n;
-          end if;
+        v_rank         := v_policy.shadow::integer * 20000000000000 + v_level / v_wanted;
+        if v_least is null or v_rank < v_least or v_rank = v_least and v_n < binding then
+          v_least := v_rank;
+          binding := v_n;
+        end if;
         if v_idempotency_key is not null then
           v_expires_at := v_now + duration(v_policy.remember_us);
           if v_policy.durable then
-      insert into idempotency_keys as k
-             (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
-      values (v_policy.id, v_key, v_idempotency_key, v_cost,
-              tokens_above_debt(v_level), duration(v_reset_us), v_policy.capacity, v_expires_at);
+            insert into idempotency_keys
+                   (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
+            values (v_policy.id, v_key, v_idempotency_key, v_cost, tokens_above_debt(v_level), duration(v_reset_us), v_policy.capacity, v_expires_at);
           else
-      insert into ephemeral_idempotency_keys as k
-             (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
-      values (v_policy.id, v_key, v_idempotency_key, v_cost,
-              tokens_above_debt(v_level), duration(v_reset_us), v_policy.capacity, v_expires_at);
+            insert into ephemeral_idempotency_keys
+                   (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
+            values (v_policy.id, v_key, v_idempotency_key, v_cost, tokens_above_debt(v_level), duration(v_reset_us), v_policy.capacity, v_expires_at);
           end if;
         end if;
       end loop;
@@ -7657,26 +7884,43 @@ begin
   end loop;
 
   if not v_simple then
-    v_batch := acquire_batch(policies, keys, costs, array[v_count], case when idempotency_key is not null then array[idempotency_key] end);
-    if v_batch.refused is not null then
-      raise exception using errcode = v_batch.error_codes[1], message = v_batch.error_messages[1],
-                            detail  = v_batch.error_details[1], hint = v_batch.error_hints[1];
-    end if;
-    allowed   := v_batch.requests_allowed[1];
-    replayed  := v_batch.requests_replayed[1];
-    shadowed  := v_batch.requests_shadowed[1];
-    binding   := v_batch.bindings[1];
-    decisions := decisions_of(v_batch.elements, v_batch.remaining, v_batch.retry_after_us, v_batch.reset_after_us, v_batch.capacity,
-                              v_batch.replayed, v_batch.shadowed);
+    select b.* into allowed, replayed, shadowed, binding, decisions
+      from acquire_all_in_batch(policies, keys, costs, idempotency_key) as b;
   end if;
-  remaining   := decisions[binding].remaining;
-  retry_after := case when allowed then interval '0' else decisions[binding].retry_after end;
-  reset_after := decisions[binding].reset_after;
-  capacity    := decisions[binding].capacity;
+  v_decision  := decisions[binding];
+  remaining   := v_decision.remaining;
+  retry_after := case when allowed then interval '0' else v_decision.retry_after end;
+  reset_after := v_decision.reset_after;
+  capacity    := v_decision.capacity;
 end;
 $$;
 comment on function ratelimit_acquire_all(text[], text[], bigint[], text) is
   'Take from several buckets if every one covers its cost, and otherwise from none.';
+
+-- ratelimit_acquire_all as a batch of one request.
+create or replace function ratelimit.acquire_all_in_batch(
+    in  policies text[], in keys text[], in costs bigint[], in idempotency_key text,
+    out allowed boolean, out replayed boolean, out shadowed boolean, out binding integer, out decisions ratelimit.decision[])
+  language plpgsql
+  volatile
+as $$
+declare
+  v_batch ratelimit.packed := acquire_batch(policies, keys, costs, array[cardinality(policies)], case when idempotency_key is not null then array[idempotency_key] end);
+begin
+  if v_batch.refused is not null then
+    raise exception using errcode = v_batch.error_codes[1], message = v_batch.error_messages[1],
+                          detail  = v_batch.error_details[1], hint = v_batch.error_hints[1];
+  end if;
+  allowed   := v_batch.requests_allowed[1];
+  replayed  := v_batch.requests_replayed[1];
+  shadowed  := v_batch.requests_shadowed[1];
+  binding   := v_batch.bindings[1];
+  decisions := decisions_of(v_batch.elements, v_batch.remaining, v_batch.retry_after_us, v_batch.reset_after_us, v_batch.capacity,
+                            v_batch.replayed, v_batch.shadowed);
+end;
+$$;
+comment on function ratelimit.acquire_all_in_batch(text[], text[], bigint[], text) is
+  'What ratelimit_acquire_all does, as a batch of one request.';
 
 -- Decides many requests in one call, as if each were acquired on its own, one after another; row n answers
 -- request n. Within a bucket, requests are decided in the order given. Requests on different buckets do not
@@ -7810,191 +8054,131 @@ comment on function ratelimit_acquire_packed(text[], text[], bigint[], integer[]
 
 
 -- Guards, which raise where the functions above answer with a denial.
--- ratelimit_acquire for functions of this package, which do not depend on the schema of the public ones.
-create or replace function ratelimit.acquire(policy text, key text, cost bigint, idempotency_key text)
+-- The steps of ratelimit_acquire for functions of this package, which know the policy, and do not depend on the schema of the public
+-- functions.
+create or replace function ratelimit.acquire(v_policy ratelimit.policies, key text, cost bigint, idempotency_key text)
   returns ratelimit.decision
   language plpgsql
   volatile
 as $$
-declare
-  v_policy          ratelimit.policies;  -- in: the policy, with the numbers that apply to the key
-  v_override        ratelimit.overrides;  -- inner: the override of the key
-  v_key             text collate "C" := acquire.key;  -- in: the bucket's key
-  v_cost            alias for acquire.cost;  -- in: tokens that the request asks for
-  v_now             timestamptz;  -- in/out: the instant of the answer; what may wait reads the clock again
-  v_has_row         boolean;      -- out: the bucket has a row; a bucket without a row is full
-  v_level           bigint;       -- out: microtokens in the bucket
-  v_reset_us        bigint;       -- out: microseconds until the bucket is full; null: never
-  v_retry_us        bigint;       -- out: microseconds until the bucket holds v_cost; null: never; of no meaning after a grant
-  v_idempotency_key text collate "C" := acquire.idempotency_key;  -- in: null for none
-  v_first           ratelimit.idempotency_keys;  -- out: the grant that is remembered under the idempotency key
-  v_refilled_at     timestamptz;  -- inner: the instant at which the row says that the bucket held v_level
-  v_again           ratelimit.policies;  -- inner: the policy, read again
-  v_wanted          bigint;       -- in/out: v_cost in microtokens, or 0 if nothing can be taken
-  v_due_at          timestamptz;  -- inner: when clean-up looks at a new bucket
-  v_expires_at      timestamptz;  -- inner: when the idempotency key is forgotten
-  v_round           integer;      -- inner: the rounds that took nothing and denied nothing; null is none
 begin
-  if not acceptable(v_key, v_cost) or v_idempotency_key is not null then  -- inlined; the call of check_request raises the error
-    if (acceptable(v_key, v_cost) and is_name(v_idempotency_key)) is not true then
-      perform check_request(policy, v_key, v_cost, v_idempotency_key);
-    end if;
-    if v_cost = 0 then
-      v_idempotency_key := null;  -- nothing is granted, so nothing is remembered
-    end if;
+  if not v_policy.durable then
+    return acquire_ephemeral(v_policy, key, cost, idempotency_key);
   end if;
-  select p.* into v_policy from policies as p where p.name = acquire.policy collate "C";
-  if not found then
-    perform check_name('policy', policy);
-    perform unknown_policy(policy);
-  end if;
+  declare
+    v_key             text collate "C" := key;
+    v_cost            alias for cost;
+    v_idempotency_key text collate "C" := idempotency_key;
+    v_now             timestamptz := clock();
+    v_wanted          bigint;       -- cost in microtokens; 0 if nothing can be taken
+    v_level           bigint;       -- microtokens in the bucket
+    v_refilled_at     timestamptz;  -- when the bucket held v_level
+    v_retry_us        bigint;       -- microseconds until the bucket holds cost; null: never
+    v_reset_us        bigint;       -- microseconds until the bucket is full; null: never
+    v_has_row         boolean;      -- a bucket without a row is full
+    v_first           ratelimit.idempotency_keys;  -- the grant that is remembered under the idempotency key
+    v_rounds          integer;
+    v_override        ratelimit.overrides;
+  begin
+    if v_policy.overridden then
+      select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
+      if found then
+        v_policy := with_override(v_policy, v_override);
+      end if;
+    end if;
+    v_wanted := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
 
-  v_now := clock();
-  if v_policy.overridden then
-    select o.* into v_override
-      from overrides as o
-     where o.policy_id  = v_policy.id
-       and o.key        = v_key
-       and o.expires_at > v_now;
-    if found then
-      v_policy := overridden(v_policy, v_override);
-    end if;
-  end if;
-  v_wanted := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
-  if v_policy.durable then
+    -- 1. The idempotency key. Its expiry is compared after the row is found: in WHERE, a planner without statistics might
+    --    choose the index of expires_at.
     if v_idempotency_key is not null then
       select k.* into v_first
-          from idempotency_keys as k
-         where k.policy_id       = v_policy.id
-           and k.key             = v_key
-           and k.idempotency_key = v_idempotency_key;
-        if v_first.expires_at > v_now then
-          if (v_first).cost <> v_cost or (v_first).settled is not null then
-            perform check_repeated_cost(v_first, v_cost);
-            perform already_settled(v_first);
-          end if;
-          if v_first.ready_at > v_now then
-            return replay_at(v_first, v_now, v_policy.shadow);
-          end if;
-          return replay_of(v_first);
-        end if;
+        from idempotency_keys as k
+       where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
+      if v_first.expires_at > v_now then
+        return answer_again(v_first, v_cost, v_now, v_policy.shadow);
+      end if;
     end if;
 
     loop
+      -- 2. The update.
       if v_wanted > 0 then
         update buckets as b
-           set level       = refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) - v_wanted,
+           set level       = refilled(b.level, b.refilled_at, v_now, v_policy) - v_wanted,
                refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
                room        = null
          where b.policy_id = v_policy.id
            and b.key       = v_key
-           and refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_wanted
+           and refilled(b.level, b.refilled_at, v_now, v_policy) >= v_wanted
         returning b.level, b.refilled_at into v_level, v_refilled_at;
         exit when found;
       end if;
 
-      v_now := clock();  -- the update may have waited
+      -- 3. The bucket, as of now: the update may have waited.
+      v_now := clock();
       if v_policy.overridden then
-        select p.* into v_again from policies as p where p.id = v_policy.id;
-      if found then
-        v_policy := v_again;
-        select o.* into v_override
-      from overrides as o
-     where o.policy_id  = v_policy.id
-       and o.key        = v_key
-       and o.expires_at > v_now;
-    if found then
-      v_policy := overridden(v_policy, v_override);
-    end if;
+        v_policy := numbers_again(v_policy, v_key, v_now);
         v_wanted := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
       end if;
+      select refilled(b.level, b.refilled_at, v_now, v_policy),
+             case
+               when v_wanted > 0 then wait_until(v_wanted, b.level, b.refilled_at, v_now, v_policy)
+               when v_cost = 0 then 0
+             end,
+             wait_until(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy)
+        into v_level, v_retry_us, v_reset_us
+        from buckets as b
+       where b.policy_id = v_policy.id
+         and b.key       = v_key;
+      v_has_row := found;
+      if not v_has_row then  -- full, by the newest numbers
+        v_policy   := numbers_again(v_policy, v_key, v_now);
+        v_wanted   := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
+        v_level    := microtokens(v_policy.capacity);
+        v_retry_us := case when v_cost <= v_policy.capacity or v_cost = 0 then 0::bigint end;
+        v_reset_us := 0;
       end if;
-      select refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
-           case
-             when v_cost = 0 then 0::bigint
-             when v_cost <= v_policy.capacity then wait_for(microtokens(v_cost), b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
-           end,
-           wait_for(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
-      into v_level, v_retry_us, v_reset_us
-      from buckets as b
-     where b.policy_id = v_policy.id
-       and b.key       = v_key;
-    v_has_row := found;
-    if not v_has_row then  -- full
-      select p.* into v_again from policies as p where p.id = v_policy.id;
-      if found then
-        v_policy := v_again;
-        select o.* into v_override
-      from overrides as o
-     where o.policy_id  = v_policy.id
-       and o.key        = v_key
-       and o.expires_at > v_now;
-    if found then
-      v_policy := overridden(v_policy, v_override);
-    end if;
-        v_wanted := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
-      end if;
-      v_level    := microtokens(v_policy.capacity);
-      v_retry_us := case when v_cost <= v_policy.capacity or v_cost = 0 then 0::bigint end;
-      v_reset_us := 0;
-    end if;
 
+      -- 3a. Too few tokens.
       if v_wanted = 0 or v_retry_us is distinct from 0 then
-        if v_idempotency_key is not null or v_policy.shadow then
+        if v_idempotency_key is not null then
           select k.* into v_first
-          from idempotency_keys as k
-         where k.policy_id       = v_policy.id
-           and k.key             = v_key
-           and k.idempotency_key = v_idempotency_key;
-        if v_first.expires_at > v_now then
-          if (v_first).cost <> v_cost or (v_first).settled is not null then
-            perform check_repeated_cost(v_first, v_cost);
-            perform already_settled(v_first);
+            from idempotency_keys as k
+           where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
+          if v_first.expires_at > v_now then
+            return answer_again(v_first, v_cost, v_now, v_policy.shadow);
           end if;
-          if v_first.ready_at > v_now then
-            return replay_at(v_first, v_now, v_policy.shadow);
-          end if;
-          return replay_of(v_first);
         end if;
-          if v_policy.shadow and v_retry_us is distinct from 0 then
-            return shadow_of(v_level, v_reset_us, v_policy.capacity);
-          end if;
+        if v_policy.shadow and v_retry_us is distinct from 0 then
+          return shadow_of(v_level, v_reset_us, v_policy.capacity);
         end if;
         return answer_of(v_level, v_retry_us, v_reset_us, v_policy.capacity);
       end if;
 
-      -- The bucket has no row, or it is no longer as it was at the update or the look. Without a row, this round makes one,
-      -- less the tokens. Otherwise a second round takes them, unless another session changes the bucket in between. Each
-      -- further round is due to another session.
-      v_round := coalesce(v_round, 0) + 1;
-      if v_round = 1000 then
-        raise exception 'the bucket changed at every look'
-          using errcode = '40001',
-                detail  = format('Key %s of policy %s.', quote_literal(v_key), quote_literal(v_policy.name)),
-                hint    = 'Try again.';
-      end if;
+      -- 3b. No row. The insert may wait for a session that creates the same one.
       if not v_has_row then
         v_level       := v_level - v_wanted;
         v_refilled_at := v_now;
-        -- v_reset_us is worked out here for due_at. cleanup.sql says why due_at is within 24 hours.
-        v_reset_us    := wait_below(v_policy.full_level, v_level, 0, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
-        v_due_at      := v_now + least(duration(v_reset_us), interval '24 hours');
-        -- The insert may wait for a session that creates the same row. The clock is not read again after that.
+        v_reset_us    := short_wait(v_policy.full_level, v_level, 0, v_policy);
         insert into buckets (policy_id, key, level, refilled_at, due_at)
-        values (v_policy.id, v_key, v_level, v_refilled_at, v_due_at)
+        values (v_policy.id, v_key, v_level, v_refilled_at, due_after(v_reset_us, v_now))
         on conflict on constraint buckets_pkey do nothing;
         exit when found;
       end if;
+
+      -- 3c. Again. Each round but the first is due to another session.
+      v_rounds := coalesce(v_rounds, 0) + 1;
+      if v_rounds = 1000 then
+        perform too_many_rounds(v_policy.name, v_key);  -- raises 40001
+      end if;
     end loop;
+    v_reset_us := short_wait(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy);
 
-    v_reset_us := wait_below(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
-
+    -- 4. The idempotency key is remembered: an expired one is overwritten, and one that is live is left alone.
     if v_idempotency_key is not null then
-      v_expires_at := v_now + duration(v_policy.remember_us);
       insert into idempotency_keys as k
              (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
       values (v_policy.id, v_key, v_idempotency_key, v_cost,
-              tokens_above_debt(v_level), duration(v_reset_us), v_policy.capacity, v_expires_at)
+              tokens_above_debt(v_level), duration(v_reset_us), v_policy.capacity, v_now + duration(v_policy.remember_us))
       on conflict on constraint idempotency_keys_pkey do update
            set cost        = excluded.cost,
                remaining   = excluded.remaining,
@@ -8005,201 +8189,23 @@ begin
                settled     = excluded.settled,
                taken       = excluded.taken
          where k.expires_at <= v_now;
-      if not found then  -- a live idempotency key: its tokens were taken already
+      if not found then
         update buckets as b
            set level = b.level + v_wanted
          where b.policy_id = v_policy.id
            and b.key       = v_key;
         select k.* into v_first
           from idempotency_keys as k
-         where k.policy_id       = v_policy.id
-           and k.key             = v_key
-           and k.idempotency_key = v_idempotency_key;
-        if v_first.expires_at > v_now then
-          if (v_first).cost <> v_cost or (v_first).settled is not null then
-            perform check_repeated_cost(v_first, v_cost);
-            perform already_settled(v_first);
-          end if;
-          if v_first.ready_at > v_now then
-            return replay_at(v_first, v_now, v_policy.shadow);
-          end if;
-          return replay_of(v_first);
-        end if;
+         where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
+        return answer_again(v_first, v_cost, v_now, v_policy.shadow);
       end if;
     end if;
     return grant_of(v_level, v_reset_us, v_policy.capacity);
-  else
-    if v_idempotency_key is not null then
-      select k.* into v_first
-          from ephemeral_idempotency_keys as k
-         where k.policy_id       = v_policy.id
-           and k.key             = v_key
-           and k.idempotency_key = v_idempotency_key;
-        if v_first.expires_at > v_now then
-          if (v_first).cost <> v_cost or (v_first).settled is not null then
-            perform check_repeated_cost(v_first, v_cost);
-            perform already_settled(v_first);
-          end if;
-          if v_first.ready_at > v_now then
-            return replay_at(v_first, v_now, v_policy.shadow);
-          end if;
-          return replay_of(v_first);
-        end if;
-    end if;
-
-    loop
-      if v_wanted > 0 then
-        update ephemeral_buckets as b
-           set level       = refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) - v_wanted,
-               refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
-               room        = null
-         where b.policy_id = v_policy.id
-           and b.key       = v_key
-           and refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick) >= v_wanted
-        returning b.level, b.refilled_at into v_level, v_refilled_at;
-        exit when found;
-      end if;
-
-      v_now := clock();  -- the update may have waited
-      if v_policy.overridden then
-        select p.* into v_again from policies as p where p.id = v_policy.id;
-      if found then
-        v_policy := v_again;
-        select o.* into v_override
-      from overrides as o
-     where o.policy_id  = v_policy.id
-       and o.key        = v_key
-       and o.expires_at > v_now;
-    if found then
-      v_policy := overridden(v_policy, v_override);
-    end if;
-        v_wanted := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
-      end if;
-      end if;
-      select refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
-           case
-             when v_cost = 0 then 0::bigint
-             when v_cost <= v_policy.capacity then wait_for(microtokens(v_cost), b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
-           end,
-           wait_for(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
-      into v_level, v_retry_us, v_reset_us
-      from ephemeral_buckets as b
-     where b.policy_id = v_policy.id
-       and b.key       = v_key;
-    v_has_row := found;
-    if not v_has_row then  -- full
-      select p.* into v_again from policies as p where p.id = v_policy.id;
-      if found then
-        v_policy := v_again;
-        select o.* into v_override
-      from overrides as o
-     where o.policy_id  = v_policy.id
-       and o.key        = v_key
-       and o.expires_at > v_now;
-    if found then
-      v_policy := overridden(v_policy, v_override);
-    end if;
-        v_wanted := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
-      end if;
-      v_level    := microtokens(v_policy.capacity);
-      v_retry_us := case when v_cost <= v_policy.capacity or v_cost = 0 then 0::bigint end;
-      v_reset_us := 0;
-    end if;
-
-      if v_wanted = 0 or v_retry_us is distinct from 0 then
-        if v_idempotency_key is not null or v_policy.shadow then
-          select k.* into v_first
-          from ephemeral_idempotency_keys as k
-         where k.policy_id       = v_policy.id
-           and k.key             = v_key
-           and k.idempotency_key = v_idempotency_key;
-        if v_first.expires_at > v_now then
-          if (v_first).cost <> v_cost or (v_first).settled is not null then
-            perform check_repeated_cost(v_first, v_cost);
-            perform already_settled(v_first);
-          end if;
-          if v_first.ready_at > v_now then
-            return replay_at(v_first, v_now, v_policy.shadow);
-          end if;
-          return replay_of(v_first);
-        end if;
-          if v_policy.shadow and v_retry_us is distinct from 0 then
-            return shadow_of(v_level, v_reset_us, v_policy.capacity);
-          end if;
-        end if;
-        return answer_of(v_level, v_retry_us, v_reset_us, v_policy.capacity);
-      end if;
-
-      -- The bucket has no row, or it is no longer as it was at the update or the look. Without a row, this round makes one,
-      -- less the tokens. Otherwise a second round takes them, unless another session changes the bucket in between. Each
-      -- further round is due to another session.
-      v_round := coalesce(v_round, 0) + 1;
-      if v_round = 1000 then
-        raise exception 'the bucket changed at every look'
-          using errcode = '40001',
-                detail  = format('Key %s of policy %s.', quote_literal(v_key), quote_literal(v_policy.name)),
-                hint    = 'Try again.';
-      end if;
-      if not v_has_row then
-        v_level       := v_level - v_wanted;
-        v_refilled_at := v_now;
-        -- v_reset_us is worked out here for due_at. cleanup.sql says why due_at is within 24 hours.
-        v_reset_us    := wait_below(v_policy.full_level, v_level, 0, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
-        v_due_at      := v_now + least(duration(v_reset_us), interval '24 hours');
-        -- The insert may wait for a session that creates the same row. The clock is not read again after that.
-        insert into ephemeral_buckets (policy_id, key, level, refilled_at, due_at)
-        values (v_policy.id, v_key, v_level, v_refilled_at, v_due_at)
-        on conflict on constraint ephemeral_buckets_pkey do nothing;
-        exit when found;
-      end if;
-    end loop;
-
-    v_reset_us := wait_below(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up);
-
-    if v_idempotency_key is not null then
-      v_expires_at := v_now + duration(v_policy.remember_us);
-      insert into ephemeral_idempotency_keys as k
-             (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
-      values (v_policy.id, v_key, v_idempotency_key, v_cost,
-              tokens_above_debt(v_level), duration(v_reset_us), v_policy.capacity, v_expires_at)
-      on conflict on constraint ephemeral_idempotency_keys_pkey do update
-           set cost        = excluded.cost,
-               remaining   = excluded.remaining,
-               reset_after = excluded.reset_after,
-               capacity    = excluded.capacity,
-               expires_at  = excluded.expires_at,
-               ready_at    = excluded.ready_at,
-               settled     = excluded.settled,
-               taken       = excluded.taken
-         where k.expires_at <= v_now;
-      if not found then  -- a live idempotency key: its tokens were taken already
-        update ephemeral_buckets as b
-           set level = b.level + v_wanted
-         where b.policy_id = v_policy.id
-           and b.key       = v_key;
-        select k.* into v_first
-          from ephemeral_idempotency_keys as k
-         where k.policy_id       = v_policy.id
-           and k.key             = v_key
-           and k.idempotency_key = v_idempotency_key;
-        if v_first.expires_at > v_now then
-          if (v_first).cost <> v_cost or (v_first).settled is not null then
-            perform check_repeated_cost(v_first, v_cost);
-            perform already_settled(v_first);
-          end if;
-          if v_first.ready_at > v_now then
-            return replay_at(v_first, v_now, v_policy.shadow);
-          end if;
-          return replay_of(v_first);
-        end if;
-      end if;
-    end if;
-    return grant_of(v_level, v_reset_us, v_policy.capacity);
-  end if;
+  end;
 end;
 $$;
-comment on function ratelimit.acquire(text, text, bigint, text) is
-  'What ratelimit_acquire does, for the guards.';
+comment on function ratelimit.acquire(ratelimit.policies, text, bigint, text) is
+  'The steps of ratelimit_acquire, for the guards.';
 
 -- Takes cost tokens from one bucket as ratelimit_acquire does, and raises RL429 where that would answer with a denial.
 -- So it can stand in a function, a trigger or a policy of row level security, where nobody looks at an answer.
@@ -8220,8 +8226,23 @@ create or replace function ratelimit_enforce(
   set enable_seqscan = off  -- as in ratelimit_acquire
 as $$
 declare
-  v_decision decision := acquire(policy, key, cost, ratelimit_enforce.idempotency_key);
+  v_policy   policies;
+  v_decision decision;
 begin
+  if not acceptable(key, cost) or idempotency_key is not null then
+    if (acceptable(key, cost) and is_name(idempotency_key)) is not true then
+      perform check_request(policy, key, cost, idempotency_key);  -- raises 22023
+    end if;
+    if cost = 0 then
+      idempotency_key := null;  -- nothing is granted, so nothing is remembered
+    end if;
+  end if;
+  select p.* into v_policy from policies as p where p.name = policy collate "C";
+  if not found then
+    perform check_name('policy', policy);
+    perform unknown_policy(policy);
+  end if;
+  v_decision := acquire(v_policy, key, cost, idempotency_key);
   if not v_decision.allowed then
     perform rate_limit_exceeded(policy, cost, v_decision, false);
   end if;
@@ -8335,7 +8356,7 @@ begin
 
   if cardinality(v_keys) = 1 then
     v_worst  := 1;
-    v_denial := acquire(v_policy.name, v_keys[1], v_costs[1], null);
+    v_denial := acquire(v_policy, v_keys[1], v_costs[1], null);
   else
     v_batch := acquire_batch(array_fill(v_policy.name, array[cardinality(v_keys)]), v_keys, v_costs, null, null);
     if v_batch.refused is not null then  -- the policy was dropped meanwhile
@@ -8366,67 +8387,52 @@ create or replace function ratelimit.peek(policy text, key text, cost bigint)
   stable
 as $$
 declare
-  v_policy          ratelimit.policies;  -- in: the policy, with the numbers that apply to the key
-  v_override        ratelimit.overrides;  -- inner: the override of the key
-  v_key             text collate "C" := peek.key;  -- in: the bucket's key
-  v_cost            alias for peek.cost;  -- in: tokens that the request asks for
-  v_now             timestamptz;  -- in/out: the instant of the answer; what may wait reads the clock again
-  v_has_row         boolean;      -- out: the bucket has a row; a bucket without a row is full
-  v_level           bigint;       -- out: microtokens in the bucket
-  v_reset_us        bigint;       -- out: microseconds until the bucket is full; null: never
-  v_retry_us        bigint;       -- out: microseconds until the bucket holds v_cost; null: never; of no meaning after a grant
+  v_policy   ratelimit.policies;
+  v_override ratelimit.overrides;
+  v_key      text collate "C" := key;
+  v_cost     alias for cost;
+  v_now      timestamptz := clock();
+  v_level    bigint;  -- microtokens in the bucket
+  v_retry_us bigint;  -- microseconds until the bucket holds cost; null: never
+  v_reset_us bigint;  -- microseconds until the bucket is full; null: never
 begin
-  if not acceptable(v_key, v_cost) then
-    perform check_request(policy, v_key, v_cost, null);
+  if not acceptable(key, cost) then
+    perform check_request(policy, key, cost, null);  -- raises 22023
   end if;
   v_policy := policy_named(policy);
-  v_now    := clock();
   if v_policy.overridden then
-    select o.* into v_override
-      from overrides as o
-     where o.policy_id  = v_policy.id
-       and o.key        = v_key
-       and o.expires_at > v_now;
+    select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
     if found then
-      v_policy := overridden(v_policy, v_override);
+      v_policy := with_override(v_policy, v_override);
     end if;
   end if;
   if v_policy.durable then
-    select refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
+    select refilled(b.level, b.refilled_at, v_now, v_policy),
            case
              when v_cost = 0 then 0::bigint
-             when v_cost <= v_policy.capacity then wait_for(microtokens(v_cost), b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
+             when v_cost <= v_policy.capacity then wait_until(microtokens(v_cost), b.level, b.refilled_at, v_now, v_policy)
            end,
-           wait_for(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
+           wait_until(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy)
       into v_level, v_retry_us, v_reset_us
       from buckets as b
      where b.policy_id = v_policy.id
        and b.key       = v_key;
-    v_has_row := found;
-    if not v_has_row then  -- full
-      v_level    := microtokens(v_policy.capacity);
-      v_retry_us := case when v_cost <= v_policy.capacity or v_cost = 0 then 0::bigint end;
-      v_reset_us := 0;
-    end if;
-
   else
-    select refilled_level(b.level, b.refilled_at, v_now, v_policy.full_level, v_policy.gain, v_policy.every_us, v_policy.tick),
+    select refilled(b.level, b.refilled_at, v_now, v_policy),
            case
              when v_cost = 0 then 0::bigint
-             when v_cost <= v_policy.capacity then wait_for(microtokens(v_cost), b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
+             when v_cost <= v_policy.capacity then wait_until(microtokens(v_cost), b.level, b.refilled_at, v_now, v_policy)
            end,
-           wait_for(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy.every_us, v_policy.tick_us, v_policy.tick_gain, v_policy.round_up)
+           wait_until(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy)
       into v_level, v_retry_us, v_reset_us
       from ephemeral_buckets as b
      where b.policy_id = v_policy.id
        and b.key       = v_key;
-    v_has_row := found;
-    if not v_has_row then  -- full
-      v_level    := microtokens(v_policy.capacity);
-      v_retry_us := case when v_cost <= v_policy.capacity or v_cost = 0 then 0::bigint end;
-      v_reset_us := 0;
-    end if;
-
+  end if;
+  if not found then  -- full
+    v_level    := microtokens(v_policy.capacity);
+    v_retry_us := case when v_cost <= v_policy.capacity or v_cost = 0 then 0::bigint end;
+    v_reset_us := 0;
   end if;
   return answer_of(v_level, v_retry_us, v_reset_us, v_policy.capacity);
 end;
@@ -8481,10 +8487,10 @@ begin
     return;
   end if;
 
+  v_policy := ratelimit.policy_named(policy);
   if current_setting('transaction_read_only') = 'off' then
-    v_denial := ratelimit.acquire(policy, v_key, 1, null);
+    v_denial := ratelimit.acquire(v_policy, v_key, 1, null);
   else
-    v_policy := ratelimit.policy_named(policy);
     if v_policy.shadow or not v_policy.durable and pg_is_in_recovery() then  -- a standby cannot read ephemeral buckets
       return;
     end if;
@@ -8512,7 +8518,9 @@ comment on function ratelimit.limit_request(text, boolean, integer, boolean) is
 -- after 100 ms, and the batch gives back its rows. PostgreSQL looks for a deadlock only after a wait of
 -- deadlock_timeout, 1 second by default. If that is above 100 ms, a batch that is a transaction of its own gives
 -- way before it is found in a deadlock. Only an acquire whose own look falls in those 100 ms can find one. In a
--- longer transaction, the rows of earlier batches stay locked, and it can deadlock with acquires.-- One batch: of each table the rows that are due by due_before, at most max_rows. The first batch of a series
+-- longer transaction, the rows of earlier batches stay locked, and it can deadlock with acquires.
+--
+-- One batch: of each table the rows that are due by due_before, at most max_rows. The first batch of a series
 -- passes null for due_before and deadline. Each later batch passes the values that the batch before it
 -- returned. more is true if the batch found a row that is due or of a dropped policy, or gave up for
 -- lock_timeout, and the deadline is not reached. The deadline is budget after the first batch began.
@@ -8584,8 +8592,8 @@ begin
      where b.ctid = any (array(select d.row_id from due as d where d.removable is not true))
   )
   select (select count(*) from due), (select count(*) from removed) into v_read, v_deleted;
-  v_rows          := v_rows + v_read;
-  buckets_deleted := buckets_deleted + v_deleted;
+    v_rows          := v_rows + v_read;
+    buckets_deleted := buckets_deleted + v_deleted;
     with due as materialized (
     select b.ctid as row_id,
            p.id is null
@@ -8616,8 +8624,8 @@ begin
      where b.ctid = any (array(select d.row_id from due as d where d.removable is not true))
   )
   select (select count(*) from due), (select count(*) from removed) into v_read, v_deleted;
-  v_rows          := v_rows + v_read;
-  buckets_deleted := buckets_deleted + v_deleted;
+    v_rows          := v_rows + v_read;
+    buckets_deleted := buckets_deleted + v_deleted;
     delete from idempotency_keys as k
    where k.ctid = any (array(select d.ctid
                                from idempotency_keys as d
@@ -8625,9 +8633,9 @@ begin
                               order by d.expires_at
                               limit max_rows
                                 for update skip locked));
-  get diagnostics v_deleted = row_count;
-  v_rows                   := v_rows + v_deleted;
-  idempotency_keys_deleted := idempotency_keys_deleted + v_deleted;
+    get diagnostics v_deleted = row_count;
+    v_rows                   := v_rows + v_deleted;
+    idempotency_keys_deleted := idempotency_keys_deleted + v_deleted;
     delete from ephemeral_idempotency_keys as k
    where k.ctid = any (array(select d.ctid
                                from ephemeral_idempotency_keys as d
@@ -8635,20 +8643,44 @@ begin
                               order by d.expires_at
                               limit max_rows
                                 for update skip locked));
-  get diagnostics v_deleted = row_count;
-  v_rows                   := v_rows + v_deleted;
-  idempotency_keys_deleted := idempotency_keys_deleted + v_deleted;
+    get diagnostics v_deleted = row_count;
+    v_rows                   := v_rows + v_deleted;
+    idempotency_keys_deleted := idempotency_keys_deleted + v_deleted;
     delete from overrides as o
-   where o.ctid = any (array(select d.ctid
-                               from overrides as d
-                              where d.expires_at <= due_before
-                              order by d.expires_at
-                              limit max_rows
-                                for update skip locked));
-  get diagnostics v_deleted = row_count;
-  v_rows := v_rows + v_deleted;
-    if v_rows = 0 then  -- orphans can wait for an idle batch
-      with recursive ids (id) as (  -- one index probe for each policy that has rows
+     where o.ctid = any (array(select d.ctid
+                                 from overrides as d
+                                where d.expires_at <= due_before
+                                order by d.expires_at
+                                limit max_rows
+                                  for update skip locked));
+    get diagnostics v_deleted = row_count;
+    v_rows := v_rows + v_deleted;
+    if v_rows = 0 then  -- these can wait for an idle batch
+      select o.buckets_deleted, o.idempotency_keys_deleted
+        into buckets_deleted, idempotency_keys_deleted
+        from remove_orphans(max_rows) as o;
+      v_rows := buckets_deleted + idempotency_keys_deleted;
+    end if;
+  exception when lock_not_available then
+    buckets_deleted          := 0;
+    idempotency_keys_deleted := 0;
+    v_rows                   := 1;  -- the locked row may be due, so more is true
+  end;
+  more := v_rows > 0 and clock_timestamp() < deadline;
+end;
+$$;
+comment on function ratelimit.cleanup_batch(integer, interval, timestamptz, timestamptz) is
+  'One batch of clean-up, and whether another should follow.';
+
+-- Removes rows whose policy was dropped, at most max_rows of each table.
+create or replace function ratelimit.remove_orphans(in max_rows integer, out buckets_deleted bigint, out idempotency_keys_deleted bigint)
+  language plpgsql
+  volatile
+as $$
+declare
+  v_deleted bigint;
+begin
+  with recursive ids (id) as (  -- one index probe for each policy that has rows
     (select t.policy_id from buckets as t order by t.policy_id limit 1)
     union all
     select (select t.policy_id from buckets as t where t.policy_id > i.id order by t.policy_id limit 1)
@@ -8665,10 +8697,8 @@ begin
                                                    where u.policy_id = g.id
                                                      for update skip locked) as o
                               limit max_rows));
-  get diagnostics v_deleted = row_count;
-  v_rows      := v_rows + v_deleted;
-  buckets_deleted := buckets_deleted + v_deleted;
-      with recursive ids (id) as (  -- one index probe for each policy that has rows
+  get diagnostics buckets_deleted = row_count;
+  with recursive ids (id) as (  -- one index probe for each policy that has rows
     (select t.policy_id from ephemeral_buckets as t order by t.policy_id limit 1)
     union all
     select (select t.policy_id from ephemeral_buckets as t where t.policy_id > i.id order by t.policy_id limit 1)
@@ -8686,9 +8716,8 @@ begin
                                                      for update skip locked) as o
                               limit max_rows));
   get diagnostics v_deleted = row_count;
-  v_rows      := v_rows + v_deleted;
   buckets_deleted := buckets_deleted + v_deleted;
-      with recursive ids (id) as (  -- one index probe for each policy that has rows
+  with recursive ids (id) as (  -- one index probe for each policy that has rows
     (select t.policy_id from idempotency_keys as t order by t.policy_id limit 1)
     union all
     select (select t.policy_id from idempotency_keys as t where t.policy_id > i.id order by t.policy_id limit 1)
@@ -8705,10 +8734,8 @@ begin
                                                    where u.policy_id = g.id
                                                      for update skip locked) as o
                               limit max_rows));
-  get diagnostics v_deleted = row_count;
-  v_rows      := v_rows + v_deleted;
-  idempotency_keys_deleted := idempotency_keys_deleted + v_deleted;
-      with recursive ids (id) as (  -- one index probe for each policy that has rows
+  get diagnostics idempotency_keys_deleted = row_count;
+  with recursive ids (id) as (  -- one index probe for each policy that has rows
     (select t.policy_id from ephemeral_idempotency_keys as t order by t.policy_id limit 1)
     union all
     select (select t.policy_id from ephemeral_idempotency_keys as t where t.policy_id > i.id order by t.policy_id limit 1)
@@ -8726,19 +8753,11 @@ begin
                                                      for update skip locked) as o
                               limit max_rows));
   get diagnostics v_deleted = row_count;
-  v_rows      := v_rows + v_deleted;
   idempotency_keys_deleted := idempotency_keys_deleted + v_deleted;
-    end if;
-  exception when lock_not_available then
-    buckets_deleted          := 0;
-    idempotency_keys_deleted := 0;
-    v_rows                   := 1;  -- the locked row may be due, so more is true
-  end;
-  more := v_rows > 0 and clock_timestamp() < deadline;
 end;
 $$;
-comment on function ratelimit.cleanup_batch(integer, interval, timestamptz, timestamptz) is
-  'One batch of clean-up, and whether another should follow.';
+comment on function ratelimit.remove_orphans(integer) is
+  'Removes rows whose policy was dropped, at most max_rows of each table.';
 
 -- One batch. It can delete nothing although rows are due: every due bucket may be in use, or lock_timeout may
 -- have ended the batch. Rows of dropped policies are removed once nothing else is due. ratelimit_cleanup_all
@@ -8804,28 +8823,22 @@ begin
   if not pg_is_in_recovery() then
     return query
       select s.name, s.key, whole_tokens(s.level_now),
-             duration(case when s.capacity > 0 then wait_for(microtokens(1), s.level, s.refilled_at, v_now, s.every_us, s.tick_us, s.tick_gain, s.round_up) end),
-             duration(wait_for(s.full_level, s.level, s.refilled_at, v_now, s.every_us, s.tick_us, s.tick_gain, s.round_up)),
-             s.capacity, s.overridden
-        from (select u.*, refilled_level(u.level, u.refilled_at, v_now, u.full_level, u.gain, u.every_us, u.tick) as level_now
+             duration(case when (s.numbers).capacity > 0 then wait_until(microtokens(1), s.level, s.refilled_at, v_now, s.numbers) end),
+             duration(wait_until((s.numbers).full_level, s.level, s.refilled_at, v_now, s.numbers)),
+             (s.numbers).capacity, s.overridden
+        from (select u.*, refilled(u.level, u.refilled_at, v_now, u.numbers) as level_now
                 from (select p.name, b.key, b.level, b.refilled_at, o.key is not null as overridden,
-                             case when o.key is null then p.capacity else o.capacity end as capacity,
-                             case when o.key is null then p.tick else o.tick end as tick,
-                             case when o.key is null then p.every_us else o.every_us end as every_us,
-                             case when o.key is null then p.tick_us else o.tick_us end as tick_us,
-                             case when o.key is null then p.full_level else o.full_level end as full_level,
-                             case when o.key is null then p.gain else o.gain end as gain,
-                             case when o.key is null then p.tick_gain else o.tick_gain end as tick_gain,
-                             case when o.key is null then p.round_up else o.round_up end as round_up
+                             case when o.key is null then row(p.*)::ratelimit.policies
+                                  else with_override(row(p.*)::ratelimit.policies, row(o.*)::ratelimit.overrides) end as numbers
                         from policies as p
                         join (table buckets union all table ephemeral_buckets) as b on b.policy_id = p.id
                         left join overrides as o on p.overridden and o.policy_id = p.id and o.key = b.key and o.expires_at > v_now
                        where (v_name is null or p.name = v_name)
                          and (v_key is null or b.key = v_key)
                       offset 0) as u
-               order by refilled_level(u.level, u.refilled_at, v_now, u.full_level, u.gain, u.every_us, u.tick) / greatest(u.full_level, 1), u.name, u.key
+               order by refilled(u.level, u.refilled_at, v_now, u.numbers) / greatest((u.numbers).full_level, 1), u.name, u.key
                limit at_most) as s
-       order by s.level_now / greatest(s.full_level, 1), s.name, s.key;
+       order by s.level_now / greatest((s.numbers).full_level, 1), s.name, s.key;
   elsif exists (select from policies as p where p.name = v_name and not p.durable) then
     raise exception 'ephemeral buckets cannot be read on a standby'
       using errcode = '0A000',
@@ -8834,28 +8847,22 @@ begin
   else
     return query
       select s.name, s.key, whole_tokens(s.level_now),
-             duration(case when s.capacity > 0 then wait_for(microtokens(1), s.level, s.refilled_at, v_now, s.every_us, s.tick_us, s.tick_gain, s.round_up) end),
-             duration(wait_for(s.full_level, s.level, s.refilled_at, v_now, s.every_us, s.tick_us, s.tick_gain, s.round_up)),
-             s.capacity, s.overridden
-        from (select u.*, refilled_level(u.level, u.refilled_at, v_now, u.full_level, u.gain, u.every_us, u.tick) as level_now
+             duration(case when (s.numbers).capacity > 0 then wait_until(microtokens(1), s.level, s.refilled_at, v_now, s.numbers) end),
+             duration(wait_until((s.numbers).full_level, s.level, s.refilled_at, v_now, s.numbers)),
+             (s.numbers).capacity, s.overridden
+        from (select u.*, refilled(u.level, u.refilled_at, v_now, u.numbers) as level_now
                 from (select p.name, b.key, b.level, b.refilled_at, o.key is not null as overridden,
-                             case when o.key is null then p.capacity else o.capacity end as capacity,
-                             case when o.key is null then p.tick else o.tick end as tick,
-                             case when o.key is null then p.every_us else o.every_us end as every_us,
-                             case when o.key is null then p.tick_us else o.tick_us end as tick_us,
-                             case when o.key is null then p.full_level else o.full_level end as full_level,
-                             case when o.key is null then p.gain else o.gain end as gain,
-                             case when o.key is null then p.tick_gain else o.tick_gain end as tick_gain,
-                             case when o.key is null then p.round_up else o.round_up end as round_up
+                             case when o.key is null then row(p.*)::ratelimit.policies
+                                  else with_override(row(p.*)::ratelimit.policies, row(o.*)::ratelimit.overrides) end as numbers
                         from policies as p
                         join buckets as b on b.policy_id = p.id
                         left join overrides as o on p.overridden and o.policy_id = p.id and o.key = b.key and o.expires_at > v_now
                        where (v_name is null or p.name = v_name)
                          and (v_key is null or b.key = v_key)
                       offset 0) as u
-               order by refilled_level(u.level, u.refilled_at, v_now, u.full_level, u.gain, u.every_us, u.tick) / greatest(u.full_level, 1), u.name, u.key
+               order by refilled(u.level, u.refilled_at, v_now, u.numbers) / greatest((u.numbers).full_level, 1), u.name, u.key
                limit at_most) as s
-       order by s.level_now / greatest(s.full_level, 1), s.name, s.key;
+       order by s.level_now / greatest((s.numbers).full_level, 1), s.name, s.key;
   end if;
 end;
 $$;
@@ -8909,65 +8916,30 @@ declare
   v_where      constant text        := case when v_standby then ' This server is a standby: do it on the primary.' else '' end;
 begin
   return query
-    select 'warning',
-           format('ratelimit.buckets has %s rows overdue for clean-up, the oldest since %s.',
-                  case when o.overdue = 10000 then '10000 or more' else o.overdue::text end, date_trunc('second', o.since)),
-           'Clean-up does not run, or cannot keep up. Run it now: call ratelimit_cleanup_all(); and then every minute: docs/operating.md.' || v_where
-      from (select count(*) as overdue, min(d.due) as since
-              from (select t.due_at as due
-                      from buckets as t
-                     where t.due_at < v_due_before and t.refilled_at < v_due_before
-                     order by t.due_at
-                     limit 10000) as d) as o
-     where o.overdue > 0;
-  return query
-    select 'warning',
-           format('ratelimit.idempotency_keys has %s rows overdue for clean-up, the oldest since %s.',
-                  case when o.overdue = 10000 then '10000 or more' else o.overdue::text end, date_trunc('second', o.since)),
-           'Clean-up does not run, or cannot keep up. Run it now: call ratelimit_cleanup_all(); and then every minute: docs/operating.md.' || v_where
-      from (select count(*) as overdue, min(d.due) as since
-              from (select t.expires_at as due
-                      from idempotency_keys as t
-                     where t.expires_at < v_due_before
-                     order by t.expires_at
-                     limit 10000) as d) as o
-     where o.overdue > 0;
-  return query
-    select 'warning',
-           format('ratelimit.overrides has %s rows overdue for clean-up, the oldest since %s.',
-                  case when o.overdue = 10000 then '10000 or more' else o.overdue::text end, date_trunc('second', o.since)),
-           'Clean-up does not run, or cannot keep up. Run it now: call ratelimit_cleanup_all(); and then every minute: docs/operating.md.' || v_where
-      from (select count(*) as overdue, min(d.due) as since
-              from (select t.expires_at as due
-                      from overrides as t
-                     where t.expires_at < v_due_before
-                     order by t.expires_at
-                     limit 10000) as d) as o
-     where o.overdue > 0;
+  select 'warning',
+         format('ratelimit.%s has %s rows overdue for clean-up, the oldest since %s.', o.name,
+                case when o.overdue = 10000 then '10000 or more' else o.overdue::text end, date_trunc('second', o.since)),
+         'Clean-up does not run, or cannot keep up. Run it now: call ratelimit_cleanup_all(); and then every minute: docs/operating.md.' || v_where
+    from (select 'buckets' as name, count(*) as overdue, min(d.due) as since
+            from (select t.due_at as due from buckets as t where t.due_at < v_due_before and t.refilled_at < v_due_before order by t.due_at limit 10000) as d
+          union all
+          select 'idempotency_keys' as name, count(*) as overdue, min(d.due) as since
+            from (select t.expires_at as due from idempotency_keys as t where t.expires_at < v_due_before order by t.expires_at limit 10000) as d
+          union all
+          select 'overrides' as name, count(*) as overdue, min(d.due) as since
+            from (select t.expires_at as due from overrides as t where t.expires_at < v_due_before order by t.expires_at limit 10000) as d) as o
+   where o.overdue > 0;
   if not v_standby then
     return query
     select 'warning',
-           format('ratelimit.ephemeral_buckets has %s rows overdue for clean-up, the oldest since %s.',
+           format('ratelimit.%s has %s rows overdue for clean-up, the oldest since %s.', o.name,
                   case when o.overdue = 10000 then '10000 or more' else o.overdue::text end, date_trunc('second', o.since)),
            'Clean-up does not run, or cannot keep up. Run it now: call ratelimit_cleanup_all(); and then every minute: docs/operating.md.' || v_where
-      from (select count(*) as overdue, min(d.due) as since
-              from (select t.due_at as due
-                      from ephemeral_buckets as t
-                     where t.due_at < v_due_before and t.refilled_at < v_due_before
-                     order by t.due_at
-                     limit 10000) as d) as o
-     where o.overdue > 0;
-    return query
-    select 'warning',
-           format('ratelimit.ephemeral_idempotency_keys has %s rows overdue for clean-up, the oldest since %s.',
-                  case when o.overdue = 10000 then '10000 or more' else o.overdue::text end, date_trunc('second', o.since)),
-           'Clean-up does not run, or cannot keep up. Run it now: call ratelimit_cleanup_all(); and then every minute: docs/operating.md.' || v_where
-      from (select count(*) as overdue, min(d.due) as since
-              from (select t.expires_at as due
-                      from ephemeral_idempotency_keys as t
-                     where t.expires_at < v_due_before
-                     order by t.expires_at
-                     limit 10000) as d) as o
+      from (select 'ephemeral_buckets' as name, count(*) as overdue, min(d.due) as since
+              from (select t.due_at as due from ephemeral_buckets as t where t.due_at < v_due_before and t.refilled_at < v_due_before order by t.due_at limit 10000) as d
+            union all
+            select 'ephemeral_idempotency_keys' as name, count(*) as overdue, min(d.due) as since
+              from (select t.expires_at as due from ephemeral_idempotency_keys as t where t.expires_at < v_due_before order by t.expires_at limit 10000) as d) as o
      where o.overdue > 0;
   elsif exists (select from policies as p where not p.durable) then
     return query values (
@@ -9191,10 +9163,12 @@ as $$
           ratelimit.duration(reset_us), capacity, false)::ratelimit.retired_decision
 $$;
 create or replace function ratelimit.replay(granted ratelimit.idempotency_keys, cost bigint)
-  returns ratelimit.retired_decision language plpgsql stable
+  returns ratelimit.retired_decision language plpgsql immutable
 as $$
 begin
-  perform ratelimit.check_repeated_cost(granted, cost);
+  if granted.cost <> cost then
+    perform ratelimit.refuse_repeat(granted, cost);
+  end if;
   return (true, granted.remaining, interval '0', granted.reset_after, granted.capacity, true)::ratelimit.retired_decision;
 end;
 $$;

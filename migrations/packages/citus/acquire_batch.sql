@@ -1,7 +1,8 @@
 {{- /* Citus: take.sql finds rows by their row ids, which a distributed table has not. acquire_batch does without it. */ -}}
 {{ define "take.sql" }}-- Citus: nothing of take.sql.{{ end -}}
+{{ define "asked_of.sql" }}-- Citus: nor of asked_of.sql.{{ end -}}
 
-{{ define "acquire_batch" -}}
+{{ define "acquire_batch.sql" -}}
 -- Decides the requests of a batch about one key, one after another, on the node that has its shard. The arguments are those of
 -- decide_in_order, of which all elements have this key; joint asks for the answers of whole requests.
 --
@@ -80,7 +81,9 @@ declare
   v_shadows  boolean := false;
   v_i        integer;
 begin
-  {{ template "batch_arguments" }}
+  select f.policies, f.keys, f.costs, f.sizes, f.idempotency_keys, f.requests, f.misfits
+    into policies, keys, costs, sizes, idempotency_keys, v_requests, v_misfits
+    from batch_form(policies, keys, costs, sizes, idempotency_keys) as f;
   v_requests := coalesce(v_requests, array(select generate_series(1, v_count)));
 
   -- Requests without a key, or with several: the first bad element is their error.
@@ -155,7 +158,9 @@ begin
   if not v_shadows then
     v_answers.shadowed := null;
   end if;
-  {{ template "batch_misfits" }}
+  if v_misfits is not null then
+    v_answers := with_misfits(v_answers, sizes, v_misfits);
+  end if;
   return v_answers;
 end;
 $$;

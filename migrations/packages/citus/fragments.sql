@@ -1,7 +1,7 @@
 {{- /* What is different on Citus, by the names of the passages of sql/ that it replaces. This file is read after them.
        A twin runs on the node that has the shard of its key. There each statement about buckets or idempotency keys must have
-       key = ... as a term of its own, with a local; rows have no ids; and nothing may reach for another node. Fragments about many
-       buckets are about one key here, and about one policy at a time: so v_from is v_to, and there is one bucket. */ -}}
+       key = ... as a term of its own, with a local; rows have no ids; and nothing may reach for another node. What is about the
+       buckets of one policy is about one key here: so there is one bucket. */ -}}
 
 {{- /* ratelimit_acquire_all leaves all requests to acquire_batch. */ -}}
 {{ define "simple_request" }}-- Citus: acquire_batch decides.{{ end -}}
@@ -12,151 +12,193 @@
 {{- /* The rows are left to clean-up. */ -}}
 {{ define "delete_rows_of_policy" }}null;  -- Citus: its rows are left to clean-up{{ end -}}
 
-{{ define "lock_buckets" -}}
-if v_lock[v_from] then
-              declare
-                v_here text collate "C" := v_key[v_from];
-                v_full bigint := microtokens(v_numbers[v_from].capacity);
-              begin
-                loop
-                  perform b.level from {{ . }} as b where b.policy_id = v_policy.id and b.key = v_here for update;
-                  exit when found;
-                  insert into {{ . }} (policy_id, key, level, refilled_at, due_at)
-                  values (v_policy.id, v_here, v_full, v_now, v_now)
-                  on conflict on constraint {{ . }}_pkey do nothing;
-                  v_created[v_from] := found;
-                  exit when found;
-                end loop;
-              end;
-            end if;
-{{- end }}
-{{ define "write_buckets" -}}
-if v_wanted[v_from] then
-            declare
-              v_here          text collate "C" := v_key[v_from];
-              v_level_here    bigint           := v_level[v_from];
-              v_refilled_here timestamptz      := v_refilled_at[v_from];
-            begin
-              update {{ . }} as b
-                 set level = v_level_here, refilled_at = v_refilled_here
-               where b.policy_id = v_policy.id
-                 and b.key       = v_here;
-            end;
-          else
-            perform from generate_series(1, 0);  -- row_count is read next
-          end if;
-{{- end }}
-{{ define "remove_bucket" -}}
+{{ define "rows.sql" -}}
+create or replace function ratelimit.rows_of_{{ .buckets }}(
+    in policy ratelimit.policies, in keys text[], in created boolean[], in now timestamptz,
+    out numbers ratelimit.policies[], out levels bigint[], out refilled_at timestamptz[], out levels_now bigint[], out has_row boolean[])
+  language plpgsql
+  volatile
+as $$
 declare
-              v_here text collate "C" := v_key[v_b];
-            begin
-              delete from {{ . }} as b where b.policy_id = v_policy.id and b.key = v_here;
-            end;
-{{- end }}
-{{ define "create_buckets" -}}
-if v_wanted[v_from] and not v_has_row[v_from] then
-            declare
-              v_here          text collate "C"   := v_key[v_from];
-              v_numbers_here  ratelimit.policies := v_numbers[v_from];
-              v_level_here    bigint             := v_level[v_from];
-              v_refilled_here timestamptz        := v_refilled_at[v_from];
-              v_due_here      timestamptz;
-            begin
-              v_due_here := v_refilled_here
-                            + least(duration({{ template "wait_below" (dict "target" "v_numbers_here.full_level" "level" "v_level_here" "elapsed_us" "0" "policy" "v_numbers_here.") }}),
-                                    interval '24 hours');
-              insert into {{ . }} (policy_id, key, level, refilled_at, due_at)
-              values (v_policy.id, v_here, v_level_here, v_refilled_here, v_due_here)
-              on conflict on constraint {{ . }}_pkey do nothing;
-            end;
-          else
-            perform from generate_series(1, 0);  -- row_count is read next
-          end if;
-{{- end }}
-{{ define "look_at_buckets" -}}
+  v_key         text collate "C"   := keys[1];
+  v_numbers     ratelimit.policies := policy;
+  v_override    ratelimit.overrides;
+  v_level       bigint;
+  v_refilled_at timestamptz;
+begin
+  if policy.overridden then
+    select o.* into v_override from overrides as o where o.policy_id = policy.id and o.key = v_key and o.expires_at > now;
+    if found then
+      v_numbers := with_override(policy, v_override);
+    end if;
+  end if;
+  if created[1] is not true then
+    select b.level, b.refilled_at into v_level, v_refilled_at from {{ .buckets }} as b where b.policy_id = policy.id and b.key = v_key;
+  end if;
+  numbers     := array[v_numbers];
+  levels      := array[coalesce(v_level, microtokens(v_numbers.capacity))];
+  levels_now  := array[case when v_level is null then microtokens(v_numbers.capacity) else refilled(v_level, v_refilled_at, now, v_numbers) end];
+  refilled_at := array[coalesce(v_refilled_at, now)];
+  has_row     := array[v_level is not null];
+end;
+$$;
+comment on function ratelimit.rows_of_{{ .buckets }}(ratelimit.policies, text[], boolean[], timestamptz) is
+  'The bucket of one policy as it is now, and the numbers that apply to it.';
+
+create or replace function ratelimit.live_{{ .idempotency_keys }}(
+    policy_id bigint, keys text[], from_bucket integer, to_bucket integer, buckets integer[], charges bigint[], idempotency_keys text[], now timestamptz)
+  returns table (place integer, granted ratelimit.idempotency_keys)
+  language plpgsql
+  volatile
+as $$
 declare
-        v_here         text collate "C"    := keys[v_from];
-        v_numbers_here ratelimit.policies  := v_policy;
-        v_override     ratelimit.overrides;
-        v_level        bigint;
-        v_refilled_at  timestamptz;
-      begin
-        if v_policy.overridden then
-          select o.* into v_override
-            from overrides as o
-           where o.policy_id = v_policy.id and o.key = v_here and o.expires_at > v_now;
-          if found then
-            v_numbers_here := overridden(v_policy, v_override);
-          end if;
-        end if;
-        if created[v_from] is not true then
-          select b.level, b.refilled_at into v_level, v_refilled_at
-            from {{ . }} as b
-           where b.policy_id = v_policy.id and b.key = v_here;
-        end if;
-        levels      := levels || coalesce(v_level, microtokens(v_numbers_here.capacity));
-        levels_now  := levels_now || case when v_level is null then microtokens(v_numbers_here.capacity)
-                                          else {{ template "refilled_level" (dict "bucket" "v_" "policy" "v_numbers_here.") }} end;
-        refilled_at := refilled_at || coalesce(v_refilled_at, v_now);
-        has_row     := has_row || (v_level is not null);
-        numbers     := numbers || v_numbers_here;
-      end;
-{{- end }}
-{{ define "look_at_keys" -}}
+  v_policy_id alias for policy_id;
+  v_key       text collate "C" := keys[from_bucket];
+  v_named     text collate "C";
+begin
+  for v_place in 1..cardinality(buckets) loop
+    continue when (buckets[v_place] = from_bucket and charges[v_place] > 0 and idempotency_keys[v_place] is not null) is not true;
+    v_named := idempotency_keys[v_place];
+    select k.* into granted
+      from {{ .idempotency_keys }} as k
+     where k.policy_id = v_policy_id and k.key = v_key and k.idempotency_key = v_named;
+    if granted.expires_at > now then
+      place := v_place;
+      return next;
+    end if;
+  end loop;
+end;
+$$;
+comment on function ratelimit.live_{{ .idempotency_keys }}(bigint, text[], integer, integer, integer[], bigint[], text[], timestamptz) is
+  'The grants that live idempotency keys of a batch remember, by the number of the element.';
+
+create or replace function ratelimit.lock_{{ .buckets }}(policy_id bigint, keys text[], wanted boolean[], numbers ratelimit.policies[], now timestamptz)
+  returns boolean[]
+  language plpgsql
+  volatile
+as $$
 declare
-        v_here  text collate "C" := keys[v_from];
-        v_named text collate "C";
-        v_first ratelimit.idempotency_keys;
-      begin
-        for v_place in 1..cardinality(buckets) loop
-          continue when (buckets[v_place] = v_from and charges[v_place] > 0 and idempotency_keys[v_place] is not null) is not true;
-          v_named := idempotency_keys[v_place];
-          select k.* into v_first
-            from {{ . }} as k
-           where k.policy_id       = v_policy.id
-             and k.key             = v_here
-             and k.idempotency_key = v_named;
-          if v_first.expires_at > v_now then
-            known[v_place] := v_first;
-          end if;
-        end loop;
-      end;
-{{- end }}
-{{ define "remember" -}}
+  v_policy_id alias for policy_id;
+  v_key       text collate "C" := keys[1];
+  v_full      bigint := microtokens(numbers[1].capacity);
+begin
+  while wanted[1] loop
+    perform b.level from {{ .buckets }} as b where b.policy_id = v_policy_id and b.key = v_key for update;
+    exit when found;
+    insert into {{ .buckets }} (policy_id, key, level, refilled_at, due_at)
+    values (v_policy_id, v_key, v_full, now, now)
+    on conflict on constraint {{ .buckets }}_pkey do nothing;
+    if found then
+      return array[true];
+    end if;
+  end loop;
+  return array[false];
+end;
+$$;
+comment on function ratelimit.lock_{{ .buckets }}(bigint, text[], boolean[], ratelimit.policies[], timestamptz) is
+  'Locks the bucket of one policy if it is wanted, and answers whether it has created its row.';
+
+create or replace function ratelimit.create_{{ .buckets }}(
+    policy_id bigint, keys text[], wanted boolean[], has_row boolean[], levels bigint[], refilled_at timestamptz[], numbers ratelimit.policies[])
+  returns bigint
+  language plpgsql
+  volatile
+as $$
 declare
-      v_here        text collate "C";
-      v_named       text collate "C";
-      v_cost        bigint;
-      v_remaining   bigint;
-      v_capacity    bigint;
-      v_policy_id   bigint;
-      v_reset_after interval;
-      v_expires_at  timestamptz;
-    begin
-      v_stored := 0;
-      for v_n in 1..cardinality(places) loop
-        v_named := idempotency_keys[places[v_n]];
-        continue when is_name(v_named) is not true;
-        v_here        := keys[places[v_n]];
-        v_cost        := costs[places[v_n]];
-        v_policy_id   := policy_ids[v_n];
-        v_remaining   := remember.remaining[v_n];
-        v_capacity    := capacities[v_n];
-        v_reset_after := duration(reset_us[v_n]);
-        v_expires_at  := v_now + duration(remember.remember_us[v_n]);
-        insert into {{ .keys }} as k
-               (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
-        values (v_policy_id, v_here, v_named, v_cost, v_remaining, v_reset_after, v_capacity, v_expires_at)
-        {{ template "include/remember.sql" . }};
-        v_stored := v_stored + found::integer;
-      end loop;
-      perform from generate_series(1, v_stored);  -- row_count is read next
-    end;
+  v_policy_id   alias for policy_id;
+  v_key         text collate "C"   := keys[1];
+  v_level       bigint             := levels[1];
+  v_refilled_at timestamptz        := refilled_at[1];
+  v_numbers     ratelimit.policies := numbers[1];
+  v_due_at      timestamptz;
+begin
+  if not wanted[1] or has_row[1] then
+    return 0;
+  end if;
+  v_due_at := due_after(short_wait(v_numbers.full_level, v_level, 0, v_numbers), v_refilled_at);
+  insert into {{ .buckets }} (policy_id, key, level, refilled_at, due_at)
+  values (v_policy_id, v_key, v_level, v_refilled_at, v_due_at)
+  on conflict on constraint {{ .buckets }}_pkey do nothing;
+  return found::integer;
+end;
+$$;
+comment on function ratelimit.create_{{ .buckets }}(bigint, text[], boolean[], boolean[], bigint[], timestamptz[], ratelimit.policies[]) is
+  'Creates the row of the bucket of one policy if it is wanted and has none, and answers how many.';
+
+create or replace function ratelimit.write_{{ .buckets }}(
+    policy ratelimit.policies, keys text[], wanted boolean[], created boolean[], levels bigint[], refilled_at timestamptz[])
+  returns bigint
+  language plpgsql
+  volatile
+as $$
+declare
+  v_policy_id   bigint           := policy.id;
+  v_key         text collate "C" := keys[1];
+  v_level       bigint           := levels[1];
+  v_refilled_at timestamptz      := refilled_at[1];
+begin
+  if wanted[1] then
+    update {{ .buckets }} as b
+       set level = v_level, refilled_at = v_refilled_at, room = null
+     where b.policy_id = v_policy_id and b.key = v_key;
+    return found::integer;
+  elsif created[1] then
+    delete from {{ .buckets }} as b where b.policy_id = v_policy_id and b.key = v_key;
+  end if;
+  return 0;
+end;
+$$;
+comment on function ratelimit.write_{{ .buckets }}(ratelimit.policies, text[], boolean[], boolean[], bigint[], timestamptz[]) is
+  'Writes the bucket of one policy if it is wanted, which is locked, and answers how many.';
+{{- end }}
+{{ define "remember.sql" -}}
+create or replace function ratelimit.remember_{{ .idempotency_keys }}(
+    keys text[], idempotency_keys text[], costs bigint[], now timestamptz, new boolean,
+    places bigint[], policy_ids bigint[], remember_us bigint[], remaining bigint[], capacities bigint[], reset_us bigint[])
+  returns boolean
+  language plpgsql
+  volatile
+as $$
+declare
+  v_now         alias for now;
+  v_all         alias for idempotency_keys;
+  v_key         text collate "C";
+  v_named       text collate "C";
+  v_cost        bigint;
+  v_remaining   bigint;
+  v_capacity    bigint;
+  v_policy_id   bigint;
+  v_reset_after interval;
+  v_expires_at  timestamptz;
+begin
+  for v_n in 1..cardinality(places) loop
+    v_named       := v_all[places[v_n]];
+    continue when v_named is null;
+    v_key         := keys[places[v_n]];
+    v_cost        := costs[places[v_n]];
+    v_policy_id   := policy_ids[v_n];
+    v_remaining   := remaining[v_n];
+    v_capacity    := capacities[v_n];
+    v_reset_after := duration(reset_us[v_n]);
+    v_expires_at  := v_now + duration(remember_us[v_n]);
+    insert into {{ .idempotency_keys }} as k
+           (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
+    values (v_policy_id, v_key, v_named, v_cost, v_remaining, v_reset_after, v_capacity, v_expires_at)
+    {{ template "include/unless_live.sql" . }};
+    if not found then
+      return false;
+    end if;
+  end loop;
+  return true;
+end;
+$$;
+comment on function ratelimit.remember_{{ .idempotency_keys }}(text[], text[], bigint[], timestamptz, boolean, bigint[], bigint[], bigint[], bigint[], bigint[], bigint[]) is
+  'Stores the idempotency keys of granted elements; false if one of them is live already.';
 {{- end }}
 
 {{- /* A node cleans up its own shards: a statement that finds rows by their row ids must be about a plain table, and a row that
        another session has locked is to be skipped. The names of policies and overrides are those of their copies on this node. */ -}}
-{{ define "cleanup_batch" -}}
+{{ define "cleanup_batch.sql" -}}
 -- One batch of clean-up of the shards that this node has: of each table at most max_rows rows. The answer is how many buckets
 -- and idempotency keys were deleted, and how many rows were deleted or postponed.
 --
@@ -199,16 +241,16 @@ begin
     loop
       v_left := max_rows;
       if v_pass = 2 then
-        execute format($orphans$ {{ template "orphans" (dict "table" "%1$s" "policies" "%2$s" "max_rows" "$1") }} $orphans$, v_shard.name, v_policies)
+        execute format($orphans$ {{ template "include/orphans.sql" (dict "table" "%1$s" "policies" "%2$s" "max_rows" "$1") }} $orphans$, v_shard.name, v_policies)
           using v_left;
         get diagnostics v_deleted = row_count;
         v_read := v_deleted;
       elsif v_shard.buckets then
-        execute format($due$ {{ template "due_buckets" (dict "table" "%1$s" "policies" "%2$s" "overrides" "%3$s" "now" "$2" "due_before" "$3" "max_rows" "$1" "most_us" "$4") }} $due$,
+        execute format($due$ {{ template "include/due_buckets.sql" (dict "table" "%1$s" "policies" "%2$s" "overrides" "%3$s" "now" "$2" "due_before" "$3" "max_rows" "$1" "most_us" "$4") }} $due$,
                        v_shard.name, v_policies, v_overrides)
            into v_read, v_deleted using v_left, now, due_before, v_most_us;
       else
-        execute format($expired$ {{ template "expired_keys" (dict "table" "%1$s" "due_before" "$2" "max_rows" "$1") }} $expired$, v_shard.name)
+        execute format($expired$ {{ template "include/expired_keys.sql" (dict "table" "%1$s" "due_before" "$2" "max_rows" "$1") }} $expired$, v_shard.name)
           using v_left, due_before;
         get diagnostics v_deleted = row_count;
         v_read := v_deleted;
@@ -229,7 +271,7 @@ $$;
 comment on function ratelimit.cleanup_here(integer, timestamptz, timestamptz) is
   'One batch of clean-up of the shards of this node.';
 
--- One batch of each node, and of the overrides; the arguments and results are those that sql/cleanup.sql explains. The batch
+-- One batch of each node, and of the overrides; the arguments and results are those that sql/cleanup_batch.sql explains. The batch
 -- of a node is a transaction of its own, and is at most max_rows rows of each shard. A node that cannot be reached is left out,
 -- with a warning.
 -- Locks and writes: as cleanup_here on all nodes; expired overrides.

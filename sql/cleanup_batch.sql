@@ -1,0 +1,118 @@
+-- Clean-up removes rows that change no answer: buckets that are full again, expired idempotency keys, expired
+-- overrides, and rows whose policy was dropped. A bucket with a live override must be full by the override's numbers and
+-- by the policy's, because it must not be full by either when the other applies again. It finds due rows through an index and skips rows that another session has
+-- locked. An acquire on a bucket that a batch removes or postpones waits until the batch commits.
+--
+-- Clean-up judges every row as of five minutes ago. If the server's clock runs ahead for a moment, a bucket
+-- that only looks full and a key that only looks expired are still there when the clock is set right.
+--
+-- SKIP LOCKED can still block if the row changes hands while it is examined. lock_timeout then ends the wait
+-- after 100 ms, and the batch gives back its rows. PostgreSQL looks for a deadlock only after a wait of
+-- deadlock_timeout, 1 second by default. If that is above 100 ms, a batch that is a transaction of its own gives
+-- way before it is found in a deadlock. Only an acquire whose own look falls in those 100 ms can find one. In a
+-- longer transaction, the rows of earlier batches stay locked, and it can deadlock with acquires.
+--
+-- One batch: of each table the rows that are due by due_before, at most max_rows. The first batch of a series
+-- passes null for due_before and deadline. Each later batch passes the values that the batch before it
+-- returned. more is true if the batch found a row that is due or of a dropped policy, or gave up for
+-- lock_timeout, and the deadline is not reached. The deadline is budget after the first batch began.
+--
+-- A due bucket that is not full is postponed until it can be full, by 24 hours at most. So a policy that was
+-- made faster is noticed within a day.
+-- Locks:  the rows that it deletes or postpones, until the caller's transaction ends.
+-- Writes: the same rows; nothing if lock_timeout ended the batch.
+create or replace function ratelimit.cleanup_batch(
+    in    max_rows                 integer,
+    in    budget                   interval,
+    inout due_before               timestamptz,
+    inout deadline                 timestamptz,
+    out   buckets_deleted          bigint,
+    out   idempotency_keys_deleted bigint,
+    out   more                     boolean)
+  language plpgsql
+  volatile
+  security definer
+  set search_path = ratelimit, pg_temp
+  set enable_seqscan = off    -- as in ratelimit_acquire
+  set lock_timeout = '100ms'  -- SKIP LOCKED can still block: see above
+as $$
+declare
+  v_now     timestamptz := clock() - interval '5 minutes';  -- rows are judged as of this instant
+  v_most_us constant bigint := 86400000000;  -- by which a bucket is postponed: 24 hours
+  v_read    bigint;
+  v_deleted bigint;
+  v_rows    bigint;  -- rows deleted or postponed
+begin
+  perform check_max_rows(max_rows);
+  if (budget > interval '0') is not true then
+    perform refuse('budget', budget::text, 'Pass an interval above zero, such as ''50 seconds''.');
+  end if;
+  due_before               := least(due_before, v_now);  -- least ignores null; a caller cannot look past v_now
+  deadline                 := coalesce(deadline, clock_timestamp() + least(budget, interval '1000 years'));
+  buckets_deleted          := 0;
+  idempotency_keys_deleted := 0;
+  v_rows                   := 0;
+
+  begin
+    {{ template "include/due_buckets.sql" (dict "table" "buckets") }} into v_read, v_deleted;
+    v_rows          := v_rows + v_read;
+    buckets_deleted := buckets_deleted + v_deleted;
+    {{ template "include/due_buckets.sql" (dict "table" "ephemeral_buckets") }} into v_read, v_deleted;
+    v_rows          := v_rows + v_read;
+    buckets_deleted := buckets_deleted + v_deleted;
+    {{ template "include/expired_keys.sql" (dict "table" "idempotency_keys") }};
+    get diagnostics v_deleted = row_count;
+    v_rows                   := v_rows + v_deleted;
+    idempotency_keys_deleted := idempotency_keys_deleted + v_deleted;
+    {{ template "include/expired_keys.sql" (dict "table" "ephemeral_idempotency_keys") }};
+    get diagnostics v_deleted = row_count;
+    v_rows                   := v_rows + v_deleted;
+    idempotency_keys_deleted := idempotency_keys_deleted + v_deleted;
+    delete from overrides as o
+     where o.ctid = any (array(select d.ctid
+                                 from overrides as d
+                                where d.expires_at <= due_before
+                                order by d.expires_at
+                                limit max_rows
+                                  for update skip locked));
+    get diagnostics v_deleted = row_count;
+    v_rows := v_rows + v_deleted;
+    if v_rows = 0 then  -- these can wait for an idle batch
+      select o.buckets_deleted, o.idempotency_keys_deleted
+        into buckets_deleted, idempotency_keys_deleted
+        from remove_orphans(max_rows) as o;
+      v_rows := buckets_deleted + idempotency_keys_deleted;
+    end if;
+  exception when lock_not_available then
+    buckets_deleted          := 0;
+    idempotency_keys_deleted := 0;
+    v_rows                   := 1;  -- the locked row may be due, so more is true
+  end;
+  more := v_rows > 0 and clock_timestamp() < deadline;
+end;
+$$;
+comment on function ratelimit.cleanup_batch(integer, interval, timestamptz, timestamptz) is
+  'One batch of clean-up, and whether another should follow.';
+
+-- Removes rows whose policy was dropped, at most max_rows of each table.
+create or replace function ratelimit.remove_orphans(in max_rows integer, out buckets_deleted bigint, out idempotency_keys_deleted bigint)
+  language plpgsql
+  volatile
+as $$
+declare
+  v_deleted bigint;
+begin
+  {{ template "include/orphans.sql" (dict "table" "buckets") }};
+  get diagnostics buckets_deleted = row_count;
+  {{ template "include/orphans.sql" (dict "table" "ephemeral_buckets") }};
+  get diagnostics v_deleted = row_count;
+  buckets_deleted := buckets_deleted + v_deleted;
+  {{ template "include/orphans.sql" (dict "table" "idempotency_keys") }};
+  get diagnostics idempotency_keys_deleted = row_count;
+  {{ template "include/orphans.sql" (dict "table" "ephemeral_idempotency_keys") }};
+  get diagnostics v_deleted = row_count;
+  idempotency_keys_deleted := idempotency_keys_deleted + v_deleted;
+end;
+$$;
+comment on function ratelimit.remove_orphans(integer) is
+  'Removes rows whose policy was dropped, at most max_rows of each table.';

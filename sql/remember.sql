@@ -1,0 +1,47 @@
+-- Stores the idempotency keys of a batch, of policies whose keys are in {{ .idempotency_keys }}.
+--
+-- The caller holds the bucket rows of these elements, so no other session is at the same keys. Element n of keys,
+-- idempotency_keys and costs is element n of the batch; places are the elements that were granted, and the arrays after it
+-- are parallel to it. policy_ids and remember_us are those by which they were decided.
+--
+-- new is the guess that no row has any of these keys. If one does, live or expired, unique_violation is raised. ON CONFLICT
+-- costs more, because it looks before it inserts, and confirms after it.
+--
+-- Locks:  the rows that it writes.
+-- Writes: the idempotency keys, an expired one over the old row.
+create or replace function ratelimit.remember_{{ .idempotency_keys }}(
+    keys text[], idempotency_keys text[], costs bigint[], now timestamptz, new boolean,
+    places bigint[], policy_ids bigint[], remember_us bigint[], remaining bigint[], capacities bigint[], reset_us bigint[])
+  returns boolean
+  language plpgsql
+  volatile
+as $$
+declare
+  v_now    alias for now;
+  v_all    alias for idempotency_keys;
+  v_stored bigint;
+begin
+  if new then
+    insert into {{ .idempotency_keys }} as k
+           (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
+    select g.policy_id, keys[g.place], v_all[g.place], costs[g.place],
+           g.remaining, duration(g.reset_us), g.capacity, v_now + duration(g.remember_us)
+      from unnest(places, policy_ids, remember_{{ .idempotency_keys }}.remember_us, remember_{{ .idempotency_keys }}.remaining, capacities, reset_us)
+           as g (place, policy_id, remember_us, remaining, capacity, reset_us)
+     where is_name(v_all[g.place]);
+  else
+    insert into {{ .idempotency_keys }} as k
+           (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
+    select g.policy_id, keys[g.place], v_all[g.place], costs[g.place],
+           g.remaining, duration(g.reset_us), g.capacity, v_now + duration(g.remember_us)
+      from unnest(places, policy_ids, remember_{{ .idempotency_keys }}.remember_us, remember_{{ .idempotency_keys }}.remaining, capacities, reset_us)
+           as g (place, policy_id, remember_us, remaining, capacity, reset_us)
+     where is_name(v_all[g.place])
+    {{ template "include/unless_live.sql" . }};
+  end if;
+  get diagnostics v_stored = row_count;
+  return v_stored = (select count(v_all[u.place]) from unnest(places) as u (place));
+end;
+$$;
+comment on function ratelimit.remember_{{ .idempotency_keys }}(text[], text[], bigint[], timestamptz, boolean, bigint[], bigint[], bigint[], bigint[], bigint[], bigint[]) is
+  'Stores the idempotency keys of granted elements; false if one of them is live already, or is no valid key.';
