@@ -90,7 +90,7 @@ func raiseFiles(t *testing.T) int {
 func greet(t *testing.T, conn net.Conn, isGRPC bool) {
 	t.Helper()
 	if !isGRPC {
-		_, err := io.WriteString(conn, "GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
+		_, err := io.WriteString(conn, "GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
 		require.NoError(t, err)
 		response, err := http.ReadResponse(bufio.NewReader(conn), nil)
 		require.NoError(t, err)

@@ -4,7 +4,9 @@ package auth
 import (
 	"crypto/sha256"
 	"crypto/subtle"
+	"net"
 	"net/http"
+	"net/netip"
 	"strings"
 )
 
@@ -45,4 +47,15 @@ func (t Tokens) has(token string) bool {
 		admitted |= subtle.ConstantTimeCompare(given[:], t.hashes[i][:])
 	}
 	return admitted == 1
+}
+
+// IsAddress reports whether the Host of a request is an address, or localhost. Any other name may be that of a page's own site,
+// which leads here for the browser that shows the page.
+func IsAddress(host string) bool {
+	if name, _, err := net.SplitHostPort(host); err == nil {
+		host = name
+	}
+	host = strings.TrimSuffix(strings.Trim(host, "[]"), ".")
+	_, err := netip.ParseAddr(host)
+	return err == nil || strings.EqualFold(host, "localhost")
 }

@@ -17,3 +17,16 @@ func Guard(tokens auth.Tokens, next http.Handler) http.Handler {
 		next.ServeHTTP(w, r)
 	})
 }
+
+// UnderNoName lets only those requests through that name the server by an address, or localhost. A page of another site can have
+// the site's name lead to this machine: to the browser its requests are then of one site, and they could block every bucket.
+func UnderNoName(next http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.Host != "" && !auth.IsAddress(r.Host) { // a browser's has one
+			Problem{Title: "the server is asked under a name", Status: http.StatusForbidden,
+				Detail: "Without TOKENS a server of this machine answers at localhost or at an address only."}.Write(w)
+			return
+		}
+		next.ServeHTTP(w, r)
+	})
+}

@@ -1,9 +1,7 @@
 package page
 
 import (
-	"net"
 	"net/http"
-	"strings"
 
 	"github.com/pgratelimit/pgratelimit/server/internal/auth"
 )
@@ -19,18 +17,10 @@ func Guard(tokens auth.Tokens, next http.Handler) http.Handler {
 			w.Header().Add("WWW-Authenticate", `Basic realm="pgratelimit", charset="UTF-8"`)
 			w.Header().Add("WWW-Authenticate", "Bearer")
 			http.Error(w, "This page needs a token: give one as the password, with any user name.", http.StatusUnauthorized)
-		case tokens.IsOpen() && !isAddress(r.Host):
+		case tokens.IsOpen() && !auth.IsAddress(r.Host):
 			http.Error(w, "Without TOKENS this page is shown at localhost or at an address, and not under a name.", http.StatusForbidden)
 		default:
 			next.ServeHTTP(w, r)
 		}
 	})
-}
-
-func isAddress(host string) bool {
-	if name, _, err := net.SplitHostPort(host); err == nil {
-		host = name
-	}
-	host = strings.Trim(host, "[]")
-	return host == "localhost" || net.ParseIP(host) != nil
 }

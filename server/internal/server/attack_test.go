@@ -317,8 +317,8 @@ func TestAttack_SlowReaders(t *testing.T) {
 			}
 		}
 		requests := []string{
-			strings.Repeat("POST /v1/acquire HTTP/1.1\r\nHost: x\r\nContent-Length: 34\r\n\r\n"+`{"policy":"budget","key":"unread"}`, 50),
-			strings.Repeat("GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n", 500), // of which a part fills all buffers
+			strings.Repeat("POST /v1/acquire HTTP/1.1\r\nHost: localhost\r\nContent-Length: 34\r\n\r\n"+`{"policy":"budget","key":"unread"}`, 50),
+			strings.Repeat("GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n", 500), // of which a part fills all buffers
 		}
 		for i := range 20 {
 			conn, err := net.Dial("tcp", s.HTTPAddr().String())
@@ -502,23 +502,23 @@ func TestAttack_SmuggledRequests(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
 	s := start(t, db.URL)
-	inner := "POST /v1/charge HTTP/1.1\r\nHost: x\r\nContent-Length: 42\r\n\r\n" + `{"policy":"budget","key":"k","cost":1000}` + "\r\n"
+	inner := "POST /v1/charge HTTP/1.1\r\nHost: localhost\r\nContent-Length: 42\r\n\r\n" + `{"policy":"budget","key":"k","cost":1000}` + "\r\n"
 	for name, request := range map[string]string{
-		"a length and chunks":    "POST /v1/peek HTTP/1.1\r\nHost: x\r\nContent-Length: 29\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n" + inner,
-		"two lengths":            "POST /v1/peek HTTP/1.1\r\nHost: x\r\nContent-Length: 29\r\nContent-Length: 5\r\n\r\n12345" + inner,
-		"a length with a plus":   "POST /v1/peek HTTP/1.1\r\nHost: x\r\nContent-Length: +5\r\n\r\n12345" + inner,
-		"chunks that are hidden": "POST /v1/peek HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: xchunked\r\n\r\n0\r\n\r\n" + inner,
-		"chunks of two kinds":    "POST /v1/peek HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nTransfer-Encoding: identity\r\n\r\n0\r\n\r\n" + inner,
-		"a chunk that is long":   "POST /v1/peek HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nfffffffffffffffff\r\n" + inner,
-		"a bare line feed":       "POST /v1/peek HTTP/1.1\r\nHost: x\r\nX: y\n\nTransfer-Encoding: chunked\r\n\r\n" + inner,
+		"a length and chunks":    "POST /v1/peek HTTP/1.1\r\nHost: localhost\r\nContent-Length: 29\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n" + inner,
+		"two lengths":            "POST /v1/peek HTTP/1.1\r\nHost: localhost\r\nContent-Length: 29\r\nContent-Length: 5\r\n\r\n12345" + inner,
+		"a length with a plus":   "POST /v1/peek HTTP/1.1\r\nHost: localhost\r\nContent-Length: +5\r\n\r\n12345" + inner,
+		"chunks that are hidden": "POST /v1/peek HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: xchunked\r\n\r\n0\r\n\r\n" + inner,
+		"chunks of two kinds":    "POST /v1/peek HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\nTransfer-Encoding: identity\r\n\r\n0\r\n\r\n" + inner,
+		"a chunk that is long":   "POST /v1/peek HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nfffffffffffffffff\r\n" + inner,
+		"a bare line feed":       "POST /v1/peek HTTP/1.1\r\nHost: localhost\r\nX: y\n\nTransfer-Encoding: chunked\r\n\r\n" + inner,
 		"no host":                "POST /v1/peek HTTP/1.1\r\nContent-Length: 0\r\n\r\n",
-		"two hosts":              "POST /v1/peek HTTP/1.1\r\nHost: x\r\nHost: y\r\nContent-Length: 0\r\n\r\n",
+		"two hosts":              "POST /v1/peek HTTP/1.1\r\nHost: localhost\r\nHost: 127.0.0.1\r\nContent-Length: 0\r\n\r\n",
 	} {
 		conn, err := net.Dial("tcp", s.HTTPAddr().String())
 		require.NoError(t, err)
 		require.NoError(t, conn.SetDeadline(time.Now().Add(30*time.Second)))
 		// The server ends the connection after the last request at the latest.
-		_, _ = io.WriteString(conn, request+"GET /nowhere HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n") // or before it is written
+		_, _ = io.WriteString(conn, request+"GET /nowhere HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n") // or before it is written
 		text, _ := io.ReadAll(conn)
 		conn.Close()
 		require.NotContains(t, string(text), " 200 OK", name)

@@ -259,8 +259,12 @@ func (s *Server) newHTTP() *http.Server {
 	sameOrigin.SetDenyHandler(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		jsonapi.Problem{Title: "a browser sent this for another site", Status: http.StatusForbidden}.Write(w)
 	}))
+	handler := sameOrigin.Handler(all)
+	if len(c.Tokens) == 0 && s.httpListener.Addr().(*net.TCPAddr).IP.IsLoopback() {
+		handler = jsonapi.UnderNoName(handler)
+	}
 	server := &http.Server{
-		Handler:           endAfterChunks(sameOrigin.Handler(all)),
+		Handler:           endAfterChunks(handler),
 		ReadHeaderTimeout: arrival,
 		ReadTimeout:       arrival + c.CallTimeout,
 		WriteTimeout:      2 * (arrival + c.CallTimeout),

@@ -32,9 +32,9 @@ func TestListeners_SlowConnections(t *testing.T) {
 	for range 300 {
 		open(s.GRPCAddr(), "")
 		open(s.GRPCAddr(), "PRI * HTTP/2.0\r\n")
-		open(s.HTTPAddr(), "POST /v1/acquire HTTP/1.1\r\nHost: x\r\n")
+		open(s.HTTPAddr(), "POST /v1/acquire HTTP/1.1\r\nHost: localhost\r\n")
 	}
-	const half = "POST /v1/acquire HTTP/1.1\r\nHost: x\r\nContent-Length: 30\r\n\r\n{\"policy\":\"api\""
+	const half = "POST /v1/acquire HTTP/1.1\r\nHost: localhost\r\nContent-Length: 30\r\n\r\n{\"policy\":\"api\""
 	for range 300 {
 		open(brief.HTTPAddr(), half)
 	}

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"io"
 	"net/http"
+	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -64,6 +65,42 @@ func TestTokens_WhichWayNeedsWhich(t *testing.T) {
 		_, err := s.rpc.Acquire(twice, &pb.AcquireRequest{Policy: "budget", LogicalKey: "k"})
 		requireCode(t, false, err, "two headers")
 	}
+}
+
+// A page of another site can have the site's name lead here: to the browser its calls are then of one site, and could block every
+// bucket. Who has a token is let in under any name, and so is who reaches a listener that is not for this machine alone.
+func TestHost_WithoutTokensIsNoNameOnALoopbackListener(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	const call = `{"policy":"budget","key":"k"}`
+	s := start(t, db.URL, "STATUS_PAGE=true", "MONITORING_TOKENS=watch", "ENVOY_RULES="+rulesFile(t, edgeRules))
+	status := func(s *testServer, method, path, host string) int {
+		r, err := http.NewRequestWithContext(t.Context(), method, s.url+path, strings.NewReader(call))
+		require.NoError(t, err)
+		r.Host = host
+		r.Header.Set("Authorization", "Bearer watch")
+		response, err := s.http.Do(r)
+		require.NoError(t, err)
+		text, err := io.ReadAll(response.Body)
+		require.NoError(t, err)
+		require.NoError(t, response.Body.Close())
+		require.Equal(t, response.StatusCode == http.StatusForbidden, strings.Contains(string(text), "Without TOKENS"), "%s", text)
+		return response.StatusCode
+	}
+	for _, host := range []string{"evil.example", "evil.example:8080", "evil.example.", "127.0.0.1.evil.example", "localhost.evil.example:80", "localhost..", "[::1].evil.example"} {
+		for path, method := range map[string]string{"/v1/acquire": "POST", "/v1/charge": "POST", "/json": "POST", "/metrics": "GET", "/": "GET", "/v1/nothing": "POST"} {
+			require.Equal(t, http.StatusForbidden, status(s, method, path, host), "%s at %s", path, host)
+		}
+	}
+	require.Zero(t, taken(t, db))
+	hosts := []string{"localhost", "LocalHost:8080", "localhost.", "localhost.:80", "127.0.0.1", "127.0.0.1:1", "[::1]", "[::1]:8080", "192.0.2.1"}
+	for _, host := range hosts {
+		require.Equal(t, http.StatusOK, status(s, "POST", "/v1/acquire", host), host)
+		require.Equal(t, http.StatusOK, status(s, "GET", "/metrics", host), host)
+	}
+	require.EqualValues(t, len(hosts), taken(t, db))
+	require.Equal(t, http.StatusOK, status(start(t, db.URL, "TOKENS=watch"), "POST", "/v1/acquire", "limits.example"))
+	require.Equal(t, http.StatusOK, status(start(t, db.URL, "HTTP_ADDR=0.0.0.0:0"), "POST", "/v1/acquire", "limits.example"))
 }
 
 func requireCode(t *testing.T, admitted bool, err error, what string) {
