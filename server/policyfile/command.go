@@ -133,7 +133,7 @@ func read(in io.Reader, path string) (name string, data []byte, err error) {
 		defer file.Close()
 		in = file
 	}
-	data, err = io.ReadAll(io.LimitReader(in, maxBytes+1))
+	data, err = io.ReadAll(io.LimitReader(in, MaxBytes+1))
 	return name, data, err
 }
 

@@ -12,10 +12,11 @@ import (
 	"go.yaml.in/yaml/v4/plugin/loaderlimits"
 )
 
-// What a file may have, so that one that was made to hurt cannot. A thousand policies with ten thousand overrides are
-// a tenth of it.
+// MaxBytes is the longest file that is read. A thousand policies with ten thousand overrides are a tenth of it.
+const MaxBytes = 2 << 20
+
+// What else a file may have, so that one that was made to hurt cannot.
 const (
-	maxBytes  = 2 << 20
 	maxDepth  = 64
 	maxValues = 250_000 // aliases followed, and once for each environment
 )
@@ -103,8 +104,8 @@ func shorten(text string) string {
 // wrong has been collected.
 func parseTree(c *collector, file string, data []byte) *node {
 	start := Position{File: file, Line: 1, Column: 1}
-	if len(data) > maxBytes {
-		c.add(start, "the file is larger than %d bytes: split it", maxBytes)
+	if len(data) > MaxBytes {
+		c.add(start, "the file is larger than %d bytes: split it", MaxBytes)
 		return nil
 	}
 	loader, err := yaml.NewLoader(bytes.NewReader(data),

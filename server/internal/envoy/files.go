@@ -1,11 +1,14 @@
 package envoy
 
 import (
+	"context"
 	"errors"
 	"fmt"
+	"io"
 	"os"
 	"path/filepath"
 	"strings"
+	"syscall"
 
 	"go.yaml.in/yaml/v4"
 
@@ -13,8 +16,8 @@ import (
 )
 
 // Read reads the rules of a file, or of all files of a folder whose names end in .yaml or .yml. A file is one of Envoy's
-// reference service, or a policy file. It tells of all mistakes.
-func Read(path string) (*Rules, error) {
+// reference service, or a policy file. It tells of all mistakes. Between two files it ends with ctx.
+func Read(ctx context.Context, path string) (*Rules, error) {
 	paths, err := filesOf(path)
 	if err != nil {
 		return nil, err
@@ -22,6 +25,9 @@ func Read(path string) (*Rules, error) {
 	var domains []policyfile.EnvoyDomain
 	var errs []error
 	for _, path := range paths {
+		if ctx.Err() != nil {
+			return nil, ctx.Err()
+		}
 		some, err := readFile(path)
 		if err != nil {
 			errs = append(errs, err)
@@ -66,7 +72,7 @@ func filesOf(path string) (paths []string, err error) {
 }
 
 func readFile(path string) ([]policyfile.EnvoyDomain, error) {
-	data, err := os.ReadFile(path)
+	data, err := readRegular(path)
 	if err != nil {
 		return nil, err
 	}
@@ -85,8 +91,26 @@ func readFile(path string) ([]policyfile.EnvoyDomain, error) {
 	return rules.Envoy, nil
 }
 
-// isPolicyFile tells a policy file by its sections. What cannot be read is none.
+// readRegular reads a file that ends: a pipe or a device may never.
+func readRegular(path string) ([]byte, error) {
+	file, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NONBLOCK, 0) // else to open a pipe waits for who writes to it
+	if err != nil {
+		return nil, err
+	}
+	defer file.Close()
+	info, err := file.Stat()
+	if err != nil {
+		return nil, err
+	}
+	if !info.Mode().IsRegular() {
+		return nil, fmt.Errorf("%s is no regular file: write the rules to one", path)
+	}
+	return io.ReadAll(io.LimitReader(file, policyfile.MaxBytes+1))
+}
+
+// isPolicyFile tells a policy file by its sections. What cannot be read is none. Names that are there twice are for the parser,
+// which compares each with those before it in one step.
 func isPolicyFile(data []byte) bool {
-	var root struct{ Envoy, Policies, Domain any }
-	return yaml.Unmarshal(data, &root) == nil && root.Domain == nil && (root.Envoy != nil || root.Policies != nil)
+	var root struct{ Envoy, Policies, Domain yaml.Node }
+	return yaml.Load(data, &root, yaml.WithUniqueKeys(false)) == nil && root.Domain.IsZero() && !(root.Envoy.IsZero() && root.Policies.IsZero())
 }

@@ -30,7 +30,7 @@ func folder(t testing.TB, files map[string]string) string {
 // read reads rules that are right.
 func read(t testing.TB, text string) *envoy.Rules {
 	t.Helper()
-	rules, err := envoy.Read(filepath.Join(folder(t, map[string]string{"rules.yaml": text}), "rules.yaml"))
+	rules, err := envoy.Read(t.Context(), filepath.Join(folder(t, map[string]string{"rules.yaml": text}), "rules.yaml"))
 	require.NoError(t, err)
 	return rules
 }
@@ -39,7 +39,7 @@ func read(t testing.TB, text string) *envoy.Rules {
 func mistakes(t testing.TB, files map[string]string) []string {
 	t.Helper()
 	dir := folder(t, files)
-	_, err := envoy.Read(dir)
+	_, err := envoy.Read(t.Context(), dir)
 	require.Error(t, err)
 	return strings.Split(strings.ReplaceAll(err.Error(), dir+string(filepath.Separator), ""), "\n")
 }

@@ -1,9 +1,12 @@
 package envoy_test
 
 import (
+	"context"
 	"math"
+	"os"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
 
 	common "github.com/envoyproxy/go-control-plane/envoy/extensions/common/ratelimit/v3"
@@ -190,15 +193,44 @@ func TestRead_Mistakes(t *testing.T) {
 		require.Equal(t, test.want, mistakes(t, test.files), name)
 	}
 	empty := t.TempDir()
-	_, err := envoy.Read(empty)
+	_, err := envoy.Read(t.Context(), empty)
 	require.EqualError(t, err, empty+" has no file whose name ends in .yaml or .yml")
-	_, err = envoy.Read(filepath.Join(empty, "none"))
+	_, err = envoy.Read(t.Context(), filepath.Join(empty, "none"))
 	require.ErrorContains(t, err, "no such file")
+}
+
+// A pipe or a device may never end, and the server would not hear SIGTERM meanwhile.
+func TestRead_RegularFilesOnly(t *testing.T) {
+	t.Parallel()
+	dir := folder(t, map[string]string{"a.yaml": "domain: d"})
+	pipe := filepath.Join(dir, "b.yaml")
+	require.NoError(t, syscall.Mkfifo(pipe, 0o600))
+	for _, path := range []string{pipe, dir} {
+		_, err := envoy.Read(t.Context(), path)
+		require.EqualError(t, err, pipe+" is no regular file: write the rules to one")
+	}
+	_, err := envoy.Read(t.Context(), os.DevNull)
+	require.EqualError(t, err, os.DevNull+" is no regular file: write the rules to one")
+}
+
+func TestRead_EndsWithItsContext(t *testing.T) {
+	t.Parallel()
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	_, err := envoy.Read(ctx, folder(t, map[string]string{"a.yaml": "domain: d"}))
+	require.ErrorIs(t, err, context.Canceled)
+}
+
+// To find the sections of a file, its names are not compared with each other: that took a minute for 100,000.
+func TestRead_ComparesNamesOnlyWhereItTellsOfThem(t *testing.T) {
+	t.Parallel()
+	require.Equal(t, []string{`a.yaml:2:1: "policies" is here a second time, after 1:1: remove one of them`},
+		mistakes(t, map[string]string{"a.yaml": "policies: {}\npolicies: {}"}))
 }
 
 func TestRead_Folders(t *testing.T) {
 	t.Parallel()
-	rules, err := envoy.Read(folder(t, map[string]string{
+	rules, err := envoy.Read(t.Context(), folder(t, map[string]string{
 		"a.yaml": "domain: a\ndescriptors: [{key: k, rate_limit: {unit: DAY, requests_per_unit: 1}}]", "README.md": "# Rules", ".b.yaml": "domain: a", ".git/c.yaml": "domain: a",
 		"limits.yml": "policies: {p: {capacity: 1, refill: 1, every: 1s}}\nenvoy:\n- {domain: b, descriptors: [{key: k, rate_limit: {policy: p}}]}\n- domain: c",
 	}))

@@ -11,7 +11,7 @@ import (
 
 // readRules reads Envoy's rules, whose policies are there then.
 func (s *Server) readRules(ctx context.Context) (*envoy.Rules, error) {
-	rules, err := envoy.Read(s.config.EnvoyRules)
+	rules, err := envoy.Read(ctx, s.config.EnvoyRules)
 	if err == nil {
 		err = s.databases.onEach(ctx, func(pool *pgxpool.Pool) error { return rules.Settle(ctx, pool) })
 	}
