@@ -29,9 +29,24 @@ func TestTokens_AdmitAnyOfTheirs(t *testing.T) {
 		"Basic first":        false,
 		"":                   false,
 	} {
-		require.Equal(t, want, two.Admit(header), "%q", header)
-		require.True(t, auth.New().Admit(header), "without tokens everybody may call")
+		require.Equal(t, want, two.Admit([]string{header}), "%q", header)
+		require.True(t, auth.New().Admit([]string{header}), "without tokens everybody may call")
 	}
+}
+
+// A proxy in between may have looked at the other one.
+func TestTokens_AdmitNobodyWithTwoHeaders(t *testing.T) {
+	t.Parallel()
+	tokens := auth.New("token")
+	const basic = "Basic OnRva2Vu" // :token
+	for _, two := range [][]string{{"Bearer token", "Bearer token"}, {"Bearer token", "Bearer wrong"}, {"Bearer wrong", "Bearer token"}, {"Bearer token", ""}, {basic, basic}} {
+		require.False(t, tokens.Admit(two), "%q", two)
+		r := httptest.NewRequest(http.MethodGet, "/", nil)
+		r.Header["Authorization"] = two
+		require.False(t, tokens.AdmitBrowser(r), "%q", two)
+	}
+	require.False(t, tokens.Admit(nil))
+	require.True(t, auth.New().Admit(nil))
 }
 
 func TestTokens_AdmitABrowser(t *testing.T) {
@@ -57,7 +72,7 @@ func TestTokens_AdmitABrowser(t *testing.T) {
 		require.Equal(t, want, two.AdmitBrowser(r), "%q", header)
 		require.True(t, auth.New().AdmitBrowser(r), "without tokens everybody may look")
 		if header != "Bearer first" {
-			require.False(t, two.Admit(header), "and call nothing")
+			require.False(t, two.Admit([]string{header}), "and call nothing")
 		}
 	}
 }

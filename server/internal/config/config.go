@@ -118,12 +118,15 @@ func Load(path string, environment func(name string) (value string, ok bool)) (C
 	var c settings
 	var errs []error
 	for _, s := range Settings() {
-		value := s.Default
-		if given, ok := file[s.Name]; ok {
-			value = given
+		value, isGiven := environment(s.Name)
+		if !isGiven {
+			value, isGiven = file[s.Name]
 		}
-		if given, ok := environment(s.Name); ok {
-			value = given
+		if !isGiven && s.Default == "" {
+			continue
+		}
+		if !isGiven {
+			value = s.Default
 		}
 		if err := s.set(&c, value); err != nil {
 			errs = append(errs, fmt.Errorf("%s: %w", s.Name, err))

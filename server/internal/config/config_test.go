@@ -89,6 +89,17 @@ func TestLoad_Mistakes(t *testing.T) {
 	require.ErrorContains(t, err, "TLS_CERT_FILE, TLS_KEY_FILE: ")
 }
 
+// What should have the tokens, such as a secret that was not mounted, had none.
+func TestLoad_TokensAreNotEmpty(t *testing.T) {
+	t.Parallel()
+	for _, name := range []string{"TOKENS", "MONITORING_TOKENS"} {
+		_, err := config.Load("", environment("DATABASE_URL=postgres://db", name+"="))
+		require.EqualError(t, err, name+": it is empty, which would let everybody in: set a token, or leave the setting out")
+		_, err = config.Load(file(t, name+"="), environment("DATABASE_URL=postgres://db"))
+		require.ErrorContains(t, err, name+": it is empty")
+	}
+}
+
 // A call without time, or a server that waits for none, would answer nobody. 0 is for LOCK_TIMEOUT alone.
 func TestLoad_NoTimeButThatOfALockIsZero(t *testing.T) {
 	t.Parallel()

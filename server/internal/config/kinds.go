@@ -37,7 +37,7 @@ func address(field func(*settings) *string) func(*settings, string) error {
 func tokens(field func(*settings) *[]string) func(*settings, string) error {
 	return func(c *settings, value string) error {
 		if value == "" {
-			return nil
+			return errors.New("it is empty, which would let everybody in: set a token, or leave the setting out")
 		}
 		for token := range strings.SplitSeq(value, ",") {
 			if token = strings.TrimSpace(token); token == "" {

@@ -32,11 +32,7 @@ func (t Tokens) admit(method string, header metadata.MD) error {
 	if strings.HasPrefix(method, "/grpc.health.v1.Health/") {
 		tokens = t.Health
 	}
-	authorization := ""
-	if given := header["authorization"]; len(given) == 1 {
-		authorization = given[0]
-	}
-	if !tokens.Admit(authorization) {
+	if !tokens.Admit(header["authorization"]) {
 		return withInfo(codes.Unauthenticated, "no token that the server knows: send the header authorization: Bearer …",
 			&errdetails.ErrorInfo{Reason: "UNAUTHENTICATED"})
 	}

@@ -485,7 +485,8 @@ func TestAttack_TokensOfEveryPath(t *testing.T) {
 		}
 	}
 	for _, headers := range []string{
-		"Authorization: Bearer wrong\r\nAuthorization: Bearer first", // the first one counts
+		"Authorization: Bearer wrong\r\nAuthorization: Bearer first", "Authorization: Bearer first\r\nAuthorization: Bearer wrong",
+		"Authorization: Bearer first\r\nauthorization: Bearer first",
 		"X-Authorization: Bearer first", "Proxy-Authorization: Bearer first", "Cookie: Authorization=Bearer first", "X: y\r\n Authorization: Bearer first",
 		"Authorization : Bearer first", "authorization\x00: Bearer first", "Authorization_: Bearer first", "X-Original-URL: /livez\r\nX-Rewrite-URL: /livez",
 		"X-HTTP-Method-Override: GET",

@@ -23,7 +23,11 @@ func TestTokens_WhichWayNeedsWhich(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
 	for _, monitoring := range []string{"", "watch"} {
-		s := start(t, db.URL, "TOKENS=first,second", "MONITORING_TOKENS="+monitoring)
+		settings := []string{"TOKENS=first,second"}
+		if monitoring != "" {
+			settings = append(settings, "MONITORING_TOKENS="+monitoring)
+		}
+		s := start(t, db.URL, settings...)
 		for token, is := range map[string]struct{ caller, monitor bool }{
 			"":               {false, monitoring == ""},
 			"Bearer wrong":   {false, monitoring == ""},
