@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"math"
+	"time"
 
 	common "github.com/envoyproxy/go-control-plane/envoy/extensions/common/ratelimit/v3"
 	pb "github.com/envoyproxy/go-control-plane/envoy/service/ratelimit/v3"
@@ -144,12 +145,21 @@ func status(m match, d client.Decision) *pb.RateLimitResponse_DescriptorStatus {
 		s.CurrentLimit.RequestsPerUnit = clamp(d.Capacity)
 	}
 	s.LimitRemaining = clamp(d.Remaining)
-	s.DurationUntilReset = durationpb.New(d.ResetAfter)
+	s.DurationUntilReset = wholeSeconds(d.ResetAfter)
 	if !d.Allowed {
 		s.Code = pb.RateLimitResponse_OVER_LIMIT
-		s.DurationUntilReset = durationpb.New(d.RetryAfter) // for never, the longest there is
+		s.DurationUntilReset = wholeSeconds(d.RetryAfter) // for never, the longest there is
 	}
 	return s
+}
+
+// wholeSeconds rounds up. Envoy tells its clients the seconds alone: one that waited for the 2 of 2.9 would be denied again.
+func wholeSeconds(d time.Duration) *durationpb.Duration {
+	seconds := int64(d / time.Second)
+	if d%time.Second > 0 {
+		seconds++
+	}
+	return &durationpb.Duration{Seconds: seconds}
 }
 
 func clamp(tokens int64) uint32 { return uint32(min(max(tokens, 0), math.MaxUint32)) }

@@ -8,12 +8,15 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+	"time"
 
 	common "github.com/envoyproxy/go-control-plane/envoy/extensions/common/ratelimit/v3"
 	pb "github.com/envoyproxy/go-control-plane/envoy/service/ratelimit/v3"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/pgratelimit/client"
 	"github.com/pgratelimit/pgratelimit/server/internal/envoy"
+	"github.com/pgratelimit/pgratelimit/server/internal/service"
 )
 
 const matching = `
@@ -197,6 +200,33 @@ func TestRead_Mistakes(t *testing.T) {
 	require.EqualError(t, err, empty+" has no file whose name ends in .yaml or .yml")
 	_, err = envoy.Read(t.Context(), filepath.Join(empty, "none"))
 	require.ErrorContains(t, err, "no such file")
+}
+
+// A fixed gate has one answer.
+type fixed struct {
+	envoy.Gate
+	client.Decision
+}
+
+func (f fixed) Pass(context.Context, []service.Toll, bool) (service.Passage, error) {
+	return service.Passage{Allowed: f.Allowed, Decisions: []client.Decision{f.Decision}}, nil
+}
+
+// Envoy writes the seconds alone into its headers, and who waits as long is to be allowed.
+func TestAnswer_TimesAreWholeSecondsRoundedUp(t *testing.T) {
+	t.Parallel()
+	rules := read(t, matching)
+	q := &pb.RateLimitRequest{Domain: "d", Descriptors: []*common.RateLimitDescriptor{{Entries: entries("any", "x")}}}
+	for wait, want := range map[time.Duration]int64{
+		0: 0, 1: 1, time.Microsecond: 1, time.Second: 1, time.Second + 1: 2, 2900 * time.Millisecond: 3, math.MaxInt64: 9223372037,
+	} {
+		for _, d := range []client.Decision{{Allowed: true, ResetAfter: wait}, {RetryAfter: wait}} {
+			answer, err := envoy.New(fixed{Decision: d}, rules).Answer(t.Context(), q)
+			require.NoError(t, err)
+			require.Equal(t, want, answer.GetStatuses()[0].GetDurationUntilReset().GetSeconds(), wait)
+			require.Zero(t, answer.GetStatuses()[0].GetDurationUntilReset().GetNanos(), wait)
+		}
+	}
 }
 
 // A pipe or a device may never end, and the server would not hear SIGTERM meanwhile.

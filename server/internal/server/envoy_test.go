@@ -100,7 +100,7 @@ func (e edge) ask(descriptors ...*common.RateLimitDescriptor) (*envoypb.RateLimi
 // ok and over are statuses of rules.
 func ok(limit *envoypb.RateLimitResponse_RateLimit, remaining uint32, reset time.Duration) *envoypb.RateLimitResponse_DescriptorStatus {
 	return &envoypb.RateLimitResponse_DescriptorStatus{
-		Code: envoypb.RateLimitResponse_OK, CurrentLimit: limit, LimitRemaining: remaining, DurationUntilReset: durationpb.New(reset),
+		Code: envoypb.RateLimitResponse_OK, CurrentLimit: limit, LimitRemaining: remaining, DurationUntilReset: &durationpb.Duration{Seconds: int64(math.Ceil(reset.Seconds()))},
 	}
 }
 
