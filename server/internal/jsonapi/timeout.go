@@ -11,7 +11,8 @@ import (
 // timeoutHeader is how long a caller waits, in seconds: what a deadline is to gRPC.
 const timeoutHeader = "Request-Timeout"
 
-var decimal = regexp.MustCompile(`^[0-9]{1,9}(\.[0-9]{1,9})?$`)
+// decimal is a number as programs write a rest of seconds: 0.5, .5, 0.30000000000000004, and 5e-05.
+var decimal = regexp.MustCompile(`^([0-9]{1,9}(\.[0-9]*)?|\.[0-9]+)(e-[0-9]{1,3})?$`)
 
 // Timeout ends the work for requests whose callers have stopped waiting, as far as they said when that would be.
 func Timeout(next http.Handler) http.Handler {
@@ -23,7 +24,7 @@ func Timeout(next http.Handler) http.Handler {
 		}
 		seconds, _ := strconv.ParseFloat(text, 64)
 		if !decimal.MatchString(text) || seconds == 0 {
-			Problem{Title: "the time cannot be read", Status: http.StatusBadRequest, Detail: timeoutHeader + " is in seconds, more than 0 and less than 1000000000, such as 0.25."}.Write(w)
+			Problem{Title: "the time cannot be read", Status: http.StatusBadRequest, Detail: timeoutHeader + " is in seconds, more than 0 and less than 1000000000, without a unit, such as 0.25."}.Write(w)
 			return
 		}
 		ctx, cancel := context.WithTimeout(r.Context(), time.Duration(seconds*float64(time.Second)))
