@@ -4,6 +4,8 @@ import (
 	"context"
 	"fmt"
 	"math"
+	"slices"
+	"strings"
 	"time"
 
 	common "github.com/envoyproxy/go-control-plane/envoy/extensions/common/ratelimit/v3"
@@ -18,6 +20,7 @@ import (
 type Gate interface {
 	Pass(ctx context.Context, tolls []service.Toll, closed bool) (service.Passage, error)
 	GiveBack(ctx context.Context, tolls []service.Toll) ([]client.Decision, error)
+	Unmatched(asked func() (domain, keys string))
 }
 
 // answer decides a request. Its error is that of the gate, or says what the request cannot mean.
@@ -27,6 +30,9 @@ func (r *Rules) answer(ctx context.Context, gate Gate, q *pb.RateLimitRequest) (
 		return nil, err
 	}
 	matches := r.matches(q)
+	if !slices.ContainsFunc(matches, func(m match) bool { return m.rule != nil }) {
+		gate.Unmatched(func() (domain, keys string) { return q.GetDomain(), keysOf(q) })
+	}
 	var tolls []service.Toll
 	var closed bool
 	tollOf := make([]int, len(matches)) // -1 for none
@@ -96,6 +102,19 @@ func check(q *pb.RateLimitRequest) (isBack bool, err error) {
 		}
 	}
 	return isBack, nil
+}
+
+// keysOf are the keys of all entries, and not their values: a descriptor's joined by dots, as in the name of a policy.
+func keysOf(q *pb.RateLimitRequest) string {
+	descriptors := make([]string, len(q.GetDescriptors()))
+	for i, d := range q.GetDescriptors() {
+		keys := make([]string, len(d.GetEntries()))
+		for j, entry := range d.GetEntries() {
+			keys[j] = entry.GetKey()
+		}
+		descriptors[i] = strings.Join(keys, ".")
+	}
+	return strings.Join(descriptors, ", ")
 }
 
 // hits are what a request asks for by a descriptor, or gives back.

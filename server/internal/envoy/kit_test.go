@@ -45,7 +45,10 @@ func mistakes(t testing.TB, files map[string]string) []string {
 }
 
 // A book is a gate that lets everything pass, and has what was asked of it.
-type book struct{ tolls []service.Toll }
+type book struct {
+	tolls     []service.Toll
+	unmatched []string
+}
 
 func (b *book) Pass(_ context.Context, tolls []service.Toll, closed bool) (service.Passage, error) {
 	b.tolls = tolls
@@ -55,6 +58,11 @@ func (b *book) Pass(_ context.Context, tolls []service.Toll, closed bool) (servi
 func (b *book) GiveBack(_ context.Context, tolls []service.Toll) ([]client.Decision, error) {
 	b.tolls = tolls
 	return make([]client.Decision, len(tolls)), nil
+}
+
+func (b *book) Unmatched(asked func() (domain, keys string)) {
+	domain, keys := asked()
+	b.unmatched = append(b.unmatched, domain+": "+keys)
 }
 
 // entries are a descriptor's: keys and values in turns.

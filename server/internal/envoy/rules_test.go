@@ -202,6 +202,27 @@ func TestRead_Mistakes(t *testing.T) {
 	require.ErrorContains(t, err, "no such file")
 }
 
+// A limit that is off, because a domain or a key is written in another way, is to be seen.
+func TestAnswer_TellsOfARequestThatNoRuleIsAbout(t *testing.T) {
+	t.Parallel()
+	rules := read(t, matching)
+	for _, test := range []struct {
+		domain      string
+		descriptors []*common.RateLimitDescriptor
+		want        []string
+	}{
+		{"d", []*common.RateLimitDescriptor{{Entries: entries("any", "x")}}, nil},
+		{"d", []*common.RateLimitDescriptor{{Entries: entries("nobody", "x")}, {Entries: entries("any", "x")}}, nil},
+		{"d", []*common.RateLimitDescriptor{{Entries: entries("nobody", "secret")}, {Entries: entries("a", "secret", "b", "secret")}}, []string{"d: nobody, a.b"}},
+		{"D", []*common.RateLimitDescriptor{{Entries: entries("any", "x")}}, []string{"D: any"}},
+	} {
+		b := &book{}
+		_, err := envoy.New(b, rules).Answer(t.Context(), &pb.RateLimitRequest{Domain: test.domain, Descriptors: test.descriptors})
+		require.NoError(t, err)
+		require.Equal(t, test.want, b.unmatched)
+	}
+}
+
 // A fixed gate has one answer.
 type fixed struct {
 	envoy.Gate

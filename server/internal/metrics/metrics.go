@@ -102,7 +102,8 @@ func (m *Metrics) Observe(call service.Call) {
 	}
 	m.calls.Add(ctx, 1, m.of(outcome{operation: string(call.Operation), code: code})...)
 	if call.Operation.Takes() {
-		m.requests.Count(ctx, call.Policy, call.Err == nil, call.Result, call.Duration) // only a decision proves that there is such a policy
+		exists := call.Err == nil && call.Result != service.NoRule
+		m.requests.Count(ctx, call.Policy, exists, call.Result, call.Duration) // only a decision proves that there is such a policy
 	}
 	if call.Leased {
 		m.requests.CountLeased(ctx, call.Policy)

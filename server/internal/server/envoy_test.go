@@ -3,6 +3,7 @@ package server_test
 import (
 	"encoding/json"
 	"math"
+	"net/http"
 	"os"
 	"path/filepath"
 	"strings"
@@ -20,6 +21,7 @@ import (
 	"google.golang.org/protobuf/types/known/durationpb"
 	"google.golang.org/protobuf/types/known/wrapperspb"
 
+	pb "github.com/pgratelimit/pgratelimit/server/gen/pgratelimit/v1"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
@@ -366,4 +368,24 @@ func TestEnvoy_OffWithoutRules(t *testing.T) {
 	h, err := healthpb.NewHealthClient(e.conn).Check(t.Context(), &healthpb.HealthCheckRequest{Service: "envoy.service.ratelimit.v3.RateLimitService"})
 	require.NoError(t, err)
 	require.Equal(t, healthpb.HealthCheckResponse_SERVING, h.Status)
+}
+
+// A domain that is misspelled, and a policy that is not there, are limits that are off: they are counted and logged, without values
+// and keys.
+func TestEnvoy_LimitsThatAreOffAreSeen(t *testing.T) {
+	t.Parallel()
+	e := startEdge(t, edgeRules)
+	for range 3 {
+		e.requireStatuses(list{of("usr", "ann")}, none)
+	}
+	_, err := e.rpc.Acquire(t.Context(), &pb.AcquireRequest{Policy: "nobody", LogicalKey: "ann"})
+	require.Error(t, err)
+	requireProblem(t, e.mustPost("/v1/peek", `{"policy":"nobody","key":"ann"}`), http.StatusNotFound, "RL001")
+	samples := scrape(t, e.testServer)
+	require.Equal(t, "3", samples[`ratelimit_requests_total{policy="_other",result="no_rule"}`])
+	require.Equal(t, "1", samples[`ratelimit_server_calls_total{code="UNKNOWN_POLICY",operation="acquire"}`])
+	require.Equal(t, "1", samples[`ratelimit_server_calls_total{code="UNKNOWN_POLICY",operation="peek"}`])
+	require.Equal(t, 1, strings.Count(e.log.String(), "domain=edge keys=usr"))
+	require.Equal(t, 1, strings.Count(e.log.String(), "No policy is named 'nobody'."))
+	require.NotContains(t, e.log.String(), "ann")
 }

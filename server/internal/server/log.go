@@ -4,28 +4,61 @@ import (
 	"bytes"
 	"log"
 	"log/slog"
+	"strings"
 	"sync/atomic"
 	"time"
 
 	"github.com/pgratelimit/pgratelimit/server/internal/service"
 )
 
-// A faultLog has the errors for which no request is to blame, at most one a second: callers learn little of them, and the
-// metrics count them.
-type faultLog struct {
-	log  *slog.Logger
-	last atomic.Int64 // second of the last one
+// A seldom lets something be said no more often than once in its time, however often it happens.
+type seldom struct {
+	every time.Duration
+	last  atomic.Int64 // nanoseconds since 1970
 }
 
-func (f *faultLog) observe(call service.Call) {
-	if call.Err == nil || call.Err.Kind.IsRefusal() || call.Err.Kind == service.Canceled {
-		return
+func (s *seldom) may(now time.Time) bool {
+	last := s.last.Load()
+	since := now.UnixNano() - last
+	return (since < 0 || since >= int64(s.every)) && s.last.CompareAndSwap(last, now.UnixNano())
+}
+
+// A callLog has errors for which no request is to blame, since callers learn little of them, and limits that are off: requests that no
+// rule is about, and policies that are not there. The metrics count them all.
+type callLog struct {
+	log                        *slog.Logger
+	now                        func() time.Time
+	faults, unmatched, unknown seldom
+}
+
+func newCallLog(log *slog.Logger, now func() time.Time) *callLog {
+	return &callLog{log: log, now: now, faults: seldom{every: time.Second}, unmatched: seldom{every: time.Minute}, unknown: seldom{every: time.Minute}}
+}
+
+func (l *callLog) observe(call service.Call) {
+	switch err := call.Err; {
+	case call.Unmatched != nil:
+		if l.unmatched.may(l.now()) {
+			domain, keys := call.Unmatched()
+			l.log.Warn("no rule is about a request, which has passed; others like it are not logged for a minute", "domain", clip(domain), "keys", clip(keys))
+		}
+	case err == nil || err.Kind == service.Canceled:
+	case err.Kind == service.UnknownPolicy:
+		if l.unknown.may(l.now()) {
+			l.log.Warn("a request is for a policy that is not there; others like it are not logged for a minute", "operation", string(call.Operation), "detail", clip(err.Detail))
+		}
+	case !err.Kind.IsRefusal() && l.faults.may(l.now()):
+		l.log.Error("call failed", "operation", string(call.Operation), "reason", err.Kind.Reason(), "sqlstate", err.SQLState, "error", err.Unwrap())
 	}
-	now := time.Now().Unix()
-	if last := f.last.Load(); now == last || !f.last.CompareAndSwap(last, now) {
-		return
+}
+
+// clip keeps what callers choose from filling the log.
+func clip(text string) string {
+	const most = 200
+	if len(text) <= most {
+		return text
 	}
-	f.log.Error("call failed", "operation", string(call.Operation), "reason", call.Err.Kind.Reason(), "sqlstate", call.Err.SQLState, "error", call.Err.Unwrap())
+	return strings.ToValidUTF8(text[:most], "") + "…"
 }
 
 // A connectionLog is what package http writes. What strangers do to their own connections is for those who look for it. A

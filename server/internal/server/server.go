@@ -92,12 +92,12 @@ func Start(ctx context.Context, c config.Config, log *slog.Logger) (_ *Server, e
 	if s.limiter, err = s.databases.limiter(ctx, s.limiterOptions()); err != nil {
 		return nil, err
 	}
-	faults := &faultLog{log: log}
+	calls := newCallLog(log, time.Now)
 	history := page.NewHistory(time.Now())
 	var leased atomic.Int64
 	s.service = service.New(s.limiter, s.limits(), func(call service.Call) {
 		s.metrics.Observe(call)
-		faults.observe(call)
+		calls.observe(call)
 		if c.StatusPage && call.Operation.Takes() {
 			history.Count(call.Result)
 		}

@@ -15,7 +15,13 @@ type Call struct {
 	Leased   bool   // granted from tokens that were taken before
 	Err      *Error // nil if there was a decision
 	Duration time.Duration
+
+	// Unmatched says what was asked by a request of Envoy's that no rule is about, as the log has it. It is nil for others.
+	Unmatched func() (domain, keys string)
 }
+
+// NoRule is the Result of a request of Envoy's that no rule is about: it passes, and nothing limits it.
+const NoRule client.Result = "no_rule"
 
 // An Operation is what was asked for.
 type Operation string

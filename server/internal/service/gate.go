@@ -56,6 +56,11 @@ func (s *Service) Pass(ctx context.Context, tolls []Toll, closed bool) (p Passag
 	return p, nil
 }
 
+// Unmatched tells of a request that no rule of the gate is about.
+func (s *Service) Unmatched(asked func() (domain, keys string)) {
+	s.observe(Call{Operation: Gate, Result: NoRule, Unmatched: asked})
+}
+
 // pass also returns the policy that decided.
 func (s *Service) pass(ctx context.Context, tolls []Toll, closed bool) (p Passage, policy string, err error) {
 	var takes, looks, overdraws bool
