@@ -45,10 +45,11 @@ var _ client.Acquirer = (*Memory)(nil)
 func NewMemory(policies ...client.Policy) *Memory {
 	m := &Memory{policies: make(map[string]client.Policy, len(policies)), started: time.Now(), young: make(map[bucket]level)}
 	for _, p := range policies {
-		if p.Name == "" || p.Capacity < 1 || p.Capacity > maxTokens || p.Refill > maxTokens ||
+		if p.Name == "" || p.Capacity < 1 && p.Capacity != client.Zero || p.Capacity > maxTokens || p.Refill > maxTokens ||
 			p.Refill < 1 && p.Refill != client.Zero || p.Every < time.Microsecond && p.Refill != client.Zero {
 			panic(fmt.Sprintf("httplimit: NewMemory: policy %q lacks a number, or has one out of range", p.Name))
 		}
+		p.Capacity = max(0, p.Capacity) // of client.Zero
 		m.policies[p.Name] = p
 	}
 	return m

@@ -25,6 +25,7 @@ func TestMemory_AnswersAsTheDatabaseDoes(t *testing.T) {
 			{Name: "fast", Capacity: 9_000_000_000_000, Refill: 9_000_000_000_000, Every: time.Millisecond},
 			{Name: "far", Capacity: 200, Refill: 1, Every: 365 * 24 * time.Hour},
 			{Name: "budget", Capacity: 50, Refill: client.Zero, Every: time.Second},
+			{Name: "closed", Capacity: client.Zero, Refill: 1, Every: time.Second},
 			{Name: "shadow", Capacity: 3, Refill: 1, Every: time.Second, Shadow: client.Yes},
 		}
 		fake, memory := clienttest.New(nil), httplimit.NewMemory(policies...)
@@ -39,7 +40,7 @@ func TestMemory_AnswersAsTheDatabaseDoes(t *testing.T) {
 				p := policies[random.IntN(len(policies))]
 				cost := random.Int64N(4)
 				if random.IntN(20) == 0 {
-					cost = random.Int64N(p.Capacity + 2)
+					cost = random.Int64N(max(0, p.Capacity) + 2)
 				}
 				charges[i] = client.Charge{Policy: p.Name, Key: fmt.Sprint(random.IntN(2)), Cost: client.Cost(cost)}
 			}

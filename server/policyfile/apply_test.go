@@ -176,11 +176,13 @@ policies:
   large: {capacity: 9000000000000, refill: 9000000000000, every: 1us, remember: 365250d}
   slow: {capacity: 10, refill: 1, every: 365250d, remember: 1us}
   budget: {capacity: 9000000000000, refill: 0, every: 365250d}
+  closed: {capacity: 0, refill: 9000000000000, every: 1us}
 overrides:
   budget: {blocked: {capacity: 0}, large: {refill: 9000000000000, expires_at: 9999-12-31T23:59:59.999999-23:59}}
 `)
 	require.Equal(t, []string{
 		"budget 9000000000000 0 31557600000000000 f t 86400000000 f",
+		"closed 0 9000000000000 1 f t 86400000000 f",
 		"large 9000000000000 9000000000000 1 f t 31557600000000000 f",
 		"slow 10 1 31557600000000000 f t 1 f",
 	}, policiesIn(t, db))

@@ -143,7 +143,7 @@ func TestCommand_JSON(t *testing.T) {
 // A file with mistakes, and an environment that it does not have, are told before anybody connects.
 func TestCommand_Errors(t *testing.T) {
 	t.Parallel()
-	const wrong = "policies:\n  api: {capacity: 0}\nlimits: {}\n"
+	const wrong = "policies:\n  api: {capacity: -1}\nlimits: {}\n"
 	for name, test := range map[string]struct {
 		file string
 		args []string
@@ -153,7 +153,7 @@ func TestCommand_Errors(t *testing.T) {
 		"mistakes": {
 			file: wrong,
 			err: `limits.yaml:2:3: policy "api" has no refill and no every: write refill: 10 and every: 1s
-limits.yaml:2:19: capacity is 0: write a whole number from 1 to 9000000000000, in digits
+limits.yaml:2:19: capacity is -1: write a whole number from 0 to 9000000000000, in digits
 limits.yaml:3:1: unknown field "limits": the file has policies, overrides, http, envoy and environments`,
 		},
 		"mistakes in JSON": {

@@ -101,7 +101,7 @@ func somePolicy(t *rapid.T, complete bool) document {
 			p[field] = value()
 		}
 	}
-	set("capacity", true, func() any { return rapid.Int64Range(1, 2000).Draw(t, "capacity") })
+	set("capacity", true, func() any { return rapid.Int64Range(0, 2000).Draw(t, "capacity") })
 	set("refill", true, func() any { return rapid.Int64Range(0, 9_000_000_000_000).Draw(t, "refill") })
 	set("every", true, func() any { return anySpan.Draw(t, "every") })
 	set("remember", false, func() any { return anySpan.Draw(t, "remember") })

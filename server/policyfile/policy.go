@@ -27,7 +27,7 @@ func (r *reader) policy(f field) Policy {
 	p.flawed = !r.flawless(func() {
 		r.checkName(f.at, "the name of a policy", f.name)
 		isObject := r.object(f, "a policy",
-			known{"capacity", func(f field) { p.Capacity = r.whole(f, 1, maxTokens) }},
+			known{"capacity", func(f field) { p.Capacity = r.whole(f, 0, maxTokens) }},
 			known{"refill", func(f field) { p.Refill = r.whole(f, 0, maxTokens) }},
 			known{"every", func(f field) { p.Every = r.span(f) }},
 			known{"stepped", func(f field) { p.Stepped = r.boolean(f) }},
