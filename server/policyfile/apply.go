@@ -76,6 +76,11 @@ func (p Policy) drop(ctx context.Context, tx pgx.Tx) error {
 	return err
 }
 
+func (o Override) remove(ctx context.Context, tx pgx.Tx) error {
+	_, err := tx.Exec(ctx, "select ratelimit_remove_override($1::text, $2::text)", o.Policy, o.Key)
+	return err
+}
+
 // set passes all numbers, also those that the file has left to the policy.
 func (o Override) set(ctx context.Context, tx pgx.Tx) error {
 	var expires *string

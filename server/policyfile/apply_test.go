@@ -302,6 +302,73 @@ func TestApply_PruneNamesWhatGoes(t *testing.T) {
 	require.Empty(t, overridesIn(t, db))
 }
 
+const ofEnvoy = `
+policies: {new: {capacity: 1, refill: 1, every: 1s}}
+envoy:
+  - domain: edge
+    descriptors:
+      - {key: address, rate_limit: {unit: minute, requests_per_unit: 60}}
+      - {key: watched, shadow_mode: true, rate_limit: {unit: hour, requests_per_unit: 5, name: w}}
+      - {key: none, rate_limit: {unit: second, requests_per_unit: 0}}
+      - {key: new, rate_limit: {policy: new}}
+`
+
+// What a rule of Envoy's describes is there when its file has been applied, whether or not a server has read it. What no rule says
+// stays.
+func TestApply_DefinesThePoliciesOfEnvoysRules(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	require.Equal(t, `+ policy "new": capacity 1, refill 1, every 1s, stepped false, durable true, remember 1d, shadow false
++ policy "edge.address": capacity 60, refill 60, every 1m, stepped false, durable true, remember 1d, shadow false
++ policy "w": capacity 5, refill 5, every 1h, stepped false, durable true, remember 1d, shadow true
+`, apply(t, db.Pool, ofEnvoy).String())
+	db.Exec(t, "select ratelimit_define_policy('edge.address', capacity => 61, remember => '7 days')")
+	db.Exec(t, "select ratelimit_drop_policy('w'); select ratelimit_define_policy('w', 5, 5, '1 hour', shadow => true, durable => false)")
+	require.Equal(t, "~ policy \"edge.address\": capacity 61 -> 60\n", apply(t, db.Pool, ofEnvoy).String())
+	require.True(t, apply(t, db.Pool, ofEnvoy, policyfile.Options{Prune: true}).Empty())
+	require.Equal(t, []string{
+		"edge.address 60 60 60000000 f t 604800000000 f", "new 1 1 1000000 f t 86400000000 f", "w 5 5 3600000000 f f 86400000000 t",
+	}, policiesIn(t, db))
+}
+
+// An override that the file does not have is a limit that the file does not tell of. It is removed if that is asked for, and
+// others stay as they are.
+func TestApply_TellsOfOverridesThatTheFileDoesNotHave(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	apply(t, db.Pool, twoPolicies)
+	db.Exec(t, `select ratelimit_override('api', 'vip', capacity => 900, expires_at => '2999-01-01Z'), ratelimit_override('llm', 'user:42', capacity => 0)`)
+	db.Exec(t, `select ratelimit_override('api', 'gone', capacity => 7)`)
+	const told = `  override "gone" of "api" has expired at 2001-01-01T00:00:00Z and is not set
+  override "gone" of "api" is not in the file, and stays
+  override "vip" of "api" is not in the file, and stays
+  override "user:42" of "llm" is not in the file, and stays
+`
+	d := apply(t, db.Pool, twoPolicies, policyfile.Options{Prune: true})
+	require.True(t, d.Empty())
+	require.Equal(t, told, d.String())
+	require.Equal(t, `- override "gone" of "api": capacity 7, refill 10, every 1s, expires_at never
+- override "vip" of "api": capacity 900, refill 10, every 1s, expires_at 2999-01-01T00:00:00Z
+- override "user:42" of "llm": capacity 0, refill 0, every 30d, expires_at never
+  override "gone" of "api" has expired at 2001-01-01T00:00:00Z and is not set
+`, apply(t, db.Pool, twoPolicies, policyfile.Options{PruneOverrides: true}).String())
+	require.Equal(t, []string{"api user:42 500 10 1000000 0"}, overridesIn(t, db))
+	require.Len(t, policiesIn(t, db), 2)
+	require.Nil(t, apply(t, db.Pool, twoPolicies, policyfile.Options{PruneOverrides: true}).Drift)
+}
+
+// Overrides of a policy that is dropped go with it, and are counted there.
+func TestApply_PrunesBoth(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	apply(t, db.Pool, twoPolicies)
+	db.Exec(t, `select ratelimit_define_policy('old', 1, 1, '1 second'); select ratelimit_override('old', 'k', capacity => 2), ratelimit_override('api', 'k', capacity => 2)`)
+	require.Equal(t, `- policy "old": dropped with 0 buckets, 1 override and 0 idempotency keys
+- override "k" of "api": capacity 2, refill 10, every 1s, expires_at never
+  override "gone" of "api" has expired at 2001-01-01T00:00:00Z and is not set
+`, apply(t, db.Pool, twoPolicies, policyfile.Options{Prune: true, PruneOverrides: true}).String())
+}
+
 // The server has defined some policies for the file's own rules of Envoy's: these are not left over.
 func TestApply_PruneSparesPoliciesOfRules(t *testing.T) {
 	t.Parallel()

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"strings"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/spf13/cobra"
@@ -33,10 +34,11 @@ func Command(connect func(context.Context) ([]Target, error)) *cobra.Command {
 shards, each has a transaction of its own, and the overrides of its keys.
 
 Shows what changes: + is created, ~ is changed, - is dropped. FILE may be - for standard input.
-Overrides that the file does not have stay. Policies that it does not have stay without --prune.
+The policies are also those that Envoy's rules of the file describe. What the file does not
+have stays without --prune; overrides that it does not have are listed.
 
 Ends with 0 when the database is as the file says, and with 2 when --dry-run has found a
-difference. After an error nothing has been changed, or of shards only those before it.`,
+difference, which is also an override that the file does not have. After an error nothing has been changed, or of shards only those before it.`,
 		Example: `  pgratelimit apply limits.yaml --env production --dry-run
   pgratelimit apply limits.yaml --env production`,
 		Args:          cobra.ExactArgs(1),
@@ -48,11 +50,32 @@ difference. After an error nothing has been changed, or of shards only those bef
 	}
 	flags := command.Flags()
 	flags.StringVar(&a.options.Environment, "env", "", "apply what this environment of the file replaces, too")
-	flags.BoolVar(&a.options.Prune, "prune", false, "drop policies that the file does not have, with all that belongs to them")
+	flags.Var(prune{&a.options}, "prune", "drop policies that the file does not have, with all that belongs to them; overrides with --prune=overrides, and both with --prune=policies,overrides")
+	flags.Lookup("prune").NoOptDefVal = "policies"
 	flags.BoolVar(&a.dryRun, "dry-run", false, "show the difference and change nothing; end with 2 if there is one")
 	flags.BoolVar(&a.json, "json", false, "write JSON: changes, or the problems of the file")
 	return command
 }
+
+// prune is a flag that says what is dropped.
+type prune struct{ *Options }
+
+func (p prune) Set(value string) error {
+	for what := range strings.SplitSeq(value, ",") {
+		switch what {
+		case "policies":
+			p.Prune = true
+		case "overrides":
+			p.PruneOverrides = true
+		default:
+			return errors.New("write policies, overrides, or policies,overrides")
+		}
+	}
+	return nil
+}
+
+func (p prune) String() string { return "" }
+func (p prune) Type() string   { return "what" }
 
 type applier struct {
 	connect func(context.Context) ([]Target, error)
@@ -84,7 +107,7 @@ func (a *applier) run(ctx context.Context, in io.Reader, out io.Writer, path str
 		if err != nil {
 			return a.fail(out, t.failed(err))
 		}
-		differs = differs || !d.Empty()
+		differs = differs || !d.Empty() || d.Drift != nil
 	}
 	if a.dryRun && differs {
 		return ErrDifference
@@ -160,7 +183,7 @@ func (a *applier) report(out io.Writer, t Target, d *Difference) error {
 		if _, err := fmt.Fprintf(out, "%s: ", t.Name); err != nil {
 			return err
 		}
-		if !d.Empty() {
+		if !d.Empty() || d.Drift != nil {
 			fmt.Fprintln(out)
 		}
 	}
@@ -169,13 +192,19 @@ func (a *applier) report(out io.Writer, t Target, d *Difference) error {
 }
 
 func (a *applier) summary(d *Difference) string {
+	drift := ""
+	if d.Drift != nil {
+		drift = "The database has " + count(int64(len(d.Drift)), "override") + " that the file does not have: --prune=overrides removes them.\n"
+	}
 	switch n := count(int64(len(d.Changes)), "change"); {
-	case d.Empty():
+	case d.Empty() && drift == "":
 		return "The database is as the file says.\n"
+	case d.Empty():
+		return drift
 	case a.dryRun:
-		return n + ", not made: this is a dry run.\n"
+		return n + ", not made: this is a dry run.\n" + drift
 	default:
-		return n + " made.\n"
+		return n + " made.\n" + drift
 	}
 }
 

@@ -84,6 +84,37 @@ environments:
 	}
 }
 
+// An override that the file does not have is a difference: the database is never called as the file says.
+func TestCommand_OverridesThatTheFileDoesNotHave(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	const file = "policies: {api: {capacity: 1, refill: 1, every: 1s}}"
+	apply(t, db.Pool, file)
+	db.Exec(t, "select count(ratelimit_override('api', 'k' || n, capacity => 2)) from generate_series(10, 34) as n")
+	for _, args := range [][]string{{"--dry-run"}, nil, {"--prune"}} {
+		out, code, _ := run(t, db, file, args...)
+		require.True(t, strings.HasPrefix(out, "  override \"k10\" of \"api\" is not in the file, and stays\n"), out)
+		require.True(t, strings.HasSuffix(out, "  … and 5 more\nThe database has 25 overrides that the file does not have: --prune=overrides removes them.\n"), out)
+		require.Equal(t, map[bool]int{true: 2}[args != nil && args[0] == "--dry-run"], code)
+	}
+	out, _, _ := run(t, db, file, "--json")
+	var told struct{ Drift []policyfile.DriftingOverride }
+	require.NoError(t, json.Unmarshal([]byte(out), &told))
+	require.Len(t, told.Drift, 25, "programs are told of all")
+	out, code, _ := run(t, db, file, "--prune=overrides", "--dry-run")
+	require.Equal(t, 2, code)
+	require.Contains(t, out, "25 changes, not made")
+	out, code, _ = run(t, db, file, "--prune=policies,overrides")
+	require.Equal(t, 0, code)
+	require.Contains(t, out, "\n25 changes made.\n")
+	out, code, _ = run(t, db, file, "--dry-run")
+	require.Equal(t, "The database is as the file says.\n", out)
+	require.Equal(t, 0, code)
+	_, code, err := run(t, db, file, "--prune=all")
+	require.Equal(t, 1, code)
+	require.ErrorContains(t, err, "write policies, overrides, or policies,overrides")
+}
+
 // A difference of any database is one, also if those after it have none.
 func TestCommand_DryRunOfSeveralDatabases(t *testing.T) {
 	t.Parallel()

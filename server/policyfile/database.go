@@ -4,13 +4,14 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 )
 
-// A state is what a database has of what a file is about.
+// A state is what a database has.
 type state struct {
 	now       time.Time
 	policies  map[string]Policy
@@ -19,7 +20,7 @@ type state struct {
 
 type bucket struct{ policy, key string }
 
-func readState(ctx context.Context, tx pgx.Tx, rules *Rules) (*state, error) {
+func readState(ctx context.Context, tx pgx.Tx) (*state, error) {
 	s := &state{policies: make(map[string]Policy), overrides: make(map[bucket]Override)}
 	if err := tx.QueryRow(ctx, "select clock_timestamp()").Scan(&s.now); err != nil {
 		return nil, failed("read the clock", err)
@@ -27,7 +28,7 @@ func readState(ctx context.Context, tx pgx.Tx, rules *Rules) (*state, error) {
 	if err := s.readPolicies(ctx, tx); err != nil {
 		return nil, failed("list policies", err)
 	}
-	if err := s.readOverrides(ctx, tx, rules); err != nil {
+	if err := s.readOverrides(ctx, tx); err != nil {
 		return nil, failed("list overrides", err)
 	}
 	return s, nil
@@ -51,22 +52,11 @@ func (s *state) readPolicies(ctx context.Context, tx pgx.Tx) error {
 	return err
 }
 
-// readOverrides reads those that the rules set, too, and no others: there may be many.
-func (s *state) readOverrides(ctx context.Context, tx pgx.Tx, rules *Rules) error {
-	var policies, keys []string
-	for _, o := range rules.Overrides {
-		if _, ok := s.policies[o.Policy]; ok { // a listing of an unknown policy is an error
-			policies, keys = append(policies, o.Policy), append(keys, o.Key)
-		}
-	}
-	if policies == nil {
-		return nil
-	}
+func (s *state) readOverrides(ctx context.Context, tx pgx.Tx) error {
 	rows, err := tx.Query(ctx, `
-		select o.policy, o.key, o.capacity, o.refill, (extract(epoch from o.every) * 1000000.0)::bigint,
-		       (extract(epoch from o.expires_at) * 1000000.0)::bigint
-		  from unnest($1::text[], $2::text[]) as wanted (policy, key)
-		 cross join lateral ratelimit_overrides(wanted.policy, wanted.key) as o`, policies, keys)
+		select policy, key, capacity, refill, (extract(epoch from every) * 1000000.0)::bigint,
+		       (extract(epoch from expires_at) * 1000000.0)::bigint
+		  from ratelimit_overrides(max_rows => $1::integer)`, math.MaxInt32)
 	if err != nil {
 		return err
 	}

@@ -2,6 +2,7 @@ package policyfile
 
 import (
 	"cmp"
+	"fmt"
 	"slices"
 	"strings"
 )
@@ -67,17 +68,58 @@ func (l *EnvoyLimit) PolicyAt(path string) string {
 	return cmp.Or(l.Policy, l.Name, path)
 }
 
-// policiesOf lists those of all rules at a path or below.
-func policiesOf(path string, descriptors []EnvoyDescriptor) (names []string) {
-	for _, d := range descriptors {
-		at := path + "." + d.Composite()
-		if d.Limit != nil {
-			names = append(names, d.Limit.PolicyAt(at))
-		}
-		names = append(names, policiesOf(at, d.Descriptors)...)
+// EnvoyPolicies are the policies that rules describe by their unit, each once. The problems are rules that would share one and are
+// not to.
+func EnvoyPolicies(domains []EnvoyDomain) (policies []Policy, problems Problems) {
+	type rule struct {
+		Policy
+		domain string
 	}
-	return names
+	first := make(map[string]rule)
+	var walk func(domain, path string, descriptors []EnvoyDescriptor)
+	walk = func(domain, path string, descriptors []EnvoyDescriptor) {
+		for _, d := range descriptors {
+			at := path + "." + d.Composite()
+			if d.Limit != nil && d.Limit.Policy == "" && d.Limit.Unit != "" && d.Limit.PolicyAt(at) != "" {
+				p := d.policy(at)
+				other, isSecond := first[p.Name]
+				problem := ""
+				switch {
+				case len(p.Name) > maxName:
+					problem = fmt.Sprintf("the policy of this rule would be called by its domain and path, which have %d bytes: give the rule a name of up to %d", len(p.Name), maxName)
+				case !isSecond:
+					first[p.Name] = rule{p, domain}
+					policies = append(policies, p)
+				case other.domain != domain:
+					problem = fmt.Sprintf("the policy of this rule would be called %q, as that of the rule at %s, and share its buckets: give this rule another name", p.Name, other.At)
+				case other.Capacity != p.Capacity || other.Every != p.Every || other.Shadow != p.Shadow:
+					problem = fmt.Sprintf("the policy of this rule would be called %q, as that of the rule at %s, which has other numbers: give this rule another name", p.Name, other.At)
+				}
+				if problem != "" {
+					problems = append(problems, Problem{p.At, problem})
+				}
+			}
+			walk(domain, at, d.Descriptors)
+		}
+	}
+	for _, d := range domains {
+		walk(d.Name, d.Name, d.Descriptors)
+	}
+	return policies, problems
 }
+
+// policy is the one that the rule of a descriptor describes: the requests of a unit at once, and as many again in each unit. What
+// it remembers and whether it survives a crash no rule says.
+func (d *EnvoyDescriptor) policy(path string) Policy {
+	n := int64(d.Limit.RequestsPerUnit)
+	return Policy{
+		Name: d.Limit.PolicyAt(path), Capacity: n, Refill: n, Every: d.Limit.Unit.Span(), Durable: true, Remember: Day,
+		Shadow: d.Watches(), At: d.Limit.At, durableAt: d.Limit.At,
+	}
+}
+
+// Watches tells that the rule of a descriptor refuses nothing.
+func (d *EnvoyDescriptor) Watches() bool { return d.ShadowMode || d.QuotaMode }
 
 // An EnvoyUnit is a unit of time, in lower case.
 type EnvoyUnit string

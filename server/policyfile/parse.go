@@ -90,6 +90,15 @@ func readRules(c *collector, f field, more ...known) *Rules {
 		{"envoy", func(f field) { rules.Envoy = r.envoy(f) }},
 	}
 	r.object(f, "the file", append(fields, more...)...)
+	described, problems := EnvoyPolicies(rules.Envoy)
+	for _, p := range problems {
+		c.add(p.Position, "%s", p.Message)
+	}
+	for _, p := range described {
+		if _, isThere := r.policies[p.Name]; isThere {
+			c.add(p.At, "the policy of this rule would be called %s, as one below policies: write policy: %[1]s in its place, or give the rule another name", quote(p.Name))
+		}
+	}
 	return rules
 }
 

@@ -1,8 +1,10 @@
 package policyfile
 
 import (
+	"cmp"
 	"context"
 	"fmt"
+	"maps"
 	"slices"
 	"time"
 
@@ -14,9 +16,11 @@ type Options struct {
 	// Environment is one of the file's, or "" for what the file says outside of them.
 	Environment string
 
-	// Prune drops policies that the file does not have, neither among policies nor for a rule of Envoy's. Overrides are never
-	// removed.
+	// Prune drops policies that the file does not have, neither among policies nor for a rule of Envoy's.
 	Prune bool
+
+	// PruneOverrides removes overrides that the file does not have.
+	PruneOverrides bool
 
 	// Has tells whether the database has a key: of others, overrides are left out. It is nil where one database has all.
 	Has func(key string) bool
@@ -34,6 +38,15 @@ type Difference struct {
 
 	// Expired are overrides of the file whose time is over. They are not set.
 	Expired []ExpiredOverride `json:"expired,omitempty"`
+
+	// Drift are overrides of the database that the file does not have, and that stay.
+	Drift []DriftingOverride `json:"drift,omitempty"`
+}
+
+// A DriftingOverride is one that the file does not have.
+type DriftingOverride struct {
+	Policy string `json:"policy"`
+	Key    string `json:"key"`
 }
 
 // An ExpiredOverride is one that the file can do without.
@@ -54,7 +67,7 @@ type Change struct {
 	// Key is the override's. For a policy it is empty.
 	Key string `json:"key,omitempty"`
 
-	// Fields are those that change; of what is created, all.
+	// Fields are those that change; of what is created, all, and of an override that is removed.
 	Fields []FieldChange `json:"fields,omitempty"`
 
 	// Lost is what goes with a policy that is dropped, or nil if the role may not see it.
@@ -67,7 +80,7 @@ type Change struct {
 // An Action is what happens to a policy or an override.
 type Action string
 
-// The actions. An override is never dropped.
+// The actions.
 const (
 	Create Action = "create"
 	Alter  Action = "change"
@@ -106,7 +119,7 @@ func plan(ctx context.Context, tx pgx.Tx, file *File, options Options) (*Differe
 		rules = &part
 		rules.Overrides = slices.DeleteFunc(slices.Clone(rules.Overrides), func(o Override) bool { return !options.Has(o.Key) })
 	}
-	s, err := readState(ctx, tx, rules)
+	s, err := readState(ctx, tx)
 	if err != nil {
 		return nil, err
 	}
@@ -114,13 +127,21 @@ func plan(ctx context.Context, tx pgx.Tx, file *File, options Options) (*Differe
 		return nil, err
 	}
 	d := &Difference{Changes: []Change{}}
-	d.policies(s, rules.Policies)
+	described, _ := EnvoyPolicies(rules.Envoy) // without problems, since the file has none
+	for i := range described {
+		if old, ok := s.policies[described[i].Name]; ok {
+			described[i].Durable, described[i].Remember = old.Durable, old.Remember
+		}
+	}
+	all := slices.Concat(rules.Policies, described)
+	d.policies(s, all)
 	d.overrides(s, rules.Overrides)
 	if options.Prune {
-		if err := d.prune(ctx, tx, s, rules); err != nil {
+		if err := d.prune(ctx, tx, s, all); err != nil {
 			return nil, failed("count what goes with the policies", err)
 		}
 	}
+	d.drift(s, options.PruneOverrides)
 	return d, nil
 }
 
@@ -150,7 +171,26 @@ func (d *Difference) overrides(s *state, overrides []Override) {
 			continue
 		}
 		old, exists := s.overrides[bucket{o.Policy, o.Key}]
+		delete(s.overrides, bucket{o.Policy, o.Key})
 		d.add(Change{Policy: o.Policy, Key: o.Key, at: o.At, apply: o.set}, exists, fieldsOf(&old), fieldsOf(&o))
+	}
+}
+
+// drift tells of the overrides that are left over, or removes them.
+func (d *Difference) drift(s *state, prune bool) {
+	left := slices.SortedFunc(maps.Values(s.overrides), func(a, b Override) int {
+		return cmp.Or(cmp.Compare(a.Policy, b.Policy), cmp.Compare(a.Key, b.Key))
+	})
+	for _, o := range left {
+		if !prune {
+			d.Drift = append(d.Drift, DriftingOverride{o.Policy, o.Key})
+			continue
+		}
+		change := Change{Action: Drop, Policy: o.Policy, Key: o.Key, apply: o.remove}
+		for _, was := range fieldsOf(&o) {
+			change.Fields = append(change.Fields, FieldChange{Field: was.field, Old: was.is})
+		}
+		d.Changes = append(d.Changes, change)
 	}
 }
 
@@ -172,15 +212,11 @@ func (d *Difference) add(change Change, exists bool, before, after []value) {
 	}
 }
 
-func (d *Difference) prune(ctx context.Context, tx pgx.Tx, s *state, rules *Rules) error {
-	for _, p := range rules.Policies {
+func (d *Difference) prune(ctx context.Context, tx pgx.Tx, s *state, policies []Policy) error {
+	for _, p := range policies {
 		delete(s.policies, p.Name)
 	}
-	for _, domain := range rules.Envoy {
-		for _, name := range policiesOf(domain.Name, domain.Descriptors) { // the server has defined them
-			delete(s.policies, name)
-		}
-	}
+	maps.DeleteFunc(s.overrides, func(of bucket, _ Override) bool { return s.policies[of.policy].Name != "" }) // they go with their policy
 	var names []string
 	for name := range s.policies {
 		names = append(names, name)

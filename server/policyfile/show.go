@@ -14,8 +14,18 @@ func (d *Difference) String() string {
 	for _, o := range d.Expired {
 		fmt.Fprintf(&text, "  override %q of %q has expired at %s and is not set\n", o.Key, o.Policy, o.ExpiresAt.Format("2006-01-02T15:04:05Z07:00"))
 	}
+	for i, o := range d.Drift {
+		if i == maxDrift {
+			fmt.Fprintf(&text, "  … and %d more\n", len(d.Drift)-i)
+			break
+		}
+		fmt.Fprintf(&text, "  override %q of %q is not in the file, and stays\n", o.Key, o.Policy)
+	}
 	return text.String()
 }
+
+// maxDrift is how many overrides a person reads, which a program may have set.
+const maxDrift = 20
 
 var signs = map[Action]string{Create: "+", Alter: "~", Drop: "-"}
 
@@ -29,14 +39,17 @@ func (c *Change) String() string {
 }
 
 func (c *Change) details() string {
-	if c.Action == Drop {
+	if c.Action == Drop && c.Key == "" {
 		return c.Lost.String()
 	}
 	details := make([]string, len(c.Fields))
 	for i, f := range c.Fields {
 		details[i] = f.Field + " " + show(f.New)
-		if c.Action == Alter {
+		switch c.Action {
+		case Alter:
 			details[i] = f.Field + " " + show(f.Old) + " -> " + show(f.New)
+		case Drop:
+			details[i] = f.Field + " " + show(f.Old)
 		}
 	}
 	return strings.Join(details, ", ")

@@ -58,11 +58,8 @@ func (r *Rules) settle(ctx context.Context, tx pgx.Tx, limiter *client.Limiter, 
 		return err
 	}
 	var problems policyfile.Problems
-	for _, rule := range r.list {
-		if !rule.isDescribed() {
-			continue
-		}
-		want := rule.definition()
+	for _, described := range r.described {
+		want := definition(described)
 		has, isThere := there[want.Name]
 		switch {
 		case isThere && isAs(has, want):
@@ -70,14 +67,14 @@ func (r *Rules) settle(ctx context.Context, tx pgx.Tx, limiter *client.Limiter, 
 		case may:
 			err = limiter.DefinePolicy(ctx, want)
 			if err != nil {
-				return fmt.Errorf("%s: policy %q: %w", rule.At, want.Name, err)
+				return fmt.Errorf("%s: policy %q: %w", described.At, want.Name, err)
 			}
 		default:
 			what := "is missing"
 			if isThere {
 				what = "has other numbers"
 			}
-			problems = append(problems, policyfile.Problem{Position: rule.At, Message: fmt.Sprintf(
+			problems = append(problems, policyfile.Problem{Position: described.At, Message: fmt.Sprintf(
 				"policy %q %s, and this role may not define it. An administrator has to run: %s", want.Name, what, statement(want))})
 		}
 		there[want.Name] = want
@@ -99,17 +96,17 @@ func (r *Rules) settle(ctx context.Context, tx pgx.Tx, limiter *client.Limiter, 
 	return nil
 }
 
-// definition is the policy that a rule describes: the requests of a unit at once, and as many again in each unit.
-func (r *rule) definition() client.Policy {
+// definition is a policy that a rule describes, without what no rule says.
+func definition(described policyfile.Policy) client.Policy {
 	p := client.Policy{
-		Name:     r.policy,
-		Capacity: int64(r.RequestsPerUnit),
-		Refill:   int64(r.RequestsPerUnit),
-		Every:    time.Duration(r.Unit.Span()) * time.Microsecond,
+		Name:     described.Name,
+		Capacity: described.Capacity,
+		Refill:   described.Refill,
+		Every:    time.Duration(described.Every) * time.Microsecond,
 		Stepped:  client.No,
 		Shadow:   client.No,
 	}
-	if r.watches {
+	if described.Shadow {
 		p.Shadow = client.Yes
 	}
 	return p

@@ -14,8 +14,9 @@ import (
 
 // Rules are what requests are decided by.
 type Rules struct {
-	domains map[string]*level
-	list    []*rule // in the order of the files
+	domains   map[string]*level
+	list      []*rule             // in the order of the files
+	described []policyfile.Policy // those of rules that name none
 }
 
 // A level has the descriptors that the next entry of a request is looked up in.
@@ -40,7 +41,6 @@ type descriptor struct {
 // A rule is what a descriptor that ends at it has to pass.
 type rule struct {
 	policyfile.EnvoyLimit
-	domain string
 	policy string // of its buckets, and empty if it has none: unlimited, or nothing passes
 
 	// watches tells that it refuses nothing.
@@ -60,10 +60,12 @@ func init() {
 
 // newRules makes rules of what files say. Its error is [policyfile.Problems].
 func newRules(domains []policyfile.EnvoyDomain) (*Rules, error) {
-	b := builder{rules: &Rules{domains: make(map[string]*level)}, first: make(map[string]policyfile.Position), named: make(map[string]*rule)}
+	b := builder{rules: &Rules{domains: make(map[string]*level)}, first: make(map[string]policyfile.Position)}
 	for _, d := range domains {
 		b.domain(d)
 	}
+	described, problems := policyfile.EnvoyPolicies(domains)
+	b.rules.described, b.problems = described, append(b.problems, problems...)
 	if b.problems != nil {
 		slices.SortStableFunc(b.problems, func(p, q policyfile.Problem) int {
 			return cmp.Or(cmp.Compare(p.File, q.File), cmp.Compare(p.Line, q.Line), cmp.Compare(p.Column, q.Column))
@@ -76,7 +78,6 @@ func newRules(domains []policyfile.EnvoyDomain) (*Rules, error) {
 type builder struct {
 	rules    *Rules
 	first    map[string]policyfile.Position // of each domain
-	named    map[string]*rule               // by the policy that it describes
 	problems policyfile.Problems
 }
 
@@ -90,16 +91,16 @@ func (b *builder) domain(d policyfile.EnvoyDomain) {
 		return
 	}
 	b.first[d.Name] = d.At
-	b.rules.domains[d.Name] = b.level(d.Name, d.Name, d.Descriptors)
+	b.rules.domains[d.Name] = b.level(d.Name, d.Descriptors)
 }
 
-func (b *builder) level(domain, path string, descriptors []policyfile.EnvoyDescriptor) *level {
+func (b *builder) level(path string, descriptors []policyfile.EnvoyDescriptor) *level {
 	l := &level{descriptors: make(map[string]*descriptor, len(descriptors))}
 	for _, d := range descriptors {
 		composite := d.Composite()
-		built := &descriptor{below: b.level(domain, path+"."+composite, d.Descriptors)}
+		built := &descriptor{below: b.level(path+"."+composite, d.Descriptors)}
 		if d.Limit != nil {
-			built.rule = b.rule(domain, path+"."+composite, d)
+			built.rule = b.rule(path+"."+composite, d)
 		}
 		if prefix, isWildcard := strings.CutSuffix(composite, "*"); isWildcard {
 			l.wildcards = append(l.wildcards, wildcard{prefix, built})
@@ -112,11 +113,8 @@ func (b *builder) level(domain, path string, descriptors []policyfile.EnvoyDescr
 	return l
 }
 
-// maxPolicy is what the name of a policy may have, in bytes.
-const maxPolicy = 512
-
-func (b *builder) rule(domain, path string, d policyfile.EnvoyDescriptor) *rule {
-	r := &rule{EnvoyLimit: *d.Limit, domain: domain, policy: d.Limit.PolicyAt(path), watches: d.ShadowMode || d.QuotaMode}
+func (b *builder) rule(path string, d policyfile.EnvoyDescriptor) *rule {
+	r := &rule{EnvoyLimit: *d.Limit, policy: d.Limit.PolicyAt(path), watches: d.Watches()}
 	b.rules.list = append(b.rules.list, r)
 	switch {
 	case r.Unlimited:
@@ -128,38 +126,9 @@ func (b *builder) rule(domain, path string, d policyfile.EnvoyDescriptor) *rule 
 		if r.Overdraw {
 			b.add(r.At, "nothing passes a rule of 0 requests, so there is nothing to overdraw: remove overdraw, or allow some requests")
 		}
-	default:
-		b.describe(r)
 	}
 	return r
 }
-
-// describe notes that a rule describes its policy. Rules of several domains would share buckets by one name.
-func (b *builder) describe(r *rule) {
-	other, isSecond := b.named[r.policy]
-	switch {
-	case len(r.policy) > maxPolicy:
-		b.add(r.At, "the policy of this rule would be called by its domain and path, which have %d bytes: give the rule a name of up to %d", len(r.policy), maxPolicy)
-	case !isSecond:
-		b.named[r.policy] = r
-	case other.domain != r.domain:
-		b.add(r.At, "the policy of this rule would be called %q, as that of the rule at %s, and share its buckets: give this rule another name", r.policy, other.At)
-	case other.numbers() != r.numbers():
-		b.add(r.At, "the policy of this rule would be called %q, as that of the rule at %s, which has other numbers: give this rule another name", r.policy, other.At)
-	}
-}
-
-// numbers are what a policy is described by.
-type numbers struct {
-	n       uint32
-	unit    policyfile.EnvoyUnit
-	watches bool
-}
-
-func (r *rule) numbers() numbers { return numbers{r.RequestsPerUnit, r.Unit, r.watches} }
-
-// isDescribed reports whether the rule describes a policy, and does not only name it.
-func (r *rule) isDescribed() bool { return r.policy != "" && r.Policy == "" }
 
 // A match is the rule that a descriptor has found.
 type match struct {

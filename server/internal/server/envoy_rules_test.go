@@ -12,6 +12,7 @@ import (
 
 	"github.com/pgratelimit/pgratelimit/client"
 	"github.com/pgratelimit/pgratelimit/server/internal/server"
+	"github.com/pgratelimit/pgratelimit/server/policyfile"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
@@ -81,6 +82,37 @@ descriptors:
 	before := rows()
 	require.NoError(t, s.Reload(t.Context()))
 	require.Equal(t, before, rows(), "what is there is not written again")
+}
+
+// What pgratelimit apply makes of a file is what the server wants of it: none of the two changes the other's policies.
+func TestEnvoyRules_OfAPolicyFileAreAppliedAsTheyAreServed(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	path := rulesFile(t, `
+policies: {llm: {capacity: 5, refill: 0, every: 1s}}
+envoy:
+  - domain: edge
+    descriptors:
+      - {key: user, value: gold, descriptors: [{key: path, rate_limit: {unit: month, requests_per_unit: 4294967295}}]}
+      - {key: y, quota_mode: true, rate_limit: {unit: YEAR, requests_per_unit: 1, name: yearly}}
+      - {key: tokens, rate_limit: {policy: llm, overdraw: true}}
+`)
+	text, err := os.ReadFile(path)
+	require.NoError(t, err)
+	file, err := policyfile.Parse(path, text)
+	require.NoError(t, err)
+	db.Exec(t, "select ratelimit_define_policy('llm', 5, 0, '1 second')")
+	s := start(t, db.URL, "ENVOY_RULES="+path)
+	served := policies(t, db)
+	d, err := policyfile.Apply(t.Context(), db.Pool, file, policyfile.Options{})
+	require.NoError(t, err)
+	require.Empty(t, d.Changes)
+	db.Exec(t, "select ratelimit_drop_policy('yearly'), ratelimit_drop_policy('edge.user_gold.path')")
+	_, err = policyfile.Apply(t.Context(), db.Pool, file, policyfile.Options{})
+	require.NoError(t, err)
+	require.Equal(t, served, policies(t, db))
+	require.NoError(t, s.Reload(t.Context()))
+	require.Equal(t, served, policies(t, db))
 }
 
 // What differs in one field alone is made what the rule says again. What rules do not say stays.
