@@ -38,6 +38,7 @@ type limiter struct {
 	noFlush bool
 	inTx    bool     // by WithTx
 	denials *denials // nil without DenialCache
+	alone   *alone   // nil without Alone
 	hooks   Hooks    // of Observe
 }
 
@@ -52,7 +53,7 @@ func New(db Querier, opts ...LimiterOption) *Limiter {
 }
 
 func newLimiter(db Querier, c config) limiter {
-	l := limiter{db: db, noFlush: c.noFlush, hooks: c.hooks}
+	l := limiter{db: db, noFlush: c.noFlush, alone: c.alone, hooks: c.hooks}
 	if c.schema != "" {
 		l.schema = pgx.Identifier{c.schema}.Sanitize() + "."
 	}
@@ -72,7 +73,7 @@ func newLimiter(db Querier, c config) limiter {
 // all the same, acquire within a savepoint (tx.Begin).
 func (l *limiter) WithTx(tx pgx.Tx) *Limiter {
 	// Only its QueryRow is to be seen: a tx that has more is not to be taken for a pool.
-	return &Limiter{limiter{db: struct{ Querier }{tx}, schema: l.schema, inTx: true, hooks: l.hooks}}
+	return &Limiter{limiter{db: struct{ Querier }{tx}, schema: l.schema, inTx: true, alone: l.alone, hooks: l.hooks}}
 }
 
 // Acquire takes tokens from the bucket of key if it holds enough, and answers. Options are [Cost] and
@@ -337,6 +338,12 @@ func (l *limiter) query(ctx context.Context, c call, dest ...any) error {
 	}
 	if c.tokens && l.noFlush && !isAutocommit(l.db) {
 		return failed(c.verb, fmt.Errorf("%w: NoFlush is for calls outside a transaction", ErrInvalidArgument))
+	}
+	if l.alone != nil && !l.alone.isChecked.Load() {
+		if err := l.checkAlone(ctx); err != nil {
+			return err
+		}
+		l.alone.isChecked.Store(true)
 	}
 	sql := l.statement(c)
 	return l.failed(c, retry(ctx, l.db, c.once, func() error {

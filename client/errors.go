@@ -49,8 +49,8 @@ var (
 	// ErrClosed: the [Combiner] or [Sharded] was closed. Nothing was sent.
 	ErrClosed = errors.New("limiter is closed")
 
-	// ErrWrongShard: a database is another shard than the one it is listed as, or none. Nothing was taken. The error names
-	// the database and the remedy.
+	// ErrWrongShard: a database is another shard than the one it is listed as, or none, or one that is used [Alone]. Nothing
+	// was taken. The error names the database and the remedy.
 	ErrWrongShard = errors.New("wrong shard")
 
 	// ErrSeveralShards: the charges of a request belong to several shards of a [Sharded]. Nothing was taken. It is an

@@ -1,6 +1,9 @@
 package client
 
-import "log/slog"
+import (
+	"log/slog"
+	"sync/atomic"
+)
 
 // An AcquireOption changes one Acquire: [Cost] and [IdempotencyKey] return one.
 type AcquireOption interface{ acquireOption() }
@@ -112,7 +115,7 @@ type CombinerOption interface {
 // A LeaserOption changes a [Leaser] at [NewLeaser]: a [Lease] and each [CombinerOption].
 type LeaserOption interface{ configure(*config) }
 
-// A LimiterOption changes a [Limiter] at [New]: [Schema], [NoFlush], [DenialCache] and [Observe] return one.
+// A LimiterOption changes a [Limiter] at [New]: [Schema], [NoFlush], [DenialCache], [Alone] and [Observe] return one.
 // Each is a [CombinerOption] too.
 type LimiterOption interface {
 	CombinerOption
@@ -123,6 +126,7 @@ type config struct {
 	schema  string
 	noFlush bool
 	denials bool
+	alone   *alone
 	hooks   Hooks
 	calls   int // of a Combiner
 	waiting int // of a Combiner
@@ -178,6 +182,15 @@ func DenialCache() LimiterOption {
 func Observe(hooks Hooks) LimiterOption {
 	return limiterOption{func(c *config) { c.hooks = hooks }}
 }
+
+// Alone makes the first call ask whether the database is one of several shards, and calls fail with [ErrWrongShard] if it is: a
+// program that was given one of their URLs by mistake would find full buckets there. The role needs EXECUTE on ratelimit_shard.
+// [CheckAlone] asks for each connection. It is not for a [Sharded]. Defaults to asking nothing.
+func Alone() LimiterOption {
+	return limiterOption{func(c *config) { c.alone = new(alone) }}
+}
+
+type alone struct{ isChecked atomic.Bool }
 
 // CallsInFlight bounds how many calls a [Combiner] has under way at a time, 1 or more, and with it the
 // connections it uses. A call keeps one core of the server busy. Two calls keep the server busy while the

@@ -54,40 +54,69 @@ func CheckShard(shard, of int, opts ...LimiterOption) func(context.Context, *pgx
 	}
 }
 
+// CheckAlone is CheckShard for a program of one database: it refuses connections to one that is a shard of several. The option
+// [Alone] asks once.
+//
+// Errors: [ErrWrongShard].
+func CheckAlone(opts ...LimiterOption) func(context.Context, *pgx.Conn) error {
+	return func(ctx context.Context, conn *pgx.Conn) error {
+		l := New(conn, opts...)
+		return l.checkAlone(ctx)
+	}
+}
+
 // checkShard returns an error unless the database is the shard of this number.
 func (l *limiter) checkShard(ctx context.Context, shard, of int) error {
+	where, isShard, isOf, err := l.whichShard(ctx)
+	if err != nil {
+		return err
+	}
+	switch {
+	case isOf == 0:
+		err = fmt.Errorf("%w: %s is no shard. If it is new and meant to be this one, run there: select ratelimit_define_shard(%d, %d);",
+			ErrWrongShard, where, shard, of)
+	case isOf != of:
+		err = fmt.Errorf("%w: %s is shard %d of %d. List all %d databases, in the order of their numbers",
+			ErrWrongShard, where, isShard, isOf, isOf)
+	case isShard != shard:
+		err = fmt.Errorf("%w: %s is shard %d of %d. List the databases in the order of their numbers, each once",
+			ErrWrongShard, where, isShard, isOf)
+	}
+	return failed(verbCheck, err)
+}
+
+// checkAlone returns an error if the database has a part of the keys only.
+func (l *limiter) checkAlone(ctx context.Context) error {
+	where, shard, of, err := l.whichShard(ctx)
+	if err != nil {
+		return err
+	}
+	if of > 1 {
+		err = fmt.Errorf("%w: %s is shard %d of %d: buckets of most keys are elsewhere, and would be full here. List all %d databases, in "+
+			"SHARD_URLS for pgratelimit and for NewSharded in Go", ErrWrongShard, where, shard, of, of)
+	}
+	return failed(verbCheck, err)
+}
+
+// whichShard returns what the database is called, and which of how many shards it is: of 0 if it is none.
+func (l *limiter) whichShard(ctx context.Context) (where string, shard, of int, err error) {
 	var database string
 	var host pgtype.Text
 	var port, isShard, isOf pgtype.Int8
-	err := l.query(ctx, call{
+	asks := *l
+	asks.alone = nil
+	err = asks.query(ctx, call{
 		verb: verbCheck,
 		columns: "pg_catalog.current_database()::text, pg_catalog.host(pg_catalog.inet_server_addr()), pg_catalog.inet_server_port()::bigint, " +
 			"pg_catalog.max(shard)::bigint, pg_catalog.max(of)::bigint", // one row, also of none
 		function: "ratelimit_shard()",
 		once:     true,
 	}, &database, &host, &port, &isShard, &isOf)
-	if err != nil {
-		return err
-	}
-	if isShard.Valid && isShard.Int64 == int64(shard) && isOf.Int64 == int64(of) {
-		return nil
-	}
-	where := fmt.Sprintf("database %q", database)
+	where = fmt.Sprintf("database %q", database)
 	if host.Valid { // it is no Unix socket
 		where += fmt.Sprintf(" of the server at %s:%d", host.String, port.Int64)
 	}
-	switch {
-	case !isShard.Valid:
-		err = fmt.Errorf("%w: %s is no shard. If it is new and meant to be this one, run there: select ratelimit_define_shard(%d, %d);",
-			ErrWrongShard, where, shard, of)
-	case isOf.Int64 != int64(of):
-		err = fmt.Errorf("%w: %s is shard %d of %d. List all %d databases, in the order of their numbers",
-			ErrWrongShard, where, isShard.Int64, isOf.Int64, isOf.Int64)
-	default:
-		err = fmt.Errorf("%w: %s is shard %d of %d. List the databases in the order of their numbers, each once",
-			ErrWrongShard, where, isShard.Int64, isOf.Int64)
-	}
-	return failed(verbCheck, err)
+	return where, int(isShard.Int64), int(isOf.Int64), err
 }
 
 // isSilence reports whether a database that failed to answer may be well later, and whatever it is called: it cannot be

@@ -14,6 +14,7 @@ import (
 
 	"github.com/pgratelimit/pgratelimit/client"
 	"github.com/pgratelimit/pgratelimit/server/internal/config"
+	"github.com/pgratelimit/pgratelimit/server/internal/inspect"
 )
 
 // connectTimeout is for URLs that have no connect_timeout.
@@ -82,12 +83,14 @@ func closeAll(ctx context.Context, dbs []database) {
 	}
 }
 
-// connect is open for databases that must be the shards that they are listed as.
+// connect is open for databases that must be the shards that they are listed as, or none.
 func (p *program) connect(ctx context.Context, warnings io.Writer, key *string) ([]database, error) {
 	dbs, err := p.open(ctx, warnings, key)
 	for _, db := range dbs {
 		if err == nil && db.of > 0 {
 			err = client.CheckShard(db.shard, db.of)(ctx, db.Conn)
+		} else if err == nil {
+			err = inspect.CheckAlone(ctx, db.Conn)
 		}
 	}
 	if err != nil {

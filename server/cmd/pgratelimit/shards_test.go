@@ -64,7 +64,13 @@ func TestShards(t *testing.T) { // not parallel: it sets the environment
 		}
 		require.Equal(t, exitDone, command(t, "acquire", "api", key).code)
 		require.Contains(t, command(t, "peek", "api", key).out, fmt.Sprintf("allowed: %d of ", left))
-		require.Contains(t, command(t, "peek", "api", key, "--database-url", urls[n]).out, fmt.Sprintf("allowed: %d of ", left), "it is in its shard")
+		for _, args := range [][]string{{"peek", "api", key}, {"status"}, {"doctor"}, {"apply", file}} {
+			r = command(t, append(args, "--database-url", urls[n])...)
+			require.Equal(t, exitError, r.code, args)
+			require.Contains(t, r.errors, fmt.Sprintf("is shard %d of 4", n), args)
+			require.Contains(t, r.errors, "List all 4 databases, in SHARD_URLS", args)
+			require.Empty(t, r.out)
+		}
 	}
 	r = command(t, "acquire", "api", keys[1], "--cost", "5")
 	require.Equal(t, exitDone, r.code)

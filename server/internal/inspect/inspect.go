@@ -3,17 +3,31 @@ package inspect
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
 
+	"github.com/pgratelimit/pgratelimit/client"
 	"github.com/pgratelimit/pgratelimit/server/internal/jsonapi"
 )
 
 // A Querier is a connection, a pool or a transaction.
 type Querier interface {
 	Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error)
+}
+
+// CheckAlone returns an error if the database is one of several shards. A role that may not ask is not told, and neither is one of
+// an old version.
+func CheckAlone(ctx context.Context, conn *pgx.Conn) error {
+	err := client.CheckAlone()(ctx, conn)
+	var refusal *pgconn.PgError
+	if errors.As(err, &refusal) && (refusal.Code == "42501" || refusal.Code == "42883") { // insufficient_privilege, undefined_function
+		return nil
+	}
+	return err
 }
 
 // A Bucket is a row of ratelimit_status. Times are nil for never.

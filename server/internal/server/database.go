@@ -17,6 +17,7 @@ import (
 	"github.com/pgratelimit/pgratelimit/client"
 	"github.com/pgratelimit/pgratelimit/server/internal/config"
 	"github.com/pgratelimit/pgratelimit/server/internal/grant"
+	"github.com/pgratelimit/pgratelimit/server/internal/inspect"
 )
 
 // connections are those of a pool, unless its URL has pool_max_conns.
@@ -182,6 +183,7 @@ func openPool(ctx context.Context, c config.Config, n int) (*pgxpool.Pool, error
 	if c.LockTimeout > 0 && set["lock_timeout"] == "" {
 		set["lock_timeout"] = strconv.FormatInt(c.LockTimeout.Milliseconds(), 10)
 	}
+	p.AfterConnect = inspect.CheckAlone
 	if c.AreShards {
 		p.AfterConnect = client.CheckShard(n, len(c.URLs))
 	}

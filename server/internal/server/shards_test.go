@@ -87,6 +87,19 @@ func TestShards_MistakesAreSeenAtTheStart(t *testing.T) {
 	}
 }
 
+// One URL of several would have full buckets for the keys of the others.
+func TestShards_OneAloneIsRefused(t *testing.T) {
+	t.Parallel()
+	dbs, _ := newShards(t, 2)
+	err := startError(t, dbs[1].URL)
+	require.ErrorIs(t, err, client.ErrWrongShard)
+	require.ErrorContains(t, err, "is shard 1 of 2")
+	require.ErrorContains(t, err, "List all 2 databases, in SHARD_URLS")
+
+	s := start(t, newDB(t).URL)
+	require.Equal(t, http.StatusOK, s.ask("/v1/acquire", `{"policy":"api","key":"k"}`).status)
+}
+
 // A shard that is down fails its own calls. The server starts beside it, is healthy, and answers all others.
 func TestShards_OneIsDown(t *testing.T) {
 	t.Parallel()
