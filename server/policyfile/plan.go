@@ -1,7 +1,6 @@
 package policyfile
 
 import (
-	"cmp"
 	"context"
 	"fmt"
 	"maps"
@@ -178,10 +177,7 @@ func (d *Difference) overrides(s *state, overrides []Override) {
 
 // drift tells of the overrides that are left over, or removes them.
 func (d *Difference) drift(s *state, prune bool) {
-	left := slices.SortedFunc(maps.Values(s.overrides), func(a, b Override) int {
-		return cmp.Or(cmp.Compare(a.Policy, b.Policy), cmp.Compare(a.Key, b.Key))
-	})
-	for _, o := range left {
+	for _, o := range s.overridesInOrder() {
 		if !prune {
 			d.Drift = append(d.Drift, DriftingOverride{o.Policy, o.Key})
 			continue
@@ -217,11 +213,7 @@ func (d *Difference) prune(ctx context.Context, tx pgx.Tx, s *state, policies []
 		delete(s.policies, p.Name)
 	}
 	maps.DeleteFunc(s.overrides, func(of bucket, _ Override) bool { return s.policies[of.policy].Name != "" }) // they go with their policy
-	var names []string
-	for name := range s.policies {
-		names = append(names, name)
-	}
-	slices.Sort(names)
+	names := slices.Sorted(maps.Keys(s.policies))
 	counts, err := readLost(ctx, tx, names)
 	if err != nil {
 		return err
@@ -242,6 +234,14 @@ type value struct {
 	is    any
 }
 
+// writtenInstant is in UTC, or where that would have a year of five digits, in the zone that is furthest behind.
+func writtenInstant(at time.Time) string {
+	if at.Year() > 9999 {
+		at = at.In(time.FixedZone("", -(24*60-1)*60))
+	}
+	return at.Format(time.RFC3339Nano)
+}
+
 // fieldsOf lists the fields of a policy or an override, always in the same order.
 func fieldsOf[T *Policy | *Override](of T) []value {
 	switch of := any(of).(type) {
@@ -253,7 +253,7 @@ func fieldsOf[T *Policy | *Override](of T) []value {
 	case *Override:
 		values := []value{{"capacity", of.Capacity}, {"refill", of.Refill}, {"every", of.Every.String()}, {"expires_at", nil}}
 		if !of.ExpiresAt.IsZero() {
-			values[3].is = of.ExpiresAt.Format(time.RFC3339Nano)
+			values[3].is = writtenInstant(of.ExpiresAt)
 		}
 		return values
 	}

@@ -80,6 +80,9 @@ func (s Span) String() string {
 	return text.String()
 }
 
+// MarshalText is String.
+func (s Span) MarshalText() ([]byte, error) { return []byte(s.String()), nil }
+
 // interval writes the span for PostgreSQL, exactly.
 func (s Span) interval() string {
 	return strconv.FormatInt(int64(s), 10) + " microseconds"

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"net/url"
 	"strings"
 
@@ -36,7 +37,7 @@ value for SHARD_URLS is printed.`,
 }
 
 func (p *program) installAll(c *cobra.Command) error {
-	return p.onEach(c, func(db database) error {
+	return p.onEach(c, p.open, func(db database) error {
 		if err := migrations.Up(c.Context(), db.Conn); err != nil {
 			return err
 		}
@@ -61,7 +62,7 @@ func (p *program) uninstall() *cobra.Command {
 		Short: "Remove it from a database, with all policies and buckets",
 		Args:  exactly(0),
 		RunE: func(c *cobra.Command, _ []string) error {
-			return p.onEach(c, func(db database) error {
+			return p.onEach(c, p.open, func(db database) error {
 				if err := migrations.Down(c.Context(), db.Conn); err != nil {
 					return err
 				}
@@ -71,9 +72,12 @@ func (p *program) uninstall() *cobra.Command {
 	}
 }
 
-// onEach works on all databases, in their order, whatever shards they are. After an error it goes no further.
-func (p *program) onEach(c *cobra.Command, work func(database) error) error {
-	dbs, err := p.open(c.Context(), c.ErrOrStderr(), nil)
+// An opener is open, or connect.
+type opener func(ctx context.Context, warnings io.Writer, key *string) ([]database, error)
+
+// onEach works on all databases, in their order. After an error it goes no further.
+func (p *program) onEach(c *cobra.Command, open opener, work func(database) error) error {
+	dbs, err := open(c.Context(), c.ErrOrStderr(), nil)
 	if err != nil {
 		return err
 	}

@@ -71,7 +71,8 @@ Exit codes:
 	root.PersistentFlags().BoolVar(&p.json, "json", false, "print JSON")
 	root.AddCommand(
 		p.serve(), p.health(),
-		p.install(), p.uninstall(), p.apply(),
+		p.install(), p.uninstall(), p.apply(), p.export(),
+		p.policies(), p.override(), p.reset(),
 		p.status(), p.doctor(),
 		p.acquire(), p.peek(),
 		p.version(),

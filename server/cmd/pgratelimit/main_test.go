@@ -120,6 +120,79 @@ func TestApply(t *testing.T) {
 	require.Equal(t, exitUsage, on(t, db, "apply").code)
 }
 
+// What an administrator does with the SQL functions.
+func TestAdministration(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	db.Exec(t, "create or replace function ratelimit.clock() returns timestamptz language sql stable as $$ select timestamptz '2030-01-01 00:00:00+00' $$")
+	require.Equal(t, ran{out: "There is no policy yet.\n"}, on(t, db, "policies"))
+	require.Equal(t, ran{out: "[]\n"}, on(t, db, "policies", "--json"))
+	require.Equal(t, ran{out: "policies: {}\n"}, on(t, db, "export"))
+	db.Exec(t, "select ratelimit_define_policy('api', 10, 1, '1 second'), ratelimit_define_policy('budget', 100, 0, '30 days', durable => false, shadow => true)")
+	for _, test := range []struct {
+		args, out string
+		code      int
+	}{
+		{"acquire api k --cost 10 --json", "", exitDone},
+		{"acquire api l --cost 10 --json", "", exitDone},
+		{"reset api k", `bucket "k" of "api" is full`, exitDone},
+		{"peek api k", "allowed: 10 of 10 tokens left", exitDone},
+		{"peek api l", "denied: 0 of 10 tokens left, enough in 1s", exitNo},
+		{"reset api --all --json", "{}", exitDone},
+		{"peek api l", "allowed: 10 of 10 tokens left", exitDone},
+		{"override api vip --capacity 50 --every 1h30m --expires-at 2031-01-01T00:00:00Z", `override "vip" of "api" is set`, exitDone},
+		{"peek api vip --cost 50", "allowed: 50 of 50 tokens left", exitDone},
+		{"override api blocked --capacity 0", `override "blocked" of "api" is set`, exitDone},
+		{"peek api blocked", "denied: 0 of 0 tokens left, and no wait would help", exitNo},
+		{"export", "policies:\n  \"api\": {capacity: 10, refill: 1, every: 1s}\n" +
+			"  \"budget\": {capacity: 100, refill: 0, every: 30d, durable: false, shadow: true}\n\n" +
+			"overrides:\n  \"api\":\n    \"blocked\": {capacity: 0, refill: 1, every: 1s}\n" +
+			"    \"vip\": {capacity: 50, refill: 1, every: 1h30m, expires_at: 2031-01-01T00:00:00Z}", exitDone},
+		{"override api blocked --remove", `override "blocked" of "api" is removed`, exitDone},
+		{"override api blocked --remove", `there was no override "blocked" of "api"`, exitDone},
+		{"override api blocked --remove --json", `{"removed":false}`, exitDone},
+		{"policies", "POLICY  CAPACITY  REFILL  EVERY  STEPPED  DURABLE  REMEMBER  SHADOW\n" +
+			"api     10        1       1s     false    true     1d        false\n" +
+			"budget  100       0       30d    false    false    1d        true", exitDone},
+		{"policies --json", `[{"policy":"api","capacity":10,"refill":1,"every":"1s","stepped":false,"durable":true,"remember":"1d","shadow":false},` +
+			`{"policy":"budget","capacity":100,"refill":0,"every":"30d","stepped":false,"durable":false,"remember":"1d","shadow":true}]`, exitDone},
+	} {
+		r := on(t, db, strings.Fields(test.args)...)
+		require.Empty(t, r.errors, test.args)
+		require.Equal(t, test.code, r.code, test.args)
+		if test.out != "" {
+			require.Equal(t, test.out+"\n", r.out, test.args)
+		}
+	}
+	file := filepath.Join(t.TempDir(), "export.yaml")
+	require.NoError(t, os.WriteFile(file, []byte(on(t, db, "export").out), 0o600))
+	require.Equal(t, ran{out: "The database is as the file says.\n"}, on(t, db, "apply", file, "--dry-run", "--prune=policies,overrides"))
+
+	for args, says := range map[string]string{
+		"reset api":                              "which buckets? Write the KEY of one, or --all",
+		"reset api k --all":                      "which buckets?",
+		"override api k":                         "which numbers? Write --capacity, --refill or --every, or --remove",
+		"override api k --remove --capacity 1":   "--remove takes no numbers",
+		"override api k --expires-at 2031-01-01": "which numbers?",
+	} {
+		r := on(t, db, strings.Fields(args)...)
+		require.Equal(t, exitUsage, r.code, args)
+		require.Contains(t, r.errors, says, args)
+	}
+	for args, says := range map[string]string{
+		"reset nobody k":                                           "unknown policy",
+		"reset nobody --all":                                       "unknown policy",
+		"override nobody k --capacity 1":                           "unknown policy",
+		"override api k --capacity -1":                             "invalid capacity",
+		"override api k --every never":                             "invalid input syntax for type interval",
+		"override api k --every 1s --expires-at 2029-01-01T00:00Z": "invalid expires_at",
+	} {
+		r := on(t, db, strings.Fields(args)...)
+		require.Equal(t, exitError, r.code, args)
+		require.Contains(t, r.errors, says, args)
+	}
+}
+
 func TestErrors_HaveExitCodes(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)

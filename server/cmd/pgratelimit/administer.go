@@ -1,0 +1,173 @@
+package main
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"text/tabwriter"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/spf13/cobra"
+
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/server/internal/inspect"
+	"github.com/pgratelimit/pgratelimit/server/policyfile"
+)
+
+// A policyRow is a row of ratelimit_policies.
+type policyRow struct {
+	Policy   string          `json:"policy"`
+	Capacity int64           `json:"capacity"`
+	Refill   int64           `json:"refill"`
+	Every    policyfile.Span `json:"every"`
+	Stepped  bool            `json:"stepped"`
+	Durable  bool            `json:"durable"`
+	Remember policyfile.Span `json:"remember"`
+	Shadow   bool            `json:"shadow"`
+}
+
+func (p *program) policies() *cobra.Command {
+	return &cobra.Command{
+		Use:   "policies",
+		Short: "List the policies",
+		Args:  exactly(0),
+		RunE: func(c *cobra.Command, _ []string) error {
+			rows, err := askAll(p, c, func(db database) ([]policyRow, error) {
+				rows, _ := db.Query(c.Context(), `
+					select policy, capacity, refill, (extract(epoch from every) * 1000000.0)::bigint, stepped, durable,
+					       (extract(epoch from remember) * 1000000.0)::bigint, shadow
+					  from ratelimit_policies()`)
+				return pgx.CollectRows(rows, pgx.RowToStructByPos[policyRow])
+			})
+			if err != nil {
+				return err
+			}
+			slices.SortStableFunc(rows, func(a, b policyRow) int { return cmp.Compare(a.Policy, b.Policy) })
+			rows = slices.Compact(rows) // shards have the same ones
+			if len(rows) == 0 {
+				return p.print(c, rows, "There is no policy yet.")
+			}
+			var text strings.Builder
+			table := tabwriter.NewWriter(&text, 0, 0, 2, ' ', 0)
+			fmt.Fprintln(table, "POLICY\tCAPACITY\tREFILL\tEVERY\tSTEPPED\tDURABLE\tREMEMBER\tSHADOW")
+			for _, r := range rows {
+				fmt.Fprintf(table, "%s\t%d\t%d\t%v\t%t\t%t\t%v\t%t\n", inspect.Printable(r.Policy), r.Capacity, r.Refill, r.Every, r.Stepped, r.Durable, r.Remember, r.Shadow)
+			}
+			table.Flush()
+			return p.print(c, rows, strings.TrimRight(text.String(), "\n"))
+		},
+	}
+}
+
+func (p *program) export() *cobra.Command {
+	return &cobra.Command{
+		Use:   "export",
+		Short: "Write the policies and overrides of a database as a policy file",
+		Long:  "Write the policies and overrides of a database as a policy file, which apply finds to be as the database is.",
+		Args:  exactly(0),
+		RunE: func(c *cobra.Command, _ []string) error {
+			dbs, err := p.connect(c.Context(), c.ErrOrStderr(), nil)
+			if err != nil {
+				return err
+			}
+			defer closeAll(c.Context(), dbs)
+			from := make([]policyfile.Database, len(dbs))
+			for i := range dbs {
+				from[i] = dbs[i].Conn
+			}
+			text, err := policyfile.Export(c.Context(), from...)
+			if err != nil {
+				return err
+			}
+			return p.print(c, map[string]string{"file": string(text)}, strings.TrimRight(string(text), "\n"))
+		},
+	}
+}
+
+func (p *program) reset() *cobra.Command {
+	var all bool
+	c := &cobra.Command{
+		Use:   "reset POLICY [KEY]",
+		Short: "Make a bucket full, or with --all every bucket of a policy",
+		Args:  usage(cobra.RangeArgs(1, 2)),
+	}
+	c.Flags().BoolVar(&all, "all", false, "every bucket of the policy, in batches that commit")
+	c.RunE = func(c *cobra.Command, args []string) error {
+		switch {
+		case all == (len(args) == 2):
+			return usageError{errors.New("which buckets? Write the KEY of one, or --all")}
+		case all:
+			err := p.onEach(c, p.connect, func(db database) error { return client.New(db.Conn).ResetAll(c.Context(), args[0]) })
+			if err != nil {
+				return err
+			}
+			return p.print(c, struct{}{}, fmt.Sprintf("all buckets of %q are full", args[0]))
+		}
+		return p.onShardOf(1, func(c *cobra.Command, conn *pgx.Conn, args []string) error {
+			if err := client.New(conn).Reset(c.Context(), args[0], args[1]); err != nil {
+				return err
+			}
+			return p.print(c, struct{}{}, fmt.Sprintf("bucket %q of %q is full", args[1], args[0]))
+		})(c, args)
+	}
+	return c
+}
+
+func (p *program) override() *cobra.Command {
+	var capacity, refill int64
+	var every, expiresAt string
+	var remove bool
+	c := &cobra.Command{
+		Use:   "override POLICY KEY",
+		Short: "Give one key of a policy numbers of its own, or with --remove the policy's again",
+		Long: `Give one key of a policy numbers of its own, in place of those that it had. What is left out is
+the policy's, and without --expires-at it lasts. --capacity 0 blocks the key.`,
+		Args: exactly(2),
+	}
+	flags := c.Flags()
+	flags.Int64Var(&capacity, "capacity", 0, "whole tokens, 0 or more")
+	flags.Int64Var(&refill, "refill", 0, "whole tokens, 0 or more")
+	flags.StringVar(&every, "every", "", "the interval of refill, such as 10s or 1h30m")
+	flags.StringVar(&expiresAt, "expires-at", "", "when it ends, such as 2031-01-01T00:00:00Z")
+	flags.BoolVar(&remove, "remove", false, "leave the key to the policy's numbers")
+	set := func(c *cobra.Command, conn *pgx.Conn, args []string) error {
+		given := func(name string, value any) any {
+			if !flags.Changed(name) {
+				return nil
+			}
+			return value
+		}
+		_, err := conn.Exec(c.Context(), "select ratelimit_override($1::text, $2::text, $3::bigint, $4::bigint, $5::text::interval, $6::text::timestamptz)",
+			args[0], args[1], given("capacity", capacity), given("refill", refill), given("every", every), given("expires-at", expiresAt))
+		if err != nil {
+			return described(err)
+		}
+		return p.print(c, struct{}{}, fmt.Sprintf("override %q of %q is set", args[1], args[0]))
+	}
+	removeIt := func(c *cobra.Command, conn *pgx.Conn, args []string) error {
+		removed, err := client.New(conn).RemoveOverride(c.Context(), args[0], args[1])
+		if err != nil {
+			return err
+		}
+		text := fmt.Sprintf("override %q of %q is removed", args[1], args[0])
+		if !removed {
+			text = fmt.Sprintf("there was no override %q of %q", args[1], args[0])
+		}
+		return p.print(c, map[string]bool{"removed": removed}, text)
+	}
+	c.RunE = func(c *cobra.Command, args []string) error {
+		hasNumbers := flags.Changed("capacity") || flags.Changed("refill") || flags.Changed("every")
+		switch {
+		case remove && (hasNumbers || flags.Changed("expires-at")):
+			return usageError{errors.New("--remove takes no numbers: leave them out, or leave out --remove")}
+		case remove:
+			return p.onShardOf(1, removeIt)(c, args)
+		case !hasNumbers:
+			return usageError{errors.New("which numbers? Write --capacity, --refill or --every, or --remove")}
+		}
+		return p.onShardOf(1, set)(c, args)
+	}
+	return c
+}

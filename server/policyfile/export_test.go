@@ -1,0 +1,85 @@
+package policyfile_test
+
+import (
+	"context"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+	"pgregory.net/rapid"
+
+	"github.com/pgratelimit/pgratelimit/server/policyfile"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+)
+
+// Whatever a database has, what is exported of it leaves it as it is, with everything else pruned, and makes another one like it.
+func TestExport_IsWhatTheDatabaseHas(t *testing.T) {
+	t.Parallel()
+	db, other := pgtest.New(t), pgtest.New(t)
+	rapid.Check(t, func(t *rapid.T) {
+		_, err := db.Pool.Exec(context.Background(), "select ratelimit_drop_policy(policy) from ratelimit_policies()")
+		require.NoError(t, err)
+		apply(t, db.Pool, yamlOf(someDocument(t)))
+		text, err := policyfile.Export(context.Background(), db.Pool)
+		require.NoError(t, err)
+		d, err := policyfile.Plan(context.Background(), db.Pool, parse(t, string(text)), policyfile.Options{PruneOverrides: true})
+		require.NoError(t, err)
+		require.Empty(t, d.Changes, "%s", text)
+		_, err = other.Pool.Exec(context.Background(), "select ratelimit_drop_policy(policy) from ratelimit_policies()")
+		require.NoError(t, err)
+		apply(t, other.Pool, string(text))
+		require.Equal(t, policiesIn(t, db), policiesIn(t, other))
+		require.Equal(t, overridesIn(t, db), overridesIn(t, other))
+	})
+}
+
+func TestExport_LeavesOutWhatHasItsDefault(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	text, err := policyfile.Export(t.Context(), db.Pool)
+	require.NoError(t, err)
+	require.Equal(t, "policies: {}\n", string(text))
+	db.Exec(t, `select ratelimit_define_policy('api', 100, 10, '1 second'), ratelimit_define_policy('closed', 0, 0, '1 day'),
+		ratelimit_define_policy(E'odd\n"\u00e9', 5, 1, '90 minutes', stepped => true, durable => false, remember => '7 days', shadow => true)`)
+	db.Exec(t, `select ratelimit_override('api', 'user:42', capacity => 1000), ratelimit_override('api', 'blocked', capacity => 0, expires_at => '2999-01-01 12:00:00.5Z'),
+		ratelimit_override('closed', 'k', capacity => 1)`)
+	text, err = policyfile.Export(t.Context(), db.Pool)
+	require.NoError(t, err)
+	require.Equal(t, `policies:
+  "api": {capacity: 100, refill: 10, every: 1s}
+  "closed": {capacity: 0, refill: 0, every: 1d}
+  "odd\n\"é": {capacity: 5, refill: 1, every: 1h30m, stepped: true, durable: false, remember: 7d, shadow: true}
+
+overrides:
+  "api":
+    "blocked": {capacity: 0, refill: 10, every: 1s, expires_at: 2999-01-01T12:00:00.5Z}
+    "user:42": {capacity: 1000, refill: 10, every: 1s}
+  "closed":
+    "k": {capacity: 1, refill: 0, every: 1d}
+`, string(text))
+}
+
+// Shards have the same policies, and each its own overrides.
+func TestExport_OfShards(t *testing.T) {
+	t.Parallel()
+	one, two := pgtest.New(t), pgtest.New(t)
+	for i, db := range []*pgtest.DB{one, two} {
+		db.Exec(t, `select ratelimit_define_policy('api', 100, 10, '1 second')`)
+		db.Exec(t, `select ratelimit_override('api', $1, capacity => 5)`, []string{"b", "a"}[i])
+	}
+	text, err := policyfile.Export(t.Context(), one.Pool, two.Pool)
+	require.NoError(t, err)
+	require.Contains(t, string(text), "    \"a\": {capacity: 5, refill: 10, every: 1s}\n    \"b\": {")
+	two.Exec(t, `select ratelimit_define_policy('api', 101)`)
+	_, err = policyfile.Export(t.Context(), one.Pool, two.Pool)
+	require.ErrorContains(t, err, "the policies of the shards are not the same")
+}
+
+// What a file cannot have is an error, and no file that would be refused.
+func TestExport_RefusesWhatNoFileCanHave(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	db.Exec(t, `select ratelimit_define_policy('api', 100, 10, '1 second'); select ratelimit_override('api', 'k', capacity => 5, expires_at => '10001-01-01Z')`)
+	_, err := policyfile.Export(t.Context(), db.Pool)
+	require.ErrorContains(t, err, "the export:6:")
+	require.ErrorContains(t, err, "write an instant")
+}
