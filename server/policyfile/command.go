@@ -16,6 +16,12 @@ import (
 // ErrDifference is what a dry run returns when there is something to change. It has been shown.
 var ErrDifference = errors.New("the database differs from the file")
 
+// A ShownError has been shown: the mistakes of a file in JSON.
+type ShownError struct{ error }
+
+// Unwrap returns the error.
+func (e ShownError) Unwrap() error { return e.error }
+
 // A Target is a database that a file is applied to.
 type Target struct {
 	*pgx.Conn
@@ -24,7 +30,7 @@ type Target struct {
 }
 
 // Command returns the command apply. It connects when the file has been read without a mistake, and closes the
-// connections. The error is for the program to print, but for [ErrDifference].
+// connections. The error is for the program to print, but for [ErrDifference] and a [ShownError].
 func Command(connect func(context.Context) ([]Target, error)) *cobra.Command {
 	a := applier{connect: connect}
 	command := &cobra.Command{
@@ -68,7 +74,7 @@ func (p prune) Set(value string) error {
 		case "overrides":
 			p.PruneOverrides = true
 		default:
-			return errors.New("write policies, overrides, or policies,overrides")
+			return errors.New("policies, overrides, or policies,overrides")
 		}
 	}
 	return nil
@@ -151,24 +157,29 @@ func read(in io.Reader, path string) (name string, data []byte, err error) {
 		name = path
 		file, err := os.Open(path)
 		if err != nil {
-			return "", nil, err
+			return "", nil, fmt.Errorf("the policy file: %w", err)
 		}
 		defer file.Close()
 		in = file
 	}
-	data, err = io.ReadAll(io.LimitReader(in, MaxBytes+1))
-	return name, data, err
+	if data, err = io.ReadAll(io.LimitReader(in, MaxBytes+1)); err != nil {
+		return "", nil, fmt.Errorf("the policy file: %w", err)
+	}
+	return name, data, nil
 }
 
 // fail leaves errors to the program, but the mistakes of the file in JSON.
 func (a *applier) fail(out io.Writer, err error) error {
 	var problems Problems
-	if a.json && errors.As(err, &problems) {
-		return errors.Join(err, writeJSON(out, struct {
-			Problems Problems `json:"problems"`
-		}{problems}))
+	if !a.json || !errors.As(err, &problems) {
+		return err
 	}
-	return err
+	if failed := writeJSON(out, struct {
+		Problems Problems `json:"problems"`
+	}{problems}); failed != nil {
+		return errors.Join(err, failed)
+	}
+	return ShownError{err}
 }
 
 func (a *applier) report(out io.Writer, t Target, d *Difference) error {

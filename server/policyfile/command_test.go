@@ -112,7 +112,7 @@ func TestCommand_OverridesThatTheFileDoesNotHave(t *testing.T) {
 	require.Equal(t, 0, code)
 	_, code, err := run(t, db, file, "--prune=all")
 	require.Equal(t, 1, code)
-	require.ErrorContains(t, err, "write policies, overrides, or policies,overrides")
+	require.ErrorContains(t, err, "policies, overrides, or policies,overrides")
 }
 
 // A difference of any database is one, also if those after it have none.

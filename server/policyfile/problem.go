@@ -5,6 +5,8 @@ import (
 	"fmt"
 	"slices"
 	"strings"
+
+	"github.com/pgratelimit/pgratelimit/server/internal/nearest"
 )
 
 // A Position is a place in a file. Lines and columns count from 1, and a column is a character.
@@ -77,6 +79,14 @@ func (c *collector) add(at Position, format string, args ...any) {
 	}
 	c.seen[problem] = true
 	c.problems = append(c.problems, problem)
+}
+
+// nearest is what a misspelled name probably stands for, or nothing. Nobody has misspelled so many.
+func (c *collector) nearest(wrong string, names []string) string {
+	if c.guesses++; c.guesses > maxProblems {
+		return ""
+	}
+	return nearest.Of(wrong, names)
 }
 
 // flawless tells whether nothing is reported while read runs.

@@ -91,7 +91,7 @@ func (p *program) reset() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "reset POLICY [KEY]",
 		Short: "Make a bucket full, or with --all every bucket of a policy",
-		Args:  usage(cobra.RangeArgs(1, 2)),
+		Args:  between(1, 2),
 	}
 	c.Flags().BoolVar(&all, "all", false, "every bucket of the policy, in batches that commit")
 	c.RunE = func(c *cobra.Command, args []string) error {

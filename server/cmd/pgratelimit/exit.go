@@ -5,6 +5,8 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"slices"
+	"strings"
 
 	"github.com/jackc/pgx/v5/pgconn"
 )
@@ -44,14 +46,16 @@ func exitCode(err error) int {
 
 // complain prints an error: with --json as an object.
 func (p *program) complain(w io.Writer, err error) {
+	lines := strings.Split(err.Error(), "\n")
+	text := strings.Join(slices.Compact(lines), "\n") // pgx tries an address with TLS and without, and says twice that nobody is there
 	if !p.json {
-		fmt.Fprintln(w, err)
+		fmt.Fprintln(w, text)
 		return
 	}
 	complaint := struct {
 		Error    string `json:"error"`
 		SQLState string `json:"sqlstate,omitempty"`
-	}{Error: err.Error()}
+	}{Error: text}
 	var pgErr *pgconn.PgError
 	if errors.As(err, &pgErr) {
 		complaint.SQLState = pgErr.Code

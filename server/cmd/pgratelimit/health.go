@@ -25,7 +25,7 @@ func (p *program) health() *cobra.Command {
 		Long:  "Ask the server on this machine, by the settings that it has, whether it can take tokens. In a container this is the health check.",
 		Args:  exactly(0),
 	}
-	load := p.configured(c)
+	load := p.configured(c, false)
 	c.RunE = func(c *cobra.Command, _ []string) error {
 		cfg, err := load()
 		if err != nil {

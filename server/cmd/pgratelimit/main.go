@@ -17,6 +17,10 @@ import (
 	"syscall"
 
 	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
+
+	"github.com/pgratelimit/pgratelimit/server/internal/nearest"
+	"github.com/pgratelimit/pgratelimit/server/policyfile"
 )
 
 func main() {
@@ -35,7 +39,8 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) (code int
 	needShell(root)
 	err := root.ExecuteContext(ctx)
 	var no answerNo
-	if err != nil && !errors.As(err, &no) {
+	var shown policyfile.ShownError
+	if err != nil && !errors.As(err, &no) && !errors.As(err, &shown) {
 		p.json = p.json || slices.Contains(args, "--json") // which is not read where a flag before it is wrong
 		p.complain(stderr, err)
 	}
@@ -66,7 +71,7 @@ Exit codes:
 		SilenceErrors: true, // run prints them
 		SilenceUsage:  true,
 	}
-	root.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return usageError{err} })
+	root.SetFlagErrorFunc(flagError)
 	root.PersistentFlags().StringVar(&p.databaseURL, "database-url", "", "the database (default $DATABASE_URL, or all of $SHARD_URLS)")
 	root.PersistentFlags().BoolVar(&p.json, "json", false, "print JSON")
 	root.AddCommand(
@@ -94,18 +99,68 @@ func needShell(root *cobra.Command) {
 	}
 }
 
-// exactly and atMost make cobra's complaints about arguments usage errors.
-func exactly(n int) cobra.PositionalArgs { return usage(cobra.ExactArgs(n)) }
-func atMost(n int) cobra.PositionalArgs  { return usage(cobra.MaximumNArgs(n)) }
+// exactly, atMost and between are how many arguments a command takes.
+func exactly(n int) cobra.PositionalArgs { return between(n, n) }
+func atMost(n int) cobra.PositionalArgs  { return between(0, n) }
 
-func usage(args cobra.PositionalArgs) cobra.PositionalArgs {
+func between(least, most int) cobra.PositionalArgs {
 	return func(c *cobra.Command, given []string) error {
-		if !c.HasParent() && len(given) > 0 {
-			return usageError{fmt.Errorf("no command is called %q: see pgratelimit --help", given[0])}
+		var text string
+		switch names := strings.Fields(c.Use)[1:]; {
+		case !c.HasParent() && len(given) > 0:
+			return usageError{fmt.Errorf("no command is called %q: %s", given[0], meant(c, given[0], commandsOf(c)))}
+		case len(given) < least:
+			text = "no " + strings.Join(names[len(given):least], " and no ") + " is given"
+		case len(given) > most:
+			text = fmt.Sprintf("%q is one argument too many: write a text with spaces in quotes", given[most])
+		default:
+			return nil
 		}
-		if err := args(c, given); err != nil {
-			return usageError{fmt.Errorf("%w\nusage: %s", err, strings.TrimSpace(c.UseLine()))}
-		}
-		return nil
+		return usageError{fmt.Errorf("%s\nusage: %s", text, strings.TrimSpace(c.UseLine()))}
 	}
+}
+
+// flagError says what is wrong with a flag in words of ours.
+func flagError(c *cobra.Command, err error) error {
+	var unknown *pflag.NotExistError
+	var wrong *pflag.InvalidValueError
+	var bare *pflag.ValueRequiredError
+	switch {
+	case errors.As(err, &unknown):
+		var names []string
+		c.Flags().VisitAll(func(f *pflag.Flag) { names = append(names, "--"+f.Name) })
+		name := "--" + unknown.GetSpecifiedName()
+		err = fmt.Errorf("no flag is called %s: %s", name, meant(c, name, names))
+	case errors.As(err, &wrong):
+		err = fmt.Errorf("--%s is %q: write %s", wrong.GetFlag().Name, wrong.GetValue(), valueOf(wrong.GetFlag(), wrong.Unwrap().Error()))
+	case errors.As(err, &bare):
+		err = fmt.Errorf("--%s has no value: write %s", bare.GetFlag().Name, valueOf(bare.GetFlag(), bare.GetFlag().Usage))
+	}
+	return usageError{err}
+}
+
+// valueOf says what a flag takes, in other words where its kind does not say it.
+func valueOf(f *pflag.Flag, otherwise string) string {
+	switch f.Value.Type() {
+	case "int", "int32", "int64":
+		return "a whole number, such as --" + f.Name + " 5"
+	case "bool":
+		return "true or false, or --" + f.Name + " alone"
+	}
+	return otherwise
+}
+
+func commandsOf(c *cobra.Command) (names []string) {
+	for _, command := range c.Commands() {
+		names = append(names, command.Name())
+	}
+	return names
+}
+
+// meant is the remedy for a name that is not there.
+func meant(c *cobra.Command, wrong string, names []string) string {
+	if near := nearest.Of(wrong, names); near != "" {
+		return "did you mean " + near + "?"
+	}
+	return "see " + c.CommandPath() + " --help"
 }

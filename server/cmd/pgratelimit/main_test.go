@@ -204,15 +204,24 @@ func TestErrors_HaveExitCodes(t *testing.T) {
 		{[]string{"acquire", "nobody", "k", "--database-url", db.URL}, exitError, "unknown policy"},
 		{[]string{"acquire", "nobody", "k", "--database-url", "postgres://127.0.0.1:1/none"}, exitUnavailable, "127.0.0.1"},
 		{[]string{"status", "--database-url", pgtest.Empty(t).URL}, exitError, "(SQLSTATE 42883). Run pgratelimit install"},
-		{[]string{"acquire", "api"}, exitUsage, "usage: pgratelimit acquire POLICY KEY"},
-		{[]string{"acquire", "api", "k", "--cost", "many"}, exitUsage, "--cost"},
-		{[]string{"acquire", "api", "k", "--price", "1"}, exitUsage, "--price"},
+		{[]string{"acquire", "api"}, exitUsage, "no KEY is given\nusage: pgratelimit acquire POLICY KEY"},
+		{[]string{"acquire"}, exitUsage, "no POLICY and no KEY is given\nusage: pgratelimit acquire POLICY KEY"},
+		{[]string{"apply"}, exitUsage, "no FILE is given\nusage: pgratelimit apply FILE"},
+		{[]string{"acquire", "api", "a", "key"}, exitUsage, `"key" is one argument too many: write a text with spaces in quotes`},
+		{[]string{"apply", "no such file"}, exitError, "the policy file: open no such file: "},
+		{[]string{"acquire", "api", "k", "--cost", "many"}, exitUsage, `--cost is "many": write a whole number, such as --cost 5`},
+		{[]string{"status", "--max-rows", "1.5"}, exitUsage, `--max-rows is "1.5": write a whole number`},
+		{[]string{"apply", "f", "--prune=all"}, exitUsage, `--prune is "all": write policies, overrides, or policies,overrides`},
+		{[]string{"apply", "f", "--dry-run=perhaps"}, exitUsage, `--dry-run is "perhaps": write true or false, or --dry-run alone`},
+		{[]string{"acquire", "api", "k", "--cots", "1"}, exitUsage, "no flag is called --cots: did you mean --cost?"},
+		{[]string{"acquire", "api", "k", "--price", "1"}, exitUsage, "no flag is called --price: see pgratelimit acquire --help"},
 		{[]string{"peek", "api", "k", "--database-url", "postgres://127.0.0.1:port/x"}, exitUsage, "--database-url, DATABASE_URL or SHARD_URLS: "},
-		{[]string{"obtain"}, exitUsage, `no command is called "obtain"`},
+		{[]string{"obtain"}, exitUsage, `no command is called "obtain": see pgratelimit --help`},
+		{[]string{"aquire", "api", "k"}, exitUsage, `no command is called "aquire": did you mean acquire?`},
 		{[]string{"version", "now"}, exitUsage, "usage: pgratelimit version"},
 		{[]string{"completion"}, exitUsage, "which shell?"},
 		{[]string{"completion", "tcsh"}, exitUsage, "which shell?"},
-		{[]string{"serve", "--config", "no such file"}, exitUsage, "no such file"},
+		{[]string{"serve", "--config", "no such file"}, exitUsage, "the file of settings: open no such file: "},
 		{[]string{"serve", "--config", settingsFile(t), "--database-url", "postgres://127.0.0.1:1/none"}, exitUnavailable, "the database does not answer"},
 		{[]string{"serve", "--config", settingsFile(t), "--database-url", pgtest.Empty(t).URL}, exitError, "pgratelimit is not installed"},
 	} {
@@ -220,6 +229,9 @@ func TestErrors_HaveExitCodes(t *testing.T) {
 		require.Equal(t, test.code, r.code, "%v: %s", test.args, r.errors)
 		require.Contains(t, r.errors, test.says)
 		require.Empty(t, r.out)
+		for _, foreign := range []string{"strconv", "arg(s)", "unknown flag"} {
+			require.NotContains(t, r.errors, foreign)
+		}
 
 		r = command(t, append(test.args, "--json")...)
 		require.Equal(t, test.code, r.code)
@@ -230,6 +242,38 @@ func TestErrors_HaveExitCodes(t *testing.T) {
 			require.Equal(t, "RL001", complaint.SQLState)
 			require.Contains(t, r.errors, "capacity => 10", "it can be copied")
 		}
+	}
+}
+
+// pgx tries an address with TLS and without, and tells of both.
+func TestErrors_SayOnceThatNobodyIsThere(t *testing.T) {
+	t.Parallel()
+	for _, args := range [][]string{{"status"}, {"serve", "--config", settingsFile(t)}} {
+		r := command(t, append(args, "--database-url", "postgres://127.0.0.1:1/none")...)
+		require.Equal(t, exitUnavailable, r.code)
+		require.Equal(t, 1, strings.Count(r.errors, "connection refused"), r.errors)
+	}
+}
+
+// Mistakes of a file are for programs in the answer, and not in the errors, too.
+func TestApply_PrintsMistakesInJSONOnce(t *testing.T) {
+	t.Parallel()
+	file := filepath.Join(t.TempDir(), "limits.yaml")
+	require.NoError(t, os.WriteFile(file, []byte("policies: {api: 5}"), 0o600))
+	r := command(t, "apply", file, "--json")
+	require.Equal(t, exitError, r.code)
+	require.Contains(t, r.out, `"message": "api is 5: `)
+	require.Empty(t, r.errors)
+}
+
+// It asks a server, whatever database that has.
+func TestHealth_NeedsNoDatabase(t *testing.T) {
+	for _, url := range []string{"", "no URL"} {
+		t.Setenv("DATABASE_URL", url)
+		t.Setenv("HTTP_ADDR", "127.0.0.1:1")
+		r := command(t, "health")
+		require.Equal(t, exitError, r.code)
+		require.Contains(t, r.errors, "127.0.0.1:1: connect: connection refused")
 	}
 }
 

@@ -26,7 +26,7 @@ func (p *program) serve() *cobra.Command {
 		Long:  "Answer calls over gRPC and JSON, until SIGTERM or SIGINT. SIGHUP reads Envoy's rules again.\n\n" + settings(),
 		Args:  exactly(0),
 	}
-	load := p.configured(c)
+	load := p.configured(c, true)
 	c.RunE = func(c *cobra.Command, _ []string) error {
 		cfg, err := load()
 		if err != nil {
@@ -58,12 +58,17 @@ func (p *program) serve() *cobra.Command {
 	return c
 }
 
-// configured gives a command the flag for a file of settings, and returns what reads all settings.
-func (p *program) configured(c *cobra.Command) func() (config.Config, error) {
+// configured gives a command the flag for a file of settings, and returns what reads all settings. Those of the database are made
+// up for a command that does not use it.
+func (p *program) configured(c *cobra.Command, usesDatabase bool) func() (config.Config, error) {
 	path := c.Flags().String("config", "", "file of settings, one NAME=value a line; those of the environment come first")
 	return func() (config.Config, error) {
 		cfg, err := config.Load(*path, func(name string) (string, bool) {
 			switch {
+			case name == "DATABASE_URL" && !usesDatabase:
+				return "postgres://unused", true
+			case name == "SHARD_URLS" && !usesDatabase:
+				return "", true
 			case name == "DATABASE_URL" && p.databaseURL != "":
 				return p.databaseURL, true
 			case name == "SHARD_URLS" && p.databaseURL != "":

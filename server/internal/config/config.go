@@ -232,7 +232,7 @@ func defaultPolicy(capacity, rate string) (client.Policy, error) {
 func readFile(path string) (map[string]string, error) {
 	file, err := os.Open(path)
 	if err != nil {
-		return nil, err
+		return nil, fmt.Errorf("the file of settings: %w", err)
 	}
 	defer file.Close()
 	known := map[string]bool{}

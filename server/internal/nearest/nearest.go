@@ -1,10 +1,10 @@
-package policyfile
+// Package nearest guesses what somebody who has misspelled a name meant.
+package nearest
 
-// nearest returns the name that a misspelled one probably stands for, or nothing. What nobody has misspelled, or not so
-// often, is not searched for.
-func (c *collector) nearest(wrong string, names []string) string {
+// Of returns the name that a misspelled one probably stands for, or nothing. What nobody has misspelled is not searched for.
+func Of(wrong string, names []string) string {
 	const longest, most = 40, 100
-	if c.guesses++; c.guesses > maxProblems || len(wrong) > longest || len(names) > most {
+	if len(wrong) > longest || len(names) > most {
 		return ""
 	}
 	best, least := "", 1+len(wrong)/3
