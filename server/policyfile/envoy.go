@@ -239,7 +239,7 @@ func (r *reader) envoyLimit(f field) *EnvoyLimit {
 		r.object(f, "rate_limit",
 			known{"policy", func(f field) { l.Policy = r.envoyPolicy(f) }},
 			known{"unit", func(f field) { l.Unit = r.envoyUnit(f) }},
-			known{"requests_per_unit", func(f field) { l.RequestsPerUnit = uint32(r.whole(f, 0, 1<<32-1)) }},
+			known{"requests_per_unit", func(f field) { l.RequestsPerUnit = uint32(r.whole(f, 1<<32-1)) }},
 			known{"unlimited", func(f field) { l.Unlimited = r.boolean(f) }},
 			known{"overdraw", func(f field) { l.Overdraw = r.boolean(f) }},
 			known{"name", func(f field) { l.Name = r.envoyText(f) }},

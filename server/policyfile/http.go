@@ -63,7 +63,7 @@ const (
 
 func (r *reader) http(f field) (h HTTP) {
 	r.object(f, "http",
-		known{"trusted_proxies", func(f field) { h.TrustedProxies = int(r.whole(f, 0, maxProxies)) }},
+		known{"trusted_proxies", func(f field) { h.TrustedProxies = int(r.whole(f, maxProxies)) }},
 		known{"routes", func(f field) { h.Routes = r.routes(f) }},
 	)
 	return h
@@ -124,7 +124,7 @@ func (r *reader) charge(f field, pattern string) Charge {
 	c := Charge{Policy: f.name, Cost: 1, At: f.at}
 	r.checkPolicy(f.at, f.name)
 	isObject := r.object(f, "a charge",
-		known{"cost", func(f field) { c.Cost = r.whole(f, 0, maxTokens) }},
+		known{"cost", func(f field) { c.Cost = r.whole(f, maxTokens) }},
 		known{"key", func(f field) { c.Key = r.key(f, pattern) }},
 	)
 	if isObject {

@@ -36,8 +36,8 @@ func (r *reader) override(f field, policy *Policy) Override {
 	flawless := r.flawless(func() {
 		r.checkName(f.at, "a key", f.name)
 		isObject := r.object(f, "an override",
-			known{"capacity", func(f field) { o.Capacity = r.whole(f, 0, maxTokens) }},
-			known{"refill", func(f field) { o.Refill = r.whole(f, 0, maxTokens) }},
+			known{"capacity", func(f field) { o.Capacity = r.whole(f, maxTokens) }},
+			known{"refill", func(f field) { o.Refill = r.whole(f, maxTokens) }},
 			known{"every", func(f field) { o.Every = r.span(f) }},
 			known{"expires_at", func(f field) { o.ExpiresAt = r.instant(f) }},
 		)

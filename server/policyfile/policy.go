@@ -27,8 +27,8 @@ func (r *reader) policy(f field) Policy {
 	p.flawed = !r.flawless(func() {
 		r.checkName(f.at, "the name of a policy", f.name)
 		isObject := r.object(f, "a policy",
-			known{"capacity", func(f field) { p.Capacity = r.whole(f, 0, maxTokens) }},
-			known{"refill", func(f field) { p.Refill = r.whole(f, 0, maxTokens) }},
+			known{"capacity", func(f field) { p.Capacity = r.whole(f, maxTokens) }},
+			known{"refill", func(f field) { p.Refill = r.whole(f, maxTokens) }},
 			known{"every", func(f field) { p.Every = r.span(f) }},
 			known{"stepped", func(f field) { p.Stepped = r.boolean(f) }},
 			known{"durable", func(f field) { p.Durable, p.durableAt = r.boolean(f), f.value.at }},

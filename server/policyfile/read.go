@@ -99,10 +99,10 @@ func (r *reader) need(f field, what string, examples ...string) {
 	}
 }
 
-func (r *reader) whole(f field, least, most int64) int64 {
+func (r *reader) whole(f field, most int64) int64 {
 	n, err := strconv.ParseInt(f.value.text, 10, 64)
-	if f.value.kind != integer || err != nil || n < least || n > most {
-		r.wrong(f, "a whole number from "+strconv.FormatInt(least, 10)+" to "+strconv.FormatInt(most, 10)+", in digits")
+	if f.value.kind != integer || err != nil || n < 0 || n > most {
+		r.wrong(f, "a whole number from 0 to "+strconv.FormatInt(most, 10)+", in digits")
 		return 0
 	}
 	return n

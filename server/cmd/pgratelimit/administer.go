@@ -105,7 +105,7 @@ func (p *program) reset() *cobra.Command {
 			}
 			return p.print(c, struct{}{}, fmt.Sprintf("all buckets of %q are full", args[0]))
 		}
-		return p.onShardOf(1, func(c *cobra.Command, conn *pgx.Conn, args []string) error {
+		return p.onShardOf(func(c *cobra.Command, conn *pgx.Conn, args []string) error {
 			if err := client.New(conn).Reset(c.Context(), args[0], args[1]); err != nil {
 				return err
 			}
@@ -163,11 +163,11 @@ the policy's, and without --expires-at it lasts. --capacity 0 blocks the key.`,
 		case remove && (hasNumbers || flags.Changed("expires-at")):
 			return usageError{errors.New("--remove takes no numbers: leave them out, or leave out --remove")}
 		case remove:
-			return p.onShardOf(1, removeIt)(c, args)
+			return p.onShardOf(removeIt)(c, args)
 		case !hasNumbers:
 			return usageError{errors.New("which numbers? Write --capacity, --refill or --every, or --remove")}
 		}
-		return p.onShardOf(1, set)(c, args)
+		return p.onShardOf(set)(c, args)
 	}
 	return c
 }

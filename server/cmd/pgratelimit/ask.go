@@ -20,7 +20,7 @@ func (p *program) acquire() *cobra.Command {
 	}
 	c.Flags().Int64Var(&cost, "cost", 1, "whole tokens, 0 or more")
 	c.Flags().StringVar(&idempotencyKey, "idempotency-key", "", "charge a repeat under the same key nothing")
-	c.RunE = p.onShardOf(1, func(c *cobra.Command, conn *pgx.Conn, args []string) error {
+	c.RunE = p.onShardOf(func(c *cobra.Command, conn *pgx.Conn, args []string) error {
 		opts := []client.AcquireOption{client.Cost(cost)}
 		if c.Flags().Changed("idempotency-key") {
 			opts = append(opts, client.IdempotencyKey(idempotencyKey))
@@ -38,7 +38,7 @@ func (p *program) peek() *cobra.Command {
 		Args:  exactly(2),
 	}
 	c.Flags().Int64Var(&cost, "cost", 1, "whole tokens, 0 or more")
-	c.RunE = p.onShardOf(1, func(c *cobra.Command, conn *pgx.Conn, args []string) error {
+	c.RunE = p.onShardOf(func(c *cobra.Command, conn *pgx.Conn, args []string) error {
 		return p.decided(c)(client.New(conn).Peek(c.Context(), args[0], args[1], client.Cost(cost)))
 	})
 	return c

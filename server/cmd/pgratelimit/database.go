@@ -100,11 +100,11 @@ func (p *program) connect(ctx context.Context, warnings io.Writer, key *string) 
 	return dbs, nil
 }
 
-// onShardOf makes a command of work on the database that has the key of an argument.
-func (p *program) onShardOf(argument int, work func(c *cobra.Command, conn *pgx.Conn, args []string) error) func(*cobra.Command, []string) error {
+// onShardOf makes a command of work on the database that has the key, its second argument.
+func (p *program) onShardOf(work func(c *cobra.Command, conn *pgx.Conn, args []string) error) func(*cobra.Command, []string) error {
 	return func(c *cobra.Command, args []string) error {
 		ctx := c.Context()
-		dbs, err := p.connect(ctx, c.ErrOrStderr(), &args[argument])
+		dbs, err := p.connect(ctx, c.ErrOrStderr(), &args[1])
 		if err != nil {
 			return err
 		}

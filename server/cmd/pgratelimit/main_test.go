@@ -217,7 +217,7 @@ func TestErrors_HaveExitCodes(t *testing.T) {
 		{[]string{"acquire", "api", "k", "--price", "1"}, exitUsage, "no flag is called --price: see pgratelimit acquire --help"},
 		{[]string{"peek", "api", "k", "--database-url", "postgres://127.0.0.1:port/x"}, exitUsage, "--database-url, DATABASE_URL or SHARD_URLS: "},
 		{[]string{"obtain"}, exitUsage, `no command is called "obtain": see pgratelimit --help`},
-		{[]string{"aquire", "api", "k"}, exitUsage, `no command is called "aquire": did you mean acquire?`},
+		{[]string{"pek", "api", "k"}, exitUsage, `no command is called "pek": did you mean peek?`},
 		{[]string{"version", "now"}, exitUsage, "usage: pgratelimit version"},
 		{[]string{"completion"}, exitUsage, "which shell?"},
 		{[]string{"completion", "tcsh"}, exitUsage, "which shell?"},
