@@ -132,7 +132,7 @@ type service struct {
 	Image       string
 	Build       struct{ Context, Dockerfile string }
 	Command     string
-	Environment map[string]string
+	Environment map[string]*string // nil is passed on if it is set
 	Ports       []string
 	Volumes     []string
 	DependsOn   map[string]struct{ Condition string } `yaml:"depends_on"`
@@ -153,7 +153,7 @@ func TestDocker_ComposeServes(t *testing.T) {
 		_, err := os.Stat(filepath.Join(root, "docker", s.Build.Context, s.Build.Dockerfile))
 		require.NoError(t, err)
 		require.Equal(t, "service_healthy", s.DependsOn["postgres"].Condition)
-		require.Equal(t, "postgres", regexp.MustCompile(`@(\w+)/`).FindStringSubmatch(s.Environment["DATABASE_URL"])[1])
+		require.Equal(t, "postgres", regexp.MustCompile(`@(\w+)/`).FindStringSubmatch(*s.Environment["DATABASE_URL"])[1])
 	}
 	require.Equal(t, "service_completed_successfully", server.DependsOn["policies"].Condition)
 	require.Equal(t, server.Image, policies.Image)
@@ -173,8 +173,8 @@ func TestDocker_ComposeServes(t *testing.T) {
 	for name, value := range server.Environment {
 		if name != "PGPASSWORD" {
 			require.Contains(t, known, name)
-			if name != "DATABASE_URL" {
-				env = append(env, name+"="+value)
+			if name != "DATABASE_URL" && value != nil {
+				env = append(env, name+"="+*value)
 			}
 		}
 	}
