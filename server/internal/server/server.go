@@ -245,26 +245,26 @@ func (s *Server) newHTTP() *http.Server {
 	calls.HandleFunc("/", func(w http.ResponseWriter, _ *http.Request) {
 		jsonapi.Problem{Title: "there is nothing here", Status: http.StatusNotFound, Detail: "The calls are POST /v1/acquire, acquire_all, charge, settle, peek and refund."}.Write(w)
 	})
+	local := func(next http.Handler) http.Handler { return next } // health tells strangers nothing, and the page sees to itself
+	if len(c.Tokens) == 0 && s.httpListener.Addr().(*net.TCPAddr).IP.IsLoopback() {
+		local = jsonapi.UnderNoName
+	}
 	all := http.NewServeMux()
-	all.Handle("/", jsonapi.Guard(auth.New(c.Tokens...), jsonapi.Timeout(calls)))
+	all.Handle("/", local(jsonapi.Guard(auth.New(c.Tokens...), jsonapi.Timeout(calls))))
 	monitoring := auth.New(c.MonitoringTokens...)
 	if s.page != nil {
 		all.Handle("GET /{$}", page.Guard(auth.New(c.Tokens...), s.page))
 	}
 	all.Handle("GET /livez", jsonapi.Guard(monitoring, http.HandlerFunc(livez)))
 	all.Handle("GET /healthz", jsonapi.Guard(monitoring, http.HandlerFunc(s.monitor.healthz)))
-	all.Handle("GET /metrics", jsonapi.Guard(monitoring, s.metrics.Handler()))
+	all.Handle("GET /metrics", local(jsonapi.Guard(monitoring, s.metrics.Handler())))
 
 	sameOrigin := http.NewCrossOriginProtection() // a page in the browser of somebody who may call must not
 	sameOrigin.SetDenyHandler(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		jsonapi.Problem{Title: "a browser sent this for another site", Status: http.StatusForbidden}.Write(w)
 	}))
-	handler := sameOrigin.Handler(all)
-	if len(c.Tokens) == 0 && s.httpListener.Addr().(*net.TCPAddr).IP.IsLoopback() {
-		handler = jsonapi.UnderNoName(handler)
-	}
 	server := &http.Server{
-		Handler:           endAfterChunks(handler),
+		Handler:           endAfterChunks(sameOrigin.Handler(all)),
 		ReadHeaderTimeout: arrival,
 		ReadTimeout:       arrival + c.CallTimeout,
 		WriteTimeout:      2 * (arrival + c.CallTimeout),

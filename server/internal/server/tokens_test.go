@@ -96,6 +96,9 @@ func TestHost_WithoutTokensIsNoNameOnALoopbackListener(t *testing.T) {
 			require.Equal(t, http.StatusForbidden, status(s, method, path, host), "%s at %s", path, host)
 		}
 	}
+	for _, path := range []string{"/livez", "/healthz"} {
+		require.Equal(t, http.StatusOK, status(s, "GET", path, "evil.example"), "health has nothing to hide, and may be asked by the name in HTTP_ADDR")
+	}
 	require.Zero(t, taken(t, db))
 	hosts := []string{"localhost", "LocalHost:8080", "localhost.", "localhost.:80", "127.0.0.1", "127.0.0.1:1", "[::1]", "[::1]:8080", "192.0.2.1"}
 	for _, host := range hosts {
