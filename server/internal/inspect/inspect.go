@@ -3,12 +3,10 @@ package inspect
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgconn"
 
 	"github.com/pgratelimit/pgratelimit/client"
 	"github.com/pgratelimit/pgratelimit/server/internal/jsonapi"
@@ -19,15 +17,16 @@ type Querier interface {
 	Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error)
 }
 
-// CheckAlone returns an error if the database is one of several shards. A role that may not ask is not told, and neither is one of
-// an old version.
+// CheckAlone returns an error if the database is one of several shards. A role that may not ask is not told: it
+// needs the grant for nothing else.
 func CheckAlone(ctx context.Context, conn *pgx.Conn) error {
-	err := client.CheckAlone()(ctx, conn)
-	var refusal *pgconn.PgError
-	if errors.As(err, &refusal) && (refusal.Code == "42501" || refusal.Code == "42883") { // insufficient_privilege, undefined_function
-		return nil
+	var may bool
+	err := conn.QueryRow(ctx, `
+		select coalesce(pg_catalog.has_function_privilege(pg_catalog.to_regprocedure('ratelimit_shard()')::oid, 'execute'), false)`).Scan(&may)
+	if err != nil || !may {
+		return err
 	}
-	return err
+	return client.CheckAlone()(ctx, conn)
 }
 
 // A Bucket is a row of ratelimit_status. Times are nil for never.
