@@ -1,7 +1,7 @@
 -- Takes cost tokens from one bucket if it has them, and answers; a denial is an answer, not an error.
 --
 -- A repeat under the same idempotency key is the same request answered again, and takes nothing. So the program
--- chooses the idempotency key, one for each operation. If its own clients chose it, a client that repeats one
+-- chooses the idempotency key, one for each operation. If the program's clients chose it, one that repeats a key
 -- would pass every time.
 --
 -- The steps. Steps 1 and 4 are for an acquire with an idempotency key. An idempotency key that has not expired is live.
@@ -15,9 +15,10 @@
 --      c. If another session created the row first, or the bucket has enough tokens after all, step 2 is repeated.
 --   4. After the tokens are taken, the idempotency key is remembered. By now this call has locked the bucket's
 --      row in step 2, or created it in step 3. So a live idempotency key that turns up only now was committed
---      after step 1 and before that. The tokens go back and the idempotency key is replayed. The refill that
+--      after step 1 and before the lock. The tokens go back and the idempotency key is replayed. The refill that
 --      step 2 credited stays.
--- A cost of 0 or above capacity takes nothing: it has only steps 1 and 3, and is answered from the bucket as read.
+-- A cost above capacity takes nothing: it has only steps 1 and 3. A cost of 0 has only step 3. Either is answered from the bucket
+-- as read.
 --
 -- The clock is read before step 1 and in each step 3. The update of step 2 and the insert of step 3 may wait for
 -- another session. A grant that waited is answered by the clock from before the wait: its reset_after is never
@@ -105,7 +106,7 @@ begin
         update {{ .buckets }} as b
            set level       = refilled(b.level, b.refilled_at, v_now, v_policy) - v_wanted,
                refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
-               room        = null
+               room        = null  -- what a new row has more, so that its page has room for this version
          where b.policy_id = v_policy.id
            and b.key       = v_key
            and refilled(b.level, b.refilled_at, v_now, v_policy) >= v_wanted
@@ -165,7 +166,7 @@ begin
         exit when found;
       end if;
 
-      -- 3c. Again. Each round but the first is due to another session.
+      -- 3c. Again. Each repetition but the first is due to another session.
       v_rounds := coalesce(v_rounds, 0) + 1;
       if v_rounds = 1000 then
         perform too_many_rounds(v_policy.name, v_key);  -- raises 40001

@@ -2,20 +2,26 @@
 -- in how they take the requests and show the answers; acquire_packed.sql explains the arguments and the results.
 --
 -- There are two ways. The fast path is for what most requests are: they fit. take.sql charges the buckets of one policy; a batch of
--- several policies is split into parts, in the order in which buckets are locked: durable policies first, then by name. A request
--- of several elements is granted only if all its buckets cover what is charged to them. So all are read first, and charged only if
--- all cover. If another session is at one of them, they are locked before they are charged. If one was changed after it was read,
--- the fast path is rolled back, and begins again with the locks.
+-- several policies is split into parts, in the order in which buckets are locked: durable policies first, then by name. The other
+-- way is decide_in_order, for whatever is asked. The fast path is a subtransaction, and this is what follows it:
 --
--- The other way is decide_in_order, for whatever is asked. It decides what the fast path left of single requests. If it would lock a bucket out of order, or if anything else was
--- not as expected, the fast path is rolled back, and decide_in_order decides the whole batch. The rollback needs a
--- subtransaction, which begins with every fast path.
+--   all elements are charged             the answers
+--   some are, of single requests         decide_in_order decides the others: without a grant, the answers of both
+--   ... and it would grant one of them   RL00T: all is rolled back, because its bucket would be locked out of order
+--   none is                              RL00T: locks are given back, of buckets that were waited for and not charged
+--   an idempotency key is stored before  RL00T, or unique_violation
+-- After RL00T, decide_in_order decides the whole batch.
+--
+-- Requests of several elements (sizes) are granted only if all their buckets cover what is charged to them. So all buckets of the
+-- batch are read first, and charged only if all cover; otherwise decide_in_order follows. If another session is at one of them, they are
+-- locked before they are charged. If one was not charged after all, RL00L: the fast path is rolled back, and begins again with the
+-- locks, once.
 --
 -- In a read-only transaction decide_in_order decides from the start, because an UPDATE fails there even if it would take
 -- nothing.
 --
 -- The settings of this function are for all statements about many buckets: also those of the functions in
--- take.sql, rows.sql, remember.sql and decide_in_order.sql, which nobody else calls.
+-- asked_of.sql, take.sql, look_at_buckets.sql, rows.sql, remember.sql and decide_in_order.sql, which nobody else calls.
 create or replace function ratelimit.acquire_batch(
     policies text[], keys text[], costs bigint[], sizes integer[], idempotency_keys text[])
   returns ratelimit.packed
@@ -41,7 +47,7 @@ declare
   v_seen     record;
   v_row_ids  tid[];
   v_now      timestamptz;
-  v_covered  boolean;   -- every bucket covers all that is asked of it; not asked without sizes
+  v_covered  boolean;   -- every bucket covers all that is asked of it; null: that was not asked, as without sizes
   v_lock     boolean;   -- lock the buckets before take
   v_taken    record;
   v_kept     boolean := true;  -- the idempotency keys of what was taken are stored
@@ -112,7 +118,7 @@ begin
             end loop;
             if exists (select from unnest(v_parts) as u
                         where u.policy is distinct from (select p from policies as p where p.id = (u.policy).id)) then
-              raise exception sqlstate 'RL00T';  -- a bucket that was changed together with its policy is decided by both
+              raise exception sqlstate 'RL00T';  -- the buckets are as of now, and the policy was read before
             end if;
             v_now := clock();  -- it may have waited
           end if;
@@ -154,8 +160,8 @@ begin
         end if;
       end if;
 
-      if v_places is null and v_count > 0 and v_covered is not false or not v_kept then
-        raise exception sqlstate 'RL00T';  -- what take did not charge it has locked, if it waited for it
+      if (v_places is null and v_count > 0 and v_covered is not false) or not v_kept then
+        raise exception sqlstate 'RL00T';  -- gives back the locks of buckets that were waited for and not charged
       elsif cardinality(v_places) < v_count then
         v_left    := array(select generate_series(1, v_count) except select unnest(v_places) order by 1);
         v_answers := decide_in_order(array(select acquire_batch.policies[u.n] from unnest(v_left) as u (n)),

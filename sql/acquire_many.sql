@@ -8,7 +8,7 @@
 -- policies and keys are equally long, and so are costs and idempotency_keys unless null. Without costs
 -- every cost is 1. Without idempotency_keys no request has one.
 --
--- Locks and writes: as ratelimit_acquire_packed.
+-- Locks and writes: as ratelimit_acquire for each, in the order that decide_in_order describes.
 create or replace function ratelimit_acquire_many(
     policies         text[],
     keys             text[],

@@ -10,8 +10,9 @@
 -- session has changed it since, it is read again. So taken is what the locked row had.
 --
 -- Locks:  a grant holds the bucket row, and then the row of the idempotency key, until the caller's transaction ends. A denial
---         and a replay hold the bucket row only if they had to wait for it.
--- Writes: a grant writes the bucket and its idempotency key. A denial and a replay write nothing.
+--         and a replay hold the bucket row only if they had to wait for it, but for a replay of step 4, which holds both.
+-- Writes: a grant writes the bucket and its idempotency key, and a replay of step 4 the bucket. A denial and another replay write
+--         nothing.
 create or replace function ratelimit_acquire_up_to(
     policy          text,
     key             text,

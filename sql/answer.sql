@@ -135,7 +135,7 @@ $$;
 comment on function ratelimit.replayed_partial(ratelimit.idempotency_keys, bigint, bigint, timestamptz, boolean) is
   'The replay of a grant of as many tokens as there were; RL002 if a repeat may not take so many, or RL004.';
 
--- decisions_of(...)[n] is the decision about element n; null if it was refused. The arguments are those of acquire_batch.
+-- decisions_of(...)[n] is the decision about element n; null if it was refused. The arguments are what acquire_batch answers.
 create or replace function ratelimit.decisions_of(
     elements bigint[], remaining bigint[], retry_us bigint[], reset_us bigint[], capacity bigint[], replayed boolean[], shadowed boolean[])
   returns ratelimit.decision[] language plpgsql immutable

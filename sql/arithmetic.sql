@@ -148,9 +148,9 @@ as $$
   select ratelimit.wait_for(target, level, refilled_at, now, policy.every_us, policy.tick_us, policy.tick_gain, policy.round_up)
 $$;
 comment on function ratelimit.wait_until(numeric, bigint, timestamptz, timestamptz, ratelimit.policies) is
-  'The same, by the numbers of a policy.';
+  'Microseconds from now until a bucket of a policy holds target microtokens, zero when it does, null for never.';
 
--- When clean-up looks at a new bucket; cleanup.sql says why within 24 hours. Least ignores null, which is never.
+-- When clean-up looks at a new bucket; cleanup_batch.sql says why within 24 hours. Least ignores null, which is never.
 create or replace function ratelimit.due_after(reset_us bigint, now timestamptz)
   returns timestamptz language sql stable parallel safe
 as $$
@@ -159,10 +159,10 @@ $$;
 comment on function ratelimit.due_after(bigint, timestamptz) is
   'When clean-up looks at a bucket that is full in reset_us microseconds; null is never.';
 
--- The same in bigint, which is cheaper, for statements about many buckets of one policy.
+-- refilled and wait_until in bigint, which is cheaper, for statements about many buckets of one policy.
 -- A policy's numbers are small if no product overflows, and an empty bucket is full within 15 years. One tick gains
--- gain / per microtokens, in lowest terms, and ticks of them fill an empty bucket twice over: a bucket in deeper debt than
--- its capacity needs the other one. date_part rounds to whole microseconds correctly for 35 years; beyond, ticks is less.
+-- gain / per microtokens: tick_gain / every_us in lowest terms. ticks of them fill an empty bucket twice over: a bucket in deeper
+-- debt than its capacity is left to refilled, by decide_in_order. date_part rounds to whole microseconds correctly for 35 years; beyond, ticks is less.
 -- With refill 0, gain is 0 and ticks is null.
 create or replace function ratelimit.refilled_level_small(
     level bigint, refilled_at timestamptz, now timestamptz, full_level bigint, gain bigint, per bigint, ticks bigint, tick_us bigint, tick interval)

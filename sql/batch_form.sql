@@ -1,6 +1,6 @@
 -- Checks the arguments of a batch, and gives them the form that the rest wants: subscripts from 1, all costs, and for each element
--- its idempotency key and the number of its request. misfits are the requests of a size that is refused: without costs, their
--- elements are.
+-- its idempotency key and the number of its request. misfits are the requests of a size that is refused: their elements
+-- lose their costs, so that they are refused, too.
 create or replace function ratelimit.batch_form(
     inout policies text[], inout keys text[], inout costs bigint[], inout sizes integer[], inout idempotency_keys text[],
     out requests bigint[], out misfits bigint[])

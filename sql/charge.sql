@@ -10,8 +10,8 @@
 --
 -- A cost of 0 takes nothing, and neither looks at nor stores an idempotency key.
 --
--- Locks:  the bucket row, and then the row of the idempotency key, until the caller's transaction ends. A replay that did
---         not wait locks nothing.
+-- Locks:  the bucket row, and then the row of the idempotency key, until the caller's transaction ends. A replay
+--         that is found by the first step 1 locks nothing.
 -- Writes: the bucket and its idempotency key. A replay and a cost of 0 write nothing.
 create or replace function ratelimit_charge(
     policy          text,
@@ -95,7 +95,7 @@ begin
         v_level       := microtokens(v_policy.capacity);
         v_refilled_at := v_now;
         insert into {{ .buckets }} (policy_id, key, level, refilled_at, due_at)
-        values (v_policy.id, v_key, v_level, v_refilled_at, v_now)
+        values (v_policy.id, v_key, v_level, v_refilled_at, v_now)  -- due at once: clean-up will postpone it
         on conflict on constraint {{ .buckets }}_pkey do nothing;
         v_has_row := found;
         exit when v_has_row;

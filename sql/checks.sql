@@ -277,7 +277,7 @@ comment on function ratelimit.another_cost(text) is
 
 -- ratelimit_charge does not raise RL004: its repeat is answered again.
 create or replace function ratelimit.refuse_repeat(granted ratelimit.idempotency_keys, cost bigint)
-  returns ratelimit.decision language plpgsql immutable
+  returns void language plpgsql immutable
 as $$
 begin
   if granted.cost <> cost then

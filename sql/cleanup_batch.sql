@@ -1,7 +1,8 @@
 -- Clean-up removes rows that change no answer: buckets that are full again, expired idempotency keys, expired
--- overrides, and rows whose policy was dropped. A bucket with a live override must be full by the override's numbers and
--- by the policy's, because it must not be full by either when the other applies again. It finds due rows through an index and skips rows that another session has
--- locked. An acquire on a bucket that a batch removes or postpones waits until the batch commits.
+-- overrides, and rows whose policy was dropped. A bucket with a live override must be full by the numbers of the override and
+-- of the policy, because either may apply next. Clean-up finds due rows through an index and skips rows that another session has
+-- locked. An acquire on a bucket that a batch removes or postpones waits until the batch commits; so does one that stores over an
+-- expired idempotency key that the batch removes, and ratelimit_override over an expired override.
 --
 -- Clean-up judges every row as of five minutes ago. If the server's clock runs ahead for a moment, a bucket
 -- that only looks full and a key that only looks expired are still there when the clock is set right.
@@ -9,8 +10,8 @@
 -- SKIP LOCKED can still block if the row changes hands while it is examined. lock_timeout then ends the wait
 -- after 100 ms, and the batch gives back its rows. PostgreSQL looks for a deadlock only after a wait of
 -- deadlock_timeout, 1 second by default. If that is above 100 ms, a batch that is a transaction of its own gives
--- way before it is found in a deadlock. Only an acquire whose own look falls in those 100 ms can find one. In a
--- longer transaction, the rows of earlier batches stay locked, and it can deadlock with acquires.
+-- way before it is found in a deadlock. Only an acquire whose own look for a deadlock falls into those 100 ms is ended by one.
+-- In a longer transaction, the rows of earlier batches stay locked, and it can deadlock with acquires.
 --
 -- One batch: of each table the rows that are due by due_before, at most max_rows. The first batch of a series
 -- passes null for due_before and deadline. Each later batch passes the values that the batch before it

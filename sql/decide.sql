@@ -11,9 +11,9 @@
 -- one for each request; known has the grant that a repeat differs from.
 --
 -- The steps for each request:
---   1. Each element is refused, replayed, or it fits or not. The first error counts, of arguments before those of the policy, the
---      repeat and the settlement.
---   2. If all that count fit, the buckets are charged. The next request sees them so.
+--   1. Each element is refused, replayed, or it fits or not. Of several errors the first counts, in this order: an argument out of range,
+--      an unknown policy, another cost under the idempotency key, a grant that was settled.
+--   2. If all but those of shadow policies fit, the buckets are charged. The next request sees them so.
 -- Then the answers are worked out, from the buckets as they were after each request.
 create or replace function ratelimit.decide(
     in    requests bigint[], in idempotency_keys text[], in charges bigint[], in buckets integer[], in same integer[], in twins integer[], in bad boolean[],
@@ -66,7 +66,7 @@ begin
         continue;
       end if;
       if charges[v_i] > 0 and twins[v_i] is not null and known[v_i] is null then
-        -- Granted and remembered by an earlier request of this call? Its own twins come before it.
+        -- Granted and remembered by an earlier request of this call? Its twin may have been denied, and a twin of that granted.
         v_earlier := twins[v_i];
         while v_earlier is not null and not kept[v_earlier] loop
           v_earlier := twins[v_earlier];
@@ -92,7 +92,8 @@ begin
       if replayed[v_i] then
         fits[v_i] := left_us(known[v_i], now) = 0;  -- a reserved grant may have to wait
       else
-        fits[v_i] := charges[v_i] = 0 or charges[v_i] <= numbers[v_b].capacity and microtokens(charges[v_i]) <= levels_now[v_b];
+        fits[v_i] := charges[v_i] = 0
+                     or case when charges[v_i] <= numbers[v_b].capacity then microtokens(charges[v_i]) <= levels_now[v_b] else false end;
       end if;
       v_granted := v_granted and (fits[v_i] or numbers[v_b].shadow);
     end loop;

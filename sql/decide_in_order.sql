@@ -9,23 +9,27 @@
 --   2. Read the clock, and then by one snapshot the policies, overrides, buckets and idempotency keys.
 --   3. Decide all requests in order, in memory.
 --   4. Is it to be done so? If nothing is taken, the answers stand, and locks and rows of step 1 are rolled back. The first round
---      creates rows, and nothing else: if a row is to change, or if an idempotency key is denied where a row would be created (it
---      may have been granted since, and the row that says so removed), a second round locks the buckets that are wanted. A later
---      round that wants one that is not locked makes the next one lock all.
+--      creates rows and remembers their grants, and changes no row. If one is to change, a second round locks the buckets that are wanted. So it does if an
+--      element with an idempotency key is denied by a bucket whose row would be created: since the read, its first grant may have
+--      been committed, and the row removed. A later round that wants a bucket that is not locked makes the next one lock all.
 --   5. Write each bucket once, and remember the grants. If another session created a row or stored an idempotency key first, the
---      next round locks all. Each further round is due to another session.
+--      next round locks all. Each round after the second is due to another session.
+--   6. After the last round: the answer.
 --
 -- The private errors, none of which leaves the package:
 --   RL00A  here: rolls back a round, for the next one or for the end.
---   RL00T  acquire_batch and ratelimit_acquire_all catch it: the fast path is rolled back, and the whole is decided here.
---   RL00L  acquire_batch catches it: the fast path is rolled back, and begins again with the buckets locked.
+--   RL00T  acquire_batch catches it: the fast path is rolled back, and the whole batch is decided here. ratelimit_acquire_all raises
+--          and catches its own: it reads the buckets and charges them once more, and then asks acquire_batch.
+--   RL00L  acquire_batch catches it: the fast path is rolled back, and begins again with the buckets locked; if they were, the whole
+--          batch is decided here.
 --
 -- All that take from more than one bucket lock them in one order: durable policies first, then by policy and key. To
 -- create a row is part of the order, because an INSERT waits for whoever has the row already. So calls that are
--- transactions of their own never deadlock. If the caller has charged buckets already (taken), a grant here would break
+-- transactions of their own never deadlock with each other. If the caller has charged buckets already (taken), a grant here would break
 -- the order: it is RL00T.
 --
--- Locks:  the buckets of the requests that are granted; all buckets, if other sessions interfered.
+-- Locks:  the buckets of the requests that are granted, and those that a second round has locked in vain; all buckets, if other
+--         sessions interfered. Of each policy the buckets, and then the rows of its idempotency keys.
 -- Writes: buckets and idempotency keys of granted requests.
 create or replace function ratelimit.decide_in_order(
     policies text[], keys text[], costs bigint[], requests bigint[], idempotency_keys text[], elements bigint[], joint boolean, taken boolean)
@@ -57,8 +61,8 @@ begin
   v_batch := numbered(policies, keys, costs, idempotency_keys, requests);
   v_lock  := array_fill(false, array[cardinality(v_batch.bucket_keys)]);
 
-  -- A round that is rolled back gives back this lock with all others, and the next one begins with buckets. A migration
-  -- locks in the other order: policies first.
+  -- Taken here, and not by the reads of a round: a round that is rolled back would give it back, and the next one would lock
+  -- buckets before policies. A migration locks policies first.
   {{ block "lock_policies" . }}lock table policies in access share mode;{{ end }}
 
   <<rounds>>

@@ -1,6 +1,6 @@
 -- Looks for what makes limits slow or tables large, and says what helps. Without findings all is well.
 --
--- A bucket that is overdue and in use is none: clean-up skips a row that is locked. Statistics are those since they were
+-- A bucket that is overdue and in use is no finding: clean-up skips a row that is locked. Statistics are those since they were
 -- last reset. Sessions count after a minute.
 --
 -- On a standby it looks at what a standby can read, and at the sessions there. That it cannot look at ephemeral buckets is

@@ -12,8 +12,8 @@ delete from {{ .table }} as t
 --
 -- A row that an open transaction has locked is skipped, and left to clean-up. Such a row changes no answer,
 -- because a policy defined anew under the same name has another id. SKIP LOCKED can still block if the row
--- changes hands while it is examined, as cleanup.sql says. Here only the caller's lock_timeout ends that wait. So the rows
--- are locked in the order in which requests lock buckets: that a wait never ends in a deadlock.
+-- changes hands while it is examined, as cleanup_batch.sql says. Here only the caller's lock_timeout ends that wait. So the rows
+-- are locked in the order in which requests lock buckets, and a wait never ends in a deadlock.
 -- Locks:  the policy row and the rows it deletes, in the order of key, until the caller's transaction ends.
 -- Writes: policies; the overrides, buckets and idempotency keys of the policy.
 create or replace function ratelimit_drop_policy(policy text)

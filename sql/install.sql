@@ -13,7 +13,8 @@
 --
 -- Durable and ephemeral policies keep their state in twin tables (buckets and ephemeral_buckets,
 -- idempotency_keys and ephemeral_idempotency_keys), because a statement cannot choose its table at run time.
--- Code that touches them is written once, as a template over the two names.
+-- Longer code that touches them is written once, as a template over the two names; short statements are written twice. The
+-- tables and types are made by migrations/002_several_limits.sql.
 --
 -- This file is the table of contents.
 {{ template "prologue.sql" . }}
@@ -38,7 +39,7 @@
 {{ template "refund.sql" . }}
 {{ template "reset.sql" . }}
 
--- Spend now, know later; wait in line.
+-- Spend now, know later; wait in line; take what is there.
 {{ template "charge.sql" . }}
 {{ template "settle.sql" . }}
 {{ template "reserve.sql" . }}

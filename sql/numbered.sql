@@ -1,15 +1,15 @@
 -- Prepares a batch for decide_in_order: numbers its policies and buckets, in the order in which buckets are locked within their
--- kind, and tells for each element what it has to do with others. It reads no table.
---
--- The arguments are parallel to the elements. names, in order, are the names of the policies. first is parallel to names: the
--- number of its first bucket; one more is the number after the last. bucket_keys are the keys of the buckets, in order. The others
--- are parallel to the elements: the number of the bucket; what its request charges to that bucket; the first element of its
--- request on the same bucket; the last element of an earlier request on the same bucket, under the same idempotency key; and
--- whether an argument is out of range.
+-- kind, and tells for each element what it has to do with others. It reads no table. The arguments are parallel to the elements.
 create or replace function ratelimit.numbered(
     in  policies text[], in keys text[], in costs bigint[], in idempotency_keys text[], in requests bigint[],
-    out names text[], out first integer[], out bucket_keys text[],
-    out bucket_numbers integer[], out charges bigint[], out same integer[], out twins integer[], out bad boolean[])
+    out names          text[],     -- of the policies, in order
+    out first          integer[],  -- for each policy, the number of its first bucket; one more: the number after the last
+    out bucket_keys    text[],     -- for each bucket, its key
+    out bucket_numbers integer[],  -- for each element, the number of its bucket
+    out charges        bigint[],   -- what its request charges to that bucket
+    out same           integer[],  -- the first element of its request on the same bucket
+    out twins          integer[],  -- the last element of an earlier request on the same bucket, under the same idempotency key
+    out bad            boolean[])  -- whether an argument is out of range
   language plpgsql
   immutable
 as $$

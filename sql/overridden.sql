@@ -1,7 +1,7 @@
 -- An override is the numbers of a policy for one key. It is live until it expires. ratelimit.overrides has the derived
 -- columns of ratelimit.policies, so the arithmetic takes them from either.
 --
--- Nothing looks for an override unless the policy's column overridden says that it has some. So a policy without them
+-- Nothing looks for an override unless the policy's column overridden says that it has had some. So a policy without them
 -- pays nothing.
 create or replace function ratelimit.with_override(policy ratelimit.policies, override ratelimit.overrides)
   returns ratelimit.policies language sql immutable parallel safe
@@ -13,7 +13,7 @@ $$;
 comment on function ratelimit.with_override(ratelimit.policies, ratelimit.overrides) is
   'A policy with the numbers of an override.';
 
--- A call that may have waited for a session that changed the numbers reads them again. A policy that was dropped meanwhile stays
+-- Where overrides or a full bucket count, a call that may have waited for a session that changed the numbers reads them again. A policy that was dropped meanwhile stays
 -- as it was.
 create or replace function ratelimit.numbers_again(policy ratelimit.policies, key text, now timestamptz)
   returns ratelimit.policies

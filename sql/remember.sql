@@ -1,13 +1,14 @@
 -- Stores the idempotency keys of a batch, of policies whose keys are in {{ .idempotency_keys }}.
 --
--- The caller holds the bucket rows of these elements, so no other session is at the same keys. Element n of keys,
+-- The caller holds the bucket rows of these elements, so no other request is at the same keys; clean-up may be,
+-- at expired ones. Element n of keys,
 -- idempotency_keys and costs is element n of the batch; places are the elements that were granted, and the arrays after it
 -- are parallel to it. policy_ids and remember_us are those by which they were decided.
 --
 -- new is the guess that no row has any of these keys. If one does, live or expired, unique_violation is raised. ON CONFLICT
 -- costs more, because it looks before it inserts, and confirms after it.
 --
--- Locks:  the rows that it writes.
+-- Locks:  the rows that it writes, and those of live keys.
 -- Writes: the idempotency keys, an expired one over the old row.
 create or replace function ratelimit.remember_{{ .idempotency_keys }}(
     keys text[], idempotency_keys text[], costs bigint[], now timestamptz, new boolean,

@@ -22,8 +22,9 @@
 -- A cost of 0 takes nothing, and neither looks at nor stores an idempotency key.
 --
 -- Locks:  a grant holds the bucket row, and then the row of the idempotency key, until the caller's transaction ends. A
---         refusal and a replay hold the bucket row only if they had to wait for it.
--- Writes: a grant writes the bucket and its idempotency key. A refusal, a replay and a cost of 0 write nothing.
+--         refusal and a replay hold the bucket row only if they had to wait for it, but for a replay of step 4, which holds both.
+-- Writes: a grant writes the bucket and its idempotency key, and a replay of step 4 the bucket. A refusal, another replay and a cost
+--         of 0 write nothing.
 create or replace function ratelimit_reserve(
     policy          text,
     key             text,

@@ -1,5 +1,5 @@
 -- What decide_in_order does with the rows of {{ .buckets }} and {{ .idempotency_keys }}. Each function is about the buckets of one
--- policy. keys are theirs, in order, and the arrays after it are parallel to it.
+-- policy. But for live_{{ .idempotency_keys }}, keys are theirs, in order, and the arrays after it are parallel to it.
 
 -- Reads the buckets: the policy with the numbers that apply to the key; the level as stored, and when; the level now; whether there is
 -- a row. A bucket whose row the caller has just created stands for one without.
@@ -80,7 +80,7 @@ begin
           for update;
       exit when found;
       insert into {{ .buckets }} (policy_id, key, level, refilled_at, due_at)
-      values (v_policy_id, v_key, microtokens(numbers[v_n].capacity), now, now)
+      values (v_policy_id, v_key, microtokens(numbers[v_n].capacity), now, now)  -- due at once, as in ratelimit_charge
       on conflict on constraint {{ .buckets }}_pkey do nothing;
       v_created[v_n] := found;
       exit when found;

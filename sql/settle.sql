@@ -4,18 +4,18 @@
 --
 -- The first settlement wins. A repeat with the same cost is answered with replayed, and changes nothing; with another cost
 -- it is RL002. Without a live grant under the key it is RL003, also while the grant is not committed. A shadow policy that
--- does not know the key charges nothing, and answers with shadowed. A request that is repeated under its key after
--- that is RL004, because its operation is over; a charge is replayed.
+-- does not know the key charges nothing, and answers with shadowed. After a settlement, a request that is repeated
+-- under its key is RL004, because its operation is over; a charge is replayed.
 --
 -- The steps:
 --   1. The grant is read.
 --   2. The bucket is locked. One without a row is full, and is created first, unless the settlement only gives back: it
 --      stays full, so the grant alone is written.
 --   3. The grant is marked as settled. If it is no longer as it was read, step 1 follows.
---   4. The level moves. So no move is ever taken back; one that was cut at full could not be.
+--   4. The level moves. So no move is ever undone; one that was cut at full could not be.
 --
--- Locks:  the bucket row, and then the row of the idempotency key, until the caller's transaction ends. A replay that did
---         not wait locks nothing.
+-- Locks:  the bucket row, if there is one or it is created, and then the row of the idempotency key, until the caller's transaction
+--         ends. A replay that is found by the first step 1 locks nothing.
 -- Writes: the bucket and its idempotency key. A replay writes nothing.
 create or replace function ratelimit_settle(
     policy          text,
@@ -66,7 +66,8 @@ begin
       end if;
     end if;
     loop
-      -- 1. The grant. A shadow policy looks for it again after the bucket was read: it may have been committed meanwhile.
+      -- 1. The grant. A shadow policy looks for it again after the bucket was read: a grant that was committed meanwhile is in the
+      --    level that was read, and so must be found.
       select k.* into v_first
         from {{ .idempotency_keys }} as k
        where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
@@ -107,7 +108,7 @@ begin
         v_level       := microtokens(v_policy.capacity);
         v_refilled_at := v_now;
         insert into {{ .buckets }} (policy_id, key, level, refilled_at, due_at)
-        values (v_policy.id, v_key, v_level, v_refilled_at, v_now)
+        values (v_policy.id, v_key, v_level, v_refilled_at, v_now)  -- due at once: clean-up will postpone it
         on conflict on constraint {{ .buckets }}_pkey do nothing;
         v_has_row := found;
         exit when v_has_row;

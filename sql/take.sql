@@ -1,7 +1,7 @@
--- The fast path of requests about many buckets of one policy, in {{ .buckets }}. take charges them in one lean statement, and
+-- The fast path of requests about many buckets of one policy, in {{ .buckets }}. It charges them in one lean statement, and
 -- does not look first. What it does not charge is left to decide_in_order.
 --
--- Elements for the same bucket are summed: take charges a bucket that covers the sum, and so grants all its elements. It leaves
+-- Elements for the same bucket are summed: it charges a bucket that covers the sum, and so grants all its elements. It leaves
 -- alone a bucket that covers less, one without a row, one with an element that is not about 1 to 2147483647 tokens, and one that
 -- another session changed while the statement waited for it. (Some minor releases of PostgreSQL charge the changed row, if
 -- it still covers the sum.)
@@ -12,8 +12,8 @@
 --
 -- places is null if no bucket was charged, and capacities if all buckets have that of the policy.
 --
--- Locks:  the bucket rows that it charges, in the order of key. The order does not depend on a choice of the planner: a row
---         found by ctid is read on the inside of a nested loop, and the outside comes sorted.
+-- Locks:  the bucket rows that it charges, and those that it has waited for, in the order of key. Under the settings of acquire_batch the order does not depend on a choice of the
+--         planner: a row found by ctid is read on the inside of a nested loop, and the outside comes sorted.
 -- Writes: these rows.
 create or replace function ratelimit.take_from_{{ .buckets }}(
     in  policy ratelimit.policies, in keys text[], in costs bigint[], in asked ratelimit.asked[], in row_ids tid[], in now timestamptz,
@@ -24,7 +24,7 @@ as $$
 declare
   v_policy     alias for policy;
   v_now        alias for now;
-  v_tick       interval := policy.tick;  -- this and the next are the small numbers of arithmetic.sql
+  v_tick       interval := policy.tick;  -- these, down to v_ticks, are the small numbers of arithmetic.sql
   v_tick_us    bigint   := policy.tick_us::bigint;
   v_full_level bigint   := policy.full_level::bigint;
   v_divisor    numeric  := gcd(policy.tick_gain, policy.every_us);
@@ -152,12 +152,11 @@ begin
 end;
 $$;
 comment on function ratelimit.take_any_from_{{ .buckets }}(ratelimit.policies, bigint[], ratelimit.asked[], tid[], timestamptz) is
-  'Does what take does, for a policy with overrides or large numbers.';
+  'Does what take_from_{{ .buckets }} does, for a policy with overrides or large numbers.';
 
 -- For requests of several elements, which are granted only if every bucket covers what is charged to it. row_ids is null if a
--- bucket does not cover what is asked of it. contended is a guess: another session changes or locks a bucket. Its transaction is
--- in xmax, which says nothing if it has been rolled back, or if it is in xmin, too: then it locked the bucket, wrote it, and has
--- committed.
+-- bucket does not cover what is asked of it. contended is a guess that another session changes or locks a bucket: xmax is
+-- set, and is not the lock of the transaction that wrote this row. A lock that was rolled back leaves it set, too.
 create or replace function ratelimit.covered_in_{{ .buckets }}(
     in  policy ratelimit.policies, in asked ratelimit.asked[], in now timestamptz,
     out row_ids tid[], out contended boolean)
@@ -193,9 +192,9 @@ $$;
 comment on function ratelimit.covered_in_{{ .buckets }}(ratelimit.policies, ratelimit.asked[], timestamptz) is
   'The row ids of the buckets of one policy if all cover what is asked of them, and whether other sessions are at them.';
 
--- For requests of several elements, of which others may be waiting for the same bucket: take would not charge a bucket that
--- it waited for. This waits first, and take no longer needs to. The answer is null if a bucket has no row: if one was created
--- later, it would be out of order.
+-- For requests of several elements, of which others may be waiting for the same bucket: the update would not charge a
+-- bucket that it waited for. This waits first, and the update no longer needs to. The answer is null if a bucket has no row: one that is created
+-- later would be locked after higher keys.
 create or replace function ratelimit.lock_asked_of_{{ .buckets }}(policy ratelimit.policies, asked ratelimit.asked[])
   returns tid[]
   language plpgsql

@@ -2798,7 +2798,8 @@ $private$;
 --
 -- Durable and ephemeral policies keep their state in twin tables (buckets and ephemeral_buckets,
 -- idempotency_keys and ephemeral_idempotency_keys), because a statement cannot choose its table at run time.
--- Code that touches them is written once, as a template over the two names.
+-- Longer code that touches them is written once, as a template over the two names; short statements are written twice. The
+-- tables and types are made by migrations/002_several_limits.sql.
 --
 -- This file is the table of contents.
 -- Decides where the public functions go, and refuses to install over objects of another role.
@@ -3028,9 +3029,9 @@ as $$
   select ratelimit.wait_for(target, level, refilled_at, now, policy.every_us, policy.tick_us, policy.tick_gain, policy.round_up)
 $$;
 comment on function ratelimit.wait_until(numeric, bigint, timestamptz, timestamptz, ratelimit.policies) is
-  'The same, by the numbers of a policy.';
+  'Microseconds from now until a bucket of a policy holds target microtokens, zero when it does, null for never.';
 
--- When clean-up looks at a new bucket; cleanup.sql says why within 24 hours. Least ignores null, which is never.
+-- When clean-up looks at a new bucket; cleanup_batch.sql says why within 24 hours. Least ignores null, which is never.
 create or replace function ratelimit.due_after(reset_us bigint, now timestamptz)
   returns timestamptz language sql stable parallel safe
 as $$
@@ -3039,10 +3040,10 @@ $$;
 comment on function ratelimit.due_after(bigint, timestamptz) is
   'When clean-up looks at a bucket that is full in reset_us microseconds; null is never.';
 
--- The same in bigint, which is cheaper, for statements about many buckets of one policy.
+-- refilled and wait_until in bigint, which is cheaper, for statements about many buckets of one policy.
 -- A policy's numbers are small if no product overflows, and an empty bucket is full within 15 years. One tick gains
--- gain / per microtokens, in lowest terms, and ticks of them fill an empty bucket twice over: a bucket in deeper debt than
--- its capacity needs the other one. date_part rounds to whole microseconds correctly for 35 years; beyond, ticks is less.
+-- gain / per microtokens: tick_gain / every_us in lowest terms. ticks of them fill an empty bucket twice over: a bucket in deeper
+-- debt than its capacity is left to refilled, by decide_in_order. date_part rounds to whole microseconds correctly for 35 years; beyond, ticks is less.
 -- With refill 0, gain is 0 and ticks is null.
 create or replace function ratelimit.refilled_level_small(
     level bigint, refilled_at timestamptz, now timestamptz, full_level bigint, gain bigint, per bigint, ticks bigint, tick_us bigint, tick interval)
@@ -3369,7 +3370,7 @@ comment on function ratelimit.another_cost(text) is
 
 -- ratelimit_charge does not raise RL004: its repeat is answered again.
 create or replace function ratelimit.refuse_repeat(granted ratelimit.idempotency_keys, cost bigint)
-  returns ratelimit.decision language plpgsql immutable
+  returns void language plpgsql immutable
 as $$
 begin
   if granted.cost <> cost then
@@ -3553,7 +3554,7 @@ $$;
 comment on function ratelimit.replayed_partial(ratelimit.idempotency_keys, bigint, bigint, timestamptz, boolean) is
   'The replay of a grant of as many tokens as there were; RL002 if a repeat may not take so many, or RL004.';
 
--- decisions_of(...)[n] is the decision about element n; null if it was refused. The arguments are those of acquire_batch.
+-- decisions_of(...)[n] is the decision about element n; null if it was refused. The arguments are what acquire_batch answers.
 create or replace function ratelimit.decisions_of(
     elements bigint[], remaining bigint[], retry_us bigint[], reset_us bigint[], capacity bigint[], replayed boolean[], shadowed boolean[])
   returns ratelimit.decision[] language plpgsql immutable
@@ -3612,7 +3613,7 @@ comment on function ratelimit.refusal(text, text, bigint, text, ratelimit.idempo
 -- An override is the numbers of a policy for one key. It is live until it expires. ratelimit.overrides has the derived
 -- columns of ratelimit.policies, so the arithmetic takes them from either.
 --
--- Nothing looks for an override unless the policy's column overridden says that it has some. So a policy without them
+-- Nothing looks for an override unless the policy's column overridden says that it has had some. So a policy without them
 -- pays nothing.
 create or replace function ratelimit.with_override(policy ratelimit.policies, override ratelimit.overrides)
   returns ratelimit.policies language sql immutable parallel safe
@@ -3624,7 +3625,7 @@ $$;
 comment on function ratelimit.with_override(ratelimit.policies, ratelimit.overrides) is
   'A policy with the numbers of an override.';
 
--- A call that may have waited for a session that changed the numbers reads them again. A policy that was dropped meanwhile stays
+-- Where overrides or a full bucket count, a call that may have waited for a session that changed the numbers reads them again. A policy that was dropped meanwhile stays
 -- as it was.
 create or replace function ratelimit.numbers_again(policy ratelimit.policies, key text, now timestamptz)
   returns ratelimit.policies
@@ -3803,8 +3804,8 @@ comment on function ratelimit_define_policy(text, bigint, bigint, interval, bool
 --
 -- A row that an open transaction has locked is skipped, and left to clean-up. Such a row changes no answer,
 -- because a policy defined anew under the same name has another id. SKIP LOCKED can still block if the row
--- changes hands while it is examined, as cleanup.sql says. Here only the caller's lock_timeout ends that wait. So the rows
--- are locked in the order in which requests lock buckets: that a wait never ends in a deadlock.
+-- changes hands while it is examined, as cleanup_batch.sql says. Here only the caller's lock_timeout ends that wait. So the rows
+-- are locked in the order in which requests lock buckets, and a wait never ends in a deadlock.
 -- Locks:  the policy row and the rows it deletes, in the order of key, until the caller's transaction ends.
 -- Writes: policies; the overrides, buckets and idempotency keys of the policy.
 create or replace function ratelimit_drop_policy(policy text)
@@ -4023,7 +4024,7 @@ comment on function ratelimit_overrides(text, text, integer) is
 -- Takes cost tokens from one bucket if it has them, and answers; a denial is an answer, not an error.
 --
 -- A repeat under the same idempotency key is the same request answered again, and takes nothing. So the program
--- chooses the idempotency key, one for each operation. If its own clients chose it, a client that repeats one
+-- chooses the idempotency key, one for each operation. If the program's clients chose it, one that repeats a key
 -- would pass every time.
 --
 -- The steps. Steps 1 and 4 are for an acquire with an idempotency key. An idempotency key that has not expired is live.
@@ -4037,9 +4038,10 @@ comment on function ratelimit_overrides(text, text, integer) is
 --      c. If another session created the row first, or the bucket has enough tokens after all, step 2 is repeated.
 --   4. After the tokens are taken, the idempotency key is remembered. By now this call has locked the bucket's
 --      row in step 2, or created it in step 3. So a live idempotency key that turns up only now was committed
---      after step 1 and before that. The tokens go back and the idempotency key is replayed. The refill that
+--      after step 1 and before the lock. The tokens go back and the idempotency key is replayed. The refill that
 --      step 2 credited stays.
--- A cost of 0 or above capacity takes nothing: it has only steps 1 and 3, and is answered from the bucket as read.
+-- A cost above capacity takes nothing: it has only steps 1 and 3. A cost of 0 has only step 3. Either is answered from the bucket
+-- as read.
 --
 -- The clock is read before step 1 and in each step 3. The update of step 2 and the insert of step 3 may wait for
 -- another session. A grant that waited is answered by the clock from before the wait: its reset_after is never
@@ -4126,7 +4128,7 @@ begin
         update buckets as b
            set level       = refilled(b.level, b.refilled_at, v_now, v_policy) - v_wanted,
                refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
-               room        = null
+               room        = null  -- what a new row has more, so that its page has room for this version
          where b.policy_id = v_policy.id
            and b.key       = v_key
            and refilled(b.level, b.refilled_at, v_now, v_policy) >= v_wanted
@@ -4186,7 +4188,7 @@ begin
         exit when found;
       end if;
 
-      -- 3c. Again. Each round but the first is due to another session.
+      -- 3c. Again. Each repetition but the first is due to another session.
       v_rounds := coalesce(v_rounds, 0) + 1;
       if v_rounds = 1000 then
         perform too_many_rounds(v_policy.name, v_key);  -- raises 40001
@@ -4273,7 +4275,7 @@ as $$
         update ephemeral_buckets as b
            set level       = refilled(b.level, b.refilled_at, v_now, v_policy) - v_wanted,
                refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
-               room        = null
+               room        = null  -- what a new row has more, so that its page has room for this version
          where b.policy_id = v_policy.id
            and b.key       = v_key
            and refilled(b.level, b.refilled_at, v_now, v_policy) >= v_wanted
@@ -4333,7 +4335,7 @@ as $$
         exit when found;
       end if;
 
-      -- 3c. Again. Each round but the first is due to another session.
+      -- 3c. Again. Each repetition but the first is due to another session.
       v_rounds := coalesce(v_rounds, 0) + 1;
       if v_rounds = 1000 then
         perform too_many_rounds(v_policy.name, v_key);  -- raises 40001
@@ -4629,7 +4631,7 @@ comment on procedure ratelimit_reset_all(text) is
   'Make all buckets of a policy full again, in short batches, committing between them.';
 
 
--- Spend now, know later; wait in line.
+-- Spend now, know later; wait in line; take what is there.
 -- Takes cost tokens from one bucket, whatever it holds; allowed is always true. What the bucket does not hold is debt:
 -- its level goes below zero, down to a floor, and refill pays the debt first. It is for what is known only after it was used.
 --
@@ -4642,8 +4644,8 @@ comment on procedure ratelimit_reset_all(text) is
 --
 -- A cost of 0 takes nothing, and neither looks at nor stores an idempotency key.
 --
--- Locks:  the bucket row, and then the row of the idempotency key, until the caller's transaction ends. A replay that did
---         not wait locks nothing.
+-- Locks:  the bucket row, and then the row of the idempotency key, until the caller's transaction ends. A replay
+--         that is found by the first step 1 locks nothing.
 -- Writes: the bucket and its idempotency key. A replay and a cost of 0 write nothing.
 create or replace function ratelimit_charge(
     policy          text,
@@ -4726,7 +4728,7 @@ begin
         v_level       := microtokens(v_policy.capacity);
         v_refilled_at := v_now;
         insert into buckets (policy_id, key, level, refilled_at, due_at)
-        values (v_policy.id, v_key, v_level, v_refilled_at, v_now)
+        values (v_policy.id, v_key, v_level, v_refilled_at, v_now)  -- due at once: clean-up will postpone it
         on conflict on constraint buckets_pkey do nothing;
         v_has_row := found;
         exit when v_has_row;
@@ -4826,7 +4828,7 @@ as $$
         v_level       := microtokens(v_policy.capacity);
         v_refilled_at := v_now;
         insert into ephemeral_buckets (policy_id, key, level, refilled_at, due_at)
-        values (v_policy.id, v_key, v_level, v_refilled_at, v_now)
+        values (v_policy.id, v_key, v_level, v_refilled_at, v_now)  -- due at once: clean-up will postpone it
         on conflict on constraint ephemeral_buckets_pkey do nothing;
         v_has_row := found;
         exit when v_has_row;
@@ -4872,18 +4874,18 @@ comment on function ratelimit.charge_ephemeral(ratelimit.policies, text, bigint,
 --
 -- The first settlement wins. A repeat with the same cost is answered with replayed, and changes nothing; with another cost
 -- it is RL002. Without a live grant under the key it is RL003, also while the grant is not committed. A shadow policy that
--- does not know the key charges nothing, and answers with shadowed. A request that is repeated under its key after
--- that is RL004, because its operation is over; a charge is replayed.
+-- does not know the key charges nothing, and answers with shadowed. After a settlement, a request that is repeated
+-- under its key is RL004, because its operation is over; a charge is replayed.
 --
 -- The steps:
 --   1. The grant is read.
 --   2. The bucket is locked. One without a row is full, and is created first, unless the settlement only gives back: it
 --      stays full, so the grant alone is written.
 --   3. The grant is marked as settled. If it is no longer as it was read, step 1 follows.
---   4. The level moves. So no move is ever taken back; one that was cut at full could not be.
+--   4. The level moves. So no move is ever undone; one that was cut at full could not be.
 --
--- Locks:  the bucket row, and then the row of the idempotency key, until the caller's transaction ends. A replay that did
---         not wait locks nothing.
+-- Locks:  the bucket row, if there is one or it is created, and then the row of the idempotency key, until the caller's transaction
+--         ends. A replay that is found by the first step 1 locks nothing.
 -- Writes: the bucket and its idempotency key. A replay writes nothing.
 create or replace function ratelimit_settle(
     policy          text,
@@ -4933,7 +4935,8 @@ begin
       end if;
     end if;
     loop
-      -- 1. The grant. A shadow policy looks for it again after the bucket was read: it may have been committed meanwhile.
+      -- 1. The grant. A shadow policy looks for it again after the bucket was read: a grant that was committed meanwhile is in the
+      --    level that was read, and so must be found.
       select k.* into v_first
         from idempotency_keys as k
        where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
@@ -4974,7 +4977,7 @@ begin
         v_level       := microtokens(v_policy.capacity);
         v_refilled_at := v_now;
         insert into buckets (policy_id, key, level, refilled_at, due_at)
-        values (v_policy.id, v_key, v_level, v_refilled_at, v_now)
+        values (v_policy.id, v_key, v_level, v_refilled_at, v_now)  -- due at once: clean-up will postpone it
         on conflict on constraint buckets_pkey do nothing;
         v_has_row := found;
         exit when v_has_row;
@@ -5037,7 +5040,8 @@ as $$
       end if;
     end if;
     loop
-      -- 1. The grant. A shadow policy looks for it again after the bucket was read: it may have been committed meanwhile.
+      -- 1. The grant. A shadow policy looks for it again after the bucket was read: a grant that was committed meanwhile is in the
+      --    level that was read, and so must be found.
       select k.* into v_first
         from ephemeral_idempotency_keys as k
        where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
@@ -5078,7 +5082,7 @@ as $$
         v_level       := microtokens(v_policy.capacity);
         v_refilled_at := v_now;
         insert into ephemeral_buckets (policy_id, key, level, refilled_at, due_at)
-        values (v_policy.id, v_key, v_level, v_refilled_at, v_now)
+        values (v_policy.id, v_key, v_level, v_refilled_at, v_now)  -- due at once: clean-up will postpone it
         on conflict on constraint ephemeral_buckets_pkey do nothing;
         v_has_row := found;
         exit when v_has_row;
@@ -5139,8 +5143,9 @@ comment on function ratelimit.settle_ephemeral(ratelimit.policies, text, text, b
 -- A cost of 0 takes nothing, and neither looks at nor stores an idempotency key.
 --
 -- Locks:  a grant holds the bucket row, and then the row of the idempotency key, until the caller's transaction ends. A
---         refusal and a replay hold the bucket row only if they had to wait for it.
--- Writes: a grant writes the bucket and its idempotency key. A refusal, a replay and a cost of 0 write nothing.
+--         refusal and a replay hold the bucket row only if they had to wait for it, but for a replay of step 4, which holds both.
+-- Writes: a grant writes the bucket and its idempotency key, and a replay of step 4 the bucket. A refusal, another replay and a cost
+--         of 0 write nothing.
 create or replace function ratelimit_reserve(
     policy          text,
     key             text,
@@ -5531,8 +5536,9 @@ comment on function ratelimit.reserve_ephemeral(ratelimit.policies, text, interv
 -- session has changed it since, it is read again. So taken is what the locked row had.
 --
 -- Locks:  a grant holds the bucket row, and then the row of the idempotency key, until the caller's transaction ends. A denial
---         and a replay hold the bucket row only if they had to wait for it.
--- Writes: a grant writes the bucket and its idempotency key. A denial and a replay write nothing.
+--         and a replay hold the bucket row only if they had to wait for it, but for a replay of step 4, which holds both.
+-- Writes: a grant writes the bucket and its idempotency key, and a replay of step 4 the bucket. A denial and another replay write
+--         nothing.
 create or replace function ratelimit_acquire_up_to(
     policy          text,
     key             text,
@@ -5881,8 +5887,8 @@ comment on function ratelimit.acquire_up_to_ephemeral(ratelimit.policies, text, 
 
 -- Many requests, or many buckets, in one call.
 -- Checks the arguments of a batch, and gives them the form that the rest wants: subscripts from 1, all costs, and for each element
--- its idempotency key and the number of its request. misfits are the requests of a size that is refused: without costs, their
--- elements are.
+-- its idempotency key and the number of its request. misfits are the requests of a size that is refused: their elements
+-- lose their costs, so that they are refused, too.
 create or replace function ratelimit.batch_form(
     inout policies text[], inout keys text[], inout costs bigint[], inout sizes integer[], inout idempotency_keys text[],
     out requests bigint[], out misfits bigint[])
@@ -5952,7 +5958,7 @@ comment on function ratelimit.with_misfits(ratelimit.packed, integer[], bigint[]
   'The answers of a batch with the errors of requests that are too large or empty.';
 
 -- What a batch about one policy asks of each bucket, in the order of key: size is the number of elements, and places are their
--- positions in the batch. wanted, in microtokens, is what they ask for together: above every capacity if that is no bigint. A bucket
+-- positions in the batch. wanted, in microtokens, is what they ask for together, at most just above the largest capacity. A bucket
 -- with an element that is not about 1 to 2147483647 tokens is left out. The sum of integers is a bigint, which costs less than the
 -- numeric sum of bigints. The function is inlined.
 create or replace function ratelimit.asked_of(keys text[], costs bigint[])
@@ -5972,7 +5978,7 @@ comment on function ratelimit.asked_of(text[], bigint[]) is
   'What a batch about one policy asks of each bucket, in the order of key.';
 
 -- What a batch about several policies asks, in the order in which buckets are locked: durable policies first, then by name, and then
--- by key. size is the number of its elements, and twice tells that a request names a bucket twice: that is left to decide_in_order,
+-- by key. size is the number of elements that are not left out, and twice tells that a request names a bucket twice: that is left to decide_in_order,
 -- which answers both elements with the sum. requests has the number of the request of each element; null: its own number.
 create or replace function ratelimit.parts_of(
     in policies text[], in keys text[], in costs bigint[], in requests bigint[],
@@ -6001,10 +6007,10 @@ $$;
 comment on function ratelimit.parts_of(text[], text[], bigint[], bigint[]) is
   'What a batch asks of the buckets of each of its policies, in the order in which they are locked.';
 
--- The fast path of requests about many buckets of one policy, in buckets. take charges them in one lean statement, and
+-- The fast path of requests about many buckets of one policy, in buckets. It charges them in one lean statement, and
 -- does not look first. What it does not charge is left to decide_in_order.
 --
--- Elements for the same bucket are summed: take charges a bucket that covers the sum, and so grants all its elements. It leaves
+-- Elements for the same bucket are summed: it charges a bucket that covers the sum, and so grants all its elements. It leaves
 -- alone a bucket that covers less, one without a row, one with an element that is not about 1 to 2147483647 tokens, and one that
 -- another session changed while the statement waited for it. (Some minor releases of PostgreSQL charge the changed row, if
 -- it still covers the sum.)
@@ -6015,8 +6021,8 @@ comment on function ratelimit.parts_of(text[], text[], bigint[], bigint[]) is
 --
 -- places is null if no bucket was charged, and capacities if all buckets have that of the policy.
 --
--- Locks:  the bucket rows that it charges, in the order of key. The order does not depend on a choice of the planner: a row
---         found by ctid is read on the inside of a nested loop, and the outside comes sorted.
+-- Locks:  the bucket rows that it charges, and those that it has waited for, in the order of key. Under the settings of acquire_batch the order does not depend on a choice of the
+--         planner: a row found by ctid is read on the inside of a nested loop, and the outside comes sorted.
 -- Writes: these rows.
 create or replace function ratelimit.take_from_buckets(
     in  policy ratelimit.policies, in keys text[], in costs bigint[], in asked ratelimit.asked[], in row_ids tid[], in now timestamptz,
@@ -6027,7 +6033,7 @@ as $$
 declare
   v_policy     alias for policy;
   v_now        alias for now;
-  v_tick       interval := policy.tick;  -- this and the next are the small numbers of arithmetic.sql
+  v_tick       interval := policy.tick;  -- these, down to v_ticks, are the small numbers of arithmetic.sql
   v_tick_us    bigint   := policy.tick_us::bigint;
   v_full_level bigint   := policy.full_level::bigint;
   v_divisor    numeric  := gcd(policy.tick_gain, policy.every_us);
@@ -6167,12 +6173,11 @@ begin
 end;
 $$;
 comment on function ratelimit.take_any_from_buckets(ratelimit.policies, bigint[], ratelimit.asked[], tid[], timestamptz) is
-  'Does what take does, for a policy with overrides or large numbers.';
+  'Does what take_from_buckets does, for a policy with overrides or large numbers.';
 
 -- For requests of several elements, which are granted only if every bucket covers what is charged to it. row_ids is null if a
--- bucket does not cover what is asked of it. contended is a guess: another session changes or locks a bucket. Its transaction is
--- in xmax, which says nothing if it has been rolled back, or if it is in xmin, too: then it locked the bucket, wrote it, and has
--- committed.
+-- bucket does not cover what is asked of it. contended is a guess that another session changes or locks a bucket: xmax is
+-- set, and is not the lock of the transaction that wrote this row. A lock that was rolled back leaves it set, too.
 create or replace function ratelimit.covered_in_buckets(
     in  policy ratelimit.policies, in asked ratelimit.asked[], in now timestamptz,
     out row_ids tid[], out contended boolean)
@@ -6216,9 +6221,9 @@ $$;
 comment on function ratelimit.covered_in_buckets(ratelimit.policies, ratelimit.asked[], timestamptz) is
   'The row ids of the buckets of one policy if all cover what is asked of them, and whether other sessions are at them.';
 
--- For requests of several elements, of which others may be waiting for the same bucket: take would not charge a bucket that
--- it waited for. This waits first, and take no longer needs to. The answer is null if a bucket has no row: if one was created
--- later, it would be out of order.
+-- For requests of several elements, of which others may be waiting for the same bucket: the update would not charge a
+-- bucket that it waited for. This waits first, and the update no longer needs to. The answer is null if a bucket has no row: one that is created
+-- later would be locked after higher keys.
 create or replace function ratelimit.lock_asked_of_buckets(policy ratelimit.policies, asked ratelimit.asked[])
   returns tid[]
   language plpgsql
@@ -6245,10 +6250,10 @@ $$;
 comment on function ratelimit.lock_asked_of_buckets(ratelimit.policies, ratelimit.asked[]) is
   'Locks the buckets of one policy, in order, and answers with their row ids.';
 
--- The fast path of requests about many buckets of one policy, in ephemeral_buckets. take charges them in one lean statement, and
+-- The fast path of requests about many buckets of one policy, in ephemeral_buckets. It charges them in one lean statement, and
 -- does not look first. What it does not charge is left to decide_in_order.
 --
--- Elements for the same bucket are summed: take charges a bucket that covers the sum, and so grants all its elements. It leaves
+-- Elements for the same bucket are summed: it charges a bucket that covers the sum, and so grants all its elements. It leaves
 -- alone a bucket that covers less, one without a row, one with an element that is not about 1 to 2147483647 tokens, and one that
 -- another session changed while the statement waited for it. (Some minor releases of PostgreSQL charge the changed row, if
 -- it still covers the sum.)
@@ -6259,8 +6264,8 @@ comment on function ratelimit.lock_asked_of_buckets(ratelimit.policies, ratelimi
 --
 -- places is null if no bucket was charged, and capacities if all buckets have that of the policy.
 --
--- Locks:  the bucket rows that it charges, in the order of key. The order does not depend on a choice of the planner: a row
---         found by ctid is read on the inside of a nested loop, and the outside comes sorted.
+-- Locks:  the bucket rows that it charges, and those that it has waited for, in the order of key. Under the settings of acquire_batch the order does not depend on a choice of the
+--         planner: a row found by ctid is read on the inside of a nested loop, and the outside comes sorted.
 -- Writes: these rows.
 create or replace function ratelimit.take_from_ephemeral_buckets(
     in  policy ratelimit.policies, in keys text[], in costs bigint[], in asked ratelimit.asked[], in row_ids tid[], in now timestamptz,
@@ -6271,7 +6276,7 @@ as $$
 declare
   v_policy     alias for policy;
   v_now        alias for now;
-  v_tick       interval := policy.tick;  -- this and the next are the small numbers of arithmetic.sql
+  v_tick       interval := policy.tick;  -- these, down to v_ticks, are the small numbers of arithmetic.sql
   v_tick_us    bigint   := policy.tick_us::bigint;
   v_full_level bigint   := policy.full_level::bigint;
   v_divisor    numeric  := gcd(policy.tick_gain, policy.every_us);
@@ -6411,12 +6416,11 @@ begin
 end;
 $$;
 comment on function ratelimit.take_any_from_ephemeral_buckets(ratelimit.policies, bigint[], ratelimit.asked[], tid[], timestamptz) is
-  'Does what take does, for a policy with overrides or large numbers.';
+  'Does what take_from_ephemeral_buckets does, for a policy with overrides or large numbers.';
 
 -- For requests of several elements, which are granted only if every bucket covers what is charged to it. row_ids is null if a
--- bucket does not cover what is asked of it. contended is a guess: another session changes or locks a bucket. Its transaction is
--- in xmax, which says nothing if it has been rolled back, or if it is in xmin, too: then it locked the bucket, wrote it, and has
--- committed.
+-- bucket does not cover what is asked of it. contended is a guess that another session changes or locks a bucket: xmax is
+-- set, and is not the lock of the transaction that wrote this row. A lock that was rolled back leaves it set, too.
 create or replace function ratelimit.covered_in_ephemeral_buckets(
     in  policy ratelimit.policies, in asked ratelimit.asked[], in now timestamptz,
     out row_ids tid[], out contended boolean)
@@ -6460,9 +6464,9 @@ $$;
 comment on function ratelimit.covered_in_ephemeral_buckets(ratelimit.policies, ratelimit.asked[], timestamptz) is
   'The row ids of the buckets of one policy if all cover what is asked of them, and whether other sessions are at them.';
 
--- For requests of several elements, of which others may be waiting for the same bucket: take would not charge a bucket that
--- it waited for. This waits first, and take no longer needs to. The answer is null if a bucket has no row: if one was created
--- later, it would be out of order.
+-- For requests of several elements, of which others may be waiting for the same bucket: the update would not charge a
+-- bucket that it waited for. This waits first, and the update no longer needs to. The answer is null if a bucket has no row: one that is created
+-- later would be locked after higher keys.
 create or replace function ratelimit.lock_asked_of_ephemeral_buckets(policy ratelimit.policies, asked ratelimit.asked[])
   returns tid[]
   language plpgsql
@@ -6491,14 +6495,15 @@ comment on function ratelimit.lock_asked_of_ephemeral_buckets(ratelimit.policies
 
 -- Stores the idempotency keys of a batch, of policies whose keys are in idempotency_keys.
 --
--- The caller holds the bucket rows of these elements, so no other session is at the same keys. Element n of keys,
+-- The caller holds the bucket rows of these elements, so no other request is at the same keys; clean-up may be,
+-- at expired ones. Element n of keys,
 -- idempotency_keys and costs is element n of the batch; places are the elements that were granted, and the arrays after it
 -- are parallel to it. policy_ids and remember_us are those by which they were decided.
 --
 -- new is the guess that no row has any of these keys. If one does, live or expired, unique_violation is raised. ON CONFLICT
 -- costs more, because it looks before it inserts, and confirms after it.
 --
--- Locks:  the rows that it writes.
+-- Locks:  the rows that it writes, and those of live keys.
 -- Writes: the idempotency keys, an expired one over the old row.
 create or replace function ratelimit.remember_idempotency_keys(
     keys text[], idempotency_keys text[], costs bigint[], now timestamptz, new boolean,
@@ -6548,14 +6553,15 @@ comment on function ratelimit.remember_idempotency_keys(text[], text[], bigint[]
 
 -- Stores the idempotency keys of a batch, of policies whose keys are in ephemeral_idempotency_keys.
 --
--- The caller holds the bucket rows of these elements, so no other session is at the same keys. Element n of keys,
+-- The caller holds the bucket rows of these elements, so no other request is at the same keys; clean-up may be,
+-- at expired ones. Element n of keys,
 -- idempotency_keys and costs is element n of the batch; places are the elements that were granted, and the arrays after it
 -- are parallel to it. policy_ids and remember_us are those by which they were decided.
 --
 -- new is the guess that no row has any of these keys. If one does, live or expired, unique_violation is raised. ON CONFLICT
 -- costs more, because it looks before it inserts, and confirms after it.
 --
--- Locks:  the rows that it writes.
+-- Locks:  the rows that it writes, and those of live keys.
 -- Writes: the idempotency keys, an expired one over the old row.
 create or replace function ratelimit.remember_ephemeral_idempotency_keys(
     keys text[], idempotency_keys text[], costs bigint[], now timestamptz, new boolean,
@@ -6604,7 +6610,7 @@ comment on function ratelimit.remember_ephemeral_idempotency_keys(text[], text[]
   'Stores the idempotency keys of granted elements; false if one of them is live already, or is no valid key.';
 
 -- What decide_in_order does with the rows of buckets and idempotency_keys. Each function is about the buckets of one
--- policy. keys are theirs, in order, and the arrays after it are parallel to it.
+-- policy. But for live_idempotency_keys, keys are theirs, in order, and the arrays after it are parallel to it.
 
 -- Reads the buckets: the policy with the numbers that apply to the key; the level as stored, and when; the level now; whether there is
 -- a row. A bucket whose row the caller has just created stands for one without.
@@ -6689,7 +6695,7 @@ begin
           for update;
       exit when found;
       insert into buckets (policy_id, key, level, refilled_at, due_at)
-      values (v_policy_id, v_key, microtokens(numbers[v_n].capacity), now, now)
+      values (v_policy_id, v_key, microtokens(numbers[v_n].capacity), now, now)  -- due at once, as in ratelimit_charge
       on conflict on constraint buckets_pkey do nothing;
       v_created[v_n] := found;
       exit when found;
@@ -6763,7 +6769,7 @@ comment on function ratelimit.write_buckets(ratelimit.policies, text[], boolean[
   'Writes the wanted buckets of one policy, which are locked, and answers how many.';
 
 -- What decide_in_order does with the rows of ephemeral_buckets and ephemeral_idempotency_keys. Each function is about the buckets of one
--- policy. keys are theirs, in order, and the arrays after it are parallel to it.
+-- policy. But for live_ephemeral_idempotency_keys, keys are theirs, in order, and the arrays after it are parallel to it.
 
 -- Reads the buckets: the policy with the numbers that apply to the key; the level as stored, and when; the level now; whether there is
 -- a row. A bucket whose row the caller has just created stands for one without.
@@ -6848,7 +6854,7 @@ begin
           for update;
       exit when found;
       insert into ephemeral_buckets (policy_id, key, level, refilled_at, due_at)
-      values (v_policy_id, v_key, microtokens(numbers[v_n].capacity), now, now)
+      values (v_policy_id, v_key, microtokens(numbers[v_n].capacity), now, now)  -- due at once, as in ratelimit_charge
       on conflict on constraint ephemeral_buckets_pkey do nothing;
       v_created[v_n] := found;
       exit when found;
@@ -6922,17 +6928,17 @@ comment on function ratelimit.write_ephemeral_buckets(ratelimit.policies, text[]
   'Writes the wanted buckets of one policy, which are locked, and answers how many.';
 
 -- Prepares a batch for decide_in_order: numbers its policies and buckets, in the order in which buckets are locked within their
--- kind, and tells for each element what it has to do with others. It reads no table.
---
--- The arguments are parallel to the elements. names, in order, are the names of the policies. first is parallel to names: the
--- number of its first bucket; one more is the number after the last. bucket_keys are the keys of the buckets, in order. The others
--- are parallel to the elements: the number of the bucket; what its request charges to that bucket; the first element of its
--- request on the same bucket; the last element of an earlier request on the same bucket, under the same idempotency key; and
--- whether an argument is out of range.
+-- kind, and tells for each element what it has to do with others. It reads no table. The arguments are parallel to the elements.
 create or replace function ratelimit.numbered(
     in  policies text[], in keys text[], in costs bigint[], in idempotency_keys text[], in requests bigint[],
-    out names text[], out first integer[], out bucket_keys text[],
-    out bucket_numbers integer[], out charges bigint[], out same integer[], out twins integer[], out bad boolean[])
+    out names          text[],     -- of the policies, in order
+    out first          integer[],  -- for each policy, the number of its first bucket; one more: the number after the last
+    out bucket_keys    text[],     -- for each bucket, its key
+    out bucket_numbers integer[],  -- for each element, the number of its bucket
+    out charges        bigint[],   -- what its request charges to that bucket
+    out same           integer[],  -- the first element of its request on the same bucket
+    out twins          integer[],  -- the last element of an earlier request on the same bucket, under the same idempotency key
+    out bad            boolean[])  -- whether an argument is out of range
   language plpgsql
   immutable
 as $$
@@ -6986,9 +6992,9 @@ comment on function ratelimit.in_locking_order(ratelimit.policies[]) is
 -- Reads everything that the requests of a batch are decided by: policies, overrides, buckets and idempotency keys.
 --
 -- The function is STABLE, so all of it is as of one snapshot. If a second statement read the idempotency keys, it could find
--- one whose tokens the bucket had not lost yet.
+-- one whose tokens the bucket had not lost yet. (ratelimit_acquire may read twice: it asks about one bucket, and denies.)
 --
--- names, first, keys, buckets and charges are those of numbered, and idempotency_keys those of the elements; null for none.
+-- names, first, keys (bucket_keys), buckets (bucket_numbers) and charges are those of numbered, and idempotency_keys those of the elements; null for none.
 -- created are the buckets whose rows the caller has just created, which stand for none.
 --
 -- policies is parallel to names, and known to the elements: the grant that a live idempotency key remembers. The others are
@@ -7061,9 +7067,9 @@ comment on function ratelimit.look_at_buckets(text[], integer[], text[], boolean
 -- one for each request; known has the grant that a repeat differs from.
 --
 -- The steps for each request:
---   1. Each element is refused, replayed, or it fits or not. The first error counts, of arguments before those of the policy, the
---      repeat and the settlement.
---   2. If all that count fit, the buckets are charged. The next request sees them so.
+--   1. Each element is refused, replayed, or it fits or not. Of several errors the first counts, in this order: an argument out of range,
+--      an unknown policy, another cost under the idempotency key, a grant that was settled.
+--   2. If all but those of shadow policies fit, the buckets are charged. The next request sees them so.
 -- Then the answers are worked out, from the buckets as they were after each request.
 create or replace function ratelimit.decide(
     in    requests bigint[], in idempotency_keys text[], in charges bigint[], in buckets integer[], in same integer[], in twins integer[], in bad boolean[],
@@ -7116,7 +7122,7 @@ begin
         continue;
       end if;
       if charges[v_i] > 0 and twins[v_i] is not null and known[v_i] is null then
-        -- Granted and remembered by an earlier request of this call? Its own twins come before it.
+        -- Granted and remembered by an earlier request of this call? Its twin may have been denied, and a twin of that granted.
         v_earlier := twins[v_i];
         while v_earlier is not null and not kept[v_earlier] loop
           v_earlier := twins[v_earlier];
@@ -7142,7 +7148,8 @@ begin
       if replayed[v_i] then
         fits[v_i] := left_us(known[v_i], now) = 0;  -- a reserved grant may have to wait
       else
-        fits[v_i] := charges[v_i] = 0 or charges[v_i] <= numbers[v_b].capacity and microtokens(charges[v_i]) <= levels_now[v_b];
+        fits[v_i] := charges[v_i] = 0
+                     or case when charges[v_i] <= numbers[v_b].capacity then microtokens(charges[v_i]) <= levels_now[v_b] else false end;
       end if;
       v_granted := v_granted and (fits[v_i] or numbers[v_b].shadow);
     end loop;
@@ -7220,23 +7227,27 @@ comment on function ratelimit.decide(bigint[], text[], bigint[], integer[], inte
 --   2. Read the clock, and then by one snapshot the policies, overrides, buckets and idempotency keys.
 --   3. Decide all requests in order, in memory.
 --   4. Is it to be done so? If nothing is taken, the answers stand, and locks and rows of step 1 are rolled back. The first round
---      creates rows, and nothing else: if a row is to change, or if an idempotency key is denied where a row would be created (it
---      may have been granted since, and the row that says so removed), a second round locks the buckets that are wanted. A later
---      round that wants one that is not locked makes the next one lock all.
+--      creates rows and remembers their grants, and changes no row. If one is to change, a second round locks the buckets that are wanted. So it does if an
+--      element with an idempotency key is denied by a bucket whose row would be created: since the read, its first grant may have
+--      been committed, and the row removed. A later round that wants a bucket that is not locked makes the next one lock all.
 --   5. Write each bucket once, and remember the grants. If another session created a row or stored an idempotency key first, the
---      next round locks all. Each further round is due to another session.
+--      next round locks all. Each round after the second is due to another session.
+--   6. After the last round: the answer.
 --
 -- The private errors, none of which leaves the package:
 --   RL00A  here: rolls back a round, for the next one or for the end.
---   RL00T  acquire_batch and ratelimit_acquire_all catch it: the fast path is rolled back, and the whole is decided here.
---   RL00L  acquire_batch catches it: the fast path is rolled back, and begins again with the buckets locked.
+--   RL00T  acquire_batch catches it: the fast path is rolled back, and the whole batch is decided here. ratelimit_acquire_all raises
+--          and catches its own: it reads the buckets and charges them once more, and then asks acquire_batch.
+--   RL00L  acquire_batch catches it: the fast path is rolled back, and begins again with the buckets locked; if they were, the whole
+--          batch is decided here.
 --
 -- All that take from more than one bucket lock them in one order: durable policies first, then by policy and key. To
 -- create a row is part of the order, because an INSERT waits for whoever has the row already. So calls that are
--- transactions of their own never deadlock. If the caller has charged buckets already (taken), a grant here would break
+-- transactions of their own never deadlock with each other. If the caller has charged buckets already (taken), a grant here would break
 -- the order: it is RL00T.
 --
--- Locks:  the buckets of the requests that are granted; all buckets, if other sessions interfered.
+-- Locks:  the buckets of the requests that are granted, and those that a second round has locked in vain; all buckets, if other
+--         sessions interfered. Of each policy the buckets, and then the rows of its idempotency keys.
 -- Writes: buckets and idempotency keys of granted requests.
 create or replace function ratelimit.decide_in_order(
     policies text[], keys text[], costs bigint[], requests bigint[], idempotency_keys text[], elements bigint[], joint boolean, taken boolean)
@@ -7268,8 +7279,8 @@ begin
   v_batch := numbered(policies, keys, costs, idempotency_keys, requests);
   v_lock  := array_fill(false, array[cardinality(v_batch.bucket_keys)]);
 
-  -- A round that is rolled back gives back this lock with all others, and the next one begins with buckets. A migration
-  -- locks in the other order: policies first.
+  -- Taken here, and not by the reads of a round: a round that is rolled back would give it back, and the next one would lock
+  -- buckets before policies. A migration locks policies first.
   lock table policies in access share mode;
 
   <<rounds>>
@@ -7429,20 +7440,26 @@ comment on function ratelimit.decide_in_order(text[], text[], bigint[], bigint[]
 -- in how they take the requests and show the answers; acquire_packed.sql explains the arguments and the results.
 --
 -- There are two ways. The fast path is for what most requests are: they fit. take.sql charges the buckets of one policy; a batch of
--- several policies is split into parts, in the order in which buckets are locked: durable policies first, then by name. A request
--- of several elements is granted only if all its buckets cover what is charged to them. So all are read first, and charged only if
--- all cover. If another session is at one of them, they are locked before they are charged. If one was changed after it was read,
--- the fast path is rolled back, and begins again with the locks.
+-- several policies is split into parts, in the order in which buckets are locked: durable policies first, then by name. The other
+-- way is decide_in_order, for whatever is asked. The fast path is a subtransaction, and this is what follows it:
 --
--- The other way is decide_in_order, for whatever is asked. It decides what the fast path left of single requests. If it would lock a bucket out of order, or if anything else was
--- not as expected, the fast path is rolled back, and decide_in_order decides the whole batch. The rollback needs a
--- subtransaction, which begins with every fast path.
+--   all elements are charged             the answers
+--   some are, of single requests         decide_in_order decides the others: without a grant, the answers of both
+--   ... and it would grant one of them   RL00T: all is rolled back, because its bucket would be locked out of order
+--   none is                              RL00T: locks are given back, of buckets that were waited for and not charged
+--   an idempotency key is stored before  RL00T, or unique_violation
+-- After RL00T, decide_in_order decides the whole batch.
+--
+-- Requests of several elements (sizes) are granted only if all their buckets cover what is charged to them. So all buckets of the
+-- batch are read first, and charged only if all cover; otherwise decide_in_order follows. If another session is at one of them, they are
+-- locked before they are charged. If one was not charged after all, RL00L: the fast path is rolled back, and begins again with the
+-- locks, once.
 --
 -- In a read-only transaction decide_in_order decides from the start, because an UPDATE fails there even if it would take
 -- nothing.
 --
 -- The settings of this function are for all statements about many buckets: also those of the functions in
--- take.sql, rows.sql, remember.sql and decide_in_order.sql, which nobody else calls.
+-- asked_of.sql, take.sql, look_at_buckets.sql, rows.sql, remember.sql and decide_in_order.sql, which nobody else calls.
 create or replace function ratelimit.acquire_batch(
     policies text[], keys text[], costs bigint[], sizes integer[], idempotency_keys text[])
   returns ratelimit.packed
@@ -7468,7 +7485,7 @@ declare
   v_seen     record;
   v_row_ids  tid[];
   v_now      timestamptz;
-  v_covered  boolean;   -- every bucket covers all that is asked of it; not asked without sizes
+  v_covered  boolean;   -- every bucket covers all that is asked of it; null: that was not asked, as without sizes
   v_lock     boolean;   -- lock the buckets before take
   v_taken    record;
   v_kept     boolean := true;  -- the idempotency keys of what was taken are stored
@@ -7539,7 +7556,7 @@ begin
             end loop;
             if exists (select from unnest(v_parts) as u
                         where u.policy is distinct from (select p from policies as p where p.id = (u.policy).id)) then
-              raise exception sqlstate 'RL00T';  -- a bucket that was changed together with its policy is decided by both
+              raise exception sqlstate 'RL00T';  -- the buckets are as of now, and the policy was read before
             end if;
             v_now := clock();  -- it may have waited
           end if;
@@ -7581,8 +7598,8 @@ begin
         end if;
       end if;
 
-      if v_places is null and v_count > 0 and v_covered is not false or not v_kept then
-        raise exception sqlstate 'RL00T';  -- what take did not charge it has locked, if it waited for it
+      if (v_places is null and v_count > 0 and v_covered is not false) or not v_kept then
+        raise exception sqlstate 'RL00T';  -- gives back the locks of buckets that were waited for and not charged
       elsif cardinality(v_places) < v_count then
         v_left    := array(select generate_series(1, v_count) except select unnest(v_places) order by 1);
         v_answers := decide_in_order(array(select acquire_batch.policies[u.n] from unnest(v_left) as u (n)),
@@ -7932,7 +7949,7 @@ comment on function ratelimit.acquire_all_in_batch(text[], text[], bigint[], tex
 -- policies and keys are equally long, and so are costs and idempotency_keys unless null. Without costs
 -- every cost is 1. Without idempotency_keys no request has one.
 --
--- Locks and writes: as ratelimit_acquire_packed.
+-- Locks and writes: as ratelimit_acquire for each, in the order that decide_in_order describes.
 create or replace function ratelimit_acquire_many(
     policies         text[],
     keys             text[],
@@ -8105,7 +8122,7 @@ begin
         update buckets as b
            set level       = refilled(b.level, b.refilled_at, v_now, v_policy) - v_wanted,
                refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
-               room        = null
+               room        = null  -- what a new row has more, so that its page has room for this version
          where b.policy_id = v_policy.id
            and b.key       = v_key
            and refilled(b.level, b.refilled_at, v_now, v_policy) >= v_wanted
@@ -8165,7 +8182,7 @@ begin
         exit when found;
       end if;
 
-      -- 3c. Again. Each round but the first is due to another session.
+      -- 3c. Again. Each repetition but the first is due to another session.
       v_rounds := coalesce(v_rounds, 0) + 1;
       if v_rounds = 1000 then
         perform too_many_rounds(v_policy.name, v_key);  -- raises 40001
@@ -8507,9 +8524,10 @@ comment on function ratelimit.limit_request(text, boolean, integer, boolean) is
 
 -- Upkeep.
 -- Clean-up removes rows that change no answer: buckets that are full again, expired idempotency keys, expired
--- overrides, and rows whose policy was dropped. A bucket with a live override must be full by the override's numbers and
--- by the policy's, because it must not be full by either when the other applies again. It finds due rows through an index and skips rows that another session has
--- locked. An acquire on a bucket that a batch removes or postpones waits until the batch commits.
+-- overrides, and rows whose policy was dropped. A bucket with a live override must be full by the numbers of the override and
+-- of the policy, because either may apply next. Clean-up finds due rows through an index and skips rows that another session has
+-- locked. An acquire on a bucket that a batch removes or postpones waits until the batch commits; so does one that stores over an
+-- expired idempotency key that the batch removes, and ratelimit_override over an expired override.
 --
 -- Clean-up judges every row as of five minutes ago. If the server's clock runs ahead for a moment, a bucket
 -- that only looks full and a key that only looks expired are still there when the clock is set right.
@@ -8517,8 +8535,8 @@ comment on function ratelimit.limit_request(text, boolean, integer, boolean) is
 -- SKIP LOCKED can still block if the row changes hands while it is examined. lock_timeout then ends the wait
 -- after 100 ms, and the batch gives back its rows. PostgreSQL looks for a deadlock only after a wait of
 -- deadlock_timeout, 1 second by default. If that is above 100 ms, a batch that is a transaction of its own gives
--- way before it is found in a deadlock. Only an acquire whose own look falls in those 100 ms can find one. In a
--- longer transaction, the rows of earlier batches stay locked, and it can deadlock with acquires.
+-- way before it is found in a deadlock. Only an acquire whose own look for a deadlock falls into those 100 ms is ended by one.
+-- In a longer transaction, the rows of earlier batches stay locked, and it can deadlock with acquires.
 --
 -- One batch: of each table the rows that are due by due_before, at most max_rows. The first batch of a series
 -- passes null for due_before and deadline. Each later batch passes the values that the batch before it
@@ -8891,7 +8909,7 @@ comment on function ratelimit_status(text, integer, text) is
 
 -- Looks for what makes limits slow or tables large, and says what helps. Without findings all is well.
 --
--- A bucket that is overdue and in use is none: clean-up skips a row that is locked. Statistics are those since they were
+-- A bucket that is overdue and in use is no finding: clean-up skips a row that is locked. Statistics are those since they were
 -- last reset. Sessions count after a minute.
 --
 -- On a standby it looks at what a standby can read, and at the sessions there. That it cannot look at ephemeral buckets is
