@@ -70,7 +70,7 @@ declare
   v_reset_us    bigint;
   v_rank        bigint;      -- of an element: the least one binds, as of binding_rank; shadows rank above all others
   v_least       bigint;
-  v_idempotency_key text collate "C";
+  v_idempotency_key text collate "C" := idempotency_key;
   v_decision    decision;
 begin
   if (v_count between 1 and 1000) is not true then
@@ -93,14 +93,10 @@ begin
               left join policies as p on p.name = u.policy collate "C"
              order by p.durable desc, u.policy collate "C", u.key collate "C"
             offset 0) as s;
-    v_simple := cardinality(v_order) = v_count;
+    v_simple := cardinality(v_order) = v_count and is_name(v_idempotency_key) is not false;
     for v_i in 2..v_count loop
       v_simple := v_simple and (v_keys[v_i] = v_keys[v_i - 1] and v_sorted[v_i].id = v_sorted[v_i - 1].id) is not true;
     end loop;
-    if idempotency_key is not null then
-      v_idempotency_key := idempotency_key;
-      v_simple          := v_simple and is_name(v_idempotency_key);
-    end if;
   end if;
 
   for v_try in case when v_enough then 1 else 2 end..2 loop

@@ -25,7 +25,11 @@ begin
   if not acceptable(key, cost) then
     perform check_request(policy, key, cost, null);  -- raises 22023
   end if;
-  v_policy := policy_named(policy);
+  select p.* into v_policy from policies as p where p.name = policy collate "C";
+  if not found then
+    perform check_name('policy', policy);
+    perform unknown_policy(policy);
+  end if;
   if v_policy.overridden then
     select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
     if found then

@@ -22,10 +22,16 @@ declare
   v_refilled_at timestamptz;  -- when the bucket held v_level
   v_reset_us    bigint;       -- microseconds until the bucket is full; null: never
 begin
-  perform check_name('policy', policy);
-  perform check_name('key', key);
-  perform check_tokens('amount', amount);
-  v_policy := policy_named(policy);
+  if not acceptable(key, amount) then
+    perform check_name('policy', policy);  -- each raises 22023
+    perform check_name('key', key);
+    perform check_tokens('amount', amount);
+  end if;
+  select p.* into v_policy from policies as p where p.name = policy collate "C";
+  if not found then
+    perform check_name('policy', policy);
+    perform unknown_policy(policy);
+  end if;
   if v_policy.overridden then
     select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
     if found then

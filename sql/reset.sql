@@ -14,9 +14,15 @@ declare
   v_key    text collate "C" := ratelimit_reset.key;
   v_policy policies;
 begin
-  perform check_name('policy', policy);
-  perform check_name('key', v_key);
-  v_policy := policy_named(policy);
+  if is_name(key) is not true then
+    perform check_name('policy', policy);  -- either raises 22023
+    perform check_name('key', key);
+  end if;
+  select p.* into v_policy from policies as p where p.name = policy collate "C";
+  if not found then
+    perform check_name('policy', policy);
+    perform unknown_policy(policy);
+  end if;
   if v_policy.durable then
     delete from buckets as b where b.policy_id = v_policy.id and b.key = v_key;
   else

@@ -4402,7 +4402,11 @@ begin
   if not acceptable(key, cost) then
     perform check_request(policy, key, cost, null);  -- raises 22023
   end if;
-  v_policy := policy_named(policy);
+  select p.* into v_policy from policies as p where p.name = policy collate "C";
+  if not found then
+    perform check_name('policy', policy);
+    perform unknown_policy(policy);
+  end if;
   if v_policy.overridden then
     select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
     if found then
@@ -4498,10 +4502,16 @@ declare
   v_refilled_at timestamptz;  -- when the bucket held v_level
   v_reset_us    bigint;       -- microseconds until the bucket is full; null: never
 begin
-  perform check_name('policy', policy);
-  perform check_name('key', key);
-  perform check_tokens('amount', amount);
-  v_policy := policy_named(policy);
+  if not acceptable(key, amount) then
+    perform check_name('policy', policy);  -- each raises 22023
+    perform check_name('key', key);
+    perform check_tokens('amount', amount);
+  end if;
+  select p.* into v_policy from policies as p where p.name = policy collate "C";
+  if not found then
+    perform check_name('policy', policy);
+    perform unknown_policy(policy);
+  end if;
   if v_policy.overridden then
     select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
     if found then
@@ -4556,9 +4566,15 @@ declare
   v_key    text collate "C" := ratelimit_reset.key;
   v_policy policies;
 begin
-  perform check_name('policy', policy);
-  perform check_name('key', v_key);
-  v_policy := policy_named(policy);
+  if is_name(key) is not true then
+    perform check_name('policy', policy);  -- either raises 22023
+    perform check_name('key', key);
+  end if;
+  select p.* into v_policy from policies as p where p.name = policy collate "C";
+  if not found then
+    perform check_name('policy', policy);
+    perform unknown_policy(policy);
+  end if;
   if v_policy.durable then
     delete from buckets as b where b.policy_id = v_policy.id and b.key = v_key;
   else
@@ -7734,7 +7750,7 @@ declare
   v_reset_us    bigint;
   v_rank        bigint;      -- of an element: the least one binds, as of binding_rank; shadows rank above all others
   v_least       bigint;
-  v_idempotency_key text collate "C";
+  v_idempotency_key text collate "C" := idempotency_key;
   v_decision    decision;
 begin
   if (v_count between 1 and 1000) is not true then
@@ -7756,14 +7772,10 @@ begin
               left join policies as p on p.name = u.policy collate "C"
              order by p.durable desc, u.policy collate "C", u.key collate "C"
             offset 0) as s;
-    v_simple := cardinality(v_order) = v_count;
+    v_simple := cardinality(v_order) = v_count and is_name(v_idempotency_key) is not false;
     for v_i in 2..v_count loop
       v_simple := v_simple and (v_keys[v_i] = v_keys[v_i - 1] and v_sorted[v_i].id = v_sorted[v_i - 1].id) is not true;
     end loop;
-    if idempotency_key is not null then
-      v_idempotency_key := idempotency_key;
-      v_simple          := v_simple and is_name(v_idempotency_key);
-    end if;
   end if;
 
   for v_try in case when v_enough then 1 else 2 end..2 loop
@@ -8416,7 +8428,11 @@ begin
   if not acceptable(key, cost) then
     perform check_request(policy, key, cost, null);  -- raises 22023
   end if;
-  v_policy := policy_named(policy);
+  select p.* into v_policy from policies as p where p.name = policy collate "C";
+  if not found then
+    perform check_name('policy', policy);
+    perform unknown_policy(policy);
+  end if;
   if v_policy.overridden then
     select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
     if found then
