@@ -68,7 +68,7 @@ declare
   v_expires_at  timestamptz;
   v_retry_us    bigint;
   v_reset_us    bigint;
-  v_rank        bigint;      -- of an element: the least one binds, as of binding_rank; shadows rank above all others
+  v_rank        bigint;      -- of an element: the least one binds, as of binding_rank; shadows come after all others
   v_least       bigint;
   v_idempotency_key text collate "C" := idempotency_key;
   v_decision    decision;

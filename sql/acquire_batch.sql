@@ -9,8 +9,8 @@
 --   some are, of single requests         decide_in_order decides the others: without a grant, the answers of both
 --   ... and it would grant one of them   RL00T: all is rolled back, because its bucket would be locked out of order
 --   none is                              RL00T: locks are given back, of buckets that were waited for and not charged
---   an idempotency key is stored before  RL00T, or unique_violation
--- After RL00T, decide_in_order decides the whole batch.
+--   an idempotency key is stored before  unique_violation, and RL00T for one that is no valid key
+-- After either, decide_in_order decides the whole batch.
 --
 -- Requests of several elements (sizes) are granted only if all their buckets cover what is charged to them. So all buckets of the
 -- batch are read first, and charged only if all cover; otherwise decide_in_order follows. If another session is at one of them, they are
@@ -19,6 +19,9 @@
 --
 -- In a read-only transaction decide_in_order decides from the start, because an UPDATE fails there even if it would take
 -- nothing.
+--
+-- Locks:  as decide_in_order; and the buckets that the fast path has waited for and not charged, unless it was rolled back.
+-- Writes: buckets and idempotency keys of granted requests.
 --
 -- The settings of this function are for all statements about many buckets: also those of the functions in
 -- asked_of.sql, take.sql, look_at_buckets.sql, rows.sql, remember.sql and decide_in_order.sql, which nobody else calls.
@@ -47,7 +50,7 @@ declare
   v_seen     record;
   v_row_ids  tid[];
   v_now      timestamptz;
-  v_covered  boolean;   -- every bucket covers all that is asked of it; null: that was not asked, as without sizes
+  v_covered  boolean;   -- every bucket covers all that is asked of it; true without sizes; null: all elements have one policy
   v_lock     boolean;   -- lock the buckets before take
   v_taken    record;
   v_kept     boolean := true;  -- the idempotency keys of what was taken are stored
@@ -161,7 +164,7 @@ begin
       end if;
 
       if (v_places is null and v_count > 0 and v_covered is not false) or not v_kept then
-        raise exception sqlstate 'RL00T';  -- gives back the locks of buckets that were waited for and not charged
+        raise exception sqlstate 'RL00T';  -- gives back what was waited for and not charged, or what an invalid key took
       elsif cardinality(v_places) < v_count then
         v_left    := array(select generate_series(1, v_count) except select unnest(v_places) order by 1);
         v_answers := decide_in_order(array(select acquire_batch.policies[u.n] from unnest(v_left) as u (n)),

@@ -13,14 +13,16 @@
 --      element with an idempotency key is denied by a bucket whose row would be created: since the read, its first grant may have
 --      been committed, and the row removed. A later round that wants a bucket that is not locked makes the next one lock all.
 --   5. Write each bucket once, and remember the grants. If another session created a row or stored an idempotency key first, the
---      next round locks all. Each round after the second is due to another session.
+--      next round locks all. Each round after the second is due to another session, or to refill meanwhile.
 --   6. After the last round: the answer.
+--
+-- taken tells that the caller has charged buckets for other requests of the batch.
 --
 -- The private errors, none of which leaves the package:
 --   RL00A  here: rolls back a round, for the next one or for the end.
---   RL00T  acquire_batch catches it: the fast path is rolled back, and the whole batch is decided here. ratelimit_acquire_all raises
---          and catches its own: it reads the buckets and charges them once more, and then asks acquire_batch.
---   RL00L  acquire_batch catches it: the fast path is rolled back, and begins again with the buckets locked; if they were, the whole
+--   RL00T  here if taken, and in acquire_batch, which catches it: the fast path is rolled back, and the whole batch is decided here.
+--          ratelimit_acquire_all raises and catches its own: it reads and charges the buckets once more, and then asks acquire_batch.
+--   RL00L  acquire_batch raises and catches it: the fast path is rolled back, and begins again with the buckets locked; if they were, the whole
 --          batch is decided here.
 --
 -- All that take from more than one bucket lock them in one order: durable policies first, then by policy and key. To
@@ -28,8 +30,8 @@
 -- transactions of their own never deadlock with each other. If the caller has charged buckets already (taken), a grant here would break
 -- the order: it is RL00T.
 --
--- Locks:  the buckets of the requests that are granted, and those that a second round has locked in vain; all buckets, if other
---         sessions interfered. Of each policy the buckets, and then the rows of its idempotency keys.
+-- Locks:  the buckets of the requests that are granted, and those that a second round has locked in vain; all buckets, if a third
+--         round was needed. Of each policy the buckets, and then the rows of its idempotency keys.
 -- Writes: buckets and idempotency keys of granted requests.
 create or replace function ratelimit.decide_in_order(
     policies text[], keys text[], costs bigint[], requests bigint[], idempotency_keys text[], elements bigint[], joint boolean, taken boolean)

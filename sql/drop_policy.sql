@@ -10,7 +10,7 @@ delete from {{ .table }} as t
 {{- end -}}
 -- Removes a policy with its overrides, buckets and idempotency keys.
 --
--- A row that an open transaction has locked is skipped, and left to clean-up. Such a row changes no answer,
+-- A bucket or an idempotency key that an open transaction has locked is skipped, and left to clean-up. Such a row changes no answer,
 -- because a policy defined anew under the same name has another id. SKIP LOCKED can still block if the row
 -- changes hands while it is examined, as cleanup_batch.sql says. Here only the caller's lock_timeout ends that wait. So the rows
 -- are locked in the order in which requests lock buckets, and a wait never ends in a deadlock.

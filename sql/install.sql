@@ -11,7 +11,7 @@
 -- public functions are SECURITY DEFINER with a pinned search_path, all but ratelimit_cleanup_all and
 -- ratelimit_reset_all, which commit.
 --
--- Durable and ephemeral policies keep their state in twin tables (buckets and ephemeral_buckets,
+-- An ephemeral policy writes no WAL: a crash makes its buckets full. Durable and ephemeral policies keep their state in twin tables (buckets and ephemeral_buckets,
 -- idempotency_keys and ephemeral_idempotency_keys), because a statement cannot choose its table at run time.
 -- Longer code that touches them is written once, as a template over the two names; short statements are written twice. The
 -- tables and types are made by migrations/002_several_limits.sql.

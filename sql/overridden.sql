@@ -13,7 +13,8 @@ $$;
 comment on function ratelimit.with_override(ratelimit.policies, ratelimit.overrides) is
   'A policy with the numbers of an override.';
 
--- Where overrides or a full bucket count, a call that may have waited for a session that changed the numbers reads them again. A policy that was dropped meanwhile stays
+-- A call that may have waited for a session that changed the numbers reads them again, if the policy has overrides or the bucket has
+-- no row. A policy that was dropped meanwhile stays
 -- as it was.
 create or replace function ratelimit.numbers_again(policy ratelimit.policies, key text, now timestamptz)
   returns ratelimit.policies

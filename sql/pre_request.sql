@@ -18,6 +18,7 @@ comment on function ratelimit.peek(text, text, bigint) is
 -- stands further left is the word of the client. Of an IPv6 address the first 64 bits count, because whoever has one has
 -- all that begin so. Null turns either off.
 --
+-- It runs with the search_path and the settings of ratelimit_pre_request, which acquire and peek count on.
 -- Locks and writes: as ratelimit_acquire; nothing in a read-only transaction.
 create or replace function ratelimit.limit_request(policy text, by_subject boolean, forwarded_hop integer, refuse_without_key boolean)
   returns void

@@ -2796,7 +2796,7 @@ $private$;
 -- public functions are SECURITY DEFINER with a pinned search_path, all but ratelimit_cleanup_all and
 -- ratelimit_reset_all, which commit.
 --
--- Durable and ephemeral policies keep their state in twin tables (buckets and ephemeral_buckets,
+-- An ephemeral policy writes no WAL: a crash makes its buckets full. Durable and ephemeral policies keep their state in twin tables (buckets and ephemeral_buckets,
 -- idempotency_keys and ephemeral_idempotency_keys), because a statement cannot choose its table at run time.
 -- Longer code that touches them is written once, as a template over the two names; short statements are written twice. The
 -- tables and types are made by migrations/002_several_limits.sql.
@@ -3625,7 +3625,8 @@ $$;
 comment on function ratelimit.with_override(ratelimit.policies, ratelimit.overrides) is
   'A policy with the numbers of an override.';
 
--- Where overrides or a full bucket count, a call that may have waited for a session that changed the numbers reads them again. A policy that was dropped meanwhile stays
+-- A call that may have waited for a session that changed the numbers reads them again, if the policy has overrides or the bucket has
+-- no row. A policy that was dropped meanwhile stays
 -- as it was.
 create or replace function ratelimit.numbers_again(policy ratelimit.policies, key text, now timestamptz)
   returns ratelimit.policies
@@ -3802,7 +3803,7 @@ comment on function ratelimit_define_policy(text, bigint, bigint, interval, bool
 
 -- Removes a policy with its overrides, buckets and idempotency keys.
 --
--- A row that an open transaction has locked is skipped, and left to clean-up. Such a row changes no answer,
+-- A bucket or an idempotency key that an open transaction has locked is skipped, and left to clean-up. Such a row changes no answer,
 -- because a policy defined anew under the same name has another id. SKIP LOCKED can still block if the row
 -- changes hands while it is examined, as cleanup_batch.sql says. Here only the caller's lock_timeout ends that wait. So the rows
 -- are locked in the order in which requests lock buckets, and a wait never ends in a deadlock.
@@ -7247,14 +7248,16 @@ comment on function ratelimit.decide(bigint[], text[], bigint[], integer[], inte
 --      element with an idempotency key is denied by a bucket whose row would be created: since the read, its first grant may have
 --      been committed, and the row removed. A later round that wants a bucket that is not locked makes the next one lock all.
 --   5. Write each bucket once, and remember the grants. If another session created a row or stored an idempotency key first, the
---      next round locks all. Each round after the second is due to another session.
+--      next round locks all. Each round after the second is due to another session, or to refill meanwhile.
 --   6. After the last round: the answer.
+--
+-- taken tells that the caller has charged buckets for other requests of the batch.
 --
 -- The private errors, none of which leaves the package:
 --   RL00A  here: rolls back a round, for the next one or for the end.
---   RL00T  acquire_batch catches it: the fast path is rolled back, and the whole batch is decided here. ratelimit_acquire_all raises
---          and catches its own: it reads the buckets and charges them once more, and then asks acquire_batch.
---   RL00L  acquire_batch catches it: the fast path is rolled back, and begins again with the buckets locked; if they were, the whole
+--   RL00T  here if taken, and in acquire_batch, which catches it: the fast path is rolled back, and the whole batch is decided here.
+--          ratelimit_acquire_all raises and catches its own: it reads and charges the buckets once more, and then asks acquire_batch.
+--   RL00L  acquire_batch raises and catches it: the fast path is rolled back, and begins again with the buckets locked; if they were, the whole
 --          batch is decided here.
 --
 -- All that take from more than one bucket lock them in one order: durable policies first, then by policy and key. To
@@ -7262,8 +7265,8 @@ comment on function ratelimit.decide(bigint[], text[], bigint[], integer[], inte
 -- transactions of their own never deadlock with each other. If the caller has charged buckets already (taken), a grant here would break
 -- the order: it is RL00T.
 --
--- Locks:  the buckets of the requests that are granted, and those that a second round has locked in vain; all buckets, if other
---         sessions interfered. Of each policy the buckets, and then the rows of its idempotency keys.
+-- Locks:  the buckets of the requests that are granted, and those that a second round has locked in vain; all buckets, if a third
+--         round was needed. Of each policy the buckets, and then the rows of its idempotency keys.
 -- Writes: buckets and idempotency keys of granted requests.
 create or replace function ratelimit.decide_in_order(
     policies text[], keys text[], costs bigint[], requests bigint[], idempotency_keys text[], elements bigint[], joint boolean, taken boolean)
@@ -7463,8 +7466,8 @@ comment on function ratelimit.decide_in_order(text[], text[], bigint[], bigint[]
 --   some are, of single requests         decide_in_order decides the others: without a grant, the answers of both
 --   ... and it would grant one of them   RL00T: all is rolled back, because its bucket would be locked out of order
 --   none is                              RL00T: locks are given back, of buckets that were waited for and not charged
---   an idempotency key is stored before  RL00T, or unique_violation
--- After RL00T, decide_in_order decides the whole batch.
+--   an idempotency key is stored before  unique_violation, and RL00T for one that is no valid key
+-- After either, decide_in_order decides the whole batch.
 --
 -- Requests of several elements (sizes) are granted only if all their buckets cover what is charged to them. So all buckets of the
 -- batch are read first, and charged only if all cover; otherwise decide_in_order follows. If another session is at one of them, they are
@@ -7473,6 +7476,9 @@ comment on function ratelimit.decide_in_order(text[], text[], bigint[], bigint[]
 --
 -- In a read-only transaction decide_in_order decides from the start, because an UPDATE fails there even if it would take
 -- nothing.
+--
+-- Locks:  as decide_in_order; and the buckets that the fast path has waited for and not charged, unless it was rolled back.
+-- Writes: buckets and idempotency keys of granted requests.
 --
 -- The settings of this function are for all statements about many buckets: also those of the functions in
 -- asked_of.sql, take.sql, look_at_buckets.sql, rows.sql, remember.sql and decide_in_order.sql, which nobody else calls.
@@ -7501,7 +7507,7 @@ declare
   v_seen     record;
   v_row_ids  tid[];
   v_now      timestamptz;
-  v_covered  boolean;   -- every bucket covers all that is asked of it; null: that was not asked, as without sizes
+  v_covered  boolean;   -- every bucket covers all that is asked of it; true without sizes; null: all elements have one policy
   v_lock     boolean;   -- lock the buckets before take
   v_taken    record;
   v_kept     boolean := true;  -- the idempotency keys of what was taken are stored
@@ -7615,7 +7621,7 @@ begin
       end if;
 
       if (v_places is null and v_count > 0 and v_covered is not false) or not v_kept then
-        raise exception sqlstate 'RL00T';  -- gives back the locks of buckets that were waited for and not charged
+        raise exception sqlstate 'RL00T';  -- gives back what was waited for and not charged, or what an invalid key took
       elsif cardinality(v_places) < v_count then
         v_left    := array(select generate_series(1, v_count) except select unnest(v_places) order by 1);
         v_answers := decide_in_order(array(select acquire_batch.policies[u.n] from unnest(v_left) as u (n)),
@@ -7748,7 +7754,7 @@ declare
   v_expires_at  timestamptz;
   v_retry_us    bigint;
   v_reset_us    bigint;
-  v_rank        bigint;      -- of an element: the least one binds, as of binding_rank; shadows rank above all others
+  v_rank        bigint;      -- of an element: the least one binds, as of binding_rank; shadows come after all others
   v_least       bigint;
   v_idempotency_key text collate "C" := idempotency_key;
   v_decision    decision;
@@ -8482,6 +8488,7 @@ comment on function ratelimit.peek(text, text, bigint) is
 -- stands further left is the word of the client. Of an IPv6 address the first 64 bits count, because whoever has one has
 -- all that begin so. Null turns either off.
 --
+-- It runs with the search_path and the settings of ratelimit_pre_request, which acquire and peek count on.
 -- Locks and writes: as ratelimit_acquire; nothing in a read-only transaction.
 create or replace function ratelimit.limit_request(policy text, by_subject boolean, forwarded_hop integer, refuse_without_key boolean)
   returns void
@@ -8542,8 +8549,8 @@ comment on function ratelimit.limit_request(text, boolean, integer, boolean) is
 -- Clean-up removes rows that change no answer: buckets that are full again, expired idempotency keys, expired
 -- overrides, and rows whose policy was dropped. A bucket with a live override must be full by the numbers of the override and
 -- of the policy, because either may apply next. Clean-up finds due rows through an index and skips rows that another session has
--- locked. An acquire on a bucket that a batch removes or postpones waits until the batch commits; so does one that stores over an
--- expired idempotency key that the batch removes, and ratelimit_override over an expired override.
+-- locked. What takes from or gives to a bucket that a batch removes or postpones waits until the batch commits; so does what stores over
+-- an expired idempotency key, or changes an expired override, that the batch removes.
 --
 -- Clean-up judges every row as of five minutes ago. If the server's clock runs ahead for a moment, a bucket
 -- that only looks full and a key that only looks expired are still there when the clock is set right.
