@@ -262,19 +262,40 @@ func (c *container) Kill(ctx context.Context) error {
 	return err
 }
 
+// Freeze stops the first process, which starts all others, and then these. The engine cannot pause a container whose processes
+// start others all the time.
 func (c *container) Freeze(ctx context.Context) error {
-	_, err := c.engine.ContainerPause(ctx, c.GetContainerID(), client.ContainerPauseOptions{})
-	return err
+	if err := c.signal(ctx, "STOP"); err != nil {
+		return err
+	}
+	return c.signalOthers(ctx, "STOP")
 }
 
 func (c *container) Thaw(ctx context.Context) error {
-	_, err := c.engine.ContainerUnpause(ctx, c.GetContainerID(), client.ContainerUnpauseOptions{})
+	if err := c.signalOthers(ctx, "CONT"); err != nil {
+		return err
+	}
+	return c.signal(ctx, "CONT")
+}
+
+func (c *container) signal(ctx context.Context, signal string) error {
+	_, err := c.engine.ContainerKill(ctx, c.GetContainerID(), client.ContainerKillOptions{Signal: signal})
+	return err
+}
+
+// signalOthers sends a signal to all processes but the first, to which no process of the container can send it.
+func (c *container) signalOthers(ctx context.Context, signal string) error {
+	status, _, err := c.Exec(ctx, []string{"bash", "-c",
+		`for p in /proc/[0-9]*; do p=${p#/proc/}; [ "$p" = 1 ] || [ "$p" = $$ ] || kill -` + signal + ` "$p" 2>/dev/null || [ ! -e "/proc/$p" ]; done`})
+	if err == nil && status != 0 {
+		err = fmt.Errorf("signal %s: status %d", signal, status)
+	}
 	return err
 }
 
 // kill ends the container by a signal to PostgreSQL, its first process; without that, no other lives.
 func (c *container) kill(ctx context.Context, signal string) error {
-	if _, err := c.engine.ContainerKill(ctx, c.GetContainerID(), client.ContainerKillOptions{Signal: signal}); err != nil {
+	if err := c.signal(ctx, signal); err != nil {
 		return err
 	}
 	stopped := c.engine.ContainerWait(ctx, c.GetContainerID(), client.ContainerWaitOptions{})
