@@ -100,9 +100,10 @@ func docsBlocks(text string) (blocks []docsBlock, err error) {
 
 func TestDocs_SQL(t *testing.T) {
 	t.Parallel()
-	ran := 0
+	ran, files := 0, 0
 	for _, file := range docsFiles(t) {
 		t.Run(file.path, func(t *testing.T) {
+			files++
 			session := newDocsSession(t)
 			for _, block := range file.blocks {
 				did, err := session.run(block)
@@ -111,7 +112,9 @@ func TestDocs_SQL(t *testing.T) {
 			}
 		})
 	}
-	require.Greater(t, ran, 50, "statements")
+	if files == len(docsFiles(t)) {
+		require.Greater(t, ran, 50, "statements")
+	}
 }
 
 // Each of these is wrong, and must be found.
