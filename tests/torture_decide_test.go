@@ -156,10 +156,10 @@ func newDecideCase(random *rand.Rand, policies *model.Model) *decideCase {
 func (c *decideCase) want(met map[string]int) string {
 	var text strings.Builder
 	refused := []int64{}
-	for i, end := 0, 0; i < len(c.requests); i = end {
+	for end := 0; end < len(c.requests); {
 		var charges []model.Charge
-		bad := false
-		for end = i; end < len(c.requests) && c.requests[end] == c.requests[i]; end++ {
+		bad, i := false, end
+		for ; end < len(c.requests) && c.requests[end] == c.requests[i]; end++ {
 			charges = append(charges, model.Charge{BucketID: model.BucketID{Policy: c.policies[end], Key: c.keys[end]}, Cost: c.costs[end]})
 			bad = bad || c.costs[end] < 0
 		}
