@@ -147,14 +147,10 @@ begin
             end if;
             if idempotency_keys is not null and v_policy.durable then
               v_kept := v_kept and remember_idempotency_keys(
-                keys, idempotency_keys, costs, v_now, true, v_taken.places,
-                array_fill(v_policy.id, array[cardinality(v_taken.places)]), array_fill(v_policy.remember_us, array[cardinality(v_taken.places)]),
-                v_taken.remaining, v_taken.capacities, v_taken.reset_us);
+                v_policy, keys, idempotency_keys, costs, v_now, true, v_taken.places, v_taken.remaining, v_taken.capacities, v_taken.reset_us);
             elsif idempotency_keys is not null then
               v_kept := v_kept and remember_ephemeral_idempotency_keys(
-                keys, idempotency_keys, costs, v_now, true, v_taken.places,
-                array_fill(v_policy.id, array[cardinality(v_taken.places)]), array_fill(v_policy.remember_us, array[cardinality(v_taken.places)]),
-                v_taken.remaining, v_taken.capacities, v_taken.reset_us);
+                v_policy, keys, idempotency_keys, costs, v_now, true, v_taken.places, v_taken.remaining, v_taken.capacities, v_taken.reset_us);
             end if;
           end loop;
           if sizes is not null and coalesce(cardinality(v_places), 0) < v_count then

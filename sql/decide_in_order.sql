@@ -54,7 +54,10 @@ declare
   v_policy      ratelimit.policies;
   v_from        integer;            -- the first bucket of v_policy
   v_to          integer;            -- the last
-  v_places      bigint[];           -- the elements of v_policy whose grants are to be remembered
+  v_places      bigint[];           -- the elements of v_policy whose grants are to be remembered; parallel to it:
+  v_remaining   bigint[];
+  v_capacities  bigint[];
+  v_reset_us    bigint[];
   v_written     bigint;
   v_remembered  boolean;
   v_over        boolean   := false; -- nothing is taken, and the locks are to be rolled back
@@ -151,24 +154,18 @@ begin
         end if;
         v_remembered := true;
         if true = any (v_verdict.kept) then
-          v_places := array(select u.place
-                              from unnest(v_batch.bucket_numbers, v_verdict.kept, v_batch.same) with ordinality as u (bucket, kept, same, place)
-                             where u.kept and u.same = u.place and u.bucket between v_from and v_to
-                             order by u.bucket, u.place);
-          if v_policy.durable and v_places <> '{}' then
-            v_remembered := remember_idempotency_keys(
-              keys, idempotency_keys, v_batch.charges, v_now, false, v_places,
-              array_fill(v_policy.id, array[cardinality(v_places)]), array_fill(v_policy.remember_us, array[cardinality(v_places)]),
-              array(select v_verdict.remaining[p.place] from unnest(v_places) as p (place)),
-              array(select v_verdict.capacities[p.place] from unnest(v_places) as p (place)),
-              array(select v_verdict.reset_us[p.place] from unnest(v_places) as p (place)));
-          elsif v_places <> '{}' then
-            v_remembered := remember_ephemeral_idempotency_keys(
-              keys, idempotency_keys, v_batch.charges, v_now, false, v_places,
-              array_fill(v_policy.id, array[cardinality(v_places)]), array_fill(v_policy.remember_us, array[cardinality(v_places)]),
-              array(select v_verdict.remaining[p.place] from unnest(v_places) as p (place)),
-              array(select v_verdict.capacities[p.place] from unnest(v_places) as p (place)),
-              array(select v_verdict.reset_us[p.place] from unnest(v_places) as p (place)));
+          select array_agg(u.place order by u.bucket, u.place), array_agg(u.remaining order by u.bucket, u.place),
+                 array_agg(u.capacity order by u.bucket, u.place), array_agg(u.reset_us order by u.bucket, u.place)
+            into v_places, v_remaining, v_capacities, v_reset_us
+            from unnest(v_batch.bucket_numbers, v_verdict.kept, v_batch.same, v_verdict.remaining, v_verdict.capacities, v_verdict.reset_us)
+                 with ordinality as u (bucket, kept, same, remaining, capacity, reset_us, place)
+           where u.kept and u.same = u.place and u.bucket between v_from and v_to;
+          if v_places is not null and v_policy.durable then
+            v_remembered := remember_idempotency_keys(v_policy, keys, idempotency_keys, v_batch.charges, v_now, false,
+                                                      v_places, v_remaining, v_capacities, v_reset_us);
+          elsif v_places is not null then
+            v_remembered := remember_ephemeral_idempotency_keys(v_policy, keys, idempotency_keys, v_batch.charges, v_now, false,
+                                                                v_places, v_remaining, v_capacities, v_reset_us);
           end if;
         end if;
         if v_written < (select count(*) from unnest(v_verdict.wanted[v_from:v_to]) as u (wanted) where u.wanted) or v_remembered is not true then

@@ -6510,12 +6510,11 @@ $$;
 comment on function ratelimit.lock_asked_of_ephemeral_buckets(ratelimit.policies, ratelimit.asked[]) is
   'Locks the buckets of one policy, in order, and answers with their row ids.';
 
--- Stores the idempotency keys of a batch, of policies whose keys are in idempotency_keys.
+-- Stores the idempotency keys of a batch, of one policy, by which the elements were decided.
 --
--- The caller holds the bucket rows of these elements, so no other request is at the same keys; clean-up may be,
--- at expired ones. Element n of keys,
--- idempotency_keys and costs is element n of the batch; places are the elements that were granted, and the arrays after it
--- are parallel to it. policy_ids and remember_us are those by which they were decided.
+-- The caller holds the bucket rows of these elements, so no other request is at the same keys; clean-up may be, at expired ones.
+-- Element n of keys, idempotency_keys and costs is element n of the batch; places are the elements that were granted, and the
+-- arrays after it are parallel to it.
 --
 -- new is the guess that no row has any of these keys. If one does, live or expired, unique_violation is raised. ON CONFLICT
 -- costs more, because it looks before it inserts, and confirms after it.
@@ -6523,13 +6522,14 @@ comment on function ratelimit.lock_asked_of_ephemeral_buckets(ratelimit.policies
 -- Locks:  the rows that it writes, and those of live keys.
 -- Writes: the idempotency keys, an expired one over the old row.
 create or replace function ratelimit.remember_idempotency_keys(
-    keys text[], idempotency_keys text[], costs bigint[], now timestamptz, new boolean,
-    places bigint[], policy_ids bigint[], remember_us bigint[], remaining bigint[], capacities bigint[], reset_us bigint[])
+    policy ratelimit.policies, keys text[], idempotency_keys text[], costs bigint[], now timestamptz, new boolean,
+    places bigint[], remaining bigint[], capacities bigint[], reset_us bigint[])
   returns boolean
   language plpgsql
   volatile
 as $$
 declare
+  v_policy alias for policy;
   v_now    alias for now;
   v_all    alias for idempotency_keys;
   v_stored bigint;
@@ -6537,18 +6537,16 @@ begin
   if new then
     insert into idempotency_keys as k
            (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
-    select g.policy_id, keys[g.place], v_all[g.place], costs[g.place],
-           g.remaining, duration(g.reset_us), g.capacity, v_now + duration(g.remember_us)
-      from unnest(places, policy_ids, remember_idempotency_keys.remember_us, remember_idempotency_keys.remaining, capacities, reset_us)
-           as g (place, policy_id, remember_us, remaining, capacity, reset_us)
+    select v_policy.id, keys[g.place], v_all[g.place], costs[g.place],
+           g.remaining, duration(g.reset_us), g.capacity, v_now + duration(v_policy.remember_us)
+      from unnest(places, remember_idempotency_keys.remaining, capacities, reset_us) as g (place, remaining, capacity, reset_us)
      where is_name(v_all[g.place]);
   else
     insert into idempotency_keys as k
            (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
-    select g.policy_id, keys[g.place], v_all[g.place], costs[g.place],
-           g.remaining, duration(g.reset_us), g.capacity, v_now + duration(g.remember_us)
-      from unnest(places, policy_ids, remember_idempotency_keys.remember_us, remember_idempotency_keys.remaining, capacities, reset_us)
-           as g (place, policy_id, remember_us, remaining, capacity, reset_us)
+    select v_policy.id, keys[g.place], v_all[g.place], costs[g.place],
+           g.remaining, duration(g.reset_us), g.capacity, v_now + duration(v_policy.remember_us)
+      from unnest(places, remember_idempotency_keys.remaining, capacities, reset_us) as g (place, remaining, capacity, reset_us)
      where is_name(v_all[g.place])
     on conflict on constraint idempotency_keys_pkey do update
            set cost        = excluded.cost,
@@ -6565,15 +6563,14 @@ begin
   return v_stored = (select count(v_all[u.place]) from unnest(places) as u (place));
 end;
 $$;
-comment on function ratelimit.remember_idempotency_keys(text[], text[], bigint[], timestamptz, boolean, bigint[], bigint[], bigint[], bigint[], bigint[], bigint[]) is
+comment on function ratelimit.remember_idempotency_keys(ratelimit.policies, text[], text[], bigint[], timestamptz, boolean, bigint[], bigint[], bigint[], bigint[]) is
   'Stores the idempotency keys of granted elements; false if one of them is live already, or is no valid key.';
 
--- Stores the idempotency keys of a batch, of policies whose keys are in ephemeral_idempotency_keys.
+-- Stores the idempotency keys of a batch, of one policy, by which the elements were decided.
 --
--- The caller holds the bucket rows of these elements, so no other request is at the same keys; clean-up may be,
--- at expired ones. Element n of keys,
--- idempotency_keys and costs is element n of the batch; places are the elements that were granted, and the arrays after it
--- are parallel to it. policy_ids and remember_us are those by which they were decided.
+-- The caller holds the bucket rows of these elements, so no other request is at the same keys; clean-up may be, at expired ones.
+-- Element n of keys, idempotency_keys and costs is element n of the batch; places are the elements that were granted, and the
+-- arrays after it are parallel to it.
 --
 -- new is the guess that no row has any of these keys. If one does, live or expired, unique_violation is raised. ON CONFLICT
 -- costs more, because it looks before it inserts, and confirms after it.
@@ -6581,13 +6578,14 @@ comment on function ratelimit.remember_idempotency_keys(text[], text[], bigint[]
 -- Locks:  the rows that it writes, and those of live keys.
 -- Writes: the idempotency keys, an expired one over the old row.
 create or replace function ratelimit.remember_ephemeral_idempotency_keys(
-    keys text[], idempotency_keys text[], costs bigint[], now timestamptz, new boolean,
-    places bigint[], policy_ids bigint[], remember_us bigint[], remaining bigint[], capacities bigint[], reset_us bigint[])
+    policy ratelimit.policies, keys text[], idempotency_keys text[], costs bigint[], now timestamptz, new boolean,
+    places bigint[], remaining bigint[], capacities bigint[], reset_us bigint[])
   returns boolean
   language plpgsql
   volatile
 as $$
 declare
+  v_policy alias for policy;
   v_now    alias for now;
   v_all    alias for idempotency_keys;
   v_stored bigint;
@@ -6595,18 +6593,16 @@ begin
   if new then
     insert into ephemeral_idempotency_keys as k
            (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
-    select g.policy_id, keys[g.place], v_all[g.place], costs[g.place],
-           g.remaining, duration(g.reset_us), g.capacity, v_now + duration(g.remember_us)
-      from unnest(places, policy_ids, remember_ephemeral_idempotency_keys.remember_us, remember_ephemeral_idempotency_keys.remaining, capacities, reset_us)
-           as g (place, policy_id, remember_us, remaining, capacity, reset_us)
+    select v_policy.id, keys[g.place], v_all[g.place], costs[g.place],
+           g.remaining, duration(g.reset_us), g.capacity, v_now + duration(v_policy.remember_us)
+      from unnest(places, remember_ephemeral_idempotency_keys.remaining, capacities, reset_us) as g (place, remaining, capacity, reset_us)
      where is_name(v_all[g.place]);
   else
     insert into ephemeral_idempotency_keys as k
            (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
-    select g.policy_id, keys[g.place], v_all[g.place], costs[g.place],
-           g.remaining, duration(g.reset_us), g.capacity, v_now + duration(g.remember_us)
-      from unnest(places, policy_ids, remember_ephemeral_idempotency_keys.remember_us, remember_ephemeral_idempotency_keys.remaining, capacities, reset_us)
-           as g (place, policy_id, remember_us, remaining, capacity, reset_us)
+    select v_policy.id, keys[g.place], v_all[g.place], costs[g.place],
+           g.remaining, duration(g.reset_us), g.capacity, v_now + duration(v_policy.remember_us)
+      from unnest(places, remember_ephemeral_idempotency_keys.remaining, capacities, reset_us) as g (place, remaining, capacity, reset_us)
      where is_name(v_all[g.place])
     on conflict on constraint ephemeral_idempotency_keys_pkey do update
            set cost        = excluded.cost,
@@ -6623,7 +6619,7 @@ begin
   return v_stored = (select count(v_all[u.place]) from unnest(places) as u (place));
 end;
 $$;
-comment on function ratelimit.remember_ephemeral_idempotency_keys(text[], text[], bigint[], timestamptz, boolean, bigint[], bigint[], bigint[], bigint[], bigint[], bigint[]) is
+comment on function ratelimit.remember_ephemeral_idempotency_keys(ratelimit.policies, text[], text[], bigint[], timestamptz, boolean, bigint[], bigint[], bigint[], bigint[]) is
   'Stores the idempotency keys of granted elements; false if one of them is live already, or is no valid key.';
 
 -- What decide_in_order does with the rows of buckets and idempotency_keys. Each function is about the buckets of one
@@ -7289,7 +7285,10 @@ declare
   v_policy      ratelimit.policies;
   v_from        integer;            -- the first bucket of v_policy
   v_to          integer;            -- the last
-  v_places      bigint[];           -- the elements of v_policy whose grants are to be remembered
+  v_places      bigint[];           -- the elements of v_policy whose grants are to be remembered; parallel to it:
+  v_remaining   bigint[];
+  v_capacities  bigint[];
+  v_reset_us    bigint[];
   v_written     bigint;
   v_remembered  boolean;
   v_over        boolean   := false; -- nothing is taken, and the locks are to be rolled back
@@ -7386,24 +7385,18 @@ begin
         end if;
         v_remembered := true;
         if true = any (v_verdict.kept) then
-          v_places := array(select u.place
-                              from unnest(v_batch.bucket_numbers, v_verdict.kept, v_batch.same) with ordinality as u (bucket, kept, same, place)
-                             where u.kept and u.same = u.place and u.bucket between v_from and v_to
-                             order by u.bucket, u.place);
-          if v_policy.durable and v_places <> '{}' then
-            v_remembered := remember_idempotency_keys(
-              keys, idempotency_keys, v_batch.charges, v_now, false, v_places,
-              array_fill(v_policy.id, array[cardinality(v_places)]), array_fill(v_policy.remember_us, array[cardinality(v_places)]),
-              array(select v_verdict.remaining[p.place] from unnest(v_places) as p (place)),
-              array(select v_verdict.capacities[p.place] from unnest(v_places) as p (place)),
-              array(select v_verdict.reset_us[p.place] from unnest(v_places) as p (place)));
-          elsif v_places <> '{}' then
-            v_remembered := remember_ephemeral_idempotency_keys(
-              keys, idempotency_keys, v_batch.charges, v_now, false, v_places,
-              array_fill(v_policy.id, array[cardinality(v_places)]), array_fill(v_policy.remember_us, array[cardinality(v_places)]),
-              array(select v_verdict.remaining[p.place] from unnest(v_places) as p (place)),
-              array(select v_verdict.capacities[p.place] from unnest(v_places) as p (place)),
-              array(select v_verdict.reset_us[p.place] from unnest(v_places) as p (place)));
+          select array_agg(u.place order by u.bucket, u.place), array_agg(u.remaining order by u.bucket, u.place),
+                 array_agg(u.capacity order by u.bucket, u.place), array_agg(u.reset_us order by u.bucket, u.place)
+            into v_places, v_remaining, v_capacities, v_reset_us
+            from unnest(v_batch.bucket_numbers, v_verdict.kept, v_batch.same, v_verdict.remaining, v_verdict.capacities, v_verdict.reset_us)
+                 with ordinality as u (bucket, kept, same, remaining, capacity, reset_us, place)
+           where u.kept and u.same = u.place and u.bucket between v_from and v_to;
+          if v_places is not null and v_policy.durable then
+            v_remembered := remember_idempotency_keys(v_policy, keys, idempotency_keys, v_batch.charges, v_now, false,
+                                                      v_places, v_remaining, v_capacities, v_reset_us);
+          elsif v_places is not null then
+            v_remembered := remember_ephemeral_idempotency_keys(v_policy, keys, idempotency_keys, v_batch.charges, v_now, false,
+                                                                v_places, v_remaining, v_capacities, v_reset_us);
           end if;
         end if;
         if v_written < (select count(*) from unnest(v_verdict.wanted[v_from:v_to]) as u (wanted) where u.wanted) or v_remembered is not true then
@@ -7604,14 +7597,10 @@ begin
             end if;
             if idempotency_keys is not null and v_policy.durable then
               v_kept := v_kept and remember_idempotency_keys(
-                keys, idempotency_keys, costs, v_now, true, v_taken.places,
-                array_fill(v_policy.id, array[cardinality(v_taken.places)]), array_fill(v_policy.remember_us, array[cardinality(v_taken.places)]),
-                v_taken.remaining, v_taken.capacities, v_taken.reset_us);
+                v_policy, keys, idempotency_keys, costs, v_now, true, v_taken.places, v_taken.remaining, v_taken.capacities, v_taken.reset_us);
             elsif idempotency_keys is not null then
               v_kept := v_kept and remember_ephemeral_idempotency_keys(
-                keys, idempotency_keys, costs, v_now, true, v_taken.places,
-                array_fill(v_policy.id, array[cardinality(v_taken.places)]), array_fill(v_policy.remember_us, array[cardinality(v_taken.places)]),
-                v_taken.remaining, v_taken.capacities, v_taken.reset_us);
+                v_policy, keys, idempotency_keys, costs, v_now, true, v_taken.places, v_taken.remaining, v_taken.capacities, v_taken.reset_us);
             end if;
           end loop;
           if sizes is not null and coalesce(cardinality(v_places), 0) < v_count then

@@ -153,8 +153,8 @@ comment on function ratelimit.write_{{ .buckets }}(ratelimit.policies, text[], b
 {{- end }}
 {{ define "remember.sql" -}}
 create or replace function ratelimit.remember_{{ .idempotency_keys }}(
-    keys text[], idempotency_keys text[], costs bigint[], now timestamptz, new boolean,
-    places bigint[], policy_ids bigint[], remember_us bigint[], remaining bigint[], capacities bigint[], reset_us bigint[])
+    policy ratelimit.policies, keys text[], idempotency_keys text[], costs bigint[], now timestamptz, new boolean,
+    places bigint[], remaining bigint[], capacities bigint[], reset_us bigint[])
   returns boolean
   language plpgsql
   volatile
@@ -167,7 +167,7 @@ declare
   v_cost        bigint;
   v_remaining   bigint;
   v_capacity    bigint;
-  v_policy_id   bigint;
+  v_policy_id   bigint := policy.id;
   v_reset_after interval;
   v_expires_at  timestamptz;
 begin
@@ -176,11 +176,10 @@ begin
     continue when v_named is null;
     v_key         := keys[places[v_n]];
     v_cost        := costs[places[v_n]];
-    v_policy_id   := policy_ids[v_n];
     v_remaining   := remaining[v_n];
     v_capacity    := capacities[v_n];
     v_reset_after := duration(reset_us[v_n]);
-    v_expires_at  := v_now + duration(remember_us[v_n]);
+    v_expires_at  := v_now + duration(policy.remember_us);
     insert into {{ .idempotency_keys }} as k
            (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
     values (v_policy_id, v_key, v_named, v_cost, v_remaining, v_reset_after, v_capacity, v_expires_at)
@@ -192,7 +191,7 @@ begin
   return true;
 end;
 $$;
-comment on function ratelimit.remember_{{ .idempotency_keys }}(text[], text[], bigint[], timestamptz, boolean, bigint[], bigint[], bigint[], bigint[], bigint[], bigint[]) is
+comment on function ratelimit.remember_{{ .idempotency_keys }}(ratelimit.policies, text[], text[], bigint[], timestamptz, boolean, bigint[], bigint[], bigint[], bigint[]) is
   'Stores the idempotency keys of granted elements; false if one of them is live already.';
 {{- end }}
 
