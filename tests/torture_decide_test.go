@@ -1,9 +1,11 @@
 package tests
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"maps"
+	"math"
 	"math/big"
 	"math/rand/v2"
 	"slices"
@@ -91,22 +93,28 @@ func decidedBy(capacity, refill int64, every model.Micros, stepped, shadow bool)
 
 // A decideCase is a batch, and what it is decided by.
 type decideCase struct {
-	m                      *model.Model
-	policies, keys         []string // parallel to the elements, as are these:
-	costs                  []int64
-	requests               []int64
-	idempotencyKeys        []*string
-	of                     []string // parallel to the buckets, in order: the policy, and what is stored
-	levels                 []int64
-	refilledAt             []time.Time
-	knownBy, knownKeys     []string // grants that are remembered: by bucket and idempotency key
-	knownCosts, knownLeft  []int64
-	knownReset, knownTotal []int64
+	m               *model.Model
+	policies, keys  []string // parallel to the elements, as are these:
+	costs           []int64
+	requests        []int64
+	idempotencyKeys []*string
+	buckets         []decidedBucket // in order
+}
+
+// A decidedBucket is a bucket as it is stored, and the grant that it remembers under "i", of cost 0 if there is none.
+type decidedBucket struct {
+	model.BucketID
+	level int64
+	at    time.Time
+	cost  int64
+	grant model.Decision
 }
 
 func newDecideCase(random *rand.Rand, policies *model.Model) *decideCase {
 	c := &decideCase{m: policies.Clone()}
 	pick := func(from ...string) string { return from[random.IntN(len(from))] }
+	costs := []int64{0, 0, 0, 1, 1, 1, 1, 2, 2, 3, 3, 6, 11, -1, math.MaxInt64}
+	ids := map[model.BucketID]bool{}
 	for request := range 1 + random.IntN(6) {
 		var key *string
 		if random.IntN(3) == 0 {
@@ -114,40 +122,36 @@ func newDecideCase(random *rand.Rand, policies *model.Model) *decideCase {
 			key = &k
 		}
 		for range 1 + random.IntN(3)*random.IntN(2) {
-			c.policies = append(c.policies, pick("a", "a", "b", "c", "d", "e", "e", "z"))
-			c.keys = append(c.keys, pick("x", "x", "y"))
-			c.costs = append(c.costs, []int64{0, 1, 1, 2, 3, 6, 11, -1, 9_223_372_036_854_775_807}[min(random.IntN(40), 8)%[]int{9, 8, 7}[random.IntN(3)]])
+			id := model.BucketID{Policy: pick("a", "a", "b", "c", "d", "e", "e", "z"), Key: pick("x", "x", "y")}
+			ids[id] = true
+			c.policies, c.keys = append(c.policies, id.Policy), append(c.keys, id.Key)
+			c.costs = append(c.costs, costs[random.IntN(len(costs))])
 			c.requests = append(c.requests, int64(request+1))
 			c.idempotencyKeys = append(c.idempotencyKeys, key)
 		}
 	}
-	ids := map[string]model.BucketID{}
-	for i := range c.policies {
-		ids[c.policies[i]+"\x00"+c.keys[i]] = model.BucketID{Policy: c.policies[i], Key: c.keys[i]}
-	}
-	for _, name := range slices.Sorted(maps.Keys(ids)) {
-		id := ids[name]
+	for _, id := range slices.SortedFunc(maps.Keys(ids), func(a, b model.BucketID) int {
+		return cmp.Or(cmp.Compare(a.Policy, b.Policy), cmp.Compare(a.Key, b.Key))
+	}) {
 		p, known := c.m.Policy(id.Policy)
-		level, at := p.Capacity*1_000_000, t0
+		b := decidedBucket{BucketID: id, level: p.Capacity * 1_000_000, at: t0}
 		if known && random.IntN(4) == 0 {
 			cost := 1 + random.Int64N(3)
 			if d, err := c.m.Acquire(t0, id, cost, "i"); err == nil && d.Allowed && !d.Shadowed {
-				c.knownBy, c.knownKeys = append(c.knownBy, name), append(c.knownKeys, "i")
-				c.knownCosts, c.knownLeft = append(c.knownCosts, cost), append(c.knownLeft, d.Remaining)
-				c.knownReset, c.knownTotal = append(c.knownReset, int64(d.ResetAfter)), append(c.knownTotal, d.Capacity)
+				b.cost, b.grant = cost, d
 			}
 		}
 		switch random.IntN(4) {
 		case 0: // debt, or more than the capacity
-			level = random.Int64N(40_000_000) - 20_000_000
+			b.level = random.Int64N(40_000_000) - 20_000_000
 		case 1, 2:
-			level = random.Int64N(min(p.Capacity, 20)*1_000_000 + 1)
-			at = t0.Add(time.Duration(random.Int64N(10_000_000)-2_000_000) * -time.Microsecond)
+			b.level = random.Int64N(min(p.Capacity, 20)*1_000_000 + 1)
+			b.at = t0.Add(time.Duration(random.Int64N(10_000_000)-2_000_000) * -time.Microsecond)
 		}
 		if known {
-			c.m.Put(id, model.Bucket{Level: big.NewInt(level), RefilledAt: at})
+			c.m.Put(id, model.Bucket{Level: big.NewInt(b.level), RefilledAt: b.at})
 		}
-		c.of, c.levels, c.refilledAt = append(c.of, id.Policy), append(c.levels, level), append(c.refilledAt, at)
+		c.buckets = append(c.buckets, b)
 	}
 	return c
 }
@@ -193,20 +197,10 @@ func (c *decideCase) want(met map[string]int) string {
 		}
 	}
 	fmt.Fprintln(&text, "refused", refused)
-	seen := map[string]bool{}
-	var names []string
-	for i := range c.policies {
-		if name := c.policies[i] + "\x00" + c.keys[i]; !seen[name] {
-			seen[name] = true
-			names = append(names, name)
-		}
-	}
-	slices.Sort(names)
-	for _, name := range names {
-		policy, key, _ := strings.Cut(name, "\x00")
-		if _, known := c.m.Policy(policy); known {
-			level, _ := c.m.Level(t0, model.BucketID{Policy: policy, Key: key})
-			fmt.Fprintln(&text, policy, key, level)
+	for _, b := range c.buckets {
+		if _, known := c.m.Policy(b.Policy); known {
+			level, _ := c.m.Level(t0, b.BucketID)
+			fmt.Fprintln(&text, b.Policy, b.Key, level)
 		}
 	}
 	return text.String()
@@ -214,15 +208,17 @@ func (c *decideCase) want(met map[string]int) string {
 
 // ask has SQL decide, and describes its answers.
 func (c *decideCase) ask(session *pgx.Conn) (string, error) {
-	buckets := make([]string, len(c.policies))
-	for i := range c.policies {
-		buckets[i] = c.policies[i] + "\x00" + c.keys[i]
-	}
-	known := make([]*int32, len(c.policies)) // the number of the grant
-	for i := range buckets {
-		for n := range c.knownBy {
-			if c.knownBy[n] == buckets[i] && c.idempotencyKeys[i] != nil && *c.idempotencyKeys[i] == c.knownKeys[n] {
-				number := int32(n + 1)
+	known := make([]*int32, len(c.policies)) // the number of the bucket that remembers its idempotency key
+	var of []string
+	var levels, costs, remaining, resets, capacities []int64
+	var at []time.Time
+	for n, b := range c.buckets {
+		of, levels, at = append(of, b.Policy), append(levels, b.level), append(at, b.at)
+		costs, remaining = append(costs, b.cost), append(remaining, b.grant.Remaining)
+		resets, capacities = append(resets, int64(b.grant.ResetAfter)), append(capacities, b.grant.Capacity)
+		number := int32(n + 1)
+		for i, key := range c.idempotencyKeys {
+			if b.cost > 0 && key != nil && *key == "i" && b.BucketID == (model.BucketID{Policy: c.policies[i], Key: c.keys[i]}) {
 				known[i] = &number
 			}
 		}
@@ -256,7 +252,6 @@ func (c *decideCase) ask(session *pgx.Conn) (string, error) {
 		                      from unnest(d.levels, d.refilled_at) with ordinality as u (level, at, n)
 		                     where (d.numbers[u.n]).id is not null), '')
 		  from decided as d`,
-		c.policies, c.keys, c.costs, c.idempotencyKeys, c.requests, c.of, c.levels, c.refilledAt, known,
-		c.knownCosts, c.knownLeft, c.knownReset, c.knownTotal, t0).Scan(&text)
+		c.policies, c.keys, c.costs, c.idempotencyKeys, c.requests, of, levels, at, known, costs, remaining, resets, capacities, t0).Scan(&text)
 	return text, err
 }
