@@ -2632,7 +2632,7 @@ create type ratelimit.charged as (
   refilled_at timestamptz
 );
 comment on type ratelimit.charged is
-  'What ratelimit.take did to one bucket: for which elements, the microtokens they wanted together, and the bucket after it.';
+  'What ratelimit.take_from_buckets did to one bucket: for which elements, the microtokens they wanted together, and the bucket after it.';
 create type ratelimit.reservation as (
   allowed     boolean,
   wait        interval,
@@ -2663,7 +2663,7 @@ create type ratelimit.asked as (
   size   bigint
 );
 comment on type ratelimit.asked is
-  'What a batch asks of one bucket: the microtokens, and for which elements. See ratelimit.take.';
+  'What a batch asks of one bucket: the microtokens, and for which elements. See ratelimit.take_from_buckets.';
 create type ratelimit.part as (
   policy  ratelimit.policies,
   asked   ratelimit.asked[],
