@@ -9,6 +9,8 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
+
+	"github.com/pgratelimit/pgratelimit/server/internal/inspect"
 )
 
 // A state is what a database has.
@@ -25,8 +27,12 @@ func readState(ctx context.Context, tx pgx.Tx) (*state, error) {
 	if err := tx.QueryRow(ctx, "select clock_timestamp()").Scan(&s.now); err != nil {
 		return nil, failed("read the clock", err)
 	}
-	if err := s.readPolicies(ctx, tx); err != nil {
+	policies, err := ReadPolicies(ctx, tx)
+	if err != nil {
 		return nil, failed("list policies", err)
+	}
+	for _, p := range policies {
+		s.policies[p.Name] = p
 	}
 	if err := s.readOverrides(ctx, tx); err != nil {
 		return nil, failed("list overrides", err)
@@ -34,22 +40,23 @@ func readState(ctx context.Context, tx pgx.Tx) (*state, error) {
 	return s, nil
 }
 
-func (s *state) readPolicies(ctx context.Context, tx pgx.Tx) error {
-	rows, err := tx.Query(ctx, `
+// ReadPolicies lists the policies of a database, by name.
+func ReadPolicies(ctx context.Context, db inspect.Querier) (policies []Policy, err error) {
+	rows, err := db.Query(ctx, `
 		select policy, capacity, refill, (extract(epoch from every) * 1000000.0)::bigint,
 		       stepped, durable, (extract(epoch from remember) * 1000000.0)::bigint, shadow
 		  from ratelimit_policies()`)
 	if err != nil {
-		return err
+		return nil, err
 	}
 	var p Policy
 	_, err = pgx.ForEachRow(rows,
 		[]any{&p.Name, &p.Capacity, &p.Refill, &p.Every, &p.Stepped, &p.Durable, &p.Remember, &p.Shadow},
 		func() error {
-			s.policies[p.Name] = p
+			policies = append(policies, p)
 			return nil
 		})
-	return err
+	return policies, err
 }
 
 func (s *state) readOverrides(ctx context.Context, tx pgx.Tx) error {

@@ -34,12 +34,12 @@ func (p *program) policies() *cobra.Command {
 		Short: "List the policies",
 		Args:  exactly(0),
 		RunE: func(c *cobra.Command, _ []string) error {
-			rows, err := askAll(p, c, func(db database) ([]policyRow, error) {
-				rows, _ := db.Query(c.Context(), `
-					select policy, capacity, refill, (extract(epoch from every) * 1000000.0)::bigint, stepped, durable,
-					       (extract(epoch from remember) * 1000000.0)::bigint, shadow
-					  from ratelimit_policies()`)
-				return pgx.CollectRows(rows, pgx.RowToStructByPos[policyRow])
+			rows, err := askAll(p, c, func(db database) (rows []policyRow, err error) {
+				policies, err := policyfile.ReadPolicies(c.Context(), db.Conn)
+				for _, p := range policies {
+					rows = append(rows, policyRow{p.Name, p.Capacity, p.Refill, p.Every, p.Stepped, p.Durable, p.Remember, p.Shadow})
+				}
+				return rows, err
 			})
 			if err != nil {
 				return err
