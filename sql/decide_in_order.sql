@@ -80,9 +80,9 @@ begin
     end if;
     begin
       -- 1. Lock.
-      v_now     := clock();
       v_created := array_fill(false, array[cardinality(v_lock)]);
       if v_round > 1 then
+        v_now      := clock();
         v_locked   := v_policies;
         v_in_order := in_locking_order(v_policies);
         for v_n in 1..coalesce(cardinality(v_in_order), 0) loop

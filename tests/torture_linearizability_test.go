@@ -775,18 +775,42 @@ func (a *actor) transactIn(held bool, call func() error, ops ...*operation) (com
 		if op.kind == acquires && op.batch == 0 && op.denied() && !op.mayBeReplayed(op.answer) {
 			op.readings = read[min(1, len(read)):] // the first is from before the update, which may have waited
 		}
-		// ratelimit.acquire_batch reads the clock once for its fast path, and again for each round after it, of which the first
-		// creates rows by what it saw before. Steps of ratelimit_acquire_all may have read it twice before that. Like an acquire of
-		// one bucket they read the numbers before the bucket, and keep to them.
+		// A round of decide_in_order after the first reads numbers when it has locked the buckets, and a batch that takes nothing
+		// reads them with the buckets. Whatever else takes keeps to numbers from before. How often it reads the clock tells which it was.
 		switch {
-		case op.kind == shares && op.batch == 0:
-			op.reread = len(read) > 4
-		case op.kind == shares || op.kind == acquires && op.batch != 0:
-			op.reread = len(read) > 2 || !slices.ContainsFunc(ops, (*operation).takes)
+		case op.kind == shares && op.batch == 0: // two tries of ratelimit_acquire_all, and its batch
+			op.reread = len(read) > 3+batchReadings+1
+		case op.kind == shares:
+			op.reread = len(read) > batchReadings+1 || !slices.ContainsFunc(ops, (*operation).takes)
+		case op.kind == acquires && op.batch != 0:
+			op.reread = len(read) > firstReadings || !slices.ContainsFunc(ops, (*operation).takes)
 		}
 	}
 	a.add(ops...)
 	return committed, nil
+}
+
+// Readings of the clock by a batch that keeps to numbers from before it took anything.
+const (
+	firstReadings = 2 // one of the fast path, and one of the round that creates rows
+	batchReadings = 3 // of the fast path of requests of several charges: it may begin again, and lock
+)
+
+// The oracle counts readings of the clock: a batch that creates rows by what its first round saw has read it twice.
+func TestLinearizability_ReadingsOfTheFirstRound(t *testing.T) {
+	t.Parallel()
+	c := newChronicler(newDB(t), "durable", "ephemeral")
+	for _, call := range []string{
+		"select ratelimit_acquire_many('{durable,ephemeral}', '{a,b}')",
+		"select ratelimit_acquire_many('{durable,durable}', '{c,d}', idempotency_keys => '{1,2}')",
+		"select ratelimit_acquire_all_many('{durable,ephemeral}', '{e,f}', '{1,1}', '{2}')",
+	} {
+		r := c.clients[0]
+		r.readings.forget()
+		_, err := r.Exec(t.Context(), call)
+		require.NoError(t, err)
+		require.Len(t, r.readings.all, firstReadings, call)
+	}
 }
 
 // spend charges, settles, reserves, or takes what there is; now and then in a transaction that may be rolled back.
