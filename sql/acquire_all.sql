@@ -122,28 +122,18 @@ begin
           v_sorted[v_i] := v_policy;
         end if;
         if v_policy.durable then
-          select refilled(b.level, b.refilled_at, v_now, v_policy),
-                 case when v_cost <= v_policy.capacity then wait_until(microtokens(v_cost), b.level, b.refilled_at, v_now, v_policy) end,
-                 wait_until(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy)
-            into v_level, v_retry_us, v_reset_us
-            from buckets as b
-           where b.policy_id = v_policy.id
-             and b.key       = v_key;
+          select b.level, b.refilled_at into v_level, v_refilled_at from buckets as b where b.policy_id = v_policy.id and b.key = v_key;
         else
-          select refilled(b.level, b.refilled_at, v_now, v_policy),
-                 case when v_cost <= v_policy.capacity then wait_until(microtokens(v_cost), b.level, b.refilled_at, v_now, v_policy) end,
-                 wait_until(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy)
-            into v_level, v_retry_us, v_reset_us
-            from ephemeral_buckets as b
-           where b.policy_id = v_policy.id
-             and b.key       = v_key;
+          select b.level, b.refilled_at into v_level, v_refilled_at from ephemeral_buckets as b where b.policy_id = v_policy.id and b.key = v_key;
         end if;
         if not found then  -- full
-          v_rows     := false;
-          v_level    := microtokens(v_policy.capacity);
-          v_retry_us := case when v_cost <= v_policy.capacity then 0::bigint end;
-          v_reset_us := 0;
+          v_rows        := false;
+          v_level       := microtokens(v_policy.capacity);
+          v_refilled_at := v_now;
         end if;
+        v_retry_us := case when v_cost <= v_policy.capacity then wait_until(microtokens(v_cost), v_level, v_refilled_at, v_now, v_policy) end;
+        v_reset_us := wait_until(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy);
+        v_level    := refilled(v_level, v_refilled_at, v_now, v_policy);
         if v_idempotency_key is not null then
           if v_policy.durable then
             v_simple := not exists (select from idempotency_keys as k

@@ -545,7 +545,7 @@ func TestIdempotency_RacesOfSeveral(t *testing.T) {
 	t.Parallel()
 	second := func(n int) time.Duration { return time.Duration(n) * time.Second }
 	const (
-		look  = `if v_policy\.durable then select refilled\(`
+		look  = `if v_policy\.durable then select b\.level, b\.refilled_at into`
 		again = `if v_idempotency_key is not null then if v_policy(?s:.*?) exit when not v_simple; end if;`
 	)
 	withoutAgain := mutation{again, ""}
