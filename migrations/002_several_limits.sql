@@ -398,7 +398,10 @@ begin
                             'returns ratelimit.decision language sql return null::ratelimit.decision', pg_catalog.current_setting('ratelimit.home'));
 end;
 $home$;
+
+{{- if not .uninstall }}{{/* which goes on to the way back of 001, and that drops these */}}
 {{ install_snapshot "001" }}
 
 -- Grants again what was granted on the functions that were dropped, and no more.
 {{ template "grant_changed" (dict "more" "" "name" "v_proc.proname") }}
+{{- end }}

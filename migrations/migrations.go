@@ -86,7 +86,7 @@ func (e *NewerSchemaError) Error() string {
 // are reset when something was installed. A newer schema than this release knows is left alone and
 // reported as a [*NewerSchemaError].
 func Up(ctx context.Context, conn *pgx.Conn) error {
-	known, err := load()
+	known, err := load(nil)
 	if err != nil {
 		return err
 	}
@@ -110,7 +110,7 @@ func Up(ctx context.Context, conn *pgx.Conn) error {
 // a connection outside a transaction. Where it is not installed, nothing happens. The jobs of pg_cron/schedule.sql
 // are removed too; a warning of the server says where they could not be.
 func Down(ctx context.Context, conn *pgx.Conn) error {
-	known, err := load()
+	known, err := load(map[string]any{"uninstall": true})
 	if err != nil {
 		return err
 	}
@@ -140,10 +140,11 @@ func Down(ctx context.Context, conn *pgx.Conn) error {
 	return nil
 }
 
-// load reads the migrations, for which a migrator needs no connection.
-func load() ([]*migrate.Migration, error) {
+// load reads the migrations, with data for their templates. The migrator needs no connection for that.
+func load(data map[string]any) ([]*migrate.Migration, error) {
 	migrator, err := migrate.NewMigrator(context.Background(), nil, VersionTable)
 	if err == nil {
+		migrator.Data = data
 		err = migrator.LoadMigrations(files{})
 	}
 	if err != nil {

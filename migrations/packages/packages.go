@@ -92,7 +92,7 @@ func (f format) of(s *source) (Files, error) {
 
 // Psql makes the files of migrations/psql, from the directory of migrations.
 func Psql(files fs.FS) (Files, error) {
-	s, err := load(files)
+	s, err := load(files, nil)
 	if err != nil {
 		return nil, err
 	}
@@ -124,7 +124,7 @@ func open(repository fs.FS) (*source, error) {
 	if err != nil {
 		return nil, err
 	}
-	s, err := load(files)
+	s, err := load(files, nil)
 	if err != nil {
 		return nil, err
 	}
@@ -132,10 +132,11 @@ func open(repository fs.FS) (*source, error) {
 	return s, nil
 }
 
-func load(files fs.FS) (*source, error) {
+func load(files fs.FS, data map[string]any) (*source, error) {
 	s := &source{files: files}
 	migrator, err := migrate.NewMigrator(context.Background(), nil, migrations.VersionTable)
 	if err == nil {
+		migrator.Data = data
 		err = migrator.LoadMigrations(files) // for which it needs no connection
 	}
 	if err != nil {

@@ -6,5 +6,9 @@ func psql(s *source) (Files, error) {
 	if err != nil {
 		return nil, err
 	}
-	return files.with(s.execute(work{s, nil}, map[string]string{"uninstall.sql": "uninstall.sql"}))
+	back, err := load(s.files, map[string]any{"uninstall": true})
+	if err != nil {
+		return nil, err
+	}
+	return files.with(back.execute(work{back, nil}, map[string]string{"uninstall.sql": "uninstall.sql"}))
 }
