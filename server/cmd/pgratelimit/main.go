@@ -112,7 +112,7 @@ func between(least, most int) cobra.PositionalArgs {
 		case len(given) < least:
 			text = "no " + strings.Join(names[len(given):least], " and no ") + " is given"
 		case len(given) > most:
-			text = fmt.Sprintf("%q is one argument too many: write a text with spaces in quotes", given[most])
+			text = fmt.Sprintf("%q is one argument too many: write a text with spaces in quotes, and the value of a flag after =", given[most])
 		default:
 			return nil
 		}
@@ -130,6 +130,13 @@ func flagError(c *cobra.Command, err error) error {
 		var names []string
 		c.Flags().VisitAll(func(f *pflag.Flag) { names = append(names, "--"+f.Name) })
 		name := "--" + unknown.GetSpecifiedName()
+		if unknown.GetSpecifiedShortnames() != "" {
+			name = name[1:]
+		}
+		if name == "--version" || name == "-v" {
+			err = fmt.Errorf("no flag is called %s: write pgratelimit version", name)
+			break
+		}
 		err = fmt.Errorf("no flag is called %s: %s", name, meant(c, name, names))
 	case errors.As(err, &wrong):
 		err = fmt.Errorf("--%s is %q: write %s", wrong.GetFlag().Name, wrong.GetValue(), valueOf(wrong.GetFlag(), wrong.Unwrap().Error()))

@@ -214,6 +214,8 @@ func TestErrors_HaveExitCodes(t *testing.T) {
 		{[]string{"apply", "f", "--prune=all"}, exitUsage, `--prune is "all": write policies, overrides, or policies,overrides`},
 		{[]string{"apply", "f", "--dry-run=perhaps"}, exitUsage, `--dry-run is "perhaps": write true or false, or --dry-run alone`},
 		{[]string{"acquire", "api", "k", "--cots", "1"}, exitUsage, "no flag is called --cots: did you mean --cost?"},
+		{[]string{"--version"}, exitUsage, "no flag is called --version: write pgratelimit version"},
+		{[]string{"-o"}, exitUsage, "no flag is called -o: see pgratelimit --help"},
 		{[]string{"acquire", "api", "k", "--price", "1"}, exitUsage, "no flag is called --price: see pgratelimit acquire --help"},
 		{[]string{"peek", "api", "k", "--database-url", "postgres://127.0.0.1:port/x"}, exitUsage, "--database-url, DATABASE_URL or SHARD_URLS: "},
 		{[]string{"obtain"}, exitUsage, `no command is called "obtain": see pgratelimit --help`},
