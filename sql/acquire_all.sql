@@ -72,6 +72,7 @@ declare
   v_least       bigint;
   v_idempotency_key text collate "C" := idempotency_key;
   v_decision    decision;
+  v_whole       record;
 begin
   if (v_count between 1 and 1000) is not true then
     perform check_length('policies', v_count, v_count);
@@ -225,8 +226,12 @@ begin
   {{- end }}
 
   if not v_simple then
-    select b.* into allowed, replayed, shadowed, binding, decisions
-      from acquire_all_in_batch(policies, keys, costs, idempotency_key) as b;
+    v_whole   := acquire_all_in_batch(policies, keys, costs, idempotency_key);
+    allowed   := v_whole.allowed;
+    replayed  := v_whole.replayed;
+    shadowed  := v_whole.shadowed;
+    binding   := v_whole.binding;
+    decisions := v_whole.decisions;
   end if;
   v_decision  := decisions[binding];
   remaining   := v_decision.remaining;

@@ -29,14 +29,14 @@ as $$
 declare
   v_due_before timestamptz;
   v_deadline   timestamptz;
-  v_more       boolean;
+  v_batch      record;
 begin
   loop
-    select b.due_before, b.deadline, b.more
-      into v_due_before, v_deadline, v_more
-      from ratelimit.cleanup_batch(10000, ratelimit_cleanup_all.budget, v_due_before, v_deadline) as b;
+    v_batch      := ratelimit.cleanup_batch(10000, ratelimit_cleanup_all.budget, v_due_before, v_deadline);
+    v_due_before := v_batch.due_before;
+    v_deadline   := v_batch.deadline;
     commit;
-    exit when not v_more;
+    exit when not v_batch.more;
   end loop;
 end;
 $$;

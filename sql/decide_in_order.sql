@@ -118,7 +118,9 @@ begin
         exit rounds when v_round = 1;
         v_over := true;
         raise exception sqlstate 'RL00A';
-      elsif taken then
+      end if;
+      {{ template "include/read_write.sql" . }}
+      if taken then
         raise exception sqlstate 'RL00T';
       elsif v_round = 1 then
         if exists (select from unnest(v_verdict.wanted, v_look.has_row) as u (wanted, has_row) where u.wanted and u.has_row)

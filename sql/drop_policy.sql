@@ -29,6 +29,7 @@ declare
   v_durable boolean;
 begin
   perform check_name('policy', v_name);
+  {{ template "include/read_write.sql" . }}
   delete from policies as p where p.name = v_name returning p.id, p.durable into v_id, v_durable;
   if not found then
     perform unknown_policy(v_name);

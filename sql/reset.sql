@@ -23,6 +23,7 @@ begin
     perform check_name('policy', policy);
     perform unknown_policy(policy);
   end if;
+  {{ template "include/read_write.sql" . }}
   if v_policy.durable then
     delete from buckets as b where b.policy_id = v_policy.id and b.key = v_key;
   else
@@ -52,6 +53,7 @@ declare
   v_key    text collate "C";
   v_keys   text[];
 begin
+  {{ template "include/read_write.sql" . }}
   if v_policy.durable then
     v_keys := array(select b.key from buckets as b where b.policy_id = v_policy.id and b.key > v_after order by b.key limit 1000);
     foreach v_key in array v_keys loop
@@ -80,14 +82,13 @@ create or replace procedure ratelimit_reset_all(policy text)
 as $$
 declare
   v_after text;
-  v_more  boolean;
+  v_batch record;
 begin
   loop
-    select b.after, b.more
-      into v_after, v_more
-      from ratelimit.reset_batch(ratelimit_reset_all.policy, v_after) as b;
+    v_batch := ratelimit.reset_batch(ratelimit_reset_all.policy, v_after);
+    v_after := v_batch.after;
     commit;
-    exit when not v_more;
+    exit when not v_batch.more;
   end loop;
 end;
 $$;

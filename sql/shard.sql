@@ -39,6 +39,7 @@ begin
   if (ratelimit_define_shard.shard between 0 and ratelimit_define_shard.of - 1) is not true then
     perform refuse('shard', ratelimit_define_shard.shard::text, 'Pass the number of this shard: 0 or more, and less than the number of all shards.');
   end if;
+  {{ template "include/read_write.sql" . }}
   lock table shard in share row exclusive mode;
   insert into shard as s (shard, of)
   select ratelimit_define_shard.shard, ratelimit_define_shard.of

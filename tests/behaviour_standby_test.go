@@ -36,6 +36,7 @@ func TestStandby(t *testing.T) {
 	db.definePolicy("durable", 10, 1, aDay)
 	db.definePolicy("ephemeral", 10, 1, aDay, ephemeral)
 	first := db.acquire("durable", "k", 3, "first")
+	db.acquire("durable", "known", 3, "first")
 	db.acquire("ephemeral", "k", 3, "first")
 
 	db = becomeStandby(t, db, server)
@@ -49,13 +50,16 @@ func TestStandby(t *testing.T) {
 	}
 	for _, key := range []string{"k", "new"} {
 		for _, call := range []string{
-			"acquire($1, $2)", "acquire($1, $2, 8)", "acquire($1, $2, 3, 'second')", "refund($1, $2, 1)", "reset($1, $2)",
+			"acquire($1, $2)", "acquire($1, $2, 8)", "acquire($1, $2, 3, 'second')",
 			"acquire_many(array[$1::text], array[$2::text])", "acquire_many(array[$1::text], array[$2::text], null, array['i'])",
 		} {
 			refused(readOnly, "in a read-only transaction", call, "durable", key)
 			refused(unlogged, "unlogged relations during recovery", call, "ephemeral", key)
 		}
 		refused(unlogged, "unlogged relations during recovery", "peek($1, $2)", "ephemeral", key)
+		for _, call := range []string{"refund($1, $2, 1)", "reset($1, $2)"} { // which write before they read
+			refused(readOnly, "in a read-only transaction", call, "ephemeral", key)
+		}
 		require.True(t, db.must(acquire(db.Pool, "durable", key, 0)).Allowed, "cost 0 writes nothing")
 	}
 	for _, call := range []string{
@@ -63,6 +67,7 @@ func TestStandby(t *testing.T) {
 	} {
 		refused(readOnly, "in a read-only transaction", call)
 	}
+	requireReadOnly(t, db.Connect(t), "durable", "This server is a standby.")
 	require.EqualValues(t, 7, db.left("durable", "k"))
 	require.EqualValues(t, 10, db.left("durable", "new"))
 	_, err := peek(db.Pool, "none", "k", 1)

@@ -6,6 +6,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/pgratelimit/tests/model"
@@ -288,4 +289,43 @@ func TestReadOnlyTransaction(t *testing.T) {
 	require.Equal(t, "25006", sqlState(err), "%v", err)
 	execute(t, conn, "select ratelimit_policies(), ratelimit_version()")
 	require.Equal(t, before, rowsOf(t, db.DB))
+}
+
+// The functions that write say in a read-only transaction what helps, and show no SQL.
+func TestReadOnlyTransaction_ErrorSaysWhatHelps(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	for name, durability := range map[string]policyOption{"durable": durable, "ephemeral": ephemeral} {
+		db.definePolicy(name, 10, 1, time.Hour, durability)
+		db.acquire(name, "known", 3, "first")
+	}
+	conn := db.Connect(t)
+	execute(t, conn, "set default_transaction_read_only = on")
+	for _, policy := range []string{"durable", "ephemeral"} {
+		requireReadOnly(t, conn, policy, "default_transaction_read_only is on.")
+	}
+}
+
+// requireReadOnly calls what writes, where nothing can be written.
+func requireReadOnly(t *testing.T, conn *pgx.Conn, policy, detail string) {
+	t.Helper()
+	const hint = "Call it on the primary, in a read-write transaction. ratelimit_peek writes nothing, and works here."
+	for _, call := range []string{
+		"select ratelimit_charge($1, 'known', 1)", "select ratelimit_charge($1, 'new', 1, 'i')",
+		"select ratelimit_settle($1, 'known', 'first', 4)",
+		"select ratelimit_reserve($1, 'known', '1 hour')", "select ratelimit_reserve($1, 'new', '1 hour', 1, 'i')",
+		"select ratelimit_refund($1, 'known', 1)", "select ratelimit_reset($1, 'known')", "call ratelimit_reset_all($1)",
+		"select ratelimit_acquire_many(array[$1], '{known}')", "select ratelimit_acquire_many(array[$1, $1], '{known,new}', null, '{i,j}')",
+		"select ratelimit_acquire_all(array[$1], '{known}')", "select ratelimit_acquire_all(array[$1, $1], '{known,new}', null, 'i')",
+		"select ratelimit_acquire_all_many(array[$1, $1], '{known,new}', '{1,1}', '{1,1}')", "select ratelimit_acquire_packed(array[$1], '{new}')",
+		"select ratelimit_define_policy($1, 20)", "select ratelimit_drop_policy($1)",
+		"select ratelimit_override($1, 'known', 20)", "select ratelimit_remove_override($1, 'known')",
+		"select ratelimit_define_shard(0, 1) where $1 <> ''", "select ratelimit_cleanup() where $1 <> ''", "call ratelimit_cleanup_all(('1 second' || left($1, 0))::interval)",
+	} {
+		_, err := conn.Exec(t.Context(), call, pgx.QueryExecModeSimpleProtocol, policy)
+		e := pgError(err)
+		require.NotNil(t, e, "%s: %v", call, err)
+		require.Equal(t, []string{"25006", "cannot write in a read-only transaction", detail, hint}, []string{e.Code, e.Message, e.Detail, e.Hint}, call)
+		require.NotContains(t, e.Where, "SQL statement", call)
+	}
 }

@@ -3763,6 +3763,13 @@ declare
   v_durable boolean;
 begin
   perform check_name('policy', v_name);
+  if current_setting('transaction_read_only') = 'on' then
+  raise exception 'cannot write in a read-only transaction'
+    using errcode = '25006',
+          detail  = case when pg_is_in_recovery() then 'This server is a standby.'
+                         else format('default_transaction_read_only is %s.', current_setting('default_transaction_read_only')) end,
+          hint    = 'Call it on the primary, in a read-write transaction. ratelimit_peek writes nothing, and works here.';
+end if;
   select p.* into v_policy from policies as p where p.name = v_name for update;  -- the checks combine new numbers with these
   perform check_policy(coalesce(ratelimit_define_policy.capacity, v_policy.capacity),
                        coalesce(ratelimit_define_policy.refill, v_policy.refill),
@@ -3822,6 +3829,13 @@ declare
   v_durable boolean;
 begin
   perform check_name('policy', v_name);
+  if current_setting('transaction_read_only') = 'on' then
+  raise exception 'cannot write in a read-only transaction'
+    using errcode = '25006',
+          detail  = case when pg_is_in_recovery() then 'This server is a standby.'
+                         else format('default_transaction_read_only is %s.', current_setting('default_transaction_read_only')) end,
+          hint    = 'Call it on the primary, in a read-write transaction. ratelimit_peek writes nothing, and works here.';
+end if;
   delete from policies as p where p.name = v_name returning p.id, p.durable into v_id, v_durable;
   if not found then
     perform unknown_policy(v_name);
@@ -3921,6 +3935,13 @@ begin
   if v_expires_at <= clock() then
     perform refuse('expires_at', v_expires_at::text, 'Pass an instant that lies ahead, or null: the override then stays until it is removed.');
   end if;
+  if current_setting('transaction_read_only') = 'on' then
+  raise exception 'cannot write in a read-only transaction'
+    using errcode = '25006',
+          detail  = case when pg_is_in_recovery() then 'This server is a standby.'
+                         else format('default_transaction_read_only is %s.', current_setting('default_transaction_read_only')) end,
+          hint    = 'Call it on the primary, in a read-write transaction. ratelimit_peek writes nothing, and works here.';
+end if;
   -- It waits for a session that changes or drops the policy, and keeps others from doing so.
   select p.* into v_policy from policies as p where p.name = ratelimit_override.policy collate "C" for key share;
   if not found then
@@ -3965,6 +3986,13 @@ begin
   perform check_name('policy', policy);
   perform check_name('key', v_key);
   v_policy := policy_named(policy);
+  if current_setting('transaction_read_only') = 'on' then
+  raise exception 'cannot write in a read-only transaction'
+    using errcode = '25006',
+          detail  = case when pg_is_in_recovery() then 'This server is a standby.'
+                         else format('default_transaction_read_only is %s.', current_setting('default_transaction_read_only')) end,
+          hint    = 'Call it on the primary, in a read-write transaction. ratelimit_peek writes nothing, and works here.';
+end if;
   delete from overrides as o
    where o.policy_id = v_policy.id
      and o.key       = v_key
@@ -4520,6 +4548,13 @@ begin
     end if;
   end if;
   v_amount := least(amount, v_policy.capacity);
+  if current_setting('transaction_read_only') = 'on' then
+  raise exception 'cannot write in a read-only transaction'
+    using errcode = '25006',
+          detail  = case when pg_is_in_recovery() then 'This server is a standby.'
+                         else format('default_transaction_read_only is %s.', current_setting('default_transaction_read_only')) end,
+          hint    = 'Call it on the primary, in a read-write transaction. ratelimit_peek writes nothing, and works here.';
+end if;
   if v_policy.durable then
     update buckets as b
        set level       = least(refilled(b.level, b.refilled_at, v_now, v_policy), microtokens(v_policy.capacity - v_amount))
@@ -4576,6 +4611,13 @@ begin
     perform check_name('policy', policy);
     perform unknown_policy(policy);
   end if;
+  if current_setting('transaction_read_only') = 'on' then
+  raise exception 'cannot write in a read-only transaction'
+    using errcode = '25006',
+          detail  = case when pg_is_in_recovery() then 'This server is a standby.'
+                         else format('default_transaction_read_only is %s.', current_setting('default_transaction_read_only')) end,
+          hint    = 'Call it on the primary, in a read-write transaction. ratelimit_peek writes nothing, and works here.';
+end if;
   if v_policy.durable then
     delete from buckets as b where b.policy_id = v_policy.id and b.key = v_key;
   else
@@ -4605,6 +4647,13 @@ declare
   v_key    text collate "C";
   v_keys   text[];
 begin
+  if current_setting('transaction_read_only') = 'on' then
+  raise exception 'cannot write in a read-only transaction'
+    using errcode = '25006',
+          detail  = case when pg_is_in_recovery() then 'This server is a standby.'
+                         else format('default_transaction_read_only is %s.', current_setting('default_transaction_read_only')) end,
+          hint    = 'Call it on the primary, in a read-write transaction. ratelimit_peek writes nothing, and works here.';
+end if;
   if v_policy.durable then
     v_keys := array(select b.key from buckets as b where b.policy_id = v_policy.id and b.key > v_after order by b.key limit 1000);
     foreach v_key in array v_keys loop
@@ -4633,14 +4682,13 @@ create or replace procedure ratelimit_reset_all(policy text)
 as $$
 declare
   v_after text;
-  v_more  boolean;
+  v_batch record;
 begin
   loop
-    select b.after, b.more
-      into v_after, v_more
-      from ratelimit.reset_batch(ratelimit_reset_all.policy, v_after) as b;
+    v_batch := ratelimit.reset_batch(ratelimit_reset_all.policy, v_after);
+    v_after := v_batch.after;
     commit;
-    exit when not v_more;
+    exit when not v_batch.more;
   end loop;
 end;
 $$;
@@ -4730,6 +4778,13 @@ begin
       end if;
 
       -- 2. The bucket.
+      if current_setting('transaction_read_only') = 'on' then
+  raise exception 'cannot write in a read-only transaction'
+    using errcode = '25006',
+          detail  = case when pg_is_in_recovery() then 'This server is a standby.'
+                         else format('default_transaction_read_only is %s.', current_setting('default_transaction_read_only')) end,
+          hint    = 'Call it on the primary, in a read-write transaction. ratelimit_peek writes nothing, and works here.';
+end if;
       loop
         select b.level, b.refilled_at into v_level, v_refilled_at
           from buckets as b
@@ -4830,6 +4885,13 @@ as $$
       end if;
 
       -- 2. The bucket.
+      if current_setting('transaction_read_only') = 'on' then
+  raise exception 'cannot write in a read-only transaction'
+    using errcode = '25006',
+          detail  = case when pg_is_in_recovery() then 'This server is a standby.'
+                         else format('default_transaction_read_only is %s.', current_setting('default_transaction_read_only')) end,
+          hint    = 'Call it on the primary, in a read-write transaction. ratelimit_peek writes nothing, and works here.';
+end if;
       loop
         select b.level, b.refilled_at into v_level, v_refilled_at
           from ephemeral_buckets as b
@@ -4979,6 +5041,13 @@ begin
       v_back := coalesce(v_first.taken, microtokens(v_first.cost)) - microtokens(v_cost);
 
       -- 2. The bucket. A full one without a row needs none if it only gets more.
+      if current_setting('transaction_read_only') = 'on' then
+  raise exception 'cannot write in a read-only transaction'
+    using errcode = '25006',
+          detail  = case when pg_is_in_recovery() then 'This server is a standby.'
+                         else format('default_transaction_read_only is %s.', current_setting('default_transaction_read_only')) end,
+          hint    = 'Call it on the primary, in a read-write transaction. ratelimit_peek writes nothing, and works here.';
+end if;
       loop
         select b.level, b.refilled_at into v_level, v_refilled_at
           from buckets as b
@@ -5084,6 +5153,13 @@ as $$
       v_back := coalesce(v_first.taken, microtokens(v_first.cost)) - microtokens(v_cost);
 
       -- 2. The bucket. A full one without a row needs none if it only gets more.
+      if current_setting('transaction_read_only') = 'on' then
+  raise exception 'cannot write in a read-only transaction'
+    using errcode = '25006',
+          detail  = case when pg_is_in_recovery() then 'This server is a standby.'
+                         else format('default_transaction_read_only is %s.', current_setting('default_transaction_read_only')) end,
+          hint    = 'Call it on the primary, in a read-write transaction. ratelimit_peek writes nothing, and works here.';
+end if;
       loop
         select b.level, b.refilled_at into v_level, v_refilled_at
           from ephemeral_buckets as b
@@ -5239,6 +5315,13 @@ begin
       --    microtokens, so the debt may be paid a microtoken later than the bucket as it was would have covered the cost: the
       --    bucket counts for one less. That the debt ends above the floor shows in the stored level.
       if v_wanted > 0 then
+        if current_setting('transaction_read_only') = 'on' then
+  raise exception 'cannot write in a read-only transaction'
+    using errcode = '25006',
+          detail  = case when pg_is_in_recovery() then 'This server is a standby.'
+                         else format('default_transaction_read_only is %s.', current_setting('default_transaction_read_only')) end,
+          hint    = 'Call it on the primary, in a read-write transaction. ratelimit_peek writes nothing, and works here.';
+end if;
         v_until := v_now + date_part('epoch', max_wait) * interval '1 second';
         update buckets as b
            set level       = refilled(b.level, b.refilled_at, v_now, v_policy) - v_wanted,
@@ -5414,6 +5497,13 @@ as $$
       --    microtokens, so the debt may be paid a microtoken later than the bucket as it was would have covered the cost: the
       --    bucket counts for one less. That the debt ends above the floor shows in the stored level.
       if v_wanted > 0 then
+        if current_setting('transaction_read_only') = 'on' then
+  raise exception 'cannot write in a read-only transaction'
+    using errcode = '25006',
+          detail  = case when pg_is_in_recovery() then 'This server is a standby.'
+                         else format('default_transaction_read_only is %s.', current_setting('default_transaction_read_only')) end,
+          hint    = 'Call it on the primary, in a read-write transaction. ratelimit_peek writes nothing, and works here.';
+end if;
         v_until := v_now + date_part('epoch', max_wait) * interval '1 second';
         update ephemeral_buckets as b
            set level       = refilled(b.level, b.refilled_at, v_now, v_policy) - v_wanted,
@@ -7349,7 +7439,15 @@ begin
         exit rounds when v_round = 1;
         v_over := true;
         raise exception sqlstate 'RL00A';
-      elsif taken then
+      end if;
+      if current_setting('transaction_read_only') = 'on' then
+  raise exception 'cannot write in a read-only transaction'
+    using errcode = '25006',
+          detail  = case when pg_is_in_recovery() then 'This server is a standby.'
+                         else format('default_transaction_read_only is %s.', current_setting('default_transaction_read_only')) end,
+          hint    = 'Call it on the primary, in a read-write transaction. ratelimit_peek writes nothing, and works here.';
+end if;
+      if taken then
         raise exception sqlstate 'RL00T';
       elsif v_round = 1 then
         if exists (select from unnest(v_verdict.wanted, v_look.has_row) as u (wanted, has_row) where u.wanted and u.has_row)
@@ -7747,6 +7845,7 @@ declare
   v_least       bigint;
   v_idempotency_key text collate "C" := idempotency_key;
   v_decision    decision;
+  v_whole       record;
 begin
   if (v_count between 1 and 1000) is not true then
     perform check_length('policies', v_count, v_count);
@@ -7898,8 +7997,12 @@ begin
   end loop;
 
   if not v_simple then
-    select b.* into allowed, replayed, shadowed, binding, decisions
-      from acquire_all_in_batch(policies, keys, costs, idempotency_key) as b;
+    v_whole   := acquire_all_in_batch(policies, keys, costs, idempotency_key);
+    allowed   := v_whole.allowed;
+    replayed  := v_whole.replayed;
+    shadowed  := v_whole.shadowed;
+    binding   := v_whole.binding;
+    decisions := v_whole.decisions;
   end if;
   v_decision  := decisions[binding];
   remaining   := v_decision.remaining;
@@ -8575,6 +8678,13 @@ begin
   if (budget > interval '0') is not true then
     perform refuse('budget', budget::text, 'Pass an interval above zero, such as ''50 seconds''.');
   end if;
+  if current_setting('transaction_read_only') = 'on' then
+  raise exception 'cannot write in a read-only transaction'
+    using errcode = '25006',
+          detail  = case when pg_is_in_recovery() then 'This server is a standby.'
+                         else format('default_transaction_read_only is %s.', current_setting('default_transaction_read_only')) end,
+          hint    = 'Call it on the primary, in a read-write transaction. ratelimit_peek writes nothing, and works here.';
+end if;
   due_before               := least(due_before, v_now);  -- least ignores null; a caller cannot look past v_now
   deadline                 := coalesce(deadline, clock_timestamp() + least(budget, interval '1000 years'));
   buckets_deleted          := 0;
@@ -8810,14 +8920,14 @@ as $$
 declare
   v_due_before timestamptz;
   v_deadline   timestamptz;
-  v_more       boolean;
+  v_batch      record;
 begin
   loop
-    select b.due_before, b.deadline, b.more
-      into v_due_before, v_deadline, v_more
-      from ratelimit.cleanup_batch(10000, ratelimit_cleanup_all.budget, v_due_before, v_deadline) as b;
+    v_batch      := ratelimit.cleanup_batch(10000, ratelimit_cleanup_all.budget, v_due_before, v_deadline);
+    v_due_before := v_batch.due_before;
+    v_deadline   := v_batch.deadline;
     commit;
-    exit when not v_more;
+    exit when not v_batch.more;
   end loop;
 end;
 $$;
@@ -9111,6 +9221,13 @@ begin
   if (ratelimit_define_shard.shard between 0 and ratelimit_define_shard.of - 1) is not true then
     perform refuse('shard', ratelimit_define_shard.shard::text, 'Pass the number of this shard: 0 or more, and less than the number of all shards.');
   end if;
+  if current_setting('transaction_read_only') = 'on' then
+  raise exception 'cannot write in a read-only transaction'
+    using errcode = '25006',
+          detail  = case when pg_is_in_recovery() then 'This server is a standby.'
+                         else format('default_transaction_read_only is %s.', current_setting('default_transaction_read_only')) end,
+          hint    = 'Call it on the primary, in a read-write transaction. ratelimit_peek writes nothing, and works here.';
+end if;
   lock table shard in share row exclusive mode;
   insert into shard as s (shard, of)
   select ratelimit_define_shard.shard, ratelimit_define_shard.of
