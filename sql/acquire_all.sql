@@ -13,6 +13,8 @@
 -- policies, keys and costs have one element for each bucket, 1000 at most. A bucket may be named twice. Without costs
 -- every cost is 1. An element of cost 0 looks at its bucket.
 --
+-- The DETAIL of an error about one of several elements begins with the number of the element.
+--
 -- The steps, for a request whose buckets have rows and do not know its idempotency key:
 --   1. One statement reads all buckets. If they cover by their stored levels, which is most often so, step 3 follows.
 --   2. Each bucket is read again with all that an answer needs. If one does not cover, the answer is the denial. The

@@ -13,6 +13,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/tests/model"
 )
 
 // The fake refuses what the server refuses, with its SQLSTATE and message, and changes nothing.
@@ -138,4 +139,61 @@ func TestFake_RefusesWhatTheServerRefuses(t *testing.T) {
 	fakes, err := fake.Overrides(ctx)
 	require.NoError(t, err)
 	require.Equal(t, overrides, fakes)
+}
+
+// An error about one element of a request says which. The only element of a request has no number: a Combiner may send it beside
+// requests of several.
+func TestErrors_NameTheElementOfARequest(t *testing.T) {
+	t.Parallel()
+	charge := func(policy, key string, cost int64) client.Charge {
+		return client.Charge{Policy: policy, Key: key, Cost: client.Cost(cost)}
+	}
+	one, opts := charge("p", "new", 1), client.IdempotencyKey("i")
+	calls := map[string]func(l client.Acquirer) error{}
+	for want, charges := range map[string][]client.Charge{
+		"Element 2 of the request: policy is empty.":                                        {one, charge("", "k", 1)},
+		"Element 2 of the request: key is empty.":                                           {one, charge("p", "", 1), charge("nobody", "k", 1)},
+		"Element 3 of the request: cost is -1.":                                             {one, charge("nobody", "k", 1), charge("p", "k", -1)},
+		"Element 1 of the request: No policy is named 'nobody'.":                            {charge("nobody", "k", 1), charge("p", "granted", 3)},
+		"Element 2 of the request: 'i' was granted with cost 2 and comes back with cost 3.": {one, charge("p", "granted", 1), charge("p", "granted", 2)},
+		"Element 2 of the request: 'i' was granted with cost 2 and settled with cost 1.":    {one, charge("p", "settled", 2)},
+		"key is empty.":                {charge("p", "", 1)},
+		"No policy is named 'nobody'.": {charge("nobody", "k", 1)},
+	} {
+		calls[want] = func(l client.Acquirer) error {
+			_, err := l.AcquireAll(t.Context(), charges, opts)
+			return err
+		}
+	}
+	calls["idempotency_key is empty."] = func(l client.Acquirer) error {
+		_, err := l.AcquireAll(t.Context(), []client.Charge{one, one}, client.IdempotencyKey(""))
+		return err
+	}
+	requireDetails(t, calls)
+}
+
+// requireDetails makes calls that are refused, on a server and on the fake, and compares the DETAIL.
+func requireDetails[L client.Acquirer](t *testing.T, calls map[string]func(l L) error) {
+	t.Helper()
+	db, fake := newDB(t), newFake(t)
+	combiner := client.NewCombiner(db.Pool)
+	defer combiner.Close()
+	for _, s := range []subject{db, fake} {
+		s.setClock(t0)
+		s.definePolicy("p", 10, 1, second)
+		for _, key := range []string{"granted", "settled"} {
+			s.acquire("p", key, 2, "i")
+		}
+		_, err := s.spend(spending{function: "settle", BucketID: model.BucketID{Policy: "p", Key: "settled"}, cost: 1, idempotencyKey: "i"})
+		require.NoError(t, err)
+	}
+	for want, call := range calls {
+		for name, limiter := range map[string]client.Acquirer{"server": client.New(db.Pool), "server, combined": combiner, "fake": fake.Limiter} {
+			if l, ok := limiter.(L); ok {
+				e := pgError(call(l))
+				require.NotNil(t, e, "%s: %s", name, want)
+				require.Equal(t, want, e.Detail, name)
+			}
+		}
+	}
 }

@@ -3,6 +3,7 @@ package tests
 import (
 	"context"
 	"fmt"
+	"strings"
 	"testing"
 	"time"
 
@@ -828,9 +829,9 @@ func TestSpend_Errors(t *testing.T) {
 		"ratelimit_enforce('p', 'k', 2, 'i')":                                           settled,
 		"ratelimit_reserve('p', 'k', '1 second', 2, 'i')":                               settled,
 		"ratelimit_acquire_up_to('p', 'k', 5, 1, 'i')":                                  settled,
-		"ratelimit_acquire_all(array['p', 'p'], array['new', 'k'], array[1, 2], 'i')":   settled,
-		"ratelimit_acquire_all(array['p', 'q'], array['k', 'k'], array[2, 1], 'i')":     "RL001: unknown policy: No policy is named 'q'.: Define it first: select ratelimit_define_policy('q', capacity => 10, refill => 10, every => '1 second').",
-		"ratelimit_acquire_all(array['p', 'p'], array['k', 'other'], array[2, 1], 'i')": "RL002: idempotency key used before with another cost: 'i' was granted with cost 2 and comes back with cost 1.: Repeat a request with its first cost, and give a new request a new key.",
+		"ratelimit_acquire_all(array['p', 'p'], array['new', 'k'], array[1, 2], 'i')":   strings.Replace(settled, "'i'", "Element 2 of the request: 'i'", 1),
+		"ratelimit_acquire_all(array['p', 'q'], array['k', 'k'], array[2, 1], 'i')":     "RL001: unknown policy: Element 2 of the request: No policy is named 'q'.: Define it first: select ratelimit_define_policy('q', capacity => 10, refill => 10, every => '1 second').",
+		"ratelimit_acquire_all(array['p', 'p'], array['k', 'other'], array[2, 1], 'i')": "RL002: idempotency key used before with another cost: Element 2 of the request: 'i' was granted with cost 2 and comes back with cost 1.: Repeat a request with its first cost, and give a new request a new key.",
 	} {
 		_, err := db.Pool.Exec(context.Background(), "select "+call)
 		e := pgError(err)

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
+	"math"
 	"time"
 
 	"github.com/jackc/pgx/v5/pgconn"
@@ -31,20 +32,39 @@ func (db *database) acquire(now time.Time, charges []model.Charge, idempotencyKe
 	}
 	var err error
 	key, isKeyed := idempotencyKey.(string)
-	for _, c := range charges {
-		err = cmp.Or(err, checkBucket(c.BucketID), checkTokens("cost", c.Cost))
+	sums := map[model.BucketID]int64{}
+	for i, c := range charges {
+		err = cmp.Or(err, ofElement(charges, i, cmp.Or(checkBucket(c.BucketID), checkTokens("cost", c.Cost))))
 		if isKeyed {
 			err = cmp.Or(err, checkName("idempotency_key", key))
 		}
+		sums[c.BucketID] += min(c.Cost, math.MaxInt64-sums[c.BucketID])
 	}
-	for _, c := range charges {
-		err = cmp.Or(err, db.checkPolicy(c.Policy))
+	for i, c := range charges {
+		err = cmp.Or(err, ofElement(charges, i, db.checkPolicy(c.Policy)))
 	}
 	if err != nil {
 		return model.Whole{}, err
 	}
 	whole, err := db.model.AcquireAll(now, charges, key)
-	return whole, refused(err, key)
+	if err == nil {
+		return whole, nil
+	}
+	for i, c := range charges { // which is refused like all?
+		if _, one := db.model.Clone().Acquire(now, c.BucketID, sums[c.BucketID], key); errors.Is(err, one) {
+			return whole, ofElement(charges, i, db.refused(now, c.BucketID, key, err, withCost(sums[c.BucketID])))
+		}
+	}
+	return whole, err
+}
+
+// ofElement says of an error about an element which it is, if there are several.
+func ofElement(charges []model.Charge, i int, err error) error {
+	var e *pgconn.PgError
+	if len(charges) > 1 && errors.As(err, &e) {
+		e.Detail = fmt.Sprintf("Element %d of the request: %s", i+1, e.Detail)
+	}
+	return err
 }
 
 // joint has the columns of a decision of several charges, in the order of the client's statement.

@@ -23,6 +23,7 @@ func (db *database) spend(function string, now time.Time, id model.BucketID, arg
 		}
 	}
 	var d model.Decision
+	var repeat repeated
 	var more []any
 	var call func() error
 	switch function {
@@ -31,12 +32,16 @@ func (db *database) spend(function string, now time.Time, id model.BucketID, arg
 		err = cmp.Or(err, checkTokens("cost", cost))
 		keyed(3)
 		err = cmp.Or(err, checkCharge(cost))
+		repeat = withCost(cost)
 		call = func() (err error) { d, err = db.model.Charge(now, id, cost, key); return err }
 	case "ratelimit_settle":
 		cost := number(3)
 		err = cmp.Or(err, checkTokens("cost", cost))
 		keyed(2)
 		err = cmp.Or(err, checkCharge(cost))
+		repeat = func(_, settled int64) string {
+			return fmt.Sprintf("settled with cost %d and comes back with cost %d", settled, cost)
+		}
 		call = func() (err error) { d, err = db.model.Settle(now, id, key, cost); return err }
 	case "ratelimit_reserve":
 		longest, cost := *micros(args[2]), number(3)
@@ -45,12 +50,16 @@ func (db *database) spend(function string, now time.Time, id model.BucketID, arg
 		if longest < 0 || longest > 365*day {
 			err = cmp.Or(err, invalid("max_wait", longest))
 		}
+		repeat = withCost(cost)
 		call = func() (err error) { d, err = db.model.Reserve(now, id, longest, cost, key); return err }
 	case "ratelimit_acquire_up_to":
 		atMost, atLeast := number(2), number(3)
 		keyed(4)
 		if err = cmp.Or(err, checkPositive("at_most", atMost)); err == nil && (atLeast < 1 || atLeast > atMost) {
 			err = invalid("at_least", atLeast)
+		}
+		repeat = func(cost, _ int64) string {
+			return fmt.Sprintf("granted with cost %d and comes back for %d to %d", cost, atLeast, atMost)
 		}
 		call = func() (err error) {
 			var taken int64
@@ -62,24 +71,34 @@ func (db *database) spend(function string, now time.Time, id model.BucketID, arg
 	if err = cmp.Or(err, db.checkPolicy(id.Policy)); err != nil {
 		return nil, err
 	}
-	err = refused(call(), key)
+	err = db.refused(now, id, key, call(), repeat)
 	return append(columns(d), more...), err
 }
 
+// A repeated says how a request differs from the grant under its idempotency key, from the costs of that.
+type repeated func(granted, settled int64) string
+
+func withCost(cost int64) repeated {
+	return func(granted, _ int64) string {
+		return fmt.Sprintf("granted with cost %d and comes back with cost %d", granted, cost)
+	}
+}
+
 // refused is the server's error for what the model refuses because of an idempotency key.
-func refused(err error, idempotencyKey string) error {
-	var message, fact string
+func (db *database) refused(now time.Time, id model.BucketID, idempotencyKey string, err error, repeat repeated) error {
+	cost, settled := db.model.Remembered(now, id, idempotencyKey)
+	key := quoted(idempotencyKey)
 	switch {
 	case errors.Is(err, model.IdempotencyMismatch):
-		message, fact = "idempotency key used before with another cost", "comes back with another cost"
+		return failure(err.Error(), "idempotency key used before with another cost", key+" was "+repeat(cost, settled)+".")
 	case errors.Is(err, model.Settled):
-		message, fact = "the grant under this idempotency key was settled", "was granted and settled"
+		return failure(err.Error(), "the grant under this idempotency key was settled",
+			fmt.Sprintf("%s was granted with cost %d and settled with cost %d.", key, cost, settled))
 	case errors.Is(err, model.NoGrant):
-		message, fact = "no live grant under this idempotency key", "is not remembered for this key; nothing was charged"
-	default:
-		return err
+		return failure(err.Error(), "no live grant under this idempotency key",
+			fmt.Sprintf("Policy %s does not remember %s for this key. Nothing was charged.", quoted(id.Policy), key))
 	}
-	return failure(err.Error(), message, fmt.Sprintf("%s %s.", quoted(idempotencyKey), fact))
+	return err
 }
 
 func checkCharge(cost int64) error {

@@ -145,6 +145,12 @@ func (s State) AcquireUpTo(
 	return next, answer, taken, nil
 }
 
+// Remembered is the cost of the grant that a live idempotency key remembers, and the one that settled it.
+func (m *Model) Remembered(now time.Time, id BucketID, idempotencyKey string) (cost, settled int64) {
+	g, _ := m.states[id].live(now, idempotencyKey)
+	return g.charge, g.spent
+}
+
 // Charge takes the cost whatever the bucket holds. The empty idempotency key is none.
 func (m *Model) Charge(now time.Time, id BucketID, cost int64, idempotencyKey string) (Decision, error) {
 	return m.move(now, id, func(s State, p Policy) (State, Decision, error) { return s.Charge(p, now, cost, idempotencyKey) })
