@@ -125,7 +125,7 @@ declare
   v_replay ratelimit.decision;
 begin
   if granted.cost not between at_least and at_most then
-    perform ratelimit.another_cost(format('%L was granted with cost %s and comes back for %s to %s.',
+    perform ratelimit.another_cost(format('%L was granted with cost %s and is requested again for %s to %s.',
                                           granted.idempotency_key, granted.cost, at_least, at_most));
   end if;
   v_replay := ratelimit.answer_again(granted, granted.cost, now, shadow);

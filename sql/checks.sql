@@ -262,17 +262,18 @@ $$;
 comment on function ratelimit.no_grant(text, text) is
   'Raises RL003, the error of a settlement without a grant.';
 
-create or replace function ratelimit.another_cost(detail text)
+create or replace function ratelimit.another_cost(
+    fact text, remedy text default 'Repeat a request with its first cost, and give a new request a new key.')
   returns void language plpgsql immutable
 as $$
 begin
   raise exception 'idempotency key used before with another cost' using
     errcode = 'RL002',
-    detail  = another_cost.detail,
-    hint    = 'Repeat a request with its first cost, and give a new request a new key.';
+    detail  = fact,
+    hint    = remedy;
 end;
 $$;
-comment on function ratelimit.another_cost(text) is
+comment on function ratelimit.another_cost(text, text) is
   'Raises RL002, the error for another cost under a live idempotency key.';
 
 -- ratelimit_charge does not raise RL004: its repeat is answered again.
@@ -281,7 +282,7 @@ create or replace function ratelimit.refuse_repeat(granted ratelimit.idempotency
 as $$
 begin
   if granted.cost <> cost then
-    perform ratelimit.another_cost(format('%L was granted with cost %s and comes back with cost %s.',
+    perform ratelimit.another_cost(format('%L was granted with cost %s and is requested again with cost %s.',
                                           granted.idempotency_key, granted.cost, cost));
   end if;
   raise exception 'the grant under this idempotency key was settled' using

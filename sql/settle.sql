@@ -85,7 +85,8 @@ begin
       end if;
       if v_first.settled is not null then
         if v_first.settled <> v_cost then
-          perform another_cost(format('%L was settled with cost %s and comes back with cost %s.', v_idempotency_key, v_first.settled, v_cost));
+          perform another_cost(format('%L was settled with cost %s and is settled again with cost %s.', v_idempotency_key, v_first.settled, v_cost),
+                               'The first settlement stands: charge or refund the difference.');
         end if;
         select n.level, n.reset_us into v_level, v_reset_us from bucket_now(v_policy, v_key, v_now) as n;
         return spent_of(v_level, v_reset_us, v_policy.capacity, true);

@@ -151,12 +151,12 @@ func TestErrors_NameTheElementOfARequest(t *testing.T) {
 	one, opts := charge("p", "new", 1), client.IdempotencyKey("i")
 	calls := map[string]func(l client.Acquirer) error{}
 	for want, charges := range map[string][]client.Charge{
-		"Element 2 of the request: policy is empty.":                                        {one, charge("", "k", 1)},
-		"Element 2 of the request: key is empty.":                                           {one, charge("p", "", 1), charge("nobody", "k", 1)},
-		"Element 3 of the request: cost is -1.":                                             {one, charge("nobody", "k", 1), charge("p", "k", -1)},
-		"Element 1 of the request: No policy is named 'nobody'.":                            {charge("nobody", "k", 1), charge("p", "granted", 3)},
-		"Element 2 of the request: 'i' was granted with cost 2 and comes back with cost 3.": {one, charge("p", "granted", 1), charge("p", "granted", 2)},
-		"Element 2 of the request: 'i' was granted with cost 2 and settled with cost 1.":    {one, charge("p", "settled", 2)},
+		"Element 2 of the request: policy is empty.":                                                {one, charge("", "k", 1)},
+		"Element 2 of the request: key is empty.":                                                   {one, charge("p", "", 1), charge("nobody", "k", 1)},
+		"Element 3 of the request: cost is -1.":                                                     {one, charge("nobody", "k", 1), charge("p", "k", -1)},
+		"Element 1 of the request: No policy is named 'nobody'.":                                    {charge("nobody", "k", 1), charge("p", "granted", 3)},
+		"Element 2 of the request: 'i' was granted with cost 2 and is requested again with cost 3.": {one, charge("p", "granted", 1), charge("p", "granted", 2)},
+		"Element 2 of the request: 'i' was granted with cost 2 and settled with cost 1.":            {one, charge("p", "settled", 2)},
 		"key is empty.":                {charge("p", "", 1)},
 		"No policy is named 'nobody'.": {charge("nobody", "k", 1)},
 	} {
@@ -167,6 +167,31 @@ func TestErrors_NameTheElementOfARequest(t *testing.T) {
 	}
 	calls["idempotency_key is empty."] = func(l client.Acquirer) error {
 		_, err := l.AcquireAll(t.Context(), []client.Charge{one, one}, client.IdempotencyKey(""))
+		return err
+	}
+	requireDetails(t, calls)
+}
+
+// The cost of a request is compared with that of its grant, and the cost of a settlement with that of the first. The error says which.
+func TestErrors_TellARepeatedRequestFromARepeatedSettlement(t *testing.T) {
+	t.Parallel()
+	calls := map[string]func(l *client.Limiter) error{}
+	for want, s := range map[string]spending{
+		"'i' was granted with cost 2 and is requested again with cost 1.":     {function: "charge", cost: 1},
+		"'i' was granted with cost 2 and is requested again with cost 4.":     {function: "reserve", cost: 4},
+		"'i' was granted with cost 2 and is requested again for 3 to 5.":      {function: "acquire_up_to", cost: 5, atLeast: 3},
+		"'i' was settled with cost 1 and is settled again with cost 2.":       {function: "settle", cost: 2},
+		"'i' was granted with cost 2 and settled with cost 1.":                {function: "reserve", cost: 2},
+		"Policy 'p' does not remember 'j' for this key. Nothing was charged.": {function: "settle", cost: 2, idempotencyKey: "j"},
+	} {
+		s.BucketID, s.idempotencyKey = model.BucketID{Policy: "p", Key: "settled"}, cmp.Or(s.idempotencyKey, "i")
+		calls[want] = func(l *client.Limiter) error {
+			_, err := s.with(t.Context(), l)
+			return err
+		}
+	}
+	calls["'i' was granted with cost 2 and is requested again with cost 3."] = func(l *client.Limiter) error {
+		_, err := l.Acquire(t.Context(), "p", "granted", client.Cost(3), client.IdempotencyKey("i"))
 		return err
 	}
 	requireDetails(t, calls)

@@ -812,7 +812,7 @@ func TestSpend_Errors(t *testing.T) {
 		"ratelimit_charge('q', 'k', 1)":                                                 "RL001: unknown policy: No policy is named 'q'.: Define it first: select ratelimit_define_policy('q', capacity => 10, refill => 10, every => '1 second').",
 		"ratelimit_settle('p', 'k', null, 1)":                                           "22023: invalid idempotency_key: idempotency_key is null.: Pass a text of 1 to 512 bytes.",
 		"ratelimit_settle('p', null, 'i', 1)":                                           "22023: invalid key: key is null.: Pass a text of 1 to 512 bytes.",
-		"ratelimit_settle('p', 'k', 'i', 4)":                                            "RL002: idempotency key used before with another cost: 'i' was settled with cost 3 and comes back with cost 4.: Repeat a request with its first cost, and give a new request a new key.",
+		"ratelimit_settle('p', 'k', 'i', 4)":                                            "RL002: idempotency key used before with another cost: 'i' was settled with cost 3 and is settled again with cost 4.: The first settlement stands: charge or refund the difference.",
 		"ratelimit_settle('p', 'k', 'j', 4)":                                            "RL003: no live grant under this idempotency key: Policy 'p' does not remember 'j' for this key. Nothing was charged.: Settle once the grant is committed, and let the policy remember for longer than the longest job: ratelimit_define_policy(policy, remember => '7 days').",
 		"ratelimit_reserve('p', 'k', null)":                                             "22023: invalid max_wait: max_wait is null.: Pass an interval of 0 to 365 days, in days or smaller units.",
 		"ratelimit_reserve('p', 'k', '1 month')":                                        "22023: invalid max_wait: max_wait is 1 mon.: Pass an interval of 0 to 365 days, in days or smaller units.",
@@ -820,8 +820,8 @@ func TestSpend_Errors(t *testing.T) {
 		"ratelimit_acquire_up_to('p', 'k', null)":                                       "22023: invalid at_most: at_most is null.: Pass a whole number of tokens, 1 or more.",
 		"ratelimit_acquire_up_to('p', 'k', 5, 6)":                                       "22023: invalid at_least: at_least is 6.: Pass a whole number of tokens, from 1 to at_most.",
 		"ratelimit_acquire_up_to('p', 'k', 5, null)":                                    "22023: invalid at_least: at_least is null.: Pass a whole number of tokens, from 1 to at_most.",
-		"ratelimit_acquire_up_to('p', 'k', 5, 3, 'i')":                                  "RL002: idempotency key used before with another cost: 'i' was granted with cost 2 and comes back for 3 to 5.: Repeat a request with its first cost, and give a new request a new key.",
-		"ratelimit_reserve('p', 'k', '1 second', 3, 'i')":                               "RL002: idempotency key used before with another cost: 'i' was granted with cost 2 and comes back with cost 3.: Repeat a request with its first cost, and give a new request a new key.",
+		"ratelimit_acquire_up_to('p', 'k', 5, 3, 'i')":                                  "RL002: idempotency key used before with another cost: 'i' was granted with cost 2 and is requested again for 3 to 5.: Repeat a request with its first cost, and give a new request a new key.",
+		"ratelimit_reserve('p', 'k', '1 second', 3, 'i')":                               "RL002: idempotency key used before with another cost: 'i' was granted with cost 2 and is requested again with cost 3.: Repeat a request with its first cost, and give a new request a new key.",
 		"ratelimit_reserve('p', 'k', '-1 microsecond', 3)":                              "22023: invalid max_wait: max_wait is -00:00:00.000001.: Pass an interval of 0 to 365 days, in days or smaller units.",
 		"ratelimit_acquire_up_to('p', 'k', 0, 0)":                                       "22023: invalid at_most: at_most is 0.: Pass a whole number of tokens, 1 or more.",
 		"ratelimit_acquire_up_to(null, 'k', 5)":                                         "22023: invalid policy: policy is null.: Pass a text of 1 to 512 bytes.",
@@ -831,7 +831,7 @@ func TestSpend_Errors(t *testing.T) {
 		"ratelimit_acquire_up_to('p', 'k', 5, 1, 'i')":                                  settled,
 		"ratelimit_acquire_all(array['p', 'p'], array['new', 'k'], array[1, 2], 'i')":   strings.Replace(settled, "'i'", "Element 2 of the request: 'i'", 1),
 		"ratelimit_acquire_all(array['p', 'q'], array['k', 'k'], array[2, 1], 'i')":     "RL001: unknown policy: Element 2 of the request: No policy is named 'q'.: Define it first: select ratelimit_define_policy('q', capacity => 10, refill => 10, every => '1 second').",
-		"ratelimit_acquire_all(array['p', 'p'], array['k', 'other'], array[2, 1], 'i')": "RL002: idempotency key used before with another cost: Element 2 of the request: 'i' was granted with cost 2 and comes back with cost 1.: Repeat a request with its first cost, and give a new request a new key.",
+		"ratelimit_acquire_all(array['p', 'p'], array['k', 'other'], array[2, 1], 'i')": "RL002: idempotency key used before with another cost: Element 2 of the request: 'i' was granted with cost 2 and is requested again with cost 1.: Repeat a request with its first cost, and give a new request a new key.",
 	} {
 		_, err := db.Pool.Exec(context.Background(), "select "+call)
 		e := pgError(err)

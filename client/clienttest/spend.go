@@ -40,7 +40,7 @@ func (db *database) spend(function string, now time.Time, id model.BucketID, arg
 		keyed(2)
 		err = cmp.Or(err, checkCharge(cost))
 		repeat = func(_, settled int64) string {
-			return fmt.Sprintf("settled with cost %d and comes back with cost %d", settled, cost)
+			return fmt.Sprintf("settled with cost %d and is settled again with cost %d", settled, cost)
 		}
 		call = func() (err error) { d, err = db.model.Settle(now, id, key, cost); return err }
 	case "ratelimit_reserve":
@@ -59,7 +59,7 @@ func (db *database) spend(function string, now time.Time, id model.BucketID, arg
 			err = invalid("at_least", atLeast)
 		}
 		repeat = func(cost, _ int64) string {
-			return fmt.Sprintf("granted with cost %d and comes back for %d to %d", cost, atLeast, atMost)
+			return fmt.Sprintf("granted with cost %d and is requested again for %d to %d", cost, atLeast, atMost)
 		}
 		call = func() (err error) {
 			var taken int64
@@ -80,7 +80,7 @@ type repeated func(granted, settled int64) string
 
 func withCost(cost int64) repeated {
 	return func(granted, _ int64) string {
-		return fmt.Sprintf("granted with cost %d and comes back with cost %d", granted, cost)
+		return fmt.Sprintf("granted with cost %d and is requested again with cost %d", granted, cost)
 	}
 }
 

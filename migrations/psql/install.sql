@@ -3355,17 +3355,18 @@ $$;
 comment on function ratelimit.no_grant(text, text) is
   'Raises RL003, the error of a settlement without a grant.';
 
-create or replace function ratelimit.another_cost(detail text)
+create or replace function ratelimit.another_cost(
+    fact text, remedy text default 'Repeat a request with its first cost, and give a new request a new key.')
   returns void language plpgsql immutable
 as $$
 begin
   raise exception 'idempotency key used before with another cost' using
     errcode = 'RL002',
-    detail  = another_cost.detail,
-    hint    = 'Repeat a request with its first cost, and give a new request a new key.';
+    detail  = fact,
+    hint    = remedy;
 end;
 $$;
-comment on function ratelimit.another_cost(text) is
+comment on function ratelimit.another_cost(text, text) is
   'Raises RL002, the error for another cost under a live idempotency key.';
 
 -- ratelimit_charge does not raise RL004: its repeat is answered again.
@@ -3374,7 +3375,7 @@ create or replace function ratelimit.refuse_repeat(granted ratelimit.idempotency
 as $$
 begin
   if granted.cost <> cost then
-    perform ratelimit.another_cost(format('%L was granted with cost %s and comes back with cost %s.',
+    perform ratelimit.another_cost(format('%L was granted with cost %s and is requested again with cost %s.',
                                           granted.idempotency_key, granted.cost, cost));
   end if;
   raise exception 'the grant under this idempotency key was settled' using
@@ -3544,7 +3545,7 @@ declare
   v_replay ratelimit.decision;
 begin
   if granted.cost not between at_least and at_most then
-    perform ratelimit.another_cost(format('%L was granted with cost %s and comes back for %s to %s.',
+    perform ratelimit.another_cost(format('%L was granted with cost %s and is requested again for %s to %s.',
                                           granted.idempotency_key, granted.cost, at_least, at_most));
   end if;
   v_replay := ratelimit.answer_again(granted, granted.cost, now, shadow);
@@ -5033,7 +5034,8 @@ begin
       end if;
       if v_first.settled is not null then
         if v_first.settled <> v_cost then
-          perform another_cost(format('%L was settled with cost %s and comes back with cost %s.', v_idempotency_key, v_first.settled, v_cost));
+          perform another_cost(format('%L was settled with cost %s and is settled again with cost %s.', v_idempotency_key, v_first.settled, v_cost),
+                               'The first settlement stands: charge or refund the difference.');
         end if;
         select n.level, n.reset_us into v_level, v_reset_us from bucket_now(v_policy, v_key, v_now) as n;
         return spent_of(v_level, v_reset_us, v_policy.capacity, true);
@@ -5145,7 +5147,8 @@ as $$
       end if;
       if v_first.settled is not null then
         if v_first.settled <> v_cost then
-          perform another_cost(format('%L was settled with cost %s and comes back with cost %s.', v_idempotency_key, v_first.settled, v_cost));
+          perform another_cost(format('%L was settled with cost %s and is settled again with cost %s.', v_idempotency_key, v_first.settled, v_cost),
+                               'The first settlement stands: charge or refund the difference.');
         end if;
         select n.level, n.reset_us into v_level, v_reset_us from bucket_now(v_policy, v_key, v_now) as n;
         return spent_of(v_level, v_reset_us, v_policy.capacity, true);
