@@ -32,7 +32,10 @@ begin
   {{ template "include/read_write.sql" . }}
   delete from policies as p where p.name = v_name returning p.id, p.durable into v_id, v_durable;
   if not found then
-    perform unknown_policy(v_name);
+    raise exception 'unknown policy' using
+      errcode = 'RL001',
+      detail  = format('No policy is named %L.', v_name),
+      hint    = 'Pass the name of a policy that select * from ratelimit_policies() lists.';
   end if;
   delete from overrides as o where o.policy_id = v_id;
   if v_durable then

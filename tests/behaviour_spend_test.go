@@ -810,6 +810,7 @@ func TestSpend_Errors(t *testing.T) {
 		"ratelimit_charge('p', 'k', 9000000000001)":                                     "22023: invalid cost: cost is 9000000000001.: Pass 0 to 9000000000000 tokens.",
 		"ratelimit_charge('p', 'k', 1, '')":                                             "22023: invalid idempotency_key: idempotency_key is empty.: Pass a text of 1 to 512 bytes.",
 		"ratelimit_charge('q', 'k', 1)":                                                 "RL001: unknown policy: No policy is named 'q'.: Define it first: select ratelimit_define_policy('q', capacity => 10, refill => 10, every => '1 second').",
+		"ratelimit_drop_policy('q''s')":                                                 "RL001: unknown policy: No policy is named 'q''s'.: Pass the name of a policy that select * from ratelimit_policies() lists.",
 		"ratelimit_settle('p', 'k', null, 1)":                                           "22023: invalid idempotency_key: idempotency_key is null.: Pass a text of 1 to 512 bytes.",
 		"ratelimit_settle('p', null, 'i', 1)":                                           "22023: invalid key: key is null.: Pass a text of 1 to 512 bytes.",
 		"ratelimit_settle('p', 'k', 'i', 4)":                                            "RL002: idempotency key used before with another cost: 'i' was settled with cost 3 and is settled again with cost 4.: The first settlement stands: charge or refund the difference.",
