@@ -1,5 +1,13 @@
 -- The checks of arguments. Every error has a constant message, the facts in DETAIL and the remedy in HINT.
 
+create or replace function ratelimit.counted(n numeric, noun text)
+  returns text language sql immutable parallel safe
+as $$
+  select n || ' ' || noun || case when n = 1 then '' else 's' end
+$$;
+comment on function ratelimit.counted(numeric, text) is
+  'A number with its noun, which has an s unless there is one.';
+
 create or replace function ratelimit.refuse(argument text, fact text, remedy text)
   returns void language plpgsql
 as $$
@@ -151,7 +159,7 @@ create or replace function ratelimit.check_length(argument text, length integer,
 as $$
 begin
   if length is null or length is distinct from expected then
-    perform ratelimit.refuse(argument, length || ' elements long, policies ' || expected,
+    perform ratelimit.refuse(argument, ratelimit.counted(length, 'element') || ' long, policies ' || expected,
       'Pass arrays of one length: element n of each is request n.');
   end if;
 end;
@@ -166,10 +174,10 @@ begin
   if (0 <= all (sizes)) is not true then
     perform ratelimit.refuse('sizes', 'below zero or null for a request', 'Pass the number of elements of each request.');
   elsif (select coalesce(sum(s.size), 0) from unnest(sizes) as s (size)) <> length then
-    perform ratelimit.refuse('sizes', format('%s in sum, policies %s elements long', (select sum(s.size) from unnest(sizes) as s (size)), length),
+    perform ratelimit.refuse('sizes', format('%s in sum, policies %s long', (select sum(s.size) from unnest(sizes) as s (size)), ratelimit.counted(length, 'element')),
       'Pass the number of elements of each request.');
   elsif idempotency_keys <> cardinality(sizes) then
-    perform ratelimit.refuse('idempotency_keys', format('%s elements long, sizes %s', idempotency_keys, cardinality(sizes)),
+    perform ratelimit.refuse('idempotency_keys', format('%s long, sizes %s', ratelimit.counted(idempotency_keys, 'element'), cardinality(sizes)),
       'Pass one idempotency key, or null, for each request.');
   end if;
 end;

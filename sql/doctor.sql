@@ -26,8 +26,8 @@ declare
 begin
   return query
   select 'warning',
-         format('ratelimit.%s has %s rows overdue for clean-up, the oldest since %s.', o.name,
-                case when o.overdue = 10000 then '10000 or more' else o.overdue::text end, date_trunc('second', o.since)),
+         format('ratelimit.%s has %s overdue for clean-up, the oldest since %s.', o.name,
+                case when o.overdue = 10000 then '10000 or more rows' else counted(o.overdue, 'row') end, date_trunc('second', o.since)),
          'Clean-up does not run, or cannot keep up. Run it now: call ratelimit_cleanup_all(); and then every minute: docs/operating.md.' || v_where
     from (select 'buckets' as name, count(*) as overdue, min(d.due) as since
             from (select t.due_at as due from buckets as t where t.due_at < v_due_before and t.refilled_at < v_due_before order by t.due_at limit 10000) as d
@@ -41,8 +41,8 @@ begin
   if not v_standby then
     return query
     select 'warning',
-           format('ratelimit.%s has %s rows overdue for clean-up, the oldest since %s.', o.name,
-                  case when o.overdue = 10000 then '10000 or more' else o.overdue::text end, date_trunc('second', o.since)),
+           format('ratelimit.%s has %s overdue for clean-up, the oldest since %s.', o.name,
+                  case when o.overdue = 10000 then '10000 or more rows' else counted(o.overdue, 'row') end, date_trunc('second', o.since)),
            'Clean-up does not run, or cannot keep up. Run it now: call ratelimit_cleanup_all(); and then every minute: docs/operating.md.' || v_where
       from (select 'ephemeral_buckets' as name, count(*) as overdue, min(d.due) as since
               from (select t.due_at as due from ephemeral_buckets as t where t.due_at < v_due_before and t.refilled_at < v_due_before order by t.due_at limit 10000) as d
@@ -59,7 +59,7 @@ begin
 
   return query
     select 'warning',
-           format('ratelimit.%s holds %s dead row versions beside %s rows.', s.relname, s.n_dead_tup, s.n_live_tup),
+           format('ratelimit.%s holds %s dead row versions beside %s.', s.relname, s.n_dead_tup, counted(s.n_live_tup, 'row')),
            'Vacuum does not get to them, or an old snapshot keeps them: see the other findings. Then run: vacuum ratelimit.' || s.relname || ';' || v_where
       from pg_stat_all_tables as s
      where s.relid = any (v_tables)
@@ -69,7 +69,7 @@ begin
   -- What a row takes up with its index entries is at most about twice its columns and 50 bytes.
   return query
     select 'warning',
-           format('ratelimit.%s takes up %s, and its %s rows need less than %s.', b.relname, pg_size_pretty(b.size), b.rows, pg_size_pretty(b.needed)),
+           format('ratelimit.%s takes up %s for %s; less than %s would do.', b.relname, pg_size_pretty(b.size), counted(b.rows, 'row'), pg_size_pretty(b.needed)),
            'Space that is free in the table is used again. To give it back, in a quiet moment, because acquires wait: vacuum full ratelimit.' || b.relname || ';' || v_where
       from (select s.relname, pg_total_relation_size(s.relid) as size, r.rows, 10 * 1048576 + (r.rows * 2 * (w.width + 50))::bigint as needed
               from pg_stat_all_tables as s

@@ -55,7 +55,7 @@ declare
   v_detail  text    := format('{"policy": %s, "cost": %s, "remaining": %s, "retry_after": %s, "capacity": %s}',
                               to_json(rate_limit_exceeded.policy), cost, denial.remaining, coalesce(v_retry_s::text, 'null'), denial.capacity);
   v_hint    text    := case
-    when v_retry_s is not null then format('Try again in %s seconds.', v_retry_s)
+    when v_retry_s is not null then format('Try again in %s.', ratelimit.counted(v_retry_s, 'second'))
     when cost > denial.capacity then format('A cost of %s never fits a bucket of %s.', cost, denial.capacity)
     else 'The bucket does not refill by itself.'
   end;

@@ -15,7 +15,7 @@ begin
   if (cardinality(arguments) between 2 and 3) is not true then
     raise exception 'invalid trigger arguments'
       using errcode = '22023',
-            detail  = format('The trigger has %s arguments.', coalesce(cardinality(arguments), 0)),
+            detail  = format('The trigger has %s.', ratelimit.counted(coalesce(cardinality(arguments), 0), 'argument')),
             hint    = v_usage;
   end if;
   if not exists (select from pg_trigger as t

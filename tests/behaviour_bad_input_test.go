@@ -13,6 +13,8 @@ import (
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/client/clienttest"
 	"github.com/pgratelimit/pgratelimit/tests/model"
 )
 
@@ -427,4 +429,32 @@ func TestBadInput_HugeArrays(t *testing.T) {
 		require.Equal(t, "22023", sqlState(err), "%s: %v", sql, err)
 	}
 	require.Equal(t, before, rowsOf(t, db.DB))
+}
+
+// What errors count is one, or several. The fake's denial counts as the server's.
+func TestErrors_CountOneAndSeveral(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	db.setClock(t0)
+	db.definePolicy("p", 10, 1, time.Second)
+	db.acquire("p", "k", 10)
+	for call, want := range map[string]string{
+		"acquire_many('{p,p}', '{k}')":                                "keys is 1 element long, policies 2.",
+		"acquire_many('{p}', '{k,l}')":                                "keys is 2 elements long, policies 1.",
+		"acquire_all_many('{p}', '{k}', null, '{2}')":                 "sizes is 2 in sum, policies 1 element long.",
+		"acquire_all_many('{p,p}', '{k,l}', null, '{1}')":             "sizes is 1 in sum, policies 2 elements long.",
+		"acquire_all_many('{p,p}', '{k,l}', '{1,1}', '{1,1}', '{i}')": "idempotency_keys is 1 element long, sizes 2.",
+	} {
+		_, err := db.Pool.Exec(t.Context(), "select ratelimit_"+call)
+		require.NotNil(t, pgError(err), "%s: %v", call, err)
+		require.Equal(t, want, pgError(err).Detail, call)
+	}
+	for cost, want := range map[int64]string{1: "Try again in 1 second.", 2: "Try again in 2 seconds.", 3: "Try again in 3 seconds."} {
+		_, err := db.Pool.Exec(t.Context(), "select ratelimit_enforce('p', 'k', $1)", cost)
+		denial, ok := client.Denied(err)
+		require.True(t, ok, "%v", err)
+		require.Equal(t, want, pgError(err).Hint)
+		fakes := pgError(clienttest.Denied(denial))
+		require.Equal(t, []string{pgError(err).Detail, want}, []string{fakes.Detail, fakes.Hint})
+	}
 }

@@ -167,8 +167,8 @@ func TestStandby_Doctor(t *testing.T) {
 	findings, remedies := db.findings(), column(t, db.DB, "select remedy from ratelimit_doctor()")
 	require.Len(t, findings, 4)
 	for i, want := range []string{
-		"warning: ratelimit.buckets has 1 rows overdue",
-		"warning: ratelimit.overrides has 1 rows overdue",
+		"warning: ratelimit.buckets has 1 row overdue",
+		"warning: ratelimit.overrides has 1 row overdue",
 		"notice: This server is a standby, which cannot read the buckets and idempotency keys of ephemeral policies",
 		"warning: Autovacuum is off for ratelimit.buckets.",
 	} {

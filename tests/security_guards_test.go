@@ -66,7 +66,7 @@ func TestSecurity_GuardReadsNothingHostile(t *testing.T) {
 		"an array":                {"alter table orders add list text[]; " + trigger + "execute function ratelimit_guard('p', 'list')", "", "has no column list of a type"},
 		"blank-padded":            {"alter table orders alter customer type char(9); " + trigger + guard, "", "has no column customer of a type"},
 		"no arguments":            {trigger + "execute function ratelimit_guard()", "", "has 0 arguments"},
-		"one argument":            {trigger + "execute function ratelimit_guard('p')", "", "has 1 arguments"},
+		"one argument":            {trigger + "execute function ratelimit_guard('p')", "", "has 1 argument."},
 		"four arguments":          {trigger + "execute function ratelimit_guard('p', 'customer', 'size', 'size')", "", "has 4 arguments"},
 		"a column that is none":   {trigger + "execute function ratelimit_guard('p', 'nobody')", "", "has no column nobody"},
 		"an expression":           {trigger + "execute function ratelimit_guard('p', 'spy()')", "", `has no column "spy()"`},

@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"math/big"
+	"strings"
 
 	"github.com/jackc/pgx/v5/pgconn"
 
@@ -19,8 +20,11 @@ func Denied(d client.Denial) error {
 	}
 	retryAfter, hint := "null", fmt.Sprintf("A cost of %d never fits a bucket of %d.", d.Cost, d.Capacity)
 	if !d.Never() {
-		retryAfter = big.NewRat(d.RetryAfter.Microseconds(), 1_000_000).FloatString(6)
+		retryAfter = strings.TrimRight(strings.TrimRight(big.NewRat(d.RetryAfter.Microseconds(), 1_000_000).FloatString(6), "0"), ".")
 		hint = fmt.Sprintf("Try again in %s seconds.", retryAfter)
+		if retryAfter == "1" {
+			hint = "Try again in 1 second."
+		}
 	}
 	return &pgconn.PgError{
 		Severity: "ERROR",

@@ -3093,6 +3093,14 @@ comment on function ratelimit.moved_level(bigint, bigint, numeric, numeric) is
 
 -- The checks of arguments. Every error has a constant message, the facts in DETAIL and the remedy in HINT.
 
+create or replace function ratelimit.counted(n numeric, noun text)
+  returns text language sql immutable parallel safe
+as $$
+  select n || ' ' || noun || case when n = 1 then '' else 's' end
+$$;
+comment on function ratelimit.counted(numeric, text) is
+  'A number with its noun, which has an s unless there is one.';
+
 create or replace function ratelimit.refuse(argument text, fact text, remedy text)
   returns void language plpgsql
 as $$
@@ -3244,7 +3252,7 @@ create or replace function ratelimit.check_length(argument text, length integer,
 as $$
 begin
   if length is null or length is distinct from expected then
-    perform ratelimit.refuse(argument, length || ' elements long, policies ' || expected,
+    perform ratelimit.refuse(argument, ratelimit.counted(length, 'element') || ' long, policies ' || expected,
       'Pass arrays of one length: element n of each is request n.');
   end if;
 end;
@@ -3259,10 +3267,10 @@ begin
   if (0 <= all (sizes)) is not true then
     perform ratelimit.refuse('sizes', 'below zero or null for a request', 'Pass the number of elements of each request.');
   elsif (select coalesce(sum(s.size), 0) from unnest(sizes) as s (size)) <> length then
-    perform ratelimit.refuse('sizes', format('%s in sum, policies %s elements long', (select sum(s.size) from unnest(sizes) as s (size)), length),
+    perform ratelimit.refuse('sizes', format('%s in sum, policies %s long', (select sum(s.size) from unnest(sizes) as s (size)), ratelimit.counted(length, 'element')),
       'Pass the number of elements of each request.');
   elsif idempotency_keys <> cardinality(sizes) then
-    perform ratelimit.refuse('idempotency_keys', format('%s elements long, sizes %s', idempotency_keys, cardinality(sizes)),
+    perform ratelimit.refuse('idempotency_keys', format('%s long, sizes %s', ratelimit.counted(idempotency_keys, 'element'), cardinality(sizes)),
       'Pass one idempotency key, or null, for each request.');
   end if;
 end;
@@ -3712,7 +3720,7 @@ declare
   v_detail  text    := format('{"policy": %s, "cost": %s, "remaining": %s, "retry_after": %s, "capacity": %s}',
                               to_json(rate_limit_exceeded.policy), cost, denial.remaining, coalesce(v_retry_s::text, 'null'), denial.capacity);
   v_hint    text    := case
-    when v_retry_s is not null then format('Try again in %s seconds.', v_retry_s)
+    when v_retry_s is not null then format('Try again in %s.', ratelimit.counted(v_retry_s, 'second'))
     when cost > denial.capacity then format('A cost of %s never fits a bucket of %s.', cost, denial.capacity)
     else 'The bucket does not refill by itself.'
   end;
@@ -8397,7 +8405,7 @@ begin
   if (cardinality(arguments) between 2 and 3) is not true then
     raise exception 'invalid trigger arguments'
       using errcode = '22023',
-            detail  = format('The trigger has %s arguments.', coalesce(cardinality(arguments), 0)),
+            detail  = format('The trigger has %s.', ratelimit.counted(coalesce(cardinality(arguments), 0), 'argument')),
             hint    = v_usage;
   end if;
   if not exists (select from pg_trigger as t
@@ -9058,8 +9066,8 @@ declare
 begin
   return query
   select 'warning',
-         format('ratelimit.%s has %s rows overdue for clean-up, the oldest since %s.', o.name,
-                case when o.overdue = 10000 then '10000 or more' else o.overdue::text end, date_trunc('second', o.since)),
+         format('ratelimit.%s has %s overdue for clean-up, the oldest since %s.', o.name,
+                case when o.overdue = 10000 then '10000 or more rows' else counted(o.overdue, 'row') end, date_trunc('second', o.since)),
          'Clean-up does not run, or cannot keep up. Run it now: call ratelimit_cleanup_all(); and then every minute: docs/operating.md.' || v_where
     from (select 'buckets' as name, count(*) as overdue, min(d.due) as since
             from (select t.due_at as due from buckets as t where t.due_at < v_due_before and t.refilled_at < v_due_before order by t.due_at limit 10000) as d
@@ -9073,8 +9081,8 @@ begin
   if not v_standby then
     return query
     select 'warning',
-           format('ratelimit.%s has %s rows overdue for clean-up, the oldest since %s.', o.name,
-                  case when o.overdue = 10000 then '10000 or more' else o.overdue::text end, date_trunc('second', o.since)),
+           format('ratelimit.%s has %s overdue for clean-up, the oldest since %s.', o.name,
+                  case when o.overdue = 10000 then '10000 or more rows' else counted(o.overdue, 'row') end, date_trunc('second', o.since)),
            'Clean-up does not run, or cannot keep up. Run it now: call ratelimit_cleanup_all(); and then every minute: docs/operating.md.' || v_where
       from (select 'ephemeral_buckets' as name, count(*) as overdue, min(d.due) as since
               from (select t.due_at as due from ephemeral_buckets as t where t.due_at < v_due_before and t.refilled_at < v_due_before order by t.due_at limit 10000) as d
@@ -9091,7 +9099,7 @@ begin
 
   return query
     select 'warning',
-           format('ratelimit.%s holds %s dead row versions beside %s rows.', s.relname, s.n_dead_tup, s.n_live_tup),
+           format('ratelimit.%s holds %s dead row versions beside %s.', s.relname, s.n_dead_tup, counted(s.n_live_tup, 'row')),
            'Vacuum does not get to them, or an old snapshot keeps them: see the other findings. Then run: vacuum ratelimit.' || s.relname || ';' || v_where
       from pg_stat_all_tables as s
      where s.relid = any (v_tables)
@@ -9101,7 +9109,7 @@ begin
   -- What a row takes up with its index entries is at most about twice its columns and 50 bytes.
   return query
     select 'warning',
-           format('ratelimit.%s takes up %s, and its %s rows need less than %s.', b.relname, pg_size_pretty(b.size), b.rows, pg_size_pretty(b.needed)),
+           format('ratelimit.%s takes up %s for %s; less than %s would do.', b.relname, pg_size_pretty(b.size), counted(b.rows, 'row'), pg_size_pretty(b.needed)),
            'Space that is free in the table is used again. To give it back, in a quiet moment, because acquires wait: vacuum full ratelimit.' || b.relname || ';' || v_where
       from (select s.relname, pg_total_relation_size(s.relid) as size, r.rows, 10 * 1048576 + (r.rows * 2 * (w.width + 50))::bigint as needed
               from pg_stat_all_tables as s
