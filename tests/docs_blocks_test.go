@@ -731,6 +731,24 @@ func TestDocs_Grants(t *testing.T) {
 	}
 }
 
+// The first grant that a page shows lets a role ask one bucket and several, as the page goes on to do.
+func TestDocs_TheFirstGrantIsForOneBucketAndSeveral(t *testing.T) {
+	t.Parallel()
+	for _, page := range []string{"README.md", "docs/languages.md"} {
+		text, err := os.ReadFile("../" + page)
+		require.NoError(t, err)
+		grant := regexp.MustCompile(`grant execute on function [a-z_, ]+ to app`).Find(text)
+		require.NotNil(t, grant, page)
+		role, db := newRole(t), newDB(t)
+		db.definePolicy("p", 10, 1, time.Hour)
+		db.exec(strings.ReplaceAll(string(grant), " to app", " to "+role))
+		for _, call := range []string{"ratelimit_acquire('p', 'k')", "ratelimit_acquire_all('{p,p}', '{k,l}')"} {
+			_, err := poolAs(t, db.DB, role).Exec(t.Context(), "select "+call)
+			require.NoError(t, err, page)
+		}
+	}
+}
+
 // requireDashboard runs the queries of the Grafana dashboard, each of which must have columns.
 func requireDashboard(t *testing.T, pool *pgxpool.Pool) {
 	t.Helper()
