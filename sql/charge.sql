@@ -80,7 +80,6 @@ begin
       end if;
 
       -- 2. The bucket.
-      {{ template "include/read_write.sql" . }}
       loop
         select b.level, b.refilled_at into v_level, v_refilled_at
           from {{ .buckets }} as b

@@ -22,6 +22,20 @@ $$;
 comment on function ratelimit.refuse(text, text, text) is
   'Raises 22023 for one argument.';
 
+create or replace function ratelimit.refuse_read_only()
+  returns void language plpgsql
+as $$
+begin
+  raise exception 'cannot write in a read-only transaction'
+    using errcode = '25006',
+          detail  = case when pg_is_in_recovery() then 'This server is a standby.'
+                         else format('default_transaction_read_only is %s.', current_setting('default_transaction_read_only')) end,
+          hint    = 'Call it on the primary, in a read-write transaction. ratelimit_peek writes nothing, and works here.';
+end;
+$$;
+comment on function ratelimit.refuse_read_only() is
+  'Raises 25006 with what helps, where a statement that writes would show its SQL.';
+
 create or replace function ratelimit.is_name(value text)
   returns boolean language sql immutable parallel safe
 as $$

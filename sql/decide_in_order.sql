@@ -119,7 +119,7 @@ begin
         v_over := true;
         raise exception sqlstate 'RL00A';
       end if;
-      {{ template "include/read_write.sql" . }}
+      if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
       if taken then
         raise exception sqlstate 'RL00T';
       elsif v_round = 1 then

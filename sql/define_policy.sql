@@ -34,7 +34,7 @@ declare
   v_durable boolean;
 begin
   perform check_name('policy', v_name);
-  {{ template "include/read_write.sql" . }}
+  if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
   select p.* into v_policy from policies as p where p.name = v_name for update;  -- the checks combine new numbers with these
   perform check_policy(coalesce(ratelimit_define_policy.capacity, v_policy.capacity),
                        coalesce(ratelimit_define_policy.refill, v_policy.refill),

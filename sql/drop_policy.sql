@@ -29,7 +29,7 @@ declare
   v_durable boolean;
 begin
   perform check_name('policy', v_name);
-  {{ template "include/read_write.sql" . }}
+  if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
   delete from policies as p where p.name = v_name returning p.id, p.durable into v_id, v_durable;
   if not found then
     raise exception 'unknown policy' using

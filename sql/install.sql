@@ -82,7 +82,6 @@
 {{ template "epilogue.sql" . }}
 
 {{- /* Included, not functions: the fragments that the functions above share.
-       include/read_write.sql    refuses to write in a read-only transaction
        include/newest.sql        finds a bucket by its newest row version: for statements about many buckets
        include/unless_live.sql   the end of storing an idempotency key
        include/due_buckets.sql   the statements of clean-up, for one table each: the buckets that are due,

@@ -41,7 +41,7 @@ begin
   if v_expires_at <= clock() then
     perform refuse('expires_at', v_expires_at::text, 'Pass an instant that lies ahead, or null: the override then stays until it is removed.');
   end if;
-  {{ template "include/read_write.sql" . }}
+  if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
   -- It waits for a session that changes or drops the policy, and keeps others from doing so.
   select p.* into v_policy from policies as p where p.name = ratelimit_override.policy collate "C" for key share;
   if not found then
@@ -86,7 +86,7 @@ begin
   perform check_name('policy', policy);
   perform check_name('key', v_key);
   v_policy := policy_named(policy);
-  {{ template "include/read_write.sql" . }}
+  if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
   delete from overrides as o
    where o.policy_id = v_policy.id
      and o.key       = v_key

@@ -39,7 +39,7 @@ begin
     end if;
   end if;
   v_amount := least(amount, v_policy.capacity);
-  {{ template "include/read_write.sql" . }}
+  if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
   if v_policy.durable then
     update buckets as b
        set level       = least(refilled(b.level, b.refilled_at, v_now, v_policy), microtokens(v_policy.capacity - v_amount))

@@ -102,7 +102,6 @@ begin
       --    microtokens, so the debt may be paid a microtoken later than the bucket as it was would have covered the cost: the
       --    bucket counts for one less. That the debt ends above the floor shows in the stored level.
       if v_wanted > 0 then
-        {{ template "include/read_write.sql" . }}
         v_until := v_now + date_part('epoch', max_wait) * interval '1 second';
         update {{ .buckets }} as b
            set level       = refilled(b.level, b.refilled_at, v_now, v_policy) - v_wanted,

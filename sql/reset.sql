@@ -23,7 +23,7 @@ begin
     perform check_name('policy', policy);
     perform unknown_policy(policy);
   end if;
-  {{ template "include/read_write.sql" . }}
+  if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
   if v_policy.durable then
     delete from buckets as b where b.policy_id = v_policy.id and b.key = v_key;
   else
@@ -53,7 +53,7 @@ declare
   v_key    text collate "C";
   v_keys   text[];
 begin
-  {{ template "include/read_write.sql" . }}
+  if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
   if v_policy.durable then
     v_keys := array(select b.key from buckets as b where b.policy_id = v_policy.id and b.key > v_after order by b.key limit 1000);
     foreach v_key in array v_keys loop

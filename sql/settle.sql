@@ -94,7 +94,7 @@ begin
       v_back := coalesce(v_first.taken, microtokens(v_first.cost)) - microtokens(v_cost);
 
       -- 2. The bucket. A full one without a row needs none if it only gets more.
-      {{ template "include/read_write.sql" . }}
+      if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
       loop
         select b.level, b.refilled_at into v_level, v_refilled_at
           from {{ .buckets }} as b

@@ -39,7 +39,7 @@ begin
   if (ratelimit_define_shard.shard between 0 and ratelimit_define_shard.of - 1) is not true then
     perform refuse('shard', ratelimit_define_shard.shard::text, 'Pass the number of this shard: 0 or more, and less than the number of all shards.');
   end if;
-  {{ template "include/read_write.sql" . }}
+  if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
   lock table shard in share row exclusive mode;
   insert into shard as s (shard, of)
   select ratelimit_define_shard.shard, ratelimit_define_shard.of

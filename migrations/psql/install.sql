@@ -3115,6 +3115,20 @@ $$;
 comment on function ratelimit.refuse(text, text, text) is
   'Raises 22023 for one argument.';
 
+create or replace function ratelimit.refuse_read_only()
+  returns void language plpgsql
+as $$
+begin
+  raise exception 'cannot write in a read-only transaction'
+    using errcode = '25006',
+          detail  = case when pg_is_in_recovery() then 'This server is a standby.'
+                         else format('default_transaction_read_only is %s.', current_setting('default_transaction_read_only')) end,
+          hint    = 'Call it on the primary, in a read-write transaction. ratelimit_peek writes nothing, and works here.';
+end;
+$$;
+comment on function ratelimit.refuse_read_only() is
+  'Raises 25006 with what helps, where a statement that writes would show its SQL.';
+
 create or replace function ratelimit.is_name(value text)
   returns boolean language sql immutable parallel safe
 as $$
@@ -3772,13 +3786,7 @@ declare
   v_durable boolean;
 begin
   perform check_name('policy', v_name);
-  if current_setting('transaction_read_only') = 'on' then
-  raise exception 'cannot write in a read-only transaction'
-    using errcode = '25006',
-          detail  = case when pg_is_in_recovery() then 'This server is a standby.'
-                         else format('default_transaction_read_only is %s.', current_setting('default_transaction_read_only')) end,
-          hint    = 'Call it on the primary, in a read-write transaction. ratelimit_peek writes nothing, and works here.';
-end if;
+  if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
   select p.* into v_policy from policies as p where p.name = v_name for update;  -- the checks combine new numbers with these
   perform check_policy(coalesce(ratelimit_define_policy.capacity, v_policy.capacity),
                        coalesce(ratelimit_define_policy.refill, v_policy.refill),
@@ -3838,13 +3846,7 @@ declare
   v_durable boolean;
 begin
   perform check_name('policy', v_name);
-  if current_setting('transaction_read_only') = 'on' then
-  raise exception 'cannot write in a read-only transaction'
-    using errcode = '25006',
-          detail  = case when pg_is_in_recovery() then 'This server is a standby.'
-                         else format('default_transaction_read_only is %s.', current_setting('default_transaction_read_only')) end,
-          hint    = 'Call it on the primary, in a read-write transaction. ratelimit_peek writes nothing, and works here.';
-end if;
+  if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
   delete from policies as p where p.name = v_name returning p.id, p.durable into v_id, v_durable;
   if not found then
     raise exception 'unknown policy' using
@@ -3947,13 +3949,7 @@ begin
   if v_expires_at <= clock() then
     perform refuse('expires_at', v_expires_at::text, 'Pass an instant that lies ahead, or null: the override then stays until it is removed.');
   end if;
-  if current_setting('transaction_read_only') = 'on' then
-  raise exception 'cannot write in a read-only transaction'
-    using errcode = '25006',
-          detail  = case when pg_is_in_recovery() then 'This server is a standby.'
-                         else format('default_transaction_read_only is %s.', current_setting('default_transaction_read_only')) end,
-          hint    = 'Call it on the primary, in a read-write transaction. ratelimit_peek writes nothing, and works here.';
-end if;
+  if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
   -- It waits for a session that changes or drops the policy, and keeps others from doing so.
   select p.* into v_policy from policies as p where p.name = ratelimit_override.policy collate "C" for key share;
   if not found then
@@ -3998,13 +3994,7 @@ begin
   perform check_name('policy', policy);
   perform check_name('key', v_key);
   v_policy := policy_named(policy);
-  if current_setting('transaction_read_only') = 'on' then
-  raise exception 'cannot write in a read-only transaction'
-    using errcode = '25006',
-          detail  = case when pg_is_in_recovery() then 'This server is a standby.'
-                         else format('default_transaction_read_only is %s.', current_setting('default_transaction_read_only')) end,
-          hint    = 'Call it on the primary, in a read-write transaction. ratelimit_peek writes nothing, and works here.';
-end if;
+  if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
   delete from overrides as o
    where o.policy_id = v_policy.id
      and o.key       = v_key
@@ -4560,13 +4550,7 @@ begin
     end if;
   end if;
   v_amount := least(amount, v_policy.capacity);
-  if current_setting('transaction_read_only') = 'on' then
-  raise exception 'cannot write in a read-only transaction'
-    using errcode = '25006',
-          detail  = case when pg_is_in_recovery() then 'This server is a standby.'
-                         else format('default_transaction_read_only is %s.', current_setting('default_transaction_read_only')) end,
-          hint    = 'Call it on the primary, in a read-write transaction. ratelimit_peek writes nothing, and works here.';
-end if;
+  if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
   if v_policy.durable then
     update buckets as b
        set level       = least(refilled(b.level, b.refilled_at, v_now, v_policy), microtokens(v_policy.capacity - v_amount))
@@ -4623,13 +4607,7 @@ begin
     perform check_name('policy', policy);
     perform unknown_policy(policy);
   end if;
-  if current_setting('transaction_read_only') = 'on' then
-  raise exception 'cannot write in a read-only transaction'
-    using errcode = '25006',
-          detail  = case when pg_is_in_recovery() then 'This server is a standby.'
-                         else format('default_transaction_read_only is %s.', current_setting('default_transaction_read_only')) end,
-          hint    = 'Call it on the primary, in a read-write transaction. ratelimit_peek writes nothing, and works here.';
-end if;
+  if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
   if v_policy.durable then
     delete from buckets as b where b.policy_id = v_policy.id and b.key = v_key;
   else
@@ -4659,13 +4637,7 @@ declare
   v_key    text collate "C";
   v_keys   text[];
 begin
-  if current_setting('transaction_read_only') = 'on' then
-  raise exception 'cannot write in a read-only transaction'
-    using errcode = '25006',
-          detail  = case when pg_is_in_recovery() then 'This server is a standby.'
-                         else format('default_transaction_read_only is %s.', current_setting('default_transaction_read_only')) end,
-          hint    = 'Call it on the primary, in a read-write transaction. ratelimit_peek writes nothing, and works here.';
-end if;
+  if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
   if v_policy.durable then
     v_keys := array(select b.key from buckets as b where b.policy_id = v_policy.id and b.key > v_after order by b.key limit 1000);
     foreach v_key in array v_keys loop
@@ -4790,13 +4762,6 @@ begin
       end if;
 
       -- 2. The bucket.
-      if current_setting('transaction_read_only') = 'on' then
-  raise exception 'cannot write in a read-only transaction'
-    using errcode = '25006',
-          detail  = case when pg_is_in_recovery() then 'This server is a standby.'
-                         else format('default_transaction_read_only is %s.', current_setting('default_transaction_read_only')) end,
-          hint    = 'Call it on the primary, in a read-write transaction. ratelimit_peek writes nothing, and works here.';
-end if;
       loop
         select b.level, b.refilled_at into v_level, v_refilled_at
           from buckets as b
@@ -4897,13 +4862,6 @@ as $$
       end if;
 
       -- 2. The bucket.
-      if current_setting('transaction_read_only') = 'on' then
-  raise exception 'cannot write in a read-only transaction'
-    using errcode = '25006',
-          detail  = case when pg_is_in_recovery() then 'This server is a standby.'
-                         else format('default_transaction_read_only is %s.', current_setting('default_transaction_read_only')) end,
-          hint    = 'Call it on the primary, in a read-write transaction. ratelimit_peek writes nothing, and works here.';
-end if;
       loop
         select b.level, b.refilled_at into v_level, v_refilled_at
           from ephemeral_buckets as b
@@ -5054,13 +5012,7 @@ begin
       v_back := coalesce(v_first.taken, microtokens(v_first.cost)) - microtokens(v_cost);
 
       -- 2. The bucket. A full one without a row needs none if it only gets more.
-      if current_setting('transaction_read_only') = 'on' then
-  raise exception 'cannot write in a read-only transaction'
-    using errcode = '25006',
-          detail  = case when pg_is_in_recovery() then 'This server is a standby.'
-                         else format('default_transaction_read_only is %s.', current_setting('default_transaction_read_only')) end,
-          hint    = 'Call it on the primary, in a read-write transaction. ratelimit_peek writes nothing, and works here.';
-end if;
+      if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
       loop
         select b.level, b.refilled_at into v_level, v_refilled_at
           from buckets as b
@@ -5167,13 +5119,7 @@ as $$
       v_back := coalesce(v_first.taken, microtokens(v_first.cost)) - microtokens(v_cost);
 
       -- 2. The bucket. A full one without a row needs none if it only gets more.
-      if current_setting('transaction_read_only') = 'on' then
-  raise exception 'cannot write in a read-only transaction'
-    using errcode = '25006',
-          detail  = case when pg_is_in_recovery() then 'This server is a standby.'
-                         else format('default_transaction_read_only is %s.', current_setting('default_transaction_read_only')) end,
-          hint    = 'Call it on the primary, in a read-write transaction. ratelimit_peek writes nothing, and works here.';
-end if;
+      if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
       loop
         select b.level, b.refilled_at into v_level, v_refilled_at
           from ephemeral_buckets as b
@@ -5329,13 +5275,6 @@ begin
       --    microtokens, so the debt may be paid a microtoken later than the bucket as it was would have covered the cost: the
       --    bucket counts for one less. That the debt ends above the floor shows in the stored level.
       if v_wanted > 0 then
-        if current_setting('transaction_read_only') = 'on' then
-  raise exception 'cannot write in a read-only transaction'
-    using errcode = '25006',
-          detail  = case when pg_is_in_recovery() then 'This server is a standby.'
-                         else format('default_transaction_read_only is %s.', current_setting('default_transaction_read_only')) end,
-          hint    = 'Call it on the primary, in a read-write transaction. ratelimit_peek writes nothing, and works here.';
-end if;
         v_until := v_now + date_part('epoch', max_wait) * interval '1 second';
         update buckets as b
            set level       = refilled(b.level, b.refilled_at, v_now, v_policy) - v_wanted,
@@ -5511,13 +5450,6 @@ as $$
       --    microtokens, so the debt may be paid a microtoken later than the bucket as it was would have covered the cost: the
       --    bucket counts for one less. That the debt ends above the floor shows in the stored level.
       if v_wanted > 0 then
-        if current_setting('transaction_read_only') = 'on' then
-  raise exception 'cannot write in a read-only transaction'
-    using errcode = '25006',
-          detail  = case when pg_is_in_recovery() then 'This server is a standby.'
-                         else format('default_transaction_read_only is %s.', current_setting('default_transaction_read_only')) end,
-          hint    = 'Call it on the primary, in a read-write transaction. ratelimit_peek writes nothing, and works here.';
-end if;
         v_until := v_now + date_part('epoch', max_wait) * interval '1 second';
         update ephemeral_buckets as b
            set level       = refilled(b.level, b.refilled_at, v_now, v_policy) - v_wanted,
@@ -7454,13 +7386,7 @@ begin
         v_over := true;
         raise exception sqlstate 'RL00A';
       end if;
-      if current_setting('transaction_read_only') = 'on' then
-  raise exception 'cannot write in a read-only transaction'
-    using errcode = '25006',
-          detail  = case when pg_is_in_recovery() then 'This server is a standby.'
-                         else format('default_transaction_read_only is %s.', current_setting('default_transaction_read_only')) end,
-          hint    = 'Call it on the primary, in a read-write transaction. ratelimit_peek writes nothing, and works here.';
-end if;
+      if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
       if taken then
         raise exception sqlstate 'RL00T';
       elsif v_round = 1 then
@@ -8697,13 +8623,7 @@ begin
   if (budget > interval '0') is not true then
     perform refuse('budget', budget::text, 'Pass an interval above zero, such as ''50 seconds''.');
   end if;
-  if current_setting('transaction_read_only') = 'on' then
-  raise exception 'cannot write in a read-only transaction'
-    using errcode = '25006',
-          detail  = case when pg_is_in_recovery() then 'This server is a standby.'
-                         else format('default_transaction_read_only is %s.', current_setting('default_transaction_read_only')) end,
-          hint    = 'Call it on the primary, in a read-write transaction. ratelimit_peek writes nothing, and works here.';
-end if;
+  if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
   due_before               := least(due_before, v_now);  -- least ignores null; a caller cannot look past v_now
   deadline                 := coalesce(deadline, clock_timestamp() + least(budget, interval '1000 years'));
   buckets_deleted          := 0;
@@ -9240,13 +9160,7 @@ begin
   if (ratelimit_define_shard.shard between 0 and ratelimit_define_shard.of - 1) is not true then
     perform refuse('shard', ratelimit_define_shard.shard::text, 'Pass the number of this shard: 0 or more, and less than the number of all shards.');
   end if;
-  if current_setting('transaction_read_only') = 'on' then
-  raise exception 'cannot write in a read-only transaction'
-    using errcode = '25006',
-          detail  = case when pg_is_in_recovery() then 'This server is a standby.'
-                         else format('default_transaction_read_only is %s.', current_setting('default_transaction_read_only')) end,
-          hint    = 'Call it on the primary, in a read-write transaction. ratelimit_peek writes nothing, and works here.';
-end if;
+  if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
   lock table shard in share row exclusive mode;
   insert into shard as s (shard, of)
   select ratelimit_define_shard.shard, ratelimit_define_shard.of

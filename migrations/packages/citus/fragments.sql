@@ -299,7 +299,7 @@ begin
   if (budget > interval '0') is not true then
     perform refuse('budget', budget::text, 'Pass an interval above zero, such as ''50 seconds''.');
   end if;
-  {{ template "include/read_write.sql" . }}
+  if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
   due_before               := least(due_before, v_now);  -- least ignores null; a caller cannot look past v_now
   deadline                 := coalesce(deadline, clock_timestamp() + least(budget, interval '1000 years'));
   buckets_deleted          := 0;
