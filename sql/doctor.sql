@@ -1,4 +1,7 @@
--- Looks for what makes limits slow or tables large, and says what helps. Without findings all is well.
+-- Looks for what makes limits slow or tables large, and for a wrong owner, and says what helps. Without findings all is well.
+--
+-- The owners are those of schema ratelimit, its functions and tables, the public functions and the extension. A restore by a
+-- superuser makes it the owner of an extension, because pg_dump does not name the owner.
 --
 -- A bucket that is overdue and in use is no finding: clean-up skips a row that is locked. Statistics are those since they were
 -- last reset. Sessions count after a minute.
@@ -17,13 +20,122 @@ create or replace function ratelimit_doctor()
   set enable_seqscan = off  -- the overdue rows are found by the index of the column that makes them due
 as $$
 declare
-  v_now        constant timestamptz := clock();
-  v_due_before constant timestamptz := v_now - interval '10 minutes';
-  v_tables     constant regclass[]  := array['buckets'::regclass, 'ephemeral_buckets'::regclass, 'idempotency_keys'::regclass,
-                                             'ephemeral_idempotency_keys'::regclass];
+  v_now        timestamptz;
+  v_due_before timestamptz;
+  v_tables     regclass[];
   v_standby    constant boolean     := pg_is_in_recovery();
   v_where      constant text        := case when v_standby then ' This server is a standby: do it on the primary.' else '' end;
+  v_home       constant regnamespace := (select p.pronamespace::regnamespace
+                                           from pg_proc as p
+                                          where p.proname = 'ratelimit_doctor'
+                                            and p.pronargs = 0
+                                            and pg_get_userbyid(p.proowner) = current_user
+                                          limit 1);
+  -- The owner of schema ratelimit or, where that is a superuser and not the owner of this function, the latter.
+  v_owner      constant oid         := (select r.oid
+                                          from pg_roles as r
+                                         where r.rolname = current_user
+                                            or r.oid = (select n.nspowner from pg_namespace as n where n.nspname = 'ratelimit')
+                                         order by r.rolsuper, r.rolname = current_user
+                                         limit 1);
+  v_new_owner  constant text        := (select case when r.rolsuper then 'new_owner' else r.oid::regrole::text end from pg_roles as r where r.oid = v_owner);
+  v_extend     constant text        := (select format(e'\n'
+      '  execute format(''set local role %%s'', new_owner);\n'
+      '  create extension pgratelimit schema %s version ''unpackaged'';\n'
+      '  alter extension pgratelimit update to %L;', v_home, e.extversion)
+                                          from pg_extension as e
+                                         where e.extname = 'pgratelimit');
+  v_object     record;
+  v_remedy     text;
+  v_blind      boolean := false;
 begin
+  -- Objects of superusers can be given away together. What any other role owns may have been planted.
+  for v_object in
+    select o.owner, r.rolsuper as superuser, bool_or(o.definer) as definer, count(*) as objects,
+           bool_or(o.class <> 'pg_extension'::regclass and coalesce(i.schema, 'ratelimit') = 'ratelimit') as private,
+           string_agg(format('alter %s %s owner to %s;', replace(i.type, 'composite ', ''), i.identity, v_owner::regrole), e'\n' order by i.identity)
+             filter (where o.class <> 'pg_extension'::regclass) as statements
+      from (select 'pg_namespace'::regclass, n.oid, n.nspowner, false from pg_namespace as n where n.nspname = 'ratelimit'
+            union all
+            select 'pg_extension'::regclass, e.oid, e.extowner, false from pg_extension as e where e.extname = 'pgratelimit'
+            union all
+            select 'pg_class'::regclass, c.oid, c.relowner, false
+              from pg_class as c
+             where c.relnamespace = 'ratelimit'::regnamespace
+               and c.relkind in ('r', 'p', 'v', 'm', 'f', 'c')
+            union all
+            select 'pg_proc'::regclass, p.oid, p.proowner, p.prosecdef
+              from pg_proc as p
+             where p.pronamespace = 'ratelimit'::regnamespace
+                or p.pronamespace = v_home
+               and starts_with(p.proname, 'ratelimit_')) as o (class, oid, owner, definer)
+      join pg_roles as r on r.oid = o.owner
+     cross join pg_identify_object(o.class, o.oid, 0) as i
+     group by o.owner, r.rolsuper
+     order by o.owner::regrole::text
+  loop
+    v_remedy := format('Give them to %s. What may have been planted, drop. As a superuser:%s', v_owner::regrole, v_where) || e'\n' || v_object.statements;
+    if v_object.superuser or v_object.statements is null then  -- the extension alone
+      -- No statement changes the owner of an extension: so its objects leave it, and the new owner makes it again.
+      v_remedy := 'Unless this is a trial, give the package to a role that is no superuser, and has CREATE on the database and on the '
+                  'schema of the functions. As a superuser, with the name of that role for ' || v_new_owner || ':' || v_where || format(
+$give$
+do $give_away$
+declare
+  new_owner constant regrole := %1$L;
+  statement text;
+begin
+  perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);
+  foreach statement in array array(
+    select format('alter extension pgratelimit drop %%s %%s', i.type, i.identity)
+      from pg_extension as e
+      join pg_depend as d on d.refclassid = 'pg_extension'::regclass and d.refobjid = e.oid and d.deptype = 'e'
+     cross join pg_identify_object(d.classid, d.objid, 0) as i
+     where e.extname = 'pgratelimit'
+    union all
+    select 'drop extension if exists pgratelimit'
+    union all
+    select format('alter %%s %%s owner to %%s', replace(i.type, 'composite ', ''), i.identity, new_owner)
+      from (select 'pg_namespace'::regclass, oid, nspowner from pg_namespace where nspname = 'ratelimit'
+            union all
+            select 'pg_class'::regclass, oid, relowner
+              from pg_class
+             where relnamespace = 'ratelimit'::regnamespace and relkind in ('r', 'p', 'v', 'm', 'f', 'c')
+            union all
+            select 'pg_proc'::regclass, oid, proowner
+              from pg_proc
+             where pronamespace = 'ratelimit'::regnamespace
+                or pronamespace = %2$L::regnamespace and starts_with(proname, 'ratelimit_')) as o (class, oid, owner)
+      join pg_roles as r on r.oid = o.owner and r.rolsuper
+     cross join pg_identify_object(o.class, o.oid, 0) as i)
+  loop
+    execute statement;
+  end loop;%3$s
+end;
+$give_away$;$give$, v_new_owner, v_home, v_extend);
+    end if;
+    if v_object.superuser and v_object.definer then
+      return query
+        select 'notice',
+               format('The owner of the package, %s, is a superuser: its functions run with all rights, whoever calls them.', v_object.owner::regrole),
+               v_remedy;
+    end if;
+    if v_object.owner <> v_owner then
+      return query
+        select 'warning',
+               format('%s objects of the package belong to %s, and others to %s: calls can fail, and no role can upgrade it.', v_object.objects,
+                      v_object.owner::regrole, v_owner::regrole),
+               v_remedy;
+      v_blind := v_blind or v_object.private and not (select r.rolsuper from pg_roles as r where r.rolname = current_user);
+    end if;
+  end loop;
+  if v_blind then
+    return;  -- the rest would fail: the owner of this function lacks rights
+  end if;
+
+  v_now := clock();
+  v_due_before := v_now - interval '10 minutes';
+  v_tables := array['buckets'::regclass, 'ephemeral_buckets'::regclass, 'idempotency_keys'::regclass, 'ephemeral_idempotency_keys'::regclass];
   return query
   select 'warning',
          format('ratelimit.%s has %s overdue for clean-up, the oldest since %s.', o.name,

@@ -143,6 +143,7 @@ func TestStandby_Doctor(t *testing.T) {
 	t.Parallel()
 	const notOnAStandby = " This server is a standby: do it on the primary."
 	db, server := newPrivateDB(t, "autovacuum=off")
+	db.follow(column(t, db.DB, "select remedy from ratelimit_doctor() where severity = 'notice'")[0], "pg_monitor")
 	db.setClock(t0)
 	db.definePolicy("durable", 10, 1, second)
 	db.acquire("durable", "k", 3)

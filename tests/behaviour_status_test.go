@@ -1,6 +1,7 @@
 package tests
 
 import (
+	"context"
 	"fmt"
 	"strings"
 	"testing"
@@ -89,6 +90,24 @@ func (db *testDB) requireFinding(severity string, parts ...string) (remedy strin
 	return column(db.t, db.DB, "select remedy from ratelimit_doctor()")[0]
 }
 
+// giveAway makes a role that is no superuser the owner of the package, so that the doctor has nothing to say of the owner.
+func (db *testDB) giveAway() *testDB {
+	db.t.Helper()
+	db.follow(db.requireFinding("notice", "The owner of the package, ", " is a superuser"), "pg_monitor")
+	require.Empty(db.t, db.findings())
+	return db
+}
+
+// follow executes the statements of a remedy, for a new owner where the remedy leaves it open.
+func (db *testDB) follow(remedy, owner string) {
+	db.t.Helper()
+	_, sql, found := strings.Cut(remedy, "\n")
+	require.True(db.t, found, remedy)
+	conn := db.Connect(db.t)
+	execute(db.t, conn, strings.ReplaceAll(sql, "'new_owner'", "'"+owner+"'"), pgx.QueryExecModeSimpleProtocol)
+	require.NoError(db.t, conn.Close(context.Background()))
+}
+
 func TestDoctor_OverdueRows(t *testing.T) {
 	t.Parallel()
 	for name, test := range map[string]struct {
@@ -105,7 +124,7 @@ func TestDoctor_OverdueRows(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			db := newDB(t)
+			db := newDB(t).giveAway()
 			db.setClock(t0)
 			db.definePolicy("p", 10, 1, second, test.kind, remember(5*second))
 			switch {
@@ -134,7 +153,7 @@ func TestDoctor_OverdueRows(t *testing.T) {
 func TestDoctor_OverdueAndInUse(t *testing.T) {
 	t.Parallel()
 	eachDurability(t, func(t *testing.T, db *testDB, durability policyOption) {
-		db.definePolicy("p", 10, 1, second, durability)
+		db.giveAway().definePolicy("p", 10, 1, second, durability)
 		db.acquireAt(t0, "p", "k", 5)
 		db.acquireAt(t0.Add(time.Hour), "p", "k", 5)
 		require.Empty(t, db.findings())
@@ -146,7 +165,7 @@ func TestDoctor_OverdueAndInUse(t *testing.T) {
 // However many rows are overdue, the doctor counts no more than it needs to.
 func TestDoctor_CountsTenThousandOverdueRowsAtMost(t *testing.T) {
 	t.Parallel()
-	db := newDB(t)
+	db := newDB(t).giveAway()
 	db.definePolicy("p", 10, 1, second)
 	db.fillTables("", "p", 10_001)
 	db.exec("delete from ratelimit.idempotency_keys where key in ('k1', 'k2')")
@@ -166,7 +185,7 @@ func (db *testDB) aMinuteAfter(sql string, args ...any) time.Time {
 
 func TestDoctor_SessionsThatStayOpen(t *testing.T) {
 	t.Parallel()
-	db := newDB(t)
+	db := newDB(t).giveAway()
 	db.definePolicy("p", 10, 1, aDay)
 	newDB(t).begin().exec("create temporary table t ()") // in another database
 	for name, begin := range map[string]string{
@@ -204,7 +223,7 @@ func TestDoctor_SessionsThatStayOpen(t *testing.T) {
 func TestDoctor_PreparedTransactions(t *testing.T) {
 	t.Parallel()
 	db, server := newPrivateDB(t, "max_prepared_transactions=2")
-	for _, db := range []*testDB{createDB(t, server, "another"), db} {
+	for _, db := range []*testDB{createDB(t, server, "another"), db.giveAway()} {
 		db.definePolicy("p", 10, 1, aDay)
 		s := db.begin()
 		s.exec("select ratelimit_acquire('p', 'k')")
@@ -248,10 +267,76 @@ func TestDoctor_OwnerWithoutASight(t *testing.T) {
 	require.Empty(t, find())
 }
 
+// What belongs to another role is a warning with the statements that mend it, and those of a superuser are a notice, too.
+func TestDoctor_Owners(t *testing.T) {
+	t.Parallel()
+	other := newRole(t)
+	for name, test := range map[string]struct {
+		change  string
+		objects int
+		super   bool // a superuser owns functions then
+	}{
+		"a function":               {"alter function ratelimit_acquire owner to %s", 1, true},
+		"a helper without rights":  {"alter function ratelimit.clock owner to %s", 1, false},
+		"a procedure":              {"alter procedure ratelimit_cleanup_all owner to %s", 1, false},
+		"a table and a type":       {"alter table ratelimit.buckets owner to %s; alter type ratelimit.decision owner to %s", 2, false},
+		"the schema":               {"alter schema ratelimit owner to %s", 1, false},
+		"the doctor":               {"alter function ratelimit_doctor owner to %s", 1, true},
+		"another function, a view": {"set role %s; create function ratelimit_more() returns integer language sql as 'select 1'; create view ratelimit.more as select 1", 2, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			for _, owner := range []string{other, "current_user"} {
+				if owner == other && (name == "the schema" || name == "the doctor") {
+					continue // then which of the two is the other?
+				}
+				db := newDB(t).giveAway()
+				db.exec("grant create on schema public, ratelimit to " + other)
+				before := fingerprintOf(t, db.DB)
+				if owner != other {
+					owner = column(t, db.DB, "select quote_ident(current_user)")[0]
+				}
+				execute(t, db.Connect(t), strings.ReplaceAll(test.change, "%s", owner), pgx.QueryExecModeSimpleProtocol)
+
+				findings, remedies := db.findings(), column(t, db.DB, "select remedy from ratelimit_doctor()")
+				if owner != other && test.super {
+					require.Len(t, findings, 2)
+					require.Equal(t, remedies[0], remedies[1])
+					require.Equal(t, "notice: The owner of the package, "+owner+", is a superuser: its functions run with all rights, whoever calls them.", findings[0])
+					findings = findings[1:]
+				}
+				require.Equal(t, []string{fmt.Sprintf("warning: %d objects of the package belong to %s, and others to pg_monitor: calls can fail, and no role can upgrade it.",
+					test.objects, owner)}, findings)
+				db.follow(remedies[0], "nobody")
+				require.Empty(t, db.findings())
+				if !strings.Contains(test.change, "create") {
+					require.Equal(t, before, fingerprintOf(t, db.DB))
+				}
+			}
+		})
+	}
+}
+
+// The statements for the objects of a superuser give away nothing that another role may have planted.
+func TestDoctor_OwnersDoNotTakeOverWhatIsPlanted(t *testing.T) {
+	t.Parallel()
+	planter := newRole(t)
+	db := newDB(t)
+	db.exec("grant create on schema public to " + planter)
+	execute(t, connectAs(t, db.DB, planter), "create function ratelimit_planted() returns integer language sql security definer as 'select 1'")
+	require.Len(t, db.findings(), 2)
+	db.follow(column(t, db.DB, "select remedy from ratelimit_doctor() where severity = 'notice'")[0], "pg_monitor")
+	remedy := db.requireFinding("warning", "1 objects of the package belong to "+planter+", and others to pg_monitor")
+	require.Contains(t, remedy, "What may have been planted, drop.")
+	require.Equal(t, []string{planter}, column(t, db.DB, "select proowner::regrole::text from pg_proc where proname = 'ratelimit_planted'"))
+	db.exec("drop function ratelimit_planted")
+	require.Empty(t, db.findings())
+}
+
 func TestDoctor_Vacuum(t *testing.T) {
 	t.Parallel()
 	db, _ := newPrivateDB(t, "autovacuum_naptime=1h")
-	require.Empty(t, db.findings())
+	db.giveAway()
 	for _, table := range bucketTables {
 		db.exec("alter table ratelimit." + table + " set (autovacuum_enabled = on)")
 		require.Empty(t, db.findings())
@@ -276,7 +361,7 @@ func TestDoctor_Vacuum(t *testing.T) {
 func TestDoctor_BloatAndHotUpdates(t *testing.T) {
 	t.Parallel()
 	db, _ := newPrivateDB(t, "autovacuum_naptime=1h")
-	db.definePolicy("p", 10, 1, aDay)
+	db.giveAway().definePolicy("p", 10, 1, aDay)
 	const fill = "insert into ratelimit.buckets (policy_id, key, level, refilled_at, due_at) select 1, 'user:' || n, 0, now(), now() + interval '1 day' from generate_series(1, 450000) as n"
 	conn := db.session()
 	flush := func(sql string) {
@@ -323,7 +408,7 @@ func TestDoctor_BloatAndHotUpdates(t *testing.T) {
 func TestDoctor_SilentUnderLoad(t *testing.T) {
 	t.Parallel()
 	db := newCrowdDB(t, 8)
-	db.definePolicy("durable", 1000, 1000, second, remember(time.Second))
+	db.giveAway().definePolicy("durable", 1000, 1000, second, remember(time.Second))
 	db.definePolicy("ephemeral", 1000, 1000, second, ephemeral, remember(time.Second))
 	load := newLoad(t)
 	for _, policy := range []string{"durable", "ephemeral"} {

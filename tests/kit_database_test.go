@@ -66,6 +66,7 @@ func (db *testDB) setClock(now time.Time) {
 		db.exec(`
 			create table if not exists public.test_clock (now timestamptz not null, row integer primary key);
 			insert into public.test_clock values ('epoch', 1) on conflict do nothing;
+			grant select on public.test_clock to public;
 			create or replace function ratelimit.clock() returns timestamptz language sql volatile parallel safe
 			as $$ select now from public.test_clock where row = 1 $$`)
 	})

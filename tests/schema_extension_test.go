@@ -30,6 +30,7 @@ func TestExtension(t *testing.T) {
 		"IntoASchema":                 testExtensionSchemas,
 		"ByEveryPath":                 testExtensionPaths,
 		"RestoresAnOlderVersion":      testExtensionRestoreOlder,
+		"RestoredByASuperuser":        testExtensionRestoredBySuperuser,
 		"RefusesPlantedObjects":       testExtensionPlanted,
 		"UpdateRefusesPlantedObjects": testExtensionUpdatePlanted,
 		"AdoptsNothingElse":           testExtensionAdopt,
@@ -240,6 +241,64 @@ func testExtensionRestoreOlder(t *testing.T, s extensionServer) {
 	data.check()
 	want := s.with(t, "create extension pgratelimit; grant execute on function ratelimit_acquire to app")
 	require.Equal(t, fingerprintOf(t, want.DB), fingerprintOf(t, restored.DB))
+}
+
+// pg_dump does not name the owner of an extension, so a superuser who restores it becomes the owner. pg_restore --role
+// keeps the owner; afterwards the statements of the doctor bring it back.
+func testExtensionRestoredBySuperuser(t *testing.T, s extensionServer) {
+	onServer(t, s.Server, "", "create role limits; grant pg_read_all_stats to limits")
+	for name, schema := range map[string]string{"public": "public", "a schema of its own": `"Odd ""Schema"`} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			prepared := func(prepare string) *testDB {
+				return s.with(t, fmt.Sprintf("%s; grant create on schema public to limits; do $$ begin execute format('grant create on database %%I to limits', current_database()); end $$", prepare))
+			}
+			db := prepared("create schema if not exists " + schema + " authorization limits")
+			conn := connectAs(t, db.DB, "limits")
+			execute(t, conn, "create extension pgratelimit schema "+schema)
+			execute(t, conn, "set search_path = "+schema)
+			execute(t, conn, "grant execute on function ratelimit_acquire to app")
+			db.exec("alter database " + db.Name + " set search_path = " + schema)
+			db.Pool.Reset()
+			data := db.putData()
+			require.Empty(t, db.findings())
+			program, file := findPgDump(t), filepath.Join(t.TempDir(), "dump")
+			run(t, "..", nil, program, "--format=custom", "--file", file, "--dbname", db.URL)
+			restored := func(options ...string) *testDB {
+				got := prepared("select")
+				args := append([]string{"--exit-on-error", "--dbname", got.URL, file}, options...)
+				run(t, "..", nil, filepath.Join(filepath.Dir(program), "pg_restore"), args...)
+				got.exec("alter database " + got.Name + " set search_path = " + schema)
+				got.Pool.Reset()
+				return got
+			}
+			same := func(got *testDB) {
+				t.Helper()
+				require.Empty(t, got.findings())
+				sameButExtension(t, db, got)
+				require.Equal(t, membership(t, db), membership(t, got))
+				kept := *data
+				kept.db = got
+				kept.check()
+				execute(t, connectAs(t, got.DB, "limits"), "alter extension pgratelimit update")
+			}
+
+			same(restored("--role=limits", "--no-owner"))
+
+			got := restored()
+			_, err := connectAs(t, got.DB, "limits").Exec(t.Context(), "select ratelimit_policies()")
+			require.Equal(t, "42501", sqlState(err), "%v", err)
+			got.follow(got.requireFinding("notice", "The owner of the package, postgres, is a superuser"), "limits")
+			got.Await(t, patience, noTemporaryFunctions)
+			same(got)
+
+			// The statements for objects of the package do not move the extension.
+			got.exec("update pg_extension set extowner = 'app'::regrole where extname = 'pgratelimit'")
+			got.follow(got.requireFinding("warning", "1 objects of the package belong to app, and others to limits"), "")
+			got.Await(t, patience, noTemporaryFunctions)
+			same(got)
+		})
+	}
 }
 
 // Nothing that is there is taken over.
