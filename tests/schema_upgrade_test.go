@@ -6,6 +6,7 @@ import (
 	"os"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -53,6 +54,67 @@ func TestUpgrade_ACallUnderWay(t *testing.T) {
 			}
 		})
 	}
+}
+
+// Version 2 adds a column to a decision. A prepared statement that names its columns goes on, with a generic plan and with
+// its own. With select * it fails, and takes nothing, until it is prepared again: pgx does so after one error.
+func TestUpgrade_PreparedStatements(t *testing.T) {
+	t.Parallel()
+	ctx := context.Background()
+	db := installedAt(t, os.DirFS("../migrations"), 1)
+	db.definePolicy("p", loadCapacity, 1, aDay)
+	const named, star = "select allowed, remaining, retry_after from ratelimit_acquire('p', $1)", "select * from ratelimit_acquire('p', $1)"
+	modes := []string{"force_generic_plan", "force_custom_plan"}
+	var calls [2]atomic.Int64
+	load, sessions := newLoad(t), make([]*session, len(modes))
+	for i, mode := range modes {
+		sessions[i] = db.session()
+		for name, sql := range map[string]string{"named": named, "star": star} {
+			_, err := sessions[i].Prepare(ctx, name, sql)
+			require.NoError(t, err)
+		}
+		sessions[i].exec("set plan_cache_mode = " + mode)
+		sessions[i].exec("star", "star")
+		sessions[i].exec(star, "implicit")
+	}
+	load.start(len(sessions), func(i int) error {
+		_, err := sessions[i].Exec(ctx, "named", modes[i])
+		calls[i].Add(1)
+		return err
+	})
+	more := func() {
+		t.Helper()
+		for i := range calls {
+			before := calls[i].Load()
+			require.Eventually(t, func() bool { return load.ctx.Err() != nil || calls[i].Load() > before+5 }, patience, ms)
+		}
+	}
+	more()
+	require.NoError(t, migrations.Up(ctx, db.Connect(t)))
+	more()
+	require.NoError(t, load.end())
+
+	before := db.rows()
+	for i, s := range sessions {
+		require.EqualValues(t, loadCapacity-calls[i].Load(), db.left("p", modes[i]))
+		for range 2 {
+			_, err := s.Exec(ctx, "star", "star")
+			require.Equal(t, "0A000", sqlState(err), "%v", err)
+			require.ErrorContains(t, err, "cached plan must not change result type")
+		}
+		_, err := s.Exec(ctx, star, "implicit")
+		require.Equal(t, "0A000", sqlState(err), "%v", err)
+	}
+	require.Equal(t, before, db.rows())
+	for _, s := range sessions {
+		require.NoError(t, s.Deallocate(ctx, "star"))
+		_, err := s.Prepare(ctx, "star", star)
+		require.NoError(t, err)
+		s.exec("star", "star")
+		s.exec(star, "implicit")
+	}
+	require.EqualValues(t, loadCapacity-4, db.left("p", "star"))
+	require.EqualValues(t, loadCapacity-4, db.left("p", "implicit"))
 }
 
 // Version 2 replaces the functions themselves. A call that had found the old one waits for the migration, and goes on
