@@ -563,6 +563,30 @@ func TestInstall_OfAnotherRole(t *testing.T) {
 	require.NoError(t, migrations.Down(t.Context(), connectAs(t, db, owner)))
 }
 
+// A role that may not read the installed version is told who the owner is, as any other that has something to do.
+func TestInstall_ByAnAppRoleNamesTheOwner(t *testing.T) {
+	t.Parallel()
+	owner, app := newRole(t), newRole(t)
+	db := pgtest.Empty(t)
+	db.Exec(t, fmt.Sprintf("alter database %s owner to %s; grant create on database %[1]s to %[3]s; grant create on schema public to %[3]s", db.Name, owner, app))
+	require.NoError(t, migrations.Up(t.Context(), connectAs(t, db, owner)))
+	for _, grant := range []string{"select", "grant usage on schema ratelimit to " + app} {
+		db.Exec(t, grant)
+		for _, version := range []int32{newestMigration(t), newestMigration(t) - 1} {
+			db.Exec(t, "update ratelimit.schema_version set version = $1", version)
+			before := stateOf(t, db)
+			err := migrations.Up(t.Context(), connectAs(t, db, app))
+			require.ErrorContains(t, err, "schema ratelimit belongs to another role")
+			require.ErrorContains(t, err, "It belongs to "+owner+". Connect as "+owner)
+			out, status := psqlStatus(t, withSettings(t, db.URL, "role", app), "--file", "../migrations/psql/install.sql")
+			require.Equal(t, 3, status, out)
+			require.Contains(t, out, "It belongs to "+owner+".")
+			require.Contains(t, out, "Connect as "+owner)
+			require.Equal(t, before, stateOf(t, db))
+		}
+	}
+}
+
 func TestInstall_AgainRefusesPlantedFunctions(t *testing.T) {
 	t.Parallel()
 	planter := newRole(t)

@@ -63,7 +63,7 @@ func TestPsql_Upgrade(t *testing.T) {
 	for range 2 {
 		out, status = run(next, "install.sql", db.DB)
 		require.Equal(t, 0, status, out)
-		require.Equal(t, fmt.Sprintf("pgratelimit: schema version %d is installed.\n", newest+1), out)
+		require.Equal(t, fmt.Sprintf("pgratelimit %s is installed in schema public; its schema version is %d.\n", extensionVersions[newest], newest+1), out)
 		sameSchema(t, want.DB, db.DB)
 		data.check()
 	}
@@ -85,6 +85,23 @@ func TestPsql_Upgrade(t *testing.T) {
 	out, status = run(next, "uninstall.sql", db.DB)
 	require.Equal(t, 0, status, out)
 	require.Equal(t, fingerprintOf(t, pgtest.Empty(t)), fingerprintOf(t, db.DB))
+}
+
+// The schema that is told is where the functions are, not the one that heads search_path now.
+func TestPsql_SaysWhatIsInstalledAndWhere(t *testing.T) {
+	t.Parallel()
+	db, newest := pgtest.Empty(t), newestMigration(t)
+	db.Exec(t, `create schema "Odd ""Schema"`)
+	for _, step := range []struct{ prepare, path, told string }{
+		{"select", `"Odd ""Schema"`, `"Odd ""Schema"`},
+		{"select", "public", `"Odd ""Schema"`},
+		{`drop schema "Odd ""Schema" cascade`, "public", "none (the functions are missing)"},
+	} {
+		db.Exec(t, step.prepare)
+		out, status := psqlStatus(t, withSettings(t, db.URL, "search_path", step.path), "--file", "../migrations/psql/install.sql")
+		require.Equal(t, 0, status, out)
+		require.Equal(t, fmt.Sprintf("pgratelimit %s is installed in schema %s; its schema version is %d.\n", extensionVersions[newest], step.told, newest), out)
+	}
 }
 
 func TestPsql_FailureChangesNothing(t *testing.T) {

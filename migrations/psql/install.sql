@@ -56,7 +56,9 @@ begin
                     and c.relkind = 'r'
                     and not c.relrowsecurity
                     and a.attname = 'version'
-                    and a.atttypid = 'integer'::regtype) then
+                    and a.atttypid = 'integer'::regtype
+                    and has_schema_privilege(v_schema, 'usage')
+                    and has_table_privilege(c.oid, 'select')) then
         select v.version into v_version from only ratelimit.schema_version as v;
       end if;
       if v_version is null or v_version < 2 then
@@ -2507,7 +2509,9 @@ begin
                     and c.relkind = 'r'
                     and not c.relrowsecurity
                     and a.attname = 'version'
-                    and a.atttypid = 'integer'::regtype) then
+                    and a.atttypid = 'integer'::regtype
+                    and has_schema_privilege(v_schema, 'usage')
+                    and has_table_privilege(c.oid, 'select')) then
         select v.version into v_version from only ratelimit.schema_version as v;
       end if;
       if v_version is null or v_version < 2 then
@@ -9397,7 +9401,16 @@ update ratelimit.schema_version set version = 2;
 \unset pgratelimit_missing
 commit;
 
-\echo pgratelimit: schema version 2 is installed.
+select coalesce(pg_catalog.string_agg(p.pronamespace::pg_catalog.regnamespace::pg_catalog.text, ', '),
+                'none (the functions are missing)') as pgratelimit_home
+  from pg_catalog.pg_proc as p
+  join pg_catalog.pg_namespace as n on n.nspowner operator(pg_catalog.=) p.proowner
+ where n.nspname operator(pg_catalog.=) 'ratelimit'
+   and p.proname operator(pg_catalog.=) 'ratelimit_version'
+   and p.pronargs operator(pg_catalog.=) 0
+\gset
+\echo pgratelimit 0.2.0 is installed in schema :pgratelimit_home; its schema version is 2.
+\unset pgratelimit_home
 \set ON_ERROR_STOP :pgratelimit_stop
 \set QUIET :pgratelimit_quiet
 \unset pgratelimit_stop

@@ -57,7 +57,9 @@ begin
                     and c.relkind = 'r'
                     and not c.relrowsecurity
                     and a.attname = 'version'
-                    and a.atttypid = 'integer'::regtype) then
+                    and a.atttypid = 'integer'::regtype
+                    and has_schema_privilege(v_schema, 'usage')
+                    and has_table_privilege(c.oid, 'select')) then
         select v.version into v_version from only ratelimit.schema_version as v;
       end if;
       if v_version is null or true then

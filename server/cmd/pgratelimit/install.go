@@ -42,9 +42,20 @@ func (p *program) installAll(c *cobra.Command) error {
 			return err
 		}
 		var installed struct {
-			SchemaVersion int32 `json:"schema_version"`
+			Release       string `json:"release"`
+			Schema        string `json:"schema"`
+			SchemaVersion int32  `json:"schema_version"`
 		}
-		if err := db.QueryRow(c.Context(), "select version from "+migrations.VersionTable).Scan(&installed.SchemaVersion); err != nil {
+		// The source of the function, because a role that had nothing to install may not call it.
+		err := db.QueryRow(c.Context(), `
+			select coalesce(max(substring(p.prosrc from '''([^'']+)''')), '?'),
+			       coalesce(string_agg(p.pronamespace::pg_catalog.regnamespace::text, ', '), 'none (the functions are missing)'),
+			       (select v.version from `+migrations.VersionTable+` as v)
+			  from pg_catalog.pg_proc as p
+			  join pg_catalog.pg_namespace as n on n.nspowner = p.proowner
+			 where n.nspname = 'ratelimit' and p.proname = 'ratelimit_version' and p.pronargs = 0`,
+		).Scan(&installed.Release, &installed.Schema, &installed.SchemaVersion)
+		if err != nil {
 			return err
 		}
 		if db.of > 0 {
@@ -52,7 +63,8 @@ func (p *program) installAll(c *cobra.Command) error {
 				return described(err)
 			}
 		}
-		return p.printOf(c, db, installed, fmt.Sprintf("pgratelimit is installed: version %d of its schema.", installed.SchemaVersion))
+		return p.printOf(c, db, installed, fmt.Sprintf("pgratelimit %s is installed in schema %s; its schema version is %d.",
+			installed.Release, installed.Schema, installed.SchemaVersion))
 	})
 }
 

@@ -58,10 +58,13 @@ func TestInstallAndUninstall(t *testing.T) {
 	t.Parallel()
 	db := pgtest.Empty(t)
 	for range 2 {
-		require.Equal(t, ran{code: 0, out: "pgratelimit is installed: version 2 of its schema.\n"}, on(t, db, "install"))
+		require.Equal(t, ran{code: 0, out: "pgratelimit 0.2.0 is installed in schema public; its schema version is 2.\n"}, on(t, db, "install"))
 	}
-	require.Equal(t, ran{code: 0, out: "{\"schema_version\":2}\n"}, on(t, db, "install", "--json"))
+	require.Equal(t, ran{code: 0, out: "{\"release\":\"0.2.0\",\"schema\":\"public\",\"schema_version\":2}\n"}, on(t, db, "install", "--json"))
 	db.Exec(t, "select ratelimit_define_policy('api', 10, 1, '1 day')")
+	db.Exec(t, "alter function ratelimit_version() rename to other")
+	require.Contains(t, on(t, db, "install").out, "in schema none (the functions are missing)")
+	db.Exec(t, "alter function other() rename to ratelimit_version")
 	db.Exec(t, "update ratelimit.schema_version set version = 99")
 	r := on(t, db, "install")
 	require.Equal(t, exitError, r.code)
