@@ -3,7 +3,7 @@
 create or replace function ratelimit.counted(n numeric, noun text)
   returns text language sql immutable parallel safe
 as $$
-  select n || ' ' || noun || case when n = 1 then '' else 's' end
+  select n::text || text ' ' || noun || case when n = numeric '1' then '' else 's' end
 $$;
 comment on function ratelimit.counted(numeric, text) is
   'A number with its noun, which has an s unless there is one.';
@@ -264,7 +264,7 @@ begin
   raise exception 'unknown policy' using
     errcode = 'RL001',
     detail  = format('No policy is named %L.', policy),
-    hint    = format('Define it first: select ratelimit_define_policy(%L, capacity => 10, refill => 10, every => ''1 second'').', policy);
+    hint    = format('Names are case-sensitive, and ratelimit_policies() lists them. Define a new one first: select ratelimit_define_policy(%L, capacity => 10, refill => 10, every => ''1 second'').', policy);
 end;
 $$;
 comment on function ratelimit.unknown_policy(text) is
@@ -276,8 +276,8 @@ as $$
 begin
   raise exception 'no live grant under this idempotency key' using
     errcode = 'RL003',
-    detail  = format('Policy %L does not remember %L for this key. Nothing was charged.', policy, idempotency_key),
-    hint    = 'Settle once the grant is committed, and let the policy remember for longer than the longest job: '
+    detail  = format('Policy %L does not remember %L for this bucket. Nothing was charged.', policy, idempotency_key),
+    hint    = 'An acquire that was denied or rolled back leaves nothing to settle. A job may take longer than the policy remembers: '
               'ratelimit_define_policy(policy, remember => ''7 days'').';
 end;
 $$;

@@ -182,7 +182,7 @@ func TestErrors_TellARepeatedRequestFromARepeatedSettlement(t *testing.T) {
 		"'i' was granted with cost 2 and is requested again for 3 to 5.":      {function: "acquire_up_to", cost: 5, atLeast: 3},
 		"'i' was settled with cost 1 and is settled again with cost 2.":       {function: "settle", cost: 2},
 		"'i' was granted with cost 2 and settled with cost 1.":                {function: "reserve", cost: 2},
-		"Policy 'p' does not remember 'j' for this key. Nothing was charged.": {function: "settle", cost: 2, idempotencyKey: "j"},
+		"Policy 'p' does not remember 'j' for this bucket. Nothing was charged.": {function: "settle", cost: 2, idempotencyKey: "j"},
 	} {
 		s.BucketID, s.idempotencyKey = model.BucketID{Policy: "p", Key: "settled"}, cmp.Or(s.idempotencyKey, "i")
 		calls[want] = func(l *client.Limiter) error {

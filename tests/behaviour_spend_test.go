@@ -809,12 +809,12 @@ func TestSpend_Errors(t *testing.T) {
 		"ratelimit_charge('p', 'k', null)":                                              "22023: invalid cost: cost is null.: Pass a whole number of tokens, 0 or more; ratelimit_refund gives tokens back.",
 		"ratelimit_charge('p', 'k', 9000000000001)":                                     "22023: invalid cost: cost is 9000000000001.: Pass 0 to 9000000000000 tokens.",
 		"ratelimit_charge('p', 'k', 1, '')":                                             "22023: invalid idempotency_key: idempotency_key is empty.: Pass a text of 1 to 512 bytes.",
-		"ratelimit_charge('q', 'k', 1)":                                                 "RL001: unknown policy: No policy is named 'q'.: Define it first: select ratelimit_define_policy('q', capacity => 10, refill => 10, every => '1 second').",
+		"ratelimit_charge('q', 'k', 1)":                                                 "RL001: unknown policy: No policy is named 'q'.: Names are case-sensitive, and ratelimit_policies() lists them. Define a new one first: select ratelimit_define_policy('q', capacity => 10, refill => 10, every => '1 second').",
 		"ratelimit_drop_policy('q''s')":                                                 "RL001: unknown policy: No policy is named 'q''s'.: Pass the name of a policy that select * from ratelimit_policies() lists.",
 		"ratelimit_settle('p', 'k', null, 1)":                                           "22023: invalid idempotency_key: idempotency_key is null.: Pass a text of 1 to 512 bytes.",
 		"ratelimit_settle('p', null, 'i', 1)":                                           "22023: invalid key: key is null.: Pass a text of 1 to 512 bytes.",
 		"ratelimit_settle('p', 'k', 'i', 4)":                                            "RL002: idempotency key used before with another cost: 'i' was settled with cost 3 and is settled again with cost 4.: The first settlement stands: charge or refund the difference.",
-		"ratelimit_settle('p', 'k', 'j', 4)":                                            "RL003: no live grant under this idempotency key: Policy 'p' does not remember 'j' for this key. Nothing was charged.: Settle once the grant is committed, and let the policy remember for longer than the longest job: ratelimit_define_policy(policy, remember => '7 days').",
+		"ratelimit_settle('p', 'k', 'j', 4)":                                            "RL003: no live grant under this idempotency key: Policy 'p' does not remember 'j' for this bucket. Nothing was charged.: An acquire that was denied or rolled back leaves nothing to settle. A job may take longer than the policy remembers: ratelimit_define_policy(policy, remember => '7 days').",
 		"ratelimit_reserve('p', 'k', null)":                                             "22023: invalid max_wait: max_wait is null.: Pass an interval of 0 to 365 days, in days or smaller units.",
 		"ratelimit_reserve('p', 'k', '1 month')":                                        "22023: invalid max_wait: max_wait is 1 mon.: Pass an interval of 0 to 365 days, in days or smaller units.",
 		"ratelimit_reserve('p', 'k', '1 second', -1)":                                   "22023: invalid cost: cost is -1.: Pass a whole number of tokens, 0 or more; ratelimit_refund gives tokens back.",
@@ -831,7 +831,7 @@ func TestSpend_Errors(t *testing.T) {
 		"ratelimit_reserve('p', 'k', '1 second', 2, 'i')":                               settled,
 		"ratelimit_acquire_up_to('p', 'k', 5, 1, 'i')":                                  settled,
 		"ratelimit_acquire_all(array['p', 'p'], array['new', 'k'], array[1, 2], 'i')":   strings.Replace(settled, "'i'", "Element 2 of the request: 'i'", 1),
-		"ratelimit_acquire_all(array['p', 'q'], array['k', 'k'], array[2, 1], 'i')":     "RL001: unknown policy: Element 2 of the request: No policy is named 'q'.: Define it first: select ratelimit_define_policy('q', capacity => 10, refill => 10, every => '1 second').",
+		"ratelimit_acquire_all(array['p', 'q'], array['k', 'k'], array[2, 1], 'i')":     "RL001: unknown policy: Element 2 of the request: No policy is named 'q'.: Names are case-sensitive, and ratelimit_policies() lists them. Define a new one first: select ratelimit_define_policy('q', capacity => 10, refill => 10, every => '1 second').",
 		"ratelimit_acquire_all(array['p', 'p'], array['k', 'other'], array[2, 1], 'i')": "RL002: idempotency key used before with another cost: Element 2 of the request: 'i' was granted with cost 2 and is requested again with cost 1.: Repeat a request with its first cost, and give a new request a new key.",
 	} {
 		_, err := db.Pool.Exec(context.Background(), "select "+call)

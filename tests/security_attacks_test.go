@@ -357,7 +357,7 @@ func TestSecurity_HintsAreQuoted(t *testing.T) {
 			var unknown *pgconn.PgError
 			require.ErrorAs(t, err, &unknown)
 			require.Equal(t, "RL001", unknown.Code)
-			sql, found := strings.CutPrefix(unknown.Hint, "Define it first: ")
+			sql, found := strings.CutPrefix(unknown.Hint, "Names are case-sensitive, and ratelimit_policies() lists them. Define a new one first: ")
 			require.True(t, found, unknown.Hint)
 			_, err = conn.PgConn().Exec(ctx, strings.TrimSuffix(sql, ".")).ReadAll()
 			require.NoError(t, err, sql)

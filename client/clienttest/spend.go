@@ -96,7 +96,7 @@ func (db *database) refused(now time.Time, id model.BucketID, idempotencyKey str
 			fmt.Sprintf("%s was granted with cost %d and settled with cost %d.", key, cost, settled))
 	case errors.Is(err, model.NoGrant):
 		return failure(err.Error(), "no live grant under this idempotency key",
-			fmt.Sprintf("Policy %s does not remember %s for this key. Nothing was charged.", quoted(id.Policy), key))
+			fmt.Sprintf("Policy %s does not remember %s for this bucket. Nothing was charged.", quoted(id.Policy), key))
 	}
 	return err
 }
