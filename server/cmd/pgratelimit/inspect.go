@@ -28,7 +28,7 @@ func (p *program) status() *cobra.Command {
 			policy = &args[0]
 		}
 		buckets, err := askAll(p, c, func(db database) ([]inspect.Bucket, error) {
-			return inspect.Buckets(c.Context(), db.Conn, policy, maxRows)
+			return inspect.Buckets(c.Context(), db.Conn, policy, nil, maxRows)
 		})
 		if err != nil {
 			return err

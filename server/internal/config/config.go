@@ -149,9 +149,6 @@ func (c *settings) join() (errs []error) {
 	if c.StatusPage && c.HTTPAddr == "" {
 		errs = append(errs, errors.New("STATUS_PAGE: HTTP_ADDR is off"))
 	}
-	if c.StatusPage && c.AreShards {
-		errs = append(errs, errors.New("STATUS_PAGE: it shows one database, and SHARD_URLS lists shards"))
-	}
 	if (c.certFile == "") != (c.keyFile == "") {
 		errs = append(errs, errors.New("TLS_CERT_FILE, TLS_KEY_FILE: set both or none"))
 	} else if c.certFile != "" {

@@ -182,8 +182,6 @@ func TestLoad_Shards(t *testing.T) {
 	require.ErrorContains(t, err, "SHARD_URLS: it lists 3 databases, and the number of shards is a power of two")
 	_, err = config.Load("", environment("DATABASE_URL=postgres://db", "SHARD_URLS=postgres://a/0 postgres://a/1"))
 	require.ErrorContains(t, err, "DATABASE_URL, SHARD_URLS: set one of them")
-	_, err = config.Load("", environment("SHARD_URLS=postgres://a/0 postgres://a/1", "STATUS_PAGE=true"))
-	require.ErrorContains(t, err, "STATUS_PAGE: it shows one database, and SHARD_URLS lists shards")
 }
 
 func TestLoad_Leases(t *testing.T) {

@@ -4,6 +4,8 @@ package inspect
 import (
 	"context"
 	"fmt"
+	"strconv"
+	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -43,14 +45,14 @@ type Bucket struct {
 // Share is how much of its capacity the bucket holds, below 0 in debt.
 func (b Bucket) Share() float64 { return float64(b.Remaining) / float64(max(1, b.Capacity)) }
 
-// Buckets are the emptiest, of one policy or of all. To find them every bucket is read.
-func Buckets(ctx context.Context, db Querier, policy *string, atMost int32) ([]Bucket, error) {
+// Buckets are the emptiest, of one policy or of all, and of one key or of all. To find them every bucket is read, unless a key is given.
+func Buckets(ctx context.Context, db Querier, policy, key *string, atMost int32) ([]Bucket, error) {
 	rows, _ := db.Query(ctx, `
 		select policy, key, remaining,
 		       (extract(epoch from retry_after) * 1000000.0)::bigint,
 		       (extract(epoch from reset_after) * 1000000.0)::bigint,
 		       capacity, overridden
-		  from ratelimit_status($1::text, $2::integer)`, policy, atMost)
+		  from ratelimit_status($1::text, $2::integer, $3::text)`, policy, atMost, key)
 	return pgx.CollectRows(rows, func(row pgx.CollectableRow) (b Bucket, err error) {
 		var retryAfter, resetAfter *int64
 		err = row.Scan(&b.Policy, &b.Key, &b.Remaining, &retryAfter, &resetAfter, &b.Capacity, &b.Overridden)
@@ -82,11 +84,19 @@ func Findings(ctx context.Context, db Querier) ([]Finding, error) {
 }
 
 // Printable keeps a name that callers chose from changing what is shown around it: what moves the cursor, or turns the
-// direction of text, is written in quotes as Go has it.
+// direction of text, is written in quotes as Go has it. So is a name that begins or ends with a space, which nobody would see.
 func Printable(name string) string {
 	quoted := fmt.Sprintf("%q", name)
-	if quoted[1:len(quoted)-1] == name {
+	if quoted[1:len(quoted)-1] == name && strings.TrimSpace(name) == name {
 		return name
 	}
 	return quoted
+}
+
+// Named is the name that [Printable] shows as text.
+func Named(text string) string {
+	if name, err := strconv.Unquote(text); err == nil && Printable(name) == text {
+		return name
+	}
+	return text
 }

@@ -125,6 +125,36 @@ func (m *Metrics) of(o outcome) []metric.AddOption {
 	return options
 }
 
+// Counts are the requests for tokens so far, as Prometheus sees them.
+type Counts struct {
+	Requests map[string]map[client.Result]int64 // by policy
+	Leased   int64                              // those of them that were granted from a lease
+}
+
+// Counts reads the counters.
+func (m *Metrics) Counts() Counts {
+	c := Counts{Requests: make(map[string]map[client.Result]int64)}
+	families, _ := m.registry.Gather() // what can be read, as for Prometheus
+	for _, family := range families {
+		for _, series := range family.GetMetric() {
+			n, label := int64(series.GetCounter().GetValue()), make(map[string]string)
+			for _, l := range series.GetLabel() {
+				label[l.GetName()] = l.GetValue()
+			}
+			switch policy := label["policy"]; family.GetName() {
+			case "ratelimit_requests_total":
+				if c.Requests[policy] == nil {
+					c.Requests[policy] = make(map[client.Result]int64)
+				}
+				c.Requests[policy][client.Result(label["result"])] += n
+			case "ratelimit_leased_total":
+				c.Leased += n
+			}
+		}
+	}
+	return c
+}
+
 // Handler shows the counts to Prometheus.
 func (m *Metrics) Handler() http.Handler {
 	return promhttp.HandlerFor(m.registry, promhttp.HandlerOpts{})

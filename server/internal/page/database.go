@@ -108,7 +108,8 @@ func newDatabase(db *pgxpool.Pool, log *slog.Logger, now func() time.Time) *data
 	}
 	d.buckets = reading[inspect.Bucket]{function: "ratelimit_status", limit: 2 * time.Second, every: 5 * time.Second}
 	d.buckets.ask = func(ctx context.Context, tx pgx.Tx) ([]inspect.Bucket, error) {
-		return inspect.Buckets(ctx, tx, nil, maxBuckets)
+		buckets, err := inspect.Buckets(ctx, tx, nil, nil, maxBuckets)
+		return slices.DeleteFunc(buckets, func(b inspect.Bucket) bool { return b.Share() >= 1 }), err
 	}
 	d.findings = reading[inspect.Finding]{function: "ratelimit_doctor", limit: time.Second, every: time.Minute}
 	d.findings.ask = func(ctx context.Context, tx pgx.Tx) ([]inspect.Finding, error) { return inspect.Findings(ctx, tx) }
@@ -144,6 +145,24 @@ func (d *database) look(isAway bool) snapshot {
 	return seen
 }
 
+// find returns the buckets of a key, under one policy or under all. It asks at once, one search at a time.
+func (d *database) find(policy, key string) section[inspect.Bucket] {
+	d.reading.Lock()
+	defer d.reading.Unlock()
+	ctx, cancel := context.WithTimeout(context.Background(), d.patience)
+	defer cancel()
+	of := &policy
+	if policy == "" {
+		of = nil
+	}
+	r := reading[inspect.Bucket]{function: "ratelimit_status", limit: d.buckets.limit}
+	r.ask = func(ctx context.Context, tx pgx.Tx) ([]inspect.Bucket, error) {
+		return inspect.Buckets(ctx, tx, of, &key, maxBuckets)
+	}
+	r.read(ctx, d)
+	return r.section
+}
+
 // noticeOf says what a reader of the page can do about an error.
 func (d *database) noticeOf(ctx context.Context, err error, limit time.Duration, function string) string {
 	code := ""
@@ -160,6 +179,8 @@ func (d *database) noticeOf(ctx context.Context, err error, limit time.Duration,
 		return "The database took longer than " + interval(limit) + ", and was not waited for. On a command line, pgratelimit status waits."
 	case "55P03": // lock_not_available
 		return "Somebody has locked the tables, such as a migration. This is tried again."
+	case "RL001": // of a search
+		return "There is no such policy."
 	case "":
 		return "The database did not answer. This is tried again."
 	}

@@ -2,7 +2,6 @@ package page
 
 import (
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"github.com/pgratelimit/pgratelimit/client"
@@ -14,6 +13,9 @@ const (
 
 	// samples are kept of each result: ten minutes.
 	samples = 120
+
+	// minute is so many of them.
+	minute = int(time.Minute / sampleEvery)
 )
 
 // results are those that have a plot, in this order.
@@ -21,32 +23,21 @@ var results = [...]client.Result{
 	client.ResultAllowed, client.ResultDenied, client.ResultReplayed, client.ResultShadowed, client.ResultError,
 }
 
-// A History is how many requests a second had which result, over the last minutes. It takes up a few kilobytes, whatever
-// is asked.
-type History struct {
-	counts [len(results)]atomic.Int64
+// A tally is how many requests had each of the results, ever.
+type tally [len(results)]int64
 
+// A history is how many requests a second had which result, over the last minutes. It takes up a few kilobytes, whatever
+// is asked.
+type history struct {
 	mu    sync.Mutex
 	begun time.Time // of the sample that is being counted
-	seen  [len(results)]int64
+	seen  tally
 	rates [samples][len(results)]float64 // a ring
 	taken int                            // so many samples, ever
 }
 
-// NewHistory returns a History that begins now.
-func NewHistory(now time.Time) *History { return &History{begun: now} }
-
-// Count counts a request.
-func (h *History) Count(result client.Result) {
-	for i := range results {
-		if results[i] == result {
-			h.counts[i].Add(1)
-		}
-	}
-}
-
-// Sample ends a sample now.
-func (h *History) Sample(now time.Time) {
+// sample ends a sample now.
+func (h *history) sample(now time.Time, counts tally) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	elapsed := now.Sub(h.begun)
@@ -56,16 +47,14 @@ func (h *History) Sample(now time.Time) {
 	}
 	rates := &h.rates[h.taken%samples]
 	for i := range results {
-		count := h.counts[i].Load()
-		rates[i] = float64(count-h.seen[i]) / elapsed.Seconds()
-		h.seen[i] = count
+		rates[i] = float64(counts[i]-h.seen[i]) / elapsed.Seconds()
 	}
-	h.begun = now
+	h.seen, h.begun = counts, now
 	h.taken++
 }
 
 // of is the rates of a result, the oldest first.
-func (h *History) of(result int) []float64 {
+func (h *history) of(result int) []float64 {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	var rates []float64
@@ -73,4 +62,23 @@ func (h *History) of(result int) []float64 {
 		rates = append(rates, h.rates[n%samples][result])
 	}
 	return rates
+}
+
+// errorShare is the part of the requests of the last minute that ended in an error.
+func (h *history) errorShare() float64 {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	var failed, all float64
+	for n := max(0, h.taken-minute); n < h.taken; n++ {
+		for i, rate := range h.rates[n%samples] {
+			all += rate
+			if results[i] == client.ResultError {
+				failed += rate
+			}
+		}
+	}
+	if all == 0 {
+		return 0
+	}
+	return failed / all
 }

@@ -3,13 +3,20 @@ package page
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"crypto/sha256"
 	_ "embed" // the template and its style
 	"encoding/base64"
+	"fmt"
 	"html/template"
 	"log/slog"
+	"maps"
 	"net/http"
+	"net/url"
+	"slices"
+	"strings"
+	"sync"
 	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -22,31 +29,40 @@ import (
 // refreshEvery is how often a browser loads the page again.
 const refreshEvery = 10 * time.Second
 
+// maxErrors is the part of all requests that may end in an error while the server is called healthy.
+const maxErrors = 0.01
+
 // State is what the server knows of itself.
 type State struct {
 	metrics.State
-	Health func() string // what is wrong, and nothing if all is well
-	Leases bool          // there may be some
-	Leased func() int64  // requests that were granted from them
+	Counts func() metrics.Counts
+	Leases bool             // there may be some
+	Health func() string    // why no request can be answered, and nothing if some can
+	IsDown func(n int) bool // of the databases
 }
 
 // A Page answers requests for the status page.
 type Page struct {
-	history  *History
-	database *database
-	state    State
-	log      *slog.Logger
-	now      func() time.Time
-	started  time.Time
+	history   *history
+	databases []*database // one, or its shards
+	state     State
+	log       *slog.Logger
+	now       func() time.Time
+	started   time.Time
 }
 
 // New returns a Page.
-func New(history *History, db *pgxpool.Pool, state State, log *slog.Logger) *Page {
-	return newPage(history, db, state, log, time.Now)
+func New(databases []*pgxpool.Pool, state State, log *slog.Logger) *Page {
+	return newPage(databases, state, log, time.Now)
 }
 
-func newPage(history *History, db *pgxpool.Pool, state State, log *slog.Logger, now func() time.Time) *Page {
-	return &Page{history: history, database: newDatabase(db, log, now), state: state, log: log, now: now, started: now()}
+func newPage(databases []*pgxpool.Pool, state State, log *slog.Logger, now func() time.Time) *Page {
+	p := &Page{state: state, log: log, now: now, started: now()}
+	p.history = &history{begun: p.started}
+	for _, db := range databases {
+		p.databases = append(p.databases, newDatabase(db, log, now))
+	}
+	return p
 }
 
 // Run keeps the history until ctx ends.
@@ -58,9 +74,19 @@ func (p *Page) Run(ctx context.Context) {
 		case <-ctx.Done():
 			return
 		case <-ticker.C:
-			p.history.Sample(p.now())
+			p.sample()
 		}
 	}
+}
+
+func (p *Page) sample() {
+	var counts tally
+	for _, of := range p.state.Counts().Requests {
+		for i, result := range results {
+			counts[i] += of[result]
+		}
+	}
+	p.history.sample(p.now(), counts)
 }
 
 //go:embed page.html
@@ -69,19 +95,19 @@ var source string
 //go:embed style.css
 var style string
 
-var page = template.Must(template.New("page").Funcs(template.FuncMap{"name": name, "number": number, "until": until}).Parse(source))
+var page = template.Must(template.New("page").Funcs(template.FuncMap{"name": name, "whole": whole, "number": number, "until": until}).Parse(source))
 
-// policy lets the browser use the page's own style, and load and run nothing: whatever a key says, it stays text.
+// policy lets the browser use the page's own style and ask for the page, and load and run nothing else: whatever a key says, it stays text.
 var policy = func() string {
 	sum := sha256.Sum256([]byte(style))
 	return "default-src 'none'; style-src 'sha256-" + base64.StdEncoding.EncodeToString(sum[:]) + "'; img-src data:; " +
-		"base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+		"base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
 }()
 
 // ServeHTTP writes the page.
 func (p *Page) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	var text bytes.Buffer
-	if err := page.Execute(&text, p.view(r.URL.Query().Get("refresh") != "off")); err != nil {
+	if err := page.Execute(&text, p.view(r.URL.Query())); err != nil {
 		p.log.Error("the status page cannot be written", "error", err)
 		http.Error(w, "the page cannot be written", http.StatusInternalServerError)
 		return
@@ -101,13 +127,16 @@ func (p *Page) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 type view struct {
 	Style    template.CSS
 	Refresh  int // seconds, or 0 for never
-	Health   string
+	IsAway   bool
+	Wrong    []string
+	Healthy  string // what that means
 	Now      string
 	Facts    []fact
+	Shards   []shard // none of one database
 	Plots    []plot
-	Minutes  int
-	Width    int
-	Height   int
+	Rare     []plot // that are flat in most installations
+	IsRare   bool   // one of these is not flat
+	Search   search
 	Findings part[inspect.Finding]
 	Buckets  part[bucket]
 	Policies part[policyRow]
@@ -115,13 +144,26 @@ type view struct {
 
 type fact struct{ Name, Value string }
 
+type shard struct {
+	Number int
+	Place  string
+	IsDown bool
+}
+
+// A search is what was asked for, and found unless Key is empty.
+type search struct {
+	Policy, Key string
+	Names       []string // of policies
+	Buckets     part[bucket]
+}
+
 // A part is a section as it is shown.
 type part[T any] struct {
-	Rows   []T
-	IsRead bool // so that no rows are an answer, too
-	Age    string
-	Notice string
-	More   bool // than Rows
+	Rows    []T
+	IsRead  bool // so that no rows are an answer, too
+	Age     string
+	Notices []string
+	More    bool // than Rows
 }
 
 type bucket struct {
@@ -130,26 +172,45 @@ type bucket struct {
 	IsEmpty bool
 }
 
+// A policyRow has no Refills where the policy is known from its requests alone.
 type policyRow struct {
 	client.Policy
-	Refills  string
-	Remember string
-	Tags     []string
+	Refills          string
+	Remember         string
+	Tags             []string
+	Requests, Denied int64
+	DeniedShare      string
 }
 
-func (p *Page) view(refreshes bool) view {
+func (p *Page) view(asked url.Values) view {
 	v := view{
 		Style:   template.CSS(style), // ours
-		Health:  p.state.Health(),
-		Minutes: int((samples * sampleEvery).Minutes()),
-		Width:   plotWidth,
-		Height:  plotHeight,
+		Healthy: "the database answers",
+		Search:  search{Policy: asked.Get("policy"), Key: asked.Get("key")},
 	}
-	if refreshes {
+	if asked.Get("refresh") != "off" && v.Search.Key == "" {
 		v.Refresh = int(refreshEvery.Seconds())
 	}
-	seen := p.database.look(v.Health != "")
-	now := p.now()
+	if wrong := p.state.Health(); wrong != "" {
+		v.IsAway, v.Wrong = true, []string{wrong}
+	}
+	if len(p.databases) > 1 {
+		v.Healthy = "every shard answers"
+		for n, d := range p.databases {
+			c := d.db.Config().ConnConfig
+			s := shard{n, fmt.Sprintf("%s:%d/%s", c.Host, c.Port, c.Database), p.state.IsDown(n)}
+			if s.IsDown && !v.IsAway {
+				v.Wrong = append(v.Wrong, p.nameOf(n)+" is down")
+			}
+			v.Shards = append(v.Shards, s)
+		}
+	}
+	v.Healthy += fmt.Sprintf(", and at most %g %% of the requests of the last minute ended in an error", 100*maxErrors)
+	if share := p.history.errorShare(); share > maxErrors {
+		v.Wrong = append(v.Wrong, perSecond(100*share)+" % of the requests of the last minute ended in an error")
+	}
+	seen := p.look(v.IsAway)
+	now, counts := p.now(), p.state.Counts()
 	v.Now = now.UTC().Format("15:04:05 UTC")
 	v.Facts = []fact{
 		{"Up", span(now.Sub(p.started))},
@@ -157,39 +218,87 @@ func (p *Page) view(refreshes bool) view {
 		{"Connections in use", number(p.state.ConnectionsInUse()) + " of " + number(p.state.ConnectionsTotal())},
 	}
 	if p.state.Leases {
-		v.Facts = append(v.Facts, fact{"Granted from leases", number(p.state.Leased())})
+		v.Facts = append(v.Facts, fact{"Granted from leases", number(counts.Leased)})
 	}
 	for i, result := range results {
-		v.Plots = append(v.Plots, plotOf(result, p.history.of(i)))
+		plot := plotOf(result, p.history.of(i))
+		if result == client.ResultReplayed || result == client.ResultShadowed {
+			v.Rare = append(v.Rare, plot)
+			v.IsRare = v.IsRare || plot.Peak != "0"
+		} else {
+			v.Plots = append(v.Plots, plot)
+		}
 	}
-	v.Findings = partOf(now, seen.findings, func(f inspect.Finding) inspect.Finding { return f })
-	v.Buckets = partOf(now, seen.buckets, bucketOf)
-	v.Policies = partOf(now, seen.policies, policyOf)
+	v.Findings = partOf(p, seen, func(s snapshot) section[inspect.Finding] { return s.findings }, func(n int, f inspect.Finding) inspect.Finding {
+		if len(seen) > 1 {
+			f.Finding = p.nameOf(n) + ": " + f.Finding
+		}
+		return f
+	})
+	v.Buckets = partOf(p, seen, func(s snapshot) section[inspect.Bucket] { return s.buckets }, bucketOf)
+	slices.SortStableFunc(v.Buckets.Rows, func(a, b bucket) int { return cmp.Compare(a.Share(), b.Share()) })
+	v.Buckets.Rows = v.Buckets.Rows[:min(len(v.Buckets.Rows), maxBuckets)]
+	v.Policies = partOf(p, seen, func(s snapshot) section[client.Policy] { return s.policies }, policyOf)
+	v.Policies.Rows = counted(v.Policies.Rows, counts.Requests)
+	for _, row := range v.Policies.Rows {
+		v.Search.Names = append(v.Search.Names, inspect.Printable(row.Name))
+	}
+	slices.Sort(v.Search.Names)
 	if len(v.Policies.Rows) > maxPolicies {
 		v.Policies.Rows, v.Policies.More = v.Policies.Rows[:maxPolicies], true
+	}
+	if key := inspect.Named(v.Search.Key); key != "" {
+		found := p.databases[client.ShardOf(key, len(p.databases))].find(inspect.Named(v.Search.Policy), key)
+		v.Search.Buckets = partOf(p, []section[inspect.Bucket]{found}, func(s section[inspect.Bucket]) section[inspect.Bucket] { return s }, bucketOf)
 	}
 	return v
 }
 
-func partOf[From, To any](now time.Time, s section[From], convert func(From) To) part[To] {
-	p := part[To]{IsRead: !s.at.IsZero(), Notice: s.notice}
-	for _, row := range s.rows {
-		p.Rows = append(p.Rows, convert(row))
+// look asks all databases at once.
+func (p *Page) look(isAway bool) []snapshot {
+	seen := make([]snapshot, len(p.databases))
+	var looks sync.WaitGroup
+	for n, d := range p.databases {
+		looks.Go(func() { seen[n] = d.look(isAway || p.state.IsDown(n)) })
 	}
-	if p.IsRead {
-		p.Age = "just now"
-		if age := now.Sub(s.at); age >= time.Second {
-			p.Age = span(age) + " ago"
-		}
-	}
-	return p
+	looks.Wait()
+	return seen
 }
 
-func bucketOf(b inspect.Bucket) bucket {
+func (p *Page) nameOf(shard int) string {
+	return fmt.Sprintf("shard %d of %d", shard, len(p.databases))
+}
+
+// partOf is a section of all databases as one, as old as the oldest. What they say alike is said once.
+func partOf[From, To, Of any](p *Page, seen []Of, its func(Of) section[From], convert func(n int, row From) To) part[To] {
+	var is part[To]
+	var oldest time.Time
+	for n, of := range seen {
+		s := its(of)
+		for _, row := range s.rows {
+			is.Rows = append(is.Rows, convert(n, row))
+		}
+		if s.notice != "" && !slices.Contains(is.Notices, s.notice) {
+			is.Notices = append(is.Notices, s.notice)
+		}
+		if oldest.IsZero() || !s.at.IsZero() && s.at.Before(oldest) {
+			oldest = s.at
+		}
+	}
+	if is.IsRead = !oldest.IsZero(); is.IsRead {
+		is.Age = "just now"
+		if age := p.now().Sub(oldest); age >= time.Second {
+			is.Age = span(age) + " ago"
+		}
+	}
+	return is
+}
+
+func bucketOf(_ int, b inspect.Bucket) bucket {
 	return bucket{Bucket: b, Percent: 100 * max(0, min(1, b.Share())), IsEmpty: b.Remaining < 1}
 }
 
-func policyOf(p client.Policy) policyRow {
+func policyOf(_ int, p client.Policy) policyRow {
 	row := policyRow{Policy: p, Refills: "never", Remember: interval(p.Remember)}
 	row.Capacity = max(0, p.Capacity) // of client.Zero
 	if p.Refill != client.Zero {
@@ -204,4 +313,26 @@ func policyOf(p client.Policy) policyRow {
 		}
 	}
 	return row
+}
+
+// counted adds to policies what was asked of them, and the policies that only requests name. The most denied are first.
+func counted(rows []policyRow, requests map[string]map[client.Result]int64) []policyRow {
+	byName := make(map[string]policyRow)
+	for _, row := range rows {
+		byName[row.Name] = row // alike in all shards
+	}
+	for name, results := range requests {
+		row := byName[name]
+		row.Name, row.Denied = name, results[client.ResultDenied]
+		for _, n := range results {
+			row.Requests += n
+		}
+		if row.Denied > 0 {
+			row.DeniedShare = perSecond(100*float64(row.Denied)/float64(row.Requests)) + " %"
+		}
+		byName[name] = row
+	}
+	return slices.SortedFunc(maps.Values(byName), func(a, b policyRow) int {
+		return cmp.Or(cmp.Compare(b.Denied, a.Denied), cmp.Compare(b.Requests, a.Requests), strings.Compare(a.Name, b.Name))
+	})
 }

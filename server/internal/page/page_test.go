@@ -28,7 +28,18 @@ func TestMain(m *testing.M) { pgtest.Main(m) }
 
 func zero() int64 { return 0 }
 
-var quiet = State{State: metrics.State{CallsUnderWay: zero, ConnectionsInUse: zero, ConnectionsTotal: zero}, Health: func() string { return "" }}
+var quiet = State{
+	State:  metrics.State{CallsUnderWay: zero, ConnectionsInUse: zero, ConnectionsTotal: zero},
+	Counts: func() metrics.Counts { return metrics.Counts{} }, Health: func() string { return "" }, IsDown: func(int) bool { return false },
+}
+
+// away has no database that is asked.
+func away(state State) *Page {
+	if state.Health() == "" {
+		state.Health = func() string { return "away" }
+	}
+	return newPage([]*pgxpool.Pool{nil}, state, slog.New(slog.DiscardHandler), (&clock{t0}).read)
+}
 
 // A clock is what a test says it is.
 type clock struct{ now time.Time }
@@ -77,17 +88,22 @@ const hostile = `</bdi></td><script>alert(1)</script><img src=x onerror="alert(2
 // Whatever is in the database stays text.
 func TestPage_EscapesEverything(t *testing.T) {
 	t.Parallel()
-	now := &clock{t0}
 	state := quiet
-	state.Health = func() string { return hostile } // so that the database is not asked
-	p := newPage(NewHistory(t0), nil, state, slog.New(slog.DiscardHandler), now.read)
+	state.Health = func() string { return hostile }
+	p := away(state)
 	_, plain := get(t, p, "/")
-	p.database.seen = snapshot{
+	p.databases[0].seen = snapshot{
 		policies: section[client.Policy]{rows: []client.Policy{{Name: hostile, Capacity: 1, Refill: client.Zero, Remember: time.Hour}}, at: t0, notice: hostile},
 		buckets:  section[inspect.Bucket]{rows: []inspect.Bucket{{Policy: hostile, Key: hostile, Overridden: true}}, at: t0, notice: hostile},
 		findings: section[inspect.Finding]{rows: []inspect.Finding{{Severity: hostile, Finding: hostile, Remedy: hostile}}, at: t0, notice: hostile},
 	}
-	_, page := get(t, p, "/")
+	for _, path := range []string{"/", "/?refresh=off&policy=" + url.QueryEscape(hostile)} {
+		t.Run(path, func(t *testing.T) { requireNoMarkup(t, p, path, plain) })
+	}
+}
+
+func requireNoMarkup(t *testing.T, p *Page, path, plain string) {
+	_, page := get(t, p, path)
 	require.Equal(t, []string{name(hostile) + " override"}, text(t, page, "key"))
 	require.Contains(t, name(hostile), "<script>")
 	elements := func(of string) (kinds map[string]bool) {
@@ -102,7 +118,7 @@ func TestPage_EscapesEverything(t *testing.T) {
 			for _, a := range n.Attr {
 				require.False(t, strings.HasPrefix(a.Key, "on") || a.Key == "style", "%s=%s", a.Key, a.Val)
 				if a.Key == "href" {
-					require.Regexp(t, `^(/|/\?refresh=off|data:image/svg\+xml,.*)$`, a.Val)
+					require.Regexp(t, `^(/|/\?refresh=off(#find)?|data:image/svg\+xml,.*)$`, a.Val)
 				}
 			}
 		}
@@ -111,12 +127,12 @@ func TestPage_EscapesEverything(t *testing.T) {
 	kinds := elements(page)
 	require.NotContains(t, kinds, "script")
 	require.NotContains(t, kinds, "img")
-	require.Equal(t, []string{"Not seen yet.", "Not seen yet.", "Not seen yet."}, text(t, plain, "fine"))
+	require.Subset(t, text(t, plain, "fine"), []string{"Not seen yet."})
 	for kind := range elements(plain) {
 		require.Contains(t, kinds, kind)
 	}
 	for kind := range kinds {
-		require.Regexp(t, "^(html|head|meta|title|link|style|body|header|main|section|div|h1|h2|p|a|span|strong|small|dl|dt|dd|figure|figcaption|svg|path|rect|ul|li|table|thead|tbody|tr|th|td|bdi)$", kind)
+		require.Regexp(t, "^(html|head|meta|title|link|style|body|header|main|section|div|h1|h2|p|a|span|strong|small|dl|dt|dd|figure|figcaption|svg|path|rect|ul|li|details|summary|form|input|label|datalist|option|button|table|thead|tbody|tr|th|td|bdi)$", kind)
 	}
 }
 
@@ -124,16 +140,82 @@ func TestPage_EscapesEverything(t *testing.T) {
 func TestPage_ShowsNamesAsTheyAreEverywhere(t *testing.T) {
 	t.Parallel()
 	const odd = "evil\u202etxt.exe"
-	state := quiet
-	state.Health = func() string { return "away" }
-	p := newPage(NewHistory(t0), nil, state, slog.New(slog.DiscardHandler), (&clock{t0}).read)
-	p.database.seen = snapshot{
+	p := away(quiet)
+	p.databases[0].seen = snapshot{
 		policies: section[client.Policy]{rows: []client.Policy{{Name: odd}}, at: t0},
 		buckets:  section[inspect.Bucket]{rows: []inspect.Bucket{{Policy: odd, Key: odd}}, at: t0},
 	}
 	_, page := get(t, p, "/")
 	require.False(t, strings.Contains(page, "\u202e"))
 	require.Len(t, regexp.MustCompile(`evil\\u202etxt`).FindAllString(page, -1), 3)
+}
+
+// A name that is cut where it is shown is whole in its title.
+func TestPage_ALongNameIsWholeInItsTitle(t *testing.T) {
+	t.Parallel()
+	long := strings.Repeat("<k\u202e", 2500)
+	p := away(quiet)
+	p.databases[0].seen.buckets = section[inspect.Bucket]{rows: []inspect.Bucket{{Policy: "api", Key: long}}, at: t0}
+	_, page := get(t, p, "/")
+	key := text(t, page, "key")[0]
+	require.Len(t, []rune(key), maxName+1)
+	require.True(t, strings.HasPrefix(key, `"<k\u202e<k\u202e`), key)
+	require.False(t, strings.Contains(page, "\u202e"))
+	require.Contains(t, page, `title="`+html.EscapeString(inspect.Printable(long))+`"`)
+	require.Equal(t, 1, strings.Count(page, ` title=`), "a name that is shown whole needs none")
+}
+
+// The page counts the requests of each policy, and shows those that are denied most first. Of a policy that is not in the
+// database it has no more.
+func TestPage_CountsRequestsAndDenialsOfEachPolicy(t *testing.T) {
+	t.Parallel()
+	state := quiet
+	state.Counts = func() metrics.Counts {
+		return metrics.Counts{Requests: map[string]map[client.Result]int64{
+			"b":      {client.ResultAllowed: 2500, client.ResultDenied: 500, client.ResultError: 1000},
+			"_other": {client.ResultError: 3},
+		}}
+	}
+	p := away(state)
+	policy := client.Policy{Capacity: 1, Refill: client.Zero, Remember: time.Hour}
+	a, b := policy, policy
+	a.Name, b.Name = "a", "b"
+	p.databases[0].seen.policies = section[client.Policy]{rows: []client.Policy{a, b}, at: t0}
+	_, page := get(t, p, "/")
+	require.Equal(t, []string{
+		"b 4,000 500 13 % 1 never 1 h",
+		"_other 3 0 of policies that are not known to exist",
+		"a 0 0 1 never 1 h",
+	}, text(t, page, "tr")[1:])
+}
+
+// Replayed and shadowed requests, which most installations never have, are folded until there are some.
+func TestPage_FoldsWhatIsRare(t *testing.T) {
+	t.Parallel()
+	p := away(quiet)
+	p.history.sample(t0.Add(5*time.Second), tally{allowed: 10})
+	_, page := get(t, p, "/")
+	require.Equal(t, []string{"Replayed 0 Shadowed 0"}, text(t, page, "summary"))
+	require.Contains(t, page, "<details>")
+	p.history.sample(t0.Add(10*time.Second), tally{allowed: 10, shadowed: 5})
+	_, page = get(t, p, "/")
+	require.Equal(t, []string{"Replayed 0 Shadowed 1"}, text(t, page, "summary"))
+	require.Contains(t, page, "<details open>")
+}
+
+// A server whose database answers is not healthy while more than one in a hundred requests end in an error, and the page says
+// that this is what it means.
+func TestPage_HealthIsAlsoTheShareOfErrors(t *testing.T) {
+	t.Parallel()
+	p := newPage(nil, quiet, slog.New(slog.DiscardHandler), (&clock{t0}).read)
+	p.history.sample(t0.Add(5*time.Second), tally{allowed: 990, failed: 10})
+	_, page := get(t, p, "/")
+	require.Equal(t, []string{"Healthy"}, text(t, page, "health"))
+	require.Contains(t, page, "Healthy: the database answers, and at most 1 % of the requests of the last minute ended in an error.")
+	p.history.sample(t0.Add(10*time.Second), tally{allowed: 1900, failed: 100})
+	_, page = get(t, p, "/")
+	require.Equal(t, []string{"Not healthy"}, text(t, page, "health"))
+	require.Contains(t, page, "Not healthy: 5 % of the requests of the last minute ended in an error.")
 }
 
 // A bucket in debt is empty, and one that an override has since made smaller is full: the bar is no longer than its place.
@@ -144,7 +226,7 @@ func TestBucketOf_IsFromEmptyToFull(t *testing.T) {
 		percent             float64
 		isEmpty             bool
 	}{{5, 10, 50, false}, {10, 10, 100, false}, {20, 10, 100, false}, {0, 10, 0, true}, {-5, 10, 0, true}, {0, 0, 0, true}} {
-		b := bucketOf(inspect.Bucket{Remaining: test.remaining, Capacity: test.capacity})
+		b := bucketOf(0, inspect.Bucket{Remaining: test.remaining, Capacity: test.capacity})
 		require.Equal(t, test.percent, b.Percent, test)
 		require.Equal(t, test.isEmpty, b.IsEmpty, test)
 	}
@@ -153,17 +235,15 @@ func TestBucketOf_IsFromEmptyToFull(t *testing.T) {
 func TestPolicyOf_TellsWhatIsNotByDefault(t *testing.T) {
 	t.Parallel()
 	plain := client.Policy{Capacity: 1, Refill: 1, Every: time.Second, Stepped: client.No, Durable: client.Yes, Shadow: client.No, Remember: time.Hour}
-	require.Empty(t, policyOf(plain).Tags)
+	require.Empty(t, policyOf(0, plain).Tags)
 	odd := client.Policy{Capacity: 1, Refill: client.Zero, Every: time.Second, Stepped: client.Yes, Durable: client.No, Shadow: client.Yes}
-	require.Equal(t, []string{"stepped", "ephemeral", "shadow"}, policyOf(odd).Tags)
-	require.Equal(t, "never", policyOf(odd).Refills)
+	require.Equal(t, []string{"stepped", "ephemeral", "shadow"}, policyOf(0, odd).Tags)
+	require.Equal(t, "never", policyOf(0, odd).Refills)
 }
 
 func TestPage_LetsTheBrowserDoNothing(t *testing.T) {
 	t.Parallel()
-	state := quiet
-	state.Health = func() string { return "away" }
-	p := newPage(NewHistory(t0), nil, state, slog.New(slog.DiscardHandler), (&clock{t0}).read)
+	p := away(quiet)
 	answer, page := get(t, p, "/")
 	require.Equal(t, http.StatusOK, answer.Code)
 	require.Equal(t, "text/html; charset=utf-8", answer.Header().Get("Content-Type"))
@@ -192,9 +272,9 @@ func newDB(t *testing.T) *pgtest.DB {
 
 func shown(t *testing.T, db *pgxpool.Pool, now func() time.Time) *Page {
 	t.Helper()
-	p := newPage(NewHistory(t0), db, quiet, slog.New(slog.DiscardHandler), now)
-	p.database.patience = time.Minute // on any machine
-	p.database.policies.limit, p.database.buckets.limit, p.database.findings.limit = time.Minute, time.Minute, time.Minute
+	p := newPage([]*pgxpool.Pool{db}, quiet, slog.New(slog.DiscardHandler), now)
+	p.databases[0].patience = time.Minute // on any machine
+	p.databases[0].policies.limit, p.databases[0].buckets.limit, p.databases[0].findings.limit = time.Minute, time.Minute, time.Minute
 	return p
 }
 
@@ -204,18 +284,59 @@ func TestPage_ShowsTheDatabase(t *testing.T) {
 	db.Exec(t, "select ratelimit_override('api', 'user:7', capacity => 1000)")
 	db.Exec(t, "select ratelimit_acquire('api', 'user:42', 10), ratelimit_acquire('api', 'user:7', 900), ratelimit_acquire('exports', E'x\\u202ey', 1)")
 	p := shown(t, db.Pool, time.Now)
-	for range 30 {
-		p.history.Count(client.ResultDenied)
-	}
-	p.history.Sample(t0.Add(5 * time.Second))
+	p.history = &history{begun: t0}
+	p.history.sample(t0.Add(5*time.Second), tally{denied: 30})
 	_, page := get(t, p, "/")
 	require.Equal(t, []string{"user:42", "user:7 override", `"x\u202ey"`}, text(t, page, "key"))
 	require.Equal(t, []string{"Tokens left", "0 of 10", "100 of 1,000", "4 of 5"}, text(t, page, "level"))
-	require.Contains(t, text(t, page, "tr"), "exports stepped 5 5 every 1 h 1 d")
-	require.Contains(t, text(t, page, "tr"), "api 10 1 every 1 d 1 d")
-	require.Equal(t, []string{"Allowed 0", "Denied 6", "Replayed 0", "Shadowed 0", "Errors 0"}, text(t, page, "figcaption"))
+	require.Contains(t, text(t, page, "tr"), "exports stepped 0 0 5 5 every 1 h 1 d")
+	require.Contains(t, text(t, page, "tr"), "api 0 0 10 1 every 1 d 1 d")
+	require.Equal(t, []string{"Allowed 0", "Denied 6", "Errors 0", "Replayed 0", "Shadowed 0"}, text(t, page, "figcaption"))
 	require.Empty(t, text(t, page, "notice"))
 	require.Equal(t, []string{"Healthy"}, text(t, page, "health"))
+}
+
+// A bucket that has a row and is full is no news.
+func TestPage_FullBucketsAreNotListed(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	db.Exec(t, "select ratelimit_acquire('api', 'full', 5), ratelimit_refund('api', 'full', 5), ratelimit_acquire('api', 'not', 1)")
+	_, page := get(t, shown(t, db.Pool, time.Now), "/")
+	require.Equal(t, []string{"not"}, text(t, page, "key"))
+}
+
+// A key is found by what the page shows of it, under one policy or all; what is asked for stays text.
+func TestPage_FindsOneKey(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	const odd = "O'Brien\"; -- \n\u202e<b>"
+	db.Exec(t, "select ratelimit_acquire('api', $1, 3), ratelimit_acquire('exports', $1, 5), ratelimit_acquire('api', 'other', 1)", odd)
+	p := shown(t, db.Pool, time.Now)
+	find := func(policy, key string) (keys, levels, says []string) {
+		_, page := get(t, p, "/?"+url.Values{"policy": {policy}, "key": {key}}.Encode())
+		require.NotContains(t, page, "http-equiv", "it does not load anew")
+		_, page, _ = strings.Cut(page, `<section id="find">`)
+		page, _, _ = strings.Cut(page, "</section>")
+		return text(t, page, "key"), text(t, page, "tokens"), append(text(t, page, "fine"), text(t, page, "notice")...)
+	}
+	for _, key := range []string{odd, inspect.Printable(odd)} {
+		keys, levels, _ := find("api", key)
+		require.Equal(t, []string{inspect.Printable(odd)}, keys)
+		require.Equal(t, []string{"7 of 10"}, levels)
+		_, levels, _ = find("", key)
+		require.Equal(t, []string{"0 of 5", "7 of 10"}, levels)
+	}
+	for _, test := range []struct{ policy, key, says string }{
+		{"api", "nobody", "The bucket has no row: it is full."},
+		{"'; select", "other", "There is no such policy."},
+		{"api", strings.Repeat("k", 10_000), "The database failed: invalid key (22023)."},
+	} {
+		keys, _, says := find(test.policy, test.key)
+		require.Empty(t, keys)
+		require.Equal(t, []string{test.says}, says)
+	}
+	_, page := get(t, p, "/")
+	require.NotContains(t, page, "<form", "what is typed would be lost when the page loads anew")
 }
 
 func TestPage_OfAnEmptyDatabase(t *testing.T) {
@@ -259,9 +380,9 @@ func TestPage_AsksSeldom(t *testing.T) {
 		ticking.now = ticking.now.Add(time.Second / 2)
 		return ticking.now
 	})
-	p.database.look(false)
-	require.Equal(t, p.database.buckets.at.Add(10*time.Second), p.database.buckets.nextAt)
-	require.Equal(t, p.database.findings.at.Add(time.Minute), p.database.findings.nextAt)
+	p.databases[0].look(false)
+	require.Equal(t, p.databases[0].buckets.at.Add(10*time.Second), p.databases[0].buckets.nextAt)
+	require.Equal(t, p.databases[0].findings.at.Add(time.Minute), p.databases[0].findings.nextAt)
 }
 
 // A statement that takes too long is given up, and what was seen stays. Who looks meanwhile does not wait.
@@ -291,8 +412,8 @@ func TestPage_GivesUp(t *testing.T) {
 	db.Exec(t, "select pg_cancel_backend(pid) from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'")
 	<-looked
 
-	limit := p.database.buckets.limit
-	p.database.buckets.limit = 20 * time.Millisecond
+	limit := p.databases[0].buckets.limit
+	p.databases[0].buckets.limit = 20 * time.Millisecond
 	now.now = t0.Add(15 * time.Second)
 	_, page = get(t, p, "/")
 	require.Equal(t, []string{"k"}, text(t, page, "key"))
@@ -300,7 +421,7 @@ func TestPage_GivesUp(t *testing.T) {
 	require.Equal(t, []string{"The database took longer than 20 ms, and was not waited for. On a command line, pgratelimit status waits."}, text(t, page, "notice"))
 	_, err = locker.Exec(t.Context(), "rollback")
 	require.NoError(t, err)
-	p.database.buckets.limit = limit // to connect anew may take longer than 20 ms
+	p.databases[0].buckets.limit = limit // to connect anew may take longer than 20 ms
 	now.now = t0.Add(20 * time.Second)
 	_, page = get(t, p, "/")
 	require.Empty(t, text(t, page, "notice"))
@@ -324,7 +445,7 @@ func TestPage_WithoutGrants(t *testing.T) {
 	defer pool.Close()
 	p := shown(t, pool, time.Now)
 	_, page := get(t, p, "/")
-	require.Contains(t, text(t, page, "tr"), "api 10 1 every 1 d 1 d")
+	require.Contains(t, text(t, page, "tr"), "api 0 0 10 1 every 1 d 1 d")
 	notices := text(t, page, "notice")
 	require.Len(t, notices, 2)
 	for i, function := range []string{"ratelimit_doctor", "ratelimit_status"} {
@@ -353,14 +474,14 @@ func TestPage_FaultsAreAskedForSeldomAndLoggedOnce(t *testing.T) {
 	db := pgtest.Empty(t)
 	var logged bytes.Buffer
 	now := &clock{t0}
-	p := newPage(NewHistory(t0), db.Pool, quiet, slog.New(slog.NewTextHandler(&logged, nil)), now.read)
+	p := newPage([]*pgxpool.Pool{db.Pool}, quiet, slog.New(slog.NewTextHandler(&logged, nil)), now.read)
 	for range 3 {
-		p.database.look(false)
-		require.Equal(t, now.now.Add(5*time.Second), p.database.policies.nextAt)
-		require.Equal(t, now.now.Add(5*time.Second), p.database.buckets.nextAt)
+		p.databases[0].look(false)
+		require.Equal(t, now.now.Add(5*time.Second), p.databases[0].policies.nextAt)
+		require.Equal(t, now.now.Add(5*time.Second), p.databases[0].buckets.nextAt)
 		now.now = now.now.Add(5 * time.Second)
 	}
-	require.Equal(t, t0.Add(time.Minute), p.database.findings.nextAt)
+	require.Equal(t, t0.Add(time.Minute), p.databases[0].findings.nextAt)
 	require.Equal(t, 3, strings.Count(logged.String(), "cannot show everything"), logged.String())
 }
 

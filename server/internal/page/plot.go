@@ -8,7 +8,7 @@ import (
 	"github.com/pgratelimit/pgratelimit/client"
 )
 
-// The size of a plot, in units of its own.
+// The size of a plot, in units of its own, which page.html has, too.
 const (
 	plotWidth  = 240
 	plotHeight = 64

@@ -6,6 +6,7 @@ import (
 	"strconv"
 	"strings"
 	"time"
+	"unicode/utf8"
 
 	"github.com/pgratelimit/pgratelimit/server/internal/inspect"
 	"github.com/pgratelimit/pgratelimit/server/internal/jsonapi"
@@ -21,6 +22,14 @@ func name(text string) string {
 		return string(shown[:maxName]) + "…"
 	}
 	return string(shown)
+}
+
+// whole is a name that is cut where it is shown, and empty for others.
+func whole(text string) string {
+	if text = inspect.Printable(text); utf8.RuneCountInString(text) > maxName {
+		return text
+	}
+	return ""
 }
 
 // number groups digits by three.

@@ -9,6 +9,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -35,12 +36,12 @@ type databases struct {
 	pools  []*pgxpool.Pool
 	shards bool
 	log    *slog.Logger
-	down   []bool // which shards were when they were checked last
+	down   []atomic.Bool // which were when they were checked last
 }
 
 // openDatabases returns pools that can acquire. The default policy is there if the configuration has one.
 func openDatabases(ctx context.Context, c config.Config, log *slog.Logger) (*databases, error) {
-	d := &databases{shards: c.AreShards, log: log, down: make([]bool, len(c.URLs))}
+	d := &databases{shards: c.AreShards, log: log, down: make([]atomic.Bool, len(c.URLs))}
 	for n := range c.URLs {
 		pool, err := openPool(ctx, c, n)
 		if err != nil {
@@ -107,21 +108,24 @@ func (d *databases) checks(ctx context.Context) []error {
 // check returns why no database can acquire. A shard that cannot, beside others that can, is for the log.
 func (d *databases) check(ctx context.Context) error {
 	errs := d.checks(ctx)
-	if !slices.Contains(errs, nil) {
-		return errors.Join(errs...)
-	}
 	for n, err := range errs {
-		was := d.down[n]
-		d.down[n] = err != nil
+		was := d.down[n].Swap(err != nil)
 		switch {
+		case !d.shards: // the monitor logs it
 		case err != nil && !was:
 			d.log.Warn("a shard is not healthy", "shard", n, "error", err)
 		case err == nil && was:
 			d.log.Info("a shard is healthy again", "shard", n)
 		}
 	}
+	if !slices.Contains(errs, nil) {
+		return errors.Join(errs...)
+	}
 	return nil
 }
+
+// isDown reports whether a database could not acquire when it was checked last.
+func (d *databases) isDown(n int) bool { return d.down[n].Load() }
 
 // onEach does something in each database that can acquire. Of shards, those that do not answer are left out, as long as one does.
 func (d *databases) onEach(ctx context.Context, do func(*pgxpool.Pool) error) error {

@@ -93,17 +93,9 @@ func Start(ctx context.Context, c config.Config, log *slog.Logger) (_ *Server, e
 		return nil, err
 	}
 	calls := newCallLog(log, time.Now)
-	history := page.NewHistory(time.Now())
-	var leased atomic.Int64
 	s.service = service.New(s.limiter, s.limits(), func(call service.Call) {
 		s.metrics.Observe(call)
 		calls.observe(call)
-		if c.StatusPage && call.Operation.Takes() {
-			history.Count(call.Result)
-		}
-		if call.Leased {
-			leased.Add(1)
-		}
 	})
 	state := metrics.State{
 		CallsUnderWay:    s.service.UnderWay,
@@ -124,7 +116,9 @@ func Start(ctx context.Context, c config.Config, log *slog.Logger) (_ *Server, e
 	}
 	s.monitor = newMonitor(s.databases.check, log, services...)
 	if c.StatusPage {
-		s.page = page.New(history, s.databases.pools[0], page.State{State: state, Health: s.monitor.health, Leases: len(c.Leases) > 0, Leased: leased.Load}, log)
+		s.page = page.New(s.databases.pools, page.State{
+			State: state, Counts: s.metrics.Counts, Leases: len(c.Leases) > 0, Health: s.monitor.health, IsDown: s.databases.isDown,
+		}, log)
 	}
 	if err := s.listen(); err != nil {
 		return nil, err
