@@ -177,11 +177,11 @@ func TestErrors_TellARepeatedRequestFromARepeatedSettlement(t *testing.T) {
 	t.Parallel()
 	calls := map[string]func(l *client.Limiter) error{}
 	for want, s := range map[string]spending{
-		"'i' was granted with cost 2 and is requested again with cost 1.":     {function: "charge", cost: 1},
-		"'i' was granted with cost 2 and is requested again with cost 4.":     {function: "reserve", cost: 4},
-		"'i' was granted with cost 2 and is requested again for 3 to 5.":      {function: "acquire_up_to", cost: 5, atLeast: 3},
-		"'i' was settled with cost 1 and is settled again with cost 2.":       {function: "settle", cost: 2},
-		"'i' was granted with cost 2 and settled with cost 1.":                {function: "reserve", cost: 2},
+		"'i' was granted with cost 2 and is requested again with cost 1.":        {function: "charge", cost: 1},
+		"'i' was granted with cost 2 and is requested again with cost 4.":        {function: "reserve", cost: 4},
+		"'i' was granted with cost 2 and is requested again for 3 to 5.":         {function: "acquire_up_to", cost: 5, atLeast: 3},
+		"'i' was settled with cost 1 and is settled again with cost 2.":          {function: "settle", cost: 2},
+		"'i' was granted with cost 2 and settled with cost 1.":                   {function: "reserve", cost: 2},
 		"Policy 'p' does not remember 'j' for this bucket. Nothing was charged.": {function: "settle", cost: 2, idempotencyKey: "j"},
 	} {
 		s.BucketID, s.idempotencyKey = model.BucketID{Policy: "p", Key: "settled"}, cmp.Or(s.idempotencyKey, "i")

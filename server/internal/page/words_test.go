@@ -41,7 +41,7 @@ func TestName(t *testing.T) {
 		"user:42":                 "user:42",
 		"gräfin@例え":               "gräfin@例え",
 		"a\nb":                    `"a\nb"`,
-		" a":                      `" a"`,
+		"\u0020a":                 `" a"`,
 		"evil\u202etxt.exe":       `"evil\u202etxt.exe"`,
 		"\x1b[31mred":             `"\x1b[31mred"`,
 		"zero\u200bwidth":         `"zero\u200bwidth"`,
