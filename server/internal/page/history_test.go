@@ -95,15 +95,13 @@ func TestHistory_IsBounded(t *testing.T) {
 func TestPage_SamplesByItself(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		var requests map[string]map[client.Result]int64
+		requests := map[string]map[client.Result]int64{
+			"api": {client.ResultAllowed: 20, client.ResultDenied: 5}, "other": {client.ResultAllowed: 30}, "_other": {"no_rule": 7},
+		}
 		p := New(nil, State{Counts: func() metrics.Counts { return metrics.Counts{Requests: requests} }}, slog.New(slog.DiscardHandler))
 		ctx, cancel := context.WithCancel(t.Context())
 		defer cancel()
 		go p.Run(ctx)
-		synctest.Wait()
-		requests = map[string]map[client.Result]int64{
-			"api": {client.ResultAllowed: 20, client.ResultDenied: 5}, "other": {client.ResultAllowed: 30}, "_other": {"no_rule": 7},
-		}
 		time.Sleep(2 * sampleEvery)
 		synctest.Wait()
 		require.Equal(t, []float64{10, 0}, p.history.of(allowed))
