@@ -30,7 +30,7 @@ begin
     using errcode = '25006',
           detail  = case when pg_is_in_recovery() then 'This server is a standby.'
                          else format('default_transaction_read_only is %s.', current_setting('default_transaction_read_only')) end,
-          hint    = 'Call it on the primary, in a read-write transaction. ratelimit_peek writes nothing, and works here.';
+          hint    = 'Call it on the primary, in a read-write transaction. ratelimit_peek works here, on a standby for durable policies.';
 end;
 $$;
 comment on function ratelimit.refuse_read_only() is

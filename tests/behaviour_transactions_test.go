@@ -309,7 +309,7 @@ func TestReadOnlyTransaction_ErrorSaysWhatHelps(t *testing.T) {
 // requireReadOnly calls what writes, where nothing can be written.
 func requireReadOnly(t *testing.T, conn *pgx.Conn, policy, detail string) {
 	t.Helper()
-	const hint = "Call it on the primary, in a read-write transaction. ratelimit_peek writes nothing, and works here."
+	const hint = "Call it on the primary, in a read-write transaction. ratelimit_peek works here, on a standby for durable policies."
 	for _, call := range []string{
 		"select ratelimit_settle($1, 'known', 'first', 4)",
 		"select ratelimit_refund($1, 'known', 1)", "select ratelimit_reset($1, 'known')", "call ratelimit_reset_all($1)",

@@ -547,7 +547,7 @@ func TestInstall_OfAnotherRole(t *testing.T) {
 			require.Equal(t, before, stateOf(t, db))
 		})
 	}
-	for version, message := range map[int32]string{newestMigration(t) - 1: "options=-crole=" + owner, newestMigration(t) + 1: "newer|later"} {
+	for version, message := range map[int32]string{newestMigration(t) - 1: "PGOPTIONS='-c role=" + owner, newestMigration(t) + 1: "newer|later"} {
 		db.Exec(t, "update ratelimit.schema_version set version = $1", version)
 		before := stateOf(t, db)
 		require.Regexp(t, message+"|upgrade the program", migrations.Up(t.Context(), db.Connect(t)).Error())

@@ -70,7 +70,7 @@ begin
         raise exception 'schema ratelimit belongs to another role'
           using errcode = '42501',
                 detail  = format('It belongs to %s.', v_owner::regrole),
-                hint    = format('Connect as %1$s, for example with options=-crole=%1$s; or drop the schema if it was planted.', v_owner::regrole);
+                hint    = format('Connect as %1$s, for example with PGOPTIONS=''-c role=%1$s''; or drop the schema if it was planted.', v_owner::regrole);
       end if;
     end if;
   end if;
@@ -2523,7 +2523,7 @@ begin
         raise exception 'schema ratelimit belongs to another role'
           using errcode = '42501',
                 detail  = format('It belongs to %s.', v_owner::regrole),
-                hint    = format('Connect as %1$s, for example with options=-crole=%1$s; or drop the schema if it was planted.', v_owner::regrole);
+                hint    = format('Connect as %1$s, for example with PGOPTIONS=''-c role=%1$s''; or drop the schema if it was planted.', v_owner::regrole);
       end if;
     end if;
   end if;
@@ -3127,7 +3127,7 @@ begin
     using errcode = '25006',
           detail  = case when pg_is_in_recovery() then 'This server is a standby.'
                          else format('default_transaction_read_only is %s.', current_setting('default_transaction_read_only')) end,
-          hint    = 'Call it on the primary, in a read-write transaction. ratelimit_peek writes nothing, and works here.';
+          hint    = 'Call it on the primary, in a read-write transaction. ratelimit_peek works here, on a standby for durable policies.';
 end;
 $$;
 comment on function ratelimit.refuse_read_only() is

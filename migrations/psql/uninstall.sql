@@ -71,7 +71,7 @@ begin
         raise exception 'schema ratelimit belongs to another role'
           using errcode = '42501',
                 detail  = format('It belongs to %s.', v_owner::regrole),
-                hint    = format('Connect as %1$s, for example with options=-crole=%1$s; or drop the schema if it was planted.', v_owner::regrole);
+                hint    = format('Connect as %1$s, for example with PGOPTIONS=''-c role=%1$s''; or drop the schema if it was planted.', v_owner::regrole);
       end if;
     end if;
   end if;
