@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"hash/maphash"
+	"log/slog"
 	"maps"
 	"slices"
 	"strings"
@@ -107,7 +108,13 @@ type Leaser struct {
 	background sync.WaitGroup // what refills and gives back
 	closing    sync.Mutex
 	isClosed   bool
+
+	joint     atomic.Int64 // requests of several charges, of a leased policy
+	hasSingle atomic.Bool  // a request that a lease might answer
 }
+
+// jointOnly is how many requests of several charges, and no others, make a Leaser say that it leases nothing.
+const jointOnly = 1000
 
 // NewLeaser returns a Leaser. The role needs what that of a Combiner does, and EXECUTE on ratelimit_acquire_up_to and on
 // ratelimit_refund. Options are those of [NewCombiner] and one [Lease] for each policy whose tokens may be held. Panics if two
@@ -216,11 +223,24 @@ func (l *Leaser) Acquire(ctx context.Context, policy, key string, opts ...Acquir
 			return d, nil
 		}
 	}
+	if !l.hasSingle.Load() {
+		l.hasSingle.Store(true)
+	}
 	d, err := l.acquire(ctx, r, l.combinePlain)
 	if err == nil {
 		l.learn(p, e, hash, r, d)
 	}
 	return d, err
+}
+
+// AcquireAll is that of a [Combiner]: a lease answers requests of one charge only. A Leaser that gets no such request of its
+// policies says so once, by a warning through log/slog's default logger.
+func (l *Leaser) AcquireAll(ctx context.Context, charges []Charge, opts ...AcquireAllOption) (JointDecision, error) {
+	isLeased := func(c Charge) bool { return l.policies[c.Policy] != nil }
+	if slices.ContainsFunc(charges, isLeased) && l.joint.Add(1) == jointOnly && !l.hasSingle.Load() {
+		slog.Warn("a Leaser leases nothing: all requests of its policies are AcquireAll, which a lease cannot answer", "requests", jointOnly)
+	}
+	return l.combiner.AcquireAll(ctx, charges, opts...)
 }
 
 // grant takes from the lease, if it has as much.

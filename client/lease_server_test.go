@@ -3,6 +3,8 @@ package client_test
 import (
 	"errors"
 	"fmt"
+	"log/slog"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -54,4 +56,37 @@ func TestLeaser_ClosesUnderLoadAndLeavesNoGoroutines(t *testing.T) {
 	}
 	db.Pool.Reset() // its connections are no goroutines of a Leaser
 	goleak.VerifyNone(t, before)
+}
+
+// It replaces the program's logger, so it is not parallel.
+func TestLeaser_SaysOnceThatItLeasesNothing(t *testing.T) {
+	var log strings.Builder
+	previous := slog.Default()
+	slog.SetDefault(slog.New(slog.NewTextHandler(&log, nil)))
+	defer slog.SetDefault(previous)
+	db := pgtest.New(t)
+	db.Exec(t, "select ratelimit_define_policy('api', 9000, 1, '1 day'), ratelimit_define_policy('other', 9000, 1, '1 day')")
+	acquireAll := func(leaser *client.Leaser, requests int, policy string) string {
+		log.Reset()
+		for range requests {
+			_, err := leaser.AcquireAll(t.Context(), []client.Charge{{Policy: "other", Key: "k"}, {Policy: policy, Key: "l"}})
+			require.NoError(t, err)
+		}
+		return log.String()
+	}
+	newLeaser := func() *client.Leaser {
+		leaser := client.NewLeaser(db.Pool, client.Lease{Policy: "api"})
+		t.Cleanup(leaser.Close)
+		return leaser
+	}
+	leaser := newLeaser()
+	require.Empty(t, acquireAll(leaser, 1000, "other"), "of no leased policy")
+	require.Empty(t, acquireAll(leaser, 999, "api"))
+	require.Contains(t, acquireAll(leaser, 1, "api"), `level=WARN msg="a Leaser leases nothing: `)
+	require.Empty(t, acquireAll(leaser, 1, "api"))
+
+	leaser = newLeaser()
+	_, err := leaser.Acquire(t.Context(), "api", "k")
+	require.NoError(t, err)
+	require.Empty(t, acquireAll(leaser, 1000, "api"), "a lease may answer some")
 }
