@@ -88,9 +88,9 @@ begin
 
   -- Requests without a key, or with several: the first bad element is their error.
   for v_part in
-    select r.request, e.policy, e.key, e.cost, e.idempotency_key, e.bad
+    select r.request, r.elements, r.place - r.first + 1 as element, e.policy, e.key, e.cost, e.idempotency_key, e.bad
       from (select u.request, bool_or(u.key is null) or count(distinct u.key collate "C") > 1 as strays,
-                   coalesce(min(u.place) filter (where u.bad), min(u.place)) as place
+                   coalesce(min(u.place) filter (where u.bad), min(u.place)) as place, min(u.place) as first, count(*) as elements
               from (select q.*, (acceptable(q.key, q.cost) and is_name(q.policy) and is_name(q.idempotency_key) is not false) is not true as bad
                       from unnest(acquire_batch.policies, acquire_batch.keys, acquire_batch.costs, v_requests, acquire_batch.idempotency_keys)
                            with ordinality as q (policy, key, cost, request, idempotency_key, place)) as u
@@ -104,6 +104,9 @@ begin
   loop
     if v_part.bad then
       select f.* into v_error from refusal(v_part.policy, v_part.key, v_part.cost, v_part.idempotency_key, null) as f;
+      if v_part.elements > 1 and v_error.error_message <> 'invalid idempotency_key' then
+        v_error.error_detail := format('Element %s of the request: %s', v_part.element, v_error.error_detail);
+      end if;
     else
       select '0A000' as error_code, 'the buckets of a request must have one key' as error_message,
              format('The keys of request %s may be on several nodes.', v_part.request) as error_detail,
