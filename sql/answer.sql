@@ -190,3 +190,17 @@ end;
 $$;
 comment on function ratelimit.refusal(text, text, bigint, text, ratelimit.idempotency_keys) is
   'The error ratelimit_acquire would raise, as a row.';
+
+-- An idempotency key belongs to the whole request, and the only element of a request needs no number.
+create or replace function ratelimit.detail_of_element(error_message text, error_detail text, element bigint, elements bigint)
+  returns text language plpgsql immutable
+as $$
+begin
+  if elements = 1 or error_message = 'invalid idempotency_key' then
+    return error_detail;
+  end if;
+  return format('Element %s of the request: %s', element, error_detail);
+end;
+$$;
+comment on function ratelimit.detail_of_element(text, text, bigint, bigint) is
+  'The DETAIL of an error about one element, with the number of the element if there are several.';

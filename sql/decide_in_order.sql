@@ -207,9 +207,8 @@ begin
   end if;
   if v_verdict.refused is not null then
     select array_agg(requests[r.place] order by r.place), array_agg(f.error_code order by r.place), array_agg(f.error_message order by r.place),
-           array_agg(case when cardinality(array_positions(requests, requests[r.place])) > 1 and f.error_message <> 'invalid idempotency_key'
-                          then format('Element %s of the request: %s', r.place - array_position(requests, requests[r.place]) + 1, f.error_detail)
-                          else f.error_detail end order by r.place),
+           array_agg(detail_of_element(f.error_message, f.error_detail, r.place - array_position(requests, requests[r.place]) + 1,
+                                       cardinality(array_positions(requests, requests[r.place]))) order by r.place),
            array_agg(f.error_hint order by r.place)
       into v_packed.refused, v_packed.error_codes, v_packed.error_messages, v_packed.error_details, v_packed.error_hints
       from unnest(v_verdict.refused) as r (place)

@@ -3637,6 +3637,20 @@ $$;
 comment on function ratelimit.refusal(text, text, bigint, text, ratelimit.idempotency_keys) is
   'The error ratelimit_acquire would raise, as a row.';
 
+-- An idempotency key belongs to the whole request, and the only element of a request needs no number.
+create or replace function ratelimit.detail_of_element(error_message text, error_detail text, element bigint, elements bigint)
+  returns text language plpgsql immutable
+as $$
+begin
+  if elements = 1 or error_message = 'invalid idempotency_key' then
+    return error_detail;
+  end if;
+  return format('Element %s of the request: %s', element, error_detail);
+end;
+$$;
+comment on function ratelimit.detail_of_element(text, text, bigint, bigint) is
+  'The DETAIL of an error about one element, with the number of the element if there are several.';
+
 -- An override is the numbers of a policy for one key. It is live until it expires. ratelimit.overrides has the derived
 -- columns of ratelimit.policies, so the arithmetic takes them from either.
 --
@@ -7478,9 +7492,8 @@ begin
   end if;
   if v_verdict.refused is not null then
     select array_agg(requests[r.place] order by r.place), array_agg(f.error_code order by r.place), array_agg(f.error_message order by r.place),
-           array_agg(case when cardinality(array_positions(requests, requests[r.place])) > 1 and f.error_message <> 'invalid idempotency_key'
-                          then format('Element %s of the request: %s', r.place - array_position(requests, requests[r.place]) + 1, f.error_detail)
-                          else f.error_detail end order by r.place),
+           array_agg(detail_of_element(f.error_message, f.error_detail, r.place - array_position(requests, requests[r.place]) + 1,
+                                       cardinality(array_positions(requests, requests[r.place]))) order by r.place),
            array_agg(f.error_hint order by r.place)
       into v_packed.refused, v_packed.error_codes, v_packed.error_messages, v_packed.error_details, v_packed.error_hints
       from unnest(v_verdict.refused) as r (place)

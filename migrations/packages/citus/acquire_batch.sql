@@ -104,9 +104,7 @@ begin
   loop
     if v_part.bad then
       select f.* into v_error from refusal(v_part.policy, v_part.key, v_part.cost, v_part.idempotency_key, null) as f;
-      if v_part.elements > 1 and v_error.error_message <> 'invalid idempotency_key' then
-        v_error.error_detail := format('Element %s of the request: %s', v_part.element, v_error.error_detail);
-      end if;
+      v_error.error_detail := detail_of_element(v_error.error_message, v_error.error_detail, v_part.element, v_part.elements);
     else
       select '0A000' as error_code, 'the buckets of a request must have one key' as error_message,
              format('The keys of request %s may be on several nodes.', v_part.request) as error_detail,
