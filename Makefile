@@ -7,6 +7,7 @@ BUF := github.com/bufbuild/buf/cmd/buf@v1.75.0
 RACE  :=# -race, which takes a C compiler and three times as long
 TESTS := work# all packages of all modules
 GO_TEST := go test -json -count=1 -timeout=0
+MODULES := . client/grpclimit client/otellimit migrations server tests tests/bench tests/packages
 SKIP  :=# tests to leave out, by a pattern of their names
 
 .PHONY: help
@@ -61,7 +62,7 @@ test-versions: ## Run the tests on PostgreSQL 15, 16, 17 and 18, got with npm; m
 
 .PHONY: $(VERSIONS:%=test-%)
 $(VERSIONS:%=test-%): test-%: build/postgresql-%
-	@$(MAKE) --no-print-directory test TESTS='./tests ./client' RATELIMIT_TEST_REQUIRE=local RATELIMIT_PG_BIN=$(CURDIR)/$</bin
+	@$(MAKE) --no-print-directory test TESTS='./tests ./tests/client' RATELIMIT_TEST_REQUIRE=local RATELIMIT_PG_BIN=$(CURDIR)/$</bin
 
 build/postgresql-%:
 	@mkdir -p build
@@ -89,7 +90,7 @@ test-envoy: build ## Compare with Envoy's reference service, and call us with it
 
 .PHONY: test-shards
 test-shards: build/report ## Run the tests of shards: two servers with four databases each
-	@$(GO_TEST) -run 'Shard' ./client ./tests ./server/... | build/report
+	@$(GO_TEST) -run 'Shard' ./client ./tests ./tests/client ./server/... | build/report
 
 .PHONY: test-citus
 test-citus: build/report ## Run the tests of Citus: a coordinator and two workers; RATELIMIT_PG_BIN names a PostgreSQL that has Citus
@@ -141,13 +142,8 @@ uninstall-citus: need-DATABASE_URL ## Remove it from all nodes of a Citus cluste
 lint: build ## Check formatting, go vet, golangci-lint and generated code; plpgsql_check is one of the tests
 	@unformatted=$$(gofmt -l .); [ -z "$$unformatted" ] || { echo "gofmt -w $$unformatted" >&2; exit 1; }
 	go vet work
-	go run $(GOLANGCI_LINT) run ./... ./client/grpclimit/... ./client/otellimit/... ./server/... ./tests/bench/... ./tests/packages/...
-	GOWORK=off go mod tidy -diff
-	GOWORK=off go -C client/grpclimit mod tidy -diff
-	GOWORK=off go -C client/otellimit mod tidy -diff
-	GOWORK=off go -C server mod tidy -diff
-	GOWORK=off go -C tests/bench mod tidy -diff
-	GOWORK=off go -C tests/packages mod tidy -diff
+	go run $(GOLANGCI_LINT) run $(MODULES:%=%/...)
+	for module in $(MODULES); do GOWORK=off go -C $$module mod tidy -diff; done
 	rm -rf build/_proto # Go does not look into it
 	cd server && go run $(BUF) lint proto && go run $(BUF) generate proto --output ../build/_proto
 	diff -r build/_proto/gen server/gen || { echo 'make proto' >&2; exit 1; }

@@ -126,6 +126,13 @@ func (c *Combiner) Close() {
 	c.denials.forgetAll()
 }
 
+// Waiting returns how many requests wait for a call, for a gauge.
+func (c *Combiner) Waiting() int {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.queue.waiting.length
+}
+
 // combine makes a call for the request, or waits for a call that carries it.
 func (c *Combiner) combine(ctx context.Context, r request) (JointDecision, error) {
 	sendable := isSendable(r)

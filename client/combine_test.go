@@ -472,7 +472,7 @@ func TestCombiner_ForgetsWhoLeft(t *testing.T) {
 			cancel()
 			require.ErrorIs(t, (<-got).err, context.Canceled)
 		}
-		require.LessOrEqual(t, client.QueueLength(limiter), 2)
+		require.LessOrEqual(t, limiter.Waiting(), 2)
 		db.only(t).grant()
 		call := db.only(t)
 		require.Equal(t, []string{"k2"}, call.keys)

@@ -8,7 +8,6 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/pgratelimit/client"
-	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
 const longest = math.MaxInt64 / 1000 * time.Microsecond
@@ -75,26 +74,6 @@ func TestDecision_Decodes(t *testing.T) {
 			require.Equal(t, test.short, got.NeverFull())
 		})
 	}
-}
-
-func TestDecision_IntervalsOfTenThousandYears(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
-	db.Exec(t, "select ratelimit_define_policy('slow', 10, 1, '365250 days')")
-	limiter := client.New(db.Pool)
-
-	d, err := limiter.Acquire(t.Context(), "slow", "k", client.Cost(10))
-	require.NoError(t, err)
-	require.Equal(t, client.Decision{Allowed: true, ResetAfter: longest, Capacity: 10}, d)
-
-	d, err = limiter.Acquire(t.Context(), "slow", "k")
-	require.NoError(t, err)
-	require.Equal(t, client.Decision{RetryAfter: longest, ResetAfter: longest, Capacity: 10}, d)
-	require.False(t, d.Never())
-
-	d, err = limiter.Acquire(t.Context(), "slow", "k", client.Cost(11))
-	require.NoError(t, err)
-	require.True(t, d.Never())
 }
 
 func TestDecision_RetryAfterSeconds(t *testing.T) {

@@ -13,7 +13,6 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/pgratelimit/client"
-	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
 // The columns of a denial as the server sends them.
@@ -313,53 +312,4 @@ func (db *lasting) QueryRow(context.Context, string, ...any) pgx.Row {
 	db.sent++
 	db.last += time.Second
 	return scanner{denied(db.last)}
-}
-
-// A rollback to a savepoint would give back tokens unseen.
-func TestDenialCache_IsNotForTransactions(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
-	ctx := t.Context()
-	db.Exec(t, "select ratelimit_define_policy('api', 10, 1, '1 hour')")
-	for name, handle := range handles {
-		t.Run(name, func(t *testing.T) {
-			var sent tryCounter
-			limiter := client.New(handle.open(t, connect(t, db, nil, sent.count)), client.DenialCache())
-			for range 3 {
-				d, err := limiter.Acquire(ctx, "api", name, client.Cost(10))
-				require.NoError(t, err)
-				_ = d
-			}
-			if handle.retries { // each call is a transaction of its own
-				require.EqualValues(t, 2, sent.n.Load())
-			} else {
-				require.EqualValues(t, 3, sent.n.Load())
-			}
-		})
-	}
-}
-
-func TestDenialCache_OfACombiner(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
-	ctx := t.Context()
-	db.Exec(t, "select ratelimit_define_policy('api', 10, 1, '1 hour')")
-	var sent tryCounter
-	limiter := client.NewCombiner(connect(t, db, nil, sent.count), client.DenialCache())
-	defer limiter.Close()
-	for n := range 5 {
-		d, err := limiter.Acquire(ctx, "api", "k", client.Cost(6))
-		require.NoError(t, err)
-		require.Equal(t, n == 0, d.Allowed)
-	}
-	require.EqualValues(t, 2, sent.n.Load())
-
-	d, err := limiter.Acquire(ctx, "api", "k", client.Cost(4))
-	require.NoError(t, err)
-	require.True(t, d.Allowed)
-	_, err = limiter.Refund(ctx, "api", "k", 10)
-	require.NoError(t, err)
-	d, err = limiter.Acquire(ctx, "api", "k", client.Cost(6))
-	require.NoError(t, err)
-	require.True(t, d.Allowed)
 }

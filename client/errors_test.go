@@ -3,17 +3,13 @@ package client_test
 import (
 	"context"
 	"errors"
-	"strings"
 	"testing"
 	"time"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
-	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/pgratelimit/client"
-	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
 var kinds = []error{client.ErrUnknownPolicy, client.ErrIdempotencyMismatch, client.ErrInvalidArgument, client.ErrLocked, client.ErrSettled}
@@ -151,112 +147,4 @@ func TestErrors_NameTheArgumentOfAZeroByte(t *testing.T) {
 		require.ErrorContains(t, call("p", "\x00", "i"), ": key has a zero byte", name)
 		require.ErrorContains(t, call("p", "k", "\x00"), ": idempotency_key has a zero byte", name)
 	}
-}
-
-func TestErrors_OfTheServer(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
-	db.Exec(t, "select ratelimit_define_policy('api', 10, 1, '1 hour')")
-	limiter := client.New(db.Pool)
-	ctx := t.Context()
-	_, err := limiter.Acquire(ctx, "api", "user:42", client.Cost(2), client.IdempotencyKey("once"))
-	require.NoError(t, err)
-
-	acquire := func(policy, key string, opts ...client.AcquireOption) error {
-		d, err := limiter.Acquire(ctx, policy, key, opts...)
-		require.Zero(t, d, "an error comes with a denial")
-		return err
-	}
-	long := strings.Repeat("x", 513)
-	for name, test := range map[string]struct {
-		err  error
-		kind error
-		code string
-	}{
-		"unknown policy":              {acquire("none", "k"), client.ErrUnknownPolicy, "RL001"},
-		"another cost":                {acquire("api", "user:42", client.IdempotencyKey("once")), client.ErrIdempotencyMismatch, "RL002"},
-		"negative cost":               {acquire("api", "k", client.Cost(-1)), client.ErrInvalidArgument, "22023"},
-		"empty policy":                {acquire("", "k"), client.ErrInvalidArgument, "22023"},
-		"empty key":                   {acquire("api", ""), client.ErrInvalidArgument, "22023"},
-		"long key":                    {acquire("api", long), client.ErrInvalidArgument, "22023"},
-		"empty idempotency key":       {acquire("api", "k", client.IdempotencyKey("")), client.ErrInvalidArgument, "22023"},
-		"long idempotency key":        {acquire("api", "k", client.IdempotencyKey(long)), client.ErrInvalidArgument, "22023"},
-		"no such text":                {acquire("api", "\xff"), client.ErrInvalidArgument, "22021"},
-		"dropping what is not there":  {limiter.DropPolicy(ctx, "none"), client.ErrUnknownPolicy, "RL001"},
-		"resetting what is not there": {limiter.Reset(ctx, "none", "k"), client.ErrUnknownPolicy, "RL001"},
-		"a policy without numbers":    {limiter.DefinePolicy(ctx, client.Policy{Name: "new"}), client.ErrInvalidArgument, "22023"},
-		"changing durable": {
-			limiter.DefinePolicy(ctx, client.Policy{Name: "api", Capacity: 1, Refill: 1, Every: 1000, Durable: client.No}),
-			client.ErrInvalidArgument, "22023",
-		},
-	} {
-		require.ErrorIs(t, test.err, test.kind, name)
-		requireCode(t, test.code, test.err)
-		if test.code == "22021" {
-			require.ErrorContains(t, test.err, "pass text in UTF-8, or a hash")
-		}
-	}
-}
-
-func TestErrors_LockTimeout(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
-	db.Exec(t, "select ratelimit_define_policy('api', 10, 1, '1 hour')")
-	ctx := t.Context()
-
-	holder, err := db.Pool.Begin(ctx)
-	require.NoError(t, err)
-	defer holder.Rollback(context.Background())
-	// The row has to be there first: only then does the holder lock it.
-	_, err = client.New(db.Pool).Acquire(ctx, "api", "k")
-	require.NoError(t, err)
-	_, err = client.New(holder).Acquire(ctx, "api", "k")
-	require.NoError(t, err)
-
-	hasty := client.New(connect(t, db, map[string]string{"lock_timeout": "1ms"}))
-	_, acquire := hasty.Acquire(ctx, "api", "k")
-	_, refund := hasty.Refund(ctx, "api", "k", 1)
-	for verb, err := range map[string]error{"acquire": acquire, "refund": refund, "reset": hasty.Reset(ctx, "api", "k")} {
-		require.ErrorIs(t, err, client.ErrLocked)
-		require.ErrorContains(t, err, "pgratelimit: "+verb+": ")
-		requireCode(t, "55P03", err)
-	}
-
-	require.NoError(t, holder.Rollback(ctx))
-	d, err := hasty.Acquire(ctx, "api", "k")
-	require.NoError(t, err)
-	require.EqualValues(t, 8, d.Remaining, "only the two grants that stayed")
-}
-
-func TestErrors_EndOfContext(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
-	ctx, cancel := context.WithCancel(t.Context())
-	cancel()
-	_, err := client.New(db.Pool).Acquire(ctx, "api", "k")
-	require.ErrorIs(t, err, context.Canceled)
-}
-
-func TestErrors_NotInstalled(t *testing.T) {
-	t.Parallel()
-	db := pgtest.Empty(t)
-	_, err := client.New(db.Pool).Acquire(t.Context(), "api", "k")
-	require.ErrorContains(t, err, "Install pgratelimit")
-}
-
-// connect opens a pool whose sessions have these settings.
-func connect(t *testing.T, db *pgtest.DB, settings map[string]string, change ...func(*pgx.ConnConfig)) *pgxpool.Pool {
-	t.Helper()
-	config, err := pgxpool.ParseConfig(db.URL)
-	require.NoError(t, err)
-	for name, value := range settings {
-		config.ConnConfig.RuntimeParams[name] = value
-	}
-	for _, change := range change {
-		change(config.ConnConfig)
-	}
-	pool, err := pgxpool.NewWithConfig(context.Background(), config)
-	require.NoError(t, err)
-	t.Cleanup(pool.Close)
-	return pool
 }

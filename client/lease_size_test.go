@@ -1,37 +1,41 @@
 package client
 
 import (
+	"math"
+	"math/rand/v2"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/require"
-	"pgregory.net/rapid"
 )
 
 // Whatever the demand and the bucket, a lease keeps within its bounds, and leaves others as much as it has.
 func TestLeaseSize_KeepsItsBounds(t *testing.T) {
 	t.Parallel()
-	rapid.Check(t, func(t *rapid.T) {
-		l := Lease{
-			MaxTokens: rapid.Int64Range(1, 1e6).Draw(t, "most"),
-			MaxShare:  rapid.Float64Range(0.001, 1).Draw(t, "share"),
+	random(t, 1000, func(t *testing.T, r *rand.Rand) {
+		between := func(least, most int64) int64 { // often at an end, often small
+			return min(most, least+pick(r, 0, most-least, r.Int64N(most-least+1), int64(math.Pow(float64(most-least), r.Float64()))))
 		}
-		capacity := rapid.Int64Range(0, 9e12).Draw(t, "capacity")
+		l := Lease{
+			MaxTokens: between(1, 1e6),
+			MaxShare:  (1 - 0.999*r.Float64()),
+		}
+		capacity := between(0, 9e12)
 		seen := sight{Decision: Decision{
 			Capacity:   capacity,
-			Remaining:  rapid.Int64Range(-100, capacity).Draw(t, "remaining"),
-			ResetAfter: duration(rapid.Int64Range(0, time.Hour.Microseconds()).Draw(t, "reset")),
-			Shadowed:   rapid.IntRange(0, 9).Draw(t, "shadowed") == 0,
+			Remaining:  between(-100, capacity),
+			ResetAfter: duration(between(0, time.Hour.Microseconds())),
+			Shadowed:   r.IntN(10) == 0,
 		}}
-		if rapid.IntRange(0, 9).Draw(t, "budget") == 0 {
+		if r.IntN(10) == 0 {
 			seen.ResetAfter = never
 		}
-		now := time.Duration(rapid.Int64Range(0, int64(2*time.Hour)).Draw(t, "now"))
+		now := time.Duration(between(0, int64(2*time.Hour)))
 		level := seen.level(now)
 		require.GreaterOrEqual(t, level, seen.Remaining)
 		require.LessOrEqual(t, level, capacity)
 
-		d := seen.with(rapid.Int64Range(0, 2e6).Draw(t, "with"))
+		d := seen.with(between(0, 2e6))
 		require.True(t, d.Allowed && d.Estimated)
 		require.GreaterOrEqual(t, d.Remaining, max(0, seen.Remaining))
 		require.LessOrEqual(t, d.Remaining, capacity)
@@ -41,7 +45,7 @@ func TestLeaseSize_KeepsItsBounds(t *testing.T) {
 			require.Zero(t, d.ResetAfter, "it is full")
 		}
 
-		asked := demand(rapid.Float64Range(0, 1e9).Draw(t, "demand"))
+		asked := demand(math.Pow(10, 9*r.Float64()) - 1)
 		size := l.size(asked, seen)
 		require.LessOrEqual(t, size.full, l.MaxTokens)
 		require.LessOrEqual(t, float64(size.full), l.MaxShare*float64(capacity))
@@ -51,7 +55,7 @@ func TestLeaseSize_KeepsItsBounds(t *testing.T) {
 			require.Zero(t, size.full)
 		}
 
-		left := rapid.Int64Range(0, 2e6).Draw(t, "left")
+		left := between(0, 2e6)
 		n := size.refill(left, level)
 		require.GreaterOrEqual(t, n, int64(0))
 		if n > 0 {

@@ -5,40 +5,13 @@ import (
 	"database/sql"
 	"errors"
 	"fmt"
-	"os"
-	"os/exec"
 	"reflect"
 	"slices"
-	"strings"
 	"sync"
-	"testing"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
-	"github.com/stretchr/testify/require"
-
-	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
-
-func TestMain(m *testing.M) { pgtest.Main(m) }
-
-func TestDependencies_AreThoseOfPgxAlone(t *testing.T) {
-	t.Parallel()
-	deps := func(pkg string) []string {
-		out, err := exec.CommandContext(t.Context(), "go", "list", "-deps", "-f", "{{if not .Standard}}{{.ImportPath}}{{end}}", pkg).Output()
-		require.NoError(t, err)
-		return strings.Fields(string(out))
-	}
-	want := append(deps("github.com/jackc/pgx/v5"), "github.com/pgratelimit/pgratelimit/client")
-	require.ElementsMatch(t, want, deps("."))
-	require.ElementsMatch(t, append(want, "github.com/pgratelimit/pgratelimit/client/httplimit"), deps("./httplimit"))
-	want = append(want, "github.com/pgratelimit/pgratelimit/client/clienttest", "github.com/pgratelimit/pgratelimit/tests/model")
-	require.ElementsMatch(t, want, deps("./clienttest"), "which programs import in their tests")
-
-	module, err := os.ReadFile("../go.mod")
-	require.NoError(t, err)
-	require.NotRegexp(t, "redis|gonum", string(module), "the module tests/bench is for them")
-}
 
 // fakeDB answers each query with the next of its answers, an error or a row; the last one stays.
 type fakeDB struct {

@@ -2,18 +2,15 @@ package client_test
 
 import (
 	"context"
-	"errors"
 	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/pgratelimit/client"
 	"github.com/pgratelimit/pgratelimit/client/clienttest"
-	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
 // seen is what hooks were told.
@@ -185,69 +182,4 @@ func TestObserve_SeesWaits(t *testing.T) {
 		}
 		require.Equal(t, []string{"reserve allowed", "reserve allowed", "reserve denied", "reserve allowed", "settle allowed"}, operations)
 	})
-}
-
-// Each request that is sent is in one call.
-func TestObserve_SeesTheSizeOfCalls(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
-	db.Exec(t, "select ratelimit_define_policy('api', 1000, 1, '1 second')")
-	var s seen
-	limiter := client.NewCombiner(db.Pool, client.Observe(s.hooks()))
-	defer limiter.Close()
-	blocker := db.Connect(t)
-	_, err := blocker.Exec(t.Context(), "begin; lock table ratelimit.policies in access exclusive mode")
-	require.NoError(t, err)
-
-	const callers = 20
-	errs := make(chan error, callers)
-	for i := range callers {
-		go func() {
-			if i%2 == 0 {
-				_, err := limiter.Acquire(t.Context(), "api", keys[i])
-				errs <- err
-				return
-			}
-			_, err := limiter.AcquireAll(t.Context(), []client.Charge{{Policy: "api", Key: keys[i]}, {Policy: "api", Key: keys[i] + "a"}})
-			errs <- err
-		}()
-	}
-	require.Eventually(t, func() bool { // two calls are under way
-		s.mu.Lock()
-		defer s.mu.Unlock()
-		sent := 0
-		for _, n := range s.calls {
-			sent += n
-		}
-		return sent+client.QueueLength(limiter) == callers && len(s.calls) == 2
-	}, 20*time.Second, time.Millisecond)
-	_, err = blocker.Exec(t.Context(), "rollback")
-	require.NoError(t, err)
-	for range callers {
-		require.NoError(t, <-errs)
-	}
-	sum, most := 0, 0
-	for _, n := range s.calls {
-		sum, most = sum+n, max(most, n)
-	}
-	require.Equal(t, callers, sum)
-	require.Greater(t, most, 1)
-	require.Len(t, s.answers, callers)
-}
-
-func TestObserve_InATransaction(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
-	db.Exec(t, "select ratelimit_define_policy('api', 1000, 1, '1 second')")
-	var s seen
-	limiter := client.New(db.Pool, client.Observe(s.hooks()))
-	back := errors.New("back")
-	err := pgx.BeginFunc(t.Context(), db.Pool, func(tx pgx.Tx) error {
-		_, err := limiter.WithTx(tx).Acquire(t.Context(), "api", "k")
-		require.NoError(t, err)
-		return back
-	})
-	require.ErrorIs(t, err, back)
-	require.Len(t, s.answers, 1)
-	require.Equal(t, client.ResultAllowed, s.answers[0].Result())
 }

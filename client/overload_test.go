@@ -229,7 +229,7 @@ func TestCombiner_AFrozenDatabaseIsNoticed(t *testing.T) {
 				require.LessOrEqual(t, o.answered.Sub(o.arrived), within)
 			}
 		}
-		require.Zero(t, client.QueueLength(limiter))
+		require.Zero(t, limiter.Waiting())
 		granted, refused, late := c.count(thawed.Add(within/2), thawed.Add(time.Hour))
 		require.Zero(t, refused+late, "of %d after it is back", granted)
 	})
@@ -245,7 +245,7 @@ func TestCombiner_TheQueueIsBounded(t *testing.T) {
 		c := &crowd{limiter: limiter}
 		db.set(0, 10*time.Second)
 		frozen := c.arrive(1000, 2*time.Second)
-		require.Equal(t, 300, client.QueueLength(limiter))
+		require.Equal(t, 300, limiter.Waiting())
 		_, refused, _ := c.count(frozen, time.Now())
 		require.InDelta(t, 2000-300, refused, 10)
 

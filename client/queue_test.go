@@ -3,74 +3,53 @@ package client
 import (
 	"fmt"
 	"maps"
+	"math/rand/v2"
 	"slices"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/require"
-	"pgregory.net/rapid"
 )
 
 // Whatever arrives, leaves and ends in whatever order, the invariants of the queue hold after each step, and in the
 // end everybody was sent, was refused or has left. What should hold is worked out from the calls of its methods alone.
 func TestQueue_KeepsItsInvariants(t *testing.T) {
 	t.Parallel()
-	rapid.Check(t, func(t *rapid.T) {
-		limit := rapid.IntRange(1, 4).Draw(t, "limit")
-		most := rapid.SampledFrom([]int{1, 20, 300, 10_000}).Draw(t, "most")
-		d := &drivenQueue{T: t, queue: newQueue(limit, most), limit: limit, most: most, now: time.Unix(0, 0), taken: map[*waiter]*batch{}}
-		requests := rapid.Custom(func(t *rapid.T) request {
-			r := request{
-				policy: rapid.SampledFrom([]string{"p", "q"}).Draw(t, "policy"),
-				key:    fmt.Sprint(rapid.IntRange(0, rapid.SampledFrom([]int{1, 5, 300}).Draw(t, "spread")).Draw(t, "key")),
-			}
-			if rapid.IntRange(0, 3).Draw(t, "keyed") == 0 {
-				r.idempotencyKey = "once"
-			}
-			if rapid.IntRange(0, 2).Draw(t, "joint") == 0 {
-				r.policy = ""
-				r.charges = make([]Charge, rapid.SampledFrom([]int{1, 3, 1000}).Draw(t, "charges"))
-			}
-			return r
-		})
-		arrive := func(t *rapid.T) {
-			for range rapid.SampledFrom([]int{1, 1, 1, 40, 300}).Draw(t, "requests") {
-				within := rapid.SampledFrom([]time.Duration{0, 1, 50, 1000, 1e6}).Draw(t, "within") * time.Millisecond
-				d.arrive(requests.Draw(t, "request"), within)
+	random(t, 100, func(t *testing.T, r *rand.Rand) {
+		d := &drivenQueue{T: t, limit: 1 + r.IntN(4), most: pick(r, 1, 20, 300, 10_000), now: time.Unix(0, 0), taken: map[*waiter]*batch{}}
+		d.queue = newQueue(d.limit, d.most)
+		arrive := func() {
+			spread := pick(r, 1, 5, 300)
+			for range pick(r, 1, 1, 1, 40, 300) {
+				next := request{policy: pick(r, "p", "q"), key: fmt.Sprint(r.IntN(spread + 1))}
+				if r.IntN(4) == 0 {
+					next.idempotencyKey = "once"
+				}
+				if r.IntN(3) == 0 {
+					next.policy = ""
+					next.charges = make([]Charge, pick(r, 1, 3, 1000))
+				}
+				d.arrive(next, pick[time.Duration](r, 0, 1, 50, 1000, 1e6)*time.Millisecond)
 				d.check()
 			}
 		}
-		t.Repeat(map[string]func(*rapid.T){
-			"arrive": arrive,
-			"take": func(t *rapid.T) {
-				if !d.reserved {
-					t.Skip()
-				}
+		for range 30 {
+			switch step := r.IntN(6); {
+			case step == 0:
+				arrive()
+			case step == 1 && d.reserved:
 				d.take()
-			},
-			"finish": func(t *rapid.T) {
-				if len(d.batches) == 0 {
-					t.Skip()
-				}
-				d.finish(rapid.SampledFrom(d.batches).Draw(t, "batch"))
-			},
-			"leave": func(t *rapid.T) {
-				if len(d.callers()) == 0 {
-					t.Skip()
-				}
-				d.leave(rapid.SampledFrom(d.callers()).Draw(t, "caller"))
-			},
-			"hurry": func(t *rapid.T) {
-				if !d.held {
-					t.Skip()
-				}
+			case step == 2 && len(d.batches) > 0:
+				d.finish(pick(r, d.batches...))
+			case step == 3 && len(d.callers()) > 0:
+				d.leave(pick(r, d.callers()...))
+			case step == 4 && d.held:
 				d.hurry()
-			},
-			"pass": func(t *rapid.T) {
-				d.now = d.now.Add(time.Duration(rapid.IntRange(1, 100).Draw(t, "milliseconds")) * time.Millisecond)
-			},
-			"": func(*rapid.T) { d.check() },
-		})
+			default:
+				d.now = d.now.Add(time.Duration(1+r.IntN(100)) * time.Millisecond)
+			}
+			d.check()
+		}
 
 		for d.reserved || d.held || len(d.batches) > 0 {
 			switch {
@@ -88,9 +67,19 @@ func TestQueue_KeepsItsInvariants(t *testing.T) {
 	})
 }
 
+// random runs a test of random choices, the same ones under the same seed: -run 'TestName/^7$' for one.
+func random(t *testing.T, seeds int, test func(*testing.T, *rand.Rand)) {
+	t.Helper()
+	for seed := range seeds {
+		t.Run(fmt.Sprint(seed), func(t *testing.T) { test(t, rand.New(rand.NewPCG(uint64(seed), 0))) })
+	}
+}
+
+func pick[T any](r *rand.Rand, from ...T) T { return from[r.IntN(len(from))] }
+
 // A drivenQueue knows what its queue was told and what it has answered.
 type drivenQueue struct {
-	*rapid.T
+	*testing.T
 	queue    *queue
 	limit    int
 	most     int // that may wait
@@ -307,6 +296,11 @@ func (d *drivenQueue) check() {
 	}
 	require.LessOrEqual(d, slots, d.limit)
 	require.LessOrEqual(d, len(d.waiting), d.most+1)
+	elements := 0
+	for _, w := range d.waiting {
+		elements += w.elements()
+	}
+	require.Equal(d, elements, d.queue.elements)
 
 	under := d.under()
 	if slots == d.limit || d.reserved || d.held {

@@ -3,7 +3,6 @@ package client_test
 import (
 	"context"
 	"errors"
-	"strings"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -13,7 +12,6 @@ import (
 
 	"github.com/pgratelimit/pgratelimit/client"
 	"github.com/pgratelimit/pgratelimit/client/clienttest"
-	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
 // newLine is a fake with 2 tokens and one each second. Its time is the test's.
@@ -138,18 +136,4 @@ type cancellingPool struct {
 func (p *cancellingPool) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
 	defer p.cancel()
 	return p.fakePool.QueryRow(ctx, sql, args...)
-}
-
-func TestWait_IsNotForTransactions(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
-	tx, err := db.Pool.Begin(t.Context())
-	require.NoError(t, err)
-	defer func() { _ = tx.Rollback(context.Background()) }()
-	limiter := client.New(db.Pool)
-	for name, in := range map[string]*client.Limiter{"Tx": client.New(tx), "WithTx": limiter.WithTx(tx), "Conn": client.New(tx.Conn())} {
-		_, err := in.Wait(t.Context(), "line", "k")
-		require.ErrorIs(t, err, client.ErrInvalidArgument, name)
-		require.True(t, strings.HasSuffix(err.Error(), "outside a transaction"), err)
-	}
 }

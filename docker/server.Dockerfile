@@ -7,6 +7,7 @@ COPY client/ client/
 COPY migrations/ migrations/
 COPY server/ server/
 COPY sql/ sql/
+COPY tests/go.mod tests/
 RUN cd server && GOWORK=off CGO_ENABLED=0 go build -trimpath -ldflags=-s -o /pgratelimit ./cmd/pgratelimit
 
 # Nothing but the program, and whom it trusts where the database has TLS.

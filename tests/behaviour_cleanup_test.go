@@ -9,7 +9,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 
-	"github.com/pgratelimit/pgratelimit/tests/model"
+	"github.com/pgratelimit/pgratelimit/client/clienttest/model"
 )
 
 // deleted counts the rows that a clean-up deleted.

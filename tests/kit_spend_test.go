@@ -6,7 +6,7 @@ import (
 	"time"
 
 	"github.com/pgratelimit/pgratelimit/client"
-	"github.com/pgratelimit/pgratelimit/tests/model"
+	"github.com/pgratelimit/pgratelimit/client/clienttest/model"
 )
 
 // maxWaitOfReserve is the longest that ratelimit_reserve accepts.

@@ -14,7 +14,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/pgratelimit/client"
-	"github.com/pgratelimit/pgratelimit/tests/model"
+	"github.com/pgratelimit/pgratelimit/client/clienttest/model"
 )
 
 // 500 connections acquire from one bucket all the time. Each token is granted once, each decision tells how many

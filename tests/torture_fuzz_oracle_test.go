@@ -11,7 +11,7 @@ import (
 	"strings"
 	"time"
 
-	"github.com/pgratelimit/pgratelimit/tests/model"
+	"github.com/pgratelimit/pgratelimit/client/clienttest/model"
 )
 
 // The oracle predicts the result of a call: a refusal that README documents, in the order in which the

@@ -12,7 +12,7 @@ import (
 
 	"github.com/anishathalye/porcupine"
 
-	"github.com/pgratelimit/pgratelimit/tests/model"
+	"github.com/pgratelimit/pgratelimit/client/clienttest/model"
 )
 
 // An operation is what one call did to one bucket, as its caller saw it. Each request of a batch is an

@@ -33,7 +33,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/pgratelimit/pgratelimit/client"
-	"github.com/pgratelimit/pgratelimit/tests/model"
+	"github.com/pgratelimit/pgratelimit/client/clienttest/model"
 )
 
 // A Fake is a Limiter whose database is in memory. It is safe for concurrent use.

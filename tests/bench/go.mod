@@ -68,6 +68,8 @@ require (
 	github.com/moby/term v0.5.2 // indirect
 	github.com/opencontainers/go-digest v1.0.0 // indirect
 	github.com/opencontainers/image-spec v1.1.1 // indirect
+	github.com/pgratelimit/pgratelimit/migrations v0.0.0
+	github.com/pgratelimit/pgratelimit/tests v0.0.0
 	github.com/planetscale/vtprotobuf v0.6.1-0.20240319094008-0393e58bdf10 // indirect
 	github.com/power-devops/perfstat v0.0.0-20240221224432-82ca36839d55 // indirect
 	github.com/shirou/gopsutil/v4 v4.26.6 // indirect
@@ -97,3 +99,7 @@ require (
 replace github.com/pgratelimit/pgratelimit => ../..
 
 replace github.com/pgratelimit/pgratelimit/server => ../../server
+
+replace github.com/pgratelimit/pgratelimit/migrations => ../../migrations
+
+replace github.com/pgratelimit/pgratelimit/tests => ../../tests

@@ -98,6 +98,7 @@ func copyForImage(t *testing.T, to, name string) {
 	require.NoError(t, err)
 	if !info.IsDir() {
 		require.Contains(t, lines, "!"+name)
+		require.NoError(t, os.MkdirAll(filepath.Dir(filepath.Join(to, name)), 0o700))
 		copied, err := os.ReadFile(filepath.Join(root, name))
 		require.NoError(t, err)
 		require.NoError(t, os.WriteFile(filepath.Join(to, name), copied, 0o600))

@@ -591,7 +591,7 @@ func TestCombiner_ALockedBucketHoldsUpItsOwnCallOnly(t *testing.T) {
 	db.Await(t, time.Minute, "select count(*) = 2 from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'")
 	for i := range 50 {
 		ask("api", fmt.Sprint("k", i))
-		for client.QueueLength(limiter) == i {
+		for limiter.Waiting() == i {
 			runtime.Gosched()
 		}
 	}
@@ -662,6 +662,13 @@ type request struct {
 	opts        []client.AcquireOption
 }
 
+type jointAnswer struct {
+	client.JointDecision
+	err error
+}
+
+var once = []client.AcquireOption{client.IdempotencyKey("once")}
+
 // combine lets requests wait in order behind a call that waits for a lock, and then go. The policy of
 // that call is gate.
 func combine(t *testing.T, db *pgtest.DB, limiter *client.Combiner, requests []request) (answers func() []answer) {
@@ -701,7 +708,7 @@ func combineCalls(t *testing.T, db *pgtest.DB, limiter *client.Combiner, request
 			defer close(done)
 			ask(i)
 		})
-		for client.QueueLength(limiter) == waiting {
+		for limiter.Waiting() == waiting {
 			select {
 			case <-done: // text that cannot be sent does not wait
 				waiting--

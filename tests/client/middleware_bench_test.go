@@ -1,4 +1,4 @@
-package httplimit_test
+package client_test
 
 import (
 	"context"
@@ -17,8 +17,6 @@ import (
 	"github.com/pgratelimit/pgratelimit/client/httplimit"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
-
-func TestMain(m *testing.M) { pgtest.Main(m) }
 
 // What the middleware adds to a request: go test ./client/httplimit -bench Middleware -run '^$'. A handler is called without
 // HTTP, and in a server by clients of this process. The database is there in both cases.
@@ -74,8 +72,8 @@ func BenchmarkMiddleware(b *testing.B) {
 		}
 		for _, callers := range bench.callers {
 			name := fmt.Sprintf("%s/callers=%d", bench.name, callers)
-			b.Run("call/"+name, func(b *testing.B) { share(b, callers, bench.status, call) })
-			b.Run("http/"+name, func(b *testing.B) { share(b, callers, bench.status, overHTTP) })
+			b.Run("call/"+name, func(b *testing.B) { shareOf(b, callers, bench.status, call) })
+			b.Run("http/"+name, func(b *testing.B) { shareOf(b, callers, bench.status, overHTTP) })
 		}
 		transport.CloseIdleConnections()
 		server.Close()
@@ -83,7 +81,7 @@ func BenchmarkMiddleware(b *testing.B) {
 }
 
 // share lets callers send b.N requests between them.
-func share(b *testing.B, callers, want int, send func(*http.Request) (status int, err error)) {
+func shareOf(b *testing.B, callers, want int, send func(*http.Request) (status int, err error)) {
 	b.ReportAllocs()
 	var wg sync.WaitGroup
 	for caller := range callers {

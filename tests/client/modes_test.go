@@ -1,0 +1,303 @@
+package client_test
+
+import (
+	"context"
+	"fmt"
+	"math"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/migrations"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+)
+
+// Everything the client does, in every way pgx can send it, in sessions that write intervals oddly.
+// Twice on one connection, so that cached statements are used too.
+func TestExecModes(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	for _, mode := range []pgx.QueryExecMode{
+		pgx.QueryExecModeCacheStatement,
+		pgx.QueryExecModeCacheDescribe,
+		pgx.QueryExecModeDescribeExec,
+		pgx.QueryExecModeExec,
+		pgx.QueryExecModeSimpleProtocol,
+	} {
+		styles := []string{"postgres", "postgres_verbose", "sql_standard", "iso_8601"}
+		if mode != pgx.QueryExecModeCacheStatement && mode != pgx.QueryExecModeSimpleProtocol { // one of binary and one of text show them
+			styles = styles[2:3]
+		}
+		for _, style := range styles {
+			t.Run(strings.ReplaceAll(mode.String(), " ", "_")+"/"+style, func(t *testing.T) {
+				conn := acquired(t, connect(t, db, map[string]string{"IntervalStyle": style}, func(config *pgx.ConnConfig) {
+					config.DefaultQueryExecMode = mode
+				}))
+				for range 2 {
+					useEverything(t, client.New(conn))
+					cleanUpOnce(t, conn, "")
+				}
+			})
+		}
+	}
+}
+
+func useEverything(t *testing.T, limiter *client.Limiter) {
+	ctx := t.Context()
+	const day = 24 * time.Hour
+	must := func(d client.Decision, err error) client.Decision {
+		t.Helper()
+		require.NoError(t, err)
+		// Whole hours: the clock runs on between calls.
+		if !d.Never() {
+			d.RetryAfter = d.RetryAfter.Round(time.Hour)
+		}
+		d.ResetAfter = d.ResetAfter.Round(time.Hour)
+		return d
+	}
+
+	policy := client.Policy{Name: "it's \"new\"\n🪣", Capacity: 10, Refill: 1, Every: day}
+	require.NoError(t, limiter.DefinePolicy(ctx, policy))
+	key := `o'clock \ $1 ` + strings.Repeat("é", 200)
+
+	// No idempotency key is null, and a key is told from none.
+	require.Equal(t, client.Decision{Allowed: true, Remaining: 9, ResetAfter: day, Capacity: 10},
+		must(limiter.Acquire(ctx, policy.Name, key)))
+	require.Equal(t, client.Decision{Allowed: true, Remaining: 5, ResetAfter: 5 * day, Capacity: 10},
+		must(limiter.Acquire(ctx, policy.Name, key, client.Cost(4), client.IdempotencyKey("null"))))
+	require.Equal(t, client.Decision{Allowed: true, Remaining: 5, ResetAfter: 5 * day, Capacity: 10, Replayed: true},
+		must(limiter.Acquire(ctx, policy.Name, key, client.Cost(4), client.IdempotencyKey("null"))))
+	_, err := limiter.Acquire(ctx, policy.Name, key, client.IdempotencyKey("null"))
+	require.ErrorIs(t, err, client.ErrIdempotencyMismatch)
+
+	require.Equal(t, client.Decision{Remaining: 5, RetryAfter: day, ResetAfter: 5 * day, Capacity: 10},
+		must(limiter.Acquire(ctx, policy.Name, key, client.Cost(6))))
+	require.Equal(t, client.Decision{Remaining: 5, RetryAfter: 2 * day, ResetAfter: 5 * day, Capacity: 10},
+		must(limiter.Peek(ctx, policy.Name, key, client.Cost(7))))
+	never := must(limiter.Peek(ctx, policy.Name, key, client.Cost(math.MaxInt64)))
+	require.True(t, never.Never())
+	_, err = limiter.Acquire(ctx, policy.Name, key, client.Cost(math.MinInt64))
+	require.ErrorIs(t, err, client.ErrInvalidArgument)
+	for _, text := range []string{"", "\x00", "a\x00'b", "\xff", strings.Repeat("é", 257)} {
+		_, err = limiter.Acquire(ctx, policy.Name, text)
+		require.ErrorIs(t, err, client.ErrInvalidArgument, "%q", text)
+	}
+
+	require.Equal(t, client.Decision{Allowed: true, Remaining: 8, ResetAfter: 2 * day, Capacity: 10},
+		must(limiter.Refund(ctx, policy.Name, key, 3)))
+	require.NoError(t, limiter.Reset(ctx, policy.Name, key))
+	useAll(t, limiter, policy.Name, key)
+	require.NoError(t, limiter.Reset(ctx, policy.Name, key))
+	useSpending(t, limiter, policy.Name, key)
+	require.NoError(t, limiter.Reset(ctx, policy.Name, key))
+	require.Equal(t, client.Decision{Allowed: true, Remaining: 10, Capacity: 10},
+		must(limiter.Peek(ctx, policy.Name, key)))
+
+	cleaned, err := limiter.Cleanup(ctx)
+	require.NoError(t, err)
+	require.Zero(t, cleaned)
+
+	policy.Every, policy.Stepped, policy.Durable, policy.Remember = math.MaxInt64/1000*time.Microsecond, client.Yes, client.Yes, time.Microsecond
+	policy.Shadow = client.No
+	require.NoError(t, limiter.DefinePolicy(ctx, policy))
+	policies, err := limiter.Policies(ctx)
+	require.NoError(t, err)
+	require.Equal(t, []client.Policy{policy}, policies)
+
+	useOverrides(t, limiter, policy, key)
+
+	require.NoError(t, limiter.DropPolicy(ctx, policy.Name))
+	_, err = limiter.Acquire(ctx, policy.Name, key)
+	require.ErrorIs(t, err, client.ErrUnknownPolicy)
+}
+
+// useSpending expects the bucket of key to be full, and one token a day.
+func useSpending(t *testing.T, limiter *client.Limiter, policy, key string) {
+	t.Helper()
+	ctx := t.Context()
+	const day = 24 * time.Hour
+	once := fmt.Sprint("spending ", time.Now().UnixNano(), " ", key[:51])
+
+	up, err := limiter.AcquireUpTo(ctx, policy, key, 12, client.AtLeast(10), client.IdempotencyKey(once))
+	require.NoError(t, err)
+	require.True(t, up.Allowed)
+	require.EqualValues(t, 10, up.Taken)
+	up, err = limiter.AcquireUpTo(ctx, policy, key, 12, client.IdempotencyKey(once))
+	require.NoError(t, err)
+	require.True(t, up.Replayed)
+	require.EqualValues(t, 10, up.Taken)
+	up, err = limiter.AcquireUpTo(ctx, policy, key, 1)
+	require.NoError(t, err)
+	require.True(t, !up.Allowed && up.Taken == 0 && up.RetryAfter > 23*time.Hour)
+	d, err := limiter.Settle(ctx, policy, key, once, 9)
+	require.NoError(t, err)
+	require.EqualValues(t, 1, d.Remaining)
+	_, err = limiter.Settle(ctx, policy, key, once, 8)
+	require.ErrorIs(t, err, client.ErrIdempotencyMismatch)
+	_, err = limiter.Settle(ctx, policy, key, "never granted", 8)
+	require.ErrorIs(t, err, client.ErrNoGrant)
+
+	d, err = limiter.Charge(ctx, policy, key, 3)
+	require.NoError(t, err)
+	require.True(t, d.Allowed)
+	require.EqualValues(t, -2, d.Remaining)
+	r, err := limiter.Reserve(ctx, policy, key, 3*day, client.Cost(2))
+	require.NoError(t, err)
+	require.False(t, r.Allowed || r.Never())
+	require.Equal(t, 4*day, r.Wait.Round(time.Hour))
+	r, err = limiter.Reserve(ctx, policy, key, 5*day, client.Cost(2), client.IdempotencyKey(once+"r"))
+	require.NoError(t, err)
+	require.True(t, r.Allowed && !r.Replayed)
+	require.EqualValues(t, -4, r.Remaining)
+	require.Equal(t, 14*day, r.ResetAfter.Round(time.Hour))
+	r, err = limiter.Reserve(ctx, policy, key, 0, client.Cost(2), client.IdempotencyKey(once+"r"))
+	require.NoError(t, err)
+	require.True(t, r.Allowed && r.Replayed)
+	require.Equal(t, 4*day, r.Wait.Round(time.Hour))
+	r, err = limiter.Reserve(ctx, policy, key, 0, client.Cost(11))
+	require.NoError(t, err)
+	require.True(t, !r.Allowed && r.Never())
+}
+
+// useAll expects the bucket of key to be full.
+func useAll(t *testing.T, limiter *client.Limiter, policy, key string) {
+	t.Helper()
+	ctx := t.Context()
+	other := "NULL {\"}, " + key[:101]
+	require.NoError(t, limiter.Reset(ctx, policy, other))
+	charges := []client.Charge{{Policy: policy, Key: other}, {Policy: policy, Key: key, Cost: client.Cost(7)}, {Policy: policy, Key: other, Cost: client.Cost(0)}}
+	acquire := func(opts ...client.AcquireAllOption) client.JointDecision {
+		t.Helper()
+		d, err := limiter.AcquireAll(ctx, charges, opts...)
+		require.NoError(t, err)
+		require.Len(t, d.Decisions, 3)
+		require.Equal(t, d.Remaining, d.Decisions[d.Binding].Remaining)
+		require.Equal(t, d.ResetAfter, d.Decisions[d.Binding].ResetAfter)
+		require.Equal(t, d.RetryAfter, d.Decisions[d.Binding].RetryAfter)
+		return d
+	}
+	remaining := func(d client.JointDecision) []int64 {
+		return []int64{d.Decisions[0].Remaining, d.Decisions[1].Remaining, d.Decisions[2].Remaining}
+	}
+	once := client.IdempotencyKey("all " + key[:101])
+	d := acquire(once)
+	require.True(t, d.Allowed)
+	require.Equal(t, 1, d.Binding)
+	require.Equal(t, []int64{9, 3, 9}, remaining(d))
+	d = acquire(once)
+	require.True(t, d.Allowed && d.Replayed && d.Decisions[1].Replayed)
+	require.Equal(t, []int64{9, 3, 9}, remaining(d))
+	d = acquire()
+	require.False(t, d.Allowed)
+	require.Equal(t, 1, d.Binding)
+	require.Equal(t, []int64{9, 3, 9}, remaining(d), "nothing was taken")
+	require.Positive(t, d.RetryAfter)
+	charges[1].Cost = client.Cost(11)
+	require.True(t, acquire().Never())
+	charges[1].Cost = client.Cost(1)
+	_, err := limiter.AcquireAll(ctx, charges, once)
+	require.ErrorIs(t, err, client.ErrIdempotencyMismatch)
+	for _, text := range []string{"", "\x00", "a\x00'b", "\xff", strings.Repeat("é", 257)} {
+		charges[1].Key = text
+		_, err = limiter.AcquireAll(ctx, charges)
+		require.ErrorIs(t, err, client.ErrInvalidArgument, "%q", text)
+	}
+	_, err = limiter.AcquireAll(ctx, nil)
+	require.ErrorIs(t, err, client.ErrInvalidArgument)
+}
+
+func useOverrides(t *testing.T, limiter *client.Limiter, policy client.Policy, key string) {
+	t.Helper()
+	ctx := t.Context()
+	expires := time.Date(2100, 1, 2, 3, 4, 5, 678_901_999, time.FixedZone("", 3600))
+	block := client.Override{Policy: policy.Name, Key: key, Capacity: client.Zero, Refill: client.Zero, Every: time.Hour, ExpiresAt: expires}
+	require.NoError(t, limiter.Override(ctx, block))
+	require.NoError(t, limiter.Override(ctx, client.Override{Policy: policy.Name, Key: "b"}))
+	block.ExpiresAt = time.Date(2100, 1, 2, 2, 4, 5, 678_901_000, time.UTC)
+	same := client.Override{Policy: policy.Name, Key: "b", Capacity: policy.Capacity, Refill: policy.Refill, Every: policy.Every}
+	list := func(opts ...client.OverridesOption) []client.Override {
+		t.Helper()
+		overrides, err := limiter.Overrides(ctx, opts...)
+		require.NoError(t, err)
+		return overrides
+	}
+	require.ElementsMatch(t, []client.Override{same, block}, list())
+	require.Equal(t, []client.Override{block}, list(client.OfPolicy(policy.Name), client.OfKey(key)))
+	require.Empty(t, list(client.OfKey("none")))
+	_, err := limiter.Overrides(ctx, client.OfPolicy("none"))
+	require.ErrorIs(t, err, client.ErrUnknownPolicy)
+	require.Len(t, list(client.MaxRows(1)), 1)
+	require.NoError(t, limiter.Override(ctx, block), "what is read can be written")
+
+	d, err := limiter.Acquire(ctx, policy.Name, key)
+	require.NoError(t, err)
+	require.Equal(t, client.Decision{RetryAfter: d.RetryAfter}, d)
+	require.True(t, d.Never())
+	for _, want := range []bool{true, false} {
+		removed, err := limiter.RemoveOverride(ctx, policy.Name, key)
+		require.NoError(t, err)
+		require.Equal(t, want, removed)
+	}
+	_, err = limiter.RemoveOverride(ctx, "none", key)
+	require.ErrorIs(t, err, client.ErrUnknownPolicy)
+	for _, unfit := range []client.Override{
+		{Policy: policy.Name, Key: ""},
+		{Policy: policy.Name, Key: key, Capacity: -2},
+		{Policy: policy.Name, Key: key, Every: time.Nanosecond},
+		{Policy: policy.Name, Key: key, ExpiresAt: time.Unix(0, 0)},
+		{Policy: policy.Name, Key: key, ExpiresAt: time.Date(-1, 1, 1, 0, 0, 0, 0, time.UTC)},
+		{Policy: policy.Name, Key: key, ExpiresAt: time.Date(300_000, 1, 1, 0, 0, 0, 0, time.UTC)},
+	} {
+		require.ErrorIs(t, limiter.Override(ctx, unfit), client.ErrInvalidArgument, "%+v", unfit)
+	}
+	require.ErrorIs(t, limiter.Override(ctx, client.Override{Policy: "none", Key: key}), client.ErrUnknownPolicy)
+}
+
+// cleanUpOnce lets RunCleanup make one call.
+func cleanUpOnce(t *testing.T, conn client.Querier, schema string) {
+	t.Helper()
+	once := &firstCall{Querier: conn}
+	ctx, cancel := context.WithCancel(t.Context())
+	once.ended = cancel
+	client.New(once, client.Schema(schema)).RunCleanup(ctx, time.Hour)
+	require.ErrorIs(t, once.err, pgx.ErrNoRows, "a procedure answers no row, and no error of the server")
+}
+
+// A firstCall keeps the error of a call, and says that it has ended.
+type firstCall struct {
+	client.Querier
+	pgx.Row
+	ended func()
+	err   error
+}
+
+func (c *firstCall) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
+	c.Row = c.Querier.QueryRow(ctx, sql, args...)
+	return c
+}
+
+func (c *firstCall) Scan(dest ...any) error {
+	defer c.ended()
+	c.err = c.Row.Scan(dest...)
+	return c.err
+}
+
+func TestSchema_FindsFunctionsOffThePath(t *testing.T) {
+	t.Parallel()
+	db := pgtest.Empty(t)
+	const schema = `odd "schema".x`
+	db.Exec(t, "create schema "+pgx.Identifier{schema}.Sanitize())
+	installer := acquired(t, connect(t, db, map[string]string{"search_path": pgx.Identifier{schema}.Sanitize()}))
+	require.NoError(t, migrations.Up(t.Context(), installer.Conn()))
+
+	pathless := connect(t, db, map[string]string{"search_path": ""})
+	_, err := client.New(pathless).Policies(t.Context())
+	requireCode(t, "42883", err)
+	limiter := client.New(pathless, client.Schema(schema))
+	useEverything(t, limiter)
+	cleanUpOnce(t, pathless, schema)
+}

@@ -1,0 +1,258 @@
+package client_test
+
+import (
+	"context"
+	"errors"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/migrations"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+)
+
+// What a Limiter may be on, and whether it may call again. Each is on a session of its own.
+var handles = map[string]struct {
+	open    func(t *testing.T, pool *pgxpool.Pool) client.Querier
+	retries bool
+}{
+	"pool": {func(_ *testing.T, pool *pgxpool.Pool) client.Querier {
+		return pool
+	}, true},
+	"embedded pool": {func(_ *testing.T, pool *pgxpool.Pool) client.Querier {
+		return struct{ *pgxpool.Pool }{pool}
+	}, true},
+	"connection of a pool": {func(t *testing.T, pool *pgxpool.Pool) client.Querier {
+		return acquired(t, pool)
+	}, true},
+	"connection": {func(t *testing.T, pool *pgxpool.Pool) client.Querier {
+		return acquired(t, pool).Conn()
+	}, true},
+	"connection in a transaction": {func(t *testing.T, pool *pgxpool.Pool) client.Querier {
+		conn := acquired(t, pool).Conn()
+		_, err := conn.Exec(t.Context(), "begin")
+		require.NoError(t, err)
+		return conn
+	}, false},
+	"connection of a pool in a transaction": {func(t *testing.T, pool *pgxpool.Pool) client.Querier {
+		conn := acquired(t, pool)
+		_, err := conn.Exec(t.Context(), "begin")
+		require.NoError(t, err)
+		return conn
+	}, false},
+	"transaction of a pool": {func(t *testing.T, pool *pgxpool.Pool) client.Querier {
+		return begin(t, pool)
+	}, false},
+	"transaction of a connection": {func(t *testing.T, pool *pgxpool.Pool) client.Querier {
+		return begin(t, acquired(t, pool).Conn())
+	}, false},
+	"savepoint": {func(t *testing.T, pool *pgxpool.Pool) client.Querier {
+		return begin(t, begin(t, pool))
+	}, false},
+}
+
+// lookalike is a transaction that has what tells a pool from one.
+type lookalike struct{ pgx.Tx }
+
+func (lookalike) BeginTx(context.Context, pgx.TxOptions) (pgx.Tx, error) {
+	return nil, errors.ErrUnsupported
+}
+
+func (lookalike) Close() {}
+
+// A Limiter on a transaction makes each call once and remembers nothing, whatever the transaction's type
+// has: it is told, and does not guess.
+func TestWithTx_IsToldAndDoesNotGuess(t *testing.T) {
+	t.Parallel()
+	ctx := t.Context()
+	for name, of := range map[string]func(pool *pgxpool.Pool) interface{ WithTx(pgx.Tx) *client.Limiter }{
+		"Limiter": func(pool *pgxpool.Pool) interface{ WithTx(pgx.Tx) *client.Limiter } {
+			return client.New(pool, client.DenialCache(), client.Schema("app"))
+		},
+		"Combiner": func(pool *pgxpool.Pool) interface{ WithTx(pgx.Tx) *client.Limiter } {
+			return client.NewCombiner(pool, client.DenialCache(), client.Schema("app"))
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			db := pgtest.Empty(t)
+			db.Exec(t, "create schema app")
+			installer := acquired(t, connect(t, db, map[string]string{"search_path": "app"}))
+			require.NoError(t, migrations.Up(ctx, installer.Conn()))
+			db.Exec(t, "select app.ratelimit_define_policy('api', 10, 1, '1 hour')")
+
+			var tries tryCounter
+			pool := connect(t, db, map[string]string{"default_transaction_isolation": "repeatable read"}, tries.count)
+			tx := begin(t, pool)
+			limiter := of(pool).WithTx(lookalike{tx})
+			for range 2 {
+				d, err := limiter.Acquire(ctx, "api", "denied", client.Cost(11))
+				require.NoError(t, err)
+				require.False(t, d.Allowed)
+				_, err = limiter.Acquire(ctx, "api", "k", client.Cost(5))
+				require.NoError(t, err)
+			}
+			denied, err := limiter.Acquire(ctx, "api", "k")
+			require.NoError(t, err)
+			require.False(t, denied.Allowed)
+			_, err = limiter.Acquire(ctx, "api", "k")
+			require.NoError(t, err)
+			require.EqualValues(t, 6, tries.n.Load(), "no denial is remembered")
+			require.NoError(t, tx.Rollback(ctx))
+			d, err := client.New(pool, client.Schema("app")).Peek(ctx, "api", "k")
+			require.NoError(t, err)
+			require.EqualValues(t, 10, d.Remaining, "a rollback has taken nothing")
+
+			tx = begin(t, pool)
+			_, err = of(pool).WithTx(tx).Peek(ctx, "api", "k") // a snapshot
+			require.NoError(t, err)
+			_, err = client.New(pool, client.Schema("app")).Acquire(ctx, "api", "k")
+			require.NoError(t, err)
+			tries.n.Store(0)
+			_, err = of(pool).WithTx(lookalike{tx}).Acquire(ctx, "api", "k")
+			requireCode(t, "40001", err)
+			require.EqualValues(t, 1, tries.n.Load(), "no retry")
+		})
+	}
+}
+
+func TestRetry_RealSerializationFailure(t *testing.T) {
+	t.Parallel()
+	for name, handle := range handles {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			db := pgtest.New(t)
+			db.Exec(t, "select ratelimit_define_policy('api', 10, 1, '1 hour'), ratelimit_acquire('api', 'k')")
+			holder := begin(t, db.Pool)
+			_, err := client.New(holder).Acquire(t.Context(), "api", "k")
+			require.NoError(t, err)
+
+			var tries tryCounter
+			pool := connect(t, db, map[string]string{"default_transaction_isolation": "repeatable read"}, tries.count)
+			limiter := client.New(handle.open(t, pool))
+			acquire := make(chan answer, 1)
+			go func() { acquire <- acquireOne(limiter, "k") }()
+			db.Await(t, time.Minute, waiting, 1)
+			require.NoError(t, holder.Commit(t.Context()))
+
+			got := <-acquire
+			if handle.retries {
+				require.NoError(t, got.err)
+				require.EqualValues(t, 7, got.Remaining)
+				require.EqualValues(t, 2, tries.n.Load())
+			} else {
+				requireCode(t, "40001", got.err)
+				require.EqualValues(t, 1, tries.n.Load())
+			}
+		})
+	}
+}
+
+func TestRetry_RealDeadlock(t *testing.T) {
+	t.Parallel()
+	for _, name := range []string{"pool", "connection", "transaction of a pool"} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			handle := handles[name]
+			db := pgtest.New(t)
+			db.Exec(t, "select ratelimit_define_policy('api', 10, 1, '1 hour')")
+			// Two acquires take two locks in opposite order, and meet at a gate between the two.
+			db.Exec(t, `
+				create function cross_locks() returns trigger language plpgsql as $$
+				declare
+				  v_first integer := case new.key when 'a' then 1 else 2 end;
+				begin
+				  perform pg_advisory_xact_lock(v_first);
+				  perform pg_advisory_xact_lock_shared(0);
+				  perform pg_advisory_xact_lock(3 - v_first);
+				  return new;
+				end $$;
+				create trigger cross_locks before insert on ratelimit.buckets
+				  for each row execute function public.cross_locks()`)
+			gate := begin(t, db.Pool)
+			_, err := gate.Exec(t.Context(), "select pg_advisory_xact_lock(0)")
+			require.NoError(t, err)
+
+			var tries tryCounter
+			pool := connect(t, db, nil, tries.count)
+			acquires := make(chan answer, 2)
+			for _, key := range []string{"a", "b"} {
+				limiter := client.New(handle.open(t, pool))
+				go func() { acquires <- acquireOne(limiter, key) }()
+			}
+			db.Await(t, time.Minute, waiting, 2)
+			require.NoError(t, gate.Rollback(t.Context()))
+
+			one, other := <-acquires, <-acquires
+			if handle.retries {
+				require.NoError(t, one.err)
+				require.NoError(t, other.err)
+				require.EqualValues(t, 3, tries.n.Load())
+			} else {
+				require.NotEqual(t, one.err == nil, other.err == nil, "one of a deadlock is the victim")
+				requireCode(t, "40P01", errors.Join(one.err, other.err))
+				require.EqualValues(t, 2, tries.n.Load())
+			}
+		})
+	}
+}
+
+// True when this many sessions of the database wait for a lock.
+const waiting = `
+	select count(*) = $1 from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'`
+
+type answer struct {
+	client.Decision
+	err error
+}
+
+func acquireOne(limiter *client.Limiter, key string) answer {
+	d, err := limiter.Acquire(context.Background(), "api", key)
+	return answer{d, err}
+}
+
+// tryCounter counts the acquires that a session sends.
+type tryCounter struct{ n atomic.Int64 }
+
+func (c *tryCounter) count(config *pgx.ConnConfig) { config.Tracer = c }
+
+func (c *tryCounter) TraceQueryStart(ctx context.Context, _ *pgx.Conn, data pgx.TraceQueryStartData) context.Context {
+	if strings.Contains(data.SQL, "ratelimit_acquire") {
+		c.n.Add(1)
+	}
+	return ctx
+}
+
+func (*tryCounter) TraceQueryEnd(context.Context, *pgx.Conn, pgx.TraceQueryEndData) {}
+
+func acquired(t *testing.T, pool *pgxpool.Pool) *pgxpool.Conn {
+	t.Helper()
+	conn, err := pool.Acquire(t.Context())
+	require.NoError(t, err)
+	t.Cleanup(conn.Release)
+	return conn
+}
+
+func begin(t *testing.T, db interface {
+	Begin(context.Context) (pgx.Tx, error)
+}) pgx.Tx {
+	t.Helper()
+	tx, err := db.Begin(t.Context())
+	require.NoError(t, err)
+	t.Cleanup(func() { _ = tx.Rollback(context.Background()) })
+	return tx
+}
+
+func requireCode(t *testing.T, code string, err error) {
+	t.Helper()
+	var pgErr *pgconn.PgError
+	require.ErrorAs(t, err, &pgErr)
+	require.Equal(t, code, pgErr.Code)
+}

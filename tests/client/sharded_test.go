@@ -1,0 +1,553 @@
+package client_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+)
+
+// shards are databases that are numbered, and the pools that lead there.
+type shards struct {
+	dbs   []*pgtest.DB
+	pools []*pgxpool.Pool
+}
+
+func newShards(t *testing.T, of int) (s shards) {
+	t.Helper()
+	for n := range of {
+		db := pgtest.New(t)
+		db.Exec(t, "select ratelimit_define_shard($1, $2)", n, of)
+		s.dbs, s.pools = append(s.dbs, db), append(s.pools, db.Pool)
+	}
+	return s
+}
+
+func (s shards) open(t *testing.T) *client.Sharded {
+	t.Helper()
+	limiter, err := client.NewSharded(t.Context(), s.pools)
+	require.NoError(t, err)
+	t.Cleanup(limiter.Close)
+	return limiter
+}
+
+// keyOn is a key that a shard has.
+func keyOn(shard, of int) string { return slices.Collect(keysOn(shard, of, 1))[0] }
+
+// keysOn are so many keys that a shard has.
+func keysOn(shard, of, n int) func(yield func(string) bool) {
+	return func(yield func(string) bool) {
+		for i := 0; n > 0; i++ {
+			if key := fmt.Sprint("user:", i); client.ShardOf(key, of) == shard {
+				n--
+				if !yield(key) {
+					return
+				}
+			}
+		}
+	}
+}
+
+// shardIs requires that an error is one of a shard.
+func shardIs(t *testing.T, shard, of int, err error) {
+	t.Helper()
+	var e *client.ShardError
+	require.ErrorAs(t, err, &e)
+	require.Equal(t, [2]int{shard, of}, [2]int{e.Shard, e.Of}, "%v", err)
+	require.ErrorContains(t, err, fmt.Sprintf("pgratelimit: shard %d of %d: ", shard, of))
+}
+
+// Each method about a key finds the bucket in the database that ShardOf names, and no other.
+func TestSharded_EachCallGoesToTheShardOfItsKey(t *testing.T) {
+	t.Parallel()
+	ctx := t.Context()
+	const of = 4
+	s := newShards(t, of)
+	limiter := s.open(t)
+	require.NoError(t, limiter.DefinePolicy(ctx, client.Policy{Name: "api", Capacity: 100, Refill: 1, Every: time.Hour}))
+	require.NoError(t, limiter.DefinePolicy(ctx, client.Policy{Name: "org", Capacity: 100, Refill: 1, Every: time.Hour}))
+
+	for shard := range of {
+		key := keyOn(shard, of)
+		here := client.New(s.pools[shard])
+		left := func(want int64) {
+			t.Helper()
+			for n, pool := range s.pools {
+				d, err := client.New(pool).Peek(ctx, "api", key)
+				require.NoError(t, err)
+				if n != shard {
+					require.EqualValues(t, 100, d.Remaining, "shard %d does not know the key of shard %d", n, shard)
+				} else {
+					require.Equal(t, want, d.Remaining)
+				}
+			}
+			d, err := limiter.Peek(ctx, "api", key)
+			require.NoError(t, err)
+			require.Equal(t, want, d.Remaining)
+		}
+		d, err := limiter.Acquire(ctx, "api", key, client.Cost(10), client.IdempotencyKey("estimate"))
+		require.NoError(t, err)
+		require.True(t, d.Allowed)
+		left(90)
+		_, err = limiter.Settle(ctx, "api", key, "estimate", 20)
+		require.NoError(t, err)
+		left(80)
+		_, err = limiter.Charge(ctx, "api", key, 10)
+		require.NoError(t, err)
+		left(70)
+		_, err = limiter.Refund(ctx, "api", key, 5)
+		require.NoError(t, err)
+		left(75)
+		r, err := limiter.Reserve(ctx, "api", key, 0, client.Cost(5))
+		require.NoError(t, err)
+		require.True(t, r.Allowed)
+		left(70)
+		r, err = limiter.Wait(ctx, "api", key, client.Cost(5))
+		require.NoError(t, err)
+		require.True(t, r.Allowed)
+		left(65)
+		part, err := limiter.AcquireUpTo(ctx, "api", key, 5)
+		require.NoError(t, err)
+		require.EqualValues(t, 5, part.Taken)
+		left(60)
+		joint, err := limiter.AcquireAll(ctx, []client.Charge{{Policy: "api", Key: key, Cost: client.Cost(5)}, {Policy: "org", Key: key}})
+		require.NoError(t, err)
+		require.True(t, joint.Allowed)
+		left(55)
+		require.NoError(t, limiter.Override(ctx, client.Override{Policy: "api", Key: key, Capacity: 50, Refill: 1, Every: time.Hour}))
+		require.NoError(t, limiter.Reset(ctx, "api", key))
+		d, err = here.Peek(ctx, "api", key)
+		require.NoError(t, err)
+		require.EqualValues(t, 50, d.Remaining)
+
+		only, err := limiter.Overrides(ctx, client.OfKey(key))
+		require.NoError(t, err)
+		require.Len(t, only, 1)
+	}
+
+	all, err := limiter.Overrides(ctx)
+	require.NoError(t, err)
+	require.Len(t, all, of)
+	require.True(t, slices.IsSortedFunc(all, func(a, b client.Override) int { return slices.Compare([]string{a.Key}, []string{b.Key}) }))
+	some, err := limiter.Overrides(ctx, client.OfPolicy("api"), client.MaxRows(2))
+	require.NoError(t, err)
+	require.Equal(t, all[:2], some)
+	removed, err := limiter.RemoveOverride(ctx, "api", keyOn(1, of))
+	require.NoError(t, err)
+	require.True(t, removed)
+	all, err = limiter.Overrides(ctx)
+	require.NoError(t, err)
+	require.Len(t, all, of-1)
+}
+
+func TestSharded_PoliciesAreThoseOfAllShards(t *testing.T) {
+	t.Parallel()
+	ctx := t.Context()
+	const of = 4
+	s := newShards(t, of)
+	limiter := s.open(t)
+	policy := client.Policy{Name: "api", Capacity: 10, Refill: 1, Every: time.Hour, Stepped: client.No, Durable: client.Yes, Remember: 24 * time.Hour, Shadow: client.No}
+	require.ErrorIs(t, limiter.DropPolicy(ctx, "api"), client.ErrUnknownPolicy)
+
+	// A part of the shards, as after an error.
+	for _, pool := range s.pools[:2] {
+		require.NoError(t, client.New(pool).DefinePolicy(ctx, policy))
+	}
+	_, err := limiter.Policies(ctx)
+	shardIs(t, 2, of, err)
+	require.ErrorContains(t, err, "differ")
+	for range 2 {
+		require.NoError(t, limiter.DefinePolicy(ctx, policy))
+		policies, err := limiter.Policies(ctx)
+		require.NoError(t, err)
+		require.Equal(t, []client.Policy{policy}, policies)
+	}
+
+	require.NoError(t, client.New(s.pools[3]).DropPolicy(ctx, "api"))
+	require.NoError(t, limiter.DropPolicy(ctx, "api"), "what is left of it")
+	require.ErrorIs(t, limiter.DropPolicy(ctx, "api"), client.ErrUnknownPolicy)
+
+	err = limiter.DefinePolicy(ctx, client.Policy{Name: "api"})
+	require.ErrorIs(t, err, client.ErrInvalidArgument)
+	require.NotContains(t, err.Error(), "shard", "they all say so")
+	s.dbs[1].Exec(t, "drop function ratelimit_define_policy")
+	s.dbs[3].Exec(t, "drop function ratelimit_define_policy")
+	err = limiter.DefinePolicy(ctx, policy)
+	shardIs(t, 1, of, err)
+	require.ErrorContains(t, err, "shard 3 of 4: define policy: ")
+}
+
+func TestSharded_ChargesOfSeveralShardsAreRefused(t *testing.T) {
+	t.Parallel()
+	ctx := t.Context()
+	s := newShards(t, 2)
+	limiter := s.open(t)
+	require.NoError(t, limiter.DefinePolicy(ctx, client.Policy{Name: "api", Capacity: 10, Refill: 1, Every: time.Hour}))
+	here, there := keyOn(0, 2), keyOn(1, 2)
+	_, err := limiter.AcquireAll(ctx, []client.Charge{{Policy: "api", Key: here}, {Policy: "api", Key: here}, {Policy: "api", Key: there}})
+	require.ErrorIs(t, err, client.ErrSeveralShards)
+	require.ErrorIs(t, err, client.ErrInvalidArgument)
+	require.ErrorContains(t, err, "charge 0 to shard 0 and charge 2 to shard 1 of 2")
+	require.ErrorContains(t, err, "the same key")
+	require.NotContains(t, err.Error(), here, "who may not see keys may see errors")
+	for _, key := range []string{here, there} {
+		d, err := limiter.Peek(ctx, "api", key)
+		require.NoError(t, err)
+		require.EqualValues(t, 10, d.Remaining)
+	}
+	_, err = limiter.AcquireAll(ctx, nil)
+	require.ErrorIs(t, err, client.ErrInvalidArgument)
+	require.NotErrorIs(t, err, client.ErrSeveralShards)
+	_, err = limiter.AcquireAll(ctx, []client.Charge{{Policy: "nobody", Key: there}, {Policy: "api", Key: there}})
+	require.ErrorIs(t, err, client.ErrUnknownPolicy)
+	shardIs(t, 1, 2, err)
+}
+
+func TestSharded_CleanUp(t *testing.T) {
+	t.Parallel()
+	const of = 2
+	s := newShards(t, of)
+	limiter := s.open(t)
+	ctx, stop := context.WithCancel(t.Context())
+	defer stop()
+	require.NoError(t, limiter.DefinePolicy(ctx, client.Policy{Name: "api", Capacity: 10, Refill: 10, Every: time.Microsecond, Remember: time.Microsecond}))
+	use := func() {
+		for shard, db := range s.dbs {
+			db.Exec(t, "select ratelimit_acquire('api', $1, 1, 'x')", keyOn(shard, of))
+			db.Exec(t, "update ratelimit.buckets set due_at = now() - interval '1 day', refilled_at = now() - interval '1 day'")
+			db.Exec(t, "update ratelimit.idempotency_keys set expires_at = now() - interval '1 day'")
+		}
+	}
+	use()
+	cleaned, err := limiter.Cleanup(ctx, client.MaxRows(1))
+	require.NoError(t, err)
+	require.Equal(t, client.Cleaned{Buckets: of, IdempotencyKeys: of}, cleaned)
+	use()
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		limiter.RunCleanup(ctx, time.Millisecond)
+	}()
+	for _, db := range s.dbs {
+		db.Await(t, time.Minute, "select not exists (select from ratelimit.idempotency_keys)")
+	}
+	stop()
+	<-done
+
+	_, err = s.pools[1].Exec(t.Context(), "drop procedure ratelimit_cleanup_all")
+	require.NoError(t, err)
+	ctx, stop = context.WithCancel(t.Context())
+	var once sync.Once
+	limiter.RunCleanup(ctx, time.Millisecond, client.OnError(func(err error) {
+		once.Do(func() {
+			shardIs(t, 1, of, err)
+			stop()
+		})
+	}))
+}
+
+// Each way to list the wrong databases is told from the others, with the database and what helps.
+func TestNewSharded_RefusesWhatIsWrong(t *testing.T) {
+	t.Parallel()
+	ctx := t.Context()
+	const of = 4
+	s := newShards(t, of)
+	p := s.pools
+	open := func(pools ...*pgxpool.Pool) error {
+		limiter, err := client.NewSharded(ctx, pools)
+		if err == nil {
+			limiter.Close()
+		}
+		return err
+	}
+	require.NoError(t, open(p...))
+
+	unnumbered, other, absent, bare := pgtest.New(t), pgtest.New(t), pgtest.New(t), pgtest.Empty(t)
+	other.Exec(t, "select ratelimit_define_shard(1, 8)")
+	config := p[0].Config()
+	config.ConnConfig.Database = "nowhere " + absent.Name
+	nowhere, err := pgxpool.NewWithConfig(ctx, config)
+	require.NoError(t, err)
+	t.Cleanup(nowhere.Close)
+	for name, test := range map[string]struct {
+		pools []*pgxpool.Pool
+		wrong []int // shards that are
+		says  []string
+	}{
+		"swapped":       {[]*pgxpool.Pool{p[0], p[2], p[1], p[3]}, []int{1, 2}, []string{s.dbs[2].Name + `"`, "is shard 2 of 4", "in the order of their numbers"}},
+		"twice":         {[]*pgxpool.Pool{p[0], p[1], p[1], p[3]}, []int{2}, []string{s.dbs[1].Name + `"`, "is shard 1 of 4", "each once"}},
+		"too few":       {[]*pgxpool.Pool{p[0], p[1]}, []int{0, 1}, []string{s.dbs[0].Name + `"`, "is shard 0 of 4. List all 4 databases"}},
+		"too many":      {slices.Concat(p, p), []int{0, 1, 2, 3, 4, 5, 6, 7}, []string{"is shard 0 of 4. List all 4 databases"}},
+		"another set's": {[]*pgxpool.Pool{p[0], other.Pool, p[2], p[3]}, []int{1}, []string{other.Name + `"`, "is shard 1 of 8"}},
+		"unnumbered":    {[]*pgxpool.Pool{p[0], p[1], p[2], unnumbered.Pool}, []int{3}, []string{unnumbered.Name + `"`, "is no shard", "select ratelimit_define_shard(3, 4);"}},
+	} {
+		err := open(test.pools...)
+		require.ErrorIs(t, err, client.ErrWrongShard, name)
+		for _, says := range test.says {
+			require.ErrorContains(t, err, says, name)
+		}
+		for shard := range test.pools {
+			prefix := fmt.Sprintf("shard %d of %d: check the shard: wrong shard: ", shard, len(test.pools))
+			if slices.Contains(test.wrong, shard) {
+				require.ErrorContains(t, err, prefix, name)
+			} else {
+				require.NotContains(t, err.Error(), prefix, name)
+			}
+		}
+	}
+	for _, pools := range [][]*pgxpool.Pool{nil, p[:3]} {
+		require.ErrorIs(t, open(pools...), client.ErrWrongShard)
+		require.ErrorContains(t, open(pools...), "power of two")
+	}
+	err = open(p[0], p[1], nowhere, p[3])
+	shardIs(t, 2, of, err)
+	require.ErrorContains(t, err, "3D000")
+	err = open(p[0], p[1], p[2], bare.Pool)
+	shardIs(t, 3, of, err)
+	require.ErrorContains(t, err, "Install pgratelimit in this database")
+}
+
+// A program that was given one shard's URL would find full buckets there: those of the keys that are elsewhere.
+func TestAlone_RefusesAShard(t *testing.T) {
+	t.Parallel()
+	ctx := t.Context()
+	shard, single, plain := newShards(t, 2).dbs[1], newShards(t, 1).dbs[0], pgtest.New(t)
+	for _, db := range []*pgtest.DB{shard, single, plain} {
+		db.Exec(t, "select ratelimit_define_policy('api', 10, 0, '1 day')")
+	}
+	acquirers := func(db *pgtest.DB) map[string]client.Acquirer {
+		combiner, leaser := client.NewCombiner(db.Pool, client.Alone()), client.NewLeaser(db.Pool, client.Alone(), client.Lease{Policy: "api"})
+		t.Cleanup(combiner.Close)
+		t.Cleanup(leaser.Close)
+		return map[string]client.Acquirer{"limiter": client.New(db.Pool, client.Alone()), "combiner": combiner, "leaser": leaser}
+	}
+	for name, limiter := range acquirers(shard) {
+		for range 2 {
+			_, err := limiter.Acquire(ctx, "api", "k")
+			require.ErrorIs(t, err, client.ErrWrongShard, name)
+			require.ErrorContains(t, err, shard.Name+`"`, name)
+			require.ErrorContains(t, err, "is shard 1 of 2: buckets of most keys are elsewhere, and would be full here. List all 2 databases", name)
+		}
+	}
+	_, err := client.New(shard.Pool, client.Alone()).Policies(ctx)
+	require.ErrorIs(t, err, client.ErrWrongShard)
+	require.ErrorIs(t, client.CheckAlone()(ctx, shard.Connect(t)), client.ErrWrongShard)
+	for _, db := range []*pgtest.DB{single, plain} {
+		for name, limiter := range acquirers(db) {
+			d, err := limiter.Acquire(ctx, "api", name)
+			require.NoError(t, err, name)
+			require.True(t, d.Allowed)
+		}
+		require.NoError(t, client.CheckAlone()(ctx, db.Connect(t)))
+	}
+	d, err := client.New(shard.Pool).Peek(ctx, "api", "k")
+	require.NoError(t, err)
+	require.EqualValues(t, 10, d.Remaining)
+
+	asked := client.New(plain.Pool, client.Alone()) // it asks once
+	_, err = asked.Peek(ctx, "api", "k")
+	require.NoError(t, err)
+	plain.Exec(t, "drop function ratelimit_shard()")
+	_, err = asked.Peek(ctx, "api", "k")
+	require.NoError(t, err)
+}
+
+// A connection to the wrong database is refused, too, when it is made later.
+func TestCheckShard_RefusesConnections(t *testing.T) {
+	t.Parallel()
+	s := newShards(t, 2)
+	connect := func(shard, of int) error {
+		config := s.pools[1].Config()
+		config.AfterConnect = client.CheckShard(shard, of, client.Schema("public"))
+		pool, err := pgxpool.NewWithConfig(t.Context(), config)
+		require.NoError(t, err)
+		defer pool.Close()
+		return pool.Ping(t.Context())
+	}
+	require.NoError(t, connect(1, 2))
+	for _, wrong := range [][2]int{{0, 2}, {1, 4}} {
+		err := connect(wrong[0], wrong[1])
+		require.ErrorIs(t, err, client.ErrWrongShard)
+		shardIs(t, wrong[0], wrong[1], err)
+	}
+}
+
+// unreachable is a pool of a database that nobody can reach, until it can.
+type unreachable struct {
+	*pgxpool.Pool
+	mu  sync.Mutex
+	err error
+}
+
+func (u *unreachable) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	if u.err != nil {
+		return failedRow{u.err}
+	}
+	return u.Pool.QueryRow(ctx, sql, args...)
+}
+
+type failedRow struct{ err error }
+
+func (r failedRow) Scan(...any) error { return r.err }
+
+func (u *unreachable) fail(err error) {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	u.err = err
+}
+
+// A program starts beside a shard that is down. That shard is asked who it is before its first call.
+func TestNewSharded_StartsBesideAShardThatIsDown(t *testing.T) {
+	t.Parallel()
+	ctx := t.Context()
+	const of = 2
+	s := newShards(t, of)
+	down := &pgconn.PgError{Code: "57P03", Message: "the database system is starting up", Severity: "FATAL", SeverityUnlocalized: "FATAL"}
+	up, other := &unreachable{Pool: s.pools[0]}, &unreachable{Pool: s.pools[1], err: down}
+	limiter, err := client.NewSharded(ctx, []client.Pool{up, other})
+	require.NoError(t, err)
+	defer limiter.Close()
+
+	_, err = limiter.Acquire(ctx, "api", keyOn(1, of))
+	require.ErrorIs(t, err, down)
+	shardIs(t, 1, of, err)
+	err = limiter.DefinePolicy(ctx, client.Policy{Name: "api", Capacity: 10, Refill: 1, Every: time.Hour})
+	shardIs(t, 1, of, err)
+	_, err = limiter.Acquire(ctx, "api", keyOn(0, of))
+	require.NoError(t, err, "the others have it")
+
+	other.Pool = s.pools[0]
+	other.fail(nil)
+	_, err = limiter.Acquire(ctx, "api", keyOn(1, of))
+	require.ErrorIs(t, err, client.ErrWrongShard, "it was another database")
+	other.Pool = s.pools[1]
+	require.NoError(t, limiter.DefinePolicy(ctx, client.Policy{Name: "api", Capacity: 10, Refill: 1, Every: time.Hour}))
+	d, err := limiter.Acquire(ctx, "api", keyOn(1, of))
+	require.NoError(t, err)
+	require.True(t, d.Allowed)
+
+	up.fail(errors.New("no route to host"))
+	other.fail(errors.New("no route to host"))
+	_, err = client.NewSharded(ctx, []client.Pool{up, other})
+	shardIs(t, 0, of, err)
+	require.ErrorContains(t, err, "no route to host")
+}
+
+func TestSharded_Close(t *testing.T) {
+	t.Parallel()
+	s := newShards(t, 2)
+	limiter := s.open(t)
+	limiter.Close()
+	_, err := limiter.Acquire(t.Context(), "api", "k")
+	require.ErrorIs(t, err, client.ErrClosed)
+	limiter.Close()
+}
+
+// Copies of a database have all of its overrides. Each is listed once, also when those of others fill the list of a shard.
+func TestSharded_OverridesAreThoseOfTheShardsOwnKeys(t *testing.T) {
+	t.Parallel()
+	ctx := t.Context()
+	const of = 2
+	s := newShards(t, of)
+	limiter := s.open(t)
+	require.NoError(t, limiter.DefinePolicy(ctx, client.Policy{Name: "api", Capacity: 10, Refill: 1, Every: time.Hour}))
+	var all []string
+	for i := range 40 {
+		key := fmt.Sprintf("user:%02d", i)
+		all = append(all, key)
+		for shard, pool := range s.pools {
+			capacity := int64(99) // is out of date
+			if client.ShardOf(key, of) == shard {
+				capacity = 5
+			}
+			require.NoError(t, client.New(pool).Override(ctx, client.Override{Policy: "api", Key: key, Capacity: capacity}))
+		}
+	}
+	for _, rows := range []int{1, 2, 3, 10, 39, 40, 41, 1000} {
+		list, err := limiter.Overrides(ctx, client.MaxRows(int32(rows)))
+		require.NoError(t, err)
+		var keys []string
+		for _, o := range list {
+			keys = append(keys, o.Key)
+			require.EqualValues(t, 5, o.Capacity, o.Key)
+		}
+		require.Equal(t, all[:min(rows, len(all))], keys)
+	}
+	_, err := limiter.Overrides(ctx, client.MaxRows(0))
+	require.ErrorIs(t, err, client.ErrInvalidArgument)
+}
+
+// A policy that is dropped again, since a shard was down, is unknown to the others. The error is that shard's.
+func TestSharded_DropPolicyNamesTheShardThatIsDown(t *testing.T) {
+	t.Parallel()
+	ctx := t.Context()
+	const of = 2
+	s := newShards(t, of)
+	other := &unreachable{Pool: s.pools[1]}
+	limiter, err := client.NewSharded(ctx, []client.Pool{s.pools[0], other})
+	require.NoError(t, err)
+	defer limiter.Close()
+	require.NoError(t, limiter.DefinePolicy(ctx, client.Policy{Name: "api", Capacity: 10, Refill: 1, Every: time.Hour}))
+	other.fail(errors.New("no route to host"))
+	for range 2 {
+		err := limiter.DropPolicy(ctx, "api")
+		shardIs(t, 1, of, err)
+		require.ErrorContains(t, err, "no route to host")
+		require.NotErrorIs(t, err, client.ErrUnknownPolicy)
+	}
+	other.fail(nil)
+	require.NoError(t, limiter.DropPolicy(ctx, "api"))
+	require.ErrorIs(t, limiter.DropPolicy(ctx, "api"), client.ErrUnknownPolicy)
+}
+
+// With a Lease each shard leases its own keys, and gives back what is left when it is closed.
+func TestSharded_Leases(t *testing.T) {
+	t.Parallel()
+	s := newShards(t, 2)
+	for _, db := range s.dbs {
+		db.Exec(t, "select ratelimit_define_policy('busy', 1000000, 1, '1 day')")
+	}
+	limiter, err := client.NewSharded(t.Context(), s.pools, client.Lease{Policy: "busy"})
+	require.NoError(t, err)
+	var granted, leased [2]atomic.Int64
+	var callers sync.WaitGroup
+	for n := range s.dbs {
+		for range 8 { // whose calls are combined: a bucket is hot at once, on a slow machine, too
+			callers.Go(func() {
+				for leased[n].Load() < 100 && granted[n].Load() < 100_000 {
+					d, err := limiter.Acquire(t.Context(), "busy", keyOn(n, 2))
+					if err != nil || !d.Allowed {
+						t.Errorf("%+v, %v", d, err)
+						return
+					}
+					granted[n].Add(1)
+					if d.Estimated {
+						leased[n].Add(1)
+					}
+				}
+			})
+		}
+	}
+	callers.Wait()
+	limiter.Close()
+	for n, pool := range s.pools {
+		d, err := client.New(pool).Peek(t.Context(), "busy", keyOn(n, 2))
+		require.NoError(t, err)
+		require.Equal(t, granted[n].Load(), 1_000_000-d.Remaining)
+		require.GreaterOrEqual(t, leased[n].Load(), int64(100))
+	}
+}
