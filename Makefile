@@ -163,6 +163,10 @@ release-schema: ## Freeze the newest migration, and sql/ as its snapshot: they n
 psql: ## Write migrations/psql anew, from the migrations and sql/
 	go run ./migrations/cmd psql migrations/psql
 
+.PHONY: reference
+reference: ## Write docs/reference.md anew, from the comments of the functions in sql/
+	@RATELIMIT_REFERENCE=write go test ./tests -count=1 -run '^TestDocs_ReferenceIsGenerated$$'
+
 .PHONY: packages
 packages: ## Make all packages in build/packages: the extension, pg_tle, and migrations for other tools
 	@rm -rf build/packages

@@ -108,7 +108,15 @@ create type ratelimit.decision as (
   shadowed    boolean
 );
 comment on type ratelimit.decision is
-  'The answer about one bucket: allowed; whole tokens remaining; retry_after, zero when allowed and null when no wait helps; reset_after, until full, null for never; capacity; replayed, when it is the first answer under a live idempotency key, given again; shadowed, when a shadow policy would deny if it were enforced.';
+'The answer about one bucket.
+allowed: whether the request is granted. A shadow policy grants each request.
+remaining: whole tokens in the bucket, rounded down. Below zero while there is debt.
+retry_after: the time until the same request is allowed, if no other request takes tokens. Zero if it is allowed; null
+  if no wait helps.
+reset_after: the time until the bucket is full; null for never.
+capacity: of the bucket, in whole tokens, by the policy or the override of the key.
+replayed: this is the first answer under a live idempotency key, given again.
+shadowed: a shadow policy would have denied if it were enforced.';
 create type ratelimit.packed as (
   elements          bigint[],
   remaining         bigint[],
@@ -129,7 +137,23 @@ create type ratelimit.packed as (
   error_hints       text[]
 );
 comment on type ratelimit.packed is
-  'The answers to many requests, as arrays: see ratelimit_acquire_packed.';
+'The answers of ratelimit_acquire_packed, as arrays.
+The arrays up to shadowed are parallel, those from requests to bindings are, and those from refused on are. Without
+  sizes the arrays from requests to bindings are null.
+elements: the numbers of the elements that have a decision, from 1, in no particular order.
+remaining: as in ratelimit.decision.
+retry_after_us: microseconds; 0 if the element is allowed, null for never.
+reset_after_us: microseconds; null for never.
+capacity: as in ratelimit.decision.
+replayed: as in ratelimit.decision. null if no element is replayed.
+shadowed: as in ratelimit.decision. null if no element is shadowed.
+requests: the numbers of the requests that have a decision, from 1.
+requests_allowed: whether the request is granted.
+requests_replayed: as replayed of ratelimit_acquire_all.
+requests_shadowed: as shadowed of ratelimit_acquire_all.
+bindings: the binding element, counted within the request from 1.
+refused: the numbers of the requests that have an error, from 1. null if there is none.
+error_codes: SQLSTATE.';
 create type ratelimit.charged as (
   places      bigint[],
   wanted      bigint,
@@ -148,7 +172,14 @@ create type ratelimit.reservation as (
   shadowed    boolean
 );
 comment on type ratelimit.reservation is
-  'The answer of ratelimit_reserve: allowed; wait, how long until the tokens are there, null for never; remaining, below zero while there is debt; the rest as in ratelimit.decision.';
+'The answer of ratelimit_reserve.
+allowed: whether the request is granted. A shadow policy grants each request.
+wait: the time until the tokens may be used. Of a denial it is the wait that would have been needed; null for never.
+remaining: as in ratelimit.decision.
+reset_after: as in ratelimit.decision.
+capacity: as in ratelimit.decision.
+replayed: as in ratelimit.decision.
+shadowed: a shadow policy would have waited or denied if it were enforced.';
 create type ratelimit.partial_decision as (
   allowed     boolean,
   remaining   bigint,
@@ -160,7 +191,8 @@ create type ratelimit.partial_decision as (
   taken       bigint
 );
 comment on type ratelimit.partial_decision is
-  'The answer of ratelimit_acquire_up_to: a ratelimit.decision, and the tokens that were taken.';
+'The answer of ratelimit_acquire_up_to: the columns of ratelimit.decision, and taken.
+taken: whole tokens, 0 for a denial.';
 create type ratelimit.asked as (
   key    text collate "C",
   wanted bigint,

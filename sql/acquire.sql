@@ -1,9 +1,5 @@
 -- Takes cost tokens from one bucket if it has them, and answers; a denial is an answer, not an error.
 --
--- A repeat under the same idempotency key is the same request answered again, and takes nothing. So the program
--- chooses the idempotency key, one for each operation. If the program's clients chose it, one that repeats a key
--- would pass every time.
---
 -- The steps. Steps 1 and 4 are for an acquire with an idempotency key. An idempotency key that has not expired is live.
 --   1. A live idempotency key is replayed, even when the bucket is empty. If its grant was settled, that is RL004.
 --   2. One conditional update takes the tokens. Concurrent acquires take turns at it, and each takes tokens
@@ -31,8 +27,7 @@
 -- Locks:  a grant and a replay of step 4 hold the bucket row and the row of the idempotency key until the
 --         caller's transaction ends. A denial and a replay of step 3 hold the bucket row only if they had to
 --         wait for it. A replay of step 1 holds nothing.
--- Writes: a grant writes the bucket and its idempotency key. A denial writes nothing. A replay writes
---         nothing, unless it is the replay of step 4.
+-- Writes: a grant writes the bucket and its idempotency key, a replay of step 4 the bucket; the others write nothing.
 create or replace function ratelimit_acquire(
     policy          text,
     key             text,
@@ -198,7 +193,23 @@ begin
 end;
 $$;
 comment on function ratelimit_acquire(text, text, bigint, text) is
-  'Take cost tokens from a bucket if it has them; a repeat under the same idempotency key is the same request answered again, and takes nothing.';
+'Takes cost tokens from one bucket if the bucket holds them.
+A denial is an answer and not an error.
+A repeat under a live idempotency key gets the first answer with replayed true, and takes nothing, even if the bucket
+  is empty by now.
+The calling program chooses the idempotency key, one for each operation. A key chosen by the clients of the program
+  would let a client pass every time.
+cost: whole tokens, 0 or more. A cost above the capacity is always denied. A cost of 0 takes nothing and ignores the
+  idempotency key.
+idempotency_key: 1 to 512 bytes. The grant is remembered for the interval remember of the policy. null: a repeat is
+  charged again.
+Errors: 22023 for a bad argument, RL001 for an unknown policy, RL002 for a live idempotency key that was granted with
+  another cost, RL004 for a live idempotency key whose grant was settled, 25006 in a read-only transaction.
+Locks: a grant locks the bucket row and the row of the idempotency key until the transaction ends. A denial keeps a
+  lock on the bucket row only if the call waited for it, a replay only if it ran beside the first request.
+Writes: a grant writes the bucket and the idempotency key. A denial writes nothing. A replay writes nothing, or the
+  bucket if it ran beside the first request.
+Role: application.';
 
 create or replace function ratelimit.acquire_ephemeral(v_policy ratelimit.policies, key text, cost bigint, idempotency_key text)
   returns ratelimit.decision

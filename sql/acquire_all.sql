@@ -1,20 +1,5 @@
 -- Takes from several buckets if every one covers what is charged to it, and otherwise from none.
 --
--- decisions[n] is the answer about the bucket of element n, for all that this request charges to it: allowed and
--- retry_after as if that bucket were asked alone, remaining and reset_after as they are after the whole request.
--- retry_after is the longest of them. binding is the element that decides: of a denial the one with the longest wait, of a
--- grant the one that covers the fewest repeats of its charge. remaining, reset_after and capacity are those of binding.
--- Buckets of shadow policies count for retry_after and binding only if there are no others.
---
--- A bucket that remembers the idempotency key answers as it did, and is not charged again; the others are asked. replayed
--- is true if the request is granted, a bucket remembers the key, and nothing was charged; and if it is denied only because a
--- grant of ratelimit_reserve has still to wait.
---
--- policies, keys and costs have one element for each bucket, 1000 at most. A bucket may be named twice. Without costs
--- every cost is 1. An element of cost 0 looks at its bucket.
---
--- The DETAIL of an error about one of several elements begins with the number of the element.
---
 -- The steps, for a request whose buckets have rows and do not know its idempotency key:
 --   1. One statement reads all buckets. If they cover by their stored levels, which is most often so, step 3 follows.
 --   2. Each bucket is read again with all that an answer needs. If one does not cover, the answer is the denial. The
@@ -24,9 +9,6 @@
 --      idempotency key already, live or expired, the charges are rolled back.
 -- acquire_batch decides what these steps do not: there it is a batch of one request. So it does in a read-only transaction, as
 -- those of a standby are, which cannot read ephemeral buckets.
---
--- Locks:  a grant holds its bucket rows and its idempotency keys until the caller's transaction ends. A denial holds none.
--- Writes: the same rows. A denial writes nothing.
 create or replace function ratelimit_acquire_all(
     in  policies        text[],
     in  keys            text[],
@@ -243,7 +225,35 @@ begin
 end;
 $$;
 comment on function ratelimit_acquire_all(text[], text[], bigint[], text) is
-  'Take from several buckets if every one covers its cost, and otherwise from none.';
+'Takes from several buckets if every bucket covers its charge, and otherwise from none.
+Element n of policies, keys and costs is one charge. A bucket that is named twice is charged the sum.
+A bucket that remembers the idempotency key gives its first answer and is not charged again. The other buckets are
+  asked.
+Buckets of shadow policies count for retry_after and binding only if the request names no other buckets.
+policies: 1 to 1000 elements.
+keys: as many elements as policies.
+costs: whole tokens, 0 or more, as many elements as policies. null: 1 for each element. An element of cost 0 looks at
+  its bucket and takes nothing.
+idempotency_key: as in ratelimit_acquire. Each bucket remembers it by itself.
+allowed: whether every bucket covers its charge.
+remaining: of the bucket of the binding element.
+retry_after: the longest wait of the elements. Zero if the request is granted; null if an element is always denied.
+reset_after: of the bucket of the binding element.
+capacity: of the bucket of the binding element.
+replayed: the request is granted and charged nothing, because a bucket remembers the idempotency key; or it is denied
+  only because a reservation under the key still waits.
+shadowed: the request is granted, and a shadow policy would have denied an element.
+binding: the number of the element that decides, from 1. Of a denial it is the element with the longest wait, of a
+  grant the element whose bucket covers the fewest repeats of its charge.
+decisions: one decision for each element, about all that the request charges to the bucket of the element. allowed and
+  retry_after are as if the bucket were asked alone, remaining and reset_after as after the whole request.
+Errors: 22023 for a bad argument, RL001 for an unknown policy, RL002 for a live idempotency key that was granted with
+  another cost, RL004 for a live idempotency key whose grant was settled, 25006 in a read-only transaction. DETAIL
+  begins with the number of the element if there are several.
+Locks: a grant locks the bucket rows and the rows of the idempotency key until the transaction ends, in one order:
+  durable policies first, then by policy and key. A denial keeps no lock.
+Writes: a grant writes the buckets and the idempotency keys. A denial writes nothing.
+Role: application.';
 
 -- ratelimit_acquire_all as a batch of one request.
 create or replace function ratelimit.acquire_all_in_batch(

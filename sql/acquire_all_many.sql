@@ -1,11 +1,4 @@
--- Decides many requests of several elements in one call, as if ratelimit_acquire_all were called for each, one after
--- another; row n answers request n. The first sizes[1] elements of policies, keys and costs are request 1, and so on.
--- idempotency_keys has one element for each request, or is null.
---
--- A request that ratelimit_acquire_all would refuse has the error in its row and no decision. The other requests are decided
--- all the same.
---
--- Locks and writes: as ratelimit_acquire_packed.
+-- Shows the answers of acquire_batch to requests of several elements as rows.
 create or replace function ratelimit_acquire_all_many(
     policies         text[],
     keys             text[],
@@ -47,4 +40,29 @@ begin
 end;
 $$;
 comment on function ratelimit_acquire_all_many(text[], text[], bigint[], integer[], text[]) is
-  'Decide many requests of several elements in one call, in the order given, each with its own decision or error.';
+'Decides many requests of several elements in one call, as ratelimit_acquire_all would one after another.
+Row n answers request n. A request with an error does not fail the other requests.
+policies: the elements of all requests: those of request 1, then those of request 2, and so on.
+keys: as many elements as policies.
+costs: whole tokens, 0 or more, as many elements as policies. null: 1 for each element.
+sizes: the number of elements of each request, 1 to 1000.
+idempotency_keys: one for each request, or null. An element can be null.
+request: the number of the request, from 1.
+allowed: whether every bucket covers its charge.
+remaining: of the bucket of the binding element.
+retry_after: the longest wait of the elements. Zero if the request is granted; null if an element is always denied.
+reset_after: of the bucket of the binding element.
+capacity: of the bucket of the binding element.
+replayed: as in ratelimit_acquire_all.
+shadowed: as in ratelimit_acquire_all.
+binding: the number of the element within the request, from 1.
+decisions: one decision for each element of the request.
+error_code: the SQLSTATE of the error of this request, null for a decision. The columns of the decision are null
+  beside an error.
+Errors: 22023 for arrays that do not fit together, 25006 in a read-only transaction. error_code has 22023, RL001,
+  RL002 and RL004.
+Locks: the buckets of granted requests and their idempotency keys until the transaction ends, in the order of
+  ratelimit_acquire_all. If other sessions change a bucket during the call, buckets of denied requests can stay
+  locked, too.
+Writes: granted requests write their buckets and idempotency keys.
+Role: application.';

@@ -1,5 +1,5 @@
 -- Decides many requests, as if each were asked on its own, one after another. The functions for many requests differ only
--- in how they take the requests and show the answers; acquire_packed.sql explains the arguments and the results.
+-- in how they take the requests and show the answers; the comments of ratelimit_acquire_packed and of type ratelimit.packed explain them.
 --
 -- There are two ways. The fast path is for what most requests are: they fit. take.sql charges the buckets of one policy; a batch of
 -- several policies is split into parts, in the order in which buckets are locked: durable policies first, then by name. The other

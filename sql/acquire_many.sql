@@ -1,14 +1,4 @@
--- Decides many requests in one call, as if each were acquired on its own, one after another; row n answers
--- request n. Within a bucket, requests are decided in the order given. Requests on different buckets do not
--- affect each other.
---
--- A request that ratelimit_acquire would refuse (unknown policy, bad argument, another cost under its idempotency
--- key, or a grant that was settled) has the error in its row and no decision. The other requests are decided all the same.
---
--- policies and keys are equally long, and so are costs and idempotency_keys unless null. Without costs
--- every cost is 1. Without idempotency_keys no request has one.
---
--- Locks and writes: as ratelimit_acquire for each, in the order that decide_in_order describes.
+-- Shows the answers of acquire_batch as rows. Requests on different buckets do not affect each other.
 create or replace function ratelimit_acquire_many(
     policies         text[],
     keys             text[],
@@ -40,4 +30,19 @@ begin
 end;
 $$;
 comment on function ratelimit_acquire_many(text[], text[], bigint[], text[]) is
-  'Decide many requests in one call, in the order given, each with its own decision or error.';
+'Decides many requests in one call, as ratelimit_acquire would one after another.
+Row n answers request n. A request with an error does not fail the other requests.
+policies: the policy of each request.
+keys: as many elements as policies.
+costs: whole tokens, 0 or more, as many elements as policies. null: 1 for each request.
+idempotency_keys: as many elements as policies, or null. An element can be null.
+request: the number of the request, from 1.
+error_code: the SQLSTATE of the error of this request, null for a decision. The columns of the decision are null
+  beside an error.
+Errors: 22023 for arrays of different lengths, 25006 in a read-only transaction. error_code has 22023, RL001, RL002
+  and RL004.
+Locks: the buckets of granted requests and their idempotency keys until the transaction ends, in the order of
+  ratelimit_acquire_all. If other sessions change a bucket during the call, buckets of denied requests can stay
+  locked, too.
+Writes: granted requests write their buckets and idempotency keys.
+Role: application.';

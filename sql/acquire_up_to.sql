@@ -1,18 +1,8 @@
--- Takes as many whole tokens as one bucket has, at_most, and says how many it took. If it has fewer than at_least, it takes
--- none: that is a denial, whose retry_after is the time until at_least are there.
---
--- The grant is remembered under the idempotency key with what was taken, and ratelimit_acquire knows it as a grant of that
--- cost. A repeat takes nothing, and answers the same taken; if that is not between its own at_least and at_most, it is RL002.
--- A shadow policy answers at_most for every grant, though it takes what enforcing it would.
+-- Takes as many whole tokens as one bucket has, at_most, or none if it has fewer than at_least.
 --
 -- The steps are those of ratelimit_acquire for at_most tokens, but for one. If the update of step 2 took nothing, and the
--- bucket was read in step 3 and has at_least, step 3c takes all its whole tokens, from the bucket as it was read. If another
--- session has changed it since, it is read again. So taken is what the locked row had.
---
--- Locks:  a grant holds the bucket row, and then the row of the idempotency key, until the caller's transaction ends. A denial
---         and a replay hold the bucket row only if they had to wait for it, but for a replay of step 4, which holds both.
--- Writes: a grant writes the bucket and its idempotency key, and a replay of step 4 the bucket. A denial and another replay write
---         nothing.
+-- bucket was read in step 3 and has at_least, step 3c takes its whole tokens, up to at_most, from the bucket as it was read. If another
+-- session has changed it since, it is read again. So taken is what the locked row had. Locks and writes are those of ratelimit_acquire.
 create or replace function ratelimit_acquire_up_to(
     policy          text,
     key             text,
@@ -189,7 +179,19 @@ begin
 end;
 $$;
 comment on function ratelimit_acquire_up_to(text, text, bigint, bigint, text) is
-  'Take as many tokens as a bucket has, at_most, or none if it has fewer than at_least.';
+'Takes as many whole tokens as one bucket holds, at_most, or none if it holds fewer than at_least.
+retry_after of a denial is the time until the bucket holds at_least.
+A repeat under a live idempotency key has the same taken. For ratelimit_acquire the grant has the cost taken.
+A shadow policy returns taken = at_most, although it takes what an enforced policy would.
+at_most: whole tokens, 1 or more.
+at_least: whole tokens, 1 to at_most. An at_least above the capacity is always denied.
+idempotency_key: as in ratelimit_acquire.
+Errors: 22023 for a bad argument, RL001 for an unknown policy, RL002 for a live idempotency key that was granted with
+  fewer tokens than at_least or more than at_most, RL004 for a live idempotency key whose grant was settled, 25006 in
+  a read-only transaction.
+Locks: as ratelimit_acquire.
+Writes: as ratelimit_acquire.
+Role: application.';
 
 create or replace function ratelimit.acquire_up_to_ephemeral(v_policy ratelimit.policies, key text, at_most bigint, at_least bigint, idempotency_key text)
   returns ratelimit.partial_decision

@@ -1,5 +1,4 @@
--- Takes cost tokens from one bucket, whatever it holds; allowed is always true. What the bucket does not hold is debt:
--- its level goes below zero, down to a floor, and refill pays the debt first. It is for what is known only after it was used.
+-- Takes cost tokens from one bucket, whatever it holds.
 --
 -- The steps:
 --   1. A live idempotency key is replayed.
@@ -7,12 +6,6 @@
 --   3. The idempotency key is remembered, with what the charge takes: one that is cut at the floor is settled against that. If
 --      another session has stored the key meanwhile, step 1 follows.
 --   4. The level moves. So nothing that was moved is ever moved back.
---
--- A cost of 0 takes nothing, and neither looks at nor stores an idempotency key.
---
--- Locks:  the bucket row, and then the row of the idempotency key, until the caller's transaction ends. A replay
---         that is found by the first step 1 locks nothing.
--- Writes: the bucket and its idempotency key. A replay and a cost of 0 write nothing.
 create or replace function ratelimit_charge(
     policy          text,
     key             text,
@@ -126,7 +119,20 @@ begin
 end;
 $$;
 comment on function ratelimit_charge(text, text, bigint, text) is
-  'Take cost tokens from a bucket whatever it holds, into debt if need be.';
+'Takes cost tokens from one bucket whatever the bucket holds.
+It is for usage that is known only afterwards. allowed is always true.
+Tokens that the bucket does not hold are debt: remaining goes below zero, and refill pays the debt first. Debt ends at
+  a floor: 9000000000000 tokens, or the refill of 10000 years if that is less and not 0. The rest of a charge that
+  reaches the floor is dropped.
+A repeat under a live idempotency key gets the first answer and takes nothing, also after a settlement.
+cost: whole tokens, 0 to 9000000000000. A cost of 0 takes nothing and ignores the idempotency key.
+idempotency_key: as in ratelimit_acquire.
+Errors: 22023 for a bad argument, RL001 for an unknown policy, RL002 for a live idempotency key that was granted with
+  another cost, 25006 in a read-only transaction.
+Locks: the bucket row, and then the row of the idempotency key, until the transaction ends. A cost of 0 locks nothing.
+  A replay locks nothing, unless it ran beside the first request.
+Writes: the bucket and the idempotency key. A replay and a cost of 0 take nothing and write no level.
+Role: application.';
 
 create or replace function ratelimit.charge_ephemeral(v_policy ratelimit.policies, key text, cost bigint, idempotency_key text)
   returns ratelimit.decision

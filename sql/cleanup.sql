@@ -1,6 +1,5 @@
 -- One batch. It can delete nothing although rows are due: every due bucket may be in use, or lock_timeout may
--- have ended the batch. Rows of dropped policies are removed once nothing else is due. ratelimit_cleanup_all
--- repeats batches. The budget of 1 second has no effect here: only deadline and more depend on it, and they are
+-- have ended the batch. The budget of 1 second has no effect here: only deadline and more depend on it, and they are
 -- not used.
 create or replace function ratelimit_cleanup(
     in  max_rows                 integer default 10000,
@@ -14,15 +13,20 @@ as $$
   select b.buckets_deleted, b.idempotency_keys_deleted from cleanup_batch(max_rows, '1 second', null, null) as b
 $$;
 comment on function ratelimit_cleanup(integer) is
-  'Remove one batch of full buckets and one of expired idempotency keys, at most max_rows rows of each table.';
+'Removes one batch of rows that change no answer.
+These are buckets that are full, idempotency keys and overrides that have expired, and, if nothing else is due, rows
+  of dropped policies. Rows are judged as of five minutes ago. A row that another session has locked is left for a
+  later batch.
+max_rows: rows of each table, 1 or more.
+Errors: 22023 for a bad argument, 25006 in a read-only transaction.
+Locks: the rows that it deletes or postpones, until the transaction ends. It waits at most 100 ms for a lock and then
+  gives up the batch.
+Writes: deletes these rows. A bucket that was due and is not full is postponed, by 24 hours at most.
+Role: clean-up.';
 
--- Repeats batches and commits after each, until a batch finds no row of a dropped policy and none that was due
--- at the first batch, or the budget is spent. Rows that other sessions have locked are skipped, and left to the next call.
---
--- A procedure that commits can have neither SECURITY DEFINER nor SET. So it runs with the caller's rights: a
--- caller other than the owner needs EXECUTE on this procedure and on ratelimit.cleanup_batch, and USAGE on
--- schema ratelimit. And it runs with the caller's search_path, where another role may have planted functions
--- and operators. So its body names its one function with the schema, and uses no operator.
+-- A procedure that commits can have neither SECURITY DEFINER nor SET. So it runs with the rights and the search_path of the
+-- caller, where another role may have planted functions and operators. So its body names its one function with the schema, and
+-- uses no operator.
 create or replace procedure ratelimit_cleanup_all(budget interval default '50 seconds')
   language plpgsql
 as $$
@@ -41,4 +45,11 @@ begin
 end;
 $$;
 comment on procedure ratelimit_cleanup_all(interval) is
-  'Remove all full buckets and expired idempotency keys in short batches, committing between them, for at most budget.';
+'Repeats the batches of ratelimit_cleanup until no row is left that was due at the first, or budget is spent, and
+  commits after each batch.
+A row that another session has locked is left to the next call.
+budget: an interval above 0. The batch under way when it ends is finished.
+Errors: 22023 for a bad argument, 25006 in a read-only transaction, 2D000 inside a transaction.
+Locks: the rows of a batch until the batch commits.
+Writes: as ratelimit_cleanup.
+Role: clean-up. The role also needs EXECUTE on ratelimit.cleanup_batch and USAGE on schema ratelimit.';

@@ -1,16 +1,5 @@
--- Creates a policy, or changes the policy of that name. A null argument keeps the policy's value. A new
--- policy needs capacity, refill and every; stepped is false, durable true, remember 24 hours and shadow false unless given.
---
--- With capacity 0 every cost above 0 is never. With refill 0 a bucket fills only when it is told to, by ratelimit_reset or ratelimit_refund. A shadow policy watches:
--- its buckets move as if it were enforced, but an acquire that it would deny is allowed, takes nothing and is marked
--- shadowed.
---
--- A change applies to the next acquire of every bucket. Levels stay, clamped to the new capacity. The
--- time since a bucket was last written is credited at the new rate. A bucket that clean-up removed while a policy was
--- lowered was full by the lower capacity, and is full by the higher one once the policy is raised again. An override
--- keeps its numbers.
--- Locks:  the policy row, until the caller's transaction ends. Acquires do not wait for it.
--- Writes: policies; overrides, if stepped changes.
+-- A bucket that clean-up removed while a policy was lowered was full by the lower capacity, and is full by the higher one once
+-- the policy is raised again.
 create or replace function ratelimit_define_policy(
     policy   text,
     capacity bigint   default null,
@@ -71,4 +60,25 @@ begin
 end;
 $$;
 comment on function ratelimit_define_policy(text, bigint, bigint, interval, boolean, boolean, interval, boolean) is
-  'Create or change a policy: buckets of capacity tokens that gain refill tokens every interval.';
+'Creates a policy, or changes the policy of that name.
+null keeps the value of an existing policy.
+A change applies to the next call about each bucket. Levels stay, cut to the new capacity. The time since a bucket was
+  last written is credited at the new rate. Overrides keep their numbers.
+policy: 1 to 512 bytes, case-sensitive.
+capacity: the most tokens that a bucket holds, 0 to 9000000000000. With 0 each cost above 0 is denied. A new policy
+  needs it.
+refill: the tokens that a bucket gains in each interval every, 0 to 9000000000000. With 0 only ratelimit_refund and
+  ratelimit_reset fill a bucket. A new policy needs it.
+every: 1 microsecond to 365250 days, without months and years. A new policy needs it.
+stepped: true refills at the end of each interval every, false by the microsecond. A new policy has false.
+durable: false keeps buckets and idempotency keys in unlogged tables: after a crash buckets are full. It cannot be
+  changed. A new policy has true.
+remember: how long a grant is remembered under its idempotency key, 1 microsecond to 365250 days. A new policy has 24
+  hours.
+shadow: true grants requests that the policy would deny, takes nothing for them, and returns shadowed true. A new
+  policy has false.
+Errors: 22023 for a bad argument, for a new policy without capacity, refill or every, for a bucket that would take
+  more than 10000 years to fill, and for a durable other than that of the policy. 25006 in a read-only transaction.
+Locks: the row of the policy until the transaction ends. Acquires do not wait for it.
+Writes: the policy, and its overrides if stepped changes.
+Role: administrator.';

@@ -1,16 +1,7 @@
--- Looks for what makes limits slow or tables large, and for a wrong owner, and says what helps. Without findings all is well.
---
 -- The owners are those of schema ratelimit, its functions and tables, the public functions and the extension. A restore by a
 -- superuser makes it the owner of an extension, because pg_dump does not name the owner.
 --
--- A bucket that is overdue and in use is no finding: clean-up skips a row that is locked. Statistics are those since they were
--- last reset. Sessions count after a minute.
---
--- On a standby it looks at what a standby can read, and at the sessions there. That it cannot look at ephemeral buckets is
--- a finding, if a policy has such.
---
--- Locks:  nothing.
--- Writes: nothing.
+-- A bucket that is overdue and in use is no finding: clean-up skips a row that is locked.
 create or replace function ratelimit_doctor()
   returns table (severity text, finding text, remedy text)
   language plpgsql
@@ -254,4 +245,13 @@ $give_away$;$give$, v_new_owner, v_home, v_extend);
 end;
 $$;
 comment on function ratelimit_doctor() is
-  'List what makes limits slow or tables large, and what helps; no row when all is well.';
+'Looks for settings and rows that make limits slow or tables large, and for wrong owners.
+No row means that all is well. Sessions count after a minute, and statistics from their last reset. On a standby it
+  cannot read the buckets of ephemeral policies, and returns a notice about them.
+severity: warning or notice.
+finding: the problem, with figures.
+remedy: where possible a statement.
+Errors: none.
+Locks: nothing.
+Writes: nothing.
+Role: monitoring.';

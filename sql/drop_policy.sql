@@ -8,14 +8,10 @@ delete from {{ .table }} as t
                             order by {{ .order }}
                               for update skip locked));
 {{- end -}}
--- Removes a policy with its overrides, buckets and idempotency keys.
---
 -- A bucket or an idempotency key that an open transaction has locked is skipped, and left to clean-up. Such a row changes no answer,
 -- because a policy defined anew under the same name has another id. SKIP LOCKED can still block if the row
 -- changes hands while it is examined, as cleanup_batch.sql says. Here only the caller's lock_timeout ends that wait. So the rows
 -- are locked in the order in which requests lock buckets, and a wait never ends in a deadlock.
--- Locks:  the policy row and the rows it deletes, in the order of key, until the caller's transaction ends.
--- Writes: policies; the overrides, buckets and idempotency keys of the policy.
 create or replace function ratelimit_drop_policy(policy text)
   returns void
   language plpgsql
@@ -48,4 +44,9 @@ begin
 end;
 $$;
 comment on function ratelimit_drop_policy(text) is
-  'Remove a policy with its overrides, buckets and idempotency keys.';
+'Removes a policy with its overrides, buckets and idempotency keys.
+A row that another transaction has locked is left to clean-up. It does not count for a new policy of the same name.
+Errors: 22023 for a bad argument, RL001 for an unknown policy, 25006 in a read-only transaction.
+Locks: the row of the policy and the rows that it deletes until the transaction ends.
+Writes: deletes these rows.
+Role: administrator.';

@@ -15,12 +15,6 @@ $$;
 comment on function ratelimit.acquire(ratelimit.policies, text, bigint, text) is
   'The steps of ratelimit_acquire, for the guards.';
 
--- Takes cost tokens from one bucket as ratelimit_acquire does, and raises RL429 where that would answer with a denial.
--- So it can stand in a function, a trigger or a policy of row level security, where nobody looks at an answer.
---
--- The error rolls back the statement, or what the caller rolls back with it, and with it what the statement took before.
---
--- Locks and writes: as ratelimit_acquire.
 create or replace function ratelimit_enforce(
     policy          text,
     key             text,
@@ -58,4 +52,14 @@ begin
 end;
 $$;
 comment on function ratelimit_enforce(text, text, bigint, text) is
-  'Take cost tokens from a bucket as ratelimit_acquire does, or raise RL429.';
+'Takes cost tokens as ratelimit_acquire does, and raises RL429 in place of a denial.
+It can stand in a function, a trigger or a policy of row level security, where a denial would go unread.
+cost: as in ratelimit_acquire.
+idempotency_key: as in ratelimit_acquire.
+Errors: RL429 for a denial, 22023 for a bad argument, RL001 for an unknown policy, RL002 for a live idempotency key
+  that was granted with another cost, RL004 for a live idempotency key whose grant was settled, 25006 in a read-only
+  transaction. DETAIL of RL429 is a JSON object with policy, cost, remaining, retry_after (in seconds, or null) and
+  capacity. It never has the key. In a request of PostgREST the SQLSTATE is PGRST, and the response has status 429.
+Locks: as ratelimit_acquire. The rollback after RL429 releases them.
+Writes: as ratelimit_acquire.
+Role: application.';

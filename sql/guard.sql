@@ -53,15 +53,6 @@ $$;
 comment on function ratelimit.check_guard(oid, name, text[]) is
   'Raises 22023 unless a trigger and its arguments are such that ratelimit_guard may read rows.';
 
--- A trigger function that limits what is inserted into a table. Its arguments are the policy, the column that has the key
--- and, if rows differ in cost, the column that has it. It charges each key of the statement once: the number of its rows,
--- or the sum of their costs. If a bucket denies, it raises RL429, and the statement inserts nothing and takes nothing.
---
--- Rows that an upsert updates are not inserted, so they are not charged. Of a partitioned table, the guard of the table
--- that the statement names charges; those of its partitions do not.
---
--- Locks:  the bucket rows, in the order of key, until the transaction ends.
--- Writes: the same rows.
 create or replace function ratelimit_guard()
   returns trigger
   language plpgsql
@@ -124,4 +115,16 @@ begin
 end;
 $$;
 comment on function ratelimit_guard() is
-  'Trigger function: charge each key of the inserted rows once, or raise RL429.';
+'Charges the key of each row that a statement inserts into a table, or raises RL429.
+It is a trigger function. An error rolls back the statement, which then inserts nothing and takes nothing.
+Attach it by: create trigger limited after insert on orders referencing new table as inserted for each statement
+  execute function ratelimit_guard(''policy'', ''key column'', ''cost column'').
+The key column is of type text, varchar, uuid, integer or bigint, the cost column of type integer or bigint. Without a
+  cost column each row costs 1 token.
+Each key is charged once, with the sum of its rows. Rows that an upsert updates are not charged. Of a partitioned
+  table only the guard of the table that the statement names charges.
+Errors: RL429 for a denial, as in ratelimit_enforce. 22023 for a trigger or a column that does not fit and for a key
+  or a cost that is out of range, RL001 for an unknown policy.
+Locks: the bucket rows, in the order of key, until the transaction ends.
+Writes: the buckets.
+Role: administrator, to attach the trigger. A role that inserts rows needs no grant.';

@@ -1,14 +1,5 @@
--- Sets the numbers of one key: the policy's, but for those given. An override replaces an earlier one of the key. It
--- applies from the commit of the caller's transaction on, to calls that begin then. A bucket with a row keeps its level,
--- clamped to the new capacity; a bucket without one is full at the new capacity. So ratelimit_reset in the same
--- transaction starts a new plan full. ratelimit_refund there does not: a call that waits for the bucket by then still clamps it
--- to the older capacity. capacity 0 blocks the key: a cost above 0 never fits.
---
--- From expires_at on the override is as good as absent. stepped, durable, remember and shadow stay the policy's.
---
--- Locks:  the row of the override, and the policy against those who change or drop it, until the caller's transaction ends.
---         The first override of a policy locks the row of the policy; acquires do not wait for it.
--- Writes: overrides; policies by the first override of a policy.
+-- It applies from the commit of the caller's transaction on. So ratelimit_reset in the same transaction starts a new plan full.
+-- ratelimit_refund there does not: a call that waits for the bucket by then still clamps it to the older capacity.
 create or replace function ratelimit_override(
     policy     text,
     key        text,
@@ -64,13 +55,21 @@ begin
 end;
 $$;
 comment on function ratelimit_override(text, text, bigint, bigint, interval, timestamptz) is
-  'Give one key of a policy numbers of its own; those not given are the policy''s as of now.';
+'Gives one key of a policy numbers of its own, in place of an earlier override of the key.
+The override applies to calls that begin after the transaction commits. A bucket with a row keeps its level, cut to
+  the new capacity. A bucket without a row is full at the new capacity.
+stepped, durable, remember and shadow stay the values of the policy.
+capacity: as in ratelimit_define_policy. null: the capacity of the policy as of this call. 0 blocks the key.
+refill: as in ratelimit_define_policy. null: the refill of the policy as of this call.
+every: as in ratelimit_define_policy. null: the interval of the policy as of this call.
+expires_at: a time in the future, from which on the numbers of the policy apply again. null: the override stays until
+  it is removed.
+Errors: 22023 for a bad argument, RL001 for an unknown policy, 25006 in a read-only transaction.
+Locks: the override, and the row of the policy against changes, until the transaction ends. Acquires do not wait for
+  it.
+Writes: the override. The first override of a policy also writes the policy.
+Role: administrator.';
 
--- Removes the override of one key, and reports whether there was a live one. The policy's numbers apply from the commit
--- of the caller's transaction on.
---
--- Locks:  the row of the override, until the caller's transaction ends.
--- Writes: overrides.
 create or replace function ratelimit_remove_override(policy text, key text)
   returns boolean
   language plpgsql
@@ -95,7 +94,12 @@ begin
 end;
 $$;
 comment on function ratelimit_remove_override(text, text) is
-  'Remove the override of one key; true if there was one.';
+'Removes the override of one key, and returns true if the override had not expired.
+The numbers of the policy apply to calls that begin after the transaction commits.
+Errors: 22023 for a bad argument, RL001 for an unknown policy, 25006 in a read-only transaction.
+Locks: the override until the transaction ends.
+Writes: deletes the override.
+Role: administrator.';
 
 -- The checks of ratelimit_overrides and ratelimit_status, whose own language has none.
 create or replace function ratelimit.check_listing(policy text, key text, max_rows integer)
@@ -117,10 +121,6 @@ $$;
 comment on function ratelimit.check_listing(text, text, integer) is
   'Raises 22023 for an argument out of range, and RL001 for an unknown policy.';
 
--- Lists live overrides, by policy and key: of one policy, or of one key, if given.
---
--- Locks:  nothing.
--- Writes: nothing.
 create or replace function ratelimit_overrides(policy text default null, key text default null, max_rows integer default 1000)
   returns table (policy text, key text, capacity bigint, refill bigint, every interval, expires_at timestamptz)
   language sql
@@ -140,4 +140,13 @@ as $$
    limit $3
 $$;
 comment on function ratelimit_overrides(text, text, integer) is
-  'List the live overrides, at most max_rows of them.';
+'Lists the overrides that have not expired, by policy and key.
+policy: null lists the overrides of all policies.
+key: null lists the overrides of all keys.
+max_rows: 1 or more.
+capacity: whole tokens.
+expires_at: null if the override stays until it is removed.
+Errors: 22023 for a bad argument, RL001 for an unknown policy.
+Locks: nothing.
+Writes: nothing.
+Role: administrator.';

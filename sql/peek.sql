@@ -1,8 +1,4 @@
--- Reports the tokens that a bucket holds, and whether an acquire of this cost would be allowed now. Takes nothing.
--- For a shadow policy it answers as if the policy were enforced.
---
--- Locks:  nothing.
--- Writes: nothing. It works in a read-only transaction and, for durable policies, on a standby.
+-- Takes nothing, and so works in a read-only transaction and, for durable policies, on a standby.
 create or replace function ratelimit_peek(policy text, key text, cost bigint default 1)
   returns ratelimit.decision
   language plpgsql
@@ -69,7 +65,13 @@ end;
 {{- end }}
 $$;
 comment on function ratelimit_peek(text, text, bigint) is
-  'The tokens that a bucket holds, and whether an acquire of this cost would be allowed now; takes nothing.';
+'Returns the tokens that one bucket holds, and whether ratelimit_acquire would grant the cost now.
+It takes nothing. A shadow policy is shown as if it were enforced.
+cost: whole tokens, 0 or more.
+Errors: 22023 for a bad argument, RL001 for an unknown policy, 0A000 for an ephemeral policy on a standby.
+Locks: nothing.
+Writes: nothing.
+Role: application.';
 
 -- What a bucket holds, in microtokens, and the microseconds until it is full; null is never. The policy has the numbers that
 -- apply to the key.

@@ -1,7 +1,3 @@
--- Lists the policies, as defined.
---
--- Locks:  nothing.
--- Writes: nothing.
 create or replace function ratelimit_policies()
   returns table (policy text, capacity bigint, refill bigint, every interval,
                  stepped boolean, durable boolean, remember interval, shadow boolean)
@@ -15,4 +11,10 @@ as $$
    order by p.name
 $$;
 comment on function ratelimit_policies() is
-  'List the policies, one row each, as defined.';
+'Lists the policies, by name.
+The columns are the arguments of ratelimit_define_policy.
+capacity: whole tokens.
+Errors: none.
+Locks: nothing.
+Writes: nothing.
+Role: administrator or monitoring.';

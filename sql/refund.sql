@@ -1,9 +1,3 @@
--- Gives amount tokens back to one bucket, never above the policy's capacity, and answers with the tokens
--- that the bucket holds then. An amount above capacity counts as capacity.
---
--- A bucket without a row is full already, so nothing is written.
--- Locks:  the bucket row, until the caller's transaction ends.
--- Writes: the bucket.
 create or replace function ratelimit_refund(policy text, key text, amount bigint)
   returns ratelimit.decision
   language plpgsql
@@ -69,4 +63,10 @@ begin
 end;
 $$;
 comment on function ratelimit_refund(text, text, bigint) is
-  'Give tokens back to a bucket, never above its capacity.';
+'Gives amount tokens back to one bucket, never above its capacity, and returns the tokens that the bucket holds then.
+Refunded tokens can be taken again: do not let a role refund that is itself to be limited.
+amount: whole tokens, 0 or more. An amount above the capacity counts as the capacity.
+Errors: 22023 for a bad argument, RL001 for an unknown policy, 25006 in a read-only transaction.
+Locks: the bucket row until the transaction ends. A bucket without a row is full, and nothing is locked or written.
+Writes: the bucket.
+Role: application.';

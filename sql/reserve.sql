@@ -1,15 +1,8 @@
--- Takes cost tokens from one bucket now, if it will have them within max_wait, and says how long to wait before acting.
--- What is not there yet is debt, which refill pays. So callers are served in order: each waits for its own tokens and for
--- those before it, and ratelimit_acquire is denied while there is debt. With max_wait 0 it is ratelimit_acquire.
+-- Takes cost tokens from one bucket now, if it will have them within max_wait, and returns how long to wait before acting.
+-- With max_wait 0 it decides as ratelimit_acquire does.
 --
 -- The wait is until the debt is paid that the reservation leaves: then the level is 0 or more, and a microsecond earlier it
--- is not. If the wait is longer than max_wait, or the debt would go below its floor, nothing is taken, allowed is false, and wait
--- says how long it would have been; null means never. A shadow policy answers wait 0, and shadowed where enforcing it would
--- wait or refuse.
---
--- The grant is remembered until the policy's remember after its wait is over. A repeat has the rest of the wait. Until then
--- ratelimit_acquire under its key answers a denial. Tokens that are given back, by ratelimit_settle or ratelimit_refund, do
--- not shorten the wait of those who were promised theirs.
+-- is not.
 --
 -- The steps are those of ratelimit_acquire, but for two. The update of step 2 takes the tokens if the bucket will have them
 -- within max_wait; it leaves that open if it is a matter of the last microtoken. So if the bucket was read in step 3, and the
@@ -18,13 +11,7 @@
 --
 -- The wait counts from the clock after the update, which may have waited for another session. Other times count as those of
 -- ratelimit_acquire.
---
--- A cost of 0 takes nothing, and neither looks at nor stores an idempotency key.
---
--- Locks:  a grant holds the bucket row, and then the row of the idempotency key, until the caller's transaction ends. A
---         refusal and a replay hold the bucket row only if they had to wait for it, but for a replay of step 4, which holds both.
--- Writes: a grant writes the bucket and its idempotency key, and a replay of step 4 the bucket. A refusal, another replay and a cost
---         of 0 write nothing.
+-- Locks and writes are those of ratelimit_acquire.
 create or replace function ratelimit_reserve(
     policy          text,
     key             text,
@@ -220,7 +207,22 @@ begin
 end;
 $$;
 comment on function ratelimit_reserve(text, text, interval, bigint, text) is
-  'Take cost tokens from a bucket that will have them within max_wait, and say how long to wait for them.';
+'Takes cost tokens now if the bucket will hold them within max_wait, and returns how long to wait before using them.
+Tokens that are not there yet are debt, which refill pays. So callers are served in order: each waits for its own
+  tokens and for the tokens of earlier callers. ratelimit_acquire is denied while there is debt.
+A wait above max_wait, or a debt below the floor (see ratelimit_charge), is a denial and takes nothing.
+A repeat under a live idempotency key has the rest of the wait. Until the wait is over ratelimit_acquire under the key
+  is denied, with that rest as retry_after.
+Tokens that are given back do not shorten the wait of earlier reservations.
+A shadow policy returns wait 0.
+max_wait: 0 to 365 days, without months and years. 0 takes only tokens that the bucket holds now.
+cost: as in ratelimit_acquire.
+idempotency_key: as in ratelimit_acquire. The grant is remembered until remember after the end of the wait.
+Errors: 22023 for a bad argument, RL001 for an unknown policy, RL002 for a live idempotency key that was granted with
+  another cost, RL004 for a live idempotency key whose grant was settled, 25006 in a read-only transaction.
+Locks: as ratelimit_acquire.
+Writes: as ratelimit_acquire.
+Role: application.';
 
 create or replace function ratelimit.reserve_ephemeral(v_policy ratelimit.policies, key text, max_wait interval, cost bigint, idempotency_key text)
   returns ratelimit.reservation

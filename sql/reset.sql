@@ -1,7 +1,3 @@
--- Makes one bucket full again by removing its row. Its idempotency keys stay.
---
--- Locks:  the bucket row, until the caller's transaction ends.
--- Writes: the bucket.
 create or replace function ratelimit_reset(policy text, key text)
   returns void
   language plpgsql
@@ -32,7 +28,12 @@ begin
 end;
 $$;
 comment on function ratelimit_reset(text, text) is
-  'Make one bucket full again.';
+'Makes one bucket full, and so forgives its debt.
+Idempotency keys stay.
+Errors: 22023 for a bad argument, RL001 for an unknown policy, 25006 in a read-only transaction.
+Locks: the bucket row, if there is one, until the transaction ends.
+Writes: deletes the bucket row.
+Role: administrator.';
 
 -- One batch of ratelimit_reset_all: the buckets of the next 1000 keys after the one of the batch before it; the first passes
 -- null. more is true if there may be others.
@@ -72,11 +73,7 @@ $$;
 comment on function ratelimit.reset_batch(text, text) is
   'One batch of ratelimit_reset_all, and whether another should follow.';
 
--- Makes all buckets of a policy full again, in batches, and commits after each. Idempotency keys and overrides stay. A bucket
--- that is held by another transaction is waited for, as by ratelimit_reset.
---
--- It runs with the caller's rights and search_path, as ratelimit_cleanup_all does: a caller other than the owner needs EXECUTE
--- on this procedure and on ratelimit.reset_batch, and USAGE on schema ratelimit.
+-- It commits, and so runs with the caller's rights and search_path, as ratelimit_cleanup_all does.
 create or replace procedure ratelimit_reset_all(policy text)
   language plpgsql
 as $$
@@ -93,4 +90,10 @@ begin
 end;
 $$;
 comment on procedure ratelimit_reset_all(text) is
-  'Make all buckets of a policy full again, in short batches, committing between them.';
+'Makes all buckets of a policy full, in batches of 1000, and commits after each batch.
+Idempotency keys and overrides stay. The call waits for a bucket that another transaction has locked.
+Errors: 22023 for a bad argument, RL001 for an unknown policy, 25006 in a read-only transaction, 2D000 inside a
+  transaction.
+Locks: the bucket rows of a batch, in the order of key, until the batch commits.
+Writes: deletes the bucket rows.
+Role: administrator. The role also needs EXECUTE on ratelimit.reset_batch and USAGE on schema ratelimit.';

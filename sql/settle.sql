@@ -1,11 +1,4 @@
--- Replaces the cost of a grant by the real one, exactly once. The grant was made under idempotency_key, by any function that
--- takes one: its cost was an estimate. The level moves by estimate - cost: up to full at most, and below zero without
--- refusal, down to the floor of debt. The answer is the bucket as it is after that.
---
--- The first settlement wins. A repeat with the same cost is answered with replayed, and changes nothing; with another cost
--- it is RL002. Without a live grant under the key it is RL003, also while the grant is not committed. A shadow policy that
--- does not know the key charges nothing, and answers with shadowed. After a settlement, a request that is repeated
--- under its key is RL004, because its operation is over; a charge is replayed.
+-- Replaces the cost of a grant by the real one, exactly once.
 --
 -- The steps:
 --   1. The grant is read.
@@ -13,10 +6,6 @@
 --      stays full, so the grant alone is written.
 --   3. The grant is marked as settled. If it is no longer as it was read, step 1 follows.
 --   4. The level moves. So no move is ever undone; one that was cut at full could not be.
---
--- Locks:  the bucket row, if there is one or it is created, and then the row of the idempotency key, until the caller's transaction
---         ends. A replay that is found by the first step 1 locks nothing.
--- Writes: the bucket and its idempotency key. A replay writes nothing.
 create or replace function ratelimit_settle(
     policy          text,
     key             text,
@@ -147,7 +136,22 @@ begin
 end;
 $$;
 comment on function ratelimit_settle(text, text, text, bigint) is
-  'Replace the cost of a grant made under an idempotency key by the real one, exactly once.';
+'Replaces the cost of a grant by the real cost, exactly once.
+Any function that takes an idempotency key can have made the grant. The level moves by the old cost minus the real
+  one: up to full at most, and down to the floor of debt (see ratelimit_charge). allowed is always true, and the rest
+  is the bucket after the settlement.
+The first settlement stands. A repeat with the same cost has replayed true and changes nothing.
+After a settlement any request under the key fails with RL004, but a charge is replayed.
+Under a shadow policy a missing grant is no error: nothing is charged, and shadowed is true.
+idempotency_key: the key of the grant.
+cost: the real cost in whole tokens, 0 to 9000000000000.
+Errors: 22023 for a bad argument, RL001 for an unknown policy, RL002 for a grant that was settled with another cost,
+  RL003 if the transaction sees no live grant under the key, 25006 in a read-only transaction.
+Locks: the bucket row, and then the row of the idempotency key, until the transaction ends. A full bucket without a
+  row is not locked if the settlement only gives back. A replay locks nothing, unless it ran beside the first
+  settlement.
+Writes: the bucket and the idempotency key. A replay changes nothing.
+Role: application.';
 
 create or replace function ratelimit.settle_ephemeral(v_policy ratelimit.policies, key text, idempotency_key text, cost bigint)
   returns ratelimit.decision

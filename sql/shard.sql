@@ -1,11 +1,6 @@
--- Says which of how many shards this database is. A database that is no shard has no row.
---
 -- The client finds the shard of a key, and this function lets it make sure that it has found the database. No function
 -- that decides looks here. The row is part of a dump and of a copy of the database: wherever the database goes, it is
 -- the shard that it was.
---
--- Locks:  nothing.
--- Writes: nothing.
 create or replace function ratelimit_shard()
   returns table (shard integer, of integer)
   language sql
@@ -16,13 +11,15 @@ as $$
   select s.shard, s.of from shard as s
 $$;
 comment on function ratelimit_shard() is
-  'Say which of how many shards this database is; no row if it is none.';
+'Returns which of how many shards this database is, and no row if it is none.
+shard: the number of the shard, from 0.
+of: the number of shards, a power of two.
+Errors: none.
+Locks: nothing.
+Writes: nothing.
+Role: application, with client.NewSharded.';
 
--- Makes this database a shard: number shard, counted from 0, of so many, a power of two. Said again, it changes nothing.
 -- Another number is refused: the keys that the database has would belong elsewhere.
---
--- Locks:  the table shard against others who define, until the caller's transaction ends. Readers do not wait.
--- Writes: shard.
 create or replace function ratelimit_define_shard(shard integer, of integer)
   returns void
   language plpgsql
@@ -54,4 +51,11 @@ begin
 end;
 $$;
 comment on function ratelimit_define_shard(integer, integer) is
-  'Make this database one of so many shards, for life.';
+'Makes this database one of several shards, for as long as the package is installed.
+A repeat with the same numbers changes nothing.
+shard: the number of this shard, 0 to of - 1.
+of: the number of shards, a power of two up to 65536.
+Errors: 22023 for a bad argument and for a database that is another shard already, 25006 in a read-only transaction.
+Locks: table ratelimit.shard against other calls of this function, until the transaction ends. Readers do not wait.
+Writes: ratelimit.shard.
+Role: administrator.';

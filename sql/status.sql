@@ -63,13 +63,6 @@ $$;
 comment on function ratelimit.emptiest_buckets(text, text, integer) is
   'The buckets that have rows, the emptiest first, at most at_most of them.';
 
--- Lists the buckets that have rows, the emptiest first: by the share of their capacity that they hold. retry_after is the
--- time until the bucket holds a token. overridden tells that the key has numbers of its own. Buckets without a row are full.
---
--- It reads every bucket: of one policy, or of one key, if given. On a standby, it lists those of durable policies; one that is ephemeral
--- is 0A000 there.
--- Locks:  nothing.
--- Writes: nothing.
 create or replace function ratelimit_status(policy text default null, max_rows integer default 100, key text default null)
   returns table (policy text, key text, remaining bigint, retry_after interval, reset_after interval, capacity bigint, overridden boolean)
   language sql
@@ -81,4 +74,15 @@ as $$
   select * from emptiest_buckets($1, $3, $2)
 $$;
 comment on function ratelimit_status(text, integer, text) is
-  'List the buckets that have rows, the emptiest first, at most max_rows of them; reads every bucket, or those of one key; on a standby, those of durable policies.';
+'Lists the buckets that have rows, the emptiest first by the share of the capacity that a bucket holds.
+A bucket without a row is full. The call reads every bucket, or every bucket of the policy or the key. On a standby it
+  lists durable policies only.
+policy: null lists the buckets of all policies.
+max_rows: 1 or more.
+key: null lists all keys.
+retry_after: the time until the bucket holds 1 token; null for never.
+overridden: whether the key has an override.
+Errors: 22023 for a bad argument, RL001 for an unknown policy, 0A000 for an ephemeral policy on a standby.
+Locks: nothing.
+Writes: nothing.
+Role: monitoring.';

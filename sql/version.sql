@@ -1,4 +1,3 @@
--- The release of the installed functions.
 create or replace function ratelimit_version()
   returns text
   language sql
@@ -9,4 +8,8 @@ as $$
   select '0.2.0'
 $$;
 comment on function ratelimit_version() is
-  'The release of pgratelimit that is installed.';
+'Returns the release of pgratelimit that is installed.
+Errors: none.
+Locks: nothing.
+Writes: nothing.
+Role: owner.';

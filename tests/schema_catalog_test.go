@@ -135,10 +135,11 @@ func TestCatalog_NoOverloads(t *testing.T) {
 	require.ElementsMatch(t, slices.Concat(defined, retired), column(t, pgtest.New(t), "select proname::text from "+packageFunctions+" as p"))
 }
 
-func TestCatalog_CommentsAreOneSentence(t *testing.T) {
+// docs/reference.md is made of the comments of the public functions.
+func TestCatalog_CommentsAreOneSentenceAndThePublicOnesSayErrorsLocksAndWrites(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)
-	comments := func(query string) {
+	comments := func(form, query string) {
 		t.Helper()
 		rows, err := db.Pool.Query(context.Background(), query)
 		require.NoError(t, err)
@@ -146,15 +147,17 @@ func TestCatalog_CommentsAreOneSentence(t *testing.T) {
 		var comment *string
 		_, err = pgx.ForEachRow(rows, []any{&object, &comment}, func() error {
 			if assert.NotNil(t, comment, "%s has no comment", object) {
-				assert.Regexp(t, `^[A-Z][^.!?\n]*\.$`, *comment, object)
+				assert.Regexp(t, form, *comment, object)
 			}
 			return nil
 		})
 		require.NoError(t, err)
 		require.Positive(t, rows.CommandTag().RowsAffected())
 	}
-	comments("select p.oid::regprocedure::text, obj_description(p.oid, 'pg_proc') from " + packageFunctions + " as p")
-	comments("select oid::regclass::text, obj_description(oid, 'pg_class') from pg_class where relnamespace = 'ratelimit'::regnamespace and relkind = 'r'")
+	const sentence, functions = `^[A-Z][^.!?\n]*\.$`, "select p.oid::regprocedure::text, obj_description(p.oid, 'pg_proc') from " + packageFunctions + " as p where "
+	comments(sentence, functions+"private")
+	comments(`^[A-Z][^\n]*(\n[^\n]+)*\nErrors: [^\n]+(\n  [^\n]+)*\nLocks: [^\n]+(\n  [^\n]+)*\nWrites: [^\n]+(\n  [^\n]+)*\nRole: [^\n]+(\n  [^\n]+)*\.$`, functions+"not private")
+	comments(sentence, "select oid::regclass::text, obj_description(oid, 'pg_class') from pg_class where relnamespace = 'ratelimit'::regnamespace and relkind = 'r'")
 }
 
 func TestCatalog_NobodyButTheOwnerHasRights(t *testing.T) {

@@ -2607,7 +2607,15 @@ create type ratelimit.decision as (
   shadowed    boolean
 );
 comment on type ratelimit.decision is
-  'The answer about one bucket: allowed; whole tokens remaining; retry_after, zero when allowed and null when no wait helps; reset_after, until full, null for never; capacity; replayed, when it is the first answer under a live idempotency key, given again; shadowed, when a shadow policy would deny if it were enforced.';
+'The answer about one bucket.
+allowed: whether the request is granted. A shadow policy grants each request.
+remaining: whole tokens in the bucket, rounded down. Below zero while there is debt.
+retry_after: the time until the same request is allowed, if no other request takes tokens. Zero if it is allowed; null
+  if no wait helps.
+reset_after: the time until the bucket is full; null for never.
+capacity: of the bucket, in whole tokens, by the policy or the override of the key.
+replayed: this is the first answer under a live idempotency key, given again.
+shadowed: a shadow policy would have denied if it were enforced.';
 create type ratelimit.packed as (
   elements          bigint[],
   remaining         bigint[],
@@ -2628,7 +2636,23 @@ create type ratelimit.packed as (
   error_hints       text[]
 );
 comment on type ratelimit.packed is
-  'The answers to many requests, as arrays: see ratelimit_acquire_packed.';
+'The answers of ratelimit_acquire_packed, as arrays.
+The arrays up to shadowed are parallel, those from requests to bindings are, and those from refused on are. Without
+  sizes the arrays from requests to bindings are null.
+elements: the numbers of the elements that have a decision, from 1, in no particular order.
+remaining: as in ratelimit.decision.
+retry_after_us: microseconds; 0 if the element is allowed, null for never.
+reset_after_us: microseconds; null for never.
+capacity: as in ratelimit.decision.
+replayed: as in ratelimit.decision. null if no element is replayed.
+shadowed: as in ratelimit.decision. null if no element is shadowed.
+requests: the numbers of the requests that have a decision, from 1.
+requests_allowed: whether the request is granted.
+requests_replayed: as replayed of ratelimit_acquire_all.
+requests_shadowed: as shadowed of ratelimit_acquire_all.
+bindings: the binding element, counted within the request from 1.
+refused: the numbers of the requests that have an error, from 1. null if there is none.
+error_codes: SQLSTATE.';
 create type ratelimit.charged as (
   places      bigint[],
   wanted      bigint,
@@ -2647,7 +2671,14 @@ create type ratelimit.reservation as (
   shadowed    boolean
 );
 comment on type ratelimit.reservation is
-  'The answer of ratelimit_reserve: allowed; wait, how long until the tokens are there, null for never; remaining, below zero while there is debt; the rest as in ratelimit.decision.';
+'The answer of ratelimit_reserve.
+allowed: whether the request is granted. A shadow policy grants each request.
+wait: the time until the tokens may be used. Of a denial it is the wait that would have been needed; null for never.
+remaining: as in ratelimit.decision.
+reset_after: as in ratelimit.decision.
+capacity: as in ratelimit.decision.
+replayed: as in ratelimit.decision.
+shadowed: a shadow policy would have waited or denied if it were enforced.';
 create type ratelimit.partial_decision as (
   allowed     boolean,
   remaining   bigint,
@@ -2659,7 +2690,8 @@ create type ratelimit.partial_decision as (
   taken       bigint
 );
 comment on type ratelimit.partial_decision is
-  'The answer of ratelimit_acquire_up_to: a ratelimit.decision, and the tokens that were taken.';
+'The answer of ratelimit_acquire_up_to: the columns of ratelimit.decision, and taken.
+taken: whole tokens, 0 for a denial.';
 create type ratelimit.asked as (
   key    text collate "C",
   wanted bigint,
@@ -3768,19 +3800,8 @@ comment on function ratelimit.rate_limit_exceeded(text, bigint, ratelimit.decisi
 
 
 -- Policies.
--- Creates a policy, or changes the policy of that name. A null argument keeps the policy's value. A new
--- policy needs capacity, refill and every; stepped is false, durable true, remember 24 hours and shadow false unless given.
---
--- With capacity 0 every cost above 0 is never. With refill 0 a bucket fills only when it is told to, by ratelimit_reset or ratelimit_refund. A shadow policy watches:
--- its buckets move as if it were enforced, but an acquire that it would deny is allowed, takes nothing and is marked
--- shadowed.
---
--- A change applies to the next acquire of every bucket. Levels stay, clamped to the new capacity. The
--- time since a bucket was last written is credited at the new rate. A bucket that clean-up removed while a policy was
--- lowered was full by the lower capacity, and is full by the higher one once the policy is raised again. An override
--- keeps its numbers.
--- Locks:  the policy row, until the caller's transaction ends. Acquires do not wait for it.
--- Writes: policies; overrides, if stepped changes.
+-- A bucket that clean-up removed while a policy was lowered was full by the lower capacity, and is full by the higher one once
+-- the policy is raised again.
 create or replace function ratelimit_define_policy(
     policy   text,
     capacity bigint   default null,
@@ -3841,16 +3862,33 @@ begin
 end;
 $$;
 comment on function ratelimit_define_policy(text, bigint, bigint, interval, boolean, boolean, interval, boolean) is
-  'Create or change a policy: buckets of capacity tokens that gain refill tokens every interval.';
+'Creates a policy, or changes the policy of that name.
+null keeps the value of an existing policy.
+A change applies to the next call about each bucket. Levels stay, cut to the new capacity. The time since a bucket was
+  last written is credited at the new rate. Overrides keep their numbers.
+policy: 1 to 512 bytes, case-sensitive.
+capacity: the most tokens that a bucket holds, 0 to 9000000000000. With 0 each cost above 0 is denied. A new policy
+  needs it.
+refill: the tokens that a bucket gains in each interval every, 0 to 9000000000000. With 0 only ratelimit_refund and
+  ratelimit_reset fill a bucket. A new policy needs it.
+every: 1 microsecond to 365250 days, without months and years. A new policy needs it.
+stepped: true refills at the end of each interval every, false by the microsecond. A new policy has false.
+durable: false keeps buckets and idempotency keys in unlogged tables: after a crash buckets are full. It cannot be
+  changed. A new policy has true.
+remember: how long a grant is remembered under its idempotency key, 1 microsecond to 365250 days. A new policy has 24
+  hours.
+shadow: true grants requests that the policy would deny, takes nothing for them, and returns shadowed true. A new
+  policy has false.
+Errors: 22023 for a bad argument, for a new policy without capacity, refill or every, for a bucket that would take
+  more than 10000 years to fill, and for a durable other than that of the policy. 25006 in a read-only transaction.
+Locks: the row of the policy until the transaction ends. Acquires do not wait for it.
+Writes: the policy, and its overrides if stepped changes.
+Role: administrator.';
 
--- Removes a policy with its overrides, buckets and idempotency keys.
---
 -- A bucket or an idempotency key that an open transaction has locked is skipped, and left to clean-up. Such a row changes no answer,
 -- because a policy defined anew under the same name has another id. SKIP LOCKED can still block if the row
 -- changes hands while it is examined, as cleanup_batch.sql says. Here only the caller's lock_timeout ends that wait. So the rows
 -- are locked in the order in which requests lock buckets, and a wait never ends in a deadlock.
--- Locks:  the policy row and the rows it deletes, in the order of key, until the caller's transaction ends.
--- Writes: policies; the overrides, buckets and idempotency keys of the policy.
 create or replace function ratelimit_drop_policy(policy text)
   returns void
   language plpgsql
@@ -3903,12 +3941,13 @@ begin
 end;
 $$;
 comment on function ratelimit_drop_policy(text) is
-  'Remove a policy with its overrides, buckets and idempotency keys.';
+'Removes a policy with its overrides, buckets and idempotency keys.
+A row that another transaction has locked is left to clean-up. It does not count for a new policy of the same name.
+Errors: 22023 for a bad argument, RL001 for an unknown policy, 25006 in a read-only transaction.
+Locks: the row of the policy and the rows that it deletes until the transaction ends.
+Writes: deletes these rows.
+Role: administrator.';
 
--- Lists the policies, as defined.
---
--- Locks:  nothing.
--- Writes: nothing.
 create or replace function ratelimit_policies()
   returns table (policy text, capacity bigint, refill bigint, every interval,
                  stepped boolean, durable boolean, remember interval, shadow boolean)
@@ -3922,19 +3961,16 @@ as $$
    order by p.name
 $$;
 comment on function ratelimit_policies() is
-  'List the policies, one row each, as defined.';
+'Lists the policies, by name.
+The columns are the arguments of ratelimit_define_policy.
+capacity: whole tokens.
+Errors: none.
+Locks: nothing.
+Writes: nothing.
+Role: administrator or monitoring.';
 
--- Sets the numbers of one key: the policy's, but for those given. An override replaces an earlier one of the key. It
--- applies from the commit of the caller's transaction on, to calls that begin then. A bucket with a row keeps its level,
--- clamped to the new capacity; a bucket without one is full at the new capacity. So ratelimit_reset in the same
--- transaction starts a new plan full. ratelimit_refund there does not: a call that waits for the bucket by then still clamps it
--- to the older capacity. capacity 0 blocks the key: a cost above 0 never fits.
---
--- From expires_at on the override is as good as absent. stepped, durable, remember and shadow stay the policy's.
---
--- Locks:  the row of the override, and the policy against those who change or drop it, until the caller's transaction ends.
---         The first override of a policy locks the row of the policy; acquires do not wait for it.
--- Writes: overrides; policies by the first override of a policy.
+-- It applies from the commit of the caller's transaction on. So ratelimit_reset in the same transaction starts a new plan full.
+-- ratelimit_refund there does not: a call that waits for the bucket by then still clamps it to the older capacity.
 create or replace function ratelimit_override(
     policy     text,
     key        text,
@@ -3990,13 +4026,21 @@ begin
 end;
 $$;
 comment on function ratelimit_override(text, text, bigint, bigint, interval, timestamptz) is
-  'Give one key of a policy numbers of its own; those not given are the policy''s as of now.';
+'Gives one key of a policy numbers of its own, in place of an earlier override of the key.
+The override applies to calls that begin after the transaction commits. A bucket with a row keeps its level, cut to
+  the new capacity. A bucket without a row is full at the new capacity.
+stepped, durable, remember and shadow stay the values of the policy.
+capacity: as in ratelimit_define_policy. null: the capacity of the policy as of this call. 0 blocks the key.
+refill: as in ratelimit_define_policy. null: the refill of the policy as of this call.
+every: as in ratelimit_define_policy. null: the interval of the policy as of this call.
+expires_at: a time in the future, from which on the numbers of the policy apply again. null: the override stays until
+  it is removed.
+Errors: 22023 for a bad argument, RL001 for an unknown policy, 25006 in a read-only transaction.
+Locks: the override, and the row of the policy against changes, until the transaction ends. Acquires do not wait for
+  it.
+Writes: the override. The first override of a policy also writes the policy.
+Role: administrator.';
 
--- Removes the override of one key, and reports whether there was a live one. The policy's numbers apply from the commit
--- of the caller's transaction on.
---
--- Locks:  the row of the override, until the caller's transaction ends.
--- Writes: overrides.
 create or replace function ratelimit_remove_override(policy text, key text)
   returns boolean
   language plpgsql
@@ -4021,7 +4065,12 @@ begin
 end;
 $$;
 comment on function ratelimit_remove_override(text, text) is
-  'Remove the override of one key; true if there was one.';
+'Removes the override of one key, and returns true if the override had not expired.
+The numbers of the policy apply to calls that begin after the transaction commits.
+Errors: 22023 for a bad argument, RL001 for an unknown policy, 25006 in a read-only transaction.
+Locks: the override until the transaction ends.
+Writes: deletes the override.
+Role: administrator.';
 
 -- The checks of ratelimit_overrides and ratelimit_status, whose own language has none.
 create or replace function ratelimit.check_listing(policy text, key text, max_rows integer)
@@ -4043,10 +4092,6 @@ $$;
 comment on function ratelimit.check_listing(text, text, integer) is
   'Raises 22023 for an argument out of range, and RL001 for an unknown policy.';
 
--- Lists live overrides, by policy and key: of one policy, or of one key, if given.
---
--- Locks:  nothing.
--- Writes: nothing.
 create or replace function ratelimit_overrides(policy text default null, key text default null, max_rows integer default 1000)
   returns table (policy text, key text, capacity bigint, refill bigint, every interval, expires_at timestamptz)
   language sql
@@ -4066,15 +4111,20 @@ as $$
    limit $3
 $$;
 comment on function ratelimit_overrides(text, text, integer) is
-  'List the live overrides, at most max_rows of them.';
+'Lists the overrides that have not expired, by policy and key.
+policy: null lists the overrides of all policies.
+key: null lists the overrides of all keys.
+max_rows: 1 or more.
+capacity: whole tokens.
+expires_at: null if the override stays until it is removed.
+Errors: 22023 for a bad argument, RL001 for an unknown policy.
+Locks: nothing.
+Writes: nothing.
+Role: administrator.';
 
 
 -- Buckets.
 -- Takes cost tokens from one bucket if it has them, and answers; a denial is an answer, not an error.
---
--- A repeat under the same idempotency key is the same request answered again, and takes nothing. So the program
--- chooses the idempotency key, one for each operation. If the program's clients chose it, one that repeats a key
--- would pass every time.
 --
 -- The steps. Steps 1 and 4 are for an acquire with an idempotency key. An idempotency key that has not expired is live.
 --   1. A live idempotency key is replayed, even when the bucket is empty. If its grant was settled, that is RL004.
@@ -4103,8 +4153,7 @@ comment on function ratelimit_overrides(text, text, integer) is
 -- Locks:  a grant and a replay of step 4 hold the bucket row and the row of the idempotency key until the
 --         caller's transaction ends. A denial and a replay of step 3 hold the bucket row only if they had to
 --         wait for it. A replay of step 1 holds nothing.
--- Writes: a grant writes the bucket and its idempotency key. A denial writes nothing. A replay writes
---         nothing, unless it is the replay of step 4.
+-- Writes: a grant writes the bucket and its idempotency key, a replay of step 4 the bucket; the others write nothing.
 create or replace function ratelimit_acquire(
     policy          text,
     key             text,
@@ -4277,7 +4326,23 @@ begin
 end;
 $$;
 comment on function ratelimit_acquire(text, text, bigint, text) is
-  'Take cost tokens from a bucket if it has them; a repeat under the same idempotency key is the same request answered again, and takes nothing.';
+'Takes cost tokens from one bucket if the bucket holds them.
+A denial is an answer and not an error.
+A repeat under a live idempotency key gets the first answer with replayed true, and takes nothing, even if the bucket
+  is empty by now.
+The calling program chooses the idempotency key, one for each operation. A key chosen by the clients of the program
+  would let a client pass every time.
+cost: whole tokens, 0 or more. A cost above the capacity is always denied. A cost of 0 takes nothing and ignores the
+  idempotency key.
+idempotency_key: 1 to 512 bytes. The grant is remembered for the interval remember of the policy. null: a repeat is
+  charged again.
+Errors: 22023 for a bad argument, RL001 for an unknown policy, RL002 for a live idempotency key that was granted with
+  another cost, RL004 for a live idempotency key whose grant was settled, 25006 in a read-only transaction.
+Locks: a grant locks the bucket row and the row of the idempotency key until the transaction ends. A denial keeps a
+  lock on the bucket row only if the call waited for it, a replay only if it ran beside the first request.
+Writes: a grant writes the bucket and the idempotency key. A denial writes nothing. A replay writes nothing, or the
+  bucket if it ran beside the first request.
+Role: application.';
 
 create or replace function ratelimit.acquire_ephemeral(v_policy ratelimit.policies, key text, cost bigint, idempotency_key text)
   returns ratelimit.decision
@@ -4425,11 +4490,7 @@ $$;
 comment on function ratelimit.acquire_ephemeral(ratelimit.policies, text, bigint, text) is
   'The steps of ratelimit_acquire for an ephemeral policy.';
 
--- Reports the tokens that a bucket holds, and whether an acquire of this cost would be allowed now. Takes nothing.
--- For a shadow policy it answers as if the policy were enforced.
---
--- Locks:  nothing.
--- Writes: nothing. It works in a read-only transaction and, for durable policies, on a standby.
+-- Takes nothing, and so works in a read-only transaction and, for durable policies, on a standby.
 create or replace function ratelimit_peek(policy text, key text, cost bigint default 1)
   returns ratelimit.decision
   language plpgsql
@@ -4494,7 +4555,13 @@ begin
 end;
 $$;
 comment on function ratelimit_peek(text, text, bigint) is
-  'The tokens that a bucket holds, and whether an acquire of this cost would be allowed now; takes nothing.';
+'Returns the tokens that one bucket holds, and whether ratelimit_acquire would grant the cost now.
+It takes nothing. A shadow policy is shown as if it were enforced.
+cost: whole tokens, 0 or more.
+Errors: 22023 for a bad argument, RL001 for an unknown policy, 0A000 for an ephemeral policy on a standby.
+Locks: nothing.
+Writes: nothing.
+Role: application.';
 
 -- What a bucket holds, in microtokens, and the microseconds until it is full; null is never. The policy has the numbers that
 -- apply to the key.
@@ -4527,12 +4594,6 @@ $$;
 comment on function ratelimit.bucket_now(ratelimit.policies, text, timestamptz) is
   'What a bucket holds, and how long until it is full.';
 
--- Gives amount tokens back to one bucket, never above the policy's capacity, and answers with the tokens
--- that the bucket holds then. An amount above capacity counts as capacity.
---
--- A bucket without a row is full already, so nothing is written.
--- Locks:  the bucket row, until the caller's transaction ends.
--- Writes: the bucket.
 create or replace function ratelimit_refund(policy text, key text, amount bigint)
   returns ratelimit.decision
   language plpgsql
@@ -4598,12 +4659,14 @@ begin
 end;
 $$;
 comment on function ratelimit_refund(text, text, bigint) is
-  'Give tokens back to a bucket, never above its capacity.';
+'Gives amount tokens back to one bucket, never above its capacity, and returns the tokens that the bucket holds then.
+Refunded tokens can be taken again: do not let a role refund that is itself to be limited.
+amount: whole tokens, 0 or more. An amount above the capacity counts as the capacity.
+Errors: 22023 for a bad argument, RL001 for an unknown policy, 25006 in a read-only transaction.
+Locks: the bucket row until the transaction ends. A bucket without a row is full, and nothing is locked or written.
+Writes: the bucket.
+Role: application.';
 
--- Makes one bucket full again by removing its row. Its idempotency keys stay.
---
--- Locks:  the bucket row, until the caller's transaction ends.
--- Writes: the bucket.
 create or replace function ratelimit_reset(policy text, key text)
   returns void
   language plpgsql
@@ -4634,7 +4697,12 @@ begin
 end;
 $$;
 comment on function ratelimit_reset(text, text) is
-  'Make one bucket full again.';
+'Makes one bucket full, and so forgives its debt.
+Idempotency keys stay.
+Errors: 22023 for a bad argument, RL001 for an unknown policy, 25006 in a read-only transaction.
+Locks: the bucket row, if there is one, until the transaction ends.
+Writes: deletes the bucket row.
+Role: administrator.';
 
 -- One batch of ratelimit_reset_all: the buckets of the next 1000 keys after the one of the batch before it; the first passes
 -- null. more is true if there may be others.
@@ -4674,11 +4742,7 @@ $$;
 comment on function ratelimit.reset_batch(text, text) is
   'One batch of ratelimit_reset_all, and whether another should follow.';
 
--- Makes all buckets of a policy full again, in batches, and commits after each. Idempotency keys and overrides stay. A bucket
--- that is held by another transaction is waited for, as by ratelimit_reset.
---
--- It runs with the caller's rights and search_path, as ratelimit_cleanup_all does: a caller other than the owner needs EXECUTE
--- on this procedure and on ratelimit.reset_batch, and USAGE on schema ratelimit.
+-- It commits, and so runs with the caller's rights and search_path, as ratelimit_cleanup_all does.
 create or replace procedure ratelimit_reset_all(policy text)
   language plpgsql
 as $$
@@ -4695,12 +4759,17 @@ begin
 end;
 $$;
 comment on procedure ratelimit_reset_all(text) is
-  'Make all buckets of a policy full again, in short batches, committing between them.';
+'Makes all buckets of a policy full, in batches of 1000, and commits after each batch.
+Idempotency keys and overrides stay. The call waits for a bucket that another transaction has locked.
+Errors: 22023 for a bad argument, RL001 for an unknown policy, 25006 in a read-only transaction, 2D000 inside a
+  transaction.
+Locks: the bucket rows of a batch, in the order of key, until the batch commits.
+Writes: deletes the bucket rows.
+Role: administrator. The role also needs EXECUTE on ratelimit.reset_batch and USAGE on schema ratelimit.';
 
 
 -- Spend now, know later; wait in line; take what is there.
--- Takes cost tokens from one bucket, whatever it holds; allowed is always true. What the bucket does not hold is debt:
--- its level goes below zero, down to a floor, and refill pays the debt first. It is for what is known only after it was used.
+-- Takes cost tokens from one bucket, whatever it holds.
 --
 -- The steps:
 --   1. A live idempotency key is replayed.
@@ -4708,12 +4777,6 @@ comment on procedure ratelimit_reset_all(text) is
 --   3. The idempotency key is remembered, with what the charge takes: one that is cut at the floor is settled against that. If
 --      another session has stored the key meanwhile, step 1 follows.
 --   4. The level moves. So nothing that was moved is ever moved back.
---
--- A cost of 0 takes nothing, and neither looks at nor stores an idempotency key.
---
--- Locks:  the bucket row, and then the row of the idempotency key, until the caller's transaction ends. A replay
---         that is found by the first step 1 locks nothing.
--- Writes: the bucket and its idempotency key. A replay and a cost of 0 write nothing.
 create or replace function ratelimit_charge(
     policy          text,
     key             text,
@@ -4834,7 +4897,20 @@ begin
 end;
 $$;
 comment on function ratelimit_charge(text, text, bigint, text) is
-  'Take cost tokens from a bucket whatever it holds, into debt if need be.';
+'Takes cost tokens from one bucket whatever the bucket holds.
+It is for usage that is known only afterwards. allowed is always true.
+Tokens that the bucket does not hold are debt: remaining goes below zero, and refill pays the debt first. Debt ends at
+  a floor: 9000000000000 tokens, or the refill of 10000 years if that is less and not 0. The rest of a charge that
+  reaches the floor is dropped.
+A repeat under a live idempotency key gets the first answer and takes nothing, also after a settlement.
+cost: whole tokens, 0 to 9000000000000. A cost of 0 takes nothing and ignores the idempotency key.
+idempotency_key: as in ratelimit_acquire.
+Errors: 22023 for a bad argument, RL001 for an unknown policy, RL002 for a live idempotency key that was granted with
+  another cost, 25006 in a read-only transaction.
+Locks: the bucket row, and then the row of the idempotency key, until the transaction ends. A cost of 0 locks nothing.
+  A replay locks nothing, unless it ran beside the first request.
+Writes: the bucket and the idempotency key. A replay and a cost of 0 take nothing and write no level.
+Role: application.';
 
 create or replace function ratelimit.charge_ephemeral(v_policy ratelimit.policies, key text, cost bigint, idempotency_key text)
   returns ratelimit.decision
@@ -4935,14 +5011,7 @@ $$;
 comment on function ratelimit.charge_ephemeral(ratelimit.policies, text, bigint, text) is
   'The steps of ratelimit_charge for an ephemeral policy.';
 
--- Replaces the cost of a grant by the real one, exactly once. The grant was made under idempotency_key, by any function that
--- takes one: its cost was an estimate. The level moves by estimate - cost: up to full at most, and below zero without
--- refusal, down to the floor of debt. The answer is the bucket as it is after that.
---
--- The first settlement wins. A repeat with the same cost is answered with replayed, and changes nothing; with another cost
--- it is RL002. Without a live grant under the key it is RL003, also while the grant is not committed. A shadow policy that
--- does not know the key charges nothing, and answers with shadowed. After a settlement, a request that is repeated
--- under its key is RL004, because its operation is over; a charge is replayed.
+-- Replaces the cost of a grant by the real one, exactly once.
 --
 -- The steps:
 --   1. The grant is read.
@@ -4950,10 +5019,6 @@ comment on function ratelimit.charge_ephemeral(ratelimit.policies, text, bigint,
 --      stays full, so the grant alone is written.
 --   3. The grant is marked as settled. If it is no longer as it was read, step 1 follows.
 --   4. The level moves. So no move is ever undone; one that was cut at full could not be.
---
--- Locks:  the bucket row, if there is one or it is created, and then the row of the idempotency key, until the caller's transaction
---         ends. A replay that is found by the first step 1 locks nothing.
--- Writes: the bucket and its idempotency key. A replay writes nothing.
 create or replace function ratelimit_settle(
     policy          text,
     key             text,
@@ -5082,7 +5147,22 @@ begin
 end;
 $$;
 comment on function ratelimit_settle(text, text, text, bigint) is
-  'Replace the cost of a grant made under an idempotency key by the real one, exactly once.';
+'Replaces the cost of a grant by the real cost, exactly once.
+Any function that takes an idempotency key can have made the grant. The level moves by the old cost minus the real
+  one: up to full at most, and down to the floor of debt (see ratelimit_charge). allowed is always true, and the rest
+  is the bucket after the settlement.
+The first settlement stands. A repeat with the same cost has replayed true and changes nothing.
+After a settlement any request under the key fails with RL004, but a charge is replayed.
+Under a shadow policy a missing grant is no error: nothing is charged, and shadowed is true.
+idempotency_key: the key of the grant.
+cost: the real cost in whole tokens, 0 to 9000000000000.
+Errors: 22023 for a bad argument, RL001 for an unknown policy, RL002 for a grant that was settled with another cost,
+  RL003 if the transaction sees no live grant under the key, 25006 in a read-only transaction.
+Locks: the bucket row, and then the row of the idempotency key, until the transaction ends. A full bucket without a
+  row is not locked if the settlement only gives back. A replay locks nothing, unless it ran beside the first
+  settlement.
+Writes: the bucket and the idempotency key. A replay changes nothing.
+Role: application.';
 
 create or replace function ratelimit.settle_ephemeral(v_policy ratelimit.policies, key text, idempotency_key text, cost bigint)
   returns ratelimit.decision
@@ -5190,18 +5270,11 @@ $$;
 comment on function ratelimit.settle_ephemeral(ratelimit.policies, text, text, bigint) is
   'The steps of ratelimit_settle for an ephemeral policy.';
 
--- Takes cost tokens from one bucket now, if it will have them within max_wait, and says how long to wait before acting.
--- What is not there yet is debt, which refill pays. So callers are served in order: each waits for its own tokens and for
--- those before it, and ratelimit_acquire is denied while there is debt. With max_wait 0 it is ratelimit_acquire.
+-- Takes cost tokens from one bucket now, if it will have them within max_wait, and returns how long to wait before acting.
+-- With max_wait 0 it decides as ratelimit_acquire does.
 --
 -- The wait is until the debt is paid that the reservation leaves: then the level is 0 or more, and a microsecond earlier it
--- is not. If the wait is longer than max_wait, or the debt would go below its floor, nothing is taken, allowed is false, and wait
--- says how long it would have been; null means never. A shadow policy answers wait 0, and shadowed where enforcing it would
--- wait or refuse.
---
--- The grant is remembered until the policy's remember after its wait is over. A repeat has the rest of the wait. Until then
--- ratelimit_acquire under its key answers a denial. Tokens that are given back, by ratelimit_settle or ratelimit_refund, do
--- not shorten the wait of those who were promised theirs.
+-- is not.
 --
 -- The steps are those of ratelimit_acquire, but for two. The update of step 2 takes the tokens if the bucket will have them
 -- within max_wait; it leaves that open if it is a matter of the last microtoken. So if the bucket was read in step 3, and the
@@ -5210,13 +5283,7 @@ comment on function ratelimit.settle_ephemeral(ratelimit.policies, text, text, b
 --
 -- The wait counts from the clock after the update, which may have waited for another session. Other times count as those of
 -- ratelimit_acquire.
---
--- A cost of 0 takes nothing, and neither looks at nor stores an idempotency key.
---
--- Locks:  a grant holds the bucket row, and then the row of the idempotency key, until the caller's transaction ends. A
---         refusal and a replay hold the bucket row only if they had to wait for it, but for a replay of step 4, which holds both.
--- Writes: a grant writes the bucket and its idempotency key, and a replay of step 4 the bucket. A refusal, another replay and a cost
---         of 0 write nothing.
+-- Locks and writes are those of ratelimit_acquire.
 create or replace function ratelimit_reserve(
     policy          text,
     key             text,
@@ -5419,7 +5486,22 @@ begin
 end;
 $$;
 comment on function ratelimit_reserve(text, text, interval, bigint, text) is
-  'Take cost tokens from a bucket that will have them within max_wait, and say how long to wait for them.';
+'Takes cost tokens now if the bucket will hold them within max_wait, and returns how long to wait before using them.
+Tokens that are not there yet are debt, which refill pays. So callers are served in order: each waits for its own
+  tokens and for the tokens of earlier callers. ratelimit_acquire is denied while there is debt.
+A wait above max_wait, or a debt below the floor (see ratelimit_charge), is a denial and takes nothing.
+A repeat under a live idempotency key has the rest of the wait. Until the wait is over ratelimit_acquire under the key
+  is denied, with that rest as retry_after.
+Tokens that are given back do not shorten the wait of earlier reservations.
+A shadow policy returns wait 0.
+max_wait: 0 to 365 days, without months and years. 0 takes only tokens that the bucket holds now.
+cost: as in ratelimit_acquire.
+idempotency_key: as in ratelimit_acquire. The grant is remembered until remember after the end of the wait.
+Errors: 22023 for a bad argument, RL001 for an unknown policy, RL002 for a live idempotency key that was granted with
+  another cost, RL004 for a live idempotency key whose grant was settled, 25006 in a read-only transaction.
+Locks: as ratelimit_acquire.
+Writes: as ratelimit_acquire.
+Role: application.';
 
 create or replace function ratelimit.reserve_ephemeral(v_policy ratelimit.policies, key text, max_wait interval, cost bigint, idempotency_key text)
   returns ratelimit.reservation
@@ -5595,21 +5677,11 @@ $$;
 comment on function ratelimit.reserve_ephemeral(ratelimit.policies, text, interval, bigint, text) is
   'The steps of ratelimit_reserve for an ephemeral policy.';
 
--- Takes as many whole tokens as one bucket has, at_most, and says how many it took. If it has fewer than at_least, it takes
--- none: that is a denial, whose retry_after is the time until at_least are there.
---
--- The grant is remembered under the idempotency key with what was taken, and ratelimit_acquire knows it as a grant of that
--- cost. A repeat takes nothing, and answers the same taken; if that is not between its own at_least and at_most, it is RL002.
--- A shadow policy answers at_most for every grant, though it takes what enforcing it would.
+-- Takes as many whole tokens as one bucket has, at_most, or none if it has fewer than at_least.
 --
 -- The steps are those of ratelimit_acquire for at_most tokens, but for one. If the update of step 2 took nothing, and the
--- bucket was read in step 3 and has at_least, step 3c takes all its whole tokens, from the bucket as it was read. If another
--- session has changed it since, it is read again. So taken is what the locked row had.
---
--- Locks:  a grant holds the bucket row, and then the row of the idempotency key, until the caller's transaction ends. A denial
---         and a replay hold the bucket row only if they had to wait for it, but for a replay of step 4, which holds both.
--- Writes: a grant writes the bucket and its idempotency key, and a replay of step 4 the bucket. A denial and another replay write
---         nothing.
+-- bucket was read in step 3 and has at_least, step 3c takes its whole tokens, up to at_most, from the bucket as it was read. If another
+-- session has changed it since, it is read again. So taken is what the locked row had. Locks and writes are those of ratelimit_acquire.
 create or replace function ratelimit_acquire_up_to(
     policy          text,
     key             text,
@@ -5793,7 +5865,19 @@ begin
 end;
 $$;
 comment on function ratelimit_acquire_up_to(text, text, bigint, bigint, text) is
-  'Take as many tokens as a bucket has, at_most, or none if it has fewer than at_least.';
+'Takes as many whole tokens as one bucket holds, at_most, or none if it holds fewer than at_least.
+retry_after of a denial is the time until the bucket holds at_least.
+A repeat under a live idempotency key has the same taken. For ratelimit_acquire the grant has the cost taken.
+A shadow policy returns taken = at_most, although it takes what an enforced policy would.
+at_most: whole tokens, 1 or more.
+at_least: whole tokens, 1 to at_most. An at_least above the capacity is always denied.
+idempotency_key: as in ratelimit_acquire.
+Errors: 22023 for a bad argument, RL001 for an unknown policy, RL002 for a live idempotency key that was granted with
+  fewer tokens than at_least or more than at_most, RL004 for a live idempotency key whose grant was settled, 25006 in
+  a read-only transaction.
+Locks: as ratelimit_acquire.
+Writes: as ratelimit_acquire.
+Role: application.';
 
 create or replace function ratelimit.acquire_up_to_ephemeral(v_policy ratelimit.policies, key text, at_most bigint, at_least bigint, idempotency_key text)
   returns ratelimit.partial_decision
@@ -7507,7 +7591,7 @@ comment on function ratelimit.decide_in_order(text[], text[], bigint[], bigint[]
   'Decides requests one after another at one instant, whatever they ask for.';
 
 -- Decides many requests, as if each were asked on its own, one after another. The functions for many requests differ only
--- in how they take the requests and show the answers; acquire_packed.sql explains the arguments and the results.
+-- in how they take the requests and show the answers; the comments of ratelimit_acquire_packed and of type ratelimit.packed explain them.
 --
 -- There are two ways. The fast path is for what most requests are: they fit. take.sql charges the buckets of one policy; a batch of
 -- several policies is split into parts, in the order in which buckets are locked: durable policies first, then by name. The other
@@ -7733,21 +7817,6 @@ comment on function ratelimit.acquire_batch(text[], text[], bigint[], integer[],
 
 -- Takes from several buckets if every one covers what is charged to it, and otherwise from none.
 --
--- decisions[n] is the answer about the bucket of element n, for all that this request charges to it: allowed and
--- retry_after as if that bucket were asked alone, remaining and reset_after as they are after the whole request.
--- retry_after is the longest of them. binding is the element that decides: of a denial the one with the longest wait, of a
--- grant the one that covers the fewest repeats of its charge. remaining, reset_after and capacity are those of binding.
--- Buckets of shadow policies count for retry_after and binding only if there are no others.
---
--- A bucket that remembers the idempotency key answers as it did, and is not charged again; the others are asked. replayed
--- is true if the request is granted, a bucket remembers the key, and nothing was charged; and if it is denied only because a
--- grant of ratelimit_reserve has still to wait.
---
--- policies, keys and costs have one element for each bucket, 1000 at most. A bucket may be named twice. Without costs
--- every cost is 1. An element of cost 0 looks at its bucket.
---
--- The DETAIL of an error about one of several elements begins with the number of the element.
---
 -- The steps, for a request whose buckets have rows and do not know its idempotency key:
 --   1. One statement reads all buckets. If they cover by their stored levels, which is most often so, step 3 follows.
 --   2. Each bucket is read again with all that an answer needs. If one does not cover, the answer is the denial. The
@@ -7757,9 +7826,6 @@ comment on function ratelimit.acquire_batch(text[], text[], bigint[], integer[],
 --      idempotency key already, live or expired, the charges are rolled back.
 -- acquire_batch decides what these steps do not: there it is a batch of one request. So it does in a read-only transaction, as
 -- those of a standby are, which cannot read ephemeral buckets.
---
--- Locks:  a grant holds its bucket rows and its idempotency keys until the caller's transaction ends. A denial holds none.
--- Writes: the same rows. A denial writes nothing.
 create or replace function ratelimit_acquire_all(
     in  policies        text[],
     in  keys            text[],
@@ -7974,7 +8040,35 @@ begin
 end;
 $$;
 comment on function ratelimit_acquire_all(text[], text[], bigint[], text) is
-  'Take from several buckets if every one covers its cost, and otherwise from none.';
+'Takes from several buckets if every bucket covers its charge, and otherwise from none.
+Element n of policies, keys and costs is one charge. A bucket that is named twice is charged the sum.
+A bucket that remembers the idempotency key gives its first answer and is not charged again. The other buckets are
+  asked.
+Buckets of shadow policies count for retry_after and binding only if the request names no other buckets.
+policies: 1 to 1000 elements.
+keys: as many elements as policies.
+costs: whole tokens, 0 or more, as many elements as policies. null: 1 for each element. An element of cost 0 looks at
+  its bucket and takes nothing.
+idempotency_key: as in ratelimit_acquire. Each bucket remembers it by itself.
+allowed: whether every bucket covers its charge.
+remaining: of the bucket of the binding element.
+retry_after: the longest wait of the elements. Zero if the request is granted; null if an element is always denied.
+reset_after: of the bucket of the binding element.
+capacity: of the bucket of the binding element.
+replayed: the request is granted and charged nothing, because a bucket remembers the idempotency key; or it is denied
+  only because a reservation under the key still waits.
+shadowed: the request is granted, and a shadow policy would have denied an element.
+binding: the number of the element that decides, from 1. Of a denial it is the element with the longest wait, of a
+  grant the element whose bucket covers the fewest repeats of its charge.
+decisions: one decision for each element, about all that the request charges to the bucket of the element. allowed and
+  retry_after are as if the bucket were asked alone, remaining and reset_after as after the whole request.
+Errors: 22023 for a bad argument, RL001 for an unknown policy, RL002 for a live idempotency key that was granted with
+  another cost, RL004 for a live idempotency key whose grant was settled, 25006 in a read-only transaction. DETAIL
+  begins with the number of the element if there are several.
+Locks: a grant locks the bucket rows and the rows of the idempotency key until the transaction ends, in one order:
+  durable policies first, then by policy and key. A denial keeps no lock.
+Writes: a grant writes the buckets and the idempotency keys. A denial writes nothing.
+Role: application.';
 
 -- ratelimit_acquire_all as a batch of one request.
 create or replace function ratelimit.acquire_all_in_batch(
@@ -8001,17 +8095,7 @@ $$;
 comment on function ratelimit.acquire_all_in_batch(text[], text[], bigint[], text) is
   'What ratelimit_acquire_all does, as a batch of one request.';
 
--- Decides many requests in one call, as if each were acquired on its own, one after another; row n answers
--- request n. Within a bucket, requests are decided in the order given. Requests on different buckets do not
--- affect each other.
---
--- A request that ratelimit_acquire would refuse (unknown policy, bad argument, another cost under its idempotency
--- key, or a grant that was settled) has the error in its row and no decision. The other requests are decided all the same.
---
--- policies and keys are equally long, and so are costs and idempotency_keys unless null. Without costs
--- every cost is 1. Without idempotency_keys no request has one.
---
--- Locks and writes: as ratelimit_acquire for each, in the order that decide_in_order describes.
+-- Shows the answers of acquire_batch as rows. Requests on different buckets do not affect each other.
 create or replace function ratelimit_acquire_many(
     policies         text[],
     keys             text[],
@@ -8043,16 +8127,24 @@ begin
 end;
 $$;
 comment on function ratelimit_acquire_many(text[], text[], bigint[], text[]) is
-  'Decide many requests in one call, in the order given, each with its own decision or error.';
+'Decides many requests in one call, as ratelimit_acquire would one after another.
+Row n answers request n. A request with an error does not fail the other requests.
+policies: the policy of each request.
+keys: as many elements as policies.
+costs: whole tokens, 0 or more, as many elements as policies. null: 1 for each request.
+idempotency_keys: as many elements as policies, or null. An element can be null.
+request: the number of the request, from 1.
+error_code: the SQLSTATE of the error of this request, null for a decision. The columns of the decision are null
+  beside an error.
+Errors: 22023 for arrays of different lengths, 25006 in a read-only transaction. error_code has 22023, RL001, RL002
+  and RL004.
+Locks: the buckets of granted requests and their idempotency keys until the transaction ends, in the order of
+  ratelimit_acquire_all. If other sessions change a bucket during the call, buckets of denied requests can stay
+  locked, too.
+Writes: granted requests write their buckets and idempotency keys.
+Role: application.';
 
--- Decides many requests of several elements in one call, as if ratelimit_acquire_all were called for each, one after
--- another; row n answers request n. The first sizes[1] elements of policies, keys and costs are request 1, and so on.
--- idempotency_keys has one element for each request, or is null.
---
--- A request that ratelimit_acquire_all would refuse has the error in its row and no decision. The other requests are decided
--- all the same.
---
--- Locks and writes: as ratelimit_acquire_packed.
+-- Shows the answers of acquire_batch to requests of several elements as rows.
 create or replace function ratelimit_acquire_all_many(
     policies         text[],
     keys             text[],
@@ -8094,24 +8186,35 @@ begin
 end;
 $$;
 comment on function ratelimit_acquire_all_many(text[], text[], bigint[], integer[], text[]) is
-  'Decide many requests of several elements in one call, in the order given, each with its own decision or error.';
+'Decides many requests of several elements in one call, as ratelimit_acquire_all would one after another.
+Row n answers request n. A request with an error does not fail the other requests.
+policies: the elements of all requests: those of request 1, then those of request 2, and so on.
+keys: as many elements as policies.
+costs: whole tokens, 0 or more, as many elements as policies. null: 1 for each element.
+sizes: the number of elements of each request, 1 to 1000.
+idempotency_keys: one for each request, or null. An element can be null.
+request: the number of the request, from 1.
+allowed: whether every bucket covers its charge.
+remaining: of the bucket of the binding element.
+retry_after: the longest wait of the elements. Zero if the request is granted; null if an element is always denied.
+reset_after: of the bucket of the binding element.
+capacity: of the bucket of the binding element.
+replayed: as in ratelimit_acquire_all.
+shadowed: as in ratelimit_acquire_all.
+binding: the number of the element within the request, from 1.
+decisions: one decision for each element of the request.
+error_code: the SQLSTATE of the error of this request, null for a decision. The columns of the decision are null
+  beside an error.
+Errors: 22023 for arrays that do not fit together, 25006 in a read-only transaction. error_code has 22023, RL001,
+  RL002 and RL004.
+Locks: the buckets of granted requests and their idempotency keys until the transaction ends, in the order of
+  ratelimit_acquire_all. If other sessions change a bucket during the call, buckets of denied requests can stay
+  locked, too.
+Writes: granted requests write their buckets and idempotency keys.
+Role: application.';
 
--- Decides many requests in one call, as if each were asked on its own, one after another. This is the compact form, for
--- clients that combine requests; ratelimit_acquire_many and ratelimit_acquire_all_many give rows to people. The answer is
--- one row of arrays, and times are microseconds.
---
--- Without sizes every element is a request. With sizes the first sizes[1] elements are request 1, and so on: a request is
--- granted when every bucket covers what is charged to it, and otherwise nothing is taken anywhere. Without costs every
--- cost is 1. idempotency_keys has one element for each request.
---
--- elements has the numbers of the elements that have a decision, in no particular order. remaining, retry_after_us (0 when
--- the decision allows, null for never), reset_after_us (null for never) and capacity are parallel to it, and so are replayed
--- and shadowed, which are null if no decision is. With sizes, requests has the numbers of the requests that have a decision;
--- requests_allowed, requests_replayed, requests_shadowed and bindings are parallel to it. bindings counts within the request.
--- refused has the numbers of the requests that have an error instead, or is null; the arrays of errors are parallel to it.
---
--- Locks and writes: as ratelimit_acquire, in the order that decide_in_order describes. So calls that are transactions of
--- their own never deadlock with each other. Several calls in one transaction can.
+-- The answers of acquire_batch as they are: the compact form, for clients that combine requests. ratelimit_acquire_many and
+-- ratelimit_acquire_all_many give rows to people. The columns are explained at the type ratelimit.packed.
 create or replace function ratelimit_acquire_packed(
     policies         text[],
     keys             text[],
@@ -8129,7 +8232,19 @@ begin
 end;
 $$;
 comment on function ratelimit_acquire_packed(text[], text[], bigint[], integer[], text[]) is
-  'Decide many requests in one call, for clients that combine them: one row of arrays.';
+'Decides many requests in one call and returns one row of arrays, for clients that combine requests.
+Without sizes each element is a request, as in ratelimit_acquire_many. With sizes a request has several elements, as
+  in ratelimit_acquire_all_many.
+costs: whole tokens, 0 or more. null: 1 for each element.
+sizes: the number of elements of each request, 1 to 1000. null: each element is a request.
+idempotency_keys: one for each request, or null. An element can be null.
+Errors: 22023 for arrays that do not fit together, 25006 in a read-only transaction. error_codes has 22023, RL001,
+  RL002 and RL004.
+Locks: the buckets of granted requests and their idempotency keys until the transaction ends, in the order of
+  ratelimit_acquire_all. If other sessions change a bucket during the call, buckets of denied requests can stay
+  locked, too. Calls that are transactions of their own never deadlock with each other.
+Writes: granted requests write their buckets and idempotency keys.
+Role: application.';
 
 
 -- Guards, which raise where the functions above answer with a denial.
@@ -8286,12 +8401,6 @@ $$;
 comment on function ratelimit.acquire(ratelimit.policies, text, bigint, text) is
   'The steps of ratelimit_acquire, for the guards.';
 
--- Takes cost tokens from one bucket as ratelimit_acquire does, and raises RL429 where that would answer with a denial.
--- So it can stand in a function, a trigger or a policy of row level security, where nobody looks at an answer.
---
--- The error rolls back the statement, or what the caller rolls back with it, and with it what the statement took before.
---
--- Locks and writes: as ratelimit_acquire.
 create or replace function ratelimit_enforce(
     policy          text,
     key             text,
@@ -8329,7 +8438,17 @@ begin
 end;
 $$;
 comment on function ratelimit_enforce(text, text, bigint, text) is
-  'Take cost tokens from a bucket as ratelimit_acquire does, or raise RL429.';
+'Takes cost tokens as ratelimit_acquire does, and raises RL429 in place of a denial.
+It can stand in a function, a trigger or a policy of row level security, where a denial would go unread.
+cost: as in ratelimit_acquire.
+idempotency_key: as in ratelimit_acquire.
+Errors: RL429 for a denial, 22023 for a bad argument, RL001 for an unknown policy, RL002 for a live idempotency key
+  that was granted with another cost, RL004 for a live idempotency key whose grant was settled, 25006 in a read-only
+  transaction. DETAIL of RL429 is a JSON object with policy, cost, remaining, retry_after (in seconds, or null) and
+  capacity. It never has the key. In a request of PostgREST the SQLSTATE is PGRST, and the response has status 429.
+Locks: as ratelimit_acquire. The rollback after RL429 releases them.
+Writes: as ratelimit_acquire.
+Role: application.';
 
 -- The checks of ratelimit_guard, before it reads a row.
 --
@@ -8386,15 +8505,6 @@ $$;
 comment on function ratelimit.check_guard(oid, name, text[]) is
   'Raises 22023 unless a trigger and its arguments are such that ratelimit_guard may read rows.';
 
--- A trigger function that limits what is inserted into a table. Its arguments are the policy, the column that has the key
--- and, if rows differ in cost, the column that has it. It charges each key of the statement once: the number of its rows,
--- or the sum of their costs. If a bucket denies, it raises RL429, and the statement inserts nothing and takes nothing.
---
--- Rows that an upsert updates are not inserted, so they are not charged. Of a partitioned table, the guard of the table
--- that the statement names charges; those of its partitions do not.
---
--- Locks:  the bucket rows, in the order of key, until the transaction ends.
--- Writes: the same rows.
 create or replace function ratelimit_guard()
   returns trigger
   language plpgsql
@@ -8457,7 +8567,19 @@ begin
 end;
 $$;
 comment on function ratelimit_guard() is
-  'Trigger function: charge each key of the inserted rows once, or raise RL429.';
+'Charges the key of each row that a statement inserts into a table, or raises RL429.
+It is a trigger function. An error rolls back the statement, which then inserts nothing and takes nothing.
+Attach it by: create trigger limited after insert on orders referencing new table as inserted for each statement
+  execute function ratelimit_guard(''policy'', ''key column'', ''cost column'').
+The key column is of type text, varchar, uuid, integer or bigint, the cost column of type integer or bigint. Without a
+  cost column each row costs 1 token.
+Each key is charged once, with the sum of its rows. Rows that an upsert updates are not charged. Of a partitioned
+  table only the guard of the table that the statement names charges.
+Errors: RL429 for a denial, as in ratelimit_enforce. 22023 for a trigger or a column that does not fit and for a key
+  or a cost that is out of range, RL001 for an unknown policy.
+Locks: the bucket rows, in the order of key, until the transaction ends.
+Writes: the buckets.
+Role: administrator, to attach the trigger. A role that inserts rows needs no grant.';
 
 -- ratelimit_peek for functions of this package.
 create or replace function ratelimit.peek(policy text, key text, cost bigint)
@@ -8846,8 +8968,7 @@ comment on function ratelimit.remove_orphans(integer) is
   'Removes rows whose policy was dropped, at most max_rows of each table.';
 
 -- One batch. It can delete nothing although rows are due: every due bucket may be in use, or lock_timeout may
--- have ended the batch. Rows of dropped policies are removed once nothing else is due. ratelimit_cleanup_all
--- repeats batches. The budget of 1 second has no effect here: only deadline and more depend on it, and they are
+-- have ended the batch. The budget of 1 second has no effect here: only deadline and more depend on it, and they are
 -- not used.
 create or replace function ratelimit_cleanup(
     in  max_rows                 integer default 10000,
@@ -8861,15 +8982,20 @@ as $$
   select b.buckets_deleted, b.idempotency_keys_deleted from cleanup_batch(max_rows, '1 second', null, null) as b
 $$;
 comment on function ratelimit_cleanup(integer) is
-  'Remove one batch of full buckets and one of expired idempotency keys, at most max_rows rows of each table.';
+'Removes one batch of rows that change no answer.
+These are buckets that are full, idempotency keys and overrides that have expired, and, if nothing else is due, rows
+  of dropped policies. Rows are judged as of five minutes ago. A row that another session has locked is left for a
+  later batch.
+max_rows: rows of each table, 1 or more.
+Errors: 22023 for a bad argument, 25006 in a read-only transaction.
+Locks: the rows that it deletes or postpones, until the transaction ends. It waits at most 100 ms for a lock and then
+  gives up the batch.
+Writes: deletes these rows. A bucket that was due and is not full is postponed, by 24 hours at most.
+Role: clean-up.';
 
--- Repeats batches and commits after each, until a batch finds no row of a dropped policy and none that was due
--- at the first batch, or the budget is spent. Rows that other sessions have locked are skipped, and left to the next call.
---
--- A procedure that commits can have neither SECURITY DEFINER nor SET. So it runs with the caller's rights: a
--- caller other than the owner needs EXECUTE on this procedure and on ratelimit.cleanup_batch, and USAGE on
--- schema ratelimit. And it runs with the caller's search_path, where another role may have planted functions
--- and operators. So its body names its one function with the schema, and uses no operator.
+-- A procedure that commits can have neither SECURITY DEFINER nor SET. So it runs with the rights and the search_path of the
+-- caller, where another role may have planted functions and operators. So its body names its one function with the schema, and
+-- uses no operator.
 create or replace procedure ratelimit_cleanup_all(budget interval default '50 seconds')
   language plpgsql
 as $$
@@ -8888,7 +9014,14 @@ begin
 end;
 $$;
 comment on procedure ratelimit_cleanup_all(interval) is
-  'Remove all full buckets and expired idempotency keys in short batches, committing between them, for at most budget.';
+'Repeats the batches of ratelimit_cleanup until no row is left that was due at the first, or budget is spent, and
+  commits after each batch.
+A row that another session has locked is left to the next call.
+budget: an interval above 0. The batch under way when it ends is finished.
+Errors: 22023 for a bad argument, 25006 in a read-only transaction, 2D000 inside a transaction.
+Locks: the rows of a batch until the batch commits.
+Writes: as ratelimit_cleanup.
+Role: clean-up. The role also needs EXECUTE on ratelimit.cleanup_batch and USAGE on schema ratelimit.';
 
 -- The rows of ratelimit_status. That has columns named like its arguments, which PL/pgSQL refuses.
 --
@@ -8955,13 +9088,6 @@ $$;
 comment on function ratelimit.emptiest_buckets(text, text, integer) is
   'The buckets that have rows, the emptiest first, at most at_most of them.';
 
--- Lists the buckets that have rows, the emptiest first: by the share of their capacity that they hold. retry_after is the
--- time until the bucket holds a token. overridden tells that the key has numbers of its own. Buckets without a row are full.
---
--- It reads every bucket: of one policy, or of one key, if given. On a standby, it lists those of durable policies; one that is ephemeral
--- is 0A000 there.
--- Locks:  nothing.
--- Writes: nothing.
 create or replace function ratelimit_status(policy text default null, max_rows integer default 100, key text default null)
   returns table (policy text, key text, remaining bigint, retry_after interval, reset_after interval, capacity bigint, overridden boolean)
   language sql
@@ -8973,21 +9099,23 @@ as $$
   select * from emptiest_buckets($1, $3, $2)
 $$;
 comment on function ratelimit_status(text, integer, text) is
-  'List the buckets that have rows, the emptiest first, at most max_rows of them; reads every bucket, or those of one key; on a standby, those of durable policies.';
+'Lists the buckets that have rows, the emptiest first by the share of the capacity that a bucket holds.
+A bucket without a row is full. The call reads every bucket, or every bucket of the policy or the key. On a standby it
+  lists durable policies only.
+policy: null lists the buckets of all policies.
+max_rows: 1 or more.
+key: null lists all keys.
+retry_after: the time until the bucket holds 1 token; null for never.
+overridden: whether the key has an override.
+Errors: 22023 for a bad argument, RL001 for an unknown policy, 0A000 for an ephemeral policy on a standby.
+Locks: nothing.
+Writes: nothing.
+Role: monitoring.';
 
--- Looks for what makes limits slow or tables large, and for a wrong owner, and says what helps. Without findings all is well.
---
 -- The owners are those of schema ratelimit, its functions and tables, the public functions and the extension. A restore by a
 -- superuser makes it the owner of an extension, because pg_dump does not name the owner.
 --
--- A bucket that is overdue and in use is no finding: clean-up skips a row that is locked. Statistics are those since they were
--- last reset. Sessions count after a minute.
---
--- On a standby it looks at what a standby can read, and at the sessions there. That it cannot look at ephemeral buckets is
--- a finding, if a policy has such.
---
--- Locks:  nothing.
--- Writes: nothing.
+-- A bucket that is overdue and in use is no finding: clean-up skips a row that is locked.
 create or replace function ratelimit_doctor()
   returns table (severity text, finding text, remedy text)
   language plpgsql
@@ -9231,9 +9359,17 @@ $give_away$;$give$, v_new_owner, v_home, v_extend);
 end;
 $$;
 comment on function ratelimit_doctor() is
-  'List what makes limits slow or tables large, and what helps; no row when all is well.';
+'Looks for settings and rows that make limits slow or tables large, and for wrong owners.
+No row means that all is well. Sessions count after a minute, and statistics from their last reset. On a standby it
+  cannot read the buckets of ephemeral policies, and returns a notice about them.
+severity: warning or notice.
+finding: the problem, with figures.
+remedy: where possible a statement.
+Errors: none.
+Locks: nothing.
+Writes: nothing.
+Role: monitoring.';
 
--- The release of the installed functions.
 create or replace function ratelimit_version()
   returns text
   language sql
@@ -9244,18 +9380,17 @@ as $$
   select '0.2.0'
 $$;
 comment on function ratelimit_version() is
-  'The release of pgratelimit that is installed.';
+'Returns the release of pgratelimit that is installed.
+Errors: none.
+Locks: nothing.
+Writes: nothing.
+Role: owner.';
 
 
 -- Which part of the keys is in this database, where more than one has them.
--- Says which of how many shards this database is. A database that is no shard has no row.
---
 -- The client finds the shard of a key, and this function lets it make sure that it has found the database. No function
 -- that decides looks here. The row is part of a dump and of a copy of the database: wherever the database goes, it is
 -- the shard that it was.
---
--- Locks:  nothing.
--- Writes: nothing.
 create or replace function ratelimit_shard()
   returns table (shard integer, of integer)
   language sql
@@ -9266,13 +9401,15 @@ as $$
   select s.shard, s.of from shard as s
 $$;
 comment on function ratelimit_shard() is
-  'Say which of how many shards this database is; no row if it is none.';
+'Returns which of how many shards this database is, and no row if it is none.
+shard: the number of the shard, from 0.
+of: the number of shards, a power of two.
+Errors: none.
+Locks: nothing.
+Writes: nothing.
+Role: application, with client.NewSharded.';
 
--- Makes this database a shard: number shard, counted from 0, of so many, a power of two. Said again, it changes nothing.
 -- Another number is refused: the keys that the database has would belong elsewhere.
---
--- Locks:  the table shard against others who define, until the caller's transaction ends. Readers do not wait.
--- Writes: shard.
 create or replace function ratelimit_define_shard(shard integer, of integer)
   returns void
   language plpgsql
@@ -9304,7 +9441,14 @@ begin
 end;
 $$;
 comment on function ratelimit_define_shard(integer, integer) is
-  'Make this database one of so many shards, for life.';
+'Makes this database one of several shards, for as long as the package is installed.
+A repeat with the same numbers changes nothing.
+shard: the number of this shard, 0 to of - 1.
+of: the number of shards, a power of two up to 65536.
+Errors: 22023 for a bad argument and for a database that is another shard already, 25006 in a read-only transaction.
+Locks: table ratelimit.shard against other calls of this function, until the transaction ends. Readers do not wait.
+Writes: ratelimit.shard.
+Role: administrator.';
 
 
 -- Checks that all functions of the package belong to the owner of schema ratelimit. Revokes the grants that
