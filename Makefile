@@ -202,14 +202,14 @@ need-%:
 NAME := bench
 
 .PHONY: bench
-bench: build/postgresql-18 ## Measure everything, beside Redis and others, in half an hour, and renew docs/performance.md; NAME=bench-… for another processor
-	@go run ./tests/bench -rounds 3 -window 500ms -results tests/bench/results -name '$(NAME)'
+bench: ## Measure everything, beside Redis and others, in half an hour, and renew docs/performance.md; NAME=bench-… for another processor
+	@go run ./tests/bench -results tests/bench/results -name '$(NAME)'
 	@$(MAKE) --no-print-directory bench-page
 
 .PHONY: bench-page
-bench-page: ## Write the figures of docs/performance.md anew, from tests/bench/results
+bench-page: ## Write the figures and plots of docs/performance.md anew, from tests/bench/results
 	@go run ./tests/bench -results tests/bench/results -page docs/performance.md
 
 .PHONY: bench-quick
 bench-quick: ## Measure the core of it in two minutes
-	@go run ./tests/bench -quick
+	@go run ./tests/bench -only 'acquire_to_bare_update,denied_to_bare_select,keyed_to_unkeyed,combined_*,joint_*,leases/leaser/hot/64'

@@ -3,12 +3,11 @@ package main
 import (
 	"context"
 	"fmt"
-	"slices"
 	"time"
 )
 
 // buckets compares few buckets with many, each number in a database of its own.
-type buckets struct{ lab *lab }
+type buckets struct{ stage }
 
 var bucketCounts = map[string]int{
 	"buckets/10k": 10_000,
@@ -21,12 +20,8 @@ func (*buckets) cells() []string { return []string{"buckets/10k", "buckets/1m", 
 func databaseOf(cell string) string { return fmt.Sprintf("buckets_%d", bucketCounts[cell]) }
 
 func (b *buckets) open(ctx context.Context, cells []string) error {
-	pg, err := b.lab.postgres(ctx)
-	if err != nil {
-		return err
-	}
 	for _, cell := range cells {
-		err := pg.database(ctx, databaseOf(cell),
+		_, err := b.database(ctx, databaseOf(cell),
 			definePolicy("full", true),
 			"set work_mem = '256MB'",
 			fill{policy: "full", count: bucketCounts[cell], tokens: capacity / 2}.sql(),
@@ -40,19 +35,11 @@ func (b *buckets) open(ctx context.Context, cells []string) error {
 
 func (b *buckets) run(ctx context.Context, cell string) (sample, error) {
 	script := fmt.Sprintf(`\set k random(1, %d)`, bucketCounts[cell]) + "\n" + acquireSQL("full", manyKeysSQL)
-	s, err := b.lab.pg.pgbench(ctx, databaseOf(cell), bench{16, script}, b.lab.window)
+	s, err := b.pg.pgbench(ctx, databaseOf(cell), script, b.window)
 	if err != nil {
 		return nil, err
 	}
-	return s, b.lab.pg.space(ctx, databaseOf(cell), "ratelimit.buckets", "k.key", s)
+	return s, b.pg.space(ctx, databaseOf(cell), "ratelimit.buckets", "183 + 3 * octet_length(k.key)", s)
 }
 
-func (b *buckets) cost() time.Duration { return pgbenchCost(b.lab.window) }
-
-func (b *buckets) close(ctx context.Context) error {
-	var names []string
-	for _, cell := range slices.Backward(b.cells()) {
-		names = append(names, databaseOf(cell))
-	}
-	return b.lab.dropDatabases(ctx, names...)
-}
+func (b *buckets) cost() time.Duration { return pgbenchCost(b.window) }

@@ -137,7 +137,7 @@ func merge(tales []tale, window, server time.Duration) sample {
 		cpuServer: float64(server.Microseconds()) / max(1, count),
 		cpuClient: cpu / max(1, count),
 	}
-	for name, q := range map[string]float64{p50: 0.50, p95: 0.95, p99: 0.99} {
+	for name, q := range map[string]float64{p50: 0.50, p99: 0.99} {
 		s[name] = 0
 		left := q * count
 		for _, step := range steps {

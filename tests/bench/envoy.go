@@ -1,17 +1,13 @@
 package main
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"strings"
-	"syscall"
-	"time"
 
 	common "github.com/envoyproxy/go-control-plane/envoy/extensions/common/ratelimit/v3"
 	envoypb "github.com/envoyproxy/go-control-plane/envoy/service/ratelimit/v3"
@@ -22,12 +18,8 @@ import (
 // envoyService is Envoy's reference service of rate limits, on a Redis, with its own defaults. Its windows are fixed: a counter for each
 // day, which a request increases before it is compared, so that denials count, too.
 type envoyService struct {
-	pid int
-
+	*child
 	conns []*grpc.ClientConn
-	cmd   *exec.Cmd
-	alive io.WriteCloser
-	log   bytes.Buffer
 }
 
 const envoyModule = "github.com/envoyproxy/ratelimit/src/service_cmd@v1.4.1-0.20260122083618-3fb702589d36"
@@ -81,47 +73,18 @@ func startEnvoy(ctx context.Context, redis *redisServer) (_ *envoyService, err e
 		_, ports[i], _ = strings.Cut(address, ":")
 	}
 	e := &envoyService{}
-	// As in startRedis the shell ends the program, when this process ends.
-	e.cmd = exec.Command("/bin/sh", "-c", `"$1" & read -r _; kill $!; wait; rm -rf "$0"`, dir, program)
-	e.cmd.Dir = dir
-	e.cmd.Env = append(os.Environ(), "HOST=127.0.0.1", "PORT="+ports[0], "DEBUG_HOST=127.0.0.1", "DEBUG_PORT="+ports[1], "GRPC_UDS="+socket,
-		"RUNTIME_ROOT="+dir, "RUNTIME_SUBDIRECTORY=runtime", "RUNTIME_WATCH_ROOT=false",
-		"REDIS_SOCKET_TYPE=unix", "REDIS_URL="+redis.Options().Addr, "USE_STATSD=false", "DISABLE_STATS=true", "LOG_LEVEL=ERROR")
-	e.cmd.Stdout, e.cmd.Stderr = &e.log, &e.log
-	e.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true} // Ctrl-C is for us
-	if e.alive, err = e.cmd.StdinPipe(); err != nil {
-		return nil, err
-	}
-	if err := e.cmd.Start(); err != nil {
-		return nil, errors.Join(err, os.RemoveAll(dir))
-	}
-	e.pid = e.cmd.Process.Pid // whose child it is
 	for range servedConnections {
 		conn, err := grpc.NewClient("unix:"+socket, grpc.WithTransportCredentials(insecure.NewCredentials()))
 		if err != nil {
-			return nil, errors.Join(err, e.close())
+			return nil, err
 		}
 		e.conns = append(e.conns, conn)
 	}
-	if err := e.await(ctx); err != nil {
-		return nil, errors.Join(err, e.close(), errors.New(e.log.String()))
-	}
-	return e, nil
-}
-
-// await returns when it answers.
-func (e *envoyService) await(ctx context.Context) error {
-	ctx, cancel := context.WithTimeout(ctx, time.Minute)
-	defer cancel()
-	for {
-		err := e.acquirer()(ctx, "awaited")
-		if err == nil {
-			return nil
-		}
-		if pause(ctx, 50*time.Millisecond) != nil {
-			return fmt.Errorf("the reference service: %w", err)
-		}
-	}
+	ready := func(ctx context.Context) error { return e.acquirer()(ctx, "awaited") }
+	e.child, err = startChild(ctx, dir, ready, []string{"HOST=127.0.0.1", "PORT=" + ports[0], "DEBUG_HOST=127.0.0.1", "DEBUG_PORT=" + ports[1], "GRPC_UDS=" + socket,
+		"RUNTIME_ROOT=" + dir, "RUNTIME_SUBDIRECTORY=runtime", "RUNTIME_WATCH_ROOT=false",
+		"REDIS_SOCKET_TYPE=unix", "REDIS_URL=" + redis.Options().Addr, "USE_STATSD=false", "DISABLE_STATS=true", "LOG_LEVEL=ERROR"}, program)
+	return e, err
 }
 
 func (e *envoyService) acquirer() acquirer {
@@ -149,5 +112,5 @@ func (e *envoyService) close() (err error) {
 	for _, conn := range e.conns {
 		err = errors.Join(err, conn.Close())
 	}
-	return errors.Join(err, e.alive.Close(), e.cmd.Wait())
+	return errors.Join(err, e.child.close())
 }

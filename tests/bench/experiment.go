@@ -30,33 +30,26 @@ type sample map[string]float64
 const (
 	rate       = "rate" // decisions per second
 	p50        = "p50"  // microseconds
-	p95        = "p95"
 	p99        = "p99"
 	cpuServer  = "cpu_server" // microseconds per decision
 	cpuClient  = "cpu_client"
-	cpuProgram = "cpu_program" // of pgratelimit serve, if it is between them
+	cpuProgram = "cpu_program" // of a program between them
 )
-
-// A metric is one figure of one cell.
-type metric struct{ cell, name string }
 
 // A round has the samples of one round by cell.
 type round map[string]sample
 
-func (r round) value(m metric) float64 { return r[m.cell][m.name] }
+func (r round) value(metric string) float64 {
+	cell, name := splitMetric(metric)
+	return r[cell][name]
+}
 
-// measureAll runs the cells that the measures need.
-func measureAll(ctx context.Context, count int, experiments []experiment, measures []measure) ([]round, error) {
-	needed := map[string][]string{} // metrics by cell
-	for _, m := range measures {
-		for _, metric := range m.metrics() {
-			needed[metric.cell] = append(needed[metric.cell], metric.name)
-		}
-	}
+// measureAll runs some of the cells.
+func measureAll(ctx context.Context, count int, experiments []experiment, chosen []string) ([]round, error) {
 	progress := progress{start: time.Now()}
 	cells := make([][]string, len(experiments))
 	for i, e := range experiments {
-		cells[i] = slices.DeleteFunc(e.cells(), func(cell string) bool { return needed[cell] == nil })
+		cells[i] = slices.DeleteFunc(e.cells(), func(cell string) bool { return !slices.Contains(chosen, cell) })
 		progress.left += time.Duration(count*len(cells[i])) * e.cost()
 	}
 	rounds := make([]round, count)
@@ -69,13 +62,6 @@ func measureAll(ctx context.Context, count int, experiments []experiment, measur
 		}
 		if err := measureOne(ctx, e, cells[i], rounds, &progress); err != nil {
 			return nil, err
-		}
-	}
-	for cell, metrics := range needed {
-		for _, name := range metrics {
-			if _, ok := rounds[0][cell][name]; !ok {
-				return nil, fmt.Errorf("%s was not measured of %s", name, cell)
-			}
 		}
 	}
 	return rounds, nil
@@ -106,20 +92,13 @@ func measureOne(ctx context.Context, e experiment, cells []string, rounds []roun
 	return nil
 }
 
-// String shows the most telling figures.
+// String has all metrics.
 func (s sample) String() string {
-	if _, ok := s[rate]; !ok {
-		var figures []string
-		for _, name := range slices.Sorted(maps.Keys(s)) {
-			figures = append(figures, name+" "+figure(s[name]))
-		}
-		return strings.Join(figures, "  ")
+	var figures []string
+	for _, name := range slices.Sorted(maps.Keys(s)) {
+		figures = append(figures, name+" "+figure(s[name]))
 	}
-	text := fmt.Sprintf("%8.0f/s", s[rate])
-	if _, ok := s[p99]; ok {
-		text += fmt.Sprintf("  p50 %6.0f µs  p99 %6.0f µs", s[p50], s[p99])
-	}
-	return text
+	return strings.Join(figures, "  ")
 }
 
 // progress tells on standard error what was done, and how much is left but for preparations.

@@ -53,13 +53,8 @@ func definePolicy(name string, durable bool) string {
 	return fmt.Sprintf("select ratelimit_define_policy('%s', %d, %d, '1 hour', durable => %t)", name, capacity, refillPerHour, durable)
 }
 
-// definePolicies defines a durable and an ephemeral policy, and gives every bucket a row.
-func definePolicies() (sql []string) {
-	for _, name := range []string{"durable", "ephemeral"} {
-		f := fill{policy: name, ephemeral: name == "ephemeral", count: manyKeys, tokens: capacity / 2}
-		sql = append(sql,
-			definePolicy(name, name == "durable"), f.sql(), f.inUse(),
-			fmt.Sprintf("select ratelimit_acquire('%s', '%s')", name, hotKey))
-	}
-	return sql
+// definePolicies defines the policy durable, and gives every bucket a row.
+func definePolicies() []string {
+	f := fill{policy: "durable", count: manyKeys, tokens: capacity / 2}
+	return []string{definePolicy("durable", true), f.sql(), f.inUse(), fmt.Sprintf("select ratelimit_acquire('durable', '%s')", hotKey)}
 }

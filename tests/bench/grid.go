@@ -1,12 +1,10 @@
 package main
 
 import (
-	"cmp"
 	"context"
 	"fmt"
 	"slices"
 	"strings"
-	"time"
 
 	"github.com/pgratelimit/pgratelimit/client"
 )
@@ -14,12 +12,11 @@ import (
 // The grid measures every opponent with every keyspace and number of callers, and those for joint requests with
 // many users. Its cells are named opponent/keys/callers.
 type grid struct {
-	lab       *lab
+	stage
 	keyspaces map[string]*keyspace
 	members   membership
 	opponents map[string]*opponent
 	needed    func(opponents ...string) bool
-	closers   []func()
 }
 
 // An opponent is one way to decide.
@@ -28,45 +25,23 @@ type opponent struct {
 	server  int // its process
 }
 
-const gridDatabase = "grid"
-
 var (
 	callerCounts = []int{1, 16, 64, 256}
-	keyNames     = []string{"uniform", "zipf", "hot"}
+	keyNames     = []string{"uniform", "hot"}
 )
 
-// A contender is an opponent's name in measures, and in tables and plots.
-type contender struct{ name, title string }
-
-// contenders are the opponents in the order in which they take turns: those who are compared follow
+// contenders are the opponents in the order in which they take turns: those that are compared follow
 // each other.
-var contenders = []contender{
-	{"combined-noflush", "pgratelimit combined, no flush"},
-	{"redis", "redis_rate"},
-	{"combined-flush", "pgratelimit combined, flushed"},
-	{"redis-pipelined", "redis_rate pipelined"},
-	{"redis-aof", "redis_rate, appendfsync always"},
-	{"redis-aof-pipelined", "redis_rate pipelined, appendfsync always"},
-	{"combined-ephemeral", "pgratelimit combined, ephemeral"},
-	{"plain-noflush", "pgratelimit plain, no flush"},
-	{"plain-flush", "pgratelimit plain, flushed"},
-	{"plain-ephemeral", "pgratelimit plain, ephemeral"},
-	{"statements", "SQL: five statements, no flush"},
-	{"serializable", "SQL: serializable with retries, no flush"},
+var contenders = []string{
+	"combined-noflush", "redis", "combined-flush", "redis-pipelined", "redis-aof", "redis-aof-pipelined", "plain-noflush", "plain-flush", "statements",
 }
 
-// keyedContenders are those whose requests each have an idempotency key of their own. Redis' limiters know none.
-var keyedContenders = []contender{
-	{"keyed-combined-noflush", "pgratelimit combined, no flush"},
-	{"keyed-plain-noflush", "pgratelimit plain, no flush"},
+// fewContenders are compared with many callers and many keys only. Redis' limiters know no idempotency key.
+var fewContenders = []string{
+	"joint-combined-noflush", "joint-redis", "joint-script", "joint-script-pipelined", "keyed-combined-noflush",
 }
 
-var keyedCallers = []int{64, 256}
-
-// byTitle has those who are alike together.
-func byTitle(contenders []contender) []contender {
-	return slices.SortedFunc(slices.Values(contenders), func(a, b contender) int { return cmp.Compare(a.title, b.title) })
-}
+var fewCallers = []int{64, 256}
 
 func cellName(opponent, keys string, callers int) string {
 	return fmt.Sprintf("%s/%s/%d", opponent, keys, callers)
@@ -76,18 +51,13 @@ func (g *grid) cells() (cells []string) {
 	for _, keys := range keyNames {
 		for _, callers := range callerCounts {
 			for _, opponent := range contenders {
-				cells = append(cells, cellName(opponent.name, keys, callers))
+				cells = append(cells, cellName(opponent, keys, callers))
 			}
 		}
 	}
-	for _, callers := range callerCounts {
-		for _, opponent := range jointContenders {
-			cells = append(cells, cellName(opponent.name, "uniform", callers))
-		}
-	}
-	for _, callers := range keyedCallers {
-		for _, opponent := range keyedContenders {
-			cells = append(cells, cellName(opponent.name, "uniform", callers))
+	for _, callers := range fewCallers {
+		for _, opponent := range fewContenders {
+			cells = append(cells, cellName(opponent, "uniform", callers))
 		}
 	}
 	return cells
@@ -129,7 +99,7 @@ func (g *grid) warmUp(ctx context.Context) error {
 			continue
 		}
 		l := load{callers: 64, keys: g.keyspaces["uniform"], acquire: o.acquire, servers: []int{o.server}}
-		if _, err := l.run(ctx, g.lab.window); err != nil {
+		if _, err := l.run(ctx, g.window); err != nil {
 			return fmt.Errorf("%s: %w", name, err)
 		}
 	}
@@ -137,7 +107,7 @@ func (g *grid) warmUp(ctx context.Context) error {
 }
 
 func (g *grid) openRedis(ctx context.Context, name string, flushed bool) error {
-	server, err := g.lab.redisServer(ctx, flushed)
+	server, err := g.redisServer(ctx, flushed)
 	if err != nil {
 		return err
 	}
@@ -156,7 +126,7 @@ func (g *grid) openRedis(ctx context.Context, name string, flushed bool) error {
 }
 
 func (g *grid) openJointRedis(ctx context.Context) error {
-	server, err := g.lab.redisServer(ctx, false)
+	server, err := g.redisServer(ctx, false)
 	if err != nil {
 		return err
 	}
@@ -179,45 +149,30 @@ func (g *grid) openJointRedis(ctx context.Context) error {
 }
 
 func (g *grid) openPostgres(ctx context.Context) error {
-	pg, err := g.lab.postgres(ctx)
+	setUp := slices.Concat(definePolicies(), defineJointPolicies(), []string{limiterTable, fillLimiter(), "vacuum analyze"})
+	pg, err := g.database(ctx, "grid", setUp...)
 	if err != nil {
 		return err
 	}
-	setUp := slices.Concat(definePolicies(), defineJointPolicies(), []string{limiterTable, fillLimiter(), "vacuum analyze"})
-	if err := pg.database(ctx, gridDatabase, setUp...); err != nil {
-		return err
-	}
-	for _, mode := range modes {
-		pool, err := pg.pool(ctx, gridDatabase, mode.flush, mode.connections)
+	for _, flush := range []bool{false, true} {
+		mode, count := "noflush", int32(connections)
+		if flush {
+			mode, count = "flush", connectionsFlushed
+		}
+		pool, err := g.pool(ctx, pg.URL("grid"), flush, count)
 		if err != nil {
 			return err
 		}
-		g.closers = append(g.closers, pool.Close)
-		limiter, combiner := client.New(pool), newCombiner(pool, g.lab.calls)
-		g.closers = append(g.closers, combiner.Close)
-		g.opponents["plain-"+mode.name] = &opponent{pgratelimit(limiter, mode.policy), pg.pid}
-		g.opponents["combined-"+mode.name] = &opponent{pgratelimit(combiner, mode.policy), pg.pid}
-		if mode.name == "noflush" {
-			g.opponents["joint-plain-noflush"] = &opponent{g.members.pgratelimit(limiter), pg.pid}
+		combiner := g.combiner(pool)
+		g.opponents["plain-"+mode] = &opponent{pgratelimit(client.New(pool), "durable"), pg.pid}
+		g.opponents["combined-"+mode] = &opponent{pgratelimit(combiner, "durable"), pg.pid}
+		if !flush {
 			g.opponents["joint-combined-noflush"] = &opponent{g.members.pgratelimit(combiner), pg.pid}
-			g.opponents["keyed-plain-noflush"] = &opponent{keyed(limiter, mode.policy), pg.pid}
-			g.opponents["keyed-combined-noflush"] = &opponent{keyed(combiner, mode.policy), pg.pid}
+			g.opponents["keyed-combined-noflush"] = &opponent{keyed(combiner, "durable"), pg.pid}
 			g.opponents["statements"] = &opponent{statements(pool), pg.pid}
-			g.opponents["serializable"] = &opponent{serializable(pool), pg.pid}
 		}
 	}
 	return nil
-}
-
-// The modes of durability. An ephemeral policy does not wait for the disk though its sessions would.
-var modes = []struct {
-	name, policy string
-	flush        bool
-	connections  int32
-}{
-	{"noflush", "durable", false, connections},
-	{"flush", "durable", true, connectionsFlushed},
-	{"ephemeral", "ephemeral", true, connections},
 }
 
 func (g *grid) run(ctx context.Context, cell string) (sample, error) {
@@ -237,14 +192,5 @@ func (g *grid) run(ctx context.Context, cell string) (sample, error) {
 		acquire: o.acquire,
 		servers: []int{o.server},
 	}
-	return l.run(ctx, g.lab.window)
-}
-
-func (g *grid) cost() time.Duration { return time.Duration((1 + warmUp) * float64(g.lab.window)) }
-
-func (g *grid) close(ctx context.Context) error {
-	for _, close := range slices.Backward(g.closers) {
-		close()
-	}
-	return g.lab.dropDatabases(ctx, gridDatabase)
+	return l.run(ctx, g.window)
 }

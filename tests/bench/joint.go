@@ -13,16 +13,6 @@ import (
 	"github.com/pgratelimit/pgratelimit/client"
 )
 
-// jointContenders are the opponents that answer requests of three charges: to the bucket of a user, to that of
-// the user's organisation, and to one of everybody's.
-var jointContenders = []contender{
-	{"joint-combined-noflush", "pgratelimit combined, no flush"},
-	{"joint-redis", "redis_rate, three calls in one pipeline"},
-	{"joint-script", "Redis, one script over three keys"},
-	{"joint-script-pipelined", "Redis, one script over three keys, pipelined"},
-	{"joint-plain-noflush", "pgratelimit plain, no flush"},
-}
-
 const (
 	organisations = 1000
 	everybody     = "everybody" // a policy and its only key

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"math/rand/v2"
 	"net"
 	"slices"
 	"strings"
@@ -16,31 +15,24 @@ import (
 	"github.com/pgratelimit/pgratelimit/client"
 )
 
-// leases compares a leasing client with redis_rate on keys that are asked for often, near its server and a millisecond or five away,
-// and with a combining client on keys that are not. Its cells are named leases/client/keys, and all have 64 callers.
+// leases compares a leasing client with redis_rate on keys that are asked for often, near its server and a millisecond away,
+// and with a combining client on keys that are not. Its cells are named leases/client/keys/64.
 type leases struct {
-	lab       *lab
+	stage
 	keyspaces map[string]*keyspace
 	opponents map[string]*opponent
-	closers   []func()
 }
 
-const (
-	leasesDatabase = "leases"
-	leasesCallers  = 64
-)
+const leasesDatabase = "leases"
 
 // leasesAdded are the latencies by the ends of the clients' names.
-var leasesAdded = map[string]time.Duration{"": 0, "-1ms": time.Millisecond, "-5ms": 5 * time.Millisecond}
+var leasesAdded = map[string]time.Duration{"": 0, "-1ms": time.Millisecond}
 
 var leasesCells = []string{
-	"leases/leaser/hot", "leases/redis/hot", "leases/combined/hot",
-	"leases/leaser-1ms/hot", "leases/redis-1ms/hot", "leases/combined-1ms/hot",
-	"leases/leaser-5ms/hot", "leases/redis-5ms/hot", "leases/combined-5ms/hot",
-	"leases/leaser/zipf-1000", "leases/redis/zipf-1000", "leases/combined/zipf-1000",
-	"leases/leaser/uniform", "leases/combined/uniform",
-	"leases/combined-1ms/uniform", "leases/redis-1ms/uniform", "leases/redis-pipelined-1ms/uniform",
-	"leases/combined-5ms/uniform", "leases/redis-5ms/uniform", "leases/redis-pipelined-5ms/uniform",
+	"leases/leaser/hot/64", "leases/redis/hot/64", "leases/combined/hot/64",
+	"leases/leaser-1ms/hot/64", "leases/redis-1ms/hot/64", "leases/combined-1ms/hot/64",
+	"leases/leaser/uniform/64", "leases/combined/uniform/64",
+	"leases/combined-1ms/uniform/64", "leases/redis-1ms/uniform/64", "leases/redis-pipelined-1ms/uniform/64",
 }
 
 // defineLeasedPolicies defines policies with a larger bucket of the hot key: leases answer millions of requests a second for it.
@@ -54,11 +46,8 @@ func (*leases) cells() []string { return slices.Clone(leasesCells) }
 
 func (l *leases) open(ctx context.Context, cells []string) error {
 	l.keyspaces, l.opponents = keyspaces(), map[string]*opponent{}
-	source := rand.New(rand.NewPCG(5, 6))
-	zipf := rand.NewZipf(source, zipfExponent, 1, 999)
-	l.keyspaces["zipf-1000"] = &keyspace{l.keyspaces["uniform"].keys, order(func() uint32 { return uint32(zipf.Uint64()) })}
 
-	server, err := l.lab.redisServer(ctx, false)
+	server, err := l.redisServer(ctx, false)
 	if err != nil {
 		return err
 	}
@@ -79,15 +68,12 @@ func (l *leases) open(ctx context.Context, cells []string) error {
 		l.opponents["redis-pipelined"+name] = &opponent{redisRate(pipelined), server.pid}
 	}
 
-	pg, err := l.lab.postgres(ctx)
+	pg, err := l.database(ctx, leasesDatabase, defineLeasedPolicies()...)
 	if err != nil {
 		return err
 	}
-	if err := pg.database(ctx, leasesDatabase, defineLeasedPolicies()...); err != nil {
-		return err
-	}
 	for name, added := range leasesAdded {
-		pool, err := pg.pool(ctx, leasesDatabase, false, connections, func(config *pgxpool.Config) {
+		pool, err := l.pool(ctx, pg.URL(leasesDatabase), false, connections, func(config *pgxpool.Config) {
 			if added > 0 {
 				config.ConnConfig.DialFunc = latency(added).dial
 			}
@@ -95,8 +81,8 @@ func (l *leases) open(ctx context.Context, cells []string) error {
 		if err != nil {
 			return err
 		}
-		combiner, leaser := newCombiner(pool, l.lab.calls), client.NewLeaser(pool, client.Lease{Policy: "durable"})
-		l.closers = append(l.closers, pool.Close, combiner.Close, leaser.Close)
+		combiner, leaser := l.combiner(pool), client.NewLeaser(pool, client.Lease{Policy: "durable"})
+		l.closers = append(l.closers, leaser.Close)
 		l.opponents["combined"+name] = &opponent{pgratelimit(combiner, "durable"), pg.pid}
 		l.opponents["leaser"+name] = &opponent{pgratelimit(leaser, "durable"), pg.pid}
 	}
@@ -111,15 +97,8 @@ func (l *leases) open(ctx context.Context, cells []string) error {
 func (l *leases) run(ctx context.Context, cell string) (sample, error) {
 	part := strings.Split(cell, "/")
 	o := l.opponents[part[1]]
-	load := load{callers: leasesCallers, keys: l.keyspaces[part[2]], acquire: o.acquire, servers: []int{o.server}}
-	return load.run(ctx, 2*l.lab.window)
+	load := load{callers: 64, keys: l.keyspaces[part[2]], acquire: o.acquire, servers: []int{o.server}}
+	return load.run(ctx, 2*l.window)
 }
 
-func (l *leases) cost() time.Duration { return time.Duration((1 + warmUp) * 2 * float64(l.lab.window)) }
-
-func (l *leases) close(ctx context.Context) error {
-	for _, close := range slices.Backward(l.closers) {
-		close()
-	}
-	return l.lab.dropDatabases(ctx, leasesDatabase)
-}
+func (l *leases) cost() time.Duration { return time.Duration((1 + warmUp) * 2 * float64(l.window)) }

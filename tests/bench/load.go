@@ -81,15 +81,17 @@ func (l load) latencies(ctx context.Context, warmUp time.Duration, beside func(c
 	all := slices.Concat(latencies...)
 	slices.Sort(all)
 	decisions := float64(max(1, len(all)))
-	return sample{
-		rate:       float64(len(all)) / elapsed.Seconds(),
-		p50:        quantile(all, 0.50),
-		p95:        quantile(all, 0.95),
-		p99:        quantile(all, 0.99),
-		cpuServer:  float64(server.Microseconds()) / decisions,
-		cpuClient:  float64(own.Microseconds()) / decisions,
-		cpuProgram: float64(program.Microseconds()) / decisions,
-	}, all, nil
+	s := sample{
+		rate:      float64(len(all)) / elapsed.Seconds(),
+		p50:       quantile(all, 0.50),
+		p99:       quantile(all, 0.99),
+		cpuServer: float64(server.Microseconds()) / decisions,
+		cpuClient: float64(own.Microseconds()) / decisions,
+	}
+	if l.program != 0 {
+		s[cpuProgram] = float64(program.Microseconds()) / decisions
+	}
+	return s, all, nil
 }
 
 // quantile returns microseconds.

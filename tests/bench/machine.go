@@ -3,7 +3,6 @@ package main
 import (
 	"context"
 	"fmt"
-	"maps"
 	"os"
 	"runtime"
 	"runtime/debug"
@@ -21,11 +20,6 @@ func (l *lab) describe(ctx context.Context) (machine, settings map[string]string
 		"kernel":  "Linux " + strings.TrimSpace(string(kernel)),
 		"system":  strings.Trim(lineOf("/etc/os-release", "PRETTY_NAME"), `"`),
 		"Go":      runtime.Version() + modules("github.com/jackc/pgx/v5", "github.com/redis/go-redis/v9", "github.com/go-redis/redis_rate/v10"),
-	}
-	maps.Copy(machine, l.notes)
-	stolen, total := steal()
-	if total -= l.total; total > 0 {
-		machine["CPU time taken by the hypervisor"] = fmt.Sprintf("%.1f %%", 100*(stolen-l.stolen)/total)
 	}
 	for _, server := range l.redis {
 		machine["Redis"] = server.version + ", unix socket, go-redis' default of connections, no snapshots"

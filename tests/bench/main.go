@@ -1,13 +1,11 @@
-// Command bench measures pgratelimit beside redis_rate, beside limiters made of several SQL statements,
-// and against the bare statements underneath. It starts a throw-away PostgreSQL and Redis on unix
-// sockets, measures in rounds that take every opponent in turn, and reports medians with their range.
+// Command bench measures pgratelimit beside redis_rate and others, and against the bare statements underneath. It starts a throw-away
+// PostgreSQL and Redis on unix sockets and measures in rounds in which all take turns.
 //
-//	go run ./tests/bench                        everything, about half an hour
-//	go run ./tests/bench -quick                 the core, about two minutes
-//	go run ./tests/bench -only 'hot_*'          some measures; -list names them
+//	go run ./tests/bench                       everything, about half an hour
+//	go run ./tests/bench -only 'combined_*'    some cells and ratios; -list names them
 //
 // make bench publishes: it measures everything and writes the figures of docs/performance.md. What does not belong to this module
-// is got when it is needed: PostgreSQL 18 and rate-limiter-flexible from npm, valgrind and Redis by apt-get, Envoy's service by go.
+// is got when it is needed: rate-limiter-flexible from npm, valgrind and Redis by apt-get, Envoy's service by go.
 package main
 
 import (
@@ -18,22 +16,15 @@ import (
 	"fmt"
 	"os"
 	"os/signal"
-	"path"
-	"slices"
-	"strings"
 	"syscall"
 	"time"
 )
 
 type options struct {
-	quick   bool
 	only    string
 	list    bool
 	rounds  int
 	window  time.Duration
-	hold    time.Duration
-	calls   int
-	build   string
 	results string
 	name    string
 	page    string
@@ -50,22 +41,16 @@ func main() {
 		return
 	}
 	var o options
-	flag.BoolVar(&o.quick, "quick", false, "measure the core only, in shorter rounds")
-	flag.StringVar(&o.only, "only", "", "measure only these: names or patterns, separated by commas")
-	flag.BoolVar(&o.list, "list", false, "list the measures and exit")
-	flag.IntVar(&o.rounds, "rounds", 0, "rounds (defaults to 5, quick 3)")
-	flag.DurationVar(&o.window, "window", 0, "how long each opponent runs in a round (defaults to 1s, quick 500ms)")
-	flag.DurationVar(&o.hold, "hold", time.Minute, "how long the old snapshot is held; other than 1m the measure is another")
-	flag.IntVar(&o.calls, "calls", 0, "calls in flight of the combining client (defaults to its own default)")
-	flag.StringVar(&o.build, "build", "build", "directory for the figures, the tables and the plots")
-	flag.StringVar(&o.results, "results", "", "second directory for them, the one that is committed")
+	flag.StringVar(&o.only, "only", "", "measure only these cells and ratios: names or patterns, separated by commas")
+	flag.BoolVar(&o.list, "list", false, "list the cells and the ratios, and exit")
+	flag.IntVar(&o.rounds, "rounds", 3, "rounds")
+	flag.DurationVar(&o.window, "window", 500*time.Millisecond, "how long each cell runs in a round")
+	flag.StringVar(&o.results, "results", "build", "directory of the figures")
 	flag.StringVar(&o.name, "name", "bench", "what the files are called: bench and, for another processor, bench-…")
-	flag.StringVar(&o.page, "page", "", "write the figures of this page anew, from all that -results has, and exit")
+	flag.StringVar(&o.page, "page", "", "write the figures and plots of this page anew, from all that -results has, and exit")
 	flag.StringVar(&o.record, "record", "", "count the instructions of calls, write them into this file, and exit")
 	flag.StringVar(&o.reason, "reason", "", "why some of them rose")
 	flag.Parse()
-	o.rounds = cmp.Or(o.rounds, map[bool]int{false: 5, true: 3}[o.quick])
-	o.window = cmp.Or(o.window, map[bool]time.Duration{false: time.Second, true: 500 * time.Millisecond}[o.quick])
 
 	if err := run(o); err != nil {
 		fmt.Fprintln(os.Stderr, "bench:", err)
@@ -74,75 +59,43 @@ func main() {
 }
 
 // No run is to go on for ever, whatever hangs.
-const (
-	quickLimit = 10 * time.Minute
-	fullLimit  = 90 * time.Minute
-)
+const limitOfRun = 90 * time.Minute
 
 func run(o options) (err error) {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
-	limit := fullLimit
-	if o.quick {
-		limit = quickLimit
-	}
-	ctx, cancel := context.WithTimeoutCause(ctx, limit, fmt.Errorf("not done within %v", limit))
+	ctx, cancel := context.WithTimeoutCause(ctx, limitOfRun, fmt.Errorf("not done within %v", limitOfRun))
 	defer cancel()
 
 	if o.record != "" {
 		return renewRecord(ctx, o.record, o.reason)
 	}
 	if o.page != "" {
-		return rewritePage(o.page, cmp.Or(o.results, o.build))
+		return rewritePage(o.page, o.results)
 	}
-	lab := &lab{window: o.window, calls: o.calls}
-	lab.stolen, lab.total = steal()
+	lab := &lab{window: o.window}
 	defer func() { err = errors.Join(err, lab.close()) }()
-	experiments := experiments(lab, o)
-	measures, err := choose(o)
+	experiments := experiments(lab)
+	cells, chosen, err := choose(o.only, experiments)
 	if err != nil {
 		return err
 	}
 	if o.list {
-		for _, m := range measures {
-			fmt.Println(m.name)
+		for _, cell := range cells {
+			fmt.Println(cell)
+		}
+		for _, r := range chosen {
+			fmt.Printf("%s = %s ÷ %s\n", r.name, r.over, r.under)
 		}
 		return nil
 	}
-
-	start := time.Now()
-	rounds, err := measureAll(ctx, o.rounds, experiments, measures)
+	rounds, err := measureAll(ctx, o.rounds, experiments, cells)
 	if err != nil {
 		return cmp.Or(context.Cause(ctx), err)
 	}
-	report, err := newReport(ctx, lab, o, measures, rounds, time.Since(start))
+	report, err := newReport(ctx, lab, o, rounds, chosen)
 	if err != nil {
 		return err
 	}
 	return report.publish(o)
-}
-
-// choose returns the measures that the options ask for.
-func choose(o options) ([]measure, error) {
-	chosen := all()
-	if o.quick {
-		chosen = slices.DeleteFunc(chosen, func(m measure) bool { return !m.quick })
-	}
-	if o.only == "" {
-		return slices.DeleteFunc(chosen, func(m measure) bool { return m.asked }), nil
-	}
-	patterns := strings.Split(o.only, ",")
-	for _, pattern := range patterns {
-		if !slices.ContainsFunc(chosen, func(m measure) bool { return m.matches(pattern) }) {
-			return nil, fmt.Errorf("no measure is called %q: see -list", pattern)
-		}
-	}
-	return slices.DeleteFunc(chosen, func(m measure) bool {
-		return !slices.ContainsFunc(patterns, m.matches)
-	}), nil
-}
-
-func (m measure) matches(pattern string) bool {
-	ok, _ := path.Match(strings.TrimSpace(pattern), m.name)
-	return ok
 }

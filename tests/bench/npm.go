@@ -11,25 +11,21 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-	"time"
 )
 
 // npm compares pgratelimit with limiters of npm on PostgreSQL. All are asked by Node.js, in as many processes as there are cores.
 // Its cells are named npm/limiter/keys/callers.
 type npm struct {
-	lab  *lab
+	stage
 	ways map[string]elsewhere // by limiter
 }
 
 const npmDatabase = "npm"
 
 var (
-	npmContenders = []contender{
-		{"npm/pgratelimit", "pgratelimit plain, no flush"},
-		{"npm/rate-limiter-flexible", "rate-limiter-flexible, no flush"},
-	}
-	npmCallers = []int{64, 256}
-	npmKeys    = []string{"uniform", "hot"}
+	npmLimiters = []string{"npm/pgratelimit", "npm/rate-limiter-flexible"}
+	npmCallers  = []int{64, 256}
+	npmKeys     = []string{"uniform", "hot"}
 )
 
 const npmProcesses = 2
@@ -37,8 +33,8 @@ const npmProcesses = 2
 func (*npm) cells() (cells []string) {
 	for _, keys := range npmKeys {
 		for _, callers := range npmCallers {
-			for _, c := range npmContenders {
-				cells = append(cells, cellName(c.name, keys, callers))
+			for _, c := range npmLimiters {
+				cells = append(cells, cellName(c, keys, callers))
 			}
 		}
 	}
@@ -51,26 +47,25 @@ func (n *npm) open(ctx context.Context, cells []string) error {
 	if err != nil {
 		return err
 	}
-	pg, err := n.lab.postgres(ctx)
+	pg, err := n.database(ctx, npmDatabase, definePolicies()...)
 	if err != nil {
-		return err
-	}
-	if err := pg.database(ctx, npmDatabase, definePolicies()...); err != nil {
 		return err
 	}
 	socket, err := url.Parse(pg.URL(npmDatabase))
 	if err != nil {
 		return err
 	}
-	for _, c := range npmContenders {
-		if !slices.ContainsFunc(cells, func(cell string) bool { return strings.HasPrefix(cell, c.name+"/") }) {
+	for _, c := range npmLimiters {
+		if !slices.ContainsFunc(cells, func(cell string) bool { return strings.HasPrefix(cell, c+"/") }) {
 			continue
 		}
-		n.ways[c.name], err = start(ctx, npmProcesses, nil, "node", filepath.Join(dir, "opponents.mjs"), filepath.Base(c.name),
+		way, err := start(ctx, npmProcesses, nil, "node", filepath.Join(dir, "opponents.mjs"), filepath.Base(c),
 			socket.Query().Get("host"), npmDatabase, strconv.Itoa(connections/npmProcesses))
 		if err != nil {
 			return err
 		}
+		n.closers = append(n.closers, func() { _ = way.close() })
+		n.ways[c] = way
 	}
 	err = pg.exec(ctx, npmDatabase, // every key has a row, as the buckets have
 		fmt.Sprintf("insert into flexible select 'flexible:%s' || i, 1, (extract(epoch from now()) + 86400) * 1000 from generate_series(1, %d) as i", userPrefix, manyKeys),
@@ -78,12 +73,8 @@ func (n *npm) open(ctx context.Context, cells []string) error {
 	if err != nil && n.ways["npm/rate-limiter-flexible"] != nil {
 		return err
 	}
-	return n.warmUp(ctx)
-}
-
-func (n *npm) warmUp(ctx context.Context) error {
-	for _, way := range n.ways {
-		if _, err := way.run(ctx, npmCallers[0], "uniform", n.lab.window, n.lab.pg.pid); err != nil {
+	for _, way := range n.ways { // a moment that does not count, for each to be warm
+		if _, err := way.run(ctx, npmCallers[0], "uniform", n.window, pg.pid); err != nil {
 			return err
 		}
 	}
@@ -114,14 +105,5 @@ func (n *npm) run(ctx context.Context, cell string) (sample, error) {
 	if err != nil {
 		return nil, err
 	}
-	return n.ways[part[0]+"/"+part[1]].run(ctx, callers, part[2], n.lab.window, n.lab.pg.pid)
-}
-
-func (n *npm) cost() time.Duration { return time.Duration((1 + warmUp) * float64(n.lab.window)) }
-
-func (n *npm) close(ctx context.Context) (err error) {
-	for _, way := range n.ways {
-		err = errors.Join(err, way.close())
-	}
-	return errors.Join(err, n.lab.dropDatabases(ctx, npmDatabase))
+	return n.ways[part[0]+"/"+part[1]].run(ctx, callers, part[2], n.window, n.pg.pid)
 }

@@ -6,14 +6,12 @@ import (
 	"errors"
 	"fmt"
 	"math"
-	"math/rand/v2"
 	"strconv"
 	"sync/atomic"
 	"time"
 
 	"github.com/go-redis/redis_rate/v10"
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/redis/go-redis/v9"
 
@@ -31,15 +29,6 @@ const (
 var limit = redis_rate.Limit{Rate: refillPerHour, Burst: capacity, Period: time.Hour}
 
 var errDenied = errors.New("denied, though the bucket was not to run dry")
-
-// newCombiner shares calls among those who ask at the same time, until it is closed.
-func newCombiner(pool *pgxpool.Pool, calls int) *client.Combiner {
-	var opts []client.CombinerOption
-	if calls > 0 {
-		opts = append(opts, client.CallsInFlight(calls))
-	}
-	return client.NewCombiner(pool, opts...)
-}
 
 func pgratelimit(limiter client.Acquirer, policy string) acquirer {
 	return func(ctx context.Context, key string) error {
@@ -90,43 +79,20 @@ func statements(pool *pgxpool.Pool) acquirer {
 			if err != nil {
 				return err
 			}
-			return take(ctx, tx, key, "for update")
+			var tokens, seconds float64
+			err = tx.QueryRow(ctx, "select tokens, extract(epoch from clock_timestamp() - refilled_at)::float8 from limiter where key = $1 for update", key).
+				Scan(&tokens, &seconds)
+			if err != nil {
+				return err
+			}
+			tokens = math.Min(capacity, tokens+seconds*refillPerHour/3600)
+			if tokens < 1 {
+				return errDenied
+			}
+			_, err = tx.Exec(ctx, "update limiter set tokens = $2, refilled_at = clock_timestamp() where key = $1", key, tokens-1)
+			return err
 		})
 	}
-}
-
-// serializable leaves the conflicts to the server and tries again.
-func serializable(pool *pgxpool.Pool) acquirer {
-	options := pgx.TxOptions{IsoLevel: pgx.Serializable}
-	return func(ctx context.Context, key string) error {
-		for try := 1; ; try++ {
-			err := pgx.BeginTxFunc(ctx, pool, options, func(tx pgx.Tx) error { return take(ctx, tx, key, "") })
-			var pgErr *pgconn.PgError
-			if !errors.As(err, &pgErr) || pgErr.Code != "40001" {
-				return err
-			}
-			select {
-			case <-ctx.Done():
-				return err
-			case <-time.After(rand.N(min(time.Duration(try), 50) * time.Millisecond)):
-			}
-		}
-	}
-}
-
-func take(ctx context.Context, tx pgx.Tx, key, lock string) error {
-	var tokens, seconds float64
-	err := tx.QueryRow(ctx, "select tokens, extract(epoch from clock_timestamp() - refilled_at)::float8 from limiter where key = $1 "+lock, key).
-		Scan(&tokens, &seconds)
-	if err != nil {
-		return err
-	}
-	tokens = math.Min(capacity, tokens+seconds*refillPerHour/3600)
-	if tokens < 1 {
-		return errDenied
-	}
-	_, err = tx.Exec(ctx, "update limiter set tokens = $2, refilled_at = clock_timestamp() where key = $1", key, tokens-1)
-	return err
 }
 
 // fillLimiter gives every key a row, as the other opponents' have.

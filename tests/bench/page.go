@@ -11,8 +11,8 @@ import (
 	"strings"
 )
 
-// The page docs/performance.md is prose with blocks between comments, <!-- bench:NAME --> and <!-- end -->. What is in a block comes
-// from the results of each processor, by the functions below. No figure is written by hand.
+// The page docs/performance.md is prose with blocks between comments, <!-- bench:NAME --> and <!-- end -->. A block has a table from the
+// results of each processor, one after another. No figure is written by hand.
 
 // A processor is the results of one, and the name of their files.
 type processor struct {
@@ -64,18 +64,28 @@ func renewPage(page string, all []processor) (_ string, err error) {
 		part := pageBlock.FindStringSubmatch(block)
 		write := pageBlocks[part[2]]
 		if write == nil {
-			err = errors.Join(err, fmt.Errorf("the page has a block %q, which nobody writes", part[2]))
+			err = errors.Join(err, fmt.Errorf("the page has a block %q, which pageBlocks lacks", part[2]))
 			return block
 		}
-		return part[1] + write(all) + part[4]
+		var texts []string
+		for _, p := range all {
+			texts = append(texts, write(p))
+		}
+		return part[1] + strings.Join(texts, "\n") + part[4]
 	})
 	return page, err
 }
 
+// rewritePage writes the page and its plots anew.
 func rewritePage(file, results string) error {
 	all, err := readResults(results)
 	if err != nil {
 		return err
+	}
+	for _, p := range all {
+		if err := p.plots(results, strings.TrimPrefix(p.file, "bench")); err != nil {
+			return err
+		}
 	}
 	page, err := os.ReadFile(file)
 	if err != nil {
@@ -88,184 +98,148 @@ func rewritePage(file, results string) error {
 	return os.WriteFile(file, []byte(next), 0o644)
 }
 
-var pageBlocks = map[string]func([]processor) string{
-	"machines": machines,
-	"summary":  summary,
-	"joint": figures("a request of three limits", byCallers, []pageRow{
-		{"`Combiner.AcquireAll`, all or nothing", "joint-combined-noflush/uniform/*/rate"},
-		{"Redis, one script over three keys, all or nothing", "joint-script/uniform/*/rate"},
-		{"the same, pipelined", "joint-script-pipelined/uniform/*/rate"},
-		{"redis_rate, its three calls in one pipeline: each by itself", "joint-redis/uniform/*/rate"},
+// pageBlocks has a table for each block but machines: in the rows are measures, with * where the columns differ.
+var pageBlocks = map[string]func(processor) string{
+	"machines": machine,
+	"summary": table("", []pageColumn{
+		{"1 caller, many keys", "uniform/1/rate"}, {"64 callers, many keys", "uniform/64/rate"}, {"256 callers, many keys", "uniform/256/rate"},
+		{"64 callers, one key", "hot/64/rate"}, {"p99 in ms", "uniform/64/p99"},
+	}, []pageRow{
+		{"**leased**", "leases/leaser/*"},
+		{"**combined**", "combined-noflush/*"},
+		{"the same, flushed", "combined-flush/*"},
+		{"plain", "plain-noflush/*"},
+		{"the same, flushed", "plain-flush/*"},
+		{"redis_rate", "redis/*"},
+		{"the same, appendfsync always", "redis-aof/*"},
+		{"redis_rate pipelined", "redis-pipelined/*"},
+		{"the same, appendfsync always", "redis-aof-pipelined/*"},
+		{"SQL of five statements", "statements/*"},
 	}),
-	"keyed": figures("many keys", byCallers, []pageRow{
-		{"combined", "combined-noflush/uniform/*/rate"},
-		{"combined, each request with an idempotency key", "keyed-combined-noflush/uniform/*/rate"},
-		{"plain", "plain-noflush/uniform/*/rate"},
-		{"plain, each request with an idempotency key", "keyed-plain-noflush/uniform/*/rate"},
-	}),
-	"served": figures("many keys", byCallers, []pageRow{
-		{"`pgratelimit serve` by gRPC", "served/grpc/*/rate"},
-		{"`pgratelimit serve` by JSON", "served/json/*/rate"},
-		{"gRPC alone: `pgratelimit serve` says that it is healthy", "served/health/*/rate"},
-		{"Envoy's reference service by gRPC, on Redis", "served/envoy/*/rate"},
-		{"a Combiner in the callers' process", "served/combiner/*/rate"},
-		{"redis_rate in the callers' process", "served/redis/*/rate"},
-	}),
-	"node": figures("Node.js", byCallers, []pageRow{
-		{"`ratelimit_acquire`, many keys", "npm/pgratelimit/uniform/*/rate"},
-		{"rate-limiter-flexible, many keys", "npm/rate-limiter-flexible/uniform/*/rate"},
-		{"`ratelimit_acquire`, one key", "npm/pgratelimit/hot/*/rate"},
-		{"rate-limiter-flexible, one key", "npm/rate-limiter-flexible/hot/*/rate"},
-	}),
-	"versions": figures("64 callers, many keys", single, []pageRow{
-		{"combined, PostgreSQL 15", "versions/15/combined/rate"},
-		{"combined, PostgreSQL 18", "versions/18/combined/rate"},
-		{"plain, PostgreSQL 15", "versions/15/plain/rate"},
-		{"plain, PostgreSQL 18", "versions/18/plain/rate"},
-	}),
-	"processes": figures("64 callers in four processes, one key", single, []pageRow{
-		{"leased", "processes/leaser/rate"},
-		{"combined", "processes/combined/rate"},
-		{"plain", "processes/plain/rate"},
-		{"redis_rate", "processes/redis/rate"},
-	}),
-	"distance": figures("64 callers", byDistance, []pageRow{
-		{"leased, one key", "leases/leaser*/hot/rate"},
-		{"combined, one key", "leases/combined*/hot/rate"},
-		{"redis_rate, one key", "leases/redis*/hot/rate"},
-		{"redis_rate pipelined, one key", "leases/redis-pipelined*/hot/rate"},
-		{"leased, many keys", "leases/leaser*/uniform/rate"},
-		{"combined, many keys", "leases/combined*/uniform/rate"},
-		{"redis_rate, many keys", "leases/redis*/uniform/rate"},
-		{"redis_rate pipelined, many keys", "leases/redis-pipelined*/uniform/rate"},
-	}),
-	"spending": figures("16 clients of pgbench, many keys", single, []pageRow{
-		{"acquire", "bare/acquire/rate"},
-		{"reserve", "bare/reserved/rate"},
-		{"enforce", "bare/enforced/rate"},
-		{"acquire with an idempotency key", "bare/keyed/rate"},
-		{"the same, and then settle", "bare/settled/rate"},
-		{"insert a row", "bare/insert/rate"},
-		{"insert a row into a guarded table", "bare/guarded/rate"},
-	}),
-	"costs": figures("ratio", single, []pageRow{
-		{"acquire, to a bare update of one row", "acquire_to_bare_update"},
-		{"acquire with an idempotency key, to one without", "keyed_to_unkeyed"},
-		{"denial, to a bare select of one row", "denied_to_bare_select"},
-		{"plain acquires by 64 clients on one key, to bare updates of that row", "hot_acquire_to_bare_update"},
-		{"10 million buckets, to 10 thousand", "buckets_10m_to_10k"},
-		{"beside clean-up, to without", "acquire_beside_cleanup"},
-		{"combined on one key while an old snapshot is held for 60 s, to before", "hot_key_under_snapshot"},
-		{"WAL of a denial, bytes", "wal_per_denial"},
-	}),
-	"redis": figures("", single, []pageRow{
-		{"a lone caller of redis_rate, median in µs", "redis/uniform/1/p50"},
-		{"a lone plain call, median in µs", "plain-noflush/uniform/1/p50"},
-		{"64 callers, many keys: combined to redis_rate", "combined_64_many_keys_to_redis"},
+	"redis": table("combined, to redis_rate", ratioOf, []pageRow{
+		{"16 callers, many keys", "combined_16_many_keys_to_redis"},
+		{"64 callers, many keys", "combined_64_many_keys_to_redis"},
 		{"the same, p99", "combined_64_p99_to_redis"},
-		{"256 callers, many keys: combined to redis_rate", "combined_256_many_keys_to_redis"},
-		{"256 callers, one key: combined to redis_rate", "combined_256_hot_key_to_redis"},
+		{"256 callers, many keys", "combined_256_many_keys_to_redis"},
+		{"256 callers, many keys, flushed", "combined_256_many_keys_flushed_to_redis"},
+		{"256 callers, one key", "combined_256_hot_key_to_redis"},
+		{"256 callers, one key, flushed", "combined_256_hot_key_flushed_to_redis"},
 	}),
-	"cpu": figures("CPU microseconds of a decision", single, []pageRow{
-		{"plain, server", "plain-noflush/uniform/256/cpu_server"},
-		{"plain, client", "plain-noflush/uniform/256/cpu_client"},
-		{"combined, server", "combined-noflush/uniform/256/cpu_server"},
-		{"combined, client", "combined-noflush/uniform/256/cpu_client"},
+	"joint": table("a request of three limits", byCallers, []pageRow{
+		{"`Combiner.AcquireAll`, all or nothing", "joint-combined-noflush/uniform/*"},
+		{"Redis, one script, all or nothing", "joint-script/uniform/*"},
+		{"the same, pipelined", "joint-script-pipelined/uniform/*"},
+		{"redis_rate, three calls in a pipeline, each by itself", "joint-redis/uniform/*"},
 	}),
-	"space": figures("", single, []pageRow{
-		{"bytes of a bucket", "bucket_bytes"},
-		{"the same, to the formula", "bucket_bytes_to_formula"},
-		{"bytes of a remembered grant", "remembered_bytes"},
-		{"the same, to the formula", "remembered_bytes_to_formula"},
+	"distance": table("64 callers", []pageColumn{{"here", ""}, {"1 ms away", "-1ms"}}, []pageRow{
+		{"leased, one key", "leases/leaser*/hot/64/rate"},
+		{"combined, one key", "leases/combined*/hot/64/rate"},
+		{"redis_rate, one key", "leases/redis*/hot/64/rate"},
+		{"combined, many keys", "leases/combined*/uniform/64/rate"},
+		{"redis_rate, many keys", "leases/redis*/uniform/64/rate"},
+		{"redis_rate pipelined, many keys", "leases/redis-pipelined*/uniform/64/rate"},
+	}),
+	"processes": table("64 callers, one key", []pageColumn{{"four processes", "rate"}}, []pageRow{
+		{"leased", "processes/leaser/*"},
+		{"combined", "processes/combined/*"},
+		{"plain", "processes/plain/*"},
+		{"redis_rate", "processes/redis/*"},
+	}),
+	"served": table("many keys", byCallers, []pageRow{
+		{"`pgratelimit serve`, gRPC", "served/grpc/*"},
+		{"`pgratelimit serve`, JSON", "served/json/*"},
+		{"Envoy's reference service on Redis, gRPC", "served/envoy/*"},
+	}),
+	"node": table("Node.js", byCallers, []pageRow{
+		{"`ratelimit_acquire`, many keys", "npm/pgratelimit/uniform/*"},
+		{"rate-limiter-flexible, many keys", "npm/rate-limiter-flexible/uniform/*"},
+		{"`ratelimit_acquire`, one key", "npm/pgratelimit/hot/*"},
+		{"rate-limiter-flexible, one key", "npm/rate-limiter-flexible/hot/*"},
+	}),
+	"costs": table("plain calls", ratioOf, []pageRow{
+		{"acquire, to a bare update of one row", "acquire_to_bare_update"},
+		{"denial, to a bare select of one row", "denied_to_bare_select"},
+		{"acquire with an idempotency key, to one without", "keyed_to_unkeyed"},
+		{"the same combined, 64 callers", "keyed_combined_64_to_unkeyed"},
+		{"acquire and settle, to acquire, with an idempotency key", "settled_to_keyed"},
+		{"insert into a guarded table, to any other", "guarded_to_insert"},
+		{"acquire among 10 million buckets, to 10 thousand", "buckets_10m_to_10k"},
+		{"acquire beside clean-up, to without", "acquire_beside_cleanup"},
+		{"combined on one key after 60 s of an old snapshot, to before", "hot_key_under_snapshot"},
+	}),
+	"cpu": table("CPU microseconds of a decision", []pageColumn{{"server", "cpu_server"}, {"client", "cpu_client"}}, []pageRow{
+		{"plain", "plain-noflush/uniform/256/*"},
+		{"combined", "combined-noflush/uniform/256/*"},
+		{"redis_rate", "redis/uniform/256/*"},
+	}),
+	"space": table("", []pageColumn{{"bytes", "bytes"}, {"to the formula", "to_formula"}}, []pageRow{
+		{"a bucket", "buckets/1m/*"},
+		{"a remembered grant", "bare/keyed/*"},
 	}),
 }
 
-// A pageRow is a title and the measure that it shows, with * where the columns differ.
-type pageRow struct{ title, measure string }
-
-// A pageColumn is there for each processor. Its title goes before that of the processor, its part in place of the * of a row.
-type pageColumn struct{ title, part string }
+type (
+	pageRow    struct{ title, measure string }
+	pageColumn struct{ title, part string } // the part stands for the * of a row
+)
 
 var (
-	single     = []pageColumn{{}}
-	byCallers  = []pageColumn{{"64 callers, ", "64"}, {"256 callers, ", "256"}}
-	byDistance = []pageColumn{{"here, ", ""}, {"1 ms away, ", "-1ms"}, {"5 ms away, ", "-5ms"}}
+	byCallers = []pageColumn{{"64 callers", "64/rate"}, {"256 callers", "256/rate"}}
+	ratioOf   = []pageColumn{{"ratio", ""}}
 )
 
 const nothingMeasured = "_Not measured yet._\n"
 
 // text is a figure of a processor, or a dash.
 func (p processor) text(measure string) string {
-	m := p.find(measure)
+	value, ok := p.find(measure)
 	switch {
-	case m == nil:
+	case !ok:
 		return "–"
-	case m.Unit == "1/s":
-		return thousands(m.Value)
+	case strings.HasSuffix(measure, "/"+rate):
+		return thousands(value)
+	case strings.HasSuffix(measure, "/"+p99):
+		return figure(value / 1000)
 	default:
-		return figure(m.Value)
+		return figure(value)
 	}
 }
 
-// pageTable writes a table without the rows and columns that nobody has measured, but for their titles.
-func pageTable(head []string, rows [][]string) string {
-	rows = slices.DeleteFunc(rows, func(row []string) bool {
-		return !slices.ContainsFunc(row[1:], func(cell string) bool { return cell != "–" })
-	})
-	if len(rows) == 0 {
-		return nothingMeasured
-	}
-	for column := len(head) - 1; column > 0; column-- {
-		if !slices.ContainsFunc(rows, func(row []string) bool { return row[column] != "–" }) {
-			head = slices.Delete(slices.Clone(head), column, column+1)
-			for i := range rows {
-				rows[i] = slices.Delete(slices.Clone(rows[i]), column, column+1)
-			}
+// table writes one without the rows and columns that have not been measured.
+func table(title string, columns []pageColumn, rows []pageRow) func(processor) string {
+	return func(p processor) string {
+		text := func(row pageRow, c pageColumn) string { return p.text(strings.ReplaceAll(row.measure, "*", c.part)) }
+		rows := slices.DeleteFunc(slices.Clone(rows), func(row pageRow) bool {
+			return !slices.ContainsFunc(columns, func(c pageColumn) bool { return text(row, c) != "–" })
+		})
+		columns := slices.DeleteFunc(slices.Clone(columns), func(c pageColumn) bool {
+			return !slices.ContainsFunc(rows, func(row pageRow) bool { return text(row, c) != "–" })
+		})
+		if len(rows) == 0 {
+			return nothingMeasured
 		}
-	}
-	var b strings.Builder
-	fmt.Fprintf(&b, "| %s |\n|---|%s\n", strings.Join(head, " | "), strings.Repeat("---:|", len(head)-1))
-	for _, row := range rows {
-		fmt.Fprintf(&b, "| %s |\n", strings.Join(row, " | "))
-	}
-	return b.String()
-}
-
-// figures has a measure in each row, and the columns of one processor after those of another.
-func figures(title string, columns []pageColumn, rows []pageRow) func([]processor) string {
-	return func(all []processor) string {
-		head, table := []string{title}, [][]string{}
-		for _, p := range all {
-			for _, c := range columns {
-				head = append(head, c.title+p.title())
-			}
+		var b strings.Builder
+		fmt.Fprintf(&b, "| %s |", strings.TrimPrefix(title+", "+p.title(), ", "))
+		for _, c := range columns {
+			fmt.Fprintf(&b, " %s |", c.title)
 		}
+		b.WriteString("\n|---|" + strings.Repeat("---:|", len(columns)) + "\n")
 		for _, row := range rows {
-			line := []string{row.title}
-			for _, p := range all {
-				for _, c := range columns {
-					line = append(line, p.text(strings.ReplaceAll(row.measure, "*", c.part)))
-				}
+			fmt.Fprintf(&b, "| %s |", row.title)
+			for _, c := range columns {
+				fmt.Fprintf(&b, " %s |", text(row, c))
 			}
-			table = append(table, line)
+			b.WriteByte('\n')
 		}
-		return pageTable(head, table)
+		return b.String()
 	}
 }
 
-// machines tells what was measured on, and when.
-func machines(all []processor) string {
-	var b strings.Builder
-	for _, p := range all {
-		note := ""
-		if p.Note != "" {
-			note = ", " + p.Note
-		}
-		fmt.Fprintf(&b, "- **%s**, %s%s: PostgreSQL %s, Redis %s, %s; medians of %d rounds of %s. [All figures](../tests/bench/results/%s.md).\n",
-			p.Machine["machine"], p.When.Format("2 January 2006"), note, firstOf(p.Machine["PostgreSQL"]), firstOf(p.Machine["Redis"]),
-			p.Machine["Go"], p.Rounds, p.Window, p.file)
-	}
-	return b.String()
+// machine has what was measured on, and when.
+func machine(p processor) string {
+	return fmt.Sprintf("- **%s**, %s: PostgreSQL %s, Redis %s, %s; medians of %d rounds of %s. [All figures and settings](../tests/bench/results/%s.json).\n",
+		p.Machine["machine"], p.When.Format("2 January 2006"), firstOf(p.Machine["PostgreSQL"]), firstOf(p.Machine["Redis"]),
+		firstOf(p.Machine["Go"]), p.Rounds, p.Window, p.file)
 }
 
 // firstOf is the version that a line begins with.
@@ -274,86 +248,4 @@ func firstOf(text string) string {
 		return text[:end]
 	}
 	return text
-}
-
-// summary is the one table of each processor. What has no figure in a column was not measured so, or cannot be.
-func summary(all []processor) string {
-	columns := []struct {
-		title, keys string
-		callers     int
-		metric      string
-	}{
-		{"1 caller, many keys", "uniform", 1, rate},
-		{"64 callers, many keys", "uniform", 64, rate},
-		{"256 callers, many keys", "uniform", 256, rate},
-		{"64 callers, one key", "hot", 64, rate},
-		{"256 callers, one key", "hot", 256, rate},
-		{"p99 in ms", "uniform", 64, p99},
-	}
-	rows := []struct {
-		title string
-		cell  func(keys string, callers int) string
-	}{
-		{"**leased**", only64("leases/leaser/%s")},
-		{"**combined**", cellOf("combined-noflush")},
-		{"combined, flushed", cellOf("combined-flush")},
-		{"plain", cellOf("plain-noflush")},
-		{"plain, flushed", cellOf("plain-flush")},
-		{"server by gRPC", servedCell("grpc")},
-		{"redis_rate", cellOf("redis")},
-		{"redis_rate, appendfsync always", cellOf("redis-aof")},
-		{"redis_rate pipelined", cellOf("redis-pipelined")},
-		{"redis_rate pipelined, appendfsync always", cellOf("redis-aof-pipelined")},
-		{"Envoy's reference service on Redis", servedCell("envoy")},
-		{"rate-limiter-flexible from Node.js, PostgreSQL", cellOf("npm/rate-limiter-flexible")},
-		{"SQL of five statements", cellOf("statements")},
-	}
-	var b strings.Builder
-	for i, p := range all {
-		if i > 0 {
-			b.WriteByte('\n')
-		}
-		head, table := []string{"**" + p.title() + "**"}, [][]string{}
-		for _, c := range columns {
-			head = append(head, c.title)
-		}
-		for _, row := range rows {
-			line := []string{row.title}
-			for _, c := range columns {
-				text := "–"
-				if m := p.find(row.cell(c.keys, c.callers) + "/" + c.metric); m != nil {
-					text = thousands(m.Value)
-					if c.metric == p99 {
-						text = figure(roundTo(m.Value/1000, 3))
-					}
-				}
-				line = append(line, text)
-			}
-			table = append(table, line)
-		}
-		b.WriteString(pageTable(head, table))
-	}
-	return b.String()
-}
-
-func cellOf(opponent string) func(string, int) string {
-	return func(keys string, callers int) string { return cellName(opponent, keys, callers) }
-}
-
-func only64(format string) func(string, int) string {
-	return func(keys string, callers int) string {
-		if callers != leasesCallers {
-			return ""
-		}
-		return fmt.Sprintf(format, keys)
-	}
-}
-
-func servedCell(way string) func(string, int) string {
-	return func(keys string, callers int) string {
-		if keys != "uniform" {
-			return ""
-		}
-		return servedName(way, callers)
-	}
 }

@@ -2,6 +2,7 @@ package main
 
 import (
 	"os"
+	"slices"
 	"strings"
 	"testing"
 
@@ -28,29 +29,58 @@ func TestPage_HasTheFiguresOfTheResults(t *testing.T) {
 // A row of the page whose measure is misspelt would never have a figure.
 func TestPage_ShowsMeasuresThatThereAre(t *testing.T) {
 	t.Parallel()
-	var r report
-	for _, m := range all() {
-		r.Measures = append(r.Measures, result{Name: m.name, Value: 12345, Unit: m.unit})
-	}
-	r.Machine = map[string]string{"machine": "2 cores of a processor, 24 GB"}
-	page, err := os.ReadFile(performancePage)
+	r := report{Machine: map[string]string{"machine": "2 cores of a processor, 24 GB"}, Ratios: map[string]span{}, Cells: map[string]sample{}}
+	cells, chosen, err := choose("", experiments(nil))
 	require.NoError(t, err)
-	next, err := renewPage(string(page), []processor{{&r, "bench"}})
-	require.NoError(t, err)
-	require.NotContains(t, next, nothingMeasured)
-	for line := range strings.Lines(next) {
-		if strings.HasPrefix(line, "|") {
-			dashes := strings.Count(line, "| – ")
-			cells := strings.Count(line, "|") - 2
-			require.True(t, dashes < cells, "no figure in %s", line)
+	for _, cell := range cells {
+		r.Cells[cell] = sample{}
+		for _, metric := range []string{rate, p50, p99, cpuServer, cpuClient, "bytes", "to_formula"} {
+			r.Cells[cell][metric] = 12345
 		}
 	}
-	for _, block := range pageBlock.FindAllStringSubmatch(next, -1) {
-		if block[2] == "summary" || block[2] == "distance" {
-			continue
-		}
-		require.NotContains(t, block[3], "–", "in %s", block[2])
+	for _, c := range chosen {
+		r.Ratios[c.name] = span{1, 2, 3}
 	}
+	for name, write := range pageBlocks {
+		block := write(processor{&r, "bench"})
+		require.NotContains(t, block, nothingMeasured)
+		for line := range strings.Lines(block) {
+			if strings.HasPrefix(line, "|") {
+				require.Less(t, strings.Count(line, "| – "), strings.Count(line, "|")-2, "no figure in %s", line)
+			}
+		}
+		if name != "summary" && name != "distance" {
+			require.NotContains(t, block, "–", name)
+		}
+	}
+}
+
+func TestRatios_AreOfCellsThatThereAre(t *testing.T) {
+	t.Parallel()
+	cells, _, err := choose("*", experiments(nil))
+	require.NoError(t, err)
+	for _, r := range ratios {
+		require.Subset(t, cells, r.cells(), r.name)
+	}
+}
+
+// The command of docs/sharding.md names cells, and a ratio names its own.
+func TestChoose_TakesPatterns(t *testing.T) {
+	t.Parallel()
+	for only, want := range map[string][]string{
+		"shards/one/*, shards/client/plain": {"shards/one/plain", "shards/one/combined", "shards/client/plain"},
+		"combined_64_*":                     {"combined-noflush/uniform/64", "redis/uniform/64"},
+		"served/*/overload":                 {"served/grpc/overload", "served/json/overload"},
+	} {
+		cells, _, err := choose(only, experiments(nil))
+		require.NoError(t, err)
+		require.Equal(t, want, cells)
+	}
+	_, _, err := choose("combined_64_*,typo", experiments(nil))
+	require.ErrorContains(t, err, "typo")
+	cells, _, err := choose("", experiments(nil))
+	require.NoError(t, err)
+	require.False(t, slices.ContainsFunc(cells, hasToBeAsked))
 }
 
 func TestPage_RefusesBlocksThatNobodyWrites(t *testing.T) {
@@ -61,9 +91,11 @@ func TestPage_RefusesBlocksThatNobodyWrites(t *testing.T) {
 	}
 }
 
-// What nobody has measured has no row and no column.
 func TestPage_LeavesOutWhatWasNotMeasured(t *testing.T) {
 	t.Parallel()
-	require.Equal(t, nothingMeasured, pageTable([]string{"", "a"}, [][]string{{"row", "–"}}))
-	require.Equal(t, "| x | b |\n|---|---:|\n| two | 3 |\n", pageTable([]string{"x", "a", "b"}, [][]string{{"one", "–", "–"}, {"two", "–", "3"}}))
+	r := report{Machine: map[string]string{"machine": "2 cores of a processor"}, Cells: map[string]sample{"two": {rate: 3}}}
+	columns := []pageColumn{{"a", p99}, {"b", rate}}
+	require.Equal(t, nothingMeasured, table("x", columns, []pageRow{{"one", "one/*"}})(processor{&r, ""}))
+	require.Equal(t, "| x, a processor | b |\n|---|---:|\n| two | 3 |\n",
+		table("x", columns, []pageRow{{"one", "one/*"}, {"two", "two/*"}})(processor{&r, ""}))
 }

@@ -17,47 +17,31 @@ import (
 
 // bare compares our functions with the bare statements underneath by pgbench, with prepared statements
 // and without waiting for the flush.
-type bare struct{ lab *lab }
+type bare struct{ stage }
 
 const bareDatabase = "bare"
 
-// A bench is a script and how many clients run it.
-type bench struct {
-	clients int
-	script  string
-}
-
 const (
 	manyKeysSQL = `'user:' || :k`
-	hotKeySQL   = `'hot'`
 	drawKey     = `\set k random(1, 100000)` + "\n"
+	drawRequest = `\set r random(1, 9000000000000000000)` + "\n"
 )
 
-var benches = map[string]bench{
-	"bare/update":  {16, drawKey + updateSQL(manyKeysSQL)},
-	"bare/acquire": {16, drawKey + acquireSQL("full", manyKeysSQL)},
-	"bare/keyed":   {16, drawKey + `\set r random(1, 9000000000000000000)` + "\n" + acquireSQL("full", manyKeysSQL, "1", `'request:' || :r`)},
-	"bare/select":  {16, drawKey + selectSQL(manyKeysSQL)},
-	"bare/denied":  {16, drawKey + acquireSQL("dry", manyKeysSQL)},
-	"bare/settled": {16, drawKey + `\set r random(1, 9000000000000000000)` + "\n" + acquireSQL("full", manyKeysSQL, "1", `'request:' || :r`) + "\n" +
-		`select * from ratelimit_settle('full', ` + manyKeysSQL + `, 'request:' || :r, 2);`},
-	"bare/reserved":    {16, drawKey + `select * from ratelimit_reserve('full', ` + manyKeysSQL + `, '1 hour');`},
-	"bare/enforced":    {16, drawKey + `select * from ratelimit_enforce('full', ` + manyKeysSQL + `);`},
-	"bare/insert":      {16, drawKey + `insert into free values (` + manyKeysSQL + `);`},
-	"bare/guarded":     {16, drawKey + `insert into guarded values (` + manyKeysSQL + `);`},
-	"bare/hot-update":  {64, updateSQL(hotKeySQL)},
-	"bare/hot-acquire": {64, acquireSQL("full", hotKeySQL)},
+var bareScripts = map[string]string{
+	"bare/update":  drawKey + takeSQL(manyKeysSQL) + ` returning level;`, // the least that a limiter can do
+	"bare/acquire": drawKey + acquireSQL("full", manyKeysSQL),
+	"bare/keyed":   drawKey + drawRequest + acquireSQL("full", manyKeysSQL, "1", `'request:' || :r`),
+	"bare/settled": drawKey + drawRequest + acquireSQL("full", manyKeysSQL, "1", `'request:' || :r`) + "\n" +
+		`select * from ratelimit_settle('full', ` + manyKeysSQL + `, 'request:' || :r, 2);`,
+	"bare/select":  drawKey + `select level, refilled_at from bare where policy_id = 1 and key = ` + manyKeysSQL + `;`,
+	"bare/denied":  drawKey + acquireSQL("dry", manyKeysSQL),
+	"bare/insert":  drawKey + `insert into free values (` + manyKeysSQL + `);`,
+	"bare/guarded": drawKey + `insert into guarded values (` + manyKeysSQL + `);`,
 }
 
-// updateSQL is the least that a limiter can do: take from one row if that has enough.
-func updateSQL(key string) string { return takeSQL(key) + ` returning level;` }
-
+// takeSQL takes from one row if that has enough.
 func takeSQL(key string) string {
 	return `update bare set level = level - 1000000, refilled_at = now() where policy_id = 1 and key = ` + key + ` and level >= 1000000`
-}
-
-func selectSQL(key string) string {
-	return `select level, refilled_at from bare where policy_id = 1 and key = ` + key + `;`
 }
 
 func acquireSQL(policy string, arguments ...string) string {
@@ -65,16 +49,12 @@ func acquireSQL(policy string, arguments ...string) string {
 }
 
 func (*bare) cells() []string {
-	return []string{"bare/update", "bare/acquire", "bare/reserved", "bare/enforced", "bare/keyed", "bare/settled", "bare/insert", "bare/guarded",
-		"bare/select", "bare/denied", "bare/hot-update", "bare/hot-acquire", "bare/wal"}
+	return []string{"bare/update", "bare/acquire", "bare/keyed", "bare/settled", "bare/insert", "bare/guarded", "bare/select", "bare/denied"}
 }
 
 func (b *bare) open(ctx context.Context, _ []string) error {
-	pg, err := b.lab.postgres(ctx)
-	if err != nil {
-		return err
-	}
-	return pg.database(ctx, bareDatabase, slices.Concat(bareTables(manyKeys), guardedTable(), []string{fill{policy: "full", count: manyKeys}.inUse(), "create table free (like guarded)"})...)
+	_, err := b.database(ctx, bareDatabase, slices.Concat(bareTables(manyKeys), guardedTable(), []string{fill{policy: "full", count: manyKeys}.inUse(), "create table free (like guarded)"})...)
+	return err
 }
 
 // bareTables fills the buckets of a policy that never runs dry and of one that has, and a table to compare with.
@@ -103,68 +83,16 @@ func guardedTable() []string {
 }
 
 func (b *bare) run(ctx context.Context, cell string) (sample, error) {
-	if cell == "bare/wal" {
-		return b.wal(ctx)
-	}
-	s, err := b.lab.pg.pgbench(ctx, bareDatabase, benches[cell], b.lab.window)
+	s, err := b.pg.pgbench(ctx, bareDatabase, bareScripts[cell], b.window)
 	if err != nil || cell != "bare/keyed" {
 		return s, err
 	}
-	return s, b.lab.pg.space(ctx, bareDatabase, "ratelimit.idempotency_keys", "k.key || k.idempotency_key", s)
+	return s, b.pg.space(ctx, bareDatabase, "ratelimit.idempotency_keys", "150 + 2.5 * octet_length(k.key || k.idempotency_key)", s)
 }
 
-// wal counts the bytes of log that denials write, one after another in a quiet cluster.
-func (b *bare) wal(ctx context.Context) (sample, error) {
-	const clients, each = 4, 1000
-	pg := b.lab.pg
-	if err := pg.exec(ctx, bareDatabase, "checkpoint"); err != nil {
-		return nil, err
-	}
-	denials := bench{clients, benches["bare/denied"].script}
-	if _, err := pg.runPgbench(ctx, bareDatabase, denials, []string{"--transactions", "100"}, nil); err != nil {
-		return nil, err
-	}
-	const position = "select (pg_current_wal_insert_lsn() - '0/0')::float8"
-	before, err := queryRow[float64](ctx, pg, bareDatabase, position)
-	if err != nil {
-		return nil, err
-	}
-	if _, err := pg.runPgbench(ctx, bareDatabase, denials, []string{"--transactions", strconv.Itoa(each)}, nil); err != nil {
-		return nil, err
-	}
-	after, err := queryRow[float64](ctx, pg, bareDatabase, position)
-	return sample{"bytes": (after - before) / (clients * each)}, err
-}
-
-func (b *bare) cost() time.Duration { return pgbenchCost(b.lab.window) }
-
-func (b *bare) close(ctx context.Context) error { return b.lab.dropDatabases(ctx, bareDatabase) }
+func (b *bare) cost() time.Duration { return pgbenchCost(b.window) }
 
 func pgbenchCost(window time.Duration) time.Duration { return time.Second + 2*window }
-
-// pgbench runs a script for a few seconds. The first does not count: connections are made and
-// statements prepared.
-func (pg *postgres) pgbench(ctx context.Context, database string, b bench, window time.Duration) (sample, error) {
-	counted := max(1, (2 * window).Round(time.Second).Seconds())
-	var (
-		first tally
-		cpu   time.Duration
-	)
-	limit := []string{"--time", fmt.Sprint(1 + counted), "--progress", "1"}
-	all, err := pg.runPgbench(ctx, database, b, limit, func(t tally) {
-		if first.seconds == 0 {
-			first, cpu = t, cpuOf(pg.pid)
-		}
-	})
-	if err != nil {
-		return nil, err
-	}
-	decisions := all.transactions - first.transactions
-	return sample{
-		rate:      decisions / (all.seconds - first.seconds),
-		cpuServer: float64((cpuOf(pg.pid) - cpu).Microseconds()) / decisions,
-	}, nil
-}
 
 // A tally is how many transactions pgbench has made, in how much time.
 type tally struct{ transactions, seconds float64 }
@@ -175,51 +103,53 @@ var (
 	errPgbench   = errors.New("pgbench failed")
 )
 
-// runPgbench runs a script within a limit, and hands on what it tells on the way.
-func (pg *postgres) runPgbench(ctx context.Context, database string, b bench, limit []string, progress func(tally)) (tally, error) {
+// pgbench runs a script by 16 clients for a few seconds. The first does not count: connections are made and
+// statements prepared.
+func (pg *postgres) pgbench(ctx context.Context, database, script string, window time.Duration) (sample, error) {
 	file, err := os.CreateTemp("", "ratelimit-*.sql")
 	if err != nil {
-		return tally{}, err
+		return nil, err
 	}
 	defer os.Remove(file.Name())
-	if _, err := file.WriteString(b.script); err != nil {
-		return tally{}, err
+	_, err = file.WriteString(script)
+	if err := errors.Join(err, file.Close()); err != nil {
+		return nil, err
 	}
-	if err := file.Close(); err != nil {
-		return tally{}, err
-	}
-	arguments := append([]string{"--no-vacuum", "--protocol=prepared", "--client", strconv.Itoa(b.clients), "--jobs", "2",
-		"--file", file.Name()}, limit...)
 	program, err := pg.program(ctx, "pgbench")
 	if err != nil {
-		return tally{}, err
+		return nil, err
 	}
-	cmd := exec.CommandContext(ctx, program, append(arguments, pg.URL(database))...)
+	counted := max(1, (2 * window).Round(time.Second).Seconds())
+	cmd := exec.CommandContext(ctx, program, "--no-vacuum", "--protocol=prepared", "--client", "16", "--jobs", "2",
+		"--file", file.Name(), "--time", fmt.Sprint(1+counted), "--progress", "1", pg.URL(database))
 	cmd.Env = append(os.Environ(), "PGOPTIONS=-c synchronous_commit=off")
 	var summary, complaints strings.Builder
 	cmd.Stdout = &summary
 	messages, err := cmd.StderrPipe()
 	if err != nil {
-		return tally{}, err
+		return nil, err
 	}
 	if err := cmd.Start(); err != nil {
-		return tally{}, err
+		return nil, err
 	}
+	var first tally
 	for lines := bufio.NewScanner(messages); lines.Scan(); {
-		if match := progressLine.FindStringSubmatch(lines.Text()); match != nil {
-			seconds := number(match[1])
-			progress(tally{number(match[2]) * seconds, seconds}) // right for the first, which is all we ask
-		} else {
+		match := progressLine.FindStringSubmatch(lines.Text())
+		switch {
+		case match == nil:
 			fmt.Fprintln(&complaints, lines.Text())
+		case first.seconds == 0:
+			seconds := number(match[1])
+			first = tally{number(match[2]) * seconds, seconds}
 		}
 	}
 	err = cmd.Wait()
 	match := doneLine.FindStringSubmatch(summary.String())
 	if err != nil || match == nil || strings.Contains(complaints.String(), "ERROR") {
-		return tally{}, fmt.Errorf("%w\n%s", cmp.Or(err, errPgbench), complaints.String())
+		return nil, fmt.Errorf("%w\n%s", cmp.Or(err, errPgbench), complaints.String())
 	}
-	transactions := number(match[1])
-	return tally{transactions, transactions / number(match[2])}, nil
+	all := tally{number(match[1]), number(match[1]) / number(match[2])}
+	return sample{rate: (all.transactions - first.transactions) / (all.seconds - first.seconds)}, nil
 }
 
 func number(text string) float64 {
@@ -227,15 +157,15 @@ func number(text string) float64 {
 	return n
 }
 
-// space notes what a row of a table takes with its indexes, and what the capacity formula says.
-func (pg *postgres) space(ctx context.Context, database, table, text string, s sample) error {
+// space notes what a row of a table takes with its indexes, and that to the formula of docs/performance.md.
+func (pg *postgres) space(ctx context.Context, database, table, formula string, s sample) error {
 	bytes, err := queryRow[float64](ctx, pg, database, fmt.Sprintf(
 		"select pg_total_relation_size('%s')::float8 / nullif(count(*), 0) from %[1]s", table))
 	if err != nil {
 		return err
 	}
-	length, err := queryRow[float64](ctx, pg, database, fmt.Sprintf(
-		"select avg(octet_length(%s))::float8 from (select * from %s limit 10000) as k", text, table))
-	s["bytes"], s["text"] = bytes, length
+	foretold, err := queryRow[float64](ctx, pg, database, fmt.Sprintf(
+		"select avg(%s)::float8 from (select * from %s limit 10000) as k", formula, table))
+	s["bytes"], s["to_formula"] = bytes, bytes/foretold
 	return err
 }

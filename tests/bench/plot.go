@@ -47,18 +47,12 @@ const (
 	textSize    = vg.Length(12)
 )
 
-// plots draws throughput and the 99th percentile by callers, for many keys and for one. The names of the files end in that of
-// the processor, if it has one.
+// plots draws what the page shows. The names of the files end in that of the processor, if it has one.
 func (r *report) plots(dir, suffix string) error {
-	for keys, title := range map[string]string{"uniform": "100,000 keys", "hot": "one key"} {
-		if err := errors.Join(
-			r.plot(filepath.Join(dir, "throughput-"+keys+suffix+".svg"), "Decisions per second, "+title+" (more is better)", keys, rate, 1),
-			r.plot(filepath.Join(dir, "p99-"+keys+suffix+".svg"), "99th percentile in milliseconds, "+title+" (less is better)", keys, p99, 1e-3),
-		); err != nil {
-			return err
-		}
-	}
-	return nil
+	return errors.Join(
+		r.plot(filepath.Join(dir, "throughput-uniform"+suffix+".svg"), "Decisions per second, 100,000 keys (more is better)", "uniform", rate, 1),
+		r.plot(filepath.Join(dir, "throughput-hot"+suffix+".svg"), "Decisions per second, one key (more is better)", "hot", rate, 1),
+		r.plot(filepath.Join(dir, "p99-uniform"+suffix+".svg"), "99th percentile in milliseconds, 100,000 keys (less is better)", "uniform", p99, 1e-3))
 }
 
 // plot draws the lines that were measured, and nothing when there is none. The legend has them in the order in which
@@ -84,8 +78,8 @@ func (r *report) plot(file, title, keys, metric string, scale float64) error {
 	for _, l := range lines {
 		var points plotter.XYs
 		for _, callers := range callerCounts {
-			if m := r.find(cellName(l.opponent, keys, callers) + "/" + metric); m != nil && m.Value > 0 {
-				points = append(points, plotter.XY{X: float64(callers), Y: m.Value * scale})
+			if value, ok := r.find(cellName(l.opponent, keys, callers) + "/" + metric); ok {
+				points = append(points, plotter.XY{X: float64(callers), Y: value * scale})
 			}
 		}
 		if len(points) < 2 {

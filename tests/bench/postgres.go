@@ -57,19 +57,6 @@ func startPostgres(ctx context.Context, more ...string) (*postgres, error) {
 	return pg, nil
 }
 
-// startPostgresOf starts one of other binaries.
-func startPostgresOf(ctx context.Context, bin string) (*postgres, error) {
-	const variable = "RATELIMIT_PG_BIN" // which pgtest reads
-	before, set := os.LookupEnv(variable)
-	os.Setenv(variable, bin)
-	defer func() {
-		if os.Unsetenv(variable); set {
-			os.Setenv(variable, before)
-		}
-	}()
-	return startPostgres(ctx)
-}
-
 // locate finds the server's process, and from it the programs of its version.
 func (pg *postgres) locate(ctx context.Context) error {
 	var err error
@@ -165,11 +152,6 @@ const (
 	connections        = 16
 	connectionsFlushed = 32
 )
-
-// pool opens connections whose commits wait for the flush, or do not.
-func (pg *postgres) pool(ctx context.Context, database string, flush bool, connections int32, change ...func(*pgxpool.Config)) (*pgxpool.Pool, error) {
-	return openPool(ctx, pg.URL(database), flush, connections, change...)
-}
 
 func openPool(ctx context.Context, url string, flush bool, connections int32, change ...func(*pgxpool.Config)) (*pgxpool.Pool, error) {
 	config, err := pgxpool.ParseConfig(url)

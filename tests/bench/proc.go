@@ -71,20 +71,3 @@ func memory() int {
 	n, _ := strconv.Atoi(kilobytes)
 	return n / 1024
 }
-
-// steal returns how much CPU time the hypervisor has given to others, and how much there was in all.
-func steal() (stolen, total float64) {
-	stat, _ := os.ReadFile("/proc/stat")
-	line, _, _ := strings.Cut(string(stat), "\n")
-	for i, text := range strings.Fields(line) {
-		ticks, err := strconv.ParseFloat(text, 64)
-		if err != nil || i > 8 { // guests' time is counted twice
-			continue
-		}
-		total += ticks
-		if i == 8 {
-			stolen = ticks
-		}
-	}
-	return stolen, total
-}

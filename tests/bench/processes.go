@@ -2,7 +2,6 @@ package main
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"os"
 	"slices"
@@ -17,9 +16,8 @@ import (
 // processes compares limiters whose callers are in four processes that all ask for one key, as programs behind a load balancer do.
 // Its cells are named processes/client, and all have 64 callers.
 type processes struct {
-	lab   *lab
-	ways  map[string]elsewhere
-	redis int // its process
+	stage
+	ways map[string]elsewhere
 }
 
 const (
@@ -37,11 +35,8 @@ const helperEnv = "RATELIMIT_BENCH_HELPER"
 
 func (p *processes) open(ctx context.Context, cells []string) error {
 	p.ways = map[string]elsewhere{}
-	pg, err := p.lab.postgres(ctx)
+	pg, err := p.database(ctx, processesDatabase, defineLeasedPolicies()...)
 	if err != nil {
-		return err
-	}
-	if err := pg.database(ctx, processesDatabase, defineLeasedPolicies()...); err != nil {
 		return err
 	}
 	executable, err := os.Executable()
@@ -51,15 +46,18 @@ func (p *processes) open(ctx context.Context, cells []string) error {
 	for _, cell := range cells {
 		way, url := strings.TrimPrefix(cell, "processes/"), pg.URL(processesDatabase)
 		if way == "redis" {
-			server, err := p.lab.redisServer(ctx, false)
+			server, err := p.redisServer(ctx, false)
 			if err != nil {
 				return err
 			}
-			p.redis, url = server.pid, server.Options().Addr
+			url = server.Options().Addr
 		}
-		if p.ways[cell], err = start(ctx, processesCount, []string{helperEnv + "=" + way + " " + url}, executable); err != nil {
+		processes, err := start(ctx, processesCount, []string{helperEnv + "=" + way + " " + url}, executable)
+		if err != nil {
 			return err
 		}
+		p.closers = append(p.closers, func() { _ = processes.close() })
+		p.ways[cell] = processes
 	}
 	return nil
 }
@@ -92,7 +90,7 @@ func help(ctx context.Context, what string) error {
 	case "plain":
 		return obey(ctx, pgratelimit(client.New(pool), "durable"))
 	case "combined":
-		combiner := newCombiner(pool, 0)
+		combiner := client.NewCombiner(pool)
 		defer combiner.Close()
 		return obey(ctx, pgratelimit(combiner, "durable"))
 	case "leaser":
@@ -105,18 +103,9 @@ func help(ctx context.Context, what string) error {
 }
 
 func (p *processes) run(ctx context.Context, cell string) (sample, error) {
-	server := p.lab.pg.pid
+	server := p.pg.pid
 	if cell == "processes/redis" {
-		server = p.redis
+		server = p.redis[false].pid
 	}
-	return p.ways[cell].run(ctx, processesCallers, "hot", p.lab.window, server)
-}
-
-func (p *processes) cost() time.Duration { return time.Duration((1 + warmUp) * float64(p.lab.window)) }
-
-func (p *processes) close(ctx context.Context) (err error) {
-	for _, way := range p.ways {
-		err = errors.Join(err, way.close())
-	}
-	return errors.Join(err, p.lab.dropDatabases(ctx, processesDatabase))
+	return p.ways[cell].run(ctx, processesCallers, "hot", p.window, server)
 }

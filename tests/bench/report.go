@@ -1,105 +1,89 @@
 package main
 
 import (
-	"cmp"
 	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
+	"maps"
+	"math"
 	"os"
 	"path/filepath"
 	"regexp"
 	"slices"
 	"strconv"
-	"strings"
 	"time"
 )
 
-// A report is what a run found out, and where.
+// A report is what a run found out, and where. Figures are medians of the rounds, rounded to five digits.
 type report struct {
 	When     time.Time
-	Note     string `json:",omitempty"` // what a reader of the page is to know
-	Took     string
 	Rounds   int
 	Window   string
 	Machine  map[string]string
 	Settings map[string]string
-	Measures []result
+	Ratios   map[string]span   // by name
+	Cells    map[string]sample // by name
 }
 
-// A result is a measure with its values: one of each round, and their median.
-type result struct {
-	Name   string    `json:"name"`
-	Value  float64   `json:"value"`
-	Unit   string    `json:"unit"`
-	Min    float64   `json:"min"`
-	Max    float64   `json:"max"`
-	Rounds []float64 `json:"rounds"`
-	Floor  *float64  `json:"floor,omitempty"`
-	Aim    *float64  `json:"aim,omitempty"`
-	Met    string    `json:"met,omitempty"`
+// A span is a median of the rounds, the least and the most.
+type span struct{ Median, From, To float64 }
 
-	most bool
-}
-
-func newReport(ctx context.Context, l *lab, o options, measures []measure, rounds []round, took time.Duration) (*report, error) {
+func newReport(ctx context.Context, l *lab, o options, rounds []round, chosen []ratio) (*report, error) {
 	r := &report{
-		When:   time.Now().UTC().Truncate(time.Second),
-		Took:   took.Round(time.Second).String(),
-		Rounds: o.rounds,
-		Window: o.window.String(),
+		When: time.Now().UTC().Truncate(time.Second), Rounds: o.rounds, Window: o.window.String(),
+		Ratios: map[string]span{}, Cells: map[string]sample{},
 	}
 	var err error
 	if r.Machine, r.Settings, err = l.describe(ctx); err != nil {
 		return nil, err
 	}
-	for _, m := range measures {
-		r.Measures = append(r.Measures, newResult(m, m.values(rounds)))
+	for _, c := range chosen {
+		r.Ratios[c.name] = spanOf(rounds, func(r round) float64 { return r.value(c.over) / r.value(c.under) })
+	}
+	for cell, metrics := range rounds[0] {
+		r.Cells[cell] = sample{}
+		for name := range metrics {
+			r.Cells[cell][name] = spanOf(rounds, func(r round) float64 { return r[cell][name] }).Median
+		}
 	}
 	return r, nil
 }
 
-func newResult(m measure, values []float64) result {
-	r := result{
-		Name:   m.name,
-		Value:  median(values),
-		Unit:   m.unit,
-		Min:    slices.Min(values),
-		Max:    slices.Max(values),
-		Rounds: values,
+func spanOf(rounds []round, of func(round) float64) span {
+	var values []float64
+	for _, r := range rounds {
+		values = append(values, of(r))
 	}
-	if g := m.goal; g != nil {
-		r.Floor, r.Aim, r.most = &g.floor, &g.aim, g.most
-		switch {
-		case g.met(r.Value, g.aim):
-			r.Met = "aim"
-		case g.met(r.Value, g.floor):
-			r.Met = "floor"
-		default:
-			r.Met = "no"
-		}
-	}
-	return r
+	slices.Sort(values)
+	n := len(values)
+	return span{short((values[(n-1)/2] + values[n/2]) / 2), short(values[0]), short(values[n-1])}
 }
 
-// publish writes the files and prints one line for each measure.
-func (r *report) publish(o options) error {
-	for _, dir := range []string{o.build, o.results} {
-		if dir == "" {
-			continue
-		}
-		if err := r.write(dir, o.name); err != nil {
-			return err
-		}
+// short keeps five digits, and all of a large number that are before its point.
+func short(value float64) float64 {
+	if math.Abs(value) >= 10_000 {
+		return math.Round(value)
 	}
-	for _, result := range slices.Backward(r.Measures) { // what matters most comes last
-		fmt.Println(result)
+	return roundTo(value, 5)
+}
+
+// publish writes the file and prints one line for each cell and ratio.
+func (r *report) publish(o options) error {
+	if err := r.write(o.results, o.name); err != nil {
+		return err
+	}
+	for _, cell := range slices.Sorted(maps.Keys(r.Cells)) {
+		fmt.Println(cell, r.Cells[cell])
+	}
+	for _, name := range slices.Sorted(maps.Keys(r.Ratios)) {
+		s := r.Ratios[name]
+		fmt.Println(name, figure(s.Median), "from", figure(s.From), "to", figure(s.To))
 	}
 	return nil
 }
 
-// inMeasure matches where a line of JSON goes on with the same measure: each has one line in the file.
-var inMeasure = regexp.MustCompile(`\n {6,}|\n {4}(})`)
+// inLine matches where JSON goes on with the same cell or ratio: each has one line in the file.
+var inLine = regexp.MustCompile(`\n {6,}|\n {4}(})`)
 
 func (r *report) write(dir, name string) error {
 	if err := os.MkdirAll(dir, 0o755); err != nil {
@@ -109,38 +93,18 @@ func (r *report) write(dir, name string) error {
 	if err != nil {
 		return err
 	}
-	encoded = inMeasure.ReplaceAll(encoded, []byte(" $1"))
-	return errors.Join(
-		os.WriteFile(filepath.Join(dir, name+".json"), append(encoded, '\n'), 0o644),
-		os.WriteFile(filepath.Join(dir, name+".md"), []byte(r.markdown()), 0o644),
-		r.plots(dir, strings.TrimPrefix(name, "bench")))
+	encoded = inLine.ReplaceAll(encoded, []byte(" $1"))
+	return os.WriteFile(filepath.Join(dir, name+".json"), append(encoded, '\n'), 0o644)
 }
 
-// find returns the result of a name, nil when it was not measured.
-func (r *report) find(name string) *result {
-	for i := range r.Measures {
-		if r.Measures[i].Name == name {
-			return &r.Measures[i]
-		}
+// find returns the figure of a ratio, or of a metric as cell/name, if it was measured.
+func (r *report) find(name string) (value float64, ok bool) {
+	cell, metric := splitMetric(name)
+	if value, ok = r.Cells[cell][metric]; ok {
+		return value, ok
 	}
-	return nil
-}
-
-// String is the line of a measure: name, value, unit, and what was asked of it.
-func (r result) String() string {
-	line := fmt.Sprintf("%s %s %s", r.Name, figure(r.Value), r.Unit)
-	if r.Floor != nil {
-		line += fmt.Sprintf("  (floor %s, aim %s: %s)", r.bound(*r.Floor), r.bound(*r.Aim), r.verdict())
-	}
-	return line
-}
-
-func (r result) bound(value float64) string {
-	return map[bool]string{false: "≥ ", true: "≤ "}[r.most] + figure(value)
-}
-
-func (r result) verdict() string {
-	return map[string]string{"aim": "aim met", "floor": "floor met", "no": "NOT MET"}[r.Met]
+	s, ok := r.Ratios[name]
+	return s.Median, ok
 }
 
 // figure rounds to three digits that count, and keeps whole numbers whole.
@@ -152,7 +116,14 @@ func figure(value float64) string {
 }
 
 func roundTo(value float64, digits int) float64 {
-	text := strconv.FormatFloat(value, 'e', digits-1, 64)
-	rounded, err := strconv.ParseFloat(text, 64)
-	return cmp.Or(map[bool]float64{true: rounded}[err == nil], value)
+	rounded, _ := strconv.ParseFloat(strconv.FormatFloat(value, 'e', digits-1, 64), 64)
+	return rounded
+}
+
+func thousands(value float64) string {
+	text := fmt.Sprintf("%.0f", value)
+	for i := len(text) - 3; i > 0; i -= 3 {
+		text = text[:i] + "," + text[i:]
+	}
+	return text
 }

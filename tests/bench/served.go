@@ -21,18 +21,17 @@ import (
 	pb "github.com/pgratelimit/pgratelimit/server/gen/pgratelimit/v1"
 )
 
-// served compares pgratelimit serve, by both of its protocols, with a Combiner in the callers' process, with redis_rate, and with
-// Envoy's reference service on Redis.
+// served compares pgratelimit serve, by both of its protocols, with a Combiner in the callers' process and with Envoy's reference
+// service on Redis.
 // Callers, program and database share the cores of this machine. Its cells are named served/way/callers, and
 // served/way/overload.
 type served struct {
-	lab     *lab
+	stage
 	keys    *keyspace
 	acquire map[string]acquirer // by way
 	program *program
 	remote  *remote // of the cells about overload
 	envoy   *envoyService
-	closers []func()
 }
 
 // remote is a program whose database is far away, so that one call in flight bounds what it can answer, and not the cores.
@@ -44,7 +43,7 @@ type remote struct {
 const servedDatabase = "served"
 
 var (
-	servedWays    = []string{"combiner", "grpc", "health", "json", "envoy", "redis"}
+	servedWays    = []string{"combiner", "grpc", "health", "json", "envoy"}
 	servedCallers = []int{64, 256}
 )
 
@@ -67,35 +66,24 @@ func (*served) cells() (cells []string) {
 func (s *served) open(ctx context.Context, cells []string) error {
 	s.keys = keyspaces()["uniform"]
 	s.acquire = map[string]acquirer{}
-	pg, err := s.lab.postgres(ctx)
+	pg, err := s.database(ctx, servedDatabase, append(definePolicies(), "vacuum analyze")...)
 	if err != nil {
 		return err
 	}
-	if err := pg.database(ctx, servedDatabase, append(definePolicies(), "vacuum analyze")...); err != nil {
-		return err
-	}
-	pool, err := pg.pool(ctx, servedDatabase, false, connections)
+	pool, err := s.pool(ctx, pg.URL(servedDatabase), false, connections)
 	if err != nil {
 		return err
 	}
-	combiner := newCombiner(pool, s.lab.calls)
-	s.closers = append(s.closers, pool.Close, combiner.Close)
-	s.acquire["combiner"] = pgratelimit(combiner, "durable")
+	s.acquire["combiner"] = pgratelimit(s.combiner(pool), "durable")
 	needs := func(way string) bool {
 		return slices.ContainsFunc(cells, func(cell string) bool { return strings.HasPrefix(cell, "served/"+way+"/") })
 	}
-	if needs("redis") || needs("envoy") {
-		redis, err := s.lab.redisServer(ctx, false)
+	if needs("envoy") {
+		redis, err := s.redisServer(ctx, false)
 		if err != nil {
 			return err
 		}
-		s.acquire["redis"] = redisRate(redis)
-		if err := s.keys.askForAll(ctx, s.acquire["redis"]); err != nil {
-			return err
-		}
-	}
-	if needs("envoy") {
-		if s.envoy, err = startEnvoy(ctx, s.lab.redis[false]); err != nil {
+		if s.envoy, err = startEnvoy(ctx, redis); err != nil {
 			return err
 		}
 		s.closers = append(s.closers, func() { _ = s.envoy.close() })
@@ -205,12 +193,9 @@ func (s *served) overJSON(p *program) acquirer {
 func (s *served) run(ctx context.Context, cell string) (sample, error) {
 	_, rest, _ := strings.Cut(cell, "/")
 	way, rest, _ := strings.Cut(rest, "/")
-	l := load{keys: s.keys, acquire: s.acquire[way], servers: []int{s.lab.pg.pid}, program: s.program.pid}
-	switch way {
-	case "redis":
-		l.servers = []int{s.lab.redis[false].pid}
-	case "envoy":
-		l.servers, l.program = []int{s.lab.redis[false].pid}, s.envoy.pid
+	l := load{keys: s.keys, acquire: s.acquire[way], servers: []int{s.pg.pid}, program: s.program.pid}
+	if way == "envoy" {
+		l.servers, l.program = []int{s.redis[false].pid}, s.envoy.pid
 	}
 	if rest == "overload" {
 		l.acquire, l.program = s.remote.acquire[way], s.remote.program.pid
@@ -219,7 +204,7 @@ func (s *served) run(ctx context.Context, cell string) (sample, error) {
 	if _, err := fmt.Sscan(rest, &l.callers); err != nil {
 		return nil, err
 	}
-	return l.run(ctx, s.lab.window)
+	return l.run(ctx, s.window)
 }
 
 const (
@@ -237,23 +222,14 @@ func (s *served) overload(ctx context.Context, l load) (sample, error) {
 	}
 	defer back()
 	l.callers = 512
-	found, err := l.run(ctx, s.lab.window)
+	found, err := l.run(ctx, s.window)
 	if err != nil {
 		return nil, err
 	}
 	over := offer{
 		keys: l.keys, acquire: l.acquire, perSecond: 2 * found[rate], deadline: servedDeadline,
-		warm: 2 * time.Second, during: s.lab.window,
+		warm: 2 * time.Second, during: s.window,
 	}.run(ctx)
 	over[best] = found[rate]
 	return over, ctx.Err()
-}
-
-func (s *served) cost() time.Duration { return time.Duration((1 + warmUp) * float64(s.lab.window)) }
-
-func (s *served) close(ctx context.Context) error {
-	for _, close := range slices.Backward(s.closers) {
-		close()
-	}
-	return s.lab.dropDatabases(ctx, servedDatabase)
 }

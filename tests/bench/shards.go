@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"os"
 	"strings"
-	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
 
@@ -16,12 +15,10 @@ import (
 // shardsCost compares what a decision costs the servers by the ways in to several databases, with one database. Its cells are named
 // shards/way/plain and shards/way/combined.
 type shardsCost struct {
-	lab     *lab
+	stage
 	keys    *keyspace
 	servers map[string][]int // by way in: the processes whose CPU time is counted
 	acquire map[string]acquirer
-	drop    []string
-	closers []func()
 }
 
 // A wayIn makes databases, and returns the connection strings that a program has: of one database, or of each shard, in their
@@ -56,22 +53,6 @@ func (*shardsCost) cells() (cells []string) {
 	return cells
 }
 
-// shardsMeasures are measured only when they are asked for: not every server has what they take.
-func shardsMeasures() (measures []measure) {
-	for _, way := range waysIn {
-		for _, kind := range shardsKinds {
-			cell, one := shardsName(way.name, kind), shardsName(waysIn[0].name, kind)
-			measures = append(measures,
-				measure{name: cell + "/" + cpuServer, unit: "µs", asked: true, over: metric{cell, cpuServer}},
-				measure{name: cell + "/" + rate, unit: "1/s", asked: true, over: metric{cell, rate}})
-			if cell != one {
-				measures = append(measures, measure{name: cell + "/to_one", unit: "ratio", asked: true, over: metric{cell, cpuServer}, under: metric{one, cpuServer}})
-			}
-		}
-	}
-	return measures
-}
-
 func (s *shardsCost) open(ctx context.Context, cells []string) error {
 	s.keys = keyspaces()["uniform"]
 	s.servers, s.acquire = map[string][]int{}, map[string]acquirer{}
@@ -95,16 +76,10 @@ func (s *shardsCost) open(ctx context.Context, cells []string) error {
 func (s *shardsCost) connect(ctx context.Context, way string, urls []string) error {
 	var pools []*pgxpool.Pool
 	for _, url := range urls {
-		config, err := pgxpool.ParseConfig(url)
+		pool, err := s.pool(ctx, url, false, int32(connections/len(urls)))
 		if err != nil {
 			return err
 		}
-		config.MaxConns = int32(connections / len(urls))
-		pool, err := pgxpool.NewWithConfig(ctx, config)
-		if err != nil {
-			return err
-		}
-		s.closers = append(s.closers, pool.Close)
 		pools = append(pools, pool)
 	}
 	plain := make([]acquirer, len(pools))
@@ -115,9 +90,7 @@ func (s *shardsCost) connect(ctx context.Context, way string, urls []string) err
 		return plain[client.ShardOf(key, len(plain))](ctx, key)
 	}
 	if len(pools) == 1 {
-		combiner := newCombiner(pools[0], s.lab.calls)
-		s.closers = append(s.closers, combiner.Close)
-		s.acquire[shardsName(way, "combined")] = pgratelimit(combiner, "durable")
+		s.acquire[shardsName(way, "combined")] = pgratelimit(s.combiner(pools[0]), "durable")
 		return nil
 	}
 	sharded, err := client.NewSharded(ctx, pools)
@@ -131,51 +104,33 @@ func (s *shardsCost) connect(ctx context.Context, way string, urls []string) err
 
 func (s *shardsCost) run(ctx context.Context, cell string) (sample, error) {
 	l := load{callers: shardsCallers, keys: s.keys, acquire: s.acquire[cell], servers: s.servers[strings.Split(cell, "/")[1]]}
-	return l.run(ctx, s.lab.window)
+	return l.run(ctx, s.window)
 }
 
-func (s *shardsCost) cost() time.Duration { return time.Duration((1 + warmUp) * float64(s.lab.window)) }
-
-func (s *shardsCost) close(ctx context.Context) error {
-	for n := len(s.closers) - 1; n >= 0; n-- {
-		s.closers[n]()
-	}
-	return s.lab.dropDatabases(ctx, s.drop...)
-}
-
-// database makes one with the policies, whose commits do not wait for the flush.
-func (s *shardsCost) database(ctx context.Context, name string, statements ...string) (url string, err error) {
-	pg, err := s.lab.postgres(ctx)
+// limited makes a database with the policies.
+func (s *shardsCost) limited(ctx context.Context, name string, statements ...string) (url string, servers []int, err error) {
+	pg, err := s.database(ctx, name, append(statements, definePolicies()...)...)
 	if err != nil {
-		return "", err
+		return "", nil, err
 	}
-	s.drop = append([]string{name}, s.drop...)
-	statements = append(append(statements, definePolicies()...), "alter database "+name+" set synchronous_commit = off")
-	return pg.URL(name), pg.database(ctx, name, statements...)
+	return pg.URL(name), []int{pg.pid}, nil
 }
 
 func oneDatabase(ctx context.Context, s *shardsCost) ([]string, []int, error) {
-	url, err := s.database(ctx, "shards_one")
-	return []string{url}, s.server(), err
-}
-
-// server is the one that has all databases but those of Citus.
-func (s *shardsCost) server() []int {
-	if s.lab.pg == nil {
-		return nil
-	}
-	return []int{s.lab.pg.pid}
+	url, servers, err := s.limited(ctx, "shards_one")
+	return []string{url}, servers, err
 }
 
 func routedByClient(ctx context.Context, s *shardsCost) (urls []string, servers []int, err error) {
 	for n := range shardsNumber {
-		url, err := s.database(ctx, fmt.Sprint("shards_client_", n), fmt.Sprintf("select ratelimit_define_shard(%d, %d)", n, shardsNumber))
+		var url string
+		url, servers, err = s.limited(ctx, fmt.Sprint("shards_client_", n), fmt.Sprintf("select ratelimit_define_shard(%d, %d)", n, shardsNumber))
 		if err != nil {
 			return nil, nil, err
 		}
 		urls = append(urls, url)
 	}
-	return urls, s.server(), nil
+	return urls, servers, nil
 }
 
 // byCitus has a coordinator, which is asked, and two workers.
