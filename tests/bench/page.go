@@ -162,7 +162,7 @@ var pageBlocks = map[string]func(processor) string{
 		{"acquire with an idempotency key, to one without", "keyed_to_unkeyed"},
 		{"the same combined, 64 callers", "keyed_combined_64_to_unkeyed"},
 		{"acquire and settle, to acquire, with an idempotency key", "settled_to_keyed"},
-		{"insert into a guarded table, to any other", "guarded_to_insert"},
+		{"insert into a guarded table, to an unguarded one", "guarded_to_insert"},
 		{"acquire among 10 million buckets, to 10 thousand", "buckets_10m_to_10k"},
 		{"acquire beside clean-up, to without", "acquire_beside_cleanup"},
 		{"combined on one key after 60 s of an old snapshot, to before", "hot_key_under_snapshot"},
