@@ -188,8 +188,6 @@ var (
 	ratioOf   = []pageColumn{{"ratio", ""}}
 )
 
-const nothingMeasured = "_Not measured yet._\n"
-
 // text is a figure of a processor, or a dash.
 func (p processor) text(measure string) string {
 	value, ok := p.find(measure)
@@ -205,19 +203,9 @@ func (p processor) text(measure string) string {
 	}
 }
 
-// table writes one without the rows and columns that have not been measured.
+// table writes one, with a dash for what was not measured.
 func table(title string, columns []pageColumn, rows []pageRow) func(processor) string {
 	return func(p processor) string {
-		text := func(row pageRow, c pageColumn) string { return p.text(strings.ReplaceAll(row.measure, "*", c.part)) }
-		rows := slices.DeleteFunc(slices.Clone(rows), func(row pageRow) bool {
-			return !slices.ContainsFunc(columns, func(c pageColumn) bool { return text(row, c) != "–" })
-		})
-		columns := slices.DeleteFunc(slices.Clone(columns), func(c pageColumn) bool {
-			return !slices.ContainsFunc(rows, func(row pageRow) bool { return text(row, c) != "–" })
-		})
-		if len(rows) == 0 {
-			return nothingMeasured
-		}
 		var b strings.Builder
 		fmt.Fprintf(&b, "| %s |", strings.TrimPrefix(title+", "+p.title(), ", "))
 		for _, c := range columns {
@@ -227,7 +215,7 @@ func table(title string, columns []pageColumn, rows []pageRow) func(processor) s
 		for _, row := range rows {
 			fmt.Fprintf(&b, "| %s |", row.title)
 			for _, c := range columns {
-				fmt.Fprintf(&b, " %s |", text(row, c))
+				fmt.Fprintf(&b, " %s |", p.text(strings.ReplaceAll(row.measure, "*", c.part)))
 			}
 			b.WriteByte('\n')
 		}
