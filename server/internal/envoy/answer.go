@@ -16,14 +16,14 @@ import (
 	"github.com/pgratelimit/pgratelimit/server/internal/service"
 )
 
-// A Gate lets requests pass, or not: *[service.Service].
+// A Gate admits requests: *[service.Service].
 type Gate interface {
-	Pass(ctx context.Context, tolls []service.Toll, closed bool) (service.Passage, error)
-	GiveBack(ctx context.Context, tolls []service.Toll) ([]client.Decision, error)
+	Admit(ctx context.Context, charges []service.GateCharge, blocked bool) (client.JointDecision, error)
+	RefundAll(ctx context.Context, charges []service.GateCharge) ([]client.Decision, error)
 	Unmatched(asked func() (domain, keys string))
 }
 
-// answer decides a request. Its error is that of the gate, or says what the request cannot mean.
+// answer decides a request. It returns the error of the gate, or why the request is invalid.
 func (r *Rules) answer(ctx context.Context, gate Gate, q *pb.RateLimitRequest) (*pb.RateLimitResponse, error) {
 	isBack, err := check(q)
 	if err != nil {
@@ -33,45 +33,45 @@ func (r *Rules) answer(ctx context.Context, gate Gate, q *pb.RateLimitRequest) (
 	if !slices.ContainsFunc(matches, func(m match) bool { return m.rule != nil }) {
 		gate.Unmatched(func() (domain, keys string) { return q.GetDomain(), keysOf(q) })
 	}
-	var tolls []service.Toll
-	var closed bool
-	tollOf := make([]int, len(matches)) // -1 for none
+	var charges []service.GateCharge
+	var blocked bool
+	chargeOf := make([]int, len(matches)) // -1 for none
 	for i, m := range matches {
-		tollOf[i] = -1
+		chargeOf[i] = -1
 		if m.rule == nil {
 			continue
 		}
-		closed = closed || m.isClosed()
+		blocked = blocked || m.isBlocked()
 		if m.policy != "" {
-			tollOf[i] = len(tolls)
-			tolls = append(tolls, service.Toll{
-				Policy: m.policy, Key: m.key, Tokens: hits(q, q.GetDescriptors()[i]), Overdraws: m.Overdraw, Watches: m.watches,
+			chargeOf[i] = len(charges)
+			charges = append(charges, service.GateCharge{
+				Policy: m.policy, Key: m.key, Cost: hits(q, q.GetDescriptors()[i]), Overdraw: m.Overdraw, Shadow: m.shadow,
 			})
 		}
 	}
-	passage := service.Passage{Allowed: true}
+	whole := client.JointDecision{Decision: client.Decision{Allowed: true}}
 	switch {
 	case isBack:
-		closed = false
-		if len(tolls) > 0 {
-			passage.Decisions, err = gate.GiveBack(ctx, tolls)
+		blocked = false
+		if len(charges) > 0 {
+			whole.Decisions, err = gate.RefundAll(ctx, charges)
 		}
-	case closed || len(tolls) > 0:
-		passage, err = gate.Pass(ctx, tolls, closed)
+	case blocked || len(charges) > 0:
+		whole, err = gate.Admit(ctx, charges, blocked)
 	}
 	if err != nil {
 		return nil, err
 	}
 	answer := &pb.RateLimitResponse{OverallCode: pb.RateLimitResponse_OK, Statuses: make([]*pb.RateLimitResponse_DescriptorStatus, len(matches))}
-	if !passage.Allowed {
+	if !whole.Allowed {
 		answer.OverallCode = pb.RateLimitResponse_OVER_LIMIT
 	}
 	for i, m := range matches {
 		var d client.Decision
 		switch {
-		case tollOf[i] >= 0:
-			d = passage.Decisions[tollOf[i]]
-		case m.rule != nil && m.isClosed() && closed:
+		case chargeOf[i] >= 0:
+			d = whole.Decisions[chargeOf[i]]
+		case m.rule != nil && m.isBlocked() && blocked:
 			d = client.Decision{RetryAfter: math.MaxInt64} // Never
 		default:
 			d.Allowed = true
@@ -81,7 +81,7 @@ func (r *Rules) answer(ctx context.Context, gate Gate, q *pb.RateLimitRequest) (
 	return answer, nil
 }
 
-// check returns whether a request gives tokens back.
+// check returns whether a request gives tokens back, or why it is invalid.
 func check(q *pb.RateLimitRequest) (isBack bool, err error) {
 	descriptors := q.GetDescriptors()
 	switch {
@@ -104,7 +104,7 @@ func check(q *pb.RateLimitRequest) (isBack bool, err error) {
 	return isBack, nil
 }
 
-// keysOf are the keys of all entries, and not their values: a descriptor's joined by dots, as in the name of a policy.
+// keysOf returns the keys of all entries without their values: those of a descriptor are joined by dots, as in the name of a policy.
 func keysOf(q *pb.RateLimitRequest) string {
 	descriptors := make([]string, len(q.GetDescriptors()))
 	for i, d := range q.GetDescriptors() {
@@ -117,7 +117,7 @@ func keysOf(q *pb.RateLimitRequest) string {
 	return strings.Join(descriptors, ", ")
 }
 
-// hits are what a request asks for by a descriptor, or gives back.
+// hits returns the tokens that a descriptor takes or gives back.
 func hits(q *pb.RateLimitRequest, d *common.RateLimitDescriptor) int64 {
 	if own := d.GetHitsAddend(); own != nil {
 		return int64(min(own.GetValue(), math.MaxInt64))
@@ -125,7 +125,7 @@ func hits(q *pb.RateLimitRequest, d *common.RateLimitDescriptor) int64 {
 	return int64(max(1, q.GetHitsAddend()))
 }
 
-// matches finds the rules of all descriptors. Those that another one replaces do not count.
+// matches finds the rules of all descriptors, without the rules that another rule replaces.
 func (r *Rules) matches(q *pb.RateLimitRequest) []match {
 	matches := make([]match, len(q.GetDescriptors()))
 	var replaced map[string]bool
@@ -149,7 +149,7 @@ func (r *Rules) matches(q *pb.RateLimitRequest) []match {
 	return matches
 }
 
-// status is what a decision means to Envoy. A request for which no bucket was asked has no numbers.
+// status converts a decision for Envoy. Without a bucket it has no numbers.
 func status(m match, d client.Decision) *pb.RateLimitResponse_DescriptorStatus {
 	s := &pb.RateLimitResponse_DescriptorStatus{Code: pb.RateLimitResponse_OK}
 	switch {
@@ -160,7 +160,7 @@ func status(m match, d client.Decision) *pb.RateLimitResponse_DescriptorStatus {
 		return s
 	}
 	s.CurrentLimit = &pb.RateLimitResponse_RateLimit{Name: m.Name, RequestsPerUnit: m.RequestsPerUnit, Unit: units[m.Unit]}
-	if m.Policy != "" { // whose numbers the rule does not say
+	if m.Policy != "" { // the rule does not have the policy's numbers
 		s.CurrentLimit.RequestsPerUnit = clamp(d.Capacity)
 	}
 	s.LimitRemaining = clamp(d.Remaining)
@@ -172,7 +172,7 @@ func status(m match, d client.Decision) *pb.RateLimitResponse_DescriptorStatus {
 	return s
 }
 
-// wholeSeconds rounds up. Envoy tells its clients the seconds alone: one that waited for the 2 of 2.9 would be denied again.
+// wholeSeconds rounds up. Envoy passes on whole seconds only: after 2 s of 2.9 s a client would be denied again.
 func wholeSeconds(d time.Duration) *durationpb.Duration {
 	seconds := int64(d / time.Second)
 	if d%time.Second > 0 {

@@ -4,6 +4,6 @@
 //   - files: rules are read, from one file or all those of a folder.
 //   - rules: they become a tree, in which the entries of a descriptor find one.
 //   - policies: those that rules describe are defined, and others must be there.
-//   - answer: a request becomes tolls, and what the buckets say becomes statuses.
+//   - answer: a request becomes charges, and what the buckets say becomes statuses.
 //   - api: the service over gRPC and JSON. It changes to other rules between two requests.
 package envoy

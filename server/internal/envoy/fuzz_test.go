@@ -63,9 +63,9 @@ func FuzzDescriptors(f *testing.F) {
 		_, _ = envoy.New(asked, rules).Answer(t.Context(), &q)
 		s := envoy.New(service.New(fake, limits, func(service.Call) {}), rules)
 		for range 2 {
-			before := levels(t, fake, asked.tolls)
+			before := levels(t, fake, asked.charges)
 			answer, err := s.Answer(t.Context(), &q)
-			after := levels(t, fake, asked.tolls)
+			after := levels(t, fake, asked.charges)
 			if err != nil {
 				require.Equal(t, before, after, "an error that has taken")
 				continue
@@ -80,7 +80,7 @@ func FuzzDescriptors(f *testing.F) {
 			case over:
 				require.Equal(t, before, after, "a refused request has taken")
 			case !q.Descriptors[0].IsNegativeHits:
-				requirePaid(t, asked.tolls, before, after)
+				requirePaid(t, asked.charges, before, after)
 			}
 		}
 	})
@@ -120,12 +120,12 @@ descriptors:
 		asked := &book{}
 		_, err := envoy.New(asked, rules).Answer(t.Context(), q)
 		require.NoError(t, err)
-		if len(asked.tolls) < 2 {
+		if len(asked.charges) < 2 {
 			return
 		}
 		areSame := proto.Equal(q.Descriptors[0], q.Descriptors[1])
-		require.Equal(t, areSame, asked.tolls[0].Key == asked.tolls[1].Key, "%q and %q: %q", a, b, asked.tolls[0].Key)
-		require.LessOrEqual(t, len(asked.tolls[0].Key), 512)
+		require.Equal(t, areSame, asked.charges[0].Key == asked.charges[1].Key, "%q and %q: %q", a, b, asked.charges[0].Key)
+		require.LessOrEqual(t, len(asked.charges[0].Key), 512)
 	})
 }
 
@@ -150,44 +150,44 @@ func FuzzRules(f *testing.F) {
 		}})
 		require.NoError(t, err)
 		require.Len(t, answer.GetStatuses(), 3)
-		for _, toll := range asked.tolls {
-			require.True(t, 0 < len(toll.Policy) && len(toll.Policy) <= 512, "%q", toll.Policy)
-			require.True(t, 0 < len(toll.Key) && len(toll.Key) <= 512 && utf8.ValidString(toll.Key), "%q", toll.Key)
-			require.NotContains(t, toll.Policy, "\x00")
+		for _, charge := range asked.charges {
+			require.True(t, 0 < len(charge.Policy) && len(charge.Policy) <= 512, "%q", charge.Policy)
+			require.True(t, 0 < len(charge.Key) && len(charge.Key) <= 512 && utf8.ValidString(charge.Key), "%q", charge.Key)
+			require.NotContains(t, charge.Policy, "\x00")
 		}
 	})
 }
 
 type bucket struct{ policy, key string }
 
-func levels(t *testing.T, fake *clienttest.Fake, tolls []service.Toll) map[bucket]int64 {
+func levels(t *testing.T, fake *clienttest.Fake, charges []service.GateCharge) map[bucket]int64 {
 	t.Helper()
 	levels := make(map[bucket]int64)
-	for _, toll := range tolls {
-		d, err := fake.Peek(t.Context(), toll.Policy, toll.Key)
+	for _, charge := range charges {
+		d, err := fake.Peek(t.Context(), charge.Policy, charge.Key)
 		require.NoError(t, err)
-		levels[bucket{toll.Policy, toll.Key}] = d.Remaining
+		levels[bucket{charge.Policy, charge.Key}] = d.Remaining
 	}
 	return levels
 }
 
 // requirePaid checks that each bucket lost what was asked of it, and held what it had to.
-func requirePaid(t *testing.T, tolls []service.Toll, before, after map[bucket]int64) {
+func requirePaid(t *testing.T, charges []service.GateCharge, before, after map[bucket]int64) {
 	t.Helper()
 	const floor = -9_000_000_000_000
 	want, lowest := make(map[bucket]int64), make(map[bucket]int64)
 	for b, level := range before {
 		want[b] = level
 	}
-	for _, toll := range tolls {
-		b := bucket{toll.Policy, toll.Key}
-		if !toll.Overdraws || toll.Tokens == 0 {
-			require.GreaterOrEqual(t, before[b], max(1, toll.Tokens), "%v passed without the tokens", toll)
+	for _, charge := range charges {
+		b := bucket{charge.Policy, charge.Key}
+		if !charge.Overdraw || charge.Cost == 0 {
+			require.GreaterOrEqual(t, before[b], max(1, charge.Cost), "%v passed without the tokens", charge)
 		}
-		if toll.Overdraws {
+		if charge.Overdraw {
 			lowest[b] = floor
 		}
-		want[b] -= min(toll.Tokens, -floor)
+		want[b] -= min(charge.Cost, -floor)
 	}
 	for b := range want {
 		require.Equal(t, max(want[b], floor), after[b], "%v", b)

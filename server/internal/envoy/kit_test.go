@@ -46,18 +46,18 @@ func mistakes(t testing.TB, files map[string]string) []string {
 
 // A book is a gate that lets everything pass, and has what was asked of it.
 type book struct {
-	tolls     []service.Toll
+	charges   []service.GateCharge
 	unmatched []string
 }
 
-func (b *book) Pass(_ context.Context, tolls []service.Toll, closed bool) (service.Passage, error) {
-	b.tolls = tolls
-	return service.Passage{Allowed: !closed, Decisions: make([]client.Decision, len(tolls))}, nil
+func (b *book) Admit(_ context.Context, charges []service.GateCharge, blocked bool) (client.JointDecision, error) {
+	b.charges = charges
+	return client.JointDecision{Decision: client.Decision{Allowed: !blocked}, Decisions: make([]client.Decision, len(charges))}, nil
 }
 
-func (b *book) GiveBack(_ context.Context, tolls []service.Toll) ([]client.Decision, error) {
-	b.tolls = tolls
-	return make([]client.Decision, len(tolls)), nil
+func (b *book) RefundAll(_ context.Context, charges []service.GateCharge) ([]client.Decision, error) {
+	b.charges = charges
+	return make([]client.Decision, len(charges)), nil
 }
 
 func (b *book) Unmatched(asked func() (domain, keys string)) {

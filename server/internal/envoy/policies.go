@@ -88,7 +88,7 @@ func (r *Rules) settle(ctx context.Context, tx pgx.Tx, limiter *client.Limiter, 
 			problems = append(problems, policyfile.Problem{Position: rule.At, Message: fmt.Sprintf(
 				"there is no policy %q: define it first, or give the rule unit and requests_per_unit", rule.Policy)})
 		}
-		rule.watches = has.Shadow == client.Yes
+		rule.shadow = has.Shadow == client.Yes
 	}
 	if problems != nil {
 		return problems

@@ -38,17 +38,15 @@ type descriptor struct {
 	shared func(key string) string
 }
 
-// A rule is what a descriptor that ends at it has to pass.
+// A rule limits the descriptors that end at it.
 type rule struct {
 	policyfile.EnvoyLimit
-	policy string // of its buckets, and empty if it has none: unlimited, or nothing passes
-
-	// watches tells that it refuses nothing.
-	watches bool
+	policy string // of its buckets; empty for an unlimited rule and for one that denies all requests
+	shadow bool   // it denies nothing
 }
 
-// isClosed reports whether nothing passes.
-func (r *rule) isClosed() bool { return r.policy == "" && !r.Unlimited && !r.watches }
+// isBlocked reports whether the rule denies all requests.
+func (r *rule) isBlocked() bool { return r.policy == "" && !r.Unlimited && !r.shadow }
 
 var units = map[policyfile.EnvoyUnit]pb.RateLimitResponse_RateLimit_Unit{}
 
@@ -114,12 +112,12 @@ func (b *builder) level(path string, descriptors []policyfile.EnvoyDescriptor) *
 }
 
 func (b *builder) rule(path string, d policyfile.EnvoyDescriptor) *rule {
-	r := &rule{EnvoyLimit: *d.Limit, policy: d.Limit.PolicyAt(path), watches: d.Watches()}
+	r := &rule{EnvoyLimit: *d.Limit, policy: d.Limit.PolicyAt(path), shadow: d.Watches()}
 	b.rules.list = append(b.rules.list, r)
 	switch {
 	case r.Unlimited:
 	case r.Policy != "":
-		if r.watches {
+		if r.shadow {
 			b.add(d.At, "shadow_mode and quota_mode are for a rule with unit: policy %q watches if it is defined with shadow", r.policy)
 		}
 	case r.RequestsPerUnit == 0:

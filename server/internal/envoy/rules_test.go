@@ -87,15 +87,15 @@ func TestRules_Matching(t *testing.T) {
 		_, err := envoy.New(b, rules).Answer(t.Context(), &pb.RateLimitRequest{Domain: "d", Descriptors: []*common.RateLimitDescriptor{{Entries: entries(pairs...)}}})
 		require.NoError(t, err)
 		if test.policy == "" {
-			require.Empty(t, b.tolls, test.pairs)
+			require.Empty(t, b.charges, test.pairs)
 			continue
 		}
-		require.Len(t, b.tolls, 1, test.pairs)
-		require.Equal(t, []string{test.policy, test.key}, []string{b.tolls[0].Policy, b.tolls[0].Key}, test.pairs)
+		require.Len(t, b.charges, 1, test.pairs)
+		require.Equal(t, []string{test.policy, test.key}, []string{b.charges[0].Policy, b.charges[0].Key}, test.pairs)
 	}
 }
 
-// statuses asks a gate that lets everything pass but what is closed, a descriptor of one entry each.
+// statuses asks a gate that lets everything pass but what is blocked, a descriptor of one entry each.
 func statuses(t *testing.T, rules string, keys ...string) (*pb.RateLimitResponse, *book) {
 	t.Helper()
 	b := &book{}
@@ -109,13 +109,13 @@ func statuses(t *testing.T, rules string, keys ...string) (*pb.RateLimitResponse
 }
 
 // Of a rule that lets nothing pass, shadow_mode lets everything.
-func TestAnswer_AClosedRuleThatWatchesRefusesNothing(t *testing.T) {
+func TestAnswer_ABlockedRuleThatWatchesRefusesNothing(t *testing.T) {
 	t.Parallel()
 	for _, mode := range []string{"shadow_mode", "quota_mode"} {
 		answer, b := statuses(t, "domain: d\ndescriptors: [{key: k, "+mode+": true, rate_limit: {unit: day, requests_per_unit: 0}}]", "k")
 		require.Equal(t, pb.RateLimitResponse_OK, answer.OverallCode)
 		require.Equal(t, pb.RateLimitResponse_OK, answer.Statuses[0].Code)
-		require.Empty(t, b.tolls)
+		require.Empty(t, b.charges)
 	}
 }
 
@@ -144,7 +144,7 @@ func TestAnswer_NoDescriptorHasALimitOfItsOwn(t *testing.T) {
 		b := &book{}
 		_, err := envoy.New(b, rules).Answer(t.Context(), q)
 		require.ErrorContains(t, err, "invalid limit", i)
-		require.Empty(t, b.tolls)
+		require.Empty(t, b.charges)
 	}
 }
 
@@ -156,9 +156,9 @@ func TestAnswer_AKeyHas512Bytes(t *testing.T) {
 		value := strings.Repeat("x", length-len(`[["any",""]]`))
 		_, err := envoy.New(b, read(t, matching)).Answer(t.Context(), &pb.RateLimitRequest{Domain: "d", Descriptors: []*common.RateLimitDescriptor{{Entries: entries("any", value)}}})
 		require.NoError(t, err)
-		require.Equal(t, isHash, strings.HasPrefix(b.tolls[0].Key, "sha256:"), length)
+		require.Equal(t, isHash, strings.HasPrefix(b.charges[0].Key, "sha256:"), length)
 		if !isHash {
-			require.Len(t, b.tolls[0].Key, length)
+			require.Len(t, b.charges[0].Key, length)
 		}
 	}
 }
@@ -229,8 +229,8 @@ type fixed struct {
 	client.Decision
 }
 
-func (f fixed) Pass(context.Context, []service.Toll, bool) (service.Passage, error) {
-	return service.Passage{Allowed: f.Allowed, Decisions: []client.Decision{f.Decision}}, nil
+func (f fixed) Admit(context.Context, []service.GateCharge, bool) (client.JointDecision, error) {
+	return client.JointDecision{Decision: f.Decision, Decisions: []client.Decision{f.Decision}}, nil
 }
 
 // Envoy writes the seconds alone into its headers, and who waits as long is to be allowed.

@@ -7,128 +7,115 @@ import (
 	"github.com/pgratelimit/pgratelimit/client"
 )
 
-// A Toll is what a request that wants to pass a gate asks of one bucket.
-type Toll struct {
+// A GateCharge is what a request at the gate asks of one bucket.
+type GateCharge struct {
 	Policy, Key string
 
-	// Tokens are 0 or more. Of 0 the bucket is only looked at: the request is refused while it holds no whole token, and
-	// nothing is taken from it.
-	Tokens int64
+	// Cost is 0 or more. A cost of 0 takes nothing, and is denied while the bucket holds no whole token.
+	Cost int64
 
-	// Overdraws takes the tokens whatever the bucket holds. It refuses no request but one of 0 tokens.
-	Overdraws bool
+	// Overdraw takes the cost whatever the bucket holds. Only a cost of 0 is then denied.
+	Overdraw bool
 
-	// Watches refuses nothing: so does the policy, which only a look at the bucket does not tell.
-	Watches bool
+	// Shadow denies nothing, as the policy does. A cost of 0 needs it, since reading a bucket does not show it.
+	Shadow bool
 }
 
-// A Passage is the answer of a gate. Decisions has one for each toll. Of a refused request nothing was taken, and each
-// decision is about its own bucket.
-type Passage struct {
-	Allowed   bool
-	Decisions []client.Decision
-}
-
-// mostOverdrawn is what the database charges at once.
+// mostOverdrawn is the largest cost that the database charges at once.
 const mostOverdrawn = 9_000_000_000_000
 
-// Pass takes all tolls or none. A request that is closed for other reasons is refused, with the decisions of the buckets as
-// they are.
+// Admit takes the cost of all charges or of none. Blocked denies the request, with the decisions of the buckets as they are. Of
+// the whole, only Allowed and Binding are set; a denial's decisions are each about its own bucket.
 //
-// Where a toll only looks, its bucket is read before tokens are taken elsewhere. Tolls that overdraw are taken last, since they
-// cannot be refused: an error then leaves others taken, and never a request allowed that has not paid.
-func (s *Service) Pass(ctx context.Context, tolls []Toll, closed bool) (p Passage, err error) {
-	err = s.do(ctx, Gate, keyOf(tolls), true, func(ctx context.Context) (policy string, whole client.Decision, err error) {
-		p, policy, err = s.pass(ctx, tolls, closed)
-		if err == nil && !p.Allowed {
-			return policy, client.Decision{}, nil
+// Buckets of cost 0 are read before tokens are taken elsewhere. Charges that overdraw come last, since they cannot be denied: an
+// error then leaves tokens taken, but never allows a request that has not paid.
+func (s *Service) Admit(ctx context.Context, charges []GateCharge, blocked bool) (d client.JointDecision, err error) {
+	err = s.do(ctx, Gate, keyOf(charges), true, func(ctx context.Context) (policy string, whole client.Decision, err error) {
+		d, err = s.admit(ctx, charges, blocked)
+		whole.Allowed = d.Allowed
+		for i, one := range d.Decisions {
+			if d.Allowed && one.Shadowed && !whole.Shadowed {
+				whole.Shadowed, d.Binding = true, i // the policy in shadow counts the request
+			}
+			whole.Estimated = whole.Estimated || one.Estimated
 		}
-		whole.Allowed = true
-		for _, d := range p.Decisions {
-			whole.Shadowed = whole.Shadowed || d.Shadowed
-			whole.Estimated = whole.Estimated || d.Estimated
+		if len(charges) > 0 {
+			policy = charges[d.Binding].Policy
 		}
 		return policy, whole, err
 	})
 	if err != nil {
-		return Passage{}, err
+		return client.JointDecision{}, err
 	}
-	return p, nil
+	return d, nil
 }
 
-// Unmatched tells of a request that no rule of the gate is about.
+// Unmatched observes a request that no rule of the gate matches.
 func (s *Service) Unmatched(asked func() (domain, keys string)) {
 	s.observe(Call{Operation: Gate, Result: NoRule, Unmatched: asked})
 }
 
-// pass also returns the policy that decided.
-func (s *Service) pass(ctx context.Context, tolls []Toll, closed bool) (p Passage, policy string, err error) {
-	var takes, looks, overdraws bool
-	for _, t := range tolls {
-		takes = takes || t.Tokens > 0 && !t.Overdraws
-		looks = looks || t.Tokens == 0
-		overdraws = overdraws || t.Tokens > 0 && t.Overdraws
+func (s *Service) admit(ctx context.Context, charges []GateCharge, blocked bool) (d client.JointDecision, err error) {
+	var takes, reads, overdraws bool
+	for _, c := range charges {
+		takes = takes || c.Cost > 0 && !c.Overdraw
+		reads = reads || c.Cost == 0
+		overdraws = overdraws || c.Cost > 0 && c.Overdraw
 	}
-	if len(tolls) > 0 {
-		policy = tolls[0].Policy
-	}
-	if looks || closed && len(tolls) > 0 {
-		seen, err := s.limiter.AcquireAll(ctx, chargesOf(tolls, func(Toll) int64 { return 0 }))
+	if reads || blocked && len(charges) > 0 {
+		seen, err := s.limiter.AcquireAll(ctx, withCost(charges, func(GateCharge) int64 { return 0 }))
 		if err != nil {
-			return p, policy, err
+			return d, err
 		}
-		p.Decisions = seen.Decisions
-		for i, t := range tolls {
-			if t.Tokens == 0 && !t.Watches && seen.Decisions[i].Remaining < 1 {
-				closed, policy = true, t.Policy
+		d.Decisions = seen.Decisions
+		for i, c := range charges {
+			if c.Cost == 0 && !c.Shadow && seen.Decisions[i].Remaining < 1 {
+				blocked, d.Binding = true, i
 			}
 		}
 	}
-	if closed {
-		return p, policy, s.explain(ctx, tolls, p.Decisions)
+	if blocked {
+		return d, s.explain(ctx, charges, d.Decisions)
 	}
-	p.Allowed = true
+	d.Allowed = true
 	if takes {
-		var binding int
-		if p, binding, err = s.take(ctx, tolls); err != nil {
-			return p, policy, err
+		if d, err = s.take(ctx, charges); err != nil {
+			return d, err
 		}
-		policy = tolls[binding].Policy
 	}
-	if overdraws && p.Allowed {
-		p.Decisions, err = s.overdraw(ctx, tolls, p.Decisions)
+	if overdraws && d.Allowed {
+		d.Decisions, err = s.overdraw(ctx, charges, d.Decisions)
 	}
-	return p, policy, err
+	return d, err
 }
 
-// take takes the tokens of all tolls that can be refused. Others are asked for their state.
-func (s *Service) take(ctx context.Context, tolls []Toll) (p Passage, binding int, err error) {
-	if len(tolls) == 1 {
-		d, err := s.limiter.Acquire(ctx, tolls[0].Policy, tolls[0].Key, client.Cost(tolls[0].Tokens))
-		return Passage{Allowed: d.Allowed, Decisions: []client.Decision{d}}, 0, err
+// take takes the cost of all charges that can be denied, and reads the buckets of the rest.
+func (s *Service) take(ctx context.Context, charges []GateCharge) (client.JointDecision, error) {
+	if len(charges) == 1 {
+		d, err := s.limiter.Acquire(ctx, charges[0].Policy, charges[0].Key, client.Cost(charges[0].Cost))
+		return client.JointDecision{Decision: d, Decisions: []client.Decision{d}}, err
 	}
-	d, err := s.limiter.AcquireAll(ctx, chargesOf(tolls, func(t Toll) int64 {
-		if t.Overdraws {
+	return s.limiter.AcquireAll(ctx, withCost(charges, func(c GateCharge) int64 {
+		if c.Overdraw {
 			return 0
 		}
-		return t.Tokens
+		return c.Cost
 	}))
-	return Passage{Allowed: d.Allowed, Decisions: d.Decisions}, d.Binding, err
 }
 
-// overdraw takes the tokens of those that cannot be refused. The decisions of the others stay.
-func (s *Service) overdraw(ctx context.Context, tolls []Toll, decisions []client.Decision) ([]client.Decision, error) {
-	release, err := s.of(keyOf(tolls)).own(ctx)
+// overdraw takes the cost of the charges that cannot be denied, and keeps the decisions of the rest.
+func (s *Service) overdraw(ctx context.Context, charges []GateCharge, decisions []client.Decision) ([]client.Decision, error) {
+	release, err := s.of(keyOf(charges)).own(ctx)
 	if err != nil {
 		return nil, err
 	}
 	defer release()
 	if decisions == nil {
-		decisions = make([]client.Decision, len(tolls))
+		decisions = make([]client.Decision, len(charges))
 	}
-	for i, t := range tolls {
-		if t.Overdraws && t.Tokens > 0 {
-			if decisions[i], err = s.limiter.Charge(ctx, t.Policy, t.Key, min(t.Tokens, mostOverdrawn)); err != nil {
+	for i, c := range charges {
+		if c.Overdraw && c.Cost > 0 {
+			if decisions[i], err = s.limiter.Charge(ctx, c.Policy, c.Key, min(c.Cost, mostOverdrawn)); err != nil {
 				return nil, err
 			}
 		}
@@ -136,66 +123,65 @@ func (s *Service) overdraw(ctx context.Context, tolls []Toll, decisions []client
 	return decisions, nil
 }
 
-// explain makes decisions that were seen those of the tolls: a bucket that does not hold what its tolls need refuses, and
-// says until when.
-func (s *Service) explain(ctx context.Context, tolls []Toll, seen []client.Decision) error {
-	if len(tolls) == 0 {
+// explain replaces the decision of each bucket that holds less than its charges cost together by a denial with retry_after.
+func (s *Service) explain(ctx context.Context, charges []GateCharge, seen []client.Decision) error {
+	if len(charges) == 0 {
 		return nil
 	}
-	release, err := s.of(keyOf(tolls)).own(ctx)
+	release, err := s.of(keyOf(charges)).own(ctx)
 	if err != nil {
 		return err
 	}
 	defer release()
 	type bucket struct{ policy, key string }
-	asked := make(map[bucket]int64, len(tolls))
-	for _, t := range tolls {
-		if b := (bucket{t.Policy, t.Key}); !t.Overdraws {
-			asked[b] += min(t.Tokens, math.MaxInt64-asked[b])
+	costs := make(map[bucket]int64, len(charges))
+	for _, c := range charges {
+		if b := (bucket{c.Policy, c.Key}); !c.Overdraw {
+			costs[b] += min(c.Cost, math.MaxInt64-costs[b])
 		}
 	}
-	for i, t := range tolls {
-		need := max(1, asked[bucket{t.Policy, t.Key}])
-		if t.Watches || t.Overdraws && t.Tokens > 0 || seen[i].Remaining >= need {
+	for i, c := range charges {
+		cost := max(1, costs[bucket{c.Policy, c.Key}])
+		if c.Shadow || c.Overdraw && c.Cost > 0 || seen[i].Remaining >= cost {
 			continue
 		}
-		d, err := s.limiter.Peek(ctx, t.Policy, t.Key, client.Cost(need))
+		d, err := s.limiter.Peek(ctx, c.Policy, c.Key, client.Cost(cost))
 		if err != nil {
 			return err
 		}
-		d.Allowed = false // as it was seen: meanwhile it may have refilled
+		d.Allowed = false // the bucket may have refilled since it was read
 		seen[i] = d
 	}
 	return nil
 }
 
-// GiveBack gives the tokens of the tolls back, one bucket after the other. An error leaves those before it given.
-func (s *Service) GiveBack(ctx context.Context, tolls []Toll) (decisions []client.Decision, err error) {
-	err = s.do(ctx, Refund, keyOf(tolls), false, func(ctx context.Context) (policy string, d client.Decision, err error) {
-		decisions = make([]client.Decision, len(tolls))
-		for i, t := range tolls {
-			if decisions[i], err = s.limiter.Refund(ctx, t.Policy, t.Key, t.Tokens); err != nil {
-				return t.Policy, d, err
+// RefundAll gives the cost of the charges back, one bucket after the other. An error leaves the refunds before it in place.
+func (s *Service) RefundAll(ctx context.Context, charges []GateCharge) (decisions []client.Decision, err error) {
+	err = s.do(ctx, Refund, keyOf(charges), false, func(ctx context.Context) (policy string, d client.Decision, err error) {
+		decisions = make([]client.Decision, len(charges))
+		for i, c := range charges {
+			if decisions[i], err = s.limiter.Refund(ctx, c.Policy, c.Key, c.Cost); err != nil {
+				return c.Policy, d, err
 			}
-			policy, d = t.Policy, decisions[i]
+			policy, d = c.Policy, decisions[i]
 		}
 		return policy, d, nil
 	})
 	return decisions, err
 }
 
-// keyOf is a key of tolls that are taken together: all are of its shard.
-func keyOf(tolls []Toll) string {
-	if len(tolls) == 0 {
+// keyOf returns the key of one of the charges. The keys of a request are all of one shard.
+func keyOf(charges []GateCharge) string {
+	if len(charges) == 0 {
 		return ""
 	}
-	return tolls[0].Key
+	return charges[0].Key
 }
 
-func chargesOf(tolls []Toll, cost func(Toll) int64) []client.Charge {
-	charges := make([]client.Charge, len(tolls))
-	for i, t := range tolls {
-		charges[i] = client.Charge{Policy: t.Policy, Key: t.Key, Cost: client.Cost(cost(t))}
+func withCost(charges []GateCharge, cost func(GateCharge) int64) []client.Charge {
+	list := make([]client.Charge, len(charges))
+	for i, c := range charges {
+		list[i] = client.Charge{Policy: c.Policy, Key: c.Key, Cost: client.Cost(cost(c))}
 	}
-	return charges
+	return list
 }

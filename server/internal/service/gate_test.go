@@ -23,31 +23,31 @@ func left(t *testing.T, fake *clienttest.Fake, policy, key string) int64 {
 }
 
 // However many steps it takes, a request is one call, whose result is that of the whole.
-func TestPass_IsOneCall(t *testing.T) {
+func TestAdmit_IsOneCall(t *testing.T) {
 	t.Parallel()
 	fake := newFake(t)
 	r := &recorder{}
 	s := service.New(fake, roomy, r.observe)
 	for _, test := range []struct {
-		tolls  []service.Toll
-		closed bool
-		policy string
-		result client.Result
+		charges []service.GateCharge
+		blocked bool
+		policy  string
+		result  client.Result
 	}{
-		{[]service.Toll{{Policy: "api", Key: "k", Tokens: 2}}, false, "api", client.ResultAllowed},
-		{[]service.Toll{{Policy: "default", Key: "k"}, {Policy: "api", Key: "k", Tokens: 2}, {Policy: "default", Key: "o", Tokens: 20, Overdraws: true}}, false, "api", client.ResultAllowed},
-		{[]service.Toll{{Policy: "api", Key: "k"}, {Policy: "default", Key: "o"}}, false, "default", client.ResultDenied},
-		{[]service.Toll{{Policy: "api", Key: "k", Tokens: 7}, {Policy: "default", Key: "k", Tokens: 1}}, false, "api", client.ResultDenied},
-		{[]service.Toll{{Policy: "api", Key: "k", Tokens: 1}}, true, "api", client.ResultDenied},
+		{[]service.GateCharge{{Policy: "api", Key: "k", Cost: 2}}, false, "api", client.ResultAllowed},
+		{[]service.GateCharge{{Policy: "default", Key: "k"}, {Policy: "api", Key: "k", Cost: 2}, {Policy: "default", Key: "o", Cost: 20, Overdraw: true}}, false, "api", client.ResultAllowed},
+		{[]service.GateCharge{{Policy: "api", Key: "k"}, {Policy: "default", Key: "o"}}, false, "default", client.ResultDenied},
+		{[]service.GateCharge{{Policy: "api", Key: "k", Cost: 7}, {Policy: "default", Key: "k", Cost: 1}}, false, "api", client.ResultDenied},
+		{[]service.GateCharge{{Policy: "api", Key: "k", Cost: 1}}, true, "api", client.ResultDenied},
 		{nil, true, "", client.ResultDenied},
-		{[]service.Toll{{Policy: "watched", Key: "k", Tokens: 11, Watches: true}}, false, "watched", client.ResultShadowed},
-		{[]service.Toll{{Policy: "default", Key: "k", Tokens: 10, Overdraws: true}}, false, "default", client.ResultAllowed},
-		{[]service.Toll{{Policy: "watched", Key: "o", Tokens: 11, Watches: true}, {Policy: "api", Key: "o", Tokens: 1}}, false, "api", client.ResultShadowed},
+		{[]service.GateCharge{{Policy: "watched", Key: "k", Cost: 11, Shadow: true}}, false, "watched", client.ResultShadowed},
+		{[]service.GateCharge{{Policy: "default", Key: "k", Cost: 10, Overdraw: true}}, false, "default", client.ResultAllowed},
+		{[]service.GateCharge{{Policy: "watched", Key: "o", Cost: 11, Shadow: true}, {Policy: "api", Key: "o", Cost: 1}}, false, "watched", client.ResultShadowed},
 	} {
 		before := len(r.calls)
-		p, err := s.Pass(t.Context(), test.tolls, test.closed)
+		p, err := s.Admit(t.Context(), test.charges, test.blocked)
 		require.NoError(t, err)
-		require.Len(t, p.Decisions, len(test.tolls))
+		require.Len(t, p.Decisions, len(test.charges))
 		require.Len(t, r.calls, before+1)
 		call := r.last()
 		require.Equal(t, []any{service.Gate, test.policy, test.result}, []any{call.Operation, call.Policy, call.Result}, "%v", test)
@@ -57,14 +57,14 @@ func TestPass_IsOneCall(t *testing.T) {
 }
 
 // A look needs one whole token, and takes none.
-func TestPass_ALookNeedsAToken(t *testing.T) {
+func TestAdmit_ALookNeedsAToken(t *testing.T) {
 	t.Parallel()
 	fake := newFake(t)
 	s := service.New(fake, roomy, func(service.Call) {})
 	for level, isAllowed := range map[float64]bool{1: true, 0.999999: false, 0: false, -1: false} {
 		require.NoError(t, fake.SetLevel("api", "k", level))
 		for range 2 {
-			p, err := s.Pass(t.Context(), []service.Toll{{Policy: "api", Key: "k"}}, false)
+			p, err := s.Admit(t.Context(), []service.GateCharge{{Policy: "api", Key: "k"}}, false)
 			require.NoError(t, err)
 			require.Equal(t, isAllowed, p.Allowed, level)
 			require.Equal(t, isAllowed, p.Decisions[0].Allowed, level)
@@ -72,35 +72,35 @@ func TestPass_ALookNeedsAToken(t *testing.T) {
 	}
 }
 
-// A bucket that two tolls ask refuses both if it does not hold their sum, and says when it will.
-func TestPass_ClosedRequestsNeedTheSumOfTheirTolls(t *testing.T) {
+// A bucket that two charges ask refuses both if it does not hold their sum, and says when it will.
+func TestAdmit_BlockedRequestsNeedTheSumOfTheirCharges(t *testing.T) {
 	t.Parallel()
 	fake := newFake(t)
 	s := service.New(fake, roomy, func(service.Call) {})
 	require.NoError(t, fake.SetLevel("api", "k", 8))
-	twice := []service.Toll{{Policy: "api", Key: "k", Tokens: 6}, {Policy: "api", Key: "k", Tokens: 4}, {Policy: "api", Key: "o", Tokens: 4}}
-	p, err := s.Pass(t.Context(), twice, true)
+	twice := []service.GateCharge{{Policy: "api", Key: "k", Cost: 6}, {Policy: "api", Key: "k", Cost: 4}, {Policy: "api", Key: "o", Cost: 4}}
+	p, err := s.Admit(t.Context(), twice, true)
 	require.NoError(t, err)
 	require.Equal(t, []bool{false, false, true}, []bool{p.Decisions[0].Allowed, p.Decisions[1].Allowed, p.Decisions[2].Allowed})
 	require.Equal(t, 2*time.Second, p.Decisions[0].RetryAfter)
 	require.Equal(t, p.Decisions[0], p.Decisions[1])
 	require.EqualValues(t, 8, left(t, fake, "api", "k"))
 
-	most := service.Toll{Policy: "api", Key: "k", Tokens: math.MaxInt64}
-	p, err = s.Pass(t.Context(), []service.Toll{most, most}, true)
+	most := service.GateCharge{Policy: "api", Key: "k", Cost: math.MaxInt64}
+	p, err = s.Admit(t.Context(), []service.GateCharge{most, most}, true)
 	require.NoError(t, err)
 	require.Equal(t, []bool{false, false}, []bool{p.Decisions[0].Allowed, p.Decisions[1].Allowed}, "the sum is the largest there is, and not below zero")
 }
 
 // What a bucket gains between two steps does not turn a refusal into a status that allows.
-func TestPass_ARefusalStaysOne(t *testing.T) {
+func TestAdmit_ARefusalStaysOne(t *testing.T) {
 	t.Parallel()
 	now := time.Date(2030, 1, 1, 0, 0, 0, 0, time.UTC)
 	fake := clienttest.New(func() time.Time { return now })
 	require.NoError(t, fake.DefinePolicy(t.Context(), client.Policy{Name: "api", Capacity: 10, Refill: 1, Every: time.Second}))
 	require.NoError(t, fake.SetLevel("api", "k", 0))
 	s := service.New(latePeek{fake, func() { now = now.Add(time.Hour) }}, roomy, func(service.Call) {})
-	p, err := s.Pass(t.Context(), []service.Toll{{Policy: "api", Key: "k"}}, false)
+	p, err := s.Admit(t.Context(), []service.GateCharge{{Policy: "api", Key: "k"}}, false)
 	require.NoError(t, err)
 	require.False(t, p.Allowed)
 	require.False(t, p.Decisions[0].Allowed)
@@ -117,44 +117,44 @@ func (l latePeek) Peek(ctx context.Context, policy, key string, opts ...client.P
 	return l.Fake.Peek(ctx, policy, key, opts...)
 }
 
-// An error is no passage, also after tokens were taken.
-func TestPass_AnErrorIsNoPassage(t *testing.T) {
+// An error has no decision, also after tokens were taken.
+func TestAdmit_AnErrorDecidesNothing(t *testing.T) {
 	t.Parallel()
 	fake := newFake(t)
 	s := service.New(fake, roomy, func(service.Call) {})
-	tolls := []service.Toll{{Policy: "api", Key: "k"}, {Policy: "api", Key: "k", Tokens: 2}, {Policy: "default", Key: "o", Tokens: 20, Overdraws: true}}
+	charges := []service.GateCharge{{Policy: "api", Key: "k"}, {Policy: "api", Key: "k", Cost: 2}, {Policy: "default", Key: "o", Cost: 20, Overdraw: true}}
 	for steps := range 3 {
 		fake.FailNext(append(make([]error, steps), io.ErrUnexpectedEOF)...)
-		p, err := s.Pass(t.Context(), tolls, false)
+		p, err := s.Admit(t.Context(), charges, false)
 		var e *service.Error
 		require.ErrorAs(t, err, &e)
 		require.Equal(t, service.Unavailable, e.Kind)
-		require.Equal(t, service.Passage{}, p)
+		require.Equal(t, client.JointDecision{}, p)
 	}
 	require.EqualValues(t, 8, left(t, fake, "api", "k"), "the last one had taken them")
 	require.EqualValues(t, 10, left(t, fake, "default", "o"))
 }
 
 // Steps that cannot share a connection wait for one, but no longer than the call may take.
-func TestPass_WaitsForAConnection(t *testing.T) {
+func TestAdmit_WaitsForAConnection(t *testing.T) {
 	t.Parallel()
 	fake := newFake(t)
 	entered, leave := make(chan struct{}), make(chan struct{})
 	s := service.New(slowRefund{fake, entered, leave}, service.Limits{Calls: 10, OwnConnections: 1, Time: time.Minute}, func(service.Call) {})
 	done := make(chan error)
 	go func() {
-		_, err := s.GiveBack(t.Context(), []service.Toll{{Policy: "api", Key: "k", Tokens: 1}})
+		_, err := s.RefundAll(t.Context(), []service.GateCharge{{Policy: "api", Key: "k", Cost: 1}})
 		done <- err
 	}()
 	<-entered
 	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Millisecond)
 	defer cancel()
-	p, err := s.Pass(ctx, []service.Toll{{Policy: "default", Key: "k", Tokens: 20, Overdraws: true}}, false)
-	require.Equal(t, service.Passage{}, p)
+	p, err := s.Admit(ctx, []service.GateCharge{{Policy: "default", Key: "k", Cost: 20, Overdraw: true}}, false)
+	require.Equal(t, client.JointDecision{}, p)
 	var e *service.Error
 	require.True(t, errors.As(err, &e))
 	require.Equal(t, service.DeadlineExceeded, e.Kind)
-	p, err = s.Pass(t.Context(), []service.Toll{{Policy: "api", Key: "j", Tokens: 1}}, false)
+	p, err = s.Admit(t.Context(), []service.GateCharge{{Policy: "api", Key: "j", Cost: 1}}, false)
 	require.NoError(t, err)
 	require.True(t, p.Allowed, "this shares")
 	close(leave)

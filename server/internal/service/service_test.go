@@ -179,7 +179,7 @@ func TestObserve_TellsGrantsFromLeases(t *testing.T) {
 	d, err := s.Acquire(t.Context(), service.Request{Policy: "api", Key: "k"})
 	require.NoError(t, err)
 	require.True(t, d.Estimated && seen.last().Leased)
-	_, err = s.Pass(t.Context(), []service.Toll{{Policy: "api", Key: "k", Tokens: 1}}, false)
+	_, err = s.Admit(t.Context(), []service.GateCharge{{Policy: "api", Key: "k", Cost: 1}}, false)
 	require.NoError(t, err)
 	require.True(t, seen.last().Leased)
 	_, err = s.Acquire(t.Context(), service.Request{Policy: "api", Key: "k", Cost: number(10)})
