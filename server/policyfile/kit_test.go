@@ -5,10 +5,12 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"testing"
 
 	"pgregory.net/rapid"
 
 	"github.com/pgratelimit/pgratelimit/server/policyfile"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
 // written is a policy in one line, as the database has it, too.
@@ -173,3 +175,5 @@ func someOverrides(t *rapid.T, policies []string) document {
 	}
 	return overrides
 }
+
+func TestMain(m *testing.M) { pgtest.Main(m) }

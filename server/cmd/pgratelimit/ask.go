@@ -1,12 +1,18 @@
 package main
 
 import (
+	"cmp"
 	"fmt"
+	"slices"
+	"strings"
+	"text/tabwriter"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/spf13/cobra"
 
 	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/server/internal/inspect"
 	"github.com/pgratelimit/pgratelimit/server/internal/jsonapi"
 )
 
@@ -77,4 +83,92 @@ func inWords(d client.Decision) string {
 		left += fmt.Sprintf(", full in %v", d.ResetAfter)
 	}
 	return "allowed: " + left
+}
+
+func (p *program) status() *cobra.Command {
+	var maxRows int32
+	c := &cobra.Command{
+		Use:   "status [POLICY]",
+		Short: "List the emptiest buckets; reads every bucket",
+		Args:  atMost(1),
+	}
+	c.Flags().Int32Var(&maxRows, "max-rows", 100, "how many to list")
+	c.RunE = func(c *cobra.Command, args []string) error {
+		var policy *string
+		if len(args) > 0 {
+			policy = &args[0]
+		}
+		buckets, err := askAll(p, c, func(db database) ([]inspect.Bucket, error) {
+			return inspect.Buckets(c.Context(), db.Conn, policy, nil, maxRows)
+		})
+		if err != nil {
+			return err
+		}
+		slices.SortStableFunc(buckets, func(a, b inspect.Bucket) int { return cmp.Compare(a.Share(), b.Share()) }) // those of several shards
+		buckets = buckets[:min(len(buckets), int(maxRows))]
+		return p.print(c, buckets, tableOf(buckets))
+	}
+	return c
+}
+
+func tableOf(buckets []inspect.Bucket) string {
+	if len(buckets) == 0 {
+		return "Every bucket is full."
+	}
+	var text strings.Builder
+	table := tabwriter.NewWriter(&text, 0, 0, 2, ' ', 0)
+	fmt.Fprintln(table, "POLICY\tKEY\tREMAINING\tCAPACITY\tNEXT TOKEN IN\tFULL IN\tOVERRIDDEN")
+	never := func(s *jsonapi.Seconds) string {
+		if s == nil {
+			return "never"
+		}
+		return time.Duration(*s).String()
+	}
+	for _, b := range buckets {
+		overridden := "no"
+		if b.Overridden {
+			overridden = "yes"
+		}
+		fmt.Fprintf(table, "%s\t%s\t%d\t%d\t%s\t%s\t%s\n", inspect.Printable(b.Policy), inspect.Printable(b.Key), b.Remaining, b.Capacity,
+			never(b.RetryAfter), never(b.ResetAfter), overridden)
+	}
+	table.Flush()
+	return strings.TrimRight(text.String(), "\n")
+}
+
+func (p *program) doctor() *cobra.Command {
+	return &cobra.Command{
+		Use:   "doctor",
+		Short: "Say what makes limits slow or tables large, and what helps",
+		Args:  exactly(0),
+		RunE: func(c *cobra.Command, _ []string) error {
+			findings, err := askAll(p, c, func(db database) ([]inspect.Finding, error) {
+				findings, err := inspect.Findings(c.Context(), db.Conn)
+				for i := range findings {
+					if db.of > 0 {
+						findings[i].Finding = db.String() + ": " + findings[i].Finding
+					}
+				}
+				return findings, err
+			})
+			if err != nil {
+				return err
+			}
+			text := "All is well."
+			if len(findings) > 0 {
+				var lines []string
+				for _, f := range findings {
+					lines = append(lines, fmt.Sprintf("%s: %s\n  %s", f.Severity, f.Finding, f.Remedy))
+				}
+				text = strings.Join(lines, "\n")
+			}
+			if err := p.print(c, findings, text); err != nil {
+				return err
+			}
+			if len(findings) > 0 {
+				return answerNo{}
+			}
+			return nil
+		},
+	}
 }

@@ -12,6 +12,7 @@ import (
 	"io"
 	"os"
 	"os/signal"
+	"runtime/debug"
 	"slices"
 	"strings"
 	"syscall"
@@ -170,4 +171,22 @@ func meant(c *cobra.Command, wrong string, names []string) string {
 		return "did you mean " + near + "?"
 	}
 	return "see " + c.CommandPath() + " --help"
+}
+
+func (p *program) version() *cobra.Command {
+	return &cobra.Command{
+		Use:   "version",
+		Short: "Say which release this program is",
+		Args:  exactly(0),
+		RunE: func(c *cobra.Command, _ []string) error {
+			var v struct {
+				Version string `json:"version"`
+				Go      string `json:"go"`
+			}
+			if info, ok := debug.ReadBuildInfo(); ok {
+				v.Version, v.Go = info.Main.Version, info.GoVersion
+			}
+			return p.print(c, v, fmt.Sprintf("pgratelimit %s, built with %s", v.Version, v.Go))
+		},
+	}
 }

@@ -2,17 +2,26 @@ package envoy_test
 
 import (
 	"context"
+	"encoding/json"
 	"math"
 	"os"
 	"path/filepath"
+	"regexp"
 	"strings"
 	"syscall"
 	"testing"
 	"time"
 
+	bootstrap "github.com/envoyproxy/go-control-plane/envoy/config/bootstrap/v3"
 	common "github.com/envoyproxy/go-control-plane/envoy/extensions/common/ratelimit/v3"
+	ratelimit "github.com/envoyproxy/go-control-plane/envoy/extensions/filters/http/ratelimit/v3"
+	_ "github.com/envoyproxy/go-control-plane/envoy/extensions/filters/http/router/v3"
+	manager "github.com/envoyproxy/go-control-plane/envoy/extensions/filters/network/http_connection_manager/v3"
+	_ "github.com/envoyproxy/go-control-plane/envoy/extensions/upstreams/http/v3"
 	pb "github.com/envoyproxy/go-control-plane/envoy/service/ratelimit/v3"
 	"github.com/stretchr/testify/require"
+	"go.yaml.in/yaml/v4"
+	"google.golang.org/protobuf/encoding/protojson"
 
 	"github.com/pgratelimit/pgratelimit/client"
 	"github.com/pgratelimit/pgratelimit/server/internal/envoy"
@@ -288,4 +297,29 @@ func TestRead_Folders(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, 3, rules.Domains())
 	require.Equal(t, 2, rules.Count())
+}
+
+// The page has rules that are read, and a configuration that Envoy's own types accept.
+func TestDocs_Examples(t *testing.T) {
+	t.Parallel()
+	page, err := os.ReadFile("../../../docs/envoy.md")
+	require.NoError(t, err)
+	blocks := regexp.MustCompile("(?s)```yaml\n(.*?)```").FindAllStringSubmatch(string(page), -1)
+	require.Len(t, blocks, 2)
+	require.Equal(t, 2, read(t, blocks[0][1]).Count())
+
+	var config any
+	require.NoError(t, yaml.Unmarshal([]byte(blocks[1][1]), &config))
+	text, err := json.Marshal(config)
+	require.NoError(t, err)
+	var b bootstrap.Bootstrap
+	require.NoError(t, protojson.Unmarshal(text, &b))
+	require.NoError(t, b.ValidateAll())
+	var m manager.HttpConnectionManager
+	require.NoError(t, b.StaticResources.Listeners[0].FilterChains[0].Filters[0].GetTypedConfig().UnmarshalTo(&m))
+	require.NoError(t, m.ValidateAll())
+	var r ratelimit.RateLimit
+	require.NoError(t, m.HttpFilters[0].GetTypedConfig().UnmarshalTo(&r))
+	require.NoError(t, r.ValidateAll())
+	require.Equal(t, "edge", r.Domain)
 }

@@ -3,12 +3,20 @@ package grpcapi
 
 import (
 	"context"
+	"errors"
+	"strings"
 
+	"google.golang.org/genproto/googleapis/rpc/errdetails"
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/metadata"
+	"google.golang.org/grpc/status"
+	"google.golang.org/grpc/tap"
 	"google.golang.org/protobuf/types/known/durationpb"
 
 	"github.com/pgratelimit/pgratelimit/client"
 	pb "github.com/pgratelimit/pgratelimit/server/gen/pgratelimit/v1"
+	"github.com/pgratelimit/pgratelimit/server/internal/auth"
 	"github.com/pgratelimit/pgratelimit/server/internal/service"
 )
 
@@ -90,4 +98,56 @@ func decision(d client.Decision) *pb.Decision {
 		answer.ResetAfter = durationpb.New(d.ResetAfter)
 	}
 	return answer
+}
+
+// Tokens are what callers of a gRPC server need.
+type Tokens struct {
+	Calls  auth.Tokens // for all but
+	Health auth.Tokens // for grpc.health.v1.Health
+}
+
+// Option makes a gRPC server ask for the tokens, before it reads more of a call than its header: an interceptor would be asked
+// when the message of a stranger has been decoded.
+func (t Tokens) Option() grpc.ServerOption {
+	return grpc.InTapHandle(func(ctx context.Context, call *tap.Info) (context.Context, error) {
+		return ctx, t.admit(call.FullMethodName, call.Header)
+	})
+}
+
+func (t Tokens) admit(method string, header metadata.MD) error {
+	tokens := t.Calls
+	if strings.HasPrefix(method, "/grpc.health.v1.Health/") {
+		tokens = t.Health
+	}
+	if !tokens.Admit(header["authorization"]) {
+		return withInfo(codes.Unauthenticated, "no token that the server knows: send the header authorization: Bearer …",
+			&errdetails.ErrorInfo{Reason: "UNAUTHENTICATED"})
+	}
+	return nil
+}
+
+// Domain is that of the ErrorInfo in each error.
+const Domain = "pgratelimit"
+
+// StatusOf is an error as gRPC sends it.
+func StatusOf(err error) error {
+	var e *service.Error
+	if !errors.As(err, &e) {
+		return status.Error(codes.Internal, err.Error())
+	}
+	info := &errdetails.ErrorInfo{Reason: e.Kind.Reason()}
+	if e.SQLState != "" {
+		info.Metadata = map[string]string{"sqlstate": e.SQLState}
+	}
+	return withInfo(e.Kind.Code(), e.Error(), info)
+}
+
+func withInfo(code codes.Code, message string, info *errdetails.ErrorInfo) error {
+	info.Domain = Domain
+	plain := status.New(code, message)
+	detailed, err := plain.WithDetails(info)
+	if err != nil {
+		return plain.Err()
+	}
+	return detailed.Err()
 }

@@ -10,11 +10,15 @@ import (
 	"net"
 	"net/http"
 	"reflect"
+	"regexp"
+	"strconv"
 	"strings"
+	"time"
 
 	"github.com/go-json-experiment/json"
 
 	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/server/internal/auth"
 	"github.com/pgratelimit/pgratelimit/server/internal/service"
 )
 
@@ -157,4 +161,83 @@ func whatIsWrong(err error) string {
 		wanted = "an array"
 	}
 	return fmt.Sprintf("%s: this must be %s.", cmp.Or(string(semantic.JSONPointer), "/"), wanted)
+}
+
+// Guard lets only those requests through that have one of the tokens.
+func Guard(tokens auth.Tokens, next http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if !tokens.Admit(r.Header.Values("Authorization")) {
+			w.Header().Set("WWW-Authenticate", "Bearer")
+			Problem{Title: "no token that the server knows", Status: http.StatusUnauthorized, Detail: "Send the header Authorization: Bearer …"}.Write(w)
+			return
+		}
+		next.ServeHTTP(w, r)
+	})
+}
+
+// UnderNoName lets only those requests through that name the server by an address, or localhost. A page of another site can have
+// the site's name lead to this machine: to the browser its requests are then of one site, and they could block every bucket.
+func UnderNoName(next http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.Host != "" && !auth.IsAddress(r.Host) { // a browser's has one
+			Problem{Title: "the server is asked under a name", Status: http.StatusForbidden,
+				Detail: "Without TOKENS a server of this machine answers at localhost or at an address only."}.Write(w)
+			return
+		}
+		next.ServeHTTP(w, r)
+	})
+}
+
+// timeoutHeader is how long a caller waits, in seconds: what a deadline is to gRPC.
+const timeoutHeader = "Request-Timeout"
+
+// decimal is a number as programs write a rest of seconds: 0.5, .5, 0.30000000000000004, and 5e-05.
+var decimal = regexp.MustCompile(`^([0-9]{1,9}(\.[0-9]*)?|\.[0-9]+)(e-[0-9]{1,3})?$`)
+
+// Timeout ends the work for requests whose callers have stopped waiting, as far as they said when that would be.
+func Timeout(next http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		text := r.Header.Get(timeoutHeader)
+		if text == "" {
+			next.ServeHTTP(w, r)
+			return
+		}
+		seconds, _ := strconv.ParseFloat(text, 64)
+		if !decimal.MatchString(text) || seconds == 0 {
+			Problem{Title: "the time cannot be read", Status: http.StatusBadRequest, Detail: timeoutHeader + " is in seconds, more than 0 and less than 1000000000, without a unit, such as 0.25."}.Write(w)
+			return
+		}
+		ctx, cancel := context.WithTimeout(r.Context(), time.Duration(seconds*float64(time.Second)))
+		defer cancel()
+		next.ServeHTTP(w, r.WithContext(ctx))
+	})
+}
+
+// A Problem is an error as RFC 9457 has it.
+type Problem struct {
+	Title    string `json:"title"`
+	Status   int    `json:"status"`
+	Detail   string `json:"detail,omitempty"`
+	Hint     string `json:"hint,omitempty"`
+	SQLState string `json:"sqlstate,omitempty"`
+}
+
+// NewProblem tells of an error what callers may know.
+func NewProblem(err error) Problem {
+	var e *service.Error
+	if !errors.As(err, &e) {
+		return Problem{Title: "internal error", Status: http.StatusInternalServerError}
+	}
+	return Problem{Title: e.Message, Status: e.Kind.Status(), Detail: e.Detail, Hint: e.Hint, SQLState: e.SQLState}
+}
+
+// Write answers with the problem.
+func (p Problem) Write(w http.ResponseWriter) {
+	w.Header().Set("Content-Type", "application/problem+json")
+	if p.Status == http.StatusServiceUnavailable {
+		w.Header().Set("Retry-After", "1")
+	}
+	w.WriteHeader(p.Status)
+	text, _ := json.Marshal(p)         // it has no value that could fail
+	_, _ = w.Write(append(text, '\n')) // who has left needs no answer
 }

@@ -1,11 +1,17 @@
 package page
 
 import (
+	"fmt"
 	"math"
 	"strconv"
 	"strings"
+	"sync"
+	"time"
+	"unicode/utf8"
 
 	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/server/internal/inspect"
+	"github.com/pgratelimit/pgratelimit/server/internal/jsonapi"
 )
 
 // The size of a plot, in units of its own, which page.html has, too.
@@ -81,4 +87,175 @@ func roundUp(rate float64) float64 {
 
 func coordinate(x float64) string {
 	return strings.TrimSuffix(strconv.FormatFloat(x, 'f', 1, 64), ".0")
+}
+
+const (
+	// sampleEvery is how much time a point of a plot stands for.
+	sampleEvery = 5 * time.Second
+
+	// samples are kept of each result: ten minutes.
+	samples = 120
+
+	// minute is so many of them.
+	minute = int(time.Minute / sampleEvery)
+)
+
+// results are those that have a plot, in this order.
+var results = [...]client.Result{
+	client.ResultAllowed, client.ResultDenied, client.ResultReplayed, client.ResultShadowed, client.ResultError,
+}
+
+// A tally is how many requests had each of the results, ever.
+type tally [len(results)]int64
+
+// A history is how many requests a second had which result, over the last minutes. It takes up a few kilobytes, whatever
+// is asked.
+type history struct {
+	mu    sync.Mutex
+	begun time.Time // of the sample that is being counted
+	seen  tally
+	rates [samples][len(results)]float64 // a ring
+	taken int                            // so many samples, ever
+}
+
+// sample ends a sample now.
+func (h *history) sample(now time.Time, counts tally) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	elapsed := now.Sub(h.begun)
+	if elapsed <= 0 { // the clock was set back
+		h.begun = now
+		return
+	}
+	rates := &h.rates[h.taken%samples]
+	for i := range results {
+		rates[i] = float64(counts[i]-h.seen[i]) / elapsed.Seconds()
+	}
+	h.seen, h.begun = counts, now
+	h.taken++
+}
+
+// of is the rates of a result, the oldest first.
+func (h *history) of(result int) []float64 {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	var rates []float64
+	for n := max(0, h.taken-samples); n < h.taken; n++ {
+		rates = append(rates, h.rates[n%samples][result])
+	}
+	return rates
+}
+
+// errorShare is the part of the requests of the last minute that ended in an error.
+func (h *history) errorShare() float64 {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	var failed, all float64
+	for n := max(0, h.taken-minute); n < h.taken; n++ {
+		for i, rate := range h.rates[n%samples] {
+			all += rate
+			if results[i] == client.ResultError {
+				failed += rate
+			}
+		}
+	}
+	if all == 0 {
+		return 0
+	}
+	return failed / all
+}
+
+// maxName is how much of a name is shown, in characters.
+const maxName = 120
+
+// name is one that callers chose, as it is shown.
+func name(text string) string {
+	shown := []rune(inspect.Printable(text))
+	if len(shown) > maxName {
+		return string(shown[:maxName]) + "…"
+	}
+	return string(shown)
+}
+
+// whole is a name that is cut where it is shown, and empty for others.
+func whole(text string) string {
+	if text = inspect.Printable(text); utf8.RuneCountInString(text) > maxName {
+		return text
+	}
+	return ""
+}
+
+// number groups digits by three.
+func number(n int64) string {
+	digits := strconv.FormatInt(n, 10)
+	sign := ""
+	if n < 0 {
+		sign, digits = "−", digits[1:]
+	}
+	for i := len(digits) - 3; i > 0; i -= 3 {
+		digits = digits[:i] + "," + digits[i:]
+	}
+	return sign + digits
+}
+
+// perSecond has a decimal below 10.
+func perSecond(rate float64) string {
+	if rate = math.Round(rate*10) / 10; rate < 10 && rate != math.Trunc(rate) {
+		return strconv.FormatFloat(rate, 'f', 1, 64)
+	}
+	return number(int64(math.Round(rate)))
+}
+
+var units = []struct {
+	length time.Duration
+	name   string
+}{
+	{24 * time.Hour, "d"}, {time.Hour, "h"}, {time.Minute, "min"}, {time.Second, "s"}, {time.Millisecond, "ms"}, {time.Microsecond, "µs"},
+}
+
+// interval is exact.
+func interval(d time.Duration) string { return inUnits(d, len(units)) }
+
+// span is rounded, to be read at a glance.
+func span(d time.Duration) string {
+	switch {
+	case d < time.Millisecond:
+		return "< 1 ms"
+	case d < time.Second:
+		return inUnits(d, 1)
+	case d < 10*time.Second:
+		return fmt.Sprintf("%.1f s", d.Seconds())
+	case d < time.Minute:
+		return inUnits(d, 1)
+	}
+	return inUnits(d, 2)
+}
+
+// inUnits has at most so many units, the largest first.
+func inUnits(d time.Duration, atMost int) string {
+	var parts []string
+	for _, u := range units {
+		if n := d / u.length; n > 0 {
+			parts = append(parts, number(int64(n))+" "+u.name)
+			d %= u.length
+		}
+		if len(parts) > 0 {
+			atMost--
+		}
+		if atMost == 0 {
+			break
+		}
+	}
+	return strings.Join(parts, " ")
+}
+
+// until is a time of the database's: nil is never.
+func until(s *jsonapi.Seconds) string {
+	switch {
+	case s == nil:
+		return "never"
+	case *s == 0:
+		return "now"
+	}
+	return span(time.Duration(*s))
 }

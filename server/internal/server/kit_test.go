@@ -4,20 +4,29 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"errors"
 	"io"
 	"log/slog"
 	"net/http"
+	"net/url"
 	"strings"
 	"sync"
 	"testing"
 	"time"
 
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"google.golang.org/genproto/googleapis/rpc/errdetails"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials/insecure"
+	reflectionpb "google.golang.org/grpc/reflection/grpc_reflection_v1"
 	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/types/descriptorpb"
 
+	"github.com/pgratelimit/pgratelimit/migrations"
 	pb "github.com/pgratelimit/pgratelimit/server/gen/pgratelimit/v1"
 	"github.com/pgratelimit/pgratelimit/server/internal/config"
 	"github.com/pgratelimit/pgratelimit/server/internal/server"
@@ -220,4 +229,97 @@ func awaitBlocked(t testing.TB, db *pgtest.DB, n int) {
 	db.Await(t, 20*time.Second, `
 		select count(*) = $1 from pg_stat_activity
 		 where application_name = 'pgratelimit' and datname = current_database() and wait_event_type = 'Lock'`, n)
+}
+
+// newRole returns a role without rights, which is dropped after the rights that it got in db.
+func newRole(t testing.TB, db *pgtest.DB) string {
+	t.Helper()
+	role := db.Name + "_app"
+	db.Exec(t, "create role "+role+" role current_user")
+	t.Cleanup(func() {
+		_, err := db.Pool.Exec(context.Background(), "drop owned by "+role+"; drop role "+role)
+		assert.NoError(t, err)
+	})
+	return role
+}
+
+// as is the connection string of db with the rights of a role and none of our own.
+func as(t testing.TB, db *pgtest.DB, role string) string {
+	t.Helper()
+	u, err := url.Parse(db.URL)
+	require.NoError(t, err)
+	query := u.Query()
+	query.Set("role", role)
+	u.RawQuery = query.Encode()
+	return u.String()
+}
+
+// install returns a database of a private server, with the package and the policies of newDB.
+func install(t testing.TB, postgres *pgtest.Server) *pgtest.DB {
+	t.Helper()
+	const name = "limits"
+	conn, err := pgx.Connect(t.Context(), postgres.URL(""))
+	require.NoError(t, err)
+	_, err = conn.Exec(t.Context(), "create database "+name+" template template0")
+	require.NoError(t, err)
+	require.NoError(t, conn.Close(t.Context()))
+	db := &pgtest.DB{Name: name, URL: postgres.URL(name)}
+	require.NoError(t, migrations.Up(t.Context(), db.Connect(t)))
+	db.Pool, err = pgxpool.New(t.Context(), db.URL)
+	require.NoError(t, err)
+	t.Cleanup(db.Pool.Close)
+	definePolicies(t, db)
+	return db
+}
+
+// methodsOf lists what a server can be asked, as reflection tells it to one who may ask.
+func methodsOf(ctx context.Context, t *testing.T, s *testServer) (methods []string) {
+	t.Helper()
+	stream, err := reflectionpb.NewServerReflectionClient(s.conn).ServerReflectionInfo(ctx)
+	require.NoError(t, err)
+	ask := func(q *reflectionpb.ServerReflectionRequest) *reflectionpb.ServerReflectionResponse {
+		t.Helper()
+		require.NoError(t, stream.Send(q))
+		reply, err := stream.Recv()
+		require.NoError(t, err)
+		return reply
+	}
+	list := ask(&reflectionpb.ServerReflectionRequest{MessageRequest: &reflectionpb.ServerReflectionRequest_ListServices{}})
+	for _, service := range list.GetListServicesResponse().GetService() {
+		reply := ask(&reflectionpb.ServerReflectionRequest{
+			MessageRequest: &reflectionpb.ServerReflectionRequest_FileContainingSymbol{FileContainingSymbol: service.GetName()},
+		})
+		for _, text := range reply.GetFileDescriptorResponse().GetFileDescriptorProto() {
+			var file descriptorpb.FileDescriptorProto
+			require.NoError(t, proto.Unmarshal(text, &file))
+			for _, found := range file.GetService() {
+				if file.GetPackage()+"."+found.GetName() != service.GetName() {
+					continue
+				}
+				for _, method := range found.GetMethod() {
+					methods = append(methods, "/"+service.GetName()+"/"+method.GetName())
+				}
+			}
+		}
+	}
+	require.NoError(t, stream.CloseSend())
+	return methods
+}
+
+// invoke sends one message by a method of any kind, and returns the first error.
+func invoke(ctx context.Context, s *testServer, method string, message []byte) error {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	stream, err := s.conn.NewStream(ctx, &grpc.StreamDesc{ClientStreams: true, ServerStreams: true}, method, grpc.ForceCodec(raw{}))
+	if err != nil {
+		return err
+	}
+	if err := stream.SendMsg(&message); err != nil && !errors.Is(err, io.EOF) { // whose reason the next one tells
+		return err
+	}
+	if err := stream.CloseSend(); err != nil {
+		return err
+	}
+	var reply []byte
+	return stream.RecvMsg(&reply)
 }

@@ -1,0 +1,101 @@
+// Package envoy is envoy.service.ratelimit.v3.RateLimitService: it finds the rules of a request's descriptors, and asks the
+// buckets of all of them at once.
+//
+//   - files: rules are read, from one file or all those of a folder.
+//   - rules: they become a tree, in which the entries of a descriptor find one.
+//   - policies: those that rules describe are defined, and others must be there.
+//   - answer: a request becomes charges, and what the buckets say becomes statuses.
+//   - api: the service over gRPC and JSON. It changes to other rules between two requests.
+package envoy
+
+import (
+	"context"
+	"errors"
+	"net/http"
+	"strings"
+	"sync/atomic"
+
+	pb "github.com/envoyproxy/go-control-plane/envoy/service/ratelimit/v3"
+	"google.golang.org/grpc"
+	"google.golang.org/protobuf/encoding/protojson"
+
+	"github.com/pgratelimit/pgratelimit/server/internal/grpcapi"
+	"github.com/pgratelimit/pgratelimit/server/internal/jsonapi"
+)
+
+// Name is that of the service.
+var Name = pb.RateLimitService_ServiceDesc.ServiceName
+
+// A Service answers by rules that can be changed.
+type Service struct {
+	gate  Gate
+	rules atomic.Pointer[Rules]
+}
+
+// New returns a Service.
+func New(gate Gate, rules *Rules) *Service {
+	s := &Service{gate: gate}
+	s.Use(rules)
+	return s
+}
+
+// Use makes the next requests those of other rules.
+func (s *Service) Use(rules *Rules) { s.rules.Store(rules) }
+
+// Answer decides a request.
+func (s *Service) Answer(ctx context.Context, q *pb.RateLimitRequest) (*pb.RateLimitResponse, error) {
+	return s.rules.Load().answer(ctx, s.gate, q)
+}
+
+// Register lets a gRPC server answer for s.
+func Register(server grpc.ServiceRegistrar, s *Service) {
+	pb.RegisterRateLimitServiceServer(server, api{service: s})
+}
+
+type api struct {
+	pb.UnimplementedRateLimitServiceServer
+	service *Service
+}
+
+func (a api) ShouldRateLimit(ctx context.Context, q *pb.RateLimitRequest) (*pb.RateLimitResponse, error) {
+	answer, err := a.service.Answer(ctx, q)
+	if err != nil {
+		return nil, grpcapi.StatusOf(err)
+	}
+	return answer, nil
+}
+
+// Handler answers for s as the reference's /json does: with 200, or 429 if the request is over a limit. An error is a
+// [jsonapi.Problem].
+func Handler(s *Service, maxBytes int64) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		text, ok := jsonapi.ReadPost(w, r, maxBytes)
+		if !ok {
+			return
+		}
+		var q pb.RateLimitRequest
+		if err := protojson.Unmarshal(text, &q); err != nil {
+			jsonapi.Unreadable(withoutPackage(err)).Write(w)
+			return
+		}
+		answer, err := s.Answer(r.Context(), &q)
+		if err != nil {
+			jsonapi.NewProblem(err).Write(w)
+			return
+		}
+		if text, err = protojson.Marshal(answer); err != nil {
+			jsonapi.NewProblem(err).Write(w)
+			return
+		}
+		w.Header().Set("Content-Type", "application/json")
+		if answer.GetOverallCode() == pb.RateLimitResponse_OVER_LIMIT {
+			w.WriteHeader(http.StatusTooManyRequests)
+		}
+		_, _ = w.Write(append(text, '\n')) // who has left needs no answer
+	})
+}
+
+// withoutPackage is the error of package proto without its name, after which there is a space or another.
+func withoutPackage(err error) error {
+	return errors.New(strings.TrimLeft(strings.TrimPrefix(err.Error(), "proto:"), " \u00a0"))
+}

@@ -1,0 +1,504 @@
+package server_test
+
+import (
+	"bufio"
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	collectorpb "go.opentelemetry.io/proto/otlp/collector/metrics/v1"
+	metricspb "go.opentelemetry.io/proto/otlp/metrics/v1"
+	"google.golang.org/grpc"
+	healthpb "google.golang.org/grpc/health/grpc_health_v1"
+	"google.golang.org/protobuf/proto"
+
+	"github.com/pgratelimit/pgratelimit/server/internal/server"
+	"github.com/pgratelimit/pgratelimit/server/internal/service"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+)
+
+func (s *testServer) get(path string) answer {
+	s.t.Helper()
+	a, err := s.do(s.t.Context(), http.MethodGet, path, nil)
+	require.NoError(s.t, err)
+	return a
+}
+
+// Health follows the database; the process lives on.
+func TestHealth_FollowsTheDatabase(t *testing.T) {
+	t.Parallel()
+	postgres := pgtest.Private(t)
+	db := install(t, postgres)
+	s := start(t, db.URL)
+	watch, err := healthpb.NewHealthClient(s.conn).Watch(t.Context(), &healthpb.HealthCheckRequest{Service: "pgratelimit.v1.RateLimiter"})
+	require.NoError(t, err)
+	await := func(status healthpb.HealthCheckResponse_ServingStatus) {
+		t.Helper()
+		for { // a check that takes a second finds what is well not healthy
+			update, err := watch.Recv()
+			require.NoError(t, err)
+			if update.GetStatus() == status {
+				return
+			}
+		}
+	}
+	healthz := func() bool { return s.get("/healthz").status == http.StatusOK }
+	await(healthpb.HealthCheckResponse_SERVING)
+	require.Eventually(t, healthz, 20*time.Second, 10*time.Millisecond)
+
+	require.NoError(t, postgres.Stop(t.Context(), true))
+	await(healthpb.HealthCheckResponse_NOT_SERVING)
+	requireProblem(t, s.get("/healthz"), http.StatusServiceUnavailable, "")
+	require.Equal(t, http.StatusOK, s.get("/livez").status)
+
+	require.NoError(t, postgres.Start(t.Context()))
+	if postgres.URL(db.Name) != db.URL {
+		return // it has another port: this server cannot find it again
+	}
+	await(healthpb.HealthCheckResponse_SERVING)
+	require.Eventually(t, healthz, 20*time.Second, 10*time.Millisecond)
+	require.Contains(t, s.log.String(), "not healthy")
+	require.Contains(t, s.log.String(), "healthy again")
+}
+
+// A stopping server says so to those who watch it, before it ends their connections.
+func TestHealth_WhileStopping(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	s := start(t, db.URL)
+	watch, err := healthpb.NewHealthClient(s.conn).Watch(t.Context(), &healthpb.HealthCheckRequest{})
+	require.NoError(t, err)
+	update, err := watch.Recv()
+	require.NoError(t, err)
+	require.Equal(t, healthpb.HealthCheckResponse_SERVING, update.GetStatus())
+	go s.stop() //nolint:errcheck // the end of the test says it
+	update, err = watch.Recv()
+	require.NoError(t, err)
+	require.Equal(t, healthpb.HealthCheckResponse_NOT_SERVING, update.GetStatus())
+	s.conn.Close() // who watches for ever is waited for no longer than STOP_TIMEOUT
+}
+
+func TestMetrics_CountWhatCallersGot(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	s := start(t, db.URL)
+	for range 11 {
+		s.mustPost("/v1/acquire", `{"policy":"api","key":"a secret key"}`)
+	}
+	for range 2 {
+		s.mustPost("/v1/acquire", `{"policy":"budget","key":"k","idempotency_key":"i"}`)
+	}
+	s.mustPost("/v1/acquire", `{"policy":"nobody","key":"k"}`)
+	s.mustPost("/v1/acquire", `{"policy":"api"}`)
+	s.mustPost("/v1/peek", `{"policy":"api","key":"k"}`)
+	s.mustPost("/v1/acquire_all", `{"charges":[{"policy":"api","key":"k"},{"policy":"budget","key":"k"}]}`)
+	samples := scrape(t, s)
+	for sample, want := range map[string]string{
+		`ratelimit_requests_total{policy="api",result="allowed"}`:                   "11", // and the one that acquire_all was bound by
+		`ratelimit_requests_total{policy="api",result="denied"}`:                    "1",
+		`ratelimit_requests_total{policy="api",result="error"}`:                     "1",
+		`ratelimit_requests_total{policy="budget",result="allowed"}`:                "1",
+		`ratelimit_requests_total{policy="budget",result="replayed"}`:               "1",
+		`ratelimit_requests_total{policy="_other",result="error"}`:                  "1",
+		`ratelimit_acquire_duration_seconds_count{result="allowed"}`:                "12",
+		`ratelimit_acquire_duration_seconds_bucket{result="denied",le="5"}`:         "1",
+		`ratelimit_server_calls_total{code="OK",operation="acquire"}`:               "13",
+		`ratelimit_server_calls_total{code="UNKNOWN_POLICY",operation="acquire"}`:   "1",
+		`ratelimit_server_calls_total{code="INVALID_ARGUMENT",operation="acquire"}`: "1",
+		`ratelimit_server_calls_total{code="OK",operation="peek"}`:                  "1",
+		`ratelimit_server_calls_under_way`:                                          "0",
+	} {
+		require.Equal(t, want, samples[sample], sample)
+	}
+	require.NotEmpty(t, samples["ratelimit_server_connections"])
+	require.NotEmpty(t, samples["go_goroutines"])
+	for sample := range samples {
+		require.NotContains(t, sample, "secret")
+		require.NotContains(t, sample, "nobody")
+	}
+}
+
+// scrape reads the samples that Prometheus would, by name and labels.
+func scrape(t testing.TB, s *testServer) map[string]string {
+	t.Helper()
+	r, err := http.NewRequestWithContext(t.Context(), http.MethodGet, s.url+"/metrics", nil)
+	require.NoError(t, err)
+	response, err := s.http.Do(r)
+	require.NoError(t, err)
+	defer response.Body.Close()
+	samples := map[string]string{}
+	lines := bufio.NewScanner(response.Body)
+	for lines.Scan() {
+		if name, value, ok := strings.Cut(lines.Text(), "} "); ok {
+			samples[name+"}"] = value
+		} else if name, value, ok := strings.Cut(lines.Text(), " "); ok && name != "#" {
+			samples[name] = value
+		}
+	}
+	require.NoError(t, lines.Err())
+	return samples
+}
+
+// A collector gets metrics by OTLP.
+type collector struct {
+	collectorpb.UnimplementedMetricsServiceServer
+	got chan *collectorpb.ExportMetricsServiceRequest
+}
+
+func (c *collector) Export(_ context.Context, q *collectorpb.ExportMetricsServiceRequest) (*collectorpb.ExportMetricsServiceResponse, error) {
+	c.got <- q
+	return &collectorpb.ExportMetricsServiceResponse{}, nil
+}
+
+func (c *collector) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	body, err := io.ReadAll(r.Body)
+	q := new(collectorpb.ExportMetricsServiceRequest)
+	if err != nil || r.URL.Path != "/v1/metrics" || proto.Unmarshal(body, q) != nil {
+		w.WriteHeader(http.StatusBadRequest)
+		return
+	}
+	c.got <- q
+}
+
+// These tests set the environment, and so run before the others.
+func TestOTLP_SendsWhatPrometheusReads(t *testing.T) {
+	c := &collector{got: make(chan *collectorpb.ExportMetricsServiceRequest, 10)}
+	overHTTP := httptest.NewServer(c)
+	defer overHTTP.Close()
+	listener, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	overGRPC := grpc.NewServer()
+	collectorpb.RegisterMetricsServiceServer(overGRPC, c)
+	go overGRPC.Serve(listener) //nolint:errcheck // the test fails without it
+	defer overGRPC.Stop()
+
+	db := newDB(t)
+	for protocol, endpoint := range map[string]string{"http/protobuf": overHTTP.URL, "grpc": "http://" + listener.Addr().String()} {
+		t.Setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
+		t.Setenv("OTEL_EXPORTER_OTLP_PROTOCOL", protocol)
+		t.Setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=test")
+		s := start(t, db.URL)
+		for range 2 {
+			s.mustPost("/v1/acquire", `{"policy":"budget","key":"a secret key","idempotency_key":"`+protocol+`"}`)
+		}
+		s.mustPost("/v1/acquire", `{"policy":"nobody","key":"a secret key"}`)
+		require.NoError(t, s.stop(), "the last metrics are sent when it stops")
+		q := <-c.got
+		require.NotContains(t, q.String(), "secret")
+		require.NotContains(t, q.String(), "nobody")
+		require.Len(t, q.GetResourceMetrics(), 1)
+		of := map[string]string{}
+		for _, attribute := range q.GetResourceMetrics()[0].GetResource().GetAttributes() {
+			of[attribute.GetKey()] = attribute.GetValue().GetStringValue()
+		}
+		require.Equal(t, "pgratelimit", of["service.name"])
+		require.Equal(t, "test", of["deployment.environment.name"])
+		require.NotEmpty(t, of["service.instance.id"])
+		byName := map[string]*metricspb.Metric{}
+		for _, scope := range q.GetResourceMetrics()[0].GetScopeMetrics() {
+			for _, m := range scope.GetMetrics() {
+				byName[m.GetName()] = m
+			}
+		}
+		requests := map[string]int64{}
+		for _, point := range byName["ratelimit.requests"].GetSum().GetDataPoints() {
+			labels := map[string]string{}
+			for _, attribute := range point.GetAttributes() {
+				labels[attribute.GetKey()] = attribute.GetValue().GetStringValue()
+			}
+			requests[labels["policy"]+" "+labels["result"]] = point.GetAsInt()
+		}
+		require.Equal(t, map[string]int64{"budget allowed": 1, "budget replayed": 1, "_other error": 1}, requests)
+		sizes := byName["ratelimit.combiner.batch_size"].GetHistogram().GetDataPoints()
+		require.Len(t, sizes, 1)
+		require.EqualValues(t, 3, sizes[0].GetSum(), "one at a time")
+		require.Contains(t, byName, "ratelimit.acquire.duration")
+		require.Contains(t, byName, "ratelimit.server.connections")
+	}
+}
+
+func TestOTLP_IsOffUnlessAskedFor(t *testing.T) {
+	db := newDB(t)
+	for _, off := range []map[string]string{
+		{},
+		{"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1", "OTEL_METRICS_EXPORTER": "none"},
+		{"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1", "OTEL_SDK_DISABLED": "true"},
+	} {
+		t.Run("", func(t *testing.T) {
+			for name, value := range off {
+				t.Setenv(name, value)
+			}
+			s := start(t, db.URL)
+			require.NoError(t, s.stop())
+			require.NotContains(t, s.log.String(), "metrics", "nothing failed to be sent")
+		})
+	}
+}
+
+func TestOTLP_Mistakes(t *testing.T) {
+	db := newDB(t)
+	for want, settings := range map[string]map[string]string{
+		`OTEL_METRICS_EXPORTER: "console"`:              {"OTEL_METRICS_EXPORTER": "console"},
+		`OTEL_EXPORTER_OTLP_PROTOCOL: "http/json"`:      {"OTEL_METRICS_EXPORTER": "otlp", "OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"},
+		`OTEL_EXPORTER_OTLP_ENDPOINT: "collector:4318"`: {"OTEL_EXPORTER_OTLP_ENDPOINT": "collector:4318"},
+	} {
+		t.Run("", func(t *testing.T) {
+			for name, value := range settings {
+				t.Setenv(name, value)
+			}
+			_, err := server.Start(t.Context(), load(t, db.URL), slog.New(slog.DiscardHandler))
+			require.ErrorContains(t, err, want)
+		})
+	}
+}
+
+// A collector that is not there costs no call, and stops nobody.
+func TestOTLP_NobodyListens(t *testing.T) {
+	db := newDB(t)
+	t.Setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
+	s := start(t, db.URL)
+	require.Equal(t, http.StatusOK, s.mustPost("/v1/acquire", `{"policy":"budget","key":"k"}`).status)
+	require.NoError(t, s.stop())
+	require.Contains(t, s.log.String(), "the last metrics were not sent")
+}
+
+// promtool runs the command of Prometheus that checks rules, which Debian's package prometheus has.
+func promtool(t *testing.T, args ...string) {
+	t.Helper()
+	if _, err := exec.LookPath("promtool"); err != nil {
+		if os.Getenv("RATELIMIT_TEST_EXAMPLES") != "all" {
+			t.Skipf("RATELIMIT_TEST_EXAMPLES=all installs [prometheus]: %v", err)
+		}
+		require.NoError(t, pgtest.Install(t.Context(), "prometheus"))
+	}
+	out, err := exec.Command("promtool", args...).CombinedOutput()
+	require.NoError(t, err, "%s", out)
+}
+
+// An evaluation is one of promtool test rules: each expression has one sample, 1.
+type evaluation struct {
+	Interval string              `json:"interval"`
+	Series   []map[string]string `json:"input_series"`
+	Tests    []map[string]any    `json:"promql_expr_test"`
+}
+
+func (e *evaluation) isOne(expr string) {
+	e.Tests = append(e.Tests, map[string]any{"expr": expr, "eval_time": "30m", "exp_samples": []any{map[string]any{"labels": "{}", "value": 1}}})
+}
+
+func (e *evaluation) add(series string, from, step float64) {
+	e.Series = append(e.Series, map[string]string{"series": series, "values": fmt.Sprintf("%f+%fx30", from, step)})
+}
+
+var sampleLine = regexp.MustCompile(`(?m)^(ratelimit_\w+)(?:\{(.*)\})? (\S+)$`)
+
+// fill adds what /metrics has. The counters of a server that is ill rise each minute by what they are, and its requests took
+// longer than a second; those of one that is well stand still.
+func (e *evaluation) fill(t *testing.T, metrics string, isIll bool) {
+	for _, m := range sampleLine.FindAllStringSubmatch(metrics, -1) {
+		value, err := strconv.ParseFloat(m[3], 64)
+		require.NoError(t, err)
+		step := 0.0
+		if isIll && regexp.MustCompile("_(total|bucket|sum|count)$").MatchString(m[1]) {
+			step = value
+		}
+		if m[1] == "ratelimit_acquire_duration_seconds_bucket" && regexp.MustCompile(`le="(0\..*|1|1e-.*)"`).MatchString(m[2]) {
+			step = 0
+		}
+		e.add(m[1]+"{"+strings.Trim(m[2]+`,job="pgratelimit",instance="a"`, ",")+"}", value, step)
+	}
+}
+
+// Every expression of the dashboard has samples, and every alert fires, of what /metrics has; of a server that is well none does.
+func TestPrometheus_DashboardAndAlertsReadWhatMetricsHas(t *testing.T) {
+	t.Parallel()
+	rules, err := filepath.Abs("../../../docs/prometheus/alerts.yml")
+	require.NoError(t, err)
+	promtool(t, "check", "rules", rules)
+	dashboard, err := os.ReadFile("../../../docs/prometheus/dashboard.json")
+	require.NoError(t, err)
+
+	dbs, _ := newShards(t, 2)
+	s := start(t, "", "SHARD_URLS="+dbs[0].URL+" postgres://127.0.0.1:1/nowhere", "MAX_CALLS=1")
+	acquire := func(policy string, cost, shard int) int {
+		return s.ask("/v1/acquire", fmt.Sprintf(`{"policy":%q,"key":%q,"cost":%d}`, policy, keyOn(shard, 2), cost)).status
+	}
+	require.Equal(t, http.StatusOK, acquire("api", 10, 0))
+	require.Equal(t, http.StatusOK, acquire("api", 10, 0), "a denial")
+	require.Equal(t, http.StatusNotFound, acquire("typo", 1, 0))
+	require.Equal(t, http.StatusServiceUnavailable, acquire("api", 1, 1), "the shard is down")
+	unlock := lock(t, dbs[0])
+	waited := make(chan int)
+	go func() { waited <- acquire("api", 10, 0) }()
+	awaitBlocked(t, dbs[0], 1)
+	require.Equal(t, http.StatusServiceUnavailable, acquire("api", 1, 0), "too many calls")
+	unlock()
+	require.Equal(t, http.StatusOK, <-waited)
+	metrics := s.text("/metrics")
+
+	var ill, well evaluation
+	ill.Interval, well.Interval = "1m", "1m"
+	ill.fill(t, metrics, true)
+	ill.add(`up{job="pgratelimit",instance="b"}`, 0, 0)
+	well.fill(t, metrics, false)
+	well.add(`up{job="pgratelimit",instance="a"}`, 1, 0)
+	well.isOne("absent(ALERTS)")
+	well.isOne("max(up)")
+	var panels struct {
+		Panels []struct{ Targets []struct{ Expr string } }
+	}
+	require.NoError(t, json.Unmarshal(dashboard, &panels))
+	for _, panel := range panels.Panels {
+		for _, target := range panel.Targets {
+			ill.isOne("count(" + target.Expr + ") > bool 0")
+		}
+	}
+	text, err := os.ReadFile(rules)
+	require.NoError(t, err)
+	for _, alert := range regexp.MustCompile(`- alert: (\w+)`).FindAllStringSubmatch(string(text), -1) {
+		ill.isOne(`count(ALERTS{alertstate="firing",alertname="` + alert[1] + `"}) > bool 0`)
+	}
+	require.Len(t, ill.Tests, 14, "expressions and alerts")
+	tests, err := json.Marshal(map[string]any{"rule_files": []string{rules}, "evaluation_interval": "1m", "tests": []evaluation{ill, well}})
+	require.NoError(t, err)
+	file := filepath.Join(t.TempDir(), "tests.yml")
+	require.NoError(t, os.WriteFile(file, tests, 0o600))
+	promtool(t, "test", "rules", file)
+
+	var reasons []string
+	for kind := service.UnknownPolicy; kind <= service.Internal; kind++ {
+		reasons = append(reasons, kind.Reason())
+	}
+	for _, codes := range regexp.MustCompile(`code=~?"(.*?)"`).FindAllStringSubmatch(string(text), -1) {
+		for code := range strings.SplitSeq(codes[1], "|") {
+			require.True(t, slices.Contains(reasons, code), code)
+		}
+	}
+}
+
+// page asks for the status page, with a token as the password unless there is none.
+func (s *testServer) page(password string) (a answer, page string) {
+	s.t.Helper()
+	r, err := http.NewRequestWithContext(s.t.Context(), http.MethodGet, s.url+"/", nil)
+	require.NoError(s.t, err)
+	if password != "" {
+		r.SetBasicAuth("anybody", password)
+	}
+	response, err := s.http.Do(r)
+	require.NoError(s.t, err)
+	defer response.Body.Close()
+	body, err := io.ReadAll(response.Body)
+	require.NoError(s.t, err)
+	return answer{status: response.StatusCode, header: response.Header}, string(body)
+}
+
+func TestPage_IsOffUnlessAskedFor(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	requireProblem(t, start(t, db.URL).get("/"), http.StatusNotFound, "")
+	s := start(t, db.URL, "TOKENS=secret")
+	requireProblem(t, s.get("/"), http.StatusUnauthorized, "")
+	a, _ := s.page("secret")
+	require.Equal(t, http.StatusUnauthorized, a.status)
+	require.Equal(t, []string{"Bearer"}, a.header.Values("WWW-Authenticate"))
+}
+
+// It needs the token that calls need, and not that of health and metrics. A browser's way to give it is good for the page
+// alone: a browser would give it to calls that others have it make.
+func TestPage_NeedsTheToken(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	s := start(t, db.URL, "STATUS_PAGE=true", "TOKENS=secret,other", "MONITORING_TOKENS=watch")
+	for password, want := range map[string]int{"": 401, "wrong": 401, "watch": 401, "secret": 200, "other": 200} {
+		a, body := s.page(password)
+		require.Equal(t, want, a.status, password)
+		require.Equal(t, want == 200, strings.Contains(body, "Emptiest buckets"))
+		if want == 401 {
+			require.Equal(t, []string{`Basic realm="pgratelimit", charset="UTF-8"`, "Bearer"}, a.header.Values("WWW-Authenticate"))
+		}
+	}
+	a, err := s.do(t.Context(), http.MethodGet, "/", nil, "Authorization: Bearer secret")
+	require.NoError(t, err)
+	require.Equal(t, http.StatusOK, a.status)
+
+	basic := "Authorization: Basic YW55Ym9keTpzZWNyZXQ=" // anybody:secret
+	requireProblem(t, s.mustPost("/v1/acquire", `{"policy":"api","key":"k"}`, basic), http.StatusUnauthorized, "")
+	a, err = s.do(t.Context(), http.MethodGet, "/metrics", nil, basic)
+	require.NoError(t, err)
+	require.Equal(t, http.StatusUnauthorized, a.status)
+	requireProblem(t, s.mustPost("/", "", "Authorization: Bearer secret"), http.StatusNotFound, "")
+}
+
+// The page of another site whose name leads here may not read it.
+func TestPage_WithoutTokensIsUnderNoName(t *testing.T) {
+	t.Parallel()
+	s := start(t, newDB(t).URL, "STATUS_PAGE=true")
+	a, _ := s.page("")
+	require.Equal(t, http.StatusOK, a.status)
+	r, err := http.NewRequestWithContext(t.Context(), http.MethodGet, s.url+"/", nil)
+	require.NoError(t, err)
+	r.Host = "evil.example"
+	response, err := s.http.Do(r)
+	require.NoError(t, err)
+	require.NoError(t, response.Body.Close())
+	require.Equal(t, http.StatusForbidden, response.StatusCode)
+}
+
+// What callers got is in the plots, and the page outlives the database.
+func TestPage_WithAndWithoutTheDatabase(t *testing.T) {
+	t.Parallel()
+	postgres := pgtest.Private(t)
+	db := install(t, postgres)
+	s := start(t, db.URL, "STATUS_PAGE=true")
+	for range 12 {
+		s.mustPost("/v1/acquire", `{"policy":"api","key":"user:42"}`)
+	}
+	s.mustPost("/v1/peek", `{"policy":"api","key":"user:42"}`)
+	var page string
+	require.Eventually(t, func() bool { // a sample takes 5 seconds; what the page could not read in time it reads later
+		_, page = s.page("")
+		return strings.Contains(page, "Healthy") && strings.Contains(page, "user:42") && !strings.Contains(page, "Denied: 0 a second now, 0 at most")
+	}, time.Minute, 50*time.Millisecond)
+	require.NotContains(t, page, "Allowed: 0 a second now, 0 at most")
+	require.Contains(t, page, "Errors: 0 a second now, 0 at most")
+
+	require.NoError(t, postgres.Stop(t.Context(), true))
+	require.Eventually(t, func() bool { return s.get("/healthz").status == http.StatusServiceUnavailable }, 20*time.Second, 10*time.Millisecond)
+	a, page := s.page("")
+	require.Equal(t, http.StatusOK, a.status)
+	require.Contains(t, page, "Not healthy: the database cannot be used.")
+	require.Contains(t, page, "user:42", "as it was seen last")
+}
+
+// The page of shards is that of all their databases, and says which is down. The others go on.
+func TestPage_OfShardsSaysWhichIsDown(t *testing.T) {
+	t.Parallel()
+	dbs, _ := newShards(t, 2)
+	s := start(t, "", "SHARD_URLS="+dbs[0].URL+" postgres://127.0.0.1:1/nowhere", "STATUS_PAGE=true")
+	key := keyOn(0, 2)
+	require.Equal(t, http.StatusOK, s.ask("/v1/acquire", `{"policy":"api","key":"`+key+`"}`).status)
+	var page string
+	require.Eventually(t, func() bool {
+		_, page = s.page("")
+		return strings.Contains(page, "shard 1 of 2 is down") && strings.Contains(page, key)
+	}, time.Minute, 50*time.Millisecond)
+	require.Contains(t, page, "Not healthy: shard 1 of 2 is down.")
+	require.Contains(t, page, "<strong>0</strong> "+dbs[0].Pool.Config().ConnConfig.Host)
+	require.Contains(t, page, `<li class="down"><strong>1</strong> 127.0.0.1:1/nowhere`)
+	require.Equal(t, http.StatusOK, s.get("/healthz").status, "a balancer sends requests on")
+}
