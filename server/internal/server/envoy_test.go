@@ -2,7 +2,6 @@ package server_test
 
 import (
 	"encoding/json"
-	"log/slog"
 	"math"
 	"net/http"
 	"os"
@@ -23,8 +22,6 @@ import (
 	"google.golang.org/protobuf/types/known/wrapperspb"
 
 	"github.com/pgratelimit/pgratelimit/client"
-	pb "github.com/pgratelimit/pgratelimit/server/gen/pgratelimit/v1"
-	"github.com/pgratelimit/pgratelimit/server/internal/server"
 	"github.com/pgratelimit/pgratelimit/server/policyfile"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
@@ -344,9 +341,7 @@ func TestEnvoy_JSON(t *testing.T) {
 		requireProblem(t, a, status, sqlState)
 		require.NotContains(t, a.body["detail"], "proto")
 	}
-	a, err := e.do(t.Context(), "GET", "/json", nil)
-	require.NoError(t, err)
-	requireProblem(t, a, 405, "")
+	requireProblem(t, e.get("/json"), 405, "")
 }
 
 func response(t testing.TB, a answer) *envoypb.RateLimitResponse {
@@ -382,7 +377,7 @@ func TestEnvoy_LimitsThatAreOffAreSeen(t *testing.T) {
 	for range 3 {
 		e.requireStatuses(list{of("usr", "ann")}, none)
 	}
-	_, err := e.rpc.Acquire(t.Context(), &pb.AcquireRequest{Policy: "nobody", LogicalKey: "ann"})
+	_, err := e.call(t.Context(), "acquire", `{"policy":"nobody","key":"ann"}`)
 	require.Error(t, err)
 	requireProblem(t, e.mustPost("/v1/peek", `{"policy":"nobody","key":"ann"}`), http.StatusNotFound, "RL001")
 	samples := scrape(t, e.testServer)
@@ -404,17 +399,6 @@ func policies(t testing.TB, db *pgtest.DB) map[string]client.Policy {
 		byName[p.Name] = p
 	}
 	return byName
-}
-
-// startError is why a server does not start.
-func startError(t testing.TB, url string, settings ...string) error {
-	t.Helper()
-	s, err := server.Start(t.Context(), load(t, url, settings...), slog.New(slog.DiscardHandler))
-	if s != nil {
-		require.NoError(t, s.Stop())
-	}
-	require.Error(t, err)
-	return err
 }
 
 // requests_per_unit at once, and as many in each unit, by the name of the rule or its domain and path.

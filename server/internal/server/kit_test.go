@@ -23,8 +23,11 @@ import (
 	"google.golang.org/grpc/credentials/insecure"
 	reflectionpb "google.golang.org/grpc/reflection/grpc_reflection_v1"
 	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/encoding/protojson"
 	"google.golang.org/protobuf/proto"
-	"google.golang.org/protobuf/types/descriptorpb"
+	"google.golang.org/protobuf/reflect/protoreflect"
+	"google.golang.org/protobuf/reflect/protoregistry"
+	"google.golang.org/protobuf/types/dynamicpb"
 
 	"github.com/pgratelimit/pgratelimit/migrations"
 	pb "github.com/pgratelimit/pgratelimit/server/gen/pgratelimit/v1"
@@ -127,43 +130,103 @@ func startWith(t testing.TB, c config.Config, options ...grpc.DialOption) *testS
 type answer struct {
 	status int
 	header http.Header
+	text   string
 	body   map[string]any // nil if it is no JSON
 }
 
-// post sends a body, with headers that are given as "Name: value".
-func (s *testServer) post(ctx context.Context, path, body string, headers ...string) (answer, error) {
-	return s.do(ctx, http.MethodPost, path, strings.NewReader(body), headers...)
-}
-
-func (s *testServer) do(ctx context.Context, method, path string, body io.Reader, headers ...string) (answer, error) {
-	r, err := http.NewRequestWithContext(ctx, method, s.url+path, body)
+// do sends a body, with headers that are given as "Name: value".
+func (s *testServer) do(ctx context.Context, method, path, body string, headers ...string) (answer, error) {
+	r, err := http.NewRequestWithContext(ctx, method, s.url+path, strings.NewReader(body))
 	require.NoError(s.t, err)
 	for _, header := range headers {
 		name, value, _ := strings.Cut(header, ": ")
 		r.Header.Set(name, value)
+		if name == "Host" {
+			r.Host = value
+		}
 	}
 	response, err := s.http.Do(r)
 	if err != nil {
 		return answer{}, err
 	}
 	defer response.Body.Close()
-	a := answer{status: response.StatusCode, header: response.Header}
 	text, err := io.ReadAll(response.Body)
 	if err != nil {
 		return answer{}, err
 	}
+	a := answer{status: response.StatusCode, header: response.Header, text: string(text)}
 	if strings.Contains(a.header.Get("Content-Type"), "json") {
 		require.NoError(s.t, json.Unmarshal(text, &a.body), "%s", text)
 	}
 	return a, nil
 }
 
-// mustPost is for answers that there have to be.
-func (s *testServer) mustPost(path, body string, headers ...string) answer {
+func (s *testServer) post(ctx context.Context, path, body string, headers ...string) (answer, error) {
+	return s.do(ctx, http.MethodPost, path, body, headers...)
+}
+
+// mustDo, mustPost and get are for answers that there have to be.
+func (s *testServer) mustDo(method, path, body string, headers ...string) answer {
 	s.t.Helper()
-	a, err := s.post(s.t.Context(), path, body, headers...)
+	a, err := s.do(s.t.Context(), method, path, body, headers...)
 	require.NoError(s.t, err)
 	return a
+}
+
+func (s *testServer) mustPost(path, body string, headers ...string) answer {
+	s.t.Helper()
+	return s.mustDo(http.MethodPost, path, body, headers...)
+}
+
+func (s *testServer) get(path string, headers ...string) answer {
+	s.t.Helper()
+	return s.mustDo(http.MethodGet, path, "", headers...)
+}
+
+var grpcNames = strings.NewReplacer(`"key":`, `"logical_key":`, `"idempotency_key":`, `"request_id":`)
+
+// call makes the call of a path of JSON by gRPC, with the same body.
+func (s *testServer) call(ctx context.Context, path, body string) (proto.Message, error) {
+	service := pb.File_pgratelimit_v1_ratelimiter_proto.Services().Get(0)
+	for i := range service.Methods().Len() {
+		method := service.Methods().Get(i)
+		if !strings.EqualFold(string(method.Name()), strings.ReplaceAll(path, "_", "")) {
+			continue
+		}
+		in := dynamicpb.NewMessage(method.Input())
+		require.NoError(s.t, protojson.Unmarshal([]byte(grpcNames.Replace(body)), in), body)
+		var out proto.Message = new(pb.Decision)
+		if path == "acquire_all" {
+			out = new(pb.JointDecision)
+		}
+		return out, s.conn.Invoke(ctx, "/"+string(service.FullName())+"/"+string(method.Name()), in, out)
+	}
+	panic("no method is called " + path)
+}
+
+// begin makes a call by gRPC beside the test, whose error arrives.
+func (s *testServer) begin(ctx context.Context, path, body string) (answered chan error) {
+	answered = make(chan error, 1)
+	go func() {
+		_, err := s.call(ctx, path, body)
+		answered <- err
+	}()
+	return answered
+}
+
+// acquire takes one token by gRPC.
+func (s *testServer) acquire(policy, key string) *pb.Decision {
+	s.t.Helper()
+	d, err := s.rpc.Acquire(s.t.Context(), &pb.AcquireRequest{Policy: policy, LogicalKey: key})
+	require.NoError(s.t, err)
+	return d
+}
+
+func (s *testServer) remaining(policy, key string) int64 {
+	s.t.Helper()
+	d, err := s.rpc.Peek(s.t.Context(), &pb.PeekRequest{Policy: policy, LogicalKey: key})
+	require.NoError(s.t, err)
+	return d.GetRemaining()
 }
 
 // requireProblem checks that an answer is one.
@@ -272,38 +335,29 @@ func install(t testing.TB, postgres *pgtest.Server) *pgtest.DB {
 	return db
 }
 
-// methodsOf lists what a server can be asked, as reflection tells it to one who may ask.
-func methodsOf(ctx context.Context, t *testing.T, s *testServer) (methods []string) {
-	t.Helper()
+// methods lists the methods of the services that reflection lists.
+func (s *testServer) methods(ctx context.Context) (methods []string, err error) {
 	stream, err := reflectionpb.NewServerReflectionClient(s.conn).ServerReflectionInfo(ctx)
-	require.NoError(t, err)
-	ask := func(q *reflectionpb.ServerReflectionRequest) *reflectionpb.ServerReflectionResponse {
-		t.Helper()
-		require.NoError(t, stream.Send(q))
-		reply, err := stream.Recv()
-		require.NoError(t, err)
-		return reply
+	if err != nil {
+		return nil, err
 	}
-	list := ask(&reflectionpb.ServerReflectionRequest{MessageRequest: &reflectionpb.ServerReflectionRequest_ListServices{}})
+	err = stream.Send(&reflectionpb.ServerReflectionRequest{MessageRequest: &reflectionpb.ServerReflectionRequest_ListServices{}})
+	if err != nil && !errors.Is(err, io.EOF) { // of a stream that has ended, Recv returns the reason
+		return nil, err
+	}
+	list, err := stream.Recv()
+	if err != nil {
+		return nil, err
+	}
 	for _, service := range list.GetListServicesResponse().GetService() {
-		reply := ask(&reflectionpb.ServerReflectionRequest{
-			MessageRequest: &reflectionpb.ServerReflectionRequest_FileContainingSymbol{FileContainingSymbol: service.GetName()},
-		})
-		for _, text := range reply.GetFileDescriptorResponse().GetFileDescriptorProto() {
-			var file descriptorpb.FileDescriptorProto
-			require.NoError(t, proto.Unmarshal(text, &file))
-			for _, found := range file.GetService() {
-				if file.GetPackage()+"."+found.GetName() != service.GetName() {
-					continue
-				}
-				for _, method := range found.GetMethod() {
-					methods = append(methods, "/"+service.GetName()+"/"+method.GetName())
-				}
-			}
+		found, err := protoregistry.GlobalFiles.FindDescriptorByName(protoreflect.FullName(service.GetName()))
+		require.NoError(s.t, err)
+		all := found.(protoreflect.ServiceDescriptor).Methods()
+		for i := range all.Len() {
+			methods = append(methods, "/"+service.GetName()+"/"+string(all.Get(i).Name()))
 		}
 	}
-	require.NoError(t, stream.CloseSend())
-	return methods
+	return methods, stream.CloseSend()
 }
 
 // invoke sends one message by a method of any kind, and returns the first error.
@@ -322,4 +376,15 @@ func invoke(ctx context.Context, s *testServer, method string, message []byte) e
 	}
 	var reply []byte
 	return stream.RecvMsg(&reply)
+}
+
+// startError is why a server does not start.
+func startError(t testing.TB, url string, settings ...string) error {
+	t.Helper()
+	s, err := server.Start(t.Context(), load(t, url, settings...), slog.New(slog.DiscardHandler))
+	if s != nil {
+		require.NoError(t, s.Stop())
+	}
+	require.Error(t, err)
+	return err
 }

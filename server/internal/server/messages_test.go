@@ -48,9 +48,7 @@ func TestJSON_MalformedRequests(t *testing.T) {
 		require.NotContains(t, a.body["detail"], "Go ", name)
 	}
 	for _, key := range []string{"k", "l", "\ufffd"} {
-		d, err := s.rpc.Peek(t.Context(), &pb.PeekRequest{Policy: "api", LogicalKey: key})
-		require.NoError(t, err)
-		require.EqualValues(t, 10, d.GetRemaining(), "none of them took anything")
+		require.EqualValues(t, 10, s.remaining("api", key), "none of them took anything")
 	}
 }
 
@@ -59,8 +57,7 @@ func TestHTTP_OtherPathsAndMethods(t *testing.T) {
 	s := start(t, newDB(t).URL)
 	for _, path := range []string{"acquire", "acquire_all", "charge", "settle", "peek", "refund"} {
 		for _, method := range []string{http.MethodGet, http.MethodPut, http.MethodDelete, http.MethodOptions, "ODD"} {
-			a, err := s.do(t.Context(), method, "/v1/"+path, strings.NewReader(`{"policy":"api","key":"k"}`))
-			require.NoError(t, err)
+			a := s.mustDo(method, "/v1/"+path, `{"policy":"api","key":"k"}`)
 			requireProblem(t, a, http.StatusMethodNotAllowed, "")
 			require.Equal(t, http.MethodPost, a.header.Get("Allow"))
 		}
@@ -104,8 +101,7 @@ func TestMessages_TooLarge(t *testing.T) {
 	requireProblem(t, s.mustPost("/v1/acquire", strings.Repeat(" ", 2001)), http.StatusRequestEntityTooLarge, "")
 	requireProblem(t, s.mustPost("/v1/acquire", strings.Repeat(" ", 1_000_000)), http.StatusRequestEntityTooLarge, "")
 
-	_, err = s.rpc.Acquire(t.Context(), &pb.AcquireRequest{Policy: "api", LogicalKey: "k"})
-	require.NoError(t, err, "the connection goes on")
+	s.acquire("api", "k") // the connection goes on
 }
 
 // raw sends bytes as they are.
@@ -143,9 +139,7 @@ func TestGRPC_MalformedMessages(t *testing.T) {
 	var reply []byte
 	err := s.conn.Invoke(t.Context(), "/pgratelimit.v1.RateLimiter/Nothing", &reply, &reply, grpc.ForceCodec(raw{}))
 	require.Equal(t, codes.Unimplemented, status.Code(err))
-	d, err := s.rpc.Peek(t.Context(), &pb.PeekRequest{Policy: "api", LogicalKey: "k"})
-	require.NoError(t, err)
-	require.EqualValues(t, 9, d.GetRemaining())
+	require.EqualValues(t, 9, s.remaining("api", "k"))
 }
 
 // What is no HTTP at all ends the connection, and nothing else.
@@ -162,8 +156,7 @@ func TestListeners_StrangeConnections(t *testing.T) {
 			conn.Close()
 		}
 	}
-	_, err := s.rpc.Acquire(t.Context(), &pb.AcquireRequest{Policy: "api", LogicalKey: "k"})
-	require.NoError(t, err)
+	s.acquire("api", "k")
 	require.Equal(t, http.StatusOK, s.mustPost("/v1/acquire", `{"policy":"api","key":"k"}`).status)
 }
 
@@ -189,9 +182,7 @@ func TestKeys_OfEveryKind(t *testing.T) {
 		keys = append(keys, key.String())
 	}
 	for _, key := range keys {
-		d, err := s.rpc.Acquire(t.Context(), &pb.AcquireRequest{Policy: "budget", LogicalKey: key})
-		require.NoError(t, err, "%q", key)
-		require.EqualValues(t, 999_999, d.GetRemaining(), "%q: a bucket of its own", key)
+		require.EqualValues(t, 999_999, s.acquire("budget", key).GetRemaining(), "%q: a bucket of its own", key)
 		text, err := json.Marshal(key)
 		require.NoError(t, err)
 		a := s.mustPost("/v1/acquire", fmt.Sprintf(`{"policy":"budget","key":%s}`, text))
@@ -227,8 +218,7 @@ func TestListeners_SlowConnections(t *testing.T) {
 	for range 300 {
 		open(brief.HTTPAddr(), half)
 	}
-	_, err := s.rpc.Acquire(t.Context(), &pb.AcquireRequest{Policy: "api", LogicalKey: "k"})
-	require.NoError(t, err)
+	s.acquire("api", "k")
 	require.Equal(t, http.StatusOK, s.mustPost("/v1/acquire", `{"policy":"api","key":"k"}`).status)
 
 	var ended sync.WaitGroup

@@ -1,13 +1,8 @@
 package server_test
 
 import (
-	"context"
 	"fmt"
-	"io"
-	"log/slog"
 	"net/http"
-	"os"
-	"path/filepath"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -18,7 +13,6 @@ import (
 
 	"github.com/pgratelimit/pgratelimit/client"
 	pb "github.com/pgratelimit/pgratelimit/server/gen/pgratelimit/v1"
-	"github.com/pgratelimit/pgratelimit/server/internal/server"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
@@ -42,13 +36,6 @@ func keyOn(shard, of int) string {
 	}
 }
 
-func (s *testServer) ask(path, body string) answer {
-	s.t.Helper()
-	a, err := s.post(s.t.Context(), path, body)
-	require.NoError(s.t, err)
-	return a
-}
-
 func TestShards_EachCallGoesToTheShardOfItsKey(t *testing.T) {
 	t.Parallel()
 	const of = 4
@@ -56,14 +43,14 @@ func TestShards_EachCallGoesToTheShardOfItsKey(t *testing.T) {
 	s := start(t, "", setting, "DEFAULT_CAPACITY=5", "DEFAULT_REFILL_RATE=0")
 	for n, db := range dbs {
 		key := keyOn(n, of)
-		a := s.ask("/v1/acquire", `{"policy":"api","key":"`+key+`","cost":3}`)
+		a := s.mustPost("/v1/acquire", `{"policy":"api","key":"`+key+`","cost":3}`)
 		require.Equal(t, http.StatusOK, a.status, "%+v", a)
-		a = s.ask("/v1/acquire_all", `{"charges":[{"policy":"api","key":"`+key+`"},{"policy":"budget","key":"`+key+`"}]}`)
+		a = s.mustPost("/v1/acquire_all", `{"charges":[{"policy":"api","key":"`+key+`"},{"policy":"budget","key":"`+key+`"}]}`)
 		require.Equal(t, http.StatusOK, a.status)
-		require.Equal(t, http.StatusOK, s.ask("/v1/acquire", `{"key":"`+key+`"}`).status, "the policy default is everywhere")
+		require.Equal(t, http.StatusOK, s.mustPost("/v1/acquire", `{"key":"`+key+`"}`).status, "the policy default is everywhere")
 		db.Await(t, time.Minute, "select (ratelimit_peek('api', $1)).remaining = 6 and (ratelimit_peek('default', $1)).remaining = 4", key)
 	}
-	a := s.ask("/v1/acquire_all", `{"charges":[{"policy":"api","key":"`+keyOn(0, of)+`"},{"policy":"api","key":"`+keyOn(1, of)+`"}]}`)
+	a := s.mustPost("/v1/acquire_all", `{"charges":[{"policy":"api","key":"`+keyOn(0, of)+`"},{"policy":"api","key":"`+keyOn(1, of)+`"}]}`)
 	requireProblem(t, a, http.StatusUnprocessableEntity, "22023")
 	require.Contains(t, a.body["detail"], "charge 0 to shard 0 and charge 1 to shard 1 of 4")
 }
@@ -85,7 +72,7 @@ func TestShards_MistakesAreSeenAtTheStart(t *testing.T) {
 		"one":        {list(dbs[0]), "List all 4 databases"},
 		"unnumbered": {list(dbs[0], dbs[1], dbs[2], bare), "select ratelimit_define_shard(3, 4);"},
 	} {
-		_, err := server.Start(t.Context(), load(t, "", test.setting), slog.New(slog.DiscardHandler))
+		err := startError(t, "", test.setting)
 		require.ErrorIs(t, err, client.ErrWrongShard, name)
 		require.ErrorContains(t, err, test.says, name)
 	}
@@ -104,27 +91,26 @@ func TestShards_OneAloneIsRefused(t *testing.T) {
 	role := newRole(t, db)
 	db.Exec(t, "grant execute on function ratelimit_acquire, ratelimit_acquire_all, ratelimit_acquire_packed to "+role)
 	s := start(t, as(t, db, role)) // which may not ask
-	require.Equal(t, http.StatusOK, s.ask("/v1/acquire", `{"policy":"api","key":"k"}`).status)
+	require.Equal(t, http.StatusOK, s.mustPost("/v1/acquire", `{"policy":"api","key":"k"}`).status)
 }
 
 // A shard that is down fails its own calls. The server starts beside it, is healthy, and answers all others.
 func TestShards_OneIsDown(t *testing.T) {
 	t.Parallel()
-	rules := filepath.Join(t.TempDir(), "rules.yaml")
-	require.NoError(t, os.WriteFile(rules, []byte("{domain: edge, descriptors: [{key: user, rate_limit: {unit: day, requests_per_unit: 5}}]}"), 0o600))
+	rules := rulesFile(t, "{domain: edge, descriptors: [{key: user, rate_limit: {unit: day, requests_per_unit: 5}}]}")
 	dbs, _ := newShards(t, 2)
 	setting := "SHARD_URLS=" + dbs[0].URL + " postgres://127.0.0.1:1/nowhere"
 	s := start(t, "", setting, "MAX_CALLS=2", "CALL_TIMEOUT=5s", "ENVOY_RULES="+rules)
 	require.Contains(t, s.log.String(), "a shard is left out")
 	well, down := keyOn(0, 2), keyOn(1, 2)
 	for range 3 {
-		requireProblem(t, s.ask("/v1/acquire", `{"policy":"api","key":"`+down+`"}`), http.StatusServiceUnavailable, "")
-		require.Equal(t, http.StatusOK, s.ask("/v1/acquire", `{"policy":"api","key":"`+well+`"}`).status)
+		requireProblem(t, s.mustPost("/v1/acquire", `{"policy":"api","key":"`+down+`"}`), http.StatusServiceUnavailable, "")
+		require.Equal(t, http.StatusOK, s.mustPost("/v1/acquire", `{"policy":"api","key":"`+well+`"}`).status)
 	}
 	require.Eventually(t, func() bool { return strings.Contains(s.log.String(), "a shard is not healthy") }, time.Minute, 10*time.Millisecond)
 	require.Eventually(t, func() bool { return s.get("/healthz").status == http.StatusOK }, time.Minute, 10*time.Millisecond)
 
-	_, err := server.Start(context.Background(), load(t, "", "SHARD_URLS=postgres://127.0.0.1:1/a postgres://127.0.0.1:1/b"), slog.New(slog.DiscardHandler))
+	err := startError(t, "", "SHARD_URLS=postgres://127.0.0.1:1/a postgres://127.0.0.1:1/b")
 	require.ErrorContains(t, err, "the database does not answer")
 	require.ErrorContains(t, err, "shard 1 of 2: ")
 }
@@ -167,18 +153,6 @@ func (s *testServer) spend(key string, enough int64) (granted, leased int64) {
 	return all.Load(), marked.Load()
 }
 
-// text is what a browser would show.
-func (s *testServer) text(path string) string {
-	s.t.Helper()
-	response, err := s.http.Get(s.url + path)
-	require.NoError(s.t, err)
-	defer response.Body.Close()
-	body, err := io.ReadAll(response.Body)
-	require.NoError(s.t, err)
-	require.Equal(s.t, http.StatusOK, response.StatusCode)
-	return string(body)
-}
-
 func spent(t *testing.T, db *pgtest.DB, key string) (tokens int64) {
 	t.Helper()
 	require.NoError(t, db.Pool.QueryRow(t.Context(), "select 1000000 - (ratelimit_peek('busy', $1)).remaining", key).Scan(&tokens))
@@ -212,8 +186,8 @@ func TestLeases_AnswerForBusyBuckets(t *testing.T) {
 		granted += 3 + 1
 		require.NotContains(t, s.mustPost("/v1/peek", `{"policy":"busy","key":"k"}`).body, "estimated")
 	}
-	require.Contains(t, s.text("/metrics"), fmt.Sprintf("ratelimit_leased_total{policy=\"busy\"} %d\n", leased))
-	require.Regexp(t, `Granted from leases</dt><dd>[1-9]`, s.text("/"))
+	require.Contains(t, s.get("/metrics").text, fmt.Sprintf("ratelimit_leased_total{policy=\"busy\"} %d\n", leased))
+	require.Regexp(t, `Granted from leases</dt><dd>[1-9]`, s.get("/").text)
 	more, _ := s.spend("k", 100) // so that it holds some
 	require.NoError(t, s.stop())
 	require.Equal(t, granted+more, spent(t, db, "k"))
@@ -244,8 +218,7 @@ func TestLeases_NeedGrants(t *testing.T) {
 	role := newRole(t, db)
 	const others = "ratelimit_acquire, ratelimit_acquire_all, ratelimit_acquire_packed, ratelimit_charge, ratelimit_settle, ratelimit_peek, ratelimit_refund"
 	db.Exec(t, "grant execute on function "+others+" to "+role)
-	_, err := server.Start(t.Context(), load(t, as(t, db, role), "LEASES=api"), slog.New(slog.DiscardHandler))
-	require.ErrorContains(t, err, "grant execute on function ratelimit_acquire_up_to, ratelimit_refund to <role>;")
+	require.ErrorContains(t, startError(t, as(t, db, role), "LEASES=api"), "grant execute on function ratelimit_acquire_up_to, ratelimit_refund to <role>;")
 	db.Exec(t, "grant execute on function ratelimit_acquire_up_to to "+role)
 	start(t, as(t, db, role), "LEASES=api")
 }
@@ -259,7 +232,7 @@ func TestLeases_AreOffUnlessAskedFor(t *testing.T) {
 	for range 100 {
 		require.NotContains(t, s.mustPost("/v1/acquire", `{"policy":"busy","key":"k"}`).body, "estimated")
 	}
-	require.NotContains(t, s.text("/metrics"), "ratelimit_leased")
-	require.NotContains(t, s.text("/"), "leases")
+	require.NotContains(t, s.get("/metrics").text, "ratelimit_leased")
+	require.NotContains(t, s.get("/").text, "leases")
 	require.EqualValues(t, 100, spent(t, db, "k"))
 }

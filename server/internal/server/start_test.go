@@ -15,7 +15,6 @@ import (
 	"net/http"
 	"os"
 	"path/filepath"
-	"strings"
 	"sync"
 	"sync/atomic"
 	"syscall"
@@ -51,8 +50,7 @@ func TestStart_SaysWhatIsMissing(t *testing.T) {
 		"HTTP_ADDR: ":                           {db.URL, "HTTP_ADDR=" + taken.Addr().String()},
 		"DEFAULT_CAPACITY: the policy default:": {db.URL, "DEFAULT_CAPACITY=9000000000001", "DEFAULT_REFILL_RATE=1"},
 	} {
-		_, err := server.Start(t.Context(), load(t, c[0], c[1:]...), slog.New(slog.DiscardHandler))
-		require.ErrorContains(t, err, want)
+		require.ErrorContains(t, startError(t, c[0], c[1:]...), want)
 	}
 }
 
@@ -61,9 +59,7 @@ func TestStart_DefinesTheDefaultPolicyOnce(t *testing.T) {
 	db := newDB(t)
 	start(t, db.URL, "DEFAULT_CAPACITY=20", "DEFAULT_REFILL_RATE=0.5")
 	s := start(t, db.URL, "DEFAULT_CAPACITY=30", "DEFAULT_REFILL_RATE=1")
-	d, err := s.rpc.Acquire(t.Context(), &pb.AcquireRequest{LogicalKey: "k"})
-	require.NoError(t, err)
-	require.EqualValues(t, 20, d.GetCapacity())
+	require.EqualValues(t, 20, s.acquire("", "k").GetCapacity())
 	require.EqualValues(t, 19, s.mustPost("/v1/peek", `{"key":"k"}`).body["remaining"])
 	var refill, every int64
 	require.NoError(t, db.Pool.QueryRow(t.Context(), "select refill, extract(epoch from every)::bigint from ratelimit_policies() where policy = 'default'").Scan(&refill, &every))
@@ -218,11 +214,7 @@ func TestStop_WaitsForCallsUnderWay(t *testing.T) {
 	db := newDB(t)
 	s := start(t, db.URL, "DATABASE_CALLS=4")
 	unlock := lock(t, db)
-	answered := make(chan error, 2)
-	go func() {
-		_, err := s.rpc.Acquire(t.Context(), &pb.AcquireRequest{Policy: "budget", LogicalKey: "k"})
-		answered <- err
-	}()
+	grpcAnswered, answered := s.begin(t.Context(), "acquire", `{"policy":"budget","key":"k"}`), make(chan error, 1)
 	go func() {
 		a, err := s.post(t.Context(), "/v1/charge", `{"policy":"budget","key":"l","cost":1}`)
 		if err == nil && a.body["allowed"] != true {
@@ -240,7 +232,7 @@ func TestStop_WaitsForCallsUnderWay(t *testing.T) {
 	}, 20*time.Second, time.Millisecond)
 	require.Empty(t, stopped)
 	unlock()
-	require.NoError(t, <-answered)
+	require.NoError(t, <-grpcAnswered)
 	require.NoError(t, <-answered)
 	require.NoError(t, <-stopped)
 	require.EqualValues(t, 2, taken(t, db))
@@ -252,11 +244,7 @@ func TestStop_EndsWhatTakesTooLong(t *testing.T) {
 	db := newDB(t)
 	s := start(t, db.URL, "STOP_TIMEOUT=50ms")
 	unlock := lock(t, db)
-	answered := make(chan error, 2)
-	go func() {
-		_, err := s.rpc.Acquire(t.Context(), &pb.AcquireRequest{Policy: "budget", LogicalKey: "k"})
-		answered <- err
-	}()
+	grpcAnswered, answered := s.begin(t.Context(), "acquire", `{"policy":"budget","key":"k"}`), make(chan error, 1)
 	awaitBlocked(t, db, 1)
 	go func() {
 		_, err := s.post(t.Context(), "/v1/charge", `{"policy":"budget","key":"l","cost":1}`)
@@ -265,7 +253,7 @@ func TestStop_EndsWhatTakesTooLong(t *testing.T) {
 	awaitBlocked(t, db, 2)
 	require.ErrorContains(t, s.Stop(), "2 calls were not answered within STOP_TIMEOUT")
 	s.stop = func() error { return nil }
-	require.Error(t, <-answered)
+	require.Error(t, <-grpcAnswered)
 	require.Error(t, <-answered)
 	awaitBlocked(t, db, 0)
 	unlock()
@@ -309,9 +297,9 @@ func TestStop_LeavesNoGoroutines(t *testing.T) {
 				})
 			}
 			callers.Wait()
-			require.NoError(t, reflect(t.Context(), s))
-			_, err := s.do(t.Context(), "GET", "/metrics", strings.NewReader(""))
+			_, err := s.methods(t.Context())
 			require.NoError(t, err)
+			s.get("/metrics")
 		})
 	}
 	goleak.VerifyNone(t, before)

@@ -1,9 +1,6 @@
 package server_test
 
 import (
-	"context"
-	"errors"
-	"io"
 	"net/http"
 	"strings"
 	"testing"
@@ -12,10 +9,7 @@ import (
 	"google.golang.org/grpc/codes"
 	healthpb "google.golang.org/grpc/health/grpc_health_v1"
 	"google.golang.org/grpc/metadata"
-	reflectionpb "google.golang.org/grpc/reflection/grpc_reflection_v1"
 	"google.golang.org/grpc/status"
-
-	pb "github.com/pgratelimit/pgratelimit/server/gen/pgratelimit/v1"
 )
 
 // What each way in answers to a token: the calls need one of theirs, health and metrics one of theirs if there are any.
@@ -44,29 +38,22 @@ func TestTokens_WhichWayNeedsWhich(t *testing.T) {
 				ctx = metadata.AppendToOutgoingContext(ctx, "authorization", token)
 				headers = []string{"Authorization: " + token}
 			}
-			for name, call := range map[string]func() error{
-				"acquire": func() error {
-					_, err := s.rpc.Acquire(ctx, &pb.AcquireRequest{Policy: "budget", LogicalKey: token + "k"})
-					return err
-				},
-				"reflection": func() error { return reflect(ctx, s) },
-			} {
-				requireCode(t, is.caller, call(), name+" with "+token)
-			}
-			_, err := healthpb.NewHealthClient(s.conn).Check(ctx, &healthpb.HealthCheckRequest{})
+			_, err := s.call(ctx, "acquire", `{"policy":"budget","key":"`+token+`k"}`)
+			requireCode(t, is.caller, err, "acquire with "+token)
+			_, err = s.methods(ctx)
+			requireCode(t, is.caller, err, "reflection with "+token)
+			_, err = healthpb.NewHealthClient(s.conn).Check(ctx, &healthpb.HealthCheckRequest{})
 			requireCode(t, is.monitor, err, "health with "+token)
 
 			a := s.mustPost("/v1/acquire", `{"policy":"budget","key":"`+token+`k"}`, headers...)
 			requireStatus(t, is.caller, a)
 			requireStatus(t, is.caller, s.mustPost("/v1/nothing", ``, headers...))
 			for _, path := range []string{"/livez", "/healthz", "/metrics"} {
-				a, err := s.do(t.Context(), http.MethodGet, path, nil, headers...)
-				require.NoError(t, err)
-				requireStatus(t, is.monitor, a)
+				requireStatus(t, is.monitor, s.get(path, headers...))
 			}
 		}
 		twice := metadata.AppendToOutgoingContext(t.Context(), "authorization", "Bearer first", "authorization", "Bearer first")
-		_, err := s.rpc.Acquire(twice, &pb.AcquireRequest{Policy: "budget", LogicalKey: "k"})
+		_, err := s.call(twice, "acquire", `{"policy":"budget","key":"k"}`)
 		requireCode(t, false, err, "two headers")
 	}
 }
@@ -79,17 +66,9 @@ func TestHost_WithoutTokensIsNoNameOnALoopbackListener(t *testing.T) {
 	const call = `{"policy":"budget","key":"k"}`
 	s := start(t, db.URL, "STATUS_PAGE=true", "MONITORING_TOKENS=watch", "ENVOY_RULES="+rulesFile(t, edgeRules))
 	status := func(s *testServer, method, path, host string) int {
-		r, err := http.NewRequestWithContext(t.Context(), method, s.url+path, strings.NewReader(call))
-		require.NoError(t, err)
-		r.Host = host
-		r.Header.Set("Authorization", "Bearer watch")
-		response, err := s.http.Do(r)
-		require.NoError(t, err)
-		text, err := io.ReadAll(response.Body)
-		require.NoError(t, err)
-		require.NoError(t, response.Body.Close())
-		require.Equal(t, response.StatusCode == http.StatusForbidden, strings.Contains(string(text), "Without TOKENS"), "%s", text)
-		return response.StatusCode
+		a := s.mustDo(method, path, call, "Host: "+host, "Authorization: Bearer watch")
+		require.Equal(t, a.status == http.StatusForbidden, strings.Contains(a.text, "Without TOKENS"), "%s", a.text)
+		return a.status
 	}
 	for _, host := range []string{"evil.example", "evil.example:8080", "evil.example.", "127.0.0.1.evil.example", "localhost.evil.example:80", "localhost..", "[::1].evil.example"} {
 		for path, method := range map[string]string{"/v1/acquire": "POST", "/v1/charge": "POST", "/json": "POST", "/metrics": "GET", "/": "GET", "/v1/nothing": "POST"} {
@@ -127,26 +106,4 @@ func requireStatus(t *testing.T, admitted bool, a answer) {
 		requireProblem(t, a, http.StatusUnauthorized, "")
 		require.Equal(t, "Bearer", a.header.Get("WWW-Authenticate"))
 	}
-}
-
-// reflect asks what services there are, as grpcurl does.
-func reflect(ctx context.Context, s *testServer) error {
-	stream, err := reflectionpb.NewServerReflectionClient(s.conn).ServerReflectionInfo(ctx)
-	if err != nil {
-		return err
-	}
-	err = stream.Send(&reflectionpb.ServerReflectionRequest{MessageRequest: &reflectionpb.ServerReflectionRequest_ListServices{}})
-	if err != nil && !errors.Is(err, io.EOF) { // which is a stream that has ended: Recv says how
-		return err
-	}
-	reply, err := stream.Recv()
-	if err != nil {
-		return err
-	}
-	var names []string
-	for _, service := range reply.GetListServicesResponse().GetService() {
-		names = append(names, service.GetName())
-	}
-	require.Subset(s.t, names, []string{"pgratelimit.v1.RateLimiter", "grpc.health.v1.Health"})
-	return stream.CloseSend()
 }
