@@ -18,7 +18,7 @@ func TestExport_IsWhatTheDatabaseHas(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		_, err := db.Pool.Exec(context.Background(), "select ratelimit_drop_policy(policy) from ratelimit_policies()")
 		require.NoError(t, err)
-		apply(t, db.Pool, yamlOf(someDocument(t)))
+		apply(t, db.Pool, jsonOf(t, someDocument(t)))
 		text, err := policyfile.Export(context.Background(), db.Pool)
 		require.NoError(t, err)
 		d, err := policyfile.Plan(context.Background(), db.Pool, parse(t, string(text)), policyfile.Options{PruneOverrides: true})

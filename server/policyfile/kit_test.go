@@ -3,7 +3,6 @@ package policyfile_test
 import (
 	"fmt"
 	"slices"
-	"strconv"
 	"strings"
 	"testing"
 
@@ -25,36 +24,6 @@ type document = map[string]any
 type madeSpan struct {
 	text         string
 	microseconds int64
-}
-
-// yamlOf writes a value as YAML in one line, its text in quotes.
-func yamlOf(value any) string {
-	switch value := value.(type) {
-	case document:
-		names := make([]string, 0, len(value))
-		for name := range value {
-			names = append(names, name)
-		}
-		slices.Sort(names)
-		fields := make([]string, len(names))
-		for i, name := range names {
-			fields[i] = strconv.QuoteToASCII(name) + ": " + yamlOf(value[name])
-		}
-		return "{" + strings.Join(fields, ", ") + "}"
-	case []any:
-		items := make([]string, len(value))
-		for i := range value {
-			items[i] = yamlOf(value[i])
-		}
-		return "[" + strings.Join(items, ", ") + "]"
-	case string:
-		return strconv.QuoteToASCII(value)
-	case madeSpan:
-		return value.text
-	case nil:
-		return "null"
-	}
-	return fmt.Sprint(value)
 }
 
 // merge is what an environment makes of a file: the rule of the documentation, in a few lines of its own.

@@ -16,9 +16,7 @@ import (
 // A mistake is a file with one, or some of a kind, and all that is said about it.
 type mistake struct {
 	name, file, want string
-
-	// bySchema tells that the JSON Schema refuses the file, too. For the others testdata says why it cannot.
-	bySchema bool
+	bySchema         bool // the JSON Schema refuses the file, too
 }
 
 // mistakes reads testdata/mistakes.txt.
@@ -27,13 +25,9 @@ func mistakes(t testing.TB) (all []mistake) {
 	data, err := os.ReadFile("testdata/mistakes.txt")
 	require.NoError(t, err)
 	for _, section := range strings.Split(string(data), "=== ")[1:] {
-		name, rest, _ := strings.Cut(section, "\n")
-		file, rest, ok := strings.Cut(rest, ">>> ")
-		require.True(t, ok, name)
-		who, want, _ := strings.Cut(rest, "\n")
-		m := mistake{name: name, file: file, want: strings.TrimSuffix(want, "\n"), bySchema: who == "schema"}
-		require.True(t, m.bySchema || strings.HasPrefix(who, "no schema: "), name)
-		all = append(all, m)
+		name, text, _ := strings.Cut(section, "\n")
+		want := strings.Index("\n"+text, "\nlimits.yaml:")
+		all = append(all, mistake{name: name, file: text[:want], want: strings.TrimSpace(text[want:]), bySchema: strings.HasPrefix(name, "schema: ")})
 	}
 	return all
 }
@@ -52,39 +46,16 @@ func TestParse_EveryMistakeHasItsPlaceAndRemedy(t *testing.T) {
 
 func TestParse_MistakesThatAreHardToRead(t *testing.T) {
 	t.Parallel()
-	policy := func(name string) string {
-		return "policies:\n  " + name + ": {capacity: 1, refill: 1, every: 1s}\n"
-	}
-	for name, m := range map[string]mistake{
-		"a tab for indentation": {
-			file: "policies:\n\tapi: {}\n",
-			want: "limits.yaml:2:1: this is no YAML: found character that cannot start any token while scanning for the next token",
-		},
-		"bytes that are no text": {
-			file: "policies: \xff\n",
-			want: "limits.yaml:1:1: this is no YAML: invalid leading UTF-8 octet (value: 255)",
-		},
-		"a name without characters": {
-			file: policy(`""`),
-			want: "limits.yaml:2:3: the name of a policy is empty: write 1 to 512 bytes",
-		},
-		"a name that PostgreSQL does not store": {
-			file: policy(`"a\0b"`),
-			want: `limits.yaml:2:3: the name of a policy has a character that PostgreSQL does not store, such as \0: remove it`,
-		},
-		"a long name, in bytes": {
-			file: policy(strings.Repeat("é", 257)),
-			want: "limits.yaml:2:3: the name of a policy has 514 bytes: write 1 to 512",
-		},
-		"columns are characters": {
-			file: `policies: {"é": {capacity: 1, refill: 1, every: 1s}, ü: 1}`,
-			want: "limits.yaml:1:57: ü is 1: write its fields, each on a line of its own: capacity, refill, every, stepped, durable, remember and shadow",
-		},
+	policy := func(name string) string { return "policies: {" + name + ": {capacity: 1, refill: 1, every: 1s}}" }
+	for file, want := range map[string]string{
+		"policies:\n\tapi: {}\n":         "2:1: this is no YAML: found character that cannot start any token while scanning for the next token",
+		"policies: \xff\n":               "1:1: this is no YAML: invalid leading UTF-8 octet (value: 255)",
+		policy(`""`):                     "1:12: the name of a policy is empty: write 1 to 512 bytes",
+		policy(`"a\0b"`):                 `1:12: the name of a policy has a character that PostgreSQL does not store, such as \0: remove it`,
+		policy(strings.Repeat("é", 257)): "1:12: the name of a policy has 514 bytes: write 1 to 512",
+		`policies: {"é": {capacity: 1, refill: 1, every: 1s}, ü: 1}`: "1:57: ü is 1: write its fields, each on a line of its own: capacity, refill, every, stepped, durable, remember and shadow",
 	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			requireProblems(t, m.file, m.want)
-		})
+		requireProblems(t, file, "limits.yaml:"+want)
 	}
 	_, err := policyfile.Parse("limits.yaml", []byte(policy(strings.Repeat("n", 512))))
 	require.NoError(t, err)
