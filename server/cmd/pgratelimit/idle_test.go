@@ -2,17 +2,11 @@ package main
 
 import (
 	"bufio"
-	"context"
-	"errors"
-	"fmt"
 	"io"
 	"net"
 	"net/http"
-	"os"
-	"os/exec"
 	"strconv"
 	"strings"
-	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -34,13 +28,17 @@ func TestServe_TenThousandIdleConnections(t *testing.T) {
 	count := raiseFiles(t)
 	db := pgtest.New(t)
 	db.Exec(t, "select ratelimit_define_policy('budget', 1000000, 0, '1 day')")
-	s := startAttacked(t, db)
+	s := serve(t, "DATABASE_URL="+db.URL, "GRPC_ADDR=127.0.0.1:0")
+	client, err := grpc.NewClient(s.grpc, grpc.WithTransportCredentials(insecure.NewCredentials()))
+	require.NoError(t, err)
+	defer client.Close()
 	call := func() {
 		t.Helper()
-		d, err := s.rpc.Acquire(t.Context(), &pb.AcquireRequest{Policy: "budget", LogicalKey: "k"})
+		d, err := pb.NewRateLimiterClient(client).Acquire(t.Context(), &pb.AcquireRequest{Policy: "budget", LogicalKey: "k"})
 		require.NoError(t, err)
 		require.Equal(t, pb.Verdict_ALLOWED, d.GetVerdict())
-		require.Contains(t, s.post(t, `{"policy":"budget","key":"k"}`), `"allowed":true`)
+		_, text := s.ask(t, "/v1/acquire", `{"policy":"budget","key":"k"}`)
+		require.Contains(t, text, `"allowed":true`)
 	}
 	call()
 	before := s.metric(t, "process_resident_memory_bytes")
@@ -106,76 +104,14 @@ func greet(t *testing.T, conn net.Conn, isGRPC bool) {
 	require.NoError(t, err)
 }
 
-// An attacked is the program, with a client of each kind.
-type attacked struct {
-	grpc, http string
-	rpc        pb.RateLimiterClient
-}
-
-func startAttacked(t *testing.T, db *pgtest.DB, settings ...string) *attacked {
-	t.Helper()
-	s := &attacked{grpc: "127.0.0.1:" + pgtest.FreePort(t), http: "127.0.0.1:" + pgtest.FreePort(t)}
-	program, err := os.Executable()
-	require.NoError(t, err)
-	ctx, cancel := context.WithCancel(context.Background())
-	c := exec.CommandContext(ctx, program, "serve")
-	c.Env = append(append(os.Environ(), asProgram+"=1", "DATABASE_URL="+db.URL, "GRPC_ADDR="+s.grpc, "HTTP_ADDR="+s.http, "CALL_TIMEOUT=1m"), settings...)
-	var log strings.Builder
-	var logging sync.Mutex
-	c.Stderr = writer(func(p []byte) (int, error) {
-		logging.Lock()
-		defer logging.Unlock()
-		return log.Write(p)
-	})
-	require.NoError(t, c.Start())
-	t.Cleanup(func() {
-		cancel()
-		_ = c.Wait() // it was killed
-		logging.Lock()
-		defer logging.Unlock()
-		if strings.Contains(log.String(), "panic") || t.Failed() {
-			t.Errorf("%s", log.String())
-		}
-	})
-	require.Eventually(t, func() bool {
-		response, err := http.Get("http://" + s.http + "/livez")
-		return err == nil && response.Body.Close() == nil
-	}, 30*time.Second, 10*time.Millisecond)
-	conn, err := grpc.NewClient(s.grpc, grpc.WithTransportCredentials(insecure.NewCredentials()))
-	require.NoError(t, err)
-	t.Cleanup(func() { conn.Close() })
-	s.rpc = pb.NewRateLimiterClient(conn)
-	return s
-}
-
-type writer func(p []byte) (int, error)
-
-func (w writer) Write(p []byte) (int, error) { return w(p) }
-
-func (s *attacked) post(t *testing.T, body string) string {
-	t.Helper()
-	response, err := http.Post("http://"+s.http+"/v1/acquire", "application/json", strings.NewReader(body))
-	require.NoError(t, err)
-	defer response.Body.Close()
-	text, err := io.ReadAll(response.Body)
-	require.NoError(t, err)
-	return string(text)
-}
-
 // metric reads one that has no labels.
-func (s *attacked) metric(t *testing.T, name string) float64 {
+func (p *process) metric(t *testing.T, name string) float64 {
 	t.Helper()
-	response, err := http.Get("http://" + s.http + "/metrics")
+	_, text := p.ask(t, "/metrics", "")
+	_, value, found := strings.Cut(text, "\n"+name+" ")
+	require.True(t, found, name)
+	value, _, _ = strings.Cut(value, "\n")
+	number, err := strconv.ParseFloat(value, 64)
 	require.NoError(t, err)
-	defer response.Body.Close()
-	lines := bufio.NewScanner(response.Body)
-	for lines.Scan() {
-		if text, ok := strings.CutPrefix(lines.Text(), name+" "); ok {
-			value, err := strconv.ParseFloat(text, 64)
-			require.NoError(t, errors.Join(err, lines.Err()))
-			return value
-		}
-	}
-	require.Fail(t, fmt.Sprintf("no metric %s", name))
-	return 0
+	return number
 }

@@ -2,21 +2,13 @@ package main
 
 import (
 	"bytes"
-	"context"
 	"encoding/json"
-	"io"
-	"net"
-	"net/http"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"regexp"
 	"slices"
 	"strings"
-	"sync"
-	"syscall"
 	"testing"
-	"time"
 
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/stretchr/testify/require"
@@ -387,53 +379,4 @@ func settingsFile(t *testing.T) string {
 	path := filepath.Join(t.TempDir(), "settings")
 	require.NoError(t, os.WriteFile(path, []byte("GRPC_ADDR=off\nHTTP_ADDR=127.0.0.1:0\nCALL_TIMEOUT=1m\n"), 0o600))
 	return path
-}
-
-// listening finds the address in what serve logs, and keeps all of it.
-type listening struct {
-	mu      sync.Mutex
-	log     bytes.Buffer
-	address chan string
-}
-
-var addressOf = regexp.MustCompile(`msg=listening .*address=(\S+)`)
-
-func (l *listening) Write(p []byte) (int, error) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	l.log.Write(p)
-	if found := addressOf.FindSubmatch(p); found != nil {
-		l.address <- string(found[1])
-	}
-	return len(p), nil
-}
-
-// The program itself: it serves, and SIGTERM ends it with 0.
-func TestServe_UntilItIsTold(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
-	db.Exec(t, "select ratelimit_define_policy('api', 10, 1, '1 day')")
-	program, err := os.Executable()
-	require.NoError(t, err)
-	for _, signal := range []os.Signal{syscall.SIGTERM, os.Interrupt} {
-		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
-		defer cancel()
-		c := exec.CommandContext(ctx, program, "serve", "--config", settingsFile(t))
-		c.Env = append(os.Environ(), asProgram+"=1", "DATABASE_URL="+db.URL)
-		log := &listening{address: make(chan string, 1)}
-		c.Stderr = log
-		require.NoError(t, c.Start())
-		address := <-log.address
-		response, err := http.Post("http://"+address+"/v1/acquire", "application/json", strings.NewReader(`{"policy":"api","key":"k"}`))
-		require.NoError(t, err)
-		text, err := io.ReadAll(response.Body)
-		require.NoError(t, err)
-		require.NoError(t, response.Body.Close())
-		require.Contains(t, string(text), `"allowed":true`)
-		require.NoError(t, c.Process.Signal(signal))
-		require.NoError(t, c.Wait(), "%s", &log.log)
-		require.Contains(t, log.log.String(), "msg=stopped")
-		_, err = net.Dial("tcp", address)
-		require.Error(t, err)
-	}
 }

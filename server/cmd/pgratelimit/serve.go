@@ -25,6 +25,9 @@ import (
 	"github.com/pgratelimit/pgratelimit/server/internal/server"
 )
 
+// gcPercent replaces the default of GOGC. The heap has a few megabytes: collecting it at 100 % takes a fifth of the CPU time of a request.
+const gcPercent = 400
+
 func (p *program) serve() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "serve",
@@ -43,7 +46,7 @@ func (p *program) serve() *cobra.Command {
 			handler = slog.NewJSONHandler(c.ErrOrStderr(), nil)
 		}
 		if os.Getenv("GOGC") == "" {
-			debug.SetGCPercent(server.GCPercent)
+			debug.SetGCPercent(gcPercent)
 		}
 		hangUps := make(chan os.Signal, 1) // one more says no more
 		signal.Notify(hangUps, syscall.SIGHUP)
@@ -117,7 +120,7 @@ func settings() string {
 	return strings.TrimRight(text.String(), "\n")
 }
 
-// healthTimeout is for a server that does not answer; what it answers it knows already.
+// healthTimeout is for a server that does not answer. One that answers does not ask the database first.
 const healthTimeout = 3 * time.Second
 
 func (p *program) health() *cobra.Command {
@@ -163,15 +166,17 @@ func askHealth(ctx context.Context, cfg config.Config) error {
 	}
 	response, err := (&http.Client{Transport: transport}).Do(request)
 	if err != nil {
-		return err
+		return fmt.Errorf("no server answers at HTTP_ADDR %s: %w", cfg.HTTPAddr, err)
 	}
 	defer response.Body.Close()
-	if response.StatusCode != http.StatusOK {
-		var problem struct{ Title string }
-		_ = json.NewDecoder(response.Body).Decode(&problem) // the status has said it
-		return fmt.Errorf("not healthy: %s %s", response.Status, problem.Title)
+	var problem struct{ Title string }
+	switch err := json.NewDecoder(response.Body).Decode(&problem); {
+	case response.StatusCode == http.StatusOK:
+		return nil
+	case err != nil: // pgratelimit has a JSON object for each error
+		return fmt.Errorf("another program answers at HTTP_ADDR %s: %s", cfg.HTTPAddr, response.Status)
 	}
-	return nil
+	return fmt.Errorf("not healthy: %s %s", response.Status, problem.Title)
 }
 
 // reachable is an address that listens, as one to connect to.

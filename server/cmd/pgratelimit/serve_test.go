@@ -1,10 +1,12 @@
 package main
 
 import (
-	"context"
+	"bytes"
 	"crypto/x509"
 	"encoding/pem"
+	"io"
 	"io/fs"
+	"net"
 	"net/http"
 	"net/http/httptest"
 	"os"
@@ -12,6 +14,7 @@ import (
 	"path/filepath"
 	"regexp"
 	"strings"
+	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -172,7 +175,7 @@ func TestDocker_ComposeServes(t *testing.T) {
 	for _, setting := range config.Settings() {
 		known = append(known, setting.Name)
 	}
-	env := []string{"DATABASE_URL=" + db.URL, "GRPC_ADDR=off", "HTTP_ADDR=127.0.0.1:0"}
+	env := []string{"DATABASE_URL=" + db.URL}
 	for name, value := range server.Environment {
 		if name != "PGPASSWORD" {
 			require.Contains(t, known, name)
@@ -181,31 +184,8 @@ func TestDocker_ComposeServes(t *testing.T) {
 			}
 		}
 	}
-	address := serve(t, env...)
-	require.Equal(t, ran{code: exitDone, out: "healthy\n"}, asksHealth(t, "HTTP_ADDR="+address))
+	require.Equal(t, ran{code: exitDone, out: "healthy\n"}, asksHealth(t, "HTTP_ADDR="+serve(t, env...).http))
 	require.Equal(t, exitDone, on(t, db, "acquire", "api", "k").code)
-}
-
-// serve starts the program until the test ends, and returns where it listens for HTTP.
-func serve(t *testing.T, env ...string) (address string) {
-	t.Helper()
-	program, err := os.Executable()
-	require.NoError(t, err)
-	c := exec.Command(program, "serve")
-	c.Env = append(os.Environ(), append(env, asProgram+"=1")...)
-	log := &listening{address: make(chan string, 2)}
-	c.Stderr = log
-	require.NoError(t, c.Start())
-	t.Cleanup(func() {
-		require.NoError(t, c.Process.Signal(os.Interrupt))
-		require.NoError(t, c.Wait(), "%s", &log.log)
-	})
-	select {
-	case address = <-log.address:
-	case <-time.After(time.Minute):
-		t.Fatal("it does not listen")
-	}
-	return address
 }
 
 // asksHealth runs pgratelimit health with settings.
@@ -219,7 +199,9 @@ func asksHealth(t *testing.T, settings ...string) ran {
 func TestHealth(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)
-	address := serve(t, "DATABASE_URL="+db.URL, "GRPC_ADDR=off", "HTTP_ADDR=127.0.0.1:0", "MONITORING_TOKENS=secret")
+	address := serve(t, "DATABASE_URL="+db.URL, "MONITORING_TOKENS=secret").http
+	other := httptest.NewServer(http.NotFoundHandler())
+	defer other.Close()
 	_, port, _ := strings.Cut(address, ":")
 	for _, setting := range []string{address, "0.0.0.0:" + port, ":" + port, "[::]:" + port} {
 		require.Equal(t, ran{code: exitDone, out: "healthy\n"}, asksHealth(t, "HTTP_ADDR="+setting, "MONITORING_TOKENS=secret"), setting)
@@ -227,7 +209,8 @@ func TestHealth(t *testing.T) {
 	for settings, says := range map[string]string{
 		"HTTP_ADDR=" + address:                               "401",
 		"HTTP_ADDR=" + address + "\nMONITORING_TOKENS=wrong": "401",
-		"HTTP_ADDR=127.0.0.1:1":                              "127.0.0.1:1",
+		"HTTP_ADDR=127.0.0.1:1":                              "no server answers at HTTP_ADDR 127.0.0.1:1",
+		"HTTP_ADDR=" + other.Listener.Addr().String():        "another program answers at HTTP_ADDR ",
 	} {
 		r := asksHealth(t, settings)
 		require.Equal(t, exitError, r.code)
@@ -248,60 +231,131 @@ func TestHealth_TLS(t *testing.T) {
 		return path
 	}
 	settings := []string{"TLS_CERT_FILE=" + write("CERTIFICATE", own.Certificate().Raw), "TLS_KEY_FILE=" + write("PRIVATE KEY", key)}
-	address := serve(t, append(settings, "DATABASE_URL="+pgtest.New(t).URL, "GRPC_ADDR=off", "HTTP_ADDR=127.0.0.1:0")...)
+	address := serve(t, append(settings, "DATABASE_URL="+pgtest.New(t).URL)...).http
 	require.Equal(t, ran{code: exitDone, out: "healthy\n"}, asksHealth(t, append(settings, "HTTP_ADDR="+address)...))
 	require.Equal(t, exitError, asksHealth(t, "HTTP_ADDR="+address).code, "in the clear")
-}
-
-func (l *listening) count(text string) int {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return strings.Count(l.log.String(), text)
 }
 
 // SIGHUP reads Envoy's rules again. Those that cannot be used change nothing, and the log says why.
 func TestServe_SIGHUP(t *testing.T) {
 	t.Parallel()
-	db := pgtest.New(t)
 	rules := filepath.Join(t.TempDir(), "rules.yaml")
 	write := func(requests string) {
 		text := "{domain: edge, descriptors: [{key: user, rate_limit: {unit: day, requests_per_unit: " + requests + "}}]}"
 		require.NoError(t, os.WriteFile(rules, []byte(text), 0o600))
 	}
 	write("0")
-	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
-	defer cancel()
-	program, err := os.Executable()
-	require.NoError(t, err)
-	c := exec.CommandContext(ctx, program, "serve", "--config", settingsFile(t))
-	c.Env = append(os.Environ(), asProgram+"=1", "DATABASE_URL="+db.URL, "ENVOY_RULES="+rules)
-	log := &listening{address: make(chan string, 1)}
-	c.Stderr = log
-	require.NoError(t, c.Start())
-	address := <-log.address
+	p := serve(t, "DATABASE_URL="+pgtest.New(t).URL, "ENVOY_RULES="+rules)
 	status := func() int {
-		t.Helper()
-		response, err := http.Post("http://"+address+"/json", "application/json",
-			strings.NewReader(`{"domain": "edge", "descriptors": [{"entries": [{"key": "user", "value": "ann"}]}]}`))
-		require.NoError(t, err)
-		require.NoError(t, response.Body.Close())
-		return response.StatusCode
+		code, _ := p.ask(t, "/json", `{"domain": "edge", "descriptors": [{"entries": [{"key": "user", "value": "ann"}]}]}`)
+		return code
 	}
 	hangUp := func(logs string) {
 		t.Helper()
-		before := log.count(logs)
-		require.NoError(t, c.Process.Signal(syscall.SIGHUP))
-		require.Eventually(t, func() bool { return log.count(logs) > before }, 30*time.Second, 5*time.Millisecond)
+		before := strings.Count(p.logged(), logs)
+		require.NoError(t, p.Process.Signal(syscall.SIGHUP))
+		require.Eventually(t, func() bool { return strings.Count(p.logged(), logs) > before }, 30*time.Second, 5*time.Millisecond)
 	}
 	require.Equal(t, 429, status())
 	write("many")
 	hangUp("the rules stay as they are")
-	require.Positive(t, log.count("rules.yaml:1:85: requests_per_unit is"))
+	require.Contains(t, p.logged(), "rules.yaml:1:85: requests_per_unit is")
 	require.Equal(t, 429, status())
 	write("1")
 	hangUp("rules read")
 	require.Eventually(t, func() bool { return status() == 200 }, 30*time.Second, 5*time.Millisecond)
 	require.Equal(t, 429, status())
-	require.NoError(t, c.Process.Signal(syscall.SIGTERM))
-	require.NoError(t, c.Wait(), "%s", &log.log)
+}
+
+// The program itself: it serves, and SIGTERM ends it with 0.
+func TestServe_UntilItIsTold(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	db.Exec(t, "select ratelimit_define_policy('api', 10, 1, '1 day')")
+	for _, signal := range []os.Signal{syscall.SIGTERM, os.Interrupt} {
+		p := serve(t, "DATABASE_URL="+db.URL)
+		_, text := p.ask(t, "/v1/acquire", `{"policy":"api","key":"k"}`)
+		require.Contains(t, text, `"allowed":true`)
+		p.end(t, signal)
+		require.Contains(t, p.logged(), "msg=stopped")
+		_, err := net.Dial("tcp", p.http)
+		require.Error(t, err)
+	}
+}
+
+// A process is the program as it serves. It ends with the test.
+type process struct {
+	*exec.Cmd
+	grpc, http string
+	listening  chan struct{}
+	ended      sync.Once
+
+	mu  sync.Mutex
+	log bytes.Buffer
+}
+
+// serve starts the program with settings.
+func serve(t *testing.T, settings ...string) *process {
+	t.Helper()
+	program, err := os.Executable()
+	require.NoError(t, err)
+	p := &process{Cmd: exec.Command(program, "serve", "--config", settingsFile(t)), listening: make(chan struct{})}
+	p.Env = append(os.Environ(), append(settings, asProgram+"=1")...)
+	p.Stderr = p
+	require.NoError(t, p.Start())
+	t.Cleanup(func() { p.end(t, os.Interrupt) })
+	select {
+	case <-p.listening:
+	case <-time.After(time.Minute):
+		t.Fatal("it does not listen")
+	}
+	return p
+}
+
+var listens = regexp.MustCompile(`msg=listening protocol=(\S+) address=(\S+)`)
+
+// Write keeps what the program logs, and finds its addresses there: that for HTTP is the last one.
+func (p *process) Write(text []byte) (int, error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, found := range listens.FindAllStringSubmatch(string(text), -1) {
+		if found[1] == "gRPC" {
+			p.grpc = found[2]
+		} else {
+			p.http = found[2]
+			close(p.listening)
+		}
+	}
+	return p.log.Write(text)
+}
+
+func (p *process) logged() string {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.log.String()
+}
+
+func (p *process) end(t *testing.T, signal os.Signal) {
+	p.ended.Do(func() {
+		require.NoError(t, p.Process.Signal(signal))
+		require.NoError(t, p.Wait(), "%s", p.logged())
+		require.NotContains(t, p.logged(), "panic")
+	})
+}
+
+// ask posts a body, or gets what is at the path if there is none.
+func (p *process) ask(t *testing.T, path, body string) (status int, text string) {
+	t.Helper()
+	method := http.MethodPost
+	if body == "" {
+		method = http.MethodGet
+	}
+	r, err := http.NewRequestWithContext(t.Context(), method, "http://"+p.http+path, strings.NewReader(body))
+	require.NoError(t, err)
+	response, err := http.DefaultClient.Do(r)
+	require.NoError(t, err)
+	defer response.Body.Close()
+	answer, err := io.ReadAll(response.Body)
+	require.NoError(t, err)
+	return response.StatusCode, string(answer)
 }

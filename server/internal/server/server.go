@@ -31,10 +31,6 @@ import (
 	"github.com/pgratelimit/pgratelimit/server/internal/service"
 )
 
-// GCPercent is for the program, unless GOGC says otherwise. What lives is a few megabytes, so that by default memory would be
-// collected all the time: a fifth of the CPU time of a request.
-const GCPercent = 400
-
 // Bounds that need no setting.
 const (
 	maxHeaderBytes = 16 << 10
