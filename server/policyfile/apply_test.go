@@ -191,40 +191,147 @@ overrides:
     gone: {capacity: 1, expires_at: 2001-01-01T00:00:00Z}
 `
 
-func TestPlan_ShowsTheDifference(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
-	d, err := policyfile.Plan(t.Context(), db.Pool, parse(t, twoPolicies), policyfile.Options{})
-	require.NoError(t, err)
-	const want = `+ policy "api": capacity 100, refill 10, every 1s, stepped false, durable true, remember 1d, shadow false
-+ policy "llm": capacity 1000, refill 0, every 30d, stepped false, durable false, remember 1d, shadow false
-+ override "user:42" of "api": capacity 500, refill 10, every 1s, expires_at never
-  override "gone" of "api" has expired at 2001-01-01T00:00:00Z and is not set
-`
-	require.Equal(t, want, d.String())
-	require.Empty(t, policiesIn(t, db), "a plan writes nothing")
-	require.Equal(t, want, apply(t, db.Pool, twoPolicies).String())
-
-	changed := strings.NewReplacer("capacity: 100,", "capacity: 200,", "every: 1s", "every: 1m", "{capacity: 500}",
-		"{capacity: 500, expires_at: 2999-01-01T00:00:00Z}", "durable: false", "durable: false, shadow: true").Replace(twoPolicies)
-	require.Equal(t, `~ policy "api": capacity 100 -> 200, every 1s -> 1m
-~ policy "llm": shadow false -> true
-~ override "user:42" of "api": every 1s -> 1m, expires_at never -> 2999-01-01T00:00:00Z
-  override "gone" of "api" has expired at 2001-01-01T00:00:00Z and is not set
-`, apply(t, db.Pool, changed).String())
+// A step applies a file, perhaps to a database that something else has changed.
+type step struct {
+	sql, file string
+	options   policyfile.Options
+	shows     string
 }
 
-// The end of an override is compared to the microsecond.
-func TestPlan_SeesAnInstantThatDiffersByAFraction(t *testing.T) {
+const ofEnvoy = `
+policies: {new: {capacity: 1, refill: 1, every: 1s}}
+envoy:
+  - domain: edge
+    descriptors:
+      - {key: address, rate_limit: {unit: minute, requests_per_unit: 60}}
+      - {key: watched, shadow_mode: true, rate_limit: {unit: hour, requests_per_unit: 5, name: w}}
+      - {key: none, rate_limit: {unit: second, requests_per_unit: 0}}
+      - {key: new, rate_limit: {policy: new}}
+`
+
+// What a plan shows is made, and is complete: nothing is left to change then.
+func TestApply_ShowsWhatItChanges(t *testing.T) {
 	t.Parallel()
-	db := pgtest.New(t)
-	override := func(expires string) string {
-		return "policies: {api: {capacity: 1, refill: 1, every: 1s}}\noverrides: {api: {k: {expires_at: " + expires + "}}}"
+	const (
+		expired = "  override \"gone\" of \"api\" has expired at 2001-01-01T00:00:00Z and is not set\n"
+		created = `+ policy "api": capacity 100, refill 10, every 1s, stepped false, durable true, remember 1d, shadow false
++ policy "llm": capacity 1000, refill 0, every 30d, stepped false, durable false, remember 1d, shadow false
++ override "user:42" of "api": capacity 500, refill 10, every 1s, expires_at never
+` + expired
+		newPolicy  = `+ policy "new": capacity 1, refill 1, every 1s, stepped false, durable true, remember 1d, shadow false` + "\n"
+		another    = "policies: {new: {capacity: 1, refill: 1, every: 1s}}"
+		onlyPolicy = "policies: {api: {capacity: 1, refill: 1, every: 1s}}\n"
+		apiCreated = `+ policy "api": capacity 1, refill 1, every 1s, stepped false, durable true, remember 1d, shadow false` + "\n"
+		stays      = "  override \"user:42\" of \"api\" is not in the file, and stays\n"
+	)
+	prune, pruneOverrides := policyfile.Options{Prune: true}, policyfile.Options{PruneOverrides: true}
+	aMinuteAgo := time.Now().Add(-time.Minute).UTC().Format("2006-01-02T15:04:05Z")
+	ends := func(at string) string { return onlyPolicy + "overrides: {api: {k: {expires_at: " + at + "}}}" }
+	for rule, steps := range map[string][]step{
+		"fields that change": {{file: twoPolicies, shows: created}, {
+			file: strings.NewReplacer("capacity: 100,", "capacity: 200,", "every: 1s", "every: 1m", "{capacity: 500}",
+				"{capacity: 500, expires_at: 2999-01-01T00:00:00Z}", "durable: false", "durable: false, shadow: true").Replace(twoPolicies),
+			shows: `~ policy "api": capacity 100 -> 200, every 1s -> 1m
+~ policy "llm": shadow false -> true
+~ override "user:42" of "api": every 1s -> 1m, expires_at never -> 2999-01-01T00:00:00Z
+` + expired,
+		}},
+		"the end of an override is compared to the microsecond": {
+			{file: ends("2999-01-01T00:00:00Z"), shows: apiCreated + "+ override \"k\" of \"api\": capacity 1, refill 1, every 1s, expires_at 2999-01-01T00:00:00Z\n"},
+			{file: ends("2999-01-01T00:00:00.000001Z"), shows: "~ override \"k\" of \"api\": expires_at 2999-01-01T00:00:00Z -> 2999-01-01T00:00:00.000001Z\n"},
+			{file: ends("2999-01-01T01:00:00.000001+01:00")},
+		},
+		"an override that has just expired is not set": {{file: ends(aMinuteAgo), shows: apiCreated + "  override \"k\" of \"api\" has expired at " + aMinuteAgo + " and is not set\n"}},
+		"prune drops policies, and counts what goes with them": {
+			{file: twoPolicies, shows: created},
+			{
+				sql: `select ratelimit_acquire('api', 'user:' || n, 1, 'order:' || n) from generate_series(1, 3) as n;
+					select ratelimit_acquire('llm', 'user:1', 1, 'order:1')`,
+				file: another, shows: newPolicy + stays,
+			},
+			{file: another, options: prune, shows: `- policy "api": dropped with 3 buckets, 1 override and 3 idempotency keys
+- policy "llm": dropped with 1 bucket, 0 overrides and 1 idempotency key
+`},
+		},
+		"prune counts the policies of the environment": {{file: twoPolicies, shows: created}, {
+			file:    "environments: {staging: {policies: {api: {capacity: 100, refill: 10, every: 1s}}}}",
+			options: policyfile.Options{Environment: "staging", Prune: true},
+			shows:   "- policy \"llm\": dropped with 0 buckets, 0 overrides and 0 idempotency keys\n" + stays,
+		}},
+		"prune spares policies that a server has defined for the file's rules": {{
+			sql: `select ratelimit_define_policy(p, 60, 60, '1 minute') from unnest(array['edge.address', 'edge.a_b.c*', 'named', 'edge.named', 'edge.none', 'left over']) as p`,
+			file: another + `
+envoy:
+  - domain: edge
+    descriptors:
+      - {key: address, rate_limit: {unit: minute, requests_per_unit: 60}}
+      - {key: a, value: b, descriptors: [{key: c*, rate_limit: {unit: minute, requests_per_unit: 60}}]}
+      - {key: named, rate_limit: {unit: minute, requests_per_unit: 60, name: named}}
+      - {key: none, rate_limit: {unlimited: true}}
+`,
+			options: prune,
+			shows: newPolicy + `- policy "edge.named": dropped with 0 buckets, 0 overrides and 0 idempotency keys
+- policy "edge.none": dropped with 0 buckets, 0 overrides and 0 idempotency keys
+- policy "left over": dropped with 0 buckets, 0 overrides and 0 idempotency keys
+`,
+		}},
+		"what a rule of Envoy's describes is defined, and what no rule says stays": {
+			{file: ofEnvoy, shows: newPolicy + `+ policy "edge.address": capacity 60, refill 60, every 1m, stepped false, durable true, remember 1d, shadow false
++ policy "w": capacity 5, refill 5, every 1h, stepped false, durable true, remember 1d, shadow true
+`},
+			{
+				sql: `select ratelimit_define_policy('edge.address', capacity => 61, remember => '7 days');
+					select ratelimit_drop_policy('w'); select ratelimit_define_policy('w', 5, 5, '1 hour', shadow => true, durable => false)`,
+				file: ofEnvoy, shows: "~ policy \"edge.address\": capacity 61 -> 60\n",
+			},
+			{file: ofEnvoy, options: prune},
+		},
+		"overrides that the file does not have are listed, and removed if that is asked for": {
+			{file: twoPolicies, shows: created},
+			{
+				sql: `select ratelimit_override('api', 'vip', capacity => 900, expires_at => '2999-01-01Z'), ratelimit_override('llm', 'user:42', capacity => 0);
+					select ratelimit_override('api', 'gone', capacity => 7)`,
+				file: twoPolicies, options: prune, shows: expired + `  override "gone" of "api" is not in the file, and stays
+  override "vip" of "api" is not in the file, and stays
+  override "user:42" of "llm" is not in the file, and stays
+`,
+			},
+			{file: twoPolicies, options: pruneOverrides, shows: `- override "gone" of "api": capacity 7, refill 10, every 1s, expires_at never
+- override "vip" of "api": capacity 900, refill 10, every 1s, expires_at 2999-01-01T00:00:00Z
+- override "user:42" of "llm": capacity 0, refill 0, every 30d, expires_at never
+` + expired},
+			{file: twoPolicies, options: pruneOverrides, shows: expired},
+		},
+		"overrides of a policy that is dropped are counted there": {{file: twoPolicies, shows: created}, {
+			sql:     `select ratelimit_define_policy('old', 1, 1, '1 second'); select ratelimit_override('old', 'k', capacity => 2), ratelimit_override('api', 'k', capacity => 2)`,
+			file:    twoPolicies,
+			options: policyfile.Options{Prune: true, PruneOverrides: true},
+			shows: `- policy "old": dropped with 0 buckets, 1 override and 0 idempotency keys
+- override "k" of "api": capacity 2, refill 10, every 1s, expires_at never
+` + expired,
+		}},
+	} {
+		t.Run(rule, func(t *testing.T) {
+			t.Parallel()
+			db := pgtest.New(t)
+			for _, step := range steps {
+				if step.sql != "" {
+					_, err := db.Pool.Exec(t.Context(), step.sql)
+					require.NoError(t, err)
+				}
+				before := policiesIn(t, db)
+				plan := func() *policyfile.Difference {
+					d, err := policyfile.Plan(t.Context(), db.Pool, parse(t, step.file), step.options)
+					require.NoError(t, err)
+					return d
+				}
+				require.Equal(t, step.shows, plan().String())
+				require.Equal(t, before, policiesIn(t, db), "a plan writes nothing")
+				require.Equal(t, step.shows, apply(t, db.Pool, step.file, step.options).String())
+				require.True(t, plan().Empty())
+			}
+		})
 	}
-	apply(t, db.Pool, override("2999-01-01T00:00:00Z"))
-	require.Equal(t, "~ override \"k\" of \"api\": expires_at 2999-01-01T00:00:00Z -> 2999-01-01T00:00:00.000001Z\n",
-		apply(t, db.Pool, override("2999-01-01T00:00:00.000001Z")).String())
-	require.True(t, apply(t, db.Pool, override("2999-01-01T01:00:00.000001+01:00")).Empty())
 }
 
 // What one shard has not is still there for the next one.
@@ -274,113 +381,6 @@ func TestApply_WritesOnlyChanges(t *testing.T) {
 	require.Equal(t, before[2], after[2], "the override is as it was")
 }
 
-func TestApply_PruneNamesWhatGoes(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
-	apply(t, db.Pool, twoPolicies)
-	db.Exec(t, "select ratelimit_acquire('api', 'user:' || n, 1, 'order:' || n) from generate_series(1, 3) as n")
-	db.Exec(t, "select ratelimit_acquire('llm', 'user:1', 1, 'order:1')")
-	const one = "policies: {new: {capacity: 1, refill: 1, every: 1s}}"
-
-	require.False(t, strings.Contains(apply(t, db.Pool, one).String(), "-"), "without prune nothing is dropped")
-	require.Equal(t, `- policy "api": dropped with 3 buckets, 1 override and 3 idempotency keys
-- policy "llm": dropped with 1 bucket, 0 overrides and 1 idempotency key
-`, apply(t, db.Pool, one, policyfile.Options{Prune: true}).String())
-	require.Equal(t, []string{"new 1 1 1000000 f t 86400000000 f"}, policiesIn(t, db))
-	require.Empty(t, overridesIn(t, db))
-}
-
-const ofEnvoy = `
-policies: {new: {capacity: 1, refill: 1, every: 1s}}
-envoy:
-  - domain: edge
-    descriptors:
-      - {key: address, rate_limit: {unit: minute, requests_per_unit: 60}}
-      - {key: watched, shadow_mode: true, rate_limit: {unit: hour, requests_per_unit: 5, name: w}}
-      - {key: none, rate_limit: {unit: second, requests_per_unit: 0}}
-      - {key: new, rate_limit: {policy: new}}
-`
-
-// What a rule of Envoy's describes is there when its file has been applied, whether or not a server has read it. What no rule says
-// stays.
-func TestApply_DefinesThePoliciesOfEnvoysRules(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
-	require.Equal(t, `+ policy "new": capacity 1, refill 1, every 1s, stepped false, durable true, remember 1d, shadow false
-+ policy "edge.address": capacity 60, refill 60, every 1m, stepped false, durable true, remember 1d, shadow false
-+ policy "w": capacity 5, refill 5, every 1h, stepped false, durable true, remember 1d, shadow true
-`, apply(t, db.Pool, ofEnvoy).String())
-	db.Exec(t, "select ratelimit_define_policy('edge.address', capacity => 61, remember => '7 days')")
-	db.Exec(t, "select ratelimit_drop_policy('w'); select ratelimit_define_policy('w', 5, 5, '1 hour', shadow => true, durable => false)")
-	require.Equal(t, "~ policy \"edge.address\": capacity 61 -> 60\n", apply(t, db.Pool, ofEnvoy).String())
-	require.True(t, apply(t, db.Pool, ofEnvoy, policyfile.Options{Prune: true}).Empty())
-	require.Equal(t, []string{
-		"edge.address 60 60 60000000 f t 604800000000 f", "new 1 1 1000000 f t 86400000000 f", "w 5 5 3600000000 f f 86400000000 t",
-	}, policiesIn(t, db))
-}
-
-// An override that the file does not have is a limit that the file does not tell of. It is removed if that is asked for, and
-// others stay as they are.
-func TestApply_TellsOfOverridesThatTheFileDoesNotHave(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
-	apply(t, db.Pool, twoPolicies)
-	db.Exec(t, `select ratelimit_override('api', 'vip', capacity => 900, expires_at => '2999-01-01Z'), ratelimit_override('llm', 'user:42', capacity => 0)`)
-	db.Exec(t, `select ratelimit_override('api', 'gone', capacity => 7)`)
-	const told = `  override "gone" of "api" has expired at 2001-01-01T00:00:00Z and is not set
-  override "gone" of "api" is not in the file, and stays
-  override "vip" of "api" is not in the file, and stays
-  override "user:42" of "llm" is not in the file, and stays
-`
-	d := apply(t, db.Pool, twoPolicies, policyfile.Options{Prune: true})
-	require.True(t, d.Empty())
-	require.Equal(t, told, d.String())
-	require.Equal(t, `- override "gone" of "api": capacity 7, refill 10, every 1s, expires_at never
-- override "vip" of "api": capacity 900, refill 10, every 1s, expires_at 2999-01-01T00:00:00Z
-- override "user:42" of "llm": capacity 0, refill 0, every 30d, expires_at never
-  override "gone" of "api" has expired at 2001-01-01T00:00:00Z and is not set
-`, apply(t, db.Pool, twoPolicies, policyfile.Options{PruneOverrides: true}).String())
-	require.Equal(t, []string{"api user:42 500 10 1000000 0"}, overridesIn(t, db))
-	require.Len(t, policiesIn(t, db), 2)
-	require.Nil(t, apply(t, db.Pool, twoPolicies, policyfile.Options{PruneOverrides: true}).Drift)
-}
-
-// Overrides of a policy that is dropped go with it, and are counted there.
-func TestApply_PrunesBoth(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
-	apply(t, db.Pool, twoPolicies)
-	db.Exec(t, `select ratelimit_define_policy('old', 1, 1, '1 second'); select ratelimit_override('old', 'k', capacity => 2), ratelimit_override('api', 'k', capacity => 2)`)
-	require.Equal(t, `- policy "old": dropped with 0 buckets, 1 override and 0 idempotency keys
-- override "k" of "api": capacity 2, refill 10, every 1s, expires_at never
-  override "gone" of "api" has expired at 2001-01-01T00:00:00Z and is not set
-`, apply(t, db.Pool, twoPolicies, policyfile.Options{Prune: true, PruneOverrides: true}).String())
-}
-
-// The server has defined some policies for the file's own rules of Envoy's: these are not left over.
-func TestApply_PruneSparesPoliciesOfRules(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
-	db.Exec(t, `select ratelimit_define_policy(p, 60, 60, '1 minute') from unnest(array['edge.remote_address', 'edge.a_b.c*', 'named', 'edge.named', 'edge.none', 'left over']) as p`)
-	pruned := apply(t, db.Pool, `
-policies: {new: {capacity: 1, refill: 1, every: 1s}}
-envoy:
-  - domain: edge
-    descriptors:
-      - {key: remote_address, rate_limit: {unit: minute, requests_per_unit: 60}}
-      - {key: a, value: b, descriptors: [{key: c*, rate_limit: {unit: minute, requests_per_unit: 60}}]}
-      - {key: named, rate_limit: {unit: minute, requests_per_unit: 60, name: named}}
-      - {key: none, rate_limit: {unlimited: true}}
-`, policyfile.Options{Prune: true})
-	var dropped []string
-	for _, change := range pruned.Changes {
-		if change.Action == policyfile.Drop {
-			dropped = append(dropped, change.Policy)
-		}
-	}
-	require.Equal(t, []string{"edge.named", "edge.none", "left over"}, dropped)
-}
-
 // A file that has lost its policies does not take all others with it.
 func TestApply_PruneNeedsPolicies(t *testing.T) {
 	t.Parallel()
@@ -389,26 +389,6 @@ func TestApply_PruneNeedsPolicies(t *testing.T) {
 	_, err := policyfile.Apply(t.Context(), db.Pool, parse(t, "envoy: []"), policyfile.Options{Prune: true})
 	require.ErrorContains(t, err, "limits.yaml has no policies, and to prune would drop all there are")
 	require.Len(t, policiesIn(t, db), 2)
-}
-
-// An environment may have all policies of a file.
-func TestApply_PruneCountsThePoliciesOfTheEnvironment(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
-	apply(t, db.Pool, twoPolicies)
-	const file = "environments: {staging: {policies: {api: {capacity: 100, refill: 10, every: 1s}}}}"
-	apply(t, db.Pool, file, policyfile.Options{Environment: "staging", Prune: true})
-	require.Equal(t, []string{"api 100 10 1000000 f t 86400000000 f"}, policiesIn(t, db))
-}
-
-// An override that has just expired is no more set than one of years ago.
-func TestPlan_WhatHasJustExpiredIsNotSet(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
-	expired := time.Now().Add(-time.Minute).UTC().Format("2006-01-02T15:04:05Z")
-	d := apply(t, db.Pool, "policies: {api: {capacity: 1, refill: 1, every: 1s}}\noverrides: {api: {k: {capacity: 2, expires_at: "+expired+"}}}")
-	require.Len(t, d.Changes, 1)
-	require.Len(t, d.Expired, 1)
 }
 
 func TestApply_ChangedDurableIsAnErrorAtItsLine(t *testing.T) {

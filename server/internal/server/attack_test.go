@@ -165,100 +165,76 @@ func acquireMessage(t *testing.T, key string) []byte {
 	return message
 }
 
+// many writes frames until the server ends the connection.
+func many(n int, write func(p *peer, i int) error) func(*peer) error {
+	return func(p *peer) (err error) {
+		for i := 0; i < n && err == nil; i++ {
+			err = write(p, i)
+		}
+		return err
+	}
+}
+
+// after writes the header of a call first.
+func after(ends bool, flood func(*peer) error, more ...string) func(*peer) error {
+	return func(p *peer) error {
+		if err := p.begin(ends, more...); err != nil {
+			return err
+		}
+		return flood(p)
+	}
+}
+
 // Whoever writes frames for as long as the server reads them. Of some floods it ends the connection.
 func TestAttack_HTTP2Floods(t *testing.T) {
 	t.Parallel()
-	const many = 20_000
-	for name, flood := range map[string]func(t *testing.T, p *peer) error{
-		"rapid reset": func(t *testing.T, p *peer) error {
-			message := acquireMessage(t, "reset")
-			for range many {
-				if err := p.call(message); err != nil {
-					return err
-				}
-				if err := p.WriteRSTStream(p.stream-2, http2.ErrCodeCancel); err != nil {
-					return err
-				}
+	message := acquireMessage(t, "reset")
+	bomb := []string{"bomb", strings.Repeat("a", 4000)}
+	var bombs []string
+	for range 1000 {
+		bombs = append(bombs, bomb...)
+	}
+	random := rand.New(rand.NewPCG(7, 8))
+	for name, flood := range map[string]func(*peer) error{
+		"rapid reset": many(20_000, func(p *peer, _ int) error {
+			if err := p.call(message); err != nil {
+				return err
 			}
-			return nil
-		},
-		"settings": func(_ *testing.T, p *peer) (err error) {
-			for i := 0; i < many && err == nil; i++ {
-				err = p.WriteSettings(http2.Setting{ID: http2.SettingInitialWindowSize, Val: uint32(i)})
+			return p.WriteRSTStream(p.stream-2, http2.ErrCodeCancel)
+		}),
+		"settings": many(20_000, func(p *peer, i int) error {
+			return p.WriteSettings(http2.Setting{ID: http2.SettingInitialWindowSize, Val: uint32(i)})
+		}),
+		"pings":      many(20_000, func(p *peer, _ int) error { return p.WritePing(false, [8]byte{}) }),
+		"empty data": after(true, many(20_000, func(p *peer, _ int) error { return p.WriteData(p.stream, false, nil) })),
+		"headers that never end": after(false, many(20_000, func(p *peer, _ int) error {
+			return p.WriteContinuation(p.stream, false, bytes.Repeat([]byte{0, 1, 'a', 1, 'a'}, 200))
+		})),
+		"headers that are a bomb": after(true, many(200, func(p *peer, _ int) error {
+			p.stream += 2
+			return p.begin(true, bombs...)
+		}), bomb...),
+		"priorities": many(20_000, func(p *peer, i int) error {
+			return p.WritePriority(uint32(2*i+1), http2.PriorityParam{StreamDep: uint32(2 * i)})
+		}),
+		"window updates": many(20_000, func(p *peer, _ int) error { return p.WriteWindowUpdate(0, 1<<31-1) }),
+		"a message that says it is long": many(1000, func(p *peer, _ int) error {
+			p.stream += 2
+			if err := p.begin(true); err != nil {
+				return err
 			}
-			return err
-		},
-		"pings": func(_ *testing.T, p *peer) (err error) {
-			for i := 0; i < many && err == nil; i++ {
-				err = p.WritePing(false, [8]byte{})
+			return p.WriteData(p.stream, false, []byte{0, 0xff, 0xff, 0xff, 0xff})
+		}),
+		"unknown frames": many(20_000, func(p *peer, i int) error {
+			return p.WriteRawFrame(http2.FrameType(0x20+i%100), 0xff, uint32(i), []byte("?"))
+		}),
+		"noise": many(20_000, func(p *peer, _ int) error {
+			noise := make([]byte, random.IntN(30))
+			for j := range noise {
+				noise[j] = byte(random.Uint32())
 			}
-			return err
-		},
-		"empty data": func(_ *testing.T, p *peer) error {
-			err := p.begin(true)
-			for i := 0; i < many && err == nil; i++ {
-				err = p.WriteData(p.stream, false, nil)
-			}
-			return err
-		},
-		"headers that never end": func(_ *testing.T, p *peer) error {
-			err := p.begin(false)
-			for i := 0; i < many && err == nil; i++ {
-				err = p.WriteContinuation(p.stream, false, bytes.Repeat([]byte{0, 1, 'a', 1, 'a'}, 200))
-			}
-			return err
-		},
-		"headers that are a bomb": func(_ *testing.T, p *peer) error {
-			err := p.begin(true, "bomb", strings.Repeat("a", 4000))
-			for i := 0; i < 200 && err == nil; i++ {
-				p.stream += 2
-				fields := make([]string, 0, 2000)
-				for range 1000 {
-					fields = append(fields, "bomb", strings.Repeat("a", 4000))
-				}
-				err = p.begin(true, fields...)
-			}
-			return err
-		},
-		"priorities": func(_ *testing.T, p *peer) (err error) {
-			for i := 0; i < many && err == nil; i++ {
-				err = p.WritePriority(uint32(2*i+1), http2.PriorityParam{StreamDep: uint32(2 * i)})
-			}
-			return err
-		},
-		"window updates": func(_ *testing.T, p *peer) (err error) {
-			for i := 0; i < many && err == nil; i++ {
-				err = p.WriteWindowUpdate(0, 1<<31-1)
-			}
-			return err
-		},
-		"a message that says it is long": func(_ *testing.T, p *peer) error {
-			err := p.begin(true)
-			for i := 0; i < 1000 && err == nil; i++ {
-				p.stream += 2
-				if err = p.begin(true); err == nil {
-					err = p.WriteData(p.stream, false, []byte{0, 0xff, 0xff, 0xff, 0xff})
-				}
-			}
-			return err
-		},
-		"unknown frames": func(_ *testing.T, p *peer) (err error) {
-			for i := 0; i < many && err == nil; i++ {
-				err = p.WriteRawFrame(http2.FrameType(0x20+i%100), 0xff, uint32(i), []byte("?"))
-			}
-			return err
-		},
-		"noise": func(_ *testing.T, p *peer) (err error) {
-			random := rand.New(rand.NewPCG(7, 8))
-			for i := 0; i < many && err == nil; i++ {
-				noise := make([]byte, random.IntN(30))
-				for j := range noise {
-					noise[j] = byte(random.Uint32())
-				}
-				err = p.WriteRawFrame(http2.FrameType(random.IntN(11)), http2.Flags(random.IntN(256)), random.Uint32N(64), noise)
-			}
-			return err
-		},
+			return p.WriteRawFrame(http2.FrameType(random.IntN(11)), http2.Flags(random.IntN(256)), random.Uint32N(64), noise)
+		}),
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -267,7 +243,7 @@ func TestAttack_HTTP2Floods(t *testing.T) {
 			underAttack(t, s, db, func() {
 				p := newPeer(t, s)
 				ended := p.swallow()
-				if err := flood(t, p); err == nil {
+				if err := flood(p); err == nil {
 					p.Close() // it was let do all of that
 				} else if timeout, ok := errors.AsType[net.Error](err); ok && timeout.Timeout() {
 					t.Error("the server neither reads nor ends the connection")
