@@ -12,15 +12,15 @@ import (
 	"github.com/pgratelimit/pgratelimit/client"
 )
 
-// An Error is why a call has no decision.
+// An Error is the reason why a call has no decision.
 type Error struct {
 	Kind Kind
 
-	// Message is constant, Detail has the facts and Hint the remedy: the database's own where it refused the request. Of other
-	// errors callers learn no more than the kind.
+	// Message is constant, Detail has the facts and Hint the remedy. Where the database refused the request, they are the
+	// database's. Callers learn only the kind of other errors.
 	Message, Detail, Hint string
 
-	// SQLState is the database's, or what it would have said. It is empty where it had no say.
+	// SQLState is the database's, or the one that it would have raised. It is empty for errors of the server.
 	SQLState string
 
 	cause error
@@ -36,7 +36,7 @@ func (e *Error) Error() string {
 	return text
 }
 
-// Unwrap returns what the client said, which is for the log and not for callers.
+// Unwrap returns the error of the client, for the log and not for callers.
 func (e *Error) Unwrap() error { return e.cause }
 
 // A Kind of error has one code in each protocol.
@@ -57,32 +57,34 @@ const (
 	Internal
 )
 
+// kinds has for each kind the codes of the protocols, and the error of the client and the SQLSTATE that mean it, if any do.
 var kinds = [...]struct {
-	reason  string
-	message string
-	code    codes.Code
-	status  int
+	reason, message string
+	code            codes.Code
+	status          int
+	sqlState        string
+	err             error
 }{
-	UnknownPolicy:       {"UNKNOWN_POLICY", "unknown policy", codes.NotFound, http.StatusNotFound},
-	IdempotencyMismatch: {"IDEMPOTENCY_MISMATCH", "idempotency key used before with another cost", codes.AlreadyExists, http.StatusConflict},
-	NoGrant:             {"NO_GRANT", "no live grant under this idempotency key", codes.FailedPrecondition, http.StatusNotFound},
-	Settled:             {"SETTLED", "the grant under this idempotency key was settled", codes.FailedPrecondition, http.StatusConflict},
-	InvalidArgument:     {"INVALID_ARGUMENT", "invalid argument", codes.InvalidArgument, http.StatusUnprocessableEntity},
-	Contended:           {"CONTENDED", "the bucket is locked by others; nothing was taken", codes.Aborted, http.StatusServiceUnavailable},
-	DeadlineExceeded:    {"DEADLINE_EXCEEDED", "no answer in time", codes.DeadlineExceeded, http.StatusGatewayTimeout},
-	Canceled:            {"CANCELED", "the caller has left", codes.Canceled, 499},
-	Overloaded:          {"OVERLOADED", "too many calls under way; nothing was taken", codes.ResourceExhausted, http.StatusServiceUnavailable},
-	Unavailable:         {"UNAVAILABLE", "no answer from the database", codes.Unavailable, http.StatusServiceUnavailable},
-	Internal:            {"INTERNAL", "the database failed", codes.Internal, http.StatusInternalServerError},
+	UnknownPolicy:       {"UNKNOWN_POLICY", "unknown policy", codes.NotFound, http.StatusNotFound, "RL001", client.ErrUnknownPolicy},
+	IdempotencyMismatch: {"IDEMPOTENCY_MISMATCH", "idempotency key used before with another cost", codes.AlreadyExists, http.StatusConflict, "RL002", client.ErrIdempotencyMismatch},
+	NoGrant:             {"NO_GRANT", "no live grant under this idempotency key", codes.FailedPrecondition, http.StatusNotFound, "RL003", client.ErrNoGrant},
+	Settled:             {"SETTLED", "the grant under this idempotency key was settled", codes.FailedPrecondition, http.StatusConflict, "RL004", client.ErrSettled},
+	InvalidArgument:     {"INVALID_ARGUMENT", "invalid argument", codes.InvalidArgument, http.StatusUnprocessableEntity, "22023", client.ErrInvalidArgument},
+	Contended:           {"CONTENDED", "the bucket is locked by others; nothing was taken", codes.Aborted, http.StatusServiceUnavailable, "", client.ErrLocked},
+	DeadlineExceeded:    {"DEADLINE_EXCEEDED", "no answer in time", codes.DeadlineExceeded, http.StatusGatewayTimeout, "", nil},
+	Canceled:            {"CANCELED", "the caller has left", codes.Canceled, 499, "", nil},
+	Overloaded:          {"OVERLOADED", "too many calls under way; nothing was taken", codes.ResourceExhausted, http.StatusServiceUnavailable, "", client.ErrOverloaded},
+	Unavailable:         {"UNAVAILABLE", "no answer from the database", codes.Unavailable, http.StatusServiceUnavailable, "", nil},
+	Internal:            {"INTERNAL", "the database failed", codes.Internal, http.StatusInternalServerError, "", nil},
 }
 
 // Reason names the kind for programs.
 func (k Kind) Reason() string { return kinds[k].reason }
 
-// Code is what gRPC calls it.
+// Code is the code of gRPC.
 func (k Kind) Code() codes.Code { return kinds[k].code }
 
-// Status is what HTTP calls it.
+// Status is the status of HTTP.
 func (k Kind) Status() int { return kinds[k].status }
 
 // IsRefusal reports whether the request is to blame, and not the server or its database.
@@ -90,26 +92,17 @@ func (k Kind) IsRefusal() bool { return k <= InvalidArgument }
 
 func newError(kind Kind) *Error { return &Error{Kind: kind, Message: kinds[kind].message} }
 
-// Invalid is the error of a request that cannot be meant.
+// Invalid returns the error of an invalid request.
 func Invalid(message, detail, hint string) *Error {
-	return &Error{Kind: InvalidArgument, Message: message, Detail: detail, Hint: hint, SQLState: sqlStates[InvalidArgument]}
+	return &Error{Kind: InvalidArgument, Message: message, Detail: detail, Hint: hint, SQLState: kinds[InvalidArgument].sqlState}
 }
 
-// missing is what the database would say to a null, which the client cannot send.
+// missing returns the error that the database raises for null, which the client cannot send.
 func missing(argument string) *Error {
 	return Invalid("invalid "+argument, argument+" is missing.", "")
 }
 
-// sqlStates are those of the errors that the client can find by itself.
-var sqlStates = map[Kind]string{
-	UnknownPolicy:       "RL001",
-	IdempotencyMismatch: "RL002",
-	NoGrant:             "RL003",
-	Settled:             "RL004",
-	InvalidArgument:     "22023",
-}
-
-// classify makes an Error of what the client said to a call that was made under ctx.
+// classify makes an Error of the error that the client returned to a call under ctx.
 func classify(ctx context.Context, err error) *Error {
 	var pgErr *pgconn.PgError
 	isPg := errors.As(err, &pgErr)
@@ -124,24 +117,16 @@ func classify(ctx context.Context, err error) *Error {
 	if isPg {
 		e.Message, e.Detail, e.Hint = pgErr.Message, pgErr.Detail, pgErr.Hint
 	} else {
-		e.SQLState = sqlStates[e.Kind]
+		e.SQLState = kinds[e.Kind].sqlState
 		e.Detail = strings.TrimPrefix(err.Error(), "pgratelimit: ")
 	}
 	return e
 }
 
 func kindOf(ctx context.Context, err error, pgErr *pgconn.PgError) Kind {
-	for kind, known := range map[Kind]error{
-		UnknownPolicy:       client.ErrUnknownPolicy,
-		IdempotencyMismatch: client.ErrIdempotencyMismatch,
-		NoGrant:             client.ErrNoGrant,
-		Settled:             client.ErrSettled,
-		InvalidArgument:     client.ErrInvalidArgument,
-		Contended:           client.ErrLocked,
-		Overloaded:          client.ErrOverloaded,
-	} {
-		if errors.Is(err, known) {
-			return kind
+	for kind, known := range kinds {
+		if known.err != nil && errors.Is(err, known.err) {
+			return Kind(kind)
 		}
 	}
 	switch {

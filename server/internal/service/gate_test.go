@@ -2,9 +2,9 @@ package service_test
 
 import (
 	"context"
-	"errors"
 	"io"
 	"math"
+	"sync"
 	"testing"
 	"time"
 
@@ -126,10 +126,8 @@ func TestAdmit_AnErrorDecidesNothing(t *testing.T) {
 	for steps := range 3 {
 		fake.FailNext(append(make([]error, steps), io.ErrUnexpectedEOF)...)
 		p, err := s.Admit(t.Context(), charges, false)
-		var e *service.Error
-		require.ErrorAs(t, err, &e)
-		require.Equal(t, service.Unavailable, e.Kind)
-		require.Equal(t, client.JointDecision{}, p)
+		require.Equal(t, service.Unavailable.Reason(), kindOf(t, err))
+		require.Zero(t, p)
 	}
 	require.EqualValues(t, 8, left(t, fake, "api", "k"), "the last one had taken them")
 	require.EqualValues(t, 10, left(t, fake, "default", "o"))
@@ -138,37 +136,26 @@ func TestAdmit_AnErrorDecidesNothing(t *testing.T) {
 // Steps that cannot share a connection wait for one, but no longer than the call may take.
 func TestAdmit_WaitsForAConnection(t *testing.T) {
 	t.Parallel()
-	fake := newFake(t)
-	entered, leave := make(chan struct{}), make(chan struct{})
-	s := service.New(slowRefund{fake, entered, leave}, service.Limits{Calls: 10, OwnConnections: 1, Time: time.Minute}, func(service.Call) {})
-	done := make(chan error)
-	go func() {
-		_, err := s.RefundAll(t.Context(), []service.GateCharge{{Policy: "api", Key: "k", Cost: 1}})
-		done <- err
-	}()
-	<-entered
+	limiter := newStuck(t)
+	s := service.New(limiter, service.Limits{Calls: 10, OwnConnections: 1, Time: time.Minute}, func(service.Call) {})
+	var callers sync.WaitGroup
+	callers.Go(func() {
+		if _, err := s.RefundAll(t.Context(), []service.GateCharge{{Policy: "api", Key: "k", Cost: 1}}); err != nil {
+			t.Error(err)
+		}
+	})
+	<-limiter.asked
 	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Millisecond)
 	defer cancel()
-	p, err := s.Admit(ctx, []service.GateCharge{{Policy: "default", Key: "k", Cost: 20, Overdraw: true}}, false)
-	require.Equal(t, client.JointDecision{}, p)
-	var e *service.Error
-	require.True(t, errors.As(err, &e))
-	require.Equal(t, service.DeadlineExceeded, e.Kind)
-	p, err = s.Admit(t.Context(), []service.GateCharge{{Policy: "api", Key: "j", Cost: 1}}, false)
-	require.NoError(t, err)
-	require.True(t, p.Allowed, "this shares")
-	close(leave)
-	require.NoError(t, <-done)
-}
-
-// slowRefund holds a refund until it may leave.
-type slowRefund struct {
-	*clienttest.Fake
-	entered, leave chan struct{}
-}
-
-func (s slowRefund) Refund(ctx context.Context, policy, key string, amount int64) (client.Decision, error) {
-	s.entered <- struct{}{}
-	<-s.leave
-	return s.Fake.Refund(ctx, policy, key, amount)
+	d, err := s.Admit(ctx, []service.GateCharge{{Policy: "default", Key: "k", Cost: 20, Overdraw: true}}, false)
+	require.Zero(t, d)
+	require.Equal(t, service.DeadlineExceeded.Reason(), kindOf(t, err))
+	callers.Go(func() {
+		if _, err := s.Admit(t.Context(), []service.GateCharge{{Policy: "api", Key: "j", Cost: 1}}, false); err != nil {
+			t.Error(err)
+		}
+	})
+	<-limiter.asked // this shares a connection
+	close(limiter.let)
+	callers.Wait()
 }
