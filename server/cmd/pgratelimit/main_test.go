@@ -302,6 +302,9 @@ func TestDatabaseURL_IsObligatory(t *testing.T) {
 	require.NotContains(t, r.errors, "secret")
 	t.Setenv("DATABASE_URL", "postgres://127.0.0.1:1/none")
 	require.Equal(t, exitUnavailable, command(t, "status").code)
+	require.Equal(t, exitUnavailable, command(t, "serve").code)
+	t.Setenv("TOKEN", "secret")
+	require.Equal(t, exitUsage, command(t, "serve").code, "a misspelled setting")
 }
 
 func TestStatusAndDoctor(t *testing.T) {

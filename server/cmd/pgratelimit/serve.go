@@ -85,7 +85,7 @@ func (p *program) configured(c *cobra.Command, usesDatabase bool) func() (config
 			}
 			return os.LookupEnv(name)
 		})
-		if err != nil {
+		if err = errors.Join(config.Misspelled(os.Environ()), err); err != nil {
 			return cfg, usageError{err}
 		}
 		return cfg, nil

@@ -68,7 +68,7 @@ type Setting struct {
 	Name    string
 	Default string
 	Help    string
-	set     func(c *settings, value string) error
+	set     func(value string) error
 }
 
 // settings are what the names say, and what follows from several of them.
@@ -81,30 +81,48 @@ type settings struct {
 }
 
 // Settings lists all names.
-func Settings() []Setting {
+func Settings() []Setting { return new(settings).list() }
+
+// list returns the settings, each of which reads its value into c.
+func (c *settings) list() []Setting {
 	return []Setting{
-		{"DATABASE_URL", "", "the database, such as postgres://app@db/app", text(func(c *settings) *string { return &c.databaseURL })},
-		{"SHARD_URLS", "", "in its place, the databases of all shards, in their order, separated by white space", text(func(c *settings) *string { return &c.shardURLs })},
-		{"GRPC_ADDR", "127.0.0.1:8081", "where gRPC listens; off for nowhere", address(func(c *settings) *string { return &c.GRPCAddr })},
-		{"HTTP_ADDR", "127.0.0.1:8080", "where JSON over HTTP, health and metrics listen; off for nowhere", address(func(c *settings) *string { return &c.HTTPAddr })},
-		{"DEFAULT_CAPACITY", "", "defines the policy default with so many tokens, unless it is there", text(func(c *settings) *string { return &c.capacity })},
-		{"DEFAULT_REFILL_RATE", "", "its tokens a second, such as 10 or 0.5", text(func(c *settings) *string { return &c.rate })},
-		{"ENVOY_RULES", "", "file or folder of rules for Envoy; SIGHUP reads them again", text(func(c *settings) *string { return &c.EnvoyRules })},
-		{"TLS_CERT_FILE", "", "certificate and chain of both listeners, in PEM", text(func(c *settings) *string { return &c.certFile })},
-		{"TLS_KEY_FILE", "", "its private key, in PEM", text(func(c *settings) *string { return &c.keyFile })},
-		{"TOKENS", "", "bearer tokens, separated by commas, one of which every call needs", tokens(func(c *settings) *[]string { return &c.Tokens })},
-		{"MONITORING_TOKENS", "", "bearer tokens, one of which health and metrics need", tokens(func(c *settings) *[]string { return &c.MonitoringTokens })},
-		{"STATUS_PAGE", "false", "true shows requests, policies and the emptiest buckets, with their keys, at / of HTTP_ADDR", boolean(func(c *settings) *bool { return &c.StatusPage })},
-		{"MAX_MESSAGE_BYTES", "1048576", "the longest request", number(func(c *settings) *int { return &c.MaxMessageBytes })},
-		{"MAX_STREAMS", "1000", "calls under way on one gRPC connection; others wait at the client", number(func(c *settings) *int { return &c.MaxStreams })},
-		{"MAX_CALLS", "1000", "calls under way; others are refused", number(func(c *settings) *int { return &c.MaxCalls })},
-		{"CALL_TIMEOUT", "2s", "the longest time for a call; a gRPC deadline may be shorter", duration(func(c *settings) *time.Duration { return &c.CallTimeout }, time.Millisecond)},
-		{"STOP_TIMEOUT", "10s", "the longest time for calls under way when the server stops", duration(func(c *settings) *time.Duration { return &c.StopTimeout }, time.Millisecond)},
-		{"LOCK_TIMEOUT", "500ms", "the longest wait for a bucket that others have locked; 0 leaves it to the database, for a pooler that refuses the setting", duration(func(c *settings) *time.Duration { return &c.LockTimeout }, 0)},
-		{"DATABASE_CALLS", "2", "calls to the database that carry the requests of all callers, at a time", number(func(c *settings) *int { return &c.DatabaseCalls })},
-		{"NO_FLUSH", "false", "true answers before a grant is on disk: a crash of the database may forget the last 0.6 s", boolean(func(c *settings) *bool { return &c.NoFlush })},
-		{"LEASES", "", "policies whose busy buckets are answered from tokens taken ahead, separated by commas; api=0.05 takes at most that part of a capacity, and not a tenth", leases(func(c *settings) *[]client.Lease { return &c.Leases })},
+		{"DATABASE_URL", "", "the database, such as postgres://app@db/app", into(&c.databaseURL, text)},
+		{"SHARD_URLS", "", "in its place, the databases of all shards, in their order, separated by white space", into(&c.shardURLs, text)},
+		{"GRPC_ADDR", "127.0.0.1:8081", "where gRPC listens; off for nowhere", into(&c.GRPCAddr, address)},
+		{"HTTP_ADDR", "127.0.0.1:8080", "where JSON over HTTP, health and metrics listen; off for nowhere", into(&c.HTTPAddr, address)},
+		{"DEFAULT_CAPACITY", "", "defines the policy default with so many tokens, unless it is there", into(&c.capacity, text)},
+		{"DEFAULT_REFILL_RATE", "", "its tokens a second, such as 10 or 0.5", into(&c.rate, text)},
+		{"ENVOY_RULES", "", "file or folder of rules for Envoy; SIGHUP reads them again", into(&c.EnvoyRules, text)},
+		{"TLS_CERT_FILE", "", "certificate and chain of both listeners, in PEM", into(&c.certFile, text)},
+		{"TLS_KEY_FILE", "", "its private key, in PEM", into(&c.keyFile, text)},
+		{"TOKENS", "", "bearer tokens, separated by commas, one of which every call needs", into(&c.Tokens, tokens)},
+		{"MONITORING_TOKENS", "", "bearer tokens, one of which health and metrics need", into(&c.MonitoringTokens, tokens)},
+		{"STATUS_PAGE", "false", "true shows requests, policies and the emptiest buckets, with their keys, at / of HTTP_ADDR", into(&c.StatusPage, boolean)},
+		{"MAX_MESSAGE_BYTES", "1048576", "the longest request", into(&c.MaxMessageBytes, number)},
+		{"MAX_STREAMS", "1000", "calls under way on one gRPC connection; others wait at the client", into(&c.MaxStreams, number)},
+		{"MAX_CALLS", "1000", "calls under way; others are refused", into(&c.MaxCalls, number)},
+		{"CALL_TIMEOUT", "2s", "the longest time for a call; a gRPC deadline may be shorter", into(&c.CallTimeout, timeout)},
+		{"STOP_TIMEOUT", "10s", "the longest time for calls under way when the server stops", into(&c.StopTimeout, timeout)},
+		{"LOCK_TIMEOUT", "500ms", "the longest wait for a bucket that others have locked; 0 leaves it to the database, for a pooler that refuses the setting", into(&c.LockTimeout, timeoutOrNone)},
+		{"DATABASE_CALLS", "2", "calls to the database that carry the requests of all callers, at a time", into(&c.DatabaseCalls, number)},
+		{"NO_FLUSH", "false", "true answers before a grant is on disk: a crash of the database may forget the last 0.6 s", into(&c.NoFlush, boolean)},
+		{"LEASES", "", "policies whose busy buckets are answered from tokens taken ahead, separated by commas; api=0.05 takes at most that part of a capacity, and not a tenth", into(&c.Leases, leases)},
 	}
+}
+
+// Misspelled returns an error for a variable that was meant to be a setting: one with the prefix PGRATELIMIT_, and TOKEN, without
+// whose S everybody may call.
+func Misspelled(environ []string) error {
+	for _, pair := range environ {
+		name, _, _ := strings.Cut(pair, "=")
+		bare, hasPrefix := strings.CutPrefix(name, "PGRATELIMIT_")
+		for _, s := range Settings() {
+			if hasPrefix && bare == s.Name || strings.HasSuffix(s.Name, "TOKENS") && bare+"S" == s.Name {
+				return fmt.Errorf("%s is no setting: did you mean %s?", name, s.Name)
+			}
+		}
+	}
+	return nil
 }
 
 // Load reads the settings. The environment is asked first, then the file, if there is a path.
@@ -118,7 +136,7 @@ func Load(path string, environment func(name string) (value string, ok bool)) (C
 	}
 	var c settings
 	var errs []error
-	for _, s := range Settings() {
+	for _, s := range c.list() {
 		value, isGiven := environment(s.Name)
 		if !isGiven {
 			value, isGiven = file[s.Name]
@@ -129,7 +147,7 @@ func Load(path string, environment func(name string) (value string, ok bool)) (C
 		if !isGiven {
 			value = s.Default
 		}
-		if err := s.set(&c, value); err != nil {
+		if err := s.set(value); err != nil {
 			errs = append(errs, fmt.Errorf("%s: %w", s.Name, err))
 		}
 	}
@@ -272,99 +290,93 @@ func unquoted(value string) string {
 	return value
 }
 
-// The kinds of settings. Each reads a value into the field that it is told.
-
-func text(field func(*settings) *string) func(*settings, string) error {
-	return func(c *settings, value string) error {
-		*field(c) = value
-		return nil
+// into returns a function that reads a value into a field.
+func into[T any](to *T, read func(string) (T, error)) func(string) error {
+	return func(value string) error {
+		read, err := read(value)
+		if err == nil {
+			*to = read
+		}
+		return err
 	}
 }
 
-func address(field func(*settings) *string) func(*settings, string) error {
-	return func(c *settings, value string) error {
-		if value == "off" {
-			return nil
-		}
-		if _, _, err := net.SplitHostPort(value); err != nil {
-			return fmt.Errorf("%q is no host:port, and not off", value)
-		}
-		*field(c) = value
-		return nil
+func text(value string) (string, error) { return value, nil }
+
+func address(value string) (string, error) {
+	if value == "off" {
+		return "", nil
 	}
+	if _, _, err := net.SplitHostPort(value); err != nil {
+		return "", fmt.Errorf("%q is no host:port, and not off", value)
+	}
+	return value, nil
 }
 
-func tokens(field func(*settings) *[]string) func(*settings, string) error {
-	return func(c *settings, value string) error {
-		if value == "" {
-			return errors.New("it is empty, which would let everybody in: set a token, or leave the setting out")
+func tokens(value string) (list []string, err error) {
+	if value == "" {
+		return nil, errors.New("it is empty, which would let everybody in: set a token, or leave the setting out")
+	}
+	for token := range strings.SplitSeq(value, ",") {
+		if token = strings.TrimSpace(token); token == "" {
+			return nil, errors.New("a token is empty")
 		}
-		for token := range strings.SplitSeq(value, ",") {
-			if token = strings.TrimSpace(token); token == "" {
-				return errors.New("a token is empty")
+		list = append(list, token)
+	}
+	return list, nil
+}
+
+func leases(value string) (list []client.Lease, err error) {
+	if value == "" {
+		return nil, nil
+	}
+	for lease := range strings.SplitSeq(value, ",") {
+		policy, share, isBounded := strings.Cut(strings.TrimSpace(lease), "=")
+		l := client.Lease{Policy: policy}
+		if isBounded {
+			if l.MaxShare, err = strconv.ParseFloat(share, 64); err != nil || !(0 < l.MaxShare && l.MaxShare <= 1) {
+				return nil, fmt.Errorf("%q is no part of a capacity, such as 0.05, of policy %q", share, policy)
 			}
-			*field(c) = append(*field(c), token)
 		}
-		return nil
+		switch {
+		case policy == "":
+			return nil, errors.New("the name of a policy is empty")
+		case slices.ContainsFunc(list, func(other client.Lease) bool { return other.Policy == policy }):
+			return nil, fmt.Errorf("policy %q is there twice", policy)
+		}
+		list = append(list, l)
 	}
+	return list, nil
 }
 
-func leases(field func(*settings) *[]client.Lease) func(*settings, string) error {
-	return func(c *settings, value string) error {
-		if value == "" {
-			return nil
-		}
-		all := field(c)
-		for lease := range strings.SplitSeq(value, ",") {
-			policy, share, isBounded := strings.Cut(strings.TrimSpace(lease), "=")
-			l := client.Lease{Policy: policy}
-			if isBounded {
-				var err error
-				if l.MaxShare, err = strconv.ParseFloat(share, 64); err != nil || !(0 < l.MaxShare && l.MaxShare <= 1) {
-					return fmt.Errorf("%q is no part of a capacity, such as 0.05, of policy %q", share, policy)
-				}
-			}
-			switch {
-			case policy == "":
-				return errors.New("the name of a policy is empty")
-			case slices.ContainsFunc(*all, func(other client.Lease) bool { return other.Policy == policy }):
-				return fmt.Errorf("policy %q is there twice", policy)
-			}
-			*all = append(*all, l)
-		}
-		return nil
+func number(value string) (int, error) {
+	n, err := strconv.ParseInt(value, 10, 32)
+	if err != nil || n < 1 {
+		return 0, fmt.Errorf("%q is no whole number, 1 or more", value)
 	}
+	return int(n), nil
 }
 
-func number(field func(*settings) *int) func(*settings, string) error {
-	return func(c *settings, value string) error {
-		n, err := strconv.ParseInt(value, 10, 32)
-		if err != nil || n < 1 {
-			return fmt.Errorf("%q is no whole number, 1 or more", value)
-		}
-		*field(c) = int(n)
-		return nil
+func timeout(value string) (time.Duration, error) {
+	d, err := timeoutOrNone(value)
+	if err == nil && d == 0 {
+		err = fmt.Errorf("%q would give it no time: write 1ms or more", value)
 	}
+	return d, err
 }
 
-func duration(field func(*settings) *time.Duration, least time.Duration) func(*settings, string) error {
-	return func(c *settings, value string) error {
-		d, err := time.ParseDuration(value)
-		if err != nil || d < least || d%time.Millisecond != 0 {
-			return fmt.Errorf("%q is no time in whole milliseconds, such as 500ms or 2s", value)
-		}
-		*field(c) = d
-		return nil
+func timeoutOrNone(value string) (time.Duration, error) {
+	d, err := time.ParseDuration(value)
+	if err != nil || d < 0 || d%time.Millisecond != 0 {
+		return 0, fmt.Errorf("%q is no time in whole milliseconds, such as 500ms or 2s", value)
 	}
+	return d, nil
 }
 
-func boolean(field func(*settings) *bool) func(*settings, string) error {
-	return func(c *settings, value string) error {
-		b, err := strconv.ParseBool(value)
-		if err != nil {
-			return fmt.Errorf("%q is neither true nor false", value)
-		}
-		*field(c) = b
-		return nil
+func boolean(value string) (bool, error) {
+	b, err := strconv.ParseBool(value)
+	if err != nil {
+		return false, fmt.Errorf("%q is neither true nor false", value)
 	}
+	return b, nil
 }

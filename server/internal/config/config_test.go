@@ -100,6 +100,14 @@ func TestLoad_TokensAreNotEmpty(t *testing.T) {
 	}
 }
 
+func TestMisspelled_NamesTheSetting(t *testing.T) {
+	t.Parallel()
+	for name, want := range map[string]string{"TOKEN": "TOKENS", "MONITORING_TOKEN": "MONITORING_TOKENS", "PGRATELIMIT_TOKEN": "TOKENS", "PGRATELIMIT_MAX_CALLS": "MAX_CALLS"} {
+		require.EqualError(t, config.Misspelled([]string{"HOME=/", name + "=x"}), name+" is no setting: did you mean "+want+"?")
+	}
+	require.NoError(t, config.Misspelled([]string{"TOKENS=x", "MAX_CALL=5", "PGRATELIMIT_TEST_AS_PROGRAM=1", "GITHUB_TOKEN=x"}))
+}
+
 // A call without time, or a server that waits for none, would answer nobody. 0 is for LOCK_TIMEOUT alone.
 func TestLoad_NoTimeButThatOfALockIsZero(t *testing.T) {
 	t.Parallel()
