@@ -280,6 +280,24 @@ func (d *Difference) String() string {
 	return text.String()
 }
 
+// Summary counts what was changed, or would be.
+func (d *Difference) Summary(dryRun bool) string {
+	drift := ""
+	if d.Drift != nil {
+		drift = "The database has " + count(int64(len(d.Drift)), "override") + " that the file does not have: --prune=overrides removes them.\n"
+	}
+	switch n := count(int64(len(d.Changes)), "change"); {
+	case d.Empty() && drift == "":
+		return "The database is as the file says.\n"
+	case d.Empty():
+		return drift
+	case dryRun:
+		return n + ", not made: this is a dry run.\n" + drift
+	default:
+		return n + " made.\n" + drift
+	}
+}
+
 // maxDrift is how many overrides a person reads, which a program may have set.
 const maxDrift = 20
 

@@ -2,7 +2,6 @@ package main
 
 import (
 	"cmp"
-	"context"
 	"errors"
 	"fmt"
 	"slices"
@@ -169,32 +168,6 @@ the policy's, and without --expires-at it lasts. --capacity 0 blocks the key.`,
 			return usageError{errors.New("which numbers? Write --capacity, --refill or --every, or --remove")}
 		}
 		return p.onShardOf(set)(c, args)
-	}
-	return c
-}
-
-func (p *program) apply() *cobra.Command {
-	var c *cobra.Command
-	c = policyfile.Command(func(ctx context.Context) (targets []policyfile.Target, err error) {
-		dbs, err := p.connect(ctx, c.ErrOrStderr(), nil)
-		for _, db := range dbs {
-			target := policyfile.Target{Conn: db.Conn}
-			if db.of > 0 {
-				target.Name = db.String()
-				target.Has = func(key string) bool { return client.ShardOf(key, db.of) == db.shard }
-			}
-			targets = append(targets, target)
-		}
-		return targets, err
-	})
-	c.Args = exactly(1)
-	apply := c.RunE
-	c.RunE = func(c *cobra.Command, args []string) error {
-		err := apply(c, args)
-		if errors.Is(err, policyfile.ErrDifference) {
-			return answerNo{}
-		}
-		return err
 	}
 	return c
 }

@@ -21,26 +21,26 @@ import (
 	"github.com/spf13/pflag"
 
 	"github.com/pgratelimit/pgratelimit/server/internal/nearest"
-	"github.com/pgratelimit/pgratelimit/server/policyfile"
 )
 
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	context.AfterFunc(ctx, stop) // the second signal ends the program at once
-	os.Exit(run(ctx, os.Args[1:], os.Stdout, os.Stderr))
+	os.Exit(run(ctx, os.Args[1:], os.Stdin, os.Stdout, os.Stderr))
 }
 
 // run is main without a process.
-func run(ctx context.Context, args []string, stdout, stderr io.Writer) (code int) {
+func run(ctx context.Context, args []string, stdin io.Reader, stdout, stderr io.Writer) (code int) {
 	var p program
 	root := p.command()
 	root.SetArgs(args)
+	root.SetIn(stdin)
 	root.SetOut(stdout)
 	root.SetErr(stderr)
 	needShell(root)
 	err := root.ExecuteContext(ctx)
 	var no answerNo
-	var shown policyfile.ShownError
+	var shown shownError
 	if err != nil && !errors.As(err, &no) && !errors.As(err, &shown) {
 		p.json = p.json || slices.Contains(args, "--json") // which is not read where a flag before it is wrong
 		p.complain(stderr, err)

@@ -42,7 +42,7 @@ func on(t *testing.T, db *pgtest.DB, args ...string) ran {
 func command(t *testing.T, args ...string) ran {
 	t.Helper()
 	var out, errors bytes.Buffer
-	code := run(t.Context(), append([]string{}, args...), &out, &errors) // without any, nil would be those of the test
+	code := run(t.Context(), append([]string{}, args...), nil, &out, &errors) // without any, nil would be those of the test
 	return ran{code, out.String(), errors.String()}
 }
 
@@ -94,26 +94,6 @@ func TestAcquireAndPeek(t *testing.T) {
 	} {
 		require.Equal(t, ran{code: test.code, out: test.out + "\n"}, on(t, db, strings.Fields(test.args)...), test.args)
 	}
-}
-
-func TestApply(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
-	file := filepath.Join(t.TempDir(), "limits.yaml")
-	require.NoError(t, os.WriteFile(file, []byte("policies:\n  api: {capacity: 10, refill: 1, every: 1s}\n"), 0o600))
-
-	r := on(t, db, "apply", file, "--dry-run")
-	require.Equal(t, exitNo, r.code)
-	require.Empty(t, r.errors, "a difference is no error")
-	require.Contains(t, r.out, `+ policy "api"`)
-	require.Equal(t, exitDone, on(t, db, "apply", file).code)
-	require.Equal(t, ran{code: exitDone, out: "The database is as the file says.\n"}, on(t, db, "apply", file, "--dry-run"))
-
-	require.NoError(t, os.WriteFile(file, []byte("policies:\n  api: {capacity: ten, refill: 1, every: 1s}\n"), 0o600))
-	r = on(t, db, "apply", file)
-	require.Equal(t, exitError, r.code)
-	require.Contains(t, r.errors, "limits.yaml:2:19: ")
-	require.Equal(t, exitUsage, on(t, db, "apply").code)
 }
 
 // What an administrator does with the SQL functions.
@@ -251,17 +231,6 @@ func TestErrors_SayOnceThatNobodyIsThere(t *testing.T) {
 		require.Equal(t, exitUnavailable, r.code)
 		require.Equal(t, 1, strings.Count(r.errors, "connection refused"), r.errors)
 	}
-}
-
-// Mistakes of a file are for programs in the answer, and not in the errors, too.
-func TestApply_PrintsMistakesInJSONOnce(t *testing.T) {
-	t.Parallel()
-	file := filepath.Join(t.TempDir(), "limits.yaml")
-	require.NoError(t, os.WriteFile(file, []byte("policies: {api: 5}"), 0o600))
-	r := command(t, "apply", file, "--json")
-	require.Equal(t, exitError, r.code)
-	require.Contains(t, r.out, `"message": "api is 5: `)
-	require.Empty(t, r.errors)
 }
 
 // It asks a server, whatever database that has.

@@ -32,6 +32,13 @@ func encode(w io.Writer, value any) error {
 	return out.Encode(value)
 }
 
+func encodeIndented(w io.Writer, value any) error {
+	out := json.NewEncoder(w)
+	out.SetEscapeHTML(false)
+	out.SetIndent("", "  ")
+	return out.Encode(value)
+}
+
 // described adds what the database had to say beyond the message, and what helps.
 func described(err error) error {
 	var pgErr *pgconn.PgError

@@ -56,6 +56,11 @@ func TestShards(t *testing.T) { // not parallel: it sets the environment
 	r = command(t, "apply", file)
 	require.Equal(t, exitDone, r.code)
 	require.Equal(t, 4, strings.Count(r.out, "The database is as the file says."))
+	require.Equal(t, exitDone, command(t, "override", "api", keys[0], "--capacity", "7").code)
+	r = command(t, "apply", file, "--dry-run")
+	require.Equal(t, exitNo, r.code, "a difference of any shard is one, also if those after it have none")
+	require.Equal(t, 3, strings.Count(r.out, "The database is as the file says."))
+	require.Equal(t, exitDone, command(t, "override", "api", keys[0], "--remove").code)
 
 	for n, key := range keys {
 		left := 9

@@ -1,0 +1,151 @@
+package main
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"strings"
+
+	"github.com/spf13/cobra"
+
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/server/policyfile"
+)
+
+func (p *program) apply() *cobra.Command {
+	var options policyfile.Options
+	var dryRun bool
+	c := &cobra.Command{
+		Use:   "apply FILE",
+		Short: "Make the policies and overrides of a database what a file says",
+		Long: `Make the policies and overrides of a database what a file says, in one transaction. Of
+shards, each has a transaction of its own, and the overrides of its keys.
+
+Shows what changes: + is created, ~ is changed, - is dropped. FILE may be - for standard input.
+The policies are also those that Envoy's rules of the file describe. What the file does not
+have stays without --prune; overrides that it does not have are listed.
+
+Ends with 0 when the database is as the file says, and with 2 when --dry-run has found a
+difference, which is also an override that the file does not have. After an error nothing has been changed, or of shards only those before it.`,
+		Example: `  pgratelimit apply limits.yaml --env production --dry-run
+  pgratelimit apply limits.yaml --env production`,
+		Args: exactly(1),
+	}
+	flags := c.Flags()
+	flags.StringVar(&options.Environment, "env", "", "apply what this environment of the file replaces, too")
+	flags.Var(prune{&options}, "prune", "drop policies that the file does not have, with all that belongs to them; overrides with --prune=overrides, and both with --prune=policies,overrides")
+	flags.Lookup("prune").NoOptDefVal = "policies"
+	flags.BoolVar(&dryRun, "dry-run", false, "show the difference and change nothing; end with 2 if there is one")
+	c.RunE = func(c *cobra.Command, args []string) error {
+		file, err := readPolicies(c.InOrStdin(), args[0], options.Environment)
+		if err != nil {
+			return p.failedToApply(c, err)
+		}
+		dbs, err := p.connect(c.Context(), c.ErrOrStderr(), nil)
+		if err != nil {
+			return err
+		}
+		defer closeAll(c.Context(), dbs)
+		run := policyfile.Apply
+		if dryRun {
+			run = policyfile.Plan
+		}
+		differs := false
+		for _, db := range dbs {
+			if db.of > 0 {
+				options.Has = func(key string) bool { return client.ShardOf(key, db.of) == db.shard }
+			}
+			d, err := run(c.Context(), db.Conn, file, options)
+			if err == nil {
+				err = p.showDifference(c, db, d, dryRun)
+			}
+			if err != nil {
+				return p.failedToApply(c, db.failed(err))
+			}
+			differs = differs || !d.Empty() || d.Drift != nil
+		}
+		if dryRun && differs {
+			return answerNo{}
+		}
+		return nil
+	}
+	return c
+}
+
+// prune is a flag with the kinds of what is dropped.
+type prune struct{ *policyfile.Options }
+
+func (p prune) Set(value string) error {
+	for kind := range strings.SplitSeq(value, ",") {
+		switch kind {
+		case "policies":
+			p.Prune = true
+		case "overrides":
+			p.PruneOverrides = true
+		default:
+			return errors.New("policies, overrides, or policies,overrides")
+		}
+	}
+	return nil
+}
+
+func (p prune) String() string { return "" }
+func (p prune) Type() string   { return "what" }
+
+// readPolicies reads a file, or standard input, and little more of it than may be parsed.
+func readPolicies(in io.Reader, path, environment string) (*policyfile.File, error) {
+	name := "standard input"
+	if path != "-" {
+		name = path
+		file, err := os.Open(path)
+		if err != nil {
+			return nil, fmt.Errorf("the policy file: %w", err)
+		}
+		defer file.Close()
+		in = file
+	}
+	data, err := io.ReadAll(io.LimitReader(in, policyfile.MaxBytes+1))
+	if err != nil {
+		return nil, fmt.Errorf("the policy file: %w", err)
+	}
+	file, err := policyfile.Parse(name, data)
+	if err == nil {
+		_, err = file.Rules(environment)
+	}
+	return file, err
+}
+
+// A shownError has been printed.
+type shownError struct{ error }
+
+// failedToApply prints the mistakes of the file if they are to be JSON.
+func (p *program) failedToApply(c *cobra.Command, err error) error {
+	var problems policyfile.Problems
+	if !p.json || !errors.As(err, &problems) {
+		return err
+	}
+	return errors.Join(shownError{err}, encodeIndented(c.OutOrStdout(), struct {
+		Problems policyfile.Problems `json:"problems"`
+	}{problems}))
+}
+
+func (p *program) showDifference(c *cobra.Command, db database, d *policyfile.Difference, dryRun bool) error {
+	name, heading := "", ""
+	if db.of > 0 {
+		name = db.String()
+		heading = name + ": "
+		if !d.Empty() || d.Drift != nil {
+			heading += "\n"
+		}
+	}
+	if p.json {
+		return encodeIndented(c.OutOrStdout(), struct {
+			Database string `json:"database,omitempty"`
+			Applied  bool   `json:"applied"`
+			*policyfile.Difference
+		}{name, !dryRun, d})
+	}
+	_, err := fmt.Fprint(c.OutOrStdout(), heading, d, d.Summary(dryRun))
+	return err
+}
