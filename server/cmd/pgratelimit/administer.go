@@ -32,7 +32,6 @@ func (p *program) policies() *cobra.Command {
 	return &cobra.Command{
 		Use:   "policies",
 		Short: "List the policies",
-		Args:  exactly(0),
 		RunE: func(c *cobra.Command, _ []string) error {
 			rows, err := askAll(p, c, func(db database) (rows []policyRow, err error) {
 				policies, err := policyfile.ReadPolicies(c.Context(), db.Conn)
@@ -66,7 +65,6 @@ func (p *program) export() *cobra.Command {
 		Use:   "export",
 		Short: "Write the policies and overrides of a database as a policy file",
 		Long:  "Write the policies and overrides of a database as a policy file, which apply finds to be as the database is.",
-		Args:  exactly(0),
 		RunE: func(c *cobra.Command, _ []string) error {
 			dbs, err := p.connect(c.Context(), c.ErrOrStderr(), nil)
 			if err != nil {
@@ -91,7 +89,6 @@ func (p *program) reset() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "reset POLICY [KEY]",
 		Short: "Make a bucket full, or with --all every bucket of a policy",
-		Args:  between(1, 2),
 	}
 	c.Flags().BoolVar(&all, "all", false, "every bucket of the policy, in batches that commit")
 	c.RunE = func(c *cobra.Command, args []string) error {
@@ -99,7 +96,7 @@ func (p *program) reset() *cobra.Command {
 		case all == (len(args) == 2):
 			return usageError{errors.New("which buckets? Write the KEY of one, or --all")}
 		case all:
-			err := p.onEach(c, p.connect, func(db database) error { return client.New(db.Conn).ResetAll(c.Context(), args[0]) })
+			err := p.onEach(c, p.connect, nil, func(db database) error { return client.New(db.Conn).ResetAll(c.Context(), args[0]) })
 			if err != nil {
 				return err
 			}
@@ -124,7 +121,6 @@ func (p *program) override() *cobra.Command {
 		Short: "Give one key of a policy numbers of its own, or with --remove the policy's again",
 		Long: `Give one key of a policy numbers of its own, in place of those that it had. What is left out is
 the policy's, and without --expires-at it lasts. --capacity 0 blocks the key.`,
-		Args: exactly(2),
 	}
 	flags := c.Flags()
 	flags.Int64Var(&capacity, "capacity", 0, "whole tokens, 0 or more")

@@ -30,7 +30,6 @@ Ends with 0 when the database is as the file says, and with 2 when --dry-run has
 difference, which is also an override that the file does not have. After an error nothing has been changed, or of shards only those before it.`,
 		Example: `  pgratelimit apply limits.yaml --env production --dry-run
   pgratelimit apply limits.yaml --env production`,
-		Args: exactly(1),
 	}
 	flags := c.Flags()
 	flags.StringVar(&options.Environment, "env", "", "apply what this environment of the file replaces, too")
@@ -42,28 +41,24 @@ difference, which is also an override that the file does not have. After an erro
 		if err != nil {
 			return p.failedToApply(c, err)
 		}
-		dbs, err := p.connect(c.Context(), c.ErrOrStderr(), nil)
-		if err != nil {
-			return err
-		}
-		defer closeAll(c.Context(), dbs)
 		run := policyfile.Apply
 		if dryRun {
 			run = policyfile.Plan
 		}
 		differs := false
-		for _, db := range dbs {
+		err = p.onEach(c, p.connect, nil, func(db database) error {
 			if db.of > 0 {
 				options.Has = func(key string) bool { return client.ShardOf(key, db.of) == db.shard }
 			}
 			d, err := run(c.Context(), db.Conn, file, options)
-			if err == nil {
-				err = p.showDifference(c, db, d, dryRun)
-			}
 			if err != nil {
-				return p.failedToApply(c, db.failed(err))
+				return err
 			}
 			differs = differs || !d.Empty() || d.Drift != nil
+			return p.showDifference(c, db, d, dryRun)
+		})
+		if err != nil {
+			return p.failedToApply(c, err)
 		}
 		if dryRun && differs {
 			return answerNo{}

@@ -22,7 +22,6 @@ func (p *program) acquire() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "acquire POLICY KEY",
 		Short: "Take tokens from a bucket if it holds enough",
-		Args:  exactly(2),
 	}
 	c.Flags().Int64Var(&cost, "cost", 1, "whole tokens, 0 or more")
 	c.Flags().StringVar(&idempotencyKey, "idempotency-key", "", "charge a repeat under the same key nothing")
@@ -41,7 +40,6 @@ func (p *program) peek() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "peek POLICY KEY",
 		Short: "Say what acquire would answer, and take nothing",
-		Args:  exactly(2),
 	}
 	c.Flags().Int64Var(&cost, "cost", 1, "whole tokens, 0 or more")
 	c.RunE = p.onShardOf(func(c *cobra.Command, conn *pgx.Conn, args []string) error {
@@ -90,7 +88,6 @@ func (p *program) status() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "status [POLICY]",
 		Short: "List the emptiest buckets; reads every bucket",
-		Args:  atMost(1),
 	}
 	c.Flags().Int32Var(&maxRows, "max-rows", 100, "how many to list")
 	c.RunE = func(c *cobra.Command, args []string) error {
@@ -140,7 +137,6 @@ func (p *program) doctor() *cobra.Command {
 	return &cobra.Command{
 		Use:   "doctor",
 		Short: "Say what makes limits slow or tables large, and what helps",
-		Args:  exactly(0),
 		RunE: func(c *cobra.Command, _ []string) error {
 			findings, err := askAll(p, c, func(db database) ([]inspect.Finding, error) {
 				findings, err := inspect.Findings(c.Context(), db.Conn)

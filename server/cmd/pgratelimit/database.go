@@ -100,36 +100,40 @@ func (p *program) connect(ctx context.Context, warnings io.Writer, key *string) 
 	return dbs, nil
 }
 
+// An opener is open, or connect.
+type opener func(ctx context.Context, warnings io.Writer, key *string) ([]database, error)
+
+// onEach works on all databases, or on the shard of a key, in their order. After an error it goes no further.
+func (p *program) onEach(c *cobra.Command, open opener, key *string, work func(database) error) error {
+	dbs, err := open(c.Context(), c.ErrOrStderr(), key)
+	if err != nil {
+		return err
+	}
+	defer closeAll(c.Context(), dbs)
+	for _, db := range dbs {
+		if err := work(db); err != nil {
+			return db.failed(err)
+		}
+	}
+	return nil
+}
+
 // onShardOf makes a command of work on the database that has the key, its second argument.
 func (p *program) onShardOf(work func(c *cobra.Command, conn *pgx.Conn, args []string) error) func(*cobra.Command, []string) error {
 	return func(c *cobra.Command, args []string) error {
-		ctx := c.Context()
-		dbs, err := p.connect(ctx, c.ErrOrStderr(), &args[1])
-		if err != nil {
-			return err
-		}
-		defer closeAll(ctx, dbs)
-		return dbs[0].failed(work(c, dbs[0].Conn, args))
+		return p.onEach(c, p.connect, &args[1], func(db database) error { return work(c, db.Conn, args) })
 	}
 }
 
 // askAll asks all databases for rows.
 func askAll[R any](p *program, c *cobra.Command, ask func(database) ([]R, error)) (all []R, err error) {
-	ctx := c.Context()
-	dbs, err := p.connect(ctx, c.ErrOrStderr(), nil)
-	if err != nil {
-		return nil, err
-	}
-	defer closeAll(ctx, dbs)
 	all = []R{}
-	for _, db := range dbs {
+	err = p.onEach(c, p.connect, nil, func(db database) error {
 		rows, err := ask(db)
-		if err != nil {
-			return nil, db.failed(described(err))
-		}
 		all = append(all, rows...)
-	}
-	return all, nil
+		return described(err)
+	})
+	return all, err
 }
 
 func connect(ctx context.Context, url string, warnings io.Writer) (*pgx.Conn, error) {

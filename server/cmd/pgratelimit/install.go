@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"net/url"
 	"strings"
 
@@ -24,7 +23,6 @@ func (p *program) install() *cobra.Command {
 Of SHARD_URLS, each database is told which shard it is. With --shards, databases that do not
 exist yet are created for them beside the one of DATABASE_URL, whose name they extend, and the
 value for SHARD_URLS is printed.`,
-		Args: exactly(0),
 	}
 	c.Flags().IntVar(&shards, "shards", 0, "create so many shards, a power of two")
 	c.RunE = func(c *cobra.Command, _ []string) error {
@@ -37,7 +35,7 @@ value for SHARD_URLS is printed.`,
 }
 
 func (p *program) installAll(c *cobra.Command) error {
-	return p.onEach(c, p.open, func(db database) error {
+	return p.onEach(c, p.open, nil, func(db database) error {
 		if err := migrations.Up(c.Context(), db.Conn); err != nil {
 			return err
 		}
@@ -72,9 +70,8 @@ func (p *program) uninstall() *cobra.Command {
 	return &cobra.Command{
 		Use:   "uninstall",
 		Short: "Remove it from a database, with all policies and buckets",
-		Args:  exactly(0),
 		RunE: func(c *cobra.Command, _ []string) error {
-			return p.onEach(c, p.open, func(db database) error {
+			return p.onEach(c, p.open, nil, func(db database) error {
 				if err := migrations.Down(c.Context(), db.Conn); err != nil {
 					return err
 				}
@@ -82,24 +79,6 @@ func (p *program) uninstall() *cobra.Command {
 			})
 		},
 	}
-}
-
-// An opener is open, or connect.
-type opener func(ctx context.Context, warnings io.Writer, key *string) ([]database, error)
-
-// onEach works on all databases, in their order. After an error it goes no further.
-func (p *program) onEach(c *cobra.Command, open opener, work func(database) error) error {
-	dbs, err := open(c.Context(), c.ErrOrStderr(), nil)
-	if err != nil {
-		return err
-	}
-	defer closeAll(c.Context(), dbs)
-	for _, db := range dbs {
-		if err := work(db); err != nil {
-			return db.failed(err)
-		}
-	}
-	return nil
 }
 
 // printOf prints an answer about one database: as JSON a line for each, in their order.

@@ -67,7 +67,6 @@ Exit codes:
    2  no error, but a no: denied, doctor has findings, or apply --dry-run a difference
   64  the command line is wrong
   69  the database cannot be reached`,
-		Args:          atMost(0),
 		RunE:          func(c *cobra.Command, _ []string) error { return c.Help() },
 		SilenceErrors: true, // run prints them
 		SilenceUsage:  true,
@@ -83,6 +82,10 @@ Exit codes:
 		p.acquire(), p.peek(),
 		p.version(),
 	)
+	root.Args = checkArguments
+	for _, c := range root.Commands() {
+		c.Args = checkArguments
+	}
 	return root
 }
 
@@ -100,25 +103,22 @@ func needShell(root *cobra.Command) {
 	}
 }
 
-// exactly, atMost and between are how many arguments a command takes.
-func exactly(n int) cobra.PositionalArgs { return between(n, n) }
-func atMost(n int) cobra.PositionalArgs  { return between(0, n) }
-
-func between(least, most int) cobra.PositionalArgs {
-	return func(c *cobra.Command, given []string) error {
-		var text string
-		switch names := strings.Fields(c.Use)[1:]; {
-		case !c.HasParent() && len(given) > 0:
-			return usageError{fmt.Errorf("no command is called %q: %s", given[0], meant(c, given[0], commandsOf(c)))}
-		case len(given) < least:
-			text = "no " + strings.Join(names[len(given):least], " and no ") + " is given"
-		case len(given) > most:
-			text = fmt.Sprintf("%q is one argument too many: write a text with spaces in quotes, and the value of a flag after =", given[most])
-		default:
-			return nil
-		}
-		return usageError{fmt.Errorf("%s\nusage: %s", text, strings.TrimSpace(c.UseLine()))}
+// checkArguments compares arguments with those that Use has. One in brackets may be left out.
+func checkArguments(c *cobra.Command, given []string) error {
+	names := strings.Fields(c.Use)[1:]
+	needed := slices.DeleteFunc(slices.Clone(names), func(name string) bool { return name[0] == '[' })
+	var text string
+	switch {
+	case !c.HasParent() && len(given) > 0:
+		return usageError{fmt.Errorf("no command is called %q: %s", given[0], meant(c, given[0], commandsOf(c)))}
+	case len(given) < len(needed):
+		text = "no " + strings.Join(needed[len(given):], " and no ") + " is given"
+	case len(given) > len(names):
+		text = fmt.Sprintf("%q is one argument too many: write a text with spaces in quotes, and the value of a flag after =", given[len(names)])
+	default:
+		return nil
 	}
+	return usageError{fmt.Errorf("%s\nusage: %s", text, strings.TrimSpace(c.UseLine()))}
 }
 
 // flagError says what is wrong with a flag in words of ours.
@@ -177,7 +177,6 @@ func (p *program) version() *cobra.Command {
 	return &cobra.Command{
 		Use:   "version",
 		Short: "Say which release this program is",
-		Args:  exactly(0),
 		RunE: func(c *cobra.Command, _ []string) error {
 			var v struct {
 				Version string `json:"version"`

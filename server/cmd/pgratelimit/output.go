@@ -14,7 +14,7 @@ import (
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/spf13/cobra"
 
-	"github.com/pgratelimit/pgratelimit/server/internal/grant"
+	"github.com/pgratelimit/pgratelimit/server/internal/inspect"
 )
 
 // print prints an answer: with --json the value, and otherwise the text.
@@ -52,9 +52,9 @@ func described(err error) error {
 	case pgErr.Code == "42883": // undefined_function
 		hint = "Run pgratelimit install, or put the schema of the functions on search_path."
 	case pgErr.Code == "42501" && isOfDatabase:
-		hint = "Its owner can run: grant create on database " + pgx.Identifier{database}.Sanitize() + " to " + grant.SomeRole + ";"
+		hint = "Its owner can run: grant create on database " + pgx.Identifier{database}.Sanitize() + " to " + inspect.SomeRole + ";"
 	case pgErr.Code == "42501" && function != "": // insufficient_privilege
-		hint = "Its owner can run: " + grant.To(grant.SomeRole, function)
+		hint = "Its owner can run: " + inspect.Grant(inspect.SomeRole, function)
 	}
 	more := strings.Join(slices.DeleteFunc([]string{pgErr.Detail, hint}, func(s string) bool { return s == "" }), " ")
 	if more == "" {

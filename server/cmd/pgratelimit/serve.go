@@ -33,7 +33,6 @@ func (p *program) serve() *cobra.Command {
 		Use:   "serve",
 		Short: "Answer calls over gRPC and JSON",
 		Long:  "Answer calls over gRPC and JSON, until SIGTERM or SIGINT. SIGHUP reads Envoy's rules again.\n\n" + settings(),
-		Args:  exactly(0),
 	}
 	load := p.configured(c, true)
 	c.RunE = func(c *cobra.Command, _ []string) error {
@@ -128,7 +127,6 @@ func (p *program) health() *cobra.Command {
 		Use:   "health",
 		Short: "Ask the server on this machine whether it can take tokens",
 		Long:  "Ask the server on this machine, by the settings that it has, whether it can take tokens. In a container this is the health check.",
-		Args:  exactly(0),
 	}
 	load := p.configured(c, false)
 	c.RunE = func(c *cobra.Command, _ []string) error {

@@ -27,9 +27,13 @@ func (r *Rules) Settle(ctx context.Context, db DB) error {
 			return err
 		}
 		limiter := client.New(db).WithTx(tx)
-		there, err := policiesOf(ctx, limiter)
+		policies, err := limiter.Policies(ctx)
 		if err != nil {
 			return err
+		}
+		there := make(map[string]client.Policy, len(policies))
+		for _, p := range policies {
+			there[p.Name] = p
 		}
 		return r.settle(ctx, tx, limiter, there)
 	})
@@ -37,18 +41,6 @@ func (r *Rules) Settle(ctx context.Context, db DB) error {
 		return fmt.Errorf("policies of the rules: %w", err)
 	}
 	return nil
-}
-
-func policiesOf(ctx context.Context, limiter *client.Limiter) (map[string]client.Policy, error) {
-	policies, err := limiter.Policies(ctx)
-	if err != nil {
-		return nil, err
-	}
-	there := make(map[string]client.Policy, len(policies))
-	for _, p := range policies {
-		there[p.Name] = p
-	}
-	return there, nil
 }
 
 func (r *Rules) settle(ctx context.Context, tx pgx.Tx, limiter *client.Limiter, there map[string]client.Policy) error {

@@ -14,6 +14,14 @@ import (
 	"github.com/pgratelimit/pgratelimit/server/internal/jsonapi"
 )
 
+// SomeRole stands for a role whose name is not known.
+const SomeRole = "<role>"
+
+// Grant returns the statement that lets a role call functions.
+func Grant(role string, functions ...string) string {
+	return "grant execute on function " + strings.Join(functions, ", ") + " to " + role + ";"
+}
+
 // A Querier is a connection, a pool or a transaction.
 type Querier interface {
 	Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error)

@@ -14,7 +14,6 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/pgratelimit/pgratelimit/client"
-	"github.com/pgratelimit/pgratelimit/server/internal/grant"
 	"github.com/pgratelimit/pgratelimit/server/internal/inspect"
 )
 
@@ -172,7 +171,7 @@ func (d *database) noticeOf(ctx context.Context, err error, limit time.Duration,
 	}
 	switch code {
 	case "42501": // insufficient_privilege
-		return "The server's role may not see this. The owner of the package can run: " + grant.To(d.roleName(ctx), function)
+		return "The server's role may not see this. The owner of the package can run: " + inspect.Grant(d.roleName(ctx), function)
 	case "42883": // undefined_function
 		return "The database has no " + function + ": the package is older than this program. Run: pgratelimit install"
 	case "57014": // query_canceled

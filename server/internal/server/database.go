@@ -17,7 +17,6 @@ import (
 
 	"github.com/pgratelimit/pgratelimit/client"
 	"github.com/pgratelimit/pgratelimit/server/internal/config"
-	"github.com/pgratelimit/pgratelimit/server/internal/grant"
 	"github.com/pgratelimit/pgratelimit/server/internal/inspect"
 )
 
@@ -226,7 +225,7 @@ func check(ctx context.Context, db *pgxpool.Pool) error {
 		return errors.New("pgratelimit is not installed in the database, or its schema is not on search_path, or its version is older than this program: run pgratelimit install")
 	case !s.may:
 		return errors.New("the role may not acquire: its owner can run: " +
-			grant.To(grant.SomeRole, "ratelimit_acquire", "ratelimit_acquire_all", "ratelimit_acquire_packed") +
+			inspect.Grant(inspect.SomeRole, "ratelimit_acquire", "ratelimit_acquire_all", "ratelimit_acquire_packed") +
 			" docs/server.md has the grants for other calls")
 	case s.isReadOnly:
 		return errors.New("the database is read-only")
@@ -262,7 +261,7 @@ func checkLeases(ctx context.Context, db *pgxpool.Pool, leases []client.Lease, l
 	}
 	if !s.may {
 		return errors.New("LEASES: the role may not take tokens ahead: its owner can run: " +
-			grant.To(grant.SomeRole, "ratelimit_acquire_up_to", "ratelimit_refund"))
+			inspect.Grant(inspect.SomeRole, "ratelimit_acquire_up_to", "ratelimit_refund"))
 	}
 	for _, lease := range leases {
 		_, err := client.New(db).Peek(ctx, lease.Policy, "any", client.Cost(0))
