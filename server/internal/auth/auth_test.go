@@ -76,3 +76,8 @@ func TestTokens_AdmitABrowser(t *testing.T) {
 		}
 	}
 }
+
+func TestIsAddress_NotWithoutAHost(t *testing.T) {
+	t.Parallel()
+	require.False(t, auth.IsAddress(""))
+}

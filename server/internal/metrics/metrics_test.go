@@ -18,6 +18,7 @@ import (
 	"go.opentelemetry.io/otel/sdk/metric/metricdata"
 
 	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/client/clienttest"
 	"github.com/pgratelimit/pgratelimit/server/internal/metrics"
 	"github.com/pgratelimit/pgratelimit/server/internal/service"
 )
@@ -30,13 +31,17 @@ func newMetrics(t *testing.T) *metrics.Metrics {
 	return m
 }
 
+// scrape reads what Prometheus would.
+func scrape(m *metrics.Metrics) string {
+	w := httptest.NewRecorder()
+	m.Handler().ServeHTTP(w, httptest.NewRequest(http.MethodGet, "/metrics", nil))
+	return w.Body.String()
+}
+
 // series are the lines of a metric.
 func series(t *testing.T, m *metrics.Metrics, name string) (lines []string) {
 	t.Helper()
-	w := httptest.NewRecorder()
-	m.Handler().ServeHTTP(w, httptest.NewRequest(http.MethodGet, "/metrics", nil))
-	require.Equal(t, 200, w.Code)
-	for line := range strings.Lines(w.Body.String()) {
+	for line := range strings.Lines(scrape(m)) {
 		if strings.HasPrefix(line, name+"{") {
 			lines = append(lines, strings.TrimSpace(line))
 		}
@@ -88,41 +93,18 @@ func TestMetrics_Gauges(t *testing.T) {
 	m := newMetrics(t)
 	is := func(n int64) func() int64 { return func() int64 { return n } }
 	require.NoError(t, m.Watch(metrics.State{CallsUnderWay: is(3), ConnectionsInUse: is(5), ConnectionsTotal: is(7)}))
-	w := httptest.NewRecorder()
-	m.Handler().ServeHTTP(w, httptest.NewRequest(http.MethodGet, "/metrics", nil))
 	for _, line := range []string{"ratelimit_server_calls_under_way 3\n", "ratelimit_server_connections_in_use 5\n", "ratelimit_server_connections 7\n"} {
-		require.Contains(t, w.Body.String(), "\n"+line)
+		require.Contains(t, scrape(m), "\n"+line)
 	}
-}
-
-// onlyAPI is a limiter that allows everything under the policy api, and knows no other.
-type onlyAPI struct{ service.Limiter }
-
-func (onlyAPI) Acquire(_ context.Context, policy, _ string, _ ...client.AcquireOption) (client.Decision, error) {
-	if policy != "api" {
-		return client.Decision{}, client.ErrUnknownPolicy
-	}
-	return client.Decision{Allowed: true}, nil
-}
-
-func (l onlyAPI) Peek(ctx context.Context, policy, key string, _ ...client.PeekOption) (client.Decision, error) {
-	return l.Acquire(ctx, policy, key)
-}
-
-func (l onlyAPI) AcquireAll(ctx context.Context, charges []client.Charge, _ ...client.AcquireAllOption) (client.JointDecision, error) {
-	for i, c := range charges {
-		if _, err := l.Acquire(ctx, c.Policy, c.Key); err != nil {
-			return client.JointDecision{}, fmt.Errorf("charge %d: %w", i, err)
-		}
-	}
-	return client.JointDecision{Decision: client.Decision{Allowed: true}}, nil
 }
 
 // What Prometheus reads after 100,000 keys and 1,000 unknown policies, in requests and in calls of every other kind.
 func TestMetrics_KeysAreNoLabels(t *testing.T) {
 	t.Parallel()
 	m := newMetrics(t)
-	s := service.New(onlyAPI{}, service.Limits{Calls: 1000, OwnConnections: 10, Time: time.Minute}, m.Observe)
+	fake := clienttest.New(nil)
+	require.NoError(t, fake.DefinePolicy(t.Context(), client.Policy{Name: "api", Capacity: 1, Refill: 1, Every: time.Second}))
+	s := service.New(fake, service.Limits{Calls: 1000, OwnConnections: 10, Time: time.Minute}, m.Observe)
 	var callers sync.WaitGroup
 	for caller := range 10 {
 		callers.Go(func() {
@@ -138,10 +120,8 @@ func TestMetrics_KeysAreNoLabels(t *testing.T) {
 		})
 	}
 	callers.Wait()
-	w := httptest.NewRecorder()
-	m.Handler().ServeHTTP(w, httptest.NewRequest(http.MethodGet, "/metrics", nil))
 	parser := expfmt.NewTextParser(model.UTF8Validation)
-	families, err := parser.TextToMetricFamilies(w.Body)
+	families, err := parser.TextToMetricFamilies(strings.NewReader(scrape(m)))
 	require.NoError(t, err)
 	counts := map[string]float64{}
 	for name, family := range families {
@@ -168,15 +148,7 @@ func TestMetrics_KeysAreNoLabels(t *testing.T) {
 	}, counts)
 }
 
-// A policy may have any name that PostgreSQL can hold.
-func TestMetrics_OddNames(t *testing.T) {
-	t.Parallel()
-	m := newMetrics(t)
-	m.Observe(service.Call{Operation: service.Charge, Policy: "a \"b\"\n\\ é", Result: client.ResultDenied})
-	require.Equal(t, []string{`ratelimit_requests_total{policy="a \"b\"\n\\ é",result="denied"} 1`}, series(t, m, "ratelimit_requests_total"))
-}
-
-func TestMetrics_WhatIsNoRequestForTokens(t *testing.T) {
+func TestMetrics_CountRequestsForTokensOnly(t *testing.T) {
 	t.Parallel()
 	m := newMetrics(t)
 	for _, operation := range []service.Operation{service.Peek, service.Settle, service.Refund} {
@@ -184,6 +156,8 @@ func TestMetrics_WhatIsNoRequestForTokens(t *testing.T) {
 	}
 	require.Empty(t, series(t, m, "ratelimit_requests_total"))
 	require.Len(t, series(t, m, "ratelimit_server_calls_total"), 3)
+	m.Observe(service.Call{Operation: service.Charge, Policy: "a \"b\"\n\\ é", Result: client.ResultDenied}) // any name that PostgreSQL can hold
+	require.Equal(t, []string{`ratelimit_requests_total{policy="a \"b\"\n\\ é",result="denied"} 1`}, series(t, m, "ratelimit_requests_total"))
 }
 
 // These tests set the environment, and so run before the others.
@@ -210,15 +184,6 @@ func TestOTLP_TheVariableForMetricsComesFirst(t *testing.T) {
 			require.ErrorContains(t, err, test.want)
 		})
 	}
-}
-
-// The specification reads true in any case.
-func TestOTLP_IsDisabledInAnyCase(t *testing.T) {
-	t.Setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
-	t.Setenv("OTEL_SDK_DISABLED", "TRUE")
-	options, err := metrics.OTLP(t.Context())
-	require.NoError(t, err)
-	require.Empty(t, options)
 }
 
 // Who runs several servers names them, and the name is not ours then.

@@ -36,25 +36,16 @@ func TestHistory_IsRates(t *testing.T) {
 	require.Equal(t, []float64{1, 0, 0}, h.of(denied))
 }
 
-// When the clock steps back, nothing is divided by what is left of the time.
-func TestHistory_TheClockStepsBack(t *testing.T) {
-	t.Parallel()
-	h := &history{begun: t0}
-	h.sample(t0.Add(-time.Hour), tally{allowed: 10})
-	require.Empty(t, h.of(allowed))
-	h.sample(t0.Add(5*time.Second-time.Hour), tally{allowed: 10})
-	require.Equal(t, []float64{2}, h.of(allowed))
-}
-
-// Two samples at one instant are one: nothing is divided by no time, and nothing that was counted is lost.
+// No time, and a clock that steps back, are no sample: nothing is divided by them, and nothing that was counted is lost.
 func TestHistory_NoTimeIsNoSample(t *testing.T) {
 	t.Parallel()
-	h := &history{begun: t0}
-	h.sample(t0.Add(5*time.Second), tally{})
-	h.sample(t0.Add(5*time.Second), tally{allowed: 10})
-	require.Equal(t, []float64{0}, h.of(allowed))
-	h.sample(t0.Add(10*time.Second), tally{allowed: 10})
-	require.Equal(t, []float64{0, 2}, h.of(allowed))
+	for _, late := range []time.Duration{0, -time.Hour} {
+		h := &history{begun: t0}
+		h.sample(t0.Add(late), tally{allowed: 10})
+		require.Empty(t, h.of(allowed))
+		h.sample(t0.Add(late+5*time.Second), tally{allowed: 10})
+		require.Equal(t, []float64{2}, h.of(allowed))
+	}
 }
 
 // Errors are those of the last minute, and of no request they are none.

@@ -401,6 +401,7 @@ func TestPage_NeedsTheToken(t *testing.T) {
 	require.Equal(t, http.StatusUnauthorized, s.get("/").status)
 
 	basic := "Authorization: Basic YW55Ym9keTpzZWNyZXQ=" // anybody:secret
+	require.Equal(t, http.StatusOK, s.get("/", basic, "Host: any.example").status, "who has a token may use any name")
 	requireProblem(t, s.mustPost("/v1/acquire", `{"policy":"api","key":"k"}`, basic), http.StatusUnauthorized, "")
 	requireProblem(t, s.get("/metrics", basic), http.StatusUnauthorized, "")
 	requireProblem(t, s.mustPost("/", "", "Authorization: Bearer secret"), http.StatusNotFound, "")
