@@ -34,10 +34,10 @@ func Register(mux *http.ServeMux, s *service.Service, maxBytes int64) {
 	mux.Handle("/v1/charge", endpoint(maxBytes, one(s.Charge)))
 	mux.Handle("/v1/settle", endpoint(maxBytes, one(s.Settle)))
 	mux.Handle("/v1/peek", endpoint(maxBytes, func(ctx context.Context, r unkeyedRequest) (any, error) {
-		return one(s.Peek)(ctx, request{Policy: r.Policy, Key: r.Key, Cost: r.Cost})
+		return one(s.Peek)(ctx, request{unkeyedRequest: r})
 	}))
 	mux.Handle("/v1/refund", endpoint(maxBytes, func(ctx context.Context, r refundRequest) (any, error) {
-		return one(s.Refund)(ctx, request{Policy: r.Policy, Key: r.Key, Cost: r.Amount})
+		return one(s.Refund)(ctx, request{unkeyedRequest: unkeyedRequest{r.Policy, r.Key, r.Amount}})
 	}))
 	mux.Handle("/v1/acquire_all", endpoint(maxBytes, func(ctx context.Context, r jointRequest) (any, error) {
 		d, err := s.AcquireAll(ctx, r.service())
@@ -45,19 +45,19 @@ func Register(mux *http.ServeMux, s *service.Service, maxBytes int64) {
 	}))
 }
 
-type request struct {
-	Policy         string  `json:"policy"`
-	Key            string  `json:"key"`
-	Cost           *int64  `json:"cost"`
-	IdempotencyKey *string `json:"idempotency_key"`
-}
-
-func (r request) service() service.Request { return service.Request(r) }
-
 type unkeyedRequest struct {
 	Policy string `json:"policy"`
 	Key    string `json:"key"`
 	Cost   *int64 `json:"cost"`
+}
+
+type request struct {
+	unkeyedRequest
+	IdempotencyKey *string `json:"idempotency_key"`
+}
+
+func (r request) service() service.Request {
+	return service.Request{Policy: r.Policy, Key: r.Key, Cost: r.Cost, IdempotencyKey: r.IdempotencyKey}
 }
 
 type refundRequest struct {
@@ -72,9 +72,9 @@ type jointRequest struct {
 }
 
 func (r jointRequest) service() service.JointRequest {
-	joint := service.JointRequest{Charges: make([]service.Request, len(r.Charges)), IdempotencyKey: r.IdempotencyKey}
-	for i, c := range r.Charges {
-		joint.Charges[i] = service.Request{Policy: c.Policy, Key: c.Key, Cost: c.Cost}
+	joint := service.JointRequest{IdempotencyKey: r.IdempotencyKey}
+	for _, c := range r.Charges {
+		joint.Charges = append(joint.Charges, request{unkeyedRequest: c}.service())
 	}
 	return joint
 }

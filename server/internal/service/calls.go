@@ -1,28 +1,22 @@
 package service
 
 import (
+	"cmp"
 	"context"
 	"time"
 
 	"github.com/pgratelimit/pgratelimit/client"
 )
 
-// DefaultPolicy is that of a request which names none.
+// DefaultPolicy is the policy of a request without one.
 const DefaultPolicy = "default"
 
-// A Request is about one bucket. Which of its fields have to be given depends on the call.
+// A Request is about one bucket. The call decides which fields are obligatory.
 type Request struct {
 	Policy         string // DefaultPolicy if empty
 	Key            string
 	Cost           *int64
 	IdempotencyKey *string
-}
-
-func (r Request) policy() string {
-	if r.Policy == "" {
-		return DefaultPolicy
-	}
-	return r.Policy
 }
 
 // A JointRequest is about several buckets. Its charges have no idempotency keys of their own.
@@ -31,9 +25,18 @@ type JointRequest struct {
 	IdempotencyKey *string
 }
 
-// Acquire takes tokens from one bucket if it holds enough: 1, unless Cost is given.
-func (s *Service) Acquire(ctx context.Context, r Request) (d client.Decision, err error) {
-	policy := r.policy()
+// one answers a call about one bucket.
+func (s *Service) one(ctx context.Context, o Operation, r Request, shares bool, ask func(ctx context.Context, policy string) (client.Decision, error)) (d client.Decision, err error) {
+	policy := cmp.Or(r.Policy, DefaultPolicy)
+	err = s.do(ctx, o, r.Key, shares, func(ctx context.Context) (string, client.Decision, error) {
+		d, err = ask(ctx, policy)
+		return policy, d, err
+	})
+	return d, err
+}
+
+// Acquire takes Cost tokens, or 1, from one bucket if it holds enough.
+func (s *Service) Acquire(ctx context.Context, r Request) (client.Decision, error) {
 	opts := make([]client.AcquireOption, 0, 2)
 	if r.Cost != nil {
 		opts = append(opts, client.Cost(*r.Cost))
@@ -41,11 +44,9 @@ func (s *Service) Acquire(ctx context.Context, r Request) (d client.Decision, er
 	if r.IdempotencyKey != nil {
 		opts = append(opts, client.IdempotencyKey(*r.IdempotencyKey))
 	}
-	err = s.do(ctx, Acquire, r.Key, r.canShare(), func(ctx context.Context) (string, client.Decision, error) {
-		d, err = s.limiter.Acquire(ctx, policy, r.Key, opts...)
-		return policy, d, err
+	return s.one(ctx, Acquire, r, r.canShare(), func(ctx context.Context, policy string) (client.Decision, error) {
+		return s.limiter.Acquire(ctx, policy, r.Key, opts...)
 	})
-	return d, err
 }
 
 // AcquireAll takes tokens from several buckets if each holds enough: 1 of each, unless its Cost is given.
@@ -55,7 +56,7 @@ func (s *Service) AcquireAll(ctx context.Context, r JointRequest) (d client.Join
 	var key string // of a request that is answered, all charges are of its shard
 	for i, c := range r.Charges {
 		key = c.Key
-		charges[i] = client.Charge{Policy: c.policy(), Key: c.Key}
+		charges[i] = client.Charge{Policy: cmp.Or(c.Policy, DefaultPolicy), Key: c.Key}
 		if c.Cost != nil {
 			charges[i].Cost = client.Cost(*c.Cost)
 		}
@@ -78,92 +79,79 @@ func (s *Service) AcquireAll(ctx context.Context, r JointRequest) (d client.Join
 }
 
 // Charge takes Cost tokens whatever the bucket holds.
-func (s *Service) Charge(ctx context.Context, r Request) (d client.Decision, err error) {
-	policy := r.policy()
-	err = s.do(ctx, Charge, r.Key, false, func(ctx context.Context) (string, client.Decision, error) {
+func (s *Service) Charge(ctx context.Context, r Request) (client.Decision, error) {
+	return s.one(ctx, Charge, r, false, func(ctx context.Context, policy string) (client.Decision, error) {
 		if r.Cost == nil {
-			return policy, d, missing("cost")
+			return client.Decision{}, missing("cost")
 		}
 		var opts []client.ChargeOption
 		if r.IdempotencyKey != nil {
 			opts = append(opts, client.IdempotencyKey(*r.IdempotencyKey))
 		}
-		d, err = s.limiter.Charge(ctx, policy, r.Key, *r.Cost, opts...)
-		return policy, d, err
+		return s.limiter.Charge(ctx, policy, r.Key, *r.Cost, opts...)
 	})
-	return d, err
 }
 
 // Settle replaces the cost of the grant that was made under IdempotencyKey by Cost.
-func (s *Service) Settle(ctx context.Context, r Request) (d client.Decision, err error) {
-	policy := r.policy()
-	err = s.do(ctx, Settle, r.Key, false, func(ctx context.Context) (string, client.Decision, error) {
+func (s *Service) Settle(ctx context.Context, r Request) (client.Decision, error) {
+	return s.one(ctx, Settle, r, false, func(ctx context.Context, policy string) (client.Decision, error) {
 		switch {
 		case r.IdempotencyKey == nil:
-			return policy, d, missing("idempotency_key")
+			return client.Decision{}, missing("idempotency_key")
 		case r.Cost == nil:
-			return policy, d, missing("cost")
+			return client.Decision{}, missing("cost")
 		}
-		d, err = s.limiter.Settle(ctx, policy, r.Key, *r.IdempotencyKey, *r.Cost)
-		return policy, d, err
+		return s.limiter.Settle(ctx, policy, r.Key, *r.IdempotencyKey, *r.Cost)
 	})
-	return d, err
 }
 
-// Peek says what Acquire would answer, and takes nothing.
-func (s *Service) Peek(ctx context.Context, r Request) (d client.Decision, err error) {
-	policy := r.policy()
-	var opts []client.PeekOption
-	if r.Cost != nil {
-		opts = append(opts, client.Cost(*r.Cost))
-	}
-	err = s.do(ctx, Peek, r.Key, false, func(ctx context.Context) (string, client.Decision, error) {
-		d, err = s.limiter.Peek(ctx, policy, r.Key, opts...)
-		return policy, d, err
+// Peek returns the decision that Acquire would, and takes nothing.
+func (s *Service) Peek(ctx context.Context, r Request) (client.Decision, error) {
+	return s.one(ctx, Peek, r, false, func(ctx context.Context, policy string) (client.Decision, error) {
+		if r.Cost == nil {
+			return s.limiter.Peek(ctx, policy, r.Key)
+		}
+		return s.limiter.Peek(ctx, policy, r.Key, client.Cost(*r.Cost))
 	})
-	return d, err
 }
 
 // Refund gives Cost tokens back.
-func (s *Service) Refund(ctx context.Context, r Request) (d client.Decision, err error) {
-	policy := r.policy()
-	err = s.do(ctx, Refund, r.Key, false, func(ctx context.Context) (string, client.Decision, error) {
+func (s *Service) Refund(ctx context.Context, r Request) (client.Decision, error) {
+	return s.one(ctx, Refund, r, false, func(ctx context.Context, policy string) (client.Decision, error) {
 		if r.Cost == nil {
-			return policy, d, missing("amount")
+			return client.Decision{}, missing("amount")
 		}
-		d, err = s.limiter.Refund(ctx, policy, r.Key, *r.Cost)
-		return policy, d, err
+		return s.limiter.Refund(ctx, policy, r.Key, *r.Cost)
 	})
-	return d, err
 }
 
-// maxShared is the longest text that the Combiner lets into a call that others share.
+// maxShared is the longest text, in bytes, that the Combiner puts into a shared call.
 const maxShared = 512
 
-// canShare reports whether others may share the call. One whose text is too long is made on a connection of its own, and
-// the database says what is wrong.
+// canShare reports whether the request may travel in a call with others. A request with a text that is too long gets a connection
+// of its own, and the error of the database.
 func (r Request) canShare() bool {
 	return len(r.Policy) <= maxShared && len(r.Key) <= maxShared && (r.IdempotencyKey == nil || len(*r.IdempotencyKey) <= maxShared)
 }
 
-// A Call is one that was answered.
+// A Call has been answered.
 type Call struct {
 	Operation Operation
-	// Policy that was asked for, which may not be there; of several that of the charge which decided, and empty if there is none.
+	// Policy may be unknown. Of several charges it is the policy of the one that decided. It is empty without a charge.
 	Policy   string
 	Result   client.Result
 	Leased   bool   // granted from tokens that were taken before
 	Err      *Error // nil if there was a decision
 	Duration time.Duration
 
-	// Unmatched says what was asked by a request of Envoy's that no rule is about, as the log has it. It is nil for others.
+	// Unmatched returns the domain and the keys of a request of Envoy's that no rule matches, for the log. Other calls have nil.
 	Unmatched func() (domain, keys string)
 }
 
-// NoRule is the Result of a request of Envoy's that no rule is about: it passes, and nothing limits it.
+// NoRule is the Result of a request of Envoy's that no rule matches: it is allowed, without a limit.
 const NoRule client.Result = "no_rule"
 
-// An Operation is what was asked for.
+// An Operation is the kind of a call.
 type Operation string
 
 // The operations.
@@ -177,10 +165,9 @@ const (
 	Gate       Operation = "gate" // Envoy's ShouldRateLimit
 )
 
-// Takes reports whether it asks for tokens.
+// Takes reports whether the call asks for tokens.
 func (o Operation) Takes() bool { return o == Acquire || o == AcquireAll || o == Charge || o == Gate }
 
-// resultOf is what came of a call, in one word.
 func resultOf(d client.Decision, err *Error) client.Result {
 	answer := client.Answer{Decision: d}
 	if err != nil { // else it would be an error that is a nil pointer
