@@ -35,14 +35,14 @@ descriptors:
 // each rule that it matches, and one that is refused has paid nothing.
 func FuzzDescriptors(f *testing.F) {
 	for _, descriptors := range [][]*common.RateLimitDescriptor{
-		{{Entries: entries("a", "1")}},
-		{{Entries: entries("a", "x")}, {Entries: entries("a", "x")}, {Entries: entries("b", "")}},
-		{{Entries: entries("a", "y1", "b", "z")}, {Entries: entries("a", "y2")}},
-		{{Entries: entries("c", "")}, {Entries: entries("a", "1")}},
-		{{Entries: entries("d", "")}, {Entries: entries("a", "y", "b", "z")}},
-		{{Entries: entries("a", "1"), IsNegativeHits: true}},
-		{{Entries: entries("a", "1"), HitsAddend: wrapperspb.UInt64(0)}, {Entries: entries("b", "1"), HitsAddend: wrapperspb.UInt64(math.MaxUint64)}},
-		{{Entries: entries("a", "1"), HitsAddend: wrapperspb.UInt64(math.MaxUint64)}, {Entries: entries("a", "1"), HitsAddend: wrapperspb.UInt64(6)}},
+		{of("a", "1")},
+		{of("a", "x"), of("a", "x"), of("b", "")},
+		{of("a", "y1", "b", "z"), of("a", "y2")},
+		{of("c", ""), of("a", "1")},
+		{of("d", ""), of("a", "y", "b", "z")},
+		{{Entries: of("a", "1").Entries, IsNegativeHits: true}},
+		{{Entries: of("a", "1").Entries, HitsAddend: wrapperspb.UInt64(0)}, {Entries: of("b", "1").Entries, HitsAddend: wrapperspb.UInt64(math.MaxUint64)}},
+		{{Entries: of("a", "1").Entries, HitsAddend: wrapperspb.UInt64(math.MaxUint64)}, {Entries: of("a", "1").Entries, HitsAddend: wrapperspb.UInt64(6)}},
 	} {
 		seed, err := proto.Marshal(&pb.RateLimitRequest{Domain: "d", Descriptors: descriptors})
 		require.NoError(f, err)
@@ -115,11 +115,9 @@ descriptors:
 			if len(pairs)%2 == 1 {
 				pairs = append(pairs, "")
 			}
-			q.Descriptors = append(q.Descriptors, &common.RateLimitDescriptor{Entries: entries(pairs...)})
+			q.Descriptors = append(q.Descriptors, of(pairs...))
 		}
-		asked := &book{}
-		_, err := envoy.New(asked, rules).Answer(t.Context(), q)
-		require.NoError(t, err)
+		_, asked := ask(t, rules, q.Descriptors...)
 		if len(asked.charges) < 2 {
 			return
 		}
@@ -146,7 +144,7 @@ func FuzzRules(f *testing.F) {
 		}
 		asked := &book{}
 		answer, err := envoy.New(asked, rules).Answer(t.Context(), &pb.RateLimitRequest{Domain: domain.Name, Descriptors: []*common.RateLimitDescriptor{
-			{Entries: entries(key1, value1)}, {Entries: entries(key2, value2)}, {Entries: entries(key1, value1, key2, value2)},
+			of(key1, value1), of(key2, value2), of(key1, value1, key2, value2),
 		}})
 		require.NoError(t, err)
 		require.Len(t, answer.GetStatuses(), 3)

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	common "github.com/envoyproxy/go-control-plane/envoy/extensions/common/ratelimit/v3"
+	pb "github.com/envoyproxy/go-control-plane/envoy/service/ratelimit/v3"
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/pgratelimit/client"
@@ -65,12 +66,22 @@ func (b *book) Unmatched(asked func() (domain, keys string)) {
 	b.unmatched = append(b.unmatched, domain+": "+keys)
 }
 
-// entries are a descriptor's: keys and values in turns.
-func entries(pairs ...string) (list []*common.RateLimitDescriptor_Entry) {
+// ask sends descriptors to rules, and returns what the gate was asked.
+func ask(t testing.TB, rules *envoy.Rules, descriptors ...*common.RateLimitDescriptor) (*pb.RateLimitResponse, *book) {
+	t.Helper()
+	b := &book{}
+	answer, err := envoy.New(b, rules).Answer(t.Context(), &pb.RateLimitRequest{Domain: "d", Descriptors: descriptors})
+	require.NoError(t, err)
+	return answer, b
+}
+
+// of is a descriptor: keys and values in turns.
+func of(pairs ...string) *common.RateLimitDescriptor {
+	d := &common.RateLimitDescriptor{}
 	for i := 0; i < len(pairs); i += 2 {
-		list = append(list, &common.RateLimitDescriptor_Entry{Key: pairs[i], Value: pairs[i+1]})
+		d.Entries = append(d.Entries, &common.RateLimitDescriptor_Entry{Key: pairs[i], Value: pairs[i+1]})
 	}
-	return list
+	return d
 }
 
 var noon = time.Date(2030, 1, 1, 12, 0, 0, 0, time.UTC)

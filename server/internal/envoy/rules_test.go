@@ -92,9 +92,7 @@ func TestRules_Matching(t *testing.T) {
 			key, value, _ := strings.Cut(pair, "=")
 			pairs = append(pairs, key, value)
 		}
-		b := &book{}
-		_, err := envoy.New(b, rules).Answer(t.Context(), &pb.RateLimitRequest{Domain: "d", Descriptors: []*common.RateLimitDescriptor{{Entries: entries(pairs...)}}})
-		require.NoError(t, err)
+		_, b := ask(t, rules, of(pairs...))
 		if test.policy == "" {
 			require.Empty(t, b.charges, test.pairs)
 			continue
@@ -104,24 +102,11 @@ func TestRules_Matching(t *testing.T) {
 	}
 }
 
-// statuses asks a gate that lets everything pass but what is blocked, a descriptor of one entry each.
-func statuses(t *testing.T, rules string, keys ...string) (*pb.RateLimitResponse, *book) {
-	t.Helper()
-	b := &book{}
-	q := &pb.RateLimitRequest{Domain: "d"}
-	for _, key := range keys {
-		q.Descriptors = append(q.Descriptors, &common.RateLimitDescriptor{Entries: entries(key, "x")})
-	}
-	answer, err := envoy.New(b, read(t, rules)).Answer(t.Context(), q)
-	require.NoError(t, err)
-	return answer, b
-}
-
 // Of a rule that lets nothing pass, shadow_mode lets everything.
 func TestAnswer_ABlockedRuleThatWatchesRefusesNothing(t *testing.T) {
 	t.Parallel()
 	for _, mode := range []string{"shadow_mode", "quota_mode"} {
-		answer, b := statuses(t, "domain: d\ndescriptors: [{key: k, "+mode+": true, rate_limit: {unit: day, requests_per_unit: 0}}]", "k")
+		answer, b := ask(t, read(t, "domain: d\ndescriptors: [{key: k, "+mode+": true, rate_limit: {unit: day, requests_per_unit: 0}}]"), of("k", "x"))
 		require.Equal(t, pb.RateLimitResponse_OK, answer.OverallCode)
 		require.Equal(t, pb.RateLimitResponse_OK, answer.Statuses[0].Code)
 		require.Empty(t, b.charges)
@@ -131,12 +116,12 @@ func TestAnswer_ABlockedRuleThatWatchesRefusesNothing(t *testing.T) {
 // As with the reference, which does not look at the names of unlimited rules.
 func TestAnswer_AnUnlimitedRuleIsNotReplaced(t *testing.T) {
 	t.Parallel()
-	answer, _ := statuses(t, `
+	answer, _ := ask(t, read(t, `
 domain: d
 descriptors:
   - {key: free, rate_limit: {unlimited: true, name: n}}
   - {key: other, rate_limit: {unit: day, requests_per_unit: 1, replaces: [{name: n}]}}
-`, "free", "other")
+`), of("free", "x"), of("other", "x"))
 	require.EqualValues(t, math.MaxUint32, answer.Statuses[0].LimitRemaining)
 }
 
@@ -147,7 +132,7 @@ func TestAnswer_NoDescriptorHasALimitOfItsOwn(t *testing.T) {
 	for i := range 3 {
 		q := &pb.RateLimitRequest{Domain: "d"}
 		for range 3 {
-			q.Descriptors = append(q.Descriptors, &common.RateLimitDescriptor{Entries: entries("any", "x")})
+			q.Descriptors = append(q.Descriptors, of("any", "x"))
 		}
 		q.Descriptors[i].Limit = &common.RateLimitDescriptor_RateLimitOverride{RequestsPerUnit: 1}
 		b := &book{}
@@ -161,10 +146,7 @@ func TestAnswer_NoDescriptorHasALimitOfItsOwn(t *testing.T) {
 func TestAnswer_AKeyHas512Bytes(t *testing.T) {
 	t.Parallel()
 	for length, isHash := range map[int]bool{511: false, 512: false, 513: true} {
-		b := &book{}
-		value := strings.Repeat("x", length-len(`[["any",""]]`))
-		_, err := envoy.New(b, read(t, matching)).Answer(t.Context(), &pb.RateLimitRequest{Domain: "d", Descriptors: []*common.RateLimitDescriptor{{Entries: entries("any", value)}}})
-		require.NoError(t, err)
+		_, b := ask(t, read(t, matching), of("any", strings.Repeat("x", length-len(`[["any",""]]`))))
 		require.Equal(t, isHash, strings.HasPrefix(b.charges[0].Key, "sha256:"), length)
 		if !isHash {
 			require.Len(t, b.charges[0].Key, length)
@@ -220,10 +202,10 @@ func TestAnswer_TellsOfARequestThatNoRuleIsAbout(t *testing.T) {
 		descriptors []*common.RateLimitDescriptor
 		want        []string
 	}{
-		{"d", []*common.RateLimitDescriptor{{Entries: entries("any", "x")}}, nil},
-		{"d", []*common.RateLimitDescriptor{{Entries: entries("nobody", "x")}, {Entries: entries("any", "x")}}, nil},
-		{"d", []*common.RateLimitDescriptor{{Entries: entries("nobody", "secret")}, {Entries: entries("a", "secret", "b", "secret")}}, []string{"d: nobody, a.b"}},
-		{"D", []*common.RateLimitDescriptor{{Entries: entries("any", "x")}}, []string{"D: any"}},
+		{"d", []*common.RateLimitDescriptor{of("any", "x")}, nil},
+		{"d", []*common.RateLimitDescriptor{of("nobody", "x"), of("any", "x")}, nil},
+		{"d", []*common.RateLimitDescriptor{of("nobody", "secret"), of("a", "secret", "b", "secret")}, []string{"d: nobody, a.b"}},
+		{"D", []*common.RateLimitDescriptor{of("any", "x")}, []string{"D: any"}},
 	} {
 		b := &book{}
 		_, err := envoy.New(b, rules).Answer(t.Context(), &pb.RateLimitRequest{Domain: test.domain, Descriptors: test.descriptors})
@@ -246,7 +228,7 @@ func (f fixed) Admit(context.Context, []service.GateCharge, bool) (client.JointD
 func TestAnswer_TimesAreWholeSecondsRoundedUp(t *testing.T) {
 	t.Parallel()
 	rules := read(t, matching)
-	q := &pb.RateLimitRequest{Domain: "d", Descriptors: []*common.RateLimitDescriptor{{Entries: entries("any", "x")}}}
+	q := &pb.RateLimitRequest{Domain: "d", Descriptors: []*common.RateLimitDescriptor{of("any", "x")}}
 	for wait, want := range map[time.Duration]int64{
 		0: 0, 1: 1, time.Microsecond: 1, time.Second: 1, time.Second + 1: 2, 2900 * time.Millisecond: 3, math.MaxInt64: 9223372037,
 	} {

@@ -1,7 +1,6 @@
 package server_test
 
 import (
-	"encoding/json"
 	"math"
 	"net/http"
 	"os"
@@ -134,18 +133,24 @@ const (
 	never = time.Duration(math.MaxInt64)
 )
 
-// requireStatuses asks, and checks the whole answer: it is over the limit if a status is.
-func (e edge) requireStatuses(descriptors []*common.RateLimitDescriptor, statuses ...*envoypb.RateLimitResponse_DescriptorStatus) {
+// requireStatuses asks, and checks the whole answer.
+func (e edge) requireStatuses(descriptors list, statuses ...*envoypb.RateLimitResponse_DescriptorStatus) {
 	e.t.Helper()
+	got, err := e.ask(descriptors...)
+	require.NoError(e.t, err)
+	requireAnswer(e.t, got, statuses...)
+}
+
+// requireAnswer checks a whole answer: it is over the limit if a status is.
+func requireAnswer(t testing.TB, got *envoypb.RateLimitResponse, statuses ...*envoypb.RateLimitResponse_DescriptorStatus) {
+	t.Helper()
 	want := &envoypb.RateLimitResponse{OverallCode: envoypb.RateLimitResponse_OK, Statuses: statuses}
 	for _, s := range statuses {
 		if s.Code == envoypb.RateLimitResponse_OVER_LIMIT {
 			want.OverallCode = envoypb.RateLimitResponse_OVER_LIMIT
 		}
 	}
-	got, err := e.ask(descriptors...)
-	require.NoError(e.t, err)
-	require.True(e.t, proto.Equal(want, got), "want %v\ngot  %v", want, got)
+	require.True(t, proto.Equal(want, got), "want %v\ngot  %v", want, got)
 }
 
 type list = []*common.RateLimitDescriptor
@@ -158,7 +163,7 @@ func TestEnvoy_StatusesInOrder(t *testing.T) {
 	e.requireStatuses(list{of("user", "bob")}, ok(userLimit, 9, day/10))
 	got, err := e.envoy.ShouldRateLimit(t.Context(), &envoypb.RateLimitRequest{Domain: "elsewhere", Descriptors: list{of("user", "ann")}})
 	require.NoError(t, err)
-	require.True(t, proto.Equal(&envoypb.RateLimitResponse{OverallCode: envoypb.RateLimitResponse_OK, Statuses: []*envoypb.RateLimitResponse_DescriptorStatus{none}}, got), got)
+	requireAnswer(t, got, none)
 }
 
 // The reference charges descriptors one by one, and denied ones too.
@@ -310,23 +315,19 @@ func TestEnvoy_Keys(t *testing.T) {
 func TestEnvoy_JSON(t *testing.T) {
 	t.Parallel()
 	e := startEdge(t, edgeRules)
-	post := func(body string) (int, *envoypb.RateLimitResponse) {
+	requirePosted := func(body string, code int, status *envoypb.RateLimitResponse_DescriptorStatus) {
 		t.Helper()
 		a := e.mustPost("/json", body)
-		require.Equal(t, "application/json", a.header.Get("Content-Type"), a.body)
-		return a.status, response(t, a)
+		require.Equal(t, "application/json", a.header.Get("Content-Type"), a.text)
+		require.Equal(t, code, a.status)
+		var got envoypb.RateLimitResponse
+		require.NoError(t, protojson.Unmarshal([]byte(a.text), &got))
+		requireAnswer(t, &got, status)
 	}
 	body := `{"domain": "edge", "descriptors": [{"entries": [{"key": "user", "value": "ann"}]}], "hitsAddend": 6}`
-	code, got := post(body)
-	require.Equal(t, 200, code)
-	require.True(t, proto.Equal(&envoypb.RateLimitResponse{OverallCode: envoypb.RateLimitResponse_OK,
-		Statuses: []*envoypb.RateLimitResponse_DescriptorStatus{ok(userLimit, 4, 6*day/10)}}, got), got)
-	code, got = post(body)
-	require.Equal(t, 429, code)
-	require.True(t, proto.Equal(&envoypb.RateLimitResponse{OverallCode: envoypb.RateLimitResponse_OVER_LIMIT,
-		Statuses: []*envoypb.RateLimitResponse_DescriptorStatus{over(userLimit, 4, 2*day/10)}}, got), got)
-	code, _ = post(`{"domain": "edge", "descriptors": [{"entries": [{"key": "user", "value": "ann"}], "hits_addend": "0"}]}`)
-	require.Equal(t, 200, code)
+	requirePosted(body, 200, ok(userLimit, 4, 6*day/10))
+	requirePosted(body, 429, over(userLimit, 4, 2*day/10))
+	requirePosted(`{"domain": "edge", "descriptors": [{"entries": [{"key": "user", "value": "ann"}], "hits_addend": "0"}]}`, 200, ok(userLimit, 4, 6*day/10))
 
 	for body, status := range map[string]int{
 		``: 400, `[]`: 400, `{"domain": 1}`: 400, `{"domains": "edge"}`: 400, body + "{}": 400, "{\"domain\": \"\xff\"}": 400,
@@ -342,15 +343,6 @@ func TestEnvoy_JSON(t *testing.T) {
 		require.NotContains(t, a.body["detail"], "proto")
 	}
 	requireProblem(t, e.get("/json"), 405, "")
-}
-
-func response(t testing.TB, a answer) *envoypb.RateLimitResponse {
-	t.Helper()
-	text, err := json.Marshal(a.body)
-	require.NoError(t, err)
-	var r envoypb.RateLimitResponse
-	require.NoError(t, protojson.Unmarshal(text, &r))
-	return &r
 }
 
 // A server without rules has no such service: it would let everything pass.
