@@ -10,14 +10,14 @@ import (
 	"github.com/jackc/pgx/v5/pgconn"
 )
 
-// applyLock is held by whoever applies a file to a database: the bytes of "rlapply\n".
+// applyLock is the advisory lock of a session that applies a file: the bytes of "rlapply\n".
 const applyLock = 0x726c_6170_706c_790a
 
-// Apply makes a database what a file says, and returns what it has changed: everything, or nothing with an error. If two
-// apply at the same time, the second compares with what the first has left.
+// Apply changes a database to what a file says, and returns the changes. It changes everything, or nothing and returns an error. Of
+// two that apply at the same time, the second compares with what the first has left.
 //
-// It locks the policies and overrides that it changes until it is done; acquires do not wait for that.
-// Its error is [Problems] if the database refuses what the file says.
+// Apply locks the policies and overrides that it changes until it commits; acquires do not wait for these locks. Its error is
+// [Problems] if the database refuses values of the file.
 func Apply(ctx context.Context, db Database, file *File, options Options) (*Difference, error) {
 	tx, err := db.BeginTx(ctx, pgx.TxOptions{IsoLevel: pgx.ReadCommitted, AccessMode: pgx.ReadWrite})
 	if err != nil {
@@ -42,7 +42,7 @@ func Apply(ctx context.Context, db Database, file *File, options Options) (*Diff
 	return d, nil
 }
 
-// alone waits until nobody else applies a file, and not for ever, unless the role says how long.
+// alone waits until no other session applies a file: for 30 s, unless the role has a lock_timeout.
 func alone(ctx context.Context, tx pgx.Tx) error {
 	const patience = "set_config('lock_timeout', '30s', true)"
 	_, err := tx.Exec(ctx, "select "+patience+" where current_setting('lock_timeout') = '0'")
@@ -53,7 +53,7 @@ func alone(ctx context.Context, tx pgx.Tx) error {
 	return err
 }
 
-// failed names the place in the file, if the database has refused what stands there.
+// failed adds the place in the file to an error, if the database has refused its value.
 func (c *Change) failed(err error) error {
 	var refusal *pgconn.PgError
 	if c.Action != Drop && errors.As(err, &refusal) && refusal.Code == "22023" {
@@ -81,7 +81,7 @@ func (o Override) remove(ctx context.Context, tx pgx.Tx) error {
 	return err
 }
 
-// set passes all numbers, also those that the file has left to the policy.
+// set passes all numbers, so that later changes of the policy do not change the override.
 func (o Override) set(ctx context.Context, tx pgx.Tx) error {
 	var expires *string
 	if !o.ExpiresAt.IsZero() {

@@ -13,7 +13,7 @@ import (
 	"github.com/pgratelimit/pgratelimit/server/internal/inspect"
 )
 
-// A state is what a database has.
+// A state has the policies and overrides of a database.
 type state struct {
 	now       time.Time
 	policies  map[string]Policy
@@ -81,15 +81,15 @@ func (s *state) readOverrides(ctx context.Context, tx pgx.Tx) error {
 	return err
 }
 
-// Lost is what goes with a policy that is dropped.
+// Lost counts what is dropped with a policy.
 type Lost struct {
 	Buckets         int64 `json:"buckets"`
 	Overrides       int64 `json:"overrides"`
 	IdempotencyKeys int64 `json:"idempotency_keys"`
 }
 
-// readLost counts what goes with policies. It returns nil if the role may not read the tables: no function counts
-// idempotency keys.
+// readLost counts what is dropped with policies. It returns nil if the role may not read the tables: no function counts idempotency
+// keys.
 func readLost(ctx context.Context, tx pgx.Tx, policies []string) (map[string]Lost, error) {
 	if len(policies) == 0 {
 		return nil, nil
@@ -126,7 +126,7 @@ func readLost(ctx context.Context, tx pgx.Tx, policies []string) (map[string]Los
 	return counts, err
 }
 
-// failed says what failed, and what can be done about it.
+// failed adds the failed step and a remedy to an error.
 func failed(what string, err error) error {
 	return fmt.Errorf("%s: %s%w", what, remedy(err), err)
 }

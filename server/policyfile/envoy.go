@@ -7,8 +7,8 @@ import (
 	"strings"
 )
 
-// An EnvoyDomain has the rules of one domain, as Envoy's reference service writes them. A rule is found by walking
-// down the descriptors, an entry of the request at each level.
+// An EnvoyDomain has the rules of one domain, as Envoy's reference service writes them. Each level of descriptors matches one entry
+// of a request.
 type EnvoyDomain struct {
 	Name        string
 	Descriptors []EnvoyDescriptor
@@ -39,10 +39,10 @@ type EnvoyDescriptor struct {
 
 // An EnvoyLimit is a rule. It has a Policy, or a Unit and RequestsPerUnit, or is Unlimited.
 type EnvoyLimit struct {
-	// Policy is one that exists.
+	// Policy must exist.
 	Policy string
 
-	// RequestsPerUnit may be 0: nothing passes.
+	// RequestsPerUnit of 0 denies all requests.
 	RequestsPerUnit uint32
 	Unit            EnvoyUnit
 
@@ -51,7 +51,7 @@ type EnvoyLimit struct {
 	// Overdraw charges whatever the bucket holds, for the end of a stream.
 	Overdraw bool
 
-	// Name is the rule's own, and Replaces names those that do not count beside it.
+	// Name names the rule. Replaces names the rules that do not count beside it.
 	Name     string
 	Replaces []string
 
@@ -59,8 +59,8 @@ type EnvoyLimit struct {
 	At Position
 }
 
-// PolicyAt is the policy of a rule at a path, which is the domain and the composites of its descriptors, joined by dots. It is
-// empty for a rule that needs none.
+// PolicyAt returns the policy of a rule at a path: the domain and the composites of its descriptors, joined by dots. A rule that
+// needs no policy has none.
 func (l *EnvoyLimit) PolicyAt(path string) string {
 	if l.Unlimited || l.Policy == "" && l.RequestsPerUnit == 0 {
 		return ""
@@ -68,8 +68,8 @@ func (l *EnvoyLimit) PolicyAt(path string) string {
 	return cmp.Or(l.Policy, l.Name, path)
 }
 
-// EnvoyPolicies are the policies that rules describe by their unit, each once. The problems are rules that would share one and are
-// not to.
+// EnvoyPolicies returns the policies that rules describe by their unit, each once. The problems are rules that must not share a
+// policy, and would.
 func EnvoyPolicies(domains []EnvoyDomain) (policies []Policy, problems Problems) {
 	type rule struct {
 		Policy
@@ -108,8 +108,8 @@ func EnvoyPolicies(domains []EnvoyDomain) (policies []Policy, problems Problems)
 	return policies, problems
 }
 
-// policy is the one that the rule of a descriptor describes: the requests of a unit at once, and as many again in each unit. What
-// it remembers and whether it survives a crash no rule says.
+// policy returns the policy that a rule describes: it refills the requests of a unit in each unit. No rule sets durable and
+// remember.
 func (d *EnvoyDescriptor) policy(path string) Policy {
 	n := int64(d.Limit.RequestsPerUnit)
 	return Policy{
@@ -118,7 +118,7 @@ func (d *EnvoyDescriptor) policy(path string) Policy {
 	}
 }
 
-// Watches tells that the rule of a descriptor refuses nothing.
+// Watches reports whether the rule of a descriptor is in shadow.
 func (d *EnvoyDescriptor) Watches() bool { return d.ShadowMode || d.QuotaMode }
 
 // An EnvoyUnit is a unit of time, in lower case.
@@ -131,7 +131,7 @@ var envoyUnits = []struct {
 	{"second", Second}, {"minute", Minute}, {"hour", Hour}, {"day", Day}, {"week", Week}, {"month", 30 * Day}, {"year", 365 * Day},
 }
 
-// Span is the length of the unit: a month has 30 days and a year 365. That of no unit is 0.
+// Span returns the length of the unit: a month has 30 days and a year 365. An empty unit has 0.
 func (u EnvoyUnit) Span() Span {
 	for _, unit := range envoyUnits {
 		if unit.name == u {
@@ -141,8 +141,7 @@ func (u EnvoyUnit) Span() Span {
 	return 0
 }
 
-// ParseEnvoy reads a file of rules as Envoy's reference service has them. It does not know which policies there are.
-// Its error is [Problems].
+// ParseEnvoy reads a file of rules of Envoy's reference service. It does not check the names of policies. Its error is [Problems].
 func ParseEnvoy(name string, data []byte) (EnvoyDomain, error) {
 	c := &collector{}
 	root := parseTree(c, name, data)
@@ -198,7 +197,7 @@ func (r *reader) envoyDescriptors(f field) (descriptors []EnvoyDescriptor) {
 	return descriptors
 }
 
-// Composite is what the reference looks a descriptor up by.
+// Composite returns the key and value by which the reference looks a descriptor up.
 func (d *EnvoyDescriptor) Composite() string {
 	if d.Value == "" {
 		return d.Key
@@ -252,7 +251,7 @@ func (r *reader) envoyLimit(f field) *EnvoyLimit {
 	return l
 }
 
-// checkLimit reports a rule that is none, or several.
+// checkLimit reports a rule without a limit, or with several.
 func (r *reader) checkLimit(f field, l *EnvoyLimit) {
 	has := func(name string) bool { return f.value.get(name) != nil }
 	numbers := has("unit") || has("requests_per_unit")
@@ -303,7 +302,7 @@ func (r *reader) envoyReplaces(f field) (names []string) {
 	return names
 }
 
-// envoyText reads text as the reference does: a number or true is what is written, without quotes, too.
+// envoyText reads text as the reference does: also numbers and booleans without quotes.
 func (r *reader) envoyText(f field) string {
 	switch f.value.kind {
 	case null, mapping, list:

@@ -14,10 +14,10 @@ import (
 	"github.com/jackc/pgx/v5"
 )
 
-// Export writes the policies and overrides of a database as a file, which [Apply] accepts there and which changes nothing. Of
-// several databases, shards, all have the same policies, and each some of the overrides.
+// Export writes the policies and overrides of a database as a file. To [Apply] this file changes nothing. Shards have the same
+// policies, and each shard has some of the overrides.
 //
-// An error tells of what no file can have.
+// Values that no file can have are an error.
 func Export(ctx context.Context, dbs ...Database) ([]byte, error) {
 	var whole *state
 	for _, db := range dbs {
@@ -47,7 +47,7 @@ func stateOf(ctx context.Context, db Database) (*state, error) {
 	return readState(ctx, tx)
 }
 
-// write leaves out of policies what a file leaves to its defaults. Overrides keep their numbers when those of the policy change.
+// write omits default values of policies. Overrides have all their numbers, and keep them when the policy changes.
 func (s *state) write() []byte {
 	if len(s.policies) == 0 {
 		return []byte("policies: {}\n")

@@ -12,17 +12,17 @@ import (
 	"github.com/pgratelimit/pgratelimit/client/httplimit"
 )
 
-// HTTP says what requests are charged.
+// HTTP has the charges of HTTP requests.
 type HTTP struct {
-	// TrustedProxies is how many proxies every request passes, for keys from [IP].
+	// TrustedProxies is the number of proxies that every request passes, for keys from [IP].
 	TrustedProxies int
 
 	Routes []Route
 }
 
-// A Route is what requests of one pattern are charged: all of it, or they are refused.
+// A Route has the charges for requests of one pattern. A request is granted all of them, or denied.
 type Route struct {
-	// Pattern is one of [http.ServeMux]. Patterns of a file do not conflict.
+	// Pattern is a pattern of [http.ServeMux]. Patterns of a file do not conflict.
 	Pattern string
 	Charges []Charge
 	At      Position
@@ -36,7 +36,7 @@ type Charge struct {
 	At     Position
 }
 
-// A Key says where the key of the bucket comes from.
+// A Key is the source of the bucket's key.
 type Key struct {
 	From KeySource
 	Name string // of a header or a wildcard
@@ -98,7 +98,7 @@ func (r *reader) routes(f field) (routes []Route) {
 	return routes
 }
 
-// checkPattern adds a route to the mux, which knows what a pattern is and which of them conflict.
+// checkPattern adds a route to the mux, which rejects wrong and conflicting patterns.
 func (r *reader) checkPattern(mux *http.ServeMux, route Route, before []Route) {
 	complaint := handle(mux, route.Pattern)
 	if complaint == "" {
@@ -115,7 +115,7 @@ func (r *reader) checkPattern(mux *http.ServeMux, route Route, before []Route) {
 	r.add(route.At, "%s is no pattern of net/http (%s): write one such as POST /orders/{id}", quote(route.Pattern), shorten(complaint))
 }
 
-// handle returns what the mux has against a pattern.
+// handle returns the mux's panic about a pattern, or nothing.
 func handle(mux *http.ServeMux, pattern string) (complaint string) {
 	defer func() {
 		if problem := recover(); problem != nil {
@@ -169,21 +169,20 @@ func (r *reader) key(f field, pattern string) Key {
 	return key
 }
 
-// isToken tells whether a text can be the name of a header.
+// isToken reports whether a text can be the name of a header.
 func isToken(name string) bool {
 	return name != "" && !strings.ContainsFunc(name, func(c rune) bool {
 		return c <= ' ' || c >= 0x7f || strings.ContainsRune(`"(),/:;<=>?@[\]{}`, c)
 	})
 }
 
-// Charges returns the function with which [httplimit.New] charges requests as the routes say. User tells who is asking, as for
-// [httplimit.ByUser]; it may be nil if no route has the key user.
+// Charges returns the function with which [httplimit.New] charges requests by the routes. User returns the user of a request, as
+// for [httplimit.ByUser]; it may be nil if no route has the key user.
 //
-// A request is charged by the route that [http.ServeMux] would choose, and by none if there is none. /a//b and /a/../a/b are
-// charged by the route of /a/b, and /a by that of /a/ if it has none of its own: a mux redirects them, and another router may
-// serve them.
+// A request is charged by the route that [http.ServeMux] chooses, if any. /a//b and /a/../a/b are charged by the route of /a/b, and
+// /a by the route of /a/ if it has none of its own: a mux redirects them, and another router may serve them.
 //
-// Where a request has no user, header or wildcard of the name, its key is the client's address.
+// Without a user, header or wildcard of the name, the key of a request is the client's address.
 func (h HTTP) Charges(user func(*http.Request) string) (func(*http.Request) []client.Charge, error) {
 	c := &charger{mux: http.NewServeMux(), routes: make(map[string][]charge, len(h.Routes)), user: user, ip: httplimit.ByIP(h.TrustedProxies)}
 	for _, route := range h.Routes {
@@ -200,7 +199,7 @@ func (h HTTP) Charges(user func(*http.Request) string) (func(*http.Request) []cl
 	return c.charges, nil
 }
 
-// A charger charges requests by the patterns of a mux whose handlers do nothing.
+// A charger finds the routes of requests with a mux whose handlers do nothing.
 type charger struct {
 	mux    *http.ServeMux
 	routes map[string][]charge // by pattern
@@ -223,7 +222,7 @@ func (c *charger) charges(r *http.Request) []client.Charge {
 	return list
 }
 
-// match returns a request with the pattern and the wildcards of the route of r, which keeps its own of another mux.
+// match returns a copy of r with the pattern and the wildcards of its route. r may have those of another mux.
 func (c *charger) match(r *http.Request) *http.Request {
 	escaped := clean(r.URL.EscapedPath())
 	matched, isRedirected := c.route(r, escaped)
@@ -253,7 +252,7 @@ func clean(escaped string) string {
 	return cleaned
 }
 
-// A statusOnly is an answer that nobody reads.
+// A statusOnly is a ResponseWriter that keeps the status.
 type statusOnly struct {
 	header http.Header
 	status int
@@ -263,7 +262,7 @@ func (w *statusOnly) Header() http.Header         { return w.header }
 func (w *statusOnly) Write(p []byte) (int, error) { return len(p), nil }
 func (w *statusOnly) WriteHeader(status int)      { w.status = status }
 
-// key names the bucket. No two sources have a key in common, whatever a client sends.
+// key returns the key of the bucket. Keys of different sources differ, whatever a client sends.
 func (c *charger) key(k Key, r, matched *http.Request) string {
 	value := ""
 	switch k.From {
@@ -282,7 +281,7 @@ func (c *charger) key(k Key, r, matched *http.Request) string {
 	return httplimit.Named(string(k.From), k.Name+"="+value)
 }
 
-// header returns the last line of a header: what a proxy adds comes after what the client has sent.
+// header returns the last line of a header, because proxies append theirs.
 func header(r *http.Request, name string) string {
 	if strings.EqualFold(name, "Host") { // which is no header any more
 		return r.Host

@@ -5,7 +5,7 @@ import (
 	"slices"
 )
 
-// A File has been read, and has no mistakes that can be told without a database.
+// A File has no mistakes that can be found without a database.
 type File struct {
 	name         string
 	base         *Rules
@@ -17,7 +17,7 @@ type environment struct {
 	rules *Rules
 }
 
-// Rules are what a file says for one environment, each kind in the order of the file.
+// Rules has the contents of a file for one environment, each kind in the order of the file.
 type Rules struct {
 	Policies  []Policy
 	Overrides []Override
@@ -25,7 +25,7 @@ type Rules struct {
 	Envoy     []EnvoyDomain
 }
 
-// Parse reads a file, with all its environments. The name is for messages. Its error is [Problems]: all that is wrong.
+// Parse reads a file with all its environments. The name is for messages. Its error is [Problems], with all mistakes.
 func Parse(name string, data []byte) (*File, error) {
 	c := &collector{}
 	root := parseTree(c, name, data)
@@ -55,14 +55,14 @@ func Parse(name string, data []byte) (*File, error) {
 	return file, nil
 }
 
-// An environment replaces no domain of Envoy's. That is a list, in which nothing has a name to replace it by: rules name
-// policies, and those have the numbers of each environment.
+// An environment cannot replace domains of Envoy: the elements of a list have no names. Rules name policies, whose numbers each
+// environment can replace.
 var (
 	shared      = []string{"policies", "overrides", "http", "envoy"}
 	replaceable = shared[:3]
 )
 
-// checkEnvironment reports what only the environment's own section can have wrong.
+// checkEnvironment reports mistakes in the section of an environment itself.
 func checkEnvironment(c *collector, f field) {
 	r := &reader{collector: c}
 	r.checkName(f.at, "the name of an environment", f.name)
@@ -73,7 +73,7 @@ func checkEnvironment(c *collector, f field) {
 	r.object(f, "an environment", fields...)
 }
 
-// readRules reads policies, and what refers to them. More are fields that only the file itself has.
+// readRules reads policies first, and then the sections that refer to them. More are fields of the file alone.
 func readRules(c *collector, f field, more ...known) *Rules {
 	rules := &Rules{}
 	r := &reader{collector: c}
@@ -105,10 +105,10 @@ func readRules(c *collector, f field, more ...known) *Rules {
 	return rules
 }
 
-// Name is the name that the file was read under.
+// Name returns the name of the file.
 func (f *File) Name() string { return f.name }
 
-// Environments names the environments of the file, in its order.
+// Environments returns the names of the environments, in the order of the file.
 func (f *File) Environments() []string {
 	names := make([]string, len(f.environments))
 	for i := range f.environments {
@@ -117,7 +117,7 @@ func (f *File) Environments() []string {
 	return names
 }
 
-// Rules returns what the file says for an environment, or without one for "".
+// Rules returns the rules of an environment, or for "" the rules outside of environments.
 func (f *File) Rules(environment string) (*Rules, error) {
 	if environment == "" {
 		return f.base, nil
@@ -133,8 +133,8 @@ func (f *File) Rules(environment string) (*Rules, error) {
 	return nil, fmt.Errorf("%s has no environment %q: it has %s", f.name, environment, and(f.Environments()))
 }
 
-// overlay returns base with what over says in place of it: mappings field by field, to any depth, anything else as a
-// whole. A name that both have stays where base has it. Neither is changed.
+// overlay returns base with the values of over: mappings are merged by field, to any depth, other values replaced. A field keeps
+// its place in base. Neither is changed.
 func overlay(base, over *node) *node {
 	if base == nil || base.kind != mapping || over.kind != mapping {
 		return over
@@ -154,7 +154,7 @@ func overlay(base, over *node) *node {
 	return merged
 }
 
-// only returns a mapping with those of its fields that have one of the names.
+// only returns the fields of a mapping that have one of the names.
 func only(n *node, names ...string) *node {
 	some := &node{at: n.at, kind: mapping}
 	for _, f := range n.fields {

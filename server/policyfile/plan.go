@@ -11,18 +11,18 @@ import (
 	"github.com/jackc/pgx/v5"
 )
 
-// Options say which part of a file is meant, and how far it goes.
+// Options select a part of a file, and what to drop.
 type Options struct {
-	// Environment is one of the file's, or "" for what the file says outside of them.
+	// Environment is the name of an environment, or "" for none.
 	Environment string
 
-	// Prune drops policies that the file does not have, neither among policies nor for a rule of Envoy's.
+	// Prune drops policies that are neither among the file's policies nor of a rule of Envoy's.
 	Prune bool
 
 	// PruneOverrides removes overrides that the file does not have.
 	PruneOverrides bool
 
-	// Has tells whether the database has a key: of others, overrides are left out. It is nil where one database has all.
+	// Has reports whether the database has a key. Overrides of other keys are skipped. It is nil if one database has all keys.
 	Has func(key string) bool
 }
 
@@ -36,41 +36,41 @@ type Difference struct {
 	// Changes are in the order of the file; policies that are dropped come last.
 	Changes []Change `json:"changes"`
 
-	// Expired are overrides of the file whose time is over. They are not set.
+	// Expired are overrides of the file that have expired, and are not set.
 	Expired []ExpiredOverride `json:"expired,omitempty"`
 
-	// Drift are overrides of the database that the file does not have, and that stay.
+	// Drift are overrides that the file does not have, and that stay.
 	Drift []DriftingOverride `json:"drift,omitempty"`
 }
 
-// A DriftingOverride is one that the file does not have.
+// A DriftingOverride is not in the file.
 type DriftingOverride struct {
 	Policy string `json:"policy"`
 	Key    string `json:"key"`
 }
 
-// An ExpiredOverride is one that the file can do without.
+// An ExpiredOverride can be removed from the file.
 type ExpiredOverride struct {
 	Policy    string    `json:"policy"`
 	Key       string    `json:"key"`
 	ExpiresAt time.Time `json:"expires_at"`
 }
 
-// Empty tells whether there is nothing to change.
+// Empty reports whether there is nothing to change.
 func (d *Difference) Empty() bool { return len(d.Changes) == 0 }
 
-// A Change is of one policy, or of one override.
+// A Change creates, changes or drops a policy or an override.
 type Change struct {
 	Action Action `json:"action"`
 	Policy string `json:"policy"`
 
-	// Key is the override's. For a policy it is empty.
+	// Key is the key of an override, and empty for a policy.
 	Key string `json:"key,omitempty"`
 
-	// Fields are those that change; of what is created, all, and of an override that is removed.
+	// Fields are the fields that change; all fields of what is created, and of an override that is removed.
 	Fields []FieldChange `json:"fields,omitempty"`
 
-	// Lost is what goes with a policy that is dropped, or nil if the role may not see it.
+	// Lost counts what is dropped with a policy. It is nil if the role may not count it.
 	Lost *Lost `json:"lost,omitempty"`
 
 	at    Position
@@ -87,16 +87,16 @@ const (
 	Drop   Action = "drop"
 )
 
-// A FieldChange is one field, before and after, as a file writes it: a whole number, true or false, or text. Old is nil
-// where there was nothing, and either of expires_at is nil for never.
+// A FieldChange has the values of a field before and after, as a file writes them. Old is nil for a new field. Either value of
+// expires_at is nil for never.
 type FieldChange struct {
 	Field string `json:"field"`
 	Old   any    `json:"old"`
 	New   any    `json:"new"`
 }
 
-// Plan returns what a file would change in a database, and changes nothing. Its error is [Problems] if the database has
-// what the file cannot change.
+// Plan returns the changes that Apply would make, and makes none. Its error is [Problems] if the file contradicts what cannot
+// change in the database.
 func Plan(ctx context.Context, db Database, file *File, options Options) (*Difference, error) {
 	tx, err := db.BeginTx(ctx, pgx.TxOptions{IsoLevel: pgx.RepeatableRead, AccessMode: pgx.ReadOnly})
 	if err != nil {
@@ -145,7 +145,7 @@ func plan(ctx context.Context, tx pgx.Tx, file *File, options Options) (*Differe
 	return d, nil
 }
 
-// checkDurable reports policies whose durability differs from what it was when they were created.
+// checkDurable reports policies whose durable differs from the database's, because it cannot change.
 func checkDurable(s *state, policies []Policy) error {
 	c := &collector{}
 	for _, p := range policies {
@@ -176,7 +176,7 @@ func (d *Difference) overrides(s *state, overrides []Override) {
 	}
 }
 
-// drift tells of the overrides that are left over, or removes them.
+// drift lists the overrides that the file does not have, or removes them.
 func (d *Difference) drift(s *state, prune bool) {
 	for _, o := range s.overridesInOrder() {
 		if !prune {
@@ -191,7 +191,7 @@ func (d *Difference) drift(s *state, prune bool) {
 	}
 }
 
-// add adds a change unless there is none.
+// add adds a change, unless no field changes.
 func (d *Difference) add(change Change, exists bool, before, after []value) {
 	change.Action = Create
 	if exists {
@@ -229,13 +229,13 @@ func (d *Difference) prune(ctx context.Context, tx pgx.Tx, s *state, policies []
 	return nil
 }
 
-// A value is that of one field, as a file writes it.
+// A value is the value of a field, as a file writes it.
 type value struct {
 	field string
 	is    any
 }
 
-// writtenInstant is in UTC, or where that would have a year of five digits, in the zone that is furthest behind.
+// writtenInstant writes an instant in UTC. If its year then has five digits, the zone is the one furthest behind.
 func writtenInstant(at time.Time) string {
 	if at.Year() > 9999 {
 		at = at.In(time.FixedZone("", -(24*60-1)*60))
@@ -243,7 +243,7 @@ func writtenInstant(at time.Time) string {
 	return at.Format(time.RFC3339Nano)
 }
 
-// fieldsOf lists the fields of a policy or an override, always in the same order.
+// fieldsOf returns the fields of a policy or an override, always in the same order.
 func fieldsOf[T *Policy | *Override](of T) []value {
 	switch of := any(of).(type) {
 	case *Policy:
@@ -261,7 +261,7 @@ func fieldsOf[T *Policy | *Override](of T) []value {
 	return nil
 }
 
-// String has a line for each change, for people.
+// String has a line for each change.
 func (d *Difference) String() string {
 	var text strings.Builder
 	for i := range d.Changes {
@@ -298,7 +298,7 @@ func (d *Difference) Summary(dryRun bool) string {
 	}
 }
 
-// maxDrift is how many overrides a person reads, which a program may have set.
+// maxDrift is the number of overrides to list. A program may have set many.
 const maxDrift = 20
 
 var signs = map[Action]string{Create: "+", Alter: "~", Drop: "-"}
@@ -329,7 +329,7 @@ func (c *Change) details() string {
 	return strings.Join(details, ", ")
 }
 
-// String says what goes.
+// String describes what is dropped.
 func (l *Lost) String() string {
 	if l == nil {
 		return "dropped with its buckets, overrides and idempotency keys, which this role may not count"

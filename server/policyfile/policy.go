@@ -5,8 +5,7 @@ import (
 	"time"
 )
 
-// A Policy is one as the file defines it, with its defaults filled in: ratelimit_define_policy has the meaning of the
-// fields.
+// A Policy has the fields of ratelimit_define_policy, with the defaults of a file.
 type Policy struct {
 	Name     string
 	Capacity int64
@@ -24,7 +23,7 @@ type Policy struct {
 	flawed    bool
 }
 
-// policy reads one; it is complete, by itself or with what an environment replaces.
+// policy reads a policy. It must be complete, after an environment has replaced fields.
 func (r *reader) policy(f field) Policy {
 	p := Policy{Name: f.name, Durable: true, Remember: Day, At: f.at, durableAt: f.at}
 	p.flawed = !r.flawless(func() {
@@ -48,7 +47,7 @@ func (r *reader) policy(f field) Policy {
 	return p
 }
 
-// checkFill reports a bucket that would take too long to fill, where the last of its numbers stands.
+// checkFill reports a bucket that takes too long to fill, at the last of its numbers.
 func (r *reader) checkFill(f field, capacity, refill int64, every Span) {
 	const longest = 3_652_500 * Day
 	neededHigh, neededLow := bits.Mul64(uint64(capacity), uint64(every))
@@ -66,7 +65,7 @@ func (r *reader) checkFill(f field, capacity, refill int64, every Span) {
 		"refill faster, lower the capacity, or write refill: 0 for buckets that are filled by hand", quote(f.name), capacity)
 }
 
-// An Override gives one key of a policy numbers of its own. What the file leaves out is the policy's.
+// An Override has the numbers of one key. Fields that the file omits are the policy's.
 type Override struct {
 	Policy, Key string
 	Capacity    int64
@@ -91,7 +90,7 @@ func (r *reader) overrides(f field) (overrides []Override) {
 	return overrides
 }
 
-// override reads one. The policy is nil if the file has none of that name.
+// override reads an override. The policy is nil if the file has no policy of the name.
 func (r *reader) override(f field, policy *Policy) Override {
 	o := Override{Key: f.name, At: f.at}
 	if policy != nil {

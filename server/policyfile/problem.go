@@ -9,7 +9,7 @@ import (
 	"github.com/pgratelimit/pgratelimit/server/internal/nearest"
 )
 
-// A Position is a place in a file. Lines and columns count from 1, and a column is a character.
+// A Position is a place in a file. Lines and columns count from 1. A column is a character.
 type Position struct {
 	File   string `json:"file"`
 	Line   int    `json:"line"`
@@ -36,7 +36,7 @@ func (p Problem) Error() string {
 	return p.String() + ": " + p.Message
 }
 
-// Problems are the mistakes in a file, in its order. There is at least one.
+// Problems are the mistakes in a file, in its order: one or more.
 type Problems []Problem
 
 // Error has a line for each of them.
@@ -48,7 +48,7 @@ func (p Problems) Error() string {
 	return strings.Join(lines, "\n")
 }
 
-// Unwrap returns them one by one.
+// Unwrap returns the problems one by one.
 func (p Problems) Unwrap() []error {
 	errs := make([]error, len(p))
 	for i := range p {
@@ -57,10 +57,10 @@ func (p Problems) Unwrap() []error {
 	return errs
 }
 
-// maxProblems is more than anybody reads.
+// maxProblems is the largest number of problems in an error.
 const maxProblems = 1000
 
-// A collector gathers problems, each once: what stands outside of the environments is read for each of them.
+// A collector gathers problems, each once. Parts outside of environments are read again for each environment.
 type collector struct {
 	problems Problems
 	seen     map[Problem]bool
@@ -81,7 +81,7 @@ func (c *collector) add(at Position, format string, args ...any) {
 	c.problems = append(c.problems, problem)
 }
 
-// nearest is what a misspelled name probably stands for, or nothing. Nobody has misspelled so many.
+// nearest returns the name that a misspelled one probably stands for, or nothing. After many guesses it stops.
 func (c *collector) nearest(wrong string, names []string) string {
 	if c.guesses++; c.guesses > maxProblems {
 		return ""
@@ -89,14 +89,14 @@ func (c *collector) nearest(wrong string, names []string) string {
 	return nearest.Of(wrong, names)
 }
 
-// flawless tells whether nothing is reported while read runs.
+// flawless reports whether read adds no problem.
 func (c *collector) flawless(read func()) bool {
 	before := c.reported
 	read()
 	return c.reported == before
 }
 
-// err is the problems in the order of the file, or nil.
+// err returns the problems in the order of the file, or nil.
 func (c *collector) err() error {
 	if len(c.problems) == 0 {
 		return nil

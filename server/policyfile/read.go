@@ -15,8 +15,7 @@ const (
 	maxName   = 512 // bytes
 )
 
-// A reader turns nodes into what they say, and collects what is wrong with them. After a problem it returns a zero
-// value and goes on.
+// A reader reads values from nodes, and collects problems. After a problem it returns a zero value and goes on.
 type reader struct {
 	*collector
 	policies map[string]*Policy // that rules may name; nil if they may name any
@@ -31,7 +30,7 @@ func (r *reader) know(policies []Policy) {
 	}
 }
 
-// wrong reports a value: what it is, and what to write.
+// wrong reports a value, and what to write in its place.
 func (r *reader) wrong(f field, remedy string) {
 	if f.value.kind == null {
 		remedy += ", or remove the line"
@@ -39,7 +38,7 @@ func (r *reader) wrong(f field, remedy string) {
 	r.add(f.value.at, "%s is %s: write %s", shorten(f.name), f.value.describe(), remedy)
 }
 
-// each calls read for the fields of a mapping. The remedy says what to write when it is none.
+// each calls read for the fields of a mapping. The remedy is for another kind of value.
 func (r *reader) each(f field, remedy string, read func(field)) {
 	if f.value.kind != mapping {
 		r.wrong(f, remedy)
@@ -50,7 +49,7 @@ func (r *reader) each(f field, remedy string, read func(field)) {
 	}
 }
 
-// items calls read for the elements of a list, named as one of them is.
+// items calls read for the elements of a list, with the name of one element.
 func (r *reader) items(f field, one, remedy string, read func(field)) {
 	if f.value.kind != list {
 		r.wrong(f, remedy)
@@ -61,13 +60,13 @@ func (r *reader) items(f field, one, remedy string, read func(field)) {
 	}
 }
 
-// A known is a field that something may have, and what reads it.
+// A known is a field that an object may have, with its reader.
 type known struct {
 	name string
 	read func(field)
 }
 
-// object reads a mapping whose fields are known. It tells whether it was one.
+// object reads a mapping of known fields. It reports whether the value is a mapping.
 func (r *reader) object(f field, what string, fields ...known) bool {
 	names := make([]string, len(fields))
 	for i := range fields {
@@ -85,7 +84,7 @@ func (r *reader) object(f field, what string, fields ...known) bool {
 	return f.value.kind == mapping
 }
 
-// need reports the fields that an object lacks, and how to write them.
+// need reports missing fields, with examples.
 func (r *reader) need(f field, what string, examples ...string) {
 	var missing, remedies []string
 	for _, example := range examples {
@@ -130,7 +129,7 @@ func (r *reader) span(f field) Span {
 	return span
 }
 
-// instantPattern is stricter than package time: other readers of RFC 3339 agree.
+// instantPattern is stricter than package time, and agrees with other readers of RFC 3339.
 var instantPattern = regexp.MustCompile(`^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}(\.[0-9]{1,6})?(Z|[+-][0-9]{2}:[0-9]{2})$`)
 
 // instant reads a point in time, to the microsecond.
@@ -143,7 +142,7 @@ func (r *reader) instant(f field) time.Time {
 	return at.UTC()
 }
 
-// text reads what must be text, also to others who read YAML.
+// text reads text that every reader of YAML takes for text.
 func (r *reader) text(f field, remedy string) string {
 	switch f.value.kind {
 	case text:
@@ -156,7 +155,7 @@ func (r *reader) text(f field, remedy string) string {
 	return ""
 }
 
-// checkName reports what the database takes neither as the name of a policy nor as a key.
+// checkName reports names and keys that the database refuses.
 func (r *reader) checkName(at Position, what, name string) {
 	switch {
 	case name == "":
@@ -168,7 +167,7 @@ func (r *reader) checkName(at Position, what, name string) {
 	}
 }
 
-// checkPolicy reports the name of a policy that the file does not have.
+// checkPolicy reports a policy that the file does not have.
 func (r *reader) checkPolicy(at Position, name string) {
 	if _, ok := r.policies[name]; ok || r.policies == nil {
 		return
@@ -180,7 +179,7 @@ func (r *reader) checkPolicy(at Position, name string) {
 	}
 }
 
-// and joins names to a text: a, b and c.
+// and joins names: a, b and c.
 func and(names []string) string {
 	if len(names) < 2 {
 		return strings.Join(names, "")
@@ -189,8 +188,7 @@ func and(names []string) string {
 	return strings.Join(names[:last], ", ") + " and " + names[last]
 }
 
-// A Span is a length of time in microseconds, which is what the database counts in. It reaches further than a
-// [time.Duration]: to 1000 years.
+// A Span is a time in microseconds, up to 1000 years. A [time.Duration] ends at 292.
 type Span int64
 
 // The units of a Span.
@@ -206,7 +204,7 @@ const (
 
 const maxSpan = 365_250 * Day
 
-// units are what a file may write, the largest first. A Span is written in the first of each size.
+// units are the units in a file, the largest first, and weeks, which String does not write.
 var units = []struct {
 	name string
 	span Span
@@ -219,8 +217,8 @@ var (
 	spanPart    = regexp.MustCompile(`([0-9]+)([a-z]+)`)
 )
 
-// parseSpan reads whole numbers with units, such as 1h30m. ok tells that it is of that form, and in range that it is
-// 1 microsecond to 1000 years.
+// parseSpan reads whole numbers with units, such as 1h30m. ok reports the form, and inRange that the span has 1 microsecond to 1000
+// years.
 func parseSpan(text string) (span Span, ok, inRange bool) {
 	if !spanPattern.MatchString(text) {
 		return 0, false, false

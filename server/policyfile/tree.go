@@ -12,10 +12,10 @@ import (
 	"go.yaml.in/yaml/v4/plugin/loaderlimits"
 )
 
-// MaxBytes is the longest file that is read. A thousand policies with ten thousand overrides are a tenth of it.
+// MaxBytes is the longest file. A thousand policies with ten thousand overrides are a tenth of it.
 const MaxBytes = 2 << 20
 
-// What else a file may have, so that one that was made to hurt cannot.
+// These limits stop a file that was made to exhaust memory or time.
 const (
 	maxDepth  = 64
 	maxValues = 250_000 // aliases followed, and once for each environment
@@ -72,7 +72,7 @@ func (n *node) values() int {
 	return count
 }
 
-// describe says what a node is, for a message that wants something else.
+// describe returns what a node is, for a message that wants something else.
 func (n *node) describe() string {
 	switch n.kind {
 	case null:
@@ -100,8 +100,7 @@ func shorten(text string) string {
 	return text
 }
 
-// parseTree reads the one document of a file. It returns nil when there is nothing that could be read further; what is
-// wrong has been collected.
+// parseTree reads the document of a file. It returns nil if nothing can be read; the collector has the problems.
 func parseTree(c *collector, file string, data []byte) *node {
 	start := Position{File: file, Line: 1, Column: 1}
 	if len(data) > MaxBytes {
@@ -138,7 +137,7 @@ func parseTree(c *collector, file string, data []byte) *node {
 	return root
 }
 
-// addSyntax reports what the YAML library says. It stops at the first mistake.
+// addSyntax reports an error of the YAML library, which stops at the first mistake.
 func (c *collector) addSyntax(at Position, err error) {
 	var syntax *yaml.LoadError
 	if !errors.As(err, &syntax) {
@@ -162,7 +161,7 @@ func (c *collector) addSyntax(at Position, err error) {
 	c.add(at, "this is no YAML: %s", message)
 }
 
-// A builder makes nodes of what the YAML library has read.
+// A builder makes nodes of the YAML library's nodes.
 type builder struct {
 	*collector
 	file    string
@@ -174,7 +173,7 @@ func (b *builder) position(n *yaml.Node) Position {
 	return Position{File: b.file, Line: max(1, n.Line), Column: max(1, n.Column)}
 }
 
-// stop reports what makes it pointless to read on.
+// stop reports a limit that ends the reading.
 func (b *builder) stop(n *yaml.Node, format string, args ...any) *node {
 	if !b.stopped {
 		b.add(b.position(n), format, args...)
@@ -244,8 +243,8 @@ func (b *builder) fields(built *node, n *yaml.Node, depth int) {
 
 var digits = regexp.MustCompile(`^-?(?:0|[1-9][0-9]*)$`)
 
-// scalar tells the kind of a value by what YAML makes of it. Numbers are integers only in the one way that every
-// reader of YAML takes for the same number.
+// scalar returns the kind of a value by its tag of YAML. An integer must have the one form that every reader of YAML takes for the
+// same number.
 func (b *builder) scalar(n *yaml.Node) kind {
 	switch n.Tag {
 	case "!!null":

@@ -48,7 +48,7 @@ func (p *program) peek() *cobra.Command {
 	return c
 }
 
-// decided prints a decision, of which a denial is a no.
+// decided prints a decision. A denial ends with exit code 2.
 func (p *program) decided(c *cobra.Command) func(client.Decision, error) error {
 	return func(d client.Decision, err error) error {
 		if err != nil {

@@ -17,10 +17,10 @@ import (
 	"github.com/pgratelimit/pgratelimit/server/internal/inspect"
 )
 
-// connectTimeout is for URLs that have no connect_timeout.
+// connectTimeout holds for URLs without connect_timeout.
 const connectTimeout = 10 * time.Second
 
-// A database is the one that a command is about, or one of its shards.
+// A database is the one of a command, or one of its shards.
 type database struct {
 	*pgx.Conn
 	shard, of int // of is 0 where there are no shards
@@ -28,7 +28,7 @@ type database struct {
 
 func (db database) String() string { return fmt.Sprintf("shard %d of %d", db.shard, db.of) }
 
-// failed names the shard that has an error.
+// failed adds the number of the shard to an error.
 func (db database) failed(err error) error {
 	if err == nil || db.of == 0 {
 		return err
@@ -36,7 +36,7 @@ func (db database) failed(err error) error {
 	return fmt.Errorf("%s: %w", db, err)
 }
 
-// databases are those that the command line names, or else the environment.
+// databases returns the databases of the command line, or else of the environment.
 func (p *program) databases() (config.Databases, error) {
 	url, shards := p.databaseURL, p.shardURLs
 	if url == "" && shards == "" {
@@ -49,7 +49,7 @@ func (p *program) databases() (config.Databases, error) {
 	return databases, nil
 }
 
-// open connects to all databases, or to the shard of a key. Warnings of the server are printed.
+// open connects to all databases, or to the shard of a key. It prints the warnings of the server.
 func (p *program) open(ctx context.Context, warnings io.Writer, key *string) (dbs []database, err error) {
 	defer func() {
 		if err != nil {
@@ -83,7 +83,7 @@ func closeAll(ctx context.Context, dbs []database) {
 	}
 }
 
-// connect is open for databases that must be the shards that they are listed as, or none.
+// connect is open, and checks that each database is the shard that it is listed as, or no shard.
 func (p *program) connect(ctx context.Context, warnings io.Writer, key *string) ([]database, error) {
 	dbs, err := p.open(ctx, warnings, key)
 	for _, db := range dbs {
@@ -103,7 +103,7 @@ func (p *program) connect(ctx context.Context, warnings io.Writer, key *string) 
 // An opener is open, or connect.
 type opener func(ctx context.Context, warnings io.Writer, key *string) ([]database, error)
 
-// onEach works on all databases, or on the shard of a key, in their order. After an error it goes no further.
+// onEach calls work for all databases, or for the shard of a key. It stops at the first error.
 func (p *program) onEach(c *cobra.Command, open opener, key *string, work func(database) error) error {
 	dbs, err := open(c.Context(), c.ErrOrStderr(), key)
 	if err != nil {
@@ -118,14 +118,14 @@ func (p *program) onEach(c *cobra.Command, open opener, key *string, work func(d
 	return nil
 }
 
-// onShardOf makes a command of work on the database that has the key, its second argument.
+// onShardOf returns the RunE of a command about the key that is its second argument.
 func (p *program) onShardOf(work func(c *cobra.Command, conn *pgx.Conn, args []string) error) func(*cobra.Command, []string) error {
 	return func(c *cobra.Command, args []string) error {
 		return p.onEach(c, p.connect, &args[1], func(db database) error { return work(c, db.Conn, args) })
 	}
 }
 
-// askAll asks all databases for rows.
+// askAll collects rows from all databases.
 func askAll[R any](p *program, c *cobra.Command, ask func(database) ([]R, error)) (all []R, err error) {
 	all = []R{}
 	err = p.onEach(c, p.connect, nil, func(db database) error {

@@ -44,7 +44,7 @@ func (p *program) installAll(c *cobra.Command) error {
 			Schema        string `json:"schema"`
 			SchemaVersion int32  `json:"schema_version"`
 		}
-		// The source of the function, because a role that had nothing to install may not call it.
+		// Read from the source of the function: a role that had nothing to install may not be allowed to call it.
 		err := db.QueryRow(c.Context(), `
 			select coalesce(max(substring(p.prosrc from '''([^'']+)''')), '?'),
 			       coalesce(string_agg(p.pronamespace::pg_catalog.regnamespace::text, ', '), 'none (the functions are missing)'),
@@ -81,7 +81,7 @@ func (p *program) uninstall() *cobra.Command {
 	}
 }
 
-// printOf prints an answer about one database: as JSON a line for each, in their order.
+// printOf prints the result for one database. With --json each database has a line.
 func (p *program) printOf(c *cobra.Command, db database, value any, text string) error {
 	if db.of > 0 {
 		text = db.String() + ": " + text

@@ -29,7 +29,6 @@ func main() {
 	os.Exit(run(ctx, os.Args[1:], os.Stdin, os.Stdout, os.Stderr))
 }
 
-// run is main without a process.
 func run(ctx context.Context, args []string, stdin io.Reader, stdout, stderr io.Writer) (code int) {
 	var p program
 	root := p.command()
@@ -48,7 +47,7 @@ func run(ctx context.Context, args []string, stdin io.Reader, stdout, stderr io.
 	return exitCode(err)
 }
 
-// A program is what the flags of every command say.
+// A program has the flags of all commands.
 type program struct {
 	databaseURL string
 	shardURLs   string // of databases that the program has created
@@ -89,8 +88,7 @@ Exit codes:
 	return root
 }
 
-// needShell makes completion without a shell an error: its help would end up in the script. What the command writes goes to the
-// output that root has by now.
+// needShell makes completion without a shell an error: its help would end up in the script. Call it when root has its output.
 func needShell(root *cobra.Command) {
 	root.InitDefaultCompletionCmd()
 	completion, _, err := root.Find([]string{"completion"})
@@ -103,7 +101,7 @@ func needShell(root *cobra.Command) {
 	}
 }
 
-// checkArguments compares arguments with those that Use has. One in brackets may be left out.
+// checkArguments compares arguments with the names in Use. A name in brackets is optional.
 func checkArguments(c *cobra.Command, given []string) error {
 	names := strings.Fields(c.Use)[1:]
 	needed := slices.DeleteFunc(slices.Clone(names), func(name string) bool { return name[0] == '[' })
@@ -121,7 +119,7 @@ func checkArguments(c *cobra.Command, given []string) error {
 	return usageError{fmt.Errorf("%s\nusage: %s", text, strings.TrimSpace(c.UseLine()))}
 }
 
-// flagError says what is wrong with a flag in words of ours.
+// flagError describes an error of a flag in words of this program.
 func flagError(c *cobra.Command, err error) error {
 	var unknown *pflag.NotExistError
 	var wrong *pflag.InvalidValueError
@@ -147,7 +145,7 @@ func flagError(c *cobra.Command, err error) error {
 	return usageError{err}
 }
 
-// valueOf says what a flag takes, in other words where its kind does not say it.
+// valueOf describes the value of a flag.
 func valueOf(f *pflag.Flag, otherwise string) string {
 	switch f.Value.Type() {
 	case "int", "int32", "int64":
@@ -165,7 +163,7 @@ func commandsOf(c *cobra.Command) (names []string) {
 	return names
 }
 
-// meant is the remedy for a name that is not there.
+// meant returns the remedy for an unknown name.
 func meant(c *cobra.Command, wrong string, names []string) string {
 	if near := nearest.Of(wrong, names); near != "" {
 		return "did you mean " + near + "?"

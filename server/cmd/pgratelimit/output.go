@@ -17,7 +17,7 @@ import (
 	"github.com/pgratelimit/pgratelimit/server/internal/inspect"
 )
 
-// print prints an answer: with --json the value, and otherwise the text.
+// print prints a value with --json, and otherwise text.
 func (p *program) print(c *cobra.Command, value any, text string) error {
 	if !p.json {
 		_, err := fmt.Fprintln(c.OutOrStdout(), text)
@@ -39,7 +39,7 @@ func encodeIndented(w io.Writer, value any) error {
 	return out.Encode(value)
 }
 
-// described adds what the database had to say beyond the message, and what helps.
+// described adds DETAIL and a remedy to an error of the database.
 func described(err error) error {
 	var pgErr *pgconn.PgError
 	if !errors.As(err, &pgErr) {
@@ -74,7 +74,7 @@ const (
 	exitUnavailable = 69
 )
 
-// An answerNo is no error: what the command was asked has been printed, and it is a no.
+// An answerNo ends a command with exit code 2. The command has printed its result.
 type answerNo struct{}
 
 func (answerNo) Error() string { return "the answer is no" }
@@ -98,7 +98,7 @@ func exitCode(err error) int {
 	return exitError
 }
 
-// complain prints an error: with --json as an object.
+// complain prints an error, with --json as an object.
 func (p *program) complain(w io.Writer, err error) {
 	lines := strings.Split(err.Error(), "\n")
 	text := strings.Join(slices.Compact(lines), "\n") // pgx tries an address with TLS and without, and says twice that nobody is there

@@ -66,8 +66,8 @@ func (p *program) serve() *cobra.Command {
 	return c
 }
 
-// configured gives a command the flag for a file of settings, and returns what reads all settings. Those of the database are made
-// up for a command that does not use it.
+// configured adds the flag --config to a command, and returns a function that reads all settings. A command that uses no database
+// gets a made-up URL.
 func (p *program) configured(c *cobra.Command, usesDatabase bool) func() (config.Config, error) {
 	path := c.Flags().String("config", "", "file of settings, one NAME=value a line; those of the environment come first")
 	return func() (config.Config, error) {
@@ -91,7 +91,7 @@ func (p *program) configured(c *cobra.Command, usesDatabase bool) func() (config
 	}
 }
 
-// reload reads anew, at each signal, what can change while the server answers.
+// reload reads Envoy's rules again at each signal.
 func reload(ctx context.Context, s *server.Server, signals <-chan os.Signal) {
 	for {
 		select {
@@ -103,7 +103,7 @@ func reload(ctx context.Context, s *server.Server, signals <-chan os.Signal) {
 	}
 }
 
-// settings lists what serve can be told.
+// settings lists the settings, for help.
 func settings() string {
 	var text strings.Builder
 	text.WriteString("Settings, of the environment or of the file that --config names:\n")
@@ -119,7 +119,7 @@ func settings() string {
 	return strings.TrimRight(text.String(), "\n")
 }
 
-// healthTimeout is for a server that does not answer. One that answers does not ask the database first.
+// healthTimeout is the longest wait for the server, which reports its last check at once.
 const healthTimeout = 3 * time.Second
 
 func (p *program) health() *cobra.Command {
@@ -145,7 +145,7 @@ func (p *program) health() *cobra.Command {
 	return c
 }
 
-// askHealth returns nil if the server answers that it is healthy.
+// askHealth returns nil if the server reports that it is healthy.
 func askHealth(ctx context.Context, cfg config.Config) error {
 	ctx, cancel := context.WithTimeout(ctx, healthTimeout)
 	defer cancel()
@@ -177,7 +177,7 @@ func askHealth(ctx context.Context, cfg config.Config) error {
 	return fmt.Errorf("not healthy: %s %s", response.Status, problem.Title)
 }
 
-// reachable is an address that listens, as one to connect to.
+// reachable converts an address to listen on into one to connect to.
 func reachable(address string) string {
 	host, port, err := net.SplitHostPort(address)
 	if err != nil {

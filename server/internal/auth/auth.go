@@ -1,4 +1,4 @@
-// Package auth knows who may call.
+// Package auth checks bearer tokens.
 package auth
 
 import (
@@ -10,7 +10,7 @@ import (
 	"strings"
 )
 
-// Tokens are bearer tokens, any of which will do. Without one, everybody may call.
+// Tokens are bearer tokens. A caller needs one of them; an empty list admits every caller.
 type Tokens struct{ hashes [][sha256.Size]byte }
 
 // New returns Tokens.
@@ -22,8 +22,8 @@ func New(tokens ...string) Tokens {
 	return t
 }
 
-// Admit reports whether the one Authorization header of a call has one of the tokens. Of two a proxy may have checked the other.
-// How long it takes does not depend on how much of a token is right.
+// Admit reports whether the only Authorization header has one of the tokens. Two headers are rejected: a proxy may have checked the
+// other. The time it takes does not depend on how much of a token is right.
 func (t Tokens) Admit(authorization []string) bool {
 	if t.IsOpen() || len(authorization) != 1 {
 		return t.IsOpen()
@@ -32,9 +32,8 @@ func (t Tokens) Admit(authorization []string) bool {
 	return strings.EqualFold(scheme, "Bearer") && t.has(token)
 }
 
-// AdmitBrowser is Admit for requests that a person makes: the token may be the password of HTTP Basic, with any name. A browser
-// sends that by itself once it knows it, also when a page of somebody else's makes the request. So this is for what changes
-// nothing.
+// AdmitBrowser also admits a token as the password of HTTP Basic, with any user name. A browser then sends it by itself, also for
+// pages of other sites: use AdmitBrowser only for requests that change nothing.
 func (t Tokens) AdmitBrowser(r *http.Request) bool {
 	given := r.Header.Values("Authorization")
 	_, password, isBasic := r.BasicAuth()
@@ -53,8 +52,8 @@ func (t Tokens) has(token string) bool {
 	return admitted == 1
 }
 
-// IsAddress reports whether the Host of a request is an address, or localhost. Any other name may be that of a page's own site,
-// which leads here for the browser that shows the page.
+// IsAddress reports whether the Host of a request is an address, or localhost. Any other name may belong to a site that has pointed
+// it here.
 func IsAddress(host string) bool {
 	if name, _, err := net.SplitHostPort(host); err == nil {
 		host = name

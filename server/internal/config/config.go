@@ -1,4 +1,4 @@
-// Package config has the settings of pgratelimit serve: from the environment, from a file of the same names, or by default.
+// Package config reads the settings of pgratelimit serve, from the environment, from a file, or by default.
 package config
 
 import (
@@ -18,14 +18,14 @@ import (
 	"github.com/pgratelimit/pgratelimit/server/internal/service"
 )
 
-// A Config is all settings.
+// A Config has all settings.
 type Config struct {
 	Databases
 
 	GRPCAddr string // empty for none
 	HTTPAddr string // empty for none
 
-	// DefaultPolicy is defined at the start, unless there is one of its name. Its name is empty if it was not asked for.
+	// DefaultPolicy is defined at the start, unless it exists. Without a name there is none.
 	DefaultPolicy client.Policy
 
 	EnvoyRules string // file or folder, and empty for none
@@ -49,7 +49,7 @@ type Config struct {
 	Leases []client.Lease // none unless asked for
 }
 
-// SharedConnections are those to a database that answer many callers: of the Combiner, and of what fills leases.
+// SharedConnections is the number of connections to a database that the Combiner and the Leaser use.
 func (c Config) SharedConnections() int {
 	if len(c.Leases) == 0 {
 		return c.DatabaseCalls
@@ -57,13 +57,13 @@ func (c Config) SharedConnections() int {
 	return c.DatabaseCalls + 2
 }
 
-// Databases are what a limiter stands on.
+// Databases are the databases of a limiter.
 type Databases struct {
 	URLs      []string // one, or those of all shards in their order
 	AreShards bool
 }
 
-// A Setting is one name that can be set.
+// A Setting can be set by its name.
 type Setting struct {
 	Name    string
 	Default string
@@ -71,7 +71,7 @@ type Setting struct {
 	set     func(value string) error
 }
 
-// settings are what the names say, and what follows from several of them.
+// settings has the values before they are joined to a Config.
 type settings struct {
 	Config
 	databaseURL       string
@@ -125,7 +125,7 @@ func Misspelled(environ []string) error {
 	return nil
 }
 
-// Load reads the settings. The environment is asked first, then the file, if there is a path.
+// Load reads the settings. The environment comes before the file of the path, if there is one.
 func Load(path string, environment func(name string) (value string, ok bool)) (Config, error) {
 	file := map[string]string{}
 	if path != "" {
@@ -155,7 +155,7 @@ func Load(path string, environment func(name string) (value string, ok bool)) (C
 	return c.Config, errors.Join(errs...)
 }
 
-// join makes what several settings say together.
+// join checks and joins the settings that belong together.
 func (c *settings) join() (errs []error) {
 	databases, err := NewDatabases(c.databaseURL, c.shardURLs)
 	if err != nil {
@@ -189,7 +189,7 @@ func (c *settings) join() (errs []error) {
 	return errs
 }
 
-// NewDatabases are what DATABASE_URL or SHARD_URLS says.
+// NewDatabases reads DATABASE_URL and SHARD_URLS, of which one is set.
 func NewDatabases(databaseURL, shardURLs string) (Databases, error) {
 	urls := strings.Fields(shardURLs)
 	switch n := len(urls); {
@@ -211,17 +211,17 @@ func NewDatabases(databaseURL, shardURLs string) (Databases, error) {
 
 const otherScheme = "a URL of a database begins with postgres:// or postgresql://"
 
-// isOfAnother reports whether text is a URL of another scheme. The driver would take it for settings of a connection to the database
-// of this machine, and tell that one the password.
+// isOfAnother reports whether text is a URL of another scheme. The driver would read it as settings, connect to this machine, and
+// send the password there.
 func isOfAnother(text string) bool {
 	scheme, _, isURL := strings.Cut(text, "://")
 	return isURL && scheme != "postgres" && scheme != "postgresql" && !strings.ContainsAny(scheme, " =")
 }
 
-// maxRateDigits after the point are enough for a token a fortnight.
+// maxRateDigits is the number of decimals: enough for a token a fortnight.
 const maxRateDigits = 6
 
-// defaultPolicy refills in whole tokens: half a token a second is one every two seconds.
+// defaultPolicy converts a rate to whole tokens: half a token a second is one token every two seconds.
 func defaultPolicy(capacity, rate string) (client.Policy, error) {
 	tokens, err := strconv.ParseInt(capacity, 10, 64)
 	if err != nil || tokens < 1 {

@@ -1,11 +1,11 @@
-// Package envoy is envoy.service.ratelimit.v3.RateLimitService: it finds the rules of a request's descriptors, and asks the
-// buckets of all of them at once.
+// Package envoy is envoy.service.ratelimit.v3.RateLimitService: it finds the rules of a request's descriptors, and charges all
+// their buckets at once.
 //
-//   - files: rules are read, from one file or all those of a folder.
-//   - rules: they become a tree, in which the entries of a descriptor find one.
-//   - policies: those that rules describe are defined, and others must be there.
-//   - answer: a request becomes charges, and what the buckets say becomes statuses.
-//   - api: the service over gRPC and JSON. It changes to other rules between two requests.
+//   - files: rules are read from one file, or from all files of a folder.
+//   - rules: rules become a tree, in which the entries of a descriptor find their rule.
+//   - policies: the policies that rules describe are defined. Other policies must exist.
+//   - answer: a request becomes charges, and decisions become statuses.
+//   - envoy: the service over gRPC and JSON. It changes to other rules between two requests.
 package envoy
 
 import (
@@ -23,10 +23,10 @@ import (
 	"github.com/pgratelimit/pgratelimit/server/internal/jsonapi"
 )
 
-// Name is that of the service.
+// Name is the name of the service.
 var Name = pb.RateLimitService_ServiceDesc.ServiceName
 
-// A Service answers by rules that can be changed.
+// A Service answers requests by rules, which may be replaced.
 type Service struct {
 	gate  Gate
 	rules atomic.Pointer[Rules]
@@ -39,7 +39,7 @@ func New(gate Gate, rules *Rules) *Service {
 	return s
 }
 
-// Use makes the next requests those of other rules.
+// Use replaces the rules for the next requests.
 func (s *Service) Use(rules *Rules) { s.rules.Store(rules) }
 
 // Answer decides a request.
@@ -47,7 +47,7 @@ func (s *Service) Answer(ctx context.Context, q *pb.RateLimitRequest) (*pb.RateL
 	return s.rules.Load().answer(ctx, s.gate, q)
 }
 
-// Register lets a gRPC server answer for s.
+// Register adds s to a gRPC server.
 func Register(server grpc.ServiceRegistrar, s *Service) {
 	pb.RegisterRateLimitServiceServer(server, api{service: s})
 }
@@ -65,7 +65,7 @@ func (a api) ShouldRateLimit(ctx context.Context, q *pb.RateLimitRequest) (*pb.R
 	return answer, nil
 }
 
-// Handler answers for s as the reference's /json does: with 200, or 429 if the request is over a limit. An error is a
+// Handler responds as /json of the reference does: with 200, or 429 if the request is over a limit. An error is a
 // [jsonapi.Problem].
 func Handler(s *Service, maxBytes int64) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -95,7 +95,7 @@ func Handler(s *Service, maxBytes int64) http.Handler {
 	})
 }
 
-// withoutPackage is the error of package proto without its name, after which there is a space or another.
+// withoutPackage removes the name of package proto from an error. A space or a no-break space follows it.
 func withoutPackage(err error) error {
 	return errors.New(strings.TrimLeft(strings.TrimPrefix(err.Error(), "proto:"), " \u00a0"))
 }

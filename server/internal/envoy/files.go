@@ -15,8 +15,8 @@ import (
 	"github.com/pgratelimit/pgratelimit/server/policyfile"
 )
 
-// Read reads the rules of a file, or of all files of a folder whose names end in .yaml or .yml. A file is one of Envoy's
-// reference service, or a policy file. It tells of all mistakes. Between two files it ends with ctx.
+// Read reads the rules of a file, or of all .yaml and .yml files of a folder. A file is one of Envoy's reference service, or a
+// policy file. The error has all mistakes. Between two files Read ends with ctx.
 func Read(ctx context.Context, path string) (*Rules, error) {
 	paths, err := filesOf(path)
 	if err != nil {
@@ -91,7 +91,7 @@ func readFile(path string) ([]policyfile.EnvoyDomain, error) {
 	return rules.Envoy, nil
 }
 
-// readRegular reads a file that ends: a pipe or a device may never.
+// readRegular reads a regular file. A pipe or a device may never end.
 func readRegular(path string) ([]byte, error) {
 	file, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NONBLOCK, 0) // else to open a pipe waits for who writes to it
 	if err != nil {
@@ -108,8 +108,8 @@ func readRegular(path string) ([]byte, error) {
 	return io.ReadAll(io.LimitReader(file, policyfile.MaxBytes+1))
 }
 
-// isPolicyFile tells a policy file by its sections. What cannot be read is none. Names that are there twice are for the parser,
-// which compares each with those before it in one step.
+// isPolicyFile reports whether the file has a section of a policy file. It does not check for duplicate names: the parser does that
+// in linear time.
 func isPolicyFile(data []byte) bool {
 	var root struct{ Envoy, Policies, Domain yaml.Node }
 	return yaml.Load(data, &root, yaml.WithUniqueKeys(false)) == nil && root.Domain.IsZero() && !(root.Envoy.IsZero() && root.Policies.IsZero())

@@ -18,8 +18,8 @@ type DB interface {
 	client.Querier
 }
 
-// Settle makes sure that the policies of all rules are there. It defines those that rules describe where they are missing or
-// differ, if the role may. It is one transaction: an error changes nothing, and says all that is wrong.
+// Settle checks that the policies of all rules exist. It defines the policies that rules describe where they are missing or differ,
+// if the role may. It is one transaction: an error changes nothing, and lists all that is wrong.
 func (r *Rules) Settle(ctx context.Context, db DB) error {
 	err := pgx.BeginFunc(ctx, db, func(tx pgx.Tx) error {
 		// Servers that start together take turns.
@@ -88,7 +88,7 @@ func (r *Rules) settle(ctx context.Context, tx pgx.Tx, limiter *client.Limiter, 
 	return nil
 }
 
-// definition is a policy that a rule describes, without what no rule says.
+// definition converts a policy that a rule describes.
 func definition(described policyfile.Policy) client.Policy {
 	p := client.Policy{
 		Name:     described.Name,
@@ -104,7 +104,7 @@ func definition(described policyfile.Policy) client.Policy {
 	return p
 }
 
-// isAs reports whether a policy is what a rule describes. Rules do not say what it remembers, and whether it survives a crash.
+// isAs reports whether a policy is as a rule describes it. Rules do not set durable and remember.
 func isAs(has, want client.Policy) bool {
 	want.Durable, want.Remember = has.Durable, has.Remember
 	return has == want

@@ -15,14 +15,14 @@ import (
 	"github.com/pgratelimit/pgratelimit/server/policyfile"
 )
 
-// Rules are what requests are decided by.
+// Rules decide requests.
 type Rules struct {
 	domains   map[string]*level
 	list      []*rule             // in the order of the files
 	described []policyfile.Policy // those of rules that name none
 }
 
-// A level has the descriptors that the next entry of a request is looked up in.
+// A level has the descriptors for one entry of a request.
 type level struct {
 	descriptors map[string]*descriptor
 	wildcards   []wildcard // in the order of the file: the first that matches counts
@@ -37,7 +37,7 @@ type descriptor struct {
 	rule  *rule // of requests that end here, or nil
 	below *level
 
-	// shared returns the value that stands for all that a wildcard matches. It is nil if each has a bucket of its own.
+	// shared returns the value of the one bucket of a wildcard. It is nil if each match has its own bucket.
 	shared func(key string) string
 }
 
@@ -59,7 +59,7 @@ func init() {
 	}
 }
 
-// newRules makes rules of what files say. Its error is [policyfile.Problems].
+// newRules builds the tree of rules. Its error is [policyfile.Problems].
 func newRules(domains []policyfile.EnvoyDomain) (*Rules, error) {
 	b := builder{rules: &Rules{domains: make(map[string]*level)}, first: make(map[string]policyfile.Position)}
 	for _, d := range domains {
@@ -131,13 +131,13 @@ func (b *builder) rule(path string, d policyfile.EnvoyDescriptor) *rule {
 	return r
 }
 
-// A match is the rule that a descriptor has found.
+// A match is the rule of a descriptor.
 type match struct {
 	*rule
 	key string // of its bucket
 }
 
-// find returns the rule of a descriptor, which is nil if there is none. A rule matches a descriptor that ends where it stands.
+// find returns the rule of a descriptor, or no rule. A rule matches a descriptor that ends at the rule's place in the tree.
 func (r *Rules) find(domain string, entries []*common.RateLimitDescriptor_Entry) match {
 	at := r.domains[domain]
 	if at == nil {
@@ -158,8 +158,8 @@ func (r *Rules) find(domain string, entries []*common.RateLimitDescriptor_Entry)
 	return match{found, bucketKey(entries, values)}
 }
 
-// find looks an entry up: by key and value, then among the wildcards, and then by its key. It returns nil if there is nothing.
-// The value is told that the bucket has for it.
+// find looks an entry up by key and value, then among the wildcards, then by key. It returns nil if nothing matches, and sets
+// inBucket to the value in the bucket's key.
 func (l *level) find(key, value string, inBucket *string) *descriptor {
 	*inBucket = value
 	composite := key + "_" + value
@@ -177,18 +177,17 @@ func (l *level) find(key, value string, inBucket *string) *descriptor {
 	return l.descriptors[key]
 }
 
-// Domains counts them.
+// Domains returns the number of domains.
 func (r *Rules) Domains() int { return len(r.domains) }
 
-// Count is the number of rules.
+// Count returns the number of rules.
 func (r *Rules) Count() int { return len(r.list) }
 
-// maxKey is what the key of a bucket may have, in bytes.
+// maxKey is the longest key of a bucket, in bytes.
 const maxKey = 512
 
-// bucketKey is the JSON array of the entries' [key, value] pairs, each with the value that its bucket has. Of one that is too
-// long for the database it is the hash: an error would let a request pass where Envoy is told to let errors pass, and its
-// sender chooses how long a header is.
+// bucketKey returns the JSON array of the entries' [key, value] pairs. A key that is too long is hashed: an error would let the
+// request pass if Envoy is told to ignore errors, and clients choose the length of headers.
 func bucketKey(entries []*common.RateLimitDescriptor_Entry, values []string) string {
 	key := []byte{'['}
 	for i, entry := range entries {
@@ -208,7 +207,7 @@ func bucketKey(entries []*common.RateLimitDescriptor_Entry, values []string) str
 	return "sha256:" + hex.EncodeToString(sum[:]) // no array begins so
 }
 
-// appendText appends a JSON string. Both protocols let nothing through but UTF-8.
+// appendText appends a JSON string. Both protocols reject text that is not UTF-8.
 func appendText(to []byte, text string) []byte {
 	to, _ = jsontext.AppendQuote(to, text)
 	return to

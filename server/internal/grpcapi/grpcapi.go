@@ -20,7 +20,7 @@ import (
 	"github.com/pgratelimit/pgratelimit/server/internal/service"
 )
 
-// Register lets a gRPC server answer for s.
+// Register adds s to a gRPC server.
 func Register(server grpc.ServiceRegistrar, s *service.Service) {
 	pb.RegisterRateLimiterServer(server, api{service: s})
 }
@@ -100,14 +100,14 @@ func decision(d client.Decision) *pb.Decision {
 	return answer
 }
 
-// Tokens are what callers of a gRPC server need.
+// Tokens are the bearer tokens of a gRPC server.
 type Tokens struct {
 	Calls  auth.Tokens // for all but
 	Health auth.Tokens // for grpc.health.v1.Health
 }
 
-// Option makes a gRPC server ask for the tokens, before it reads more of a call than its header: an interceptor would be asked
-// when the message of a stranger has been decoded.
+// Option makes a gRPC server check the tokens when it has read the header of a call. An interceptor would run after the message has
+// been decoded.
 func (t Tokens) Option() grpc.ServerOption {
 	return grpc.InTapHandle(func(ctx context.Context, call *tap.Info) (context.Context, error) {
 		return ctx, t.admit(call.FullMethodName, call.Header)
@@ -126,10 +126,10 @@ func (t Tokens) admit(method string, header metadata.MD) error {
 	return nil
 }
 
-// Domain is that of the ErrorInfo in each error.
+// Domain is the domain of the ErrorInfo in each error.
 const Domain = "pgratelimit"
 
-// StatusOf is an error as gRPC sends it.
+// StatusOf converts an error for gRPC.
 func StatusOf(err error) error {
 	var e *service.Error
 	if !errors.As(err, &e) {

@@ -1,4 +1,4 @@
-// Package inspect reads what the database says of itself, for operators.
+// Package inspect reads the state of the database for operators.
 package inspect
 
 import (
@@ -27,8 +27,8 @@ type Querier interface {
 	Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error)
 }
 
-// CheckAlone returns an error if the database is one of several shards. A role that may not ask is not told: it
-// needs the grant for nothing else.
+// CheckAlone returns an error if the database is one of several shards. A role without the grant is not checked: it needs the grant
+// for nothing else.
 func CheckAlone(ctx context.Context, conn *pgx.Conn) error {
 	var may bool
 	err := conn.QueryRow(ctx, `
@@ -50,10 +50,11 @@ type Bucket struct {
 	Overridden bool             `json:"overridden"`
 }
 
-// Share is how much of its capacity the bucket holds, below 0 in debt.
+// Share is the part of the capacity that the bucket holds, below 0 in debt.
 func (b Bucket) Share() float64 { return float64(b.Remaining) / float64(max(1, b.Capacity)) }
 
-// Buckets are the emptiest, of one policy or of all, and of one key or of all. To find them every bucket is read, unless a key is given.
+// Buckets returns the emptiest buckets, of one policy or of all, and of one key or of all. Without a key the database reads every
+// bucket.
 func Buckets(ctx context.Context, db Querier, policy, key *string, atMost int32) ([]Bucket, error) {
 	rows, _ := db.Query(ctx, `
 		select policy, key, remaining,
@@ -69,7 +70,7 @@ func Buckets(ctx context.Context, db Querier, policy, key *string, atMost int32)
 	})
 }
 
-// seconds converts microseconds, of which null is never.
+// seconds converts microseconds. Null is never.
 func seconds(micros *int64) *jsonapi.Seconds {
 	if micros == nil {
 		return nil
@@ -85,14 +86,14 @@ type Finding struct {
 	Remedy   string `json:"remedy"`
 }
 
-// Findings are what is wrong.
+// Findings returns what is wrong.
 func Findings(ctx context.Context, db Querier) ([]Finding, error) {
 	rows, _ := db.Query(ctx, "select severity, finding, remedy from ratelimit_doctor()")
 	return pgx.CollectRows(rows, pgx.RowToStructByPos[Finding])
 }
 
-// Printable keeps a name that callers chose from changing what is shown around it: what moves the cursor, or turns the
-// direction of text, is written in quotes as Go has it. So is a name that begins or ends with a space, which nobody would see.
+// Printable quotes a name that would change the text around it, by moving the cursor or the direction of text, and a name that
+// begins or ends with a space.
 func Printable(name string) string {
 	quoted := fmt.Sprintf("%q", name)
 	if quoted[1:len(quoted)-1] == name && strings.TrimSpace(name) == name {
@@ -101,7 +102,7 @@ func Printable(name string) string {
 	return quoted
 }
 
-// Named is the name that [Printable] shows as text.
+// Named reverses [Printable].
 func Named(text string) string {
 	if name, err := strconv.Unquote(text); err == nil && Printable(name) == text {
 		return name

@@ -7,7 +7,7 @@ import (
 	"github.com/pgratelimit/pgratelimit/client"
 )
 
-// A Decision is client.Decision as JSON has it: times are seconds, and null for never.
+// A Decision is client.Decision in JSON: times are seconds, and null for never.
 type Decision struct {
 	Allowed    bool     `json:"allowed"`
 	Remaining  int64    `json:"remaining"`
@@ -19,7 +19,7 @@ type Decision struct {
 	Estimated  bool     `json:"estimated,omitzero"` // there only where it is true
 }
 
-// NewDecision returns d as JSON has it.
+// NewDecision converts d.
 func NewDecision(d client.Decision) Decision {
 	j := Decision{Allowed: d.Allowed, Remaining: d.Remaining, Capacity: d.Capacity, Replayed: d.Replayed, Shadowed: d.Shadowed, Estimated: d.Estimated}
 	if !d.Never() {
@@ -31,14 +31,14 @@ func NewDecision(d client.Decision) Decision {
 	return j
 }
 
-// A JointDecision is client.JointDecision as JSON has it.
+// A JointDecision is client.JointDecision in JSON.
 type JointDecision struct {
 	Decision
 	Binding   int        `json:"binding"`
 	Decisions []Decision `json:"decisions"`
 }
 
-// NewJointDecision returns d as JSON has it.
+// NewJointDecision converts d.
 func NewJointDecision(d client.JointDecision) JointDecision {
 	j := JointDecision{Decision: NewDecision(d.Decision), Binding: d.Binding, Decisions: make([]Decision, len(d.Decisions))}
 	for i := range d.Decisions {
@@ -47,10 +47,10 @@ func NewJointDecision(d client.JointDecision) JointDecision {
 	return j
 }
 
-// Seconds are a time in whole microseconds, as a number of seconds that is exact.
+// Seconds is a time in whole microseconds, written exactly as a number of seconds.
 type Seconds time.Duration
 
-// MarshalJSON writes no more digits than it needs.
+// MarshalJSON writes as few digits as possible.
 func (s Seconds) MarshalJSON() ([]byte, error) {
 	whole, micros := s/Seconds(time.Second), s%Seconds(time.Second)/Seconds(time.Microsecond)
 	text := strconv.AppendInt(nil, int64(whole), 10)

@@ -22,7 +22,7 @@ import (
 	"github.com/pgratelimit/pgratelimit/server/internal/service"
 )
 
-// Register lets mux answer for s below /v1/. No request may be longer than maxBytes.
+// Register adds s to mux, below /v1/. maxBytes bounds a request.
 func Register(mux *http.ServeMux, s *service.Service, maxBytes int64) {
 	one := func(ask func(context.Context, service.Request) (client.Decision, error)) func(context.Context, request) (any, error) {
 		return func(ctx context.Context, r request) (any, error) {
@@ -79,15 +79,15 @@ func (r jointRequest) service() service.JointRequest {
 	return joint
 }
 
-// endpoint reads a request, and writes the answer or a [Problem].
+// endpoint reads a request, and writes the decision or a [Problem].
 func endpoint[R any](maxBytes int64, ask func(context.Context, R) (any, error)) http.HandlerFunc {
 	return func(w http.ResponseWriter, r *http.Request) {
 		if !isPost(w, r) {
 			return
 		}
 		var q R
-		// It refuses text that is not UTF-8, surrogates without their other half, names that are given twice, and what follows the
-		// object. encoding/json would read other text than was sent, and so take another bucket.
+		// This reader rejects invalid UTF-8, lone surrogates, duplicate names, and text after the object. encoding/json would
+		// change such text, and so charge another bucket.
 		err := json.UnmarshalRead(http.MaxBytesReader(w, r.Body, maxBytes), &q, json.RejectUnknownMembers(true))
 		if err != nil {
 			Unreadable(err).Write(w)
@@ -117,7 +117,7 @@ func isPost(w http.ResponseWriter, r *http.Request) bool {
 	return false
 }
 
-// ReadPost returns what was posted. If it is not ok, the answer has been written.
+// ReadPost returns the body of a POST. If ok is false, the response has been written.
 func ReadPost(w http.ResponseWriter, r *http.Request, maxBytes int64) (body []byte, ok bool) {
 	if !isPost(w, r) {
 		return nil, false
@@ -129,7 +129,7 @@ func ReadPost(w http.ResponseWriter, r *http.Request, maxBytes int64) (body []by
 	return body, err == nil
 }
 
-// Unreadable is the answer to a request for which reading or decoding has failed.
+// Unreadable returns the Problem of a request that could not be read or decoded.
 func Unreadable(err error) Problem {
 	var tooLarge *http.MaxBytesError
 	if errors.As(err, &tooLarge) {
@@ -142,7 +142,7 @@ func Unreadable(err error) Problem {
 	return Problem{Title: "the request is not the JSON object of this call", Status: http.StatusBadRequest, Detail: whatIsWrong(err)}
 }
 
-// whatIsWrong says it without the words of Go.
+// whatIsWrong describes a decoding error without the names of Go.
 func whatIsWrong(err error) string {
 	var semantic *json.SemanticError
 	if !errors.As(err, &semantic) {
@@ -163,7 +163,7 @@ func whatIsWrong(err error) string {
 	return fmt.Sprintf("%s: this must be %s.", cmp.Or(string(semantic.JSONPointer), "/"), wanted)
 }
 
-// Guard lets only those requests through that have one of the tokens.
+// Guard rejects requests without one of the tokens.
 func Guard(tokens auth.Tokens, next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if !tokens.Admit(r.Header.Values("Authorization")) {
@@ -175,8 +175,8 @@ func Guard(tokens auth.Tokens, next http.Handler) http.Handler {
 	})
 }
 
-// UnderNoName lets only those requests through that name the server by an address, or localhost. A page of another site can have
-// the site's name lead to this machine: to the browser its requests are then of one site, and they could block every bucket.
+// UnderNoName rejects requests whose Host is neither an address nor localhost. Another site can point its name to this machine: a
+// browser then treats the requests of its pages as same-origin, and they could empty every bucket.
 func UnderNoName(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if r.Host != "" && !auth.IsAddress(r.Host) { // a browser's has one
@@ -188,13 +188,13 @@ func UnderNoName(next http.Handler) http.Handler {
 	})
 }
 
-// timeoutHeader is how long a caller waits, in seconds: what a deadline is to gRPC.
+// timeoutHeader is the time that a caller waits, in seconds, like a deadline of gRPC.
 const timeoutHeader = "Request-Timeout"
 
-// decimal is a number as programs write a rest of seconds: 0.5, .5, 0.30000000000000004, and 5e-05.
+// decimal matches the numbers that programs write for seconds: 0.5, .5, 0.30000000000000004, and 5e-05.
 var decimal = regexp.MustCompile(`^([0-9]{1,9}(\.[0-9]*)?|\.[0-9]+)(e-[0-9]{1,3})?$`)
 
-// Timeout ends the work for requests whose callers have stopped waiting, as far as they said when that would be.
+// Timeout ends the work for a request when its caller stops waiting.
 func Timeout(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		text := r.Header.Get(timeoutHeader)
@@ -213,7 +213,7 @@ func Timeout(next http.Handler) http.Handler {
 	})
 }
 
-// A Problem is an error as RFC 9457 has it.
+// A Problem is an error in the form of RFC 9457.
 type Problem struct {
 	Title    string `json:"title"`
 	Status   int    `json:"status"`
@@ -222,7 +222,7 @@ type Problem struct {
 	SQLState string `json:"sqlstate,omitempty"`
 }
 
-// NewProblem tells of an error what callers may know.
+// NewProblem returns what callers may know of an error.
 func NewProblem(err error) Problem {
 	var e *service.Error
 	if !errors.As(err, &e) {
@@ -231,7 +231,7 @@ func NewProblem(err error) Problem {
 	return Problem{Title: e.Message, Status: e.Kind.Status(), Detail: e.Detail, Hint: e.Hint, SQLState: e.SQLState}
 }
 
-// Write answers with the problem.
+// Write writes the problem as the response.
 func (p Problem) Write(w http.ResponseWriter) {
 	w.Header().Set("Content-Type", "application/problem+json")
 	if p.Status == http.StatusServiceUnavailable {

@@ -1,4 +1,4 @@
-// Package metrics counts calls with OpenTelemetry, and shows the counts to Prometheus and to whom OTLP names.
+// Package metrics counts calls with OpenTelemetry, for Prometheus and for a collector.
 package metrics
 
 import (
@@ -42,13 +42,13 @@ type Metrics struct {
 
 type outcome struct{ operation, code string }
 
-// State is what is measured when somebody looks.
+// State has functions that are called for each scrape.
 type State struct {
 	CallsUnderWay                      func() int64
 	ConnectionsInUse, ConnectionsTotal func() int64
 }
 
-// New returns Metrics, which the options show to others than Prometheus: see [OTLP].
+// New returns Metrics. Prometheus reads them; options add other readers, such as [OTLP].
 func New(options ...sdk.Option) (*Metrics, error) {
 	m := &Metrics{registry: prometheus.NewRegistry(), outcomes: make(map[outcome][]metric.AddOption)}
 	m.registry.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
@@ -56,7 +56,7 @@ func New(options ...sdk.Option) (*Metrics, error) {
 	if err != nil {
 		return nil, err
 	}
-	// The limits of cardinality are those of otellimit, and the operations and codes that there are.
+	// otellimit bounds the policies. Operations and codes are few.
 	m.provider = sdk.NewMeterProvider(append(options, sdk.WithReader(reader), sdk.WithCardinalityLimit(0))...)
 	if m.requests, err = otellimit.New(m.provider); err != nil {
 		return nil, err
@@ -73,7 +73,7 @@ func (m *Metrics) meter() metric.Meter {
 	return m.provider.Meter("github.com/pgratelimit/pgratelimit/server")
 }
 
-// Watch measures state from now on, perhaps at once.
+// Watch adds the gauges of state.
 func (m *Metrics) Watch(state State) error {
 	for name, gauge := range map[string]struct {
 		description string
@@ -95,7 +95,7 @@ func (m *Metrics) Watch(state State) error {
 	return nil
 }
 
-// Hooks are for the Combiner. Its requests are counted as calls of the server, whose callers may have waited longer.
+// Hooks returns hooks for the Combiner. Its requests are counted as calls of the server.
 func (m *Metrics) Hooks() client.Hooks {
 	hooks := m.requests.Hooks()
 	hooks.Answered = nil
@@ -134,7 +134,7 @@ func (m *Metrics) of(o outcome) []metric.AddOption {
 	return options
 }
 
-// Counts are the requests for tokens so far, as Prometheus sees them.
+// Counts has the requests for tokens so far.
 type Counts struct {
 	Requests map[string]map[client.Result]int64 // by policy
 	Leased   int64                              // those of them that were granted from a lease
@@ -164,17 +164,16 @@ func (m *Metrics) Counts() Counts {
 	return c
 }
 
-// Handler shows the counts to Prometheus.
+// Handler serves the counts to Prometheus.
 func (m *Metrics) Handler() http.Handler {
 	return promhttp.HandlerFor(m.registry, promhttp.HandlerOpts{})
 }
 
-// Close stops counting. What was counted is sent by OTLP once more, until ctx ends.
+// Close stops counting, and sends the last counts by OTLP, until ctx ends.
 func (m *Metrics) Close(ctx context.Context) error { return m.provider.Shutdown(ctx) }
 
-// OTLP returns what sends metrics to a collector, as the variables say by which every program with OpenTelemetry is told. It
-// is nothing unless one of them names an endpoint, or OTEL_METRICS_EXPORTER is otlp. The SDK reads those that are not looked
-// at here, such as headers, interval and certificates.
+// OTLP returns the options that send metrics to a collector, by the standard environment variables. It returns none unless a
+// variable names an endpoint, or OTEL_METRICS_EXPORTER is otlp. The SDK reads the variables for headers, interval and certificates.
 func OTLP(ctx context.Context) ([]sdk.Option, error) {
 	if strings.EqualFold(os.Getenv("OTEL_SDK_DISABLED"), "true") {
 		return nil, nil
@@ -186,7 +185,7 @@ func OTLP(ctx context.Context) ([]sdk.Option, error) {
 			continue
 		}
 		hasEndpoint = true
-		// The SDK would go on with localhost.
+		// The SDK would ignore a wrong URL and use localhost.
 		if u, err := url.Parse(endpoint); err != nil || u.Scheme != "http" && u.Scheme != "https" || u.Host == "" {
 			return nil, fmt.Errorf("%s: %q is no URL such as http://collector:4318", name, endpoint)
 		}

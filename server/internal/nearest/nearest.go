@@ -1,7 +1,7 @@
-// Package nearest guesses what somebody who has misspelled a name meant.
+// Package nearest corrects misspelled names.
 package nearest
 
-// Of returns the name that a misspelled one probably stands for, or nothing. What nobody has misspelled is not searched for.
+// Of returns the name that is most like a misspelled one, or nothing. It does not search for long names, or among many names.
 func Of(wrong string, names []string) string {
 	const longest, most = 40, 100
 	if len(wrong) > longest || len(names) > most {
@@ -19,7 +19,7 @@ func Of(wrong string, names []string) string {
 	return best
 }
 
-// distance is how many bytes must be written, removed or replaced to make b of a.
+// distance returns the number of bytes to insert, remove or replace to make b of a.
 func distance(a, b string) int {
 	row := make([]int, len(b)+1)
 	for j := range row {

@@ -18,19 +18,19 @@ import (
 )
 
 const (
-	// maxPolicies and maxBuckets are shown.
+	// maxPolicies and maxBuckets are the longest lists on the page.
 	maxPolicies = 200
 	maxBuckets  = 20
 
-	// readTime bounds one look at the database, whatever the statements may take.
+	// readTime bounds one reading of the database.
 	readTime = 4 * time.Second
 
-	// rest is how many times as long as a statement took it is not repeated: so this page keeps a core of the database busy
-	// for at most a twentieth of the time, however many look at it.
+	// rest is a multiple of the time that a statement took: the pause before it is repeated. The page so uses at most a twentieth
+	// of one core of the database.
 	rest = 20
 )
 
-// A reading is what a function of the database said last.
+// A reading has the rows that a function of the database returned last.
 type reading[T any] struct {
 	function string
 	ask      func(context.Context, pgx.Tx) ([]T, error)
@@ -41,14 +41,14 @@ type reading[T any] struct {
 	nextAt time.Time
 }
 
-// A section of the page has the rows of a reading.
+// A section has the rows of a reading, for the page.
 type section[T any] struct {
 	rows   []T
 	at     time.Time // when they were read; zero without any
 	notice string    // why there is nothing newer; empty if there is
 }
 
-// read asks if it is time to.
+// read queries the database, unless it is too early.
 func (r *reading[T]) read(ctx context.Context, d *database) {
 	begin := d.now()
 	if begin.Before(r.nextAt) {
@@ -74,7 +74,7 @@ func (r *reading[T]) read(ctx context.Context, d *database) {
 	r.nextAt = end.Add(max(r.every, rest*end.Sub(begin)))
 }
 
-// A database is what is known of the database.
+// A database has the readings of one database.
 type database struct {
 	db  *pgxpool.Pool
 	log *slog.Logger
@@ -91,7 +91,6 @@ type database struct {
 	seen snapshot // what the last reading left
 }
 
-// A snapshot is of all readings.
 type snapshot struct {
 	policies section[client.Policy]
 	buckets  section[inspect.Bucket]
@@ -115,8 +114,8 @@ func newDatabase(db *pgxpool.Pool, log *slog.Logger, now func() time.Time) *data
 	return d
 }
 
-// look returns what is known, and asks the database before if it can and it is time to. While somebody else asks, it does not
-// wait for the answer, unless there was none yet.
+// look returns the last readings. It first queries the database if it is time to. While another request queries, look waits only
+// for the first reading.
 func (d *database) look(isAway bool) snapshot {
 	d.mu.Lock()
 	seen := d.seen
@@ -131,7 +130,7 @@ func (d *database) look(isAway bool) snapshot {
 		d.reading.Lock()
 	}
 	defer d.reading.Unlock()
-	// Not that of who looks: a page that is closed while it loads would cost a connection.
+	// The context of the request would cancel the query, and so cost a connection, whenever a browser closes the page.
 	ctx, cancel := context.WithTimeout(context.Background(), d.patience)
 	defer cancel()
 	d.policies.read(ctx, d)
@@ -144,7 +143,7 @@ func (d *database) look(isAway bool) snapshot {
 	return seen
 }
 
-// find returns the buckets of a key, under one policy or under all. It asks at once, one search at a time.
+// find returns the buckets of a key, under one policy or under all. It queries at once; only one search runs at a time.
 func (d *database) find(policy, key string) section[inspect.Bucket] {
 	d.reading.Lock()
 	defer d.reading.Unlock()
@@ -162,7 +161,7 @@ func (d *database) find(policy, key string) section[inspect.Bucket] {
 	return r.section
 }
 
-// noticeOf says what a reader of the page can do about an error.
+// noticeOf returns what a reader of the page can do about an error.
 func (d *database) noticeOf(ctx context.Context, err error, limit time.Duration, function string) string {
 	code := ""
 	var pgErr *pgconn.PgError
@@ -186,7 +185,6 @@ func (d *database) noticeOf(ctx context.Context, err error, limit time.Duration,
 	return fmt.Sprintf("The database failed: %s (%s).", pgErr.Message, code)
 }
 
-// roleName is what to grant to.
 func (d *database) roleName(ctx context.Context) string {
 	if d.role == "" {
 		if err := d.db.QueryRow(ctx, "select pg_catalog.quote_ident(current_user)").Scan(&d.role); err != nil {

@@ -1,4 +1,4 @@
-// Package page is the status page: what an operator wants to see of a server and its database, in a browser.
+// Package page is the status page: it shows a server and its databases in a browser.
 package page
 
 import (
@@ -27,13 +27,13 @@ import (
 	"github.com/pgratelimit/pgratelimit/server/internal/metrics"
 )
 
-// refreshEvery is how often a browser loads the page again.
+// refreshEvery is the interval at which a browser reloads the page.
 const refreshEvery = 10 * time.Second
 
-// maxErrors is the part of all requests that may end in an error while the server is called healthy.
+// maxErrors is the largest part of requests that may end in an error while the server is called healthy.
 const maxErrors = 0.01
 
-// State is what the server knows of itself.
+// State has functions that read the state of the server.
 type State struct {
 	metrics.State
 	Counts func() metrics.Counts
@@ -66,7 +66,7 @@ func newPage(databases []*pgxpool.Pool, state State, log *slog.Logger, now func(
 	return p
 }
 
-// Run keeps the history until ctx ends.
+// Run adds to the history until ctx ends.
 func (p *Page) Run(ctx context.Context) {
 	ticker := time.NewTicker(sampleEvery)
 	defer ticker.Stop()
@@ -98,7 +98,7 @@ var style string
 
 var page = template.Must(template.New("page").Funcs(template.FuncMap{"name": name, "whole": whole, "number": number, "until": until}).Parse(source))
 
-// policy lets the browser use the page's own style and ask for the page, and load and run nothing else: whatever a key says, it stays text.
+// policy forbids the browser to load and to run anything but the page's style, whatever the text of a key.
 var policy = func() string {
 	sum := sha256.Sum256([]byte(style))
 	return "default-src 'none'; style-src 'sha256-" + base64.StdEncoding.EncodeToString(sum[:]) + "'; img-src data:; " +
@@ -124,7 +124,7 @@ func (p *Page) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	_, _ = w.Write(text.Bytes()) // who has left needs no answer
 }
 
-// A view is what the template shows.
+// A view has the data of the template.
 type view struct {
 	Style    template.CSS
 	Refresh  int // seconds, or 0 for never
@@ -151,14 +151,14 @@ type shard struct {
 	IsDown bool
 }
 
-// A search is what was asked for, and found unless Key is empty.
+// A search has the request, and the buckets that were found for a Key.
 type search struct {
 	Policy, Key string
 	Names       []string // of policies
 	Buckets     part[bucket]
 }
 
-// A part is a section as it is shown.
+// A part is a section of all databases.
 type part[T any] struct {
 	Rows    []T
 	IsRead  bool // so that no rows are an answer, too
@@ -173,7 +173,7 @@ type bucket struct {
 	IsEmpty bool
 }
 
-// A policyRow has no Refills where the policy is known from its requests alone.
+// A policyRow has no Refills if only requests name the policy.
 type policyRow struct {
 	client.Policy
 	Refills          string
@@ -255,7 +255,7 @@ func (p *Page) view(asked url.Values) view {
 	return v
 }
 
-// look asks all databases at once.
+// look reads all databases at once.
 func (p *Page) look(isAway bool) []snapshot {
 	seen := make([]snapshot, len(p.databases))
 	var looks sync.WaitGroup
@@ -270,7 +270,7 @@ func (p *Page) nameOf(shard int) string {
 	return fmt.Sprintf("shard %d of %d", shard, len(p.databases))
 }
 
-// partOf is a section of all databases as one, as old as the oldest. What they say alike is said once.
+// partOf joins the sections of all databases. It is as old as the oldest section, and has each notice once.
 func partOf[From, To, Of any](p *Page, seen []Of, its func(Of) section[From], convert func(n int, row From) To) part[To] {
 	var is part[To]
 	var oldest time.Time
@@ -316,7 +316,8 @@ func policyOf(_ int, p client.Policy) policyRow {
 	return row
 }
 
-// counted adds to policies what was asked of them, and the policies that only requests name. The most denied are first.
+// counted adds the requests to the rows of their policies, and rows for policies that only requests name. The most denied come
+// first.
 func counted(rows []policyRow, requests map[string]map[client.Result]int64) []policyRow {
 	byName := make(map[string]policyRow)
 	for _, row := range rows {
@@ -338,10 +339,10 @@ func counted(rows []policyRow, requests map[string]map[client.Result]int64) []po
 	})
 }
 
-// Guard lets only those requests through that have one of the tokens.
+// Guard rejects requests without one of the tokens.
 //
-// Where none is needed, it lets those through that name the server by an address, or localhost. The page of another site can
-// have its name lead to an address of ours, and would then be let read this one as its own.
+// If no token is needed, Guard rejects requests whose Host is neither an address nor localhost. Another site can point its name to
+// this server, and its pages could then read this page.
 func Guard(tokens auth.Tokens, next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		switch {

@@ -14,13 +14,13 @@ import (
 	"github.com/pgratelimit/pgratelimit/server/internal/jsonapi"
 )
 
-// The size of a plot, in units of its own, which page.html has, too.
+// The size of a plot, in the units of page.html.
 const (
 	plotWidth  = 240
 	plotHeight = 64
 )
 
-// A plot is the rates of one result.
+// A plot shows the rates of one result.
 type plot struct {
 	Result    client.Result
 	Title     string
@@ -38,7 +38,7 @@ var titles = map[client.Result]string{
 	client.ResultError:    "Errors",
 }
 
-// plotOf draws rates from left to right, so that the newest is at the right edge.
+// plotOf draws rates from left to right. The newest rate is at the right edge.
 func plotOf(result client.Result, rates []float64) plot {
 	p := plot{Result: result, Title: titles[result], Now: "0"}
 	var peak float64
@@ -90,26 +90,25 @@ func coordinate(x float64) string {
 }
 
 const (
-	// sampleEvery is how much time a point of a plot stands for.
+	// sampleEvery is the time between two points of a plot.
 	sampleEvery = 5 * time.Second
 
-	// samples are kept of each result: ten minutes.
+	// samples is the number of points: ten minutes.
 	samples = 120
 
-	// minute is so many of them.
+	// minute is the number of samples in a minute.
 	minute = int(time.Minute / sampleEvery)
 )
 
-// results are those that have a plot, in this order.
+// results have a plot each, in this order.
 var results = [...]client.Result{
 	client.ResultAllowed, client.ResultDenied, client.ResultReplayed, client.ResultShadowed, client.ResultError,
 }
 
-// A tally is how many requests had each of the results, ever.
+// A tally counts requests by result.
 type tally [len(results)]int64
 
-// A history is how many requests a second had which result, over the last minutes. It takes up a few kilobytes, whatever
-// is asked.
+// A history has the requests a second by result, over the last ten minutes.
 type history struct {
 	mu    sync.Mutex
 	begun time.Time // of the sample that is being counted
@@ -118,7 +117,7 @@ type history struct {
 	taken int                            // so many samples, ever
 }
 
-// sample ends a sample now.
+// sample adds a sample that ends now.
 func (h *history) sample(now time.Time, counts tally) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -135,7 +134,7 @@ func (h *history) sample(now time.Time, counts tally) {
 	h.taken++
 }
 
-// of is the rates of a result, the oldest first.
+// of returns the rates of a result, the oldest first.
 func (h *history) of(result int) []float64 {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -146,7 +145,7 @@ func (h *history) of(result int) []float64 {
 	return rates
 }
 
-// errorShare is the part of the requests of the last minute that ended in an error.
+// errorShare returns the part of the last minute's requests that ended in an error.
 func (h *history) errorShare() float64 {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -165,10 +164,10 @@ func (h *history) errorShare() float64 {
 	return failed / all
 }
 
-// maxName is how much of a name is shown, in characters.
+// maxName is the longest name that is shown whole, in characters.
 const maxName = 120
 
-// name is one that callers chose, as it is shown.
+// name shortens a name, and quotes a name that is not printable.
 func name(text string) string {
 	shown := []rune(inspect.Printable(text))
 	if len(shown) > maxName {
@@ -177,7 +176,7 @@ func name(text string) string {
 	return string(shown)
 }
 
-// whole is a name that is cut where it is shown, and empty for others.
+// whole returns a name that name shortens, and nothing for other names.
 func whole(text string) string {
 	if text = inspect.Printable(text); utf8.RuneCountInString(text) > maxName {
 		return text
@@ -198,7 +197,7 @@ func number(n int64) string {
 	return sign + digits
 }
 
-// perSecond has a decimal below 10.
+// perSecond writes a rate, with a decimal below 10.
 func perSecond(rate float64) string {
 	if rate = math.Round(rate*10) / 10; rate < 10 && rate != math.Trunc(rate) {
 		return strconv.FormatFloat(rate, 'f', 1, 64)
@@ -213,10 +212,10 @@ var units = []struct {
 	{24 * time.Hour, "d"}, {time.Hour, "h"}, {time.Minute, "min"}, {time.Second, "s"}, {time.Millisecond, "ms"}, {time.Microsecond, "µs"},
 }
 
-// interval is exact.
+// interval writes a time exactly.
 func interval(d time.Duration) string { return inUnits(d, len(units)) }
 
-// span is rounded, to be read at a glance.
+// span writes a time rounded, to be read at a glance.
 func span(d time.Duration) string {
 	switch {
 	case d < time.Millisecond:
@@ -231,7 +230,7 @@ func span(d time.Duration) string {
 	return inUnits(d, 2)
 }
 
-// inUnits has at most so many units, the largest first.
+// inUnits writes a time in at most so many units, the largest first.
 func inUnits(d time.Duration, atMost int) string {
 	var parts []string
 	for _, u := range units {
@@ -249,7 +248,7 @@ func inUnits(d time.Duration, atMost int) string {
 	return strings.Join(parts, " ")
 }
 
-// until is a time of the database's: nil is never.
+// until writes a time of the database, of which nil is never.
 func until(s *jsonapi.Seconds) string {
 	switch {
 	case s == nil:

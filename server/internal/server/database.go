@@ -20,17 +20,16 @@ import (
 	"github.com/pgratelimit/pgratelimit/server/internal/inspect"
 )
 
-// connections are those of a pool, unless its URL has pool_max_conns.
+// connections is the size of a pool, unless its URL has pool_max_conns.
 const connections = 10
 
-// connectTimeout is that of a URL, unless it has connect_timeout: an attempt that hears nothing keeps its place in the
-// pool for as long.
+// connectTimeout holds for a URL without connect_timeout. An attempt keeps its place in the pool until then.
 const connectTimeout = 5 * time.Second
 
-// startTimeout is how long a shard may be silent at the start, which goes on without it.
+// startTimeout is the longest wait for a shard at the start. The server starts without a shard that does not answer.
 const startTimeout = 5 * time.Second
 
-// databases are those of the limiter: one, or its shards.
+// databases are the one database of the limiter, or its shards.
 type databases struct {
 	pools  []*pgxpool.Pool
 	shards bool
@@ -38,7 +37,7 @@ type databases struct {
 	down   []atomic.Bool // which were when they were checked last
 }
 
-// openDatabases returns pools that can acquire. The default policy is there if the configuration has one.
+// openDatabases returns pools that can acquire. It defines the default policy if the configuration has one.
 func openDatabases(ctx context.Context, c config.Config, log *slog.Logger) (*databases, error) {
 	d := &databases{shards: c.AreShards, log: log, down: make([]atomic.Bool, len(c.URLs))}
 	for n := range c.URLs {
@@ -73,7 +72,7 @@ func (d *databases) close() {
 	}
 }
 
-// limiter returns one that makes sure that shards are what they are listed as.
+// limiter returns a limiter for the databases. It checks the numbers of shards.
 func (d *databases) limiter(ctx context.Context, options []client.LeaserOption) (limiter, error) {
 	if !d.shards {
 		return client.NewLeaser(d.pools[0], options...), nil // without a Lease it is a Combiner
@@ -85,7 +84,7 @@ func (d *databases) limiter(ctx context.Context, options []client.LeaserOption) 
 	return sharded, nil
 }
 
-// of names the shard that has an error.
+// of adds the number of the shard to an error.
 func (d *databases) of(n int, err error) error {
 	if err == nil || !d.shards {
 		return err
@@ -93,7 +92,7 @@ func (d *databases) of(n int, err error) error {
 	return &client.ShardError{Shard: n, Of: len(d.down), Err: err}
 }
 
-// checks are why databases cannot acquire, nil where one can.
+// checks returns for each database the reason why it cannot acquire, or nil.
 func (d *databases) checks(ctx context.Context) []error {
 	errs := make([]error, len(d.pools))
 	var checks sync.WaitGroup
@@ -104,7 +103,7 @@ func (d *databases) checks(ctx context.Context) []error {
 	return errs
 }
 
-// check returns why no database can acquire. A shard that cannot, beside others that can, is for the log.
+// check returns an error if no database can acquire. A single shard that cannot acquire is logged.
 func (d *databases) check(ctx context.Context) error {
 	errs := d.checks(ctx)
 	for n, err := range errs {
@@ -123,10 +122,10 @@ func (d *databases) check(ctx context.Context) error {
 	return nil
 }
 
-// isDown reports whether a database could not acquire when it was checked last.
+// isDown reports whether the last check of a database failed.
 func (d *databases) isDown(n int) bool { return d.down[n].Load() }
 
-// onEach does something in each database that can acquire. Of shards, those that do not answer are left out, as long as one does.
+// onEach calls do for each database that can acquire. It leaves out shards that do not answer, as long as one shard answers.
 func (d *databases) onEach(ctx context.Context, do func(*pgxpool.Pool) error) error {
 	checking := ctx
 	if d.shards {
@@ -153,7 +152,7 @@ func (d *databases) onEach(ctx context.Context, do func(*pgxpool.Pool) error) er
 	return nil
 }
 
-// connections counts those of all pools.
+// connections sums a count of all pools.
 func (d *databases) connections(count func(*pgxpool.Stat) int32) (sum int64) {
 	for _, pool := range d.pools {
 		sum += int64(count(pool.Stat()))
@@ -161,7 +160,6 @@ func (d *databases) connections(count func(*pgxpool.Stat) int32) (sum int64) {
 	return sum
 }
 
-// openPool returns the pool of one database.
 func openPool(ctx context.Context, c config.Config, n int) (*pgxpool.Pool, error) {
 	url := c.URLs[n]
 	p, err := pgxpool.ParseConfig(url)
@@ -193,14 +191,14 @@ func openPool(ctx context.Context, c config.Config, n int) (*pgxpool.Pool, error
 	return pgxpool.NewWithConfig(ctx, p)
 }
 
-// A standing is what the database lets its role do.
+// A standing has the rights of the server's role.
 type standing struct {
 	isInstalled bool // all of the functions are there
 	may         bool // the role may call all of them
 	isReadOnly  bool
 }
 
-// standingOf asks about functions, each with the types of its arguments.
+// standingOf reads the rights to functions, each written with the types of its arguments.
 func standingOf(ctx context.Context, db *pgxpool.Pool, functions ...string) (s standing, err error) {
 	err = db.QueryRow(ctx, `
 		select pg_catalog.bool_and(f.oid is not null),
@@ -213,7 +211,7 @@ func standingOf(ctx context.Context, db *pgxpool.Pool, functions ...string) (s s
 
 var errNoAnswer = errors.New("the database does not answer")
 
-// check returns why the database cannot acquire.
+// check returns the reason why the database cannot acquire.
 func check(ctx context.Context, db *pgxpool.Pool) error {
 	s, err := standingOf(ctx, db, "ratelimit_acquire_packed(text[], text[], bigint[], integer[], text[])")
 	switch {
@@ -233,7 +231,7 @@ func check(ctx context.Context, db *pgxpool.Pool) error {
 	return nil
 }
 
-// definePolicy defines a policy that is not there. Servers that start together take turns.
+// definePolicy defines a policy unless it exists. Servers that start together take turns.
 func definePolicy(ctx context.Context, db *pgxpool.Pool, policy client.Policy) error {
 	err := pgx.BeginFunc(ctx, db, func(tx pgx.Tx) error {
 		if _, err := tx.Exec(ctx, "select pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext('pgratelimit: default policy'))"); err != nil {
@@ -252,8 +250,8 @@ func definePolicy(ctx context.Context, db *pgxpool.Pool, policy client.Policy) e
 	return nil
 }
 
-// checkLeases makes sure that the role may lease: what fills leases has no caller whom an error would reach. A policy may be
-// defined later.
+// checkLeases checks that the role may lease. A Leaser takes tokens without a caller, so no caller would get its error. A policy
+// may be defined later.
 func checkLeases(ctx context.Context, db *pgxpool.Pool, leases []client.Lease, log *slog.Logger) error {
 	s, err := standingOf(ctx, db, "ratelimit_acquire_up_to(text, text, bigint, bigint, text)", "ratelimit_refund(text, text, bigint)")
 	if err != nil {

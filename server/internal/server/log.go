@@ -11,7 +11,7 @@ import (
 	"github.com/pgratelimit/pgratelimit/server/internal/service"
 )
 
-// A seldom lets something be said no more often than once in its time, however often it happens.
+// A seldom allows an act at most once in each interval.
 type seldom struct {
 	every time.Duration
 	last  atomic.Int64 // nanoseconds since 1970
@@ -23,8 +23,8 @@ func (s *seldom) may(now time.Time) bool {
 	return (since < 0 || since >= int64(s.every)) && s.last.CompareAndSwap(last, now.UnixNano())
 }
 
-// A callLog has errors for which no request is to blame, since callers learn little of them, and limits that are off: requests that no
-// rule is about, and policies that are not there. The metrics count them all.
+// A callLog logs what callers learn little of: errors of the server and its database, requests that match no rule, and unknown
+// policies. The metrics count all of them.
 type callLog struct {
 	log                        *slog.Logger
 	now                        func() time.Time
@@ -52,7 +52,7 @@ func (l *callLog) observe(call service.Call) {
 	}
 }
 
-// clip keeps what callers choose from filling the log.
+// clip shortens a text of a caller, which could fill the log.
 func clip(text string) string {
 	const most = 200
 	if len(text) <= most {
@@ -61,8 +61,7 @@ func clip(text string) string {
 	return strings.ToValidUTF8(text[:most], "") + "…"
 }
 
-// A connectionLog is what package http writes. What strangers do to their own connections is for those who look for it. A
-// panic is ours.
+// A connectionLog receives the log of package http. Connection errors are logged at Debug, panics at Error.
 type connectionLog struct{ log *slog.Logger }
 
 func newConnectionLog(to *slog.Logger) *log.Logger { return log.New(connectionLog{to}, "", 0) }

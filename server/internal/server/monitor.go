@@ -13,11 +13,10 @@ import (
 	"github.com/pgratelimit/pgratelimit/server/internal/jsonapi"
 )
 
-// checkEvery is how often the database is asked how it is. Callers are told what was found: however many ask, it is asked
-// no more often.
+// checkEvery is the interval of health checks. Requests for the health get the result of the last check.
 const checkEvery = time.Second
 
-// A monitor knows whether the server can do its work.
+// A monitor checks whether the databases can be used.
 type monitor struct {
 	check func(context.Context) error
 	log   *slog.Logger
@@ -34,7 +33,6 @@ func newMonitor(check func(context.Context) error, log *slog.Logger, names ...st
 	return m
 }
 
-// run checks until ctx ends.
 func (m *monitor) run(ctx context.Context) {
 	ticker := time.NewTicker(checkEvery)
 	defer ticker.Stop()
@@ -76,13 +74,13 @@ func (m *monitor) set(err error) {
 	}
 }
 
-// stop says from now on that the server is stopping.
+// stop reports from now on that the server is stopping.
 func (m *monitor) stop() {
 	m.stopping.Store(true)
 	m.grpc.Shutdown()
 }
 
-// health says what is wrong in a few words, and nothing if all is well. The rest is in the log.
+// health returns what is wrong, in a few words, or nothing. The log has the details.
 func (m *monitor) health() string {
 	switch {
 	case m.stopping.Load():
@@ -93,7 +91,7 @@ func (m *monitor) health() string {
 	return ""
 }
 
-// healthz answers 200, or 503 with what is wrong.
+// healthz responds with 200, or with 503 and what is wrong.
 func (m *monitor) healthz(w http.ResponseWriter, _ *http.Request) {
 	if wrong := m.health(); wrong != "" {
 		jsonapi.Problem{Title: wrong, Status: http.StatusServiceUnavailable}.Write(w)
@@ -102,7 +100,7 @@ func (m *monitor) healthz(w http.ResponseWriter, _ *http.Request) {
 	livez(w, nil)
 }
 
-// livez answers as long as the process does.
+// livez responds as long as the process runs.
 func livez(w http.ResponseWriter, _ *http.Request) {
 	w.Header().Set("Content-Type", "text/plain; charset=utf-8")
 	_, _ = w.Write([]byte("ok\n")) // who has left needs no answer

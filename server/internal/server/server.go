@@ -1,4 +1,4 @@
-// Package server is pgratelimit serve: it listens, answers, and stops without losing an answer.
+// Package server is pgratelimit serve: it listens, answers calls, and stops without losing an answer.
 package server
 
 import (
@@ -31,7 +31,6 @@ import (
 	"github.com/pgratelimit/pgratelimit/server/internal/service"
 )
 
-// Bounds that need no setting.
 const (
 	maxHeaderBytes = 16 << 10
 	arrival        = 5 * time.Second // of a connection's first bytes, and of a request's header
@@ -39,7 +38,7 @@ const (
 	idle           = 5 * time.Minute // after which a connection without calls is closed
 )
 
-// A limiter is what the service asks, and closes at the end.
+// A limiter is closed when the server stops.
 type limiter interface {
 	service.Limiter
 	Close()
@@ -66,8 +65,8 @@ type Server struct {
 	failed     chan error // gets the error of a listener
 }
 
-// Start returns a Server that answers. It fails where the database does not, or has not what the server needs: a mistake in
-// the configuration is seen at the start.
+// Start returns a Server that answers calls. It returns an error if the database does not answer, or lacks what the configuration
+// needs.
 func Start(ctx context.Context, c config.Config, log *slog.Logger) (_ *Server, err error) {
 	s := &Server{config: c, log: log, failed: make(chan error, 2)}
 	defer func() {
@@ -133,7 +132,7 @@ func (s *Server) limiterOptions() []client.LeaserOption {
 	return options
 }
 
-// limits leave connections of each pool to calls that are shared.
+// limits leaves some connections of each pool to shared calls.
 func (s *Server) limits() service.Limits {
 	connections := int(s.databases.pools[0].Config().MaxConns)
 	return service.Limits{
@@ -268,8 +267,8 @@ func (s *Server) newHTTP() *http.Server {
 	return server
 }
 
-// endAfterChunks ends the connection after a request in chunks. Such a request may have had a Content-Length, too, which net/http
-// removes: a proxy that went by it took for the body what would be read here as the next request.
+// endAfterChunks closes the connection after a request in chunks. Such a request may also have had a Content-Length, which net/http
+// removes: a proxy that used it would read the next request elsewhere.
 func endAfterChunks(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if len(r.TransferEncoding) > 0 {
@@ -279,10 +278,10 @@ func endAfterChunks(next http.Handler) http.Handler {
 	})
 }
 
-// GRPCAddr is where gRPC listens, or nil.
+// GRPCAddr returns the address of gRPC, or nil.
 func (s *Server) GRPCAddr() net.Addr { return addr(s.grpcListener) }
 
-// HTTPAddr is where HTTP listens, or nil.
+// HTTPAddr returns the address of HTTP, or nil.
 func (s *Server) HTTPAddr() net.Addr { return addr(s.httpListener) }
 
 func addr(l net.Listener) net.Addr {
@@ -292,7 +291,7 @@ func addr(l net.Listener) net.Addr {
 	return l.Addr()
 }
 
-// Run answers until ctx ends, and then stops.
+// Run serves until ctx ends, and then stops.
 func (s *Server) Run(ctx context.Context) error {
 	var err error
 	select {
@@ -302,8 +301,8 @@ func (s *Server) Run(ctx context.Context) error {
 	return errors.Join(err, s.Stop())
 }
 
-// Stop lets no more calls in, waits for those that are under way, and closes everything. Those that take longer than
-// STOP_TIMEOUT are ended without an answer, which is an error.
+// Stop refuses new calls, waits for calls under way, and closes everything. Calls that take longer than STOP_TIMEOUT get no answer,
+// and Stop returns an error.
 func (s *Server) Stop() error {
 	s.log.Info("stopping", "calls_under_way", s.service.UnderWay())
 	s.endMonitor()
@@ -337,7 +336,7 @@ func (s *Server) Stop() error {
 	return nil
 }
 
-// close ends what there is, in the order that nothing misses what was closed before it.
+// close closes everything that was started, users before what they use.
 func (s *Server) close() {
 	for _, l := range []net.Listener{s.grpcListener, s.httpListener} {
 		if l != nil {
@@ -360,7 +359,7 @@ func (s *Server) close() {
 	}
 }
 
-// readRules reads Envoy's rules, whose policies are there then.
+// readRules reads Envoy's rules and defines their policies.
 func (s *Server) readRules(ctx context.Context) (*envoy.Rules, error) {
 	rules, err := envoy.Read(ctx, s.config.EnvoyRules)
 	if err == nil {
@@ -373,7 +372,7 @@ func (s *Server) readRules(ctx context.Context) (*envoy.Rules, error) {
 	return rules, nil
 }
 
-// Reload reads Envoy's rules again. If it cannot use them, the server goes on with those that it has.
+// Reload reads Envoy's rules again. After an error the server keeps its rules.
 func (s *Server) Reload(ctx context.Context) error {
 	if s.envoy == nil {
 		s.log.Info("nothing to read again: ENVOY_RULES is not set")

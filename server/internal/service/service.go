@@ -1,5 +1,4 @@
-// Package service answers calls, whatever protocol they came by. All of them share one limiter, which is how callers that
-// have no combining client get combined speed.
+// Package service answers the calls of all protocols. They share one limiter, which combines their requests.
 package service
 
 import (
@@ -11,7 +10,7 @@ import (
 	"github.com/pgratelimit/pgratelimit/client"
 )
 
-// A Limiter decides: *[client.Leaser] or *[client.Sharded].
+// A Limiter is a *[client.Leaser] or a *[client.Sharded].
 type Limiter interface {
 	client.Acquirer
 	Charge(ctx context.Context, policy, key string, cost int64, opts ...client.ChargeOption) (client.Decision, error)
@@ -20,19 +19,18 @@ type Limiter interface {
 	Refund(ctx context.Context, policy, key string, amount int64) (client.Decision, error)
 }
 
-// Limits bound what callers can ask of a Service, of each of its shards. So one that does not answer takes no place from
-// calls of the others.
+// Limits bound the calls to each shard. A shard that does not answer so blocks no calls of the other shards.
 type Limits struct {
-	// Shards are how many the limiter has; 0 is as 1.
+	// Shards is the number of shards. 0 means 1.
 	Shards int
 
-	// Calls may be under way at a time. One more is refused at once, so that nobody waits in a line without end.
+	// Calls is the largest number of calls under way. More calls are refused at once.
 	Calls int
 
-	// OwnConnections are used at a time by calls that cannot share one. So there are always some left for those that can.
+	// OwnConnections is the largest number of connections in use by calls that cannot share one.
 	OwnConnections int
 
-	// Time is how long a call may take, unless its caller gives it less.
+	// Time is the longest time of a call.
 	Time time.Duration
 }
 
@@ -44,13 +42,13 @@ type Service struct {
 	shards  []shard
 }
 
-// A shard counts what is under way there.
+// A shard counts its calls under way.
 type shard struct {
 	calls          atomic.Int64
 	ownConnections chan struct{} // has an element for each that is in use
 }
 
-// New returns a Service. Each call is shown to observe when it has been answered.
+// New returns a Service. It passes each call to observe after the answer.
 func New(limiter Limiter, limits Limits, observe func(Call)) *Service {
 	s := &Service{limiter: limiter, limits: limits, observe: observe, shards: make([]shard, max(1, limits.Shards))}
 	for i := range s.shards {
@@ -59,10 +57,10 @@ func New(limiter Limiter, limits Limits, observe func(Call)) *Service {
 	return s
 }
 
-// of is the shard of a key.
+// of returns the shard of a key.
 func (s *Service) of(key string) *shard { return &s.shards[client.ShardOf(key, len(s.shards))] }
 
-// UnderWay counts the calls that are.
+// UnderWay returns the number of calls under way.
 func (s *Service) UnderWay() (n int64) {
 	for i := range s.shards {
 		n += s.shards[i].calls.Load()
@@ -70,7 +68,7 @@ func (s *Service) UnderWay() (n int64) {
 	return n
 }
 
-// do answers one call about a key. ask returns the policy that decided, which is empty if several policies may have.
+// do answers one call about a key. ask returns the policy that decided, or nothing if several policies may have.
 func (s *Service) do(ctx context.Context, operation Operation, key string, shares bool, ask func(context.Context) (policy string, d client.Decision, err error)) error {
 	call := Call{Operation: operation}
 	begin := time.Now()
@@ -116,7 +114,7 @@ func (s *Service) ask(ctx context.Context, shard *shard, shares bool, ask func(c
 	return policy, client.Decision{}, known
 }
 
-// own waits for a connection that need not be shared, until release.
+// own waits for a connection that is not shared, until release.
 func (s *shard) own(ctx context.Context) (release func(), err error) {
 	select {
 	case s.ownConnections <- struct{}{}:
