@@ -93,8 +93,7 @@ func wanted(doc document) (policies, overrides []string) {
 	return policies, overrides
 }
 
-// Any file, in either way to write it, becomes what the database has, over anything that it had before; and then there is
-// nothing left to change.
+// Any file becomes the state of any database. The second time nothing changes.
 func TestApply_TwiceIsOnce(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)
@@ -155,7 +154,7 @@ func dropThoseThatCannotChange(t *rapid.T, db *pgtest.DB, doc document) {
 	}
 }
 
-// The numbers at the ends of their ranges are taken by the file and the database alike.
+// File and database agree on the smallest and largest numbers.
 func TestApply_Extremes(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)
@@ -209,7 +208,7 @@ envoy:
       - {key: new, rate_limit: {policy: new}}
 `
 
-// What a plan shows is made, and is complete: nothing is left to change then.
+// A plan shows what apply then does, and nothing is left to change.
 func TestApply_ShowsWhatItChanges(t *testing.T) {
 	t.Parallel()
 	const (
@@ -334,7 +333,7 @@ envoy:
 	}
 }
 
-// What one shard has not is still there for the next one.
+// The keys of one shard are not removed from the file, which the next shard needs.
 func TestPlan_OfAShardLeavesTheFileAsItIs(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)
@@ -350,7 +349,7 @@ overrides: {api: {a: {capacity: 2}, b: {capacity: 2}, c: {capacity: 2}}}
 	}
 }
 
-// What is only checked at the end of the transaction is an error, too: nothing was changed.
+// A constraint may be checked at commit.
 func TestApply_AFailedCommitIsAnError(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)
@@ -361,7 +360,7 @@ func TestApply_AFailedCommitIsAnError(t *testing.T) {
 	require.Empty(t, policiesIn(t, db))
 }
 
-// A second time nothing is written: not a row has another version.
+// The second time no row has a new version.
 func TestApply_WritesOnlyChanges(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)
@@ -381,7 +380,6 @@ func TestApply_WritesOnlyChanges(t *testing.T) {
 	require.Equal(t, before[2], after[2], "the override is as it was")
 }
 
-// A file that has lost its policies does not take all others with it.
 func TestApply_PruneNeedsPolicies(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)
@@ -426,7 +424,7 @@ limits.yaml:4:3: policy "llm" was created with durable: false, which cannot chan
 	require.Equal(t, before, policiesIn(t, db))
 }
 
-// What only the database can refuse is named by its place in the file, too, and nothing has been changed.
+// The database's refusals have their place in the file. Nothing is changed.
 func TestApply_ARefusalHasItsPlace(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)
@@ -442,7 +440,7 @@ overrides:
 	require.Empty(t, policiesIn(t, db))
 }
 
-// A role that may administer, and reads no table, applies and prunes. Of what goes it sees the names only.
+// The role cannot read tables, and so sees only the names of what is dropped.
 func TestApply_NeedsThePublicFunctionsOnly(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)
@@ -468,7 +466,6 @@ func TestApply_NeedsThePublicFunctionsOnly(t *testing.T) {
 	require.Len(t, policiesIn(t, db), 1)
 }
 
-// A standby begins no transaction that writes.
 func TestApply_OnAStandbyNamesThePrimary(t *testing.T) {
 	t.Parallel()
 	server := pgtest.Private(t)
@@ -496,7 +493,7 @@ func TestApply_WithoutThePackage(t *testing.T) {
 	require.ErrorContains(t, err, "list policies: the database lacks a function of pgratelimit, so install or upgrade it there, or set search_path: ")
 }
 
-// A pooler in transaction mode may need another way to send statements than pgx's own.
+// A pooler in transaction mode may need another mode than pgx's default.
 func TestApply_InEveryExecMode(t *testing.T) {
 	t.Parallel()
 	for _, mode := range []pgx.QueryExecMode{
@@ -576,7 +573,6 @@ var (
 	allAfter  = []string{"a 2 1 1000000 f t 86400000000 f", "b 2 1 1000000 f t 86400000000 f", "c 2 1 1000000 f t 86400000000 f"}
 )
 
-// A crash in the middle leaves the old policies.
 func TestApply_CrashInTheMiddle(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)
@@ -590,7 +586,7 @@ func TestApply_CrashInTheMiddle(t *testing.T) {
 	require.Equal(t, allAfter, policiesIn(t, db))
 }
 
-// Of two that apply at once the second waits, and compares with what the first has left.
+// The second waits, and compares with what the first has left.
 func TestApply_OneAfterTheOther(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)
@@ -618,7 +614,6 @@ func TestApply_OneAfterTheOther(t *testing.T) {
 	require.Equal(t, []string{"a 3 1 1000000 f t 86400000000 f", "b 3 1 1000000 f t 86400000000 f"}, policiesIn(t, db))
 }
 
-// Whoever waits does so for as long as lock_timeout says, if it says anything.
 func TestApply_WaitsNoLongerThanTold(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)

@@ -11,7 +11,7 @@ import (
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
-// Whatever a database has, what is exported of it leaves it as it is, with everything else pruned, and makes another one like it.
+// Applied to its own database an export changes nothing. Applied to another, it makes it the same.
 func TestExport_IsWhatTheDatabaseHas(t *testing.T) {
 	t.Parallel()
 	db, other := pgtest.New(t), pgtest.New(t)
@@ -58,7 +58,6 @@ overrides:
 `, string(text))
 }
 
-// Shards have the same policies, and each its own overrides.
 func TestExport_OfShards(t *testing.T) {
 	t.Parallel()
 	one, two := pgtest.New(t), pgtest.New(t)
@@ -74,7 +73,6 @@ func TestExport_OfShards(t *testing.T) {
 	require.ErrorContains(t, err, "the policies of the shards are not the same")
 }
 
-// What a file cannot have is an error, and no file that would be refused.
 func TestExport_RefusesWhatNoFileCanHave(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)

@@ -70,8 +70,7 @@ func requireProblems(t *testing.T, file, want string) {
 	require.Equal(t, want, problems.Error())
 }
 
-// What is made to hurt is refused in a moment, and with a message that says what to do. Bounds are on work, not on time: a
-// busy machine takes longer.
+// A file that was made to exhaust memory or time is refused, with a remedy. Bounds are on work, not on time.
 func TestParse_IsBounded(t *testing.T) {
 	t.Parallel()
 	var laughs strings.Builder
@@ -232,7 +231,7 @@ func TestParse_ReadsWhatIsWritten(t *testing.T) {
 	}}}, base.Envoy)
 }
 
-// An environment replaces single fields, at any depth, and adds what the file does not have.
+// An environment replaces single fields at any depth, and adds others.
 func TestParse_EnvironmentsReplaceFields(t *testing.T) {
 	t.Parallel()
 	file, err := policyfile.Parse("limits.yaml", []byte(valid))
@@ -265,7 +264,6 @@ func TestParse_EnvironmentsReplaceFields(t *testing.T) {
 	require.EqualError(t, err, `limits.yaml has no environment "stagin": it has staging`)
 }
 
-// Aliases stand for what they name, in numbers that nobody could mind.
 func TestParse_FollowsAliases(t *testing.T) {
 	t.Parallel()
 	file, err := policyfile.Parse("limits.yaml", []byte(`
@@ -281,7 +279,7 @@ policies:
 	require.Equal(t, "llm 1 1 1s false true 1d false", written(rules.Policies[2]))
 }
 
-// The reference's own files are read without policies, and numbers need no quotes in them.
+// A file of Envoy's reference needs no policies, and no quotes around numbers.
 func TestParseEnvoy(t *testing.T) {
 	t.Parallel()
 	domain, err := policyfile.ParseEnvoy("rules.yaml", []byte(`

@@ -77,7 +77,7 @@ func nodeAsJSON(t testing.TB, n *yaml.Node) (value any, ok bool) {
 	return n.Value, n.Tag == "!!str" || n.Tag == "!!timestamp"
 }
 
-// The schema refuses the mistakes that are marked so, and no others: testdata says why it cannot.
+// The schema refuses the sections "schema" and no others.
 func TestSchema_Mistakes(t *testing.T) {
 	t.Parallel()
 	compiled := schema(t)
@@ -165,7 +165,7 @@ func checkAgreement(t require.TestingT, compiled *jsonschema.Schema, text string
 	return true
 }
 
-// With one thing changed anywhere in a valid file, in its environments or without any, parser and schema agree.
+// Files with one change, in an environment or without environments.
 func TestSchema_AgreesOnEverySingleChange(t *testing.T) {
 	t.Parallel()
 	compiled := schema(t)
@@ -227,7 +227,7 @@ func everyChange(value any, check func(changed any)) {
 	}
 }
 
-// So they do with several mistakes at once.
+// Files with several changes.
 func TestSchema_AgreesWithTheParser(t *testing.T) {
 	t.Parallel()
 	compiled := schema(t)
@@ -294,8 +294,7 @@ var someValues = []any{
 	map[string]any{"name": "x"}, "a\x00b", strings.Repeat("n", 513), strings.Repeat("é", 300),
 }
 
-// Every block of YAML in the documentation, but for Envoy's own, is a policy file that a database takes, with each of its environments, and that
-// the schema accepts.
+// Every YAML block of the documentation, except for Envoy's, is valid for the schema, and can be applied with each environment.
 func TestDocs_ExamplesAreApplied(t *testing.T) {
 	t.Parallel()
 	compiled := schema(t)

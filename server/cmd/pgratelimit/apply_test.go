@@ -90,7 +90,7 @@ func TestApply_JSON(t *testing.T) {
 	require.Equal(t, &policyfile.Lost{Overrides: 1}, pruned.Changes[1].Lost)
 }
 
-// A file with mistakes, and an environment that it does not have, are told before anybody connects.
+// The mistakes are found before apply connects.
 func TestApply_Errors(t *testing.T) {
 	t.Parallel()
 	const nowhere, limits = "postgres://127.0.0.1:1/none", `unknown field "limits": the file has policies, overrides, http, envoy and environments`

@@ -96,7 +96,6 @@ func TestAcquireAndPeek(t *testing.T) {
 	}
 }
 
-// What an administrator does with the SQL functions.
 func TestAdministration(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)
@@ -223,7 +222,7 @@ func TestErrors_HaveExitCodes(t *testing.T) {
 	}
 }
 
-// pgx tries an address with TLS and without, and tells of both.
+// pgx reports both attempts, with TLS and without.
 func TestErrors_SayOnceThatNobodyIsThere(t *testing.T) {
 	t.Parallel()
 	for _, args := range [][]string{{"status"}, {"serve", "--config", settingsFile(t)}} {
@@ -233,7 +232,6 @@ func TestErrors_SayOnceThatNobodyIsThere(t *testing.T) {
 	}
 }
 
-// It asks a server, whatever database that has.
 func TestHealth_NeedsNoDatabase(t *testing.T) {
 	for _, url := range []string{"", "no URL"} {
 		t.Setenv("DATABASE_URL", url)
@@ -327,7 +325,6 @@ func TestVersionHelpAndCompletion(t *testing.T) {
 	require.Contains(t, command(t, "serve", "--help").out, "MAX_CALLS")
 }
 
-// The page about the server lists the exit codes and the settings that there are.
 func TestDocs_AreComplete(t *testing.T) {
 	t.Parallel()
 	page, err := os.ReadFile("../../../docs/server.md")

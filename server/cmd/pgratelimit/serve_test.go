@@ -43,7 +43,7 @@ func instructions(t *testing.T, path string) (list [][2]string) {
 	return list
 }
 
-// What the Dockerfile copies is what its command needs, in a Go of the version that the repository has.
+// The Dockerfile copies all that its command needs, and uses the Go version of the repository.
 func TestDocker_ImageHasWhatItBuildsFrom(t *testing.T) {
 	t.Parallel()
 	src := t.TempDir()
@@ -236,7 +236,7 @@ func TestHealth_TLS(t *testing.T) {
 	require.Equal(t, exitError, asksHealth(t, "HTTP_ADDR="+address).code, "in the clear")
 }
 
-// SIGHUP reads Envoy's rules again. Those that cannot be used change nothing, and the log says why.
+// SIGHUP reads Envoy's rules again. Rules with a mistake change nothing.
 func TestServe_SIGHUP(t *testing.T) {
 	t.Parallel()
 	rules := filepath.Join(t.TempDir(), "rules.yaml")
@@ -267,7 +267,7 @@ func TestServe_SIGHUP(t *testing.T) {
 	require.Equal(t, 429, status())
 }
 
-// The program itself: it serves, and SIGTERM ends it with 0.
+// A signal ends the program with exit code 0.
 func TestServe_UntilItIsTold(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)

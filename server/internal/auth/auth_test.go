@@ -34,7 +34,7 @@ func TestTokens_AdmitAnyOfTheirs(t *testing.T) {
 	}
 }
 
-// A proxy in between may have looked at the other one.
+// A proxy may have checked the other header.
 func TestTokens_AdmitNobodyWithTwoHeaders(t *testing.T) {
 	t.Parallel()
 	tokens := auth.New("token")

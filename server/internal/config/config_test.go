@@ -56,7 +56,7 @@ func TestLoad_TheEnvironmentComesBeforeTheFile(t *testing.T) {
 	require.True(t, c.NoFlush)
 }
 
-// All mistakes are told at once, with the name or the line.
+// One error has all mistakes, with the name or the line.
 func TestLoad_Mistakes(t *testing.T) {
 	t.Parallel()
 	_, err := config.Load("", environment("GRPC_ADDR=8081", "HTTP_ADDR=", "MAX_CALLS=0", "MAX_STREAMS=many", "CALL_TIMEOUT=5", "STOP_TIMEOUT=-1s",
@@ -89,7 +89,7 @@ func TestLoad_Mistakes(t *testing.T) {
 	require.ErrorContains(t, err, "TLS_CERT_FILE, TLS_KEY_FILE: ")
 }
 
-// What should have the tokens, such as a secret that was not mounted, had none.
+// A secret that was not mounted is an empty setting.
 func TestLoad_TokensAreNotEmpty(t *testing.T) {
 	t.Parallel()
 	for _, name := range []string{"TOKENS", "MONITORING_TOKENS"} {
@@ -108,7 +108,7 @@ func TestMisspelled_NamesTheSetting(t *testing.T) {
 	require.NoError(t, config.Misspelled([]string{"TOKENS=x", "MAX_CALL=5", "PGRATELIMIT_TEST_AS_PROGRAM=1", "GITHUB_TOKEN=x"}))
 }
 
-// A call without time, or a server that waits for none, would answer nobody. 0 is for LOCK_TIMEOUT alone.
+// With a timeout of 0 no call would succeed.
 func TestLoad_NoTimeButThatOfALockIsZero(t *testing.T) {
 	t.Parallel()
 	for _, name := range []string{"CALL_TIMEOUT", "STOP_TIMEOUT"} {
@@ -128,7 +128,7 @@ func TestLoad_NumbersFitIn32Bits(t *testing.T) {
 	}
 }
 
-// What a token begins or ends with is a part of it.
+// A single quote is part of the token.
 func TestLoad_QuotesComeOffInPairs(t *testing.T) {
 	t.Parallel()
 	for value, want := range map[string]string{`"a"`: "a", `'a'`: "a", `"a'`: `"a'`, `a"`: `a"`, `'a`: `'a`, `"'a'"`: "'a'", `""a""`: `"a"`, `"`: `"`} {
@@ -138,7 +138,7 @@ func TestLoad_QuotesComeOffInPairs(t *testing.T) {
 	}
 }
 
-// Else the settings below such a line would be those by default: no TOKENS, and everybody may call.
+// Reading would stop there: without TOKENS below it, everybody may call.
 func TestLoad_ALineThatIsTooLongIsAnError(t *testing.T) {
 	t.Parallel()
 	_, err := config.Load(file(t, "DATABASE_URL=postgres://db", "# "+strings.Repeat("x", bufio.MaxScanTokenSize), "TOKENS=secret"), environment())

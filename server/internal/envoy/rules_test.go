@@ -52,7 +52,7 @@ descriptors:
   - {key: star*, share_threshold: true, rate_limit: {unit: second, requests_per_unit: 13}}
 `
 
-// What a descriptor finds, and the bucket that it asks. The reference finds the same: see reference_test.
+// The rules and buckets of descriptors. reference_test compares the rules with Envoy's reference.
 func TestRules_Matching(t *testing.T) {
 	t.Parallel()
 	rules := read(t, matching)
@@ -102,7 +102,7 @@ func TestRules_Matching(t *testing.T) {
 	}
 }
 
-// Of a rule that lets nothing pass, shadow_mode lets everything.
+// A rule of 0 requests denies everything, and in shadow nothing.
 func TestAnswer_ABlockedRuleThatWatchesRefusesNothing(t *testing.T) {
 	t.Parallel()
 	for _, mode := range []string{"shadow_mode", "quota_mode"} {
@@ -125,7 +125,7 @@ descriptors:
 	require.EqualValues(t, math.MaxUint32, answer.Statuses[0].LimitRemaining)
 }
 
-// A limit of its own is an error in any descriptor: its sender would think that it counts.
+// Its sender would expect the limit to count.
 func TestAnswer_NoDescriptorHasALimitOfItsOwn(t *testing.T) {
 	t.Parallel()
 	rules := read(t, matching)
@@ -142,7 +142,6 @@ func TestAnswer_NoDescriptorHasALimitOfItsOwn(t *testing.T) {
 	}
 }
 
-// The longest key that the database takes is a key, and one byte more is its hash.
 func TestAnswer_AKeyHas512Bytes(t *testing.T) {
 	t.Parallel()
 	for length, isHash := range map[int]bool{511: false, 512: false, 513: true} {
@@ -193,7 +192,7 @@ func TestRead_Mistakes(t *testing.T) {
 	require.ErrorContains(t, err, "no such file")
 }
 
-// A limit that is off, because a domain or a key is written in another way, is to be seen.
+// A misspelled domain or key switches a limit off.
 func TestAnswer_TellsOfARequestThatNoRuleIsAbout(t *testing.T) {
 	t.Parallel()
 	rules := read(t, matching)
@@ -224,7 +223,7 @@ func (f fixed) Admit(context.Context, []service.GateCharge, bool) (client.JointD
 	return client.JointDecision{Decision: f.Decision, Decisions: []client.Decision{f.Decision}}, nil
 }
 
-// Envoy writes the seconds alone into its headers, and who waits as long is to be allowed.
+// Envoy's headers have whole seconds, after which a client must be allowed.
 func TestAnswer_TimesAreWholeSecondsRoundedUp(t *testing.T) {
 	t.Parallel()
 	rules := read(t, matching)
@@ -241,7 +240,7 @@ func TestAnswer_TimesAreWholeSecondsRoundedUp(t *testing.T) {
 	}
 }
 
-// A pipe or a device may never end, and the server would not hear SIGTERM meanwhile.
+// A pipe or a device may never end, and the server would miss SIGTERM.
 func TestRead_RegularFilesOnly(t *testing.T) {
 	t.Parallel()
 	dir := folder(t, map[string]string{"a.yaml": "domain: d"})
@@ -263,7 +262,7 @@ func TestRead_EndsWithItsContext(t *testing.T) {
 	require.ErrorIs(t, err, context.Canceled)
 }
 
-// To find the sections of a file, its names are not compared with each other: that took a minute for 100,000.
+// Finding the sections must not compare the names of a file: for 100,000 names that took a minute.
 func TestRead_ComparesNamesOnlyWhereItTellsOfThem(t *testing.T) {
 	t.Parallel()
 	require.Equal(t, []string{`a.yaml:2:1: "policies" is here a second time, after 1:1: remove one of them`},
@@ -281,7 +280,6 @@ func TestRead_Folders(t *testing.T) {
 	require.Equal(t, 2, rules.Count())
 }
 
-// The page has rules that are read, and a configuration that Envoy's own types accept.
 func TestDocs_Examples(t *testing.T) {
 	t.Parallel()
 	page, err := os.ReadFile("../../../docs/envoy.md")

@@ -8,7 +8,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// The database knows 1000 years, and Go 292: what is longer is the longest there is, and not a time that is over.
+// PostgreSQL has intervals up to 1000 years, Go durations up to 292. A longer time becomes the longest duration.
 func TestSeconds_AreNoLongerThanADuration(t *testing.T) {
 	t.Parallel()
 	require.Nil(t, seconds(nil))

@@ -140,7 +140,7 @@ func (q body) pay(path string, levels map[bucket]int64) {
 	}
 }
 
-// What Go, JavaScript and Python write for a number of seconds.
+// Go, JavaScript and Python write these numbers.
 func TestTimeout_TakesADecimalNumberOfSeconds(t *testing.T) {
 	t.Parallel()
 	ask := func(text string) (status int, given time.Duration) {

@@ -49,7 +49,7 @@ func series(t *testing.T, m *metrics.Metrics, name string) (lines []string) {
 	return lines
 }
 
-// Names that callers make up have no series of their own, and neither has more than a bound of those that exist.
+// Unknown policies share one series, and known ones have at most 1000.
 func TestMetrics_HaveABoundedNumberOfSeries(t *testing.T) {
 	t.Parallel()
 	m := newMetrics(t)
@@ -74,7 +74,7 @@ func TestMetrics_HaveABoundedNumberOfSeries(t *testing.T) {
 	require.Len(t, series(t, m, "ratelimit_acquire_duration_seconds_count"), 2)
 }
 
-// The policies that have series have one for each result, also beyond the 2000 that the SDK would keep by itself.
+// Also beyond 2000 series, where the SDK would stop by itself.
 func TestMetrics_EachResultOfAPolicyIsCounted(t *testing.T) {
 	t.Parallel()
 	m := newMetrics(t)
@@ -87,7 +87,6 @@ func TestMetrics_EachResultOfAPolicyIsCounted(t *testing.T) {
 	require.Len(t, series(t, m, "ratelimit_requests_total"), 5000)
 }
 
-// Each gauge shows what it is called.
 func TestMetrics_Gauges(t *testing.T) {
 	t.Parallel()
 	m := newMetrics(t)
@@ -98,7 +97,7 @@ func TestMetrics_Gauges(t *testing.T) {
 	}
 }
 
-// What Prometheus reads after 100,000 keys and 1,000 unknown policies, in requests and in calls of every other kind.
+// The series after 100,000 keys and 1,000 unknown policies.
 func TestMetrics_KeysAreNoLabels(t *testing.T) {
 	t.Parallel()
 	m := newMetrics(t)
@@ -162,7 +161,6 @@ func TestMetrics_CountRequestsForTokensOnly(t *testing.T) {
 
 // These tests set the environment, and so run before the others.
 
-// Of two variables, that for metrics counts, and so do its mistakes.
 func TestOTLP_TheVariableForMetricsComesFirst(t *testing.T) {
 	for name, test := range map[string]struct {
 		settings map[string]string
@@ -186,7 +184,6 @@ func TestOTLP_TheVariableForMetricsComesFirst(t *testing.T) {
 	}
 }
 
-// Who runs several servers names them, and the name is not ours then.
 func TestOTLP_TheEnvironmentNamesTheService(t *testing.T) {
 	t.Setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
 	t.Setenv("OTEL_SERVICE_NAME", "limits of the edge")

@@ -84,7 +84,6 @@ func text(t *testing.T, page, selector string) (texts []string) {
 
 const hostile = `</bdi></td><script>alert(1)</script><img src=x onerror="alert(2)"><a href="javascript:alert(3)">&lt;b&gt;'{{.}}`
 
-// Whatever is in the database stays text.
 func TestPage_EscapesEverything(t *testing.T) {
 	t.Parallel()
 	state := quiet
@@ -135,7 +134,7 @@ func requireNoMarkup(t *testing.T, p *Page, path, plain string) {
 	}
 }
 
-// A name that turns the direction of text would change what stands around it, wherever it is shown.
+// A name with U+202E would change the direction of the text around it.
 func TestPage_ShowsNamesAsTheyAreEverywhere(t *testing.T) {
 	t.Parallel()
 	const odd = "evil\u202etxt.exe"
@@ -149,7 +148,6 @@ func TestPage_ShowsNamesAsTheyAreEverywhere(t *testing.T) {
 	require.Len(t, regexp.MustCompile(`evil\\u202etxt`).FindAllString(page, -1), 3)
 }
 
-// A name that is cut where it is shown is whole in its title.
 func TestPage_ALongNameIsWholeInItsTitle(t *testing.T) {
 	t.Parallel()
 	long := strings.Repeat("<k\u202e", 2500)
@@ -164,8 +162,7 @@ func TestPage_ALongNameIsWholeInItsTitle(t *testing.T) {
 	require.Equal(t, 1, strings.Count(page, ` title=`), "a name that is shown whole needs none")
 }
 
-// The page counts the requests of each policy, and shows those that are denied most first. Of a policy that is not in the
-// database it has no more.
+// The most denied policies come first. A policy that is not in the database has counts only.
 func TestPage_CountsRequestsAndDenialsOfEachPolicy(t *testing.T) {
 	t.Parallel()
 	state := quiet
@@ -188,7 +185,7 @@ func TestPage_CountsRequestsAndDenialsOfEachPolicy(t *testing.T) {
 	}, text(t, page, "tr")[1:])
 }
 
-// Replayed and shadowed requests, which most installations never have, are folded until there are some.
+// Most installations have neither replayed nor shadowed requests.
 func TestPage_FoldsWhatIsRare(t *testing.T) {
 	t.Parallel()
 	p := away(quiet)
@@ -202,8 +199,7 @@ func TestPage_FoldsWhatIsRare(t *testing.T) {
 	require.Contains(t, page, "<details open>")
 }
 
-// A server whose database answers is not healthy while more than one in a hundred requests end in an error, and the page says
-// that this is what it means.
+// More than one error in a hundred requests is not healthy, and the page has this definition.
 func TestPage_HealthIsAlsoTheShareOfErrors(t *testing.T) {
 	t.Parallel()
 	p := newPage(nil, quiet, slog.New(slog.DiscardHandler), (&clock{t0}).read)
@@ -217,7 +213,7 @@ func TestPage_HealthIsAlsoTheShareOfErrors(t *testing.T) {
 	require.Contains(t, page, "Not healthy: 5 % of the requests of the last minute ended in an error.")
 }
 
-// A bucket in debt is empty, and one that an override has since made smaller is full: the bar is no longer than its place.
+// A bucket in debt is empty. A bucket above its capacity, after an override, is full.
 func TestBucketOf_IsFromEmptyToFull(t *testing.T) {
 	t.Parallel()
 	for _, test := range []struct {
@@ -296,7 +292,7 @@ func TestPage_ShowsTheDatabase(t *testing.T) {
 	require.Equal(t, []string{"Healthy"}, text(t, page, "health"))
 }
 
-// A key is found by what the page shows of it, under one policy or all; what is asked for stays text.
+// The search takes a key in the form that the page shows. The key stays text.
 func TestPage_FindsOneKey(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
@@ -349,7 +345,7 @@ func TestPage_SaysThatThereAreMorePolicies(t *testing.T) {
 	require.NotContains(t, page, "There are more.")
 }
 
-// However many look, the database is asked no more often than every five seconds, and for a twentieth of the time at most.
+// Every five seconds at most, and a twentieth of the time.
 func TestPage_AsksSeldom(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
@@ -376,7 +372,7 @@ func TestPage_AsksSeldom(t *testing.T) {
 	require.Equal(t, p.databases[0].findings.at.Add(time.Minute), p.databases[0].findings.nextAt)
 }
 
-// A statement that takes too long is given up, and what was seen stays. Who looks meanwhile does not wait.
+// A statement that takes too long is canceled, and the page shows the rows read before. Other readers do not wait.
 func TestPage_GivesUp(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
@@ -418,7 +414,7 @@ func TestPage_GivesUp(t *testing.T) {
 	require.Empty(t, text(t, page, "notice"))
 }
 
-// A role that may not look at something is told what to grant, and sees the rest.
+// The page has the statement that grants what is missing, and shows the rest.
 func TestPage_WithoutGrants(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
@@ -456,7 +452,7 @@ func TestPage_NobodyAnswers(t *testing.T) {
 	require.Len(t, text(t, page, "figcaption"), 5)
 }
 
-// A database that fails is asked no more often than one that answers, and the log has each fault once, until it is over.
+// A failing database gets no more queries than a working one, and each fault has one line in the log.
 func TestPage_FaultsAreAskedForSeldomAndLoggedOnce(t *testing.T) {
 	t.Parallel()
 	db := pgtest.Empty(t)

@@ -36,7 +36,7 @@ func TestHistory_IsRates(t *testing.T) {
 	require.Equal(t, []float64{1, 0, 0}, h.of(denied))
 }
 
-// No time, and a clock that steps back, are no sample: nothing is divided by them, and nothing that was counted is lost.
+// No rate is divided by zero or less, and no count is lost.
 func TestHistory_NoTimeIsNoSample(t *testing.T) {
 	t.Parallel()
 	for _, late := range []time.Duration{0, -time.Hour} {
@@ -48,7 +48,6 @@ func TestHistory_NoTimeIsNoSample(t *testing.T) {
 	}
 }
 
-// Errors are those of the last minute, and of no request they are none.
 func TestHistory_ErrorShareIsOfTheLastMinute(t *testing.T) {
 	t.Parallel()
 	h := &history{begun: t0}
@@ -69,7 +68,6 @@ func TestHistory_ErrorShareIsOfTheLastMinute(t *testing.T) {
 	require.Zero(t, minute(tally{}))
 }
 
-// It keeps the last ten minutes, however long it runs.
 func TestHistory_IsBounded(t *testing.T) {
 	t.Parallel()
 	h, counts := &history{begun: t0}, tally{}
@@ -125,7 +123,6 @@ func TestWords(t *testing.T) {
 	}
 }
 
-// What a name has that changes the text around it is shown as what it is.
 func TestName(t *testing.T) {
 	t.Parallel()
 	for text, want := range map[string]string{
@@ -144,7 +141,6 @@ func TestName(t *testing.T) {
 	}
 }
 
-// A time that never comes is not one that is over.
 func TestUntil(t *testing.T) {
 	t.Parallel()
 	require.Equal(t, "never", until(nil))

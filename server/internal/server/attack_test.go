@@ -185,7 +185,7 @@ func after(ends bool, flood func(*peer) error, more ...string) func(*peer) error
 	}
 }
 
-// Whoever writes frames for as long as the server reads them. Of some floods it ends the connection.
+// A peer writes frames for as long as the server reads them. The server ends some of these connections.
 func TestAttack_HTTP2Floods(t *testing.T) {
 	t.Parallel()
 	message := acquireMessage(t, "reset")
@@ -254,7 +254,7 @@ func TestAttack_HTTP2Floods(t *testing.T) {
 	}
 }
 
-// Callers who leave in every state of a call: what they were granted nobody was told, and it is charged.
+// Callers leave at any moment of a call. A grant that they do not read is charged.
 func TestAttack_CallersWhoLeave(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
@@ -279,7 +279,7 @@ func TestAttack_CallersWhoLeave(t *testing.T) {
 	})
 }
 
-// Clients that send calls and never read the answers: by gRPC with windows of no bytes, by HTTP with full buffers.
+// gRPC clients with windows of 0 bytes, and HTTP clients that fill all buffers.
 func TestAttack_SlowReaders(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
@@ -308,7 +308,7 @@ func TestAttack_SlowReaders(t *testing.T) {
 	require.NoError(t, s.stop(), "it does not wait for those who do not read")
 }
 
-// Requests that are wrong in every way, in the middle of others that are right and travel with them: only the wrong ones fail.
+// A wrong request does not fail the right ones in the same batch.
 func TestAttack_BadRequestsAmongGoodOnes(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
@@ -356,7 +356,7 @@ func TestAttack_BadRequestsAmongGoodOnes(t *testing.T) {
 	}
 }
 
-// Each of these names is a policy, with a capacity of its own. Asked for together, each answers for itself.
+// Each policy has its own capacity, and is asked for beside the others.
 func TestAttack_OddPolicies(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
@@ -399,7 +399,7 @@ var nearTokens = []string{
 	"Bearer fffff", "Bearer " + strings.Repeat("first", 1000), `Bearer "first"`, "Bearer watch",
 }
 
-// Every method of every service that reflection lists, and reflection itself, wants a token of its own.
+// Reflection lists the methods, and needs a token itself.
 func TestAttack_TokensOfEveryMethod(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
@@ -430,7 +430,7 @@ func TestAttack_TokensOfEveryMethod(t *testing.T) {
 	require.Zero(t, taken(t, db))
 }
 
-// What is written on the wire is not what a client would make of it: the paths are not cleaned.
+// The requests go over the wire as they are written: no client cleans the paths.
 func TestAttack_TokensOfEveryPath(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
@@ -475,7 +475,7 @@ func TestAttack_TokensOfEveryPath(t *testing.T) {
 	require.EqualValues(t, 1, taken(t, db))
 }
 
-// A request in two lengths would be read as one by a proxy and as another here.
+// A proxy and this server must not read two different requests.
 func TestAttack_SmuggledRequests(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)

@@ -105,7 +105,6 @@ func TestCalls_AnswerAlikeByGRPCAndByJSON(t *testing.T) {
 	}
 }
 
-// When a caller has no more time, the database does no more work for it.
 func TestDeadline_EndsTheWorkOfTheDatabase(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
@@ -142,7 +141,7 @@ func TestDeadline_EndsTheWorkOfTheDatabase(t *testing.T) {
 	}, "JSON")
 }
 
-// The deadline that travels with a call, and the bound for calls that have none.
+// The deadline of the call, and CALL_TIMEOUT for a call without one.
 func TestDeadline_OfTheCallOrOfTheServer(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
@@ -161,7 +160,7 @@ func TestDeadline_OfTheCallOrOfTheServer(t *testing.T) {
 	}
 }
 
-// Request-Timeout is what a deadline is to gRPC. TestTimeout_TakesADecimalNumberOfSeconds has its forms.
+// Request-Timeout is a deadline. TestTimeout_TakesADecimalNumberOfSeconds has its forms.
 func TestDeadline_InAHeader(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
@@ -182,7 +181,7 @@ func TestDeadline_InAHeader(t *testing.T) {
 	}
 }
 
-// One caller that gives up takes nothing from those whose requests travel with its own.
+// Requests that share a call with the one that is given up are still answered.
 func TestDeadline_LeavesTheOthersAlone(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
@@ -207,7 +206,7 @@ func TestDeadline_LeavesTheOthersAlone(t *testing.T) {
 	require.GreaterOrEqual(t, taken(t, db), int64(callers))
 }
 
-// A request that is to blame for its error gets the same one by gRPC and by JSON, and takes nothing.
+// A refusal is the same by gRPC and by JSON, and takes nothing.
 func TestErrors_OfRequests(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)

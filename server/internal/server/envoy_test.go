@@ -166,7 +166,7 @@ func TestEnvoy_StatusesInOrder(t *testing.T) {
 	requireAnswer(t, got, none)
 }
 
-// The reference charges descriptors one by one, and denied ones too.
+// Envoy's reference charges the other descriptors, and denied ones too.
 func TestEnvoy_ARefusedRequestTakesNothing(t *testing.T) {
 	t.Parallel()
 	e := startEdge(t, edgeRules)
@@ -195,7 +195,7 @@ func TestEnvoy_Hits(t *testing.T) {
 	e.requireStatuses(list{times(3, of("user", "ann")), times(4, of("user", "ann"))}, ok(userLimit, 0, day), ok(userLimit, 0, day))
 }
 
-// 0 hits look: they are refused while the bucket holds no whole token, and take nothing.
+// 0 hits are denied while the bucket holds no whole token, and take nothing.
 func TestEnvoy_ZeroHits(t *testing.T) {
 	t.Parallel()
 	e := startEdge(t, edgeRules)
@@ -215,7 +215,7 @@ func TestEnvoy_ZeroHits(t *testing.T) {
 	e.requireStatuses(list{times(0, of("api", "k"))}, ok(apiLimit, 0, 10*day))
 }
 
-// The end of a stream charges what was used, and the next request is refused until that is paid.
+// The end of a stream charges what was used. Later requests are denied until the debt is paid.
 func TestEnvoy_Overdraw(t *testing.T) {
 	t.Parallel()
 	e := startEdge(t, edgeRules)
@@ -294,7 +294,7 @@ func TestEnvoy_Invalid(t *testing.T) {
 	e.requireStatuses(list{times(0, of("user", "ann"))}, ok(userLimit, 10, 0))
 }
 
-// A key is the JSON of the entries. A longer one than the database takes is no error, which Envoy may be told to let pass.
+// A key is the JSON of the entries. A key that is too long is no error, because Envoy may be told to ignore errors.
 func TestEnvoy_Keys(t *testing.T) {
 	t.Parallel()
 	e := startEdge(t, edgeRules)
@@ -345,7 +345,7 @@ func TestEnvoy_JSON(t *testing.T) {
 	requireProblem(t, e.get("/json"), 405, "")
 }
 
-// A server without rules has no such service: it would let everything pass.
+// Without rules, the service would allow everything.
 func TestEnvoy_OffWithoutRules(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
@@ -361,8 +361,7 @@ func TestEnvoy_OffWithoutRules(t *testing.T) {
 	require.Equal(t, healthpb.HealthCheckResponse_SERVING, h.Status)
 }
 
-// A domain that is misspelled, and a policy that is not there, are limits that are off: they are counted and logged, without values
-// and keys.
+// A misspelled domain and an unknown policy limit nothing: they are counted and logged, without values and keys.
 func TestEnvoy_LimitsThatAreOffAreSeen(t *testing.T) {
 	t.Parallel()
 	e := startEdge(t, edgeRules)
@@ -393,7 +392,7 @@ func policies(t testing.TB, db *pgtest.DB) map[string]client.Policy {
 	return byName
 }
 
-// requests_per_unit at once, and as many in each unit, by the name of the rule or its domain and path.
+// A policy refills requests_per_unit in each unit. Its name is the rule's, or the domain and path.
 func TestEnvoyRules_DefinePolicies(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
@@ -438,7 +437,7 @@ descriptors:
 	require.Equal(t, before, rows(), "what is there is not written again")
 }
 
-// What pgratelimit apply makes of a file is what the server wants of it: none of the two changes the other's policies.
+// Neither pgratelimit apply nor the server changes the policies of the other.
 func TestEnvoyRules_OfAPolicyFileAreAppliedAsTheyAreServed(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
@@ -469,7 +468,7 @@ envoy:
 	require.Equal(t, served, policies(t, db))
 }
 
-// What differs in one field alone is made what the rule says again. What rules do not say stays.
+// A field that a rule sets is restored. Other fields stay.
 func TestEnvoyRules_EachFieldOfAPolicyIsTheRules(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
@@ -486,7 +485,7 @@ func TestEnvoyRules_EachFieldOfAPolicyIsTheRules(t *testing.T) {
 	require.Equal(t, 7*day, policies(t, db)["edge.user"].Remember)
 }
 
-// A rule may name the policy that another one describes: it is there when both are in use. It watches if that one does.
+// A rule may name the policy that another rule describes, and is in shadow if that policy is.
 func TestEnvoyRules_ARuleNamesThePolicyOfAnother(t *testing.T) {
 	t.Parallel()
 	e := startEdge(t, `
@@ -502,7 +501,6 @@ descriptors:
 	e.requireStatuses(list{times(0, of("watching", "x"))}, ok(per(0, 1, ""), 0, day))
 }
 
-// current_limit is what a rule says, and not what one key has in its place.
 func TestEnvoyRules_AnOverrideIsNotTheLimitOfTheRule(t *testing.T) {
 	t.Parallel()
 	e := startEdge(t, edgeRules)
@@ -510,7 +508,7 @@ func TestEnvoyRules_AnOverrideIsNotTheLimitOfTheRule(t *testing.T) {
 	e.requireStatuses(list{of("user", "ann")}, ok(userLimit, 99, day/100))
 }
 
-// A role that may not define policies is told what an administrator has to run, and that is enough.
+// The error has the statements that an administrator must run. They are enough.
 func TestEnvoyRules_WithoutTheRight(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
@@ -548,7 +546,6 @@ descriptors:
 	start(t, as(t, db, role), settings...)
 }
 
-// All or nothing: a mistake leaves no policy of a file.
 func TestEnvoyRules_AnErrorChangesNothing(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)

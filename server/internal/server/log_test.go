@@ -22,7 +22,7 @@ func TestConnectionLog(t *testing.T) {
 	require.Contains(t, text.String(), "level=ERROR")
 }
 
-// A limit that is off is in the log, and callers cannot fill it: each kind of line is there once in its time.
+// Callers cannot fill the log: each kind of line is written once in its interval.
 func TestCallLog_TellsOfLimitsThatAreOffOnceAMinute(t *testing.T) {
 	t.Parallel()
 	var text bytes.Buffer

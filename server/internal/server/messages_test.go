@@ -67,7 +67,7 @@ func TestHTTP_OtherPathsAndMethods(t *testing.T) {
 	}
 }
 
-// A page that somebody's browser shows must not spend tokens, though the browser can reach the server.
+// A page of another site can reach the server through a browser, and must not spend tokens.
 func TestHTTP_NotForPagesOfOtherSites(t *testing.T) {
 	t.Parallel()
 	s := start(t, newDB(t).URL)
@@ -142,7 +142,7 @@ func TestGRPC_MalformedMessages(t *testing.T) {
 	require.EqualValues(t, 9, s.remaining("api", "k"))
 }
 
-// What is no HTTP at all ends the connection, and nothing else.
+// A connection without HTTP is closed.
 func TestListeners_StrangeConnections(t *testing.T) {
 	t.Parallel()
 	s := start(t, newDB(t).URL)
@@ -160,7 +160,7 @@ func TestListeners_StrangeConnections(t *testing.T) {
 	require.Equal(t, http.StatusOK, s.mustPost("/v1/acquire", `{"policy":"api","key":"k"}`).status)
 }
 
-// A key is the same bucket by gRPC, by JSON and by SQL, whatever it is made of.
+// A key names the same bucket by gRPC, by JSON and by SQL.
 func TestKeys_OfEveryKind(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
@@ -193,7 +193,7 @@ func TestKeys_OfEveryKind(t *testing.T) {
 	}
 }
 
-// Connections on which nothing comes, or not all, hold up nobody, and are ended.
+// Connections without a complete request delay no caller, and are closed.
 func TestListeners_SlowConnections(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)

@@ -30,7 +30,6 @@ import (
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
-// Health follows the database; the process lives on.
 func TestHealth_FollowsTheDatabase(t *testing.T) {
 	t.Parallel()
 	postgres := pgtest.Private(t)
@@ -67,7 +66,7 @@ func TestHealth_FollowsTheDatabase(t *testing.T) {
 	require.Contains(t, s.log.String(), "healthy again")
 }
 
-// A stopping server says so to those who watch it, before it ends their connections.
+// Watchers learn that the server is stopping before their connections end.
 func TestHealth_WhileStopping(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
@@ -242,7 +241,6 @@ func TestOTLP_IsOffUnlessAskedFor(t *testing.T) {
 	}
 }
 
-// A collector that is not there costs no call, and stops nobody.
 func TestOTLP_NobodyListens(t *testing.T) {
 	db := newDB(t)
 	t.Setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
@@ -299,7 +297,8 @@ func (e *evaluation) fill(t *testing.T, metrics string, isIll bool) {
 	}
 }
 
-// Every expression of the dashboard has samples, and every alert fires, of what /metrics has; of a server that is well none does.
+// With the samples of /metrics every expression of the dashboard has a value, and every alert fires. With those of a healthy server
+// no alert does.
 func TestPrometheus_DashboardAndAlertsReadWhatMetricsHas(t *testing.T) {
 	t.Parallel()
 	rules, err := filepath.Abs("../../../docs/prometheus/alerts.yml")
@@ -383,8 +382,8 @@ func TestPage_IsOffUnlessAskedFor(t *testing.T) {
 	require.Equal(t, []string{"Bearer"}, a.header.Values("WWW-Authenticate"))
 }
 
-// It needs the token that calls need, and not that of health and metrics. A browser's way to give it is good for the page
-// alone: a browser would give it to calls that others have it make.
+// The page needs a token of the calls, not of health and metrics. HTTP Basic is valid for the page alone: a browser would also send
+// it with calls of other sites.
 func TestPage_NeedsTheToken(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
@@ -407,7 +406,7 @@ func TestPage_NeedsTheToken(t *testing.T) {
 	requireProblem(t, s.mustPost("/", "", "Authorization: Bearer secret"), http.StatusNotFound, "")
 }
 
-// What callers got is in the plots, and the page outlives the database.
+// The plots show requests, and the page works without the database.
 func TestPage_WithAndWithoutTheDatabase(t *testing.T) {
 	t.Parallel()
 	postgres := pgtest.Private(t)
@@ -433,7 +432,6 @@ func TestPage_WithAndWithoutTheDatabase(t *testing.T) {
 	require.Contains(t, a.text, "user:42", "as it was seen last")
 }
 
-// The page of shards is that of all their databases, and says which is down. The others go on.
 func TestPage_OfShardsSaysWhichIsDown(t *testing.T) {
 	t.Parallel()
 	dbs, _ := newShards(t, 2)

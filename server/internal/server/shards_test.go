@@ -78,7 +78,7 @@ func TestShards_MistakesAreSeenAtTheStart(t *testing.T) {
 	}
 }
 
-// One URL of several would have full buckets for the keys of the others.
+// With one URL of several, the keys of the other shards would have full buckets.
 func TestShards_OneAloneIsRefused(t *testing.T) {
 	t.Parallel()
 	dbs, _ := newShards(t, 2)
@@ -94,7 +94,7 @@ func TestShards_OneAloneIsRefused(t *testing.T) {
 	require.Equal(t, http.StatusOK, s.mustPost("/v1/acquire", `{"policy":"api","key":"k"}`).status)
 }
 
-// A shard that is down fails its own calls. The server starts beside it, is healthy, and answers all others.
+// Only calls to the shard that is down fail. The server starts, is healthy, and answers the others.
 func TestShards_OneIsDown(t *testing.T) {
 	t.Parallel()
 	rules := rulesFile(t, "{domain: edge, descriptors: [{key: user, rate_limit: {unit: day, requests_per_unit: 5}}]}")
@@ -159,8 +159,8 @@ func spent(t *testing.T, db *pgtest.DB, key string) (tokens int64) {
 	return tokens
 }
 
-// A busy bucket is answered from a lease, which the answer, the metrics and the page say. What only the database can answer, it
-// does. When the server stops, it gives back what is left.
+// The answer, the metrics and the page show grants from leases. Other calls go to the database. When the server stops, it refunds
+// its leases.
 func TestLeases_AnswerForBusyBuckets(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
@@ -193,7 +193,6 @@ func TestLeases_AnswerForBusyBuckets(t *testing.T) {
 	require.Equal(t, granted+more, spent(t, db, "k"))
 }
 
-// Each shard has leases of its own keys.
 func TestLeases_OfShards(t *testing.T) {
 	t.Parallel()
 	dbs, setting := newShards(t, 2)
@@ -211,7 +210,6 @@ func TestLeases_OfShards(t *testing.T) {
 	}
 }
 
-// Without the grants that leases need a server would lease nothing, and say nothing: so it does not start.
 func TestLeases_NeedGrants(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
@@ -223,7 +221,6 @@ func TestLeases_NeedGrants(t *testing.T) {
 	start(t, as(t, db, role), "LEASES=api")
 }
 
-// No client of a server that leases nothing sees anything of it.
 func TestLeases_AreOffUnlessAskedFor(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)

@@ -33,7 +33,6 @@ import (
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
-// A server that could not do its work does not start.
 func TestStart_SaysWhatIsMissing(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
@@ -67,7 +66,7 @@ func TestStart_DefinesTheDefaultPolicyOnce(t *testing.T) {
 	require.EqualValues(t, 2, every)
 }
 
-// A role with the grants that docs/server.md names is enough.
+// docs/server.md names these grants.
 func TestStart_AsARoleThatMayOnlyAskForTokens(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
@@ -152,7 +151,7 @@ func certificate(t *testing.T) (certFile, keyFile string, pool *x509.CertPool) {
 	return certFile, keyFile, pool
 }
 
-// Under load, each grant that the database has is an answer that a caller has.
+// Under load, a caller gets the answer to each grant in the database.
 func TestStop_LosesNoAnswer(t *testing.T) {
 	t.Parallel()
 	const callers, enough = 24, 2000
@@ -208,7 +207,6 @@ func TestStop_LosesNoAnswer(t *testing.T) {
 	}
 }
 
-// A call that waits for the database is waited for.
 func TestStop_WaitsForCallsUnderWay(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
@@ -238,7 +236,7 @@ func TestStop_WaitsForCallsUnderWay(t *testing.T) {
 	require.EqualValues(t, 2, taken(t, db))
 }
 
-// But no longer than it was told, and it says how many it has not answered.
+// STOP_TIMEOUT bounds the wait, and the error has the number of calls without an answer.
 func TestStop_EndsWhatTakesTooLong(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
@@ -260,7 +258,6 @@ func TestStop_EndsWhatTakesTooLong(t *testing.T) {
 	require.Zero(t, taken(t, db))
 }
 
-// Clients that keep their connections keep nobody.
 func TestStop_DoesNotWaitForIdleConnections(t *testing.T) {
 	t.Parallel()
 	s := start(t, newDB(t).URL, "STOP_TIMEOUT=100ms")

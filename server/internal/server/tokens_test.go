@@ -12,8 +12,8 @@ import (
 	"google.golang.org/grpc/status"
 )
 
-// What each way in answers to a token: the calls need one of theirs, health and metrics one of theirs if there are any. What is
-// no token, TestAttack_TokensOfEvery… and TestTokens_… of package auth try.
+// Calls need one of TOKENS, health and metrics one of MONITORING_TOKENS if there are any. TestAttack_TokensOfEvery… and package
+// auth have the forms of a wrong token.
 func TestTokens_WhichWayNeedsWhich(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
@@ -51,8 +51,8 @@ func TestTokens_WhichWayNeedsWhich(t *testing.T) {
 	}
 }
 
-// A page of another site can have the site's name lead here: to the browser its calls are then of one site, and could block every
-// bucket. Who has a token is let in under any name, and so is who reaches a listener that is not for this machine alone.
+// Another site can point its name to this machine: a browser then treats the calls of its pages as same-origin. Callers with a
+// token, and of other addresses, may use any name.
 func TestHost_WithoutTokensIsNoNameOnALoopbackListener(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)

@@ -22,7 +22,7 @@ func left(t *testing.T, fake *clienttest.Fake, policy, key string) int64 {
 	return d.Remaining
 }
 
-// However many steps it takes, a request is one call, whose result is that of the whole.
+// A request may take several steps, and is observed once.
 func TestAdmit_IsOneCall(t *testing.T) {
 	t.Parallel()
 	fake := newFake(t)
@@ -56,7 +56,7 @@ func TestAdmit_IsOneCall(t *testing.T) {
 	require.EqualValues(t, 6, left(t, fake, "api", "k"))
 }
 
-// A look needs one whole token, and takes none.
+// A cost of 0 needs one whole token, and takes none.
 func TestAdmit_ALookNeedsAToken(t *testing.T) {
 	t.Parallel()
 	fake := newFake(t)
@@ -72,7 +72,7 @@ func TestAdmit_ALookNeedsAToken(t *testing.T) {
 	}
 }
 
-// A bucket that two charges ask refuses both if it does not hold their sum, and says when it will.
+// A bucket that two charges name denies both if it holds less than their sum, with the retry_after of the sum.
 func TestAdmit_BlockedRequestsNeedTheSumOfTheirCharges(t *testing.T) {
 	t.Parallel()
 	fake := newFake(t)
@@ -92,7 +92,7 @@ func TestAdmit_BlockedRequestsNeedTheSumOfTheirCharges(t *testing.T) {
 	require.Equal(t, []bool{false, false}, []bool{p.Decisions[0].Allowed, p.Decisions[1].Allowed}, "the sum is the largest there is, and not below zero")
 }
 
-// What a bucket gains between two steps does not turn a refusal into a status that allows.
+// A denial stays one if the bucket refills between two steps.
 func TestAdmit_ARefusalStaysOne(t *testing.T) {
 	t.Parallel()
 	now := time.Date(2030, 1, 1, 0, 0, 0, 0, time.UTC)
@@ -117,7 +117,6 @@ func (l latePeek) Peek(ctx context.Context, policy, key string, opts ...client.P
 	return l.Fake.Peek(ctx, policy, key, opts...)
 }
 
-// An error has no decision, also after tokens were taken.
 func TestAdmit_AnErrorDecidesNothing(t *testing.T) {
 	t.Parallel()
 	fake := newFake(t)
@@ -133,7 +132,7 @@ func TestAdmit_AnErrorDecidesNothing(t *testing.T) {
 	require.EqualValues(t, 10, left(t, fake, "default", "o"))
 }
 
-// Steps that cannot share a connection wait for one, but no longer than the call may take.
+// A step with its own connection waits for one, until the deadline of the call.
 func TestAdmit_WaitsForAConnection(t *testing.T) {
 	t.Parallel()
 	limiter := newStuck(t)

@@ -51,7 +51,7 @@ func newFake(t *testing.T) *clienttest.Fake {
 func number(n int64) *int64 { return &n }
 func text(s string) *string { return &s }
 
-// Whatever the client can say has a kind, and the kind a code in each protocol.
+// Every error of the client has a kind, and every kind a code in each protocol.
 func TestErrors_HaveAKind(t *testing.T) {
 	t.Parallel()
 	fake := newFake(t)
@@ -104,7 +104,6 @@ func TestErrors_HaveAKind(t *testing.T) {
 	}
 }
 
-// A deadline that has passed decides only where the database did not.
 func TestErrors_TheEndOfAContext(t *testing.T) {
 	t.Parallel()
 	fake := newFake(t)
@@ -169,7 +168,6 @@ func (l leased) Acquire(ctx context.Context, policy, key string, opts ...client.
 	return d, err
 }
 
-// A grant from a lease is observed as one, also behind Envoy's gate.
 func TestObserve_TellsGrantsFromLeases(t *testing.T) {
 	t.Parallel()
 	var seen recorder
@@ -288,7 +286,7 @@ func TestLimits_OneCallTooManyIsRefusedAtOnce(t *testing.T) {
 	require.EqualValues(t, 7, d.Remaining, "a call that was refused took nothing")
 }
 
-// Calls that need a connection of their own leave some for those that share one.
+// Calls with their own connection leave connections for shared calls.
 func TestLimits_CallsOfTheirOwnWaitForEachOther(t *testing.T) {
 	t.Parallel()
 	limiter := newStuck(t)
