@@ -54,9 +54,9 @@ func (s *state) write() []byte {
 	}
 	var text strings.Builder
 	text.WriteString("policies:\n")
-	defaults := fieldsOf(&Policy{Capacity: -1, Refill: -1, Durable: true, Remember: Day})
-	for _, p := range s.policiesInOrder() {
-		fmt.Fprintf(&text, "  %s: %s\n", strconv.Quote(p.Name), inline(fieldsOf(&p), defaults))
+	defaults := Policy{Capacity: -1, Refill: -1, Durable: true, Remember: Day}.fields()
+	for _, p := range slices.SortedFunc(maps.Values(s.policies), func(a, b Policy) int { return cmp.Compare(a.Name, b.Name) }) {
+		fmt.Fprintf(&text, "  %s: %s\n", strconv.Quote(p.Name), inline(p.fields(), defaults))
 	}
 	of := ""
 	for _, o := range s.overridesInOrder() {
@@ -68,7 +68,7 @@ func (s *state) write() []byte {
 			fmt.Fprintf(&text, "  %s:\n", strconv.Quote(o.Policy))
 		}
 		of = o.Policy
-		fmt.Fprintf(&text, "    %s: %s\n", strconv.Quote(o.Key), inline(fieldsOf(&o), fieldsOf(&Override{Capacity: -1, Refill: -1})))
+		fmt.Fprintf(&text, "    %s: %s\n", strconv.Quote(o.Key), inline(o.fields(), Override{Capacity: -1, Refill: -1}.fields()))
 	}
 	return []byte(text.String())
 }
@@ -82,10 +82,6 @@ func inline(fields, defaults []value) string {
 		}
 	}
 	return "{" + strings.Join(written, ", ") + "}"
-}
-
-func (s *state) policiesInOrder() []Policy {
-	return slices.SortedFunc(maps.Values(s.policies), func(a, b Policy) int { return cmp.Compare(a.Name, b.Name) })
 }
 
 func (s *state) overridesInOrder() []Override {

@@ -160,7 +160,7 @@ func checkDurable(s *state, policies []Policy) error {
 func (d *Difference) policies(s *state, policies []Policy) {
 	for _, p := range policies {
 		old, exists := s.policies[p.Name]
-		d.add(Change{Policy: p.Name, at: p.At, apply: p.define}, exists, fieldsOf(&old), fieldsOf(&p))
+		d.add(Change{Policy: p.Name, at: p.At, apply: p.define}, exists, old.fields(), p.fields())
 	}
 }
 
@@ -172,7 +172,7 @@ func (d *Difference) overrides(s *state, overrides []Override) {
 		}
 		old, exists := s.overrides[bucket{o.Policy, o.Key}]
 		delete(s.overrides, bucket{o.Policy, o.Key})
-		d.add(Change{Policy: o.Policy, Key: o.Key, at: o.At, apply: o.set}, exists, fieldsOf(&old), fieldsOf(&o))
+		d.add(Change{Policy: o.Policy, Key: o.Key, at: o.At, apply: o.set}, exists, old.fields(), o.fields())
 	}
 }
 
@@ -184,7 +184,7 @@ func (d *Difference) drift(s *state, prune bool) {
 			continue
 		}
 		change := Change{Action: Drop, Policy: o.Policy, Key: o.Key, apply: o.remove}
-		for _, was := range fieldsOf(&o) {
+		for _, was := range o.fields() {
 			change.Fields = append(change.Fields, FieldChange{Field: was.field, Old: was.is})
 		}
 		d.Changes = append(d.Changes, change)
@@ -235,30 +235,25 @@ type value struct {
 	is    any
 }
 
-// writtenInstant writes an instant in UTC. If its year then has five digits, the zone is the one furthest behind.
-func writtenInstant(at time.Time) string {
-	if at.Year() > 9999 {
-		at = at.In(time.FixedZone("", -(24*60-1)*60))
+// fields returns the fields of a policy, always in the same order.
+func (p Policy) fields() []value {
+	return []value{
+		{"capacity", p.Capacity}, {"refill", p.Refill}, {"every", p.Every.String()}, {"stepped", p.Stepped},
+		{"durable", p.Durable}, {"remember", p.Remember.String()}, {"shadow", p.Shadow},
 	}
-	return at.Format(time.RFC3339Nano)
 }
 
-// fieldsOf returns the fields of a policy or an override, always in the same order.
-func fieldsOf[T *Policy | *Override](of T) []value {
-	switch of := any(of).(type) {
-	case *Policy:
-		return []value{
-			{"capacity", of.Capacity}, {"refill", of.Refill}, {"every", of.Every.String()}, {"stepped", of.Stepped},
-			{"durable", of.Durable}, {"remember", of.Remember.String()}, {"shadow", of.Shadow},
+// fields returns the fields of an override, always in the same order. expires_at is in UTC. If its year then has five digits, the
+// zone is the one furthest behind.
+func (o Override) fields() []value {
+	values := []value{{"capacity", o.Capacity}, {"refill", o.Refill}, {"every", o.Every.String()}, {"expires_at", nil}}
+	if at := o.ExpiresAt; !at.IsZero() {
+		if at.Year() > 9999 {
+			at = at.In(time.FixedZone("", -(24*60-1)*60))
 		}
-	case *Override:
-		values := []value{{"capacity", of.Capacity}, {"refill", of.Refill}, {"every", of.Every.String()}, {"expires_at", nil}}
-		if !of.ExpiresAt.IsZero() {
-			values[3].is = writtenInstant(of.ExpiresAt)
-		}
-		return values
+		values[3].is = at.Format(time.RFC3339Nano)
 	}
-	return nil
+	return values
 }
 
 // String has a line for each change.
