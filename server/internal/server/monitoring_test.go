@@ -431,20 +431,3 @@ func TestPage_WithAndWithoutTheDatabase(t *testing.T) {
 	require.Contains(t, a.text, "Not healthy: the database cannot be used.")
 	require.Contains(t, a.text, "user:42", "as it was seen last")
 }
-
-func TestPage_OfShardsSaysWhichIsDown(t *testing.T) {
-	t.Parallel()
-	dbs, _ := newShards(t, 2)
-	s := start(t, "", "SHARD_URLS="+dbs[0].URL+" postgres://127.0.0.1:1/nowhere", "STATUS_PAGE=true")
-	key := keyOn(0, 2)
-	require.Equal(t, http.StatusOK, s.mustPost("/v1/acquire", `{"policy":"api","key":"`+key+`"}`).status)
-	var page string
-	require.Eventually(t, func() bool {
-		page = s.get("/").text
-		return strings.Contains(page, "shard 1 of 2 is down") && strings.Contains(page, key)
-	}, time.Minute, 50*time.Millisecond)
-	require.Contains(t, page, "Not healthy: shard 1 of 2 is down.")
-	require.Contains(t, page, "<strong>0</strong> "+dbs[0].Pool.Config().ConnConfig.Host)
-	require.Contains(t, page, `<li class="down"><strong>1</strong> 127.0.0.1:1/nowhere`)
-	require.Equal(t, http.StatusOK, s.get("/healthz").status, "a balancer sends requests on")
-}

@@ -145,21 +145,17 @@ func (s *Server) limits() service.Limits {
 
 func (s *Server) listen() error {
 	c := s.config
-	if c.GRPCAddr != "" {
-		listener, err := net.Listen("tcp", c.GRPCAddr)
-		if err != nil {
-			return fmt.Errorf("GRPC_ADDR: %w", err)
+	for _, l := range []struct {
+		name, address string
+		to            *net.Listener
+	}{{"GRPC_ADDR", c.GRPCAddr, &s.grpcListener}, {"HTTP_ADDR", c.HTTPAddr, &s.httpListener}} {
+		if l.address != "" {
+			listener, err := net.Listen("tcp", l.address)
+			if err != nil {
+				return fmt.Errorf("%s: %w", l.name, err)
+			}
+			*l.to = listener
 		}
-		s.grpcListener = listener
-		s.grpc = s.newGRPC()
-	}
-	if c.HTTPAddr != "" {
-		listener, err := net.Listen("tcp", c.HTTPAddr)
-		if err != nil {
-			return fmt.Errorf("HTTP_ADDR: %w", err)
-		}
-		s.httpListener = listener
-		s.http = s.newHTTP()
 	}
 	watching, endMonitor := context.WithCancel(context.Background())
 	s.endMonitor = endMonitor
@@ -167,10 +163,12 @@ func (s *Server) listen() error {
 	if s.page != nil {
 		s.running.Go(func() { s.page.Run(watching) })
 	}
-	if s.grpc != nil {
+	if s.grpcListener != nil {
+		s.grpc = s.newGRPC()
 		s.serve("gRPC", s.grpcListener, func() error { return s.grpc.Serve(s.grpcListener) })
 	}
-	if s.http != nil {
+	if s.httpListener != nil {
+		s.http = s.newHTTP()
 		s.serve("HTTP", s.httpListener, func() error {
 			if c.TLS != nil {
 				return s.http.ServeTLS(s.httpListener, "", "") // the certificate is in TLSConfig

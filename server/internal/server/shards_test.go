@@ -94,13 +94,13 @@ func TestShards_OneAloneIsRefused(t *testing.T) {
 	require.Equal(t, http.StatusOK, s.mustPost("/v1/acquire", `{"policy":"api","key":"k"}`).status)
 }
 
-// Only calls to the shard that is down fail. The server starts, is healthy, and answers the others.
+// Only calls to the shard that is down fail. The server starts, is healthy, and answers the others. The page has the state of each.
 func TestShards_OneIsDown(t *testing.T) {
 	t.Parallel()
 	rules := rulesFile(t, "{domain: edge, descriptors: [{key: user, rate_limit: {unit: day, requests_per_unit: 5}}]}")
 	dbs, _ := newShards(t, 2)
 	setting := "SHARD_URLS=" + dbs[0].URL + " postgres://127.0.0.1:1/nowhere"
-	s := start(t, "", setting, "MAX_CALLS=2", "CALL_TIMEOUT=5s", "ENVOY_RULES="+rules)
+	s := start(t, "", setting, "MAX_CALLS=2", "CALL_TIMEOUT=5s", "STATUS_PAGE=true", "ENVOY_RULES="+rules)
 	require.Contains(t, s.log.String(), "a shard is left out")
 	well, down := keyOn(0, 2), keyOn(1, 2)
 	for range 3 {
@@ -109,6 +109,13 @@ func TestShards_OneIsDown(t *testing.T) {
 	}
 	require.Eventually(t, func() bool { return strings.Contains(s.log.String(), "a shard is not healthy") }, time.Minute, 10*time.Millisecond)
 	require.Eventually(t, func() bool { return s.get("/healthz").status == http.StatusOK }, time.Minute, 10*time.Millisecond)
+	var page string
+	require.Eventually(t, func() bool {
+		page = s.get("/").text
+		return strings.Contains(page, "Not healthy: shard 1 of 2 is down.") && strings.Contains(page, well)
+	}, time.Minute, 50*time.Millisecond)
+	require.Contains(t, page, "<strong>0</strong> "+dbs[0].Pool.Config().ConnConfig.Host)
+	require.Contains(t, page, `<li class="down"><strong>1</strong> 127.0.0.1:1/nowhere`)
 
 	err := startError(t, "", "SHARD_URLS=postgres://127.0.0.1:1/a postgres://127.0.0.1:1/b")
 	require.ErrorContains(t, err, "the database does not answer")
