@@ -85,6 +85,8 @@ func TestLoad_Mistakes(t *testing.T) {
 	require.ErrorIs(t, err, os.ErrNotExist)
 	_, err = config.Load("", environment("DATABASE_URL=postgres://db", "GRPC_ADDR=off", "HTTP_ADDR=off"))
 	require.ErrorContains(t, err, "both are off")
+	_, err = config.Load("", environment("DATABASE_URL=postgres://db", "STATUS_PAGE=true", "HTTP_ADDR=off"))
+	require.ErrorContains(t, err, "STATUS_PAGE: HTTP_ADDR is off")
 	_, err = config.Load("", environment("DATABASE_URL=postgres://db", "TLS_CERT_FILE="+path, "TLS_KEY_FILE="+path))
 	require.ErrorContains(t, err, "TLS_CERT_FILE, TLS_KEY_FILE: ")
 }
@@ -167,15 +169,6 @@ func TestLoad_DefaultPolicy(t *testing.T) {
 		_, err := load(bad[0], bad[1])
 		require.Error(t, err, bad)
 	}
-}
-
-func TestLoad_TheStatusPageNeedsHTTP(t *testing.T) {
-	t.Parallel()
-	c, err := config.Load("", environment("DATABASE_URL=postgres://db", "STATUS_PAGE=true"))
-	require.NoError(t, err)
-	require.True(t, c.StatusPage)
-	_, err = config.Load("", environment("DATABASE_URL=postgres://db", "STATUS_PAGE=true", "HTTP_ADDR=off"))
-	require.ErrorContains(t, err, "STATUS_PAGE: HTTP_ADDR is off")
 }
 
 func TestLoad_Shards(t *testing.T) {

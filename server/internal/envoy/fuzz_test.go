@@ -54,7 +54,7 @@ func FuzzDescriptors(f *testing.F) {
 		if proto.Unmarshal(message, &q) != nil {
 			return
 		}
-		fake := clienttest.New(func() time.Time { return noon })
+		fake := clienttest.New(func() time.Time { return time.Unix(0, 0) })
 		for name, capacity := range map[string]int64{"p": 10, "q": 5} {
 			require.NoError(t, fake.DefinePolicy(t.Context(), client.Policy{Name: name, Capacity: capacity, Refill: client.Zero, Every: time.Second}))
 		}

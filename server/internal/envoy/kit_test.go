@@ -6,7 +6,6 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
-	"time"
 
 	common "github.com/envoyproxy/go-control-plane/envoy/extensions/common/ratelimit/v3"
 	pb "github.com/envoyproxy/go-control-plane/envoy/service/ratelimit/v3"
@@ -83,5 +82,3 @@ func of(pairs ...string) *common.RateLimitDescriptor {
 	}
 	return d
 }
-
-var noon = time.Date(2030, 1, 1, 12, 0, 0, 0, time.UTC)

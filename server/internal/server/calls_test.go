@@ -148,11 +148,13 @@ func TestDeadline_OfTheCallOrOfTheServer(t *testing.T) {
 	defer lock(t, db)()
 	for _, setting := range []string{"CALL_TIMEOUT=1m", "CALL_TIMEOUT=50ms"} {
 		s := start(t, db.URL, setting)
-		ctx := t.Context()
-		if setting == "CALL_TIMEOUT=1m" {
-			ctx = within(t, 50*time.Millisecond)
-		}
 		for _, path := range []string{"acquire", "peek"} {
+			ctx := t.Context()
+			if setting == "CALL_TIMEOUT=1m" {
+				var cancel func()
+				ctx, cancel = context.WithTimeout(ctx, 50*time.Millisecond)
+				defer cancel()
+			}
 			_, err := s.call(ctx, path, `{"policy":"api","key":"k"}`)
 			require.Equal(t, codes.DeadlineExceeded, status.Code(err), "%v", err)
 			awaitBlocked(t, db, 0)

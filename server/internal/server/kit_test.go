@@ -257,13 +257,6 @@ func requireInfo(t testing.TB, err error, reason, sqlState string) {
 	require.Fail(t, "no ErrorInfo", "%v", err)
 }
 
-// within is the context of a call that is to end.
-func within(t testing.TB, d time.Duration) context.Context {
-	ctx, cancel := context.WithTimeout(t.Context(), d)
-	t.Cleanup(cancel)
-	return ctx
-}
-
 func ptr[T any](value T) *T { return &value }
 
 // taken is what buckets of budget have lost.

@@ -177,21 +177,13 @@ func TestLeases_AnswerForBusyBuckets(t *testing.T) {
 	granted, leased := s.spend("k", 500)
 
 	for n := range 5 {
-		id := fmt.Sprint(n)
-		d, err := s.rpc.Acquire(t.Context(), &pb.AcquireRequest{Policy: "busy", LogicalKey: "k", RequestId: &id})
-		require.NoError(t, err)
-		require.False(t, d.GetEstimated())
-		again, err := s.rpc.Acquire(t.Context(), &pb.AcquireRequest{Policy: "busy", LogicalKey: "k", RequestId: &id})
-		require.NoError(t, err)
-		require.True(t, again.GetReplayed())
-		d, err = s.rpc.Settle(t.Context(), &pb.SettleRequest{Policy: "busy", LogicalKey: "k", RequestId: &id, Cost: ptr(int64(3))})
-		require.NoError(t, err)
-		require.False(t, d.GetEstimated())
-		all, err := s.rpc.AcquireAll(t.Context(), &pb.AcquireAllRequest{Charges: []*pb.Charge{{Policy: "busy", LogicalKey: "k"}}})
-		require.NoError(t, err)
-		require.False(t, all.GetWhole().GetEstimated() || all.GetDecisions()[0].GetEstimated())
-		granted += 3 + 1
+		keyed := fmt.Sprintf(`{"policy":"busy","key":"k","idempotency_key":"%d"`, n)
+		require.NotContains(t, s.mustPost("/v1/acquire", keyed+"}").body, "estimated")
+		require.Equal(t, true, s.mustPost("/v1/acquire", keyed+"}").body["replayed"])
+		require.NotContains(t, s.mustPost("/v1/settle", keyed+`,"cost":3}`).body, "estimated")
+		require.NotContains(t, s.mustPost("/v1/acquire_all", `{"charges":[{"policy":"busy","key":"k"}]}`).text, "estimated")
 		require.NotContains(t, s.mustPost("/v1/peek", `{"policy":"busy","key":"k"}`).body, "estimated")
+		granted += 3 + 1
 	}
 	require.Contains(t, s.get("/metrics").text, fmt.Sprintf("ratelimit_leased_total{policy=\"busy\"} %d\n", leased))
 	require.Regexp(t, `Granted from leases</dt><dd>[1-9]`, s.get("/").text)
