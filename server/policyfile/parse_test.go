@@ -299,15 +299,6 @@ descriptors:
 		"rules.yaml:4:1: unknown field \"policies\": a domain has domain and descriptors")
 }
 
-func TestEnvoyUnit_Spans(t *testing.T) {
-	t.Parallel()
-	for unit, want := range map[policyfile.EnvoyUnit]string{
-		"second": "1s", "minute": "1m", "hour": "1h", "day": "1d", "week": "7d", "month": "30d", "year": "365d", "": "0us",
-	} {
-		require.Equal(t, want, unit.Span().String(), unit)
-	}
-}
-
 // Whatever a file has in it, parsing ends soon, with rules or with problems that have their places in it.
 func FuzzParse(f *testing.F) {
 	for _, m := range mistakes(f) {

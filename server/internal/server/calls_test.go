@@ -311,9 +311,8 @@ func reconnect(t *testing.T, s *testServer, db *pgtest.DB, setting, sqlState str
 func TestErrors_NoPrivilege(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
-	role := newRole(t, db)
-	db.Exec(t, "grant execute on function ratelimit_acquire, ratelimit_acquire_packed to "+role)
-	s := start(t, as(t, db, role))
+	role, url := newRole(t, db, "ratelimit_acquire, ratelimit_acquire_packed")
+	s := start(t, url)
 	db.Exec(t, "revoke execute on function ratelimit_acquire from "+role)
 	requireFault(t, s, service.Internal, "42501")
 	require.Contains(t, s.log.String(), "grant execute on function ratelimit_acquire(")

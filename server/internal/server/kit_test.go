@@ -287,27 +287,24 @@ func awaitBlocked(t testing.TB, db *pgtest.DB, n int) {
 		 where application_name = 'pgratelimit' and datname = current_database() and wait_event_type = 'Lock'`, n)
 }
 
-// newRole returns a role without rights, which is dropped after the rights that it got in db.
-func newRole(t testing.TB, db *pgtest.DB) string {
+// newRole returns a role that may call functions, and the connection string with its rights and none of our own.
+func newRole(t testing.TB, db *pgtest.DB, functions string) (role, roleURL string) {
 	t.Helper()
-	role := db.Name + "_app"
+	role = db.Name + "_app"
 	db.Exec(t, "create role "+role+" role current_user")
 	t.Cleanup(func() {
 		_, err := db.Pool.Exec(context.Background(), "drop owned by "+role+"; drop role "+role)
 		assert.NoError(t, err)
 	})
-	return role
-}
-
-// as is the connection string of db with the rights of a role and none of our own.
-func as(t testing.TB, db *pgtest.DB, role string) string {
-	t.Helper()
+	if functions != "" {
+		db.Exec(t, "grant execute on function "+functions+" to "+role)
+	}
 	u, err := url.Parse(db.URL)
 	require.NoError(t, err)
 	query := u.Query()
 	query.Set("role", role)
 	u.RawQuery = query.Encode()
-	return u.String()
+	return role, u.String()
 }
 
 // install returns a database of a private server, with the package and the policies of newDB.

@@ -88,9 +88,8 @@ func TestShards_OneAloneIsRefused(t *testing.T) {
 	require.ErrorContains(t, err, "List all 2 databases, in SHARD_URLS")
 
 	db := newDB(t)
-	role := newRole(t, db)
-	db.Exec(t, "grant execute on function ratelimit_acquire, ratelimit_acquire_all, ratelimit_acquire_packed to "+role)
-	s := start(t, as(t, db, role)) // which may not ask
+	_, url := newRole(t, db, "ratelimit_acquire, ratelimit_acquire_all, ratelimit_acquire_packed")
+	s := start(t, url) // which may not ask
 	require.Equal(t, http.StatusOK, s.mustPost("/v1/acquire", `{"policy":"api","key":"k"}`).status)
 }
 
@@ -212,12 +211,10 @@ func TestLeases_OfShards(t *testing.T) {
 func TestLeases_NeedGrants(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
-	role := newRole(t, db)
-	const others = "ratelimit_acquire, ratelimit_acquire_all, ratelimit_acquire_packed, ratelimit_charge, ratelimit_settle, ratelimit_peek, ratelimit_refund"
-	db.Exec(t, "grant execute on function "+others+" to "+role)
-	require.ErrorContains(t, startError(t, as(t, db, role), "LEASES=api"), "grant execute on function ratelimit_acquire_up_to, ratelimit_refund to <role>;")
+	role, url := newRole(t, db, "ratelimit_acquire, ratelimit_acquire_all, ratelimit_acquire_packed, ratelimit_charge, ratelimit_settle, ratelimit_peek, ratelimit_refund")
+	require.ErrorContains(t, startError(t, url, "LEASES=api"), "grant execute on function ratelimit_acquire_up_to, ratelimit_refund to <role>;")
 	db.Exec(t, "grant execute on function ratelimit_acquire_up_to to "+role)
-	start(t, as(t, db, role), "LEASES=api")
+	start(t, url, "LEASES=api")
 }
 
 func TestLeases_AreOffUnlessAskedFor(t *testing.T) {

@@ -33,13 +33,13 @@ import (
 func TestStart_SaysWhatIsMissing(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
-	role := newRole(t, db)
+	_, url := newRole(t, db, "")
 	taken, err := net.Listen("tcp", "127.0.0.1:0")
 	require.NoError(t, err)
 	defer taken.Close()
 	for want, c := range map[string][]string{
 		"pgratelimit is not installed": {pgtest.Empty(t).URL},
-		"the role may not acquire: its owner can run: grant execute on function ratelimit_acquire, ratelimit_acquire_all, ratelimit_acquire_packed to <role>;": {as(t, db, role)},
+		"the role may not acquire: its owner can run: grant execute on function ratelimit_acquire, ratelimit_acquire_all, ratelimit_acquire_packed to <role>;": {url},
 		"the database does not answer":          {"postgres://127.0.0.1:1/none?sslmode=disable"},
 		"DATABASE_URL: ":                        {"postgres://127.0.0.1:port/none"},
 		"GRPC_ADDR: ":                           {db.URL, "GRPC_ADDR=" + taken.Addr().String()},
@@ -67,9 +67,8 @@ func TestStart_DefinesTheDefaultPolicyOnce(t *testing.T) {
 func TestStart_AsARoleThatMayOnlyAskForTokens(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
-	role := newRole(t, db)
-	db.Exec(t, "grant execute on function ratelimit_acquire, ratelimit_acquire_all, ratelimit_acquire_packed, ratelimit_charge, ratelimit_settle, ratelimit_peek, ratelimit_refund to "+role)
-	s := start(t, as(t, db, role))
+	_, url := newRole(t, db, "ratelimit_acquire, ratelimit_acquire_all, ratelimit_acquire_packed, ratelimit_charge, ratelimit_settle, ratelimit_peek, ratelimit_refund")
+	s := start(t, url)
 	for path, body := range map[string]string{
 		"acquire":     `{"policy":"api","key":"k"}`,
 		"acquire_all": `{"charges":[{"policy":"api","key":"k"}]}`,
