@@ -24,6 +24,16 @@ import (
 // freeze makes time stand still, so that answers are exact.
 const freeze = "create or replace function ratelimit.clock() returns timestamptz language sql stable as $$ select timestamptz '2030-01-01 00:00:00+00' $$"
 
+// everyCall has a body for each call. That of settle needs a grant under the idempotency key i.
+var everyCall = map[string]string{
+	"acquire":     `{"policy":"api","key":"k"}`,
+	"acquire_all": `{"charges":[{"policy":"api","key":"k"}]}`,
+	"charge":      `{"policy":"api","key":"k","cost":1}`,
+	"settle":      `{"policy":"api","key":"k","cost":1,"idempotency_key":"i"}`,
+	"peek":        `{"policy":"api","key":"k"}`,
+	"refund":      `{"policy":"api","key":"k","amount":1}`,
+}
+
 // asJSON writes the answer of a call by gRPC as the call by JSON does.
 func asJSON(t *testing.T, answer any) string {
 	t.Helper()
@@ -113,7 +123,7 @@ func TestDeadline_EndsTheWorkOfTheDatabase(t *testing.T) {
 	require.NoError(t, err)
 	defer lock(t, db)()
 	// The caller gives up only when its call waits in the database, however long that takes to come about.
-	requireEnded := func(begin func(ctx context.Context) chan error, name string) {
+	requireEnded := func(begin func(ctx context.Context) <-chan error, name string) {
 		ctx, giveUp := context.WithCancel(t.Context())
 		answered := begin(ctx)
 		awaitBlocked(t, db, 1)
@@ -121,23 +131,11 @@ func TestDeadline_EndsTheWorkOfTheDatabase(t *testing.T) {
 		require.Error(t, <-answered, name)
 		awaitBlocked(t, db, 0)
 	}
-	for path, body := range map[string]string{
-		"acquire":     `{"policy":"api","key":"k"}`,
-		"acquire_all": `{"charges":[{"policy":"api","key":"k"}]}`,
-		"charge":      `{"policy":"api","key":"k","cost":1}`,
-		"settle":      `{"policy":"api","key":"k","cost":1,"idempotency_key":"i"}`,
-		"peek":        `{"policy":"api","key":"k"}`,
-		"refund":      `{"policy":"api","key":"k","amount":1}`,
-	} {
-		requireEnded(func(ctx context.Context) chan error { return s.begin(ctx, path, body) }, path)
+	for path, body := range everyCall {
+		requireEnded(func(ctx context.Context) <-chan error { return s.begin(ctx, path, body) }, path)
 	}
-	requireEnded(func(ctx context.Context) chan error {
-		answered := make(chan error, 1)
-		go func() {
-			_, err := s.post(ctx, "/v1/acquire", `{"policy":"api","key":"k"}`)
-			answered <- err
-		}()
-		return answered
+	requireEnded(func(ctx context.Context) <-chan error {
+		return s.beginPost(ctx, "/v1/acquire", `{"policy":"api","key":"k"}`)
 	}, "JSON")
 }
 
@@ -190,7 +188,7 @@ func TestDeadline_LeavesTheOthersAlone(t *testing.T) {
 	s := start(t, db.URL, "DATABASE_CALLS=1")
 	unlock := lock(t, db)
 	const callers = 20
-	var staying, leaving [callers]chan error
+	var staying, leaving [callers]<-chan error
 	early, giveUp := context.WithCancel(t.Context())
 	for i := range callers {
 		staying[i] = s.begin(t.Context(), "acquire", `{"policy":"budget","key":"k"}`)

@@ -204,14 +204,30 @@ func (s *testServer) call(ctx context.Context, path, body string) (proto.Message
 	panic("no method is called " + path)
 }
 
-// begin makes a call by gRPC beside the test, whose error arrives.
-func (s *testServer) begin(ctx context.Context, path, body string) (answered chan error) {
-	answered = make(chan error, 1)
-	go func() {
+// beside does something beside the test, and sends its error.
+func beside(do func() error) <-chan error {
+	done := make(chan error, 1)
+	go func() { done <- do() }()
+	return done
+}
+
+// begin makes a call by gRPC beside the test.
+func (s *testServer) begin(ctx context.Context, path, body string) <-chan error {
+	return beside(func() error {
 		_, err := s.call(ctx, path, body)
-		answered <- err
-	}()
-	return answered
+		return err
+	})
+}
+
+// beginPost makes a call by JSON beside the test. An answer that does not allow is an error.
+func (s *testServer) beginPost(ctx context.Context, path, body string) <-chan error {
+	return beside(func() error {
+		a, err := s.post(ctx, path, body)
+		if err == nil && a.body["allowed"] != true {
+			err = errors.New(a.text)
+		}
+		return err
+	})
 }
 
 // acquire takes one token by gRPC.

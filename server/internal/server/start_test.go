@@ -69,16 +69,10 @@ func TestStart_AsARoleThatMayOnlyAskForTokens(t *testing.T) {
 	db := newDB(t)
 	_, url := newRole(t, db, "ratelimit_acquire, ratelimit_acquire_all, ratelimit_acquire_packed, ratelimit_charge, ratelimit_settle, ratelimit_peek, ratelimit_refund")
 	s := start(t, url)
-	for path, body := range map[string]string{
-		"acquire":     `{"policy":"api","key":"k"}`,
-		"acquire_all": `{"charges":[{"policy":"api","key":"k"}]}`,
-		"charge":      `{"policy":"api","key":"k","cost":1,"idempotency_key":"i"}`,
-		"peek":        `{"policy":"api","key":"k"}`,
-		"refund":      `{"policy":"api","key":"k","amount":1}`,
-	} {
+	require.Equal(t, http.StatusOK, s.mustPost("/v1/acquire", `{"policy":"api","key":"k","idempotency_key":"i"}`).status)
+	for path, body := range everyCall {
 		require.Equal(t, http.StatusOK, s.mustPost("/v1/"+path, body).status, path)
 	}
-	require.Equal(t, http.StatusOK, s.mustPost("/v1/settle", `{"policy":"api","key":"k","cost":1,"idempotency_key":"i"}`).status)
 }
 
 func TestStart_OneListenerAlone(t *testing.T) {
@@ -200,17 +194,10 @@ func TestStop_WaitsForCallsUnderWay(t *testing.T) {
 	db := newDB(t)
 	s := start(t, db.URL, "DATABASE_CALLS=4")
 	unlock := lock(t, db)
-	grpcAnswered, answered := s.begin(t.Context(), "acquire", `{"policy":"budget","key":"k"}`), make(chan error, 1)
-	go func() {
-		a, err := s.post(t.Context(), "/v1/charge", `{"policy":"budget","key":"l","cost":1}`)
-		if err == nil && a.body["allowed"] != true {
-			err = errors.New("not allowed")
-		}
-		answered <- err
-	}()
+	grpcAnswered := s.begin(t.Context(), "acquire", `{"policy":"budget","key":"k"}`)
+	answered := s.beginPost(t.Context(), "/v1/charge", `{"policy":"budget","key":"l","cost":1}`)
 	awaitBlocked(t, db, 2)
-	stopped := make(chan error, 1)
-	go func() { stopped <- s.stop() }()
+	stopped := beside(s.stop)
 	require.Eventually(t, func() bool { // no more calls get in
 		_, grpcErr := net.Dial("tcp", s.GRPCAddr().String())
 		_, httpErr := net.Dial("tcp", s.HTTPAddr().String())
@@ -230,12 +217,9 @@ func TestStop_EndsWhatTakesTooLong(t *testing.T) {
 	db := newDB(t)
 	s := start(t, db.URL, "STOP_TIMEOUT=50ms")
 	unlock := lock(t, db)
-	grpcAnswered, answered := s.begin(t.Context(), "acquire", `{"policy":"budget","key":"k"}`), make(chan error, 1)
+	grpcAnswered := s.begin(t.Context(), "acquire", `{"policy":"budget","key":"k"}`)
 	awaitBlocked(t, db, 1)
-	go func() {
-		_, err := s.post(t.Context(), "/v1/charge", `{"policy":"budget","key":"l","cost":1}`)
-		answered <- err
-	}()
+	answered := s.beginPost(t.Context(), "/v1/charge", `{"policy":"budget","key":"l","cost":1}`)
 	awaitBlocked(t, db, 2)
 	require.ErrorContains(t, s.Stop(), "2 calls were not answered within STOP_TIMEOUT")
 	s.stop = func() error { return nil }
