@@ -34,10 +34,7 @@ func TestParse_EveryMistakeHasItsPlaceAndRemedy(t *testing.T) {
 	all := mistakes(t)
 	require.GreaterOrEqual(t, len(all), 20)
 	for _, m := range all {
-		t.Run(m.name, func(t *testing.T) {
-			t.Parallel()
-			requireProblems(t, m.file, m.want)
-		})
+		t.Run(m.name, func(t *testing.T) { requireProblems(t, m.file, m.want) })
 	}
 }
 

@@ -7,17 +7,17 @@ import (
 
 // A Policy has the fields of ratelimit_define_policy, with the defaults of a file.
 type Policy struct {
-	Name     string
-	Capacity int64
-	Refill   int64
-	Every    Span
-	Stepped  bool
-	Durable  bool
-	Remember Span
-	Shadow   bool
+	Name     string `json:"policy"`
+	Capacity int64  `json:"capacity"`
+	Refill   int64  `json:"refill"`
+	Every    Span   `json:"every"`
+	Stepped  bool   `json:"stepped"`
+	Durable  bool   `json:"durable"`
+	Remember Span   `json:"remember"`
+	Shadow   bool   `json:"shadow"`
 
 	// At is where its name stands.
-	At Position
+	At Position `json:"-"`
 
 	durableAt Position
 	flawed    bool

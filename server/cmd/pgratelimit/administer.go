@@ -4,9 +4,9 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
+	"io"
 	"slices"
 	"strings"
-	"text/tabwriter"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/spf13/cobra"
@@ -16,46 +16,26 @@ import (
 	"github.com/pgratelimit/pgratelimit/server/policyfile"
 )
 
-// A policyRow is a row of ratelimit_policies.
-type policyRow struct {
-	Policy   string          `json:"policy"`
-	Capacity int64           `json:"capacity"`
-	Refill   int64           `json:"refill"`
-	Every    policyfile.Span `json:"every"`
-	Stepped  bool            `json:"stepped"`
-	Durable  bool            `json:"durable"`
-	Remember policyfile.Span `json:"remember"`
-	Shadow   bool            `json:"shadow"`
-}
-
 func (p *program) policies() *cobra.Command {
 	return &cobra.Command{
 		Use:   "policies",
 		Short: "List the policies",
 		RunE: func(c *cobra.Command, _ []string) error {
-			rows, err := askAll(p, c, func(db database) (rows []policyRow, err error) {
-				policies, err := policyfile.ReadPolicies(c.Context(), db.Conn)
-				for _, p := range policies {
-					rows = append(rows, policyRow{p.Name, p.Capacity, p.Refill, p.Every, p.Stepped, p.Durable, p.Remember, p.Shadow})
-				}
-				return rows, err
-			})
+			rows, err := askAll(p, c, func(db database) ([]policyfile.Policy, error) { return policyfile.ReadPolicies(c.Context(), db.Conn) })
 			if err != nil {
 				return err
 			}
-			slices.SortStableFunc(rows, func(a, b policyRow) int { return cmp.Compare(a.Policy, b.Policy) })
+			slices.SortStableFunc(rows, func(a, b policyfile.Policy) int { return cmp.Compare(a.Name, b.Name) })
 			rows = slices.Compact(rows) // shards have the same ones
 			if len(rows) == 0 {
 				return p.print(c, rows, "There is no policy yet.")
 			}
-			var text strings.Builder
-			table := tabwriter.NewWriter(&text, 0, 0, 2, ' ', 0)
-			fmt.Fprintln(table, "POLICY\tCAPACITY\tREFILL\tEVERY\tSTEPPED\tDURABLE\tREMEMBER\tSHADOW")
-			for _, r := range rows {
-				fmt.Fprintf(table, "%s\t%d\t%d\t%v\t%t\t%t\t%v\t%t\n", inspect.Printable(r.Policy), r.Capacity, r.Refill, r.Every, r.Stepped, r.Durable, r.Remember, r.Shadow)
-			}
-			table.Flush()
-			return p.print(c, rows, strings.TrimRight(text.String(), "\n"))
+			return p.print(c, rows, columns(func(table io.Writer) {
+				fmt.Fprintln(table, "POLICY\tCAPACITY\tREFILL\tEVERY\tSTEPPED\tDURABLE\tREMEMBER\tSHADOW")
+				for _, r := range rows {
+					fmt.Fprintf(table, "%s\t%d\t%d\t%v\t%t\t%t\t%v\t%t\n", inspect.Printable(r.Name), r.Capacity, r.Refill, r.Every, r.Stepped, r.Durable, r.Remember, r.Shadow)
+				}
+			}))
 		},
 	}
 }

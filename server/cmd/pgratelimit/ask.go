@@ -3,9 +3,9 @@ package main
 import (
 	"cmp"
 	"fmt"
+	"io"
 	"slices"
 	"strings"
-	"text/tabwriter"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -112,25 +112,20 @@ func tableOf(buckets []inspect.Bucket) string {
 	if len(buckets) == 0 {
 		return "Every bucket is full."
 	}
-	var text strings.Builder
-	table := tabwriter.NewWriter(&text, 0, 0, 2, ' ', 0)
-	fmt.Fprintln(table, "POLICY\tKEY\tREMAINING\tCAPACITY\tNEXT TOKEN IN\tFULL IN\tOVERRIDDEN")
 	never := func(s *jsonapi.Seconds) string {
 		if s == nil {
 			return "never"
 		}
 		return time.Duration(*s).String()
 	}
-	for _, b := range buckets {
-		overridden := "no"
-		if b.Overridden {
-			overridden = "yes"
+	return columns(func(table io.Writer) {
+		fmt.Fprintln(table, "POLICY\tKEY\tREMAINING\tCAPACITY\tNEXT TOKEN IN\tFULL IN\tOVERRIDDEN")
+		for _, b := range buckets {
+			overridden := map[bool]string{true: "yes", false: "no"}[b.Overridden]
+			fmt.Fprintf(table, "%s\t%s\t%d\t%d\t%s\t%s\t%s\n", inspect.Printable(b.Policy), inspect.Printable(b.Key), b.Remaining, b.Capacity,
+				never(b.RetryAfter), never(b.ResetAfter), overridden)
 		}
-		fmt.Fprintf(table, "%s\t%s\t%d\t%d\t%s\t%s\t%s\n", inspect.Printable(b.Policy), inspect.Printable(b.Key), b.Remaining, b.Capacity,
-			never(b.RetryAfter), never(b.ResetAfter), overridden)
-	}
-	table.Flush()
-	return strings.TrimRight(text.String(), "\n")
+	})
 }
 
 func (p *program) doctor() *cobra.Command {

@@ -9,6 +9,7 @@ import (
 	"regexp"
 	"slices"
 	"strings"
+	"text/tabwriter"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
@@ -24,6 +25,15 @@ func (p *program) print(c *cobra.Command, value any, text string) error {
 		return err
 	}
 	return encode(c.OutOrStdout(), value)
+}
+
+// columns aligns what write writes, with a tab between two cells.
+func columns(write func(table io.Writer)) string {
+	var text strings.Builder
+	table := tabwriter.NewWriter(&text, 0, 0, 2, ' ', 0)
+	write(table)
+	table.Flush()
+	return strings.TrimRight(text.String(), "\n")
 }
 
 func encode(w io.Writer, value any) error {

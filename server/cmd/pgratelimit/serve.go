@@ -6,16 +6,15 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"net"
 	"net/http"
 	"os"
 	"os/signal"
 	"runtime/debug"
-	"strings"
 	"sync"
 	"syscall"
-	"text/tabwriter"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -105,18 +104,15 @@ func reload(ctx context.Context, s *server.Server, signals <-chan os.Signal) {
 
 // settings lists the settings, for help.
 func settings() string {
-	var text strings.Builder
-	text.WriteString("Settings, of the environment or of the file that --config names:\n")
-	table := tabwriter.NewWriter(&text, 0, 0, 2, ' ', 0)
-	for _, s := range config.Settings() {
-		help := s.Help
-		if s.Default != "" {
-			help += " (default " + s.Default + ")"
+	return "Settings, of the environment or of the file that --config names:\n" + columns(func(table io.Writer) {
+		for _, s := range config.Settings() {
+			help := s.Help
+			if s.Default != "" {
+				help += " (default " + s.Default + ")"
+			}
+			fmt.Fprintf(table, "  %s\t%s\n", s.Name, help)
 		}
-		fmt.Fprintf(table, "  %s\t%s\n", s.Name, help)
-	}
-	table.Flush()
-	return strings.TrimRight(text.String(), "\n")
+	})
 }
 
 // healthTimeout is the longest wait for the server, which reports its last check at once.

@@ -110,23 +110,15 @@ func TestMisspelled_NamesTheSetting(t *testing.T) {
 	require.NoError(t, config.Misspelled([]string{"TOKENS=x", "MAX_CALL=5", "PGRATELIMIT_TEST_AS_PROGRAM=1", "GITHUB_TOKEN=x"}))
 }
 
-// With a timeout of 0 no call would succeed.
-func TestLoad_NoTimeButThatOfALockIsZero(t *testing.T) {
+// With a timeout of 0 no call would succeed. gRPC takes MAX_STREAMS in 32 bits, of which 0 is no bound at all.
+func TestLoad_NumbersHaveBounds(t *testing.T) {
 	t.Parallel()
-	for _, name := range []string{"CALL_TIMEOUT", "STOP_TIMEOUT"} {
-		_, err := config.Load("", environment("DATABASE_URL=postgres://db", name+"=0s"))
-		require.ErrorContains(t, err, name+": ")
-		_, err = config.Load("", environment("DATABASE_URL=postgres://db", name+"=1ms"))
-		require.NoError(t, err)
-	}
-}
-
-// gRPC takes MAX_STREAMS in 32 bits, of which 0 is no bound at all.
-func TestLoad_NumbersFitIn32Bits(t *testing.T) {
-	t.Parallel()
-	for value, isRight := range map[string]bool{"1": true, "2147483647": true, "2147483648": false, "4294967296": false, "99999999999999999999": false} {
-		_, err := config.Load("", environment("DATABASE_URL=postgres://db", "MAX_STREAMS="+value))
-		require.Equal(t, isRight, err == nil, "%s: %v", value, err)
+	for setting, isRight := range map[string]bool{
+		"CALL_TIMEOUT=0s": false, "CALL_TIMEOUT=1ms": true, "STOP_TIMEOUT=0s": false, "STOP_TIMEOUT=1ms": true, "LOCK_TIMEOUT=0": true,
+		"MAX_STREAMS=1": true, "MAX_STREAMS=2147483647": true, "MAX_STREAMS=2147483648": false, "MAX_STREAMS=4294967296": false, "MAX_STREAMS=99999999999999999999": false,
+	} {
+		_, err := config.Load("", environment("DATABASE_URL=postgres://db", setting))
+		require.Equal(t, isRight, err == nil, "%s: %v", setting, err)
 	}
 }
 
