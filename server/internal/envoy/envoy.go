@@ -28,6 +28,7 @@ var Name = pb.RateLimitService_ServiceDesc.ServiceName
 
 // A Service answers requests by rules, which may be replaced.
 type Service struct {
+	pb.UnimplementedRateLimitServiceServer
 	gate  Gate
 	rules atomic.Pointer[Rules]
 }
@@ -48,17 +49,11 @@ func (s *Service) Answer(ctx context.Context, q *pb.RateLimitRequest) (*pb.RateL
 }
 
 // Register adds s to a gRPC server.
-func Register(server grpc.ServiceRegistrar, s *Service) {
-	pb.RegisterRateLimitServiceServer(server, api{service: s})
-}
+func Register(server grpc.ServiceRegistrar, s *Service) { pb.RegisterRateLimitServiceServer(server, s) }
 
-type api struct {
-	pb.UnimplementedRateLimitServiceServer
-	service *Service
-}
-
-func (a api) ShouldRateLimit(ctx context.Context, q *pb.RateLimitRequest) (*pb.RateLimitResponse, error) {
-	answer, err := a.service.Answer(ctx, q)
+// ShouldRateLimit is Answer over gRPC.
+func (s *Service) ShouldRateLimit(ctx context.Context, q *pb.RateLimitRequest) (*pb.RateLimitResponse, error) {
+	answer, err := s.Answer(ctx, q)
 	if err != nil {
 		return nil, grpcapi.StatusOf(err)
 	}

@@ -55,18 +55,11 @@ func plotOf(result client.Result, rates []float64) plot {
 	}
 	const step = float64(plotWidth) / (samples - 1)
 	left := plotWidth - step*float64(len(rates)-1)
-	var line strings.Builder
+	points := make([]string, len(rates))
 	for i, rate := range rates {
-		line.WriteString(" L")
-		if i == 0 {
-			line.Reset()
-			line.WriteString("M")
-		}
-		line.WriteString(coordinate(left + step*float64(i)))
-		line.WriteByte(' ')
-		line.WriteString(coordinate(plotHeight * (1 - rate/top)))
+		points[i] = coordinate(left+step*float64(i)) + " " + coordinate(plotHeight*(1-rate/top))
 	}
-	p.Line = line.String()
+	p.Line = "M" + strings.Join(points, " L")
 	p.Area = p.Line + " V" + strconv.Itoa(plotHeight) + " H" + coordinate(left) + " Z"
 	return p
 }
