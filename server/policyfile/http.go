@@ -184,7 +184,7 @@ func isToken(name string) bool {
 //
 // Without a user, header or wildcard of the name, the key of a request is the client's address.
 func (h HTTP) Charges(user func(*http.Request) string) (func(*http.Request) []client.Charge, error) {
-	c := &charger{mux: http.NewServeMux(), routes: make(map[string][]charge, len(h.Routes)), user: user, ip: httplimit.ByIP(h.TrustedProxies)}
+	c := &charger{mux: http.NewServeMux(), routes: make(map[string][]Charge, len(h.Routes)), user: user, ip: httplimit.ByIP(h.TrustedProxies)}
 	for _, route := range h.Routes {
 		if complaint := handle(c.mux, route.Pattern); complaint != "" {
 			return nil, errors.New(complaint)
@@ -193,8 +193,8 @@ func (h HTTP) Charges(user func(*http.Request) string) (func(*http.Request) []cl
 			if of.Key.From == User && user == nil {
 				return nil, fmt.Errorf("%v: the key is user, and nothing tells who that is", of.At)
 			}
-			c.routes[route.Pattern] = append(c.routes[route.Pattern], charge{of.Policy, client.Cost(of.Cost), of.Key})
 		}
+		c.routes[route.Pattern] = route.Charges
 	}
 	return c.charges, nil
 }
@@ -202,22 +202,16 @@ func (h HTTP) Charges(user func(*http.Request) string) (func(*http.Request) []cl
 // A charger finds the routes of requests with a mux whose handlers do nothing.
 type charger struct {
 	mux    *http.ServeMux
-	routes map[string][]charge // by pattern
+	routes map[string][]Charge // by pattern
 	user   func(*http.Request) string
 	ip     httplimit.Key
-}
-
-type charge struct {
-	policy string
-	cost   client.CostOption
-	key    Key
 }
 
 func (c *charger) charges(r *http.Request) []client.Charge {
 	matched := c.match(r)
 	list := make([]client.Charge, len(c.routes[matched.Pattern]))
 	for i, charge := range c.routes[matched.Pattern] {
-		list[i] = client.Charge{Policy: charge.policy, Key: c.key(charge.key, r, matched), Cost: charge.cost}
+		list[i] = client.Charge{Policy: charge.Policy, Key: c.key(charge.Key, r, matched), Cost: client.Cost(charge.Cost)}
 	}
 	return list
 }

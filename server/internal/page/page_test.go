@@ -387,9 +387,8 @@ func TestPage_GivesUp(t *testing.T) {
 	now.now = t0.Add(10 * time.Second)
 	looked := make(chan string, 1)
 	go func() {
-		w := httptest.NewRecorder()
-		p.ServeHTTP(w, httptest.NewRequest(http.MethodGet, "/", nil))
-		looked <- w.Body.String()
+		_, page := get(t, p, "/")
+		looked <- page
 	}()
 	db.Await(t, 20*time.Second, "select count(*) = 1 from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'")
 	_, page = get(t, p, "/")
