@@ -293,9 +293,9 @@ func unquoted(value string) string {
 // into returns a function that reads a value into a field.
 func into[T any](to *T, read func(string) (T, error)) func(string) error {
 	return func(value string) error {
-		read, err := read(value)
+		parsed, err := read(value)
 		if err == nil {
-			*to = read
+			*to = parsed
 		}
 		return err
 	}

@@ -151,7 +151,7 @@ func TestDeadline_OfTheCallOrOfTheServer(t *testing.T) {
 			if setting == "CALL_TIMEOUT=1m" {
 				var cancel func()
 				ctx, cancel = context.WithTimeout(ctx, 50*time.Millisecond)
-				defer cancel()
+				t.Cleanup(cancel)
 			}
 			_, err := s.call(ctx, path, `{"policy":"api","key":"k"}`)
 			require.Equal(t, codes.DeadlineExceeded, status.Code(err), "%v", err)
