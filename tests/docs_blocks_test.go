@@ -687,9 +687,7 @@ func TestDocs_Grants(t *testing.T) {
 			_, err := pool.Exec(ctx, "select ratelimit_policies(), ratelimit_status(), ratelimit_doctor()")
 			require.NoError(t, err)
 		},
-		"reset all buckets of a policy": func(t *testing.T, pool *pgxpool.Pool) {
-			require.NoError(t, client.New(pool).ResetAll(ctx, "p"))
-		},
+		"reset all buckets of a policy": func(t *testing.T, pool *pgxpool.Pool) { require.NoError(t, client.New(pool).ResetAll(ctx, "p")) },
 		"clean up one batch": func(t *testing.T, pool *pgxpool.Pool) {
 			_, err := client.New(pool).Cleanup(ctx)
 			require.NoError(t, err)

@@ -57,9 +57,8 @@ type crashTarget struct {
 	spread            func(caller int, key string) string // the key that a caller has in place of this one; nil for the same
 }
 
-// startCrashLoadOn starts callers of some policies, who pause between requests for a random time up to the one
-// given. The keys of their buckets begin with the prefix. Requests with an idempotency key have buckets of
-// their own.
+// startCrashLoadOn starts callers of some policies, who pause between requests for a random time up to the one given. The keys of
+// their buckets begin with the prefix. Requests with an idempotency key have buckets of their own.
 func startCrashLoadOn(t testing.TB, target crashTarget, prefix string, policies []string, pause time.Duration) *crashLoad {
 	t.Helper()
 	if target.spread == nil {
@@ -170,8 +169,7 @@ func (l *crashLoad) runAWhile(t testing.TB) {
 	time.Sleep(rand.N(400 * ms)) // the moment is what is random
 }
 
-// exactCapacity is the capacity of policies that refill one token a day: the level of a bucket tells how many
-// tokens were taken.
+// exactCapacity is the capacity of policies that refill one token a day: the level of a bucket tells how many tokens were taken.
 const exactCapacity = 3_000_000
 
 func (db *testDB) defineExact() {

@@ -48,9 +48,7 @@ func newDB(t testing.TB) *testDB {
 }
 
 // in is the same database for a subtest.
-func (db *testDB) in(t testing.TB) *testDB {
-	return &testDB{DB: db.DB, t: t}
-}
+func (db *testDB) in(t testing.TB) *testDB { return &testDB{DB: db.DB, t: t} }
 
 // exec runs SQL and fails the test when it cannot.
 func (db *testDB) exec(sql string, args ...any) {

@@ -46,12 +46,7 @@ func (l *ledger) request(key string, cost int64, idempotencyKey string) request 
 // newLedger defines the policy.
 func newLedger(db *testDB, policy string, capacity int64, timeout time.Duration) *ledger {
 	db.definePolicy(policy, capacity, 1, aDay)
-	return &ledger{
-		policy:   policy,
-		capacity: capacity,
-		timeout:  timeout,
-		failed:   make(map[string]int),
-	}
+	return &ledger{policy: policy, capacity: capacity, timeout: timeout, failed: make(map[string]int)}
 }
 
 // load starts callers of these limiters, three of four with idempotency keys and at buckets of their own.
@@ -204,9 +199,7 @@ func TestLedger_SeesWhatDoesNotAddUp(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
 	by := client.New(db.Pool)
-	granted := func(remaining int64) client.Decision {
-		return client.Decision{Allowed: true, Remaining: remaining}
-	}
+	granted := func(remaining int64) client.Decision { return client.Decision{Allowed: true, Remaining: remaining} }
 	for wrong, happen := range map[string]func(l *ledger){
 		"": func(l *ledger) {
 			l.lose(l.request("k", 2, ""))

@@ -19,17 +19,14 @@ type mutation struct {
 var settleTwice = mutation{`(update idempotency_keys as k set settled = [^;]*?)and k.settled is null`, "$1"}
 
 // pauseBefore has other sessions come to the same place, where they would seldom meet by chance.
-func pauseBefore(pattern string) mutation {
-	return mutation{pattern, "perform pg_sleep(0.002); $0"}
-}
+func pauseBefore(pattern string) mutation { return mutation{pattern, "perform pg_sleep(0.002); $0"} }
 
 // mutate changes ratelimit_acquire, or another function, and returns the way back.
 func (db *testDB) mutate(m mutation, function ...string) (undo func()) {
 	db.t.Helper()
 	name := append(function, "ratelimit_acquire")[0]
 	var source string
-	require.NoError(db.t, db.Pool.QueryRow(context.Background(),
-		"select pg_get_functiondef($1::regproc)", name).Scan(&source))
+	require.NoError(db.t, db.Pool.QueryRow(context.Background(), "select pg_get_functiondef($1::regproc)", name).Scan(&source))
 	pattern := regexp.MustCompile(strings.ReplaceAll(m.pattern, " ", `\s+`))
 	require.Len(db.t, pattern.FindAllString(source, -1), 1, "places in %s that match\n%s", name, m.pattern)
 	db.exec(pattern.ReplaceAllString(source, m.replacement))
@@ -43,8 +40,7 @@ type gate struct {
 	remove func()
 }
 
-// gateBefore puts a gate before the place in ratelimit_acquire, or another function, that the pattern, as of a
-// mutation, matches.
+// gateBefore puts a gate before the place in ratelimit_acquire, or another function, that the pattern, as of a mutation, matches.
 func (db *testDB) gateBefore(pattern string, function ...string) *gate {
 	db.t.Helper()
 	remove := db.mutate(mutation{pattern, `

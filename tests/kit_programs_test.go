@@ -19,10 +19,7 @@ import (
 )
 
 func ternMigrate(url string) []string {
-	return []string{
-		"tool", "tern", "migrate", "--config", "migrations/tern.conf", "--migrations", "migrations",
-		"--conn-string", url,
-	}
+	return []string{"tool", "tern", "migrate", "--config", "migrations/tern.conf", "--migrations", "migrations", "--conn-string", url}
 }
 
 func command(dir string, env []string, name string, args ...string) *exec.Cmd {

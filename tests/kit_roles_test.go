@@ -13,8 +13,7 @@ import (
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
-// newRole returns a role without rights. Call it before creating the database in which it gets some,
-// which is then dropped first.
+// newRole returns a role without rights. Call it before creating the database in which it gets some, which is then dropped first.
 func newRole(t testing.TB) string {
 	t.Helper()
 	ctx := context.Background()

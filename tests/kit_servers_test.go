@@ -31,8 +31,7 @@ func reopen(t testing.TB, server *pgtest.Server) *testDB {
 	return openDB(t, server, privateName)
 }
 
-// createDB creates a database on a server, prepares it with SQL in which %s is its name, and installs the
-// package.
+// createDB creates a database on a server, prepares it with SQL in which %s is its name, and installs the package.
 func createDB(t testing.TB, server *pgtest.Server, name string, prepare ...string) *testDB {
 	t.Helper()
 	quoted := pgx.Identifier{name}.Sanitize()

@@ -35,9 +35,7 @@ func (db *testDB) wire(t testing.TB) *wire {
 type message []pgproto3.FrontendMessage
 
 // simple is SQL in the simple protocol.
-func simple(sql string) message {
-	return message{&pgproto3.Query{String: sql}}
-}
+func simple(sql string) message { return message{&pgproto3.Query{String: sql}} }
 
 // extended is a statement prepared under a name, with parameters, in the extended protocol.
 func extended(name string, formats []int16, parameters [][]byte) message {

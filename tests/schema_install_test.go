@@ -27,9 +27,7 @@ var installers = map[string]func(t *testing.T, url string){
 		defer conn.Close(context.Background())
 		require.NoError(t, migrations.Up(context.Background(), conn))
 	},
-	"psql": func(t *testing.T, url string) {
-		psqlFile(t, url, "install.sql")
-	},
+	"psql": func(t *testing.T, url string) { psqlFile(t, url, "install.sql") },
 	"tern --conn-string": func(t *testing.T, url string) {
 		createSchema(t, url)
 		run(t, "..", nil, "go", ternMigrate(url)...)
@@ -38,9 +36,7 @@ var installers = map[string]func(t *testing.T, url string){
 		createSchema(t, url)
 		run(t, "../migrations", pgVariables(t, url), "go", "tool", "tern", "migrate")
 	},
-	"make install": func(t *testing.T, url string) {
-		run(t, "..", nil, "make", "install", "DATABASE_URL="+url)
-	},
+	"make install": func(t *testing.T, url string) { run(t, "..", nil, "make", "install", "DATABASE_URL="+url) },
 }
 
 func TestInstall_EveryWayGivesTheSameSchema(t *testing.T) {
@@ -198,12 +194,8 @@ func TestUninstall_LeavesNothing(t *testing.T) {
 		"Down": func(t *testing.T, db *pgtest.DB) {
 			require.NoError(t, migrations.Down(context.Background(), db.Connect(t)))
 		},
-		"make uninstall": func(t *testing.T, db *pgtest.DB) {
-			run(t, "..", nil, "make", "uninstall", "DATABASE_URL="+db.URL)
-		},
-		"psql": func(t *testing.T, db *pgtest.DB) {
-			psqlFile(t, db.URL, "uninstall.sql")
-		},
+		"make uninstall": func(t *testing.T, db *pgtest.DB) { run(t, "..", nil, "make", "uninstall", "DATABASE_URL="+db.URL) },
+		"psql":           func(t *testing.T, db *pgtest.DB) { psqlFile(t, db.URL, "uninstall.sql") },
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -343,8 +335,7 @@ func TestInstall_AgainReplacesFunctionsAndKeepsGrants(t *testing.T) {
 	for name, reinstall := range map[string]func(t *testing.T, db *pgtest.DB){
 		"InstallCodePackage": func(t *testing.T, db *pgtest.DB) { reinstallCode(t, db.Connect(t)) },
 		"tern code install": func(t *testing.T, db *pgtest.DB) {
-			run(t, "..", nil, "go", "tool", "tern", "code", "install", "sql",
-				"--config", "migrations/tern.conf", "--conn-string", db.URL)
+			run(t, "..", nil, "go", "tool", "tern", "code", "install", "sql", "--config", "migrations/tern.conf", "--conn-string", db.URL)
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -409,12 +400,8 @@ func TestInstall_RefusesPlantedObjects(t *testing.T) {
 			"create procedure ratelimit_cleanup_all() language sql as 'select true'",
 			"42723", "functions named ratelimit_* exist already",
 		},
-		"the private schema": {
-			"create schema ratelimit", "42501", "schema ratelimit belongs to another role",
-		},
-		"a type in a schema of ours": {
-			"create domain ratelimit.decision as boolean", "42P06", "schema ratelimit is not empty",
-		},
+		"the private schema":         {"create schema ratelimit", "42501", "schema ratelimit belongs to another role"},
+		"a type in a schema of ours": {"create domain ratelimit.decision as boolean", "42P06", "schema ratelimit is not empty"},
 		"a function in a schema of ours": {
 			"create function ratelimit.refuse(text) returns boolean language sql as 'select true'", "42P06", "schema ratelimit is not empty",
 		},

@@ -117,8 +117,7 @@ func TestUpgrade_PreparedStatements(t *testing.T) {
 	require.EqualValues(t, loadCapacity-4, db.left("p", "implicit"))
 }
 
-// Version 2 replaces the functions themselves. A call that had found the old one waits for the migration, and goes on
-// with it.
+// Version 2 replaces the functions themselves. A call that had found the old one waits for the migration, and goes on with it.
 func TestUpgrade_ACallThatFoundTheOldFunction(t *testing.T) {
 	t.Parallel()
 	for name, call := range map[string]func(s *session) error{

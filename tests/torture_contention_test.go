@@ -81,9 +81,8 @@ func TestTorture_Contention(t *testing.T) {
 	run.figure("longest wait", slices.Max(waits).Round(time.Millisecond), "")
 }
 
-// Twelve sessions call everything there is on buckets that they share. No call fails, but for a policy that was just
-// dropped. The buckets of two policies are never reset: each holds what it began with, less what was granted,
-// plus what was given back.
+// Twelve sessions call everything there is on buckets that they share. No call fails, but for a policy that was just dropped. The
+// buckets of two policies are never reset: each holds what it began with, less what was granted, plus what was given back.
 func TestTorture_ContentionOfAllCalls(t *testing.T) {
 	run := torture(t, 1000)
 	const sessions, keys, capacity = 12, 4, 1_500_000

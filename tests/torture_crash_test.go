@@ -17,13 +17,12 @@ import (
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
-// PostgreSQL is killed with SIGKILL at random moments, over and over, under load. The decisions of the callers
-// are then compared with the recovered database.
+// PostgreSQL is killed with SIGKILL at random moments, over and over, under load. The decisions of the callers are then compared
+// with the recovered database.
 //
-// The machine survives, and so does everything that PostgreSQL wrote to the kernel. Without a flush, a grant is
-// lost if its WAL was still in PostgreSQL's own buffers. Under load these are few up to PostgreSQL 16, because
-// full pages are written at once. When grants come slowly, the last page waits for the WAL writer. This test
-// does not see what fsync does when the power fails.
+// The machine survives, and so does everything that PostgreSQL wrote to the kernel. Without a flush, a grant is lost if its WAL
+// was still in PostgreSQL's own buffers. Under load these are few up to PostgreSQL 16, because full pages are written at once.
+// When grants come slowly, the last page waits for the WAL writer. This test does not see what fsync does when the power fails.
 func TestTorture_Crash(t *testing.T) {
 	run := torture(t, int64(len(crashes)))
 	const walWriterDelay = 200 * time.Millisecond // PostgreSQL's default

@@ -77,19 +77,11 @@ func textArgument(s string) argument {
 }
 
 func bigintArgument(n int64) argument {
-	return argument{
-		value:  n,
-		text:   strconv.AppendInt(nil, n, 10),
-		binary: binary.BigEndian.AppendUint64(nil, uint64(n)),
-	}
+	return argument{value: n, text: strconv.AppendInt(nil, n, 10), binary: binary.BigEndian.AppendUint64(nil, uint64(n))}
 }
 
 func integerArgument(n int32) argument {
-	return argument{
-		value:  int64(n),
-		text:   strconv.AppendInt(nil, int64(n), 10),
-		binary: binary.BigEndian.AppendUint32(nil, uint32(n)),
-	}
+	return argument{value: int64(n), text: strconv.AppendInt(nil, int64(n), 10), binary: binary.BigEndian.AppendUint32(nil, uint32(n))}
 }
 
 func booleanArgument(b bool) argument {

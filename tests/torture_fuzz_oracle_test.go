@@ -325,8 +325,7 @@ func length(array any) int {
 	return -1
 }
 
-// answer makes the call on the model and returns the rows it gives, or the refusal that depends on what
-// was there before.
+// answer makes the call on the model and returns the rows it gives, or the refusal that depends on what was there before.
 func (r *round) answer(function string, args []argument) ([]string, error) {
 	value := func(i int) any { return args[i].value }
 	text := func(i int) string { s, _ := value(i).(string); return s }

@@ -21,10 +21,9 @@ import (
 	"github.com/pgratelimit/pgratelimit/client/clienttest/model"
 )
 
-// Every public function is called with whatever the protocol can carry. Each response must be the one that an
-// oracle predicts, to the SQLSTATE and the message: a refusal, in the order in which the functions check, or
-// the decision of the model, field by field. After each round the tables must hold what the model holds, and
-// refused calls must have changed nothing.
+// Every public function is called with whatever the protocol can carry. Each response must be the one that an oracle predicts, to
+// the SQLSTATE and the message: a refusal, in the order in which the functions check, or the decision of the model, field by
+// field. After each round the tables must hold what the model holds, and refused calls must have changed nothing.
 //
 // A round depends on its seed alone.
 func TestTorture_Fuzz(t *testing.T) {
@@ -105,10 +104,7 @@ func newFuzzer(t *testing.T, inputs *tally) *fuzzer {
 func (f *fuzzer) begin(t *testing.T) {
 	t.Helper()
 	f.wire = f.db.wire(t)
-	setup := []message{
-		simple("set synchronous_commit = off"),
-		simple("select ratelimit_version()"),
-	}
+	setup := []message{simple("set synchronous_commit = off"), simple("select ratelimit_version()")}
 	for name, sql := range fuzzStatements {
 		setup = append(setup, prepare(name, sql))
 	}
@@ -472,9 +468,7 @@ func (r *round) arguments(function string, good func() bool) []argument {
 	key := func() argument {
 		return choose(func() argument { return textArgument(oneOf(r.fuzzed, keys)) }, r.anyText)
 	}
-	cost := func() argument {
-		return choose(func() argument { return bigintArgument(r.Int64N(4)) }, r.anyBigint)
-	}
+	cost := func() argument { return choose(func() argument { return bigintArgument(r.Int64N(4)) }, r.anyBigint) }
 	idempotencyKey := func() argument {
 		if r.oneIn(2) {
 			return null

@@ -171,12 +171,8 @@ func TestLinearizability_FindsPlantedBugs(t *testing.T) {
 		"a concurrent repeat is charged again": {"ratelimit_acquire": {{
 			`(update buckets as b set level = b.level) \+ v_wanted`, "$1",
 		}, pauseBefore(`insert into idempotency_keys as k`)}},
-		"a denial by the clock before the wait": {"ratelimit_acquire": {{
-			`(?s)v_now := clock\(\);( .*? from buckets as b)`, "$1",
-		}}},
-		"a bucket that is named twice is charged twice": {"ratelimit.decide": {{
-			`if same\[v_i\] = v_i then`, "if true then",
-		}}},
+		"a denial by the clock before the wait":         {"ratelimit_acquire": {{`(?s)v_now := clock\(\);( .*? from buckets as b)`, "$1"}}},
+		"a bucket that is named twice is charged twice": {"ratelimit.decide": {{`if same\[v_i\] = v_i then`, "if true then"}}},
 		"a denial keeps the first charge": {"ratelimit.decide": {{
 			`if v_granted and fits\[v_i\]`, "if (v_granted or v_i = v_start) and fits[v_i]",
 		}}},

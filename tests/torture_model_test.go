@@ -500,8 +500,7 @@ func (m *modelRun) acquireMany(t *rapid.T) {
 	m.send(t, requests...)
 }
 
-// send makes requests by one of the functions that can carry them. In a batch an error stands in the row of
-// its request.
+// send makes requests by one of the functions that can carry them. In a batch an error stands in the row of its request.
 func (m *modelRun) send(t *rapid.T, requests ...wholeRequest) {
 	functions := []string{"acquire_all", "acquire_all_many", "acquire_packed, with sizes"}
 	if !slices.ContainsFunc(requests, func(r wholeRequest) bool { return len(r.charges) != 1 }) {
@@ -849,11 +848,7 @@ func (m *modelRun) setClock(t *rapid.T, now time.Time) {
 
 func (m *modelRun) amount(t *rapid.T, policy string) int64 {
 	p, _ := m.model.Policy(policy)
-	amounts := []*rapid.Generator[int64]{
-		rapid.Int64Range(0, 3),
-		rapid.Int64Range(0, p.Capacity),
-		tokens,
-	}
+	amounts := []*rapid.Generator[int64]{rapid.Int64Range(0, 3), rapid.Int64Range(0, p.Capacity), tokens}
 	if len(m.numbers) > 0 {
 		amounts = append(amounts, rapid.SampledFrom(m.numbers))
 	}

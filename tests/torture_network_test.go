@@ -19,11 +19,10 @@ import (
 	"github.com/pgratelimit/pgratelimit/client"
 )
 
-// Dozens of callers share a pool whose connections are delayed, cut and reset, and lose replies. A request with
-// an idempotency key that is repeated until it is answered is charged at most once, and ends with the true
-// decision. Without one, no token is missing beyond the costs of requests without an answer. When the faults
-// end, the pool recovers and leaves no goroutine behind. The seed repeats the choice of faults, though not who
-// meets them.
+// Dozens of callers share a pool whose connections are delayed, cut and reset, and lose replies. A request with an idempotency
+// key that is repeated until it is answered is charged at most once, and ends with the true decision. Without one, no token is
+// missing beyond the costs of requests without an answer. When the faults end, the pool recovers and leaves no goroutine behind.
+// The seed repeats the choice of faults, though not who meets them.
 func TestTorture_Network(t *testing.T) {
 	run := torture(t, 1)
 	n := newNetwork(t, rand.New(rand.NewPCG(testSeed(t), 0)))
@@ -88,13 +87,7 @@ func (n *network) missing() string {
 
 func newNetwork(t *testing.T, random *rand.Rand) *network {
 	db := newDB(t)
-	return &network{
-		t:      t,
-		random: random,
-		db:     db,
-		proxy:  newProxy(t, db),
-		ledger: newLedger(db, "p", 300, time.Second),
-	}
+	return &network{t: t, random: random, db: db, proxy: newProxy(t, db), ledger: newLedger(db, "p", 300, time.Second)}
 }
 
 // round starts callers on a pool of its own while the network has faults, until they have met what they must, and

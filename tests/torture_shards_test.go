@@ -59,9 +59,7 @@ func TestTorture_ShardsLinearizability(t *testing.T) {
 		for c := turn % databasesOfServer; c < len(chroniclers); c += databasesOfServer {
 			chroniclers[c].combiner = limiter
 			histories := 4
-			writers.Go(func() {
-				chroniclers[c].write(func() bool { histories--; return histories >= 0 }, check)
-			})
+			writers.Go(func() { chroniclers[c].write(func() bool { histories--; return histories >= 0 }, check) })
 		}
 		writers.Wait()
 	}

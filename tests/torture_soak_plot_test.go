@@ -16,9 +16,7 @@ type soakLine struct {
 }
 
 var soakPanels = [][]soakLine{
-	{
-		{"answers", "a second", func(s soakSample) float64 { return s.rate }, 0},
-	},
+	{{"answers", "a second", func(s soakSample) float64 { return s.rate }, 0}},
 	{
 		{"tables", "MB", func(s soakSample) float64 { return s.tables }, 1.5},
 		{"indexes", "MB", func(s soakSample) float64 { return s.indexes }, 1.5},

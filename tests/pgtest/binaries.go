@@ -19,8 +19,7 @@ const (
 	newest = 18
 )
 
-// findBinaries returns the directory of initdb and pg_ctl, installing PostgreSQL when there is none
-// and apt-get can.
+// findBinaries returns the directory of initdb and pg_ctl, installing PostgreSQL when there is none and apt-get can.
 func findBinaries(ctx context.Context) (string, error) {
 	if bin := os.Getenv("RATELIMIT_PG_BIN"); bin != "" {
 		if major(ctx, bin) == 0 {
@@ -41,11 +40,7 @@ func findBinaries(ctx context.Context) (string, error) {
 }
 
 // Where packages put binaries that are not in PATH: Debian, Red Hat, Homebrew.
-var places = []string{
-	"/usr/lib/postgresql/*/bin",
-	"/usr/pgsql-*/bin",
-	"/opt/homebrew/opt/postgresql@*/bin",
-}
+var places = []string{"/usr/lib/postgresql/*/bin", "/usr/pgsql-*/bin", "/opt/homebrew/opt/postgresql@*/bin"}
 
 func installed(ctx context.Context) string {
 	if initdb, err := exec.LookPath("initdb"); err == nil {

@@ -63,9 +63,8 @@ func (db *DB) Await(t testing.TB, within time.Duration, sql string, args ...any)
 	}
 }
 
-// databases creates and drops the databases of one process. Their names begin with the
-// application_name of a connection that stays open as long as the process lives, by which the next
-// process on a shared server knows which databases were left behind.
+// databases creates and drops the databases of one process. Their names begin with the application_name of a connection that
+// stays open as long as the process lives, by which the next process on a shared server knows which databases were left behind.
 type databases struct {
 	server *Server
 	owner  string
@@ -192,9 +191,7 @@ func (d *databases) drop(ctx context.Context, db *DB) (err error) {
 func (d *databases) close(ctx context.Context) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	return errors.Join(
-		d.dropAll(ctx, "select datname from pg_database where datname like $1 || '%'", d.owner),
-		d.conn.Close(ctx))
+	return errors.Join(d.dropAll(ctx, "select datname from pg_database where datname like $1 || '%'", d.owner), d.conn.Close(ctx))
 }
 
 func (d *databases) dropAll(ctx context.Context, query string, args ...any) error {

@@ -17,9 +17,7 @@ func PrivateOnDisk(t testing.TB, megabytes int, settings ...string) (server *Ser
 		t.Skip("a container's data is on a disk of the Docker engine")
 	}
 	dir = mount(t, megabytes)
-	start := func(ctx context.Context, settings []string) (host, error) {
-		return startClusterIn(ctx, dir, settings)
-	}
+	start := func(ctx context.Context, settings []string) (host, error) { return startClusterIn(ctx, dir, settings) }
 	return private(t, []rung{{rungLocal, start}}, settings), dir
 }
 

@@ -168,9 +168,7 @@ func fetch(engine client.APIClient, image string) error {
 			return err
 		}
 	}
-	silence := time.AfterFunc(registryPatience, func() {
-		cancel(fmt.Errorf("the registry was silent for %v", registryPatience))
-	})
+	silence := time.AfterFunc(registryPatience, func() { cancel(fmt.Errorf("the registry was silent for %v", registryPatience)) })
 	defer silence.Stop()
 	pull, err := engine.ImagePull(ctx, image, options)
 	if err == nil {

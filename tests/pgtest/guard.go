@@ -30,9 +30,7 @@ func startGuard(owner *syscall.Credential, script string, args ...string) (*guar
 }
 
 // release lets it run its script, and waits for that.
-func (g *guard) release() error {
-	return errors.Join(g.alive.Close(), g.cmd.Wait())
-}
+func (g *guard) release() error { return errors.Join(g.alive.Close(), g.cmd.Wait()) }
 
 // dismiss ends it without.
 func (g *guard) dismiss() error {

@@ -18,9 +18,8 @@ type kept struct {
 	Bin, Dir  string `json:",omitempty"`
 }
 
-// Keep lets the server outlive this process, and writes to a file what [Remove] needs to remove it.
-// A server that was running before stays in any case. A container is kept only when testcontainers'
-// reaper is off: TESTCONTAINERS_RYUK_DISABLED=true.
+// Keep lets the server outlive this process, and writes to a file what [Remove] needs to remove it. A server that was running
+// before stays in any case. A container is kept only when testcontainers' reaper is off: TESTCONTAINERS_RYUK_DISABLED=true.
 func (s *Server) Keep(file string) error {
 	var k kept
 	var g *guard

@@ -99,10 +99,9 @@ func Shared(t testing.TB) *Server {
 	return databases.server
 }
 
-// Private returns a server of the test's own, for tests that crash it or need other settings, each
-// given as "name=value". It has no package installed, but on Docker in its database postgres, where
-// the image does that. It comes from the same rung as the shared server; when that is a running one,
-// from the next rung that is there.
+// Private returns a server of the test's own, for tests that crash it or need other settings, each given as "name=value". It has
+// no package installed, but on Docker in its database postgres, where the image does that. It comes from the same rung as the
+// shared server; when that is a running one, from the next rung that is there.
 func Private(t testing.TB, settings ...string) *Server {
 	t.Helper()
 	rungs := ladder[1:]

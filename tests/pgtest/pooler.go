@@ -44,9 +44,8 @@ func (p *Pooler) Prepares() bool {
 	return err == nil && (major > 1 || minor >= 21)
 }
 
-// StartPooler returns a PgBouncer of the test's own. On Docker it is the newest that its packages
-// have; otherwise that of the machine, installed with apt-get when there is none. The test is
-// skipped where neither can be.
+// StartPooler returns a PgBouncer of the test's own. On Docker it is the newest that its packages have; otherwise that of the
+// machine, installed with apt-get when there is none. The test is skipped where neither can be.
 func StartPooler(t testing.TB) *Pooler {
 	t.Helper()
 	ctx := context.Background()

@@ -31,9 +31,7 @@ func (s *Server) Close() error {
 }
 
 // String names the rung and the version.
-func (s *Server) String() string {
-	return s.Rung + " PostgreSQL " + s.Version
-}
+func (s *Server) String() string { return s.Rung + " PostgreSQL " + s.Version }
 
 // A host runs a server.
 type host interface {

@@ -128,9 +128,7 @@ func count(results []*result) (passed, failed, skipped, ended int) {
 }
 
 // running is true for a test that ran when its package ended, and said why.
-func (t *result) running() bool {
-	return !t.ended() && strings.Contains(t.output.String(), "panic: ")
-}
+func (t *result) running() bool { return !t.ended() && strings.Contains(t.output.String(), "panic: ") }
 
 // end prints what was skipped and what failed, and reports whether nothing did.
 func (r *report) end() bool {
