@@ -121,8 +121,7 @@ func TestDocs_SQL(t *testing.T) {
 func TestDocs_SQLChecker(t *testing.T) {
 	t.Parallel()
 	session := newDocsSession(t)
-	_, err := session.run(docsBlock{tag: "sql", text: "select ratelimit_define_policy('p', 5, 1, '1 second');\n"})
-	require.NoError(t, err)
+	require.NoError(t, errorOf(session.run(docsBlock{tag: "sql", text: "select ratelimit_define_policy('p', 5, 1, '1 second');\n"})))
 	const statement = "=> select allowed, remaining, reset_after from ratelimit_peek('p', 'k', 5);\n"
 	const right = " allowed | remaining | reset_after\n---------+-----------+-------------\n t       | 5         | 00:00:00\n"
 	for name, test := range map[string]struct{ tag, text string }{
@@ -147,8 +146,7 @@ func TestDocs_SQLChecker(t *testing.T) {
 		"no end":                {"sql", "select 1;\nselect 2\n"},
 		"another statement":     {"python", "select allowed from ratelimit_acquire(%s, %s)\n"},
 	} {
-		_, err := session.run(docsBlock{tag: test.tag, text: test.text})
-		assert.Error(t, err, name)
+		assert.Error(t, errorOf(session.run(docsBlock{tag: test.tag, text: test.text})), name)
 	}
 	did, err := session.run(docsBlock{tag: "psql", text: statement + right})
 	require.NoError(t, err)
@@ -163,8 +161,7 @@ func TestDocs_SQLChecker(t *testing.T) {
 		"a tag with more": "```sql skip\nselect 1;\n```\n",
 		"no end":          "```sql\nselect 1;\n",
 	} {
-		_, err := docsBlocks(text)
-		assert.Error(t, err, name)
+		assert.Error(t, errorOf(docsBlocks(text)), name)
 	}
 }
 
@@ -518,8 +515,7 @@ func TestDocs_LinksFilesAndTargetsAreThere(t *testing.T) {
 				continue
 			}
 			for _, path := range docsPath.FindAllString(block.text, -1) {
-				_, err := os.Stat(filepath.Join("..", path))
-				assert.NoError(t, err, file.path)
+				assert.NoError(t, errorOf(os.Stat(filepath.Join("..", path))), file.path)
 			}
 			for _, target := range docsTarget.FindAllStringSubmatch(block.text, -1) {
 				assert.True(t, strings.Contains(string(makefile), "\n"+target[1]+":"), "%s: make %s", file.path, target[1])
@@ -532,8 +528,7 @@ func TestDocs_LinksFilesAndTargetsAreThere(t *testing.T) {
 			at := file.path
 			if link[1] != "" {
 				at = filepath.Join(filepath.Dir(file.path), link[1])
-				_, err := os.Stat(filepath.Join("..", at))
-				assert.NoError(t, err, "%s links to %s", file.path, link[1])
+				assert.NoError(t, errorOf(os.Stat(filepath.Join("..", at))), "%s links to %s", file.path, link[1])
 			}
 			if link[2] != "" {
 				assert.Contains(t, anchors[at], link[2], "%s links to %s#%s", file.path, link[1], link[2])
@@ -576,12 +571,9 @@ func TestDocs_Grants(t *testing.T) {
 	ctx := context.Background()
 	uses := map[string]func(t *testing.T, pool *pgxpool.Pool){
 		"acquire, from SQL or with `client.New`": func(t *testing.T, pool *pgxpool.Pool) {
-			_, err := acquire(pool, "p", "k", 1, "first")
-			require.NoError(t, err)
-			_, err = client.New(pool).Acquire(ctx, "p", "k")
-			require.NoError(t, err)
-			_, err = client.New(pool).Peek(ctx, "p", "k")
-			require.ErrorContains(t, err, "grant execute on function ratelimit_peek(")
+			require.NoError(t, errorOf(acquire(pool, "p", "k", 1, "first")))
+			require.NoError(t, errorOf(client.New(pool).Acquire(ctx, "p", "k")))
+			require.ErrorContains(t, errorOf(client.New(pool).Peek(ctx, "p", "k")), "grant execute on function ratelimit_peek(")
 		},
 		"acquire from several buckets at once, from SQL or with `client.New`": func(t *testing.T, pool *pgxpool.Pool) {
 			d, err := client.New(pool).AcquireAll(ctx, []client.Charge{{Policy: "p", Key: "k"}, {Policy: "p", Key: "l"}})
@@ -595,11 +587,9 @@ func TestDocs_Grants(t *testing.T) {
 			for n := range 64 {
 				wg.Go(func() {
 					for i := range 20 {
-						_, err := limiter.Acquire(ctx, "p", strconv.Itoa((n+i)%8), client.IdempotencyKey(fmt.Sprint(n, i)))
-						assert.NoError(t, err)
-						_, err = limiter.Acquire(ctx, "p", strconv.Itoa((n+i)%8))
-						assert.NoError(t, err)
-						_, err = limiter.AcquireAll(ctx, []client.Charge{{Policy: "p", Key: strconv.Itoa(n % 8)}, {Policy: "p", Key: strconv.Itoa(i % 8)}})
+						assert.NoError(t, errorOf(limiter.Acquire(ctx, "p", strconv.Itoa((n+i)%8), client.IdempotencyKey(fmt.Sprint(n, i)))))
+						assert.NoError(t, errorOf(limiter.Acquire(ctx, "p", strconv.Itoa((n+i)%8))))
+						_, err := limiter.AcquireAll(ctx, []client.Charge{{Policy: "p", Key: strconv.Itoa(n % 8)}, {Policy: "p", Key: strconv.Itoa(i % 8)}})
 						assert.NoError(t, err)
 					}
 				})
@@ -608,8 +598,7 @@ func TestDocs_Grants(t *testing.T) {
 		},
 		"acquire with a [`Leaser`](leases.md)": func(t *testing.T, pool *pgxpool.Pool) {
 			limiter := client.NewLeaser(pool, client.Lease{Policy: "p"})
-			_, err := limiter.AcquireAll(ctx, []client.Charge{{Policy: "p", Key: "k"}})
-			require.NoError(t, err)
+			require.NoError(t, errorOf(limiter.AcquireAll(ctx, []client.Charge{{Policy: "p", Key: "k"}})))
 			var wg sync.WaitGroup
 			for range 8 {
 				wg.Go(func() {
@@ -628,29 +617,21 @@ func TestDocs_Grants(t *testing.T) {
 			limiter.Close() // which needs ratelimit_refund
 		},
 		"acquire from a [shard](sharding.md) with `client.NewSharded`": func(t *testing.T, pool *pgxpool.Pool) {
-			_, err := client.NewSharded(ctx, []*pgxpool.Pool{pool})
-			require.ErrorIs(t, err, client.ErrWrongShard)
+			require.ErrorIs(t, errorOf(client.NewSharded(ctx, []*pgxpool.Pool{pool})), client.ErrWrongShard)
 		},
 		"make a database a [shard](sharding.md)": func(t *testing.T, pool *pgxpool.Pool) {
-			_, err := pool.Exec(ctx, "select ratelimit_define_shard(0, 1)")
-			require.NoError(t, err)
+			require.NoError(t, errorOf(pool.Exec(ctx, "select ratelimit_define_shard(0, 1)")))
 		},
 		"charge, settle, reserve, and acquire up to what there is": func(t *testing.T, pool *pgxpool.Pool) {
 			limiter := client.New(pool)
-			_, err := limiter.Charge(ctx, "p", "k", 1, client.IdempotencyKey("charged"))
-			require.NoError(t, err)
-			_, err = limiter.Settle(ctx, "p", "k", "charged", 0)
-			require.NoError(t, err)
-			_, err = limiter.AcquireUpTo(ctx, "p", "k", 1)
-			require.NoError(t, err)
-			_, err = limiter.Wait(ctx, "p", "k")
-			require.NoError(t, err)
+			require.NoError(t, errorOf(limiter.Charge(ctx, "p", "k", 1, client.IdempotencyKey("charged"))))
+			require.NoError(t, errorOf(limiter.Settle(ctx, "p", "k", "charged", 0)))
+			require.NoError(t, errorOf(limiter.AcquireUpTo(ctx, "p", "k", 1)))
+			require.NoError(t, errorOf(limiter.Wait(ctx, "p", "k")))
 		},
 		"peek and refund": func(t *testing.T, pool *pgxpool.Pool) {
-			_, err := client.New(pool).Peek(ctx, "p", "k")
-			require.NoError(t, err)
-			_, err = client.New(pool).Refund(ctx, "p", "k", 1)
-			require.NoError(t, err)
+			require.NoError(t, errorOf(client.New(pool).Peek(ctx, "p", "k")))
+			require.NoError(t, errorOf(client.New(pool).Refund(ctx, "p", "k", 1)))
 		},
 		"administration": func(t *testing.T, pool *pgxpool.Pool) {
 			limiter := client.New(pool)
@@ -684,17 +665,12 @@ func TestDocs_Grants(t *testing.T) {
 			require.NoError(t, err)
 		},
 		"monitoring": func(t *testing.T, pool *pgxpool.Pool) {
-			_, err := pool.Exec(ctx, "select ratelimit_policies(), ratelimit_status(), ratelimit_doctor()")
-			require.NoError(t, err)
+			require.NoError(t, errorOf(pool.Exec(ctx, "select ratelimit_policies(), ratelimit_status(), ratelimit_doctor()")))
 		},
 		"reset all buckets of a policy": func(t *testing.T, pool *pgxpool.Pool) { require.NoError(t, client.New(pool).ResetAll(ctx, "p")) },
-		"clean up one batch": func(t *testing.T, pool *pgxpool.Pool) {
-			_, err := client.New(pool).Cleanup(ctx)
-			require.NoError(t, err)
-		},
+		"clean up one batch":            func(t *testing.T, pool *pgxpool.Pool) { require.NoError(t, errorOf(client.New(pool).Cleanup(ctx))) },
 		"clean up all that is due": func(t *testing.T, pool *pgxpool.Pool) {
-			_, err := pool.Exec(ctx, "call ratelimit_cleanup_all()")
-			require.NoError(t, err)
+			require.NoError(t, errorOf(pool.Exec(ctx, "call ratelimit_cleanup_all()")))
 		},
 	}
 	page, err := os.ReadFile("../docs/operating.md")
@@ -740,8 +716,7 @@ func TestDocs_TheFirstGrantIsForOneBucketAndSeveral(t *testing.T) {
 		db.definePolicy("p", 10, 1, time.Hour)
 		db.exec(strings.ReplaceAll(string(grant), " to app", " to "+role))
 		for _, call := range []string{"ratelimit_acquire('p', 'k')", "ratelimit_acquire_all('{p,p}', '{k,l}')"} {
-			_, err := poolAs(t, db.DB, role).Exec(t.Context(), "select "+call)
-			require.NoError(t, err, page)
+			require.NoError(t, errorOf(poolAs(t, db.DB, role).Exec(t.Context(), "select "+call)), page)
 		}
 	}
 }
@@ -751,10 +726,7 @@ func poolAs(t *testing.T, db *pgtest.DB, role string) *pgxpool.Pool {
 	t.Helper()
 	config, err := pgxpool.ParseConfig(db.URL)
 	require.NoError(t, err)
-	config.AfterConnect = func(ctx context.Context, conn *pgx.Conn) error {
-		_, err := conn.Exec(ctx, "set role "+role)
-		return err
-	}
+	config.AfterConnect = func(ctx context.Context, conn *pgx.Conn) error { return errorOf(conn.Exec(ctx, "set role "+role)) }
 	pool, err := pgxpool.NewWithConfig(context.Background(), config)
 	require.NoError(t, err)
 	t.Cleanup(pool.Close)

@@ -307,8 +307,7 @@ func (p *leaserProcess) start(t *testing.T, db *testDB) *leaserProcess {
 // idle returns when it asks no more.
 func (p *leaserProcess) idle(t *testing.T) {
 	t.Helper()
-	_, err := fmt.Fprintln(p.orders, "idle")
-	require.NoError(t, err)
+	require.NoError(t, errorOf(fmt.Fprintln(p.orders, "idle")))
 	answer, err := p.answers.ReadString('\n')
 	require.NoError(t, err)
 	require.Equal(t, "idle\n", answer)

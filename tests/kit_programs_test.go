@@ -120,8 +120,7 @@ func script(t testing.TB, name string) string {
 
 // runScript runs one of pg_cron's scripts as a client that is not psql.
 func runScript(db *testDB, name string) error {
-	_, err := db.Pool.Exec(context.Background(), script(db.t, name))
-	return err
+	return errorOf(db.Pool.Exec(context.Background(), script(db.t, name)))
 }
 
 // psql runs one of pg_cron's scripts with psql.

@@ -20,11 +20,9 @@ func newRole(t testing.TB) string {
 	conn, err := pgx.Connect(ctx, pgtest.Shared(t).URL(""))
 	require.NoError(t, err)
 	name := "ratelimit_test_" + strings.ToLower(rand.Text())
-	_, err = conn.Exec(ctx, "create role "+name+" role current_user")
-	require.NoError(t, err)
+	require.NoError(t, errorOf(conn.Exec(ctx, "create role "+name+" role current_user")))
 	t.Cleanup(func() {
-		_, err := conn.Exec(ctx, "drop role "+name)
-		assert.NoError(t, err)
+		assert.NoError(t, errorOf(conn.Exec(ctx, "drop role "+name)))
 		assert.NoError(t, conn.Close(ctx))
 	})
 	return name
@@ -40,6 +38,5 @@ func connectAs(t testing.TB, db *pgtest.DB, role string) *pgx.Conn {
 
 func execute(t testing.TB, conn *pgx.Conn, sql string, args ...any) {
 	t.Helper()
-	_, err := conn.Exec(context.Background(), sql, args...)
-	require.NoError(t, err, "%.200s", sql)
+	require.NoError(t, errorOf(conn.Exec(context.Background(), sql, args...)), "%.200s", sql)
 }

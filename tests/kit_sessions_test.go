@@ -43,8 +43,7 @@ func (db *testDB) hasty() *session {
 
 func (s *session) exec(sql string, args ...any) {
 	s.db.t.Helper()
-	_, err := s.Exec(context.Background(), sql, args...)
-	require.NoError(s.db.t, err, sql)
+	require.NoError(s.db.t, errorOf(s.Exec(context.Background(), sql, args...)), sql)
 }
 
 func (s *session) acquire(policy, key string, cost int64, idempotencyKey ...string) decision {

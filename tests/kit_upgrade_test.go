@@ -146,10 +146,7 @@ func (db *testDB) startLoad(version int32) *upgradeLoad {
 	l := &upgradeLoad{newLoad(db.t), db, map[string]*atomic.Int64{}}
 	ctx := context.Background()
 
-	l.add("acquire", 1, func(policy, key string, _ int64) error {
-		_, err := granted(acquire(db.Pool, policy, key, 1))
-		return err
-	})
+	l.add("acquire", 1, func(policy, key string, _ int64) error { return errorOf(granted(acquire(db.Pool, policy, key, 1))) })
 	l.add("keyed", 1, func(policy, key string, n int64) error {
 		first, err := granted(acquire(db.Pool, policy, key, 1, fmt.Sprint(n)))
 		if err != nil {
@@ -162,16 +159,14 @@ func (db *testDB) startLoad(version int32) *upgradeLoad {
 		return err
 	})
 	l.add("many", 1, func(policy, key string, _ int64) error {
-		_, err := granted(decide(db.Pool, "ratelimit_acquire_many(array[$1], array[$2])", policy, key))
-		return err
+		return errorOf(granted(decide(db.Pool, "ratelimit_acquire_many(array[$1], array[$2])", policy, key)))
 	})
 	l.add("transaction", 1, func(policy, key string, _ int64) error {
 		return pgx.BeginFunc(ctx, db.Pool, func(tx pgx.Tx) error {
 			if _, err := granted(acquire(tx, policy, key, 3)); err != nil {
 				return err
 			}
-			_, err := refund(tx, policy, key, 2)
-			return err
+			return errorOf(refund(tx, policy, key, 2))
 		})
 	})
 	l.add("denied", 1, func(policy, key string, _ int64) error {
@@ -188,8 +183,7 @@ func (db *testDB) startLoad(version int32) *upgradeLoad {
 		if _, err := granted(acquire(db.Pool, policy, key, 1)); err != nil {
 			return err
 		}
-		_, err := db.Pool.Exec(ctx, "select ratelimit_cleanup(), ratelimit_version(), count(*) from ratelimit_policies()")
-		return err
+		return errorOf(db.Pool.Exec(ctx, "select ratelimit_cleanup(), ratelimit_version(), count(*) from ratelimit_policies()"))
 	})
 	if statement, older := combinerStatements[version]; older {
 		l.add("combined by an older client", 3, func(policy, key string, n int64) error {
@@ -212,14 +206,12 @@ func (db *testDB) startLoad(version int32) *upgradeLoad {
 			if _, err := granted(decide(db.Pool, "ratelimit_charge($1, $2, 3, $3)", policy, key, fmt.Sprint(n))); err != nil {
 				return err
 			}
-			_, err := granted(decide(db.Pool, "ratelimit_settle($1, $2, $3, 1)", policy, key, fmt.Sprint(n)))
-			return err
+			return errorOf(granted(decide(db.Pool, "ratelimit_settle($1, $2, $3, 1)", policy, key, fmt.Sprint(n))))
 		})
 		l.add("reserved", 2, func(policy, key string, n int64) error {
 			s := spending{function: "reserve", BucketID: model.BucketID{Policy: policy, Key: key}, cost: 1, maxWait: 1, idempotencyKey: fmt.Sprint(n)}
 			got, err := s.by(db.Pool)
-			_, err = granted(got.decision, err)
-			return err
+			return errorOf(granted(got.decision, err))
 		})
 		l.add("up to", 2, func(policy, key string, _ int64) error {
 			got, err := acquireUpTo(db.Pool, model.BucketID{Policy: policy, Key: key}, 1, 1, nil)
@@ -229,8 +221,7 @@ func (db *testDB) startLoad(version int32) *upgradeLoad {
 			return err
 		})
 		l.add("enforce", 1, func(policy, key string, n int64) error {
-			_, err := enforce(db.Pool, policy, key, 1, fmt.Sprint(n))
-			return err
+			return errorOf(enforce(db.Pool, policy, key, 1, fmt.Sprint(n)))
 		})
 		for policy := range loadPolicies {
 			db.exec(fmt.Sprintf(`
@@ -239,22 +230,19 @@ func (db *testDB) startLoad(version int32) *upgradeLoad {
 				  execute function ratelimit_guard('%[2]s', 'customer')`, guardedTable(policy), policy), pgx.QueryExecModeSimpleProtocol)
 		}
 		l.add("guard", 1, func(policy, key string, _ int64) error {
-			_, err := db.Pool.Exec(ctx, "insert into "+guardedTable(policy)+" values ($1), ('another')", key)
-			return err
+			return errorOf(db.Pool.Exec(ctx, "insert into "+guardedTable(policy)+" values ($1), ('another')", key))
 		})
 		l.add("status", 1, func(policy, key string, _ int64) error {
 			if _, err := granted(acquire(db.Pool, policy, key, 1)); err != nil {
 				return err
 			}
-			_, err := db.Pool.Exec(ctx, "select count(*) from ratelimit_status($1), ratelimit_doctor()", policy)
-			return err
+			return errorOf(db.Pool.Exec(ctx, "select count(*) from ratelimit_status($1), ratelimit_doctor()", policy))
 		})
 		l.add("override", 1, func(policy, key string, _ int64) error {
 			if _, err := db.Pool.Exec(ctx, "select ratelimit_override($1, $2)", policy, key); err != nil {
 				return err
 			}
-			_, err := granted(acquire(db.Pool, policy, key, 1))
-			return err
+			return errorOf(granted(acquire(db.Pool, policy, key, 1)))
 		})
 	}
 	l.goOn()

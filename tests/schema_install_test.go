@@ -486,8 +486,7 @@ func TestInstall_RunsNothingOfAPlantedVersionTable(t *testing.T) {
 					err = migrations.Up(t.Context(), conn)
 					require.Equal(t, "42501", sqlState(err), "%v", err)
 					require.NoError(t, conn.Close(t.Context()))
-					_, err = runPsql(t, url, "--file", "../migrations/psql/install.sql")
-					require.Error(t, err)
+					require.Error(t, errorOf(runPsql(t, url, "--file", "../migrations/psql/install.sql")))
 				}
 				require.Equal(t, before, stateOf(t, db))
 				require.Equal(t, []string{"false"}, column(t, db, "select is_called::text from public.escalated"))

@@ -113,8 +113,7 @@ func TestPackages_MigrationTools(t *testing.T) {
 			tool.up(t, db, dir)
 			tx, err := db.Pool.Begin(t.Context())
 			require.NoError(t, err)
-			_, err = tx.Exec(t.Context(), forget)
-			require.NoError(t, err)
+			require.NoError(t, errorOf(tx.Exec(t.Context(), forget)))
 			require.Equal(t, fingerprintOf(t, want), fingerprintIn(t, tx))
 			require.NoError(t, tx.Rollback(t.Context()))
 			replayVectors(t, db)
@@ -174,8 +173,7 @@ func TestPackages_PgTLE(t *testing.T) {
 		create function pgtle.extension_update_paths(name text, out path text) returns setof text
 		  language sql as $$ select s.source || '--' || s.target from pgtle.script as s where s.name = $1 $$`)
 	for range 2 {
-		_, err := db.Connect(t).Exec(t.Context(), string(files["pg_tle/pg_tle.sql"]))
-		require.NoError(t, err)
+		require.NoError(t, errorOf(db.Connect(t).Exec(t.Context(), string(files["pg_tle/pg_tle.sql"]))))
 
 		told := map[string]string{}
 		rows, err := db.Pool.Query(t.Context(), `
@@ -216,8 +214,7 @@ func TestPackages_PgTLEItself(t *testing.T) {
 	want.exec("create extension pg_tle; grant execute on function ratelimit_acquire to app")
 	db.exec("create extension pg_tle")
 	for range 2 {
-		_, err := db.Connect(t).Exec(t.Context(), string(packagesOf(t, "..")["pg_tle/pg_tle.sql"]))
-		require.NoError(t, err)
+		require.NoError(t, errorOf(db.Connect(t).Exec(t.Context(), string(packagesOf(t, "..")["pg_tle/pg_tle.sql"]))))
 	}
 	withoutScripts := func(db *testDB) string { // which pg_tle keeps in functions
 		return strings.Join(slices.DeleteFunc(strings.Split(withoutExtension(fingerprintOf(t, db.DB)), "\n"), func(line string) bool {

@@ -70,8 +70,7 @@ func TestUpgrade_PreparedStatements(t *testing.T) {
 	for i, mode := range modes {
 		sessions[i] = db.session()
 		for name, sql := range map[string]string{"named": named, "star": star} {
-			_, err := sessions[i].Prepare(ctx, name, sql)
-			require.NoError(t, err)
+			require.NoError(t, errorOf(sessions[i].Prepare(ctx, name, sql)))
 		}
 		sessions[i].exec("set plan_cache_mode = " + mode)
 		sessions[i].exec("star", "star")
@@ -108,8 +107,7 @@ func TestUpgrade_PreparedStatements(t *testing.T) {
 	require.Equal(t, before, db.rows())
 	for _, s := range sessions {
 		require.NoError(t, s.Deallocate(ctx, "star"))
-		_, err := s.Prepare(ctx, "star", star)
-		require.NoError(t, err)
+		require.NoError(t, errorOf(s.Prepare(ctx, "star", star)))
 		s.exec("star", "star")
 		s.exec(star, "implicit")
 	}
@@ -156,8 +154,7 @@ func TestUpgrade_ACallThatFoundTheOldFunction(t *testing.T) {
 			db.Await(t, patience, "select cardinality(pg_blocking_pids($1)) > 0", caller.PgConn().PID())
 			keeper.exec("commit")
 			require.NoError(t, <-migrated)
-			_, err := pending.result()
-			require.NoError(t, err)
+			require.NoError(t, errorOf(pending.result()))
 		})
 	}
 }

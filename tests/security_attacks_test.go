@@ -76,10 +76,8 @@ func TestSecurity_PlantedTwinsAreNotFound(t *testing.T) {
 		execute(t, conn, "create temporary table "+table+" (nothing pg_catalog.int4)")
 	}
 	execute(t, conn, "set search_path = twins, pg_temp, pg_catalog, public")
-	_, err := conn.Exec(context.Background(), "select 1::bigint + 1::bigint")
-	require.ErrorContains(t, err, "a twin was called")
-	_, err = conn.Exec(context.Background(), "select clock_timestamp()")
-	require.ErrorContains(t, err, "a twin was called")
+	require.ErrorContains(t, errorOf(conn.Exec(context.Background(), "select 1::bigint + 1::bigint")), "a twin was called")
+	require.ErrorContains(t, errorOf(conn.Exec(context.Background(), "select clock_timestamp()")), "a twin was called")
 
 	got := hostileTranscript(t, db, conn, "beside twins")
 	require.Len(t, got, len(want))
@@ -89,7 +87,7 @@ func TestSecurity_PlantedTwinsAreNotFound(t *testing.T) {
 
 	// The caller's own statements do find the twins.
 	db.exec("alter function ratelimit_peek reset search_path; grant usage on schema ratelimit to " + caller)
-	_, err = conn.Exec(context.Background(), "select public.ratelimit_peek('odd beside twins', 'k')")
+	_, err := conn.Exec(context.Background(), "select public.ratelimit_peek('odd beside twins', 'k')")
 	require.Contains(t, []string{"P0001", "23514"}, sqlState(err), "%v", err)
 }
 
@@ -139,14 +137,12 @@ func TestSecurity_CleanupAllRunsNobodysCode(t *testing.T) {
 	for _, path := range []string{"pg_catalog, public", "public, pg_catalog"} { // of the second, what is planted comes first
 		conn := db.Connect(t)
 		execute(t, conn, "set search_path = "+path)
-		_, err := conn.Exec(context.Background(), "call ratelimit_cleanup_all()")
-		require.NoError(t, err, path)
+		require.NoError(t, errorOf(conn.Exec(context.Background(), "call ratelimit_cleanup_all()")), path)
 		for _, budget := range []string{"0", "-1 second", "-178000000 years"} {
 			_, err := conn.Exec(context.Background(), "call ratelimit_cleanup_all($1::text::interval)", budget)
 			require.Equal(t, "22023", sqlState(err), "%s, %s: %v", path, budget, err)
 		}
-		_, err = conn.Exec(context.Background(), "call ratelimit_cleanup_all('178000000 years')")
-		require.NoError(t, err, path)
+		require.NoError(t, errorOf(conn.Exec(context.Background(), "call ratelimit_cleanup_all('178000000 years')")), path)
 	}
 }
 
@@ -195,12 +191,10 @@ func TestSecurity_HostileOwnerOfTheSchema(t *testing.T) {
 		d, err = limiter.Peek(ctx, "p", "k", client.Cost(11))
 		require.NoError(t, err)
 		require.True(t, d.Never())
-		_, err = limiter.Refund(ctx, "p", "k", 1)
-		require.NoError(t, err)
+		require.NoError(t, errorOf(limiter.Refund(ctx, "p", "k", 1)))
 		require.NoError(t, limiter.Reset(ctx, "p", "k"))
 		require.NoError(t, limiter.DefinePolicy(ctx, client.Policy{Name: "p", Capacity: 10, Refill: 1, Every: time.Hour}))
-		_, err = limiter.Cleanup(ctx)
-		require.NoError(t, err)
+		require.NoError(t, errorOf(limiter.Cleanup(ctx)))
 	}
 
 	before := rowsOf(t, db)
@@ -359,8 +353,7 @@ func TestSecurity_HintsAreQuoted(t *testing.T) {
 			require.Equal(t, "RL001", unknown.Code)
 			sql, found := strings.CutPrefix(unknown.Hint, "Names are case-sensitive, and ratelimit_policies() lists them. Define a new one first: ")
 			require.True(t, found, unknown.Hint)
-			_, err = conn.PgConn().Exec(ctx, strings.TrimSuffix(sql, ".")).ReadAll()
-			require.NoError(t, err, sql)
+			require.NoError(t, errorOf(conn.PgConn().Exec(ctx, strings.TrimSuffix(sql, ".")).ReadAll()), sql)
 			require.Equal(t, []string{name}, column(t, db.DB, "select policy from ratelimit_policies()"))
 			execute(t, conn, "select ratelimit_drop_policy($1)", name)
 		}
@@ -395,8 +388,7 @@ func TestSecurity_NothingIsInjectedThroughTheClient(t *testing.T) {
 				if _, err := limiter.Acquire(ctx, "p", text, client.IdempotencyKey(text)); err == nil {
 					answered++
 				}
-				_, err := limiter.Peek(ctx, text, "k")
-				require.Error(t, err, "%s: there is no policy %q", session, text)
+				require.Error(t, errorOf(limiter.Peek(ctx, text, "k")), "%s: there is no policy %q", session, text)
 				require.Error(t, limiter.DropPolicy(ctx, text))
 				require.False(t, conn.IsClosed(), "%s: %q", session, text)
 			}
@@ -540,8 +532,7 @@ func hostileTranscript(t *testing.T, db *testDB, conn *pgx.Conn, name string) []
 			  from (table ratelimit.idempotency_keys union all table ratelimit.ephemeral_idempotency_keys) as b
 			  join ratelimit.policies as p on p.id = b.policy_id where p.name = $1
 			order by 1`, full)...)
-		_, err := conn.Exec(ctx, "select public.ratelimit_reset($1, 'k')", full)
-		require.NoError(t, err)
+		require.NoError(t, errorOf(conn.Exec(ctx, "select public.ratelimit_reset($1, 'k')", full)))
 	}
 	execute(t, conn, "select severity, finding, remedy from public.ratelimit_doctor()") // takes seconds without indexes
 	return answers

@@ -270,10 +270,7 @@ func TestPrivileges_TheClientNamesTheGrant(t *testing.T) {
 	db.definePolicy("p", 1000, 1, aDay)
 	config, err := pgxpool.ParseConfig(db.URL)
 	require.NoError(t, err)
-	config.AfterConnect = func(ctx context.Context, conn *pgx.Conn) error {
-		_, err := conn.Exec(ctx, "set role "+role)
-		return err
-	}
+	config.AfterConnect = func(ctx context.Context, conn *pgx.Conn) error { return errorOf(conn.Exec(ctx, "set role "+role)) }
 	pool, err := pgxpool.NewWithConfig(ctx, config)
 	require.NoError(t, err)
 	defer pool.Close()
@@ -299,28 +296,20 @@ func TestPrivileges_TheClientNamesTheGrant(t *testing.T) {
 			return nil
 		},
 		"ratelimit_reserve(text, text, interval, bigint, text)": func() error {
-			_, err := limiter.Reserve(ctx, "p", "k", time.Second)
-			return err
+			return errorOf(limiter.Reserve(ctx, "p", "k", time.Second))
 		},
-		"ratelimit_acquire_up_to(text, text, bigint, bigint, text)": func() error {
-			_, err := limiter.AcquireUpTo(ctx, "p", "k", 1)
-			return err
-		},
-		"ratelimit_reset(text, text)": func() error { return limiter.Reset(ctx, "p", "k") },
-		"ratelimit_policies()":        func() error { _, err := limiter.Policies(ctx); return err },
-		"ratelimit_cleanup(integer)":  func() error { _, err := limiter.Cleanup(ctx); return err },
-		"ratelimit_drop_policy(text)": func() error { return limiter.DropPolicy(ctx, "none") },
+		"ratelimit_acquire_up_to(text, text, bigint, bigint, text)": func() error { return errorOf(limiter.AcquireUpTo(ctx, "p", "k", 1)) },
+		"ratelimit_reset(text, text)":                               func() error { return limiter.Reset(ctx, "p", "k") },
+		"ratelimit_policies()":                                      func() error { _, err := limiter.Policies(ctx); return err },
+		"ratelimit_cleanup(integer)":                                func() error { _, err := limiter.Cleanup(ctx); return err },
+		"ratelimit_drop_policy(text)":                               func() error { return limiter.DropPolicy(ctx, "none") },
 		"ratelimit_acquire_all(text[], text[], bigint[], text)": func() error {
-			_, err := limiter.AcquireAll(ctx, []client.Charge{{Policy: "p", Key: "k"}})
-			return err
+			return errorOf(limiter.AcquireAll(ctx, []client.Charge{{Policy: "p", Key: "k"}}))
 		},
 		"ratelimit_override(text, text, bigint, bigint, interval, timestamptz)": func() error {
 			return limiter.Override(ctx, client.Override{Policy: "p", Key: "k"})
 		},
-		"ratelimit_remove_override(text, text)": func() error {
-			_, err := limiter.RemoveOverride(ctx, "p", "k")
-			return err
-		},
+		"ratelimit_remove_override(text, text)":    func() error { return errorOf(limiter.RemoveOverride(ctx, "p", "k")) },
 		"ratelimit_overrides(text, text, integer)": func() error { _, err := limiter.Overrides(ctx); return err },
 		"ratelimit_define_policy(text, bigint, bigint, interval, boolean, boolean, interval, boolean)": func() error {
 			return limiter.DefinePolicy(ctx, client.Policy{Name: "q", Capacity: 1, Refill: 1, Every: time.Second})
@@ -336,6 +325,5 @@ func TestPrivileges_TheClientNamesTheGrant(t *testing.T) {
 	var refused error
 	limiter.RunCleanup(running, time.Hour, client.OnError(func(err error) { refused = err; stop() }))
 	remedy(refused, "grant execute on procedure ratelimit_cleanup_all(interval) to <role>;")
-	_, err = pool.Exec(ctx, "call ratelimit_cleanup_all()")
-	require.NoError(t, err)
+	require.NoError(t, errorOf(pool.Exec(ctx, "call ratelimit_cleanup_all()")))
 }

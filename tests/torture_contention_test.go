@@ -139,8 +139,7 @@ func TestTorture_ContentionOfAllCalls(t *testing.T) {
 		return err
 	}
 	execute := func(s *session, sql string, args ...any) error {
-		_, err := s.Exec(context.Background(), sql, args...)
-		return err
+		return errorOf(s.Exec(context.Background(), sql, args...))
 	}
 	crowdOf := make([]*session, sessions)
 	for i := range crowdOf {
@@ -183,8 +182,7 @@ func TestTorture_ContentionOfAllCalls(t *testing.T) {
 			if err != nil || !d.Allowed {
 				return err
 			}
-			_, err = refund(s, r.charges[0].Policy, r.charges[0].Key, r.charges[0].Cost)
-			return err
+			return errorOf(refund(s, r.charges[0].Policy, r.charges[0].Key, r.charges[0].Cost))
 		case n < 88:
 			return execute(s, "select ratelimit_reset('loose', $1)", b.Key)
 		case n < 92: // never below what it holds, nor full by it

@@ -110,9 +110,8 @@ func killServer(t *testing.T, server *pgtest.Server, l *crashLoad) (recovery tim
 func killBackend(t *testing.T, server *pgtest.Server, _ *crashLoad) (recovery time.Duration) {
 	victim, witness := connect(t, server), connect(t, server)
 	start := time.Now()
-	_, err := victim.Exec(t.Context(), "copy (select) to program 'kill -KILL $PPID'")
-	require.Error(t, err)
-	_, err = witness.Exec(t.Context(), "select pg_sleep(60)") // all others are ended before it recovers
+	require.Error(t, errorOf(victim.Exec(t.Context(), "copy (select) to program 'kill -KILL $PPID'")))
+	_, err := witness.Exec(t.Context(), "select pg_sleep(60)") // all others are ended before it recovers
 	require.Error(t, err)
 	require.Eventually(t, func() bool {
 		conn, err := pgx.Connect(t.Context(), server.URL(""))

@@ -727,8 +727,7 @@ func (a *actor) acquire() error {
 
 // transact makes the call of some operations, now and then in a transaction that may be rolled back.
 func (a *actor) transact(call func() error, ops ...*operation) error {
-	_, err := a.transactIn(a.random.IntN(4) == 0, call, ops...)
-	return err
+	return errorOf(a.transactIn(a.random.IntN(4) == 0, call, ops...))
 }
 
 func (a *actor) transactIn(held bool, call func() error, ops ...*operation) (committed bool, err error) {
@@ -803,8 +802,7 @@ func TestLinearizability_ReadingsOfTheFirstRound(t *testing.T) {
 	} {
 		r := c.clients[0]
 		r.readings.forget()
-		_, err := r.Exec(t.Context(), call)
-		require.NoError(t, err)
+		require.NoError(t, errorOf(r.Exec(t.Context(), call)))
 		require.Len(t, r.readings.all, firstReadings, call)
 	}
 }
@@ -1064,8 +1062,7 @@ func (a *actor) override(b model.BucketID) error {
 		case err != nil || kind == 3:
 			return err
 		case kind == 0:
-			_, err = a.Exec(context.Background(), "select ratelimit_reset($1, $2)", b.Policy, b.Key)
-			return err
+			return errorOf(a.Exec(context.Background(), "select ratelimit_reset($1, $2)", b.Policy, b.Key))
 		}
 		return ops[0].answered(ops[0].request.acquire(a))
 	}, ops...)
@@ -1232,8 +1229,5 @@ func (a *actor) cleanUp() error {
 	for _, b := range a.buckets {
 		ops = append(ops, a.operation(cleansUp, b))
 	}
-	return a.transact(func() error {
-		_, err := a.Exec(context.Background(), "select ratelimit_cleanup()")
-		return err
-	}, ops...)
+	return a.transact(func() error { return errorOf(a.Exec(context.Background(), "select ratelimit_cleanup()")) }, ops...)
 }

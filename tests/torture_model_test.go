@@ -856,8 +856,7 @@ func (m *modelRun) amount(t *rapid.T, policy string) int64 {
 }
 
 func (m *modelRun) call(call string, args ...any) error {
-	_, err := m.session.Exec(context.Background(), "select "+call, args...)
-	return err
+	return errorOf(m.session.Exec(context.Background(), "select "+call, args...))
 }
 
 func (m *modelRun) same(t *rapid.T, want, got decision, wantErr, err error) {

@@ -155,8 +155,7 @@ func (m *shardsModelRun) apart(t *rapid.T) {
 }
 
 func (m *shardsModelRun) sendApart(t *rapid.T, r wholeRequest) {
-	_, err := r.by(m.ctx, m.limiter)
-	require.ErrorIs(t, err, client.ErrSeveralShards)
+	require.ErrorIs(t, errorOf(r.by(m.ctx, m.limiter)), client.ErrSeveralShards)
 }
 
 func (m *shardsModelRun) peekOrRefund(t *rapid.T) {
@@ -303,8 +302,7 @@ func (m *shardsModelRun) setOverride(t *rapid.T, id model.BucketID, n model.Numb
 
 // cleanUp also compares which buckets have rows.
 func (m *shardsModelRun) cleanUp(t *rapid.T) {
-	_, err := m.limiter.Cleanup(m.ctx)
-	require.NoError(t, err)
+	require.NoError(t, errorOf(m.limiter.Cleanup(m.ctx)))
 	m.model.CleanUp(m.now)
 	left := map[model.BucketID]bool{}
 	m.s.each(func(db *testDB) {
