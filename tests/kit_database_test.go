@@ -2,6 +2,7 @@ package tests
 
 import (
 	"context"
+	"fmt"
 	"strings"
 	"sync"
 	"testing"
@@ -260,3 +261,10 @@ func state(t require.TestingT, q rowsQuerier) []string {
 
 // errorOf is the error of a call whose result nobody needs.
 func errorOf[T any](_ T, err error) error { return err }
+
+// requireState requires the SQLSTATE of an error.
+func requireState(t require.TestingT, state string, err error, about ...any) {
+	if sqlState(err) != state {
+		require.FailNow(t, fmt.Sprintf("not %s but %v", state, err), about...)
+	}
+}

@@ -117,8 +117,7 @@ func testExtensionSchemas(t *testing.T, s extensionServer) {
 		}
 	}
 	db := s.with(t, "drop schema public")
-	_, err := db.Connect(t).Exec(t.Context(), "create extension pgratelimit")
-	require.Equal(t, "3F000", sqlState(err), err)
+	requireState(t, "3F000", errorOf(db.Connect(t).Exec(t.Context(), "create extension pgratelimit")))
 }
 
 const (
@@ -286,8 +285,7 @@ func testExtensionRestoredBySuperuser(t *testing.T, s extensionServer) {
 			same(restored("--role=limits", "--no-owner"))
 
 			got := restored()
-			_, err := connectAs(t, got.DB, "limits").Exec(t.Context(), "select ratelimit_policies()")
-			require.Equal(t, "42501", sqlState(err), "%v", err)
+			requireState(t, "42501", errorOf(connectAs(t, got.DB, "limits").Exec(t.Context(), "select ratelimit_policies()")))
 			got.follow(got.requireFinding("notice", "The owner of the package, postgres, is a superuser"), "limits")
 			got.Await(t, patience, noTemporaryFunctions)
 			same(got)
@@ -323,8 +321,7 @@ func testExtensionPlanted(t *testing.T, s extensionServer) {
 				db.exec("grant create on database " + db.Name + " to planter; grant create on schema public to planter")
 				execute(t, connectAs(t, db.DB, planter), test.plant, pgx.QueryExecModeSimpleProtocol)
 				before := stateOf(t, db.DB)
-				_, err := db.Connect(t).Exec(t.Context(), "create extension pgratelimit")
-				require.Equal(t, test.code, sqlState(err), err)
+				requireState(t, test.code, errorOf(db.Connect(t).Exec(t.Context(), "create extension pgratelimit")))
 				require.Equal(t, before, stateOf(t, db.DB))
 				require.Error(t, errorOf(db.Connect(t).Exec(t.Context(), "create extension pgratelimit version 'unpackaged'")))
 				require.Equal(t, before, stateOf(t, db.DB))
@@ -427,8 +424,7 @@ func testExtensionDrop(t *testing.T, s extensionServer) {
 	db := s.with(t, "create extension pgratelimit")
 	db.exec("create view mine as select * from ratelimit_policies()")
 	before := stateOf(t, db.DB)
-	_, err := db.Pool.Exec(context.Background(), "drop extension pgratelimit")
-	require.Equal(t, "2BP01", sqlState(err), err)
+	requireState(t, "2BP01", errorOf(db.Pool.Exec(context.Background(), "drop extension pgratelimit")))
 	require.Equal(t, before, stateOf(t, db.DB))
 }
 

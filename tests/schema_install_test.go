@@ -227,8 +227,7 @@ func TestDown_StopsAtObjectsThatDependOnIt(t *testing.T) {
 	db.Exec(t, "create view mine as select * from ratelimit_policies()")
 	before := stateOf(t, db)
 
-	err := migrations.Down(context.Background(), db.Connect(t))
-	require.Equal(t, "2BP01", sqlState(err), err)
+	requireState(t, "2BP01", migrations.Down(context.Background(), db.Connect(t)))
 	require.Equal(t, before, stateOf(t, db))
 }
 
@@ -279,8 +278,7 @@ func TestUp_RefusesATransaction(t *testing.T) {
 	require.NoError(t, tx.Commit(ctx))
 	require.Equal(t, before, stateOf(t, db))
 
-	_, err = conn.Exec(ctx, "begin; select 1/0")
-	require.Equal(t, "22012", sqlState(err), err)
+	requireState(t, "22012", errorOf(conn.Exec(ctx, "begin; select 1/0")))
 	require.ErrorContains(t, migrations.Up(ctx, conn), "inside a transaction", "nor one that failed")
 	require.Equal(t, before, stateOf(t, db))
 }
@@ -483,8 +481,7 @@ func TestInstall_RunsNothingOfAPlantedVersionTable(t *testing.T) {
 				for _, url := range []string{db.URL, withSettings(t, db.URL, "role", installer)} {
 					conn, err := pgx.Connect(t.Context(), url)
 					require.NoError(t, err)
-					err = migrations.Up(t.Context(), conn)
-					require.Equal(t, "42501", sqlState(err), "%v", err)
+					requireState(t, "42501", migrations.Up(t.Context(), conn))
 					require.NoError(t, conn.Close(t.Context()))
 					require.Error(t, errorOf(runPsql(t, url, "--file", "../migrations/psql/install.sql")))
 				}

@@ -101,8 +101,7 @@ func TestUpgrade_PreparedStatements(t *testing.T) {
 			require.Equal(t, "0A000", sqlState(err), "%v", err)
 			require.ErrorContains(t, err, "cached plan must not change result type")
 		}
-		_, err := s.Exec(ctx, star, "implicit")
-		require.Equal(t, "0A000", sqlState(err), "%v", err)
+		requireState(t, "0A000", errorOf(s.Exec(ctx, star, "implicit")))
 	}
 	require.Equal(t, before, db.rows())
 	for _, s := range sessions {
@@ -279,8 +278,7 @@ func TestUpgrade_AndBack(t *testing.T) {
 func TestUpgrade_ADroppedHelperFailsCallsUnderWay(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
-	err := db.overtake(underWay["acquire"], func() { db.exec("drop function ratelimit.grant_of") })
-	require.Equal(t, "42883", sqlState(err), "%v", err)
+	requireState(t, "42883", db.overtake(underWay["acquire"], func() { db.exec("drop function ratelimit.grant_of") }))
 }
 
 var underWay = map[string]func(q querier) (decision, error){

@@ -208,8 +208,7 @@ func TestSecurity_HostileOwnerOfTheSchema(t *testing.T) {
 		"select app.ratelimit_peek('p', 'k', 1::bigint)",
 		"table ratelimit.buckets",
 	} {
-		_, err := hostile.Exec(ctx, sql)
-		require.Equal(t, "42501", sqlState(err), "%s: %v", sql, err)
+		requireState(t, "42501", errorOf(hostile.Exec(ctx, sql)), "%s", sql)
 	}
 
 	// What belongs to PostgreSQL's idea of a schema's owner. The state stays out of reach.
@@ -218,8 +217,7 @@ func TestSecurity_HostileOwnerOfTheSchema(t *testing.T) {
 		create function app.ratelimit_acquire(policy text, key text, cost bigint default 1, idempotency_key text default null)
 		returns table (allowed boolean, remaining bigint, retry_after interval, reset_after interval, capacity bigint, replayed boolean, shadowed boolean)
 		language plpgsql security definer as $$ begin delete from ratelimit.buckets; end $$`, pgx.QueryExecModeSimpleProtocol)
-	_, err := client.New(connectAs(t, db, caller), client.Schema("app")).Acquire(ctx, "p", "k")
-	require.Equal(t, "42501", sqlState(err), "%v", err)
+	requireState(t, "42501", errorOf(client.New(connectAs(t, db, caller), client.Schema("app")).Acquire(ctx, "p", "k")))
 	require.Equal(t, before, rowsOf(t, db))
 }
 
@@ -288,8 +286,7 @@ func TestSecurity_NoOtherWayToTheTables(t *testing.T) {
 			"declare mine cursor for table ratelimit.%s for update", "merge into ratelimit.%s using (values (1)) as v (n) on true when matched then delete",
 		} {
 			sql = fmt.Sprintf(sql, table)
-			_, err := conn.Exec(ctx, "begin; "+sql+"; rollback")
-			require.Equal(t, "42501", sqlState(err), "%s: %v", sql, err)
+			requireState(t, "42501", errorOf(conn.Exec(ctx, "begin; "+sql+"; rollback")), "%s", sql)
 			execute(t, conn, "rollback")
 		}
 	}
@@ -301,8 +298,7 @@ func TestSecurity_NoOtherWayToTheTables(t *testing.T) {
 		"set session_replication_role = replica", "alter system set timezone = 'UTC'",
 		"create event trigger mine on ddl_command_end execute function pg_catalog.suppress_redundant_updates_trigger()",
 	} {
-		_, err := conn.Exec(ctx, sql)
-		require.Equal(t, "42501", sqlState(err), "%s: %v", sql, err)
+		requireState(t, "42501", errorOf(conn.Exec(ctx, sql)), "%s", sql)
 	}
 	require.Equal(t, before, rowsOf(t, db.DB))
 }

@@ -42,12 +42,9 @@ func TestPrivileges_CallerCanAcquireAndPeekAndNothingElse(t *testing.T) {
 		seen, err := peek(conn, policy, "k", 7)
 		require.NoError(t, err)
 		require.True(t, seen.Allowed)
-		_, err = acquire(conn, policy, "k", 4, "first")
-		require.Equal(t, "RL002", sqlState(err), "%v", err)
-		_, err = acquire(conn, "nobody", "k", 1)
-		require.Equal(t, "RL001", sqlState(err), "%v", err)
-		_, err = acquire(conn, policy, "", 1)
-		require.Equal(t, "22023", sqlState(err), "%v", err)
+		requireState(t, "RL002", errorOf(acquire(conn, policy, "k", 4, "first")))
+		requireState(t, "RL001", errorOf(acquire(conn, "nobody", "k", 1)))
+		requireState(t, "22023", errorOf(acquire(conn, policy, "", 1)))
 	}
 	requireRefused(t, db.DB, caller, "ratelimit_acquire", "ratelimit_peek")
 }
@@ -178,8 +175,7 @@ func TestPrivileges_ResetAll(t *testing.T) {
 	for _, grant := range []string{
 		"execute on procedure ratelimit_reset_all", "usage on schema ratelimit", "execute on function ratelimit.reset_batch",
 	} {
-		_, err := conn.Exec(t.Context(), "call ratelimit_reset_all('p')")
-		require.Equal(t, "42501", sqlState(err), "not without %s: %v", grant, err)
+		requireState(t, "42501", errorOf(conn.Exec(t.Context(), "call ratelimit_reset_all('p')")), "not without %s", grant)
 		db.exec("grant " + grant + " to " + administrator)
 	}
 	execute(t, conn, "call ratelimit_reset_all('p')")
@@ -202,8 +198,7 @@ func TestPrivileges_CleanupAll(t *testing.T) {
 		"usage on schema ratelimit",
 		"execute on function ratelimit.cleanup_batch",
 	} {
-		_, err := conn.Exec(ctx, "call ratelimit_cleanup_all()")
-		require.Equal(t, "42501", sqlState(err), "not without %s: %v", grant, err)
+		requireState(t, "42501", errorOf(conn.Exec(ctx, "call ratelimit_cleanup_all()")), "not without %s", grant)
 		db.exec("grant " + grant + " to " + janitor)
 	}
 	execute(t, conn, "call ratelimit_cleanup_all()")
@@ -212,11 +207,9 @@ func TestPrivileges_CleanupAll(t *testing.T) {
 	require.Equal(t, []string{"in use"}, column(t, db.DB, "select key from ratelimit.idempotency_keys"))
 
 	for _, table := range append([]string{"policies", "overrides"}, bucketTables...) {
-		_, err := conn.Exec(ctx, "select from ratelimit."+table)
-		require.Equal(t, "42501", sqlState(err), "%s: %v", table, err)
+		requireState(t, "42501", errorOf(conn.Exec(ctx, "select from ratelimit."+table)), "%s", table)
 	}
-	_, err := conn.Exec(ctx, "select ratelimit.clock()")
-	require.Equal(t, "42501", sqlState(err), "%v", err)
+	requireState(t, "42501", errorOf(conn.Exec(ctx, "select ratelimit.clock()")))
 }
 
 // requireRefused calls every function and reads every table as a role. All but the functions named are 42501.
@@ -255,8 +248,7 @@ func requireRefused(t *testing.T, db *pgtest.DB, role string, but ...string) {
 		"drop schema ratelimit cascade",
 	)
 	for _, call := range calls {
-		_, err := conn.Exec(ctx, "begin; "+call+"; rollback")
-		require.Equal(t, "42501", sqlState(err), "%s: %v", call, err)
+		requireState(t, "42501", errorOf(conn.Exec(ctx, "begin; "+call+"; rollback")), "%s", call)
 		execute(t, conn, "rollback")
 	}
 }
