@@ -55,7 +55,6 @@ type docsBlock struct {
 }
 
 func docsFiles(t testing.TB) (files []docsFile) {
-	t.Helper()
 	var paths []string
 	for _, pattern := range []string{"../*.md", "../docs/*.md", "../docs/examples/*.md", "../pg_cron/*.md"} {
 		found, err := filepath.Glob(pattern)
@@ -172,7 +171,6 @@ type docsSession struct {
 }
 
 func newDocsSession(t *testing.T) *docsSession {
-	t.Helper()
 	role := newRole(t)
 	db := newDB(t)
 	db.setClock(time.Now())
@@ -461,14 +459,12 @@ func TestDocs_GoCompiles(t *testing.T) {
 
 // buildDocs compiles each file as a package of the module, which is there for the compiler only.
 func buildDocs(t *testing.T, files ...string) (out string, err error) {
-	t.Helper()
 	dir := t.TempDir()
 	root, err := filepath.Abs("..")
 	require.NoError(t, err)
 	overlay := map[string]string{}
 	args := []string{"build", "-overlay", filepath.Join(dir, "overlay.json")}
 	add := func(path, text string) {
-		t.Helper()
 		copied := filepath.Join(dir, fmt.Sprintf("%d.go", len(overlay)))
 		require.NoError(t, os.WriteFile(copied, []byte(text), 0o600))
 		overlay[filepath.Join(root, path)] = copied
@@ -723,7 +719,6 @@ func TestDocs_TheFirstGrantIsForOneBucketAndSeveral(t *testing.T) {
 
 // poolAs is a pool whose sessions have a role.
 func poolAs(t *testing.T, db *pgtest.DB, role string) *pgxpool.Pool {
-	t.Helper()
 	config, err := pgxpool.ParseConfig(db.URL)
 	require.NoError(t, err)
 	config.AfterConnect = func(ctx context.Context, conn *pgx.Conn) error { return errorOf(conn.Exec(ctx, "set role "+role)) }

@@ -72,7 +72,6 @@ func TestDocs_Examples(t *testing.T) {
 			startProgram(t, port, example.program(t, port, append(serverVariables(t, db.DB), pgVariables(t, db.URL)...)))
 
 			get := func(user, path string) (status int, retryAfter, body string) {
-				t.Helper()
 				request, err := http.NewRequestWithContext(t.Context(), http.MethodGet, "http://127.0.0.1:"+port+path, nil)
 				require.NoError(t, err)
 				if user != "" {
@@ -232,7 +231,6 @@ var patient = strings.NewReplacer(
 
 // program is the command of an example, whose patient copy finds what is beside the original.
 func (e docsExample) program(t *testing.T, port string, env []string) *exec.Cmd {
-	t.Helper()
 	text, err := os.ReadFile(filepath.Join("../docs/examples", e.path))
 	require.NoError(t, err)
 	copied := patient.Replace(string(text))
@@ -296,7 +294,6 @@ var buildServer = sync.OnceValues(func() (path string, err error) {
 
 // serverVariables starts the server on a database and says where it listens, as the examples want to know it.
 func serverVariables(t *testing.T, db *pgtest.DB, settings ...string) []string {
-	t.Helper()
 	program, err := buildServer()
 	require.NoError(t, err)
 	grpc, http := pgtest.FreePort(t), pgtest.FreePort(t)

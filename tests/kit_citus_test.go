@@ -53,7 +53,6 @@ func (c *citus) nodeName(n int) string {
 
 // create returns a database of the cluster with the package in it, as each node sees it.
 func (c *citus) create(t testing.TB, name string) citusDB {
-	t.Helper()
 	db := c.createOn(t, name, len(c.nodes))
 	c.install(t, name)
 	return db
@@ -61,7 +60,6 @@ func (c *citus) create(t testing.TB, name string) citusDB {
 
 // createOn returns an empty database of a cluster that has as yet no more than the first nodes.
 func (c *citus) createOn(t testing.TB, name string, nodes int) (db citusDB) {
-	t.Helper()
 	for _, node := range c.nodes {
 		onServer(t, node, "", "create database "+name+" template template0")
 		onServer(t, node, name, "create extension citus")
@@ -77,7 +75,6 @@ func (c *citus) createOn(t testing.TB, name string, nodes int) (db citusDB) {
 
 // add takes a node into the cluster.
 func (c *citus) add(t testing.TB, name string, n int) {
-	t.Helper()
 	add := "citus_add_node"
 	if n == 0 {
 		add = "citus_set_coordinator_host"
@@ -85,13 +82,9 @@ func (c *citus) add(t testing.TB, name string, n int) {
 	onServer(t, c.nodes[0], name, "select "+add+"('"+c.nodeName(n)+"', 5432)")
 }
 
-func (c *citus) install(t testing.TB, name string) {
-	t.Helper()
-	c.make(t, "install-citus", name)
-}
+func (c *citus) install(t testing.TB, name string) { c.make(t, "install-citus", name) }
 
 func (c *citus) make(t testing.TB, target, name string) {
-	t.Helper()
 	command := exec.Command("make", "-C", "..", "--no-print-directory", target, "DATABASE_URL="+c.nodes[0].URL(name))
 	out, err := command.CombinedOutput()
 	require.NoError(t, err, "%s", out)

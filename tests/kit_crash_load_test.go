@@ -32,7 +32,6 @@ type crashLoad struct {
 
 // startCrashLoad starts callers on one database: see startCrashLoadOn.
 func startCrashLoad(t testing.TB, url, prefix string, policies []string, pause time.Duration, opts ...client.LimiterOption) *crashLoad {
-	t.Helper()
 	pool, err := pgxpool.New(context.Background(), url+"&pool_max_conns=12")
 	require.NoError(t, err)
 	var combinerOpts []client.CombinerOption
@@ -60,7 +59,6 @@ type crashTarget struct {
 // startCrashLoadOn starts callers of some policies, who pause between requests for a random time up to the one given. The keys of
 // their buckets begin with the prefix. Requests with an idempotency key have buckets of their own.
 func startCrashLoadOn(t testing.TB, target crashTarget, prefix string, policies []string, pause time.Duration) *crashLoad {
-	t.Helper()
 	if target.spread == nil {
 		target.spread = func(_ int, key string) string { return key }
 	}
@@ -160,7 +158,6 @@ func (l *crashLoad) write(e entry, err error) {
 
 // runAWhile returns at a random moment when the load is in full swing.
 func (l *crashLoad) runAWhile(t testing.TB) {
-	t.Helper()
 	select {
 	case <-l.busy:
 	case <-time.After(patience):
@@ -173,7 +170,6 @@ func (l *crashLoad) runAWhile(t testing.TB) {
 const exactCapacity = 3_000_000
 
 func (db *testDB) defineExact() {
-	db.t.Helper()
 	db.definePolicy("durable", exactCapacity, 1, aDay)
 	db.definePolicy("ephemeral", exactCapacity, 1, aDay, ephemeral)
 }
@@ -201,7 +197,6 @@ func (s *settlement) add(other settlement) {
 // an idempotency key, so that each is charged once, and notes the tokens left in the buckets.
 func (l *crashLoad) settle(db *testDB, left map[model.BucketID]int64) (s settlement) {
 	t := db.t
-	t.Helper()
 	require.Empty(t, l.denials)
 	grants, unanswered := byBucket(l.grants), byBucket(l.unanswered)
 	names := byBucket(slices.Concat(l.grants, l.unanswered))

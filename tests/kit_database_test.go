@@ -43,25 +43,17 @@ type testDB struct {
 	fixed sync.Once
 }
 
-func newDB(t testing.TB) *testDB {
-	t.Helper()
-	return &testDB{DB: pgtest.New(t), t: t}
-}
+func newDB(t testing.TB) *testDB { return &testDB{DB: pgtest.New(t), t: t} }
 
 // in is the same database for a subtest.
 func (db *testDB) in(t testing.TB) *testDB { return &testDB{DB: db.DB, t: t} }
 
 // exec runs SQL and fails the test when it cannot.
-func (db *testDB) exec(sql string, args ...any) {
-	db.t.Helper()
-	db.Exec(db.t, sql, args...)
-}
+func (db *testDB) exec(sql string, args ...any) { db.Exec(db.t, sql, args...) }
 
 // setClock stops the clock of every decision at an instant, to the microsecond.
 func (db *testDB) setClock(now time.Time) {
-	db.t.Helper()
 	db.fixed.Do(func() {
-		db.t.Helper()
 		db.exec(`
 			create table if not exists public.test_clock (now timestamptz not null, row integer primary key);
 			insert into public.test_clock values ('epoch', 1) on conflict do nothing;
@@ -74,14 +66,12 @@ func (db *testDB) setClock(now time.Time) {
 
 // setTimeZone changes the time zone of the database, for tests of what must not depend on it.
 func (db *testDB) setTimeZone(name string) {
-	db.t.Helper()
 	db.exec("alter database " + pgx.Identifier{db.Name}.Sanitize() + " set timezone = '" + name + "'")
 	db.Pool.Reset() // the connections there are have the old one
 }
 
 // definePolicy defines or changes a policy; what no option names is left to its default or as it is.
 func (db *testDB) definePolicy(name string, capacity, refill int64, every time.Duration, opts ...policyOption) {
-	db.t.Helper()
 	var p policyOptions
 	for _, opt := range opts {
 		opt(&p)
@@ -116,47 +106,35 @@ func interval(d time.Duration) pgtype.Interval {
 }
 
 func (db *testDB) acquireAt(at time.Time, policy, key string, cost int64, idempotencyKey ...string) decision {
-	db.t.Helper()
 	db.setClock(at)
 	return db.acquire(policy, key, cost, idempotencyKey...)
 }
 
 func (db *testDB) acquire(policy, key string, cost int64, idempotencyKey ...string) decision {
-	db.t.Helper()
 	return db.must(acquire(db.Pool, policy, key, cost, idempotencyKey...))
 }
 
 func (db *testDB) peekAt(at time.Time, policy, key string, cost int64) decision {
-	db.t.Helper()
 	db.setClock(at)
 	return db.must(peek(db.Pool, policy, key, cost))
 }
 
 func (db *testDB) refundAt(at time.Time, policy, key string, amount int64) decision {
-	db.t.Helper()
 	db.setClock(at)
 	return db.must(refund(db.Pool, policy, key, amount))
 }
 
 func (db *testDB) must(d decision, err error) decision {
-	db.t.Helper()
 	require.NoError(db.t, err)
 	return d
 }
 
-func (db *testDB) reset(policy, key string) {
-	db.t.Helper()
-	db.exec("select ratelimit_reset($1, $2)", policy, key)
-}
+func (db *testDB) reset(policy, key string) { db.exec("select ratelimit_reset($1, $2)", policy, key) }
 
-func (db *testDB) dropPolicy(name string) {
-	db.t.Helper()
-	db.exec("select ratelimit_drop_policy($1)", name)
-}
+func (db *testDB) dropPolicy(name string) { db.exec("select ratelimit_drop_policy($1)", name) }
 
 // cleanup runs one batch and returns how many buckets and idempotency keys it deleted.
 func (db *testDB) cleanup() (buckets, keys int64) {
-	db.t.Helper()
 	d, err := cleanup(db.Pool, 10_000)
 	require.NoError(db.t, err)
 	return d.buckets, d.keys
@@ -170,7 +148,6 @@ type bucket struct {
 
 // bucket returns the row of a bucket, nil when it has none.
 func (db *testDB) bucket(policy, key string) *bucket {
-	db.t.Helper()
 	rows, err := db.Pool.Query(context.Background(), `
 		select b.level, b.refilled_at
 		  from (table ratelimit.buckets union all table ratelimit.ephemeral_buckets) as b
@@ -189,7 +166,6 @@ func (db *testDB) bucket(policy, key string) *bucket {
 
 // putBucket writes the row of a bucket as if calls had brought it there; a level below zero is debt.
 func (db *testDB) putBucket(policy, key string, b bucket) {
-	db.t.Helper()
 	var durable bool
 	require.NoError(db.t, db.Pool.QueryRow(context.Background(),
 		"select durable from ratelimit.policies where name = $1", policy).Scan(&durable))
@@ -206,7 +182,6 @@ func (db *testDB) putBucket(policy, key string, b bucket) {
 
 // column returns the texts that a query with one column finds.
 func column(t testing.TB, db *pgtest.DB, sql string, args ...any) []string {
-	t.Helper()
 	return columnOf(t, db.Pool, sql, args...)
 }
 
@@ -221,13 +196,11 @@ func columnOf(t require.TestingT, q rowsQuerier, sql string, args ...any) []stri
 
 // left returns the tokens that a bucket holds now.
 func (db *testDB) left(policy, key string) int64 {
-	db.t.Helper()
 	return db.must(peek(db.Pool, policy, key, 0)).Remaining
 }
 
 // number runs a query for one number.
 func (db *testDB) number(sql string, args ...any) (n int64) {
-	db.t.Helper()
 	require.NoError(db.t, db.Pool.QueryRow(context.Background(), sql, args...).Scan(&n), sql)
 	return n
 }
@@ -240,7 +213,6 @@ var stateTables = []string{
 // rows returns every row of the state tables with its physical address and the transactions that
 // wrote and locked it: equal before and after, nothing was written or locked.
 func (db *testDB) rows() []string {
-	db.t.Helper()
 	var selects []string
 	for _, table := range stateTables {
 		selects = append(selects, "select format('%s %s %s %s %s', tableoid::regclass, ctid, xmin, xmax, t) from "+table+" as t")

@@ -21,7 +21,6 @@ import (
 
 // sameSchema requires that two databases hold the same objects. Rows are not compared.
 func sameSchema(t *testing.T, want, got *pgtest.DB) {
-	t.Helper()
 	require.Equal(t, fingerprintOf(t, want), fingerprintOf(t, got))
 	t.Run("pg_dump", func(t *testing.T) {
 		pgDump := findPgDump(t)
@@ -31,7 +30,6 @@ func sameSchema(t *testing.T, want, got *pgtest.DB) {
 
 // sameSchemaOf is sameSchema where some of it belongs to a role in got, and to the tests' role in want.
 func sameSchemaOf(t *testing.T, role string, want, got *pgtest.DB) {
-	t.Helper()
 	me := column(t, want, "select current_user::text")[0]
 	rename := func(schema string) string {
 		lines := strings.Split(strings.ReplaceAll(schema, role, me), "\n")
@@ -43,7 +41,6 @@ func sameSchemaOf(t *testing.T, role string, want, got *pgtest.DB) {
 
 // fingerprintOf describes everything in a database that is not PostgreSQL's own, a line each.
 func fingerprintOf(t testing.TB, db *pgtest.DB) (schema string) {
-	t.Helper()
 	require.NoError(t, pgx.BeginFunc(context.Background(), db.Pool, func(tx pgx.Tx) error {
 		schema = fingerprintIn(t, tx)
 		return nil
@@ -53,7 +50,6 @@ func fingerprintOf(t testing.TB, db *pgtest.DB) (schema string) {
 
 // fingerprintIn is fingerprintOf in a transaction, with what it changed.
 func fingerprintIn(t testing.TB, tx pgx.Tx) string {
-	t.Helper()
 	_, err := tx.Exec(context.Background(), "set local search_path = ''") // so that names are told in full
 	require.NoError(t, err)
 	lines := columnOf(t, tx, schemaQuery)
@@ -63,7 +59,6 @@ func fingerprintIn(t testing.TB, tx pgx.Tx) string {
 
 // rowsOf lists the rows of all tables.
 func rowsOf(t testing.TB, db *pgtest.DB) []string {
-	t.Helper()
 	var rows []string
 	for _, table := range column(t, db, `
 		select format('%I.%I', nspname, relname)
@@ -77,7 +72,6 @@ func rowsOf(t testing.TB, db *pgtest.DB) []string {
 
 // stateOf is the fingerprint of a database and the rows of its tables.
 func stateOf(t testing.TB, db *pgtest.DB) string {
-	t.Helper()
 	return fingerprintOf(t, db) + "\n" + strings.Join(rowsOf(t, db), "\n")
 }
 

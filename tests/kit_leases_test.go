@@ -51,7 +51,6 @@ func keepBooks(db *testDB) {
 
 // charged is how many tokens the sessions of a name have taken, less what they gave back.
 func charged(db *testDB, who string) (tokens int64) {
-	db.t.Helper()
 	return db.number("select coalesce(sum(charged), 0)::bigint from public.books where who = $1", who)
 }
 
@@ -284,7 +283,6 @@ func countsIn(file string) (*counts, error) {
 
 // start starts the process.
 func (p *leaserProcess) start(t *testing.T, db *testDB) *leaserProcess {
-	t.Helper()
 	p.URL, p.File = db.URL, filepath.Join(t.TempDir(), "granted")
 	var err error
 	p.counts, err = countsIn(p.File)
@@ -306,7 +304,6 @@ func (p *leaserProcess) start(t *testing.T, db *testDB) *leaserProcess {
 
 // idle returns when it asks no more.
 func (p *leaserProcess) idle(t *testing.T) {
-	t.Helper()
 	require.NoError(t, errorOf(fmt.Fprintln(p.orders, "idle")))
 	answer, err := p.answers.ReadString('\n')
 	require.NoError(t, err)
@@ -315,7 +312,6 @@ func (p *leaserProcess) idle(t *testing.T) {
 
 // holds stops it, and reports whether it lost something now. If not, it goes on.
 func (p *leaserProcess) holds(t *testing.T, lost func(p *leaserProcess) int64) bool {
-	t.Helper()
 	require.NoError(t, p.cmd.Process.Signal(syscall.SIGSTOP))
 	if lost(p) > 0 {
 		return true
@@ -326,14 +322,12 @@ func (p *leaserProcess) holds(t *testing.T, lost func(p *leaserProcess) int64) b
 
 // kill ends it at once, by SIGKILL.
 func (p *leaserProcess) kill(t *testing.T) {
-	t.Helper()
 	require.NoError(t, p.cmd.Process.Kill())
 	_ = p.cmd.Wait()
 }
 
 // close returns when it has ended, and has given back what it held.
 func (p *leaserProcess) close(t *testing.T) {
-	t.Helper()
 	require.NoError(t, p.orders.Close())
 	require.NoError(t, p.cmd.Wait())
 }
@@ -348,7 +342,6 @@ func (w waitsUntilGranted) quantile(q float64) time.Duration {
 }
 
 func (db *testDB) now() time.Time {
-	db.t.Helper()
 	var now time.Time
 	require.NoError(db.t, db.Pool.QueryRow(context.Background(), "select clock_timestamp()").Scan(&now))
 	return now

@@ -132,12 +132,10 @@ func (l *ledger) lose(r request) {
 
 // awaitAnswers waits for so many more decisions, and awaitFailures for so many more tries that fail.
 func (l *ledger) awaitAnswers(t *testing.T, more int) {
-	t.Helper()
 	l.await(t, more, func() int { return l.granted + l.denied })
 }
 
 func (l *ledger) awaitFailures(t *testing.T, more int) {
-	t.Helper()
 	l.await(t, more, func() (n int) {
 		for _, failed := range l.failed {
 			n += failed
@@ -147,7 +145,6 @@ func (l *ledger) awaitFailures(t *testing.T, more int) {
 }
 
 func (l *ledger) await(t *testing.T, more int, number func() int) {
-	t.Helper()
 	now := func() int {
 		l.mu.Lock()
 		defer l.mu.Unlock()

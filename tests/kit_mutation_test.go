@@ -23,7 +23,6 @@ func pauseBefore(pattern string) mutation { return mutation{pattern, "perform pg
 
 // mutate changes ratelimit_acquire, or another function, and returns the way back.
 func (db *testDB) mutate(m mutation, function ...string) (undo func()) {
-	db.t.Helper()
 	name := append(function, "ratelimit_acquire")[0]
 	var source string
 	require.NoError(db.t, db.Pool.QueryRow(context.Background(), "select pg_get_functiondef($1::regproc)", name).Scan(&source))
@@ -42,7 +41,6 @@ type gate struct {
 
 // gateBefore puts a gate before the place in ratelimit_acquire, or another function, that the pattern, as of a mutation, matches.
 func (db *testDB) gateBefore(pattern string, function ...string) *gate {
-	db.t.Helper()
 	remove := db.mutate(mutation{pattern, `
 		perform pg_advisory_xact_lock_shared(1) where current_setting('application_name') = 'gated';
 		$0`}, function...)
@@ -52,13 +50,9 @@ func (db *testDB) gateBefore(pattern string, function ...string) *gate {
 }
 
 func (g *gate) session() *session {
-	g.db.t.Helper()
 	s := g.db.session()
 	s.exec("set application_name = 'gated'")
 	return s
 }
 
-func (g *gate) open() {
-	g.db.t.Helper()
-	g.keeper.exec("select pg_advisory_unlock(1)")
-}
+func (g *gate) open() { g.keeper.exec("select pg_advisory_unlock(1)") }

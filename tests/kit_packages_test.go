@@ -21,7 +21,6 @@ import (
 
 // packagesOf makes all packages, from the repository in a directory.
 func packagesOf(t *testing.T, repository string) packages.Files {
-	t.Helper()
 	files, err := packages.All(os.DirFS(repository))
 	require.NoError(t, err)
 	return files
@@ -29,7 +28,6 @@ func packagesOf(t *testing.T, repository string) packages.Files {
 
 // unpack writes the files of one package into a directory.
 func unpack(t *testing.T, repository, name, dir string) {
-	t.Helper()
 	files, err := packages.One(os.DirFS(repository), name)
 	require.NoError(t, err)
 	for path, text := range files {
@@ -44,7 +42,6 @@ type extensionServer struct {
 }
 
 func newExtensionServer(t *testing.T, settings ...string) extensionServer {
-	t.Helper()
 	server, dir := pgtest.PrivateWithExtensions(t, settings...)
 	unpack(t, "..", "extension", dir)
 	return extensionServer{server, new(atomic.Int64)}
@@ -52,7 +49,6 @@ func newExtensionServer(t *testing.T, settings ...string) extensionServer {
 
 // empty returns a new database.
 func (s extensionServer) empty(t testing.TB) *testDB {
-	t.Helper()
 	name := "extension_" + string(rune('a'+s.count.Load()/26)) + string(rune('a'+s.count.Add(1)%26))
 	onServer(t, s.Server, "", "create database "+name+" template template0")
 	return openDB(t, s.Server, name)
@@ -60,7 +56,6 @@ func (s extensionServer) empty(t testing.TB) *testDB {
 
 // with returns a new database in which SQL was run.
 func (s extensionServer) with(t testing.TB, sql string) *testDB {
-	t.Helper()
 	db := s.empty(t)
 	db.exec(sql)
 	return db
@@ -69,7 +64,6 @@ func (s extensionServer) with(t testing.TB, sql string) *testDB {
 // sameButExtension requires that two databases hold the same objects, but that one of them holds the extension, and has
 // had temporary objects.
 func sameButExtension(t *testing.T, want, got *testDB) {
-	t.Helper()
 	require.Equal(t, withoutExtension(fingerprintOf(t, want.DB)), withoutExtension(fingerprintOf(t, got.DB)))
 }
 
@@ -85,7 +79,6 @@ const noTemporaryFunctions = "select not exists (select from pg_proc where prona
 // membership lists what is of the extension, the tables whose rows pg_dump takes along, and what was granted to
 // others than the owner as a part of the extension.
 func membership(t *testing.T, db *testDB) []string {
-	t.Helper()
 	return column(t, db.DB, `
 		with extension as (select * from pg_extension where extname = 'pgratelimit'),
 		     member as (select i.type || ' ' || i.identity as name, d.*
@@ -110,7 +103,6 @@ func membership(t *testing.T, db *testDB) []string {
 
 // replayVectors replays the public vectors, for both kinds of policy.
 func replayVectors(t *testing.T, db *testDB) {
-	t.Helper()
 	for _, durability := range []policyOption{durable, ephemeral} {
 		for _, v := range vectors {
 			v.replay(t, db.in(t), durability)
@@ -142,7 +134,6 @@ func statements(sql string) (cut []string) {
 
 // inTransaction runs statements one by one in a transaction.
 func inTransaction(t *testing.T, db *testDB, statements ...string) {
-	t.Helper()
 	require.NoError(t, pgx.BeginFunc(t.Context(), db.Pool, func(tx pgx.Tx) error {
 		for _, statement := range statements {
 			if _, err := tx.Exec(t.Context(), statement, pgx.QueryExecModeSimpleProtocol); err != nil {

@@ -31,7 +31,6 @@ func command(dir string, env []string, name string, args ...string) *exec.Cmd {
 
 // run runs a command and shows its standard error if it fails; tern's standard output is all of the SQL.
 func run(t *testing.T, dir string, env []string, name string, args ...string) {
-	t.Helper()
 	_, err := command(dir, env, name, args...).Output()
 	var exit *exec.ExitError
 	if errors.As(err, &exit) {
@@ -41,7 +40,6 @@ func run(t *testing.T, dir string, env []string, name string, args ...string) {
 }
 
 func pgVariables(t *testing.T, url string) []string {
-	t.Helper()
 	config, err := pgx.ParseConfig(url)
 	require.NoError(t, err)
 	return []string{
@@ -53,7 +51,6 @@ func pgVariables(t *testing.T, url string) []string {
 
 // withSettings is a connection string with names and values of settings, which psql takes too.
 func withSettings(t *testing.T, dsn string, settings ...string) string {
-	t.Helper()
 	options := ""
 	for setting := range slices.Chunk(settings, 2) {
 		value := strings.NewReplacer(`\`, `\\`, " ", `\ `).Replace(setting[1])
@@ -71,7 +68,6 @@ func withSettings(t *testing.T, dsn string, settings ...string) string {
 
 // createSchema creates the schema that has to exist before tern's command line runs.
 func createSchema(t *testing.T, url string) {
-	t.Helper()
 	conn, err := pgx.Connect(t.Context(), url)
 	require.NoError(t, err)
 	_, err = conn.Exec(t.Context(), "create schema ratelimit")
@@ -83,7 +79,6 @@ func createSchema(t *testing.T, url string) {
 
 // psqlFile runs a file of migrations/psql, and returns what psql said.
 func psqlFile(t *testing.T, url, name string) string {
-	t.Helper()
 	out, err := runPsql(t, url, "--set", "ON_ERROR_STOP=1", "--file", "../migrations/psql/"+name)
 	require.NoError(t, err, out)
 	return out
@@ -100,7 +95,6 @@ func runPsql(t *testing.T, url string, args ...string) (string, error) {
 }
 
 func psqlStatus(t *testing.T, url string, args ...string) (out string, status int) {
-	t.Helper()
 	out, err := runPsql(t, url, args...)
 	if err != nil {
 		exit, ok := err.(*exec.ExitError) //nolint:errorlint // it is not wrapped
@@ -112,7 +106,6 @@ func psqlStatus(t *testing.T, url string, args ...string) (out string, status in
 
 // script is one of pg_cron's scripts for a client that is not psql.
 func script(t testing.TB, name string) string {
-	t.Helper()
 	sql, err := pgtest.CronScript(name)
 	require.NoError(t, err)
 	return sql
@@ -125,7 +118,6 @@ func runScript(db *testDB, name string) error {
 
 // psql runs one of pg_cron's scripts with psql.
 func psql(t *testing.T, db *testDB, name string) {
-	t.Helper()
 	out, err := runPsql(t, db.URL, "--file", filepath.Join("../pg_cron", name))
 	require.NoError(t, err, "%s", out)
 	require.NotContains(t, out, "ERROR")

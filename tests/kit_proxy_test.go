@@ -77,7 +77,6 @@ func nextReply(f fault) faults {
 }
 
 func newProxy(t testing.TB, db *testDB) *proxy {
-	t.Helper()
 	listener, err := net.Listen("tcp", "127.0.0.1:0")
 	require.NoError(t, err)
 	p := &proxy{
@@ -99,7 +98,6 @@ func (p *proxy) heal() { p.plan(func(bool) fault { return pass }) }
 // pool connects through the proxy. Its settings are those that users have, but for its connect_timeout:
 // by default a connection attempt without an answer keeps its place in the pool for two minutes.
 func (p *proxy) pool(t testing.TB, db *testDB, change ...func(*pgxpool.Config)) *pgxpool.Pool {
-	t.Helper()
 	config, err := pgxpool.ParseConfig(db.URL)
 	require.NoError(t, err)
 	config.ConnConfig.ConnectTimeout = time.Second

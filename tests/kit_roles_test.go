@@ -15,7 +15,6 @@ import (
 
 // newRole returns a role without rights. Call it before creating the database in which it gets some, which is then dropped first.
 func newRole(t testing.TB) string {
-	t.Helper()
 	ctx := context.Background()
 	conn, err := pgx.Connect(ctx, pgtest.Shared(t).URL(""))
 	require.NoError(t, err)
@@ -30,13 +29,11 @@ func newRole(t testing.TB) string {
 
 // connectAs returns a connection with the rights of a role and none of our own.
 func connectAs(t testing.TB, db *pgtest.DB, role string) *pgx.Conn {
-	t.Helper()
 	conn := db.Connect(t)
 	execute(t, conn, "set role "+role)
 	return conn
 }
 
 func execute(t testing.TB, conn *pgx.Conn, sql string, args ...any) {
-	t.Helper()
 	require.NoError(t, errorOf(conn.Exec(context.Background(), sql, args...)), "%.200s", sql)
 }

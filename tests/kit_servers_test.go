@@ -20,20 +20,15 @@ const privateName = "ratelimit_test"
 
 // newPrivateDB returns a database on a server of its own.
 func newPrivateDB(t testing.TB, settings ...string) (*testDB, *pgtest.Server) {
-	t.Helper()
 	server := pgtest.Private(t, settings...)
 	return createDB(t, server, privateName), server
 }
 
 // reopen connects to the database of newPrivateDB again, after a restart or on a standby.
-func reopen(t testing.TB, server *pgtest.Server) *testDB {
-	t.Helper()
-	return openDB(t, server, privateName)
-}
+func reopen(t testing.TB, server *pgtest.Server) *testDB { return openDB(t, server, privateName) }
 
 // createDB creates a database on a server, prepares it with SQL in which %s is its name, and installs the package.
 func createDB(t testing.TB, server *pgtest.Server, name string, prepare ...string) *testDB {
-	t.Helper()
 	quoted := pgx.Identifier{name}.Sanitize()
 	onServer(t, server, "", "create database "+quoted+" template template0")
 	for _, sql := range prepare {
@@ -44,7 +39,6 @@ func createDB(t testing.TB, server *pgtest.Server, name string, prepare ...strin
 
 // onServer runs SQL in a database of a server, on a connection of its own.
 func onServer(t testing.TB, server *pgtest.Server, database, sql string) {
-	t.Helper()
 	conn, err := pgx.Connect(t.Context(), server.URL(database))
 	require.NoError(t, err)
 	_, err = conn.Exec(t.Context(), sql)
@@ -53,7 +47,6 @@ func onServer(t testing.TB, server *pgtest.Server, database, sql string) {
 
 // installedDB returns a database of a server, with the package installed.
 func installedDB(t testing.TB, server *pgtest.Server, name string) *testDB {
-	t.Helper()
 	db := openDB(t, server, name)
 	require.NoError(t, migrations.Up(t.Context(), db.Connect(t)))
 	return db
@@ -61,7 +54,6 @@ func installedDB(t testing.TB, server *pgtest.Server, name string) *testDB {
 
 // openDB returns a database of a server as it is.
 func openDB(t testing.TB, server *pgtest.Server, name string) *testDB {
-	t.Helper()
 	pool, err := pgxpool.New(context.Background(), server.URL(name))
 	require.NoError(t, err)
 	t.Cleanup(pool.Close)
@@ -75,7 +67,6 @@ func (a *address) moveTo(url string) { a.url.Store(&url) }
 
 // config is that of a pool whose new connections go where the database is then.
 func (a *address) config(t testing.TB) *pgxpool.Config {
-	t.Helper()
 	config, err := pgxpool.ParseConfig(*a.url.Load())
 	require.NoError(t, err)
 	config.BeforeConnect = func(_ context.Context, c *pgx.ConnConfig) error {

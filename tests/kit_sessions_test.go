@@ -20,14 +20,10 @@ type session struct {
 	db *testDB
 }
 
-func (db *testDB) session() *session {
-	db.t.Helper()
-	return &session{Conn: db.Connect(db.t), db: db}
-}
+func (db *testDB) session() *session { return &session{Conn: db.Connect(db.t), db: db} }
 
 // begin returns a session in an open transaction.
 func (db *testDB) begin() *session {
-	db.t.Helper()
 	s := db.session()
 	s.exec("begin")
 	return s
@@ -35,19 +31,16 @@ func (db *testDB) begin() *session {
 
 // hasty returns a session that fails with 55P03 instead of waiting for a lock that others keep.
 func (db *testDB) hasty() *session {
-	db.t.Helper()
 	s := db.session()
 	s.exec("set lock_timeout = '50ms'")
 	return s
 }
 
 func (s *session) exec(sql string, args ...any) {
-	s.db.t.Helper()
 	require.NoError(s.db.t, errorOf(s.Exec(context.Background(), sql, args...)), sql)
 }
 
 func (s *session) acquire(policy, key string, cost int64, idempotencyKey ...string) decision {
-	s.db.t.Helper()
 	return s.db.must(acquire(s, policy, key, cost, idempotencyKey...))
 }
 
@@ -76,7 +69,6 @@ type pending struct {
 // awaitBlockedBy returns when the call waits for a lock that the holder has.
 func (p *pending) awaitBlockedBy(holder *session) {
 	t := p.session.db.t
-	t.Helper()
 	p.session.db.Await(t, patience, `
 		select exists (select from pg_stat_activity
 		                where pid = $1 and wait_event_type = 'Lock' and $2 = any (pg_blocking_pids(pid)))`,
@@ -84,7 +76,6 @@ func (p *pending) awaitBlockedBy(holder *session) {
 }
 
 func (p *pending) result() (decision, error) {
-	p.session.db.t.Helper()
 	select {
 	case <-p.done:
 	case <-time.After(patience):
@@ -93,14 +84,10 @@ func (p *pending) result() (decision, error) {
 	return p.decision, p.err
 }
 
-func (p *pending) answer() decision {
-	p.session.db.t.Helper()
-	return p.session.db.must(p.result())
-}
+func (p *pending) answer() decision { return p.session.db.must(p.result()) }
 
 // together makes n calls at the same time, on as many connections as the pool has.
 func (db *testDB) together(n int, call func(i int, q querier) (decision, error)) []decision {
-	db.t.Helper()
 	decisions := make([]decision, n)
 	crowd(db.t, n, func(i int) (err error) {
 		decisions[i], err = call(i, db.Pool)
@@ -111,7 +98,6 @@ func (db *testDB) together(n int, call func(i int, q querier) (decision, error))
 
 // crowd runs callers at the same time, and fails the test with the first error.
 func crowd(t testing.TB, callers int, call func(caller int) error) {
-	t.Helper()
 	var ready sync.WaitGroup
 	ready.Add(callers)
 	var calls errgroup.Group
@@ -130,7 +116,6 @@ var crowds = make(chan struct{}, 2)
 
 // newCrowdDB is newDB for one of them.
 func newCrowdDB(t testing.TB, connections int) *testDB {
-	t.Helper()
 	crowds <- struct{}{}
 	t.Cleanup(func() { <-crowds })
 	db := newDB(t)
@@ -140,7 +125,6 @@ func newCrowdDB(t testing.TB, connections int) *testDB {
 
 // warm opens connections, so that calls made together do not come one by one for connecting.
 func (db *testDB) warm(connections int) {
-	db.t.Helper()
 	for range min(connections, int(db.Pool.Config().MaxConns)) {
 		conn, err := db.Pool.Acquire(context.Background())
 		require.NoError(db.t, err)

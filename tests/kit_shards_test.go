@@ -26,7 +26,6 @@ type shards struct {
 const databasesOfServer = 4
 
 func newShards(t testing.TB, settings ...string) *shards {
-	t.Helper()
 	s := &shards{t: t}
 	for range 2 {
 		server := pgtest.Private(t, settings...)
@@ -70,7 +69,6 @@ func (s *shards) key(n int, name string) string {
 
 // limiter is one on pools of its own, which are those given, where they are.
 func (s *shards) limiter(pools map[int]*pgxpool.Pool, opts ...client.LeaserOption) *client.Sharded {
-	s.t.Helper()
 	all := make([]*pgxpool.Pool, s.of())
 	for n, db := range s.dbs {
 		all[n] = pools[n]
@@ -90,7 +88,6 @@ func (s *shards) limiter(pools map[int]*pgxpool.Pool, opts ...client.LeaserOptio
 
 // reopen connects anew to the databases of servers that were started again.
 func (s *shards) reopen() {
-	s.t.Helper()
 	for n, db := range s.dbs {
 		db.Pool.Close()
 		s.dbs[n] = openDB(s.t, s.serverOf(n), shardName(n))

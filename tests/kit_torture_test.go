@@ -6,6 +6,7 @@ import (
 	"math/rand/v2"
 	"os"
 	"regexp"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -43,7 +44,6 @@ type tortureRun struct {
 
 // torture begins a test that takes so many steps in make test.
 func torture(t *testing.T, steps int64) *tortureRun {
-	t.Helper()
 	run := &tortureRun{t: t, steps: steps, said: time.Now()}
 	if s := os.Getenv("RATELIMIT_TORTURE_MINUTES"); s != "" {
 		minutes, err := strconv.ParseFloat(s, 64)
@@ -63,7 +63,6 @@ func (r *tortureRun) goesOn() bool {
 
 // check has rapid draw a sequence for each step.
 func (r *tortureRun) check(sequence func(t *rapid.T)) {
-	r.t.Helper()
 	failing := false // rapid repeats the sequence that has failed
 	for ended := false; !ended; {
 		rapid.Check(rapidTest{r.t}, func(t *rapid.T) {
@@ -94,6 +93,13 @@ func (r *tortureRun) figure(name string, value any, unit string) {
 	figures.mu.Lock()
 	defer figures.mu.Unlock()
 	figures.lines = append(figures.lines, fmt.Sprintf("%s\t%s\t%v\t%s", r.t.Name(), name, value, unit))
+}
+
+// figures adds a line for each name and the number that follows it.
+func (r *tortureRun) figures(pairs ...any) {
+	for pair := range slices.Chunk(pairs, 2) {
+		r.figure(fmt.Sprint(pair[0]), pair[1], "")
+	}
 }
 
 var figures struct {
@@ -135,7 +141,6 @@ func testSeed(t testing.TB) uint64 {
 
 // firstSeed is testSeed for a test that has a seed for each step: this one, and then those that follow it. It names the one that fails.
 func firstSeed(t testing.TB) uint64 {
-	t.Helper()
 	s := os.Getenv(seedVariable)
 	if s == "" {
 		return rand.Uint64()
@@ -156,14 +161,12 @@ type rapidTest struct{ *testing.T }
 var rapidSeed = regexp.MustCompile(`-rapid\.seed=(\d+)`)
 
 func (r rapidTest) Logf(format string, args ...any) {
-	r.Helper()
 	if !strings.HasPrefix(format, "[rapid] OK") {
 		r.T.Logf(format, args...)
 	}
 }
 
 func (r rapidTest) Errorf(format string, args ...any) {
-	r.Helper()
 	text := fmt.Sprintf(format, args...)
 	if found := rapidSeed.FindStringSubmatch(text); found != nil {
 		seed, _ := strconv.ParseUint(found[1], 10, 64)

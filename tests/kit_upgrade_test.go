@@ -24,7 +24,6 @@ import (
 // nextVersion is the migrations with one more, of the kind that releases bring: a change of tables with its
 // way back, changed functions, and a new one.
 func nextVersion(t *testing.T, up, down string, edits ...edit) fs.FS {
-	t.Helper()
 	dir, newest := t.TempDir(), newestMigration(t)
 	frozen, snapshot := fmt.Sprintf("%03d", newest), fmt.Sprintf("%03d", newest+1)
 	require.NoError(t, os.CopyFS(dir, os.DirFS("../migrations")))
@@ -67,7 +66,6 @@ var edits = []edit{
 var nextColumn = edit{"overridden.sql", "policy.shadow)", "policy.shadow, policy.next)"}
 
 func installedAt(t *testing.T, files fs.FS, version int32) *testDB {
-	t.Helper()
 	db := &testDB{DB: pgtest.Empty(t), t: t}
 	migrateTo(t, db.DB, files, version)
 	return db
@@ -75,7 +73,6 @@ func installedAt(t *testing.T, files fs.FS, version int32) *testDB {
 
 // migrateTo brings a database to a version, up or down.
 func migrateTo(t *testing.T, db *pgtest.DB, files fs.FS, version int32) {
-	t.Helper()
 	conn := db.Connect(t)
 	execute(t, conn, "create schema if not exists ratelimit")
 	migrator, err := migrate.NewMigrator(context.Background(), conn, migrations.VersionTable)
@@ -94,7 +91,6 @@ type data struct {
 }
 
 func (db *testDB) putData() *data {
-	db.t.Helper()
 	d := &data{db, nil, map[string]*bucket{}, map[string]decision{}}
 	for name, kind := range map[string][]policyOption{
 		"kept": {durable}, "kept stepped": {durable, stepped}, "kept ephemeral": {ephemeral, remember(aDay)},
@@ -116,7 +112,6 @@ func (d *data) definitions() []string {
 }
 
 func (d *data) check() {
-	d.db.t.Helper()
 	require.Equal(d.db.t, d.policies, d.definitions())
 	for name, first := range d.granted {
 		require.Equal(d.db.t, d.buckets[name], d.db.bucket(name, "k"))
@@ -139,7 +134,6 @@ const loadCapacity = 3_000_000
 
 // startLoad starts the load of the programs that come with a version of the schema.
 func (db *testDB) startLoad(version int32) *upgradeLoad {
-	db.t.Helper()
 	for name, kind := range loadPolicies {
 		db.definePolicy(name, loadCapacity, 1, aDay, kind)
 	}
@@ -320,7 +314,6 @@ func (l *upgradeLoad) add(way string, callers int, call func(policy, key string,
 
 // goOn returns when each way has gone round some more.
 func (l *upgradeLoad) goOn() {
-	l.db.t.Helper()
 	deadline := time.After(patience)
 	for way, rounds := range l.ways {
 		for until := rounds.Load() + 5; rounds.Load() < until; {
@@ -338,7 +331,6 @@ func (l *upgradeLoad) goOn() {
 // end stops the load and counts its rounds. Each key has then lost exactly what its callers took.
 func (l *upgradeLoad) end() (rounds int64) {
 	t := l.db.t
-	t.Helper()
 	require.NoError(t, l.load.end())
 	for way, n := range l.ways {
 		for policy := range loadPolicies {
@@ -354,19 +346,16 @@ func (l *upgradeLoad) end() (rounds int64) {
 }
 
 func reinstallCode(t *testing.T, conn *pgx.Conn) {
-	t.Helper()
 	require.NoError(t, migrate.InstallCodePackage(context.Background(), conn, nil, codePackage(t)))
 }
 
 func codePackage(t *testing.T) *migrate.CodePackage {
-	t.Helper()
 	code, err := migrate.LoadCodePackage(os.DirFS("../sql"))
 	require.NoError(t, err)
 	return code
 }
 
 func newestMigration(t *testing.T) int32 {
-	t.Helper()
 	files, err := migrate.FindMigrations(os.DirFS("../migrations"))
 	require.NoError(t, err)
 	return int32(len(files))

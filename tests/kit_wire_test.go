@@ -21,7 +21,6 @@ type wire struct {
 }
 
 func (db *testDB) wire(t testing.TB) *wire {
-	t.Helper()
 	ctx := context.Background()
 	conn, err := pgconn.Connect(ctx, db.URL)
 	require.NoError(t, err)

@@ -140,7 +140,6 @@ func TestCatalog_CommentsAreOneSentenceAndThePublicOnesSayErrorsLocksAndWrites(t
 	t.Parallel()
 	db := pgtest.New(t)
 	comments := func(form, query string) {
-		t.Helper()
 		rows, err := db.Pool.Query(context.Background(), query)
 		require.NoError(t, err)
 		var object string
@@ -362,7 +361,6 @@ func TestCatalog_HelpersAreInlined(t *testing.T) {
 // calledHelpers lists the SQL functions that hot functions call: PostgreSQL counts the calls of those that it does not inline.
 // Planning calls those whose arguments are known, so it looks at what a second time adds.
 func calledHelpers(t *testing.T, db *pgtest.DB) (helpers []string) {
-	t.Helper()
 	policies := []string{"p", "ephemeral", "stepped", "ephemeral stepped", "shadow", "ephemeral shadow"}
 	db.Exec(t, `
 		select ratelimit_define_policy(p, 1000, 1, '1 day', p ~ 'stepped', p !~ 'ephemeral', shadow => p ~ 'shadow') from unnest($1::text[]) as p`, policies)

@@ -71,7 +71,6 @@ func TestCatalog_LintForCitusFindsFaults(t *testing.T) {
 }
 
 func lintForCitus(t *testing.T, db *testDB, function, body string) {
-	t.Helper()
 	require.NotEmpty(t, body, function)
 	require.Empty(t, faultsForCitus(t, db, body), function)
 }
@@ -89,7 +88,6 @@ var (
 
 // faultsForCitus checks the statements of a body that are about buckets or idempotency keys.
 func faultsForCitus(t *testing.T, db *testDB, body string) (faults []string) {
-	t.Helper()
 	for _, statement := range strings.Split(sqlComment.ReplaceAllString(body, ""), ";") {
 		at := sqlTable.FindStringIndex(statement)
 		if at == nil {
@@ -163,7 +161,6 @@ func terms(condition string) (all []string) {
 }
 
 func (db *testDB) text(sql string, args ...any) string {
-	db.t.Helper()
 	rows, err := db.Pool.Query(context.Background(), sql, args...)
 	require.NoError(db.t, err)
 	found, err := pgx.CollectExactlyOneRow(rows, pgx.RowTo[string])

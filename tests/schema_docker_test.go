@@ -19,7 +19,6 @@ const imageOwner = "pgratelimit"
 
 // imageGrants is the statement by which the image lets role ratelimit_app use the package.
 func imageGrants(t *testing.T) string {
-	t.Helper()
 	script, err := os.ReadFile("../docker/update.sh")
 	require.NoError(t, err)
 	statement := regexp.MustCompile(`grant execute on function[^;]+to ratelimit_app;`).FindString(string(script))
@@ -93,14 +92,12 @@ func TestDocker_ImageSaysThatItDidNotBringAVolumeUpToDate(t *testing.T) {
 }
 
 func restart(t *testing.T, server *pgtest.Server) {
-	t.Helper()
 	require.NoError(t, server.Stop(t.Context(), false))
 	require.NoError(t, server.Start(t.Context()))
 }
 
 // requireUpToDate compares the image's database with one on the same server that was installed by Up.
 func requireUpToDate(t *testing.T, server *pgtest.Server) {
-	t.Helper()
 	db := installedDB(t, server, "postgres")
 	db.exec("drop database if exists reference")
 	db.exec("create database reference template template0")
@@ -143,7 +140,6 @@ func requireUpToDate(t *testing.T, server *pgtest.Server) {
 
 // ownLines returns the lines of a fingerprint that belong to the package; pg_cron is in only one database.
 func ownLines(t *testing.T, db *testDB) (lines []string) {
-	t.Helper()
 	for _, line := range strings.Split(fingerprintOf(t, db.DB), "\n") {
 		if strings.Contains(line, "ratelimit") && !strings.HasPrefix(line, "schema cron ") {
 			lines = append(lines, line)

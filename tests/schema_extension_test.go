@@ -221,7 +221,6 @@ func testExtensionPaths(t *testing.T, s extensionServer) {
 
 // restore restores a dump into a new database, as whoever restores a dump does.
 func restore(t *testing.T, s extensionServer, db *testDB) *testDB {
-	t.Helper()
 	file := filepath.Join(t.TempDir(), "dump.sql")
 	require.NoError(t, os.WriteFile(file, []byte(dump(t, findPgDump(t), db.URL)), 0o600))
 	restored := s.empty(t)
@@ -272,7 +271,6 @@ func testExtensionRestoredBySuperuser(t *testing.T, s extensionServer) {
 				return got
 			}
 			same := func(got *testDB) {
-				t.Helper()
 				require.Empty(t, got.findings())
 				sameButExtension(t, db, got)
 				require.Equal(t, membership(t, db), membership(t, got))
@@ -452,7 +450,6 @@ func TestExtension_MakeInstall(t *testing.T) {
 }
 
 func directory(t *testing.T, dir string) map[string]string {
-	t.Helper()
 	texts := map[string]string{}
 	entries, err := os.ReadDir(dir)
 	require.NoError(t, err)

@@ -605,7 +605,6 @@ func TestInstall_LeavesNoTemplateSyntax(t *testing.T) {
 
 // use creates policies, buckets and idempotency keys.
 func use(t *testing.T, db *pgtest.DB, home string) {
-	t.Helper()
 	for _, durable := range []string{"true", "false"} {
 		db.Exec(t, fmt.Sprintf(`
 			select %[1]s.ratelimit_define_policy('durable %[2]s', 10, 1, '1 hour', durable => %[2]s);
@@ -614,7 +613,6 @@ func use(t *testing.T, db *pgtest.DB, home string) {
 }
 
 func readTree(t *testing.T, dir string) map[string]string {
-	t.Helper()
 	files := map[string]string{}
 	require.NoError(t, fs.WalkDir(os.DirFS(dir), ".", func(path string, entry fs.DirEntry, err error) error {
 		if err != nil || entry.IsDir() {

@@ -85,7 +85,6 @@ func backward(texts []string) []string {
 
 // textsOf reads the files of a pattern in the order of their names.
 func textsOf(t *testing.T, dir, pattern string) (texts []string) {
-	t.Helper()
 	paths, err := filepath.Glob(filepath.Join(dir, pattern))
 	require.NoError(t, err)
 	require.Len(t, paths, int(newestMigration(t)))

@@ -39,7 +39,6 @@ func TestPsql_Upgrade(t *testing.T) {
 	changed := append([]edit{nextColumn}, edits...)
 	next, failing := nextVersion(t, up, down, changed...), nextVersion(t, up+"select 1 / 0;", down, changed...)
 	run := func(files fs.FS, name string, db *pgtest.DB) (string, int) {
-		t.Helper()
 		made, err := packages.Psql(files)
 		require.NoError(t, err)
 		path := filepath.Join(t.TempDir(), name)

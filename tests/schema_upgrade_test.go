@@ -82,7 +82,6 @@ func TestUpgrade_PreparedStatements(t *testing.T) {
 		return err
 	})
 	more := func() {
-		t.Helper()
 		for i := range calls {
 			before := calls[i].Load()
 			require.Eventually(t, func() bool { return load.ctx.Err() != nil || calls[i].Load() > before+5 }, patience, ms)
@@ -221,7 +220,6 @@ func TestUpgrade_KeepsGrants(t *testing.T) {
 
 // grants lists what roles other than the owner may do with the package: "object to role, grantable".
 func (db *testDB) grants() []string {
-	db.t.Helper()
 	return column(db.t, db.DB, `
 		select format('%s to %s %s', object, grantee::regrole, bool_or(is_grantable))
 		  from (select p.proname::text, coalesce(proacl, acldefault('f', proowner)), proowner from `+packageFunctions+` as p
@@ -291,7 +289,6 @@ var underWay = map[string]func(q querier) (decision, error){
 
 // overtake runs do while a call waits for a lock in the middle.
 func (db *testDB) overtake(call func(q querier) (decision, error), do func()) error {
-	db.t.Helper()
 	db.exec("select ratelimit_define_policy('p', 100, 1, '1 day')")
 	holder := db.begin()
 	holder.acquire("p", "k", 1)

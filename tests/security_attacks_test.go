@@ -456,11 +456,9 @@ func TestHostileSession_GetsTheSameAnswers(t *testing.T) {
 
 // hostileTranscript makes the same calls on buckets of its own, and returns the decisions and the stored rows.
 func hostileTranscript(t *testing.T, db *testDB, conn *pgx.Conn, name string) []string {
-	t.Helper()
 	ctx := context.Background()
 	var answers []string
 	ask := func(call string, args ...any) {
-		t.Helper()
 		require.False(t, conn.IsClosed())
 		answers = append(answers, fmt.Sprintf("%s %v: %s", call, args[1:], rawDecision(conn, call, args...)))
 	}

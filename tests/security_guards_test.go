@@ -99,7 +99,6 @@ func TestSecurity_GuardReadsNothingHostile(t *testing.T) {
 // guardedByASuperuser is a database whose package belongs to a superuser, and a session of a plain role that may attach
 // the guard. The function spy, wherever it is called, tells whose rights it has.
 func guardedByASuperuser(t *testing.T) (*testDB, *pgx.Conn) {
-	t.Helper()
 	role := newRole(t)
 	db := newDB(t)
 	require.EqualValues(t, 1, db.number("select count(*) from pg_roles where rolname = current_user and rolsuper"))

@@ -69,7 +69,6 @@ var callsOfUse = map[string]string{
 
 // newUsedDB is a database for callsOfUse.
 func newUsedDB(t *testing.T) *testDB {
-	t.Helper()
 	db := newDB(t)
 	db.definePolicy("p", 20, 1, time.Hour)
 	db.definePolicy("q", 10, 1, time.Hour, ephemeral)
@@ -214,7 +213,6 @@ func TestPrivileges_CleanupAll(t *testing.T) {
 
 // requireRefused calls every function and reads every table as a role. All but the functions named are 42501.
 func requireRefused(t *testing.T, db *pgtest.DB, role string, but ...string) {
-	t.Helper()
 	ctx := context.Background()
 	conn := connectAs(t, db, role)
 	calls := column(t, db, `
@@ -270,7 +268,6 @@ func TestPrivileges_TheClientNamesTheGrant(t *testing.T) {
 
 	grant := regexp.MustCompile(`grant [^;]+ to <role>;`)
 	remedy := func(err error, want string) {
-		t.Helper()
 		require.Equal(t, "42501", sqlState(err), "%v", err)
 		statements := strings.Join(grant.FindAllString(err.Error(), -1), " ")
 		require.Contains(t, statements, want)

@@ -48,7 +48,6 @@ const traps = `
 	$plant$`
 
 func trapped(t *testing.T) *pgtest.DB {
-	t.Helper()
 	planter := newRole(t)
 	db := pgtest.Empty(t)
 	db.Exec(t, "grant create on schema public to "+planter)

@@ -73,12 +73,10 @@ func TestTorture_Contention(t *testing.T) {
 
 	require.EqualValues(t, capacity-all.Load(), db.left("plenty", "k"))
 	require.EqualValues(t, few, scarce.Load(), "of %d requests", atLeast*connections)
-	run.figure("connections", connections, "")
-	run.figure("granted on one key", all.Load(), "")
+	run.figures("connections", connections, "granted on one key", all.Load())
 	run.figure("granted per second", int64(float64(all.Load())/lasted.Seconds()), "/s")
-	run.figure("fewest of a connection", slices.Min(grants), "")
-	run.figure("most of a connection", slices.Max(grants), "")
-	run.figure("longest wait", slices.Max(waits).Round(time.Millisecond), "")
+	run.figures("fewest of a connection", slices.Min(grants), "most of a connection", slices.Max(grants),
+		"longest wait", slices.Max(waits).Round(time.Millisecond))
 }
 
 // Twelve sessions call everything there is on buckets that they share. No call fails, but for a policy that was just dropped. The
@@ -217,8 +215,6 @@ func TestTorture_ContentionOfAllCalls(t *testing.T) {
 		require.Equal(t, capacity-1-taken[c.BucketID], db.left(c.Policy, c.Key), "%v", c.BucketID)
 	}
 	require.NotZero(t, drops.Load())
-	run.figure("calls", calls.Load(), "")
-	run.figure("granted requests", granted.Load(), "")
-	run.figure("policies dropped", drops.Load(), "")
-	run.figure("requests that met no policy", unknown.Load(), "")
+	run.figures("calls", calls.Load(), "granted requests", granted.Load(), "policies dropped", drops.Load(),
+		"requests that met no policy", unknown.Load())
 }

@@ -63,14 +63,11 @@ func TestTorture_Crash(t *testing.T) {
 	run.figure("crashes", len(recoveries), "")
 	run.figure("recovery, median", recoveries[len(recoveries)/2].Milliseconds(), "ms")
 	run.figure("recovery, longest", recoveries[len(recoveries)-1].Milliseconds(), "ms")
-	run.figure("grants told, flushed", flushed.grants, "")
-	run.figure("of these lost", flushed.lost, "")
-	run.figure("requests without an answer", flushed.unanswered+unflushed.unanswered, "")
-	run.figure("asked again by idempotency key, each charged once", flushed.again+unflushed.again, "")
-	run.figure("ephemeral grants told, all forgotten", flushed.forgotten, "")
-	run.figure("grants told, not flushed", unflushed.grants, "")
-	run.figure("of these lost", unflushed.lost, "")
-	run.figure("of these lost in one crash, most", unflushed.mostLost, "")
+	run.figures("grants told, flushed", flushed.grants, "of these lost", flushed.lost,
+		"requests without an answer", flushed.unanswered+unflushed.unanswered,
+		"asked again by idempotency key, each charged once", flushed.again+unflushed.again,
+		"ephemeral grants told, all forgotten", flushed.forgotten, "grants told, not flushed", unflushed.grants,
+		"of these lost", unflushed.lost, "of these lost in one crash, most", unflushed.mostLost)
 	run.figure("how long before the crash the oldest of these was told", slices.Max(append(unflushed.lostFor, 0)).Milliseconds(), "ms")
 }
 
@@ -130,7 +127,6 @@ func kill(t *testing.T, server *pgtest.Server) {
 }
 
 func connect(t *testing.T, server *pgtest.Server) *pgx.Conn {
-	t.Helper()
 	conn, err := pgx.Connect(t.Context(), server.URL(""))
 	require.NoError(t, err)
 	t.Cleanup(func() { conn.Close(context.Background()) })

@@ -61,7 +61,6 @@ func TestDecideAlone_FindsPlantedBugs(t *testing.T) {
 
 // decidesLikeTheModel returns the first batch that SQL decides in another way, if there is one.
 func decidesLikeTheModel(db *testDB, seed uint64, met map[string]int, goesOn func() bool) (difference string) {
-	db.t.Helper()
 	random := rand.New(rand.NewPCG(seed, 0))
 	policies := model.New()
 	for name, p := range map[string]model.Definition{

@@ -55,19 +55,13 @@ func TestTorture_DiskFull(t *testing.T) {
 	}
 
 	require.NotZero(t, l.failed["53100"])
-	run.figure("times the disk was full", fills, "")
-	run.figure("of these, the server crashed for its log", crashes, "")
-	run.figure("of these, it stayed down until it was started", stops, "")
-	run.figure("refused for want of space", l.failed["53100"], "")
-	run.figure("granted", l.granted, "")
-	run.figure("denied", l.denied, "")
-	run.figure("answers lost, and replayed", l.replayed, "")
-	run.figure("unknown, without an idempotency key", l.unknown, "")
+	run.figures("times the disk was full", fills, "of these, the server crashed for its log", crashes,
+		"of these, it stayed down until it was started", stops, "refused for want of space", l.failed["53100"], "granted", l.granted,
+		"denied", l.denied, "answers lost, and replayed", l.replayed, "unknown, without an idempotency key", l.unknown)
 }
 
 // fill leaves no space on a disk.
 func fill(t *testing.T, dir string) (remove func()) {
-	t.Helper()
 	name := filepath.Join(dir, "ballast")
 	file, err := os.Create(name)
 	require.NoError(t, err)
@@ -83,7 +77,6 @@ func fill(t *testing.T, dir string) (remove func()) {
 
 // breakLog writes WAL segments until the disk has no space for another.
 func breakLog(t *testing.T, db *testDB) {
-	t.Helper()
 	conn, err := pgx.Connect(context.Background(), db.URL)
 	for n := 0; err == nil; n++ {
 		require.Less(t, n, 20)
@@ -93,7 +86,6 @@ func breakLog(t *testing.T, db *testDB) {
 
 // startAgain starts a server that has stopped for good.
 func startAgain(t *testing.T, server *pgtest.Server) (stopped bool) {
-	t.Helper()
 	require.Eventually(t, func() bool {
 		conn, err := pgx.Connect(context.Background(), server.URL(""))
 		if err == nil {

@@ -92,14 +92,11 @@ func TestTorture_CrashFailover(t *testing.T) {
 	slices.Sort(promotions)
 	run.figure("promotions", len(promotions), "")
 	run.figure("promotion, median", promotions[len(promotions)/2].Milliseconds(), "ms")
-	run.figure("grants told, replicated synchronously", synchronous.grants, "")
-	run.figure("of these lost", synchronous.lost, "")
-	run.figure("requests without an answer", synchronous.unanswered, "")
-	run.figure("asked again by idempotency key, each charged once", synchronous.again, "")
+	run.figures("grants told, replicated synchronously", synchronous.grants, "of these lost", synchronous.lost,
+		"requests without an answer", synchronous.unanswered, "asked again by idempotency key, each charged once", synchronous.again)
 	for i, first := range []string{"promoted, then killed", "killed, then promoted"} {
-		run.figure("asynchronously, "+first+": grants told", asynchronous[i].grants, "")
-		run.figure("asynchronously, "+first+": lost", asynchronous[i].lost, "")
-		run.figure("asynchronously, "+first+": lost at once, most", asynchronous[i].mostLost, "")
+		run.figures("asynchronously, "+first+": grants told", asynchronous[i].grants, "asynchronously, "+first+": lost", asynchronous[i].lost,
+			"asynchronously, "+first+": lost at once, most", asynchronous[i].mostLost)
 		run.figure("asynchronously, "+first+": how long before the end the oldest of these was told", slices.Max(append(asynchronous[i].lostFor, 0)).Milliseconds(), "ms")
 	}
 	run.figure("tokens granted by both nodes, of what time and skew refill, most", fmt.Sprintf("%.4f", pace), "")
@@ -120,7 +117,6 @@ type paced struct {
 
 func startPaced(db *testDB, key string) *paced {
 	t := db.t
-	t.Helper()
 	p := &paced{key: key, began: time.Now(), done: make(chan struct{})}
 	require.True(t, db.acquire("paced", key, pacedCapacity).Allowed)
 	busy := make(chan struct{})
@@ -154,7 +150,6 @@ func (p *paced) end() { <-p.done }
 // after the clock is corrected. check returns the largest share of these tokens that was granted.
 func (p *paced) check(db *testDB, ahead time.Duration) (pace float64) {
 	t := db.t
-	t.Helper()
 	for _, skew := range []time.Duration{ahead, 0} {
 		db.exec("update test_skews set skew = $1 where node = current_setting('cluster_name')", interval(skew))
 		db.must(refund(db.Pool, "paced", p.key, 1)) // so that there is one to take, and the bucket is written

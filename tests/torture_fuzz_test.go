@@ -92,7 +92,6 @@ type fuzzer struct {
 }
 
 func newFuzzer(t *testing.T, inputs *tally) *fuzzer {
-	t.Helper()
 	db := newDB(t)
 	db.clockPerSession()
 	f := &fuzzer{db: db, inputs: inputs, setClock: "set test.now = %d"}
@@ -102,7 +101,6 @@ func newFuzzer(t *testing.T, inputs *tally) *fuzzer {
 
 // begin connects, and prepares the statements.
 func (f *fuzzer) begin(t *testing.T) {
-	t.Helper()
 	f.wire = f.db.wire(t)
 	setup := []message{simple("set synchronous_commit = off"), simple("select ratelimit_version()")}
 	for name, sql := range fuzzStatements {
@@ -118,7 +116,6 @@ func (f *fuzzer) begin(t *testing.T) {
 
 // clockPerSession lets a test set the clock of one session, test.now in microseconds of the Unix epoch.
 func (db *testDB) clockPerSession() {
-	db.t.Helper()
 	db.exec(`
 		create or replace function ratelimit.clock() returns timestamptz language sql volatile parallel safe
 		as $$ select timestamptz 'epoch' + current_setting('test.now')::bigint * interval '1 microsecond' $$`)

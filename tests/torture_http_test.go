@@ -202,7 +202,6 @@ func (o *httpOutage) ask(mode string, transport *http.Transport, url, user strin
 
 // phase counts answers for a while, and until all kinds were seen.
 func (o *httpOutage) phase(name string, lasts time.Duration) {
-	o.t.Helper()
 	o.current.Store(&name)
 	o.load.runFor(lasts)
 	for started := time.Now(); o.missing(name) != "" && o.load.ctx.Err() == nil; time.Sleep(5 * time.Millisecond) {
@@ -229,7 +228,6 @@ func (o *httpOutage) missing(name string) string {
 
 // awaitBrokenConnections returns when the pools have none left from before the database stopped.
 func (o *httpOutage) awaitBrokenConnections() {
-	o.t.Helper()
 	require.Eventually(o.t, func() bool {
 		return !slices.ContainsFunc(o.pools, func(p *pgxpool.Pool) bool { return p.Stat().IdleConns()+p.Stat().AcquiredConns() > 0 })
 	}, patience, 5*ms)
@@ -239,7 +237,6 @@ func (o *httpOutage) between() { o.current.Store(new(string)) }
 
 // awaitRecovery returns when each server has had answers only for as long as its timeout.
 func (o *httpOutage) awaitRecovery() {
-	o.t.Helper()
 	began := time.Now()
 	for _, failing := range o.failing {
 		for time.Since(time.Unix(0, max(began.UnixNano(), failing.Load()))) < httpTimeout {
@@ -250,7 +247,6 @@ func (o *httpOutage) awaitRecovery() {
 }
 
 func (o *httpOutage) end() map[httpPhase]*httpAnswers {
-	o.t.Helper()
 	require.NoError(o.t, o.load.end())
 	for _, end := range o.close {
 		end()

@@ -44,7 +44,6 @@ func TestTorture_LeasesOfProcesses(t *testing.T) {
 		return sum
 	}
 	half := func() {
-		t.Helper()
 		time.Sleep(run.budget / 2)
 		enough := granted() + run.steps
 		require.Eventually(t, func() bool { return granted() >= enough }, patience, 5*ms)
@@ -118,7 +117,6 @@ func TestLeases_AKilledProcessLosesItsLeaseAtMost(t *testing.T) {
 
 // instant is one that the books know.
 func (db *testDB) instant(expression string, args ...any) (at time.Time) {
-	db.t.Helper()
 	require.NoError(db.t, db.Pool.QueryRow(context.Background(), "select "+expression+" from public.books", args...).Scan(&at))
 	return at
 }
@@ -234,8 +232,7 @@ func TestTorture_LeasesGrantWhatWasCharged(t *testing.T) {
 		leased, events = leased+int(r.leased.Load()), events+len(r.history.events)
 		run.progress("%d grants from leases", leased)
 	}
-	run.figure("grants from leases, each charged before", leased, "")
-	run.figure("charges and give-backs of leases", events-leased, "")
+	run.figures("grants from leases, each charged before", leased, "charges and give-backs of leases", events-leased)
 }
 
 // Leasers that do what they must not are found out.

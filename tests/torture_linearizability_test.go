@@ -52,30 +52,14 @@ func TestTorture_Linearizability(t *testing.T) {
 
 	require.NotContains(t, append(n.all(), c.changes, c.overrides, c.drops), 0, "%+v", n)
 	require.Less(t, n.undecided, n.buckets, "%+v", n)
-	run.figure("histories", n.histories, "")
-	run.figure("histories of a bucket", n.buckets, "")
-	run.figure("of these with too many orders to try", n.undecided, "")
-	run.figure("operations", n.operations, "")
-	run.figure("grants", n.grants, "")
-	run.figure("denials", n.denials, "")
-	run.figure("replays", n.replays, "")
-	run.figure("requests in batches", n.batched, "")
-	run.figure("shares of granted requests of several charges", n.wholes, "")
-	run.figure("shares of denied ones", n.denied, "")
-	run.figure("shadowed", n.shadowed, "")
-	run.figure("charges", n.charges, "")
-	run.figure("settlements", n.settles, "")
-	run.figure("settlements that came again", n.settled, "")
-	run.figure("settlements without a grant", n.noGrants, "")
-	run.figure("reservations of what was there", n.reserves, "")
-	run.figure("reservations that wait", n.waiting, "")
-	run.figure("acquires of what there was", n.takesAll, "")
-	run.figure("transactions of two calls", n.paired, "")
-	run.figure("rolled back", n.undone, "")
-	run.figure("buckets cleaned up beside them", n.cleanups, "")
-	run.figure("changes of policies beside them", c.changes, "")
-	run.figure("overrides beside them", c.overrides, "")
-	run.figure("policies dropped beside them", c.drops, "")
+	run.figures("histories", n.histories, "histories of a bucket", n.buckets, "of these with too many orders to try", n.undecided,
+		"operations", n.operations, "grants", n.grants, "denials", n.denials, "replays", n.replays, "requests in batches", n.batched,
+		"shares of granted requests of several charges", n.wholes, "shares of denied ones", n.denied, "shadowed", n.shadowed,
+		"charges", n.charges, "settlements", n.settles, "settlements that came again", n.settled,
+		"settlements without a grant", n.noGrants, "reservations of what was there", n.reserves, "reservations that wait", n.waiting,
+		"acquires of what there was", n.takesAll, "transactions of two calls", n.paired, "rolled back", n.undone,
+		"buckets cleaned up beside them", n.cleanups, "changes of policies beside them", c.changes,
+		"overrides beside them", c.overrides, "policies dropped beside them", c.drops)
 }
 
 type operationCounts struct {
@@ -259,7 +243,6 @@ type chronicler struct {
 
 // newChronicler defines the policies by what their names say, and has clocks tell what they read.
 func newChronicler(db *testDB, policies ...string) *chronicler {
-	db.t.Helper()
 	db.catchDenials()
 	db.exec(`
 		create or replace function ratelimit.clock() returns timestamptz language plpgsql volatile as $$
@@ -347,7 +330,6 @@ type recorder struct {
 }
 
 func newRecorder(db *testDB) *recorder {
-	db.t.Helper()
 	config, err := pgx.ParseConfig(db.URL)
 	require.NoError(db.t, err)
 	r := &recorder{}

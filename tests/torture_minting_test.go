@@ -27,11 +27,8 @@ func TestTorture_NoTokenIsMinted(t *testing.T) {
 		require.NoError(t, f.rounds())
 		run.progress("%d calls", f.calls.Load())
 	}
-	run.figure("calls", f.calls.Load(), "")
-	run.figure("requests granted", f.grants.Load(), "")
-	run.figure("charges cut at the floor", f.cuts.Load(), "")
-	run.figure("settlements", f.settlements.Load(), "")
-	run.figure("tokens minted", 0, "")
+	run.figures("calls", f.calls.Load(), "requests granted", f.grants.Load(), "charges cut at the floor", f.cuts.Load(),
+		"settlements", f.settlements.Load(), "tokens minted", 0)
 	for _, n := range []*atomic.Int64{&f.grants, &f.cuts, &f.settlements, &f.refused} {
 		require.NotZero(t, n.Load())
 	}
@@ -84,7 +81,6 @@ var minted = map[string]struct {
 }
 
 func newMint(t *testing.T) *mint {
-	t.Helper()
 	f := &mint{db: newDB(t)}
 	f.seed.Store(firstSeed(t))
 	f.db.setClock(t0)

@@ -94,7 +94,6 @@ func newNetwork(t *testing.T, random *rand.Rand) *network {
 // checks the ledger after the faults have ended.
 func (n *network) round(chances odds, lasts time.Duration) {
 	t := n.t
-	t.Helper()
 	label := t.Name() // on every goroutine that starts in here
 	pprof.Do(context.Background(), pprof.Labels("client", label), func(context.Context) {
 		pool := n.proxy.pool(t, n.db, n.countCombined)
@@ -131,7 +130,6 @@ func (n *network) round(chances odds, lasts time.Duration) {
 
 // awaitRecovery returns when each connection of the pool works.
 func (n *network) awaitRecovery(pool *pgxpool.Pool) {
-	n.t.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()
 	for working := int32(0); working < pool.Config().MaxConns; {

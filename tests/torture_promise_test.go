@@ -143,7 +143,6 @@ func beside(random *rand.Rand, p promise) promise {
 
 // newWholePromises is a database that tries them, many in one call.
 func newWholePromises(t *testing.T) *testDB {
-	t.Helper()
 	db := newDB(t)
 	db.setTimeZone("Europe/Berlin") // now + retry_after must not depend on it
 	db.clockInASetting()
@@ -232,7 +231,6 @@ func newWholePromises(t *testing.T) *testDB {
 
 // simplestWhole looks for a broken promise among ever larger numbers.
 func simplestWhole(db *testDB, random *rand.Rand) string {
-	db.t.Helper()
 	for most := int64(10); most < maxSpan; most *= 10 {
 		cases := randomWholePromises(random, most)
 		for i, verdict := range verdicts(db, cases) {

@@ -91,9 +91,7 @@ func TestTorture_Settings(t *testing.T) {
 		}
 	}
 	require.Greater(t, len(values), 2*len(names))
-	run.figure("parameters", len(names), "")
-	run.figure("values of them", len(values), "")
-	run.figure("sessions", sessions, "")
+	run.figures("parameters", len(names), "values of them", len(values), "sessions", sessions)
 }
 
 // compare makes settings in a session of its own. It returns the settings that the server accepted, and as an
@@ -207,7 +205,6 @@ type settingsDB struct {
 }
 
 func newSettingsDB(t *testing.T, caller string) *settingsDB {
-	t.Helper()
 	db := &settingsDB{testDB: newDB(t), caller: caller}
 	db.clockPerSession()
 	db.exec("select ratelimit_define_policy('odd', 7, 3, '1 day 00:00:07.654321', remember => '2 days')")

@@ -65,11 +65,7 @@ func TestTorture_ShardsLinearizability(t *testing.T) {
 	}
 	require.NotContains(t, []int{n.grants, n.denials, n.replays, n.wholes, n.denied}, 0, "%+v", n)
 	require.Less(t, n.undecided, n.buckets, "%+v", n)
-	run.figure("histories", n.histories, "")
-	run.figure("operations", n.operations, "")
-	run.figure("grants", n.grants, "")
-	run.figure("denials", n.denials, "")
-	run.figure("replays", n.replays, "")
+	run.figures("histories", n.histories, "operations", n.operations, "grants", n.grants, "denials", n.denials, "replays", n.replays)
 }
 
 // One of the two servers is killed, over and over, under a load that goes through a client.Sharded. On no shard is a grant
@@ -107,11 +103,8 @@ func TestTorture_ShardsCrash(t *testing.T) {
 	sum.add(all[1])
 	require.NotZero(t, sum.unanswered)
 	require.NotZero(t, sum.forgotten)
-	run.figure("crashes", crashes, "")
-	run.figure("grants told", sum.grants, "")
-	run.figure("of these lost", sum.lost, "")
-	run.figure("requests without an answer", sum.unanswered, "")
-	run.figure("asked again by idempotency key, each charged once", sum.again, "")
+	run.figures("crashes", crashes, "grants told", sum.grants, "of these lost", sum.lost, "requests without an answer", sum.unanswered,
+		"asked again by idempotency key, each charged once", sum.again)
 }
 
 // A shardFault is done to some of the shards, and undone.
@@ -255,7 +248,6 @@ func (w *shardWatch) enter(phase int32) { w.phase.Store(phase) }
 
 // await returns when all shards are done with a phase, in make torture after its time.
 func (w *shardWatch) await(t *testing.T, run *tortureRun, done func(shard int) bool, fault string) {
-	t.Helper()
 	time.Sleep(run.budget / 9)
 	require.Eventually(t, func() bool {
 		w.mu.Lock()

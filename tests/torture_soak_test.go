@@ -7,7 +7,6 @@ import (
 	"math/rand/v2"
 	"os"
 	"runtime"
-	"slices"
 	"strconv"
 	"strings"
 	"sync/atomic"
@@ -24,7 +23,6 @@ import (
 
 // Mixed load runs beside clean-up, and the test measures what grows and what gets slower. A run of five minutes
 // or more is judged, and cleaned up by pg_cron, which starts jobs at full minutes. Half an hour is a good run.
-// build/soak.svg shows every run.
 func TestTorture_Soak(t *testing.T) {
 	run := torture(t, 8)
 	judged := run.budget >= 5*time.Minute
@@ -68,11 +66,10 @@ func TestTorture_Soak(t *testing.T) {
 	require.NotZero(t, s.denied.Load())
 
 	last := s.samples[len(s.samples)-1]
-	run.figure("answers", s.answers.Load(), "")
-	run.figure("of these denials", s.denied.Load(), "")
-	run.figure("buckets and idempotency keys removed", db.number("select sum(n_tup_del) from pg_stat_user_tables where schemaname = 'ratelimit'"), "")
+	run.figures("answers", s.answers.Load(), "of these denials", s.denied.Load(),
+		"buckets and idempotency keys removed", db.number("select sum(n_tup_del) from pg_stat_user_tables where schemaname = 'ratelimit'"))
 	run.figure("heap-only updates of buckets", fmt.Sprintf("%.3f", last.hot), "of all")
-	for _, line := range slices.Concat(soakPanels...) {
+	for _, line := range soakLines {
 		q := line.byQuarter(s.samples)
 		if q[3].most == 0 {
 			run.figure(line.name, "not to be seen here", "")
@@ -84,12 +81,39 @@ func TestTorture_Soak(t *testing.T) {
 	if judged {
 		require.NoError(t, judgeSoak(s.samples))
 	}
-	require.NoError(t, drawSoak("../build/soak.svg", s.samples))
+}
+
+// A soakLine is one series of the samples.
+type soakLine struct {
+	name, unit string
+	of         func(soakSample) float64
+	bound      float64 // it should not grow to more than so many times what it was; 0: it should not sag
+}
+
+var soakLines = []soakLine{
+	{"answers", "a second", func(s soakSample) float64 { return s.rate }, 0},
+	{"tables", "MB", func(s soakSample) float64 { return s.tables }, 1.5},
+	{"indexes", "MB", func(s soakSample) float64 { return s.indexes }, 1.5},
+	{"memory of the backends", "MB", func(s soakSample) float64 { return s.backends }, 1.2},
+	{"heap of the client", "MB", func(s soakSample) float64 { return s.heap }, 1.2},
+}
+
+type soakQuarter struct{ most, mean float64 }
+
+func (l soakLine) byQuarter(samples []soakSample) (quarters [4]soakQuarter) {
+	for i := range quarters {
+		part := samples[i*len(samples)/4 : (i+1)*len(samples)/4]
+		for _, s := range part {
+			quarters[i].most = max(quarters[i].most, l.of(s))
+			quarters[i].mean += l.of(s) / float64(len(part))
+		}
+	}
+	return quarters
 }
 
 // judgeSoak compares the second half of a run with its second quarter; the first is for warming up.
 func judgeSoak(samples []soakSample) (err error) {
-	for _, line := range slices.Concat(soakPanels...) {
+	for _, line := range soakLines {
 		q := line.byQuarter(samples)
 		grows := line.bound > 0 && max(q[2].most, q[3].most) > line.bound*q[1].most+1
 		sags := line.bound == 0 && q[3].mean < q[1].mean/2
@@ -142,7 +166,6 @@ type soak struct {
 }
 
 func startSoak(t *testing.T, db *testDB) *soak {
-	t.Helper()
 	// As many connections all the time, for their memory to be compared.
 	pool, err := pgxpool.New(t.Context(), db.URL+"&pool_max_conns=10&pool_min_conns=10&application_name=soak")
 	require.NoError(t, err)
@@ -210,7 +233,6 @@ type soakSample struct {
 
 func (s *soak) sample(at time.Duration) soakSample {
 	t := s.db.t
-	t.Helper()
 	now := soakSample{at: at, answers: s.answers.Load(), backends: s.backends()}
 	if n := len(s.samples); n > 0 {
 		before := s.samples[n-1]

@@ -46,17 +46,12 @@ func TestTorture_Spending(t *testing.T) {
 	db.Pool.Close()
 	db = reopen(t, server)
 	b.check(db)
-	run.figure("calls answered", b.calls.Load(), "")
-	run.figure("calls answered per second, with crashes", int64(float64(b.calls.Load())/took.Seconds()), "")
-	run.figure("jobs", b.jobs.Load(), "")
-	run.figure("of these settled", b.settled.Load(), "")
-	run.figure("answers to repeats", b.repeats.Load(), "")
-	run.figure("settlements that came before the grant", b.early.Load(), "")
-	run.figure("calls without an answer, sent again", b.unanswered.Load(), "")
-	run.figure("crashes", crashes, "")
+	run.figures("calls answered", b.calls.Load(), "calls answered per second, with crashes", int64(float64(b.calls.Load())/took.Seconds()),
+		"jobs", b.jobs.Load(), "of these settled", b.settled.Load(), "answers to repeats", b.repeats.Load(),
+		"settlements that came before the grant", b.early.Load(), "calls without an answer, sent again", b.unanswered.Load(),
+		"crashes", crashes)
 	lost, booked := b.sums(db)
-	run.figure("tokens that the buckets have lost", lost, "")
-	run.figure("tokens of the real costs", booked, "")
+	run.figures("tokens that the buckets have lost", lost, "tokens of the real costs", booked)
 }
 
 // The books find what a bug does to them.
@@ -106,7 +101,6 @@ const (
 )
 
 func newBooks(t testing.TB, db *testDB) *books {
-	t.Helper()
 	b := &books{t: t, cost: map[model.BucketID]int64{}}
 	b.at.moveTo(db.URL)
 	for policy, capacity := range map[string]int64{"rich": richCapacity, "poor": poorCapacity} {
@@ -147,14 +141,10 @@ func (b *books) sums(db *testDB) (lost, booked int64) {
 	return lost, booked
 }
 
-func (b *books) check(db *testDB) {
-	b.t.Helper()
-	require.Empty(b.t, b.differences(db))
-}
+func (b *books) check(db *testDB) { require.Empty(b.t, b.differences(db)) }
 
 // load has workers do jobs until stop, which lets them finish.
 func (b *books) load(t testing.TB, workers int) (stop func()) {
-	t.Helper()
 	config := b.at.config(t)
 	config.MaxConns = 12
 	pool, err := pgxpool.NewWithConfig(context.Background(), config)
@@ -163,7 +153,6 @@ func (b *books) load(t testing.TB, workers int) (stop func()) {
 	all := newLoad(t)
 	all.start(workers, func(int) error { return b.work(client.New(pool), combiner) })
 	return func() {
-		t.Helper()
 		require.NoError(t, all.end())
 		combiner.Close()
 		pool.Close()

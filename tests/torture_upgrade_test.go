@@ -51,6 +51,5 @@ func TestTorture_UpgradeUnderLoad(t *testing.T) {
 		run.progress("%d upgrades, %d acquires meanwhile", 2*(rounds+1), acquires)
 	}
 	sameSchema(t, pgtest.New(t), db.DB)
-	run.figure("upgrades under load", 2*rounds, "")
-	run.figure("acquires meanwhile, of which none failed", acquires, "")
+	run.figures("upgrades under load", 2*rounds, "acquires meanwhile, of which none failed", acquires)
 }

@@ -63,7 +63,6 @@ type waitingLine struct {
 }
 
 func newLine(t *testing.T, db *testDB, key string) *waitingLine {
-	t.Helper()
 	pool, err := pgxpool.New(context.Background(), db.URL+"&pool_max_conns=16")
 	require.NoError(t, err)
 	t.Cleanup(pool.Close)
@@ -97,7 +96,6 @@ func (c *callCounter) QueryRow(ctx context.Context, sql string, args ...any) pgx
 
 // wait has callers wait, and checks what became of them.
 func (l *waitingLine) wait(t *testing.T, callers int) {
-	t.Helper()
 	const ahead = 200 // tokens, so that each has to wait, however slowly they come
 	l.db.exec("select ratelimit_charge('line', $1, 10 + $2)", l.key, ahead)
 	emptied := *l.db.bucket("line", l.key)

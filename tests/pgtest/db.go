@@ -16,6 +16,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/jackc/tern/v2/migrate"
+	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/pgratelimit/migrations"
 )
@@ -29,33 +30,25 @@ type DB struct {
 
 // Exec runs one statement, or several without arguments, and fails the test when it cannot.
 func (db *DB) Exec(t testing.TB, sql string, args ...any) {
-	t.Helper()
-	if _, err := db.Pool.Exec(context.Background(), sql, args...); err != nil {
-		t.Fatalf("%v\n%s", err, sql)
-	}
+	_, err := db.Pool.Exec(context.Background(), sql, args...)
+	require.NoError(t, err, sql)
 }
 
 // Connect returns a connection of its own, closed when the test ends.
 func (db *DB) Connect(t testing.TB) *pgx.Conn {
-	t.Helper()
 	conn, err := pgx.Connect(context.Background(), db.URL)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(func() { conn.Close(context.Background()) })
 	return conn
 }
 
 // Await asks until the query answers true, and fails the test when it has not within the time given.
 func (db *DB) Await(t testing.TB, within time.Duration, sql string, args ...any) {
-	t.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), within)
 	defer cancel()
 	for {
 		var done bool
-		if err := db.Pool.QueryRow(ctx, sql, args...).Scan(&done); err != nil {
-			t.Fatalf("not so within %v: %v\n%s %v", within, err, sql, args)
-		}
+		require.NoError(t, db.Pool.QueryRow(ctx, sql, args...).Scan(&done), "not so within %v\n%s %v", within, sql, args)
 		if done {
 			return
 		}

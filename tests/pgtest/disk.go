@@ -7,6 +7,8 @@ import (
 	"os/exec"
 	"slices"
 	"testing"
+
+	"github.com/stretchr/testify/require"
 )
 
 // PrivateOnDisk is Private with the data on a disk of its own, a tmpfs of so many megabytes whose
@@ -42,9 +44,7 @@ func mount(t testing.TB, megabytes int) (dir string) {
 		dir=$1; shift
 		for try in 1 2 3 4 5 6 7 8 9; do "$@" umount "$dir" && break; sleep 1; done
 		rmdir "$dir"`, slices.Concat([]string{dir}, sudo)...)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(func() {
 		if err := guard.release(); err != nil {
 			t.Errorf("unmounting %s: %v", dir, err)

@@ -75,7 +75,6 @@ func TestDocker_WithoutImageAndRegistryIsPassedOver(t *testing.T) {
 
 // climbWithEngine climbs in a process of its own, since one asks for the engine once, and returns what that wrote.
 func climbWithEngine(t *testing.T, needs string, engine map[string]reply) string {
-	t.Helper()
 	dir, err := os.MkdirTemp(tempDir, "ratelimit-")
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, os.RemoveAll(dir)) })

@@ -9,6 +9,8 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+
+	"github.com/stretchr/testify/assert"
 )
 
 // PrivateWithExtensions is Private with a directory of extensions of its own, which it returns: CREATE EXTENSION finds what
@@ -46,11 +48,7 @@ func copyPrograms(t testing.TB, bin string) (copied, extensions string, err erro
 	if err != nil {
 		return "", "", err
 	}
-	t.Cleanup(func() {
-		if err := os.RemoveAll(root); err != nil {
-			t.Error(err)
-		}
-	})
+	t.Cleanup(func() { assert.NoError(t, os.RemoveAll(root)) })
 	share := shareOf(bin)
 	prefix := filepath.Dir(bin)
 	for !strings.HasPrefix(share, prefix+"/") {

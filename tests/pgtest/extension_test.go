@@ -41,14 +41,12 @@ func TestPrivateWithExtensions_WhatATestChangesStaysInItsOwnFolder(t *testing.T)
 }
 
 func writeFile(t *testing.T, path string) {
-	t.Helper()
 	require.NoError(t, os.MkdirAll(filepath.Dir(path), 0o755))
 	require.NoError(t, os.WriteFile(path, []byte(path), 0o600))
 }
 
 // filesOf returns the files of directories with their sizes, times and texts.
 func filesOf(t *testing.T, dirs ...string) map[string]string {
-	t.Helper()
 	files := map[string]string{}
 	for _, dir := range dirs {
 		require.NoError(t, filepath.WalkDir(dir, func(path string, entry fs.DirEntry, err error) error {

@@ -33,6 +33,9 @@ import (
 	"sync"
 	"syscall"
 	"testing"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 )
 
 // Main is the TestMain of a package that uses this one, and m a *testing.M. It removes the server, or what the tests
@@ -59,17 +62,11 @@ func Main(m interface{ Run() int }) {
 }
 
 // New returns a database of its own with the package installed. It is dropped when the test ends.
-func New(t testing.TB) *DB {
-	t.Helper()
-	return create(t, true)
-}
+func New(t testing.TB) *DB { return create(t, true) }
 
 // Empty returns a database of its own without the package. It is dropped when the test ends. Options
 // are those of CREATE DATABASE, such as "encoding 'LATIN1'".
-func Empty(t testing.TB, options ...string) *DB {
-	t.Helper()
-	return create(t, false, options...)
-}
+func Empty(t testing.TB, options ...string) *DB { return create(t, false, options...) }
 
 // Open is New for examples, which have no testing.TB: it panics when it cannot.
 func Open() (db *DB, drop func()) {
@@ -91,11 +88,8 @@ func Open() (db *DB, drop func()) {
 
 // Shared returns the server that New and Empty create databases on.
 func Shared(t testing.TB) *Server {
-	t.Helper()
 	databases, err := shared.get()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return databases.server
 }
 
@@ -103,7 +97,6 @@ func Shared(t testing.TB) *Server {
 // no package installed, but on Docker in its database postgres, where the image does that. It comes from the same rung as the
 // shared server; when that is a running one, from the next rung that is there.
 func Private(t testing.TB, settings ...string) *Server {
-	t.Helper()
 	rungs := ladder[1:]
 	if common := Shared(t); common.Rung != rungURL {
 		rungs = only(common.Rung)
@@ -112,34 +105,18 @@ func Private(t testing.TB, settings ...string) *Server {
 }
 
 func private(t testing.TB, rungs []rung, settings []string) *Server {
-	t.Helper()
 	server, err := climb(context.Background(), rungs, settings)
-	if err != nil {
-		t.Fatalf("a private server: %v", err)
-	}
-	t.Cleanup(func() {
-		if err := server.Close(); err != nil {
-			t.Error(err)
-		}
-	})
+	require.NoError(t, err, "a private server")
+	t.Cleanup(func() { assert.NoError(t, server.Close()) })
 	return server
 }
 
 func create(t testing.TB, installed bool, options ...string) *DB {
-	t.Helper()
 	databases, err := shared.get()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	db, err := databases.create(context.Background(), installed, options...)
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		if err := databases.drop(context.Background(), db); err != nil {
-			t.Error(err)
-		}
-	})
+	require.NoError(t, err)
+	t.Cleanup(func() { assert.NoError(t, databases.drop(context.Background(), db)) })
 	return db
 }
 

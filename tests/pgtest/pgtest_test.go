@@ -218,7 +218,6 @@ func TestStart_NamesAllWaysWhenThereIsNone(t *testing.T) {
 
 // own starts a server that only this test ends.
 func own(t *testing.T) *Server {
-	t.Helper()
 	server, err := climb(t.Context(), ownRung(t), nil)
 	require.NoError(t, err)
 	return server
@@ -235,7 +234,6 @@ func ownRung(t *testing.T) []rung {
 
 // gone tells whether a server does not answer, and left no directory.
 func gone(t *testing.T, url string) bool {
-	t.Helper()
 	config, err := pgx.ParseConfig(url)
 	require.NoError(t, err)
 	if conn, err := pgx.ConnectConfig(t.Context(), config); err == nil {
@@ -247,7 +245,6 @@ func gone(t *testing.T, url string) bool {
 }
 
 func run(t *testing.T, url, sql string) {
-	t.Helper()
 	conn, err := pgx.Connect(t.Context(), url)
 	require.NoError(t, err)
 	defer conn.Close(t.Context())
@@ -256,7 +253,6 @@ func run(t *testing.T, url, sql string) {
 }
 
 func query[T any](t *testing.T, url, sql string, args ...any) (answer T) {
-	t.Helper()
 	conn, err := pgx.Connect(t.Context(), url)
 	require.NoError(t, err)
 	defer conn.Close(t.Context())

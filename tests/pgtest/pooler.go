@@ -18,6 +18,8 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/moby/moby/api/types/network"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	"github.com/testcontainers/testcontainers-go"
 	"github.com/testcontainers/testcontainers-go/wait"
 )
@@ -61,14 +63,8 @@ func StartPooler(t testing.TB) *Pooler {
 	if errors.Is(err, errAbsent) {
 		t.Skip(err)
 	}
-	if err != nil {
-		t.Fatalf("PgBouncer: %v", err)
-	}
-	t.Cleanup(func() {
-		if err := end(); err != nil {
-			t.Error(err)
-		}
-	})
+	require.NoError(t, err, "PgBouncer")
+	t.Cleanup(func() { assert.NoError(t, end()) })
 	if p.Version, err = p.ask(ctx); err != nil {
 		t.Fatalf("PgBouncer: %v", err)
 	}

@@ -12,7 +12,6 @@ var portsGiven sync.Map
 
 // FreePort returns a port of 127.0.0.1 on which nobody listens, and which no other test of this program has been given.
 func FreePort(t testing.TB) string {
-	t.Helper()
 	for {
 		l, err := net.Listen("tcp", "127.0.0.1:0")
 		require.NoError(t, err)

@@ -9,6 +9,8 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 )
 
 // Standby returns a server of the test's own that follows a private one by streaming replication, and
@@ -25,18 +27,10 @@ func Standby(t testing.TB, primary *Server, settings ...string) *Server {
 	}
 	ctx := context.Background()
 	c, err := newCluster(source.bin, filepath.Dir(source.dir))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	standby := &Server{Rung: primary.Rung, Version: primary.Version, HasCron: primary.HasCron, host: c}
-	t.Cleanup(func() {
-		if err := standby.Close(); err != nil {
-			t.Error(err)
-		}
-	})
-	if err := c.follow(ctx, source, settings); err != nil {
-		t.Fatal(err)
-	}
+	t.Cleanup(func() { assert.NoError(t, standby.Close()) })
+	require.NoError(t, c.follow(ctx, source, settings))
 	return standby
 }
 
