@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"math"
 	"math/rand/v2"
 	"slices"
@@ -29,112 +30,80 @@ import (
 func TestTorture_Linearizability(t *testing.T) {
 	run := torture(t, 40)
 	c := newChronicler(newDB(t), "continuous durable", "stepped durable", "continuous ephemeral", "stepped ephemeral")
-	var n operationCounts
+	n := operationCounts{}
 	c.write(run.goesOn, func(seed uint64, histories []history, err error) bool {
-		if err != nil {
-			t.Errorf("%v: %+v\n%s", err, pgError(err), repeats(t, seed))
-		}
-		n.buckets += len(histories)
-		for _, h := range histories {
-			n.count(h)
-			switch violation, decided := h.check(); {
-			case !decided:
-				n.undecided++
-			case violation != "":
-				t.Errorf("%s\n%s", violation, repeats(t, seed))
-			}
-		}
-		n.histories++
-		run.progress("%d operations in %d histories, %d grants, %d denials, %d replays",
-			n.operations, n.histories, n.grants, n.denials, n.replays)
+		n.judge(t, seed, histories, err)
+		run.progress("%d operations in %d histories", n["operations"], n["histories"])
 		return !t.Failed()
 	})
-
-	require.NotContains(t, append(n.all(), c.changes, c.overrides, c.drops), 0, "%+v", n)
-	require.Less(t, n.undecided, n.buckets, "%+v", n)
-	run.figures("histories", n.histories, "histories of a bucket", n.buckets, "of these with too many orders to try", n.undecided,
-		"operations", n.operations, "grants", n.grants, "denials", n.denials, "replays", n.replays, "requests in batches", n.batched,
-		"shares of granted requests of several charges", n.wholes, "shares of denied ones", n.denied, "shadowed", n.shadowed,
-		"charges", n.charges, "settlements", n.settles, "settlements that came again", n.settled,
-		"settlements without a grant", n.noGrants, "reservations of what was there", n.reserves, "reservations that wait", n.waiting,
-		"acquires of what there was", n.takesAll, "transactions of two calls", n.paired, "rolled back", n.undone,
-		"buckets cleaned up beside them", n.cleanups, "changes of policies beside them", c.changes,
-		"overrides beside them", c.overrides, "policies dropped beside them", c.drops)
+	n["changes of policies"], n["overrides"], n["policies dropped"] = c.changes, c.overrides, c.drops
+	require.NotContains(t, slices.Collect(maps.Values(n)), 0, "%v", n)
+	n.report(run)
 }
 
-type operationCounts struct {
-	histories, buckets, operations, undecided          int
-	grants, denials, replays, shadowed, wholes, denied int
-	batched, paired, undone, cleanups                  int
-	charges, settles, settled, noGrants                int
-	reserves, waiting, takesAll                        int
-}
+// operationCounts count what histories have met.
+type operationCounts map[string]int
 
-// countSpent counts what became of a spending.
-func (n *operationCounts) countSpent(op *operation) {
-	d := op.answer.Decision
-	switch {
-	case op.answer.is(model.NoGrant):
-		n.noGrants++
-	case d == nil:
-	case op.kind == settles && d.Replayed:
-		n.settled++
-	case op.kind == settles && !d.Shadowed:
-		n.settles++
-	case d.Replayed:
-		n.replays++
-	case op.kind == charges:
-		n.charges++
-	case op.kind == reserves && d.Allowed && d.RetryAfter > 0:
-		n.waiting++
-	case op.kind == reserves && d.Allowed:
-		n.reserves++
-	case op.kind == takesAll && d.Allowed:
-		n.takesAll++
+// judge checks the histories of a seed.
+func (n operationCounts) judge(t *testing.T, seed uint64, histories []history, err error) {
+	if err != nil {
+		t.Errorf("%v: %+v\n%s", err, pgError(err), repeats(t, seed))
+	}
+	n["histories"]++
+	for _, h := range histories {
+		n["histories of a bucket"]++
+		n.count(h)
+		switch violation, decided := h.check(); {
+		case !decided:
+			n[undecided]++
+		case violation != "":
+			t.Errorf("%s\n%s", violation, repeats(t, seed))
+		}
 	}
 }
 
-// all are those that a run must have met.
-func (n *operationCounts) all() []int {
-	return []int{
-		n.grants, n.denials, n.replays, n.batched, n.wholes, n.denied, n.shadowed, n.paired, n.cleanups,
-		n.charges, n.settles, n.settled, n.noGrants, n.reserves, n.waiting, n.takesAll,
+const undecided = "histories of a bucket with too many orders to try"
+
+func (n operationCounts) report(run *tortureRun) {
+	require.Less(run.t, n[undecided], n["histories of a bucket"])
+	for _, what := range slices.Sorted(maps.Keys(n)) {
+		run.figure(what, n[what], "")
 	}
 }
 
-func (n *operationCounts) count(h history) {
-	n.operations += len(h)
+func (n operationCounts) count(h history) {
+	n["operations"] += len(h)
 	for _, op := range h {
-		if op.batch != 0 {
-			n.batched++
-		}
 		if op.undone {
-			n.undone++
+			n["rolled back"]++
 		}
-		if op.then != nil || op.own != nil || op.kind == resets && op.sets != 0 {
-			n.paired++
+		var d decision
+		decided := op.answer != nil && op.answer.Decision != nil
+		if decided {
+			d = *op.answer.Decision
 		}
-		if op.spends() {
-			n.countSpent(op)
-		}
-		switch {
-		case op.kind == cleansUp:
-			n.cleanups++
-		case op.kind == shares && op.whole.granted:
-			n.wholes++
-		case op.kind == shares:
-			n.denied++
-		}
-		switch {
-		case op.kind != acquires && op.kind != shares || op.answer.Decision == nil:
-		case op.answer.Decision.Replayed:
-			n.replays++
-		case op.answer.Decision.Shadowed:
-			n.shadowed++
-		case op.takes():
-			n.grants++
-		case !op.answer.Decision.Allowed:
-			n.denials++
+		asks, isNew := decided && (op.kind == acquires || op.kind == shares), decided && !d.Replayed
+		for what, met := range map[string]bool{
+			"grants":                                asks && isNew && !d.Shadowed && op.takes(),
+			"denials":                               asks && isNew && !d.Shadowed && !d.Allowed,
+			"shadowed":                              asks && isNew && d.Shadowed,
+			"replays":                               d.Replayed && (asks || op.spends() && op.kind != settles),
+			"requests in batches":                   op.batch != 0,
+			"shares of granted requests of several": op.kind == shares && op.whole.granted,
+			"shares of denied requests of several":  op.kind == shares && !op.whole.granted,
+			"charges":                               op.kind == charges && isNew,
+			"settlements":                           op.kind == settles && isNew && !d.Shadowed,
+			"settlements that came again":           op.kind == settles && d.Replayed,
+			"settlements without a grant":           op.spends() && op.answer.is(model.NoGrant),
+			"reservations of what was there":        op.kind == reserves && isNew && d.Allowed && d.RetryAfter <= 0,
+			"reservations that wait":                op.kind == reserves && isNew && d.Allowed && d.RetryAfter > 0,
+			"acquires of what there was":            op.kind == takesAll && isNew && d.Allowed,
+			"transactions of two calls":             op.then != nil || op.own != nil || op.kind == resets && op.sets != 0,
+			"buckets cleaned up":                    op.kind == cleansUp,
+		} {
+			if n[what] += 0; met {
+				n[what]++
+			}
 		}
 	}
 }
