@@ -93,31 +93,29 @@ func booleanArgument(b bool) argument {
 }
 
 func spanArgument(s span) argument {
-	bytes := binary.BigEndian.AppendUint64(nil, uint64(s.micros))
-	bytes = binary.BigEndian.AppendUint32(bytes, uint32(s.days))
 	return argument{
-		value:  s,
-		text:   fmt.Appendf(nil, "%d mons %d days %d microseconds", s.months, s.days, s.micros),
-		binary: binary.BigEndian.AppendUint32(bytes, uint32(s.months)),
+		value: s, text: fmt.Appendf(nil, "%d mons %d days %d microseconds", s.months, s.days, s.micros),
+		binary: append32(binary.BigEndian.AppendUint64(nil, uint64(s.micros)), int64(s.days), int64(s.months)),
 	}
+}
+
+// append32 appends numbers of 32 bits.
+func append32(bytes []byte, numbers ...int64) []byte {
+	for _, n := range numbers {
+		bytes = binary.BigEndian.AppendUint32(bytes, uint32(n))
+	}
+	return bytes
 }
 
 // instantArgument has an instant between the years 1 and 9999, or an infinite one.
 func instantArgument(micros int64) argument {
-	i, since2000 := instant(micros), micros
-	if i != infinity && i != negativeInfinity {
+	infinite := map[instant]string{infinity: "infinity", negativeInfinity: "-infinity"}[instant(micros)]
+	text, since2000 := infinite, micros
+	if infinite == "" {
+		text = time.UnixMicro(micros).UTC().Format("2006-01-02 15:04:05.999999Z07:00")
 		since2000 -= time.Date(2000, 1, 1, 0, 0, 0, 0, time.UTC).UnixMicro()
 	}
-	a := argument{value: i, binary: binary.BigEndian.AppendUint64(nil, uint64(since2000))}
-	switch i {
-	case infinity:
-		a.text = []byte("infinity")
-	case negativeInfinity:
-		a.text = []byte("-infinity")
-	default:
-		a.text = []byte(time.UnixMicro(micros).UTC().Format("2006-01-02 15:04:05.999999Z07:00"))
-	}
-	return a
+	return argument{value: instant(micros), text: []byte(text), binary: binary.BigEndian.AppendUint64(nil, uint64(since2000))}
 }
 
 // A shape is how an array is cut into dimensions and where each begins.
@@ -133,21 +131,16 @@ func (s shape) String() string {
 
 // arrayArgument sends elements, nil for null, in any shape: the function sees them one after another.
 func arrayArgument(value any, of uint32, elements []argument, s shape) argument {
-	a := argument{value: value}
-	a.binary = binary.BigEndian.AppendUint32(a.binary, uint32(len(s.lengths)))
-	a.binary = binary.BigEndian.AppendUint32(a.binary, 1) // there may be nulls
-	a.binary = binary.BigEndian.AppendUint32(a.binary, of)
+	a := argument{value: value, binary: append32(nil, int64(len(s.lengths)), 1, int64(of))} // 1: there may be nulls
 	for i := range s.lengths {
-		a.binary = binary.BigEndian.AppendUint32(a.binary, uint32(s.lengths[i]))
-		a.binary = binary.BigEndian.AppendUint32(a.binary, uint32(s.bounds[i]))
+		a.binary = append32(a.binary, int64(s.lengths[i]), int64(s.bounds[i]))
 	}
 	for _, e := range elements {
 		if e.text == nil {
-			a.binary = binary.BigEndian.AppendUint32(a.binary, math.MaxUint32)
+			a.binary = append32(a.binary, -1)
 			continue
 		}
-		a.binary = binary.BigEndian.AppendUint32(a.binary, uint32(len(e.binary)))
-		a.binary = append(a.binary, e.binary...)
+		a.binary = append(append32(a.binary, int64(len(e.binary))), e.binary...)
 	}
 
 	if len(elements) == 0 {
@@ -166,13 +159,11 @@ func arrayArgument(value any, of uint32, elements []argument, s shape) argument 
 				write(depth + 1)
 				continue
 			}
-			if elements[0].text == nil {
-				a.text = append(a.text, "NULL"...)
-			} else {
-				quoted := strings.NewReplacer(`\`, `\\`, `"`, `\"`).Replace(string(elements[0].text))
-				a.text = append(a.text, `"`+quoted+`"`...)
+			element := "NULL"
+			if elements[0].text != nil {
+				element = `"` + strings.NewReplacer(`\`, `\\`, `"`, `\"`).Replace(string(elements[0].text)) + `"`
 			}
-			elements = elements[1:]
+			a.text, elements = append(a.text, element...), elements[1:]
 		}
 		a.text = append(a.text, '}')
 	}
@@ -405,11 +396,9 @@ func (f fuzzed) noArray() argument {
 
 // brokenArray begins like an array and does not go on like one.
 func (f fuzzed) brokenArray() string {
-	b := binary.BigEndian.AppendUint32(nil, uint32(oneOf(f, []int64{-1, 1, 2, 7, math.MaxInt32, math.MinInt32})))
-	b = binary.BigEndian.AppendUint32(b, uint32(f.IntN(3)))
-	b = binary.BigEndian.AppendUint32(b, uint32(oneOf(f, []int64{pgtype.TextOID, pgtype.Int8OID, pgtype.Int4OID, 0, 2249})))
-	b = binary.BigEndian.AppendUint32(b, uint32(oneOf(f, []int64{-1, 1, 1 << 20, math.MaxInt32})))
-	b = binary.BigEndian.AppendUint32(b, uint32(oneOf(f, []int64{0, 1, math.MaxInt32, math.MinInt32})))
+	b := append32(nil, oneOf(f, []int64{-1, 1, 2, 7, math.MaxInt32, math.MinInt32}), int64(f.IntN(3)),
+		oneOf(f, []int64{pgtype.TextOID, pgtype.Int8OID, pgtype.Int4OID, 0, 2249}), oneOf(f, []int64{-1, 1, 1 << 20, math.MaxInt32}),
+		oneOf(f, []int64{0, 1, math.MaxInt32, math.MinInt32}))
 	return string(b[:f.IntN(len(b))])
 }
 

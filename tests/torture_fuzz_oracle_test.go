@@ -61,11 +61,8 @@ func (r *round) check(function string, args []argument) error {
 		if err == nil {
 			err = badRate(capacity.(int64), refill.(int64), every.(span))
 		}
-		if err == nil && value(6) != nil {
-			err = badSpan("remember", value(6))
-		}
-		return err
-	case "ratelimit_drop_policy":
+		return cmp.Or(err, given(value(6), badSpan("remember", value(6))))
+	case "ratelimit_drop_policy", "ratelimit_reset_all":
 		return cmp.Or(badName("policy", value(0)), r.unknown(value(0)))
 	case "ratelimit_acquire", "ratelimit_enforce":
 		return r.checkRequest(value(0), value(1), value(2), value(3))
@@ -102,16 +99,8 @@ func (r *round) check(function string, args []argument) error {
 			return refusal("")
 		}
 	case "ratelimit_override":
-		err := cmp.Or(badName("", value(0)), badName("", value(1)))
-		if value(2) != nil {
-			err = cmp.Or(err, badAmount("", value(2), 0))
-		}
-		if value(3) != nil {
-			err = cmp.Or(err, badAmount("", value(3), 0))
-		}
-		if value(4) != nil {
-			err = cmp.Or(err, badSpan("", value(4)))
-		}
+		err := cmp.Or(badName("", value(0)), badName("", value(1)), given(value(2), badAmount("", value(2), 0)),
+			given(value(3), badAmount("", value(3), 0)), given(value(4), badSpan("", value(4))))
 		if err == nil && value(2) != nil && value(3) != nil && value(4) != nil {
 			err = badRate(value(2).(int64), value(3).(int64), value(4).(span))
 		}
@@ -130,34 +119,9 @@ func (r *round) check(function string, args []argument) error {
 	case "ratelimit_remove_override":
 		return unsaid(cmp.Or(badName("", value(0)), badName("", value(1)), r.unknown(value(0))))
 	case "ratelimit_status":
-		var err error
-		if value(0) != nil {
-			err = badName("", value(0))
-		}
-		if value(2) != nil {
-			err = cmp.Or(err, badName("", value(2)))
-		}
-		if rows, ok := value(1).(int64); !ok || rows <= 0 {
-			err = refusal("")
-		}
-		if err == nil && value(0) != nil {
-			err = r.unknown(value(0))
-		}
-		return unsaid(err)
+		return r.checkList(value(0), value(2), value(1))
 	case "ratelimit_overrides":
-		var err error
-		for _, name := range []any{value(0), value(1)} {
-			if name != nil {
-				err = cmp.Or(err, badName("", name))
-			}
-		}
-		if rows, ok := value(2).(int64); !ok || rows <= 0 {
-			err = refusal("")
-		}
-		if err == nil && value(0) != nil {
-			err = r.unknown(value(0))
-		}
-		return unsaid(err)
+		return r.checkList(value(0), value(1), value(2))
 	case "ratelimit_peek":
 		return cmp.Or(badName("policy", value(0)), badName("key", value(1)), badTokens("cost", value(2)), r.unknown(value(0)))
 	case "ratelimit_refund":
@@ -178,14 +142,10 @@ func (r *round) check(function string, args []argument) error {
 			}
 		}
 		return r.checkSpending(value(0), value(1), value(4), nil, err)
-	case "ratelimit_reset_all":
-		return cmp.Or(badName("policy", value(0)), r.unknown(value(0)))
 	case "ratelimit_reset":
 		return cmp.Or(badName("policy", value(0)), badName("key", value(1)), r.unknown(value(0)))
 	case "ratelimit_cleanup":
-		if rows, ok := value(0).(int64); !ok || rows <= 0 {
-			return refusal("invalid max_rows")
-		}
+		return badRows("invalid max_rows", value(0))
 	case "ratelimit_cleanup_all":
 		if budget, ok := value(0).(span); !ok || budget.inMonthsOf30Days().Sign() <= 0 {
 			return refusal("invalid budget")
@@ -195,20 +155,33 @@ func (r *round) check(function string, args []argument) error {
 }
 
 func (r *round) checkRequest(policy, key, cost, idempotencyKey any) error {
-	err := cmp.Or(badName("policy", policy), badName("key", key), badTokens("cost", cost))
-	if err == nil && idempotencyKey != nil {
-		err = badName("idempotency_key", idempotencyKey)
-	}
-	return cmp.Or(err, r.unknown(policy))
+	return r.checkSpending(policy, key, idempotencyKey, badTokens("cost", cost))
 }
 
-// checkSpending is checkRequest with the refusals of its cost, and of what comes after it.
+// checkSpending checks a request, with the refusals of its cost, and of what comes after it.
 func (r *round) checkSpending(policy, key, idempotencyKey any, cost error, others ...error) error {
-	err := cmp.Or(badName("policy", policy), badName("key", key), cost)
-	if err == nil && idempotencyKey != nil {
-		err = badName("idempotency_key", idempotencyKey)
+	return cmp.Or(badName("policy", policy), badName("key", key), cost, given(idempotencyKey, badName("idempotency_key", idempotencyKey)),
+		cmp.Or(others...), r.unknown(policy))
+}
+
+// checkList checks a list of the buckets of a policy and a key, where null is any.
+func (r *round) checkList(policy, key, rows any) error {
+	return unsaid(cmp.Or(given(policy, badName("", policy)), given(key, badName("", key)), badRows("", rows), given(policy, r.unknown(policy))))
+}
+
+// given is the refusal of an argument that may be null.
+func given(value any, refusal error) error {
+	if value == nil {
+		return nil
 	}
-	return cmp.Or(err, cmp.Or(others...), r.unknown(policy))
+	return refusal
+}
+
+func badRows(message refusal, value any) error {
+	if rows, ok := value.(int64); !ok || rows <= 0 {
+		return message
+	}
+	return nil
 }
 
 func badWait(value any) error {
@@ -333,29 +306,9 @@ func (r *round) answer(function string, args []argument) ([]string, error) {
 	nothing := []string{""}
 	switch function {
 	case "ratelimit_define_policy":
-		var definition model.Definition
-		if capacity, ok := value(1).(int64); ok {
-			definition.Capacity = &capacity
-		}
-		if refill, ok := value(2).(int64); ok {
-			definition.Refill = &refill
-		}
-		if every, ok := value(3).(span); ok {
-			length := every.length()
-			definition.Every = &length
-		}
-		if stepped, ok := value(4).(bool); ok {
-			definition.Stepped = &stepped
-		}
-		if durable, ok := value(5).(bool); ok {
-			definition.Durable = &durable
-		}
-		if remember, ok := value(6).(span); ok {
-			length := remember.length()
-			definition.Remember = &length
-		}
-		if shadow, ok := value(7).(bool); ok {
-			definition.Shadow = &shadow
+		definition := model.Definition{
+			Numbers: numbersOf(args[1:4]), Stepped: pointerTo[bool](value(4)), Durable: pointerTo[bool](value(5)), Remember: lengthOf(value(6)),
+			Shadow: pointerTo[bool](value(7)),
 		}
 		if err := r.model.Define(text(0), definition); err != nil {
 			return nil, err
@@ -368,8 +321,7 @@ func (r *round) answer(function string, args []argument) ([]string, error) {
 	case "ratelimit_policies":
 		return r.policies(), nil
 	case "ratelimit_acquire":
-		d, err := r.model.Acquire(r.now, bucket(), value(2).(int64), text(3))
-		return []string{inColumns(d)}, err
+		return rowOf(r.model.Acquire(r.now, bucket(), value(2).(int64), text(3)))
 	case "ratelimit_enforce":
 		d, err := r.model.Acquire(r.now, bucket(), value(2).(int64), text(3))
 		if err == nil && !d.Allowed {
@@ -393,42 +345,26 @@ func (r *round) answer(function string, args []argument) ([]string, error) {
 	case "ratelimit_acquire_packed":
 		return r.answerPacked(args), nil
 	case "ratelimit_override":
-		var numbers model.Numbers
-		if capacity, ok := value(2).(int64); ok {
-			numbers.Capacity = &capacity
-		}
-		if refill, ok := value(3).(int64); ok {
-			numbers.Refill = &refill
-		}
-		if every, ok := value(4).(span); ok {
-			length := every.length()
-			numbers.Every = &length
-		}
 		var expires time.Time
 		if at, ok := value(5).(instant); ok && at != infinity {
 			expires = time.UnixMicro(int64(at)).UTC()
 		}
-		return nothing, r.model.Override(r.now, bucket(), numbers, expires)
+		return nothing, r.model.Override(r.now, bucket(), numbersOf(args[2:5]), expires)
 	case "ratelimit_remove_override":
 		had, err := r.model.RemoveOverride(r.now, bucket())
 		return []string{letter[had]}, err
 	case "ratelimit_overrides":
 		return r.overrides(value(0), value(1), value(2).(int64)), nil
 	case "ratelimit_peek":
-		d, err := r.model.Peek(r.now, bucket(), value(2).(int64))
-		return []string{inColumns(d)}, err
+		return rowOf(r.model.Peek(r.now, bucket(), value(2).(int64)))
 	case "ratelimit_refund":
-		d, err := r.model.Refund(r.now, bucket(), value(2).(int64))
-		return []string{inColumns(d)}, err
+		return rowOf(r.model.Refund(r.now, bucket(), value(2).(int64)))
 	case "ratelimit_charge":
-		d, err := r.model.Charge(r.now, bucket(), value(2).(int64), text(3))
-		return []string{inColumns(d)}, err
+		return rowOf(r.model.Charge(r.now, bucket(), value(2).(int64), text(3)))
 	case "ratelimit_settle":
-		d, err := r.model.Settle(r.now, bucket(), text(2), value(3).(int64))
-		return []string{inColumns(d)}, err
+		return rowOf(r.model.Settle(r.now, bucket(), text(2), value(3).(int64)))
 	case "ratelimit_reserve":
-		d, err := r.model.Reserve(r.now, bucket(), value(2).(span).length(), value(3).(int64), text(4))
-		return []string{inColumns(d)}, err
+		return rowOf(r.model.Reserve(r.now, bucket(), value(2).(span).length(), value(3).(int64), text(4)))
 	case "ratelimit_acquire_up_to":
 		d, taken, err := r.model.AcquireUpTo(r.now, bucket(), value(2).(int64), value(3).(int64), text(4))
 		return []string{fmt.Sprintf("%s|%d", inColumns(d), taken)}, err
@@ -444,6 +380,29 @@ func (r *round) answer(function string, args []argument) ([]string, error) {
 		return []string{r.version}, nil
 	}
 	return nil, nil
+}
+
+func rowOf(d decision, err error) ([]string, error) { return []string{inColumns(d)}, err }
+
+// numbersOf are three arguments: capacity, refill and every.
+func numbersOf(args []argument) model.Numbers {
+	return model.Numbers{Capacity: pointerTo[int64](args[0].value), Refill: pointerTo[int64](args[1].value), Every: lengthOf(args[2].value)}
+}
+
+// pointerTo is nil for null.
+func pointerTo[T any](value any) *T {
+	if v, ok := value.(T); ok {
+		return &v
+	}
+	return nil
+}
+
+func lengthOf(value any) *model.Micros {
+	s, ok := value.(span)
+	if !ok {
+		return nil
+	}
+	return new(s.length())
 }
 
 func (r *round) answerMany(args []argument) (rows []string) {

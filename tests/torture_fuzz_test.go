@@ -7,7 +7,6 @@ import (
 	"math"
 	"math/rand/v2"
 	"slices"
-	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -455,23 +454,27 @@ func (r *round) arguments(function string, good func() bool) []argument {
 		}
 		return other()
 	}
-	policy := func() argument {
-		return choose(func() argument { return textArgument(oneOf(r.fuzzed, r.names)) }, r.anyText)
+	anyOf := func(texts []string) argument {
+		return choose(func() argument { return textArgument(oneOf(r.fuzzed, texts)) }, r.anyText)
 	}
+	policy := func() argument { return anyOf(r.names) }
 	keys := r.keys
 	if r.fuzzer.citus && r.oneIn(2) { // so that a request has one key more often than not
 		keys = []string{oneOf(r.fuzzed, keys)}
 	}
-	key := func() argument {
-		return choose(func() argument { return textArgument(oneOf(r.fuzzed, keys)) }, r.anyText)
-	}
+	key := func() argument { return anyOf(keys) }
 	cost := func() argument { return choose(func() argument { return bigintArgument(r.Int64N(4)) }, r.anyBigint) }
+	rows := func() argument {
+		return choose(func() argument { return integerArgument(1 + int32(r.IntN(20))) }, r.anyInteger)
+	}
 	idempotencyKey := func() argument {
 		if r.oneIn(2) {
 			return null
 		}
 		return key()
 	}
+	capacity := func() argument { return bigintArgument(r.Int64N(1 << r.IntN(44))) }
+	every := func() argument { return spanArgument(span{micros: 1 + r.Int64N(1<<r.IntN(55))}) }
 	refill := func() argument {
 		if r.oneIn(8) {
 			return bigintArgument(0)
@@ -490,13 +493,9 @@ func (r *round) arguments(function string, good func() bool) []argument {
 	case "ratelimit_define_policy":
 		for {
 			args := []argument{
-				policy(),
-				choose(func() argument { return bigintArgument(r.Int64N(1 << r.IntN(44))) }, r.anyBigint),
-				choose(refill, r.anyBigint),
-				choose(func() argument { return spanArgument(span{micros: 1 + r.Int64N(1<<r.IntN(55))}) }, r.anySpan),
+				policy(), choose(capacity, r.anyBigint), choose(refill, r.anyBigint), choose(every, r.anySpan),
 				choose(func() argument { return booleanArgument(r.oneIn(2)) }, r.anyBoolean),
-				choose(func() argument { return null }, r.anyBoolean),
-				choose(func() argument { return spanArgument(span{micros: 1 + r.Int64N(1<<r.IntN(55))}) }, r.anySpan),
+				choose(func() argument { return null }, r.anyBoolean), choose(every, r.anySpan),
 				choose(func() argument { return booleanArgument(r.oneIn(4)) }, r.anyBoolean),
 			}
 			if !good() || r.check(function, args) == nil { // a good one also fills in time
@@ -505,12 +504,12 @@ func (r *round) arguments(function string, good func() bool) []argument {
 		}
 	case "ratelimit_drop_policy", "ratelimit_reset_all":
 		return []argument{policy()}
-	case "ratelimit_acquire":
+	case "ratelimit_acquire", "ratelimit_charge":
 		return []argument{policy(), key(), cost(), idempotencyKey()}
 	case "ratelimit_enforce": // mostly of a cost that is denied now and then
-		return []argument{policy(), key(), choose(func() argument { return bigintArgument(r.Int64N(1 << r.IntN(44))) }, r.anyBigint), idempotencyKey()}
+		return []argument{policy(), key(), choose(capacity, r.anyBigint), idempotencyKey()}
 	case "ratelimit_status":
-		return []argument{orNull(policy)(), choose(func() argument { return integerArgument(1 + int32(r.IntN(20))) }, r.anyInteger), orNull(key)()}
+		return []argument{orNull(policy)(), rows(), orNull(key)()}
 	case "ratelimit_acquire_many":
 		n := r.IntN(1 << r.IntN(10))
 		return []argument{
@@ -541,8 +540,6 @@ func (r *round) arguments(function string, good func() bool) []argument {
 		}
 		return args
 	case "ratelimit_override":
-		capacity := func() argument { return bigintArgument(r.Int64N(1 << r.IntN(44))) }
-		every := func() argument { return spanArgument(span{micros: 1 + r.Int64N(1<<r.IntN(55))}) }
 		expires := func() argument {
 			return instantArgument((1 + model.Micros(r.Int64N(1<<r.IntN(55)))).After(r.now).UnixMicro())
 		}
@@ -550,14 +547,12 @@ func (r *round) arguments(function string, good func() bool) []argument {
 			policy(), key(), choose(orNull(capacity), r.anyBigint), choose(orNull(refill), r.anyBigint),
 			choose(orNull(every), r.anySpan), choose(orNull(expires), func() argument { return r.anyInstant(r.now) }),
 		}
-	case "ratelimit_remove_override":
+	case "ratelimit_remove_override", "ratelimit_reset":
 		return []argument{policy(), key()}
 	case "ratelimit_overrides":
-		return []argument{orNull(policy)(), orNull(key)(), choose(func() argument { return integerArgument(1 + int32(r.IntN(20))) }, r.anyInteger)}
+		return []argument{orNull(policy)(), orNull(key)(), rows()}
 	case "ratelimit_peek", "ratelimit_refund":
 		return []argument{policy(), key(), cost()}
-	case "ratelimit_charge":
-		return []argument{policy(), key(), cost(), idempotencyKey()}
 	case "ratelimit_settle":
 		return []argument{policy(), key(), key(), cost()}
 	case "ratelimit_reserve":
@@ -571,8 +566,6 @@ func (r *round) arguments(function string, good func() bool) []argument {
 			policy(), key(), choose(func() argument { return bigintArgument(least + r.Int64N(1<<r.IntN(44))) }, r.anyBigint),
 			choose(func() argument { return bigintArgument(least) }, r.anyBigint), idempotencyKey(),
 		}
-	case "ratelimit_reset":
-		return []argument{policy(), key()}
 	case "ratelimit_cleanup":
 		return []argument{r.anyInteger()}
 	case "ratelimit_cleanup_all":
@@ -630,9 +623,7 @@ func (r *round) sizes(good func() bool) (sizes []argument, sum int) {
 func pointers[T any](elements []argument) []*T {
 	values := make([]*T, len(elements))
 	for i, e := range elements {
-		if v, ok := e.value.(T); ok {
-			values[i] = &v
-		}
+		values[i] = pointerTo[T](e.value)
 	}
 	return values
 }
@@ -657,75 +648,51 @@ func inOrder(ids []model.BucketID) []model.BucketID {
 
 // A tally counts inputs: a call is one, and a batch that gets as far as its requests is as many as those.
 type tally struct {
-	mu         sync.Mutex
-	byFunction map[string]int
-	byCode     map[string]int
-	byProtocol map[string]int
+	mu     sync.Mutex
+	counts map[string]int // by the names of figures
 }
 
-func newTally() *tally {
-	return &tally{byFunction: map[string]int{}, byCode: map[string]int{}, byProtocol: map[string]int{}}
-}
+func newTally() *tally { return &tally{counts: map[string]int{}} }
 
 func (n *tally) add(r *round, responses []response) {
-	protocol := "simple"
-	if r.binary {
-		protocol = "extended"
-	}
+	protocol := map[bool]string{false: "simple", true: "extended"}[r.binary]
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	for i, c := range r.calls {
-		switch {
-		case c.function == "":
+		if c.function == "" {
 			continue
-		case len(c.requests) > 0:
-			for _, code := range c.requests {
-				n.byCode[code]++
-			}
-		default:
-			n.byCode[responses[i].code]++
 		}
-		inputs := max(1, len(c.requests))
-		n.byFunction[c.function] += inputs
-		n.byProtocol[protocol] += inputs
+		codes := c.requests
+		if len(codes) == 0 {
+			codes = []string{responses[i].code}
+		}
+		for _, code := range codes {
+			for _, what := range []string{"inputs", "by the " + protocol + " protocol", "to " + c.function, "answered with " + cmp.Or(code, "rows")} {
+				n.counts[what]++
+			}
+		}
 	}
 }
 
-func (n *tally) total() (sum int) {
+func (n *tally) total() int {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	for _, inputs := range n.byFunction {
-		sum += inputs
-	}
-	return sum
+	return n.counts["inputs"]
 }
 
 // lacks names what no input has met yet.
-func (n *tally) lacks() string {
-	n.mu.Lock()
-	defer n.mu.Unlock()
+func (n *tally) lacks() (missing []string) {
 	for function := range fuzzStatements {
-		if n.byFunction[function] == 0 {
-			return function
-		}
+		missing = append(missing, "to "+function)
 	}
-	for _, code := range []string{"", "22023", "RL001", "RL002", "RL003", "RL004", "RL429", "22021", "22P02", "22P03", "08P01"} {
-		if n.byCode[code] == 0 {
-			return "answers " + strconv.Quote(code)
-		}
+	for _, code := range []string{"rows", "22023", "RL001", "RL002", "RL003", "RL004", "RL429", "22021", "22P02", "22P03", "08P01"} {
+		missing = append(missing, "answered with "+code)
 	}
-	return ""
+	return slices.DeleteFunc(missing, func(what string) bool { return n.counts[what] > 0 })
 }
 
 func (n *tally) report(run *tortureRun) {
-	run.figure("inputs", n.total(), "")
-	for _, protocol := range slices.Sorted(maps.Keys(n.byProtocol)) {
-		run.figure("by the "+protocol+" protocol", n.byProtocol[protocol], "")
-	}
-	for _, function := range slices.Sorted(maps.Keys(fuzzStatements)) {
-		run.figure("to "+function, n.byFunction[function], "")
-	}
-	for _, code := range slices.Sorted(maps.Keys(n.byCode)) {
-		run.figure("answered with "+cmp.Or(code, "rows"), n.byCode[code], "")
+	for _, what := range slices.Sorted(maps.Keys(n.counts)) {
+		run.figure(what, n.counts[what], "")
 	}
 }
