@@ -110,33 +110,21 @@ func TestInstall_AsEveryKindOfRole(t *testing.T) {
 	}
 }
 
-func TestInstall_AgainAfterTheSchemaWasRenamed(t *testing.T) {
-	t.Parallel()
-	for name, install := range installers {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			db := pgtest.New(t)
-			db.Exec(t, "alter schema public rename to elsewhere")
-			before := stateOf(t, db)
-			install(t, db.URL)
-			require.Equal(t, before, stateOf(t, db))
-		})
-	}
-}
-
+// A second installation changes nothing, also when the schema of the functions has another name by then.
 func TestInstall_TwiceChangesNothing(t *testing.T) {
 	t.Parallel()
 	for name, install := range installers {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			db := pgtest.New(t)
-			db.Exec(t, "select ratelimit_define_policy('p', 10, 1, '1 hour')")
-			db.Exec(t, "select ratelimit_acquire('p', 'k', 3, 'first')")
-			before := stateOf(t, db)
-
-			install(t, db.URL)
-			require.Equal(t, before, stateOf(t, db))
-		})
+		for _, meanwhile := range []string{"select ratelimit_acquire('p', 'k', 3, 'first')", "alter schema public rename to elsewhere"} {
+			t.Run(name+"/"+meanwhile, func(t *testing.T) {
+				t.Parallel()
+				db := pgtest.New(t)
+				db.Exec(t, "select ratelimit_define_policy('p', 10, 1, '1 hour')")
+				db.Exec(t, meanwhile)
+				before := stateOf(t, db)
+				install(t, db.URL)
+				require.Equal(t, before, stateOf(t, db))
+			})
+		}
 	}
 }
 
@@ -188,47 +176,50 @@ func TestDown_LeavesOnlyTheVersionTable(t *testing.T) {
 	sameSchema(t, pgtest.New(t), db)
 }
 
+var uninstallers = map[string]func(t *testing.T, db *pgtest.DB) error{
+	"Down": func(t *testing.T, db *pgtest.DB) error { return migrations.Down(t.Context(), db.Connect(t)) },
+	"make uninstall": func(_ *testing.T, db *pgtest.DB) error {
+		return errorOf(command("..", nil, "make", "uninstall", "DATABASE_URL="+db.URL).Output())
+	},
+	"psql": func(t *testing.T, db *pgtest.DB) error {
+		return errorOf(runPsql(t, db.URL, "--set", "ON_ERROR_STOP=1", "--file", "../migrations/psql/uninstall.sql"))
+	},
+}
+
 func TestUninstall_LeavesNothing(t *testing.T) {
 	t.Parallel()
-	for name, uninstall := range map[string]func(t *testing.T, db *pgtest.DB){
-		"Down": func(t *testing.T, db *pgtest.DB) {
-			require.NoError(t, migrations.Down(context.Background(), db.Connect(t)))
-		},
-		"make uninstall": func(t *testing.T, db *pgtest.DB) { run(t, "..", nil, "make", "uninstall", "DATABASE_URL="+db.URL) },
-		"psql":           func(t *testing.T, db *pgtest.DB) { psqlFile(t, db.URL, "uninstall.sql") },
-	} {
+	for name, uninstall := range uninstallers {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			caller := newRole(t)
 			db := pgtest.Empty(t)
-			db.Exec(t, `
-				create schema app;
-				create schema other;
-				create function other.ratelimit_mine() returns integer language sql as 'select 1'`)
+			db.Exec(t, "create schema app; create schema other; create function other.ratelimit_mine() returns integer language sql as 'select 1'")
 			before := stateOf(t, db)
 
 			for _, home := range []string{"public", "app"} {
 				installers["Up"](t, withSettings(t, db.URL, "search_path", home))
 				use(t, db, home)
 				db.Exec(t, "grant execute on function "+home+".ratelimit_acquire to "+caller)
-				uninstall(t, db)
+				require.NoError(t, uninstall(t, db))
 				require.Equal(t, before, stateOf(t, db))
 			}
 
-			uninstall(t, db)
+			require.NoError(t, uninstall(t, db))
 			require.Equal(t, before, stateOf(t, db), "uninstalling what is not there is harmless")
 		})
 	}
 }
 
-func TestDown_StopsAtObjectsThatDependOnIt(t *testing.T) {
+func TestUninstall_StopsAtObjectsThatDependOnIt(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)
 	db.Exec(t, "create view mine as select * from ratelimit_policies()")
 	before := stateOf(t, db)
-
-	requireState(t, "2BP01", migrations.Down(context.Background(), db.Connect(t)))
-	require.Equal(t, before, stateOf(t, db))
+	for name, uninstall := range uninstallers {
+		require.Error(t, uninstall(t, db), name)
+		require.Equal(t, before, stateOf(t, db), name)
+	}
+	requireState(t, "2BP01", uninstallers["Down"](t, db))
 }
 
 func TestDown_KeepsFunctionsOfItsOwnerThatOnlyShareTheName(t *testing.T) {
@@ -287,28 +278,19 @@ func TestInstall_IntoTheSchemaAtTheHeadOfSearchPath(t *testing.T) {
 	t.Parallel()
 	for _, schema := range []string{"app", `Odd "Schema"; drop $$ {{ö`} {
 		quoted := pgx.Identifier{schema}.Sanitize()
-		for name, install := range map[string]func(t *testing.T, db *pgtest.DB){
-			"Up, by SET": func(t *testing.T, db *pgtest.DB) {
-				conn := db.Connect(t)
-				execute(t, conn, "set search_path = "+quoted+", public")
-				require.NoError(t, migrations.Up(context.Background(), conn))
-			},
-			"Up, by connection string": func(t *testing.T, db *pgtest.DB) {
-				installers["Up"](t, withSettings(t, db.URL, "search_path", quoted))
-			},
-			"tern, by connection string": func(t *testing.T, db *pgtest.DB) {
-				installers["tern --conn-string"](t, withSettings(t, db.URL, "search_path", quoted))
-			},
-			"psql, by connection string": func(t *testing.T, db *pgtest.DB) {
-				installers["psql"](t, withSettings(t, db.URL, "search_path", quoted))
-			},
-		} {
-			t.Run(schema+"/"+name, func(t *testing.T) {
+		for _, way := range []string{"by SET", "Up", "tern --conn-string", "psql"} {
+			t.Run(schema+"/"+way, func(t *testing.T) {
 				t.Parallel()
 				caller := newRole(t)
 				db := pgtest.Empty(t)
 				db.Exec(t, "create schema "+quoted)
-				install(t, db)
+				if way == "by SET" {
+					conn := db.Connect(t)
+					execute(t, conn, "set search_path = "+quoted+", public")
+					require.NoError(t, migrations.Up(t.Context(), conn))
+				} else {
+					installers[way](t, withSettings(t, db.URL, "search_path", quoted))
+				}
 				home := func() []string {
 					return column(t, db, `
 						select distinct nspname from pg_proc as p join pg_namespace as n on n.oid = p.pronamespace
@@ -340,15 +322,13 @@ func TestInstall_AgainReplacesFunctionsAndKeepsGrants(t *testing.T) {
 			t.Parallel()
 			caller, greedy := newRole(t), newRole(t)
 			db := pgtest.New(t)
-			db.Exec(t, `
-				grant execute on function ratelimit_acquire, ratelimit_peek to `+caller+`;
+			db.Exec(t, "grant execute on function ratelimit_acquire, ratelimit_peek to "+caller+`;
 				grant execute on procedure ratelimit_cleanup_all to `+caller+`;
 				grant execute on function ratelimit.cleanup_batch to `+caller)
 			want := stateOf(t, db)
 
 			// What the new version changes and what it adds.
-			db.Exec(t, `
-				alter default privileges grant execute on functions to `+greedy+`;
+			db.Exec(t, "alter default privileges grant execute on functions to "+greedy+`;
 				drop function ratelimit_overrides;
 				create or replace function ratelimit.clock() returns timestamptz language sql as $$ select now() $$`)
 			require.NotEqual(t, want, stateOf(t, db))
@@ -380,24 +360,13 @@ func TestInstall_WithoutASchema(t *testing.T) {
 
 func TestInstall_RefusesPlantedObjects(t *testing.T) {
 	t.Parallel()
+	const taken = "functions named ratelimit_* exist already"
 	for name, test := range map[string]struct{ plant, code, message string }{
-		"the same function": {
-			`create function ratelimit_acquire(policy text, key text, cost bigint default 1, idempotency_key text default null)
-			   returns boolean language sql as 'select true'`,
-			"42723", "functions named ratelimit_* exist already",
-		},
-		"another signature": {
-			"create function ratelimit_acquire(policy text) returns boolean language sql as 'select true'",
-			"42723", "functions named ratelimit_* exist already",
-		},
-		"a name of a later release": {
-			"create function ratelimit_later() returns boolean language sql as 'select true'",
-			"42723", "functions named ratelimit_* exist already",
-		},
-		"a procedure": {
-			"create procedure ratelimit_cleanup_all() language sql as 'select true'",
-			"42723", "functions named ratelimit_* exist already",
-		},
+		"the same function": {`create function ratelimit_acquire(policy text, key text, cost bigint default 1, idempotency_key text default null)
+			returns boolean language sql as 'select true'`, "42723", taken},
+		"another signature":          {"create function ratelimit_acquire(policy text) returns boolean language sql as 'select true'", "42723", taken},
+		"a name of a later release":  {"create function ratelimit_later() returns boolean language sql as 'select true'", "42723", taken},
+		"a procedure":                {"create procedure ratelimit_cleanup_all() language sql as 'select true'", "42723", taken},
 		"the private schema":         {"create schema ratelimit", "42501", "schema ratelimit belongs to another role"},
 		"a type in a schema of ours": {"create domain ratelimit.decision as boolean", "42P06", "schema ratelimit is not empty"},
 		"a function in a schema of ours": {

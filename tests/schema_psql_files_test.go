@@ -131,16 +131,6 @@ func TestPsql_FailureChangesNothing(t *testing.T) {
 	}
 }
 
-func TestPsql_UninstallStopsAtObjectsThatDependOnIt(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
-	db.Exec(t, "create view mine as select * from ratelimit_policies()")
-	before := stateOf(t, db)
-	out, status := psqlStatus(t, db.URL, "--file", "../migrations/psql/uninstall.sql")
-	require.Equal(t, 3, status, out)
-	require.Equal(t, before, stateOf(t, db))
-}
-
 func TestPsql_LeavesTheSessionAsItWas(t *testing.T) {
 	t.Parallel()
 	db := pgtest.Empty(t)
