@@ -2,6 +2,7 @@ package tests
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io/fs"
 	"os"
@@ -140,7 +141,28 @@ func (db *testDB) startLoad(version int32) *upgradeLoad {
 	l := &upgradeLoad{newLoad(db.t), db, map[string]*atomic.Int64{}}
 	ctx := context.Background()
 
-	l.add("acquire", 1, func(policy, key string, _ int64) error { return errorOf(granted(acquire(db.Pool, policy, key, 1))) })
+	// sql makes calls whose decisions must be grants. Their arguments are the policy, the key and the number of the round.
+	sql := func(way string, callers int, calls ...string) {
+		l.add(way, callers, func(policy, key string, n int64) error {
+			for _, call := range calls {
+				args := []any{policy, key, fmt.Sprint(n)}[:2+strings.Count(call, "$3")]
+				if err := errorOf(granted(decide(db.Pool, call, args...))); err != nil {
+					return err
+				}
+			}
+			return nil
+		})
+	}
+	// besides makes calls that are no decisions, and takes a token.
+	besides := func(way, statement string) {
+		l.add(way, 1, func(policy, key string, _ int64) error {
+			args := []any{policy, key}[:strings.Count(statement, "$")]
+			return errors.Join(errorOf(db.Pool.Exec(ctx, statement, args...)), errorOf(granted(acquire(db.Pool, policy, key, 1))))
+		})
+	}
+	sql("acquire", 1, "ratelimit_acquire($1, $2)")
+	sql("many", 1, "ratelimit_acquire_many(array[$1], array[$2])")
+	besides("upkeep", "select ratelimit_cleanup(), ratelimit_version(), count(*) from ratelimit_policies()")
 	l.add("keyed", 1, func(policy, key string, n int64) error {
 		first, err := granted(acquire(db.Pool, policy, key, 1, fmt.Sprint(n)))
 		if err != nil {
@@ -152,32 +174,21 @@ func (db *testDB) startLoad(version int32) *upgradeLoad {
 		}
 		return err
 	})
-	l.add("many", 1, func(policy, key string, _ int64) error {
-		return errorOf(granted(decide(db.Pool, "ratelimit_acquire_many(array[$1], array[$2])", policy, key)))
-	})
 	l.add("transaction", 1, func(policy, key string, _ int64) error {
 		return pgx.BeginFunc(ctx, db.Pool, func(tx pgx.Tx) error {
-			if _, err := granted(acquire(tx, policy, key, 3)); err != nil {
+			if err := errorOf(granted(acquire(tx, policy, key, 3))); err != nil {
 				return err
 			}
 			return errorOf(refund(tx, policy, key, 2))
 		})
 	})
 	l.add("denied", 1, func(policy, key string, _ int64) error {
-		if _, err := granted(acquire(db.Pool, policy, key, 1)); err != nil {
-			return err
+		err := errorOf(granted(acquire(db.Pool, policy, key, 1)))
+		d, denial := acquire(db.Pool, policy, key, loadCapacity)
+		if denial == nil && d.Allowed {
+			denial = fmt.Errorf("granted: %+v", d)
 		}
-		d, err := acquire(db.Pool, policy, key, loadCapacity)
-		if err == nil && d.Allowed {
-			err = fmt.Errorf("granted: %+v", d)
-		}
-		return err
-	})
-	l.add("upkeep", 1, func(policy, key string, _ int64) error {
-		if _, err := granted(acquire(db.Pool, policy, key, 1)); err != nil {
-			return err
-		}
-		return errorOf(db.Pool.Exec(ctx, "select ratelimit_cleanup(), ratelimit_version(), count(*) from ratelimit_policies()"))
+		return errors.Join(err, denial)
 	})
 	if statement, older := combinerStatements[version]; older {
 		l.add("combined by an older client", 3, func(policy, key string, n int64) error {
@@ -185,22 +196,14 @@ func (db *testDB) startLoad(version int32) *upgradeLoad {
 		})
 	} else {
 		combiner := l.addCombiner()
-		l.add("all", 2, func(policy, key string, n int64) error {
-			_, err := granted(decide(db.Pool, "ratelimit_acquire_all(array[$1, $1], array[$2, $2], array[1, 0], $3)", policy, key, fmt.Sprint(n)))
-			return err
-		})
+		sql("all", 2, "ratelimit_acquire_all(array[$1, $1], array[$2, $2], array[1, 0], $3)")
+		sql("charged and settled", 2, "ratelimit_charge($1, $2, 3, $3)", "ratelimit_settle($1, $2, $3, 1)")
 		l.add("all combined", 4, func(policy, key string, _ int64) error {
 			d, err := combiner.AcquireAll(ctx, []client.Charge{{Policy: policy, Key: key}, {Policy: policy, Key: key, Cost: client.Cost(0)}})
 			if err == nil && !d.Allowed {
 				err = fmt.Errorf("denied: %+v", d)
 			}
 			return err
-		})
-		l.add("charged and settled", 2, func(policy, key string, n int64) error {
-			if _, err := granted(decide(db.Pool, "ratelimit_charge($1, $2, 3, $3)", policy, key, fmt.Sprint(n))); err != nil {
-				return err
-			}
-			return errorOf(granted(decide(db.Pool, "ratelimit_settle($1, $2, $3, 1)", policy, key, fmt.Sprint(n))))
 		})
 		l.add("reserved", 2, func(policy, key string, n int64) error {
 			s := spending{function: "reserve", BucketID: model.BucketID{Policy: policy, Key: key}, cost: 1, maxWait: 1, idempotencyKey: fmt.Sprint(n)}
@@ -226,18 +229,8 @@ func (db *testDB) startLoad(version int32) *upgradeLoad {
 		l.add("guard", 1, func(policy, key string, _ int64) error {
 			return errorOf(db.Pool.Exec(ctx, "insert into "+guardedTable(policy)+" values ($1), ('another')", key))
 		})
-		l.add("status", 1, func(policy, key string, _ int64) error {
-			if _, err := granted(acquire(db.Pool, policy, key, 1)); err != nil {
-				return err
-			}
-			return errorOf(db.Pool.Exec(ctx, "select count(*) from ratelimit_status($1), ratelimit_doctor()", policy))
-		})
-		l.add("override", 1, func(policy, key string, _ int64) error {
-			if _, err := db.Pool.Exec(ctx, "select ratelimit_override($1, $2)", policy, key); err != nil {
-				return err
-			}
-			return errorOf(granted(acquire(db.Pool, policy, key, 1)))
-		})
+		besides("status", "select count(*) from ratelimit_status($1), ratelimit_doctor()")
+		besides("override", "select ratelimit_override($1, $2)")
 	}
 	l.goOn()
 	return l
@@ -273,14 +266,12 @@ func combined(q rowsQuerier, statement, policy, key, idempotencyKey string) erro
 	if err != nil {
 		return err
 	}
-	var again bool
 	var n int
 	allowed, replayed, code := new(bool), new(bool), new(string)
 	_, err = pgx.ForEachRow(rows, []any{&allowed, nil, nil, nil, nil, &replayed, &code, nil, nil, nil}, func() error {
-		if code != nil || !*allowed || *replayed != again {
+		if code != nil || !*allowed || *replayed != (n > 0) {
 			return fmt.Errorf("answer %d: allowed %v, replayed %v, error %v", n, allowed, replayed, code)
 		}
-		again = true
 		n++
 		return nil
 	})
