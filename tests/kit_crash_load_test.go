@@ -115,9 +115,7 @@ func (l *crashLoad) acquireAll(all *load, by client.Acquirer, policy string, key
 		idempotencyKey := fmt.Sprint(caller, " ", n)
 		var charges []client.Charge
 		for n := range 2 {
-			charges = append(charges, client.Charge{
-				Policy: policy, Key: key("keyed", n+rand.N(2)*n), Cost: client.Cost(1 + rand.Int64N(3)),
-			})
+			charges = append(charges, client.Charge{Policy: policy, Key: key("keyed", n+rand.N(2)*n), Cost: client.Cost(1 + rand.Int64N(3))})
 		}
 		select {
 		case <-all.ctx.Done():

@@ -76,8 +76,7 @@ func (db *testDB) definePolicy(name string, capacity, refill int64, every time.D
 	for _, opt := range opts {
 		opt(&p)
 	}
-	db.exec("select ratelimit_define_policy($1, $2, $3, $4, $5, $6, $7)",
-		name, capacity, refill, interval(every), p.stepped, p.durable, p.remember)
+	db.exec("select ratelimit_define_policy($1, $2, $3, $4, $5, $6, $7)", name, capacity, refill, interval(every), p.stepped, p.durable, p.remember)
 }
 
 type policyOptions struct {
@@ -167,14 +166,12 @@ func (db *testDB) bucket(policy, key string) *bucket {
 // putBucket writes the row of a bucket as if calls had brought it there; a level below zero is debt.
 func (db *testDB) putBucket(policy, key string, b bucket) {
 	var durable bool
-	require.NoError(db.t, db.Pool.QueryRow(context.Background(),
-		"select durable from ratelimit.policies where name = $1", policy).Scan(&durable))
+	require.NoError(db.t, db.Pool.QueryRow(context.Background(), "select durable from ratelimit.policies where name = $1", policy).Scan(&durable))
 	table := "ratelimit.ephemeral_buckets"
 	if durable {
 		table = "ratelimit.buckets"
 	}
-	db.exec(`
-		insert into `+table+` (policy_id, key, level, refilled_at, due_at)
+	db.exec("insert into "+table+` (policy_id, key, level, refilled_at, due_at)
 		select id, $2, $3, $4, $4 from ratelimit.policies where name = $1
 		on conflict (policy_id, key) do update set level = excluded.level, refilled_at = excluded.refilled_at`,
 		policy, key, b.Level, b.RefilledAt)
@@ -205,10 +202,7 @@ func (db *testDB) number(sql string, args ...any) (n int64) {
 	return n
 }
 
-var stateTables = []string{
-	"ratelimit.buckets", "ratelimit.ephemeral_buckets",
-	"ratelimit.idempotency_keys", "ratelimit.ephemeral_idempotency_keys",
-}
+var stateTables = []string{"ratelimit.buckets", "ratelimit.ephemeral_buckets", "ratelimit.idempotency_keys", "ratelimit.ephemeral_idempotency_keys"}
 
 // rows returns every row of the state tables with its physical address and the transactions that
 // wrote and locked it: equal before and after, nothing was written or locked.

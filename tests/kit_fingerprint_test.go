@@ -75,8 +75,7 @@ func stateOf(t testing.TB, db *pgtest.DB) string {
 	return fingerprintOf(t, db) + "\n" + strings.Join(rowsOf(t, db), "\n")
 }
 
-// beforeInstall removes from a fingerprint what stays when tern removes the package: its version table, and the
-// schema of that table.
+// beforeInstall removes from a fingerprint what stays when tern removes the package: its version table, and the schema of that table.
 func beforeInstall(schema string) string {
 	lines := slices.DeleteFunc(strings.Split(schema, "\n"), func(line string) bool {
 		return strings.Contains(line, "ratelimit.schema_version") ||

@@ -202,9 +202,7 @@ func TestLedger_SeesWhatDoesNotAddUp(t *testing.T) {
 			l.lose(l.request("k", 2, ""))
 			db.acquire(l.policy, "k", 2)
 		},
-		"2 tokens are gone that were granted to nobody; requests without an answer wanted 0": func(l *ledger) {
-			db.acquire(l.policy, "k", 2)
-		},
+		"2 tokens are gone that were granted to nobody; requests without an answer wanted 0": func(l *ledger) { db.acquire(l.policy, "k", 2) },
 		"tokens were granted twice": func(l *ledger) { l.enter(l.request("k", 2, ""), granted(6)) },
 		"lost: 7 are left":          func(l *ledger) { l.enter(l.request("k", 2, ""), granted(5)) },
 		"is replayed as": func(l *ledger) {

@@ -85,9 +85,7 @@ func TestCatalog_PublicFunctions(t *testing.T) {
 		select format('%s %s(%s)', case prokind when 'p' then 'PROCEDURE' else 'FUNCTION' end, proname, pg_get_function_arguments(p.oid))
 		       || coalesce(' ' || pg_get_function_result(p.oid), '')
 		       || case provolatile when 's' then ' STABLE' when 'i' then ' IMMUTABLE' else '' end
-		  from `+packageFunctions+` as p
-		 where not private
-		 order by 1`))
+		  from `+packageFunctions+" as p where not private order by 1"))
 	require.Equal(t, []string{"allowed boolean, remaining bigint, retry_after interval, reset_after interval, capacity bigint, replayed boolean, shadowed boolean"},
 		column(t, db, `
 			select string_agg(format('%s %s', attname, format_type(atttypid, atttypmod)), ', ' order by attnum)
@@ -98,17 +96,14 @@ func TestCatalog_SecurityDefinerWithPinnedPath(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)
 	// They commit, which SECURITY DEFINER and SET forbid.
-	require.Equal(t, []string{"ratelimit_cleanup_all", "ratelimit_reset_all"}, column(t, db, `
-		select proname::text from `+packageFunctions+` as p
+	require.Equal(t, []string{"ratelimit_cleanup_all", "ratelimit_reset_all"}, column(t, db, "select proname::text from "+packageFunctions+` as p
 		 where not private
 		   and not (prosecdef and 'search_path=ratelimit, pg_temp' = any (proconfig))
 		 order by 1`))
-	require.Empty(t, column(t, db, `
-		select proname::text from `+packageFunctions+` as p
+	require.Empty(t, column(t, db, "select proname::text from "+packageFunctions+` as p
 		 where private
 		   and prosecdef and ('search_path=ratelimit, pg_temp' = any (proconfig)) is not true`))
-	require.Empty(t, column(t, db, `
-		select proname::text from `+packageFunctions+` as p
+	require.Empty(t, column(t, db, "select proname::text from "+packageFunctions+` as p
 		 where not private and proisstrict`), "null is an error and not a null answer")
 }
 
@@ -319,8 +314,7 @@ func TestCatalog_ConflictsNameTheConstraint(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)
 	conflicts := func(kind string) []string {
-		return column(t, db, `
-			select proname::text from `+packageFunctions+` as p
+		return column(t, db, "select proname::text from "+packageFunctions+` as p
 			 where regexp_replace(prosrc, '--[^\n]*', '', 'g') ~ $1`, `\mon\s+conflict\M`+kind)
 	}
 	require.NotEmpty(t, conflicts(`\s+on\s+constraint\s`))
@@ -332,16 +326,14 @@ func TestCatalog_NoExceptionBlocks(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)
 	for _, function := range hotFunctions {
-		require.Empty(t, column(t, db, `
-			select proname::text from pg_proc where oid = $1::regproc and prosrc ~* '\mexception\s+when\M'`, function))
+		require.Empty(t, column(t, db, `select proname::text from pg_proc where oid = $1::regproc and prosrc ~* '\mexception\s+when\M'`, function))
 	}
 }
 
 func TestCatalog_HelpersAreInlined(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)
-	helpers := column(t, db, `
-		select proname::text from `+packageFunctions+` as p join pg_language as l on l.oid = prolang
+	helpers := column(t, db, "select proname::text from "+packageFunctions+` as p join pg_language as l on l.oid = prolang
 		 where private and lanname = 'sql'`)
 	for _, name := range []string{
 		"answer_of", "clock", "duration", "grant_of", "microseconds", "microtokens", "refilled", "refilled_until", "short_wait", "wait_for", "wait_until", "whole_tokens",

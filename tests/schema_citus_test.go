@@ -25,10 +25,7 @@ func TestCatalog_FunctionsAboutOneBucketFitCitus(t *testing.T) {
 	}, plain...) {
 		lintForCitus(t, db, function, db.text("select string_agg(prosrc, '' order by oid) from pg_proc where proname = $1", function))
 	}
-	require.Empty(t, db.strings(`
-		select p.oid::regprocedure::text
-		  from pg_proc as p
-		 where p.proname = any ('{`+strings.Join(plain, ",")+`}')
+	require.Empty(t, db.strings("select p.oid::regprocedure::text from pg_proc as p where p.proname = any ('{"+strings.Join(plain, ",")+`}')
 		   and exists (select from pg_type as t join pg_class as c on c.oid = t.typrelid
 		                where t.oid = any (p.proargtypes || p.prorettype) and c.relkind = 'r')`), "the row type of a table is in the signature")
 

@@ -304,13 +304,11 @@ func testExtensionPlanted(t *testing.T, s extensionServer) {
 			`create function ratelimit_acquire(policy text, key text, cost bigint default 1, idempotency_key text default null)
 			   returns boolean language sql as 'select true'`, "42723",
 		},
-		"a name of a later release": {"create function ratelimit_later() returns boolean language sql as 'select true'", "42723"},
-		"a procedure":               {"create procedure ratelimit_cleanup_all() language sql as 'select true'", "42723"},
-		"the private schema":        {"create schema ratelimit", "42P06"},
-		"a table in the private schema": {`
-			create schema ratelimit; create table ratelimit.buckets (policy_id bigint)`, "42P06"},
-		"a version table": {`
-			create schema ratelimit; create table ratelimit.schema_version (version int4)`, "42P06"},
+		"a name of a later release":     {"create function ratelimit_later() returns boolean language sql as 'select true'", "42723"},
+		"a procedure":                   {"create procedure ratelimit_cleanup_all() language sql as 'select true'", "42723"},
+		"the private schema":            {"create schema ratelimit", "42P06"},
+		"a table in the private schema": {"create schema ratelimit; create table ratelimit.buckets (policy_id bigint)", "42P06"},
+		"a version table":               {"create schema ratelimit; create table ratelimit.schema_version (version int4)", "42P06"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()

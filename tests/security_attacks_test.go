@@ -25,16 +25,14 @@ func TestSecurity_PlantedTwinsAreNotFound(t *testing.T) {
 	caller := newRole(t)
 	db := newDB(t)
 	db.setClock(t0)
-	db.exec(`
-		create schema twins authorization ` + caller + `;
+	db.exec("create schema twins authorization " + caller + `;
 		grant temporary on database ` + pgx.Identifier{db.Name}.Sanitize() + ` to ` + caller + `;
 		grant execute on function ratelimit_acquire, ratelimit_acquire_many, ratelimit_acquire_all, ratelimit_acquire_all_many, ratelimit_acquire_packed,
 		                          ratelimit_peek, ratelimit_refund, ratelimit_reset, ratelimit_override, ratelimit_remove_override, ratelimit_overrides,
 		                          ratelimit_enforce, ratelimit_status, ratelimit_doctor, ratelimit_guard to ` + caller)
 	want := hostileTranscript(t, db, connectAs(t, db.DB, caller), "like any other")
 
-	functions := column(t, db.DB, `
-		with words as (select distinct word from `+packageFunctions+` as p, regexp_split_to_table(p.prosrc, '\W+') as word)
+	functions := column(t, db.DB, "with words as (select distinct word from "+packageFunctions+` as p, regexp_split_to_table(p.prosrc, '\W+') as word)
 		select format('create function twins.%I(%s) returns %s language plpgsql as $$ begin raise exception ''a twin was called''; end $$',
 		              p.proname, pg_get_function_identity_arguments(p.oid), coalesce(pg_get_function_result(p.oid), 'void'))
 		  from pg_proc as p join words on word = p.proname
@@ -429,8 +427,7 @@ func TestHostileSession_GetsTheSameAnswers(t *testing.T) {
 	caller := newRole(t)
 	db := newDB(t)
 	db.setClock(t0)
-	db.exec(`
-		create schema evil authorization ` + caller + `;
+	db.exec("create schema evil authorization " + caller + `;
 		grant execute on function ratelimit_acquire, ratelimit_acquire_many, ratelimit_acquire_all, ratelimit_acquire_all_many, ratelimit_acquire_packed,
 		                          ratelimit_peek, ratelimit_refund, ratelimit_reset, ratelimit_override, ratelimit_remove_override, ratelimit_overrides,
 		                          ratelimit_enforce, ratelimit_status, ratelimit_doctor, ratelimit_guard to ` + caller)

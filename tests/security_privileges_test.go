@@ -219,8 +219,7 @@ func requireRefused(t *testing.T, db *pgtest.DB, role string, but ...string) {
 		select format('%s %s(%s)', case prokind when 'p' then 'call' else 'select' end, p.oid::regproc,
 		              (select string_agg('null::' || format_type(t, null), ', ' order by n)
 		                 from unnest(proargtypes::oid[]) with ordinality as u (t, n)))
-		  from `+packageFunctions+` as p
-		 where proname <> all (coalesce($1::text[], '{}'))`, but)
+		  from `+packageFunctions+" as p where proname <> all (coalesce($1::text[], '{}'))", but)
 	require.Greater(t, len(calls), 20)
 	for _, table := range column(t, db, `
 		select c.oid::regclass::text from pg_class as c
@@ -284,9 +283,7 @@ func TestPrivileges_TheClientNamesTheGrant(t *testing.T) {
 			}
 			return nil
 		},
-		"ratelimit_reserve(text, text, interval, bigint, text)": func() error {
-			return errorOf(limiter.Reserve(ctx, "p", "k", time.Second))
-		},
+		"ratelimit_reserve(text, text, interval, bigint, text)":     func() error { return errorOf(limiter.Reserve(ctx, "p", "k", time.Second)) },
 		"ratelimit_acquire_up_to(text, text, bigint, bigint, text)": func() error { return errorOf(limiter.AcquireUpTo(ctx, "p", "k", 1)) },
 		"ratelimit_reset(text, text)":                               func() error { return limiter.Reset(ctx, "p", "k") },
 		"ratelimit_policies()":                                      func() error { _, err := limiter.Policies(ctx); return err },

@@ -12,10 +12,9 @@ import (
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
-// Code that runs with the search_path of whoever runs it finds, in schema public, what others put there.
-// PostgreSQL's own functions and operators come first only where their argument types match exactly; where
-// they would take a conversion, a planted one for just these types wins, and runs with the rights of the
-// installer. traps plants all of those for the types that the code deals in.
+// Code that runs with the search_path of whoever runs it finds, in schema public, what others put there. PostgreSQL's own functions and
+// operators come first only where their argument types match exactly; where they would take a conversion, a planted one for just these
+// types wins, and runs with the rights of the installer. traps plants all of those for the types that the code deals in.
 const traps = `
 	do $plant$
 	declare

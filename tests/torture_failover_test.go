@@ -15,9 +15,8 @@ import (
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
-// A standby is promoted under load, over and over, and the primary killed just before or just after.
-// Synchronous replication loses no grant that a caller was told of. The loss of asynchronous replication is
-// measured. The clocks of the two nodes differ by up to an hour.
+// A standby is promoted under load, over and over, and the primary killed just before or just after. Synchronous replication loses no grant
+// that a caller was told of. The loss of asynchronous replication is measured. The clocks of the two nodes differ by up to an hour.
 func TestTorture_CrashFailover(t *testing.T) {
 	run := torture(t, 2)
 	db, primary := newPrivateDB(t, "synchronous_commit=on", "cluster_name=node 0")

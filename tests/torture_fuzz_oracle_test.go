@@ -481,9 +481,7 @@ func (r *round) acquireAll(q fuzzedWhole) (whole, error) {
 	}
 	var charges []model.Charge
 	for _, c := range q.charges {
-		charges = append(charges, model.Charge{
-			BucketID: model.BucketID{Policy: c.policy.(string), Key: c.key.(string)}, Cost: c.cost.(int64),
-		})
+		charges = append(charges, model.Charge{BucketID: model.BucketID{Policy: c.policy.(string), Key: c.key.(string)}, Cost: c.cost.(int64)})
 	}
 	idempotencyKey, _ := q.idempotencyKey.(string)
 	return r.model.AcquireAll(r.now, charges, idempotencyKey)

@@ -12,9 +12,8 @@ import (
 	"github.com/pgratelimit/pgratelimit/client/httplimit"
 )
 
-// The key functions of the middleware, by more requests than the fuzzers beside them see: what a client writes before
-// what the trusted proxies add changes nothing, two users have two keys, no user has the key of an address, and each
-// key is one that the database takes.
+// The key functions of the middleware, by more requests than the fuzzers beside them see: what a client writes before what the trusted
+// proxies add changes nothing, two users have two keys, no user has the key of an address, and each key is one that the database takes.
 func TestTorture_HTTPKeys(t *testing.T) {
 	run := torture(t, 5)
 	random := rand.New(rand.NewPCG(testSeed(t), 0))

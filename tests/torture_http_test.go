@@ -24,9 +24,8 @@ import (
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
-// HTTP servers with each way to go without a database, and callers of each, while the database is stopped, started,
-// frozen and thawed. With a database all of them limit. Without, each answers as it says, while there is
-// none. In the end no goroutine is left.
+// HTTP servers with each way to go without a database, and callers of each, while the database is stopped, started, frozen and thawed. With
+// a database all of them limit. Without, each answers as it says, while there is none. In the end no goroutine is left.
 func TestTorture_HTTP(t *testing.T) {
 	run := torture(t, 1)
 	db, server := newPrivateDB(t)

@@ -345,8 +345,7 @@ func linearize(ops []porcupine.Operation) porcupine.CheckResult {
 	return porcupine.Illegal
 }
 
-// check explains why no order of the operations is possible, or returns "". It is undecided when there are too
-// many orders to try.
+// check explains why no order of the operations is possible, or returns "". It is undecided when there are too many orders to try.
 func (h history) check() (violation string, decided bool) {
 	verdict := linearize(h.upTo(len(h)))
 	if verdict == porcupine.Ok {

@@ -24,9 +24,8 @@ import (
 	"github.com/pgratelimit/pgratelimit/client/clienttest/model"
 )
 
-// Clients call everything there is on few buckets at once, by clocks that disagree and jump. Their calls
-// can be put in an order, within the time that each took, in which the model gives each of them the answer
-// it got, in every field, by a clock reading it took.
+// Clients call everything there is on few buckets at once, by clocks that disagree and jump. Their calls can be put in an order, within the
+// time that each took, in which the model gives each of them the answer it got, in every field, by a clock reading it took.
 func TestTorture_Linearizability(t *testing.T) {
 	run := torture(t, 40)
 	c := newChronicler(newDB(t), "continuous durable", "stepped durable", "continuous ephemeral", "stepped ephemeral")
@@ -126,9 +125,7 @@ func TestLinearizability_FindsPlantedBugs(t *testing.T) {
 		}, pauseBefore(`insert into idempotency_keys as k`)}},
 		"a denial by the clock before the wait":         {"ratelimit_acquire": {{`(?s)v_now := clock\(\);( .*? from buckets as b)`, "$1"}}},
 		"a bucket that is named twice is charged twice": {"ratelimit.decide": {{`if same\[v_i\] = v_i then`, "if true then"}}},
-		"a denial keeps the first charge": {"ratelimit.decide": {{
-			`if v_granted and fits\[v_i\]`, "if (v_granted or v_i = v_start) and fits[v_i]",
-		}}},
+		"a denial keeps the first charge":               {"ratelimit.decide": {{`if v_granted and fits\[v_i\]`, "if (v_granted or v_i = v_start) and fits[v_i]"}}},
 		"a replay is charged": {"ratelimit.decide": {
 			{`and fits\[v_i\] and not replayed\[v_i\]`, "and fits[v_i]"},
 			{`kept\[v_i\] := (idem.*?);`, "kept[v_i] := $1 and not replayed[v_i];"},
@@ -155,9 +152,7 @@ func TestLinearizability_FindsPlantedBugs(t *testing.T) {
 		"a reservation by a stale row": {"ratelimit_reserve": {{
 			`(update buckets as b set level = v_level[^;]*?)and b.level = v_seen_level and b.refilled_at = v_seen_at`, "$1",
 		}, pauseBefore(`update buckets as b set level = v_level`)}},
-		"clean-up ignores overrides": {"ratelimit.cleanup_batch": {{
-			`and \(o.key is null or [^;]*? = 0\)( as removable from buckets )`, "$1",
-		}}},
+		"clean-up ignores overrides": {"ratelimit.cleanup_batch": {{`and \(o.key is null or [^;]*? = 0\)( as removable from buckets )`, "$1"}}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -249,8 +244,7 @@ func newChronicler(db *testDB, policies ...string) *chronicler {
 	return c
 }
 
-// overrideSomeKey has every call look for overrides. One that reads a policy just before its first override may
-// go by the policy's numbers.
+// overrideSomeKey has every call look for overrides. One that reads a policy just before its first override may go by the policy's numbers.
 const overrideSomeKey = "select ratelimit_override($1, 'some key')"
 
 func durability(policy string) policyOption {
@@ -650,8 +644,7 @@ func (op *operation) answered(d decision, err error) error {
 	return err
 }
 
-// errorAnswer is the answer that an error is: that of an idempotency key, or of a policy that was dropped. It is nil for
-// other errors.
+// errorAnswer is the answer that an error is: that of an idempotency key, or of a policy that was dropped. It is nil for other errors.
 func errorAnswer(err error) *answer {
 	for code, is := range map[model.Error]error{
 		model.IdempotencyMismatch: client.ErrIdempotencyMismatch, model.UnknownPolicy: client.ErrUnknownPolicy, model.NoGrant: client.ErrNoGrant,

@@ -17,9 +17,8 @@ import (
 	"github.com/pgratelimit/pgratelimit/client/clienttest/model"
 )
 
-// No sequence of calls without refund and reset gains tokens but by refill. Random calls of all functions, while the clock
-// stands still: what buckets hold and what callers have in hand, of grants less what settlements gave back, adds up to the
-// capacity, to the microtoken.
+// No sequence of calls without refund and reset gains tokens but by refill. Random calls of all functions, while the clock stands still:
+// what buckets hold and what callers have in hand, of grants less what settlements gave back, adds up to the capacity, to the microtoken.
 func TestTorture_NoTokenIsMinted(t *testing.T) {
 	run := torture(t, 0)
 	f := newMint(t)

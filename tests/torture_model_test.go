@@ -20,8 +20,7 @@ import (
 	"github.com/pgratelimit/pgratelimit/client/clienttest/model"
 )
 
-// Random calls, one after the other, get from SQL what the model answers, in every field. Each request of a
-// batch has an answer of its own.
+// Random calls, one after the other, get from SQL what the model answers, in every field. Each request of a batch has an answer of its own.
 func TestTorture_ModelAgreesWithSQL(t *testing.T) {
 	run := torture(t, 40)
 	db := newDB(t)
@@ -257,10 +256,7 @@ var policyNames = []string{"a", "b", "c"}
 
 var (
 	bucketIDs = rapid.Custom(func(t *rapid.T) model.BucketID {
-		return model.BucketID{
-			Policy: rapid.SampledFrom(policyNames).Draw(t, "policy"),
-			Key:    rapid.SampledFrom([]string{"x", "y"}).Draw(t, "key"),
-		}
+		return model.BucketID{Policy: rapid.SampledFrom(policyNames).Draw(t, "policy"), Key: rapid.SampledFrom([]string{"x", "y"}).Draw(t, "key")}
 	})
 	// Every magnitude is as likely as any other.
 	magnitudes = rapid.Custom(func(t *rapid.T) int64 {

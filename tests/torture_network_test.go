@@ -118,9 +118,7 @@ func (n *network) round(chances odds, lasts time.Duration) {
 	for start := time.Now(); goroutines(label) != ""; time.Sleep(10 * time.Millisecond) {
 		require.Less(t, time.Since(start), patience, goroutines(label))
 	}
-	n.db.Await(t, patience, `
-		select count(*) = 0 from pg_stat_activity
-		 where datname = current_database() and application_name = 'through a proxy'`)
+	n.db.Await(t, patience, "select count(*) = 0 from pg_stat_activity where datname = current_database() and application_name = 'through a proxy'")
 
 	require.NoError(t, n.ledger.check(n.db))
 	for state := range n.ledger.failed {

@@ -10,9 +10,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// Random requests of several charges that are denied are promised their retry_after to the microsecond: a
-// denial takes nothing, the same request is allowed exactly then, and one microsecond earlier it is not. What
-// is denied for ever is denied thousands of years later too.
+// Random requests of several charges that are denied are promised their retry_after to the microsecond: a denial takes nothing, the same
+// request is allowed exactly then, and one microsecond earlier it is not. What is denied for ever is denied thousands of years later too.
 func TestTorture_WholesKeepTheirPromises(t *testing.T) {
 	run := torture(t, 2)
 	random := rand.New(rand.NewPCG(testSeed(t), 0))

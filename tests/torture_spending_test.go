@@ -38,9 +38,7 @@ func TestTorture_Spending(t *testing.T) {
 		run.progress("%d calls, %d jobs, %d crashes", b.calls.Load(), b.jobs.Load(), crashes)
 	}
 	events := []*atomic.Int64{&b.calls, &b.jobs, &b.settled, &b.early, &b.repeats}
-	require.Eventually(t, func() bool {
-		return !slices.ContainsFunc(events, func(n *atomic.Int64) bool { return n.Load() == 0 })
-	}, patience, 5*ms)
+	require.Eventually(t, func() bool { return !slices.ContainsFunc(events, func(n *atomic.Int64) bool { return n.Load() == 0 }) }, patience, 5*ms)
 	stop()
 	took := time.Since(run.started)
 	db.Pool.Close()
@@ -168,10 +166,7 @@ type bookedJob struct {
 }
 
 func (b *books) newJob() bookedJob {
-	j := bookedJob{
-		function: []string{"acquire", "acquire all", "charge", "reserve", "up to", "poor"}[rand.N(6)],
-		key:      fmt.Sprint(b.serial.Add(1)),
-	}
+	j := bookedJob{function: []string{"acquire", "acquire all", "charge", "reserve", "up to", "poor"}[rand.N(6)], key: fmt.Sprint(b.serial.Add(1))}
 	policy, buckets := "rich", 1
 	switch j.function {
 	case "poor":

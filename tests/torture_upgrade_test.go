@@ -9,8 +9,7 @@ import (
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
-// The schema is upgraded under load, again and again, to made-up next versions: one with changed functions and
-// one with changed tables.
+// The schema is upgraded under load, again and again, to made-up next versions: one with changed functions and one with changed tables.
 func TestTorture_UpgradeUnderLoad(t *testing.T) {
 	run := torture(t, 1)
 	newest := newestMigration(t)

@@ -77,9 +77,7 @@ func startContainer(ctx context.Context, settings []string) (host, error) {
 		testcontainers.WithExposedPorts(postgresPort),
 		// The server of the first start's scripts does not listen on TCP: what answers is the final one.
 		testcontainers.WithWaitStrategyAndDeadline(patience,
-			wait.ForSQL(postgresPort, "pgx", func(host string, port network.Port) string {
-				return c.url(net.JoinHostPort(host, port.Port()), "")
-			})),
+			wait.ForSQL(postgresPort, "pgx", func(host string, port network.Port) string { return c.url(net.JoinHostPort(host, port.Port()), "") })),
 	)
 	if err == nil {
 		err = c.locate(ctx)
@@ -227,13 +225,7 @@ func (c *container) url(address, database string) string {
 	if database == "" {
 		database = "postgres"
 	}
-	u := url.URL{
-		Scheme:   "postgres",
-		User:     url.UserPassword("postgres", c.password),
-		Host:     address,
-		Path:     "/" + database,
-		RawQuery: "sslmode=disable",
-	}
+	u := url.URL{Scheme: "postgres", User: url.UserPassword("postgres", c.password), Host: address, Path: "/" + database, RawQuery: "sslmode=disable"}
 	return u.String()
 }
 
