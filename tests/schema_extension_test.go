@@ -364,7 +364,7 @@ func testExtensionAdopt(t *testing.T, s extensionServer) {
 			db.exec(test.prepare)
 			before := stateOf(t, db.DB)
 			_, err := db.Connect(t).Exec(t.Context(), test.adopt)
-			require.Equal(t, test.code, sqlState(err), err)
+			requireState(t, test.code, err)
 			require.Contains(t, told(err), test.message)
 			require.Equal(t, before, stateOf(t, db.DB))
 		})
@@ -378,7 +378,7 @@ func testExtensionAdopt(t *testing.T, s extensionServer) {
 	db.exec(adopt)
 	db.exec("alter extension pgratelimit update")
 	_, err = db.Connect(t).Exec(t.Context(), "drop extension pgratelimit")
-	require.Equal(t, "2BP01", sqlState(err), err)
+	requireState(t, "2BP01", err)
 	require.Contains(t, told(err), "pre_request")
 	for _, line := range membership(t, db) {
 		require.NotContains(t, line, "pre_request")
@@ -396,11 +396,11 @@ func testExtensionOtherWays(t *testing.T, s extensionServer) {
 		require.Equal(t, installed, err == nil, err)
 		require.Equal(t, installed, status == 0)
 		if !installed {
-			require.Equal(t, "55000", sqlState(err), err)
+			requireState(t, "55000", err)
 			require.ErrorContains(t, err, "alter extension pgratelimit update")
 		}
 		err = migrations.Down(t.Context(), db.Connect(t))
-		require.Equal(t, "55000", sqlState(err), err)
+		requireState(t, "55000", err)
 		require.ErrorContains(t, err, "drop extension pgratelimit")
 		_, status = psqlStatus(t, db.URL, "--file", "../migrations/psql/uninstall.sql")
 		require.Equal(t, 3, status)

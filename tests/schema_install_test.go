@@ -350,7 +350,7 @@ func TestInstall_WithoutASchema(t *testing.T) {
 			execute(t, conn, "set search_path = "+path)
 
 			err := migrations.Up(context.Background(), conn)
-			require.Equal(t, "3F000", sqlState(err), err)
+			requireState(t, "3F000", err)
 			require.ErrorContains(t, err, "no schema to install into")
 			require.ErrorContains(t, err, "search_path", "the remedy is told")
 			require.Equal(t, before, beforeInstall(fingerprintOf(t, db)))
@@ -391,7 +391,7 @@ func TestInstall_RefusesPlantedObjects(t *testing.T) {
 			require.Equal(t, before, fingerprintOf(t, db))
 
 			err := migrations.Up(context.Background(), db.Connect(t))
-			require.Equal(t, test.code, sqlState(err), err)
+			requireState(t, test.code, err)
 			require.ErrorContains(t, err, test.message)
 			require.Equal(t, beforeInstall(before), beforeInstall(fingerprintOf(t, db)))
 		})
@@ -548,7 +548,7 @@ func TestInstall_AgainRefusesPlantedFunctions(t *testing.T) {
 	before := stateOf(t, db)
 
 	err := migrate.InstallCodePackage(context.Background(), db.Connect(t), nil, codePackage(t))
-	require.Equal(t, "42501", sqlState(err), err)
+	requireState(t, "42501", err)
 	require.ErrorContains(t, err, "belongs to another role")
 	require.Equal(t, before, stateOf(t, db))
 

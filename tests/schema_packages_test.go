@@ -139,7 +139,7 @@ func TestPackages_MigrationsOverAnotherInstall(t *testing.T) {
 			for _, text := range textsOf(t, dir, pattern) {
 				up, _, _ := strings.Cut(text, "\n-- migrate:down\n")
 				_, err := db.Connect(t).Exec(t.Context(), up)
-				require.Equal(t, "55000", sqlState(err), err)
+				requireState(t, "55000", err)
 				require.ErrorContains(t, err, "another schema version is installed")
 				require.Equal(t, before, stateOf(t, db.DB))
 			}

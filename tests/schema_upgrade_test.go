@@ -97,7 +97,7 @@ func TestUpgrade_PreparedStatements(t *testing.T) {
 		require.EqualValues(t, loadCapacity-calls[i].Load(), db.left("p", modes[i]))
 		for range 2 {
 			_, err := s.Exec(ctx, "star", "star")
-			require.Equal(t, "0A000", sqlState(err), "%v", err)
+			requireState(t, "0A000", err)
 			require.ErrorContains(t, err, "cached plan must not change result type")
 		}
 		requireState(t, "0A000", errorOf(s.Exec(ctx, star, "implicit")))

@@ -88,7 +88,7 @@ func TestSecurity_GuardReadsNothingHostile(t *testing.T) {
 				insert = "insert into orders (customer, size) values ('a', 1)"
 			}
 			_, err := mallory.Exec(t.Context(), insert)
-			require.Equal(t, "22023", sqlState(err), "%v", err)
+			requireState(t, "22023", err)
 			require.Contains(t, pgError(err).Detail, attack.detail)
 			require.Empty(t, column(t, db.DB, "select role from spied_on where role <> 'mallory'"))
 			require.EqualValues(t, 0, db.number("select count(*) from ratelimit.buckets"))
@@ -138,7 +138,7 @@ func TestSecurity_GuardIsAGrantToAttachAndNoneToInsert(t *testing.T) {
 	db.exec("revoke all on function ratelimit_guard from public")
 	execute(t, conn, "create temporary table mine (customer text)")
 	_, err := conn.Exec(ctx, "create trigger limited after insert on mine referencing new table as inserted for each statement execute function ratelimit_guard('p', 'customer')")
-	require.Equal(t, "42501", sqlState(err), "%v", err)
+	requireState(t, "42501", err)
 	requireState(t, "42501", errorOf(conn.Exec(ctx, "select ratelimit_guard()")))
 
 	// A temporary relation of the name of the transition table fails the statement, and nothing else.

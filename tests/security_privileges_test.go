@@ -12,7 +12,6 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/pgratelimit/client"
@@ -163,52 +162,36 @@ func TestPrivileges_AdministrationIsASeparateGrant(t *testing.T) {
 	requireRefused(t, db, administrator, functions...)
 }
 
-// It commits, and so is not SECURITY DEFINER, as ratelimit_cleanup_all is not.
-func TestPrivileges_ResetAll(t *testing.T) {
+// ratelimit_reset_all and ratelimit_cleanup_all are not SECURITY DEFINER, because they commit: each takes three grants, which give nothing else.
+func TestPrivileges_ProceduresTakeThreeGrants(t *testing.T) {
 	t.Parallel()
-	administrator := newRole(t)
-	db := newDB(t)
-	db.definePolicy("p", 10, 10, time.Hour)
-	db.acquire("p", "k", 3, "i")
-	conn := connectAs(t, db.DB, administrator)
-	for _, grant := range []string{
-		"execute on procedure ratelimit_reset_all", "usage on schema ratelimit", "execute on function ratelimit.reset_batch",
-	} {
-		requireState(t, "42501", errorOf(conn.Exec(t.Context(), "call ratelimit_reset_all('p')")), "not without %s", grant)
-		db.exec("grant " + grant + " to " + administrator)
+	for call, helper := range map[string]string{"ratelimit_reset_all('p')": "reset_batch", "ratelimit_cleanup_all()": "cleanup_batch"} {
+		t.Run(call, func(t *testing.T) {
+			t.Parallel()
+			janitor := newRole(t)
+			db := newDB(t)
+			db.definePolicy("p", 10, 10, time.Second, remember(time.Second))
+			db.definePolicy("q", 10, 10, time.Second)
+			db.acquireAt(t0, "p", "due", 3, "first")
+			db.acquireAt(t0.Add(time.Hour), "q", "in use", 3, "first")
+			conn := connectAs(t, db.DB, janitor)
+			procedure, _, _ := strings.Cut(call, "(")
+			for _, grant := range []string{"execute on procedure " + procedure, "usage on schema ratelimit", "execute on function ratelimit." + helper} {
+				requireState(t, "42501", errorOf(conn.Exec(t.Context(), "call "+call)), "not without %s", grant)
+				db.exec("grant " + grant + " to " + janitor)
+			}
+			execute(t, conn, "call "+call)
+			require.Nil(t, db.bucket("p", "due"))
+			require.NotNil(t, db.bucket("q", "in use"))
+			remembered := column(t, db.DB, "select key from ratelimit.idempotency_keys")
+			require.Contains(t, remembered, "in use")
+			require.Equal(t, helper == "reset_batch", slices.Contains(remembered, "due"), "clean-up forgets an idempotency key, and a reset keeps it")
+			for _, table := range append([]string{"policies", "overrides"}, bucketTables...) {
+				requireState(t, "42501", errorOf(conn.Exec(t.Context(), "select from ratelimit."+table)), "%s", table)
+			}
+			requireState(t, "42501", errorOf(conn.Exec(t.Context(), "select ratelimit.clock()")))
+		})
 	}
-	execute(t, conn, "call ratelimit_reset_all('p')")
-	require.Nil(t, db.bucket("p", "k"))
-}
-
-// ratelimit_cleanup_all is not SECURITY DEFINER, because it commits.
-func TestPrivileges_CleanupAll(t *testing.T) {
-	t.Parallel()
-	ctx := context.Background()
-	janitor := newRole(t)
-	db := newDB(t)
-	db.definePolicy("p", 10, 10, time.Second, remember(time.Second))
-	db.acquireAt(t0, "p", "due", 3, "first")
-	db.acquireAt(t0.Add(time.Hour), "p", "in use", 3, "first")
-
-	conn := connectAs(t, db.DB, janitor)
-	for _, grant := range []string{
-		"execute on procedure ratelimit_cleanup_all",
-		"usage on schema ratelimit",
-		"execute on function ratelimit.cleanup_batch",
-	} {
-		requireState(t, "42501", errorOf(conn.Exec(ctx, "call ratelimit_cleanup_all()")), "not without %s", grant)
-		db.exec("grant " + grant + " to " + janitor)
-	}
-	execute(t, conn, "call ratelimit_cleanup_all()")
-	require.Nil(t, db.bucket("p", "due"))
-	require.NotNil(t, db.bucket("p", "in use"))
-	require.Equal(t, []string{"in use"}, column(t, db.DB, "select key from ratelimit.idempotency_keys"))
-
-	for _, table := range append([]string{"policies", "overrides"}, bucketTables...) {
-		requireState(t, "42501", errorOf(conn.Exec(ctx, "select from ratelimit."+table)), "%s", table)
-	}
-	requireState(t, "42501", errorOf(conn.Exec(ctx, "select ratelimit.clock()")))
 }
 
 // requireRefused calls every function and reads every table as a role. All but the functions named are 42501.
@@ -257,26 +240,21 @@ func TestPrivileges_TheClientNamesTheGrant(t *testing.T) {
 	role := newRole(t)
 	db := newDB(t)
 	db.definePolicy("p", 1000, 1, aDay)
-	config, err := pgxpool.ParseConfig(db.URL)
-	require.NoError(t, err)
-	config.AfterConnect = func(ctx context.Context, conn *pgx.Conn) error { return errorOf(conn.Exec(ctx, "set role "+role)) }
-	pool, err := pgxpool.NewWithConfig(ctx, config)
-	require.NoError(t, err)
-	defer pool.Close()
+	pool := poolAs(t, db.DB, role)
 	limiter := client.New(pool)
 
 	grant := regexp.MustCompile(`grant [^;]+ to <role>;`)
 	remedy := func(err error, want string) {
-		require.Equal(t, "42501", sqlState(err), "%v", err)
+		requireState(t, "42501", err)
 		statements := strings.Join(grant.FindAllString(err.Error(), -1), " ")
 		require.Contains(t, statements, want)
 		db.exec(strings.ReplaceAll(statements, "<role>", role))
 	}
 	for function, call := range map[string]func() error{
-		"ratelimit_acquire(text, text, bigint, text)": func() error { _, err := limiter.Acquire(ctx, "p", "k"); return err },
-		"ratelimit_peek(text, text, bigint)":          func() error { _, err := limiter.Peek(ctx, "p", "k"); return err },
-		"ratelimit_refund(text, text, bigint)":        func() error { _, err := limiter.Refund(ctx, "p", "k", 1); return err },
-		"ratelimit_charge(text, text, bigint, text)":  func() error { _, err := limiter.Charge(ctx, "p", "k", 1); return err },
+		"ratelimit_acquire(text, text, bigint, text)": func() error { return errorOf(limiter.Acquire(ctx, "p", "k")) },
+		"ratelimit_peek(text, text, bigint)":          func() error { return errorOf(limiter.Peek(ctx, "p", "k")) },
+		"ratelimit_refund(text, text, bigint)":        func() error { return errorOf(limiter.Refund(ctx, "p", "k", 1)) },
+		"ratelimit_charge(text, text, bigint, text)":  func() error { return errorOf(limiter.Charge(ctx, "p", "k", 1)) },
 		"ratelimit_settle(text, text, text, bigint)": func() error {
 			if _, err := limiter.Settle(ctx, "p", "k", "none", 1); !errors.Is(err, client.ErrNoGrant) {
 				return err
@@ -286,8 +264,8 @@ func TestPrivileges_TheClientNamesTheGrant(t *testing.T) {
 		"ratelimit_reserve(text, text, interval, bigint, text)":     func() error { return errorOf(limiter.Reserve(ctx, "p", "k", time.Second)) },
 		"ratelimit_acquire_up_to(text, text, bigint, bigint, text)": func() error { return errorOf(limiter.AcquireUpTo(ctx, "p", "k", 1)) },
 		"ratelimit_reset(text, text)":                               func() error { return limiter.Reset(ctx, "p", "k") },
-		"ratelimit_policies()":                                      func() error { _, err := limiter.Policies(ctx); return err },
-		"ratelimit_cleanup(integer)":                                func() error { _, err := limiter.Cleanup(ctx); return err },
+		"ratelimit_policies()":                                      func() error { return errorOf(limiter.Policies(ctx)) },
+		"ratelimit_cleanup(integer)":                                func() error { return errorOf(limiter.Cleanup(ctx)) },
 		"ratelimit_drop_policy(text)":                               func() error { return limiter.DropPolicy(ctx, "none") },
 		"ratelimit_acquire_all(text[], text[], bigint[], text)": func() error {
 			return errorOf(limiter.AcquireAll(ctx, []client.Charge{{Policy: "p", Key: "k"}}))
@@ -296,7 +274,7 @@ func TestPrivileges_TheClientNamesTheGrant(t *testing.T) {
 			return limiter.Override(ctx, client.Override{Policy: "p", Key: "k"})
 		},
 		"ratelimit_remove_override(text, text)":    func() error { return errorOf(limiter.RemoveOverride(ctx, "p", "k")) },
-		"ratelimit_overrides(text, text, integer)": func() error { _, err := limiter.Overrides(ctx); return err },
+		"ratelimit_overrides(text, text, integer)": func() error { return errorOf(limiter.Overrides(ctx)) },
 		"ratelimit_define_policy(text, bigint, bigint, interval, boolean, boolean, interval, boolean)": func() error {
 			return limiter.DefinePolicy(ctx, client.Policy{Name: "q", Capacity: 1, Refill: 1, Every: time.Second})
 		},

@@ -866,12 +866,7 @@ func (a *actor) acquireAll() error {
 	r, ops := a.wholeRequest(4)
 	return a.transact(func() error {
 		w, err := r.acquireAll(a)
-		if e := errorAnswer(err); e != nil {
-			return answeredWhole(wholeAnswer{Error: e.Error}, r, ops)
-		} else if err != nil {
-			return err
-		}
-		return answeredWhole(wholeAnswer{Whole: &w}, r, ops)
+		return recordWhole(w, err, r, ops)
 	}, ops...)
 }
 
@@ -926,6 +921,16 @@ func (a *actor) wholeRequest(most int) (r wholeRequest, ops []*operation) {
 		ops = append(ops, op)
 	}
 	return r, ops
+}
+
+// recordWhole records the answer of a request of several charges, unless it is an error that is no answer.
+func recordWhole(w whole, err error, r wholeRequest, ops []*operation) error {
+	if e := errorAnswer(err); e != nil {
+		return answeredWhole(wholeAnswer{Error: e.Error}, r, ops)
+	} else if err != nil {
+		return err
+	}
+	return answeredWhole(wholeAnswer{Whole: &w}, r, ops)
 }
 
 // answeredWhole records the answer of a request of several charges. Elements of one bucket must have one answer, and
@@ -1076,7 +1081,7 @@ func (a *actor) drop() error {
 // acquireMany takes from several buckets, or as often as not from one alone.
 func (a *actor) acquireMany() error {
 	var ops []*operation
-	switch a.random.IntN(4) {
+	switch kind := a.random.IntN(4); kind {
 	case 0: // all equal, and without a key
 		op := a.request(a.bucket())
 		op.idempotencyKey = ""
@@ -1084,15 +1089,13 @@ func (a *actor) acquireMany() error {
 			another := *op
 			ops = append(ops, &another)
 		}
-	case 1, 2: // no keys
-		for range 1 + a.random.IntN(6) {
-			op := a.request(a.bucket())
-			op.idempotencyKey = ""
-			ops = append(ops, op)
-		}
 	default:
 		for range 1 + a.random.IntN(6) {
-			ops = append(ops, a.request(a.bucket()))
+			op := a.request(a.bucket())
+			if kind < 3 {
+				op.idempotencyKey = ""
+			}
+			ops = append(ops, op)
 		}
 	}
 	batch := a.newBatch()
@@ -1128,11 +1131,7 @@ func (a *actor) acquireCombined() error {
 		var w whole
 		r, ops = a.wholeRequest(3)
 		w, err = r.by(ctx, a.combiner)
-		if e := errorAnswer(err); e != nil {
-			err = answeredWhole(wholeAnswer{Error: e.Error}, r, ops)
-		} else if err == nil {
-			err = answeredWhole(wholeAnswer{Whole: &w}, r, ops)
-		}
+		err = recordWhole(w, err, r, ops)
 		for _, op := range ops {
 			op.called = called // not reread: others in its call may have taken, and kept to what they had read
 		}

@@ -167,26 +167,30 @@ type modelRun struct {
 	spendings, settled []spending
 }
 
+const emptyTables = `
+	delete from ratelimit.policies; delete from ratelimit.overrides;
+	delete from ratelimit.buckets; delete from ratelimit.ephemeral_buckets;
+	delete from ratelimit.idempotency_keys; delete from ratelimit.ephemeral_idempotency_keys`
+
 func newModelRun(t *rapid.T, s *session, met sightings) *modelRun {
-	s.exec(`
-		delete from ratelimit.policies;
-		delete from ratelimit.overrides;
-		delete from ratelimit.buckets;
-		delete from ratelimit.ephemeral_buckets;
-		delete from ratelimit.idempotency_keys;
-		delete from ratelimit.ephemeral_idempotency_keys`)
+	s.exec(emptyTables)
 	m := &modelRun{
 		session: s, buckets: bucketIDs, clock: s.db.setClock, model: model.New(), met: met,
 		ask:  func(of spending) (spent, error) { return of.by(s) },
 		told: func(d decision) decision { return d },
 	}
+	m.begin(t, m)
+	return m
+}
+
+// begin defines the policies at t0.
+func (m *modelRun) begin(t *rapid.T, calls modelCalls) {
 	m.setClock(t, t0)
 	for _, name := range policyNames {
 		for known := false; !known; _, known = m.model.Policy(name) { // not every definition can be
-			m.define(t, name)
+			calls.define(t, name)
 		}
 	}
-	return m
 }
 
 func (m *modelRun) actions() map[string]func(*rapid.T) {
@@ -307,6 +311,7 @@ func atMost9e12(n int64) int64 { return min(n, maxTokens) }
 
 // modelCalls are those that a database and a client.Sharded make each in its way.
 type modelCalls interface {
+	define(t *rapid.T, name string)
 	defineAs(t *rapid.T, name string, def model.Definition)
 	setOverride(t *rapid.T, id model.BucketID, n model.Numbers, expires time.Time)
 	sendOne(t *rapid.T, r wholeRequest)
@@ -787,18 +792,30 @@ func (m *modelRun) cleanUp(t *rapid.T) {
 	require.NoError(t, m.call("ratelimit_cleanup()"))
 	m.model.CleanUp(m.now)
 
+	m.compareLeft(t, bucketsLeft(t, m.session))
+
+	var grants, overrides int
+	require.NoError(t, m.session.QueryRow(context.Background(), `
+		select (select count(*) from ratelimit.idempotency_keys) + (select count(*) from ratelimit.ephemeral_idempotency_keys),
+		       (select count(*) from ratelimit.overrides)`).Scan(&grants, &overrides))
+	require.Equal(t, m.model.Grants(), grants, "idempotency keys")
+	require.Len(t, m.model.Overrides(), overrides, "overrides")
+}
+
+// bucketsLeft are those that have a row.
+func bucketsLeft(t require.TestingT, q rowsQuerier) map[model.BucketID]bool {
 	left := map[model.BucketID]bool{}
-	rows, err := m.session.Query(context.Background(), `
-		select coalesce(p.name, 'gone'), b.key
-		  from (table ratelimit.buckets union all table ratelimit.ephemeral_buckets) as b
-		  left join ratelimit.policies as p on p.id = b.policy_id`)
-	require.NoError(t, err)
-	var id model.BucketID
-	_, err = pgx.ForEachRow(rows, []any{&id.Policy, &id.Key}, func() error {
-		left[id] = true
-		return nil
-	})
-	require.NoError(t, err)
+	for _, id := range columnOf(t, q, `
+		select coalesce(p.name, 'gone') || ' ' || b.key
+		  from (table ratelimit.buckets union all table ratelimit.ephemeral_buckets) as b left join ratelimit.policies as p on p.id = b.policy_id`) {
+		policy, key, _ := strings.Cut(id, " ")
+		left[model.BucketID{Policy: policy, Key: key}] = true
+	}
+	return left
+}
+
+// compareLeft takes the buckets without a row from the model.
+func (m *modelRun) compareLeft(t *rapid.T, left map[model.BucketID]bool) {
 	for _, id := range m.model.Buckets() {
 		if !left[id] {
 			require.True(t, m.model.Remove(m.now, id), "clean-up removed %v, which was not full", id)
@@ -807,13 +824,6 @@ func (m *modelRun) cleanUp(t *rapid.T) {
 		delete(left, id)
 	}
 	require.Empty(t, left, "buckets that should have no row")
-
-	var grants, overrides int
-	require.NoError(t, m.session.QueryRow(context.Background(), `
-		select (select count(*) from ratelimit.idempotency_keys) + (select count(*) from ratelimit.ephemeral_idempotency_keys),
-		       (select count(*) from ratelimit.overrides)`).Scan(&grants, &overrides))
-	require.Equal(t, m.model.Grants(), grants, "idempotency keys")
-	require.Len(t, m.model.Overrides(), overrides, "overrides")
 }
 
 // wait moves the clock to when something happens, or to a microsecond beside it.

@@ -2,6 +2,7 @@ package tests
 
 import (
 	"context"
+	"maps"
 	"math"
 	"slices"
 	"testing"
@@ -50,15 +51,7 @@ type shardsModelRun struct {
 }
 
 func newShardsModelRun(t *rapid.T, s *shards, limiter *client.Sharded, met sightings) *shardsModelRun {
-	s.each(func(db *testDB) {
-		db.exec(`
-			delete from ratelimit.policies;
-			delete from ratelimit.overrides;
-			delete from ratelimit.buckets;
-			delete from ratelimit.ephemeral_buckets;
-			delete from ratelimit.idempotency_keys;
-			delete from ratelimit.ephemeral_idempotency_keys`)
-	})
+	s.each(func(db *testDB) { db.exec(emptyTables) })
 	ctx := context.Background()
 	m := &shardsModelRun{s: s, limiter: limiter, ctx: ctx, modelRun: &modelRun{
 		model: model.New(), met: met, told: asDurations,
@@ -70,12 +63,7 @@ func newShardsModelRun(t *rapid.T, s *shards, limiter *client.Sharded, met sight
 			return id
 		}),
 	}}
-	m.setClock(t, t0)
-	for _, name := range policyNames {
-		for known := false; !known; _, known = m.model.Policy(name) { // not every definition can be
-			m.define(t, name)
-		}
-	}
+	m.begin(t, m)
 	return m
 }
 
@@ -305,20 +293,6 @@ func (m *shardsModelRun) cleanUp(t *rapid.T) {
 	require.NoError(t, errorOf(m.limiter.Cleanup(m.ctx)))
 	m.model.CleanUp(m.now)
 	left := map[model.BucketID]bool{}
-	m.s.each(func(db *testDB) {
-		for _, id := range column(db.t, db.DB, `
-			select coalesce(p.name, 'gone') || ' ' || b.key
-			  from (table ratelimit.buckets union all table ratelimit.ephemeral_buckets) as b
-			  left join ratelimit.policies as p on p.id = b.policy_id`) {
-			left[model.BucketID{Policy: id[:1], Key: id[2:]}] = true
-		}
-	})
-	for _, id := range m.model.Buckets() {
-		if !left[id] {
-			require.True(t, m.model.Remove(m.now, id), "clean-up removed %v, which was not full", id)
-			m.met["removed by clean-up"]++
-		}
-		delete(left, id)
-	}
-	require.Empty(t, left, "buckets that should have no row")
+	m.s.each(func(db *testDB) { maps.Copy(left, bucketsLeft(t, db.Pool)) })
+	m.compareLeft(t, left)
 }
