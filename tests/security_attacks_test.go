@@ -27,9 +27,7 @@ func TestSecurity_PlantedTwinsAreNotFound(t *testing.T) {
 	db.setClock(t0)
 	db.exec("create schema twins authorization " + caller + `;
 		grant temporary on database ` + pgx.Identifier{db.Name}.Sanitize() + ` to ` + caller + `;
-		grant execute on function ratelimit_acquire, ratelimit_acquire_many, ratelimit_acquire_all, ratelimit_acquire_all_many, ratelimit_acquire_packed,
-		                          ratelimit_peek, ratelimit_refund, ratelimit_reset, ratelimit_override, ratelimit_remove_override, ratelimit_overrides,
-		                          ratelimit_enforce, ratelimit_status, ratelimit_doctor, ratelimit_guard to ` + caller)
+		` + grantOfTranscript + caller)
 	want := hostileTranscript(t, db, connectAs(t, db.DB, caller), "like any other")
 
 	functions := column(t, db.DB, "with words as (select distinct word from "+packageFunctions+` as p, regexp_split_to_table(p.prosrc, '\W+') as word)
@@ -428,9 +426,7 @@ func TestHostileSession_GetsTheSameAnswers(t *testing.T) {
 	db := newDB(t)
 	db.setClock(t0)
 	db.exec("create schema evil authorization " + caller + `;
-		grant execute on function ratelimit_acquire, ratelimit_acquire_many, ratelimit_acquire_all, ratelimit_acquire_all_many, ratelimit_acquire_packed,
-		                          ratelimit_peek, ratelimit_refund, ratelimit_reset, ratelimit_override, ratelimit_remove_override, ratelimit_overrides,
-		                          ratelimit_enforce, ratelimit_status, ratelimit_doctor, ratelimit_guard to ` + caller)
+		` + grantOfTranscript + caller)
 	execute(t, connectAs(t, db.DB, caller), evil)
 
 	transcript := func(t *testing.T, name string) []string {
@@ -450,6 +446,11 @@ func TestHostileSession_GetsTheSameAnswers(t *testing.T) {
 		})
 	}
 }
+
+const grantOfTranscript = `
+	grant execute on function ratelimit_acquire, ratelimit_acquire_many, ratelimit_acquire_all, ratelimit_acquire_all_many, ratelimit_acquire_packed,
+	                          ratelimit_peek, ratelimit_refund, ratelimit_reset, ratelimit_override, ratelimit_remove_override, ratelimit_overrides,
+	                          ratelimit_enforce, ratelimit_status, ratelimit_doctor, ratelimit_guard to `
 
 // hostileTranscript makes the same calls on buckets of its own, and returns the decisions and the stored rows.
 func hostileTranscript(t *testing.T, db *testDB, conn *pgx.Conn, name string) []string {

@@ -1038,27 +1038,27 @@ func (a *actor) drop() error {
 	called := a.now()
 	at := period{called, called}
 	held := a.random.IntN(2) == 0
-	if held {
-		if _, err := a.Exec(context.Background(), "begin"); err != nil {
-			return err
+	var err error
+	do := func(sql string, args ...any) {
+		if err == nil {
+			err = errorOf(a.Exec(context.Background(), sql, args...))
 		}
 	}
-	_, err := a.Exec(context.Background(), "select ratelimit_drop_policy($1)", policy)
+	if held {
+		do("begin")
+	}
+	do("select ratelimit_drop_policy($1)", policy)
+	at.until = a.now()
+	if err == nil {
+		err = a.define(a.random, a.recorder, policy)
+	}
+	do(overrideSomeKey, policy)
+	if held {
+		do("commit")
+		at.until = a.now()
+	}
 	if err != nil {
 		return err
-	}
-	at.until = a.now()
-	if err := a.define(a.random, a.recorder, policy); err != nil {
-		return err
-	}
-	if _, err := a.Exec(context.Background(), overrideSomeKey, policy); err != nil {
-		return err
-	}
-	if held {
-		if _, err := a.Exec(context.Background(), "commit"); err != nil {
-			return err
-		}
-		at.until = a.now()
 	}
 	until := a.now()
 	versions := a.versions[policy]

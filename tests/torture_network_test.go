@@ -3,8 +3,10 @@ package tests
 import (
 	"bytes"
 	"context"
+	"maps"
 	"math/rand/v2"
 	"runtime/pprof"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -36,8 +38,9 @@ func TestTorture_Network(t *testing.T) {
 		run.progress("%d grants, %d of them after the first answer was lost", n.ledger.granted, n.ledger.replayed)
 	}
 
-	for _, f := range n.figures() {
-		run.figure(f.name, f.number, "")
+	met := n.met()
+	for _, what := range slices.Sorted(maps.Keys(met)) {
+		run.figure(what, met[what], "")
 	}
 	run.figure("connections that went silent", n.proxy.done[vanish].Load(), "")
 	run.figure("slowest try, whose ctx ends after 1 s", n.ledger.slowest.Round(time.Millisecond), "")
@@ -54,35 +57,17 @@ type network struct {
 	slowestRecovery time.Duration
 }
 
-type figure struct {
-	name   string
-	number int
-}
-
-// figures counts the events of which each must happen.
-func (n *network) figures() []figure {
-	return []figure{
-		{"granted", n.ledger.granted},
-		{"of these, an answer was lost before", n.ledger.replayed},
-		{"denied", n.ledger.denied},
-		{"unknown, without an idempotency key", n.ledger.unknown},
-		{"tries without an answer", n.ledger.failed[""]},
-		{"calls for several requests", int(n.combined.Load())},
-		{"delays", int(n.proxy.done[delay].Load())},
-		{"cuts", int(n.proxy.done[cut].Load())},
-		{"resets", int(n.proxy.done[reset].Load())},
-		{"swallowed replies", int(n.proxy.done[swallow].Load())},
+// met counts the events of which each must happen.
+func (n *network) met() map[string]int {
+	met := map[string]int{
+		"granted": n.ledger.granted, "granted, and an answer was lost before": n.ledger.replayed, "denied": n.ledger.denied,
+		"unknown, without an idempotency key": n.ledger.unknown, "tries without an answer": n.ledger.failed[""],
+		"calls for several requests": int(n.combined.Load()),
 	}
-}
-
-// missing names something that has not happened yet.
-func (n *network) missing() string {
-	for _, f := range n.figures() {
-		if f.number == 0 {
-			return f.name
-		}
+	for what, fault := range map[string]fault{"delays": delay, "cuts": cut, "resets": reset, "swallowed replies": swallow} {
+		met[what] = int(n.proxy.done[fault].Load())
 	}
-	return ""
+	return met
 }
 
 func newNetwork(t *testing.T, random *rand.Rand) *network {
@@ -104,7 +89,7 @@ func (n *network) round(chances odds, lasts time.Duration) {
 		require.Eventually(t, func() bool {
 			n.ledger.mu.Lock()
 			defer n.ledger.mu.Unlock()
-			return callers.ctx.Err() != nil || n.missing() == ""
+			return callers.ctx.Err() != nil || !slices.Contains(slices.Collect(maps.Values(n.met())), 0)
 		}, patience, 5*ms, "not all kinds of events happen")
 		n.proxy.heal()
 		healed := time.Now()
