@@ -26,25 +26,21 @@ func TestAcquireAll_SendsArraysAndReadsNumbers(t *testing.T) {
 	}}
 	limiter := client.New(db)
 	charges := []client.Charge{{Policy: "p", Key: "k"}, {Policy: "q", Key: "l", Cost: client.Cost(0)}}
-	got, err := limiter.AcquireAll(t.Context(), charges, client.IdempotencyKey("once"))
-	require.NoError(t, err)
+	got := noError(limiter.AcquireAll(t.Context(), charges, client.IdempotencyKey("once")))(t)
 	binding := client.Decision{Remaining: 5, RetryAfter: math.MaxInt64, ResetAfter: math.MaxInt64, Capacity: 6}
 	require.Equal(t, client.JointDecision{
-		Decision: binding,
-		Binding:  1,
-		Decisions: []client.Decision{
-			{Allowed: true, Remaining: 2, ResetAfter: 3 * time.Microsecond, Capacity: 4, Replayed: true}, binding,
-		},
+		Decision:  binding,
+		Binding:   1,
+		Decisions: []client.Decision{{Allowed: true, Remaining: 2, ResetAfter: 3 * time.Microsecond, Capacity: 4, Replayed: true}, binding},
 	}, got)
 	require.True(t, got.Never() && got.NeverFull())
 	require.Equal(t, []any{[]string{"p", "q"}, []string{"k", "l"}, []int64{1, 0}, "once"}, db.sent()[0].args)
 
-	got, err = limiter.AcquireAll(t.Context(), charges[:1])
-	require.NoError(t, err)
+	got = noError(limiter.AcquireAll(t.Context(), charges[:1]))(t)
 	require.True(t, got.Replayed && got.Shadowed)
 	require.Equal(t, []client.Decision{{Allowed: true, Remaining: 2, ResetAfter: 3 * time.Microsecond, Capacity: 4, Shadowed: true}}, got.Decisions)
 	require.Equal(t, []any{[]string{"p"}, []string{"k"}, []int64{1}, nil}, db.sent()[1].args)
-	_, err = limiter.AcquireAll(t.Context(), charges)
+	_, err := limiter.AcquireAll(t.Context(), charges)
 	require.EqualError(t, err, "pgratelimit: acquire all: 7 numbers about 2 charges, of which 1 is the binding one")
 }
 
@@ -91,7 +87,6 @@ func TestDenialCache_IsNotForAcquireAll(t *testing.T) {
 		require.NoError(t, ask())
 		require.Len(t, db.sent(), calls+1)
 	}
-	_, err := limiter.Acquire(t.Context(), "p", "k")
-	require.NoError(t, err)
+	noError(limiter.Acquire(t.Context(), "p", "k"))(t)
 	require.Len(t, db.sent(), 3, "that denial is remembered")
 }

@@ -67,8 +67,7 @@ func TestDecision_Decodes(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			limiter := client.New(&fakeDB{answers: []any{test.answer}})
-			got, err := limiter.Acquire(t.Context(), "p", "k")
-			require.NoError(t, err)
+			got := noError(limiter.Acquire(t.Context(), "p", "k"))(t)
 			require.Equal(t, test.want, got)
 			require.Equal(t, test.never, got.Never())
 			require.Equal(t, test.short, got.NeverFull())

@@ -41,8 +41,7 @@ func TestDenialCache_KeepsThePromiseAndNoLonger(t *testing.T) {
 		limiter := client.New(db, client.DenialCache())
 		acquire := func() client.Decision {
 			t.Helper()
-			d, err := limiter.Acquire(t.Context(), "p", "k", client.Cost(5))
-			require.NoError(t, err)
+			d := noError(limiter.Acquire(t.Context(), "p", "k", client.Cost(5)))(t)
 			return d
 		}
 		asked := time.Now()
@@ -77,9 +76,7 @@ func TestDenialCache_IsForThatCostAndLarger(t *testing.T) {
 		sent := func(cost int64, opts ...client.AcquireOption) bool {
 			t.Helper()
 			before := len(db.sent())
-			d, err := limiter.Acquire(t.Context(), "p", "k", append(opts, client.Cost(cost))...)
-			require.NoError(t, err)
-			require.False(t, d.Allowed)
+			require.False(t, noError(limiter.Acquire(t.Context(), "p", "k", append(opts, client.Cost(cost))...))(t).Allowed)
 			return len(db.sent()) > before
 		}
 		require.True(t, sent(5))
@@ -125,9 +122,7 @@ func TestDenialCache_AGrantOfLessChangesNothing(t *testing.T) {
 		db := &fakePool{fakeDB{answers: []any{denied(time.Minute), granted(1)}}}
 		limiter := client.New(db, client.DenialCache())
 		for _, cost := range []int64{5, 3, 5} {
-			d, err := limiter.Acquire(t.Context(), "p", "k", client.Cost(cost))
-			require.NoError(t, err)
-			require.Equal(t, cost == 3, d.Allowed)
+			require.Equal(t, cost == 3, noError(limiter.Acquire(t.Context(), "p", "k", client.Cost(cost)))(t).Allowed)
 		}
 		require.Len(t, db.sent(), 2)
 	})
@@ -141,8 +136,7 @@ func TestDenialCache_KeepsBucketsApart(t *testing.T) {
 		for _, b := range [][2]string{{"p", "k"}, {"p", "l"}, {"q", "k"}, {"pk", ""}, {"", "pk"}} {
 			before := len(db.sent())
 			for range 2 {
-				_, err := limiter.Acquire(t.Context(), b[0], b[1])
-				require.NoError(t, err)
+				noError(limiter.Acquire(t.Context(), b[0], b[1]))(t)
 			}
 			require.Len(t, db.sent(), before+1)
 		}
@@ -158,14 +152,8 @@ func TestDenialCache_RemembersDenialsOnly(t *testing.T) {
 		"a grant":  {granted(1), nil},
 		"an error": {pgError("RL001"), nil},
 		"never":    {never, nil},
-		"a peek": {denied(time.Minute), func(ctx context.Context, l *client.Limiter) error {
-			_, err := l.Peek(ctx, "p", "k")
-			return err
-		}},
-		"a refund": {denied(time.Minute), func(ctx context.Context, l *client.Limiter) error {
-			_, err := l.Refund(ctx, "p", "k", 0)
-			return err
-		}},
+		"a peek":   {denied(time.Minute), func(ctx context.Context, l *client.Limiter) error { _, err := l.Peek(ctx, "p", "k"); return err }},
+		"a refund": {denied(time.Minute), func(ctx context.Context, l *client.Limiter) error { _, err := l.Refund(ctx, "p", "k", 0); return err }},
 		"a request with an idempotency key": {denied(time.Minute), func(ctx context.Context, l *client.Limiter) error {
 			_, err := l.Acquire(ctx, "p", "k", client.IdempotencyKey("i"))
 			return err
@@ -176,10 +164,7 @@ func TestDenialCache_RemembersDenialsOnly(t *testing.T) {
 			db := &fakePool{fakeDB{answers: []any{test.answer}}}
 			limiter := client.New(db, client.DenialCache())
 			if test.call == nil {
-				test.call = func(ctx context.Context, l *client.Limiter) error {
-					_, err := l.Acquire(ctx, "p", "k")
-					return err
-				}
+				test.call = func(ctx context.Context, l *client.Limiter) error { _, err := l.Acquire(ctx, "p", "k"); return err }
 			}
 			for range 2 {
 				err := test.call(t.Context(), limiter)
@@ -193,11 +178,8 @@ func TestDenialCache_RemembersDenialsOnly(t *testing.T) {
 
 // What gives tokens back is believed even when its own answer was lost.
 var givesBack = map[string]func(context.Context, *client.Limiter) error{
-	"refund": func(ctx context.Context, l *client.Limiter) error {
-		_, err := l.Refund(ctx, "p", "k", 1)
-		return err
-	},
-	"reset": func(ctx context.Context, l *client.Limiter) error { return l.Reset(ctx, "p", "k") },
+	"refund": func(ctx context.Context, l *client.Limiter) error { _, err := l.Refund(ctx, "p", "k", 1); return err },
+	"reset":  func(ctx context.Context, l *client.Limiter) error { return l.Reset(ctx, "p", "k") },
 	"define policy": func(ctx context.Context, l *client.Limiter) error {
 		return l.DefinePolicy(ctx, client.Policy{Name: "p", Capacity: 1, Refill: 1, Every: time.Second})
 	},
@@ -218,13 +200,9 @@ func TestDenialCache_SeesWhatThisLimiterGivesBack(t *testing.T) {
 			t.Parallel()
 			db := &fakePool{fakeDB{answers: []any{denied(time.Minute), errors.New("connection lost"), granted(1)}}}
 			limiter := client.New(db, client.DenialCache())
-			d, err := limiter.Acquire(t.Context(), "p", "k")
-			require.NoError(t, err)
-			require.False(t, d.Allowed)
+			require.False(t, noError(limiter.Acquire(t.Context(), "p", "k"))(t).Allowed)
 			require.Error(t, giveBack(t.Context(), limiter))
-			d, err = limiter.Acquire(t.Context(), "p", "k")
-			require.NoError(t, err)
-			require.True(t, d.Allowed)
+			require.True(t, noError(limiter.Acquire(t.Context(), "p", "k"))(t).Allowed)
 		})
 	}
 }
@@ -284,10 +262,7 @@ func TestDenialCache_IsBoundedAndKeepsWhatLastsLonger(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		db := &lasting{}
 		limiter := client.New(db, client.DenialCache())
-		acquire := func(n int) {
-			_, err := limiter.Acquire(t.Context(), "p", fmt.Sprint("k", n))
-			require.NoError(t, err)
-		}
+		acquire := func(n int) { noError(limiter.Acquire(t.Context(), "p", fmt.Sprint("k", n)))(t) }
 		for n := range 30_000 {
 			acquire(n)
 			require.LessOrEqual(t, client.Denials(limiter), 10_000)

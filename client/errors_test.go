@@ -83,13 +83,8 @@ func TestErrors_OfTheClientNeverReachTheDatabase(t *testing.T) {
 	db := &fakeDB{answers: []any{granted(1)}}
 	limiter := client.New(db)
 	for name, call := range map[string]func(context.Context) error{
-		"zero byte in the policy": func(ctx context.Context) error {
-			_, err := limiter.Acquire(ctx, "a\x00b", "k")
-			return err
-		},
-		"zero byte in the key": func(ctx context.Context) error {
-			return limiter.Reset(ctx, "p", "\x00")
-		},
+		"zero byte in the policy": func(ctx context.Context) error { _, err := limiter.Acquire(ctx, "a\x00b", "k"); return err },
+		"zero byte in the key":    func(ctx context.Context) error { return limiter.Reset(ctx, "p", "\x00") },
 		"zero byte in the idempotency key": func(ctx context.Context) error {
 			_, err := limiter.Acquire(ctx, "p", "k", client.IdempotencyKey("x\x00"))
 			return err

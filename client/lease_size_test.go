@@ -16,10 +16,7 @@ func TestLeaseSize_KeepsItsBounds(t *testing.T) {
 		between := func(least, most int64) int64 { // often at an end, often small
 			return min(most, least+pick(r, 0, most-least, r.Int64N(most-least+1), int64(math.Pow(float64(most-least), r.Float64()))))
 		}
-		l := Lease{
-			MaxTokens: between(1, 1e6),
-			MaxShare:  (1 - 0.999*r.Float64()),
-		}
+		l := Lease{MaxTokens: between(1, 1e6), MaxShare: (1 - 0.999*r.Float64())}
 		capacity := between(0, 9e12)
 		seen := sight{Decision: Decision{
 			Capacity:   capacity,

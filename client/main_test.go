@@ -8,9 +8,11 @@ import (
 	"reflect"
 	"slices"
 	"sync"
+	"testing"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/stretchr/testify/require"
 )
 
 // fakeDB answers each query with the next of its answers, an error or a row; the last one stays.
@@ -84,4 +86,9 @@ func granted(remaining int64) row {
 
 func pgError(code string) *pgconn.PgError {
 	return &pgconn.PgError{Severity: "ERROR", Code: code, Message: "made up"}
+}
+
+// noError returns the value of a call that must not fail.
+func noError[T any](value T, err error) func(testing.TB) T {
+	return func(t testing.TB) T { t.Helper(); require.NoError(t, err); return value }
 }

@@ -74,18 +74,9 @@ func TestObserve_SeesEachAnswer(t *testing.T) {
 			_, err := fake.Acquire(ctx, "api", "k", client.Cost(2), client.IdempotencyKey("i"))
 			return err
 		}},
-		{"acquire", "api", client.ResultDenied, true, func() error {
-			_, err := fake.Acquire(ctx, "api", "k", client.Cost(9))
-			return err
-		}},
-		{"acquire", "trial", client.ResultShadowed, true, func() error {
-			_, err := fake.Acquire(ctx, "trial", "k", client.Cost(2))
-			return err
-		}},
-		{"acquire", "nobody", client.ResultError, true, func() error {
-			_, err := fake.Acquire(ctx, "nobody", "k")
-			return err
-		}},
+		{"acquire", "api", client.ResultDenied, true, func() error { _, err := fake.Acquire(ctx, "api", "k", client.Cost(9)); return err }},
+		{"acquire", "trial", client.ResultShadowed, true, func() error { _, err := fake.Acquire(ctx, "trial", "k", client.Cost(2)); return err }},
+		{"acquire", "nobody", client.ResultError, true, func() error { _, err := fake.Acquire(ctx, "nobody", "k"); return err }},
 		{"acquire all", "org", client.ResultAllowed, true, func() error {
 			_, err := fake.AcquireAll(ctx, []client.Charge{{Policy: "api", Key: "k"}, {Policy: "org", Key: "k"}})
 			return err
@@ -94,38 +85,14 @@ func TestObserve_SeesEachAnswer(t *testing.T) {
 			_, err := fake.AcquireAll(ctx, []client.Charge{{Policy: "api", Key: "k"}, {Policy: "nobody", Key: "k"}})
 			return err
 		}},
-		{"acquire up to", "api", client.ResultAllowed, true, func() error {
-			_, err := fake.AcquireUpTo(ctx, "api", "k", 2)
-			return err
-		}},
-		{"acquire up to", "nobody", client.ResultError, true, func() error {
-			_, err := fake.AcquireUpTo(ctx, "nobody", "k", 2)
-			return err
-		}},
-		{"charge", "api", client.ResultAllowed, true, func() error {
-			_, err := fake.Charge(ctx, "api", "k", 100)
-			return err
-		}},
-		{"settle", "api", client.ResultAllowed, false, func() error {
-			_, err := fake.Settle(ctx, "api", "k", "i", 1)
-			return err
-		}},
-		{"reserve", "api", client.ResultDenied, true, func() error {
-			_, err := fake.Reserve(ctx, "api", "k", time.Second)
-			return err
-		}},
-		{"reserve", "api", client.ResultError, true, func() error {
-			_, err := fake.Reserve(ctx, "api", "k", time.Nanosecond)
-			return err
-		}},
-		{"peek", "api", client.ResultDenied, false, func() error {
-			_, err := fake.Peek(ctx, "api", "k")
-			return err
-		}},
-		{"refund", "api", client.ResultAllowed, false, func() error {
-			_, err := fake.Refund(ctx, "api", "k", 1)
-			return err
-		}},
+		{"acquire up to", "api", client.ResultAllowed, true, func() error { _, err := fake.AcquireUpTo(ctx, "api", "k", 2); return err }},
+		{"acquire up to", "nobody", client.ResultError, true, func() error { _, err := fake.AcquireUpTo(ctx, "nobody", "k", 2); return err }},
+		{"charge", "api", client.ResultAllowed, true, func() error { _, err := fake.Charge(ctx, "api", "k", 100); return err }},
+		{"settle", "api", client.ResultAllowed, false, func() error { _, err := fake.Settle(ctx, "api", "k", "i", 1); return err }},
+		{"reserve", "api", client.ResultDenied, true, func() error { _, err := fake.Reserve(ctx, "api", "k", time.Second); return err }},
+		{"reserve", "api", client.ResultError, true, func() error { _, err := fake.Reserve(ctx, "api", "k", time.Nanosecond); return err }},
+		{"peek", "api", client.ResultDenied, false, func() error { _, err := fake.Peek(ctx, "api", "k"); return err }},
+		{"refund", "api", client.ResultAllowed, false, func() error { _, err := fake.Refund(ctx, "api", "k", 1); return err }},
 	} {
 		s.answers = nil
 		err := ask.call()
@@ -148,8 +115,7 @@ func TestObserve_SeesTheDenialCache(t *testing.T) {
 	db := &fakePool{fakeDB{answers: []any{denied(time.Minute)}}}
 	limiter := client.New(db, client.DenialCache(), client.Observe(s.hooks()))
 	for range 3 {
-		_, err := limiter.Acquire(t.Context(), "api", "k")
-		require.NoError(t, err)
+		noError(limiter.Acquire(t.Context(), "api", "k"))(t)
 	}
 	require.Len(t, db.sent(), 1)
 	require.Len(t, s.answers, 3)
@@ -163,8 +129,7 @@ func TestObserve_SeesWaits(t *testing.T) {
 		fake := clienttest.New(time.Now, client.Observe(s.hooks()))
 		require.NoError(t, fake.DefinePolicy(t.Context(), client.Policy{Name: "line", Capacity: 1, Refill: 1, Every: time.Second}))
 		for range 2 {
-			_, err := fake.Wait(t.Context(), "line", "k")
-			require.NoError(t, err)
+			noError(fake.Wait(t.Context(), "line", "k"))(t)
 		}
 		ctx, cancel := context.WithTimeout(t.Context(), time.Second-time.Microsecond)
 		defer cancel()

@@ -294,8 +294,7 @@ func TestCombiner_RefusesWhatItCannotAnswerInTime(t *testing.T) {
 		limiter := client.NewCombiner(db, client.CallsInFlight(1))
 		defer limiter.Close()
 		for range 5 { // fewer say too little
-			_, err := limiter.Acquire(t.Context(), "p", "k1")
-			require.NoError(t, err)
+			noError(limiter.Acquire(t.Context(), "p", "k1"))(t)
 		}
 		underWay := ask(t.Context(), limiter, "k1")
 
@@ -311,8 +310,7 @@ func TestCombiner_RefusesWhatItCannotAnswerInTime(t *testing.T) {
 
 		ctx, cancel = context.WithTimeout(t.Context(), 130*time.Millisecond)
 		defer cancel()
-		_, err = limiter.Acquire(ctx, "p", "k2")
-		require.NoError(t, err)
+		noError(limiter.Acquire(ctx, "p", "k2"))(t)
 		requireGranted(t, underWay)
 
 		// A while later nothing is known about the database.
@@ -365,8 +363,7 @@ func TestCombiner_LargeRequestsAreNotManyCalls(t *testing.T) {
 		limiter := client.NewCombiner(db, client.CallsInFlight(1))
 		defer limiter.Close()
 		for range 5 {
-			_, err := limiter.Acquire(t.Context(), "p", "k")
-			require.NoError(t, err)
+			noError(limiter.Acquire(t.Context(), "p", "k"))(t)
 		}
 		underWay := ask(t.Context(), limiter, "k")
 		ctx, cancel := context.WithTimeout(t.Context(), 500*time.Millisecond)
@@ -424,8 +421,7 @@ func TestCombiner_TellsWhoIsRefusedLateHowLongACallTakes(t *testing.T) {
 		limiter := client.NewCombiner(db, client.CallsInFlight(1))
 		defer limiter.Close()
 		for range 5 {
-			_, err := limiter.Acquire(t.Context(), "p", "k1")
-			require.NoError(t, err)
+			noError(limiter.Acquire(t.Context(), "p", "k1"))(t)
 		}
 		db.set(100*time.Millisecond, 0)
 		underWay := ask(t.Context(), limiter, "k1")

@@ -24,8 +24,7 @@ import (
 
 func TestShardOf_IsAsPublished(t *testing.T) {
 	t.Parallel()
-	text, err := os.ReadFile("testdata/shards.json")
-	require.NoError(t, err)
+	text := noError(os.ReadFile("testdata/shards.json"))(t)
 	var vectors []struct {
 		Key, Hash string
 		Of, Shard int
@@ -34,8 +33,7 @@ func TestShardOf_IsAsPublished(t *testing.T) {
 	require.GreaterOrEqual(t, len(vectors), 20)
 	for _, v := range vectors {
 		require.Equal(t, v.Shard, client.ShardOf(v.Key, v.Of), "%q of %d", v.Key, v.Of)
-		hash, err := hex.DecodeString(v.Hash)
-		require.NoError(t, err)
+		hash := noError(hex.DecodeString(v.Hash))(t)
 		require.Equal(t, v.Shard, int(binary.BigEndian.Uint64(hash)%uint64(v.Of)), "%q of %d", v.Key, v.Of)
 	}
 	require.Equal(t, 2, client.ShardOf("user:42", 16))
@@ -129,9 +127,8 @@ func TestSharded_JoinsTheErrorsOfAllShardsThatDiffer(t *testing.T) {
 	for i, code := range codes {
 		shards[i] = &numberedShard{fakePool: fakePool{fakeDB{answers: []any{pgError(code)}}}}
 	}
-	limiter, err := openNumbered(t, shards...)
-	require.NoError(t, err)
-	err = limiter.DefinePolicy(t.Context(), client.Policy{Name: "api"})
+	limiter := noError(openNumbered(t, shards...))(t)
+	err := limiter.DefinePolicy(t.Context(), client.Policy{Name: "api"})
 	require.ErrorIs(t, err, client.ErrUnknownPolicy)
 	require.ErrorIs(t, err, client.ErrInvalidArgument)
 	joined, ok := err.(interface{ Unwrap() []error })
@@ -176,12 +173,9 @@ func TestSharded_OverridesAreOrderedByPolicyAndThenByKey(t *testing.T) {
 			has.overrides, want = append(has.overrides, o), append(want, o)
 		}
 	}
-	limiter, err := openNumbered(t, &shards[0], &shards[1])
-	require.NoError(t, err)
+	limiter := noError(openNumbered(t, &shards[0], &shards[1]))(t)
 	for _, rows := range []int{1, 7, 8, 9, 16, 1000} {
-		list, err := limiter.Overrides(t.Context(), client.MaxRows(int32(rows)))
-		require.NoError(t, err)
-		require.Equal(t, want[:min(rows, len(want))], list)
+		require.Equal(t, want[:min(rows, len(want))], noError(limiter.Overrides(t.Context(), client.MaxRows(int32(rows))))(t))
 	}
 }
 
@@ -194,12 +188,9 @@ func TestSharded_OverridesAreFoundBehindThoseOfOtherShards(t *testing.T) {
 	}
 	own := client.Override{Policy: "b", Key: keyOn(1, 2), Capacity: 1, Refill: 1}
 	shards[1].overrides = append(shards[1].overrides, own)
-	limiter, err := openNumbered(t, shards...)
-	require.NoError(t, err)
+	limiter := noError(openNumbered(t, shards...))(t)
 	for _, rows := range []int32{1, 2, 99, 100, 101} {
-		list, err := limiter.Overrides(t.Context(), client.MaxRows(rows))
-		require.NoError(t, err)
-		require.Equal(t, []client.Override{own}, list, "%d rows", rows)
+		require.Equal(t, []client.Override{own}, noError(limiter.Overrides(t.Context(), client.MaxRows(rows)))(t), "%d rows", rows)
 	}
 }
 
@@ -248,8 +239,7 @@ func TestSharded_ASilentShardIsAskedWhichItIsOnceAtATime(t *testing.T) {
 				silent := &silentShard{numberedShard: numberedShard{number: 1, of: 2}, let: make(chan struct{})}
 				silent.answers = []any{granted(5)}
 				close(up.let)
-				limiter, err := client.NewSharded(ctx, []client.Pool{up, silent})
-				require.NoError(t, err)
+				limiter := noError(client.NewSharded(ctx, []client.Pool{up, silent}))(t)
 				defer limiter.Close()
 				synctest.Wait() // until that call has ended, too
 				require.Equal(t, 1, silent.calls())
@@ -288,7 +278,7 @@ func TestSharded_ASilentShardIsAskedWhichItIsOnceAtATime(t *testing.T) {
 					require.ErrorIs(t, <-errs, want)
 				}
 				require.Less(t, time.Since(begin), 2*time.Second)
-				_, err = limiter.Peek(ctx, "api", keyOn(1, 2))
+				_, err := limiter.Peek(ctx, "api", keyOn(1, 2))
 				require.ErrorIs(t, err, want)
 				require.Zero(t, silent.calls())
 			})

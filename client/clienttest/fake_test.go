@@ -37,6 +37,11 @@ func newFake(t *testing.T, now func() time.Time) *clienttest.Fake {
 
 func frozen() time.Time { return time.Unix(0, 0) }
 
+// noError returns the value of a call that must not fail.
+func noError[T any](value T, err error) func(testing.TB) T {
+	return func(t testing.TB) T { t.Helper(); require.NoError(t, err); return value }
+}
+
 func TestFailNext_FailsAsManyCallsAsItHasErrors(t *testing.T) {
 	t.Parallel()
 	fake := newFake(t, frozen)
@@ -48,15 +53,12 @@ func TestFailNext_FailsAsManyCallsAsItHasErrors(t *testing.T) {
 	require.EqualError(t, err, "pgratelimit: acquire: unexpected EOF", "not even with an idempotency key is it sent again")
 	require.ErrorIs(t, err, io.ErrUnexpectedEOF)
 	require.Zero(t, d)
-	d, err = fake.Peek(t.Context(), "api", "k")
-	require.NoError(t, err)
-	require.EqualValues(t, 10, d.Remaining, "a call that failed took nothing")
+	require.EqualValues(t, 10, noError(fake.Peek(t.Context(), "api", "k"))(t).Remaining, "a call that failed took nothing")
 	err = fake.Reset(t.Context(), "api", "k")
 	var pgErr *pgconn.PgError
 	require.ErrorAs(t, err, &pgErr)
 	require.Same(t, lost, pgErr)
-	_, err = fake.Acquire(t.Context(), "api", "k")
-	require.NoError(t, err)
+	noError(fake.Acquire(t.Context(), "api", "k"))(t)
 }
 
 func TestFailAll_FailsUntilTold(t *testing.T) {
@@ -69,8 +71,7 @@ func TestFailAll_FailsUntilTold(t *testing.T) {
 		require.ErrorIs(t, err, want)
 	}
 	fake.FailAll(nil)
-	_, err := fake.Acquire(t.Context(), "api", "k")
-	require.NoError(t, err)
+	noError(fake.Acquire(t.Context(), "api", "k"))(t)
 }
 
 func TestSetLevel(t *testing.T) {
@@ -83,9 +84,7 @@ func TestSetLevel(t *testing.T) {
 		-2.5:     {Remaining: -3, RetryAfter: 3500 * time.Millisecond, ResetAfter: 12500 * time.Millisecond, Capacity: 10},
 	} {
 		require.NoError(t, fake.SetLevel("api", "k", tokens))
-		d, err := fake.Peek(t.Context(), "api", "k")
-		require.NoError(t, err)
-		require.Equal(t, want, d, tokens)
+		require.Equal(t, want, noError(fake.Peek(t.Context(), "api", "k"))(t), tokens)
 	}
 	require.ErrorIs(t, fake.SetLevel("none", "k", 1), client.ErrUnknownPolicy)
 }
@@ -95,8 +94,7 @@ func TestFake_DefinePolicyKeepsWhatIsZero(t *testing.T) {
 	fake := newFake(t, nil)
 	require.NoError(t, fake.DefinePolicy(t.Context(), client.Policy{Name: "api", Refill: 7, Remember: time.Hour}))
 	require.NoError(t, fake.DefinePolicy(t.Context(), client.Policy{Name: "<b>\"é\"", Capacity: 1, Refill: 1, Every: 1000, Stepped: client.Yes}))
-	policies, err := fake.Policies(t.Context())
-	require.NoError(t, err)
+	policies := noError(fake.Policies(t.Context()))(t)
 	changed := api
 	changed.Refill, changed.Remember = 7, time.Hour
 	require.Equal(t, []client.Policy{
@@ -114,16 +112,12 @@ func TestFake_RefillsNothing(t *testing.T) {
 	fake := newFake(t, frozen)
 	budget := client.Policy{Name: "budget", Capacity: 10, Refill: client.Zero, Every: time.Second}
 	require.NoError(t, fake.DefinePolicy(t.Context(), budget))
-	d, err := fake.Acquire(t.Context(), "budget", "k", client.Cost(8))
-	require.NoError(t, err)
+	d := noError(fake.Acquire(t.Context(), "budget", "k", client.Cost(8)))(t)
 	require.True(t, d.Allowed && d.NeverFull())
-	d, err = fake.Acquire(t.Context(), "budget", "k", client.Cost(3))
-	require.NoError(t, err)
+	d = noError(fake.Acquire(t.Context(), "budget", "k", client.Cost(3)))(t)
 	require.True(t, !d.Allowed && d.Never() && d.NeverFull())
 	require.NoError(t, fake.DefinePolicy(t.Context(), client.Policy{Name: "budget", Capacity: 20}))
-	policies, err := fake.Policies(t.Context())
-	require.NoError(t, err)
-	require.EqualValues(t, client.Zero, policies[1].Refill, "which a field left open keeps")
+	require.EqualValues(t, client.Zero, noError(fake.Policies(t.Context()))(t)[1].Refill, "which a field left open keeps")
 	require.ErrorIs(t, fake.DefinePolicy(t.Context(), client.Policy{Name: "new", Capacity: 1, Every: time.Second}), client.ErrInvalidArgument)
 	require.ErrorIs(t, fake.DefinePolicy(t.Context(), client.Policy{Name: "new", Refill: 1, Every: 1e9}), client.ErrInvalidArgument)
 }
@@ -133,8 +127,7 @@ func TestFake_Shadow(t *testing.T) {
 	fake := newFake(t, frozen)
 	require.NoError(t, fake.DefinePolicy(t.Context(), client.Policy{Name: "api", Shadow: client.Yes}))
 	for _, want := range []bool{false, true} {
-		d, err := fake.Acquire(t.Context(), "api", "k", client.Cost(6))
-		require.NoError(t, err)
+		d := noError(fake.Acquire(t.Context(), "api", "k", client.Cost(6)))(t)
 		require.Equal(t, client.Decision{Allowed: true, Remaining: 4, ResetAfter: 6 * time.Second, Capacity: 10, Shadowed: want}, d)
 	}
 }
@@ -147,18 +140,16 @@ func TestFake_AcquireAll(t *testing.T) {
 	user := client.Decision{Allowed: true, Remaining: 9, ResetAfter: time.Second, Capacity: 10}
 	org := client.Decision{Allowed: true, Remaining: 2, ResetAfter: 3 * time.Second, Capacity: 5}
 	for _, replayed := range []bool{false, true} {
-		d, err := fake.AcquireAll(t.Context(), charges, client.IdempotencyKey("once"))
-		require.NoError(t, err)
+		d := noError(fake.AcquireAll(t.Context(), charges, client.IdempotencyKey("once")))(t)
 		user.Replayed, org.Replayed = replayed, replayed
 		require.Equal(t, client.JointDecision{Decision: org, Binding: 1, Decisions: []client.Decision{user, org}}, d)
 	}
-	d, err := fake.AcquireAll(t.Context(), charges)
-	require.NoError(t, err)
+	d := noError(fake.AcquireAll(t.Context(), charges))(t)
 	user.Replayed, org.Replayed = false, false
 	org.Allowed, org.RetryAfter = false, time.Second
 	require.Equal(t, client.JointDecision{Decision: org, Binding: 1, Decisions: []client.Decision{user, org}}, d, "nothing was taken")
 	charges[0].Cost = client.Cost(2)
-	_, err = fake.AcquireAll(t.Context(), charges, client.IdempotencyKey("once"))
+	_, err := fake.AcquireAll(t.Context(), charges, client.IdempotencyKey("once"))
 	require.ErrorIs(t, err, client.ErrIdempotencyMismatch)
 	_, err = fake.AcquireAll(t.Context(), nil)
 	require.ErrorIs(t, err, client.ErrInvalidArgument)
@@ -182,8 +173,7 @@ func TestFake_Overrides(t *testing.T) {
 		require.NoError(t, fake.Override(ctx, o))
 	}
 	list := func(opts ...client.OverridesOption) []client.Override {
-		overrides, err := fake.Overrides(ctx, opts...)
-		require.NoError(t, err)
+		overrides := noError(fake.Overrides(ctx, opts...))(t)
 		return overrides
 	}
 	require.Equal(t, []client.Override{block, plan}, list())
@@ -193,18 +183,12 @@ func TestFake_Overrides(t *testing.T) {
 	_, err := fake.Overrides(ctx, client.MaxRows(0))
 	require.ErrorIs(t, err, client.ErrInvalidArgument)
 
-	d, err := fake.Acquire(ctx, "api", "k")
-	require.NoError(t, err)
-	require.True(t, d.Never())
+	require.True(t, noError(fake.Acquire(ctx, "api", "k"))(t).Never())
 	now = now.Add(time.Minute)
-	d, err = fake.Acquire(ctx, "api", "k")
-	require.NoError(t, err)
-	require.True(t, d.Allowed)
+	require.True(t, noError(fake.Acquire(ctx, "api", "k"))(t).Allowed)
 	require.Equal(t, []client.Override{plan}, list())
 	for _, want := range []bool{true, false} {
-		removed, err := fake.RemoveOverride(ctx, "other", "k")
-		require.NoError(t, err)
-		require.Equal(t, want, removed)
+		require.Equal(t, want, noError(fake.RemoveOverride(ctx, "other", "k"))(t))
 	}
 	require.ErrorIs(t, fake.Override(ctx, client.Override{Policy: "none", Key: "k"}), client.ErrUnknownPolicy)
 	for _, unfit := range []client.Override{
@@ -223,9 +207,7 @@ func TestFake_Overrides(t *testing.T) {
 func TestFake_CleanUpFindsNothing(t *testing.T) {
 	t.Parallel()
 	fake := newFake(t, nil)
-	cleaned, err := fake.Cleanup(t.Context())
-	require.NoError(t, err)
-	require.Zero(t, cleaned)
+	require.Zero(t, noError(fake.Cleanup(t.Context()))(t))
 	ctx, cancel := context.WithCancel(t.Context())
 	fake.FailNext(nil, io.EOF)
 	fake.RunCleanup(ctx, time.Microsecond, client.OnError(func(err error) {

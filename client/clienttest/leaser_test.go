@@ -99,8 +99,7 @@ func (l *leasing) made() map[string]int {
 // ask asks for tokens now and then, and returns how many requests were granted, and how many of these from a lease.
 func (l *leasing) ask(policy, key string, requests int, apart time.Duration, opts ...client.AcquireOption) (granted, leased int) {
 	for range requests {
-		d, err := l.Acquire(l.Context(), policy, key, opts...)
-		require.NoError(l, err)
+		d := noError(l.Acquire(l.Context(), policy, key, opts...))(l)
 		if d.Allowed {
 			granted++
 		}
@@ -113,10 +112,14 @@ func (l *leasing) ask(policy, key string, requests int, apart time.Duration, opt
 	return granted, leased
 }
 
+// noError returns the value of a call that must not fail.
+func noError[T any](value T, err error) func(testing.TB) T {
+	return func(t testing.TB) T { t.Helper(); require.NoError(t, err); return value }
+}
+
 // charged is what the server lacks of what it would have.
 func (l *leasing) remaining(policy, key string) int64 {
-	d, err := l.fake.Peek(l.Context(), policy, key)
-	require.NoError(l, err)
+	d := noError(l.fake.Peek(l.Context(), policy, key))(l)
 	return d.Remaining
 }
 
@@ -149,8 +152,7 @@ func TestLeaser_EstimatesWhatRemains(t *testing.T) {
 		defer l.Close()
 		l.ask("p", "hot", 500, time.Millisecond)
 		for range 100 {
-			d, err := l.Acquire(t.Context(), "p", "hot")
-			require.NoError(t, err)
+			d := noError(l.Acquire(t.Context(), "p", "hot"))(t)
 			require.True(t, d.Estimated)
 			require.EqualValues(t, 10_000, d.Capacity)
 			require.InDelta(t, 9_750, d.Remaining, 500, "it gains as much as is asked for")
@@ -168,21 +170,14 @@ func TestLeaser_LeavesTheRestToTheServer(t *testing.T) {
 		defer l.Close()
 		l.ask("p", "hot", 200, time.Millisecond)
 		for n := range 10 {
-			d, err := l.Acquire(t.Context(), "p", "hot", client.IdempotencyKey(fmt.Sprint(n)))
-			require.NoError(t, err)
+			d := noError(l.Acquire(t.Context(), "p", "hot", client.IdempotencyKey(fmt.Sprint(n))))(t)
 			require.False(t, d.Estimated)
-			whole, err := l.AcquireAll(t.Context(), []client.Charge{{Policy: "p", Key: "hot"}})
-			require.NoError(t, err)
-			require.False(t, whole.Estimated)
+			require.False(t, noError(l.AcquireAll(t.Context(), []client.Charge{{Policy: "p", Key: "hot"}}))(t).Estimated)
 			for _, cost := range []int64{0, 1200} { // more than a lease has
-				d, err = l.Acquire(t.Context(), "p", "hot", client.Cost(cost))
-				require.NoError(t, err)
-				require.False(t, d.Estimated)
+				require.False(t, noError(l.Acquire(t.Context(), "p", "hot", client.Cost(cost)))(t).Estimated)
 			}
-			d, err = l.Acquire(t.Context(), "p", "hot", client.Cost(10_001))
-			require.NoError(t, err)
-			require.True(t, d.Never())
-			_, err = l.Acquire(t.Context(), "p", "hot", client.Cost(-1))
+			require.True(t, noError(l.Acquire(t.Context(), "p", "hot", client.Cost(10_001)))(t).Never())
+			_, err := l.Acquire(t.Context(), "p", "hot", client.Cost(-1))
 			require.ErrorIs(t, err, client.ErrInvalidArgument)
 		}
 		ctx, cancel := context.WithCancel(t.Context())
@@ -290,8 +285,7 @@ func TestLeaser_DeniesWhenTheServerDoes(t *testing.T) {
 		require.NoError(t, l.fake.DefinePolicy(t.Context(), client.Policy{Name: "p", Capacity: 100, Refill: 10, Every: time.Second}))
 		denials, total, begin := 0, int64(0), time.Now()
 		for time.Since(begin) < 10*time.Second {
-			d, err := l.Acquire(t.Context(), "p", "hot")
-			require.NoError(t, err)
+			d := noError(l.Acquire(t.Context(), "p", "hot"))(t)
 			if d.Allowed {
 				total++
 				continue
@@ -375,9 +369,7 @@ func TestLeaser_KeepsNoTokensOfADroppedPolicy(t *testing.T) {
 		l.ask("p", "hot", 1000, time.Millisecond)
 		require.NoError(t, l.fake.DropPolicy(t.Context(), "p"))
 		for l.made(); l.made()["ratelimit_acquire_up_to"] == 0; time.Sleep(time.Millisecond) {
-			d, err := l.Acquire(t.Context(), "p", "hot")
-			require.NoError(t, err)
-			require.True(t, d.Estimated)
+			require.True(t, noError(l.Acquire(t.Context(), "p", "hot"))(t).Estimated)
 		}
 		time.Sleep(time.Millisecond) // until it is answered
 		_, err := l.Acquire(t.Context(), "p", "hot")
@@ -439,9 +431,7 @@ func TestLeaser_ResetLeavesNothingBesides(t *testing.T) {
 		require.NoError(t, l.Reset(t.Context(), "p", "hot"))
 		require.EqualValues(t, 10_000, l.remaining("p", "hot"))
 		l.made()
-		d, err := l.Acquire(t.Context(), "p", "hot")
-		require.NoError(t, err)
-		require.False(t, d.Estimated)
+		require.False(t, noError(l.Acquire(t.Context(), "p", "hot"))(t).Estimated)
 	})
 }
 
@@ -459,12 +449,8 @@ func TestLeaser_ResetOfAKeyKeepsTheLeasesOfOthers(t *testing.T) {
 		l.made()
 		require.NoError(t, l.Reset(t.Context(), "p", "hot"))
 		require.Equal(t, 1, l.made()["ratelimit_refund"])
-		d, err := l.Acquire(t.Context(), "p", "other")
-		require.NoError(t, err)
-		require.True(t, d.Estimated)
-		d, err = l.Acquire(t.Context(), "p", "hot")
-		require.NoError(t, err)
-		require.False(t, d.Estimated)
+		require.True(t, noError(l.Acquire(t.Context(), "p", "other"))(t).Estimated)
+		require.False(t, noError(l.Acquire(t.Context(), "p", "hot"))(t).Estimated)
 	})
 }
 
@@ -526,9 +512,7 @@ func TestLeaser_ALoweredCapacity(t *testing.T) {
 		}
 		require.LessOrEqual(t, total, 100+5*1000)
 		require.Greater(t, total, 97*(100+5*1000)/100)
-		d, err := l.Acquire(t.Context(), "p", "hot")
-		require.NoError(t, err)
-		require.EqualValues(t, 100, d.Capacity)
+		require.EqualValues(t, 100, noError(l.Acquire(t.Context(), "p", "hot"))(t).Capacity)
 	})
 }
 
@@ -545,8 +529,7 @@ func TestLeaser_DoesNotLeaseBudgetsNorWhatIsShadowed(t *testing.T) {
 
 		shadowed := 0
 		for range 1000 {
-			d, err := l.Acquire(t.Context(), "shadow", "hot")
-			require.NoError(t, err)
+			d := noError(l.Acquire(t.Context(), "shadow", "hot"))(t)
 			require.True(t, d.Allowed)
 			if d.Shadowed {
 				shadowed++
@@ -684,12 +667,9 @@ func TestLeaser_GivesBackWithinTheContextOfTheCaller(t *testing.T) {
 		"override": func(ctx context.Context, l *leasing) error {
 			return l.Override(ctx, client.Override{Policy: "p", Key: "hot"})
 		},
-		"remove override": func(ctx context.Context, l *leasing) error {
-			_, err := l.RemoveOverride(ctx, "p", "hot")
-			return err
-		},
-		"define policy": func(ctx context.Context, l *leasing) error { return l.DefinePolicy(ctx, client.Policy{Name: "p"}) },
-		"drop policy":   func(ctx context.Context, l *leasing) error { return l.DropPolicy(ctx, "p") },
+		"remove override": func(ctx context.Context, l *leasing) error { _, err := l.RemoveOverride(ctx, "p", "hot"); return err },
+		"define policy":   func(ctx context.Context, l *leasing) error { return l.DefinePolicy(ctx, client.Policy{Name: "p"}) },
+		"drop policy":     func(ctx context.Context, l *leasing) error { return l.DropPolicy(ctx, "p") },
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -718,9 +698,7 @@ func TestLeaser_KeepsItsLeasesFromACallThatIsOver(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
 		cancel()
 		require.ErrorIs(t, l.Reset(ctx, "p", "hot"), context.Canceled)
-		d, err := l.Acquire(t.Context(), "p", "hot")
-		require.NoError(t, err)
-		require.True(t, d.Estimated)
+		require.True(t, noError(l.Acquire(t.Context(), "p", "hot"))(t).Estimated)
 	})
 }
 

@@ -44,11 +44,8 @@ func TestMemory_AnswersAsTheDatabaseDoes(t *testing.T) {
 				}
 				charges[i] = client.Charge{Policy: p.Name, Key: fmt.Sprint(random.IntN(2)), Cost: client.Cost(cost)}
 			}
-			want, err := fake.AcquireAll(t.Context(), charges)
-			require.NoError(t, err)
-			got, err := memory.AcquireAll(t.Context(), charges)
-			require.NoError(t, err)
-			require.Equal(t, want, got, "%+v", charges)
+			want := noError(fake.AcquireAll(t.Context(), charges))(t)
+			require.Equal(t, want, noError(memory.AcquireAll(t.Context(), charges))(t), "%+v", charges)
 			if !want.Allowed {
 				denied++
 			}
@@ -57,11 +54,8 @@ func TestMemory_AnswersAsTheDatabaseDoes(t *testing.T) {
 			}
 
 			c := charges[0]
-			one, err := fake.Acquire(t.Context(), c.Policy, c.Key, c.Cost)
-			require.NoError(t, err)
-			other, err := memory.Acquire(t.Context(), c.Policy, c.Key, c.Cost)
-			require.NoError(t, err)
-			require.Equal(t, one, other, "%+v", c)
+			one := noError(fake.Acquire(t.Context(), c.Policy, c.Key, c.Cost))(t)
+			require.Equal(t, one, noError(memory.Acquire(t.Context(), c.Policy, c.Key, c.Cost))(t), "%+v", c)
 			time.Sleep(time.Duration(random.IntN(400_000)) * time.Microsecond)
 			if random.IntN(1000) == 0 {
 				time.Sleep(time.Duration(random.IntN(5)) * 365 * 24 * time.Hour)
@@ -78,35 +72,23 @@ func TestMemory_ForgetsWhatIsNotAskedFor(t *testing.T) {
 	t.Parallel()
 	memory := httplimit.NewMemory(client.Policy{Name: "p", Capacity: 1000, Refill: client.Zero})
 	for n := range 300_000 {
-		_, err := memory.Acquire(t.Context(), "p", fmt.Sprint("other ", n))
-		require.NoError(t, err)
+		noError(memory.Acquire(t.Context(), "p", fmt.Sprint("other ", n)))(t)
 		if n%1000 == 0 {
-			_, err := memory.Acquire(t.Context(), "p", "regular")
-			require.NoError(t, err)
+			noError(memory.Acquire(t.Context(), "p", "regular"))(t)
 		}
 	}
-	d, err := memory.Acquire(t.Context(), "p", "regular")
-	require.NoError(t, err)
-	require.EqualValues(t, 1000-301, d.Remaining)
+	require.EqualValues(t, 1000-301, noError(memory.Acquire(t.Context(), "p", "regular"))(t).Remaining)
 	require.LessOrEqual(t, memory.Buckets(), 100_000)
-	drained, err := memory.Acquire(t.Context(), "p", "drained", client.Cost(1000))
-	require.NoError(t, err)
+	drained := noError(memory.Acquire(t.Context(), "p", "drained", client.Cost(1000)))(t)
 	require.True(t, drained.Allowed)
 	for n := range 200_000 {
-		_, err := memory.Acquire(t.Context(), "p", fmt.Sprint("more ", n))
-		require.NoError(t, err)
+		noError(memory.Acquire(t.Context(), "p", fmt.Sprint("more ", n)))(t)
 		if n%1000 == 0 {
-			drained, err := memory.Acquire(t.Context(), "p", "drained")
-			require.NoError(t, err)
-			require.False(t, drained.Allowed, "denials count as asking")
+			require.False(t, noError(memory.Acquire(t.Context(), "p", "drained"))(t).Allowed, "denials count as asking")
 		}
 	}
-	d, err = memory.Acquire(t.Context(), "p", "more 199999")
-	require.NoError(t, err)
-	require.EqualValues(t, 998, d.Remaining)
-	d, err = memory.Acquire(t.Context(), "p", "other 0")
-	require.NoError(t, err)
-	require.EqualValues(t, 999, d.Remaining, "forgotten")
+	require.EqualValues(t, 998, noError(memory.Acquire(t.Context(), "p", "more 199999"))(t).Remaining)
+	require.EqualValues(t, 999, noError(memory.Acquire(t.Context(), "p", "other 0"))(t).Remaining, "forgotten")
 }
 
 // A bucket that is named several times is asked for the sum, also where that is more than a number holds: that is denied for ever,
@@ -121,18 +103,14 @@ func TestMemory_TheSumOfCostsDoesNotOverflow(t *testing.T) {
 		{1 << 62, 1 << 62, 1 << 62, 1 << 62},
 	} {
 		memory := httplimit.NewMemory(policy)
-		_, err := memory.Acquire(t.Context(), "p", "k", client.Cost(4))
-		require.NoError(t, err)
+		noError(memory.Acquire(t.Context(), "p", "k", client.Cost(4)))(t)
 		charges := make([]client.Charge, len(costs))
 		for i, cost := range costs {
 			charges[i] = client.Charge{Policy: "p", Key: "k", Cost: client.Cost(cost)}
 		}
-		whole, err := memory.AcquireAll(t.Context(), charges)
-		require.NoError(t, err)
+		whole := noError(memory.AcquireAll(t.Context(), charges))(t)
 		require.False(t, whole.Allowed, "%v", costs)
 		require.True(t, whole.Never())
-		d, err := memory.Acquire(t.Context(), "p", "k", client.Cost(0))
-		require.NoError(t, err)
-		require.EqualValues(t, 6, d.Remaining, "%v", costs)
+		require.EqualValues(t, 6, noError(memory.Acquire(t.Context(), "p", "k", client.Cost(0)))(t).Remaining, "%v", costs)
 	}
 }
