@@ -57,14 +57,10 @@ func TestAcquireAll_GrantsExactlyWhatIsThere(t *testing.T) {
 		}
 		require.EqualValues(t, 50, granted, user)
 		all += granted
-		d, err := combiner.Peek(t.Context(), "user", fmt.Sprint(user))
-		require.NoError(t, err)
-		require.Zero(t, d.Remaining)
+		require.Zero(t, noError(combiner.Peek(t.Context(), "user", fmt.Sprint(user)))(t).Remaining)
 	}
 	require.EqualValues(t, 1000, all)
-	d, err := combiner.Peek(t.Context(), "everybody", "all")
-	require.NoError(t, err)
-	require.Zero(t, d.Remaining)
+	require.Zero(t, noError(combiner.Peek(t.Context(), "everybody", "all"))(t).Remaining)
 }
 
 func TestAcquireAll_IsPartOfATransaction(t *testing.T) {
@@ -73,13 +69,10 @@ func TestAcquireAll_IsPartOfATransaction(t *testing.T) {
 	db.Exec(t, "select ratelimit_define_policy('api', 10, 1, '1 day')")
 	tx := begin(t, db.Pool)
 	limiter := client.New(db.Pool)
-	d, err := limiter.WithTx(tx).AcquireAll(t.Context(), []client.Charge{{Policy: "api", Key: "a"}, {Policy: "api", Key: "b"}})
-	require.NoError(t, err)
+	d := noError(limiter.WithTx(tx).AcquireAll(t.Context(), []client.Charge{{Policy: "api", Key: "a"}, {Policy: "api", Key: "b"}}))(t)
 	require.True(t, d.Allowed)
 	require.NoError(t, tx.Rollback(context.Background()))
 	for _, key := range []string{"a", "b"} {
-		d, err := limiter.Peek(t.Context(), "api", key)
-		require.NoError(t, err)
-		require.EqualValues(t, 10, d.Remaining)
+		require.EqualValues(t, 10, noError(limiter.Peek(t.Context(), "api", key))(t).Remaining)
 	}
 }

@@ -56,20 +56,16 @@ func TestCleanup_RemovesWhatIsDueAndNothingElse(t *testing.T) {
 	require.NoError(t, limiter.DefinePolicy(ctx, client.Policy{Name: "slow", Capacity: 1, Refill: 1, Every: time.Hour}))
 	for _, key := range []string{"a", "b", "c", "d"} {
 		for _, policy := range []string{"fast", "slow"} {
-			d, err := limiter.Acquire(ctx, policy, key, client.IdempotencyKey("once"))
-			require.NoError(t, err)
-			require.True(t, d.Allowed)
+			require.True(t, noError(limiter.Acquire(ctx, policy, key, client.IdempotencyKey("once")))(t).Allowed)
 		}
 	}
 
 	db.Exec(t, "update ratelimit.buckets set refilled_at = refilled_at - interval '30 minutes', due_at = due_at - interval '30 minutes'")
 	db.Exec(t, "update ratelimit.idempotency_keys set expires_at = expires_at - interval '30 minutes'") // clean-up leaves for 5 what is due
 
-	cleaned, err := limiter.Cleanup(ctx, client.MaxRows(1))
-	require.NoError(t, err)
-	require.Equal(t, client.Cleaned{Buckets: 1, IdempotencyKeys: 1}, cleaned)
+	require.Equal(t, client.Cleaned{Buckets: 1, IdempotencyKeys: 1}, noError(limiter.Cleanup(ctx, client.MaxRows(1)))(t))
 
-	_, err = limiter.Cleanup(ctx, client.MaxRows(0))
+	_, err := limiter.Cleanup(ctx, client.MaxRows(0))
 	require.ErrorIs(t, err, client.ErrInvalidArgument)
 
 	running, stop := context.WithCancel(ctx)
@@ -83,8 +79,6 @@ func TestCleanup_RemovesWhatIsDueAndNothingElse(t *testing.T) {
 	stop()
 	<-ended
 	for _, key := range []string{"a", "b", "c", "d"} {
-		d, err := limiter.Acquire(ctx, "slow", key, client.IdempotencyKey("once"))
-		require.NoError(t, err)
-		require.True(t, d.Replayed)
+		require.True(t, noError(limiter.Acquire(ctx, "slow", key, client.IdempotencyKey("once")))(t).Replayed)
 	}
 }

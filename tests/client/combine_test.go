@@ -286,9 +286,7 @@ func TestCombiner_DatabaseOfAnotherEncoding(t *testing.T) {
 	name := db.Name + "_latin1"
 	db.Exec(t, "create database "+name+" template template0 encoding 'LATIN1' locale 'C'")
 	t.Cleanup(func() { db.Exec(t, "drop database "+name+" with (force)") })
-	pool := connect(t, db, map[string]string{"client_encoding": "UTF8"}, func(config *pgx.ConnConfig) {
-		config.Database = name
-	})
+	pool := connect(t, db, map[string]string{"client_encoding": "UTF8"}, func(config *pgx.ConnConfig) { config.Database = name })
 	latin1 := &pgtest.DB{Pool: pool}
 	require.NoError(t, migrations.Up(ctx, acquired(t, pool).Conn()))
 	latin1.Exec(t, "select ratelimit_define_policy('gate', 10, 1, '1 hour'), ratelimit_define_policy('api', 10, 1, '1 hour')")
@@ -322,9 +320,7 @@ func TestCombiner_ACommitThatFailsIsAnError(t *testing.T) {
 		requireCode(t, "23514", got.err)
 		require.Zero(t, got.Decision)
 	}
-	d, err := limiter.Peek(t.Context(), "api", "good")
-	require.NoError(t, err)
-	require.EqualValues(t, 10, d.Remaining)
+	require.EqualValues(t, 10, noError(limiter.Peek(t.Context(), "api", "good"))(t).Remaining)
 }
 
 // The server ends the session of a call that waits for a lock.
@@ -343,8 +339,7 @@ func TestCombiner_AKilledCallIsRepeatedOnlyWithIdempotencyKeys(t *testing.T) {
 			limiter := client.NewCombiner(connect(t, db, nil, tries.count), client.CallsInFlight(1))
 			defer limiter.Close()
 			held := begin(t, db.Pool)
-			_, err := client.New(held).Acquire(ctx, "api", "held")
-			require.NoError(t, err)
+			noError(client.New(held).Acquire(ctx, "api", "held"))(t)
 
 			requests := []request{{"api", "free", nil}, {"api", "held", nil}}
 			if keyed {
@@ -371,8 +366,7 @@ func TestCombiner_AKilledCallIsRepeatedOnlyWithIdempotencyKeys(t *testing.T) {
 				require.NoError(t, held.Rollback(ctx))
 			}
 			for i, r := range requests {
-				d, err := limiter.Peek(ctx, r.policy, r.key)
-				require.NoError(t, err)
+				d := noError(limiter.Peek(ctx, r.policy, r.key))(t)
 				if keyed {
 					require.EqualValues(t, 9-i, d.Remaining, "charged once")
 				} else {
@@ -392,8 +386,7 @@ func TestCombiner_ALockedBucketFailsThoseWhoWantIt(t *testing.T) {
 	limiter := client.NewCombiner(connect(t, db, map[string]string{"lock_timeout": "2s"}), client.CallsInFlight(1))
 	defer limiter.Close()
 	held := begin(t, db.Pool)
-	_, err := client.New(held).Acquire(t.Context(), "api", "held")
-	require.NoError(t, err)
+	noError(client.New(held).Acquire(t.Context(), "api", "held"))(t)
 
 	keys := []string{"held", "free", "held", "free", "other", "held"}
 	answers := make([]answer, len(keys))
@@ -427,9 +420,7 @@ func TestCombiner_ALockedBucketFailsThoseWhoWantIt(t *testing.T) {
 
 	require.NoError(t, held.Rollback(t.Context()))
 	for key, left := range map[string]int64{"held": 9, "free": 8, "other": 9} {
-		d, err := limiter.Acquire(t.Context(), "api", key)
-		require.NoError(t, err)
-		require.Equal(t, left-1, d.Remaining)
+		require.Equal(t, left-1, noError(limiter.Acquire(t.Context(), "api", key))(t).Remaining)
 	}
 }
 
@@ -447,12 +438,9 @@ func TestCombiner_ADeadlockWithATransaction(t *testing.T) {
 	limiter := client.NewCombiner(connect(t, db, nil, tries.count), client.CallsInFlight(1))
 	defer limiter.Close()
 	door, tx := begin(t, db.Pool), begin(t, db.Pool)
-	_, err := client.New(door).Acquire(ctx, "api", "b")
-	require.NoError(t, err)
-	_, err = tx.Exec(ctx, "set local deadlock_timeout = '1h'")
-	require.NoError(t, err)
-	_, err = client.New(tx).Acquire(ctx, "api", "c")
-	require.NoError(t, err)
+	noError(client.New(door).Acquire(ctx, "api", "b"))(t)
+	noError(tx.Exec(ctx, "set local deadlock_timeout = '1h'"))(t)
+	noError(client.New(tx).Acquire(ctx, "api", "c"))(t)
 
 	answers := combine(t, db, limiter, []request{{"api", "c", nil}, {"api", "b", nil}, {"api", "a", nil}})
 	batch := waiter(t, db, "ratelimit_acquire_packed(", 0) // holds a, waits for b
@@ -511,8 +499,7 @@ func TestRetry_ALostAnswer(t *testing.T) {
 					} else {
 						require.ErrorIs(t, got.err, io.ErrUnexpectedEOF)
 					}
-					d, err := client.New(db.Pool).Peek(t.Context(), "api", requests[i].key)
-					require.NoError(t, err)
+					d := noError(client.New(db.Pool).Peek(t.Context(), "api", requests[i].key))(t)
 					require.EqualValues(t, 9, d.Remaining, "charged once")
 				}
 			})
@@ -570,8 +557,7 @@ func TestCombiner_ALockedBucketHoldsUpItsOwnCallOnly(t *testing.T) {
 	limiter := client.NewCombiner(db.Pool, client.CallsInFlight(2))
 	t.Cleanup(limiter.Close) // after the transactions, which end before it, also when the test fails
 	holder := begin(t, db.Pool)
-	_, err := client.New(holder).Acquire(t.Context(), "api", "k0")
-	require.NoError(t, err)
+	noError(client.New(holder).Acquire(t.Context(), "api", "k0"))(t)
 
 	var callers sync.WaitGroup
 	ask := func(policy, key string) {
@@ -584,8 +570,7 @@ func TestCombiner_ALockedBucketHoldsUpItsOwnCallOnly(t *testing.T) {
 	}
 	gate := begin(t, db.Pool)
 	for _, key := range []string{"a", "b"} { // a call each, so that the others wait for each other
-		_, err := client.New(gate).Acquire(t.Context(), "gate", key)
-		require.NoError(t, err)
+		noError(client.New(gate).Acquire(t.Context(), "gate", key))(t)
 		ask("gate", key)
 	}
 	db.Await(t, time.Minute, "select count(*) = 2 from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'")
@@ -601,9 +586,7 @@ func TestCombiner_ALockedBucketHoldsUpItsOwnCallOnly(t *testing.T) {
 	for i := range 5 {
 		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 		defer cancel()
-		d, err := limiter.Acquire(ctx, "api", fmt.Sprint("late", i))
-		require.NoError(t, err)
-		require.True(t, d.Allowed)
+		require.True(t, noError(limiter.Acquire(ctx, "api", fmt.Sprint("late", i)))(t).Allowed)
 	}
 	require.NoError(t, holder.Rollback(t.Context()))
 	callers.Wait()
@@ -691,8 +674,7 @@ func combineCalls(t *testing.T, db *pgtest.DB, limiter *client.Combiner, request
 	db.Exec(t, "select ratelimit_reset('gate', 'k')")
 	db.Exec(t, "select ratelimit_acquire('gate', 'k')")
 	gate := begin(t, db.Pool)
-	_, err := client.New(gate).Acquire(ctx, "gate", "k")
-	require.NoError(t, err)
+	noError(client.New(gate).Acquire(ctx, "gate", "k"))(t)
 
 	var wg sync.WaitGroup
 	wg.Go(func() {

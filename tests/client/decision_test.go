@@ -19,16 +19,12 @@ func TestDecision_IntervalsOfTenThousandYears(t *testing.T) {
 	db.Exec(t, "select ratelimit_define_policy('slow', 10, 1, '365250 days')")
 	limiter := client.New(db.Pool)
 
-	d, err := limiter.Acquire(t.Context(), "slow", "k", client.Cost(10))
-	require.NoError(t, err)
+	d := noError(limiter.Acquire(t.Context(), "slow", "k", client.Cost(10)))(t)
 	require.Equal(t, client.Decision{Allowed: true, ResetAfter: longest, Capacity: 10}, d)
 
-	d, err = limiter.Acquire(t.Context(), "slow", "k")
-	require.NoError(t, err)
+	d = noError(limiter.Acquire(t.Context(), "slow", "k"))(t)
 	require.Equal(t, client.Decision{RetryAfter: longest, ResetAfter: longest, Capacity: 10}, d)
 	require.False(t, d.Never())
 
-	d, err = limiter.Acquire(t.Context(), "slow", "k", client.Cost(11))
-	require.NoError(t, err)
-	require.True(t, d.Never())
+	require.True(t, noError(limiter.Acquire(t.Context(), "slow", "k", client.Cost(11)))(t).Never())
 }

@@ -20,8 +20,7 @@ func TestDenialCache_IsNotForTransactions(t *testing.T) {
 			var sent tryCounter
 			limiter := client.New(handle.open(t, connect(t, db, nil, sent.count)), client.DenialCache())
 			for range 3 {
-				d, err := limiter.Acquire(ctx, "api", name, client.Cost(10))
-				require.NoError(t, err)
+				d := noError(limiter.Acquire(ctx, "api", name, client.Cost(10)))(t)
 				_ = d
 			}
 			if handle.retries { // each call is a transaction of its own
@@ -42,18 +41,11 @@ func TestDenialCache_OfACombiner(t *testing.T) {
 	limiter := client.NewCombiner(connect(t, db, nil, sent.count), client.DenialCache())
 	defer limiter.Close()
 	for n := range 5 {
-		d, err := limiter.Acquire(ctx, "api", "k", client.Cost(6))
-		require.NoError(t, err)
-		require.Equal(t, n == 0, d.Allowed)
+		require.Equal(t, n == 0, noError(limiter.Acquire(ctx, "api", "k", client.Cost(6)))(t).Allowed)
 	}
 	require.EqualValues(t, 2, sent.n.Load())
 
-	d, err := limiter.Acquire(ctx, "api", "k", client.Cost(4))
-	require.NoError(t, err)
-	require.True(t, d.Allowed)
-	_, err = limiter.Refund(ctx, "api", "k", 10)
-	require.NoError(t, err)
-	d, err = limiter.Acquire(ctx, "api", "k", client.Cost(6))
-	require.NoError(t, err)
-	require.True(t, d.Allowed)
+	require.True(t, noError(limiter.Acquire(ctx, "api", "k", client.Cost(4)))(t).Allowed)
+	noError(limiter.Refund(ctx, "api", "k", 10))(t)
+	require.True(t, noError(limiter.Acquire(ctx, "api", "k", client.Cost(6)))(t).Allowed)
 }

@@ -28,8 +28,7 @@ func TestDenied_OfTheServer(t *testing.T) {
 	_, ok := client.Denied(enforce(1))
 	require.False(t, ok)
 
-	want, err := client.New(db.Pool).Peek(ctx, `a "policy"`, "user:42", client.Cost(7))
-	require.NoError(t, err)
+	want := noError(client.New(db.Pool).Peek(ctx, `a "policy"`, "user:42", client.Cost(7)))(t)
 	for name, err := range map[string]error{
 		"enforce": enforce(7),
 		"guard": func() error {

@@ -21,8 +21,7 @@ func TestErrors_OfTheServer(t *testing.T) {
 	db.Exec(t, "select ratelimit_define_policy('api', 10, 1, '1 hour')")
 	limiter := client.New(db.Pool)
 	ctx := t.Context()
-	_, err := limiter.Acquire(ctx, "api", "user:42", client.Cost(2), client.IdempotencyKey("once"))
-	require.NoError(t, err)
+	noError(limiter.Acquire(ctx, "api", "user:42", client.Cost(2), client.IdempotencyKey("once")))(t)
 
 	acquire := func(policy, key string, opts ...client.AcquireOption) error {
 		d, err := limiter.Acquire(ctx, policy, key, opts...)
@@ -66,14 +65,11 @@ func TestErrors_LockTimeout(t *testing.T) {
 	db.Exec(t, "select ratelimit_define_policy('api', 10, 1, '1 hour')")
 	ctx := t.Context()
 
-	holder, err := db.Pool.Begin(ctx)
-	require.NoError(t, err)
+	holder := noError(db.Pool.Begin(ctx))(t)
 	defer holder.Rollback(context.Background())
 	// The row has to be there first: only then does the holder lock it.
-	_, err = client.New(db.Pool).Acquire(ctx, "api", "k")
-	require.NoError(t, err)
-	_, err = client.New(holder).Acquire(ctx, "api", "k")
-	require.NoError(t, err)
+	noError(client.New(db.Pool).Acquire(ctx, "api", "k"))(t)
+	noError(client.New(holder).Acquire(ctx, "api", "k"))(t)
 
 	hasty := client.New(connect(t, db, map[string]string{"lock_timeout": "1ms"}))
 	_, acquire := hasty.Acquire(ctx, "api", "k")
@@ -85,9 +81,7 @@ func TestErrors_LockTimeout(t *testing.T) {
 	}
 
 	require.NoError(t, holder.Rollback(ctx))
-	d, err := hasty.Acquire(ctx, "api", "k")
-	require.NoError(t, err)
-	require.EqualValues(t, 8, d.Remaining, "only the two grants that stayed")
+	require.EqualValues(t, 8, noError(hasty.Acquire(ctx, "api", "k"))(t).Remaining, "only the two grants that stayed")
 }
 
 func TestErrors_EndOfContext(t *testing.T) {
@@ -109,16 +103,19 @@ func TestErrors_NotInstalled(t *testing.T) {
 // connect opens a pool whose sessions have these settings.
 func connect(t *testing.T, db *pgtest.DB, settings map[string]string, change ...func(*pgx.ConnConfig)) *pgxpool.Pool {
 	t.Helper()
-	config, err := pgxpool.ParseConfig(db.URL)
-	require.NoError(t, err)
+	config := noError(pgxpool.ParseConfig(db.URL))(t)
 	for name, value := range settings {
 		config.ConnConfig.RuntimeParams[name] = value
 	}
 	for _, change := range change {
 		change(config.ConnConfig)
 	}
-	pool, err := pgxpool.NewWithConfig(context.Background(), config)
-	require.NoError(t, err)
+	pool := noError(pgxpool.NewWithConfig(context.Background(), config))(t)
 	t.Cleanup(pool.Close)
 	return pool
+}
+
+// noError returns the value of a call that must not fail.
+func noError[T any](value T, err error) func(testing.TB) T {
+	return func(t testing.TB) T { t.Helper(); require.NoError(t, err); return value }
 }

@@ -25,11 +25,9 @@ func FuzzClient(f *testing.F) {
 	db := pgtest.New(f)
 	limiters := map[pgx.QueryExecMode]*client.Limiter{}
 	for mode := pgx.QueryExecModeCacheStatement; mode <= pgx.QueryExecModeSimpleProtocol; mode++ {
-		config, err := pgxpool.ParseConfig(db.URL)
-		require.NoError(f, err)
+		config := noError(pgxpool.ParseConfig(db.URL))(f)
 		config.ConnConfig.DefaultQueryExecMode = mode
-		pool, err := pgxpool.NewWithConfig(context.Background(), config)
-		require.NoError(f, err)
+		pool := noError(pgxpool.NewWithConfig(context.Background(), config))(f)
 		f.Cleanup(pool.Close)
 		limiters[mode] = client.New(pool)
 	}

@@ -15,10 +15,8 @@ import (
 // to the graph of its modules, as those of pgx do.
 func TestImporter_GetsPgxAndNothingElse(t *testing.T) {
 	t.Parallel()
-	repository, err := filepath.Abs("../..")
-	require.NoError(t, err)
-	sums, err := os.ReadFile(filepath.Join(repository, "go.sum"))
-	require.NoError(t, err)
+	repository := noError(filepath.Abs("../.."))(t)
+	sums := noError(os.ReadFile(filepath.Join(repository, "go.sum")))(t)
 	dir := t.TempDir()
 	for name, text := range map[string]string{
 		"go.mod": "module program\n\ngo 1.26\n\nrequire github.com/pgratelimit/pgratelimit v0.0.0\n\n" +

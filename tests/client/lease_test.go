@@ -50,9 +50,7 @@ func TestLeaser_ClosesUnderLoadAndLeavesNoGoroutines(t *testing.T) {
 		leaser.Close()
 		callers.Wait()
 		leaser.Close() // again
-		d, err := client.New(db.Pool).Peek(t.Context(), "api", key)
-		require.NoError(t, err)
-		require.Equal(t, granted.Load(), capacity-d.Remaining)
+		require.Equal(t, granted.Load(), capacity-noError(client.New(db.Pool).Peek(t.Context(), "api", key))(t).Remaining)
 	}
 	db.Pool.Reset() // its connections are no goroutines of a Leaser
 	goleak.VerifyNone(t, before)
@@ -69,8 +67,7 @@ func TestLeaser_SaysOnceThatItLeasesNothing(t *testing.T) {
 	acquireAll := func(leaser *client.Leaser, requests int, policy string) string {
 		log.Reset()
 		for range requests {
-			_, err := leaser.AcquireAll(t.Context(), []client.Charge{{Policy: "other", Key: "k"}, {Policy: policy, Key: "l"}})
-			require.NoError(t, err)
+			noError(leaser.AcquireAll(t.Context(), []client.Charge{{Policy: "other", Key: "k"}, {Policy: policy, Key: "l"}}))(t)
 		}
 		return log.String()
 	}
@@ -86,7 +83,6 @@ func TestLeaser_SaysOnceThatItLeasesNothing(t *testing.T) {
 	require.Empty(t, acquireAll(leaser, 1, "api"))
 
 	leaser = newLeaser()
-	_, err := leaser.Acquire(t.Context(), "api", "k")
-	require.NoError(t, err)
+	noError(leaser.Acquire(t.Context(), "api", "k"))(t)
 	require.Empty(t, acquireAll(leaser, 1000, "api"), "a lease may answer some")
 }

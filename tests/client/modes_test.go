@@ -97,16 +97,12 @@ func useEverything(t *testing.T, limiter *client.Limiter) {
 	require.Equal(t, client.Decision{Allowed: true, Remaining: 10, Capacity: 10},
 		must(limiter.Peek(ctx, policy.Name, key)))
 
-	cleaned, err := limiter.Cleanup(ctx)
-	require.NoError(t, err)
-	require.Zero(t, cleaned)
+	require.Zero(t, noError(limiter.Cleanup(ctx))(t))
 
 	policy.Every, policy.Stepped, policy.Durable, policy.Remember = math.MaxInt64/1000*time.Microsecond, client.Yes, client.Yes, time.Microsecond
 	policy.Shadow = client.No
 	require.NoError(t, limiter.DefinePolicy(ctx, policy))
-	policies, err := limiter.Policies(ctx)
-	require.NoError(t, err)
-	require.Equal(t, []client.Policy{policy}, policies)
+	require.Equal(t, []client.Policy{policy}, noError(limiter.Policies(ctx))(t))
 
 	useOverrides(t, limiter, policy, key)
 
@@ -122,44 +118,34 @@ func useSpending(t *testing.T, limiter *client.Limiter, policy, key string) {
 	const day = 24 * time.Hour
 	once := fmt.Sprint("spending ", time.Now().UnixNano(), " ", key[:51])
 
-	up, err := limiter.AcquireUpTo(ctx, policy, key, 12, client.AtLeast(10), client.IdempotencyKey(once))
-	require.NoError(t, err)
+	up := noError(limiter.AcquireUpTo(ctx, policy, key, 12, client.AtLeast(10), client.IdempotencyKey(once)))(t)
 	require.True(t, up.Allowed)
 	require.EqualValues(t, 10, up.Taken)
-	up, err = limiter.AcquireUpTo(ctx, policy, key, 12, client.IdempotencyKey(once))
-	require.NoError(t, err)
+	up = noError(limiter.AcquireUpTo(ctx, policy, key, 12, client.IdempotencyKey(once)))(t)
 	require.True(t, up.Replayed)
 	require.EqualValues(t, 10, up.Taken)
-	up, err = limiter.AcquireUpTo(ctx, policy, key, 1)
-	require.NoError(t, err)
+	up = noError(limiter.AcquireUpTo(ctx, policy, key, 1))(t)
 	require.True(t, !up.Allowed && up.Taken == 0 && up.RetryAfter > 23*time.Hour)
-	d, err := limiter.Settle(ctx, policy, key, once, 9)
-	require.NoError(t, err)
-	require.EqualValues(t, 1, d.Remaining)
-	_, err = limiter.Settle(ctx, policy, key, once, 8)
+	require.EqualValues(t, 1, noError(limiter.Settle(ctx, policy, key, once, 9))(t).Remaining)
+	_, err := limiter.Settle(ctx, policy, key, once, 8)
 	require.ErrorIs(t, err, client.ErrIdempotencyMismatch)
 	_, err = limiter.Settle(ctx, policy, key, "never granted", 8)
 	require.ErrorIs(t, err, client.ErrNoGrant)
 
-	d, err = limiter.Charge(ctx, policy, key, 3)
-	require.NoError(t, err)
+	d := noError(limiter.Charge(ctx, policy, key, 3))(t)
 	require.True(t, d.Allowed)
 	require.EqualValues(t, -2, d.Remaining)
-	r, err := limiter.Reserve(ctx, policy, key, 3*day, client.Cost(2))
-	require.NoError(t, err)
+	r := noError(limiter.Reserve(ctx, policy, key, 3*day, client.Cost(2)))(t)
 	require.False(t, r.Allowed || r.Never())
 	require.Equal(t, 4*day, r.Wait.Round(time.Hour))
-	r, err = limiter.Reserve(ctx, policy, key, 5*day, client.Cost(2), client.IdempotencyKey(once+"r"))
-	require.NoError(t, err)
+	r = noError(limiter.Reserve(ctx, policy, key, 5*day, client.Cost(2), client.IdempotencyKey(once+"r")))(t)
 	require.True(t, r.Allowed && !r.Replayed)
 	require.EqualValues(t, -4, r.Remaining)
 	require.Equal(t, 14*day, r.ResetAfter.Round(time.Hour))
-	r, err = limiter.Reserve(ctx, policy, key, 0, client.Cost(2), client.IdempotencyKey(once+"r"))
-	require.NoError(t, err)
+	r = noError(limiter.Reserve(ctx, policy, key, 0, client.Cost(2), client.IdempotencyKey(once+"r")))(t)
 	require.True(t, r.Allowed && r.Replayed)
 	require.Equal(t, 4*day, r.Wait.Round(time.Hour))
-	r, err = limiter.Reserve(ctx, policy, key, 0, client.Cost(11))
-	require.NoError(t, err)
+	r = noError(limiter.Reserve(ctx, policy, key, 0, client.Cost(11)))(t)
 	require.True(t, !r.Allowed && r.Never())
 }
 
@@ -172,8 +158,7 @@ func useAll(t *testing.T, limiter *client.Limiter, policy, key string) {
 	charges := []client.Charge{{Policy: policy, Key: other}, {Policy: policy, Key: key, Cost: client.Cost(7)}, {Policy: policy, Key: other, Cost: client.Cost(0)}}
 	acquire := func(opts ...client.AcquireAllOption) client.JointDecision {
 		t.Helper()
-		d, err := limiter.AcquireAll(ctx, charges, opts...)
-		require.NoError(t, err)
+		d := noError(limiter.AcquireAll(ctx, charges, opts...))(t)
 		require.Len(t, d.Decisions, 3)
 		require.Equal(t, d.Remaining, d.Decisions[d.Binding].Remaining)
 		require.Equal(t, d.ResetAfter, d.Decisions[d.Binding].ResetAfter)
@@ -221,8 +206,7 @@ func useOverrides(t *testing.T, limiter *client.Limiter, policy client.Policy, k
 	same := client.Override{Policy: policy.Name, Key: "b", Capacity: policy.Capacity, Refill: policy.Refill, Every: policy.Every}
 	list := func(opts ...client.OverridesOption) []client.Override {
 		t.Helper()
-		overrides, err := limiter.Overrides(ctx, opts...)
-		require.NoError(t, err)
+		overrides := noError(limiter.Overrides(ctx, opts...))(t)
 		return overrides
 	}
 	require.ElementsMatch(t, []client.Override{same, block}, list())
@@ -233,14 +217,11 @@ func useOverrides(t *testing.T, limiter *client.Limiter, policy client.Policy, k
 	require.Len(t, list(client.MaxRows(1)), 1)
 	require.NoError(t, limiter.Override(ctx, block), "what is read can be written")
 
-	d, err := limiter.Acquire(ctx, policy.Name, key)
-	require.NoError(t, err)
+	d := noError(limiter.Acquire(ctx, policy.Name, key))(t)
 	require.Equal(t, client.Decision{RetryAfter: d.RetryAfter}, d)
 	require.True(t, d.Never())
 	for _, want := range []bool{true, false} {
-		removed, err := limiter.RemoveOverride(ctx, policy.Name, key)
-		require.NoError(t, err)
-		require.Equal(t, want, removed)
+		require.Equal(t, want, noError(limiter.RemoveOverride(ctx, policy.Name, key))(t))
 	}
 	_, err = limiter.RemoveOverride(ctx, "none", key)
 	require.ErrorIs(t, err, client.ErrUnknownPolicy)

@@ -20,11 +20,9 @@ func TestNoFlush_IsForItsCallsAlone(t *testing.T) {
 	t.Parallel()
 	db := quietDatabase(t)
 	ctx := t.Context()
-	config, err := pgxpool.ParseConfig(db.URL)
-	require.NoError(t, err)
+	config := noError(pgxpool.ParseConfig(db.URL))(t)
 	config.MaxConns = 1 // all in one session, where a setting that stays would be found
-	pool, err := pgxpool.NewWithConfig(ctx, config)
-	require.NoError(t, err)
+	pool := noError(pgxpool.NewWithConfig(ctx, config))(t)
 	t.Cleanup(pool.Close)
 
 	plain := client.New(pool)
@@ -76,15 +74,11 @@ func TestNoFlush_IsForItsCallsAlone(t *testing.T) {
 			return nil
 		}},
 		{"acquire and refund, unflushed", false, func() error {
-			_, err := unflushed.Acquire(ctx, "api", "k", client.Cost(2))
-			require.NoError(t, err)
-			_, err = unflushed.Refund(ctx, "api", "k", 1)
+			noError(unflushed.Acquire(ctx, "api", "k", client.Cost(2)))(t)
+			_, err := unflushed.Refund(ctx, "api", "k", 1)
 			return err
 		}},
-		{"refund", true, func() error {
-			_, err := plain.Refund(ctx, "api", "k", 1)
-			return err
-		}},
+		{"refund", true, func() error { _, err := plain.Refund(ctx, "api", "k", 1); return err }},
 		{"acquire and reset, unflushed", false, func() error {
 			_, err := unflushed.Acquire(ctx, "api", "k")
 			return errors.Join(err, unflushed.Reset(ctx, "api", "k"))
@@ -136,9 +130,7 @@ func TestNoFlush_IsRefusedInATransaction(t *testing.T) {
 				require.EqualError(t, err, "pgratelimit: "+verb+": invalid argument: NoFlush is for calls outside a transaction")
 			}
 			// The rest works, and so does the transaction.
-			d, err := limiter.Peek(ctx, "api", name)
-			require.NoError(t, err)
-			require.EqualValues(t, 10, d.Remaining)
+			require.EqualValues(t, 10, noError(limiter.Peek(ctx, "api", name))(t).Remaining)
 			var setting string
 			require.NoError(t, querier.QueryRow(ctx, "show synchronous_commit").Scan(&setting))
 			require.Equal(t, "on", setting)
@@ -154,10 +146,8 @@ func TestWithTx_LeavesTheFlushToTheCommit(t *testing.T) {
 	ctx := t.Context()
 	tx := begin(t, db.Pool)
 	limiter := client.New(db.Pool, client.NoFlush()).WithTx(tx)
-	_, err := limiter.Acquire(ctx, "api", "k")
-	require.NoError(t, err)
-	_, err = limiter.Refund(ctx, "api", "k", 1)
-	require.NoError(t, err)
+	noError(limiter.Acquire(ctx, "api", "k"))(t)
+	noError(limiter.Refund(ctx, "api", "k", 1))(t)
 	require.NoError(t, limiter.Reset(ctx, "api", "k"))
 	var setting string
 	require.NoError(t, tx.QueryRow(ctx, "show synchronous_commit").Scan(&setting))
@@ -169,12 +159,10 @@ func quietDatabase(t *testing.T) *pgtest.DB {
 	server := pgtest.Private(t, "autovacuum=off", "checkpoint_timeout=1h", "cron.launch_active_jobs=off",
 		"wal_writer_delay=10s", "wal_writer_flush_after=1GB")
 	ctx := context.Background()
-	conn, err := pgx.Connect(ctx, server.URL(""))
-	require.NoError(t, err)
-	_, err = conn.Exec(ctx, "create database quiet")
+	conn := noError(pgx.Connect(ctx, server.URL("")))(t)
+	_, err := conn.Exec(ctx, "create database quiet")
 	require.NoError(t, errors.Join(err, conn.Close(ctx)))
-	pool, err := pgxpool.New(ctx, server.URL("quiet"))
-	require.NoError(t, err)
+	pool := noError(pgxpool.New(ctx, server.URL("quiet")))(t)
 	t.Cleanup(pool.Close)
 	require.NoError(t, pool.AcquireFunc(ctx, func(conn *pgxpool.Conn) error { return migrations.Up(ctx, conn.Conn()) }))
 	return &pgtest.DB{Pool: pool, URL: server.URL("quiet")}

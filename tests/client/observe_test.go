@@ -57,8 +57,7 @@ func TestObserve_SeesTheSizeOfCalls(t *testing.T) {
 	limiter := client.NewCombiner(db.Pool, client.Observe(s.hooks()))
 	defer limiter.Close()
 	blocker := db.Connect(t)
-	_, err := blocker.Exec(t.Context(), "begin; lock table ratelimit.policies in access exclusive mode")
-	require.NoError(t, err)
+	noError(blocker.Exec(t.Context(), "begin; lock table ratelimit.policies in access exclusive mode"))(t)
 
 	const callers = 20
 	errs := make(chan error, callers)
@@ -82,8 +81,7 @@ func TestObserve_SeesTheSizeOfCalls(t *testing.T) {
 		}
 		return sent+limiter.Waiting() == callers && len(s.calls) == 2
 	}, 20*time.Second, time.Millisecond)
-	_, err = blocker.Exec(t.Context(), "rollback")
-	require.NoError(t, err)
+	noError(blocker.Exec(t.Context(), "rollback"))(t)
 	for range callers {
 		require.NoError(t, <-errs)
 	}
@@ -104,8 +102,7 @@ func TestObserve_InATransaction(t *testing.T) {
 	limiter := client.New(db.Pool, client.Observe(s.hooks()))
 	back := errors.New("back")
 	err := pgx.BeginFunc(t.Context(), db.Pool, func(tx pgx.Tx) error {
-		_, err := limiter.WithTx(tx).Acquire(t.Context(), "api", "k")
-		require.NoError(t, err)
+		noError(limiter.WithTx(tx).Acquire(t.Context(), "api", "k"))(t)
 		return back
 	})
 	require.ErrorIs(t, err, back)

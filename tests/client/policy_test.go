@@ -16,8 +16,7 @@ func TestDefinePolicy_KeepsWhatIsLeftOpen(t *testing.T) {
 	define := func(p client.Policy) client.Policy {
 		t.Helper()
 		require.NoError(t, limiter.DefinePolicy(t.Context(), p))
-		policies, err := limiter.Policies(t.Context())
-		require.NoError(t, err)
+		policies := noError(limiter.Policies(t.Context()))(t)
 		require.Len(t, policies, 1)
 		return policies[0]
 	}
@@ -53,9 +52,7 @@ func TestDefinePolicy_Ephemeral(t *testing.T) {
 		Stepped: client.No, Durable: client.No, Remember: 24 * time.Hour, Shadow: client.No,
 	}
 	require.NoError(t, limiter.DefinePolicy(t.Context(), p))
-	policies, err := limiter.Policies(t.Context())
-	require.NoError(t, err)
-	require.Equal(t, []client.Policy{p}, policies)
+	require.Equal(t, []client.Policy{p}, noError(limiter.Policies(t.Context()))(t))
 }
 
 func TestDefinePolicy_RefusesAnUnknownChoice(t *testing.T) {
@@ -69,15 +66,12 @@ func TestDefinePolicy_RefusesAnUnknownChoice(t *testing.T) {
 func TestPolicies_OrderedByName(t *testing.T) {
 	t.Parallel()
 	limiter := client.New(pgtest.New(t).Pool)
-	policies, err := limiter.Policies(t.Context())
-	require.NoError(t, err)
-	require.Empty(t, policies)
+	require.Empty(t, noError(limiter.Policies(t.Context()))(t))
 
 	for _, name := range []string{"b", "a", "B"} {
 		require.NoError(t, limiter.DefinePolicy(t.Context(), client.Policy{Name: name, Capacity: 1, Refill: 1, Every: time.Second}))
 	}
-	policies, err = limiter.Policies(t.Context())
-	require.NoError(t, err)
+	policies := noError(limiter.Policies(t.Context()))(t)
 	var names []string
 	for _, p := range policies {
 		names = append(names, p.Name)
@@ -89,8 +83,7 @@ func TestPolicies_LongIntervalsAreCut(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)
 	db.Exec(t, "select ratelimit_define_policy('slow', 1, 1, '365250 days', remember => '365250 days')")
-	policies, err := client.New(db.Pool).Policies(t.Context())
-	require.NoError(t, err)
+	policies := noError(client.New(db.Pool).Policies(t.Context()))(t)
 	require.Equal(t, longest, policies[0].Every)
 	require.Equal(t, longest, policies[0].Remember)
 }
@@ -121,9 +114,7 @@ func TestDefinePolicy_ZeroKeeps(t *testing.T) {
 		change.Name = "api"
 		require.NoError(t, limiter.DefinePolicy(t.Context(), change.Policy))
 		change.field()
-		policies, err := limiter.Policies(t.Context())
-		require.NoError(t, err)
-		require.Equal(t, []client.Policy{want}, policies)
+		require.Equal(t, []client.Policy{want}, noError(limiter.Policies(t.Context()))(t))
 	}
 	for _, p := range []client.Policy{
 		{Name: "new", Refill: 1, Every: time.Second},

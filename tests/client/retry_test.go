@@ -23,39 +23,23 @@ var handles = map[string]struct {
 	open    func(t *testing.T, pool *pgxpool.Pool) client.Querier
 	retries bool
 }{
-	"pool": {func(_ *testing.T, pool *pgxpool.Pool) client.Querier {
-		return pool
-	}, true},
-	"embedded pool": {func(_ *testing.T, pool *pgxpool.Pool) client.Querier {
-		return struct{ *pgxpool.Pool }{pool}
-	}, true},
-	"connection of a pool": {func(t *testing.T, pool *pgxpool.Pool) client.Querier {
-		return acquired(t, pool)
-	}, true},
-	"connection": {func(t *testing.T, pool *pgxpool.Pool) client.Querier {
-		return acquired(t, pool).Conn()
-	}, true},
+	"pool":                 {func(_ *testing.T, pool *pgxpool.Pool) client.Querier { return pool }, true},
+	"embedded pool":        {func(_ *testing.T, pool *pgxpool.Pool) client.Querier { return struct{ *pgxpool.Pool }{pool} }, true},
+	"connection of a pool": {func(t *testing.T, pool *pgxpool.Pool) client.Querier { return acquired(t, pool) }, true},
+	"connection":           {func(t *testing.T, pool *pgxpool.Pool) client.Querier { return acquired(t, pool).Conn() }, true},
 	"connection in a transaction": {func(t *testing.T, pool *pgxpool.Pool) client.Querier {
 		conn := acquired(t, pool).Conn()
-		_, err := conn.Exec(t.Context(), "begin")
-		require.NoError(t, err)
+		noError(conn.Exec(t.Context(), "begin"))(t)
 		return conn
 	}, false},
 	"connection of a pool in a transaction": {func(t *testing.T, pool *pgxpool.Pool) client.Querier {
 		conn := acquired(t, pool)
-		_, err := conn.Exec(t.Context(), "begin")
-		require.NoError(t, err)
+		noError(conn.Exec(t.Context(), "begin"))(t)
 		return conn
 	}, false},
-	"transaction of a pool": {func(t *testing.T, pool *pgxpool.Pool) client.Querier {
-		return begin(t, pool)
-	}, false},
-	"transaction of a connection": {func(t *testing.T, pool *pgxpool.Pool) client.Querier {
-		return begin(t, acquired(t, pool).Conn())
-	}, false},
-	"savepoint": {func(t *testing.T, pool *pgxpool.Pool) client.Querier {
-		return begin(t, begin(t, pool))
-	}, false},
+	"transaction of a pool":       {func(t *testing.T, pool *pgxpool.Pool) client.Querier { return begin(t, pool) }, false},
+	"transaction of a connection": {func(t *testing.T, pool *pgxpool.Pool) client.Querier { return begin(t, acquired(t, pool).Conn()) }, false},
+	"savepoint":                   {func(t *testing.T, pool *pgxpool.Pool) client.Querier { return begin(t, begin(t, pool)) }, false},
 }
 
 // lookalike is a transaction that has what tells a pool from one.
@@ -93,28 +77,20 @@ func TestWithTx_IsToldAndDoesNotGuess(t *testing.T) {
 			tx := begin(t, pool)
 			limiter := of(pool).WithTx(lookalike{tx})
 			for range 2 {
-				d, err := limiter.Acquire(ctx, "api", "denied", client.Cost(11))
-				require.NoError(t, err)
-				require.False(t, d.Allowed)
-				_, err = limiter.Acquire(ctx, "api", "k", client.Cost(5))
-				require.NoError(t, err)
+				require.False(t, noError(limiter.Acquire(ctx, "api", "denied", client.Cost(11)))(t).Allowed)
+				noError(limiter.Acquire(ctx, "api", "k", client.Cost(5)))(t)
 			}
-			denied, err := limiter.Acquire(ctx, "api", "k")
-			require.NoError(t, err)
-			require.False(t, denied.Allowed)
-			_, err = limiter.Acquire(ctx, "api", "k")
-			require.NoError(t, err)
+			require.False(t, noError(limiter.Acquire(ctx, "api", "k"))(t).Allowed)
+			noError(limiter.Acquire(ctx, "api", "k"))(t)
 			require.EqualValues(t, 6, tries.n.Load(), "no denial is remembered")
 			require.NoError(t, tx.Rollback(ctx))
-			d, err := client.New(pool, client.Schema("app")).Peek(ctx, "api", "k")
-			require.NoError(t, err)
+			d := noError(client.New(pool, client.Schema("app")).Peek(ctx, "api", "k"))(t)
 			require.EqualValues(t, 10, d.Remaining, "a rollback has taken nothing")
 
 			tx = begin(t, pool)
-			_, err = of(pool).WithTx(tx).Peek(ctx, "api", "k") // a snapshot
+			_, err := of(pool).WithTx(tx).Peek(ctx, "api", "k") // a snapshot
 			require.NoError(t, err)
-			_, err = client.New(pool, client.Schema("app")).Acquire(ctx, "api", "k")
-			require.NoError(t, err)
+			noError(client.New(pool, client.Schema("app")).Acquire(ctx, "api", "k"))(t)
 			tries.n.Store(0)
 			_, err = of(pool).WithTx(lookalike{tx}).Acquire(ctx, "api", "k")
 			requireCode(t, "40001", err)
@@ -131,8 +107,7 @@ func TestRetry_RealSerializationFailure(t *testing.T) {
 			db := pgtest.New(t)
 			db.Exec(t, "select ratelimit_define_policy('api', 10, 1, '1 hour'), ratelimit_acquire('api', 'k')")
 			holder := begin(t, db.Pool)
-			_, err := client.New(holder).Acquire(t.Context(), "api", "k")
-			require.NoError(t, err)
+			noError(client.New(holder).Acquire(t.Context(), "api", "k"))(t)
 
 			var tries tryCounter
 			pool := connect(t, db, map[string]string{"default_transaction_isolation": "repeatable read"}, tries.count)
@@ -177,8 +152,7 @@ func TestRetry_RealDeadlock(t *testing.T) {
 				create trigger cross_locks before insert on ratelimit.buckets
 				  for each row execute function public.cross_locks()`)
 			gate := begin(t, db.Pool)
-			_, err := gate.Exec(t.Context(), "select pg_advisory_xact_lock(0)")
-			require.NoError(t, err)
+			noError(gate.Exec(t.Context(), "select pg_advisory_xact_lock(0)"))(t)
 
 			var tries tryCounter
 			pool := connect(t, db, nil, tries.count)
@@ -234,8 +208,7 @@ func (*tryCounter) TraceQueryEnd(context.Context, *pgx.Conn, pgx.TraceQueryEndDa
 
 func acquired(t *testing.T, pool *pgxpool.Pool) *pgxpool.Conn {
 	t.Helper()
-	conn, err := pool.Acquire(t.Context())
-	require.NoError(t, err)
+	conn := noError(pool.Acquire(t.Context()))(t)
 	t.Cleanup(conn.Release)
 	return conn
 }
@@ -244,8 +217,7 @@ func begin(t *testing.T, db interface {
 	Begin(context.Context) (pgx.Tx, error)
 }) pgx.Tx {
 	t.Helper()
-	tx, err := db.Begin(t.Context())
-	require.NoError(t, err)
+	tx := noError(db.Begin(t.Context()))(t)
 	t.Cleanup(func() { _ = tx.Rollback(context.Background()) })
 	return tx
 }

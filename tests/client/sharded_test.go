@@ -37,8 +37,7 @@ func newShards(t *testing.T, of int) (s shards) {
 
 func (s shards) open(t *testing.T) *client.Sharded {
 	t.Helper()
-	limiter, err := client.NewSharded(t.Context(), s.pools)
-	require.NoError(t, err)
+	limiter := noError(client.NewSharded(t.Context(), s.pools))(t)
 	t.Cleanup(limiter.Close)
 	return limiter
 }
@@ -85,71 +84,45 @@ func TestSharded_EachCallGoesToTheShardOfItsKey(t *testing.T) {
 		left := func(want int64) {
 			t.Helper()
 			for n, pool := range s.pools {
-				d, err := client.New(pool).Peek(ctx, "api", key)
-				require.NoError(t, err)
+				d := noError(client.New(pool).Peek(ctx, "api", key))(t)
 				if n != shard {
 					require.EqualValues(t, 100, d.Remaining, "shard %d does not know the key of shard %d", n, shard)
 				} else {
 					require.Equal(t, want, d.Remaining)
 				}
 			}
-			d, err := limiter.Peek(ctx, "api", key)
-			require.NoError(t, err)
-			require.Equal(t, want, d.Remaining)
+			require.Equal(t, want, noError(limiter.Peek(ctx, "api", key))(t).Remaining)
 		}
-		d, err := limiter.Acquire(ctx, "api", key, client.Cost(10), client.IdempotencyKey("estimate"))
-		require.NoError(t, err)
-		require.True(t, d.Allowed)
+		require.True(t, noError(limiter.Acquire(ctx, "api", key, client.Cost(10), client.IdempotencyKey("estimate")))(t).Allowed)
 		left(90)
-		_, err = limiter.Settle(ctx, "api", key, "estimate", 20)
-		require.NoError(t, err)
+		noError(limiter.Settle(ctx, "api", key, "estimate", 20))(t)
 		left(80)
-		_, err = limiter.Charge(ctx, "api", key, 10)
-		require.NoError(t, err)
+		noError(limiter.Charge(ctx, "api", key, 10))(t)
 		left(70)
-		_, err = limiter.Refund(ctx, "api", key, 5)
-		require.NoError(t, err)
+		noError(limiter.Refund(ctx, "api", key, 5))(t)
 		left(75)
-		r, err := limiter.Reserve(ctx, "api", key, 0, client.Cost(5))
-		require.NoError(t, err)
-		require.True(t, r.Allowed)
+		require.True(t, noError(limiter.Reserve(ctx, "api", key, 0, client.Cost(5)))(t).Allowed)
 		left(70)
-		r, err = limiter.Wait(ctx, "api", key, client.Cost(5))
-		require.NoError(t, err)
-		require.True(t, r.Allowed)
+		require.True(t, noError(limiter.Wait(ctx, "api", key, client.Cost(5)))(t).Allowed)
 		left(65)
-		part, err := limiter.AcquireUpTo(ctx, "api", key, 5)
-		require.NoError(t, err)
-		require.EqualValues(t, 5, part.Taken)
+		require.EqualValues(t, 5, noError(limiter.AcquireUpTo(ctx, "api", key, 5))(t).Taken)
 		left(60)
-		joint, err := limiter.AcquireAll(ctx, []client.Charge{{Policy: "api", Key: key, Cost: client.Cost(5)}, {Policy: "org", Key: key}})
-		require.NoError(t, err)
+		joint := noError(limiter.AcquireAll(ctx, []client.Charge{{Policy: "api", Key: key, Cost: client.Cost(5)}, {Policy: "org", Key: key}}))(t)
 		require.True(t, joint.Allowed)
 		left(55)
 		require.NoError(t, limiter.Override(ctx, client.Override{Policy: "api", Key: key, Capacity: 50, Refill: 1, Every: time.Hour}))
 		require.NoError(t, limiter.Reset(ctx, "api", key))
-		d, err = here.Peek(ctx, "api", key)
-		require.NoError(t, err)
-		require.EqualValues(t, 50, d.Remaining)
+		require.EqualValues(t, 50, noError(here.Peek(ctx, "api", key))(t).Remaining)
 
-		only, err := limiter.Overrides(ctx, client.OfKey(key))
-		require.NoError(t, err)
-		require.Len(t, only, 1)
+		require.Len(t, noError(limiter.Overrides(ctx, client.OfKey(key)))(t), 1)
 	}
 
-	all, err := limiter.Overrides(ctx)
-	require.NoError(t, err)
+	all := noError(limiter.Overrides(ctx))(t)
 	require.Len(t, all, of)
 	require.True(t, slices.IsSortedFunc(all, func(a, b client.Override) int { return slices.Compare([]string{a.Key}, []string{b.Key}) }))
-	some, err := limiter.Overrides(ctx, client.OfPolicy("api"), client.MaxRows(2))
-	require.NoError(t, err)
-	require.Equal(t, all[:2], some)
-	removed, err := limiter.RemoveOverride(ctx, "api", keyOn(1, of))
-	require.NoError(t, err)
-	require.True(t, removed)
-	all, err = limiter.Overrides(ctx)
-	require.NoError(t, err)
-	require.Len(t, all, of-1)
+	require.Equal(t, all[:2], noError(limiter.Overrides(ctx, client.OfPolicy("api"), client.MaxRows(2)))(t))
+	require.True(t, noError(limiter.RemoveOverride(ctx, "api", keyOn(1, of)))(t))
+	require.Len(t, noError(limiter.Overrides(ctx))(t), of-1)
 }
 
 func TestSharded_PoliciesAreThoseOfAllShards(t *testing.T) {
@@ -170,9 +143,7 @@ func TestSharded_PoliciesAreThoseOfAllShards(t *testing.T) {
 	require.ErrorContains(t, err, "differ")
 	for range 2 {
 		require.NoError(t, limiter.DefinePolicy(ctx, policy))
-		policies, err := limiter.Policies(ctx)
-		require.NoError(t, err)
-		require.Equal(t, []client.Policy{policy}, policies)
+		require.Equal(t, []client.Policy{policy}, noError(limiter.Policies(ctx))(t))
 	}
 
 	require.NoError(t, client.New(s.pools[3]).DropPolicy(ctx, "api"))
@@ -203,9 +174,7 @@ func TestSharded_ChargesOfSeveralShardsAreRefused(t *testing.T) {
 	require.ErrorContains(t, err, "the same key")
 	require.NotContains(t, err.Error(), here, "who may not see keys may see errors")
 	for _, key := range []string{here, there} {
-		d, err := limiter.Peek(ctx, "api", key)
-		require.NoError(t, err)
-		require.EqualValues(t, 10, d.Remaining)
+		require.EqualValues(t, 10, noError(limiter.Peek(ctx, "api", key))(t).Remaining)
 	}
 	_, err = limiter.AcquireAll(ctx, nil)
 	require.ErrorIs(t, err, client.ErrInvalidArgument)
@@ -231,9 +200,7 @@ func TestSharded_CleanUp(t *testing.T) {
 		}
 	}
 	use()
-	cleaned, err := limiter.Cleanup(ctx, client.MaxRows(1))
-	require.NoError(t, err)
-	require.Equal(t, client.Cleaned{Buckets: of, IdempotencyKeys: of}, cleaned)
+	require.Equal(t, client.Cleaned{Buckets: of, IdempotencyKeys: of}, noError(limiter.Cleanup(ctx, client.MaxRows(1)))(t))
 	use()
 	done := make(chan struct{})
 	go func() {
@@ -246,8 +213,7 @@ func TestSharded_CleanUp(t *testing.T) {
 	stop()
 	<-done
 
-	_, err = s.pools[1].Exec(t.Context(), "drop procedure ratelimit_cleanup_all")
-	require.NoError(t, err)
+	noError(s.pools[1].Exec(t.Context(), "drop procedure ratelimit_cleanup_all"))(t)
 	ctx, stop = context.WithCancel(t.Context())
 	var once sync.Once
 	limiter.RunCleanup(ctx, time.Millisecond, client.OnError(func(err error) {
@@ -278,8 +244,7 @@ func TestNewSharded_RefusesWhatIsWrong(t *testing.T) {
 	other.Exec(t, "select ratelimit_define_shard(1, 8)")
 	config := p[0].Config()
 	config.ConnConfig.Database = "nowhere " + absent.Name
-	nowhere, err := pgxpool.NewWithConfig(ctx, config)
-	require.NoError(t, err)
+	nowhere := noError(pgxpool.NewWithConfig(ctx, config))(t)
 	t.Cleanup(nowhere.Close)
 	for name, test := range map[string]struct {
 		pools []*pgxpool.Pool
@@ -311,7 +276,7 @@ func TestNewSharded_RefusesWhatIsWrong(t *testing.T) {
 		require.ErrorIs(t, open(pools...), client.ErrWrongShard)
 		require.ErrorContains(t, open(pools...), "power of two")
 	}
-	err = open(p[0], p[1], nowhere, p[3])
+	err := open(p[0], p[1], nowhere, p[3])
 	shardIs(t, 2, of, err)
 	require.ErrorContains(t, err, "3D000")
 	err = open(p[0], p[1], p[2], bare.Pool)
@@ -352,16 +317,12 @@ func TestAlone_RefusesAShard(t *testing.T) {
 		}
 		require.NoError(t, client.CheckAlone()(ctx, db.Connect(t)))
 	}
-	d, err := client.New(shard.Pool).Peek(ctx, "api", "k")
-	require.NoError(t, err)
-	require.EqualValues(t, 10, d.Remaining)
+	require.EqualValues(t, 10, noError(client.New(shard.Pool).Peek(ctx, "api", "k"))(t).Remaining)
 
 	asked := client.New(plain.Pool, client.Alone()) // it asks once
-	_, err = asked.Peek(ctx, "api", "k")
-	require.NoError(t, err)
+	noError(asked.Peek(ctx, "api", "k"))(t)
 	plain.Exec(t, "drop function ratelimit_shard()")
-	_, err = asked.Peek(ctx, "api", "k")
-	require.NoError(t, err)
+	noError(asked.Peek(ctx, "api", "k"))(t)
 }
 
 // A connection to the wrong database is refused, too, when it is made later.
@@ -371,8 +332,7 @@ func TestCheckShard_RefusesConnections(t *testing.T) {
 	connect := func(shard, of int) error {
 		config := s.pools[1].Config()
 		config.AfterConnect = client.CheckShard(shard, of, client.Schema("public"))
-		pool, err := pgxpool.NewWithConfig(t.Context(), config)
-		require.NoError(t, err)
+		pool := noError(pgxpool.NewWithConfig(t.Context(), config))(t)
 		defer pool.Close()
 		return pool.Ping(t.Context())
 	}
@@ -418,11 +378,10 @@ func TestNewSharded_StartsBesideAShardThatIsDown(t *testing.T) {
 	s := newShards(t, of)
 	down := &pgconn.PgError{Code: "57P03", Message: "the database system is starting up", Severity: "FATAL", SeverityUnlocalized: "FATAL"}
 	up, other := &unreachable{Pool: s.pools[0]}, &unreachable{Pool: s.pools[1], err: down}
-	limiter, err := client.NewSharded(ctx, []client.Pool{up, other})
-	require.NoError(t, err)
+	limiter := noError(client.NewSharded(ctx, []client.Pool{up, other}))(t)
 	defer limiter.Close()
 
-	_, err = limiter.Acquire(ctx, "api", keyOn(1, of))
+	_, err := limiter.Acquire(ctx, "api", keyOn(1, of))
 	require.ErrorIs(t, err, down)
 	shardIs(t, 1, of, err)
 	err = limiter.DefinePolicy(ctx, client.Policy{Name: "api", Capacity: 10, Refill: 1, Every: time.Hour})
@@ -436,9 +395,7 @@ func TestNewSharded_StartsBesideAShardThatIsDown(t *testing.T) {
 	require.ErrorIs(t, err, client.ErrWrongShard, "it was another database")
 	other.Pool = s.pools[1]
 	require.NoError(t, limiter.DefinePolicy(ctx, client.Policy{Name: "api", Capacity: 10, Refill: 1, Every: time.Hour}))
-	d, err := limiter.Acquire(ctx, "api", keyOn(1, of))
-	require.NoError(t, err)
-	require.True(t, d.Allowed)
+	require.True(t, noError(limiter.Acquire(ctx, "api", keyOn(1, of)))(t).Allowed)
 
 	up.fail(errors.New("no route to host"))
 	other.fail(errors.New("no route to host"))
@@ -478,8 +435,7 @@ func TestSharded_OverridesAreThoseOfTheShardsOwnKeys(t *testing.T) {
 		}
 	}
 	for _, rows := range []int{1, 2, 3, 10, 39, 40, 41, 1000} {
-		list, err := limiter.Overrides(ctx, client.MaxRows(int32(rows)))
-		require.NoError(t, err)
+		list := noError(limiter.Overrides(ctx, client.MaxRows(int32(rows))))(t)
 		var keys []string
 		for _, o := range list {
 			keys = append(keys, o.Key)
@@ -498,8 +454,7 @@ func TestSharded_DropPolicyNamesTheShardThatIsDown(t *testing.T) {
 	const of = 2
 	s := newShards(t, of)
 	other := &unreachable{Pool: s.pools[1]}
-	limiter, err := client.NewSharded(ctx, []client.Pool{s.pools[0], other})
-	require.NoError(t, err)
+	limiter := noError(client.NewSharded(ctx, []client.Pool{s.pools[0], other}))(t)
 	defer limiter.Close()
 	require.NoError(t, limiter.DefinePolicy(ctx, client.Policy{Name: "api", Capacity: 10, Refill: 1, Every: time.Hour}))
 	other.fail(errors.New("no route to host"))
@@ -521,8 +476,7 @@ func TestSharded_Leases(t *testing.T) {
 	for _, db := range s.dbs {
 		db.Exec(t, "select ratelimit_define_policy('busy', 1000000, 1, '1 day')")
 	}
-	limiter, err := client.NewSharded(t.Context(), s.pools, client.Lease{Policy: "busy"})
-	require.NoError(t, err)
+	limiter := noError(client.NewSharded(t.Context(), s.pools, client.Lease{Policy: "busy"}))(t)
 	var granted, leased [2]atomic.Int64
 	var callers sync.WaitGroup
 	for n := range s.dbs {
@@ -545,9 +499,7 @@ func TestSharded_Leases(t *testing.T) {
 	callers.Wait()
 	limiter.Close()
 	for n, pool := range s.pools {
-		d, err := client.New(pool).Peek(t.Context(), "busy", keyOn(n, 2))
-		require.NoError(t, err)
-		require.Equal(t, granted[n].Load(), 1_000_000-d.Remaining)
+		require.Equal(t, granted[n].Load(), 1_000_000-noError(client.New(pool).Peek(t.Context(), "busy", keyOn(n, 2)))(t).Remaining)
 		require.GreaterOrEqual(t, leased[n].Load(), int64(100))
 	}
 }

@@ -14,8 +14,7 @@ import (
 func TestWait_IsNotForTransactions(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)
-	tx, err := db.Pool.Begin(t.Context())
-	require.NoError(t, err)
+	tx := noError(db.Pool.Begin(t.Context()))(t)
 	defer func() { _ = tx.Rollback(context.Background()) }()
 	limiter := client.New(db.Pool)
 	for name, in := range map[string]*client.Limiter{"Tx": client.New(tx), "WithTx": limiter.WithTx(tx), "Conn": client.New(tx.Conn())} {
