@@ -16,8 +16,7 @@ import (
 )
 
 func TestRunCleanup_CallsAndPauses(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
 		db := &fakePool{fakeDB{answers: []any{pgx.ErrNoRows}}}
 		ctx, cancel := context.WithCancel(t.Context())
 		go client.New(db, client.Schema("app")).RunCleanup(ctx, time.Minute, client.OnError(func(err error) { t.Error(err) }))
@@ -40,8 +39,7 @@ func TestRunCleanup_CallsAndPauses(t *testing.T) {
 }
 
 func TestRunCleanup_ReportsErrorsAndGoesOn(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
 		broken := errors.New("connection refused")
 		db := &fakeDB{answers: []any{broken, pgx.ErrNoRows}}
 		ctx, cancel := context.WithCancel(t.Context())

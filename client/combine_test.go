@@ -37,8 +37,7 @@ func TestCombiner_WantsACall(t *testing.T) {
 }
 
 func TestCombiner_OneCallerAloneCallsForItself(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
 		db, limiter := gated(t)
 		type mark struct{}
 		for n := range 3 {
@@ -53,9 +52,7 @@ func TestCombiner_OneCallerAloneCallsForItself(t *testing.T) {
 }
 
 func TestCombiner_WhoeverArrivesDuringACallSharesTheNext(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
-		db, limiter := gated(t, client.CallsInFlight(1), client.Schema("s"), client.NoFlush())
+	atGate(t, 1, func(t *testing.T, db *gatedPool, limiter *client.Combiner) {
 		one := ask(t.Context(), limiter, "k1")
 		two := ask(t.Context(), limiter, "k2", client.Cost(20))
 		three := ask(t.Context(), limiter, "k3")
@@ -85,22 +82,15 @@ func TestCombiner_WhoeverArrivesDuringACallSharesTheNext(t *testing.T) {
 		call.grant()
 		require.EqualValues(t, 5, requireGranted(t, five).Remaining)
 		require.Equal(t, 3, db.count())
-	})
+	}, client.Schema("s"), client.NoFlush())
 }
 
 // Who asks first after a shared call waits for those about to ask; alone again, for nobody.
 func TestCombiner_AfterASharedCallARequestQueues(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
-		db, limiter := gated(t, client.CallsInFlight(1))
-		first := ask(t.Context(), limiter, "k1")
-		shared := []<-chan answer{ask(t.Context(), limiter, "k2"), ask(t.Context(), limiter, "k3")}
-		db.only(t).grant()
-		requireGranted(t, first)
-		db.only(t).grant()
-		for _, got := range shared {
-			requireGranted(t, got)
-		}
+	atGate(t, 1, func(t *testing.T, db *gatedPool, limiter *client.Combiner) {
+		got := askKeys(t.Context(), limiter, 1, 3)
+		db.next(t).grant()
+		requireGranted(t, got...)
 
 		type mark struct{}
 		for _, own := range []bool{false, true} {
@@ -114,34 +104,9 @@ func TestCombiner_AfterASharedCallARequestQueues(t *testing.T) {
 	})
 }
 
-func TestCombiner_RequestsWithAnIdempotencyKeyTravelApart(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
-		db, limiter := gated(t, client.CallsInFlight(1))
-		_ = ask(t.Context(), limiter, "k1")
-		_ = ask(t.Context(), limiter, "k2", client.IdempotencyKey("a"))
-		_ = ask(t.Context(), limiter, "k3")
-		_ = ask(t.Context(), limiter, "k4", client.IdempotencyKey(""))
-		_ = ask(t.Context(), limiter, "k5")
-		db.only(t).grant()
-
-		call := db.only(t)
-		require.Equal(t, []string{"k2", "k4"}, call.keys)
-		require.Equal(t, []string{"a", ""}, call.once)
-		call.grant()
-		call = db.only(t)
-		require.Equal(t, []string{"k3", "k5"}, call.keys)
-		require.Nil(t, call.once)
-		call.grant()
-	})
-}
-
 // Text that would fail or burden a call for others.
 func TestCombiner_UnfitTextTravelsAlone(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
-		db, limiter := gated(t, client.CallsInFlight(1))
-		_ = ask(t.Context(), limiter, "k1")
+	behindK1(t, func(t *testing.T, db *gatedPool, limiter *client.Combiner) {
 		for n, unfit := range []string{"\xff", strings.Repeat("k", 513)} {
 			_ = ask(t.Context(), limiter, unfit)
 			require.Len(t, db.underWay(), 2*n+2)
@@ -160,36 +125,26 @@ func TestCombiner_UnfitTextTravelsAlone(t *testing.T) {
 }
 
 func TestCombiner_BatchesAreBoundedAndInOrder(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
-		db, limiter := gated(t, client.CallsInFlight(1))
-		_ = ask(t.Context(), limiter, "k0")
-		var want []string
-		for n := range 600 {
-			want = append(want, fmt.Sprint("k", n))
-			_ = ask(t.Context(), limiter, want[n])
-		}
-		db.only(t).grant()
-		var got []string
+	atGate(t, 1, func(t *testing.T, db *gatedPool, limiter *client.Combiner) {
+		askKeys(t.Context(), limiter, 0, 601)
+		sent := 1
 		for _, size := range []int{256, 256, 88} {
-			call := db.only(t)
+			call := db.next(t)
 			require.Len(t, call.keys, size)
-			got = append(got, call.keys...)
-			call.grant()
+			for _, key := range call.keys {
+				require.Equal(t, fmt.Sprint("k", sent), key)
+				sent++
+			}
 		}
-		require.Equal(t, want, got)
+		db.grantAll()
 	})
 }
 
 func TestCombiner_CallsAreBoundedAndShareNoBucket(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
-		db, limiter := gated(t, client.CallsInFlight(3))
+	atGate(t, 3, func(t *testing.T, db *gatedPool, limiter *client.Combiner) {
 		const keys, each = 100, 4
 		for range each {
-			for n := range keys {
-				_ = ask(t.Context(), limiter, fmt.Sprint("k", n))
-			}
+			askKeys(t.Context(), limiter, 0, keys)
 		}
 		require.Len(t, db.underWay(), 3, "100 buckets keep all busy")
 		for asked := 0; asked < keys*each; {
@@ -213,63 +168,31 @@ func TestCombiner_CallsAreBoundedAndShareNoBucket(t *testing.T) {
 
 // Of many requests each call carries an equal part, but not so few that another call is not worth it.
 func TestCombiner_CallsCarryEqualShares(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
-		db, limiter := gated(t, client.CallsInFlight(2))
-		for n := range 200 {
-			_ = ask(t.Context(), limiter, fmt.Sprint("k", n))
-		}
+	atGate(t, 2, func(t *testing.T, db *gatedPool, limiter *client.Combiner) {
+		askKeys(t.Context(), limiter, 0, 200)
 		calls := db.underWay()
-		require.Len(t, calls, 2)
 		require.False(t, calls[0].batch || calls[1].batch, "the first two callers ask for themselves")
-		for _, share := range []int{100, 98} {
-			db.underWay()[0].grant()
-			calls = db.underWay()
-			require.Len(t, calls, 2)
-			require.Len(t, calls[1].keys, share)
-		}
-		for len(db.underWay()) > 0 {
-			db.underWay()[0].grant()
-		}
+		require.Len(t, db.second(t).keys, 100)
+		require.Len(t, db.second(t).keys, 98)
+		db.grantAll()
 
-		for n := range 22 {
-			_ = ask(t.Context(), limiter, fmt.Sprint("k", n))
-		}
-		calls = db.underWay()
-		require.Len(t, calls, 2)
-		calls[0].grant()
-		calls = db.underWay()
-		require.Len(t, calls, 2)
-		require.Len(t, calls[1].keys, 20, "they are not parted")
-		calls[0].grant()
-		for len(db.underWay()) > 0 {
-			db.underWay()[0].grant()
-		}
+		askKeys(t.Context(), limiter, 0, 22)
+		require.Len(t, db.second(t).keys, 20, "they are not parted")
+		db.grantAll()
 	})
 }
 
 func TestCombiner_WhoLeftHasNoShare(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
-		db, limiter := gated(t, client.CallsInFlight(2))
+	atGate(t, 2, func(t *testing.T, db *gatedPool, limiter *client.Combiner) {
 		ctx, cancel := context.WithCancel(t.Context())
-		for n := range 202 {
-			if n%5 < 3 {
-				_ = ask(t.Context(), limiter, fmt.Sprint("k", n))
-			} else {
-				_ = ask(ctx, limiter, fmt.Sprint("k", n))
-			}
+		for n := 0; n < 200; n += 5 {
+			askKeys(t.Context(), limiter, n, 3)
+			askKeys(ctx, limiter, n+3, 2)
 		}
+		askKeys(t.Context(), limiter, 200, 2)
 		cancel()
-		calls := db.underWay()
-		require.Len(t, calls, 2)
-		calls[0].grant()
-		calls = db.underWay()
-		require.Len(t, calls, 2)
-		require.Len(t, calls[1].keys, 61)
-		for len(db.underWay()) > 0 {
-			db.underWay()[0].grant()
-		}
+		require.Len(t, db.second(t).keys, 61)
+		db.grantAll()
 	})
 }
 
@@ -279,30 +202,24 @@ func TestCombiner_AStalledCallLeavesTheWayToOthers(t *testing.T) {
 	for _, requests := range []int{1, 2, 31, 32, 50, 256} {
 		synctest.Test(t, func(t *testing.T) {
 			db, limiter := gated(t, client.CallsInFlight(2))
-			_, _ = ask(t.Context(), limiter, "k1"), ask(t.Context(), limiter, "k2")
-			for n := range requests {
-				_ = ask(t.Context(), limiter, fmt.Sprint("k", 1000+n))
-			}
-			db.underWay()[0].grant()
-			stalled := db.underWay()[1]
+			askKeys(t.Context(), limiter, 1, 2)
+			askKeys(t.Context(), limiter, 1000, requests)
+			stalled := db.second(t)
 			require.Equal(t, "k1000", stalled.keys[0])
-			others := func() []*gatedCall {
-				return slices.DeleteFunc(db.underWay(), func(c *gatedCall) bool { return c == stalled })
-			}
-			for len(others()) > 0 {
-				others()[0].grant()
+			for len(db.beside(stalled)) > 0 {
+				db.beside(stalled)[0].grant()
 			}
 
 			same := ask(t.Context(), limiter, "k1000")
 			for n := range 5 {
 				got := ask(t.Context(), limiter, fmt.Sprint("k", 2000+n))
 				time.Sleep(5 * time.Millisecond) // for company, of which there is none
-				require.Len(t, others(), 1, "beside a call of %d", len(stalled.keys))
-				others()[0].grant()
+				require.Len(t, db.beside(stalled), 1, "beside a call of %d", len(stalled.keys))
+				db.beside(stalled)[0].grant()
 				requireGranted(t, got)
 			}
 			time.Sleep(time.Second)
-			require.Empty(t, others(), "its own bucket waits")
+			require.Empty(t, db.beside(stalled), "its own bucket waits")
 			stalled.grant()
 			db.only(t).grant()
 			requireGranted(t, same)
@@ -316,28 +233,21 @@ func TestCombiner_StalledCallsHoldUpOthersForAMomentOnly(t *testing.T) {
 	for _, requests := range []int{1, 2, 4, 6} {
 		synctest.Test(t, func(t *testing.T) {
 			db, limiter := gated(t, client.CallsInFlight(8))
-			for n := range requests {
-				_ = ask(t.Context(), limiter, fmt.Sprint("k", 1000+n))
-			}
+			askKeys(t.Context(), limiter, 1000, requests)
 			time.Sleep(time.Second)
 			stalled := len(db.underWay()) // all of them
 			require.Less(t, stalled, 8)
-			got := []<-chan answer{ask(t.Context(), limiter, "k1"), ask(t.Context(), limiter, "k2"), ask(t.Context(), limiter, "k3")}
+			got := askKeys(t.Context(), limiter, 1, 3)
 			time.Sleep(20 * time.Millisecond)
 			calls := db.underWay()
 			require.Greater(t, len(calls), stalled, "%d requests in %d calls that stall", requests, stalled)
-			for _, call := range calls[stalled:] {
-				call.grant()
+			for range 2 { // at most two calls carry the three
+				for _, call := range db.underWay()[stalled:] {
+					call.grant()
+				}
 			}
-			for _, call := range db.underWay()[stalled:] {
-				call.grant()
-			}
-			for _, got := range got {
-				requireGranted(t, got)
-			}
-			for len(db.underWay()) > 0 {
-				db.underWay()[0].grant()
-			}
+			requireGranted(t, got...)
+			db.grantAll()
 		})
 	}
 }
@@ -345,10 +255,7 @@ func TestCombiner_StalledCallsHoldUpOthersForAMomentOnly(t *testing.T) {
 // When a bucket is locked, each bucket of the call is asked for by itself: one of another policy is another,
 // whatever its key.
 func TestCombiner_ALockedCallIsSplitByPolicyAndKey(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
-		db, limiter := gated(t, client.CallsInFlight(1))
-		_ = ask(t.Context(), limiter, "k1")
+	behindK1(t, func(t *testing.T, db *gatedPool, limiter *client.Combiner) {
 		requests := []struct{ policy, key string }{{"p", "k2"}, {"p", "k3"}, {"q", "k2"}, {"p", "k2"}}
 		var answers []<-chan answer
 		for _, r := range requests {
@@ -378,19 +285,10 @@ func TestCombiner_ALockedCallIsSplitByPolicyAndKey(t *testing.T) {
 }
 
 func TestCombiner_WhoLeavesASplitCallIsNotAskedFor(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
-		db, limiter := gated(t, client.CallsInFlight(1))
-		_ = ask(t.Context(), limiter, "k1")
+	behindK1(t, func(t *testing.T, db *gatedPool, limiter *client.Combiner) {
 		const atATime = 8
 		ctx, leave := context.WithCancel(t.Context())
-		var stay, gone []<-chan answer
-		for n := range atATime + 3 {
-			stay = append(stay, ask(t.Context(), limiter, fmt.Sprint("k", 10+n)))
-		}
-		for n := range 3 {
-			gone = append(gone, ask(ctx, limiter, fmt.Sprint("k", 30+n)))
-		}
+		stay, gone := askKeys(t.Context(), limiter, 10, atATime+3), askKeys(ctx, limiter, 30, 3)
 		db.only(t).grant()
 		db.only(t).answer <- pgError("55P03")
 		require.Len(t, db.underWay(), atATime)
@@ -398,35 +296,25 @@ func TestCombiner_WhoLeavesASplitCallIsNotAskedFor(t *testing.T) {
 		for _, got := range gone {
 			require.ErrorIs(t, (<-got).err, context.Canceled)
 		}
-		for len(db.underWay()) > 0 {
-			db.underWay()[0].grant()
-		}
-		for _, got := range stay {
-			requireGranted(t, got)
-		}
+		db.grantAll()
+		requireGranted(t, stay...)
 		require.Equal(t, 2+len(stay), db.count())
 	})
 }
 
 func TestCombiner_WhoLeavesTheQueueIsNotSent(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
-		db, limiter := gated(t, client.CallsInFlight(1))
+	atGate(t, 1, func(t *testing.T, db *gatedPool, limiter *client.Combiner) {
 		for range 10 { // so that what was used before is used again
-			one := ask(t.Context(), limiter, "k1")
-			two := ask(t.Context(), limiter, "k2")
+			one, two := ask(t.Context(), limiter, "k1"), ask(t.Context(), limiter, "k2")
 			ctx, cancel := context.WithCancel(t.Context())
-			leavers := []<-chan answer{ask(ctx, limiter, "k3"), ask(ctx, limiter, "k4")}
+			leavers := askKeys(ctx, limiter, 3, 2)
 			five := ask(t.Context(), limiter, "k5")
 
 			cancel()
 			for _, left := range leavers {
-				err := (<-left).err
-				require.ErrorIs(t, err, context.Canceled)
-				require.EqualError(t, err, "pgratelimit: acquire: context canceled")
+				require.EqualError(t, (<-left).err, "pgratelimit: acquire: context canceled")
 			}
-			db.only(t).grant()
-			call := db.only(t)
+			call := db.next(t)
 			require.Equal(t, []string{"k2", "k5"}, call.keys)
 			call.grant()
 			for n, got := range map[int64]<-chan answer{1: one, 2: two, 5: five} {
@@ -438,16 +326,13 @@ func TestCombiner_WhoLeavesTheQueueIsNotSent(t *testing.T) {
 
 // What a caller leaves behind is used by the next, so it must not be left twice.
 func TestCombiner_WhoIsAnsweredDoesNotLeave(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
-		db, limiter := gated(t, client.CallsInFlight(1))
+	atGate(t, 1, func(t *testing.T, db *gatedPool, limiter *client.Combiner) {
 		answered := 0
 		for range 100 {
 			_ = ask(t.Context(), limiter, "k1")
 			ctx, cancel := context.WithCancel(t.Context())
 			two, three := ask(ctx, limiter, "k2"), ask(t.Context(), limiter, "k3")
-			db.only(t).grant()
-			call := db.only(t)
+			call := db.next(t)
 			cancel()
 			call.grant() // most often before its caller has come round to leaving
 			requireGranted(t, three)
@@ -461,10 +346,7 @@ func TestCombiner_WhoIsAnsweredDoesNotLeave(t *testing.T) {
 
 // However long the database hangs: what waits is callers, and those who left are not kept.
 func TestCombiner_ForgetsWhoLeft(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
-		db, limiter := gated(t, client.CallsInFlight(1))
-		_ = ask(t.Context(), limiter, "k1")
+	behindK1(t, func(t *testing.T, db *gatedPool, limiter *client.Combiner) {
 		_ = ask(t.Context(), limiter, "k2")
 		for range 1000 {
 			ctx, cancel := context.WithCancel(t.Context())
@@ -473,23 +355,17 @@ func TestCombiner_ForgetsWhoLeft(t *testing.T) {
 			require.ErrorIs(t, (<-got).err, context.Canceled)
 		}
 		require.LessOrEqual(t, limiter.Waiting(), 2)
-		db.only(t).grant()
-		call := db.only(t)
+		call := db.next(t)
 		require.Equal(t, []string{"k2"}, call.keys)
 		call.grant()
 	})
 }
 
 func TestCombiner_WhoLeavesDuringACallHarmsNobody(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
-		db, limiter := gated(t, client.CallsInFlight(1))
-		_ = ask(t.Context(), limiter, "k1")
+	behindK1(t, func(t *testing.T, db *gatedPool, limiter *client.Combiner) {
 		ctx, cancel := context.WithCancel(t.Context())
 		two, three := ask(ctx, limiter, "k2"), ask(t.Context(), limiter, "k3")
-		db.only(t).grant()
-
-		call := db.only(t)
+		call := db.next(t)
 		require.Equal(t, []string{"k2", "k3"}, call.keys)
 		cancel()
 		require.ErrorIs(t, (<-two).err, context.Canceled)
@@ -504,14 +380,12 @@ func TestCombiner_WhoLeavesDuringACallHarmsNobody(t *testing.T) {
 
 // Else a call that hangs would hold up its lane for ever.
 func TestCombiner_ACallEndsWhenAllHaveLeft(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
-		db, limiter := gated(t, client.CallsInFlight(1))
+	atGate(t, 1, func(t *testing.T, db *gatedPool, limiter *client.Combiner) {
 
 		ctx, cancel := context.WithCancel(t.Context())
 		alone := ask(ctx, limiter, "k1")
 		waiting, stop := context.WithCancel(t.Context())
-		two, three := ask(waiting, limiter, "k2"), ask(waiting, limiter, "k3")
+		leavers := askKeys(waiting, limiter, 2, 2)
 		cancel()
 		require.ErrorIs(t, (<-alone).err, context.Canceled)
 
@@ -519,8 +393,9 @@ func TestCombiner_ACallEndsWhenAllHaveLeft(t *testing.T) {
 		require.Equal(t, []string{"k2", "k3"}, hung.keys)
 		four := ask(t.Context(), limiter, "k4")
 		stop()
-		require.ErrorIs(t, (<-two).err, context.Canceled)
-		require.ErrorIs(t, (<-three).err, context.Canceled)
+		for _, left := range leavers {
+			require.ErrorIs(t, (<-left).err, context.Canceled)
+		}
 		call := db.only(t)
 		require.ErrorIs(t, hung.ctx.Err(), context.Canceled)
 		require.Equal(t, []string{"k4"}, call.keys)
@@ -530,19 +405,14 @@ func TestCombiner_ACallEndsWhenAllHaveLeft(t *testing.T) {
 }
 
 func TestCombiner_CloseWaitsAndRefuses(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
-		db, limiter := gated(t, client.CallsInFlight(1), client.DenialCache())
+	atGate(t, 1, func(t *testing.T, db *gatedPool, limiter *client.Combiner) {
 		one, two, three := ask(t.Context(), limiter, "k1"), ask(t.Context(), limiter, "k2"), ask(t.Context(), limiter, "k3")
 		unreadable := ask(t.Context(), limiter, "\xff8")
 		require.Len(t, db.underWay(), 2)
 
 		closed := make(chan struct{}, 2)
 		for range 2 {
-			go func() {
-				limiter.Close()
-				closed <- struct{}{}
-			}()
+			go func() { limiter.Close(); closed <- struct{}{} }()
 		}
 		synctest.Wait()
 		require.Empty(t, closed)
@@ -570,7 +440,7 @@ func TestCombiner_CloseWaitsAndRefuses(t *testing.T) {
 		_, err := limiter.Acquire(t.Context(), "p", "k2")
 		require.ErrorIs(t, err, client.ErrClosed, "whatever was remembered")
 		limiter.Close()
-	})
+	}, client.DenialCache())
 }
 
 func TestCombiner_AFailedCallFailsEachOfItsCallers(t *testing.T) {
@@ -601,10 +471,8 @@ func TestCombiner_AFailedCallFailsEachOfItsCallers(t *testing.T) {
 					db, limiter := gated(t, client.CallsInFlight(1))
 					got := []<-chan answer{ask(t.Context(), limiter, "k1", test.opts...)}
 					if !alone {
-						got = append(got, ask(t.Context(), limiter, "k2", test.opts...), ask(t.Context(), limiter, "k3", test.opts...))
+						got = []<-chan answer{ask(t.Context(), limiter, "k2", test.opts...), ask(t.Context(), limiter, "k3", test.opts...)}
 						db.only(t).grant()
-						requireGranted(t, got[0])
-						got = got[1:]
 					}
 					for n, answer := range test.answers {
 						if n > 0 {
@@ -618,10 +486,10 @@ func TestCombiner_AFailedCallFailsEachOfItsCallers(t *testing.T) {
 						got := <-got
 						if test.err == nil {
 							require.NoError(t, got.err)
-							continue
+						} else {
+							require.EqualError(t, got.err, "pgratelimit: acquire: "+test.err.Error())
+							require.Zero(t, got.Decision)
 						}
-						require.EqualError(t, got.err, "pgratelimit: acquire: "+test.err.Error())
-						require.Zero(t, got.Decision)
 					}
 				})
 			}
@@ -654,8 +522,7 @@ func TestCombiner_CountsAnswers(t *testing.T) {
 			db, limiter := gated(t, client.CallsInFlight(1))
 			_ = ask(t.Context(), limiter, "k1")
 			two, three := ask(t.Context(), limiter, "k2"), ask(t.Context(), limiter, "k3")
-			db.only(t).grant()
-			call := db.only(t)
+			call := db.next(t)
 			call.keys = keys
 			call.grant()
 			for _, got := range []<-chan answer{two, three} {
@@ -668,26 +535,19 @@ func TestCombiner_CountsAnswers(t *testing.T) {
 // A bucket of everybody's does not part the callers of AcquireAll, and they do not wait for each other: they share
 // calls as those of Acquire do.
 func TestCombiner_CallersOfAcquireAllShareCalls(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
-		db, limiter := gated(t, client.CallsInFlight(2), client.Schema("s"), client.NoFlush())
+	atGate(t, 2, func(t *testing.T, db *gatedPool, limiter *client.Combiner) {
 		var answers []<-chan jointAnswer
 		for n := range 102 {
 			answers = append(answers, askAll(t.Context(), limiter, []string{"k9", fmt.Sprint("k", 1000+n)}))
 		}
-		calls := db.underWay()
-		require.Len(t, calls, 2)
-		for _, call := range calls {
+		for _, call := range db.underWay() {
 			require.False(t, call.batch, "the first two ask for themselves")
 			require.Contains(t, call.sql, `"s".ratelimit_acquire_all(`)
 			require.Contains(t, call.sql, "synchronous_commit")
 		}
 		first := 1002
 		for _, share := range []int{51, 49} {
-			db.underWay()[0].grant()
-			calls = db.underWay()
-			require.Len(t, calls, 2)
-			call := calls[1]
+			call := db.second(t)
 			require.True(t, call.batch)
 			require.Contains(t, call.sql, `"s".ratelimit_acquire_packed(`)
 			require.Len(t, call.sizes, share)
@@ -696,86 +556,67 @@ func TestCombiner_CallersOfAcquireAllShareCalls(t *testing.T) {
 			require.Equal(t, []int64{1, 2}, call.costs[:2])
 			first += share
 		}
-		for len(db.underWay()) > 0 {
-			db.underWay()[0].grant()
-		}
+		db.grantAll()
+		left := func(n int64) client.Decision { return client.Decision{Allowed: true, Remaining: n, Capacity: 1000} }
 		for n, got := range answers {
-			got := <-got
-			require.NoError(t, got.err)
-			require.True(t, got.Allowed)
-			require.Equal(t, 1, got.Binding)
-			require.EqualValues(t, 1000+n, got.Remaining)
-			require.Len(t, got.Decisions, 2)
-			require.EqualValues(t, 9, got.Decisions[0].Remaining)
-			require.Equal(t, got.Decision, got.Decisions[1])
+			own := left(int64(1000 + n))
+			require.Equal(t, jointAnswer{client.JointDecision{Decision: own, Binding: 1, Decisions: []client.Decision{left(9), own}}, nil}, <-got)
 		}
-	})
+	}, client.Schema("s"), client.NoFlush())
 }
 
 func TestCombiner_AStalledAcquireAllLeavesTheWayToOthers(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
-		db, limiter := gated(t, client.CallsInFlight(2))
+	atGate(t, 2, func(t *testing.T, db *gatedPool, limiter *client.Combiner) {
 		_ = askAll(t.Context(), limiter, []string{"k9", "k1"})
 		stalled := db.only(t)
 		same := askAll(t.Context(), limiter, []string{"k9", "k1"})
-		others := func() []*gatedCall {
-			return slices.DeleteFunc(db.underWay(), func(c *gatedCall) bool { return c == stalled })
+		grantOther := func() {
+			time.Sleep(5 * time.Millisecond) // for company, of which there is none
+			require.Len(t, db.beside(stalled), 1)
+			db.beside(stalled)[0].grant()
 		}
 		for n := range 5 {
 			got := askAll(t.Context(), limiter, []string{"k9", fmt.Sprint("k", 10+n)})
-			time.Sleep(5 * time.Millisecond) // for company, of which there is none
-			require.Len(t, others(), 1)
-			others()[0].grant()
+			grantOther()
 			require.NoError(t, (<-got).err)
 			plain := ask(t.Context(), limiter, "k1")
-			time.Sleep(5 * time.Millisecond)
-			require.Len(t, others(), 1)
-			others()[0].grant()
+			grantOther()
 			requireGranted(t, plain)
 		}
-		require.Empty(t, others(), "the same buckets wait")
+		require.Empty(t, db.beside(stalled), "the same buckets wait")
 		stalled.grant()
 		db.only(t).grant()
 		require.NoError(t, (<-same).err)
 	})
 }
 
-func TestCombiner_AcquireAllTravelsApartFromAcquire(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
-		db, limiter := gated(t, client.CallsInFlight(1))
-		_ = ask(t.Context(), limiter, "k1")
+// One call has either requests of Acquire or of AcquireAll, and either all of them have idempotency keys or none has.
+func TestCombiner_OnlyRequestsOfOneKindShareACall(t *testing.T) {
+	behindK1(t, func(t *testing.T, db *gatedPool, limiter *client.Combiner) {
 		_ = askAll(t.Context(), limiter, []string{"k2", "k3"})
 		_ = ask(t.Context(), limiter, "k4")
 		_ = askAll(t.Context(), limiter, []string{"k5"}, client.IdempotencyKey("a"))
-		_ = ask(t.Context(), limiter, "k6")
+		_ = ask(t.Context(), limiter, "k6", client.IdempotencyKey("c"))
 		_ = askAll(t.Context(), limiter, []string{"k7"})
-		_ = askAll(t.Context(), limiter, []string{"k8"}, client.IdempotencyKey("b"))
-		db.only(t).grant()
-		for _, want := range []struct {
-			keys, once []string
-			sizes      []int64
-		}{
-			{[]string{"k2", "k3", "k7"}, nil, []int64{2, 1}},
-			{[]string{"k4", "k6"}, nil, nil},
-			{[]string{"k5", "k8"}, []string{"a", "b"}, []int64{1, 1}},
+		_ = ask(t.Context(), limiter, "k8")
+		_ = askAll(t.Context(), limiter, []string{"k9"}, client.IdempotencyKey("b"))
+		_ = ask(t.Context(), limiter, "k10", client.IdempotencyKey(""))
+		for _, want := range []gatedCall{
+			{keys: []string{"k2", "k3", "k7"}, sizes: []int64{2, 1}},
+			{keys: []string{"k4", "k8"}},
+			{keys: []string{"k5", "k9"}, once: []string{"a", "b"}, sizes: []int64{1, 1}},
+			{keys: []string{"k6", "k10"}, once: []string{"c", ""}},
 		} {
-			call := db.only(t)
-			require.Equal(t, want.keys, call.keys)
-			require.Equal(t, want.once, call.once)
-			require.Equal(t, want.sizes, call.sizes)
-			call.grant()
+			call := db.next(t)
+			require.Equal(t, want, gatedCall{keys: call.keys, once: call.once, sizes: call.sizes})
 		}
+		db.grantAll()
 	})
 }
 
 // What the server would refuse, or what would burden a call for others.
 func TestCombiner_UnfitChargesTravelAlone(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
-		db, limiter := gated(t, client.CallsInFlight(1))
-		_ = ask(t.Context(), limiter, "k1")
+	behindK1(t, func(t *testing.T, db *gatedPool, limiter *client.Combiner) {
 		for n, keys := range [][]string{{}, make([]string, 1001), {"k1", "\xff"}, {strings.Repeat("k", 513), "k1"}} {
 			_ = askAll(t.Context(), limiter, keys)
 			require.Len(t, db.underWay(), n+2)
@@ -787,8 +628,7 @@ func TestCombiner_UnfitChargesTravelAlone(t *testing.T) {
 		for _, call := range db.underWay()[1:] {
 			call.answer <- pgError("22023")
 		}
-		db.only(t).grant()
-		call := db.only(t)
+		call := db.next(t)
 		require.Len(t, call.keys, 1000)
 		call.grant()
 	})
@@ -796,27 +636,20 @@ func TestCombiner_UnfitChargesTravelAlone(t *testing.T) {
 
 // Who has left may use its charges again.
 func TestCombiner_KeepsNoCharges(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
-		db, limiter := gated(t, client.CallsInFlight(1))
-		_ = ask(t.Context(), limiter, "k1")
+	behindK1(t, func(t *testing.T, db *gatedPool, limiter *client.Combiner) {
 		charges := []client.Charge{{Policy: "p", Key: "k2"}}
 		go func() { _, _ = limiter.AcquireAll(t.Context(), charges) }()
 		synctest.Wait()
 		charges[0].Key = "k3"
 		_ = askAll(t.Context(), limiter, []string{"k4"})
-		db.only(t).grant()
-		call := db.only(t)
+		call := db.next(t)
 		require.Equal(t, []string{"k2", "k4"}, call.keys)
 		call.grant()
 	})
 }
 
 func TestCombiner_ALockedAcquireAllIsSplit(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
-		db, limiter := gated(t, client.CallsInFlight(1))
-		_ = ask(t.Context(), limiter, "k1")
+	behindK1(t, func(t *testing.T, db *gatedPool, limiter *client.Combiner) {
 		requests := [][]string{{"k9", "k2"}, {"k9", "k3"}, {"k9", "k2"}}
 		var answers []<-chan jointAnswer
 		for _, keys := range requests {
@@ -852,7 +685,6 @@ func TestCombiner_ReadsPackedAnswers(t *testing.T) {
 	t.Parallel()
 	us, never := time.Microsecond, time.Duration(math.MaxInt64)
 	text := func(s string) pgtype.Text { return pgtype.Text{String: s, Valid: true} }
-	micros := func(n int64) pgtype.Int8 { return pgtype.Int8{Int64: n, Valid: true} }
 	refuse := func(p *packedAnswer, number int64) {
 		p.refused = []int64{number}
 		p.codes, p.messages, p.details, p.hints = []pgtype.Text{text("RL001")}, []pgtype.Text{text("m")}, []pgtype.Text{text("D.")}, []pgtype.Text{{}}
@@ -861,69 +693,44 @@ func TestCombiner_ReadsPackedAnswers(t *testing.T) {
 	second := client.Decision{Remaining: 2, RetryAfter: never, ResetAfter: never, Capacity: 20}
 	third := client.Decision{Allowed: true, Remaining: 3, ResetAfter: 9 * us, Capacity: 30, Shadowed: true}
 	all := packedAnswer{
-		elements:   []int64{4, 1, 2},
-		remaining:  []int64{3, 1, 2},
-		retryAfter: []pgtype.Int8{micros(0), micros(0), {}},
-		resetAfter: []pgtype.Int8{micros(9), micros(7), {}},
-		capacity:   []int64{30, 10, 20},
-		replayed:   []bool{false, true, false},
-		shadowed:   []bool{true, false, false},
+		elements: []int64{4, 1, 2}, remaining: []int64{3, 1, 2}, capacity: []int64{30, 10, 20},
+		retryAfter: []pgtype.Int8{number(0), number(0), {}}, resetAfter: []pgtype.Int8{number(9), number(7), {}},
+		replayed: []bool{false, true, false}, shadowed: []bool{true, false, false},
 	}
 	refuse(&all, 3)
 	const refused = "pgratelimit: %s: ERROR: m (SQLSTATE RL001). D."
 
 	t.Run("acquire", func(t *testing.T) {
-		t.Parallel()
-		synctest.Test(t, func(t *testing.T) {
-			db, limiter := gated(t, client.CallsInFlight(1))
-			_ = ask(t.Context(), limiter, "k1")
-			var answers []<-chan answer
-			for n := range 4 {
-				answers = append(answers, ask(t.Context(), limiter, fmt.Sprint("k", 2+n)))
-			}
-			db.only(t).grant()
-			call := db.only(t)
-			call.packedAnswer = &all
-			call.grant()
+		behindK1(t, func(t *testing.T, db *gatedPool, limiter *client.Combiner) {
+			answers := askKeys(t.Context(), limiter, 2, 4)
+			db.next(t).grantWith(func(p *packedAnswer) { *p = all })
 			for i, want := range []client.Decision{first, second, {}, third} {
 				got := <-answers[i]
 				require.Equal(t, want, got.Decision)
-				if i == 2 {
-					require.ErrorIs(t, got.err, client.ErrUnknownPolicy)
+				require.Equal(t, i == 2, errors.Is(got.err, client.ErrUnknownPolicy))
+				if got.err != nil {
 					require.EqualError(t, got.err, fmt.Sprintf(refused, "acquire"))
-				} else {
-					require.NoError(t, got.err)
 				}
 			}
 		})
 	})
 	t.Run("acquire all", func(t *testing.T) {
-		t.Parallel()
-		synctest.Test(t, func(t *testing.T) {
-			db, limiter := gated(t, client.CallsInFlight(1))
-			_ = ask(t.Context(), limiter, "k1")
+		behindK1(t, func(t *testing.T, db *gatedPool, limiter *client.Combiner) {
 			var answers []<-chan jointAnswer
 			for _, keys := range [][]string{{"k2", "k3"}, {"k4"}, {"k5"}} {
 				answers = append(answers, askAll(t.Context(), limiter, keys))
 			}
-			db.only(t).grant()
-			call := db.only(t)
-			joint := all
-			joint.requests, joint.bindings = []int64{3, 1}, []int32{1, 2}
-			joint.requestsAllowed, joint.requestsShadowed = []bool{true, false}, []bool{true, false}
-			refuse(&joint, 2)
-			call.packedAnswer = &joint
-			// Element 3 is that of the refused request.
-			call.grant()
-			got := <-answers[0]
-			require.NoError(t, got.err)
-			require.Equal(t, client.JointDecision{Decision: second, Binding: 1, Decisions: []client.Decision{first, second}}, got.JointDecision)
-			got = <-answers[1]
+			db.next(t).grantWith(func(joint *packedAnswer) {
+				*joint = all
+				joint.requests, joint.bindings = []int64{3, 1}, []int32{1, 2}
+				joint.requestsAllowed, joint.requestsShadowed = []bool{true, false}, []bool{true, false}
+				refuse(joint, 2) // which has element 3
+			})
+			require.Equal(t, jointAnswer{client.JointDecision{Decision: second, Binding: 1, Decisions: []client.Decision{first, second}}, nil}, <-answers[0])
+			got := <-answers[1]
 			require.EqualError(t, got.err, fmt.Sprintf(refused, "acquire all"))
 			require.Zero(t, got.JointDecision)
-			got = <-answers[2]
-			require.NoError(t, got.err)
-			require.Equal(t, client.JointDecision{Decision: third, Decisions: []client.Decision{third}}, got.JointDecision)
+			require.Equal(t, jointAnswer{client.JointDecision{Decision: third, Decisions: []client.Decision{third}}, nil}, <-answers[2])
 		})
 	})
 }
@@ -953,19 +760,11 @@ func TestCombiner_RefusesMisshapenAnswers(t *testing.T) {
 		"too few flags of wholes": func(p *packedAnswer) { p.requestsReplayed = []bool{true} },
 	} {
 		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			synctest.Test(t, func(t *testing.T) {
-				db, limiter := gated(t, client.CallsInFlight(1))
-				_ = ask(t.Context(), limiter, "k1")
+			behindK1(t, func(t *testing.T, db *gatedPool, limiter *client.Combiner) {
 				answers := []<-chan jointAnswer{
 					askAll(t.Context(), limiter, []string{"k2", "k3"}), askAll(t.Context(), limiter, []string{"k4", "k5"}),
 				}
-				db.only(t).grant()
-				call := db.only(t)
-				packed := call.packed()
-				spoil(&packed)
-				call.packedAnswer = &packed
-				call.grant()
+				db.next(t).grantWith(spoil)
 				for _, got := range answers {
 					got := <-got
 					require.EqualError(t, got.err, "pgratelimit: acquire all: an answer whose arrays do not fit together")
@@ -979,18 +778,11 @@ func TestCombiner_RefusesMisshapenAnswers(t *testing.T) {
 // The server says of a whole what it is: its binding charge need not be the one that a policy only watched. Its decisions are the
 // caller's, who may append to them.
 func TestCombiner_AWholeHasMarksAndDecisionsOfItsOwn(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
-		db, limiter := gated(t, client.CallsInFlight(1))
-		underWay := ask(t.Context(), limiter, "k1")
+	behindK1(t, func(t *testing.T, db *gatedPool, limiter *client.Combiner) {
 		one, two := askAll(t.Context(), limiter, []string{"k2", "k3"}), askAll(t.Context(), limiter, []string{"k4", "k5"})
-		db.only(t).grant()
-		requireGranted(t, underWay)
-		call := db.only(t)
-		packed := call.packed()
-		packed.requestsShadowed, packed.requestsReplayed = []bool{true, false}, []bool{false, true}
-		call.packedAnswer = &packed
-		call.grant()
+		db.next(t).grantWith(func(packed *packedAnswer) {
+			packed.requestsShadowed, packed.requestsReplayed = []bool{true, false}, []bool{false, true}
+		})
 		shadowed, replayed := <-one, <-two
 		require.NoError(t, shadowed.err)
 		require.NoError(t, replayed.err)
@@ -1004,18 +796,11 @@ func TestCombiner_AWholeHasMarksAndDecisionsOfItsOwn(t *testing.T) {
 
 // A request that the server passes over fails. It is no denial.
 func TestCombiner_ARequestWithoutAnAnswerFails(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
-		db, limiter := gated(t, client.CallsInFlight(1))
-		underWay := ask(t.Context(), limiter, "k1")
+	behindK1(t, func(t *testing.T, db *gatedPool, limiter *client.Combiner) {
 		one, two := ask(t.Context(), limiter, "k2"), ask(t.Context(), limiter, "k3")
-		db.only(t).grant()
-		requireGranted(t, underWay)
-		call := db.only(t)
-		packed := call.packed()
-		packed.elements = []int64{1, 1}
-		call.packedAnswer = &packed
-		call.grant()
+		db.next(t).grantWith(func(packed *packedAnswer) {
+			packed.elements = []int64{1, 1}
+		})
 		requireGranted(t, one)
 		require.EqualError(t, (<-two).err, "pgratelimit: acquire: no answer")
 	})
@@ -1060,12 +845,24 @@ func askOf(ctx context.Context, limiter client.Acquirer, policy, key string, opt
 	return got
 }
 
-func requireGranted(t *testing.T, got <-chan answer) client.Decision {
+// askKeys asks for n keys, from the one of that number on.
+func askKeys(ctx context.Context, limiter client.Acquirer, from, n int) (got []<-chan answer) {
+	for key := range n {
+		got = append(got, ask(ctx, limiter, fmt.Sprint("k", from+key)))
+	}
+	return got
+}
+
+// requireGranted returns the last decision.
+func requireGranted(t *testing.T, answers ...<-chan answer) (d client.Decision) {
 	t.Helper()
-	d := <-got
-	require.NoError(t, d.err)
-	require.True(t, d.Allowed)
-	return d.Decision
+	for _, got := range answers {
+		answer := <-got
+		require.NoError(t, answer.err)
+		require.True(t, answer.Allowed)
+		d = answer.Decision
+	}
+	return d
 }
 
 // gatedPool is a database that answers when the test lets it. What remains in a bucket is the number
@@ -1090,6 +887,22 @@ func gated(t *testing.T, opts ...client.CombinerOption) (*gatedPool, *client.Com
 	return db, limiter
 }
 
+// atGate runs a parallel test, in a bubble, of a combiner that makes so many calls at a time.
+func atGate(t *testing.T, calls int, test func(*testing.T, *gatedPool, *client.Combiner), opts ...client.CombinerOption) {
+	inBubble(t, func(t *testing.T) {
+		db, limiter := gated(t, append(opts, client.CallsInFlight(calls))...)
+		test(t, db, limiter)
+	})
+}
+
+// behindK1 is atGate while the only call is under way, of a request for k1.
+func behindK1(t *testing.T, test func(*testing.T, *gatedPool, *client.Combiner)) {
+	atGate(t, 1, func(t *testing.T, db *gatedPool, limiter *client.Combiner) {
+		_ = ask(t.Context(), limiter, "k1")
+		test(t, db, limiter)
+	})
+}
+
 type gatedCall struct {
 	ctx                  context.Context
 	sql                  string
@@ -1103,6 +916,13 @@ type gatedCall struct {
 
 func (c *gatedCall) grant() { c.answer <- nil }
 
+func (c *gatedCall) grantWith(change func(*packedAnswer)) {
+	packed := c.packed()
+	change(&packed)
+	c.packedAnswer = &packed
+	c.grant()
+}
+
 func (c *gatedCall) deny(retryAfter time.Duration) {
 	c.denied = retryAfter
 	c.answer <- nil
@@ -1115,11 +935,38 @@ func (db *gatedPool) underWay() []*gatedCall {
 	return slices.Clone(db.calls)
 }
 
+func (db *gatedPool) grantAll() {
+	for len(db.underWay()) > 0 {
+		db.underWay()[0].grant()
+	}
+}
+
 func (db *gatedPool) only(t *testing.T) *gatedCall {
 	t.Helper()
 	calls := db.underWay()
 	require.Len(t, calls, 1)
 	return calls[0]
+}
+
+// next grants the only call, and returns the one that follows.
+func (db *gatedPool) next(t *testing.T) *gatedCall {
+	t.Helper()
+	db.only(t).grant()
+	return db.only(t)
+}
+
+// second grants the first of two calls, and returns the one that follows.
+func (db *gatedPool) second(t *testing.T) *gatedCall {
+	t.Helper()
+	require.Len(t, db.underWay(), 2)
+	db.underWay()[0].grant()
+	require.Len(t, db.underWay(), 2)
+	return db.underWay()[1]
+}
+
+// beside returns the calls under way but one.
+func (db *gatedPool) beside(call *gatedCall) []*gatedCall {
+	return slices.DeleteFunc(db.underWay(), func(c *gatedCall) bool { return c == call })
 }
 
 func (db *gatedPool) count() int {
@@ -1201,17 +1048,18 @@ func (c *gatedCall) scanner() scanner {
 	return scanner{c.row(c.keys[0])}
 }
 
+func number(n int64) pgtype.Int8 { return pgtype.Int8{Int64: n, Valid: true} }
+
 // joint is the answer to one request of several charges, of which the last binds.
 func (c *gatedCall) joint() row {
 	var numbers []pgtype.Int8
 	for _, key := range c.keys {
-		d := c.row(key)
-		for _, value := range d {
+		for _, value := range c.row(key) {
 			switch value := value.(type) {
 			case bool:
-				numbers = append(numbers, pgtype.Int8{Int64: map[bool]int64{true: 1}[value], Valid: true})
+				numbers = append(numbers, number(map[bool]int64{true: 1}[value]))
 			case int64:
-				numbers = append(numbers, pgtype.Int8{Int64: value, Valid: true})
+				numbers = append(numbers, number(value))
 			}
 		}
 	}
@@ -1224,8 +1072,8 @@ func (c *gatedCall) packed() (a packedAnswer) {
 		d := c.row(key)
 		a.elements = append(a.elements, int64(i+1))
 		a.remaining = append(a.remaining, d[1].(int64))
-		a.retryAfter = append(a.retryAfter, pgtype.Int8{Int64: d[2].(int64), Valid: true})
-		a.resetAfter = append(a.resetAfter, pgtype.Int8{Int64: d[3].(int64), Valid: true})
+		a.retryAfter = append(a.retryAfter, number(d[2].(int64)))
+		a.resetAfter = append(a.resetAfter, number(d[3].(int64)))
 		a.capacity = append(a.capacity, d[4].(int64))
 	}
 	for i, size := range c.sizes {

@@ -35,8 +35,7 @@ func (db slow) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
 }
 
 func TestDenialCache_KeepsThePromiseAndNoLonger(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
 		db := slow{&fakePool{fakeDB{answers: []any{denied(10 * time.Second), granted(4)}}}}
 		limiter := client.New(db, client.DenialCache())
 		acquire := func() client.Decision {
@@ -69,8 +68,7 @@ func TestDenialCache_KeepsThePromiseAndNoLonger(t *testing.T) {
 }
 
 func TestDenialCache_IsForThatCostAndLarger(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
 		db := &fakePool{fakeDB{answers: []any{denied(time.Minute)}}}
 		limiter := client.New(db, client.DenialCache())
 		sent := func(cost int64, opts ...client.AcquireOption) bool {
@@ -102,8 +100,7 @@ func TestDenialCache_IsForThatCostAndLarger(t *testing.T) {
 }
 
 func TestDenialCache_ALargerCostDoesNotReplaceASmaller(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
 		db := &gatedPool{}
 		limiter := client.New(db, client.DenialCache())
 		two, one := ask(t.Context(), limiter, "k", client.Cost(2)), ask(t.Context(), limiter, "k", client.Cost(1))
@@ -117,8 +114,7 @@ func TestDenialCache_ALargerCostDoesNotReplaceASmaller(t *testing.T) {
 }
 
 func TestDenialCache_AGrantOfLessChangesNothing(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
 		db := &fakePool{fakeDB{answers: []any{denied(time.Minute), granted(1)}}}
 		limiter := client.New(db, client.DenialCache())
 		for _, cost := range []int64{5, 3, 5} {
@@ -129,8 +125,7 @@ func TestDenialCache_AGrantOfLessChangesNothing(t *testing.T) {
 }
 
 func TestDenialCache_KeepsBucketsApart(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
 		db := &fakePool{fakeDB{answers: []any{denied(time.Minute)}}}
 		limiter := client.New(db, client.DenialCache())
 		for _, b := range [][2]string{{"p", "k"}, {"p", "l"}, {"q", "k"}, {"pk", ""}, {"", "pk"}} {
@@ -214,8 +209,7 @@ func TestDenialCache_IsNotOvertaken(t *testing.T) {
 		for _, askedFirst := range []bool{true, false} {
 			for _, answeredFirst := range []bool{true, false} {
 				t.Run(fmt.Sprintf("%s/asked first=%v/answered first=%v", name, askedFirst, answeredFirst), func(t *testing.T) {
-					t.Parallel()
-					synctest.Test(t, func(t *testing.T) {
+					inBubble(t, func(t *testing.T) {
 						db := &gatedPool{}
 						limiter := client.New(db, client.DenialCache())
 						var asked <-chan answer
@@ -258,8 +252,7 @@ func TestDenialCache_IsNotOvertaken(t *testing.T) {
 }
 
 func TestDenialCache_IsBoundedAndKeepsWhatLastsLonger(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
 		db := &lasting{}
 		limiter := client.New(db, client.DenialCache())
 		acquire := func(n int) { noError(limiter.Acquire(t.Context(), "p", fmt.Sprint("k", n)))(t) }

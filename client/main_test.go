@@ -9,6 +9,7 @@ import (
 	"slices"
 	"sync"
 	"testing"
+	"testing/synctest"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
@@ -92,3 +93,6 @@ func pgError(code string) *pgconn.PgError {
 func noError[T any](value T, err error) func(testing.TB) T {
 	return func(t testing.TB) T { t.Helper(); require.NoError(t, err); return value }
 }
+
+// inBubble runs a parallel test in which time passes when all goroutines wait.
+func inBubble(t *testing.T, test func(*testing.T)) { t.Parallel(); synctest.Test(t, test) }

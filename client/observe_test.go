@@ -4,7 +4,6 @@ import (
 	"context"
 	"sync"
 	"testing"
-	"testing/synctest"
 	"time"
 
 	"github.com/stretchr/testify/require"
@@ -123,8 +122,7 @@ func TestObserve_SeesTheDenialCache(t *testing.T) {
 }
 
 func TestObserve_SeesWaits(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
 		var s seen
 		fake := clienttest.New(time.Now, client.Observe(s.hooks()))
 		require.NoError(t, fake.DefinePolicy(t.Context(), client.Policy{Name: "line", Capacity: 1, Refill: 1, Every: time.Second}))

@@ -8,7 +8,6 @@ import (
 	"io"
 	"sync"
 	"testing"
-	"testing/synctest"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -148,8 +147,7 @@ func TestCombiner_UnderOverload(t *testing.T) {
 	for _, calls := range []int{1, 2, 4} {
 		for _, within := range []time.Duration{300 * time.Millisecond, time.Second} {
 			t.Run(fmt.Sprintf("%d calls, within %v", calls, within), func(t *testing.T) {
-				t.Parallel()
-				synctest.Test(t, func(t *testing.T) {
+				inBubble(t, func(t *testing.T) {
 					db := &pacedPool{}
 					limiter := client.NewCombiner(db, client.CallsInFlight(calls))
 					defer limiter.Close()
@@ -182,8 +180,7 @@ func TestCombiner_UnderOverload(t *testing.T) {
 
 // One bucket is in one call at a time, however many there may be.
 func TestCombiner_UnderOverloadOfOneKey(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
 		limiter := client.NewCombiner(&pacedPool{}, client.CallsInFlight(2))
 		defer limiter.Close()
 		c := &crowd{limiter: limiter, within: time.Second, key: "k1"}
@@ -202,8 +199,7 @@ func TestCombiner_UnderOverloadOfOneKey(t *testing.T) {
 
 // While the database answers nothing, callers are refused at once, few calls are made, and when it is back nothing is made up for.
 func TestCombiner_AFrozenDatabaseIsNoticed(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
 		db := &pacedPool{}
 		limiter := client.NewCombiner(db)
 		defer limiter.Close()
@@ -237,8 +233,7 @@ func TestCombiner_AFrozenDatabaseIsNoticed(t *testing.T) {
 
 // Callers without deadlines are held back by their number alone.
 func TestCombiner_TheQueueIsBounded(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
 		db := &pacedPool{}
 		limiter := client.NewCombiner(db, client.MaxWaiting(300))
 		defer limiter.Close()
@@ -267,8 +262,7 @@ func TestCombiner_TheQueueIsBounded(t *testing.T) {
 
 // However slow the database was: when it is quick again, somebody finds out.
 func TestCombiner_ForgetsThatTheDatabaseWasSlow(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
 		db := &pacedPool{}
 		limiter := client.NewCombiner(db)
 		defer limiter.Close()
@@ -288,8 +282,7 @@ func TestCombiner_ForgetsThatTheDatabaseWasSlow(t *testing.T) {
 
 // An impatient caller is refused before it waits, and told how long the answer would have taken.
 func TestCombiner_RefusesWhatItCannotAnswerInTime(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
 		db := &pacedPool{}
 		limiter := client.NewCombiner(db, client.CallsInFlight(1))
 		defer limiter.Close()
@@ -329,8 +322,7 @@ func TestCombiner_SlowCallsNowAndThenRefuseNobody(t *testing.T) {
 	t.Parallel()
 	for _, calls := range []int{1, 2, 8} {
 		t.Run(fmt.Sprint(calls, " calls"), func(t *testing.T) {
-			t.Parallel()
-			synctest.Test(t, func(t *testing.T) {
+			inBubble(t, func(t *testing.T) {
 				db := &pacedPool{}
 				limiter := client.NewCombiner(db, client.CallsInFlight(calls))
 				defer limiter.Close()
@@ -357,8 +349,7 @@ func TestCombiner_SlowCallsNowAndThenRefuseNobody(t *testing.T) {
 
 // What a joint request costs is its charges: one that fills a call by itself is one call.
 func TestCombiner_LargeRequestsAreNotManyCalls(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
 		db := &pacedPool{}
 		limiter := client.NewCombiner(db, client.CallsInFlight(1))
 		defer limiter.Close()
@@ -391,8 +382,7 @@ func TestCombiner_OverloadOfTheFake(t *testing.T) {
 
 // A call that its caller has given up is expected to have lasted as long again.
 func TestCombiner_ACallThatWasGivenUpCountsTwice(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
 		limiter := client.NewCombiner(&pacedPool{}, client.CallsInFlight(1))
 		defer limiter.Close()
 		const patience = 40 * time.Millisecond // of a call of 50
@@ -415,8 +405,7 @@ func TestCombiner_ACallThatWasGivenUpCountsTwice(t *testing.T) {
 
 // Who is refused after a while in the queue is told how long a call takes.
 func TestCombiner_TellsWhoIsRefusedLateHowLongACallTakes(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
 		db := &pacedPool{}
 		limiter := client.NewCombiner(db, client.CallsInFlight(1))
 		defer limiter.Close()
@@ -439,8 +428,7 @@ func TestCombiner_TellsWhoIsRefusedLateHowLongACallTakes(t *testing.T) {
 
 // Whose ctx has ended gets its error, also from a queue that is full.
 func TestCombiner_AFullQueueRefusesNobodyWhoseContextHasEnded(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
 		limiter := client.NewCombiner(&pacedPool{}, client.CallsInFlight(1), client.MaxWaiting(1))
 		defer limiter.Close()
 		underWay := ask(t.Context(), limiter, "k1")

@@ -33,8 +33,7 @@ func TestRetry_Policy(t *testing.T) {
 		"a denial is an answer": {[]any{row{false, int64(0), int64(1), int64(1), int64(10), false, false}, granted(9)}, 1, nil},
 	} {
 		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			synctest.Test(t, func(t *testing.T) {
+			inBubble(t, func(t *testing.T) {
 				db := &fakePool{fakeDB{answers: test.answers}}
 				start := time.Now()
 				_, err := client.New(db).Acquire(t.Context(), "p", "k")
@@ -119,8 +118,7 @@ func TestRetry_BackoffIsRandomAndBounded(t *testing.T) {
 }
 
 func TestRetry_EndsWithItsContext(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
 		db := &fakePool{fakeDB{answers: []any{pgError("40001")}}}
 		cancel()

@@ -143,8 +143,7 @@ func TestSharded_JoinsTheErrorsOfAllShardsThatDiffer(t *testing.T) {
 // A database that has no place for a connection, or is starting, may be the right one: a program starts beside it. One that answers
 // and cannot say which shard it is, is refused.
 func TestNewSharded_TakesUnavailabilityForNoRefusal(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
 		open := func(answer error) error {
 			_, err := openNumbered(t, &numberedShard{}, &numberedShard{err: answer})
 			return err
@@ -231,8 +230,7 @@ func TestSharded_ASilentShardIsAskedWhichItIsOnceAtATime(t *testing.T) {
 	t.Parallel()
 	for _, ending := range []string{"answer", "close"} {
 		t.Run(ending, func(t *testing.T) {
-			t.Parallel()
-			synctest.Test(t, func(t *testing.T) {
+			inBubble(t, func(t *testing.T) {
 				const callers = 100
 				ctx := t.Context()
 				up := &silentShard{numberedShard: numberedShard{number: 0, of: 2}, let: make(chan struct{})}

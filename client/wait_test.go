@@ -23,8 +23,7 @@ func newLine(t *testing.T) *clienttest.Fake {
 }
 
 func TestWait_SleepsAsLongAsTheReservationSays(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
 		fake := newLine(t)
 		start := time.Now()
 		for _, want := range []time.Duration{0, 0, time.Second, 2 * time.Second} {
@@ -38,8 +37,7 @@ func TestWait_SleepsAsLongAsTheReservationSays(t *testing.T) {
 }
 
 func TestWait_FailsAtOnceWhenTheDeadlineIsTooNear(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
 		fake := newLine(t)
 		require.NoError(t, fake.SetLevel("line", "k", 0))
 		ctx, cancel := context.WithTimeout(t.Context(), time.Second-time.Microsecond)
@@ -59,8 +57,7 @@ func TestWait_FailsAtOnceWhenTheDeadlineIsTooNear(t *testing.T) {
 }
 
 func TestWait_GivesBackWhenItsContextEnds(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
 		fake := newLine(t)
 		require.NoError(t, fake.SetLevel("line", "k", 0))
 		ctx, cancel := context.WithCancel(t.Context())

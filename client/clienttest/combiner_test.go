@@ -40,8 +40,7 @@ func TestCombiner_AnswersLikeALimiter(t *testing.T) {
 	for _, keyed := range []bool{false, true} {
 		for _, joint := range []bool{false, true} {
 			t.Run(fmt.Sprintf("keyed=%v/joint=%v", keyed, joint), func(t *testing.T) {
-				t.Parallel()
-				synctest.Test(t, func(t *testing.T) { compare(t, keyed, joint) })
+				inBubble(t, func(t *testing.T) { compare(t, keyed, joint) })
 			})
 		}
 	}

@@ -112,6 +112,9 @@ func (l *leasing) ask(policy, key string, requests int, apart time.Duration, opt
 	return granted, leased
 }
 
+// inBubble runs a parallel test in which time passes when all goroutines wait.
+func inBubble(t *testing.T, test func(*testing.T)) { t.Parallel(); synctest.Test(t, test) }
+
 // noError returns the value of a call that must not fail.
 func noError[T any](value T, err error) func(testing.TB) T {
 	return func(t testing.TB) T { t.Helper(); require.NoError(t, err); return value }
@@ -125,8 +128,7 @@ func (l *leasing) remaining(policy, key string) int64 {
 
 // A hot bucket is answered from memory, an ordinary one and other policies are not.
 func TestLeaser_AnswersForHotBuckets(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
 		l := lease(t, client.Lease{Policy: "p"})
 		defer l.Close()
 		granted, leased := l.ask("p", "hot", 1000, time.Millisecond)
@@ -146,8 +148,7 @@ func TestLeaser_AnswersForHotBuckets(t *testing.T) {
 
 // The estimate counts what the lease has left.
 func TestLeaser_EstimatesWhatRemains(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
 		l := lease(t, client.Lease{Policy: "p"})
 		defer l.Close()
 		l.ask("p", "hot", 500, time.Millisecond)
@@ -164,8 +165,7 @@ func TestLeaser_EstimatesWhatRemains(t *testing.T) {
 
 // Requests with an idempotency key, of several charges, and of no cost are never answered from a lease.
 func TestLeaser_LeavesTheRestToTheServer(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
 		l := lease(t, client.Lease{Policy: "p"})
 		defer l.Close()
 		l.ask("p", "hot", 200, time.Millisecond)
@@ -192,8 +192,7 @@ func TestLeaser_GivesBackWhatIsNotSpent(t *testing.T) {
 	t.Parallel()
 	for _, closing := range []bool{false, true} {
 		t.Run(fmt.Sprint("closing=", closing), func(t *testing.T) {
-			t.Parallel()
-			synctest.Test(t, func(t *testing.T) {
+			inBubble(t, func(t *testing.T) {
 				const idle = 400 * time.Millisecond
 				l := lease(t, client.Lease{Policy: "p", Idle: idle})
 				defer l.Close()
@@ -220,8 +219,7 @@ func TestLeaser_GivesBackWhatIsNotSpent(t *testing.T) {
 
 // A lease gets smaller with the rate, and ends with it.
 func TestLeaser_FollowsTheRate(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
 		l := lease(t, client.Lease{Policy: "p"})
 		defer l.Close()
 		require.NoError(t, l.fake.DefinePolicy(t.Context(), client.Policy{Name: "p", Refill: 1, Every: 24 * time.Hour}))
@@ -253,8 +251,7 @@ func TestLeaser_IsBounded(t *testing.T) {
 		"by what there is": {client.Lease{MaxShare: 1}, 5000},
 	} {
 		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			synctest.Test(t, func(t *testing.T) {
+			inBubble(t, func(t *testing.T) {
 				test.lease.Policy = "p"
 				l := lease(t, test.lease)
 				defer l.Close()
@@ -278,8 +275,7 @@ func TestLeaser_IsBounded(t *testing.T) {
 
 // The server's denial, with its promise: it holds to the microsecond.
 func TestLeaser_DeniesWhenTheServerDoes(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
 		l := lease(t, client.Lease{Policy: "p"})
 		defer l.Close()
 		require.NoError(t, l.fake.DefinePolicy(t.Context(), client.Policy{Name: "p", Capacity: 100, Refill: 10, Every: time.Second}))
@@ -304,8 +300,7 @@ func TestLeaser_DeniesWhenTheServerDoes(t *testing.T) {
 
 // While the database fails, a lease is used for a second after it was last given tokens, and what it takes for that time only.
 func TestLeaser_OutlivesTheDatabaseForASecond(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
 		l := lease(t, client.Lease{Policy: "p", Idle: time.Hour})
 		defer l.Close()
 		l.ask("p", "hot", 1000, time.Millisecond)
@@ -362,8 +357,7 @@ func TestLeaser_GrantsNothingOnceItsSecondIsOver(t *testing.T) {
 
 // Tokens of a policy that others have dropped are granted until the server says so, and not after that.
 func TestLeaser_KeepsNoTokensOfADroppedPolicy(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
 		l := lease(t, client.Lease{Policy: "p", Idle: time.Hour})
 		defer l.Close()
 		l.ask("p", "hot", 1000, time.Millisecond)
@@ -390,8 +384,7 @@ func TestLeaser_NoticesChangesWithinASecond(t *testing.T) {
 	} {
 		for _, own := range []bool{false, true} {
 			t.Run(fmt.Sprint(name, "/own=", own), func(t *testing.T) {
-				t.Parallel()
-				synctest.Test(t, func(t *testing.T) {
+				inBubble(t, func(t *testing.T) {
 					l := lease(t, client.Lease{Policy: "p"})
 					defer l.Close()
 					l.ask("p", "hot", 1000, time.Millisecond)
@@ -423,8 +416,7 @@ func TestLeaser_NoticesChangesWithinASecond(t *testing.T) {
 
 // A reset through the Leaser leaves a full bucket, and nothing besides.
 func TestLeaser_ResetLeavesNothingBesides(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
 		l := lease(t, client.Lease{Policy: "p"})
 		defer l.Close()
 		l.ask("p", "hot", 1000, time.Millisecond)
@@ -437,8 +429,7 @@ func TestLeaser_ResetLeavesNothingBesides(t *testing.T) {
 
 // The other buckets of the policy keep their leases.
 func TestLeaser_ResetOfAKeyKeepsTheLeasesOfOthers(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
 		l := lease(t, client.Lease{Policy: "p"})
 		defer l.Close()
 		for range 200 {
@@ -456,8 +447,7 @@ func TestLeaser_ResetOfAKeyKeepsTheLeasesOfOthers(t *testing.T) {
 
 // Nor does one under load: while it lasts, nothing is taken for a new lease that would be granted after it.
 func TestLeaser_ResetUnderLoadLeavesNothingBesides(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
 		l := lease(t, client.Lease{Policy: "p"})
 		defer l.Close()
 		require.NoError(t, l.fake.DefinePolicy(t.Context(), client.Policy{Name: "p", Refill: 1, Every: 24 * time.Hour}))
@@ -498,8 +488,7 @@ func TestLeaser_ResetUnderLoadLeavesNothingBesides(t *testing.T) {
 
 // A lower capacity bounds the lease, and what is above goes back.
 func TestLeaser_ALoweredCapacity(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
 		l := lease(t, client.Lease{Policy: "p"})
 		defer l.Close()
 		l.ask("p", "hot", 1000, time.Millisecond)
@@ -518,8 +507,7 @@ func TestLeaser_ALoweredCapacity(t *testing.T) {
 
 // Tokens of a bucket that gains nothing would be lost with a process, and a policy that watches is to see every request.
 func TestLeaser_DoesNotLeaseBudgetsNorWhatIsShadowed(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
 		l := lease(t, client.Lease{Policy: "budget"}, client.Lease{Policy: "shadow", MaxShare: 1})
 		defer l.Close()
 		granted, leased := l.ask("budget", "hot", 1000, time.Millisecond)
@@ -578,8 +566,7 @@ func TestLeaser_GivesBackNothingThatAShadowPolicyDidNotTake(t *testing.T) {
 // A policy that watches takes for a lease what it would have denied, and says so: that is not granted from the lease, so that each
 // such request is seen.
 func TestLeaser_GrantsNothingThatAShadowPolicyWouldHaveDenied(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
 		l := lease(t, client.Lease{Policy: "watch"})
 		defer l.Close()
 		require.NoError(t, l.fake.DefinePolicy(t.Context(), client.Policy{
@@ -614,8 +601,7 @@ func TestLeaser_RefusesALeaseThatIsNone(t *testing.T) {
 
 // With the cache, what the server has promised is denied here; the lease comes first.
 func TestLeaser_WithADenialCache(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
 		l := lease(t, client.Lease{Policy: "p"}, client.DenialCache())
 		defer l.Close()
 		require.NoError(t, l.fake.DefinePolicy(t.Context(), client.Policy{Name: "p", Capacity: 100, Refill: 100, Every: time.Second}))
@@ -634,8 +620,7 @@ func TestLeaser_ClosesInTimeBesideASilentDatabase(t *testing.T) {
 	t.Parallel()
 	for _, expired := range []bool{false, true} {
 		t.Run(fmt.Sprint("expired=", expired), func(t *testing.T) {
-			t.Parallel()
-			synctest.Test(t, func(t *testing.T) {
+			inBubble(t, func(t *testing.T) {
 				l := lease(t, client.Lease{Policy: "p", Idle: time.Hour})
 				leased := 0
 				for key := range 100 {
@@ -672,8 +657,7 @@ func TestLeaser_GivesBackWithinTheContextOfTheCaller(t *testing.T) {
 		"drop policy":     func(ctx context.Context, l *leasing) error { return l.DropPolicy(ctx, "p") },
 	} {
 		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			synctest.Test(t, func(t *testing.T) {
+			inBubble(t, func(t *testing.T) {
 				l := lease(t, client.Lease{Policy: "p"})
 				defer l.Close()
 				l.ask("p", "hot", 200, time.Millisecond)
@@ -690,8 +674,7 @@ func TestLeaser_GivesBackWithinTheContextOfTheCaller(t *testing.T) {
 
 // A call whose ctx has ended changes nothing, and so costs no lease.
 func TestLeaser_KeepsItsLeasesFromACallThatIsOver(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
 		l := lease(t, client.Lease{Policy: "p"})
 		defer l.Close()
 		l.ask("p", "hot", 200, time.Millisecond)
@@ -720,8 +703,7 @@ func TestLeaser_AllocatesNothing(t *testing.T) { // and not in parallel: others 
 
 // Hooks see what callers get, from a lease or not, and not what the Leaser takes and gives back.
 func TestLeaser_ShowsHooksTheAnswersOfCallersAlone(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
 		var mu sync.Mutex
 		var answers []client.Answer
 		l := lease(t, client.Lease{Policy: "p"}, client.Observe(client.Hooks{Answered: func(_ context.Context, a client.Answer) {
@@ -753,8 +735,7 @@ func TestLeaser_ShowsHooksTheAnswersOfCallersAlone(t *testing.T) {
 
 // Once what was taken in doubt is spent, what is taken next is given back as ever.
 func TestLeaser_GivesBackAgainAfterADoubtIsSpent(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
 		l := lease(t, client.Lease{Policy: "watch"})
 		defer l.Close()
 		require.NoError(t, l.fake.DefinePolicy(t.Context(), client.Policy{
