@@ -5,7 +5,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"sync"
 	"testing"
 	"time"
@@ -14,7 +13,6 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/pgratelimit/client"
-	"github.com/pgratelimit/pgratelimit/client/clienttest"
 )
 
 // A pacedPool is a database whose calls take their time: synctest's, so every figure is exact.
@@ -60,7 +58,7 @@ func (db *pacedPool) QueryRow(ctx context.Context, sql string, args ...any) pgx.
 	}
 }
 
-func (db *pacedPool) set(slower time.Duration, frozen time.Duration) {
+func (db *pacedPool) set(slower, frozen time.Duration) {
 	db.mu.Lock()
 	defer db.mu.Unlock()
 	db.slower, db.thaw = slower, time.Now().Add(frozen)
@@ -140,69 +138,86 @@ func (c *crowd) count(from, to time.Time) (granted, refused, late int) {
 	return granted, refused, late
 }
 
-// At three times what the database can do, it does all that it can, for callers that are still there. The others are told
-// before their time is over. When the load falls, nobody is refused for longer than two calls take.
-func TestCombiner_UnderOverload(t *testing.T) {
-	t.Parallel()
-	for _, calls := range []int{1, 2, 4} {
-		for _, within := range []time.Duration{300 * time.Millisecond, time.Second} {
-			t.Run(fmt.Sprintf("%d calls, within %v", calls, within), func(t *testing.T) {
-				inBubble(t, func(t *testing.T) {
-					db := &pacedPool{}
-					limiter := client.NewCombiner(db, client.CallsInFlight(calls))
-					defer limiter.Close()
-					c := &crowd{limiter: limiter, within: within}
-					best := paceOf(calls)
+// paced runs a parallel test, in a bubble, of a combiner on a pacedPool.
+func paced(t *testing.T, test func(*testing.T, *pacedPool, *client.Combiner), opts ...client.CombinerOption) {
+	inBubble(t, func(t *testing.T) {
+		db := &pacedPool{}
+		limiter := client.NewCombiner(db, opts...)
+		defer limiter.Close()
+		test(t, db, limiter)
+	})
+}
 
-					overload := c.arrive(3*best, 4*time.Second)
-					light := c.arrive(best/2, 2*time.Second)
-					c.callers.Wait()
+// warmUp makes as many calls as the combiner must know before it judges.
+func warmUp(t *testing.T, limiter client.Acquirer) {
+	for range 5 {
+		noError(limiter.Acquire(t.Context(), "p", "k1"))(t)
+	}
+}
 
-					measured := overload.Add(time.Second)
-					granted, refused, late := c.count(measured, light)
-					rate := float64(granted) / light.Sub(measured).Seconds()
-					t.Logf("best %.0f/s, of %.0f/s granted %.0f/s, refused %d, late %d", best, 3*best, rate, refused, late)
-					require.Greater(t, rate, 0.9*best)
-					require.Less(t, float64(late), 0.01*float64(granted), "refused by nobody, they wait for the end of their time")
-					for _, o := range c.outcomes {
-						if errors.Is(o.err, client.ErrOverloaded) {
-							require.LessOrEqual(t, o.answered.Sub(o.arrived), within)
-						}
-					}
-					fullCalls := 2 * (perCall + maxBatch*perRequest)
-					granted, refused, late = c.count(light.Add(fullCalls), light.Add(time.Hour))
-					require.Zero(t, refused+late, "of %d, two calls after the load has fallen", granted)
-				})
-			})
+func acquireWithin(t *testing.T, limiter client.Acquirer, key string, d time.Duration) error {
+	ctx, cancel := context.WithTimeout(t.Context(), d)
+	defer cancel()
+	_, err := limiter.Acquire(ctx, "p", key)
+	return err
+}
+
+func requireOverloaded(t *testing.T, want client.OverloadedError, err error) {
+	t.Helper()
+	var overloaded *client.OverloadedError
+	require.ErrorAs(t, err, &overloaded)
+	require.Equal(t, want, *overloaded)
+}
+
+// requireRefusedInTime requires that no caller is refused after its deadline.
+func requireRefusedInTime(t *testing.T, c *crowd) {
+	t.Helper()
+	for _, o := range c.outcomes {
+		if errors.Is(o.err, client.ErrOverloaded) {
+			require.LessOrEqual(t, o.answered.Sub(o.arrived), c.within)
 		}
 	}
 }
 
-// One bucket is in one call at a time, however many there may be.
-func TestCombiner_UnderOverloadOfOneKey(t *testing.T) {
-	inBubble(t, func(t *testing.T) {
-		limiter := client.NewCombiner(&pacedPool{}, client.CallsInFlight(2))
-		defer limiter.Close()
-		c := &crowd{limiter: limiter, within: time.Second, key: "k1"}
-		best := paceOf(1)
-		overload := c.arrive(3*best, 4*time.Second)
-		light := c.arrive(best/2, time.Second)
-		c.callers.Wait()
-		measured := overload.Add(time.Second)
-		granted, refused, late := c.count(measured, light)
-		rate := float64(granted) / light.Sub(measured).Seconds()
-		t.Logf("best %.0f/s, of %.0f/s granted %.0f/s, refused %d, late %d", best, 3*best, rate, refused, late)
-		require.Greater(t, rate, 0.9*best)
-		require.Less(t, float64(late), 0.01*float64(granted))
-	})
+// At three times what the database can do, it does all that it can, for callers that are still there. The others are told
+// before their time is over. When the load falls, nobody is refused for longer than two calls take.
+func TestCombiner_UnderOverload(t *testing.T) {
+	t.Parallel()
+	const short, long = 300 * time.Millisecond, time.Second
+	for _, test := range []struct {
+		calls  int
+		within time.Duration
+		key    string
+	}{{1, short, ""}, {1, long, ""}, {2, short, ""}, {2, long, ""}, {4, short, ""}, {4, long, ""}, {2, long, "k1"}} {
+		t.Run(fmt.Sprintf("%d calls, within %v, key %q", test.calls, test.within, test.key), func(t *testing.T) {
+			paced(t, func(t *testing.T, db *pacedPool, limiter *client.Combiner) {
+				c := &crowd{limiter: limiter, within: test.within, key: test.key}
+				best := paceOf(test.calls)
+				if test.key != "" { // one bucket is in one call at a time
+					best = paceOf(1)
+				}
+				overload := c.arrive(3*best, 4*time.Second)
+				light := c.arrive(best/2, 2*time.Second)
+				c.callers.Wait()
+
+				from := overload.Add(time.Second)
+				granted, refused, late := c.count(from, light)
+				rate := float64(granted) / light.Sub(from).Seconds()
+				t.Logf("best %.0f/s, granted %.0f/s, refused %d, late %d", best, rate, refused, late)
+				require.Greater(t, rate, 0.9*best)
+				require.Less(t, float64(late), 0.01*float64(granted), "refused by nobody, they wait for the end of their time")
+				requireRefusedInTime(t, c)
+				fullCalls := 2 * (perCall + maxBatch*perRequest)
+				granted, refused, late = c.count(light.Add(fullCalls), light.Add(time.Hour))
+				require.Zero(t, refused+late, "of %d, two calls after the load has fallen", granted)
+			}, client.CallsInFlight(test.calls))
+		})
+	}
 }
 
 // While the database answers nothing, callers are refused at once, few calls are made, and when it is back nothing is made up for.
 func TestCombiner_AFrozenDatabaseIsNoticed(t *testing.T) {
-	inBubble(t, func(t *testing.T) {
-		db := &pacedPool{}
-		limiter := client.NewCombiner(db)
-		defer limiter.Close()
+	paced(t, func(t *testing.T, db *pacedPool, limiter *client.Combiner) {
 		const within = time.Second
 		c := &crowd{limiter: limiter, within: within}
 		load := paceOf(2) / 2
@@ -220,11 +235,7 @@ func TestCombiner_AFrozenDatabaseIsNoticed(t *testing.T) {
 		require.Equal(t, 2, db.most)
 		_, refused, late := c.count(noticed, thawed.Add(-within))
 		require.Less(t, late, refused/100, "nearly all are told at once")
-		for _, o := range c.outcomes {
-			if errors.Is(o.err, client.ErrOverloaded) {
-				require.LessOrEqual(t, o.answered.Sub(o.arrived), within)
-			}
-		}
+		requireRefusedInTime(t, c)
 		require.Zero(t, limiter.Waiting())
 		granted, refused, late := c.count(thawed.Add(within/2), thawed.Add(time.Hour))
 		require.Zero(t, refused+late, "of %d after it is back", granted)
@@ -233,10 +244,7 @@ func TestCombiner_AFrozenDatabaseIsNoticed(t *testing.T) {
 
 // Callers without deadlines are held back by their number alone.
 func TestCombiner_TheQueueIsBounded(t *testing.T) {
-	inBubble(t, func(t *testing.T) {
-		db := &pacedPool{}
-		limiter := client.NewCombiner(db, client.MaxWaiting(300))
-		defer limiter.Close()
+	paced(t, func(t *testing.T, db *pacedPool, limiter *client.Combiner) {
 		c := &crowd{limiter: limiter}
 		db.set(0, 10*time.Second)
 		frozen := c.arrive(1000, 2*time.Second)
@@ -245,9 +253,7 @@ func TestCombiner_TheQueueIsBounded(t *testing.T) {
 		require.InDelta(t, 2000-300, refused, 10)
 
 		_, err := limiter.Acquire(t.Context(), "p", "k1")
-		var overloaded *client.OverloadedError
-		require.ErrorAs(t, err, &overloaded)
-		require.Equal(t, client.OverloadedError{Waiting: 300}, *overloaded)
+		requireOverloaded(t, client.OverloadedError{Waiting: 300}, err)
 		require.EqualError(t, err, "pgratelimit: acquire: too many requests wait: 300")
 		_, err = limiter.AcquireAll(t.Context(), []client.Charge{{Policy: "p", Key: "k1"}})
 		require.ErrorIs(t, err, client.ErrOverloaded)
@@ -257,15 +263,12 @@ func TestCombiner_TheQueueIsBounded(t *testing.T) {
 		require.LessOrEqual(t, db.made()-before, 4, "what waits is sent in full calls")
 		granted, _, _ := c.count(frozen, time.Now())
 		require.Equal(t, c.arrivals-refused, granted)
-	})
+	}, client.MaxWaiting(300))
 }
 
 // However slow the database was: when it is quick again, somebody finds out.
 func TestCombiner_ForgetsThatTheDatabaseWasSlow(t *testing.T) {
-	inBubble(t, func(t *testing.T) {
-		db := &pacedPool{}
-		limiter := client.NewCombiner(db)
-		defer limiter.Close()
+	paced(t, func(t *testing.T, db *pacedPool, limiter *client.Combiner) {
 		db.set(5*time.Second, 0)
 		patient := &crowd{limiter: limiter}
 		patient.arrive(10, 20*time.Second)
@@ -282,39 +285,25 @@ func TestCombiner_ForgetsThatTheDatabaseWasSlow(t *testing.T) {
 
 // An impatient caller is refused before it waits, and told how long the answer would have taken.
 func TestCombiner_RefusesWhatItCannotAnswerInTime(t *testing.T) {
-	inBubble(t, func(t *testing.T) {
-		db := &pacedPool{}
-		limiter := client.NewCombiner(db, client.CallsInFlight(1))
-		defer limiter.Close()
-		for range 5 { // fewer say too little
-			noError(limiter.Acquire(t.Context(), "p", "k1"))(t)
-		}
+	paced(t, func(t *testing.T, db *pacedPool, limiter *client.Combiner) {
+		warmUp(t, limiter)
 		underWay := ask(t.Context(), limiter, "k1")
 
-		ctx, cancel := context.WithTimeout(t.Context(), 80*time.Millisecond) // the rest of one call and all of another are 100
-		defer cancel()
 		begin := time.Now()
-		_, err := limiter.Acquire(ctx, "p", "k2")
+		err := acquireWithin(t, limiter, "k2", 80*time.Millisecond) // the rest of one call and all of another are 100
 		require.Zero(t, time.Since(begin))
-		var overloaded *client.OverloadedError
-		require.ErrorAs(t, err, &overloaded)
-		require.Equal(t, client.OverloadedError{Expected: (2*perCall + 2*perRequest) * 5 / 4}, *overloaded)
+		requireOverloaded(t, client.OverloadedError{Expected: (2*perCall + 2*perRequest) * 5 / 4}, err)
 		require.ErrorContains(t, err, "too many requests wait: 0; the answer would come after the deadline, in 125.5ms or later")
 
-		ctx, cancel = context.WithTimeout(t.Context(), 130*time.Millisecond)
-		defer cancel()
-		noError(limiter.Acquire(ctx, "p", "k2"))(t)
+		require.NoError(t, acquireWithin(t, limiter, "k2", 130*time.Millisecond))
 		requireGranted(t, underWay)
 
 		// A while later nothing is known about the database.
 		time.Sleep(6 * time.Second)
 		underWay = ask(t.Context(), limiter, "k1")
-		ctx, cancel = context.WithTimeout(t.Context(), 80*time.Millisecond)
-		defer cancel()
-		_, err = limiter.Acquire(ctx, "p", "k2")
-		require.ErrorIs(t, err, context.DeadlineExceeded)
+		require.ErrorIs(t, acquireWithin(t, limiter, "k2", 80*time.Millisecond), context.DeadlineExceeded)
 		requireGranted(t, underWay)
-	})
+	}, client.CallsInFlight(1))
 }
 
 // Calls that were slow for once refuse nobody: neither the first ones, which connect, nor some that stall together.
@@ -322,10 +311,7 @@ func TestCombiner_SlowCallsNowAndThenRefuseNobody(t *testing.T) {
 	t.Parallel()
 	for _, calls := range []int{1, 2, 8} {
 		t.Run(fmt.Sprint(calls, " calls"), func(t *testing.T) {
-			inBubble(t, func(t *testing.T) {
-				db := &pacedPool{}
-				limiter := client.NewCombiner(db, client.CallsInFlight(calls))
-				defer limiter.Close()
+			paced(t, func(t *testing.T, db *pacedPool, limiter *client.Combiner) {
 				c := &crowd{limiter: limiter, within: 2 * time.Second}
 				db.set(500*time.Millisecond, 0)
 				for range calls { // at a time
@@ -342,20 +328,15 @@ func TestCombiner_SlowCallsNowAndThenRefuseNobody(t *testing.T) {
 				c.callers.Wait()
 				_, refused, late := c.count(time.Time{}, time.Now().Add(time.Hour))
 				require.Zero(t, refused+late, "of %d", len(c.outcomes))
-			})
+			}, client.CallsInFlight(calls))
 		})
 	}
 }
 
 // What a joint request costs is its charges: one that fills a call by itself is one call.
 func TestCombiner_LargeRequestsAreNotManyCalls(t *testing.T) {
-	inBubble(t, func(t *testing.T) {
-		db := &pacedPool{}
-		limiter := client.NewCombiner(db, client.CallsInFlight(1))
-		defer limiter.Close()
-		for range 5 {
-			noError(limiter.Acquire(t.Context(), "p", "k"))(t)
-		}
+	paced(t, func(t *testing.T, db *pacedPool, limiter *client.Combiner) {
+		warmUp(t, limiter)
 		underWay := ask(t.Context(), limiter, "k")
 		ctx, cancel := context.WithTimeout(t.Context(), 500*time.Millisecond)
 		defer cancel()
@@ -366,73 +347,39 @@ func TestCombiner_LargeRequestsAreNotManyCalls(t *testing.T) {
 		_, err := limiter.AcquireAll(ctx, charges)
 		require.NotErrorIs(t, err, client.ErrOverloaded)
 		requireGranted(t, underWay)
-	})
-}
-
-// A program can be tested with it.
-func TestCombiner_OverloadOfTheFake(t *testing.T) {
-	t.Parallel()
-	fake := clienttest.New(nil)
-	fake.FailNext(&client.OverloadedError{Waiting: 7}, io.EOF)
-	_, err := fake.Acquire(t.Context(), "p", "k")
-	require.ErrorIs(t, err, client.ErrOverloaded)
-	_, err = fake.Acquire(t.Context(), "p", "k")
-	require.NotErrorIs(t, err, client.ErrOverloaded)
+	}, client.CallsInFlight(1))
 }
 
 // A call that its caller has given up is expected to have lasted as long again.
 func TestCombiner_ACallThatWasGivenUpCountsTwice(t *testing.T) {
-	inBubble(t, func(t *testing.T) {
-		limiter := client.NewCombiner(&pacedPool{}, client.CallsInFlight(1))
-		defer limiter.Close()
+	paced(t, func(t *testing.T, _ *pacedPool, limiter *client.Combiner) {
 		const patience = 40 * time.Millisecond // of a call of 50
 		for range 5 {
-			ctx, cancel := context.WithTimeout(t.Context(), patience)
-			_, err := limiter.Acquire(ctx, "p", "k1")
-			cancel()
-			require.ErrorIs(t, err, context.DeadlineExceeded)
+			require.ErrorIs(t, acquireWithin(t, limiter, "k1", patience), context.DeadlineExceeded)
 		}
 		underWay := ask(t.Context(), limiter, "k1")
-		ctx, cancel := context.WithTimeout(t.Context(), time.Millisecond)
-		defer cancel()
-		_, err := limiter.Acquire(ctx, "p", "k2")
-		var overloaded *client.OverloadedError
-		require.ErrorAs(t, err, &overloaded)
-		require.Equal(t, client.OverloadedError{Expected: 2 * 2 * patience * 5 / 4}, *overloaded)
+		err := acquireWithin(t, limiter, "k2", time.Millisecond)
+		requireOverloaded(t, client.OverloadedError{Expected: 2 * 2 * patience * 5 / 4}, err)
 		requireGranted(t, underWay)
-	})
+	}, client.CallsInFlight(1))
 }
 
 // Who is refused after a while in the queue is told how long a call takes.
 func TestCombiner_TellsWhoIsRefusedLateHowLongACallTakes(t *testing.T) {
-	inBubble(t, func(t *testing.T) {
-		db := &pacedPool{}
-		limiter := client.NewCombiner(db, client.CallsInFlight(1))
-		defer limiter.Close()
-		for range 5 {
-			noError(limiter.Acquire(t.Context(), "p", "k1"))(t)
-		}
+	paced(t, func(t *testing.T, db *pacedPool, limiter *client.Combiner) {
+		warmUp(t, limiter)
 		db.set(100*time.Millisecond, 0)
-		underWay := ask(t.Context(), limiter, "k1")
-		patient := ask(t.Context(), limiter, "k2")
-		ctx, cancel := context.WithTimeout(t.Context(), 180*time.Millisecond) // when the call ends, 30 are left
-		defer cancel()
-		_, err := limiter.Acquire(ctx, "p", "k3")
-		var overloaded *client.OverloadedError
-		require.ErrorAs(t, err, &overloaded)
-		require.Equal(t, client.OverloadedError{Expected: perCall + perRequest}, *overloaded)
-		requireGranted(t, underWay)
-		requireGranted(t, patient)
-	})
+		patient := askKeys(t.Context(), limiter, 1, 2)
+		err := acquireWithin(t, limiter, "k3", 180*time.Millisecond) // when the call ends, 30 are left
+		requireOverloaded(t, client.OverloadedError{Expected: perCall + perRequest}, err)
+		requireGranted(t, patient...)
+	}, client.CallsInFlight(1))
 }
 
 // Whose ctx has ended gets its error, also from a queue that is full.
 func TestCombiner_AFullQueueRefusesNobodyWhoseContextHasEnded(t *testing.T) {
-	inBubble(t, func(t *testing.T) {
-		limiter := client.NewCombiner(&pacedPool{}, client.CallsInFlight(1), client.MaxWaiting(1))
-		defer limiter.Close()
-		underWay := ask(t.Context(), limiter, "k1")
-		waiting := ask(t.Context(), limiter, "k2")
+	paced(t, func(t *testing.T, _ *pacedPool, limiter *client.Combiner) {
+		patient := askKeys(t.Context(), limiter, 1, 2)
 		ctx, cancel := context.WithCancel(t.Context())
 		_, err := limiter.Acquire(ctx, "p", "k3")
 		require.ErrorIs(t, err, client.ErrOverloaded)
@@ -440,7 +387,6 @@ func TestCombiner_AFullQueueRefusesNobodyWhoseContextHasEnded(t *testing.T) {
 		_, err = limiter.Acquire(ctx, "p", "k3")
 		require.ErrorIs(t, err, context.Canceled)
 		require.NotErrorIs(t, err, client.ErrOverloaded)
-		requireGranted(t, underWay)
-		requireGranted(t, waiting)
-	})
+		requireGranted(t, patient...)
+	}, client.CallsInFlight(1), client.MaxWaiting(1))
 }

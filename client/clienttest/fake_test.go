@@ -65,8 +65,8 @@ func TestFailAll_FailsUntilTold(t *testing.T) {
 	t.Parallel()
 	fake := newFake(t, frozen)
 	fake.FailAll(client.ErrLocked)
-	fake.FailNext(nil, io.EOF)
-	for _, want := range []error{nil, io.EOF, client.ErrLocked, client.ErrLocked} {
+	fake.FailNext(nil, io.EOF, &client.OverloadedError{Waiting: 7})
+	for _, want := range []error{nil, io.EOF, client.ErrOverloaded, client.ErrLocked, client.ErrLocked} {
 		_, err := fake.Acquire(t.Context(), "api", "k")
 		require.ErrorIs(t, err, want)
 	}
