@@ -868,10 +868,11 @@ func requireGranted(t *testing.T, answers ...<-chan answer) (d client.Decision) 
 // gatedPool is a database that answers when the test lets it. What remains in a bucket is the number
 // that its key ends in.
 type gatedPool struct {
-	mu    sync.Mutex
-	calls []*gatedCall // under way
-	total int
-	over  chan struct{} // closed when the test is over: then calls fail
+	client.Pool // whose other methods nobody calls
+	mu          sync.Mutex
+	calls       []*gatedCall // under way
+	total       int
+	over        chan struct{} // closed when the test is over: then calls fail
 }
 
 // gated returns a combiner on a gatedPool, to be called in a bubble. A test that fails leaves nobody waiting.
@@ -1083,11 +1084,6 @@ func (c *gatedCall) packed() (a packedAnswer) {
 	}
 	return a
 }
-
-func (*gatedPool) BeginTx(context.Context, pgx.TxOptions) (pgx.Tx, error) {
-	return nil, errors.New("a fake has no transactions")
-}
-func (*gatedPool) Close() {}
 
 // packedAnswer is what ratelimit_acquire_packed returns.
 type packedAnswer struct {

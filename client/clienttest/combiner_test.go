@@ -2,7 +2,6 @@ package clienttest
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"math/rand/v2"
 	"testing"
@@ -18,8 +17,9 @@ import (
 // A pool is the fake's database for a Combiner. It answers when it is let.
 type pool struct {
 	*database
-	gate  chan struct{}
-	calls int
+	client.Pool // whose other methods nobody calls
+	gate        chan struct{}
+	calls       int
 }
 
 func (p *pool) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
@@ -27,12 +27,6 @@ func (p *pool) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
 	p.calls++
 	return p.database.QueryRow(ctx, sql, args...)
 }
-
-func (*pool) BeginTx(context.Context, pgx.TxOptions) (pgx.Tx, error) {
-	return nil, errors.New("a fake has no transactions")
-}
-
-func (*pool) Close() {}
 
 // The same requests, in the same order: one by one, and many in a call.
 func TestCombiner_AnswersLikeALimiter(t *testing.T) {

@@ -20,11 +20,12 @@ import (
 // A distant is the fake's database for a Leaser. Each call takes a millisecond of synctest's time.
 type distant struct {
 	*database
-	mu     sync.Mutex
-	calls  map[string]int // by function
-	silent bool
-	slow   string    // a function that takes 100 ms
-	took   time.Time // when the last call began that took tokens for a lease
+	client.Pool // whose other methods nobody calls
+	mu          sync.Mutex
+	calls       map[string]int // by function
+	silent      bool
+	slow        string    // a function that takes 100 ms
+	took        time.Time // when the last call began that took tokens for a lease
 }
 
 func (p *distant) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
@@ -52,12 +53,6 @@ func (p *distant) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row
 	}
 }
 
-func (*distant) BeginTx(context.Context, pgx.TxOptions) (pgx.Tx, error) {
-	return nil, errors.New("a fake has no transactions")
-}
-
-func (*distant) Close() {}
-
 // silence makes each call wait until its context ends.
 func (p *distant) silence(yes bool) {
 	p.mu.Lock()
@@ -73,18 +68,26 @@ type leasing struct {
 	pool *distant
 }
 
-func lease(t *testing.T, l client.Lease, opts ...client.LeaserOption) *leasing {
+func newLeasing(t *testing.T, l client.Lease, opts ...client.LeaserOption) *leasing {
 	fake := New(nil)
 	for _, p := range []client.Policy{
 		{Name: "p", Capacity: 10_000, Refill: 1_000, Every: time.Second},
 		{Name: "other", Capacity: 10_000, Refill: 1_000, Every: time.Second},
 		{Name: "budget", Capacity: 10_000, Refill: client.Zero, Every: time.Second},
+		{Name: "watch", Capacity: 10_000, Refill: 1, Every: 24 * time.Hour, Shadow: client.Yes},
 		{Name: "shadow", Capacity: 10, Refill: 1, Every: time.Hour, Shadow: client.Yes},
 	} {
 		require.NoError(t, fake.DefinePolicy(t.Context(), p))
 	}
 	pool := &distant{database: fake.db, calls: map[string]int{}}
-	return &leasing{t, client.NewLeaser(pool, append(opts, l)...), fake, pool}
+	leaser := client.NewLeaser(pool, append(opts, l)...)
+	t.Cleanup(leaser.Close)
+	return &leasing{t, leaser, fake, pool}
+}
+
+// withLease runs a parallel test of a leasing in a bubble.
+func withLease(t *testing.T, lease client.Lease, test func(*testing.T, *leasing), opts ...client.LeaserOption) {
+	inBubble(t, func(t *testing.T) { test(t, newLeasing(t, lease, opts...)) })
 }
 
 // made are the calls since it was asked last.
@@ -112,6 +115,17 @@ func (l *leasing) ask(policy, key string, requests int, apart time.Duration, opt
 	return granted, leased
 }
 
+// askUntilItTakes sets the level of the hot bucket that is watched, and asks until the Leaser calls for more. It returns how many
+// requests were granted from the lease.
+func (l *leasing) askUntilItTakes(level float64) (leased int) {
+	require.NoError(l, l.fake.SetLevel("watch", "hot", level))
+	for l.made(); l.made()["ratelimit_acquire_up_to"] == 0; {
+		_, n := l.ask("watch", "hot", 1, time.Millisecond)
+		leased += n
+	}
+	return leased
+}
+
 // inBubble runs a parallel test in which time passes when all goroutines wait.
 func inBubble(t *testing.T, test func(*testing.T)) { t.Parallel(); synctest.Test(t, test) }
 
@@ -120,17 +134,14 @@ func noError[T any](value T, err error) func(testing.TB) T {
 	return func(t testing.TB) T { t.Helper(); require.NoError(t, err); return value }
 }
 
-// charged is what the server lacks of what it would have.
+// remaining is what the server has left, besides what is leased.
 func (l *leasing) remaining(policy, key string) int64 {
-	d := noError(l.fake.Peek(l.Context(), policy, key))(l)
-	return d.Remaining
+	return noError(l.fake.Peek(l.Context(), policy, key))(l).Remaining
 }
 
 // A hot bucket is answered from memory, an ordinary one and other policies are not.
 func TestLeaser_AnswersForHotBuckets(t *testing.T) {
-	inBubble(t, func(t *testing.T) {
-		l := lease(t, client.Lease{Policy: "p"})
-		defer l.Close()
+	withLease(t, client.Lease{Policy: "p"}, func(t *testing.T, l *leasing) {
 		granted, leased := l.ask("p", "hot", 1000, time.Millisecond)
 		require.Equal(t, 1000, granted)
 		require.Greater(t, leased, 980)
@@ -148,9 +159,7 @@ func TestLeaser_AnswersForHotBuckets(t *testing.T) {
 
 // The estimate counts what the lease has left.
 func TestLeaser_EstimatesWhatRemains(t *testing.T) {
-	inBubble(t, func(t *testing.T) {
-		l := lease(t, client.Lease{Policy: "p"})
-		defer l.Close()
+	withLease(t, client.Lease{Policy: "p"}, func(t *testing.T, l *leasing) {
 		l.ask("p", "hot", 500, time.Millisecond)
 		for range 100 {
 			d := noError(l.Acquire(t.Context(), "p", "hot"))(t)
@@ -165,13 +174,10 @@ func TestLeaser_EstimatesWhatRemains(t *testing.T) {
 
 // Requests with an idempotency key, of several charges, and of no cost are never answered from a lease.
 func TestLeaser_LeavesTheRestToTheServer(t *testing.T) {
-	inBubble(t, func(t *testing.T) {
-		l := lease(t, client.Lease{Policy: "p"})
-		defer l.Close()
+	withLease(t, client.Lease{Policy: "p"}, func(t *testing.T, l *leasing) {
 		l.ask("p", "hot", 200, time.Millisecond)
 		for n := range 10 {
-			d := noError(l.Acquire(t.Context(), "p", "hot", client.IdempotencyKey(fmt.Sprint(n))))(t)
-			require.False(t, d.Estimated)
+			require.False(t, noError(l.Acquire(t.Context(), "p", "hot", client.IdempotencyKey(fmt.Sprint(n))))(t).Estimated)
 			require.False(t, noError(l.AcquireAll(t.Context(), []client.Charge{{Policy: "p", Key: "hot"}}))(t).Estimated)
 			for _, cost := range []int64{0, 1200} { // more than a lease has
 				require.False(t, noError(l.Acquire(t.Context(), "p", "hot", client.Cost(cost)))(t).Estimated)
@@ -192,10 +198,7 @@ func TestLeaser_GivesBackWhatIsNotSpent(t *testing.T) {
 	t.Parallel()
 	for _, closing := range []bool{false, true} {
 		t.Run(fmt.Sprint("closing=", closing), func(t *testing.T) {
-			inBubble(t, func(t *testing.T) {
-				const idle = 400 * time.Millisecond
-				l := lease(t, client.Lease{Policy: "p", Idle: idle})
-				defer l.Close()
+			withLease(t, client.Lease{Policy: "p", Idle: 400 * time.Millisecond}, func(t *testing.T, l *leasing) {
 				require.NoError(t, l.fake.DefinePolicy(t.Context(), client.Policy{Name: "p", Refill: 1, Every: 24 * time.Hour}))
 				granted, leased := l.ask("p", "hot", 200, time.Millisecond)
 				require.Greater(t, leased, 150)
@@ -203,7 +206,7 @@ func TestLeaser_GivesBackWhatIsNotSpent(t *testing.T) {
 				if closing {
 					l.Close()
 				} else {
-					time.Sleep(idle - 100*time.Millisecond)
+					time.Sleep(300 * time.Millisecond)
 					require.Less(t, l.remaining("p", "hot"), int64(10_000-granted-20))
 					time.Sleep(200 * time.Millisecond)
 				}
@@ -219,9 +222,7 @@ func TestLeaser_GivesBackWhatIsNotSpent(t *testing.T) {
 
 // A lease gets smaller with the rate, and ends with it.
 func TestLeaser_FollowsTheRate(t *testing.T) {
-	inBubble(t, func(t *testing.T) {
-		l := lease(t, client.Lease{Policy: "p"})
-		defer l.Close()
+	withLease(t, client.Lease{Policy: "p"}, func(t *testing.T, l *leasing) {
 		require.NoError(t, l.fake.DefinePolicy(t.Context(), client.Policy{Name: "p", Refill: 1, Every: 24 * time.Hour}))
 		total, held := 0, int64(0)
 		at := func(requests int, apart time.Duration) {
@@ -253,8 +254,7 @@ func TestLeaser_IsBounded(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			inBubble(t, func(t *testing.T) {
 				test.lease.Policy = "p"
-				l := lease(t, test.lease)
-				defer l.Close()
+				l := newLeasing(t, test.lease)
 				require.NoError(t, l.fake.DefinePolicy(t.Context(), client.Policy{Name: "p", Refill: 1, Every: 24 * time.Hour}))
 				total, most := int64(0), int64(0)
 				for range 200 {
@@ -275,9 +275,7 @@ func TestLeaser_IsBounded(t *testing.T) {
 
 // The server's denial, with its promise: it holds to the microsecond.
 func TestLeaser_DeniesWhenTheServerDoes(t *testing.T) {
-	inBubble(t, func(t *testing.T) {
-		l := lease(t, client.Lease{Policy: "p"})
-		defer l.Close()
+	withLease(t, client.Lease{Policy: "p"}, func(t *testing.T, l *leasing) {
 		require.NoError(t, l.fake.DefinePolicy(t.Context(), client.Policy{Name: "p", Capacity: 100, Refill: 10, Every: time.Second}))
 		denials, total, begin := 0, int64(0), time.Now()
 		for time.Since(begin) < 10*time.Second {
@@ -300,9 +298,7 @@ func TestLeaser_DeniesWhenTheServerDoes(t *testing.T) {
 
 // While the database fails, a lease is used for a second after it was last given tokens, and what it takes for that time only.
 func TestLeaser_OutlivesTheDatabaseForASecond(t *testing.T) {
-	inBubble(t, func(t *testing.T) {
-		l := lease(t, client.Lease{Policy: "p", Idle: time.Hour})
-		defer l.Close()
+	withLease(t, client.Lease{Policy: "p", Idle: time.Hour}, func(t *testing.T, l *leasing) {
 		l.ask("p", "hot", 1000, time.Millisecond)
 		l.fake.FailAll(errors.New("gone"))
 		gone := time.Now()
@@ -333,8 +329,7 @@ func TestLeaser_GrantsNothingOnceItsSecondIsOver(t *testing.T) {
 	t.Parallel()
 	for _, fraction := range []time.Duration{0, 7, 23, 41} { // milliseconds of a tick: so leases end at different moments of it
 		synctest.Test(t, func(t *testing.T) {
-			l := lease(t, client.Lease{Policy: "p", Idle: time.Hour})
-			defer l.Close()
+			l := newLeasing(t, client.Lease{Policy: "p", Idle: time.Hour})
 			l.ask("p", "hot", 1000, time.Millisecond)
 			time.Sleep(fraction * time.Millisecond)
 			l.fake.FailAll(errors.New("gone"))
@@ -357,9 +352,7 @@ func TestLeaser_GrantsNothingOnceItsSecondIsOver(t *testing.T) {
 
 // Tokens of a policy that others have dropped are granted until the server says so, and not after that.
 func TestLeaser_KeepsNoTokensOfADroppedPolicy(t *testing.T) {
-	inBubble(t, func(t *testing.T) {
-		l := lease(t, client.Lease{Policy: "p", Idle: time.Hour})
-		defer l.Close()
+	withLease(t, client.Lease{Policy: "p", Idle: time.Hour}, func(t *testing.T, l *leasing) {
 		l.ask("p", "hot", 1000, time.Millisecond)
 		require.NoError(t, l.fake.DropPolicy(t.Context(), "p"))
 		for l.made(); l.made()["ratelimit_acquire_up_to"] == 0; time.Sleep(time.Millisecond) {
@@ -376,29 +369,25 @@ func TestLeaser_KeepsNoTokensOfADroppedPolicy(t *testing.T) {
 // A policy that others drop, an override and a block take effect within a second.
 func TestLeaser_NoticesChangesWithinASecond(t *testing.T) {
 	t.Parallel()
-	for name, change := range map[string]func(*client.Limiter) error{
-		"dropped": func(by *client.Limiter) error { return by.DropPolicy(context.Background(), "p") },
-		"blocked": func(by *client.Limiter) error {
-			return by.Override(context.Background(), client.Override{Policy: "p", Key: "hot", Capacity: client.Zero})
+	type changer interface {
+		DropPolicy(context.Context, string) error
+		Override(context.Context, client.Override) error
+	}
+	for name, change := range map[string]func(context.Context, changer) error{
+		"dropped": func(ctx context.Context, by changer) error { return by.DropPolicy(ctx, "p") },
+		"blocked": func(ctx context.Context, by changer) error {
+			return by.Override(ctx, client.Override{Policy: "p", Key: "hot", Capacity: client.Zero})
 		},
 	} {
 		for _, own := range []bool{false, true} {
 			t.Run(fmt.Sprint(name, "/own=", own), func(t *testing.T) {
-				inBubble(t, func(t *testing.T) {
-					l := lease(t, client.Lease{Policy: "p"})
-					defer l.Close()
+				withLease(t, client.Lease{Policy: "p"}, func(t *testing.T, l *leasing) {
 					l.ask("p", "hot", 1000, time.Millisecond)
-					within := time.Second
+					by, within := changer(l.fake), time.Second
 					if own {
-						within = 0
-						if name == "dropped" {
-							require.NoError(t, l.DropPolicy(t.Context(), "p"))
-						} else {
-							require.NoError(t, l.Override(t.Context(), client.Override{Policy: "p", Key: "hot", Capacity: client.Zero}))
-						}
-					} else {
-						require.NoError(t, change(l.fake.Limiter))
+						by, within = l.Leaser, 0
 					}
+					require.NoError(t, change(t.Context(), by))
 					changed := time.Now()
 					for time.Since(changed) < 3*time.Second {
 						d, err := l.Acquire(t.Context(), "p", "hot")
@@ -416,9 +405,7 @@ func TestLeaser_NoticesChangesWithinASecond(t *testing.T) {
 
 // A reset through the Leaser leaves a full bucket, and nothing besides.
 func TestLeaser_ResetLeavesNothingBesides(t *testing.T) {
-	inBubble(t, func(t *testing.T) {
-		l := lease(t, client.Lease{Policy: "p"})
-		defer l.Close()
+	withLease(t, client.Lease{Policy: "p"}, func(t *testing.T, l *leasing) {
 		l.ask("p", "hot", 1000, time.Millisecond)
 		require.NoError(t, l.Reset(t.Context(), "p", "hot"))
 		require.EqualValues(t, 10_000, l.remaining("p", "hot"))
@@ -429,9 +416,7 @@ func TestLeaser_ResetLeavesNothingBesides(t *testing.T) {
 
 // The other buckets of the policy keep their leases.
 func TestLeaser_ResetOfAKeyKeepsTheLeasesOfOthers(t *testing.T) {
-	inBubble(t, func(t *testing.T) {
-		l := lease(t, client.Lease{Policy: "p"})
-		defer l.Close()
+	withLease(t, client.Lease{Policy: "p"}, func(t *testing.T, l *leasing) {
 		for range 200 {
 			for _, key := range []string{"hot", "other"} {
 				l.ask("p", key, 1, time.Millisecond)
@@ -447,9 +432,7 @@ func TestLeaser_ResetOfAKeyKeepsTheLeasesOfOthers(t *testing.T) {
 
 // Nor does one under load: while it lasts, nothing is taken for a new lease that would be granted after it.
 func TestLeaser_ResetUnderLoadLeavesNothingBesides(t *testing.T) {
-	inBubble(t, func(t *testing.T) {
-		l := lease(t, client.Lease{Policy: "p"})
-		defer l.Close()
+	withLease(t, client.Lease{Policy: "p"}, func(t *testing.T, l *leasing) {
 		require.NoError(t, l.fake.DefinePolicy(t.Context(), client.Policy{Name: "p", Refill: 1, Every: 24 * time.Hour}))
 		ctx, stop := context.WithCancel(t.Context())
 		var callers sync.WaitGroup
@@ -488,9 +471,7 @@ func TestLeaser_ResetUnderLoadLeavesNothingBesides(t *testing.T) {
 
 // A lower capacity bounds the lease, and what is above goes back.
 func TestLeaser_ALoweredCapacity(t *testing.T) {
-	inBubble(t, func(t *testing.T) {
-		l := lease(t, client.Lease{Policy: "p"})
-		defer l.Close()
+	withLease(t, client.Lease{Policy: "p"}, func(t *testing.T, l *leasing) {
 		l.ask("p", "hot", 1000, time.Millisecond)
 		require.NoError(t, l.fake.DefinePolicy(t.Context(), client.Policy{Name: "p", Capacity: 100}))
 		time.Sleep(time.Second) // the bucket is full
@@ -507,9 +488,7 @@ func TestLeaser_ALoweredCapacity(t *testing.T) {
 
 // Tokens of a bucket that gains nothing would be lost with a process, and a policy that watches is to see every request.
 func TestLeaser_DoesNotLeaseBudgetsNorWhatIsShadowed(t *testing.T) {
-	inBubble(t, func(t *testing.T) {
-		l := lease(t, client.Lease{Policy: "budget"}, client.Lease{Policy: "shadow", MaxShare: 1})
-		defer l.Close()
+	withLease(t, client.Lease{Policy: "budget"}, func(t *testing.T, l *leasing) {
 		granted, leased := l.ask("budget", "hot", 1000, time.Millisecond)
 		require.Equal(t, 1000, granted)
 		require.Zero(t, leased)
@@ -527,38 +506,34 @@ func TestLeaser_DoesNotLeaseBudgetsNorWhatIsShadowed(t *testing.T) {
 		require.Equal(t, 990, shadowed, "all but those that the bucket had")
 		time.Sleep(2 * time.Second)
 		require.Zero(t, l.remaining("shadow", "hot"), "nothing was given back that was not taken")
-	})
+	}, client.Lease{Policy: "shadow", MaxShare: 1})
 }
 
-// A policy that watches says that it took what was asked for, also when the bucket had less: that is not given back. And what it
-// would have denied is not granted from the lease.
+// A shadow policy reports a charge as taken in full, also when the bucket had less. The Leaser does not refund such tokens. Once
+// they are spent, it refunds what it takes next.
 func TestLeaser_GivesBackNothingThatAShadowPolicyDidNotTake(t *testing.T) {
-	t.Parallel()
-	for _, level := range []float64{0, 3} {
-		synctest.Test(t, func(t *testing.T) {
-			l := lease(t, client.Lease{Policy: "watch"})
-			defer l.Close()
-			require.NoError(t, l.fake.DefinePolicy(t.Context(), client.Policy{
-				Name: "watch", Capacity: 10_000, Refill: 1, Every: 24 * time.Hour, Shadow: client.Yes,
-			}))
-			l.ask("watch", "hot", 300, time.Millisecond)
-			require.NoError(t, l.fake.SetLevel("watch", "hot", level))
-			l.made()
-			leased := 0
-			for l.made()["ratelimit_acquire_up_to"] == 0 {
-				_, n := l.ask("watch", "hot", 1, time.Millisecond)
-				leased += n
-			}
-			require.LessOrEqual(t, leased, 1000)
-			time.Sleep(5 * time.Millisecond) // until it is answered
-			if level == 0 {
-				_, more := l.ask("watch", "hot", 1000, time.Millisecond)
-				require.LessOrEqual(t, more, 250, "what was left when the bucket was empty")
-				return
-			}
-			require.Zero(t, l.remaining("watch", "hot"))
-			time.Sleep(2 * time.Second)
-			require.Zero(t, l.remaining("watch", "hot"))
+	for _, spent := range []bool{false, true} {
+		t.Run(fmt.Sprint("spent=", spent), func(t *testing.T) {
+			withLease(t, client.Lease{Policy: "watch"}, func(t *testing.T, l *leasing) {
+				l.ask("watch", "hot", 300, time.Millisecond)
+				l.askUntilItTakes(3)
+				time.Sleep(5 * time.Millisecond) // until it is answered
+				if !spent {
+					require.Zero(t, l.remaining("watch", "hot"))
+					time.Sleep(2 * time.Second)
+					require.Zero(t, l.remaining("watch", "hot"))
+					return
+				}
+				for leased := 1; leased > 0; { // until nothing is left
+					_, leased = l.ask("watch", "hot", 1, 100*time.Microsecond, client.Cost(2))
+				}
+				l.ask("watch", "hot", 10, time.Millisecond)
+				require.NoError(t, l.fake.SetLevel("watch", "hot", 10_000))
+				granted, leased := l.ask("watch", "hot", 300, time.Millisecond)
+				require.Greater(t, leased, 100)
+				time.Sleep(2 * time.Second)
+				require.EqualValues(t, 10_000-granted, l.remaining("watch", "hot"))
+			})
 		})
 	}
 }
@@ -566,21 +541,11 @@ func TestLeaser_GivesBackNothingThatAShadowPolicyDidNotTake(t *testing.T) {
 // A policy that watches takes for a lease what it would have denied, and says so: that is not granted from the lease, so that each
 // such request is seen.
 func TestLeaser_GrantsNothingThatAShadowPolicyWouldHaveDenied(t *testing.T) {
-	inBubble(t, func(t *testing.T) {
-		l := lease(t, client.Lease{Policy: "watch"})
-		defer l.Close()
-		require.NoError(t, l.fake.DefinePolicy(t.Context(), client.Policy{
-			Name: "watch", Capacity: 10_000, Refill: 1, Every: 24 * time.Hour, Shadow: client.Yes,
-		}))
+	withLease(t, client.Lease{Policy: "watch"}, func(t *testing.T, l *leasing) {
 		granted, _ := l.ask("watch", "hot", 300, time.Millisecond)
 		held := 10_000 - granted - int(l.remaining("watch", "hot"))
 		require.Greater(t, held, 50)
-		require.NoError(t, l.fake.SetLevel("watch", "hot", 0))
-		leased := 0
-		for l.made(); l.made()["ratelimit_acquire_up_to"] == 0; {
-			_, n := l.ask("watch", "hot", 1, time.Millisecond)
-			leased += n
-		}
+		leased := l.askUntilItTakes(0)
 		_, n := l.ask("watch", "hot", 5, 200*time.Microsecond) // until it is answered
 		leased += n
 		_, n = l.ask("watch", "hot", 1000, 0)
@@ -601,9 +566,7 @@ func TestLeaser_RefusesALeaseThatIsNone(t *testing.T) {
 
 // With the cache, what the server has promised is denied here; the lease comes first.
 func TestLeaser_WithADenialCache(t *testing.T) {
-	inBubble(t, func(t *testing.T) {
-		l := lease(t, client.Lease{Policy: "p"}, client.DenialCache())
-		defer l.Close()
+	withLease(t, client.Lease{Policy: "p"}, func(t *testing.T, l *leasing) {
 		require.NoError(t, l.fake.DefinePolicy(t.Context(), client.Policy{Name: "p", Capacity: 100, Refill: 100, Every: time.Second}))
 		begin, total := time.Now(), 0
 		for time.Since(begin) < 5*time.Second {
@@ -612,7 +575,7 @@ func TestLeaser_WithADenialCache(t *testing.T) {
 		}
 		require.LessOrEqual(t, total, 600)
 		require.Greater(t, total, 97*600/100)
-	})
+	}, client.DenialCache())
 }
 
 // Close has its five seconds for all leases together, however many wait for a database that is silent.
@@ -620,8 +583,7 @@ func TestLeaser_ClosesInTimeBesideASilentDatabase(t *testing.T) {
 	t.Parallel()
 	for _, expired := range []bool{false, true} {
 		t.Run(fmt.Sprint("expired=", expired), func(t *testing.T) {
-			inBubble(t, func(t *testing.T) {
-				l := lease(t, client.Lease{Policy: "p", Idle: time.Hour})
+			withLease(t, client.Lease{Policy: "p", Idle: time.Hour}, func(t *testing.T, l *leasing) {
 				leased := 0
 				for key := range 100 {
 					_, n := l.ask("p", fmt.Sprint(key), 10, time.Millisecond)
@@ -657,9 +619,7 @@ func TestLeaser_GivesBackWithinTheContextOfTheCaller(t *testing.T) {
 		"drop policy":     func(ctx context.Context, l *leasing) error { return l.DropPolicy(ctx, "p") },
 	} {
 		t.Run(name, func(t *testing.T) {
-			inBubble(t, func(t *testing.T) {
-				l := lease(t, client.Lease{Policy: "p"})
-				defer l.Close()
+			withLease(t, client.Lease{Policy: "p"}, func(t *testing.T, l *leasing) {
 				l.ask("p", "hot", 200, time.Millisecond)
 				l.pool.silence(true)
 				ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
@@ -674,9 +634,7 @@ func TestLeaser_GivesBackWithinTheContextOfTheCaller(t *testing.T) {
 
 // A call whose ctx has ended changes nothing, and so costs no lease.
 func TestLeaser_KeepsItsLeasesFromACallThatIsOver(t *testing.T) {
-	inBubble(t, func(t *testing.T) {
-		l := lease(t, client.Lease{Policy: "p"})
-		defer l.Close()
+	withLease(t, client.Lease{Policy: "p"}, func(t *testing.T, l *leasing) {
 		l.ask("p", "hot", 200, time.Millisecond)
 		ctx, cancel := context.WithCancel(t.Context())
 		cancel()
@@ -688,8 +646,7 @@ func TestLeaser_KeepsItsLeasesFromACallThatIsOver(t *testing.T) {
 // A grant from a lease allocates nothing. What refills it meanwhile may, once.
 func TestLeaser_AllocatesNothing(t *testing.T) { // and not in parallel: others do
 	synctest.Test(t, func(t *testing.T) {
-		l := lease(t, client.Lease{Policy: "p"})
-		defer l.Close()
+		l := newLeasing(t, client.Lease{Policy: "p"})
 		l.ask("p", "hot", 1000, time.Millisecond)
 		leased, ctx := 0, t.Context()
 		require.Zero(t, testing.AllocsPerRun(100, func() {
@@ -706,7 +663,7 @@ func TestLeaser_ShowsHooksTheAnswersOfCallersAlone(t *testing.T) {
 	inBubble(t, func(t *testing.T) {
 		var mu sync.Mutex
 		var answers []client.Answer
-		l := lease(t, client.Lease{Policy: "p"}, client.Observe(client.Hooks{Answered: func(_ context.Context, a client.Answer) {
+		l := newLeasing(t, client.Lease{Policy: "p"}, client.Observe(client.Hooks{Answered: func(_ context.Context, a client.Answer) {
 			mu.Lock()
 			defer mu.Unlock()
 			answers = append(answers, a)
@@ -730,35 +687,5 @@ func TestLeaser_ShowsHooksTheAnswersOfCallersAlone(t *testing.T) {
 			}
 		}
 		require.Zero(t, leased)
-	})
-}
-
-// Once what was taken in doubt is spent, what is taken next is given back as ever.
-func TestLeaser_GivesBackAgainAfterADoubtIsSpent(t *testing.T) {
-	inBubble(t, func(t *testing.T) {
-		l := lease(t, client.Lease{Policy: "watch"})
-		defer l.Close()
-		require.NoError(t, l.fake.DefinePolicy(t.Context(), client.Policy{
-			Name: "watch", Capacity: 10_000, Refill: 1, Every: 24 * time.Hour, Shadow: client.Yes,
-		}))
-		l.ask("watch", "hot", 300, time.Millisecond)
-		require.NoError(t, l.fake.SetLevel("watch", "hot", 3))
-		l.made()
-		for l.made()["ratelimit_acquire_up_to"] == 0 {
-			l.ask("watch", "hot", 1, time.Millisecond)
-		}
-		time.Sleep(5 * time.Millisecond) // until it is answered
-		leased := 1
-		for leased > 0 { // until nothing is left
-			_, leased = l.ask("watch", "hot", 1, 100*time.Microsecond, client.Cost(2))
-		}
-		l.ask("watch", "hot", 10, time.Millisecond)
-
-		require.NoError(t, l.fake.SetLevel("watch", "hot", 10_000))
-		l.made()
-		granted, leased := l.ask("watch", "hot", 300, time.Millisecond)
-		require.Greater(t, leased, 100)
-		time.Sleep(2 * time.Second)
-		require.EqualValues(t, 10_000-granted, l.remaining("watch", "hot"))
 	})
 }
