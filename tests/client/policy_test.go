@@ -10,59 +10,6 @@ import (
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
-func TestDefinePolicy_KeepsWhatIsLeftOpen(t *testing.T) {
-	t.Parallel()
-	limiter := client.New(pgtest.New(t).Pool)
-	define := func(p client.Policy) client.Policy {
-		t.Helper()
-		require.NoError(t, limiter.DefinePolicy(t.Context(), p))
-		policies := noError(limiter.Policies(t.Context()))(t)
-		require.Len(t, policies, 1)
-		return policies[0]
-	}
-
-	p := client.Policy{Name: "api", Capacity: 10, Refill: 1, Every: time.Second}
-	defaults := client.Policy{
-		Name: "api", Capacity: 10, Refill: 1, Every: time.Second,
-		Stepped: client.No, Durable: client.Yes, Remember: 24 * time.Hour, Shadow: client.No,
-	}
-	require.Equal(t, defaults, define(p))
-	require.Equal(t, defaults, define(defaults), "what is read can be written")
-
-	changed := client.Policy{
-		Name: "api", Capacity: 20, Refill: 2, Every: time.Minute,
-		Stepped: client.Yes, Durable: client.Yes, Remember: time.Hour, Shadow: client.No,
-	}
-	require.Equal(t, changed, define(changed))
-
-	p = client.Policy{Name: "api", Capacity: 30, Refill: 3, Every: time.Hour}
-	changed.Capacity, changed.Refill, changed.Every = p.Capacity, p.Refill, p.Every
-	require.Equal(t, changed, define(p))
-
-	p.Stepped = client.No
-	changed.Stepped = client.No
-	require.Equal(t, changed, define(p))
-}
-
-func TestDefinePolicy_Ephemeral(t *testing.T) {
-	t.Parallel()
-	limiter := client.New(pgtest.New(t).Pool)
-	p := client.Policy{
-		Name: "api", Capacity: 10, Refill: 1, Every: time.Second,
-		Stepped: client.No, Durable: client.No, Remember: 24 * time.Hour, Shadow: client.No,
-	}
-	require.NoError(t, limiter.DefinePolicy(t.Context(), p))
-	require.Equal(t, []client.Policy{p}, noError(limiter.Policies(t.Context()))(t))
-}
-
-func TestDefinePolicy_RefusesAnUnknownChoice(t *testing.T) {
-	t.Parallel()
-	limiter := client.New(pgtest.New(t).Pool)
-	err := limiter.DefinePolicy(t.Context(), client.Policy{Name: "api", Capacity: 10, Refill: 1, Every: time.Second, Durable: 3})
-	require.ErrorIs(t, err, client.ErrInvalidArgument)
-	require.ErrorContains(t, err, "Choice(3)")
-}
-
 func TestPolicies_OrderedByName(t *testing.T) {
 	t.Parallel()
 	limiter := client.New(pgtest.New(t).Pool)
@@ -88,24 +35,25 @@ func TestPolicies_LongIntervalsAreCut(t *testing.T) {
 	require.Equal(t, longest, policies[0].Remember)
 }
 
-// A zero field keeps what is there, so that one thing can be changed without knowing the others.
+// A zero field keeps what is there, so that one thing can be changed without knowing the others. A new policy gets the defaults.
 func TestDefinePolicy_ZeroKeeps(t *testing.T) {
 	t.Parallel()
 	limiter := client.New(pgtest.New(t).Pool)
 	want := client.Policy{
-		Name: "api", Capacity: 10, Refill: 1, Every: time.Second,
-		Stepped: client.No, Durable: client.Yes, Remember: time.Hour, Shadow: client.No,
+		Name: "api", Capacity: 10, Refill: 1, Every: time.Second, Stepped: client.No, Durable: client.Yes, Remember: 24 * time.Hour, Shadow: client.No,
 	}
-	require.NoError(t, limiter.DefinePolicy(t.Context(), want))
 	for _, change := range []struct {
 		client.Policy
 		field func()
 	}{
+		{client.Policy{Capacity: 10, Refill: 1, Every: time.Second}, func() {}},
+		{want, func() {}}, // what is read can be written
 		{client.Policy{}, func() {}},
 		{client.Policy{Capacity: 20}, func() { want.Capacity = 20 }},
 		{client.Policy{Refill: 2}, func() { want.Refill = 2 }},
 		{client.Policy{Every: time.Minute}, func() { want.Every = time.Minute }},
 		{client.Policy{Stepped: client.Yes}, func() { want.Stepped = client.Yes }},
+		{client.Policy{Stepped: client.No}, func() { want.Stepped = client.No }},
 		{client.Policy{Remember: time.Minute}, func() { want.Remember = time.Minute }},
 		{client.Policy{Shadow: client.Yes}, func() { want.Shadow = client.Yes }},
 		{client.Policy{Refill: client.Zero}, func() { want.Refill = client.Zero }},
@@ -123,4 +71,11 @@ func TestDefinePolicy_ZeroKeeps(t *testing.T) {
 	} {
 		require.ErrorIs(t, limiter.DefinePolicy(t.Context(), p), client.ErrInvalidArgument, "%+v", p)
 	}
+	err := limiter.DefinePolicy(t.Context(), client.Policy{Name: "new", Capacity: 10, Refill: 1, Every: time.Second, Durable: 3})
+	require.ErrorIs(t, err, client.ErrInvalidArgument)
+	require.ErrorContains(t, err, "Choice(3)")
+	ephemeral := want
+	ephemeral.Name, ephemeral.Durable = "ephemeral", client.No
+	require.NoError(t, limiter.DefinePolicy(t.Context(), ephemeral))
+	require.Equal(t, []client.Policy{want, ephemeral}, noError(limiter.Policies(t.Context()))(t))
 }
