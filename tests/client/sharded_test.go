@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -84,12 +85,8 @@ func TestSharded_EachCallGoesToTheShardOfItsKey(t *testing.T) {
 		left := func(want int64) {
 			t.Helper()
 			for n, pool := range s.pools {
-				d := noError(client.New(pool).Peek(ctx, "api", key))(t)
-				if n != shard {
-					require.EqualValues(t, 100, d.Remaining, "shard %d does not know the key of shard %d", n, shard)
-				} else {
-					require.Equal(t, want, d.Remaining)
-				}
+				of := map[bool]int64{true: want, false: 100}[n == shard]
+				require.Equal(t, of, noError(client.New(pool).Peek(ctx, "api", key))(t).Remaining, "shard %d, key of shard %d", n, shard)
 			}
 			require.Equal(t, want, noError(limiter.Peek(ctx, "api", key))(t).Remaining)
 		}
@@ -202,26 +199,18 @@ func TestSharded_CleanUp(t *testing.T) {
 	use()
 	require.Equal(t, client.Cleaned{Buckets: of, IdempotencyKeys: of}, noError(limiter.Cleanup(ctx, client.MaxRows(1)))(t))
 	use()
-	done := make(chan struct{})
-	go func() {
-		defer close(done)
-		limiter.RunCleanup(ctx, time.Millisecond)
-	}()
+	var cleaning sync.WaitGroup
+	cleaning.Go(func() { limiter.RunCleanup(ctx, time.Millisecond) })
 	for _, db := range s.dbs {
 		db.Await(t, time.Minute, "select not exists (select from ratelimit.idempotency_keys)")
 	}
 	stop()
-	<-done
+	cleaning.Wait()
 
 	noError(s.pools[1].Exec(t.Context(), "drop procedure ratelimit_cleanup_all"))(t)
 	ctx, stop = context.WithCancel(t.Context())
 	var once sync.Once
-	limiter.RunCleanup(ctx, time.Millisecond, client.OnError(func(err error) {
-		once.Do(func() {
-			shardIs(t, 1, of, err)
-			stop()
-		})
-	}))
+	limiter.RunCleanup(ctx, time.Millisecond, client.OnError(func(err error) { once.Do(func() { shardIs(t, 1, of, err); stop() }) }))
 }
 
 // Each way to list the wrong databases is told from the others, with the database and what helps.
@@ -231,21 +220,12 @@ func TestNewSharded_RefusesWhatIsWrong(t *testing.T) {
 	const of = 4
 	s := newShards(t, of)
 	p := s.pools
-	open := func(pools ...*pgxpool.Pool) error {
-		limiter, err := client.NewSharded(ctx, pools)
-		if err == nil {
-			limiter.Close()
-		}
-		return err
-	}
-	require.NoError(t, open(p...))
+	open := func(pools ...*pgxpool.Pool) error { _, err := client.NewSharded(ctx, pools); return err }
+	s.open(t)
 
-	unnumbered, other, absent, bare := pgtest.New(t), pgtest.New(t), pgtest.New(t), pgtest.Empty(t)
+	unnumbered, other, bare := pgtest.New(t), pgtest.New(t), pgtest.Empty(t)
 	other.Exec(t, "select ratelimit_define_shard(1, 8)")
-	config := p[0].Config()
-	config.ConnConfig.Database = "nowhere " + absent.Name
-	nowhere := noError(pgxpool.NewWithConfig(ctx, config))(t)
-	t.Cleanup(nowhere.Close)
+	nowhere := connect(t, s.dbs[0], nil, func(config *pgx.ConnConfig) { config.Database = "nowhere" })
 	for name, test := range map[string]struct {
 		pools []*pgxpool.Pool
 		wrong []int // shards that are
@@ -265,11 +245,7 @@ func TestNewSharded_RefusesWhatIsWrong(t *testing.T) {
 		}
 		for shard := range test.pools {
 			prefix := fmt.Sprintf("shard %d of %d: check the shard: wrong shard: ", shard, len(test.pools))
-			if slices.Contains(test.wrong, shard) {
-				require.ErrorContains(t, err, prefix, name)
-			} else {
-				require.NotContains(t, err.Error(), prefix, name)
-			}
+			require.Equal(t, slices.Contains(test.wrong, shard), strings.Contains(err.Error(), prefix), "%s: %v", name, err)
 		}
 	}
 	for _, pools := range [][]*pgxpool.Pool{nil, p[:3]} {
@@ -404,16 +380,6 @@ func TestNewSharded_StartsBesideAShardThatIsDown(t *testing.T) {
 	require.ErrorContains(t, err, "no route to host")
 }
 
-func TestSharded_Close(t *testing.T) {
-	t.Parallel()
-	s := newShards(t, 2)
-	limiter := s.open(t)
-	limiter.Close()
-	_, err := limiter.Acquire(t.Context(), "api", "k")
-	require.ErrorIs(t, err, client.ErrClosed)
-	limiter.Close()
-}
-
 // Copies of a database have all of its overrides. Each is listed once, also when those of others fill the list of a shard.
 func TestSharded_OverridesAreThoseOfTheShardsOwnKeys(t *testing.T) {
 	t.Parallel()
@@ -498,6 +464,9 @@ func TestSharded_Leases(t *testing.T) {
 	}
 	callers.Wait()
 	limiter.Close()
+	limiter.Close() // again
+	_, err := limiter.Acquire(t.Context(), "busy", "k")
+	require.ErrorIs(t, err, client.ErrClosed)
 	for n, pool := range s.pools {
 		require.Equal(t, granted[n].Load(), 1_000_000-noError(client.New(pool).Peek(t.Context(), "busy", keyOn(n, 2)))(t).Remaining)
 		require.GreaterOrEqual(t, leased[n].Load(), int64(100))
