@@ -7,7 +7,7 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"net/url"
-	"sync"
+	"strconv"
 	"testing"
 	"time"
 
@@ -81,20 +81,13 @@ func BenchmarkMiddleware(b *testing.B) {
 
 // share lets callers send b.N requests between them.
 func shareOf(b *testing.B, callers, want int, send func(*http.Request) (status int, err error)) {
-	b.ReportAllocs()
-	var wg sync.WaitGroup
-	for caller := range callers {
-		name := fmt.Sprint(caller)
-		wg.Go(func() {
-			for n := caller; n < b.N; n += callers {
-				r := (&http.Request{Method: http.MethodGet, Header: http.Header{"User": {name}}, RemoteAddr: "192.0.2.1:80"}).WithContext(b.Context())
-				if status, err := send(r); err != nil || status != want {
-					b.Errorf("status %d, %v", status, err)
-					return
-				}
-			}
-		})
-	}
-	wg.Wait()
+	share(b, callers, func(ctx context.Context, caller int) error {
+		header := http.Header{"User": {strconv.Itoa(caller)}}
+		status, err := send((&http.Request{Method: http.MethodGet, Header: header, RemoteAddr: "192.0.2.1:80"}).WithContext(ctx))
+		if err == nil && status != want {
+			err = fmt.Errorf("status %d", status)
+		}
+		return err
+	})
 	b.ReportMetric(float64(b.N)/b.Elapsed().Seconds(), "requests/s")
 }

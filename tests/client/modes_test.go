@@ -21,13 +21,7 @@ import (
 func TestExecModes(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)
-	for _, mode := range []pgx.QueryExecMode{
-		pgx.QueryExecModeCacheStatement,
-		pgx.QueryExecModeCacheDescribe,
-		pgx.QueryExecModeDescribeExec,
-		pgx.QueryExecModeExec,
-		pgx.QueryExecModeSimpleProtocol,
-	} {
+	for mode := pgx.QueryExecModeCacheStatement; mode <= pgx.QueryExecModeSimpleProtocol; mode++ {
 		styles := []string{"postgres", "postgres_verbose", "sql_standard", "iso_8601"}
 		if mode != pgx.QueryExecModeCacheStatement && mode != pgx.QueryExecModeSimpleProtocol { // one of binary and one of text show them
 			styles = styles[2:3]
@@ -65,8 +59,7 @@ func useEverything(t *testing.T, limiter *client.Limiter) {
 	key := `o'clock \ $1 ` + strings.Repeat("é", 200)
 
 	// No idempotency key is null, and a key is told from none.
-	require.Equal(t, client.Decision{Allowed: true, Remaining: 9, ResetAfter: day, Capacity: 10},
-		must(limiter.Acquire(ctx, policy.Name, key)))
+	require.Equal(t, client.Decision{Allowed: true, Remaining: 9, ResetAfter: day, Capacity: 10}, must(limiter.Acquire(ctx, policy.Name, key)))
 	require.Equal(t, client.Decision{Allowed: true, Remaining: 5, ResetAfter: 5 * day, Capacity: 10},
 		must(limiter.Acquire(ctx, policy.Name, key, client.Cost(4), client.IdempotencyKey("null"))))
 	require.Equal(t, client.Decision{Allowed: true, Remaining: 5, ResetAfter: 5 * day, Capacity: 10, Replayed: true},
@@ -78,8 +71,7 @@ func useEverything(t *testing.T, limiter *client.Limiter) {
 		must(limiter.Acquire(ctx, policy.Name, key, client.Cost(6))))
 	require.Equal(t, client.Decision{Remaining: 5, RetryAfter: 2 * day, ResetAfter: 5 * day, Capacity: 10},
 		must(limiter.Peek(ctx, policy.Name, key, client.Cost(7))))
-	never := must(limiter.Peek(ctx, policy.Name, key, client.Cost(math.MaxInt64)))
-	require.True(t, never.Never())
+	require.True(t, must(limiter.Peek(ctx, policy.Name, key, client.Cost(math.MaxInt64))).Never())
 	_, err = limiter.Acquire(ctx, policy.Name, key, client.Cost(math.MinInt64))
 	require.ErrorIs(t, err, client.ErrInvalidArgument)
 	for _, text := range []string{"", "\x00", "a\x00'b", "\xff", strings.Repeat("é", 257)} {
@@ -87,15 +79,13 @@ func useEverything(t *testing.T, limiter *client.Limiter) {
 		require.ErrorIs(t, err, client.ErrInvalidArgument, "%q", text)
 	}
 
-	require.Equal(t, client.Decision{Allowed: true, Remaining: 8, ResetAfter: 2 * day, Capacity: 10},
-		must(limiter.Refund(ctx, policy.Name, key, 3)))
+	require.Equal(t, client.Decision{Allowed: true, Remaining: 8, ResetAfter: 2 * day, Capacity: 10}, must(limiter.Refund(ctx, policy.Name, key, 3)))
 	require.NoError(t, limiter.Reset(ctx, policy.Name, key))
 	useAll(t, limiter, policy.Name, key)
 	require.NoError(t, limiter.Reset(ctx, policy.Name, key))
 	useSpending(t, limiter, policy.Name, key)
 	require.NoError(t, limiter.Reset(ctx, policy.Name, key))
-	require.Equal(t, client.Decision{Allowed: true, Remaining: 10, Capacity: 10},
-		must(limiter.Peek(ctx, policy.Name, key)))
+	require.Equal(t, client.Decision{Allowed: true, Remaining: 10, Capacity: 10}, must(limiter.Peek(ctx, policy.Name, key)))
 
 	require.Zero(t, noError(limiter.Cleanup(ctx))(t))
 
@@ -160,9 +150,8 @@ func useAll(t *testing.T, limiter *client.Limiter, policy, key string) {
 		t.Helper()
 		d := noError(limiter.AcquireAll(ctx, charges, opts...))(t)
 		require.Len(t, d.Decisions, 3)
-		require.Equal(t, d.Remaining, d.Decisions[d.Binding].Remaining)
-		require.Equal(t, d.ResetAfter, d.Decisions[d.Binding].ResetAfter)
-		require.Equal(t, d.RetryAfter, d.Decisions[d.Binding].RetryAfter)
+		binding := d.Decisions[d.Binding]
+		require.Equal(t, []any{d.Remaining, d.ResetAfter, d.RetryAfter}, []any{binding.Remaining, binding.ResetAfter, binding.RetryAfter})
 		return d
 	}
 	remaining := func(d client.JointDecision) []int64 {
@@ -206,8 +195,7 @@ func useOverrides(t *testing.T, limiter *client.Limiter, policy client.Policy, k
 	same := client.Override{Policy: policy.Name, Key: "b", Capacity: policy.Capacity, Refill: policy.Refill, Every: policy.Every}
 	list := func(opts ...client.OverridesOption) []client.Override {
 		t.Helper()
-		overrides := noError(limiter.Overrides(ctx, opts...))(t)
-		return overrides
+		return noError(limiter.Overrides(ctx, opts...))(t)
 	}
 	require.ElementsMatch(t, []client.Override{same, block}, list())
 	require.Equal(t, []client.Override{block}, list(client.OfPolicy(policy.Name), client.OfKey(key)))

@@ -18,14 +18,7 @@ import (
 type seen struct {
 	mu      sync.Mutex
 	answers []client.Answer
-	waits   []wait
 	calls   []int
-}
-
-type wait struct {
-	policy string
-	slept  time.Duration
-	err    error
 }
 
 func (s *seen) hooks() client.Hooks {
@@ -34,11 +27,6 @@ func (s *seen) hooks() client.Hooks {
 			s.mu.Lock()
 			defer s.mu.Unlock()
 			s.answers = append(s.answers, a)
-		},
-		Waited: func(_ context.Context, policy string, slept time.Duration, err error) {
-			s.mu.Lock()
-			defer s.mu.Unlock()
-			s.waits = append(s.waits, wait{policy, slept, err})
 		},
 		Combined: func(requests int) {
 			s.mu.Lock()

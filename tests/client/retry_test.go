@@ -56,12 +56,11 @@ func (lookalike) Close() {}
 func TestWithTx_IsToldAndDoesNotGuess(t *testing.T) {
 	t.Parallel()
 	ctx := t.Context()
-	for name, of := range map[string]func(pool *pgxpool.Pool) interface{ WithTx(pgx.Tx) *client.Limiter }{
-		"Limiter": func(pool *pgxpool.Pool) interface{ WithTx(pgx.Tx) *client.Limiter } {
-			return client.New(pool, client.DenialCache(), client.Schema("app"))
-		},
-		"Combiner": func(pool *pgxpool.Pool) interface{ WithTx(pgx.Tx) *client.Limiter } {
-			return client.NewCombiner(pool, client.DenialCache(), client.Schema("app"))
+	cached, app := client.DenialCache(), client.Schema("app")
+	for name, of := range map[string]func(*pgxpool.Pool, pgx.Tx) *client.Limiter{
+		"Limiter": func(pool *pgxpool.Pool, tx pgx.Tx) *client.Limiter { return client.New(pool, cached, app).WithTx(tx) },
+		"Combiner": func(pool *pgxpool.Pool, tx pgx.Tx) *client.Limiter {
+			return client.NewCombiner(pool, cached, app).WithTx(tx)
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -75,7 +74,7 @@ func TestWithTx_IsToldAndDoesNotGuess(t *testing.T) {
 			var tries tryCounter
 			pool := connect(t, db, map[string]string{"default_transaction_isolation": "repeatable read"}, tries.count)
 			tx := begin(t, pool)
-			limiter := of(pool).WithTx(lookalike{tx})
+			limiter := of(pool, lookalike{tx})
 			for range 2 {
 				require.False(t, noError(limiter.Acquire(ctx, "api", "denied", client.Cost(11)))(t).Allowed)
 				noError(limiter.Acquire(ctx, "api", "k", client.Cost(5)))(t)
@@ -84,15 +83,15 @@ func TestWithTx_IsToldAndDoesNotGuess(t *testing.T) {
 			noError(limiter.Acquire(ctx, "api", "k"))(t)
 			require.EqualValues(t, 6, tries.n.Load(), "no denial is remembered")
 			require.NoError(t, tx.Rollback(ctx))
-			d := noError(client.New(pool, client.Schema("app")).Peek(ctx, "api", "k"))(t)
+			d := noError(client.New(pool, app).Peek(ctx, "api", "k"))(t)
 			require.EqualValues(t, 10, d.Remaining, "a rollback has taken nothing")
 
 			tx = begin(t, pool)
-			_, err := of(pool).WithTx(tx).Peek(ctx, "api", "k") // a snapshot
+			_, err := of(pool, tx).Peek(ctx, "api", "k") // a snapshot
 			require.NoError(t, err)
-			noError(client.New(pool, client.Schema("app")).Acquire(ctx, "api", "k"))(t)
+			noError(client.New(pool, app).Acquire(ctx, "api", "k"))(t)
 			tries.n.Store(0)
-			_, err = of(pool).WithTx(lookalike{tx}).Acquire(ctx, "api", "k")
+			_, err = of(pool, lookalike{tx}).Acquire(ctx, "api", "k")
 			requireCode(t, "40001", err)
 			require.EqualValues(t, 1, tries.n.Load(), "no retry")
 		})

@@ -1,7 +1,6 @@
 package client_test
 
 import (
-	"context"
 	"strings"
 	"testing"
 
@@ -14,8 +13,7 @@ import (
 func TestWait_IsNotForTransactions(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)
-	tx := noError(db.Pool.Begin(t.Context()))(t)
-	defer func() { _ = tx.Rollback(context.Background()) }()
+	tx := begin(t, db.Pool)
 	limiter := client.New(db.Pool)
 	for name, in := range map[string]*client.Limiter{"Tx": client.New(tx), "WithTx": limiter.WithTx(tx), "Conn": client.New(tx.Conn())} {
 		_, err := in.Wait(t.Context(), "line", "k")
