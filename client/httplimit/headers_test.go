@@ -17,7 +17,6 @@ func TestFields_TheTightestBucketSpeaksForItsPolicy(t *testing.T) {
 	small, large := client.Charge{Policy: "api", Key: "small"}, client.Charge{Policy: "api", Key: "large"}
 	for _, charges := range [][]client.Charge{{small, large}, {large, small}} {
 		l := newLimited(t, charge(charges...), httplimit.Closed(time.Second), httplimit.Policies(api))
-		l.define(api)
 		require.NoError(t, l.Override(t.Context(), client.Override{Policy: "api", Key: "small", Capacity: 60}))
 		for _, test := range []struct {
 			small, large float64
@@ -25,8 +24,7 @@ func TestFields_TheTightestBucketSpeaksForItsPolicy(t *testing.T) {
 		}{{51, 51, `"api";q=100;w=10`}, {50, 51, `"api";q=60`}, {51, 50, `"api";q=100;w=10`}} {
 			require.NoError(t, l.SetLevel("api", "small", test.small))
 			require.NoError(t, l.SetLevel("api", "large", test.large))
-			response := l.get()
-			require.Equal(t, test.want, response.Header.Get("RateLimit-Policy"), "%+v", test)
+			require.Equal(t, test.want, l.get().Header.Get("RateLimit-Policy"), "%+v", test)
 		}
 	}
 }
@@ -39,7 +37,6 @@ func TestFields_AReplayOfOneBucketHidesWhatThePolicyHasLeft(t *testing.T) {
 		charges := both[replayed : replayed+1]
 		l := newLimited(t, func(*http.Request) []client.Charge { return charges }, httplimit.Closed(time.Second),
 			httplimit.IdempotencyKey(func(*http.Request) string { return "once" }))
-		l.define(api)
 		require.Contains(t, l.get().Header, "Ratelimit")
 		charges = both
 		again := l.get()
