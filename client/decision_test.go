@@ -14,64 +14,39 @@ const longest = math.MaxInt64 / 1000 * time.Microsecond
 
 func TestDecision_Decodes(t *testing.T) {
 	t.Parallel()
+	const us, null = time.Microsecond, -1
+	sent := func(allowed bool, remaining, retryAfter, resetAfter int64, replayed, shadowed bool) row {
+		columns := row{allowed, remaining, retryAfter, resetAfter, int64(10), replayed, shadowed}
+		for i := range columns[2:4] {
+			if columns[2+i] == int64(null) {
+				columns[2+i] = nil
+			}
+		}
+		return columns
+	}
+	const most = math.MaxInt64 / 1000
 	for name, test := range map[string]struct {
 		answer row
-		want   client.Decision
-		never  bool
-		short  bool // for ever
+		want   client.Decision // of capacity 10
 	}{
-		"grant": {
-			answer: row{true, int64(7), int64(0), int64(1_500_000), int64(10), false, false},
-			want:   client.Decision{Allowed: true, Remaining: 7, ResetAfter: 1500 * time.Millisecond, Capacity: 10},
-		},
-		"denial": {
-			answer: row{false, int64(0), int64(1), int64(2), int64(10), false, false},
-			want:   client.Decision{RetryAfter: time.Microsecond, ResetAfter: 2 * time.Microsecond, Capacity: 10},
-		},
-		"replay": {
-			answer: row{true, int64(7), int64(0), int64(3), int64(10), true, false},
-			want:   client.Decision{Allowed: true, Remaining: 7, ResetAfter: 3 * time.Microsecond, Capacity: 10, Replayed: true},
-		},
-		"never": {
-			answer: row{false, int64(10), nil, int64(0), int64(10), false, false},
-			want:   client.Decision{Remaining: 10, RetryAfter: math.MaxInt64, Capacity: 10},
-			never:  true,
-		},
-		"a denial without refill": {
-			answer: row{false, int64(3), nil, nil, int64(10), false, false},
-			want:   client.Decision{Remaining: 3, RetryAfter: math.MaxInt64, ResetAfter: math.MaxInt64, Capacity: 10},
-			never:  true, short: true,
-		},
-		"a grant without refill": {
-			answer: row{true, int64(3), int64(0), nil, int64(10), false, false},
-			want:   client.Decision{Allowed: true, Remaining: 3, ResetAfter: math.MaxInt64, Capacity: 10},
-			short:  true,
-		},
-		"a denial that is only watched": {
-			answer: row{true, int64(0), int64(0), int64(5), int64(10), false, true},
-			want:   client.Decision{Allowed: true, ResetAfter: 5 * time.Microsecond, Capacity: 10, Shadowed: true},
-		},
-		"debt": {
-			answer: row{false, int64(-3), int64(4), int64(5), int64(10), false, false},
-			want:   client.Decision{Remaining: -3, RetryAfter: 4 * time.Microsecond, ResetAfter: 5 * time.Microsecond, Capacity: 10},
-		},
-		"the longest durations": {
-			answer: row{false, int64(0), int64(math.MaxInt64 / 1000), int64(math.MaxInt64/1000 - 1), int64(10), false, false},
-			want:   client.Decision{RetryAfter: longest, ResetAfter: longest - time.Microsecond, Capacity: 10},
-		},
+		"grant":                         {sent(true, 7, 0, 1_500_000, false, false), client.Decision{Allowed: true, Remaining: 7, ResetAfter: 1_500_000 * us}},
+		"denial":                        {sent(false, 0, 1, 2, false, false), client.Decision{RetryAfter: us, ResetAfter: 2 * us}},
+		"replay":                        {sent(true, 7, 0, 3, true, false), client.Decision{Allowed: true, Remaining: 7, ResetAfter: 3 * us, Replayed: true}},
+		"never":                         {sent(false, 10, null, 0, false, false), client.Decision{Remaining: 10, RetryAfter: math.MaxInt64}},
+		"a denial without refill":       {sent(false, 3, null, null, false, false), client.Decision{Remaining: 3, RetryAfter: math.MaxInt64, ResetAfter: math.MaxInt64}},
+		"a grant without refill":        {sent(true, 3, 0, null, false, false), client.Decision{Allowed: true, Remaining: 3, ResetAfter: math.MaxInt64}},
+		"a denial that is only watched": {sent(true, 0, 0, 5, false, true), client.Decision{Allowed: true, ResetAfter: 5 * us, Shadowed: true}},
+		"debt":                          {sent(false, -3, 4, 5, false, false), client.Decision{Remaining: -3, RetryAfter: 4 * us, ResetAfter: 5 * us}},
+		"the longest durations":         {sent(false, 0, most, most-1, false, false), client.Decision{RetryAfter: longest, ResetAfter: longest - us}},
 		"durations beyond that are not never": {
-			answer: row{false, int64(0), int64(math.MaxInt64/1000 + 1), int64(math.MaxInt64), int64(10), false, false},
-			want:   client.Decision{RetryAfter: longest, ResetAfter: longest, Capacity: 10},
+			sent(false, 0, most+1, math.MaxInt64, false, false), client.Decision{RetryAfter: longest, ResetAfter: longest},
 		},
 	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			limiter := client.New(&fakeDB{answers: []any{test.answer}})
-			got := noError(limiter.Acquire(t.Context(), "p", "k"))(t)
-			require.Equal(t, test.want, got)
-			require.Equal(t, test.never, got.Never())
-			require.Equal(t, test.short, got.NeverFull())
-		})
+		test.want.Capacity = 10
+		got := noError(client.New(&fakeDB{answers: []any{test.answer}}).Acquire(t.Context(), "p", "k"))(t)
+		require.Equal(t, test.want, got, name)
+		require.Equal(t, test.answer[2] == nil, got.Never(), name)
+		require.Equal(t, test.answer[3] == nil, got.NeverFull(), name)
 	}
 }
 
