@@ -80,9 +80,9 @@ func TestDenialCache_IsNotForAcquireAll(t *testing.T) {
 	limiter := client.New(db, client.DenialCache())
 	charges := []client.Charge{{Policy: "p", Key: "k"}}
 	for calls, ask := range []func() error{
-		func() error { _, err := limiter.AcquireAll(t.Context(), charges); return err },
-		func() error { _, err := limiter.Acquire(t.Context(), "p", "k"); return err },
-		func() error { _, err := limiter.AcquireAll(t.Context(), charges); return err },
+		func() error { return errOf(limiter.AcquireAll(t.Context(), charges)) },
+		func() error { return errOf(limiter.Acquire(t.Context(), "p", "k")) },
+		func() error { return errOf(limiter.AcquireAll(t.Context(), charges)) },
 	} {
 		require.NoError(t, ask())
 		require.Len(t, db.sent(), calls+1)

@@ -437,8 +437,7 @@ func TestCombiner_CloseWaitsAndRefuses(t *testing.T) {
 		require.EqualValues(t, 8, requireGranted(t, unreadable).Remaining)
 		<-closed
 		<-closed
-		_, err := limiter.Acquire(t.Context(), "p", "k2")
-		require.ErrorIs(t, err, client.ErrClosed, "whatever was remembered")
+		require.ErrorIs(t, errOf(limiter.Acquire(t.Context(), "p", "k2")), client.ErrClosed, "whatever was remembered")
 		limiter.Close()
 	}, client.DenialCache())
 }

@@ -22,6 +22,12 @@ func denied(retryAfter time.Duration) row {
 
 var never = row{false, int64(10), nil, int64(0), int64(10), false, false}
 
+// cached returns a limiter with a denial cache, on a pool with these answers.
+func cached(answers ...any) (*fakePool, *client.Limiter) {
+	db := &fakePool{fakeDB{answers: answers}}
+	return db, client.New(db, client.DenialCache())
+}
+
 // slow takes a second to ask, and a second to answer.
 type slow struct {
 	*fakePool
@@ -69,8 +75,7 @@ func TestDenialCache_KeepsThePromiseAndNoLonger(t *testing.T) {
 
 func TestDenialCache_IsForThatCostAndLarger(t *testing.T) {
 	inBubble(t, func(t *testing.T) {
-		db := &fakePool{fakeDB{answers: []any{denied(time.Minute)}}}
-		limiter := client.New(db, client.DenialCache())
+		db, limiter := cached(denied(time.Minute))
 		sent := func(cost int64, opts ...client.AcquireOption) bool {
 			t.Helper()
 			before := len(db.sent())
@@ -115,8 +120,7 @@ func TestDenialCache_ALargerCostDoesNotReplaceASmaller(t *testing.T) {
 
 func TestDenialCache_AGrantOfLessChangesNothing(t *testing.T) {
 	inBubble(t, func(t *testing.T) {
-		db := &fakePool{fakeDB{answers: []any{denied(time.Minute), granted(1)}}}
-		limiter := client.New(db, client.DenialCache())
+		db, limiter := cached(denied(time.Minute), granted(1))
 		for _, cost := range []int64{5, 3, 5} {
 			require.Equal(t, cost == 3, noError(limiter.Acquire(t.Context(), "p", "k", client.Cost(cost)))(t).Allowed)
 		}
@@ -126,8 +130,7 @@ func TestDenialCache_AGrantOfLessChangesNothing(t *testing.T) {
 
 func TestDenialCache_KeepsBucketsApart(t *testing.T) {
 	inBubble(t, func(t *testing.T) {
-		db := &fakePool{fakeDB{answers: []any{denied(time.Minute)}}}
-		limiter := client.New(db, client.DenialCache())
+		db, limiter := cached(denied(time.Minute))
 		for _, b := range [][2]string{{"p", "k"}, {"p", "l"}, {"q", "k"}, {"pk", ""}, {"", "pk"}} {
 			before := len(db.sent())
 			for range 2 {
@@ -140,40 +143,32 @@ func TestDenialCache_KeepsBucketsApart(t *testing.T) {
 
 func TestDenialCache_RemembersDenialsOnly(t *testing.T) {
 	t.Parallel()
+	acquire := func(ctx context.Context, l *client.Limiter) error { return errOf(l.Acquire(ctx, "p", "k")) }
 	for name, test := range map[string]struct {
 		answer any
 		call   func(context.Context, *client.Limiter) error
 	}{
-		"a grant":  {granted(1), nil},
-		"an error": {pgError("RL001"), nil},
-		"never":    {never, nil},
-		"a peek":   {denied(time.Minute), func(ctx context.Context, l *client.Limiter) error { _, err := l.Peek(ctx, "p", "k"); return err }},
-		"a refund": {denied(time.Minute), func(ctx context.Context, l *client.Limiter) error { _, err := l.Refund(ctx, "p", "k", 0); return err }},
+		"a grant":  {granted(1), acquire},
+		"an error": {pgError("RL001"), acquire},
+		"never":    {never, acquire},
+		"a peek":   {denied(time.Minute), func(ctx context.Context, l *client.Limiter) error { return errOf(l.Peek(ctx, "p", "k")) }},
+		"a refund": {denied(time.Minute), func(ctx context.Context, l *client.Limiter) error { return errOf(l.Refund(ctx, "p", "k", 0)) }},
 		"a request with an idempotency key": {denied(time.Minute), func(ctx context.Context, l *client.Limiter) error {
-			_, err := l.Acquire(ctx, "p", "k", client.IdempotencyKey("i"))
-			return err
+			return errOf(l.Acquire(ctx, "p", "k", client.IdempotencyKey("i")))
 		}},
 	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			db := &fakePool{fakeDB{answers: []any{test.answer}}}
-			limiter := client.New(db, client.DenialCache())
-			if test.call == nil {
-				test.call = func(ctx context.Context, l *client.Limiter) error { _, err := l.Acquire(ctx, "p", "k"); return err }
-			}
-			for range 2 {
-				err := test.call(t.Context(), limiter)
-				require.Equal(t, name == "an error", err != nil)
-			}
-			_, _ = limiter.Acquire(t.Context(), "p", "k")
-			require.Len(t, db.sent(), 3)
-		})
+		db, limiter := cached(test.answer)
+		for range 2 {
+			require.Equal(t, name == "an error", test.call(t.Context(), limiter) != nil, name)
+		}
+		_, _ = limiter.Acquire(t.Context(), "p", "k")
+		require.Len(t, db.sent(), 3, name)
 	}
 }
 
 // What gives tokens back is believed even when its own answer was lost.
 var givesBack = map[string]func(context.Context, *client.Limiter) error{
-	"refund": func(ctx context.Context, l *client.Limiter) error { _, err := l.Refund(ctx, "p", "k", 1); return err },
+	"refund": func(ctx context.Context, l *client.Limiter) error { return errOf(l.Refund(ctx, "p", "k", 1)) },
 	"reset":  func(ctx context.Context, l *client.Limiter) error { return l.Reset(ctx, "p", "k") },
 	"define policy": func(ctx context.Context, l *client.Limiter) error {
 		return l.DefinePolicy(ctx, client.Policy{Name: "p", Capacity: 1, Refill: 1, Every: time.Second})
@@ -181,24 +176,17 @@ var givesBack = map[string]func(context.Context, *client.Limiter) error{
 	"override": func(ctx context.Context, l *client.Limiter) error {
 		return l.Override(ctx, client.Override{Policy: "p", Key: "k", Capacity: 100})
 	},
-	"remove override": func(ctx context.Context, l *client.Limiter) error {
-		_, err := l.RemoveOverride(ctx, "p", "k")
-		return err
-	},
-	"drop policy": func(ctx context.Context, l *client.Limiter) error { return l.DropPolicy(ctx, "p") },
+	"remove override": func(ctx context.Context, l *client.Limiter) error { return errOf(l.RemoveOverride(ctx, "p", "k")) },
+	"drop policy":     func(ctx context.Context, l *client.Limiter) error { return l.DropPolicy(ctx, "p") },
 }
 
 func TestDenialCache_SeesWhatThisLimiterGivesBack(t *testing.T) {
 	t.Parallel()
 	for name, giveBack := range givesBack {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			db := &fakePool{fakeDB{answers: []any{denied(time.Minute), errors.New("connection lost"), granted(1)}}}
-			limiter := client.New(db, client.DenialCache())
-			require.False(t, noError(limiter.Acquire(t.Context(), "p", "k"))(t).Allowed)
-			require.Error(t, giveBack(t.Context(), limiter))
-			require.True(t, noError(limiter.Acquire(t.Context(), "p", "k"))(t).Allowed)
-		})
+		_, limiter := cached(denied(time.Minute), errors.New("connection lost"), granted(1))
+		require.False(t, noError(limiter.Acquire(t.Context(), "p", "k"))(t).Allowed, name)
+		require.Error(t, giveBack(t.Context(), limiter), name)
+		require.True(t, noError(limiter.Acquire(t.Context(), "p", "k"))(t).Allowed, name)
 	}
 }
 
@@ -214,31 +202,27 @@ func TestDenialCache_IsNotOvertaken(t *testing.T) {
 						limiter := client.New(db, client.DenialCache())
 						var asked <-chan answer
 						gaveBack := make(chan error, 1)
-						give := func() { gaveBack <- giveBack(t.Context(), limiter) }
-						if askedFirst {
-							asked = ask(t.Context(), limiter, "k")
-							go give()
-						} else {
-							go give()
-							synctest.Wait()
-							asked = ask(t.Context(), limiter, "k")
+						for _, asks := range []bool{askedFirst, !askedFirst} {
+							if asks {
+								asked = ask(t.Context(), limiter, "k")
+							} else {
+								go func() { gaveBack <- giveBack(t.Context(), limiter) }()
+								synctest.Wait()
+							}
 						}
 						calls := db.underWay()
 						require.Len(t, calls, 2)
 						if !askedFirst {
 							slices.Reverse(calls)
 						}
-						deny := func() {
-							calls[0].deny(time.Hour)
-							require.False(t, (<-asked).Allowed)
-						}
-						if answeredFirst {
-							deny()
-						}
-						calls[1].answer <- errors.New("connection lost")
-						require.Error(t, <-gaveBack)
-						if !answeredFirst {
-							deny()
+						for _, answered := range []bool{answeredFirst, !answeredFirst} {
+							if answered {
+								calls[0].deny(time.Hour)
+								require.False(t, (<-asked).Allowed)
+							} else {
+								calls[1].answer <- errors.New("connection lost")
+								require.Error(t, <-gaveBack)
+							}
 						}
 
 						asked = ask(t.Context(), limiter, "k")

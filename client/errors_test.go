@@ -1,7 +1,6 @@
 package client_test
 
 import (
-	"context"
 	"errors"
 	"testing"
 	"time"
@@ -82,36 +81,19 @@ func TestErrors_OfTheClientNeverReachTheDatabase(t *testing.T) {
 	t.Parallel()
 	db := &fakeDB{answers: []any{granted(1)}}
 	limiter := client.New(db)
-	for name, call := range map[string]func(context.Context) error{
-		"zero byte in the policy": func(ctx context.Context) error { _, err := limiter.Acquire(ctx, "a\x00b", "k"); return err },
-		"zero byte in the key":    func(ctx context.Context) error { return limiter.Reset(ctx, "p", "\x00") },
-		"zero byte in the idempotency key": func(ctx context.Context) error {
-			_, err := limiter.Acquire(ctx, "p", "k", client.IdempotencyKey("x\x00"))
-			return err
-		},
-		"every with a fraction": func(ctx context.Context) error {
-			return limiter.DefinePolicy(ctx, client.Policy{Name: "p", Capacity: 1, Refill: 1, Every: 1500})
-		},
-		"remember with a fraction": func(ctx context.Context) error {
-			return limiter.DefinePolicy(ctx, client.Policy{Name: "p", Capacity: 1, Refill: 1, Every: 1000, Remember: 1})
-		},
-		"zero byte in the policy of a charge": func(ctx context.Context) error {
-			_, err := limiter.AcquireAll(ctx, []client.Charge{{Policy: "p", Key: "k"}, {Policy: "\x00", Key: "k"}})
-			return err
-		},
-		"zero byte in the key of a charge": func(ctx context.Context) error {
-			_, err := limiter.AcquireAll(ctx, []client.Charge{{Policy: "p", Key: "k\x00"}})
-			return err
-		},
-		"zero byte in the idempotency key of charges": func(ctx context.Context) error {
-			_, err := limiter.AcquireAll(ctx, []client.Charge{{Policy: "p", Key: "k"}}, client.IdempotencyKey("\x00"))
-			return err
-		},
-		"override every with a fraction": func(ctx context.Context) error {
-			return limiter.Override(ctx, client.Override{Policy: "p", Key: "k", Every: 1500})
-		},
+	ctx, charge := t.Context(), client.Charge{Policy: "p", Key: "k"}
+	for name, err := range map[string]error{
+		"zero byte in the policy":             errOf(limiter.Acquire(ctx, "a\x00b", "k")),
+		"zero byte in the key":                limiter.Reset(ctx, "p", "\x00"),
+		"zero byte in the idempotency key":    errOf(limiter.Acquire(ctx, "p", "k", client.IdempotencyKey("x\x00"))),
+		"every with a fraction":               limiter.DefinePolicy(ctx, client.Policy{Name: "p", Capacity: 1, Refill: 1, Every: 1500}),
+		"remember with a fraction":            limiter.DefinePolicy(ctx, client.Policy{Name: "p", Capacity: 1, Refill: 1, Every: 1000, Remember: 1}),
+		"zero byte in the policy of a charge": errOf(limiter.AcquireAll(ctx, []client.Charge{charge, {Policy: "\x00", Key: "k"}})),
+		"zero byte in the key of a charge":    errOf(limiter.AcquireAll(ctx, []client.Charge{{Policy: "p", Key: "k\x00"}})),
+		"zero byte in their idempotency key":  errOf(limiter.AcquireAll(ctx, []client.Charge{charge}, client.IdempotencyKey("\x00"))),
+		"override every with a fraction":      limiter.Override(ctx, client.Override{Policy: "p", Key: "k", Every: 1500}),
 	} {
-		require.ErrorIs(t, call(t.Context()), client.ErrInvalidArgument, name)
+		require.ErrorIs(t, err, client.ErrInvalidArgument, name)
 	}
 	require.Empty(t, db.sent())
 }
@@ -120,26 +102,17 @@ func TestErrors_OfTheClientNeverReachTheDatabase(t *testing.T) {
 func TestErrors_NameTheArgumentOfAZeroByte(t *testing.T) {
 	t.Parallel()
 	ctx, limiter := t.Context(), client.New(&fakeDB{})
-	for name, call := range map[string]func(policy, key, idempotencyKey string) error{
-		"acquire": func(policy, key, idempotencyKey string) error {
-			_, err := limiter.Acquire(ctx, policy, key, client.IdempotencyKey(idempotencyKey))
-			return err
-		},
-		"acquire all": func(policy, key, idempotencyKey string) error {
-			_, err := limiter.AcquireAll(ctx, []client.Charge{{Policy: "p", Key: "k"}, {Policy: policy, Key: key}}, client.IdempotencyKey(idempotencyKey))
-			return err
-		},
-		"settle": func(policy, key, idempotencyKey string) error {
-			_, err := limiter.Settle(ctx, policy, key, idempotencyKey, 1)
-			return err
-		},
-		"reserve": func(policy, key, idempotencyKey string) error {
-			_, err := limiter.Reserve(ctx, policy, key, time.Second, client.IdempotencyKey(idempotencyKey))
-			return err
-		},
+	for argument, texts := range map[string][3]string{
+		"policy": {"\x00", "k", "i"}, "key": {"p", "\x00", "i"}, "idempotency_key": {"p", "k", "\x00"},
 	} {
-		require.ErrorContains(t, call("\x00", "k", "i"), ": policy has a zero byte", name)
-		require.ErrorContains(t, call("p", "\x00", "i"), ": key has a zero byte", name)
-		require.ErrorContains(t, call("p", "k", "\x00"), ": idempotency_key has a zero byte", name)
+		policy, key, once := texts[0], texts[1], client.IdempotencyKey(texts[2])
+		for name, err := range map[string]error{
+			"acquire":     errOf(limiter.Acquire(ctx, policy, key, once)),
+			"acquire all": errOf(limiter.AcquireAll(ctx, []client.Charge{{Policy: "p", Key: "k"}, {Policy: policy, Key: key}}, once)),
+			"settle":      errOf(limiter.Settle(ctx, policy, key, texts[2], 1)),
+			"reserve":     errOf(limiter.Reserve(ctx, policy, key, time.Second, once)),
+		} {
+			require.ErrorContains(t, err, ": "+argument+" has a zero byte", name)
+		}
 	}
 }

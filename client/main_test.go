@@ -96,3 +96,6 @@ func noError[T any](value T, err error) func(testing.TB) T {
 
 // inBubble runs a parallel test in which time passes when all goroutines wait.
 func inBubble(t *testing.T, test func(*testing.T)) { t.Parallel(); synctest.Test(t, test) }
+
+// errOf returns the error of a call whose value does not matter.
+func errOf[T any](_ T, err error) error { return err }

@@ -65,33 +65,25 @@ func TestObserve_SeesEachAnswer(t *testing.T) {
 		takes             bool
 		call              func() error
 	}{
-		{"acquire", "api", client.ResultAllowed, true, func() error {
-			_, err := fake.Acquire(ctx, "api", "k", client.Cost(2), client.IdempotencyKey("i"))
-			return err
-		}},
-		{"acquire", "api", client.ResultReplayed, true, func() error {
-			_, err := fake.Acquire(ctx, "api", "k", client.Cost(2), client.IdempotencyKey("i"))
-			return err
-		}},
-		{"acquire", "api", client.ResultDenied, true, func() error { _, err := fake.Acquire(ctx, "api", "k", client.Cost(9)); return err }},
-		{"acquire", "trial", client.ResultShadowed, true, func() error { _, err := fake.Acquire(ctx, "trial", "k", client.Cost(2)); return err }},
-		{"acquire", "nobody", client.ResultError, true, func() error { _, err := fake.Acquire(ctx, "nobody", "k"); return err }},
+		{"acquire", "api", client.ResultAllowed, true, func() error { return errOf(fake.Acquire(ctx, "api", "k", client.Cost(2), client.IdempotencyKey("i"))) }},
+		{"acquire", "api", client.ResultReplayed, true, func() error { return errOf(fake.Acquire(ctx, "api", "k", client.Cost(2), client.IdempotencyKey("i"))) }},
+		{"acquire", "api", client.ResultDenied, true, func() error { return errOf(fake.Acquire(ctx, "api", "k", client.Cost(9))) }},
+		{"acquire", "trial", client.ResultShadowed, true, func() error { return errOf(fake.Acquire(ctx, "trial", "k", client.Cost(2))) }},
+		{"acquire", "nobody", client.ResultError, true, func() error { return errOf(fake.Acquire(ctx, "nobody", "k")) }},
 		{"acquire all", "org", client.ResultAllowed, true, func() error {
-			_, err := fake.AcquireAll(ctx, []client.Charge{{Policy: "api", Key: "k"}, {Policy: "org", Key: "k"}})
-			return err
+			return errOf(fake.AcquireAll(ctx, []client.Charge{{Policy: "api", Key: "k"}, {Policy: "org", Key: "k"}}))
 		}},
 		{"acquire all", "", client.ResultError, true, func() error {
-			_, err := fake.AcquireAll(ctx, []client.Charge{{Policy: "api", Key: "k"}, {Policy: "nobody", Key: "k"}})
-			return err
+			return errOf(fake.AcquireAll(ctx, []client.Charge{{Policy: "api", Key: "k"}, {Policy: "nobody", Key: "k"}}))
 		}},
-		{"acquire up to", "api", client.ResultAllowed, true, func() error { _, err := fake.AcquireUpTo(ctx, "api", "k", 2); return err }},
-		{"acquire up to", "nobody", client.ResultError, true, func() error { _, err := fake.AcquireUpTo(ctx, "nobody", "k", 2); return err }},
-		{"charge", "api", client.ResultAllowed, true, func() error { _, err := fake.Charge(ctx, "api", "k", 100); return err }},
-		{"settle", "api", client.ResultAllowed, false, func() error { _, err := fake.Settle(ctx, "api", "k", "i", 1); return err }},
-		{"reserve", "api", client.ResultDenied, true, func() error { _, err := fake.Reserve(ctx, "api", "k", time.Second); return err }},
-		{"reserve", "api", client.ResultError, true, func() error { _, err := fake.Reserve(ctx, "api", "k", time.Nanosecond); return err }},
-		{"peek", "api", client.ResultDenied, false, func() error { _, err := fake.Peek(ctx, "api", "k"); return err }},
-		{"refund", "api", client.ResultAllowed, false, func() error { _, err := fake.Refund(ctx, "api", "k", 1); return err }},
+		{"acquire up to", "api", client.ResultAllowed, true, func() error { return errOf(fake.AcquireUpTo(ctx, "api", "k", 2)) }},
+		{"acquire up to", "nobody", client.ResultError, true, func() error { return errOf(fake.AcquireUpTo(ctx, "nobody", "k", 2)) }},
+		{"charge", "api", client.ResultAllowed, true, func() error { return errOf(fake.Charge(ctx, "api", "k", 100)) }},
+		{"settle", "api", client.ResultAllowed, false, func() error { return errOf(fake.Settle(ctx, "api", "k", "i", 1)) }},
+		{"reserve", "api", client.ResultDenied, true, func() error { return errOf(fake.Reserve(ctx, "api", "k", time.Second)) }},
+		{"reserve", "api", client.ResultError, true, func() error { return errOf(fake.Reserve(ctx, "api", "k", time.Nanosecond)) }},
+		{"peek", "api", client.ResultDenied, false, func() error { return errOf(fake.Peek(ctx, "api", "k")) }},
+		{"refund", "api", client.ResultAllowed, false, func() error { return errOf(fake.Refund(ctx, "api", "k", 1)) }},
 	} {
 		s.answers = nil
 		err := ask.call()
@@ -131,12 +123,10 @@ func TestObserve_SeesWaits(t *testing.T) {
 		}
 		ctx, cancel := context.WithTimeout(t.Context(), time.Second-time.Microsecond)
 		defer cancel()
-		_, err := fake.Wait(ctx, "line", "k")
-		require.ErrorIs(t, err, client.ErrTooLate)
+		require.ErrorIs(t, errOf(fake.Wait(ctx, "line", "k")), client.ErrTooLate)
 		ctx, cancel = context.WithCancel(t.Context())
 		time.AfterFunc(time.Second/4, cancel)
-		_, err = fake.Wait(ctx, "line", "k")
-		require.ErrorIs(t, err, context.Canceled)
+		require.ErrorIs(t, errOf(fake.Wait(ctx, "line", "k")), context.Canceled)
 		require.Equal(t, []wait{{"line", 0, nil}, {"line", time.Second, nil}, {"line", time.Second / 4, context.Canceled}}, s.waits)
 
 		var operations []string

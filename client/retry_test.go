@@ -77,20 +77,17 @@ func TestRetry_AnUnknownOutcome(t *testing.T) {
 				}
 			}
 			db := &fakeDB{answers: []any{lost, granted(9)}}
-			_, err := client.New(db).Acquire(t.Context(), "p", "k", once...)
-			require.ErrorIs(t, err, lost)
+			require.ErrorIs(t, errOf(client.New(db).Acquire(t.Context(), "p", "k", once...)), lost)
 			require.Len(t, db.sent(), 1, "it may be a connection")
 
 			pool := &fakePool{fakeDB{answers: []any{lost, granted(9)}}}
 			ctx, cancel := context.WithCancel(t.Context())
 			cancel()
-			_, err = client.New(pool).Acquire(ctx, "p", "k", once...)
-			require.EqualError(t, err, "pgratelimit: acquire: "+lost.Error())
+			require.EqualError(t, errOf(client.New(pool).Acquire(ctx, "p", "k", once...)), "pgratelimit: acquire: "+lost.Error())
 			require.Len(t, pool.sent(), 1)
 
 			pool = &fakePool{fakeDB{answers: []any{lost, granted(9)}}}
-			_, err = client.New(pool).Refund(t.Context(), "p", "k", 1)
-			require.ErrorIs(t, err, lost)
+			require.ErrorIs(t, errOf(client.New(pool).Refund(t.Context(), "p", "k", 1)), lost)
 			require.Len(t, pool.sent(), 1)
 		})
 	}

@@ -51,8 +51,7 @@ func TestWait_FailsAtOnceWhenTheDeadlineIsTooNear(t *testing.T) {
 		require.True(t, r.Never())
 		require.Zero(t, noError(fake.Peek(t.Context(), "line", "k"))(t).Remaining, "nothing was taken")
 		cancel()
-		_, err = fake.Wait(ctx, "line", "k")
-		require.ErrorIs(t, err, context.Canceled)
+		require.ErrorIs(t, errOf(fake.Wait(ctx, "line", "k")), context.Canceled)
 	})
 }
 
@@ -69,8 +68,7 @@ func TestWait_GivesBackWhenItsContextEnds(t *testing.T) {
 			next <- time.Since(start)
 		}()
 		time.AfterFunc(500*time.Millisecond, cancel)
-		_, err := fake.Wait(ctx, "line", "k", client.Cost(2))
-		require.ErrorIs(t, err, context.Canceled)
+		require.ErrorIs(t, errOf(fake.Wait(ctx, "line", "k", client.Cost(2))), context.Canceled)
 		require.Equal(t, 500*time.Millisecond, time.Since(start))
 		d := noError(fake.Peek(t.Context(), "line", "k", client.Cost(0)))(t)
 		require.EqualValues(t, -1, d.Remaining, "only what the next is waiting for")
@@ -84,8 +82,7 @@ func TestWait_GivesBackWhatACallWithoutAnAnswerMayHaveTaken(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	db := &fakePool{fakeDB{answers: []any{errors.New("connection lost"), pgError("RL003")}}}
 	cancelling := &cancellingPool{db, cancel}
-	_, err := client.New(cancelling).Wait(ctx, "line", "k")
-	require.ErrorContains(t, err, "connection lost")
+	require.ErrorContains(t, errOf(client.New(cancelling).Wait(ctx, "line", "k")), "connection lost")
 	sent := db.sent()
 	require.Len(t, sent, 2)
 	require.Contains(t, sent[0].sql, "ratelimit_reserve")
