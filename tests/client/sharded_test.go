@@ -362,13 +362,11 @@ func TestNewSharded_StartsBesideAShardThatIsDown(t *testing.T) {
 	shardIs(t, 1, of, err)
 	err = limiter.DefinePolicy(ctx, client.Policy{Name: "api", Capacity: 10, Refill: 1, Every: time.Hour})
 	shardIs(t, 1, of, err)
-	_, err = limiter.Acquire(ctx, "api", keyOn(0, of))
-	require.NoError(t, err, "the others have it")
+	require.NoError(t, errOf(limiter.Acquire(ctx, "api", keyOn(0, of))), "the others have it")
 
 	other.Pool = s.pools[0]
 	other.fail(nil)
-	_, err = limiter.Acquire(ctx, "api", keyOn(1, of))
-	require.ErrorIs(t, err, client.ErrWrongShard, "it was another database")
+	require.ErrorIs(t, errOf(limiter.Acquire(ctx, "api", keyOn(1, of))), client.ErrWrongShard, "it was another database")
 	other.Pool = s.pools[1]
 	require.NoError(t, limiter.DefinePolicy(ctx, client.Policy{Name: "api", Capacity: 10, Refill: 1, Every: time.Hour}))
 	require.True(t, noError(limiter.Acquire(ctx, "api", keyOn(1, of)))(t).Allowed)
@@ -409,8 +407,7 @@ func TestSharded_OverridesAreThoseOfTheShardsOwnKeys(t *testing.T) {
 		}
 		require.Equal(t, all[:min(rows, len(all))], keys)
 	}
-	_, err := limiter.Overrides(ctx, client.MaxRows(0))
-	require.ErrorIs(t, err, client.ErrInvalidArgument)
+	require.ErrorIs(t, errOf(limiter.Overrides(ctx, client.MaxRows(0))), client.ErrInvalidArgument)
 }
 
 // A policy that is dropped again, since a shard was down, is unknown to the others. The error is that shard's.
@@ -465,8 +462,7 @@ func TestSharded_Leases(t *testing.T) {
 	callers.Wait()
 	limiter.Close()
 	limiter.Close() // again
-	_, err := limiter.Acquire(t.Context(), "busy", "k")
-	require.ErrorIs(t, err, client.ErrClosed)
+	require.ErrorIs(t, errOf(limiter.Acquire(t.Context(), "busy", "k")), client.ErrClosed)
 	for n, pool := range s.pools {
 		require.Equal(t, granted[n].Load(), 1_000_000-noError(client.New(pool).Peek(t.Context(), "busy", keyOn(n, 2)))(t).Remaining)
 		require.GreaterOrEqual(t, leased[n].Load(), int64(100))
