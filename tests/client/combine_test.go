@@ -153,110 +153,81 @@ func setClock(t *testing.T, db *pgtest.DB, milliseconds int) {
 		as $$ select timestamptz '2026-03-28 01:00 UTC' + interval '%d milliseconds' $$`, milliseconds))
 }
 
-func TestCombiner_ExecModes(t *testing.T) {
+// The same requests of one charge or several, in the same order, in each mode of pgx, on two databases whose clocks say the same.
+// An idempotency key is used twice, so that cached statements are used too.
+func TestCombiner_AnswersLikeAPlainLimiterInEachMode(t *testing.T) {
 	t.Parallel()
 	for mode := pgx.QueryExecModeCacheStatement; mode <= pgx.QueryExecModeSimpleProtocol; mode++ {
 		for _, opts := range [][]client.CombinerOption{nil, {client.NoFlush()}} {
 			t.Run(fmt.Sprintf("%s/%d", strings.ReplaceAll(mode.String(), " ", "_"), len(opts)), func(t *testing.T) {
 				t.Parallel()
-				db := pgtest.New(t)
-				const policy = "it's \"new\"\n🪣 {,}"
-				db.Exec(t, "select ratelimit_define_policy($1, 10, 1, '3650 days')", policy)
-				db.Exec(t, "select ratelimit_define_policy('gate', 9, 1, '1 day')")
-				pool := connect(t, db, map[string]string{"IntervalStyle": "sql_standard"}, func(config *pgx.ConnConfig) {
+				const a, b = "it's \"new\"\n🪣 {,}", "b"
+				databases := []*pgtest.DB{pgtest.New(t), pgtest.New(t)}
+				for _, db := range databases {
+					setClock(t, db, 0)
+					db.Exec(t, "select ratelimit_define_policy('gate', 9, 1, '1 day'), ratelimit_define_policy('b', 5, 1, '3650 days')")
+					db.Exec(t, "select ratelimit_define_policy($1, 10, 3, '2 seconds')", a)
+				}
+				pool := connect(t, databases[1], map[string]string{"IntervalStyle": "sql_standard"}, func(config *pgx.ConnConfig) {
 					config.DefaultQueryExecMode = mode
 				})
-				limiter := newCombiner(t, pool, append(opts, client.CallsInFlight(1))...)
-
-				const year = 365 * 24 * time.Hour
-				key := `o'clock \ $1 "{NULL}", ` + strings.Repeat("é", 200)
-				for range 2 { // so that cached statements are used too
-					require.NoError(t, limiter.Reset(t.Context(), policy, key))
-					answers := combine(t, db, limiter, []request{
-						{policy, key, []client.AcquireOption{client.Cost(4)}},
-						{policy, key, []client.AcquireOption{client.Cost(5)}},
-						{policy, key, []client.AcquireOption{client.Cost(2)}},
-						{policy, key, []client.AcquireOption{client.Cost(11)}},
-						{policy, "NULL", nil},
-						{policy, "a\xffb", nil},
-						{policy, "a\x00'b", nil},
-						{"none", key, nil},
-					})()
-					for i := range answers[:3] {
-						answers[i].ResetAfter, answers[i].RetryAfter = answers[i].ResetAfter.Round(year), answers[i].RetryAfter.Round(year)
+				plain, limiter := client.New(databases[0].Pool), newCombiner(t, pool, append(opts, client.CallsInFlight(1))...)
+				charge := func(policy, key string, cost int64) client.Charge {
+					return client.Charge{Policy: policy, Key: key, Cost: client.Cost(cost)}
+				}
+				odd := `o'clock \ $1 "{NULL}", ` + strings.Repeat("é", 200)
+				requests := [][]client.Charge{
+					{charge(a, odd, 3), charge(b, "NULL", 2)},
+					{charge(b, "NULL", 2), charge(a, odd, 3), charge(a, odd, 4)},
+					{charge(a, odd, 8)},
+					{charge(a, odd, 1), charge(b, "NULL", 4)},
+					{charge(a, odd, 1), charge(b, "NULL", 6)},
+					{charge(a, odd, 0), charge(b, "NULL", 0)},
+					{charge(a, odd, 1), charge("none", "NULL", 1)},
+					{charge(a, odd, 1), charge(b, "", 1)},
+					{},
+				}
+				singles := []client.Charge{
+					charge(a, odd, 4), charge(a, odd, 5), charge(a, odd, 2), charge(a, odd, 11), charge(a, "NULL", 1), charge(a, odd, -1),
+					charge(a, "a\xffb", 1), charge(a, "a\x00'b", 1), charge("none", odd, 1),
+				}
+				for _, single := range singles {
+					requests = append(requests, []client.Charge{single})
+				}
+				seen, last := map[string]bool{}, ""
+				for _, key := range []string{"", "NULL", "NULL", `"'\`, "a\x00'b"} {
+					if key != last {
+						require.NoError(t, errors.Join(plain.Reset(t.Context(), a, odd), limiter.Reset(t.Context(), a, odd)))
+						last = key
 					}
-					require.Equal(t, answer{client.Decision{Allowed: true, Remaining: 6, ResetAfter: 40 * year, Capacity: 10}, nil}, answers[0])
-					require.Equal(t, answer{client.Decision{Allowed: true, Remaining: 1, ResetAfter: 90 * year, Capacity: 10}, nil}, answers[1])
-					require.Equal(t, answer{client.Decision{Remaining: 1, RetryAfter: 10 * year, ResetAfter: 90 * year, Capacity: 10}, nil}, answers[2])
-					require.True(t, answers[3].Never())
-					require.NoError(t, answers[4].err)
-					require.ErrorIs(t, answers[5].err, client.ErrInvalidArgument)
-					require.ErrorIs(t, answers[6].err, client.ErrInvalidArgument)
-					requireCode(t, "RL001", answers[7].err)
-
-					replays := combine(t, db, limiter, []request{
-						{policy, "NULL", []client.AcquireOption{client.IdempotencyKey("NULL")}},
-						{policy, "NULL", []client.AcquireOption{client.IdempotencyKey("NULL")}},
-						{policy, "NULL", []client.AcquireOption{client.IdempotencyKey(`"'\`), client.Cost(0)}},
-						{policy, "NULL", []client.AcquireOption{client.IdempotencyKey("a\x00'b")}},
-					})()
-					require.NoError(t, replays[0].err)
-					require.True(t, replays[1].Replayed)
-					require.NoError(t, replays[2].err)
-					require.ErrorIs(t, replays[3].err, client.ErrInvalidArgument)
+					var single []client.AcquireOption
+					var joint []client.AcquireAllOption
+					if key != "" {
+						single, joint = append(single, client.IdempotencyKey(key)), append(joint, client.IdempotencyKey(key))
+					}
+					ask := func(by client.Acquirer, i int) (any, error) {
+						if i < len(requests) {
+							return by.AcquireAll(t.Context(), requests[i], joint...)
+						}
+						c := singles[i-len(requests)]
+						return by.Acquire(t.Context(), c.Policy, c.Key, append(single, c.Cost)...)
+					}
+					got, errs := make([]any, len(requests)+len(singles)), make([]error, len(requests)+len(singles))
+					combineCalls(t, databases[1], limiter, len(got), func(i int) { got[i], errs[i] = ask(limiter, i) })()
+					for i := range got {
+						want, err := ask(plain, i)
+						text := fmt.Sprintf("%+v %v", want, err)
+						require.Equal(t, text, fmt.Sprintf("%+v %v", got[i], errs[i]), "request %d, idempotency key %q", i, key)
+						for _, kind := range []string{"Allowed:true", "Allowed:false", "Replayed:true", "RL001", "RL002", "22023", "22021", "zero byte"} {
+							seen[kind] = seen[kind] || strings.Contains(text, kind)
+						}
+					}
+				}
+				for kind, met := range seen {
+					require.True(t, met, kind)
 				}
 			})
 		}
-	}
-}
-
-// The same requests of several charges, in the same order, on two databases whose clocks say the same.
-func TestCombiner_AcquireAllAnswersLikeAPlainLimiter(t *testing.T) {
-	t.Parallel()
-	for mode := pgx.QueryExecModeCacheStatement; mode <= pgx.QueryExecModeSimpleProtocol; mode++ {
-		t.Run(strings.ReplaceAll(mode.String(), " ", "_"), func(t *testing.T) {
-			t.Parallel()
-			databases := []*pgtest.DB{pgtest.New(t), pgtest.New(t)}
-			for _, db := range databases {
-				setClock(t, db, 0)
-				db.Exec(t, `
-					select ratelimit_define_policy('gate', 9, 1, '1 day'),
-					       ratelimit_define_policy('a', 10, 3, '2 seconds'),
-					       ratelimit_define_policy('b', 5, 1, '3650 days')`)
-			}
-			plain := client.New(databases[0].Pool)
-			limiter := newCombiner(t, connect(t, databases[1], nil, func(config *pgx.ConnConfig) {
-				config.DefaultQueryExecMode = mode
-			}), client.CallsInFlight(1))
-			charge := func(policy, key string, cost int64) client.Charge {
-				return client.Charge{Policy: policy, Key: key, Cost: client.Cost(cost)}
-			}
-			const odd = `o'clock \ $1 "{NULL}", é`
-			requests := [][]client.Charge{
-				{charge("a", odd, 3), charge("b", "NULL", 2)},
-				{charge("b", "NULL", 2), charge("a", odd, 3), charge("a", odd, 4)},
-				{charge("a", odd, 8)},
-				{charge("a", odd, 1), charge("b", "NULL", 4)},
-				{charge("a", odd, 1), charge("b", "NULL", 6)},
-				{charge("a", odd, 0), charge("b", "NULL", 0)},
-				{charge("a", odd, 1), charge("none", "NULL", 1)},
-				{charge("a", odd, 1), charge("b", "", 1)},
-				{charge("a", odd, -1)},
-				{},
-				{charge("a", "a\xffb", 1)},
-			}
-			for _, opts := range [][]client.AcquireAllOption{nil, {client.IdempotencyKey("NULL")}, {client.IdempotencyKey("NULL")}} {
-				got := make([]jointAnswer, len(requests))
-				combineCalls(t, databases[1], limiter, len(requests), func(i int) {
-					got[i].JointDecision, got[i].err = limiter.AcquireAll(t.Context(), requests[i], opts...)
-				})()
-				for i, charges := range requests {
-					want, err := plain.AcquireAll(t.Context(), charges, opts...)
-					require.Equal(t, want, got[i].JointDecision, "%v", charges)
-					require.Equal(t, fmt.Sprint(err), fmt.Sprint(got[i].err), "%v", charges)
-				}
-			}
-		})
 	}
 }
 
@@ -611,11 +582,6 @@ func newCombiner(t *testing.T, pool client.Pool, opts ...client.CombinerOption) 
 type request struct {
 	policy, key string
 	opts        []client.AcquireOption
-}
-
-type jointAnswer struct {
-	client.JointDecision
-	err error
 }
 
 var once = []client.AcquireOption{client.IdempotencyKey("once")}
