@@ -64,9 +64,8 @@ func TestRunCleanup_ReportsErrorsAndGoesOn(t *testing.T) {
 func TestRunCleanup_EndOfContextIsNoError(t *testing.T) {
 	t.Parallel()
 	ctx, cancel := context.WithCancel(t.Context())
-	db := &fakeDB{answers: []any{context.Canceled}}
-	limiter := client.New(cancelling{db, cancel})
-	limiter.RunCleanup(ctx, time.Minute, client.OnError(func(err error) { t.Error(err) }))
+	db := &fakePool{fakeDB{answers: []any{context.Canceled}}}
+	client.New(&cancellingPool{db, cancel}).RunCleanup(ctx, time.Minute, client.OnError(func(err error) { t.Error(err) }))
 	require.Len(t, db.sent(), 1)
 }
 
@@ -84,15 +83,4 @@ func TestRunCleanup_LogsErrorsUnlessTold(t *testing.T) {
 		cancel()
 	})
 	require.Contains(t, log.String(), `level=WARN msg="rate limit clean-up failed" error="pgratelimit: clean up: connection refused"`)
-}
-
-// cancelling ends a context when it is called.
-type cancelling struct {
-	client.Querier
-	cancel func()
-}
-
-func (c cancelling) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
-	c.cancel()
-	return c.Querier.QueryRow(ctx, sql, args...)
 }

@@ -2,7 +2,6 @@ package client_test
 
 import (
 	"context"
-	"sync"
 	"testing"
 	"time"
 
@@ -12,9 +11,8 @@ import (
 	"github.com/pgratelimit/pgratelimit/client/clienttest"
 )
 
-// seen is what hooks were told.
+// seen is what the hooks of one goroutine were told.
 type seen struct {
-	mu      sync.Mutex
 	answers []client.Answer
 	waits   []wait
 	calls   []int
@@ -28,21 +26,11 @@ type wait struct {
 
 func (s *seen) hooks() client.Hooks {
 	return client.Hooks{
-		Answered: func(_ context.Context, a client.Answer) {
-			s.mu.Lock()
-			defer s.mu.Unlock()
-			s.answers = append(s.answers, a)
-		},
+		Answered: func(_ context.Context, a client.Answer) { s.answers = append(s.answers, a) },
 		Waited: func(_ context.Context, policy string, slept time.Duration, err error) {
-			s.mu.Lock()
-			defer s.mu.Unlock()
 			s.waits = append(s.waits, wait{policy, slept, err})
 		},
-		Combined: func(requests int) {
-			s.mu.Lock()
-			defer s.mu.Unlock()
-			s.calls = append(s.calls, requests)
-		},
+		Combined: func(requests int) { s.calls = append(s.calls, requests) },
 	}
 }
 

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -22,7 +23,7 @@ type pacedPool struct {
 	slower         time.Duration // what each call takes more
 	thaw           time.Time     // until then no call ends
 	underWay, most int
-	calls          int
+	calls          atomic.Int64
 }
 
 const (
@@ -39,7 +40,7 @@ func paceOf(calls int) float64 {
 func (db *pacedPool) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
 	call := newGatedCall(ctx, sql, args)
 	db.mu.Lock()
-	db.calls++
+	db.calls.Add(1)
 	db.underWay++
 	db.most = max(db.most, db.underWay)
 	takes := perCall + time.Duration(len(call.keys))*perRequest + db.slower
@@ -65,11 +66,7 @@ func (db *pacedPool) set(slower, frozen time.Duration) {
 }
 
 // made is how many calls were.
-func (db *pacedPool) made() int {
-	db.mu.Lock()
-	defer db.mu.Unlock()
-	return db.calls
-}
+func (db *pacedPool) made() int { return int(db.calls.Load()) }
 
 // An outcome is what a caller got, and when.
 type outcome struct {

@@ -11,7 +11,7 @@ import (
 	"os"
 	"slices"
 	"strings"
-	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -193,16 +193,13 @@ func TestSharded_OverridesAreFoundBehindThoseOfOtherShards(t *testing.T) {
 // A silentShard does not say which shard it is until the context ends, or it is let.
 type silentShard struct {
 	numberedShard
-	mu    sync.Mutex
-	asked int
+	asked atomic.Int64
 	let   chan struct{}
 }
 
 func (p *silentShard) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
 	if strings.Contains(sql, "ratelimit_shard()") {
-		p.mu.Lock()
-		p.asked++
-		p.mu.Unlock()
+		p.asked.Add(1)
 		select {
 		case <-p.let:
 		case <-ctx.Done():
@@ -213,13 +210,7 @@ func (p *silentShard) QueryRow(ctx context.Context, sql string, args ...any) pgx
 }
 
 // calls are how often it was asked which shard it is, since the last look.
-func (p *silentShard) calls() int {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	n := p.asked
-	p.asked = 0
-	return n
-}
+func (p *silentShard) calls() int { return int(p.asked.Swap(0)) }
 
 // However many callers a silent shard has, it is asked once at a time which one it is. Each caller leaves when its ctx ends, and
 // all go on when there is an answer.
@@ -242,10 +233,7 @@ func TestSharded_ASilentShardIsAskedWhichItIsOnceAtATime(t *testing.T) {
 				errs := make(chan error, callers)
 				ask := func(ctx context.Context) {
 					for range callers {
-						go func() {
-							_, err := limiter.Peek(ctx, "api", keyOn(1, 2))
-							errs <- err
-						}()
+						go func() { errs <- errOf(limiter.Peek(ctx, "api", keyOn(1, 2))) }()
 					}
 				}
 				short, cancel := context.WithTimeout(ctx, time.Second)

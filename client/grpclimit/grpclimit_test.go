@@ -177,18 +177,13 @@ func TestFailures_OpenIsNotForThoseWhoLeave(t *testing.T) {
 	ctx, leave := context.WithCancel(t.Context())
 	leave()
 	ran := false
-	_, err := limit.Unary(ctx, nil, &grpc.UnaryServerInfo{}, func(context.Context, any) (any, error) {
-		ran = true
-		return nil, nil
-	})
+	handler := func(context.Context, any) (any, error) { ran = true; return nil, nil }
+	_, err := limit.Unary(ctx, nil, &grpc.UnaryServerInfo{}, handler)
 	require.Equal(t, codes.Canceled, status.Code(err))
 	require.False(t, ran)
 
 	limit = grpclimit.New(silent{}, per("api"), grpclimit.Open(time.Millisecond))
-	_, err = limit.Unary(t.Context(), nil, &grpc.UnaryServerInfo{}, func(context.Context, any) (any, error) {
-		ran = true
-		return nil, nil
-	})
+	_, err = limit.Unary(t.Context(), nil, &grpc.UnaryServerInfo{}, handler)
 	require.NoError(t, err, "the timeout is the limiter's")
 	require.True(t, ran)
 }

@@ -99,29 +99,23 @@ func TestHooks_CountEveryResult(t *testing.T) {
 	acquire := func(policy string, opts ...client.AcquireOption) {
 		_, _ = fake.Acquire(ctx, policy, "a secret key", opts...)
 	}
+	must := func(_ any, err error) { t.Helper(); require.NoError(t, err) }
 	acquire("api", client.IdempotencyKey("i"))
 	acquire("api", client.IdempotencyKey("i"))
 	acquire("api", client.IdempotencyKey("i"), client.Cost(2)) // another cost
 	acquire("api", client.Cost(10))
 	acquire("trial", client.Cost(2))
 	acquire("nobody")
-	_, err := fake.Charge(ctx, "api", "k", 1)
-	require.NoError(t, err)
-	_, err = fake.AcquireUpTo(ctx, "api", "k", 2)
-	require.NoError(t, err)
-	_, err = fake.Reserve(ctx, "api", "k", time.Second)
-	require.NoError(t, err)
-	_, err = fake.AcquireAll(ctx, []client.Charge{{Policy: "api", Key: "k"}, {Policy: "trial", Key: "k2"}})
-	require.NoError(t, err)
-	_, err = fake.AcquireAll(ctx, []client.Charge{{Policy: "api", Key: "k"}, {Policy: "nobody", Key: "k"}})
+	must(fake.Charge(ctx, "api", "k", 1))
+	must(fake.AcquireUpTo(ctx, "api", "k", 2))
+	must(fake.Reserve(ctx, "api", "k", time.Second))
+	must(fake.AcquireAll(ctx, []client.Charge{{Policy: "api", Key: "k"}, {Policy: "trial", Key: "k2"}}))
+	_, err := fake.AcquireAll(ctx, []client.Charge{{Policy: "api", Key: "k"}, {Policy: "nobody", Key: "k"}})
 	require.ErrorIs(t, err, client.ErrUnknownPolicy)
 	// These ask for no tokens.
-	_, err = fake.Peek(ctx, "api", "k")
-	require.NoError(t, err)
-	_, err = fake.Refund(ctx, "api", "k", 1)
-	require.NoError(t, err)
-	_, err = fake.Settle(ctx, "api", "a secret key", "i", 1)
-	require.NoError(t, err)
+	must(fake.Peek(ctx, "api", "k"))
+	must(fake.Refund(ctx, "api", "k", 1))
+	must(fake.Settle(ctx, "api", "a secret key", "i", 1))
 	fake.FailNext(io.ErrUnexpectedEOF)
 	acquire("api")
 
@@ -218,13 +212,7 @@ func TestHTTP_CountsWhatBecameOfARequest(t *testing.T) {
 	fake.FailAll(errors.New("no database"))
 	require.Equal(t, http.StatusNoContent, ask(open, one))
 	require.Equal(t, http.StatusServiceUnavailable, ask(closed, one))
-	require.Equal(t, map[string]int64{
-		"api allowed":   1,
-		"api denied":    1,
-		"api fail_open": 1,
-		"api error":     1,
-		"_other error":  1,
-	}, requests(t, reader))
+	require.Equal(t, map[string]int64{"api allowed": 1, "api denied": 1, "api fail_open": 1, "api error": 1, "_other error": 1}, requests(t, reader))
 }
 
 // Neither keys nor names that callers make up have series of their own, and of policies that exist a bound has.
