@@ -40,21 +40,17 @@ func TestShardOf_IsAsPublished(t *testing.T) {
 	require.Equal(t, "ea3fd43be1e57d62", vectors[0].Hash)
 }
 
-// keyOn is a key that a shard has.
-func keyOn(shard, of int) string { return slices.Collect(keysOn(shard, of, 1))[0] }
+// keyOn is the first key that a shard has.
+func keyOn(shard, of int) string { return keysOn(shard, of, 1)[0] }
 
-// keysOn are so many keys that a shard has.
-func keysOn(shard, of, n int) func(yield func(string) bool) {
-	return func(yield func(string) bool) {
-		for i := 0; n > 0; i++ {
-			if key := fmt.Sprint("user:", i); client.ShardOf(key, of) == shard {
-				n--
-				if !yield(key) {
-					return
-				}
-			}
+// keysOn are the first keys that a shard has.
+func keysOn(shard, of, n int) (keys []string) {
+	for i := 0; len(keys) < n; i++ {
+		if key := fmt.Sprint("user:", i); client.ShardOf(key, of) == shard {
+			keys = append(keys, key)
 		}
 	}
+	return keys
 }
 
 // shardIs requires that an error is one of a shard.
@@ -179,7 +175,7 @@ func TestSharded_OverridesAreOrderedByPolicyAndThenByKey(t *testing.T) {
 func TestSharded_OverridesAreFoundBehindThoseOfOtherShards(t *testing.T) {
 	t.Parallel()
 	shards := []*numberedShard{{}, {}}
-	for key := range keysOn(0, 2, 100) {
+	for _, key := range keysOn(0, 2, 100) {
 		shards[1].overrides = append(shards[1].overrides, client.Override{Policy: "api", Key: key, Capacity: 1, Refill: 1})
 	}
 	own := client.Override{Policy: "b", Key: keyOn(1, 2), Capacity: 1, Refill: 1}

@@ -21,10 +21,7 @@ func BenchmarkCombiner(b *testing.B) {
 	defer limiter.Close()
 	for _, callers := range []int{1, 64} {
 		b.Run(fmt.Sprintf("acquire/callers=%d", callers), func(b *testing.B) {
-			share(b, callers, func(ctx context.Context, caller int) error {
-				_, err := limiter.Acquire(ctx, "api", keys[caller])
-				return err
-			})
+			share(b, callers, func(ctx context.Context, caller int) error { return errOf(limiter.Acquire(ctx, "api", keys[caller])) })
 		})
 		b.Run(fmt.Sprintf("acquire all of 3 of its own/callers=%d", callers), func(b *testing.B) {
 			share(b, callers, func(ctx context.Context, caller int) error {

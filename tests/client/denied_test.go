@@ -21,8 +21,7 @@ func TestDenied_OfTheServer(t *testing.T) {
 		create trigger limited after insert on orders referencing new table as inserted
 		  for each statement execute function ratelimit_guard('a "policy"', 'customer', 'size')`)
 	enforce := func(cost int64) error {
-		_, err := db.Pool.Exec(ctx, `select ratelimit_enforce('a "policy"', 'user:42', $1)`, cost)
-		return err
+		return errOf(db.Pool.Exec(ctx, `select ratelimit_enforce('a "policy"', 'user:42', $1)`, cost))
 	}
 	require.NoError(t, enforce(4))
 	_, ok := client.Denied(enforce(1))
@@ -32,8 +31,7 @@ func TestDenied_OfTheServer(t *testing.T) {
 	for name, err := range map[string]error{
 		"enforce": enforce(7),
 		"guard": func() error {
-			_, err := db.Pool.Exec(ctx, "insert into orders values ('user:42', 3), ('user:42', 4), ('user:43', 5)")
-			return err
+			return errOf(db.Pool.Exec(ctx, "insert into orders values ('user:42', 3), ('user:42', 4), ('user:43', 5)"))
 		}(),
 	} {
 		d, ok := client.Denied(fmt.Errorf("wrapped: %w", err))

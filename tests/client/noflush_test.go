@@ -41,15 +41,13 @@ func TestNoFlush_IsForItsCallsAlone(t *testing.T) {
 	acquire := func(limiter client.Acquirer, opts ...client.AcquireOption) func() error {
 		return func() error {
 			n++
-			_, err := limiter.Acquire(ctx, "api", fmt.Sprint("key:", n/2), opts...)
-			return err
+			return errOf(limiter.Acquire(ctx, "api", fmt.Sprint("key:", n/2), opts...))
 		}
 	}
 	acquireAll := func(limiter client.Acquirer) func() error {
 		return func() error {
 			n++
-			_, err := limiter.AcquireAll(ctx, []client.Charge{{Policy: "api", Key: "all"}, {Policy: "api", Key: fmt.Sprint("all:", n)}})
-			return err
+			return errOf(limiter.AcquireAll(ctx, []client.Charge{{Policy: "api", Key: "all"}, {Policy: "api", Key: fmt.Sprint("all:", n)}}))
 		}
 	}
 	for _, step := range []struct {
@@ -78,10 +76,9 @@ func TestNoFlush_IsForItsCallsAlone(t *testing.T) {
 			_, err := unflushed.Refund(ctx, "api", "k", 1)
 			return err
 		}},
-		{"refund", true, func() error { _, err := plain.Refund(ctx, "api", "k", 1); return err }},
+		{"refund", true, func() error { return errOf(plain.Refund(ctx, "api", "k", 1)) }},
 		{"acquire and reset, unflushed", false, func() error {
-			_, err := unflushed.Acquire(ctx, "api", "k")
-			return errors.Join(err, unflushed.Reset(ctx, "api", "k"))
+			return errors.Join(errOf(unflushed.Acquire(ctx, "api", "k")), unflushed.Reset(ctx, "api", "k"))
 		}},
 		{"define policy", true, define(plain)},
 	} {

@@ -28,9 +28,7 @@ var handles = map[string]struct {
 	"connection of a pool": {func(t *testing.T, pool *pgxpool.Pool) client.Querier { return acquired(t, pool) }, true},
 	"connection":           {func(t *testing.T, pool *pgxpool.Pool) client.Querier { return acquired(t, pool).Conn() }, true},
 	"connection in a transaction": {func(t *testing.T, pool *pgxpool.Pool) client.Querier {
-		conn := acquired(t, pool).Conn()
-		noError(conn.Exec(t.Context(), "begin"))(t)
-		return conn
+		return begin(t, acquired(t, pool).Conn()).Conn()
 	}, false},
 	"connection of a pool in a transaction": {func(t *testing.T, pool *pgxpool.Pool) client.Querier {
 		conn := acquired(t, pool)
