@@ -24,28 +24,26 @@ type distant struct {
 	mu          sync.Mutex
 	calls       map[string]int // by function
 	silent      atomic.Bool    // each call waits until its context ends
-	slow        string         // a function that takes 100 ms
-	took        time.Time      // when the last call began that took tokens for a lease
+	slow        atomic.Value   // a function that takes 100 ms
+	took        atomic.Value   // when the last call began that took tokens for a lease
 }
 
 func (p *distant) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
+	function, takes, began := functionName.FindString(sql), time.Millisecond, time.Now()
 	p.mu.Lock()
-	p.calls[functionName.FindString(sql)]++
-	takes, began := time.Millisecond, time.Now()
-	if p.slow == functionName.FindString(sql) {
+	p.calls[function]++
+	p.mu.Unlock()
+	if p.slow.Load() == function {
 		takes = 100 * time.Millisecond
 	}
-	p.mu.Unlock()
 	if p.silent.Load() {
 		<-ctx.Done()
 	}
 	select {
 	case <-time.After(takes):
 		answer := p.database.QueryRow(ctx, sql, args...).(row)
-		if answer.err == nil && functionName.FindString(sql) == "ratelimit_acquire_up_to" {
-			p.mu.Lock()
-			p.took = began
-			p.mu.Unlock()
+		if answer.err == nil && function == "ratelimit_acquire_up_to" {
+			p.took.Store(began)
 		}
 		return answer
 	case <-ctx.Done():
@@ -326,9 +324,7 @@ func TestLeaser_GrantsNothingOnceItsSecondIsOver(t *testing.T) {
 			l.ask("p", "hot", 1000, time.Millisecond)
 			time.Sleep(fraction * time.Millisecond)
 			l.fake.FailAll(errors.New("gone"))
-			l.pool.mu.Lock()
-			took := l.pool.took
-			l.pool.mu.Unlock()
+			took := l.pool.took.Load().(time.Time)
 			var last time.Duration
 			for time.Since(took) < 2*time.Second {
 				if d, err := l.Acquire(t.Context(), "p", "hot"); err == nil {
@@ -437,9 +433,7 @@ func TestLeaser_ResetUnderLoadLeavesNothingBesides(t *testing.T) {
 		}
 		time.Sleep(500 * time.Millisecond)
 		require.Greater(t, leased.Load(), int64(1000))
-		l.pool.mu.Lock()
-		l.pool.slow = "ratelimit_reset"
-		l.pool.mu.Unlock()
+		l.pool.slow.Store("ratelimit_reset")
 		require.NoError(t, l.Reset(t.Context(), "p", "hot"))
 		granted.Store(0)
 		leased.Store(0)
