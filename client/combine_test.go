@@ -797,9 +797,7 @@ func TestCombiner_AWholeHasMarksAndDecisionsOfItsOwn(t *testing.T) {
 func TestCombiner_ARequestWithoutAnAnswerFails(t *testing.T) {
 	behindK1(t, func(t *testing.T, db *gatedPool, limiter *client.Combiner) {
 		one, two := ask(t.Context(), limiter, "k2"), ask(t.Context(), limiter, "k3")
-		db.next(t).grantWith(func(packed *packedAnswer) {
-			packed.elements = []int64{1, 1}
-		})
+		db.next(t).grantWith(func(packed *packedAnswer) { packed.elements = []int64{1, 1} })
 		requireGranted(t, one)
 		require.EqualError(t, (<-two).err, "pgratelimit: acquire: no answer")
 	})
@@ -844,7 +842,7 @@ func askOf(ctx context.Context, limiter client.Acquirer, policy, key string, opt
 	return got
 }
 
-// askKeys asks for n keys, from the one of that number on.
+// askKeys acquires n keys in turn. Their numbers begin at from.
 func askKeys(ctx context.Context, limiter client.Acquirer, from, n int) (got []<-chan answer) {
 	for key := range n {
 		got = append(got, ask(ctx, limiter, fmt.Sprint("k", from+key)))
@@ -867,7 +865,7 @@ func requireGranted(t *testing.T, answers ...<-chan answer) (d client.Decision) 
 // gatedPool is a database that answers when the test lets it. What remains in a bucket is the number
 // that its key ends in.
 type gatedPool struct {
-	client.Pool // whose other methods nobody calls
+	client.Pool // for the methods that are not called
 	mu          sync.Mutex
 	calls       []*gatedCall // under way
 	total       int
@@ -948,14 +946,14 @@ func (db *gatedPool) only(t *testing.T) *gatedCall {
 	return calls[0]
 }
 
-// next grants the only call, and returns the one that follows.
+// next grants the only call, and returns the call that follows.
 func (db *gatedPool) next(t *testing.T) *gatedCall {
 	t.Helper()
 	db.only(t).grant()
 	return db.only(t)
 }
 
-// second grants the first of two calls, and returns the one that follows.
+// second grants the first of two calls, and returns the call that follows.
 func (db *gatedPool) second(t *testing.T) *gatedCall {
 	t.Helper()
 	require.Len(t, db.underWay(), 2)
@@ -964,7 +962,7 @@ func (db *gatedPool) second(t *testing.T) *gatedCall {
 	return db.underWay()[1]
 }
 
-// beside returns the calls under way but one.
+// beside returns the other calls under way.
 func (db *gatedPool) beside(call *gatedCall) []*gatedCall {
 	return slices.DeleteFunc(db.underWay(), func(c *gatedCall) bool { return c == call })
 }

@@ -17,7 +17,7 @@ import (
 // A pool is the fake's database for a Combiner. It answers when it is let.
 type pool struct {
 	*database
-	client.Pool // whose other methods nobody calls
+	client.Pool // for the methods that are not called
 	gate        chan struct{}
 	calls       int
 }

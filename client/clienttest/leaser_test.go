@@ -20,7 +20,7 @@ import (
 // A distant is the fake's database for a Leaser. Each call takes a millisecond of synctest's time.
 type distant struct {
 	*database
-	client.Pool // whose other methods nobody calls
+	client.Pool // for the methods that are not called
 	mu          sync.Mutex
 	calls       map[string]int // by function
 	silent      atomic.Bool    // each call waits until its context ends

@@ -65,8 +65,7 @@ func TestCleanup_RemovesWhatIsDueAndNothingElse(t *testing.T) {
 
 	require.Equal(t, client.Cleaned{Buckets: 1, IdempotencyKeys: 1}, noError(limiter.Cleanup(ctx, client.MaxRows(1)))(t))
 
-	_, err := limiter.Cleanup(ctx, client.MaxRows(0))
-	require.ErrorIs(t, err, client.ErrInvalidArgument)
+	require.ErrorIs(t, errOf(limiter.Cleanup(ctx, client.MaxRows(0))), client.ErrInvalidArgument)
 
 	require.Equal(t, client.Cleaned{Buckets: 3, IdempotencyKeys: 3}, noError(limiter.Cleanup(ctx))(t))
 	for _, key := range []string{"a", "b", "c", "d"} {
