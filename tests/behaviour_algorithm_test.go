@@ -45,8 +45,7 @@ func TestStepped_WorkedExample(t *testing.T) {
 	})
 }
 
-// Whatever happens in between, five tokens come at every tenth second after the first take, and no
-// sooner.
+// Whatever happens in between, five tokens come at every tenth second after the first take, and no sooner.
 func TestStepped_AnchorStays(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
@@ -114,8 +113,7 @@ func TestContinuous_TenTakesInOneSecond(t *testing.T) {
 	})
 }
 
-// Continuous refill is as fine as a microsecond, and what a grant rounds away is less than a
-// microtoken.
+// Continuous refill is as fine as a microsecond, and what a grant rounds away is less than a microtoken.
 func TestContinuous_NothingIsMintedAndLittleLost(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
@@ -212,8 +210,7 @@ func TestRetryAfter_CountsTheLeadOfTheStoredInstant(t *testing.T) {
 	})
 }
 
-// A bucket called while the clock is an hour behind ends like one called at the last instant
-// before.
+// A bucket called while the clock is an hour behind ends like one called at the last instant before.
 func TestClock_BackAnHourMintsAndDestroysNothing(t *testing.T) {
 	t.Parallel()
 	for name, refill := range map[string]policyOption{"continuous": continuous, "stepped": stepped} {
@@ -302,8 +299,7 @@ func TestClock_IsReadInsideTheCall(t *testing.T) {
 	require.EqualValues(t, 5, db.must(peek(db.Pool, "p", "k", 1)).Remaining)
 }
 
-// A transaction that began long before counts nobody's time twice: the clock is set to before the
-// other's acquire, as now() would have it.
+// A transaction that began long before counts nobody's time twice: the clock is set to before the other's acquire, as now() would have it.
 func TestClock_LateCallRaisesNobodysTokens(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
@@ -361,8 +357,7 @@ func TestPolicyChange_AppliesToTheNextCall(t *testing.T) {
 			at     time.Duration
 			want   decision
 		}{
-			"a smaller capacity clamps": {eightLeft,
-				func(db subject) { db.definePolicy("p", 5, 1, time.Minute) }, 0, allowed(5, 0, 5)},
+			"a smaller capacity clamps": {eightLeft, func(db subject) { db.definePolicy("p", 5, 1, time.Minute) }, 0, allowed(5, 0, 5)},
 			"a smaller capacity above the level": {eightLeft,
 				func(db subject) { db.definePolicy("p", 9, 1, time.Minute) }, 0, allowed(8, time.Minute, 9)},
 			"a larger capacity does not fill": {eightLeft,
@@ -379,16 +374,14 @@ func TestPolicyChange_AppliesToTheNextCall(t *testing.T) {
 				func(db subject) { db.definePolicy("p", 100, 3, second) }, 20 * second, allowed(9+30, 20333334*us, 100)},
 			"less refill counts since the last write": {drained,
 				func(db subject) { db.definePolicy("p", 100, 1, 2*second) }, 20 * second, allowed(9+5, 172*second, 100)},
-			"a shorter every": {drained,
-				func(db subject) { db.definePolicy("p", 100, 1, 500*ms) }, 20 * second, allowed(9+20, 35500*ms, 100)},
+			"a shorter every": {drained, func(db subject) { db.definePolicy("p", 100, 1, 500*ms) }, 20 * second, allowed(9+20, 35500*ms, 100)},
 			"continuous becomes stepped: anchored at the last write": {drained,
 				func(db subject) { db.definePolicy("p", 100, 10, 4*second, stepped) }, 20 * second, allowed(9+20, 30*second, 100)},
 			"stepped becomes continuous: counted from the anchor": {steppedEight,
 				func(db subject) { db.definePolicy("p", 100, 10, 10*second, continuous) }, 15 * second, allowed(8+5, 87*second, 100)},
 			"another every, stepped: counted from the anchor": {steppedEight,
 				func(db subject) { db.definePolicy("p", 100, 10, 3*second) }, 18 * second, allowed(8+20, 22*second, 100)},
-			"nothing changes": {steppedEight,
-				func(db subject) { db.definePolicy("p", 100, 10, 10*second) }, 19 * second, allowed(8, 91*second, 100)},
+			"nothing changes": {steppedEight, func(db subject) { db.definePolicy("p", 100, 10, 10*second) }, 19 * second, allowed(8, 91*second, 100)},
 		} {
 			t.Run(name, func(t *testing.T) {
 				db := common.of(t)
@@ -500,8 +493,7 @@ func TestPolicyChange_OverridesFollowStepped(t *testing.T) {
 	}
 }
 
-// An answer counts hours, not days: added to an instant it is exact in any time zone, here across
-// the night in which summer time begins.
+// An answer counts hours, not days: added to an instant it is exact in any time zone, here across the night in which summer time begins.
 func TestAnswers_HaveNoDays(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
@@ -516,8 +508,7 @@ func TestAnswers_HaveNoDays(t *testing.T) {
 	require.Equal(t, "24:00:00", retry)
 	require.Equal(t, "240:00:00", reset)
 	require.Equal(t, t0.Add(24*time.Hour), then.UTC())
-	require.NoError(t, db.Pool.QueryRow(context.Background(),
-		"select reset_after::text from ratelimit_refund('p', 'k', 1)").Scan(&reset))
+	require.NoError(t, db.Pool.QueryRow(context.Background(), "select reset_after::text from ratelimit_refund('p', 'k', 1)").Scan(&reset))
 	require.Equal(t, "216:00:00", reset)
 }
 
@@ -569,8 +560,7 @@ func TestExtremePolicies(t *testing.T) {
 			t.Run(fmt.Sprintf("%d, %d every %s, stepped %v", test.capacity, test.refill, test.every, isStepped), func(t *testing.T) {
 				db := common.in(t)
 				defer db.dropPolicy("p")
-				db.exec(fmt.Sprintf("select ratelimit_define_policy('p', %d, %d, '%s', %v)",
-					test.capacity, test.refill, test.every, isStepped))
+				db.exec(fmt.Sprintf("select ratelimit_define_policy('p', %d, %d, '%s', %v)", test.capacity, test.refill, test.every, isStepped))
 				retry, reset := test.oneToken, test.full
 				if isStepped {
 					retry, reset = years1000, test.steps
@@ -580,8 +570,7 @@ func TestExtremePolicies(t *testing.T) {
 				}
 				at := func(m model.Micros) time.Time { return m.After(t0) }
 
-				require.Equal(t, decision{Allowed: true, ResetAfter: reset, Capacity: test.capacity},
-					db.acquireAt(t0, "p", "k", test.capacity))
+				require.Equal(t, decision{Allowed: true, ResetAfter: reset, Capacity: test.capacity}, db.acquireAt(t0, "p", "k", test.capacity))
 				require.Equal(t, retry, db.acquire("p", "k", 1).RetryAfter)
 				require.Equal(t, reset, db.acquire("p", "k", test.capacity).RetryAfter)
 				require.False(t, db.peekAt(at(retry-1), "p", "k", 1).Allowed)
@@ -592,8 +581,7 @@ func TestExtremePolicies(t *testing.T) {
 				later := at(20 * years1000)
 				require.Equal(t, decision{Allowed: true, Remaining: test.capacity, Capacity: test.capacity},
 					db.peekAt(later, "p", "k", 1), "twice the longest time is no overflow")
-				require.Equal(t, decision{Allowed: true, ResetAfter: reset, Capacity: test.capacity},
-					db.acquireAt(later, "p", "k", test.capacity))
+				require.Equal(t, decision{Allowed: true, ResetAfter: reset, Capacity: test.capacity}, db.acquireAt(later, "p", "k", test.capacity))
 
 				db.putBucket("p", "debt", bucket{-test.capacity * 1_000_000, t0})
 				debt := db.peekAt(t0, "p", "debt", 1)

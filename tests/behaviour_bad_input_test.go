@@ -29,9 +29,7 @@ type badCall struct {
 	code, message, argument string
 }
 
-func (c badCall) String() string {
-	return fmt.Sprintf("%.160s", fmt.Sprint(c.sql, " ", c.args))
-}
+func (c badCall) String() string { return fmt.Sprintf("%.160s", fmt.Sprint(c.sql, " ", c.args)) }
 
 func invalid(argument, sql string, args ...any) badCall {
 	return badCall{sql, args, "22023", "invalid " + argument, argument}

@@ -153,8 +153,7 @@ func TestAcquireMany_EqualsOneByOneForNumbersOfEverySize(t *testing.T) {
 	t.Log(met)
 }
 
-// Batches take the same buckets in opposite orders, some of them for the first time, all too large
-// for what is there.
+// Batches take the same buckets in opposite orders, some of them for the first time, all too large for what is there.
 func TestAcquireMany_NeverDeadlocks(t *testing.T) {
 	t.Parallel()
 	const (
@@ -193,8 +192,7 @@ func TestAcquireMany_NeverDeadlocks(t *testing.T) {
 	for _, n := range allowed {
 		total += n
 	}
-	require.EqualValues(t, total, db.number("select sum(30 - level / 1000000) from ratelimit.buckets"),
-		"what was granted is what is gone")
+	require.EqualValues(t, total, db.number("select sum(30 - level / 1000000) from ratelimit.buckets"), "what was granted is what is gone")
 }
 
 // A request that waited for its bucket is decided by what the bucket holds after the wait.
@@ -258,8 +256,7 @@ func TestAcquireMany_AWaitThatEndsInARollbackIsDecidedAfresh(t *testing.T) {
 	}
 }
 
-// Two batches over two policies in opposite orders would wait for each other if the order of their requests
-// were the order of their locks.
+// Two batches over two policies in opposite orders would wait for each other if the order of their requests were the order of their locks.
 func TestAcquireMany_TakesPoliciesInOneOrder(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
@@ -288,8 +285,7 @@ func TestAcquireMany_TakesPoliciesInOneOrder(t *testing.T) {
 	require.EqualValues(t, 7, db.left("q", key))
 }
 
-// A client that reads by position would give callers each other's answers. What is asked again finds its buckets there,
-// which is the fast path.
+// A client that reads by position would give callers each other's answers. What is asked again finds its buckets there, which is the fast path.
 func TestAcquireAllMany_ARequestWithoutElementsHasARowOfItsOwn(t *testing.T) {
 	t.Parallel()
 	for name, sizes := range map[string][]int{

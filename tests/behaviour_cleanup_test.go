@@ -22,8 +22,7 @@ func (db *testDB) cleanupAt(at time.Time) (d deleted) {
 	return d
 }
 
-// cleanUpAtOnce makes clean-up judge rows as of now and not of five minutes ago, for tests that are about
-// something else.
+// cleanUpAtOnce makes clean-up judge rows as of now and not of five minutes ago, for tests that are about something else.
 func (db *testDB) cleanUpAtOnce() {
 	db.t.Helper()
 	db.mutate(mutation{`interval '5 minutes'`, "interval '0'"}, "ratelimit.cleanup_batch")
@@ -47,8 +46,7 @@ func (db *testDB) goesOn(maxRows int) (more bool) {
 // fillTables gives a policy n buckets that are full by now and n idempotency keys past their time.
 func (db *testDB) fillTables(prefix, policy string, n int) {
 	db.t.Helper()
-	db.exec(`
-		insert into ratelimit.`+prefix+`buckets (policy_id, key, level, refilled_at, due_at)
+	db.exec("insert into ratelimit."+prefix+`buckets (policy_id, key, level, refilled_at, due_at)
 		select p.id, 'k' || i, 0, clock_timestamp() - interval '1 year', clock_timestamp() - interval '1 day'
 		  from ratelimit.policies as p, generate_series(1, $2::integer) as i where p.name = $1`, policy, n)
 	db.exec(`
@@ -119,8 +117,7 @@ func TestCleanup_LooksAtABucketEveryDay(t *testing.T) {
 	}
 }
 
-// A bucket that is full by the policy's numbers and never by its override's, or the other way around, is looked at
-// once a day, too.
+// A bucket that is full by the policy's numbers and never by its override's, or the other way around, is looked at once a day, too.
 func TestCleanup_ABucketThatIsNeverFullIsNotDueAtOnce(t *testing.T) {
 	t.Parallel()
 	for name, refill := range map[string]struct{ policy, override string }{
@@ -565,8 +562,7 @@ func TestCleanupAll_DrainsInBatchesThatCommit(t *testing.T) {
 	require.Equal(t, []int64{10_000, 10_000, 5_000}, batches)
 }
 
-// A batch that is not full is not the last: there may be rows of dropped policies, or it put rows off or gave
-// way to a lock.
+// A batch that is not full is not the last: there may be rows of dropped policies, or it put rows off or gave way to a lock.
 func TestCleanupAll_GoesOnAfterAShortBatch(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)

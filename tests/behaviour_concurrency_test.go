@@ -448,10 +448,7 @@ func TestConcurrency_WhatWaitedForALockGoesByTheClockAndThePolicyAfterTheWait(t 
 		meanwhile func(db *testDB, holder *session)
 		want      []decision
 	}{
-		"clock": {
-			func(db *testDB, _ *session) { db.setClock(t0.Add(3 * second)) },
-			[]decision{allowed(7, 3*second, 10), allowed(6, 4*second, 10)},
-		},
+		"clock": {func(db *testDB, _ *session) { db.setClock(t0.Add(3 * second)) }, []decision{allowed(7, 3*second, 10), allowed(6, 4*second, 10)}},
 		"policy": {
 			func(_ *testDB, holder *session) { holder.exec("select ratelimit_define_policy('p', 5)") },
 			[]decision{allowed(4, second, 5), allowed(3, 2*second, 5)},
@@ -559,9 +556,7 @@ func TestConcurrency_Vectors(t *testing.T) {
 			db := newCrowdDB(t, v.callers)
 			db.setClock(t0)
 			db.definePolicy("p", v.capacity, v.refill, v.every, v.refilled)
-			answers := db.together(v.callers, func(i int, q querier) (decision, error) {
-				return acquire(q, "p", fmt.Sprint("k", i%v.keys), v.cost)
-			})
+			answers := db.together(v.callers, func(i int, q querier) (decision, error) { return acquire(q, "p", fmt.Sprint("k", i%v.keys), v.cost) })
 			require.Equal(t, v.granted, count(answers, isAllowed))
 			for i := range v.keys {
 				require.Equal(t, v.left, db.left("p", fmt.Sprint("k", i)))
@@ -650,8 +645,7 @@ func TestGrant_IsAnsweredAsOfOneInstant(t *testing.T) {
 	require.Equal(t, allowed(3, 6500*time.Millisecond, 10), db.peekAt(t0.Add(1500*time.Millisecond), "p", "k", 3))
 }
 
-// A bucket that fits at every look and at no update, as others' calls could have it in theory, ends in
-// an error and not in a backend that spins.
+// A bucket that fits at every look and at no update, as others' calls could have it in theory, ends in an error and not in a backend that spins.
 func TestGrant_GivesUpAfterManyRounds(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)

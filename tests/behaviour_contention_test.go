@@ -114,8 +114,7 @@ func TestContention_AHeldBucket(t *testing.T) {
 	require.NoError(t, l.check(db))
 }
 
-// The server ends a transaction that holds a bucket and does nothing. Whoever waits gets its turn, and the
-// tokens are back.
+// The server ends a transaction that holds a bucket and does nothing. Whoever waits gets its turn, and the tokens are back.
 func TestContention_AnIdleTransactionEnds(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)

@@ -317,9 +317,7 @@ func TestGuard_ForeignPartitions(t *testing.T) {
 		_, err := db.Pool.Exec(t.Context(), "insert into parted values "+rows)
 		return err
 	}
-	uncharged := func() int64 {
-		return db.number("select count(*) from parted") - (100 - db.left("p", "a"))
-	}
+	uncharged := func() int64 { return db.number("select count(*) from parted") - (100 - db.left("p", "a")) }
 
 	require.NoError(t, insert("('a', 1), ('a', 2)"))
 	require.EqualValues(t, 98, db.left("p", "a"))
@@ -344,8 +342,7 @@ func TestGuard_ForeignPartitions(t *testing.T) {
 	require.EqualValues(t, 1, uncharged())
 }
 
-// Any number of keys, in the one order of locks: statements with the same keys the other way round wait for
-// each other, and do not deadlock.
+// Any number of keys, in the one order of locks: statements with the same keys the other way round wait for each other, and do not deadlock.
 func TestGuard_ManyKeys(t *testing.T) {
 	t.Parallel()
 	db := newCrowdDB(t, 8)

@@ -11,9 +11,8 @@ import (
 func TestHOT_UpdatesAreHeapOnly(t *testing.T) {
 	t.Parallel()
 	const calls = 100_000
-	// One session on a server of its own: a transaction that is open, in any of its databases or waiting
-	// for a processor, keeps old row versions from being pruned, and updates without room on their page
-	// are not HOT.
+	// One session on a server of its own: a transaction that is open, in any of its databases or waiting for a processor, keeps old row versions
+	// from being pruned, and updates without room on their page are not HOT.
 	db, _ := newPrivateDB(t, "synchronous_commit=off", "autovacuum=off")
 	db.definePolicy("p", 1_000_000, 1, aDay)
 	db.exec(fmt.Sprintf(`do $$ begin
@@ -68,9 +67,8 @@ func TestHOT_TheFirstUpdateLeavesItsRoom(t *testing.T) {
 	}
 }
 
-// Of batches: plain calls and ratelimit_acquire_all read them all, as docs/design.md says why.
-// An old snapshot keeps every version of a row, and no index entry may go. What a call on a hot key has
-// to read must not grow with them.
+// Of batches: plain calls and ratelimit_acquire_all read them all, as docs/design.md says why. An old snapshot keeps every version of a row, and
+// no index entry may go. What a call on a hot key has to read must not grow with them.
 func TestHOT_AHeldSnapshotDoesNotMakeCallsReadEveryVersion(t *testing.T) {
 	t.Parallel()
 	for name, kind := range map[string]policyOption{"durable": durable, "ephemeral": ephemeral} {
@@ -108,8 +106,7 @@ func TestHOT_AHeldSnapshotDoesNotMakeCallsReadEveryVersion(t *testing.T) {
 						Hit int `json:"Shared Hit Blocks"`
 					}
 				}
-				require.NoError(t, s.QueryRow(context.Background(),
-					"explain (analyze, buffers, format json) select from "+call).Scan(&plan))
+				require.NoError(t, s.QueryRow(context.Background(), "explain (analyze, buffers, format json) select from "+call).Scan(&plan))
 				t.Logf("%s: %d pages", call, plan[0].Plan.Hit)
 				require.Positive(t, plan[0].Plan.Hit)
 				require.Less(t, plan[0].Plan.Hit, versions/150, call) // of which a page has about a hundred

@@ -41,15 +41,13 @@ func TestIdempotency_Vector58(t *testing.T) {
 func TestIdempotency_AReplayIsTheFirstAnswerWhateverHappenedSince(t *testing.T) {
 	t.Parallel()
 	for name, since := range map[string]func(db *testDB){
-		"nothing":                   func(*testDB) {},
-		"the bucket was emptied":    func(db *testDB) { db.acquire("p", "k", 6) },
-		"the bucket was reset":      func(db *testDB) { db.reset("p", "k") },
-		"tokens were given back":    func(db *testDB) { db.refundAt(t0, "p", "k", 3) },
-		"time passed":               func(db *testDB) { db.setClock(t0.Add(59 * time.Minute)) },
-		"the bucket was cleaned up": func(db *testDB) { db.setClock(t0.Add(59 * time.Minute)); db.cleanup() },
-		"the capacity fell below the cost": func(db *testDB) {
-			db.definePolicy("p", 3, 1, time.Second)
-		},
+		"nothing":                          func(*testDB) {},
+		"the bucket was emptied":           func(db *testDB) { db.acquire("p", "k", 6) },
+		"the bucket was reset":             func(db *testDB) { db.reset("p", "k") },
+		"tokens were given back":           func(db *testDB) { db.refundAt(t0, "p", "k", 3) },
+		"time passed":                      func(db *testDB) { db.setClock(t0.Add(59 * time.Minute)) },
+		"the bucket was cleaned up":        func(db *testDB) { db.setClock(t0.Add(59 * time.Minute)); db.cleanup() },
+		"the capacity fell below the cost": func(db *testDB) { db.definePolicy("p", 3, 1, time.Second) },
 		"the policy forgets sooner by now": func(db *testDB) {
 			db.definePolicy("p", 10, 1, time.Second, remember(time.Second))
 			db.setClock(t0.Add(59 * time.Minute))
@@ -262,9 +260,8 @@ func TestIdempotency_OneChargeWhileTheBucketFills(t *testing.T) {
 	}
 }
 
-// Every branch of the protocol in sql/acquire.sql, in the one order of events that needs it: locks
-// and gates hold the calls where they have to be. Each race is also run without its branch, and
-// must then come out wrong, and in the way that is expected.
+// Every branch of the protocol in sql/acquire.sql, in the one order of events that needs it: locks and gates hold the calls where they have to
+// be. Each race is also run without its branch, and must then come out wrong, and in the way that is expected.
 
 // An outcome is the result of a race.
 type outcome struct {
@@ -410,11 +407,9 @@ func TestIdempotency_Races(t *testing.T) {
 		},
 		{
 			name: "the same request with another cost came first, and there is enough for both", capacity: 10,
-			play: behind("commit", 3, known),
-			want: outcome{state: "RL002", left: 7},
-			without: []removal{
-				{overwritingLiveKeys, outcome{answer: allowed(5, second(5), 10), left: 5}},
-			},
+			play:    behind("commit", 3, known),
+			want:    outcome{state: "RL002", left: 7},
+			without: []removal{{overwritingLiveKeys, outcome{answer: allowed(5, second(5), 10), left: 5}}},
 		},
 		{
 			name: "the same request with another cost came first and took all there was", capacity: 3,
@@ -424,12 +419,9 @@ func TestIdempotency_Races(t *testing.T) {
 		},
 		{
 			name: "the same request was the bucket's first use, and there is enough for both", capacity: 10,
-			play: behind("commit", 2, unused),
-			want: outcome{answer: replayed(charged), left: 8},
-			without: []removal{
-				{withoutFirstUse, outcome{state: "23505", left: 8}},
-				{withoutGiveBack, outcome{answer: replayed(charged), left: 6}},
-			},
+			play:    behind("commit", 2, unused),
+			want:    outcome{answer: replayed(charged), left: 8},
+			without: []removal{{withoutFirstUse, outcome{state: "23505", left: 8}}, {withoutGiveBack, outcome{answer: replayed(charged), left: 6}}},
 		},
 		{
 			name: "the same request was the bucket's first use and took all there was", capacity: 2,
@@ -569,11 +561,9 @@ func TestIdempotency_RacesOfSeveral(t *testing.T) {
 	for _, r := range []race{
 		{
 			name: "the same request came first, and there is enough for both", capacity: 10,
-			play: behind("commit"),
-			want: outcome{answer: replayed(allowed(8, second(2), 10)), left: 8},
-			without: []removal{
-				{mutation{`'RL00T' or unique_violation then v_now`, "'RL00T' then v_now"}, outcome{state: "23505", left: 8}},
-			},
+			play:    behind("commit"),
+			want:    outcome{answer: replayed(allowed(8, second(2), 10)), left: 8},
+			without: []removal{{mutation{`'RL00T' or unique_violation then v_now`, "'RL00T' then v_now"}, outcome{state: "23505", left: 8}}},
 		},
 		{
 			name: "the same request came first and took all there was", capacity: 2,
@@ -610,10 +600,8 @@ func TestIdempotency_RacesOfSeveral(t *testing.T) {
 				db.acquire("p", "l", 2, "X")
 				return db.session().startAll(twoOfEach("X", "k", "l"))
 			},
-			want: outcome{answer: allowed(8, second(2), 10), left: 8},
-			without: []removal{
-				{mutation{`'RL00T' or unique_violation then v_now`, "'RL00T' then v_now"}, outcome{state: "23505", left: 10}},
-			},
+			want:    outcome{answer: allowed(8, second(2), 10), left: 8},
+			without: []removal{{mutation{`'RL00T' or unique_violation then v_now`, "'RL00T' then v_now"}, outcome{state: "23505", left: 10}}},
 		},
 	} {
 		r.function = "ratelimit_acquire_all"
@@ -649,9 +637,7 @@ func TestIdempotency_ARequestOfSeveralIsRememberedAlikeOnEveryWay(t *testing.T) 
 			charges[0].Cost = 10
 			db.setClock(t0.Add(5 * time.Second))
 		},
-		"by an override": func(db *testDB, _ []model.Charge) {
-			db.exec("select ratelimit_override('p', 'k', 30, 7, '3 seconds')")
-		},
+		"by an override":                     func(db *testDB, _ []model.Charge) { db.exec("select ratelimit_override('p', 'k', 30, 7, '3 seconds')") },
 		"and a shadow policy does not cover": func(_ *testDB, charges []model.Charge) { charges[3].Cost = 20 },
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -131,9 +131,7 @@ func TestPgCron(t *testing.T) {
 			require.NoError(t, runScript(here, "unschedule.sql"))
 		}
 		require.Empty(t, jobs(here))
-		require.Empty(t, column(t, here.DB, `
-			select d.command from cron.job_run_details as d
-			 where d.jobid not in (select jobid from cron.job)`))
+		require.Empty(t, column(t, here.DB, "select d.command from cron.job_run_details as d where d.jobid not in (select jobid from cron.job)"))
 	})
 }
 

@@ -16,8 +16,7 @@ import (
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
-// A pooled database is reached through PgBouncer too, where every transaction may be on another of the
-// few connections to the server.
+// A pooled database is reached through PgBouncer too, where every transaction may be on another of the few connections to the server.
 type pooledDB struct {
 	*testDB
 	pooler *pgtest.Pooler
@@ -179,17 +178,14 @@ func TestPooler_CleansUp(t *testing.T) {
 		db.acquire(policy, "due", 1)
 		ctx, cancel := context.WithCancel(t.Context())
 		var cleaning sync.WaitGroup
-		cleaning.Go(func() {
-			client.New(pool).RunCleanup(ctx, aDay, client.OnError(func(err error) { t.Error(err) }))
-		})
+		cleaning.Go(func() { client.New(pool).RunCleanup(ctx, aDay, client.OnError(func(err error) { t.Error(err) })) })
 		db.Await(t, patience, "select not exists (select from ratelimit.buckets)")
 		cancel()
 		cleaning.Wait()
 	})
 }
 
-// The connection to the server is lost while a call waits on it: the client asks again, through the
-// pooler's next one.
+// The connection to the server is lost while a call waits on it: the client asks again, through the pooler's next one.
 func TestPooler_ALostConnectionIsNoSecondCharge(t *testing.T) {
 	t.Parallel()
 	db := newPooledDB(t)
@@ -259,8 +255,7 @@ func TestPooler_NoFlushLeavesNothingBehind(t *testing.T) {
 	})
 }
 
-// Which of pgx's modes can be used when, between the round trips of one call, another client takes the
-// connection.
+// Which of pgx's modes can be used when, between the round trips of one call, another client takes the connection.
 func TestPooler_ExecModesWhenTheConnectionChanges(t *testing.T) {
 	t.Parallel()
 	pooler := newPooledDB(t).pooler

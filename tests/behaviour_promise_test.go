@@ -11,9 +11,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// Each of many random denials, half of them stepped, is kept to the microsecond: after exactly
-// retry_after the same acquire is allowed and one microsecond earlier it is not; after exactly
-// reset_after the whole capacity is there and one microsecond earlier it is not.
+// Each of many random denials, half of them stepped, is kept to the microsecond: after exactly retry_after the same acquire is allowed and one
+// microsecond earlier it is not; after exactly reset_after the whole capacity is there and one microsecond earlier it is not.
 func TestTorture_PromisesAreExact(t *testing.T) {
 	const each = 4_000
 	run := torture(t, 0)
@@ -78,12 +77,7 @@ func randomPromise(random *rand.Rand, most int64) promise {
 	}
 	var c promise
 	for !c.valid() {
-		c = promise{
-			Capacity: upTo(maxTokens),
-			Refill:   upTo(maxTokens),
-			Every:    upTo(maxSpan),
-			Stepped:  random.IntN(2) == 0,
-		}
+		c = promise{Capacity: upTo(maxTokens), Refill: upTo(maxTokens), Every: upTo(maxSpan), Stepped: random.IntN(2) == 0}
 		switch random.IntN(2) {
 		case 0:
 			c.Cost = upTo(c.Capacity)

@@ -652,10 +652,7 @@ func TestReserve_TheWaitForTheBucketCounts(t *testing.T) {
 			cost       int64
 			later      time.Duration
 			wait, left time.Duration
-		}{
-			{"i", 5, 2 * second, 3 * second, 3*second - ms},
-			{"j", 1, time.Hour, 0, 0},
-		} {
+		}{{"i", 5, 2 * second, 3 * second, 3*second - ms}, {"j", 1, time.Hour, 0, 0}} {
 			holder := db.session()
 			holder.exec("begin")
 			holder.exec("select ratelimit_charge('p', 'k', 0)")

@@ -28,8 +28,7 @@ func becomeStandby(t *testing.T, db *testDB, server *pgtest.Server) *testDB {
 	return db
 }
 
-// On a standby, peek answers for durable policies. A call that would write, or would read an unlogged table,
-// is an error that says so.
+// On a standby, peek answers for durable policies. A call that would write, or would read an unlogged table, is an error that says so.
 func TestStandby(t *testing.T) {
 	t.Parallel()
 	db, server := newPrivateDB(t)

@@ -102,10 +102,7 @@ var vectors = []vector{
 		{49 * ms, look(0), grant.rem(-1)},
 		{50 * ms, look(0), grant.rem(0)},
 	}},
-	{"8 bucket4j: 51 owed", 100, 100, 100 * ms, false, 100, []step{
-		{120 * ms, debit(151), grant.rem(-51)},
-		{171 * ms, look(0), grant.rem(0)},
-	}},
+	{"8 bucket4j: 51 owed", 100, 100, 100 * ms, false, 100, []step{{120 * ms, debit(151), grant.rem(-51)}, {171 * ms, look(0), grant.rem(0)}}},
 	{"8 bucket4j: 300 owed", 100, 100, 100 * ms, false, 100, []step{
 		{201 * ms, debit(400), grant.rem(-300)},
 		{500 * ms, take(1), deny.rem(-1).wait(2 * ms)},
@@ -121,10 +118,7 @@ var vectors = []vector{
 	{"12 bucket4j: 50 and 1 ms", 1000, 1000, second, false, 950, []step{{1 * ms, look(0), grant.rem(51)}}},
 	{"12 bucket4j: 55 and the clock back", 1000, 1000, second, false, 945, []step{{-1 * ms, look(0), grant.rem(55)}}},
 	{"12 bucket4j: 200 and 10 s", 1000, 1000, second, false, 800, []step{{10 * second, look(0), grant.rem(1000)}}},
-	{"12 bucket4j: a fraction is kept", 100, 100, second, false, 100, []step{
-		{3 * ms, look(0), grant.rem(0)},
-		{10 * ms, take(1), grant.rem(0)},
-	}},
+	{"12 bucket4j: a fraction is kept", 100, 100, second, false, 100, []step{{3 * ms, look(0), grant.rem(0)}, {10 * ms, take(1), grant.rem(0)}}},
 	{"12 bucket4j: a fraction is kept by a take", 100, 100, second, false, 10, []step{
 		{17 * ms, look(0), grant.rem(91)},
 		{17 * ms, take(1), grant.rem(90)}, // and 0.7
@@ -265,15 +259,11 @@ var vectors = []vector{
 	{"59 pg-ratelimit: drained, stepped", 20, 5, 10 * second, true, 20, []step{{0, take(1), deny.wait(10 * second)}}},
 	{"59 pg-ratelimit: drained, continuous", 20, 5, 10 * second, false, 20, []step{{0, take(1), deny.wait(2 * second)}}},
 
-	{"61 upstash: 4 taken, 2 given", 10, 10, time.Minute, false, 0, []step{
-		{0, take(4), grant}, {0, give(2), grant.rem(8)},
-	}},
+	{"61 upstash: 4 taken, 2 given", 10, 10, time.Minute, false, 0, []step{{0, take(4), grant}, {0, give(2), grant.rem(8)}}},
 	{"61 upstash: 10 taken, 3 given", 10, 10, time.Minute, false, 0, []step{
 		{0, take(10), grant}, {0, give(3), grant.rem(3)}, {0, take(0), grant.rem(3)},
 	}},
-	{"61 upstash: denied at 0", 10, 10, time.Minute, false, 10, []step{
-		{0, take(3), deny.rem(0)}, {0, look(0), grant.rem(0)},
-	}},
+	{"61 upstash: denied at 0", 10, 10, time.Minute, false, 10, []step{{0, take(3), deny.rem(0)}, {0, look(0), grant.rem(0)}}},
 	{"61 upstash: denied again and again", 10, 10, time.Minute, false, 8, []step{
 		{0, take(5), deny.rem(2)}, {0, take(5), deny.rem(2)}, {0, take(5), deny.rem(2)}, {0, look(0), grant.rem(2)},
 	}},
@@ -283,10 +273,7 @@ var vectors = []vector{
 		{0, take(1), grant.rem(0)},
 		{second, take(1), deny.rem(0).wait(200 * ms)},
 	}},
-	{"64 symfony 47676: full again", 10, 2, second, false, 0, []step{
-		{0, take(1), grant.rem(9)},
-		{600 * ms, take(10), grant.rem(0)},
-	}},
+	{"64 symfony 47676: full again", 10, 2, second, false, 0, []step{{0, take(1), grant.rem(9)}, {600 * ms, take(10), grant.rem(0)}}},
 	{"65 S004: a poll each 100 ms", 100, 1, second, false, 100, []step{
 		{100 * ms, take(1), deny.wait(900 * ms)}, {200 * ms, take(1), deny}, {300 * ms, take(1), deny},
 		{400 * ms, take(1), deny}, {500 * ms, take(1), deny}, {600 * ms, take(1), deny},
@@ -304,8 +291,7 @@ func TestVectors(t *testing.T) {
 	})
 }
 
-// replay makes the calls and compares the decisions. A call that takes and gives nothing must leave the
-// bucket's row as it is, or absent.
+// replay makes the calls and compares the decisions. A call that takes and gives nothing must leave the bucket's row as it is, or absent.
 func (v vector) replay(t *testing.T, db subject, durability policyOption) {
 	t.Helper()
 	rowOf := func(string, string) *bucket { return nil } // the fake shows none
@@ -389,8 +375,7 @@ func TestVectors_45_NegativeCost(t *testing.T) {
 	})
 }
 
-// A bucket that every call drains grants tokens at its rate, whatever the time between the calls, unless it
-// fills up between them.
+// A bucket that every call drains grants tokens at its rate, whatever the time between the calls, unless it fills up between them.
 func TestVectors_64_DeliveredRate(t *testing.T) {
 	t.Parallel()
 	onEachDurability(t, func(t *testing.T, db subject, durability policyOption) {

@@ -60,8 +60,7 @@ func decide(q querier, call string, args ...any) (decision, error) {
 	return *d, nil
 }
 
-// decisionColumns are those of a decision d, with intervals as exact microseconds. Version 1 of the schema
-// has no shadowed.
+// decisionColumns are those of a decision d, with intervals as exact microseconds. Version 1 of the schema has no shadowed.
 const decisionColumns = `
 	d.allowed, d.remaining, (extract(epoch from d.retry_after) * 1000000)::bigint,
 	(extract(epoch from d.reset_after) * 1000000)::bigint, d.capacity, d.replayed,
@@ -116,9 +115,7 @@ func replayed(d decision) decision {
 	return d
 }
 
-func micros(d time.Duration) model.Micros {
-	return model.Micros(d.Microseconds())
-}
+func micros(d time.Duration) model.Micros { return model.Micros(d.Microseconds()) }
 
 // sqlState returns the SQLSTATE of an error, "" when it has none.
 func sqlState(err error) string {
@@ -142,9 +139,7 @@ type request struct {
 }
 
 // acquire sends the request in SQL.
-func (r request) acquire(q querier) (decision, error) {
-	return r.nullable().acquire(q)
-}
+func (r request) acquire(q querier) (decision, error) { return r.nullable().acquire(q) }
 
 // by sends the request through a limiter of the client.
 func (r request) by(ctx context.Context, limiter client.Acquirer) (client.Decision, error) {

@@ -12,8 +12,7 @@ import (
 	"github.com/pgratelimit/pgratelimit/client/clienttest/model"
 )
 
-// A subject is a database, or the fake that users of the client test with. Tables of calls and decisions are
-// replayed against both.
+// A subject is a database, or the fake that users of the client test with. Tables of calls and decisions are replayed against both.
 type subject interface {
 	of(t testing.TB) subject // the same for a subtest
 	setClock(now time.Time)

@@ -26,9 +26,7 @@ func (r wholeRequest) single() request {
 type whole = model.Whole
 
 // wholeOf is the answer to a request of one charge.
-func wholeOf(d decision) whole {
-	return whole{Decision: d, Binding: 1, Decisions: []decision{d}}
-}
+func wholeOf(d decision) whole { return whole{Decision: d, Binding: 1, Decisions: []decision{d}} }
 
 // A wholeAnswer is a whole, or the error in its place.
 type wholeAnswer struct {
