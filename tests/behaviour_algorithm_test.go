@@ -14,7 +14,6 @@ import (
 )
 
 func TestBucket_ComesWithTheFirstGrant(t *testing.T) {
-	t.Parallel()
 	eachDurability(t, func(t *testing.T, db *testDB, durability policyOption) {
 		db.definePolicy("p", 10, 1, second, durability)
 
@@ -30,7 +29,6 @@ func TestBucket_ComesWithTheFirstGrant(t *testing.T) {
 }
 
 func TestStepped_WorkedExample(t *testing.T) {
-	t.Parallel()
 	onEach(t, func(t *testing.T, db subject) {
 		db.definePolicy("stepped", 20, 5, 10*second, stepped)
 		db.definePolicy("continuous", 20, 5, 10*second)
@@ -47,8 +45,7 @@ func TestStepped_WorkedExample(t *testing.T) {
 
 // Whatever happens in between, five tokens come at every tenth second after the first take, and no sooner.
 func TestStepped_AnchorStays(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	db.definePolicy("p", 1000, 5, 10*second, stepped)
 	db.acquireAt(t0, "p", "k", 900)
 
@@ -76,33 +73,27 @@ func TestStepped_AnchorStays(t *testing.T) {
 }
 
 func TestStepped_WithoutItsRowStartsANewAnchor(t *testing.T) {
-	t.Parallel()
-	for name, remove := range map[string]func(db *testDB){
+	onDBs(t, map[string]func(db *testDB){
 		"reset": func(db *testDB) { db.reset("p", "k") },
 		"clean-up": func(db *testDB) {
 			db.cleanUpAtOnce()
 			buckets, _ := db.cleanup()
 			require.EqualValues(db.t, 1, buckets)
 		},
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			db := newDB(t)
-			db.definePolicy("p", 20, 5, 10*second, stepped)
-			db.acquireAt(t0, "p", "k", 5)
-			db.setClock(t0.Add(13 * second)) // full since 10 s
-			remove(db)
-			require.Nil(t, db.bucket("p", "k"))
+	}, func(t *testing.T, db *testDB, remove func(db *testDB)) {
+		db.definePolicy("p", 20, 5, 10*second, stepped)
+		db.acquireAt(t0, "p", "k", 5)
+		db.setClock(t0.Add(13 * second)) // full since 10 s
+		remove(db)
+		require.Nil(t, db.bucket("p", "k"))
 
-			require.Equal(t, allowed(0, 40*second, 20), db.acquireAt(t0.Add(14*second), "p", "k", 20))
-			require.EqualValues(t, 0, db.peekAt(t0.Add(24*second-us), "p", "k", 1).Remaining)
-			require.EqualValues(t, 5, db.peekAt(t0.Add(24*second), "p", "k", 1).Remaining)
-		})
-	}
+		require.Equal(t, allowed(0, 40*second, 20), db.acquireAt(t0.Add(14*second), "p", "k", 20))
+		require.EqualValues(t, 0, db.peekAt(t0.Add(24*second-us), "p", "k", 1).Remaining)
+		require.EqualValues(t, 5, db.peekAt(t0.Add(24*second), "p", "k", 1).Remaining)
+	})
 }
 
 func TestContinuous_TenTakesInOneSecond(t *testing.T) {
-	t.Parallel()
 	onEachDurability(t, func(t *testing.T, db subject, durability policyOption) {
 		db.definePolicy("p", 10, 1, second, durability)
 		for i := range 10 {
@@ -115,8 +106,7 @@ func TestContinuous_TenTakesInOneSecond(t *testing.T) {
 
 // Continuous refill is as fine as a microsecond, and what a grant rounds away is less than a microtoken.
 func TestContinuous_NothingIsMintedAndLittleLost(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	const takes, spacing = 200, 5 * us
 	db.definePolicy("p", 1000, 3, 7*second)
 	db.acquireAt(t0, "p", "k", 500)
@@ -130,7 +120,6 @@ func TestContinuous_NothingIsMintedAndLittleLost(t *testing.T) {
 }
 
 func TestNever_IsDecidedFirst(t *testing.T) {
-	t.Parallel()
 	onEach(t, func(t *testing.T, db subject) {
 		db.definePolicy("p", 5, 1, second)
 
@@ -147,7 +136,6 @@ func TestNever_IsDecidedFirst(t *testing.T) {
 }
 
 func TestCostZero_IsAllowedAndWritesNothing(t *testing.T) {
-	t.Parallel()
 	eachDurability(t, func(t *testing.T, db *testDB, durability policyOption) {
 		db.definePolicy("p", 5, 1, second, durability)
 		db.setClock(t0)
@@ -161,7 +149,6 @@ func TestCostZero_IsAllowedAndWritesNothing(t *testing.T) {
 }
 
 func TestRemaining_IsRoundedDownAndWaitsUp(t *testing.T) {
-	t.Parallel()
 	onEach(t, func(t *testing.T, db subject) {
 		db.definePolicy("p", 3, 3, second) // a token each 333,333.3 µs
 		for _, test := range []struct {
@@ -195,7 +182,6 @@ func TestRemaining_IsRoundedDownAndWaitsUp(t *testing.T) {
 }
 
 func TestRetryAfter_CountsTheLeadOfTheStoredInstant(t *testing.T) {
-	t.Parallel()
 	onEach(t, func(t *testing.T, db subject) {
 		for p, refill := range map[string]policyOption{"continuous": continuous, "stepped": stepped} {
 			db.definePolicy(p, 10, 2, second, refill)
@@ -212,40 +198,34 @@ func TestRetryAfter_CountsTheLeadOfTheStoredInstant(t *testing.T) {
 
 // A bucket called while the clock is an hour behind ends like one called at the last instant before.
 func TestClock_BackAnHourMintsAndDestroysNothing(t *testing.T) {
-	t.Parallel()
-	for name, refill := range map[string]policyOption{"continuous": continuous, "stepped": stepped} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			db := newDB(t)
-			db.definePolicy("p", 100, 1, second, refill)
-			calls := func(key string, at time.Time) {
-				db.acquireAt(at, "p", key, 10)
-				db.refundAt(at.Add(2*second), "p", key, 3)
-				db.peekAt(at.Add(time.Minute), "p", key, 1)
-				db.acquireAt(at.Add(time.Minute), "p", key, 1000)
-				db.acquireAt(at.Add(59*time.Minute), "p", key, 5)
-			}
-			last := t0.Add(time.Hour)
-			for _, key := range []string{"stepped back", "steady"} {
-				db.acquireAt(t0, "p", key, 50)
-				db.acquireAt(last, "p", key, 50)
-			}
-			calls("stepped back", t0)
-			db.setClock(last)
-			require.Equal(t, allowed(38, 62*second, 100), db.peekAt(last, "p", "stepped back", 1))
+	onDBs(t, map[string]policyOption{"continuous": continuous, "stepped": stepped}, func(t *testing.T, db *testDB, refill policyOption) {
+		db.definePolicy("p", 100, 1, second, refill)
+		calls := func(key string, at time.Time) {
+			db.acquireAt(at, "p", key, 10)
+			db.refundAt(at.Add(2*second), "p", key, 3)
+			db.peekAt(at.Add(time.Minute), "p", key, 1)
+			db.acquireAt(at.Add(time.Minute), "p", key, 1000)
+			db.acquireAt(at.Add(59*time.Minute), "p", key, 5)
+		}
+		last := t0.Add(time.Hour)
+		for _, key := range []string{"stepped back", "steady"} {
+			db.acquireAt(t0, "p", key, 50)
+			db.acquireAt(last, "p", key, 50)
+		}
+		calls("stepped back", t0)
+		db.setClock(last)
+		require.Equal(t, allowed(38, 62*second, 100), db.peekAt(last, "p", "stepped back", 1))
 
-			db.acquireAt(last, "p", "steady", 10)
-			db.refundAt(last, "p", "steady", 3)
-			db.acquireAt(last, "p", "steady", 5)
-			require.Equal(t, db.bucket("p", "steady"), db.bucket("p", "stepped back"))
-			require.Equal(t, allowed(39, 61*second, 100), db.peekAt(last.Add(second), "p", "stepped back", 1))
-		})
-	}
+		db.acquireAt(last, "p", "steady", 10)
+		db.refundAt(last, "p", "steady", 3)
+		db.acquireAt(last, "p", "steady", 5)
+		require.Equal(t, db.bucket("p", "steady"), db.bucket("p", "stepped back"))
+		require.Equal(t, allowed(39, 61*second, 100), db.peekAt(last.Add(second), "p", "stepped back", 1))
+	})
 }
 
 func TestClock_ForwardJump(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	db.definePolicy("p", 10, 1, second)
 	for _, key := range []string{"touched", "reset", "untouched"} {
 		db.acquireAt(t0, "p", key, 10)
@@ -270,8 +250,7 @@ func TestClock_ForwardJump(t *testing.T) {
 // Two acquires in one transaction are made by two readings of the clock, and none is when the
 // transaction began: what it stores gives the next caller nothing for the time before.
 func TestClock_IsReadInsideTheCall(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	db.definePolicy("p", 10, 1, time.Hour)
 	ctx := context.Background()
 
@@ -301,8 +280,7 @@ func TestClock_IsReadInsideTheCall(t *testing.T) {
 
 // A transaction that began long before counts nobody's time twice: the clock is set to before the other's acquire, as now() would have it.
 func TestClock_LateCallRaisesNobodysTokens(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	for p, refill := range map[string]policyOption{"continuous": continuous, "stepped": stepped} {
 		db.definePolicy(p, 5, 5, second, refill)
 		now := t0.Add(10 * second)
@@ -318,7 +296,6 @@ func TestClock_LateCallRaisesNobodysTokens(t *testing.T) {
 }
 
 func TestRefund(t *testing.T) {
-	t.Parallel()
 	eachDurability(t, func(t *testing.T, db *testDB, durability policyOption) {
 		db.definePolicy("p", 10, 1, second, durability)
 		db.acquireAt(t0, "p", "k", 8)
@@ -335,7 +312,6 @@ func TestRefund(t *testing.T) {
 }
 
 func TestPolicyChange_AppliesToTheNextCall(t *testing.T) {
-	t.Parallel()
 	onEach(t, func(t *testing.T, common subject) {
 		drained := func(db subject) { // at 0 s, and one of the ten taken that came by 10 s
 			db.definePolicy("p", 100, 1, second)
@@ -438,8 +414,7 @@ func TestPolicyChange_NullKeepsWhatIsThere(t *testing.T) {
 
 // Each of two changes is fine beside the policy that it found, and together they would not be.
 func TestPolicyChange_TwoAtATimeAreCheckedTogether(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	db.definePolicy("p", 1000, 1000, time.Hour)
 	first, second := db.begin(), db.session()
 	first.exec("select ratelimit_define_policy('p', capacity => 10000000000)")
@@ -455,8 +430,8 @@ func TestPolicyChange_TwoAtATimeAreCheckedTogether(t *testing.T) {
 
 // An override is stepped as its policy is, also when both are set at the same time.
 func TestPolicyChange_OverridesFollowStepped(t *testing.T) {
-	t.Parallel()
-	for name, is := range map[string]struct{ first, then []string }{
+	type testCase struct{ first, then []string }
+	onDBs(t, map[string]testCase{
 		"an override, while the policy is changed": {
 			[]string{"begin", "select ratelimit_define_policy('p', capacity => 20, stepped => true)"},
 			[]string{"select ratelimit_override('p', 'k', refill => 5)"},
@@ -469,34 +444,29 @@ func TestPolicyChange_OverridesFollowStepped(t *testing.T) {
 			[]string{"select ratelimit_drop_policy('p')", "begin", "select ratelimit_define_policy('p', 20, 1, '1 second')", "select ratelimit_override('p', 'k', refill => 5)"},
 			[]string{"select ratelimit_define_policy('p', 20, 1, '1 second', stepped => true)"},
 		},
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			db := newDB(t)
-			db.definePolicy("p", 10, 1, second)
-			first, then := db.session(), db.session()
-			for _, sql := range is.first {
-				first.exec(sql)
+	}, func(t *testing.T, db *testDB, is testCase) {
+		db.definePolicy("p", 10, 1, second)
+		first, then := db.session(), db.session()
+		for _, sql := range is.first {
+			first.exec(sql)
+		}
+		call := then.start(func(querier) (d decision, err error) {
+			for _, sql := range is.then {
+				_, err = then.Exec(context.Background(), sql)
 			}
-			call := then.start(func(querier) (d decision, err error) {
-				for _, sql := range is.then {
-					_, err = then.Exec(context.Background(), sql)
-				}
-				return d, err
-			})
-			call.awaitBlockedBy(first)
-			first.exec("commit")
-			_, err := call.result()
-			require.NoError(t, err)
-			require.Equal(t, []string{"true, 20, 5"}, column(t, db.DB, "select stepped::text || ', ' || capacity || ', ' || refill from ratelimit.overrides"))
+			return d, err
 		})
-	}
+		call.awaitBlockedBy(first)
+		first.exec("commit")
+		_, err := call.result()
+		require.NoError(t, err)
+		require.Equal(t, []string{"true, 20, 5"}, column(t, db.DB, "select stepped::text || ', ' || capacity || ', ' || refill from ratelimit.overrides"))
+	})
 }
 
 // An answer counts hours, not days: added to an instant it is exact in any time zone, here across the night in which summer time begins.
 func TestAnswers_HaveNoDays(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	db.setTimeZone("Europe/Berlin")
 	db.definePolicy("p", 10, 1, 24*time.Hour)
 	db.acquireAt(t0, "p", "k", 10)
@@ -514,8 +484,7 @@ func TestAnswers_HaveNoDays(t *testing.T) {
 
 // A day is 24 hours wherever a policy says it, also in the night that has only 23.
 func TestPolicy_DayIs24HoursInAnyTimeZone(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	db.setTimeZone("Europe/Berlin")
 	day := t0.Add(24 * time.Hour)
 	for _, refill := range []string{"false", "true"} {

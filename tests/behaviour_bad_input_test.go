@@ -199,8 +199,7 @@ func badCalls(serverVersion int) []badCall {
 }
 
 func TestBadInput_IsRefusedAndChangesNothing(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	var version int
 	require.NoError(t, db.Pool.QueryRow(context.Background(), "select current_setting('server_version_num')::integer / 10000").Scan(&version))
 	for name, durability := range map[string]policyOption{"durable": durable, "ephemeral": ephemeral} {
@@ -323,15 +322,13 @@ func TestBadInput_InASavepoint(t *testing.T) {
 }
 
 func TestBadInput_LargestValuesAreAnswered(t *testing.T) {
-	t.Parallel()
 	const (
 		most      = 9_000_000_000_000
 		year1000  = 365250 * 24 * 3600 * 1_000_000
 		day       = 24 * 3600 * 1_000_000
 		everMicro = model.Micros(1)
 	)
-	for _, durability := range []policyOption{durable, ephemeral} {
-		db := newDB(t)
+	eachDurability(t, func(t *testing.T, db *testDB, durability policyOption) {
 		policy := func(name string, capacity, refill int64, every, remember string) {
 			db.exec("select ratelimit_define_policy($1, $2, $3, $4::text::interval, remember => $5::text::interval)", name, capacity, refill, every, remember)
 		}
@@ -365,13 +362,12 @@ func TestBadInput_LargestValuesAreAnswered(t *testing.T) {
 		}
 		require.Equal(t, allowed(3_652_499, day*time.Microsecond, 3_652_500), db.acquireAt(t0, "slowest", "other", 1))
 		db.exec("select ratelimit_cleanup($1)", math.MaxInt32)
-	}
+	})
 }
 
 // A batch is the elements of its arrays in storage order, whatever their dimensions and lower bounds.
 func TestBadInput_ArraysOfAnyShapeAreOneBatch(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	db.setClock(t0)
 	for name, durability := range map[string]policyOption{"durable": durable, "ephemeral": ephemeral} {
 		db.definePolicy(name, 10, 1, time.Hour, durability)
@@ -431,8 +427,7 @@ func TestBadInput_HugeArrays(t *testing.T) {
 
 // What errors count is one, or several. The fake's denial counts as the server's.
 func TestErrors_CountOneAndSeveral(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	db.setClock(t0)
 	db.definePolicy("p", 10, 1, time.Second)
 	db.acquire("p", "k", 10)

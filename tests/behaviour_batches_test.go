@@ -16,8 +16,7 @@ import (
 )
 
 func TestAcquireMany_EqualsOneByOne(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	db.setClock(t0)
 	ctx := context.Background()
 	conn := db.Connect(t)
@@ -93,8 +92,7 @@ func TestAcquireMany_EqualsOneByOne(t *testing.T) {
 // A batch works out small numbers in another way than large ones. The largest small ones and the smallest large ones are
 // among those here, and buckets in debt, overfull, or not asked for a long time.
 func TestAcquireMany_EqualsOneByOneForNumbersOfEverySize(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	inside := db.session()
 	inside.exec("set search_path = ratelimit; set track_functions = pl")
 	magnitude := func(most float64) int64 { return int64(math.Exp(rand.Float64() * math.Log(most))) }
@@ -197,8 +195,7 @@ func TestAcquireMany_NeverDeadlocks(t *testing.T) {
 
 // A request that waited for its bucket is decided by what the bucket holds after the wait.
 func TestAcquireMany_WaitsAndDecidesAfresh(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	db.definePolicy("p", 10, 1, 1000*time.Hour)
 	policy, key, cost := "p", "k", int64(2)
 	db.acquire(policy, key, 2) // the bucket has a row: 8 left
@@ -226,8 +223,7 @@ func TestAcquireMany_WaitsAndDecidesAfresh(t *testing.T) {
 // The transaction that the batch waited for leaves no trace, but time has passed: a bucket that was empty
 // when the batch began has refilled, and a single acquire would be granted.
 func TestAcquireMany_AWaitThatEndsInARollbackIsDecidedAfresh(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	for name, kind := range map[string]policyOption{"durable": durable, "ephemeral": ephemeral} {
 		for _, keyed := range []bool{false, true} {
 			policy, a, b, one, five := fmt.Sprint(name, keyed), "a", "b", int64(1), int64(5)
@@ -258,8 +254,7 @@ func TestAcquireMany_AWaitThatEndsInARollbackIsDecidedAfresh(t *testing.T) {
 
 // Two batches over two policies in opposite orders would wait for each other if the order of their requests were the order of their locks.
 func TestAcquireMany_TakesPoliciesInOneOrder(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	policies, key, cost := []string{"p", "q"}, "k", int64(1)
 	for _, policy := range policies {
 		db.definePolicy(policy, 10, 1, aDay)
@@ -292,7 +287,6 @@ func TestAcquireAllMany_ARequestWithoutElementsHasARowOfItsOwn(t *testing.T) {
 		"in the middle": {1, 0, 1}, "first": {0, 1, 1}, "last": {2, 0}, "several": {0, 2, 0, 0, 1, 0},
 	} {
 		t.Run(name, func(t *testing.T) {
-			t.Parallel()
 			eachDurability(t, func(t *testing.T, db *testDB, durability policyOption) {
 				db.definePolicy("p", 10, 1, time.Hour, durability)
 				var requests []wholeRequest
@@ -326,8 +320,7 @@ func TestAcquireAllMany_ARequestWithoutElementsHasARowOfItsOwn(t *testing.T) {
 }
 
 func TestAcquireMany_DenialsWriteNothing(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	db.definePolicy("p", 1, 1, 1000*time.Hour)
 	db.acquire("p", "k", 1)
 	s := db.begin()
@@ -350,8 +343,7 @@ func TestAcquireMany_DenialsWriteNothing(t *testing.T) {
 
 // The repeat stands beside requests that are granted at once, and its bucket is empty by now.
 func TestAcquireMany_ARepeatIsNoDenial(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	db.definePolicy("p", 3, 1, 1000*time.Hour)
 	db.acquire("p", "other", 1)
 	first := db.acquire("p", "k", 3, "i")
@@ -367,8 +359,7 @@ func TestAcquireMany_ARepeatIsNoDenial(t *testing.T) {
 }
 
 func TestAcquireMany_RefusesUnequalArrays(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	db.definePolicy("p", 10, 1, time.Hour)
 	for call, argument := range map[string]string{
 		"null, array['k']":                                  "policies",
@@ -396,8 +387,7 @@ func TestAcquireMany_RefusesUnequalArrays(t *testing.T) {
 // A batch that waits for a bucket that is being removed takes its buckets in the order of all others
 // still, when somebody else has made the bucket anew.
 func TestAcquireMany_ABucketRemovedMeanwhileIsTakenInOrder(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	db.definePolicy("p", 10, 1, aDay)
 	a, b, policy, cost := "a", "b", "p", int64(1)
 	for _, key := range []string{a, b} {
@@ -431,8 +421,7 @@ func TestAcquireMany_ABucketRemovedMeanwhileIsTakenInOrder(t *testing.T) {
 // A batch that is about to create the row of a bucket holds no later bucket. Otherwise it would meet a session that has
 // created the row since, and waits for the later bucket.
 func TestAcquireMany_ABucketCreatedMeanwhileIsTakenInOrder(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	db.definePolicy("p", 10, 1, aDay)
 	a, b, policy, cost := "a", "b", "p", int64(1)
 	db.acquire(policy, b, 1)

@@ -57,9 +57,7 @@ func (db *testDB) fillTables(prefix, policy string, n int) {
 }
 
 func TestCleanup_RemovesBucketsThatAreFullAndLeavesOthersAsTheyAre(t *testing.T) {
-	t.Parallel()
-	for _, kind := range []policyOption{durable, ephemeral} {
-		db := newDB(t)
+	eachDurability(t, func(t *testing.T, db *testDB, kind policyOption) {
 		db.cleanUpAtOnce()
 		db.definePolicy("p", 10, 1, time.Second, kind)
 		db.acquireAt(t0, "p", "idle", 2)
@@ -77,15 +75,13 @@ func TestCleanup_RemovesBucketsThatAreFullAndLeavesOthersAsTheyAre(t *testing.T)
 		require.Equal(t, busy, db.bucket("p", "busy"))
 		require.Equal(t, deleted{buckets: 1}, db.cleanupAt(t0.Add(7*time.Second)))
 		require.Empty(t, db.rows())
-	}
+	})
 }
 
 // A clock that runs ahead for less than five minutes costs nobody's tokens twice.
 func TestCleanup_LeavesForFiveMinutesWhatIsDue(t *testing.T) {
-	t.Parallel()
 	const margin = model.CleanUpMargin
-	for _, kind := range []policyOption{durable, ephemeral} {
-		db := newDB(t)
+	eachDurability(t, func(t *testing.T, db *testDB, kind policyOption) {
 		db.definePolicy("p", 10, 1, time.Second, kind, remember(time.Minute))
 		first := db.acquireAt(t0, "p", "k", 10, "X")
 		db.acquire("p", "anew", 10)
@@ -97,14 +93,12 @@ func TestCleanup_LeavesForFiveMinutesWhatIsDue(t *testing.T) {
 		require.Equal(t, deleted{buckets: 2}, db.cleanupAt(t0.Add(10*time.Second+margin)))
 		require.Equal(t, deleted{}, db.cleanupAt(t0.Add(time.Minute+margin-time.Microsecond)))
 		require.Equal(t, deleted{keys: 1}, db.cleanupAt(t0.Add(time.Minute+margin)))
-	}
+	})
 }
 
 // A bucket is looked at every day, because its policy may have become faster.
 func TestCleanup_LooksAtABucketEveryDay(t *testing.T) {
-	t.Parallel()
-	for _, kind := range []policyOption{durable, ephemeral} {
-		db := newDB(t)
+	eachDurability(t, func(t *testing.T, db *testDB, kind policyOption) {
 		db.cleanUpAtOnce()
 		db.definePolicy("p", 1000, 1, time.Hour, kind)
 		db.acquireAt(t0, "p", "created", 1000)
@@ -114,7 +108,7 @@ func TestCleanup_LooksAtABucketEveryDay(t *testing.T) {
 		db.definePolicy("p", 1000, 1000, time.Second)
 		require.Equal(t, deleted{}, db.cleanupAt(t0.Add(2*aDay-time.Microsecond)))
 		require.Equal(t, deleted{buckets: 2}, db.cleanupAt(t0.Add(2*aDay)), "of the bucket put off and of the new one")
-	}
+	})
 }
 
 // A bucket that is full by the policy's numbers and never by its override's, or the other way around, is looked at once a day, too.
@@ -145,8 +139,7 @@ func TestCleanup_ABucketThatIsNeverFullIsNotDueAtOnce(t *testing.T) {
 // Overrides are removed as other rows are: five minutes after they have expired, the oldest first, max_rows of them at most,
 // and not while another session has them.
 func TestCleanup_RemovesExpiredOverrides(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	db.setClock(t0)
 	db.definePolicy("p", 10, 1, second)
 	for _, n := range []time.Duration{3, 4, 2, 1} {
@@ -175,9 +168,7 @@ func TestCleanup_RemovesExpiredOverrides(t *testing.T) {
 
 // An override that has expired neither keeps a bucket that is full by the policy, nor puts one off for longer than until it is full.
 func TestCleanup_AnExpiredOverrideHoldsNoBucket(t *testing.T) {
-	t.Parallel()
-	for _, kind := range []policyOption{durable, ephemeral} {
-		db := newDB(t)
+	eachDurability(t, func(t *testing.T, db *testDB, kind policyOption) {
 		db.cleanUpAtOnce()
 		db.setClock(t0)
 		db.definePolicy("p", 10, 1, second, kind)
@@ -191,12 +182,11 @@ func TestCleanup_AnExpiredOverrideHoldsNoBucket(t *testing.T) {
 		require.Equal(t, deleted{buckets: 1}, db.cleanupAt(t0.Add(5*second)))
 		require.Nil(t, db.bucket("p", "full"))
 		require.Equal(t, deleted{buckets: 1}, db.cleanupAt(t0.Add(10*second)))
-	}
+	})
 }
 
 func TestCleanup_AfterItASteppedBucketHasANewAnchor(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	db.cleanUpAtOnce()
 	at := func(seconds float64) time.Time { return t0.Add(time.Duration(seconds * float64(time.Second))) }
 	db.definePolicy("p", 10, 5, 10*time.Second, stepped)
@@ -210,8 +200,7 @@ func TestCleanup_AfterItASteppedBucketHasANewAnchor(t *testing.T) {
 }
 
 func TestCleanup_GoesByThePolicyOfToday(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	db.cleanUpAtOnce()
 	db.definePolicy("p", 10, 1, time.Second)
 	db.acquireAt(t0, "p", "k", 2)
@@ -223,9 +212,7 @@ func TestCleanup_GoesByThePolicyOfToday(t *testing.T) {
 }
 
 func TestCleanup_RemovesExpiredKeys(t *testing.T) {
-	t.Parallel()
-	for _, kind := range []policyOption{durable, ephemeral} {
-		db := newDB(t)
+	eachDurability(t, func(t *testing.T, db *testDB, kind policyOption) {
 		db.cleanUpAtOnce()
 		db.definePolicy("p", 10, 1, aDay, kind, remember(time.Hour))
 		db.acquireAt(t0, "p", "k", 1, "X")
@@ -235,12 +222,11 @@ func TestCleanup_RemovesExpiredKeys(t *testing.T) {
 		require.Equal(t, deleted{keys: 1}, db.cleanupAt(t0.Add(time.Hour)))
 		require.Equal(t, replayed(second), db.acquire("p", "k", 1, "Y"))
 		require.Equal(t, deleted{keys: 1}, db.cleanupAt(t0.Add(time.Hour+time.Minute)))
-	}
+	})
 }
 
 func TestCleanup_ARefundMakesABucketRemovable(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	db.cleanUpAtOnce()
 	db.definePolicy("p", 10, 1, aDay)
 	db.acquireAt(t0, "p", "k", 7)
@@ -266,9 +252,7 @@ func TestCleanup_TakesAtMostMaxRowsOfEachTable(t *testing.T) {
 }
 
 func TestCleanup_TakesTheOldestFirst(t *testing.T) {
-	t.Parallel()
-	for _, kind := range []policyOption{durable, ephemeral} {
-		db := newDB(t)
+	eachDurability(t, func(t *testing.T, db *testDB, kind policyOption) {
 		db.definePolicy("p", 10, 1, second, kind)
 		for _, n := range []time.Duration{2, 3, 1} {
 			db.acquireAt(t0.Add(n*second), "p", fmt.Sprint(int(n)), 1, "X")
@@ -282,12 +266,11 @@ func TestCleanup_TakesTheOldestFirst(t *testing.T) {
 			require.Nil(t, db.bucket("p", oldest))
 			require.Zero(t, db.number("select count(*) from (table ratelimit.idempotency_keys union all table ratelimit.ephemeral_idempotency_keys) as k where k.key = $1", oldest))
 		}
-	}
+	})
 }
 
 func TestCleanup_RefusesBadArguments(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	db.definePolicy("p", 10, 1, time.Second)
 	db.fillTables("", "p", 1)
 	before := db.rows()
@@ -304,9 +287,7 @@ func TestCleanup_RefusesBadArguments(t *testing.T) {
 }
 
 func TestCleanup_WaitsForNoAcquireAndSkipsItsRows(t *testing.T) {
-	t.Parallel()
-	for _, kind := range []policyOption{durable, ephemeral} {
-		db := newDB(t)
+	eachDurability(t, func(t *testing.T, db *testDB, kind policyOption) {
 		db.cleanUpAtOnce()
 		db.definePolicy("p", 10, 1, time.Second, kind, remember(time.Hour))
 		for _, key := range []string{"held", "free"} {
@@ -330,13 +311,12 @@ func TestCleanup_WaitsForNoAcquireAndSkipsItsRows(t *testing.T) {
 		require.NoError(t, err)
 		require.Equal(t, deleted{}, d, "they are in use again")
 		require.EqualValues(t, 5, db.left("p", "held"))
-	}
+	})
 }
 
 // SKIP LOCKED can still block when a row changes hands. The batch then ends before it can be part of a deadlock.
 func TestCleanup_GivesWayWhereItWouldWait(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	db.definePolicy("p", 10, 1, time.Second)
 	db.acquireAt(t0, "p", "k", 2)
 	db.setClock(t0.Add(time.Hour))
@@ -370,8 +350,7 @@ func TestCleanup_LeavesWhatWasUsedBeforeItGotTheLock(t *testing.T) {
 		"key":    `from idempotency_keys as d where d\.expires_at <= due_before`,
 	} {
 		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			db := newDB(t)
+			db := parallelDB(t)
 			db.cleanUpAtOnce()
 			db.definePolicy("p", 10, 1, time.Second, remember(time.Hour))
 			db.acquireAt(t0, "p", "k", 2, "X")
@@ -400,8 +379,7 @@ func TestCleanup_LeavesWhatWasUsedBeforeItGotTheLock(t *testing.T) {
 }
 
 func TestCleanup_RowsInUseHideNoneBehindThem(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	db.cleanUpAtOnce()
 	db.definePolicy("p", 10, 1, time.Second)
 	for i := range 20 {
@@ -420,9 +398,7 @@ func TestCleanup_RowsInUseHideNoneBehindThem(t *testing.T) {
 }
 
 func TestCleanup_AnAcquireOnABucketBeingRemovedWaitsForTheBatch(t *testing.T) {
-	t.Parallel()
-	for _, kind := range []policyOption{durable, ephemeral} {
-		db := newDB(t)
+	eachDurability(t, func(t *testing.T, db *testDB, kind policyOption) {
 		db.cleanUpAtOnce()
 		db.definePolicy("p", 10, 1, time.Second, kind)
 		for _, end := range []string{"commit", "rollback"} {
@@ -440,7 +416,7 @@ func TestCleanup_AnAcquireOnABucketBeingRemovedWaitsForTheBatch(t *testing.T) {
 			require.EqualValues(t, 6, db.left("p", "k"))
 			db.reset("p", "k")
 		}
-	}
+	})
 }
 
 func TestCleanup_LoadBesideItLosesNothing(t *testing.T) {
@@ -493,8 +469,7 @@ func TestCleanup_LoadBesideItLosesNothing(t *testing.T) {
 }
 
 func TestCleanup_SeveralAtOnceShareTheWork(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	db.definePolicy("p", 10, 1, time.Second)
 	db.fillTables("", "p", 2000)
 	db.acquire("p", "used", 10, "X")
@@ -530,8 +505,7 @@ func TestCleanup_SeveralAtOnceShareTheWork(t *testing.T) {
 }
 
 func TestCleanupAll_DrainsInBatchesThatCommit(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	db.definePolicy("p", 10, 1, time.Second)
 	db.definePolicy("e", 10, 1, time.Second, ephemeral)
 	db.fillTables("", "p", 25_000)
@@ -564,8 +538,7 @@ func TestCleanupAll_DrainsInBatchesThatCommit(t *testing.T) {
 
 // A batch that is not full is not the last: there may be rows of dropped policies, or it put rows off or gave way to a lock.
 func TestCleanupAll_GoesOnAfterAShortBatch(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	db.definePolicy("gone", 10, 1, aDay)
 	holder := db.begin()
 	holder.acquire("gone", "k", 1, "X")
@@ -579,8 +552,7 @@ func TestCleanupAll_GoesOnAfterAShortBatch(t *testing.T) {
 }
 
 func TestCleanupAll_StopsWhenItsBudgetIsSpent(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	db.definePolicy("p", 10, 1, time.Second)
 	db.fillTables("", "p", 10_001)
 	db.exec("call ratelimit_cleanup_all('1 microsecond')")
@@ -594,8 +566,7 @@ func TestCleanupAll_StopsWhenItsBudgetIsSpent(t *testing.T) {
 }
 
 func TestCleanupAll_IsRefusedInsideATransaction(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	db.definePolicy("p", 10, 1, time.Second)
 	db.fillTables("", "p", 1)
 	s := db.begin()
@@ -606,7 +577,6 @@ func TestCleanupAll_IsRefusedInsideATransaction(t *testing.T) {
 }
 
 func TestResetAll_FillsTheBucketsOfAPolicyAndNothingElse(t *testing.T) {
-	t.Parallel()
 	eachDurability(t, func(t *testing.T, db *testDB, durability policyOption) {
 		db.setClock(t0)
 		db.definePolicy("p", 10, 1, second, durability)
@@ -634,8 +604,7 @@ func TestResetAll_FillsTheBucketsOfAPolicyAndNothingElse(t *testing.T) {
 
 // So acquires wait for a batch, and not for all of them.
 func TestResetAll_CommitsEachBatch(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	db.definePolicy("p", 10, 1, time.Hour)
 	db.exec("select count(*) from ratelimit_acquire_many(array_fill('p'::text, array[1500]), array(select to_char(n, 'FM0000') from generate_series(1, 1500) as n))")
 	holder := db.begin()
@@ -668,8 +637,7 @@ func TestDrop_WhileAnAcquireIsOpen(t *testing.T) {
 	for name, existing := range map[string]bool{"known bucket": true, "first use": false} {
 		for kindName, kind := range map[string]policyOption{"durable": durable, "ephemeral": ephemeral} {
 			t.Run(name+", "+kindName, func(t *testing.T) {
-				t.Parallel()
-				db := newDB(t)
+				db := parallelDB(t)
 				db.setClock(t0)
 				db.definePolicy("p", 10, 1, aDay, kind)
 				if existing {
@@ -700,39 +668,32 @@ func TestDrop_WhileAnAcquireIsOpen(t *testing.T) {
 }
 
 func TestDrop_AnAcquireThatHasReadThePolicyGoesOnUnderIt(t *testing.T) {
-	t.Parallel()
-	for name, existing := range map[string]bool{"known bucket": true, "first use": false} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			db := newDB(t)
-			db.setClock(t0)
-			db.definePolicy("p", 10, 1, aDay)
-			if existing {
-				db.acquire("p", "k", 1)
-			}
-			gate := db.gateBefore(afterLook)
-			call := gate.session().startAcquire("p", "k", 4, "X")
-			call.awaitBlockedBy(gate.keeper)
-			db.dropPolicy("p")
-			db.definePolicy("p", 5, 1, aDay)
-			gate.open()
-			require.EqualValues(t, 10, call.answer().Capacity)
+	onDBs(t, map[string]bool{"known bucket": true, "first use": false}, func(t *testing.T, db *testDB, existing bool) {
+		db.setClock(t0)
+		db.definePolicy("p", 10, 1, aDay)
+		if existing {
+			db.acquire("p", "k", 1)
+		}
+		gate := db.gateBefore(afterLook)
+		call := gate.session().startAcquire("p", "k", 4, "X")
+		call.awaitBlockedBy(gate.keeper)
+		db.dropPolicy("p")
+		db.definePolicy("p", 5, 1, aDay)
+		gate.open()
+		require.EqualValues(t, 10, call.answer().Capacity)
 
-			require.EqualValues(t, 5, db.left("p", "k"))
-			require.Equal(t, allowed(2, 3*aDay, 5), db.acquire("p", "k", 3, "X"))
-			d, err := cleanup(db.session(), 100)
-			require.NoError(t, err)
-			require.Equal(t, deleted{1, 1}, d)
-			require.Zero(t, db.orphans())
-		})
-	}
+		require.EqualValues(t, 5, db.left("p", "k"))
+		require.Equal(t, allowed(2, 3*aDay, 5), db.acquire("p", "k", 3, "X"))
+		d, err := cleanup(db.session(), 100)
+		require.NoError(t, err)
+		require.Equal(t, deleted{1, 1}, d)
+		require.Zero(t, db.orphans())
+	})
 }
 
 // A bucket of a dropped policy has no numbers by which it could be full or be put off.
 func TestCleanup_RemovesADueBucketOfADroppedPolicy(t *testing.T) {
-	t.Parallel()
-	for _, kind := range []policyOption{durable, ephemeral} {
-		db := newDB(t)
+	eachDurability(t, func(t *testing.T, db *testDB, kind policyOption) {
 		db.setClock(t0)
 		db.definePolicy("gone", 10, 1, aDay, kind)
 		holder := db.begin()
@@ -740,7 +701,7 @@ func TestCleanup_RemovesADueBucketOfADroppedPolicy(t *testing.T) {
 		db.dropPolicy("gone")
 		holder.exec("commit")
 		require.Equal(t, deleted{buckets: 1}, db.cleanupAt(t0.Add(2*aDay)))
-	}
+	})
 }
 
 // Rows of dropped policies come after all others, in batches, too. One that another session has is left to a later batch.

@@ -124,9 +124,7 @@ func (s *session) startAll(r wholeRequest) *pending {
 
 // A bucket gets its row while a request waits for another bucket, and is held when its own turn comes.
 func TestConcurrency_ABucketCreatedMeanwhileIsCharged(t *testing.T) {
-	t.Parallel()
-	for _, kind := range []policyOption{durable, ephemeral} {
-		db := newDB(t)
+	eachDurability(t, func(t *testing.T, db *testDB, kind policyOption) {
 		db.definePolicy("p", 10, 1, aDay, kind)
 		db.acquire("p", "a", 1)
 		holder, other := db.begin(), db.begin()
@@ -140,13 +138,12 @@ func TestConcurrency_ABucketCreatedMeanwhileIsCharged(t *testing.T) {
 		other.exec("commit")
 		require.True(t, call.answer().Allowed)
 		require.Equal(t, []int64{8, 7}, []int64{db.left("p", "a"), db.left("p", "b")})
-	}
+	})
 }
 
 // A batch has taken from one bucket and is about to create two others, of which the second gets its row meanwhile.
 func TestConcurrency_CreatingABucketIsPartOfTheOrder(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	db.definePolicy("p", 10, 1, aDay)
 	db.acquire("p", "x", 1)
 	many := func(keys ...string) *pending {
@@ -176,8 +173,7 @@ func TestConcurrency_CreatingABucketIsPartOfTheOrder(t *testing.T) {
 
 // A batch waits for its second bucket, does not get it, and goes back for its first, which has tokens by now.
 func TestConcurrency_NoLockIsLeftOfAWaitInVain(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	db.definePolicy("p", 10, 1, aDay)
 	db.acquire("p", "a", 10)
 	db.acquire("p", "b", 1)
@@ -200,9 +196,7 @@ func TestConcurrency_NoLockIsLeftOfAWaitInVain(t *testing.T) {
 // A batch locks all its buckets, rows or not, when one that did not fit at first has tokens after a wait. The bucket of a
 // denial has no row after that either.
 func TestConcurrency_ADenialLeavesNoRow(t *testing.T) {
-	t.Parallel()
-	for _, kind := range []policyOption{durable, ephemeral} {
-		db := newDB(t)
+	eachDurability(t, func(t *testing.T, db *testDB, kind policyOption) {
 		db.definePolicy("p", 10, 1, aDay, kind)
 		db.acquire("p", "x", 1)
 		db.acquire("p", "z", 10)
@@ -222,14 +216,13 @@ func TestConcurrency_ADenialLeavesNoRow(t *testing.T) {
 		call.answer()
 		require.Equal(t, []bool{true, false, true}, []bool{answers[0].Whole.Allowed, answers[1].Whole.Allowed, answers[2].Whole.Allowed})
 		require.Nil(t, db.bucket("p", "y"))
-	}
+	})
 }
 
 // A migration locks the policies first, and then other tables. So whoever holds a lock on buckets must have one on the
 // policies: if it asked for that later, each would wait for the other. Each call is stopped at each of its clock readings.
 func TestConcurrency_ThePoliciesAreLockedBeforeTheBuckets(t *testing.T) {
-	t.Parallel()
-	for name, call := range map[string]string{
+	onDBs(t, map[string]string{
 		"acquire":          "ratelimit_acquire('p', 'row')",
 		"acquire, keyed":   "ratelimit_acquire('p', 'row', 1, 'i')",
 		"refund":           "ratelimit_refund('p', 'row', 1)",
@@ -238,15 +231,12 @@ func TestConcurrency_ThePoliciesAreLockedBeforeTheBuckets(t *testing.T) {
 		"all, one created": "ratelimit_acquire_all(array['p', 'p'], array['row', 'none'])",
 		"all, keyed":       "ratelimit_acquire_all(array['p', 'p'], array['row', 'none'], null, 'i')",
 		"all many":         "ratelimit_acquire_all_many(array['p', 'p', 'p'], array['row', 'another', 'none'], null, array[2, 1])",
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			db := newDB(t)
-			db.definePolicy("p", 10, 1, aDay)
-			db.acquire("p", "row", 1)
-			db.acquire("p", "another", 1)
-			db.exec("create sequence readings")
-			db.exec(`
+	}, func(t *testing.T, db *testDB, call string) {
+		db.definePolicy("p", 10, 1, aDay)
+		db.acquire("p", "row", 1)
+		db.acquire("p", "another", 1)
+		db.exec("create sequence readings")
+		db.exec(`
 				create or replace function ratelimit.clock() returns timestamptz language plpgsql volatile as $$
 				begin
 				  if nextval('public.readings')::text = current_setting('test.stop_at') then
@@ -255,77 +245,70 @@ func TestConcurrency_ThePoliciesAreLockedBeforeTheBuckets(t *testing.T) {
 				  return clock_timestamp();
 				end;
 				$$`)
-			stops := 0
-			for over := false; !over; stops++ {
-				gate, caller := db.begin(), db.begin()
-				gate.exec("select pg_advisory_xact_lock(1)")
-				db.exec("select setval('readings', 1, false)")
-				caller.exec(fmt.Sprintf("set test.stop_at = %d", stops+1))
-				pending := caller.start(func(querier) (decision, error) {
-					_, err := caller.Exec(t.Context(), "select "+call)
-					return decision{}, err
-				})
-				require.Eventually(t, func() bool {
-					select {
-					case <-pending.done:
-						over = true
-					default:
-					}
-					return over || db.number("select count(*) from pg_locks where pid = $1 and not granted", caller.PgConn().PID()) > 0
-				}, patience, ms)
-				require.Empty(t, column(t, db.DB, `
+		stops := 0
+		for over := false; !over; stops++ {
+			gate, caller := db.begin(), db.begin()
+			gate.exec("select pg_advisory_xact_lock(1)")
+			db.exec("select setval('readings', 1, false)")
+			caller.exec(fmt.Sprintf("set test.stop_at = %d", stops+1))
+			pending := caller.start(func(querier) (decision, error) {
+				_, err := caller.Exec(t.Context(), "select "+call)
+				return decision{}, err
+			})
+			require.Eventually(t, func() bool {
+				select {
+				case <-pending.done:
+					over = true
+				default:
+				}
+				return over || db.number("select count(*) from pg_locks where pid = $1 and not granted", caller.PgConn().PID()) > 0
+			}, patience, ms)
+			require.Empty(t, column(t, db.DB, `
 					select b.relation::regclass::text from pg_locks as b
 					 where b.pid = $1 and b.relation in ('ratelimit.buckets'::regclass, 'ratelimit.idempotency_keys'::regclass)
 					   and not exists (select from pg_locks as p where p.pid = b.pid and p.relation = 'ratelimit.policies'::regclass)`,
-					caller.PgConn().PID()), "at reading %d", stops+1)
-				gate.exec("rollback")
-				_, err := pending.result()
-				require.NoError(t, err)
-				caller.exec("rollback")
-			}
-			require.Greater(t, stops, 1)
-		})
-	}
+				caller.PgConn().PID()), "at reading %d", stops+1)
+			gate.exec("rollback")
+			_, err := pending.result()
+			require.NoError(t, err)
+			caller.exec("rollback")
+		}
+		require.Greater(t, stops, 1)
+	})
 }
 
 // A batch goes by one version of a policy: its grants are remembered for as long as the policy said when they were decided.
 func TestConcurrency_APolicyThatChangesMeanwhileChangesNoGrant(t *testing.T) {
-	t.Parallel()
-	for name, call := range map[string]string{
+	onDBs(t, map[string]string{
 		"one policy":   "ratelimit_acquire_many(array['p'], array['row'], null, array['i'])",
 		"two policies": "ratelimit_acquire_many(array['p', 'q'], array['row', 'row'], null, array['i', 'i'])",
 		"all":          "ratelimit_acquire_all(array['p', 'q'], array['row', 'row'], null, 'i')",
 		"all many":     "ratelimit_acquire_all_many(array['p', 'q'], array['row', 'row'], null, array[1, 1], array['i', 'i'])",
 		"in order":     "ratelimit_acquire_all(array['p', 'p', 'q'], array['row', 'row', 'none'], null, 'i')",
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			db := newDB(t)
-			db.definePolicy("p", 10, 1, aDay)
-			db.definePolicy("q", 10, 1, aDay)
-			db.acquire("p", "row", 1)
-			db.acquire("q", "row", 1)
-			holder := db.begin()
-			holder.acquire("p", "row", 1)
-			pending := db.session().start(func(q querier) (decision, error) { return decide(q, call) })
-			pending.awaitBlockedBy(holder)
-			db.definePolicy("p", 20, 1, aDay, remember(time.Millisecond))
-			holder.exec("rollback")
-			d := pending.answer()
-			remembered := db.number("select extract(epoch from k.expires_at - now())::bigint from ratelimit.idempotency_keys as k join ratelimit.policies as p on p.id = k.policy_id where p.name = 'p'")
-			if require.True(t, d.Allowed); d.Capacity == 10 {
-				require.Greater(t, remembered, int64(3600))
-			} else {
-				require.LessOrEqual(t, remembered, int64(0))
-			}
-		})
-	}
+	}, func(t *testing.T, db *testDB, call string) {
+		db.definePolicy("p", 10, 1, aDay)
+		db.definePolicy("q", 10, 1, aDay)
+		db.acquire("p", "row", 1)
+		db.acquire("q", "row", 1)
+		holder := db.begin()
+		holder.acquire("p", "row", 1)
+		pending := db.session().start(func(q querier) (decision, error) { return decide(q, call) })
+		pending.awaitBlockedBy(holder)
+		db.definePolicy("p", 20, 1, aDay, remember(time.Millisecond))
+		holder.exec("rollback")
+		d := pending.answer()
+		remembered := db.number("select extract(epoch from k.expires_at - now())::bigint from ratelimit.idempotency_keys as k join ratelimit.policies as p on p.id = k.policy_id where p.name = 'p'")
+		if require.True(t, d.Allowed); d.Capacity == 10 {
+			require.Greater(t, remembered, int64(3600))
+		} else {
+			require.LessOrEqual(t, remembered, int64(0))
+		}
+	})
 }
 
 // A batch does not find an idempotency key whose tokens its bucket, as it saw it, still had. It is stopped between the two.
 func TestConcurrency_ABatchReadsBucketsAndIdempotencyKeysAsOfOneInstant(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	gate := db.gateBefore(`if idempotency_keys is null then`, "ratelimit.look_at_buckets")
 	db.definePolicy("p", 10, 1, aDay)
 	db.acquire("p", "k", 6)
@@ -348,9 +331,7 @@ func TestConcurrency_ABatchReadsBucketsAndIdempotencyKeysAsOfOneInstant(t *testi
 // A batch finds no row and no idempotency key, and denies the key. Before it creates the row, the key is granted, and a
 // reset removes the row again.
 func TestConcurrency_ABatchThatCreatesABucketKnowsItsIdempotencyKeys(t *testing.T) {
-	t.Parallel()
-	for _, kind := range []policyOption{durable, ephemeral} {
-		db := newDB(t)
+	eachDurability(t, func(t *testing.T, db *testDB, kind policyOption) {
 		gate := db.gateBefore(`if not true = any \(v_verdict\.wanted\) then`, "ratelimit.decide_in_order")
 		db.definePolicy("p", 10, 1, aDay, kind)
 		var answers []wholeAnswer
@@ -368,13 +349,12 @@ func TestConcurrency_ABatchThatCreatesABucketKnowsItsIdempotencyKeys(t *testing.
 		call.answer()
 		require.EqualValues(t, 2, answers[0].Whole.Remaining)
 		require.Equal(t, replayed(first), answers[1].Whole.Decision)
-	}
+	})
 }
 
 // Whenever another session takes from a bucket of a batch of requests of several elements, the fast path decides the batch.
 func TestConcurrency_ABatchLocksWhatOthersChange(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	gate := db.gateBefore(`if v_covered and v_lock then`, "ratelimit.acquire_batch")
 	for i, kind := range []policyOption{durable, ephemeral} {
 		policy := fmt.Sprint("p", i)
@@ -455,9 +435,7 @@ func TestConcurrency_WhatWaitedForALockGoesByTheClockAndThePolicyAfterTheWait(t 
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			for _, kind := range []policyOption{durable, ephemeral} {
-				db := newDB(t)
+			eachDurability(t, func(t *testing.T, db *testDB, kind policyOption) {
 				db.setClock(t0)
 				db.definePolicy("p", 10, 1, second, kind)
 				db.acquire("p", "a", 5)
@@ -474,40 +452,34 @@ func TestConcurrency_WhatWaitedForALockGoesByTheClockAndThePolicyAfterTheWait(t 
 				holder.exec("commit")
 				call.answer()
 				require.Equal(t, test.want, answers[0].Whole.Decisions)
-			}
+			})
 		})
 	}
 }
 
 // A waits for b, of which a transaction makes a smaller plan meanwhile.
 func TestConcurrency_AnOverrideIsReadAgainAfterAWait(t *testing.T) {
-	t.Parallel()
-	for name, call := range map[string]func(s *session) *pending{
+	onDBs(t, map[string]func(s *session) *pending{
 		"acquire":     func(s *session) *pending { return s.startAcquire("p", "b", 1) },
 		"acquire all": func(s *session) *pending { return s.startAll(all("p", "a", "b")) },
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			db := newDB(t)
-			db.definePolicy("p", 10, 1, aDay)
-			db.acquire("p", "b", 1)
-			holder := db.begin()
-			holder.acquire("p", "b", 1)
-			holder.exec("select ratelimit_override('p', 'b', capacity => 0)")
-			pending := call(db.session())
-			pending.awaitBlockedBy(holder)
-			holder.exec("select ratelimit_reset('p', 'b')")
-			holder.exec("commit")
-			require.Equal(t, never(0, 0, 0), pending.answer())
-			require.EqualValues(t, 10, db.left("p", "a"))
-		})
-	}
+	}, func(t *testing.T, db *testDB, call func(s *session) *pending) {
+		db.definePolicy("p", 10, 1, aDay)
+		db.acquire("p", "b", 1)
+		holder := db.begin()
+		holder.acquire("p", "b", 1)
+		holder.exec("select ratelimit_override('p', 'b', capacity => 0)")
+		pending := call(db.session())
+		pending.awaitBlockedBy(holder)
+		holder.exec("select ratelimit_reset('p', 'b')")
+		holder.exec("commit")
+		require.Equal(t, never(0, 0, 0), pending.answer())
+		require.EqualValues(t, 10, db.left("p", "a"))
+	})
 }
 
 // Rows of a policy that is gone would stay for ever: clean-up looks for such buckets and idempotency keys only.
 func TestConcurrency_AnOverrideAndADropOfItsPolicyTakeTurns(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	override, drop := "select ratelimit_override('p', 'k', 5)", "select ratelimit_drop_policy('p')"
 	for _, inTurn := range [][2]string{{override, drop}, {drop, override}} {
 		db.definePolicy("p", 10, 1, aDay)
@@ -585,37 +557,31 @@ func TestConcurrency_DifferentBucketsNeverWaitOnEachOther(t *testing.T) {
 }
 
 func TestConcurrency_AnAcquireWaitsForTheSameBucketOnly(t *testing.T) {
-	t.Parallel()
-	for name, existing := range map[string]bool{"known bucket": true, "first use": false} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			db := newDB(t)
-			db.definePolicy("p", 10, 1, aDay)
-			if existing {
-				db.acquire("p", "mine", 1)
-				db.acquire("p", "other", 1)
-			}
-			before := db.left("p", "mine")
+	onDBs(t, map[string]bool{"known bucket": true, "first use": false}, func(t *testing.T, db *testDB, existing bool) {
+		db.definePolicy("p", 10, 1, aDay)
+		if existing {
+			db.acquire("p", "mine", 1)
+			db.acquire("p", "other", 1)
+		}
+		before := db.left("p", "mine")
 
-			holder := db.begin()
-			holder.acquire("p", "mine", 2)
-			waiter := db.session().startAcquire("p", "mine", 3)
-			waiter.awaitBlockedBy(holder)
-			require.True(t, db.hasty().acquire("p", "other", 1).Allowed)
+		holder := db.begin()
+		holder.acquire("p", "mine", 2)
+		waiter := db.session().startAcquire("p", "mine", 3)
+		waiter.awaitBlockedBy(holder)
+		require.True(t, db.hasty().acquire("p", "other", 1).Allowed)
 
-			// What waits waits for the holder's transaction, and for nothing else.
-			require.EqualValues(t, 1, db.number(
-				"select count(*) from pg_locks where not granted and pid in (select pid from pg_stat_activity where datname = current_database())"))
+		// What waits waits for the holder's transaction, and for nothing else.
+		require.EqualValues(t, 1, db.number(
+			"select count(*) from pg_locks where not granted and pid in (select pid from pg_stat_activity where datname = current_database())"))
 
-			holder.exec("commit")
-			require.Equal(t, before-5, waiter.answer().Remaining)
-		})
-	}
+		holder.exec("commit")
+		require.Equal(t, before-5, waiter.answer().Remaining)
+	})
 }
 
 func TestConcurrency_APeekAndADenialWaitForNobody(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	db.definePolicy("p", 10, 1, aDay)
 	db.acquire("p", "k", 8)
 
@@ -628,8 +594,7 @@ func TestConcurrency_APeekAndADenialWaitForNobody(t *testing.T) {
 
 // Every field of a granted decision is as of one instant, also after a wait.
 func TestGrant_IsAnsweredAsOfOneInstant(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	db.definePolicy("p", 10, 1, time.Second)
 	db.acquireAt(t0, "p", "k", 1)
 	holder, waiter := db.begin(), db.session()
@@ -647,8 +612,7 @@ func TestGrant_IsAnsweredAsOfOneInstant(t *testing.T) {
 
 // A bucket that fits at every look and at no update, as others' calls could have it in theory, ends in an error and not in a backend that spins.
 func TestGrant_GivesUpAfterManyRounds(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	db.definePolicy("p", 10, 1, time.Second)
 	db.acquireAt(t0, "p", "k", 3)
 	db.mutate(mutation{`greatest\(refilled_at, now\)`, "now"}, "ratelimit.refilled_until")

@@ -16,8 +16,7 @@ import (
 )
 
 func TestContention_TwoTransactionsInOppositeOrder(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	db.definePolicy("p", 10, 1, aDay)
 	take := func(first, second string, between func()) error {
 		return pgx.BeginFunc(context.Background(), db.Pool, func(tx pgx.Tx) error {
@@ -59,8 +58,7 @@ func TestContention_TwoTransactionsInOppositeOrder(t *testing.T) {
 // A transaction holds a bucket. With lock_timeout, callers of this bucket get a clear error and callers of
 // other buckets notice nothing. Without it, callers of this bucket wait.
 func TestContention_AHeldBucket(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	l := newLedger(db, "p", 100, time.Minute)
 	config := db.Pool.Config()
 	config.ConnConfig.RuntimeParams["lock_timeout"] = "200ms"
@@ -116,8 +114,7 @@ func TestContention_AHeldBucket(t *testing.T) {
 
 // The server ends a transaction that holds a bucket and does nothing. Whoever waits gets its turn, and the tokens are back.
 func TestContention_AnIdleTransactionEnds(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	for _, known := range []bool{true, false} {
 		policy := fmt.Sprint("known=", known)
 		db.definePolicy(policy, 10, 1, aDay)

@@ -41,8 +41,7 @@ func TestDenial_WritesNothing(t *testing.T) {
 	for policy, kind := range map[string]policyOption{"durable": durable, "ephemeral": ephemeral} {
 		for _, d := range denials {
 			t.Run(policy+" "+d.name, func(t *testing.T) {
-				t.Parallel()
-				db := newDB(t)
+				db := parallelDB(t)
 				db.definePolicy(policy, 10, 1, aDay, kind)
 				db.acquire(policy, "known", 10, "another")
 				db.acquire(policy, "half", 5)
@@ -86,8 +85,7 @@ func (s *session) traces() (found traces) {
 
 // The counters of pg_stat_user_tables, as monitoring sees them: separate transactions this time.
 func TestDenial_CountsAsNoWrite(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	db.definePolicy("p", 10, 1, aDay)
 	s := db.session()
 	s.acquire("p", "known", 10, "another")
@@ -177,12 +175,10 @@ func waitAndLose(db *testDB, kind policyOption, waited time.Duration) (caller *s
 }
 
 func TestDenial_AfterAWaitCountsFromAfterTheWait(t *testing.T) {
-	t.Parallel()
-	for _, kind := range []policyOption{durable, ephemeral} {
-		db := newDB(t)
+	eachDurability(t, func(t *testing.T, db *testDB, kind policyOption) {
 		_, answer := waitAndLose(db, kind, 1500*time.Millisecond)
 		require.Equal(t, denied(1, 1500*time.Millisecond, 8500*time.Millisecond, 10), answer)
-	}
+	})
 
 	db := newDB(t)
 	defer db.mutate(mutation{`(?s)v_now := clock\(\);( .*? from buckets as b)`, "$1"})()
@@ -191,15 +187,13 @@ func TestDenial_AfterAWaitCountsFromAfterTheWait(t *testing.T) {
 }
 
 func TestDenial_DoesNotComeWhenTheCostFitsAfterTheWait(t *testing.T) {
-	t.Parallel()
-	for _, kind := range []policyOption{durable, ephemeral} {
-		db := newDB(t)
+	eachDurability(t, func(t *testing.T, db *testDB, kind policyOption) {
 		_, answer := waitAndLose(db, kind, 3*time.Second)
 		require.Equal(t, allowed(0, 10*time.Second, 10), answer)
 		db = newDB(t)
 		_, answer = waitAndLose(db, kind, 3*time.Second-time.Microsecond)
 		require.Equal(t, denied(2, time.Microsecond, 7*time.Second+time.Microsecond, 10), answer)
-	}
+	})
 }
 
 func TestDenial_AfterAWaitKeepsTheRowLock(t *testing.T) {
@@ -229,8 +223,7 @@ func TestDenial_OfSeveralAfterAWaitLeavesNothing(t *testing.T) {
 			"with an idempotency": {all(policy, "a", "b", "new").charges, "X"},
 		} {
 			t.Run(policy+" "+name, func(t *testing.T) {
-				t.Parallel()
-				db := newDB(t)
+				db := parallelDB(t)
 				db.definePolicy(policy, 10, 1, aDay, kind)
 				db.acquire(policy, "a", 4)
 				db.acquire(policy, "b", 9)

@@ -41,8 +41,7 @@ func TestDurability_AfterACrash(t *testing.T) {
 
 // Every table that one call writes has the same durability, so an ephemeral grant has nothing to flush.
 func TestDurability_AnEphemeralGrantWritesNoWAL(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	db.definePolicy("d", 10, 1, time.Second)
 	db.definePolicy("e", 10, 1, time.Second, ephemeral)
 	s := db.session()

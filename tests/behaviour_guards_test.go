@@ -23,51 +23,46 @@ func enforce(q querier, policy, key string, cost int64, idempotencyKey ...string
 
 // enforce answers as acquire does, and where that denies it raises.
 func TestEnforce_IsAcquireThatRaises(t *testing.T) {
-	t.Parallel()
-	for name, options := range map[string][]policyOption{"durable": {durable}, "ephemeral": {ephemeral}, "stepped": {stepped}} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			db := newDB(t)
-			db.definePolicy("enforced", 10, 3, 7*second, options...)
-			db.definePolicy("acquired", 10, 3, 7*second, options...)
-			db.exec("select ratelimit_override(p, 'special', 4) from unnest('{enforced,acquired}'::text[]) as p")
-			refusals := 0
-			for i, cost := range []int64{4, 0, 5, 2, 11, 1, 1, 3, 0, 10, 4, 1} {
-				db.setClock(t0.Add(time.Duration(i) * 1_100 * ms))
-				for _, key := range []string{"k", "special"} {
-					var idempotencyKey []string
-					if i%3 == 0 {
-						idempotencyKey = []string{fmt.Sprint(i / 6)}
-					}
-					want, wantErr := acquire(db.Pool, "acquired", key, cost, idempotencyKey...)
-					got, err := enforce(db.Pool, "enforced", key, cost, idempotencyKey...)
-					switch {
-					case wantErr != nil:
-						require.Equal(t, sqlState(wantErr), sqlState(err))
-					case want.Allowed:
-						require.NoError(t, err)
-						require.Equal(t, want, got)
-					default:
-						refusals++
-						requireDenial(t, err, "enforced", cost, want)
-						require.Equal(t, db.bucket("acquired", key), db.bucket("enforced", key))
-					}
+	onDBs(t, map[string][]policyOption{"durable": {durable}, "ephemeral": {ephemeral}, "stepped": {stepped}}, func(t *testing.T, db *testDB, options []policyOption) {
+		db.definePolicy("enforced", 10, 3, 7*second, options...)
+		db.definePolicy("acquired", 10, 3, 7*second, options...)
+		db.exec("select ratelimit_override(p, 'special', 4) from unnest('{enforced,acquired}'::text[]) as p")
+		refusals := 0
+		for i, cost := range []int64{4, 0, 5, 2, 11, 1, 1, 3, 0, 10, 4, 1} {
+			db.setClock(t0.Add(time.Duration(i) * 1_100 * ms))
+			for _, key := range []string{"k", "special"} {
+				var idempotencyKey []string
+				if i%3 == 0 {
+					idempotencyKey = []string{fmt.Sprint(i / 6)}
+				}
+				want, wantErr := acquire(db.Pool, "acquired", key, cost, idempotencyKey...)
+				got, err := enforce(db.Pool, "enforced", key, cost, idempotencyKey...)
+				switch {
+				case wantErr != nil:
+					require.Equal(t, sqlState(wantErr), sqlState(err))
+				case want.Allowed:
+					require.NoError(t, err)
+					require.Equal(t, want, got)
+				default:
+					refusals++
+					requireDenial(t, err, "enforced", cost, want)
+					require.Equal(t, db.bucket("acquired", key), db.bucket("enforced", key))
 				}
 			}
-			require.Greater(t, refusals, 4)
-			for _, call := range []string{"('none', 'k')", "('enforced', '')", "('enforced', null)", "('enforced', 'k', -1)", "('enforced', 'k', null)", "(null, 'k')"} {
-				_, want := db.Pool.Exec(t.Context(), "select ratelimit_acquire"+call)
-				_, err := db.Pool.Exec(t.Context(), "select ratelimit_enforce"+call)
-				require.Error(t, want)
-				require.Equal(t, pgError(want).Message, pgError(err).Message)
-				require.Equal(t, pgError(want).Detail, pgError(err).Detail)
-			}
-			db.exec("select ratelimit_define_policy('enforced', shadow => true)")
-			d, err := enforce(db.Pool, "enforced", "k", 11)
-			require.NoError(t, err)
-			require.True(t, d.Shadowed)
-		})
-	}
+		}
+		require.Greater(t, refusals, 4)
+		for _, call := range []string{"('none', 'k')", "('enforced', '')", "('enforced', null)", "('enforced', 'k', -1)", "('enforced', 'k', null)", "(null, 'k')"} {
+			_, want := db.Pool.Exec(t.Context(), "select ratelimit_acquire"+call)
+			_, err := db.Pool.Exec(t.Context(), "select ratelimit_enforce"+call)
+			require.Error(t, want)
+			require.Equal(t, pgError(want).Message, pgError(err).Message)
+			require.Equal(t, pgError(want).Detail, pgError(err).Detail)
+		}
+		db.exec("select ratelimit_define_policy('enforced', shadow => true)")
+		d, err := enforce(db.Pool, "enforced", "k", 11)
+		require.NoError(t, err)
+		require.True(t, d.Shadowed)
+	})
 }
 
 // requireDenial fails unless an error is RL429 with the numbers of a denial, and without the key.
@@ -96,8 +91,7 @@ func retryMicros(d client.Denial) *int64 {
 }
 
 func TestEnforce_TellsWhenAndNeverWhose(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	db.setClock(t0)
 	db.definePolicy("p", 10, 1, 7*second)
 	db.definePolicy("budget", 5, 0, second)
@@ -128,63 +122,58 @@ func (db *testDB) guarded(policy, table string) {
 }
 
 func TestGuard_ChargesEachKeyOnce(t *testing.T) {
-	t.Parallel()
-	for name, durability := range map[string]policyOption{"durable": durable, "ephemeral": ephemeral} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			db := newDB(t)
-			db.setClock(t0)
-			db.definePolicy("p", 10, 1, second, durability)
-			db.guarded("p", "orders")
-			left := func(want ...int64) {
-				t.Helper()
-				require.Equal(t, want, []int64{db.left("p", "a"), db.left("p", "b"), db.left("p", "c")})
-			}
-			refused := func(code, sql string) {
-				t.Helper()
-				before := state(t, db.Pool)
-				_, err := db.Pool.Exec(t.Context(), sql)
-				require.Equal(t, code, sqlState(err), "%s: %v", sql, err)
-				require.Equal(t, before, state(t, db.Pool), sql)
-			}
+	onDBs(t, map[string]policyOption{"durable": durable, "ephemeral": ephemeral}, func(t *testing.T, db *testDB, durability policyOption) {
+		db.setClock(t0)
+		db.definePolicy("p", 10, 1, second, durability)
+		db.guarded("p", "orders")
+		left := func(want ...int64) {
+			t.Helper()
+			require.Equal(t, want, []int64{db.left("p", "a"), db.left("p", "b"), db.left("p", "c")})
+		}
+		refused := func(code, sql string) {
+			t.Helper()
+			before := state(t, db.Pool)
+			_, err := db.Pool.Exec(t.Context(), sql)
+			require.Equal(t, code, sqlState(err), "%s: %v", sql, err)
+			require.Equal(t, before, state(t, db.Pool), sql)
+		}
 
-			db.exec("insert into orders (customer) values ('a')")
-			left(9, 10, 10)
-			db.exec("insert into orders (customer) values ('a'), ('b'), ('a')")
-			left(7, 9, 10)
-			db.exec("insert into orders (customer) select 'a' where false")
-			left(7, 9, 10)
-			db.exec("insert into orders_of_sizes values ('a', 2), ('c', 4), ('a', 0), ('b', 0)")
-			left(5, 9, 6)
-			require.EqualValues(t, 8, db.number("select (select count(*) from orders) + (select count(*) from orders_of_sizes)"))
+		db.exec("insert into orders (customer) values ('a')")
+		left(9, 10, 10)
+		db.exec("insert into orders (customer) values ('a'), ('b'), ('a')")
+		left(7, 9, 10)
+		db.exec("insert into orders (customer) select 'a' where false")
+		left(7, 9, 10)
+		db.exec("insert into orders_of_sizes values ('a', 2), ('c', 4), ('a', 0), ('b', 0)")
+		left(5, 9, 6)
+		require.EqualValues(t, 8, db.number("select (select count(*) from orders) + (select count(*) from orders_of_sizes)"))
 
-			refused("RL429", "insert into orders (customer) select 'a' from generate_series(1, 6)")
-			refused("RL429", "insert into orders_of_sizes values ('a', 5), ('b', 9), ('c', 7), ('new', 1)")
-			left(5, 9, 6)
-			_, err := db.Pool.Exec(t.Context(), "insert into orders_of_sizes values ('a', 7), ('b', 9), ('c', 9), ('new', 10)")
-			requireDenial(t, err, "p", 9, denied(6, 3*second, 4*second, 10)) // the longest wait
-			_, err = db.Pool.Exec(t.Context(), "insert into orders_of_sizes values ('a', 7), ('c', 99), ('c', 1)")
-			requireDenial(t, err, "p", 100, never(6, 4*second, 10))
+		refused("RL429", "insert into orders (customer) select 'a' from generate_series(1, 6)")
+		refused("RL429", "insert into orders_of_sizes values ('a', 5), ('b', 9), ('c', 7), ('new', 1)")
+		left(5, 9, 6)
+		_, err := db.Pool.Exec(t.Context(), "insert into orders_of_sizes values ('a', 7), ('b', 9), ('c', 9), ('new', 10)")
+		requireDenial(t, err, "p", 9, denied(6, 3*second, 4*second, 10)) // the longest wait
+		_, err = db.Pool.Exec(t.Context(), "insert into orders_of_sizes values ('a', 7), ('c', 99), ('c', 1)")
+		requireDenial(t, err, "p", 100, never(6, 4*second, 10))
 
-			refused("22023", "insert into orders (customer) values ('a'), (null)")
-			refused("22023", "insert into orders (customer) values (null)")
-			refused("22023", "insert into orders_of_sizes values ('a', 1), (null, 0)")
-			refused("22023", "insert into orders (customer) values ('a'), ('')")
-			refused("22023", "insert into orders (customer) values (repeat('x', 513))")
-			refused("22023", "insert into orders_of_sizes values ('a', 3), ('a', -1)")
-			refused("22023", "insert into orders_of_sizes values ('a', 3), ('a', null)")
-			refused("RL429", "insert into orders_of_sizes select 'a', 2147483647 from generate_series(1, 100)")
+		refused("22023", "insert into orders (customer) values ('a'), (null)")
+		refused("22023", "insert into orders (customer) values (null)")
+		refused("22023", "insert into orders_of_sizes values ('a', 1), (null, 0)")
+		refused("22023", "insert into orders (customer) values ('a'), ('')")
+		refused("22023", "insert into orders (customer) values (repeat('x', 513))")
+		refused("22023", "insert into orders_of_sizes values ('a', 3), ('a', -1)")
+		refused("22023", "insert into orders_of_sizes values ('a', 3), ('a', null)")
+		refused("RL429", "insert into orders_of_sizes select 'a', 2147483647 from generate_series(1, 100)")
 
-			db.exec("select ratelimit_define_policy('p', shadow => true)")
-			db.exec("insert into orders (customer) select 'a' from generate_series(1, 20)")
-			db.exec("insert into orders (customer) select c from generate_series(1, 7), unnest('{a,b,c}'::text[]) as c")
-			left(5, 2, 6) // what fits moves as if it were enforced
-			db.dropPolicy("p")
-			refused("RL001", "insert into orders (customer) values ('a')")
-			refused("RL001", "insert into orders (customer) values ('a'), ('b')")
-			db.exec("insert into orders (customer) select 'a' where false")
-		})
-	}
+		db.exec("select ratelimit_define_policy('p', shadow => true)")
+		db.exec("insert into orders (customer) select 'a' from generate_series(1, 20)")
+		db.exec("insert into orders (customer) select c from generate_series(1, 7), unnest('{a,b,c}'::text[]) as c")
+		left(5, 2, 6) // what fits moves as if it were enforced
+		db.dropPolicy("p")
+		refused("RL001", "insert into orders (customer) values ('a')")
+		refused("RL001", "insert into orders (customer) values ('a'), ('b')")
+		db.exec("insert into orders (customer) select 'a' where false")
+	})
 }
 
 // COPY counts; an upsert's updated rows, UPDATE and DELETE do not; MERGE and RETURNING change nothing.
@@ -219,8 +208,7 @@ func TestGuard_CountsWhatIsInserted(t *testing.T) {
 }
 
 func TestGuard_KeyColumns(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	db.definePolicy("p", 100, 1, aDay)
 	for typ, key := range map[string]string{
 		"text": "some text", "varchar(40)": "varying", "uuid": "8c1b7ad0-6c2f-4f5e-9d57-1e5d6b0f4d11", "integer": "-7", "bigint": "9000000000000",
@@ -252,8 +240,7 @@ func TestGuard_KeyColumns(t *testing.T) {
 
 // A guard stands on the table that the statement names.
 func TestGuard_PartitionsParentsAndForeignTables(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	db.definePolicy("p", 100, 1, aDay)
 	const guard = "referencing new table as inserted for each statement execute function ratelimit_guard('p', 'customer')"
 	db.exec(`
@@ -291,8 +278,7 @@ func TestGuard_PartitionsParentsAndForeignTables(t *testing.T) {
 // Of a partitioned table with a foreign partition, what goes to the others is charged. PostgreSQL refuses what would go to
 // the foreign one, because it has no transition table for that; older releases of it have, and there it is charged.
 func TestGuard_ForeignPartitions(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	if pgtest.Shared(t).Rung == "url" || db.number("select count(*) from pg_available_extensions where name = 'postgres_fdw'") == 0 {
 		t.Skip("a foreign partition takes postgres_fdw, and a server that lets itself in")
 	}
@@ -387,8 +373,7 @@ func guardedBulk(db *testDB) (s *session, insert func(table string)) {
 }
 
 func TestGuard_WritesEachBucketOnceForAStatement(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	s, insert := guardedBulk(db)
 	s.exec("begin")
 	insert("guarded")
@@ -417,8 +402,7 @@ func BenchmarkGuard_ToAPlainInsert(b *testing.B) {
 
 // What a guard took is given back with the statement, the savepoint or the transaction.
 func TestGuard_GivesBackWhatFails(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	db.definePolicy("p", 10, 1, aDay)
 	db.guarded("p", "orders")
 	db.exec("alter table orders add constraint positive check (size > 0)")

@@ -33,8 +33,7 @@ func TestHOT_UpdatesAreHeapOnly(t *testing.T) {
 
 // A new row has room, which its first update leaves to the next versions, whichever call it is.
 func TestHOT_TheFirstUpdateLeavesItsRoom(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	db.definePolicy("durable", 10, 1, aDay)
 	db.definePolicy("ephemeral", 10, 1, aDay, ephemeral)
 	db.definePolicy("overridden", 10, 1, aDay)
@@ -70,20 +69,17 @@ func TestHOT_TheFirstUpdateLeavesItsRoom(t *testing.T) {
 // Of batches: plain calls and ratelimit_acquire_all read them all, as docs/design.md says why. An old snapshot keeps every version of a row, and
 // no index entry may go. What a call on a hot key has to read must not grow with them.
 func TestHOT_AHeldSnapshotDoesNotMakeCallsReadEveryVersion(t *testing.T) {
-	t.Parallel()
-	for name, kind := range map[string]policyOption{"durable": durable, "ephemeral": ephemeral} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			const versions = 12000
-			db := newDB(t)
-			db.definePolicy("full", 1_000_000, 1, aDay, kind)
-			db.definePolicy("empty", versions, 1, aDay, kind)
-			db.exec("select from ratelimit_acquire_many('{full,full}', '{hot,other}')")
+	inParallel(t, map[string]policyOption{"durable": durable, "ephemeral": ephemeral}, func(t *testing.T, kind policyOption) {
+		const versions = 12000
+		db := newDB(t)
+		db.definePolicy("full", 1_000_000, 1, aDay, kind)
+		db.definePolicy("empty", versions, 1, aDay, kind)
+		db.exec("select from ratelimit_acquire_many('{full,full}', '{hot,other}')")
 
-			holder := db.begin()
-			holder.exec("set transaction isolation level repeatable read")
-			holder.exec("select from ratelimit.policies")
-			db.exec(fmt.Sprintf(`do $$ begin
+		holder := db.begin()
+		holder.exec("set transaction isolation level repeatable read")
+		holder.exec("select from ratelimit.policies")
+		db.exec(fmt.Sprintf(`do $$ begin
 				for i in 1..%d loop
 					perform ratelimit_acquire_many('{full}', '{hot}');
 					perform ratelimit_acquire_many('{empty}', '{hot}');
@@ -91,26 +87,25 @@ func TestHOT_AHeldSnapshotDoesNotMakeCallsReadEveryVersion(t *testing.T) {
 				end loop;
 			end $$`, versions))
 
-			s := db.session()
-			for _, call := range []string{
-				"ratelimit_acquire_many('{full,full}', '{hot,hot}')",
-				"ratelimit_acquire_many('{full,full}', '{hot,other}')",
-				"ratelimit_acquire_many('{empty,empty}', '{hot,hot}')",
-				"ratelimit_acquire_many('{empty,full}', '{hot,other}')",
-				"ratelimit_acquire_many('{full,full}', '{hot,hot}', '{600000,600000}')",
-				"ratelimit_acquire_packed('{full,full,empty}', '{hot,other,hot}', null, '{2,1}')",
-			} {
-				s.exec("select from " + call) // not to count what is read once in a session
-				var plan []struct {
-					Plan struct {
-						Hit int `json:"Shared Hit Blocks"`
-					}
+		s := db.session()
+		for _, call := range []string{
+			"ratelimit_acquire_many('{full,full}', '{hot,hot}')",
+			"ratelimit_acquire_many('{full,full}', '{hot,other}')",
+			"ratelimit_acquire_many('{empty,empty}', '{hot,hot}')",
+			"ratelimit_acquire_many('{empty,full}', '{hot,other}')",
+			"ratelimit_acquire_many('{full,full}', '{hot,hot}', '{600000,600000}')",
+			"ratelimit_acquire_packed('{full,full,empty}', '{hot,other,hot}', null, '{2,1}')",
+		} {
+			s.exec("select from " + call) // not to count what is read once in a session
+			var plan []struct {
+				Plan struct {
+					Hit int `json:"Shared Hit Blocks"`
 				}
-				require.NoError(t, s.QueryRow(context.Background(), "explain (analyze, buffers, format json) select from "+call).Scan(&plan))
-				t.Logf("%s: %d pages", call, plan[0].Plan.Hit)
-				require.Positive(t, plan[0].Plan.Hit)
-				require.Less(t, plan[0].Plan.Hit, versions/150, call) // of which a page has about a hundred
 			}
-		})
-	}
+			require.NoError(t, s.QueryRow(context.Background(), "explain (analyze, buffers, format json) select from "+call).Scan(&plan))
+			t.Logf("%s: %d pages", call, plan[0].Plan.Hit)
+			require.Positive(t, plan[0].Plan.Hit)
+			require.Less(t, plan[0].Plan.Hit, versions/150, call) // of which a page has about a hundred
+		}
+	})
 }

@@ -14,7 +14,6 @@ import (
 )
 
 func TestIdempotency_Vector58(t *testing.T) {
-	t.Parallel()
 	onEach(t, func(t *testing.T, db subject) {
 		db.setClock(t0)
 		db.definePolicy("p", 10, 1, time.Second)
@@ -39,8 +38,7 @@ func TestIdempotency_Vector58(t *testing.T) {
 }
 
 func TestIdempotency_AReplayIsTheFirstAnswerWhateverHappenedSince(t *testing.T) {
-	t.Parallel()
-	for name, since := range map[string]func(db *testDB){
+	onDBs(t, map[string]func(db *testDB){
 		"nothing":                          func(*testDB) {},
 		"the bucket was emptied":           func(db *testDB) { db.acquire("p", "k", 6) },
 		"the bucket was reset":             func(db *testDB) { db.reset("p", "k") },
@@ -52,34 +50,29 @@ func TestIdempotency_AReplayIsTheFirstAnswerWhateverHappenedSince(t *testing.T) 
 			db.definePolicy("p", 10, 1, time.Second, remember(time.Second))
 			db.setClock(t0.Add(59 * time.Minute))
 		},
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			db := newDB(t)
-			for _, kind := range []policyOption{durable, ephemeral} {
-				db.setClock(t0)
-				db.definePolicy("p", 10, 1, time.Second, kind, remember(time.Hour))
-				first := db.acquire("p", "k", 4, "X")
-				require.Equal(t, allowed(6, 4*time.Second, 10), first)
-				since(db)
+	}, func(t *testing.T, db *testDB, since func(db *testDB)) {
+		for _, kind := range []policyOption{durable, ephemeral} {
+			db.setClock(t0)
+			db.definePolicy("p", 10, 1, time.Second, kind, remember(time.Hour))
+			first := db.acquire("p", "k", 4, "X")
+			require.Equal(t, allowed(6, 4*time.Second, 10), first)
+			since(db)
 
-				before := db.rows()
-				require.Equal(t, replayed(first), db.acquire("p", "k", 4, "X"))
-				_, err := acquire(db.Pool, "p", "k", 3, "X")
-				require.Equal(t, "RL002", sqlState(err))
-				require.Equal(t, before, db.rows(), "neither wrote anything")
-				db.dropPolicy("p")
-			}
-		})
-	}
+			before := db.rows()
+			require.Equal(t, replayed(first), db.acquire("p", "k", 4, "X"))
+			_, err := acquire(db.Pool, "p", "k", 3, "X")
+			require.Equal(t, "RL002", sqlState(err))
+			require.Equal(t, before, db.rows(), "neither wrote anything")
+			db.dropPolicy("p")
+		}
+	})
 }
 
 func TestIdempotency_AnExpiredKeyChargesAgain(t *testing.T) {
 	t.Parallel()
 	for _, cleaned := range []bool{false, true} {
 		t.Run(fmt.Sprintf("cleaned up %v", cleaned), func(t *testing.T) {
-			t.Parallel()
-			db := newDB(t)
+			db := parallelDB(t)
 			db.cleanUpAtOnce()
 			for _, kind := range []policyOption{durable, ephemeral} {
 				db.definePolicy("p", 10, 1, 24*time.Hour, kind, remember(time.Hour))
@@ -104,8 +97,7 @@ func TestIdempotency_AnExpiredKeyChargesAgain(t *testing.T) {
 }
 
 func TestIdempotency_KeysBelongToTheirBucket(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	db.setClock(t0)
 	db.definePolicy("p", 10, 1, time.Second)
 	db.definePolicy("q", 10, 1, time.Second)
@@ -118,8 +110,7 @@ func TestIdempotency_KeysBelongToTheirBucket(t *testing.T) {
 }
 
 func TestIdempotency_CostZeroNeitherLooksNorRemembers(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	db.setClock(t0)
 	db.definePolicy("p", 10, 1, time.Second)
 
@@ -129,8 +120,7 @@ func TestIdempotency_CostZeroNeitherLooksNorRemembers(t *testing.T) {
 }
 
 func TestIdempotency_ARollbackForgetsTheKeyWithTheTokens(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	db.setClock(t0)
 	db.definePolicy("p", 10, 1, time.Second)
 	first := allowed(8, 2*time.Second, 10)
@@ -148,8 +138,7 @@ func TestIdempotency_ARollbackForgetsTheKeyWithTheTokens(t *testing.T) {
 }
 
 func TestIdempotency_DropRemovesKeys(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	db.setClock(t0)
 	for _, kind := range []policyOption{durable, ephemeral} {
 		db.definePolicy("p", 10, 1, time.Second, kind)
@@ -215,8 +204,7 @@ func twoOfEach(idempotencyKey string, keys ...string) wholeRequest {
 }
 
 func TestIdempotency_OneChargeWhileTheBucketFills(t *testing.T) {
-	t.Parallel()
-	for name, fill := range map[string]func(db *testDB, key string) error{
+	inParallel(t, map[string]func(db *testDB, key string) error{
 		"by a refund": func(db *testDB, key string) error {
 			_, err := refund(db.Pool, "p", key, 10)
 			return err
@@ -225,39 +213,36 @@ func TestIdempotency_OneChargeWhileTheBucketFills(t *testing.T) {
 			_, err := db.Pool.Exec(context.Background(), "update public.test_clock set now = $1", t0.Add(10*time.Second))
 			return err
 		},
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			db := newCrowdDB(t, 21)
-			db.definePolicy("p", 10, 1, time.Second)
-			for i := range 20 {
-				key := fmt.Sprint("k", i)
-				db.acquireAt(t0, "p", key, 10)
+	}, func(t *testing.T, fill func(db *testDB, key string) error) {
+		db := newCrowdDB(t, 21)
+		db.definePolicy("p", 10, 1, time.Second)
+		for i := range 20 {
+			key := fmt.Sprint("k", i)
+			db.acquireAt(t0, "p", key, 10)
 
-				// Five requests come before the tokens, and are repeated among twenty that come meanwhile.
-				early := db.together(5, func(_ int, q querier) (decision, error) { return acquire(q, "p", key, 7, "X") })
-				require.Zero(t, count(early, isAllowed))
-				filled := make(chan error)
-				go func() { filled <- fill(db, key) }()
-				meanwhile := db.together(20, func(_ int, q querier) (decision, error) { return acquire(q, "p", key, 7, "X") })
-				require.NoError(t, <-filled)
-				late := db.together(5, func(_ int, q querier) (decision, error) { return acquire(q, "p", key, 7, "X") })
-				require.Equal(t, 5, count(late, isAllowed))
+			// Five requests come before the tokens, and are repeated among twenty that come meanwhile.
+			early := db.together(5, func(_ int, q querier) (decision, error) { return acquire(q, "p", key, 7, "X") })
+			require.Zero(t, count(early, isAllowed))
+			filled := make(chan error)
+			go func() { filled <- fill(db, key) }()
+			meanwhile := db.together(20, func(_ int, q querier) (decision, error) { return acquire(q, "p", key, 7, "X") })
+			require.NoError(t, <-filled)
+			late := db.together(5, func(_ int, q querier) (decision, error) { return acquire(q, "p", key, 7, "X") })
+			require.Equal(t, 5, count(late, isAllowed))
 
-				charged := 0
-				for _, d := range append(meanwhile, late...) {
-					if d.Allowed {
-						require.Equal(t, replayed(allowed(3, 7*time.Second, 10)), replayed(d))
-						if !d.Replayed {
-							charged++
-						}
+			charged := 0
+			for _, d := range append(meanwhile, late...) {
+				if d.Allowed {
+					require.Equal(t, replayed(allowed(3, 7*time.Second, 10)), replayed(d))
+					if !d.Replayed {
+						charged++
 					}
 				}
-				require.Equal(t, 1, charged)
-				require.EqualValues(t, 3, db.left("p", key))
 			}
-		})
-	}
+			require.Equal(t, 1, charged)
+			require.EqualValues(t, 3, db.left("p", key))
+		}
+	})
 }
 
 // Every branch of the protocol in sql/acquire.sql, in the one order of events that needs it: locks and gates hold the calls where they have to
@@ -611,8 +596,7 @@ func TestIdempotency_RacesOfSeveral(t *testing.T) {
 
 func (r race) test(t *testing.T) {
 	t.Run(r.name, func(t *testing.T) {
-		t.Parallel()
-		db := newDB(t)
+		db := parallelDB(t)
 		db.cleanUpAtOnce()
 		require.Equal(t, r.want, r.run(db, durable))
 		if r.gate == "" {
@@ -641,8 +625,7 @@ func TestIdempotency_ARequestOfSeveralIsRememberedAlikeOnEveryWay(t *testing.T) 
 		"and a shadow policy does not cover": func(_ *testDB, charges []model.Charge) { charges[3].Cost = 20 },
 	} {
 		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			db := newDB(t)
+			db := parallelDB(t)
 			db.setClock(t0)
 			db.definePolicy("p", 10, 1, time.Second, remember(time.Hour))
 			db.definePolicy("ephemeral", 10, 2, time.Second, ephemeral, remember(time.Minute))

@@ -23,8 +23,7 @@ func TestPlans_ReadOnlyWhatTheyNeed(t *testing.T) {
 	} {
 		for _, durability := range []policyOption{durable, ephemeral} {
 			t.Run(name, func(t *testing.T) {
-				t.Parallel()
-				db := newDB(t)
+				db := parallelDB(t)
 				for _, table := range bucketTables {
 					db.exec("alter table ratelimit." + table + " set (autovacuum_enabled = off)")
 				}
@@ -103,8 +102,7 @@ func (s *session) rowsRead(sql string) (rows int64) {
 // Calls for many buckets lock them in the order of key, and find each by its newest version, whatever the statistics
 // and the caller's settings say.
 func TestPlans_LockInOrder(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	for _, table := range bucketTables {
 		db.exec("alter table ratelimit." + table + " set (autovacuum_enabled = off)")
 	}

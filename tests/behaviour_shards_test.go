@@ -290,8 +290,7 @@ func TestShards_GrowByCopies(t *testing.T) {
 
 // A database is numbered once, with a number that there can be, and the same again changes nothing.
 func TestDefineShard(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	require.Empty(t, column(t, db.DB, "select shard::text from ratelimit_shard()"))
 	for _, bad := range []struct{ shard, of, message, detail string }{
 		{"0", "null", "invalid of", "of is null."},
@@ -339,8 +338,7 @@ func TestDefineShard(t *testing.T) {
 
 // Middleware stands on shards as on one database: requests that a shard which is down would decide get what was chosen.
 func TestShards_BehindMiddleware(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	db.exec("select ratelimit_define_shard(0, 2)")
 	config, err := pgxpool.ParseConfig("postgres://127.0.0.1:1/nowhere")
 	require.NoError(t, err)

@@ -213,7 +213,6 @@ func TestSpend_Steps(t *testing.T) {
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			t.Parallel()
 			onEachDurability(t, func(t *testing.T, db subject, durability policyOption) {
 				db.setClock(t0)
 				db.definePolicy("p", 10, 1, second, durability)
@@ -225,7 +224,6 @@ func TestSpend_Steps(t *testing.T) {
 
 // Or the tokens that the bucket never had would fill it.
 func TestSpend_AChargeCutAtTheFloorIsSettledAgainstWhatItTook(t *testing.T) {
-	t.Parallel()
 	onEachDurability(t, func(t *testing.T, db subject, durability policyOption) {
 		db.definePolicy("p", 10, 0, second, durability)
 		left := func(remaining int64) decision {
@@ -247,7 +245,6 @@ func TestSpend_AChargeCutAtTheFloorIsSettledAgainstWhatItTook(t *testing.T) {
 
 // Such a policy grants nothing, but its buckets are full.
 func TestPolicy_OfCapacity0GrantsNothing(t *testing.T) {
-	t.Parallel()
 	onEachDurability(t, func(t *testing.T, db subject, durability policyOption) {
 		db.definePolicy("p", 0, 1, second, durability)
 		runSpending(t, db, []spendStep{
@@ -273,75 +270,70 @@ func TestPolicy_OfCapacity0GrantsNothing(t *testing.T) {
 
 // Only debt may be as deep as this. The policies are the slowest and the fastest there are.
 func TestSpend_DebtEndsAtAFloor(t *testing.T) {
-	t.Parallel()
-	for name, p := range map[string]struct {
+	type testCase struct {
 		capacity, refill int64
 		every            string
 		stepped          bool
 		floor            int64
-	}{
+	}
+	onDBs(t, map[string]testCase{
 		"the slowest":          {10, 1, "365250 days", false, -10},
 		"the slowest, stepped": {10, 1, "365250 days", true, -10},
 		"slow and large":       {9_000_000_000, 900_000_000, "365250 days", true, -9_000_000_000},
 		"the fastest":          {maxTokens, maxTokens, "1 microsecond", false, -maxTokens},
 		"the fastest, stepped": {1, maxTokens, "1 microsecond", true, -maxTokens},
 		"without refill":       {1, 0, "1 microsecond", false, -maxTokens},
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			db := newDB(t)
-			db.setClock(t0)
-			m := model.New()
-			db.exec("select ratelimit_define_policy('p', $1, $2, $3::interval, stepped => $4)", p.capacity, p.refill, p.every, p.stepped)
-			every := model.Micros(1)
-			if p.every != "1 microsecond" {
-				every = 365_250 * day
-			}
-			require.NoError(t, m.Define("p", model.Definition{
-				Numbers: model.Numbers{Capacity: &p.capacity, Refill: &p.refill, Every: &every}, Stepped: &p.stepped,
-			}))
-			now := t0
-			ask := func(s spending) spent {
-				t.Helper()
-				want, wantErr := s.of(m, now)
-				got, err := s.by(db.Pool)
-				require.NoError(t, wantErr, s)
-				require.NoError(t, err, s)
-				require.Equal(t, want, got, s)
-				return got
-			}
-			ask(charge(1, "early"))
-			ask(charge(maxTokens))
-			require.Equal(t, p.floor, ask(charge(maxTokens)).Remaining)
-			require.Equal(t, p.floor, ask(charge(maxTokens, "late")).Remaining, "no deeper")
-			require.Equal(t, p.floor, ask(settle("early", maxTokens)).Remaining, "and a settlement does not refuse")
-			require.True(t, ask(charge(maxTokens)).Allowed)
-			require.False(t, ask(reserve(365*24*time.Hour, 1)).Allowed, "a reservation is refused")
-			require.False(t, ask(upTo(1, 1)).Allowed)
-			for _, cost := range []int64{0, 1, p.capacity, maxTokens} {
-				want, err := m.Peek(now, model.BucketID{Policy: "p", Key: "k"}, cost)
-				require.NoError(t, err)
-				require.Equal(t, want, db.must(peek(db.Pool, "p", "k", cost)))
-				require.Equal(t, want, db.must(acquire(db.Pool, "p", "k", cost)))
-			}
-			db.cleanup()
-			ask(settle("late", 0))
-			ask(charge(maxTokens))
-			db.setClock(t0.AddDate(1, 0, 0))
-			db.cleanup()
-			now = t0.AddDate(1, 0, 0)
-			ask(charge(0))
-			require.NoError(t, m.Reset(model.BucketID{Policy: "p", Key: "k"}))
-			db.reset("p", "k")
-			require.Equal(t, p.capacity, ask(charge(0)).Remaining, "a reset forgives")
-		})
-	}
+	}, func(t *testing.T, db *testDB, p testCase) {
+		db.setClock(t0)
+		m := model.New()
+		db.exec("select ratelimit_define_policy('p', $1, $2, $3::interval, stepped => $4)", p.capacity, p.refill, p.every, p.stepped)
+		every := model.Micros(1)
+		if p.every != "1 microsecond" {
+			every = 365_250 * day
+		}
+		require.NoError(t, m.Define("p", model.Definition{
+			Numbers: model.Numbers{Capacity: &p.capacity, Refill: &p.refill, Every: &every}, Stepped: &p.stepped,
+		}))
+		now := t0
+		ask := func(s spending) spent {
+			t.Helper()
+			want, wantErr := s.of(m, now)
+			got, err := s.by(db.Pool)
+			require.NoError(t, wantErr, s)
+			require.NoError(t, err, s)
+			require.Equal(t, want, got, s)
+			return got
+		}
+		ask(charge(1, "early"))
+		ask(charge(maxTokens))
+		require.Equal(t, p.floor, ask(charge(maxTokens)).Remaining)
+		require.Equal(t, p.floor, ask(charge(maxTokens, "late")).Remaining, "no deeper")
+		require.Equal(t, p.floor, ask(settle("early", maxTokens)).Remaining, "and a settlement does not refuse")
+		require.True(t, ask(charge(maxTokens)).Allowed)
+		require.False(t, ask(reserve(365*24*time.Hour, 1)).Allowed, "a reservation is refused")
+		require.False(t, ask(upTo(1, 1)).Allowed)
+		for _, cost := range []int64{0, 1, p.capacity, maxTokens} {
+			want, err := m.Peek(now, model.BucketID{Policy: "p", Key: "k"}, cost)
+			require.NoError(t, err)
+			require.Equal(t, want, db.must(peek(db.Pool, "p", "k", cost)))
+			require.Equal(t, want, db.must(acquire(db.Pool, "p", "k", cost)))
+		}
+		db.cleanup()
+		ask(settle("late", 0))
+		ask(charge(maxTokens))
+		db.setClock(t0.AddDate(1, 0, 0))
+		db.cleanup()
+		now = t0.AddDate(1, 0, 0)
+		ask(charge(0))
+		require.NoError(t, m.Reset(model.BucketID{Policy: "p", Key: "k"}))
+		db.reset("p", "k")
+		require.Equal(t, p.capacity, ask(charge(0)).Remaining, "a reset forgives")
+	})
 }
 
 // A debt that was allowed once stays when the policy gets slower, and is not made deeper. Its times saturate.
 func TestSpend_AnOldDebtMayBeBelowTheFloor(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	db.setClock(t0)
 	m := model.New()
 	id := model.BucketID{Policy: "p", Key: "k"}
@@ -384,7 +376,6 @@ func TestSpend_AnOldDebtMayBeBelowTheFloor(t *testing.T) {
 
 // A debt deeper than the bucket is large is paid before the bucket fills, also for batches.
 func TestSpend_BatchesSeeDebtPaid(t *testing.T) {
-	t.Parallel()
 	eachDurability(t, func(t *testing.T, db *testDB, durability policyOption) {
 		db.setClock(t0)
 		db.definePolicy("p", 10, 1, second, durability)
@@ -408,8 +399,7 @@ func TestSpend_BatchesSeeDebtPaid(t *testing.T) {
 
 // Under a policy that only watches, the bucket moves as if it were enforced.
 func TestSpend_Shadow(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	db.setClock(t0)
 	db.exec("select ratelimit_define_policy('p', 10, 1, '1 second', shadow => true)")
 	shadowed := func(d decision) decision {
@@ -434,7 +424,6 @@ func TestSpend_Shadow(t *testing.T) {
 
 // A grant that is not committed yet is none, and nothing waits for it.
 func TestSettle_WaitsForNoGrant(t *testing.T) {
-	t.Parallel()
 	eachDurability(t, func(t *testing.T, db *testDB, durability policyOption) {
 		db.definePolicy("p", 10, 1, time.Hour, durability)
 		holder := db.session()
@@ -455,7 +444,6 @@ func TestSettle_WaitsForNoGrant(t *testing.T) {
 
 // A bucket without a row is full: a settlement that only gives back writes the grant alone, and one that takes makes the row.
 func TestSettle_OfABucketWithoutARow(t *testing.T) {
-	t.Parallel()
 	eachDurability(t, func(t *testing.T, db *testDB, durability policyOption) {
 		db.setClock(t0)
 		db.definePolicy("p", 10, 1, second, durability)
@@ -478,7 +466,6 @@ func TestSettle_OfABucketWithoutARow(t *testing.T) {
 
 // Many settle one grant at the same moment: the first counts.
 func TestSettle_CountsOnce(t *testing.T) {
-	t.Parallel()
 	eachDurability(t, func(t *testing.T, db *testDB, durability policyOption) {
 		db.setClock(t0)
 		db.definePolicy("p", 100, 1, time.Hour, durability)
@@ -514,7 +501,6 @@ func TestSettle_CountsOnce(t *testing.T) {
 
 // A grant expires while its settlement waits for the bucket. If its key is granted anew meanwhile, that grant is settled.
 func TestSettle_SettlesTheGrantThatItsKeyHasAfterAWait(t *testing.T) {
-	t.Parallel()
 	eachDurability(t, func(t *testing.T, db *testDB, durability policyOption) {
 		for _, anew := range []bool{true, false} {
 			db.setClock(t0)
@@ -560,7 +546,6 @@ func TestSettle_OfAShadowPolicyFindsTheGrantThatItsBucketShows(t *testing.T) {
 
 // The transaction that a charge or a settlement waits for removes the bucket and changes its numbers: the new row is full by these.
 func TestSpend_ABucketCreatedAfterAWaitHasTheNumbersAfterTheWait(t *testing.T) {
-	t.Parallel()
 	eachDurability(t, func(t *testing.T, db *testDB, durability policyOption) {
 		db.setClock(t0)
 		for _, change := range []string{"ratelimit_define_policy('p', 30)", "ratelimit_override('p', 'k', 30)"} {
@@ -581,7 +566,6 @@ func TestSpend_ABucketCreatedAfterAWaitHasTheNumbersAfterTheWait(t *testing.T) {
 
 // A key that is stored after the bucket was read, by a session that left the bucket as it was, is found when the grant is stored.
 func TestReserve_AKeyThatTurnsUpLateIsReplayed(t *testing.T) {
-	t.Parallel()
 	eachDurability(t, func(t *testing.T, db *testDB, durability policyOption) {
 		for _, late := range []spending{reserve(time.Hour, 3, "i"), upTo(3, 1, "i"), charge(3, "i")} {
 			db.setClock(t0)
@@ -623,7 +607,6 @@ func TestReserve_AKeyThatTurnsUpLateIsReplayed(t *testing.T) {
 
 // A reservation that has looked at an empty bucket waits for a session that gives tokens back, and then has no more to wait.
 func TestReserve_WhatIsThereByNowIsNotWaitedFor(t *testing.T) {
-	t.Parallel()
 	eachDurability(t, func(t *testing.T, db *testDB, durability policyOption) {
 		db.setClock(t0)
 		db.definePolicy("p", 10, 1, second, durability)
@@ -642,7 +625,6 @@ func TestReserve_WhatIsThereByNowIsNotWaitedFor(t *testing.T) {
 // A reservation that had to wait for the bucket is told what is left to wait by then, and not what it was before. Its grant
 // holds at the same instant.
 func TestReserve_TheWaitForTheBucketCounts(t *testing.T) {
-	t.Parallel()
 	eachDurability(t, func(t *testing.T, db *testDB, durability policyOption) {
 		db.setClock(t0)
 		db.definePolicy("p", 10, 1, second, durability)
@@ -676,64 +658,59 @@ func TestReserve_TheWaitForTheBucketCounts(t *testing.T) {
 // The promise of a wait, on both sides: then the reservation's debt is paid, and one microsecond earlier it is not. A
 // max_wait of one microsecond less is refused, and tells the same wait.
 func TestReserve_TheWaitIsAPromise(t *testing.T) {
-	t.Parallel()
-	for name, p := range map[string]struct {
+	type testCase struct {
 		capacity, refill int64
 		every            string
 		stepped          bool
 		costs            []int64
-	}{
+	}
+	onDBs(t, map[string]testCase{
 		"less than a microtoken in a microsecond":  {10, 1, "7 seconds", false, []int64{1, 10, 3}},
 		"a microtoken takes hours":                 {10, 1, "100000 days", false, []int64{1}},
 		"a third of a microtoken in a microsecond": {10, 1, "3 seconds", false, []int64{10, 10, 10}},
 		"a line": {1, 50, "1 second", false, []int64{1, 1, 1, 1}},
 		"steps":  {10, 3, "7 seconds", true, []int64{1, 10, 3}},
 		"days":   {10, 3, "1 day", true, []int64{10, 10}},
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			db := newDB(t)
-			now := t0
-			db.setClock(now)
-			db.exec("select ratelimit_define_policy('p', $1, $2, $3::interval, stepped => $4)", p.capacity, p.refill, p.every, p.stepped)
-			ask := func(s spending) spent {
-				t.Helper()
-				got, err := s.by(db.Pool)
-				require.NoError(t, err, s)
-				return got
-			}
-			ask(charge(p.capacity))
-			for n, cost := range p.costs {
-				for _, lead := range []time.Duration{1234567 * us, 0, -89 * ms}[n%3:] { // the last is a clock that has gone back
-					now = now.Add(lead)
-					db.setClock(now)
-					refused := ask(reserve(0, cost))
-					wait := time.Duration(refused.RetryAfter) * us
-					if refused.RetryAfter > maxWaitOfReserve || wait == 0 {
-						continue
-					}
-					require.False(t, refused.Allowed)
-					require.Equal(t, refused, ask(reserve(wait-us, cost)))
-					granted := ask(reserve(wait, cost))
-					require.True(t, granted.Allowed)
-					require.Equal(t, refused.RetryAfter, granted.RetryAfter)
-					peekAt := func(at time.Time) decision {
-						db.setClock(at)
-						return db.must(peek(db.Pool, "p", "k", 0))
-					}
-					require.Less(t, peekAt(now.Add(wait-us)).Remaining, int64(0))
-					require.GreaterOrEqual(t, peekAt(now.Add(wait)).Remaining, int64(0))
-					db.setClock(now)
+	}, func(t *testing.T, db *testDB, p testCase) {
+		now := t0
+		db.setClock(now)
+		db.exec("select ratelimit_define_policy('p', $1, $2, $3::interval, stepped => $4)", p.capacity, p.refill, p.every, p.stepped)
+		ask := func(s spending) spent {
+			t.Helper()
+			got, err := s.by(db.Pool)
+			require.NoError(t, err, s)
+			return got
+		}
+		ask(charge(p.capacity))
+		for n, cost := range p.costs {
+			for _, lead := range []time.Duration{1234567 * us, 0, -89 * ms}[n%3:] { // the last is a clock that has gone back
+				now = now.Add(lead)
+				db.setClock(now)
+				refused := ask(reserve(0, cost))
+				wait := time.Duration(refused.RetryAfter) * us
+				if refused.RetryAfter > maxWaitOfReserve || wait == 0 {
+					continue
 				}
+				require.False(t, refused.Allowed)
+				require.Equal(t, refused, ask(reserve(wait-us, cost)))
+				granted := ask(reserve(wait, cost))
+				require.True(t, granted.Allowed)
+				require.Equal(t, refused.RetryAfter, granted.RetryAfter)
+				peekAt := func(at time.Time) decision {
+					db.setClock(at)
+					return db.must(peek(db.Pool, "p", "k", 0))
+				}
+				require.Less(t, peekAt(now.Add(wait-us)).Remaining, int64(0))
+				require.GreaterOrEqual(t, peekAt(now.Add(wait)).Remaining, int64(0))
+				db.setClock(now)
 			}
-		})
-	}
+		}
+	})
 }
 
 // A reservation goes down to the floor, to the microtoken, though the bucket would be out of debt within max_wait.
 func TestReserve_GoesDownToTheFloor(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	m := model.New()
 	capacity, refill, every := int64(maxTokens), int64(1_000_000), micros(second)
 	require.NoError(t, m.Define("p", model.Definition{Numbers: model.Numbers{Capacity: &capacity, Refill: &refill, Every: &every}}))
@@ -765,7 +742,6 @@ func TestReserve_GoesDownToTheFloor(t *testing.T) {
 
 // What refuses and what repeats writes nothing, and locks nothing.
 func TestSpend_RefusalsAndReplaysWriteNothing(t *testing.T) {
-	t.Parallel()
 	eachDurability(t, func(t *testing.T, db *testDB, durability policyOption) {
 		db.setClock(t0)
 		db.definePolicy("p", 10, 1, second, durability)
@@ -795,8 +771,7 @@ func TestSpend_RefusalsAndReplaysWriteNothing(t *testing.T) {
 
 // The errors name the argument and the remedy.
 func TestSpend_Errors(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	db.definePolicy("p", 10, 1, second)
 	db.exec("select ratelimit_acquire('p', 'k', 2, 'i')")
 	db.exec("select ratelimit_settle('p', 'k', 'i', 3)")
@@ -840,7 +815,6 @@ func TestSpend_Errors(t *testing.T) {
 
 // In a batch, the row of the repeated request has the error, and the others are decided.
 func TestSpend_ABatchRefusesWhatWasSettled(t *testing.T) {
-	t.Parallel()
 	eachDurability(t, func(t *testing.T, db *testDB, durability policyOption) {
 		db.definePolicy("p", 10, 1, time.Hour, durability)
 		db.acquire("p", "k", 2, "i")
@@ -868,8 +842,7 @@ func TestSpend_ABatchRefusesWhatWasSettled(t *testing.T) {
 
 // Of shadow buckets, the deepest in debt covers the fewest repeats. One that is enforced binds before them, however many it covers.
 func TestSpend_BindingOfShadowsAndOfBucketsInDebt(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	db.setClock(t0)
 	db.exec("select ratelimit_define_policy('spy', 10, 1, '1 second', shadow => true), ratelimit_define_policy('p', 10, 1, '1 second')")
 	db.exec("select ratelimit_define_policy(name, 9000000000000, 9000000000000, '1 second', shadow => name = 'vast spy') from unnest('{vast, vast spy}'::text[]) as name")

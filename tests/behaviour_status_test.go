@@ -18,8 +18,7 @@ const statusColumns = `select concat_ws('|', policy, key, remaining, coalesce(ex
 	coalesce(extract(epoch from reset_after)::real::text, 'never'), capacity, overridden) from `
 
 func TestStatus_EmptiestFirst(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	db.definePolicy("p", 10, 1, 2*second)
 	db.definePolicy("stepped", 100, 50, time.Minute, stepped, ephemeral)
 	db.definePolicy("budget", 4, 0, second)
@@ -109,49 +108,45 @@ func (db *testDB) follow(remedy, owner string) {
 }
 
 func TestDoctor_OverdueRows(t *testing.T) {
-	t.Parallel()
-	for name, test := range map[string]struct {
+	type testCase struct {
 		table string
 		kind  policyOption
 		key   []string
 		rows  int // of buckets: clean-up sees to them
-	}{
+	}
+	inParallel(t, map[string]testCase{
 		"buckets":                    {"buckets", durable, nil, 3},
 		"ephemeral buckets":          {"ephemeral_buckets", ephemeral, nil, 3},
 		"idempotency keys":           {"idempotency_keys", durable, []string{"i"}, 3},
 		"ephemeral idempotency keys": {"ephemeral_idempotency_keys", ephemeral, []string{"i"}, 3},
 		"overrides":                  {"overrides", durable, nil, 1},
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			db := newDB(t).giveAway()
-			db.setClock(t0)
-			db.definePolicy("p", 10, 1, second, test.kind, remember(5*second))
-			switch {
-			case test.table == "overrides":
-				db.exec("select ratelimit_override('p', 'k', 5, expires_at => $1)", t0.Add(5*second))
-			case test.key != nil:
-				db.definePolicy("p", 10, 1, 10*time.Hour, test.kind)
-				fallthrough
-			default:
-				for i := range 3 {
-					db.acquire("p", fmt.Sprint(i), 5, test.key...)
-				}
+	}, func(t *testing.T, test testCase) {
+		db := newDB(t).giveAway()
+		db.setClock(t0)
+		db.definePolicy("p", 10, 1, second, test.kind, remember(5*second))
+		switch {
+		case test.table == "overrides":
+			db.exec("select ratelimit_override('p', 'k', 5, expires_at => $1)", t0.Add(5*second))
+		case test.key != nil:
+			db.definePolicy("p", 10, 1, 10*time.Hour, test.kind)
+			fallthrough
+		default:
+			for i := range 3 {
+				db.acquire("p", fmt.Sprint(i), 5, test.key...)
 			}
-			db.setClock(t0.Add(10*time.Minute + 5*second))
-			require.Empty(t, db.findings(), "clean-up has had no time for them")
-			db.setClock(t0.Add(10*time.Minute + 6*second))
-			remedy := db.requireFinding("warning", strings.Replace(fmt.Sprintf("ratelimit.%s has %d rows overdue", test.table, test.rows), "has 1 rows", "has 1 row", 1), "2024-03-30 12:00:05")
-			require.Contains(t, remedy, "call ratelimit_cleanup_all();")
-			db.exec("call ratelimit_cleanup_all()")
-			require.Empty(t, db.findings())
-		})
-	}
+		}
+		db.setClock(t0.Add(10*time.Minute + 5*second))
+		require.Empty(t, db.findings(), "clean-up has had no time for them")
+		db.setClock(t0.Add(10*time.Minute + 6*second))
+		remedy := db.requireFinding("warning", strings.Replace(fmt.Sprintf("ratelimit.%s has %d rows overdue", test.table, test.rows), "has 1 rows", "has 1 row", 1), "2024-03-30 12:00:05")
+		require.Contains(t, remedy, "call ratelimit_cleanup_all();")
+		db.exec("call ratelimit_cleanup_all()")
+		require.Empty(t, db.findings())
+	})
 }
 
 // A bucket in use is locked whenever clean-up looks, and that is no fault.
 func TestDoctor_OverdueAndInUse(t *testing.T) {
-	t.Parallel()
 	eachDurability(t, func(t *testing.T, db *testDB, durability policyOption) {
 		db.giveAway().definePolicy("p", 10, 1, second, durability)
 		db.acquireAt(t0, "p", "k", 5)

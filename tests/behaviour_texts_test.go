@@ -20,8 +20,7 @@ var oddTexts = []string{
 }
 
 func TestOddTexts_AreBucketsOfTheirOwn(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	for _, mode := range protocols {
 		for name, durability := range map[string]policyOption{"durable": durable, "ephemeral": ephemeral} {
 			policy := fmt.Sprintf("%s %s", name, mode)
@@ -58,8 +57,7 @@ func TestOddTexts_AreBucketsOfTheirOwn(t *testing.T) {
 }
 
 func TestOddTexts_ArePolicies(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	for i, name := range oddTexts {
 		db.definePolicy(name, int64(i+1), 1, time.Hour)
 	}
@@ -76,8 +74,7 @@ func TestOddTexts_ArePolicies(t *testing.T) {
 
 // A caller's collation must neither make two keys one nor leave the functions without any.
 func TestCollations_StayOutside(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	collations := column(t, db.DB, `
 		select quote_ident(collname) from pg_collation
 		 where collname in ('C', 'POSIX', 'ucs_basic', 'und-x-icu', 'tr-x-icu', 'en_US.utf8', 'C.utf8', 'pg_c_utf8')

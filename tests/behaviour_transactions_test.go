@@ -48,8 +48,7 @@ func TestTransaction_ARollbackGivesBackExactlyWhatWasTaken(t *testing.T) {
 }
 
 func TestTransaction_HasAnyNumberOfCalls(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	db.setClock(t0)
 	db.definePolicy("p", 5, 1, time.Second)
 
@@ -68,8 +67,7 @@ func TestTransaction_HasAnyNumberOfCalls(t *testing.T) {
 
 // An acquire counts from its own instant, not from the start of its transaction.
 func TestTransaction_AnOldOneRaisesNobodysTokens(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	db.definePolicy("p", 1_000_000, 1_000_000, time.Second)
 	old := db.begin()
 	old.exec("select now()")
@@ -84,9 +82,7 @@ func TestTransaction_AnOldOneRaisesNobodysTokens(t *testing.T) {
 var snapshotIsolation = []string{"repeatable read", "serializable"}
 
 func TestTransaction_SnapshotIsolation_AGrantOnAChangedBucketFails(t *testing.T) {
-	t.Parallel()
-	for _, kind := range []policyOption{durable, ephemeral} {
-		db := newDB(t)
+	eachDurability(t, func(t *testing.T, db *testDB, kind policyOption) {
 		db.definePolicy("p", 10, 1, aDay, kind)
 		db.acquire("p", "known", 1)
 		for i, level := range snapshotIsolation {
@@ -109,12 +105,11 @@ func TestTransaction_SnapshotIsolation_AGrantOnAChangedBucketFails(t *testing.T)
 			require.True(t, s.acquire("p", fmt.Sprint("unchanged", i), 1).Allowed)
 			s.exec("commit")
 		}
-	}
+	})
 }
 
 func TestTransaction_SnapshotIsolation_ADenialIsAsOldAsTheSnapshot(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	db.definePolicy("p", 10, 1, aDay)
 	for _, level := range snapshotIsolation {
 		db.acquire("p", level, 10)
@@ -132,9 +127,7 @@ func TestTransaction_SnapshotIsolation_ADenialIsAsOldAsTheSnapshot(t *testing.T)
 }
 
 func TestTransaction_ReadOnly(t *testing.T) {
-	t.Parallel()
-	for _, kind := range []policyOption{durable, ephemeral} {
-		db := newDB(t)
+	eachDurability(t, func(t *testing.T, db *testDB, kind policyOption) {
 		db.definePolicy("p", 10, 1, aDay, kind)
 		db.acquire("p", "known", 4)
 		db.acquire("p", "empty", 10)
@@ -149,12 +142,11 @@ func TestTransaction_ReadOnly(t *testing.T) {
 				s.exec("rollback")
 			}
 		}
-	}
+	})
 }
 
 func TestTransaction_NoSettingOfTheSessionChanges(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	s := db.session()
 	s.exec("do '/* loads plpgsql, which has settings */ begin end'")
 	s.exec("set search_path = pg_catalog; set intervalstyle = iso_8601; set timezone = 'Asia/Tokyo'")
@@ -203,8 +195,7 @@ func TestTransaction_NoSettingOfTheSessionChanges(t *testing.T) {
 // The two traps of calling a function that takes tokens, and the forms to write instead.
 
 func TestTransaction_HowOftenAQueryCallsTheFunction(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	for _, q := range []struct {
 		query       string
 		rows, taken int64
@@ -293,8 +284,7 @@ func TestReadOnlyTransaction(t *testing.T) {
 
 // The functions that write say in a read-only transaction what helps, and show no SQL.
 func TestReadOnlyTransaction_ErrorSaysWhatHelps(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	for name, durability := range map[string]policyOption{"durable": durable, "ephemeral": ephemeral} {
 		db.definePolicy(name, 10, 1, time.Hour, durability)
 		db.acquire(name, "known", 3, "first")

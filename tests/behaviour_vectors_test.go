@@ -283,7 +283,6 @@ var vectors = []vector{
 }
 
 func TestVectors(t *testing.T) {
-	t.Parallel()
 	onEachDurability(t, func(t *testing.T, db subject, durability policyOption) {
 		for _, v := range vectors {
 			t.Run(v.origin, func(t *testing.T) { v.replay(t, db.of(t), durability) })
@@ -352,7 +351,6 @@ func (w want) check(t testing.TB, got decision, call string) {
 }
 
 func TestVectors_29_LongRunningRate(t *testing.T) {
-	t.Parallel()
 	onEachDurability(t, func(t *testing.T, db subject, durability policyOption) {
 		db.definePolicy("29 golang/time", 100, 100, second, durability)
 		granted := 0
@@ -366,7 +364,6 @@ func TestVectors_29_LongRunningRate(t *testing.T) {
 }
 
 func TestVectors_45_NegativeCost(t *testing.T) {
-	t.Parallel()
 	eachDurability(t, func(t *testing.T, db *testDB, durability policyOption) {
 		db.definePolicy("45 gubernator", 10, 10, 30*second, durability)
 		_, err := acquire(db.Pool, "45 gubernator", "k", -1)
@@ -377,7 +374,6 @@ func TestVectors_45_NegativeCost(t *testing.T) {
 
 // A bucket that every call drains grants tokens at its rate, whatever the time between the calls, unless it fills up between them.
 func TestVectors_64_DeliveredRate(t *testing.T) {
-	t.Parallel()
 	onEachDurability(t, func(t *testing.T, db subject, durability policyOption) {
 		const p = "64 envoy 16407, svix 115"
 		db.definePolicy(p, 10, 2, second, durability)

@@ -28,38 +28,54 @@ type subject interface {
 	spend(s spending) (spent, error)
 }
 
-// onEach runs a test against a database and against the fake.
-func onEach(t *testing.T, test func(t *testing.T, db subject)) {
-	for name, open := range map[string]func(t *testing.T) subject{
-		"database": func(t *testing.T) subject { return newDB(t) },
-		"fake":     func(t *testing.T) subject { return newFake(t) },
-	} {
+// parallelDB is newDB for a test that runs beside others.
+func parallelDB(t *testing.T) *testDB {
+	t.Helper()
+	t.Parallel()
+	return newDB(t)
+}
+
+// inParallel runs a subtest of each case, beside other tests.
+func inParallel[T any](t *testing.T, cases map[string]T, test func(t *testing.T, of T)) {
+	t.Parallel()
+	for name, of := range cases {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			test(t, open(t))
+			test(t, of)
 		})
 	}
 }
 
-// onEachDurability is onEach for durable and for ephemeral policies.
-func onEachDurability(t *testing.T, test func(t *testing.T, db subject, durability policyOption)) {
-	inEachDurability(t, func(t *testing.T, durability policyOption) {
-		onEach(t, func(t *testing.T, db subject) { test(t, db, durability) })
-	})
+// onDBs is inParallel with a database for each case.
+func onDBs[T any](t *testing.T, cases map[string]T, test func(t *testing.T, db *testDB, of T)) {
+	inParallel(t, cases, func(t *testing.T, of T) { test(t, newDB(t), of) })
 }
 
 // eachDurability runs a test against a database, for durable and for ephemeral policies.
 func eachDurability(t *testing.T, test func(t *testing.T, db *testDB, durability policyOption)) {
-	inEachDurability(t, func(t *testing.T, durability policyOption) { test(t, newDB(t), durability) })
+	onDBs(t, map[string]policyOption{"durable": durable, "ephemeral": ephemeral}, test)
 }
 
-func inEachDurability(t *testing.T, test func(t *testing.T, durability policyOption)) {
-	for name, durability := range map[string]policyOption{"durable": durable, "ephemeral": ephemeral} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			test(t, durability)
-		})
-	}
+var subjects = map[string]func(t testing.TB) subject{
+	"database": func(t testing.TB) subject { return newDB(t) },
+	"fake":     func(t testing.TB) subject { return newFake(t) },
+}
+
+// onEach runs a test against a database and against the fake.
+func onEach(t *testing.T, test func(t *testing.T, db subject)) {
+	inParallel(t, subjects, func(t *testing.T, open func(t testing.TB) subject) { test(t, open(t)) })
+}
+
+// onEachDurability is onEach for durable and for ephemeral policies.
+func onEachDurability(t *testing.T, test func(t *testing.T, db subject, durability policyOption)) {
+	inParallel(t, subjects, func(t *testing.T, open func(t testing.TB) subject) {
+		for name, durability := range map[string]policyOption{"durable": durable, "ephemeral": ephemeral} {
+			t.Run(name, func(t *testing.T) {
+				t.Parallel()
+				test(t, open(t), durability)
+			})
+		}
+	})
 }
 
 func (db *testDB) of(t testing.TB) subject { return db.in(t) }
