@@ -16,13 +16,11 @@ import (
 func TestBucket_ComesWithTheFirstGrant(t *testing.T) {
 	eachDurability(t, func(t *testing.T, db *testDB, durability policyOption) {
 		db.definePolicy("p", 10, 1, second, durability)
-
 		require.Equal(t, allowed(10, 0, 10), db.peekAt(t0, "p", "k", 10))
 		require.Equal(t, allowed(10, 0, 10), db.acquireAt(t0, "p", "k", 0))
 		require.Equal(t, never(10, 0, 10), db.acquireAt(t0, "p", "k", 11))
 		require.Equal(t, allowed(10, 0, 10), db.refundAt(t0, "p", "k", 5))
 		require.Nil(t, db.bucket("p", "k"))
-
 		require.Equal(t, allowed(7, 3*second, 10), db.acquireAt(t0, "p", "k", 3))
 		require.Equal(t, &bucket{7_000_000, t0}, db.bucket("p", "k"))
 	})
@@ -32,7 +30,6 @@ func TestStepped_WorkedExample(t *testing.T) {
 	onEach(t, func(t *testing.T, db subject) {
 		db.definePolicy("stepped", 20, 5, 10*second, stepped)
 		db.definePolicy("continuous", 20, 5, 10*second)
-
 		for _, p := range []string{"stepped", "continuous"} {
 			require.EqualValues(t, 15, db.acquireAt(t0, p, "k", 5).Remaining)
 			require.EqualValues(t, 20, db.peekAt(t0.Add(10*second), p, "k", 1).Remaining)
@@ -45,10 +42,8 @@ func TestStepped_WorkedExample(t *testing.T) {
 
 // Whatever happens in between, five tokens come at every tenth second after the first take, and no sooner.
 func TestStepped_AnchorStays(t *testing.T) {
-	db := parallelDB(t)
-	db.definePolicy("p", 1000, 5, 10*second, stepped)
+	db := parallelDB(t).policy("p", 1000, 5, 10*second, stepped)
 	db.acquireAt(t0, "p", "k", 900)
-
 	between := map[string]func(at time.Time){
 		"a take":         func(at time.Time) { require.True(t, db.acquireAt(at, "p", "k", 7).Allowed) },
 		"a refund":       func(at time.Time) { db.refundAt(at, "p", "k", 3) },
@@ -77,8 +72,8 @@ func TestStepped_WithoutItsRowStartsANewAnchor(t *testing.T) {
 		"reset": func(db *testDB) { db.reset("p", "k") },
 		"clean-up": func(db *testDB) {
 			db.cleanUpAtOnce()
-			buckets, _ := db.cleanup()
-			require.EqualValues(db.t, 1, buckets)
+			require.Equal(db.t, deleted{}, db.cleanupAt(t0.Add(10*second-us)))
+			require.Equal(db.t, deleted{buckets: 1}, db.cleanupAt(t0.Add(13*second)))
 		},
 	}, func(t *testing.T, db *testDB, remove func(db *testDB)) {
 		db.definePolicy("p", 20, 5, 10*second, stepped)
@@ -86,7 +81,6 @@ func TestStepped_WithoutItsRowStartsANewAnchor(t *testing.T) {
 		db.setClock(t0.Add(13 * second)) // full since 10 s
 		remove(db)
 		require.Nil(t, db.bucket("p", "k"))
-
 		require.Equal(t, allowed(0, 40*second, 20), db.acquireAt(t0.Add(14*second), "p", "k", 20))
 		require.EqualValues(t, 0, db.peekAt(t0.Add(24*second-us), "p", "k", 1).Remaining)
 		require.EqualValues(t, 5, db.peekAt(t0.Add(24*second), "p", "k", 1).Remaining)
@@ -122,7 +116,6 @@ func TestContinuous_NothingIsMintedAndLittleLost(t *testing.T) {
 func TestNever_IsDecidedFirst(t *testing.T) {
 	onEach(t, func(t *testing.T, db subject) {
 		db.definePolicy("p", 5, 1, second)
-
 		require.Equal(t, never(5, 0, 5), db.acquireAt(t0, "p", "new", 6))
 		require.Equal(t, never(5, 0, 5), db.acquireAt(t0, "p", "new", math.MaxInt64))
 		db.acquireAt(t0, "p", "empty", 5)
@@ -187,7 +180,6 @@ func TestRetryAfter_CountsTheLeadOfTheStoredInstant(t *testing.T) {
 			db.definePolicy(p, 10, 2, second, refill)
 			const lead = 3 * time.Hour
 			db.acquireAt(t0.Add(lead), p, "k", 10)
-
 			answer := db.acquireAt(t0, p, "k", 2)
 			require.Equal(t, denied(0, lead+second, lead+5*second, 10), answer)
 			require.False(t, db.acquireAt(t0.Add(lead+second-us), p, "k", 2).Allowed)
@@ -215,7 +207,6 @@ func TestClock_BackAnHourMintsAndDestroysNothing(t *testing.T) {
 		calls("stepped back", t0)
 		db.setClock(last)
 		require.Equal(t, allowed(38, 62*second, 100), db.peekAt(last, "p", "stepped back", 1))
-
 		db.acquireAt(last, "p", "steady", 10)
 		db.refundAt(last, "p", "steady", 3)
 		db.acquireAt(last, "p", "steady", 5)
@@ -225,21 +216,18 @@ func TestClock_BackAnHourMintsAndDestroysNothing(t *testing.T) {
 }
 
 func TestClock_ForwardJump(t *testing.T) {
-	db := parallelDB(t)
-	db.definePolicy("p", 10, 1, second)
+	db := parallelDB(t).policy("p", 10, 1, second)
 	for _, key := range []string{"touched", "reset", "untouched"} {
 		db.acquireAt(t0, "p", key, 10)
 	}
 	jump := t0.Add(24 * time.Hour)
 	db.acquireAt(jump, "p", "touched", 10)
 	db.acquireAt(jump, "p", "reset", 10)
-
 	soon := t0.Add(5 * second)
 	require.Equal(t, allowed(5, 5*second, 10), db.peekAt(soon, "p", "untouched", 1))
 	require.Equal(t, denied(0, 24*time.Hour-4*second, 24*time.Hour+5*second, 10), db.peekAt(soon, "p", "touched", 1))
 	require.EqualValues(t, 0, db.peekAt(jump, "p", "touched", 1).Remaining, "nothing until the clock is past it")
 	require.EqualValues(t, 1, db.peekAt(jump.Add(second), "p", "touched", 1).Remaining)
-
 	db.setClock(soon)
 	db.reset("p", "reset")
 	require.Equal(t, allowed(0, 10*second, 10), db.acquire("p", "reset", 10))
@@ -250,20 +238,16 @@ func TestClock_ForwardJump(t *testing.T) {
 // Two acquires in one transaction are made by two readings of the clock, and none is when the
 // transaction began: what it stores gives the next caller nothing for the time before.
 func TestClock_IsReadInsideTheCall(t *testing.T) {
-	db := parallelDB(t)
-	db.definePolicy("p", 10, 1, time.Hour)
+	db := parallelDB(t).policy("p", 10, 1, time.Hour)
 	ctx := context.Background()
-
 	tx, err := db.Pool.Begin(ctx)
 	require.NoError(t, err)
 	defer tx.Rollback(ctx)
 	var began time.Time
 	require.NoError(t, tx.QueryRow(ctx, "select now()").Scan(&began))
-
 	require.EqualValues(t, 7, db.acquire("p", "k", 3).Remaining) // another session, later
 	others := db.bucket("p", "k").RefilledAt
 	require.Greater(t, others, began)
-
 	refilledAt := func() (at time.Time) {
 		require.NoError(t, tx.QueryRow(ctx, "select refilled_at from ratelimit.buckets").Scan(&at))
 		return at.UTC()
@@ -303,7 +287,6 @@ func TestRefund(t *testing.T) {
 		require.Equal(t, allowed(5, 4500*ms, 10), db.refundAt(t0.Add(500*ms), "p", "k", 0), "5.5 tokens")
 		require.Equal(t, allowed(10, 0, 10), db.refundAt(t0.Add(500*ms), "p", "k", 5), "not 10.5")
 		require.Equal(t, &bucket{10_000_000, t0.Add(500 * ms)}, db.bucket("p", "k"))
-
 		db.putBucket("p", "debt", bucket{-25_500_000, t0})
 		require.Equal(t, allowed(-23, 32500*ms, 10), db.refundAt(t0, "p", "debt", 3), "-22.5 tokens")
 		require.Equal(t, allowed(-13, 22500*ms, 10), db.refundAt(t0, "p", "debt", math.MaxInt64), "as much as the capacity")
@@ -317,6 +300,9 @@ func TestPolicyChange_AppliesToTheNextCall(t *testing.T) {
 			db.definePolicy("p", 100, 1, second)
 			db.acquireAt(t0, "p", "k", 100)
 			db.acquireAt(t0.Add(10*second), "p", "k", 1)
+		}
+		to := func(capacity, refill int64, every time.Duration, opts ...policyOption) func(db subject) {
+			return func(db subject) { db.definePolicy("p", capacity, refill, every, opts...) }
 		}
 		eightLeft := func(db subject) {
 			db.definePolicy("p", 10, 1, time.Minute)
@@ -333,31 +319,23 @@ func TestPolicyChange_AppliesToTheNextCall(t *testing.T) {
 			at     time.Duration
 			want   decision
 		}{
-			"a smaller capacity clamps": {eightLeft, func(db subject) { db.definePolicy("p", 5, 1, time.Minute) }, 0, allowed(5, 0, 5)},
-			"a smaller capacity above the level": {eightLeft,
-				func(db subject) { db.definePolicy("p", 9, 1, time.Minute) }, 0, allowed(8, time.Minute, 9)},
-			"a larger capacity does not fill": {eightLeft,
-				func(db subject) { db.definePolicy("p", 20, 1, time.Minute) }, 0, allowed(8, 12*time.Minute, 20)},
-			"a larger capacity lets refill go on": {eightLeft,
-				func(db subject) { db.definePolicy("p", 20, 1, time.Minute) }, 5 * time.Minute, allowed(13, 7*time.Minute, 20)},
+			"a smaller capacity clamps":           {eightLeft, to(5, 1, time.Minute), 0, allowed(5, 0, 5)},
+			"a smaller capacity above the level":  {eightLeft, to(9, 1, time.Minute), 0, allowed(8, time.Minute, 9)},
+			"a larger capacity does not fill":     {eightLeft, to(20, 1, time.Minute), 0, allowed(8, 12*time.Minute, 20)},
+			"a larger capacity lets refill go on": {eightLeft, to(20, 1, time.Minute), 5 * time.Minute, allowed(13, 7*time.Minute, 20)},
 			"a clamped level stays down once a call has written it": {eightLeft,
 				func(db subject) {
 					db.definePolicy("p", 5, 1, time.Minute)
 					db.acquireAt(t0, "p", "k", 1)
 					db.definePolicy("p", 10, 1, time.Minute)
 				}, 0, allowed(4, 6*time.Minute, 10)},
-			"more refill counts since the last write": {drained,
-				func(db subject) { db.definePolicy("p", 100, 3, second) }, 20 * second, allowed(9+30, 20333334*us, 100)},
-			"less refill counts since the last write": {drained,
-				func(db subject) { db.definePolicy("p", 100, 1, 2*second) }, 20 * second, allowed(9+5, 172*second, 100)},
-			"a shorter every": {drained, func(db subject) { db.definePolicy("p", 100, 1, 500*ms) }, 20 * second, allowed(9+20, 35500*ms, 100)},
-			"continuous becomes stepped: anchored at the last write": {drained,
-				func(db subject) { db.definePolicy("p", 100, 10, 4*second, stepped) }, 20 * second, allowed(9+20, 30*second, 100)},
-			"stepped becomes continuous: counted from the anchor": {steppedEight,
-				func(db subject) { db.definePolicy("p", 100, 10, 10*second, continuous) }, 15 * second, allowed(8+5, 87*second, 100)},
-			"another every, stepped: counted from the anchor": {steppedEight,
-				func(db subject) { db.definePolicy("p", 100, 10, 3*second) }, 18 * second, allowed(8+20, 22*second, 100)},
-			"nothing changes": {steppedEight, func(db subject) { db.definePolicy("p", 100, 10, 10*second) }, 19 * second, allowed(8, 91*second, 100)},
+			"more refill counts since the last write":                {drained, to(100, 3, second), 20 * second, allowed(9+30, 20333334*us, 100)},
+			"less refill counts since the last write":                {drained, to(100, 1, 2*second), 20 * second, allowed(9+5, 172*second, 100)},
+			"a shorter every":                                        {drained, to(100, 1, 500*ms), 20 * second, allowed(9+20, 35500*ms, 100)},
+			"continuous becomes stepped: anchored at the last write": {drained, to(100, 10, 4*second, stepped), 20 * second, allowed(9+20, 30*second, 100)},
+			"stepped becomes continuous: counted from the anchor":    {steppedEight, to(100, 10, 10*second, continuous), 15 * second, allowed(8+5, 87*second, 100)},
+			"another every, stepped: counted from the anchor":        {steppedEight, to(100, 10, 3*second), 18 * second, allowed(8+20, 22*second, 100)},
+			"nothing changes":                                        {steppedEight, to(100, 10, 10*second), 19 * second, allowed(8, 91*second, 100)},
 		} {
 			t.Run(name, func(t *testing.T) {
 				db := common.of(t)
@@ -405,7 +383,6 @@ func TestPolicyChange_NullKeepsWhatIsThere(t *testing.T) {
 	require.Equal(t, policy{500, 4, "00:02:00", false, true, "02:00:00"}, defined())
 	db.exec("select ratelimit_define_policy('p')")
 	require.Equal(t, policy{500, 4, "00:02:00", false, true, "02:00:00"}, defined())
-
 	db.dropPolicy("p")
 	db.definePolicy("p", 10, 1, second, ephemeral)
 	db.definePolicy("p", 10, 1, second)
@@ -414,8 +391,7 @@ func TestPolicyChange_NullKeepsWhatIsThere(t *testing.T) {
 
 // Each of two changes is fine beside the policy that it found, and together they would not be.
 func TestPolicyChange_TwoAtATimeAreCheckedTogether(t *testing.T) {
-	db := parallelDB(t)
-	db.definePolicy("p", 1000, 1000, time.Hour)
+	db := parallelDB(t).policy("p", 1000, 1000, time.Hour)
 	first, second := db.begin(), db.session()
 	first.exec("select ratelimit_define_policy('p', capacity => 10000000000)")
 	call := second.start(func(querier) (decision, error) {
@@ -428,7 +404,6 @@ func TestPolicyChange_TwoAtATimeAreCheckedTogether(t *testing.T) {
 	require.Equal(t, "22023", sqlState(err), "%v", err)
 }
 
-// An override is stepped as its policy is, also when both are set at the same time.
 func TestPolicyChange_OverridesFollowStepped(t *testing.T) {
 	type testCase struct{ first, then []string }
 	onDBs(t, map[string]testCase{
@@ -494,13 +469,11 @@ func TestPolicy_DayIs24HoursInAnyTimeZone(t *testing.T) {
 		require.Equal(t, allowed(0, 24*time.Hour, 10), first)
 		require.False(t, db.peekAt(day.Add(-us), policy, "k", 10).Allowed)
 		require.True(t, db.peekAt(day, policy, "k", 10).Allowed)
-
 		require.Equal(t, replayed(first), db.acquireAt(day.Add(-us), policy, "k", 10, "X"), "remembered for 24 hours")
 		require.Equal(t, first, db.acquireAt(day, policy, "k", 10, "X"), "and no longer")
 	}
 }
 
-// The largest and slowest, the smallest and fastest policies are as exact as any.
 func TestExtremePolicies(t *testing.T) {
 	t.Parallel()
 	common := newDB(t)
@@ -538,7 +511,6 @@ func TestExtremePolicies(t *testing.T) {
 					}
 				}
 				at := func(m model.Micros) time.Time { return m.After(t0) }
-
 				require.Equal(t, decision{Allowed: true, ResetAfter: reset, Capacity: test.capacity}, db.acquireAt(t0, "p", "k", test.capacity))
 				require.Equal(t, retry, db.acquire("p", "k", 1).RetryAfter)
 				require.Equal(t, reset, db.acquire("p", "k", test.capacity).RetryAfter)
@@ -546,12 +518,10 @@ func TestExtremePolicies(t *testing.T) {
 				require.True(t, db.peekAt(at(retry), "p", "k", 1).Allowed)
 				require.False(t, db.peekAt(at(reset-1), "p", "k", test.capacity).Allowed)
 				require.True(t, db.peekAt(at(reset), "p", "k", test.capacity).Allowed)
-
 				later := at(20 * years1000)
 				require.Equal(t, decision{Allowed: true, Remaining: test.capacity, Capacity: test.capacity},
 					db.peekAt(later, "p", "k", 1), "twice the longest time is no overflow")
 				require.Equal(t, decision{Allowed: true, ResetAfter: reset, Capacity: test.capacity}, db.acquireAt(later, "p", "k", test.capacity))
-
 				db.putBucket("p", "debt", bucket{-test.capacity * 1_000_000, t0})
 				debt := db.peekAt(t0, "p", "debt", 1)
 				require.Equal(t, -test.capacity, debt.Remaining)

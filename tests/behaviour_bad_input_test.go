@@ -40,23 +40,19 @@ func integer(n int32) *int32 { return &n }
 func badCalls(serverVersion int) []badCall {
 	var calls []badCall
 	add := func(call badCall) { calls = append(calls, call) }
-
 	const define = "select ratelimit_define_policy($1::text, $2::bigint, $3::bigint, $4::text::interval, remember => $5::text::interval)"
 	const override = "select ratelimit_override($1::text, 'k', $2::bigint, $3::bigint, $4::text::interval, $5::text::timestamptz)"
 	tooLong := strings.Repeat("é", 256) + "x" // 257 characters, 513 bytes
 	badNames := []any{nil, "", strings.Repeat("x", 513), tooLong}
+	each := func(argument string, args []any, functions ...string) {
+		for _, call := range functions {
+			add(invalid(argument, "select ratelimit_"+call, args...))
+		}
+	}
 	policyArgument := []string{
-		"select ratelimit_acquire($1::text, 'k')",
-		"select ratelimit_acquire($1::text, 'k', 0)",
-		"select ratelimit_acquire($1::text, 'k', 1, 'first')",
-		"select ratelimit_peek($1::text, 'k')",
-		"select ratelimit_refund($1::text, 'k', 1)",
-		"select ratelimit_reset($1::text, 'k')",
-		"select ratelimit_drop_policy($1::text)",
-		"select ratelimit_acquire_all(array[$1::text, 'durable'], '{k,k}')",
-		"select ratelimit_acquire_all(array['durable', $1::text], '{k,l}', '{1,0}', 'first')",
-		"select ratelimit_override($1::text, 'k', 1)",
-		"select ratelimit_remove_override($1::text, 'k')",
+		"acquire($1::text, 'k')", "acquire($1::text, 'k', 0)", "acquire($1::text, 'k', 1, 'first')", "peek($1::text, 'k')", "refund($1::text, 'k', 1)",
+		"reset($1::text, 'k')", "drop_policy($1::text)", "override($1::text, 'k', 1)", "remove_override($1::text, 'k')",
+		"acquire_all(array[$1::text, 'durable'], '{k,k}')", "acquire_all(array['durable', $1::text], '{k,l}', '{1,0}', 'first')",
 	}
 	for _, name := range badNames[1:] { // null means any
 		add(invalid("policy", "select ratelimit_overrides($1::text)", name))
@@ -64,66 +60,42 @@ func badCalls(serverVersion int) []badCall {
 	}
 	add(badCall{"select ratelimit_overrides($1::text)", []any{"nobody"}, "RL001", "unknown policy", "nobody"})
 	for _, name := range badNames {
-		for _, sql := range policyArgument {
-			add(invalid("policy", sql, name))
-		}
+		each("policy", []any{name}, policyArgument...)
 		add(invalid("policy", define, name, 10, 1, "1 second", nil))
 	}
-	for _, sql := range policyArgument {
-		add(badCall{sql, []any{"nobody"}, "RL001", "unknown policy", "nobody"})
+	for _, call := range policyArgument {
+		add(badCall{"select ratelimit_" + call, []any{"nobody"}, "RL001", "unknown policy", "nobody"})
 	}
-
 	for _, policy := range []string{"durable", "ephemeral"} {
 		for _, key := range badNames {
-			add(invalid("key", "select ratelimit_acquire($1::text, $2::text)", policy, key))
-			add(invalid("key", "select ratelimit_acquire($1::text, $2::text, 1, 'first')", policy, key))
-			add(invalid("key", "select ratelimit_peek($1::text, $2::text)", policy, key))
-			add(invalid("key", "select ratelimit_refund($1::text, $2::text, 1)", policy, key))
-			add(invalid("key", "select ratelimit_reset($1::text, $2::text)", policy, key))
-			add(invalid("key", "select ratelimit_override($1::text, $2::text, 1)", policy, key))
-			add(invalid("key", "select ratelimit_remove_override($1::text, $2::text)", policy, key))
-			add(invalid("key", "select ratelimit_acquire_all(array[$1, 'durable'], array[$2::text, 'l'])", policy, key))
+			each("key", []any{policy, key}, "acquire($1::text, $2::text)", "acquire($1::text, $2::text, 1, 'first')", "peek($1::text, $2::text)",
+				"refund($1::text, $2::text, 1)", "reset($1::text, $2::text)", "override($1::text, $2::text, 1)", "remove_override($1::text, $2::text)",
+				"acquire_all(array[$1, 'durable'], array[$2::text, 'l'])")
 			if key != nil {
-				add(invalid("idempotency_key", "select ratelimit_acquire($1::text, 'k', 1, $2::text)", policy, key))
-				add(invalid("idempotency_key", "select ratelimit_acquire_all(array[$1::text], '{k}', '{0}', $2::text)", policy, key))
+				each("idempotency_key", []any{policy, key}, "acquire($1::text, 'k', 1, $2::text)", "acquire_all(array[$1::text], '{k}', '{0}', $2::text)")
 			}
 		}
 		for _, tokens := range []any{nil, -1, int64(math.MinInt64)} {
-			add(invalid("cost", "select ratelimit_acquire($1::text, 'k', $2::bigint)", policy, tokens))
-			add(invalid("cost", "select ratelimit_acquire($1::text, 'k', $2::bigint, 'first')", policy, tokens))
-			add(invalid("cost", "select ratelimit_peek($1::text, 'k', $2::bigint)", policy, tokens))
-			add(invalid("amount", "select ratelimit_refund($1::text, 'k', $2::bigint)", policy, tokens))
-			add(invalid("cost", "select ratelimit_acquire_all(array['durable', $1::text], '{k,l}', array[1, $2::bigint])", policy, tokens))
+			each("cost", []any{policy, tokens}, "acquire($1::text, 'k', $2::bigint)", "acquire($1::text, 'k', $2::bigint, 'first')",
+				"peek($1::text, 'k', $2::bigint)", "acquire_all(array['durable', $1::text], '{k,l}', array[1, $2::bigint])")
+			each("amount", []any{policy, tokens}, "refund($1::text, 'k', $2::bigint)")
 		}
 		for _, cost := range []any{1, 4, int64(math.MaxInt64)} { // 3 were taken
-			add(badCall{
-				"select ratelimit_acquire($1::text, 'k', $2::bigint, 'first')", []any{policy, cost},
-				"RL002", "idempotency key used before with another cost", "first",
-			})
-			add(badCall{
-				"select ratelimit_acquire_all(array['durable', $1::text], '{l,k}', array[1, $2::bigint], 'first')", []any{policy, cost},
-				"RL002", "idempotency key used before with another cost", "first",
-			})
+			for _, call := range []string{"acquire($1::text, 'k', $2::bigint, 'first')", "acquire_all(array['durable', $1::text], '{l,k}', array[1, $2::bigint], 'first')"} {
+				add(badCall{"select ratelimit_" + call, []any{policy, cost}, "RL002", "idempotency key used before with another cost", "first"})
+			}
 		}
 		add(invalid("durable", "select ratelimit_define_policy($1::text, 10, 1, '1 second', durable => $2::boolean)", policy, policy != "durable"))
 	}
-
 	// Arguments are checked in their order, and all of them before the policy is looked up.
 	for _, policy := range []string{"durable", "nobody"} {
-		add(invalid("policy", "select ratelimit_acquire($1::text, '', -1, '')", ""))
-		add(invalid("policy", "select ratelimit_peek($1::text, '', -1)", ""))
-		add(invalid("policy", "select ratelimit_refund($1::text, '', -1)", ""))
-		add(invalid("policy", "select ratelimit_reset($1::text, '')", ""))
-		add(invalid("key", "select ratelimit_acquire($1::text, '', -1, '')", policy))
-		add(invalid("key", "select ratelimit_peek($1::text, '', -1)", policy))
-		add(invalid("key", "select ratelimit_refund($1::text, '', -1)", policy))
-		add(invalid("key", "select ratelimit_reset($1::text, '')", policy))
-		add(invalid("cost", "select ratelimit_acquire($1::text, 'k', -1, '')", policy))
-		add(invalid("cost", "select ratelimit_peek($1::text, 'k', -1)", policy))
-		add(invalid("amount", "select ratelimit_refund($1::text, 'k', -1)", policy))
-		add(invalid("idempotency_key", "select ratelimit_acquire($1::text, 'k', 1, '')", policy))
+		all := []string{"acquire($1::text, '', -1, '')", "peek($1::text, '', -1)", "refund($1::text, '', -1)", "reset($1::text, '')"}
+		each("policy", []any{""}, all...)
+		each("key", []any{policy}, all...)
+		each("cost", []any{policy}, "acquire($1::text, 'k', -1, '')", "peek($1::text, 'k', -1)")
+		each("amount", []any{policy}, "refund($1::text, 'k', -1)")
+		each("idempotency_key", []any{policy}, "acquire($1::text, 'k', 1, '')")
 	}
-
 	for _, policy := range []string{"durable", "new"} {
 		for _, tokens := range []any{-1, 9_000_000_000_001, int64(math.MaxInt64), int64(math.MinInt64)} {
 			add(invalid("capacity", define, policy, tokens, 1, "1 second", nil))
@@ -148,27 +120,26 @@ func badCalls(serverVersion int) []badCall {
 		add(invalid("refill", define, policy, 9_000_000_000_000, 1, "1 second", nil))
 		add(invalid("refill", define, policy, 3_652_500, 1, "1 day 0.000001 seconds", nil))
 	}
-
 	add(invalid("capacity", define, "new", nil, 1, "1 second", nil))
 	add(invalid("refill", define, "new", 10, nil, "1 second", nil))
 	add(invalid("every", define, "new", 10, 1, nil, nil))
 	add(invalid("refill", define, "durable", 9_000_000_000_000, nil, nil, nil)) // one number with those that are there
-
 	// An override's numbers with the policy's, which are 10 an hour and a capacity of 10.
 	add(invalid("refill", override, "durable", 9_000_000_000_000, nil, nil, nil))
 	for _, expires := range []string{"-infinity", "epoch", "yesterday"} {
 		add(invalid("expires_at", override, "durable", nil, nil, nil, expires))
 	}
-
 	many := "select ratelimit_acquire_many($1::text[], $2::text[], $3::bigint[], $4::text[])"
 	one, two := []string{"durable"}, []string{"k", "k"}
 	add(invalid("policies", many, nil, one, nil, nil))
 	add(invalid("keys", many, one, nil, nil, nil))
 	add(invalid("keys", many, one, two, nil, nil))
 	add(invalid("keys", many, two, one, []int64{1, 1}, nil))
+	add(invalid("keys", many, []string{}, one, nil, nil))
 	add(invalid("costs", many, one, one, []int64{1, 1}, nil))
+	add(invalid("costs", many, one, one, []int64{}, nil))
 	add(invalid("idempotency_keys", many, one, one, nil, two))
-
+	add(invalid("idempotency_keys", many, one, one, []int64{1}, []string{}))
 	all := "select ratelimit_acquire_all($1::text[], $2::text[], $3::bigint[])"
 	add(invalid("policies", all, nil, one, nil))
 	add(invalid("policies", all, []string{}, []string{}, nil))
@@ -187,7 +158,6 @@ func badCalls(serverVersion int) []badCall {
 		add(invalid("idempotency_keys", parts, one, one, nil, []int32{1}, two))
 	}
 	add(invalid("sizes", "select ratelimit_acquire_all_many($1::text[], $2::text[], null, null)", one, one))
-
 	for _, rows := range []any{nil, 0, -1, math.MinInt32} {
 		add(invalid("max_rows", "select ratelimit_cleanup($1::integer)", rows))
 		add(invalid("max_rows", "select ratelimit_overrides(max_rows => $1::integer)", rows))
@@ -200,17 +170,14 @@ func badCalls(serverVersion int) []badCall {
 
 func TestBadInput_IsRefusedAndChangesNothing(t *testing.T) {
 	db := parallelDB(t)
-	var version int
-	require.NoError(t, db.Pool.QueryRow(context.Background(), "select current_setting('server_version_num')::integer / 10000").Scan(&version))
 	for name, durability := range map[string]policyOption{"durable": durable, "ephemeral": ephemeral} {
 		db.definePolicy(name, 10, 1, time.Hour, durability)
 		db.acquire(name, "k", 3, "first")
 	}
 	before := rowsOf(t, db.DB)
 	require.Len(t, before, 7, "2 policies, 2 buckets, 2 idempotency keys and the version")
-
 	conn := db.Connect(t)
-	for _, call := range badCalls(version) {
+	for _, call := range badCalls(int(db.number("select current_setting('server_version_num')::integer / 10000"))) {
 		for _, protocol := range protocols {
 			_, err := conn.Exec(context.Background(), call.sql, append([]any{protocol}, call.args...)...)
 			var refusal *pgconn.PgError
@@ -224,86 +191,49 @@ func TestBadInput_IsRefusedAndChangesNothing(t *testing.T) {
 	}
 }
 
-// A batch tells of each bad request what ratelimit_acquire would have, and decides the others.
 func TestBadInput_InABatch(t *testing.T) {
-	t.Parallel()
-	ctx := context.Background()
-	db := newDB(t)
+	db := parallelDB(t)
 	for name, durability := range map[string]policyOption{"durable": durable, "ephemeral": ephemeral} {
 		db.definePolicy(name, 10, 1, time.Hour, durability)
 		db.acquire(name, "k", 3, "first")
 	}
-	var policies, keys, idempotencyKeys []*string
-	var costs []*int64
-	add := func(policy, key any, cost any, idempotencyKey any) {
-		text := func(v any) *string {
-			if s, ok := v.(string); ok {
-				return &s
-			}
-			return nil
-		}
-		policies, keys, idempotencyKeys = append(policies, text(policy)), append(keys, text(key)), append(idempotencyKeys, text(idempotencyKey))
-		if n, ok := cost.(int); ok {
-			n := int64(n)
-			costs = append(costs, &n)
-		} else {
-			costs = append(costs, nil)
-		}
-	}
-	tooLong := strings.Repeat("é", 256) + "x"
+	var requests []nullableRequest
 	for _, policy := range []string{"durable", "ephemeral"} {
-		for _, name := range []any{nil, "", tooLong} {
-			add(name, "k", 1, nil)
-			add(policy, name, 1, nil)
-			add(policy, name, 0, nil)
+		for _, name := range []*string{nil, new(""), new(strings.Repeat("é", 256) + "x")} {
+			requests = append(requests, nullableRequest{name, new("k"), new(int64(1)), nil},
+				nullableRequest{&policy, name, new(int64(1)), nil}, nullableRequest{&policy, name, new(int64(0)), nil})
 			if name != nil {
-				add(policy, "k", 1, name)
+				requests = append(requests, nullableRequest{&policy, new("k"), new(int64(1)), name})
 			}
 		}
-		add("nobody", "k", 1, nil)
-		add(policy, "k", nil, nil)
-		add(policy, "k", -1, nil)
-		add(policy, "k", 4, "first")
+		requests = append(requests, requestOf("nobody", "k", 1), nullableRequest{&policy, new("k"), nil, nil},
+			requestOf(policy, "k", -1), requestOf(policy, "k", 4, "first"))
 	}
-	bad := len(policies)
-	for _, policy := range []string{"durable", "ephemeral"} {
-		add(policy, "k", 2, nil)
-	}
-
-	rows, err := db.Pool.Query(ctx, `
-		select error_code, error_message, error_detail, error_hint, remaining
-		  from ratelimit_acquire_many($1, $2, $3, $4) order by request`, policies, keys, costs, idempotencyKeys)
+	tx, err := db.Pool.Begin(t.Context())
 	require.NoError(t, err)
-	type answer struct {
-		Code, Message, Detail, Hint *string
-		Remaining                   *int64
-	}
-	answers, err := pgx.CollectRows(rows, pgx.RowToStructByPos[answer])
+	defer tx.Rollback(t.Context())
+	want, err := acquireEach(tx, requests)
 	require.NoError(t, err)
-	require.Len(t, answers, len(policies))
-	for i, got := range answers[:bad] {
-		_, err := db.Pool.Exec(ctx, "select ratelimit_acquire($1, $2, $3, $4)", policies[i], keys[i], costs[i], idempotencyKeys[i])
-		var want *pgconn.PgError
-		require.ErrorAs(t, err, &want)
-		require.Equal(t, answer{&want.Code, &want.Message, &want.Detail, &want.Hint, nil}, got)
+	bad := len(requests)
+	got := sendBatch(t, db.Pool, acquireMany, append(requests, requestOf("durable", "k", 2), requestOf("ephemeral", "k", 2))...)
+	require.Equal(t, want, got[:bad])
+	for _, a := range got[:bad] {
+		require.Nil(t, a.Decision, a.Error)
 	}
-	five := int64(5)
-	require.Equal(t, []answer{{Remaining: &five}, {Remaining: &five}}, answers[bad:])
+	require.Equal(t, []int64{5, 5}, []int64{got[bad].Decision.Remaining, got[bad+1].Decision.Remaining})
 }
 
 // An error in a savepoint leaves the caller's earlier work as it was.
 func TestBadInput_InASavepoint(t *testing.T) {
-	t.Parallel()
-	ctx := context.Background()
-	db := newDB(t)
+	db := parallelDB(t)
+	ctx := t.Context()
 	db.definePolicy("durable", 10, 1, time.Hour)
 	db.definePolicy("ephemeral", 10, 1, time.Hour, ephemeral)
 	tx, err := db.Pool.Begin(ctx)
 	require.NoError(t, err)
 	defer tx.Rollback(ctx)
 	for _, policy := range []string{"durable", "ephemeral"} {
-		_, err = acquire(tx, policy, "k", 3, "first")
-		require.NoError(t, err)
+		db.must(acquire(tx, policy, "k", 3, "first"))
 	}
 	for _, call := range badCalls(15) {
 		if strings.HasPrefix(call.sql, "call") {
@@ -317,7 +247,7 @@ func TestBadInput_InASavepoint(t *testing.T) {
 	}
 	require.NoError(t, tx.Commit(ctx))
 	for _, policy := range []string{"durable", "ephemeral"} {
-		require.EqualValues(t, 7, db.must(peek(db.Pool, policy, "k", 1)).Remaining)
+		require.EqualValues(t, 7, db.left(policy, "k"))
 	}
 }
 
@@ -340,23 +270,19 @@ func TestBadInput_LargestValuesAreAnswered(t *testing.T) {
 		policy("fast", most, most, "1 microsecond", "1 microsecond")
 		policy("slow", most, most, "365250 days", "365250 days")
 		policy("slowest", 3_652_500, 1, "1 day", "8766000 hours") // fills in 10,000 years
-
 		for name, full := range map[string]model.Micros{"fast": everMicro, "slow": year1000, "slowest": 10 * year1000} {
-			var capacity int64
-			require.NoError(t, db.Pool.QueryRow(context.Background(), "select capacity from ratelimit_policies() where policy = $1", name).Scan(&capacity))
+			capacity := db.number("select capacity from ratelimit_policies() where policy = $1", name)
 			for _, cost := range []int64{capacity + 1, math.MaxInt64} {
 				require.Equal(t, never(capacity, 0, capacity), db.acquireAt(t0, name, "k", cost), name)
 				require.Equal(t, never(capacity, 0, capacity), db.acquire(name, "k", cost, "big"), name)
 				require.Equal(t, never(capacity, 0, capacity), db.peekAt(t0, name, "k", cost), name)
 			}
 			require.Nil(t, db.bucket(name, "k"))
-
 			taken := decision{Allowed: true, ResetAfter: full, Capacity: capacity}
 			require.Equal(t, taken, db.acquireAt(t0, name, "k", capacity, "all"), name)
 			require.Equal(t, replayed(taken), db.acquire(name, "k", capacity, "all"), name)
 			require.Equal(t, decision{RetryAfter: full, ResetAfter: full, Capacity: capacity}, db.acquire(name, "k", capacity), name)
 			require.Equal(t, never(0, 0, capacity).RetryAfter, db.acquire(name, "k", math.MaxInt64).RetryAfter, name)
-
 			require.Equal(t, allowed(capacity, 0, capacity), db.refundAt(t0, name, "k", math.MaxInt64), name)
 			require.Equal(t, allowed(capacity, 0, capacity), db.refundAt(t0, name, "unknown", math.MaxInt64), name)
 		}
@@ -367,8 +293,7 @@ func TestBadInput_LargestValuesAreAnswered(t *testing.T) {
 
 // A batch is the elements of its arrays in storage order, whatever their dimensions and lower bounds.
 func TestBadInput_ArraysOfAnyShapeAreOneBatch(t *testing.T) {
-	db := parallelDB(t)
-	db.setClock(t0)
+	db := parallelDB(t, t0)
 	for name, durability := range map[string]policyOption{"durable": durable, "ephemeral": ephemeral} {
 		db.definePolicy(name, 10, 1, time.Hour, durability)
 	}
@@ -394,42 +319,32 @@ func TestBadInput_ArraysOfAnyShapeAreOneBatch(t *testing.T) {
 	}
 }
 
-// Twenty thousand requests in one call, most of them bad; and arrays that are large for nothing.
 func TestBadInput_HugeArrays(t *testing.T) {
-	t.Parallel()
-	ctx := context.Background()
-	db := newDB(t)
-	db.definePolicy("p", 1_000_000, 1, time.Hour)
+	db := parallelDB(t).policy("p", 1_000_000, 1, time.Hour)
 	const n = 20_000
 	rows := column(t, db.DB, `
 		select format('%s %s', coalesce(error_code, 'allowed'), count(*))
-		  from ratelimit_acquire_many((select array_agg(case i % 4 when 0 then 'p' when 1 then 'nobody' when 2 then null else '' end order by i) from generate_series(1, $1) as i),
-		                              array_fill('k'::text, array[$1]))
-		 group by error_code order by 1`, n)
+		 from ratelimit_acquire_many((select array_agg(case i % 4 when 0 then 'p' when 1 then 'nobody' when 2 then null else '' end order by i) from generate_series(1, $1) as i),
+		 array_fill('k'::text, array[$1])) group by error_code order by 1`, n)
 	require.Equal(t, []string{"22023 10000", "RL001 5000", "allowed 5000"}, rows)
 	require.EqualValues(t, 1_000_000-n/4, db.left("p", "k"))
-
+	require.Zero(t, db.number("select count(*) from ratelimit_acquire_many('{}', '{}')"), "no request, no answer")
 	before := rowsOf(t, db.DB)
 	for _, sql := range []string{
 		"select ratelimit_acquire_many(array_fill(null::text, array[10000000]), array['k'])",
 		"select ratelimit_acquire_many(array['p'], array_fill(null::text, array[10000000]))",
 		"select ratelimit_acquire_many(array['p'], array['k'], array_fill(1::bigint, array[10000000]))",
 		"select ratelimit_acquire_many(array['p'], array['k'], null, array_fill(null::text, array[10000000]))",
-		"select ratelimit_acquire('p', repeat('x', 10000000))",
-		"select ratelimit_acquire(repeat('x', 10000000), 'k', 1, repeat('x', 10000000))",
+		"select ratelimit_acquire('p', repeat('x', 10000000))", "select ratelimit_acquire(repeat('x', 10000000), 'k', 1, repeat('x', 10000000))",
 		"select ratelimit_define_policy(repeat('x', 10000000), 1, 1, '1 second')",
 	} {
-		_, err := db.Pool.Exec(ctx, sql)
-		require.Equal(t, "22023", sqlState(err), "%s: %v", sql, err)
+		db.refused("22023", sql)
 	}
 	require.Equal(t, before, rowsOf(t, db.DB))
 }
 
-// What errors count is one, or several. The fake's denial counts as the server's.
 func TestErrors_CountOneAndSeveral(t *testing.T) {
-	db := parallelDB(t)
-	db.setClock(t0)
-	db.definePolicy("p", 10, 1, time.Second)
+	db := parallelDB(t, t0).policy("p", 10, 1, time.Second)
 	db.acquire("p", "k", 10)
 	for call, want := range map[string]string{
 		"acquire_many('{p,p}', '{k}')":                                "keys is 1 element long, policies 2.",
@@ -438,9 +353,7 @@ func TestErrors_CountOneAndSeveral(t *testing.T) {
 		"acquire_all_many('{p,p}', '{k,l}', null, '{1}')":             "sizes is 1 in sum, policies 2 elements long.",
 		"acquire_all_many('{p,p}', '{k,l}', '{1,1}', '{1,1}', '{i}')": "idempotency_keys is 1 element long, sizes 2.",
 	} {
-		_, err := db.Pool.Exec(t.Context(), "select ratelimit_"+call)
-		require.NotNil(t, pgError(err), "%s: %v", call, err)
-		require.Equal(t, want, pgError(err).Detail, call)
+		require.Equal(t, want, db.refused("22023", "select ratelimit_"+call).Detail, call)
 	}
 	for cost, want := range map[int64]string{1: "Try again in 1 second.", 2: "Try again in 2 seconds.", 3: "Try again in 3 seconds."} {
 		_, err := db.Pool.Exec(t.Context(), "select ratelimit_enforce('p', 'k', $1)", cost)

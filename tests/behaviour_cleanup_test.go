@@ -2,11 +2,12 @@ package tests
 
 import (
 	"context"
+	"errors"
 	"fmt"
+	"sync/atomic"
 	"testing"
 	"time"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/pgratelimit/client/clienttest/model"
@@ -15,11 +16,10 @@ import (
 // deleted counts the rows that a clean-up deleted.
 type deleted struct{ buckets, keys int64 }
 
-func (db *testDB) cleanupAt(at time.Time) (d deleted) {
+func (db *testDB) cleanupAt(at time.Time) deleted {
 	db.t.Helper()
 	db.setClock(at)
-	d.buckets, d.keys = db.cleanup()
-	return d
+	return db.swept(db.Pool, 10_000)
 }
 
 // cleanUpAtOnce makes clean-up judge rows as of now and not of five minutes ago, for tests that are about something else.
@@ -33,6 +33,14 @@ func cleanup(q querier, maxRows int) (d deleted, err error) {
 	err = q.QueryRow(context.Background(),
 		"select buckets_deleted, idempotency_keys_deleted from ratelimit_cleanup($1)", maxRows).Scan(&d.buckets, &d.keys)
 	return d, err
+}
+
+// swept is what one batch deletes, which must not fail.
+func (db *testDB) swept(q querier, maxRows int) deleted {
+	db.t.Helper()
+	d, err := cleanup(q, maxRows)
+	require.NoError(db.t, err)
+	return d
 }
 
 // goesOn runs one batch of ratelimit_cleanup_all, and tells whether another is to follow.
@@ -49,8 +57,7 @@ func (db *testDB) fillTables(prefix, policy string, n int) {
 	db.exec("insert into ratelimit."+prefix+`buckets (policy_id, key, level, refilled_at, due_at)
 		select p.id, 'k' || i, 0, clock_timestamp() - interval '1 year', clock_timestamp() - interval '1 day'
 		  from ratelimit.policies as p, generate_series(1, $2::integer) as i where p.name = $1`, policy, n)
-	db.exec(`
-		insert into ratelimit.`+prefix+`idempotency_keys
+	db.exec("insert into ratelimit."+prefix+`idempotency_keys
 		       (policy_id, key, idempotency_key, cost, remaining, capacity, reset_after, expires_at)
 		select p.id, 'k' || i, 'X', 1, 1, 1, '0', clock_timestamp() - interval '1 day'
 		  from ratelimit.policies as p, generate_series(1, $2::integer) as i where p.name = $1`, policy, n)
@@ -64,13 +71,11 @@ func TestCleanup_RemovesBucketsThatAreFullAndLeavesOthersAsTheyAre(t *testing.T)
 		db.acquireAt(t0, "p", "busy", 2)
 		db.acquireAt(t0.Add(time.Second), "p", "busy", 5) // full six seconds later
 		busy := db.bucket("p", "busy")
-
 		require.Equal(t, deleted{}, db.cleanupAt(t0.Add(2*time.Second-time.Microsecond)))
 		require.NotNil(t, db.bucket("p", "idle"))
 		require.Equal(t, deleted{buckets: 1}, db.cleanupAt(t0.Add(2*time.Second)))
 		require.Nil(t, db.bucket("p", "idle"))
 		require.Equal(t, busy, db.bucket("p", "busy"))
-
 		require.Equal(t, deleted{}, db.cleanupAt(t0.Add(7*time.Second-time.Microsecond)))
 		require.Equal(t, busy, db.bucket("p", "busy"))
 		require.Equal(t, deleted{buckets: 1}, db.cleanupAt(t0.Add(7*time.Second)))
@@ -85,11 +90,9 @@ func TestCleanup_LeavesForFiveMinutesWhatIsDue(t *testing.T) {
 		db.definePolicy("p", 10, 1, time.Second, kind, remember(time.Minute))
 		first := db.acquireAt(t0, "p", "k", 10, "X")
 		db.acquire("p", "anew", 10)
-
 		require.Equal(t, deleted{}, db.cleanupAt(t0.Add(10*time.Second+margin-time.Microsecond)))
 		require.Equal(t, replayed(first), db.acquireAt(t0.Add(time.Second), "p", "k", 10, "X"))
 		require.Equal(t, denied(1, 9*time.Second, 9*time.Second, 10), db.acquire("p", "k", 10))
-
 		require.Equal(t, deleted{buckets: 2}, db.cleanupAt(t0.Add(10*time.Second+margin)))
 		require.Equal(t, deleted{}, db.cleanupAt(t0.Add(time.Minute+margin-time.Microsecond)))
 		require.Equal(t, deleted{keys: 1}, db.cleanupAt(t0.Add(time.Minute+margin)))
@@ -104,7 +107,6 @@ func TestCleanup_LooksAtABucketEveryDay(t *testing.T) {
 		db.acquireAt(t0, "p", "created", 1000)
 		require.Equal(t, deleted{}, db.cleanupAt(t0.Add(aDay)), "put off, by a day at most")
 		db.acquire("p", "new", 1000)
-
 		db.definePolicy("p", 1000, 1000, time.Second)
 		require.Equal(t, deleted{}, db.cleanupAt(t0.Add(2*aDay-time.Microsecond)))
 		require.Equal(t, deleted{buckets: 2}, db.cleanupAt(t0.Add(2*aDay)), "of the bucket put off and of the new one")
@@ -114,11 +116,7 @@ func TestCleanup_LooksAtABucketEveryDay(t *testing.T) {
 // A bucket that is full by the policy's numbers and never by its override's, or the other way around, is looked at once a day, too.
 func TestCleanup_ABucketThatIsNeverFullIsNotDueAtOnce(t *testing.T) {
 	t.Parallel()
-	for name, refill := range map[string]struct{ policy, override string }{
-		"by the policy":   {"0", "10"},
-		"by the override": {"10", "0"},
-		"by either":       {"0", "0"},
-	} {
+	for name, refill := range map[string]struct{ policy, override string }{"by the policy": {"0", "10"}, "by the override": {"10", "0"}, "by either": {"0", "0"}} {
 		for _, kind := range []string{"true", "false"} {
 			db := newDB(t)
 			db.setClock(t0)
@@ -139,21 +137,17 @@ func TestCleanup_ABucketThatIsNeverFullIsNotDueAtOnce(t *testing.T) {
 // Overrides are removed as other rows are: five minutes after they have expired, the oldest first, max_rows of them at most,
 // and not while another session has them.
 func TestCleanup_RemovesExpiredOverrides(t *testing.T) {
-	db := parallelDB(t)
-	db.setClock(t0)
-	db.definePolicy("p", 10, 1, second)
+	db := parallelDB(t, t0).policy("p", 10, 1, second)
 	for _, n := range []time.Duration{3, 4, 2, 1} {
 		db.exec("select ratelimit_override('p', $1, 5, expires_at => $2)", fmt.Sprint(int(n)), t0.Add(n*second))
 	}
 	left := func() []string { return column(t, db.DB, "select key from ratelimit.overrides order by key") }
-
 	db.setClock(t0.Add(second + model.CleanUpMargin - us))
 	require.False(t, db.goesOn(10))
 	require.Equal(t, []string{"1", "2", "3", "4"}, left())
 	db.setClock(t0.Add(second + model.CleanUpMargin))
 	require.True(t, db.goesOn(10))
 	require.Equal(t, []string{"2", "3", "4"}, left())
-
 	db.setClock(t0.Add(time.Hour))
 	holder := db.begin()
 	holder.exec("select ratelimit_override('p', '2', 5)")
@@ -185,20 +179,6 @@ func TestCleanup_AnExpiredOverrideHoldsNoBucket(t *testing.T) {
 	})
 }
 
-func TestCleanup_AfterItASteppedBucketHasANewAnchor(t *testing.T) {
-	db := parallelDB(t)
-	db.cleanUpAtOnce()
-	at := func(seconds float64) time.Time { return t0.Add(time.Duration(seconds * float64(time.Second))) }
-	db.definePolicy("p", 10, 5, 10*time.Second, stepped)
-	db.acquireAt(at(0), "p", "k", 7)
-	require.Equal(t, deleted{}, db.cleanupAt(at(19.999999)))
-	require.Equal(t, deleted{buckets: 1}, db.cleanupAt(at(20)))
-
-	require.Equal(t, allowed(3, 20*time.Second, 10), db.acquireAt(at(25), "p", "k", 7))
-	require.EqualValues(t, 3, db.peekAt(at(34.999999), "p", "k", 1).Remaining)
-	require.EqualValues(t, 8, db.peekAt(at(35), "p", "k", 1).Remaining)
-}
-
 func TestCleanup_GoesByThePolicyOfToday(t *testing.T) {
 	db := parallelDB(t)
 	db.cleanUpAtOnce()
@@ -209,20 +189,6 @@ func TestCleanup_GoesByThePolicyOfToday(t *testing.T) {
 	require.Equal(t, deleted{}, db.cleanupAt(t0.Add(2*time.Minute-time.Microsecond)))
 	require.EqualValues(t, 9, db.left("p", "k"))
 	require.Equal(t, deleted{buckets: 1}, db.cleanupAt(t0.Add(2*time.Minute)))
-}
-
-func TestCleanup_RemovesExpiredKeys(t *testing.T) {
-	eachDurability(t, func(t *testing.T, db *testDB, kind policyOption) {
-		db.cleanUpAtOnce()
-		db.definePolicy("p", 10, 1, aDay, kind, remember(time.Hour))
-		db.acquireAt(t0, "p", "k", 1, "X")
-		second := db.acquireAt(t0.Add(time.Minute), "p", "k", 1, "Y")
-
-		require.Equal(t, deleted{}, db.cleanupAt(t0.Add(time.Hour-time.Microsecond)))
-		require.Equal(t, deleted{keys: 1}, db.cleanupAt(t0.Add(time.Hour)))
-		require.Equal(t, replayed(second), db.acquire("p", "k", 1, "Y"))
-		require.Equal(t, deleted{keys: 1}, db.cleanupAt(t0.Add(time.Hour+time.Minute)))
-	})
 }
 
 func TestCleanup_ARefundMakesABucketRemovable(t *testing.T) {
@@ -239,14 +205,11 @@ func TestCleanup_ARefundMakesABucketRemovable(t *testing.T) {
 func TestCleanup_TakesAtMostMaxRowsOfEachTable(t *testing.T) {
 	t.Parallel()
 	for prefix, kind := range map[string]policyOption{"": durable, "ephemeral_": ephemeral} {
-		db := newDB(t)
-		db.definePolicy("p", 10, 1, time.Second, kind)
+		db := newDB(t).policy("p", 10, 1, time.Second, kind)
 		db.fillTables(prefix, "p", 25)
 		s := db.session()
 		for _, want := range []int64{10, 10, 5, 0} {
-			d, err := cleanup(s, 10)
-			require.NoError(t, err)
-			require.Equal(t, deleted{want, want}, d)
+			require.Equal(t, deleted{want, want}, db.swept(s, 10))
 		}
 	}
 }
@@ -260,30 +223,11 @@ func TestCleanup_TakesTheOldestFirst(t *testing.T) {
 		db.setClock(t0.Add(2 * aDay))
 		for _, oldest := range []string{"1", "2", "3"} {
 			require.NotNil(t, db.bucket("p", oldest))
-			d, err := cleanup(db.Pool, 1)
-			require.NoError(t, err)
-			require.Equal(t, deleted{1, 1}, d)
+			require.Equal(t, deleted{1, 1}, db.swept(db.Pool, 1))
 			require.Nil(t, db.bucket("p", oldest))
 			require.Zero(t, db.number("select count(*) from (table ratelimit.idempotency_keys union all table ratelimit.ephemeral_idempotency_keys) as k where k.key = $1", oldest))
 		}
 	})
-}
-
-func TestCleanup_RefusesBadArguments(t *testing.T) {
-	db := parallelDB(t)
-	db.definePolicy("p", 10, 1, time.Second)
-	db.fillTables("", "p", 1)
-	before := db.rows()
-	for _, call := range []string{
-		"select ratelimit_cleanup(0)",
-		"select ratelimit_cleanup(-1)",
-		"select ratelimit_cleanup(null)",
-		"call ratelimit_cleanup_all(null)",
-	} {
-		_, err := db.Pool.Exec(context.Background(), call)
-		require.Equal(t, "22023", sqlState(err), call)
-		require.Equal(t, before, db.rows(), call)
-	}
 }
 
 func TestCleanup_WaitsForNoAcquireAndSkipsItsRows(t *testing.T) {
@@ -294,40 +238,30 @@ func TestCleanup_WaitsForNoAcquireAndSkipsItsRows(t *testing.T) {
 			db.acquireAt(t0, "p", key, 2, "X")
 		}
 		db.setClock(t0.Add(time.Hour)) // all full and expired
-
 		holder := db.begin()
 		require.Equal(t, allowed(5, 5*time.Second, 10), holder.acquire("p", "held", 5, "X"))
 		holder.acquire("p", "new", 5, "X")
-		d, err := cleanup(db.hasty(), 100)
-		require.NoError(t, err)
-		require.Equal(t, deleted{1, 1}, d)
+		require.Equal(t, deleted{1, 1}, db.swept(db.hasty(), 100))
 		holder.exec("commit")
-
 		for _, key := range []string{"held", "new"} {
 			require.EqualValues(t, 5, db.left("p", key))
 			require.True(t, db.acquire("p", key, 5, "X").Replayed)
 		}
-		d, err = cleanup(db.hasty(), 100)
-		require.NoError(t, err)
-		require.Equal(t, deleted{}, d, "they are in use again")
+		require.Equal(t, deleted{}, db.swept(db.hasty(), 100), "they are in use again")
 		require.EqualValues(t, 5, db.left("p", "held"))
 	})
 }
 
 // SKIP LOCKED can still block when a row changes hands. The batch then ends before it can be part of a deadlock.
 func TestCleanup_GivesWayWhereItWouldWait(t *testing.T) {
-	db := parallelDB(t)
-	db.definePolicy("p", 10, 1, time.Second)
+	db := parallelDB(t).policy("p", 10, 1, time.Second)
 	db.acquireAt(t0, "p", "k", 2)
 	db.setClock(t0.Add(time.Hour))
 	holder := db.begin()
 	holder.exec("lock table ratelimit.idempotency_keys in exclusive mode")
-
 	impatient := db.session()
 	impatient.exec("set statement_timeout = '20s'")
-	d, err := cleanup(impatient, 100)
-	require.NoError(t, err)
-	require.Equal(t, deleted{}, d)
+	require.Equal(t, deleted{}, db.swept(impatient, 100))
 	require.Len(t, db.rows(), 1, "nothing is done by halves")
 	require.True(t, db.goesOn(100), "the row that it did not get may be due")
 	impatient.exec("call ratelimit_cleanup_all('1 microsecond')")
@@ -335,14 +269,10 @@ func TestCleanup_GivesWayWhereItWouldWait(t *testing.T) {
 		select (split_part(c, '=', 2)::interval < (s.boot_val || s.unit)::interval)::text
 		  from pg_proc as p cross join unnest(p.proconfig) as c join pg_settings as s on s.name = 'deadlock_timeout'
 		 where p.oid = 'ratelimit.cleanup_batch'::regproc and c like 'lock_timeout=%'`), "before PostgreSQL looks for a deadlock")
-
 	holder.exec("commit")
-	d, err = cleanup(impatient, 100)
-	require.NoError(t, err)
-	require.Equal(t, deleted{1, 0}, d)
+	require.Equal(t, deleted{1, 0}, db.swept(impatient, 100))
 }
 
-// Clean-up finds a bucket due and full, and an acquire uses the bucket before clean-up has its lock.
 func TestCleanup_LeavesWhatWasUsedBeforeItGotTheLock(t *testing.T) {
 	t.Parallel()
 	for name, statement := range map[string]string{
@@ -358,16 +288,11 @@ func TestCleanup_LeavesWhatWasUsedBeforeItGotTheLock(t *testing.T) {
 			if name == "key" {
 				db.reset("p", "k") // or clean-up would lock the bucket first
 			}
-
 			db.mutate(mutation{"lock_timeout TO .100ms.", "lock_timeout TO 0"}, "ratelimit.cleanup_batch") // the gate is no busy row
 			db.mutate(mutation{statement, "$0 and pg_advisory_xact_lock_shared(1)::text = ''"}, "ratelimit.cleanup_batch")
 			keeper := db.session()
 			keeper.exec("select pg_advisory_lock(1)")
-			call := db.session().start(func(q querier) (decision, error) {
-				_, err := cleanup(q, 100)
-				return decision{}, err
-			})
-			call.awaitBlockedBy(keeper)
+			call := db.session().startExec("select ratelimit_cleanup(100)").blockedBy(keeper)
 			granted := db.acquire("p", "k", 4, "X")
 			require.Equal(t, allowed(6, 4*time.Second, 10), granted)
 			keeper.exec("select pg_advisory_unlock(1)")
@@ -382,11 +307,8 @@ func TestCleanup_RowsInUseHideNoneBehindThem(t *testing.T) {
 	db := parallelDB(t)
 	db.cleanUpAtOnce()
 	db.definePolicy("p", 10, 1, time.Second)
-	for i := range 20 {
-		db.acquireAt(t0, "p", fmt.Sprint("used", i), 1)
-	}
-	for i := range 20 {
-		db.acquireAt(t0.Add(time.Second), "p", fmt.Sprint("used", i), 10)
+	for i := range 40 {
+		db.acquireAt(t0.Add(time.Duration(i/20)*second), "p", fmt.Sprint("used", i%20), []int64{1, 10}[i/20])
 	}
 	db.acquireAt(t0.Add(time.Second), "p", "idle", 1)
 	db.setClock(t0.Add(2 * time.Second))
@@ -405,12 +327,8 @@ func TestCleanup_AnAcquireOnABucketBeingRemovedWaitsForTheBatch(t *testing.T) {
 			db.acquireAt(t0, "p", "k", 10)
 			db.setClock(t0.Add(time.Minute))
 			batch := db.begin()
-			d, err := cleanup(batch, 100)
-			require.NoError(t, err)
-			require.Equal(t, deleted{buckets: 1}, d)
-
-			call := db.session().startAcquire("p", "k", 4)
-			call.awaitBlockedBy(batch)
+			require.Equal(t, deleted{buckets: 1}, db.swept(batch, 100))
+			call := db.session().startAcquire("p", "k", 4).blockedBy(batch)
 			batch.exec(end)
 			require.Equal(t, allowed(6, 4*time.Second, 10), call.answer())
 			require.EqualValues(t, 6, db.left("p", "k"))
@@ -425,93 +343,62 @@ func TestCleanup_LoadBesideItLosesNothing(t *testing.T) {
 	db.cleanUpAtOnce()
 	db.definePolicy("brief", 5, 5_000_000, time.Second) // full again after a microsecond
 	db.definePolicy("long", 104, 1, aDay)
-
 	// One session cleans up meanwhile: rows that are due and full, and rows that refunds make due too early.
-	stop, stopped := make(chan struct{}), make(chan error, 1)
-	var total deleted
-	go func() {
-		for {
-			select {
-			case <-stop:
-				stopped <- nil
-				return
-			default:
-			}
-			d, err := cleanup(db.Pool, 50)
-			if err != nil {
-				stopped <- err
-				return
-			}
-			total.buckets += d.buckets
-		}
-	}()
-	db.together(8, func(i int, q querier) (d decision, err error) {
+	load, buckets := newLoad(t), int64(0)
+	load.start(1, func(int) error {
+		d, err := cleanup(db.Pool, 50)
+		buckets += d.buckets
+		return err
+	})
+	crowd(t, 8, func(i int) error {
 		for j := range 240 {
 			long := fmt.Sprint("k", j%20)
-			if _, err = acquire(q, "brief", fmt.Sprint("k", j%7), 5); err != nil {
-				return d, err
-			}
-			if d, err = acquire(q, "long", long, 2, fmt.Sprint(i, " ", j)); err != nil {
-				return d, err
-			}
-			if _, err = refund(q, "long", long, 1); err != nil {
-				return d, err
+			_, err := acquire(db.Pool, "brief", fmt.Sprint("k", j%7), 5)
+			_, taken := acquire(db.Pool, "long", long, 2, fmt.Sprint(i, " ", j))
+			_, given := refund(db.Pool, "long", long, 1)
+			if err = errors.Join(err, taken, given); err != nil {
+				return err
 			}
 		}
-		return d, nil
+		return nil
 	})
-	close(stop)
-	require.NoError(t, <-stopped)
-	require.Greater(t, total.buckets, int64(7))
+	require.NoError(t, load.end())
+	require.Greater(t, buckets, int64(7))
 	for i := range 20 {
 		require.EqualValues(t, 104-8*240/20, db.left("long", fmt.Sprint("k", i)))
 	}
 }
 
 func TestCleanup_SeveralAtOnceShareTheWork(t *testing.T) {
-	db := parallelDB(t)
-	db.definePolicy("p", 10, 1, time.Second)
+	db := parallelDB(t).policy("p", 10, 1, time.Second)
 	db.fillTables("", "p", 2000)
 	db.acquire("p", "used", 10, "X")
-
 	first := db.begin() // holds what it deleted
-	d, err := cleanup(first, 500)
-	require.NoError(t, err)
-	require.Equal(t, deleted{500, 500}, d)
+	require.Equal(t, deleted{500, 500}, db.swept(first, 500))
 	second := db.hasty()
-	d, err = cleanup(second, 500)
-	require.NoError(t, err)
-	require.Equal(t, deleted{500, 500}, d)
+	require.Equal(t, deleted{500, 500}, db.swept(second, 500))
 	first.exec("commit")
-
-	totals := make([]deleted, 4)
-	db.together(4, func(i int, q querier) (decision, error) {
+	var buckets, keys atomic.Int64
+	crowd(t, 4, func(int) error {
 		for {
-			d, err := cleanup(q, 50)
+			d, err := cleanup(db.Pool, 50)
 			if err != nil || d == (deleted{}) {
-				return decision{}, err
+				return err
 			}
-			totals[i].buckets += d.buckets
-			totals[i].keys += d.keys
+			buckets.Add(d.buckets)
+			keys.Add(d.keys)
 		}
 	})
-	var total deleted
-	for _, d := range totals {
-		total.buckets += d.buckets
-		total.keys += d.keys
-	}
-	require.Equal(t, deleted{1000, 1000}, total)
+	require.EqualValues(t, 1000, buckets.Load())
+	require.EqualValues(t, 1000, keys.Load())
 	require.Len(t, db.rows(), 2, "the used bucket and its key")
 }
 
 func TestCleanupAll_DrainsInBatchesThatCommit(t *testing.T) {
-	db := parallelDB(t)
-	db.definePolicy("p", 10, 1, time.Second)
-	db.definePolicy("e", 10, 1, time.Second, ephemeral)
+	db := parallelDB(t).policy("p", 10, 1, time.Second).policy("e", 10, 1, time.Second, ephemeral)
 	db.fillTables("", "p", 25_000)
 	db.fillTables("ephemeral_", "e", 12_000)
 	db.acquire("p", "used", 10, "X")
-
 	db.exec(`
 		create table public.batches (xid xid8, deleted bigint);
 		create function public.count_batch() returns trigger language plpgsql as $$
@@ -527,19 +414,13 @@ func TestCleanupAll_DrainsInBatchesThatCommit(t *testing.T) {
 	require.Len(t, db.rows(), 2, "the used bucket and its key")
 	require.Equal(t, []string{"4 batches, 1 instant of the first, 1 deadline"}, column(t, db.DB, `
 		select format('%s batches, %s instant of the first, %s deadline', count(*), count(distinct due_before), count(distinct deadline)) from public.asked`))
-
-	rows, err := db.Pool.Query(context.Background(), `
-		select sum(deleted)::bigint from public.batches group by xid having sum(deleted) > 0 order by xid`)
-	require.NoError(t, err)
-	batches, err := pgx.CollectRows(rows, pgx.RowTo[int64])
-	require.NoError(t, err)
-	require.Equal(t, []int64{10_000, 10_000, 5_000}, batches)
+	require.Equal(t, []string{"10000", "10000", "5000"},
+		column(t, db.DB, "select sum(deleted)::text from public.batches group by xid having sum(deleted) > 0 order by xid"))
 }
 
 // A batch that is not full is not the last: there may be rows of dropped policies, or it put rows off or gave way to a lock.
 func TestCleanupAll_GoesOnAfterAShortBatch(t *testing.T) {
-	db := parallelDB(t)
-	db.definePolicy("gone", 10, 1, aDay)
+	db := parallelDB(t).policy("gone", 10, 1, aDay)
 	holder := db.begin()
 	holder.acquire("gone", "k", 1, "X")
 	db.dropPolicy("gone")
@@ -552,22 +433,19 @@ func TestCleanupAll_GoesOnAfterAShortBatch(t *testing.T) {
 }
 
 func TestCleanupAll_StopsWhenItsBudgetIsSpent(t *testing.T) {
-	db := parallelDB(t)
-	db.definePolicy("p", 10, 1, time.Second)
+	db := parallelDB(t).policy("p", 10, 1, time.Second)
 	db.fillTables("", "p", 10_001)
 	db.exec("call ratelimit_cleanup_all('1 microsecond')")
 	require.Len(t, db.rows(), 2, "one batch is done always")
 	db.exec("call ratelimit_cleanup_all(budget => '10 seconds')")
 	require.Empty(t, db.rows())
-
 	db.fillTables("", "p", 10_001)
 	db.exec("call ratelimit_cleanup_all(budget => '178000000 years')") // beyond the last timestamp
 	require.Empty(t, db.rows())
 }
 
 func TestCleanupAll_IsRefusedInsideATransaction(t *testing.T) {
-	db := parallelDB(t)
-	db.definePolicy("p", 10, 1, time.Second)
+	db := parallelDB(t).policy("p", 10, 1, time.Second)
 	db.fillTables("", "p", 1)
 	s := db.begin()
 	_, err := s.Exec(context.Background(), "call ratelimit_cleanup_all()")
@@ -594,8 +472,7 @@ func TestResetAll_FillsTheBucketsOfAPolicyAndNothingElse(t *testing.T) {
 		require.EqualValues(t, 20, db.left("p", "7"))
 		db.exec("call ratelimit_reset_all(policy => 'p')") // which has none
 		for argument, code := range map[string]string{"'none'": "RL001", "null": "22023", "''": "22023"} {
-			_, err := db.Pool.Exec(t.Context(), "call ratelimit_reset_all("+argument+")")
-			require.Equal(t, code, sqlState(err), argument)
+			db.refused(code, "call ratelimit_reset_all("+argument+")")
 		}
 		_, err := db.begin().Exec(t.Context(), "call ratelimit_reset_all('p')")
 		require.Equal(t, "2D000", sqlState(err))
@@ -604,22 +481,16 @@ func TestResetAll_FillsTheBucketsOfAPolicyAndNothingElse(t *testing.T) {
 
 // So acquires wait for a batch, and not for all of them.
 func TestResetAll_CommitsEachBatch(t *testing.T) {
-	db := parallelDB(t)
-	db.definePolicy("p", 10, 1, time.Hour)
+	db := parallelDB(t).policy("p", 10, 1, time.Hour)
 	db.exec("select count(*) from ratelimit_acquire_many(array_fill('p'::text, array[1500]), array(select to_char(n, 'FM0000') from generate_series(1, 1500) as n))")
 	holder := db.begin()
 	holder.exec("select ratelimit_acquire('p', '1200')")
-	call := db.session().start(func(q querier) (decision, error) {
-		_, err := q.(*session).Exec(context.Background(), "call ratelimit_reset_all('p')")
-		return decision{}, err
-	})
-	call.awaitBlockedBy(holder)
+	call := db.session().startExec("call ratelimit_reset_all('p')").blockedBy(holder)
 	require.Nil(t, db.bucket("p", "1000"))
 	require.NotNil(t, db.bucket("p", "1001"), "not committed")
 	db.hasty().acquire("p", "1000", 1)
 	holder.exec("commit")
-	_, err := call.result()
-	require.NoError(t, err)
+	call.answer()
 	require.EqualValues(t, 1, db.number("select count(*) from ratelimit.buckets"), "what was taken from after its turn")
 }
 
@@ -637,14 +508,11 @@ func TestDrop_WhileAnAcquireIsOpen(t *testing.T) {
 	for name, existing := range map[string]bool{"known bucket": true, "first use": false} {
 		for kindName, kind := range map[string]policyOption{"durable": durable, "ephemeral": ephemeral} {
 			t.Run(name+", "+kindName, func(t *testing.T) {
-				db := parallelDB(t)
-				db.setClock(t0)
-				db.definePolicy("p", 10, 1, aDay, kind)
+				db := parallelDB(t, t0).policy("p", 10, 1, aDay, kind)
 				if existing {
 					db.acquire("p", "k", 1, "old")
 					db.acquire("p", "other", 1, "old")
 				}
-
 				holder := db.begin()
 				holder.acquire("p", "k", 4, "X")
 				hasty := db.hasty()
@@ -656,7 +524,6 @@ func TestDrop_WhileAnAcquireIsOpen(t *testing.T) {
 				holder.exec("commit")
 				require.EqualValues(t, 7, db.left("p", "k"))
 				require.Equal(t, allowed(5, 5*aDay, 10), db.acquire("p", "k", 2, "old"))
-
 				require.NotZero(t, db.orphans(), "what was held or not yet visible")
 				db.exec("call ratelimit_cleanup_all()")
 				require.Zero(t, db.orphans())
@@ -675,18 +542,14 @@ func TestDrop_AnAcquireThatHasReadThePolicyGoesOnUnderIt(t *testing.T) {
 			db.acquire("p", "k", 1)
 		}
 		gate := db.gateBefore(afterLook)
-		call := gate.session().startAcquire("p", "k", 4, "X")
-		call.awaitBlockedBy(gate.keeper)
+		call := gate.session().startAcquire("p", "k", 4, "X").blockedBy(gate.keeper)
 		db.dropPolicy("p")
 		db.definePolicy("p", 5, 1, aDay)
 		gate.open()
 		require.EqualValues(t, 10, call.answer().Capacity)
-
 		require.EqualValues(t, 5, db.left("p", "k"))
 		require.Equal(t, allowed(2, 3*aDay, 5), db.acquire("p", "k", 3, "X"))
-		d, err := cleanup(db.session(), 100)
-		require.NoError(t, err)
-		require.Equal(t, deleted{1, 1}, d)
+		require.Equal(t, deleted{1, 1}, db.swept(db.session(), 100))
 		require.Zero(t, db.orphans())
 	})
 }
@@ -708,9 +571,7 @@ func TestCleanup_RemovesADueBucketOfADroppedPolicy(t *testing.T) {
 func TestCleanup_TakesOrphansInBatchesToo(t *testing.T) {
 	t.Parallel()
 	for prefix, kind := range map[string]policyOption{"": durable, "ephemeral_": ephemeral} {
-		db := newDB(t)
-		db.definePolicy("gone", 10, 1, aDay, kind)
-		db.definePolicy("p", 10, 1, aDay, kind)
+		db := newDB(t).policy("gone", 10, 1, aDay, kind).policy("p", 10, 1, aDay, kind)
 		holder := db.begin()
 		for i := range 25 {
 			holder.acquire("gone", fmt.Sprint("k", i), 1, "X")
@@ -719,18 +580,14 @@ func TestCleanup_TakesOrphansInBatchesToo(t *testing.T) {
 		holder.exec("commit")
 		db.acquire("p", "k", 1, "X")
 		db.fillTables(prefix, "p", 1)
-
 		holder.exec("begin")
 		holder.exec("select from ratelimit." + prefix + "buckets where key = 'k7' for update")
 		holder.exec("select from ratelimit." + prefix + "idempotency_keys where key = 'k7' for update")
 		for _, want := range []int64{1, 10, 10, 4, 0} {
-			d, err := cleanup(db.Pool, 10)
-			require.NoError(t, err)
-			require.Equal(t, deleted{want, want}, d, prefix)
+			require.Equal(t, deleted{want, want}, db.swept(db.Pool, 10), prefix)
 		}
 		holder.exec("commit")
-		buckets, keys := db.cleanup()
-		require.Equal(t, deleted{1, 1}, deleted{buckets, keys})
+		require.Equal(t, deleted{1, 1}, db.swept(db.Pool, 10))
 		require.Len(t, db.rows(), 2)
 	}
 }

@@ -22,7 +22,6 @@ func TestConcurrency_ExactlyThoseThatFitAreAllowed(t *testing.T) {
 			key := fmt.Sprint("k", i)
 			answers := db.together(20, func(_ int, q querier) (decision, error) { return acquire(q, "p", key, 1) })
 			require.Equal(t, 10, count(answers, isAllowed))
-
 			remaining := map[int64]bool{}
 			for _, d := range answers {
 				if d.Allowed {
@@ -38,9 +37,7 @@ func TestConcurrency_ExactlyThoseThatFitAreAllowed(t *testing.T) {
 
 func TestConcurrency_AThousandCallersOnFiftyBuckets(t *testing.T) {
 	t.Parallel()
-	db := newCrowdDB(t, 1000)
-	db.definePolicy("p", 100, 1, aDay)
-
+	db := newCrowdDB(t, 1000).policy("p", 100, 1, aDay)
 	var granted atomic.Int64
 	db.together(1000, func(i int, q querier) (d decision, err error) {
 		for j := range 10 { // twice as many as fit
@@ -66,19 +63,15 @@ func TestConcurrency_AThousandOverlappingSets(t *testing.T) {
 		for name, capacity := range map[string]int64{"plenty": 10_000, "scarce": 150} {
 			t.Run(policy+" "+name, func(t *testing.T) {
 				t.Parallel()
-				db := newCrowdDB(t, calls)
-				db.definePolicy(policy, capacity, 1, aDay, kind)
+				db := newCrowdDB(t, calls).policy(policy, capacity, 1, aDay, kind)
 				requests, granted := make([]wholeRequest, calls), make([]whole, calls)
 				crowd(t, calls, func(i int) (err error) {
 					for _, n := range rand.Perm(buckets)[:2+rand.IntN(4)] {
-						requests[i].charges = append(requests[i].charges, model.Charge{
-							BucketID: model.BucketID{Policy: policy, Key: fmt.Sprint("k", n)}, Cost: 1 + rand.Int64N(3),
-						})
+						requests[i].charges = append(requests[i].charges, chargeOf(policy, fmt.Sprint("k", n), 1+rand.Int64N(3)))
 					}
 					granted[i], err = requests[i].acquireAll(db.Pool)
 					return err
 				})
-
 				left, denials := map[string]int64{}, 0
 				for i := range buckets {
 					left[fmt.Sprint("k", i)] = capacity
@@ -110,7 +103,7 @@ func TestConcurrency_AThousandOverlappingSets(t *testing.T) {
 // all is a request of one token of each bucket.
 func all(policy string, keys ...string) (r wholeRequest) {
 	for _, key := range keys {
-		r.charges = append(r.charges, model.Charge{BucketID: model.BucketID{Policy: policy, Key: key}, Cost: 1})
+		r.charges = append(r.charges, chargeOf(policy, key, 1))
 	}
 	return r
 }
@@ -122,6 +115,19 @@ func (s *session) startAll(r wholeRequest) *pending {
 	})
 }
 
+// awaitLockOrEnd returns when the call waits for a lock or is over.
+func (p *pending) awaitLockOrEnd() (over bool) {
+	require.Eventually(p.session.db.t, func() bool {
+		select {
+		case <-p.done:
+			over = true
+		default:
+		}
+		return over || p.session.db.number("select count(*) from pg_locks where pid = $1 and not granted", p.session.PgConn().PID()) > 0
+	}, patience, ms)
+	return over
+}
+
 // A bucket gets its row while a request waits for another bucket, and is held when its own turn comes.
 func TestConcurrency_ABucketCreatedMeanwhileIsCharged(t *testing.T) {
 	eachDurability(t, func(t *testing.T, db *testDB, kind policyOption) {
@@ -129,8 +135,7 @@ func TestConcurrency_ABucketCreatedMeanwhileIsCharged(t *testing.T) {
 		db.acquire("p", "a", 1)
 		holder, other := db.begin(), db.begin()
 		holder.acquire("p", "a", 1)
-		call := db.session().startAll(all("p", "a", "b"))
-		call.awaitBlockedBy(holder)
+		call := db.session().startAll(all("p", "a", "b")).blockedBy(holder)
 		db.acquire("p", "b", 1)
 		other.acquire("p", "b", 1)
 		holder.exec("rollback")
@@ -143,28 +148,19 @@ func TestConcurrency_ABucketCreatedMeanwhileIsCharged(t *testing.T) {
 
 // A batch has taken from one bucket and is about to create two others, of which the second gets its row meanwhile.
 func TestConcurrency_CreatingABucketIsPartOfTheOrder(t *testing.T) {
-	db := parallelDB(t)
-	db.definePolicy("p", 10, 1, aDay)
+	db := parallelDB(t).policy("p", 10, 1, aDay)
 	db.acquire("p", "x", 1)
-	many := func(keys ...string) *pending {
-		return db.session().start(func(q querier) (decision, error) {
-			return decide(q, "ratelimit_acquire_many(array_fill('p'::text, array[cardinality($1::text[])]), $1)", keys)
-		})
+	many := func(requests ...nullableRequest) *pending {
+		call, _ := startBatch(db.session(), acquireMany, requests...)
+		return call
 	}
 	holder := db.begin()
 	holder.acquire("p", "a", 1)
-	first := many("x", "a", "b")
+	first := many(requestOf("p", "x", 1), requestOf("p", "a", 1), requestOf("p", "b", 1))
 	first.awaitBlockedBy(holder)
 	db.acquire("p", "b", 1)
-	second := many("b", "x")
-	require.Eventually(t, func() bool {
-		select {
-		case <-second.done:
-			return true
-		default:
-			return db.number("select count(*) from pg_stat_activity where pid = $1 and wait_event_type = 'Lock'", second.session.PgConn().PID()) > 0
-		}
-	}, patience, ms)
+	second := many(requestOf("p", "b", 1), requestOf("p", "x", 1))
+	second.awaitLockOrEnd()
 	holder.exec("rollback")
 	first.answer()
 	second.answer()
@@ -173,20 +169,15 @@ func TestConcurrency_CreatingABucketIsPartOfTheOrder(t *testing.T) {
 
 // A batch waits for its second bucket, does not get it, and goes back for its first, which has tokens by now.
 func TestConcurrency_NoLockIsLeftOfAWaitInVain(t *testing.T) {
-	db := parallelDB(t)
-	db.definePolicy("p", 10, 1, aDay)
+	db := parallelDB(t).policy("p", 10, 1, aDay)
 	db.acquire("p", "a", 10)
 	db.acquire("p", "b", 1)
 	holder, rival := db.begin(), db.begin()
 	holder.acquire("p", "b", 1)
-	call := db.session().start(func(q querier) (decision, error) {
-		return decide(q, "ratelimit_acquire_many(array['p', 'p'], array['a', 'b'])")
-	})
-	call.awaitBlockedBy(holder)
+	call := db.session().startExec("select ratelimit_acquire_many(array['p', 'p'], array['a', 'b'])").blockedBy(holder)
 	db.must(refund(db.Pool, "p", "a", 10))
 	rival.acquire("p", "a", 1)
-	rivals := rival.startAcquire("p", "b", 1)
-	rivals.awaitBlockedBy(call.session)
+	rivals := rival.startAcquire("p", "b", 1).blockedBy(call.session)
 	holder.exec("commit")
 	rivals.answer()
 	rival.exec("commit")
@@ -202,19 +193,15 @@ func TestConcurrency_ADenialLeavesNoRow(t *testing.T) {
 		db.acquire("p", "z", 10)
 		holder := db.begin()
 		holder.acquire("p", "x", 1)
-		never := all("p", "y")
-		never.charges[0].Cost = 11
-		var answers []wholeAnswer
-		call := db.session().start(func(q querier) (decision, error) {
-			var err error
-			answers, err = acquireAllMany(q.(rowsQuerier), []wholeRequest{all("p", "x"), never, all("p", "z")})
-			return decision{}, err
-		})
+		never := wholeRequest{charges: []model.Charge{chargeOf("p", "y", 11)}}
+		call, answers := startBatch(db.session(), acquireAllMany, all("p", "x"), never, all("p", "z"))
 		call.awaitBlockedBy(holder)
 		db.must(refund(db.Pool, "p", "z", 5))
 		holder.exec("commit")
 		call.answer()
-		require.Equal(t, []bool{true, false, true}, []bool{answers[0].Whole.Allowed, answers[1].Whole.Allowed, answers[2].Whole.Allowed})
+		for i, a := range *answers {
+			require.Equal(t, i != 1, a.Whole.Allowed)
+		}
 		require.Nil(t, db.bucket("p", "y"))
 	})
 }
@@ -251,26 +238,15 @@ func TestConcurrency_ThePoliciesAreLockedBeforeTheBuckets(t *testing.T) {
 			gate.exec("select pg_advisory_xact_lock(1)")
 			db.exec("select setval('readings', 1, false)")
 			caller.exec(fmt.Sprintf("set test.stop_at = %d", stops+1))
-			pending := caller.start(func(querier) (decision, error) {
-				_, err := caller.Exec(t.Context(), "select "+call)
-				return decision{}, err
-			})
-			require.Eventually(t, func() bool {
-				select {
-				case <-pending.done:
-					over = true
-				default:
-				}
-				return over || db.number("select count(*) from pg_locks where pid = $1 and not granted", caller.PgConn().PID()) > 0
-			}, patience, ms)
+			pending := caller.startExec("select " + call)
+			over = pending.awaitLockOrEnd()
 			require.Empty(t, column(t, db.DB, `
 					select b.relation::regclass::text from pg_locks as b
 					 where b.pid = $1 and b.relation in ('ratelimit.buckets'::regclass, 'ratelimit.idempotency_keys'::regclass)
 					   and not exists (select from pg_locks as p where p.pid = b.pid and p.relation = 'ratelimit.policies'::regclass)`,
 				caller.PgConn().PID()), "at reading %d", stops+1)
 			gate.exec("rollback")
-			_, err := pending.result()
-			require.NoError(t, err)
+			pending.answer()
 			caller.exec("rollback")
 		}
 		require.Greater(t, stops, 1)
@@ -292,8 +268,7 @@ func TestConcurrency_APolicyThatChangesMeanwhileChangesNoGrant(t *testing.T) {
 		db.acquire("q", "row", 1)
 		holder := db.begin()
 		holder.acquire("p", "row", 1)
-		pending := db.session().start(func(q querier) (decision, error) { return decide(q, call) })
-		pending.awaitBlockedBy(holder)
+		pending := db.session().start(func(q querier) (decision, error) { return decide(q, call) }).blockedBy(holder)
 		db.definePolicy("p", 20, 1, aDay, remember(time.Millisecond))
 		holder.exec("rollback")
 		d := pending.answer()
@@ -312,20 +287,13 @@ func TestConcurrency_ABatchReadsBucketsAndIdempotencyKeysAsOfOneInstant(t *testi
 	gate := db.gateBefore(`if idempotency_keys is null then`, "ratelimit.look_at_buckets")
 	db.definePolicy("p", 10, 1, aDay)
 	db.acquire("p", "k", 6)
-	var answers []wholeAnswer
-	call := gate.session().start(func(q querier) (decision, error) {
-		repeat, look := all("p", "k"), all("p", "k")
-		repeat.charges[0].Cost, repeat.idempotencyKey, look.charges[0].Cost = 3, "i", 0
-		var err error
-		answers, err = acquireManyWholes(q.(rowsQuerier), []wholeRequest{repeat, look})
-		return decision{}, err
-	})
+	call, answers := startBatch(gate.session(), acquireMany, requestOf("p", "k", 3, "i"), requestOf("p", "k", 0))
 	call.awaitBlockedBy(gate.keeper)
 	first := db.acquire("p", "k", 3, "i")
 	gate.open()
 	call.answer()
-	require.Equal(t, replayed(first), answers[0].Whole.Decision)
-	require.EqualValues(t, 1, answers[1].Whole.Remaining)
+	require.Equal(t, replayed(first), *(*answers)[0].Decision)
+	require.EqualValues(t, 1, (*answers)[1].Decision.Remaining)
 }
 
 // A batch finds no row and no idempotency key, and denies the key. Before it creates the row, the key is granted, and a
@@ -334,21 +302,14 @@ func TestConcurrency_ABatchThatCreatesABucketKnowsItsIdempotencyKeys(t *testing.
 	eachDurability(t, func(t *testing.T, db *testDB, kind policyOption) {
 		gate := db.gateBefore(`if not true = any \(v_verdict\.wanted\) then`, "ratelimit.decide_in_order")
 		db.definePolicy("p", 10, 1, aDay, kind)
-		var answers []wholeAnswer
-		call := gate.session().start(func(q querier) (decision, error) {
-			most, repeat := all("p", "k"), all("p", "k")
-			most.charges[0].Cost, repeat.charges[0].Cost, repeat.idempotencyKey = 8, 3, "i"
-			var err error
-			answers, err = acquireManyWholes(q.(rowsQuerier), []wholeRequest{most, repeat})
-			return decision{}, err
-		})
+		call, answers := startBatch(gate.session(), acquireMany, requestOf("p", "k", 8), requestOf("p", "k", 3, "i"))
 		call.awaitBlockedBy(gate.keeper)
 		first := db.acquire("p", "k", 3, "i")
 		db.exec("select ratelimit_reset('p', 'k')")
 		gate.open()
 		call.answer()
-		require.EqualValues(t, 2, answers[0].Whole.Remaining)
-		require.Equal(t, replayed(first), answers[1].Whole.Decision)
+		require.EqualValues(t, 2, (*answers)[0].Decision.Remaining)
+		require.Equal(t, replayed(first), *(*answers)[1].Decision)
 	})
 }
 
@@ -364,21 +325,16 @@ func TestConcurrency_ABatchLocksWhatOthersChange(t *testing.T) {
 		}
 		start := func(s *session) (call *pending, remaining func() (of []int64, takes string)) {
 			s.exec("set track_functions = pl; begin")
-			var wholes []wholeAnswer
-			call = s.start(func(q querier) (_ decision, err error) {
-				wholes, err = acquireAllMany(q.(rowsQuerier), []wholeRequest{all(policy, "a", "b"), all(policy, "c", "b")})
-				return decision{}, err
-			})
+			call, wholes := startBatch(s, acquireAllMany, all(policy, "a", "b"), all(policy, "c", "b"))
 			return call, func() (of []int64, takes string) {
 				call.answer()
 				calls := columnOf(t, s, `
 					select coalesce(sum(f.calls), 0)::text
-					  from unnest('{decide_in_order, take_from_(ephemeral_)?buckets}'::text[]) with ordinality as u (name, n)
-					  left join pg_stat_xact_user_functions as f on f.funcname ~ ('^' || u.name || '$')
-					 group by u.n order by u.n`)
+					 from unnest('{decide_in_order, take_from_(ephemeral_)?buckets}'::text[]) with ordinality as u (name, n)
+					 left join pg_stat_xact_user_functions as f on f.funcname ~ ('^' || u.name || '$') group by u.n order by u.n`)
 				require.Equal(t, "0", calls[0], "calls of decide_in_order")
 				s.exec("commit")
-				for _, a := range wholes {
+				for _, a := range *wholes {
 					for _, d := range a.Whole.Decisions {
 						of = append(of, d.Remaining)
 					}
@@ -386,7 +342,6 @@ func TestConcurrency_ABatchLocksWhatOthersChange(t *testing.T) {
 				return of, calls[1]
 			}
 		}
-
 		// It has the bucket while the batch looks.
 		holder := db.begin()
 		holder.acquire(policy, "b", 20)
@@ -396,7 +351,6 @@ func TestConcurrency_ABatchLocksWhatOthersChange(t *testing.T) {
 		left, takes := remaining()
 		require.Equal(t, []int64{89, 69, 89, 68}, left)
 		require.Equal(t, "1", takes, "it has waited before")
-
 		// It has taken after the batch has looked.
 		call, remaining = start(gate.session())
 		call.awaitBlockedBy(gate.keeper)
@@ -406,7 +360,6 @@ func TestConcurrency_ABatchLocksWhatOthersChange(t *testing.T) {
 		require.Equal(t, []int64{88, 47, 88, 46}, left)
 		require.Equal(t, "2", takes, "the first was rolled back")
 		gate.keeper.exec("select pg_advisory_lock(1)")
-
 		// It takes while the batch takes.
 		call, remaining = start(gate.session())
 		call.awaitBlockedBy(gate.keeper)
@@ -442,16 +395,12 @@ func TestConcurrency_WhatWaitedForALockGoesByTheClockAndThePolicyAfterTheWait(t 
 				db.acquire("p", "b", 5)
 				holder := db.begin()
 				holder.acquire("p", "b", 1)
-				var answers []wholeAnswer
-				call := db.session().start(func(q querier) (_ decision, err error) {
-					answers, err = acquireAllMany(q.(rowsQuerier), []wholeRequest{all("p", "a", "b")})
-					return decision{}, err
-				})
+				call, answers := startBatch(db.session(), acquireAllMany, all("p", "a", "b"))
 				call.awaitBlockedBy(holder)
 				test.meanwhile(db, holder)
 				holder.exec("commit")
 				call.answer()
-				require.Equal(t, test.want, answers[0].Whole.Decisions)
+				require.Equal(t, test.want, (*answers)[0].Whole.Decisions)
 			})
 		})
 	}
@@ -486,18 +435,10 @@ func TestConcurrency_AnOverrideAndADropOfItsPolicyTakeTurns(t *testing.T) {
 		db.exec("select ratelimit_override('p', 'first', 5)") // which writes the row of the policy
 		holder := db.begin()
 		holder.exec(inTurn[0])
-		call := db.session().start(func(q querier) (decision, error) {
-			_, err := q.(*session).Exec(t.Context(), inTurn[1])
-			return decision{}, err
-		})
-		call.awaitBlockedBy(holder)
+		call := db.session().startExec(inTurn[1]).blockedBy(holder)
 		holder.exec("commit")
 		_, err := call.result()
-		if inTurn[1] == drop {
-			require.NoError(t, err)
-		} else {
-			require.Equal(t, "RL001", sqlState(err), "%v", err)
-		}
+		require.Equal(t, map[string]string{drop: "", override: "RL001"}[inTurn[1]], sqlState(err), "%v", err)
 		require.Zero(t, db.number("select count(*) from ratelimit.overrides"))
 	}
 }
@@ -505,16 +446,14 @@ func TestConcurrency_AnOverrideAndADropOfItsPolicyTakeTurns(t *testing.T) {
 func TestConcurrency_Vectors(t *testing.T) {
 	t.Parallel()
 	for _, v := range []struct {
-		name     string
-		capacity int64
-		refill   int64
-		every    time.Duration
-		refilled policyOption
-		callers  int
-		keys     int
-		cost     int64
-		granted  int
-		left     int64 // in each bucket
+		name             string
+		capacity, refill int64
+		every            time.Duration
+		refilled         policyOption
+		callers, keys    int
+		cost             int64
+		granted          int
+		left             int64 // in each bucket
 	}{
 		{"24 parallel initialization", 10, 1, time.Minute, stepped, 4, 1, 1, 4, 6},
 		{"30 simultaneous requests", 5, 1, time.Second, continuous, 15, 1, 1, 5, 0},
@@ -539,13 +478,10 @@ func TestConcurrency_Vectors(t *testing.T) {
 
 func TestConcurrency_DifferentBucketsNeverWaitOnEachOther(t *testing.T) {
 	t.Parallel()
-	db := newCrowdDB(t, 1)
-	db.definePolicy("p", 10, 1, aDay)
-	db.definePolicy("q", 10, 1, aDay)
+	db := newCrowdDB(t, 1).policy("p", 10, 1, aDay).policy("q", 10, 1, aDay)
 	for i := range 8 {
 		db.acquire("p", fmt.Sprint("k", i), 1) // half of the buckets have a row
 	}
-
 	// Each holds its bucket and its idempotency key until the test ends.
 	for i := range 16 {
 		for _, policy := range []string{"p", "q"} {
@@ -564,27 +500,21 @@ func TestConcurrency_AnAcquireWaitsForTheSameBucketOnly(t *testing.T) {
 			db.acquire("p", "other", 1)
 		}
 		before := db.left("p", "mine")
-
 		holder := db.begin()
 		holder.acquire("p", "mine", 2)
-		waiter := db.session().startAcquire("p", "mine", 3)
-		waiter.awaitBlockedBy(holder)
+		waiter := db.session().startAcquire("p", "mine", 3).blockedBy(holder)
 		require.True(t, db.hasty().acquire("p", "other", 1).Allowed)
-
 		// What waits waits for the holder's transaction, and for nothing else.
 		require.EqualValues(t, 1, db.number(
 			"select count(*) from pg_locks where not granted and pid in (select pid from pg_stat_activity where datname = current_database())"))
-
 		holder.exec("commit")
 		require.Equal(t, before-5, waiter.answer().Remaining)
 	})
 }
 
 func TestConcurrency_APeekAndADenialWaitForNobody(t *testing.T) {
-	db := parallelDB(t)
-	db.definePolicy("p", 10, 1, aDay)
+	db := parallelDB(t).policy("p", 10, 1, aDay)
 	db.acquire("p", "k", 8)
-
 	holder := db.begin()
 	holder.acquire("p", "k", 1)
 	hasty := db.hasty()
@@ -592,18 +522,14 @@ func TestConcurrency_APeekAndADenialWaitForNobody(t *testing.T) {
 	require.EqualValues(t, 2, db.must(peek(hasty, "p", "k", 1)).Remaining, "what is committed")
 }
 
-// Every field of a granted decision is as of one instant, also after a wait.
 func TestGrant_IsAnsweredAsOfOneInstant(t *testing.T) {
-	db := parallelDB(t)
-	db.definePolicy("p", 10, 1, time.Second)
+	db := parallelDB(t).policy("p", 10, 1, time.Second)
 	db.acquireAt(t0, "p", "k", 1)
 	holder, waiter := db.begin(), db.session()
 	holder.acquire("p", "k", 4)
-	call := waiter.startAcquire("p", "k", 3, "i")
-	call.awaitBlockedBy(holder)
+	call := waiter.startAcquire("p", "k", 3, "i").blockedBy(holder)
 	db.setClock(t0.Add(1500 * time.Millisecond))
 	holder.exec("commit")
-
 	want := allowed(2, 8*time.Second, 10)
 	require.Equal(t, want, call.answer())
 	require.Equal(t, replayed(want), db.acquire("p", "k", 3, "i"))
@@ -612,22 +538,18 @@ func TestGrant_IsAnsweredAsOfOneInstant(t *testing.T) {
 
 // A bucket that fits at every look and at no update, as others' calls could have it in theory, ends in an error and not in a backend that spins.
 func TestGrant_GivesUpAfterManyRounds(t *testing.T) {
-	db := parallelDB(t)
-	db.definePolicy("p", 10, 1, time.Second)
+	db := parallelDB(t).policy("p", 10, 1, time.Second)
 	db.acquireAt(t0, "p", "k", 3)
 	db.mutate(mutation{`greatest\(refilled_at, now\)`, "now"}, "ratelimit.refilled_until")
 	db.setClock(t0.Add(-100 * time.Second)) // update and look disagree
 	s := db.session()
 	s.exec("set statement_timeout = '20s'")
-
 	_, err := acquire(s, "p", "k", 7)
 	require.Equal(t, "40001", sqlState(err), err)
-
 	// A batch repeats its round when it wants a bucket that it has not locked.
 	db.mutate(mutation{`(unnest\(v_verdict\.wanted, v_look\.has_row\) [^;]*? where u\.wanted) and u\.has_row\)`, "$1)"}, "ratelimit.decide_in_order")
 	db.mutate(mutation{`(elsif exists \(select from unnest\(v_verdict\.wanted, v_lock\) [^;]*? where u\.wanted) and not u\.locked\)`, "$1)"}, "ratelimit.decide_in_order")
-	policy, key, cost := "p", "new", int64(7)
-	_, err = acquireMany(s, []nullableRequest{{Policy: &policy, Key: &key, Cost: &cost}})
+	_, err = acquireMany(s, []nullableRequest{requestOf("p", "new", 7)})
 	require.Equal(t, "40001", sqlState(err), err)
 	require.Nil(t, db.bucket("p", "new"))
 }

@@ -16,8 +16,7 @@ import (
 )
 
 func TestContention_TwoTransactionsInOppositeOrder(t *testing.T) {
-	db := parallelDB(t)
-	db.definePolicy("p", 10, 1, aDay)
+	db := parallelDB(t).policy("p", 10, 1, aDay)
 	take := func(first, second string, between func()) error {
 		return pgx.BeginFunc(context.Background(), db.Pool, func(tx pgx.Tx) error {
 			by := client.New(tx)
@@ -29,7 +28,6 @@ func TestContention_TwoTransactionsInOppositeOrder(t *testing.T) {
 			return err
 		})
 	}
-
 	var crossing, done sync.WaitGroup
 	crossing.Add(2)
 	meet := func() {
@@ -40,7 +38,6 @@ func TestContention_TwoTransactionsInOppositeOrder(t *testing.T) {
 	done.Go(func() { ab = take("a", "b", meet) })
 	done.Go(func() { ba = take("b", "a", meet) })
 	done.Wait()
-
 	again, victim := func() error { return take("b", "a", func() {}) }, ba
 	left := []int64{8, 7}
 	if ab != nil {
@@ -69,7 +66,6 @@ func TestContention_AHeldBucket(t *testing.T) {
 	require.NoError(t, l.settle(client.New(db.Pool), l.request("held", 1, "first")))
 	holder := db.begin()
 	holder.acquire("p", "held", 5)
-
 	var insistent, others sync.WaitGroup
 	for caller := range 8 {
 		by := limiters[caller%2]
@@ -97,14 +93,12 @@ func TestContention_AHeldBucket(t *testing.T) {
 		require.Equal(t, "55P03", sqlState(err))
 	}
 	require.EqualValues(t, 99, db.left("p", "held"))
-
 	patient, cancel := context.WithTimeout(context.Background(), 100*time.Millisecond)
 	defer cancel()
 	_, err = client.New(db.Pool).Acquire(patient, "p", "held")
 	require.ErrorIs(t, err, context.DeadlineExceeded)
 	require.NotErrorIs(t, err, client.ErrLocked)
 	l.lose(l.request("held", 1, "")) // the server may learn of the end too late
-
 	holder.exec("rollback")
 	insistent.Wait()
 	require.Len(t, l.failed, 1, "%v: 55P03 and nothing else", l.failed)
@@ -124,9 +118,7 @@ func TestContention_AnIdleTransactionEnds(t *testing.T) {
 		before := db.left(policy, "k")
 		holder := db.begin()
 		holder.acquire(policy, "k", 5, "i")
-		waiter := db.session().startAcquire(policy, "k", 3)
-		waiter.awaitBlockedBy(holder)
-
+		waiter := db.session().startAcquire(policy, "k", 3).blockedBy(holder)
 		holder.exec("set local idle_in_transaction_session_timeout = '1ms'")
 		require.Equal(t, before-3, waiter.answer().Remaining)
 		_, err := holder.Exec(context.Background(), "commit")
@@ -135,7 +127,6 @@ func TestContention_AnIdleTransactionEnds(t *testing.T) {
 	}
 }
 
-// When no connection is left, callers get a clear error, and later calls succeed.
 func TestContention_TooManyConnections(t *testing.T) {
 	t.Parallel()
 	const most = 12
@@ -144,7 +135,6 @@ func TestContention_TooManyConnections(t *testing.T) {
 	pool, err := pgxpool.New(context.Background(), db.URL)
 	require.NoError(t, err)
 	defer pool.Close()
-
 	var others []*pgx.Conn
 	for {
 		conn, err := pgx.Connect(context.Background(), db.URL)
@@ -169,7 +159,6 @@ func TestContention_TooManyConnections(t *testing.T) {
 	}
 	require.NoError(t, l.settle(client.New(pool), l.request("k", 1, "i")))
 	require.NoError(t, l.settle(client.NewCombiner(pool), l.request("k", 1, "j")))
-
 	// A pool that is larger than its server, and every call takes a connection for a while.
 	large := pool.Config()
 	large.MaxConns = 2 * most

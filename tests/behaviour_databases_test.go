@@ -47,7 +47,6 @@ func TestDatabase_OfAnyEncoding(t *testing.T) {
 			}
 			require.True(t, holds(test.held))
 			require.True(t, test.refused == "" || !holds(test.refused))
-
 			for _, mode := range protocols {
 				q := inMode{db.Connect(t), mode}
 				policy := test.held + mode.String()
@@ -71,7 +70,6 @@ func TestDatabase_OfAnyEncoding(t *testing.T) {
 				require.EqualValues(t, cost, db.number("select count(*) from ratelimit.idempotency_keys"))
 				db.dropPolicy(policy)
 			}
-
 			_, err := acquire(db.Pool, "no "+test.held, "k", 1)
 			require.Equal(t, "RL001", sqlState(err))
 			require.ErrorContains(t, client.New(db.Pool).DropPolicy(t.Context(), "no "+test.held), "'no "+test.held+"'", "an error tells the text as it was")
@@ -120,7 +118,6 @@ func TestDatabase_OfAnyCollation(t *testing.T) {
 			for _, text := range texts {
 				db.exec("insert into asked values ($1, $1)", text)
 			}
-
 			db.exec("select ratelimit_define_policy(a.policy, 10, 1, '1 day', durable => a.key < 'k') from asked as a")
 			require.Equal(t, slices.Sorted(slices.Values(texts)), column(t, db.DB, "select policy from ratelimit_policies()"), "by byte")
 			for range 2 {

@@ -29,9 +29,7 @@ var denials = []struct{ name, call string }{
 
 // denyTimes is a query for how many of n acquires are denied.
 func denyTimes(n int, policy, call string) (string, pgx.NamedArgs) {
-	return `select count(*) filter (where not d.allowed)
-	          from generate_series(1, @n) as i
-	         cross join lateral (select * from ratelimit_` + call + `) as d`,
+	return `select count(*) filter (where not d.allowed) from generate_series(1, @n) as i cross join lateral (select * from ratelimit_` + call + `) as d`,
 		pgx.NamedArgs{"n": n, "policy": policy}
 }
 
@@ -41,24 +39,20 @@ func TestDenial_WritesNothing(t *testing.T) {
 	for policy, kind := range map[string]policyOption{"durable": durable, "ephemeral": ephemeral} {
 		for _, d := range denials {
 			t.Run(policy+" "+d.name, func(t *testing.T) {
-				db := parallelDB(t)
-				db.definePolicy(policy, 10, 1, aDay, kind)
+				db := parallelDB(t).policy(policy, 10, 1, aDay, kind)
 				db.acquire(policy, "known", 10, "another")
 				db.acquire(policy, "half", 5)
 				before := db.rows()
-
 				s := db.begin()
 				var times int
 				sql, args := denyTimes(n, policy, d.call)
 				require.NoError(t, s.QueryRow(context.Background(), sql, args).Scan(&times))
 				require.Equal(t, n, times)
-
 				require.Equal(t, traces{}, s.traces())
 				require.Equal(t, before, db.rows())
 				for _, table := range stateTables {
 					db.exec("select from " + table + " for update nowait")
 				}
-
 				// A grant does change the rows that are compared.
 				s.acquire(policy, "other", 1, "Z")
 				require.Equal(t, traces{xid: true, writes: 2}, s.traces())
@@ -85,20 +79,17 @@ func (s *session) traces() (found traces) {
 
 // The counters of pg_stat_user_tables, as monitoring sees them: separate transactions this time.
 func TestDenial_CountsAsNoWrite(t *testing.T) {
-	db := parallelDB(t)
-	db.definePolicy("p", 10, 1, aDay)
+	db := parallelDB(t).policy("p", 10, 1, aDay)
 	s := db.session()
 	s.acquire("p", "known", 10, "another")
 	written := func() (n int64) {
 		s.exec("select pg_stat_force_next_flush()")
 		require.NoError(t, s.QueryRow(context.Background(), `
-			select sum(n_tup_ins + n_tup_upd + n_tup_del)::bigint
-			  from pg_stat_user_tables where schemaname = 'ratelimit' and relname <> 'policies'`).Scan(&n))
+			select sum(n_tup_ins + n_tup_upd + n_tup_del)::bigint from pg_stat_user_tables where schemaname = 'ratelimit' and relname <> 'policies'`).Scan(&n))
 		return n
 	}
 	before := written()
 	require.EqualValues(t, 2, before, "the bucket and its idempotency key")
-
 	s.exec(`do $$ begin
 		for i in 1..10000 loop
 			if (ratelimit_acquire('p', 'known', 1, case when i % 2 = 0 then 'X' end)).allowed
@@ -120,7 +111,6 @@ func TestDenial_WritesNoWAL(t *testing.T) {
 	db.acquire("p", "half", 5)
 	s := db.session()
 	s.exec("checkpoint")
-
 	for _, d := range denials {
 		// Should somebody else write after all, then hardly each time; a denial would.
 		var wal int64
@@ -167,8 +157,7 @@ func waitAndLose(db *testDB, kind policyOption, waited time.Duration) (caller *s
 	holder := db.begin()
 	holder.acquire("p", "k", 5)
 	caller = db.begin()
-	call := caller.startAcquire("p", "k", 3)
-	call.awaitBlockedBy(holder)
+	call := caller.startAcquire("p", "k", 3).blockedBy(holder)
 	db.setClock(t0.Add(waited))
 	holder.exec("commit")
 	return caller, call.answer()
@@ -179,7 +168,6 @@ func TestDenial_AfterAWaitCountsFromAfterTheWait(t *testing.T) {
 		_, answer := waitAndLose(db, kind, 1500*time.Millisecond)
 		require.Equal(t, denied(1, 1500*time.Millisecond, 8500*time.Millisecond, 10), answer)
 	})
-
 	db := newDB(t)
 	defer db.mutate(mutation{`(?s)v_now := clock\(\);( .*? from buckets as b)`, "$1"})()
 	_, answer := waitAndLose(db, durable, 1500*time.Millisecond)
@@ -203,7 +191,6 @@ func TestDenial_AfterAWaitKeepsTheRowLock(t *testing.T) {
 		caller, answer := waitAndLose(db, kind, 0)
 		require.False(t, answer.Allowed)
 		require.Equal(t, traces{xid: true}, caller.traces(), "locked, not written")
-
 		lock := "select from " + table + " for update nowait"
 		_, err := db.session().Exec(context.Background(), lock)
 		require.Equal(t, "55P03", sqlState(err))
@@ -223,18 +210,15 @@ func TestDenial_OfSeveralAfterAWaitLeavesNothing(t *testing.T) {
 			"with an idempotency": {all(policy, "a", "b", "new").charges, "X"},
 		} {
 			t.Run(policy+" "+name, func(t *testing.T) {
-				db := parallelDB(t)
-				db.definePolicy(policy, 10, 1, aDay, kind)
+				db := parallelDB(t).policy(policy, 10, 1, aDay, kind)
 				db.acquire(policy, "a", 4)
 				db.acquire(policy, "b", 9)
 				holder := db.begin()
 				holder.acquire(policy, "b", 1)
 				caller := db.begin()
-				call := caller.startAll(r)
-				call.awaitBlockedBy(holder)
+				call := caller.startAll(r).blockedBy(holder)
 				holder.exec("commit")
 				require.False(t, call.answer().Allowed)
-
 				hasty := db.hasty()
 				for _, table := range stateTables {
 					hasty.exec("select from " + table + " for update nowait")

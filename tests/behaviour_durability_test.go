@@ -23,16 +23,13 @@ func TestDurability_AfterACrash(t *testing.T) {
 	before := db.bucket("d", "k")
 	open := db.begin() // and never committed
 	open.acquire("d", "k", 1)
-
 	require.NoError(t, server.Stop(context.Background(), true))
 	require.NoError(t, server.Start(context.Background()))
 	db = reopen(t, server)
-
 	require.Equal(t, before, db.bucket("d", "k"))
 	require.EqualValues(t, 3, db.left("d", "k"))
 	require.Equal(t, replayed(first), db.acquire("d", "k", 3, "X"))
 	require.False(t, db.acquire("d", "k", 4).Allowed)
-
 	require.Nil(t, db.bucket("e", "k"))
 	again := db.acquire("e", "k", 3, "X")
 	require.False(t, again.Replayed)
@@ -41,9 +38,7 @@ func TestDurability_AfterACrash(t *testing.T) {
 
 // Every table that one call writes has the same durability, so an ephemeral grant has nothing to flush.
 func TestDurability_AnEphemeralGrantWritesNoWAL(t *testing.T) {
-	db := parallelDB(t)
-	db.definePolicy("d", 10, 1, time.Second)
-	db.definePolicy("e", 10, 1, time.Second, ephemeral)
+	db := parallelDB(t).policy("d", 10, 1, time.Second).policy("e", 10, 1, time.Second, ephemeral)
 	s := db.session()
 	for _, call := range []string{
 		"acquire(%, k)", // creates the bucket

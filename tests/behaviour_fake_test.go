@@ -16,7 +16,8 @@ import (
 	"github.com/pgratelimit/pgratelimit/client/clienttest/model"
 )
 
-// The fake refuses what the server refuses, with its SQLSTATE and message, and changes nothing.
+func failure[T any](_ T, err error) error { return err }
+
 func TestFake_RefusesWhatTheServerRefuses(t *testing.T) {
 	t.Parallel()
 	db, fake := newDB(t), newFake(t)
@@ -41,18 +42,11 @@ func TestFake_RefusesWhatTheServerRefuses(t *testing.T) {
 		for _, key := range names {
 			add(fmt.Sprintf("reset %q %q", policy, key), func(l *client.Limiter) error { return l.Reset(ctx, policy, key) })
 			for _, cost := range costs {
-				add(fmt.Sprintf("peek %q %q %d", policy, key, cost), func(l *client.Limiter) error {
-					_, err := l.Peek(ctx, policy, key, client.Cost(cost))
-					return err
-				})
-				add(fmt.Sprintf("refund %q %q %d", policy, key, cost), func(l *client.Limiter) error {
-					_, err := l.Refund(ctx, policy, key, cost)
-					return err
-				})
+				add(fmt.Sprintf("peek %q %q %d", policy, key, cost), func(l *client.Limiter) error { return failure(l.Peek(ctx, policy, key, client.Cost(cost))) })
+				add(fmt.Sprintf("refund %q %q %d", policy, key, cost), func(l *client.Limiter) error { return failure(l.Refund(ctx, policy, key, cost)) })
 				for _, idempotencyKey := range names {
 					add(fmt.Sprintf("acquire %q %q %d %q", policy, key, cost, idempotencyKey), func(l *client.Limiter) error {
-						_, err := l.Acquire(ctx, policy, key, client.Cost(cost), client.IdempotencyKey(idempotencyKey))
-						return err
+						return failure(l.Acquire(ctx, policy, key, client.Cost(cost), client.IdempotencyKey(idempotencyKey)))
 					})
 				}
 			}
@@ -75,10 +69,7 @@ func TestFake_RefusesWhatTheServerRefuses(t *testing.T) {
 	}
 	for i, policy := range names {
 		for j, key := range names {
-			add(fmt.Sprintf("remove override %q %q", policy, key), func(l *client.Limiter) error {
-				_, err := l.RemoveOverride(ctx, policy, key)
-				return err
-			})
+			add(fmt.Sprintf("remove override %q %q", policy, key), func(l *client.Limiter) error { return failure(l.RemoveOverride(ctx, policy, key)) })
 			for k, every := range spans {
 				o := client.Override{
 					Policy: policy, Key: key, Every: every,
@@ -89,16 +80,14 @@ func TestFake_RefusesWhatTheServerRefuses(t *testing.T) {
 			for _, cost := range costs {
 				charges := []client.Charge{{Policy: "p", Key: "p"}, {Policy: policy, Key: key, Cost: client.Cost(cost)}}
 				add(fmt.Sprintf("acquire all %+v", charges), func(l *client.Limiter) error {
-					_, err := l.AcquireAll(ctx, charges, client.IdempotencyKey(names[(i+j)%7]))
-					return err
+					return failure(l.AcquireAll(ctx, charges, client.IdempotencyKey(names[(i+j)%7])))
 				})
 			}
 		}
 	}
 	for _, n := range []int{0, 1000, 1001} {
 		add(fmt.Sprintf("acquire all of %d", n), func(l *client.Limiter) error {
-			_, err := l.AcquireAll(ctx, slices.Repeat([]client.Charge{{Policy: "p", Key: "p"}}, n))
-			return err
+			return failure(l.AcquireAll(ctx, slices.Repeat([]client.Charge{{Policy: "p", Key: "p"}}, n)))
 		})
 	}
 	for _, name := range names {
@@ -160,14 +149,10 @@ func TestErrors_NameTheElementOfARequest(t *testing.T) {
 		"key is empty.":                {charge("p", "", 1)},
 		"No policy is named 'nobody'.": {charge("nobody", "k", 1)},
 	} {
-		calls[want] = func(l client.Acquirer) error {
-			_, err := l.AcquireAll(t.Context(), charges, opts)
-			return err
-		}
+		calls[want] = func(l client.Acquirer) error { return failure(l.AcquireAll(t.Context(), charges, opts)) }
 	}
 	calls["idempotency_key is empty."] = func(l client.Acquirer) error {
-		_, err := l.AcquireAll(t.Context(), []client.Charge{one, one}, client.IdempotencyKey(""))
-		return err
+		return failure(l.AcquireAll(t.Context(), []client.Charge{one, one}, client.IdempotencyKey("")))
 	}
 	requireDetails(t, calls)
 }
@@ -185,14 +170,10 @@ func TestErrors_TellARepeatedRequestFromARepeatedSettlement(t *testing.T) {
 		"Policy 'p' does not remember 'j' for this bucket. Nothing was charged.": {function: "settle", cost: 2, idempotencyKey: "j"},
 	} {
 		s.BucketID, s.idempotencyKey = model.BucketID{Policy: "p", Key: "settled"}, cmp.Or(s.idempotencyKey, "i")
-		calls[want] = func(l *client.Limiter) error {
-			_, err := s.with(t.Context(), l)
-			return err
-		}
+		calls[want] = func(l *client.Limiter) error { return failure(s.with(t.Context(), l)) }
 	}
 	calls["'i' was granted with cost 2 and is requested again with cost 3."] = func(l *client.Limiter) error {
-		_, err := l.Acquire(t.Context(), "p", "granted", client.Cost(3), client.IdempotencyKey("i"))
-		return err
+		return failure(l.Acquire(t.Context(), "p", "granted", client.Cost(3), client.IdempotencyKey("i")))
 	}
 	requireDetails(t, calls)
 }

@@ -3,7 +3,6 @@ package tests
 import (
 	"context"
 	"fmt"
-	"strings"
 	"testing"
 	"time"
 
@@ -11,17 +10,15 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/client/clienttest/model"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
 func enforce(q querier, policy, key string, cost int64, idempotencyKey ...string) (decision, error) {
-	if len(idempotencyKey) > 0 {
-		return decide(q, "ratelimit_enforce($1, $2, $3, $4)", policy, key, cost, idempotencyKey[0])
-	}
-	return decide(q, "ratelimit_enforce($1, $2, $3)", policy, key, cost)
+	r := requestOf(policy, key, cost, idempotencyKey...)
+	return decide(q, "ratelimit_enforce($1, $2, $3, $4)", r.Policy, r.Key, r.Cost, r.IdempotencyKey)
 }
 
-// enforce answers as acquire does, and where that denies it raises.
 func TestEnforce_IsAcquireThatRaises(t *testing.T) {
 	onDBs(t, map[string][]policyOption{"durable": {durable}, "ephemeral": {ephemeral}, "stepped": {stepped}}, func(t *testing.T, db *testDB, options []policyOption) {
 		db.definePolicy("enforced", 10, 3, 7*second, options...)
@@ -52,11 +49,10 @@ func TestEnforce_IsAcquireThatRaises(t *testing.T) {
 		}
 		require.Greater(t, refusals, 4)
 		for _, call := range []string{"('none', 'k')", "('enforced', '')", "('enforced', null)", "('enforced', 'k', -1)", "('enforced', 'k', null)", "(null, 'k')"} {
-			_, want := db.Pool.Exec(t.Context(), "select ratelimit_acquire"+call)
-			_, err := db.Pool.Exec(t.Context(), "select ratelimit_enforce"+call)
-			require.Error(t, want)
-			require.Equal(t, pgError(want).Message, pgError(err).Message)
-			require.Equal(t, pgError(want).Detail, pgError(err).Detail)
+			_, err := db.Pool.Exec(t.Context(), "select ratelimit_acquire"+call)
+			want := pgError(err)
+			got := db.refused(want.Code, "select ratelimit_enforce"+call)
+			require.Equal(t, []string{want.Message, want.Detail}, []string{got.Message, got.Detail})
 		}
 		db.exec("select ratelimit_define_policy('enforced', shadow => true)")
 		d, err := enforce(db.Pool, "enforced", "k", 11)
@@ -77,33 +73,24 @@ func requireDenial(t *testing.T, err error, policy string, cost int64, want deci
 	require.True(t, ok, e.Detail)
 	require.Equal(t, policy, d.Policy)
 	require.Equal(t, cost, d.Cost)
-	require.Equal(t, want, decision{
-		Remaining: d.Remaining, RetryAfter: orNever(retryMicros(d)), ResetAfter: want.ResetAfter, Capacity: d.Capacity,
-	}, e.Detail)
-}
-
-func retryMicros(d client.Denial) *int64 {
+	got := decision{Remaining: d.Remaining, RetryAfter: micros(d.RetryAfter), ResetAfter: want.ResetAfter, Capacity: d.Capacity}
 	if d.Never() {
-		return nil
+		got.RetryAfter = model.Never
 	}
-	us := d.RetryAfter.Microseconds()
-	return &us
+	require.Equal(t, want, got, e.Detail)
 }
 
 func TestEnforce_TellsWhenAndNeverWhose(t *testing.T) {
-	db := parallelDB(t)
-	db.setClock(t0)
-	db.definePolicy("p", 10, 1, 7*second)
-	db.definePolicy("budget", 5, 0, second)
+	db := parallelDB(t, t0).policy("p", 10, 1, 7*second).policy("budget", 5, 0, second)
 	db.exec("select ratelimit_acquire(p, 'secret', 5) from unnest('{p,budget}'::text[]) as p")
 	for call, want := range map[string][2]string{
 		"('p', 'secret', 6)":      {`{"policy": "p", "cost": 6, "remaining": 5, "retry_after": 7, "capacity": 10}`, "Try again in 7 seconds."},
 		"('p', 'secret', 11)":     {`{"policy": "p", "cost": 11, "remaining": 5, "retry_after": null, "capacity": 10}`, "A cost of 11 never fits a bucket of 10."},
 		"('budget', 'secret', 1)": {`{"policy": "budget", "cost": 1, "remaining": 0, "retry_after": null, "capacity": 5}`, "The bucket does not refill by itself."},
 	} {
-		_, err := db.Pool.Exec(t.Context(), "select ratelimit_enforce"+call)
-		require.Equal(t, want, [2]string{pgError(err).Detail, pgError(err).Hint})
-		require.NotContains(t, pgError(err).Message+pgError(err).Detail+pgError(err).Hint+pgError(err).Where, "secret")
+		e := db.refused("RL429", "select ratelimit_enforce"+call)
+		require.Equal(t, want, [2]string{e.Detail, e.Hint})
+		require.NotContains(t, e.Message+e.Detail+e.Hint+e.Where, "secret")
 	}
 	db.setClock(t0.Add(3_500*ms + us))
 	_, err := enforce(db.Pool, "p", "secret", 6)
@@ -133,11 +120,9 @@ func TestGuard_ChargesEachKeyOnce(t *testing.T) {
 		refused := func(code, sql string) {
 			t.Helper()
 			before := state(t, db.Pool)
-			_, err := db.Pool.Exec(t.Context(), sql)
-			require.Equal(t, code, sqlState(err), "%s: %v", sql, err)
+			db.refused(code, sql)
 			require.Equal(t, before, state(t, db.Pool), sql)
 		}
-
 		db.exec("insert into orders (customer) values ('a')")
 		left(9, 10, 10)
 		db.exec("insert into orders (customer) values ('a'), ('b'), ('a')")
@@ -147,7 +132,6 @@ func TestGuard_ChargesEachKeyOnce(t *testing.T) {
 		db.exec("insert into orders_of_sizes values ('a', 2), ('c', 4), ('a', 0), ('b', 0)")
 		left(5, 9, 6)
 		require.EqualValues(t, 8, db.number("select (select count(*) from orders) + (select count(*) from orders_of_sizes)"))
-
 		refused("RL429", "insert into orders (customer) select 'a' from generate_series(1, 6)")
 		refused("RL429", "insert into orders_of_sizes values ('a', 5), ('b', 9), ('c', 7), ('new', 1)")
 		left(5, 9, 6)
@@ -155,7 +139,6 @@ func TestGuard_ChargesEachKeyOnce(t *testing.T) {
 		requireDenial(t, err, "p", 9, denied(6, 3*second, 4*second, 10)) // the longest wait
 		_, err = db.Pool.Exec(t.Context(), "insert into orders_of_sizes values ('a', 7), ('c', 99), ('c', 1)")
 		requireDenial(t, err, "p", 100, never(6, 4*second, 10))
-
 		refused("22023", "insert into orders (customer) values ('a'), (null)")
 		refused("22023", "insert into orders (customer) values (null)")
 		refused("22023", "insert into orders_of_sizes values ('a', 1), (null, 0)")
@@ -164,7 +147,6 @@ func TestGuard_ChargesEachKeyOnce(t *testing.T) {
 		refused("22023", "insert into orders_of_sizes values ('a', 3), ('a', -1)")
 		refused("22023", "insert into orders_of_sizes values ('a', 3), ('a', null)")
 		refused("RL429", "insert into orders_of_sizes select 'a', 2147483647 from generate_series(1, 100)")
-
 		db.exec("select ratelimit_define_policy('p', shadow => true)")
 		db.exec("insert into orders (customer) select 'a' from generate_series(1, 20)")
 		db.exec("insert into orders (customer) select c from generate_series(1, 7), unnest('{a,b,c}'::text[]) as c")
@@ -180,14 +162,12 @@ func TestGuard_ChargesEachKeyOnce(t *testing.T) {
 func TestGuard_CountsWhatIsInserted(t *testing.T) {
 	t.Parallel()
 	ctx := t.Context()
-	db := newDB(t)
-	db.definePolicy("p", 100, 1, aDay)
+	db := newDB(t).policy("p", 100, 1, aDay)
 	db.guarded("p", "orders")
 	db.exec("create unique index on orders (customer, size)")
 	_, err := db.Pool.CopyFrom(ctx, pgx.Identifier{"orders"}, []string{"customer", "size"}, pgx.CopyFromRows([][]any{{"copied", 1}, {"copied", 2}, {"also", 1}}))
 	require.NoError(t, err)
-	require.EqualValues(t, 98, db.left("p", "copied"))
-	require.EqualValues(t, 99, db.left("p", "also"))
+	require.Equal(t, []int64{98, 99}, []int64{db.left("p", "copied"), db.left("p", "also")})
 	for _, sql := range []string{
 		"insert into orders values ('copied', 1), ('copied', 3), ('also', 1) on conflict (customer, size) do update set note = 'again'",
 		"insert into orders values ('copied', 1), ('also', 1) on conflict do nothing",
@@ -199,17 +179,14 @@ func TestGuard_CountsWhatIsInserted(t *testing.T) {
 	} {
 		db.exec(sql)
 	}
-	require.EqualValues(t, 97, db.left("p", "copied"))
-	require.EqualValues(t, 97, db.left("p", "also"))
-
+	require.Equal(t, []int64{97, 97}, []int64{db.left("p", "copied"), db.left("p", "also")})
 	_, err = db.Pool.CopyFrom(ctx, pgx.Identifier{"orders"}, []string{"customer", "size"}, pgx.CopyFromSlice(98, func(i int) ([]any, error) { return []any{"copied", i}, nil }))
 	require.Equal(t, "RL429", sqlState(err), "%v", err)
 	require.Zero(t, db.number("select count(*) from orders where customer = 'copied'"))
 }
 
 func TestGuard_KeyColumns(t *testing.T) {
-	db := parallelDB(t)
-	db.definePolicy("p", 100, 1, aDay)
+	db := parallelDB(t).policy("p", 100, 1, aDay)
 	for typ, key := range map[string]string{
 		"text": "some text", "varchar(40)": "varying", "uuid": "8c1b7ad0-6c2f-4f5e-9d57-1e5d6b0f4d11", "integer": "-7", "bigint": "9000000000000",
 	} {
@@ -227,8 +204,7 @@ func TestGuard_KeyColumns(t *testing.T) {
 			create table blind (customer text collate blind);
 			create trigger limited after insert on blind referencing new table as inserted for each statement execute function ratelimit_guard('p', 'customer');
 			insert into blind values ('A'), ('a'), ('a')`, pgx.QueryExecModeSimpleProtocol)
-		require.EqualValues(t, 99, db.left("p", "A"))
-		require.EqualValues(t, 98, db.left("p", "a"))
+		require.Equal(t, []int64{99, 98}, []int64{db.left("p", "A"), db.left("p", "a")})
 	}
 	// A column that is computed when the row is stored.
 	db.exec(`
@@ -240,8 +216,7 @@ func TestGuard_KeyColumns(t *testing.T) {
 
 // A guard stands on the table that the statement names.
 func TestGuard_PartitionsParentsAndForeignTables(t *testing.T) {
-	db := parallelDB(t)
-	db.definePolicy("p", 100, 1, aDay)
+	db := parallelDB(t).policy("p", 100, 1, aDay)
 	const guard = "referencing new table as inserted for each statement execute function ratelimit_guard('p', 'customer')"
 	db.exec(`
 		create table parted (customer text, n integer) partition by range (n);
@@ -252,8 +227,7 @@ func TestGuard_PartitionsParentsAndForeignTables(t *testing.T) {
 		create table child () inherits (parent);
 		create trigger limited after insert on parent `+guard, pgx.QueryExecModeSimpleProtocol)
 	db.exec("insert into parted values ('a', 1), ('a', 11), ('b', 12)")
-	require.EqualValues(t, 98, db.left("p", "a"))
-	require.EqualValues(t, 99, db.left("p", "b"))
+	require.Equal(t, []int64{98, 99}, []int64{db.left("p", "a"), db.left("p", "b")})
 	db.exec("insert into parted_low values ('a', 2)") // a partition that is named is not guarded by the guard of its table
 	require.EqualValues(t, 98, db.left("p", "a"))
 	db.exec("create trigger limited after insert on parted_low " + guard)
@@ -261,12 +235,10 @@ func TestGuard_PartitionsParentsAndForeignTables(t *testing.T) {
 	require.EqualValues(t, 97, db.left("p", "a"))
 	db.exec("insert into parted values ('a', 4)") // once, and not again by the partition's guard
 	require.EqualValues(t, 96, db.left("p", "a"))
-
 	db.exec("insert into parent values ('a')")
 	require.EqualValues(t, 95, db.left("p", "a"))
 	db.exec("insert into child values ('a')")
 	require.EqualValues(t, 95, db.left("p", "a"))
-
 	db.exec("create foreign data wrapper nothing; create server nowhere foreign data wrapper nothing; create foreign table far (customer text) server nowhere", pgx.QueryExecModeSimpleProtocol)
 	_, err := db.Pool.Exec(t.Context(), "create trigger limited after insert on far "+guard)
 	require.ErrorContains(t, err, "foreign table")
@@ -304,7 +276,6 @@ func TestGuard_ForeignPartitions(t *testing.T) {
 		return err
 	}
 	uncharged := func() int64 { return db.number("select count(*) from parted") - (100 - db.left("p", "a")) }
-
 	require.NoError(t, insert("('a', 1), ('a', 2)"))
 	require.EqualValues(t, 98, db.left("p", "a"))
 	for _, rows := range []string{"('a', 11)", "('a', 3), ('a', 12), ('a', 4)"} {
@@ -322,7 +293,6 @@ func TestGuard_ForeignPartitions(t *testing.T) {
 	require.Zero(t, uncharged())
 	require.NoError(t, insert("('a', 6)"), "the others go on")
 	require.Zero(t, uncharged())
-
 	// Its name, like that of any partition, passes by the guard of the table.
 	db.exec("insert into parted_high values ('a', 14)")
 	require.EqualValues(t, 1, uncharged())
@@ -331,8 +301,7 @@ func TestGuard_ForeignPartitions(t *testing.T) {
 // Any number of keys, in the one order of locks: statements with the same keys the other way round wait for each other, and do not deadlock.
 func TestGuard_ManyKeys(t *testing.T) {
 	t.Parallel()
-	db := newCrowdDB(t, 8)
-	db.definePolicy("p", 1_000_000, 1, aDay)
+	db := newCrowdDB(t, 8).policy("p", 1_000_000, 1, aDay)
 	db.guarded("p", "orders")
 	const keys, rounds = 3000, 4
 	crowd(t, 8, func(caller int) error {
@@ -348,11 +317,9 @@ func TestGuard_ManyKeys(t *testing.T) {
 		return nil
 	})
 	require.EqualValues(t, keys, db.number("select count(*) from ratelimit_status('p', 1000000) where remaining = 1000000 - $1", 8*rounds))
-
 	db.exec("select ratelimit_override('p', '2999', capacity => 0)")
 	before := db.number("select sum(level) from ratelimit.buckets")
-	_, err := db.Pool.Exec(t.Context(), "insert into orders (customer) select n::text from generate_series(1, $1::integer) as n", keys)
-	require.Equal(t, "RL429", sqlState(err), "%v", err)
+	db.refused("RL429", "insert into orders (customer) select n::text from generate_series(1, $1::integer) as n", keys)
 	require.Equal(t, before, db.number("select sum(level) from ratelimit.buckets"))
 }
 
@@ -400,28 +367,20 @@ func BenchmarkGuard_ToAPlainInsert(b *testing.B) {
 	b.ReportMetric(fastest["guarded"].Seconds()/fastest["plain"].Seconds(), "of-plain")
 }
 
-// What a guard took is given back with the statement, the savepoint or the transaction.
 func TestGuard_GivesBackWhatFails(t *testing.T) {
-	db := parallelDB(t)
-	db.definePolicy("p", 10, 1, aDay)
+	db := parallelDB(t).policy("p", 10, 1, aDay)
 	db.guarded("p", "orders")
 	db.exec("alter table orders add constraint positive check (size > 0)")
-	_, err := db.Pool.Exec(t.Context(), "insert into orders values ('a', 1), ('a', -1)")
-	require.Equal(t, "23514", sqlState(err))
+	db.refused("23514", "insert into orders values ('a', 1), ('a', -1)")
 	require.EqualValues(t, 10, db.left("p", "a"))
-
 	tx := db.begin()
 	tx.exec("insert into orders values ('a', 1)")
 	tx.exec("savepoint s")
 	tx.exec("insert into orders values ('a', 1), ('b', 1)")
 	tx.exec("rollback to s")
-	waiter := db.session().startAcquire("p", "a", 9)
-	waiter.awaitBlockedBy(tx)
+	waiter := db.session().startAcquire("p", "a", 9).blockedBy(tx)
 	tx.exec("commit")
 	require.True(t, waiter.answer().Allowed)
-	require.EqualValues(t, 0, db.left("p", "a"))
-	require.EqualValues(t, 10, db.left("p", "b"))
-	_, err = db.Pool.Exec(t.Context(), "insert into orders values ('a', 1)")
-	require.Equal(t, "RL429", sqlState(err))
-	require.True(t, strings.HasPrefix(pgError(err).Hint, "Try again in "))
+	require.Equal(t, []int64{0, 10}, []int64{db.left("p", "a"), db.left("p", "b")})
+	db.refused("RL429", "insert into orders values ('a', 1)")
 }

@@ -22,7 +22,6 @@ func TestHOT_UpdatesAreHeapOnly(t *testing.T) {
 		end loop;
 		perform pg_stat_force_next_flush();
 	end $$`, calls))
-
 	taken := db.number("select sum(1000000 - level / 1000000)::bigint from ratelimit.buckets")
 	require.EqualValues(t, calls, taken)
 	updates := db.number("select n_tup_upd from pg_stat_user_tables where relid = 'ratelimit.buckets'::regclass")
@@ -33,9 +32,7 @@ func TestHOT_UpdatesAreHeapOnly(t *testing.T) {
 
 // A new row has room, which its first update leaves to the next versions, whichever call it is.
 func TestHOT_TheFirstUpdateLeavesItsRoom(t *testing.T) {
-	db := parallelDB(t)
-	db.definePolicy("durable", 10, 1, aDay)
-	db.definePolicy("ephemeral", 10, 1, aDay, ephemeral)
+	db := parallelDB(t).policy("durable", 10, 1, aDay).policy("ephemeral", 10, 1, aDay, ephemeral)
 	db.definePolicy("overridden", 10, 1, aDay)
 	db.exec("select ratelimit_override('overridden', 'another', 5)")
 	const has = `select case count(*) when 1 then count(room) else -1 end from (
@@ -71,11 +68,8 @@ func TestHOT_TheFirstUpdateLeavesItsRoom(t *testing.T) {
 func TestHOT_AHeldSnapshotDoesNotMakeCallsReadEveryVersion(t *testing.T) {
 	inParallel(t, map[string]policyOption{"durable": durable, "ephemeral": ephemeral}, func(t *testing.T, kind policyOption) {
 		const versions = 12000
-		db := newDB(t)
-		db.definePolicy("full", 1_000_000, 1, aDay, kind)
-		db.definePolicy("empty", versions, 1, aDay, kind)
+		db := newDB(t).policy("full", 1_000_000, 1, aDay, kind).policy("empty", versions, 1, aDay, kind)
 		db.exec("select from ratelimit_acquire_many('{full,full}', '{hot,other}')")
-
 		holder := db.begin()
 		holder.exec("set transaction isolation level repeatable read")
 		holder.exec("select from ratelimit.policies")
@@ -86,13 +80,10 @@ func TestHOT_AHeldSnapshotDoesNotMakeCallsReadEveryVersion(t *testing.T) {
 					commit;
 				end loop;
 			end $$`, versions))
-
 		s := db.session()
 		for _, call := range []string{
-			"ratelimit_acquire_many('{full,full}', '{hot,hot}')",
-			"ratelimit_acquire_many('{full,full}', '{hot,other}')",
-			"ratelimit_acquire_many('{empty,empty}', '{hot,hot}')",
-			"ratelimit_acquire_many('{empty,full}', '{hot,other}')",
+			"ratelimit_acquire_many('{full,full}', '{hot,hot}')", "ratelimit_acquire_many('{full,full}', '{hot,other}')",
+			"ratelimit_acquire_many('{empty,empty}', '{hot,hot}')", "ratelimit_acquire_many('{empty,full}', '{hot,other}')",
 			"ratelimit_acquire_many('{full,full}', '{hot,hot}', '{600000,600000}')",
 			"ratelimit_acquire_packed('{full,full,empty}', '{hot,other,hot}', null, '{2,1}')",
 		} {

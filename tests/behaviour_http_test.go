@@ -180,7 +180,6 @@ func (s *httpSeen) check(t *testing.T, random *rand.Rand) {
 		}
 	}
 	l.now = l.now.Add(time.Duration(upTo(int64(time.Hour/time.Microsecond))) * time.Microsecond)
-
 	asked := l.now
 	status, header := l.ask()
 	whole := l.event.Decision
@@ -202,7 +201,6 @@ func (s *httpSeen) check(t *testing.T, random *rand.Rand) {
 		s.denied++
 		require.Positive(t, retryAfter)
 	}
-
 	least := map[string]client.Decision{} // of each policy
 	keys := map[string][]string{}
 	for i, c := range charges {
@@ -235,7 +233,6 @@ func (s *httpSeen) check(t *testing.T, random *rand.Rand) {
 			s.more++
 		}
 	}
-
 	// Now time goes on. Either the client does what RateLimit says, or it does what Retry-After says.
 	if retryAfter == absent || random.IntN(2) == 0 {
 		for name, limit := range limits {

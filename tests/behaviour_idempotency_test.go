@@ -17,18 +17,14 @@ func TestIdempotency_Vector58(t *testing.T) {
 	onEach(t, func(t *testing.T, db subject) {
 		db.setClock(t0)
 		db.definePolicy("p", 10, 1, time.Second)
-
 		first := db.acquire("p", "k", 2, "X")
 		require.Equal(t, allowed(8, 2*time.Second, 10), first)
 		require.Equal(t, replayed(first), db.acquire("p", "k", 2, "X"))
 		require.EqualValues(t, 8, db.peekAt(t0, "p", "k", 0).Remaining)
-
 		_, err := db.tryAcquire("p", "k", 3, "X")
 		require.Equal(t, "RL002", sqlState(err))
 		require.EqualValues(t, 8, db.peekAt(t0, "p", "k", 0).Remaining)
-
 		require.Equal(t, first, db.acquire("p", "other", 2, "X"), "keys belong to their bucket")
-
 		require.Equal(t, allowed(0, 10*time.Second, 10), db.acquire("p", "k", 8))
 		refused := db.acquire("p", "k", 1, "Y")
 		require.Equal(t, denied(0, time.Second, 10*time.Second, 10), refused)
@@ -57,7 +53,6 @@ func TestIdempotency_AReplayIsTheFirstAnswerWhateverHappenedSince(t *testing.T) 
 			first := db.acquire("p", "k", 4, "X")
 			require.Equal(t, allowed(6, 4*time.Second, 10), first)
 			since(db)
-
 			before := db.rows()
 			require.Equal(t, replayed(first), db.acquire("p", "k", 4, "X"))
 			_, err := acquire(db.Pool, "p", "k", 3, "X")
@@ -69,40 +64,29 @@ func TestIdempotency_AReplayIsTheFirstAnswerWhateverHappenedSince(t *testing.T) 
 }
 
 func TestIdempotency_AnExpiredKeyChargesAgain(t *testing.T) {
-	t.Parallel()
-	for _, cleaned := range []bool{false, true} {
-		t.Run(fmt.Sprintf("cleaned up %v", cleaned), func(t *testing.T) {
-			db := parallelDB(t)
-			db.cleanUpAtOnce()
-			for _, kind := range []policyOption{durable, ephemeral} {
-				db.definePolicy("p", 10, 1, 24*time.Hour, kind, remember(time.Hour))
-				first := db.acquireAt(t0, "p", "k", 2, "X")
-				expired := t0.Add(time.Hour + time.Microsecond)
-				require.Equal(t, replayed(first), db.acquireAt(t0.Add(time.Hour-time.Microsecond), "p", "k", 2, "X"))
-
-				db.setClock(expired)
-				if cleaned {
-					_, keys := db.cleanup()
-					require.EqualValues(t, 1, keys)
-				}
-				again := db.acquire("p", "k", 3, "X") // another cost: the old one is forgotten
-				require.True(t, again.Allowed)
-				require.False(t, again.Replayed)
-				require.EqualValues(t, 5, again.Remaining)
-				require.Equal(t, replayed(again), db.acquireAt(expired.Add(59*time.Minute), "p", "k", 3, "X"))
-				db.dropPolicy("p")
+	onDBs(t, map[string]bool{"cleaned up": true, "there still": false}, func(t *testing.T, db *testDB, cleaned bool) {
+		db.cleanUpAtOnce()
+		for _, kind := range []policyOption{durable, ephemeral} {
+			db.definePolicy("p", 10, 1, 24*time.Hour, kind, remember(time.Hour))
+			first := db.acquireAt(t0, "p", "k", 2, "X")
+			expired := t0.Add(time.Hour + time.Microsecond)
+			require.Equal(t, replayed(first), db.acquireAt(t0.Add(time.Hour-time.Microsecond), "p", "k", 2, "X"))
+			db.setClock(expired)
+			if cleaned {
+				_, keys := db.cleanup()
+				require.EqualValues(t, 1, keys)
 			}
-		})
-	}
+			again := db.acquire("p", "k", 3, "X") // another cost: the old one is forgotten
+			require.Equal(t, []any{true, false, int64(5)}, []any{again.Allowed, again.Replayed, again.Remaining})
+			require.Equal(t, replayed(again), db.acquireAt(expired.Add(59*time.Minute), "p", "k", 3, "X"))
+			db.dropPolicy("p")
+		}
+	})
 }
 
 func TestIdempotency_KeysBelongToTheirBucket(t *testing.T) {
-	db := parallelDB(t)
-	db.setClock(t0)
-	db.definePolicy("p", 10, 1, time.Second)
-	db.definePolicy("q", 10, 1, time.Second)
+	db := parallelDB(t, t0).policy("p", 10, 1, time.Second).policy("q", 10, 1, time.Second)
 	db.definePolicy("e", 10, 1, time.Second, ephemeral)
-
 	require.Equal(t, allowed(8, 2*time.Second, 10), db.acquire("p", "tenant 1", 2, "X"))
 	for _, other := range [][2]string{{"p", "tenant 2"}, {"q", "tenant 1"}, {"e", "tenant 1"}} {
 		require.Equal(t, allowed(7, 3*time.Second, 10), db.acquire(other[0], other[1], 3, "X"), other)
@@ -110,21 +94,15 @@ func TestIdempotency_KeysBelongToTheirBucket(t *testing.T) {
 }
 
 func TestIdempotency_CostZeroNeitherLooksNorRemembers(t *testing.T) {
-	db := parallelDB(t)
-	db.setClock(t0)
-	db.definePolicy("p", 10, 1, time.Second)
-
+	db := parallelDB(t, t0).policy("p", 10, 1, time.Second)
 	require.Equal(t, allowed(10, 0, 10), db.acquire("p", "k", 0, "X"))
 	require.Equal(t, allowed(8, 2*time.Second, 10), db.acquire("p", "k", 2, "X"))
 	require.Equal(t, allowed(8, 2*time.Second, 10), db.acquire("p", "k", 0, "X"), "not replayed, not RL002")
 }
 
 func TestIdempotency_ARollbackForgetsTheKeyWithTheTokens(t *testing.T) {
-	db := parallelDB(t)
-	db.setClock(t0)
-	db.definePolicy("p", 10, 1, time.Second)
+	db := parallelDB(t, t0).policy("p", 10, 1, time.Second)
 	first := allowed(8, 2*time.Second, 10)
-
 	s := db.begin()
 	require.Equal(t, first, s.acquire("p", "k", 2, "X"))
 	require.Equal(t, replayed(first), s.acquire("p", "k", 2, "X"))
@@ -138,8 +116,7 @@ func TestIdempotency_ARollbackForgetsTheKeyWithTheTokens(t *testing.T) {
 }
 
 func TestIdempotency_DropRemovesKeys(t *testing.T) {
-	db := parallelDB(t)
-	db.setClock(t0)
+	db := parallelDB(t, t0)
 	for _, kind := range []policyOption{durable, ephemeral} {
 		db.definePolicy("p", 10, 1, time.Second, kind)
 		first := db.acquire("p", "k", 2, "X")
@@ -195,11 +172,10 @@ func TestIdempotency_TwentyCallersWithOneKeyAreChargedOnce(t *testing.T) {
 
 // twoOfEach is a request of two tokens of each bucket.
 func twoOfEach(idempotencyKey string, keys ...string) wholeRequest {
-	r := all("p", keys...)
-	for i := range r.charges {
-		r.charges[i].Cost = 2
+	r := wholeRequest{idempotencyKey: idempotencyKey}
+	for _, key := range keys {
+		r.charges = append(r.charges, chargeOf("p", key, 2))
 	}
-	r.idempotencyKey = idempotencyKey
 	return r
 }
 
@@ -214,12 +190,10 @@ func TestIdempotency_OneChargeWhileTheBucketFills(t *testing.T) {
 			return err
 		},
 	}, func(t *testing.T, fill func(db *testDB, key string) error) {
-		db := newCrowdDB(t, 21)
-		db.definePolicy("p", 10, 1, time.Second)
+		db := newCrowdDB(t, 21).policy("p", 10, 1, time.Second)
 		for i := range 20 {
 			key := fmt.Sprint("k", i)
 			db.acquireAt(t0, "p", key, 10)
-
 			// Five requests come before the tokens, and are repeated among twenty that come meanwhile.
 			early := db.together(5, func(_ int, q querier) (decision, error) { return acquire(q, "p", key, 7, "X") })
 			require.Zero(t, count(early, isAllowed))
@@ -229,17 +203,11 @@ func TestIdempotency_OneChargeWhileTheBucketFills(t *testing.T) {
 			require.NoError(t, <-filled)
 			late := db.together(5, func(_ int, q querier) (decision, error) { return acquire(q, "p", key, 7, "X") })
 			require.Equal(t, 5, count(late, isAllowed))
-
-			charged := 0
-			for _, d := range append(meanwhile, late...) {
-				if d.Allowed {
-					require.Equal(t, replayed(allowed(3, 7*time.Second, 10)), replayed(d))
-					if !d.Replayed {
-						charged++
-					}
-				}
+			granted := slices.DeleteFunc(append(meanwhile, late...), func(d decision) bool { return !d.Allowed })
+			for _, d := range granted {
+				require.Equal(t, replayed(allowed(3, 7*time.Second, 10)), replayed(d))
 			}
-			require.Equal(t, 1, charged)
+			require.Equal(t, len(granted)-1, count(granted, isReplayed), "one is charged")
 			require.EqualValues(t, 3, db.left("p", key))
 		}
 	})
@@ -301,8 +269,7 @@ var (
 // overtaken runs the events while the caller waits at the gate.
 func overtaken(events func(db *testDB)) func(db *testDB, g *gate) *pending {
 	return func(db *testDB, g *gate) *pending {
-		caller := g.session().startAcquire("p", "k", 2, "X")
-		caller.awaitBlockedBy(g.keeper)
+		caller := g.session().startAcquire("p", "k", 2, "X").blockedBy(g.keeper)
 		events(db)
 		g.open()
 		return caller
@@ -315,8 +282,7 @@ func behind(end string, cost int64, before func(db *testDB)) func(db *testDB, _ 
 		before(db)
 		holder := db.begin()
 		holder.acquire("p", "k", cost, "X")
-		caller := db.session().startAcquire("p", "k", 2, "X")
-		caller.awaitBlockedBy(holder)
+		caller := db.session().startAcquire("p", "k", 2, "X").blockedBy(holder)
 		holder.exec(end)
 		return caller
 	}
@@ -341,96 +307,59 @@ func giveRow(db *testDB, key string) {
 
 func TestIdempotency_Races(t *testing.T) {
 	t.Parallel()
-	second := func(n int) time.Duration { return time.Duration(n) * time.Second }
-	charged := allowed(8, second(2), 10)
-
+	charged := allowed(8, 2*second, 10)
 	for _, r := range []race{
-		{
-			name: "a known key is replayed though another holds the bucket", capacity: 10,
+		{name: "a known key is replayed though another holds the bucket", capacity: 10,
 			play: func(db *testDB, _ *gate) *pending {
 				db.acquire("p", "k", 2, "X")
 				holder := db.begin()
 				holder.acquire("p", "k", 1)
 				return db.hasty().startAcquire("p", "k", 2, "X")
 			},
-			want:    outcome{answer: replayed(charged), left: 8},
-			without: []removal{{withoutFirstLook, outcome{state: "55P03", left: 8}}},
-		},
-		{
-			name: "another took what was left, under no key or another", capacity: 3,
+			want: outcome{answer: replayed(charged), left: 8}, without: []removal{{withoutFirstLook, outcome{state: "55P03", left: 8}}}},
+		{name: "another took what was left, under no key or another", capacity: 3,
 			play: func(db *testDB, _ *gate) *pending {
 				known(db)
 				holder := db.begin()
 				holder.acquire("p", "k", 2, "Y")
-				caller := db.session().startAcquire("p", "k", 2, "X")
-				caller.awaitBlockedBy(holder)
+				caller := db.session().startAcquire("p", "k", 2, "X").blockedBy(holder)
 				holder.exec("commit")
 				return caller
 			},
-			want:    outcome{answer: denied(1, second(1), second(2), 3), left: 1},
-			without: []removal{{withoutCondition, outcome{answer: allowed(-1, second(4), 3), left: -1}}},
-		},
-		{
-			name: "the same request came first, and there is enough for both", capacity: 10,
-			play: behind("commit", 2, known),
+			want:    outcome{answer: denied(1, second, 2*second, 3), left: 1},
+			without: []removal{{withoutCondition, outcome{answer: allowed(-1, 4*second, 3), left: -1}}}},
+		{name: "the same request came first, and there is enough for both", capacity: 10, play: behind("commit", 2, known),
 			want: outcome{answer: replayed(charged), left: 8},
 			without: []removal{
 				{withoutGiveBack, outcome{answer: replayed(charged), left: 6}},
-				{overwritingLiveKeys, outcome{answer: allowed(6, second(4), 10), left: 6}},
-			},
-		},
-		{
-			name: "the same request came first and took all there was", capacity: 2,
-			play:    behind("commit", 2, known),
-			want:    outcome{answer: replayed(allowed(0, second(2), 2)), left: 0},
-			without: []removal{{withoutReadAgain, outcome{answer: denied(0, second(2), second(2), 2), left: 0}}},
-		},
-		{
-			name: "the same request came first and was rolled back", capacity: 2,
-			play: behind("rollback", 2, known),
-			want: outcome{answer: allowed(0, second(2), 2), left: 0},
-		},
-		{
-			name: "the same request with another cost came first, and there is enough for both", capacity: 10,
-			play:    behind("commit", 3, known),
-			want:    outcome{state: "RL002", left: 7},
-			without: []removal{{overwritingLiveKeys, outcome{answer: allowed(5, second(5), 10), left: 5}}},
-		},
-		{
-			name: "the same request with another cost came first and took all there was", capacity: 3,
-			play:    behind("commit", 3, known),
+				{overwritingLiveKeys, outcome{answer: allowed(6, 4*second, 10), left: 6}},
+			}},
+		{name: "the same request came first and took all there was", capacity: 2, play: behind("commit", 2, known),
+			want:    outcome{answer: replayed(allowed(0, 2*second, 2)), left: 0},
+			without: []removal{{withoutReadAgain, outcome{answer: denied(0, 2*second, 2*second, 2), left: 0}}}},
+		{name: "the same request came first and was rolled back", capacity: 2, play: behind("rollback", 2, known),
+			want: outcome{answer: allowed(0, 2*second, 2), left: 0}},
+		{name: "the same request with another cost came first, and there is enough for both", capacity: 10, play: behind("commit", 3, known),
+			want: outcome{state: "RL002", left: 7}, without: []removal{{overwritingLiveKeys, outcome{answer: allowed(5, 5*second, 10), left: 5}}}},
+		{name: "the same request with another cost came first and took all there was", capacity: 3, play: behind("commit", 3, known),
 			want:    outcome{state: "RL002", left: 0},
-			without: []removal{{withoutReadAgain, outcome{answer: denied(0, second(2), second(3), 3), left: 0}}},
-		},
-		{
-			name: "the same request was the bucket's first use, and there is enough for both", capacity: 10,
-			play:    behind("commit", 2, unused),
+			without: []removal{{withoutReadAgain, outcome{answer: denied(0, 2*second, 3*second, 3), left: 0}}}},
+		{name: "the same request was the bucket's first use, and there is enough for both", capacity: 10, play: behind("commit", 2, unused),
 			want:    outcome{answer: replayed(charged), left: 8},
-			without: []removal{{withoutFirstUse, outcome{state: "23505", left: 8}}, {withoutGiveBack, outcome{answer: replayed(charged), left: 6}}},
-		},
-		{
-			name: "the same request was the bucket's first use and took all there was", capacity: 2,
-			play: behind("commit", 2, unused),
-			want: outcome{answer: replayed(allowed(0, second(2), 2)), left: 0},
+			without: []removal{{withoutFirstUse, outcome{state: "23505", left: 8}}, {withoutGiveBack, outcome{answer: replayed(charged), left: 6}}}},
+		{name: "the same request was the bucket's first use and took all there was", capacity: 2, play: behind("commit", 2, unused),
+			want: outcome{answer: replayed(allowed(0, 2*second, 2)), left: 0},
 			without: []removal{
 				{withoutFirstUse, outcome{state: "23505", left: 0}},
-				{withoutReadAgain, outcome{answer: denied(0, second(2), second(2), 2), left: 0}},
-			},
-		},
-		{
-			name: "the same request was the bucket's first use and was rolled back", capacity: 2,
-			play: behind("rollback", 2, unused),
-			want: outcome{answer: allowed(0, second(2), 2), left: 0},
-		},
-		{
-			name: "the same request came after the first look, and nobody waited", capacity: 2, gate: afterLook,
-			play:    overtaken(func(db *testDB) { db.acquire("p", "k", 2, "X") }),
-			want:    outcome{answer: replayed(allowed(0, second(2), 2)), left: 0},
-			without: []removal{{withoutReadAgain, outcome{answer: denied(0, second(2), second(2), 2), left: 0}}},
-		},
-		{
-			// Read the other way around, the bucket would show a grant of the key, and the key not.
-			name: "the same request was granted between update and look", capacity: 10, gate: notFitted,
+				{withoutReadAgain, outcome{answer: denied(0, 2*second, 2*second, 2), left: 0}},
+			}},
+		{name: "the same request was the bucket's first use and was rolled back", capacity: 2, play: behind("rollback", 2, unused),
+			want: outcome{answer: allowed(0, 2*second, 2), left: 0}},
+		{name: "the same request came after the first look, and nobody waited", capacity: 2, gate: afterLook,
+			play: overtaken(func(db *testDB) { db.acquire("p", "k", 2, "X") }), want: outcome{answer: replayed(allowed(0, 2*second, 2)), left: 0},
+			without: []removal{{withoutReadAgain, outcome{answer: denied(0, 2*second, 2*second, 2), left: 0}}}},
+		// Read the other way around, the bucket would show a grant of the key, and the key not.
+		{name: "the same request was granted between update and look", capacity: 10, gate: notFitted,
 			play: func(db *testDB, g *gate) *pending {
 				db.acquire("p", "k", 10)
 				return overtaken(func(db *testDB) {
@@ -438,47 +367,38 @@ func TestIdempotency_Races(t *testing.T) {
 					db.acquire("p", "k", 2, "X")
 				})(db, g)
 			},
-			want:    outcome{answer: replayed(allowed(1, second(9), 10)), left: 1},
-			without: []removal{{keyReadBeforeBucket, outcome{answer: denied(1, second(1), second(9), 10), left: 1}}},
-		},
-		{
-			name: "the same request came after the first look, and the bucket was reset since", capacity: 2, gate: afterLook,
+			want:    outcome{answer: replayed(allowed(1, 9*second, 10)), left: 1},
+			without: []removal{{keyReadBeforeBucket, outcome{answer: denied(1, second, 9*second, 10), left: 1}}}},
+		{name: "the same request came after the first look, and the bucket was reset since", capacity: 2, gate: afterLook,
 			play: overtaken(func(db *testDB) {
 				db.acquire("p", "k", 2, "X")
 				db.reset("p", "k")
 			}),
-			want:    outcome{answer: replayed(allowed(0, second(2), 2)), left: 2},
-			without: []removal{{withoutGiveBack, outcome{answer: replayed(allowed(0, second(2), 2)), left: 0}}},
-		},
-		{
-			name: "the same request came after the first look, and the bucket was cleaned up since", capacity: 2, gate: afterLook,
+			want:    outcome{answer: replayed(allowed(0, 2*second, 2)), left: 2},
+			without: []removal{{withoutGiveBack, outcome{answer: replayed(allowed(0, 2*second, 2)), left: 0}}}},
+		{name: "the same request came after the first look, and the bucket was cleaned up since", capacity: 2, gate: afterLook,
 			play: overtaken(func(db *testDB) {
 				db.acquire("p", "k", 2, "X")
 				db.setClock(t0.Add(time.Minute))
 				buckets, keys := db.cleanup()
 				require.Equal(db.t, [2]int64{1, 0}, [2]int64{buckets, keys})
 			}),
-			want: outcome{answer: replayed(allowed(0, second(2), 2)), left: 2},
+			want: outcome{answer: replayed(allowed(0, 2*second, 2)), left: 2},
 			without: []removal{
-				{withoutGiveBack, outcome{answer: replayed(allowed(0, second(2), 2)), left: 0}},
-				{overwritingLiveKeys, outcome{answer: allowed(0, second(2), 2), left: 0}},
-			},
-		},
-		{
-			name: "the bucket is reset by a transaction the caller waits for", capacity: 10,
+				{withoutGiveBack, outcome{answer: replayed(allowed(0, 2*second, 2)), left: 0}},
+				{overwritingLiveKeys, outcome{answer: allowed(0, 2*second, 2), left: 0}},
+			}},
+		{name: "the bucket is reset by a transaction the caller waits for", capacity: 10,
 			play: func(db *testDB, _ *gate) *pending {
 				db.acquire("p", "k", 4, "Y")
 				holder := db.begin()
 				holder.exec("select ratelimit_reset('p', 'k')")
-				caller := db.session().startAcquire("p", "k", 2, "X")
-				caller.awaitBlockedBy(holder)
+				caller := db.session().startAcquire("p", "k", 2, "X").blockedBy(holder)
 				holder.exec("commit")
 				return caller
 			},
-			want: outcome{answer: charged, left: 8},
-		},
-		{
-			name: "the key has expired, whether or not the bucket has what it takes", capacity: 10,
+			want: outcome{answer: charged, left: 8}},
+		{name: "the key has expired, whether or not the bucket has what it takes", capacity: 10,
 			play: atOnce(func(db *testDB) {
 				db.acquire("p", "k", 2, "X")
 				db.setClock(t0.Add(time.Hour))
@@ -487,31 +407,22 @@ func TestIdempotency_Races(t *testing.T) {
 			without: []removal{
 				{withoutExpiry, outcome{answer: replayed(charged), left: 10}},
 				{overwritingNoKeys, outcome{answer: replayed(charged), left: 10}}, // granted, and not charged
-			},
-		},
-		{
-			name: "the key has expired, and the same request came first", capacity: 10,
+			}},
+		{name: "the key has expired, and the same request came first", capacity: 10,
 			play: behind("commit", 2, func(db *testDB) {
 				db.acquire("p", "k", 2, "X")
 				db.setClock(t0.Add(time.Hour))
 			}),
 			want: outcome{answer: replayed(charged), left: 8},
 			without: []removal{
-				{overwritingLiveKeys, outcome{answer: allowed(6, second(4), 10), left: 6}},
+				{overwritingLiveKeys, outcome{answer: allowed(6, 4*second, 10), left: 6}},
 				{withoutGiveBack, outcome{answer: replayed(charged), left: 6}},
-			},
-		},
-		{
-			name: "the expired key is being cleaned up", capacity: 10,
-			play: behindCleanup("commit"),
-			want: outcome{answer: allowed(5, second(5), 10), left: 5},
-		},
-		{
-			name: "the expired key is not cleaned up after all", capacity: 10,
-			play:    behindCleanup("rollback"),
-			want:    outcome{answer: allowed(5, second(5), 10), left: 5},
-			without: []removal{{overwritingNoKeys, outcome{answer: replayed(allowed(8, second(2), 10)), left: 7}}},
-		},
+			}},
+		{name: "the expired key is being cleaned up", capacity: 10, play: behindCleanup("commit"),
+			want: outcome{answer: allowed(5, 5*second, 10), left: 5}},
+		{name: "the expired key is not cleaned up after all", capacity: 10, play: behindCleanup("rollback"),
+			want:    outcome{answer: allowed(5, 5*second, 10), left: 5},
+			without: []removal{{overwritingNoKeys, outcome{answer: replayed(allowed(8, 2*second, 10)), left: 7}}}},
 	} {
 		r.test(t)
 	}
@@ -520,7 +431,6 @@ func TestIdempotency_Races(t *testing.T) {
 // The same about the steps of ratelimit_acquire_all.
 func TestIdempotency_RacesOfSeveral(t *testing.T) {
 	t.Parallel()
-	second := func(n int) time.Duration { return time.Duration(n) * time.Second }
 	const (
 		look  = `if v_policy\.durable then select b\.level, b\.refilled_at into`
 		again = `if v_idempotency_key is not null then if v_policy(?s:.*?) exit when not v_simple; end if;`
@@ -536,58 +446,42 @@ func TestIdempotency_RacesOfSeveral(t *testing.T) {
 			holder := db.begin()
 			_, err := twoOfEach("X", "k", "l").acquireAll(holder)
 			require.NoError(db.t, err)
-			caller := db.session().startAll(twoOfEach("X", "l", "k"))
-			caller.awaitBlockedBy(holder)
+			caller := db.session().startAll(twoOfEach("X", "l", "k")).blockedBy(holder)
 			holder.exec(end)
 			return caller
 		}
 	}
-
 	for _, r := range []race{
-		{
-			name: "the same request came first, and there is enough for both", capacity: 10,
-			play:    behind("commit"),
-			want:    outcome{answer: replayed(allowed(8, second(2), 10)), left: 8},
-			without: []removal{{mutation{`'RL00T' or unique_violation then v_now`, "'RL00T' then v_now"}, outcome{state: "23505", left: 8}}},
-		},
-		{
-			name: "the same request came first and took all there was", capacity: 2,
-			play:    behind("commit"),
-			want:    outcome{answer: replayed(allowed(0, second(2), 2)), left: 0},
-			without: []removal{{withoutAgain, outcome{answer: denied(0, second(2), second(2), 2), left: 0}}},
-		},
-		{
-			name: "the same request came first and was rolled back", capacity: 2,
-			play: behind("rollback"),
-			want: outcome{answer: allowed(0, second(2), 2), left: 0},
-		},
-		{
-			// Read the other way around, the bucket would show a grant of the key, and the key not.
-			name: "the same request was granted before the look", capacity: 10, gate: look,
+		{name: "the same request came first, and there is enough for both", capacity: 10, play: behind("commit"),
+			want:    outcome{answer: replayed(allowed(8, 2*second, 10)), left: 8},
+			without: []removal{{mutation{`'RL00T' or unique_violation then v_now`, "'RL00T' then v_now"}, outcome{state: "23505", left: 8}}}},
+		{name: "the same request came first and took all there was", capacity: 2, play: behind("commit"),
+			want:    outcome{answer: replayed(allowed(0, 2*second, 2)), left: 0},
+			without: []removal{{withoutAgain, outcome{answer: denied(0, 2*second, 2*second, 2), left: 0}}}},
+		{name: "the same request came first and was rolled back", capacity: 2, play: behind("rollback"),
+			want: outcome{answer: allowed(0, 2*second, 2), left: 0}},
+		// Read the other way around, the bucket would show a grant of the key, and the key not.
+		{name: "the same request was granted before the look", capacity: 10, gate: look,
 			play: func(db *testDB, g *gate) *pending {
 				db.acquire("p", "k", 10)
-				caller := g.session().startAll(twoOfEach("X", "k"))
-				caller.awaitBlockedBy(g.keeper)
+				caller := g.session().startAll(twoOfEach("X", "k")).blockedBy(g.keeper)
 				db.refundAt(t0, "p", "k", 3)
 				db.acquire("p", "k", 2, "X")
 				g.open()
 				return caller
 			},
-			want: outcome{answer: replayed(allowed(1, second(9), 10)), left: 1},
+			want: outcome{answer: replayed(allowed(1, 9*second, 10)), left: 1},
 			without: []removal{
-				{mutation{`(` + look + `(?s:.*?))(` + again + `)`, "$2 $1"}, outcome{answer: denied(1, second(1), second(9), 10), left: 1}},
-			},
-		},
-		{
-			name: "the second bucket alone knows the key", capacity: 10,
+				{mutation{`(` + look + `(?s:.*?))(` + again + `)`, "$2 $1"}, outcome{answer: denied(1, second, 9*second, 10), left: 1}},
+			}},
+		{name: "the second bucket alone knows the key", capacity: 10,
 			play: func(db *testDB, _ *gate) *pending {
 				rows(db)
 				db.acquire("p", "l", 2, "X")
 				return db.session().startAll(twoOfEach("X", "k", "l"))
 			},
-			want:    outcome{answer: allowed(8, second(2), 10), left: 8},
-			without: []removal{{mutation{`'RL00T' or unique_violation then v_now`, "'RL00T' then v_now"}, outcome{state: "23505", left: 10}}},
-		},
+			want:    outcome{answer: allowed(8, 2*second, 10), left: 8},
+			without: []removal{{mutation{`'RL00T' or unique_violation then v_now`, "'RL00T' then v_now"}, outcome{state: "23505", left: 10}}}},
 	} {
 		r.function = "ratelimit_acquire_all"
 		r.test(t)
@@ -625,19 +519,16 @@ func TestIdempotency_ARequestOfSeveralIsRememberedAlikeOnEveryWay(t *testing.T) 
 		"and a shadow policy does not cover": func(_ *testDB, charges []model.Charge) { charges[3].Cost = 20 },
 	} {
 		t.Run(name, func(t *testing.T) {
-			db := parallelDB(t)
-			db.setClock(t0)
-			db.definePolicy("p", 10, 1, time.Second, remember(time.Hour))
+			db := parallelDB(t, t0).policy("p", 10, 1, time.Second, remember(time.Hour))
 			db.definePolicy("ephemeral", 10, 2, time.Second, ephemeral, remember(time.Minute))
 			db.definePolicy("filled by hand", 10, 0, time.Second)
 			db.exec("select ratelimit_define_policy('shadow', 10, 1, '1 second', shadow => true)")
 			r := wholeRequest{idempotencyKey: "X"}
 			for _, policy := range []string{"p", "ephemeral", "filled by hand", "shadow"} {
 				db.acquire(policy, "k", 3)
-				r.charges = append(r.charges, model.Charge{BucketID: model.BucketID{Policy: policy, Key: "k"}, Cost: 2})
+				r.charges = append(r.charges, chargeOf(policy, "k", 2))
 			}
 			before(db, r.charges)
-
 			left := func(ask func(s *session) (whole, error)) (left string) {
 				s := db.begin()
 				w, err := ask(s)
@@ -671,8 +562,7 @@ func behindCleanup(end string) func(db *testDB, _ *gate) *pending {
 		db.acquire("p", "k", 3) // the bucket is in use, and not due
 		holder := db.begin()
 		holder.exec("select ratelimit_cleanup()")
-		caller := db.session().startAcquire("p", "k", 2, "X")
-		caller.awaitBlockedBy(holder)
+		caller := db.session().startAcquire("p", "k", 2, "X").blockedBy(holder)
 		holder.exec(end)
 		return caller
 	}

@@ -26,14 +26,12 @@ func TestPgCron(t *testing.T) {
 	}
 	here := installedDB(t, server, "postgres") // where pg_cron is
 	elsewhere := createDB(t, server, `Bob's "app"`, `create schema "the limits"; alter database %s set search_path = "the limits"`)
-
 	// A role that may clean up and nothing else. PUBLIC may not.
 	here.exec(`
 		create role cleaner login;
 		grant usage on schema ratelimit to cleaner;
 		grant execute on procedure ratelimit_cleanup_all(interval) to cleaner;
 		grant execute on function ratelimit.cleanup_batch(integer, interval, timestamptz, timestamptz) to cleaner`)
-
 	t.Run("a superuser schedules once, however often and concurrently", func(t *testing.T) {
 		require.NoError(t, runScript(here, "schedule.sql")) // creates the extension
 		here.exec("grant usage on schema cron to cleaner")
@@ -43,7 +41,6 @@ func TestPgCron(t *testing.T) {
 		_, err = asCleaner.Exec(t.Context(), script(t, "schedule.sql"))
 		require.NoError(t, err)
 		require.Len(t, jobs(here), 4, "a role sees its own jobs only, so these are in addition")
-
 		var wg sync.WaitGroup
 		for range 20 {
 			wg.Go(func() {
@@ -58,7 +55,6 @@ func TestPgCron(t *testing.T) {
 			{"ratelimit-cleanup-history", "17 3 * * *", jobs(here)[1].Command, "postgres", "postgres"},
 		}, jobs(here))
 	})
-
 	t.Run("another database schedules once", func(t *testing.T) {
 		for range 2 {
 			psql(t, elsewhere, "schedule_elsewhere.sql")
@@ -68,28 +64,21 @@ func TestPgCron(t *testing.T) {
 			{`ratelimit-cleanup-history:Bob's "app"`, "17 3 * * *", jobs(here)[3].Command, "postgres", "postgres"},
 		}, jobs(here)[2:])
 	})
-
 	here.exec("set role cleaner; select cron.schedule('cleaner', '* * * * *', 'call ratelimit_cleanup_all()'); reset role")
-
 	for _, db := range []*testDB{here, elsewhere} {
 		plant(db)
 	}
 	var planted time.Time
 	require.NoError(t, here.Pool.QueryRow(t.Context(), "select clock_timestamp()").Scan(&planted))
-
 	t.Run("the jobs run and clean up", func(t *testing.T) {
 		here.Await(t, 2*time.Minute, `
-			select count(*) = 3
-			  from cron.job as j
-			 where j.jobname in ('ratelimit-cleanup', 'ratelimit-cleanup:Bob''s "app"', 'cleaner')
-			   and exists (select from cron.job_run_details as d
-			                where d.jobid = j.jobid and d.start_time > $1 and d.status = 'succeeded')`, planted)
+			select count(*) = 3 from cron.job as j where j.jobname in ('ratelimit-cleanup', 'ratelimit-cleanup:Bob''s "app"', 'cleaner')
+			 and exists (select from cron.job_run_details as d where d.jobid = j.jobid and d.start_time > $1 and d.status = 'succeeded')`, planted)
 		require.Empty(t, column(t, here.DB, "select return_message from cron.job_run_details where status = 'failed'"))
 		for _, db := range []*testDB{here, elsewhere} {
 			require.Equal(t, inUse, remaining(db), db.Name)
 		}
 	})
-
 	t.Run("status shows it", func(t *testing.T) {
 		results, err := here.Connect(t).PgConn().Exec(t.Context(), script(t, "status.sql")).ReadAll()
 		require.NoError(t, err)
@@ -103,25 +92,20 @@ func TestPgCron(t *testing.T) {
 		require.Len(t, results[2].FieldDescriptions, 7)
 		require.NotEmpty(t, results[2].Rows)
 	})
-
 	t.Run("the history is trimmed to 7 days", func(t *testing.T) {
 		here.exec(`
 			insert into cron.job_run_details (jobid, runid, username, start_time, end_time)
-			select j.jobid, 1000000 + j.jobid * 10 + days, 'postgres', now() - make_interval(days => days), now() - make_interval(days => days)
-			  from cron.job as j, unnest(array[6, 8]) as days
-			 where j.jobname in ('ratelimit-cleanup', 'ratelimit-cleanup:Bob''s "app"', 'cleaner')`)
+			 select j.jobid, 1000000 + j.jobid * 10 + days, 'postgres', now() - make_interval(days => days), now() - make_interval(days => days)
+			 from cron.job as j, unnest(array[6, 8]) as days where j.jobname in ('ratelimit-cleanup', 'ratelimit-cleanup:Bob''s "app"', 'cleaner')`)
 		for _, j := range jobs(here) {
 			if strings.HasPrefix(j.Name, "ratelimit-cleanup-history") {
 				here.exec(j.Command)
 			}
 		}
 		require.Equal(t, []string{"cleaner 6", "cleaner 8", "ratelimit-cleanup 6", `ratelimit-cleanup:Bob's "app" 6`}, column(t, here.DB, `
-			select j.jobname || ' ' || extract(day from now() - d.start_time)
-			  from cron.job_run_details as d join cron.job as j using (jobid)
-			 where d.runid > 1000000
-			 order by 1`))
+			select j.jobname || ' ' || extract(day from now() - d.start_time) from cron.job_run_details as d join cron.job as j using (jobid)
+			 where d.runid > 1000000 order by 1`))
 	})
-
 	t.Run("unscheduling leaves nothing", func(t *testing.T) {
 		for range 2 {
 			psql(t, elsewhere, "unschedule_elsewhere.sql")
@@ -137,12 +121,10 @@ func TestPgCron(t *testing.T) {
 
 func TestPgCron_SaysWhatIsMissing(t *testing.T) {
 	t.Parallel()
-
 	t.Run("the package", func(t *testing.T) {
 		db := &testDB{DB: pgtest.Empty(t), t: t}
 		requireMissing(t, runScript(db, "schedule.sql"), "pgratelimit is not installed in this database", "ratelimit_cleanup_all", "make install")
 	})
-
 	t.Run("pg_cron, which is in another database", func(t *testing.T) {
 		if !pgtest.Shared(t).HasCron {
 			t.Skip("pg_cron is not installed for this PostgreSQL")
@@ -151,7 +133,6 @@ func TestPgCron_SaysWhatIsMissing(t *testing.T) {
 		requireMissing(t, runScript(db, "schedule.sql"), "pg_cron is not in this database", "It is in database postgres", "schedule_elsewhere.sql")
 		require.NoError(t, runScript(db, "unschedule.sql"), "nothing to do")
 	})
-
 	t.Run("pg_cron, which is not loaded", func(t *testing.T) {
 		server := pgtest.Private(t)
 		// A setting may be left over from a library that is not loaded.
@@ -195,12 +176,10 @@ func TestPgCron_UninstallUnschedules(t *testing.T) {
 				require.Len(t, jobs(home), 2)
 			}
 			asOwner := withSettings(t, home.URL, "role", "owner")
-
 			installers["Up"](t, home.URL)
 			schedule(home.URL)
 			require.NotContains(t, uninstall(home.URL), remain)
 			require.Empty(t, jobs(home))
-
 			installers["Up"](t, asOwner)
 			schedule(home.URL) // by another role
 			out := uninstall(asOwner)
@@ -209,20 +188,17 @@ func TestPgCron_UninstallUnschedules(t *testing.T) {
 			require.Contains(t, out, "permission denied for schema cron")
 			require.Contains(t, out, "pg_cron/unschedule.sql")
 			require.Len(t, jobs(home), 2)
-
 			home.exec("grant usage on schema cron to owner")
 			installers["Up"](t, asOwner)
 			out = uninstall(asOwner)
 			require.Contains(t, out, remain)
 			require.Contains(t, out, "not visible to this role")
 			require.NoError(t, runScript(home, "unschedule.sql"))
-
 			installers["Up"](t, asOwner)
 			schedule(asOwner)
 			require.NotContains(t, uninstall(asOwner), remain)
 			require.Empty(t, jobs(home))
 			home.exec("revoke usage on schema cron from owner")
-
 			elsewhere := createDB(t, server, "elsewhere_"+name[:4], "grant create on database %s to owner; grant create on schema public to owner")
 			out = uninstall(elsewhere.URL)
 			require.Contains(t, out, "pg_cron is in database postgres")
@@ -293,26 +269,17 @@ func plant(db *testDB) {
 
 // The rows of plant that clean-up must not remove.
 var inUse = []string{
-	"durable due, but not full",
-	"durable used",
-	"durable used remembered",
-	"durable, forgetful used",
-	"ephemeral due, but not full",
-	"ephemeral used",
-	"ephemeral used remembered",
-	"ephemeral, forgetful used",
+	"durable due, but not full", "durable used", "durable used remembered", "durable, forgetful used", "ephemeral due, but not full",
+	"ephemeral used", "ephemeral used remembered", "ephemeral, forgetful used",
 }
 
 func remaining(db *testDB) []string {
 	db.t.Helper()
 	return column(db.t, db.DB, `
-		select p.name || ' ' || r.what
-		  from ratelimit.policies as p
-		  join (select policy_id, key from ratelimit.buckets union all
-		        select policy_id, key from ratelimit.ephemeral_buckets union all
-		        select policy_id, key || ' ' || idempotency_key from ratelimit.idempotency_keys union all
-		        select policy_id, key || ' ' || idempotency_key from ratelimit.ephemeral_idempotency_keys) as r (policy_id, what)
-		    on r.policy_id = p.id
+		select p.name || ' ' || r.what from ratelimit.policies as p join (select policy_id, key from ratelimit.buckets union all
+		 select policy_id, key from ratelimit.ephemeral_buckets union all
+		 select policy_id, key || ' ' || idempotency_key from ratelimit.idempotency_keys union all
+		 select policy_id, key || ' ' || idempotency_key from ratelimit.ephemeral_idempotency_keys) as r (policy_id, what) on r.policy_id = p.id
 		 order by p.name || ' ' || r.what collate "C"`)
 }
 
@@ -322,9 +289,7 @@ type job struct{ Name, Schedule, Command, Database, Username string }
 func jobs(db *testDB) []job {
 	db.t.Helper()
 	rows, err := db.Pool.Query(context.Background(), `
-		select jobname::text, schedule, command, database, username
-		  from cron.job
-		 where jobname like 'ratelimit-cleanup%'
+		select jobname::text, schedule, command, database, username from cron.job where jobname like 'ratelimit-cleanup%'
 		 order by jobname like '%:%', jobname like '%-history%', username`)
 	require.NoError(db.t, err)
 	found, err := pgx.CollectRows(rows, pgx.RowToStructByPos[job])

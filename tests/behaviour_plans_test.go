@@ -45,7 +45,6 @@ func TestPlans_ReadOnlyWhatTheyNeed(t *testing.T) {
 							null, array(select 'i' || i from generate_series(1, 500) as i))`, i*500))
 				}
 				db.exec("select ratelimit_override('p', 'g' || i, expires_at => '2100-01-01'::timestamptz + i * interval '1 second') from generate_series(1, $1::integer) as i", rows)
-
 				for _, call := range planCalls {
 					for _, key := range []string{"b", "b", "g7", "a3"} {
 						sql := strings.ReplaceAll(call, "KEY", key)
@@ -60,25 +59,16 @@ func TestPlans_ReadOnlyWhatTheyNeed(t *testing.T) {
 }
 
 var planCalls = []string{
-	"select from ratelimit_acquire('p', 'KEY')",
-	"select from ratelimit_acquire('p', 'KEY', 5000)",
-	"select from ratelimit_acquire('p', 'KEY', 1, 'i1')",
-	"select from ratelimit_peek('p', 'KEY')",
-	"select from ratelimit_refund('p', 'KEY', 1)",
-	"select from ratelimit_acquire_many('{p,p}', '{KEY,KEY}')",
-	"select from ratelimit_acquire_many('{p,p}', '{KEY,KEY.}')",
+	"select from ratelimit_acquire('p', 'KEY')", "select from ratelimit_acquire('p', 'KEY', 5000)",
+	"select from ratelimit_acquire('p', 'KEY', 1, 'i1')", "select from ratelimit_peek('p', 'KEY')", "select from ratelimit_refund('p', 'KEY', 1)",
+	"select from ratelimit_acquire_many('{p,p}', '{KEY,KEY}')", "select from ratelimit_acquire_many('{p,p}', '{KEY,KEY.}')",
 	"select from ratelimit_acquire_many('{p,p}', '{KEY,KEY.}', '{1,4000}')",
 	"select from ratelimit_acquire_many('{p,p}', '{KEY,KEY.}', '{1,2}', '{i1,i2}')",
-	"select from ratelimit_acquire_many('{p,p}', '{KEY,KEY.}', '{1,3000}', '{j1,j2}')",
-	"select from ratelimit_acquire_all('{p,p}', '{KEY,KEY.}')",
-	"select from ratelimit_acquire_all('{p,p}', '{KEY,KEY.}', '{1,4000}')",
-	"select from ratelimit_acquire_all('{p,p}', '{KEY,KEY.}', '{1,2}', 'i3')",
+	"select from ratelimit_acquire_many('{p,p}', '{KEY,KEY.}', '{1,3000}', '{j1,j2}')", "select from ratelimit_acquire_all('{p,p}', '{KEY,KEY.}')",
+	"select from ratelimit_acquire_all('{p,p}', '{KEY,KEY.}', '{1,4000}')", "select from ratelimit_acquire_all('{p,p}', '{KEY,KEY.}', '{1,2}', 'i3')",
 	"select from ratelimit_acquire_all_many('{p,p,p}', '{KEY,KEY.,KEY}', null, '{2,1}')",
-	"select from ratelimit_acquire_packed('{p,p}', '{KEY,KEY.}')",
-	"select from ratelimit_override('p', 'KEY', expires_at => '2099-01-01')",
-	"select from ratelimit_overrides('p', 'KEY')",
-	"select from ratelimit_remove_override('p', 'KEY')",
-	"select from ratelimit_reset('p', 'KEY')",
+	"select from ratelimit_acquire_packed('{p,p}', '{KEY,KEY.}')", "select from ratelimit_override('p', 'KEY', expires_at => '2099-01-01')",
+	"select from ratelimit_overrides('p', 'KEY')", "select from ratelimit_remove_override('p', 'KEY')", "select from ratelimit_reset('p', 'KEY')",
 	"select from ratelimit_cleanup(10)",
 }
 
@@ -87,8 +77,7 @@ func (s *session) rowsRead(sql string) (rows int64) {
 	s.db.t.Helper()
 	count := func() (rows int64) {
 		require.NoError(s.db.t, s.QueryRow(context.Background(), `
-			select sum(seq_tup_read + idx_tup_fetch)::bigint
-			  from pg_stat_xact_user_tables where schemaname = 'ratelimit'`).Scan(&rows))
+			select sum(seq_tup_read + idx_tup_fetch)::bigint from pg_stat_xact_user_tables where schemaname = 'ratelimit'`).Scan(&rows))
 		return rows
 	}
 	s.exec("begin")
@@ -124,7 +113,6 @@ func TestPlans_LockInOrder(t *testing.T) {
 		}
 	}
 	settings = append(settings, strings.Join(all, "; "))
-
 	db.definePolicy("p", 1000, 1, aDay)
 	db.definePolicy("e", 1000, 1, aDay, ephemeral)
 	db.definePolicy("o", 1000, 1, aDay)

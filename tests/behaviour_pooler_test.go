@@ -84,7 +84,6 @@ func TestPooler_CountsAreExactUnderLoad(t *testing.T) {
 			},
 			func(id string) (client.Decision, error) { return acquireTwiceKeepOne(t.Context(), pool, policy, id) },
 		}
-
 		granted := make([]atomic.Int64, len(ways))
 		crowd(t, 50, func(caller int) error {
 			for i := range 20 {
@@ -133,7 +132,6 @@ func acquireTwiceKeepOne(ctx context.Context, pool *pgxpool.Pool, policy, id str
 	return d, nil
 }
 
-// Each request is sent three times at once, by different clients of the pooler.
 func TestPooler_AKeyedRequestIsChargedOnce(t *testing.T) {
 	t.Parallel()
 	const requests, times = 100, 3
@@ -142,7 +140,6 @@ func TestPooler_AKeyedRequestIsChargedOnce(t *testing.T) {
 		combiner := client.NewCombiner(pool)
 		defer combiner.Close()
 		limiters := []client.Acquirer{client.New(pool), client.New(pool, client.NoFlush()), combiner}
-
 		var first, replays atomic.Int64
 		var remaining sync.Map // by request
 		crowd(t, requests*times, func(caller int) error {
@@ -167,7 +164,6 @@ func TestPooler_AKeyedRequestIsChargedOnce(t *testing.T) {
 	})
 }
 
-// Clean-up from Go commits between its batches, through the pooler too.
 func TestPooler_CleansUp(t *testing.T) {
 	t.Parallel()
 	db := newPooledDB(t)
@@ -194,7 +190,6 @@ func TestPooler_ALostConnectionIsNoSecondCharge(t *testing.T) {
 		db.acquire(policy, "k", 1)
 		holder := db.begin()
 		holder.acquire(policy, "k", 1)
-
 		waiting := `
 			select array_agg(a.pid) from pg_stat_activity as a
 			 where a.datname = current_database() and a.wait_event_type = 'Lock' and $1 = any (pg_blocking_pids(a.pid))`

@@ -18,7 +18,6 @@ func TestTorture_PromisesAreExact(t *testing.T) {
 	run := torture(t, 0)
 	random := rand.New(rand.NewPCG(testSeed(t), 0))
 	p := newPromises(t)
-
 	kept := map[bool]int{} // denials, by whether they were stepped
 	for kept[false] < each || kept[true] < each || run.goesOn() {
 		cases := randomPromises(random, maxSpan)

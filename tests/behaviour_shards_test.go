@@ -99,7 +99,6 @@ func TestShards_OneRuleForEveryLanguage(t *testing.T) {
 			}
 		}
 	}
-
 	t.Run("SQL", func(t *testing.T) {
 		expression := regexp.MustCompile(`(?s)^select (.*) as shard;\n$`).FindStringSubmatch(shown["sql"])
 		require.NotNil(t, expression)
@@ -179,7 +178,6 @@ func TestShards_ADatabaseMoves(t *testing.T) {
 	require.NoError(t, err)
 	defer pool.Close()
 	limiter := s.limiter(map[int]*pgxpool.Pool{moves: pool})
-
 	ledger := newLedger(s.dbs[0], "p", 3_000, 2*time.Second)
 	require.NoError(t, limiter.DefinePolicy(t.Context(), client.Policy{Name: "p", Capacity: ledger.capacity, Refill: 1, Every: aDay}))
 	require.NoError(t, limiter.DefinePolicy(t.Context(), client.Policy{Name: "jobs", Capacity: 100, Refill: 1, Every: aDay}))
@@ -188,7 +186,6 @@ func TestShards_ADatabaseMoves(t *testing.T) {
 	require.NoError(t, err)
 	load := ledger.load(t, limiter)
 	ledger.awaitAnswers(t, 500)
-
 	from, to := s.serverOf(moves), s.servers[0]
 	onServer(t, from, "", "alter database "+shardName(moves)+" allow_connections false")
 	require.Eventually(t, func() bool {
@@ -202,7 +199,6 @@ func TestShards_ADatabaseMoves(t *testing.T) {
 	}, patience, 10*ms)
 	onServer(t, from, "", "alter database moved allow_connections true")
 	ledger.awaitFailures(t, 20)
-
 	file := filepath.Join(t.TempDir(), "dump.sql")
 	require.NoError(t, os.WriteFile(file, []byte(dump(t, pgDump, from.URL("moved"))), 0o600))
 	onServer(t, to, "", "create database "+shardName(moves)+" template template0")
@@ -212,13 +208,11 @@ func TestShards_ADatabaseMoves(t *testing.T) {
 	address.moveTo(s.dbs[moves].URL)
 	ledger.awaitAnswers(t, 500)
 	require.NoError(t, load.end())
-
 	for n, db := range s.dbs {
 		require.NoError(t, ledger.of(n, s.of()).check(db), "shard %d", n)
 	}
 	require.NotZero(t, ledger.failed["3D000"]+ledger.failed["55000"]+ledger.failed["57P01"], "%v", ledger.failed)
 	t.Logf("%d grants, %d denials, %d requests without an answer, failed tries by SQLSTATE %v", ledger.granted, ledger.denied, ledger.unknown, ledger.failed)
-
 	again, err := limiter.Acquire(t.Context(), "jobs", job, client.Cost(60), client.IdempotencyKey("estimate"))
 	require.NoError(t, err)
 	granted.Replayed, granted.ResetAfter, again.ResetAfter = true, 0, 0
@@ -271,13 +265,12 @@ func TestShards_GrowByCopies(t *testing.T) {
 		require.NoError(t, err)
 		for i := range keys {
 			key := fmt.Sprint("user:", i)
-			d, err := limiter.Peek(t.Context(), "p", key)
-			require.NoError(t, err)
-			require.EqualValues(t, 100-i, d.Remaining, "%s of %d shards", key, of)
-			d, err = limiter.Peek(t.Context(), "q", key)
-			require.NoError(t, err)
-			require.EqualValues(t, 100-2*i, d.Remaining)
-			d, err = limiter.Acquire(t.Context(), "p", key, client.Cost(int64(i)), client.IdempotencyKey("once"))
+			for policy, left := range map[string]int{"p": 100 - i, "q": 100 - 2*i} {
+				d, err := limiter.Peek(t.Context(), policy, key)
+				require.NoError(t, err)
+				require.EqualValues(t, left, d.Remaining, "%s of %d shards", key, of)
+			}
+			d, err := limiter.Acquire(t.Context(), "p", key, client.Cost(int64(i)), client.IdempotencyKey("once"))
 			require.NoError(t, err)
 			require.Equal(t, i > 0, d.Replayed) // a cost of 0 is not remembered
 		}
@@ -288,37 +281,25 @@ func TestShards_GrowByCopies(t *testing.T) {
 	}
 }
 
-// A database is numbered once, with a number that there can be, and the same again changes nothing.
 func TestDefineShard(t *testing.T) {
 	db := parallelDB(t)
 	require.Empty(t, column(t, db.DB, "select shard::text from ratelimit_shard()"))
 	for _, bad := range []struct{ shard, of, message, detail string }{
-		{"0", "null", "invalid of", "of is null."},
-		{"0", "0", "invalid of", "of is 0."},
-		{"0", "-16", "invalid of", "of is -16."},
-		{"0", "12", "invalid of", "of is 12."},
-		{"0", "131072", "invalid of", "of is 131072."},
-		{"null", "16", "invalid shard", "shard is null."},
-		{"-1", "16", "invalid shard", "shard is -1."},
-		{"16", "16", "invalid shard", "shard is 16."},
+		{"0", "null", "invalid of", "of is null."}, {"0", "0", "invalid of", "of is 0."}, {"0", "-16", "invalid of", "of is -16."},
+		{"0", "12", "invalid of", "of is 12."}, {"0", "131072", "invalid of", "of is 131072."},
+		{"null", "16", "invalid shard", "shard is null."}, {"-1", "16", "invalid shard", "shard is -1."}, {"16", "16", "invalid shard", "shard is 16."},
 	} {
-		_, err := db.Pool.Exec(t.Context(), "select ratelimit_define_shard("+bad.shard+", "+bad.of+")")
-		require.Equal(t, "22023", sqlState(err), bad)
-		require.Equal(t, []string{bad.message, bad.detail}, []string{pgError(err).Message, pgError(err).Detail})
-		require.NotEmpty(t, pgError(err).Hint)
+		e := db.refused("22023", "select ratelimit_define_shard("+bad.shard+", "+bad.of+")")
+		require.Equal(t, []string{bad.message, bad.detail}, []string{e.Message, e.Detail})
+		require.NotEmpty(t, e.Hint)
 	}
 	require.Empty(t, column(t, db.DB, "select shard::text from ratelimit_shard()"))
-
 	// Of several at a time one wins, and the others are told.
-	var group errgroup.Group
 	refused := make([]error, 8)
-	for n := range refused {
-		group.Go(func() error {
-			_, refused[n] = db.Pool.Exec(context.Background(), "select ratelimit_define_shard($1, 8)", n)
-			return nil
-		})
-	}
-	require.NoError(t, group.Wait())
+	crowd(t, len(refused), func(n int) error {
+		_, refused[n] = db.Pool.Exec(context.Background(), "select ratelimit_define_shard($1, 8)", n)
+		return nil
+	})
 	is := db.number("select shard from ratelimit_shard()")
 	for n, err := range refused {
 		if int64(n) == is {
@@ -329,11 +310,9 @@ func TestDefineShard(t *testing.T) {
 		require.Equal(t, fmt.Sprintf("Database %s is shard %d of 8 already.", db.Name, is), pgError(err).Detail)
 	}
 	db.exec("select ratelimit_define_shard($1, 8)", is)
-	_, err := db.Pool.Exec(t.Context(), "select ratelimit_define_shard($1, 16)", is)
-	require.Equal(t, "22023", sqlState(err))
+	db.refused("22023", "select ratelimit_define_shard($1, 16)", is)
 	require.Equal(t, []string{fmt.Sprintf("(%d,8)", is)}, column(t, db.DB, "select ratelimit_shard()::text"))
-	_, err = db.Pool.Exec(t.Context(), "insert into ratelimit.shard values (0, 8)")
-	require.Equal(t, "23505", sqlState(err), "there is one row, whoever writes it")
+	db.refused("23505", "insert into ratelimit.shard values (0, 8)") // there is one row, whoever writes it
 }
 
 // Middleware stands on shards as on one database: requests that a shard which is down would decide get what was chosen.
@@ -349,7 +328,6 @@ func TestShards_BehindMiddleware(t *testing.T) {
 	require.NoError(t, err)
 	defer limiter.Close()
 	require.Error(t, limiter.DefinePolicy(t.Context(), client.Policy{Name: "api", Capacity: 10, Refill: 1, Every: aDay}), "on one of them")
-
 	byUser := func(r *http.Request) string { return r.Header.Get("User") }
 	handler := httplimit.New(limiter, httplimit.Per("api", byUser), httplimit.Closed(second))(http.HandlerFunc(func(http.ResponseWriter, *http.Request) {}))
 	for i := range 32 {

@@ -7,7 +7,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/pgratelimit/client/clienttest/model"
@@ -40,6 +39,26 @@ func spendingOf(function string, cost int64, idempotencyKey []string) spending {
 		s.idempotencyKey = idempotencyKey[0]
 	}
 	return s
+}
+
+// mustSpend sends a spending that must not fail.
+func (db *testDB) mustSpend(s spending) spent {
+	db.t.Helper()
+	got, err := s.by(db.Pool)
+	require.NoError(db.t, err, s)
+	return got
+}
+
+// asModel sends spendings to a database and to the model, which must answer alike.
+func (db *testDB) asModel(m *model.Model, now *time.Time) func(s spending) spent {
+	return func(s spending) spent {
+		db.t.Helper()
+		want, err := s.of(m, *now)
+		require.NoError(db.t, err, s)
+		got := db.mustSpend(s)
+		require.Equal(db.t, want, got, s)
+		return got
+	}
 }
 
 // waits is d as the answer of a reservation.
@@ -83,7 +102,6 @@ func acquireStep(cost int64, idempotencyKey ...string) spending {
 	return spendingOf("acquire", cost, idempotencyKey)
 }
 
-// Ten tokens, one each second: what each function answers, one call after the other.
 func TestSpend_Steps(t *testing.T) {
 	t.Parallel()
 	for name, steps := range map[string][]spendStep{
@@ -243,7 +261,6 @@ func TestSpend_AChargeCutAtTheFloorIsSettledAgainstWhatItTook(t *testing.T) {
 	})
 }
 
-// Such a policy grants nothing, but its buckets are full.
 func TestPolicy_OfCapacity0GrantsNothing(t *testing.T) {
 	onEachDurability(t, func(t *testing.T, db subject, durability policyOption) {
 		db.definePolicy("p", 0, 1, second, durability)
@@ -260,8 +277,7 @@ func TestPolicy_OfCapacity0GrantsNothing(t *testing.T) {
 		require.Equal(t, never(0, 0, 0), db.peekAt(t0, "p", "k", 1))
 		require.Equal(t, allowed(0, 0, 0), db.refundAt(t0, "p", "k", 1))
 		if db, ok := db.(*testDB); ok {
-			r := []wholeRequest{{charges: []model.Charge{{BucketID: charge(0).BucketID, Cost: 1}}}}
-			answers, err := acquirePacked(db.Pool, r, false)
+			answers, err := acquirePacked(db.Pool, []wholeRequest{all("p", "k")}, false)
 			require.NoError(t, err)
 			require.Equal(t, never(0, 0, 0), answers[0].Whole.Decision)
 		}
@@ -295,15 +311,7 @@ func TestSpend_DebtEndsAtAFloor(t *testing.T) {
 			Numbers: model.Numbers{Capacity: &p.capacity, Refill: &p.refill, Every: &every}, Stepped: &p.stepped,
 		}))
 		now := t0
-		ask := func(s spending) spent {
-			t.Helper()
-			want, wantErr := s.of(m, now)
-			got, err := s.by(db.Pool)
-			require.NoError(t, wantErr, s)
-			require.NoError(t, err, s)
-			require.Equal(t, want, got, s)
-			return got
-		}
+		ask := db.asModel(m, &now)
 		ask(charge(1, "early"))
 		ask(charge(maxTokens))
 		require.Equal(t, p.floor, ask(charge(maxTokens)).Remaining)
@@ -313,17 +321,15 @@ func TestSpend_DebtEndsAtAFloor(t *testing.T) {
 		require.False(t, ask(reserve(365*24*time.Hour, 1)).Allowed, "a reservation is refused")
 		require.False(t, ask(upTo(1, 1)).Allowed)
 		for _, cost := range []int64{0, 1, p.capacity, maxTokens} {
-			want, err := m.Peek(now, model.BucketID{Policy: "p", Key: "k"}, cost)
-			require.NoError(t, err)
+			want := db.must(m.Peek(now, model.BucketID{Policy: "p", Key: "k"}, cost))
 			require.Equal(t, want, db.must(peek(db.Pool, "p", "k", cost)))
-			require.Equal(t, want, db.must(acquire(db.Pool, "p", "k", cost)))
+			require.Equal(t, want, db.acquire("p", "k", cost))
 		}
 		db.cleanup()
 		ask(settle("late", 0))
 		ask(charge(maxTokens))
-		db.setClock(t0.AddDate(1, 0, 0))
-		db.cleanup()
 		now = t0.AddDate(1, 0, 0)
+		db.cleanupAt(now)
 		ask(charge(0))
 		require.NoError(t, m.Reset(model.BucketID{Policy: "p", Key: "k"}))
 		db.reset("p", "k")
@@ -333,23 +339,14 @@ func TestSpend_DebtEndsAtAFloor(t *testing.T) {
 
 // A debt that was allowed once stays when the policy gets slower, and is not made deeper. Its times saturate.
 func TestSpend_AnOldDebtMayBeBelowTheFloor(t *testing.T) {
-	db := parallelDB(t)
-	db.setClock(t0)
+	db := parallelDB(t, t0)
 	m := model.New()
 	id := model.BucketID{Policy: "p", Key: "k"}
 	define := func(capacity, refill int64, every model.Micros) {
 		require.NoError(t, m.Define("p", model.Definition{Numbers: model.Numbers{Capacity: &capacity, Refill: &refill, Every: &every}}))
 		db.exec("select ratelimit_define_policy('p', $1, $2, $3)", capacity, refill, intervalOfDays(every))
 	}
-	ask := func(s spending) spent {
-		t.Helper()
-		want, err := s.of(m, t0)
-		require.NoError(t, err)
-		got, err := s.by(db.Pool)
-		require.NoError(t, err, s)
-		require.Equal(t, want, got, s)
-		return got
-	}
+	ask := db.asModel(m, new(t0))
 	define(10, maxTokens, 1)
 	ask(charge(5, "i"))
 	ask(charge(5))
@@ -358,15 +355,12 @@ func TestSpend_AnOldDebtMayBeBelowTheFloor(t *testing.T) {
 	require.EqualValues(t, -maxTokens, ask(charge(1)).Remaining, "neither cut nor deeper")
 	require.Equal(t, model.Longest, ask(charge(0)).ResetAfter)
 	require.EqualValues(t, -maxTokens, ask(settle("i", 9)).Remaining)
-	want, err := m.Peek(t0, id, 1)
-	require.NoError(t, err)
+	want := db.must(m.Peek(t0, id, 1))
 	require.Equal(t, model.Longest, want.RetryAfter)
 	require.Equal(t, want, db.must(peek(db.Pool, "p", "k", 1)))
-	require.Equal(t, want, db.must(acquire(db.Pool, "p", "k", 1)))
+	require.Equal(t, want, db.acquire("p", "k", 1))
 	require.Equal(t, want.RetryAfter, ask(reserve(365*24*time.Hour, 1)).RetryAfter)
-	wholes, err := acquireAllMany(db.Pool, []wholeRequest{{charges: []model.Charge{{BucketID: id, Cost: 1}}}})
-	require.NoError(t, err)
-	require.Equal(t, want, wholes[0].Whole.Decisions[0])
+	require.Equal(t, want, sendBatch(t, db.Pool, acquireAllMany, all("p", "k"))[0].Whole.Decisions[0])
 	db.setClock(t0.Add(time.Hour))
 	db.cleanup()
 	require.EqualValues(t, 1, db.number("select count(*) from ratelimit.buckets"))
@@ -379,8 +373,7 @@ func TestSpend_BatchesSeeDebtPaid(t *testing.T) {
 	eachDurability(t, func(t *testing.T, db *testDB, durability policyOption) {
 		db.setClock(t0)
 		db.definePolicy("p", 10, 1, second, durability)
-		_, err := charge(25).by(db.Pool)
-		require.NoError(t, err)
+		db.mustSpend(charge(25))
 		for _, step := range []struct {
 			at   time.Duration
 			want decision
@@ -390,17 +383,13 @@ func TestSpend_BatchesSeeDebtPaid(t *testing.T) {
 			{time.Hour, allowed(8, 2*second, 10)},
 		} {
 			db.setClock(t0.Add(step.at))
-			answers, err := acquireManyWholes(db.Pool, []wholeRequest{{charges: []model.Charge{{BucketID: charge(0).BucketID, Cost: 2}}}})
-			require.NoError(t, err)
-			require.Equal(t, step.want, answers[0].Whole.Decision, step.at)
+			require.Equal(t, step.want, *sendBatch(t, db.Pool, acquireMany, requestOf("p", "k", 2))[0].Decision, step.at)
 		}
 	})
 }
 
-// Under a policy that only watches, the bucket moves as if it were enforced.
 func TestSpend_Shadow(t *testing.T) {
-	db := parallelDB(t)
-	db.setClock(t0)
+	db := parallelDB(t, t0)
 	db.exec("select ratelimit_define_policy('p', 10, 1, '1 second', shadow => true)")
 	shadowed := func(d decision) decision {
 		d.Shadowed = true
@@ -425,18 +414,14 @@ func TestSpend_Shadow(t *testing.T) {
 // A grant that is not committed yet is none, and nothing waits for it.
 func TestSettle_WaitsForNoGrant(t *testing.T) {
 	eachDurability(t, func(t *testing.T, db *testDB, durability policyOption) {
-		db.definePolicy("p", 10, 1, time.Hour, durability)
-		holder := db.session()
-		holder.exec("begin")
-		_, err := acquire(holder, "p", "k", 4, "i")
-		require.NoError(t, err)
-		_, err = settle("i", 2).by(db.Pool)
+		holder := db.policy("p", 10, 1, time.Hour, durability).begin()
+		holder.acquire("p", "k", 4, "i")
+		_, err := settle("i", 2).by(db.Pool)
 		require.Equal(t, string(model.NoGrant), sqlState(err))
 		_, err = settle("i", 2).by(holder)
 		require.NoError(t, err, "its own transaction sees it")
 		holder.exec("commit")
-		got, err := settle("i", 2).by(db.Pool)
-		require.NoError(t, err)
+		got := db.mustSpend(settle("i", 2))
 		require.True(t, got.Replayed)
 		require.EqualValues(t, 8, got.Remaining)
 	})
@@ -451,27 +436,19 @@ func TestSettle_OfABucketWithoutARow(t *testing.T) {
 			db.acquire("p", "k", 4, key)
 		}
 		db.reset("p", "k")
-		got, err := settle("back", 1).by(db.Pool)
-		require.NoError(t, err)
-		require.Equal(t, allowed(10, 0, 10), got.decision)
+		require.Equal(t, allowed(10, 0, 10), db.mustSpend(settle("back", 1)).decision)
 		require.Nil(t, db.bucket("p", "k"))
-		got, err = settle("more", 7).by(db.Pool)
-		require.NoError(t, err)
-		require.Equal(t, allowed(7, 3*second, 10), got.decision)
-		got, err = settle("back", 1).by(db.Pool)
-		require.NoError(t, err)
-		require.Equal(t, replayed(allowed(7, 3*second, 10)), got.decision)
+		require.Equal(t, allowed(7, 3*second, 10), db.mustSpend(settle("more", 7)).decision)
+		require.Equal(t, replayed(allowed(7, 3*second, 10)), db.mustSpend(settle("back", 1)).decision)
 	})
 }
 
-// Many settle one grant at the same moment: the first counts.
 func TestSettle_CountsOnce(t *testing.T) {
 	eachDurability(t, func(t *testing.T, db *testDB, durability policyOption) {
 		db.setClock(t0)
 		db.definePolicy("p", 100, 1, time.Hour, durability)
 		db.acquire("p", "k", 50, "i")
-		holder := db.session()
-		holder.exec("begin")
+		holder := db.begin()
 		holder.exec("select ratelimit_charge('p', 'k', 1)") // they all wait for the bucket
 		var callers []*pending
 		for n := range 10 {
@@ -481,21 +458,16 @@ func TestSettle_CountsOnce(t *testing.T) {
 		holder.exec("commit")
 		mismatches, first := 0, 0
 		for _, caller := range callers {
-			d, err := caller.result()
-			switch {
-			case sqlState(err) == string(model.IdempotencyMismatch):
-				mismatches++
-			case !d.Replayed:
-				first++
-			}
-			if err != nil {
+			if d, err := caller.result(); err != nil {
 				require.Equal(t, string(model.IdempotencyMismatch), sqlState(err))
+				mismatches++
+			} else if !d.Replayed {
+				first++
 			}
 		}
 		require.Equal(t, 1, first)
 		require.Equal(t, 5, mismatches)
-		left := db.left("p", "k")
-		require.Contains(t, []int64{100 - 1 - 10, 100 - 1 - 11}, left)
+		require.Contains(t, []int64{100 - 1 - 10, 100 - 1 - 11}, db.left("p", "k"))
 	})
 }
 
@@ -508,8 +480,7 @@ func TestSettle_SettlesTheGrantThatItsKeyHasAfterAWait(t *testing.T) {
 			db.acquire("p", "k", 10, "i")
 			holder := db.begin()
 			holder.acquire("p", "k", 1)
-			call := db.session().startSpending(settle("i", 5))
-			call.awaitBlockedBy(holder)
+			call := db.session().startSpending(settle("i", 5)).blockedBy(holder)
 			db.setClock(t0.Add(second))
 			if anew {
 				require.False(t, holder.acquire("p", "k", 20, "i").Replayed)
@@ -534,8 +505,7 @@ func TestSettle_OfAShadowPolicyFindsTheGrantThatItsBucketShows(t *testing.T) {
 		db := newDB(t)
 		gate := db.gateBefore(`if not v_policy\.shadow then perform no_grant\([^;]*;[^;]* end if; select n\.level, n\.reset_us`, function)
 		db.exec("select ratelimit_define_policy('p', 10, 1, '1 day', shadow => true, durable => " + kind + ")")
-		call := gate.session().startSpending(settle("i", 1))
-		call.awaitBlockedBy(gate.keeper)
+		call := gate.session().startSpending(settle("i", 1)).blockedBy(gate.keeper)
 		db.acquire("p", "k", 4, "i")
 		gate.open()
 		d := call.answer()
@@ -554,8 +524,7 @@ func TestSpend_ABucketCreatedAfterAWaitHasTheNumbersAfterTheWait(t *testing.T) {
 				db.acquire("p", "k", 1, "i")
 				holder := db.begin()
 				holder.exec("select ratelimit_reset('p', 'k'), " + change)
-				call := db.session().startSpending(s)
-				call.awaitBlockedBy(holder)
+				call := db.session().startSpending(s).blockedBy(holder)
 				holder.exec("commit")
 				require.Equal(t, allowed(27, 3*second, 30), call.answer(), "%s after %s", s, change)
 				db.dropPolicy("p")
@@ -570,14 +539,9 @@ func TestReserve_AKeyThatTurnsUpLateIsReplayed(t *testing.T) {
 		for _, late := range []spending{reserve(time.Hour, 3, "i"), upTo(3, 1, "i"), charge(3, "i")} {
 			db.setClock(t0)
 			db.definePolicy("p", 10, 1, second, durability)
-			if late.function == "reserve" {
-				db.acquire("p", "k", 10)
-			} else {
-				db.acquire("p", "k", 8)
-			}
+			db.acquire("p", "k", map[bool]int64{true: 10, false: 8}[late.function == "reserve"])
 			before := *db.bucket("p", "k")
-			holder := db.session()
-			holder.exec("begin")
+			holder := db.begin()
 			first := late
 			if late.function == "acquire_up_to" {
 				first = upTo(2, 1, "i")
@@ -611,11 +575,9 @@ func TestReserve_WhatIsThereByNowIsNotWaitedFor(t *testing.T) {
 		db.setClock(t0)
 		db.definePolicy("p", 10, 1, second, durability)
 		db.acquire("p", "k", 10)
-		holder := db.session()
-		holder.exec("begin")
+		holder := db.begin()
 		holder.exec("select ratelimit_refund('p', 'k', 7)")
-		caller := db.session().startSpending(reserve(time.Hour, 4, "i"))
-		caller.awaitBlockedBy(holder)
+		caller := db.session().startSpending(reserve(time.Hour, 4, "i")).blockedBy(holder)
 		holder.exec("commit")
 		require.Equal(t, waits(0, allowed(3, 7*second, 10)), caller.answer())
 		require.Equal(t, replayed(allowed(3, 7*second, 10)), db.acquire("p", "k", 4, "i"))
@@ -630,27 +592,22 @@ func TestReserve_TheWaitForTheBucketCounts(t *testing.T) {
 		db.definePolicy("p", 10, 1, second, durability)
 		db.acquire("p", "k", 10)
 		for _, c := range []struct {
-			key        string
-			cost       int64
-			later      time.Duration
-			wait, left time.Duration
+			key               string
+			cost              int64
+			later, wait, left time.Duration
 		}{{"i", 5, 2 * second, 3 * second, 3*second - ms}, {"j", 1, time.Hour, 0, 0}} {
-			holder := db.session()
-			holder.exec("begin")
+			holder := db.begin()
 			holder.exec("select ratelimit_charge('p', 'k', 0)")
 			holder.exec("select from ratelimit.buckets where key = 'k' for update")
 			holder.exec("select from ratelimit.ephemeral_buckets where key = 'k' for update")
-			caller := db.session().startSpending(reserve(time.Hour, c.cost, c.key))
-			caller.awaitBlockedBy(holder)
+			caller := db.session().startSpending(reserve(time.Hour, c.cost, c.key)).blockedBy(holder)
 			db.setClock(t0.Add(c.later))
 			holder.exec("commit")
 			got := caller.answer()
 			require.True(t, got.Allowed)
 			require.Equal(t, micros(c.wait), got.RetryAfter)
 			db.setClock(t0.Add(c.later + ms))
-			again, err := reserve(0, c.cost, c.key).by(db.Pool)
-			require.NoError(t, err)
-			require.Equal(t, micros(c.left), again.RetryAfter)
+			require.Equal(t, micros(c.left), db.mustSpend(reserve(0, c.cost, c.key)).RetryAfter)
 		}
 	})
 }
@@ -675,12 +632,7 @@ func TestReserve_TheWaitIsAPromise(t *testing.T) {
 		now := t0
 		db.setClock(now)
 		db.exec("select ratelimit_define_policy('p', $1, $2, $3::interval, stepped => $4)", p.capacity, p.refill, p.every, p.stepped)
-		ask := func(s spending) spent {
-			t.Helper()
-			got, err := s.by(db.Pool)
-			require.NoError(t, err, s)
-			return got
-		}
+		ask := db.mustSpend
 		ask(charge(p.capacity))
 		for n, cost := range p.costs {
 			for _, lead := range []time.Duration{1234567 * us, 0, -89 * ms}[n%3:] { // the last is a clock that has gone back
@@ -696,12 +648,8 @@ func TestReserve_TheWaitIsAPromise(t *testing.T) {
 				granted := ask(reserve(wait, cost))
 				require.True(t, granted.Allowed)
 				require.Equal(t, refused.RetryAfter, granted.RetryAfter)
-				peekAt := func(at time.Time) decision {
-					db.setClock(at)
-					return db.must(peek(db.Pool, "p", "k", 0))
-				}
-				require.Less(t, peekAt(now.Add(wait-us)).Remaining, int64(0))
-				require.GreaterOrEqual(t, peekAt(now.Add(wait)).Remaining, int64(0))
+				require.Negative(t, db.peekAt(now.Add(wait-us), "p", "k", 0).Remaining)
+				require.GreaterOrEqual(t, db.peekAt(now.Add(wait), "p", "k", 0).Remaining, int64(0))
 				db.setClock(now)
 			}
 		}
@@ -717,15 +665,7 @@ func TestReserve_GoesDownToTheFloor(t *testing.T) {
 	db.setClock(t0)
 	db.definePolicy("p", capacity, refill, second)
 	now := t0
-	ask := func(s spending) spent {
-		t.Helper()
-		want, err := s.of(m, now)
-		require.NoError(t, err, s)
-		got, err := s.by(db.Pool)
-		require.NoError(t, err, s)
-		require.Equal(t, want, got, s)
-		return got
-	}
+	ask := db.asModel(m, &now)
 	const year = 365 * 24 * time.Hour
 	ask(charge(maxTokens))
 	require.True(t, ask(reserve(year, maxTokens, "i")).Allowed)
@@ -740,39 +680,30 @@ func TestReserve_GoesDownToTheFloor(t *testing.T) {
 	require.EqualValues(t, -maxTokens, ask(reserve(year, maxTokens)).Remaining, "what was refilled since counts")
 }
 
-// What refuses and what repeats writes nothing, and locks nothing.
 func TestSpend_RefusalsAndReplaysWriteNothing(t *testing.T) {
 	eachDurability(t, func(t *testing.T, db *testDB, durability policyOption) {
 		db.setClock(t0)
 		db.definePolicy("p", 10, 1, second, durability)
-		for _, s := range []spending{charge(10), charge(1, "c"), reserve(time.Hour, 2, "r")} {
-			_, err := s.by(db.Pool)
-			require.NoError(t, err)
+		for _, s := range []spending{charge(10), charge(1, "c"), reserve(time.Hour, 2, "r"), settle("c", 3)} {
+			db.mustSpend(s)
 		}
-		_, err := settle("c", 3).by(db.Pool)
-		require.NoError(t, err)
 		before := db.rows()
 		for _, s := range []spending{
 			reserve(second, 5), reserve(0, 1, "x"), reserve(0, 2, "r"), reserve(time.Hour, 11), reserve(0, 0), upTo(5, 1), upTo(5, 1, "x"),
 			upTo(2, 2, "r"), charge(0), charge(1, "c"), settle("c", 3),
 		} {
-			require.NoError(t, pgx.BeginFunc(context.Background(), db.Pool, func(tx pgx.Tx) error {
-				_, err := s.by(tx)
-				require.NoError(t, err, s)
-				var quiet bool
-				require.NoError(t, tx.QueryRow(context.Background(), "select pg_current_xact_id_if_assigned() is null").Scan(&quiet))
-				require.True(t, quiet, s)
-				return nil
-			}))
+			tx := db.begin()
+			_, err := s.by(tx)
+			require.NoError(t, err, s)
+			require.Equal(t, traces{}, tx.traces(), s)
+			tx.exec("commit")
 		}
 		require.Equal(t, before, db.rows())
 	})
 }
 
-// The errors name the argument and the remedy.
 func TestSpend_Errors(t *testing.T) {
-	db := parallelDB(t)
-	db.definePolicy("p", 10, 1, second)
+	db := parallelDB(t).policy("p", 10, 1, second)
 	db.exec("select ratelimit_acquire('p', 'k', 2, 'i')")
 	db.exec("select ratelimit_settle('p', 'k', 'i', 3)")
 	db.exec("select ratelimit_acquire('p', 'other', 2, 'i')")
@@ -813,15 +744,13 @@ func TestSpend_Errors(t *testing.T) {
 	}
 }
 
-// In a batch, the row of the repeated request has the error, and the others are decided.
 func TestSpend_ABatchRefusesWhatWasSettled(t *testing.T) {
 	eachDurability(t, func(t *testing.T, db *testDB, durability policyOption) {
 		db.definePolicy("p", 10, 1, time.Hour, durability)
 		db.acquire("p", "k", 2, "i")
-		_, err := settle("i", 1).by(db.Pool)
-		require.NoError(t, err)
+		db.mustSpend(settle("i", 1))
 		ask := func(key, idempotencyKey string) wholeRequest {
-			return wholeRequest{[]model.Charge{{BucketID: model.BucketID{Policy: "p", Key: key}, Cost: 2}}, idempotencyKey}
+			return wholeRequest{[]model.Charge{chargeOf("p", key, 2)}, idempotencyKey}
 		}
 		for function, send := range map[string]func([]wholeRequest) ([]wholeAnswer, error){
 			"many":        func(r []wholeRequest) ([]wholeAnswer, error) { return acquireManyWholes(db.Pool, r) },
@@ -842,27 +771,21 @@ func TestSpend_ABatchRefusesWhatWasSettled(t *testing.T) {
 
 // Of shadow buckets, the deepest in debt covers the fewest repeats. One that is enforced binds before them, however many it covers.
 func TestSpend_BindingOfShadowsAndOfBucketsInDebt(t *testing.T) {
-	db := parallelDB(t)
-	db.setClock(t0)
+	db := parallelDB(t, t0)
 	db.exec("select ratelimit_define_policy('spy', 10, 1, '1 second', shadow => true), ratelimit_define_policy('p', 10, 1, '1 second')")
 	db.exec("select ratelimit_define_policy(name, 9000000000000, 9000000000000, '1 second', shadow => name = 'vast spy') from unnest('{vast, vast spy}'::text[]) as name")
 	db.exec("select ratelimit_charge('spy', 'in debt', 13), ratelimit_charge('spy', 'poor', 10), ratelimit_charge('spy', 'rich', 1), ratelimit_charge('p', 'k', 1)")
 	db.exec("select ratelimit_charge('vast', 'k', 1), ratelimit_charge('vast spy', 'k', 9000000000000), ratelimit_charge('vast spy', 'k', 9000000000000)")
-	of := func(policy, key string, cost int64) model.Charge {
-		return model.Charge{BucketID: model.BucketID{Policy: policy, Key: key}, Cost: cost}
-	}
 	for _, charges := range [][]model.Charge{ // of each, the last one binds
-		{of("spy", "poor", 7), of("spy", "in debt", 7)},
-		{of("spy", "poor", 7), of("spy", "in debt", 7), of("p", "k", 1)},
-		{of("spy", "rich", 7), of("vast", "k", 1)},
-		{of("vast spy", "k", 1), of("vast", "k", 1)},
+		{chargeOf("spy", "poor", 7), chargeOf("spy", "in debt", 7)},
+		{chargeOf("spy", "poor", 7), chargeOf("spy", "in debt", 7), chargeOf("p", "k", 1)},
+		{chargeOf("spy", "rich", 7), chargeOf("vast", "k", 1)},
+		{chargeOf("vast spy", "k", 1), chargeOf("vast", "k", 1)},
 	} {
 		r := wholeRequest{charges: charges}
 		w, err := r.acquireAll(db.Pool)
 		require.NoError(t, err)
 		require.Equal(t, len(charges), w.Binding, "%+v", w)
-		wholes, err := acquireAllMany(db.Pool, []wholeRequest{r})
-		require.NoError(t, err)
-		require.Equal(t, len(charges), wholes[0].Whole.Binding)
+		require.Equal(t, len(charges), sendBatch(t, db.Pool, acquireAllMany, r)[0].Whole.Binding)
 	}
 }

@@ -37,15 +37,11 @@ func TestStandby(t *testing.T) {
 	first := db.acquire("durable", "k", 3, "first")
 	db.acquire("durable", "known", 3, "first")
 	db.acquire("ephemeral", "k", 3, "first")
-
 	db = becomeStandby(t, db, server)
-
 	const readOnly, unlogged = "25006", "0A000"
 	refused := func(code, message, call string, args ...any) {
 		t.Helper()
-		_, err := db.Pool.Exec(t.Context(), "select ratelimit_"+call, args...)
-		require.Equal(t, code, sqlState(err), "%s: %v", call, err)
-		require.ErrorContains(t, err, message)
+		require.Contains(t, db.refused(code, "select ratelimit_"+call, args...).Message, message)
 	}
 	for _, key := range []string{"k", "new"} {
 		for _, call := range []string{
@@ -67,13 +63,11 @@ func TestStandby(t *testing.T) {
 		refused(readOnly, "in a read-only transaction", call)
 	}
 	requireReadOnly(t, db.Connect(t), "durable", "This server is a standby.")
-	require.EqualValues(t, 7, db.left("durable", "k"))
-	require.EqualValues(t, 10, db.left("durable", "new"))
+	require.Equal(t, []int64{7, 10}, []int64{db.left("durable", "k"), db.left("durable", "new")})
 	_, err := peek(db.Pool, "none", "k", 1)
 	require.Equal(t, "RL001", sqlState(err))
 	require.Len(t, column(t, db.DB, "select policy from ratelimit_policies()"), 2)
 	require.Equal(t, replayed(first), db.acquire("durable", "k", 3, "first"), "a replay writes nothing either")
-
 	limiter, combiner := client.New(db.Pool), client.NewCombiner(db.Pool, client.NoFlush())
 	defer combiner.Close()
 	peeked, err := limiter.Peek(t.Context(), "durable", "k", client.Cost(8))
@@ -84,7 +78,6 @@ func TestStandby(t *testing.T) {
 		require.Equal(t, readOnly, sqlState(err), "%v", err)
 		require.EqualError(t, err, "pgratelimit: acquire: ERROR: cannot execute UPDATE in a read-only transaction (SQLSTATE 25006)")
 	}
-
 	// After promotion, durable buckets go on where the primary was, and ephemeral ones are full.
 	db.exec("select pg_promote()")
 	db.Await(t, patience, "select not pg_is_in_recovery()")
@@ -107,8 +100,7 @@ func TestStandby_AcquireAll(t *testing.T) {
 	require.Equal(t, []string{"false 00:00:01"}, column(t, db.DB, all, []int64{3, 1}))
 	require.Equal(t, []string{"false never"}, column(t, db.DB, all, []int64{11, 1}))
 	require.Equal(t, []string{"true 00:00:00"}, column(t, db.DB, all, []int64{0, 0}))
-	_, err := db.Pool.Exec(t.Context(), all, []int64{1, 1})
-	require.Equal(t, "25006", sqlState(err), "%v", err)
+	db.refused("25006", all, []int64{1, 1})
 }
 
 // On a standby, status lists the buckets of durable policies, and says so if it is asked for others.
@@ -125,16 +117,13 @@ func TestStandby_Status(t *testing.T) {
 	db.exec("select ratelimit_override('durable', 'a', 4)")
 	const a, b = "durable|a|4|0|0|4|t", "durable|b|6|0|8|10|f"
 	require.Equal(t, []string{b, "ephemeral|b|6|0|8|10|f", "ephemeral|a|7|0|6|10|f", a}, column(t, db.DB, statusColumns+"ratelimit_status()"))
-
 	db = becomeStandby(t, db, server)
 	require.Equal(t, []string{b, a}, column(t, db.DB, statusColumns+"ratelimit_status()"))
 	require.Equal(t, []string{b}, column(t, db.DB, statusColumns+"ratelimit_status('durable', 1)"))
-	_, err := db.Pool.Exec(t.Context(), "select * from ratelimit_status('ephemeral')")
-	require.Equal(t, "0A000", sqlState(err), "%v", err)
+	e := db.refused("0A000", "select * from ratelimit_status('ephemeral')")
 	require.Equal(t, []string{"ephemeral buckets cannot be read on a standby", "Policy 'ephemeral' is ephemeral.", "Ask the primary."},
-		[]string{pgError(err).Message, pgError(err).Detail, pgError(err).Hint})
-	_, err = db.Pool.Exec(t.Context(), "select * from ratelimit_status('none')")
-	require.Equal(t, "RL001", sqlState(err), "%v", err)
+		[]string{e.Message, e.Detail, e.Hint})
+	db.refused("RL001", "select * from ratelimit_status('none')")
 }
 
 // The doctor of a standby looks at what that can read, names the rest, and sends to the primary what only a primary can do.
@@ -150,7 +139,6 @@ func TestStandby_Doctor(t *testing.T) {
 	require.Len(t, db.findings(), 1, "autovacuum is off")
 	db = becomeStandby(t, db, server)
 	require.Empty(t, db.findings(), "a standby vacuums nothing")
-
 	promote := func() {
 		t.Helper()
 		db.exec("select pg_promote()")
@@ -167,15 +155,13 @@ func TestStandby_Doctor(t *testing.T) {
 	findings, remedies := db.findings(), column(t, db.DB, "select remedy from ratelimit_doctor()")
 	require.Len(t, findings, 4)
 	for i, want := range []string{
-		"warning: ratelimit.buckets has 1 row overdue",
-		"warning: ratelimit.overrides has 1 row overdue",
+		"warning: ratelimit.buckets has 1 row overdue", "warning: ratelimit.overrides has 1 row overdue",
 		"notice: This server is a standby, which cannot read the buckets and idempotency keys of ephemeral policies",
 		"warning: Autovacuum is off for ratelimit.buckets.",
 	} {
 		require.Contains(t, findings[i], want)
 		require.Equal(t, !strings.HasPrefix(want, "notice"), strings.HasSuffix(remedies[i], notOnAStandby), remedies[i])
 	}
-
 	// They help there.
 	promote()
 	db.exec("call ratelimit_cleanup_all()")

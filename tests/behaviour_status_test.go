@@ -18,9 +18,7 @@ const statusColumns = `select concat_ws('|', policy, key, remaining, coalesce(ex
 	coalesce(extract(epoch from reset_after)::real::text, 'never'), capacity, overridden) from `
 
 func TestStatus_EmptiestFirst(t *testing.T) {
-	db := parallelDB(t)
-	db.definePolicy("p", 10, 1, 2*second)
-	db.definePolicy("stepped", 100, 50, time.Minute, stepped, ephemeral)
+	db := parallelDB(t).policy("p", 10, 1, 2*second).policy("stepped", 100, 50, time.Minute, stepped, ephemeral)
 	db.definePolicy("budget", 4, 0, second)
 	db.definePolicy("gone", 10, 1, aDay)
 	db.setClock(t0)
@@ -35,14 +33,8 @@ func TestStatus_EmptiestFirst(t *testing.T) {
 	db.exec("delete from ratelimit.policies where name = 'gone'") // and not yet its rows
 	db.setClock(t0.Add(3 * second))
 	want := []string{
-		"p|in debt|-1|4|22|10|f",
-		"budget|k|0|never|never|4|f",
-		"p|blocked|0|never|0|0|t",
-		"stepped|k|1|0|117|100|f",
-		"p|empty|1|0|17|10|f",
-		"p|later|2|0|15|10|f",
-		"p|plan|9|0|21|20|t",
-		"p|half|6|0|7|10|f",
+		"p|in debt|-1|4|22|10|f", "budget|k|0|never|never|4|f", "p|blocked|0|never|0|0|t", "stepped|k|1|0|117|100|f", "p|empty|1|0|17|10|f",
+		"p|later|2|0|15|10|f", "p|plan|9|0|21|20|t", "p|half|6|0|7|10|f",
 	}
 	require.Equal(t, want, column(t, db.DB, statusColumns+"ratelimit_status()"))
 	require.Equal(t, want[:3], column(t, db.DB, statusColumns+"ratelimit_status(max_rows => 3)"))
@@ -50,7 +42,6 @@ func TestStatus_EmptiestFirst(t *testing.T) {
 	require.Equal(t, []string{want[1], want[3]}, column(t, db.DB, statusColumns+"ratelimit_status(key => 'k')"))
 	require.Equal(t, want[6:7], column(t, db.DB, statusColumns+"ratelimit_status('p', 100, 'plan')"))
 	require.Empty(t, column(t, db.DB, statusColumns+"ratelimit_status('p', key => 'k')"))
-
 	// Its numbers are those of peek.
 	rows := column(t, db.DB, "select policy || '|' || key from ratelimit_status()")
 	for _, row := range rows {
@@ -60,12 +51,10 @@ func TestStatus_EmptiestFirst(t *testing.T) {
 			select concat_ws(' ', remaining, coalesce((extract(epoch from reset_after) * 1000000)::bigint, $3), capacity) from ratelimit_status($1) where key = $2`,
 			policy, key, orNever(nil)))
 	}
-
 	for call, code := range map[string]string{
 		"(key => '')": "22023", "('none', key => 'k')": "RL001", "('none')": "RL001", "('')": "22023", "(repeat('x', 513))": "22023", "(max_rows => 0)": "22023", "(max_rows => null)": "22023", "('p', -1)": "22023",
 	} {
-		_, err := db.Pool.Exec(t.Context(), "select * from ratelimit_status"+call)
-		require.Equal(t, code, sqlState(err), "%s: %v", call, err)
+		db.refused(code, "select * from ratelimit_status"+call)
 	}
 	before := db.rows()
 	db.exec("select * from ratelimit_status()")
@@ -157,11 +146,9 @@ func TestDoctor_OverdueAndInUse(t *testing.T) {
 	})
 }
 
-// However many rows are overdue, the doctor counts no more than it needs to.
 func TestDoctor_CountsTenThousandOverdueRowsAtMost(t *testing.T) {
 	t.Parallel()
-	db := newDB(t).giveAway()
-	db.definePolicy("p", 10, 1, second)
+	db := newDB(t).giveAway().policy("p", 10, 1, second)
 	db.fillTables("", "p", 10_001)
 	db.exec("delete from ratelimit.idempotency_keys where key in ('k1', 'k2')")
 	findings := db.findings()
@@ -180,8 +167,7 @@ func (db *testDB) aMinuteAfter(sql string, args ...any) time.Time {
 
 func TestDoctor_SessionsThatStayOpen(t *testing.T) {
 	t.Parallel()
-	db := newDB(t).giveAway()
-	db.definePolicy("p", 10, 1, aDay)
+	db := newDB(t).giveAway().policy("p", 10, 1, aDay)
 	newDB(t).begin().exec("create temporary table t ()") // in another database
 	for name, begin := range map[string]string{
 		"tokens taken":  "begin; select ratelimit_acquire('p', 'k')",
@@ -200,14 +186,12 @@ func TestDoctor_SessionsThatStayOpen(t *testing.T) {
 		s.exec("rollback")
 		require.Empty(t, db.findings(), name)
 	}
-
 	// A transaction that has neither a snapshot nor a lock harms nobody.
 	db.setClock(time.Now().Add(2 * time.Minute))
 	idle := db.begin()
 	idle.exec("show timezone")
 	require.Empty(t, db.findings())
 	idle.exec("rollback")
-
 	db.begin().exec("select ratelimit_acquire('p', 'k')")
 	_, statement, _ := strings.Cut(db.requireFinding("warning", "idle in transaction"), "stuck: ")
 	statement, _, _ = strings.Cut(statement, ";")
@@ -243,7 +227,6 @@ func TestDoctor_OwnerWithoutASight(t *testing.T) {
 	require.NoError(t, migrations.Up(t.Context(), conn))
 	execute(t, conn, "grant execute on function ratelimit_doctor to "+caller)
 	execute(t, conn, `create or replace function ratelimit.clock() returns timestamptz language sql volatile parallel safe as $$ select clock_timestamp() + interval '2 minutes' $$`)
-
 	open := db.begin()
 	open.exec("create temporary table t ()")
 	asCaller := connectAs(t, db.DB, caller)
@@ -292,7 +275,6 @@ func TestDoctor_Owners(t *testing.T) {
 					owner = column(t, db.DB, "select quote_ident(current_user)")[0]
 				}
 				execute(t, db.Connect(t), strings.ReplaceAll(test.change, "%s", owner), pgx.QueryExecModeSimpleProtocol)
-
 				findings, remedies := db.findings(), column(t, db.DB, "select remedy from ratelimit_doctor()")
 				if owner != other && test.super {
 					require.Len(t, findings, 2)
@@ -382,7 +364,6 @@ func TestDoctor_BloatAndHotUpdates(t *testing.T) {
 		flush("vacuum" + statement)
 	}
 	require.Empty(t, db.findings())
-
 	for _, table := range bucketTables[:2] {
 		flush("insert into ratelimit." + table + " (policy_id, key, level, refilled_at, due_at) select 1, n::text, 0, now(), now() + interval '1 day' from generate_series(1, 12000) as n")
 		conn.exec("create index hinders on ratelimit." + table + " (level)")
@@ -399,7 +380,6 @@ func TestDoctor_BloatAndHotUpdates(t *testing.T) {
 	}
 }
 
-// A database that works hard is not sick.
 func TestDoctor_SilentUnderLoad(t *testing.T) {
 	t.Parallel()
 	db := newCrowdDB(t, 8)

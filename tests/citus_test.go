@@ -23,7 +23,6 @@ func TestCitus(t *testing.T) {
 	t.Run("installs", func(t *testing.T) { testCitusInstalls(t, c) })
 	t.Run("counts exactly while shards move", func(t *testing.T) { testCitusCounts(t, c, db.in(t)) })
 	t.Run("transactions", func(t *testing.T) { testCitusTransactions(t, db.in(t)) })
-
 	still := c.create(t, "still")
 	still.stopClock()
 	t.Run("answers as one server does", func(t *testing.T) { testCitusParity(t, still.in(t)) })
@@ -55,15 +54,13 @@ func testCitusInstalls(t *testing.T, c *citus) {
 			 order by 1`), "node %d: these alone may be distributed by an argument: with a null there, Citus crashes", n)
 		require.Equal(t, db.coordinator().strings(publicFunctions), node.strings(publicFunctions), "node %d", n)
 	}
-
 	db.coordinator().definePolicy("p", 10, 1, time.Hour)
 	require.Equal(t, int64(7), db[1].acquire("p", "k", 3).Remaining)
 	c.make(t, "uninstall-citus", "installs")
 	for n, node := range db {
 		require.Empty(t, node.strings(`
-			select p.oid::regprocedure::text from pg_proc as p where p.proname ~ '^ratelimit_'
-			union all
-			select n.nspname from pg_namespace as n where n.nspname = 'ratelimit'`), "node %d", n)
+			select p.oid::regprocedure::text from pg_proc as p where p.proname ~ '^ratelimit_' union all
+			 select n.nspname from pg_namespace as n where n.nspname = 'ratelimit'`), "node %d", n)
 	}
 	c.install(t, "installs")
 	db.coordinator().definePolicy("p", 10, 1, time.Hour)
@@ -71,19 +68,10 @@ func testCitusInstalls(t *testing.T, c *citus) {
 }
 
 const publicFunctions = `
-	select format('%s %s %s %s', p.oid::regprocedure, p.proacl, p.prosecdef, md5(p.prosrc))
-	  from pg_proc as p
-	 where p.proname ~ '^ratelimit_' or p.pronamespace = 'ratelimit'::regnamespace and p.proname ~ '_here$'
-	 order by 1`
+	select format('%s %s %s %s', p.oid::regprocedure, p.proacl, p.prosecdef, md5(p.prosrc)) from pg_proc as p
+	 where p.proname ~ '^ratelimit_' or p.pronamespace = 'ratelimit'::regnamespace and p.proname ~ '_here$' order by 1`
 
-func (db *testDB) strings(sql string) []string {
-	db.t.Helper()
-	rows, err := db.Pool.Query(context.Background(), sql)
-	require.NoError(db.t, err)
-	found, err := pgx.CollectRows(rows, pgx.RowTo[string])
-	require.NoError(db.t, err)
-	return found
-}
+func (db *testDB) strings(sql string) []string { return column(db.t, db.DB, sql) }
 
 // Callers of all nodes share buckets, one of which moves between the workers. In the end exactly what the buckets held was granted.
 func testCitusCounts(t *testing.T, c *citus, db citusDB) {
@@ -173,7 +161,6 @@ func testCitusTransactions(t *testing.T, db citusDB) {
 		all(s)
 		s.exec("rollback")
 		remaining(10)
-
 		s.exec("begin")
 		all(s)
 		s.exec("savepoint one")
@@ -182,7 +169,6 @@ func testCitusTransactions(t *testing.T, db citusDB) {
 		all(s)
 		s.exec("commit")
 		remaining(6)
-
 		// A pipeline is one transaction without BEGIN: a statement that fails takes back those before it.
 		var batch pgx.Batch
 		for _, key := range keys {
@@ -191,7 +177,6 @@ func testCitusTransactions(t *testing.T, db citusDB) {
 		batch.Queue("select 1 / 0")
 		require.Equal(t, "22012", sqlState(node.Pool.SendBatch(t.Context(), &batch).Close()))
 		remaining(6)
-
 		// A statement of many calls takes back what it took when it fails.
 		_, err := node.Pool.Exec(t.Context(), "select (ratelimit_acquire('tx', k.key, 2)).allowed, 1 / (1 - k.n) from unnest($1::text[]) with ordinality as k (key, n)", keys)
 		require.Equal(t, "22012", sqlState(err))
@@ -199,7 +184,6 @@ func testCitusTransactions(t *testing.T, db citusDB) {
 		_, err = node.Pool.Exec(t.Context(), "do $$ begin perform ratelimit_acquire('tx', 'a"+fmt.Sprint(n)+"', 2); raise exception 'no'; exception when others then null; end $$")
 		require.NoError(t, err)
 		remaining(6)
-
 		// Others wait for who has a bucket locked, and the wait ends with its transaction.
 		other := db[(n+1)%3].session()
 		s.exec("begin")
@@ -214,95 +198,54 @@ func testCitusTransactions(t *testing.T, db citusDB) {
 
 // A conversation is what is said to one server and to each node of the cluster. {key} is another key for each of them.
 var conversation = func() []string {
-	said := strings.Split(strings.TrimSpace(`
-select ratelimit_define_policy('p', 10, 1, '1 h')
-select ratelimit_define_policy('q', 5, 1, '1 h', durable => false)
-select ratelimit_define_policy('s', 1, 1, '1 h', shadow => true)
-select ratelimit_define_policy('step', 9, 3, '1 h', stepped => true)
-select ratelimit_define_policy('p', durable => false)
-select ratelimit_define_policy(null, 1, 1, '1 h')
-select ratelimit_define_policy('bad', 0, 1, '1 h')
-select * from ratelimit_policies()
-select * from ratelimit_acquire('p', '{key}')
-select * from ratelimit_acquire('p', '{key}', 3, 'ik')
-select * from ratelimit_acquire('p', '{key}', 3, 'ik')
-select * from ratelimit_acquire('p', '{key}', 4, 'ik')
-select * from ratelimit_acquire('p', '{key}', 7)
-select * from ratelimit_acquire('p', '{key}', 11)
-select * from ratelimit_acquire('p', '{key}', 0)
-select * from ratelimit_acquire('p', '{key}', -1)
-select * from ratelimit_acquire('step', '{key}', 4)
-select * from ratelimit_acquire('s', '{key}', 1)
-select * from ratelimit_acquire('s', '{key}', 1)
-select * from ratelimit_acquire('none', '{key}')
-select * from ratelimit_acquire('p', '')
-select * from ratelimit_acquire('p', repeat('x', 513))
+	said := strings.Split(strings.ReplaceAll(strings.TrimSpace(`
+select ratelimit_define_policy('p', 10, 1, '1 h') ;; select ratelimit_define_policy('q', 5, 1, '1 h', durable => false)
+select ratelimit_define_policy('s', 1, 1, '1 h', shadow => true) ;; select ratelimit_define_policy('step', 9, 3, '1 h', stepped => true)
+select ratelimit_define_policy('p', durable => false) ;; select ratelimit_define_policy(null, 1, 1, '1 h')
+select ratelimit_define_policy('bad', 0, 1, '1 h') ;; select * from ratelimit_policies() ;; select * from ratelimit_acquire('p', '{key}')
+select * from ratelimit_acquire('p', '{key}', 3, 'ik') ;; select * from ratelimit_acquire('p', '{key}', 3, 'ik')
+select * from ratelimit_acquire('p', '{key}', 4, 'ik') ;; select * from ratelimit_acquire('p', '{key}', 7)
+select * from ratelimit_acquire('p', '{key}', 11) ;; select * from ratelimit_acquire('p', '{key}', 0)
+select * from ratelimit_acquire('p', '{key}', -1) ;; select * from ratelimit_acquire('step', '{key}', 4)
+select * from ratelimit_acquire('s', '{key}', 1) ;; select * from ratelimit_acquire('s', '{key}', 1)
+select * from ratelimit_acquire('none', '{key}') ;; select * from ratelimit_acquire('p', '') ;; select * from ratelimit_acquire('p', repeat('x', 513))
 select v.key, ratelimit_acquire('p', v.key) from (values ('{key} v')) as v (key)
 select v.key, ratelimit_acquire('p', v.key) from (values ('{key} v'), (null)) as v (key)
 select d.* from (values ('{key} v')) as v (key), ratelimit_acquire('p', v.key) as d
 select d.* from generate_series(1, 3) as n, ratelimit_acquire('p', '{key} n' || n) as d
-select d.* from generate_series(1, 3) as n, ratelimit_acquire('p', '{key} m') as d
-select ratelimit_acquire('p', (select '{key} v'))
-select (select ratelimit_acquire('p', '{key} v'))
-select ratelimit_acquire('p', (select null::text))
-select ratelimit_acquire((select null::text), '{key}')
-with d as materialized (select ratelimit_acquire('p', '{key} w') as d) select d from d
-select (ratelimit_acquire('p', '{key} w')).remaining
-select ratelimit_acquire(policy => 'p', key => '{key} w', cost => 2)
+select d.* from generate_series(1, 3) as n, ratelimit_acquire('p', '{key} m') as d ;; select ratelimit_acquire('p', (select '{key} v'))
+select (select ratelimit_acquire('p', '{key} v')) ;; select ratelimit_acquire('p', (select null::text))
+select ratelimit_acquire((select null::text), '{key}') ;; with d as materialized (select ratelimit_acquire('p', '{key} w') as d) select d from d
+select (ratelimit_acquire('p', '{key} w')).remaining ;; select ratelimit_acquire(policy => 'p', key => '{key} w', cost => 2)
 select ratelimit_acquire('p', case when (ratelimit_peek('p', '{key} w')).allowed then '{key} w' end)
 do $$ declare d record; begin select * into d from ratelimit_acquire('p', '{key} w', 2); if d.remaining <> 2 then raise 'remaining %', d.remaining; end if; end $$
-select * from ratelimit_peek('p', '{key} w')
-select * from ratelimit_peek('p', '{key} w', 9)
-select * from ratelimit_peek('p', '{key} new', 11)
-select * from ratelimit_acquire('q', '{key}', 3, 'ik')
-select * from ratelimit_acquire('q', '{key}', 3, 'ik')
-select * from ratelimit_acquire('q', '{key}', 3)
-select * from ratelimit_refund('q', '{key}', 2)
-select * from ratelimit_refund('q', '{key}', 100)
-select * from ratelimit_refund('q', '{key} new', 1)
-select * from ratelimit_refund('q', '{key}', -1)
-select * from ratelimit_charge('p', '{key} c', 20, 'ck')
-select * from ratelimit_charge('p', '{key} c', 20, 'ck')
-select * from ratelimit_charge('p', '{key} c', 21, 'ck')
-select * from ratelimit_charge('q', '{key} c', 20)
-select * from ratelimit_charge('q', '{key} c', 0)
-select * from ratelimit_settle('p', '{key} c', 'ck', 5)
-select * from ratelimit_settle('p', '{key} c', 'ck', 5)
-select * from ratelimit_settle('p', '{key} c', 'ck', 6)
-select * from ratelimit_settle('p', '{key} c', 'none', 6)
-select * from ratelimit_settle('s', '{key} c', 'none', 6)
-select * from ratelimit_settle('p', '{key} c', null, 6)
-select * from ratelimit_reserve('p', '{key} r', '2 h', 10)
-select * from ratelimit_reserve('p', '{key} r', '2 h', 2, 'rk')
-select * from ratelimit_reserve('p', '{key} r', '2 h', 2, 'rk')
-select * from ratelimit_acquire('p', '{key} r', 2, 'rk')
-select * from ratelimit_reserve('p', '{key} r', '2 h', 1)
-select * from ratelimit_reserve('p', '{key} r', '2 h', 11)
-select * from ratelimit_reserve('p', '{key} r', '-1 h', 1)
-select * from ratelimit_acquire_up_to('p', '{key} u', 20, 1, 'uk')
-select * from ratelimit_acquire_up_to('p', '{key} u', 20, 1, 'uk')
-select * from ratelimit_acquire_up_to('p', '{key} u', 20, 1)
-select * from ratelimit_acquire_up_to('p', '{key} u', 1, 2)
-select ratelimit_reset('p', '{key} u')
-select * from ratelimit_peek('p', '{key} u')
-select * from ratelimit_enforce('p', '{key} e', 10)
-select * from ratelimit_enforce('p', '{key} e', 1)
-select * from ratelimit_enforce('p', null, 1)
-select ratelimit_override('p', '{key} o', 100)
-select * from ratelimit_acquire('p', '{key} o', 20)
-select * from ratelimit_acquire_many(array['p', 'p'], array['{key} o', '{key} o'], array[20, 1])
-select * from ratelimit_overrides('p', '{key} o')
-select ratelimit_override('p', '{key} o', expires_at => '2000-01-01')
-select ratelimit_remove_override('p', '{key} o')
+select * from ratelimit_peek('p', '{key} w') ;; select * from ratelimit_peek('p', '{key} w', 9) ;; select * from ratelimit_peek('p', '{key} new', 11)
+select * from ratelimit_acquire('q', '{key}', 3, 'ik') ;; select * from ratelimit_acquire('q', '{key}', 3, 'ik')
+select * from ratelimit_acquire('q', '{key}', 3) ;; select * from ratelimit_refund('q', '{key}', 2)
+select * from ratelimit_refund('q', '{key}', 100) ;; select * from ratelimit_refund('q', '{key} new', 1)
+select * from ratelimit_refund('q', '{key}', -1) ;; select * from ratelimit_charge('p', '{key} c', 20, 'ck')
+select * from ratelimit_charge('p', '{key} c', 20, 'ck') ;; select * from ratelimit_charge('p', '{key} c', 21, 'ck')
+select * from ratelimit_charge('q', '{key} c', 20) ;; select * from ratelimit_charge('q', '{key} c', 0)
+select * from ratelimit_settle('p', '{key} c', 'ck', 5) ;; select * from ratelimit_settle('p', '{key} c', 'ck', 5)
+select * from ratelimit_settle('p', '{key} c', 'ck', 6) ;; select * from ratelimit_settle('p', '{key} c', 'none', 6)
+select * from ratelimit_settle('s', '{key} c', 'none', 6) ;; select * from ratelimit_settle('p', '{key} c', null, 6)
+select * from ratelimit_reserve('p', '{key} r', '2 h', 10) ;; select * from ratelimit_reserve('p', '{key} r', '2 h', 2, 'rk')
+select * from ratelimit_reserve('p', '{key} r', '2 h', 2, 'rk') ;; select * from ratelimit_acquire('p', '{key} r', 2, 'rk')
+select * from ratelimit_reserve('p', '{key} r', '2 h', 1) ;; select * from ratelimit_reserve('p', '{key} r', '2 h', 11)
+select * from ratelimit_reserve('p', '{key} r', '-1 h', 1) ;; select * from ratelimit_acquire_up_to('p', '{key} u', 20, 1, 'uk')
+select * from ratelimit_acquire_up_to('p', '{key} u', 20, 1, 'uk') ;; select * from ratelimit_acquire_up_to('p', '{key} u', 20, 1)
+select * from ratelimit_acquire_up_to('p', '{key} u', 1, 2) ;; select ratelimit_reset('p', '{key} u') ;; select * from ratelimit_peek('p', '{key} u')
+select * from ratelimit_enforce('p', '{key} e', 10) ;; select * from ratelimit_enforce('p', '{key} e', 1)
+select * from ratelimit_enforce('p', null, 1) ;; select ratelimit_override('p', '{key} o', 100) ;; select * from ratelimit_acquire('p', '{key} o', 20)
+select * from ratelimit_acquire_many(array['p', 'p'], array['{key} o', '{key} o'], array[20, 1]) ;; select * from ratelimit_overrides('p', '{key} o')
+select ratelimit_override('p', '{key} o', expires_at => '2000-01-01') ;; select ratelimit_remove_override('p', '{key} o')
 select ratelimit_remove_override('p', '{key} o')
 select * from ratelimit_acquire_many(array['p','p','q','none','p','p',null,'q','s','s'], array['{key} 1','{key} 2','{key} 1','{key} 1','{key} 1',null,'{key} x','','{key} s','{key} s'], array[1,11,2,1,9,1,1,1,1,1])
 select * from ratelimit_acquire_many(array['p','p','p'], array['{key} i','{key} i','{key} i'], array[1,1,2], array['x','x','x'])
 select * from ratelimit_acquire_many(array['p','p','p'], array['{key} i','{key} i','{key} j'], array[1,1,2], array['x','y','x'])
 select * from ratelimit_acquire_many(array['none','p'], array['{key} i2','{key} i3'], array[1,-1])
-select * from ratelimit_acquire_many(array['p','p'], array['{key} i'])
-select * from ratelimit_acquire_many(null, array['{key} i'])
-select * from ratelimit_acquire_many('{}', '{}')
-select * from ratelimit_acquire_packed(array['p'], array['{key} pk'], array[1])
+select * from ratelimit_acquire_many(array['p','p'], array['{key} i']) ;; select * from ratelimit_acquire_many(null, array['{key} i'])
+select * from ratelimit_acquire_many('{}', '{}') ;; select * from ratelimit_acquire_packed(array['p'], array['{key} pk'], array[1])
 select * from ratelimit_acquire_packed(array['p','q'], array['{key} pk','{key} pk'], array[1,9], array[2])
 select * from ratelimit_acquire_all(array['p','q'], array['{key} a','{key} a'], array[1,2])
 select * from ratelimit_acquire_all(array['p','q'], array['{key} a','{key} a'], array[1,4])
@@ -311,19 +254,13 @@ select * from ratelimit_acquire_all(array['p','q','p'], array['{key} a','{key} a
 select * from ratelimit_acquire_all(array['p','q','p'], array['{key} a','{key} a','{key} a'], array[1,2,4], 'k')
 select * from ratelimit_acquire_all(array['p','none'], array['{key} a','{key} a'])
 select * from ratelimit_acquire_all(array['p',null], array['{key} a','{key} a'])
-select * from ratelimit_acquire_all(array['p','q'], array['{key} a',null])
-select * from ratelimit_acquire_all('{}', '{}')
+select * from ratelimit_acquire_all(array['p','q'], array['{key} a',null]) ;; select * from ratelimit_acquire_all('{}', '{}')
 select * from ratelimit_acquire_all_many(array['p','q','p','q'], array['{key} b','{key} b','{key} g','{key} g'], array[1,2,1,9], array[2,2,0])
-select * from ratelimit_status('p', 3)
-select * from ratelimit_status('none')
-select * from ratelimit_shard()
-select ratelimit_version()
+select * from ratelimit_status('p', 3) ;; select * from ratelimit_status('none') ;; select * from ratelimit_shard() ;; select ratelimit_version()
 begin read only; select * from ratelimit_peek('p', '{key} ro'); select * from ratelimit_acquire('p', '{key} ro', 11); select * from ratelimit_acquire('p', '{key} ro'); rollback
 begin; select * from ratelimit_acquire('p', '{key} t1'); select * from ratelimit_acquire('p', '{key} t2'); savepoint s; select * from ratelimit_acquire('p', '{key} t1', 4); rollback to s; select * from ratelimit_acquire('p', '{key} t1', 2); commit
-select * from ratelimit_peek('p', '{key} t1')
-select ratelimit_drop_policy('none')
-select ratelimit_drop_policy(null)
-`), "\n")
+select * from ratelimit_peek('p', '{key} t1') ;; select ratelimit_drop_policy('none') ;; select ratelimit_drop_policy(null)
+`), " ;; ", "\n"), "\n")
 	// Every argument null, one by one and all at once.
 	for _, call := range [][]string{
 		{"ratelimit_acquire", "'p'", "'{key}'", "1", "'n'"}, {"ratelimit_peek", "'p'", "'{key}'", "1"}, {"ratelimit_refund", "'p'", "'{key}'", "1"},
@@ -408,7 +345,6 @@ func testCitusParity(t *testing.T, db citusDB) {
 			}
 		}
 	}
-
 	// What differs: a request of several keys is refused.
 	node := db[1]
 	node.definePolicy("p", 10, 1, time.Hour)

@@ -4,10 +4,12 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"testing"
 	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/pgratelimit/client"
 	"github.com/pgratelimit/pgratelimit/client/clienttest/model"
@@ -32,11 +34,62 @@ type querier interface {
 }
 
 func acquire(q querier, policy, key string, cost int64, idempotencyKey ...string) (decision, error) {
+	return requestOf(policy, key, cost, idempotencyKey...).acquire(q)
+}
+
+func requestOf(policy, key string, cost int64, idempotencyKey ...string) nullableRequest {
 	r := nullableRequest{Policy: &policy, Key: &key, Cost: &cost}
 	if len(idempotencyKey) > 0 {
 		r.IdempotencyKey = &idempotencyKey[0]
 	}
-	return r.acquire(q)
+	return r
+}
+
+// refused fails the test unless a statement fails with this SQLSTATE, and returns the error.
+func (db *testDB) refused(code, sql string, args ...any) *pgconn.PgError {
+	db.t.Helper()
+	_, err := db.Pool.Exec(context.Background(), sql, args...)
+	require.Equal(db.t, code, sqlState(err), "%s %v: %v", sql, args, err)
+	return pgError(err)
+}
+
+// startExec executes a statement that may wait for other sessions.
+func (s *session) startExec(sql string) *pending {
+	return s.start(func(querier) (decision, error) {
+		_, err := s.Exec(context.Background(), sql)
+		return decision{}, err
+	})
+}
+
+// blockedBy returns the call when it waits for a lock that the holder has.
+func (p *pending) blockedBy(holder *session) *pending {
+	p.session.db.t.Helper()
+	p.awaitBlockedBy(holder)
+	return p
+}
+
+// policy defines a policy of a new database.
+func (db *testDB) policy(name string, capacity, refill int64, every time.Duration, opts ...policyOption) *testDB {
+	db.t.Helper()
+	db.definePolicy(name, capacity, refill, every, opts...)
+	return db
+}
+
+// sendBatch sends requests in one call, and fails the test if the call fails.
+func sendBatch[R, A any](t testing.TB, q rowsQuerier, send func(rowsQuerier, []R) ([]A, error), requests ...R) []A {
+	t.Helper()
+	answers, err := send(q, requests)
+	require.NoError(t, err)
+	return answers
+}
+
+// startBatch sends requests in one call that may wait for other sessions. The answers are there when the call is over.
+func startBatch[R, A any](s *session, send func(rowsQuerier, []R) ([]A, error), requests ...R) (call *pending, answers *[]A) {
+	answers = new([]A)
+	return s.start(func(querier) (_ decision, err error) {
+		*answers, err = send(s, requests)
+		return decision{}, err
+	}), answers
 }
 
 func peek(q querier, policy, key string, cost int64) (decision, error) {
@@ -151,11 +204,10 @@ func (r request) by(ctx context.Context, limiter client.Acquirer) (client.Decisi
 }
 
 func (r request) nullable() nullableRequest {
-	n := nullableRequest{Policy: &r.Policy, Key: &r.Key, Cost: &r.cost}
-	if r.idempotencyKey != "" {
-		n.IdempotencyKey = &r.idempotencyKey
+	if r.idempotencyKey == "" {
+		return requestOf(r.Policy, r.Key, r.cost)
 	}
-	return n
+	return requestOf(r.Policy, r.Key, r.cost, r.idempotencyKey)
 }
 
 // A nullableRequest is a request that may be a bad one; nil is null.

@@ -28,11 +28,15 @@ type subject interface {
 	spend(s spending) (spent, error)
 }
 
-// parallelDB is newDB for a test that runs beside others.
-func parallelDB(t *testing.T) *testDB {
+// parallelDB is newDB for a test that runs beside others. A clock that is given stands still.
+func parallelDB(t *testing.T, clock ...time.Time) *testDB {
 	t.Helper()
 	t.Parallel()
-	return newDB(t)
+	db := newDB(t)
+	for _, now := range clock {
+		db.setClock(now)
+	}
+	return db
 }
 
 // inParallel runs a subtest of each case, beside other tests.

@@ -18,6 +18,10 @@ type wholeRequest struct {
 	idempotencyKey string // empty for none
 }
 
+func chargeOf(policy, key string, cost int64) model.Charge {
+	return model.Charge{BucketID: model.BucketID{Policy: policy, Key: key}, Cost: cost}
+}
+
 // single is a request of one charge as ratelimit_acquire takes it.
 func (r wholeRequest) single() request {
 	return request{r.charges[0].BucketID, r.charges[0].Cost, r.idempotencyKey}
@@ -199,9 +203,8 @@ func acquirePacked(q rowsQuerier, requests []wholeRequest, sizes bool) ([]wholeA
 	}
 	rows, err := q.Query(context.Background(), `
 		select elements, remaining, retry_after_us, reset_after_us, capacity, replayed, shadowed,
-		       requests, requests_allowed, requests_replayed, requests_shadowed, bindings,
-		       refused, error_codes, error_messages, error_details, error_hints
-		  from ratelimit_acquire_packed($1, $2, $3, $4, $5)`, a.policies, a.keys, a.costs, a.sizes, a.idempotencyKeys)
+		 requests, requests_allowed, requests_replayed, requests_shadowed, bindings, refused, error_codes, error_messages, error_details, error_hints
+		 from ratelimit_acquire_packed($1, $2, $3, $4, $5)`, a.policies, a.keys, a.costs, a.sizes, a.idempotencyKeys)
 	if err != nil {
 		return nil, err
 	}
@@ -247,7 +250,6 @@ func (p packed) unpack(requests []wholeRequest, sizes bool) ([]wholeAnswer, erro
 	for i, n := range p.Refused {
 		refused[n] = joined(p.ErrorCodes[i], p.ErrorMessages[i], p.ErrorDetails[i], p.ErrorHints[i])
 	}
-
 	var answers []wholeAnswer
 	var element int64
 	for i, r := range requests {
