@@ -384,8 +384,7 @@ func TestPolicyChange_NullKeepsWhatIsThere(t *testing.T) {
 	db.exec("select ratelimit_define_policy('p')")
 	require.Equal(t, policy{500, 4, "00:02:00", false, true, "02:00:00"}, defined())
 	db.dropPolicy("p")
-	db.definePolicy("p", 10, 1, second, ephemeral)
-	db.definePolicy("p", 10, 1, second)
+	db.policy("p", 10, 1, second, ephemeral).policy("p", 10, 1, second)
 	require.Equal(t, policy{10, 1, "00:00:01", false, false, "24:00:00"}, defined())
 }
 

@@ -227,8 +227,7 @@ func TestBadInput_InABatch(t *testing.T) {
 func TestBadInput_InASavepoint(t *testing.T) {
 	db := parallelDB(t)
 	ctx := t.Context()
-	db.definePolicy("durable", 10, 1, time.Hour)
-	db.definePolicy("ephemeral", 10, 1, time.Hour, ephemeral)
+	db.policy("durable", 10, 1, time.Hour).policy("ephemeral", 10, 1, time.Hour, ephemeral)
 	tx, err := db.Pool.Begin(ctx)
 	require.NoError(t, err)
 	defer tx.Rollback(ctx)

@@ -52,10 +52,8 @@ func TestAcquireMany_EqualsOneByOne(t *testing.T) {
 		}
 		now := t0
 		db.setClock(now)
-		db.definePolicy("a", 10, 3, time.Second)
-		db.definePolicy("b", 7, 2, 7*time.Second, stepped)
-		db.definePolicy("c", 10, 10, time.Second, ephemeral, remember(2*time.Second))
-		db.definePolicy("d", 5, 1, time.Minute, stepped, ephemeral)
+		db.policy("a", 10, 3, time.Second).policy("b", 7, 2, 7*time.Second, stepped)
+		db.policy("c", 10, 10, time.Second, ephemeral, remember(2*time.Second)).policy("d", 5, 1, time.Minute, stepped, ephemeral)
 		for range rapid.IntRange(1, 6).Draw(t, "batches") {
 			requests := rapid.OneOf(rapid.SliceOfN(plain, 1, 12), rapid.SliceOfN(equal, 1, 20), rapid.SliceOfN(keyed, 1, 6), rapid.SliceOfN(odd, 1, 12)).Draw(t, "requests")
 			now = now.Add(time.Duration(rapid.Int64Range(0, 5_000_000).Draw(t, "wait")) * time.Microsecond)
@@ -78,8 +76,7 @@ func TestAcquireMany_EqualsOneByOne(t *testing.T) {
 // among those here, and buckets in debt, overfull, or not asked for a long time.
 func TestAcquireMany_EqualsOneByOneForNumbersOfEverySize(t *testing.T) {
 	db := parallelDB(t)
-	inside := db.session()
-	inside.exec("set search_path = ratelimit; set track_functions = pl")
+	inside := db.session().run("set search_path = ratelimit; set track_functions = pl")
 	magnitude := func(most float64) int64 { return int64(math.Exp(rand.Float64() * math.Log(most))) }
 	met := map[string]int{}
 	for i := 0; len(met) < 4 || met["small, granted"] < 100 || met["large, granted"] < 100; i++ {
@@ -160,9 +157,8 @@ func TestAcquireMany_NeverDeadlocks(t *testing.T) {
 
 func TestAcquireMany_WaitsAndDecidesAfresh(t *testing.T) {
 	db := parallelDB(t).policy("p", 10, 1, 1000*time.Hour)
-	db.acquire("p", "k", 2) // the bucket has a row: 8 left
-	holder := db.begin()
-	holder.acquire("p", "k", 5) // 3 left, when it commits
+	db.acquire("p", "k", 2)                // the bucket has a row: 8 left
+	holder := db.begin().take("p", "k", 5) // 3 left, when it commits
 	call, answers := startBatch(db.session(), acquireMany, slices.Repeat([]nullableRequest{requestOf("p", "k", 2)}, 4)...)
 	call.awaitBlockedBy(holder)
 	holder.exec("commit")
@@ -206,8 +202,7 @@ func TestAcquireMany_TakesPoliciesInOneOrder(t *testing.T) {
 		db.definePolicy(policy, 10, 1, aDay)
 		db.acquire(policy, "k", 1)
 	}
-	holder := db.begin()
-	holder.acquire("p", "k", 1)
+	holder := db.begin().take("p", "k", 1)
 	pq, _ := startBatch(db.session(), acquireMany, requestOf("p", "k", 1), requestOf("q", "k", 1))
 	pq.awaitBlockedBy(holder)
 	qp, _ := startBatch(db.session(), acquireMany, requestOf("q", "k", 1), requestOf("p", "k", 1))

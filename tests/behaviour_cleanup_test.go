@@ -23,9 +23,10 @@ func (db *testDB) cleanupAt(at time.Time) deleted {
 }
 
 // cleanUpAtOnce makes clean-up judge rows as of now and not of five minutes ago, for tests that are about something else.
-func (db *testDB) cleanUpAtOnce() {
+func (db *testDB) cleanUpAtOnce() *testDB {
 	db.t.Helper()
 	db.mutate(mutation{`interval '5 minutes'`, "interval '0'"}, "ratelimit.cleanup_batch")
+	return db
 }
 
 // cleanup runs one batch.
@@ -65,8 +66,7 @@ func (db *testDB) fillTables(prefix, policy string, n int) {
 
 func TestCleanup_RemovesBucketsThatAreFullAndLeavesOthersAsTheyAre(t *testing.T) {
 	eachDurability(t, func(t *testing.T, db *testDB, kind policyOption) {
-		db.cleanUpAtOnce()
-		db.definePolicy("p", 10, 1, time.Second, kind)
+		db.cleanUpAtOnce().policy("p", 10, 1, time.Second, kind)
 		db.acquireAt(t0, "p", "idle", 2)
 		db.acquireAt(t0, "p", "busy", 2)
 		db.acquireAt(t0.Add(time.Second), "p", "busy", 5) // full six seconds later
@@ -102,8 +102,7 @@ func TestCleanup_LeavesForFiveMinutesWhatIsDue(t *testing.T) {
 // A bucket is looked at every day, because its policy may have become faster.
 func TestCleanup_LooksAtABucketEveryDay(t *testing.T) {
 	eachDurability(t, func(t *testing.T, db *testDB, kind policyOption) {
-		db.cleanUpAtOnce()
-		db.definePolicy("p", 1000, 1, time.Hour, kind)
+		db.cleanUpAtOnce().policy("p", 1000, 1, time.Hour, kind)
 		db.acquireAt(t0, "p", "created", 1000)
 		require.Equal(t, deleted{}, db.cleanupAt(t0.Add(aDay)), "put off, by a day at most")
 		db.acquire("p", "new", 1000)
@@ -124,9 +123,7 @@ func TestCleanup_ABucketThatIsNeverFullIsNotDueAtOnce(t *testing.T) {
 			db.exec("select ratelimit_override('p', 'k', refill => " + refill.override + ")")
 			db.acquire("p", "k", 5)
 			db.setClock(t0.Add(2 * aDay))
-			s := db.session()
-			s.exec("set statement_timeout = '10s'")
-			s.exec("call ratelimit_cleanup_all()")
+			db.session().run("set statement_timeout = '10s'").run("call ratelimit_cleanup_all()")
 			require.Equal(t, []string{"1 day"}, column(t, db.DB, `
 				select (due_at - (ratelimit.clock() - interval '5 minutes'))::text
 				  from (table ratelimit.buckets union all table ratelimit.ephemeral_buckets) as b`), name)
@@ -149,8 +146,7 @@ func TestCleanup_RemovesExpiredOverrides(t *testing.T) {
 	require.True(t, db.goesOn(10))
 	require.Equal(t, []string{"2", "3", "4"}, left())
 	db.setClock(t0.Add(time.Hour))
-	holder := db.begin()
-	holder.exec("select ratelimit_override('p', '2', 5)")
+	holder := db.begin().run("select ratelimit_override('p', '2', 5)")
 	require.True(t, db.goesOn(1))
 	require.Equal(t, []string{"2", "4"}, left())
 	require.True(t, db.goesOn(10))
@@ -164,9 +160,7 @@ func TestCleanup_RemovesExpiredOverrides(t *testing.T) {
 func TestCleanup_AnExpiredOverrideHoldsNoBucket(t *testing.T) {
 	eachDurability(t, func(t *testing.T, db *testDB, kind policyOption) {
 		db.cleanUpAtOnce()
-		db.setClock(t0)
-		db.definePolicy("p", 10, 1, second, kind)
-		db.definePolicy("another", 10, 1, second, kind)
+		db.at(t0).policy("p", 10, 1, second, kind).policy("another", 10, 1, second, kind)
 		for _, key := range []string{"full", "used"} {
 			db.exec("select ratelimit_override('another', $1, refill => 0)", key)
 			db.acquire("p", key, 5)
@@ -180,9 +174,7 @@ func TestCleanup_AnExpiredOverrideHoldsNoBucket(t *testing.T) {
 }
 
 func TestCleanup_GoesByThePolicyOfToday(t *testing.T) {
-	db := parallelDB(t)
-	db.cleanUpAtOnce()
-	db.definePolicy("p", 10, 1, time.Second)
+	db := parallelDB(t).cleanUpAtOnce().policy("p", 10, 1, time.Second)
 	db.acquireAt(t0, "p", "k", 2)
 	db.definePolicy("p", 10, 1, time.Minute)
 	require.Equal(t, deleted{}, db.cleanupAt(t0.Add(2*time.Second)))
@@ -192,9 +184,7 @@ func TestCleanup_GoesByThePolicyOfToday(t *testing.T) {
 }
 
 func TestCleanup_ARefundMakesABucketRemovable(t *testing.T) {
-	db := parallelDB(t)
-	db.cleanUpAtOnce()
-	db.definePolicy("p", 10, 1, aDay)
+	db := parallelDB(t).cleanUpAtOnce().policy("p", 10, 1, aDay)
 	db.acquireAt(t0, "p", "k", 7)
 	db.refundAt(t0, "p", "k", 6)
 	require.Equal(t, deleted{}, db.cleanupAt(t0), "it lacks a token")
@@ -232,8 +222,7 @@ func TestCleanup_TakesTheOldestFirst(t *testing.T) {
 
 func TestCleanup_WaitsForNoAcquireAndSkipsItsRows(t *testing.T) {
 	eachDurability(t, func(t *testing.T, db *testDB, kind policyOption) {
-		db.cleanUpAtOnce()
-		db.definePolicy("p", 10, 1, time.Second, kind, remember(time.Hour))
+		db.cleanUpAtOnce().policy("p", 10, 1, time.Second, kind, remember(time.Hour))
 		for _, key := range []string{"held", "free"} {
 			db.acquireAt(t0, "p", key, 2, "X")
 		}
@@ -257,10 +246,8 @@ func TestCleanup_GivesWayWhereItWouldWait(t *testing.T) {
 	db := parallelDB(t).policy("p", 10, 1, time.Second)
 	db.acquireAt(t0, "p", "k", 2)
 	db.setClock(t0.Add(time.Hour))
-	holder := db.begin()
-	holder.exec("lock table ratelimit.idempotency_keys in exclusive mode")
-	impatient := db.session()
-	impatient.exec("set statement_timeout = '20s'")
+	holder := db.begin().run("lock table ratelimit.idempotency_keys in exclusive mode")
+	impatient := db.session().run("set statement_timeout = '20s'")
 	require.Equal(t, deleted{}, db.swept(impatient, 100))
 	require.Len(t, db.rows(), 1, "nothing is done by halves")
 	require.True(t, db.goesOn(100), "the row that it did not get may be due")
@@ -280,9 +267,7 @@ func TestCleanup_LeavesWhatWasUsedBeforeItGotTheLock(t *testing.T) {
 		"key":    `from idempotency_keys as d where d\.expires_at <= due_before`,
 	} {
 		t.Run(name, func(t *testing.T) {
-			db := parallelDB(t)
-			db.cleanUpAtOnce()
-			db.definePolicy("p", 10, 1, time.Second, remember(time.Hour))
+			db := parallelDB(t).cleanUpAtOnce().policy("p", 10, 1, time.Second, remember(time.Hour))
 			db.acquireAt(t0, "p", "k", 2, "X")
 			db.setClock(t0.Add(time.Hour))
 			if name == "key" {
@@ -290,8 +275,7 @@ func TestCleanup_LeavesWhatWasUsedBeforeItGotTheLock(t *testing.T) {
 			}
 			db.mutate(mutation{"lock_timeout TO .100ms.", "lock_timeout TO 0"}, "ratelimit.cleanup_batch") // the gate is no busy row
 			db.mutate(mutation{statement, "$0 and pg_advisory_xact_lock_shared(1)::text = ''"}, "ratelimit.cleanup_batch")
-			keeper := db.session()
-			keeper.exec("select pg_advisory_lock(1)")
+			keeper := db.session().run("select pg_advisory_lock(1)")
 			call := db.session().startExec("select ratelimit_cleanup(100)").blockedBy(keeper)
 			granted := db.acquire("p", "k", 4, "X")
 			require.Equal(t, allowed(6, 4*time.Second, 10), granted)
@@ -304,9 +288,7 @@ func TestCleanup_LeavesWhatWasUsedBeforeItGotTheLock(t *testing.T) {
 }
 
 func TestCleanup_RowsInUseHideNoneBehindThem(t *testing.T) {
-	db := parallelDB(t)
-	db.cleanUpAtOnce()
-	db.definePolicy("p", 10, 1, time.Second)
+	db := parallelDB(t).cleanUpAtOnce().policy("p", 10, 1, time.Second)
 	for i := range 40 {
 		db.acquireAt(t0.Add(time.Duration(i/20)*second), "p", fmt.Sprint("used", i%20), []int64{1, 10}[i/20])
 	}
@@ -321,8 +303,7 @@ func TestCleanup_RowsInUseHideNoneBehindThem(t *testing.T) {
 
 func TestCleanup_AnAcquireOnABucketBeingRemovedWaitsForTheBatch(t *testing.T) {
 	eachDurability(t, func(t *testing.T, db *testDB, kind policyOption) {
-		db.cleanUpAtOnce()
-		db.definePolicy("p", 10, 1, time.Second, kind)
+		db.cleanUpAtOnce().policy("p", 10, 1, time.Second, kind)
 		for _, end := range []string{"commit", "rollback"} {
 			db.acquireAt(t0, "p", "k", 10)
 			db.setClock(t0.Add(time.Minute))
@@ -339,8 +320,7 @@ func TestCleanup_AnAcquireOnABucketBeingRemovedWaitsForTheBatch(t *testing.T) {
 
 func TestCleanup_LoadBesideItLosesNothing(t *testing.T) {
 	t.Parallel()
-	db := newCrowdDB(t, 9)
-	db.cleanUpAtOnce()
+	db := newCrowdDB(t, 9).cleanUpAtOnce()
 	db.definePolicy("brief", 5, 5_000_000, time.Second) // full again after a microsecond
 	db.definePolicy("long", 104, 1, aDay)
 	// One session cleans up meanwhile: rows that are due and full, and rows that refunds make due too early.
@@ -421,8 +401,7 @@ func TestCleanupAll_DrainsInBatchesThatCommit(t *testing.T) {
 // A batch that is not full is not the last: there may be rows of dropped policies, or it put rows off or gave way to a lock.
 func TestCleanupAll_GoesOnAfterAShortBatch(t *testing.T) {
 	db := parallelDB(t).policy("gone", 10, 1, aDay)
-	holder := db.begin()
-	holder.acquire("gone", "k", 1, "X")
+	holder := db.begin().take("gone", "k", 1, "X")
 	db.dropPolicy("gone")
 	holder.exec("commit")
 	require.EqualValues(t, 2, db.orphans())
@@ -456,9 +435,7 @@ func TestCleanupAll_IsRefusedInsideATransaction(t *testing.T) {
 
 func TestResetAll_FillsTheBucketsOfAPolicyAndNothingElse(t *testing.T) {
 	eachDurability(t, func(t *testing.T, db *testDB, durability policyOption) {
-		db.setClock(t0)
-		db.definePolicy("p", 10, 1, second, durability)
-		db.definePolicy("q", 10, 1, second, durability)
+		db.at(t0).policy("p", 10, 1, second, durability).policy("q", 10, 1, second, durability)
 		db.exec("select ratelimit_override('p', '7', 20)")
 		first := db.acquire("p", "7", 5, "i")
 		for _, policy := range []string{"p", "q"} {
@@ -483,8 +460,7 @@ func TestResetAll_FillsTheBucketsOfAPolicyAndNothingElse(t *testing.T) {
 func TestResetAll_CommitsEachBatch(t *testing.T) {
 	db := parallelDB(t).policy("p", 10, 1, time.Hour)
 	db.exec("select count(*) from ratelimit_acquire_many(array_fill('p'::text, array[1500]), array(select to_char(n, 'FM0000') from generate_series(1, 1500) as n))")
-	holder := db.begin()
-	holder.exec("select ratelimit_acquire('p', '1200')")
+	holder := db.begin().run("select ratelimit_acquire('p', '1200')")
 	call := db.session().startExec("call ratelimit_reset_all('p')").blockedBy(holder)
 	require.Nil(t, db.bucket("p", "1000"))
 	require.NotNil(t, db.bucket("p", "1001"), "not committed")
@@ -513,10 +489,8 @@ func TestDrop_WhileAnAcquireIsOpen(t *testing.T) {
 					db.acquire("p", "k", 1, "old")
 					db.acquire("p", "other", 1, "old")
 				}
-				holder := db.begin()
-				holder.acquire("p", "k", 4, "X")
-				hasty := db.hasty()
-				hasty.exec("select ratelimit_drop_policy('p')") // waits for nobody
+				holder := db.begin().take("p", "k", 4, "X")
+				hasty := db.hasty().run("select ratelimit_drop_policy('p')") // waits for nobody
 				_, err := acquire(hasty, "p", "k", 1)
 				require.Equal(t, "RL001", sqlState(err))
 				db.definePolicy("p", 10, 1, aDay, kind)
@@ -536,8 +510,7 @@ func TestDrop_WhileAnAcquireIsOpen(t *testing.T) {
 
 func TestDrop_AnAcquireThatHasReadThePolicyGoesOnUnderIt(t *testing.T) {
 	onDBs(t, map[string]bool{"known bucket": true, "first use": false}, func(t *testing.T, db *testDB, existing bool) {
-		db.setClock(t0)
-		db.definePolicy("p", 10, 1, aDay)
+		db.at(t0).policy("p", 10, 1, aDay)
 		if existing {
 			db.acquire("p", "k", 1)
 		}
@@ -557,10 +530,8 @@ func TestDrop_AnAcquireThatHasReadThePolicyGoesOnUnderIt(t *testing.T) {
 // A bucket of a dropped policy has no numbers by which it could be full or be put off.
 func TestCleanup_RemovesADueBucketOfADroppedPolicy(t *testing.T) {
 	eachDurability(t, func(t *testing.T, db *testDB, kind policyOption) {
-		db.setClock(t0)
-		db.definePolicy("gone", 10, 1, aDay, kind)
-		holder := db.begin()
-		holder.acquire("gone", "k", 5)
+		db.at(t0).policy("gone", 10, 1, aDay, kind)
+		holder := db.begin().take("gone", "k", 5)
 		db.dropPolicy("gone")
 		holder.exec("commit")
 		require.Equal(t, deleted{buckets: 1}, db.cleanupAt(t0.Add(2*aDay)))

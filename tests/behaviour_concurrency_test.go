@@ -154,8 +154,7 @@ func TestConcurrency_CreatingABucketIsPartOfTheOrder(t *testing.T) {
 		call, _ := startBatch(db.session(), acquireMany, requests...)
 		return call
 	}
-	holder := db.begin()
-	holder.acquire("p", "a", 1)
+	holder := db.begin().take("p", "a", 1)
 	first := many(requestOf("p", "x", 1), requestOf("p", "a", 1), requestOf("p", "b", 1))
 	first.awaitBlockedBy(holder)
 	db.acquire("p", "b", 1)
@@ -191,8 +190,7 @@ func TestConcurrency_ADenialLeavesNoRow(t *testing.T) {
 		db.definePolicy("p", 10, 1, aDay, kind)
 		db.acquire("p", "x", 1)
 		db.acquire("p", "z", 10)
-		holder := db.begin()
-		holder.acquire("p", "x", 1)
+		holder := db.begin().take("p", "x", 1)
 		never := wholeRequest{charges: []model.Charge{chargeOf("p", "y", 11)}}
 		call, answers := startBatch(db.session(), acquireAllMany, all("p", "x"), never, all("p", "z"))
 		call.awaitBlockedBy(holder)
@@ -262,12 +260,10 @@ func TestConcurrency_APolicyThatChangesMeanwhileChangesNoGrant(t *testing.T) {
 		"all many":     "ratelimit_acquire_all_many(array['p', 'q'], array['row', 'row'], null, array[1, 1], array['i', 'i'])",
 		"in order":     "ratelimit_acquire_all(array['p', 'p', 'q'], array['row', 'row', 'none'], null, 'i')",
 	}, func(t *testing.T, db *testDB, call string) {
-		db.definePolicy("p", 10, 1, aDay)
-		db.definePolicy("q", 10, 1, aDay)
+		db.policy("p", 10, 1, aDay).policy("q", 10, 1, aDay)
 		db.acquire("p", "row", 1)
 		db.acquire("q", "row", 1)
-		holder := db.begin()
-		holder.acquire("p", "row", 1)
+		holder := db.begin().take("p", "row", 1)
 		pending := db.session().start(func(q querier) (decision, error) { return decide(q, call) }).blockedBy(holder)
 		db.definePolicy("p", 20, 1, aDay, remember(time.Millisecond))
 		holder.exec("rollback")
@@ -343,8 +339,7 @@ func TestConcurrency_ABatchLocksWhatOthersChange(t *testing.T) {
 			}
 		}
 		// It has the bucket while the batch looks.
-		holder := db.begin()
-		holder.acquire(policy, "b", 20)
+		holder := db.begin().take(policy, "b", 20)
 		call, remaining := start(db.session())
 		call.awaitBlockedBy(holder)
 		holder.exec("commit")
@@ -389,12 +384,10 @@ func TestConcurrency_WhatWaitedForALockGoesByTheClockAndThePolicyAfterTheWait(t 
 	} {
 		t.Run(name, func(t *testing.T) {
 			eachDurability(t, func(t *testing.T, db *testDB, kind policyOption) {
-				db.setClock(t0)
-				db.definePolicy("p", 10, 1, second, kind)
+				db.at(t0).policy("p", 10, 1, second, kind)
 				db.acquire("p", "a", 5)
 				db.acquire("p", "b", 5)
-				holder := db.begin()
-				holder.acquire("p", "b", 1)
+				holder := db.begin().take("p", "b", 1)
 				call, answers := startBatch(db.session(), acquireAllMany, all("p", "a", "b"))
 				call.awaitBlockedBy(holder)
 				test.meanwhile(db, holder)
@@ -414,9 +407,7 @@ func TestConcurrency_AnOverrideIsReadAgainAfterAWait(t *testing.T) {
 	}, func(t *testing.T, db *testDB, call func(s *session) *pending) {
 		db.definePolicy("p", 10, 1, aDay)
 		db.acquire("p", "b", 1)
-		holder := db.begin()
-		holder.acquire("p", "b", 1)
-		holder.exec("select ratelimit_override('p', 'b', capacity => 0)")
+		holder := db.begin().take("p", "b", 1).run("select ratelimit_override('p', 'b', capacity => 0)")
 		pending := call(db.session())
 		pending.awaitBlockedBy(holder)
 		holder.exec("select ratelimit_reset('p', 'b')")
@@ -433,8 +424,7 @@ func TestConcurrency_AnOverrideAndADropOfItsPolicyTakeTurns(t *testing.T) {
 	for _, inTurn := range [][2]string{{override, drop}, {drop, override}} {
 		db.definePolicy("p", 10, 1, aDay)
 		db.exec("select ratelimit_override('p', 'first', 5)") // which writes the row of the policy
-		holder := db.begin()
-		holder.exec(inTurn[0])
+		holder := db.begin().run(inTurn[0])
 		call := db.session().startExec(inTurn[1]).blockedBy(holder)
 		holder.exec("commit")
 		_, err := call.result()
@@ -465,8 +455,7 @@ func TestConcurrency_Vectors(t *testing.T) {
 		t.Run(v.name, func(t *testing.T) {
 			t.Parallel()
 			db := newCrowdDB(t, v.callers)
-			db.setClock(t0)
-			db.definePolicy("p", v.capacity, v.refill, v.every, v.refilled)
+			db.at(t0).policy("p", v.capacity, v.refill, v.every, v.refilled)
 			answers := db.together(v.callers, func(i int, q querier) (decision, error) { return acquire(q, "p", fmt.Sprint("k", i%v.keys), v.cost) })
 			require.Equal(t, v.granted, count(answers, isAllowed))
 			for i := range v.keys {
@@ -485,8 +474,7 @@ func TestConcurrency_DifferentBucketsNeverWaitOnEachOther(t *testing.T) {
 	// Each holds its bucket and its idempotency key until the test ends.
 	for i := range 16 {
 		for _, policy := range []string{"p", "q"} {
-			s := db.hasty()
-			s.exec("begin")
+			s := db.hasty().run("begin")
 			require.True(t, s.acquire(policy, fmt.Sprint("k", i), 1, "the same").Allowed)
 		}
 	}
@@ -500,8 +488,7 @@ func TestConcurrency_AnAcquireWaitsForTheSameBucketOnly(t *testing.T) {
 			db.acquire("p", "other", 1)
 		}
 		before := db.left("p", "mine")
-		holder := db.begin()
-		holder.acquire("p", "mine", 2)
+		holder := db.begin().take("p", "mine", 2)
 		waiter := db.session().startAcquire("p", "mine", 3).blockedBy(holder)
 		require.True(t, db.hasty().acquire("p", "other", 1).Allowed)
 		// What waits waits for the holder's transaction, and for nothing else.
@@ -515,8 +502,7 @@ func TestConcurrency_AnAcquireWaitsForTheSameBucketOnly(t *testing.T) {
 func TestConcurrency_APeekAndADenialWaitForNobody(t *testing.T) {
 	db := parallelDB(t).policy("p", 10, 1, aDay)
 	db.acquire("p", "k", 8)
-	holder := db.begin()
-	holder.acquire("p", "k", 1)
+	db.begin().take("p", "k", 1)
 	hasty := db.hasty()
 	require.False(t, hasty.acquire("p", "k", 3).Allowed)
 	require.EqualValues(t, 2, db.must(peek(hasty, "p", "k", 1)).Remaining, "what is committed")
@@ -542,8 +528,7 @@ func TestGrant_GivesUpAfterManyRounds(t *testing.T) {
 	db.acquireAt(t0, "p", "k", 3)
 	db.mutate(mutation{`greatest\(refilled_at, now\)`, "now"}, "ratelimit.refilled_until")
 	db.setClock(t0.Add(-100 * time.Second)) // update and look disagree
-	s := db.session()
-	s.exec("set statement_timeout = '20s'")
+	s := db.session().run("set statement_timeout = '20s'")
 	_, err := acquire(s, "p", "k", 7)
 	require.Equal(t, "40001", sqlState(err), err)
 	// A batch repeats its round when it wants a bucket that it has not locked.

@@ -64,8 +64,7 @@ func TestContention_AHeldBucket(t *testing.T) {
 	defer hasty.Close()
 	limiters := []client.Acquirer{client.New(hasty), client.NewCombiner(hasty)}
 	require.NoError(t, l.settle(client.New(db.Pool), l.request("held", 1, "first")))
-	holder := db.begin()
-	holder.acquire("p", "held", 5)
+	holder := db.begin().take("p", "held", 5)
 	var insistent, others sync.WaitGroup
 	for caller := range 8 {
 		by := limiters[caller%2]
@@ -116,8 +115,7 @@ func TestContention_AnIdleTransactionEnds(t *testing.T) {
 			db.acquire(policy, "k", 1)
 		}
 		before := db.left(policy, "k")
-		holder := db.begin()
-		holder.acquire(policy, "k", 5, "i")
+		holder := db.begin().take(policy, "k", 5, "i")
 		waiter := db.session().startAcquire(policy, "k", 3).blockedBy(holder)
 		holder.exec("set local idle_in_transaction_session_timeout = '1ms'")
 		require.Equal(t, before-3, waiter.answer().Remaining)
@@ -165,8 +163,7 @@ func TestContention_TooManyConnections(t *testing.T) {
 	pool, err = pgxpool.NewWithConfig(context.Background(), large)
 	require.NoError(t, err)
 	defer pool.Close()
-	holder := db.begin()
-	holder.acquire("p", "k", 1)
+	holder := db.begin().take("p", "k", 1)
 	var callers sync.WaitGroup
 	for caller := range large.MaxConns {
 		callers.Go(func() {

@@ -80,8 +80,7 @@ func (s *session) traces() (found traces) {
 // The counters of pg_stat_user_tables, as monitoring sees them: separate transactions this time.
 func TestDenial_CountsAsNoWrite(t *testing.T) {
 	db := parallelDB(t).policy("p", 10, 1, aDay)
-	s := db.session()
-	s.acquire("p", "known", 10, "another")
+	s := db.session().take("p", "known", 10, "another")
 	written := func() (n int64) {
 		s.exec("select pg_stat_force_next_flush()")
 		require.NoError(t, s.QueryRow(context.Background(), `
@@ -109,8 +108,7 @@ func TestDenial_WritesNoWAL(t *testing.T) {
 	db.definePolicy("p", 10, 1, aDay)
 	db.acquire("p", "known", 10, "another")
 	db.acquire("p", "half", 5)
-	s := db.session()
-	s.exec("checkpoint")
+	s := db.session().run("checkpoint")
 	for _, d := range denials {
 		// Should somebody else write after all, then hardly each time; a denial would.
 		var wal int64
@@ -151,11 +149,9 @@ func (s *session) walRecords(sql string) int64 {
 // waitAndLose has a caller with cost 3 of capacity 10, refilled 1 a second, wait for a transaction
 // that takes all, and moves the clock on meanwhile.
 func waitAndLose(db *testDB, kind policyOption, waited time.Duration) (caller *session, answer decision) {
-	db.setClock(t0)
-	db.definePolicy("p", 10, 1, time.Second, kind)
+	db.at(t0).policy("p", 10, 1, time.Second, kind)
 	db.acquire("p", "k", 5)
-	holder := db.begin()
-	holder.acquire("p", "k", 5)
+	holder := db.begin().take("p", "k", 5)
 	caller = db.begin()
 	call := caller.startAcquire("p", "k", 3).blockedBy(holder)
 	db.setClock(t0.Add(waited))
@@ -213,8 +209,7 @@ func TestDenial_OfSeveralAfterAWaitLeavesNothing(t *testing.T) {
 				db := parallelDB(t).policy(policy, 10, 1, aDay, kind)
 				db.acquire(policy, "a", 4)
 				db.acquire(policy, "b", 9)
-				holder := db.begin()
-				holder.acquire(policy, "b", 1)
+				holder := db.begin().take(policy, "b", 1)
 				caller := db.begin()
 				call := caller.startAll(r).blockedBy(holder)
 				holder.exec("commit")

@@ -14,8 +14,7 @@ import (
 func TestDurability_AfterACrash(t *testing.T) {
 	t.Parallel()
 	db, server := newPrivateDB(t, "synchronous_commit=on")
-	db.definePolicy("d", 10, 1, aDay)
-	db.definePolicy("e", 10, 1, aDay, ephemeral)
+	db.policy("d", 10, 1, aDay).policy("e", 10, 1, aDay, ephemeral)
 	first := db.acquire("d", "k", 3, "X")
 	db.acquire("d", "k", 4)
 	db.acquire("e", "k", 3, "X")

@@ -21,8 +21,7 @@ func enforce(q querier, policy, key string, cost int64, idempotencyKey ...string
 
 func TestEnforce_IsAcquireThatRaises(t *testing.T) {
 	onDBs(t, map[string][]policyOption{"durable": {durable}, "ephemeral": {ephemeral}, "stepped": {stepped}}, func(t *testing.T, db *testDB, options []policyOption) {
-		db.definePolicy("enforced", 10, 3, 7*second, options...)
-		db.definePolicy("acquired", 10, 3, 7*second, options...)
+		db.policy("enforced", 10, 3, 7*second, options...).policy("acquired", 10, 3, 7*second, options...)
 		db.exec("select ratelimit_override(p, 'special', 4) from unnest('{enforced,acquired}'::text[]) as p")
 		refusals := 0
 		for i, cost := range []int64{4, 0, 5, 2, 11, 1, 1, 3, 0, 10, 4, 1} {
@@ -110,8 +109,7 @@ func (db *testDB) guarded(policy, table string) {
 
 func TestGuard_ChargesEachKeyOnce(t *testing.T) {
 	onDBs(t, map[string]policyOption{"durable": durable, "ephemeral": ephemeral}, func(t *testing.T, db *testDB, durability policyOption) {
-		db.setClock(t0)
-		db.definePolicy("p", 10, 1, second, durability)
+		db.at(t0).policy("p", 10, 1, second, durability)
 		db.guarded("p", "orders")
 		left := func(want ...int64) {
 			t.Helper()
@@ -271,10 +269,7 @@ func TestGuard_ForeignPartitions(t *testing.T) {
 		create foreign table parted_high partition of parted for values from (10) to (20) server here options (table_name 'elsewhere');
 		create trigger limited after insert on parted referencing new table as inserted for each statement execute function ratelimit_guard('p', 'customer')`,
 		pgx.QueryExecModeSimpleProtocol)
-	insert := func(rows string) error {
-		_, err := db.Pool.Exec(t.Context(), "insert into parted values "+rows)
-		return err
-	}
+	insert := func(rows string) error { return failure(db.Pool.Exec(t.Context(), "insert into parted values "+rows)) }
 	uncharged := func() int64 { return db.number("select count(*) from parted") - (100 - db.left("p", "a")) }
 	require.NoError(t, insert("('a', 1), ('a', 2)"))
 	require.EqualValues(t, 98, db.left("p", "a"))
@@ -373,10 +368,7 @@ func TestGuard_GivesBackWhatFails(t *testing.T) {
 	db.exec("alter table orders add constraint positive check (size > 0)")
 	db.refused("23514", "insert into orders values ('a', 1), ('a', -1)")
 	require.EqualValues(t, 10, db.left("p", "a"))
-	tx := db.begin()
-	tx.exec("insert into orders values ('a', 1)")
-	tx.exec("savepoint s")
-	tx.exec("insert into orders values ('a', 1), ('b', 1)")
+	tx := db.begin().run("insert into orders values ('a', 1)").run("savepoint s").run("insert into orders values ('a', 1), ('b', 1)")
 	tx.exec("rollback to s")
 	waiter := db.session().startAcquire("p", "a", 9).blockedBy(tx)
 	tx.exec("commit")

@@ -32,8 +32,7 @@ func TestHOT_UpdatesAreHeapOnly(t *testing.T) {
 
 // A new row has room, which its first update leaves to the next versions, whichever call it is.
 func TestHOT_TheFirstUpdateLeavesItsRoom(t *testing.T) {
-	db := parallelDB(t).policy("durable", 10, 1, aDay).policy("ephemeral", 10, 1, aDay, ephemeral)
-	db.definePolicy("overridden", 10, 1, aDay)
+	db := parallelDB(t).policy("durable", 10, 1, aDay).policy("ephemeral", 10, 1, aDay, ephemeral).policy("overridden", 10, 1, aDay)
 	db.exec("select ratelimit_override('overridden', 'another', 5)")
 	const has = `select case count(*) when 1 then count(room) else -1 end from (
 		select key, room from ratelimit.buckets union all select key, room from ratelimit.ephemeral_buckets) as b where key = $1`
@@ -70,9 +69,7 @@ func TestHOT_AHeldSnapshotDoesNotMakeCallsReadEveryVersion(t *testing.T) {
 		const versions = 12000
 		db := newDB(t).policy("full", 1_000_000, 1, aDay, kind).policy("empty", versions, 1, aDay, kind)
 		db.exec("select from ratelimit_acquire_many('{full,full}', '{hot,other}')")
-		holder := db.begin()
-		holder.exec("set transaction isolation level repeatable read")
-		holder.exec("select from ratelimit.policies")
+		db.begin().run("set transaction isolation level repeatable read").run("select from ratelimit.policies")
 		db.exec(fmt.Sprintf(`do $$ begin
 				for i in 1..%d loop
 					perform ratelimit_acquire_many('{full}', '{hot}');

@@ -48,8 +48,7 @@ func TestIdempotency_AReplayIsTheFirstAnswerWhateverHappenedSince(t *testing.T) 
 		},
 	}, func(t *testing.T, db *testDB, since func(db *testDB)) {
 		for _, kind := range []policyOption{durable, ephemeral} {
-			db.setClock(t0)
-			db.definePolicy("p", 10, 1, time.Second, kind, remember(time.Hour))
+			db.at(t0).policy("p", 10, 1, time.Second, kind, remember(time.Hour))
 			first := db.acquire("p", "k", 4, "X")
 			require.Equal(t, allowed(6, 4*time.Second, 10), first)
 			since(db)
@@ -85,8 +84,7 @@ func TestIdempotency_AnExpiredKeyChargesAgain(t *testing.T) {
 }
 
 func TestIdempotency_KeysBelongToTheirBucket(t *testing.T) {
-	db := parallelDB(t, t0).policy("p", 10, 1, time.Second).policy("q", 10, 1, time.Second)
-	db.definePolicy("e", 10, 1, time.Second, ephemeral)
+	db := parallelDB(t, t0).policy("p", 10, 1, time.Second).policy("q", 10, 1, time.Second).policy("e", 10, 1, time.Second, ephemeral)
 	require.Equal(t, allowed(8, 2*time.Second, 10), db.acquire("p", "tenant 1", 2, "X"))
 	for _, other := range [][2]string{{"p", "tenant 2"}, {"q", "tenant 1"}, {"e", "tenant 1"}} {
 		require.Equal(t, allowed(7, 3*time.Second, 10), db.acquire(other[0], other[1], 3, "X"), other)
@@ -181,10 +179,7 @@ func twoOfEach(idempotencyKey string, keys ...string) wholeRequest {
 
 func TestIdempotency_OneChargeWhileTheBucketFills(t *testing.T) {
 	inParallel(t, map[string]func(db *testDB, key string) error{
-		"by a refund": func(db *testDB, key string) error {
-			_, err := refund(db.Pool, "p", key, 10)
-			return err
-		},
+		"by a refund": func(db *testDB, key string) error { return failure(refund(db.Pool, "p", key, 10)) },
 		"by the clock": func(db *testDB, _ string) error {
 			_, err := db.Pool.Exec(context.Background(), "update public.test_clock set now = $1", t0.Add(10*time.Second))
 			return err
@@ -280,8 +275,7 @@ func overtaken(events func(db *testDB)) func(db *testDB, g *gate) *pending {
 func behind(end string, cost int64, before func(db *testDB)) func(db *testDB, _ *gate) *pending {
 	return func(db *testDB, _ *gate) *pending {
 		before(db)
-		holder := db.begin()
-		holder.acquire("p", "k", cost, "X")
+		holder := db.begin().take("p", "k", cost, "X")
 		caller := db.session().startAcquire("p", "k", 2, "X").blockedBy(holder)
 		holder.exec(end)
 		return caller
@@ -312,16 +306,14 @@ func TestIdempotency_Races(t *testing.T) {
 		{name: "a known key is replayed though another holds the bucket", capacity: 10,
 			play: func(db *testDB, _ *gate) *pending {
 				db.acquire("p", "k", 2, "X")
-				holder := db.begin()
-				holder.acquire("p", "k", 1)
+				db.begin().take("p", "k", 1)
 				return db.hasty().startAcquire("p", "k", 2, "X")
 			},
 			want: outcome{answer: replayed(charged), left: 8}, without: []removal{{withoutFirstLook, outcome{state: "55P03", left: 8}}}},
 		{name: "another took what was left, under no key or another", capacity: 3,
 			play: func(db *testDB, _ *gate) *pending {
 				known(db)
-				holder := db.begin()
-				holder.acquire("p", "k", 2, "Y")
+				holder := db.begin().take("p", "k", 2, "Y")
 				caller := db.session().startAcquire("p", "k", 2, "X").blockedBy(holder)
 				holder.exec("commit")
 				return caller
@@ -391,8 +383,7 @@ func TestIdempotency_Races(t *testing.T) {
 		{name: "the bucket is reset by a transaction the caller waits for", capacity: 10,
 			play: func(db *testDB, _ *gate) *pending {
 				db.acquire("p", "k", 4, "Y")
-				holder := db.begin()
-				holder.exec("select ratelimit_reset('p', 'k')")
+				holder := db.begin().run("select ratelimit_reset('p', 'k')")
 				caller := db.session().startAcquire("p", "k", 2, "X").blockedBy(holder)
 				holder.exec("commit")
 				return caller
@@ -490,8 +481,7 @@ func TestIdempotency_RacesOfSeveral(t *testing.T) {
 
 func (r race) test(t *testing.T) {
 	t.Run(r.name, func(t *testing.T) {
-		db := parallelDB(t)
-		db.cleanUpAtOnce()
+		db := parallelDB(t).cleanUpAtOnce()
 		require.Equal(t, r.want, r.run(db, durable))
 		if r.gate == "" {
 			require.Equal(t, r.want, r.run(db, ephemeral))
@@ -560,8 +550,7 @@ func behindCleanup(end string) func(db *testDB, _ *gate) *pending {
 		db.setClock(t0.Add(time.Hour))
 		db.reset("p", "k")
 		db.acquire("p", "k", 3) // the bucket is in use, and not due
-		holder := db.begin()
-		holder.exec("select ratelimit_cleanup()")
+		holder := db.begin().run("select ratelimit_cleanup()")
 		caller := db.session().startAcquire("p", "k", 2, "X").blockedBy(holder)
 		holder.exec(end)
 		return caller
@@ -570,8 +559,7 @@ func behindCleanup(end string) func(db *testDB, _ *gate) *pending {
 
 func (r race) run(db *testDB, kind policyOption, without ...mutation) (o outcome) {
 	db.t.Helper()
-	db.setClock(t0)
-	db.definePolicy("p", r.capacity, 1, time.Second, kind, remember(time.Hour))
+	db.at(t0).policy("p", r.capacity, 1, time.Second, kind, remember(time.Hour))
 	function := cmp.Or(r.function, "ratelimit_acquire")
 	for _, m := range without {
 		defer db.mutate(m, function)()

@@ -254,8 +254,7 @@ func plant(db *testDB) {
 		durable   policyOption
 		forgetful string
 	}{{"durable", durable, "durable, forgetful"}, {"ephemeral", ephemeral, "ephemeral, forgetful"}} {
-		db.definePolicy(kind.name, 10, 1, time.Hour, kind.durable)
-		db.definePolicy(kind.forgetful, 10, 1, time.Hour, kind.durable, remember(time.Microsecond))
+		db.policy(kind.name, 10, 1, time.Hour, kind.durable).policy(kind.forgetful, 10, 1, time.Hour, kind.durable, remember(time.Microsecond))
 		past := time.Now().Add(-time.Hour)
 		db.putBucket(kind.name, "full", bucket{Level: 10e6, RefilledAt: past})
 		db.putBucket(kind.name, "due, but not full", bucket{Level: 0, RefilledAt: past})

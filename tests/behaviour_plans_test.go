@@ -113,9 +113,7 @@ func TestPlans_LockInOrder(t *testing.T) {
 		}
 	}
 	settings = append(settings, strings.Join(all, "; "))
-	db.definePolicy("p", 1000, 1, aDay)
-	db.definePolicy("e", 1000, 1, aDay, ephemeral)
-	db.definePolicy("o", 1000, 1, aDay)
+	db.policy("p", 1000, 1, aDay).policy("e", 1000, 1, aDay, ephemeral).policy("o", 1000, 1, aDay)
 	planner := db.planner()
 	const fill = `
 		insert into ratelimit.%[1]s (policy_id, key, level, refilled_at, due_at)

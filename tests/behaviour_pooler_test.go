@@ -188,8 +188,7 @@ func TestPooler_ALostConnectionIsNoSecondCharge(t *testing.T) {
 	db.inEachMode(t, func(t *testing.T, policy string, pool *pgxpool.Pool) {
 		db := db.in(t)
 		db.acquire(policy, "k", 1)
-		holder := db.begin()
-		holder.acquire(policy, "k", 1)
+		holder := db.begin().take(policy, "k", 1)
 		waiting := `
 			select array_agg(a.pid) from pg_stat_activity as a
 			 where a.datname = current_database() and a.wait_event_type = 'Lock' and $1 = any (pg_blocking_pids(a.pid))`

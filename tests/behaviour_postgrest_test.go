@@ -246,9 +246,7 @@ func TestPostgREST_DocumentsOfEveryPath(t *testing.T) {
 	db.exec("grant insert on orders, orders_of_sizes to " + user + "; grant execute on function ratelimit_enforce to " + user)
 	db.exec("insert into ratelimit.pre_request (role, policy) values ('*', 'pass'); select ratelimit_define_policy('pass', 1000, 1, '1 second')", pgx.QueryExecModeSimpleProtocol)
 	odd := "a \"quoted\" \\ ü\r\nX-Evil: 1"
-	db.definePolicy(odd, 10, 3, 7*second, stepped)
-	db.definePolicy("odd", 10, 4, 7*second)
-	db.definePolicy("budget", 10, 0, second)
+	db.policy(odd, 10, 3, 7*second, stepped).policy("odd", 10, 4, 7*second).policy("budget", 10, 0, second)
 	db.exec("select ratelimit_override(p, 'plan', 5), ratelimit_override(p, 'blocked', 0) from unnest(array['odd', 'budget']) as p")
 	db.exec("select ratelimit_acquire(p, k, 4) from unnest(array['odd', 'budget', $1]) as p, unnest(array['k', 'plan', 'blocked']) as k", odd)
 	request := httpRequest{method: "POST", role: user, subject: "me"}
@@ -291,8 +289,7 @@ func TestPostgREST_OnAStandby(t *testing.T) {
 	t.Parallel()
 	db, server := newPrivateDB(t)
 	installPreRequest(t, db.DB)
-	db.definePolicy("durable", 2, 1, aDay)
-	db.definePolicy("ephemeral", 2, 1, aDay, ephemeral)
+	db.policy("durable", 2, 1, aDay).policy("ephemeral", 2, 1, aDay, ephemeral)
 	db.exec("select ratelimit_acquire(p, $1, 2) from unnest('{durable,ephemeral}'::text[]) as p", subjectKey("me"))
 	db.exec("create role durable; create role ephemeral; grant execute on function ratelimit_pre_request to public", pgx.QueryExecModeSimpleProtocol)
 	db.exec("insert into ratelimit.pre_request (role, policy) values ('durable', 'durable'), ('ephemeral', 'ephemeral')")

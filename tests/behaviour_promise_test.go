@@ -115,11 +115,8 @@ type promises struct{ *testDB }
 func (db *testDB) clockInASetting() {
 	db.t.Helper()
 	db.exec(`
-		create or replace function ratelimit.clock() returns timestamptz language sql volatile
-		as $$ select current_setting('test.now')::timestamptz $$;
-
-		create function set_clock(now timestamptz) returns void language plpgsql
-		as $$ begin perform set_config('test.now', now::text, true); end $$`)
+		create or replace function ratelimit.clock() returns timestamptz language sql volatile as $$ select current_setting('test.now')::timestamptz $$;
+		create function set_clock(now timestamptz) returns void language plpgsql as $$ begin perform set_config('test.now', now::text, true); end $$`)
 }
 
 func newPromises(t *testing.T) *promises {
@@ -128,9 +125,7 @@ func newPromises(t *testing.T) *promises {
 	db.setTimeZone("Europe/Berlin") // now + retry_after must not depend on it
 	db.clockInASetting()
 	db.exec(`
-		create function verdict(policy text, cost bigint, capacity bigint, now timestamptz)
-		  returns text language plpgsql
-		as $$
+		create function verdict(policy text, cost bigint, capacity bigint, now timestamptz) returns text language plpgsql as $$
 		declare
 		  v_microsecond constant interval := '1 microsecond';
 		  v_first ratelimit.decision;
@@ -138,56 +133,36 @@ func newPromises(t *testing.T) *promises {
 		begin
 		  perform set_clock(now);
 		  v_first := ratelimit_acquire(policy, 'k', cost);
-
 		  if v_first.reset_after > interval '0' then
 		    perform set_clock(now + v_first.reset_after - v_microsecond);
-		    if (ratelimit_peek(policy, 'k', capacity)).allowed then
-		      return format('reset_after %s is too long', v_first.reset_after);
-		    end if;
+		    if (ratelimit_peek(policy, 'k', capacity)).allowed then return 'too long: reset_after ' || v_first.reset_after; end if;
 		  end if;
 		  perform set_clock(now + v_first.reset_after);
 		  v_then := ratelimit_peek(policy, 'k', capacity);
-		  if not v_then.allowed or v_then.reset_after <> interval '0' then
-		    return format('reset_after %s is too short', v_first.reset_after);
-		  end if;
-
-		  if v_first.allowed then
-		    return 'allowed';
-		  end if;
+		  if not v_then.allowed or v_then.reset_after <> interval '0' then return 'too short: reset_after ' || v_first.reset_after; end if;
+		  if v_first.allowed then return 'allowed'; end if;
 		  perform set_clock(now + v_first.retry_after - v_microsecond);
 		  v_then := ratelimit_acquire(policy, 'k', cost);
-		  if v_then.allowed or v_then.retry_after <> v_microsecond then
-		    return format('retry_after %s is too long', v_first.retry_after);
-		  end if;
+		  if v_then.allowed or v_then.retry_after <> v_microsecond then return 'too long: retry_after ' || v_first.retry_after; end if;
 		  perform set_clock(now + v_first.retry_after);
 		  v_then := ratelimit_acquire(policy, 'k', cost);
-		  if not v_then.allowed or v_then.remaining < 0 then
-		    return format('retry_after %s is too short', v_first.retry_after);
-		  end if;
+		  if not v_then.allowed or v_then.remaining < 0 then return 'too short: retry_after ' || v_first.retry_after; end if;
 		  return 'kept';
-		exception when others then
-		  return sqlerrm;
-		end
-		$$;
-
-		create function verdicts(cases json) returns setof text language plpgsql
-		as $$
+		exception when others then return sqlerrm;
+		end $$;
+		create function verdicts(cases json) returns setof text language plpgsql as $$
 		declare
 		  v_now constant timestamptz := '2024-03-30 12:00:00+00';
 		begin
 		  create temporary table c on commit drop as
-		    select *, 'policy ' || i as policy
-		      from rows from (json_to_recordset(cases) as (capacity bigint, refill bigint, every bigint, stepped boolean,
-		                                                   level bigint, age bigint, cost bigint))
+		    select *, 'policy ' || i as policy from rows from (json_to_recordset(cases) as (
+		        capacity bigint, refill bigint, every bigint, stepped boolean, level bigint, age bigint, cost bigint))
 		      with ordinality as r (capacity, refill, every, stepped, level, age, cost, i);
-		  perform ratelimit_define_policy(c.policy, c.capacity, c.refill, (c.every || ' microseconds')::interval, c.stepped)
-		     from c;
+		  perform ratelimit_define_policy(c.policy, c.capacity, c.refill, (c.every || ' microseconds')::interval, c.stepped) from c;
 		  insert into ratelimit.buckets (policy_id, key, level, refilled_at, due_at)
-		  select p.id, 'k', c.level, v_now - (c.age || ' microseconds')::interval, v_now
-		    from c join ratelimit.policies as p on p.name = c.policy;
+		  select p.id, 'k', c.level, v_now - (c.age || ' microseconds')::interval, v_now from c join ratelimit.policies as p on p.name = c.policy;
 		  return query select verdict(c.policy, c.cost, c.capacity, v_now) from c order by c.i;
-		end
-		$$`)
+		end $$`)
 	return &promises{db}
 }
 

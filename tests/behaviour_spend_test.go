@@ -371,8 +371,7 @@ func TestSpend_AnOldDebtMayBeBelowTheFloor(t *testing.T) {
 // A debt deeper than the bucket is large is paid before the bucket fills, also for batches.
 func TestSpend_BatchesSeeDebtPaid(t *testing.T) {
 	eachDurability(t, func(t *testing.T, db *testDB, durability policyOption) {
-		db.setClock(t0)
-		db.definePolicy("p", 10, 1, second, durability)
+		db.at(t0).policy("p", 10, 1, second, durability)
 		db.mustSpend(charge(25))
 		for _, step := range []struct {
 			at   time.Duration
@@ -430,8 +429,7 @@ func TestSettle_WaitsForNoGrant(t *testing.T) {
 // A bucket without a row is full: a settlement that only gives back writes the grant alone, and one that takes makes the row.
 func TestSettle_OfABucketWithoutARow(t *testing.T) {
 	eachDurability(t, func(t *testing.T, db *testDB, durability policyOption) {
-		db.setClock(t0)
-		db.definePolicy("p", 10, 1, second, durability)
+		db.at(t0).policy("p", 10, 1, second, durability)
 		for _, key := range []string{"back", "more"} {
 			db.acquire("p", "k", 4, key)
 		}
@@ -445,11 +443,9 @@ func TestSettle_OfABucketWithoutARow(t *testing.T) {
 
 func TestSettle_CountsOnce(t *testing.T) {
 	eachDurability(t, func(t *testing.T, db *testDB, durability policyOption) {
-		db.setClock(t0)
-		db.definePolicy("p", 100, 1, time.Hour, durability)
+		db.at(t0).policy("p", 100, 1, time.Hour, durability)
 		db.acquire("p", "k", 50, "i")
-		holder := db.begin()
-		holder.exec("select ratelimit_charge('p', 'k', 1)") // they all wait for the bucket
+		holder := db.begin().run("select ratelimit_charge('p', 'k', 1)") // they all wait for the bucket
 		var callers []*pending
 		for n := range 10 {
 			callers = append(callers, db.session().startSpending(settle("i", int64(10+n%2))))
@@ -475,11 +471,9 @@ func TestSettle_CountsOnce(t *testing.T) {
 func TestSettle_SettlesTheGrantThatItsKeyHasAfterAWait(t *testing.T) {
 	eachDurability(t, func(t *testing.T, db *testDB, durability policyOption) {
 		for _, anew := range []bool{true, false} {
-			db.setClock(t0)
-			db.definePolicy("p", 100, 0, second, durability, remember(second))
+			db.at(t0).policy("p", 100, 0, second, durability, remember(second))
 			db.acquire("p", "k", 10, "i")
-			holder := db.begin()
-			holder.acquire("p", "k", 1)
+			holder := db.begin().take("p", "k", 1)
 			call := db.session().startSpending(settle("i", 5)).blockedBy(holder)
 			db.setClock(t0.Add(second))
 			if anew {
@@ -522,8 +516,7 @@ func TestSpend_ABucketCreatedAfterAWaitHasTheNumbersAfterTheWait(t *testing.T) {
 			for _, s := range []spending{charge(3), settle("i", 4)} {
 				db.definePolicy("p", 10, 1, second, durability)
 				db.acquire("p", "k", 1, "i")
-				holder := db.begin()
-				holder.exec("select ratelimit_reset('p', 'k'), " + change)
+				holder := db.begin().run("select ratelimit_reset('p', 'k'), " + change)
 				call := db.session().startSpending(s).blockedBy(holder)
 				holder.exec("commit")
 				require.Equal(t, allowed(27, 3*second, 30), call.answer(), "%s after %s", s, change)
@@ -537,8 +530,7 @@ func TestSpend_ABucketCreatedAfterAWaitHasTheNumbersAfterTheWait(t *testing.T) {
 func TestReserve_AKeyThatTurnsUpLateIsReplayed(t *testing.T) {
 	eachDurability(t, func(t *testing.T, db *testDB, durability policyOption) {
 		for _, late := range []spending{reserve(time.Hour, 3, "i"), upTo(3, 1, "i"), charge(3, "i")} {
-			db.setClock(t0)
-			db.definePolicy("p", 10, 1, second, durability)
+			db.at(t0).policy("p", 10, 1, second, durability)
 			db.acquire("p", "k", map[bool]int64{true: 10, false: 8}[late.function == "reserve"])
 			before := *db.bucket("p", "k")
 			holder := db.begin()
@@ -572,11 +564,9 @@ func TestReserve_AKeyThatTurnsUpLateIsReplayed(t *testing.T) {
 // A reservation that has looked at an empty bucket waits for a session that gives tokens back, and then has no more to wait.
 func TestReserve_WhatIsThereByNowIsNotWaitedFor(t *testing.T) {
 	eachDurability(t, func(t *testing.T, db *testDB, durability policyOption) {
-		db.setClock(t0)
-		db.definePolicy("p", 10, 1, second, durability)
+		db.at(t0).policy("p", 10, 1, second, durability)
 		db.acquire("p", "k", 10)
-		holder := db.begin()
-		holder.exec("select ratelimit_refund('p', 'k', 7)")
+		holder := db.begin().run("select ratelimit_refund('p', 'k', 7)")
 		caller := db.session().startSpending(reserve(time.Hour, 4, "i")).blockedBy(holder)
 		holder.exec("commit")
 		require.Equal(t, waits(0, allowed(3, 7*second, 10)), caller.answer())
@@ -588,17 +578,14 @@ func TestReserve_WhatIsThereByNowIsNotWaitedFor(t *testing.T) {
 // holds at the same instant.
 func TestReserve_TheWaitForTheBucketCounts(t *testing.T) {
 	eachDurability(t, func(t *testing.T, db *testDB, durability policyOption) {
-		db.setClock(t0)
-		db.definePolicy("p", 10, 1, second, durability)
+		db.at(t0).policy("p", 10, 1, second, durability)
 		db.acquire("p", "k", 10)
 		for _, c := range []struct {
 			key               string
 			cost              int64
 			later, wait, left time.Duration
 		}{{"i", 5, 2 * second, 3 * second, 3*second - ms}, {"j", 1, time.Hour, 0, 0}} {
-			holder := db.begin()
-			holder.exec("select ratelimit_charge('p', 'k', 0)")
-			holder.exec("select from ratelimit.buckets where key = 'k' for update")
+			holder := db.begin().run("select ratelimit_charge('p', 'k', 0)").run("select from ratelimit.buckets where key = 'k' for update")
 			holder.exec("select from ratelimit.ephemeral_buckets where key = 'k' for update")
 			caller := db.session().startSpending(reserve(time.Hour, c.cost, c.key)).blockedBy(holder)
 			db.setClock(t0.Add(c.later))
@@ -662,8 +649,7 @@ func TestReserve_GoesDownToTheFloor(t *testing.T) {
 	m := model.New()
 	capacity, refill, every := int64(maxTokens), int64(1_000_000), micros(second)
 	require.NoError(t, m.Define("p", model.Definition{Numbers: model.Numbers{Capacity: &capacity, Refill: &refill, Every: &every}}))
-	db.setClock(t0)
-	db.definePolicy("p", capacity, refill, second)
+	db.at(t0).policy("p", capacity, refill, second)
 	now := t0
 	ask := db.asModel(m, &now)
 	const year = 365 * 24 * time.Hour
@@ -682,8 +668,7 @@ func TestReserve_GoesDownToTheFloor(t *testing.T) {
 
 func TestSpend_RefusalsAndReplaysWriteNothing(t *testing.T) {
 	eachDurability(t, func(t *testing.T, db *testDB, durability policyOption) {
-		db.setClock(t0)
-		db.definePolicy("p", 10, 1, second, durability)
+		db.at(t0).policy("p", 10, 1, second, durability)
 		for _, s := range []spending{charge(10), charge(1, "c"), reserve(time.Hour, 2, "r"), settle("c", 3)} {
 			db.mustSpend(s)
 		}

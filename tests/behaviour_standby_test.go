@@ -32,8 +32,7 @@ func becomeStandby(t *testing.T, db *testDB, server *pgtest.Server) *testDB {
 func TestStandby(t *testing.T) {
 	t.Parallel()
 	db, server := newPrivateDB(t)
-	db.definePolicy("durable", 10, 1, aDay)
-	db.definePolicy("ephemeral", 10, 1, aDay, ephemeral)
+	db.policy("durable", 10, 1, aDay).policy("ephemeral", 10, 1, aDay, ephemeral)
 	first := db.acquire("durable", "k", 3, "first")
 	db.acquire("durable", "known", 3, "first")
 	db.acquire("ephemeral", "k", 3, "first")
@@ -91,9 +90,7 @@ func TestStandby(t *testing.T) {
 func TestStandby_AcquireAll(t *testing.T) {
 	t.Parallel()
 	db, server := newPrivateDB(t)
-	db.setClock(t0)
-	db.definePolicy("a", 10, 1, second)
-	db.definePolicy("b", 10, 1, second)
+	db.at(t0).policy("a", 10, 1, second).policy("b", 10, 1, second)
 	db.acquire("a", "k", 8)
 	db = becomeStandby(t, db, server)
 	const all = "select allowed::text || ' ' || coalesce(retry_after::text, 'never') from ratelimit_acquire_all('{a,b}', '{k,k}', $1)"
@@ -107,9 +104,7 @@ func TestStandby_AcquireAll(t *testing.T) {
 func TestStandby_Status(t *testing.T) {
 	t.Parallel()
 	db, server := newPrivateDB(t)
-	db.setClock(t0)
-	db.definePolicy("durable", 10, 1, 2*second)
-	db.definePolicy("ephemeral", 10, 1, 2*second, ephemeral)
+	db.at(t0).policy("durable", 10, 1, 2*second).policy("ephemeral", 10, 1, 2*second, ephemeral)
 	for _, policy := range []string{"durable", "ephemeral"} {
 		db.acquire(policy, "a", 3)
 		db.acquire(policy, "b", 4)
@@ -132,8 +127,7 @@ func TestStandby_Doctor(t *testing.T) {
 	const notOnAStandby = " This server is a standby: do it on the primary."
 	db, server := newPrivateDB(t, "autovacuum=off")
 	db.follow(column(t, db.DB, "select remedy from ratelimit_doctor() where severity = 'notice'")[0], "pg_monitor")
-	db.setClock(t0)
-	db.definePolicy("durable", 10, 1, second)
+	db.at(t0).policy("durable", 10, 1, second)
 	db.acquire("durable", "k", 3)
 	db.exec("select ratelimit_override('durable', 'k', 4, expires_at => $1)", t0.Add(second))
 	require.Len(t, db.findings(), 1, "autovacuum is off")

@@ -18,8 +18,7 @@ const statusColumns = `select concat_ws('|', policy, key, remaining, coalesce(ex
 	coalesce(extract(epoch from reset_after)::real::text, 'never'), capacity, overridden) from `
 
 func TestStatus_EmptiestFirst(t *testing.T) {
-	db := parallelDB(t).policy("p", 10, 1, 2*second).policy("stepped", 100, 50, time.Minute, stepped, ephemeral)
-	db.definePolicy("budget", 4, 0, second)
+	db := parallelDB(t).policy("p", 10, 1, 2*second).policy("stepped", 100, 50, time.Minute, stepped, ephemeral).policy("budget", 4, 0, second)
 	db.definePolicy("gone", 10, 1, aDay)
 	db.setClock(t0)
 	for _, take := range []struct {
@@ -111,8 +110,7 @@ func TestDoctor_OverdueRows(t *testing.T) {
 		"overrides":                  {"overrides", durable, nil, 1},
 	}, func(t *testing.T, test testCase) {
 		db := newDB(t).giveAway()
-		db.setClock(t0)
-		db.definePolicy("p", 10, 1, second, test.kind, remember(5*second))
+		db.at(t0).policy("p", 10, 1, second, test.kind, remember(5*second))
 		switch {
 		case test.table == "overrides":
 			db.exec("select ratelimit_override('p', 'k', 5, expires_at => $1)", t0.Add(5*second))
@@ -188,8 +186,7 @@ func TestDoctor_SessionsThatStayOpen(t *testing.T) {
 	}
 	// A transaction that has neither a snapshot nor a lock harms nobody.
 	db.setClock(time.Now().Add(2 * time.Minute))
-	idle := db.begin()
-	idle.exec("show timezone")
+	idle := db.begin().run("show timezone")
 	require.Empty(t, db.findings())
 	idle.exec("rollback")
 	db.begin().exec("select ratelimit_acquire('p', 'k')")
@@ -204,9 +201,7 @@ func TestDoctor_PreparedTransactions(t *testing.T) {
 	db, server := newPrivateDB(t, "max_prepared_transactions=2")
 	for _, db := range []*testDB{createDB(t, server, "another"), db.giveAway()} {
 		db.definePolicy("p", 10, 1, aDay)
-		s := db.begin()
-		s.exec("select ratelimit_acquire('p', 'k')")
-		s.exec("prepare transaction 'it''s forgotten in " + db.Name + "'")
+		db.begin().run("select ratelimit_acquire('p', 'k')").run("prepare transaction 'it''s forgotten in " + db.Name + "'")
 	}
 	aMinute := db.aMinuteAfter("select prepared from pg_prepared_xacts where database = current_database()")
 	db.setClock(aMinute)
@@ -227,8 +222,7 @@ func TestDoctor_OwnerWithoutASight(t *testing.T) {
 	require.NoError(t, migrations.Up(t.Context(), conn))
 	execute(t, conn, "grant execute on function ratelimit_doctor to "+caller)
 	execute(t, conn, `create or replace function ratelimit.clock() returns timestamptz language sql volatile parallel safe as $$ select clock_timestamp() + interval '2 minutes' $$`)
-	open := db.begin()
-	open.exec("create temporary table t ()")
+	open := db.begin().run("create temporary table t ()")
 	asCaller := connectAs(t, db.DB, caller)
 	find := func() []string {
 		return columnOf(t, asCaller, "select severity || ': ' || finding || ' ' || remedy from ratelimit_doctor()")

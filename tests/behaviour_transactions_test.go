@@ -22,11 +22,7 @@ func TestTransaction_ARollbackGivesBackExactlyWhatWasTaken(t *testing.T) {
 			db.acquireAt(t0, "p", "twin", 4)
 			before := db.bucket("p", "known")
 			db.setClock(t0.Add(1234567 * time.Microsecond))
-			s := db.begin()
-			s.acquire("p", "known", 5, "X")
-			s.acquire("p", "known", 1)
-			s.acquire("p", "new", 1)
-			s.exec("rollback")
+			s := db.begin().take("p", "known", 5, "X").take("p", "known", 1).take("p", "new", 1).run("rollback")
 			require.Equal(t, before, db.bucket("p", "known"))
 			require.Nil(t, db.bucket("p", "new"))
 			s.exec("begin")
@@ -67,9 +63,7 @@ func TestTransaction_SnapshotIsolation_AGrantOnAChangedBucketFails(t *testing.T)
 		db.acquire("p", "known", 1)
 		for i, level := range snapshotIsolation {
 			for _, key := range []string{"known", fmt.Sprint("new", i)} {
-				s := db.session()
-				s.exec("begin isolation level " + level)
-				s.exec("select from ratelimit.policies") // takes the snapshot
+				s := db.session().run("begin isolation level " + level).run("select from ratelimit.policies") // takes the snapshot
 				db.acquire("p", key, 1)
 				left := db.left("p", key)
 				_, err := acquire(s, "p", key, 1)
@@ -78,8 +72,7 @@ func TestTransaction_SnapshotIsolation_AGrantOnAChangedBucketFails(t *testing.T)
 				require.Equal(t, left, db.left("p", key))
 				require.Equal(t, left-1, s.acquire("p", key, 1).Remaining, "tried again")
 			}
-			s := db.session()
-			s.exec("begin isolation level " + level)
+			s := db.session().run("begin isolation level " + level)
 			require.True(t, s.acquire("p", fmt.Sprint("unchanged", i), 1).Allowed)
 			s.exec("commit")
 		}
@@ -90,9 +83,7 @@ func TestTransaction_SnapshotIsolation_ADenialIsAsOldAsTheSnapshot(t *testing.T)
 	db := parallelDB(t).policy("p", 10, 1, aDay)
 	for _, level := range snapshotIsolation {
 		db.acquire("p", level, 10)
-		s := db.session()
-		s.exec("begin isolation level " + level)
-		s.exec("select from ratelimit.policies")
+		s := db.session().run("begin isolation level " + level).run("select from ratelimit.policies")
 		db.must(refund(db.Pool, "p", level, 5))
 		require.False(t, s.acquire("p", level, 1).Allowed)
 		require.EqualValues(t, 0, s.db.must(peek(s, "p", level, 1)).Remaining)
@@ -103,8 +94,7 @@ func TestTransaction_SnapshotIsolation_ADenialIsAsOldAsTheSnapshot(t *testing.T)
 
 func TestTransaction_NoSettingOfTheSessionChanges(t *testing.T) {
 	db := parallelDB(t)
-	s := db.session()
-	s.exec("do '/* loads plpgsql, which has settings */ begin end'")
+	s := db.session().run("do '/* loads plpgsql, which has settings */ begin end'")
 	s.exec("set search_path = pg_catalog; set intervalstyle = iso_8601; set timezone = 'Asia/Tokyo'")
 	s.exec("create temporary table before as select name, setting from pg_settings")
 	changed := func() []string {

@@ -53,6 +53,20 @@ func (db *testDB) refused(code, sql string, args ...any) *pgconn.PgError {
 	return pgError(err)
 }
 
+// run is exec in a chain.
+func (s *session) run(sql string, args ...any) *session {
+	s.db.t.Helper()
+	s.exec(sql, args...)
+	return s
+}
+
+// take is acquire in a chain.
+func (s *session) take(policy, key string, cost int64, idempotencyKey ...string) *session {
+	s.db.t.Helper()
+	s.acquire(policy, key, cost, idempotencyKey...)
+	return s
+}
+
 // startExec executes a statement that may wait for other sessions.
 func (s *session) startExec(sql string) *pending {
 	return s.start(func(querier) (decision, error) {
@@ -68,10 +82,17 @@ func (p *pending) blockedBy(holder *session) *pending {
 	return p
 }
 
-// policy defines a policy of a new database.
+// policy is definePolicy in a chain.
 func (db *testDB) policy(name string, capacity, refill int64, every time.Duration, opts ...policyOption) *testDB {
 	db.t.Helper()
 	db.definePolicy(name, capacity, refill, every, opts...)
+	return db
+}
+
+// at is setClock in a chain.
+func (db *testDB) at(now time.Time) *testDB {
+	db.t.Helper()
+	db.setClock(now)
 	return db
 }
 
