@@ -101,6 +101,7 @@ func sendBatch[R, A any](t testing.TB, q rowsQuerier, send func(rowsQuerier, []R
 	t.Helper()
 	answers, err := send(q, requests)
 	require.NoError(t, err)
+	require.Len(t, answers, len(requests))
 	return answers
 }
 
@@ -108,7 +109,9 @@ func sendBatch[R, A any](t testing.TB, q rowsQuerier, send func(rowsQuerier, []R
 func startBatch[R, A any](s *session, send func(rowsQuerier, []R) ([]A, error), requests ...R) (call *pending, answers *[]A) {
 	answers = new([]A)
 	return s.start(func(querier) (_ decision, err error) {
-		*answers, err = send(s, requests)
+		if *answers, err = send(s, requests); err == nil && len(*answers) != len(requests) {
+			err = fmt.Errorf("%d requests have %d answers", len(requests), len(*answers))
+		}
 		return decision{}, err
 	}), answers
 }
