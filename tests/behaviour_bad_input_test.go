@@ -171,8 +171,7 @@ func badCalls(serverVersion int) []badCall {
 func TestBadInput_IsRefusedAndChangesNothing(t *testing.T) {
 	db := parallelDB(t)
 	for name, durability := range map[string]policyOption{"durable": durable, "ephemeral": ephemeral} {
-		db.definePolicy(name, 10, 1, time.Hour, durability)
-		db.acquire(name, "k", 3, "first")
+		db.policy(name, 10, 1, time.Hour, durability).take(name, "k", 3, "first")
 	}
 	before := rowsOf(t, db.DB)
 	require.Len(t, before, 7, "2 policies, 2 buckets, 2 idempotency keys and the version")
@@ -194,8 +193,7 @@ func TestBadInput_IsRefusedAndChangesNothing(t *testing.T) {
 func TestBadInput_InABatch(t *testing.T) {
 	db := parallelDB(t)
 	for name, durability := range map[string]policyOption{"durable": durable, "ephemeral": ephemeral} {
-		db.definePolicy(name, 10, 1, time.Hour, durability)
-		db.acquire(name, "k", 3, "first")
+		db.policy(name, 10, 1, time.Hour, durability).take(name, "k", 3, "first")
 	}
 	var requests []nullableRequest
 	for _, policy := range []string{"durable", "ephemeral"} {
@@ -343,8 +341,7 @@ func TestBadInput_HugeArrays(t *testing.T) {
 }
 
 func TestErrors_CountOneAndSeveral(t *testing.T) {
-	db := parallelDB(t, t0).policy("p", 10, 1, time.Second)
-	db.acquire("p", "k", 10)
+	db := parallelDB(t, t0).policy("p", 10, 1, time.Second).take("p", "k", 10)
 	for call, want := range map[string]string{
 		"acquire_many('{p,p}', '{k}')":                                "keys is 1 element long, policies 2.",
 		"acquire_many('{p}', '{k,l}')":                                "keys is 2 elements long, policies 1.",

@@ -156,9 +156,8 @@ func TestAcquireMany_NeverDeadlocks(t *testing.T) {
 }
 
 func TestAcquireMany_WaitsAndDecidesAfresh(t *testing.T) {
-	db := parallelDB(t).policy("p", 10, 1, 1000*time.Hour)
-	db.acquire("p", "k", 2)                // the bucket has a row: 8 left
-	holder := db.begin().take("p", "k", 5) // 3 left, when it commits
+	db := parallelDB(t).policy("p", 10, 1, 1000*time.Hour).take("p", "k", 2) // the bucket has a row: 8 left
+	holder := db.begin().take("p", "k", 5)                                   // 3 left, when it commits
 	call, answers := startBatch(db.session(), acquireMany, slices.Repeat([]nullableRequest{requestOf("p", "k", 2)}, 4)...)
 	call.awaitBlockedBy(holder)
 	holder.exec("commit")
@@ -176,8 +175,7 @@ func TestAcquireMany_AWaitThatEndsInARollbackIsDecidedAfresh(t *testing.T) {
 	for name, kind := range map[string]policyOption{"durable": durable, "ephemeral": ephemeral} {
 		for _, keyed := range []bool{false, true} {
 			policy := fmt.Sprint(name, keyed)
-			db.definePolicy(policy, 10, 10, time.Second, kind)
-			db.acquire(policy, "a", 1)
+			db.policy(policy, 10, 10, time.Second, kind).take(policy, "a", 1)
 			holder, first := db.begin(), requestOf(policy, "a", 1)
 			holder.acquire(policy, "a", 1)
 			if keyed {
@@ -199,8 +197,7 @@ func TestAcquireMany_AWaitThatEndsInARollbackIsDecidedAfresh(t *testing.T) {
 func TestAcquireMany_TakesPoliciesInOneOrder(t *testing.T) {
 	db := parallelDB(t)
 	for _, policy := range []string{"p", "q"} {
-		db.definePolicy(policy, 10, 1, aDay)
-		db.acquire(policy, "k", 1)
+		db.policy(policy, 10, 1, aDay).take(policy, "k", 1)
 	}
 	holder := db.begin().take("p", "k", 1)
 	pq, _ := startBatch(db.session(), acquireMany, requestOf("p", "k", 1), requestOf("q", "k", 1))
@@ -244,8 +241,7 @@ func TestAcquireAllMany_ARequestWithoutElementsHasARowOfItsOwn(t *testing.T) {
 }
 
 func TestAcquireMany_DenialsWriteNothing(t *testing.T) {
-	db := parallelDB(t).policy("p", 1, 1, 1000*time.Hour)
-	db.acquire("p", "k", 1)
+	db := parallelDB(t).policy("p", 1, 1, 1000*time.Hour).take("p", "k", 1)
 	s := db.begin()
 	w, keyed := requestOf("p", "k", 1), requestOf("p", "k", 1, "i")
 	for _, requests := range [][]nullableRequest{{w, w, w}, {keyed, w, requestOf("p", "k", 1, "j")}, {keyed, keyed}} {
@@ -259,8 +255,7 @@ func TestAcquireMany_DenialsWriteNothing(t *testing.T) {
 
 // The repeat stands beside requests that are granted at once, and its bucket is empty by now.
 func TestAcquireMany_ARepeatIsNoDenial(t *testing.T) {
-	db := parallelDB(t).policy("p", 3, 1, 1000*time.Hour)
-	db.acquire("p", "other", 1)
+	db := parallelDB(t).policy("p", 3, 1, 1000*time.Hour).take("p", "other", 1)
 	first := db.acquire("p", "k", 3, "i")
 	answers := sendBatch(t, db.session(), acquireMany, requestOf("p", "other", 1), requestOf("p", "k", 3, "i"))
 	require.True(t, answers[0].Decision.Allowed)
@@ -270,9 +265,7 @@ func TestAcquireMany_ARepeatIsNoDenial(t *testing.T) {
 // A batch that waits for a bucket that is being removed takes its buckets in the order of all others
 // still, when somebody else has made the bucket anew.
 func TestAcquireMany_ABucketRemovedMeanwhileIsTakenInOrder(t *testing.T) {
-	db := parallelDB(t).policy("p", 10, 1, aDay)
-	db.acquire("p", "a", 1)
-	db.acquire("p", "b", 1)
+	db := parallelDB(t).policy("p", 10, 1, aDay).take("p", "a", 1).take("p", "b", 1)
 	remover, maker, keeper := db.begin(), db.begin(), db.begin()
 	remover.exec("select ratelimit_reset('p', 'a')")
 	keeper.acquire("p", "b", 1)
@@ -292,8 +285,7 @@ func TestAcquireMany_ABucketRemovedMeanwhileIsTakenInOrder(t *testing.T) {
 // A batch that is about to create the row of a bucket holds no later bucket. Otherwise it would meet a session that has
 // created the row since, and waits for the later bucket.
 func TestAcquireMany_ABucketCreatedMeanwhileIsTakenInOrder(t *testing.T) {
-	db := parallelDB(t).policy("p", 10, 1, aDay)
-	db.acquire("p", "b", 1)
+	db := parallelDB(t).policy("p", 10, 1, aDay).take("p", "b", 1)
 	both := []nullableRequest{requestOf("p", "a", 1), requestOf("p", "b", 1)}
 	g := db.gateBefore(`insert into buckets \(policy_id, key, level, refilled_at, due_at\) values`, "ratelimit.lock_buckets")
 	batch, _ := startBatch(g.session(), acquireMany, both...)

@@ -486,8 +486,7 @@ func TestDrop_WhileAnAcquireIsOpen(t *testing.T) {
 			t.Run(name+", "+kindName, func(t *testing.T) {
 				db := parallelDB(t, t0).policy("p", 10, 1, aDay, kind)
 				if existing {
-					db.acquire("p", "k", 1, "old")
-					db.acquire("p", "other", 1, "old")
+					db.take("p", "k", 1, "old").take("p", "other", 1, "old")
 				}
 				holder := db.begin().take("p", "k", 4, "X")
 				hasty := db.hasty().run("select ratelimit_drop_policy('p')") // waits for nobody

@@ -131,8 +131,7 @@ func (p *pending) awaitLockOrEnd() (over bool) {
 // A bucket gets its row while a request waits for another bucket, and is held when its own turn comes.
 func TestConcurrency_ABucketCreatedMeanwhileIsCharged(t *testing.T) {
 	eachDurability(t, func(t *testing.T, db *testDB, kind policyOption) {
-		db.definePolicy("p", 10, 1, aDay, kind)
-		db.acquire("p", "a", 1)
+		db.policy("p", 10, 1, aDay, kind).take("p", "a", 1)
 		holder, other := db.begin(), db.begin()
 		holder.acquire("p", "a", 1)
 		call := db.session().startAll(all("p", "a", "b")).blockedBy(holder)
@@ -148,8 +147,7 @@ func TestConcurrency_ABucketCreatedMeanwhileIsCharged(t *testing.T) {
 
 // A batch has taken from one bucket and is about to create two others, of which the second gets its row meanwhile.
 func TestConcurrency_CreatingABucketIsPartOfTheOrder(t *testing.T) {
-	db := parallelDB(t).policy("p", 10, 1, aDay)
-	db.acquire("p", "x", 1)
+	db := parallelDB(t).policy("p", 10, 1, aDay).take("p", "x", 1)
 	many := func(requests ...nullableRequest) *pending {
 		call, _ := startBatch(db.session(), acquireMany, requests...)
 		return call
@@ -168,9 +166,7 @@ func TestConcurrency_CreatingABucketIsPartOfTheOrder(t *testing.T) {
 
 // A batch waits for its second bucket, does not get it, and goes back for its first, which has tokens by now.
 func TestConcurrency_NoLockIsLeftOfAWaitInVain(t *testing.T) {
-	db := parallelDB(t).policy("p", 10, 1, aDay)
-	db.acquire("p", "a", 10)
-	db.acquire("p", "b", 1)
+	db := parallelDB(t).policy("p", 10, 1, aDay).take("p", "a", 10).take("p", "b", 1)
 	holder, rival := db.begin(), db.begin()
 	holder.acquire("p", "b", 1)
 	call := db.session().startExec("select ratelimit_acquire_many(array['p', 'p'], array['a', 'b'])").blockedBy(holder)
@@ -187,9 +183,7 @@ func TestConcurrency_NoLockIsLeftOfAWaitInVain(t *testing.T) {
 // denial has no row after that either.
 func TestConcurrency_ADenialLeavesNoRow(t *testing.T) {
 	eachDurability(t, func(t *testing.T, db *testDB, kind policyOption) {
-		db.definePolicy("p", 10, 1, aDay, kind)
-		db.acquire("p", "x", 1)
-		db.acquire("p", "z", 10)
+		db.policy("p", 10, 1, aDay, kind).take("p", "x", 1).take("p", "z", 10)
 		holder := db.begin().take("p", "x", 1)
 		never := wholeRequest{charges: []model.Charge{chargeOf("p", "y", 11)}}
 		call, answers := startBatch(db.session(), acquireAllMany, all("p", "x"), never, all("p", "z"))
@@ -217,9 +211,7 @@ func TestConcurrency_ThePoliciesAreLockedBeforeTheBuckets(t *testing.T) {
 		"all, keyed":       "ratelimit_acquire_all(array['p', 'p'], array['row', 'none'], null, 'i')",
 		"all many":         "ratelimit_acquire_all_many(array['p', 'p', 'p'], array['row', 'another', 'none'], null, array[2, 1])",
 	}, func(t *testing.T, db *testDB, call string) {
-		db.definePolicy("p", 10, 1, aDay)
-		db.acquire("p", "row", 1)
-		db.acquire("p", "another", 1)
+		db.policy("p", 10, 1, aDay).take("p", "row", 1).take("p", "another", 1)
 		db.exec("create sequence readings")
 		db.exec(`
 				create or replace function ratelimit.clock() returns timestamptz language plpgsql volatile as $$
@@ -260,9 +252,7 @@ func TestConcurrency_APolicyThatChangesMeanwhileChangesNoGrant(t *testing.T) {
 		"all many":     "ratelimit_acquire_all_many(array['p', 'q'], array['row', 'row'], null, array[1, 1], array['i', 'i'])",
 		"in order":     "ratelimit_acquire_all(array['p', 'p', 'q'], array['row', 'row', 'none'], null, 'i')",
 	}, func(t *testing.T, db *testDB, call string) {
-		db.policy("p", 10, 1, aDay).policy("q", 10, 1, aDay)
-		db.acquire("p", "row", 1)
-		db.acquire("q", "row", 1)
+		db.policy("p", 10, 1, aDay).policy("q", 10, 1, aDay).take("p", "row", 1).take("q", "row", 1)
 		holder := db.begin().take("p", "row", 1)
 		pending := db.session().start(func(q querier) (decision, error) { return decide(q, call) }).blockedBy(holder)
 		db.definePolicy("p", 20, 1, aDay, remember(time.Millisecond))
@@ -281,8 +271,7 @@ func TestConcurrency_APolicyThatChangesMeanwhileChangesNoGrant(t *testing.T) {
 func TestConcurrency_ABatchReadsBucketsAndIdempotencyKeysAsOfOneInstant(t *testing.T) {
 	db := parallelDB(t)
 	gate := db.gateBefore(`if idempotency_keys is null then`, "ratelimit.look_at_buckets")
-	db.definePolicy("p", 10, 1, aDay)
-	db.acquire("p", "k", 6)
+	db.policy("p", 10, 1, aDay).take("p", "k", 6)
 	call, answers := startBatch(gate.session(), acquireMany, requestOf("p", "k", 3, "i"), requestOf("p", "k", 0))
 	call.awaitBlockedBy(gate.keeper)
 	first := db.acquire("p", "k", 3, "i")
@@ -384,9 +373,7 @@ func TestConcurrency_WhatWaitedForALockGoesByTheClockAndThePolicyAfterTheWait(t 
 	} {
 		t.Run(name, func(t *testing.T) {
 			eachDurability(t, func(t *testing.T, db *testDB, kind policyOption) {
-				db.at(t0).policy("p", 10, 1, second, kind)
-				db.acquire("p", "a", 5)
-				db.acquire("p", "b", 5)
+				db.at(t0).policy("p", 10, 1, second, kind).take("p", "a", 5).take("p", "b", 5)
 				holder := db.begin().take("p", "b", 1)
 				call, answers := startBatch(db.session(), acquireAllMany, all("p", "a", "b"))
 				call.awaitBlockedBy(holder)
@@ -405,8 +392,7 @@ func TestConcurrency_AnOverrideIsReadAgainAfterAWait(t *testing.T) {
 		"acquire":     func(s *session) *pending { return s.startAcquire("p", "b", 1) },
 		"acquire all": func(s *session) *pending { return s.startAll(all("p", "a", "b")) },
 	}, func(t *testing.T, db *testDB, call func(s *session) *pending) {
-		db.definePolicy("p", 10, 1, aDay)
-		db.acquire("p", "b", 1)
+		db.policy("p", 10, 1, aDay).take("p", "b", 1)
 		holder := db.begin().take("p", "b", 1).run("select ratelimit_override('p', 'b', capacity => 0)")
 		pending := call(db.session())
 		pending.awaitBlockedBy(holder)
@@ -484,8 +470,7 @@ func TestConcurrency_AnAcquireWaitsForTheSameBucketOnly(t *testing.T) {
 	onDBs(t, map[string]bool{"known bucket": true, "first use": false}, func(t *testing.T, db *testDB, existing bool) {
 		db.definePolicy("p", 10, 1, aDay)
 		if existing {
-			db.acquire("p", "mine", 1)
-			db.acquire("p", "other", 1)
+			db.take("p", "mine", 1).take("p", "other", 1)
 		}
 		before := db.left("p", "mine")
 		holder := db.begin().take("p", "mine", 2)
@@ -500,8 +485,7 @@ func TestConcurrency_AnAcquireWaitsForTheSameBucketOnly(t *testing.T) {
 }
 
 func TestConcurrency_APeekAndADenialWaitForNobody(t *testing.T) {
-	db := parallelDB(t).policy("p", 10, 1, aDay)
-	db.acquire("p", "k", 8)
+	db := parallelDB(t).policy("p", 10, 1, aDay).take("p", "k", 8)
 	db.begin().take("p", "k", 1)
 	hasty := db.hasty()
 	require.False(t, hasty.acquire("p", "k", 3).Allowed)

@@ -39,9 +39,7 @@ func TestDenial_WritesNothing(t *testing.T) {
 	for policy, kind := range map[string]policyOption{"durable": durable, "ephemeral": ephemeral} {
 		for _, d := range denials {
 			t.Run(policy+" "+d.name, func(t *testing.T) {
-				db := parallelDB(t).policy(policy, 10, 1, aDay, kind)
-				db.acquire(policy, "known", 10, "another")
-				db.acquire(policy, "half", 5)
+				db := parallelDB(t).policy(policy, 10, 1, aDay, kind).take(policy, "known", 10, "another").take(policy, "half", 5)
 				before := db.rows()
 				s := db.begin()
 				var times int
@@ -105,9 +103,7 @@ func TestDenial_WritesNoWAL(t *testing.T) {
 	t.Parallel()
 	// No snapshots of running transactions for standbys, no checkpoint, no vacuum: nobody else writes.
 	db, _ := newPrivateDB(t, "wal_level=minimal", "max_wal_senders=0", "checkpoint_timeout=1h", "autovacuum=off")
-	db.definePolicy("p", 10, 1, aDay)
-	db.acquire("p", "known", 10, "another")
-	db.acquire("p", "half", 5)
+	db.policy("p", 10, 1, aDay).take("p", "known", 10, "another").take("p", "half", 5)
 	s := db.session().run("checkpoint")
 	for _, d := range denials {
 		// Should somebody else write after all, then hardly each time; a denial would.
@@ -149,8 +145,7 @@ func (s *session) walRecords(sql string) int64 {
 // waitAndLose has a caller with cost 3 of capacity 10, refilled 1 a second, wait for a transaction
 // that takes all, and moves the clock on meanwhile.
 func waitAndLose(db *testDB, kind policyOption, waited time.Duration) (caller *session, answer decision) {
-	db.at(t0).policy("p", 10, 1, time.Second, kind)
-	db.acquire("p", "k", 5)
+	db.at(t0).policy("p", 10, 1, time.Second, kind).take("p", "k", 5)
 	holder := db.begin().take("p", "k", 5)
 	caller = db.begin()
 	call := caller.startAcquire("p", "k", 3).blockedBy(holder)
@@ -206,9 +201,7 @@ func TestDenial_OfSeveralAfterAWaitLeavesNothing(t *testing.T) {
 			"with an idempotency": {all(policy, "a", "b", "new").charges, "X"},
 		} {
 			t.Run(policy+" "+name, func(t *testing.T) {
-				db := parallelDB(t).policy(policy, 10, 1, aDay, kind)
-				db.acquire(policy, "a", 4)
-				db.acquire(policy, "b", 9)
+				db := parallelDB(t).policy(policy, 10, 1, aDay, kind).take(policy, "a", 4).take(policy, "b", 9)
 				holder := db.begin().take(policy, "b", 1)
 				caller := db.begin()
 				call := caller.startAll(r).blockedBy(holder)

@@ -16,9 +16,7 @@ func TestDurability_AfterACrash(t *testing.T) {
 	db, server := newPrivateDB(t, "synchronous_commit=on")
 	db.policy("d", 10, 1, aDay).policy("e", 10, 1, aDay, ephemeral)
 	first := db.acquire("d", "k", 3, "X")
-	db.acquire("d", "k", 4)
-	db.acquire("e", "k", 3, "X")
-	db.acquire("e", "k", 4)
+	db.take("d", "k", 4).take("e", "k", 3, "X").take("e", "k", 4)
 	before := db.bucket("d", "k")
 	open := db.begin() // and never committed
 	open.acquire("d", "k", 1)

@@ -322,10 +322,8 @@ func TestIdempotency_Races(t *testing.T) {
 			without: []removal{{withoutCondition, outcome{answer: allowed(-1, 4*second, 3), left: -1}}}},
 		{name: "the same request came first, and there is enough for both", capacity: 10, play: behind("commit", 2, known),
 			want: outcome{answer: replayed(charged), left: 8},
-			without: []removal{
-				{withoutGiveBack, outcome{answer: replayed(charged), left: 6}},
-				{overwritingLiveKeys, outcome{answer: allowed(6, 4*second, 10), left: 6}},
-			}},
+			without: []removal{{withoutGiveBack, outcome{answer: replayed(charged), left: 6}},
+				{overwritingLiveKeys, outcome{answer: allowed(6, 4*second, 10), left: 6}}}},
 		{name: "the same request came first and took all there was", capacity: 2, play: behind("commit", 2, known),
 			want:    outcome{answer: replayed(allowed(0, 2*second, 2)), left: 0},
 			without: []removal{{withoutReadAgain, outcome{answer: denied(0, 2*second, 2*second, 2), left: 0}}}},
@@ -341,10 +339,8 @@ func TestIdempotency_Races(t *testing.T) {
 			without: []removal{{withoutFirstUse, outcome{state: "23505", left: 8}}, {withoutGiveBack, outcome{answer: replayed(charged), left: 6}}}},
 		{name: "the same request was the bucket's first use and took all there was", capacity: 2, play: behind("commit", 2, unused),
 			want: outcome{answer: replayed(allowed(0, 2*second, 2)), left: 0},
-			without: []removal{
-				{withoutFirstUse, outcome{state: "23505", left: 0}},
-				{withoutReadAgain, outcome{answer: denied(0, 2*second, 2*second, 2), left: 0}},
-			}},
+			without: []removal{{withoutFirstUse, outcome{state: "23505", left: 0}},
+				{withoutReadAgain, outcome{answer: denied(0, 2*second, 2*second, 2), left: 0}}}},
 		{name: "the same request was the bucket's first use and was rolled back", capacity: 2, play: behind("rollback", 2, unused),
 			want: outcome{answer: allowed(0, 2*second, 2), left: 0}},
 		{name: "the same request came after the first look, and nobody waited", capacity: 2, gate: afterLook,
@@ -376,10 +372,8 @@ func TestIdempotency_Races(t *testing.T) {
 				require.Equal(db.t, [2]int64{1, 0}, [2]int64{buckets, keys})
 			}),
 			want: outcome{answer: replayed(allowed(0, 2*second, 2)), left: 2},
-			without: []removal{
-				{withoutGiveBack, outcome{answer: replayed(allowed(0, 2*second, 2)), left: 0}},
-				{overwritingLiveKeys, outcome{answer: allowed(0, 2*second, 2), left: 0}},
-			}},
+			without: []removal{{withoutGiveBack, outcome{answer: replayed(allowed(0, 2*second, 2)), left: 0}},
+				{overwritingLiveKeys, outcome{answer: allowed(0, 2*second, 2), left: 0}}}},
 		{name: "the bucket is reset by a transaction the caller waits for", capacity: 10,
 			play: func(db *testDB, _ *gate) *pending {
 				db.acquire("p", "k", 4, "Y")
@@ -405,10 +399,8 @@ func TestIdempotency_Races(t *testing.T) {
 				db.setClock(t0.Add(time.Hour))
 			}),
 			want: outcome{answer: replayed(charged), left: 8},
-			without: []removal{
-				{overwritingLiveKeys, outcome{answer: allowed(6, 4*second, 10), left: 6}},
-				{withoutGiveBack, outcome{answer: replayed(charged), left: 6}},
-			}},
+			without: []removal{{overwritingLiveKeys, outcome{answer: allowed(6, 4*second, 10), left: 6}},
+				{withoutGiveBack, outcome{answer: replayed(charged), left: 6}}}},
 		{name: "the expired key is being cleaned up", capacity: 10, play: behindCleanup("commit"),
 			want: outcome{answer: allowed(5, 5*second, 10), left: 5}},
 		{name: "the expired key is not cleaned up after all", capacity: 10, play: behindCleanup("rollback"),
@@ -461,10 +453,8 @@ func TestIdempotency_RacesOfSeveral(t *testing.T) {
 				g.open()
 				return caller
 			},
-			want: outcome{answer: replayed(allowed(1, 9*second, 10)), left: 1},
-			without: []removal{
-				{mutation{`(` + look + `(?s:.*?))(` + again + `)`, "$2 $1"}, outcome{answer: denied(1, second, 9*second, 10), left: 1}},
-			}},
+			want:    outcome{answer: replayed(allowed(1, 9*second, 10)), left: 1},
+			without: []removal{{mutation{`(` + look + `(?s:.*?))(` + again + `)`, "$2 $1"}, outcome{answer: denied(1, second, 9*second, 10), left: 1}}}},
 		{name: "the second bucket alone knows the key", capacity: 10,
 			play: func(db *testDB, _ *gate) *pending {
 				rows(db)

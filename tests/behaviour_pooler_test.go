@@ -170,8 +170,7 @@ func TestPooler_CleansUp(t *testing.T) {
 	db.cleanUpAtOnce()
 	db.inEachMode(t, func(t *testing.T, policy string, pool *pgxpool.Pool) {
 		db := db.in(t)
-		db.definePolicy(policy, 500, 500, us)
-		db.acquire(policy, "due", 1)
+		db.policy(policy, 500, 500, us).take(policy, "due", 1)
 		ctx, cancel := context.WithCancel(t.Context())
 		var cleaning sync.WaitGroup
 		cleaning.Go(func() { client.New(pool).RunCleanup(ctx, aDay, client.OnError(func(err error) { t.Error(err) })) })

@@ -443,8 +443,7 @@ func TestSettle_OfABucketWithoutARow(t *testing.T) {
 
 func TestSettle_CountsOnce(t *testing.T) {
 	eachDurability(t, func(t *testing.T, db *testDB, durability policyOption) {
-		db.at(t0).policy("p", 100, 1, time.Hour, durability)
-		db.acquire("p", "k", 50, "i")
+		db.at(t0).policy("p", 100, 1, time.Hour, durability).take("p", "k", 50, "i")
 		holder := db.begin().run("select ratelimit_charge('p', 'k', 1)") // they all wait for the bucket
 		var callers []*pending
 		for n := range 10 {
@@ -471,8 +470,7 @@ func TestSettle_CountsOnce(t *testing.T) {
 func TestSettle_SettlesTheGrantThatItsKeyHasAfterAWait(t *testing.T) {
 	eachDurability(t, func(t *testing.T, db *testDB, durability policyOption) {
 		for _, anew := range []bool{true, false} {
-			db.at(t0).policy("p", 100, 0, second, durability, remember(second))
-			db.acquire("p", "k", 10, "i")
+			db.at(t0).policy("p", 100, 0, second, durability, remember(second)).take("p", "k", 10, "i")
 			holder := db.begin().take("p", "k", 1)
 			call := db.session().startSpending(settle("i", 5)).blockedBy(holder)
 			db.setClock(t0.Add(second))
@@ -514,8 +512,7 @@ func TestSpend_ABucketCreatedAfterAWaitHasTheNumbersAfterTheWait(t *testing.T) {
 		db.setClock(t0)
 		for _, change := range []string{"ratelimit_define_policy('p', 30)", "ratelimit_override('p', 'k', 30)"} {
 			for _, s := range []spending{charge(3), settle("i", 4)} {
-				db.definePolicy("p", 10, 1, second, durability)
-				db.acquire("p", "k", 1, "i")
+				db.policy("p", 10, 1, second, durability).take("p", "k", 1, "i")
 				holder := db.begin().run("select ratelimit_reset('p', 'k'), " + change)
 				call := db.session().startSpending(s).blockedBy(holder)
 				holder.exec("commit")
@@ -530,8 +527,7 @@ func TestSpend_ABucketCreatedAfterAWaitHasTheNumbersAfterTheWait(t *testing.T) {
 func TestReserve_AKeyThatTurnsUpLateIsReplayed(t *testing.T) {
 	eachDurability(t, func(t *testing.T, db *testDB, durability policyOption) {
 		for _, late := range []spending{reserve(time.Hour, 3, "i"), upTo(3, 1, "i"), charge(3, "i")} {
-			db.at(t0).policy("p", 10, 1, second, durability)
-			db.acquire("p", "k", map[bool]int64{true: 10, false: 8}[late.function == "reserve"])
+			db.at(t0).policy("p", 10, 1, second, durability).take("p", "k", map[bool]int64{true: 10, false: 8}[late.function == "reserve"])
 			before := *db.bucket("p", "k")
 			holder := db.begin()
 			first := late
@@ -564,8 +560,7 @@ func TestReserve_AKeyThatTurnsUpLateIsReplayed(t *testing.T) {
 // A reservation that has looked at an empty bucket waits for a session that gives tokens back, and then has no more to wait.
 func TestReserve_WhatIsThereByNowIsNotWaitedFor(t *testing.T) {
 	eachDurability(t, func(t *testing.T, db *testDB, durability policyOption) {
-		db.at(t0).policy("p", 10, 1, second, durability)
-		db.acquire("p", "k", 10)
+		db.at(t0).policy("p", 10, 1, second, durability).take("p", "k", 10)
 		holder := db.begin().run("select ratelimit_refund('p', 'k', 7)")
 		caller := db.session().startSpending(reserve(time.Hour, 4, "i")).blockedBy(holder)
 		holder.exec("commit")
@@ -578,8 +573,7 @@ func TestReserve_WhatIsThereByNowIsNotWaitedFor(t *testing.T) {
 // holds at the same instant.
 func TestReserve_TheWaitForTheBucketCounts(t *testing.T) {
 	eachDurability(t, func(t *testing.T, db *testDB, durability policyOption) {
-		db.at(t0).policy("p", 10, 1, second, durability)
-		db.acquire("p", "k", 10)
+		db.at(t0).policy("p", 10, 1, second, durability).take("p", "k", 10)
 		for _, c := range []struct {
 			key               string
 			cost              int64
@@ -731,8 +725,7 @@ func TestSpend_Errors(t *testing.T) {
 
 func TestSpend_ABatchRefusesWhatWasSettled(t *testing.T) {
 	eachDurability(t, func(t *testing.T, db *testDB, durability policyOption) {
-		db.definePolicy("p", 10, 1, time.Hour, durability)
-		db.acquire("p", "k", 2, "i")
+		db.policy("p", 10, 1, time.Hour, durability).take("p", "k", 2, "i")
 		db.mustSpend(settle("i", 1))
 		ask := func(key, idempotencyKey string) wholeRequest {
 			return wholeRequest{[]model.Charge{chargeOf("p", key, 2)}, idempotencyKey}

@@ -34,8 +34,7 @@ func TestStandby(t *testing.T) {
 	db, server := newPrivateDB(t)
 	db.policy("durable", 10, 1, aDay).policy("ephemeral", 10, 1, aDay, ephemeral)
 	first := db.acquire("durable", "k", 3, "first")
-	db.acquire("durable", "known", 3, "first")
-	db.acquire("ephemeral", "k", 3, "first")
+	db.take("durable", "known", 3, "first").take("ephemeral", "k", 3, "first")
 	db = becomeStandby(t, db, server)
 	const readOnly, unlogged = "25006", "0A000"
 	refused := func(code, message, call string, args ...any) {
@@ -90,8 +89,7 @@ func TestStandby(t *testing.T) {
 func TestStandby_AcquireAll(t *testing.T) {
 	t.Parallel()
 	db, server := newPrivateDB(t)
-	db.at(t0).policy("a", 10, 1, second).policy("b", 10, 1, second)
-	db.acquire("a", "k", 8)
+	db.at(t0).policy("a", 10, 1, second).policy("b", 10, 1, second).take("a", "k", 8)
 	db = becomeStandby(t, db, server)
 	const all = "select allowed::text || ' ' || coalesce(retry_after::text, 'never') from ratelimit_acquire_all('{a,b}', '{k,k}', $1)"
 	require.Equal(t, []string{"false 00:00:01"}, column(t, db.DB, all, []int64{3, 1}))
@@ -106,8 +104,7 @@ func TestStandby_Status(t *testing.T) {
 	db, server := newPrivateDB(t)
 	db.at(t0).policy("durable", 10, 1, 2*second).policy("ephemeral", 10, 1, 2*second, ephemeral)
 	for _, policy := range []string{"durable", "ephemeral"} {
-		db.acquire(policy, "a", 3)
-		db.acquire(policy, "b", 4)
+		db.take(policy, "a", 3).take(policy, "b", 4)
 	}
 	db.exec("select ratelimit_override('durable', 'a', 4)")
 	const a, b = "durable|a|4|0|0|4|t", "durable|b|6|0|8|10|f"
@@ -127,8 +124,7 @@ func TestStandby_Doctor(t *testing.T) {
 	const notOnAStandby = " This server is a standby: do it on the primary."
 	db, server := newPrivateDB(t, "autovacuum=off")
 	db.follow(column(t, db.DB, "select remedy from ratelimit_doctor() where severity = 'notice'")[0], "pg_monitor")
-	db.at(t0).policy("durable", 10, 1, second)
-	db.acquire("durable", "k", 3)
+	db.at(t0).policy("durable", 10, 1, second).take("durable", "k", 3)
 	db.exec("select ratelimit_override('durable', 'k', 4, expires_at => $1)", t0.Add(second))
 	require.Len(t, db.findings(), 1, "autovacuum is off")
 	db = becomeStandby(t, db, server)
@@ -140,8 +136,7 @@ func TestStandby_Doctor(t *testing.T) {
 		db = reopen(t, server)
 	}
 	promote()
-	db.definePolicy("ephemeral", 10, 1, second, ephemeral)
-	db.acquire("ephemeral", "k", 3)
+	db.policy("ephemeral", 10, 1, second, ephemeral).take("ephemeral", "k", 3)
 	db.exec("alter table ratelimit.buckets set (autovacuum_enabled = off)")
 	db.setClock(t0.Add(time.Hour))
 	require.Len(t, db.findings(), 5)

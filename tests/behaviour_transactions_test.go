@@ -33,8 +33,7 @@ func TestTransaction_ARollbackGivesBackExactlyWhatWasTaken(t *testing.T) {
 			s.exec("rollback to s")
 			s.acquire("p", "known", 4)
 			s.exec("commit")
-			db.acquire("p", "twin", 1)
-			db.acquire("p", "twin", 4)
+			db.take("p", "twin", 1).take("p", "twin", 4)
 			require.Equal(t, db.bucket("p", "twin"), db.bucket("p", "known"))
 			require.Nil(t, db.bucket("p", "new"))
 		}
@@ -59,8 +58,7 @@ var snapshotIsolation = []string{"repeatable read", "serializable"}
 
 func TestTransaction_SnapshotIsolation_AGrantOnAChangedBucketFails(t *testing.T) {
 	eachDurability(t, func(t *testing.T, db *testDB, kind policyOption) {
-		db.definePolicy("p", 10, 1, aDay, kind)
-		db.acquire("p", "known", 1)
+		db.policy("p", 10, 1, aDay, kind).take("p", "known", 1)
 		for i, level := range snapshotIsolation {
 			for _, key := range []string{"known", fmt.Sprint("new", i)} {
 				s := db.session().run("begin isolation level " + level).run("select from ratelimit.policies") // takes the snapshot
@@ -154,10 +152,8 @@ func TestReadOnlyTransaction(t *testing.T) {
 	ctx := context.Background()
 	db := newDB(t)
 	for name, durability := range map[string]policyOption{"durable": durable, "ephemeral": ephemeral} {
-		db.definePolicy(name, 10, 1, aDay, durability)
-		db.acquire(name, "known", 3)
-		db.acquire(name, "empty", 10)
-		db.acquire(name, "granted", 3, "first")
+		db.policy(name, 10, 1, aDay, durability).take(name, "known", 3)
+		db.take(name, "empty", 10).take(name, "granted", 3, "first")
 	}
 	before := rowsOf(t, db.DB)
 	conn := db.Connect(t)
@@ -202,8 +198,7 @@ func TestReadOnlyTransaction(t *testing.T) {
 func TestReadOnlyTransaction_ErrorSaysWhatHelps(t *testing.T) {
 	db := parallelDB(t)
 	for name, durability := range map[string]policyOption{"durable": durable, "ephemeral": ephemeral} {
-		db.definePolicy(name, 10, 1, time.Hour, durability)
-		db.acquire(name, "known", 3, "first")
+		db.policy(name, 10, 1, time.Hour, durability).take(name, "known", 3, "first")
 	}
 	conn := db.Connect(t)
 	execute(t, conn, "set default_transaction_read_only = on")

@@ -64,12 +64,10 @@ func (w want) full(in time.Duration) want { m := micros(in); w.resetAfter = &m; 
 
 var vectors = []vector{
 	{"1 bucket4j: fractions add up", 10, 10, 100 * ms, false, 10, []step{
-		{97 * ms, take(9), grant}, {97 * ms, take(1), deny}, {100 * ms, take(1), grant.rem(0)}, {100 * ms, take(1), deny},
-	}},
+		{97 * ms, take(9), grant}, {97 * ms, take(1), deny}, {100 * ms, take(1), grant.rem(0)}, {100 * ms, take(1), deny}}},
 	{"2 bucket4j: a full bucket drops its fraction", 10, 10, 100 * ms, false, 10, []step{
 		{97 * ms, take(9), grant}, {97 * ms, take(1), deny}, {97 * ms, give(10), grant.rem(10).full(0)}, {97 * ms, take(10), grant.rem(0)},
-		{100 * ms, take(1), deny},
-	}},
+		{100 * ms, take(1), deny}}},
 
 	{"4 bucket4j: from 100 take 49", 100, 100, 100 * ms, false, 0, []step{{0, take(49), grant.rem(51).wait(0)}}},
 	{"4 bucket4j: from 1 take 1", 100, 100, 100 * ms, false, 99, []step{{0, take(1), grant.rem(0).wait(0)}}},
@@ -85,16 +83,13 @@ var vectors = []vector{
 
 	{"8 bucket4j: 2 owed", 100, 100, 100 * ms, false, 100, []step{
 		{50 * ms, debit(52), grant.rem(-2).full(102 * ms)}, {50 * ms, look(1), deny.rem(-2).wait(3 * ms)}, {51 * ms, look(0), grant.rem(-1)},
-		{52 * ms, look(0), grant.rem(0)}, {52 * ms, take(1), deny.rem(0).wait(1 * ms)}, {53 * ms, take(1), grant.rem(0)},
-	}},
+		{52 * ms, look(0), grant.rem(0)}, {52 * ms, take(1), deny.rem(0).wait(1 * ms)}, {53 * ms, take(1), grant.rem(0)}}},
 	{"8 bucket4j: 50 owed", 100, 100, 100 * ms, false, 100, []step{
-		{0, debit(50), grant.rem(-50)}, {49 * ms, look(0), grant.rem(-1)}, {50 * ms, look(0), grant.rem(0)},
-	}},
+		{0, debit(50), grant.rem(-50)}, {49 * ms, look(0), grant.rem(-1)}, {50 * ms, look(0), grant.rem(0)}}},
 	{"8 bucket4j: 51 owed", 100, 100, 100 * ms, false, 100, []step{{120 * ms, debit(151), grant.rem(-51)}, {171 * ms, look(0), grant.rem(0)}}},
 	{"8 bucket4j: 300 owed", 100, 100, 100 * ms, false, 100, []step{
 		{201 * ms, debit(400), grant.rem(-300)}, {500 * ms, take(1), deny.rem(-1).wait(2 * ms)}, {501 * ms, look(0), grant.rem(0)},
-		{602 * ms, look(0), grant.rem(100).full(0)},
-	}},
+		{602 * ms, look(0), grant.rem(100).full(0)}}},
 	{"8 bucket4j: 49 of 50", 100, 100, 100 * ms, false, 100, []step{{50 * ms, take(49), grant.rem(1)}}},
 	{"8 bucket4j: 50 of 50", 100, 100, 100 * ms, false, 100, []step{{50 * ms, take(50), grant.rem(0)}}},
 	{"8 bucket4j: 51 of 100", 100, 100, 100 * ms, false, 100, []step{{120 * ms, take(51), grant.rem(49)}}},
@@ -109,38 +104,31 @@ var vectors = []vector{
 		{17 * ms, look(0), grant.rem(91)},
 		{17 * ms, take(1), grant.rem(90)}, // and 0.7
 		{19 * ms, look(0), grant.rem(90)},
-		{20 * ms, look(0), grant.rem(91)},
-	}},
+		{20 * ms, look(0), grant.rem(91)}}},
 	{"12 bucket4j: a fraction is dropped when full", 100, 100, second, false, 100, []step{
-		{18888 * ms, take(100), grant.rem(0)}, {18897 * ms, take(1), deny.rem(0).wait(1 * ms)},
-	}},
+		{18888 * ms, take(100), grant.rem(0)}, {18897 * ms, take(1), deny.rem(0).wait(1 * ms)}}},
 
 	{"13 bucket4j: full in 90 ms", 10, 10, 100 * ms, false, 9, []step{{0, look(0), grant.full(90 * ms)}}},
 	{"13 bucket4j: full in 60 ms", 10, 10, 100 * ms, false, 6, []step{{0, look(0), grant.full(60 * ms)}}},
 	{"13 bucket4j: full in 1650 ms", 10, 2, 100 * ms, false, 10, []step{{0, debit(23), grant.full(1650 * ms)}}},
 
 	{"17 bucket4j: fixed interval", 9, 9, 10 * second, true, 9, []step{
-		{4 * second, look(0), grant.rem(0)}, {10 * second, look(0), grant.rem(9)}, {11 * second, look(0), grant.rem(9)},
-	}},
+		{4 * second, look(0), grant.rem(0)}, {10 * second, look(0), grant.rem(9)}, {11 * second, look(0), grant.rem(9)}}},
 	{"19 bucket4j 71: wait for the interval", 10, 10, time.Minute, true, 10, []step{
 		{0, take(1), deny.wait(60 * second)}, {0, take(10), deny.wait(60 * second)}, {15 * second, take(1), deny.wait(45 * second)},
-		{15 * second, take(15), deny.never()},
-	}},
+		{15 * second, take(15), deny.never()}}},
 
 	{"26 golang/time: burst 1", 1, 10, second, false, 0, []step{
 		{0, take(1), grant}, {0, take(1), deny}, {0, take(1), deny}, {100 * ms, take(1), grant}, {100 * ms, take(1), deny}, {100 * ms, take(1), deny},
-		{200 * ms, take(2), deny.never()}, {200 * ms, take(1), grant}, {200 * ms, take(1), deny},
-	}},
+		{200 * ms, take(2), deny.never()}, {200 * ms, take(1), grant}, {200 * ms, take(1), deny}}},
 	{"27 golang/time: burst 3", 3, 10, second, false, 0, []step{
 		{0, take(2), grant}, {0, take(2), deny}, {0, take(1), grant}, {0, take(1), deny}, {100 * ms, take(4), deny.never()},
 		{200 * ms, take(1), grant.rem(1)}, {300 * ms, take(1), grant.rem(1)}, {400 * ms, take(1), grant.rem(1)}, {400 * ms, take(1), grant.rem(0)},
-		{400 * ms, take(1), deny}, {400 * ms, take(1), deny}, {900 * ms, take(3), grant.rem(0)}, {900 * ms, take(0), grant.rem(0)},
-	}},
+		{400 * ms, take(1), deny}, {400 * ms, take(1), deny}, {900 * ms, take(3), grant.rem(0)}, {900 * ms, take(0), grant.rem(0)}}},
 	// The original grants one at 100 ms again; no time has passed since the first call there.
 	{"28 golang/time: the clock jumps back", 3, 10, second, false, 0, []step{
 		{100 * ms, take(1), grant}, {0, take(1), grant}, {0, take(1), grant}, {0, take(1), deny.wait(200 * ms)}, {0, take(1), deny},
-		{100 * ms, take(1), deny.wait(100 * ms)}, {200 * ms, take(1), grant}, {200 * ms, take(1), deny},
-	}},
+		{100 * ms, take(1), deny.wait(100 * ms)}, {200 * ms, take(1), grant}, {200 * ms, take(1), deny}}},
 
 	{"34 throttled", 5, 1, second, false, 0, []step{
 		{0, take(6), deny.rem(5).full(0).never()}, {0, take(1), grant.rem(4).full(1 * second)}, {0, take(1), grant.rem(3).full(2 * second)},
@@ -149,76 +137,61 @@ var vectors = []vector{
 		{3100 * ms, take(1), grant.rem(1).full(3900 * ms)}, {4000 * ms, take(1), grant.rem(1).full(4 * second)},
 		{8000 * ms, take(1), grant.rem(4).full(1 * second)}, {9500 * ms, take(1), grant.rem(4).full(1 * second)},
 		{9500 * ms, take(0), grant.rem(4).full(1 * second)}, {9500 * ms, take(2), grant.rem(2).full(3 * second)},
-		{9500 * ms, take(5), deny.rem(2).full(3 * second).wait(3 * second)}, {15000 * ms, take(6), deny.rem(5).full(0).never()},
-	}},
+		{9500 * ms, take(5), deny.rem(2).full(3 * second).wait(3 * second)}, {15000 * ms, take(6), deny.rem(5).full(0).never()}}},
 
 	{"36 redis_rate: cost 0", 10, 10, second, false, 0, []step{
-		{0, take(0), grant.rem(10).full(0)}, {0, take(1), grant.rem(9)}, {0, take(0), grant.rem(9)},
-	}},
+		{0, take(0), grant.rem(10).full(0)}, {0, take(1), grant.rem(9)}, {0, take(0), grant.rem(9)}}},
 
 	{"39 mennanov/limiters: overflow", 2, 1, 100 * ms, false, 0, []step{
-		{0, take(1), grant}, {0, take(1), grant}, {0, take(1), deny.wait(100 * ms)}, {100 * ms, take(1), grant},
-	}},
+		{0, take(1), grant}, {0, take(1), grant}, {0, take(1), deny.wait(100 * ms)}, {100 * ms, take(1), grant}}},
 	{"39 mennanov/limiters: reset", 2, 1, 100 * ms, false, 0, []step{
-		{0, take(2), grant}, {0, take(1), deny}, {0, renew, grant.rem(2).full(0)}, {0, take(1), grant.rem(1)},
-	}},
+		{0, take(2), grant}, {0, take(1), deny}, {0, renew, grant.rem(2).full(0)}, {0, take(1), grant.rem(1)}}},
 	{"41 mennanov/limiters: refill carries over", 4, 1, 100 * ms, false, 0, []step{
 		{0, take(1), grant}, {150 * ms, take(1), grant.rem(3)}, {240 * ms, take(1), grant.rem(2)}, {290 * ms, take(1), grant.rem(2)},
-		{360 * ms, take(1), grant.rem(2)},
-	}},
+		{360 * ms, take(1), grant.rem(2)}}},
 
 	{"43 gubernator: more than available", 2000, 2000, time.Hour, false, 0, []step{
 		{0, take(1000), grant.rem(1000)}, {0, take(1500), deny.rem(1000)}, {0, take(500), grant.rem(500)}, {0, take(400), grant.rem(100)},
-		{0, take(100), grant.rem(0)}, {0, take(1), deny.rem(0)},
-	}},
+		{0, take(100), grant.rem(0)}, {0, take(1), deny.rem(0)}}},
 	// The original's token variant lets a negative hit raise a fresh bucket above its limit.
 	{"45 gubernator: giving back", 10, 10, 30 * second, false, 0, []step{
-		{0, take(1), grant.rem(9)}, {0, give(1), grant.rem(10)}, {0, take(10), grant.rem(0)}, {0, give(1), grant.rem(1)},
-	}},
+		{0, take(1), grant.rem(9)}, {0, give(1), grant.rem(10)}, {0, take(10), grant.rem(0)}, {0, give(1), grant.rem(1)}}},
 
 	{"50 TensorZero: lifecycle", 100, 10, time.Minute, true, 0, []step{
-		{0, take(60), grant.rem(40)}, {0, give(20), grant.rem(60)}, {0, take(60), grant.rem(0)}, {0, take(1), deny.rem(0)},
-	}},
+		{0, take(60), grant.rem(40)}, {0, give(20), grant.rem(60)}, {0, take(60), grant.rem(0)}, {0, take(1), deny.rem(0)}}},
 	{"51 TensorZero: 0 of 50", 50, 10, time.Minute, true, 0, []step{{0, take(0), grant.rem(50)}}},
 	{"51 TensorZero: 75 of 75", 75, 10, time.Minute, true, 0, []step{{0, take(75), grant.rem(0)}}},
 	{"51 TensorZero: 101 of 100", 100, 10, time.Minute, true, 0, []step{{0, take(101), deny.rem(100).never()}}},
 	{"51 TensorZero: 150 given to a full bucket", 100, 10, time.Minute, true, 0, []step{{0, give(150), grant.rem(100)}}},
 
 	{"54 Convex: a denial changes nothing", 10, 10, time.Minute, false, 0, []step{
-		{0, take(5), grant}, {6 * second, take(6), grant.rem(0)}, {6 * second, take(10), deny.wait(60 * second)},
-	}},
+		{0, take(5), grant}, {6 * second, take(6), grant.rem(0)}, {6 * second, take(10), deny.wait(60 * second)}}},
 
 	{"59 pg-ratelimit: one interval", 20, 5, 10 * second, true, 15, []step{{10 * second, take(1), grant.rem(9)}}},
 	// The original moves the anchor to 15 s and answers 8 at 20 s.
 	{"59 pg-ratelimit: the anchor stays", 20, 5, 10 * second, true, 15, []step{
-		{15 * second, take(1), grant.rem(9)}, {20 * second, take(1), grant.rem(13)},
-	}},
+		{15 * second, take(1), grant.rem(9)}, {20 * second, take(1), grant.rem(13)}}},
 	{"59 pg-ratelimit: an hour later", 20, 5, 10 * second, true, 2, []step{{time.Hour, take(1), grant.rem(19)}}},
 	{"59 pg-ratelimit: denials cost nothing", 20, 5, 10 * second, true, 20, []step{
-		{0, take(1), deny}, {0, take(1), deny}, {0, take(1), deny}, {0, take(1), deny}, {0, take(1), deny}, {10 * second, take(1), grant.rem(4)},
-	}},
+		{0, take(1), deny}, {0, take(1), deny}, {0, take(1), deny}, {0, take(1), deny}, {0, take(1), deny}, {10 * second, take(1), grant.rem(4)}}},
 	{"59 pg-ratelimit: drained, stepped", 20, 5, 10 * second, true, 20, []step{{0, take(1), deny.wait(10 * second)}}},
 	{"59 pg-ratelimit: drained, continuous", 20, 5, 10 * second, false, 20, []step{{0, take(1), deny.wait(2 * second)}}},
 
 	{"61 upstash: 4 taken, 2 given", 10, 10, time.Minute, false, 0, []step{{0, take(4), grant}, {0, give(2), grant.rem(8)}}},
 	{"61 upstash: 10 taken, 3 given", 10, 10, time.Minute, false, 0, []step{
-		{0, take(10), grant}, {0, give(3), grant.rem(3)}, {0, take(0), grant.rem(3)},
-	}},
+		{0, take(10), grant}, {0, give(3), grant.rem(3)}, {0, take(0), grant.rem(3)}}},
 	{"61 upstash: denied at 0", 10, 10, time.Minute, false, 10, []step{{0, take(3), deny.rem(0)}, {0, look(0), grant.rem(0)}}},
 	{"61 upstash: denied again and again", 10, 10, time.Minute, false, 8, []step{
-		{0, take(5), deny.rem(2)}, {0, take(5), deny.rem(2)}, {0, take(5), deny.rem(2)}, {0, look(0), grant.rem(2)},
-	}},
+		{0, take(5), deny.rem(2)}, {0, take(5), deny.rem(2)}, {0, take(5), deny.rem(2)}, {0, look(0), grant.rem(2)}}},
 
 	{"63 go-zero 4072: a late call", 5, 5, second, false, 0, []step{
 		{second, take(1), grant}, {second, take(1), grant}, {second, take(1), grant}, {second, take(1), grant.rem(1)}, {0, take(1), grant.rem(0)},
-		{second, take(1), deny.rem(0).wait(200 * ms)},
-	}},
+		{second, take(1), deny.rem(0).wait(200 * ms)}}},
 	{"64 symfony 47676: full again", 10, 2, second, false, 0, []step{{0, take(1), grant.rem(9)}, {600 * ms, take(10), grant.rem(0)}}},
 	{"65 S004: a poll each 100 ms", 100, 1, second, false, 100, []step{
 		{100 * ms, take(1), deny.wait(900 * ms)}, {200 * ms, take(1), deny}, {300 * ms, take(1), deny},
 		{400 * ms, take(1), deny}, {500 * ms, take(1), deny}, {600 * ms, take(1), deny},
-		{700 * ms, take(1), deny}, {800 * ms, take(1), deny}, {900 * ms, take(1), deny.wait(100 * ms)}, {1000 * ms, take(1), grant.rem(0)},
-	}},
+		{700 * ms, take(1), deny}, {800 * ms, take(1), deny}, {900 * ms, take(1), deny.wait(100 * ms)}, {1000 * ms, take(1), grant.rem(0)}}},
 }
 
 func TestVectors(t *testing.T) {

@@ -89,6 +89,13 @@ func (db *testDB) policy(name string, capacity, refill int64, every time.Duratio
 	return db
 }
 
+// take is acquire in a chain.
+func (db *testDB) take(policy, key string, cost int64, idempotencyKey ...string) *testDB {
+	db.t.Helper()
+	db.acquire(policy, key, cost, idempotencyKey...)
+	return db
+}
+
 // at is setClock in a chain.
 func (db *testDB) at(now time.Time) *testDB {
 	db.t.Helper()

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strings"
 
 	"github.com/jackc/pgx/v5"
 
@@ -281,15 +282,10 @@ func (p packed) unpack(requests []wholeRequest, sizes bool) ([]wholeAnswer, erro
 }
 
 // joined is what concat_ws(': ', …) makes of an error.
-func joined(parts ...*string) (text string) {
-	for _, part := range parts {
-		if part == nil {
-			continue
-		}
-		if text != "" {
-			text += ": "
-		}
-		text += *part
+func joined(parts ...*string) string {
+	var texts []string
+	for _, part := range slices.DeleteFunc(parts, func(part *string) bool { return part == nil }) {
+		texts = append(texts, *part)
 	}
-	return text
+	return strings.Join(texts, ": ")
 }
