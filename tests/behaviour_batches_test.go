@@ -128,9 +128,8 @@ func TestAcquireMany_EqualsOneByOneForNumbersOfEverySize(t *testing.T) {
 
 // Batches take the same buckets in opposite orders, some of them for the first time, all too large for what is there.
 func TestAcquireMany_NeverDeadlocks(t *testing.T) {
-	t.Parallel()
 	const callers, batches, buckets = 8, 40, 10
-	db := newDB(t).policy("p", 30, 1, 1000*time.Hour)
+	db := parallelDB(t).policy("p", 30, 1, 1000*time.Hour)
 	db.warm(callers)
 	var granted atomic.Int64
 	crowd(t, callers, func(int) error {

@@ -158,9 +158,8 @@ func TestGuard_ChargesEachKeyOnce(t *testing.T) {
 
 // COPY counts; an upsert's updated rows, UPDATE and DELETE do not; MERGE and RETURNING change nothing.
 func TestGuard_CountsWhatIsInserted(t *testing.T) {
-	t.Parallel()
 	ctx := t.Context()
-	db := newDB(t).policy("p", 100, 1, aDay)
+	db := parallelDB(t).policy("p", 100, 1, aDay)
 	db.guarded("p", "orders")
 	db.exec("create unique index on orders (customer, size)")
 	_, err := db.Pool.CopyFrom(ctx, pgx.Identifier{"orders"}, []string{"customer", "size"}, pgx.CopyFromRows([][]any{{"copied", 1}, {"copied", 2}, {"also", 1}}))

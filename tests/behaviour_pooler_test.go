@@ -22,9 +22,10 @@ type pooledDB struct {
 	pooler *pgtest.Pooler
 }
 
+// newPooledDB is for a test that runs beside others.
 func newPooledDB(t *testing.T) *pooledDB {
 	t.Helper()
-	db := &pooledDB{newDB(t), pgtest.StartPooler(t)}
+	db := &pooledDB{parallelDB(t), pgtest.StartPooler(t)}
 	t.Log(db.pooler)
 	return db
 }
@@ -67,7 +68,6 @@ func (db *pooledDB) inEachMode(t *testing.T, test func(t *testing.T, policy stri
 
 // Every way to acquire at once, on one bucket: of 1,000 calls for 500 tokens exactly those that fit pass.
 func TestPooler_CountsAreExactUnderLoad(t *testing.T) {
-	t.Parallel()
 	db := newPooledDB(t)
 	db.inEachMode(t, func(t *testing.T, policy string, pool *pgxpool.Pool) {
 		combiner := client.NewCombiner(pool)
@@ -133,7 +133,6 @@ func acquireTwiceKeepOne(ctx context.Context, pool *pgxpool.Pool, policy, id str
 }
 
 func TestPooler_AKeyedRequestIsChargedOnce(t *testing.T) {
-	t.Parallel()
 	const requests, times = 100, 3
 	db := newPooledDB(t)
 	db.inEachMode(t, func(t *testing.T, policy string, pool *pgxpool.Pool) {
@@ -165,7 +164,6 @@ func TestPooler_AKeyedRequestIsChargedOnce(t *testing.T) {
 }
 
 func TestPooler_CleansUp(t *testing.T) {
-	t.Parallel()
 	db := newPooledDB(t)
 	db.cleanUpAtOnce()
 	db.inEachMode(t, func(t *testing.T, policy string, pool *pgxpool.Pool) {
@@ -182,7 +180,6 @@ func TestPooler_CleansUp(t *testing.T) {
 
 // The connection to the server is lost while a call waits on it: the client asks again, through the pooler's next one.
 func TestPooler_ALostConnectionIsNoSecondCharge(t *testing.T) {
-	t.Parallel()
 	db := newPooledDB(t)
 	db.inEachMode(t, func(t *testing.T, policy string, pool *pgxpool.Pool) {
 		db := db.in(t)
@@ -218,7 +215,6 @@ func TestPooler_ALostConnectionIsNoSecondCharge(t *testing.T) {
 
 // A setting of one client's call is gone for the next client of the same connection.
 func TestPooler_NoFlushLeavesNothingBehind(t *testing.T) {
-	t.Parallel()
 	db := newPooledDB(t)
 	db.inEachMode(t, func(t *testing.T, policy string, pool *pgxpool.Pool) {
 		quick := client.NewCombiner(pool, client.NoFlush())
@@ -250,7 +246,6 @@ func TestPooler_NoFlushLeavesNothingBehind(t *testing.T) {
 
 // Which of pgx's modes can be used when, between the round trips of one call, another client takes the connection.
 func TestPooler_ExecModesWhenTheConnectionChanges(t *testing.T) {
-	t.Parallel()
 	pooler := newPooledDB(t).pooler
 	const unknownStatement = "26000" // invalid_sql_statement_name
 	cacheStatement := unknownStatement

@@ -145,8 +145,7 @@ func TestDoctor_OverdueAndInUse(t *testing.T) {
 }
 
 func TestDoctor_CountsTenThousandOverdueRowsAtMost(t *testing.T) {
-	t.Parallel()
-	db := newDB(t).giveAway().policy("p", 10, 1, second)
+	db := parallelDB(t).giveAway().policy("p", 10, 1, second)
 	db.fillTables("", "p", 10_001)
 	db.exec("delete from ratelimit.idempotency_keys where key in ('k1', 'k2')")
 	findings := db.findings()
@@ -164,8 +163,7 @@ func (db *testDB) aMinuteAfter(sql string, args ...any) time.Time {
 }
 
 func TestDoctor_SessionsThatStayOpen(t *testing.T) {
-	t.Parallel()
-	db := newDB(t).giveAway().policy("p", 10, 1, aDay)
+	db := parallelDB(t).giveAway().policy("p", 10, 1, aDay)
 	newDB(t).begin().exec("create temporary table t ()") // in another database
 	for name, begin := range map[string]string{
 		"tokens taken":  "begin; select ratelimit_acquire('p', 'k')",

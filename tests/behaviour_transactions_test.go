@@ -148,9 +148,8 @@ func TestTransaction_HowOftenAQueryCallsTheFunction(t *testing.T) {
 }
 
 func TestReadOnlyTransaction(t *testing.T) {
-	t.Parallel()
 	ctx := context.Background()
-	db := newDB(t)
+	db := parallelDB(t)
 	for name, durability := range map[string]policyOption{"durable": durable, "ephemeral": ephemeral} {
 		db.policy(name, 10, 1, aDay, durability).take(name, "known", 3)
 		db.take(name, "empty", 10).take(name, "granted", 3, "first")

@@ -68,19 +68,16 @@ var vectors = []vector{
 	{"2 bucket4j: a full bucket drops its fraction", 10, 10, 100 * ms, false, 10, []step{
 		{97 * ms, take(9), grant}, {97 * ms, take(1), deny}, {97 * ms, give(10), grant.rem(10).full(0)}, {97 * ms, take(10), grant.rem(0)},
 		{100 * ms, take(1), deny}}},
-
 	{"4 bucket4j: from 100 take 49", 100, 100, 100 * ms, false, 0, []step{{0, take(49), grant.rem(51).wait(0)}}},
 	{"4 bucket4j: from 1 take 1", 100, 100, 100 * ms, false, 99, []step{{0, take(1), grant.rem(0).wait(0)}}},
 	{"4 bucket4j: from 70 take 80", 100, 100, 100 * ms, false, 30, []step{{0, take(80), deny.rem(70).wait(10 * ms)}}},
 	{"4 bucket4j: from 0 take 10", 100, 100, 100 * ms, false, 100, []step{{0, take(10), deny.rem(0).wait(10 * ms)}}},
 	{"4 bucket4j: from 10 take 120", 100, 100, 100 * ms, false, 90, []step{{0, take(120), deny.rem(10).never()}}},
-
 	{"6 bucket4j: 50 and 49 given", 100, 100, 100 * ms, false, 100, []step{{50 * ms, give(49), grant.rem(99)}}},
 	{"6 bucket4j: 50 and 50 given", 100, 100, 100 * ms, false, 100, []step{{50 * ms, give(50), grant.rem(100)}}},
 	{"6 bucket4j: 0 and 50 given", 100, 100, 100 * ms, false, 100, []step{{0, give(50), grant.rem(50)}}},
 	{"6 bucket4j: 0 and 120 given", 100, 100, 100 * ms, false, 100, []step{{0, give(120), grant.rem(100)}}},
 	{"6 bucket4j: 100 and 120 given", 100, 100, 100 * ms, false, 100, []step{{110 * ms, give(120), grant.rem(100)}}},
-
 	{"8 bucket4j: 2 owed", 100, 100, 100 * ms, false, 100, []step{
 		{50 * ms, debit(52), grant.rem(-2).full(102 * ms)}, {50 * ms, look(1), deny.rem(-2).wait(3 * ms)}, {51 * ms, look(0), grant.rem(-1)},
 		{52 * ms, look(0), grant.rem(0)}, {52 * ms, take(1), deny.rem(0).wait(1 * ms)}, {53 * ms, take(1), grant.rem(0)}}},
@@ -94,7 +91,6 @@ var vectors = []vector{
 	{"8 bucket4j: 50 of 50", 100, 100, 100 * ms, false, 100, []step{{50 * ms, take(50), grant.rem(0)}}},
 	{"8 bucket4j: 51 of 100", 100, 100, 100 * ms, false, 100, []step{{120 * ms, take(51), grant.rem(49)}}},
 	{"8 bucket4j: 100 of 100", 100, 100, 100 * ms, false, 100, []step{{101 * ms, take(100), grant.rem(0)}}},
-
 	{"12 bucket4j: 0 and 40 ms", 1000, 1000, second, false, 1000, []step{{40 * ms, look(0), grant.rem(40)}}},
 	{"12 bucket4j: 50 and 1 ms", 1000, 1000, second, false, 950, []step{{1 * ms, look(0), grant.rem(51)}}},
 	{"12 bucket4j: 55 and the clock back", 1000, 1000, second, false, 945, []step{{-1 * ms, look(0), grant.rem(55)}}},
@@ -107,17 +103,14 @@ var vectors = []vector{
 		{20 * ms, look(0), grant.rem(91)}}},
 	{"12 bucket4j: a fraction is dropped when full", 100, 100, second, false, 100, []step{
 		{18888 * ms, take(100), grant.rem(0)}, {18897 * ms, take(1), deny.rem(0).wait(1 * ms)}}},
-
 	{"13 bucket4j: full in 90 ms", 10, 10, 100 * ms, false, 9, []step{{0, look(0), grant.full(90 * ms)}}},
 	{"13 bucket4j: full in 60 ms", 10, 10, 100 * ms, false, 6, []step{{0, look(0), grant.full(60 * ms)}}},
 	{"13 bucket4j: full in 1650 ms", 10, 2, 100 * ms, false, 10, []step{{0, debit(23), grant.full(1650 * ms)}}},
-
 	{"17 bucket4j: fixed interval", 9, 9, 10 * second, true, 9, []step{
 		{4 * second, look(0), grant.rem(0)}, {10 * second, look(0), grant.rem(9)}, {11 * second, look(0), grant.rem(9)}}},
 	{"19 bucket4j 71: wait for the interval", 10, 10, time.Minute, true, 10, []step{
 		{0, take(1), deny.wait(60 * second)}, {0, take(10), deny.wait(60 * second)}, {15 * second, take(1), deny.wait(45 * second)},
 		{15 * second, take(15), deny.never()}}},
-
 	{"26 golang/time: burst 1", 1, 10, second, false, 0, []step{
 		{0, take(1), grant}, {0, take(1), deny}, {0, take(1), deny}, {100 * ms, take(1), grant}, {100 * ms, take(1), deny}, {100 * ms, take(1), deny},
 		{200 * ms, take(2), deny.never()}, {200 * ms, take(1), grant}, {200 * ms, take(1), deny}}},
@@ -129,7 +122,6 @@ var vectors = []vector{
 	{"28 golang/time: the clock jumps back", 3, 10, second, false, 0, []step{
 		{100 * ms, take(1), grant}, {0, take(1), grant}, {0, take(1), grant}, {0, take(1), deny.wait(200 * ms)}, {0, take(1), deny},
 		{100 * ms, take(1), deny.wait(100 * ms)}, {200 * ms, take(1), grant}, {200 * ms, take(1), deny}}},
-
 	{"34 throttled", 5, 1, second, false, 0, []step{
 		{0, take(6), deny.rem(5).full(0).never()}, {0, take(1), grant.rem(4).full(1 * second)}, {0, take(1), grant.rem(3).full(2 * second)},
 		{0, take(1), grant.rem(2).full(3 * second)}, {0, take(1), grant.rem(1).full(4 * second)}, {0, take(1), grant.rem(0).full(5 * second)},
@@ -138,10 +130,8 @@ var vectors = []vector{
 		{8000 * ms, take(1), grant.rem(4).full(1 * second)}, {9500 * ms, take(1), grant.rem(4).full(1 * second)},
 		{9500 * ms, take(0), grant.rem(4).full(1 * second)}, {9500 * ms, take(2), grant.rem(2).full(3 * second)},
 		{9500 * ms, take(5), deny.rem(2).full(3 * second).wait(3 * second)}, {15000 * ms, take(6), deny.rem(5).full(0).never()}}},
-
 	{"36 redis_rate: cost 0", 10, 10, second, false, 0, []step{
 		{0, take(0), grant.rem(10).full(0)}, {0, take(1), grant.rem(9)}, {0, take(0), grant.rem(9)}}},
-
 	{"39 mennanov/limiters: overflow", 2, 1, 100 * ms, false, 0, []step{
 		{0, take(1), grant}, {0, take(1), grant}, {0, take(1), deny.wait(100 * ms)}, {100 * ms, take(1), grant}}},
 	{"39 mennanov/limiters: reset", 2, 1, 100 * ms, false, 0, []step{
@@ -149,24 +139,20 @@ var vectors = []vector{
 	{"41 mennanov/limiters: refill carries over", 4, 1, 100 * ms, false, 0, []step{
 		{0, take(1), grant}, {150 * ms, take(1), grant.rem(3)}, {240 * ms, take(1), grant.rem(2)}, {290 * ms, take(1), grant.rem(2)},
 		{360 * ms, take(1), grant.rem(2)}}},
-
 	{"43 gubernator: more than available", 2000, 2000, time.Hour, false, 0, []step{
 		{0, take(1000), grant.rem(1000)}, {0, take(1500), deny.rem(1000)}, {0, take(500), grant.rem(500)}, {0, take(400), grant.rem(100)},
 		{0, take(100), grant.rem(0)}, {0, take(1), deny.rem(0)}}},
 	// The original's token variant lets a negative hit raise a fresh bucket above its limit.
 	{"45 gubernator: giving back", 10, 10, 30 * second, false, 0, []step{
 		{0, take(1), grant.rem(9)}, {0, give(1), grant.rem(10)}, {0, take(10), grant.rem(0)}, {0, give(1), grant.rem(1)}}},
-
 	{"50 TensorZero: lifecycle", 100, 10, time.Minute, true, 0, []step{
 		{0, take(60), grant.rem(40)}, {0, give(20), grant.rem(60)}, {0, take(60), grant.rem(0)}, {0, take(1), deny.rem(0)}}},
 	{"51 TensorZero: 0 of 50", 50, 10, time.Minute, true, 0, []step{{0, take(0), grant.rem(50)}}},
 	{"51 TensorZero: 75 of 75", 75, 10, time.Minute, true, 0, []step{{0, take(75), grant.rem(0)}}},
 	{"51 TensorZero: 101 of 100", 100, 10, time.Minute, true, 0, []step{{0, take(101), deny.rem(100).never()}}},
 	{"51 TensorZero: 150 given to a full bucket", 100, 10, time.Minute, true, 0, []step{{0, give(150), grant.rem(100)}}},
-
 	{"54 Convex: a denial changes nothing", 10, 10, time.Minute, false, 0, []step{
 		{0, take(5), grant}, {6 * second, take(6), grant.rem(0)}, {6 * second, take(10), deny.wait(60 * second)}}},
-
 	{"59 pg-ratelimit: one interval", 20, 5, 10 * second, true, 15, []step{{10 * second, take(1), grant.rem(9)}}},
 	// The original moves the anchor to 15 s and answers 8 at 20 s.
 	{"59 pg-ratelimit: the anchor stays", 20, 5, 10 * second, true, 15, []step{
@@ -176,14 +162,12 @@ var vectors = []vector{
 		{0, take(1), deny}, {0, take(1), deny}, {0, take(1), deny}, {0, take(1), deny}, {0, take(1), deny}, {10 * second, take(1), grant.rem(4)}}},
 	{"59 pg-ratelimit: drained, stepped", 20, 5, 10 * second, true, 20, []step{{0, take(1), deny.wait(10 * second)}}},
 	{"59 pg-ratelimit: drained, continuous", 20, 5, 10 * second, false, 20, []step{{0, take(1), deny.wait(2 * second)}}},
-
 	{"61 upstash: 4 taken, 2 given", 10, 10, time.Minute, false, 0, []step{{0, take(4), grant}, {0, give(2), grant.rem(8)}}},
 	{"61 upstash: 10 taken, 3 given", 10, 10, time.Minute, false, 0, []step{
 		{0, take(10), grant}, {0, give(3), grant.rem(3)}, {0, take(0), grant.rem(3)}}},
 	{"61 upstash: denied at 0", 10, 10, time.Minute, false, 10, []step{{0, take(3), deny.rem(0)}, {0, look(0), grant.rem(0)}}},
 	{"61 upstash: denied again and again", 10, 10, time.Minute, false, 8, []step{
 		{0, take(5), deny.rem(2)}, {0, take(5), deny.rem(2)}, {0, take(5), deny.rem(2)}, {0, look(0), grant.rem(2)}}},
-
 	{"63 go-zero 4072: a late call", 5, 5, second, false, 0, []step{
 		{second, take(1), grant}, {second, take(1), grant}, {second, take(1), grant}, {second, take(1), grant.rem(1)}, {0, take(1), grant.rem(0)},
 		{second, take(1), deny.rem(0).wait(200 * ms)}}},
