@@ -51,7 +51,7 @@ type JointDecision struct {
 // nothing, and locks nothing. A [DenialCache] neither answers nor remembers.
 //
 // Errors: those of [Limiter.Acquire].
-func (l *Limiter) AcquireAll(ctx context.Context, charges []Charge, opts ...AcquireAllOption) (JointDecision, error) {
+func (l *Limiter) AcquireAll(ctx context.Context, charges []Charge, opts ...CallOption) (JointDecision, error) {
 	r := newJointRequest(charges, opts)
 	begin := l.hooks.begin()
 	d, err := l.askAll(ctx, r)
@@ -65,7 +65,7 @@ func (l *Limiter) AcquireAll(ctx context.Context, charges []Charge, opts ...Acqu
 // first has locked there. So a call that waits for one of its buckets holds up, here, those who name all of them.
 //
 // Errors: those of Limiter.AcquireAll, [ErrOverloaded] and [ErrClosed].
-func (c *Combiner) AcquireAll(ctx context.Context, charges []Charge, opts ...AcquireAllOption) (JointDecision, error) {
+func (c *Combiner) AcquireAll(ctx context.Context, charges []Charge, opts ...CallOption) (JointDecision, error) {
 	r := newJointRequest(charges, opts)
 	r.key = nameOfAll(r.charges)
 	begin := c.hooks.begin()
@@ -74,13 +74,11 @@ func (c *Combiner) AcquireAll(ctx context.Context, charges []Charge, opts ...Acq
 	return d, err
 }
 
-func newJointRequest(charges []Charge, opts []AcquireAllOption) request {
+func newJointRequest(charges []Charge, opts []CallOption) request {
+	var s settings
+	s.read("AcquireAll", opts, "IdempotencyKey")
 	// The caller may change its slice when it has left, and the request is still to be sent.
-	r := request{charges: append(make([]Charge, 0, len(charges)), charges...)}
-	for _, opt := range opts {
-		r.idempotencyKey = string(opt.(IdempotencyKeyOption)) // there is no other
-	}
-	return r
+	return request{charges: append(make([]Charge, 0, len(charges)), charges...), idempotencyKey: s.idempotencyKey, err: s.err}
 }
 
 // nameOfAll names the buckets of all charges, and no others.
@@ -124,6 +122,7 @@ func (l *limiter) askAll(ctx context.Context, r request) (JointDecision, error) 
 		args:     []any{p.policies, p.keys, p.costs, r.idempotencyKey},
 		tokens:   true,
 		once:     r.keyed(),
+		err:      r.err,
 	}, append(whole.columns(), &binding, &numbers)...)
 	if err != nil {
 		return JointDecision{}, err

@@ -48,14 +48,14 @@ func TestAcquireAll_IsRepeatedAsAcquireIs(t *testing.T) {
 	t.Parallel()
 	for name, test := range map[string]struct {
 		db    interface{ sent() []query }
-		opts  []client.AcquireAllOption
+		opts  []client.CallOption
 		err   error
 		calls int
 	}{
 		"a conflict on a pool":        {&fakePool{}, nil, pgError("40001"), 3},
 		"a conflict in a transaction": {&fakeDB{}, nil, pgError("40001"), 1},
 		"a lost connection":           {&fakePool{}, nil, errors.New("reset"), 1},
-		"that, with idempotency key":  {&fakePool{}, []client.AcquireAllOption{client.IdempotencyKey("i")}, errors.New("reset"), 3},
+		"that, with idempotency key":  {&fakePool{}, []client.CallOption{client.IdempotencyKey("i")}, errors.New("reset"), 3},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()

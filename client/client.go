@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"strings"
 	"time"
 
@@ -21,10 +22,10 @@ type Querier interface {
 // for a program that asks for tokens and leaves policies to others.
 type Acquirer interface {
 	// Acquire takes tokens from the bucket of key if it holds enough: see [Limiter.Acquire].
-	Acquire(ctx context.Context, policy, key string, opts ...AcquireOption) (Decision, error)
+	Acquire(ctx context.Context, policy, key string, opts ...CallOption) (Decision, error)
 
 	// AcquireAll takes tokens from several buckets if each holds enough: see [Limiter.AcquireAll].
-	AcquireAll(ctx context.Context, charges []Charge, opts ...AcquireAllOption) (JointDecision, error)
+	AcquireAll(ctx context.Context, charges []Charge, opts ...CallOption) (JointDecision, error)
 }
 
 // A Limiter answers requests for tokens. It is safe for concurrent use when its database handle is: a
@@ -44,12 +45,9 @@ type limiter struct {
 
 // New returns a Limiter that calls the functions installed in db. Whether db is a transaction is guessed
 // from its type; [Limiter.WithTx] knows.
-func New(db Querier, opts ...LimiterOption) *Limiter {
-	var c config
-	for _, opt := range opts {
-		opt.configure(&c)
-	}
-	return &Limiter{newLimiter(db, c)}
+// Panics at [CallsInFlight], [MaxWaiting] and a [Lease].
+func New(db Querier, opts ...Option) *Limiter {
+	return &Limiter{newLimiter(db, newConfig("New", aLimiter, opts))}
 }
 
 func newLimiter(db Querier, c config) limiter {
@@ -86,8 +84,8 @@ func (l *limiter) WithTx(tx pgx.Tx) *Limiter {
 // had to wait for the bucket. Other buckets are never waited for.
 //
 // Errors: [ErrUnknownPolicy], [ErrIdempotencyMismatch], [ErrInvalidArgument], [ErrLocked].
-func (l *Limiter) Acquire(ctx context.Context, policy, key string, opts ...AcquireOption) (Decision, error) {
-	return l.acquire(ctx, newRequest(policy, key, opts), l.ask)
+func (l *Limiter) Acquire(ctx context.Context, policy, key string, opts ...CallOption) (Decision, error) {
+	return l.acquire(ctx, newRequest("Acquire", policy, key, opts), l.ask)
 }
 
 func (l *limiter) acquire(ctx context.Context, r request, ask func(context.Context, request) (Decision, error)) (Decision, error) {
@@ -99,7 +97,7 @@ func (l *limiter) acquire(ctx context.Context, r request, ask func(context.Conte
 
 // recall answers from memory, or asks and remembers.
 func (l *limiter) recall(ctx context.Context, r request, ask func(context.Context, request) (Decision, error)) (Decision, error) {
-	if l.denials == nil || r.keyed() || !isAutocommit(l.db) {
+	if l.denials == nil || r.keyed() || r.err != nil || !isAutocommit(l.db) {
 		return ask(ctx, r)
 	}
 	return l.denials.acquire(r, func() (Decision, error) { return ask(ctx, r) })
@@ -113,6 +111,7 @@ func (l *limiter) ask(ctx context.Context, r request) (Decision, error) {
 		args:     []any{r.policy, r.key, r.cost, r.idempotencyKey},
 		tokens:   true,
 		once:     r.keyed(),
+		err:      r.err,
 	})
 }
 
@@ -123,15 +122,14 @@ func (l *limiter) ask(ctx context.Context, r request) (Decision, error) {
 // standby.
 //
 // Errors: [ErrUnknownPolicy], [ErrInvalidArgument].
-func (l *limiter) Peek(ctx context.Context, policy, key string, opts ...PeekOption) (Decision, error) {
-	r := newRequest(policy, key, nil)
-	for _, opt := range opts {
-		r.cost = opt.(CostOption).Tokens() // there is no other
-	}
+func (l *limiter) Peek(ctx context.Context, policy, key string, opts ...CallOption) (Decision, error) {
+	var s settings
+	s.read("Peek", opts, "Cost")
 	return l.answer(ctx, policy, call{
 		verb:     verbPeek,
 		function: "ratelimit_peek($1::text, $2::text, $3::bigint)",
-		args:     []any{policy, key, r.cost},
+		args:     []any{policy, key, s.cost.Tokens()},
+		err:      s.err,
 	})
 }
 
@@ -206,16 +204,15 @@ type Cleaned struct {
 // lock. The rows that it removes are locked until the transaction ends.
 //
 // Errors: [ErrInvalidArgument].
-func (l *limiter) Cleanup(ctx context.Context, opts ...CleanupOption) (c Cleaned, err error) {
-	config := cleanup{maxRows: 10_000}
-	for _, opt := range opts {
-		opt.cleanup(&config)
-	}
+func (l *limiter) Cleanup(ctx context.Context, opts ...CallOption) (c Cleaned, err error) {
+	s := settings{maxRows: 10_000}
+	s.read("Cleanup", opts, "MaxRows")
 	err = l.query(ctx, call{
 		verb:     "clean up",
 		columns:  "buckets_deleted, idempotency_keys_deleted",
 		function: "ratelimit_cleanup($1::bigint::integer)",
-		args:     []any{int64(config.maxRows)},
+		args:     []any{int64(s.maxRows)},
+		err:      s.err,
 	}, &c.Buckets, &c.IdempotencyKeys)
 	return c, err
 }
@@ -235,10 +232,9 @@ func (l *limiter) Cleanup(ctx context.Context, opts ...CleanupOption) (c Cleaned
 //	grant execute on function ratelimit.cleanup_batch to janitor;
 //
 // The Limiter must be on a pool, or on a connection that nobody else uses and that is in no transaction.
-// Panics if every is not positive, as [time.NewTicker] does.
-func (l *limiter) RunCleanup(ctx context.Context, every time.Duration, opts ...RunCleanupOption) {
-	checkEvery(every)
-	c := newRunCleanup(opts)
+// Panics if every is not positive, as [time.NewTicker] does, and at another option.
+func (l *limiter) RunCleanup(ctx context.Context, every time.Duration, opts ...CallOption) {
+	report := runCleanup(every, opts)
 	for ctx.Err() == nil {
 		err := l.query(ctx, call{
 			verb:     "clean up",
@@ -246,7 +242,7 @@ func (l *limiter) RunCleanup(ctx context.Context, every time.Duration, opts ...R
 			args:     []any{interval(max(every, time.Microsecond))},
 		})
 		if err != nil && !errors.Is(err, pgx.ErrNoRows) && ctx.Err() == nil { // a procedure answers no row
-			c.onError(err)
+			report(err)
 		}
 		select {
 		case <-ctx.Done():
@@ -255,10 +251,20 @@ func (l *limiter) RunCleanup(ctx context.Context, every time.Duration, opts ...R
 	}
 }
 
-func checkEvery(every time.Duration) {
+// runCleanup checks the arguments, and returns what an error is reported to.
+func runCleanup(every time.Duration, opts []CallOption) (report func(error)) {
 	if every <= 0 {
 		panic("client: RunCleanup: every must be positive")
 	}
+	var s settings
+	if s.read("RunCleanup", opts, "OnError"); s.err != nil {
+		panic(s.err)
+	}
+	report = func(err error) { slog.Warn("rate limit clean-up failed", "error", err) }
+	for _, opt := range opts {
+		report = opt.(onError)
+	}
+	return report
 }
 
 // A call selects columns from a function, or without columns calls a procedure. Arguments are text, bigint, arrays of these, or null, cast
@@ -268,8 +274,9 @@ type call struct {
 	columns  string
 	function string
 	args     []any
-	tokens   bool // takes tokens or gives them back: NoFlush is about these
-	once     bool // does the same however often it is sent
+	tokens   bool  // takes tokens or gives them back: NoFlush is about these
+	once     bool  // does the same however often it is sent
+	err      error // why it is not to be sent
 }
 
 // microseconds selects an interval, or a time, as a bigint. The factor is numeric, as extract is: for an integer,
@@ -331,6 +338,9 @@ func (l *limiter) run(ctx context.Context, c call) error {
 
 // query makes a call that returns one row.
 func (l *limiter) query(ctx context.Context, c call, dest ...any) error {
+	if c.err != nil {
+		return c.err
+	}
 	for i, arg := range c.args {
 		if text, ok := arg.(string); ok && hasZeroByte(text) {
 			return failed(c.verb, zeroByteIn(i))

@@ -52,17 +52,10 @@ type Combiner struct {
 
 // NewCombiner returns a Combiner that calls the functions installed in the database of pool. The role
 // needs EXECUTE on ratelimit_acquire_packed and on ratelimit_acquire, and for AcquireAll on
-// ratelimit_acquire_all. Options are [CallsInFlight], [MaxWaiting] and those of [New]. Panics if either number is not positive.
-func NewCombiner(pool Pool, opts ...CombinerOption) *Combiner {
-	return newCombiner(pool, newConfig(opts))
-}
-
-func newConfig[O LeaserOption](opts []O) config {
-	config := config{calls: defaultCalls, waiting: defaultWaiting}
-	for _, opt := range opts {
-		opt.configure(&config)
-	}
-	return config
+// ratelimit_acquire_all. Options are [CallsInFlight], [MaxWaiting] and those of [New]. Panics if either number is not
+// positive, and at a [Lease].
+func NewCombiner(pool Pool, opts ...Option) *Combiner {
+	return newCombiner(pool, newConfig("NewCombiner", aCombiner, opts))
 }
 
 func newCombiner(pool Pool, config config) *Combiner {
@@ -107,8 +100,8 @@ func newCombiner(pool Pool, config config) *Combiner {
 // there. Give every ctx a deadline: without one a request is refused only when the queue is full.
 //
 // Errors: those of Limiter.Acquire, [ErrOverloaded] and [ErrClosed].
-func (c *Combiner) Acquire(ctx context.Context, policy, key string, opts ...AcquireOption) (Decision, error) {
-	return c.acquire(ctx, newRequest(policy, key, opts), c.combinePlain)
+func (c *Combiner) Acquire(ctx context.Context, policy, key string, opts ...CallOption) (Decision, error) {
+	return c.acquire(ctx, newRequest("Acquire", policy, key, opts), c.combinePlain)
 }
 
 func (c *Combiner) combinePlain(ctx context.Context, r request) (Decision, error) {
@@ -191,7 +184,7 @@ func isSendable(r request) bool {
 		return len(s) <= maxLength && utf8.ValidString(s) && !hasZeroByte(s)
 	}
 	idempotencyKey, _ := r.idempotencyKey.(string)
-	if !isFit(idempotencyKey) {
+	if r.err != nil || !isFit(idempotencyKey) {
 		return false
 	}
 	if r.isJoint() {

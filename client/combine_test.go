@@ -447,7 +447,7 @@ func TestCombiner_AFailedCallFailsEachOfItsCallers(t *testing.T) {
 	broken, fatal, conflict := errors.New("connection reset"), pgError("57P01"), pgError("40001")
 	fatal.Severity, fatal.SeverityUnlocalized = "FATAL", "FATAL"
 	for name, test := range map[string]struct {
-		opts    []client.AcquireOption
+		opts    []client.CallOption
 		answers []error
 		err     error
 	}{
@@ -809,7 +809,7 @@ type jointAnswer struct {
 }
 
 // askAll charges the first bucket 1, the others 2.
-func askAll(ctx context.Context, limiter client.Acquirer, keys []string, opts ...client.AcquireAllOption) <-chan jointAnswer {
+func askAll(ctx context.Context, limiter client.Acquirer, keys []string, opts ...client.CallOption) <-chan jointAnswer {
 	got := make(chan jointAnswer, 1)
 	charges := make([]client.Charge, len(keys))
 	for i, key := range keys {
@@ -826,13 +826,13 @@ func askAll(ctx context.Context, limiter client.Acquirer, keys []string, opts ..
 	return got
 }
 
-var once = []client.AcquireOption{client.IdempotencyKey("once")}
+var once = []client.CallOption{client.IdempotencyKey("once")}
 
-func ask(ctx context.Context, limiter client.Acquirer, key string, opts ...client.AcquireOption) <-chan answer {
+func ask(ctx context.Context, limiter client.Acquirer, key string, opts ...client.CallOption) <-chan answer {
 	return askOf(ctx, limiter, "p", key, opts...)
 }
 
-func askOf(ctx context.Context, limiter client.Acquirer, policy, key string, opts ...client.AcquireOption) <-chan answer {
+func askOf(ctx context.Context, limiter client.Acquirer, policy, key string, opts ...client.CallOption) <-chan answer {
 	got := make(chan answer, 1)
 	go func() {
 		d, err := limiter.Acquire(ctx, policy, key, opts...)
@@ -873,7 +873,7 @@ type gatedPool struct {
 }
 
 // gated returns a combiner on a gatedPool, to be called in a bubble. A test that fails leaves nobody waiting.
-func gated(t *testing.T, opts ...client.CombinerOption) (*gatedPool, *client.Combiner) {
+func gated(t *testing.T, opts ...client.Option) (*gatedPool, *client.Combiner) {
 	db := &gatedPool{over: make(chan struct{})}
 	limiter := client.NewCombiner(db, opts...)
 	t.Cleanup(func() {
@@ -886,7 +886,7 @@ func gated(t *testing.T, opts ...client.CombinerOption) (*gatedPool, *client.Com
 }
 
 // atGate runs a parallel test, in a bubble, of a combiner that makes so many calls at a time.
-func atGate(t *testing.T, calls int, test func(*testing.T, *gatedPool, *client.Combiner), opts ...client.CombinerOption) {
+func atGate(t *testing.T, calls int, test func(*testing.T, *gatedPool, *client.Combiner), opts ...client.Option) {
 	inBubble(t, func(t *testing.T) {
 		db, limiter := gated(t, append(opts, client.CallsInFlight(calls))...)
 		test(t, db, limiter)

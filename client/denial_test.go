@@ -76,7 +76,7 @@ func TestDenialCache_KeepsThePromiseAndNoLonger(t *testing.T) {
 func TestDenialCache_IsForThatCostAndLarger(t *testing.T) {
 	inBubble(t, func(t *testing.T) {
 		db, limiter := cached(denied(time.Minute))
-		sent := func(cost int64, opts ...client.AcquireOption) bool {
+		sent := func(cost int64, opts ...client.CallOption) bool {
 			t.Helper()
 			before := len(db.sent())
 			require.False(t, noError(limiter.Acquire(t.Context(), "p", "k", append(opts, client.Cost(cost))...))(t).Allowed)

@@ -35,7 +35,7 @@ var (
 
 	// ErrInvalidArgument: an argument is outside its range (SQLSTATE 22023, 22008), no value of its
 	// type (22P02, 22007), or text that the database cannot hold (22021, 22P05); or it cannot be sent (a zero
-	// byte, a fraction of a microsecond), which is found without the server and has no PgError.
+	// byte, a fraction of a microsecond, an option of another method), which is found without the server and has no PgError.
 	ErrInvalidArgument = errors.New("invalid argument")
 
 	// ErrLocked: another transaction has held the bucket, or the policy being changed, for

@@ -45,7 +45,9 @@ type Lease struct {
 	Idle time.Duration
 }
 
-func (l Lease) configure(c *config) { c.leases = append(c.leases, l) }
+func (l Lease) option() option {
+	return option{func(c *config) { c.leases = append(c.leases, l) }, aLeaser, "a Lease"}
+}
 
 func (l Lease) withDefaults() Lease {
 	if l.MaxTokens == 0 {
@@ -119,8 +121,8 @@ const jointOnly = 1000
 // NewLeaser returns a Leaser. The role needs what that of a Combiner does, and EXECUTE on ratelimit_acquire_up_to and on
 // ratelimit_refund. Options are those of [NewCombiner] and one [Lease] for each policy whose tokens may be held. Panics if two
 // are for the same policy, if one is out of range, and where NewCombiner does.
-func NewLeaser(pool Pool, opts ...LeaserOption) *Leaser {
-	config := newConfig(opts)
+func NewLeaser(pool Pool, opts ...Option) *Leaser {
+	config := newConfig("NewLeaser", aLeaser, opts)
 	l := &Leaser{
 		combiner: newCombiner(pool, config),
 		policies: make(map[string]*leasedPolicy),
@@ -208,10 +210,10 @@ type lease struct {
 // the way of [Combiner.Acquire].
 //
 // Errors: those of Combiner.Acquire.
-func (l *Leaser) Acquire(ctx context.Context, policy, key string, opts ...AcquireOption) (Decision, error) {
-	r := newRequest(policy, key, opts)
+func (l *Leaser) Acquire(ctx context.Context, policy, key string, opts ...CallOption) (Decision, error) {
+	r := newRequest("Acquire", policy, key, opts)
 	p := l.policies[policy]
-	if p == nil || r.keyed() || r.cost < 1 {
+	if p == nil || r.keyed() || r.cost < 1 || r.err != nil {
 		return l.acquire(ctx, r, l.combinePlain)
 	}
 	hash := maphash.String(p.seed, key)
@@ -235,7 +237,7 @@ func (l *Leaser) Acquire(ctx context.Context, policy, key string, opts ...Acquir
 
 // AcquireAll is that of a [Combiner]: a lease answers requests of one charge only. A Leaser that gets no such request of its
 // policies says so once, by a warning through log/slog's default logger.
-func (l *Leaser) AcquireAll(ctx context.Context, charges []Charge, opts ...AcquireAllOption) (JointDecision, error) {
+func (l *Leaser) AcquireAll(ctx context.Context, charges []Charge, opts ...CallOption) (JointDecision, error) {
 	isLeased := func(c Charge) bool { return l.policies[c.Policy] != nil }
 	if slices.ContainsFunc(charges, isLeased) && l.joint.Add(1) == jointOnly && !l.hasSingle.Load() {
 		slog.Warn("a Leaser leases nothing: all requests of its policies are AcquireAll, which a lease cannot answer", "requests", jointOnly)

@@ -1,27 +1,20 @@
 package client
 
 import (
-	"log/slog"
+	"fmt"
+	"slices"
+	"strings"
 	"sync/atomic"
 )
 
-// An AcquireOption changes one Acquire: [Cost] and [IdempotencyKey] return one.
-type AcquireOption interface{ acquireOption() }
+// An Option changes a limiter when it is made. [New], [CheckShard] and [CheckAlone] take [Schema], [NoFlush], [DenialCache],
+// [Alone] and [Observe]; [NewCombiner] takes [CallsInFlight] and [MaxWaiting], too; [NewLeaser] and [NewSharded] take all of these,
+// and each [Lease]. Any other Option makes the constructor panic.
+type Option interface{ option() option }
 
-// An AcquireAllOption changes one AcquireAll: [IdempotencyKey] returns one.
-type AcquireAllOption interface{ acquireAllOption() }
-
-// A ChargeOption changes one Charge: [IdempotencyKey] returns one.
-type ChargeOption interface{ chargeOption() }
-
-// An AcquireUpToOption changes one AcquireUpTo: [AtLeast] and [IdempotencyKey] return one.
-type AcquireUpToOption interface{ acquireUpToOption() }
-
-// A WaitOption changes one Wait: [Cost] returns one.
-type WaitOption interface{ waitOption() }
-
-// A PeekOption changes one Peek: [Cost] returns one.
-type PeekOption interface{ peekOption() }
+// A CallOption changes one call. The comment of a method names the options that it takes. Any other is [ErrInvalidArgument], and
+// nothing is sent.
+type CallOption interface{ callOption() }
 
 // A request is plain or joint. A plain one asks for tokens of one bucket. A joint one has charges, and
 // what names them for its key.
@@ -30,22 +23,13 @@ type request struct {
 	cost           int64
 	idempotencyKey any      // a string, or nil for none
 	charges        []Charge // nil for a plain one
+	err            error    // why it is not to be sent
 }
 
-// newRequest tells options apart by their type: were it a method of theirs, each would be allocated.
-func newRequest(policy, key string, opts []AcquireOption) request {
-	r := request{policy: policy, key: key, cost: 1}
-	for _, opt := range opts {
-		switch opt := opt.(type) {
-		case CostOption:
-			r.cost = opt.Tokens()
-		case IdempotencyKeyOption:
-			r.idempotencyKey = string(opt)
-		default:
-			panic("client: an AcquireOption that is nil, or of another package")
-		}
-	}
-	return r
+func newRequest(method, policy, key string, opts []CallOption) request {
+	var s settings
+	s.read(method, opts, "Cost", "IdempotencyKey")
+	return request{policy: policy, key: key, cost: s.cost.Tokens(), idempotencyKey: s.idempotencyKey, err: s.err}
 }
 
 func (r request) keyed() bool { return r.idempotencyKey != nil }
@@ -63,13 +47,61 @@ func (r request) verb() string {
 	return verbAcquire
 }
 
-// A CostOption is an [AcquireOption], a [PeekOption], a [WaitOption], and the cost of a [Charge]. The zero CostOption
-// is a cost of 1.
-type CostOption struct{ above1 int64 }
+// settings are what the options of one call set. Each method that takes maxRows or atLeast begins with its default.
+type settings struct {
+	cost           CostOption
+	idempotencyKey any // a string, or nil for none
+	atLeast        int64
+	maxRows        int32
+	policy, key    any // of overrides: a string, or nil for all
+	err            error
+}
 
-func (CostOption) acquireOption() {}
-func (CostOption) peekOption()    {}
-func (CostOption) waitOption()    {}
+// read tells options apart by their type: were it a method of theirs, each would be allocated.
+func (s *settings) read(method string, opts []CallOption, takes ...string) {
+	for _, opt := range opts {
+		name := "a CallOption that is nil, or of another package,"
+		switch opt := opt.(type) {
+		case CostOption:
+			name, s.cost = "Cost", opt
+		case idempotencyKey:
+			name, s.idempotencyKey = "IdempotencyKey", string(opt)
+		case atLeast:
+			name, s.atLeast = "AtLeast", int64(opt)
+		case maxRows:
+			name, s.maxRows = "MaxRows", int32(opt)
+		case ofPolicy:
+			name, s.policy = "OfPolicy", string(opt)
+		case ofKey:
+			name, s.key = "OfKey", string(opt)
+		case onError: // kept by RunCleanup: a function that is kept here would have every option allocated, too
+			name = "OnError"
+		}
+		if !slices.Contains(takes, name) {
+			s.err = failed(method, fmt.Errorf("%w: %s is no option of %s, which takes %s", ErrInvalidArgument, name, method, strings.Join(takes, ", ")))
+		}
+	}
+}
+
+type (
+	idempotencyKey string
+	atLeast        int64
+	maxRows        int32
+	ofPolicy       string
+	ofKey          string
+	onError        func(error)
+)
+
+func (CostOption) callOption()     {}
+func (idempotencyKey) callOption() {}
+func (atLeast) callOption()        {}
+func (maxRows) callOption()        {}
+func (ofPolicy) callOption()       {}
+func (ofKey) callOption()          {}
+func (onError) callOption()        {}
+
+// A CostOption is a [CallOption], and the cost of a [Charge]. The zero CostOption is a cost of 1.
+type CostOption struct{ above1 int64 }
 
 // Tokens is the number that [Cost] was given.
 func (c CostOption) Tokens() int64 { return c.above1 + 1 }
@@ -78,22 +110,8 @@ func (c CostOption) Tokens() int64 { return c.above1 + 1 }
 // a negative one is [ErrInvalidArgument]. Defaults to 1.
 func Cost(tokens int64) CostOption { return CostOption{tokens - 1} } // at the ends of the range both wrap around
 
-// An AtLeastOption is an [AcquireUpToOption].
-type AtLeastOption int64
-
-func (AtLeastOption) acquireUpToOption() {}
-
 // AtLeast is how few tokens are still worth taking: with fewer, AcquireUpTo takes none. Defaults to 1.
-func AtLeast(tokens int64) AtLeastOption { return AtLeastOption(tokens) }
-
-// An IdempotencyKeyOption is an [AcquireOption], an [AcquireAllOption], an [AcquireUpToOption] and a [ChargeOption].
-type IdempotencyKeyOption string
-
-func (IdempotencyKeyOption) acquireOption()    {}
-func (IdempotencyKeyOption) acquireAllOption() {}
-
-func (IdempotencyKeyOption) acquireUpToOption() {}
-func (IdempotencyKeyOption) chargeOption()      {}
+func AtLeast(tokens int64) CallOption { return atLeast(tokens) }
 
 // IdempotencyKey names the request (1 to 512 bytes), so that it can be sent again without being
 // charged twice: for as long as the policy remembers, an Acquire with the same policy, key and
@@ -104,23 +122,7 @@ func (IdempotencyKeyOption) chargeOption()      {}
 // order number, or the id of a job with the name of the step. A replay answers the same request once
 // more; it is no second request for free. An idempotency key that the program's own callers choose, such
 // as an X-Request-ID header, switches the limit off: a caller that repeats one is allowed every time.
-func IdempotencyKey(key string) IdempotencyKeyOption { return IdempotencyKeyOption(key) }
-
-// A CombinerOption changes a [Combiner] at [NewCombiner]: [CallsInFlight], [MaxWaiting] and each [LimiterOption].
-type CombinerOption interface {
-	LeaserOption
-	isCombinerOption()
-}
-
-// A LeaserOption changes a [Leaser] at [NewLeaser]: a [Lease] and each [CombinerOption].
-type LeaserOption interface{ configure(*config) }
-
-// A LimiterOption changes a [Limiter] at [New]: [Schema], [NoFlush], [DenialCache], [Alone] and [Observe] return one.
-// Each is a [CombinerOption] too.
-type LimiterOption interface {
-	CombinerOption
-	limiterOption()
-}
+func IdempotencyKey(key string) CallOption { return idempotencyKey(key) }
 
 type config struct {
 	schema  string
@@ -133,20 +135,38 @@ type config struct {
 	leases  []Lease
 }
 
-type combinerOption func(*config)
+// A kind of limiter takes the options of those before it, too.
+type kind int
 
-func (o combinerOption) configure(c *config) { o(c) }
-func (combinerOption) isCombinerOption()     {}
+const (
+	aLimiter kind = iota
+	aCombiner
+	aLeaser
+)
 
-type limiterOption struct{ combinerOption }
+func newConfig(constructor string, kind kind, opts []Option) config {
+	c := config{calls: defaultCalls, waiting: defaultWaiting}
+	for _, opt := range opts {
+		o := opt.option()
+		if kind < o.least {
+			panic("client: " + constructor + " has no use for " + o.name)
+		}
+		o.set(&c)
+	}
+	return c
+}
 
-func (limiterOption) limiterOption() {}
+type option struct {
+	set   func(*config)
+	least kind // that takes it
+	name  string
+}
+
+func (o option) option() option { return o }
 
 // Schema names the schema that has the ratelimit_* functions, for sessions whose search_path does not
 // lead there. It is quoted as one identifier. Defaults to whatever search_path finds.
-func Schema(name string) LimiterOption {
-	return limiterOption{func(c *config) { c.schema = name }}
-}
+func Schema(name string) Option { return option{set: func(c *config) { c.schema = name }} }
 
 // NoFlush makes Acquire, AcquireAll, AcquireUpTo, Charge, Settle, Reserve, Refund and Reset return without waiting until what they wrote is flushed to
 // disk, as synchronous_commit = off does, for these calls alone. A crash of the server may then undo
@@ -157,9 +177,7 @@ func Schema(name string) LimiterOption {
 // caller's to choose. So [Limiter.WithTx] leaves it out, and with [New] these calls fail with
 // [ErrInvalidArgument] in a transaction, and on a handle that might be one. Defaults to what the session
 // says, which is to wait.
-func NoFlush() LimiterOption {
-	return limiterOption{func(c *config) { c.noFlush = true }}
-}
+func NoFlush() Option { return option{set: func(c *config) { c.noFlush = true }} }
 
 // DenialCache makes Acquire answer from memory what the server has promised: after a denial, requests
 // on that bucket for the same cost or more are denied here until the denial's RetryAfter has passed. A
@@ -173,22 +191,16 @@ func NoFlush() LimiterOption {
 // Refund, Reset, Charge, Settle, Override, RemoveOverride, DefinePolicy and DropPolicy through this Limiter are seen at once. The same done by
 // others, and the end of an override, is seen when the promised time has passed: leave the cache out where tokens are given back by
 // other programs, in transactions, or with SQL, and callers must not wait for them.
-func DenialCache() LimiterOption {
-	return limiterOption{func(c *config) { c.denials = true }}
-}
+func DenialCache() Option { return option{set: func(c *config) { c.denials = true }} }
 
 // Observe lets the program watch what the limiter does, by functions that it calls: for metrics, and for logs. Limiters that
 // are made of it by WithTx are watched, too. Defaults to none, which costs nothing.
-func Observe(hooks Hooks) LimiterOption {
-	return limiterOption{func(c *config) { c.hooks = hooks }}
-}
+func Observe(hooks Hooks) Option { return option{set: func(c *config) { c.hooks = hooks }} }
 
 // Alone makes the first call ask whether the database is one of several shards, and calls fail with [ErrWrongShard] if it is: a
 // program that was given one of their URLs by mistake would find full buckets there. The role needs EXECUTE on ratelimit_shard.
 // [CheckAlone] asks for each connection. It is not for a [Sharded]. Defaults to asking nothing.
-func Alone() LimiterOption {
-	return limiterOption{func(c *config) { c.alone = new(alone) }}
-}
+func Alone() Option { return option{set: func(c *config) { c.alone = new(alone) }} }
 
 type alone struct{ isChecked atomic.Bool }
 
@@ -198,80 +210,28 @@ type alone struct{ isChecked atomic.Bool }
 // each. Defaults to 2: on a server with 2 cores, 2 calls were faster than 1, 4 and 8 near the server, and
 // within a tenth of the fastest 1 ms away, with 64 and with 256 callers. Allow one for each core that the
 // server has to spare, if there are at least 32 callers for each. A [Leaser] uses more connections, as it says.
-func CallsInFlight(n int) CombinerOption {
-	return combinerOption(func(c *config) { c.calls = n })
+func CallsInFlight(n int) Option {
+	return option{func(c *config) { c.calls = n }, aCombiner, "CallsInFlight"}
 }
 
 // MaxWaiting bounds how many requests of a [Combiner] wait for a call at a time, 1 or more. One more is refused with
 // [ErrOverloaded]. Each is a caller that waits. Defaults to 10,000, which is some 40 calls, or less than a second on a server
 // that has the time.
-func MaxWaiting(n int) CombinerOption {
-	return combinerOption(func(c *config) { c.waiting = n })
+func MaxWaiting(n int) Option {
+	return option{func(c *config) { c.waiting = n }, aCombiner, "MaxWaiting"}
 }
-
-// A CleanupOption changes one [Limiter.Cleanup]: [MaxRows] returns one.
-type CleanupOption interface{ cleanup(*cleanup) }
-
-type cleanup struct{ maxRows int32 }
-
-// A MaxRowsOption is a [CleanupOption] and an [OverridesOption].
-type MaxRowsOption int32
-
-func (n MaxRowsOption) cleanup(c *cleanup)     { c.maxRows = int32(n) }
-func (n MaxRowsOption) overrides(c *overrides) { c.maxRows = int32(n) }
 
 // MaxRows bounds the rows that one batch of clean-up takes from each table, or those of one list, 1 or more. An
 // acquire on a bucket that is being removed waits for the batch, so keep batches short. Defaults to 10,000
 // for clean-up.
-func MaxRows(n int32) MaxRowsOption { return MaxRowsOption(n) }
-
-// An OverridesOption changes one [Limiter.Overrides]: [OfPolicy], [OfKey] and [MaxRows] return one.
-type OverridesOption interface{ overrides(*overrides) }
-
-type overrides struct {
-	policy, key any // a string, or nil for all
-	maxRows     int32
-}
-
-func newOverrides(opts []OverridesOption) overrides {
-	config := overrides{maxRows: 1000}
-	for _, opt := range opts {
-		opt.overrides(&config)
-	}
-	return config
-}
-
-type overridesOption func(*overrides)
-
-func (o overridesOption) overrides(c *overrides) { o(c) }
+func MaxRows(n int32) CallOption { return maxRows(n) }
 
 // OfPolicy lists overrides of one policy only.
-func OfPolicy(name string) OverridesOption {
-	return overridesOption(func(c *overrides) { c.policy = name })
-}
+func OfPolicy(name string) CallOption { return ofPolicy(name) }
 
 // OfKey lists overrides of one key only, under any policy.
-func OfKey(key string) OverridesOption {
-	return overridesOption(func(c *overrides) { c.key = key })
-}
-
-// A RunCleanupOption changes [Limiter.RunCleanup]: [OnError] returns one.
-type RunCleanupOption interface{ runCleanup(*runCleanup) }
-
-type runCleanup struct{ onError func(error) }
-
-func newRunCleanup(opts []RunCleanupOption) runCleanup {
-	c := runCleanup{onError: func(err error) { slog.Warn("rate limit clean-up failed", "error", err) }}
-	for _, opt := range opts {
-		opt.runCleanup(&c)
-	}
-	return c
-}
-
-type onError func(error)
-
-func (handle onError) runCleanup(c *runCleanup) { c.onError = handle }
+func OfKey(key string) CallOption { return ofKey(key) }
 
 // OnError is what [Limiter.RunCleanup] does with an error before it goes on. Defaults to a warning
 // through log/slog's default logger.
-func OnError(handle func(error)) RunCleanupOption { return onError(handle) }
+func OnError(handle func(error)) CallOption { return onError(handle) }

@@ -1,102 +1,149 @@
 package client_test
 
 import (
-	"go/ast"
-	"go/importer"
-	"go/parser"
-	"go/token"
-	"go/types"
+	"fmt"
 	"io"
+	"maps"
 	"math"
-	"os"
-	"os/exec"
-	"path/filepath"
+	"reflect"
+	"slices"
 	"strings"
 	"testing"
+	"testing/synctest"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/client/httplimit"
 )
 
-var (
-	_ client.Acquirer = (*client.Limiter)(nil)
-	_ client.Acquirer = (*client.Combiner)(nil)
-)
-
-// An option that a method cannot use does not compile, nor does a way past the Combiner.
-func TestOptions_AreForTheirMethods(t *testing.T) {
-	t.Parallel()
-	compile := compiler(t)
-	for _, fits := range []string{
-		`limiter.Acquire(ctx, "p", "k", client.Cost(1), client.IdempotencyKey("x"))`,
-		`combiner.Acquire(ctx, "p", "k", client.Cost(1), client.IdempotencyKey("x"))`,
-		`limiter.Peek(ctx, "p", "k", client.Cost(1))`,
-		`limiter.AcquireAll(ctx, []client.Charge{{Policy: "p", Key: "k"}, {Policy: "p", Key: "l", Cost: client.Cost(2)}}, client.IdempotencyKey("x"))`,
-		`combiner.AcquireAll(ctx, nil, client.IdempotencyKey("x"))`,
-		`combiner.WithTx(nil).AcquireAll(ctx, nil)`,
-		`limiter.Overrides(ctx, client.OfPolicy("p"), client.OfKey("k"), client.MaxRows(1))`,
-		`limiter.Acquire(ctx, "p", "k", []client.AcquireOption{client.Cost(1)}...)`,
-		`limiter.Peek(ctx, "p", "k", []client.PeekOption{client.Cost(1)}...)`,
-		`limiter.Cleanup(ctx, client.MaxRows(1))`,
-		`limiter.RunCleanup(ctx, 1, client.OnError(nil))`,
-		`client.New(nil, client.Schema(""), client.NoFlush(), client.DenialCache())`,
-		`client.NewCombiner(nil, client.Schema(""), client.NoFlush(), client.DenialCache(), client.CallsInFlight(1))`,
-		`client.NewCombiner(nil, []client.CombinerOption{client.LimiterOption(nil)}...)`,
-		`combiner.WithTx(nil).Acquire(ctx, "p", "k")`,
-	} {
-		require.NoError(t, compile(fits), fits)
-	}
-	for unfit, complaint := range map[string]string{
-		`limiter.Peek(ctx, "p", "k", client.IdempotencyKey("x"))`:  "does not implement client.PeekOption",
-		`combiner.Peek(ctx, "p", "k", client.IdempotencyKey("x"))`: "does not implement client.PeekOption",
-		`limiter.Acquire(ctx, "p", "k", client.MaxRows(1))`:        "does not implement client.AcquireOption",
-		`limiter.AcquireAll(ctx, nil, client.Cost(1))`:             "does not implement client.AcquireAllOption",
-		`limiter.Overrides(ctx, client.OnError(nil))`:              "does not implement client.OverridesOption",
-		`limiter.Cleanup(ctx, client.OfKey("k"))`:                  "does not implement client.CleanupOption",
-		`limiter.Cleanup(ctx, client.OnError(nil))`:                "does not implement client.CleanupOption",
-		`limiter.RunCleanup(ctx, 1, client.MaxRows(1))`:            "does not implement client.RunCleanupOption",
-		`client.New(nil, client.CallsInFlight(1))`:                 "does not implement client.LimiterOption",
-		`client.New(nil, client.Cost(1))`:                          "does not implement client.LimiterOption",
-		`combiner.Limiter.Acquire(ctx, "p", "k")`:                  "combiner.Limiter undefined",
-		`combiner.WithTx(nil).Close()`:                             "Close undefined",
-	} {
-		require.ErrorContains(t, compile(unfit), complaint, unfit)
-	}
+// callOptions are all of them, by their names in errors.
+var callOptions = map[string]client.CallOption{
+	"Cost": client.Cost(300), "IdempotencyKey": client.IdempotencyKey("x"), "AtLeast": client.AtLeast(1), "MaxRows": client.MaxRows(1),
+	"OfPolicy": client.OfPolicy("p"), "OfKey": client.OfKey("k"), "OnError": client.OnError(func(error) {}),
+	"a CallOption that is nil, or of another package,": struct{ client.CallOption }{client.Cost(1)},
 }
 
-// compiler type-checks a statement of a program that imports the client, as go build does.
-func compiler(t *testing.T) func(statement string) error {
-	t.Helper()
-	list := exec.CommandContext(t.Context(), "go", "list", "-export", "-deps", "-f", "{{with .Export}}{{$.ImportPath}} {{.}}{{end}}", ".")
-	out, err := list.Output()
-	require.NoError(t, err)
-	exports := map[string]string{}
-	for line := range strings.Lines(string(out)) {
-		if path, file, ok := strings.Cut(strings.TrimSpace(line), " "); ok {
-			exports[path] = file
+// A method refuses an option that it does not take before anything is sent, and names itself, the option, and those that it takes.
+func TestCallOptions_AreForTheirMethods(t *testing.T) {
+	t.Parallel()
+	ctx := t.Context()
+	for _, test := range []struct {
+		method string
+		args   []any
+		takes  string
+	}{
+		{"Acquire", []any{ctx, "p", "k"}, "Cost, IdempotencyKey"},
+		{"AcquireAll", []any{ctx, []client.Charge{{Policy: "p", Key: "k"}}}, "IdempotencyKey"},
+		{"Peek", []any{ctx, "p", "k"}, "Cost"},
+		{"Charge", []any{ctx, "p", "k", int64(1)}, "IdempotencyKey"},
+		{"Reserve", []any{ctx, "p", "k", time.Second}, "Cost, IdempotencyKey"},
+		{"AcquireUpTo", []any{ctx, "p", "k", int64(1)}, "AtLeast, IdempotencyKey"},
+		{"Wait", []any{ctx, "p", "k"}, "Cost"},
+		{"Overrides", []any{ctx}, "OfPolicy, OfKey, MaxRows"},
+		{"Cleanup", []any{ctx}, "MaxRows"},
+	} {
+		for name, opt := range callOptions {
+			refusal := fmt.Sprintf("pgratelimit: %s: invalid argument: %s is no option of %s, which takes %s", test.method, name, test.method, test.takes)
+			pool := &fakePool{fakeDB{answers: []any{io.ErrUnexpectedEOF}}}
+			combiner, leaser := client.NewCombiner(pool), client.NewLeaser(pool, client.Lease{Policy: "p"})
+			defer combiner.Close()
+			defer leaser.Close()
+			for _, limiter := range []any{client.New(pool, client.DenialCache()), combiner, leaser} {
+				in := []reflect.Value{}
+				for _, arg := range append(test.args, opt) {
+					in = append(in, reflect.ValueOf(arg))
+				}
+				out := reflect.ValueOf(limiter).MethodByName(test.method).Call(in)
+				err := out[len(out)-1].Interface().(error)
+				if slices.Contains(strings.Split(test.takes, ", "), name) {
+					require.ErrorIs(t, err, io.ErrUnexpectedEOF, "%T, %s, %s", limiter, test.method, name)
+					pool.queries = nil
+					continue
+				}
+				require.EqualError(t, err, refusal)
+				require.ErrorIs(t, err, client.ErrInvalidArgument)
+				require.Empty(t, pool.sent(), refusal)
+			}
 		}
 	}
-	files := token.NewFileSet()
-	config := types.Config{Importer: importer.ForCompiler(files, "gc", func(path string) (io.ReadCloser, error) {
-		return os.Open(filepath.Clean(exports[path]))
-	})}
-	return func(statement string) error {
-		file, err := parser.ParseFile(files, "", `package program
-			import ("context"; "github.com/pgratelimit/pgratelimit/client")
-			func run(ctx context.Context, limiter *client.Limiter, combiner *client.Combiner) { `+statement+` }`, 0)
-		require.NoError(t, err)
-		_, err = config.Check("program", files, []*ast.File{file}, nil)
-		return err
+	_, err := client.New(nil).Peek(ctx, "p", "k", nil)
+	require.ErrorContains(t, err, "a CallOption that is nil")
+	require.Panics(t, func() { client.New(nil).RunCleanup(ctx, time.Second, client.MaxRows(1)) }, "it returns nothing")
+}
+
+// A wrong option is refused while other requests wait for a call, and where a denial would come from memory.
+func TestCallOptions_AreCheckedBeforeARequestWaits(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		db, limiter := gated(t, client.CallsInFlight(1), client.DenialCache())
+		first := ask(t.Context(), limiter, "k1")
+		require.ErrorIs(t, (<-ask(t.Context(), limiter, "k2", client.AtLeast(1))).err, client.ErrInvalidArgument)
+		require.ErrorIs(t, (<-askAll(t.Context(), limiter, []string{"k2"}, client.Cost(1))).err, client.ErrInvalidArgument)
+		db.only(t).deny(time.Second)
+		require.NoError(t, (<-first).err)
+		require.ErrorIs(t, (<-ask(t.Context(), limiter, "k1", client.AtLeast(1))).err, client.ErrInvalidArgument)
+	})
+}
+
+// The limiter for an outage charges nobody less than the program meant.
+func TestCallOptions_AMemoryRefusesACostOfAllCharges(t *testing.T) {
+	t.Parallel()
+	memory := httplimit.NewMemory(client.Policy{Name: "p", Capacity: 10, Refill: client.Zero})
+	_, err := memory.AcquireAll(t.Context(), []client.Charge{{Policy: "p", Key: "k"}}, client.Cost(5))
+	require.ErrorIs(t, err, client.ErrInvalidArgument)
+}
+
+// A constructor panics at an option that it has no use for.
+func TestOptions_AreForTheirConstructors(t *testing.T) {
+	t.Parallel()
+	options := map[string]client.Option{
+		"Schema": client.Schema("s"), "NoFlush": client.NoFlush(), "DenialCache": client.DenialCache(), "Observe": client.Observe(client.Hooks{}),
+		"Alone": client.Alone(), "CallsInFlight": client.CallsInFlight(1), "MaxWaiting": client.MaxWaiting(1), "a Lease": client.Lease{Policy: "p"},
+	}
+	ofLimiter := []string{"Schema", "NoFlush", "DenialCache", "Observe", "Alone"}
+	ofCombiner := append(slices.Clone(ofLimiter), "CallsInFlight", "MaxWaiting")
+	for constructor, test := range map[string]struct {
+		takes []string
+		make  func(client.Option)
+	}{
+		"New":         {ofLimiter, func(o client.Option) { client.New(nil, o) }},
+		"CheckShard":  {ofLimiter, func(o client.Option) { client.CheckShard(0, 1, o) }},
+		"CheckAlone":  {ofLimiter, func(o client.Option) { client.CheckAlone(o) }},
+		"NewCombiner": {ofCombiner, func(o client.Option) { client.NewCombiner(&fakePool{}, o).Close() }},
+		"NewLeaser":   {slices.Collect(maps.Keys(options)), func(o client.Option) { client.NewLeaser(&fakePool{}, o).Close() }},
+	} {
+		for name, option := range options {
+			if slices.Contains(test.takes, name) {
+				require.NotPanics(t, func() { test.make(option) }, "%s %s", constructor, name)
+				continue
+			}
+			require.PanicsWithValue(t, "client: "+constructor+" has no use for "+name, func() { test.make(option) })
+		}
 	}
 }
 
-func TestOptions_OfAnotherPackageAreNotIgnored(t *testing.T) {
+// A request of a Combiner shares calls, and one of its WithTx is part of the transaction: no other limiter is within reach.
+func TestCombiner_HasNoWayPastIt(t *testing.T) {
 	t.Parallel()
-	limiter := client.New(&fakeDB{answers: []any{granted(1)}})
-	hidden := struct{ client.AcquireOption }{client.IdempotencyKey("x")}
-	require.Panics(t, func() { _, _ = limiter.Acquire(t.Context(), "p", "k", hidden) })
-	require.Panics(t, func() { _, _ = limiter.Acquire(t.Context(), "p", "k", nil) })
+	for _, limiter := range []reflect.Type{reflect.TypeFor[client.Combiner](), reflect.TypeFor[client.Leaser](), reflect.TypeFor[client.Sharded]()} {
+		for i := range limiter.NumField() {
+			require.False(t, limiter.Field(i).IsExported(), limiter.Field(i).Name)
+		}
+	}
+	_, closes := any(client.NewCombiner(&fakePool{}).WithTx(nil)).(interface{ Close() })
+	require.False(t, closes)
+}
+
+// An option costs a caller no memory.
+func TestCallOptions_AllocateNothing(t *testing.T) { // and not in parallel: others do
+	denied := row{false, int64(0), int64(3600e6), int64(3600e6), int64(1000), false, false}
+	limiter, ctx := client.New(&fakePool{fakeDB{answers: []any{denied}}}, client.DenialCache()), t.Context()
+	_, _ = limiter.Acquire(ctx, "p", "k")
+	without := testing.AllocsPerRun(100, func() { _, _ = limiter.Acquire(ctx, "p", "k") })
+	with := testing.AllocsPerRun(100, func() { _, _ = limiter.Acquire(ctx, "p", "k", client.Cost(300)) })
+	require.Equal(t, without, with)
 }
 
 func TestCost_IsOneUnlessSaid(t *testing.T) {

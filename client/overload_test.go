@@ -136,7 +136,7 @@ func (c *crowd) count(from, to time.Time) (granted, refused, late int) {
 }
 
 // paced runs a parallel test, in a bubble, of a combiner on a pacedPool.
-func paced(t *testing.T, test func(*testing.T, *pacedPool, *client.Combiner), opts ...client.CombinerOption) {
+func paced(t *testing.T, test func(*testing.T, *pacedPool, *client.Combiner), opts ...client.Option) {
 	inBubble(t, func(t *testing.T) {
 		db := &pacedPool{}
 		limiter := client.NewCombiner(db, opts...)

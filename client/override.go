@@ -70,19 +70,26 @@ var overrideColumns = `coalesce(pg_catalog.json_agg(pg_catalog.json_build_object
 		'every', ` + microseconds("every") + `, 'expires_at', ` + microseconds("expires_at") + `
 		) order by policy collate "C", key collate "C"), '[]')::text`
 
+func newOverrides(opts []CallOption) settings {
+	s := settings{maxRows: 1000}
+	s.read("Overrides", opts, "OfPolicy", "OfKey", "MaxRows")
+	return s
+}
+
 // Overrides lists overrides that have not expired, ordered by policy and key, as they can be passed to
 // Override. Options are [OfPolicy], [OfKey] and [MaxRows], which defaults to 1,000. It writes and locks nothing.
 //
 // Errors: [ErrUnknownPolicy], [ErrInvalidArgument].
-func (l *limiter) Overrides(ctx context.Context, opts ...OverridesOption) ([]Override, error) {
+func (l *limiter) Overrides(ctx context.Context, opts ...CallOption) ([]Override, error) {
 	const verb = "list overrides"
-	config := newOverrides(opts)
+	s := newOverrides(opts)
 	var text string
 	err := l.query(ctx, call{
 		verb:     verb,
 		columns:  overrideColumns,
 		function: "ratelimit_overrides($1::text, $2::text, $3::bigint::integer)",
-		args:     []any{config.policy, config.key, int64(config.maxRows)},
+		args:     []any{s.policy, s.key, int64(s.maxRows)},
+		err:      s.err,
 	}, &text)
 	if err != nil {
 		return nil, err

@@ -50,7 +50,7 @@ func TestRetry_Policy(t *testing.T) {
 
 func TestRetry_NeverOnWhatMayBeATransaction(t *testing.T) {
 	t.Parallel()
-	for _, opts := range [][]client.AcquireOption{nil, once} {
+	for _, opts := range [][]client.CallOption{nil, once} {
 		db := &fakeDB{answers: []any{pgError("40001"), granted(9)}}
 		_, err := client.New(db).Acquire(t.Context(), "p", "k", opts...)
 		requireCode(t, "40001", err)
@@ -66,7 +66,7 @@ func TestRetry_AnUnknownOutcome(t *testing.T) {
 	fatal.SeverityUnlocalized, panicked.SeverityUnlocalized = "FATAL", "PANIC"
 	for _, lost := range []error{broken, fatal, panicked} {
 		synctest.Test(t, func(t *testing.T) {
-			for _, opts := range [][]client.AcquireOption{nil, once} {
+			for _, opts := range [][]client.CallOption{nil, once} {
 				db := &fakePool{fakeDB{answers: []any{lost, granted(9)}}}
 				_, err := client.New(db).Acquire(t.Context(), "p", "k", opts...)
 				require.Len(t, db.sent(), 1+len(opts))

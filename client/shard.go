@@ -44,9 +44,10 @@ func (e *ShardError) Unwrap() error { return e.Err }
 // still, or already, leads elsewhere. [NewSharded] asks once; this asks for each connection. The option is [Schema].
 //
 // Errors: [ErrWrongShard], in a [*ShardError].
-func CheckShard(shard, of int, opts ...LimiterOption) func(context.Context, *pgx.Conn) error {
+func CheckShard(shard, of int, opts ...Option) func(context.Context, *pgx.Conn) error {
+	config := newConfig("CheckShard", aLimiter, opts)
 	return func(ctx context.Context, conn *pgx.Conn) error {
-		l := New(conn, opts...)
+		l := newLimiter(conn, config)
 		if err := l.checkShard(ctx, shard, of); err != nil {
 			return &ShardError{shard, of, err}
 		}
@@ -58,9 +59,10 @@ func CheckShard(shard, of int, opts ...LimiterOption) func(context.Context, *pgx
 // [Alone] asks once.
 //
 // Errors: [ErrWrongShard].
-func CheckAlone(opts ...LimiterOption) func(context.Context, *pgx.Conn) error {
+func CheckAlone(opts ...Option) func(context.Context, *pgx.Conn) error {
+	config := newConfig("CheckAlone", aLimiter, opts)
 	return func(ctx context.Context, conn *pgx.Conn) error {
-		l := New(conn, opts...)
+		l := newLimiter(conn, config)
 		return l.checkAlone(ctx)
 	}
 }

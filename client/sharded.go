@@ -60,7 +60,7 @@ func newShard(leaser *Leaser, number, of int) *shard {
 // beside a shard that is down. It fails if none can be reached.
 //
 // Errors: [ErrWrongShard]; of each shard a [*ShardError].
-func NewSharded[P Pool](ctx context.Context, pools []P, opts ...LeaserOption) (*Sharded, error) {
+func NewSharded[P Pool](ctx context.Context, pools []P, opts ...Option) (*Sharded, error) {
 	of := len(pools)
 	if of < 1 || of > maxShards || of&(of-1) != 0 {
 		return nil, failed("open shards", fmt.Errorf("%w: %d databases are listed, and the number of shards is a power of two", ErrWrongShard, of))
@@ -220,7 +220,7 @@ func (s *Sharded) Close() {
 // Acquire is [Combiner.Acquire] on the shard of key, or [Leaser.Acquire].
 //
 // Errors: those of Combiner.Acquire, in a [*ShardError].
-func (s *Sharded) Acquire(ctx context.Context, policy, key string, opts ...AcquireOption) (Decision, error) {
+func (s *Sharded) Acquire(ctx context.Context, policy, key string, opts ...CallOption) (Decision, error) {
 	return ask(ctx, s, key, func(on *shard) (Decision, error) { return on.Acquire(ctx, policy, key, opts...) })
 }
 
@@ -229,7 +229,7 @@ func (s *Sharded) Acquire(ctx context.Context, policy, key string, opts ...Acqui
 // leave a part taken.
 //
 // Errors: [ErrSeveralShards]; those of Combiner.AcquireAll, in a [*ShardError].
-func (s *Sharded) AcquireAll(ctx context.Context, charges []Charge, opts ...AcquireAllOption) (JointDecision, error) {
+func (s *Sharded) AcquireAll(ctx context.Context, charges []Charge, opts ...CallOption) (JointDecision, error) {
 	var key string // of none: the error is any shard's to tell
 	if len(charges) > 0 {
 		key = charges[0].Key
@@ -248,7 +248,7 @@ func (s *Sharded) AcquireAll(ctx context.Context, charges []Charge, opts ...Acqu
 // Peek is [Limiter.Peek] on the shard of key.
 //
 // Errors: those of Limiter.Peek, in a [*ShardError].
-func (s *Sharded) Peek(ctx context.Context, policy, key string, opts ...PeekOption) (Decision, error) {
+func (s *Sharded) Peek(ctx context.Context, policy, key string, opts ...CallOption) (Decision, error) {
 	return ask(ctx, s, key, func(on *shard) (Decision, error) { return on.Peek(ctx, policy, key, opts...) })
 }
 
@@ -276,7 +276,7 @@ func (s *Sharded) ResetAll(ctx context.Context, policy string) error {
 // Charge is [Limiter.Charge] on the shard of key.
 //
 // Errors: those of Limiter.Charge, in a [*ShardError].
-func (s *Sharded) Charge(ctx context.Context, policy, key string, cost int64, opts ...ChargeOption) (Decision, error) {
+func (s *Sharded) Charge(ctx context.Context, policy, key string, cost int64, opts ...CallOption) (Decision, error) {
 	return ask(ctx, s, key, func(on *shard) (Decision, error) { return on.Charge(ctx, policy, key, cost, opts...) })
 }
 
@@ -290,21 +290,21 @@ func (s *Sharded) Settle(ctx context.Context, policy, key, idempotencyKey string
 // Reserve is [Limiter.Reserve] on the shard of key.
 //
 // Errors: those of Limiter.Reserve, in a [*ShardError].
-func (s *Sharded) Reserve(ctx context.Context, policy, key string, maxWait time.Duration, opts ...AcquireOption) (Reservation, error) {
+func (s *Sharded) Reserve(ctx context.Context, policy, key string, maxWait time.Duration, opts ...CallOption) (Reservation, error) {
 	return ask(ctx, s, key, func(on *shard) (Reservation, error) { return on.Reserve(ctx, policy, key, maxWait, opts...) })
 }
 
 // AcquireUpTo is [Limiter.AcquireUpTo] on the shard of key.
 //
 // Errors: those of Limiter.AcquireUpTo, in a [*ShardError].
-func (s *Sharded) AcquireUpTo(ctx context.Context, policy, key string, atMost int64, opts ...AcquireUpToOption) (PartialDecision, error) {
+func (s *Sharded) AcquireUpTo(ctx context.Context, policy, key string, atMost int64, opts ...CallOption) (PartialDecision, error) {
 	return ask(ctx, s, key, func(on *shard) (PartialDecision, error) { return on.AcquireUpTo(ctx, policy, key, atMost, opts...) })
 }
 
 // Wait is [Limiter.Wait] on the shard of key.
 //
 // Errors: those of Limiter.Wait, in a [*ShardError].
-func (s *Sharded) Wait(ctx context.Context, policy, key string, opts ...WaitOption) (Reservation, error) {
+func (s *Sharded) Wait(ctx context.Context, policy, key string, opts ...CallOption) (Reservation, error) {
 	return ask(ctx, s, key, func(on *shard) (Reservation, error) { return on.Wait(ctx, policy, key, opts...) })
 }
 
@@ -326,24 +326,23 @@ func (s *Sharded) RemoveOverride(ctx context.Context, policy, key string) (remov
 // keys that belong to another shard, as a copy of a database has them, are left out.
 //
 // Errors: those of Limiter.Overrides, in a [*ShardError] of each shard that failed. Then nothing is listed.
-func (s *Sharded) Overrides(ctx context.Context, opts ...OverridesOption) ([]Override, error) {
-	config := newOverrides(opts)
-	if key, ok := config.key.(string); ok {
+func (s *Sharded) Overrides(ctx context.Context, opts ...CallOption) ([]Override, error) {
+	wanted := newOverrides(opts)
+	if key, ok := wanted.key.(string); ok {
 		return ask(ctx, s, key, func(on *shard) ([]Override, error) { return on.Overrides(ctx, opts...) })
 	}
-	lists, err := listAll(ctx, s, func(on *shard) ([]Override, error) { return on.ownOverrides(ctx, opts) })
+	lists, err := listAll(ctx, s, func(on *shard) ([]Override, error) { return on.ownOverrides(ctx, opts, wanted.maxRows) })
 	if err != nil {
 		return nil, err
 	}
 	all := slices.Concat(lists...)
 	slices.SortFunc(all, func(a, b Override) int { return cmp.Or(cmp.Compare(a.Policy, b.Policy), cmp.Compare(a.Key, b.Key)) })
-	return all[:min(len(all), int(config.maxRows))], nil
+	return all[:min(len(all), int(wanted.maxRows))], nil
 }
 
 // ownOverrides lists overrides of the keys that the shard has. A copy of a larger database has others, too, which may fill a list:
 // then it asks for a longer one.
-func (s *shard) ownOverrides(ctx context.Context, opts []OverridesOption) ([]Override, error) {
-	wanted := newOverrides(opts).maxRows
+func (s *shard) ownOverrides(ctx context.Context, opts []CallOption, wanted int32) ([]Override, error) {
 	for rows := wanted; ; rows = 2 * min(rows, math.MaxInt32/2) {
 		list, err := s.Overrides(ctx, append(slices.Clone(opts), MaxRows(rows))...)
 		if err != nil {
@@ -413,7 +412,7 @@ func (s *Sharded) Policies(ctx context.Context) ([]Policy, error) {
 // some have failed.
 //
 // Errors: those of Limiter.Cleanup, in a [*ShardError] of each shard that failed.
-func (s *Sharded) Cleanup(ctx context.Context, opts ...CleanupOption) (sum Cleaned, err error) {
+func (s *Sharded) Cleanup(ctx context.Context, opts ...CallOption) (sum Cleaned, err error) {
 	all, err := listAll(ctx, s, func(on *shard) (Cleaned, error) { return on.Cleanup(ctx, opts...) })
 	for _, c := range all {
 		sum.Buckets += c.Buckets
@@ -423,13 +422,12 @@ func (s *Sharded) Cleanup(ctx context.Context, opts ...CleanupOption) (sum Clean
 }
 
 // RunCleanup is [Limiter.RunCleanup] on all shards, at the same time, each at its own pace. [OnError] gets a [*ShardError].
-func (s *Sharded) RunCleanup(ctx context.Context, every time.Duration, opts ...RunCleanupOption) {
-	checkEvery(every) // here, where the caller can recover from it
-	c := newRunCleanup(opts)
+func (s *Sharded) RunCleanup(ctx context.Context, every time.Duration, opts ...CallOption) {
+	report := runCleanup(every, opts) // here, where the caller can recover from a panic
 	var running sync.WaitGroup
 	for _, shard := range s.shards {
 		running.Go(func() {
-			shard.RunCleanup(ctx, every, OnError(func(err error) { c.onError(shard.failed(err)) }))
+			shard.RunCleanup(ctx, every, OnError(func(err error) { report(shard.failed(err)) }))
 		})
 	}
 	running.Wait()

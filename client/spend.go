@@ -18,18 +18,17 @@ import (
 // a replay write nothing.
 //
 // Errors: [ErrUnknownPolicy], [ErrIdempotencyMismatch], [ErrInvalidArgument], [ErrLocked].
-func (l *limiter) Charge(ctx context.Context, policy, key string, cost int64, opts ...ChargeOption) (Decision, error) {
+func (l *limiter) Charge(ctx context.Context, policy, key string, cost int64, opts ...CallOption) (Decision, error) {
+	var s settings
+	s.read("Charge", opts, "IdempotencyKey")
 	defer l.denials.forget(policy, key)
-	var r request
-	for _, opt := range opts {
-		r.idempotencyKey = string(opt.(IdempotencyKeyOption)) // there is no other
-	}
 	return l.answer(ctx, policy, call{
 		verb:     verbCharge,
 		function: "ratelimit_charge($1::text, $2::text, $3::bigint, $4::text)",
-		args:     []any{policy, key, cost, r.idempotencyKey},
+		args:     []any{policy, key, cost, s.idempotencyKey},
 		tokens:   true,
-		once:     r.keyed(),
+		once:     s.idempotencyKey != nil,
+		err:      s.err,
 	})
 }
 
@@ -101,9 +100,9 @@ func (r Reservation) Never() bool { return r.Wait == never }
 // It writes and locks what an Acquire does. A refusal writes nothing. A [DenialCache] neither answers nor remembers.
 //
 // Errors: those of [Limiter.Acquire].
-func (l *limiter) Reserve(ctx context.Context, policy, key string, maxWait time.Duration, opts ...AcquireOption) (Reservation, error) {
+func (l *limiter) Reserve(ctx context.Context, policy, key string, maxWait time.Duration, opts ...CallOption) (Reservation, error) {
 	begin := l.hooks.begin()
-	d, err := l.reserve(ctx, newRequest(policy, key, opts), maxWait)
+	d, err := l.reserve(ctx, newRequest("Reserve", policy, key, opts), maxWait)
 	l.hooks.answered(ctx, verbReserve, policy, begin, d, err)
 	return Reservation{
 		Allowed:    d.Allowed,
@@ -129,6 +128,7 @@ func (l *limiter) reserve(ctx context.Context, r request, maxWait time.Duration)
 		args:     []any{r.policy, r.key, interval(maxWait), r.cost, r.idempotencyKey},
 		tokens:   true,
 		once:     r.keyed(),
+		err:      r.err,
 	}, row.columns()...)
 	if err != nil {
 		return Decision{}, err
@@ -157,19 +157,9 @@ var partialColumns = decisionColumns + ", taken"
 // It writes and locks what an Acquire does. A [DenialCache] neither answers nor remembers.
 //
 // Errors: those of [Limiter.Acquire].
-func (l *limiter) AcquireUpTo(ctx context.Context, policy, key string, atMost int64, opts ...AcquireUpToOption) (PartialDecision, error) {
-	var r request
-	atLeast := int64(1)
-	for _, opt := range opts {
-		switch opt := opt.(type) {
-		case AtLeastOption:
-			atLeast = int64(opt)
-		case IdempotencyKeyOption:
-			r.idempotencyKey = string(opt)
-		default:
-			panic("client: an AcquireUpToOption that is nil, or of another package")
-		}
-	}
+func (l *limiter) AcquireUpTo(ctx context.Context, policy, key string, atMost int64, opts ...CallOption) (PartialDecision, error) {
+	s := settings{atLeast: 1}
+	s.read("AcquireUpTo", opts, "AtLeast", "IdempotencyKey")
 	var row decisionRow
 	var d PartialDecision
 	begin := l.hooks.begin()
@@ -177,9 +167,10 @@ func (l *limiter) AcquireUpTo(ctx context.Context, policy, key string, atMost in
 		verb:     verbAcquireUpTo,
 		columns:  partialColumns,
 		function: "ratelimit_acquire_up_to($1::text, $2::text, $3::bigint, $4::bigint, $5::text)",
-		args:     []any{policy, key, atMost, atLeast, r.idempotencyKey},
+		args:     []any{policy, key, atMost, s.atLeast, s.idempotencyKey},
 		tokens:   true,
-		once:     r.keyed(),
+		once:     s.idempotencyKey != nil,
+		err:      s.err,
 	}, append(row.columns(), &d.Taken)...)
 	if err != nil {
 		d = PartialDecision{}

@@ -34,15 +34,14 @@ const (
 // It is for calls outside of a transaction, which would keep the bucket locked meanwhile.
 //
 // Errors: [ErrTooLate], the error of ctx, and those of Reserve.
-func (l *limiter) Wait(ctx context.Context, policy, key string, opts ...WaitOption) (Reservation, error) {
+func (l *limiter) Wait(ctx context.Context, policy, key string, opts ...CallOption) (Reservation, error) {
 	const verb = "wait"
 	if isInTransaction(l.db) || l.inTx {
 		return Reservation{}, failed(verb, fmt.Errorf("%w: Wait is for calls outside a transaction", ErrInvalidArgument))
 	}
-	idempotencyKey := rand.Text()
-	reserveOpts := []AcquireOption{IdempotencyKey(idempotencyKey)}
-	for _, opt := range opts {
-		reserveOpts = append(reserveOpts, opt.(CostOption)) // there is no other
+	var s settings
+	if s.read("Wait", opts, "Cost"); s.err != nil {
+		return Reservation{}, s.err
 	}
 	longest := maxWait
 	if deadline, ok := ctx.Deadline(); ok {
@@ -52,7 +51,8 @@ func (l *limiter) Wait(ctx context.Context, policy, key string, opts ...WaitOpti
 		return Reservation{}, failed(verb, err)
 	}
 
-	r, err := l.Reserve(ctx, policy, key, longest, reserveOpts...)
+	idempotencyKey := rand.Text()
+	r, err := l.Reserve(ctx, policy, key, longest, s.cost, IdempotencyKey(idempotencyKey))
 	switch {
 	case err != nil && ctx.Err() != nil && isUnknown(err): // it may have taken the tokens
 		return Reservation{}, errors.Join(err, l.giveBack(ctx, policy, key, idempotencyKey))

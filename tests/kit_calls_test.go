@@ -227,7 +227,7 @@ func (r request) acquire(q querier) (decision, error) { return r.nullable().acqu
 
 // by sends the request through a limiter of the client.
 func (r request) by(ctx context.Context, limiter client.Acquirer) (client.Decision, error) {
-	opts := []client.AcquireOption{client.Cost(r.cost)}
+	opts := []client.CallOption{client.Cost(r.cost)}
 	if r.idempotencyKey != "" {
 		opts = append(opts, client.IdempotencyKey(r.idempotencyKey))
 	}

@@ -31,14 +31,10 @@ type crashLoad struct {
 }
 
 // startCrashLoad starts callers on one database: see startCrashLoadOn.
-func startCrashLoad(t testing.TB, url, prefix string, policies []string, pause time.Duration, opts ...client.LimiterOption) *crashLoad {
+func startCrashLoad(t testing.TB, url, prefix string, policies []string, pause time.Duration, opts ...client.Option) *crashLoad {
 	pool, err := pgxpool.New(context.Background(), url+"&pool_max_conns=12")
 	require.NoError(t, err)
-	var combinerOpts []client.CombinerOption
-	for _, opt := range opts {
-		combinerOpts = append(combinerOpts, opt)
-	}
-	combiner := client.NewCombiner(pool, combinerOpts...)
+	combiner := client.NewCombiner(pool, opts...)
 	l := startCrashLoadOn(t, crashTarget{combiner: combiner, limiter: client.New(pool, opts...)}, prefix, policies, pause)
 	end := l.end
 	l.end = sync.OnceFunc(func() {

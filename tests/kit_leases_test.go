@@ -204,7 +204,7 @@ func (p leaserProcess) be() error {
 		return err
 	}
 	defer pool.Close()
-	var opts []client.LeaserOption
+	var opts []client.Option
 	if p.Leases {
 		opts = append(opts, client.Lease{Policy: p.Policy, Idle: p.Idle})
 	}

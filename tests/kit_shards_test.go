@@ -68,7 +68,7 @@ func (s *shards) key(n int, name string) string {
 }
 
 // limiter is one on pools of its own, which are those given, where they are.
-func (s *shards) limiter(pools map[int]*pgxpool.Pool, opts ...client.LeaserOption) *client.Sharded {
+func (s *shards) limiter(pools map[int]*pgxpool.Pool, opts ...client.Option) *client.Sharded {
 	all := make([]*pgxpool.Pool, s.of())
 	for n, db := range s.dbs {
 		all[n] = pools[n]

@@ -72,41 +72,36 @@ func acquireUpTo(q querier, id model.BucketID, atMost, atLeast int64, idempotenc
 
 // A spender is a *client.Limiter, or what has its methods.
 type spender interface {
-	Charge(ctx context.Context, policy, key string, cost int64, opts ...client.ChargeOption) (client.Decision, error)
+	Charge(ctx context.Context, policy, key string, cost int64, opts ...client.CallOption) (client.Decision, error)
 	Settle(ctx context.Context, policy, key, idempotencyKey string, cost int64) (client.Decision, error)
-	Reserve(ctx context.Context, policy, key string, maxWait time.Duration, opts ...client.AcquireOption) (client.Reservation, error)
-	AcquireUpTo(ctx context.Context, policy, key string, atMost int64, opts ...client.AcquireUpToOption) (client.PartialDecision, error)
+	Reserve(ctx context.Context, policy, key string, maxWait time.Duration, opts ...client.CallOption) (client.Reservation, error)
+	AcquireUpTo(ctx context.Context, policy, key string, atMost int64, opts ...client.CallOption) (client.PartialDecision, error)
 }
 
 // with sends the spending through a limiter of the client.
 func (s spending) with(ctx context.Context, limiter spender) (spent, error) {
-	var (
-		charge  []client.ChargeOption
-		acquire = []client.AcquireOption{client.Cost(s.cost)}
-		upTo    = []client.AcquireUpToOption{client.AtLeast(s.atLeast)}
-	)
+	var opts []client.CallOption
 	if s.idempotencyKey != "" {
-		key := client.IdempotencyKey(s.idempotencyKey)
-		charge, acquire, upTo = append(charge, key), append(acquire, key), append(upTo, key)
+		opts = append(opts, client.IdempotencyKey(s.idempotencyKey))
 	}
 	var d client.Decision
 	var taken int64
 	var err error
 	switch s.function {
 	case "charge":
-		d, err = limiter.Charge(ctx, s.Policy, s.Key, s.cost, charge...)
+		d, err = limiter.Charge(ctx, s.Policy, s.Key, s.cost, opts...)
 	case "settle":
 		d, err = limiter.Settle(ctx, s.Policy, s.Key, s.idempotencyKey, s.cost)
 	case "reserve":
 		var r client.Reservation
-		r, err = limiter.Reserve(ctx, s.Policy, s.Key, time.Duration(s.maxWait)*us, acquire...)
+		r, err = limiter.Reserve(ctx, s.Policy, s.Key, time.Duration(s.maxWait)*us, append(opts, client.Cost(s.cost))...)
 		d = client.Decision{
 			Allowed: r.Allowed, Remaining: r.Remaining, RetryAfter: r.Wait, ResetAfter: r.ResetAfter,
 			Capacity: r.Capacity, Replayed: r.Replayed, Shadowed: r.Shadowed,
 		}
 	case "acquire_up_to":
 		var p client.PartialDecision
-		p, err = limiter.AcquireUpTo(ctx, s.Policy, s.Key, s.cost, upTo...)
+		p, err = limiter.AcquireUpTo(ctx, s.Policy, s.Key, s.cost, append(opts, client.AtLeast(s.atLeast))...)
 		d, taken = p.Decision, p.Taken
 	default:
 		panic(s.function)

@@ -153,7 +153,7 @@ func (f *testFake) acquireAt(at time.Time, policy, key string, cost int64, idemp
 }
 
 func (f *testFake) tryAcquire(policy, key string, cost int64, idempotencyKey ...string) (decision, error) {
-	opts := []client.AcquireOption{client.Cost(cost)}
+	opts := []client.CallOption{client.Cost(cost)}
 	for _, name := range idempotencyKey {
 		opts = append(opts, client.IdempotencyKey(name))
 	}

@@ -128,7 +128,7 @@ func (r wholeRequest) by(ctx context.Context, limiter client.Acquirer) (whole, e
 	for _, c := range r.charges {
 		charges = append(charges, client.Charge{Policy: c.Policy, Key: c.Key, Cost: client.Cost(c.Cost)})
 	}
-	var opts []client.AcquireAllOption
+	var opts []client.CallOption
 	if r.idempotencyKey != "" {
 		opts = append(opts, client.IdempotencyKey(r.idempotencyKey))
 	}

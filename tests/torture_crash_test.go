@@ -34,7 +34,7 @@ func TestTorture_Crash(t *testing.T) {
 	left := map[model.BucketID]int64{}
 	for n := 0; run.goesOn(); n++ {
 		crash, total := crashes[n%len(crashes)], &flushed
-		var opts []client.LimiterOption
+		var opts []client.Option
 		if crash.noFlush {
 			total, opts = &unflushed, append(opts, client.NoFlush())
 		}
@@ -140,7 +140,7 @@ func TestCrash_TheAuditFindsWhatIsLost(t *testing.T) {
 	db, server := newPrivateDB(t, "synchronous_commit=on", "autovacuum=off", "cron.launch_active_jobs=off",
 		"bgwriter_lru_maxpages=0", "wal_writer_delay=10s", "wal_writer_flush_after=1GB")
 	db.defineExact()
-	lost := func(key string, opts ...client.LimiterOption) int {
+	lost := func(key string, opts ...client.Option) int {
 		limiter := client.New(db.Pool, opts...)
 		var grants []entry
 		for i := range 20 {

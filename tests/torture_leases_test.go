@@ -267,7 +267,7 @@ func TestTorture_LeasesLeaveOthersTheirShare(t *testing.T) {
 		pool, err := pgxpool.New(t.Context(), db.URL)
 		require.NoError(t, err)
 		defer pool.Close()
-		var opts []client.LeaserOption
+		var opts []client.Option
 		if leases {
 			opts = append(opts, client.Lease{Policy: name})
 		}

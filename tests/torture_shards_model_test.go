@@ -259,7 +259,7 @@ func (m *shardsModelRun) override(t *rapid.T) {
 
 // listOverrides compares those of keys, or all.
 func (m *shardsModelRun) listOverrides(t *rapid.T, keys ...string) {
-	var opts []client.OverridesOption
+	var opts []client.CallOption
 	for _, key := range keys {
 		opts = append(opts, client.OfKey(key))
 	}

@@ -61,7 +61,7 @@ func compare(t *testing.T, keyed, joint bool) {
 		err error
 	}
 	random := rand.New(rand.NewPCG(1, 1))
-	ask := func(by client.Acquirer, charges []client.Charge, once client.IdempotencyKeyOption) (a answer) {
+	ask := func(by client.Acquirer, charges []client.Charge, once client.CallOption) (a answer) {
 		switch {
 		case joint && keyed:
 			a.JointDecision, a.err = by.AcquireAll(ctx, charges, once)
@@ -77,7 +77,7 @@ func compare(t *testing.T, keyed, joint bool) {
 	const requests = 400
 	var want, got [requests]answer
 	var charges []client.Charge
-	var once client.IdempotencyKeyOption
+	var once client.CallOption
 	for n := range requests {
 		isNew := n == 0 || random.IntN(2) == 0 // or the last one again
 		if isNew {

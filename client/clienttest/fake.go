@@ -49,7 +49,7 @@ type Fake struct {
 // New returns a Fake without policies, whose time is what now returns when a call is decided. A nil now is
 // [time.Now]. Time may go back, as that of a server does. Of the options of [client.New], a fake has a use for
 // [client.Observe].
-func New(now func() time.Time, opts ...client.LimiterOption) *Fake {
+func New(now func() time.Time, opts ...client.Option) *Fake {
 	if now == nil {
 		now = time.Now
 	}

@@ -112,7 +112,7 @@ func TestFake_Overrides(t *testing.T) {
 	for _, o := range []client.Override{{Policy: "other", Key: "k", Capacity: 100}, {Policy: "api", Key: "k"}, block} {
 		require.NoError(t, fake.Override(ctx, o))
 	}
-	list := func(opts ...client.OverridesOption) []client.Override {
+	list := func(opts ...client.CallOption) []client.Override {
 		return noError(fake.Overrides(ctx, opts...))(t)
 	}
 	require.Equal(t, []client.Override{block, plan}, list())

@@ -59,7 +59,7 @@ type leasing struct {
 	pool *distant
 }
 
-func newLeasing(t *testing.T, l client.Lease, opts ...client.LeaserOption) *leasing {
+func newLeasing(t *testing.T, l client.Lease, opts ...client.Option) *leasing {
 	fake := New(nil)
 	for _, p := range []client.Policy{
 		{Name: "p", Capacity: 10_000, Refill: 1_000, Every: time.Second},
@@ -77,7 +77,7 @@ func newLeasing(t *testing.T, l client.Lease, opts ...client.LeaserOption) *leas
 }
 
 // withLease runs a parallel test of a leasing in a bubble.
-func withLease(t *testing.T, lease client.Lease, test func(*testing.T, *leasing), opts ...client.LeaserOption) {
+func withLease(t *testing.T, lease client.Lease, test func(*testing.T, *leasing), opts ...client.Option) {
 	inBubble(t, func(t *testing.T) { test(t, newLeasing(t, lease, opts...)) })
 }
 
@@ -91,7 +91,7 @@ func (l *leasing) made() map[string]int {
 }
 
 // ask asks for tokens now and then, and returns how many requests were granted, and how many of these from a lease.
-func (l *leasing) ask(policy, key string, requests int, apart time.Duration, opts ...client.AcquireOption) (granted, leased int) {
+func (l *leasing) ask(policy, key string, requests int, apart time.Duration, opts ...client.CallOption) (granted, leased int) {
 	for range requests {
 		d := noError(l.Acquire(l.Context(), policy, key, opts...))(l)
 		if d.Allowed {

@@ -166,7 +166,7 @@ func TestFailures_AreWhatTheProgramChose(t *testing.T) {
 // A silent limiter answers when its caller has no more time.
 type silent struct{ client.Acquirer }
 
-func (silent) Acquire(ctx context.Context, _, _ string, _ ...client.AcquireOption) (client.Decision, error) {
+func (silent) Acquire(ctx context.Context, _, _ string, _ ...client.CallOption) (client.Decision, error) {
 	<-ctx.Done()
 	return client.Decision{}, ctx.Err()
 }

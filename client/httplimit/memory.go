@@ -64,7 +64,7 @@ const (
 // Acquire is [client.Limiter.Acquire] on these buckets.
 //
 // Errors: [client.ErrUnknownPolicy], [client.ErrInvalidArgument].
-func (m *Memory) Acquire(ctx context.Context, policy, key string, opts ...client.AcquireOption) (client.Decision, error) {
+func (m *Memory) Acquire(ctx context.Context, policy, key string, opts ...client.CallOption) (client.Decision, error) {
 	charge := client.Charge{Policy: policy, Key: key}
 	for _, opt := range opts {
 		if cost, ok := opt.(client.CostOption); ok {
@@ -78,7 +78,12 @@ func (m *Memory) Acquire(ctx context.Context, policy, key string, opts ...client
 // AcquireAll is [client.Limiter.AcquireAll] on these buckets.
 //
 // Errors: those of Acquire.
-func (m *Memory) AcquireAll(_ context.Context, charges []client.Charge, _ ...client.AcquireAllOption) (client.JointDecision, error) {
+func (m *Memory) AcquireAll(_ context.Context, charges []client.Charge, opts ...client.CallOption) (client.JointDecision, error) {
+	for _, opt := range opts {
+		if _, ok := opt.(client.CostOption); ok {
+			return client.JointDecision{}, fmt.Errorf("httplimit: memory: %w: Cost is no option of AcquireAll, which takes IdempotencyKey", client.ErrInvalidArgument)
+		}
+	}
 	if len(charges) == 0 {
 		return client.JointDecision{}, fmt.Errorf("httplimit: %w: no charges", client.ErrInvalidArgument)
 	}

@@ -118,7 +118,7 @@ func (m *middleware) decide(r *http.Request, charges []client.Charge) Event {
 func ask(ctx context.Context, limiter client.Acquirer, charges []client.Charge, idempotencyKey string) (client.JointDecision, error) {
 	if len(charges) == 1 {
 		c := charges[0]
-		opts := []client.AcquireOption{c.Cost}
+		opts := []client.CallOption{c.Cost}
 		if idempotencyKey != "" {
 			opts = append(opts, client.IdempotencyKey(idempotencyKey))
 		}
@@ -128,7 +128,7 @@ func ask(ctx context.Context, limiter client.Acquirer, charges []client.Charge, 
 		}
 		return client.JointDecision{Decision: d, Decisions: []client.Decision{d}}, nil
 	}
-	var opts []client.AcquireAllOption
+	var opts []client.CallOption
 	if idempotencyKey != "" {
 		opts = append(opts, client.IdempotencyKey(idempotencyKey))
 	}

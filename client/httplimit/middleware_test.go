@@ -347,11 +347,11 @@ func TestFailure_WhatTheRequestIsToBlameForIsRefusedInEachMode(t *testing.T) {
 // generous is a limiter that allows everything.
 type generous struct{ client.Acquirer }
 
-func (generous) Acquire(context.Context, string, string, ...client.AcquireOption) (client.Decision, error) {
+func (generous) Acquire(context.Context, string, string, ...client.CallOption) (client.Decision, error) {
 	return client.Decision{Allowed: true}, nil
 }
 
-func (generous) AcquireAll(context.Context, []client.Charge, ...client.AcquireAllOption) (client.JointDecision, error) {
+func (generous) AcquireAll(context.Context, []client.Charge, ...client.CallOption) (client.JointDecision, error) {
 	return client.JointDecision{}, nil // a denial of nothing
 }
 
@@ -366,7 +366,7 @@ func TestFailure_AnAnswerAboutOtherChargesIsNone(t *testing.T) {
 // silent is a limiter that answers when its ctx ends.
 type silent struct{ client.Acquirer }
 
-func (silent) Acquire(ctx context.Context, _, _ string, _ ...client.AcquireOption) (client.Decision, error) {
+func (silent) Acquire(ctx context.Context, _, _ string, _ ...client.CallOption) (client.Decision, error) {
 	<-ctx.Done()
 	return client.Decision{}, ctx.Err()
 }

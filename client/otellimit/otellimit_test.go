@@ -96,7 +96,7 @@ func TestHooks_CountEveryResult(t *testing.T) {
 	m, reader := newMetrics(t)
 	ctx := t.Context()
 	fake := newFake(t, m.Hooks())
-	acquire := func(policy string, opts ...client.AcquireOption) {
+	acquire := func(policy string, opts ...client.CallOption) {
 		_, _ = fake.Acquire(ctx, policy, "a secret key", opts...)
 	}
 	must := func(_ any, err error) { t.Helper(); require.NoError(t, err) }

@@ -51,7 +51,7 @@ func defineJointPolicies() []string {
 
 // pgratelimit asks pgratelimit, which takes from all three buckets or from none.
 func (m membership) pgratelimit(limiter interface {
-	AcquireAll(context.Context, []client.Charge, ...client.AcquireAllOption) (client.JointDecision, error)
+	AcquireAll(context.Context, []client.Charge, ...client.CallOption) (client.JointDecision, error)
 }) acquirer {
 	return func(ctx context.Context, user string) error {
 		d, err := limiter.AcquireAll(ctx, []client.Charge{

@@ -33,7 +33,7 @@ func TestAcquireAll_GrantsExactlyWhatIsThere(t *testing.T) {
 				if n%2 == 0 {
 					charges[0], charges[1] = charges[1], charges[0]
 				}
-				var opts []client.AcquireAllOption
+				var opts []client.CallOption
 				if n%5 == 0 {
 					opts = append(opts, client.IdempotencyKey(fmt.Sprint(caller, "/", n)))
 				}

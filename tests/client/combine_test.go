@@ -30,7 +30,7 @@ import (
 // granted once, and each grant is told what it left.
 func TestCombiner_GrantsExactlyWhatIsThere(t *testing.T) {
 	t.Parallel()
-	for name, opts := range map[string][]client.CombinerOption{
+	for name, opts := range map[string][]client.Option{
 		"by default":          nil,
 		"one call":            {client.CallsInFlight(1)},
 		"eight calls, cached": {client.CallsInFlight(8), client.DenialCache(), client.NoFlush()},
@@ -47,7 +47,7 @@ func TestCombiner_GrantsExactlyWhatIsThere(t *testing.T) {
 			for caller := range callers {
 				wg.Go(func() {
 					for n := range each {
-						var opts []client.AcquireOption
+						var opts []client.CallOption
 						if n%5 == 0 {
 							opts = append(opts, client.IdempotencyKey(fmt.Sprint(caller, "/", n)))
 						}
@@ -111,10 +111,10 @@ func TestCombiner_AnswersLikeAPlainLimiter(t *testing.T) {
 					r := request{
 						policy: pick("continuous", "continuous", "stepped", "ephemeral", "none", ""),
 						key:    pick("a", "a", "a", "b", "é", "", strings.Repeat("x", 513)),
-						opts:   []client.AcquireOption{client.Cost(random.Int64N(14) - 1)},
+						opts:   []client.CallOption{client.Cost(random.Int64N(14) - 1)},
 					}
 					if n := random.Int64N(5); keyed && n > 0 {
-						r.opts = []client.AcquireOption{client.Cost(n), client.IdempotencyKey(pick("x", fmt.Sprint(n), fmt.Sprint(n), ""))}
+						r.opts = []client.CallOption{client.Cost(n), client.IdempotencyKey(pick("x", fmt.Sprint(n), fmt.Sprint(n), ""))}
 					} else if keyed {
 						r.opts = append(r.opts, client.IdempotencyKey("x"))
 					}
@@ -158,7 +158,7 @@ func setClock(t *testing.T, db *pgtest.DB, milliseconds int) {
 func TestCombiner_AnswersLikeAPlainLimiterInEachMode(t *testing.T) {
 	t.Parallel()
 	for mode := pgx.QueryExecModeCacheStatement; mode <= pgx.QueryExecModeSimpleProtocol; mode++ {
-		for _, opts := range [][]client.CombinerOption{nil, {client.NoFlush()}} {
+		for _, opts := range [][]client.Option{nil, {client.NoFlush()}} {
 			t.Run(fmt.Sprintf("%s/%d", strings.ReplaceAll(mode.String(), " ", "_"), len(opts)), func(t *testing.T) {
 				t.Parallel()
 				const a, b = "it's \"new\"\n🪣 {,}", "b"
@@ -200,8 +200,8 @@ func TestCombiner_AnswersLikeAPlainLimiterInEachMode(t *testing.T) {
 						require.NoError(t, errors.Join(plain.Reset(t.Context(), a, odd), limiter.Reset(t.Context(), a, odd)))
 						last = key
 					}
-					var single []client.AcquireOption
-					var joint []client.AcquireAllOption
+					var single []client.CallOption
+					var joint []client.CallOption
 					if key != "" {
 						single, joint = append(single, client.IdempotencyKey(key)), append(joint, client.IdempotencyKey(key))
 					}
@@ -572,7 +572,7 @@ func TestCombiner_SaysThatItNeedsAcquirePacked(t *testing.T) {
 }
 
 // newCombiner returns a combiner that is closed after the test, and after the transactions that the test begins later.
-func newCombiner(t *testing.T, pool client.Pool, opts ...client.CombinerOption) *client.Combiner {
+func newCombiner(t *testing.T, pool client.Pool, opts ...client.Option) *client.Combiner {
 	limiter := client.NewCombiner(pool, opts...)
 	t.Cleanup(limiter.Close)
 	return limiter
@@ -581,10 +581,10 @@ func newCombiner(t *testing.T, pool client.Pool, opts ...client.CombinerOption) 
 // A request asks for tokens of one bucket.
 type request struct {
 	policy, key string
-	opts        []client.AcquireOption
+	opts        []client.CallOption
 }
 
-var once = []client.AcquireOption{client.IdempotencyKey("once")}
+var once = []client.CallOption{client.IdempotencyKey("once")}
 
 // combine lets requests wait in order behind a call that waits for a lock, and then go. The policy of
 // that call is gate.

@@ -23,7 +23,7 @@ func TestErrors_OfTheServer(t *testing.T) {
 	ctx := t.Context()
 	noError(limiter.Acquire(ctx, "api", "user:42", client.Cost(2), client.IdempotencyKey("once")))(t)
 
-	acquire := func(policy, key string, opts ...client.AcquireOption) error {
+	acquire := func(policy, key string, opts ...client.CallOption) error {
 		d, err := limiter.Acquire(ctx, policy, key, opts...)
 		require.Zero(t, d, "an error comes with a denial")
 		return err

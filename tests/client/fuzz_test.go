@@ -52,7 +52,7 @@ func FuzzClient(f *testing.F) {
 
 		isDefined := isPolicy(policy)
 		requireKind(t, limiter.DefinePolicy(ctx, policy), isDefined, nil)
-		options := []client.AcquireOption{client.Cost(cost)}
+		options := []client.CallOption{client.Cost(cost)}
 		isRequest := isName(name) && isName(key) && cost >= 0
 		check := func(d client.Decision, err error, isValid bool) {
 			t.Helper()

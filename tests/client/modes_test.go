@@ -140,7 +140,7 @@ func useAll(t *testing.T, limiter *client.Limiter, policy, key string) {
 	other := "NULL {\"}, " + key[:101]
 	require.NoError(t, limiter.Reset(ctx, policy, other))
 	charges := []client.Charge{{Policy: policy, Key: other}, {Policy: policy, Key: key, Cost: client.Cost(7)}, {Policy: policy, Key: other, Cost: client.Cost(0)}}
-	acquire := func(opts ...client.AcquireAllOption) client.JointDecision {
+	acquire := func(opts ...client.CallOption) client.JointDecision {
 		t.Helper()
 		d := noError(limiter.AcquireAll(ctx, charges, opts...))(t)
 		require.Len(t, d.Decisions, 3)
@@ -184,7 +184,7 @@ func useOverrides(t *testing.T, limiter *client.Limiter, policy client.Policy, k
 	require.NoError(t, limiter.Override(ctx, client.Override{Policy: policy.Name, Key: "b"}))
 	block.ExpiresAt = time.Date(2100, 1, 2, 2, 4, 5, 678_901_000, time.UTC)
 	same := client.Override{Policy: policy.Name, Key: "b", Capacity: policy.Capacity, Refill: policy.Refill, Every: policy.Every}
-	list := func(opts ...client.OverridesOption) []client.Override {
+	list := func(opts ...client.CallOption) []client.Override {
 		t.Helper()
 		return noError(limiter.Overrides(ctx, opts...))(t)
 	}

@@ -38,7 +38,7 @@ func TestNoFlush_IsForItsCallsAlone(t *testing.T) {
 			return limiter.DefinePolicy(ctx, client.Policy{Name: "api", Capacity: 1000, Refill: 1, Every: time.Duration(n) * time.Hour})
 		}
 	}
-	acquire := func(limiter client.Acquirer, opts ...client.AcquireOption) func() error {
+	acquire := func(limiter client.Acquirer, opts ...client.CallOption) func() error {
 		return func() error {
 			n++
 			return errOf(limiter.Acquire(ctx, "api", fmt.Sprint("key:", n/2), opts...))

@@ -26,7 +26,7 @@ func (p *program) acquire() *cobra.Command {
 	c.Flags().Int64Var(&cost, "cost", 1, "whole tokens, 0 or more")
 	c.Flags().StringVar(&idempotencyKey, "idempotency-key", "", "charge a repeat under the same key nothing")
 	c.RunE = p.onShardOf(func(c *cobra.Command, conn *pgx.Conn, args []string) error {
-		opts := []client.AcquireOption{client.Cost(cost)}
+		opts := []client.CallOption{client.Cost(cost)}
 		if c.Flags().Changed("idempotency-key") {
 			opts = append(opts, client.IdempotencyKey(idempotencyKey))
 		}

@@ -73,7 +73,7 @@ func (d *databases) close() {
 }
 
 // limiter returns a limiter for the databases. It checks the numbers of shards.
-func (d *databases) limiter(ctx context.Context, options []client.LeaserOption) (limiter, error) {
+func (d *databases) limiter(ctx context.Context, options []client.Option) (limiter, error) {
 	if !d.shards {
 		return client.NewLeaser(d.pools[0], options...), nil // without a Lease it is a Combiner
 	}

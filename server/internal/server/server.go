@@ -121,8 +121,8 @@ func Start(ctx context.Context, c config.Config, log *slog.Logger) (_ *Server, e
 	return s, nil
 }
 
-func (s *Server) limiterOptions() []client.LeaserOption {
-	options := []client.LeaserOption{client.CallsInFlight(s.config.DatabaseCalls), client.Observe(s.metrics.Hooks())}
+func (s *Server) limiterOptions() []client.Option {
+	options := []client.Option{client.CallsInFlight(s.config.DatabaseCalls), client.Observe(s.metrics.Hooks())}
 	if s.config.NoFlush {
 		options = append(options, client.NoFlush())
 	}

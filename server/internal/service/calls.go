@@ -37,7 +37,7 @@ func (s *Service) one(ctx context.Context, o Operation, r Request, shares bool, 
 
 // Acquire takes Cost tokens, or 1, from one bucket if it holds enough.
 func (s *Service) Acquire(ctx context.Context, r Request) (client.Decision, error) {
-	opts := make([]client.AcquireOption, 0, 2)
+	opts := make([]client.CallOption, 0, 2)
 	if r.Cost != nil {
 		opts = append(opts, client.Cost(*r.Cost))
 	}
@@ -62,7 +62,7 @@ func (s *Service) AcquireAll(ctx context.Context, r JointRequest) (d client.Join
 		}
 		shares = shares && c.canShare()
 	}
-	var opts []client.AcquireAllOption
+	var opts []client.CallOption
 	if r.IdempotencyKey != nil {
 		opts = append(opts, client.IdempotencyKey(*r.IdempotencyKey))
 	}
@@ -84,7 +84,7 @@ func (s *Service) Charge(ctx context.Context, r Request) (client.Decision, error
 		if r.Cost == nil {
 			return client.Decision{}, missing("cost")
 		}
-		var opts []client.ChargeOption
+		var opts []client.CallOption
 		if r.IdempotencyKey != nil {
 			opts = append(opts, client.IdempotencyKey(*r.IdempotencyKey))
 		}

@@ -13,9 +13,9 @@ import (
 // A Limiter is a *[client.Leaser] or a *[client.Sharded].
 type Limiter interface {
 	client.Acquirer
-	Charge(ctx context.Context, policy, key string, cost int64, opts ...client.ChargeOption) (client.Decision, error)
+	Charge(ctx context.Context, policy, key string, cost int64, opts ...client.CallOption) (client.Decision, error)
 	Settle(ctx context.Context, policy, key, idempotencyKey string, cost int64) (client.Decision, error)
-	Peek(ctx context.Context, policy, key string, opts ...client.PeekOption) (client.Decision, error)
+	Peek(ctx context.Context, policy, key string, opts ...client.CallOption) (client.Decision, error)
 	Refund(ctx context.Context, policy, key string, amount int64) (client.Decision, error)
 }
 

@@ -163,7 +163,7 @@ func TestRequests_WhatIsLeftOut(t *testing.T) {
 // leased is a limiter that grants from leases.
 type leased struct{ *clienttest.Fake }
 
-func (l leased) Acquire(ctx context.Context, policy, key string, opts ...client.AcquireOption) (client.Decision, error) {
+func (l leased) Acquire(ctx context.Context, policy, key string, opts ...client.CallOption) (client.Decision, error) {
 	d, err := l.Fake.Acquire(ctx, policy, key, opts...)
 	d.Estimated = d.Allowed
 	return d, err
@@ -232,7 +232,7 @@ func (s stuck) wait(ctx context.Context) error {
 	}
 }
 
-func (s stuck) Acquire(ctx context.Context, policy, key string, opts ...client.AcquireOption) (client.Decision, error) {
+func (s stuck) Acquire(ctx context.Context, policy, key string, opts ...client.CallOption) (client.Decision, error) {
 	if err := s.wait(ctx); err != nil {
 		return client.Decision{}, err
 	}
@@ -246,7 +246,7 @@ func (s stuck) Refund(ctx context.Context, policy, key string, amount int64) (cl
 	return s.Fake.Refund(ctx, policy, key, amount)
 }
 
-func (s stuck) Peek(ctx context.Context, policy, key string, opts ...client.PeekOption) (client.Decision, error) {
+func (s stuck) Peek(ctx context.Context, policy, key string, opts ...client.CallOption) (client.Decision, error) {
 	if err := s.wait(ctx); err != nil {
 		return client.Decision{}, err
 	}
@@ -428,7 +428,7 @@ type latePeek struct {
 	wait func()
 }
 
-func (l latePeek) Peek(ctx context.Context, policy, key string, opts ...client.PeekOption) (client.Decision, error) {
+func (l latePeek) Peek(ctx context.Context, policy, key string, opts ...client.CallOption) (client.Decision, error) {
 	l.wait()
 	return l.Fake.Peek(ctx, policy, key, opts...)
 }
