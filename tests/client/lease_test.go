@@ -18,6 +18,7 @@ import (
 
 // Close while callers ask gives back all that they did not get, and leaves nothing running.
 func TestLeaser_ClosesUnderLoadAndLeavesNoGoroutines(t *testing.T) {
+	pgtest.OncePerServer(t)
 	db := pgtest.New(t)
 	const capacity = 1_000_000
 	db.Exec(t, "select ratelimit_define_policy('api', 1000000, 1, '1 day')")
@@ -58,6 +59,7 @@ func TestLeaser_ClosesUnderLoadAndLeavesNoGoroutines(t *testing.T) {
 
 // It replaces the program's logger, so it is not parallel.
 func TestLeaser_SaysOnceThatItLeasesNothing(t *testing.T) {
+	pgtest.OncePerServer(t)
 	var log strings.Builder
 	previous := slog.Default()
 	slog.SetDefault(slog.New(slog.NewTextHandler(&log, nil)))

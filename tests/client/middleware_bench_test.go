@@ -18,7 +18,7 @@ import (
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
-// What the middleware adds to a request: go test ./client/httplimit -bench Middleware -run '^$'. A handler is called without
+// What the middleware adds to a request: go test ./tests/client -bench Middleware -run '^$'. A handler is called without
 // HTTP, and in a server by clients of this process. The database is there in both cases.
 func BenchmarkMiddleware(b *testing.B) {
 	db := pgtest.New(b)

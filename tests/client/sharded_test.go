@@ -63,6 +63,7 @@ func shardIs(t *testing.T, shard, of int, err error) {
 
 // Each method about a key finds the bucket in the database that ShardOf names, and no other.
 func TestSharded_EachCallGoesToTheShardOfItsKey(t *testing.T) {
+	pgtest.OncePerServer(t)
 	t.Parallel()
 	ctx := t.Context()
 	const of = 4
@@ -115,6 +116,7 @@ func TestSharded_EachCallGoesToTheShardOfItsKey(t *testing.T) {
 }
 
 func TestSharded_PoliciesAreThoseOfAllShards(t *testing.T) {
+	pgtest.OncePerServer(t)
 	t.Parallel()
 	ctx := t.Context()
 	const of = 4
@@ -150,6 +152,7 @@ func TestSharded_PoliciesAreThoseOfAllShards(t *testing.T) {
 }
 
 func TestSharded_ChargesOfSeveralShardsAreRefused(t *testing.T) {
+	pgtest.OncePerServer(t)
 	t.Parallel()
 	ctx := t.Context()
 	s := newShards(t, 2)
@@ -174,6 +177,7 @@ func TestSharded_ChargesOfSeveralShardsAreRefused(t *testing.T) {
 }
 
 func TestSharded_CleanUp(t *testing.T) {
+	pgtest.OncePerServer(t)
 	t.Parallel()
 	const of = 2
 	s := newShards(t, of)
@@ -207,6 +211,7 @@ func TestSharded_CleanUp(t *testing.T) {
 
 // Each way to list the wrong databases is told from the others, with the database and what helps.
 func TestNewSharded_RefusesWhatIsWrong(t *testing.T) {
+	pgtest.OncePerServer(t)
 	t.Parallel()
 	ctx := t.Context()
 	const of = 4
@@ -295,6 +300,7 @@ func TestAlone_RefusesAShard(t *testing.T) {
 
 // A connection to the wrong database is refused, too, when it is made later.
 func TestCheckShard_RefusesConnections(t *testing.T) {
+	pgtest.OncePerServer(t)
 	t.Parallel()
 	s := newShards(t, 2)
 	connect := func(shard, of int) error {
@@ -340,6 +346,7 @@ func (u *unreachable) fail(err error) {
 
 // A program starts beside a shard that is down. That shard is asked who it is before its first call.
 func TestNewSharded_StartsBesideAShardThatIsDown(t *testing.T) {
+	pgtest.OncePerServer(t)
 	t.Parallel()
 	ctx := t.Context()
 	const of = 2
@@ -372,6 +379,7 @@ func TestNewSharded_StartsBesideAShardThatIsDown(t *testing.T) {
 
 // Copies of a database have all of its overrides. Each is listed once, also when those of others fill the list of a shard.
 func TestSharded_OverridesAreThoseOfTheShardsOwnKeys(t *testing.T) {
+	pgtest.OncePerServer(t)
 	t.Parallel()
 	ctx := t.Context()
 	const of = 2
@@ -404,6 +412,7 @@ func TestSharded_OverridesAreThoseOfTheShardsOwnKeys(t *testing.T) {
 
 // A policy that is dropped again, since a shard was down, is unknown to the others. The error is that shard's.
 func TestSharded_DropPolicyNamesTheShardThatIsDown(t *testing.T) {
+	pgtest.OncePerServer(t)
 	t.Parallel()
 	ctx := t.Context()
 	const of = 2
@@ -426,6 +435,7 @@ func TestSharded_DropPolicyNamesTheShardThatIsDown(t *testing.T) {
 
 // With a Lease each shard leases its own keys, and gives back what is left when it is closed.
 func TestSharded_Leases(t *testing.T) {
+	pgtest.OncePerServer(t)
 	t.Parallel()
 	s := newShards(t, 2)
 	for _, db := range s.dbs {

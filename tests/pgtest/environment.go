@@ -4,6 +4,7 @@ import (
 	"os"
 	"regexp"
 	"syscall"
+	"testing"
 )
 
 // What tests start and write is the same whoever runs them.
@@ -19,4 +20,13 @@ func init() {
 	os.Unsetenv("LANGUAGE")
 	os.Setenv("LC_ALL", "C")         // of messages, among others
 	os.Setenv("PGCTLTIMEOUT", "600") // pg_ctl sees a server that died at once, and a busy machine is slow
+}
+
+// OncePerServer marks a test whose outcome does not depend on the PostgreSQL. RATELIMIT_TEST_ONCE=skip leaves it out, for a run
+// on a further version.
+func OncePerServer(t testing.TB) {
+	t.Helper()
+	if os.Getenv("RATELIMIT_TEST_ONCE") == "skip" {
+		t.Skip("does not depend on the PostgreSQL")
+	}
 }

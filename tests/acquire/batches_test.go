@@ -1,0 +1,298 @@
+package acquire
+
+import (
+	"context"
+	"fmt"
+	"math"
+	"math/rand/v2"
+	"slices"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/pgratelimit/pgratelimit/tests/kit"
+	"github.com/stretchr/testify/require"
+	"pgregory.net/rapid"
+)
+
+func TestAcquireMany_EqualsOneByOne(t *testing.T) {
+	db := kit.ParallelDB(t, kit.T0)
+	ctx := context.Background()
+	conn := db.Connect(t)
+	pick := func(values ...string) *rapid.Generator[*string] {
+		return rapid.Custom(func(t *rapid.T) *string { return new(rapid.SampledFrom(values).Draw(t, "text")) })
+	}
+	// Mostly plain requests: those have a way of their own, which one odd request would close.
+	plain := rapid.Custom(func(t *rapid.T) kit.NullableRequest {
+		return kit.NullableRequest{Policy: pick("a", "b").Draw(t, "policy"), Key: pick("x", "y", "z").Draw(t, "key"), Cost: new(rapid.Int64Range(1, 3).Draw(t, "cost")), IdempotencyKey: nil}
+	})
+	equal := rapid.Custom(func(t *rapid.T) kit.NullableRequest {
+		return kit.NullableRequest{Policy: pick("a").Draw(t, "policy"), Key: pick("x", "y").Draw(t, "key"), Cost: new(int64(1)), IdempotencyKey: nil}
+	})
+	keyed := rapid.Custom(func(t *rapid.T) kit.NullableRequest {
+		w := plain.Draw(t, "request")
+		w.Policy = pick("a", "c").Draw(t, "policy")
+		w.IdempotencyKey = rapid.Ptr(rapid.SampledFrom([]string{"i", "j", "k", "l", "m", "n"}), true).Draw(t, "idempotency key")
+		return w
+	})
+	odd := rapid.Custom(func(t *rapid.T) kit.NullableRequest {
+		w := kit.NullableRequest{
+			Policy:         pick("a", "b", "c", "d", "d", "nobody").Draw(t, "policy"),
+			Key:            pick("x", "y", "z", "").Draw(t, "key"),
+			IdempotencyKey: rapid.Ptr(rapid.SampledFrom([]string{"i", "j", ""}), true).Draw(t, "idempotency key"),
+		}
+		cost := rapid.SampledFrom([]int64{0, 1, 1, 2, 3, 10, 11, -1}).Draw(t, "cost")
+		if rapid.IntRange(0, 9).Draw(t, "null cost") > 0 {
+			w.Cost = &cost
+		}
+		return w
+	})
+	rapid.Check(kit.RapidTest{T: t}, func(t *rapid.T) {
+		for _, table := range append([]string{"ratelimit.policies"}, kit.StateTables...) {
+			db.Execute("delete from " + table)
+		}
+		now := kit.T0
+		db.SetClock(now)
+		db.Policy("a", 10, 3, time.Second).Policy("b", 7, 2, 7*time.Second, kit.Stepped)
+		db.Policy("c", 10, 10, time.Second, kit.Ephemeral, kit.Remember(2*time.Second)).Policy("d", 5, 1, time.Minute, kit.Stepped, kit.Ephemeral)
+		for range rapid.IntRange(1, 6).Draw(t, "batches") {
+			requests := rapid.OneOf(rapid.SliceOfN(plain, 1, 12), rapid.SliceOfN(equal, 1, 20), rapid.SliceOfN(keyed, 1, 6), rapid.SliceOfN(odd, 1, 12)).Draw(t, "requests")
+			now = now.Add(time.Duration(rapid.Int64Range(0, 5_000_000).Draw(t, "wait")) * time.Microsecond)
+			db.SetClock(now)
+			tx, err := conn.Begin(ctx)
+			require.NoError(t, err)
+			want, err := acquireEach(tx, requests)
+			require.NoError(t, err)
+			wantState := kit.State(t, tx)
+			require.NoError(t, tx.Rollback(ctx))
+			got, err := kit.AcquireMany(conn, requests)
+			require.NoError(t, err)
+			require.Equal(t, want, got)
+			require.Equal(t, wantState, kit.State(t, conn))
+		}
+	})
+}
+
+// A batch works out small numbers in another way than large ones. The largest small ones and the smallest large ones are
+// among those here, and buckets in debt, overfull, or not asked for a long time.
+func TestAcquireMany_EqualsOneByOneForNumbersOfEverySize(t *testing.T) {
+	db := kit.ParallelDB(t)
+	inside := db.Session().Run("set search_path = ratelimit; set track_functions = pl")
+	magnitude := func(most float64) int64 { return int64(math.Exp(rand.Float64() * math.Log(most))) }
+	met := map[string]int{}
+	for i := 0; len(met) < 4 || met["small, granted"] < 100 || met["large, granted"] < 100; i++ {
+		capacity, refill, every := magnitude(9e12), magnitude(9e12), magnitude(1e15)
+		if i < 10 { // the product of two ticks is no bigint; one fills the bucket
+			capacity, refill, every = 1_300_000_000_000, 5_000_000_000_000, 1
+		}
+		if float64(capacity)*float64(every) > float64(refill)*3e17 { // longer than 10,000 years to fill
+			continue
+		}
+		kind := []kit.PolicyOption{kit.Continuous, kit.Stepped}[rand.IntN(2)]
+		db.DefinePolicy("p", capacity, refill, time.Microsecond, kind)
+		db.Execute("select ratelimit_define_policy('p', every => $1 * interval '1 microsecond')", every)
+		db.Execute("delete from ratelimit.buckets")
+		b := kit.Bucket{RefilledAt: kit.T0.Add(-time.Duration(magnitude(9e14)) * time.Microsecond)}
+		switch rand.IntN(4) {
+		case 0:
+			b.Level = -rand.Int64N(1_000_000 * min(3*capacity, 9e12))
+		case 1:
+			b.Level = magnitude(9e18)
+		default:
+			b.Level = rand.Int64N(1_000_000 * capacity)
+		}
+		db.SetClock(kit.T0)
+		for _, key := range []string{"one", "batch", "another"} {
+			db.PutBucket("p", key, b)
+		}
+		cost := min(capacity, magnitude(2e9))
+		want := db.Acquire("p", "one", cost)
+		answers := kit.SendBatch(t, db.Pool, kit.AcquireMany, kit.RequestOf("p", "batch", cost), kit.RequestOf("p", "another", cost))
+		for i, key := range []string{"batch", "another"} {
+			require.Equal(t, kit.Answer{Decision: &want}, answers[i], "%d of %d and %d every %d us: %+v", cost, capacity, refill, every, b)
+			require.Equal(t, db.Bucket("p", "one"), db.Bucket("p", key), "%d of %d and %d every %d us: %+v", cost, capacity, refill, every, b)
+		}
+		size, result := "small", "denied"
+		inside.Execute("select pg_stat_force_next_flush()") // counts from zero
+		if len(kit.ColumnOf(t, inside, `
+			select 'large' from (select t.places is null and pg_stat_get_xact_function_calls('take_any_from_buckets'::regproc) > 0 as taken_over
+			 from policies as p, take_from_buckets(p, array['none'], array[1], null, null, clock()) as t offset 0) as s where s.taken_over`)) > 0 {
+			size = "large"
+		}
+		if want.Allowed {
+			result = "granted"
+		}
+		met[size+", "+result]++
+	}
+	t.Log(met)
+}
+
+// Batches take the same buckets in opposite orders, some of them for the first time, all too large for what is there.
+func TestAcquireMany_NeverDeadlocks(t *testing.T) {
+	const callers, batches, buckets = 8, 40, 10
+	db := kit.ParallelDB(t).Policy("p", 30, 1, 1000*time.Hour)
+	db.Warm(callers)
+	var granted atomic.Int64
+	kit.Crowd(t, callers, func(int) error {
+		for batch := range batches {
+			var requests []kit.NullableRequest
+			for i := range 2 * buckets { // each bucket twice, each batch's buckets shared by all callers
+				requests = append(requests, kit.RequestOf("p", fmt.Sprintf("%d/%d", batch, i%buckets), int64(1+i%3)))
+			}
+			rand.Shuffle(len(requests), func(i, j int) { requests[i], requests[j] = requests[j], requests[i] })
+			answers, err := kit.AcquireMany(db.Pool, requests)
+			if err != nil {
+				return err
+			}
+			for i, o := range answers {
+				if o.Decision.Allowed {
+					granted.Add(*requests[i].Cost)
+				}
+			}
+		}
+		return nil
+	})
+	require.Equal(t, granted.Load(), db.Number("select sum(30 - level / 1000000) from ratelimit.buckets"), "what was granted is what is gone")
+}
+
+func TestAcquireMany_WaitsAndDecidesAfresh(t *testing.T) {
+	db := kit.ParallelDB(t).Policy("p", 10, 1, 1000*time.Hour).Take("p", "k", 2) // the bucket has a row: 8 left
+	holder := db.Begin().Take("p", "k", 5)                                       // 3 left, when it commits
+	call, answers := startBatch(db.Session(), kit.AcquireMany, slices.Repeat([]kit.NullableRequest{kit.RequestOf("p", "k", 2)}, 4)...)
+	call.AwaitBlockedBy(holder)
+	holder.Execute("commit")
+	call.Answer()
+	for i, a := range *answers {
+		require.Equal(t, i == 0, a.Decision.Allowed)
+	}
+	require.EqualValues(t, 1, db.Left("p", "k"))
+}
+
+// The transaction that the batch waited for leaves no trace, but time has passed: a bucket that was empty
+// when the batch began has refilled, and a single acquire would be granted.
+func TestAcquireMany_AWaitThatEndsInARollbackIsDecidedAfresh(t *testing.T) {
+	db := kit.ParallelDB(t)
+	for name, kind := range map[string]kit.PolicyOption{"durable": kit.Durable, "ephemeral": kit.Ephemeral} {
+		for _, keyed := range []bool{false, true} {
+			policy := fmt.Sprint(name, keyed)
+			db.Policy(policy, 10, 10, time.Second, kind).Take(policy, "a", 1)
+			holder, first := db.Begin(), kit.RequestOf(policy, "a", 1)
+			holder.Acquire(policy, "a", 1)
+			if keyed {
+				first.IdempotencyKey = new("i")
+			}
+			db.Acquire(policy, "b", 10)
+			call, answers := startBatch(db.Session(), kit.AcquireMany, first, kit.RequestOf(policy, "b", 5))
+			call.AwaitBlockedBy(holder)
+			db.Await(t, kit.Patience, "select allowed from ratelimit_peek($1, $2, 5)", policy, "b")
+			holder.Execute("rollback")
+			call.Answer()
+			require.True(t, (*answers)[0].Decision.Allowed)
+			require.True(t, (*answers)[1].Decision.Allowed, "peek allowed it: %+v", (*answers)[1].Decision)
+		}
+	}
+}
+
+// Two batches over two policies in opposite orders would wait for each other if the order of their requests were the order of their locks.
+func TestAcquireMany_TakesPoliciesInOneOrder(t *testing.T) {
+	db := kit.ParallelDB(t)
+	for _, policy := range []string{"p", "q"} {
+		db.Policy(policy, 10, 1, kit.ADay).Take(policy, "k", 1)
+	}
+	holder := db.Begin().Take("p", "k", 1)
+	pq, _ := startBatch(db.Session(), kit.AcquireMany, kit.RequestOf("p", "k", 1), kit.RequestOf("q", "k", 1))
+	pq.AwaitBlockedBy(holder)
+	qp, _ := startBatch(db.Session(), kit.AcquireMany, kit.RequestOf("q", "k", 1), kit.RequestOf("p", "k", 1))
+	qp.AwaitBlockedBy(pq.Session) // for p; it would have q by now
+	holder.Execute("rollback")
+	pq.Answer()
+	qp.Answer()
+	require.Equal(t, []int64{7, 7}, []int64{db.Left("p", "k"), db.Left("q", "k")})
+}
+
+// A client that reads by position would give callers each other's answers. What is asked again finds its buckets there, which is the fast path.
+func TestAcquireAllMany_ARequestWithoutElementsHasARowOfItsOwn(t *testing.T) {
+	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, durability kit.PolicyOption) {
+		db.DefinePolicy("p", 100, 1, time.Hour, durability)
+		for _, sizes := range [][]int{{1, 0, 1}, {0, 1, 1}, {2, 0}, {0, 2, 0, 0, 1, 0}} { // in the middle, first, last, several
+			var requests []kit.WholeRequest
+			for i, size := range sizes {
+				requests = append(requests, kit.All("p", []string{fmt.Sprint(sizes, i, 0), fmt.Sprint(sizes, i, 1)}[:size]...))
+			}
+			for n := range 4 {
+				answers, err := kit.AcquireAllMany(db.Pool, requests)
+				if n%2 == 1 {
+					answers, err = kit.AcquirePacked(db.Pool, requests, true)
+				}
+				require.NoError(t, err)
+				require.Len(t, answers, len(sizes))
+				for i, a := range answers {
+					if sizes[i] > 0 {
+						require.True(t, a.Whole.Allowed)
+						require.Len(t, a.Whole.Decisions, sizes[i])
+						continue
+					}
+					require.Nil(t, a.Whole)
+					require.Equal(t, fmt.Sprintf("22023: invalid sizes: Request %d has 0 elements.: Pass 1 to 1000 elements for each request.", i+1), a.Error)
+				}
+			}
+		}
+	})
+}
+
+func TestAcquireMany_DenialsWriteNothing(t *testing.T) {
+	db := kit.ParallelDB(t).Policy("p", 1, 1, 1000*time.Hour).Take("p", "k", 1)
+	s := db.Begin()
+	w, keyed := kit.RequestOf("p", "k", 1), kit.RequestOf("p", "k", 1, "i")
+	for _, requests := range [][]kit.NullableRequest{{w, w, w}, {keyed, w, kit.RequestOf("p", "k", 1, "j")}, {keyed, keyed}} {
+		for _, o := range kit.SendBatch(t, s, kit.AcquireMany, requests...) {
+			require.False(t, o.Decision.Allowed)
+		}
+	}
+	require.Equal(t, kit.Traces{}, s.Traces())
+	db.Hasty().Execute("select from ratelimit.buckets for update nowait")
+}
+
+// The repeat stands beside requests that are granted at once, and its bucket is empty by now.
+func TestAcquireMany_ARepeatIsNoDenial(t *testing.T) {
+	db := kit.ParallelDB(t).Policy("p", 3, 1, 1000*time.Hour).Take("p", "other", 1)
+	first := db.Acquire("p", "k", 3, "i")
+	answers := kit.SendBatch(t, db.Session(), kit.AcquireMany, kit.RequestOf("p", "other", 1), kit.RequestOf("p", "k", 3, "i"))
+	require.True(t, answers[0].Decision.Allowed)
+	require.Equal(t, kit.Replayed(first), *answers[1].Decision)
+}
+
+// A batch that waits for a bucket that is being removed takes its buckets in the order of all others
+// still, when somebody else has made the bucket anew.
+func TestAcquireMany_ABucketRemovedMeanwhileIsTakenInOrder(t *testing.T) {
+	db := kit.ParallelDB(t).Policy("p", 10, 1, kit.ADay).Take("p", "a", 1).Take("p", "b", 1)
+	remover, maker, keeper := db.Begin(), db.Begin(), db.Begin()
+	remover.Execute("select ratelimit_reset('p', 'a')")
+	keeper.Acquire("p", "b", 1)
+	batch, _ := startBatch(db.Session(), kit.AcquireMany, kit.RequestOf("p", "a", 1), kit.RequestOf("p", "b", 1))
+	batch.AwaitBlockedBy(remover)
+	remover.Execute("commit") // the batch goes on to b
+	batch.AwaitBlockedBy(keeper)
+	maker.Acquire("p", "a", 1)
+	other := maker.StartAcquire("p", "b", 1)
+	db.Await(t, kit.Patience, "select cardinality(pg_blocking_pids($1)) > 0", maker.PgConn().PID())
+	keeper.Execute("commit")
+	other.Answer()
+	maker.Execute("commit")
+	batch.Answer()
+}
+
+// A batch that is about to create the row of a bucket holds no later bucket. Otherwise it would meet a session that has
+// created the row since, and waits for the later bucket.
+func TestAcquireMany_ABucketCreatedMeanwhileIsTakenInOrder(t *testing.T) {
+	db := kit.ParallelDB(t).Policy("p", 10, 1, kit.ADay).Take("p", "b", 1)
+	both := []kit.NullableRequest{kit.RequestOf("p", "a", 1), kit.RequestOf("p", "b", 1)}
+	g := db.GateBefore(`insert into buckets \(policy_id, key, level, refilled_at, due_at\) values`, "ratelimit.lock_buckets")
+	batch, _ := startBatch(g.Session(), kit.AcquireMany, both...)
+	batch.AwaitBlockedBy(g.Keeper)
+	db.Acquire("p", "a", 1)
+	kit.SendBatch(t, db.Session(), kit.AcquireMany, both...)
+	g.Open()
+	batch.Answer()
+	require.Equal(t, []int64{7, 7}, []int64{db.Left("p", "a"), db.Left("p", "b")})
+}

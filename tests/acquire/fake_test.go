@@ -1,0 +1,205 @@
+package acquire
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/client/clienttest/model"
+	"github.com/pgratelimit/pgratelimit/tests/kit"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+	"github.com/stretchr/testify/require"
+)
+
+func TestFake_RefusesWhatTheServerRefuses(t *testing.T) {
+	pgtest.OncePerServer(t)
+	t.Parallel()
+	db, fake := kit.NewDB(t), kit.NewFake(t)
+	names := []string{"", strings.Repeat("é", 257), "\xff", "a\x00", "nobody", "p", "q"}
+	costs := []int64{-1, 0, 1, 11}
+	for _, s := range []kit.Subject{db, fake} {
+		s.SetClock(kit.T0)
+		s.DefinePolicy("p", 10, 1, kit.Second)
+		s.DefinePolicy("q", 10, 1, kit.Second, kit.Ephemeral)
+		s.Acquire("p", "p", 2, "p")
+	}
+	calls := map[string]func(l *client.Limiter) error{}
+	add := func(name string, call func(l *client.Limiter) error) { calls[name] = call }
+	ctx := t.Context()
+	for _, policy := range names {
+		add(fmt.Sprintf("drop %q", policy), func(l *client.Limiter) error {
+			if policy == "p" || policy == "q" {
+				return nil
+			}
+			return l.DropPolicy(ctx, policy)
+		})
+		for _, key := range names {
+			add(fmt.Sprintf("reset %q %q", policy, key), func(l *client.Limiter) error { return l.Reset(ctx, policy, key) })
+			for _, cost := range costs {
+				add(fmt.Sprintf("peek %q %q %d", policy, key, cost), func(l *client.Limiter) error { return kit.Failure(l.Peek(ctx, policy, key, client.Cost(cost))) })
+				add(fmt.Sprintf("refund %q %q %d", policy, key, cost), func(l *client.Limiter) error { return kit.Failure(l.Refund(ctx, policy, key, cost)) })
+				for _, idempotencyKey := range names {
+					add(fmt.Sprintf("acquire %q %q %d %q", policy, key, cost, idempotencyKey), func(l *client.Limiter) error {
+						return kit.Failure(l.Acquire(ctx, policy, key, client.Cost(cost), client.IdempotencyKey(idempotencyKey)))
+					})
+				}
+			}
+		}
+	}
+	numbers := []int64{-1, 0, 1, 9_000_000_000_000, 9_000_000_000_001}   // 0 keeps what is there
+	spans := []time.Duration{-kit.Us, 0, kit.Us, time.Hour, 1<<63 - 808} // up to 292 years
+	for _, name := range names {
+		for i, n := range numbers {
+			for j, every := range spans {
+				for k, choice := range []client.Choice{client.Keep, client.Yes, client.No, 7} {
+					p := client.Policy{
+						Name: name, Capacity: n, Refill: numbers[(i+j+k)%5], Every: every, Durable: choice, Stepped: client.Choice((i + k) % 3),
+						Remember: spans[(j+k)%5],
+					}
+					add(fmt.Sprintf("define %+v", p), func(l *client.Limiter) error { return l.DefinePolicy(ctx, p) })
+				}
+			}
+		}
+	}
+	for i, policy := range names {
+		for j, key := range names {
+			add(fmt.Sprintf("remove override %q %q", policy, key), func(l *client.Limiter) error { return kit.Failure(l.RemoveOverride(ctx, policy, key)) })
+			for k, every := range spans {
+				o := client.Override{
+					Policy: policy, Key: key, Every: every,
+					Capacity: numbers[(i+j+k)%5], Refill: numbers[(i+k)%5], ExpiresAt: kit.T0.Add(spans[(j+k)%5]),
+				}
+				add(fmt.Sprintf("override %+v", o), func(l *client.Limiter) error { return l.Override(ctx, o) })
+			}
+			for _, cost := range costs {
+				charges := []client.Charge{{Policy: "p", Key: "p"}, {Policy: policy, Key: key, Cost: client.Cost(cost)}}
+				add(fmt.Sprintf("acquire all %+v", charges), func(l *client.Limiter) error {
+					return kit.Failure(l.AcquireAll(ctx, charges, client.IdempotencyKey(names[(i+j)%7])))
+				})
+			}
+		}
+	}
+	for _, n := range []int{0, 1000, 1001} {
+		add(fmt.Sprintf("acquire all of %d", n), func(l *client.Limiter) error {
+			return kit.Failure(l.AcquireAll(ctx, slices.Repeat([]client.Charge{{Policy: "p", Key: "p"}}, n)))
+		})
+	}
+	for _, name := range names {
+		for _, n := range []int32{-1, 0, 1} {
+			add(fmt.Sprintf("overrides %q %d", name, n), func(l *client.Limiter) error {
+				_, ofPolicy := l.Overrides(ctx, client.OfPolicy(name), client.MaxRows(n))
+				_, ofKey := l.Overrides(ctx, client.OfKey(name), client.MaxRows(n))
+				return cmp.Or(ofPolicy, ofKey)
+			})
+		}
+	}
+	onServer := client.New(db.Pool)
+	refused := 0
+	for name, call := range calls {
+		want, got := call(onServer), call(fake.Fake.Limiter)
+		require.Equal(t, want == nil, got == nil, "%s: %v, %v", name, want, got)
+		if want == nil {
+			continue
+		}
+		refused++
+		for _, kind := range []error{client.ErrUnknownPolicy, client.ErrIdempotencyMismatch, client.ErrInvalidArgument} {
+			require.Equal(t, errors.Is(want, kind), errors.Is(got, kind), "%s: %v, %v", name, want, got)
+		}
+		require.Equal(t, kit.SQLState(want), kit.SQLState(got), "%s: %v, %v", name, want, got)
+		var wantErr, gotErr *pgconn.PgError
+		if errors.As(want, &wantErr) && errors.As(got, &gotErr) && wantErr.Code != "22021" { // whose message shows the bytes
+			require.Equal(t, wantErr.Message, gotErr.Message, name)
+		}
+	}
+	require.Greater(t, refused, 500)
+	want, err := onServer.Policies(ctx)
+	require.NoError(t, err)
+	got, err := fake.Fake.Policies(ctx)
+	require.NoError(t, err)
+	require.Equal(t, want, got)
+	overrides, err := onServer.Overrides(ctx)
+	require.NoError(t, err)
+	fakes, err := fake.Fake.Overrides(ctx)
+	require.NoError(t, err)
+	require.Equal(t, overrides, fakes)
+}
+
+// An error about one element of a request says which. The only element of a request has no number: a Combiner may send it beside
+// requests of several.
+func TestErrors_NameTheElementOfARequest(t *testing.T) {
+	t.Parallel()
+	charge := func(policy, key string, cost int64) client.Charge {
+		return client.Charge{Policy: policy, Key: key, Cost: client.Cost(cost)}
+	}
+	one, opts := charge("p", "new", 1), client.IdempotencyKey("i")
+	calls := map[string]func(l client.Acquirer) error{}
+	for want, charges := range map[string][]client.Charge{
+		"Element 2 of the request: policy is empty.":                                                {one, charge("", "k", 1)},
+		"Element 2 of the request: key is empty.":                                                   {one, charge("p", "", 1), charge("nobody", "k", 1)},
+		"Element 3 of the request: cost is -1.":                                                     {one, charge("nobody", "k", 1), charge("p", "k", -1)},
+		"Element 1 of the request: No policy is named 'nobody'.":                                    {charge("nobody", "k", 1), charge("p", "granted", 3)},
+		"Element 2 of the request: 'i' was granted with cost 2 and is requested again with cost 3.": {one, charge("p", "granted", 1), charge("p", "granted", 2)},
+		"Element 2 of the request: 'i' was granted with cost 2 and settled with cost 1.":            {one, charge("p", "settled", 2)},
+		"key is empty.":                {charge("p", "", 1)},
+		"No policy is named 'nobody'.": {charge("nobody", "k", 1)},
+	} {
+		calls[want] = func(l client.Acquirer) error { return kit.Failure(l.AcquireAll(t.Context(), charges, opts)) }
+	}
+	calls["idempotency_key is empty."] = func(l client.Acquirer) error {
+		return kit.Failure(l.AcquireAll(t.Context(), []client.Charge{one, one}, client.IdempotencyKey("")))
+	}
+	requireDetails(t, calls)
+}
+
+// The cost of a request is compared with that of its grant, and the cost of a settlement with that of the first. The error says which.
+func TestErrors_TellARepeatedRequestFromARepeatedSettlement(t *testing.T) {
+	t.Parallel()
+	calls := map[string]func(l *client.Limiter) error{}
+	for want, s := range map[string]kit.Spending{
+		"'i' was granted with cost 2 and is requested again with cost 1.":        {Function: "charge", Cost: 1},
+		"'i' was granted with cost 2 and is requested again with cost 4.":        {Function: "reserve", Cost: 4},
+		"'i' was granted with cost 2 and is requested again for 3 to 5.":         {Function: "acquire_up_to", Cost: 5, AtLeast: 3},
+		"'i' was settled with cost 1 and is settled again with cost 2.":          {Function: "settle", Cost: 2},
+		"'i' was granted with cost 2 and settled with cost 1.":                   {Function: "reserve", Cost: 2},
+		"Policy 'p' does not remember 'j' for this bucket. Nothing was charged.": {Function: "settle", Cost: 2, IdempotencyKey: "j"},
+	} {
+		s.BucketID, s.IdempotencyKey = model.BucketID{Policy: "p", Key: "settled"}, cmp.Or(s.IdempotencyKey, "i")
+		calls[want] = func(l *client.Limiter) error { return kit.Failure(s.With(t.Context(), l)) }
+	}
+	calls["'i' was granted with cost 2 and is requested again with cost 3."] = func(l *client.Limiter) error {
+		return kit.Failure(l.Acquire(t.Context(), "p", "granted", client.Cost(3), client.IdempotencyKey("i")))
+	}
+	requireDetails(t, calls)
+}
+
+// requireDetails makes calls that are refused, on a server and on the fake, and compares the DETAIL.
+func requireDetails[L client.Acquirer](t *testing.T, calls map[string]func(l L) error) {
+	t.Helper()
+	db, fake := kit.NewDB(t), kit.NewFake(t)
+	combiner := client.NewCombiner(db.Pool)
+	defer combiner.Close()
+	for _, s := range []kit.Subject{db, fake} {
+		s.SetClock(kit.T0)
+		s.DefinePolicy("p", 10, 1, kit.Second)
+		for _, key := range []string{"granted", "settled"} {
+			s.Acquire("p", key, 2, "i")
+		}
+		_, err := s.Spend(kit.Spending{Function: "settle", BucketID: model.BucketID{Policy: "p", Key: "settled"}, Cost: 1, IdempotencyKey: "i"})
+		require.NoError(t, err)
+	}
+	for want, call := range calls {
+		for name, limiter := range map[string]client.Acquirer{"server": client.New(db.Pool), "server, combined": combiner, "fake": fake.Fake.Limiter} {
+			if l, ok := limiter.(L); ok {
+				e := kit.PgError(call(l))
+				require.NotNil(t, e, "%s: %s", name, want)
+				require.Equal(t, want, e.Detail, name)
+			}
+		}
+	}
+}

@@ -1,0 +1,146 @@
+package acquire
+
+import (
+	"fmt"
+	"strings"
+	"testing"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/pgratelimit/pgratelimit/tests/kit"
+	"github.com/stretchr/testify/require"
+)
+
+// A call reads the rows it is about however large the tables are, also when the session planned its
+// statements while they were empty, and no statistics have told it otherwise since.
+func TestPlans_ReadOnlyWhatTheyNeed(t *testing.T) {
+	t.Parallel()
+	const rows, atMost = 3000, 100
+	for name, statistics := range map[string]string{
+		"never analyzed":      "",
+		"analyzed when empty": "vacuum analyze ratelimit.policies, ratelimit.buckets, ratelimit.idempotency_keys, ratelimit.ephemeral_buckets, ratelimit.ephemeral_idempotency_keys",
+	} {
+		for _, durability := range []kit.PolicyOption{kit.Durable, kit.Ephemeral} {
+			t.Run(name, func(t *testing.T) {
+				db := kit.ParallelDB(t)
+				for _, table := range kit.BucketTables {
+					db.Execute("alter table ratelimit." + table + " set (autovacuum_enabled = off)")
+				}
+				if statistics != "" {
+					db.Execute(statistics)
+				}
+				db.DefinePolicy("p", rows, 1, kit.ADay, durability)
+				db.Execute("select ratelimit_override('p', 'first')")
+				session := db.Session()
+				for i := range 10 { // enough for a plan to be kept
+					for _, call := range planCalls {
+						session.Execute(strings.ReplaceAll(call, "KEY", fmt.Sprintf("a%d", i)))
+					}
+				}
+				for i := range rows / 500 {
+					db.Execute(fmt.Sprintf(`
+						select count(*) from ratelimit_acquire_many(
+							array_fill('p'::text, array[500]), array(select 'g' || i from generate_series(%[1]d, %[1]d + 499) as i),
+							null, array(select 'i' || i from generate_series(1, 500) as i))`, i*500))
+				}
+				db.Execute("select ratelimit_override('p', 'g' || i, expires_at => '2100-01-01'::timestamptz + i * interval '1 second') from generate_series(1, $1::integer) as i", rows)
+				for _, call := range planCalls {
+					for _, key := range []string{"b", "b", "g7", "a3"} {
+						sql := strings.ReplaceAll(call, "KEY", key)
+						if n := session.RowsRead(sql); n >= atMost {
+							t.Errorf("%d %s", n, sql)
+						}
+					}
+				}
+			})
+		}
+	}
+}
+
+var planCalls = []string{
+	"select from ratelimit_acquire('p', 'KEY')", "select from ratelimit_acquire('p', 'KEY', 5000)",
+	"select from ratelimit_acquire('p', 'KEY', 1, 'i1')", "select from ratelimit_peek('p', 'KEY')", "select from ratelimit_refund('p', 'KEY', 1)",
+	"select from ratelimit_acquire_many('{p,p}', '{KEY,KEY}')", "select from ratelimit_acquire_many('{p,p}', '{KEY,KEY.}')",
+	"select from ratelimit_acquire_many('{p,p}', '{KEY,KEY.}', '{1,4000}')",
+	"select from ratelimit_acquire_many('{p,p}', '{KEY,KEY.}', '{1,2}', '{i1,i2}')",
+	"select from ratelimit_acquire_many('{p,p}', '{KEY,KEY.}', '{1,3000}', '{j1,j2}')", "select from ratelimit_acquire_all('{p,p}', '{KEY,KEY.}')",
+	"select from ratelimit_acquire_all('{p,p}', '{KEY,KEY.}', '{1,4000}')", "select from ratelimit_acquire_all('{p,p}', '{KEY,KEY.}', '{1,2}', 'i3')",
+	"select from ratelimit_acquire_all_many('{p,p,p}', '{KEY,KEY.,KEY}', null, '{2,1}')",
+	"select from ratelimit_acquire_packed('{p,p}', '{KEY,KEY.}')", "select from ratelimit_override('p', 'KEY', expires_at => '2099-01-01')",
+	"select from ratelimit_overrides('p', 'KEY')", "select from ratelimit_remove_override('p', 'KEY')", "select from ratelimit_reset('p', 'KEY')",
+	"select from ratelimit_cleanup(10)",
+}
+
+// Calls for many buckets lock them in the order of key, and find each by its newest version, whatever the statistics
+// and the caller's settings say.
+func TestPlans_LockInOrder(t *testing.T) {
+	db := kit.ParallelDB(t)
+	for _, table := range kit.BucketTables {
+		db.Execute("alter table ratelimit." + table + " set (autovacuum_enabled = off)")
+	}
+	pinned := kit.Column(t, db.DB, `
+		select format('set %s = %s', split_part(c, '=', 1), split_part(c, '=', 2))
+		  from pg_proc, unnest(proconfig) as c where oid = 'ratelimit.acquire_batch'::regproc`)
+	settings := []string{
+		"", "set enable_nestloop = off", "set enable_tidscan = off", "set enable_indexscan = off", "set enable_bitmapscan = off",
+		"set enable_indexonlyscan = off", "set enable_sort = off", "set enable_hashagg = off", "set enable_material = off", "set enable_memoize = off",
+		"set random_page_cost = 0", "set random_page_cost = 10000", "set seq_page_cost = 0", "set cpu_tuple_cost = 1000",
+		"set cpu_operator_cost = 1000", "set cpu_index_tuple_cost = 1000", "set effective_cache_size = 1", "set work_mem = 64",
+		"set from_collapse_limit = 1; set join_collapse_limit = 1", "set geqo_threshold = 2", "set constraint_exclusion = on",
+		"set parallel_setup_cost = 0; set parallel_tuple_cost = 0; set min_parallel_table_scan_size = 0",
+	}
+	var all []string
+	for _, setting := range settings {
+		if setting != "" && !strings.Contains(setting, "geqo") && !strings.Contains(setting, "= 0") {
+			all = append(all, setting)
+		}
+	}
+	settings = append(settings, strings.Join(all, "; "))
+	db.Policy("p", 1000, 1, kit.ADay).Policy("e", 1000, 1, kit.ADay, kit.Ephemeral).Policy("o", 1000, 1, kit.ADay)
+	planner := db.Planner()
+	const fill = `
+		insert into ratelimit.%[1]s (policy_id, key, level, refilled_at, due_at)
+		select 99, 'k' || i, 1, now(), now() from generate_series(%[2]d, %[3]d) as i`
+	for _, rows := range []string{
+		"",
+		"vacuum analyze ratelimit.buckets, ratelimit.ephemeral_buckets",
+		fmt.Sprintf(fill, "buckets", 1, 100) + ";" + fmt.Sprintf(fill, "ephemeral_buckets", 1, 100),
+		"analyze ratelimit.buckets, ratelimit.ephemeral_buckets",
+		fmt.Sprintf(fill, "buckets", 101, 50_000) + ";" + fmt.Sprintf(fill, "ephemeral_buckets", 101, 50_000),
+		"analyze ratelimit.buckets, ratelimit.ephemeral_buckets",
+		"update pg_class set reltuples = 1, relpages = 1000000 where relname ~ 'buckets'",
+		"update pg_class set reltuples = 1000000000, relpages = 1 where relname ~ 'buckets'",
+	} {
+		kit.Execute(t, db.Connect(t), rows, pgx.QueryExecModeSimpleProtocol)
+		for _, setting := range settings {
+			locking := map[string]bool{}
+			for _, plan := range planner.PlansOf(setting+";"+strings.Join(pinned, ";"), lockingCalls) {
+				var want string
+				switch { // an outer side that comes in order, and an inner side that finds one row
+				case strings.HasPrefix(plan.Statement, "with taken as ( update"):
+					want = `Update on (ephemeral_)?buckets b_1; Nested Loop; (Subquery|Function) Scan on (unnest )?u(_\d)?; .*Tid Scan on (ephemeral_)?buckets b_1; Limit; Index Scan Backward using \w+ on \S+ b(_\d)?;`
+				case strings.Contains(plan.Statement, "skip locked"):
+					want = `LockRows; (Sort; .*|Index Scan using \w+_pkey on)`
+				case strings.Contains(plan.Statement, "for update"):
+					want = `(^|Nested Loop Left Join; .*Subquery Scan on b; |Nested Loop Left Join; .*)Limit; LockRows; Index Scan Backward using \w+ on`
+				default:
+					continue
+				}
+				locking[plan.Statement] = true
+				require.Regexp(t, want, plan.Nodes, "%s, %s: %s", rows, setting, plan.Statement)
+			}
+			require.Len(t, locking, 14, "take, with and without what was seen, take_any, lock_asked_of, lock, drop_policy; durable and ephemeral")
+		}
+	}
+}
+
+// What runs every statement that locks buckets: POLICY is p or e.
+var lockingCalls = []string{
+	"select from ratelimit_acquire_many('{POLICY,POLICY}', '{k1,new}')",
+	"select from ratelimit_acquire_many('{POLICY,o}', '{k1,k1}')",
+	"select from ratelimit_acquire_many('{POLICY,POLICY}', '{k1,k1}', '{1,5000}')",
+	"select case when durable then ratelimit.lock_asked_of_buckets(p, asked) else ratelimit.lock_asked_of_ephemeral_buckets(p, asked) end" +
+		" from ratelimit.policies as p, cast(array[row('k1', 1, '{1}', 1)] as ratelimit.asked[]) as asked where name = 'POLICY'",
+	"select from ratelimit_override('POLICY', 'another', 5)",
+	"select from ratelimit_acquire_many('{POLICY,POLICY}', '{k1,new}')",
+	"select from ratelimit_drop_policy('POLICY')",
+}

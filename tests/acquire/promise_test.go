@@ -1,0 +1,110 @@
+package acquire
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"testing"
+
+	"github.com/pgratelimit/pgratelimit/tests/kit"
+)
+
+// Each of many random denials, half of them stepped, is kept to the microsecond: after exactly retry_after the same acquire is allowed and one
+// microsecond earlier it is not; after exactly reset_after the whole capacity is there and one microsecond earlier it is not.
+func TestTorture_PromisesAreExact(t *testing.T) {
+	const each = 4_000
+	run := kit.Torture(t, 0)
+	random := rand.New(rand.NewPCG(kit.TestSeed(t), 0))
+	p := newPromises(t)
+	kept := map[bool]int{} // denials, by whether they were stepped
+	for kept[false] < each || kept[true] < each || run.GoesOn() {
+		cases := randomPromises(random, kit.MaxSpan)
+		for i, verdict := range p.Check(cases) {
+			switch verdict {
+			case "kept":
+				kept[cases[i].Stepped]++
+			case "allowed": // there was nothing to wait for, and reset_after was exact
+			default:
+				t.Fatalf("%+v: %s\n%s", cases[i], verdict, p.simplest(random))
+			}
+		}
+	}
+}
+
+// randomPromises have numbers up to most, but for levels.
+func randomPromises(random *rand.Rand, most int64) []kit.Promise {
+	promises := make([]kit.Promise, 2000)
+	for i := range promises {
+		promises[i] = kit.RandomPromise(random, most)
+	}
+	return promises
+}
+
+// promises is a database that makes promises and tries them, many in one call.
+type promises struct{ *kit.TestDB }
+
+func newPromises(t *testing.T) *promises {
+	t.Helper()
+	db := kit.NewDB(t)
+	db.SetTimeZone("Europe/Berlin") // now + retry_after must not depend on it
+	db.ClockInASetting()
+	db.Execute(`
+		create function verdict(policy text, cost bigint, capacity bigint, now timestamptz) returns text language plpgsql as $$
+		declare
+		  v_microsecond constant interval := '1 microsecond';
+		  v_first ratelimit.decision;
+		  v_then  ratelimit.decision;
+		begin
+		  perform set_clock(now);
+		  v_first := ratelimit_acquire(policy, 'k', cost);
+		  if v_first.reset_after > interval '0' then
+		    perform set_clock(now + v_first.reset_after - v_microsecond);
+		    if (ratelimit_peek(policy, 'k', capacity)).allowed then return 'too long: reset_after ' || v_first.reset_after; end if;
+		  end if;
+		  perform set_clock(now + v_first.reset_after);
+		  v_then := ratelimit_peek(policy, 'k', capacity);
+		  if not v_then.allowed or v_then.reset_after <> interval '0' then return 'too short: reset_after ' || v_first.reset_after; end if;
+		  if v_first.allowed then return 'allowed'; end if;
+		  perform set_clock(now + v_first.retry_after - v_microsecond);
+		  v_then := ratelimit_acquire(policy, 'k', cost);
+		  if v_then.allowed or v_then.retry_after <> v_microsecond then return 'too long: retry_after ' || v_first.retry_after; end if;
+		  perform set_clock(now + v_first.retry_after);
+		  v_then := ratelimit_acquire(policy, 'k', cost);
+		  if not v_then.allowed or v_then.remaining < 0 then return 'too short: retry_after ' || v_first.retry_after; end if;
+		  return 'kept';
+		exception when others then return sqlerrm;
+		end $$;
+		create function verdicts(cases json) returns setof text language plpgsql as $$
+		declare
+		  v_now constant timestamptz := '2024-03-30 12:00:00+00';
+		begin
+		  create temporary table c on commit drop as
+		    select *, 'policy ' || i as policy from rows from (json_to_recordset(cases) as (
+		        capacity bigint, refill bigint, every bigint, stepped boolean, level bigint, age bigint, cost bigint))
+		      with ordinality as r (capacity, refill, every, stepped, level, age, cost, i);
+		  perform ratelimit_define_policy(c.policy, c.capacity, c.refill, (c.every || ' microseconds')::interval, c.stepped) from c;
+		  insert into ratelimit.buckets (policy_id, key, level, refilled_at, due_at)
+		  select p.id, 'k', c.level, v_now - (c.age || ' microseconds')::interval, v_now from c join ratelimit.policies as p on p.name = c.policy;
+		  return query select verdict(c.policy, c.cost, c.capacity, v_now) from c order by c.i;
+		end $$`)
+	return &promises{db}
+}
+
+// check returns "kept", "allowed" when there was nothing to wait for, or else what was wrong.
+func (p *promises) Check(cases []kit.Promise) []string {
+	p.T.Helper()
+	return kit.Verdicts(p.TestDB, cases)
+}
+
+// simplest looks for a broken promise among ever larger numbers.
+func (p *promises) simplest(random *rand.Rand) string {
+	p.T.Helper()
+	for most := int64(10); most < kit.MaxSpan; most *= 10 {
+		cases := randomPromises(random, most)
+		for i, verdict := range p.Check(cases) {
+			if verdict != "kept" && verdict != "allowed" {
+				return fmt.Sprintf("%+v: %s", cases[i], verdict)
+			}
+		}
+	}
+	return "none simpler was found"
+}

@@ -1,0 +1,206 @@
+package acquire
+
+import (
+	"context"
+	"fmt"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/pgratelimit/pgratelimit/client/clienttest/model"
+	"github.com/pgratelimit/pgratelimit/tests/kit"
+	"github.com/stretchr/testify/require"
+)
+
+func TestTransaction_ARollbackGivesBackExactlyWhatWasTaken(t *testing.T) {
+	t.Parallel()
+	for _, kind := range []kit.PolicyOption{kit.Durable, kit.Ephemeral} {
+		for _, refilled := range []kit.PolicyOption{kit.Continuous, kit.Stepped} {
+			db := kit.NewDB(t).Policy("p", 10, 3, time.Second, kind, refilled)
+			db.AcquireAt(kit.T0, "p", "known", 4)
+			db.AcquireAt(kit.T0, "p", "twin", 4)
+			before := db.Bucket("p", "known")
+			db.SetClock(kit.T0.Add(1234567 * time.Microsecond))
+			s := db.Begin().Take("p", "known", 5, "X").Take("p", "known", 1).Take("p", "new", 1).Run("rollback")
+			require.Equal(t, before, db.Bucket("p", "known"))
+			require.Nil(t, db.Bucket("p", "new"))
+			s.Execute("begin")
+			s.Acquire("p", "known", 1)
+			s.Execute("savepoint s")
+			s.Acquire("p", "known", 5, "X")
+			s.Acquire("p", "new", 1)
+			s.Execute("rollback to s")
+			s.Acquire("p", "known", 4)
+			s.Execute("commit")
+			db.Take("p", "twin", 1).Take("p", "twin", 4)
+			require.Equal(t, db.Bucket("p", "twin"), db.Bucket("p", "known"))
+			require.Nil(t, db.Bucket("p", "new"))
+		}
+	}
+}
+
+func TestTransaction_HasAnyNumberOfCalls(t *testing.T) {
+	db := kit.ParallelDB(t, kit.T0).Policy("p", 5, 1, time.Second)
+	s := db.Begin()
+	for left := int64(4); left >= 0; left-- {
+		require.Equal(t, left, s.Acquire("p", "k", 1, fmt.Sprint("X", left)).Remaining)
+	}
+	require.Equal(t, kit.Denied(0, time.Second, 5*time.Second, 5), s.Acquire("p", "k", 1))
+	require.Equal(t, kit.Replayed(kit.Allowed(3, 2*time.Second, 5)), s.Acquire("p", "k", 1, "X3"))
+	require.Equal(t, kit.Allowed(4, time.Second, 5), s.Acquire("p", "other", 1))
+	require.EqualValues(t, 5, db.Left("p", "k"), "nothing is seen before the commit")
+	s.Execute("commit")
+	require.Equal(t, []int64{0, 4}, []int64{db.Left("p", "k"), db.Left("p", "other")})
+}
+
+var snapshotIsolation = []string{"repeatable read", "serializable"}
+
+func TestTransaction_SnapshotIsolation_AGrantOnAChangedBucketFails(t *testing.T) {
+	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, kind kit.PolicyOption) {
+		db.Policy("p", 10, 1, kit.ADay, kind).Take("p", "known", 1)
+		for i, level := range snapshotIsolation {
+			for _, key := range []string{"known", fmt.Sprint("new", i)} {
+				s := db.Session().Run("begin isolation level " + level).Run("select from ratelimit.policies") // takes the snapshot
+				db.Acquire("p", key, 1)
+				left := db.Left("p", key)
+				_, err := kit.Acquire(s, "p", key, 1)
+				require.Equal(t, "40001", kit.SQLState(err), "%s, %s", level, key)
+				s.Execute("rollback")
+				require.Equal(t, left, db.Left("p", key))
+				require.Equal(t, left-1, s.Acquire("p", key, 1).Remaining, "tried again")
+			}
+			s := db.Session().Run("begin isolation level " + level)
+			require.True(t, s.Acquire("p", fmt.Sprint("unchanged", i), 1).Allowed)
+			s.Execute("commit")
+		}
+	})
+}
+
+func TestTransaction_SnapshotIsolation_ADenialIsAsOldAsTheSnapshot(t *testing.T) {
+	db := kit.ParallelDB(t).Policy("p", 10, 1, kit.ADay)
+	for _, level := range snapshotIsolation {
+		db.Acquire("p", level, 10)
+		s := db.Session().Run("begin isolation level " + level).Run("select from ratelimit.policies")
+		db.Must(kit.Refund(db.Pool, "p", level, 5))
+		require.False(t, s.Acquire("p", level, 1).Allowed)
+		require.EqualValues(t, 0, s.Db.Must(kit.Peek(s, "p", level, 1)).Remaining)
+		s.Execute("commit")
+		require.EqualValues(t, 4, s.Acquire("p", level, 1).Remaining)
+	}
+}
+
+func TestTransaction_NoSettingOfTheSessionChanges(t *testing.T) {
+	db := kit.ParallelDB(t)
+	s := db.Session().Run("do '/* loads plpgsql, which has settings */ begin end'")
+	s.Execute("set search_path = pg_catalog; set intervalstyle = iso_8601; set timezone = 'Asia/Tokyo'")
+	s.Execute("create temporary table before as select name, setting from pg_settings")
+	changed := func() []string {
+		return kit.ColumnOf(t, s, `
+			select concat(name, ': ', b.setting, ' -> ', n.setting) from before as b full join pg_settings as n using (name)
+			 where b.setting is distinct from n.setting`)
+	}
+	for _, call := range []string{
+		"select public.ratelimit_define_policy('p', 10, 1, '1 second')",
+		"select public.ratelimit_define_policy('e', 10, 1, '1 second', durable => false)", "select public.ratelimit_acquire('p', 'k', 3)",
+		"select public.ratelimit_acquire('e', 'k', 3, 'X')", "select public.ratelimit_acquire('e', 'k', 3, 'X')",
+		"select public.ratelimit_acquire('p', 'k', 11)", "select public.ratelimit_acquire('unknown', 'k')",
+		"select public.ratelimit_acquire('p', '')", "select public.ratelimit_acquire('e', 'k', 2, 'X')", "select public.ratelimit_peek('p', 'k')",
+		"select public.ratelimit_refund('p', 'k', 1)", "select public.ratelimit_reset('p', 'k')", "select public.ratelimit_policies()",
+		"select public.ratelimit_version()", "select public.ratelimit_cleanup()", "call public.ratelimit_cleanup_all()",
+		"call public.ratelimit_reset_all('p')", "select public.ratelimit_drop_policy('e')",
+	} {
+		_, err := s.Exec(context.Background(), call)
+		require.NotEqual(t, "42883", kit.SQLState(err), call) // undefined function
+		require.Empty(t, changed(), call)
+	}
+	s.Execute("begin")
+	s.Execute("select public.ratelimit_acquire('p', 'k', 3, 'X')")
+	require.Empty(t, changed())
+	s.Execute("commit")
+	require.Empty(t, changed())
+	s.Execute("set work_mem = '5MB'")
+	require.Equal(t, []string{"work_mem: 4096 -> 5120"}, changed())
+}
+
+// The two traps of calling a function that takes tokens, and the forms to write instead.
+
+func TestTransaction_HowOftenAQueryCallsTheFunction(t *testing.T) {
+	db := kit.ParallelDB(t)
+	for _, q := range []struct {
+		query       string
+		rows, taken int64
+	}{
+		{"select (ratelimit_acquire('p', 'k')).*", 1, 7},
+		{"select * from ratelimit_acquire('p', 'k')", 1, 1},
+		{"select d.* from generate_series(1, 300), ratelimit_acquire('p', 'k') as d", 300, 1},
+		{"select (a.d).* from (select ratelimit_acquire('p', 'k') as d from generate_series(1, 300)) as a", 300, 300},
+		{"select d.* from generate_series(1, 300) as g cross join lateral ratelimit_acquire('p', 'k', cost => 1 + 0 * g) as d", 300, 300},
+		{"select d.* from generate_series(1, 300) as g cross join lateral ratelimit_acquire('p', 'k' || g) as d", 300, 300},
+	} {
+		db.DefinePolicy("p", 1000, 1, kit.ADay)
+		tag, err := db.Pool.Exec(context.Background(), q.query)
+		require.NoError(t, err, q.query)
+		require.Equal(t, q.rows, tag.RowsAffected(), q.query)
+		require.Equal(t, q.taken, db.Number("select sum(1000 - level / 1000000)::bigint from ratelimit.buckets"), q.query)
+		db.DropPolicy("p")
+	}
+}
+
+func TestReadOnlyTransaction(t *testing.T) {
+	ctx := context.Background()
+	db := kit.ParallelDB(t)
+	for name, durability := range map[string]kit.PolicyOption{"durable": kit.Durable, "ephemeral": kit.Ephemeral} {
+		db.Policy(name, 10, 1, kit.ADay, durability).Take(name, "known", 3)
+		db.Take(name, "empty", 10).Take(name, "granted", 3, "first")
+	}
+	before := kit.RowsOf(t, db.DB)
+	conn := db.Connect(t)
+	kit.Execute(t, conn, "set default_transaction_read_only = on")
+	for _, policy := range []string{"durable", "ephemeral"} {
+		for key, left := range map[string]int64{"known": 7, "empty": 0, "unknown": 10} {
+			for _, call := range []string{
+				"acquire($1, $2)", "acquire($1, $2, 10)", "acquire($1, $2, 1, 'first')", "acquire_many(array[$1::text], array[$2::text])",
+				"refund($1, $2, 1)", "reset($1, $2)",
+			} {
+				if key == "empty" && strings.HasPrefix(call, "acquire_many") {
+					continue // a batch denies without a write
+				}
+				_, err := conn.Exec(ctx, "select ratelimit_"+call, policy, key)
+				require.Equal(t, "25006", kit.SQLState(err), "%s: %v", call, err)
+			}
+			require.Equal(t, left, db.Must(kit.Peek(conn, policy, key, 1)).Remaining)
+			require.Equal(t, left, db.Must(kit.Acquire(conn, policy, key, 0)).Remaining, "cost 0 writes nothing")
+		}
+		// Never, a replay and cost 0 write nothing, so they are answered: alone and in a batch.
+		eleven, repeat := kit.RequestOf(policy, "known", 11), kit.RequestOf(policy, "granted", 3, "first")
+		never, again := db.Must(eleven.Acquire(conn)), db.Must(repeat.Acquire(conn))
+		require.True(t, again.Replayed)
+		answers := kit.SendBatch(t, conn, kit.AcquireMany, eleven, repeat, kit.RequestOf(policy, "known", 0), kit.RequestOf(policy, "unknown", 0))
+		require.Equal(t, &again, answers[1].Decision)
+		require.Equal(t, model.Never, answers[0].Decision.RetryAfter)
+		require.Equal(t, never.Remaining, answers[0].Decision.Remaining)
+		for _, second := range []kit.NullableRequest{eleven, kit.RequestOf(policy, "granted", 11), repeat} {
+			require.Equal(t, model.Never, kit.SendBatch(t, conn, kit.AcquireMany, eleven, second)[0].Decision.RetryAfter)
+		}
+		for _, sql := range []string{"select ratelimit_define_policy($1, 10, 1, '1 hour')", "select ratelimit_drop_policy($1)"} {
+			_, err := conn.Exec(ctx, sql, policy)
+			require.Equal(t, "25006", kit.SQLState(err), "%s: %v", sql, err)
+		}
+	}
+	_, err := conn.Exec(ctx, "select ratelimit_cleanup()")
+	require.Equal(t, "25006", kit.SQLState(err), "%v", err)
+	kit.Execute(t, conn, "select ratelimit_policies(), ratelimit_version()")
+	require.Equal(t, before, kit.RowsOf(t, db.DB))
+}
+
+func TestReadOnlyTransaction_ErrorSaysWhatHelps(t *testing.T) {
+	db := kit.ParallelDB(t)
+	for name, durability := range map[string]kit.PolicyOption{"durable": kit.Durable, "ephemeral": kit.Ephemeral} {
+		db.Policy(name, 10, 1, time.Hour, durability).Take(name, "known", 3, "first")
+	}
+	conn := db.Connect(t)
+	kit.Execute(t, conn, "set default_transaction_read_only = on")
+	for _, policy := range []string{"durable", "ephemeral"} {
+		kit.RequireReadOnly(t, conn, policy, "default_transaction_read_only is on.")
+	}
+}

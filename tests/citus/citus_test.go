@@ -1,0 +1,569 @@
+package citus
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"regexp"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/pgratelimit/pgratelimit/migrations/packages"
+	"github.com/pgratelimit/pgratelimit/tests/kit"
+	"github.com/stretchr/testify/require"
+	"golang.org/x/sync/errgroup"
+)
+
+// The package distributed over a coordinator and two workers answers as one server does, from each of them.
+func TestCitus(t *testing.T) {
+	c := kit.NewCitus(t)
+	db := c.Create(t, "limits")
+	t.Run("installs", func(t *testing.T) { testCitusInstalls(t, c) })
+	t.Run("counts exactly while shards move", func(t *testing.T) { testCitusCounts(t, c, db.In(t)) })
+	t.Run("transactions", func(t *testing.T) { testCitusTransactions(t, db.In(t)) })
+	still := c.Create(t, "still")
+	still.StopClock()
+	t.Run("answers as one server does", func(t *testing.T) { testCitusParity(t, still.In(t)) })
+	t.Run("vectors", func(t *testing.T) { testCitusVectors(t, still.In(t)) })
+	t.Run("cleans up", func(t *testing.T) { testCitusCleansUp(t, still.In(t)) })
+	t.Run("a worker down", func(t *testing.T) { testCitusWorkerDown(t, c, db.In(t)) })
+}
+
+func testCitusInstalls(t *testing.T, c *kit.Citus) {
+	db := c.CreateOn(t, "installs", 2)
+	c.Install(t, "installs")
+	db.Coordinator().Execute("create table app (id text primary key)")
+	db.Coordinator().Execute("select create_distributed_table('app', 'id')") // is not put with ours, which have another collation
+	db.Coordinator().DefinePolicy("before", 10, 1, time.Hour)
+	require.Equal(t, int64(7), db[1].Acquire("before", "k", 3, "ik").Remaining)
+	c.Install(t, "installs") // again
+	c.Add(t, "installs", 2)  // a node that is added gets all of it
+	db.Coordinator().Execute("select rebalance_table_shards(shard_transfer_mode => 'block_writes')")
+	require.True(t, db[2].Acquire("before", "k", 3, "ik").Replayed)
+	c.Install(t, "installs") // so that PUBLIC may execute nothing there
+	for n, node := range db {
+		require.Equal(t, []string{
+			"acquire_here", "acquire_up_to_here", "charge_here", "decide_here", "peek_here", "refund_here", "reserve_here", "reset_here", "settle_here",
+		}, node.Strings(`
+			select p.proname::text
+			  from pg_dist_object as o
+			  join pg_proc as p on p.oid = o.objid and o.classid = 'pg_proc'::regclass
+			 where o.distribution_argument_index is not null and o.force_delegation
+			 order by 1`), "node %d: these alone may be distributed by an argument: with a null there, Citus crashes", n)
+		require.Equal(t, db.Coordinator().Strings(publicFunctions), node.Strings(publicFunctions), "node %d", n)
+	}
+	db.Coordinator().DefinePolicy("p", 10, 1, time.Hour)
+	require.Equal(t, int64(7), db[1].Acquire("p", "k", 3).Remaining)
+	c.Make(t, "uninstall-citus", "installs")
+	for n, node := range db {
+		require.Empty(t, node.Strings(`
+			select p.oid::regprocedure::text from pg_proc as p where p.proname ~ '^ratelimit_' union all
+			 select n.nspname from pg_namespace as n where n.nspname = 'ratelimit'`), "node %d", n)
+	}
+	c.Install(t, "installs")
+	db.Coordinator().DefinePolicy("p", 10, 1, time.Hour)
+	require.Equal(t, int64(7), db[2].Acquire("p", "k", 3).Remaining)
+}
+
+const publicFunctions = `
+	select format('%s %s %s %s', p.oid::regprocedure, p.proacl, p.prosecdef, md5(p.prosrc)) from pg_proc as p
+	 where p.proname ~ '^ratelimit_' or p.pronamespace = 'ratelimit'::regnamespace and p.proname ~ '_here$' order by 1`
+
+// Callers of all nodes share buckets, one of which moves between the workers. In the end exactly what the buckets held was granted.
+func testCitusCounts(t *testing.T, c *kit.Citus, db kit.CitusDB) {
+	const capacity, callers, keys = 200, 4, 3
+	for name, durability := range map[string]kit.PolicyOption{"durable": kit.Durable, "ephemeral": kit.Ephemeral} {
+		db.Coordinator().DefinePolicy(name, capacity, 0, time.Hour, durability)
+	}
+	var grants [2][keys]atomic.Int64
+	var failed atomic.Int64
+	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
+	defer cancel()
+	var group errgroup.Group
+	var busy sync.WaitGroup
+	for n, node := range db {
+		for caller := range callers {
+			busy.Add(1)
+			group.Go(func() error {
+				defer busy.Done()
+				denied := map[int]bool{}
+				for i := caller; len(denied) < 2*keys; i++ {
+					if denied[i%(2*keys)] {
+						continue
+					}
+					policy, key := []string{"durable", "ephemeral"}[i%2], i/2%keys
+					var allowed bool
+					sql := "select allowed from ratelimit_acquire($1, $2)"
+					if n == 0 && caller == 0 {
+						sql = "select allowed from ratelimit_acquire_many(array[$1], array[$2])"
+					}
+					err := node.Pool.QueryRow(ctx, sql, policy, fmt.Sprint("hot ", key)).Scan(&allowed)
+					switch {
+					case kit.SQLState(err) == "XX000" && strings.Contains(err.Error(), "from a query on a shard"): // the shard has just moved
+						if failed.Add(1) > 5000 {
+							return err
+						}
+					case err != nil:
+						return err
+					case allowed:
+						grants[i%2][key].Add(1)
+					default:
+						denied[i%(2*keys)] = true
+					}
+				}
+				return nil
+			})
+		}
+	}
+	done := make(chan struct{})
+	go func() { busy.Wait(); close(done) }()
+	moves := 0
+	for over := false; !over; {
+		from, shard := db.ShardOf(c, "hot 0")
+		to := 3 - from
+		db.Coordinator().Execute("select citus_move_shard_placement($1, $2, 5432, $3, 5432, 'block_writes')", shard, c.NodeName(from), c.NodeName(to))
+		moves++
+		select {
+		case <-done:
+			over = true
+		default:
+		}
+	}
+	require.NoError(t, group.Wait())
+	for n := range 2 {
+		for key := range keys {
+			require.Equal(t, int64(capacity), grants[n][key].Load(), "bucket %d of policy %d", key, n)
+		}
+	}
+	t.Logf("%d moves; %d of %d calls failed, and took nothing", moves, failed.Load(), 2*keys*capacity)
+}
+
+func testCitusTransactions(t *testing.T, db kit.CitusDB) {
+	db.Coordinator().DefinePolicy("tx", 10, 0, time.Hour)
+	for n, node := range db {
+		keys := []string{fmt.Sprint("a", n), fmt.Sprint("b", n), fmt.Sprint("c", n), fmt.Sprint("d", n)} // on both workers
+		remaining := func(want int64) {
+			t.Helper()
+			for _, key := range keys {
+				require.Equal(t, want, node.Must(kit.Peek(node.Pool, "tx", key, 1)).Remaining, key)
+			}
+		}
+		all := func(s *kit.Session) {
+			for _, key := range keys {
+				s.Acquire("tx", key, 2)
+			}
+		}
+		s := node.Begin()
+		all(s)
+		s.Execute("rollback")
+		remaining(10)
+		s.Execute("begin")
+		all(s)
+		s.Execute("savepoint one")
+		all(s)
+		s.Execute("rollback to one")
+		all(s)
+		s.Execute("commit")
+		remaining(6)
+		// A pipeline is one transaction without BEGIN: a statement that fails takes back those before it.
+		var batch pgx.Batch
+		for _, key := range keys {
+			batch.Queue("select ratelimit_acquire('tx', $1, 2)", key)
+		}
+		batch.Queue("select 1 / 0")
+		require.Equal(t, "22012", kit.SQLState(node.Pool.SendBatch(t.Context(), &batch).Close()))
+		remaining(6)
+		// A statement of many calls takes back what it took when it fails.
+		_, err := node.Pool.Exec(t.Context(), "select (ratelimit_acquire('tx', k.key, 2)).allowed, 1 / (1 - k.n) from unnest($1::text[]) with ordinality as k (key, n)", keys)
+		require.Equal(t, "22012", kit.SQLState(err))
+		remaining(6)
+		_, err = node.Pool.Exec(t.Context(), "do $$ begin perform ratelimit_acquire('tx', 'a"+fmt.Sprint(n)+"', 2); raise exception 'no'; exception when others then null; end $$")
+		require.NoError(t, err)
+		remaining(6)
+		// Others wait for who has a bucket locked, and the wait ends with its transaction.
+		other := db[(n+1)%3].Session()
+		s.Execute("begin")
+		s.Acquire("tx", keys[0], 6)
+		waiting := other.StartAcquire("tx", keys[0], 6)
+		s.Execute("rollback")
+		<-waiting.Done
+		require.NoError(t, waiting.Err)
+		require.True(t, waiting.Decision.Allowed)
+	}
+}
+
+// A conversation is what is said to one server and to each node of the cluster. {key} is another key for each of them.
+var conversation = func() []string {
+	said := strings.Split(strings.ReplaceAll(strings.TrimSpace(`
+select ratelimit_define_policy('p', 10, 1, '1 h') ;; select ratelimit_define_policy('q', 5, 1, '1 h', durable => false)
+select ratelimit_define_policy('s', 1, 1, '1 h', shadow => true) ;; select ratelimit_define_policy('step', 9, 3, '1 h', stepped => true)
+select ratelimit_define_policy('p', durable => false) ;; select ratelimit_define_policy(null, 1, 1, '1 h')
+select ratelimit_define_policy('bad', 0, 1, '1 h') ;; select * from ratelimit_policies() ;; select * from ratelimit_acquire('p', '{key}')
+select * from ratelimit_acquire('p', '{key}', 3, 'ik') ;; select * from ratelimit_acquire('p', '{key}', 3, 'ik')
+select * from ratelimit_acquire('p', '{key}', 4, 'ik') ;; select * from ratelimit_acquire('p', '{key}', 7)
+select * from ratelimit_acquire('p', '{key}', 11) ;; select * from ratelimit_acquire('p', '{key}', 0)
+select * from ratelimit_acquire('p', '{key}', -1) ;; select * from ratelimit_acquire('step', '{key}', 4)
+select * from ratelimit_acquire('s', '{key}', 1) ;; select * from ratelimit_acquire('s', '{key}', 1)
+select * from ratelimit_acquire('none', '{key}') ;; select * from ratelimit_acquire('p', '') ;; select * from ratelimit_acquire('p', repeat('x', 513))
+select v.key, ratelimit_acquire('p', v.key) from (values ('{key} v')) as v (key)
+select v.key, ratelimit_acquire('p', v.key) from (values ('{key} v'), (null)) as v (key)
+select d.* from (values ('{key} v')) as v (key), ratelimit_acquire('p', v.key) as d
+select d.* from generate_series(1, 3) as n, ratelimit_acquire('p', '{key} n' || n) as d
+select d.* from generate_series(1, 3) as n, ratelimit_acquire('p', '{key} m') as d ;; select ratelimit_acquire('p', (select '{key} v'))
+select (select ratelimit_acquire('p', '{key} v')) ;; select ratelimit_acquire('p', (select null::text))
+select ratelimit_acquire((select null::text), '{key}') ;; with d as materialized (select ratelimit_acquire('p', '{key} w') as d) select d from d
+select (ratelimit_acquire('p', '{key} w')).remaining ;; select ratelimit_acquire(policy => 'p', key => '{key} w', cost => 2)
+select ratelimit_acquire('p', case when (ratelimit_peek('p', '{key} w')).allowed then '{key} w' end)
+do $$ declare d record; begin select * into d from ratelimit_acquire('p', '{key} w', 2); if d.remaining <> 2 then raise 'remaining %', d.remaining; end if; end $$
+select * from ratelimit_peek('p', '{key} w') ;; select * from ratelimit_peek('p', '{key} w', 9) ;; select * from ratelimit_peek('p', '{key} new', 11)
+select * from ratelimit_acquire('q', '{key}', 3, 'ik') ;; select * from ratelimit_acquire('q', '{key}', 3, 'ik')
+select * from ratelimit_acquire('q', '{key}', 3) ;; select * from ratelimit_refund('q', '{key}', 2)
+select * from ratelimit_refund('q', '{key}', 100) ;; select * from ratelimit_refund('q', '{key} new', 1)
+select * from ratelimit_refund('q', '{key}', -1) ;; select * from ratelimit_charge('p', '{key} c', 20, 'ck')
+select * from ratelimit_charge('p', '{key} c', 20, 'ck') ;; select * from ratelimit_charge('p', '{key} c', 21, 'ck')
+select * from ratelimit_charge('q', '{key} c', 20) ;; select * from ratelimit_charge('q', '{key} c', 0)
+select * from ratelimit_settle('p', '{key} c', 'ck', 5) ;; select * from ratelimit_settle('p', '{key} c', 'ck', 5)
+select * from ratelimit_settle('p', '{key} c', 'ck', 6) ;; select * from ratelimit_settle('p', '{key} c', 'none', 6)
+select * from ratelimit_settle('s', '{key} c', 'none', 6) ;; select * from ratelimit_settle('p', '{key} c', null, 6)
+select * from ratelimit_reserve('p', '{key} r', '2 h', 10) ;; select * from ratelimit_reserve('p', '{key} r', '2 h', 2, 'rk')
+select * from ratelimit_reserve('p', '{key} r', '2 h', 2, 'rk') ;; select * from ratelimit_acquire('p', '{key} r', 2, 'rk')
+select * from ratelimit_reserve('p', '{key} r', '2 h', 1) ;; select * from ratelimit_reserve('p', '{key} r', '2 h', 11)
+select * from ratelimit_reserve('p', '{key} r', '-1 h', 1) ;; select * from ratelimit_acquire_up_to('p', '{key} u', 20, 1, 'uk')
+select * from ratelimit_acquire_up_to('p', '{key} u', 20, 1, 'uk') ;; select * from ratelimit_acquire_up_to('p', '{key} u', 20, 1)
+select * from ratelimit_acquire_up_to('p', '{key} u', 1, 2) ;; select ratelimit_reset('p', '{key} u') ;; select * from ratelimit_peek('p', '{key} u')
+select * from ratelimit_enforce('p', '{key} e', 10) ;; select * from ratelimit_enforce('p', '{key} e', 1)
+select * from ratelimit_enforce('p', null, 1) ;; select ratelimit_override('p', '{key} o', 100) ;; select * from ratelimit_acquire('p', '{key} o', 20)
+select * from ratelimit_acquire_many(array['p', 'p'], array['{key} o', '{key} o'], array[20, 1]) ;; select * from ratelimit_overrides('p', '{key} o')
+select ratelimit_override('p', '{key} o', expires_at => '2000-01-01') ;; select ratelimit_remove_override('p', '{key} o')
+select ratelimit_remove_override('p', '{key} o')
+select * from ratelimit_acquire_many(array['p','p','q','none','p','p',null,'q','s','s'], array['{key} 1','{key} 2','{key} 1','{key} 1','{key} 1',null,'{key} x','','{key} s','{key} s'], array[1,11,2,1,9,1,1,1,1,1])
+select * from ratelimit_acquire_many(array['p','p','p'], array['{key} i','{key} i','{key} i'], array[1,1,2], array['x','x','x'])
+select * from ratelimit_acquire_many(array['p','p','p'], array['{key} i','{key} i','{key} j'], array[1,1,2], array['x','y','x'])
+select * from ratelimit_acquire_many(array['none','p'], array['{key} i2','{key} i3'], array[1,-1])
+select * from ratelimit_acquire_many(array['p','p'], array['{key} i']) ;; select * from ratelimit_acquire_many(null, array['{key} i'])
+select * from ratelimit_acquire_many('{}', '{}') ;; select * from ratelimit_acquire_packed(array['p'], array['{key} pk'], array[1])
+select * from ratelimit_acquire_packed(array['p','q'], array['{key} pk','{key} pk'], array[1,9], array[2])
+select * from ratelimit_acquire_all(array['p','q'], array['{key} a','{key} a'], array[1,2])
+select * from ratelimit_acquire_all(array['p','q'], array['{key} a','{key} a'], array[1,4])
+select * from ratelimit_acquire_all(array['p','q','p'], array['{key} a','{key} a','{key} a'], array[1,2,3], 'k')
+select * from ratelimit_acquire_all(array['p','q','p'], array['{key} a','{key} a','{key} a'], array[1,2,3], 'k')
+select * from ratelimit_acquire_all(array['p','q','p'], array['{key} a','{key} a','{key} a'], array[1,2,4], 'k')
+select * from ratelimit_acquire_all(array['p','none'], array['{key} a','{key} a'])
+select * from ratelimit_acquire_all(array['p',null], array['{key} a','{key} a'])
+select * from ratelimit_acquire_all(array['p','q'], array['{key} a',null]) ;; select * from ratelimit_acquire_all('{}', '{}')
+select * from ratelimit_acquire_all_many(array['p','q','p','q'], array['{key} b','{key} b','{key} g','{key} g'], array[1,2,1,9], array[2,2,0])
+select * from ratelimit_status('p', 3) ;; select * from ratelimit_status('none') ;; select * from ratelimit_shard() ;; select ratelimit_version()
+begin read only; select * from ratelimit_peek('p', '{key} ro'); select * from ratelimit_acquire('p', '{key} ro', 11); select * from ratelimit_acquire('p', '{key} ro'); rollback
+begin; select * from ratelimit_acquire('p', '{key} t1'); select * from ratelimit_acquire('p', '{key} t2'); savepoint s; select * from ratelimit_acquire('p', '{key} t1', 4); rollback to s; select * from ratelimit_acquire('p', '{key} t1', 2); commit
+select * from ratelimit_peek('p', '{key} t1') ;; select ratelimit_drop_policy('none') ;; select ratelimit_drop_policy(null)
+`), " ;; ", "\n"), "\n")
+	// Every argument null, one by one and all at once.
+	for _, call := range [][]string{
+		{"ratelimit_acquire", "'p'", "'{key}'", "1", "'n'"}, {"ratelimit_peek", "'p'", "'{key}'", "1"}, {"ratelimit_refund", "'p'", "'{key}'", "1"},
+		{"ratelimit_reset", "'p'", "'{key}'"}, {"ratelimit_charge", "'p'", "'{key}'", "1", "'n2'"}, {"ratelimit_settle", "'p'", "'{key}'", "'n2'", "1"},
+		{"ratelimit_reserve", "'p'", "'{key}'", "'1 h'", "1", "'n3'"}, {"ratelimit_acquire_up_to", "'p'", "'{key}'", "2", "1", "'n4'"},
+		{"ratelimit_enforce", "'p'", "'{key}'", "1", "'n5'"}, {"ratelimit_acquire_many", "'{p}'", "'{k}'", "'{1}'", "'{n6}'"},
+		{"ratelimit_acquire_all", "'{p}'", "'{k}'", "'{1}'", "'n7'"}, {"ratelimit_acquire_packed", "'{p}'", "'{k}'", "'{1}'", "'{1}'", "'{n8}'"},
+		{"ratelimit_acquire_all_many", "'{p}'", "'{k}'", "'{1}'", "'{1}'", "'{n9}'"}, {"ratelimit_override", "'p'", "'{key}'", "20", "1", "'1 h'", "'2100-01-01Z'"},
+		{"ratelimit_remove_override", "'p'", "'{key}'"}, {"ratelimit_overrides", "'p'", "'{key}'", "1"}, {"ratelimit_status", "'p'", "1", "'{key}'"}, {"ratelimit_cleanup", "1"},
+	} {
+		for n := range call {
+			args := slices.Clone(call[1:])
+			if n == 0 {
+				for i := range args {
+					args[i] = "null"
+				}
+			} else {
+				args[n-1] = "null"
+			}
+			if call[0] != "ratelimit_overrides" && call[0] != "ratelimit_status" || slices.Contains(args, "'p'") { // else about all policies
+				said = append(said, "select * from "+call[0]+"("+strings.Join(args, ", ")+")")
+			}
+		}
+	}
+	return said
+}()
+
+// say answers as the server does: rows as text, errors with all that the package says.
+func say(t testing.TB, conn *pgx.Conn, sql string) (lines []string) {
+	t.Helper()
+	results, err := conn.PgConn().Exec(t.Context(), sql).ReadAll()
+	for _, r := range results {
+		for _, row := range r.Rows {
+			var columns []string
+			for _, column := range row {
+				columns = append(columns, string(column))
+			}
+			lines = append(lines, strings.Join(columns, "|"))
+		}
+		lines = append(lines, r.CommandTag.String())
+	}
+	if err != nil {
+		e := kit.PgError(err)
+		require.NotNil(t, e, "%s: %v", sql, err)
+		lines = append(lines, fmt.Sprintf("%s %s / %s / %s", e.Code, e.Message, e.Detail, e.Hint))
+		if conn.PgConn().TxStatus() != 'I' {
+			_, err = conn.Exec(context.Background(), "rollback")
+			require.NoError(t, err)
+		}
+	}
+	return lines
+}
+
+// Every public function answers from each node, to its owner and to a role that may execute and no more, as one server does.
+func testCitusParity(t *testing.T, db kit.CitusDB) {
+	plain := kit.NewDB(t)
+	plain.SetClock(kit.T0)
+	for _, on := range []*kit.TestDB{plain, db.Coordinator()} {
+		on.Execute(`do $$ begin if not exists (select from pg_roles where rolname = 'caller') then create role caller login; end if; end $$`)
+		on.Execute(`do $$ declare f regprocedure; begin
+			for f in select p.oid from pg_proc as p where p.proname ~ '^ratelimit_' and p.prokind = 'f' loop
+				execute format('grant execute on function %s to caller', f);
+			end loop; end $$`)
+	}
+	t.Cleanup(func() { plain.Execute("drop owned by caller"); plain.Execute("drop role caller") })
+	differences := 0
+	for n, node := range db {
+		for _, role := range []string{"", "caller"} {
+			one, all := plain.As(role), node.As(role)
+			for _, sql := range conversation {
+				sql = strings.ReplaceAll(sql, "{key}", fmt.Sprintf("key %d%s", n, role))
+				want, got := say(t, one, sql), say(t, all, sql)
+				if !slices.Equal(want, got) && differences < 20 {
+					differences++
+					t.Errorf("node %d as %q: %s\none server: %s\nCitus:      %s", n, role, sql, strings.Join(want, "\n            "), strings.Join(got, "\n            "))
+				}
+			}
+			for _, on := range []*kit.TestDB{plain, node} {
+				for _, policy := range []string{"p", "q", "s", "step"} {
+					on.DropPolicy(policy)
+				}
+			}
+		}
+	}
+	// What differs: a request of several keys is refused.
+	node := db[1]
+	node.DefinePolicy("p", 10, 1, time.Hour)
+	_, err := node.Pool.Exec(t.Context(), "select ratelimit_acquire_all(array['p', 'p'], array['a', 'b'])")
+	require.Equal(t, "0A000", kit.SQLState(err))
+	require.Equal(t, int64(10), node.Must(kit.Peek(node.Pool, "p", "a", 1)).Remaining)
+	node.DropPolicy("p")
+}
+
+func testCitusVectors(t *testing.T, db kit.CitusDB) {
+	for n, v := range kit.Vectors {
+		v.Replay(t, db[n%3], []kit.PolicyOption{kit.Durable, kit.Ephemeral}[n/3%2])
+		db[(n+1)%3].DropPolicy(v.Origin)
+	}
+}
+
+func testCitusCleansUp(t *testing.T, db kit.CitusDB) {
+	rows := func() (counts [3]int64) {
+		t.Helper()
+		err := db.Coordinator().Pool.QueryRow(t.Context(), `select (select count(*) from ratelimit.buckets) + (select count(*) from ratelimit.ephemeral_buckets),
+			(select count(*) from ratelimit.idempotency_keys) + (select count(*) from ratelimit.ephemeral_idempotency_keys),
+			(select count(*) from ratelimit.overrides)`).Scan(&counts[0], &counts[1], &counts[2])
+		require.NoError(t, err)
+		return counts
+	}
+	db.Coordinator().Execute("call ratelimit_cleanup_all()") // of policies that were dropped
+	require.Equal(t, [3]int64{}, rows())
+	db.Coordinator().DefinePolicy("d", 10, 10, time.Hour, kit.Remember(time.Hour))
+	db.Coordinator().DefinePolicy("e", 10, 10, time.Hour, kit.Remember(2*time.Hour), kit.Ephemeral)
+	db.Coordinator().SetClock(kit.T0)
+	for n := range 20 {
+		db[n%3].Acquire([]string{"d", "e"}[n%2], fmt.Sprint("k", n), 1, "ik")
+	}
+	db[1].Execute("select ratelimit_override('d', 'k0', 100, 1, '1 h')") // full much later
+	require.Equal(t, [3]int64{20, 20, 1}, rows())
+	db.Coordinator().SetClock(kit.T0.Add(90 * time.Minute))
+	db[2].Execute("call ratelimit_cleanup_all()")
+	require.Equal(t, [3]int64{1, 10, 1}, rows(), "k0 is full by the policy's numbers and not by its override's")
+	db.Coordinator().SetClock(kit.T0.Add(3 * time.Hour))
+	buckets, keys := db[1].Cleanup()
+	require.Equal(t, [2]int64{0, 10}, [2]int64{buckets, keys})
+	db[1].DropPolicy("d")
+	require.Equal(t, [3]int64{1, 0, 0}, rows(), "the rows of a policy are left to clean-up")
+	db.Coordinator().Execute("call ratelimit_cleanup_all()")
+	require.Equal(t, [3]int64{}, rows())
+	db[0].DropPolicy("e")
+}
+
+// What a worker has is not to be had while it is down; the rest is, at once.
+func testCitusWorkerDown(t *testing.T, c *kit.Citus, db kit.CitusDB) {
+	db.Coordinator().DefinePolicy("down d", 10, 0, time.Hour)
+	db.Coordinator().DefinePolicy("down e", 10, 0, time.Hour, kit.Ephemeral)
+	var key [3]string // one of each worker
+	for n := 0; key[1] == "" || key[2] == ""; n++ {
+		k := fmt.Sprint("down ", n)
+		node, _ := db.ShardOf(c, k)
+		key[node] = k
+	}
+	for _, policy := range []string{"down d", "down e"} {
+		for _, k := range key[1:] {
+			require.Equal(t, int64(7), db.Coordinator().Acquire(policy, k, 3, "ik").Remaining)
+		}
+	}
+	require.NoError(t, c.Nodes[2].Stop(t.Context(), true))
+	for _, node := range db[:2] {
+		require.Equal(t, int64(6), node.Acquire("down d", key[1], 1, fmt.Sprint("to ", node.URL)).Remaining)
+		node.Must(kit.Refund(node.Pool, "down d", key[1], 1))
+		began := time.Now()
+		_, err := kit.Acquire(node.Pool, "down d", key[2], 1)
+		require.Error(t, err)
+		require.Less(t, time.Since(began), kit.Patience)
+		var refused *pgconn.PgError
+		require.ErrorAs(t, err, &refused)
+		require.Equal(t, "08006", refused.Code, refused)
+		_, err = node.Pool.Exec(t.Context(), "select ratelimit_define_policy('needs all nodes', 1, 1, '1 s')")
+		require.Error(t, err)
+		_, err = node.Pool.Exec(t.Context(), "call ratelimit_cleanup_all()")
+		require.NoError(t, err, "the other nodes are cleaned up")
+	}
+	require.NoError(t, c.Nodes[2].Start(t.Context()))
+	for n, node := range db {
+		node.Pool.Reset()
+		require.Equal(t, int64(7), node.Must(kit.Peek(node.Pool, "down d", key[2], 1)).Remaining, "node %d", n)
+		require.Equal(t, int64(10), node.Must(kit.Peek(node.Pool, "down e", key[2], 1)).Remaining, "node %d: full after a crash", n)
+		require.Equal(t, int64(7), node.Must(kit.Peek(node.Pool, "down e", key[1], 1)).Remaining, "node %d", n)
+	}
+	require.True(t, db[2].Acquire("down d", key[2], 3, "ik").Replayed)
+}
+
+// What sql/ must keep so that Citus can call a function about one bucket on the node that has its shard. The functions that serve
+// many buckets on one server are other ones there: the second list is as they are rendered for Citus.
+func TestCatalog_FunctionsAboutOneBucketFitCitus(t *testing.T) {
+	t.Parallel()
+	db := kit.NewDB(t)
+	plain := append([]string{"peek"}, kit.HotFunctions...)
+	for _, function := range append([]string{
+		"acquire", "acquire_ephemeral", "acquire_up_to_ephemeral", "charge_ephemeral", "reserve_ephemeral", "settle_ephemeral", "bucket_now",
+	}, plain...) {
+		lintForCitus(t, db, function, db.Text("select string_agg(prosrc, '' order by oid) from pg_proc where proname = $1", function))
+	}
+	require.Empty(t, db.Strings("select p.oid::regprocedure::text from pg_proc as p where p.proname = any ('{"+strings.Join(plain, ",")+`}')
+		   and exists (select from pg_type as t join pg_class as c on c.oid = t.typrelid
+		                where t.oid = any (p.proargtypes || p.prorettype) and c.relkind = 'r')`), "the row type of a table is in the signature")
+
+	files, err := packages.One(os.DirFS("../.."), "citus")
+	require.NoError(t, err)
+	rendered := string(files["citus/citus.sql"])
+	require.NotRegexp(t, `[^\x00-\x7f]`, rendered, "psql takes the file to be in the encoding of its locale")
+	for _, function := range []string{
+		"acquire_here", "peek_here", "refund_here", "reset_here", "charge_here", "settle_here", "reserve_here", "acquire_up_to_here",
+		"decide_here", "decide_in_order", "look_at_buckets", "rows_of_buckets", "live_idempotency_keys", "lock_buckets", "create_buckets",
+		"write_buckets", "remember_idempotency_keys", "rows_of_ephemeral_buckets", "live_ephemeral_idempotency_keys", "lock_ephemeral_buckets",
+		"create_ephemeral_buckets", "write_ephemeral_buckets", "remember_ephemeral_idempotency_keys",
+	} {
+		found := regexp.MustCompile(`(?s)create or replace function ratelimit\.` + function + `\(.*?as \$\$\n(.*?)\n\$\$;`).FindStringSubmatch(rendered)
+		require.NotNil(t, found, function)
+		lintForCitus(t, db, function, found[1])
+	}
+}
+
+// A linter that has never failed proves nothing.
+func TestCatalog_LintForCitusFindsFaults(t *testing.T) {
+	t.Parallel()
+	db := kit.NewDB(t)
+	for _, statement := range []string{
+		"select b.level into v_level from buckets as b where b.policy_id = v_policy.id and b.key >= v_key",
+		"select b.level into v_level from buckets as b where b.key = v_key and exists (select from idempotency_keys as k where k.key = b.key)",
+		"update buckets as b set level = 0, key = v_other where b.policy_id = v_policy.id and b.key = v_key",
+		"update buckets as b set level = 0 where b.policy_id = v_policy.id and (b.key = v_key or b.level > 0)",
+		"update ephemeral_buckets as b set level = 0 from unnest(v_keys) as u (key) where b.key = u.key",
+		"delete from buckets as b where b.ctid = v_row and b.key = v_key",
+		"update buckets as b set refilled_at = clock() where b.key = v_key",
+		"update buckets as b set due_at = v_now + duration(1) where b.key = v_key",
+		"delete from idempotency_keys as k where k.key = v_key and k.expires_at < now()",
+		"insert into idempotency_keys (policy_id, idempotency_key) values (v_policy.id, v_idempotency_key)",
+		"insert into buckets (policy_id, key, level) select v_policy.id, u.key, 0 from unnest(v_keys) as u (key)",
+	} {
+		require.NotEmpty(t, faultsForCitus(t, db, "begin\n  "+statement+";\nend;"), statement)
+	}
+	require.Empty(t, faultsForCitus(t, db, "update buckets as b set level = microtokens(b.level) where b.policy_id = v_policy.id and b.key = v_key"))
+}
+
+func lintForCitus(t *testing.T, db *kit.TestDB, function, body string) {
+	require.NotEmpty(t, body, function)
+	require.Empty(t, faultsForCitus(t, db, body), function)
+}
+
+// faultsForCitus checks the statements of a body that are about buckets or idempotency keys.
+func faultsForCitus(t *testing.T, db *kit.TestDB, body string) (faults []string) {
+	for _, statement := range strings.Split(kit.SQLComment.ReplaceAllString(body, ""), ";") {
+		at := kit.SQLTable.FindStringIndex(statement)
+		if at == nil {
+			continue
+		}
+		statement = strings.Join(strings.Fields(statement), " ")
+		fault := func(what string) { faults = append(faults, what+": "+statement) }
+		if strings.Contains(statement, "ctid") {
+			fault("finds a row by its id")
+		}
+		if len(kit.SQLTable.FindAllString(statement, -1)) > 1 {
+			fault("is about two tables")
+		}
+		changing := "" // the clauses whose functions must be immutable
+		if strings.Contains(statement, "insert into") {
+			if !kit.SQLInsert.MatchString(statement) {
+				fault("inserts no single row with a key")
+			}
+			if _, after, found := strings.Cut(statement, " on conflict "); found {
+				changing = after
+			}
+		} else {
+			_, where, _ := strings.Cut(statement, " where ")
+			where = regexp.MustCompile(` (?:returning|for update|order by)\b.*`).ReplaceAllString(where, "")
+			if !slices.ContainsFunc(terms(where), kit.SQLKeyTerm.MatchString) {
+				fault("has no term key = local")
+			}
+			if changing = where; strings.Contains(statement, "update ") {
+				if _, set, found := strings.Cut(statement, " set "); found {
+					changing, _, _ = strings.Cut(set, " returning ")
+					if kit.SQLSetKey.MatchString(" " + strings.TrimSuffix(changing, where)) {
+						fault("changes the key")
+					}
+				}
+			}
+		}
+		if kit.SQLMoved.MatchString(changing) {
+			fault("moves an instant")
+		}
+		for _, call := range kit.SQLCall.FindAllStringSubmatch(changing, -1) {
+			if slices.Contains(kit.SQLNotCalls, call[1]) {
+				continue
+			}
+			var immutable bool
+			err := db.Pool.QueryRow(context.Background(), `select coalesce(bool_and(p.provolatile = 'i'), false) from pg_proc as p
+				where p.proname = $1 and p.pronamespace in ('pg_catalog'::regnamespace, 'ratelimit'::regnamespace)`, call[1]).Scan(&immutable)
+			require.NoError(t, err)
+			if !immutable {
+				fault(call[1] + " is not immutable")
+			}
+		}
+	}
+	return faults
+}
+
+// terms splits a condition at its outermost and.
+func terms(condition string) (all []string) {
+	depth, start := 0, 0
+	for i, c := range condition {
+		switch {
+		case c == '(':
+			depth++
+		case c == ')':
+			depth--
+		case depth == 0 && strings.HasPrefix(condition[i:], " and "):
+			all = append(all, strings.TrimSpace(condition[start:i]))
+			start = i + len(" and ")
+		}
+	}
+	return append(all, strings.TrimSpace(condition[start:]))
+}

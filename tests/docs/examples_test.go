@@ -1,0 +1,306 @@
+package docs
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/pgratelimit/pgratelimit/tests/kit"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+)
+
+// The programs of docs/examples are run. Each is the same small API, which policy api limits for each user. One that lacks
+// something on this machine is skipped, unless RATELIMIT_TEST_EXAMPLES is "all": then what it lacks is installed, and the
+// test fails where that cannot be.
+var allExamples = os.Getenv("RATELIMIT_TEST_EXAMPLES") == "all"
+
+// A docsExample is a program, and what it takes.
+type docsExample struct {
+	path     string   // below docs/examples
+	run      string   // runs "$1", in sh
+	probe    string   // succeeds in sh if all is there
+	packages []string // Debian's, which bring it
+	npm      bool     // takes the packages of docs/examples/node
+}
+
+const (
+	// psycopg may be there for the system's Python only, while another one comes first.
+	withPsycopg = `for python in python3 /usr/bin/python3; do $python -c 'import psycopg' && exec $python "$@"; done; exit 1`
+	withPHP     = `exec php -S "127.0.0.1:$PORT" "$1"`
+	withGo      = `go build -o "$TMPDIR/api" "$1" && exec "$TMPDIR/api"`
+)
+
+var docsExamples = []docsExample{
+	{path: "go/main.go", run: withGo, probe: "go version"},
+	{path: "node/json.mjs", run: `exec node "$1"`, probe: "node --version", packages: []string{"nodejs"}},
+	{path: "node/grpc.mjs", run: `exec node "$1"`, probe: "node --version", packages: []string{"nodejs"}, npm: true},
+	{path: "node/sql.mjs", run: `exec node "$1"`, probe: "node --version", packages: []string{"nodejs"}, npm: true},
+	{path: "python/json_api.py", run: `exec python3 "$1"`, probe: "python3 --version", packages: []string{"python3"}},
+	{path: "python/sql_api.py", run: withPsycopg, probe: "set -- --version; " + withPsycopg, packages: []string{"python3", "python3-psycopg"}},
+	{path: "php/json.php", run: withPHP, probe: "php --version", packages: []string{"php-cli"}},
+	{path: "php/sql.php", run: withPHP, probe: "php --ri pdo_pgsql", packages: []string{"php-cli", "php-pgsql"}},
+	{path: "ruby/json.rb", run: `exec ruby "$1"`, probe: "ruby -rwebrick -e ''", packages: []string{"ruby", "ruby-webrick"}},
+	{path: "ruby/sql.rb", run: `exec ruby "$1"`, probe: "ruby -rwebrick -rpg -e ''", packages: []string{"ruby", "ruby-webrick", "ruby-pg"}},
+}
+
+var nodeTest = docsExample{path: "node/grpc.test.mjs", run: `exec node --test "$1"`, probe: "node --version", packages: []string{"nodejs"}, npm: true}
+
+func TestDocs_Examples(t *testing.T) {
+	pgtest.OncePerServer(t)
+	t.Parallel()
+	paths := []string{nodeTest.path}
+	for _, example := range docsExamples {
+		paths = append(paths, example.path)
+		t.Run(example.path, func(t *testing.T) {
+			t.Parallel()
+			example.need(t)
+			db := kit.NewDB(t)
+			db.DefinePolicy("api", 3, 1, time.Hour)
+			port := pgtest.FreePort(t)
+			startProgram(t, port, example.program(t, port, append(serverVariables(t, db.DB), kit.PgVariables(t, db.URL)...)))
+
+			get := func(user, path string) (status int, retryAfter, body string) {
+				request, err := http.NewRequestWithContext(t.Context(), http.MethodGet, "http://127.0.0.1:"+port+path, nil)
+				require.NoError(t, err)
+				if user != "" {
+					request.Header.Set("X-User", user)
+				}
+				response, err := http.DefaultClient.Do(request)
+				require.NoError(t, err)
+				defer response.Body.Close()
+				text, err := io.ReadAll(response.Body)
+				require.NoError(t, err)
+				return response.StatusCode, response.Header.Get("Retry-After"), string(text)
+			}
+			for range 3 {
+				status, _, body := get("42", "/")
+				require.Equal(t, http.StatusOK, status)
+				require.Contains(t, body, "hello, 42")
+			}
+			status, retryAfter, _ := get("42", "/")
+			require.Equal(t, http.StatusTooManyRequests, status)
+			wait, err := strconv.Atoi(retryAfter)
+			require.NoError(t, err)
+			require.LessOrEqual(t, wait, 3600)
+			require.Greater(t, wait, 3000)
+			status, _, _ = get("43", "/")
+			require.Equal(t, http.StatusOK, status, "another user")
+			status, retryAfter, _ = get("43", "/export")
+			require.Equal(t, http.StatusTooManyRequests, status)
+			require.Empty(t, retryAfter, "10 tokens are never there")
+			status, _, _ = get("", "/")
+			require.Equal(t, http.StatusUnauthorized, status)
+			status, _, _ = get("42", "/elsewhere")
+			require.Equal(t, http.StatusNotFound, status)
+
+			db.Execute("select ratelimit_drop_policy('api')")
+			status, _, _ = get("42", "/")
+			require.GreaterOrEqual(t, status, http.StatusInternalServerError, "an error is not a grant")
+			db.DefinePolicy("api", 3, 1, time.Hour)
+			status, _, _ = get("42", "/")
+			require.Equal(t, http.StatusOK, status, "and does not last")
+		})
+	}
+	for _, pattern := range []string{"*.go", "*.mjs", "*.py", "*.php", "*.rb"} {
+		found, err := filepath.Glob("../../docs/examples/*/" + pattern)
+		require.NoError(t, err)
+		for _, path := range found {
+			require.Contains(t, paths, strings.TrimPrefix(path, "../../docs/examples/"), "every program is run")
+		}
+	}
+}
+
+// What the pages show of programs is from one that is run: each paragraph, in this order, but for the indentation.
+func TestDocs_CodeIsFromAnExample(t *testing.T) {
+	t.Parallel()
+	require.True(t, isFrom("b\n\n  d\n  e\n", "a\nb\nc\nd\ne\n"))
+	require.False(t, isFrom("b\nd\n", "a\nb\nc\nd\ne\n"), "a line is left out")
+	require.False(t, isFrom("d\n\nb\n", "a\nb\nc\nd\ne\n"), "another order")
+	found := 0
+	for _, file := range kit.DocsFiles(t) {
+		for _, block := range file.Blocks {
+			folder, ok := map[string]string{"js": "node", "python": "python", "php": "php", "ruby": "ruby"}[block.Tag]
+			if !ok || strings.Contains(block.Text, "sha256") { // that one is run by TestShards_OneRuleForEveryLanguage
+				continue
+			}
+			found++
+			from := false
+			for _, example := range docsExamples {
+				if filepath.Dir(example.path) == folder {
+					program, err := os.ReadFile("../../docs/examples/" + example.path)
+					require.NoError(t, err)
+					from = from || isFrom(block.Text, string(program))
+				}
+			}
+			assert.True(t, from, "%s, line %d: no program of docs/examples/%s has this", file.Path, block.Line, folder)
+		}
+	}
+	require.GreaterOrEqual(t, found, 4)
+}
+
+var (
+	docsIndent     = regexp.MustCompile(`(?m)^[ \t]+`)
+	docsParagraphs = regexp.MustCompile(`\n{2,}`)
+)
+
+func isFrom(block, program string) bool {
+	rest := "\n" + docsIndent.ReplaceAllString(program, "")
+	for _, paragraph := range docsParagraphs.Split(strings.TrimSpace(docsIndent.ReplaceAllString(block, "")), -1) {
+		_, after, found := strings.Cut(rest, "\n"+paragraph+"\n")
+		if !found {
+			return false
+		}
+		rest = "\n" + after
+	}
+	return true
+}
+
+// A client of gRPC that is not ours makes every call, and gets every error.
+func TestDocs_NodeCallsTheServer(t *testing.T) {
+	pgtest.OncePerServer(t)
+	t.Parallel()
+	nodeTest.need(t)
+	db := kit.NewDB(t)
+	db.DefinePolicy("api", 10, 1, kit.ADay)
+	db.Execute("select ratelimit_define_policy('budget', 1000, 0, '1 day')")
+	c := nodeTest.program(t, "", append(serverVariables(t, db.DB, "TOKENS=secret"), kit.PgVariables(t, db.URL)...))
+	out, err := c.CombinedOutput()
+	require.NoError(t, err, "%s", out)
+	require.Regexp(t, `(?m)^# pass [1-9]\d*$`, string(out))
+	require.Regexp(t, `(?m)^# skipped 0$`, string(out))
+}
+
+// need skips the test of an example that cannot run here, or installs what it lacks.
+func (e docsExample) need(t *testing.T) {
+	t.Helper()
+	lacks := func() error {
+		if out, err := exec.Command("sh", "-c", e.probe).CombinedOutput(); err != nil {
+			return fmt.Errorf("%w: %s", err, out)
+		}
+		return nil
+	}
+	err := lacks()
+	if err != nil && allExamples {
+		require.NoError(t, pgtest.Install(t.Context(), e.packages...))
+		err = lacks()
+	}
+	if err == nil && e.npm {
+		err = installNpm()
+	}
+	switch {
+	case err != nil && allExamples:
+		t.Fatal(err)
+	case err != nil:
+		t.Skipf("RATELIMIT_TEST_EXAMPLES=all installs %v, and npm's packages: %v", e.packages, err)
+	}
+}
+
+var installNpm = sync.OnceValue(func() error {
+	if _, err := exec.LookPath("npm"); err != nil {
+		if !allExamples {
+			return err
+		}
+		if err := pgtest.Install(context.Background(), "npm"); err != nil {
+			return err
+		}
+	}
+	out, err := kit.Command("../..", nil, "make", "docs/examples/node/node_modules").CombinedOutput()
+	if err != nil {
+		return fmt.Errorf("%w: %s", err, out)
+	}
+	return nil
+})
+
+// patient lets an example wait a minute instead of a second or two, which say how long a user may, and not how slow a machine is.
+var patient = strings.NewReplacer(
+	"timeout(1000)", "timeout(60_000)", "Date.now() + 1000", "Date.now() + 60_000", "connectionTimeoutMillis: 1000", "connectionTimeoutMillis: 60_000",
+	"timeout=1)", "timeout=60)", "connect_timeout=2", "connect_timeout=60", "'timeout' => 1,", "'timeout' => 60,",
+	"open_timeout: 1, read_timeout: 1", "open_timeout: 60, read_timeout: 60", "connect_timeout: 2", "connect_timeout: 60",
+	"Closed(time.Second)", "Closed(time.Minute)")
+
+// program is the command of an example, whose patient copy finds what is beside the original.
+func (e docsExample) program(t *testing.T, port string, env []string) *exec.Cmd {
+	text, err := os.ReadFile(filepath.Join("../../docs/examples", e.path))
+	require.NoError(t, err)
+	copied := patient.Replace(string(text))
+	require.True(t, e.path == nodeTest.path || copied != string(text), "%s waits for how long?", e.path)
+	root := t.TempDir()
+	file := filepath.Join(root, "docs/examples", e.path)
+	require.NoError(t, os.MkdirAll(filepath.Dir(file), 0o700))
+	require.NoError(t, os.WriteFile(file, []byte(copied), 0o600))
+	if e.npm {
+		for _, beside := range []string{"server", "docs/examples/node/node_modules"} {
+			from, err := filepath.Abs(filepath.Join("../..", beside))
+			require.NoError(t, err)
+			require.NoError(t, os.Symlink(from, filepath.Join(root, beside)))
+		}
+	}
+	c := exec.CommandContext(t.Context(), "sh", "-c", e.run, "sh", file)
+	c.Dir = filepath.Join("../../docs/examples", filepath.Dir(e.path))
+	c.Env = append(os.Environ(), append(env, "PORT="+port, "TMPDIR="+t.TempDir(), "PYTHONDONTWRITEBYTECODE=1")...)
+	return c
+}
+
+// startProgram runs a program until the test ends, and returns when it listens. What it wrote is shown if the test fails.
+func startProgram(t *testing.T, port string, c *exec.Cmd) {
+	t.Helper()
+	log, err := os.Create(filepath.Join(t.TempDir(), "log"))
+	require.NoError(t, err)
+	c.Stdout, c.Stderr = log, log
+	require.NoError(t, c.Start())
+	ended := make(chan struct{})
+	go func() {
+		_ = c.Wait() // it is killed
+		close(ended)
+	}()
+	t.Cleanup(func() {
+		_ = c.Process.Kill() // it may have ended
+		<-ended
+		if text, err := os.ReadFile(log.Name()); assert.NoError(t, err) && t.Failed() {
+			t.Logf("%s\n%s", c, text)
+		}
+		log.Close()
+	})
+	require.Eventually(t, func() bool {
+		conn, err := net.Dial("tcp", "127.0.0.1:"+port)
+		if err != nil {
+			return false
+		}
+		return conn.Close() == nil
+	}, time.Minute, 10*time.Millisecond, "%s", c)
+}
+
+// buildServer builds the program, as docs/server.md says, where no other test does.
+var buildServer = sync.OnceValues(func() (path string, err error) {
+	if path, err = filepath.Abs("../../build/examples/pgratelimit"); err != nil {
+		return "", err
+	}
+	if out, err := kit.Command("../..", nil, "go", "build", "-o", path, "./server/cmd/pgratelimit").CombinedOutput(); err != nil {
+		return "", fmt.Errorf("%w\n%s", err, out)
+	}
+	return path, nil
+})
+
+// serverVariables starts the server on a database and says where it listens, as the examples want to know it.
+func serverVariables(t *testing.T, db *pgtest.DB, settings ...string) []string {
+	program, err := buildServer()
+	require.NoError(t, err)
+	grpc, http := pgtest.FreePort(t), pgtest.FreePort(t)
+	c := exec.CommandContext(t.Context(), program, "serve")
+	c.Env = append(os.Environ(), append(settings, "DATABASE_URL="+db.URL, "CALL_TIMEOUT=1m", "GRPC_ADDR=127.0.0.1:"+grpc, "HTTP_ADDR=127.0.0.1:"+http)...)
+	startProgram(t, http, c)
+	return []string{"RATELIMIT_GRPC=127.0.0.1:" + grpc, "RATELIMIT_URL=http://127.0.0.1:" + http}
+}

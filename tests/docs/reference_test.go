@@ -1,0 +1,175 @@
+package docs
+
+import (
+	"cmp"
+	"fmt"
+	"os"
+	"regexp"
+	"strconv"
+	"strings"
+	"testing"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/pgratelimit/pgratelimit/tests/kit"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+	"github.com/stretchr/testify/require"
+)
+
+// docs/reference.md is made of the catalog below this line. What stands above it is written by hand.
+const referenceBegins = "<!-- make reference writes what follows, from the comments of the functions in sql/ -->\n"
+
+var referenceGroups = []struct{ title, prefix, names string }{
+	{"Decide", "ratelimit_", "acquire acquire_all acquire_all_many acquire_many acquire_packed enforce guard peek"},
+	{"Spend", "ratelimit_", "acquire_up_to charge refund reserve settle"},
+	{"Administer", "ratelimit_", "cleanup cleanup_all define_policy define_shard drop_policy override remove_override reset reset_all"},
+	{"Watch", "ratelimit_", "doctor overrides policies shard status version"},
+	{"Types", "ratelimit.", "decision packed partial_decision reservation"},
+}
+
+// The cost of a function, with the lines of tests/bench/instructions.md in braces.
+var referenceCosts = map[string]string{
+	"acquire":          "a grant {acquire}, a denial {denied}, a grant with an idempotency key {keyed}, a replay {replayed}, the first grant of a key {created}",
+	"acquire_all":      "a grant of three buckets {joint}, a denial {joint-denied}, a grant with an idempotency key {joint-keyed}",
+	"acquire_all_many": "each of 32 requests of three buckets {joint-many-32}",
+	"acquire_many": "each of 32 requests {batch-32}, of 128 {batch-128}, of 128 for one bucket {hot-128}, of 32 with idempotency keys {keyed-32}, " +
+		"of 32 denials {denied-32}",
+	"acquire_packed": "each of 32 requests {packed-32}, of 128 {packed-128}, of 128 for one bucket {packed-hot-128}, " +
+		"of 32 with idempotency keys {packed-keyed-32}, of 32 denials {packed-denied-32}, of 32 requests of three buckets {joint-32}",
+	"acquire_up_to": "a grant {up-to}",
+	"charge":        "a charge {charged}",
+	"enforce":       "a grant {enforced}",
+	"guard":         "an insert of one row {guarded}, each row of an insert of 32 keys {guarded-32}",
+	"peek":          "a call {peek}",
+	"refund":        "a call {refunded}",
+	"reserve":       "a grant without a wait {reserved}, a grant with a wait {waiting}",
+	"reset":         "a call {reset}",
+	"settle":        "a grant with an idempotency key and its settlement {keyed-settled}",
+}
+
+// A referenceField is an argument or a column of a function or a type, by its place; of a function without any it is empty. Type is
+// "bigint = 1" if 1 is the default.
+type referenceField struct {
+	Of, Returns, Comment, Kind, Name, Type string
+	Place                                  int
+}
+
+const referenceQuery = `
+	with functions as (select p.* from ` + kit.PackageFunctions + ` as p where not private)
+	select p.proname::text as of, case when p.prorettype not in ('void'::regtype, 'record'::regtype, 'trigger'::regtype) then format_type(p.prorettype, null) else '' end as returns,
+	       obj_description(p.oid, 'pg_proc') as comment,
+	       case when a.mode in ('o', 't') then 'column' when a.name is not null then 'argument' else '' end as kind, coalesce(a.name, '') as name,
+	       concat_ws(' = ', format_type(a.type, null), lower(regexp_replace(pg_get_function_arg_default(p.oid, a.place::integer), '::[a-z\[\] ]+$', ''))) as type,
+	       coalesce(a.place, 0) as place
+	  from functions as p
+	  left join unnest(p.proargnames, p.proargmodes, coalesce(p.proallargtypes, p.proargtypes::oid[])) with ordinality as a (name, mode, type, place) on true
+	union all
+	select format_type(t.oid, null), '', obj_description(t.oid, 'pg_type'), 'column', c.attname, format_type(c.atttypid, null), c.attnum
+	  from pg_type as t
+	  join pg_attribute as c on c.attrelid = t.typrelid
+	 where t.typnamespace = 'ratelimit'::regnamespace
+	   and t.oid in (select prorettype from functions)
+	 order by "of", place`
+
+var (
+	referenceName = regexp.MustCompile(`\bratelimit[_.]\w+`)
+	referenceFact = regexp.MustCompile(`(?m)^(\w+): (.*)$`)
+	referenceCell = regexp.MustCompile(`\{[^}]*\}`)
+	referenceCost = regexp.MustCompile(`(?m)^\| (\S+) \| (\d+) \|`)
+)
+
+func TestDocs_ReferenceIsGenerated(t *testing.T) {
+	t.Parallel()
+	text, err := os.ReadFile("../../docs/reference.md")
+	require.NoError(t, err)
+	byHand, _, found := strings.Cut(string(text), referenceBegins)
+	require.True(t, found, "docs/reference.md has no line %s", referenceBegins)
+	page := byHand + referenceBegins + reference(t)
+	if os.Getenv("RATELIMIT_REFERENCE") == "write" {
+		require.NoError(t, os.WriteFile("../../docs/reference.md", []byte(page), 0o644))
+	} else if page != string(text) {
+		t.Fatal("docs/reference.md is out of date: make reference")
+	}
+}
+
+// reference is the generated part of the page.
+func reference(t *testing.T) string {
+	rows, err := pgtest.New(t).Pool.Query(t.Context(), referenceQuery)
+	require.NoError(t, err)
+	fields, err := pgx.CollectRows(rows, pgx.RowToStructByName[referenceField])
+	require.NoError(t, err)
+	sections := map[string][]referenceField{}
+	for _, field := range fields {
+		field.Comment = referenceName.ReplaceAllString(strings.ReplaceAll(field.Comment, "\n  ", " "), "`$0`")
+		sections[field.Of] = append(sections[field.Of], field)
+	}
+	record, err := os.ReadFile("../../tests/bench/instructions.md")
+	require.NoError(t, err)
+	counts := map[string]float64{}
+	for _, line := range referenceCost.FindAllStringSubmatch(string(record), -1) {
+		counts["{"+line[1]+"}"], err = strconv.ParseFloat(line[2], 64)
+		require.NoError(t, err)
+	}
+
+	var contents, body strings.Builder
+	decision := sections["ratelimit.decision"][0].Comment
+	for _, group := range referenceGroups {
+		fmt.Fprintf(&body, "\n## %s\n", group.title)
+		var links []string
+		for _, name := range strings.Fields(group.names) {
+			full := group.prefix + name
+			require.Contains(t, sections, full)
+			links = append(links, fmt.Sprintf("[%s](#%s)", name, strings.ReplaceAll(full, ".", "")))
+			fmt.Fprintf(&body, "\n### %s\n\n", full)
+			referenceSection(&body, sections[full], decision)
+			delete(sections, full)
+			if cost := referenceCosts[name]; cost != "" {
+				fmt.Fprintf(&body, "- **Cost**: %s.\n", referenceCell.ReplaceAllStringFunc(cost, func(cell string) string {
+					require.Contains(t, counts, cell)
+					return fmt.Sprintf("%.2g", counts[cell]/counts["{acquire}"])
+				}))
+			}
+		}
+		fmt.Fprintf(&contents, "\n- %s: %s", group.title, strings.Join(links, " · "))
+	}
+	require.Empty(t, sections, "they are in no group of referenceGroups")
+	return contents.String() + "\n" + body.String()
+}
+
+// referenceSection writes what the comment of a function or a type says, by its lines: sentences, "name: meaning" of an argument or
+// a column, and "Errors: …". A column without a line means what it means in a decision.
+func referenceSection(body *strings.Builder, fields []referenceField, decision string) {
+	lineOf := func(comment, name string) string {
+		match := regexp.MustCompile(`\n` + name + `: .*`).FindString(comment)
+		return strings.TrimPrefix(match, "\n"+name+": ")
+	}
+	rest := fields[0].Comment
+	tables, kind := "", ""
+	for _, field := range fields {
+		meaning := lineOf(field.Comment, field.Name)
+		if line := "\n" + field.Name + ": " + meaning; strings.Contains(rest, line) {
+			rest = strings.Replace(rest, line, "", 1)
+		} else if meaning != "" {
+			meaning = " " // the line is about the argument of the same name
+		}
+		if kind != field.Kind {
+			kind = field.Kind
+			tables += "\n| " + kind + " | type | |\n|---|---|---|\n"
+		}
+		if kind == "column" {
+			meaning = cmp.Or(meaning, lineOf(decision, field.Name))
+		}
+		if kind != "" {
+			tables += fmt.Sprintf("| `%s` | %s | %s |\n", field.Name, field.Type, meaning)
+		}
+	}
+	prose, facts, _ := strings.Cut(rest, "\nErrors: ")
+	body.WriteString(prose + "\n" + tables)
+	if returns := fields[0].Returns; strings.HasPrefix(returns, "ratelimit.") {
+		fmt.Fprintf(body, "\nReturns [%s](#%s).\n", returns, strings.ReplaceAll(returns, ".", ""))
+	} else if returns != "" {
+		fmt.Fprintf(body, "\nReturns %s.\n", returns)
+	}
+	if facts != "" {
+		body.WriteString("\n" + referenceFact.ReplaceAllString("Errors: "+facts, "- **$1**: $2") + "\n")
+	}
+}

@@ -1,0 +1,300 @@
+package kit
+
+import (
+	"context"
+	"errors"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/client/clienttest/model"
+	"github.com/stretchr/testify/require"
+)
+
+func IsReplayed(d Decision) bool { return d.Replayed }
+
+// A querier is a pool, a connection or a transaction.
+type Querier interface {
+	QueryRow(ctx context.Context, sql string, args ...any) pgx.Row
+}
+
+func Acquire(q Querier, policy, key string, cost int64, idempotencyKey ...string) (Decision, error) {
+	return RequestOf(policy, key, cost, idempotencyKey...).Acquire(q)
+}
+
+func RequestOf(policy, key string, cost int64, idempotencyKey ...string) NullableRequest {
+	r := NullableRequest{Policy: &policy, Key: &key, Cost: &cost}
+	if len(idempotencyKey) > 0 {
+		r.IdempotencyKey = &idempotencyKey[0]
+	}
+	return r
+}
+
+// refused fails the test unless a statement fails with this SQLSTATE, and returns the error.
+func (db *TestDB) Refused(code, sql string, args ...any) *pgconn.PgError {
+	db.T.Helper()
+	_, err := db.Pool.Exec(context.Background(), sql, args...)
+	require.Equal(db.T, code, SQLState(err), "%s %v: %v", sql, args, err)
+	return PgError(err)
+}
+
+// run is exec in a chain.
+func (s *Session) Run(sql string, args ...any) *Session {
+	s.Db.T.Helper()
+	s.Execute(sql, args...)
+	return s
+}
+
+// take is acquire in a chain.
+func (s *Session) Take(policy, key string, cost int64, idempotencyKey ...string) *Session {
+	s.Db.T.Helper()
+	s.Acquire(policy, key, cost, idempotencyKey...)
+	return s
+}
+
+// startExec executes a statement that may wait for other sessions.
+func (s *Session) StartExec(sql string) *Pending {
+	return s.Start(func(Querier) (Decision, error) {
+		_, err := s.Exec(context.Background(), sql)
+		return Decision{}, err
+	})
+}
+
+// blockedBy returns the call when it waits for a lock that the holder has.
+func (p *Pending) BlockedBy(holder *Session) *Pending {
+	p.Session.Db.T.Helper()
+	p.AwaitBlockedBy(holder)
+	return p
+}
+
+// policy is definePolicy in a chain.
+func (db *TestDB) Policy(name string, capacity, refill int64, every time.Duration, opts ...PolicyOption) *TestDB {
+	db.T.Helper()
+	db.DefinePolicy(name, capacity, refill, every, opts...)
+	return db
+}
+
+// take is acquire in a chain.
+func (db *TestDB) Take(policy, key string, cost int64, idempotencyKey ...string) *TestDB {
+	db.T.Helper()
+	db.Acquire(policy, key, cost, idempotencyKey...)
+	return db
+}
+
+// at is setClock in a chain.
+func (db *TestDB) At(now time.Time) *TestDB {
+	db.T.Helper()
+	db.SetClock(now)
+	return db
+}
+
+// sendBatch sends requests in one call, and fails the test if the call fails.
+func SendBatch[R, A any](t testing.TB, q RowsQuerier, send func(RowsQuerier, []R) ([]A, error), requests ...R) []A {
+	t.Helper()
+	answers, err := send(q, requests)
+	require.NoError(t, err)
+	require.Len(t, answers, len(requests))
+	return answers
+}
+
+func Peek(q Querier, policy, key string, cost int64) (Decision, error) {
+	return Decide(q, "ratelimit_peek($1, $2, $3)", policy, key, cost)
+}
+
+func Refund(q Querier, policy, key string, amount int64) (Decision, error) {
+	return Decide(q, "ratelimit_refund($1, $2, $3)", policy, key, amount)
+}
+
+// decide reads the decision of a call.
+func Decide(q Querier, call string, args ...any) (Decision, error) {
+	var row decisionRow
+	if err := q.QueryRow(context.Background(), "select "+decisionColumns+" from "+call+" as d", args...).Scan(row.fields()...); err != nil {
+		return Decision{}, err
+	}
+	d := row.Decision()
+	if d == nil {
+		return Decision{}, errors.New("no decision")
+	}
+	return *d, nil
+}
+
+// decisionColumns are those of a decision d, with intervals as exact microseconds. Version 1 of the schema has no shadowed.
+const decisionColumns = `
+	d.allowed, d.remaining, (extract(epoch from d.retry_after) * 1000000)::bigint,
+	(extract(epoch from d.reset_after) * 1000000)::bigint, d.capacity, d.replayed,
+	coalesce((to_jsonb(d) ->> 'shadowed')::boolean, false)`
+
+// A decisionRow is scanned from decisionColumns, which are null where there is an error.
+type decisionRow struct {
+	Allowed                                     *bool
+	Remaining, RetryAfter, ResetAfter, Capacity *int64
+	Replayed, Shadowed                          *bool
+}
+
+func (r *decisionRow) fields() []any {
+	return []any{&r.Allowed, &r.Remaining, &r.RetryAfter, &r.ResetAfter, &r.Capacity, &r.Replayed, &r.Shadowed}
+}
+
+func (r *decisionRow) Decision() *Decision {
+	if r.Allowed == nil {
+		return nil
+	}
+	return &Decision{
+		Allowed: *r.Allowed, Remaining: *r.Remaining, RetryAfter: OrNever(r.RetryAfter), ResetAfter: OrNever(r.ResetAfter),
+		Capacity: *r.Capacity, Replayed: *r.Replayed, Shadowed: *r.Shadowed,
+	}
+}
+
+func OrNever(micros *int64) model.Micros {
+	if micros == nil {
+		return model.Never
+	}
+	return model.Micros(*micros)
+}
+
+type Decision = model.Decision
+
+func Allowed(remaining int64, resetAfter time.Duration, capacity int64) Decision {
+	return Decision{Allowed: true, Remaining: remaining, ResetAfter: Micros(resetAfter), Capacity: capacity}
+}
+
+func Denied(remaining int64, retryAfter, resetAfter time.Duration, capacity int64) Decision {
+	return Decision{Remaining: remaining, RetryAfter: Micros(retryAfter), ResetAfter: Micros(resetAfter), Capacity: capacity}
+}
+
+// never is the answer to a cost above the capacity.
+func Never(remaining int64, resetAfter time.Duration, capacity int64) Decision {
+	return Decision{Remaining: remaining, RetryAfter: model.Never, ResetAfter: Micros(resetAfter), Capacity: capacity}
+}
+
+// replayed is d given again under its idempotency key.
+func Replayed(d Decision) Decision {
+	d.Replayed = true
+	return d
+}
+
+func Micros(d time.Duration) model.Micros { return model.Micros(d.Microseconds()) }
+
+// sqlState returns the SQLSTATE of an error, "" when it has none.
+func SQLState(err error) string {
+	if e := PgError(err); e != nil {
+		return e.Code
+	}
+	return ""
+}
+
+// pgError returns the server's error, nil when there is none.
+func PgError(err error) (e *pgconn.PgError) {
+	errors.As(err, &e)
+	return e
+}
+
+// A request asks for tokens of one bucket.
+type Request struct {
+	model.BucketID
+	Cost           int64
+	IdempotencyKey string // empty for none
+}
+
+// acquire sends the request in SQL.
+func (r Request) Acquire(q Querier) (Decision, error) { return r.Nullable().Acquire(q) }
+
+// by sends the request through a limiter of the client.
+func (r Request) By(ctx context.Context, limiter client.Acquirer) (client.Decision, error) {
+	opts := []client.CallOption{client.Cost(r.Cost)}
+	if r.IdempotencyKey != "" {
+		opts = append(opts, client.IdempotencyKey(r.IdempotencyKey))
+	}
+	return limiter.Acquire(ctx, r.Policy, r.Key, opts...)
+}
+
+func (r Request) Nullable() NullableRequest {
+	if r.IdempotencyKey == "" {
+		return RequestOf(r.Policy, r.Key, r.Cost)
+	}
+	return RequestOf(r.Policy, r.Key, r.Cost, r.IdempotencyKey)
+}
+
+// A nullableRequest is a request that may be a bad one; nil is null.
+type NullableRequest struct {
+	Policy, Key    *string
+	Cost           *int64
+	IdempotencyKey *string
+}
+
+func (r NullableRequest) Acquire(q Querier) (Decision, error) {
+	return Decide(q, "ratelimit_acquire($1, $2, $3, $4)", r.Policy, r.Key, r.Cost, r.IdempotencyKey)
+}
+
+// enforce sends the request to ratelimit_enforce, through a function that makes a denial of its error: see
+// catchDenials. The error does not tell reset_after, so a denial has none.
+func (r Request) Enforce(q Querier) (Decision, error) {
+	n := r.Nullable()
+	return Decide(q, "enforced($1, $2, $3, $4)", n.Policy, n.Key, n.Cost, n.IdempotencyKey)
+}
+
+// catchDenials creates the function that request.enforce calls.
+func (db *TestDB) CatchDenials() {
+	db.T.Helper()
+	db.Execute(`
+		create function public.enforced(policy text, key text, cost bigint, idempotency_key text) returns ratelimit.decision language plpgsql as $$
+		declare
+		  v_detail text;
+		  v_told   jsonb;
+		begin
+		  return ratelimit_enforce(policy, key, cost, idempotency_key);
+		exception when sqlstate 'RL429' then
+		  get stacked diagnostics v_detail = pg_exception_detail;
+		  v_told := v_detail;
+		  return (false, v_told['remaining'], ratelimit.duration(((v_told ->> 'retry_after')::numeric * 1000000)::bigint), null, v_told['capacity'], false, false)::ratelimit.decision;
+		end $$`)
+}
+
+// An answer is a decision, or the error in its place.
+type Answer struct {
+	Decision *Decision
+	Taken    int64  // by acquire_up_to
+	Error    string // SQLSTATE, message, detail and hint
+}
+
+type RowsQuerier interface {
+	Querier
+	Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error)
+}
+
+// acquireMany sends requests in one call, and leaves out arrays that hold nothing but the default.
+func AcquireMany(q RowsQuerier, requests []NullableRequest) ([]Answer, error) {
+	var (
+		policies, keys, idempotencyKeys []*string
+		costs                           []*int64
+		cost, keyed                     bool
+	)
+	for _, r := range requests {
+		policies = append(policies, r.Policy)
+		keys = append(keys, r.Key)
+		costs = append(costs, r.Cost)
+		idempotencyKeys = append(idempotencyKeys, r.IdempotencyKey)
+		cost = cost || r.Cost == nil || *r.Cost != 1
+		keyed = keyed || r.IdempotencyKey != nil
+	}
+	if !cost {
+		costs = nil
+	}
+	if !keyed {
+		idempotencyKeys = nil
+	}
+	rows, err := q.Query(context.Background(), "select "+decisionColumns+`,
+		       concat_ws(': ', d.error_code, d.error_message, d.error_detail, d.error_hint)
+		  from ratelimit_acquire_many($1, $2, $3, $4) as d`, policies, keys, costs, idempotencyKeys)
+	if err != nil {
+		return nil, err
+	}
+	return pgx.CollectRows(rows, func(row pgx.CollectableRow) (a Answer, err error) {
+		var d decisionRow
+		err = row.Scan(append(d.fields(), &a.Error)...)
+		a.Decision = d.Decision()
+		return a, err
+	})
+}

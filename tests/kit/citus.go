@@ -1,0 +1,168 @@
+package kit
+
+import (
+	"context"
+	"errors"
+	"net/url"
+	"os"
+	"os/exec"
+	"path"
+	"regexp"
+	"testing"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+	"github.com/stretchr/testify/require"
+)
+
+func (db *TestDB) Strings(sql string) []string { return Column(db.T, db.DB, sql) }
+
+// as connects as a role, or as the owner.
+func (db *TestDB) As(role string) *pgx.Conn {
+	db.T.Helper()
+	config, err := pgx.ParseConfig(db.URL)
+	require.NoError(db.T, err)
+	if role != "" {
+		config.User = role
+	}
+	conn, err := pgx.ConnectConfig(db.T.Context(), config)
+	require.NoError(db.T, err)
+	db.T.Cleanup(func() { conn.Close(context.Background()) })
+	return conn
+}
+
+var (
+	SQLComment  = regexp.MustCompile(`--[^\n]*|'[^']*'`)
+	SQLTable    = regexp.MustCompile(`\b(?:from|update|into|join) (?:ratelimit\.)?(?:ephemeral_)?(?:buckets|idempotency_keys)\b`)
+	SQLKeyTerm  = regexp.MustCompile(`^(?:\w+\.)?key\s*=\s*v_\w+$`)
+	SQLSetKey   = regexp.MustCompile(`[ ,]key\s*=`)
+	SQLInsert   = regexp.MustCompile(`insert into \w+ (?:as \w+\s+)?\(policy_id, key,[^()]*\)\s+values \(`)
+	SQLCall     = regexp.MustCompile(`\b([a-z_]+)\(`)
+	SQLMoved    = regexp.MustCompile(`[-+]\s*(?:duration\(|interval)`) // an instant and an interval: the operator is not immutable
+	SQLNotCalls = []string{"and", "or", "in", "values", "any", "exists", "least", "greatest", "coalesce", "nullif", "row", "when", "then", "else", "not", "array", "case", "key"}
+)
+
+func (db *TestDB) Text(sql string, args ...any) string {
+	rows, err := db.Pool.Query(context.Background(), sql, args...)
+	require.NoError(db.T, err)
+	found, err := pgx.CollectExactlyOneRow(rows, pgx.RowTo[string])
+	require.NoError(db.T, err)
+	return found
+}
+
+// A citus is a cluster: a coordinator and two workers. Databases are made in it one by one.
+type Citus struct {
+	T     testing.TB
+	Nodes []*pgtest.Server // the coordinator is the first
+}
+
+// newCitus starts a cluster of the PostgreSQL that the tests run on. Where that has no Citus, the test is skipped, unless
+// RATELIMIT_TEST_CITUS is set, as make test-citus does.
+func NewCitus(t testing.TB) *Citus {
+	t.Helper()
+	var there bool
+	err := OpenDB(t, pgtest.Shared(t), "").Pool.QueryRow(t.Context(),
+		"select exists (select from pg_available_extensions where name = 'citus')").Scan(&there)
+	require.NoError(t, err)
+	if !there && os.Getenv("RATELIMIT_TEST_CITUS") == "" {
+		t.Skip("this PostgreSQL has no Citus: make test-citus runs these tests")
+	}
+	require.True(t, there, "no Citus in %s: RATELIMIT_PG_BIN names a PostgreSQL that has it", pgtest.Shared(t))
+	c := &Citus{T: t}
+	for range 3 {
+		c.Nodes = append(c.Nodes, pgtest.Private(t, "shared_preload_libraries=citus", "wal_level=logical", "max_prepared_transactions=200",
+			"citus.shard_count=8", "citus.enable_statistics_collection=off", "citus.node_connection_timeout=5s"))
+	}
+	for n, node := range c.Nodes { // they connect to themselves, too
+		OnServer(t, node, "", "alter system set citus.local_hostname = '"+c.NodeName(n)+"'")
+		OnServer(t, node, "", "select pg_reload_conf()")
+	}
+	return c
+}
+
+// nodeName is what Citus calls a node: the directory of its socket.
+func (c *Citus) NodeName(n int) string {
+	u, err := url.Parse(c.Nodes[n].URL(""))
+	require.NoError(c.T, err)
+	return u.Query().Get("host")
+}
+
+// create returns a database of the cluster with the package in it, as each node sees it.
+func (c *Citus) Create(t testing.TB, name string) CitusDB {
+	db := c.CreateOn(t, name, len(c.Nodes))
+	c.Install(t, name)
+	return db
+}
+
+// createOn returns an empty database of a cluster that has as yet no more than the first nodes.
+func (c *Citus) CreateOn(t testing.TB, name string, nodes int) (db CitusDB) {
+	for _, node := range c.Nodes {
+		OnServer(t, node, "", "create database "+name+" template template0")
+		OnServer(t, node, name, "create extension citus")
+	}
+	for n := range nodes {
+		c.Add(t, name, n)
+	}
+	for _, node := range c.Nodes {
+		db = append(db, OpenDB(t, node, name))
+	}
+	return db
+}
+
+// add takes a node into the cluster.
+func (c *Citus) Add(t testing.TB, name string, n int) {
+	add := "citus_add_node"
+	if n == 0 {
+		add = "citus_set_coordinator_host"
+	}
+	OnServer(t, c.Nodes[0], name, "select "+add+"('"+c.NodeName(n)+"', 5432)")
+}
+
+func (c *Citus) Install(t testing.TB, name string) { c.Make(t, "install-citus", name) }
+
+func (c *Citus) Make(t testing.TB, target, name string) {
+	command := exec.Command("make", "-C", "../..", "--no-print-directory", target, "DATABASE_URL="+c.Nodes[0].URL(name))
+	out, err := command.CombinedOutput()
+	require.NoError(t, err, "%s", out)
+}
+
+// A citusDB is a database of a cluster, as each node sees it: the coordinator first.
+type CitusDB []*TestDB
+
+func (db CitusDB) Coordinator() *TestDB { return db[0] }
+
+// stopClock lets setClock stop the clock of all nodes.
+func (db CitusDB) StopClock() {
+	db[0].Execute("create table public.test_clock (now timestamptz not null, row integer primary key)")
+	db[0].Execute("select create_reference_table('public.test_clock')")
+	db[0].SetClock(T0)
+}
+
+// in are the same databases for a subtest. Functions are replaced on the coordinator only, and by stopClock.
+func (db CitusDB) In(t testing.TB) CitusDB {
+	var all CitusDB
+	for _, node := range db {
+		node = node.In(t)
+		node.fixed.Do(func() {})
+		all = append(all, node)
+	}
+	return all
+}
+
+// shardOf is the number of the node that has the bucket, and the shard of its table.
+func (db CitusDB) ShardOf(c *Citus, key string) (node int, shard int64) {
+	var name string
+	err := db[0].Pool.QueryRow(context.Background(), `
+		select s.shardid, s.nodename
+		  from citus_shards as s
+		 where s.table_name = 'ratelimit.buckets'::regclass
+		   and s.shardid = get_shard_id_for_distribution_column('ratelimit.buckets', $1::text)`, key).Scan(&shard, &name)
+	require.NoError(db[0].T, err)
+	for n := range c.Nodes {
+		if path.Clean(c.NodeName(n)) == path.Clean(name) {
+			return n, shard
+		}
+	}
+	require.NoError(db[0].T, errors.New("no node "+name))
+	return 0, 0
+}

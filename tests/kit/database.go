@@ -1,0 +1,239 @@
+// Package kit has what tests of several subjects use: a database with a clock that the test sets, calls and their answers,
+// sessions, servers, roles, the books of what was granted, and functions without one of their branches.
+package kit
+
+import (
+	"context"
+	"fmt"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgtype"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+	"github.com/stretchr/testify/require"
+)
+
+// t0 is where fixed clocks start: a day before summer time begins in Europe, so that an answer that
+// counts calendar days instead of hours comes out wrong.
+var T0 = time.Date(2024, 3, 30, 12, 0, 0, 0, time.UTC)
+
+const (
+	Us     = time.Microsecond
+	Ms     = time.Millisecond
+	Second = time.Second
+	ADay   = 24 * time.Hour // too long to refill a token during a test
+
+	Day = 24 * 60 * 60 * 1_000_000 // in microseconds
+)
+
+// A testDB is the private database of one test. Its clock is the server's until the test first sets
+// it; from then on it stands still between calls.
+//
+//	db := newDB(t)
+//	db.definePolicy("p", 3, 10, time.Second) // capacity, refill, every
+//	require.Equal(t, allowed(1, 200*time.Millisecond, 3), db.acquireAt(t0, "p", "k", 2))
+//
+// Its methods fail the test from the test's own goroutine; other goroutines, and tests of errors
+// and transactions, call the functions acquire, peek and refund, which return the error.
+type TestDB struct {
+	*pgtest.DB
+	T     testing.TB
+	fixed sync.Once
+}
+
+func NewDB(t testing.TB) *TestDB { return &TestDB{DB: pgtest.New(t), T: t} }
+
+// in is the same database for a subtest.
+func (db *TestDB) In(t testing.TB) *TestDB { return &TestDB{DB: db.DB, T: t} }
+
+// exec runs SQL and fails the test when it cannot.
+func (db *TestDB) Execute(sql string, args ...any) { db.Exec(db.T, sql, args...) }
+
+// setClock stops the clock of every decision at an instant, to the microsecond.
+func (db *TestDB) SetClock(now time.Time) {
+	db.fixed.Do(func() {
+		db.Execute(`
+			create table if not exists public.test_clock (now timestamptz not null, row integer primary key);
+			insert into public.test_clock values ('epoch', 1) on conflict do nothing;
+			grant select on public.test_clock to public;
+			create or replace function ratelimit.clock() returns timestamptz language sql volatile parallel safe
+			as $$ select now from public.test_clock where row = 1 $$`)
+	})
+	db.Execute("update public.test_clock set now = $1", now)
+}
+
+// setTimeZone changes the time zone of the database, for tests of what must not depend on it.
+func (db *TestDB) SetTimeZone(name string) {
+	db.Execute("alter database " + pgx.Identifier{db.Name}.Sanitize() + " set timezone = '" + name + "'")
+	db.Pool.Reset() // the connections there are have the old one
+}
+
+// definePolicy defines or changes a policy; what no option names is left to its default or as it is.
+func (db *TestDB) DefinePolicy(name string, capacity, refill int64, every time.Duration, opts ...PolicyOption) {
+	var p PolicyOptions
+	for _, opt := range opts {
+		opt(&p)
+	}
+	db.Execute("select ratelimit_define_policy($1, $2, $3, $4, $5, $6, $7)", name, capacity, refill, Interval(every), p.stepped, p.Durable, p.remember)
+}
+
+type PolicyOptions struct {
+	stepped, Durable *bool
+	remember         pgtype.Interval
+}
+
+type PolicyOption func(*PolicyOptions)
+
+var (
+	Yes, no = true, false
+
+	Stepped    PolicyOption = func(p *PolicyOptions) { p.stepped = &Yes }
+	Continuous PolicyOption = func(p *PolicyOptions) { p.stepped = &no }
+	Durable    PolicyOption = func(p *PolicyOptions) { p.Durable = &Yes }
+	Ephemeral  PolicyOption = func(p *PolicyOptions) { p.Durable = &no }
+)
+
+func Remember(d time.Duration) PolicyOption {
+	return func(p *PolicyOptions) { p.remember = Interval(d) }
+}
+
+// interval has hours and no days, as time.Duration does.
+func Interval(d time.Duration) pgtype.Interval {
+	return pgtype.Interval{Microseconds: d.Microseconds(), Valid: true}
+}
+
+func (db *TestDB) AcquireAt(at time.Time, policy, key string, cost int64, idempotencyKey ...string) Decision {
+	db.SetClock(at)
+	return db.Acquire(policy, key, cost, idempotencyKey...)
+}
+
+func (db *TestDB) Acquire(policy, key string, cost int64, idempotencyKey ...string) Decision {
+	return db.Must(Acquire(db.Pool, policy, key, cost, idempotencyKey...))
+}
+
+func (db *TestDB) PeekAt(at time.Time, policy, key string, cost int64) Decision {
+	db.SetClock(at)
+	return db.Must(Peek(db.Pool, policy, key, cost))
+}
+
+func (db *TestDB) RefundAt(at time.Time, policy, key string, amount int64) Decision {
+	db.SetClock(at)
+	return db.Must(Refund(db.Pool, policy, key, amount))
+}
+
+func (db *TestDB) Must(d Decision, err error) Decision {
+	require.NoError(db.T, err)
+	return d
+}
+
+func (db *TestDB) Reset(policy, key string) {
+	db.Execute("select ratelimit_reset($1, $2)", policy, key)
+}
+
+func (db *TestDB) DropPolicy(name string) { db.Execute("select ratelimit_drop_policy($1)", name) }
+
+// cleanup runs one batch and returns how many buckets and idempotency keys it deleted.
+func (db *TestDB) Cleanup() (buckets, keys int64) {
+	d, err := Cleanup(db.Pool, 10_000)
+	require.NoError(db.T, err)
+	return d.Buckets, d.Keys
+}
+
+// A bucket is a row of ratelimit.buckets or ratelimit.ephemeral_buckets.
+type Bucket struct {
+	Level      int64 // microtokens
+	RefilledAt time.Time
+}
+
+// bucket returns the row of a bucket, nil when it has none.
+func (db *TestDB) Bucket(policy, key string) *Bucket {
+	rows, err := db.Pool.Query(context.Background(), `
+		select b.level, b.refilled_at
+		  from (table ratelimit.buckets union all table ratelimit.ephemeral_buckets) as b
+		  join ratelimit.policies as p on p.id = b.policy_id
+		 where p.name = $1 and b.key = $2`, policy, key)
+	require.NoError(db.T, err)
+	found, err := pgx.CollectRows(rows, pgx.RowToAddrOfStructByPos[Bucket])
+	require.NoError(db.T, err)
+	if len(found) == 0 {
+		return nil
+	}
+	require.Len(db.T, found, 1)
+	found[0].RefilledAt = found[0].RefilledAt.UTC()
+	return found[0]
+}
+
+// putBucket writes the row of a bucket as if calls had brought it there; a level below zero is debt.
+func (db *TestDB) PutBucket(policy, key string, b Bucket) {
+	var durable bool
+	require.NoError(db.T, db.Pool.QueryRow(context.Background(), "select durable from ratelimit.policies where name = $1", policy).Scan(&durable))
+	table := "ratelimit.ephemeral_buckets"
+	if durable {
+		table = "ratelimit.buckets"
+	}
+	db.Execute("insert into "+table+` (policy_id, key, level, refilled_at, due_at)
+		select id, $2, $3, $4, $4 from ratelimit.policies where name = $1
+		on conflict (policy_id, key) do update set level = excluded.level, refilled_at = excluded.refilled_at`,
+		policy, key, b.Level, b.RefilledAt)
+}
+
+// column returns the texts that a query with one column finds.
+func Column(t testing.TB, db *pgtest.DB, sql string, args ...any) []string {
+	return ColumnOf(t, db.Pool, sql, args...)
+}
+
+// columnOf is column in a session or a transaction.
+func ColumnOf(t require.TestingT, q RowsQuerier, sql string, args ...any) []string {
+	rows, err := q.Query(context.Background(), sql, args...)
+	require.NoError(t, err, sql)
+	values, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	require.NoError(t, err, sql)
+	return values
+}
+
+// left returns the tokens that a bucket holds now.
+func (db *TestDB) Left(policy, key string) int64 {
+	return db.Must(Peek(db.Pool, policy, key, 0)).Remaining
+}
+
+// number runs a query for one number.
+func (db *TestDB) Number(sql string, args ...any) (n int64) {
+	require.NoError(db.T, db.Pool.QueryRow(context.Background(), sql, args...).Scan(&n), sql)
+	return n
+}
+
+var StateTables = []string{"ratelimit.buckets", "ratelimit.ephemeral_buckets", "ratelimit.idempotency_keys", "ratelimit.ephemeral_idempotency_keys"}
+
+// rows returns every row of the state tables with its physical address and the transactions that
+// wrote and locked it: equal before and after, nothing was written or locked.
+func (db *TestDB) Rows() []string {
+	var selects []string
+	for _, table := range StateTables {
+		selects = append(selects, "select format('%s %s %s %s %s', tableoid::regclass, ctid, xmin, xmax, t) from "+table+" as t")
+	}
+	return Column(db.T, db.DB, strings.Join(selects, " union all ")+" order by 1")
+}
+
+// state returns everything of buckets and idempotency keys that a later call could see.
+func State(t require.TestingT, q RowsQuerier) []string {
+	return ColumnOf(t, q, `
+		select format('%s %s %s %s', policy_id, key, level, refilled_at)
+		  from (table ratelimit.buckets union all table ratelimit.ephemeral_buckets) as b
+		union all
+		select k::text
+		  from (table ratelimit.idempotency_keys union all table ratelimit.ephemeral_idempotency_keys) as k
+		 order by 1`)
+}
+
+// errorOf is the error of a call whose result nobody needs.
+func ErrorOf[T any](_ T, err error) error { return err }
+
+// requireState requires the SQLSTATE of an error.
+func RequireState(t require.TestingT, state string, err error, about ...any) {
+	if SQLState(err) != state {
+		require.FailNow(t, fmt.Sprintf("not %s but %v", state, err), about...)
+	}
+}

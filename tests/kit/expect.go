@@ -1,0 +1,237 @@
+package kit
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+	"github.com/stretchr/testify/require"
+)
+
+// traces is what the open transaction of a session has left so far.
+type Traces struct {
+	Xid    bool  // it has a transaction id
+	Writes int64 // rows inserted, updated, deleted in any table of the package
+}
+
+func (s *Session) Traces() (found Traces) {
+	s.Db.T.Helper()
+	require.NoError(s.Db.T, s.QueryRow(context.Background(), `
+		select pg_current_xact_id_if_assigned() is not null, sum(n_tup_ins + n_tup_upd + n_tup_del)::bigint
+		  from pg_stat_xact_user_tables where schemaname = 'ratelimit'`).Scan(&found.Xid, &found.Writes))
+	return found
+}
+
+// walRecords runs a query and returns how many WAL records this session wrote for it.
+func (s *Session) WalRecords(sql string) int64 {
+	s.Db.T.Helper()
+	var explained []byte
+	require.NoError(s.Db.T, s.QueryRow(context.Background(), "explain (analyze, wal, format json) "+sql).Scan(&explained))
+	var plans []struct {
+		Plan struct {
+			Records *int64 `json:"WAL Records"`
+		}
+	}
+	require.NoError(s.Db.T, json.Unmarshal(explained, &plans))
+	require.Len(s.Db.T, plans, 1)
+	require.NotNil(s.Db.T, plans[0].Plan.Records)
+	return *plans[0].Plan.Records
+}
+
+func Enforce(q Querier, policy, key string, cost int64, idempotencyKey ...string) (Decision, error) {
+	r := RequestOf(policy, key, cost, idempotencyKey...)
+	return Decide(q, "ratelimit_enforce($1, $2, $3, $4)", r.Policy, r.Key, r.Cost, r.IdempotencyKey)
+}
+
+// guarded creates a table with a guard that counts rows, and one whose rows have costs.
+func (db *TestDB) Guarded(policy, table string) {
+	db.T.Helper()
+	db.Execute(fmt.Sprintf(`
+		create table %[2]s (customer text, size integer, note text);
+		create trigger limited after insert on %[2]s referencing new table as inserted for each statement execute function ratelimit_guard('%[1]s', 'customer');
+		create table %[2]s_of_sizes (like %[2]s);
+		create trigger limited after insert on %[2]s_of_sizes referencing new table as inserted for each statement execute function ratelimit_guard('%[1]s', 'customer', 'size')`,
+		policy, table), pgx.QueryExecModeSimpleProtocol)
+}
+
+// requireReadOnly calls what writes, where nothing can be written.
+func RequireReadOnly(t *testing.T, conn *pgx.Conn, policy, detail string) {
+	t.Helper()
+	const hint = "Call it on the primary, in a read-write transaction. ratelimit_peek works here, on a standby for durable policies."
+	for _, call := range []string{
+		"select ratelimit_settle($1, 'known', 'first', 4)",
+		"select ratelimit_refund($1, 'known', 1)", "select ratelimit_reset($1, 'known')", "call ratelimit_reset_all($1)",
+		"select ratelimit_acquire_many(array[$1], '{known}')", "select ratelimit_acquire_many(array[$1, $1], '{known,new}', null, '{i,j}')",
+		"select ratelimit_acquire_all(array[$1], '{known}')", "select ratelimit_acquire_all(array[$1, $1], '{known,new}', null, 'i')",
+		"select ratelimit_acquire_all_many(array[$1, $1], '{known,new}', '{1,1}', '{1,1}')", "select ratelimit_acquire_packed(array[$1], '{new}')",
+		"select ratelimit_define_policy($1, 20)", "select ratelimit_drop_policy($1)",
+		"select ratelimit_override($1, 'known', 20)", "select ratelimit_remove_override($1, 'known')",
+		"select ratelimit_define_shard(0, 1) where $1 <> ''", "select ratelimit_cleanup() where $1 <> ''", "call ratelimit_cleanup_all(('1 second' || left($1, 0))::interval)",
+	} {
+		_, err := conn.Exec(t.Context(), call, pgx.QueryExecModeSimpleProtocol, policy)
+		e := PgError(err)
+		require.NotNil(t, e, "%s: %v", call, err)
+		require.Equal(t, []string{"25006", "cannot write in a read-only transaction", detail, hint}, []string{e.Code, e.Message, e.Detail, e.Hint}, call)
+		require.NotRegexp(t, `(?i)"(with|update|insert|delete|lock)|\sfrom\s`, e.Where, call)
+	}
+}
+
+// all is a request of one token of each bucket.
+func All(policy string, keys ...string) (r WholeRequest) {
+	for _, key := range keys {
+		r.Charges = append(r.Charges, ChargeOf(policy, key, 1))
+	}
+	return r
+}
+
+func (s *Session) StartAll(r WholeRequest) *Pending {
+	return s.Start(func(q Querier) (Decision, error) {
+		w, err := r.AcquireAll(q)
+		return w.Decision, err
+	})
+}
+
+// awaitLockOrEnd returns when the call waits for a lock or is over.
+func (p *Pending) AwaitLockOrEnd() (over bool) {
+	require.Eventually(p.Session.Db.T, func() bool {
+		select {
+		case <-p.Done:
+			over = true
+		default:
+		}
+		return over || p.Session.Db.Number("select count(*) from pg_locks where pid = $1 and not granted", p.Session.PgConn().PID()) > 0
+	}, Patience, Ms)
+	return over
+}
+
+func Connect(t *testing.T, server *pgtest.Server) *pgx.Conn {
+	conn, err := pgx.Connect(t.Context(), server.URL(""))
+	require.NoError(t, err)
+	t.Cleanup(func() { conn.Close(context.Background()) })
+	return conn
+}
+
+func Failure[T any](_ T, err error) error { return err }
+
+// The places of the durable twin that mutations change.
+const (
+	ReadKey   = `select k\.\* into v_first from idempotency_keys as k [^;]*;`
+	Replay    = ` then return answer_again\(v_first, v_cost, v_now, v_policy\.shadow\); end if;`
+	FindKey   = ReadKey + ` if v_first\.expires_at > v_now` + Replay
+	FirstLook = FindKey + ` end if; loop`
+	AfterLook = `if v_wanted > 0 then update buckets`
+	ReadAgain = FindKey + ` end if; if v_policy\.shadow and`
+	GiveBack  = `update buckets as b set level = b\.level \+ v_wanted [^;]*;`
+	StillFits = `(update buckets as b [^;]* b\.key = v_key) and [^;]* >= v_wanted returning`
+	WhenGone  = `(insert into buckets [^;]*) on conflict on constraint buckets_pkey do nothing`
+	Overwrite = `(insert into idempotency_keys as k [^;]*) where k\.expires_at <= v_now`
+	NotFitted = `v_now := clock\(\);(?: [^;]*;)*? select [^;]* from buckets as b`
+)
+
+// deleted counts the rows that a clean-up deleted.
+type Deleted struct{ Buckets, Keys int64 }
+
+func (db *TestDB) CleanupAt(at time.Time) Deleted {
+	db.T.Helper()
+	db.SetClock(at)
+	return db.Swept(db.Pool, 10_000)
+}
+
+// cleanUpAtOnce makes clean-up judge rows as of now and not of five minutes ago, for tests that are about something else.
+func (db *TestDB) CleanUpAtOnce() *TestDB {
+	db.T.Helper()
+	db.Mutate(Mutation{`interval '5 minutes'`, "interval '0'"}, "ratelimit.cleanup_batch")
+	return db
+}
+
+// cleanup runs one batch.
+func Cleanup(q Querier, maxRows int) (d Deleted, err error) {
+	err = q.QueryRow(context.Background(),
+		"select buckets_deleted, idempotency_keys_deleted from ratelimit_cleanup($1)", maxRows).Scan(&d.Buckets, &d.Keys)
+	return d, err
+}
+
+// swept is what one batch deletes, which must not fail.
+func (db *TestDB) Swept(q Querier, maxRows int) Deleted {
+	db.T.Helper()
+	d, err := Cleanup(q, maxRows)
+	require.NoError(db.T, err)
+	return d
+}
+
+// goesOn runs one batch of ratelimit_cleanup_all, and tells whether another is to follow.
+func (db *TestDB) GoesOn(maxRows int) (more bool) {
+	db.T.Helper()
+	require.NoError(db.T, db.Pool.QueryRow(context.Background(),
+		"select more from ratelimit.cleanup_batch($1, '1 hour', null, null)", maxRows).Scan(&more))
+	return more
+}
+
+// fillTables gives a policy n buckets that are full by now and n idempotency keys past their time.
+func (db *TestDB) FillTables(prefix, policy string, n int) {
+	db.T.Helper()
+	db.Execute("insert into ratelimit."+prefix+`buckets (policy_id, key, level, refilled_at, due_at)
+		select p.id, 'k' || i, 0, clock_timestamp() - interval '1 year', clock_timestamp() - interval '1 day'
+		  from ratelimit.policies as p, generate_series(1, $2::integer) as i where p.name = $1`, policy, n)
+	db.Execute("insert into ratelimit."+prefix+`idempotency_keys
+		       (policy_id, key, idempotency_key, cost, remaining, capacity, reset_after, expires_at)
+		select p.id, 'k' || i, 'X', 1, 1, 1, '0', clock_timestamp() - interval '1 day'
+		  from ratelimit.policies as p, generate_series(1, $2::integer) as i where p.name = $1`, policy, n)
+}
+
+// orphans counts rows whose policy was dropped.
+func (db *TestDB) Orphans() (n int64) {
+	db.T.Helper()
+	for _, table := range StateTables {
+		n += db.Number("select count(*) from " + table + " where policy_id not in (select id from ratelimit.policies)")
+	}
+	return n
+}
+
+// findings are those of the doctor, each with its severity.
+func (db *TestDB) Findings() []string {
+	db.T.Helper()
+	return Column(db.T, db.DB, "select severity || ': ' || finding from ratelimit_doctor()")
+}
+
+// requireFinding fails unless the doctor finds just this, and returns what helps.
+func (db *TestDB) RequireFinding(severity string, parts ...string) (remedy string) {
+	db.T.Helper()
+	findings := db.Findings()
+	require.Len(db.T, findings, 1)
+	for _, part := range append(parts, severity+": ") {
+		require.Contains(db.T, findings[0], part)
+	}
+	return Column(db.T, db.DB, "select remedy from ratelimit_doctor()")[0]
+}
+
+// giveAway makes a role that is no superuser the owner of the package, so that the doctor has nothing to say of the owner.
+func (db *TestDB) GiveAway() *TestDB {
+	db.T.Helper()
+	db.Follow(db.RequireFinding("notice", "The owner of the package, ", " is a superuser"), "pg_monitor")
+	require.Empty(db.T, db.Findings())
+	return db
+}
+
+// follow executes the statements of a remedy, for a new owner where the remedy leaves it open.
+func (db *TestDB) Follow(remedy, owner string) {
+	db.T.Helper()
+	_, sql, found := strings.Cut(remedy, "\n")
+	require.True(db.T, found, remedy)
+	conn := db.Connect(db.T)
+	Execute(db.T, conn, strings.ReplaceAll(sql, "'new_owner'", "'"+owner+"'"), pgx.QueryExecModeSimpleProtocol)
+	require.NoError(db.T, conn.Close(context.Background()))
+}
+
+// aMinuteAfter is a minute after the instant that a query finds.
+func (db *TestDB) AMinuteAfter(sql string, args ...any) time.Time {
+	db.T.Helper()
+	var began time.Time
+	require.NoError(db.T, db.Pool.QueryRow(db.T.Context(), sql, args...).Scan(&began))
+	return began.Add(time.Minute)
+}

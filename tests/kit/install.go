@@ -1,0 +1,87 @@
+package kit
+
+import (
+	"context"
+	"os"
+	"regexp"
+	"strings"
+	"testing"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/pgratelimit/pgratelimit/migrations"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+	"github.com/stretchr/testify/require"
+)
+
+// The ways to install. Each is given a database that is empty or has the package already.
+var Installers = map[string]func(t *testing.T, url string){
+	"Up": func(t *testing.T, url string) {
+		conn, err := pgx.Connect(context.Background(), url)
+		require.NoError(t, err)
+		defer conn.Close(context.Background())
+		require.NoError(t, migrations.Up(context.Background(), conn))
+	},
+	"psql": func(t *testing.T, url string) { PsqlFile(t, url, "install.sql") },
+	"tern --conn-string": func(t *testing.T, url string) {
+		createSchema(t, url)
+		Run(t, "../..", nil, "go", TernMigrate(url)...)
+	},
+	"tern with PG variables": func(t *testing.T, url string) {
+		createSchema(t, url)
+		Run(t, "../../migrations", PgVariables(t, url), "go", "tool", "tern", "migrate")
+	},
+	"make install": func(t *testing.T, url string) { Run(t, "../..", nil, "make", "install", "DATABASE_URL="+url) },
+}
+
+// The functions that decide about one bucket, and so run on any node that has the key.
+var HotFunctions = []string{
+	"ratelimit_acquire", "ratelimit_acquire_up_to", "ratelimit_charge", "ratelimit_peek", "ratelimit_refund", "ratelimit_reserve",
+	"ratelimit_reset", "ratelimit_settle",
+}
+
+var BucketTables = []string{"buckets", "ephemeral_buckets", "idempotency_keys", "ephemeral_idempotency_keys"}
+
+const PackageFunctions = `(
+	select p.*, n.nspname, n.nspname = 'ratelimit' as private
+	  from pg_proc as p
+	  join pg_namespace as n on n.oid = p.pronamespace
+	 where n.nspname = 'ratelimit' or p.proname like 'ratelimit\_%')`
+
+// imageGrants is the statement by which the image lets role ratelimit_app use the package.
+func ImageGrants(t *testing.T) string {
+	script, err := os.ReadFile("../../docker/update.sh")
+	require.NoError(t, err)
+	statement := regexp.MustCompile(`grant execute on function[^;]+to ratelimit_app;`).FindString(string(script))
+	require.NotEmpty(t, statement)
+	return statement
+}
+
+type Job struct{ Name, Schedule, Command, Database, Username string }
+
+// jobs returns what is scheduled for clean-up: the jobs of pg_cron's own database first.
+func Jobs(db *TestDB) []Job {
+	db.T.Helper()
+	rows, err := db.Pool.Query(context.Background(), `
+		select jobname::text, schedule, command, database, username from cron.job where jobname like 'ratelimit-cleanup%'
+		 order by jobname like '%:%', jobname like '%-history%', username`)
+	require.NoError(db.T, err)
+	found, err := pgx.CollectRows(rows, pgx.RowToStructByPos[Job])
+	require.NoError(db.T, err)
+	return found
+}
+
+func PreRequestScript(t *testing.T, name string) string {
+	t.Helper()
+	text, err := os.ReadFile("../../docs/postgrest/" + name)
+	require.NoError(t, err)
+	return strings.ReplaceAll(string(text), `\set ON_ERROR_STOP on`, "")
+}
+
+func InstallPreRequest(t *testing.T, db *pgtest.DB) {
+	t.Helper()
+	conn := db.Connect(t)
+	Execute(t, conn, PreRequestScript(t, "install.sql"), pgx.QueryExecModeSimpleProtocol)
+	require.NoError(t, conn.Close(t.Context()))
+}
+
+func Quoted(text string) string { return "'" + strings.ReplaceAll(text, "'", "''") + "'" }

@@ -1,0 +1,315 @@
+package kit
+
+import (
+	"bufio"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+	"unsafe"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/stretchr/testify/require"
+)
+
+// instant is one that the books know.
+func (db *TestDB) Instant(expression string, args ...any) (at time.Time) {
+	require.NoError(db.T, db.Pool.QueryRow(context.Background(), "select "+expression+" from public.books", args...).Scan(&at))
+	return at
+}
+
+// Of leases, a leaseHistory has what is charged to them, granted from them and given back, in an order that is safe: a charge is
+// written down before its Leaser hears of it, what is given back before the server does, and a grant after its caller has it.
+type LeaseHistory struct {
+	Mu     sync.Mutex
+	Events []LeaseEvent
+}
+
+type LeaseEvent struct {
+	Leaser, Key string
+	Kind        string // "charge", "grant" or "give back"
+	Tokens      int64
+}
+
+func (h *LeaseHistory) Add(e LeaseEvent) {
+	h.Mu.Lock()
+	defer h.Mu.Unlock()
+	h.Events = append(h.Events, e)
+}
+
+// audit finds the first token that was granted or given back without a charge before it.
+func (h *LeaseHistory) Audit() error {
+	type lease struct{ Leaser, Key string }
+	held := map[lease]int64{}
+	for n, e := range h.Events {
+		of := lease{e.Leaser, e.Key}
+		if e.Kind == "charge" {
+			held[of] += e.Tokens
+			continue
+		}
+		if held[of] -= e.Tokens; held[of] < 0 {
+			return fmt.Errorf("event %d of %d: %s has %d tokens of %s for a %s that were not charged before",
+				n, len(h.Events), e.Leaser, -held[of], e.Key, e.Kind)
+		}
+	}
+	return nil
+}
+
+// A patientPool has every call answered: of one that is given up after a second, the server may have charged what nobody gets.
+type PatientPool struct{ *pgxpool.Pool }
+
+func (p PatientPool) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
+	return p.Pool.QueryRow(context.WithoutCancel(ctx), sql, args...)
+}
+
+// A recordingPool is the pool of a Leaser, and writes a history.
+type RecordingPool struct {
+	PatientPool
+	Leaser  string
+	History *LeaseHistory
+	Bug     LeaseBug
+	Late    sync.WaitGroup // what a bug has put off
+	Over    chan struct{}  // until this is closed
+}
+
+// A leaseBug is planted, for the audit to find. It makes the Leaser do what it must not.
+type LeaseBug string
+
+const (
+	GrantsOneMore  LeaseBug = "a lease grants one more than was charged"
+	GrantsTooEarly LeaseBug = "a lease grants before the charge was answered"
+	GivesBackTwice LeaseBug = "a lease gives back twice"
+)
+
+func (p *RecordingPool) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
+	switch {
+	case strings.Contains(sql, "ratelimit_acquire_up_to("):
+		return &chargeRow{Ctx: ctx, Pool: p, sql: sql, args: args}
+	case strings.Contains(sql, "ratelimit_refund("):
+		p.History.Add(LeaseEvent{p.Leaser, args[1].(string), "give back", args[2].(int64)})
+		if p.Bug == GivesBackTwice {
+			_ = p.PatientPool.QueryRow(ctx, sql, args...).Scan(make([]any, 7)...)
+		}
+	}
+	return p.PatientPool.QueryRow(ctx, sql, args...)
+}
+
+type chargeRow struct {
+	Ctx  context.Context
+	Pool *RecordingPool
+	sql  string
+	args []any
+}
+
+// Scan makes the call. The last column is what was taken.
+func (r *chargeRow) Scan(dest ...any) error {
+	p, taken := r.Pool, dest[len(dest)-1].(*int64)
+	call := func(by client.Querier) error { return by.QueryRow(r.Ctx, r.sql, r.args...).Scan(dest...) }
+	write := func(tokens int64) { p.History.Add(LeaseEvent{p.Leaser, r.args[1].(string), "charge", tokens}) }
+	if p.Bug == GrantsTooEarly { // the answer is that of a transaction which is not committed, and the charge follows
+		tx, err := p.Begin(r.Ctx)
+		if err != nil {
+			return err
+		}
+		err = errors.Join(call(tx), tx.Rollback(r.Ctx))
+		p.Late.Go(func() {
+			<-p.Over
+			var tokens int64
+			late := make([]any, len(dest))
+			late[len(late)-1] = &tokens
+			if p.Pool.QueryRow(context.Background(), r.sql, r.args...).Scan(late...) == nil {
+				write(tokens)
+			}
+		})
+		return err
+	}
+	err := call(p.PatientPool)
+	if err == nil {
+		write(*taken)
+		if p.Bug == GrantsOneMore {
+			*taken++
+		}
+	}
+	return err
+}
+
+// asLeaser is set for a process of this test binary that is a Leaser.
+const asLeaser = "RATELIMIT_TEST_AS_LEASER"
+
+// A leaserProcess asks for tokens of the key hot.
+type LeaserProcess struct {
+	URL, Name, Policy string
+	File              string // has its counts, and outlives it
+	Leases            bool   // else it is a Combiner
+	Callers           int
+	Every             time.Duration // each caller asks
+	Idle              time.Duration
+
+	cmd     *exec.Cmd
+	orders  io.WriteCloser
+	answers *bufio.Reader
+	*counts
+}
+
+// be is what the process does: it asks until its standard input says to idle or ends.
+func (p LeaserProcess) be() error {
+	counts, err := countsIn(p.File)
+	if err != nil {
+		return err
+	}
+	ctx := context.Background()
+	config, err := pgxpool.ParseConfig(p.URL)
+	if err != nil {
+		return err
+	}
+	config.ConnConfig.RuntimeParams["application_name"] = p.Name
+	pool, err := pgxpool.NewWithConfig(ctx, config)
+	if err != nil {
+		return err
+	}
+	defer pool.Close()
+	var opts []client.Option
+	if p.Leases {
+		opts = append(opts, client.Lease{Policy: p.Policy, Idle: p.Idle})
+	}
+	leaser := client.NewLeaser(PatientPool{pool}, opts...)
+	defer leaser.Close()
+	asking, stop := context.WithCancel(ctx)
+	var callers sync.WaitGroup
+	errs := make(chan error, p.Callers)
+	for range p.Callers {
+		callers.Go(func() {
+			for asking.Err() == nil {
+				begin := time.Now()
+				d, err := leaser.Acquire(ctx, p.Policy, "hot")
+				if err != nil {
+					errs <- err
+					return
+				}
+				counts.Asked.Add(1)
+				if d.Allowed {
+					counts.Granted.Add(1)
+				}
+				time.Sleep(max(p.Every, min(d.RetryAfter, 5*time.Millisecond)) - time.Since(begin))
+			}
+		})
+	}
+	orders := bufio.NewReader(os.Stdin)
+	_, end := orders.ReadString('\n')
+	stop()
+	callers.Wait()
+	if end == nil {
+		fmt.Println("idle")
+		_, _ = orders.ReadString('\n')
+	}
+	close(errs)
+	for e := range errs {
+		err = errors.Join(err, e)
+	}
+	return err
+}
+
+// beLeaser reports whether this process was one, and is done.
+func BeLeaser() bool {
+	text := os.Getenv(asLeaser)
+	if text == "" {
+		return false
+	}
+	var p LeaserProcess
+	err := json.Unmarshal([]byte(text), &p)
+	if err = errors.Join(err, p.be()); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		os.Exit(1)
+	}
+	return true
+}
+
+// counts are of requests.
+type counts struct{ Asked, Granted atomic.Int64 }
+
+// countsIn are in a file that several processes have in memory.
+func countsIn(file string) (*counts, error) {
+	f, err := os.OpenFile(file, os.O_RDWR|os.O_CREATE, 0o600)
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	size := int(unsafe.Sizeof(counts{}))
+	if err := f.Truncate(int64(size)); err != nil {
+		return nil, err
+	}
+	memory, err := syscall.Mmap(int(f.Fd()), 0, size, syscall.PROT_READ|syscall.PROT_WRITE, syscall.MAP_SHARED)
+	if err != nil {
+		return nil, err
+	}
+	return (*counts)(unsafe.Pointer(&memory[0])), nil
+}
+
+// start starts the process.
+func (p *LeaserProcess) Start(t *testing.T, db *TestDB) *LeaserProcess {
+	p.URL, p.File = db.URL, filepath.Join(t.TempDir(), "granted")
+	var err error
+	p.counts, err = countsIn(p.File)
+	require.NoError(t, err)
+	text, err := json.Marshal(p)
+	require.NoError(t, err)
+	p.cmd = exec.Command(os.Args[0])
+	p.cmd.Env = append(os.Environ(), asLeaser+"="+string(text))
+	p.cmd.Stderr = os.Stderr
+	p.orders, err = p.cmd.StdinPipe()
+	require.NoError(t, err)
+	answers, err := p.cmd.StdoutPipe()
+	require.NoError(t, err)
+	p.answers = bufio.NewReader(answers)
+	require.NoError(t, p.cmd.Start())
+	t.Cleanup(func() { _ = p.cmd.Process.Kill() })
+	return p
+}
+
+// idle returns when it asks no more.
+func (p *LeaserProcess) IdleTime(t *testing.T) {
+	require.NoError(t, ErrorOf(fmt.Fprintln(p.orders, "idle")))
+	answer, err := p.answers.ReadString('\n')
+	require.NoError(t, err)
+	require.Equal(t, "idle\n", answer)
+}
+
+// holds stops it, and reports whether it lost something now. If not, it goes on.
+func (p *LeaserProcess) Holds(t *testing.T, lost func(p *LeaserProcess) int64) bool {
+	require.NoError(t, p.cmd.Process.Signal(syscall.SIGSTOP))
+	if lost(p) > 0 {
+		return true
+	}
+	require.NoError(t, p.cmd.Process.Signal(syscall.SIGCONT))
+	return false
+}
+
+// kill ends it at once, by SIGKILL.
+func (p *LeaserProcess) Kill(t *testing.T) {
+	require.NoError(t, p.cmd.Process.Kill())
+	_ = p.cmd.Wait()
+}
+
+// close returns when it has ended, and has given back what it held.
+func (p *LeaserProcess) Close(t *testing.T) {
+	require.NoError(t, p.orders.Close())
+	require.NoError(t, p.cmd.Wait())
+}
+
+func (db *TestDB) Now() time.Time {
+	var now time.Time
+	require.NoError(db.T, db.Pool.QueryRow(context.Background(), "select clock_timestamp()").Scan(&now))
+	return now
+}

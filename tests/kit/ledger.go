@@ -1,0 +1,259 @@
+package kit
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/client/clienttest/model"
+	"github.com/stretchr/testify/require"
+)
+
+// A ledger records the callers' view of one policy, whose buckets start full and refill nothing: the grants,
+// and the requests that may have been granted. check compares it with the server.
+type Ledger struct {
+	Policy   string
+	Capacity int64
+	timeout  time.Duration // of one try
+
+	Mu         sync.Mutex
+	Grants     []Entry // since the last check
+	unanswered []Entry // requests without an idempotency key that may have taken tokens, since the last check
+
+	Granted  int
+	Replayed int // of these, because an earlier try had been granted
+	Denied   int
+	Unknown  int            // requests without an idempotency key that got no answer
+	Failed   map[string]int // tries without an answer, by SQLSTATE
+	Slowest  time.Duration  // of all tries
+}
+
+// request is one for a bucket of the ledger's policy; the empty idempotency key is none.
+func (l *Ledger) Request(key string, cost int64, idempotencyKey string) Request {
+	return Request{model.BucketID{Policy: l.Policy, Key: key}, cost, idempotencyKey}
+}
+
+// newLedger defines the policy.
+func NewLedger(db *TestDB, policy string, capacity int64, timeout time.Duration) *Ledger {
+	db.DefinePolicy(policy, capacity, 1, ADay)
+	return &Ledger{Policy: policy, Capacity: capacity, timeout: timeout, Failed: make(map[string]int)}
+}
+
+// load starts callers of these limiters, three of four with idempotency keys and at buckets of their own.
+// For three of four requests a bucket has enough.
+func (l *Ledger) Load(t testing.TB, limiters ...client.Acquirer) *Load {
+	const callers, requests = 32, 200
+	var keyed, bare atomic.Int64
+	all := NewLoad(t)
+	all.Start(callers, func(caller int) error {
+		by, cost := limiters[caller%len(limiters)], 1+rand.Int64N(3)
+		if caller < callers/4 {
+			return l.Settle(by, l.Request(fmt.Sprint("bare/", bare.Add(1)/requests), cost, ""))
+		}
+		n := keyed.Add(1)
+		return l.Settle(by, l.Request(fmt.Sprint("keyed/", n/requests), cost, fmt.Sprint(n)))
+	})
+	return all
+}
+
+// settle makes a request and records the decision. A request with an idempotency key is repeated until there
+// is one, for as long as patience.
+func (l *Ledger) Settle(by client.Acquirer, r Request) error {
+	for giveUp := time.Now().Add(Patience); ; {
+		d, err := l.Try(by, r)
+		switch {
+		case err == nil:
+			l.Enter(r, d)
+			return nil
+		case r.IdempotencyKey == "":
+			if !isRefusal(err) {
+				l.Lose(r)
+			}
+			return nil
+		case time.Now().After(giveUp):
+			return fmt.Errorf("no answer to %+v within %v: %w", r, Patience, err)
+		}
+		time.Sleep(5 * time.Millisecond) // where there is no server, errors come fast
+	}
+}
+
+func (l *Ledger) Try(by client.Acquirer, r Request) (client.Decision, error) {
+	ctx, cancel := context.WithTimeout(context.Background(), l.timeout)
+	defer cancel()
+	start := time.Now()
+	d, err := r.By(ctx, by)
+
+	l.Mu.Lock()
+	defer l.Mu.Unlock()
+	l.Slowest = max(l.Slowest, time.Since(start))
+	if err != nil {
+		l.Failed[SQLState(err)]++
+	}
+	return d, err
+}
+
+// isRefusal reports whether the call was surely not done: it was not sent, or the server said so.
+func isRefusal(err error) bool {
+	var connectErr *pgconn.ConnectError
+	var pgErr *pgconn.PgError
+	return errors.As(err, &connectErr) || errors.As(err, &pgErr) && pgErr.SeverityUnlocalized == "ERROR"
+}
+
+func (l *Ledger) Enter(r Request, d client.Decision) {
+	l.Mu.Lock()
+	defer l.Mu.Unlock()
+	if !d.Allowed {
+		l.Denied++
+		return
+	}
+	l.Granted++
+	if d.Replayed {
+		l.Replayed++
+	}
+	l.Grants = append(l.Grants, Entry{Request: r, Decision: d})
+}
+
+func (l *Ledger) Lose(r Request) {
+	l.Mu.Lock()
+	defer l.Mu.Unlock()
+	l.Unknown++
+	l.unanswered = append(l.unanswered, Entry{Request: r})
+}
+
+// awaitAnswers waits for so many more decisions, and awaitFailures for so many more tries that fail.
+func (l *Ledger) AwaitAnswers(t *testing.T, more int) {
+	l.await(t, more, func() int { return l.Granted + l.Denied })
+}
+
+func (l *Ledger) AwaitFailures(t *testing.T, more int) {
+	l.await(t, more, func() (n int) {
+		for _, failed := range l.Failed {
+			n += failed
+		}
+		return n
+	})
+}
+
+func (l *Ledger) await(t *testing.T, more int, number func() int) {
+	now := func() int {
+		l.Mu.Lock()
+		defer l.Mu.Unlock()
+		return number()
+	}
+	before := now()
+	require.Eventually(t, func() bool { return now() >= before+more }, time.Minute, 5*time.Millisecond)
+}
+
+// check asks the server, when no call is under way. The audit of each bucket finds no fault and no lost
+// grant; each idempotency key replays the answer that its caller ended with, and none is remembered of a
+// caller who was denied. If all of it is right, the ledger and the policy begin afresh.
+func (l *Ledger) Check(db *TestDB) error {
+	var keyed int64
+	grants, unanswered := ByBucket(l.Grants), ByBucket(l.unanswered)
+	for bucket := range ByBucket(slices.Concat(l.Grants, l.unanswered)) {
+		left := db.Left(bucket.Policy, bucket.Key)
+		found, err := Audit(l.Capacity, left, grants[bucket], unanswered[bucket])
+		if err == nil && len(found.Lost) > 0 {
+			err = fmt.Errorf("a grant was lost: %d are left after %+v", left, found.Lost[0])
+		}
+		if err != nil {
+			return fmt.Errorf("bucket %s: %w", bucket.Key, err)
+		}
+		for _, g := range grants[bucket] {
+			if g.IdempotencyKey == "" {
+				continue
+			}
+			keyed++
+			if d := db.Must(g.Request.Acquire(db.Pool)); !d.Replayed || d.Remaining != g.Remaining {
+				return fmt.Errorf("bucket %s: %+v is replayed as %+v", bucket.Key, g, d)
+			}
+		}
+	}
+	if n := db.Number(`
+		select count(*)
+		  from ratelimit.idempotency_keys as k
+		  join ratelimit.policies as p on p.id = k.policy_id
+		 where p.name = $1`, l.Policy); n != keyed {
+		return fmt.Errorf("%d idempotency keys are remembered of %d grants", n, keyed)
+	}
+	l.Grants, l.unanswered = nil, nil
+	db.DropPolicy(l.Policy)
+	db.DefinePolicy(l.Policy, l.Capacity, 1, ADay)
+	return nil
+}
+
+// An entry is a request, and the decision if there was one.
+type Entry struct {
+	Request
+	client.Decision
+	At time.Time // of the decision, or of the error
+}
+
+// try makes a request and returns its entry.
+func (r Request) Try(limiter client.Acquirer) (Entry, error) {
+	d, err := r.By(context.Background(), limiter)
+	return Entry{r, d, time.Now()}, err
+}
+
+func ByBucket(entries []Entry) map[model.BucketID][]Entry {
+	buckets := map[model.BucketID][]Entry{}
+	for _, e := range entries {
+		buckets[e.BucketID] = append(buckets[e.BucketID], e)
+	}
+	return buckets
+}
+
+// A finding sorts the grants of one bucket by whether the server still knows them.
+type finding struct {
+	Kept, Lost []Entry
+	Unclaimed  int64 // tokens taken for requests that got no answer
+}
+
+// audit compares the decisions on one bucket, which began full and refilled nothing, with the tokens left in
+// it. A grant is lost if more tokens are left now than its decision said.
+func Audit(capacity, left int64, grants, unanswered []Entry) (f finding, err error) {
+	grants = slices.Clone(grants)
+	slices.SortFunc(grants, func(a, b Entry) int { return cmp.Compare(b.Remaining, a.Remaining) })
+	level := capacity // after the grants so far
+	for _, g := range grants {
+		before := g.Remaining + g.Cost
+		switch {
+		case before > level:
+			return f, fmt.Errorf("tokens were granted twice: the bucket held %d before %+v", level, g)
+		case g.Remaining >= left:
+			f.Kept = append(f.Kept, g)
+			f.Unclaimed += level - before
+		case before > left:
+			return f, fmt.Errorf("a grant was lost in part: %d are left after %+v", left, g)
+		default:
+			if len(f.Lost) == 0 {
+				f.Unclaimed += level - left
+			}
+			f.Lost = append(f.Lost, g)
+		}
+		level = g.Remaining
+	}
+	if len(f.Lost) == 0 {
+		f.Unclaimed += level - left
+	}
+	if f.Unclaimed < 0 || f.Unclaimed > Costs(unanswered) {
+		return f, fmt.Errorf("%d tokens are gone that were granted to nobody; requests without an answer wanted %d", f.Unclaimed, Costs(unanswered))
+	}
+	return f, nil
+}
+
+func Costs(entries []Entry) (sum int64) {
+	for _, e := range entries {
+		sum += e.Cost
+	}
+	return sum
+}

@@ -1,0 +1,142 @@
+package kit
+
+import (
+	"context"
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"net/url"
+	"os"
+	"os/exec"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+)
+
+func TernMigrate(url string) []string {
+	return []string{"tool", "tern", "migrate", "--config", "migrations/tern.conf", "--migrations", "migrations", "--conn-string", url}
+}
+
+func Command(dir string, env []string, name string, args ...string) *exec.Cmd {
+	cmd := exec.Command(name, args...)
+	cmd.Dir = dir
+	cmd.Env = append(os.Environ(), env...)
+	return cmd
+}
+
+// run runs a command and shows its standard error if it fails; tern's standard output is all of the SQL.
+func Run(t *testing.T, dir string, env []string, name string, args ...string) {
+	_, err := Command(dir, env, name, args...).Output()
+	var exit *exec.ExitError
+	if errors.As(err, &exit) {
+		require.NoError(t, err, "%s %s\n%s", name, args, exit.Stderr)
+	}
+	require.NoError(t, err)
+}
+
+func PgVariables(t *testing.T, url string) []string {
+	config, err := pgx.ParseConfig(url)
+	require.NoError(t, err)
+	return []string{
+		"PGHOST=" + config.Host, fmt.Sprintf("PGPORT=%d", config.Port), "PGUSER=" + config.User,
+		"PGPASSWORD=" + config.Password, "PGDATABASE=" + config.Database,
+		"PGOPTIONS=" + config.RuntimeParams["options"],
+	}
+}
+
+// withSettings is a connection string with names and values of settings, which psql takes too.
+func WithSettings(t *testing.T, dsn string, settings ...string) string {
+	options := ""
+	for setting := range slices.Chunk(settings, 2) {
+		value := strings.NewReplacer(`\`, `\\`, " ", `\ `).Replace(setting[1])
+		options += fmt.Sprintf(" -c %s=%s", setting[0], value)
+	}
+	u, err := url.Parse(dsn)
+	if err != nil || u.Scheme == "" {
+		return dsn + " options='" + strings.NewReplacer(`\`, `\\`, `'`, `\'`).Replace(options) + "'"
+	}
+	query := u.Query()
+	query.Set("options", options)
+	u.RawQuery = strings.ReplaceAll(query.Encode(), "+", "%20")
+	return u.String()
+}
+
+// createSchema creates the schema that has to exist before tern's command line runs.
+func createSchema(t *testing.T, url string) {
+	conn, err := pgx.Connect(t.Context(), url)
+	require.NoError(t, err)
+	_, err = conn.Exec(t.Context(), "create schema ratelimit")
+	if SQLState(err) != "42P06" { // the second time
+		require.NoError(t, err)
+	}
+	require.NoError(t, conn.Close(t.Context()))
+}
+
+// psqlFile runs a file of migrations/psql, and returns what psql said.
+func PsqlFile(t *testing.T, url, name string) string {
+	out, err := RunPsql(t, url, "--set", "ON_ERROR_STOP=1", "--file", "../../migrations/psql/"+name)
+	require.NoError(t, err, out)
+	return out
+}
+
+func RunPsql(t *testing.T, url string, args ...string) (string, error) {
+	t.Helper()
+	program, err := exec.LookPath("psql")
+	if err != nil {
+		t.Skip("psql is not installed")
+	}
+	out, err := exec.Command(program, append(args, "--no-psqlrc", "--dbname", url)...).CombinedOutput()
+	return string(out), err
+}
+
+func PsqlStatus(t *testing.T, url string, args ...string) (out string, status int) {
+	out, err := RunPsql(t, url, args...)
+	if err != nil {
+		exit, ok := err.(*exec.ExitError) //nolint:errorlint // it is not wrapped
+		require.True(t, ok, err)
+		status = exit.ExitCode()
+	}
+	return out, status
+}
+
+// script is one of pg_cron's scripts for a client that is not psql.
+func Script(t testing.TB, name string) string {
+	sql, err := pgtest.CronScript(name)
+	require.NoError(t, err)
+	return sql
+}
+
+// runScript runs one of pg_cron's scripts as a client that is not psql.
+func RunScript(db *TestDB, name string) error {
+	return ErrorOf(db.Pool.Exec(context.Background(), Script(db.T, name)))
+}
+
+// newRole returns a role without rights. Call it before creating the database in which it gets some, which is then dropped first.
+func NewRole(t testing.TB) string {
+	ctx := context.Background()
+	conn, err := pgx.Connect(ctx, pgtest.Shared(t).URL(""))
+	require.NoError(t, err)
+	name := "ratelimit_test_" + strings.ToLower(rand.Text())
+	require.NoError(t, ErrorOf(conn.Exec(ctx, "create role "+name+" role current_user")))
+	t.Cleanup(func() {
+		assert.NoError(t, ErrorOf(conn.Exec(ctx, "drop role "+name)))
+		assert.NoError(t, conn.Close(ctx))
+	})
+	return name
+}
+
+// connectAs returns a connection with the rights of a role and none of our own.
+func ConnectAs(t testing.TB, db *pgtest.DB, role string) *pgx.Conn {
+	conn := db.Connect(t)
+	Execute(t, conn, "set role "+role)
+	return conn
+}
+
+func Execute(t testing.TB, conn *pgx.Conn, sql string, args ...any) {
+	require.NoError(t, ErrorOf(conn.Exec(context.Background(), sql, args...)), "%.200s", sql)
+}

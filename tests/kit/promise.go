@@ -1,0 +1,101 @@
+package kit
+
+import (
+	"context"
+	"encoding/json"
+	"math/bits"
+	"math/rand/v2"
+
+	"github.com/stretchr/testify/require"
+)
+
+// A promise is an acquire of Cost at t0 from a bucket that held Level microtokens Age microseconds
+// earlier, or is said to hold them later when Age is below zero.
+type Promise struct {
+	Capacity int64 `json:"capacity"`
+	Refill   int64 `json:"refill"`
+	Every    int64 `json:"every"`
+	Stepped  bool  `json:"stepped"`
+	Level    int64 `json:"level"`
+	Age      int64 `json:"age"`
+	Cost     int64 `json:"cost"`
+}
+
+const (
+	MaxTokens = 9_000_000_000_000
+	MaxSpan   = 365_250 * Day // 1000 years
+)
+
+func (c Promise) Valid() bool {
+	return 1 <= c.Capacity && c.Capacity <= MaxTokens &&
+		1 <= c.Refill && c.Refill <= MaxTokens &&
+		1 <= c.Every && c.Every <= MaxSpan &&
+		float64(c.Capacity)*float64(c.Every) < float64(c.Refill)*10*MaxSpan &&
+		1 <= c.Cost && c.Cost <= c.Capacity &&
+		-c.Capacity*1_000_000 <= c.Level && c.Level <= c.Capacity*1_000_000 &&
+		-5*MaxSpan <= c.Age && c.Age <= 5*MaxSpan // PostgreSQL's calendar begins in 4713 BC
+}
+
+func RandomPromise(random *rand.Rand, most int64) Promise {
+	upTo := func(limit int64) int64 { // every magnitude is as likely as any other
+		limit = min(limit, most)
+		return min(limit, 1+random.Int64N(1<<(1+random.IntN(bits.Len64(uint64(limit))))))
+	}
+	var c Promise
+	for !c.Valid() {
+		c = Promise{Capacity: upTo(MaxTokens), Refill: upTo(MaxTokens), Every: upTo(MaxSpan), Stepped: random.IntN(2) == 0}
+		switch random.IntN(2) {
+		case 0:
+			c.Cost = upTo(c.Capacity)
+		case 1:
+			c.Cost = 1 + random.Int64N(c.Capacity)
+		}
+		switch wanted := c.Cost * 1_000_000; random.IntN(8) {
+		case 0, 1:
+			c.Level = random.Int64N(wanted)
+		case 2, 3:
+			c.Level = wanted - upTo(wanted)
+		case 4, 5:
+			c.Level = -upTo(c.Capacity * 1_000_000)
+		case 6:
+			c.Level = c.Capacity * 1_000_000
+		}
+		switch random.IntN(8) {
+		case 0, 1, 2: // within the time it takes
+			wait := float64(c.Cost*1_000_000-c.Level) / 1e6 / float64(c.Refill) * float64(c.Every)
+			c.Age = int64(random.Float64() * wait)
+		case 3, 4: // around whole intervals
+			c.Age = c.Every*random.Int64N(4) + random.Int64N(3) - 1
+		case 5:
+			c.Age = upTo(MaxSpan)
+		case 6:
+			c.Age = -upTo(MaxSpan)
+		}
+	}
+	return c
+}
+
+// clockInASetting lets SQL move the clock: a table would collect a row version for each move of it.
+func (db *TestDB) ClockInASetting() {
+	db.T.Helper()
+	db.Execute(`
+		create or replace function ratelimit.clock() returns timestamptz language sql volatile as $$ select current_setting('test.now')::timestamptz $$;
+		create function set_clock(now timestamptz) returns void language plpgsql as $$ begin perform set_config('test.now', now::text, true); end $$`)
+}
+
+// verdicts tries cases with the function of that name.
+func Verdicts[T any](db *TestDB, cases []T) []string {
+	db.T.Helper()
+	ctx := context.Background()
+	input, err := json.Marshal(cases)
+	require.NoError(db.T, err)
+	tx, err := db.Pool.Begin(ctx)
+	require.NoError(db.T, err)
+	defer tx.Rollback(ctx)
+	// Were an acquire told to wait for nothing and yet find too little, it would try for ever.
+	_, err = tx.Exec(ctx, "set local statement_timeout = '2min'")
+	require.NoError(db.T, err)
+	verdicts := ColumnOf(db.T, tx, "select * from verdicts($1)", input)
+	require.Len(db.T, verdicts, len(cases))
+	return verdicts
+}

@@ -1,0 +1,79 @@
+package kit
+
+import (
+	"context"
+	"errors"
+	"strings"
+	"sync/atomic"
+	"testing"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/pgratelimit/pgratelimit/migrations"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+	"github.com/stretchr/testify/require"
+)
+
+// privateName is the database of a private server.
+const PrivateName = "ratelimit_test"
+
+// newPrivateDB returns a database on a server of its own.
+func NewPrivateDB(t testing.TB, settings ...string) (*TestDB, *pgtest.Server) {
+	server := pgtest.Private(t, settings...)
+	return CreateDB(t, server, PrivateName), server
+}
+
+// reopen connects to the database of newPrivateDB again, after a restart or on a standby.
+func Reopen(t testing.TB, server *pgtest.Server) *TestDB { return OpenDB(t, server, PrivateName) }
+
+// createDB creates a database on a server, prepares it with SQL in which %s is its name, and installs the package.
+func CreateDB(t testing.TB, server *pgtest.Server, name string, prepare ...string) *TestDB {
+	quoted := pgx.Identifier{name}.Sanitize()
+	OnServer(t, server, "", "create database "+quoted+" template template0")
+	for _, sql := range prepare {
+		OnServer(t, server, name, strings.ReplaceAll(sql, "%s", quoted))
+	}
+	return InstalledDB(t, server, name)
+}
+
+// onServer runs SQL in a database of a server, on a connection of its own.
+func OnServer(t testing.TB, server *pgtest.Server, database, sql string) {
+	conn, err := pgx.Connect(t.Context(), server.URL(database))
+	require.NoError(t, err)
+	_, err = conn.Exec(t.Context(), sql)
+	require.NoError(t, errors.Join(err, conn.Close(t.Context())))
+}
+
+// installedDB returns a database of a server, with the package installed.
+func InstalledDB(t testing.TB, server *pgtest.Server, name string) *TestDB {
+	db := OpenDB(t, server, name)
+	require.NoError(t, migrations.Up(t.Context(), db.Connect(t)))
+	return db
+}
+
+// openDB returns a database of a server as it is.
+func OpenDB(t testing.TB, server *pgtest.Server, name string) *TestDB {
+	pool, err := pgxpool.New(context.Background(), server.URL(name))
+	require.NoError(t, err)
+	t.Cleanup(pool.Close)
+	return &TestDB{DB: &pgtest.DB{Pool: pool, URL: server.URL(name), Name: name}, T: t}
+}
+
+// An address is the URL of a database that moves: a container that is started again has another port.
+type Address struct{ url atomic.Pointer[string] }
+
+func (a *Address) MoveTo(url string) { a.url.Store(&url) }
+
+// config is that of a pool whose new connections go where the database is then.
+func (a *Address) Config(t testing.TB) *pgxpool.Config {
+	config, err := pgxpool.ParseConfig(*a.url.Load())
+	require.NoError(t, err)
+	config.BeforeConnect = func(_ context.Context, c *pgx.ConnConfig) error {
+		now, err := pgx.ParseConfig(*a.url.Load())
+		if err == nil {
+			c.Host, c.Port, c.Fallbacks = now.Host, now.Port, now.Fallbacks
+		}
+		return err
+	}
+	return config
+}

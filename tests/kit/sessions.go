@@ -1,0 +1,133 @@
+package kit
+
+import (
+	"context"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/require"
+	"golang.org/x/sync/errgroup"
+)
+
+// patience bounds every wait for an event that comes, sooner or later; only a broken test takes as long.
+const Patience = time.Minute
+
+// A session is a connection of its own, with transactions of its own.
+type Session struct {
+	*pgx.Conn
+	Db *TestDB
+}
+
+func (db *TestDB) Session() *Session { return &Session{Conn: db.Connect(db.T), Db: db} }
+
+// begin returns a session in an open transaction.
+func (db *TestDB) Begin() *Session {
+	s := db.Session()
+	s.Execute("begin")
+	return s
+}
+
+// hasty returns a session that fails with 55P03 instead of waiting for a lock that others keep.
+func (db *TestDB) Hasty() *Session {
+	s := db.Session()
+	s.Execute("set lock_timeout = '50ms'")
+	return s
+}
+
+func (s *Session) Execute(sql string, args ...any) {
+	require.NoError(s.Db.T, ErrorOf(s.Exec(context.Background(), sql, args...)), sql)
+}
+
+func (s *Session) Acquire(policy, key string, cost int64, idempotencyKey ...string) Decision {
+	return s.Db.Must(Acquire(s, policy, key, cost, idempotencyKey...))
+}
+
+// start makes a call that may wait for other sessions.
+func (s *Session) Start(call func(q Querier) (Decision, error)) *Pending {
+	p := &Pending{Session: s, Done: make(chan struct{})}
+	go func() {
+		defer close(p.Done)
+		p.Decision, p.Err = call(s)
+	}()
+	return p
+}
+
+func (s *Session) StartAcquire(policy, key string, cost int64, idempotencyKey ...string) *Pending {
+	return s.Start(func(q Querier) (Decision, error) { return Acquire(q, policy, key, cost, idempotencyKey...) })
+}
+
+// A pending call is under way in another goroutine.
+type Pending struct {
+	Session  *Session
+	Done     chan struct{}
+	Decision Decision
+	Err      error
+}
+
+// awaitBlockedBy returns when the call waits for a lock that the holder has.
+func (p *Pending) AwaitBlockedBy(holder *Session) {
+	t := p.Session.Db.T
+	p.Session.Db.Await(t, Patience, `
+		select exists (select from pg_stat_activity
+		                where pid = $1 and wait_event_type = 'Lock' and $2 = any (pg_blocking_pids(pid)))`,
+		p.Session.PgConn().PID(), holder.PgConn().PID())
+}
+
+func (p *Pending) Result() (Decision, error) {
+	select {
+	case <-p.Done:
+	case <-time.After(Patience):
+		require.FailNow(p.Session.Db.T, "the call still waits")
+	}
+	return p.Decision, p.Err
+}
+
+func (p *Pending) Answer() Decision { return p.Session.Db.Must(p.Result()) }
+
+// together makes n calls at the same time, on as many connections as the pool has.
+func (db *TestDB) Together(n int, call func(i int, q Querier) (Decision, error)) []Decision {
+	decisions := make([]Decision, n)
+	Crowd(db.T, n, func(i int) (err error) {
+		decisions[i], err = call(i, db.Pool)
+		return err
+	})
+	return decisions
+}
+
+// crowd runs callers at the same time, and fails the test with the first error.
+func Crowd(t testing.TB, callers int, call func(caller int) error) {
+	var ready sync.WaitGroup
+	ready.Add(callers)
+	var calls errgroup.Group
+	for caller := range callers {
+		calls.Go(func() error {
+			ready.Done()
+			ready.Wait()
+			return call(caller)
+		})
+	}
+	require.NoError(t, calls.Wait())
+}
+
+// crowds bounds how many tests keep dozens of connections at once; servers take about a hundred.
+var crowds = make(chan struct{}, 2)
+
+// newCrowdDB is newDB for one of them.
+func NewCrowdDB(t testing.TB, connections int) *TestDB {
+	crowds <- struct{}{}
+	t.Cleanup(func() { <-crowds })
+	db := NewDB(t)
+	db.Warm(connections)
+	return db
+}
+
+// warm opens connections, so that calls made together do not come one by one for connecting.
+func (db *TestDB) Warm(connections int) {
+	for range min(connections, int(db.Pool.Config().MaxConns)) {
+		conn, err := db.Pool.Acquire(context.Background())
+		require.NoError(db.T, err)
+		defer conn.Release()
+	}
+}

@@ -1,0 +1,384 @@
+package kit
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/tern/v2/migrate"
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/client/clienttest/model"
+	"github.com/pgratelimit/pgratelimit/migrations"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+	"github.com/stretchr/testify/require"
+)
+
+// grants lists what roles other than the owner may do with the package: "object to role, grantable".
+func (db *TestDB) Grants() []string {
+	return Column(db.T, db.DB, `
+		select format('%s to %s %s', object, grantee::regrole, bool_or(is_grantable))
+		  from (select p.proname::text, coalesce(proacl, acldefault('f', proowner)), proowner from `+PackageFunctions+` as p
+		        union all
+		        select c.relname, relacl, relowner from pg_class as c where relnamespace = 'ratelimit'::regnamespace
+		        union all
+		        select a.attname, attacl, relowner from pg_attribute as a join pg_class as c on c.oid = attrelid where relnamespace = 'ratelimit'::regnamespace
+		        union all
+		        select 'schema', nspacl, nspowner from pg_namespace where nspname = 'ratelimit') as o (object, acl, owner)
+		 cross join aclexplode(acl)
+		 where grantee <> owner
+		 group by object, grantee`)
+}
+
+// overtake runs do while a call waits for a lock in the middle.
+func (db *TestDB) Overtake(call func(q Querier) (Decision, error), do func()) error {
+	db.Execute("select ratelimit_define_policy('p', 100, 1, '1 day')")
+	holder := db.Begin()
+	holder.Acquire("p", "k", 1)
+	waiter := db.Session().Start(call)
+	waiter.AwaitBlockedBy(holder)
+	do()
+	holder.Execute("commit")
+	d, err := waiter.Result()
+	if err == nil {
+		require.True(db.T, d.Allowed)
+	}
+	return err
+}
+
+// nextVersion is the migrations with one more, of the kind that releases bring: a change of tables with its
+// way back, changed functions, and a new one.
+func NextVersion(t *testing.T, up, down string, edits ...Edit) fs.FS {
+	dir, newest := t.TempDir(), NewestMigration(t)
+	frozen, snapshot := fmt.Sprintf("%03d", newest), fmt.Sprintf("%03d", newest+1)
+	require.NoError(t, os.CopyFS(dir, os.DirFS("../../migrations")))
+	require.NoError(t, os.RemoveAll(filepath.Join(dir, "snapshots", frozen)))
+	for _, name := range []string{frozen, snapshot} { // as make release-schema freezes the newest one
+		require.NoError(t, os.CopyFS(filepath.Join(dir, "snapshots", name), os.DirFS("../../sql")))
+	}
+	write := func(name, text string) {
+		require.NoError(t, os.WriteFile(filepath.Join(dir, name), []byte(text), 0o600))
+	}
+	for _, e := range append(edits, Edit{"version.sql", "create or", `
+create or replace function ratelimit_next() returns integer language sql immutable as 'select 1';
+comment on function ratelimit_next() is 'New.';
+create or`}) {
+		name := filepath.Join("snapshots", snapshot, e.File)
+		text, err := os.ReadFile(filepath.Join(dir, name))
+		require.NoError(t, err)
+		require.Equal(t, 1, strings.Count(string(text), e.Old), "%s in %s", e.Old, e.File)
+		write(name, strings.Replace(string(text), e.Old, e.New, 1))
+	}
+	write(snapshot+"_next.sql", fmt.Sprintf(`%s
+		{{ install_snapshot "%s" }}
+		---- create above / drop below ----
+		%s
+		{{ install_snapshot "%s" }}
+		drop function ratelimit_next();`, up, snapshot, down, frozen))
+	return os.DirFS(dir)
+}
+
+// An edit changes the one place in a file where the old text is.
+type Edit struct{ File, Old, New string }
+
+// edits change a function that callers are in the middle of, and one that it is yet to call.
+var Edits = []Edit{
+	{"acquire.sql", "b.level + v_wanted", "v_wanted + b.level"},
+	{"answer.sql", "coalesce(retry_us = 0, false)", "coalesce(retry_us = 0, false) is true"},
+}
+
+// nextColumn goes with a migration that adds the column next to ratelimit.policies: overridden makes whole rows of it.
+var NextColumn = Edit{"overridden.sql", "policy.shadow)", "policy.shadow, policy.next)"}
+
+func InstalledAt(t *testing.T, files fs.FS, version int32) *TestDB {
+	db := &TestDB{DB: pgtest.Empty(t), T: t}
+	MigrateTo(t, db.DB, files, version)
+	return db
+}
+
+// migrateTo brings a database to a version, up or down.
+func MigrateTo(t *testing.T, db *pgtest.DB, files fs.FS, version int32) {
+	conn := db.Connect(t)
+	Execute(t, conn, "create schema if not exists ratelimit")
+	migrator, err := migrate.NewMigrator(context.Background(), conn, migrations.VersionTable)
+	require.NoError(t, err)
+	require.NoError(t, migrator.LoadMigrations(files))
+	require.NoError(t, migrator.MigrateTo(context.Background(), version))
+	require.NoError(t, conn.Close(context.Background()))
+}
+
+// data is policies, buckets and grants of every kind, which an upgrade must keep.
+type Data struct {
+	Db       *TestDB
+	policies []string
+	Buckets  map[string]*Bucket
+	Granted  map[string]Decision
+}
+
+func (db *TestDB) PutData() *Data {
+	d := &Data{db, nil, map[string]*Bucket{}, map[string]Decision{}}
+	for name, kind := range map[string][]PolicyOption{
+		"kept": {Durable}, "kept stepped": {Durable, Stepped}, "kept ephemeral": {Ephemeral, Remember(ADay)},
+	} {
+		db.DefinePolicy(name, 10, 1, ADay, kind...)
+		db.Acquire(name, "k", 2)
+		d.Granted[name] = db.Acquire(name, "k", 3, "first")
+		d.Buckets[name] = db.Bucket(name, "k")
+	}
+	db.PutBucket("kept", "in debt", Bucket{Level: -5_000_000, RefilledAt: time.Now()})
+	d.policies = d.definitions()
+	return d
+}
+
+func (d *Data) definitions() []string {
+	// Version 1 of the schema has no shadow.
+	return Column(d.Db.T, d.Db.DB, `
+		select (jsonb_build_object('shadow', false) || to_jsonb(p))::text from ratelimit_policies() as p where p.policy like 'kept%'`)
+}
+
+func (d *Data) Check() {
+	require.Equal(d.Db.T, d.policies, d.definitions())
+	for name, first := range d.Granted {
+		require.Equal(d.Db.T, d.Buckets[name], d.Db.Bucket(name, "k"))
+		require.Equal(d.Db.T, Replayed(first), d.Db.Acquire(name, "k", 3, "first"))
+	}
+	require.EqualValues(d.Db.T, -5_000_000, d.Db.Bucket("kept", "in debt").Level)
+}
+
+// An upgradeLoad calls the functions in every way while the schema changes. No call may fail, and the client
+// repeats none. Each way has a key of its own in both policies, and takes one token from it per call.
+type upgradeLoad struct {
+	*Load
+	Db   *TestDB
+	ways map[string]*atomic.Int64 // rounds
+}
+
+var LoadPolicies = map[string]PolicyOption{"load durable": Durable, "load ephemeral": Ephemeral}
+
+const LoadCapacity = 3_000_000
+
+// startLoad starts the load of the programs that come with a version of the schema.
+func (db *TestDB) StartLoad(version int32) *upgradeLoad {
+	for name, kind := range LoadPolicies {
+		db.DefinePolicy(name, LoadCapacity, 1, ADay, kind)
+	}
+	l := &upgradeLoad{NewLoad(db.T), db, map[string]*atomic.Int64{}}
+	ctx := context.Background()
+
+	// sql makes calls whose decisions must be grants. Their arguments are the policy, the key and the number of the round.
+	sql := func(way string, callers int, calls ...string) {
+		l.Add(way, callers, func(policy, key string, n int64) error {
+			for _, call := range calls {
+				args := []any{policy, key, fmt.Sprint(n)}[:2+strings.Count(call, "$3")]
+				if err := ErrorOf(granted(Decide(db.Pool, call, args...))); err != nil {
+					return err
+				}
+			}
+			return nil
+		})
+	}
+	// besides makes calls that are no decisions, and takes a token.
+	besides := func(way, statement string) {
+		l.Add(way, 1, func(policy, key string, _ int64) error {
+			args := []any{policy, key}[:strings.Count(statement, "$")]
+			return errors.Join(ErrorOf(db.Pool.Exec(ctx, statement, args...)), ErrorOf(granted(Acquire(db.Pool, policy, key, 1))))
+		})
+	}
+	sql("acquire", 1, "ratelimit_acquire($1, $2)")
+	sql("many", 1, "ratelimit_acquire_many(array[$1], array[$2])")
+	besides("upkeep", "select ratelimit_cleanup(), ratelimit_version(), count(*) from ratelimit_policies()")
+	l.Add("keyed", 1, func(policy, key string, n int64) error {
+		first, err := granted(Acquire(db.Pool, policy, key, 1, fmt.Sprint(n)))
+		if err != nil {
+			return err
+		}
+		again, err := Acquire(db.Pool, policy, key, 1, fmt.Sprint(n))
+		if err == nil && again != Replayed(first) {
+			err = fmt.Errorf("the replay of %+v is %+v", first, again)
+		}
+		return err
+	})
+	l.Add("transaction", 1, func(policy, key string, _ int64) error {
+		return pgx.BeginFunc(ctx, db.Pool, func(tx pgx.Tx) error {
+			if err := ErrorOf(granted(Acquire(tx, policy, key, 3))); err != nil {
+				return err
+			}
+			return ErrorOf(Refund(tx, policy, key, 2))
+		})
+	})
+	l.Add("denied", 1, func(policy, key string, _ int64) error {
+		err := ErrorOf(granted(Acquire(db.Pool, policy, key, 1)))
+		d, denial := Acquire(db.Pool, policy, key, LoadCapacity)
+		if denial == nil && d.Allowed {
+			denial = fmt.Errorf("granted: %+v", d)
+		}
+		return errors.Join(err, denial)
+	})
+	if statement, older := combinerStatements[version]; older {
+		l.Add("combined by an older client", 3, func(policy, key string, n int64) error {
+			return combined(db.Pool, statement, policy, key, fmt.Sprint(n))
+		})
+	} else {
+		combiner := l.AddCombiner()
+		sql("all", 2, "ratelimit_acquire_all(array[$1, $1], array[$2, $2], array[1, 0], $3)")
+		sql("charged and settled", 2, "ratelimit_charge($1, $2, 3, $3)", "ratelimit_settle($1, $2, $3, 1)")
+		l.Add("all combined", 4, func(policy, key string, _ int64) error {
+			d, err := combiner.AcquireAll(ctx, []client.Charge{{Policy: policy, Key: key}, {Policy: policy, Key: key, Cost: client.Cost(0)}})
+			if err == nil && !d.Allowed {
+				err = fmt.Errorf("denied: %+v", d)
+			}
+			return err
+		})
+		l.Add("reserved", 2, func(policy, key string, n int64) error {
+			s := Spending{Function: "reserve", BucketID: model.BucketID{Policy: policy, Key: key}, Cost: 1, MaxWait: 1, IdempotencyKey: fmt.Sprint(n)}
+			got, err := s.By(db.Pool)
+			return ErrorOf(granted(got.Decision, err))
+		})
+		l.Add("up to", 2, func(policy, key string, _ int64) error {
+			got, err := acquireUpTo(db.Pool, model.BucketID{Policy: policy, Key: key}, 1, 1, nil)
+			if err == nil && got.Taken != 1 {
+				err = fmt.Errorf("took %+v", got)
+			}
+			return err
+		})
+		l.Add("enforce", 1, func(policy, key string, n int64) error {
+			return ErrorOf(Enforce(db.Pool, policy, key, 1, fmt.Sprint(n)))
+		})
+		for policy := range LoadPolicies {
+			db.Execute(fmt.Sprintf(`
+				create table %[1]s (customer text);
+				create trigger limited after insert on %[1]s referencing new table as inserted for each statement
+				  execute function ratelimit_guard('%[2]s', 'customer')`, guardedTable(policy), policy), pgx.QueryExecModeSimpleProtocol)
+		}
+		l.Add("guard", 1, func(policy, key string, _ int64) error {
+			return ErrorOf(db.Pool.Exec(ctx, "insert into "+guardedTable(policy)+" values ($1), ('another')", key))
+		})
+		besides("status", "select count(*) from ratelimit_status($1), ratelimit_doctor()")
+		besides("override", "select ratelimit_override($1, $2)")
+	}
+	l.GoOn()
+	return l
+}
+
+func guardedTable(policy string) string { return "public." + strings.ReplaceAll(policy, " ", "_") }
+
+// addCombiner lets callers of a Combiner join. They need the newest version of the schema.
+func (l *upgradeLoad) AddCombiner() *client.Combiner {
+	combiner := client.NewCombiner(l.Db.Pool)
+	l.Db.T.Cleanup(combiner.Close)
+	l.Add("combined", 6, func(policy, key string, _ int64) error {
+		d, err := combiner.Acquire(context.Background(), policy, key)
+		if err == nil && !d.Allowed {
+			err = fmt.Errorf("denied: %+v", d)
+		}
+		return err
+	})
+	return combiner
+}
+
+// combinerStatements are what the Combiner of older clients sends, by the version of the schema that they came with.
+var combinerStatements = map[int32]string{
+	1: `select allowed, remaining, (extract(epoch from retry_after) * 1000000.0)::bigint, (extract(epoch from reset_after) * 1000000.0)::bigint, capacity, replayed,
+		       error_code, error_message, error_detail, error_hint
+		  from ratelimit_acquire_many($1::text[], $2::text[], $3::bigint[], $4::text[])`,
+}
+
+// combined sends two requests, of which the second repeats the first.
+func combined(q RowsQuerier, statement, policy, key, idempotencyKey string) error {
+	rows, err := q.Query(context.Background(), statement,
+		[]string{policy, policy}, []string{key, key}, []int64{1, 1}, []string{idempotencyKey, idempotencyKey})
+	if err != nil {
+		return err
+	}
+	var n int
+	allowed, replayed, code := new(bool), new(bool), new(string)
+	_, err = pgx.ForEachRow(rows, []any{&allowed, nil, nil, nil, nil, &replayed, &code, nil, nil, nil}, func() error {
+		if code != nil || !*allowed || *replayed != (n > 0) {
+			return fmt.Errorf("answer %d: allowed %v, replayed %v, error %v", n, allowed, replayed, code)
+		}
+		n++
+		return nil
+	})
+	if err == nil && n != 2 {
+		err = fmt.Errorf("%d answers to 2 requests", n)
+	}
+	return err
+}
+
+func granted(d Decision, err error) (Decision, error) {
+	if err == nil && !d.Allowed {
+		err = fmt.Errorf("denied: %+v", d)
+	}
+	return d, err
+}
+
+// add lets callers go round in one way.
+func (l *upgradeLoad) Add(way string, callers int, call func(policy, key string, n int64) error) {
+	rounds := new(atomic.Int64)
+	l.ways[way] = rounds
+	l.Start(callers, func(int) error {
+		n := rounds.Add(1)
+		for policy := range LoadPolicies {
+			if err := call(policy, way, n); err != nil {
+				return fmt.Errorf("%s: %s: %w", policy, way, err)
+			}
+		}
+		return nil
+	})
+}
+
+// goOn returns when each way has gone round some more.
+func (l *upgradeLoad) GoOn() {
+	deadline := time.After(Patience)
+	for way, rounds := range l.ways {
+		for until := rounds.Load() + 5; rounds.Load() < until; {
+			select {
+			case <-l.Ctx.Done():
+				require.NoError(l.Db.T, l.Load.End())
+			case <-deadline:
+				require.FailNow(l.Db.T, "nothing happens", way)
+			case <-time.After(time.Millisecond):
+			}
+		}
+	}
+}
+
+// end stops the load and counts its rounds. Each key has then lost exactly what its callers took.
+func (l *upgradeLoad) End() (rounds int64) {
+	t := l.Db.T
+	require.NoError(t, l.Load.End())
+	for way, n := range l.ways {
+		for policy := range LoadPolicies {
+			require.EqualValues(t, LoadCapacity-n.Load(), l.Db.Left(policy, way), "%s: %s", policy, way)
+		}
+		rounds += n.Load()
+	}
+	for policy := range LoadPolicies {
+		l.Db.DropPolicy(policy)
+		l.Db.Execute("drop table if exists " + guardedTable(policy))
+	}
+	return rounds
+}
+
+func ReinstallCode(t *testing.T, conn *pgx.Conn) {
+	require.NoError(t, migrate.InstallCodePackage(context.Background(), conn, nil, CodePackage(t)))
+}
+
+func CodePackage(t *testing.T) *migrate.CodePackage {
+	code, err := migrate.LoadCodePackage(os.DirFS("../../sql"))
+	require.NoError(t, err)
+	return code
+}
+
+func NewestMigration(t *testing.T) int32 {
+	files, err := migrate.FindMigrations(os.DirFS("../../migrations"))
+	require.NoError(t, err)
+	return int32(len(files))
+}

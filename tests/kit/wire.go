@@ -1,0 +1,102 @@
+package kit
+
+import (
+	"context"
+	"fmt"
+	"net"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgproto3"
+	"github.com/stretchr/testify/require"
+)
+
+// A wire is a session to which any bytes can be sent, also those that a driver would not, and any
+// number of statements at a time. Each is a transaction of its own.
+type Wire struct {
+	Conn     net.Conn
+	frontend *pgproto3.Frontend
+}
+
+func (db *TestDB) Wire(t testing.TB) *Wire {
+	ctx := context.Background()
+	conn, err := pgconn.Connect(ctx, db.URL)
+	require.NoError(t, err)
+	hijacked, err := conn.Hijack()
+	require.NoError(t, err)
+	t.Cleanup(func() { hijacked.Conn.Close() })
+	return &Wire{hijacked.Conn, hijacked.Frontend}
+}
+
+// A message is sent with others or alone, and is answered before the next one is read.
+type Message []pgproto3.FrontendMessage
+
+// A response is what a message was answered with: an SQLSTATE, or rows of columns parted by bars.
+type Response struct {
+	Code, Message string
+	Rows          []string
+}
+
+func (r Response) String() string {
+	if r.Code != "" {
+		return r.Code + " " + r.Message
+	}
+	return fmt.Sprintf("%q", r.Rows)
+}
+
+// ask sends all messages while it reads the responses.
+func (w *Wire) Ask(messages []Message) ([]Response, error) {
+	var bytes []byte
+	for _, message := range messages {
+		for _, part := range message {
+			var err error
+			if bytes, err = part.Encode(bytes); err != nil {
+				return nil, err
+			}
+		}
+	}
+	if err := w.Conn.SetDeadline(time.Now().Add(10 * Patience)); err != nil {
+		return nil, err
+	}
+	sent := make(chan error, 1)
+	go func() {
+		_, err := w.Conn.Write(bytes)
+		sent <- err
+	}()
+	responses := make([]Response, len(messages))
+	for i := range responses {
+		if err := w.read(&responses[i]); err != nil {
+			return nil, fmt.Errorf("no answer to message %d of %d: %w", i+1, len(messages), err)
+		}
+	}
+	return responses, <-sent
+}
+
+func (w *Wire) read(r *Response) error {
+	for {
+		received, err := w.frontend.Receive()
+		if err != nil {
+			return err
+		}
+		switch m := received.(type) {
+		case *pgproto3.DataRow:
+			var columns strings.Builder
+			for i, value := range m.Values {
+				if i > 0 {
+					columns.WriteByte('|')
+				}
+				columns.Write(value)
+			}
+			r.Rows = append(r.Rows, columns.String())
+		case *pgproto3.ErrorResponse:
+			r.Code, r.Message = m.Code, m.Message
+		case *pgproto3.ReadyForQuery:
+			if m.TxStatus != 'I' {
+				return fmt.Errorf("left in a transaction (%c)", m.TxStatus)
+			}
+			return nil
+		}
+	}
+}

@@ -1,0 +1,282 @@
+package operate
+
+import (
+	"os"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/pgratelimit/pgratelimit/migrations"
+	"github.com/pgratelimit/pgratelimit/tests/kit"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+	"github.com/stretchr/testify/require"
+)
+
+// One story on one server, since pg_cron starts jobs at full minutes: everything is scheduled, one
+// minute is waited for, and everything must have run.
+func TestPgCron(t *testing.T) {
+	t.Parallel()
+	server := pgtest.Private(t)
+	if !server.HasCron {
+		t.Skip("pg_cron is not installed for this PostgreSQL")
+	}
+	here := kit.InstalledDB(t, server, "postgres") // where pg_cron is
+	elsewhere := kit.CreateDB(t, server, `Bob's "app"`, `create schema "the limits"; alter database %s set search_path = "the limits"`)
+	// A role that may clean up and nothing else. PUBLIC may not.
+	here.Execute(`
+		create role cleaner login;
+		grant usage on schema ratelimit to cleaner;
+		grant execute on procedure ratelimit_cleanup_all(interval) to cleaner;
+		grant execute on function ratelimit.cleanup_batch(integer, interval, timestamptz, timestamptz) to cleaner`)
+	t.Run("a superuser schedules once, however often and concurrently", func(t *testing.T) {
+		require.NoError(t, kit.RunScript(here, "schedule.sql")) // creates the extension
+		here.Execute("grant usage on schema cron to cleaner")
+		asCleaner := here.Connect(t)
+		_, err := asCleaner.Exec(t.Context(), "set role cleaner")
+		require.NoError(t, err)
+		_, err = asCleaner.Exec(t.Context(), kit.Script(t, "schedule.sql"))
+		require.NoError(t, err)
+		require.Len(t, kit.Jobs(here), 4, "a role sees its own jobs only, so these are in addition")
+		var wg sync.WaitGroup
+		for range 20 {
+			wg.Go(func() {
+				if err := kit.RunScript(here, "schedule.sql"); err != nil {
+					t.Error(err)
+				}
+			})
+		}
+		wg.Wait()
+		require.Equal(t, []kit.Job{
+			{Name: "ratelimit-cleanup", Schedule: "* * * * *", Command: "call public.ratelimit_cleanup_all()", Database: "postgres", Username: "postgres"},
+			{Name: "ratelimit-cleanup-history", Schedule: "17 3 * * *", Command: kit.Jobs(here)[1].Command, Database: "postgres", Username: "postgres"},
+		}, kit.Jobs(here))
+	})
+	t.Run("another database schedules once", func(t *testing.T) {
+		for range 2 {
+			psql(t, elsewhere, "schedule_elsewhere.sql")
+		}
+		require.Equal(t, []kit.Job{
+			{Name: `ratelimit-cleanup:Bob's "app"`, Schedule: "* * * * *", Command: `call "the limits".ratelimit_cleanup_all()`, Database: elsewhere.Name, Username: "postgres"},
+			{Name: `ratelimit-cleanup-history:Bob's "app"`, Schedule: "17 3 * * *", Command: kit.Jobs(here)[3].Command, Database: "postgres", Username: "postgres"},
+		}, kit.Jobs(here)[2:])
+	})
+	here.Execute("set role cleaner; select cron.schedule('cleaner', '* * * * *', 'call ratelimit_cleanup_all()'); reset role")
+	for _, db := range []*kit.TestDB{here, elsewhere} {
+		plant(db)
+	}
+	var planted time.Time
+	require.NoError(t, here.Pool.QueryRow(t.Context(), "select clock_timestamp()").Scan(&planted))
+	t.Run("the jobs run and clean up", func(t *testing.T) {
+		here.Await(t, 2*time.Minute, `
+			select count(*) = 3 from cron.job as j where j.jobname in ('ratelimit-cleanup', 'ratelimit-cleanup:Bob''s "app"', 'cleaner')
+			 and exists (select from cron.job_run_details as d where d.jobid = j.jobid and d.start_time > $1 and d.status = 'succeeded')`, planted)
+		require.Empty(t, kit.Column(t, here.DB, "select return_message from cron.job_run_details where status = 'failed'"))
+		for _, db := range []*kit.TestDB{here, elsewhere} {
+			require.Equal(t, inUse, remaining(db), db.Name)
+		}
+	})
+	t.Run("status shows it", func(t *testing.T) {
+		results, err := here.Connect(t).PgConn().Exec(t.Context(), kit.Script(t, "status.sql")).ReadAll()
+		require.NoError(t, err)
+		require.Len(t, results, 3)
+		require.Len(t, results[0].Rows, 4)
+		require.Equal(t, "ratelimit-cleanup", string(results[0].Rows[0][0]))
+		require.Equal(t, "succeeded", string(results[0].Rows[0][5]))
+		for _, row := range results[1].Rows {
+			require.NotContains(t, string(row[1]), "overdue")
+		}
+		require.Len(t, results[2].FieldDescriptions, 7)
+		require.NotEmpty(t, results[2].Rows)
+	})
+	t.Run("the history is trimmed to 7 days", func(t *testing.T) {
+		here.Execute(`
+			insert into cron.job_run_details (jobid, runid, username, start_time, end_time)
+			 select j.jobid, 1000000 + j.jobid * 10 + days, 'postgres', now() - make_interval(days => days), now() - make_interval(days => days)
+			 from cron.job as j, unnest(array[6, 8]) as days where j.jobname in ('ratelimit-cleanup', 'ratelimit-cleanup:Bob''s "app"', 'cleaner')`)
+		for _, j := range kit.Jobs(here) {
+			if strings.HasPrefix(j.Name, "ratelimit-cleanup-history") {
+				here.Execute(j.Command)
+			}
+		}
+		require.Equal(t, []string{"cleaner 6", "cleaner 8", "ratelimit-cleanup 6", `ratelimit-cleanup:Bob's "app" 6`}, kit.Column(t, here.DB, `
+			select j.jobname || ' ' || extract(day from now() - d.start_time) from cron.job_run_details as d join cron.job as j using (jobid)
+			 where d.runid > 1000000 order by 1`))
+	})
+	t.Run("unscheduling leaves nothing", func(t *testing.T) {
+		for range 2 {
+			psql(t, elsewhere, "unschedule_elsewhere.sql")
+		}
+		require.Len(t, kit.Jobs(here), 2, "those of this database stay")
+		for range 2 {
+			require.NoError(t, kit.RunScript(here, "unschedule.sql"))
+		}
+		require.Empty(t, kit.Jobs(here))
+		require.Empty(t, kit.Column(t, here.DB, "select d.command from cron.job_run_details as d where d.jobid not in (select jobid from cron.job)"))
+	})
+}
+
+func TestPgCron_SaysWhatIsMissing(t *testing.T) {
+	t.Parallel()
+	t.Run("the package", func(t *testing.T) {
+		db := &kit.TestDB{DB: pgtest.Empty(t), T: t}
+		requireMissing(t, kit.RunScript(db, "schedule.sql"), "pgratelimit is not installed in this database", "ratelimit_cleanup_all", "make install")
+	})
+	t.Run("pg_cron, which is in another database", func(t *testing.T) {
+		if !pgtest.Shared(t).HasCron {
+			t.Skip("pg_cron is not installed for this PostgreSQL")
+		}
+		db := kit.NewDB(t)
+		requireMissing(t, kit.RunScript(db, "schedule.sql"), "pg_cron is not in this database", "It is in database postgres", "schedule_elsewhere.sql")
+		require.NoError(t, kit.RunScript(db, "unschedule.sql"), "nothing to do")
+	})
+	t.Run("pg_cron, which is not loaded", func(t *testing.T) {
+		server := pgtest.Private(t)
+		// A setting may be left over from a library that is not loaded.
+		kit.InstalledDB(t, server, "postgres").Execute("alter system set shared_preload_libraries = 'plpgsql'")
+		require.NoError(t, server.Stop(t.Context(), false))
+		require.NoError(t, server.Start(t.Context()))
+		db := kit.CreateDB(t, server, "app")
+		requireMissing(t, kit.RunScript(db, "schedule.sql"), "pg_cron is not in this database", "has not loaded it", "pg_cron/README.md")
+	})
+}
+
+// Uninstalling removes the package's jobs, or says why it may not. Every way to uninstall runs the same migration.
+func TestPgCron_UninstallUnschedules(t *testing.T) {
+	t.Parallel()
+	server := pgtest.Private(t)
+	if !server.HasCron {
+		t.Skip("pg_cron is not installed for this PostgreSQL")
+	}
+	const remain = "clean-up may still be scheduled with pg_cron"
+	home := kit.InstalledDB(t, server, "postgres") // where pg_cron is
+	require.NoError(t, migrations.Down(t.Context(), connectToPackage(t, home)))
+	home.Execute(`
+		create extension if not exists pg_cron;
+		create role stranger login;
+		create role owner login;
+		grant create on database postgres to owner;
+		grant usage, create on schema public to owner;
+		select cron.schedule('mine', '* * * * *', 'select 1')`)
+	for name, uninstall := range map[string]func(url string) string{
+		"psql": func(url string) string { return kit.PsqlFile(t, url, "uninstall.sql") },
+		"make uninstall": func(url string) string {
+			out, err := kit.Command("../..", nil, "make", "uninstall", "DATABASE_URL="+url).CombinedOutput()
+			require.NoError(t, err, "%s", out)
+			return string(out)
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			schedule := func(url string) {
+				out, status := kit.PsqlStatus(t, url, "--file", "../../pg_cron/schedule.sql")
+				require.Equal(t, 0, status, out)
+				require.Len(t, kit.Jobs(home), 2)
+			}
+			asOwner := kit.WithSettings(t, home.URL, "role", "owner")
+			kit.Installers["Up"](t, home.URL)
+			schedule(home.URL)
+			require.NotContains(t, uninstall(home.URL), remain)
+			require.Empty(t, kit.Jobs(home))
+			kit.Installers["Up"](t, asOwner)
+			schedule(home.URL) // by another role
+			out := uninstall(asOwner)
+			require.Contains(t, out, "WARNING:")
+			require.Contains(t, out, remain)
+			require.Contains(t, out, "permission denied for schema cron")
+			require.Contains(t, out, "pg_cron/unschedule.sql")
+			require.Len(t, kit.Jobs(home), 2)
+			home.Execute("grant usage on schema cron to owner")
+			kit.Installers["Up"](t, asOwner)
+			out = uninstall(asOwner)
+			require.Contains(t, out, remain)
+			require.Contains(t, out, "not visible to this role")
+			require.NoError(t, kit.RunScript(home, "unschedule.sql"))
+			kit.Installers["Up"](t, asOwner)
+			schedule(asOwner)
+			require.NotContains(t, uninstall(asOwner), remain)
+			require.Empty(t, kit.Jobs(home))
+			home.Execute("revoke usage on schema cron from owner")
+			elsewhere := kit.CreateDB(t, server, "elsewhere_"+name[:4], "grant create on database %s to owner; grant create on schema public to owner")
+			out = uninstall(elsewhere.URL)
+			require.Contains(t, out, "pg_cron is in database postgres")
+			require.Contains(t, out, "pg_cron/unschedule_elsewhere.sql")
+			asOwner = kit.WithSettings(t, elsewhere.URL, "role", "owner")
+			kit.Installers["Up"](t, asOwner)
+			out = uninstall(asOwner)
+			require.Contains(t, out, remain)
+			require.Contains(t, out, "pg_cron/unschedule_elsewhere.sql")
+		})
+	}
+	require.Equal(t, []string{"mine"}, kit.Column(t, home.DB, "select jobname from cron.job"))
+}
+
+// connectToPackage connects as the owner of the package, which is a role of its own in the image.
+func connectToPackage(t *testing.T, db *kit.TestDB) *pgx.Conn {
+	t.Helper()
+	return kit.ConnectAs(t, db.DB, kit.Column(t, db.DB, "select nspowner::regrole::text from pg_namespace where nspname = 'ratelimit'")[0])
+}
+
+// Without ON_ERROR_STOP, psql -f goes on after an error and exits with 0.
+func TestPgCron_ScriptsFail(t *testing.T) {
+	t.Parallel()
+	for _, name := range []string{"schedule.sql", "schedule_elsewhere.sql", "status.sql"} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			out, status := kit.PsqlStatus(t, pgtest.Empty(t).URL, "--file", "../../pg_cron/"+name)
+			require.Equal(t, 3, status, out)
+		})
+	}
+	for _, name := range []string{"unschedule.sql", "unschedule_elsewhere.sql"} {
+		script, err := os.ReadFile("../../pg_cron/" + name)
+		require.NoError(t, err)
+		require.Contains(t, string(script), "\n\\set ON_ERROR_STOP on\n")
+	}
+}
+
+func requireMissing(t *testing.T, err error, message, detail, hint string) {
+	t.Helper()
+	var pgErr *pgconn.PgError
+	require.ErrorAs(t, err, &pgErr)
+	require.Equal(t, "55000", pgErr.Code)
+	require.Equal(t, message, pgErr.Message)
+	require.Contains(t, pgErr.Detail, detail)
+	require.Contains(t, pgErr.Hint, hint)
+}
+
+// plant leaves rows that clean-up removes, and rows that it must not.
+func plant(db *kit.TestDB) {
+	db.T.Helper()
+	for _, kind := range []struct {
+		name      string
+		durable   kit.PolicyOption
+		forgetful string
+	}{{"durable", kit.Durable, "durable, forgetful"}, {"ephemeral", kit.Ephemeral, "ephemeral, forgetful"}} {
+		db.Policy(kind.name, 10, 1, time.Hour, kind.durable).Policy(kind.forgetful, 10, 1, time.Hour, kind.durable, kit.Remember(time.Microsecond))
+		past := time.Now().Add(-time.Hour)
+		db.PutBucket(kind.name, "full", kit.Bucket{Level: 10e6, RefilledAt: past})
+		db.PutBucket(kind.name, "due, but not full", kit.Bucket{Level: 0, RefilledAt: past})
+		db.Acquire(kind.name, "used", 1, "remembered")
+		db.Acquire(kind.forgetful, "used", 1, "forgotten")
+	}
+	for _, table := range []string{"idempotency_keys", "ephemeral_idempotency_keys"} {
+		db.Execute("update ratelimit." + table + " set expires_at = now() - interval '1 hour' where idempotency_key = 'forgotten'")
+	}
+}
+
+// The rows of plant that clean-up must not remove.
+var inUse = []string{
+	"durable due, but not full", "durable used", "durable used remembered", "durable, forgetful used", "ephemeral due, but not full",
+	"ephemeral used", "ephemeral used remembered", "ephemeral, forgetful used",
+}
+
+func remaining(db *kit.TestDB) []string {
+	db.T.Helper()
+	return kit.Column(db.T, db.DB, `
+		select p.name || ' ' || r.what from ratelimit.policies as p join (select policy_id, key from ratelimit.buckets union all
+		 select policy_id, key from ratelimit.ephemeral_buckets union all
+		 select policy_id, key || ' ' || idempotency_key from ratelimit.idempotency_keys union all
+		 select policy_id, key || ' ' || idempotency_key from ratelimit.ephemeral_idempotency_keys) as r (policy_id, what) on r.policy_id = p.id
+		 order by p.name || ' ' || r.what collate "C"`)
+}

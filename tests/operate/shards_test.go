@@ -1,0 +1,351 @@
+package operate
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/client/httplimit"
+	"github.com/pgratelimit/pgratelimit/tests/kit"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+	"github.com/stretchr/testify/require"
+	"golang.org/x/sync/errgroup"
+)
+
+// Callers who meet at one bucket of each shard share exactly what it holds.
+func TestShards_ExactCounts(t *testing.T) {
+	pgtest.OncePerServer(t)
+	t.Parallel()
+	s := kit.NewShards(t)
+	limiter := s.Limiter(nil)
+	const capacity, callers = 100, 16
+	for _, p := range []client.Policy{{Name: "user", Capacity: capacity}, {Name: "endpoint", Capacity: capacity}, {Name: "ephemeral", Capacity: capacity, Durable: client.No}} {
+		p.Refill, p.Every = client.Zero, kit.Second
+		require.NoError(t, limiter.DefinePolicy(t.Context(), p))
+	}
+	var group errgroup.Group
+	granted := make([][callers]int64, s.Of())
+	both := make([][callers]int64, s.Of())
+	for n := range s.Of() {
+		key := s.Key(n, "hot")
+		for caller := range callers {
+			group.Go(func() error {
+				for range 2 * capacity / callers {
+					d, err := limiter.Acquire(t.Context(), "ephemeral", key)
+					if err != nil {
+						return err
+					}
+					if d.Allowed {
+						granted[n][caller]++
+					}
+					all, err := limiter.AcquireAll(t.Context(), []client.Charge{{Policy: "user", Key: key}, {Policy: "endpoint", Key: key, Cost: client.Cost(2)}})
+					if err != nil {
+						return err
+					}
+					if all.Allowed {
+						both[n][caller]++
+					}
+				}
+				return nil
+			})
+		}
+	}
+	require.NoError(t, group.Wait())
+	sum := func(counts [callers]int64) (sum int64) {
+		for _, n := range counts {
+			sum += n
+		}
+		return sum
+	}
+	for n, db := range s.Dbs {
+		require.EqualValues(t, capacity, sum(granted[n]), "shard %d", n)
+		require.EqualValues(t, capacity/2, sum(both[n]), "shard %d", n)
+		key := s.Key(n, "hot")
+		require.EqualValues(t, 0, db.Left("ephemeral", key))
+		require.EqualValues(t, capacity/2, db.Left("user", key))
+		require.EqualValues(t, 0, db.Left("endpoint", key))
+		require.EqualValues(t, 3, db.Number("select (select count(*) from ratelimit.buckets) + (select count(*) from ratelimit.ephemeral_buckets)"),
+			"no other shard's key is here")
+	}
+}
+
+// What docs/sharding.md shows in SQL, JavaScript and Python finds the shards that the client finds.
+func TestShards_OneRuleForEveryLanguage(t *testing.T) {
+	pgtest.OncePerServer(t)
+	t.Parallel()
+	text, err := os.ReadFile("../../client/testdata/shards.json")
+	require.NoError(t, err)
+	var vectors []struct {
+		Key       string
+		Of, Shard int
+	}
+	require.NoError(t, json.Unmarshal(text, &vectors))
+	require.GreaterOrEqual(t, len(vectors), 20)
+	shown := map[string]string{}
+	for _, file := range kit.DocsFiles(t) {
+		for _, block := range file.Blocks {
+			if file.Path == "docs/sharding.md" && strings.Contains(block.Text, "sha256") {
+				shown[block.Tag] = block.Text
+			}
+		}
+	}
+	t.Run("SQL", func(t *testing.T) {
+		expression := regexp.MustCompile(`(?s)^select (.*) as shard;\n$`).FindStringSubmatch(shown["sql"])
+		require.NotNil(t, expression)
+		sql := "select " + strings.NewReplacer("'user:42'", "$1::text", "16 - 1", "$2::bigint - 1").Replace(expression[1])
+		require.Contains(t, sql, "$1")
+		require.Contains(t, sql, "$2")
+		for _, encoding := range []string{"UTF8", "LATIN1"} {
+			db := createShownDB(t, encoding)
+			held := 0
+			for _, v := range vectors {
+				var shard int
+				err := db.QueryRow(t.Context(), sql, v.Key, v.Of).Scan(&shard)
+				if encoding != "UTF8" && kit.SQLState(err) == "22P05" { // untranslatable_character
+					continue
+				}
+				require.NoError(t, err)
+				require.Equal(t, v.Shard, shard, "%q of %d", v.Key, v.Of)
+				held++
+			}
+			require.GreaterOrEqual(t, held, 20, encoding)
+		}
+	})
+	for tag, program := range map[string]struct{ name, reads string }{
+		"js": {"node", `
+for (const v of JSON.parse(require("fs").readFileSync(0, "utf8"))) console.log(shardOf(v.key, v.of));`},
+		"python": {"python3", `
+import json, sys
+for v in json.loads(sys.stdin.buffer.read()): print(shard_of(v["key"], v["of"]))`},
+	} {
+		t.Run(program.name, func(t *testing.T) {
+			path, err := exec.LookPath(program.name)
+			if err != nil {
+				t.Skip(err)
+			}
+			require.NotEmpty(t, shown[tag])
+			file := filepath.Join(t.TempDir(), "shards")
+			require.NoError(t, os.WriteFile(file, []byte(shown[tag]+program.reads), 0o600))
+			command := exec.CommandContext(t.Context(), path, file)
+			command.Stdin = strings.NewReader(string(text))
+			command.Stderr = os.Stderr // a warning is no answer
+			out, err := command.Output()
+			require.NoError(t, err)
+			var want strings.Builder
+			for _, v := range vectors {
+				fmt.Fprintln(&want, v.Shard)
+			}
+			require.Equal(t, want.String(), string(out))
+		})
+	}
+}
+
+// createShownDB is a connection to a database of an encoding, that sends UTF-8.
+func createShownDB(t *testing.T, encoding string) *pgx.Conn {
+	t.Helper()
+	db := pgtest.Empty(t, "encoding '"+encoding+"'", "locale 'C'")
+	config, err := pgx.ParseConfig(db.URL)
+	require.NoError(t, err)
+	config.RuntimeParams["client_encoding"] = "UTF8"
+	conn, err := pgx.ConnectConfig(t.Context(), config)
+	require.NoError(t, err)
+	t.Cleanup(func() { conn.Close(context.Background()) })
+	return conn
+}
+
+// A database moves to the other server while callers ask, by the steps of docs/sharding.md. No token is granted twice,
+// no grant is lost, and each idempotency key is known where the database is now.
+func TestShards_ADatabaseMoves(t *testing.T) {
+	pgtest.OncePerServer(t)
+	t.Parallel()
+	pgDump := kit.FindPgDump(t)
+	s := kit.NewShards(t)
+	const moves = 5 // shard 5, from the second server to the first
+	var address kit.Address
+	address.MoveTo(s.Dbs[moves].URL)
+	config := address.Config(t)
+	config.AfterConnect = client.CheckShard(moves, s.Of())
+	pool, err := pgxpool.NewWithConfig(t.Context(), config)
+	require.NoError(t, err)
+	defer pool.Close()
+	limiter := s.Limiter(map[int]*pgxpool.Pool{moves: pool})
+	ledger := kit.NewLedger(s.Dbs[0], "p", 3_000, 2*time.Second)
+	require.NoError(t, limiter.DefinePolicy(t.Context(), client.Policy{Name: "p", Capacity: ledger.Capacity, Refill: 1, Every: kit.ADay}))
+	require.NoError(t, limiter.DefinePolicy(t.Context(), client.Policy{Name: "jobs", Capacity: 100, Refill: 1, Every: kit.ADay}))
+	job := s.Key(moves, "job")
+	granted, err := limiter.Acquire(t.Context(), "jobs", job, client.Cost(60), client.IdempotencyKey("estimate"))
+	require.NoError(t, err)
+	load := ledger.Load(t, limiter)
+	ledger.AwaitAnswers(t, 500)
+	from, to := s.ServerOf(moves), s.Servers[0]
+	kit.OnServer(t, from, "", "alter database "+kit.ShardName(moves)+" allow_connections false")
+	require.Eventually(t, func() bool {
+		conn := kit.Connect(t, from)
+		_, err := conn.Exec(t.Context(), "select pg_terminate_backend(pid) from pg_stat_activity where datname = $1", kit.ShardName(moves))
+		require.NoError(t, err)
+		_, err = conn.Exec(t.Context(), "alter database "+kit.ShardName(moves)+" rename to moved")
+		require.Contains(t, []string{"", "55006"}, kit.SQLState(err)) // object_in_use: a session is still ending
+		require.NoError(t, conn.Close(t.Context()))
+		return err == nil
+	}, kit.Patience, 10*kit.Ms)
+	kit.OnServer(t, from, "", "alter database moved allow_connections true")
+	ledger.AwaitFailures(t, 20)
+	file := filepath.Join(t.TempDir(), "dump.sql")
+	require.NoError(t, os.WriteFile(file, []byte(kit.Dump(t, pgDump, from.URL("moved"))), 0o600))
+	kit.OnServer(t, to, "", "create database "+kit.ShardName(moves)+" template template0")
+	out, err := kit.RunPsql(t, to.URL(kit.ShardName(moves)), "--set", "ON_ERROR_STOP=1", "--quiet", "--file", file)
+	require.NoError(t, err, out)
+	s.Dbs[moves] = kit.OpenDB(t, to, kit.ShardName(moves))
+	address.MoveTo(s.Dbs[moves].URL)
+	ledger.AwaitAnswers(t, 500)
+	require.NoError(t, load.End())
+	for n, db := range s.Dbs {
+		require.NoError(t, ledger.Of(n, s.Of()).Check(db), "shard %d", n)
+	}
+	require.NotZero(t, ledger.Failed["3D000"]+ledger.Failed["55000"]+ledger.Failed["57P01"], "%v", ledger.Failed)
+	t.Logf("%d grants, %d denials, %d requests without an answer, failed tries by SQLSTATE %v", ledger.Granted, ledger.Denied, ledger.Unknown, ledger.Failed)
+	again, err := limiter.Acquire(t.Context(), "jobs", job, client.Cost(60), client.IdempotencyKey("estimate"))
+	require.NoError(t, err)
+	granted.Replayed, granted.ResetAfter, again.ResetAfter = true, 0, 0
+	require.Equal(t, granted, again)
+	settled, err := limiter.Settle(t.Context(), "jobs", job, "estimate", 10)
+	require.NoError(t, err)
+	require.EqualValues(t, 90, settled.Remaining)
+}
+
+// One database is copied for each shard, and each shard once more, while nobody takes tokens. Every key finds what its bucket
+// held, and its idempotency keys.
+func TestShards_GrowByCopies(t *testing.T) {
+	pgtest.OncePerServer(t)
+	t.Parallel()
+	server := pgtest.Private(t)
+	kit.CreateDB(t, server, "app").Pool.Close()
+	app := kit.OpenDB(t, server, "app")
+	app.DefinePolicy("p", 100, 1, kit.ADay)
+	app.DefinePolicy("q", 100, 1, kit.ADay, kit.Ephemeral)
+	const keys = 40
+	for i := range keys {
+		app.Acquire("p", fmt.Sprint("user:", i), int64(i), "once")
+		app.Acquire("q", fmt.Sprint("user:", i), int64(2*i))
+	}
+	app.Pool.Close()
+	names := []string{"app"}
+	for of := 2; of <= 4; of *= 2 {
+		// From one, two copies; from two, a copy of each.
+		var copies []string
+		for n := range of {
+			copies = append(copies, fmt.Sprint("app_", n, "_of_", of))
+			conn, err := pgx.Connect(t.Context(), server.URL(""))
+			require.NoError(t, err)
+			from := names[n%len(names)]
+			_, err = conn.Exec(t.Context(), "select pg_terminate_backend(pid) from pg_stat_activity where datname = $1", from)
+			require.NoError(t, err)
+			require.Eventually(t, func() bool { // as long as a session is ending
+				_, err = conn.Exec(t.Context(), "create database "+copies[n]+" template "+from)
+				return kit.SQLState(err) != "55006"
+			}, kit.Patience, 10*kit.Ms)
+			require.NoError(t, err)
+			require.NoError(t, conn.Close(t.Context()))
+			kit.OnServer(t, server, copies[n], fmt.Sprintf("truncate ratelimit.shard; select ratelimit_define_shard(%d, %d)", n, of))
+		}
+		names = copies
+		var pools []*pgxpool.Pool
+		for _, name := range names {
+			pools = append(pools, kit.OpenDB(t, server, name).Pool)
+		}
+		limiter, err := client.NewSharded(t.Context(), pools)
+		require.NoError(t, err)
+		for i := range keys {
+			key := fmt.Sprint("user:", i)
+			for policy, left := range map[string]int{"p": 100 - i, "q": 100 - 2*i} {
+				d, err := limiter.Peek(t.Context(), policy, key)
+				require.NoError(t, err)
+				require.EqualValues(t, left, d.Remaining, "%s of %d shards", key, of)
+			}
+			d, err := limiter.Acquire(t.Context(), "p", key, client.Cost(int64(i)), client.IdempotencyKey("once"))
+			require.NoError(t, err)
+			require.Equal(t, i > 0, d.Replayed) // a cost of 0 is not remembered
+		}
+		limiter.Close()
+		for _, pool := range pools {
+			pool.Close()
+		}
+	}
+}
+
+func TestDefineShard(t *testing.T) {
+	db := kit.ParallelDB(t)
+	require.Empty(t, kit.Column(t, db.DB, "select shard::text from ratelimit_shard()"))
+	for _, bad := range []struct{ shard, of, message, detail string }{
+		{"0", "null", "invalid of", "of is null."}, {"0", "0", "invalid of", "of is 0."}, {"0", "-16", "invalid of", "of is -16."},
+		{"0", "12", "invalid of", "of is 12."}, {"0", "131072", "invalid of", "of is 131072."},
+		{"null", "16", "invalid shard", "shard is null."}, {"-1", "16", "invalid shard", "shard is -1."}, {"16", "16", "invalid shard", "shard is 16."},
+	} {
+		e := db.Refused("22023", "select ratelimit_define_shard("+bad.shard+", "+bad.of+")")
+		require.Equal(t, []string{bad.message, bad.detail}, []string{e.Message, e.Detail})
+		require.NotEmpty(t, e.Hint)
+	}
+	require.Empty(t, kit.Column(t, db.DB, "select shard::text from ratelimit_shard()"))
+	// Of several at a time one wins, and the others are told.
+	refused := make([]error, 8)
+	kit.Crowd(t, len(refused), func(n int) error {
+		_, refused[n] = db.Pool.Exec(context.Background(), "select ratelimit_define_shard($1, 8)", n)
+		return nil
+	})
+	is := db.Number("select shard from ratelimit_shard()")
+	for n, err := range refused {
+		if int64(n) == is {
+			require.NoError(t, err)
+			continue
+		}
+		require.Equal(t, "22023", kit.SQLState(err))
+		require.Equal(t, fmt.Sprintf("Database %s is shard %d of 8 already.", db.Name, is), kit.PgError(err).Detail)
+	}
+	db.Execute("select ratelimit_define_shard($1, 8)", is)
+	db.Refused("22023", "select ratelimit_define_shard($1, 16)", is)
+	require.Equal(t, []string{fmt.Sprintf("(%d,8)", is)}, kit.Column(t, db.DB, "select ratelimit_shard()::text"))
+	db.Refused("23505", "insert into ratelimit.shard values (0, 8)") // there is one row, whoever writes it
+}
+
+// Middleware stands on shards as on one database: requests that a shard which is down would decide get what was chosen.
+func TestShards_BehindMiddleware(t *testing.T) {
+	pgtest.OncePerServer(t)
+	db := kit.ParallelDB(t)
+	db.Execute("select ratelimit_define_shard(0, 2)")
+	config, err := pgxpool.ParseConfig("postgres://127.0.0.1:1/nowhere")
+	require.NoError(t, err)
+	pool, err := pgxpool.NewWithConfig(t.Context(), config)
+	require.NoError(t, err)
+	defer pool.Close()
+	limiter, err := client.NewSharded(t.Context(), []*pgxpool.Pool{db.Pool, pool})
+	require.NoError(t, err)
+	defer limiter.Close()
+	require.Error(t, limiter.DefinePolicy(t.Context(), client.Policy{Name: "api", Capacity: 10, Refill: 1, Every: kit.ADay}), "on one of them")
+	byUser := func(r *http.Request) string { return r.Header.Get("User") }
+	handler := httplimit.New(limiter, httplimit.Per("api", byUser), httplimit.Closed(kit.Second))(http.HandlerFunc(func(http.ResponseWriter, *http.Request) {}))
+	for i := range 32 {
+		user := fmt.Sprint("user:", i)
+		r := httptest.NewRequest(http.MethodGet, "/", nil)
+		r.Header.Set("User", user)
+		w := httptest.NewRecorder()
+		handler.ServeHTTP(w, r)
+		if client.ShardOf(user, 2) == 0 {
+			require.Equal(t, http.StatusOK, w.Code)
+			require.Equal(t, `"api";r=9;t=86400`, w.Header().Get("RateLimit"))
+		} else {
+			require.Equal(t, http.StatusServiceUnavailable, w.Code)
+		}
+	}
+}

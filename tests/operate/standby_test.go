@@ -1,0 +1,160 @@
+package operate
+
+import (
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/tests/kit"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+	"github.com/stretchr/testify/require"
+)
+
+// becomeStandby has a server go on as a standby that waits for a primary to follow.
+func becomeStandby(t *testing.T, db *kit.TestDB, server *pgtest.Server) *kit.TestDB {
+	t.Helper()
+	db.Execute(`
+		do $$
+		begin
+		  execute format('copy (select) to %L', current_setting('data_directory') || '/standby.signal');
+		end
+		$$`)
+	db.Pool.Close()
+	require.NoError(t, server.Stop(t.Context(), false))
+	require.NoError(t, server.Start(t.Context()))
+	db = kit.Reopen(t, server)
+	require.Equal(t, int64(1), db.Number("select 1 where pg_is_in_recovery()"))
+	return db
+}
+
+// On a standby, peek answers for durable policies. A call that would write, or would read an unlogged table, is an error that says so.
+func TestStandby(t *testing.T) {
+	t.Parallel()
+	db, server := kit.NewPrivateDB(t)
+	db.Policy("durable", 10, 1, kit.ADay).Policy("ephemeral", 10, 1, kit.ADay, kit.Ephemeral)
+	first := db.Acquire("durable", "k", 3, "first")
+	db.Take("durable", "known", 3, "first").Take("ephemeral", "k", 3, "first")
+	db = becomeStandby(t, db, server)
+	const readOnly, unlogged = "25006", "0A000"
+	refused := func(code, message, call string, args ...any) {
+		t.Helper()
+		require.Contains(t, db.Refused(code, "select ratelimit_"+call, args...).Message, message)
+	}
+	for _, key := range []string{"k", "new"} {
+		for _, call := range []string{
+			"acquire($1, $2)", "acquire($1, $2, 8)", "acquire($1, $2, 3, 'second')",
+			"acquire_many(array[$1::text], array[$2::text])", "acquire_many(array[$1::text], array[$2::text], null, array['i'])",
+		} {
+			refused(readOnly, "in a read-only transaction", call, "durable", key)
+			refused(unlogged, "unlogged relations during recovery", call, "ephemeral", key)
+		}
+		refused(unlogged, "unlogged relations during recovery", "peek($1, $2)", "ephemeral", key)
+		for _, call := range []string{"refund($1, $2, 1)", "reset($1, $2)"} { // which write before they read
+			refused(readOnly, "in a read-only transaction", call, "ephemeral", key)
+		}
+		require.True(t, db.Must(kit.Acquire(db.Pool, "durable", key, 0)).Allowed, "cost 0 writes nothing")
+	}
+	for _, call := range []string{
+		"define_policy('p', 10, 1, '1 hour')", "define_policy('durable', 20, 1, '1 hour')", "drop_policy('durable')", "cleanup()",
+	} {
+		refused(readOnly, "in a read-only transaction", call)
+	}
+	kit.RequireReadOnly(t, db.Connect(t), "durable", "This server is a standby.")
+	require.Equal(t, []int64{7, 10}, []int64{db.Left("durable", "k"), db.Left("durable", "new")})
+	_, err := kit.Peek(db.Pool, "none", "k", 1)
+	require.Equal(t, "RL001", kit.SQLState(err))
+	require.Len(t, kit.Column(t, db.DB, "select policy from ratelimit_policies()"), 2)
+	require.Equal(t, kit.Replayed(first), db.Acquire("durable", "k", 3, "first"), "a replay writes nothing either")
+	limiter, combiner := client.New(db.Pool), client.NewCombiner(db.Pool, client.NoFlush())
+	defer combiner.Close()
+	peeked, err := limiter.Peek(t.Context(), "durable", "k", client.Cost(8))
+	require.NoError(t, err)
+	require.False(t, peeked.Allowed)
+	for _, limiter := range []client.Acquirer{limiter, combiner} {
+		_, err = limiter.Acquire(t.Context(), "durable", "k")
+		require.Equal(t, readOnly, kit.SQLState(err), "%v", err)
+		require.EqualError(t, err, "pgratelimit: acquire: ERROR: cannot execute UPDATE in a read-only transaction (SQLSTATE 25006)")
+	}
+	// After promotion, durable buckets go on where the primary was, and ephemeral ones are full.
+	db.Execute("select pg_promote()")
+	db.Await(t, kit.Patience, "select not pg_is_in_recovery()")
+	db = kit.Reopen(t, server) // sessions that began on the standby stay read-only no longer, but their plans may be old
+	require.Equal(t, kit.Replayed(first), db.Acquire("durable", "k", 3, "first"))
+	require.EqualValues(t, 5, db.Acquire("durable", "k", 2).Remaining)
+	require.EqualValues(t, 8, db.Acquire("ephemeral", "k", 2, "first").Remaining)
+}
+
+// A standby denies what several durable buckets do not cover, and grants nothing.
+func TestStandby_AcquireAll(t *testing.T) {
+	t.Parallel()
+	db, server := kit.NewPrivateDB(t)
+	db.At(kit.T0).Policy("a", 10, 1, kit.Second).Policy("b", 10, 1, kit.Second).Take("a", "k", 8)
+	db = becomeStandby(t, db, server)
+	const all = "select allowed::text || ' ' || coalesce(retry_after::text, 'never') from ratelimit_acquire_all('{a,b}', '{k,k}', $1)"
+	require.Equal(t, []string{"false 00:00:01"}, kit.Column(t, db.DB, all, []int64{3, 1}))
+	require.Equal(t, []string{"false never"}, kit.Column(t, db.DB, all, []int64{11, 1}))
+	require.Equal(t, []string{"true 00:00:00"}, kit.Column(t, db.DB, all, []int64{0, 0}))
+	db.Refused("25006", all, []int64{1, 1})
+}
+
+// On a standby, status lists the buckets of durable policies, and says so if it is asked for others.
+func TestStandby_Status(t *testing.T) {
+	t.Parallel()
+	db, server := kit.NewPrivateDB(t)
+	db.At(kit.T0).Policy("durable", 10, 1, 2*kit.Second).Policy("ephemeral", 10, 1, 2*kit.Second, kit.Ephemeral)
+	for _, policy := range []string{"durable", "ephemeral"} {
+		db.Take(policy, "a", 3).Take(policy, "b", 4)
+	}
+	db.Execute("select ratelimit_override('durable', 'a', 4)")
+	const a, b = "durable|a|4|0|0|4|t", "durable|b|6|0|8|10|f"
+	require.Equal(t, []string{b, "ephemeral|b|6|0|8|10|f", "ephemeral|a|7|0|6|10|f", a}, kit.Column(t, db.DB, statusColumns+"ratelimit_status()"))
+	db = becomeStandby(t, db, server)
+	require.Equal(t, []string{b, a}, kit.Column(t, db.DB, statusColumns+"ratelimit_status()"))
+	require.Equal(t, []string{b}, kit.Column(t, db.DB, statusColumns+"ratelimit_status('durable', 1)"))
+	e := db.Refused("0A000", "select * from ratelimit_status('ephemeral')")
+	require.Equal(t, []string{"ephemeral buckets cannot be read on a standby", "Policy 'ephemeral' is ephemeral.", "Ask the primary."},
+		[]string{e.Message, e.Detail, e.Hint})
+	db.Refused("RL001", "select * from ratelimit_status('none')")
+}
+
+// The doctor of a standby looks at what that can read, names the rest, and sends to the primary what only a primary can do.
+func TestStandby_Doctor(t *testing.T) {
+	t.Parallel()
+	const notOnAStandby = " This server is a standby: do it on the primary."
+	db, server := kit.NewPrivateDB(t, "autovacuum=off")
+	db.Follow(kit.Column(t, db.DB, "select remedy from ratelimit_doctor() where severity = 'notice'")[0], "pg_monitor")
+	db.At(kit.T0).Policy("durable", 10, 1, kit.Second).Take("durable", "k", 3)
+	db.Execute("select ratelimit_override('durable', 'k', 4, expires_at => $1)", kit.T0.Add(kit.Second))
+	require.Len(t, db.Findings(), 1, "autovacuum is off")
+	db = becomeStandby(t, db, server)
+	require.Empty(t, db.Findings(), "a standby vacuums nothing")
+	promote := func() {
+		t.Helper()
+		db.Execute("select pg_promote()")
+		db.Await(t, kit.Patience, "select not pg_is_in_recovery()")
+		db = kit.Reopen(t, server)
+	}
+	promote()
+	db.Policy("ephemeral", 10, 1, kit.Second, kit.Ephemeral).Take("ephemeral", "k", 3)
+	db.Execute("alter table ratelimit.buckets set (autovacuum_enabled = off)")
+	db.SetClock(kit.T0.Add(time.Hour))
+	require.Len(t, db.Findings(), 5)
+	db = becomeStandby(t, db, server)
+	findings, remedies := db.Findings(), kit.Column(t, db.DB, "select remedy from ratelimit_doctor()")
+	require.Len(t, findings, 4)
+	for i, want := range []string{
+		"warning: ratelimit.buckets has 1 row overdue", "warning: ratelimit.overrides has 1 row overdue",
+		"notice: This server is a standby, which cannot read the buckets and idempotency keys of ephemeral policies",
+		"warning: Autovacuum is off for ratelimit.buckets.",
+	} {
+		require.Contains(t, findings[i], want)
+		require.Equal(t, !strings.HasPrefix(want, "notice"), strings.HasSuffix(remedies[i], notOnAStandby), remedies[i])
+	}
+	// They help there.
+	promote()
+	db.Execute("call ratelimit_cleanup_all()")
+	db.Execute(strings.TrimSuffix(remedies[3], notOnAStandby))
+	db = becomeStandby(t, db, server)
+	require.Len(t, db.Findings(), 1, "but for what it cannot see")
+}

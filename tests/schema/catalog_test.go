@@ -1,0 +1,402 @@
+package schema
+
+import (
+	"context"
+	"fmt"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/pgratelimit/pgratelimit/tests/kit"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+)
+
+// Calls that take the branches of these functions; POLICY is a policy.
+var hotCalls = []string{
+	"select ratelimit_acquire('POLICY', 'k'), ratelimit_acquire('POLICY', 'k', 2, 'i'), ratelimit_acquire('POLICY', 'k', 2, 'i')",
+	"select ratelimit_acquire('POLICY', 'k', 999), ratelimit_acquire('POLICY', 'k', 5000)",
+	"select ratelimit_peek('POLICY', 'k'), ratelimit_peek('POLICY', 'new')",
+	"select ratelimit_refund('POLICY', 'k', 1), ratelimit_settle('POLICY', 'k', 'i', 1), ratelimit_settle('POLICY', 'k', 'i', 1)",
+	"select ratelimit_charge('POLICY', 'c', 5000, 'i'), ratelimit_charge('POLICY', 'c', 5000, 'i'), ratelimit_charge('POLICY', 'c', 1)",
+	"select ratelimit_acquire_up_to('POLICY', 'k', 5000, 1, 'u'), ratelimit_acquire_up_to('POLICY', 'k', 5000, 1, 'u')",
+	"select ratelimit_reserve('POLICY', 'k', '300 days', 10, 'r'), ratelimit_reserve('POLICY', 'k', '300 days', 10, 'r')",
+	"select ratelimit_reserve('POLICY', 'k', '1 second', 10), ratelimit_reserve('POLICY', 'new', '1 second', 10), ratelimit_acquire('POLICY', 'k')",
+	"select ratelimit_reset('POLICY', 'k')",
+	"select from ratelimit_acquire_many('{POLICY,POLICY}', '{k,l}')",
+	"select from ratelimit_acquire_many('{POLICY,POLICY,POLICY}', '{k,l,l}', '{1,1,5000}', '{m,n,o}')",
+	"select from ratelimit_acquire_many('{POLICY,POLICY}', '{k,l}', null, '{p,q}')",
+	"select from ratelimit_acquire_all_many('{POLICY,POLICY}', '{k,l}', '{1,1}', '{2}', '{r}')",
+	"select from ratelimit_acquire_all('{POLICY,POLICY}', '{k,l}', '{1,1}', 's')",
+}
+
+func TestCatalog_PublicFunctions(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	require.Equal(t, []string{
+		"FUNCTION ratelimit_acquire(policy text, key text, cost bigint DEFAULT 1, idempotency_key text DEFAULT NULL::text) ratelimit.decision",
+		"FUNCTION ratelimit_acquire_all(policies text[], keys text[], costs bigint[] DEFAULT NULL::bigint[], idempotency_key text DEFAULT NULL::text, OUT allowed boolean, OUT remaining bigint, OUT retry_after interval, OUT reset_after interval, OUT capacity bigint, OUT replayed boolean, OUT shadowed boolean, OUT binding integer, OUT decisions ratelimit.decision[]) record",
+		"FUNCTION ratelimit_acquire_all_many(policies text[], keys text[], costs bigint[], sizes integer[], idempotency_keys text[] DEFAULT NULL::text[]) TABLE(request bigint, allowed boolean, remaining bigint, retry_after interval, reset_after interval, capacity bigint, replayed boolean, shadowed boolean, binding integer, decisions ratelimit.decision[], error_code text, error_message text, error_detail text, error_hint text)",
+		"FUNCTION ratelimit_acquire_many(policies text[], keys text[], costs bigint[] DEFAULT NULL::bigint[], idempotency_keys text[] DEFAULT NULL::text[]) TABLE(request bigint, allowed boolean, remaining bigint, retry_after interval, reset_after interval, capacity bigint, replayed boolean, shadowed boolean, error_code text, error_message text, error_detail text, error_hint text)",
+		"FUNCTION ratelimit_acquire_packed(policies text[], keys text[], costs bigint[] DEFAULT NULL::bigint[], sizes integer[] DEFAULT NULL::integer[], idempotency_keys text[] DEFAULT NULL::text[]) ratelimit.packed",
+		"FUNCTION ratelimit_acquire_up_to(policy text, key text, at_most bigint, at_least bigint DEFAULT 1, idempotency_key text DEFAULT NULL::text) ratelimit.partial_decision",
+		"FUNCTION ratelimit_charge(policy text, key text, cost bigint, idempotency_key text DEFAULT NULL::text) ratelimit.decision",
+		"FUNCTION ratelimit_cleanup(max_rows integer DEFAULT 10000, OUT buckets_deleted bigint, OUT idempotency_keys_deleted bigint) record",
+		"FUNCTION ratelimit_define_policy(policy text, capacity bigint DEFAULT NULL::bigint, refill bigint DEFAULT NULL::bigint, every interval DEFAULT NULL::interval, stepped boolean DEFAULT NULL::boolean, durable boolean DEFAULT NULL::boolean, remember interval DEFAULT NULL::interval, shadow boolean DEFAULT NULL::boolean) void",
+		"FUNCTION ratelimit_define_shard(shard integer, of integer) void",
+		"FUNCTION ratelimit_doctor() TABLE(severity text, finding text, remedy text) STABLE",
+		"FUNCTION ratelimit_drop_policy(policy text) void",
+		"FUNCTION ratelimit_enforce(policy text, key text, cost bigint DEFAULT 1, idempotency_key text DEFAULT NULL::text) ratelimit.decision",
+		"FUNCTION ratelimit_guard() trigger",
+		"FUNCTION ratelimit_override(policy text, key text, capacity bigint DEFAULT NULL::bigint, refill bigint DEFAULT NULL::bigint, every interval DEFAULT NULL::interval, expires_at timestamp with time zone DEFAULT NULL::timestamp with time zone) void",
+		"FUNCTION ratelimit_overrides(policy text DEFAULT NULL::text, key text DEFAULT NULL::text, max_rows integer DEFAULT 1000) TABLE(policy text, key text, capacity bigint, refill bigint, every interval, expires_at timestamp with time zone) STABLE",
+		"FUNCTION ratelimit_peek(policy text, key text, cost bigint DEFAULT 1) ratelimit.decision STABLE",
+		"FUNCTION ratelimit_policies() TABLE(policy text, capacity bigint, refill bigint, every interval, stepped boolean, durable boolean, remember interval, shadow boolean) STABLE",
+		"FUNCTION ratelimit_refund(policy text, key text, amount bigint) ratelimit.decision",
+		"FUNCTION ratelimit_remove_override(policy text, key text) boolean",
+		"FUNCTION ratelimit_reserve(policy text, key text, max_wait interval, cost bigint DEFAULT 1, idempotency_key text DEFAULT NULL::text) ratelimit.reservation",
+		"FUNCTION ratelimit_reset(policy text, key text) void",
+		"FUNCTION ratelimit_settle(policy text, key text, idempotency_key text, cost bigint) ratelimit.decision",
+		"FUNCTION ratelimit_shard() TABLE(shard integer, of integer) STABLE",
+		"FUNCTION ratelimit_status(policy text DEFAULT NULL::text, max_rows integer DEFAULT 100, key text DEFAULT NULL::text) TABLE(policy text, key text, remaining bigint, retry_after interval, reset_after interval, capacity bigint, overridden boolean) STABLE",
+		"FUNCTION ratelimit_version() text IMMUTABLE",
+		"PROCEDURE ratelimit_cleanup_all(IN budget interval DEFAULT '00:00:50'::interval)",
+		"PROCEDURE ratelimit_reset_all(IN policy text)",
+	}, kit.Column(t, db, `
+		select format('%s %s(%s)', case prokind when 'p' then 'PROCEDURE' else 'FUNCTION' end, proname, pg_get_function_arguments(p.oid))
+		       || coalesce(' ' || pg_get_function_result(p.oid), '')
+		       || case provolatile when 's' then ' STABLE' when 'i' then ' IMMUTABLE' else '' end
+		  from `+kit.PackageFunctions+" as p where not private order by 1"))
+	require.Equal(t, []string{"allowed boolean, remaining bigint, retry_after interval, reset_after interval, capacity bigint, replayed boolean, shadowed boolean"},
+		kit.Column(t, db, `
+			select string_agg(format('%s %s', attname, format_type(atttypid, atttypmod)), ', ' order by attnum)
+			  from pg_attribute where attrelid = 'ratelimit.decision'::regclass`))
+}
+
+func TestCatalog_SecurityDefinerWithPinnedPath(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	// They commit, which SECURITY DEFINER and SET forbid.
+	require.Equal(t, []string{"ratelimit_cleanup_all", "ratelimit_reset_all"}, kit.Column(t, db, "select proname::text from "+kit.PackageFunctions+` as p
+		 where not private
+		   and not (prosecdef and 'search_path=ratelimit, pg_temp' = any (proconfig))
+		 order by 1`))
+	require.Empty(t, kit.Column(t, db, "select proname::text from "+kit.PackageFunctions+` as p
+		 where private
+		   and prosecdef and ('search_path=ratelimit, pg_temp' = any (proconfig)) is not true`))
+	require.Empty(t, kit.Column(t, db, "select proname::text from "+kit.PackageFunctions+` as p
+		 where not private and proisstrict`), "null is an error and not a null answer")
+}
+
+// What the last version has and the newest has not is left for calls that are under way during the upgrade, until
+// the next version drops it.
+func TestCatalog_NoOverloads(t *testing.T) {
+	t.Parallel()
+	var defined []string
+	for _, code := range readTree(t, "../../sql") {
+		for _, match := range regexp.MustCompile(`(?m)^create or replace (?:function|procedure) (?:ratelimit\.)?(\w+(?:\{\{ \.\w+ }})?)`).FindAllStringSubmatch(code, -1) {
+			if name, table, of := strings.Cut(match[1], "{{ ."); of {
+				table = strings.TrimSuffix(table, " }}")
+				defined = append(defined, name+table, name+"ephemeral_"+table)
+			} else {
+				defined = append(defined, name)
+			}
+		}
+	}
+	require.Greater(t, len(defined), 30)
+	slices.Sort(defined)
+	require.Equal(t, slices.Compact(slices.Clone(defined)), defined)
+
+	retired := []string{"acquire_in_order", "answer", "granted", "refilled_level", "replay", "wait_below"}
+	require.ElementsMatch(t, slices.Concat(defined, retired), kit.Column(t, pgtest.New(t), "select proname::text from "+kit.PackageFunctions+" as p"))
+}
+
+// docs/reference.md is made of the comments of the public functions.
+func TestCatalog_CommentsAreOneSentenceAndThePublicOnesSayErrorsLocksAndWrites(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	comments := func(form, query string) {
+		rows, err := db.Pool.Query(context.Background(), query)
+		require.NoError(t, err)
+		var object string
+		var comment *string
+		_, err = pgx.ForEachRow(rows, []any{&object, &comment}, func() error {
+			if assert.NotNil(t, comment, "%s has no comment", object) {
+				assert.Regexp(t, form, *comment, object)
+			}
+			return nil
+		})
+		require.NoError(t, err)
+		require.Positive(t, rows.CommandTag().RowsAffected())
+	}
+	const sentence, functions = `^[A-Z][^.!?\n]*\.$`, "select p.oid::regprocedure::text, obj_description(p.oid, 'pg_proc') from " + kit.PackageFunctions + " as p where "
+	comments(sentence, functions+"private")
+	comments(`^[A-Z][^\n]*(\n[^\n]+)*\nErrors: [^\n]+(\n  [^\n]+)*\nLocks: [^\n]+(\n  [^\n]+)*\nWrites: [^\n]+(\n  [^\n]+)*\nRole: [^\n]+(\n  [^\n]+)*\.$`, functions+"not private")
+	comments(sentence, "select oid::regclass::text, obj_description(oid, 'pg_class') from pg_class where relnamespace = 'ratelimit'::regnamespace and relkind = 'r'")
+}
+
+func TestCatalog_NobodyButTheOwnerHasRights(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	require.Empty(t, kit.Column(t, db, `
+		select format('%s: %s to %s', object, privilege_type, case grantee when 0 then 'PUBLIC' else grantee::regrole::text end)
+		  from (select p.oid::regprocedure::text, coalesce(proacl, acldefault('f', proowner)), proowner
+		          from `+kit.PackageFunctions+` as p
+		        union all
+		        select c.oid::regclass::text, coalesce(relacl, acldefault('r', relowner)), relowner
+		          from pg_class as c where relnamespace = 'ratelimit'::regnamespace or relname like 'ratelimit\_%'
+		        union all
+		        select attrelid::regclass || '.' || attname, attacl, relowner
+		          from pg_attribute join pg_class as c on c.oid = attrelid where relnamespace = 'ratelimit'::regnamespace
+		        union all
+		        select 'schema ' || nspname, coalesce(nspacl, acldefault('n', nspowner)), nspowner
+		          from pg_namespace where nspname = 'ratelimit') as o (object, acl, owner)
+		 cross join aclexplode(acl)
+		 where grantee <> owner`))
+}
+
+// Anything here would be a cost on each call, or would not work when tables are spread over nodes.
+func TestCatalog_HasNothingThatDistributionForbids(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	require.Empty(t, kit.Column(t, db, `
+		select tgname::text from pg_trigger where tgrelid in (select oid from pg_class where relnamespace = 'ratelimit'::regnamespace)
+		union all
+		select oid::regclass::text from pg_class where relnamespace = 'ratelimit'::regnamespace and relkind not in ('r', 'i', 'c')
+		union all
+		select oid::regclass::text from pg_class where relnamespace = 'ratelimit'::regnamespace and relrowsecurity
+		union all
+		select conname::text from pg_constraint where contype in ('f', 'x') and connamespace = 'ratelimit'::regnamespace
+		union all
+		select rulename::text from pg_rewrite where ev_class in (select oid from pg_class where relnamespace = 'ratelimit'::regnamespace)
+		union all
+		select proname::text from `+kit.PackageFunctions+` as p where prosrc ~* 'advisory|nextval|pg_notify'`))
+
+	require.ElementsMatch(t, append([]string{"overrides"}, kit.BucketTables...), kit.Column(t, db, `
+		select c.relname::text
+		  from pg_constraint as k
+		  join pg_class as c on c.oid = k.conrelid
+		  join pg_attribute as a on a.attrelid = c.oid and a.attnum = any (k.conkey)
+		 where k.contype = 'p' and a.attname = 'key' and c.relnamespace = 'ratelimit'::regnamespace`),
+		"the primary keys of what belongs to a key contain it")
+}
+
+func TestCatalog_TablesAreMadeForHotUpdates(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	require.Equal(t, []string{"due_at", "policy_id, key", "due_at", "policy_id, key"}, kit.Column(t, db, `
+		select string_agg(a.attname, ', ' order by a.attnum)
+		  from pg_index as i
+		  join pg_attribute as a on a.attrelid = i.indexrelid
+		 where indrelid in ('ratelimit.buckets'::regclass, 'ratelimit.ephemeral_buckets'::regclass)
+		   and indpred is null and indexprs is null
+		 group by indrelid::regclass::text, indexrelid
+		 order by indrelid::regclass::text, 1`), "an index on a column that an acquire changes")
+
+	for _, table := range []string{"buckets", "ephemeral_buckets"} {
+		require.Len(t, kit.Column(t, db, `
+			select option_name from pg_class, pg_options_to_table(reloptions)
+			 where oid = ('ratelimit.' || $1)::regclass and option_name = 'fillfactor' and option_value::integer between 50 and 90`, table), 1, table)
+	}
+	for _, table := range kit.BucketTables {
+		require.NotEmpty(t, kit.Column(t, db, `
+			select option_name from pg_class, pg_options_to_table(reloptions)
+			 where oid = ('ratelimit.' || $1)::regclass and option_name like 'autovacuum\_vacuum\_%'`, table), table)
+	}
+}
+
+func TestCatalog_TextIsComparedByByte(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	const text = `
+		select attrelid::regclass || '.' || attname
+		  from pg_attribute join pg_class as c on c.oid = attrelid
+		 where relnamespace = 'ratelimit'::regnamespace and relkind = 'r' and attnum > 0 and attcollation <> 0`
+	require.NotEmpty(t, kit.Column(t, db, text))
+	require.Empty(t, kit.Column(t, db, text+` and attcollation <> '"C"'::regcollation`))
+}
+
+func TestCatalog_TwinsDifferInPersistenceOnly(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	describe := func(table string) []string {
+		lines := kit.Column(t, db, `
+			select format('%s %s', relkind, relpersistence) from pg_class where oid = $1::regclass
+			union all
+			select format('options %s owner %s acl %s', reloptions, relowner, relacl) from pg_class where oid = $1::regclass
+			union all
+			select format('%s %s %s %s %s %s %s %s: %s', attnum, attname, format_type(atttypid, atttypmod), attcollation, attnotnull,
+			              attstorage, attoptions, pg_get_expr(adbin, adrelid), col_description(attrelid, attnum))
+			  from pg_attribute left join pg_attrdef on (adrelid, adnum) = (attrelid, attnum)
+			 where attrelid = $1::regclass and attnum > 0
+			union all
+			select format('%s %s', conname, pg_get_constraintdef(oid)) from pg_constraint where conrelid = $1::regclass
+			union all
+			select format('%s %s', pg_get_indexdef(indexrelid), reloptions)
+			  from pg_index join pg_class as c on c.oid = indexrelid where indrelid = $1::regclass`, "ratelimit."+table)
+		for i := range lines {
+			lines[i] = strings.ReplaceAll(lines[i], "ephemeral_", "")
+		}
+		slices.Sort(lines)
+		return lines
+	}
+	for _, table := range []string{"buckets", "idempotency_keys"} {
+		durable, ephemeral := describe(table), describe("ephemeral_"+table)
+		i := slices.Index(durable, "r p")
+		require.GreaterOrEqual(t, i, 0)
+		durable[i] = "r u"
+		require.Equal(t, durable, ephemeral)
+	}
+}
+
+// Each statement about durable buckets or idempotency keys has a twin about the ephemeral ones. On a standby
+// emptiest_buckets and ratelimit_doctor read the durable ones alone. ratelimit.acquire has the statements of ratelimit_acquire.
+func TestCatalog_StatementsHaveTwins(t *testing.T) {
+	t.Parallel()
+	pairs, alone := twins(kit.Column(t, pgtest.New(t), "select prosrc from "+kit.PackageFunctions+" as p where proname not in ('emptiest_buckets', 'ratelimit_doctor', 'acquire')"))
+	require.Greater(t, pairs, 50)
+	require.Empty(t, alone)
+
+	statement := "if policy.durable then\n update buckets as b set level = 1 where b.key = v_key;\nelse\n update ephemeral_buckets as b set level = 1 where b.key = v_key;\nend if;"
+	_, alone = twins([]string{statement})
+	require.Empty(t, alone)
+	for _, changed := range []string{"update ephemeral_buckets as b set level = 2 where b.key = v_key", "update buckets as b set level = 1 where b.key = v_key", ""} {
+		_, alone = twins([]string{strings.Replace(statement, "update ephemeral_buckets as b set level = 1 where b.key = v_key", changed, 1)})
+		require.NotEmpty(t, alone, changed)
+	}
+}
+
+var (
+	sqlBreak = regexp.MustCompile(`;|\b(?:then|else|loop|begin|declare)\s*\n|\bleft join lateral\b`) // a join may be with the one and with the other
+	sqlTwins = strings.NewReplacer("ephemeral_", "", "not u.durable", "u.durable", "not p.durable", "p.durable", " as d ", " as b ", " as e ", " as b ", " e.", " b.")
+)
+
+// twins counts the statements with a twin, and lists those without.
+func twins(bodies []string) (pairs int, alone []string) {
+	balance := map[string]int{}
+	for _, body := range bodies {
+		for _, statement := range sqlBreak.Split(kit.SQLComment.ReplaceAllString(body, ""), -1) {
+			of := len(kit.SQLTable.FindAllString(statement, -1))
+			ephemeral := strings.Count(strings.Join(kit.SQLTable.FindAllString(statement, -1), " "), "ephemeral_")
+			twin := sqlTwins.Replace(strings.Join(strings.Fields(statement), " "))
+			balance[twin] += of - 2*ephemeral
+			pairs += ephemeral
+		}
+	}
+	for statement, n := range balance {
+		if n != 0 {
+			alone = append(alone, fmt.Sprintf("%+d %s", n, statement))
+		}
+	}
+	return pairs, alone
+}
+
+func TestCatalog_ConflictsNameTheConstraint(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	conflicts := func(kind string) []string {
+		return kit.Column(t, db, "select proname::text from "+kit.PackageFunctions+` as p
+			 where regexp_replace(prosrc, '--[^\n]*', '', 'g') ~ $1`, `\mon\s+conflict\M`+kind)
+	}
+	require.NotEmpty(t, conflicts(`\s+on\s+constraint\s`))
+	require.Empty(t, conflicts(`(?!\s+on\s+constraint\s)`))
+}
+
+// An EXCEPTION block is a subtransaction, and a transaction id, on each call.
+func TestCatalog_NoExceptionBlocks(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	for _, function := range kit.HotFunctions {
+		require.Empty(t, kit.Column(t, db, `select proname::text from pg_proc where oid = $1::regproc and prosrc ~* '\mexception\s+when\M'`, function))
+	}
+}
+
+func TestCatalog_HelpersAreInlined(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	helpers := kit.Column(t, db, "select proname::text from "+kit.PackageFunctions+` as p join pg_language as l on l.oid = prolang
+		 where private and lanname = 'sql'`)
+	for _, name := range []string{
+		"answer_of", "clock", "duration", "grant_of", "microseconds", "microtokens", "refilled", "refilled_until", "short_wait", "wait_for", "wait_until", "whole_tokens",
+	} {
+		require.Contains(t, helpers, name)
+	}
+	require.ElementsMatch(t, []string{"clock", "due_after"}, kit.Column(t, db, `
+		select proname::text from `+kit.PackageFunctions+` as p join pg_language as l on l.oid = prolang
+		 where private and lanname = 'sql' and provolatile <> 'i' and not proretset`))
+
+	require.Empty(t, calledHelpers(t, db))
+
+	db.Exec(t, "alter function ratelimit.whole_tokens set work_mem = '4MB'") // a function with settings is not inlined
+	require.Equal(t, []string{"ratelimit.whole_tokens"}, calledHelpers(t, db))
+}
+
+// calledHelpers lists the SQL functions that hot functions call: PostgreSQL counts the calls of those that it does not inline.
+// Planning calls those whose arguments are known, so it looks at what a second time adds.
+func calledHelpers(t *testing.T, db *pgtest.DB) (helpers []string) {
+	policies := []string{"p", "ephemeral", "stepped", "ephemeral stepped", "shadow", "ephemeral shadow"}
+	db.Exec(t, `
+		select ratelimit_define_policy(p, 1000, 1, '1 day', p ~ 'stepped', p !~ 'ephemeral', shadow => p ~ 'shadow') from unnest($1::text[]) as p`, policies)
+	db.Exec(t, "select ratelimit_override(p, 'k', 900) from unnest($1::text[]) as p where p ~ 'stepped'", policies)
+	conn := db.Connect(t)
+	kit.Execute(t, conn, "set track_functions = 'all'; set plan_cache_mode = force_generic_plan", pgx.QueryExecModeSimpleProtocol)
+	for _, policy := range policies {
+		counted := func(language string) []string {
+			return kit.ColumnOf(t, conn, `
+				select format('%s %s', p.oid::regproc, f.calls)
+				  from pg_stat_xact_user_functions as f join pg_proc as p on p.oid = f.funcid join pg_language as l on l.oid = p.prolang
+				 where l.lanname = $1`, language)
+		}
+		calls := strings.ReplaceAll(strings.Join(hotCalls, "; "), "POLICY", policy) + "; rollback to savepoint before"
+		kit.Execute(t, conn, "begin; savepoint before; "+calls, pgx.QueryExecModeSimpleProtocol)
+		planned := counted("sql")
+		kit.Execute(t, conn, calls, pgx.QueryExecModeSimpleProtocol)
+		for _, count := range counted("sql") {
+			if !slices.Contains(planned, count) {
+				helpers = append(helpers, strings.Fields(count)[0])
+			}
+		}
+		reached := strings.Join(counted("plpgsql"), "\n")
+		ephemeral := ""
+		if strings.Contains(policy, "ephemeral") {
+			ephemeral = "ephemeral_"
+		}
+		for _, function := range append(slices.Clone(kit.HotFunctions), "ratelimit.decide_in_order", "ratelimit.decide", "ratelimit.look_at_buckets",
+			"ratelimit.rows_of_"+ephemeral+"buckets", "ratelimit.covered_in_"+ephemeral+"buckets", "ratelimit.take_from_"+ephemeral+"buckets",
+			"ratelimit.remember_"+ephemeral+"idempotency_keys") {
+			require.Contains(t, reached, function+" ")
+		}
+		kit.Execute(t, conn, "rollback")
+	}
+	slices.Sort(helpers)
+	return slices.Compact(helpers)
+}
+
+func TestCatalog_PlpgsqlCheckHasNothingToSay(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	if len(kit.Column(t, db, "select name::text from pg_available_extensions where name = 'plpgsql_check'")) == 0 {
+		t.Skip("the server has no extension plpgsql_check")
+	}
+	db.Exec(t, "create schema plpgsql_check; create extension plpgsql_check schema plpgsql_check")
+	db.Exec(t, "create table public.orders (customer text)")
+	const functions = kit.PackageFunctions + " as p join pg_language as l on l.oid = prolang and lanname = 'plpgsql'"
+	conn := db.Connect(t)
+	for path, where := range map[string]string{
+		"public":             " where p.proconfig is not null or not private",
+		"ratelimit, pg_temp": " where p.proconfig is null and private", // they find the path of their caller
+	} {
+		kit.Execute(t, conn, "set search_path = "+path)
+		require.NotEmpty(t, kit.ColumnOf(t, conn, "select proname::text from "+functions+where))
+		require.Empty(t, kit.ColumnOf(t, conn, `
+			select format('%s line %s: %s', p.oid::regprocedure, c.lineno, concat_ws(', ', c.level, c.message, c.detail, c.context))
+			  from `+functions+`
+			 cross join plpgsql_check.plpgsql_check_function_tb(p.oid,
+			         case p.prorettype when 'trigger'::regtype then 'public.orders'::regclass else 0::regclass end, other_warnings => true, extra_warnings => true,
+			         performance_warnings => true, security_warnings => true, compatibility_warnings => true) as c`+where+`
+			   and not (p.proname like 'lock\_asked\_of\_%' and c.message like '%VOLATILE%') -- it overlooks FOR UPDATE in a subquery`))
+	}
+}

@@ -1,0 +1,576 @@
+package schema
+
+import (
+	"context"
+	"fmt"
+	"io/fs"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/tern/v2/migrate"
+	"github.com/pgratelimit/pgratelimit/migrations"
+	"github.com/pgratelimit/pgratelimit/tests/kit"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+	"github.com/stretchr/testify/require"
+)
+
+func TestInstall_EveryWayGivesTheSameSchema(t *testing.T) {
+	t.Parallel()
+	want := pgtest.New(t)
+	wantSchema := kit.FingerprintOf(t, want)
+	for _, part := range []string{
+		"function public.ratelimit_acquire(text,text,bigint,text)",
+		"table ratelimit.buckets",
+		"comment on table column ratelimit.buckets.level: ",
+	} {
+		require.Contains(t, wantSchema, part, "the fingerprint has to see what it compares")
+	}
+
+	for name, install := range kit.Installers {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			db := pgtest.Empty(t)
+			install(t, db.URL)
+			kit.SameSchema(t, want, db)
+		})
+	}
+}
+
+// The functions are in a schema of the role's own, unless it owns the database.
+func TestInstall_AsEveryKindOfRole(t *testing.T) {
+	t.Parallel()
+	for circumstance, prepare := range map[string]string{
+		"CREATE on the database, no public":          "grant create on database %[2]s to %[1]s; create schema limits authorization %[1]s; drop schema public",
+		"CREATE on the database, no right on public": "grant create on database %[2]s to %[1]s; create schema limits authorization %[1]s; revoke all on schema public from public",
+		"owner of the database":                      "alter database %[2]s owner to %[1]s; create schema limits authorization %[1]s",
+		"superuser":                                  "create schema limits; alter role %[1]s superuser",
+	} {
+		for way, install := range kit.Installers {
+			t.Run(circumstance+"/"+way, func(t *testing.T) {
+				t.Parallel()
+				role := kit.NewRole(t)
+				want, got := pgtest.Empty(t), pgtest.Empty(t)
+				for _, db := range []*pgtest.DB{want, got} {
+					db.Exec(t, fmt.Sprintf(prepare, role, db.Name))
+				}
+				before := kit.FingerprintOf(t, got)
+				kit.Installers["Up"](t, kit.WithSettings(t, want.URL, "search_path", "limits"))
+
+				url := kit.WithSettings(t, got.URL, "search_path", "limits", "role", role)
+				install(t, url)
+				sameSchemaOf(t, role, want, got)
+				require.Equal(t, []string{fmt.Sprintf("ratelimit.schema_version (%d)", kit.NewestMigration(t))}, kit.RowsOf(t, got))
+
+				use(t, got, "limits")
+				state := stateOf(t, got)
+				install(t, url)
+				require.Equal(t, state, stateOf(t, got), "the second time")
+
+				conn, err := pgx.Connect(t.Context(), url)
+				require.NoError(t, err)
+				defer conn.Close(context.Background())
+				for _, call := range []string{
+					"select ratelimit_define_policy('p', 10, 1, '1 hour')",
+					"select ratelimit_acquire('p', 'k', 3, 'first'), ratelimit_peek('p', 'k'), ratelimit_refund('p', 'k', 1), ratelimit_reset('p', 'k')",
+					"select ratelimit_cleanup()",
+					"call ratelimit_cleanup_all()",
+					"select ratelimit_drop_policy('p')",
+				} {
+					kit.Execute(t, conn, call)
+				}
+				require.NoError(t, migrations.Down(t.Context(), conn))
+				require.Equal(t, before, kit.FingerprintOf(t, got))
+			})
+		}
+	}
+}
+
+// A second installation changes nothing, also when the schema of the functions has another name by then.
+func TestInstall_TwiceChangesNothing(t *testing.T) {
+	t.Parallel()
+	for name, install := range kit.Installers {
+		for _, meanwhile := range []string{"select ratelimit_acquire('p', 'k', 3, 'first')", "alter schema public rename to elsewhere"} {
+			t.Run(name+"/"+meanwhile, func(t *testing.T) {
+				t.Parallel()
+				db := pgtest.New(t)
+				db.Exec(t, "select ratelimit_define_policy('p', 10, 1, '1 hour')")
+				db.Exec(t, meanwhile)
+				before := stateOf(t, db)
+				install(t, db.URL)
+				require.Equal(t, before, stateOf(t, db))
+			})
+		}
+	}
+}
+
+func TestInstall_TwentyAtOnce(t *testing.T) {
+	t.Parallel()
+	const sessions, processes = 18, 2
+	db := pgtest.Empty(t)
+
+	var all sync.WaitGroup
+	start := make(chan struct{})
+	errs := make(chan error, sessions+processes)
+	for range sessions {
+		conn := db.Connect(t)
+		all.Go(func() {
+			<-start
+			errs <- migrations.Up(context.Background(), conn)
+		})
+	}
+	for range processes {
+		all.Go(func() {
+			<-start
+			if out, err := kit.RunPsql(t, db.URL, "--file", "../../migrations/psql/install.sql"); err != nil {
+				errs <- fmt.Errorf("%w\n%s", err, out)
+			}
+		})
+	}
+	close(start)
+	all.Wait()
+	close(errs)
+	for err := range errs {
+		require.NoError(t, err)
+	}
+	kit.SameSchema(t, pgtest.New(t), db)
+	require.Equal(t, []string{fmt.Sprintf("ratelimit.schema_version (%d)", kit.NewestMigration(t))}, kit.RowsOf(t, db))
+}
+
+func TestDown_LeavesOnlyTheVersionTable(t *testing.T) {
+	t.Parallel()
+	db := pgtest.Empty(t)
+	before := kit.FingerprintOf(t, db)
+	kit.Installers["Up"](t, db.URL)
+	use(t, db, "public")
+
+	kit.Run(t, "../..", nil, "go", append(kit.TernMigrate(db.URL), "--destination", "0")...)
+	require.Equal(t, before, beforeInstall(kit.FingerprintOf(t, db)))
+	require.Equal(t, []string{"ratelimit.schema_version (0)"}, kit.RowsOf(t, db))
+
+	kit.Installers["Up"](t, db.URL)
+	kit.SameSchema(t, pgtest.New(t), db)
+}
+
+var uninstallers = map[string]func(t *testing.T, db *pgtest.DB) error{
+	"Down": func(t *testing.T, db *pgtest.DB) error { return migrations.Down(t.Context(), db.Connect(t)) },
+	"make uninstall": func(_ *testing.T, db *pgtest.DB) error {
+		return kit.ErrorOf(kit.Command("../..", nil, "make", "uninstall", "DATABASE_URL="+db.URL).Output())
+	},
+	"psql": func(t *testing.T, db *pgtest.DB) error {
+		return kit.ErrorOf(kit.RunPsql(t, db.URL, "--set", "ON_ERROR_STOP=1", "--file", "../../migrations/psql/uninstall.sql"))
+	},
+}
+
+func TestUninstall_LeavesNothing(t *testing.T) {
+	t.Parallel()
+	for name, uninstall := range uninstallers {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			caller := kit.NewRole(t)
+			db := pgtest.Empty(t)
+			db.Exec(t, "create schema app; create schema other; create function other.ratelimit_mine() returns integer language sql as 'select 1'")
+			before := stateOf(t, db)
+
+			for _, home := range []string{"public", "app"} {
+				kit.Installers["Up"](t, kit.WithSettings(t, db.URL, "search_path", home))
+				use(t, db, home)
+				db.Exec(t, "grant execute on function "+home+".ratelimit_acquire to "+caller)
+				require.NoError(t, uninstall(t, db))
+				require.Equal(t, before, stateOf(t, db))
+			}
+
+			require.NoError(t, uninstall(t, db))
+			require.Equal(t, before, stateOf(t, db), "uninstalling what is not there is harmless")
+		})
+	}
+}
+
+func TestUninstall_StopsAtObjectsThatDependOnIt(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	db.Exec(t, "create view mine as select * from ratelimit_policies()")
+	before := stateOf(t, db)
+	for name, uninstall := range uninstallers {
+		require.Error(t, uninstall(t, db), name)
+		require.Equal(t, before, stateOf(t, db), name)
+	}
+	kit.RequireState(t, "2BP01", uninstallers["Down"](t, db))
+}
+
+func TestDown_KeepsFunctionsOfItsOwnerThatOnlyShareTheName(t *testing.T) {
+	t.Parallel()
+	db := pgtest.Empty(t)
+	db.Exec(t, `
+		create schema app;
+		create function app.ratelimit_acquire(who integer) returns boolean language sql
+		  as $$ select (public.ratelimit_acquire('app', who::text)).allowed $$ set check_function_bodies = off`)
+	before := kit.FingerprintOf(t, db)
+	kit.Installers["Up"](t, db.URL)
+
+	require.NoError(t, migrations.Down(context.Background(), db.Connect(t)))
+	require.Equal(t, before, kit.FingerprintOf(t, db))
+}
+
+func TestUp_NewerSchemaIsLeftAlone(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	known := kit.NewestMigration(t)
+	db.Exec(t, "update ratelimit.schema_version set version = $1", known+1)
+	before := stateOf(t, db)
+
+	err := migrations.Up(context.Background(), db.Connect(t))
+	var newer *migrations.NewerSchemaError
+	require.ErrorAs(t, err, &newer)
+	require.Equal(t, &migrations.NewerSchemaError{Installed: known + 1, Known: known}, newer)
+	require.Equal(t, before, stateOf(t, db))
+
+	require.Error(t, migrations.Down(context.Background(), db.Connect(t)))
+	require.Equal(t, before, stateOf(t, db))
+}
+
+func TestUp_RefusesATransaction(t *testing.T) {
+	t.Parallel()
+	ctx := context.Background()
+	db := pgtest.Empty(t)
+	before := stateOf(t, db)
+	conn := db.Connect(t)
+
+	tx, err := conn.Begin(ctx)
+	require.NoError(t, err)
+	for _, migrate := range []func(context.Context, *pgx.Conn) error{migrations.Up, migrations.Down} {
+		require.ErrorContains(t, migrate(ctx, conn), "inside a transaction")
+		require.Equal(t, byte('T'), conn.PgConn().TxStatus(), "the transaction goes on")
+	}
+	require.NoError(t, tx.Commit(ctx))
+	require.Equal(t, before, stateOf(t, db))
+
+	kit.RequireState(t, "22012", kit.ErrorOf(conn.Exec(ctx, "begin; select 1/0")))
+	require.ErrorContains(t, migrations.Up(ctx, conn), "inside a transaction", "nor one that failed")
+	require.Equal(t, before, stateOf(t, db))
+}
+
+func TestInstall_IntoTheSchemaAtTheHeadOfSearchPath(t *testing.T) {
+	t.Parallel()
+	for _, schema := range []string{"app", `Odd "Schema"; drop $$ {{ö`} {
+		quoted := pgx.Identifier{schema}.Sanitize()
+		for _, way := range []string{"by SET", "Up", "tern --conn-string", "psql"} {
+			t.Run(schema+"/"+way, func(t *testing.T) {
+				t.Parallel()
+				caller := kit.NewRole(t)
+				db := pgtest.Empty(t)
+				db.Exec(t, "create schema "+quoted)
+				if way == "by SET" {
+					conn := db.Connect(t)
+					kit.Execute(t, conn, "set search_path = "+quoted+", public")
+					require.NoError(t, migrations.Up(t.Context(), conn))
+				} else {
+					kit.Installers[way](t, kit.WithSettings(t, db.URL, "search_path", quoted))
+				}
+				home := func() []string {
+					return kit.Column(t, db, `
+						select distinct nspname from pg_proc as p join pg_namespace as n on n.oid = p.pronamespace
+						 where proname like 'ratelimit\_%'`)
+				}
+				require.Equal(t, []string{schema}, home())
+				use(t, db, quoted)
+				db.Exec(t, "grant execute on function "+quoted+".ratelimit_acquire to "+caller)
+				before := stateOf(t, db)
+
+				// A later migration finds another search_path: tern resets the session after each.
+				kit.ReinstallCode(t, db.Connect(t))
+				require.Equal(t, []string{schema}, home())
+				require.Equal(t, before, stateOf(t, db))
+			})
+		}
+	}
+}
+
+func TestInstall_AgainReplacesFunctionsAndKeepsGrants(t *testing.T) {
+	t.Parallel()
+	for name, reinstall := range map[string]func(t *testing.T, db *pgtest.DB){
+		"InstallCodePackage": func(t *testing.T, db *pgtest.DB) { kit.ReinstallCode(t, db.Connect(t)) },
+		"tern code install": func(t *testing.T, db *pgtest.DB) {
+			kit.Run(t, "../..", nil, "go", "tool", "tern", "code", "install", "sql", "--config", "migrations/tern.conf", "--conn-string", db.URL)
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			caller, greedy := kit.NewRole(t), kit.NewRole(t)
+			db := pgtest.New(t)
+			db.Exec(t, "grant execute on function ratelimit_acquire, ratelimit_peek to "+caller+`;
+				grant execute on procedure ratelimit_cleanup_all to `+caller+`;
+				grant execute on function ratelimit.cleanup_batch to `+caller)
+			want := stateOf(t, db)
+
+			// What the new version changes and what it adds.
+			db.Exec(t, "alter default privileges grant execute on functions to "+greedy+`;
+				drop function ratelimit_overrides;
+				create or replace function ratelimit.clock() returns timestamptz language sql as $$ select now() $$`)
+			require.NotEqual(t, want, stateOf(t, db))
+			reinstall(t, db)
+			db.Exec(t, "alter default privileges revoke execute on functions from "+greedy)
+			require.Equal(t, want, stateOf(t, db))
+		})
+	}
+}
+
+func TestInstall_WithoutASchema(t *testing.T) {
+	t.Parallel()
+	for _, path := range []string{"''", "nowhere"} {
+		t.Run(path, func(t *testing.T) {
+			t.Parallel()
+			db := pgtest.Empty(t)
+			before := kit.FingerprintOf(t, db)
+			conn := db.Connect(t)
+			kit.Execute(t, conn, "set search_path = "+path)
+
+			err := migrations.Up(context.Background(), conn)
+			kit.RequireState(t, "3F000", err)
+			require.ErrorContains(t, err, "no schema to install into")
+			require.ErrorContains(t, err, "search_path", "the remedy is told")
+			require.Equal(t, before, beforeInstall(kit.FingerprintOf(t, db)))
+		})
+	}
+}
+
+func TestInstall_RefusesPlantedObjects(t *testing.T) {
+	t.Parallel()
+	const taken = "functions named ratelimit_* exist already"
+	for name, test := range map[string]struct{ plant, code, message string }{
+		"the same function": {`create function ratelimit_acquire(policy text, key text, cost bigint default 1, idempotency_key text default null)
+			returns boolean language sql as 'select true'`, "42723", taken},
+		"another signature":          {"create function ratelimit_acquire(policy text) returns boolean language sql as 'select true'", "42723", taken},
+		"a name of a later release":  {"create function ratelimit_later() returns boolean language sql as 'select true'", "42723", taken},
+		"a procedure":                {"create procedure ratelimit_cleanup_all() language sql as 'select true'", "42723", taken},
+		"the private schema":         {"create schema ratelimit", "42501", "schema ratelimit belongs to another role"},
+		"a type in a schema of ours": {"create domain ratelimit.decision as boolean", "42P06", "schema ratelimit is not empty"},
+		"a function in a schema of ours": {
+			"create function ratelimit.refuse(text) returns boolean language sql as 'select true'", "42P06", "schema ratelimit is not empty",
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			planter := kit.NewRole(t)
+			db := pgtest.Empty(t)
+			db.Exec(t, "grant create on schema public to "+planter)
+			db.Exec(t, "grant create on database "+db.Name+" to "+planter)
+			if strings.Contains(test.plant, "ratelimit.") {
+				db.Exec(t, "create schema ratelimit; grant all on schema ratelimit to "+planter)
+			}
+			kit.Execute(t, kit.ConnectAs(t, db, planter), test.plant)
+			before := kit.FingerprintOf(t, db)
+
+			out, status := kit.PsqlStatus(t, db.URL, "--file", "../../migrations/psql/install.sql", "--set", "VERBOSITY=verbose")
+			require.Equal(t, 3, status)
+			require.Contains(t, out, test.code+": "+test.message)
+			require.Equal(t, before, kit.FingerprintOf(t, db))
+
+			err := migrations.Up(context.Background(), db.Connect(t))
+			kit.RequireState(t, test.code, err)
+			require.ErrorContains(t, err, test.message)
+			require.Equal(t, beforeInstall(before), beforeInstall(kit.FingerprintOf(t, db)))
+		})
+	}
+}
+
+// A role that may create schemas can plant ours, with a version table that runs code when it is read or changed.
+// So can a role that may create objects in our schema.
+func TestInstall_RunsNothingOfAPlantedVersionTable(t *testing.T) {
+	t.Parallel()
+	for name, plant := range map[string]string{
+		"a table with a trigger": `
+			create table ratelimit.schema_version as select 0 as version;
+			create trigger escalate before update on ratelimit.schema_version for each row execute function escalate()`,
+		"an empty table with a trigger": `
+			create table ratelimit.schema_version (version integer);
+			create trigger escalate before insert on ratelimit.schema_version for each row execute function escalate()`,
+		"a view with a trigger": `
+			create view ratelimit.schema_version as select 0 as version where false;
+			create trigger escalate instead of insert or update on ratelimit.schema_version for each row execute function escalate()`,
+		"a view that runs code": "create view ratelimit.schema_version as select public.version_told() as version",
+		"a policy that runs code": `
+			create table ratelimit.schema_version as select 1 as version;
+			alter table ratelimit.schema_version enable row level security;
+			create policy escalate on ratelimit.schema_version using (public.version_told() = 1)`,
+		"a cast that runs code": `
+			create type public.told as (version integer);
+			create function public.version_of(public.told) returns integer language sql as 'select public.version_told()';
+			create cast (public.told as integer) with function public.version_of(public.told) as assignment;
+			create table ratelimit.schema_version as select row(1)::public.told as version`,
+	} {
+		for _, schema := range []string{"the planter's schema", "the installer's schema"} {
+			t.Run(name+"/"+schema, func(t *testing.T) {
+				t.Parallel()
+				planter, installer := kit.NewRole(t), kit.NewRole(t)
+				db := pgtest.Empty(t)
+				db.Exec(t, fmt.Sprintf(`
+					grant create on schema public to %[1]s, %[2]s;
+					grant create on database %[3]s to %[1]s, %[2]s`, planter, installer, db.Name))
+				owner := planter
+				if schema == "the installer's schema" {
+					owner = installer
+				}
+				conn := kit.ConnectAs(t, db, planter)
+				db.Exec(t, fmt.Sprintf("create schema ratelimit authorization %s; grant all on schema ratelimit to %s", owner, planter))
+				kit.Execute(t, conn, `
+					create sequence public.escalated;  -- which no rollback takes back
+					grant all on sequence public.escalated to public;
+					create function public.version_told() returns integer language sql as $$ select nextval('public.escalated'); select 1 $$;
+					create function escalate() returns trigger language plpgsql as $$ begin perform public.version_told(); return new; end $$`)
+				kit.Execute(t, conn, plant)
+				kit.Execute(t, conn, "grant usage on schema ratelimit to public; grant all on ratelimit.schema_version to public",
+					pgx.QueryExecModeSimpleProtocol)
+				before := stateOf(t, db)
+
+				for _, url := range []string{db.URL, kit.WithSettings(t, db.URL, "role", installer)} {
+					conn, err := pgx.Connect(t.Context(), url)
+					require.NoError(t, err)
+					kit.RequireState(t, "42501", migrations.Up(t.Context(), conn))
+					require.NoError(t, conn.Close(t.Context()))
+					require.Error(t, kit.ErrorOf(kit.RunPsql(t, url, "--file", "../../migrations/psql/install.sql")))
+				}
+				require.Equal(t, before, stateOf(t, db))
+				require.Equal(t, []string{"false"}, kit.Column(t, db, "select is_called::text from public.escalated"))
+			})
+		}
+	}
+}
+
+// tern itself trusts the version table, so the migration looks whose schema that is in.
+func TestInstall_ByTernIntoAPlantedSchema(t *testing.T) {
+	t.Parallel()
+	planter := kit.NewRole(t)
+	db := pgtest.Empty(t)
+	db.Exec(t, "grant create on database "+db.Name+" to "+planter)
+	kit.Execute(t, kit.ConnectAs(t, db, planter), `
+		create schema lair;
+		create sequence lair.escalated;  -- which no rollback takes back
+		create function lair.escalate() returns trigger language plpgsql as $$ begin perform nextval('lair.escalated'); return new; end $$;
+		create schema ratelimit;
+		create table ratelimit.schema_version as select 0 as version;
+		create trigger escalate before update on ratelimit.schema_version for each row execute function lair.escalate()`,
+		pgx.QueryExecModeSimpleProtocol)
+	before := stateOf(t, db)
+
+	_, err := kit.Command("../..", nil, "go", kit.TernMigrate(db.URL)...).Output()
+	var exit *exec.ExitError
+	require.ErrorAs(t, err, &exit)
+	require.Contains(t, string(exit.Stderr), "schema ratelimit belongs to another role")
+	require.Equal(t, before, stateOf(t, db))
+	require.Equal(t, []string{"false"}, kit.Column(t, db, "select is_called::text from lair.escalated"))
+}
+
+// A role that finds the newest version installed needs to own nothing.
+func TestInstall_OfAnotherRole(t *testing.T) {
+	t.Parallel()
+	owner := kit.NewRole(t)
+	db := pgtest.Empty(t)
+	db.Exec(t, fmt.Sprintf("alter database %s owner to %s", db.Name, owner))
+	require.NoError(t, migrations.Up(t.Context(), kit.ConnectAs(t, db, owner)))
+	for name, install := range kit.Installers {
+		t.Run(name, func(t *testing.T) {
+			before := stateOf(t, db)
+			install(t, db.URL)
+			require.Equal(t, before, stateOf(t, db))
+		})
+	}
+	for version, message := range map[int32]string{kit.NewestMigration(t) - 1: "PGOPTIONS='-c role=" + owner, kit.NewestMigration(t) + 1: "newer|later"} {
+		db.Exec(t, "update ratelimit.schema_version set version = $1", version)
+		before := stateOf(t, db)
+		require.Regexp(t, message+"|upgrade the program", migrations.Up(t.Context(), db.Connect(t)).Error())
+		out, err := kit.RunPsql(t, db.URL, "--file", "../../migrations/psql/install.sql")
+		require.Error(t, err)
+		require.Regexp(t, message, out)
+		require.Equal(t, before, stateOf(t, db))
+	}
+	db.Exec(t, "update ratelimit.schema_version set version = $1", kit.NewestMigration(t))
+	before := stateOf(t, db)
+	require.Equal(t, "42501", kit.SQLState(migrations.Down(t.Context(), db.Connect(t))))
+	require.Equal(t, before, stateOf(t, db))
+	require.NoError(t, migrations.Down(t.Context(), kit.ConnectAs(t, db, owner)))
+}
+
+// A role that may not read the installed version is told who the owner is, as any other that has something to do.
+func TestInstall_ByAnAppRoleNamesTheOwner(t *testing.T) {
+	t.Parallel()
+	owner, app := kit.NewRole(t), kit.NewRole(t)
+	db := pgtest.Empty(t)
+	db.Exec(t, fmt.Sprintf("alter database %s owner to %s; grant create on database %[1]s to %[3]s; grant create on schema public to %[3]s", db.Name, owner, app))
+	require.NoError(t, migrations.Up(t.Context(), kit.ConnectAs(t, db, owner)))
+	for _, grant := range []string{"select", "grant usage on schema ratelimit to " + app} {
+		db.Exec(t, grant)
+		for _, version := range []int32{kit.NewestMigration(t), kit.NewestMigration(t) - 1} {
+			db.Exec(t, "update ratelimit.schema_version set version = $1", version)
+			before := stateOf(t, db)
+			err := migrations.Up(t.Context(), kit.ConnectAs(t, db, app))
+			require.ErrorContains(t, err, "schema ratelimit belongs to another role")
+			require.ErrorContains(t, err, "It belongs to "+owner+". Connect as "+owner)
+			out, status := kit.PsqlStatus(t, kit.WithSettings(t, db.URL, "role", app), "--file", "../../migrations/psql/install.sql")
+			require.Equal(t, 3, status, out)
+			require.Contains(t, out, "It belongs to "+owner+".")
+			require.Contains(t, out, "Connect as "+owner)
+			require.Equal(t, before, stateOf(t, db))
+		}
+	}
+}
+
+func TestInstall_AgainRefusesPlantedFunctions(t *testing.T) {
+	t.Parallel()
+	planter := kit.NewRole(t)
+	db := pgtest.New(t)
+	db.Exec(t, "grant create on schema public to "+planter)
+	kit.Execute(t, kit.ConnectAs(t, db, planter), "create function ratelimit_later() returns boolean language sql as 'select true'")
+	before := stateOf(t, db)
+
+	err := migrate.InstallCodePackage(context.Background(), db.Connect(t), nil, kit.CodePackage(t))
+	kit.RequireState(t, "42501", err)
+	require.ErrorContains(t, err, "belongs to another role")
+	require.Equal(t, before, stateOf(t, db))
+
+	// In a schema where the package is not, it is nobody's business.
+	kit.Execute(t, kit.ConnectAs(t, db, planter), "drop function ratelimit_later")
+	db.Exec(t, "create schema app authorization "+planter)
+	kit.Execute(t, kit.ConnectAs(t, db, planter), "create function app.ratelimit_acquire(policy text, key text, cost bigint, idempotency_key text) returns boolean language sql as 'select true'")
+	before = stateOf(t, db)
+	conn := db.Connect(t)
+	kit.Execute(t, conn, "set search_path = app")
+	kit.ReinstallCode(t, conn)
+	require.Equal(t, before, stateOf(t, db))
+}
+
+func TestInstall_LeavesNoTemplateSyntax(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	require.Empty(t, kit.Column(t, db, `
+		select p.oid::regprocedure::text from pg_proc as p
+		 where (pronamespace = 'ratelimit'::regnamespace or proname like 'ratelimit\_%')
+		   and prosrc ~ '\{\{|\}\}|<no value>|<nil>'`))
+}
+
+// use creates policies, buckets and idempotency keys.
+func use(t *testing.T, db *pgtest.DB, home string) {
+	for _, durable := range []string{"true", "false"} {
+		db.Exec(t, fmt.Sprintf(`
+			select %[1]s.ratelimit_define_policy('durable %[2]s', 10, 1, '1 hour', durable => %[2]s);
+			select %[1]s.ratelimit_acquire('durable %[2]s', 'k', 3, 'first')`, home, durable))
+	}
+}
+
+func readTree(t *testing.T, dir string) map[string]string {
+	files := map[string]string{}
+	require.NoError(t, fs.WalkDir(os.DirFS(dir), ".", func(path string, entry fs.DirEntry, err error) error {
+		if err != nil || entry.IsDir() {
+			return err
+		}
+		text, err := os.ReadFile(filepath.Join(dir, path))
+		files[path] = string(text)
+		return err
+	}))
+	require.Contains(t, files, "install.sql")
+	return files
+}

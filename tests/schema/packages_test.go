@@ -1,0 +1,445 @@
+package schema
+
+import (
+	"archive/zip"
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"sync/atomic"
+	"testing"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/pgratelimit/pgratelimit/migrations/packages"
+	"github.com/pgratelimit/pgratelimit/tests/kit"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+	"github.com/stretchr/testify/require"
+)
+
+// The tools that have packages of migrations, with what they record in the database. goose and golang-migrate are themselves;
+// the others are what their documentation says of them.
+var migrationTools = map[string]struct {
+	records  string
+	up, down func(t *testing.T, db *kit.TestDB, dir string)
+}{
+	"goose":          {"goose_db_version", byTool("goose", "up"), byTool("goose", "down")},
+	"golang-migrate": {"schema_migrations", byTool("golang-migrate", "up"), byTool("golang-migrate", "down")},
+	"flyway": {
+		// In order of version, a transaction each, which gets statement by statement.
+		up: func(t *testing.T, db *kit.TestDB, dir string) { byStatements(t, db, textsOf(t, dir, "V[0-9]*__*.sql")) },
+		down: func(t *testing.T, db *kit.TestDB, dir string) {
+			byStatements(t, db, backward(textsOf(t, dir, "U[0-9]*__*.sql")))
+		},
+	},
+	"dbmate": {
+		// What stands below each marker is one message, in a transaction.
+		up: func(t *testing.T, db *kit.TestDB, dir string) {
+			for _, text := range textsOf(t, dir, "[0-9]*_*.sql") {
+				up, _, found := strings.Cut(strings.TrimPrefix(text, "-- migrate:up\n"), "\n-- migrate:down\n")
+				require.True(t, found && len(up) < len(text))
+				inTransaction(t, db, up)
+			}
+		},
+		down: func(t *testing.T, db *kit.TestDB, dir string) {
+			for _, text := range backward(textsOf(t, dir, "[0-9]*_*.sql")) {
+				_, down, found := strings.Cut(text, "\n-- migrate:down\n")
+				require.True(t, found)
+				inTransaction(t, db, down)
+			}
+		},
+	},
+	"supabase": {
+		// Statement by statement in a pipeline, each parsed when those before it have run.
+		up: func(t *testing.T, db *kit.TestDB, dir string) {
+			for _, text := range textsOf(t, dir, "[0-9]*_*.sql") {
+				batch := new(pgconn.Batch)
+				for _, statement := range statements(text) {
+					batch.ExecParams(statement, nil, nil, nil, nil)
+				}
+				require.NoError(t, db.Connect(t).PgConn().ExecBatch(t.Context(), batch).Close())
+			}
+		},
+	},
+}
+
+func byTool(tool, direction string) func(t *testing.T, db *kit.TestDB, dir string) {
+	return func(t *testing.T, db *kit.TestDB, dir string) {
+		kit.Run(t, "../..", nil, "go", "run", "./tests/packages", tool, db.URL, dir, direction)
+	}
+}
+
+func byStatements(t *testing.T, db *kit.TestDB, texts []string) {
+	for _, text := range texts {
+		inTransaction(t, db, statements(text)...)
+	}
+}
+
+func backward(texts []string) []string {
+	slices.Reverse(texts)
+	return texts
+}
+
+// textsOf reads the files of a pattern in the order of their names.
+func textsOf(t *testing.T, dir, pattern string) (texts []string) {
+	paths, err := filepath.Glob(filepath.Join(dir, pattern))
+	require.NoError(t, err)
+	require.Len(t, paths, int(kit.NewestMigration(t)))
+	for _, path := range paths {
+		text, err := os.ReadFile(path)
+		require.NoError(t, err)
+		texts = append(texts, string(text))
+	}
+	return texts
+}
+
+func TestPackages_MigrationTools(t *testing.T) {
+	t.Parallel()
+	for name, tool := range migrationTools {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			want, db, dir := pgtest.New(t), &kit.TestDB{DB: pgtest.Empty(t), T: t}, t.TempDir()
+			before := kit.FingerprintOf(t, db.DB)
+			unpack(t, "../..", name, dir)
+			forget := "select"
+			if tool.records != "" {
+				forget = "drop table " + tool.records
+			}
+
+			tool.up(t, db, dir)
+			tx, err := db.Pool.Begin(t.Context())
+			require.NoError(t, err)
+			require.NoError(t, kit.ErrorOf(tx.Exec(t.Context(), forget)))
+			require.Equal(t, kit.FingerprintOf(t, want), kit.FingerprintIn(t, tx))
+			require.NoError(t, tx.Rollback(t.Context()))
+			replayVectors(t, db)
+			db.Execute("drop table public.test_clock")
+			if tool.down == nil {
+				return
+			}
+			tool.down(t, db, dir)
+			db.Execute(forget)
+			require.Equal(t, before, kit.FingerprintOf(t, db.DB))
+		})
+	}
+}
+
+// What is there already is not installed over, whatever the tool does not know of it.
+func TestPackages_MigrationsOverAnotherInstall(t *testing.T) {
+	t.Parallel()
+	for name, pattern := range map[string]string{"dbmate": "[0-9]*_*.sql", "flyway": "V*.sql", "supabase": "[0-9]*_*.sql"} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			db, dir := kit.NewDB(t), t.TempDir()
+			unpack(t, "../..", name, dir)
+			before := stateOf(t, db.DB)
+			for _, text := range textsOf(t, dir, pattern) {
+				up, _, _ := strings.Cut(text, "\n-- migrate:down\n")
+				_, err := db.Connect(t).Exec(t.Context(), up)
+				kit.RequireState(t, "55000", err)
+				require.ErrorContains(t, err, "another schema version is installed")
+				require.Equal(t, before, stateOf(t, db.DB))
+			}
+		})
+	}
+}
+
+// A table stands in for pg_tle and shows what it is told: the scripts of the extension.
+func TestPackages_PgTLE(t *testing.T) {
+	t.Parallel()
+	files := packagesOf(t, "../..")
+	db := &kit.TestDB{DB: pgtest.Empty(t), T: t}
+	db.Execute(`
+		create schema pgtle;
+		create table pgtle.script (name text, source text, target text, text text, comment text);
+		create table pgtle.choice (version text);
+		create function pgtle.install_extension(name text, version text, description text, ext text,
+		                                        requires text[] default null, schema text default null)
+		  returns boolean language sql as $$ insert into pgtle.script values ($1, null, $2, $4, $3) returning true $$;
+		create function pgtle.install_extension_version_sql(name text, version text, ext text)
+		  returns boolean language sql as $$ insert into pgtle.script values ($1, null, $2, $3) returning true $$;
+		create function pgtle.install_update_path(name text, fromvers text, tovers text, ext text)
+		  returns boolean language sql as $$ insert into pgtle.script values ($1, $2, $3, $4) returning true $$;
+		create function pgtle.set_default_version(name text, version text)
+		  returns boolean language sql as $$ delete from pgtle.choice; insert into pgtle.choice values ($2) returning true $$;
+		create function pgtle.available_extensions(out name text) returns setof text
+		  language sql as $$ select distinct name from pgtle.script $$;
+		create function pgtle.available_extension_versions(out name text, out version text) returns setof record
+		  language sql as $$ select name, target from pgtle.script where source is null $$;
+		create function pgtle.extension_update_paths(name text, out path text) returns setof text
+		  language sql as $$ select s.source || '--' || s.target from pgtle.script as s where s.name = $1 $$`)
+	for range 2 {
+		require.NoError(t, kit.ErrorOf(db.Connect(t).Exec(t.Context(), string(files["pg_tle/pg_tle.sql"]))))
+
+		told := map[string]string{}
+		rows, err := db.Pool.Query(t.Context(), `
+			select concat_ws('--', name, source, target) || '.sql', text from pgtle.script`)
+		require.NoError(t, err)
+		var name, text string
+		_, err = pgx.ForEachRow(rows, []any{&name, &text}, func() error {
+			require.NotContains(t, told, name)
+			told[name] = text
+			return nil
+		})
+		require.NoError(t, err)
+		want := map[string]string{}
+		for path, text := range files {
+			if name, ok := strings.CutPrefix(path, "extension/"); ok && strings.HasSuffix(name, ".sql") {
+				_, script, _ := strings.Cut(string(text), "\n") // without the line for psql
+				want[name] = script
+			}
+		}
+		require.Equal(t, want, told)
+		control := string(files["extension/pgratelimit.control"])
+		require.Contains(t, control, "default_version = '"+kit.Column(t, db.DB, "select version from pgtle.choice")[0]+"'\n")
+		require.Contains(t, control, "comment = '"+kit.Column(t, db.DB, "select comment from pgtle.script where comment is not null")[0]+"'\n")
+	}
+}
+
+// Where PostgreSQL has pg_tle, it gets the file itself.
+func TestPackages_PgTLEItself(t *testing.T) {
+	t.Parallel()
+	if len(kit.Column(t, pgtest.Empty(t), "select name::text from pg_available_extensions where name = 'pg_tle'")) == 0 {
+		t.Skip("PostgreSQL has no pg_tle here; what the file tells it was compared")
+	}
+	server := pgtest.Private(t, "shared_preload_libraries=pg_tle")
+	kit.OnServer(t, server, "", "create role app")
+	kit.OnServer(t, server, "", "create database made template template0")
+	want := kit.CreateDB(t, server, "wanted")
+	db := kit.OpenDB(t, server, "made")
+	want.Execute("create extension pg_tle; grant execute on function ratelimit_acquire to app")
+	db.Execute("create extension pg_tle")
+	for range 2 {
+		require.NoError(t, kit.ErrorOf(db.Connect(t).Exec(t.Context(), string(packagesOf(t, "../..")["pg_tle/pg_tle.sql"]))))
+	}
+	withoutScripts := func(db *kit.TestDB) string { // which pg_tle keeps in functions
+		return strings.Join(slices.DeleteFunc(strings.Split(withoutExtension(kit.FingerprintOf(t, db.DB)), "\n"), func(line string) bool {
+			return strings.Contains(line, "pgtle") && strings.Contains(line, "pgratelimit")
+		}), "\n")
+	}
+	before := kit.FingerprintOf(t, db.DB)
+	for _, statements := range [][]string{
+		{"create extension pgratelimit", "grant execute on function ratelimit_acquire to app"},
+		{"create extension pgratelimit version '0.1.0'", "grant execute on function ratelimit_acquire to app", "alter extension pgratelimit update"},
+	} {
+		conn, err := pgx.Connect(t.Context(), db.URL)
+		require.NoError(t, err)
+		for _, statement := range statements {
+			kit.Execute(t, conn, statement)
+		}
+		require.NoError(t, conn.Close(t.Context()))
+		db.Await(t, kit.Patience, noTemporaryFunctions)
+		require.Equal(t, withoutScripts(want), withoutScripts(db))
+		for _, line := range membership(t, db) {
+			require.NotRegexp(t, "^granted ", line)
+		}
+		replayVectors(t, db)
+		db.Execute("drop table public.test_clock; drop extension pgratelimit")
+		require.Equal(t, withoutExtension(before), withoutExtension(kit.FingerprintOf(t, db.DB)))
+	}
+}
+
+func TestPackages_PGXN(t *testing.T) {
+	t.Parallel()
+	files := packagesOf(t, "../..")
+	var meta struct {
+		Name, Version, Abstract, Maintainer, License string
+		Provides                                     map[string]struct{ File, Version, Docfile string }
+		MetaSpec                                     struct{ Version string } `json:"meta-spec"`
+	}
+	require.NoError(t, json.Unmarshal(files["extension/META.json"], &meta))
+	version := kit.Column(t, pgtest.New(t), "select ratelimit_version()")[0]
+	require.Equal(t, []string{"pgratelimit", version, "postgresql", "1.0.0"}, []string{meta.Name, meta.Version, meta.License, meta.MetaSpec.Version})
+	require.NotEmpty(t, meta.Abstract)
+	require.NotEmpty(t, meta.Maintainer)
+	provided := meta.Provides["pgratelimit"]
+	require.Equal(t, version, provided.Version)
+	require.Contains(t, files, "extension/"+provided.File)
+	require.Contains(t, files, "extension/"+provided.Docfile)
+}
+
+// A release is the same bytes each time, and has every package.
+func TestPackages_ReleaseIsReproducible(t *testing.T) {
+	pgtest.OncePerServer(t)
+	t.Parallel()
+	first, err := packages.Release(os.DirFS("../.."))
+	require.NoError(t, err)
+	again, err := packages.Release(os.DirFS("../.."))
+	require.NoError(t, err)
+	require.Equal(t, first, again)
+
+	unpacked := packages.Files{}
+	for name, text := range first {
+		if filepath.Ext(name) != ".zip" {
+			continue
+		}
+		archive, err := zip.NewReader(bytes.NewReader(text), int64(len(text)))
+		require.NoError(t, err)
+		for _, member := range archive.File {
+			file, err := member.Open()
+			require.NoError(t, err)
+			text, err := io.ReadAll(file)
+			require.NoError(t, err)
+			dir, name, _ := strings.Cut(member.Name, "/")
+			require.Less(t, member.Modified.Year(), 1981, "the zip format has no other way to say: none")
+			kind := strings.TrimPrefix(strings.TrimLeft(strings.TrimPrefix(dir, "pgratelimit-"), "0123456789."), "-")
+			if kind == "" {
+				kind = "extension"
+			}
+			unpacked[kind+"/"+name] = text
+		}
+	}
+	all := packagesOf(t, "../..")
+	for _, single := range []string{"psql/install.sql", "psql/uninstall.sql", "citus/citus.sql", "citus/citus_uninstall.sql", "pg_tle/pg_tle.sql"} {
+		found := false
+		for name, text := range first {
+			found = found || strings.HasSuffix(name, "-"+filepath.Base(single)) && bytes.Equal(text, all[single])
+		}
+		require.True(t, found, single)
+		delete(all, single)
+	}
+	require.Equal(t, slices.Sorted(maps.Keys(all)), slices.Sorted(maps.Keys(unpacked)))
+	require.Equal(t, all, unpacked)
+	require.Equal(t, len(first)-1, bytes.Count(first["SHA256SUMS"], []byte("\n")))
+}
+
+// packagesOf makes all packages, from the repository in a directory.
+func packagesOf(t *testing.T, repository string) packages.Files {
+	files, err := packages.All(os.DirFS(repository))
+	require.NoError(t, err)
+	return files
+}
+
+// unpack writes the files of one package into a directory.
+func unpack(t *testing.T, repository, name, dir string) {
+	files, err := packages.One(os.DirFS(repository), name)
+	require.NoError(t, err)
+	for path, text := range files {
+		require.NoError(t, os.WriteFile(filepath.Join(dir, filepath.Base(path)), text, 0o644))
+	}
+}
+
+// An extensionServer is a private server that knows the extension.
+type extensionServer struct {
+	*pgtest.Server
+	count *atomic.Int64
+}
+
+func newExtensionServer(t *testing.T, settings ...string) extensionServer {
+	server, dir := pgtest.PrivateWithExtensions(t, settings...)
+	unpack(t, "../..", "extension", dir)
+	return extensionServer{server, new(atomic.Int64)}
+}
+
+// empty returns a new database.
+func (s extensionServer) empty(t testing.TB) *kit.TestDB {
+	name := "extension_" + string(rune('a'+s.count.Load()/26)) + string(rune('a'+s.count.Add(1)%26))
+	kit.OnServer(t, s.Server, "", "create database "+name+" template template0")
+	return kit.OpenDB(t, s.Server, name)
+}
+
+// with returns a new database in which SQL was run.
+func (s extensionServer) With(t testing.TB, sql string) *kit.TestDB {
+	db := s.empty(t)
+	db.Execute(sql)
+	return db
+}
+
+// sameButExtension requires that two databases hold the same objects, but that one of them holds the extension, and has
+// had temporary objects.
+func sameButExtension(t *testing.T, want, got *kit.TestDB) {
+	require.Equal(t, withoutExtension(kit.FingerprintOf(t, want.DB)), withoutExtension(kit.FingerprintOf(t, got.DB)))
+}
+
+func withoutExtension(schema string) string {
+	return strings.Join(slices.DeleteFunc(strings.Split(schema, "\n"), func(line string) bool {
+		return regexp.MustCompile(`^(object |comment on )?extension pgratelimit\b|^object schema pg_(toast_)?temp_`).MatchString(line)
+	}), "\n")
+}
+
+// An update leaves a temporary function to its session, which may end a moment later than its connection.
+const noTemporaryFunctions = "select not exists (select from pg_proc where pronamespace::regnamespace::text ~ '^pg_temp')"
+
+// membership lists what is of the extension, the tables whose rows pg_dump takes along, and what was granted to
+// others than the owner as a part of the extension.
+func membership(t *testing.T, db *kit.TestDB) []string {
+	return kit.Column(t, db.DB, `
+		with extension as (select * from pg_extension where extname = 'pgratelimit'),
+		     member as (select i.type || ' ' || i.identity as name, d.*
+		                  from extension as e
+		                  join pg_depend as d on d.refclassid = 'pg_extension'::regclass and d.refobjid = e.oid and d.deptype = 'e'
+		                 cross join lateral pg_identify_object(d.classid, d.objid, d.objsubid) as i)
+		select 'member ' || name from member
+		union all
+		select format('rows of %s %s', c.oid::regclass, c.condition)
+		  from extension as e, unnest(e.extconfig, e.extcondition) as c (oid, condition)
+		union all
+		select format('granted %s %s', m.name, a)
+		  from member as m
+		  join pg_init_privs as i on (i.classoid, i.objoid) = (m.classid, m.objid)
+		 cross join extension as e
+		 cross join lateral aclexplode(i.initprivs) as a
+		 where a.grantee <> e.extowner
+		union all
+		select format('version %s in %s of %s', extversion, extnamespace::regnamespace, extowner::regrole) from extension
+		 order by 1`)
+}
+
+// replayVectors replays the public vectors, for both kinds of policy.
+func replayVectors(t *testing.T, db *kit.TestDB) {
+	for _, durability := range []kit.PolicyOption{kit.Durable, kit.Ephemeral} {
+		for _, v := range kit.Vectors {
+			v.Replay(t, db.In(t), durability)
+			db.DropPolicy(v.Origin)
+		}
+	}
+}
+
+// statements cuts SQL at the semicolons that end a statement.
+func statements(sql string) (cut []string) {
+	token := regexp.MustCompile(`(?s)--[^\n]*|'[^']*'|"[^"]*"|\$[A-Za-z_]*\$|;`)
+	begin := 0
+	for at := 0; ; {
+		found := token.FindStringIndex(sql[at:])
+		if found == nil {
+			return cut
+		}
+		text := sql[at+found[0] : at+found[1]]
+		at += found[1]
+		switch text[0] {
+		case '$':
+			at += strings.Index(sql[at:], text) + len(text)
+		case ';':
+			cut = append(cut, sql[begin:at])
+			begin = at
+		}
+	}
+}
+
+// inTransaction runs statements one by one in a transaction.
+func inTransaction(t *testing.T, db *kit.TestDB, statements ...string) {
+	require.NoError(t, pgx.BeginFunc(t.Context(), db.Pool, func(tx pgx.Tx) error {
+		for _, statement := range statements {
+			if _, err := tx.Exec(t.Context(), statement, pgx.QueryExecModeSimpleProtocol); err != nil {
+				return err
+			}
+		}
+		return nil
+	}))
+}
+
+// told is all that an error of the server says.
+func told(err error) string {
+	var pgErr *pgconn.PgError
+	if !errors.As(err, &pgErr) {
+		return fmt.Sprint(err)
+	}
+	return strings.Join([]string{pgErr.Message, pgErr.Detail, pgErr.Hint}, "\n")
+}

@@ -1,0 +1,177 @@
+package schema
+
+import (
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/pgratelimit/pgratelimit/migrations/packages"
+	"github.com/pgratelimit/pgratelimit/tests/kit"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+	"github.com/stretchr/testify/require"
+)
+
+func TestPsql_FilesAreMadeOfTheMigrations(t *testing.T) {
+	t.Parallel()
+	files, err := packages.Psql(os.DirFS("../../migrations"))
+	require.NoError(t, err)
+	require.Len(t, files, 2)
+	for name, text := range files {
+		committed, err := os.ReadFile(filepath.Join("../../migrations/psql", name))
+		require.NoError(t, err)
+		if string(text) != string(committed) {
+			t.Errorf("migrations/psql/%s is not made of the migrations: make psql", name)
+		}
+		require.NotRegexp(t, `[^\x00-\x7f]`, string(text), "psql takes the file to be in the encoding of its locale")
+	}
+}
+
+// psql upgrades to the next version and back, with data and grants in the database. A failure changes nothing.
+func TestPsql_Upgrade(t *testing.T) {
+	t.Parallel()
+	app := kit.NewRole(t)
+	newest := kit.NewestMigration(t)
+	up := "alter table ratelimit.policies add column next boolean not null default false;"
+	down := "alter table ratelimit.policies drop column next;"
+	changed := append([]kit.Edit{kit.NextColumn}, kit.Edits...)
+	next, failing := kit.NextVersion(t, up, down, changed...), kit.NextVersion(t, up+"select 1 / 0;", down, changed...)
+	run := func(files fs.FS, name string, db *pgtest.DB) (string, int) {
+		made, err := packages.Psql(files)
+		require.NoError(t, err)
+		path := filepath.Join(t.TempDir(), name)
+		require.NoError(t, os.WriteFile(path, made[name], 0o600))
+		return kit.PsqlStatus(t, db.URL, "--file", path)
+	}
+	grants := "grant execute on function ratelimit_acquire, ratelimit_peek to " + app
+
+	db := kit.NewDB(t)
+	db.Execute(grants)
+	data := db.PutData()
+	before := stateOf(t, db.DB)
+
+	out, status := run(failing, "install.sql", db.DB)
+	require.Equal(t, 3, status, out)
+	require.Contains(t, out, "division by zero")
+	require.Equal(t, before, stateOf(t, db.DB))
+
+	want := kit.InstalledAt(t, next, newest+1)
+	want.Execute(grants)
+	for range 2 {
+		out, status = run(next, "install.sql", db.DB)
+		require.Equal(t, 0, status, out)
+		require.Equal(t, fmt.Sprintf("pgratelimit %s is installed in schema public; its schema version is %d.\n", extensionVersions[newest], newest+1), out)
+		kit.SameSchema(t, want.DB, db.DB)
+		data.Check()
+	}
+	first := pgtest.Empty(t)
+	out, status = run(next, "install.sql", first)
+	require.Equal(t, 0, status, out)
+	first.Exec(t, grants)
+	kit.SameSchema(t, want.DB, first)
+
+	before = stateOf(t, db.DB)
+	for _, name := range []string{"install.sql", "uninstall.sql"} {
+		out, status = kit.PsqlStatus(t, db.URL, "--file", "../../migrations/psql/"+name)
+		require.Equal(t, 3, status, out)
+		require.Contains(t, out, "a newer schema is installed")
+		require.Contains(t, out, fmt.Sprintf("Schema version %d is installed", newest+1))
+		require.Equal(t, before, stateOf(t, db.DB))
+	}
+
+	out, status = run(next, "uninstall.sql", db.DB)
+	require.Equal(t, 0, status, out)
+	require.Equal(t, kit.FingerprintOf(t, pgtest.Empty(t)), kit.FingerprintOf(t, db.DB))
+}
+
+// The schema that is told is where the functions are, not the one that heads search_path now.
+func TestPsql_SaysWhatIsInstalledAndWhere(t *testing.T) {
+	t.Parallel()
+	db, newest := pgtest.Empty(t), kit.NewestMigration(t)
+	db.Exec(t, `create schema "Odd ""Schema"`)
+	for _, step := range []struct{ prepare, path, told string }{
+		{"select", `"Odd ""Schema"`, `"Odd ""Schema"`},
+		{"select", "public", `"Odd ""Schema"`},
+		{`drop schema "Odd ""Schema" cascade`, "public", "none (the functions are missing)"},
+	} {
+		db.Exec(t, step.prepare)
+		out, status := kit.PsqlStatus(t, kit.WithSettings(t, db.URL, "search_path", step.path), "--file", "../../migrations/psql/install.sql")
+		require.Equal(t, 0, status, out)
+		require.Equal(t, fmt.Sprintf("pgratelimit %s is installed in schema %s; its schema version is %d.\n", extensionVersions[newest], step.told, newest), out)
+	}
+}
+
+func TestPsql_FailureChangesNothing(t *testing.T) {
+	t.Parallel()
+	role := kit.NewRole(t)
+	for name, test := range map[string]struct {
+		prepare, message string
+		args             []string
+	}{
+		"no schema to install into":     {"drop schema public", "no schema to install into", nil},
+		"functions of somebody else":    {"create function ratelimit_acquire() returns integer language sql as 'select 1'", "exist already", nil},
+		"no right to create schemas":    {"", "permission denied for database", []string{"--command", "set role " + role}},
+		"inside a transaction of psql":  {"", "inside a transaction", []string{"--single-transaction"}},
+		"inside a transaction of yours": {"", "inside a transaction", []string{"--command", "begin"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			db := pgtest.Empty(t)
+			if test.prepare != "" {
+				db.Exec(t, test.prepare)
+			}
+			before := stateOf(t, db)
+			out, status := kit.PsqlStatus(t, db.URL, append(test.args, "--file", "../../migrations/psql/install.sql")...)
+			require.Equal(t, 3, status, out)
+			require.Contains(t, out, test.message)
+			require.Equal(t, before, stateOf(t, db))
+		})
+	}
+}
+
+func TestPsql_LeavesTheSessionAsItWas(t *testing.T) {
+	t.Parallel()
+	db := pgtest.Empty(t)
+	session := func(files ...string) string {
+		args := []string{"--set", "ON_ERROR_STOP=off", "--command", "set search_path = public, elsewhere"}
+		for _, name := range files {
+			args = append(args, "--command", `\i ../../migrations/psql/`+name)
+		}
+		out, status := kit.PsqlStatus(t, db.URL, append(args, "--command", `\echo session: :ON_ERROR_STOP :QUIET :{?pgratelimit_quiet} :{?pgratelimit_missing}`,
+			"--command", "select current_setting('search_path'), current_setting('transaction_isolation'), count(*) from pg_locks where locktype = 'advisory' and pid = pg_backend_pid()")...)
+		require.Equal(t, 0, status, out)
+		_, state, _ := strings.Cut(out, "session: ")
+		return state
+	}
+	want := session()
+	require.Contains(t, want, "off off FALSE FALSE")
+	require.Contains(t, want, "public, elsewhere")
+	require.Equal(t, want, session("install.sql", "install.sql", "uninstall.sql", "uninstall.sql"))
+}
+
+// The migrations stand beside install.sql. Run by mistake, their second half would remove everything.
+func TestPsql_AMigrationByMistake(t *testing.T) {
+	t.Parallel()
+	files, err := filepath.Glob("../../migrations/[0-9]*.sql")
+	require.NoError(t, err)
+	require.Len(t, files, int(kit.NewestMigration(t)))
+	for _, file := range files {
+		t.Run(filepath.Base(file), func(t *testing.T) {
+			t.Parallel()
+			for name, db := range map[string]*pgtest.DB{"installed": pgtest.New(t), "empty": pgtest.Empty(t)} {
+				before := stateOf(t, db)
+				out, status := kit.PsqlStatus(t, db.URL, "--file", file)
+				require.Equal(t, 3, status, out)
+				require.Contains(t, out, "migrations/psql/install.sql", "the remedy is told")
+				require.Equal(t, before, stateOf(t, db), name)
+
+				text, err := os.ReadFile(file)
+				require.NoError(t, err)
+				require.Error(t, kit.ErrorOf(db.Pool.Exec(t.Context(), string(text))), "nor by another client")
+				require.Equal(t, before, stateOf(t, db), name)
+			}
+		})
+	}
+}

@@ -1,0 +1,581 @@
+package security
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/migrations"
+	"github.com/pgratelimit/pgratelimit/tests/kit"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+	"github.com/stretchr/testify/require"
+)
+
+// A caller plants a twin of each PostgreSQL function that the package's code names, of each operator on its
+// types, of its types and of its tables. All twins are first on the caller's path, and some are in pg_temp.
+func TestSecurity_PlantedTwinsAreNotFound(t *testing.T) {
+	t.Parallel()
+	caller := kit.NewRole(t)
+	db := kit.NewDB(t)
+	db.SetClock(kit.T0)
+	db.Execute("create schema twins authorization " + caller + `;
+		grant temporary on database ` + pgx.Identifier{db.Name}.Sanitize() + ` to ` + caller + `;
+		` + grantOfTranscript + caller)
+	want := hostileTranscript(t, db, kit.ConnectAs(t, db.DB, caller), "like any other")
+
+	functions := kit.Column(t, db.DB, "with words as (select distinct word from "+kit.PackageFunctions+` as p, regexp_split_to_table(p.prosrc, '\W+') as word)
+		select format('create function twins.%I(%s) returns %s language plpgsql as $$ begin raise exception ''a twin was called''; end $$',
+		              p.proname, pg_get_function_identity_arguments(p.oid), coalesce(pg_get_function_result(p.oid), 'void'))
+		  from pg_proc as p join words on word = p.proname
+		 where p.pronamespace = 'pg_catalog'::regnamespace and p.prokind <> 'p'`)
+	operators := kit.Column(t, db.DB, `
+		select format('create function twins.operator_%s(%s, %s) returns %s language plpgsql as $$ begin raise exception ''a twin was called''; end $$; ', oid, l, r, oprresult::regtype)
+		       || format('create operator twins.%s (leftarg = %s, rightarg = %s, function = twins.operator_%s)', oprname, l, r, oid)
+		  from pg_operator, format_type(oprleft, null) as l, format_type(oprright, null) as r
+		 where oprname in ('+', '-', '*', '/', '%', '=', '<>', '<', '>', '<=', '>=', '||')
+		   and (oprleft::regtype::text, oprright::regtype::text) in (
+		         select l, r from unnest(array['bigint', 'integer', 'smallint', 'numeric', 'double precision', 'text', 'boolean', 'timestamp with time zone',
+		                                       'interval', 'tid', 'oid', 'name', 'anyarray', 'anycompatiblearray', 'anycompatible', 'record']) as l,
+		                            unnest(array['bigint', 'integer', 'smallint', 'numeric', 'double precision', 'text', 'boolean', 'timestamp with time zone',
+		                                       'interval', 'tid', 'oid', 'name', 'anyarray', 'anycompatiblearray', 'anycompatible', 'record']) as r)`)
+	types := []string{
+		"create domain twins.int8 as pg_catalog.int8 check (false)", "create domain twins.int4 as pg_catalog.int4 check (false)",
+		"create domain twins.text as pg_catalog.text check (false)", "create domain twins.interval as pg_catalog.interval check (false)",
+		"create domain twins.timestamptz as pg_catalog.timestamptz check (false)", "create domain twins.bool as pg_catalog.bool check (false)",
+		"create domain twins.numeric as pg_catalog.numeric check (false)", "create type twins.decision as (nothing pg_catalog.int4)",
+	}
+	for _, table := range append([]string{"policies", "overrides"}, kit.BucketTables...) {
+		types = append(types, "create table twins."+table+" (nothing pg_catalog.int4)")
+	}
+
+	conn := kit.ConnectAs(t, db.DB, caller)
+	planted := 0
+	for _, sql := range slices.Concat(functions, operators, types) {
+		switch _, err := conn.Exec(context.Background(), sql, pgx.QueryExecModeSimpleProtocol); kit.SQLState(err) {
+		case "":
+			planted++
+		case "42P13", "42P16", "0A000", "42601": // of a kind that only C can write
+		default:
+			require.NoError(t, err, sql)
+		}
+	}
+	t.Logf("%d of %d functions, operators, types and tables planted", planted, len(functions)+len(operators)+len(types))
+	require.Greater(t, planted, 250)
+	for _, table := range append([]string{"policies", "overrides", "decision", "text", "timestamptz"}, kit.BucketTables...) {
+		kit.Execute(t, conn, "create temporary table "+table+" (nothing pg_catalog.int4)")
+	}
+	kit.Execute(t, conn, "set search_path = twins, pg_temp, pg_catalog, public")
+	require.ErrorContains(t, kit.ErrorOf(conn.Exec(context.Background(), "select 1::bigint + 1::bigint")), "a twin was called")
+	require.ErrorContains(t, kit.ErrorOf(conn.Exec(context.Background(), "select clock_timestamp()")), "a twin was called")
+
+	got := hostileTranscript(t, db, conn, "beside twins")
+	require.Len(t, got, len(want))
+	for i := range want {
+		require.Equal(t, want[i], got[i])
+	}
+
+	// The caller's own statements do find the twins.
+	db.Execute("alter function ratelimit_peek reset search_path; grant usage on schema ratelimit to " + caller)
+	_, err := conn.Exec(context.Background(), "select public.ratelimit_peek('odd beside twins', 'k')")
+	require.Contains(t, []string{"P0001", "23514"}, kit.SQLState(err), "%v", err)
+}
+
+// A role that may clean up cannot tell clean-up the time.
+func TestSecurity_CleanupTakesNobodysWordForTheTime(t *testing.T) {
+	t.Parallel()
+	janitor := kit.NewRole(t)
+	db := kit.NewDB(t)
+	for name, durability := range map[string]kit.PolicyOption{"durable": kit.Durable, "ephemeral": kit.Ephemeral} {
+		db.DefinePolicy(name, 10, 1, time.Hour, durability)
+		db.AcquireAt(kit.T0, name, "k", 3, "first")
+	}
+	db.Execute("grant usage on schema ratelimit to " + janitor + "; grant execute on function ratelimit.cleanup_batch, ratelimit_cleanup to " + janitor)
+	before := kit.RowsOf(t, db.DB)
+
+	conn := kit.ConnectAs(t, db.DB, janitor)
+	for _, dueBefore := range []string{"infinity", "294276-12-31", "2024-04-30"} {
+		kit.Execute(t, conn, "select ratelimit.cleanup_batch(1000, '1 minute', $1::text::timestamptz, $1::text::timestamptz)", dueBefore)
+		require.Equal(t, before, kit.RowsOf(t, db.DB), dueBefore)
+	}
+	require.True(t, db.Acquire("durable", "k", 3, "first").Replayed)
+}
+
+// The one public routine that runs with its caller's rights finds its caller's functions and operators
+// too: what somebody else has put on the path must not get those rights.
+func TestSecurity_CleanupAllRunsNobodysCode(t *testing.T) {
+	t.Parallel()
+	planter := kit.NewRole(t)
+	db := kit.NewDB(t)
+	db.Execute("grant create on schema public to " + planter)
+	kit.Execute(t, kit.ConnectAs(t, db.DB, planter), `
+		create function public.planted() returns void language plpgsql as $$ begin raise exception 'planted code runs as %', current_user; end $$;
+		create function public.format(text, text) returns text language sql as $$ select public.planted(); select $2 $$;
+		create function public.coalesce(text, text) returns text language sql as $$ select public.planted(); select $2 $$;
+		create function public.clock_timestamp(variadic text[]) returns timestamptz language sql as $$ select public.planted(); select now() $$;
+		create function public.wrong(timestamptz, interval) returns timestamptz language sql as $$ select public.planted(); select $1 $$;
+		create function public.untrue(anyelement, anyelement) returns boolean language sql as $$ select public.planted(); select true $$;
+		create function public.untrue(bigint, integer) returns boolean language sql as $$ select public.planted(); select true $$;
+		create function public.joined(text, text) returns text language sql as $$ select public.planted(); select $1 $$;
+		create operator public.+ (leftarg = timestamptz, rightarg = interval, function = public.wrong);
+		create operator public.> (leftarg = anyelement, rightarg = anyelement, function = public.untrue);
+		create operator public.>= (leftarg = anyelement, rightarg = anyelement, function = public.untrue);
+		create operator public.= (leftarg = bigint, rightarg = integer, function = public.untrue);
+		create function public.untrue(timestamptz, timestamptz) returns boolean language sql as $$ select public.planted(); select true $$;
+		create operator public.>= (leftarg = timestamptz, rightarg = timestamptz, function = public.untrue);
+		create operator public.|| (leftarg = text, rightarg = text, function = public.joined)`)
+	for _, path := range []string{"pg_catalog, public", "public, pg_catalog"} { // of the second, what is planted comes first
+		conn := db.Connect(t)
+		kit.Execute(t, conn, "set search_path = "+path)
+		require.NoError(t, kit.ErrorOf(conn.Exec(context.Background(), "call ratelimit_cleanup_all()")), path)
+		for _, budget := range []string{"0", "-1 second", "-178000000 years"} {
+			_, err := conn.Exec(context.Background(), "call ratelimit_cleanup_all($1::text::interval)", budget)
+			require.Equal(t, "22023", kit.SQLState(err), "%s, %s: %v", path, budget, err)
+		}
+		require.NoError(t, kit.ErrorOf(conn.Exec(context.Background(), "call ratelimit_cleanup_all('178000000 years')")), path)
+	}
+}
+
+// The owner of the schema that has the public functions can put others beside them, and take them away.
+// Calls with typed arguments, such as the client's, are not led astray; and nobody's rights are gained.
+func TestSecurity_HostileOwnerOfTheSchema(t *testing.T) {
+	t.Parallel()
+	ctx := context.Background()
+	owner, landlord, caller := kit.NewRole(t), kit.NewRole(t), kit.NewRole(t)
+	db := pgtest.Empty(t)
+	db.Exec(t, fmt.Sprintf(`
+		create schema app authorization %[2]s;
+		grant usage, create on schema app to %[1]s;
+		grant usage on schema app to %[3]s;
+		grant create on database %[4]s to %[1]s`, owner, landlord, caller, pgx.Identifier{db.Name}.Sanitize()))
+	installer := kit.ConnectAs(t, db, owner)
+	db.Exec(t, "create schema if not exists public; grant create on schema public to "+owner)
+	kit.Execute(t, installer, "set search_path = app")
+	require.NoError(t, migrations.Up(ctx, installer))
+	kit.Execute(t, installer, fmt.Sprintf(`
+		set search_path = app;
+		select ratelimit_define_policy('p', 10, 1, '1 hour');
+		grant execute on all functions in schema app to %s`, caller))
+
+	hostile := kit.ConnectAs(t, db, landlord)
+	kit.Execute(t, hostile, `
+		set search_path = app;
+		create function planted() returns void language plpgsql as $$ begin raise exception 'planted'; end $$;
+		create function ratelimit_acquire(text, text, integer, text default null) returns text language sql as $$ select planted(); select null::text $$;
+		create function ratelimit_acquire(anyelement, anyelement, bigint default 1) returns text language sql as $$ select planted(); select null::text $$;
+		create function ratelimit_acquire(character varying, character varying, numeric, character varying) returns text language sql as $$ select planted(); select null::text $$;
+		create function ratelimit_acquire_many(variadic text[]) returns text language sql as $$ select planted(); select null::text $$;
+		create function ratelimit_peek(text, text, integer) returns text language sql as $$ select planted(); select null::text $$;
+		create function ratelimit_peek(anyelement, text, bigint) returns text language sql as $$ select planted(); select null::text $$;
+		create function ratelimit_refund(text, text, integer) returns text language sql as $$ select planted(); select null::text $$;
+		create function ratelimit_reset(character varying, text) returns void language sql as $$ select planted() $$;
+		create function ratelimit_define_policy(text, integer, integer, text) returns void language sql as $$ select planted() $$;
+		create function ratelimit_cleanup(numeric) returns text language sql as $$ select planted(); select null::text $$`,
+		pgx.QueryExecModeSimpleProtocol)
+
+	for _, mode := range kit.Protocols {
+		limiter := client.New(kit.InMode{Conn: kit.ConnectAs(t, db, caller), Mode: mode}, client.Schema("app"))
+		d, err := limiter.Acquire(ctx, "p", "k", client.Cost(2), client.IdempotencyKey("first "+mode.String()))
+		require.NoError(t, err)
+		require.True(t, d.Allowed)
+		d, err = limiter.Peek(ctx, "p", "k", client.Cost(11))
+		require.NoError(t, err)
+		require.True(t, d.Never())
+		require.NoError(t, kit.ErrorOf(limiter.Refund(ctx, "p", "k", 1)))
+		require.NoError(t, limiter.Reset(ctx, "p", "k"))
+		require.NoError(t, limiter.DefinePolicy(ctx, client.Policy{Name: "p", Capacity: 10, Refill: 1, Every: time.Hour}))
+		require.NoError(t, kit.ErrorOf(limiter.Cleanup(ctx)))
+	}
+
+	before := kit.RowsOf(t, db)
+	for _, sql := range []string{
+		"alter function app.ratelimit_acquire(text, text, bigint, text) security invoker",
+		"alter function app.ratelimit_acquire(text, text, bigint, text) set search_path = app, ratelimit",
+		"alter function app.ratelimit_acquire(text, text, bigint, text) owner to current_user",
+		"alter function app.ratelimit_acquire(text, text, bigint, text) reset all",
+		"grant execute on function app.ratelimit_peek(text, text, bigint) to current_user",
+		"create or replace function app.ratelimit_version() returns text language sql as 'select 1'",
+		"select app.ratelimit_peek('p', 'k', 1::bigint)",
+		"table ratelimit.buckets",
+	} {
+		kit.RequireState(t, "42501", kit.ErrorOf(hostile.Exec(ctx, sql)), "%s", sql)
+	}
+
+	// What belongs to PostgreSQL's idea of a schema's owner. The state stays out of reach.
+	kit.Execute(t, hostile, `
+		drop function app.ratelimit_acquire(text, text, bigint, text);
+		create function app.ratelimit_acquire(policy text, key text, cost bigint default 1, idempotency_key text default null)
+		returns table (allowed boolean, remaining bigint, retry_after interval, reset_after interval, capacity bigint, replayed boolean, shadowed boolean)
+		language plpgsql security definer as $$ begin delete from ratelimit.buckets; end $$`, pgx.QueryExecModeSimpleProtocol)
+	kit.RequireState(t, "42501", kit.ErrorOf(client.New(kit.ConnectAs(t, db, caller), client.Schema("app")).Acquire(ctx, "p", "k")))
+	require.Equal(t, before, kit.RowsOf(t, db))
+}
+
+// Code in a caller's argument runs with the caller's rights, before any function of the package.
+func TestSecurity_CallersCodeRunsAsTheCaller(t *testing.T) {
+	t.Parallel()
+	caller := kit.NewRole(t)
+	db := kit.NewDB(t)
+	db.DefinePolicy("p", 10, 1, time.Hour)
+	db.Execute("create schema spies authorization " + caller + "; grant execute on function ratelimit_acquire, ratelimit_acquire_many, ratelimit_acquire_all, ratelimit_acquire_packed to " + caller)
+	conn := kit.ConnectAs(t, db.DB, caller)
+	kit.Execute(t, conn, `
+		create table spies.log (who name);
+		create function spies.spy() returns boolean language sql as $$ insert into spies.log values (current_user); select true $$;
+		create domain spies.key as text check (spies.spy());
+		create domain spies.cost as bigint check (spies.spy());
+		create type spies.number as (n bigint);
+		create function spies.to_bigint(spies.number) returns bigint language sql as $$ insert into spies.log values (current_user); select $1.n $$;
+		create cast (spies.number as bigint) with function spies.to_bigint as implicit`, pgx.QueryExecModeSimpleProtocol)
+	for _, sql := range []string{
+		"select * from ratelimit_acquire('p', 'k'::spies.key, 1::spies.cost, 'first'::spies.key)",
+		"select * from ratelimit_acquire('p', 'k', row(1)::spies.number)",
+		"select * from ratelimit_acquire_many(array['p'], array['k']::spies.key[], array[1]::spies.cost[])",
+		"select * from ratelimit_acquire_all(array['p'], array['k']::spies.key[], array[1]::spies.cost[], 'second'::spies.key)",
+		"select * from ratelimit_acquire_packed(array['p'], array['k']::spies.key[], array[1]::spies.cost[])",
+	} {
+		kit.Execute(t, conn, sql)
+	}
+	require.Equal(t, []string{caller}, kit.Column(t, db.DB, "select distinct who::text from spies.log"))
+	require.EqualValues(t, 5, db.Left("p", "k"))
+}
+
+// Neither statistics nor rare commands show or change what the tables hold.
+func TestSecurity_NoOtherWayToTheTables(t *testing.T) {
+	t.Parallel()
+	ctx := context.Background()
+	caller := kit.NewRole(t)
+	db := kit.NewDB(t)
+	db.DefinePolicy("p", 1000, 1, time.Hour)
+	for i := range 20 {
+		db.Acquire("p", fmt.Sprintf("secret %d", i%3), 1, fmt.Sprint(i))
+	}
+	db.Execute("analyze ratelimit.buckets, ratelimit.idempotency_keys, ratelimit.policies")
+	db.Execute("grant execute on function ratelimit_acquire, ratelimit_peek to " + caller)
+	db.Execute("select ratelimit_override('p', 'secret 1', 5)")
+	conn := kit.ConnectAs(t, db.DB, caller)
+
+	const statistics = "select count(*)::text from pg_stats where schemaname = 'ratelimit'"
+	require.NotEqual(t, []string{"0"}, kit.Column(t, db.DB, statistics))
+	var seen string
+	require.NoError(t, conn.QueryRow(ctx, statistics).Scan(&seen))
+	require.Equal(t, "0", seen)
+
+	before := kit.RowsOf(t, db.DB)
+	for _, table := range append([]string{"policies", "overrides"}, kit.BucketTables...) {
+		for _, sql := range []string{
+			"alter table ratelimit.%s enable row level security", "alter table ratelimit.%s force row level security",
+			"create policy mine on ratelimit.%s using (false)", "create rule mine as on update to ratelimit.%s do instead nothing",
+			"create trigger mine before update on ratelimit.%s execute function suppress_redundant_updates_trigger()",
+			"copy ratelimit.%s to stdout", "copy ratelimit.%s from stdin", "create view pg_temp.mine as table ratelimit.%s",
+			"create table pg_temp.mine (like ratelimit.%s)", "create statistics mine on ctid, key from ratelimit.%s",
+			"create temporary table mine () inherits (ratelimit.%s)", "create publication mine for table ratelimit.%s",
+			"grant select on ratelimit.%s to current_user", "comment on table ratelimit.%s is 'mine'", "reindex table ratelimit.%s",
+			"cluster ratelimit.%s", "alter table ratelimit.%s set (autovacuum_enabled = off)", "alter table ratelimit.%s set schema pg_temp",
+			"select pg_catalog.pg_table_is_visible('ratelimit.%s'::regclass)", "explain analyze delete from ratelimit.%s",
+			"declare mine cursor for table ratelimit.%s for update", "merge into ratelimit.%s using (values (1)) as v (n) on true when matched then delete",
+		} {
+			sql = fmt.Sprintf(sql, table)
+			kit.RequireState(t, "42501", kit.ErrorOf(conn.Exec(ctx, "begin; "+sql+"; rollback")), "%s", sql)
+			kit.Execute(t, conn, "rollback")
+		}
+	}
+	for _, sql := range []string{
+		"create or replace function pg_catalog.clock_timestamp() returns timestamptz language sql as $$ select timestamptz 'epoch' $$",
+		"alter function pg_catalog.clock_timestamp() rename to mine", "alter function ratelimit_acquire set search_path = evil",
+		"alter function ratelimit_acquire security invoker", "alter function ratelimit_acquire depends on extension plpgsql",
+		"alter type ratelimit.decision add attribute mine text", "create cast (ratelimit.decision as text) with inout as implicit",
+		"set session_replication_role = replica", "alter system set timezone = 'UTC'",
+		"create event trigger mine on ddl_command_end execute function pg_catalog.suppress_redundant_updates_trigger()",
+	} {
+		kit.RequireState(t, "42501", kit.ErrorOf(conn.Exec(ctx, sql)), "%s", sql)
+	}
+	require.Equal(t, before, kit.RowsOf(t, db.DB))
+}
+
+// Of all pairs of texts that somebody might take for each other, joined or not, each bucket and each
+// idempotency key is its own: no tenant is answered with another's grant.
+func TestSecurity_NobodyReplaysAnothersIdempotencyKey(t *testing.T) {
+	t.Parallel()
+	texts := []string{"a", "b", "ab", "ba", "a:b", "a,b", "(a,b)", "a|b", "a\x1fb", "a\x01b", "a/b", "a b", "A", "á", "a\u0301", "a ", " a", "a\t", `a\`, `\a`, "a'", `"a"`, "a%", "a_", "null"}
+	db := kit.NewDB(t)
+	for name, durability := range map[string]kit.PolicyOption{"durable": kit.Durable, "ephemeral": kit.Ephemeral} {
+		db.DefinePolicy(name, 1_000_000, 1, time.Hour, durability)
+		db.DefinePolicy(name+":a", 1_000_000, 1, time.Hour, durability)
+	}
+	var policies, keys, idempotencyKeys []string
+	var costs []int64
+	for _, policy := range []string{"durable", "durable:a", "ephemeral", "ephemeral:a"} {
+		for _, key := range texts {
+			for _, idempotencyKey := range texts {
+				policies, keys, idempotencyKeys = append(policies, policy), append(keys, key), append(idempotencyKeys, idempotencyKey)
+				costs = append(costs, int64(len(costs)+1)) // another's would be RL002
+			}
+		}
+	}
+	require.Len(t, costs, 2500)
+	for _, again := range []string{"false", "true"} {
+		require.Equal(t, []string{again + " 2500"}, kit.Column(t, db.DB, `
+			select format('%s %s', coalesce(error_code, replayed::text), count(*))
+			  from ratelimit_acquire_many($1, $2, $3, $4) group by replayed, error_code`, policies, keys, costs, idempotencyKeys))
+	}
+	for i := 0; i < len(costs); i += 7 {
+		require.True(t, db.Acquire(policies[i], keys[i], costs[i], idempotencyKeys[i]).Replayed)
+	}
+}
+
+// The hint of an error can be pasted: it defines the policy asked for, whatever its name is made of.
+func TestSecurity_HintsAreQuoted(t *testing.T) {
+	t.Parallel()
+	ctx := context.Background()
+	db := kit.NewDB(t)
+	for _, conforming := range []string{"on", "off"} {
+		conn := db.Connect(t)
+		kit.Execute(t, conn, "set standard_conforming_strings = "+conforming)
+		for _, name := range append(kit.OddTexts, `\'); select ratelimit_drop_policy('keep'); --`, `'); drop schema ratelimit cascade; --`) {
+			_, err := conn.Exec(ctx, "select ratelimit_acquire($1, 'k')", name)
+			var unknown *pgconn.PgError
+			require.ErrorAs(t, err, &unknown)
+			require.Equal(t, "RL001", unknown.Code)
+			sql, found := strings.CutPrefix(unknown.Hint, "Names are case-sensitive, and ratelimit_policies() lists them. Define a new one first: ")
+			require.True(t, found, unknown.Hint)
+			require.NoError(t, kit.ErrorOf(conn.PgConn().Exec(ctx, strings.TrimSuffix(sql, ".")).ReadAll()), sql)
+			require.Equal(t, []string{name}, kit.Column(t, db.DB, "select policy from ratelimit_policies()"))
+			kit.Execute(t, conn, "select ratelimit_drop_policy($1)", name)
+		}
+	}
+}
+
+// Texts that inject where quoting goes wrong are sent through the client: in sessions that read string
+// constants differently, and by the protocol that writes arguments into the statement.
+func TestSecurity_NothingIsInjectedThroughTheClient(t *testing.T) {
+	t.Parallel()
+	ctx := context.Background()
+	db := kit.NewDB(t)
+	db.DefinePolicy("p", 1000, 1, time.Hour)
+	texts := append([]string{
+		`\'; delete from ratelimit.policies; --`, `'; delete from ratelimit.policies; --`, "\xbf'; delete from ratelimit.policies; --",
+		"\xbf\\'; delete from ratelimit.policies; --", "\x95'; delete from ratelimit.policies; --", "\x83\\'; delete from ratelimit.policies; --",
+		"x\x00'; delete from ratelimit.policies; --", "$1'; delete from ratelimit.policies; --", "$1::text", "/*", "--", "表'", "ソ'; delete from ratelimit.policies; --",
+	}, kit.OddTexts...)
+	sessions := []string{
+		"", "set standard_conforming_strings = off", "set standard_conforming_strings = off; set backslash_quote = on",
+		"set client_encoding = 'SJIS'", "set client_encoding = 'BIG5'", "set client_encoding = 'GB18030'", "set client_encoding = 'SQL_ASCII'", "set client_encoding = 'LATIN1'",
+	}
+	const policies = "select p::text from ratelimit.policies as p"
+	before := kit.Column(t, db.DB, policies)
+	answered := 0
+	for _, session := range sessions {
+		for _, mode := range kit.Protocols {
+			conn := db.Connect(t)
+			kit.Execute(t, conn, session)
+			limiter := client.New(kit.InMode{Conn: conn, Mode: mode})
+			for _, text := range texts {
+				if _, err := limiter.Acquire(ctx, "p", text, client.IdempotencyKey(text)); err == nil {
+					answered++
+				}
+				require.Error(t, kit.ErrorOf(limiter.Peek(ctx, text, "k")), "%s: there is no policy %q", session, text)
+				require.Error(t, limiter.DropPolicy(ctx, text))
+				require.False(t, conn.IsClosed(), "%s: %q", session, text)
+			}
+			require.Equal(t, before, kit.Column(t, db.DB, policies), "%s, %s", session, mode)
+		}
+	}
+	require.Greater(t, answered, len(sessions)*len(texts))
+}
+
+// No setting and no object of a session changes a decision.
+func TestHostileSession_GetsTheSameAnswers(t *testing.T) {
+	t.Parallel()
+	settings := map[string]string{
+		"nothing": "",
+		"search_path, planted first": `
+			set search_path = evil, public, pg_temp, pg_catalog;
+			create temp table policies (name text); create temp table buckets (key text); create temp table idempotency_keys (key text);
+			create temp table decision (allowed boolean); create temp table test_clock as select 'epoch'::timestamptz as now`,
+		"search_path, without the package": "set search_path = evil, pg_temp",
+		"IntervalStyle":                    "set intervalstyle = sql_standard",
+		"IntervalStyle iso":                "set intervalstyle = iso_8601",
+		"DateStyle":                        "set datestyle = 'SQL, DMY'",
+		"DateStyle german":                 "set datestyle = 'German'",
+		"TimeZone":                         "set timezone = 'Europe/Berlin'",
+		"TimeZone of halves":               "set timezone = 'Australia/Lord_Howe'",
+		"TimeZone across the date line":    "set timezone = 'Pacific/Kiritimati'",
+		"extra_float_digits":               "set extra_float_digits = -15",
+		"backslashes":                      "set standard_conforming_strings = off; set escape_string_warning = off; set backslash_quote = off",
+		"null comparisons":                 "set transform_null_equals = on; set array_nulls = off; set quote_all_identifiers = on",
+		"formats":                          "set lc_numeric = 'C'; set lc_monetary = 'C'; set lc_time = 'C'; set bytea_output = 'escape'; set xmlbinary = 'hex'",
+		"plans":                            "set plan_cache_mode = force_generic_plan; set enable_indexscan = off; set enable_bitmapscan = off; set work_mem = '64kB'; set jit = off",
+		"custom plans":                     "set plan_cache_mode = force_custom_plan; set enable_seqscan = off; set enable_nestloop = off; set jit = off",
+		"plpgsql extra errors":             "set plpgsql.extra_errors = 'all'; set plpgsql.print_strict_params = on; set plpgsql.check_asserts = off",
+		"row security":                     "set row_security = off; set check_function_bodies = off; set default_transaction_deferrable = on",
+		"repeatable read":                  "set default_transaction_isolation = 'repeatable read'",
+		"serializable":                     "set default_transaction_isolation = 'serializable'; set synchronous_commit = off",
+	}
+	for _, conflict := range []string{"error", "use_variable", "use_column"} { // which only a superuser may set
+		settings["plpgsql.variable_conflict = "+conflict] = "reset role; set plpgsql.variable_conflict = " + conflict + "; set role %s"
+	}
+
+	caller := kit.NewRole(t)
+	db := kit.NewDB(t)
+	db.SetClock(kit.T0)
+	db.Execute("create schema evil authorization " + caller + `;
+		` + grantOfTranscript + caller)
+	kit.Execute(t, kit.ConnectAs(t, db.DB, caller), evil)
+
+	transcript := func(t *testing.T, name string) []string {
+		conn := kit.ConnectAs(t, db.DB, caller)
+		kit.Execute(t, conn, strings.ReplaceAll(settings[name], "%s", caller), pgx.QueryExecModeSimpleProtocol)
+		return hostileTranscript(t, db, conn, name)
+	}
+	want := transcript(t, "a session like any other")
+	require.Greater(t, len(slices.Compact(slices.Sorted(slices.Values(want)))), 15, "answers that differ tell more")
+	for name := range settings {
+		t.Run(name, func(t *testing.T) {
+			got := transcript(t, name)
+			require.Len(t, got, len(want))
+			for i := range want {
+				require.Equal(t, want[i], got[i])
+			}
+		})
+	}
+}
+
+const grantOfTranscript = `
+	grant execute on function ratelimit_acquire, ratelimit_acquire_many, ratelimit_acquire_all, ratelimit_acquire_all_many, ratelimit_acquire_packed,
+	                          ratelimit_peek, ratelimit_refund, ratelimit_reset, ratelimit_override, ratelimit_remove_override, ratelimit_overrides,
+	                          ratelimit_enforce, ratelimit_status, ratelimit_doctor, ratelimit_guard to `
+
+// hostileTranscript makes the same calls on buckets of its own, and returns the decisions and the stored rows.
+func hostileTranscript(t *testing.T, db *kit.TestDB, conn *pgx.Conn, name string) []string {
+	ctx := context.Background()
+	var answers []string
+	ask := func(call string, args ...any) {
+		require.False(t, conn.IsClosed())
+		answers = append(answers, fmt.Sprintf("%s %v: %s", call, args[1:], kit.RawDecision(conn, call, args...)))
+	}
+	policies := map[string]string{
+		"odd":        "7, 3, '1 day 00:00:07.654321', false, true, '1 day'",
+		"stepped":    "7, 3, '1 day', true, true, '2 days'",
+		"ephemeral":  "1000, 7, '13 seconds', false, false, '9 days 1 microsecond'",
+		"fast steps": "9000000000000, 1, '3 microseconds', true, false, '1 hour'",
+	}
+	for _, policy := range slices.Sorted(maps.Keys(policies)) {
+		full := policy + " " + name
+		db.Execute("select ratelimit_define_policy($1, "+policies[policy]+")", full)
+		table := `"guarded by ` + policy + `"`
+		kit.Execute(t, conn, "create temporary table "+table+" (customer pg_catalog.text); create trigger limited after insert on pg_temp."+table+
+			" referencing new table as inserted for each statement execute function public.ratelimit_guard("+kit.Quoted(full)+", 'customer')",
+			pgx.QueryExecModeSimpleProtocol)
+		for _, at := range []time.Duration{0, 7 * time.Microsecond, 25 * time.Hour, 24 * time.Hour} {
+			db.SetClock(kit.T0.Add(at))
+			ask("ratelimit_peek($1, $2, $3)", full, "k", 2)
+			ask("ratelimit_acquire($1, $2, $3, $4)", full, "k", 2, "first")
+			ask("ratelimit_acquire($1, $2, $3)", full, "k", 5)
+			ask("ratelimit_acquire($1, $2, $3)", full, `\'k"`, 3)
+			ask("ratelimit_acquire($1, $2, $3)", full, "k", int64(10_000_000_000_000))
+			ask("ratelimit_acquire($1, $2, $3, $4)", full, "k", 1, "first")
+			ask("ratelimit_acquire_many($1, $2, $3)", []string{full}, []string{"k"}, []int64{1})
+			ask("ratelimit_acquire_many($1, $2, $3, $4)", []string{full}, []string{"k"}, []int64{1}, []string{"many"})
+			ask("ratelimit_refund($1, $2, $3)", full, "k", 1)
+			ask("ratelimit_peek($1, $2)", full, "")
+			ask("ratelimit_enforce($1, $2, $3)", full, "k", 1)
+			ask("ratelimit_enforce($1, $2, $3, $4)", full, "k", 1, "enforced")
+			ask("ratelimit_enforce($1, $2, $3)", full, "k", int64(10_000_000_000_000))
+			_, guarded := conn.Exec(ctx, "insert into pg_temp."+table+" values ('guarded'), ('guarded'), ('special')")
+			answers = append(answers, fmt.Sprint("guarded: ", guarded))
+			ask("ratelimit_peek($1, $2)", full, "guarded")
+			var emptiest string
+			var remaining int64
+			require.NoError(t, conn.QueryRow(ctx, "select s.key, s.remaining from public.ratelimit_status($1, 1) as s", full).Scan(&emptiest, &remaining))
+			answers = append(answers, fmt.Sprint(emptiest, " ", remaining))
+			two, keys := []string{full, full}, []string{"k", "new " + at.String()}
+			ask("ratelimit_acquire_all($1, $2, $3, $4)", two, keys, []int64{1, 2}, "all "+at.String())
+			ask("ratelimit_acquire_all($1, $2, $3)", two, keys, []int64{1, 6})
+			ask("ratelimit_acquire_all($1, $2)", two, []string{"k", ""})
+			ask("ratelimit_acquire_all_many($1, $2, $3, $4)", two, keys, []int64{1, 1}, []int32{2})
+			for _, call := range []string{"acquire_packed($1, $2)", "acquire_packed($1, $2, null, '{2}', '{packed}')", "acquire_packed($1, $2, '{0,-1}')"} {
+				var packed string
+				require.NoError(t, conn.QueryRow(ctx, "select p::pg_catalog.text from public.ratelimit_"+call+" as p", two, keys).Scan(&packed))
+				answers = append(answers, call+": "+packed)
+			}
+			ask("ratelimit_acquire($1, $2)", full, "special")
+			kit.Execute(t, conn, "select public.ratelimit_override($1, 'special', 5, 0, '1 second', null)", full)
+			var overridden int
+			require.NoError(t, conn.QueryRow(ctx, "select pg_catalog.count(*) from public.ratelimit_overrides($1, 'special')", full).Scan(&overridden))
+			answers = append(answers, fmt.Sprint(overridden, " overrides"))
+			ask("ratelimit_acquire_many($1, $2)", []string{full}, []string{"special"})
+			if at == 25*time.Hour {
+				kit.Execute(t, conn, "select public.ratelimit_remove_override($1, 'special')", full)
+			}
+		}
+		answers = append(answers, kit.Column(t, db.DB, `
+			select format('%s %s %s due %s', key, level, refilled_at, due_at)
+			  from (table ratelimit.buckets union all table ratelimit.ephemeral_buckets) as b
+			  join ratelimit.policies as p on p.id = b.policy_id where p.name = $1
+			union all
+			select format('%s %s %s %s %s until %s', key, idempotency_key, cost, remaining, reset_after, expires_at)
+			  from (table ratelimit.idempotency_keys union all table ratelimit.ephemeral_idempotency_keys) as b
+			  join ratelimit.policies as p on p.id = b.policy_id where p.name = $1
+			order by 1`, full)...)
+		require.NoError(t, kit.ErrorOf(conn.Exec(ctx, "select public.ratelimit_reset($1, 'k')", full)))
+	}
+	kit.Execute(t, conn, "select severity, finding, remedy from public.ratelimit_doctor()") // takes seconds without indexes
+	return answers
+}
+
+// evil creates a function, operator or table of the same name for each one that the functions use.
+const evil = `
+	create function evil.clock() returns timestamptz language sql as $$ select timestamptz 'epoch' $$;
+	create function evil.clock_timestamp() returns timestamptz language sql as $$ select timestamptz 'epoch' $$;
+	create function evil.now() returns timestamptz language sql as $$ select timestamptz 'epoch' $$;
+	create function evil.octet_length(text) returns integer language sql as $$ select 1 $$;
+	create function evil.div(numeric, numeric) returns numeric language sql as $$ select 1000000.0 $$;
+	create function evil.date_bin(interval, timestamptz, timestamptz) returns timestamptz language sql as $$ select timestamptz 'epoch' $$;
+	create function evil.make_interval(years integer default 0, months integer default 0, weeks integer default 0, days integer default 0,
+	  hours integer default 0, mins integer default 0, secs double precision default 0)
+	  returns interval language sql as $$ select interval '1 minute' $$;
+	create function evil.microtokens(bigint) returns bigint language sql as $$ select 0::bigint $$;
+	create function evil.whole_tokens(bigint) returns bigint language sql as $$ select 99::bigint $$;
+	create function evil.refilled(bigint, timestamptz, timestamptz, anyelement)
+	  returns bigint language sql as $$ select 99000000::bigint $$;
+	create function evil.short_wait(numeric, bigint, numeric, anyelement)
+	  returns bigint language sql as $$ select 0::bigint $$;
+	create function evil.wait_until(numeric, bigint, timestamptz, timestamptz, anyelement)
+	  returns bigint language sql as $$ select 0::bigint $$;
+	create function evil.is_name(text) returns boolean language sql as $$ select true $$;
+	create function evil.acceptable(text, bigint) returns boolean language sql as $$ select true $$;
+	create function evil.unknown_policy(text) returns void language sql as $$ select $$;
+	create function evil.wrong(bigint, bigint) returns bigint language sql as $$ select 42::bigint $$;
+	create function evil.wrong(numeric, numeric) returns numeric language sql as $$ select 42.0 $$;
+	create function evil.wrong(timestamptz, timestamptz) returns interval language sql as $$ select interval '1 year' $$;
+	create function evil.untrue(bigint, bigint) returns boolean language sql as $$ select false $$;
+	create function evil.untrue(bigint, integer) returns boolean language sql as $$ select false $$;
+	create function evil.untrue(text, text) returns boolean language sql as $$ select false $$;
+	create operator evil.* (leftarg = bigint, rightarg = bigint, function = evil.wrong);
+	create operator evil.- (leftarg = bigint, rightarg = bigint, function = evil.wrong);
+	create operator evil.+ (leftarg = bigint, rightarg = bigint, function = evil.wrong);
+	create operator evil./ (leftarg = bigint, rightarg = bigint, function = evil.wrong);
+	create operator evil.% (leftarg = bigint, rightarg = bigint, function = evil.wrong);
+	create operator evil.* (leftarg = numeric, rightarg = numeric, function = evil.wrong);
+	create operator evil.- (leftarg = timestamptz, rightarg = timestamptz, function = evil.wrong);
+	create operator evil.= (leftarg = bigint, rightarg = bigint, function = evil.untrue);
+	create operator evil.= (leftarg = text, rightarg = text, function = evil.untrue);
+	create operator evil.>= (leftarg = bigint, rightarg = bigint, function = evil.untrue);
+	create operator evil.<= (leftarg = bigint, rightarg = bigint, function = evil.untrue);
+	create operator evil.= (leftarg = bigint, rightarg = integer, function = evil.untrue);
+	create operator evil.> (leftarg = bigint, rightarg = integer, function = evil.untrue);
+	create operator evil.>= (leftarg = bigint, rightarg = integer, function = evil.untrue);
+	create type evil.decision as (allowed boolean);
+	create table evil.policies (like information_schema.sql_features);
+	create table evil.overrides (like information_schema.sql_features);
+	create table evil.buckets (key text);
+	create table evil.ephemeral_buckets (key text);
+	create table evil.idempotency_keys (key text);
+	create table evil.ephemeral_idempotency_keys (key text)`

@@ -1,0 +1,293 @@
+package security
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/migrations"
+	"github.com/pgratelimit/pgratelimit/tests/kit"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+	"github.com/stretchr/testify/require"
+)
+
+func TestPrivileges_CallerCanAcquireAndPeekAndNothingElse(t *testing.T) {
+	t.Parallel()
+	caller := kit.NewRole(t)
+	db := kit.NewDB(t)
+	db.DefinePolicy("durable", 10, 1, time.Hour)
+	db.DefinePolicy("ephemeral", 10, 1, time.Hour, kit.Ephemeral)
+	db.Execute("grant execute on function ratelimit_acquire, ratelimit_peek to " + caller)
+
+	conn := kit.ConnectAs(t, db.DB, caller)
+	for _, policy := range []string{"durable", "ephemeral"} {
+		first, err := kit.Acquire(conn, policy, "k", 3, "first")
+		require.NoError(t, err)
+		require.EqualValues(t, 7, first.Remaining)
+		again, err := kit.Acquire(conn, policy, "k", 3, "first")
+		require.NoError(t, err)
+		require.True(t, again.Replayed)
+		denied, err := kit.Acquire(conn, policy, "k", 8)
+		require.NoError(t, err)
+		require.False(t, denied.Allowed)
+		seen, err := kit.Peek(conn, policy, "k", 7)
+		require.NoError(t, err)
+		require.True(t, seen.Allowed)
+		kit.RequireState(t, "RL002", kit.ErrorOf(kit.Acquire(conn, policy, "k", 4, "first")))
+		kit.RequireState(t, "RL001", kit.ErrorOf(kit.Acquire(conn, "nobody", "k", 1)))
+		kit.RequireState(t, "22023", kit.ErrorOf(kit.Acquire(conn, policy, "", 1)))
+	}
+	requireRefused(t, db.DB, caller, "ratelimit_acquire", "ratelimit_peek")
+}
+
+// callsOfUse has a call of each function of use. The policies are p and q, and p has a grant of 1 token under "kept". All
+// other functions are administration, which is granted apart.
+var callsOfUse = map[string]string{
+	"ratelimit_acquire":          "('p', 'k', 1, 'a')",
+	"ratelimit_acquire_many":     "('{p,q,nobody}', '{k,k,k}', null, '{i,i,i}')",
+	"ratelimit_acquire_all":      "('{p,q}', '{k,l}', '{1,2}', 'j')",
+	"ratelimit_acquire_all_many": "('{p,q,p}', '{k,l,m}', null, '{2,1}')",
+	"ratelimit_acquire_packed":   "('{p,q,p}', '{k,l,m}', null, '{2,1}')",
+	"ratelimit_acquire_up_to":    "('p', 'k', 2, 1, 'u')",
+	"ratelimit_reserve":          "('q', 'k', '1 second', 2, 'r')",
+	"ratelimit_charge":           "('p', 'k', 2, 'c')",
+	"ratelimit_settle":           "('p', 'k', 'kept', 0)",
+	"ratelimit_enforce":          "('p', 'k', 2, 'e')",
+	"ratelimit_peek":             "('q', 'k', 2)",
+	"ratelimit_refund":           "('p', 'k', 2)",
+	"ratelimit_shard":            "()",
+}
+
+// newUsedDB is a database for callsOfUse.
+func newUsedDB(t *testing.T) *kit.TestDB {
+	db := kit.NewDB(t)
+	db.DefinePolicy("p", 20, 1, time.Hour)
+	db.DefinePolicy("q", 10, 1, time.Hour, kit.Ephemeral)
+	db.Execute("select ratelimit_override('p', 'k', 20), ratelimit_acquire('p', 'k', 1, 'kept')")
+	return db
+}
+
+// Each function of use is a grant of its own, and needs no other.
+func TestPrivileges_EachFunctionOfUse(t *testing.T) {
+	t.Parallel()
+	callers := map[string]string{}
+	for function := range callsOfUse {
+		callers[function] = kit.NewRole(t)
+	}
+	db := newUsedDB(t)
+	for function, caller := range callers {
+		db.Execute("grant execute on function " + function + " to " + caller)
+		kit.Execute(t, kit.ConnectAs(t, db.DB, caller), "select * from "+function+callsOfUse[function])
+		requireRefused(t, db.DB, caller, function)
+	}
+}
+
+// The role that the image makes for the application can use all there is, and administer nothing.
+func TestPrivileges_TheApplicationOfTheImage(t *testing.T) {
+	t.Parallel()
+	app := kit.NewRole(t)
+	db := newUsedDB(t)
+	db.Execute(strings.ReplaceAll(kit.ImageGrants(t), "ratelimit_app", app))
+	conn := kit.ConnectAs(t, db.DB, app)
+	for function, arguments := range callsOfUse {
+		kit.Execute(t, conn, "select * from "+function+arguments)
+	}
+	requireRefused(t, db.DB, app, slices.Collect(maps.Keys(callsOfUse))...)
+}
+
+func TestPrivileges_PublicCanDoNothing(t *testing.T) {
+	t.Parallel()
+	stranger := kit.NewRole(t)
+	requireRefused(t, pgtest.New(t), stranger)
+}
+
+func TestPrivileges_DefaultPrivilegesGiveNothingAway(t *testing.T) {
+	t.Parallel()
+	for name, scope := range map[string]string{"everywhere": "", "in the schema": "in schema public"} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			favourite, stranger := kit.NewRole(t), kit.NewRole(t)
+			db := pgtest.Empty(t)
+			for _, grantee := range []string{favourite, "public"} {
+				for _, objects := range []string{"functions", "tables", "sequences", "types", "schemas"} {
+					if objects != "schemas" || scope == "" {
+						db.Exec(t, fmt.Sprintf("alter default privileges %s grant all on %s to %s", scope, objects, grantee))
+					}
+				}
+			}
+			require.NoError(t, migrations.Up(context.Background(), db.Connect(t)))
+			requireRefused(t, db, favourite)
+			requireRefused(t, db, stranger)
+		})
+	}
+}
+
+func TestPrivileges_AdministrationIsASeparateGrant(t *testing.T) {
+	t.Parallel()
+	administrator := kit.NewRole(t)
+	db := pgtest.New(t)
+	functions := []string{
+		"ratelimit_define_policy", "ratelimit_drop_policy", "ratelimit_policies", "ratelimit_reset",
+		"ratelimit_cleanup", "ratelimit_version", "ratelimit_override", "ratelimit_remove_override", "ratelimit_overrides",
+		"ratelimit_status", "ratelimit_doctor", "ratelimit_guard", "ratelimit_define_shard",
+	}
+	all := kit.Column(t, db, "select distinct p.proname::text from "+kit.PackageFunctions+" as p where p.proname like 'ratelimit\\_%' and p.prokind = 'f'")
+	require.ElementsMatch(t, all, slices.AppendSeq(slices.Clone(functions), maps.Keys(callsOfUse)), "a function is of use or of administration")
+	db.Exec(t, "grant execute on function "+strings.Join(functions, ", ")+" to "+administrator)
+	db.Exec(t, "grant temporary on database "+pgx.Identifier{db.Name}.Sanitize()+" to "+administrator)
+	conn := kit.ConnectAs(t, db, administrator)
+	for _, sql := range []string{
+		"select ratelimit_define_policy('p', 10, 1, '1 hour')",
+		"select ratelimit_define_policy('p', 20, 2, '1 minute', stepped => true, remember => '1 day')",
+		"select ratelimit_reset('p', 'k')",
+		"select ratelimit_override('p', 'k', 5, expires_at => 'tomorrow'), ratelimit_overrides('p'), ratelimit_remove_override('p', 'k')",
+		"select ratelimit_status('p'), ratelimit_status(), ratelimit_doctor()",
+		"create temporary table orders (customer text)",
+		"create trigger limited after insert on orders referencing new table as inserted for each statement execute function ratelimit_guard('p', 'customer')",
+		"insert into orders values ('a'), ('b')",
+		"select ratelimit_cleanup(), ratelimit_policies(), ratelimit_version()",
+		"select ratelimit_define_shard(2, 16)",
+		"select ratelimit_drop_policy('p')",
+	} {
+		kit.Execute(t, conn, sql)
+	}
+	requireRefused(t, db, administrator, functions...)
+}
+
+// ratelimit_reset_all and ratelimit_cleanup_all are not SECURITY DEFINER, because they commit: each takes three grants, which give nothing else.
+func TestPrivileges_ProceduresTakeThreeGrants(t *testing.T) {
+	t.Parallel()
+	for call, helper := range map[string]string{"ratelimit_reset_all('p')": "reset_batch", "ratelimit_cleanup_all()": "cleanup_batch"} {
+		t.Run(call, func(t *testing.T) {
+			t.Parallel()
+			janitor := kit.NewRole(t)
+			db := kit.NewDB(t)
+			db.DefinePolicy("p", 10, 10, time.Second, kit.Remember(time.Second))
+			db.DefinePolicy("q", 10, 10, time.Second)
+			db.AcquireAt(kit.T0, "p", "due", 3, "first")
+			db.AcquireAt(kit.T0.Add(time.Hour), "q", "in use", 3, "first")
+			conn := kit.ConnectAs(t, db.DB, janitor)
+			procedure, _, _ := strings.Cut(call, "(")
+			for _, grant := range []string{"execute on procedure " + procedure, "usage on schema ratelimit", "execute on function ratelimit." + helper} {
+				kit.RequireState(t, "42501", kit.ErrorOf(conn.Exec(t.Context(), "call "+call)), "not without %s", grant)
+				db.Execute("grant " + grant + " to " + janitor)
+			}
+			kit.Execute(t, conn, "call "+call)
+			require.Nil(t, db.Bucket("p", "due"))
+			require.NotNil(t, db.Bucket("q", "in use"))
+			remembered := kit.Column(t, db.DB, "select key from ratelimit.idempotency_keys")
+			require.Contains(t, remembered, "in use")
+			require.Equal(t, helper == "reset_batch", slices.Contains(remembered, "due"), "clean-up forgets an idempotency key, and a reset keeps it")
+			for _, table := range append([]string{"policies", "overrides"}, kit.BucketTables...) {
+				kit.RequireState(t, "42501", kit.ErrorOf(conn.Exec(t.Context(), "select from ratelimit."+table)), "%s", table)
+			}
+			kit.RequireState(t, "42501", kit.ErrorOf(conn.Exec(t.Context(), "select ratelimit.clock()")))
+		})
+	}
+}
+
+// requireRefused calls every function and reads every table as a role. All but the functions named are 42501.
+func requireRefused(t *testing.T, db *pgtest.DB, role string, but ...string) {
+	ctx := context.Background()
+	conn := kit.ConnectAs(t, db, role)
+	calls := kit.Column(t, db, `
+		select format('%s %s(%s)', case prokind when 'p' then 'call' else 'select' end, p.oid::regproc,
+		              (select string_agg('null::' || format_type(t, null), ', ' order by n)
+		                 from unnest(proargtypes::oid[]) with ordinality as u (t, n)))
+		  from `+kit.PackageFunctions+" as p where proname <> all (coalesce($1::text[], '{}'))", but)
+	require.Greater(t, len(calls), 20)
+	for _, table := range kit.Column(t, db, `
+		select c.oid::regclass::text from pg_class as c
+		 where relkind = 'r' and (relnamespace = 'ratelimit'::regnamespace or relname like 'ratelimit\_%')`) {
+		calls = append(calls, "table "+table, "insert into "+table+" default values", "delete from "+table,
+			"truncate "+table, "lock table "+table+" in access exclusive mode", "drop table "+table,
+			"alter table "+table+" owner to current_user", "create index on "+table+" ((1))")
+	}
+	calls = append(calls,
+		"select null::ratelimit.decision",
+		"update ratelimit.buckets set level = 0",
+		"update ratelimit.policies set capacity = 1",
+		"update ratelimit.overrides set capacity = 1",
+		"update ratelimit.schema_version set version = 0",
+		"create table ratelimit.mine ()",
+		"create or replace function ratelimit.clock() returns timestamptz language sql as 'select now()'",
+		"alter function ratelimit.clock() rename to mine",
+		"create function ratelimit.refilled_level() returns integer language sql as 'select 1'",
+		"alter function ratelimit_acquire reset all",
+		"drop function ratelimit_acquire",
+		"grant execute on function ratelimit.clock() to current_user",
+		"alter schema ratelimit owner to current_user",
+		"drop schema ratelimit cascade",
+	)
+	for _, call := range calls {
+		kit.RequireState(t, "42501", kit.ErrorOf(conn.Exec(ctx, "begin; "+call+"; rollback")), "%s", call)
+		kit.Execute(t, conn, "rollback")
+	}
+}
+
+// The grant that an error of the client names is the one that helps.
+func TestPrivileges_TheClientNamesTheGrant(t *testing.T) {
+	t.Parallel()
+	ctx := t.Context()
+	role := kit.NewRole(t)
+	db := kit.NewDB(t)
+	db.DefinePolicy("p", 1000, 1, kit.ADay)
+	pool := kit.PoolAs(t, db.DB, role)
+	limiter := client.New(pool)
+
+	grant := regexp.MustCompile(`grant [^;]+ to <role>;`)
+	remedy := func(err error, want string) {
+		kit.RequireState(t, "42501", err)
+		statements := strings.Join(grant.FindAllString(err.Error(), -1), " ")
+		require.Contains(t, statements, want)
+		db.Execute(strings.ReplaceAll(statements, "<role>", role))
+	}
+	for function, call := range map[string]func() error{
+		"ratelimit_acquire(text, text, bigint, text)": func() error { return kit.ErrorOf(limiter.Acquire(ctx, "p", "k")) },
+		"ratelimit_peek(text, text, bigint)":          func() error { return kit.ErrorOf(limiter.Peek(ctx, "p", "k")) },
+		"ratelimit_refund(text, text, bigint)":        func() error { return kit.ErrorOf(limiter.Refund(ctx, "p", "k", 1)) },
+		"ratelimit_charge(text, text, bigint, text)":  func() error { return kit.ErrorOf(limiter.Charge(ctx, "p", "k", 1)) },
+		"ratelimit_settle(text, text, text, bigint)": func() error {
+			if _, err := limiter.Settle(ctx, "p", "k", "none", 1); !errors.Is(err, client.ErrNoGrant) {
+				return err
+			}
+			return nil
+		},
+		"ratelimit_reserve(text, text, interval, bigint, text)":     func() error { return kit.ErrorOf(limiter.Reserve(ctx, "p", "k", time.Second)) },
+		"ratelimit_acquire_up_to(text, text, bigint, bigint, text)": func() error { return kit.ErrorOf(limiter.AcquireUpTo(ctx, "p", "k", 1)) },
+		"ratelimit_reset(text, text)":                               func() error { return limiter.Reset(ctx, "p", "k") },
+		"ratelimit_policies()":                                      func() error { return kit.ErrorOf(limiter.Policies(ctx)) },
+		"ratelimit_cleanup(integer)":                                func() error { return kit.ErrorOf(limiter.Cleanup(ctx)) },
+		"ratelimit_drop_policy(text)":                               func() error { return limiter.DropPolicy(ctx, "none") },
+		"ratelimit_acquire_all(text[], text[], bigint[], text)": func() error {
+			return kit.ErrorOf(limiter.AcquireAll(ctx, []client.Charge{{Policy: "p", Key: "k"}}))
+		},
+		"ratelimit_override(text, text, bigint, bigint, interval, timestamptz)": func() error {
+			return limiter.Override(ctx, client.Override{Policy: "p", Key: "k"})
+		},
+		"ratelimit_remove_override(text, text)":    func() error { return kit.ErrorOf(limiter.RemoveOverride(ctx, "p", "k")) },
+		"ratelimit_overrides(text, text, integer)": func() error { return kit.ErrorOf(limiter.Overrides(ctx)) },
+		"ratelimit_define_policy(text, bigint, bigint, interval, boolean, boolean, interval, boolean)": func() error {
+			return limiter.DefinePolicy(ctx, client.Policy{Name: "q", Capacity: 1, Refill: 1, Every: time.Second})
+		},
+	} {
+		remedy(call(), "grant execute on function "+function+" to <role>;")
+		err := call()
+		require.NotEqual(t, "42501", kit.SQLState(err), "%v", err)
+	}
+
+	running, stop := context.WithCancel(ctx)
+	defer stop()
+	var refused error
+	limiter.RunCleanup(running, time.Hour, client.OnError(func(err error) { refused = err; stop() }))
+	remedy(refused, "grant execute on procedure ratelimit_cleanup_all(interval) to <role>;")
+	require.NoError(t, kit.ErrorOf(pool.Exec(ctx, "call ratelimit_cleanup_all()")))
+}

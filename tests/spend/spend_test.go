@@ -1,0 +1,749 @@
+package spend
+
+import (
+	"context"
+	"fmt"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/pgratelimit/pgratelimit/client/clienttest/model"
+	"github.com/pgratelimit/pgratelimit/tests/kit"
+	"github.com/stretchr/testify/require"
+)
+
+// Short forms of spendings on the bucket k of policy p.
+func charge(cost int64, idempotencyKey ...string) kit.Spending {
+	return spendingOf("charge", cost, idempotencyKey)
+}
+
+func settle(idempotencyKey string, cost int64) kit.Spending {
+	return spendingOf("settle", cost, []string{idempotencyKey})
+}
+
+func reserve(maxWait time.Duration, cost int64, idempotencyKey ...string) kit.Spending {
+	s := spendingOf("reserve", cost, idempotencyKey)
+	s.MaxWait = kit.Micros(maxWait)
+	return s
+}
+
+func upTo(atMost, atLeast int64, idempotencyKey ...string) kit.Spending {
+	s := spendingOf("acquire_up_to", atMost, idempotencyKey)
+	s.AtLeast = atLeast
+	return s
+}
+
+func spendingOf(function string, cost int64, idempotencyKey []string) kit.Spending {
+	s := kit.Spending{Function: function, BucketID: model.BucketID{Policy: "p", Key: "k"}, Cost: cost}
+	if len(idempotencyKey) > 0 {
+		s.IdempotencyKey = idempotencyKey[0]
+	}
+	return s
+}
+
+// waits is d as the answer of a reservation.
+func waits(wait time.Duration, d kit.Decision) kit.Decision {
+	d.RetryAfter = kit.Micros(wait)
+	return d
+}
+
+// A spendStep is one call at an instant, and its answer or the SQLSTATE of its error.
+type spendStep struct {
+	at    time.Duration
+	call  kit.Spending // or an acquire
+	want  kit.Decision
+	taken int64
+	err   model.Error
+}
+
+func runSpending(t *testing.T, db kit.Subject, steps []spendStep) {
+	t.Helper()
+	for i, step := range steps {
+		db.SetClock(kit.T0.Add(step.at))
+		var got kit.Spent
+		var err error
+		if step.call.Function == "acquire" {
+			var keys []string
+			if step.call.IdempotencyKey != "" {
+				keys = []string{step.call.IdempotencyKey}
+			}
+			got.Decision, err = db.TryAcquire("p", "k", step.call.Cost, keys...)
+		} else {
+			got, err = db.Spend(step.call)
+		}
+		require.Equal(t, string(step.err), kit.SQLState(err), "step %d: %v", i+1, err)
+		if err == nil {
+			require.Equal(t, kit.Spent{Decision: step.want, Taken: step.taken}, got, "step %d: %v", i+1, step.call)
+		}
+	}
+}
+
+func acquireStep(cost int64, idempotencyKey ...string) kit.Spending {
+	return spendingOf("acquire", cost, idempotencyKey)
+}
+
+func TestSpend_Steps(t *testing.T) {
+	t.Parallel()
+	for name, steps := range map[string][]spendStep{
+		"a charge takes what is not there, and refill pays the debt first": {
+			{0, charge(15), kit.Allowed(-5, 15*kit.Second, 10), 0, ""},
+			{0, acquireStep(1), kit.Denied(-5, 6*kit.Second, 15*kit.Second, 10), 0, ""},
+			{1500 * kit.Ms, charge(0), kit.Allowed(-4, 13500*kit.Ms, 10), 0, ""},
+			{6 * kit.Second, acquireStep(1), kit.Allowed(0, 10*kit.Second, 10), 0, ""},
+		},
+		"a charge under a key is charged once": {
+			{0, charge(15, "i"), kit.Allowed(-5, 15*kit.Second, 10), 0, ""},
+			{kit.Second, charge(15, "i"), kit.Replayed(kit.Allowed(-5, 15*kit.Second, 10)), 0, ""},
+			{kit.Second, charge(14, "i"), kit.Decision{}, 0, model.IdempotencyMismatch},
+			{kit.Second, acquireStep(15, "i"), kit.Replayed(kit.Allowed(-5, 15*kit.Second, 10)), 0, ""},
+			{kit.Second, charge(1), kit.Allowed(-5, 15*kit.Second, 10), 0, ""},
+		},
+		"what is charged is 0 to 9000000000000": {
+			{0, charge(-1), kit.Decision{}, 0, model.InvalidArgument},
+			{0, charge(kit.MaxTokens + 1), kit.Decision{}, 0, model.InvalidArgument},
+			{0, settle("i", kit.MaxTokens+1), kit.Decision{}, 0, model.InvalidArgument},
+			{0, settle("i", -1), kit.Decision{}, 0, model.InvalidArgument},
+			{0, charge(0, "i"), kit.Allowed(10, 0, 10), 0, ""},
+			{0, settle("i", 0), kit.Decision{}, 0, model.NoGrant},
+		},
+		"a settlement gives back what the estimate was above the cost": {
+			{0, acquireStep(8, "i"), kit.Allowed(2, 8*kit.Second, 10), 0, ""},
+			{kit.Second, settle("i", 3), kit.Allowed(8, 2*kit.Second, 10), 0, ""},
+			{2 * kit.Second, settle("i", 3), kit.Replayed(kit.Allowed(9, kit.Second, 10)), 0, ""},
+			{2 * kit.Second, settle("i", 4), kit.Decision{}, 0, model.IdempotencyMismatch},
+			{2 * kit.Second, acquireStep(3, "i"), kit.Decision{}, 0, model.IdempotencyMismatch},
+		},
+		"a settlement takes what the estimate was below the cost, also in debt": {
+			{0, acquireStep(8, "i"), kit.Allowed(2, 8*kit.Second, 10), 0, ""},
+			{0, charge(5), kit.Allowed(-3, 13*kit.Second, 10), 0, ""},
+			{0, settle("i", 20), kit.Allowed(-15, 25*kit.Second, 10), 0, ""},
+			{0, settle("i", 20), kit.Replayed(kit.Allowed(-15, 25*kit.Second, 10)), 0, ""},
+		},
+		"a settlement gives back up to full": {
+			{0, acquireStep(8, "i"), kit.Allowed(2, 8*kit.Second, 10), 0, ""},
+			{5 * kit.Second, settle("i", 0), kit.Allowed(10, 0, 10), 0, ""},
+			{5 * kit.Second, acquireStep(10), kit.Allowed(0, 10*kit.Second, 10), 0, ""},
+		},
+		"a settlement needs a live grant": {
+			{0, settle("i", 1), kit.Decision{}, 0, model.NoGrant},
+			{0, acquireStep(2, "i"), kit.Allowed(8, 2*kit.Second, 10), 0, ""},
+			{24*time.Hour - kit.Us, settle("i", 2), kit.Allowed(10, 0, 10), 0, ""},
+			{24 * time.Hour, settle("i", 2), kit.Decision{}, 0, model.NoGrant},
+			{24 * time.Hour, acquireStep(2, "i"), kit.Allowed(8, 2*kit.Second, 10), 0, ""},
+			{24 * time.Hour, settle("i", 5), kit.Allowed(5, 5*kit.Second, 10), 0, ""},
+		},
+		"a request repeated under its key after settle is over": {
+			{0, reserve(time.Hour, 12, "w"), waits(-kit.Us, kit.Denied(10, 0, 0, 10)), 0, ""},
+			{0, reserve(time.Hour, 8, "i"), waits(0, kit.Allowed(2, 8*kit.Second, 10)), 0, ""},
+			{0, reserve(time.Hour, 4, "w"), waits(2*kit.Second, kit.Allowed(-2, 12*kit.Second, 10)), 0, ""},
+			{0, settle("i", 8), kit.Allowed(-2, 12*kit.Second, 10), 0, ""},
+			{0, settle("w", 0), kit.Allowed(2, 8*kit.Second, 10), 0, ""},
+			{0, acquireStep(8, "i"), kit.Decision{}, 0, model.Settled},
+			{0, acquireStep(4, "w"), kit.Decision{}, 0, model.Settled},
+			{0, reserve(time.Hour, 4, "w"), kit.Decision{}, 0, model.Settled},
+			{0, upTo(9, 1, "i"), kit.Decision{}, 0, model.Settled},
+			{0, upTo(7, 1, "i"), kit.Decision{}, 0, model.IdempotencyMismatch},
+			{0, settle("i", 8), kit.Replayed(kit.Allowed(2, 8*kit.Second, 10)), 0, ""},
+			{24*time.Hour - kit.Us, acquireStep(8, "i"), kit.Decision{}, 0, model.Settled},
+			{24 * time.Hour, acquireStep(8, "i"), kit.Allowed(2, 8*kit.Second, 10), 0, ""},
+		},
+		"a charge repeated after settle is replayed": {
+			{0, charge(15, "i"), kit.Allowed(-5, 15*kit.Second, 10), 0, ""},
+			{0, settle("i", 5), kit.Allowed(5, 5*kit.Second, 10), 0, ""},
+			{0, charge(15, "i"), kit.Replayed(kit.Allowed(-5, 15*kit.Second, 10)), 0, ""},
+			{0, charge(5, "i"), kit.Decision{}, 0, model.IdempotencyMismatch},
+			{0, acquireStep(15, "i"), kit.Decision{}, 0, model.Settled},
+			{0, charge(0), kit.Allowed(5, 5*kit.Second, 10), 0, ""},
+		},
+		"a reservation is served in order": {
+			{0, reserve(0, 10), waits(0, kit.Allowed(0, 10*kit.Second, 10)), 0, ""},
+			{0, reserve(kit.Second, 2), waits(2*kit.Second, kit.Denied(0, 0, 10*kit.Second, 10)), 0, ""},
+			{0, reserve(2*kit.Second, 2), waits(2*kit.Second, kit.Allowed(-2, 12*kit.Second, 10)), 0, ""},
+			{0, reserve(time.Hour, 3), waits(5*kit.Second, kit.Allowed(-5, 15*kit.Second, 10)), 0, ""},
+			{kit.Second, reserve(time.Hour, 1), waits(5*kit.Second, kit.Allowed(-5, 15*kit.Second, 10)), 0, ""},
+			{2 * kit.Second, acquireStep(1), kit.Denied(-4, 5*kit.Second, 14*kit.Second, 10), 0, ""},
+			{3 * kit.Second, reserve(time.Hour, 11), waits(-kit.Us, kit.Denied(-3, 0, 13*kit.Second, 10)), 0, ""},
+			{3 * kit.Second, reserve(0, 0), waits(0, kit.Allowed(-3, 13*kit.Second, 10)), 0, ""},
+		},
+		"a reservation under a key is a denial to acquire until its wait is over": {
+			{0, acquireStep(10), kit.Allowed(0, 10*kit.Second, 10), 0, ""},
+			{0, reserve(time.Hour, 4, "i"), waits(4*kit.Second, kit.Allowed(-4, 14*kit.Second, 10)), 0, ""},
+			{kit.Second, reserve(0, 4, "i"), kit.Replayed(waits(3*kit.Second, kit.Allowed(-4, 14*kit.Second, 10))), 0, ""},
+			{kit.Second, acquireStep(4, "i"), kit.Replayed(kit.Denied(-4, 3*kit.Second, 14*kit.Second, 10)), 0, ""},
+			{kit.Second, upTo(9, 1, "i"), kit.Replayed(kit.Denied(-4, 3*kit.Second, 14*kit.Second, 10)), 0, ""},
+			{kit.Second, acquireStep(5, "i"), kit.Decision{}, 0, model.IdempotencyMismatch},
+			{4*kit.Second - kit.Us, acquireStep(4, "i"), kit.Replayed(kit.Denied(-4, kit.Us, 14*kit.Second, 10)), 0, ""},
+			{4 * kit.Second, acquireStep(4, "i"), kit.Replayed(kit.Allowed(-4, 14*kit.Second, 10)), 0, ""},
+			{4 * kit.Second, reserve(0, 4, "i"), kit.Replayed(waits(0, kit.Allowed(-4, 14*kit.Second, 10))), 0, ""},
+			{24*time.Hour + 4*kit.Second - kit.Us, acquireStep(4, "i"), kit.Replayed(kit.Allowed(-4, 14*kit.Second, 10)), 0, ""},
+			{24*time.Hour + 4*kit.Second, acquireStep(4, "i"), kit.Allowed(6, 4*kit.Second, 10), 0, ""},
+		},
+		"what is given back does not move others forward": {
+			{0, reserve(0, 10), waits(0, kit.Allowed(0, 10*kit.Second, 10)), 0, ""},
+			{0, reserve(time.Hour, 5, "first"), waits(5*kit.Second, kit.Allowed(-5, 15*kit.Second, 10)), 0, ""},
+			{0, reserve(time.Hour, 5, "next"), waits(10*kit.Second, kit.Allowed(-10, 20*kit.Second, 10)), 0, ""},
+			{kit.Second, settle("first", 0), kit.Allowed(-4, 14*kit.Second, 10), 0, ""},
+			{kit.Second, reserve(time.Hour, 5, "next"), kit.Replayed(waits(9*kit.Second, kit.Allowed(-10, 20*kit.Second, 10))), 0, ""},
+			{kit.Second, reserve(time.Hour, 1), waits(5*kit.Second, kit.Allowed(-5, 15*kit.Second, 10)), 0, ""},
+		},
+		"the wait is 0 to 365 days": {
+			{0, reserve(-kit.Us, 1), kit.Decision{}, 0, model.InvalidArgument},
+			{0, reserve(365*24*time.Hour+kit.Us, 1), kit.Decision{}, 0, model.InvalidArgument},
+			{0, reserve(365*24*time.Hour, 1), waits(0, kit.Allowed(9, kit.Second, 10)), 0, ""},
+		},
+		"up to takes what there is": {
+			{0, upTo(7, 1, "i"), kit.Allowed(3, 7*kit.Second, 10), 7, ""},
+			{0, upTo(7, 4), kit.Denied(3, kit.Second, 7*kit.Second, 10), 0, ""},
+			{500 * kit.Ms, upTo(7, 3), kit.Allowed(0, 9500*kit.Ms, 10), 3, ""},
+			{500 * kit.Ms, upTo(7, 1), kit.Denied(0, 500*kit.Ms, 9500*kit.Ms, 10), 0, ""},
+			{kit.Second, upTo(7, 1, "i"), kit.Replayed(kit.Allowed(3, 7*kit.Second, 10)), 7, ""},
+			{kit.Second, upTo(6, 1, "i"), kit.Decision{}, 0, model.IdempotencyMismatch},
+			{kit.Second, upTo(9, 8, "i"), kit.Decision{}, 0, model.IdempotencyMismatch},
+			{kit.Second, acquireStep(7, "i"), kit.Replayed(kit.Allowed(3, 7*kit.Second, 10)), 0, ""},
+			{kit.Second, settle("i", 1), kit.Allowed(7, 3*kit.Second, 10), 0, ""},
+		},
+		"up to more than there can be": {
+			{0, upTo(kit.MaxTokens*1000, 11), kit.Never(10, 0, 10), 0, ""},
+			{0, upTo(kit.MaxTokens*1000, 10), kit.Allowed(0, 10*kit.Second, 10), 10, ""},
+			{0, upTo(0, 0), kit.Decision{}, 0, model.InvalidArgument},
+			{0, upTo(5, 0), kit.Decision{}, 0, model.InvalidArgument},
+			{0, upTo(5, 6), kit.Decision{}, 0, model.InvalidArgument},
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			kit.OnEachDurability(t, func(t *testing.T, db kit.Subject, durability kit.PolicyOption) {
+				db.SetClock(kit.T0)
+				db.DefinePolicy("p", 10, 1, kit.Second, durability)
+				runSpending(t, db, steps)
+			})
+		})
+	}
+}
+
+// Or the tokens that the bucket never had would fill it.
+func TestSpend_AChargeCutAtTheFloorIsSettledAgainstWhatItTook(t *testing.T) {
+	kit.OnEachDurability(t, func(t *testing.T, db kit.Subject, durability kit.PolicyOption) {
+		db.DefinePolicy("p", 10, 0, kit.Second, durability)
+		left := func(remaining int64) kit.Decision {
+			return kit.Decision{Allowed: true, Remaining: remaining, ResetAfter: model.Never, Capacity: 10}
+		}
+		runSpending(t, db, []spendStep{
+			{0, charge(105, "first"), left(-95), 0, ""},
+			{0, charge(kit.MaxTokens, "cut"), left(-kit.MaxTokens), 0, ""}, // by 95
+			{0, charge(3, "none"), left(-kit.MaxTokens), 0, ""},
+			{0, charge(kit.MaxTokens, "cut"), kit.Replayed(left(-kit.MaxTokens)), 0, ""},
+			{0, charge(kit.MaxTokens-95, "cut"), kit.Decision{}, 0, model.IdempotencyMismatch},
+			{0, settle("none", 0), left(-kit.MaxTokens), 0, ""},
+			{0, settle("cut", 2), left(-97), 0, ""},
+			{0, settle("cut", 2), kit.Replayed(left(-97)), 0, ""},
+			{0, settle("first", 0), left(8), 0, ""},
+		})
+	})
+}
+
+func TestPolicy_OfCapacity0GrantsNothing(t *testing.T) {
+	kit.OnEachDurability(t, func(t *testing.T, db kit.Subject, durability kit.PolicyOption) {
+		db.DefinePolicy("p", 0, 1, kit.Second, durability)
+		runSpending(t, db, []spendStep{
+			{0, acquireStep(1), kit.Never(0, 0, 0), 0, ""},
+			{0, acquireStep(0), kit.Allowed(0, 0, 0), 0, ""},
+			{0, upTo(5, 1, "i"), kit.Never(0, 0, 0), 0, ""},
+			{0, reserve(time.Hour, 1), waits(-kit.Us, kit.Denied(0, 0, 0, 0)), 0, ""},
+			{0, charge(2, "i"), kit.Allowed(-2, 2*kit.Second, 0), 0, ""},
+			{kit.Second, acquireStep(1), kit.Never(-1, kit.Second, 0), 0, ""},
+			{kit.Second, settle("i", 0), kit.Allowed(0, 0, 0), 0, ""},
+			{time.Hour, acquireStep(1), kit.Never(0, 0, 0), 0, ""},
+		})
+		require.Equal(t, kit.Never(0, 0, 0), db.PeekAt(kit.T0, "p", "k", 1))
+		require.Equal(t, kit.Allowed(0, 0, 0), db.RefundAt(kit.T0, "p", "k", 1))
+		if db, ok := db.(*kit.TestDB); ok {
+			answers, err := kit.AcquirePacked(db.Pool, []kit.WholeRequest{kit.All("p", "k")}, false)
+			require.NoError(t, err)
+			require.Equal(t, kit.Never(0, 0, 0), answers[0].Whole.Decision)
+		}
+	})
+}
+
+// Only debt may be as deep as this. The policies are the slowest and the fastest there are.
+func TestSpend_DebtEndsAtAFloor(t *testing.T) {
+	type testCase struct {
+		capacity, refill int64
+		every            string
+		stepped          bool
+		floor            int64
+	}
+	kit.OnDBs(t, map[string]testCase{
+		"the slowest":          {10, 1, "365250 days", false, -10},
+		"the slowest, stepped": {10, 1, "365250 days", true, -10},
+		"slow and large":       {9_000_000_000, 900_000_000, "365250 days", true, -9_000_000_000},
+		"the fastest":          {kit.MaxTokens, kit.MaxTokens, "1 microsecond", false, -kit.MaxTokens},
+		"the fastest, stepped": {1, kit.MaxTokens, "1 microsecond", true, -kit.MaxTokens},
+		"without refill":       {1, 0, "1 microsecond", false, -kit.MaxTokens},
+	}, func(t *testing.T, db *kit.TestDB, p testCase) {
+		db.SetClock(kit.T0)
+		m := model.New()
+		db.Execute("select ratelimit_define_policy('p', $1, $2, $3::interval, stepped => $4)", p.capacity, p.refill, p.every, p.stepped)
+		every := model.Micros(1)
+		if p.every != "1 microsecond" {
+			every = 365_250 * kit.Day
+		}
+		require.NoError(t, m.Define("p", model.Definition{
+			Numbers: model.Numbers{Capacity: &p.capacity, Refill: &p.refill, Every: &every}, Stepped: &p.stepped,
+		}))
+		now := kit.T0
+		ask := db.AsModel(m, &now)
+		ask(charge(1, "early"))
+		ask(charge(kit.MaxTokens))
+		require.Equal(t, p.floor, ask(charge(kit.MaxTokens)).Remaining)
+		require.Equal(t, p.floor, ask(charge(kit.MaxTokens, "late")).Remaining, "no deeper")
+		require.Equal(t, p.floor, ask(settle("early", kit.MaxTokens)).Remaining, "and a settlement does not refuse")
+		require.True(t, ask(charge(kit.MaxTokens)).Allowed)
+		require.False(t, ask(reserve(365*24*time.Hour, 1)).Allowed, "a reservation is refused")
+		require.False(t, ask(upTo(1, 1)).Allowed)
+		for _, cost := range []int64{0, 1, p.capacity, kit.MaxTokens} {
+			want := db.Must(m.Peek(now, model.BucketID{Policy: "p", Key: "k"}, cost))
+			require.Equal(t, want, db.Must(kit.Peek(db.Pool, "p", "k", cost)))
+			require.Equal(t, want, db.Acquire("p", "k", cost))
+		}
+		db.Cleanup()
+		ask(settle("late", 0))
+		ask(charge(kit.MaxTokens))
+		now = kit.T0.AddDate(1, 0, 0)
+		db.CleanupAt(now)
+		ask(charge(0))
+		require.NoError(t, m.Reset(model.BucketID{Policy: "p", Key: "k"}))
+		db.Reset("p", "k")
+		require.Equal(t, p.capacity, ask(charge(0)).Remaining, "a reset forgives")
+	})
+}
+
+// A debt that was allowed once stays when the policy gets slower, and is not made deeper. Its times saturate.
+func TestSpend_AnOldDebtMayBeBelowTheFloor(t *testing.T) {
+	db := kit.ParallelDB(t, kit.T0)
+	m := model.New()
+	id := model.BucketID{Policy: "p", Key: "k"}
+	define := func(capacity, refill int64, every model.Micros) {
+		require.NoError(t, m.Define("p", model.Definition{Numbers: model.Numbers{Capacity: &capacity, Refill: &refill, Every: &every}}))
+		db.Execute("select ratelimit_define_policy('p', $1, $2, $3)", capacity, refill, kit.IntervalOfDays(every))
+	}
+	ask := db.AsModel(m, new(kit.T0))
+	define(10, kit.MaxTokens, 1)
+	ask(charge(5, "i"))
+	ask(charge(5))
+	require.EqualValues(t, -kit.MaxTokens, ask(charge(kit.MaxTokens)).Remaining)
+	define(10, 1, 365_250*kit.Day)
+	require.EqualValues(t, -kit.MaxTokens, ask(charge(1)).Remaining, "neither cut nor deeper")
+	require.Equal(t, model.Longest, ask(charge(0)).ResetAfter)
+	require.EqualValues(t, -kit.MaxTokens, ask(settle("i", 9)).Remaining)
+	want := db.Must(m.Peek(kit.T0, id, 1))
+	require.Equal(t, model.Longest, want.RetryAfter)
+	require.Equal(t, want, db.Must(kit.Peek(db.Pool, "p", "k", 1)))
+	require.Equal(t, want, db.Acquire("p", "k", 1))
+	require.Equal(t, want.RetryAfter, ask(reserve(365*24*time.Hour, 1)).RetryAfter)
+	require.Equal(t, want, kit.SendBatch(t, db.Pool, kit.AcquireAllMany, kit.All("p", "k"))[0].Whole.Decisions[0])
+	db.SetClock(kit.T0.Add(time.Hour))
+	db.Cleanup()
+	require.EqualValues(t, 1, db.Number("select count(*) from ratelimit.buckets"))
+	define(10, 1, kit.Micros(kit.Second))
+	require.EqualValues(t, -kit.MaxTokens+3600, db.Must(kit.Peek(db.Pool, "p", "k", 1)).Remaining)
+}
+
+// A debt deeper than the bucket is large is paid before the bucket fills, also for batches.
+func TestSpend_BatchesSeeDebtPaid(t *testing.T) {
+	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, durability kit.PolicyOption) {
+		db.At(kit.T0).Policy("p", 10, 1, kit.Second, durability)
+		db.MustSpend(charge(25))
+		for _, step := range []struct {
+			at   time.Duration
+			want kit.Decision
+		}{
+			{15 * kit.Second, kit.Denied(0, 2*kit.Second, 10*kit.Second, 10)},
+			{16 * kit.Second, kit.Denied(1, kit.Second, 9*kit.Second, 10)},
+			{time.Hour, kit.Allowed(8, 2*kit.Second, 10)},
+		} {
+			db.SetClock(kit.T0.Add(step.at))
+			require.Equal(t, step.want, *kit.SendBatch(t, db.Pool, kit.AcquireMany, kit.RequestOf("p", "k", 2))[0].Decision, step.at)
+		}
+	})
+}
+
+func TestSpend_Shadow(t *testing.T) {
+	db := kit.ParallelDB(t, kit.T0)
+	db.Execute("select ratelimit_define_policy('p', 10, 1, '1 second', shadow => true)")
+	shadowed := func(d kit.Decision) kit.Decision {
+		d.Shadowed = true
+		return d
+	}
+	runSpending(t, db, []spendStep{
+		{0, reserve(0, 8, "r"), kit.Allowed(2, 8*kit.Second, 10), 0, ""},
+		{0, upTo(5, 3), shadowed(kit.Allowed(2, 8*kit.Second, 10)), 5, ""},
+		{0, upTo(5, 1, "u"), kit.Allowed(0, 10*kit.Second, 10), 5, ""},
+		{0, settle("u", 2), kit.Allowed(0, 10*kit.Second, 10), 0, ""}, // the 2 that enforcing would have taken
+		{0, reserve(kit.Second, 4, "none"), shadowed(kit.Allowed(0, 10*kit.Second, 10)), 0, ""},
+		{0, reserve(time.Hour, 4, "w"), shadowed(kit.Allowed(-4, 14*kit.Second, 10)), 0, ""},
+		{kit.Second, reserve(time.Hour, 4, "w"), shadowed(kit.Replayed(kit.Allowed(-4, 14*kit.Second, 10))), 0, ""},
+		{kit.Second, acquireStep(4, "w"), shadowed(kit.Replayed(kit.Allowed(-4, 14*kit.Second, 10))), 0, ""},
+		{4 * kit.Second, acquireStep(4, "w"), kit.Replayed(kit.Allowed(-4, 14*kit.Second, 10)), 0, ""},
+		{4 * kit.Second, settle("none", 9), shadowed(kit.Allowed(0, 10*kit.Second, 10)), 0, ""},
+		{4 * kit.Second, settle("w", 0), kit.Allowed(4, 6*kit.Second, 10), 0, ""},
+		{4 * kit.Second, charge(9), kit.Allowed(-5, 15*kit.Second, 10), 0, ""},
+	})
+}
+
+// A grant that is not committed yet is none, and nothing waits for it.
+func TestSettle_WaitsForNoGrant(t *testing.T) {
+	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, durability kit.PolicyOption) {
+		holder := db.Policy("p", 10, 1, time.Hour, durability).Begin()
+		holder.Acquire("p", "k", 4, "i")
+		_, err := settle("i", 2).By(db.Pool)
+		require.Equal(t, string(model.NoGrant), kit.SQLState(err))
+		_, err = settle("i", 2).By(holder)
+		require.NoError(t, err, "its own transaction sees it")
+		holder.Execute("commit")
+		got := db.MustSpend(settle("i", 2))
+		require.True(t, got.Replayed)
+		require.EqualValues(t, 8, got.Remaining)
+	})
+}
+
+// A bucket without a row is full: a settlement that only gives back writes the grant alone, and one that takes makes the row.
+func TestSettle_OfABucketWithoutARow(t *testing.T) {
+	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, durability kit.PolicyOption) {
+		db.At(kit.T0).Policy("p", 10, 1, kit.Second, durability)
+		for _, key := range []string{"back", "more"} {
+			db.Acquire("p", "k", 4, key)
+		}
+		db.Reset("p", "k")
+		require.Equal(t, kit.Allowed(10, 0, 10), db.MustSpend(settle("back", 1)).Decision)
+		require.Nil(t, db.Bucket("p", "k"))
+		require.Equal(t, kit.Allowed(7, 3*kit.Second, 10), db.MustSpend(settle("more", 7)).Decision)
+		require.Equal(t, kit.Replayed(kit.Allowed(7, 3*kit.Second, 10)), db.MustSpend(settle("back", 1)).Decision)
+	})
+}
+
+func TestSettle_CountsOnce(t *testing.T) {
+	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, durability kit.PolicyOption) {
+		db.At(kit.T0).Policy("p", 100, 1, time.Hour, durability).Take("p", "k", 50, "i")
+		holder := db.Begin().Run("select ratelimit_charge('p', 'k', 1)") // they all wait for the bucket
+		var callers []*kit.Pending
+		for n := range 10 {
+			callers = append(callers, db.Session().StartSpending(settle("i", int64(10+n%2))))
+			callers[0].AwaitBlockedBy(holder)
+		}
+		holder.Execute("commit")
+		mismatches, first := 0, 0
+		for _, caller := range callers {
+			if d, err := caller.Result(); err != nil {
+				require.Equal(t, string(model.IdempotencyMismatch), kit.SQLState(err))
+				mismatches++
+			} else if !d.Replayed {
+				first++
+			}
+		}
+		require.Equal(t, 1, first)
+		require.Equal(t, 5, mismatches)
+		require.Contains(t, []int64{100 - 1 - 10, 100 - 1 - 11}, db.Left("p", "k"))
+	})
+}
+
+// A grant expires while its settlement waits for the bucket. If its key is granted anew meanwhile, that grant is settled.
+func TestSettle_SettlesTheGrantThatItsKeyHasAfterAWait(t *testing.T) {
+	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, durability kit.PolicyOption) {
+		for _, anew := range []bool{true, false} {
+			db.At(kit.T0).Policy("p", 100, 0, kit.Second, durability, kit.Remember(kit.Second)).Take("p", "k", 10, "i")
+			holder := db.Begin().Take("p", "k", 1)
+			call := db.Session().StartSpending(settle("i", 5)).BlockedBy(holder)
+			db.SetClock(kit.T0.Add(kit.Second))
+			if anew {
+				require.False(t, holder.Acquire("p", "k", 20, "i").Replayed)
+			}
+			holder.Execute("commit")
+			d, err := call.Result()
+			if anew {
+				require.NoError(t, err)
+				require.EqualValues(t, 100-10-1-5, d.Remaining)
+			} else {
+				require.Equal(t, string(model.NoGrant), kit.SQLState(err), "%+v", d)
+			}
+			db.DropPolicy("p")
+		}
+	})
+}
+
+// A shadow policy answers a settlement without a grant by its bucket. If the grant commits before the bucket is read, it is settled.
+func TestSettle_OfAShadowPolicyFindsTheGrantThatItsBucketShows(t *testing.T) {
+	t.Parallel()
+	for function, kind := range map[string]string{"ratelimit_settle": "true", "ratelimit.settle_ephemeral": "false"} {
+		db := kit.NewDB(t)
+		gate := db.GateBefore(`if not v_policy\.shadow then perform no_grant\([^;]*;[^;]* end if; select n\.level, n\.reset_us`, function)
+		db.Execute("select ratelimit_define_policy('p', 10, 1, '1 day', shadow => true, durable => " + kind + ")")
+		call := gate.Session().StartSpending(settle("i", 1)).BlockedBy(gate.Keeper)
+		db.Acquire("p", "k", 4, "i")
+		gate.Open()
+		d := call.Answer()
+		require.False(t, d.Shadowed)
+		require.EqualValues(t, 9, d.Remaining)
+	}
+}
+
+// The transaction that a charge or a settlement waits for removes the bucket and changes its numbers: the new row is full by these.
+func TestSpend_ABucketCreatedAfterAWaitHasTheNumbersAfterTheWait(t *testing.T) {
+	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, durability kit.PolicyOption) {
+		db.SetClock(kit.T0)
+		for _, change := range []string{"ratelimit_define_policy('p', 30)", "ratelimit_override('p', 'k', 30)"} {
+			for _, s := range []kit.Spending{charge(3), settle("i", 4)} {
+				db.Policy("p", 10, 1, kit.Second, durability).Take("p", "k", 1, "i")
+				holder := db.Begin().Run("select ratelimit_reset('p', 'k'), " + change)
+				call := db.Session().StartSpending(s).BlockedBy(holder)
+				holder.Execute("commit")
+				require.Equal(t, kit.Allowed(27, 3*kit.Second, 30), call.Answer(), "%s after %s", s, change)
+				db.DropPolicy("p")
+			}
+		}
+	})
+}
+
+// A key that is stored after the bucket was read, by a session that left the bucket as it was, is found when the grant is stored.
+func TestReserve_AKeyThatTurnsUpLateIsReplayed(t *testing.T) {
+	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, durability kit.PolicyOption) {
+		for _, late := range []kit.Spending{reserve(time.Hour, 3, "i"), upTo(3, 1, "i"), charge(3, "i")} {
+			db.At(kit.T0).Policy("p", 10, 1, kit.Second, durability).Take("p", "k", map[bool]int64{true: 10, false: 8}[late.Function == "reserve"])
+			before := *db.Bucket("p", "k")
+			holder := db.Begin()
+			first := late
+			if late.Function == "acquire_up_to" {
+				first = upTo(2, 1, "i")
+			}
+			want, err := first.By(holder)
+			require.NoError(t, err)
+			holder.Execute("select ratelimit_refund('p', 'k', $1)", 3) // to the level that it had
+			if late.Function == "acquire_up_to" {
+				holder.Execute("select ratelimit_charge('p', 'k', 1)")
+			}
+			var got kit.Spent
+			caller := db.Session().Start(func(q kit.Querier) (kit.Decision, error) {
+				var err error
+				got, err = late.By(q)
+				return got.Decision, err
+			})
+			caller.AwaitBlockedBy(holder)
+			holder.Execute("commit")
+			want.Replayed = true
+			caller.Answer()
+			require.Equal(t, want, got, late)
+			require.Equal(t, before, *db.Bucket("p", "k"), late)
+			db.DropPolicy("p")
+		}
+	})
+}
+
+// A reservation that has looked at an empty bucket waits for a session that gives tokens back, and then has no more to wait.
+func TestReserve_WhatIsThereByNowIsNotWaitedFor(t *testing.T) {
+	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, durability kit.PolicyOption) {
+		db.At(kit.T0).Policy("p", 10, 1, kit.Second, durability).Take("p", "k", 10)
+		holder := db.Begin().Run("select ratelimit_refund('p', 'k', 7)")
+		caller := db.Session().StartSpending(reserve(time.Hour, 4, "i")).BlockedBy(holder)
+		holder.Execute("commit")
+		require.Equal(t, waits(0, kit.Allowed(3, 7*kit.Second, 10)), caller.Answer())
+		require.Equal(t, kit.Replayed(kit.Allowed(3, 7*kit.Second, 10)), db.Acquire("p", "k", 4, "i"))
+	})
+}
+
+// A reservation that had to wait for the bucket is told what is left to wait by then, and not what it was before. Its grant
+// holds at the same instant.
+func TestReserve_TheWaitForTheBucketCounts(t *testing.T) {
+	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, durability kit.PolicyOption) {
+		db.At(kit.T0).Policy("p", 10, 1, kit.Second, durability).Take("p", "k", 10)
+		for _, c := range []struct {
+			key               string
+			cost              int64
+			later, wait, left time.Duration
+		}{{"i", 5, 2 * kit.Second, 3 * kit.Second, 3*kit.Second - kit.Ms}, {"j", 1, time.Hour, 0, 0}} {
+			holder := db.Begin().Run("select ratelimit_charge('p', 'k', 0)").Run("select from ratelimit.buckets where key = 'k' for update")
+			holder.Execute("select from ratelimit.ephemeral_buckets where key = 'k' for update")
+			caller := db.Session().StartSpending(reserve(time.Hour, c.cost, c.key)).BlockedBy(holder)
+			db.SetClock(kit.T0.Add(c.later))
+			holder.Execute("commit")
+			got := caller.Answer()
+			require.True(t, got.Allowed)
+			require.Equal(t, kit.Micros(c.wait), got.RetryAfter)
+			db.SetClock(kit.T0.Add(c.later + kit.Ms))
+			require.Equal(t, kit.Micros(c.left), db.MustSpend(reserve(0, c.cost, c.key)).RetryAfter)
+		}
+	})
+}
+
+// The promise of a wait, on both sides: then the reservation's debt is paid, and one microsecond earlier it is not. A
+// max_wait of one microsecond less is refused, and tells the same wait.
+func TestReserve_TheWaitIsAPromise(t *testing.T) {
+	type testCase struct {
+		capacity, refill int64
+		every            string
+		stepped          bool
+		costs            []int64
+	}
+	kit.OnDBs(t, map[string]testCase{
+		"less than a microtoken in a microsecond":  {10, 1, "7 seconds", false, []int64{1, 10, 3}},
+		"a microtoken takes hours":                 {10, 1, "100000 days", false, []int64{1}},
+		"a third of a microtoken in a microsecond": {10, 1, "3 seconds", false, []int64{10, 10, 10}},
+		"a line": {1, 50, "1 second", false, []int64{1, 1, 1, 1}},
+		"steps":  {10, 3, "7 seconds", true, []int64{1, 10, 3}},
+		"days":   {10, 3, "1 day", true, []int64{10, 10}},
+	}, func(t *testing.T, db *kit.TestDB, p testCase) {
+		now := kit.T0
+		db.SetClock(now)
+		db.Execute("select ratelimit_define_policy('p', $1, $2, $3::interval, stepped => $4)", p.capacity, p.refill, p.every, p.stepped)
+		ask := db.MustSpend
+		ask(charge(p.capacity))
+		for n, cost := range p.costs {
+			for _, lead := range []time.Duration{1234567 * kit.Us, 0, -89 * kit.Ms}[n%3:] { // the last is a clock that has gone back
+				now = now.Add(lead)
+				db.SetClock(now)
+				refused := ask(reserve(0, cost))
+				wait := time.Duration(refused.RetryAfter) * kit.Us
+				if refused.RetryAfter > kit.MaxWaitOfReserve || wait == 0 {
+					continue
+				}
+				require.False(t, refused.Allowed)
+				require.Equal(t, refused, ask(reserve(wait-kit.Us, cost)))
+				granted := ask(reserve(wait, cost))
+				require.True(t, granted.Allowed)
+				require.Equal(t, refused.RetryAfter, granted.RetryAfter)
+				require.Negative(t, db.PeekAt(now.Add(wait-kit.Us), "p", "k", 0).Remaining)
+				require.GreaterOrEqual(t, db.PeekAt(now.Add(wait), "p", "k", 0).Remaining, int64(0))
+				db.SetClock(now)
+			}
+		}
+	})
+}
+
+// A reservation goes down to the floor, to the microtoken, though the bucket would be out of debt within max_wait.
+func TestReserve_GoesDownToTheFloor(t *testing.T) {
+	db := kit.ParallelDB(t)
+	m := model.New()
+	capacity, refill, every := int64(kit.MaxTokens), int64(1_000_000), kit.Micros(kit.Second)
+	require.NoError(t, m.Define("p", model.Definition{Numbers: model.Numbers{Capacity: &capacity, Refill: &refill, Every: &every}}))
+	db.At(kit.T0).Policy("p", capacity, refill, kit.Second)
+	now := kit.T0
+	ask := db.AsModel(m, &now)
+	const year = 365 * 24 * time.Hour
+	ask(charge(kit.MaxTokens))
+	require.True(t, ask(reserve(year, kit.MaxTokens, "i")).Allowed)
+	require.False(t, ask(reserve(year, 1)).Allowed)
+	ask(settle("i", 1_000_000))
+	require.False(t, ask(reserve(year, kit.MaxTokens)).Allowed)
+	now = now.Add(kit.Second - kit.Us)
+	db.SetClock(now)
+	require.False(t, ask(reserve(year, kit.MaxTokens)).Allowed)
+	now = now.Add(kit.Us)
+	db.SetClock(now)
+	require.EqualValues(t, -kit.MaxTokens, ask(reserve(year, kit.MaxTokens)).Remaining, "what was refilled since counts")
+}
+
+func TestSpend_RefusalsAndReplaysWriteNothing(t *testing.T) {
+	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, durability kit.PolicyOption) {
+		db.At(kit.T0).Policy("p", 10, 1, kit.Second, durability)
+		for _, s := range []kit.Spending{charge(10), charge(1, "c"), reserve(time.Hour, 2, "r"), settle("c", 3)} {
+			db.MustSpend(s)
+		}
+		before := db.Rows()
+		for _, s := range []kit.Spending{
+			reserve(kit.Second, 5), reserve(0, 1, "x"), reserve(0, 2, "r"), reserve(time.Hour, 11), reserve(0, 0), upTo(5, 1), upTo(5, 1, "x"),
+			upTo(2, 2, "r"), charge(0), charge(1, "c"), settle("c", 3),
+		} {
+			tx := db.Begin()
+			_, err := s.By(tx)
+			require.NoError(t, err, s)
+			require.Equal(t, kit.Traces{}, tx.Traces(), s)
+			tx.Execute("commit")
+		}
+		require.Equal(t, before, db.Rows())
+	})
+}
+
+func TestSpend_Errors(t *testing.T) {
+	db := kit.ParallelDB(t).Policy("p", 10, 1, kit.Second)
+	db.Execute("select ratelimit_acquire('p', 'k', 2, 'i')")
+	db.Execute("select ratelimit_settle('p', 'k', 'i', 3)")
+	db.Execute("select ratelimit_acquire('p', 'other', 2, 'i')")
+	const settled = "RL004: the grant under this idempotency key was settled: 'i' was granted with cost 2 and settled with cost 3.: The operation is over, or was cancelled: do not repeat it. A new one needs a new key."
+	for call, want := range map[string]string{
+		"ratelimit_charge('p', 'k', null)":                                              "22023: invalid cost: cost is null.: Pass a whole number of tokens, 0 or more; ratelimit_refund gives tokens back.",
+		"ratelimit_charge('p', 'k', 9000000000001)":                                     "22023: invalid cost: cost is 9000000000001.: Pass 0 to 9000000000000 tokens.",
+		"ratelimit_charge('p', 'k', 1, '')":                                             "22023: invalid idempotency_key: idempotency_key is empty.: Pass a text of 1 to 512 bytes.",
+		"ratelimit_charge('q', 'k', 1)":                                                 "RL001: unknown policy: No policy is named 'q'.: Names are case-sensitive, and ratelimit_policies() lists them. Define a new one first: select ratelimit_define_policy('q', capacity => 10, refill => 10, every => '1 second').",
+		"ratelimit_drop_policy('q''s')":                                                 "RL001: unknown policy: No policy is named 'q''s'.: Pass the name of a policy that select * from ratelimit_policies() lists.",
+		"ratelimit_settle('p', 'k', null, 1)":                                           "22023: invalid idempotency_key: idempotency_key is null.: Pass a text of 1 to 512 bytes.",
+		"ratelimit_settle('p', null, 'i', 1)":                                           "22023: invalid key: key is null.: Pass a text of 1 to 512 bytes.",
+		"ratelimit_settle('p', 'k', 'i', 4)":                                            "RL002: idempotency key used before with another cost: 'i' was settled with cost 3 and is settled again with cost 4.: The first settlement stands: charge or refund the difference.",
+		"ratelimit_settle('p', 'k', 'j', 4)":                                            "RL003: no live grant under this idempotency key: Policy 'p' does not remember 'j' for this bucket. Nothing was charged.: An acquire that was denied or rolled back leaves nothing to settle. A job may take longer than the policy remembers: ratelimit_define_policy(policy, remember => '7 days').",
+		"ratelimit_reserve('p', 'k', null)":                                             "22023: invalid max_wait: max_wait is null.: Pass an interval of 0 to 365 days, in days or smaller units.",
+		"ratelimit_reserve('p', 'k', '1 month')":                                        "22023: invalid max_wait: max_wait is 1 mon.: Pass an interval of 0 to 365 days, in days or smaller units.",
+		"ratelimit_reserve('p', 'k', '1 second', -1)":                                   "22023: invalid cost: cost is -1.: Pass a whole number of tokens, 0 or more; ratelimit_refund gives tokens back.",
+		"ratelimit_acquire_up_to('p', 'k', null)":                                       "22023: invalid at_most: at_most is null.: Pass a whole number of tokens, 1 or more.",
+		"ratelimit_acquire_up_to('p', 'k', 5, 6)":                                       "22023: invalid at_least: at_least is 6.: Pass a whole number of tokens, from 1 to at_most.",
+		"ratelimit_acquire_up_to('p', 'k', 5, null)":                                    "22023: invalid at_least: at_least is null.: Pass a whole number of tokens, from 1 to at_most.",
+		"ratelimit_acquire_up_to('p', 'k', 5, 3, 'i')":                                  "RL002: idempotency key used before with another cost: 'i' was granted with cost 2 and is requested again for 3 to 5.: Repeat a request with its first cost, and give a new request a new key.",
+		"ratelimit_reserve('p', 'k', '1 second', 3, 'i')":                               "RL002: idempotency key used before with another cost: 'i' was granted with cost 2 and is requested again with cost 3.: Repeat a request with its first cost, and give a new request a new key.",
+		"ratelimit_reserve('p', 'k', '-1 microsecond', 3)":                              "22023: invalid max_wait: max_wait is -00:00:00.000001.: Pass an interval of 0 to 365 days, in days or smaller units.",
+		"ratelimit_acquire_up_to('p', 'k', 0, 0)":                                       "22023: invalid at_most: at_most is 0.: Pass a whole number of tokens, 1 or more.",
+		"ratelimit_acquire_up_to(null, 'k', 5)":                                         "22023: invalid policy: policy is null.: Pass a text of 1 to 512 bytes.",
+		"ratelimit_acquire('p', 'k', 2, 'i')":                                           settled,
+		"ratelimit_enforce('p', 'k', 2, 'i')":                                           settled,
+		"ratelimit_reserve('p', 'k', '1 second', 2, 'i')":                               settled,
+		"ratelimit_acquire_up_to('p', 'k', 5, 1, 'i')":                                  settled,
+		"ratelimit_acquire_all(array['p', 'p'], array['new', 'k'], array[1, 2], 'i')":   strings.Replace(settled, "'i'", "Element 2 of the request: 'i'", 1),
+		"ratelimit_acquire_all(array['p', 'q'], array['k', 'k'], array[2, 1], 'i')":     "RL001: unknown policy: Element 2 of the request: No policy is named 'q'.: Names are case-sensitive, and ratelimit_policies() lists them. Define a new one first: select ratelimit_define_policy('q', capacity => 10, refill => 10, every => '1 second').",
+		"ratelimit_acquire_all(array['p', 'p'], array['k', 'other'], array[2, 1], 'i')": "RL002: idempotency key used before with another cost: Element 2 of the request: 'i' was granted with cost 2 and is requested again with cost 1.: Repeat a request with its first cost, and give a new request a new key.",
+	} {
+		_, err := db.Pool.Exec(context.Background(), "select "+call)
+		e := kit.PgError(err)
+		require.NotNil(t, e, "%s: %v", call, err)
+		require.Equal(t, want, fmt.Sprintf("%s: %s: %s: %s", e.Code, e.Message, e.Detail, e.Hint), call)
+	}
+}
+
+func TestSpend_ABatchRefusesWhatWasSettled(t *testing.T) {
+	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, durability kit.PolicyOption) {
+		db.Policy("p", 10, 1, time.Hour, durability).Take("p", "k", 2, "i")
+		db.MustSpend(settle("i", 1))
+		ask := func(key, idempotencyKey string) kit.WholeRequest {
+			return kit.WholeRequest{Charges: []model.Charge{kit.ChargeOf("p", key, 2)}, IdempotencyKey: idempotencyKey}
+		}
+		for function, send := range map[string]func([]kit.WholeRequest) ([]kit.WholeAnswer, error){
+			"many":        func(r []kit.WholeRequest) ([]kit.WholeAnswer, error) { return kit.AcquireManyWholes(db.Pool, r) },
+			"all many":    func(r []kit.WholeRequest) ([]kit.WholeAnswer, error) { return kit.AcquireAllMany(db.Pool, r) },
+			"packed":      func(r []kit.WholeRequest) ([]kit.WholeAnswer, error) { return kit.AcquirePacked(db.Pool, r, false) },
+			"packed, all": func(r []kit.WholeRequest) ([]kit.WholeAnswer, error) { return kit.AcquirePacked(db.Pool, r, true) },
+		} {
+			answers, err := send([]kit.WholeRequest{ask(function, "i"), ask("k", "i"), ask("k", function)})
+			require.NoError(t, err, function)
+			require.True(t, answers[0].Whole.Allowed, function)
+			require.Equal(t, "RL004: the grant under this idempotency key was settled: 'i' was granted with cost 2 and settled with cost 1.: "+
+				"The operation is over, or was cancelled: do not repeat it. A new one needs a new key.", answers[1].Error, function)
+			require.True(t, answers[2].Whole.Allowed, function)
+		}
+		require.EqualValues(t, 1, db.Left("p", "k"))
+	})
+}
+
+// Of shadow buckets, the deepest in debt covers the fewest repeats. One that is enforced binds before them, however many it covers.
+func TestSpend_BindingOfShadowsAndOfBucketsInDebt(t *testing.T) {
+	db := kit.ParallelDB(t, kit.T0)
+	db.Execute("select ratelimit_define_policy('spy', 10, 1, '1 second', shadow => true), ratelimit_define_policy('p', 10, 1, '1 second')")
+	db.Execute("select ratelimit_define_policy(name, 9000000000000, 9000000000000, '1 second', shadow => name = 'vast spy') from unnest('{vast, vast spy}'::text[]) as name")
+	db.Execute("select ratelimit_charge('spy', 'in debt', 13), ratelimit_charge('spy', 'poor', 10), ratelimit_charge('spy', 'rich', 1), ratelimit_charge('p', 'k', 1)")
+	db.Execute("select ratelimit_charge('vast', 'k', 1), ratelimit_charge('vast spy', 'k', 9000000000000), ratelimit_charge('vast spy', 'k', 9000000000000)")
+	for _, charges := range [][]model.Charge{ // of each, the last one binds
+		{kit.ChargeOf("spy", "poor", 7), kit.ChargeOf("spy", "in debt", 7)},
+		{kit.ChargeOf("spy", "poor", 7), kit.ChargeOf("spy", "in debt", 7), kit.ChargeOf("p", "k", 1)},
+		{kit.ChargeOf("spy", "rich", 7), kit.ChargeOf("vast", "k", 1)},
+		{kit.ChargeOf("vast spy", "k", 1), kit.ChargeOf("vast", "k", 1)},
+	} {
+		r := kit.WholeRequest{Charges: charges}
+		w, err := r.AcquireAll(db.Pool)
+		require.NoError(t, err)
+		require.Equal(t, len(charges), w.Binding, "%+v", w)
+		require.Equal(t, len(charges), kit.SendBatch(t, db.Pool, kit.AcquireAllMany, r)[0].Whole.Binding)
+	}
+}

@@ -1,0 +1,416 @@
+package torture
+
+import (
+	"encoding/binary"
+	"fmt"
+	"maps"
+	"math"
+	"math/rand/v2"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+	"unicode/utf8"
+
+	"github.com/jackc/pgx/v5/pgtype"
+	"github.com/pgratelimit/pgratelimit/tests/kit"
+)
+
+// An argument is a value and how it is sent; or what the server refuses before any function is called,
+// because it cannot read it as text, number, interval …
+type argument struct {
+	value  any    // nil, string, int64, bool, span, instant, []*string or []*int64
+	text   []byte // nil for null
+	binary []byte // only for the extended protocol, where it is not nil
+
+	// The SQLSTATEs that it may be refused with. None: the value arrives.
+	unreadable []string
+}
+
+// An instant is a timestamptz in microseconds of the Unix epoch.
+type instant int64
+
+const (
+	infinity         instant = math.MaxInt64
+	negativeInfinity instant = math.MinInt64
+)
+
+// A span is an interval as PostgreSQL stores it.
+type span struct {
+	months, days int32
+	micros       int64
+}
+
+// What the server says of bytes that are no value of a type. None of these comes from the package:
+//
+//	22021 not text in UTF-8, or has a zero byte
+//	08P01 a zero byte in the simple protocol, where it ends the statement; or a binary value cut short
+//	22P02 no integer, boolean or array; 22003 no 32 or 64 bits can hold it
+//	22007 no interval or timestamptz; 22008, 22009, 22015 none that PostgreSQL can hold
+//	22P03 no binary value of that type; 42804 an array of something else
+//	2202E, 54000 array bounds or dimensions beyond what PostgreSQL can hold
+var unreadable = struct{ text, number, boolean, interval, instant, array, binary []string }{
+	text:     []string{"22021", "08P01"},
+	number:   []string{"22P02", "22003"},
+	boolean:  []string{"22P02"},
+	interval: []string{"22007", "22008", "22015"},
+	instant:  []string{"22007", "22008", "22009"},
+	array:    []string{"22P02", "2202E", "54000", "22003"},
+	binary:   []string{"08P01", "22P03", "22021", "42804", "2202E", "54000"},
+}
+
+var null = argument{}
+
+// bad is text that its type refuses, and 22021 or 08P01 when no type would take it.
+func bad(text string, codes []string) argument {
+	if !utf8.ValidString(text) || strings.Contains(text, "\x00") {
+		codes = slices.Concat(codes, unreadable.text)
+	}
+	return argument{text: []byte(text), unreadable: codes}
+}
+
+func textArgument(s string) argument {
+	a := argument{value: s, text: []byte(s), binary: []byte(s)}
+	if !utf8.ValidString(s) || strings.Contains(s, "\x00") {
+		a.unreadable = unreadable.text
+	}
+	return a
+}
+
+func bigintArgument(n int64) argument {
+	return argument{value: n, text: strconv.AppendInt(nil, n, 10), binary: binary.BigEndian.AppendUint64(nil, uint64(n))}
+}
+
+func integerArgument(n int32) argument {
+	return argument{value: int64(n), text: strconv.AppendInt(nil, int64(n), 10), binary: binary.BigEndian.AppendUint32(nil, uint32(n))}
+}
+
+func booleanArgument(b bool) argument {
+	a := argument{value: b, text: []byte(strconv.FormatBool(b)), binary: []byte{0}}
+	if b {
+		a.binary[0] = 1
+	}
+	return a
+}
+
+func spanArgument(s span) argument {
+	return argument{
+		value: s, text: fmt.Appendf(nil, "%d mons %d days %d microseconds", s.months, s.days, s.micros),
+		binary: append32(binary.BigEndian.AppendUint64(nil, uint64(s.micros)), int64(s.days), int64(s.months)),
+	}
+}
+
+// append32 appends numbers of 32 bits.
+func append32(bytes []byte, numbers ...int64) []byte {
+	for _, n := range numbers {
+		bytes = binary.BigEndian.AppendUint32(bytes, uint32(n))
+	}
+	return bytes
+}
+
+// instantArgument has an instant between the years 1 and 9999, or an infinite one.
+func instantArgument(micros int64) argument {
+	infinite := map[instant]string{infinity: "infinity", negativeInfinity: "-infinity"}[instant(micros)]
+	text, since2000 := infinite, micros
+	if infinite == "" {
+		text = time.UnixMicro(micros).UTC().Format("2006-01-02 15:04:05.999999Z07:00")
+		since2000 -= time.Date(2000, 1, 1, 0, 0, 0, 0, time.UTC).UnixMicro()
+	}
+	return argument{value: instant(micros), text: []byte(text), binary: binary.BigEndian.AppendUint64(nil, uint64(since2000))}
+}
+
+// A shape is how an array is cut into dimensions and where each begins.
+type shape struct{ lengths, bounds []int32 }
+
+func (s shape) String() string {
+	var b strings.Builder
+	for i, length := range s.lengths {
+		fmt.Fprintf(&b, "[%d:%d]", s.bounds[i], int64(s.bounds[i])+int64(length)-1)
+	}
+	return b.String() + "="
+}
+
+// arrayArgument sends elements, nil for null, in any shape: the function sees them one after another.
+func arrayArgument(value any, of uint32, elements []argument, s shape) argument {
+	a := argument{value: value, binary: append32(nil, int64(len(s.lengths)), 1, int64(of))} // 1: there may be nulls
+	for i := range s.lengths {
+		a.binary = append32(a.binary, int64(s.lengths[i]), int64(s.bounds[i]))
+	}
+	for _, e := range elements {
+		if e.text == nil {
+			a.binary = append32(a.binary, -1)
+			continue
+		}
+		a.binary = append(append32(a.binary, int64(len(e.binary))), e.binary...)
+	}
+
+	if len(elements) == 0 {
+		a.text = []byte("{}")
+		return a
+	}
+	a.text = append(a.text, s.String()...)
+	var write func(depth int)
+	write = func(depth int) {
+		a.text = append(a.text, '{')
+		for i := range s.lengths[depth] {
+			if i > 0 {
+				a.text = append(a.text, ',')
+			}
+			if depth+1 < len(s.lengths) {
+				write(depth + 1)
+				continue
+			}
+			element := "NULL"
+			if elements[0].text != nil {
+				element = `"` + strings.NewReplacer(`\`, `\\`, `"`, `\"`).Replace(string(elements[0].text)) + `"`
+			}
+			a.text, elements = append(a.text, element...), elements[1:]
+		}
+		a.text = append(a.text, '}')
+	}
+	write(0)
+	return a
+}
+
+// fuzzed makes arguments, good and bad ones.
+type fuzzed struct{ *rand.Rand }
+
+func oneOf[T any](f fuzzed, values []T) T { return values[f.IntN(len(values))] }
+
+// oneIn is true once in n times.
+func (f fuzzed) oneIn(n int) bool { return f.IntN(n) == 0 }
+
+// anyText is readable more often than not, and acceptable now and then.
+func (f fuzzed) anyText() argument {
+	switch f.IntN(12) {
+	case 0:
+		return null
+	case 1:
+		return textArgument("")
+	case 2, 3:
+		return textArgument(oneOf(f, kit.OddTexts))
+	case 4, 5:
+		return textArgument(f.unicode(600)) // mostly too long
+	case 6, 7:
+		return textArgument(f.unicode(40))
+	case 8:
+		return textArgument(strings.Repeat("é", 255+f.IntN(3)) + strings.Repeat("x", f.IntN(3))) // about 512 bytes
+	case 9:
+		return textArgument(f.bytes(1 + f.IntN(20)))
+	case 10:
+		return textArgument(f.unicode(20) + oneOf(f, []string{"\x00", "\xff", "\xc0\xaf", "\xed\xa0\x80", "\xf4\x90\x80\x80", "é"[:1]}) + f.unicode(5))
+	default:
+		if f.oneIn(40) {
+			return textArgument(strings.Repeat(f.unicode(10)+"x", 1+f.IntN(10_000)))
+		}
+		return textArgument(string(rune(f.IntN(utf8.MaxRune))))
+	}
+}
+
+// unicode is up to so many characters from all planes, never a zero byte.
+func (f fuzzed) unicode(most int) string {
+	var b strings.Builder
+	limits := []int{0x7f, 0x7ff, 0xffff, utf8.MaxRune}
+	for range f.IntN(most + 1) {
+		b.WriteRune(rune(1 + f.IntN(oneOf(f, limits)))) // a surrogate becomes U+FFFD
+	}
+	return b.String()
+}
+
+func (f fuzzed) bytes(n int) string {
+	bytes := make([]byte, n)
+	for i := range bytes {
+		bytes[i] = byte(f.Uint32())
+	}
+	return string(bytes)
+}
+
+var extremeIntegers = []int64{
+	0, 1, -1, 2, 10, 1_000_000, math.MaxInt32, math.MaxInt32 + 1, math.MinInt32, math.MinInt32 - 1,
+	kit.MaxTokens - 1, kit.MaxTokens, kit.MaxTokens + 1, 9_223_372_036_854, 9_223_372_036_855, 1 << 53, -kit.MaxTokens,
+	math.MaxInt64 - 1, math.MaxInt64, math.MinInt64, math.MinInt64 + 1,
+}
+
+func (f fuzzed) integer() int64 {
+	switch f.IntN(3) {
+	case 0:
+		return oneOf(f, extremeIntegers)
+	case 1:
+		return int64(f.Uint64()) >> f.IntN(64)
+	default:
+		return int64(f.IntN(20)) - 5
+	}
+}
+
+func (f fuzzed) anyBigint() argument {
+	switch f.IntN(8) {
+	case 0:
+		return null
+	case 1:
+		return f.noNumber("9223372036854775808", "-9223372036854775809")
+	case 2:
+		return f.noBinary(8)
+	default:
+		return bigintArgument(f.integer())
+	}
+}
+
+func (f fuzzed) anyInteger() argument {
+	switch f.IntN(8) {
+	case 0:
+		return null
+	case 1:
+		return f.noNumber("2147483648", "-2147483649")
+	case 2:
+		return f.noBinary(4)
+	default:
+		return integerArgument(int32(f.integer()))
+	}
+}
+
+func (f fuzzed) noNumber(tooLarge ...string) argument {
+	return bad(oneOf(f, append(tooLarge,
+		"", " ", "1.5", "1e3", "NaN", "Infinity", "one", "--1", "+-1", "1 2", "٣", "１", "1\x00", "\xff1", "null", "'1'", "0 or 1=1",
+		strings.Repeat("9", 400), "☃"+f.unicode(10))), unreadable.number)
+}
+
+// noBinary is a binary value of the wrong size.
+func (f fuzzed) noBinary(size int) argument {
+	n := f.IntN(2 * size)
+	if n >= size {
+		n++
+	}
+	return argument{text: []byte("no number"), binary: []byte(f.bytes(n)), unreadable: slices.Concat(unreadable.binary, unreadable.number, unreadable.interval)}
+}
+
+func (f fuzzed) anyBoolean() argument {
+	switch f.IntN(5) {
+	case 0:
+		return bad(oneOf(f, []string{"", "2", "maybe", "tr ue", "o", "\x00", "\xff", "☃" + f.unicode(3)}), unreadable.boolean)
+	case 1, 2:
+		return null
+	default:
+		return booleanArgument(f.oneIn(2))
+	}
+}
+
+// The ends of what an interval can hold, which in PostgreSQL 17 and later are infinity and -infinity.
+var (
+	mostSpan  = span{math.MaxInt32, math.MaxInt32, math.MaxInt64}
+	leastSpan = span{math.MinInt32, math.MinInt32, math.MinInt64}
+)
+
+// Intervals as people write them, and as nobody should.
+var writtenSpans = map[string]span{
+	"0":                  {},
+	"1 second":           {0, 0, 1_000_000},
+	"178000000 years":    {months: 178_000_000 * 12},
+	"-178000000 years":   {months: -178_000_000 * 12},
+	"1 year -12 months":  {},
+	"1 month -30 days":   {months: 1, days: -30},
+	"1 day -24 hours":    {days: 1, micros: -kit.Day},
+	"P1Y2M10DT2H30M":     {14, 10, 9_000_000_000},
+	"-00:00:00.000001":   {micros: -1},
+	"2147483647 days":    {days: math.MaxInt32},
+	"-2147483648 days":   {days: math.MinInt32},
+	"365250 days":        {days: 365_250},
+	"365250 days 1 usec": {days: 365_250, micros: 1},
+	"8766000:00:00":      {micros: kit.MaxSpan},
+	"1 week ago":         {days: -7},
+	"@ 1 century":        {months: 1200},
+}
+
+var writtenSpanNames = slices.Sorted(maps.Keys(writtenSpans))
+
+func (f fuzzed) anySpan() argument {
+	switch f.IntN(8) {
+	case 0:
+		return null
+	case 1:
+		return bad(oneOf(f, []string{
+			"", "soon", "1 fortnight", "one day", "1 second 1 second", "999999999999 years", "-2147483649 days", "9223372036854775808 microseconds",
+			"1e400 seconds", "NaN", "P", "00:00:00:00:00", "1\x00second", "\xff", "☃" + f.unicode(10), strings.Repeat("1 day ", 50),
+		}), unreadable.interval)
+	case 2:
+		return f.noBinary(16)
+	case 3:
+		return f.extreme()
+	case 4, 5:
+		text := oneOf(f, writtenSpanNames)
+		a := spanArgument(writtenSpans[text])
+		a.text = []byte(text)
+		return a
+	default:
+		s := span{micros: f.integer()}
+		if f.oneIn(2) {
+			s.days = int32(f.integer())
+		}
+		if f.oneIn(2) {
+			s.months = int32(f.integer())
+		}
+		if s == mostSpan || s == leastSpan {
+			return f.extreme()
+		}
+		return spanArgument(s)
+	}
+}
+
+func (f fuzzed) anyInstant(now time.Time) argument {
+	switch f.IntN(8) {
+	case 0:
+		return null
+	case 1:
+		return bad(oneOf(f, []string{
+			"", "soon", "2024-02-30", "2024-13-01", "25:00", "294277-01-01", "4714-01-01 BC", "2024-01-01 00:00:00+99", "1", "\x00", "\xff",
+			"☃" + f.unicode(10), "2024-01-01 nowhere",
+		}), slices.Concat(unreadable.instant, unreadable.number, []string{"22023"}))
+	case 2:
+		a := f.noBinary(8)
+		a.unreadable = slices.Concat(a.unreadable, unreadable.instant)
+		return a
+	case 3:
+		return instantArgument(int64(oneOf(f, []instant{infinity, negativeInfinity})))
+	default:
+		return instantArgument(now.UnixMicro() + oneOf(f, []int64{0, 1, -1, 1_000_000, -kit.Day, kit.Day, 365 * kit.Day}))
+	}
+}
+
+// extreme has no text: what PostgreSQL 17 writes as infinity others cannot read.
+func (f fuzzed) extreme() argument {
+	a := spanArgument(oneOf(f, []span{mostSpan, leastSpan}))
+	a.text = []byte("178000000 years")
+	if a.value == leastSpan {
+		a.text = []byte("-178000000 years")
+	}
+	return a
+}
+
+func (f fuzzed) noArray() argument {
+	if f.oneIn(3) {
+		return argument{text: []byte("no array"), binary: []byte(f.brokenArray()), unreadable: slices.Concat(unreadable.binary, unreadable.array)}
+	}
+	return bad(oneOf(f, []string{
+		"", "{", "}", "a", "{{1},{2,3}}", "{1}{2}", "[1:3]={1}", "[3:1]={}", "{1,{2}}", `{"1}`, "[2147483647:2147483648]={1,2}", "[1:99999999999]={1}",
+		"{{{{{{{1}}}}}}}", "{\x00}", "{\xff}", "☃" + f.unicode(10),
+	}), unreadable.array)
+}
+
+// brokenArray begins like an array and does not go on like one.
+func (f fuzzed) brokenArray() string {
+	b := append32(nil, oneOf(f, []int64{-1, 1, 2, 7, math.MaxInt32, math.MinInt32}), int64(f.IntN(3)),
+		oneOf(f, []int64{pgtype.TextOID, pgtype.Int8OID, pgtype.Int4OID, 0, 2249}), oneOf(f, []int64{-1, 1, 1 << 20, math.MaxInt32}),
+		oneOf(f, []int64{0, 1, math.MaxInt32, math.MinInt32}))
+	return string(b[:f.IntN(len(b))])
+}
+
+// shapeFor cuts n elements into one or two dimensions that begin anywhere.
+func (f fuzzed) shapeFor(n int) shape {
+	if n == 0 {
+		return shape{}
+	}
+	bound := func() int32 { return oneOf(f, []int32{1, 1, 1, 0, 2, -3, 1000, math.MinInt32}) }
+	if rows := 2 + f.IntN(4); n%rows == 0 && f.oneIn(4) {
+		return shape{[]int32{int32(rows), int32(n / rows)}, []int32{bound(), bound()}}
+	}
+	return shape{[]int32{int32(n)}, []int32{bound()}}
+}

@@ -1,0 +1,255 @@
+package torture
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"net/http"
+	"net/http/httptest"
+	"runtime/pprof"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/client/httplimit"
+	"github.com/pgratelimit/pgratelimit/tests/kit"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+	"github.com/stretchr/testify/require"
+)
+
+// HTTP servers with each way to go without a database, and callers of each, while the database is stopped, started, frozen and thawed. With
+// a database all of them limit. Without, each answers as it says, while there is none. In the end no goroutine is left.
+func TestTorture_HTTP(t *testing.T) {
+	pgtest.OncePerServer(t)
+	run := kit.Torture(t, 1)
+	db, server := kit.NewPrivateDB(t)
+	db.DefinePolicy(httpPolicy.Name, httpPolicy.Capacity, httpPolicy.Refill, httpPolicy.Every)
+	db.Pool.Close() // it is not to be disturbed
+
+	label := t.Name() // on every goroutine that starts in here
+	all := map[httpPhase]*httpAnswers{}
+	pprof.Do(t.Context(), pprof.Labels("client", label), func(ctx context.Context) {
+		o := newHTTPOutage(t, server)
+		o.awaitRecovery()
+		for rounds := 0; run.GoesOn(); rounds++ {
+			o.phase("before", run.Budget/10)
+			require.NoError(t, server.Stop(ctx, true))
+			o.awaitBrokenConnections()
+			o.phase("stopped", run.Budget/10)
+			require.NoError(t, server.Start(ctx))
+			o.at.MoveTo(server.URL(kit.PrivateName))
+			o.awaitRecovery()
+			o.phase("started", run.Budget/10)
+			if err := server.Freeze(ctx); errors.Is(err, errors.ErrUnsupported) {
+				t.Skip(err)
+			} else {
+				require.NoError(t, err)
+			}
+			o.phase("frozen", run.Budget/10)
+			require.NoError(t, server.Thaw(ctx))
+			o.awaitRecovery()
+			o.phase("thawed", run.Budget/10)
+			run.Progress("%d rounds", rounds+1)
+		}
+		all = o.End()
+	})
+	for start := time.Now(); goroutines(label) != ""; time.Sleep(10 * time.Millisecond) {
+		require.Less(t, time.Since(start), kit.Patience, goroutines(label))
+	}
+
+	for _, phase := range slices.SortedFunc(maps.Keys(all), func(a, b httpPhase) int { return cmp.Or(cmp.Compare(a.mode, b.mode), cmp.Compare(a.name, b.name)) }) {
+		answers := all[phase]
+		slices.Sort(answers.times)
+		p99 := answers.times[len(answers.times)*99/100]
+		run.Figure(fmt.Sprintf("%s, %s", phase.mode, phase.name), fmt.Sprintf("%v, p99 %v", answers.statuses, p99.Round(100*time.Microsecond)), "")
+
+		require.ElementsMatch(t, phase.statuses(), slices.Collect(maps.Keys(answers.statuses)), "%+v: %v", phase, answers.statuses)
+	}
+	require.Len(t, all, 3*5)
+}
+
+const (
+	httpTimeout = 500 * time.Millisecond
+	httpCallers = 3 // of each server
+)
+
+var (
+	// A user asks six times, so that there are grants and denials, however fast the machine.
+	httpPolicy = client.Policy{Name: "api", Capacity: 4, Refill: 1, Every: kit.ADay}
+	httpShare  = client.Policy{Name: "api", Capacity: 2, Refill: 1, Every: kit.ADay} // of each server, meanwhile
+)
+
+const asksOfAUser = 6
+
+type httpPhase struct{ mode, name string }
+
+// statuses are those of the answers, of which each is to be seen.
+func (p httpPhase) statuses() []int {
+	if p.name == "stopped" || p.name == "frozen" {
+		return map[string][]int{"closed": {503}, "open": {200}, "local": {200, 429}}[p.mode]
+	}
+	return []int{200, 429}
+}
+
+type httpAnswers struct {
+	statuses map[int]int
+	times    []time.Duration
+	late     int // took longer than the timeout; their statuses do not count
+}
+
+// An httpOutage is servers and their callers.
+type httpOutage struct {
+	t       *testing.T
+	load    *kit.Load
+	close   []func()
+	at      kit.Address            // of the database
+	current atomic.Pointer[string] // the name of the phase; requests count that begin and end in one
+	failing []*atomic.Int64        // of each server, when it last had no answer
+	pools   []*pgxpool.Pool
+
+	mu      sync.Mutex
+	answers map[httpPhase]*httpAnswers
+}
+
+func newHTTPOutage(t *testing.T, server *pgtest.Server) *httpOutage {
+	o := &httpOutage{t: t, load: kit.NewLoad(t), answers: map[httpPhase]*httpAnswers{}}
+	o.between()
+	o.at.MoveTo(server.URL(kit.PrivateName))
+	for mode, failure := range map[string]func() httplimit.Failure{
+		"closed": func() httplimit.Failure { return httplimit.Closed(httpTimeout) },
+		"open":   func() httplimit.Failure { return httplimit.Open(httpTimeout) },
+		"local":  func() httplimit.Failure { return httplimit.Local(httpTimeout, httplimit.NewMemory(httpShare)) },
+	} {
+		for _, combined := range []bool{false, true} {
+			config := o.at.Config(t)
+			config.ConnConfig.ConnectTimeout = time.Second
+			pool, err := pgxpool.NewWithConfig(context.Background(), config)
+			require.NoError(t, err)
+			o.pools = append(o.pools, pool)
+			o.Serve(mode, failure(), pool, combined)
+		}
+	}
+	return o
+}
+
+// serve starts a server and its callers.
+func (o *httpOutage) Serve(mode string, failure httplimit.Failure, pool *pgxpool.Pool, combined bool) {
+	var limiter client.Acquirer = client.New(pool)
+	if combined {
+		combiner := client.NewCombiner(pool)
+		o.close = append(o.close, combiner.Close)
+		limiter = combiner
+	}
+	failing := new(atomic.Int64)
+	user := httplimit.ByUser(func(r *http.Request) string { return r.Header.Get("User") }, httplimit.ByIP(0))
+	limit := httplimit.New(limiter, httplimit.Per(httpPolicy.Name, user), failure,
+		httplimit.Observe(func(_ *http.Request, e httplimit.Event) {
+			if e.Err != nil {
+				failing.Store(time.Now().UnixNano())
+			}
+		}))
+	server := httptest.NewServer(limit(http.HandlerFunc(func(http.ResponseWriter, *http.Request) {})))
+	o.failing = append(o.failing, failing)
+	transport := &http.Transport{MaxIdleConnsPerHost: httpCallers}
+	o.close = append(o.close, transport.CloseIdleConnections, server.Close, pool.Close)
+	name := fmt.Sprint(mode, combined)
+	var asks [httpCallers]int
+	o.load.Start(httpCallers, func(caller int) error {
+		asks[caller]++
+		return o.Ask(mode, transport, server.URL, fmt.Sprint(name, caller, " ", asks[caller]/asksOfAUser))
+	})
+}
+
+// ask makes one request, and counts its answer if the phase did not change meanwhile.
+func (o *httpOutage) Ask(mode string, transport *http.Transport, url, user string) error {
+	request, err := http.NewRequestWithContext(context.Background(), http.MethodGet, url, nil)
+	if err != nil {
+		return err
+	}
+	request.Header.Set("User", user)
+	phase, started := o.current.Load(), time.Now()
+	response, err := transport.RoundTrip(request)
+	if err != nil {
+		return err
+	}
+	took := time.Since(started)
+	_, err = io.Copy(io.Discard, response.Body)
+	response.Body.Close()
+	if *phase == "" || o.current.Load() != phase {
+		return err
+	}
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	key := httpPhase{mode, *phase}
+	if o.answers[key] == nil {
+		o.answers[key] = &httpAnswers{statuses: map[int]int{}}
+	}
+	if took >= httpTimeout && *phase != "frozen" {
+		o.answers[key].late++
+	} else {
+		o.answers[key].statuses[response.StatusCode]++
+	}
+	o.answers[key].times = append(o.answers[key].times, took)
+	return err
+}
+
+// phase counts answers for a while, and until all kinds were seen.
+func (o *httpOutage) phase(name string, lasts time.Duration) {
+	o.current.Store(&name)
+	o.load.RunFor(lasts)
+	for started := time.Now(); o.missing(name) != "" && o.load.Ctx.Err() == nil; time.Sleep(5 * time.Millisecond) {
+		require.Less(o.t, time.Since(started), 3*kit.Patience, o.missing(name))
+	}
+	o.between()
+	require.NoError(o.t, o.load.Ctx.Err(), "a caller has failed")
+}
+
+// missing names an answer that was not seen yet.
+func (o *httpOutage) missing(name string) string {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	for _, mode := range []string{"closed", "open", "local"} {
+		phase := httpPhase{mode, name}
+		for _, status := range phase.statuses() {
+			if answers := o.answers[phase]; answers == nil || answers.statuses[status] == 0 {
+				return fmt.Sprintf("%+v: no answer with %d", phase, status)
+			}
+		}
+	}
+	return ""
+}
+
+// awaitBrokenConnections returns when the pools have none left from before the database stopped.
+func (o *httpOutage) awaitBrokenConnections() {
+	require.Eventually(o.t, func() bool {
+		return !slices.ContainsFunc(o.pools, func(p *pgxpool.Pool) bool { return p.Stat().IdleConns()+p.Stat().AcquiredConns() > 0 })
+	}, kit.Patience, 5*kit.Ms)
+}
+
+func (o *httpOutage) between() { o.current.Store(new(string)) }
+
+// awaitRecovery returns when each server has had answers only for as long as its timeout.
+func (o *httpOutage) awaitRecovery() {
+	began := time.Now()
+	for _, failing := range o.failing {
+		for time.Since(time.Unix(0, max(began.UnixNano(), failing.Load()))) < httpTimeout {
+			require.Less(o.t, time.Since(began), kit.Patience, "a server does not recover")
+			time.Sleep(5 * time.Millisecond)
+		}
+	}
+}
+
+func (o *httpOutage) End() map[httpPhase]*httpAnswers {
+	require.NoError(o.t, o.load.End())
+	for _, end := range o.close {
+		end()
+	}
+	return o.answers
+}

@@ -1,0 +1,439 @@
+package torture
+
+import (
+	"cmp"
+	"fmt"
+	"maps"
+	"math"
+	"slices"
+	"sort"
+	"strings"
+	"time"
+
+	"github.com/anishathalye/porcupine"
+	"github.com/pgratelimit/pgratelimit/client/clienttest/model"
+	"github.com/pgratelimit/pgratelimit/tests/kit"
+)
+
+// An operation is what one call did to one bucket, as its caller saw it. Each request of a batch is an
+// operation of its own, and so is what a request of several charges asks of each bucket.
+type operation struct {
+	kind string
+	kit.Request
+	atLeast      int64        // of acquire_up_to
+	maxWait      model.Micros // of reserve
+	then         *operation   // on the same bucket in the same transaction, with the bucket locked in between
+	undone       bool         // its transaction was rolled back
+	batch, place int          // among the requests of one batch for this bucket; batches count from 1
+	client       int
+
+	called, returned time.Duration
+	readings         []time.Time // of the clock, by which it may have decided
+	rules            []rules     // by which it may have decided
+	answer           *kit.Answer // nil for calls that have none
+	met              bool        // its idempotency key was granted to somebody else meanwhile, or lives again by a clock that went back
+	whole            *wholePart  // of an acquire all
+	own              *rules      // the numbers that its transaction gave the bucket before
+	sets             int         // number of the override that came with this change of the bucket
+	reread           bool        // it read the numbers together with the bucket, or after it had locked it
+	gone             bool        // the policy was dropped meanwhile
+	enforced         bool        // a denial is an error, which tells neither reset_after nor replayed
+}
+
+// A wholePart is what an acquire all says about all its buckets.
+type wholePart struct {
+	granted  bool
+	policies []string // of all its buckets
+}
+
+// Kinds of operations.
+const (
+	acquires = "acquire"
+	shares   = "acquire all"
+	peeks    = "peek"
+	refunds  = "refund"
+	resets   = "reset"
+	drops    = "drop policy"
+	cleansUp = "clean up"
+
+	// Those of a spending are the names of its functions.
+	charges  = "charge"
+	settles  = "settle"
+	reserves = "reserve"
+	takesAll = "acquire_up_to"
+)
+
+// spends reports whether the operation is a spending.
+func (op *operation) spends() bool {
+	return slices.Contains([]string{charges, settles, reserves, takesAll}, op.kind)
+}
+
+func (op *operation) spending() kit.Spending {
+	return kit.Spending{Function: op.kind, BucketID: op.BucketID, Cost: op.Cost, AtLeast: op.atLeast, MaxWait: op.maxWait, IdempotencyKey: op.IdempotencyKey}
+}
+
+// remembers reports whether the answer may say that a grant was stored.
+func (op *operation) remembers() bool {
+	return op.takes() || op.spends() && op.kind != settles && op.answer.Decision != nil && op.answer.Decision.Allowed && !op.answer.Decision.Replayed
+}
+
+// Rules are a policy and the override of a bucket, as they were in force at the same time.
+type rules struct {
+	policy   model.Policy
+	override *model.Override // nil for none
+	number   int             // of the override, or of its end, among those of the bucket
+}
+
+// at returns the policy with the numbers that apply.
+func (r rules) At(now time.Time) model.Policy {
+	p := r.policy
+	if r.override != nil && r.override.Live(now) {
+		p.Capacity, p.Refill, p.Every = r.override.Capacity, r.override.Refill, r.override.Every
+	}
+	return p
+}
+
+// takes reports whether the answer says that tokens were taken.
+func (op *operation) takes() bool {
+	return (op.kind == acquires || op.kind == shares && op.whole.granted) && op.answer.Decision != nil &&
+		op.answer.Decision.Allowed && !op.answer.Decision.Replayed && !op.answer.Decision.Shadowed && op.Cost > 0
+}
+
+// denied reports whether an acquire was, or would have been if its policy did more than watch.
+func (op *operation) Denied() bool {
+	return op.kind == acquires && op.answer.Decision != nil && (!op.answer.Decision.Allowed || op.answer.Decision.Shadowed)
+}
+
+func (op *operation) overlaps(other *operation) bool {
+	return op.called <= other.returned && other.called <= op.returned
+}
+
+// A standing is a state that a bucket may have between two operations.
+type standing struct {
+	model.State
+	batches map[int]int // requests done, of batches under way
+	numbers int         // of the newest override that a transaction gave the bucket together with a change of it
+}
+
+// next returns the standings that the operation may lead to. A nil answer stands for any answer.
+func (op *operation) next(at standing, answer *kit.Answer) (all []any) {
+	if op.batch != 0 {
+		if at.batches[op.batch] != op.place {
+			return nil
+		}
+		batches := maps.Clone(at.batches)
+		if batches == nil {
+			batches = map[int]int{}
+		}
+		batches[op.batch]++
+		at.batches = batches
+	}
+	if op.gone { // and perhaps it went by the policy, or by buckets, that nobody sees any more
+		all = append(all, at)
+	}
+	sets := op.sets
+	if op.kind == resets && at.HasNoRow() { // a row that another session is creating just then stays, too
+		sets = 0
+	}
+	left := op.leads(at, answer)
+	if op.gone && op.then != nil { // only the first call of the transaction went by the policy that nobody sees
+		left = append(left, op.thenLeads(at, answer)...)
+	}
+	for _, s := range left {
+		if op.undone {
+			all = append(all, at)
+			continue
+		}
+		all = append(all, standing{s, at.batches, max(at.numbers, sets)})
+	}
+	return all
+}
+
+func (op *operation) leads(at standing, answer *kit.Answer) (left []model.State) {
+	switch {
+	case answer.Is(model.UnknownPolicy):
+		return nil
+	case op.kind == resets:
+		return []model.State{at.Reset()}
+	case op.kind == drops:
+		return []model.State{{}}
+	}
+	for _, r := range op.rules {
+		if op.reread && r.number < at.numbers {
+			continue
+		}
+		for _, now := range op.readings {
+			for _, s := range at.Doubts(op.IdempotencyKey, now) {
+				left = append(left, op.leadsTo(r, now, s, answer)...)
+			}
+		}
+	}
+	if op.then == nil {
+		return left
+	}
+	var next []model.State
+	for _, s := range left {
+		next = append(next, op.thenLeads(standing{s, nil, 0}, answer)...)
+	}
+	return next
+}
+
+// thenLeads returns the states that the second call of a transaction leads to. answer is that of the first, which is nil if
+// neither has one yet.
+func (op *operation) thenLeads(at standing, answer *kit.Answer) []model.State {
+	if answer == nil {
+		return op.then.leads(at, nil)
+	}
+	return op.then.leads(at, op.then.answer)
+}
+
+// leadsTo returns the states that the operation leads to from one state, by one reading of the clock.
+func (op *operation) leadsTo(r rules, now time.Time, s model.State, answer *kit.Answer) []model.State {
+	var (
+		left  = []model.State{s}
+		d     kit.Decision
+		taken int64
+		err   error
+		p     = r.At(now)
+	)
+	if op.isFar(p, now, s, answer) {
+		return nil
+	}
+	switch op.kind {
+	case acquires:
+		left[0], d, err = s.Acquire(p, now, op.Cost, op.IdempotencyKey)
+		if op.met && (d.Replayed || err != nil && op.batch != 0) {
+			left = append(left, s.Touch(p, now))
+		}
+	case shares:
+		if (answer.Is(model.IdempotencyMismatch) || answer.Is(model.Settled)) && len(op.whole.policies) > 1 { // with another bucket, perhaps
+			return left
+		}
+		d, err = s.Ask(p, now, op.Cost, op.IdempotencyKey)
+		if !d.Allowed || answer != nil && !op.whole.granted {
+			break
+		}
+		left[0], d, err = s.Acquire(p, now, op.Cost, op.IdempotencyKey)
+		if answer == nil {
+			left = append(left, s)
+		}
+	case peeks:
+		d = s.Peek(p, now, op.Cost)
+	case refunds:
+		left[0], d = s.Refund(p, now, op.Cost)
+	case cleansUp:
+		return s.CleanUps(r.policy, p, now)
+	case charges:
+		left[0], d, err = s.Charge(p, now, op.Cost, op.IdempotencyKey)
+	case settles:
+		left[0], d, err = s.Settle(p, now, op.IdempotencyKey, op.Cost)
+	case reserves:
+		left[0], d, err = s.Reserve(p, now, op.maxWait, op.Cost, op.IdempotencyKey)
+	case takesAll:
+		left[0], d, taken, err = s.AcquireUpTo(p, now, op.Cost, op.atLeast, op.IdempotencyKey)
+	}
+	if op.spends() && d.Replayed && (op.met || op.kind == settles && s.HasNoRow()) { // it may have made the row before it saw the key
+		left = append(left, s.Touch(p, now))
+	}
+	if answer == nil {
+		return left
+	}
+	if op.enforced && err == nil && !d.Allowed {
+		d.ResetAfter, d.Replayed = model.Never, false
+	}
+	if (err == nil) != (answer.Decision != nil) || err == nil && (!op.tells(d, now, *answer.Decision) || taken != answer.Taken) ||
+		err != nil && !strings.HasPrefix(answer.Error, err.Error()) ||
+		op.kind == shares && op.whole.granted && !d.Allowed {
+		return nil
+	}
+	return left
+}
+
+// tells reports whether the answer is what was decided by a reading of the clock. The wait of a reservation counts from a later
+// one, after the bucket was locked.
+func (op *operation) tells(d kit.Decision, now time.Time, answer kit.Decision) bool {
+	if op.kind != reserves || !d.Allowed || d.Replayed || d.RetryAfter == 0 {
+		return d == answer
+	}
+	return slices.ContainsFunc(op.readings, func(told time.Time) bool {
+		left := d
+		left.RetryAfter = max(0, d.RetryAfter-model.Micros(told.Sub(now).Microseconds()))
+		return left == answer
+	})
+}
+
+// mayBeReplayed tells whether the answer is, or may be, the first one under an idempotency key. ratelimit_enforce does not tell.
+func (op *operation) mayBeReplayed(answer *kit.Answer) bool {
+	return answer.Decision.Replayed || op.enforced && !answer.Decision.Allowed && op.IdempotencyKey != ""
+}
+
+// isFar reports cheaply that the answer cannot come from a state, which saves the model most of its work.
+func (op *operation) isFar(p model.Policy, now time.Time, s model.State, answer *kit.Answer) bool {
+	if op.kind != acquires && op.kind != shares && op.kind != peeks || answer == nil || answer.Decision == nil || op.mayBeReplayed(answer) {
+		return false
+	}
+	before := answer.Decision.Remaining
+	if op.takes() {
+		before += op.Cost
+	}
+	return p.Capacity != answer.Decision.Capacity || s.Remaining(p, now) != before
+}
+
+var bucketModel = porcupine.NondeterministicModel{
+	Init: func() []any { return []any{standing{}} },
+	Step: func(state, input, output any) []any {
+		return input.(*operation).next(state.(standing), output.(*kit.Answer))
+	},
+	// Those that are compared have the same operations behind them, and so the same batches.
+	Equal: func(a, b any) bool {
+		return a.(standing).numbers == b.(standing).numbers && a.(standing).Equal(b.(standing).State)
+	},
+	Hash: func(state any) uint64 { return state.(standing).Hash() },
+}
+
+// A history is all operations on one bucket, which began full.
+type history []*operation
+
+// upTo returns the operations known after the first n answers. Calls under way then have no answer yet.
+func (h history) upTo(n int) (ops []porcupine.Operation) {
+	byReturn := slices.SortedFunc(slices.Values(h), func(a, b *operation) int { return cmp.Compare(a.returned, b.returned) })
+	for i, op := range byReturn {
+		known := porcupine.Operation{ClientId: op.client, Input: op, Call: int64(op.called), Output: op.answer, Return: int64(op.returned)}
+		switch {
+		case i < n:
+		case op.called <= byReturn[n-1].returned:
+			known.Output, known.Return = (*kit.Answer)(nil), math.MaxInt64
+		default:
+			continue
+		}
+		ops = append(ops, known)
+	}
+	return ops
+}
+
+// mostSteps of the model are tried to find an order, and as many states. No clock decides whether a history is decided.
+const mostSteps = 6_000
+
+// bounded is the model for as many steps: nothing is possible after them.
+func bounded() (rules porcupine.Model, exhausted func() bool) {
+	steps := 0
+	limited := bucketModel
+	limited.Step = func(state, input, output any) []any {
+		if steps > mostSteps {
+			return nil
+		}
+		next := bucketModel.Step(state, input, output)
+		steps += 1 + len(next)
+		return next
+	}
+	return limited.ToModel(), func() bool { return steps > mostSteps }
+}
+
+func linearize(ops []porcupine.Operation) porcupine.CheckResult {
+	rules, exhausted := bounded()
+	switch {
+	case porcupine.CheckOperations(rules, ops):
+		return porcupine.Ok
+	case exhausted():
+		return porcupine.Unknown
+	}
+	return porcupine.Illegal
+}
+
+// check explains why no order of the operations is possible, or returns "". It is undecided when there are too many orders to try.
+func (h history) Check() (violation string, decided bool) {
+	verdict := linearize(h.upTo(len(h)))
+	if verdict == porcupine.Ok {
+		return "", true
+	}
+	// Answers that have no order have none with more answers either.
+	fewest := len(h) + 1
+	if verdict == porcupine.Illegal {
+		fewest = len(h)
+	}
+	sort.Search(len(h)-1, func(i int) bool { // of answers before the last: the first i+1
+		verdict := linearize(h.upTo(i + 1))
+		if verdict == porcupine.Illegal {
+			fewest = min(fewest, i+1)
+		}
+		return verdict != porcupine.Ok
+	})
+	if fewest > len(h) {
+		return "", false
+	}
+	return h.explain(fewest), true
+}
+
+// explain shows how far the operations up to the first n answers can be put in order.
+func (h history) explain(n int) string {
+	ops := h.upTo(n)
+	rules, _ := bounded()
+	_, info := porcupine.CheckOperationsVerbose(rules, ops, 0)
+	var longest []porcupine.Operation
+	for _, order := range info.PartialLinearizationsOperations()[0] {
+		if len(order) > len(longest) {
+			longest = order
+		}
+	}
+
+	var text strings.Builder
+	fmt.Fprintf(&text, "the operations on %v have no order; one of the longest:\n", h[0].BucketID)
+	state, placed := rules.Init(), map[any]bool{}
+	for _, op := range longest {
+		_, state = rules.Step(state, op.Input, op.Output)
+		placed[op.Input] = true
+		fmt.Fprintf(&text, "%s\n", op.Input)
+		for _, s := range state.([]any) {
+			fmt.Fprintf(&text, "        %s\n", s.(standing).State)
+		}
+	}
+	fmt.Fprintf(&text, "These have no place after it, or had no answer yet when the last of the others came:\n")
+	for _, op := range ops {
+		if !placed[op.Input] {
+			fmt.Fprintf(&text, "%s\n", op.Input)
+		}
+	}
+	return text.String()
+}
+
+func (op *operation) String() string {
+	var text strings.Builder
+	fmt.Fprintf(&text, "%8d to %8d us: client %d, %s %d", op.called.Microseconds(), op.returned.Microseconds(), op.client, op.kind, op.Cost)
+	if op.IdempotencyKey != "" {
+		fmt.Fprintf(&text, " under %q", op.IdempotencyKey)
+	}
+	if op.batch != 0 {
+		fmt.Fprintf(&text, ", place %d of batch %d", op.place, op.batch)
+	}
+	if op.undone {
+		text.WriteString(", rolled back")
+	}
+	if op.whole != nil {
+		fmt.Fprintf(&text, " among %d buckets, granted: %v", len(op.whole.policies), op.whole.granted)
+	}
+	if op.sets != 0 {
+		fmt.Fprintf(&text, ", with override %d", op.sets)
+	}
+	if op.answer != nil {
+		fmt.Fprintf(&text, ": %s", op.answer.Error)
+		if op.answer.Decision != nil {
+			fmt.Fprintf(&text, "%+v", *op.answer.Decision)
+		}
+	}
+	for i, now := range op.readings {
+		text.WriteString([]string{", at ", " or "}[min(i, 1)] + now.Format("05.000000"))
+	}
+	for _, r := range op.rules {
+		fmt.Fprintf(&text, ", %+v", r.policy)
+		if r.override != nil {
+			fmt.Fprintf(&text, " with override %d: %+v", r.number, *r.override)
+		}
+	}
+	if op.spends() {
+		fmt.Fprintf(&text, ", at least %d, within %v, taken %v", op.atLeast, op.maxWait, op.answer)
+	}
+	if op.then != nil {
+		fmt.Fprintf(&text, "\n    then %s", op.then)
+	}
+	return text.String()
+}

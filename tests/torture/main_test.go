@@ -1,0 +1,16 @@
+// Package torture tests long runs that try to break the package, and the oracles that judge them.
+package torture
+
+import (
+	"testing"
+
+	"github.com/pgratelimit/pgratelimit/tests/kit"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+)
+
+func TestMain(m *testing.M) {
+	if kit.BeLeaser() {
+		return
+	}
+	pgtest.Main(kit.Tortured{M: m})
+}

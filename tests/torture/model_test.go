@@ -1,0 +1,881 @@
+package torture
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"maps"
+	"runtime"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgtype"
+	"github.com/pgratelimit/pgratelimit/client/clienttest/model"
+	"github.com/pgratelimit/pgratelimit/tests/kit"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+	"github.com/stretchr/testify/require"
+	"pgregory.net/rapid"
+)
+
+// Random calls, one after the other, get from SQL what the model answers, in every field. Each request of a batch has an answer of its own.
+func TestTorture_ModelAgreesWithSQL(t *testing.T) {
+	run := kit.Torture(t, 40)
+	db := kit.NewDB(t)
+	db.SetTimeZone("Europe/Berlin")
+	db.SetClock(kit.T0)
+	db.CatchDenials()
+	session := db.Session()
+
+	met := sightings{}
+	run.Check(func(t *rapid.T) {
+		m := newModelRun(t, session, met)
+		defer m.End()
+		if met.lacks() != "" {
+			m.meetAll(t, m, "x", "y")
+			m = newModelRun(t, session, met)
+		}
+		t.Repeat(m.actions())
+		run.Progress("%d answers", met["answers that agree in every field"])
+	})
+	for _, what := range slices.Sorted(maps.Keys(met)) {
+		run.Figure(what, met[what], "")
+	}
+}
+
+// sightings count what a run has met. toMeet is what meetAll meets.
+type sightings map[string]int
+
+var toMeet = []string{
+	"removed by clean-up", "under an override", "after an override", "RL001", "RL002", "22023",
+	"of one charge: granted", "of one charge: denied", "of one charge: denied for ever", "of one charge: replayed", "of one charge: shadowed",
+	"of several: granted", "of several: denied", "of several: denied for ever", "of several: replayed", "of several: shadowed",
+	"of several: granted, in part before", "of several: denied, in part granted before",
+	"RL003", "RL004", "charge: debt", "charge: at the floor", "charge: replayed", "settle: gave back", "settle: debt", "settle: replayed", "settle: shadowed",
+	"reserve: granted at once", "reserve: waits", "reserve: refused", "reserve: replayed", "reserve: shadowed",
+	"acquire_up_to: all", "acquire_up_to: fewer", "acquire_up_to: denied", "acquire_up_to: replayed", "acquire_up_to: shadowed",
+}
+
+// lacks names what was not met.
+func (s sightings) lacks() string {
+	for _, what := range toMeet {
+		if s[what] == 0 {
+			return what
+		}
+	}
+	return ""
+}
+
+// see counts an answer.
+func (s sightings) see(w kit.Whole) {
+	inPart := slices.ContainsFunc(w.Decisions, kit.IsReplayed)
+	kind := "denied"
+	switch {
+	case !w.Allowed && w.Replayed:
+		kind = "denied, a reserved grant"
+	case !w.Allowed && w.RetryAfter == model.Never:
+		kind = "denied for ever"
+	case !w.Allowed && inPart:
+		kind = "denied, in part granted before"
+	case w.Replayed:
+		kind = "replayed"
+	case w.Shadowed:
+		kind = "shadowed"
+	case w.Allowed && inPart:
+		kind = "granted, in part before"
+	case w.Allowed:
+		kind = "granted"
+	}
+	size := "of several: "
+	if len(w.Decisions) == 1 {
+		size = "of one charge: "
+	}
+	s[size+kind]++
+}
+
+// A bug planted in SQL makes the same sequences disagree.
+func TestModel_FindsPlantedBugs(t *testing.T) {
+	pgtest.OncePerServer(t)
+	t.Parallel()
+	for name, bug := range map[string]struct {
+		function string
+		kit.Mutation
+	}{
+		"a refill that goes back with the clock": {"ratelimit.refilled_until", kit.Mutation{Pattern: `greatest\(refilled_at, now\)`, Replacement: "now"}},
+		"a retry_after a microsecond short":      {"ratelimit.time_below", kit.Mutation{Pattern: ` \+ round_up`, Replacement: ""}},
+	} {
+		db := kit.NewDB(t)
+		db.SetClock(kit.T0)
+		db.CatchDenials()
+		db.Mutate(bug.Mutation, bug.function)
+		session := db.Session()
+
+		told, found, ended := &failing{T: t}, false, make(chan struct{})
+		go func() {
+			defer close(ended)
+			for range 20 {
+				rapid.Check(told, func(t *rapid.T) {
+					if found {
+						return // shrinking would take a while
+					}
+					m := newModelRun(t, session, sightings{})
+					defer m.End()
+					found = true
+					t.Repeat(m.actions())
+					found = false
+				})
+			}
+		}()
+		<-ended
+		require.True(t, told.Failed(), "%s is not found in 2,000 sequences", name)
+	}
+}
+
+// failing is a test that is expected to fail, and logs nothing.
+type failing struct {
+	*testing.T
+	failed bool
+}
+
+func (f *failing) Logf(string, ...any)   {}
+func (f *failing) Log(...any)            {}
+func (f *failing) Errorf(string, ...any) { f.failed = true }
+func (f *failing) Fail()                 { f.failed = true }
+func (f *failing) Failed() bool          { return f.failed }
+func (f *failing) FailNow()              { f.failed = true; runtime.Goexit() }
+
+// A modelRun makes every call twice, to SQL and to the model.
+type modelRun struct {
+	session *kit.Session
+	buckets *rapid.Generator[model.BucketID]
+	clock   func(now time.Time)
+	ask     func(kit.Spending) (kit.Spent, error)
+	told    func(kit.Decision) kit.Decision // what of the model's decision ask can tell
+	model   *model.Model
+	saved   []*model.Model // what a transaction can go back to: its begin, and its savepoints
+	now     time.Time
+
+	met sightings
+
+	// What the last calls have made interesting.
+	requests []kit.WholeRequest
+	instants []time.Time // when something happens
+	numbers  []int64     // of tokens
+	waits    []model.Micros
+
+	spendings, settled []kit.Spending
+}
+
+const emptyTables = `
+	delete from ratelimit.policies; delete from ratelimit.overrides;
+	delete from ratelimit.buckets; delete from ratelimit.ephemeral_buckets;
+	delete from ratelimit.idempotency_keys; delete from ratelimit.ephemeral_idempotency_keys`
+
+func newModelRun(t *rapid.T, s *kit.Session, met sightings) *modelRun {
+	s.Execute(emptyTables)
+	m := &modelRun{
+		session: s, buckets: bucketIDs, clock: s.Db.SetClock, model: model.New(), met: met,
+		ask:  func(of kit.Spending) (kit.Spent, error) { return of.By(s) },
+		told: func(d kit.Decision) kit.Decision { return d },
+	}
+	m.Begin(t, m)
+	return m
+}
+
+// begin defines the policies at t0.
+func (m *modelRun) Begin(t *rapid.T, calls modelCalls) {
+	m.SetClock(t, kit.T0)
+	for _, name := range policyNames {
+		for known := false; !known; _, known = m.model.Policy(name) { // not every definition can be
+			calls.define(t, name)
+		}
+	}
+}
+
+func (m *modelRun) actions() map[string]func(*rapid.T) {
+	return map[string]func(*rapid.T){
+		"acquire":   m.Acquire,
+		"again":     m.acquireAgain,
+		"many":      m.acquireMany,
+		"peek":      m.peek,
+		"refund":    m.refund,
+		"spend":     m.Spend,
+		"spend now": m.Spend,
+		"settle":    m.Settle,
+		"override":  m.override,
+		"wait":      m.wait,
+		"step":      m.step,
+		"clean up":  m.cleanUp,
+		"rarely":    m.changeOrRemove,
+		"save":      m.save,
+		"roll back": m.rollBackOrNot,
+	}
+}
+
+// save begins a transaction, or sets a savepoint in it.
+func (m *modelRun) save(*rapid.T) {
+	if len(m.saved) == 0 {
+		m.session.Execute("begin")
+	} else {
+		m.session.Execute(fmt.Sprint("savepoint s", len(m.saved)))
+	}
+	m.saved = append(m.saved, m.model.Clone())
+}
+
+// rollBackOrNot ends what one save began, and all that was saved since.
+func (m *modelRun) rollBackOrNot(t *rapid.T) {
+	if len(m.saved) == 0 {
+		t.Skip("in no transaction")
+	}
+	to := rapid.IntRange(0, len(m.saved)-1).Draw(t, "to")
+	switch keep := rapid.Bool().Draw(t, "keep"); {
+	case !keep:
+		m.rollBack(to)
+	case to == 0:
+		m.session.Execute("commit")
+		m.saved = nil
+	default:
+		m.session.Execute(fmt.Sprint("release s", to))
+		m.saved = m.saved[:to]
+	}
+}
+
+func (m *modelRun) rollBack(to int) {
+	m.met["rollbacks"]++
+	m.model = m.saved[to]
+	if to == 0 {
+		m.session.Execute("rollback")
+		m.saved = nil
+		return
+	}
+	m.session.Execute(fmt.Sprint("rollback to s", to)) // which stays
+	m.saved = append(m.saved[:to], m.model.Clone())
+}
+
+// end leaves the session to the next sequence, also when this one has failed.
+func (m *modelRun) End() { m.session.Execute("rollback") }
+
+var policyNames = []string{"a", "b", "c"}
+
+var (
+	bucketIDs = rapid.Custom(func(t *rapid.T) model.BucketID {
+		return model.BucketID{Policy: rapid.SampledFrom(policyNames).Draw(t, "policy"), Key: rapid.SampledFrom([]string{"x", "y"}).Draw(t, "key")}
+	})
+	// Every magnitude is as likely as any other.
+	magnitudes = rapid.Custom(func(t *rapid.T) int64 {
+		return rapid.Int64Range(1, 1<<rapid.IntRange(1, 43).Draw(t, "bits")).Draw(t, "number")
+	})
+	tokens = rapid.OneOf(rapid.Int64Range(1, 20), magnitudes)
+	spans  = rapid.OneOf(
+		rapid.SampledFrom([]model.Micros{1, 3, 1_000, 1_000_000, 10_000_000, kit.Day / 24, kit.Day, 7 * kit.Day, 365250 * kit.Day}),
+		rapid.Map(magnitudes, func(n int64) model.Micros { return model.Micros(n) }),
+	)
+	seldom  = rapid.Map(rapid.IntRange(0, 2), func(n int) bool { return n == 2 })
+	refills = rapid.OneOf(rapid.Map(tokens, atMost9e12), rapid.Map(tokens, atMost9e12), rapid.Map(tokens, atMost9e12), rapid.Just[int64](0))
+	// What an override has in place of its policy's: mostly little, so that it shows.
+	overridden = rapid.Custom(func(t *rapid.T) model.Numbers {
+		return model.Numbers{
+			Capacity: orNil(rapid.OneOf(rapid.Int64Range(0, 20), rapid.Map(tokens, atMost9e12))).Draw(t, "capacity"),
+			Refill:   rapid.Ptr(refills, true).Draw(t, "refill"),
+			Every:    rapid.Ptr(spans, true).Draw(t, "every"),
+		}
+	})
+	definitions = rapid.Custom(func(t *rapid.T) model.Definition {
+		return model.Definition{
+			Numbers: model.Numbers{
+				Capacity: orNil(refills).Draw(t, "capacity"),
+				Refill:   orNil(refills).Draw(t, "refill"),
+				Every:    orNil(spans).Draw(t, "every"),
+			},
+			Stepped:  rapid.Ptr(rapid.Bool(), true).Draw(t, "stepped"),
+			Durable:  rapid.Ptr(rapid.Bool(), true).Draw(t, "durable"),
+			Remember: rapid.Ptr(spans, true).Draw(t, "remember"),
+			Shadow:   rapid.Ptr(seldom, true).Draw(t, "shadow"),
+		}
+	})
+)
+
+// orNil draws nil now and then, which keeps what the policy has.
+func orNil[T any](values *rapid.Generator[T]) *rapid.Generator[*T] {
+	return rapid.Custom(func(t *rapid.T) *T {
+		if rapid.IntRange(0, 7).Draw(t, "given") == 7 {
+			return nil
+		}
+		value := values.Draw(t, "value")
+		return &value
+	})
+}
+
+func atMost9e12(n int64) int64 { return min(n, kit.MaxTokens) }
+
+// modelCalls are those that a database and a client.Sharded make each in its way.
+type modelCalls interface {
+	define(t *rapid.T, name string)
+	defineAs(t *rapid.T, name string, def model.Definition)
+	setOverride(t *rapid.T, id model.BucketID, n model.Numbers, expires time.Time)
+	sendOne(t *rapid.T, r kit.WholeRequest)
+	cleanUp(t *rapid.T)
+}
+
+// meetAll gets each kind of answer at least once, so that no run depends on its luck. Policies d and g are alike, e is their
+// shadow, and f is unknown.
+func (m *modelRun) meetAll(t *rapid.T, calls modelCalls, x, y string) {
+	limit := model.Numbers{Capacity: new(int64(10)), Refill: new(int64(1)), Every: new(model.Micros(1_000_000))}
+	of := func(policy, key string, cost int64) model.Charge {
+		return model.Charge{BucketID: model.BucketID{Policy: policy, Key: key}, Cost: cost}
+	}
+	ask := func(idempotencyKey string, charges ...model.Charge) {
+		calls.sendOne(t, kit.WholeRequest{Charges: charges, IdempotencyKey: idempotencyKey})
+	}
+	spend := func(function, idempotencyKey string, c model.Charge, atLeast int64, maxWait model.Micros) {
+		m.sendSpending(t, kit.Spending{Function: function, BucketID: c.BucketID, Cost: c.Cost, AtLeast: atLeast, MaxWait: maxWait, IdempotencyKey: idempotencyKey})
+	}
+	calls.defineAs(t, "f", model.Definition{}) // 22023
+	calls.defineAs(t, "d", model.Definition{Numbers: limit})
+	calls.defineAs(t, "e", model.Definition{Numbers: limit, Shadow: &kit.Yes})
+	calls.defineAs(t, "g", model.Definition{Numbers: limit})
+
+	ask("", of("f", x, 1)) // RL001
+	ask("i", of("d", x, 2))
+	ask("i", of("d", x, 2)) // replayed
+	ask("i", of("d", x, 3)) // RL002
+	ask("", of("d", x, 9))  // denied: 8 are left
+	ask("", of("d", x, 11)) // denied for ever
+	ask("i", of("d", x, 2), of("d", y, 1))
+	ask("i", of("d", x, 2), of("d", y, 1))
+	ask("j", of("d", x, 1))
+	ask("j", of("d", x, 1), of("d", y, 10)) // denied: 9 are left of y
+	ask("", of("d", x, 1), of("d", y, 1))
+	ask("", of("d", x, 1), of("d", y, 9))
+	ask("", of("d", x, 1), of("d", y, 11))
+	ask("", of("e", x, 6))
+	ask("", of("e", x, 6)) // shadowed: 4 are left
+	ask("", of("e", x, 6), of("e", y, 6))
+
+	ask("k", of("d", x, 5))
+	spend("settle", "k", of("d", x, 1), 0, 0) // gives back
+	spend("settle", "k", of("d", x, 1), 0, 0)
+	ask("k", of("d", x, 5)) // RL004
+	ask("l", of("d", x, 1))
+	spend("settle", "l", of("d", x, 50), 0, 0)           // into debt
+	spend("settle", "no grant", of("d", x, 1), 0, 0)     // RL003
+	spend("settle", "no grant", of("e", x, 1), 0, 0)     // which a shadow may not have needed
+	spend("charge", "m", of("d", y, 20), 0, 0)           // into debt
+	spend("charge", "m", of("d", y, 20), 0, 0)           // replayed
+	spend("charge", "", of("d", y, kit.MaxTokens), 0, 0) // to the floor
+	spend("reserve", "n", of("g", x, 4), 0, kit.Day)     // at once
+	spend("reserve", "n", of("g", x, 4), 0, kit.Day)     // replayed
+	spend("reserve", "", of("g", x, 10), 0, kit.Day)     // waits for 4
+	spend("reserve", "", of("g", x, 10), 0, 0)           // refused
+	spend("reserve", "", of("e", x, 6), 0, 0)            // shadowed
+	spend("acquire_up_to", "o", of("g", y, 6), 1, 0)     // all
+	spend("acquire_up_to", "o", of("g", y, 6), 1, 0)     // replayed
+	spend("acquire_up_to", "", of("g", y, 6), 1, 0)      // 4
+	spend("acquire_up_to", "", of("g", y, 6), 1, 0)      // denied
+	spend("acquire_up_to", "", of("e", x, 6), 5, 0)      // shadowed
+
+	expires := m.now.Add(time.Minute)
+	calls.setOverride(t, model.BucketID{Policy: "g", Key: x}, model.Numbers{Capacity: new(int64(20))}, expires)
+	ask("", of("g", x, 1))
+	m.SetClock(t, expires)
+	ask("", of("g", x, 1))
+	m.SetClock(t, expires.Add(time.Hour))
+	calls.cleanUp(t)
+	require.Empty(t, m.met.lacks())
+}
+
+func (m *modelRun) define(t *rapid.T, name string) {
+	m.defineAs(t, name, definitions.Draw(t, "policy "+name))
+}
+
+func (m *modelRun) defineAs(t *rapid.T, name string, def model.Definition) {
+	readable, err := json.Marshal(def)
+	require.NoError(t, err)
+	t.Logf("defined: %s", readable)
+	err = m.call("ratelimit_define_policy($1, $2, $3, $4, $5, $6, $7, $8)",
+		name, def.Capacity, def.Refill, intervalOrNull(def.Every), def.Stepped, def.Durable, intervalOrNull(def.Remember), def.Shadow)
+	m.sameError(t, m.model.Define(name, def), err)
+}
+
+// changeOrRemove makes calls that would leave little to compare if they were frequent.
+func (m *modelRun) changeOrRemove(t *rapid.T) {
+	id := m.buckets.Draw(t, "bucket")
+	switch rapid.SampledFrom([]string{"define", "define again", "reset", "reset all", "drop"}).Draw(t, "what") {
+	case "define", "define again":
+		m.define(t, id.Policy)
+	case "reset":
+		m.sameError(t, m.model.Reset(id), m.call("ratelimit_reset($1, $2)", id.Policy, id.Key))
+	case "reset all":
+		if len(m.saved) == 0 { // it commits
+			_, err := m.session.Exec(context.Background(), "call ratelimit_reset_all($1)", id.Policy)
+			m.sameError(t, m.model.ResetAll(id.Policy), err)
+		}
+	case "drop":
+		m.sameError(t, m.model.Drop(id.Policy), m.call("ratelimit_drop_policy($1)", id.Policy))
+		if !seldom.Draw(t, "leave it") {
+			m.define(t, id.Policy)
+		}
+	}
+}
+
+// request draws one of a single charge or, as often, of several: few buckets, some of them twice.
+func (m *modelRun) Request(t *rapid.T) kit.WholeRequest {
+	n := rapid.OneOf(rapid.Just(1), rapid.IntRange(2, 6)).Draw(t, "charges")
+	r := kit.WholeRequest{IdempotencyKey: idempotencyKeys.Draw(t, "idempotency key")}
+	for range n {
+		r.Charges = append(r.Charges, m.charge(t, n))
+	}
+	return r
+}
+
+var idempotencyKeys = rapid.SampledFrom([]string{"", "", "1", "2"})
+
+// charge draws one of n in a request. A request of many should have some hope.
+func (m *modelRun) charge(t *rapid.T, n int) model.Charge {
+	id := m.buckets.Draw(t, "bucket")
+	if n > 1 && !seldom.Draw(t, "much") {
+		p, _ := m.model.Policy(id.Policy)
+		few := rapid.OneOf(rapid.Int64Range(0, 3), rapid.Int64Range(0, p.Capacity/int64(n)))
+		return model.Charge{BucketID: id, Cost: few.Draw(t, "amount")}
+	}
+	return model.Charge{BucketID: id, Cost: m.amount(t, id.Policy)}
+}
+
+// earlier draws a request that was made before, or one that is like it but for one thing.
+func (m *modelRun) earlier(t *rapid.T) kit.WholeRequest {
+	if len(m.requests) == 0 {
+		t.Skip("nothing to repeat")
+	}
+	r := rapid.SampledFrom(m.requests).Draw(t, "request")
+	charges := slices.Clone(r.Charges)
+	i := rapid.IntRange(0, len(charges)-1).Draw(t, "charge")
+	switch rapid.SampledFrom([]string{"same", "same", "more", "too much more", "fewer", "another cost", "parts", "turned", "another key"}).Draw(t, "but for") {
+	case "more":
+		charges = append(charges, m.charge(t, 2))
+	case "too much more":
+		c := m.charge(t, 2)
+		if d, err := m.model.Peek(m.now, c.BucketID, 0); err == nil {
+			c.Cost = max(c.Cost, d.Remaining+1)
+		}
+		charges = append(charges, c)
+	case "fewer":
+		if len(charges) > 1 {
+			charges = slices.Delete(charges, i, i+1)
+		}
+	case "another cost":
+		charges[i].Cost = m.amount(t, charges[i].Policy)
+	case "parts": // of the same sum
+		part := rapid.Int64Range(0, charges[i].Cost).Draw(t, "part")
+		charges[i].Cost -= part
+		charges = append(charges, model.Charge{BucketID: charges[i].BucketID, Cost: part})
+	case "turned":
+		slices.Reverse(charges)
+	case "another key":
+		r.IdempotencyKey = idempotencyKeys.Draw(t, "idempotency key")
+	}
+	r.Charges = charges[:min(6, len(charges))]
+	return r
+}
+
+func (m *modelRun) Acquire(t *rapid.T) { m.send(t, m.remembered(m.Request(t))) }
+
+func (m *modelRun) acquireAgain(t *rapid.T) { m.send(t, m.remembered(m.earlier(t))) }
+
+// acquireMany sends requests together, some of them several times.
+func (m *modelRun) acquireMany(t *rapid.T) {
+	var requests []kit.WholeRequest
+	for range rapid.IntRange(1, 5).Draw(t, "requests") {
+		r := m.Request(t)
+		if len(m.requests) > 0 && rapid.Bool().Draw(t, "earlier") {
+			r = m.earlier(t)
+		}
+		for range rapid.IntRange(1, 3).Draw(t, "times") {
+			requests = append(requests, m.remembered(r))
+		}
+	}
+	if seldom.Draw(t, "one without charges") {
+		i := rapid.IntRange(0, len(requests)).Draw(t, "place")
+		requests = slices.Insert(requests, i, kit.WholeRequest{})
+	}
+	m.send(t, requests...)
+}
+
+// send makes requests by one of the functions that can carry them. In a batch an error stands in the row of its request.
+func (m *modelRun) send(t *rapid.T, requests ...kit.WholeRequest) {
+	functions := []string{"acquire_all", "acquire_all_many", "acquire_packed, with sizes"}
+	if !slices.ContainsFunc(requests, func(r kit.WholeRequest) bool { return len(r.Charges) != 1 }) {
+		functions = append(functions, "acquire", "enforce", "acquire_many", "acquire_packed")
+	}
+	function := rapid.SampledFrom(functions).Draw(t, "function")
+	switch function {
+	case "acquire", "enforce", "acquire_all":
+		for _, r := range requests {
+			m.sendAlone(t, function, r)
+		}
+		return
+	}
+	var got []kit.WholeAnswer
+	var err error
+	switch function {
+	case "acquire_many":
+		got, err = kit.AcquireManyWholes(m.session, requests)
+	case "acquire_all_many":
+		got, err = kit.AcquireAllMany(m.session, requests)
+	default:
+		got, err = kit.AcquirePacked(m.session, requests, function != "acquire_packed")
+	}
+	require.NoError(t, err)
+	require.Len(t, got, len(requests))
+	for i, r := range requests {
+		want := kit.WholeAnswer{}
+		if w, err := m.model.AcquireAll(m.now, r.Charges, r.IdempotencyKey); err != nil {
+			m.saw(err.Error())
+			want.Error = err.Error()
+			got[i].Error, _, _ = strings.Cut(got[i].Error, ":")
+		} else {
+			m.sawWhole(r, w)
+			want.Whole = &w
+		}
+		require.Equal(t, want, got[i], "request %d: %+v", i+1, r)
+	}
+}
+
+func (m *modelRun) sendOne(t *rapid.T, r kit.WholeRequest) { m.sendAlone(t, "acquire_all", r) }
+
+func (m *modelRun) sendAlone(t *rapid.T, function string, r kit.WholeRequest) {
+	want, wantErr := m.model.AcquireAll(m.now, r.Charges, r.IdempotencyKey)
+	var got kit.Whole
+	var err error
+	switch function {
+	case "acquire":
+		var d kit.Decision
+		d, err = r.Single().Acquire(m.session)
+		got = kit.WholeOf(d)
+	case "enforce":
+		var d kit.Decision
+		if d, err = r.Single().Enforce(m.session); err == nil && !d.Allowed {
+			d.ResetAfter, d.Replayed = want.ResetAfter, want.Replayed // which its error does not tell
+		}
+		got = kit.WholeOf(d)
+	default:
+		got, err = r.AcquireAll(m.session)
+	}
+	if m.sameError(t, wantErr, err); err == nil {
+		require.Equal(t, want, got, "%+v", r)
+		m.sawWhole(r, want)
+	}
+}
+
+func (m *modelRun) sawWhole(r kit.WholeRequest, w kit.Whole) {
+	m.met["answers that agree in every field"]++
+	m.met.see(w)
+	for _, c := range r.Charges {
+		switch o, ok := m.model.Overrides()[c.BucketID]; {
+		case ok && o.Live(m.now):
+			m.met["under an override"]++
+		case ok:
+			m.met["after an override"]++
+		}
+	}
+	m.sawDecision(w.Decision)
+	m.sawDecision(w.Decisions[len(w.Decisions)-1])
+}
+
+func (m *modelRun) saw(code string) {
+	m.met["answers that agree in every field"]++
+	m.met[code]++
+}
+
+// remembered keeps a request for earlier.
+func (m *modelRun) remembered(r kit.WholeRequest) kit.WholeRequest {
+	m.requests = lastFew(append(m.requests, r))
+	if p, ok := m.model.Policy(r.Charges[0].Policy); ok {
+		m.instants = lastFew(append(m.instants, p.Remember.After(m.now), p.Remember.After(m.now).Add(model.CleanUpMargin)))
+	}
+	return r
+}
+
+// override sets, removes or lists overrides.
+func (m *modelRun) override(t *rapid.T) {
+	id := m.buckets.Draw(t, "bucket")
+	switch rapid.SampledFrom([]string{"set", "set", "set", "remove", "list"}).Draw(t, "what") {
+	case "set":
+		n := overridden.Draw(t, "numbers")
+		var expires time.Time
+		if rapid.Bool().Draw(t, "expires") {
+			lasts := rapid.OneOf(rapid.Int64Range(-1, 1), rapid.Map(spans, func(m model.Micros) int64 { return int64(m) }))
+			expires = model.Micros(lasts.Draw(t, "after")).After(m.now)
+			m.instants = lastFew(append(m.instants, expires, expires.Add(model.CleanUpMargin)))
+		}
+		m.setOverride(t, id, n, expires)
+	case "remove":
+		var had bool
+		err := m.session.QueryRow(context.Background(), "select ratelimit_remove_override($1, $2)", id.Policy, id.Key).Scan(&had)
+		want, wantErr := m.model.RemoveOverride(m.now, id)
+		if m.sameError(t, wantErr, err); err == nil {
+			require.Equal(t, want, had)
+		}
+	case "list":
+		m.listOverrides(t, id)
+	}
+}
+
+func (m *modelRun) setOverride(t *rapid.T, id model.BucketID, n model.Numbers, expires time.Time) {
+	var nullable *time.Time
+	if !expires.IsZero() {
+		nullable = &expires
+	}
+	err := m.call("ratelimit_override($1, $2, $3, $4, $5, $6)", id.Policy, id.Key, n.Capacity, n.Refill, intervalOrNull(n.Every), nullable)
+	m.sameError(t, m.model.Override(m.now, id, n, expires), err)
+}
+
+// listOverrides compares those of one bucket, one key, one policy, or all.
+func (m *modelRun) listOverrides(t *rapid.T, id model.BucketID) {
+	var policy, key *string
+	if _, known := m.model.Policy(id.Policy); known && rapid.Bool().Draw(t, "of one policy") {
+		policy = &id.Policy
+	}
+	if rapid.Bool().Draw(t, "of one key") {
+		key = &id.Key
+	}
+	rows, err := m.session.Query(context.Background(), `
+		select policy, key, capacity, refill, (extract(epoch from every) * 1000000)::bigint, expires_at
+		  from ratelimit_overrides($1, $2)`, policy, key)
+	require.NoError(t, err)
+	got := map[model.BucketID]model.Override{}
+	var at model.BucketID
+	var o model.Override
+	var expires *time.Time
+	_, err = pgx.ForEachRow(rows, []any{&at.Policy, &at.Key, &o.Capacity, &o.Refill, &o.Every, &expires}, func() error {
+		o.Expires = time.Time{}
+		if expires != nil {
+			o.Expires = expires.UTC()
+		}
+		got[at] = o
+		return nil
+	})
+	require.NoError(t, err)
+	want := m.model.Overrides()
+	maps.DeleteFunc(want, func(at model.BucketID, o model.Override) bool {
+		return !o.Live(m.now) || policy != nil && at.Policy != *policy || key != nil && at.Key != *key
+	})
+	require.Equal(t, want, got)
+	m.saw("lists of overrides")
+}
+
+func (m *modelRun) peek(t *rapid.T) {
+	id := m.buckets.Draw(t, "bucket")
+	cost := m.amount(t, id.Policy)
+	want, wantErr := m.model.Peek(m.now, id, cost)
+	got, err := kit.Peek(m.session, id.Policy, id.Key, cost)
+	m.same(t, want, got, wantErr, err)
+}
+
+func (m *modelRun) refund(t *rapid.T) {
+	id := m.buckets.Draw(t, "bucket")
+	amount := m.amount(t, id.Policy)
+	want, wantErr := m.model.Refund(m.now, id, amount)
+	got, err := kit.Refund(m.session, id.Policy, id.Key, amount)
+	m.same(t, want, got, wantErr, err)
+}
+
+// spend charges, reserves, or acquires what there is.
+func (m *modelRun) Spend(t *rapid.T) {
+	s := kit.Spending{
+		Function:       rapid.SampledFrom([]string{"charge", "reserve", "reserve", "acquire_up_to"}).Draw(t, "function"),
+		BucketID:       m.buckets.Draw(t, "bucket"),
+		IdempotencyKey: idempotencyKeys.Draw(t, "idempotency key"),
+	}
+	s.Cost = m.amount(t, s.Policy)
+	switch s.Function {
+	case "charge":
+		if seldom.Draw(t, "much") {
+			s.Cost = kit.MaxTokens
+		}
+	case "reserve":
+		longest := []*rapid.Generator[model.Micros]{rapid.Just(kit.MaxWaitOfReserve), rapid.Just(kit.MaxWaitOfReserve), spans}
+		if len(m.waits) > 0 {
+			longest = append(longest, rapid.SampledFrom(m.waits))
+		}
+		s.MaxWait = min(kit.MaxWaitOfReserve, rapid.OneOf(longest...).Draw(t, "max wait"))
+	case "acquire_up_to":
+		s.AtLeast = rapid.OneOf(rapid.Just[int64](1), rapid.Int64Range(1, max(1, s.Cost))).Draw(t, "at least")
+	}
+	if len(m.spendings) > 0 && rapid.Bool().Draw(t, "earlier") {
+		earlier := rapid.SampledFrom(m.spendings).Draw(t, "earlier spending")
+		earlier.MaxWait = max(earlier.MaxWait, s.MaxWait)
+		s = earlier
+	}
+	m.spendings = lastFew(append(m.spendings, s))
+	m.sendSpending(t, s)
+	p, known := m.model.Policy(s.Policy)
+	if known && s.IdempotencyKey != "" && s.Cost > 0 { // to be repeated as an acquire
+		m.remembered(kit.WholeRequest{Charges: []model.Charge{{BucketID: s.BucketID, Cost: min(s.Cost, p.Capacity)}}, IdempotencyKey: s.IdempotencyKey})
+		m.remembered(kit.WholeRequest{Charges: []model.Charge{{BucketID: s.BucketID, Cost: s.Cost}}, IdempotencyKey: s.IdempotencyKey})
+	}
+}
+
+// settle settles a grant, if there is one; now and then as it did before.
+func (m *modelRun) Settle(t *rapid.T) {
+	s := kit.Spending{
+		Function:       "settle",
+		BucketID:       m.buckets.Draw(t, "bucket"),
+		IdempotencyKey: rapid.SampledFrom([]string{"1", "2"}).Draw(t, "idempotency key"),
+	}
+	if len(m.settled) > 0 && rapid.Bool().Draw(t, "again") {
+		m.sendSpending(t, rapid.SampledFrom(m.settled).Draw(t, "earlier"))
+		return
+	}
+	s.Cost = rapid.OneOf(rapid.Int64Range(0, 2), rapid.Just(min(kit.MaxTokens, m.amount(t, s.Policy))), rapid.Just[int64](kit.MaxTokens)).Draw(t, "cost")
+	m.settled = lastFew(append(m.settled, s))
+	m.sendSpending(t, s)
+}
+
+func (m *modelRun) sendSpending(t *rapid.T, s kit.Spending) {
+	before, _ := m.model.Peek(m.now, s.BucketID, 0)
+	var want kit.Spent
+	var wantErr error
+	switch {
+	case s.Function == "acquire_up_to" && s.Cost < 1 || s.Function == "charge" && s.Cost > kit.MaxTokens:
+		wantErr = model.InvalidArgument
+	default:
+		want, wantErr = s.Of(m.model, m.now)
+	}
+	got, err := m.ask(s)
+	if m.sameError(t, wantErr, err); err != nil {
+		return
+	}
+	require.Equal(t, kit.Spent{Decision: m.told(want.Decision), Taken: want.Taken}, got, "%v", s)
+	m.met["answers that agree in every field"]++
+	m.met[s.Function+": "+s.KindOf(want, before)]++
+	m.sawDecision(want.Decision)
+	if s.Function == "reserve" && want.RetryAfter != model.Never {
+		m.waits = append(m.waits, want.RetryAfter, max(0, want.RetryAfter-1))
+		m.waits = lastFew(m.waits)
+	}
+}
+
+// cleanUp also compares which buckets, and how many overrides and idempotency keys, have rows.
+func (m *modelRun) cleanUp(t *rapid.T) {
+	require.NoError(t, m.call("ratelimit_cleanup()"))
+	m.model.CleanUp(m.now)
+
+	m.compareLeft(t, bucketsLeft(t, m.session))
+
+	var grants, overrides int
+	require.NoError(t, m.session.QueryRow(context.Background(), `
+		select (select count(*) from ratelimit.idempotency_keys) + (select count(*) from ratelimit.ephemeral_idempotency_keys),
+		       (select count(*) from ratelimit.overrides)`).Scan(&grants, &overrides))
+	require.Equal(t, m.model.Grants(), grants, "idempotency keys")
+	require.Len(t, m.model.Overrides(), overrides, "overrides")
+}
+
+// bucketsLeft are those that have a row.
+func bucketsLeft(t require.TestingT, q kit.RowsQuerier) map[model.BucketID]bool {
+	left := map[model.BucketID]bool{}
+	for _, id := range kit.ColumnOf(t, q, `
+		select coalesce(p.name, 'gone') || ' ' || b.key
+		  from (table ratelimit.buckets union all table ratelimit.ephemeral_buckets) as b left join ratelimit.policies as p on p.id = b.policy_id`) {
+		policy, key, _ := strings.Cut(id, " ")
+		left[model.BucketID{Policy: policy, Key: key}] = true
+	}
+	return left
+}
+
+// compareLeft takes the buckets without a row from the model.
+func (m *modelRun) compareLeft(t *rapid.T, left map[model.BucketID]bool) {
+	for _, id := range m.model.Buckets() {
+		if !left[id] {
+			require.True(t, m.model.Remove(m.now, id), "clean-up removed %v, which was not full", id)
+			m.met["removed by clean-up"]++
+		}
+		delete(left, id)
+	}
+	require.Empty(t, left, "buckets that should have no row")
+}
+
+// wait moves the clock to when something happens, or to a microsecond beside it.
+func (m *modelRun) wait(t *rapid.T) {
+	if len(m.instants) == 0 {
+		t.Skip("nothing to wait for")
+	}
+	at := rapid.SampledFrom(m.instants).Draw(t, "instant")
+	m.SetClock(t, model.Micros(rapid.Int64Range(-1, 1).Draw(t, "beside")).After(at))
+}
+
+// step moves the clock forward, or now and then back.
+func (m *modelRun) step(t *rapid.T) {
+	d := spans.Draw(t, "by")
+	if rapid.IntRange(0, 3).Draw(t, "back if 3") == 3 {
+		d = -d
+	}
+	m.SetClock(t, d.After(m.now))
+}
+
+func (m *modelRun) SetClock(t *rapid.T, now time.Time) {
+	if now.Year() < 0 || now.Year() > 200_000 {
+		t.Skip("PostgreSQL's calendar would soon end")
+	}
+	m.now = now
+	m.clock(now)
+}
+
+func (m *modelRun) amount(t *rapid.T, policy string) int64 {
+	p, _ := m.model.Policy(policy)
+	amounts := []*rapid.Generator[int64]{rapid.Int64Range(0, 3), rapid.Int64Range(0, p.Capacity), tokens}
+	if len(m.numbers) > 0 {
+		amounts = append(amounts, rapid.SampledFrom(m.numbers))
+	}
+	return rapid.OneOf(amounts...).Draw(t, "amount")
+}
+
+func (m *modelRun) call(call string, args ...any) error {
+	return kit.ErrorOf(m.session.Exec(context.Background(), "select "+call, args...))
+}
+
+func (m *modelRun) same(t *rapid.T, want, got kit.Decision, wantErr, err error) {
+	if m.sameError(t, wantErr, err); err == nil {
+		require.Equal(t, want, got)
+		m.saw("peeks and refunds")
+		m.sawDecision(want)
+	}
+}
+
+// sawDecision remembers what it makes interesting.
+func (m *modelRun) sawDecision(d kit.Decision) {
+	for _, wait := range []model.Micros{d.RetryAfter, d.ResetAfter} {
+		if wait != model.Never {
+			m.instants = append(m.instants, wait.After(m.now))
+		}
+	}
+	m.instants = lastFew(m.instants)
+	m.numbers = lastFew(append(m.numbers, d.Capacity, d.Capacity+1, max(0, d.Remaining), max(0, d.Remaining+1)))
+}
+
+// sameError counts an error, which ends the transaction or what there is of it since the last savepoint.
+func (m *modelRun) sameError(t *rapid.T, want, err error) {
+	var state model.Error
+	errors.As(want, &state)
+	if state == "" && err == nil {
+		return
+	}
+	require.Equal(t, string(state), kit.SQLState(err), "SQLSTATE of %v", err)
+	m.saw(string(state))
+	if len(m.saved) > 0 { // there is no other way on
+		m.rollBack(len(m.saved) - 1)
+	}
+}
+
+// lastFew keeps the newest few elements.
+func lastFew[T any](s []T) []T { return s[max(0, len(s)-8):] }
+
+// intervalOrNull is null for nil.
+func intervalOrNull(m *model.Micros) pgtype.Interval {
+	if m == nil {
+		return pgtype.Interval{}
+	}
+	return kit.IntervalOfDays(*m)
+}

@@ -1,0 +1,242 @@
+package torture
+
+import (
+	"bytes"
+	"context"
+	"maps"
+	"math/rand/v2"
+	"runtime/pprof"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/tests/kit"
+	"github.com/stretchr/testify/require"
+)
+
+// Dozens of callers share a pool whose connections are delayed, cut and reset, and lose replies. A request with an idempotency
+// key that is repeated until it is answered is charged at most once, and ends with the true decision. Without one, no token is
+// missing beyond the costs of requests without an answer. When the faults end, the pool recovers and leaves no goroutine behind.
+// The seed repeats the choice of faults, though not who meets them.
+func TestTorture_Network(t *testing.T) {
+	run := kit.Torture(t, 1)
+	n := newNetwork(t, rand.New(rand.NewPCG(kit.TestSeed(t), 0)))
+
+	for rounds := 0; run.GoesOn(); rounds++ {
+		chances := odds{kit.Delay: 60, kit.Cut: 6, kit.Reset: 6, kit.Swallow: 3}
+		if rounds%4 == 3 {
+			chances = odds{kit.Delay: 20, kit.Vanish: 3} // for which pgx has more patience than make test
+		}
+		n.round(chances, min(run.Budget, 3*time.Second))
+		run.Progress("%d grants, %d of them after the first answer was lost", n.ledger.Granted, n.ledger.Replayed)
+	}
+
+	met := n.met()
+	for _, what := range slices.Sorted(maps.Keys(met)) {
+		run.Figure(what, met[what], "")
+	}
+	run.Figure("connections that went silent", n.proxy.Done[kit.Vanish].Load(), "")
+	run.Figure("slowest try, whose ctx ends after 1 s", n.ledger.Slowest.Round(time.Millisecond), "")
+	run.Figure("slowest recovery of the pool", n.slowestRecovery.Round(time.Millisecond), "")
+}
+
+type network struct {
+	t               *testing.T
+	random          *rand.Rand
+	db              *kit.TestDB
+	proxy           *kit.Proxy
+	ledger          *kit.Ledger
+	combined        atomic.Int64 // calls for several requests
+	slowestRecovery time.Duration
+}
+
+// met counts the events of which each must happen.
+func (n *network) met() map[string]int {
+	met := map[string]int{
+		"granted": n.ledger.Granted, "granted, and an answer was lost before": n.ledger.Replayed, "denied": n.ledger.Denied,
+		"unknown, without an idempotency key": n.ledger.Unknown, "tries without an answer": n.ledger.Failed[""],
+		"calls for several requests": int(n.combined.Load()),
+	}
+	for what, fault := range map[string]kit.Fault{"delays": kit.Delay, "cuts": kit.Cut, "resets": kit.Reset, "swallowed replies": kit.Swallow} {
+		met[what] = int(n.proxy.Done[fault].Load())
+	}
+	return met
+}
+
+func newNetwork(t *testing.T, random *rand.Rand) *network {
+	db := kit.NewDB(t)
+	return &network{t: t, random: random, db: db, proxy: newProxy(t, db), ledger: kit.NewLedger(db, "p", 300, time.Second)}
+}
+
+// round starts callers on a pool of its own while the network has faults, until they have met what they must, and
+// checks the ledger after the faults have ended.
+func (n *network) round(chances odds, lasts time.Duration) {
+	t := n.t
+	label := t.Name() // on every goroutine that starts in here
+	pprof.Do(context.Background(), pprof.Labels("client", label), func(context.Context) {
+		pool := n.proxy.Pool(t, n.db, n.countCombined)
+		combiner := client.NewCombiner(pool)
+		n.proxy.Plan(chances.random(n.random))
+		callers := n.ledger.Load(t, client.New(pool), combiner)
+		callers.RunFor(lasts)
+		require.Eventually(t, func() bool {
+			n.ledger.Mu.Lock()
+			defer n.ledger.Mu.Unlock()
+			return callers.Ctx.Err() != nil || !slices.Contains(slices.Collect(maps.Values(n.met())), 0)
+		}, kit.Patience, 5*kit.Ms, "not all kinds of events happen")
+		n.proxy.Heal()
+		healed := time.Now()
+		require.NoError(t, callers.End())
+		n.awaitRecovery(pool)
+		n.slowestRecovery = max(n.slowestRecovery, time.Since(healed))
+		combiner.Close()
+		require.Zero(t, pool.Stat().AcquiredConns())
+		pool.Close()
+	})
+	for start := time.Now(); goroutines(label) != ""; time.Sleep(10 * time.Millisecond) {
+		require.Less(t, time.Since(start), kit.Patience, goroutines(label))
+	}
+	n.db.Await(t, kit.Patience, "select count(*) = 0 from pg_stat_activity where datname = current_database() and application_name = 'through a proxy'")
+
+	require.NoError(t, n.ledger.Check(n.db))
+	for state := range n.ledger.Failed {
+		require.Empty(t, state, "it is the network's fault")
+	}
+}
+
+// awaitRecovery returns when each connection of the pool works.
+func (n *network) awaitRecovery(pool *pgxpool.Pool) {
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	defer cancel()
+	for working := int32(0); working < pool.Config().MaxConns; {
+		conn, err := pool.Acquire(ctx)
+		require.NoError(n.t, err)
+		defer conn.Release()
+		short, cancel := context.WithTimeout(ctx, time.Second)
+		if conn.Ping(short) == nil {
+			working++
+		} else {
+			conn.Release() // it is replaced
+		}
+		cancel()
+	}
+}
+
+// goroutines returns the stacks of the goroutines that have a label.
+func goroutines(label string) string {
+	var all bytes.Buffer
+	_ = pprof.Lookup("goroutine").WriteTo(&all, 1)
+	var found []string
+	for _, group := range strings.Split(all.String(), "\n\n") {
+		if strings.Contains(group, strconv.Quote(label)) {
+			found = append(found, group)
+		}
+	}
+	return strings.Join(found, "\n\n")
+}
+
+func (n *network) countCombined(config *pgxpool.Config) { config.ConnConfig.Tracer = n }
+
+func (n *network) TraceQueryStart(ctx context.Context, _ *pgx.Conn, data pgx.TraceQueryStartData) context.Context {
+	if strings.Contains(data.SQL, "ratelimit_acquire_packed") {
+		n.combined.Add(1)
+	}
+	return ctx
+}
+
+func (*network) TraceQueryEnd(context.Context, *pgx.Conn, pgx.TraceQueryEndData) {}
+
+// onBoth runs a test with each kind of limiter, on a pool that connects through a proxy.
+func onBoth(t *testing.T, test func(t *testing.T, db *kit.TestDB, proxy *kit.Proxy, by client.Acquirer)) {
+	for name, open := range map[string]func(*pgxpool.Pool) client.Acquirer{
+		"Limiter":  func(pool *pgxpool.Pool) client.Acquirer { return client.New(pool) },
+		"Combiner": func(pool *pgxpool.Pool) client.Acquirer { return client.NewCombiner(pool) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			db := kit.NewDB(t)
+			proxy := newProxy(t, db)
+			test(t, db, proxy, open(proxy.Pool(t, db, neverPing)))
+		})
+	}
+}
+
+// neverPing lets the first message of a call be the call.
+func neverPing(config *pgxpool.Config) {
+	config.ShouldPing = func(context.Context, pgxpool.ShouldPingParams) bool { return false }
+}
+
+// The server has committed, and its reply is lost on the way.
+func TestNetwork_ALostReply(t *testing.T) {
+	t.Parallel()
+	for name, lost := range map[string]struct {
+		fault   kit.Fault
+		timeout time.Duration
+		tries   int // without an answer: with an idempotency key the client tries again if there is time
+	}{
+		"cut":       {kit.Cut, time.Minute, 1},
+		"reset":     {kit.Reset, time.Minute, 1},
+		"swallowed": {kit.Swallow, 2 * time.Second, 2},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			onBoth(t, func(t *testing.T, db *kit.TestDB, proxy *kit.Proxy, by client.Acquirer) {
+				l := kit.NewLedger(db, "p", 10, lost.timeout)
+				for _, r := range []kit.Request{l.Request("k", 3, "i"), l.Request("k", 2, "")} {
+					require.NoError(t, l.Settle(by, l.Request("other", 1, "")), "connects")
+					proxy.Plan(nextReply(lost.fault))
+					require.NoError(t, l.Settle(by, r))
+				}
+				require.Equal(t, 1, l.Replayed)
+				require.Equal(t, 1, l.Unknown)
+				require.Equal(t, lost.tries, l.Failed[""])
+				require.EqualValues(t, 5, db.Left("p", "k"))
+				require.NoError(t, l.Check(db))
+			})
+		})
+	}
+}
+
+func TestNetwork_ACallerWhoRetriesWithoutAnIdempotencyKeyIsChargedTwice(t *testing.T) {
+	t.Parallel()
+	onBoth(t, func(t *testing.T, db *kit.TestDB, proxy *kit.Proxy, by client.Acquirer) {
+		l := kit.NewLedger(db, "p", 10, time.Minute)
+		r := l.Request("k", 3, "")
+		require.NoError(t, l.Settle(by, l.Request("other", 1, "")))
+		proxy.Plan(nextReply(kit.Cut))
+		require.Error(t, kit.ErrorOf(l.Try(by, r)))
+		require.NoError(t, l.Settle(by, r))
+		require.ErrorContains(t, l.Check(db), "3 tokens are gone that were granted to nobody; requests without an answer wanted 0")
+	})
+}
+
+// All places of the pool are taken by connection attempts without an answer.
+func TestNetwork_ConnectingHangs(t *testing.T) {
+	t.Parallel()
+	db := kit.NewDB(t)
+	proxy := newProxy(t, db)
+	pool := proxy.Pool(t, db, func(config *pgxpool.Config) { config.ConnConfig.ConnectTimeout = 8 * time.Second })
+	l := kit.NewLedger(db, "p", 10, time.Second)
+	proxy.Plan(func(bool) kit.Fault { return kit.Vanish })
+	var callers sync.WaitGroup
+	for range pool.Config().MaxConns {
+		callers.Go(func() {
+			if _, err := l.Try(client.New(pool), l.Request("k", 1, "i")); err == nil {
+				t.Error("an answer from nowhere")
+			}
+		})
+	}
+	callers.Wait()
+	require.Equal(t, pool.Config().MaxConns, pool.Stat().ConstructingConns())
+
+	proxy.Heal()
+	require.NoError(t, l.Settle(client.New(pool), l.Request("k", 1, "i")))
+	require.NoError(t, l.Check(db))
+}

@@ -1,0 +1,288 @@
+package torture
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/client/clienttest/model"
+	"github.com/pgratelimit/pgratelimit/tests/kit"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+	"github.com/stretchr/testify/require"
+)
+
+// TestTorture_Linearizability with a client.Sharded in place of the combiner, in every other history. A database of each
+// server has histories at a time: with more, so many calls overlap that their orders are too many to try.
+func TestTorture_ShardsLinearizability(t *testing.T) {
+	pgtest.OncePerServer(t)
+	run := kit.Torture(t, kit.DatabasesOfServer)
+	s := kit.NewShards(t)
+	var chroniclers []*chronicler
+	pools := map[int]*pgxpool.Pool{}
+	for n, db := range s.Dbs {
+		c := newChronicler(db, "continuous durable", "stepped durable", "continuous ephemeral", "stepped ephemeral")
+		c.oneIn, c.seed = 2, c.seed+uint64(n)<<32
+		c.key = func(name string) string { return s.Key(n, name) }
+		chroniclers, pools[n] = append(chroniclers, c), c.pool
+	}
+	limiter := s.Limiter(pools)
+	var mu sync.Mutex
+	counts := operationCounts{}
+	check := func(seed uint64, histories []history, err error) bool {
+		mu.Lock()
+		defer mu.Unlock()
+		counts.judge(t, seed, histories, err)
+		run.Progress("%d operations in %d histories", counts["operations"], counts["histories"])
+		return !t.Failed()
+	}
+	for turn := 0; run.GoesOn(); turn++ {
+		var writers sync.WaitGroup
+		for c := turn % kit.DatabasesOfServer; c < len(chroniclers); c += kit.DatabasesOfServer {
+			chroniclers[c].combiner = limiter
+			histories := 4
+			writers.Go(func() { chroniclers[c].write(func() bool { histories--; return histories >= 0 }, check) })
+		}
+		writers.Wait()
+	}
+	for _, what := range []string{"grants", "denials", "replays", "shares of granted requests of several", "shares of denied requests of several"} {
+		require.NotZero(t, counts[what], what)
+	}
+	counts.report(run)
+}
+
+// One of the two servers is killed, over and over, under a load that goes through a client.Sharded. On no shard is a grant
+// lost, or a token granted twice, and callers of the other server notice nothing.
+func TestTorture_ShardsCrash(t *testing.T) {
+	pgtest.OncePerServer(t)
+	run := kit.Torture(t, 2)
+	s := kit.NewShards(t, "synchronous_commit=on")
+	s.Each((*kit.TestDB).DefineExact)
+	all := make([]settlement, len(s.Servers))
+	crashes := 0
+	for ; run.GoesOn(); crashes++ {
+		victim := crashes % len(s.Servers)
+		limiter := s.Limiter(nil)
+		l := startCrashLoadOn(t, crashTarget{limiter, limiter, func(caller int, key string) string {
+			return s.Key(caller%s.Of(), key)
+		}}, fmt.Sprint("crash ", crashes), []string{"durable", "ephemeral"}, 0)
+		l.runAWhile(t)
+		kill(t, s.Servers[victim])
+		l.end()
+		limiter.Close()
+		require.NoError(t, s.Servers[victim].Start(t.Context()))
+		s.Reopen()
+		for n, db := range s.Dbs {
+			part := l.Of(n, s.Of())
+			if s.ServerOf(n) != s.Servers[victim] {
+				require.Empty(t, part.unanswered, "shard %d was well", n)
+				part.grants = slices.DeleteFunc(part.grants, func(e kit.Entry) bool { return e.Policy == "ephemeral" }) // which nobody has forgotten
+			}
+			all[victim].Add(part.Settle(db, map[model.BucketID]int64{}))
+		}
+		require.Zero(t, all[victim].lost)
+		run.Progress("%d crashes", crashes+1)
+	}
+	sum := all[0]
+	sum.Add(all[1])
+	require.NotZero(t, sum.unanswered)
+	require.NotZero(t, sum.forgotten)
+	run.Figures("crashes", crashes, "grants told", sum.grants, "of these lost", sum.lost, "requests without an answer", sum.unanswered,
+		"asked again by idempotency key, each charged once", sum.again)
+}
+
+// A shardFault is done to some of the shards, and undone.
+type shardFault struct {
+	name   string
+	shards []int
+	begin  func()
+	end    func()
+}
+
+// A shard is killed, frozen, and cut off without a sign. Calls about its keys fail when their time is over, with an error that names
+// it. Calls about other keys go on and have no error, also while calls about its keys wait that have all the time in the world.
+func TestTorture_ShardsFault(t *testing.T) {
+	pgtest.OncePerServer(t)
+	run := kit.Torture(t, 20) // answers of each shard in each phase
+	s := kit.NewShards(t)
+	const alone = 1 // of the first server, behind a proxy
+	proxy := newProxy(t, s.Dbs[alone])
+	pools := map[int]*pgxpool.Pool{alone: proxy.Pool(t, s.Dbs[alone])}
+	for n, db := range s.Dbs {
+		if n != alone {
+			config, err := pgxpool.ParseConfig(db.URL)
+			require.NoError(t, err)
+			config.ConnConfig.ConnectTimeout = time.Second
+			pools[n], err = pgxpool.NewWithConfig(context.Background(), config)
+			require.NoError(t, err)
+			t.Cleanup(pools[n].Close)
+		}
+	}
+	limiter := s.Limiter(pools)
+	require.NoError(t, limiter.DefinePolicy(t.Context(), client.Policy{Name: "p", Capacity: 1e9, Refill: 1000, Every: kit.Second}))
+
+	second := s.Servers[1]
+	var theirs []int
+	for n := range s.Of() {
+		if s.ServerOf(n) == second {
+			theirs = append(theirs, n)
+		}
+	}
+	do := func(err error) {
+		t.Helper()
+		if errors.Is(err, errors.ErrUnsupported) {
+			t.Skip(err)
+		}
+		require.NoError(t, err)
+	}
+	for _, fault := range []shardFault{
+		{"cut off", []int{alone}, func() { proxy.Plan(func(bool) kit.Fault { return kit.Vanish }) }, proxy.Heal},
+		{"frozen", theirs, func() { do(second.Freeze(t.Context())) }, func() { do(second.Thaw(t.Context())) }},
+		{"killed", theirs, func() { do(second.Kill(t.Context())) }, func() { do(second.Start(t.Context())) }},
+	} {
+		watch := newShardWatch(s, limiter, fault.shards)
+		load := kit.NewLoad(t)
+		load.Start(4*s.Of(), func(caller int) error { return watch.call(caller%s.Of(), caller < 2*s.Of()) })
+		for _, phase := range []int32{warmUp, calm} {
+			watch.Enter(phase)
+			watch.await(t, run, func(n int) bool { return len(watch.took[phase][n]) >= int(run.Steps) }, fault.name)
+		}
+		fault.begin()
+		watch.Enter(during)
+		watch.await(t, run, func(n int) bool {
+			if slices.Contains(fault.shards, n) {
+				return len(watch.errors[n]) > 0
+			}
+			return len(watch.took[during][n]) >= int(run.Steps)
+		}, fault.name)
+		watch.Enter(after)
+		fault.end()
+		watch.release()
+		require.Eventually(t, func() bool {
+			ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+			defer cancel()
+			return !slices.ContainsFunc(fault.shards, func(n int) bool {
+				_, err := limiter.Acquire(ctx, "p", s.Key(n, "hot"))
+				return err != nil
+			})
+		}, 2*kit.Patience, 50*kit.Ms, fault.name)
+		require.NoError(t, load.End(), fault.name)
+
+		var before, beside []time.Duration
+		for n := range s.Of() {
+			if slices.Contains(fault.shards, n) {
+				for _, err := range watch.errors[n] {
+					require.True(t, isOf(err, n), "%s: shard %d: %v", fault.name, n, err)
+				}
+				continue
+			}
+			require.Empty(t, watch.errors[n], "%s: shard %d is well", fault.name, n)
+			before, beside = append(before, watch.took[calm][n]...), append(beside, watch.took[during][n]...)
+		}
+		p99 := func(d []time.Duration) time.Duration {
+			slices.Sort(d)
+			return d[len(d)*99/100]
+		}
+		run.Figure("shards "+fault.name, len(fault.shards), "")
+		run.Figure("p99 of the others before", p99(before).Microseconds(), "µs")
+		run.Figure("p99 of the others meanwhile", p99(beside).Microseconds(), "µs")
+		run.Figure("ratio", fmt.Sprintf("%.2f", float64(p99(beside))/float64(p99(before))), "")
+	}
+}
+
+// The phases of a fault.
+const (
+	warmUp = iota
+	calm
+	during
+	after
+)
+
+// A shardWatch has how long the calls of each shard took, and their errors.
+type shardWatch struct {
+	s       *kit.Shards
+	limiter *client.Sharded
+	faulty  []int
+	phase   atomic.Int32
+	keys    [][]string
+	patient context.Context // until release
+	release func()
+
+	mu     sync.Mutex
+	took   [after + 1][][]time.Duration // of those with an answer, by the phase they began and ended in
+	errors [][]error
+}
+
+func newShardWatch(s *kit.Shards, limiter *client.Sharded, faulty []int) *shardWatch {
+	w := &shardWatch{s: s, limiter: limiter, faulty: faulty, errors: make([][]error, s.Of())}
+	w.patient, w.release = context.WithCancel(s.T.Context())
+	for phase := range w.took {
+		w.took[phase] = make([][]time.Duration, s.Of())
+	}
+	for n := range s.Of() {
+		var keys []string
+		for i := range 16 {
+			keys = append(keys, s.Key(n, fmt.Sprint("user ", i)))
+		}
+		w.keys = append(w.keys, keys)
+	}
+	return w
+}
+
+func (w *shardWatch) Enter(phase int32) { w.phase.Store(phase) }
+
+// await returns when all shards are done with a phase, in make torture after its time.
+func (w *shardWatch) await(t *testing.T, run *kit.TortureRun, done func(shard int) bool, fault string) {
+	time.Sleep(run.Budget / 9)
+	require.Eventually(t, func() bool {
+		w.mu.Lock()
+		defer w.mu.Unlock()
+		for n := range w.s.Of() {
+			if !done(n) {
+				return false
+			}
+		}
+		return true
+	}, 2*kit.Patience, 5*kit.Ms, "%s, phase %d", fault, w.phase.Load())
+}
+
+// call pauses first, so that calls wait for a fault and not for each other. About a shard with a fault the impatient wait for a
+// second, and the others until they are released.
+func (w *shardWatch) call(shard int, impatient bool) error {
+	time.Sleep(rand.N(20 * kit.Ms))
+	phase, ctx := w.phase.Load(), w.s.T.Context()
+	switch {
+	case phase == after || !slices.Contains(w.faulty, shard):
+	case impatient:
+		var cancel context.CancelFunc
+		ctx, cancel = context.WithTimeout(ctx, time.Second)
+		defer cancel()
+	default:
+		ctx = w.patient
+	}
+	start := time.Now()
+	_, err := w.limiter.Acquire(ctx, "p", w.keys[shard][rand.N(16)])
+	took := time.Since(start)
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	switch {
+	case err != nil:
+		w.errors[shard] = append(w.errors[shard], err)
+	case phase == w.phase.Load():
+		w.took[phase][shard] = append(w.took[phase][shard], took)
+	}
+	return nil
+}
+
+// isOf reports whether an error is one of these shards.
+func isOf(err error, shards ...int) bool {
+	var e *client.ShardError
+	return errors.As(err, &e) && slices.Contains(shards, e.Shard)
+}

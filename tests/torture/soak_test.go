@@ -1,0 +1,276 @@
+package torture
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"runtime"
+	"strconv"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/tests/kit"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+	"github.com/stretchr/testify/require"
+)
+
+// Mixed load runs beside clean-up, and the test measures what grows and what gets slower. A run of five minutes
+// or more is judged, and cleaned up by pg_cron, which starts jobs at full minutes. Half an hour is a good run.
+func TestTorture_Soak(t *testing.T) {
+	run := kit.Torture(t, 8)
+	judged := run.Budget >= 5*time.Minute
+	server := pgtest.Private(t, "fsync=on")
+	db := kit.InstalledDB(t, server, "postgres") // where pg_cron is
+	db.CleanUpAtOnce()                           // or a short run would see nothing removed
+	for prefix, kind := range map[string]kit.PolicyOption{"": kit.Durable, "ephemeral-": kit.Ephemeral} {
+		db.DefinePolicy(prefix+"steady", 100, 100, time.Second, kind, kit.Remember(2*time.Second))
+		db.DefinePolicy(prefix+"passing", 5, 10, time.Second, kind)
+		db.DefinePolicy(prefix+"scarce", 1, 1, time.Minute, kind)
+		db.DefinePolicy(prefix+"stepped", 20, 5, time.Second, kind, kit.Stepped)
+	}
+	s := startSoak(t, db)
+	s.local = server.Rung == "local"
+	if cron := judged && server.HasCron; cron {
+		require.NoError(t, kit.RunScript(db, "schedule.sql"))
+		defer func() {
+			require.Empty(t, kit.Column(t, db.DB, "select return_message from cron.job_run_details where status = 'failed'"))
+			run.Figure("clean-ups by pg_cron", db.Number("select count(*) from cron.job_run_details where status = 'succeeded'"), "")
+		}()
+	} else {
+		s.Callers.Go(func() (err error) {
+			s.limiter.RunCleanup(s.Ctx, time.Second, client.OnError(func(e error) { err = e }))
+			return err
+		})
+	}
+
+	every := max(run.Budget/200, 250*time.Millisecond)
+	for run.GoesOn() && s.Ctx.Err() == nil {
+		now := s.sample(time.Since(run.Started))
+		run.Progress("%.0f answers a second, tables of %.1f MB, indexes of %.1f MB", now.rate, now.tables, now.indexes)
+		s.RunFor(every)
+	}
+	if s.Ctx.Err() != nil {
+		require.NoError(t, s.End(), "a call failed")
+	}
+	db.Await(t, kit.Patience, `
+		select count(*) = 4 and bool_and(n_tup_del > 0)
+		  from pg_stat_user_tables where schemaname || '.' || relname = any ($1)`, kit.StateTables)
+	require.NoError(t, s.End())
+	require.NotZero(t, s.denied.Load())
+
+	last := s.samples[len(s.samples)-1]
+	run.Figures("answers", s.answers.Load(), "of these denials", s.denied.Load(),
+		"buckets and idempotency keys removed", db.Number("select sum(n_tup_del) from pg_stat_user_tables where schemaname = 'ratelimit'"))
+	run.Figure("heap-only updates of buckets", fmt.Sprintf("%.3f", last.hot), "of all")
+	for _, line := range soakLines {
+		q := line.byQuarter(s.samples)
+		if q[3].most == 0 {
+			run.Figure(line.name, "not to be seen here", "")
+			continue
+		}
+		run.Figure(line.name+", mean of each quarter", fmt.Sprintf("%.1f %.1f %.1f %.1f", q[0].mean, q[1].mean, q[2].mean, q[3].mean), line.unit)
+		run.Figure(line.name+", highest in each quarter", fmt.Sprintf("%.1f %.1f %.1f %.1f", q[0].most, q[1].most, q[2].most, q[3].most), line.unit)
+	}
+	if judged {
+		require.NoError(t, judgeSoak(s.samples))
+	}
+}
+
+// A soakLine is one series of the samples.
+type soakLine struct {
+	name, unit string
+	of         func(soakSample) float64
+	bound      float64 // it should not grow to more than so many times what it was; 0: it should not sag
+}
+
+var soakLines = []soakLine{
+	{"answers", "a second", func(s soakSample) float64 { return s.rate }, 0},
+	{"tables", "MB", func(s soakSample) float64 { return s.tables }, 1.5},
+	{"indexes", "MB", func(s soakSample) float64 { return s.indexes }, 1.5},
+	{"memory of the backends", "MB", func(s soakSample) float64 { return s.backends }, 1.2},
+	{"heap of the client", "MB", func(s soakSample) float64 { return s.heap }, 1.2},
+}
+
+type soakQuarter struct{ most, mean float64 }
+
+func (l soakLine) byQuarter(samples []soakSample) (quarters [4]soakQuarter) {
+	for i := range quarters {
+		part := samples[i*len(samples)/4 : (i+1)*len(samples)/4]
+		for _, s := range part {
+			quarters[i].most = max(quarters[i].most, l.of(s))
+			quarters[i].mean += l.of(s) / float64(len(part))
+		}
+	}
+	return quarters
+}
+
+// judgeSoak compares the second half of a run with its second quarter; the first is for warming up.
+func judgeSoak(samples []soakSample) (err error) {
+	for _, line := range soakLines {
+		q := line.byQuarter(samples)
+		grows := line.bound > 0 && max(q[2].most, q[3].most) > line.bound*q[1].most+1
+		sags := line.bound == 0 && q[3].mean < q[1].mean/2
+		if grows || sags {
+			err = errors.Join(err, fmt.Errorf("%s: %+v", line.name, q))
+		}
+	}
+	if hot := samples[len(samples)-1].hot; hot < 0.9 {
+		err = errors.Join(err, fmt.Errorf("heap-only updates: %.3f", hot))
+	}
+	return err
+}
+
+func TestSoak_IsJudgedByWhatGrowsOrSags(t *testing.T) {
+	t.Parallel()
+	for want, change := range map[string]func(s *soakSample, minute float64){
+		"":                       func(*soakSample, float64) {},
+		"answers":                func(s *soakSample, minute float64) { s.rate -= 150 * minute },
+		"tables":                 func(s *soakSample, minute float64) { s.tables += 20 * minute },
+		"indexes":                func(s *soakSample, minute float64) { s.indexes += 10 * minute },
+		"memory of the backends": func(s *soakSample, minute float64) { s.backends += 5 * minute },
+		"heap of the client":     func(s *soakSample, minute float64) { s.heap += minute },
+		"heap-only updates":      func(s *soakSample, minute float64) { s.hot -= minute / 100 },
+	} {
+		var samples []soakSample
+		for i := range 120 {
+			s := soakSample{rate: 2000, tables: 50, indexes: 20, backends: 80, heap: 4, hot: 0.99}
+			change(&s, float64(i)/12)
+			samples = append(samples, s)
+		}
+		err := judgeSoak(samples)
+		if want == "" {
+			require.NoError(t, err)
+			continue
+		}
+		require.ErrorContains(t, err, want)
+	}
+}
+
+// A soak is a load without pauses, and the samples taken meanwhile.
+type soak struct {
+	db       *kit.TestDB
+	local    bool // PostgreSQL's processes are this machine's
+	limiter  *client.Limiter
+	combiner *client.Combiner
+	*kit.Load
+
+	answers, denied, visitors atomic.Int64
+	samples                   []soakSample
+}
+
+func startSoak(t *testing.T, db *kit.TestDB) *soak {
+	// As many connections all the time, for their memory to be compared.
+	pool, err := pgxpool.New(t.Context(), db.URL+"&pool_max_conns=10&pool_min_conns=10&application_name=soak")
+	require.NoError(t, err)
+	s := &soak{db: db, limiter: client.New(pool), combiner: client.NewCombiner(pool, client.CallsInFlight(4))}
+	t.Cleanup(func() { s.combiner.Close(); pool.Close() })
+	s.Load = kit.NewLoad(t)
+	s.Start(32, func(caller int) error {
+		by := client.Acquirer(s.combiner)
+		if caller < 4 {
+			by = s.limiter
+		}
+		d, err := s.call(by)
+		if err != nil {
+			return err
+		}
+		s.answers.Add(1)
+		if !d.Allowed {
+			s.denied.Add(1)
+		}
+		return nil
+	})
+	return s
+}
+
+// call makes one of many calls: two hundred users who stay and visitors who come for four requests.
+func (s *soak) call(by client.Acquirer) (client.Decision, error) {
+	ctx := context.Background()
+	policy := []string{"", "ephemeral-"}[rand.N(2)]
+	user := fmt.Sprint("user ", rand.N(200))
+	cost := 1 + rand.Int64N(3)
+	switch n := rand.N(100); {
+	case n < 40:
+		return by.Acquire(ctx, policy+"steady", user, client.Cost(cost))
+	case n < 47:
+		d, err := by.AcquireAll(ctx, []client.Charge{{Policy: policy + "steady", Key: user}, {Policy: policy + "stepped", Key: user}})
+		return d.Decision, err
+	case n < 48:
+		return client.Decision{Allowed: true}, s.limiter.Override(ctx, client.Override{
+			Policy: policy + "steady", Key: user, ExpiresAt: time.Now().Add(10 * time.Second),
+		})
+	case n < 55:
+		return by.Acquire(ctx, policy+"steady", user, client.IdempotencyKey(strconv.FormatInt(s.visitors.Add(1), 10)))
+	case n < 75:
+		return by.Acquire(ctx, policy+"passing", fmt.Sprint("visitor ", s.visitors.Add(1)/4))
+	case n < 85:
+		return by.Acquire(ctx, policy+"stepped", user)
+	case n < 90:
+		return by.Acquire(ctx, policy+"scarce", "everybody")
+	case n < 95:
+		return s.limiter.Refund(ctx, policy+"steady", user, cost)
+	default:
+		return s.limiter.Peek(ctx, policy+"steady", user)
+	}
+}
+
+// A soakSample is the measurements of one moment.
+type soakSample struct {
+	at              time.Duration
+	answers         int64
+	rate            float64 // of answers a second, since the sample before
+	tables, indexes float64 // MB
+	backends, heap  float64 // MB
+	hot             float64 // the share of updates of buckets so far
+}
+
+func (s *soak) sample(at time.Duration) soakSample {
+	t := s.db.T
+	now := soakSample{at: at, answers: s.answers.Load(), backends: s.backends()}
+	if n := len(s.samples); n > 0 {
+		before := s.samples[n-1]
+		now.rate = float64(now.answers-before.answers) / (at - before.at).Seconds()
+	}
+	require.NoError(t, s.db.Pool.QueryRow(context.Background(), `
+		select sum(pg_table_size(relid)) / 1e6, sum(pg_indexes_size(relid)) / 1e6,
+		       coalesce(sum(n_tup_hot_upd) filter (where relname like '%buckets') /
+		                nullif(sum(n_tup_upd) filter (where relname like '%buckets'), 0), 0)
+		  from pg_stat_user_tables
+		 where schemaname || '.' || relname = any ($1)`, kit.StateTables).Scan(&now.tables, &now.indexes, &now.hot))
+	var memory runtime.MemStats
+	runtime.GC()
+	runtime.ReadMemStats(&memory)
+	now.heap = float64(memory.HeapAlloc) / 1e6
+	s.samples = append(s.samples, now)
+	return now
+}
+
+// backends tells how much memory of their own the callers' backends have, in MB; zero when it cannot be
+// seen, because they run in a container or not on Linux.
+func (s *soak) backends() (total float64) {
+	if !s.local {
+		return 0
+	}
+	rows, err := s.db.Pool.Query(context.Background(), "select pid from pg_stat_activity where application_name = 'soak'")
+	require.NoError(s.db.T, err)
+	pids, err := pgx.CollectRows(rows, pgx.RowTo[int])
+	require.NoError(s.db.T, err)
+	for _, pid := range pids {
+		memory, err := os.ReadFile(fmt.Sprintf("/proc/%d/smaps_rollup", pid))
+		if err != nil {
+			return 0
+		}
+		_, line, _ := strings.Cut(string(memory), "Pss_Anon:")
+		var kB float64
+		_, _ = fmt.Sscan(line, &kB)
+		total += kB / 1000
+	}
+	return total
+}
