@@ -2,11 +2,11 @@ package client
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"hash/maphash"
 	"log/slog"
 	"maps"
+	"math"
 	"slices"
 	"strings"
 	"sync"
@@ -185,25 +185,20 @@ func (s *leaseShard) change(change func(map[string]*lease)) {
 	s.leases.Store(&leases)
 }
 
-// A lease is tokens of one bucket that were charged and are to be granted.
+// A lease is a holding and what serialises its methods.
 type lease struct {
 	policy *leasedPolicy
 	key    string
 	hash   uint64
 
-	left   atomic.Int64
-	until  atomic.Int64          // when the tokens are granted no more, in nanoseconds since the Leaser's start
-	low    atomic.Int64          // with fewer left, more are taken; below zero for not now
-	missed atomic.Int64          // tokens that were asked for and not granted here, since the last look
-	seen   atomic.Pointer[sight] // the last
-	silent atomic.Bool           // the server has not answered a call for the lease, nor somebody since: nothing is taken
-	busy   atomic.Bool           // somebody refills it, gives back from it, or has removed it. The rest is theirs.
+	mu      sync.Mutex
+	holding holding
+}
 
-	demand     demand
-	looked     time.Duration // when
-	level      int64         // what was left then
-	lastDemand time.Duration // when somebody has last asked
-	isVague    bool          // the server may have taken less than it said: a policy that watches says so
+func (e *lease) do(step func(*holding)) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	step(&e.holding)
 }
 
 // Acquire is [Limiter.Acquire]. A hot bucket's lease grants without a call to the server; what it cannot grant, and all else, goes
@@ -247,32 +242,21 @@ func (l *Leaser) AcquireAll(ctx context.Context, charges []Charge, opts ...CallO
 
 // grant takes from the lease, if it has as much.
 func (l *Leaser) grant(e *lease, cost int64) (Decision, bool) {
-	for {
-		left := e.left.Load()
-		if left < cost || int64(l.now()) >= e.until.Load() {
-			e.missed.Add(cost)
-			if left < e.low.Load() {
-				l.begin(e, l.refill)
-			}
-			return Decision{}, false
-		}
-		if !e.left.CompareAndSwap(left, left-cost) {
-			continue
-		}
-		left -= cost
-		if left < e.low.Load() {
-			l.begin(e, l.refill)
-		}
-		return e.seen.Load().with(left), true
+	now := l.now()
+	e.mu.Lock()
+	d, ok, begins := e.holding.grant(cost, now)
+	e.mu.Unlock()
+	if begins {
+		l.begin(e)
 	}
+	return d, ok
 }
 
 // learn uses an answer of the server: for the lease, or to begin one.
 func (l *Leaser) learn(p *leasedPolicy, e *lease, hash uint64, r request, d Decision) {
-	seen := &sight{d, l.now()}
+	seen := sight{d, l.now()}
 	if e != nil {
-		e.seen.Store(seen)
-		e.silent.Store(false)
+		e.do(func(h *holding) { h.learn(seen) })
 		return
 	}
 	p.counted.Store(true)
@@ -283,100 +267,71 @@ func (l *Leaser) learn(p *leasedPolicy, e *lease, hash uint64, r request, d Deci
 		if leases[r.key] != nil {
 			return
 		}
-		e = &lease{policy: p, key: strings.Clone(r.key), hash: hash, looked: seen.at, lastDemand: seen.at}
-		e.demand.observe(hotRequests*r.cost, hotTicks*leaseTick)
-		e.seen.Store(seen)
+		e = &lease{policy: p, key: strings.Clone(r.key), hash: hash, holding: newHolding(p.Lease, r.cost, seen)}
 		leases[e.key] = e
 		p.held.Add(1)
 	})
 	if e != nil {
-		l.begin(e, l.refill)
+		l.begin(e)
 	}
 }
 
 // now is the time on the Leaser's own clock.
 func (l *Leaser) now() time.Duration { return time.Since(l.start) }
 
-// begin lets work on the lease begin, unless there is some already, or the Leaser closes.
-func (l *Leaser) begin(e *lease, work func(*lease)) {
-	if e.busy.Load() || !e.busy.CompareAndSwap(false, true) {
-		return
-	}
-	l.do(e, work)
-}
-
-// do lets work on a lease begin that is marked busy.
-func (l *Leaser) do(e *lease, work func(*lease)) {
+// begin has the work done that a holding begins. A Leaser that closes lets it rest.
+func (l *Leaser) begin(e *lease) {
 	l.closing.Lock()
 	defer l.closing.Unlock()
 	if l.isClosed {
-		e.busy.Store(false)
+		e.do((*holding).rest)
 		return
 	}
 	l.background.Go(func() {
 		select {
 		case l.calls <- struct{}{}:
+			defer func() { <-l.calls }()
+			l.work(e)
 		case <-l.closed.Done(): // then Close gives back what there is
-			e.busy.Store(false)
-			return
+			e.do((*holding).rest)
 		}
-		defer func() { <-l.calls }()
-		work(e)
 	})
 }
 
-// refill takes tokens for the lease. Afterwards somebody else may work on it.
-func (l *Leaser) refill(e *lease) {
-	defer e.busy.Store(false)
-	size := e.look(l.now())
-	left := e.left.Load()
-	n := size.refill(left, e.seen.Load().level(l.now()))
-	if left == 0 {
-		e.isVague = false
+// work does what the state of the holding names.
+func (l *Leaser) work(e *lease) {
+	var work state
+	e.do(func(h *holding) { work = h.state })
+	switch work {
+	case refilling:
+		l.refill(e)
+	case shrinking:
+		l.giveBack(l.working, e)
+		e.do((*holding).rest)
+	default:
+		l.end(l.working, e)
 	}
-	e.low.Store(-1)
-	if n == 0 || e.silent.Load() || e.policy.changing.Load() > 0 {
+}
+
+// refill takes tokens for the lease, unless what is under way must find none.
+func (l *Leaser) refill(e *lease) {
+	var n int64
+	sent := l.now()
+	e.do(func(h *holding) { n = h.take(sent, e.policy.changing.Load() > 0) })
+	if n == 0 {
 		return
 	}
 	ctx, cancel := context.WithTimeout(l.working, leaseLife)
 	defer cancel()
-	sent := l.now()
 	d, err := l.own.AcquireUpTo(ctx, e.policy.Policy, e.key, n)
-	switch {
-	case errors.Is(err, ErrUnknownPolicy):
-		e.left.Store(0) // there is nothing to give it back to
-		fallthrough
-	case err != nil:
-		e.silent.Store(true)
-		return
-	}
-	seen := &sight{d.Decision, l.now()}
-	e.seen.Store(seen)
-	if !d.Allowed || d.Shadowed {
-		return
-	}
-	e.isVague = e.isVague || d.Taken == n && d.Remaining <= 0
-	e.level += d.Taken
-	e.until.Store(int64(sent + leaseLife))
-	e.left.Add(d.Taken)
-	if d.Taken == size.full-left { // else the bucket has little: nothing more until the next tick
-		e.low.Store(e.policy.size(e.demand, *seen).low)
-	}
+	doubt := err == nil && d.Taken == n && d.Remaining <= 0 && l.mayWatch(ctx, e)
+	e.do(func(h *holding) { h.took(d, err, doubt, sent, l.now()) })
 }
 
-// look learns how much was asked for since the last look, and returns the size that the lease should have.
-func (e *lease) look(now time.Duration) leaseSize {
-	left := e.left.Load()
-	asked := e.level - left + e.missed.Swap(0)
-	if asked > 0 {
-		e.lastDemand = now
-	}
-	e.demand.observe(asked, now-e.looked)
-	e.looked, e.level = now, left
-	if e.silent.Load() {
-		return leaseSize{full: left}
-	}
-	return e.policy.size(e.demand, *e.seen.Load())
+// mayWatch reports whether the policy grants what no bucket has: then it only watches.
+func (l *Leaser) mayWatch(ctx context.Context, e *lease) bool {
+	d, err := l.own.AcquireUpTo(ctx, e.policy.Policy, e.key, math.MaxInt64, AtLeast(math.MaxInt64))
+	return err != nil || d.Allowed
 }
 
 // watch looks at all leases now and then.
@@ -390,7 +345,12 @@ func (l *Leaser) watch(ctx context.Context) {
 		case <-ticker.C:
 		}
 		for _, p := range l.policies {
-			p.each(l.visit)
+			p.each(func(e *lease) {
+				begins := false
+				if e.do(func(h *holding) { begins = h.visit(l.now()) }); begins {
+					l.begin(e)
+				}
+			})
 			if n%hotTicks == 0 && p.counted.Swap(false) {
 				for i := range p.counts {
 					p.counts[i].Store(0)
@@ -414,68 +374,25 @@ func (p *leasedPolicy) each(visit func(*lease)) {
 	}
 }
 
-// visit decides what the lease needs.
-func (l *Leaser) visit(e *lease) {
-	if !e.busy.CompareAndSwap(false, true) {
-		return
-	}
-	now := l.now()
-	size := e.look(now)
-	left := e.left.Load()
-	ends := time.Duration(e.until.Load()) - now
-	switch {
-	case now-e.lastDemand >= e.policy.Idle, e.demand < coldDemand, left > 0 && ends <= 0:
-		l.do(e, l.release)
-	case size.excess(left) > 0:
-		l.do(e, l.shrink)
-	case left < size.low, left < size.full && ends < 2*leaseTick:
-		l.do(e, l.refill)
-	default:
-		e.low.Store(size.low)
-		e.busy.Store(false)
-	}
-}
-
-// shrink gives back what is too much.
-func (l *Leaser) shrink(e *lease) {
-	defer e.busy.Store(false)
-	ctx, cancel := context.WithTimeout(l.working, giveBackTimeout)
-	defer cancel()
-	l.giveBackOf(ctx, e, e.look(l.now()).full)
-}
-
-// release gives back all that is left, and ends the lease.
-func (l *Leaser) release(e *lease) {
-	ctx, cancel := context.WithTimeout(l.working, giveBackTimeout)
-	defer cancel()
-	l.end(ctx, e)
-}
-
 // end gives back all that is left. Only then the bucket may have another lease: the bounds are for both.
 func (l *Leaser) end(ctx context.Context, e *lease) {
-	l.giveBackOf(ctx, e, 0)
+	l.giveBack(ctx, e)
 	e.policy.shards[e.hash%leaseShards].change(func(leases map[string]*lease) {
 		if leases[e.key] == e {
 			delete(leases, e.key)
 			e.policy.held.Add(-1)
 		}
 	})
+	e.do((*holding).end)
 }
 
-// giveBackOf gives back all but so many tokens. It is not tried again: then the server might give back twice what was charged once.
-func (l *Leaser) giveBackOf(ctx context.Context, e *lease, keep int64) {
-	for {
-		left := e.left.Load()
-		if left <= keep {
-			return
-		}
-		if e.left.CompareAndSwap(left, keep) {
-			e.level -= left - keep
-			if !e.isVague {
-				_, _ = l.own.Refund(ctx, e.policy.Policy, e.key, left-keep)
-			}
-			return
-		}
+// giveBack gives back what the holding does not keep. It is not tried again: then the server might give back twice what was charged once.
+func (l *Leaser) giveBack(ctx context.Context, e *lease) {
+	ctx, cancel := context.WithTimeout(ctx, giveBackTimeout)
+	defer cancel()
+	var n int64
+	if e.do(func(h *holding) { n = h.giveBack(l.now()) }); n > 0 {
+		_, _ = l.own.Refund(ctx, e.policy.Policy, e.key, n)
 	}
 }
 
@@ -491,7 +408,7 @@ func (l *Leaser) Close() {
 	l.giveUp(ctx, slices.Collect(maps.Values(l.policies)), "")
 	l.background.Wait()
 	for _, p := range l.policies {
-		p.each(func(e *lease) { e.left.Store(0) }) // what there was no time for is lost, and granted no more
+		p.each(func(e *lease) { e.do((*holding).lose) }) // what there was no time for is granted no more
 	}
 	l.combiner.Close()
 }
@@ -519,11 +436,14 @@ func (l *Leaser) giveUp(ctx context.Context, policies []*leasedPolicy, key strin
 	giving.Wait()
 }
 
-// seize waits until nobody else works on the lease, and reports false if it has ended, or ctx has.
-func (l *Leaser) seize(ctx context.Context, e *lease) bool {
-	for ctx.Err() != nil || !e.busy.CompareAndSwap(false, true) {
-		if e.policy.shards[e.hash%leaseShards].find(e.key) != e {
-			return false
+// seize waits until the holding rests and has it end, or reports false if it has ended, or ctx has.
+func (l *Leaser) seize(ctx context.Context, e *lease) (seized bool) {
+	for {
+		if ctx.Err() == nil {
+			e.do(func(h *holding) { seized = h.begin(ending) })
+		}
+		if seized || e.policy.shards[e.hash%leaseShards].find(e.key) != e {
+			return seized
 		}
 		select {
 		case <-ctx.Done():
@@ -531,7 +451,6 @@ func (l *Leaser) seize(ctx context.Context, e *lease) bool {
 		case <-time.After(time.Millisecond):
 		}
 	}
-	return true
 }
 
 // withoutLeases makes a change to a policy when its leases are given back, of a key or of all, and takes nothing for it meanwhile.

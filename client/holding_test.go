@@ -1,0 +1,252 @@
+package client
+
+import (
+	"errors"
+	"math/rand/v2"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// Whatever is asked for, answered and missed in whatever order, the invariants of a holding hold after each step, and in the end all
+// of it was granted, given back or lost. What should hold is worked out from the calls of its methods alone.
+func TestHolding_KeepsItsInvariants(t *testing.T) {
+	t.Parallel()
+	saw := map[string]int{}
+	random(t, 300, func(t *testing.T, r *rand.Rand) {
+		d := &drivenHolding{T: t, Rand: r, saw: saw, watches: r.IntN(2) == 0, state: refilling, bucket: pick[int64](r, 5, 1000, 100_000)}
+		d.seen = d.sight()
+		l := Lease{MaxTokens: pick[int64](r, 10, 1e9), MaxShare: pick(r, 0.1, 1), Idle: pick[time.Duration](r, 100, 500, 2000) * time.Millisecond}
+		d.holding, d.lastDemand = newHolding(l, pick[int64](r, 1, 10, 1000), d.seen), d.now
+		for range 200 {
+			switch r.IntN(6) {
+			case 0:
+				d.work()
+			case 1:
+				d.visit()
+			case 2:
+				d.seen = d.sight()
+				d.holding.learn(d.seen)
+				d.silent = false
+			case 3:
+				d.now += pick[time.Duration](r, 1, 10, 50, 400) * time.Millisecond
+				d.bucket += r.Int64N(10)
+			case 4:
+				if r.IntN(10) == 0 && d.holding.begin(ending) {
+					d.begins(ending)
+				}
+			default:
+				for range pick(r, 1, 3, 20) {
+					d.grant(pick[int64](r, 1, 1, 1, 50))
+				}
+			}
+			d.check()
+		}
+		for n := 0; d.state != ended; n++ {
+			require.Less(t, n, 200, "nobody asks, and it ends")
+			d.now += leaseTick
+			d.visit()
+			d.work()
+			d.check()
+		}
+		require.Zero(t, d.holding.left, "nothing is forgotten")
+	})
+	for _, what := range []string{"granted", "refused", "over", "taken", "partly", "denied", "silent", "dropped", "doubt", "not given back", "given back", "shrunk",
+		"taken beside a doubt"} {
+		require.NotZero(t, saw[what], "%s: %v", what, saw)
+	}
+}
+
+// A drivenHolding knows what its holding was told and what it has answered.
+type drivenHolding struct {
+	*testing.T
+	*rand.Rand
+	saw        map[string]int
+	holding    holding
+	now, until time.Duration
+	state      state
+	calling    bool // for the state
+	asking     int64
+	sent       time.Duration
+	seen       sight
+	silent     bool
+	watches    bool // of the policy
+	doubt      bool
+	bucket     int64
+	left       int64
+	charged    int64         // in truth, since nothing was left
+	isAsked    bool          // since the last look
+	lastDemand time.Duration // the first look after the last request
+}
+
+func (d *drivenHolding) sight() sight {
+	return sight{Decision{Allowed: true, Remaining: d.bucket, Capacity: max(d.bucket, 100), ResetAfter: time.Hour}, d.now}
+}
+
+func (d *drivenHolding) check() {
+	require.Equal(d, d.left, d.holding.left)
+	require.GreaterOrEqual(d, d.left, int64(0))
+	require.Equal(d, d.state, d.holding.state)
+}
+
+func (d *drivenHolding) begins(work state) {
+	require.Equal(d, resting, d.state, "one call at a time")
+	d.state = work
+}
+
+func (d *drivenHolding) looks() {
+	if d.isAsked {
+		d.isAsked, d.lastDemand = false, d.now
+	}
+}
+
+func (d *drivenHolding) grant(cost int64) {
+	d.isAsked = true
+	decision, ok, begins := d.holding.grant(cost, d.now)
+	require.Equal(d, cost <= d.left && d.now < d.until, ok)
+	require.Equal(d, ok, decision.Allowed)
+	switch {
+	case ok:
+		d.left -= cost
+		d.saw["granted"]++
+	case cost <= d.left:
+		d.saw["over"]++
+	default:
+		d.saw["refused"]++
+	}
+	if begins {
+		d.begins(refilling)
+	}
+}
+
+func (d *drivenHolding) visit() {
+	rested := d.state == resting
+	if rested {
+		d.looks()
+	}
+	begins := d.holding.visit(d.now)
+	if begins {
+		d.begins(d.holding.state)
+	}
+	if rested && d.now-d.lastDemand >= d.holding.Idle {
+		require.Equal(d, ending, d.state, "nobody asks")
+	}
+	if rested && d.left > 0 && d.now >= d.until {
+		require.Equal(d, ending, d.state, "its time is over")
+	}
+}
+
+// work begins or ends a call.
+func (d *drivenHolding) work() {
+	switch {
+	case d.state == resting || d.state == ended:
+	case !d.calling && d.IntN(10) == 0 && d.state != ending: // there was no time for it
+		d.holding.rest()
+		d.state = resting
+	case d.state == refilling && d.calling:
+		d.answer()
+	case d.state == refilling:
+		d.take()
+	case !d.calling:
+		d.giveBack()
+	case d.state == shrinking:
+		d.holding.rest()
+		d.state, d.calling = resting, false
+	default:
+		d.holding.end()
+		d.state, d.calling = ended, false
+	}
+}
+
+func (d *drivenHolding) take() {
+	d.looks()
+	switch {
+	case d.left == 0:
+		d.doubt, d.charged = false, 0
+	case d.doubt:
+		d.saw["taken beside a doubt"]++
+	}
+	changing := d.IntN(10) == 0
+	d.asking, d.sent = d.holding.take(d.now, changing), d.now
+	if d.asking == 0 {
+		d.state = resting
+		return
+	}
+	d.calling = true
+	require.False(d, d.silent || changing)
+	held, level := d.left+d.asking, d.seen.level(d.now)
+	require.LessOrEqual(d, held, d.holding.MaxTokens)
+	require.LessOrEqual(d, float64(held), d.holding.MaxShare*float64(d.seen.Capacity))
+	require.LessOrEqual(d, held, level-d.asking, "as much is for others")
+}
+
+// answer is what the server would: it may have fewer tokens than were seen.
+func (d *drivenHolding) answer() {
+	d.now += pick[time.Duration](d.Rand, 0, 1, 300, 1100) * time.Millisecond
+	d.bucket = pick(d.Rand, d.bucket, d.bucket, d.asking, d.asking-1, 0)
+	d.state, d.calling = resting, false
+	switch d.IntN(12) {
+	case 0:
+		d.holding.took(PartialDecision{}, ErrUnknownPolicy, false, d.sent, d.now)
+		d.left, d.silent = 0, true
+		d.saw["dropped"]++
+		return
+	case 1:
+		d.holding.took(PartialDecision{}, errors.New("no answer"), false, d.sent, d.now)
+		d.silent = true
+		d.saw["silent"]++
+		return
+	}
+	answer := PartialDecision{Taken: min(d.asking, d.bucket)}
+	d.charged += answer.Taken
+	d.bucket -= answer.Taken
+	answer.Decision = d.sight().Decision
+	answer.Shadowed = d.watches && answer.Taken == 0
+	answer.Allowed = answer.Taken > 0 || d.watches
+	if d.watches {
+		answer.Taken = d.asking
+	}
+	doubt := d.watches && answer.Taken == d.asking && d.bucket == 0
+	d.holding.took(answer, nil, doubt, d.sent, d.now)
+	d.seen = sight{answer.Decision, d.now}
+	if !answer.Allowed || answer.Shadowed {
+		d.saw["denied"]++
+		return
+	}
+	d.left += answer.Taken
+	d.until = d.sent + leaseLife
+	d.saw["taken"]++
+	if answer.Taken < d.asking {
+		d.saw["partly"]++
+	}
+	if doubt {
+		d.doubt = true
+		d.saw["doubt"]++
+	}
+}
+
+func (d *drivenHolding) giveBack() {
+	keep := int64(0)
+	if d.state == shrinking {
+		d.looks()
+	}
+	n := d.holding.giveBack(d.now)
+	d.calling = true
+	if d.state == shrinking {
+		keep = d.holding.left
+		require.LessOrEqual(d, keep, d.left)
+		d.saw["shrunk"]++
+	}
+	if d.doubt && d.left > 0 {
+		require.Zero(d, n, "it may not have been charged")
+		d.saw["not given back"]++
+	} else {
+		require.Equal(d, d.left-keep, n)
+	}
+	require.LessOrEqual(d, n, d.charged)
+	d.left = keep
+	if n > 0 {
+		d.saw["given back"]++
+	}
+}
