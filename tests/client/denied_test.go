@@ -2,12 +2,14 @@ package client_test
 
 import (
 	"fmt"
+	"math"
+	"strings"
 	"testing"
-
-	"github.com/stretchr/testify/require"
+	"time"
 
 	"github.com/pgratelimit/pgratelimit/client"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+	"github.com/stretchr/testify/require"
 )
 
 func TestDenied_OfTheServer(t *testing.T) {
@@ -49,4 +51,70 @@ func TestDenied_OfTheServer(t *testing.T) {
 	d, ok := client.Denied(enforce(11))
 	require.True(t, ok)
 	require.True(t, d.Never())
+}
+
+// A rollback to a savepoint would give back tokens unseen.
+func TestDenialCache_IsNotForTransactions(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	ctx := t.Context()
+	db.Exec(t, "select ratelimit_define_policy('api', 10, 1, '1 hour')")
+	for name, handle := range handles {
+		t.Run(name, func(t *testing.T) {
+			var sent tryCounter
+			limiter := client.New(handle.open(t, connect(t, db, nil, sent.count)), client.DenialCache())
+			for range 3 {
+				noError(limiter.Acquire(ctx, "api", name, client.Cost(10)))(t)
+			}
+			require.EqualValues(t, map[bool]int{true: 2, false: 3}[handle.retries], sent.n.Load(), "one that retries is no transaction")
+		})
+	}
+}
+
+func TestDenialCache_OfACombiner(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	ctx := t.Context()
+	db.Exec(t, "select ratelimit_define_policy('api', 10, 1, '1 hour')")
+	var sent tryCounter
+	limiter := client.NewCombiner(connect(t, db, nil, sent.count), client.DenialCache())
+	defer limiter.Close()
+	for n := range 5 {
+		require.Equal(t, n == 0, noError(limiter.Acquire(ctx, "api", "k", client.Cost(6)))(t).Allowed)
+	}
+	require.EqualValues(t, 2, sent.n.Load())
+
+	require.True(t, noError(limiter.Acquire(ctx, "api", "k", client.Cost(4)))(t).Allowed)
+	noError(limiter.Refund(ctx, "api", "k", 10))(t)
+	require.True(t, noError(limiter.Acquire(ctx, "api", "k", client.Cost(6)))(t).Allowed)
+}
+
+const longest = math.MaxInt64 / 1000 * time.Microsecond
+
+func TestDecision_IntervalsOfTenThousandYears(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	db.Exec(t, "select ratelimit_define_policy('slow', 10, 1, '365250 days')")
+	limiter := client.New(db.Pool)
+
+	d := noError(limiter.Acquire(t.Context(), "slow", "k", client.Cost(10)))(t)
+	require.Equal(t, client.Decision{Allowed: true, ResetAfter: longest, Capacity: 10}, d)
+
+	d = noError(limiter.Acquire(t.Context(), "slow", "k"))(t)
+	require.Equal(t, client.Decision{RetryAfter: longest, ResetAfter: longest, Capacity: 10}, d)
+	require.False(t, d.Never())
+
+	require.True(t, noError(limiter.Acquire(t.Context(), "slow", "k", client.Cost(11)))(t).Never())
+}
+
+func TestWait_IsNotForTransactions(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	tx := begin(t, db.Pool)
+	limiter := client.New(db.Pool)
+	for name, in := range map[string]*client.Limiter{"Tx": client.New(tx), "WithTx": limiter.WithTx(tx), "Conn": client.New(tx.Conn())} {
+		_, err := in.Wait(t.Context(), "line", "k")
+		require.ErrorIs(t, err, client.ErrInvalidArgument, name)
+		require.True(t, strings.HasSuffix(err.Error(), "outside a transaction"), err)
+	}
 }

@@ -1,13 +1,17 @@
 package schema
 
 import (
+	"context"
+	"errors"
 	"fmt"
 	"io/fs"
 	"os"
 	"path/filepath"
+	"regexp"
 	"strings"
 	"testing"
 
+	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/pgratelimit/pgratelimit/migrations/packages"
 	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
@@ -173,5 +177,21 @@ func TestPsql_AMigrationByMistake(t *testing.T) {
 				require.Equal(t, before, stateOf(t, db), name)
 			}
 		})
+	}
+}
+
+// Each line that an error's context names is the line that make show prints under that number.
+func TestShow_NumbersLinesAsErrorsDo(t *testing.T) {
+	t.Parallel()
+	_, err := pgtest.New(t).Pool.Exec(context.Background(), "select ratelimit_acquire('unknown', 'k')")
+	var pgErr *pgconn.PgError
+	require.True(t, errors.As(err, &pgErr))
+	frames := regexp.MustCompile(`function ([\w.]+)\(.* line (\d+) at (\w+)`).FindAllStringSubmatch(pgErr.Where, -1)
+	require.Len(t, frames, 2, pgErr.Where)
+	for _, frame := range frames {
+		function, line, statement := frame[1], frame[2], strings.ToLower(frame[3])
+		shown, err := kit.Command("../..", nil, "make", "--silent", "show", "FUNCTION="+function).CombinedOutput()
+		require.NoError(t, err, "%s", shown)
+		require.Regexp(t, `(?m)^ *`+line+` +`+statement+` `, string(shown), pgErr.Where)
 	}
 }

@@ -5,6 +5,7 @@ import (
 	"context"
 	"maps"
 	"math/rand/v2"
+	"net"
 	"runtime/pprof"
 	"slices"
 	"strconv"
@@ -15,6 +16,7 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgproto3"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/pgratelimit/pgratelimit/client"
 	"github.com/pgratelimit/pgratelimit/tests/kit"
@@ -239,4 +241,67 @@ func TestNetwork_ConnectingHangs(t *testing.T) {
 	proxy.Heal()
 	require.NoError(t, l.Settle(client.New(pool), l.Request("k", 1, "i")))
 	require.NoError(t, l.Check(db))
+}
+
+// odds of so many in a thousand make faults.
+type odds map[kit.Fault]int
+
+func (o odds) random(random *rand.Rand) kit.Faults {
+	var mu sync.Mutex
+	return func(reply bool) kit.Fault {
+		mu.Lock()
+		defer mu.Unlock()
+		n := random.IntN(1000)
+		for f := kit.Delay; f <= kit.Vanish; f++ {
+			if n -= o[f]; n >= 0 {
+				continue
+			}
+			if f == kit.Swallow && !reply {
+				break
+			}
+			return f
+		}
+		return kit.Pass
+	}
+}
+
+// nextReply does one fault to the next reply of the server.
+func nextReply(f kit.Fault) kit.Faults {
+	var done atomic.Bool
+	return func(reply bool) kit.Fault {
+		if reply && done.CompareAndSwap(false, true) {
+			return f
+		}
+		return kit.Pass
+	}
+}
+
+func newProxy(t testing.TB, db *kit.TestDB) *kit.Proxy {
+	listener, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	p := &kit.Proxy{
+		Listener: listener,
+		Server:   &db.Pool.Config().ConnConfig.Config,
+		Lines:    make(map[*kit.Line]struct{}),
+	}
+	p.Heal()
+	p.Running.Go(p.Serve)
+	t.Cleanup(p.Close)
+	return p
+}
+
+// simple is SQL in the simple protocol.
+func simple(sql string) kit.Message { return kit.Message{&pgproto3.Query{String: sql}} }
+
+// extended is a statement prepared under a name, with parameters, in the extended protocol.
+func extended(name string, formats []int16, parameters [][]byte) kit.Message {
+	return kit.Message{
+		&pgproto3.Bind{PreparedStatement: name, ParameterFormatCodes: formats, Parameters: parameters},
+		&pgproto3.Execute{},
+		&pgproto3.Sync{},
+	}
+}
+
+func prepare(name, sql string) kit.Message {
+	return kit.Message{&pgproto3.Parse{Name: name, Query: sql}, &pgproto3.Sync{}}
 }

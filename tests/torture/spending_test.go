@@ -307,3 +307,11 @@ func (b *books) Settle(j bookedJob, i int, limiter *client.Limiter) error {
 		return d.Replayed, err
 	})
 }
+
+// settleTwice has ratelimit_settle count a settlement that was made already.
+var settleTwice = kit.Mutation{Pattern: `(update idempotency_keys as k set settled = [^;]*?)and k.settled is null`, Replacement: "$1"}
+
+// pauseBefore has other sessions come to the same place, where they would seldom meet by chance.
+func pauseBefore(pattern string) kit.Mutation {
+	return kit.Mutation{Pattern: pattern, Replacement: "perform pg_sleep(0.002); $0"}
+}
