@@ -270,6 +270,12 @@ func (f *fuzzer) round(seed uint64) error {
 	for _, name := range r.names[:3] { // denials, but for shadows; too seldom to be left to chance
 		r.Add("ratelimit_enforce", []argument{textArgument(name), textArgument(r.keys[0]), bigintArgument(kit.MaxTokens), null})
 	}
+	for _, name := range r.names[:3] { // a repeat after its settlement: likewise
+		policy, key, repeated := textArgument(name), textArgument(r.keys[0]), textArgument("settled")
+		r.Add("ratelimit_charge", []argument{policy, key, bigintArgument(1), repeated})
+		r.Add("ratelimit_settle", []argument{policy, key, repeated, bigintArgument(1)})
+		r.Add("ratelimit_acquire", []argument{policy, key, bigintArgument(1), repeated})
+	}
 	for range 8 { // no number as text, nor with a byte too many
 		bad := argument{text: []byte("x"), binary: make([]byte, 9), unreadable: slices.Concat(unreadable.number, unreadable.binary)}
 		r.Add("ratelimit_peek", []argument{textArgument(r.names[0]), textArgument(r.keys[0]), bad})
