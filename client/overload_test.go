@@ -187,7 +187,7 @@ func TestCombiner_UnderOverload(t *testing.T) {
 		key    string
 	}{{1, short, ""}, {1, long, ""}, {2, short, ""}, {2, long, ""}, {4, short, ""}, {4, long, ""}, {2, long, "k1"}} {
 		t.Run(fmt.Sprintf("%d calls, within %v, key %q", test.calls, test.within, test.key), func(t *testing.T) {
-			paced(t, func(t *testing.T, db *pacedPool, limiter *client.Combiner) {
+			paced(t, func(t *testing.T, _ *pacedPool, limiter *client.Combiner) {
 				c := &crowd{limiter: limiter, within: test.within, key: test.key}
 				best := paceOf(test.calls)
 				if test.key != "" { // one bucket is in one call at a time
@@ -281,7 +281,7 @@ func TestCombiner_ForgetsThatTheDatabaseWasSlow(t *testing.T) {
 
 // An impatient caller is refused before it waits, and told how long the answer would have taken.
 func TestCombiner_RefusesWhatItCannotAnswerInTime(t *testing.T) {
-	paced(t, func(t *testing.T, db *pacedPool, limiter *client.Combiner) {
+	paced(t, func(t *testing.T, _ *pacedPool, limiter *client.Combiner) {
 		warmUp(t, limiter)
 		underWay := ask(t.Context(), limiter, "k1")
 
@@ -331,7 +331,7 @@ func TestCombiner_SlowCallsNowAndThenRefuseNobody(t *testing.T) {
 
 // What a joint request costs is its charges: one that fills a call by itself is one call.
 func TestCombiner_LargeRequestsAreNotManyCalls(t *testing.T) {
-	paced(t, func(t *testing.T, db *pacedPool, limiter *client.Combiner) {
+	paced(t, func(t *testing.T, _ *pacedPool, limiter *client.Combiner) {
 		warmUp(t, limiter)
 		underWay := ask(t.Context(), limiter, "k")
 		ctx, cancel := context.WithTimeout(t.Context(), 500*time.Millisecond)

@@ -332,7 +332,7 @@ func TestBadInput_HugeArrays(t *testing.T) {
 		"select ratelimit_acquire('p', repeat('x', 10000000))", "select ratelimit_acquire(repeat('x', 10000000), 'k', 1, repeat('x', 10000000))",
 		"select ratelimit_define_policy(repeat('x', 10000000), 1, 1, '1 second')",
 	} {
-		db.Refused("22023", sql)
+		_ = db.Refused("22023", sql)
 	}
 	require.Equal(t, before, kit.RowsOf(t, db.DB))
 }

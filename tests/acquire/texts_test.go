@@ -116,10 +116,10 @@ func TestCollations_StayOutside(t *testing.T) {
 				"select ratelimit_peek(t.policy, left(t.other, 0)) ", "select ratelimit_refund(t.policy, left(t.key, 0), 1) ",
 				"select ratelimit_reset(left(t.policy, 0), t.other) ", "select ratelimit_acquire(t.policy, t.key, 1, left(t.other, 0)) ",
 			} {
-				db.Refused("22023", sql+every)
+				_ = db.Refused("22023", sql+every)
 			}
 			db.Execute("select ratelimit_drop_policy(t.policy) " + every + " limit 1")
-			db.Refused("RL001", "select ratelimit_drop_policy(t.policy) "+every)
+			_ = db.Refused("RL001", "select ratelimit_drop_policy(t.policy) "+every)
 		})
 	}
 }

@@ -32,7 +32,7 @@ func (c *cleanup) open(ctx context.Context, _ []string) (err error) {
 	if err != nil {
 		return err
 	}
-	c.load = load{callers: 64, keys: keyspaces()["uniform"], acquire: pgratelimit(client.New(pool), "durable"), servers: []int{pg.pid}}
+	c.load = load{callers: 64, keys: keyspaces()["uniform"], acquire: pgratelimit(client.New(pool)), servers: []int{pg.pid}}
 	return nil
 }
 

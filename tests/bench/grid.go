@@ -164,8 +164,8 @@ func (g *grid) openPostgres(ctx context.Context) error {
 			return err
 		}
 		combiner := g.combiner(pool)
-		g.opponents["plain-"+mode] = &opponent{pgratelimit(client.New(pool), "durable"), pg.pid}
-		g.opponents["combined-"+mode] = &opponent{pgratelimit(combiner, "durable"), pg.pid}
+		g.opponents["plain-"+mode] = &opponent{pgratelimit(client.New(pool)), pg.pid}
+		g.opponents["combined-"+mode] = &opponent{pgratelimit(combiner), pg.pid}
 		if !flush {
 			g.opponents["joint-combined-noflush"] = &opponent{g.members.pgratelimit(combiner), pg.pid}
 			g.opponents["keyed-combined-noflush"] = &opponent{keyed(combiner, "durable"), pg.pid}

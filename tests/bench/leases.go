@@ -83,8 +83,8 @@ func (l *leases) open(ctx context.Context, cells []string) error {
 		}
 		combiner, leaser := l.combiner(pool), client.NewLeaser(pool, client.Lease{Policy: "durable"})
 		l.closers = append(l.closers, leaser.Close)
-		l.opponents["combined"+name] = &opponent{pgratelimit(combiner, "durable"), pg.pid}
-		l.opponents["leaser"+name] = &opponent{pgratelimit(leaser, "durable"), pg.pid}
+		l.opponents["combined"+name] = &opponent{pgratelimit(combiner), pg.pid}
+		l.opponents["leaser"+name] = &opponent{pgratelimit(leaser), pg.pid}
 	}
 	for _, cell := range cells { // a moment that does not count, for each to be warm
 		if _, err := l.run(ctx, cell); err != nil {

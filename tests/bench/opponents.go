@@ -30,9 +30,9 @@ var limit = redis_rate.Limit{Rate: refillPerHour, Burst: capacity, Period: time.
 
 var errDenied = errors.New("denied, though the bucket was not to run dry")
 
-func pgratelimit(limiter client.Acquirer, policy string) acquirer {
+func pgratelimit(limiter client.Acquirer) acquirer {
 	return func(ctx context.Context, key string) error {
-		d, err := limiter.Acquire(ctx, policy, key)
+		d, err := limiter.Acquire(ctx, "durable", key)
 		if err == nil && !d.Allowed {
 			err = errDenied
 		}

@@ -88,15 +88,15 @@ func help(ctx context.Context, what string) error {
 	defer pool.Close()
 	switch way {
 	case "plain":
-		return obey(ctx, pgratelimit(client.New(pool), "durable"))
+		return obey(ctx, pgratelimit(client.New(pool)))
 	case "combined":
 		combiner := client.NewCombiner(pool)
 		defer combiner.Close()
-		return obey(ctx, pgratelimit(combiner, "durable"))
+		return obey(ctx, pgratelimit(combiner))
 	case "leaser":
 		leaser := client.NewLeaser(pool, client.Lease{Policy: "durable"})
 		defer leaser.Close()
-		return obey(ctx, pgratelimit(leaser, "durable"))
+		return obey(ctx, pgratelimit(leaser))
 	default:
 		return fmt.Errorf("%s: %q", helperEnv, way)
 	}

@@ -74,7 +74,7 @@ func (s *served) open(ctx context.Context, cells []string) error {
 	if err != nil {
 		return err
 	}
-	s.acquire["combiner"] = pgratelimit(s.combiner(pool), "durable")
+	s.acquire["combiner"] = pgratelimit(s.combiner(pool))
 	needs := func(way string) bool {
 		return slices.ContainsFunc(cells, func(cell string) bool { return strings.HasPrefix(cell, "served/"+way+"/") })
 	}

@@ -84,13 +84,13 @@ func (s *shardsCost) connect(ctx context.Context, way string, urls []string) err
 	}
 	plain := make([]acquirer, len(pools))
 	for n, pool := range pools {
-		plain[n] = pgratelimit(client.New(pool), "durable")
+		plain[n] = pgratelimit(client.New(pool))
 	}
 	s.acquire[shardsName(way, "plain")] = func(ctx context.Context, key string) error {
 		return plain[client.ShardOf(key, len(plain))](ctx, key)
 	}
 	if len(pools) == 1 {
-		s.acquire[shardsName(way, "combined")] = pgratelimit(s.combiner(pools[0]), "durable")
+		s.acquire[shardsName(way, "combined")] = pgratelimit(s.combiner(pools[0]))
 		return nil
 	}
 	sharded, err := client.NewSharded(ctx, pools)
@@ -98,7 +98,7 @@ func (s *shardsCost) connect(ctx context.Context, way string, urls []string) err
 		return err
 	}
 	s.closers = append(s.closers, sharded.Close)
-	s.acquire[shardsName(way, "combined")] = pgratelimit(sharded, "durable")
+	s.acquire[shardsName(way, "combined")] = pgratelimit(sharded)
 	return nil
 }
 

@@ -30,7 +30,7 @@ func (s *snapshot) open(ctx context.Context, _ []string) (err error) {
 	if err != nil {
 		return err
 	}
-	s.load = load{callers: 64, keys: keyspaces()["hot"], acquire: pgratelimit(s.combiner(pool), "durable"), servers: []int{pg.pid}}
+	s.load = load{callers: 64, keys: keyspaces()["hot"], acquire: pgratelimit(s.combiner(pool)), servers: []int{pg.pid}}
 	return nil
 }
 

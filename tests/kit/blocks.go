@@ -15,8 +15,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// A docsFile is one page, by its path from the repository's root.
-type docsFile struct {
+// A DocsFile is one page, by its path from the repository's root.
+type DocsFile struct {
 	Path   string
 	Text   string
 	Blocks []DocsBlock
@@ -27,7 +27,7 @@ type DocsBlock struct {
 	Line      int // of its first line
 }
 
-func DocsFiles(t testing.TB) (files []docsFile) {
+func DocsFiles(t testing.TB) (files []DocsFile) {
 	var paths []string
 	for _, pattern := range []string{"../../*.md", "../../docs/*.md", "../../docs/examples/*.md", "../../pg_cron/*.md"} {
 		found, err := filepath.Glob(pattern)
@@ -40,7 +40,7 @@ func DocsFiles(t testing.TB) (files []docsFile) {
 		require.NoError(t, err)
 		blocks, err := DocsBlocks(string(text))
 		require.NoError(t, err, path)
-		files = append(files, docsFile{strings.TrimPrefix(path, "../../"), string(text), blocks})
+		files = append(files, DocsFile{strings.TrimPrefix(path, "../../"), string(text), blocks})
 	}
 	return files
 }
@@ -70,7 +70,7 @@ func DocsBlocks(text string) (blocks []DocsBlock, err error) {
 	return blocks, nil
 }
 
-// poolAs is a pool whose sessions have a role.
+// PoolAs is a pool whose sessions have a role.
 func PoolAs(t *testing.T, db *pgtest.DB, role string) *pgxpool.Pool {
 	config, err := pgxpool.ParseConfig(db.URL)
 	require.NoError(t, err)

@@ -15,7 +15,7 @@ import (
 
 func IsReplayed(d Decision) bool { return d.Replayed }
 
-// A querier is a pool, a connection or a transaction.
+// A Querier is a pool, a connection or a transaction.
 type Querier interface {
 	QueryRow(ctx context.Context, sql string, args ...any) pgx.Row
 }
@@ -32,7 +32,7 @@ func RequestOf(policy, key string, cost int64, idempotencyKey ...string) Nullabl
 	return r
 }
 
-// refused fails the test unless a statement fails with this SQLSTATE, and returns the error.
+// Refused fails the test unless a statement fails with this SQLSTATE, and returns the error.
 func (db *TestDB) Refused(code, sql string, args ...any) *pgconn.PgError {
 	db.T.Helper()
 	_, err := db.Pool.Exec(context.Background(), sql, args...)
@@ -40,21 +40,21 @@ func (db *TestDB) Refused(code, sql string, args ...any) *pgconn.PgError {
 	return PgError(err)
 }
 
-// run is exec in a chain.
+// Run is exec in a chain.
 func (s *Session) Run(sql string, args ...any) *Session {
 	s.Db.T.Helper()
 	s.Execute(sql, args...)
 	return s
 }
 
-// take is acquire in a chain.
+// Take is acquire in a chain.
 func (s *Session) Take(policy, key string, cost int64, idempotencyKey ...string) *Session {
 	s.Db.T.Helper()
 	s.Acquire(policy, key, cost, idempotencyKey...)
 	return s
 }
 
-// startExec executes a statement that may wait for other sessions.
+// StartExec executes a statement that may wait for other sessions.
 func (s *Session) StartExec(sql string) *Pending {
 	return s.Start(func(Querier) (Decision, error) {
 		_, err := s.Exec(context.Background(), sql)
@@ -62,35 +62,35 @@ func (s *Session) StartExec(sql string) *Pending {
 	})
 }
 
-// blockedBy returns the call when it waits for a lock that the holder has.
+// BlockedBy returns the call when it waits for a lock that the holder has.
 func (p *Pending) BlockedBy(holder *Session) *Pending {
 	p.Session.Db.T.Helper()
 	p.AwaitBlockedBy(holder)
 	return p
 }
 
-// policy is definePolicy in a chain.
+// Policy is definePolicy in a chain.
 func (db *TestDB) Policy(name string, capacity, refill int64, every time.Duration, opts ...PolicyOption) *TestDB {
 	db.T.Helper()
 	db.DefinePolicy(name, capacity, refill, every, opts...)
 	return db
 }
 
-// take is acquire in a chain.
+// Take is acquire in a chain.
 func (db *TestDB) Take(policy, key string, cost int64, idempotencyKey ...string) *TestDB {
 	db.T.Helper()
 	db.Acquire(policy, key, cost, idempotencyKey...)
 	return db
 }
 
-// at is setClock in a chain.
+// At is setClock in a chain.
 func (db *TestDB) At(now time.Time) *TestDB {
 	db.T.Helper()
 	db.SetClock(now)
 	return db
 }
 
-// sendBatch sends requests in one call, and fails the test if the call fails.
+// SendBatch sends requests in one call, and fails the test if the call fails.
 func SendBatch[R, A any](t testing.TB, q RowsQuerier, send func(RowsQuerier, []R) ([]A, error), requests ...R) []A {
 	t.Helper()
 	answers, err := send(q, requests)
@@ -107,7 +107,7 @@ func Refund(q Querier, policy, key string, amount int64) (Decision, error) {
 	return Decide(q, "ratelimit_refund($1, $2, $3)", policy, key, amount)
 }
 
-// decide reads the decision of a call.
+// Decide reads the decision of a call.
 func Decide(q Querier, call string, args ...any) (Decision, error) {
 	var row decisionRow
 	if err := q.QueryRow(context.Background(), "select "+decisionColumns+" from "+call+" as d", args...).Scan(row.fields()...); err != nil {
@@ -164,12 +164,12 @@ func Denied(remaining int64, retryAfter, resetAfter time.Duration, capacity int6
 	return Decision{Remaining: remaining, RetryAfter: Micros(retryAfter), ResetAfter: Micros(resetAfter), Capacity: capacity}
 }
 
-// never is the answer to a cost above the capacity.
+// Never is the answer to a cost above the capacity.
 func Never(remaining int64, resetAfter time.Duration, capacity int64) Decision {
 	return Decision{Remaining: remaining, RetryAfter: model.Never, ResetAfter: Micros(resetAfter), Capacity: capacity}
 }
 
-// replayed is d given again under its idempotency key.
+// Replayed is d given again under its idempotency key.
 func Replayed(d Decision) Decision {
 	d.Replayed = true
 	return d
@@ -185,23 +185,23 @@ func SQLState(err error) string {
 	return ""
 }
 
-// pgError returns the server's error, nil when there is none.
+// PgError returns the server's error, nil when there is none.
 func PgError(err error) (e *pgconn.PgError) {
 	errors.As(err, &e)
 	return e
 }
 
-// A request asks for tokens of one bucket.
+// A Request asks for tokens of one bucket.
 type Request struct {
 	model.BucketID
 	Cost           int64
 	IdempotencyKey string // empty for none
 }
 
-// acquire sends the request in SQL.
+// Acquire sends the request in SQL.
 func (r Request) Acquire(q Querier) (Decision, error) { return r.Nullable().Acquire(q) }
 
-// by sends the request through a limiter of the client.
+// By sends the request through a limiter of the client.
 func (r Request) By(ctx context.Context, limiter client.Acquirer) (client.Decision, error) {
 	opts := []client.CallOption{client.Cost(r.Cost)}
 	if r.IdempotencyKey != "" {
@@ -217,7 +217,7 @@ func (r Request) Nullable() NullableRequest {
 	return RequestOf(r.Policy, r.Key, r.Cost, r.IdempotencyKey)
 }
 
-// A nullableRequest is a request that may be a bad one; nil is null.
+// A NullableRequest is a request that may be a bad one; nil is null.
 type NullableRequest struct {
 	Policy, Key    *string
 	Cost           *int64
@@ -228,14 +228,14 @@ func (r NullableRequest) Acquire(q Querier) (Decision, error) {
 	return Decide(q, "ratelimit_acquire($1, $2, $3, $4)", r.Policy, r.Key, r.Cost, r.IdempotencyKey)
 }
 
-// enforce sends the request to ratelimit_enforce, through a function that makes a denial of its error: see
+// Enforce sends the request to ratelimit_enforce, through a function that makes a denial of its error: see
 // catchDenials. The error does not tell reset_after, so a denial has none.
 func (r Request) Enforce(q Querier) (Decision, error) {
 	n := r.Nullable()
 	return Decide(q, "enforced($1, $2, $3, $4)", n.Policy, n.Key, n.Cost, n.IdempotencyKey)
 }
 
-// catchDenials creates the function that request.enforce calls.
+// CatchDenials creates the function that request.enforce calls.
 func (db *TestDB) CatchDenials() {
 	db.T.Helper()
 	db.Execute(`
@@ -252,7 +252,7 @@ func (db *TestDB) CatchDenials() {
 		end $$`)
 }
 
-// An answer is a decision, or the error in its place.
+// An Answer is a decision, or the error in its place.
 type Answer struct {
 	Decision *Decision
 	Taken    int64  // by acquire_up_to
@@ -264,7 +264,7 @@ type RowsQuerier interface {
 	Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error)
 }
 
-// acquireMany sends requests in one call, and leaves out arrays that hold nothing but the default.
+// AcquireMany sends requests in one call, and leaves out arrays that hold nothing but the default.
 func AcquireMany(q RowsQuerier, requests []NullableRequest) ([]Answer, error) {
 	var (
 		policies, keys, idempotencyKeys []*string

@@ -17,7 +17,7 @@ import (
 
 func (db *TestDB) Strings(sql string) []string { return Column(db.T, db.DB, sql) }
 
-// as connects as a role, or as the owner.
+// As connects as a role, or as the owner.
 func (db *TestDB) As(role string) *pgx.Conn {
 	db.T.Helper()
 	config, err := pgx.ParseConfig(db.URL)
@@ -50,13 +50,13 @@ func (db *TestDB) Text(sql string, args ...any) string {
 	return found
 }
 
-// A citus is a cluster: a coordinator and two workers. Databases are made in it one by one.
+// A Citus is a cluster: a coordinator and two workers. Databases are made in it one by one.
 type Citus struct {
 	T     testing.TB
 	Nodes []*pgtest.Server // the coordinator is the first
 }
 
-// newCitus starts a cluster of the PostgreSQL that the tests run on. Where that has no Citus, the test is skipped, unless
+// NewCitus starts a cluster of the PostgreSQL that the tests run on. Where that has no Citus, the test is skipped, unless
 // RATELIMIT_TEST_CITUS is set, as make test-citus does.
 func NewCitus(t testing.TB) *Citus {
 	t.Helper()
@@ -80,21 +80,21 @@ func NewCitus(t testing.TB) *Citus {
 	return c
 }
 
-// nodeName is what Citus calls a node: the directory of its socket.
+// NodeName is what Citus calls a node: the directory of its socket.
 func (c *Citus) NodeName(n int) string {
 	u, err := url.Parse(c.Nodes[n].URL(""))
 	require.NoError(c.T, err)
 	return u.Query().Get("host")
 }
 
-// create returns a database of the cluster with the package in it, as each node sees it.
+// Create returns a database of the cluster with the package in it, as each node sees it.
 func (c *Citus) Create(t testing.TB, name string) CitusDB {
 	db := c.CreateOn(t, name, len(c.Nodes))
 	c.Install(t, name)
 	return db
 }
 
-// createOn returns an empty database of a cluster that has as yet no more than the first nodes.
+// CreateOn returns an empty database of a cluster that has as yet no more than the first nodes.
 func (c *Citus) CreateOn(t testing.TB, name string, nodes int) (db CitusDB) {
 	for _, node := range c.Nodes {
 		OnServer(t, node, "", "create database "+name+" template template0")
@@ -109,7 +109,7 @@ func (c *Citus) CreateOn(t testing.TB, name string, nodes int) (db CitusDB) {
 	return db
 }
 
-// add takes a node into the cluster.
+// Add takes a node into the cluster.
 func (c *Citus) Add(t testing.TB, name string, n int) {
 	add := "citus_add_node"
 	if n == 0 {
@@ -126,19 +126,19 @@ func (c *Citus) Make(t testing.TB, target, name string) {
 	require.NoError(t, err, "%s", out)
 }
 
-// A citusDB is a database of a cluster, as each node sees it: the coordinator first.
+// A CitusDB is a database of a cluster, as each node sees it: the coordinator first.
 type CitusDB []*TestDB
 
 func (db CitusDB) Coordinator() *TestDB { return db[0] }
 
-// stopClock lets setClock stop the clock of all nodes.
+// StopClock lets setClock stop the clock of all nodes.
 func (db CitusDB) StopClock() {
 	db[0].Execute("create table public.test_clock (now timestamptz not null, row integer primary key)")
 	db[0].Execute("select create_reference_table('public.test_clock')")
 	db[0].SetClock(T0)
 }
 
-// in are the same databases for a subtest. Functions are replaced on the coordinator only, and by stopClock.
+// In are the same databases for a subtest. Functions are replaced on the coordinator only, and by stopClock.
 func (db CitusDB) In(t testing.TB) CitusDB {
 	var all CitusDB
 	for _, node := range db {
@@ -149,7 +149,7 @@ func (db CitusDB) In(t testing.TB) CitusDB {
 	return all
 }
 
-// shardOf is the number of the node that has the bucket, and the shard of its table.
+// ShardOf is the number of the node that has the bucket, and the shard of its table.
 func (db CitusDB) ShardOf(c *Citus, key string) (node int, shard int64) {
 	var name string
 	err := db[0].Pool.QueryRow(context.Background(), `

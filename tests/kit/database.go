@@ -16,7 +16,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// t0 is where fixed clocks start: a day before summer time begins in Europe, so that an answer that
+// T0 is where fixed clocks start: a day before summer time begins in Europe, so that an answer that
 // counts calendar days instead of hours comes out wrong.
 var T0 = time.Date(2024, 3, 30, 12, 0, 0, 0, time.UTC)
 
@@ -29,7 +29,7 @@ const (
 	Day = 24 * 60 * 60 * 1_000_000 // in microseconds
 )
 
-// A testDB is the private database of one test. Its clock is the server's until the test first sets
+// A TestDB is the private database of one test. Its clock is the server's until the test first sets
 // it; from then on it stands still between calls.
 //
 //	db := newDB(t)
@@ -46,13 +46,13 @@ type TestDB struct {
 
 func NewDB(t testing.TB) *TestDB { return &TestDB{DB: pgtest.New(t), T: t} }
 
-// in is the same database for a subtest.
+// In is the same database for a subtest.
 func (db *TestDB) In(t testing.TB) *TestDB { return &TestDB{DB: db.DB, T: t} }
 
-// exec runs SQL and fails the test when it cannot.
+// Execute runs SQL and fails the test when it cannot.
 func (db *TestDB) Execute(sql string, args ...any) { db.Exec(db.T, sql, args...) }
 
-// setClock stops the clock of every decision at an instant, to the microsecond.
+// SetClock stops the clock of every decision at an instant, to the microsecond.
 func (db *TestDB) SetClock(now time.Time) {
 	db.fixed.Do(func() {
 		db.Execute(`
@@ -65,13 +65,13 @@ func (db *TestDB) SetClock(now time.Time) {
 	db.Execute("update public.test_clock set now = $1", now)
 }
 
-// setTimeZone changes the time zone of the database, for tests of what must not depend on it.
+// SetTimeZone changes the time zone of the database, for tests of what must not depend on it.
 func (db *TestDB) SetTimeZone(name string) {
 	db.Execute("alter database " + pgx.Identifier{db.Name}.Sanitize() + " set timezone = '" + name + "'")
 	db.Pool.Reset() // the connections there are have the old one
 }
 
-// definePolicy defines or changes a policy; what no option names is left to its default or as it is.
+// DefinePolicy defines or changes a policy; what no option names is left to its default or as it is.
 func (db *TestDB) DefinePolicy(name string, capacity, refill int64, every time.Duration, opts ...PolicyOption) {
 	var p PolicyOptions
 	for _, opt := range opts {
@@ -100,7 +100,7 @@ func Remember(d time.Duration) PolicyOption {
 	return func(p *PolicyOptions) { p.remember = Interval(d) }
 }
 
-// interval has hours and no days, as time.Duration does.
+// Interval has hours and no days, as time.Duration does.
 func Interval(d time.Duration) pgtype.Interval {
 	return pgtype.Interval{Microseconds: d.Microseconds(), Valid: true}
 }
@@ -135,20 +135,20 @@ func (db *TestDB) Reset(policy, key string) {
 
 func (db *TestDB) DropPolicy(name string) { db.Execute("select ratelimit_drop_policy($1)", name) }
 
-// cleanup runs one batch and returns how many buckets and idempotency keys it deleted.
+// Cleanup runs one batch and returns how many buckets and idempotency keys it deleted.
 func (db *TestDB) Cleanup() (buckets, keys int64) {
 	d, err := Cleanup(db.Pool, 10_000)
 	require.NoError(db.T, err)
 	return d.Buckets, d.Keys
 }
 
-// A bucket is a row of ratelimit.buckets or ratelimit.ephemeral_buckets.
+// A Bucket is a row of ratelimit.buckets or ratelimit.ephemeral_buckets.
 type Bucket struct {
 	Level      int64 // microtokens
 	RefilledAt time.Time
 }
 
-// bucket returns the row of a bucket, nil when it has none.
+// Bucket returns the row of a bucket, nil when it has none.
 func (db *TestDB) Bucket(policy, key string) *Bucket {
 	rows, err := db.Pool.Query(context.Background(), `
 		select b.level, b.refilled_at
@@ -166,7 +166,7 @@ func (db *TestDB) Bucket(policy, key string) *Bucket {
 	return found[0]
 }
 
-// putBucket writes the row of a bucket as if calls had brought it there; a level below zero is debt.
+// PutBucket writes the row of a bucket as if calls had brought it there; a level below zero is debt.
 func (db *TestDB) PutBucket(policy, key string, b Bucket) {
 	var durable bool
 	require.NoError(db.T, db.Pool.QueryRow(context.Background(), "select durable from ratelimit.policies where name = $1", policy).Scan(&durable))
@@ -180,12 +180,12 @@ func (db *TestDB) PutBucket(policy, key string, b Bucket) {
 		policy, key, b.Level, b.RefilledAt)
 }
 
-// column returns the texts that a query with one column finds.
+// Column returns the texts that a query with one column finds.
 func Column(t testing.TB, db *pgtest.DB, sql string, args ...any) []string {
 	return ColumnOf(t, db.Pool, sql, args...)
 }
 
-// columnOf is column in a session or a transaction.
+// ColumnOf is column in a session or a transaction.
 func ColumnOf(t require.TestingT, q RowsQuerier, sql string, args ...any) []string {
 	rows, err := q.Query(context.Background(), sql, args...)
 	require.NoError(t, err, sql)
@@ -194,12 +194,12 @@ func ColumnOf(t require.TestingT, q RowsQuerier, sql string, args ...any) []stri
 	return values
 }
 
-// left returns the tokens that a bucket holds now.
+// Left returns the tokens that a bucket holds now.
 func (db *TestDB) Left(policy, key string) int64 {
 	return db.Must(Peek(db.Pool, policy, key, 0)).Remaining
 }
 
-// number runs a query for one number.
+// Number runs a query for one number.
 func (db *TestDB) Number(sql string, args ...any) (n int64) {
 	require.NoError(db.T, db.Pool.QueryRow(context.Background(), sql, args...).Scan(&n), sql)
 	return n
@@ -207,7 +207,7 @@ func (db *TestDB) Number(sql string, args ...any) (n int64) {
 
 var StateTables = []string{"ratelimit.buckets", "ratelimit.ephemeral_buckets", "ratelimit.idempotency_keys", "ratelimit.ephemeral_idempotency_keys"}
 
-// rows returns every row of the state tables with its physical address and the transactions that
+// Rows returns every row of the state tables with its physical address and the transactions that
 // wrote and locked it: equal before and after, nothing was written or locked.
 func (db *TestDB) Rows() []string {
 	var selects []string
@@ -217,7 +217,7 @@ func (db *TestDB) Rows() []string {
 	return Column(db.T, db.DB, strings.Join(selects, " union all ")+" order by 1")
 }
 
-// state returns everything of buckets and idempotency keys that a later call could see.
+// State returns everything of buckets and idempotency keys that a later call could see.
 func State(t require.TestingT, q RowsQuerier) []string {
 	return ColumnOf(t, q, `
 		select format('%s %s %s %s', policy_id, key, level, refilled_at)
@@ -228,10 +228,10 @@ func State(t require.TestingT, q RowsQuerier) []string {
 		 order by 1`)
 }
 
-// errorOf is the error of a call whose result nobody needs.
+// ErrorOf is the error of a call whose result nobody needs.
 func ErrorOf[T any](_ T, err error) error { return err }
 
-// requireState requires the SQLSTATE of an error.
+// RequireState requires the SQLSTATE of an error.
 func RequireState(t require.TestingT, state string, err error, about ...any) {
 	if SQLState(err) != state {
 		require.FailNow(t, fmt.Sprintf("not %s but %v", state, err), about...)

@@ -13,7 +13,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// traces is what the open transaction of a session has left so far.
+// Traces is what the open transaction of a session has left so far.
 type Traces struct {
 	Xid    bool  // it has a transaction id
 	Writes int64 // rows inserted, updated, deleted in any table of the package
@@ -27,7 +27,7 @@ func (s *Session) Traces() (found Traces) {
 	return found
 }
 
-// walRecords runs a query and returns how many WAL records this session wrote for it.
+// WalRecords runs a query and returns how many WAL records this session wrote for it.
 func (s *Session) WalRecords(sql string) int64 {
 	s.Db.T.Helper()
 	var explained []byte
@@ -48,7 +48,7 @@ func Enforce(q Querier, policy, key string, cost int64, idempotencyKey ...string
 	return Decide(q, "ratelimit_enforce($1, $2, $3, $4)", r.Policy, r.Key, r.Cost, r.IdempotencyKey)
 }
 
-// guarded creates a table with a guard that counts rows, and one whose rows have costs.
+// Guarded creates a table with a guard that counts rows, and one whose rows have costs.
 func (db *TestDB) Guarded(policy, table string) {
 	db.T.Helper()
 	db.Execute(fmt.Sprintf(`
@@ -59,7 +59,7 @@ func (db *TestDB) Guarded(policy, table string) {
 		policy, table), pgx.QueryExecModeSimpleProtocol)
 }
 
-// requireReadOnly calls what writes, where nothing can be written.
+// RequireReadOnly calls what writes, where nothing can be written.
 func RequireReadOnly(t *testing.T, conn *pgx.Conn, policy, detail string) {
 	t.Helper()
 	const hint = "Call it on the primary, in a read-write transaction. ratelimit_peek works here, on a standby for durable policies."
@@ -81,7 +81,7 @@ func RequireReadOnly(t *testing.T, conn *pgx.Conn, policy, detail string) {
 	}
 }
 
-// all is a request of one token of each bucket.
+// All is a request of one token of each bucket.
 func All(policy string, keys ...string) (r WholeRequest) {
 	for _, key := range keys {
 		r.Charges = append(r.Charges, ChargeOf(policy, key, 1))
@@ -96,7 +96,7 @@ func (s *Session) StartAll(r WholeRequest) *Pending {
 	})
 }
 
-// awaitLockOrEnd returns when the call waits for a lock or is over.
+// AwaitLockOrEnd returns when the call waits for a lock or is over.
 func (p *Pending) AwaitLockOrEnd() (over bool) {
 	require.Eventually(p.Session.Db.T, func() bool {
 		select {
@@ -133,7 +133,7 @@ const (
 	NotFitted = `v_now := clock\(\);(?: [^;]*;)*? select [^;]* from buckets as b`
 )
 
-// deleted counts the rows that a clean-up deleted.
+// Deleted counts the rows that a clean-up deleted.
 type Deleted struct{ Buckets, Keys int64 }
 
 func (db *TestDB) CleanupAt(at time.Time) Deleted {
@@ -142,21 +142,21 @@ func (db *TestDB) CleanupAt(at time.Time) Deleted {
 	return db.Swept(db.Pool, 10_000)
 }
 
-// cleanUpAtOnce makes clean-up judge rows as of now and not of five minutes ago, for tests that are about something else.
+// CleanUpAtOnce makes clean-up judge rows as of now and not of five minutes ago, for tests that are about something else.
 func (db *TestDB) CleanUpAtOnce() *TestDB {
 	db.T.Helper()
 	db.Mutate(Mutation{`interval '5 minutes'`, "interval '0'"}, "ratelimit.cleanup_batch")
 	return db
 }
 
-// cleanup runs one batch.
+// Cleanup runs one batch.
 func Cleanup(q Querier, maxRows int) (d Deleted, err error) {
 	err = q.QueryRow(context.Background(),
 		"select buckets_deleted, idempotency_keys_deleted from ratelimit_cleanup($1)", maxRows).Scan(&d.Buckets, &d.Keys)
 	return d, err
 }
 
-// swept is what one batch deletes, which must not fail.
+// Swept is what one batch deletes, which must not fail.
 func (db *TestDB) Swept(q Querier, maxRows int) Deleted {
 	db.T.Helper()
 	d, err := Cleanup(q, maxRows)
@@ -164,7 +164,7 @@ func (db *TestDB) Swept(q Querier, maxRows int) Deleted {
 	return d
 }
 
-// goesOn runs one batch of ratelimit_cleanup_all, and tells whether another is to follow.
+// GoesOn runs one batch of ratelimit_cleanup_all, and tells whether another is to follow.
 func (db *TestDB) GoesOn(maxRows int) (more bool) {
 	db.T.Helper()
 	require.NoError(db.T, db.Pool.QueryRow(context.Background(),
@@ -172,7 +172,7 @@ func (db *TestDB) GoesOn(maxRows int) (more bool) {
 	return more
 }
 
-// fillTables gives a policy n buckets that are full by now and n idempotency keys past their time.
+// FillTables gives a policy n buckets that are full by now and n idempotency keys past their time.
 func (db *TestDB) FillTables(prefix, policy string, n int) {
 	db.T.Helper()
 	db.Execute("insert into ratelimit."+prefix+`buckets (policy_id, key, level, refilled_at, due_at)
@@ -184,7 +184,7 @@ func (db *TestDB) FillTables(prefix, policy string, n int) {
 		  from ratelimit.policies as p, generate_series(1, $2::integer) as i where p.name = $1`, policy, n)
 }
 
-// orphans counts rows whose policy was dropped.
+// Orphans counts rows whose policy was dropped.
 func (db *TestDB) Orphans() (n int64) {
 	db.T.Helper()
 	for _, table := range StateTables {
@@ -193,13 +193,13 @@ func (db *TestDB) Orphans() (n int64) {
 	return n
 }
 
-// findings are those of the doctor, each with its severity.
+// Findings are those of the doctor, each with its severity.
 func (db *TestDB) Findings() []string {
 	db.T.Helper()
 	return Column(db.T, db.DB, "select severity || ': ' || finding from ratelimit_doctor()")
 }
 
-// requireFinding fails unless the doctor finds just this, and returns what helps.
+// RequireFinding fails unless the doctor finds just this, and returns what helps.
 func (db *TestDB) RequireFinding(severity string, parts ...string) (remedy string) {
 	db.T.Helper()
 	findings := db.Findings()
@@ -210,7 +210,7 @@ func (db *TestDB) RequireFinding(severity string, parts ...string) (remedy strin
 	return Column(db.T, db.DB, "select remedy from ratelimit_doctor()")[0]
 }
 
-// giveAway makes a role that is no superuser the owner of the package, so that the doctor has nothing to say of the owner.
+// GiveAway makes a role that is no superuser the owner of the package, so that the doctor has nothing to say of the owner.
 func (db *TestDB) GiveAway() *TestDB {
 	db.T.Helper()
 	db.Follow(db.RequireFinding("notice", "The owner of the package, ", " is a superuser"), "pg_monitor")
@@ -218,7 +218,7 @@ func (db *TestDB) GiveAway() *TestDB {
 	return db
 }
 
-// follow executes the statements of a remedy, for a new owner where the remedy leaves it open.
+// Follow executes the statements of a remedy, for a new owner where the remedy leaves it open.
 func (db *TestDB) Follow(remedy, owner string) {
 	db.T.Helper()
 	_, sql, found := strings.Cut(remedy, "\n")
@@ -228,7 +228,7 @@ func (db *TestDB) Follow(remedy, owner string) {
 	require.NoError(db.T, conn.Close(context.Background()))
 }
 
-// aMinuteAfter is a minute after the instant that a query finds.
+// AMinuteAfter is a minute after the instant that a query finds.
 func (db *TestDB) AMinuteAfter(sql string, args ...any) time.Time {
 	db.T.Helper()
 	var began time.Time

@@ -18,7 +18,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// sameSchema requires that two databases hold the same objects. Rows are not compared.
+// SameSchema requires that two databases hold the same objects. Rows are not compared.
 func SameSchema(t *testing.T, want, got *pgtest.DB) {
 	require.Equal(t, FingerprintOf(t, want), FingerprintOf(t, got))
 	t.Run("pg_dump", func(t *testing.T) {
@@ -27,7 +27,7 @@ func SameSchema(t *testing.T, want, got *pgtest.DB) {
 	})
 }
 
-// fingerprintOf describes everything in a database that is not PostgreSQL's own, a line each.
+// FingerprintOf describes everything in a database that is not PostgreSQL's own, a line each.
 func FingerprintOf(t testing.TB, db *pgtest.DB) (schema string) {
 	require.NoError(t, pgx.BeginFunc(context.Background(), db.Pool, func(tx pgx.Tx) error {
 		schema = FingerprintIn(t, tx)
@@ -36,7 +36,7 @@ func FingerprintOf(t testing.TB, db *pgtest.DB) (schema string) {
 	return schema
 }
 
-// fingerprintIn is fingerprintOf in a transaction, with what it changed.
+// FingerprintIn is fingerprintOf in a transaction, with what it changed.
 func FingerprintIn(t testing.TB, tx pgx.Tx) string {
 	_, err := tx.Exec(context.Background(), "set local search_path = ''") // so that names are told in full
 	require.NoError(t, err)
@@ -45,7 +45,7 @@ func FingerprintIn(t testing.TB, tx pgx.Tx) string {
 	return strings.Join(lines, "\n")
 }
 
-// rowsOf lists the rows of all tables.
+// RowsOf lists the rows of all tables.
 func RowsOf(t testing.TB, db *pgtest.DB) []string {
 	var rows []string
 	for _, table := range Column(t, db, `
@@ -156,7 +156,7 @@ const schemaQuery = `
 	  from pg_db_role_setting
 	 where setdatabase = (select oid from pg_database where datname = current_database())`
 
-// findPgDump returns a pg_dump that is at least as new as the server, or skips the test.
+// FindPgDump returns a pg_dump that is at least as new as the server, or skips the test.
 func FindPgDump(t *testing.T) string {
 	t.Helper()
 	want, err := strconv.Atoi(regexp.MustCompile(`^\d+`).FindString(pgtest.Shared(t).Version))

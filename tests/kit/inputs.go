@@ -19,7 +19,7 @@ var OddTexts = []string{
 	"🚦", "👩‍👩‍👧‍👧", "\U0010ffff", strings.Repeat("語", 170) + "ab", strings.Repeat("🚦", 128), strings.Repeat("x", 512), "\x01\x7f",
 }
 
-// inMode sends every query in one of pgx's modes.
+// InMode sends every query in one of pgx's modes.
 type InMode struct {
 	Conn *pgx.Conn
 	Mode pgx.QueryExecMode
@@ -29,14 +29,14 @@ func (q InMode) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
 	return q.Conn.QueryRow(ctx, sql, append([]any{q.Mode}, args...)...)
 }
 
-// clockPerSession lets a test set the clock of one session, test.now in microseconds of the Unix epoch.
+// ClockPerSession lets a test set the clock of one session, test.now in microseconds of the Unix epoch.
 func (db *TestDB) ClockPerSession() {
 	db.Execute(`
 		create or replace function ratelimit.clock() returns timestamptz language sql volatile parallel safe
 		as $$ select timestamptz 'epoch' + current_setting('test.now')::bigint * interval '1 microsecond' $$`)
 }
 
-// rawDecision makes a call without any function or operator of the session's own.
+// RawDecision makes a call without any function or operator of the session's own.
 func RawDecision(conn *pgx.Conn, call string, args ...any) string {
 	var d struct {
 		allowed, Replayed      bool

@@ -47,7 +47,7 @@ const PackageFunctions = `(
 	  join pg_namespace as n on n.oid = p.pronamespace
 	 where n.nspname = 'ratelimit' or p.proname like 'ratelimit\_%')`
 
-// imageGrants is the statement by which the image lets role ratelimit_app use the package.
+// ImageGrants is the statement by which the image lets role ratelimit_app use the package.
 func ImageGrants(t *testing.T) string {
 	script, err := os.ReadFile("../../docker/update.sh")
 	require.NoError(t, err)
@@ -58,7 +58,7 @@ func ImageGrants(t *testing.T) string {
 
 type Job struct{ Name, Schedule, Command, Database, Username string }
 
-// jobs returns what is scheduled for clean-up: the jobs of pg_cron's own database first.
+// Jobs returns what is scheduled for clean-up: the jobs of pg_cron's own database first.
 func Jobs(db *TestDB) []Job {
 	db.T.Helper()
 	rows, err := db.Pool.Query(context.Background(), `

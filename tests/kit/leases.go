@@ -24,7 +24,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// instant is one that the books know.
+// Instant is one that the books know.
 func (db *TestDB) Instant(expression string, args ...any) (at time.Time) {
 	require.NoError(db.T, db.Pool.QueryRow(context.Background(), "select "+expression+" from public.books", args...).Scan(&at))
 	return at
@@ -49,7 +49,7 @@ func (h *LeaseHistory) Add(e LeaseEvent) {
 	h.Events = append(h.Events, e)
 }
 
-// audit finds the first token that was granted or given back without a charge before it.
+// Audit finds the first token that was granted or given back without a charge before it.
 func (h *LeaseHistory) Audit() error {
 	type lease struct{ Leaser, Key string }
 	held := map[lease]int64{}
@@ -67,14 +67,14 @@ func (h *LeaseHistory) Audit() error {
 	return nil
 }
 
-// A patientPool has every call answered: of one that is given up after a second, the server may have charged what nobody gets.
+// A PatientPool has every call answered: of one that is given up after a second, the server may have charged what nobody gets.
 type PatientPool struct{ *pgxpool.Pool }
 
 func (p PatientPool) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
 	return p.Pool.QueryRow(context.WithoutCancel(ctx), sql, args...)
 }
 
-// A recordingPool is the pool of a Leaser, and writes a history.
+// A RecordingPool is the pool of a Leaser, and writes a history.
 type RecordingPool struct {
 	PatientPool
 	Leaser  string
@@ -84,7 +84,7 @@ type RecordingPool struct {
 	Over    chan struct{}  // until this is closed
 }
 
-// A leaseBug is planted, for the audit to find. It makes the Leaser do what it must not.
+// A LeaseBug is planted, for the audit to find. It makes the Leaser do what it must not.
 type LeaseBug string
 
 const (
@@ -148,7 +148,7 @@ func (r *chargeRow) Scan(dest ...any) error {
 // asLeaser is set for a process of this test binary that is a Leaser.
 const asLeaser = "RATELIMIT_TEST_AS_LEASER"
 
-// A leaserProcess asks for tokens of the key hot.
+// A LeaserProcess asks for tokens of the key hot.
 type LeaserProcess struct {
 	URL, Name, Policy string
 	File              string // has its counts, and outlives it
@@ -221,7 +221,7 @@ func (p LeaserProcess) be() error {
 	return err
 }
 
-// beLeaser reports whether this process was one, and is done.
+// BeLeaser reports whether this process was one, and is done.
 func BeLeaser() bool {
 	text := os.Getenv(asLeaser)
 	if text == "" {
@@ -257,7 +257,7 @@ func countsIn(file string) (*counts, error) {
 	return (*counts)(unsafe.Pointer(&memory[0])), nil
 }
 
-// start starts the process.
+// Start starts the process.
 func (p *LeaserProcess) Start(t *testing.T, db *TestDB) *LeaserProcess {
 	p.URL, p.File = db.URL, filepath.Join(t.TempDir(), "granted")
 	var err error
@@ -286,7 +286,7 @@ func (p *LeaserProcess) IdleTime(t *testing.T) {
 	require.Equal(t, "idle\n", answer)
 }
 
-// holds stops it, and reports whether it lost something now. If not, it goes on.
+// Holds stops it, and reports whether it lost something now. If not, it goes on.
 func (p *LeaserProcess) Holds(t *testing.T, lost func(p *LeaserProcess) int64) bool {
 	require.NoError(t, p.cmd.Process.Signal(syscall.SIGSTOP))
 	if lost(p) > 0 {
@@ -296,13 +296,13 @@ func (p *LeaserProcess) Holds(t *testing.T, lost func(p *LeaserProcess) int64) b
 	return false
 }
 
-// kill ends it at once, by SIGKILL.
+// Kill ends it at once, by SIGKILL.
 func (p *LeaserProcess) Kill(t *testing.T) {
 	require.NoError(t, p.cmd.Process.Kill())
 	_ = p.cmd.Wait()
 }
 
-// close returns when it has ended, and has given back what it held.
+// Close returns when it has ended, and has given back what it held.
 func (p *LeaserProcess) Close(t *testing.T) {
 	require.NoError(t, p.orders.Close())
 	require.NoError(t, p.cmd.Wait())

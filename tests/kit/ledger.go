@@ -18,7 +18,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// A ledger records the callers' view of one policy, whose buckets start full and refill nothing: the grants,
+// A Ledger records the callers' view of one policy, whose buckets start full and refill nothing: the grants,
 // and the requests that may have been granted. check compares it with the server.
 type Ledger struct {
 	Policy   string
@@ -37,18 +37,18 @@ type Ledger struct {
 	Slowest  time.Duration  // of all tries
 }
 
-// request is one for a bucket of the ledger's policy; the empty idempotency key is none.
+// Request is one for a bucket of the ledger's policy; the empty idempotency key is none.
 func (l *Ledger) Request(key string, cost int64, idempotencyKey string) Request {
 	return Request{model.BucketID{Policy: l.Policy, Key: key}, cost, idempotencyKey}
 }
 
-// newLedger defines the policy.
+// NewLedger defines the policy.
 func NewLedger(db *TestDB, policy string, capacity int64, timeout time.Duration) *Ledger {
 	db.DefinePolicy(policy, capacity, 1, ADay)
 	return &Ledger{Policy: policy, Capacity: capacity, timeout: timeout, Failed: make(map[string]int)}
 }
 
-// load starts callers of these limiters, three of four with idempotency keys and at buckets of their own.
+// Load starts callers of these limiters, three of four with idempotency keys and at buckets of their own.
 // For three of four requests a bucket has enough.
 func (l *Ledger) Load(t testing.TB, limiters ...client.Acquirer) *Load {
 	const callers, requests = 32, 200
@@ -65,7 +65,7 @@ func (l *Ledger) Load(t testing.TB, limiters ...client.Acquirer) *Load {
 	return all
 }
 
-// settle makes a request and records the decision. A request with an idempotency key is repeated until there
+// Settle makes a request and records the decision. A request with an idempotency key is repeated until there
 // is one, for as long as patience.
 func (l *Ledger) Settle(by client.Acquirer, r Request) error {
 	for giveUp := time.Now().Add(Patience); ; {
@@ -129,7 +129,7 @@ func (l *Ledger) Lose(r Request) {
 	l.unanswered = append(l.unanswered, Entry{Request: r})
 }
 
-// awaitAnswers waits for so many more decisions, and awaitFailures for so many more tries that fail.
+// AwaitAnswers waits for so many more decisions, and awaitFailures for so many more tries that fail.
 func (l *Ledger) AwaitAnswers(t *testing.T, more int) {
 	l.await(t, more, func() int { return l.Granted + l.Denied })
 }
@@ -153,7 +153,7 @@ func (l *Ledger) await(t *testing.T, more int, number func() int) {
 	require.Eventually(t, func() bool { return now() >= before+more }, time.Minute, 5*time.Millisecond)
 }
 
-// check asks the server, when no call is under way. The audit of each bucket finds no fault and no lost
+// Check asks the server, when no call is under way. The audit of each bucket finds no fault and no lost
 // grant; each idempotency key replays the answer that its caller ended with, and none is remembered of a
 // caller who was denied. If all of it is right, the ledger and the policy begin afresh.
 func (l *Ledger) Check(db *TestDB) error {
@@ -191,14 +191,14 @@ func (l *Ledger) Check(db *TestDB) error {
 	return nil
 }
 
-// An entry is a request, and the decision if there was one.
+// An Entry is a request, and the decision if there was one.
 type Entry struct {
 	Request
 	client.Decision
 	At time.Time // of the decision, or of the error
 }
 
-// try makes a request and returns its entry.
+// Try makes a request and returns its entry.
 func (r Request) Try(limiter client.Acquirer) (Entry, error) {
 	d, err := r.By(context.Background(), limiter)
 	return Entry{r, d, time.Now()}, err
@@ -218,7 +218,7 @@ type finding struct {
 	Unclaimed  int64 // tokens taken for requests that got no answer
 }
 
-// audit compares the decisions on one bucket, which began full and refilled nothing, with the tokens left in
+// Audit compares the decisions on one bucket, which began full and refilled nothing, with the tokens left in
 // it. A grant is lost if more tokens are left now than its decision said.
 func Audit(capacity, left int64, grants, unanswered []Entry) (f finding, err error) {
 	grants = slices.Clone(grants)

@@ -8,14 +8,14 @@ import (
 	"golang.org/x/sync/errgroup"
 )
 
-// A load is callers who make one call after the other, until the load ends or a call fails.
+// A Load is callers who make one call after the other, until the load ends or a call fails.
 type Load struct {
 	Callers *errgroup.Group
 	Ctx     context.Context // done at the end of the load, and with the first call that fails
 	cancel  context.CancelFunc
 }
 
-// newLoad returns a load without callers. It ends with the test at the latest.
+// NewLoad returns a load without callers. It ends with the test at the latest.
 func NewLoad(t testing.TB) *Load {
 	l := new(Load)
 	var ctx context.Context
@@ -25,7 +25,7 @@ func NewLoad(t testing.TB) *Load {
 	return l
 }
 
-// start adds callers.
+// Start adds callers.
 func (l *Load) Start(callers int, call func(caller int) error) {
 	for caller := range callers {
 		l.Callers.Go(func() error {
@@ -39,7 +39,7 @@ func (l *Load) Start(callers int, call func(caller int) error) {
 	}
 }
 
-// runFor returns after a while, or when a call fails.
+// RunFor returns after a while, or when a call fails.
 func (l *Load) RunFor(d time.Duration) {
 	select {
 	case <-l.Ctx.Done():
@@ -47,13 +47,13 @@ func (l *Load) RunFor(d time.Duration) {
 	}
 }
 
-// end lets the calls under way finish, and returns the first error.
+// End lets the calls under way finish, and returns the first error.
 func (l *Load) End() error {
 	l.cancel()
 	return l.Callers.Wait()
 }
 
-// exactCapacity is the capacity of policies that refill one token a day: the level of a bucket tells how many tokens were taken.
+// ExactCapacity is the capacity of policies that refill one token a day: the level of a bucket tells how many tokens were taken.
 const ExactCapacity = 3_000_000
 
 func (db *TestDB) DefineExact() {

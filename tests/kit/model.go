@@ -7,7 +7,7 @@ import (
 	"github.com/pgratelimit/pgratelimit/client/clienttest/model"
 )
 
-// kindOf tells what the answer to a spending shows.
+// KindOf tells what the answer to a spending shows.
 func (s Spending) KindOf(a Spent, before Decision) string {
 	switch {
 	case a.Replayed && a.RetryAfter > 0:
@@ -38,12 +38,12 @@ func (s Spending) KindOf(a Spent, before Decision) string {
 	return "paid"
 }
 
-// intervalOfDays counts whole days as such: here a day is 24 hours, whatever the time zone has.
+// IntervalOfDays counts whole days as such: here a day is 24 hours, whatever the time zone has.
 func IntervalOfDays(m model.Micros) pgtype.Interval {
 	return pgtype.Interval{Days: int32(m / Day), Microseconds: int64(m % Day), Valid: true}
 }
 
-// is reports whether the answer is this error.
+// Is reports whether the answer is this error.
 func (a *Answer) Is(code model.Error) bool {
 	return a != nil && strings.Contains(a.Error, string(code))
 }

@@ -8,14 +8,14 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// A mutation changes the one place in a function that its pattern matches, in the private database
+// A Mutation changes the one place in a function that its pattern matches, in the private database
 // of one test: a branch is removed, to see its test fail.
 type Mutation struct {
 	Pattern     string // a regexp in which a space is any white space
 	Replacement string
 }
 
-// mutate changes ratelimit_acquire, or another function, and returns the way back.
+// Mutate changes ratelimit_acquire, or another function, and returns the way back.
 func (db *TestDB) Mutate(m Mutation, function ...string) (undo func()) {
 	name := append(function, "ratelimit_acquire")[0]
 	var source string
@@ -26,14 +26,14 @@ func (db *TestDB) Mutate(m Mutation, function ...string) (undo func()) {
 	return func() { db.Execute(source) }
 }
 
-// A gate stops its own sessions at one place in a function, so that others can overtake them.
+// A Gate stops its own sessions at one place in a function, so that others can overtake them.
 type Gate struct {
 	Db     *TestDB
 	Keeper *Session
 	Remove func()
 }
 
-// gateBefore puts a gate before the place in ratelimit_acquire, or another function, that the pattern, as of a mutation, matches.
+// GateBefore puts a gate before the place in ratelimit_acquire, or another function, that the pattern, as of a mutation, matches.
 func (db *TestDB) GateBefore(pattern string, function ...string) *Gate {
 	remove := db.Mutate(Mutation{pattern, `
 		perform pg_advisory_xact_lock_shared(1) where current_setting('application_name') = 'gated';

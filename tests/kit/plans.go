@@ -11,7 +11,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// rowsRead runs SQL and counts the rows of the package's tables that it read.
+// RowsRead runs SQL and counts the rows of the package's tables that it read.
 func (s *Session) RowsRead(sql string) (rows int64) {
 	s.Db.T.Helper()
 	count := func() (rows int64) {
@@ -61,7 +61,7 @@ func (db *TestDB) Planner() *planner {
 	return p
 }
 
-// plansOf runs calls that are rolled back, for a durable and an ephemeral policy, and returns the plans of all statements.
+// PlansOf runs calls that are rolled back, for a durable and an ephemeral policy, and returns the plans of all statements.
 func (p *planner) PlansOf(settings string, calls []string) []plan {
 	p.T.Helper()
 	Execute(p.T, p.Conn, "reset all; discard plans; "+settings+`; set search_path = ratelimit, public;

@@ -29,7 +29,7 @@ func Command(dir string, env []string, name string, args ...string) *exec.Cmd {
 	return cmd
 }
 
-// run runs a command and shows its standard error if it fails; tern's standard output is all of the SQL.
+// Run runs a command and shows its standard error if it fails; tern's standard output is all of the SQL.
 func Run(t *testing.T, dir string, env []string, name string, args ...string) {
 	_, err := Command(dir, env, name, args...).Output()
 	var exit *exec.ExitError
@@ -49,8 +49,8 @@ func PgVariables(t *testing.T, url string) []string {
 	}
 }
 
-// withSettings is a connection string with names and values of settings, which psql takes too.
-func WithSettings(t *testing.T, dsn string, settings ...string) string {
+// WithSettings is a connection string with names and values of settings, which psql takes too.
+func WithSettings(_ *testing.T, dsn string, settings ...string) string {
 	options := ""
 	for setting := range slices.Chunk(settings, 2) {
 		value := strings.NewReplacer(`\`, `\\`, " ", `\ `).Replace(setting[1])
@@ -77,7 +77,7 @@ func createSchema(t *testing.T, url string) {
 	require.NoError(t, conn.Close(t.Context()))
 }
 
-// psqlFile runs a file of migrations/psql, and returns what psql said.
+// PsqlFile runs a file of migrations/psql, and returns what psql said.
 func PsqlFile(t *testing.T, url, name string) string {
 	out, err := RunPsql(t, url, "--set", "ON_ERROR_STOP=1", "--file", "../../migrations/psql/"+name)
 	require.NoError(t, err, out)
@@ -104,19 +104,19 @@ func PsqlStatus(t *testing.T, url string, args ...string) (out string, status in
 	return out, status
 }
 
-// script is one of pg_cron's scripts for a client that is not psql.
+// Script is one of pg_cron's scripts for a client that is not psql.
 func Script(t testing.TB, name string) string {
 	sql, err := pgtest.CronScript(name)
 	require.NoError(t, err)
 	return sql
 }
 
-// runScript runs one of pg_cron's scripts as a client that is not psql.
+// RunScript runs one of pg_cron's scripts as a client that is not psql.
 func RunScript(db *TestDB, name string) error {
 	return ErrorOf(db.Pool.Exec(context.Background(), Script(db.T, name)))
 }
 
-// newRole returns a role without rights. Call it before creating the database in which it gets some, which is then dropped first.
+// NewRole returns a role without rights. Call it before creating the database in which it gets some, which is then dropped first.
 func NewRole(t testing.TB) string {
 	ctx := context.Background()
 	conn, err := pgx.Connect(ctx, pgtest.Shared(t).URL(""))
@@ -130,7 +130,7 @@ func NewRole(t testing.TB) string {
 	return name
 }
 
-// connectAs returns a connection with the rights of a role and none of our own.
+// ConnectAs returns a connection with the rights of a role and none of our own.
 func ConnectAs(t testing.TB, db *pgtest.DB, role string) *pgx.Conn {
 	conn := db.Connect(t)
 	Execute(t, conn, "set role "+role)

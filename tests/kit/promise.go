@@ -9,7 +9,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// A promise is an acquire of Cost at t0 from a bucket that held Level microtokens Age microseconds
+// A Promise is an acquire of Cost at t0 from a bucket that held Level microtokens Age microseconds
 // earlier, or is said to hold them later when Age is below zero.
 type Promise struct {
 	Capacity int64 `json:"capacity"`
@@ -75,7 +75,7 @@ func RandomPromise(random *rand.Rand, most int64) Promise {
 	return c
 }
 
-// clockInASetting lets SQL move the clock: a table would collect a row version for each move of it.
+// ClockInASetting lets SQL move the clock: a table would collect a row version for each move of it.
 func (db *TestDB) ClockInASetting() {
 	db.T.Helper()
 	db.Execute(`
@@ -83,7 +83,7 @@ func (db *TestDB) ClockInASetting() {
 		create function set_clock(now timestamptz) returns void language plpgsql as $$ begin perform set_config('test.now', now::text, true); end $$`)
 }
 
-// verdicts tries cases with the function of that name.
+// Verdicts tries cases with the function of that name.
 func Verdicts[T any](db *TestDB, cases []T) []string {
 	db.T.Helper()
 	ctx := context.Background()

@@ -15,7 +15,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// A proxy stands between clients and a server, and does what faults chooses to the messages of both.
+// A Proxy stands between clients and a server, and does what faults chooses to the messages of both.
 type Proxy struct {
 	Listener net.Listener
 	Server   *pgconn.Config
@@ -28,7 +28,7 @@ type Proxy struct {
 	Running sync.WaitGroup
 }
 
-// A fault is done to what arrives in one piece, a message or a few.
+// A Fault is done to what arrives in one piece, a message or a few.
 type Fault int
 
 const (
@@ -40,15 +40,15 @@ const (
 	Vanish        // nothing comes any more in either direction, and the client is not told of the end
 )
 
-// faults chooses one for what a client sent, or what the server replied.
+// Faults chooses one for what a client sent, or what the server replied.
 type Faults func(reply bool) Fault
 
 func (p *Proxy) Plan(f Faults) { p.faults.Store(&f) }
 
-// heal stops new faults. Connections that hang go on hanging.
+// Heal stops new faults. Connections that hang go on hanging.
 func (p *Proxy) Heal() { p.Plan(func(bool) Fault { return Pass }) }
 
-// pool connects through the proxy. Its settings are those that users have, but for its connect_timeout:
+// Pool connects through the proxy. Its settings are those that users have, but for its connect_timeout:
 // by default a connection attempt without an answer keeps its place in the pool for two minutes.
 func (p *Proxy) Pool(t testing.TB, db *TestDB, change ...func(*pgxpool.Config)) *pgxpool.Pool {
 	config, err := pgxpool.ParseConfig(db.URL)
@@ -102,7 +102,7 @@ func (p *Proxy) Close() {
 	p.Running.Wait()
 }
 
-// A line is one connection through the proxy.
+// A Line is one connection through the proxy.
 type Line struct {
 	proxy    *Proxy
 	client   *net.TCPConn

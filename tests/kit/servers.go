@@ -14,19 +14,19 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// privateName is the database of a private server.
+// PrivateName is the database of a private server.
 const PrivateName = "ratelimit_test"
 
-// newPrivateDB returns a database on a server of its own.
+// NewPrivateDB returns a database on a server of its own.
 func NewPrivateDB(t testing.TB, settings ...string) (*TestDB, *pgtest.Server) {
 	server := pgtest.Private(t, settings...)
 	return CreateDB(t, server, PrivateName), server
 }
 
-// reopen connects to the database of newPrivateDB again, after a restart or on a standby.
+// Reopen connects to the database of newPrivateDB again, after a restart or on a standby.
 func Reopen(t testing.TB, server *pgtest.Server) *TestDB { return OpenDB(t, server, PrivateName) }
 
-// createDB creates a database on a server, prepares it with SQL in which %s is its name, and installs the package.
+// CreateDB creates a database on a server, prepares it with SQL in which %s is its name, and installs the package.
 func CreateDB(t testing.TB, server *pgtest.Server, name string, prepare ...string) *TestDB {
 	quoted := pgx.Identifier{name}.Sanitize()
 	OnServer(t, server, "", "create database "+quoted+" template template0")
@@ -36,7 +36,7 @@ func CreateDB(t testing.TB, server *pgtest.Server, name string, prepare ...strin
 	return InstalledDB(t, server, name)
 }
 
-// onServer runs SQL in a database of a server, on a connection of its own.
+// OnServer runs SQL in a database of a server, on a connection of its own.
 func OnServer(t testing.TB, server *pgtest.Server, database, sql string) {
 	conn, err := pgx.Connect(t.Context(), server.URL(database))
 	require.NoError(t, err)
@@ -44,14 +44,14 @@ func OnServer(t testing.TB, server *pgtest.Server, database, sql string) {
 	require.NoError(t, errors.Join(err, conn.Close(t.Context())))
 }
 
-// installedDB returns a database of a server, with the package installed.
+// InstalledDB returns a database of a server, with the package installed.
 func InstalledDB(t testing.TB, server *pgtest.Server, name string) *TestDB {
 	db := OpenDB(t, server, name)
 	require.NoError(t, migrations.Up(t.Context(), db.Connect(t)))
 	return db
 }
 
-// openDB returns a database of a server as it is.
+// OpenDB returns a database of a server as it is.
 func OpenDB(t testing.TB, server *pgtest.Server, name string) *TestDB {
 	pool, err := pgxpool.New(context.Background(), server.URL(name))
 	require.NoError(t, err)
@@ -59,12 +59,12 @@ func OpenDB(t testing.TB, server *pgtest.Server, name string) *TestDB {
 	return &TestDB{DB: &pgtest.DB{Pool: pool, URL: server.URL(name), Name: name}, T: t}
 }
 
-// An address is the URL of a database that moves: a container that is started again has another port.
+// An Address is the URL of a database that moves: a container that is started again has another port.
 type Address struct{ url atomic.Pointer[string] }
 
 func (a *Address) MoveTo(url string) { a.url.Store(&url) }
 
-// config is that of a pool whose new connections go where the database is then.
+// Config is that of a pool whose new connections go where the database is then.
 func (a *Address) Config(t testing.TB) *pgxpool.Config {
 	config, err := pgxpool.ParseConfig(*a.url.Load())
 	require.NoError(t, err)

@@ -11,10 +11,10 @@ import (
 	"golang.org/x/sync/errgroup"
 )
 
-// patience bounds every wait for an event that comes, sooner or later; only a broken test takes as long.
+// Patience bounds every wait for an event that comes, sooner or later; only a broken test takes as long.
 const Patience = time.Minute
 
-// A session is a connection of its own, with transactions of its own.
+// A Session is a connection of its own, with transactions of its own.
 type Session struct {
 	*pgx.Conn
 	Db *TestDB
@@ -22,14 +22,14 @@ type Session struct {
 
 func (db *TestDB) Session() *Session { return &Session{Conn: db.Connect(db.T), Db: db} }
 
-// begin returns a session in an open transaction.
+// Begin returns a session in an open transaction.
 func (db *TestDB) Begin() *Session {
 	s := db.Session()
 	s.Execute("begin")
 	return s
 }
 
-// hasty returns a session that fails with 55P03 instead of waiting for a lock that others keep.
+// Hasty returns a session that fails with 55P03 instead of waiting for a lock that others keep.
 func (db *TestDB) Hasty() *Session {
 	s := db.Session()
 	s.Execute("set lock_timeout = '50ms'")
@@ -44,7 +44,7 @@ func (s *Session) Acquire(policy, key string, cost int64, idempotencyKey ...stri
 	return s.Db.Must(Acquire(s, policy, key, cost, idempotencyKey...))
 }
 
-// start makes a call that may wait for other sessions.
+// Start makes a call that may wait for other sessions.
 func (s *Session) Start(call func(q Querier) (Decision, error)) *Pending {
 	p := &Pending{Session: s, Done: make(chan struct{})}
 	go func() {
@@ -58,7 +58,7 @@ func (s *Session) StartAcquire(policy, key string, cost int64, idempotencyKey ..
 	return s.Start(func(q Querier) (Decision, error) { return Acquire(q, policy, key, cost, idempotencyKey...) })
 }
 
-// A pending call is under way in another goroutine.
+// A Pending call is under way in another goroutine.
 type Pending struct {
 	Session  *Session
 	Done     chan struct{}
@@ -66,7 +66,7 @@ type Pending struct {
 	Err      error
 }
 
-// awaitBlockedBy returns when the call waits for a lock that the holder has.
+// AwaitBlockedBy returns when the call waits for a lock that the holder has.
 func (p *Pending) AwaitBlockedBy(holder *Session) {
 	t := p.Session.Db.T
 	p.Session.Db.Await(t, Patience, `
@@ -86,7 +86,7 @@ func (p *Pending) Result() (Decision, error) {
 
 func (p *Pending) Answer() Decision { return p.Session.Db.Must(p.Result()) }
 
-// together makes n calls at the same time, on as many connections as the pool has.
+// Together makes n calls at the same time, on as many connections as the pool has.
 func (db *TestDB) Together(n int, call func(i int, q Querier) (Decision, error)) []Decision {
 	decisions := make([]Decision, n)
 	Crowd(db.T, n, func(i int) (err error) {
@@ -96,7 +96,7 @@ func (db *TestDB) Together(n int, call func(i int, q Querier) (Decision, error))
 	return decisions
 }
 
-// crowd runs callers at the same time, and fails the test with the first error.
+// Crowd runs callers at the same time, and fails the test with the first error.
 func Crowd(t testing.TB, callers int, call func(caller int) error) {
 	var ready sync.WaitGroup
 	ready.Add(callers)
@@ -114,7 +114,7 @@ func Crowd(t testing.TB, callers int, call func(caller int) error) {
 // crowds bounds how many tests keep dozens of connections at once; servers take about a hundred.
 var crowds = make(chan struct{}, 2)
 
-// newCrowdDB is newDB for one of them.
+// NewCrowdDB is newDB for one of them.
 func NewCrowdDB(t testing.TB, connections int) *TestDB {
 	crowds <- struct{}{}
 	t.Cleanup(func() { <-crowds })
@@ -123,7 +123,7 @@ func NewCrowdDB(t testing.TB, connections int) *TestDB {
 	return db
 }
 
-// warm opens connections, so that calls made together do not come one by one for connecting.
+// Warm opens connections, so that calls made together do not come one by one for connecting.
 func (db *TestDB) Warm(connections int) {
 	for range min(connections, int(db.Pool.Config().MaxConns)) {
 		conn, err := db.Pool.Acquire(context.Background())

@@ -50,14 +50,14 @@ func (s *Shards) ServerOf(n int) *pgtest.Server { return s.Servers[n/DatabasesOf
 
 func (s *Shards) Of() int { return len(s.Dbs) }
 
-// each does something to all databases.
+// Each does something to all databases.
 func (s *Shards) Each(do func(db *TestDB)) {
 	for _, db := range s.Dbs {
 		do(db)
 	}
 }
 
-// key is a name with something after it, so that it belongs to a shard.
+// Key is a name with something after it, so that it belongs to a shard.
 func (s *Shards) Key(n int, name string) string {
 	for i := 0; ; i++ {
 		if key := fmt.Sprint(name, " ", i); client.ShardOf(key, s.Of()) == n {
@@ -66,7 +66,7 @@ func (s *Shards) Key(n int, name string) string {
 	}
 }
 
-// limiter is one on pools of its own, which are those given, where they are.
+// Limiter is one on pools of its own, which are those given, where they are.
 func (s *Shards) Limiter(pools map[int]*pgxpool.Pool, opts ...client.Option) *client.Sharded {
 	all := make([]*pgxpool.Pool, s.Of())
 	for n, db := range s.Dbs {
@@ -85,7 +85,7 @@ func (s *Shards) Limiter(pools map[int]*pgxpool.Pool, opts ...client.Option) *cl
 	return limiter
 }
 
-// reopen connects anew to the databases of servers that were started again.
+// Reopen connects anew to the databases of servers that were started again.
 func (s *Shards) Reopen() {
 	for n, db := range s.Dbs {
 		db.Pool.Close()
@@ -93,7 +93,7 @@ func (s *Shards) Reopen() {
 	}
 }
 
-// of is what a ledger has on the buckets of one shard.
+// Of is what a ledger has on the buckets of one shard.
 func (l *Ledger) Of(shard, of int) *Ledger {
 	elsewhere := func(e Entry) bool { return client.ShardOf(e.Key, of) != shard }
 	return &Ledger{

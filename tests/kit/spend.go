@@ -10,7 +10,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// mustSpend sends a spending that must not fail.
+// MustSpend sends a spending that must not fail.
 func (db *TestDB) MustSpend(s Spending) Spent {
 	db.T.Helper()
 	got, err := s.By(db.Pool)
@@ -18,7 +18,7 @@ func (db *TestDB) MustSpend(s Spending) Spent {
 	return got
 }
 
-// asModel sends spendings to a database and to the model, which must answer alike.
+// AsModel sends spendings to a database and to the model, which must answer alike.
 func (db *TestDB) AsModel(m *model.Model, now *time.Time) func(s Spending) Spent {
 	return func(s Spending) Spent {
 		db.T.Helper()
@@ -30,10 +30,10 @@ func (db *TestDB) AsModel(m *model.Model, now *time.Time) func(s Spending) Spent
 	}
 }
 
-// maxWaitOfReserve is the longest that ratelimit_reserve accepts.
+// MaxWaitOfReserve is the longest that ratelimit_reserve accepts.
 const MaxWaitOfReserve model.Micros = 365 * Day
 
-// A spending is a call on one bucket that takes without looking first, or otherwise than ratelimit_acquire does.
+// A Spending is a call on one bucket that takes without looking first, or otherwise than ratelimit_acquire does.
 type Spending struct {
 	Function string // charge, settle, reserve or acquire_up_to
 	model.BucketID
@@ -43,13 +43,13 @@ type Spending struct {
 	IdempotencyKey string       // empty for none
 }
 
-// A spent is the answer to a spending. RetryAfter of a reservation is its wait.
+// A Spent is the answer to a spending. RetryAfter of a reservation is its wait.
 type Spent struct {
 	Decision
 	Taken int64 // by acquire_up_to
 }
 
-// by sends the spending in SQL.
+// By sends the spending in SQL.
 func (s Spending) By(q Querier) (Spent, error) {
 	var key *string
 	if s.IdempotencyKey != "" {
@@ -99,7 +99,7 @@ type spender interface {
 	AcquireUpTo(ctx context.Context, policy, key string, atMost int64, opts ...client.CallOption) (client.PartialDecision, error)
 }
 
-// with sends the spending through a limiter of the client.
+// With sends the spending through a limiter of the client.
 func (s Spending) With(ctx context.Context, limiter spender) (Spent, error) {
 	var opts []client.CallOption
 	if s.IdempotencyKey != "" {
@@ -133,7 +133,7 @@ func (s Spending) With(ctx context.Context, limiter spender) (Spent, error) {
 	return Spent{DecisionOf(d), taken}, nil
 }
 
-// of is what the model answers.
+// Of is what the model answers.
 func (s Spending) Of(m *model.Model, now time.Time) (Spent, error) {
 	var answer Spent
 	var err error

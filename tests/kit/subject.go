@@ -11,7 +11,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// A subject is a database, or the fake that users of the client test with. Tables of calls and decisions are replayed against both.
+// A Subject is a database, or the fake that users of the client test with. Tables of calls and decisions are replayed against both.
 type Subject interface {
 	Of(t testing.TB) Subject // the same for a subtest
 	SetClock(now time.Time)
@@ -27,7 +27,7 @@ type Subject interface {
 	Spend(s Spending) (Spent, error)
 }
 
-// parallelDB is newDB for a test that runs beside others. A clock that is given stands still.
+// ParallelDB is newDB for a test that runs beside others. A clock that is given stands still.
 func ParallelDB(t *testing.T, clock ...time.Time) *TestDB {
 	t.Helper()
 	t.Parallel()
@@ -38,7 +38,7 @@ func ParallelDB(t *testing.T, clock ...time.Time) *TestDB {
 	return db
 }
 
-// inParallel runs a subtest of each case, beside other tests.
+// InParallel runs a subtest of each case, beside other tests.
 func InParallel[T any](t *testing.T, cases map[string]T, test func(t *testing.T, of T)) {
 	t.Parallel()
 	for name, of := range cases {
@@ -49,12 +49,12 @@ func InParallel[T any](t *testing.T, cases map[string]T, test func(t *testing.T,
 	}
 }
 
-// onDBs is inParallel with a database for each case.
+// OnDBs is inParallel with a database for each case.
 func OnDBs[T any](t *testing.T, cases map[string]T, test func(t *testing.T, db *TestDB, of T)) {
 	InParallel(t, cases, func(t *testing.T, of T) { test(t, NewDB(t), of) })
 }
 
-// eachDurability runs a test against a database, for durable and for ephemeral policies.
+// EachDurability runs a test against a database, for durable and for ephemeral policies.
 func EachDurability(t *testing.T, test func(t *testing.T, db *TestDB, durability PolicyOption)) {
 	OnDBs(t, map[string]PolicyOption{"durable": Durable, "ephemeral": Ephemeral}, test)
 }
@@ -64,7 +64,7 @@ var Subjects = map[string]func(t testing.TB) Subject{
 	"fake":     func(t testing.TB) Subject { return NewFake(t) },
 }
 
-// onEachDurability is onEach for durable and for ephemeral policies.
+// OnEachDurability is onEach for durable and for ephemeral policies.
 func OnEachDurability(t *testing.T, test func(t *testing.T, db Subject, durability PolicyOption)) {
 	InParallel(t, Subjects, func(t *testing.T, open func(t testing.TB) Subject) {
 		for name, durability := range map[string]PolicyOption{"durable": Durable, "ephemeral": Ephemeral} {
@@ -178,7 +178,7 @@ func (f *testFake) Reset(policy, key string) {
 
 func (f *testFake) Spend(s Spending) (Spent, error) { return s.With(f.T.Context(), f.Fake.Limiter) }
 
-// decisionOf is a decision of the client in the form of SQL.
+// DecisionOf is a decision of the client in the form of SQL.
 func DecisionOf(d client.Decision) Decision {
 	retryAfter := Micros(d.RetryAfter)
 	if d.Never() {

@@ -43,7 +43,7 @@ type TortureRun struct {
 	said time.Time
 }
 
-// torture begins a test that takes so many steps in make test.
+// Torture begins a test that takes so many steps in make test.
 func Torture(t *testing.T, steps int64) *TortureRun {
 	run := &TortureRun{T: t, Steps: steps, said: time.Now()}
 	if s := os.Getenv("RATELIMIT_TORTURE_MINUTES"); s != "" {
@@ -57,12 +57,12 @@ func Torture(t *testing.T, steps int64) *TortureRun {
 	return run
 }
 
-// goesOn reports, before each step and from any goroutine, whether there is another.
+// GoesOn reports, before each step and from any goroutine, whether there is another.
 func (r *TortureRun) GoesOn() bool {
 	return r.taken.Add(1) <= r.Steps || time.Since(r.Started) < r.Budget
 }
 
-// check has rapid draw a sequence for each step.
+// Check has rapid draw a sequence for each step.
 func (r *TortureRun) Check(sequence func(t *rapid.T)) {
 	failing := false // rapid repeats the sequence that has failed
 	for ended := false; !ended; {
@@ -78,7 +78,7 @@ func (r *TortureRun) Check(sequence func(t *rapid.T)) {
 	}
 }
 
-// progress logs at most every few seconds, from any goroutine.
+// Progress logs at most every few seconds, from any goroutine.
 func (r *TortureRun) Progress(format string, args ...any) {
 	r.Mu.Lock()
 	defer r.Mu.Unlock()
@@ -89,14 +89,14 @@ func (r *TortureRun) Progress(format string, args ...any) {
 	r.T.Logf("%v: %s", time.Since(r.Started).Round(time.Second), fmt.Sprintf(format, args...))
 }
 
-// figure adds a line to the table that ends the run.
+// Figure adds a line to the table that ends the run.
 func (r *TortureRun) Figure(name string, value any, unit string) {
 	figures.Mu.Lock()
 	defer figures.Mu.Unlock()
 	figures.Lines = append(figures.Lines, fmt.Sprintf("%s\t%s\t%v\t%s", r.T.Name(), name, value, unit))
 }
 
-// figures adds a line for each name and the number that follows it.
+// Figures adds a line for each name and the number that follows it.
 func (r *TortureRun) Figures(pairs ...any) {
 	for pair := range slices.Chunk(pairs, 2) {
 		r.Figure(fmt.Sprint(pair[0]), pair[1], "")
@@ -108,7 +108,7 @@ var figures struct {
 	Lines []string
 }
 
-// A tortured M seeds rapid, and prints the figures after its tests.
+// A Tortured M seeds rapid, and prints the figures after its tests.
 type Tortured struct{ *testing.M }
 
 func (m Tortured) Run() int {
@@ -128,7 +128,7 @@ func (m Tortured) Run() int {
 // seedVariable has the seed of a random run that is to be repeated.
 const seedVariable = "RATELIMIT_TEST_SEED"
 
-// testSeed is what RATELIMIT_TEST_SEED gives, or else a random number. If the test fails, it ends with the command that repeats it.
+// TestSeed is what RATELIMIT_TEST_SEED gives, or else a random number. If the test fails, it ends with the command that repeats it.
 func TestSeed(t testing.TB) uint64 {
 	t.Helper()
 	seed := FirstSeed(t)
@@ -140,7 +140,7 @@ func TestSeed(t testing.TB) uint64 {
 	return seed
 }
 
-// firstSeed is testSeed for a test that has a seed for each step: this one, and then those that follow it. It names the one that fails.
+// FirstSeed is testSeed for a test that has a seed for each step: this one, and then those that follow it. It names the one that fails.
 func FirstSeed(t testing.TB) uint64 {
 	s := os.Getenv(seedVariable)
 	if s == "" {
@@ -151,13 +151,13 @@ func FirstSeed(t testing.TB) uint64 {
 	return seed
 }
 
-// repeats is the command that repeats a random run alone.
+// Repeats is the command that repeats a random run alone.
 func Repeats(t testing.TB, seed uint64) string {
 	dir, _ := os.Getwd()
 	return fmt.Sprintf("%s=%d go test ./tests/%s -run '^%s$' -count=1", seedVariable, seed, filepath.Base(dir), strings.ReplaceAll(t.Name(), "/", "$/^"))
 }
 
-// A rapidTest has rapid name the seed as other tests do, and leaves out its line about every hundred sequences.
+// A RapidTest has rapid name the seed as other tests do, and leaves out its line about every hundred sequences.
 type RapidTest struct{ *testing.T }
 
 var rapidSeed = regexp.MustCompile(`-rapid\.seed=(\d+)`)

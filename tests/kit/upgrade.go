@@ -21,7 +21,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// grants lists what roles other than the owner may do with the package: "object to role, grantable".
+// Grants lists what roles other than the owner may do with the package: "object to role, grantable".
 func (db *TestDB) Grants() []string {
 	return Column(db.T, db.DB, `
 		select format('%s to %s %s', object, grantee::regrole, bool_or(is_grantable))
@@ -37,7 +37,7 @@ func (db *TestDB) Grants() []string {
 		 group by object, grantee`)
 }
 
-// overtake runs do while a call waits for a lock in the middle.
+// Overtake runs do while a call waits for a lock in the middle.
 func (db *TestDB) Overtake(call func(q Querier) (Decision, error), do func()) error {
 	db.Execute("select ratelimit_define_policy('p', 100, 1, '1 day')")
 	holder := db.Begin()
@@ -53,7 +53,7 @@ func (db *TestDB) Overtake(call func(q Querier) (Decision, error), do func()) er
 	return err
 }
 
-// nextVersion is the migrations with one more, of the kind that releases bring: a change of tables with its
+// NextVersion is the migrations with one more, of the kind that releases bring: a change of tables with its
 // way back, changed functions, and a new one.
 func NextVersion(t *testing.T, up, down string, edits ...Edit) fs.FS {
 	dir, newest := t.TempDir(), NewestMigration(t)
@@ -85,16 +85,16 @@ create or`}) {
 	return os.DirFS(dir)
 }
 
-// An edit changes the one place in a file where the old text is.
+// An Edit changes the one place in a file where the old text is.
 type Edit struct{ File, Old, New string }
 
-// edits change a function that callers are in the middle of, and one that it is yet to call.
+// Edits change a function that callers are in the middle of, and one that it is yet to call.
 var Edits = []Edit{
 	{"acquire.sql", "b.level + v_wanted", "v_wanted + b.level"},
 	{"answer.sql", "coalesce(retry_us = 0, false)", "coalesce(retry_us = 0, false) is true"},
 }
 
-// nextColumn goes with a migration that adds the column next to ratelimit.policies: overridden makes whole rows of it.
+// NextColumn goes with a migration that adds the column next to ratelimit.policies: overridden makes whole rows of it.
 var NextColumn = Edit{"overridden.sql", "policy.shadow)", "policy.shadow, policy.next)"}
 
 func InstalledAt(t *testing.T, files fs.FS, version int32) *TestDB {
@@ -103,7 +103,7 @@ func InstalledAt(t *testing.T, files fs.FS, version int32) *TestDB {
 	return db
 }
 
-// migrateTo brings a database to a version, up or down.
+// MigrateTo brings a database to a version, up or down.
 func MigrateTo(t *testing.T, db *pgtest.DB, files fs.FS, version int32) {
 	conn := db.Connect(t)
 	Execute(t, conn, "create schema if not exists ratelimit")
@@ -114,7 +114,7 @@ func MigrateTo(t *testing.T, db *pgtest.DB, files fs.FS, version int32) {
 	require.NoError(t, conn.Close(context.Background()))
 }
 
-// data is policies, buckets and grants of every kind, which an upgrade must keep.
+// Data is policies, buckets and grants of every kind, which an upgrade must keep.
 type Data struct {
 	Db       *TestDB
 	policies []string
@@ -164,7 +164,7 @@ var LoadPolicies = map[string]PolicyOption{"load durable": Durable, "load epheme
 
 const LoadCapacity = 3_000_000
 
-// startLoad starts the load of the programs that come with a version of the schema.
+// StartLoad starts the load of the programs that come with a version of the schema.
 func (db *TestDB) StartLoad(version int32) *upgradeLoad {
 	for name, kind := range LoadPolicies {
 		db.DefinePolicy(name, LoadCapacity, 1, ADay, kind)
@@ -269,7 +269,7 @@ func (db *TestDB) StartLoad(version int32) *upgradeLoad {
 
 func guardedTable(policy string) string { return "public." + strings.ReplaceAll(policy, " ", "_") }
 
-// addCombiner lets callers of a Combiner join. They need the newest version of the schema.
+// AddCombiner lets callers of a Combiner join. They need the newest version of the schema.
 func (l *upgradeLoad) AddCombiner() *client.Combiner {
 	combiner := client.NewCombiner(l.Db.Pool)
 	l.Db.T.Cleanup(combiner.Close)
@@ -319,7 +319,7 @@ func granted(d Decision, err error) (Decision, error) {
 	return d, err
 }
 
-// add lets callers go round in one way.
+// Add lets callers go round in one way.
 func (l *upgradeLoad) Add(way string, callers int, call func(policy, key string, n int64) error) {
 	rounds := new(atomic.Int64)
 	l.ways[way] = rounds
@@ -334,7 +334,7 @@ func (l *upgradeLoad) Add(way string, callers int, call func(policy, key string,
 	})
 }
 
-// goOn returns when each way has gone round some more.
+// GoOn returns when each way has gone round some more.
 func (l *upgradeLoad) GoOn() {
 	deadline := time.After(Patience)
 	for way, rounds := range l.ways {
@@ -350,7 +350,7 @@ func (l *upgradeLoad) GoOn() {
 	}
 }
 
-// end stops the load and counts its rounds. Each key has then lost exactly what its callers took.
+// End stops the load and counts its rounds. Each key has then lost exactly what its callers took.
 func (l *upgradeLoad) End() (rounds int64) {
 	t := l.Db.T
 	require.NoError(t, l.Load.End())

@@ -173,7 +173,7 @@ var Vectors = []vector{
 		{700 * Ms, take(1), deny}, {800 * Ms, take(1), deny}, {900 * Ms, take(1), deny.wait(100 * Ms)}, {1000 * Ms, take(1), grant.rem(0)}}},
 }
 
-// replay makes the calls and compares the decisions. A call that takes and gives nothing must leave the bucket's row as it is, or absent.
+// Replay makes the calls and compares the decisions. A call that takes and gives nothing must leave the bucket's row as it is, or absent.
 func (v vector) Replay(t *testing.T, db Subject, durability PolicyOption) {
 	t.Helper()
 	rowOf := func(string, string) *Bucket { return nil } // the fake shows none

@@ -12,7 +12,7 @@ import (
 	"github.com/pgratelimit/pgratelimit/client/clienttest/model"
 )
 
-// A wholeRequest charges several buckets, all or none.
+// A WholeRequest charges several buckets, all or none.
 type WholeRequest struct {
 	Charges        []model.Charge
 	IdempotencyKey string // empty for none
@@ -22,17 +22,17 @@ func ChargeOf(policy, key string, cost int64) model.Charge {
 	return model.Charge{BucketID: model.BucketID{Policy: policy, Key: key}, Cost: cost}
 }
 
-// single is a request of one charge as ratelimit_acquire takes it.
+// Single is a request of one charge as ratelimit_acquire takes it.
 func (r WholeRequest) Single() Request {
 	return Request{r.Charges[0].BucketID, r.Charges[0].Cost, r.IdempotencyKey}
 }
 
 type Whole = model.Whole
 
-// wholeOf is the answer to a request of one charge.
+// WholeOf is the answer to a request of one charge.
 func WholeOf(d Decision) Whole { return Whole{Decision: d, Binding: 1, Decisions: []Decision{d}} }
 
-// A wholeAnswer is a whole, or the error in its place.
+// A WholeAnswer is a whole, or the error in its place.
 type WholeAnswer struct {
 	Whole *Whole
 	Error string // SQLSTATE, message, detail and hint
@@ -105,7 +105,7 @@ func (r *wholeRow) whole() *Whole {
 	return w
 }
 
-// acquireAll sends a request in a call of its own.
+// AcquireAll sends a request in a call of its own.
 func (r WholeRequest) AcquireAll(q Querier) (Whole, error) {
 	a := arraysOf([]WholeRequest{r})
 	var row wholeRow
@@ -121,7 +121,7 @@ func (r WholeRequest) AcquireAll(q Querier) (Whole, error) {
 	return *w, nil
 }
 
-// by sends the request through a limiter of the client.
+// By sends the request through a limiter of the client.
 func (r WholeRequest) By(ctx context.Context, limiter client.Acquirer) (Whole, error) {
 	var charges []client.Charge
 	for _, c := range r.Charges {
@@ -139,7 +139,7 @@ func (r WholeRequest) By(ctx context.Context, limiter client.Acquirer) (Whole, e
 	return w, err
 }
 
-// acquireAllMany sends requests in one call.
+// AcquireAllMany sends requests in one call.
 func AcquireAllMany(q RowsQuerier, requests []WholeRequest) ([]WholeAnswer, error) {
 	a := arraysOf(requests)
 	rows, err := q.Query(context.Background(), "select d.request, "+wholeColumns+`,
@@ -161,7 +161,7 @@ func AcquireAllMany(q RowsQuerier, requests []WholeRequest) ([]WholeAnswer, erro
 	})
 }
 
-// acquireManyWholes sends requests of one charge.
+// AcquireManyWholes sends requests of one charge.
 func AcquireManyWholes(q RowsQuerier, requests []WholeRequest) ([]WholeAnswer, error) {
 	var singles []NullableRequest
 	for _, r := range requests {
@@ -195,7 +195,7 @@ type packed struct {
 	ErrorCodes, ErrorMessages, ErrorDetails, ErrorHints []*string
 }
 
-// acquirePacked sends requests in one call that answers in arrays. Without sizes each has one charge.
+// AcquirePacked sends requests in one call that answers in arrays. Without sizes each has one charge.
 func AcquirePacked(q RowsQuerier, requests []WholeRequest, sizes bool) ([]WholeAnswer, error) {
 	a := arraysOf(requests)
 	if !sizes {

@@ -13,7 +13,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// A wire is a session to which any bytes can be sent, also those that a driver would not, and any
+// A Wire is a session to which any bytes can be sent, also those that a driver would not, and any
 // number of statements at a time. Each is a transaction of its own.
 type Wire struct {
 	Conn     net.Conn
@@ -30,10 +30,10 @@ func (db *TestDB) Wire(t testing.TB) *Wire {
 	return &Wire{hijacked.Conn, hijacked.Frontend}
 }
 
-// A message is sent with others or alone, and is answered before the next one is read.
+// A Message is sent with others or alone, and is answered before the next one is read.
 type Message []pgproto3.FrontendMessage
 
-// A response is what a message was answered with: an SQLSTATE, or rows of columns parted by bars.
+// A Response is what a message was answered with: an SQLSTATE, or rows of columns parted by bars.
 type Response struct {
 	Code, Message string
 	Rows          []string
@@ -46,7 +46,7 @@ func (r Response) String() string {
 	return fmt.Sprintf("%q", r.Rows)
 }
 
-// ask sends all messages while it reads the responses.
+// Ask sends all messages while it reads the responses.
 func (w *Wire) Ask(messages []Message) ([]Response, error) {
 	var bytes []byte
 	for _, message := range messages {

@@ -398,7 +398,7 @@ func TestResetAll_FillsTheBucketsOfAPolicyAndNothingElse(t *testing.T) {
 		require.EqualValues(t, 20, db.Left("p", "7"))
 		db.Execute("call ratelimit_reset_all(policy => 'p')") // which has none
 		for argument, code := range map[string]string{"'none'": "RL001", "null": "22023", "''": "22023"} {
-			db.Refused(code, "call ratelimit_reset_all("+argument+")")
+			_ = db.Refused(code, "call ratelimit_reset_all("+argument+")")
 		}
 		_, err := db.Begin().Exec(t.Context(), "call ratelimit_reset_all('p')")
 		require.Equal(t, "2D000", kit.SQLState(err))

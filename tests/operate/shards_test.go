@@ -314,9 +314,9 @@ func TestDefineShard(t *testing.T) {
 		require.Equal(t, fmt.Sprintf("Database %s is shard %d of 8 already.", db.Name, is), kit.PgError(err).Detail)
 	}
 	db.Execute("select ratelimit_define_shard($1, 8)", is)
-	db.Refused("22023", "select ratelimit_define_shard($1, 16)", is)
+	_ = db.Refused("22023", "select ratelimit_define_shard($1, 16)", is)
 	require.Equal(t, []string{fmt.Sprintf("(%d,8)", is)}, kit.Column(t, db.DB, "select ratelimit_shard()::text"))
-	db.Refused("23505", "insert into ratelimit.shard values (0, 8)") // there is one row, whoever writes it
+	_ = db.Refused("23505", "insert into ratelimit.shard values (0, 8)") // there is one row, whoever writes it
 }
 
 // Middleware stands on shards as on one database: requests that a shard which is down would decide get what was chosen.

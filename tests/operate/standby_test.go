@@ -95,7 +95,7 @@ func TestStandby_AcquireAll(t *testing.T) {
 	require.Equal(t, []string{"false 00:00:01"}, kit.Column(t, db.DB, all, []int64{3, 1}))
 	require.Equal(t, []string{"false never"}, kit.Column(t, db.DB, all, []int64{11, 1}))
 	require.Equal(t, []string{"true 00:00:00"}, kit.Column(t, db.DB, all, []int64{0, 0}))
-	db.Refused("25006", all, []int64{1, 1})
+	_ = db.Refused("25006", all, []int64{1, 1})
 }
 
 // On a standby, status lists the buckets of durable policies, and says so if it is asked for others.
@@ -115,7 +115,7 @@ func TestStandby_Status(t *testing.T) {
 	e := db.Refused("0A000", "select * from ratelimit_status('ephemeral')")
 	require.Equal(t, []string{"ephemeral buckets cannot be read on a standby", "Policy 'ephemeral' is ephemeral.", "Ask the primary."},
 		[]string{e.Message, e.Detail, e.Hint})
-	db.Refused("RL001", "select * from ratelimit_status('none')")
+	_ = db.Refused("RL001", "select * from ratelimit_status('none')")
 }
 
 // The doctor of a standby looks at what that can read, names the rest, and sends to the primary what only a primary can do.

@@ -53,7 +53,7 @@ func TestStatus_EmptiestFirst(t *testing.T) {
 	for call, code := range map[string]string{
 		"(key => '')": "22023", "('none', key => 'k')": "RL001", "('none')": "RL001", "('')": "22023", "(repeat('x', 513))": "22023", "(max_rows => 0)": "22023", "(max_rows => null)": "22023", "('p', -1)": "22023",
 	} {
-		db.Refused(code, "select * from ratelimit_status"+call)
+		_ = db.Refused(code, "select * from ratelimit_status"+call)
 	}
 	before := db.Rows()
 	db.Execute("select * from ratelimit_status()")

@@ -103,7 +103,7 @@ func TestGuard_ChargesEachKeyOnce(t *testing.T) {
 		refused := func(code, sql string) {
 			t.Helper()
 			before := kit.State(t, db.Pool)
-			db.Refused(code, sql)
+			_ = db.Refused(code, sql)
 			require.Equal(t, before, kit.State(t, db.Pool), sql)
 		}
 		db.Execute("insert into orders (customer) values ('a')")
@@ -300,7 +300,7 @@ func TestGuard_ManyKeys(t *testing.T) {
 	require.EqualValues(t, keys, db.Number("select count(*) from ratelimit_status('p', 1000000) where remaining = 1000000 - $1", 8*rounds))
 	db.Execute("select ratelimit_override('p', '2999', capacity => 0)")
 	before := db.Number("select sum(level) from ratelimit.buckets")
-	db.Refused("RL429", "insert into orders (customer) select n::text from generate_series(1, $1::integer) as n", keys)
+	_ = db.Refused("RL429", "insert into orders (customer) select n::text from generate_series(1, $1::integer) as n", keys)
 	require.Equal(t, before, db.Number("select sum(level) from ratelimit.buckets"))
 }
 
@@ -352,7 +352,7 @@ func TestGuard_GivesBackWhatFails(t *testing.T) {
 	db := kit.ParallelDB(t).Policy("p", 10, 1, kit.ADay)
 	db.Guarded("p", "orders")
 	db.Execute("alter table orders add constraint positive check (size > 0)")
-	db.Refused("23514", "insert into orders values ('a', 1), ('a', -1)")
+	_ = db.Refused("23514", "insert into orders values ('a', 1), ('a', -1)")
 	require.EqualValues(t, 10, db.Left("p", "a"))
 	tx := db.Begin().Run("insert into orders values ('a', 1)").Run("savepoint s").Run("insert into orders values ('a', 1), ('b', 1)")
 	tx.Execute("rollback to s")
@@ -360,7 +360,7 @@ func TestGuard_GivesBackWhatFails(t *testing.T) {
 	tx.Execute("commit")
 	require.True(t, waiter.Answer().Allowed)
 	require.Equal(t, []int64{0, 10}, []int64{db.Left("p", "a"), db.Left("p", "b")})
-	db.Refused("RL429", "insert into orders values ('a', 1)")
+	_ = db.Refused("RL429", "insert into orders values ('a', 1)")
 }
 
 // A guard runs with the rights of the package's owner, here a superuser, on tables and in sessions of a plain role. Each

@@ -260,7 +260,7 @@ func requireError(t *testing.T, s *testServer, path, body string, kind service.K
 // requireFault makes a call in both protocols whose error the database is to blame for.
 func requireFault(t *testing.T, s *testServer, kind service.Kind, sqlState string) {
 	t.Helper()
-	requireError(t, s, "acquire", `{"policy":"api","key":"secret"}`, kind, sqlState)
+	_, _ = requireError(t, s, "acquire", `{"policy":"api","key":"secret"}`, kind, sqlState)
 	require.Contains(t, s.log.String(), "call failed", "what callers are not told is in the log")
 	require.NotContains(t, s.log.String(), "secret", "but no key")
 }
