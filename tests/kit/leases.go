@@ -160,7 +160,7 @@ type LeaserProcess struct {
 	cmd     *exec.Cmd
 	orders  io.WriteCloser
 	answers *bufio.Reader
-	*counts
+	*counts `json:"-"`
 }
 
 // be is what the process does: it asks until its standard input says to idle or ends.
