@@ -32,6 +32,7 @@ serve-demo: build ## See the server at work, with a database of its own and a li
 .PHONY: modules
 modules: # what tests run and do not compile: from here on they need no network
 	@go list -deps work tool >/dev/null
+	@GOWORK=off go list -deps ./client/... >/dev/null
 	@GOWORK=off go -C server list -deps ./cmd/pgratelimit >/dev/null
 
 .PHONY: test
