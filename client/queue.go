@@ -6,43 +6,42 @@ import (
 )
 
 const (
-	// maxBatch bounds the elements of one call, and so the locks it holds and how long its callers wait. A
-	// plain request is one, each charge of a joint request is one.
+	// maxBatch bounds the elements of one call, and so its locks and the wait of its callers. A batch below
+	// the bound still takes a whole joint request.
 	maxBatch = 256
 
-	// minShare is where a call costs the server about a quarter of what its requests do.
+	// minShare requests make a call worth its fixed cost, which is then about a quarter of their cost.
 	minShare = 32
 
-	// spare is the part of what the calls before a request are expected to take that is added to it: the requests let in are
-	// to be answered in time, also when calls take a little longer than they did.
+	// spare adds 1/spare to the expected time of an answer. So requests that are let in are answered in time even if calls
+	// take a little longer than the last ones.
 	spare = 4
 )
 
 // A queue decides which requests share a call, when a call is made, and which requests are refused. It is a state machine
-// without SQL, goroutines, clock or lock: its owner serialises the methods, makes the calls, and says what time it is.
+// without SQL, goroutines, clock or lock: its owner serialises the methods, makes the calls, and passes the time.
 //
-// A request waits until take puts it into a batch, which is open until finish. Before it takes a batch, the
-// owner has a slot reserved, and may let more requests arrive meanwhile.
+// A request waits until take puts it into a batch, which is open until finish. add, next, finish and hurry reserve a slot
+// for a batch. Requests that arrive between the reservation and take can join the batch. A caller whose request need not
+// wait opens a batch with claim, and makes the call itself.
 //
 // Invariants, between any two methods:
 //
-//  1. At most limit slots are in use: one for each open batch, and one that is reserved.
-//  2. A bucket belongs to at most one open batch. A joint request has one of its own making, which stands for
-//     all that it names: were each of them owned, a bucket of everybody's would let a call that stalls hold up
-//     everybody, and a request for several might wait for ever for all of them to be free.
-//  3. While a slot is free and none is reserved, each waiting request is for a bucket of an open batch, or
-//     is held for company: then a batch is open, and the owner was told to hold and has not called hurry
-//     yet. So a call that stalls holds up its own buckets only.
-//  4. Requests for one bucket are taken in the order of their arrival, those with an idempotency key and
-//     those without.
-//  5. A batch that has maxBatch elements takes no more. Either all of its requests have an idempotency key or
-//     none has, and either all are joint or none is.
-//  6. At most maxWaiting requests wait, besides one that is about to be sent. Of those that wait, only one whose deadline is
-//     nearer than the shortest of the last calls took is refused, and never all of them: the last is sent, so that a pace that
-//     is true no more is found out.
+//  1. At most limit slots are in use: one for each open batch, and at most one reserved slot.
+//  2. A bucket belongs to at most one open batch. A joint request counts as a request for one virtual bucket, named
+//     after all its buckets. If it owned each of its buckets, a stalled call on a bucket that all joint requests
+//     charge would hold up all of them, and a joint request might wait forever until all its buckets are free.
+//  3. While a slot is free and none is reserved, each waiting request is for a bucket of an open batch, or is held.
+//     Requests are held only while a batch is open, from the step hold until the owner calls hurry. So a stalled
+//     call holds up its own buckets only.
+//  4. Requests for one bucket are taken in order of arrival. Requests with and without an idempotency key are two orders.
+//  5. A batch that has maxBatch elements takes no more requests. Either all requests of a batch have an idempotency key
+//     or none has, and either all are joint or none is.
+//  6. At most maxWaiting requests wait, besides one that can be sent at once. Of the waiting requests, take refuses only
+//     requests whose deadline comes before the quickest recent call would end. It never refuses the last waiting
+//     request: a call for it measures the pace anew.
 //
-// The owner keeps two more: after a method has answered serve it calls take, and soon after hold it calls
-// hurry.
+// The owner has two duties: after the step serve it calls take, and soon after hold it calls hurry.
 type queue struct {
 	limit      int
 	maxWaiting int
@@ -52,37 +51,37 @@ type queue struct {
 	open       []*batch
 	owners     map[bucket]*batch // the open batch of a bucket
 	reserved   bool
-	shared     bool // whether the last batch from take had several requests
+	shared     bool // the last batch from take had several requests
 }
 
-// A step is what the owner has to do next.
+// A step is the next duty of the owner.
 type step int
 
 const (
 	nothing step = iota
 	serve        // a slot is reserved: call take
-	hold         // there are calls enough for so few requests: let others join them, and call hurry
+	hold         // too few requests for another call: wait for more, then call hurry
 )
 
-// A waiter is a request that others send.
+// A waiter is a request whose caller waits for the owner's call.
 type waiter struct {
 	request
 	deadline time.Time // zero for none
-	batch    *batch    // nil while it waits
+	batch    *batch    // nil until take
 	gone     bool      // the caller has left
 
 	next, prev *waiter // in line
 
-	done   chan struct{} // gets one value when the answer is there
-	answer JointDecision // of a plain request the Decision alone
+	done   chan struct{} // receives one value once answer or err is set
+	answer JointDecision // a plain request sets only its Decision
 	err    error
 }
 
-// elements are what the request adds to a call.
+// elements is the size of the request in a call: 1, or the number of charges of a joint request.
 func (w *waiter) elements() int { return max(1, len(w.charges)) }
 
-// canShare reports whether both may be in one call. Those with an idempotency key cost more, and may be sent
-// again.
+// canShare reports whether both requests may be in one call. Requests with an idempotency key cost more, and only they may
+// be sent again.
 func (w *waiter) canShare(other *waiter) bool {
 	return w.keyed() == other.keyed() && w.isJoint() == other.isJoint()
 }
@@ -90,22 +89,22 @@ func (w *waiter) canShare(other *waiter) bool {
 // A batch is the requests of one call.
 type batch struct {
 	waiters []*waiter
-	late    []*waiter // refused when the batch was taken: they are to be told
+	late    []*waiter // refused by take: the owner sends them the error
 	began   time.Time
 	buckets []bucket // each once
-	callers int      // that have not left
-	isLost  bool     // all callers have left, and there was no answer
+	callers int      // that still wait
+	isLost  bool     // all callers left before the answer
 	cancel  func()   // ends the call
-	packed  *packed  // the call, kept for the next
+	packed  *packed  // buffers of the call, reused
 }
 
 func newQueue(limit, maxWaiting int) *queue {
 	return &queue{limit: limit, maxWaiting: maxWaiting, pace: newPace(limit), owners: make(map[bucket]*batch)}
 }
 
-// claim opens a batch for a caller that makes a call of its own. It returns nil if no slot is free, if the
-// bucket is in another call, if another call is not worth it, and after a shared call, since other callers
-// are about to ask too.
+// claim opens a batch for a caller that makes its own call. It returns nil if no slot is free, if the bucket
+// is in an open batch, or if another call is not worth it. It also returns nil after a shared call, because
+// other callers are about to ask too.
 func (q *queue) claim(r request, now time.Time) *batch {
 	if q.shared || !q.isFree() || q.owners[r.bucket()] != nil || !q.isWorthIt(q.waiting.length+1) {
 		return nil
@@ -116,7 +115,8 @@ func (q *queue) claim(r request, now time.Time) *batch {
 	return b
 }
 
-// refusal is why a request must not wait, or nil. One that can be sent at once is never refused.
+// refusal returns the error for a request that must not wait, or nil. A request that can be sent at once is
+// never refused.
 func (q *queue) refusal(w *waiter, now time.Time) *OverloadedError {
 	if q.isFree() && q.owners[w.bucket()] == nil {
 		return nil
@@ -131,14 +131,14 @@ func (q *queue) refusal(w *waiter, now time.Time) *OverloadedError {
 	return &OverloadedError{Waiting: q.waiting.length, Expected: expected}
 }
 
-// expected is how long an answer will take: the rest of the call that is before it, and then as many calls as the requests
-// before it need, at the pace of the last calls. Those calls may be fuller than the last ones were, and fuller calls cost less
-// for each request: so calls are counted as full as they will be. It is 0 if nothing is known.
+// expected estimates the time until w is answered: the rest of the open call before it, then the calls for all waiting
+// requests, each as long as the quickest recent call. The calls are counted at the size that take will give them, because a
+// full call costs less for each request. It is 0 without recent calls.
 func (q *queue) expected(w *waiter, now time.Time) time.Duration {
 	owner := q.owners[w.bucket()]
 	wait, atATime := time.Duration(0), q.limit
 	switch {
-	case owner != nil: // many may want this one bucket: then no more calls will be under way than are
+	case owner != nil: // many requests may want this bucket: do not count on more open calls than now
 		wait, atATime = q.pace.left(now.Sub(owner.began), now), len(q.open)
 	case !q.reserved:
 		wait = q.pace.left(now.Sub(q.open[0].began), now)
@@ -148,12 +148,12 @@ func (q *queue) expected(w *waiter, now time.Time) time.Duration {
 	}
 	requests, elements := q.waiting.length+1, q.elements+w.elements()
 	inCall := min(maxBatch, q.share(requests)*elements/requests)
-	calls := min(requests, (elements+inCall-1)/inCall) // a request is not divided
+	calls := min(requests, (elements+inCall-1)/inCall) // a request is never split
 	wait += time.Duration((calls+atATime-1)/atATime) * q.pace.call(now)
 	return wait + wait/spare
 }
 
-// add lets a request wait.
+// add puts w in line, and reserves a slot if w can be sent and a call is worth it.
 func (q *queue) add(w *waiter) step {
 	q.push(w)
 	if q.isFree() && q.owners[w.bucket()] == nil {
@@ -162,9 +162,9 @@ func (q *queue) add(w *waiter) step {
 	return nothing
 }
 
-// take fills b from the head of the queue and opens it in the reserved slot. If there is nothing to take it
-// gives back the slot and returns false. Another slot may be free then: see next. Requests that cannot be answered in time
-// are moved to b.late, in either case.
+// take fills b from the head of the line and opens it in the reserved slot. If no request can be taken, it frees the slot
+// and returns false. In either case it moves requests that cannot be answered in time to b.late. After true the owner calls
+// next: another slot may be free.
 func (q *queue) take(b *batch, now time.Time) bool {
 	q.reserved = false
 	*b = batch{waiters: b.waiters[:0], late: b.late[:0], buckets: b.buckets[:0], packed: b.packed, began: now}
@@ -180,7 +180,7 @@ func (q *queue) take(b *batch, now time.Time) bool {
 			continue
 		case owner == nil && len(b.waiters) < share:
 			q.own(b, w.bucket())
-		case owner == b: // it could go with nobody else
+		case owner == b: // no other batch could take it, so share does not count
 		default:
 			continue
 		}
@@ -198,7 +198,8 @@ func (q *queue) take(b *batch, now time.Time) bool {
 	return true
 }
 
-// refuseLate moves to b.late those whose time is over before a call can be, from the head of the queue on.
+// refuseLate moves to b.late, from the head of the line, the requests whose deadline comes before a call can end. It leaves
+// the last waiting request.
 func (q *queue) refuseLate(b *batch, now time.Time) {
 	soonest := now.Add(q.pace.call(now))
 	var next *waiter
@@ -211,7 +212,7 @@ func (q *queue) refuseLate(b *batch, now time.Time) {
 	}
 }
 
-// finish closes a batch whose call has ended.
+// finish closes a batch whose call has ended, and returns next.
 func (q *queue) finish(b *batch, now time.Time) step {
 	q.pace.observe(now.Sub(b.began), b.isLost, now)
 	for _, at := range b.buckets {
@@ -229,7 +230,7 @@ func (q *queue) next() step {
 	return q.reserveIf(q.isWorthIt(q.waiting.length))
 }
 
-// hurry is next for requests that were held long enough.
+// hurry is next without the test of worth, for requests that were held long enough.
 func (q *queue) hurry() step {
 	if !q.canTake() {
 		return nothing
@@ -245,6 +246,7 @@ func (q *queue) reserveIf(worth bool) step {
 	return serve
 }
 
+// canTake reports whether a slot is free and take would find a request.
 func (q *queue) canTake() bool {
 	if !q.isFree() {
 		return false
@@ -257,14 +259,12 @@ func (q *queue) canTake() bool {
 	return false
 }
 
-// isWorthIt reports whether to make another call at once: beside open ones only for half a share of requests.
-// waiting is the number of waiting requests.
+// isWorthIt reports whether to start another call for so many waiting requests now. Beside open calls, half a share is enough.
 func (q *queue) isWorthIt(waiting int) bool {
 	return len(q.open) == 0 || waiting >= q.share(waiting)/2
 }
 
-// leave takes back the request of a caller that waits no longer. If no caller waits for its batch any more,
-// it returns the batch.
+// leave takes back the request of a caller that stops waiting. If the last caller of a batch leaves, it returns the batch.
 func (q *queue) leave(w *waiter) (abandoned *batch) {
 	if w.batch == nil {
 		q.remove(w)
@@ -278,16 +278,16 @@ func (q *queue) leave(w *waiter) (abandoned *batch) {
 	return w.batch
 }
 
-// isFree reports whether a slot can be reserved or claimed. One is reserved at a time: requests that arrive
-// meanwhile may travel in it.
+// isFree reports whether a slot can be reserved or claimed. While a slot is reserved, no other can be: requests that
+// arrive until take can join its batch.
 func (q *queue) isFree() bool { return !q.reserved && len(q.open) < q.limit }
 
-// share is how many requests a batch should have: an equal part of all there are for each slot, but not so
-// few that the cost of the call outweighs theirs.
+// share is how many requests a batch should have: the waiting and the open requests, divided by the slots, but no fewer than
+// minShare if there are as many.
 func (q *queue) share(waiting int) int {
 	all := waiting
 	for _, b := range q.open {
-		all += max(1, len(b.waiters)) // a caller's own call has no waiter
+		all += max(1, len(b.waiters)) // a claimed batch has one request and no waiter
 	}
 	return max((all+q.limit-1)/q.limit, min(all, minShare))
 }
