@@ -5,63 +5,63 @@ import (
 	"time"
 )
 
-// A holding is the tokens of one bucket that the server has charged and that are still to be granted. It decides what is granted,
-// when more tokens are taken, and when some are given back. It is a state machine without SQL, goroutines, clock or lock: its owner
-// serialises the methods, makes the calls, and says what time it is.
+// A holding is the tokens of one bucket that the server has charged and that are not yet granted. It decides which requests are
+// granted, when to take more tokens, and when to refund some. It is a state machine without SQL, goroutines, clock or lock: its
+// owner serialises the methods, makes the calls, and passes the time.
 //
 //	resting ──grant, visit──> refilling ──take──> (call) ──took──> resting
 //	resting ──visit─────────> shrinking ──giveBack─> (call) ──rest──> resting
 //	resting ──visit, begin──> ending ────giveBack─> (call) ──end───> ended
 //
-// grant, visit and begin report whether the holding has left the state resting. Then the owner does the work that the state names, at once
-// or later, or calls rest. Grants go on in each state but ended.
+// grant, visit and begin return true if the holding has left the state resting. The owner then does the work of the new state, at
+// once or later, or skips it and calls rest. Grants continue in every state except ended.
 //
 // Invariants, between any two methods:
 //
-//  1. left is never below zero, and what was granted, given back and lost is never more than the server has charged.
-//  2. One call is under way at most, and none in the state resting.
-//  3. Nothing is granted leaseLife after the request was sent whose answer was the last to bring tokens.
-//  4. take never asks for more than the size of the lease lacks, nor for so many that the bucket would be left with fewer than the
-//     lease has, by the last sight of it.
-//  5. Tokens in doubt are not given back. Doubt ends when nothing is left.
-//  6. After a call without an answer nothing is taken until the server has answered a caller.
+//  1. left is never below zero. The tokens granted, refunded and lost are never more than the server has charged.
+//  2. At most one call is under way, and none in the state resting.
+//  3. Grants stop leaseLife after the last call that brought tokens was sent.
+//  4. take never asks for more tokens than the lease lacks. It leaves the bucket at least as many tokens as the lease then has, by
+//     the last sight of the bucket.
+//  5. Tokens in doubt are not refunded. The doubt ends when no token is left.
+//  6. After a call without a reply, take returns 0 until the server has answered a caller.
 type holding struct {
-	Lease // with its bounds
+	Lease // the settings, with defaults
 	state state
 
-	left    int64
-	until   time.Duration // when left is granted no more
-	low     int64         // with fewer left, more are taken; below zero for not now
-	seen    sight         // the last
-	lacking int64         // of the size, when the server was asked for tokens
-	silent  bool          // the server has not answered the last call
-	doubt   bool          // the server may have charged less than it returned: a policy that only watches does so
+	left    int64         // tokens to grant
+	until   time.Duration // grants stop then
+	low     int64         // a grant that leaves fewer begins a refill; below zero, none does
+	seen    sight         // the last decision about the bucket
+	lacking int64         // tokens missing from the full size at the last take
+	silent  bool          // the last call had no reply
+	doubt   bool          // the server may have charged less than it returned, as a shadow policy does
 
 	demand     demand
-	asked      int64         // tokens since the last look, granted or not
-	looked     time.Duration // when
-	lastDemand time.Duration // when tokens were last asked for, as of the last look
+	asked      int64         // tokens requested since the last look, granted or not
+	looked     time.Duration // time of the last look
+	lastDemand time.Duration // the last look that found a request
 }
 
-// A state is what is done with a holding.
+// A state is the work that is under way for a holding.
 type state int
 
 const (
 	resting   state = iota
-	refilling       // tokens are taken
-	shrinking       // what is too much is given back
-	ending          // all is given back
+	refilling       // takes tokens
+	shrinking       // refunds the excess
+	ending          // refunds all
 	ended
 )
 
-// newHolding returns the holding of a bucket that has just become hot, by requests of such a cost. It is refilling.
+// newHolding returns the holding of a bucket that hotRequests of this cost have just made hot. Its state is refilling.
 func newHolding(l Lease, cost int64, seen sight) holding {
 	h := holding{Lease: l, state: refilling, seen: seen, looked: seen.at, lastDemand: seen.at}
 	h.demand.observe(hotRequests*cost, hotTicks*leaseTick)
 	return h
 }
 
-// grant takes cost from what is left, if it is as much.
+// grant takes cost from left. ok is false if left is less or grants have stopped. begins is true if a refill is due.
 func (h *holding) grant(cost int64, now time.Duration) (d Decision, ok, begins bool) {
 	h.asked += cost
 	if ok = h.left >= cost && now < h.until; ok {
@@ -71,10 +71,10 @@ func (h *holding) grant(cost int64, now time.Duration) (d Decision, ok, begins b
 	return d, ok, h.left < h.low && h.begin(refilling)
 }
 
-// learn uses what the server has answered to a caller.
+// learn uses the server's decision for a caller.
 func (h *holding) learn(seen sight) { h.seen, h.silent = seen, false }
 
-// visit decides what the holding needs.
+// visit begins the work that a resting holding needs: to end when idle, cold or too old, to shrink, or to refill.
 func (h *holding) visit(now time.Duration) (begins bool) {
 	if h.state != resting {
 		return false
@@ -92,7 +92,7 @@ func (h *holding) visit(now time.Duration) (begins bool) {
 	return false
 }
 
-// begin has a holding that rests do work, and reports false if it does other work.
+// begin changes the state from resting to work. It returns false if the holding was not resting.
 func (h *holding) begin(work state) bool {
 	if h.state != resting {
 		return false
@@ -101,16 +101,17 @@ func (h *holding) begin(work state) bool {
 	return true
 }
 
-// rest ends work that is done, or that is not to be done.
+// rest ends the work, done or skipped.
 func (h *holding) rest() { h.state = resting }
 
-// end ends the holding, which has nothing left.
+// end ends the holding, which has no token left.
 func (h *holding) end() { h.state = ended }
 
-// lose forgets what is left, for which there is no bucket any more, or no time.
+// lose forgets the tokens left: their bucket is gone, or Close has no time to refund them.
 func (h *holding) lose() { h.left = 0 }
 
-// look learns how much was asked for since the last look, and returns the size that the lease should have.
+// look measures the demand since the last look, and returns the size that the lease should have. It keeps the present size while
+// the server is silent.
 func (h *holding) look(now time.Duration) leaseSize {
 	if h.asked > 0 {
 		h.lastDemand = now
@@ -123,7 +124,7 @@ func (h *holding) look(now time.Duration) leaseSize {
 	return h.size(h.demand, h.seen)
 }
 
-// take returns how many tokens to take from the server. The holding rests if that is none, as it is while the policy changes.
+// take returns how many tokens to take from the server. At 0, as while the policy is changing, the holding rests.
 func (h *holding) take(now time.Duration, changing bool) int64 {
 	size := h.look(now)
 	h.doubt = h.doubt && h.left > 0
@@ -137,7 +138,7 @@ func (h *holding) take(now time.Duration, changing bool) int64 {
 	return n
 }
 
-// took uses the server's answer to a request that was sent at a time. doubt tells that the policy may watch.
+// took uses the reply to a call of take, made at the time sent. doubt is true if the policy may be a shadow policy.
 func (h *holding) took(d PartialDecision, err error, doubt bool, sent, now time.Duration) {
 	h.rest()
 	if err != nil {
@@ -154,12 +155,12 @@ func (h *holding) took(d PartialDecision, err error, doubt bool, sent, now time.
 	h.doubt = h.doubt || doubt
 	h.until = sent + leaseLife
 	h.left += d.Taken
-	if d.Taken == h.lacking { // else the bucket has little: nothing more until the next visit
+	if d.Taken == h.lacking { // otherwise the bucket has few tokens, and the next refill waits for a visit
 		h.low = h.size(h.demand, h.seen).low
 	}
 }
 
-// giveBack returns how many tokens to give back, which are no longer left.
+// giveBack removes from left the tokens that the holding does not keep, and returns how many to refund: none in doubt.
 func (h *holding) giveBack(now time.Duration) int64 {
 	keep := int64(0)
 	if h.state == shrinking {
