@@ -12,7 +12,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// Short forms of spendings on the bucket k of policy p.
+// charge, settle, reserve, upTo and acquireStep are calls on the bucket k of policy p.
 func charge(cost int64, idempotencyKey ...string) kit.Spending {
 	return spendingOf("charge", cost, idempotencyKey)
 }
@@ -41,18 +41,18 @@ func spendingOf(function string, cost int64, idempotencyKey []string) kit.Spendi
 	return s
 }
 
-// waits is d as the answer of a reservation.
+// waits is d as the answer to a reservation that waits so long.
 func waits(wait time.Duration, d kit.Decision) kit.Decision {
 	d.RetryAfter = kit.Micros(wait)
 	return d
 }
 
-// A spendStep is one call at an instant, and its answer or the SQLSTATE of its error.
+// A spendStep is a call at a time after T0, and its answer or the SQLSTATE of its error.
 type spendStep struct {
 	at    time.Duration
-	call  kit.Spending // or an acquire
+	call  kit.Spending
 	want  kit.Decision
-	taken int64
+	taken int64 // by acquire_up_to
 	err   model.Error
 }
 
@@ -85,20 +85,20 @@ func acquireStep(cost int64, idempotencyKey ...string) kit.Spending {
 func TestSpend_Steps(t *testing.T) {
 	t.Parallel()
 	for name, steps := range map[string][]spendStep{
-		"a charge takes what is not there, and refill pays the debt first": {
+		"a charge makes debt, and refill pays the debt first": {
 			{0, charge(15), kit.Allowed(-5, 15*kit.Second, 10), 0, ""},
 			{0, acquireStep(1), kit.Denied(-5, 6*kit.Second, 15*kit.Second, 10), 0, ""},
 			{1500 * kit.Ms, charge(0), kit.Allowed(-4, 13500*kit.Ms, 10), 0, ""},
 			{6 * kit.Second, acquireStep(1), kit.Allowed(0, 10*kit.Second, 10), 0, ""},
 		},
-		"a charge under a key is charged once": {
+		"a charge under an idempotency key is charged once": {
 			{0, charge(15, "i"), kit.Allowed(-5, 15*kit.Second, 10), 0, ""},
 			{kit.Second, charge(15, "i"), kit.Replayed(kit.Allowed(-5, 15*kit.Second, 10)), 0, ""},
 			{kit.Second, charge(14, "i"), kit.Decision{}, 0, model.IdempotencyMismatch},
 			{kit.Second, acquireStep(15, "i"), kit.Replayed(kit.Allowed(-5, 15*kit.Second, 10)), 0, ""},
 			{kit.Second, charge(1), kit.Allowed(-5, 15*kit.Second, 10), 0, ""},
 		},
-		"what is charged is 0 to 9000000000000": {
+		"a cost is 0 to 9000000000000": {
 			{0, charge(-1), kit.Decision{}, 0, model.InvalidArgument},
 			{0, charge(kit.MaxTokens + 1), kit.Decision{}, 0, model.InvalidArgument},
 			{0, settle("i", kit.MaxTokens+1), kit.Decision{}, 0, model.InvalidArgument},
@@ -106,20 +106,20 @@ func TestSpend_Steps(t *testing.T) {
 			{0, charge(0, "i"), kit.Allowed(10, 0, 10), 0, ""},
 			{0, settle("i", 0), kit.Decision{}, 0, model.NoGrant},
 		},
-		"a settlement gives back what the estimate was above the cost": {
+		"a settlement refunds the excess of the estimate": {
 			{0, acquireStep(8, "i"), kit.Allowed(2, 8*kit.Second, 10), 0, ""},
 			{kit.Second, settle("i", 3), kit.Allowed(8, 2*kit.Second, 10), 0, ""},
 			{2 * kit.Second, settle("i", 3), kit.Replayed(kit.Allowed(9, kit.Second, 10)), 0, ""},
 			{2 * kit.Second, settle("i", 4), kit.Decision{}, 0, model.IdempotencyMismatch},
 			{2 * kit.Second, acquireStep(3, "i"), kit.Decision{}, 0, model.IdempotencyMismatch},
 		},
-		"a settlement takes what the estimate was below the cost, also in debt": {
+		"a settlement takes the shortfall of the estimate, also in debt": {
 			{0, acquireStep(8, "i"), kit.Allowed(2, 8*kit.Second, 10), 0, ""},
 			{0, charge(5), kit.Allowed(-3, 13*kit.Second, 10), 0, ""},
 			{0, settle("i", 20), kit.Allowed(-15, 25*kit.Second, 10), 0, ""},
 			{0, settle("i", 20), kit.Replayed(kit.Allowed(-15, 25*kit.Second, 10)), 0, ""},
 		},
-		"a settlement gives back up to full": {
+		"a settlement refunds up to the capacity": {
 			{0, acquireStep(8, "i"), kit.Allowed(2, 8*kit.Second, 10), 0, ""},
 			{5 * kit.Second, settle("i", 0), kit.Allowed(10, 0, 10), 0, ""},
 			{5 * kit.Second, acquireStep(10), kit.Allowed(0, 10*kit.Second, 10), 0, ""},
@@ -132,7 +132,7 @@ func TestSpend_Steps(t *testing.T) {
 			{24 * time.Hour, acquireStep(2, "i"), kit.Allowed(8, 2*kit.Second, 10), 0, ""},
 			{24 * time.Hour, settle("i", 5), kit.Allowed(5, 5*kit.Second, 10), 0, ""},
 		},
-		"a request repeated under its key after settle is over": {
+		"an acquire or a reservation repeated after settle fails": {
 			{0, reserve(time.Hour, 12, "w"), waits(-kit.Us, kit.Denied(10, 0, 0, 10)), 0, ""},
 			{0, reserve(time.Hour, 8, "i"), waits(0, kit.Allowed(2, 8*kit.Second, 10)), 0, ""},
 			{0, reserve(time.Hour, 4, "w"), waits(2*kit.Second, kit.Allowed(-2, 12*kit.Second, 10)), 0, ""},
@@ -165,7 +165,7 @@ func TestSpend_Steps(t *testing.T) {
 			{3 * kit.Second, reserve(time.Hour, 11), waits(-kit.Us, kit.Denied(-3, 0, 13*kit.Second, 10)), 0, ""},
 			{3 * kit.Second, reserve(0, 0), waits(0, kit.Allowed(-3, 13*kit.Second, 10)), 0, ""},
 		},
-		"a reservation under a key is a denial to acquire until its wait is over": {
+		"an acquire under the key of a reservation is denied until its wait is over": {
 			{0, acquireStep(10), kit.Allowed(0, 10*kit.Second, 10), 0, ""},
 			{0, reserve(time.Hour, 4, "i"), waits(4*kit.Second, kit.Allowed(-4, 14*kit.Second, 10)), 0, ""},
 			{kit.Second, reserve(0, 4, "i"), kit.Replayed(waits(3*kit.Second, kit.Allowed(-4, 14*kit.Second, 10))), 0, ""},
@@ -178,7 +178,7 @@ func TestSpend_Steps(t *testing.T) {
 			{24*time.Hour + 4*kit.Second - kit.Us, acquireStep(4, "i"), kit.Replayed(kit.Allowed(-4, 14*kit.Second, 10)), 0, ""},
 			{24*time.Hour + 4*kit.Second, acquireStep(4, "i"), kit.Allowed(6, 4*kit.Second, 10), 0, ""},
 		},
-		"what is given back does not move others forward": {
+		"a refund does not shorten the waits of earlier reservations": {
 			{0, reserve(0, 10), waits(0, kit.Allowed(0, 10*kit.Second, 10)), 0, ""},
 			{0, reserve(time.Hour, 5, "first"), waits(5*kit.Second, kit.Allowed(-5, 15*kit.Second, 10)), 0, ""},
 			{0, reserve(time.Hour, 5, "next"), waits(10*kit.Second, kit.Allowed(-10, 20*kit.Second, 10)), 0, ""},
@@ -191,7 +191,7 @@ func TestSpend_Steps(t *testing.T) {
 			{0, reserve(365*24*time.Hour+kit.Us, 1), kit.Decision{}, 0, model.InvalidArgument},
 			{0, reserve(365*24*time.Hour, 1), waits(0, kit.Allowed(9, kit.Second, 10)), 0, ""},
 		},
-		"up to takes what there is": {
+		"acquire_up_to takes the tokens that the bucket has": {
 			{0, upTo(7, 1, "i"), kit.Allowed(3, 7*kit.Second, 10), 7, ""},
 			{0, upTo(7, 4), kit.Denied(3, kit.Second, 7*kit.Second, 10), 0, ""},
 			{500 * kit.Ms, upTo(7, 3), kit.Allowed(0, 9500*kit.Ms, 10), 3, ""},
@@ -202,7 +202,7 @@ func TestSpend_Steps(t *testing.T) {
 			{kit.Second, acquireStep(7, "i"), kit.Replayed(kit.Allowed(3, 7*kit.Second, 10)), 0, ""},
 			{kit.Second, settle("i", 1), kit.Allowed(7, 3*kit.Second, 10), 0, ""},
 		},
-		"up to more than there can be": {
+		"acquire_up_to of more than the capacity takes a full bucket": {
 			{0, upTo(kit.MaxTokens*1000, 11), kit.Never(10, 0, 10), 0, ""},
 			{0, upTo(kit.MaxTokens*1000, 10), kit.Allowed(0, 10*kit.Second, 10), 10, ""},
 			{0, upTo(0, 0), kit.Decision{}, 0, model.InvalidArgument},
@@ -220,8 +220,8 @@ func TestSpend_Steps(t *testing.T) {
 	}
 }
 
-// Or the tokens that the bucket never had would fill it.
-func TestSpend_AChargeCutAtTheFloorIsSettledAgainstWhatItTook(t *testing.T) {
+// Otherwise the settlement would refund tokens that the charge never took.
+func TestSettle_OfAChargeCutAtTheFloorRefundsOnlyTheTokensTaken(t *testing.T) {
 	kit.OnEachDurability(t, func(t *testing.T, db kit.Subject, durability kit.PolicyOption) {
 		db.DefinePolicy("p", 10, 0, kit.Second, durability)
 		left := func(remaining int64) kit.Decision {
@@ -241,7 +241,7 @@ func TestSpend_AChargeCutAtTheFloorIsSettledAgainstWhatItTook(t *testing.T) {
 	})
 }
 
-func TestPolicy_OfCapacity0GrantsNothing(t *testing.T) {
+func TestSpend_APolicyOfCapacity0GrantsNoTokens(t *testing.T) {
 	kit.OnEachDurability(t, func(t *testing.T, db kit.Subject, durability kit.PolicyOption) {
 		db.DefinePolicy("p", 0, 1, kit.Second, durability)
 		runSpending(t, db, []spendStep{
@@ -264,7 +264,7 @@ func TestPolicy_OfCapacity0GrantsNothing(t *testing.T) {
 	})
 }
 
-// Only debt may be as deep as this. The policies are the slowest and the fastest there are.
+// The policies are the slowest and the fastest that can be defined.
 func TestSpend_DebtEndsAtAFloor(t *testing.T) {
 	type testCase struct {
 		capacity, refill int64
@@ -296,9 +296,9 @@ func TestSpend_DebtEndsAtAFloor(t *testing.T) {
 		ask(charge(kit.MaxTokens))
 		require.Equal(t, p.floor, ask(charge(kit.MaxTokens)).Remaining)
 		require.Equal(t, p.floor, ask(charge(kit.MaxTokens, "late")).Remaining, "no deeper")
-		require.Equal(t, p.floor, ask(settle("early", kit.MaxTokens)).Remaining, "and a settlement does not refuse")
+		require.Equal(t, p.floor, ask(settle("early", kit.MaxTokens)).Remaining, "a settlement is never denied")
 		require.True(t, ask(charge(kit.MaxTokens)).Allowed)
-		require.False(t, ask(reserve(365*24*time.Hour, 1)).Allowed, "a reservation is refused")
+		require.False(t, ask(reserve(365*24*time.Hour, 1)).Allowed, "a reservation is denied")
 		require.False(t, ask(upTo(1, 1)).Allowed)
 		for _, cost := range []int64{0, 1, p.capacity, kit.MaxTokens} {
 			want := db.Must(m.Peek(now, model.BucketID{Policy: "p", Key: "k"}, cost))
@@ -317,8 +317,8 @@ func TestSpend_DebtEndsAtAFloor(t *testing.T) {
 	})
 }
 
-// A debt that was allowed once stays when the policy gets slower, and is not made deeper. Its times saturate.
-func TestSpend_AnOldDebtMayBeBelowTheFloor(t *testing.T) {
+// A slower policy has a higher floor. An older debt below it stays, gets no deeper, and its times saturate.
+func TestSpend_ADebtBelowANewFloorStays(t *testing.T) {
 	db := kit.ParallelDB(t, kit.T0)
 	m := model.New()
 	id := model.BucketID{Policy: "p", Key: "k"}
@@ -332,7 +332,7 @@ func TestSpend_AnOldDebtMayBeBelowTheFloor(t *testing.T) {
 	ask(charge(5))
 	require.EqualValues(t, -kit.MaxTokens, ask(charge(kit.MaxTokens)).Remaining)
 	define(10, 1, 365_250*kit.Day)
-	require.EqualValues(t, -kit.MaxTokens, ask(charge(1)).Remaining, "neither cut nor deeper")
+	require.EqualValues(t, -kit.MaxTokens, ask(charge(1)).Remaining, "the debt is neither cut nor deeper")
 	require.Equal(t, model.Longest, ask(charge(0)).ResetAfter)
 	require.EqualValues(t, -kit.MaxTokens, ask(settle("i", 9)).Remaining)
 	want := db.Must(m.Peek(kit.T0, id, 1))
@@ -348,8 +348,8 @@ func TestSpend_AnOldDebtMayBeBelowTheFloor(t *testing.T) {
 	require.EqualValues(t, -kit.MaxTokens+3600, db.Must(kit.Peek(db.Pool, "p", "k", 1)).Remaining)
 }
 
-// A debt deeper than the bucket is large is paid before the bucket fills, also for batches.
-func TestSpend_BatchesSeeDebtPaid(t *testing.T) {
+// The debt is deeper than the capacity.
+func TestSpend_InBatchesRefillPaysDebtFirst(t *testing.T) {
 	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, durability kit.PolicyOption) {
 		db.At(kit.T0).Policy("p", 10, 1, kit.Second, durability)
 		db.MustSpend(charge(25))
@@ -367,7 +367,7 @@ func TestSpend_BatchesSeeDebtPaid(t *testing.T) {
 	})
 }
 
-func TestSpend_Shadow(t *testing.T) {
+func TestSpend_AShadowPolicyAllowsEachRequest(t *testing.T) {
 	db := kit.ParallelDB(t, kit.T0)
 	db.Execute("select ratelimit_define_policy('p', 10, 1, '1 second', shadow => true)")
 	shadowed := func(d kit.Decision) kit.Decision {
@@ -378,7 +378,7 @@ func TestSpend_Shadow(t *testing.T) {
 		{0, reserve(0, 8, "r"), kit.Allowed(2, 8*kit.Second, 10), 0, ""},
 		{0, upTo(5, 3), shadowed(kit.Allowed(2, 8*kit.Second, 10)), 5, ""},
 		{0, upTo(5, 1, "u"), kit.Allowed(0, 10*kit.Second, 10), 5, ""},
-		{0, settle("u", 2), kit.Allowed(0, 10*kit.Second, 10), 0, ""}, // the 2 that enforcing would have taken
+		{0, settle("u", 2), kit.Allowed(0, 10*kit.Second, 10), 0, ""}, // an enforced policy would have taken 2
 		{0, reserve(kit.Second, 4, "none"), shadowed(kit.Allowed(0, 10*kit.Second, 10)), 0, ""},
 		{0, reserve(time.Hour, 4, "w"), shadowed(kit.Allowed(-4, 14*kit.Second, 10)), 0, ""},
 		{kit.Second, reserve(time.Hour, 4, "w"), shadowed(kit.Replayed(kit.Allowed(-4, 14*kit.Second, 10))), 0, ""},
@@ -390,8 +390,7 @@ func TestSpend_Shadow(t *testing.T) {
 	})
 }
 
-// A grant that is not committed yet is none, and nothing waits for it.
-func TestSettle_WaitsForNoGrant(t *testing.T) {
+func TestSettle_DoesNotWaitForAnUncommittedGrant(t *testing.T) {
 	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, durability kit.PolicyOption) {
 		holder := db.Policy("p", 10, 1, time.Hour, durability).Begin()
 		holder.Acquire("p", "k", 4, "i")
@@ -406,8 +405,8 @@ func TestSettle_WaitsForNoGrant(t *testing.T) {
 	})
 }
 
-// A bucket without a row is full: a settlement that only gives back writes the grant alone, and one that takes makes the row.
-func TestSettle_OfABucketWithoutARow(t *testing.T) {
+// A bucket without a row is full. A settlement that refunds writes the grant alone.
+func TestSettle_CreatesABucketRowOnlyToTake(t *testing.T) {
 	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, durability kit.PolicyOption) {
 		db.At(kit.T0).Policy("p", 10, 1, kit.Second, durability)
 		for _, key := range []string{"back", "more"} {
@@ -421,10 +420,10 @@ func TestSettle_OfABucketWithoutARow(t *testing.T) {
 	})
 }
 
-func TestSettle_CountsOnce(t *testing.T) {
+func TestSettle_OfConcurrentSettlementsOneCounts(t *testing.T) {
 	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, durability kit.PolicyOption) {
 		db.At(kit.T0).Policy("p", 100, 1, time.Hour, durability).Take("p", "k", 50, "i")
-		holder := db.Begin().Run("select ratelimit_charge('p', 'k', 1)") // they all wait for the bucket
+		holder := db.Begin().Run("select ratelimit_charge('p', 'k', 1)") // so that all settlements wait for the bucket
 		var callers []*kit.Pending
 		for n := range 10 {
 			callers = append(callers, db.Session().StartSpending(settle("i", int64(10+n%2))))
@@ -446,8 +445,8 @@ func TestSettle_CountsOnce(t *testing.T) {
 	})
 }
 
-// A grant expires while its settlement waits for the bucket. If its key is granted anew meanwhile, that grant is settled.
-func TestSettle_SettlesTheGrantThatItsKeyHasAfterAWait(t *testing.T) {
+// The grant expires while its settlement waits for the bucket. Only a new grant under the same idempotency key can then be settled.
+func TestSettle_AfterAWaitSettlesThePresentGrant(t *testing.T) {
 	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, durability kit.PolicyOption) {
 		for _, anew := range []bool{true, false} {
 			db.At(kit.T0).Policy("p", 100, 0, kit.Second, durability, kit.Remember(kit.Second)).Take("p", "k", 10, "i")
@@ -470,8 +469,9 @@ func TestSettle_SettlesTheGrantThatItsKeyHasAfterAWait(t *testing.T) {
 	})
 }
 
-// A shadow policy answers a settlement without a grant by its bucket. If the grant commits before the bucket is read, it is settled.
-func TestSettle_OfAShadowPolicyFindsTheGrantThatItsBucketShows(t *testing.T) {
+// Under a shadow policy a settlement without a grant returns the state of the bucket. Here the grant commits after the settlement
+// missed it, and before the settlement reads the bucket.
+func TestSettle_OfAShadowPolicyFindsAGrantThatItsBucketContains(t *testing.T) {
 	t.Parallel()
 	for function, kind := range map[string]string{"ratelimit_settle": "true", "ratelimit.settle_ephemeral": "false"} {
 		db := kit.NewDB(t)
@@ -486,8 +486,8 @@ func TestSettle_OfAShadowPolicyFindsTheGrantThatItsBucketShows(t *testing.T) {
 	}
 }
 
-// The transaction that a charge or a settlement waits for removes the bucket and changes its numbers: the new row is full by these.
-func TestSpend_ABucketCreatedAfterAWaitHasTheNumbersAfterTheWait(t *testing.T) {
+// A charge or a settlement waits for a transaction that removes the bucket and changes its numbers.
+func TestSpend_ABucketCreatedAfterAWaitIsFullByTheNewNumbers(t *testing.T) {
 	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, durability kit.PolicyOption) {
 		db.SetClock(kit.T0)
 		for _, change := range []string{"ratelimit_define_policy('p', 30)", "ratelimit_override('p', 'k', 30)"} {
@@ -503,8 +503,9 @@ func TestSpend_ABucketCreatedAfterAWaitHasTheNumbersAfterTheWait(t *testing.T) {
 	})
 }
 
-// A key that is stored after the bucket was read, by a session that left the bucket as it was, is found when the grant is stored.
-func TestReserve_AKeyThatTurnsUpLateIsReplayed(t *testing.T) {
+// Another session stores the idempotency key after the bucket was read, and leaves the bucket as it was. The call finds the key
+// only when it stores its own grant.
+func TestSpend_AnIdempotencyKeyStoredAfterTheReadIsReplayed(t *testing.T) {
 	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, durability kit.PolicyOption) {
 		for _, late := range []kit.Spending{reserve(time.Hour, 3, "i"), upTo(3, 1, "i"), charge(3, "i")} {
 			db.At(kit.T0).Policy("p", 10, 1, kit.Second, durability).Take("p", "k", map[bool]int64{true: 10, false: 8}[late.Function == "reserve"])
@@ -516,7 +517,7 @@ func TestReserve_AKeyThatTurnsUpLateIsReplayed(t *testing.T) {
 			}
 			want, err := first.By(holder)
 			require.NoError(t, err)
-			holder.Execute("select ratelimit_refund('p', 'k', $1)", 3) // to the level that it had
+			holder.Execute("select ratelimit_refund('p', 'k', $1)", 3) // back to the level before
 			if late.Function == "acquire_up_to" {
 				holder.Execute("select ratelimit_charge('p', 'k', 1)")
 			}
@@ -537,8 +538,8 @@ func TestReserve_AKeyThatTurnsUpLateIsReplayed(t *testing.T) {
 	})
 }
 
-// A reservation that has looked at an empty bucket waits for a session that gives tokens back, and then has no more to wait.
-func TestReserve_WhatIsThereByNowIsNotWaitedFor(t *testing.T) {
+// A reservation reads an empty bucket, then waits for the lock of a session that refunds tokens.
+func TestReserve_TokensRefundedWhileItWaitsForTheLockCount(t *testing.T) {
 	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, durability kit.PolicyOption) {
 		db.At(kit.T0).Policy("p", 10, 1, kit.Second, durability).Take("p", "k", 10)
 		holder := db.Begin().Run("select ratelimit_refund('p', 'k', 7)")
@@ -549,9 +550,9 @@ func TestReserve_WhatIsThereByNowIsNotWaitedFor(t *testing.T) {
 	})
 }
 
-// A reservation that had to wait for the bucket is told what is left to wait by then, and not what it was before. Its grant
-// holds at the same instant.
-func TestReserve_TheWaitForTheBucketCounts(t *testing.T) {
+// A reservation that waits for the lock of the bucket returns the wait that remains afterwards. Its grant holds from the same
+// instant.
+func TestReserve_TheWaitForTheLockCounts(t *testing.T) {
 	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, durability kit.PolicyOption) {
 		db.At(kit.T0).Policy("p", 10, 1, kit.Second, durability).Take("p", "k", 10)
 		for _, c := range []struct {
@@ -573,8 +574,8 @@ func TestReserve_TheWaitForTheBucketCounts(t *testing.T) {
 	})
 }
 
-// The promise of a wait, on both sides: then the reservation's debt is paid, and one microsecond earlier it is not. A
-// max_wait of one microsecond less is refused, and tells the same wait.
+// At the end of the wait the debt of the reservation is paid, and one microsecond earlier it is not. With a max_wait one
+// microsecond shorter the reservation is denied, and returns the same wait.
 func TestReserve_TheWaitIsAPromise(t *testing.T) {
 	type testCase struct {
 		capacity, refill int64
@@ -596,19 +597,19 @@ func TestReserve_TheWaitIsAPromise(t *testing.T) {
 		ask := db.MustSpend
 		ask(charge(p.capacity))
 		for n, cost := range p.costs {
-			for _, lead := range []time.Duration{1234567 * kit.Us, 0, -89 * kit.Ms}[n%3:] { // the last is a clock that has gone back
+			for _, lead := range []time.Duration{1234567 * kit.Us, 0, -89 * kit.Ms}[n%3:] { // in the last, the clock goes back
 				now = now.Add(lead)
 				db.SetClock(now)
-				refused := ask(reserve(0, cost))
-				wait := time.Duration(refused.RetryAfter) * kit.Us
-				if refused.RetryAfter > kit.MaxWaitOfReserve || wait == 0 {
+				denied := ask(reserve(0, cost))
+				wait := time.Duration(denied.RetryAfter) * kit.Us
+				if denied.RetryAfter > kit.MaxWaitOfReserve || wait == 0 {
 					continue
 				}
-				require.False(t, refused.Allowed)
-				require.Equal(t, refused, ask(reserve(wait-kit.Us, cost)))
+				require.False(t, denied.Allowed)
+				require.Equal(t, denied, ask(reserve(wait-kit.Us, cost)))
 				granted := ask(reserve(wait, cost))
 				require.True(t, granted.Allowed)
-				require.Equal(t, refused.RetryAfter, granted.RetryAfter)
+				require.Equal(t, denied.RetryAfter, granted.RetryAfter)
 				require.Negative(t, db.PeekAt(now.Add(wait-kit.Us), "p", "k", 0).Remaining)
 				require.GreaterOrEqual(t, db.PeekAt(now.Add(wait), "p", "k", 0).Remaining, int64(0))
 				db.SetClock(now)
@@ -617,8 +618,8 @@ func TestReserve_TheWaitIsAPromise(t *testing.T) {
 	})
 }
 
-// A reservation goes down to the floor, to the microtoken, though the bucket would be out of debt within max_wait.
-func TestReserve_GoesDownToTheFloor(t *testing.T) {
+// The floor is exact to the microtoken, and holds even if refill would pay the debt within max_wait.
+func TestReserve_IsDeniedBelowTheFloor(t *testing.T) {
 	db := kit.ParallelDB(t)
 	m := model.New()
 	capacity, refill, every := int64(kit.MaxTokens), int64(1_000_000), kit.Micros(kit.Second)
@@ -637,10 +638,10 @@ func TestReserve_GoesDownToTheFloor(t *testing.T) {
 	require.False(t, ask(reserve(year, kit.MaxTokens)).Allowed)
 	now = now.Add(kit.Us)
 	db.SetClock(now)
-	require.EqualValues(t, -kit.MaxTokens, ask(reserve(year, kit.MaxTokens)).Remaining, "what was refilled since counts")
+	require.EqualValues(t, -kit.MaxTokens, ask(reserve(year, kit.MaxTokens)).Remaining, "the refill since then counts")
 }
 
-func TestSpend_RefusalsAndReplaysWriteNothing(t *testing.T) {
+func TestSpend_DenialsAndReplaysWriteNothing(t *testing.T) {
 	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, durability kit.PolicyOption) {
 		db.At(kit.T0).Policy("p", 10, 1, kit.Second, durability)
 		for _, s := range []kit.Spending{charge(10), charge(1, "c"), reserve(time.Hour, 2, "r"), settle("c", 3)} {
@@ -661,7 +662,7 @@ func TestSpend_RefusalsAndReplaysWriteNothing(t *testing.T) {
 	})
 }
 
-func TestSpend_Errors(t *testing.T) {
+func TestSpend_ErrorsHaveFactsAndARemedy(t *testing.T) {
 	db := kit.ParallelDB(t).Policy("p", 10, 1, kit.Second)
 	db.Execute("select ratelimit_acquire('p', 'k', 2, 'i')")
 	db.Execute("select ratelimit_settle('p', 'k', 'i', 3)")
@@ -703,7 +704,7 @@ func TestSpend_Errors(t *testing.T) {
 	}
 }
 
-func TestSpend_ABatchRefusesWhatWasSettled(t *testing.T) {
+func TestSpend_ABatchFailsOnlyTheSettledRequest(t *testing.T) {
 	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, durability kit.PolicyOption) {
 		db.Policy("p", 10, 1, time.Hour, durability).Take("p", "k", 2, "i")
 		db.MustSpend(settle("i", 1))
@@ -727,8 +728,8 @@ func TestSpend_ABatchRefusesWhatWasSettled(t *testing.T) {
 	})
 }
 
-// Of shadow buckets, the deepest in debt covers the fewest repeats. One that is enforced binds before them, however many it covers.
-func TestSpend_BindingOfShadowsAndOfBucketsInDebt(t *testing.T) {
+// Of several shadow buckets, the bucket in the deepest debt binds: it covers the fewest repeats.
+func TestSpend_AnEnforcedBucketBindsBeforeShadowBuckets(t *testing.T) {
 	db := kit.ParallelDB(t, kit.T0)
 	db.Execute("select ratelimit_define_policy('spy', 10, 1, '1 second', shadow => true), ratelimit_define_policy('p', 10, 1, '1 second')")
 	db.Execute("select ratelimit_define_policy(name, 9000000000000, 9000000000000, '1 second', shadow => name = 'vast spy') from unnest('{vast, vast spy}'::text[]) as name")
