@@ -221,26 +221,6 @@ func TestSpend_Steps(t *testing.T) {
 }
 
 // Otherwise the settlement would refund tokens that the charge never took.
-func TestSettle_OfAChargeCutAtTheFloorRefundsOnlyTheTokensTaken(t *testing.T) {
-	kit.OnEachDurability(t, func(t *testing.T, db kit.Subject, durability kit.PolicyOption) {
-		db.DefinePolicy("p", 10, 0, kit.Second, durability)
-		left := func(remaining int64) kit.Decision {
-			return kit.Decision{Allowed: true, Remaining: remaining, ResetAfter: model.Never, Capacity: 10}
-		}
-		runSpending(t, db, []spendStep{
-			{0, charge(105, "first"), left(-95), 0, ""},
-			{0, charge(kit.MaxTokens, "cut"), left(-kit.MaxTokens), 0, ""}, // by 95
-			{0, charge(3, "none"), left(-kit.MaxTokens), 0, ""},
-			{0, charge(kit.MaxTokens, "cut"), kit.Replayed(left(-kit.MaxTokens)), 0, ""},
-			{0, charge(kit.MaxTokens-95, "cut"), kit.Decision{}, 0, model.IdempotencyMismatch},
-			{0, settle("none", 0), left(-kit.MaxTokens), 0, ""},
-			{0, settle("cut", 2), left(-97), 0, ""},
-			{0, settle("cut", 2), kit.Replayed(left(-97)), 0, ""},
-			{0, settle("first", 0), left(8), 0, ""},
-		})
-	})
-}
-
 func TestSpend_APolicyOfCapacity0GrantsNoTokens(t *testing.T) {
 	kit.OnEachDurability(t, func(t *testing.T, db kit.Subject, durability kit.PolicyOption) {
 		db.DefinePolicy("p", 0, 1, kit.Second, durability)
@@ -390,102 +370,10 @@ func TestSpend_AShadowPolicyAllowsEachRequest(t *testing.T) {
 	})
 }
 
-func TestSettle_DoesNotWaitForAnUncommittedGrant(t *testing.T) {
-	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, durability kit.PolicyOption) {
-		holder := db.Policy("p", 10, 1, time.Hour, durability).Begin()
-		holder.Acquire("p", "k", 4, "i")
-		_, err := settle("i", 2).By(db.Pool)
-		require.Equal(t, string(model.NoGrant), kit.SQLState(err))
-		_, err = settle("i", 2).By(holder)
-		require.NoError(t, err, "its own transaction sees it")
-		holder.Execute("commit")
-		got := db.MustSpend(settle("i", 2))
-		require.True(t, got.Replayed)
-		require.EqualValues(t, 8, got.Remaining)
-	})
-}
-
 // A bucket without a row is full. A settlement that refunds writes the grant alone.
-func TestSettle_CreatesABucketRowOnlyToTake(t *testing.T) {
-	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, durability kit.PolicyOption) {
-		db.At(kit.T0).Policy("p", 10, 1, kit.Second, durability)
-		for _, key := range []string{"back", "more"} {
-			db.Acquire("p", "k", 4, key)
-		}
-		db.Reset("p", "k")
-		require.Equal(t, kit.Allowed(10, 0, 10), db.MustSpend(settle("back", 1)).Decision)
-		require.Nil(t, db.Bucket("p", "k"))
-		require.Equal(t, kit.Allowed(7, 3*kit.Second, 10), db.MustSpend(settle("more", 7)).Decision)
-		require.Equal(t, kit.Replayed(kit.Allowed(7, 3*kit.Second, 10)), db.MustSpend(settle("back", 1)).Decision)
-	})
-}
-
-func TestSettle_OfConcurrentSettlementsOneCounts(t *testing.T) {
-	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, durability kit.PolicyOption) {
-		db.At(kit.T0).Policy("p", 100, 1, time.Hour, durability).Take("p", "k", 50, "i")
-		holder := db.Begin().Run("select ratelimit_charge('p', 'k', 1)") // so that all settlements wait for the bucket
-		var callers []*kit.Pending
-		for n := range 10 {
-			callers = append(callers, db.Session().StartSpending(settle("i", int64(10+n%2))))
-			callers[0].AwaitBlockedBy(holder)
-		}
-		holder.Execute("commit")
-		mismatches, first := 0, 0
-		for _, caller := range callers {
-			if d, err := caller.Result(); err != nil {
-				require.Equal(t, string(model.IdempotencyMismatch), kit.SQLState(err))
-				mismatches++
-			} else if !d.Replayed {
-				first++
-			}
-		}
-		require.Equal(t, 1, first)
-		require.Equal(t, 5, mismatches)
-		require.Contains(t, []int64{100 - 1 - 10, 100 - 1 - 11}, db.Left("p", "k"))
-	})
-}
-
 // The grant expires while its settlement waits for the bucket. Only a new grant under the same idempotency key can then be settled.
-func TestSettle_AfterAWaitSettlesThePresentGrant(t *testing.T) {
-	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, durability kit.PolicyOption) {
-		for _, anew := range []bool{true, false} {
-			db.At(kit.T0).Policy("p", 100, 0, kit.Second, durability, kit.Remember(kit.Second)).Take("p", "k", 10, "i")
-			holder := db.Begin().Take("p", "k", 1)
-			call := db.Session().StartSpending(settle("i", 5)).BlockedBy(holder)
-			db.SetClock(kit.T0.Add(kit.Second))
-			if anew {
-				require.False(t, holder.Acquire("p", "k", 20, "i").Replayed)
-			}
-			holder.Execute("commit")
-			d, err := call.Result()
-			if anew {
-				require.NoError(t, err)
-				require.EqualValues(t, 100-10-1-5, d.Remaining)
-			} else {
-				require.Equal(t, string(model.NoGrant), kit.SQLState(err), "%+v", d)
-			}
-			db.DropPolicy("p")
-		}
-	})
-}
-
 // Under a shadow policy a settlement without a grant returns the state of the bucket. Here the grant commits after the settlement
 // missed it, and before the settlement reads the bucket.
-func TestSettle_OfAShadowPolicyFindsAGrantThatItsBucketContains(t *testing.T) {
-	t.Parallel()
-	for function, kind := range map[string]string{"ratelimit_settle": "true", "ratelimit.settle_ephemeral": "false"} {
-		db := kit.NewDB(t)
-		gate := db.GateBefore(`if not v_policy\.shadow then perform no_grant\([^;]*;[^;]* end if; select n\.level, n\.reset_us`, function)
-		db.Execute("select ratelimit_define_policy('p', 10, 1, '1 day', shadow => true, durable => " + kind + ")")
-		call := gate.Session().StartSpending(settle("i", 1)).BlockedBy(gate.Keeper)
-		db.Acquire("p", "k", 4, "i")
-		gate.Open()
-		d := call.Answer()
-		require.False(t, d.Shadowed)
-		require.EqualValues(t, 9, d.Remaining)
-	}
-}
-
 // A charge or a settlement waits for a transaction that removes the bucket and changes its numbers.
 func TestSpend_ABucketCreatedAfterAWaitIsFullByTheNewNumbers(t *testing.T) {
 	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, durability kit.PolicyOption) {
@@ -539,108 +427,11 @@ func TestSpend_AnIdempotencyKeyStoredAfterTheReadIsReplayed(t *testing.T) {
 }
 
 // A reservation reads an empty bucket, then waits for the lock of a session that refunds tokens.
-func TestReserve_TokensRefundedWhileItWaitsForTheLockCount(t *testing.T) {
-	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, durability kit.PolicyOption) {
-		db.At(kit.T0).Policy("p", 10, 1, kit.Second, durability).Take("p", "k", 10)
-		holder := db.Begin().Run("select ratelimit_refund('p', 'k', 7)")
-		caller := db.Session().StartSpending(reserve(time.Hour, 4, "i")).BlockedBy(holder)
-		holder.Execute("commit")
-		require.Equal(t, waits(0, kit.Allowed(3, 7*kit.Second, 10)), caller.Answer())
-		require.Equal(t, kit.Replayed(kit.Allowed(3, 7*kit.Second, 10)), db.Acquire("p", "k", 4, "i"))
-	})
-}
-
 // A reservation that waits for the lock of the bucket returns the wait that remains afterwards. Its grant holds from the same
 // instant.
-func TestReserve_TheWaitForTheLockCounts(t *testing.T) {
-	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, durability kit.PolicyOption) {
-		db.At(kit.T0).Policy("p", 10, 1, kit.Second, durability).Take("p", "k", 10)
-		for _, c := range []struct {
-			key               string
-			cost              int64
-			later, wait, left time.Duration
-		}{{"i", 5, 2 * kit.Second, 3 * kit.Second, 3*kit.Second - kit.Ms}, {"j", 1, time.Hour, 0, 0}} {
-			holder := db.Begin().Run("select ratelimit_charge('p', 'k', 0)").Run("select from ratelimit.buckets where key = 'k' for update")
-			holder.Execute("select from ratelimit.ephemeral_buckets where key = 'k' for update")
-			caller := db.Session().StartSpending(reserve(time.Hour, c.cost, c.key)).BlockedBy(holder)
-			db.SetClock(kit.T0.Add(c.later))
-			holder.Execute("commit")
-			got := caller.Answer()
-			require.True(t, got.Allowed)
-			require.Equal(t, kit.Micros(c.wait), got.RetryAfter)
-			db.SetClock(kit.T0.Add(c.later + kit.Ms))
-			require.Equal(t, kit.Micros(c.left), db.MustSpend(reserve(0, c.cost, c.key)).RetryAfter)
-		}
-	})
-}
-
 // At the end of the wait the debt of the reservation is paid, and one microsecond earlier it is not. With a max_wait one
 // microsecond shorter the reservation is denied, and returns the same wait.
-func TestReserve_TheWaitIsAPromise(t *testing.T) {
-	type testCase struct {
-		capacity, refill int64
-		every            string
-		stepped          bool
-		costs            []int64
-	}
-	kit.OnDBs(t, map[string]testCase{
-		"less than a microtoken in a microsecond":  {10, 1, "7 seconds", false, []int64{1, 10, 3}},
-		"a microtoken takes hours":                 {10, 1, "100000 days", false, []int64{1}},
-		"a third of a microtoken in a microsecond": {10, 1, "3 seconds", false, []int64{10, 10, 10}},
-		"a line": {1, 50, "1 second", false, []int64{1, 1, 1, 1}},
-		"steps":  {10, 3, "7 seconds", true, []int64{1, 10, 3}},
-		"days":   {10, 3, "1 day", true, []int64{10, 10}},
-	}, func(t *testing.T, db *kit.TestDB, p testCase) {
-		now := kit.T0
-		db.SetClock(now)
-		db.Execute("select ratelimit_define_policy('p', $1, $2, $3::interval, stepped => $4)", p.capacity, p.refill, p.every, p.stepped)
-		ask := db.MustSpend
-		ask(charge(p.capacity))
-		for n, cost := range p.costs {
-			for _, lead := range []time.Duration{1234567 * kit.Us, 0, -89 * kit.Ms}[n%3:] { // in the last, the clock goes back
-				now = now.Add(lead)
-				db.SetClock(now)
-				denied := ask(reserve(0, cost))
-				wait := time.Duration(denied.RetryAfter) * kit.Us
-				if denied.RetryAfter > kit.MaxWaitOfReserve || wait == 0 {
-					continue
-				}
-				require.False(t, denied.Allowed)
-				require.Equal(t, denied, ask(reserve(wait-kit.Us, cost)))
-				granted := ask(reserve(wait, cost))
-				require.True(t, granted.Allowed)
-				require.Equal(t, denied.RetryAfter, granted.RetryAfter)
-				require.Negative(t, db.PeekAt(now.Add(wait-kit.Us), "p", "k", 0).Remaining)
-				require.GreaterOrEqual(t, db.PeekAt(now.Add(wait), "p", "k", 0).Remaining, int64(0))
-				db.SetClock(now)
-			}
-		}
-	})
-}
-
 // The floor is exact to the microtoken, and holds even if refill would pay the debt within max_wait.
-func TestReserve_IsDeniedBelowTheFloor(t *testing.T) {
-	db := kit.ParallelDB(t)
-	m := model.New()
-	capacity, refill, every := int64(kit.MaxTokens), int64(1_000_000), kit.Micros(kit.Second)
-	require.NoError(t, m.Define("p", model.Definition{Numbers: model.Numbers{Capacity: &capacity, Refill: &refill, Every: &every}}))
-	db.At(kit.T0).Policy("p", capacity, refill, kit.Second)
-	now := kit.T0
-	ask := db.AsModel(m, &now)
-	const year = 365 * 24 * time.Hour
-	ask(charge(kit.MaxTokens))
-	require.True(t, ask(reserve(year, kit.MaxTokens, "i")).Allowed)
-	require.False(t, ask(reserve(year, 1)).Allowed)
-	ask(settle("i", 1_000_000))
-	require.False(t, ask(reserve(year, kit.MaxTokens)).Allowed)
-	now = now.Add(kit.Second - kit.Us)
-	db.SetClock(now)
-	require.False(t, ask(reserve(year, kit.MaxTokens)).Allowed)
-	now = now.Add(kit.Us)
-	db.SetClock(now)
-	require.EqualValues(t, -kit.MaxTokens, ask(reserve(year, kit.MaxTokens)).Remaining, "the refill since then counts")
-}
-
 func TestSpend_DenialsAndReplaysWriteNothing(t *testing.T) {
 	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, durability kit.PolicyOption) {
 		db.At(kit.T0).Policy("p", 10, 1, kit.Second, durability)
