@@ -19,14 +19,15 @@ const (
 	// linger is how long few requests wait for company while calls are under way. Most calls end sooner.
 	linger = 5 * time.Millisecond
 
-	// maxApart buckets are asked for at a time after a locked one has failed their call.
+	// maxApart is how many buckets are asked for at a time after a locked bucket has failed their call.
 	maxApart = 8
 
 	// maxLength of policies, keys and idempotency keys, in bytes.
 	maxLength = 512
 )
 
-// Pool is what *pgxpool.Pool has, and whatever embeds it. A connection has another Close, and a transaction no BeginTx.
+// Pool lists the methods of *pgxpool.Pool that a [Combiner] needs. Types that embed one have them, too. A connection has another
+// Close, and a transaction no BeginTx.
 type Pool interface {
 	Querier
 	BeginTx(ctx context.Context, options pgx.TxOptions) (pgx.Tx, error)
@@ -75,31 +76,31 @@ func newCombiner(pool Pool, config config) *Combiner {
 
 // Acquire is [Limiter.Acquire], with the same answers, at a fraction of the work when there are many
 // callers. Few callers, no more than [CallsInFlight], make their own calls as a Limiter does, unless the
-// last call was shared. Of more, requests that arrive while calls are under way share the next one. It starts
+// last call was shared. With more callers, requests that arrive while calls are under way share the next call. It starts
 // at once when they are worth another call, and otherwise when a call under way has ended, or after 5 ms.
 // Requests of Acquire for one bucket are never in two calls at a time.
 //
-// A caller whose ctx ends gets its error at once, and the other callers notice nothing. A request that has
+// A caller gets an error as soon as its ctx ends, and the other callers notice nothing. A request that has
 // not been sent by then is not sent. A request that has been sent may still be granted, and its tokens
 // taken, as after any lost answer. With an [IdempotencyKey], asking again settles it. A call ends early when
 // all of its callers have left.
 //
-// A call is one transaction. If it fails, each of its callers gets the error, and no tokens were taken,
-// unless the connection was lost, when that is unknown. Only requests with an idempotency key, which
-// travel apart from those without, are then sent again.
+// A call is one transaction. If it fails, each of its callers gets the error, and no tokens were taken.
+// If the connection was lost, it is unknown whether tokens were taken. Only requests with an idempotency key
+// are then sent again. They never share a call with requests that have none.
 //
 // A bucket that another transaction has locked holds up all requests of the call, and all other calls go
-// on. As many such calls as CallsInFlight hold up everybody: set lock_timeout for the sessions of the pool
-// where transactions that take tokens may last. When it ends, each bucket of the call is asked for anew by
-// itself, eight at a time, and only requests for a bucket that is still locked fail, with [ErrLocked].
+// on. As many such calls as CallsInFlight hold up every caller: set lock_timeout for the sessions of the pool
+// where transactions that take tokens may last. When lock_timeout ends the call, each of its buckets is asked for
+// anew by itself, eight at a time. Only requests for a bucket that is still locked fail, with [ErrLocked].
 //
-// A request is refused at once, with [ErrOverloaded], when [MaxWaiting] others wait, and when its ctx has a deadline that cannot
-// be met: by what the quickest of the last calls took, how long those under way have lasted, and how many requests are before it.
-// One that can be sent at once is always sent. A request that has waited, and whose deadline is nearer by then than any of the last calls
-// took, is refused before its deadline, too, and is not sent. So under any load the database works for callers that are still
-// there. Give every ctx a deadline: without one a request is refused only when the queue is full.
+// A request is refused at once, with [ErrOverloaded], when [MaxWaiting] requests already wait, and when its ctx has a deadline
+// that cannot be met. The estimate uses the quickest of the last calls, the time that calls under way have lasted, and the number
+// of requests ahead. A request that can be sent at once is always sent. A request that has waited is refused before its deadline,
+// too, and is not sent, if less time is left than each of the last calls took. So under any load the database works for callers
+// that are still there. Give every ctx a deadline: without a deadline a request is refused only when the queue is full.
 //
-// Errors: those of Limiter.Acquire, [ErrOverloaded] and [ErrClosed].
+// Errors: as Limiter.Acquire, [ErrOverloaded] and [ErrClosed].
 func (c *Combiner) Acquire(ctx context.Context, policy, key string, opts ...CallOption) (Decision, error) {
 	return c.acquire(ctx, newRequest("Acquire", policy, key, opts), c.combinePlain)
 }
@@ -109,8 +110,8 @@ func (c *Combiner) combinePlain(ctx context.Context, r request) (Decision, error
 	return d.Decision, err
 }
 
-// Close lets no more requests in, and waits until all others are answered. Then Acquire fails with
-// [ErrClosed]. The pool stays open, and the other methods work as long as it does.
+// Close admits no more requests: from now on Acquire fails with [ErrClosed]. Close waits until all earlier requests
+// are answered. The pool stays open, and the other methods work as long as it does.
 func (c *Combiner) Close() {
 	c.mu.Lock()
 	c.closed = true
@@ -178,7 +179,7 @@ func (c *Combiner) release(w *waiter) {
 }
 
 // isSendable reports whether r may share a call. Text that the server cannot read fails the whole call,
-// and what is too long for any bucket would burden it.
+// and text that is too long for any bucket would burden it.
 func isSendable(r request) bool {
 	isFit := func(s string) bool {
 		return len(s) <= maxLength && utf8.ValidString(s) && !hasZeroByte(s)
@@ -265,7 +266,7 @@ func (c *Combiner) take(b *batch) context.Context {
 	return ctx
 }
 
-// finish ends a call, and reports whether its slot is reserved for another.
+// finish ends a call, and reports whether its slot is reserved for another call.
 func (c *Combiner) finish(b *batch) (reserved bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
