@@ -8,16 +8,16 @@ import (
 )
 
 // An Option changes a limiter when it is made. [New], [CheckShard] and [CheckAlone] take [Schema], [NoFlush], [DenialCache],
-// [Alone] and [Observe]; [NewCombiner] takes [CallsInFlight] and [MaxWaiting], too; [NewLeaser] and [NewSharded] take all of these,
+// [Alone] and [Observe]. [NewCombiner] takes [CallsInFlight] and [MaxWaiting], too. [NewLeaser] and [NewSharded] take all of these,
 // and each [Lease]. Any other Option makes the constructor panic.
 type Option interface{ option() option }
 
-// A CallOption changes one call. The comment of a method names the options that it takes. Any other is [ErrInvalidArgument], and
-// nothing is sent.
+// A CallOption changes one call. The comment of a method names the options that it takes. Any other option is [ErrInvalidArgument],
+// and nothing is sent.
 type CallOption interface{ callOption() }
 
-// A request is plain or joint. A plain one asks for tokens of one bucket. A joint one has charges, and
-// what names them for its key.
+// A request is plain or joint. A plain request asks for tokens of one bucket. A joint request has charges, and
+// its key names them.
 type request struct {
 	policy, key    string
 	cost           int64
@@ -36,7 +36,7 @@ func (r request) keyed() bool { return r.idempotencyKey != nil }
 
 func (r request) isJoint() bool { return r.charges != nil }
 
-// bucket is what the request is for. Of a joint one it is nobody else's: its policy has no name.
+// bucket is the bucket of the request. No plain request has the bucket of a joint request: its policy has no name.
 func (r request) bucket() bucket { return bucket{r.policy, r.key} }
 
 // verb names the request in errors.
@@ -47,7 +47,7 @@ func (r request) verb() string {
 	return verbAcquire
 }
 
-// settings are what the options of one call set. Each method that takes maxRows or atLeast begins with its default.
+// settings are the values that the options of one call set. Each method that takes maxRows or atLeast begins with its default.
 type settings struct {
 	cost           CostOption
 	idempotencyKey any // a string, or nil for none
@@ -57,7 +57,7 @@ type settings struct {
 	err            error
 }
 
-// read tells options apart by their type: were it a method of theirs, each would be allocated.
+// read tells options apart by their type: if it called a method of each option, each option would be allocated.
 func (s *settings) read(method string, opts []CallOption, takes ...string) {
 	for _, opt := range opts {
 		name := "a CallOption that is nil, or of another package,"
@@ -116,12 +116,12 @@ func AtLeast(tokens int64) CallOption { return atLeast(tokens) }
 // IdempotencyKey names the request (1 to 512 bytes), so that it can be sent again without being
 // charged twice: for as long as the policy remembers, an Acquire with the same policy, key and
 // idempotency key returns the first grant, marked Replayed, and takes nothing. With another cost it is
-// [ErrIdempotencyMismatch]. A denial is not remembered: the next try is a fresh one. Defaults to none.
+// [ErrIdempotencyMismatch]. A denial is not remembered: the next try is a fresh request. Defaults to none.
 //
 // The program chooses the idempotency key, one for each operation and the same for each attempt: an
 // order number, or the id of a job with the name of the step. A replay answers the same request once
 // more; it is no second request for free. An idempotency key that the program's own callers choose, such
-// as an X-Request-ID header, switches the limit off: a caller that repeats one is allowed every time.
+// as an X-Request-ID header, switches the limit off: a caller that repeats its key is allowed every time.
 func IdempotencyKey(key string) CallOption { return idempotencyKey(key) }
 
 type config struct {
@@ -135,7 +135,7 @@ type config struct {
 	leases  []Lease
 }
 
-// A kind of limiter takes the options of those before it, too.
+// A kind of limiter takes the options of the kinds before it, too.
 type kind int
 
 const (
@@ -158,48 +158,48 @@ func newConfig(constructor string, kind kind, opts []Option) config {
 
 type option struct {
 	set   func(*config)
-	least kind // that takes it
+	least kind // the first kind that takes it
 	name  string
 }
 
 func (o option) option() option { return o }
 
 // Schema names the schema that has the ratelimit_* functions, for sessions whose search_path does not
-// lead there. It is quoted as one identifier. Defaults to whatever search_path finds.
+// lead there. It is quoted as one identifier. Defaults to the functions that search_path finds.
 func Schema(name string) Option { return option{set: func(c *config) { c.schema = name }} }
 
-// NoFlush makes Acquire, AcquireAll, AcquireUpTo, Charge, Settle, Reserve, Refund and Reset return without waiting until what they wrote is flushed to
-// disk, as synchronous_commit = off does, for these calls alone. A crash of the server may then undo
-// what was done in its last moments, up to three times wal_writer_delay (0.6 seconds unless set): those
+// NoFlush makes Acquire, AcquireAll, AcquireUpTo, Charge, Settle, Reserve, Refund and Reset return before their writes are flushed
+// to disk, as synchronous_commit = off does, for these calls alone. A crash of the server may then undo
+// the writes of its last moments, up to three times wal_writer_delay (0.6 seconds unless set): their
 // grants and idempotency keys are forgotten as if they had rolled back. Nothing else is at risk.
 //
-// It is for calls that are a transaction of their own: the commit of a caller's transaction is the
-// caller's to choose. So [Limiter.WithTx] leaves it out, and with [New] these calls fail with
-// [ErrInvalidArgument] in a transaction, and on a handle that might be one. Defaults to what the session
-// says, which is to wait.
+// It is for calls that are a transaction of their own: the caller chooses how its own transaction commits.
+// So [Limiter.WithTx] leaves it out, and with [New] these calls fail with
+// [ErrInvalidArgument] in a transaction, and on a handle that might be one. Defaults to the
+// synchronous_commit of the session, which waits unless set.
 func NoFlush() Option { return option{set: func(c *config) { c.noFlush = true }} }
 
-// DenialCache makes Acquire answer from memory what the server has promised: after a denial, requests
+// DenialCache makes Acquire repeat denials from memory: after a denial, requests
 // on that bucket for the same cost or more are denied here until the denial's RetryAfter has passed. A
 // client that hammers an empty bucket then costs next to nothing.
 //
 // Such an answer repeats the denial with its times counted down: for a larger cost RetryAfter is only
-// the earliest time to ask again. Never more than 10,000 buckets are remembered, and none for a smaller
-// cost than was denied, for longer than was promised, or for a cost that no wait helps. Requests with an
+// the earliest time to ask again. At most 10,000 buckets are remembered. The cache never denies a smaller
+// cost than was denied, nor for longer than RetryAfter, and remembers no denial that no wait helps. Requests with an
 // idempotency key are always sent, and so are AcquireAll, AcquireUpTo and Reserve. In a transaction the cache is not used.
 //
-// Refund, Reset, Charge, Settle, Override, RemoveOverride, DefinePolicy and DropPolicy through this Limiter are seen at once. The same done by
-// others, and the end of an override, is seen when the promised time has passed: leave the cache out where tokens are given back by
-// other programs, in transactions, or with SQL, and callers must not wait for them.
+// The cache sees Refund, Reset, Charge, Settle, Override, RemoveOverride, DefinePolicy and DropPolicy through this Limiter at once.
+// It sees the same calls of other programs, and the end of an override, when RetryAfter has passed. Leave the cache out where
+// tokens are given back by other programs, in transactions, or with SQL, and callers must not wait for them.
 func DenialCache() Option { return option{set: func(c *config) { c.denials = true }} }
 
-// Observe lets the program watch what the limiter does, by functions that it calls: for metrics, and for logs. Limiters that
-// are made of it by WithTx are watched, too. Defaults to none, which costs nothing.
+// Observe makes the limiter call functions of the program, for metrics and logs. Limiters that WithTx makes of it call them, too.
+// Defaults to none, which costs nothing.
 func Observe(hooks Hooks) Option { return option{set: func(c *config) { c.hooks = hooks }} }
 
 // Alone makes the first call ask whether the database is one of several shards, and calls fail with [ErrWrongShard] if it is: a
-// program that was given one of their URLs by mistake would find full buckets there. The role needs EXECUTE on ratelimit_shard.
-// [CheckAlone] asks for each connection. It is not for a [Sharded]. Defaults to asking nothing.
+// program that was given the URL of a shard by mistake would find full buckets there. The role needs EXECUTE on ratelimit_shard.
+// [CheckAlone] asks for each connection. Alone is not for a [Sharded]. Defaults to asking nothing.
 func Alone() Option { return option{set: func(c *config) { c.alone = new(alone) }} }
 
 type alone struct{ isChecked atomic.Bool }
@@ -209,19 +209,19 @@ type alone struct{ isChecked atomic.Bool }
 // client reads and writes. More calls share the same requests, so each carries fewer, at a higher cost for
 // each. Defaults to 2: on a server with 2 cores, 2 calls were faster than 1, 4 and 8 near the server, and
 // within a tenth of the fastest 1 ms away, with 64 and with 256 callers. Allow one for each core that the
-// server has to spare, if there are at least 32 callers for each. A [Leaser] uses more connections, as it says.
+// server has to spare, if there are at least 32 callers for each. A [Leaser] uses more connections: see there.
 func CallsInFlight(n int) Option {
 	return option{func(c *config) { c.calls = n }, aCombiner, "CallsInFlight"}
 }
 
-// MaxWaiting bounds how many requests of a [Combiner] wait for a call at a time, 1 or more. One more is refused with
-// [ErrOverloaded]. Each is a caller that waits. Defaults to 10,000, which is some 40 calls, or less than a second on a server
-// that has the time.
+// MaxWaiting bounds how many requests of a [Combiner] wait for a call at a time, 1 or more. Any further request is refused with
+// [ErrOverloaded]. Each waiting request is a caller that waits. Defaults to 10,000, which is some 40 calls, or less than a second
+// on a server that has the time.
 func MaxWaiting(n int) Option {
 	return option{func(c *config) { c.waiting = n }, aCombiner, "MaxWaiting"}
 }
 
-// MaxRows bounds the rows that one batch of clean-up takes from each table, or those of one list, 1 or more. An
+// MaxRows bounds the rows that one batch of clean-up takes from each table, or the rows of one list, 1 or more. An
 // acquire on a bucket that is being removed waits for the batch, so keep batches short. Defaults to 10,000
 // for clean-up.
 func MaxRows(n int32) CallOption { return maxRows(n) }
@@ -232,6 +232,6 @@ func OfPolicy(name string) CallOption { return ofPolicy(name) }
 // OfKey lists overrides of one key only, under any policy.
 func OfKey(key string) CallOption { return ofKey(key) }
 
-// OnError is what [Limiter.RunCleanup] does with an error before it goes on. Defaults to a warning
+// OnError is the function that [Limiter.RunCleanup] calls with an error before it goes on. Defaults to a warning
 // through log/slog's default logger.
 func OnError(handle func(error)) CallOption { return onError(handle) }
