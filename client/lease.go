@@ -41,7 +41,7 @@ type Lease struct {
 	// MaxShare is the part of a bucket's capacity that is held at most. Zero is 0.1.
 	MaxShare float64
 
-	// Idle is how long nobody has asked when what is left is given back. Zero is 250 ms.
+	// Idle is how long a lease gets no requests before its tokens are given back. Zero is 250 ms.
 	Idle time.Duration
 }
 
@@ -65,40 +65,40 @@ func (l Lease) withDefaults() Lease {
 	return l
 }
 
-type combiner = Combiner // so that the field of a Leaser is nobody else's
+type combiner = Combiner // so that only this package names the field of a Leaser
 
 // A Leaser is a [Combiner] that answers requests for hot buckets by itself, from tokens that it has taken before: their leases.
-// It does so for the policies that have a [Lease], and for requests of Acquire without an idempotency key. All others are the
-// Combiner's.
+// It does so for the policies that have a [Lease], and for requests of Acquire without an idempotency key. The Combiner answers
+// all other requests.
 //
 // A bucket is hot when five requests for it come within a fifth of a second. Its lease has the tokens of 0.8 seconds, at the
-// rate of the last moments, but no more than Lease.MaxTokens, than Lease.MaxShare of the capacity, and than the bucket is left
-// with, as far as was last seen, which is for others. When three quarters of it are spent, more is taken, while the callers go on.
+// rate of the last moments, but no more than Lease.MaxTokens and than Lease.MaxShare of the capacity. As far as the Leaser last
+// saw, the bucket keeps at least as many tokens for other processes. With a quarter left, the Leaser refills in the background.
 //
-// It uses 2 more connections than [CallsInFlight] says, and up to 8 besides while Close, Reset, Override, RemoveOverride,
+// It uses 2 more connections than [CallsInFlight], and up to 8 besides while Close, Reset, Override, RemoveOverride,
 // DefinePolicy or DropPolicy gives leases back.
 //
-// What is guaranteed:
+// Guarantees:
 //
 //   - A grant is charged before it is given. So all processes together never grant more than the server has charged.
-//   - A denial is the server's. When the lease does not have what a request costs, the Combiner asks.
-//   - Tokens that are not spent are given back when nobody has asked for Lease.Idle, when the rate falls, and by Close. What is
-//     given back to a bucket that is full is lost, as it would have been without the lease.
-//   - A process that is killed has lost what it held: at most MaxShare of the capacity of each hot bucket, and no more than
-//     MaxTokens. So has one whose call to the server got no answer.
+//   - Every denial comes from the server. When the lease has fewer tokens than a request costs, the Combiner asks.
+//   - Unspent tokens are given back after Lease.Idle without a request, when the rate falls, and by Close. Tokens that are
+//     given back to a full bucket are lost, as they would have been without the lease.
+//   - A process that is killed loses the tokens of its leases: at most MaxShare of the capacity of each hot bucket, and no more
+//     than MaxTokens. So does a process whose call to the server got no answer.
 //   - A lease is used for at most a second after the server has last given tokens to it. So a policy that is changed or dropped,
 //     an override and a block take effect for it within a second, and when the database is away, grants go on for so long.
-//     Reset, Override, RemoveOverride, DefinePolicy and DropPolicy through this Leaser give leases back first, and nothing is
-//     taken for the policy until they are done. After a reset by others, what was leased can be spent, or given back, besides
-//     the full bucket.
+//     Reset, Override, RemoveOverride, DefinePolicy and DropPolicy through this Leaser give leases back first. The Leaser takes
+//     no tokens for the policy until they are done. After a reset by another program, leased tokens can be spent, or given back,
+//     besides the full bucket.
 //
-// In a [Decision] from a lease, Remaining and ResetAfter are estimates, and it is marked [Decision.Estimated]. Buckets that refill
-// nothing are not leased, nor those where a policy that only watches would have denied.
+// In a [Decision] from a lease, Remaining and ResetAfter are estimates, and it is marked [Decision.Estimated]. A bucket is not
+// leased if it refills nothing, or if a policy that only watches would have denied.
 //
 // Close it when it is no longer used: else its leases are lost.
 type Leaser struct {
 	*combiner
-	own      limiter // for what refills and gives back, which is no caller's: hooks are not told
+	own      limiter // for refills and refunds: no caller made them, so hooks are not called
 	policies map[string]*leasedPolicy
 	start    time.Time
 	calls    chan struct{}
@@ -107,7 +107,7 @@ type Leaser struct {
 	working  context.Context // ends when Close has no more time
 	stop     context.CancelFunc
 
-	background sync.WaitGroup // what refills and gives back
+	background sync.WaitGroup // goroutines that refill and give back
 	closing    sync.Mutex
 	isClosed   bool
 
@@ -115,12 +115,12 @@ type Leaser struct {
 	hasSingle atomic.Bool  // a request that a lease might answer
 }
 
-// jointOnly is how many requests of several charges, and no others, make a Leaser say that it leases nothing.
+// jointOnly is how many requests of several charges, without any of one charge, make a Leaser log that it leases nothing.
 const jointOnly = 1000
 
-// NewLeaser returns a Leaser. The role needs what that of a Combiner does, and EXECUTE on ratelimit_acquire_up_to and on
-// ratelimit_refund. Options are those of [NewCombiner] and one [Lease] for each policy whose tokens may be held. Panics if two
-// are for the same policy, if one is out of range, and where NewCombiner does.
+// NewLeaser returns a Leaser. The role needs the rights that [NewCombiner] names, and EXECUTE on ratelimit_acquire_up_to and on
+// ratelimit_refund. Options are the options of NewCombiner and one [Lease] for each policy whose tokens may be held. Panics if two
+// Leases are for the same policy, if a Lease is out of range, and where NewCombiner does.
 func NewLeaser(pool Pool, opts ...Option) *Leaser {
 	config := newConfig("NewLeaser", aLeaser, opts)
 	l := &Leaser{
@@ -152,10 +152,10 @@ type leasedPolicy struct {
 	shards [leaseShards]leaseShard
 	held   atomic.Int64 // leases
 
-	// changing counts what is under way that must find no lease: Reset and its like. Meanwhile nothing is taken.
+	// changing counts calls under way that must find no lease, such as Reset. Meanwhile no tokens are taken.
 	changing atomic.Int64
 
-	// counts are of the requests for buckets without a lease. Some share a count: then they are leased a little early.
+	// counts count the requests for buckets without a lease. Buckets that share a count are leased a little early.
 	counts  [leaseCounts]atomic.Uint32
 	counted atomic.Bool
 }
@@ -173,7 +173,7 @@ func (s *leaseShard) find(key string) *lease {
 	return (*leases)[key]
 }
 
-// change replaces the map by one that was changed.
+// change replaces the map by a changed copy.
 func (s *leaseShard) change(change func(map[string]*lease)) {
 	s.writing.Lock()
 	defer s.writing.Unlock()
@@ -185,7 +185,7 @@ func (s *leaseShard) change(change func(map[string]*lease)) {
 	s.leases.Store(&leases)
 }
 
-// A lease is a holding and what serialises its methods.
+// A lease is a holding and the mutex that serialises its methods.
 type lease struct {
 	policy *leasedPolicy
 	key    string
@@ -201,10 +201,10 @@ func (e *lease) do(step func(*holding)) {
 	step(&e.holding)
 }
 
-// Acquire is [Limiter.Acquire]. A hot bucket's lease grants without a call to the server; what it cannot grant, and all else, goes
-// the way of [Combiner.Acquire].
+// Acquire is [Limiter.Acquire]. A hot bucket's lease grants without a call to the server. Requests that it cannot grant, and all
+// other requests, go the way of [Combiner.Acquire].
 //
-// Errors: those of Combiner.Acquire.
+// Errors: as Combiner.Acquire.
 func (l *Leaser) Acquire(ctx context.Context, policy, key string, opts ...CallOption) (Decision, error) {
 	r := newRequest("Acquire", policy, key, opts)
 	p := l.policies[policy]
@@ -230,8 +230,8 @@ func (l *Leaser) Acquire(ctx context.Context, policy, key string, opts ...CallOp
 	return d, err
 }
 
-// AcquireAll is that of a [Combiner]: a lease answers requests of one charge only. A Leaser that gets no such request of its
-// policies says so once, by a warning through log/slog's default logger.
+// AcquireAll is [Combiner.AcquireAll]: a lease answers requests of Acquire only. A Leaser that gets no such request of its
+// policies logs one warning through log/slog's default logger.
 func (l *Leaser) AcquireAll(ctx context.Context, charges []Charge, opts ...CallOption) (JointDecision, error) {
 	isLeased := func(c Charge) bool { return l.policies[c.Policy] != nil }
 	if slices.ContainsFunc(charges, isLeased) && l.joint.Add(1) == jointOnly && !l.hasSingle.Load() {
@@ -252,7 +252,7 @@ func (l *Leaser) grant(e *lease, cost int64) (Decision, bool) {
 	return d, ok
 }
 
-// learn uses an answer of the server: for the lease, or to begin one.
+// learn uses an answer of the server: for the lease, or to begin a lease.
 func (l *Leaser) learn(p *leasedPolicy, e *lease, hash uint64, r request, d Decision) {
 	seen := sight{d, l.now()}
 	if e != nil {
@@ -279,7 +279,7 @@ func (l *Leaser) learn(p *leasedPolicy, e *lease, hash uint64, r request, d Deci
 // now is the time on the Leaser's own clock.
 func (l *Leaser) now() time.Duration { return time.Since(l.start) }
 
-// begin has the work done that a holding begins. A Leaser that closes lets it rest.
+// begin starts the work that a holding asks for. A Leaser that closes lets the holding rest.
 func (l *Leaser) begin(e *lease) {
 	l.closing.Lock()
 	defer l.closing.Unlock()
@@ -292,7 +292,7 @@ func (l *Leaser) begin(e *lease) {
 		case l.calls <- struct{}{}:
 			defer func() { <-l.calls }()
 			l.work(e)
-		case <-l.closed.Done(): // then Close gives back what there is
+		case <-l.closed.Done(): // then Close gives the tokens back
 			e.do((*holding).rest)
 		}
 	})
@@ -313,7 +313,7 @@ func (l *Leaser) work(e *lease) {
 	}
 }
 
-// refill takes tokens for the lease, unless what is under way must find none.
+// refill takes tokens for the lease, unless a call under way must find no lease.
 func (l *Leaser) refill(e *lease) {
 	var n int64
 	sent := l.now()
@@ -328,7 +328,7 @@ func (l *Leaser) refill(e *lease) {
 	e.do(func(h *holding) { h.took(d, err, doubt, sent, l.now()) })
 }
 
-// mayWatch reports whether the policy grants what no bucket has: then it only watches.
+// mayWatch reports whether the policy grants more than any bucket has: then it only watches.
 func (l *Leaser) mayWatch(ctx context.Context, e *lease) bool {
 	d, err := l.own.AcquireUpTo(ctx, e.policy.Policy, e.key, math.MaxInt64, AtLeast(math.MaxInt64))
 	return err != nil || d.Allowed
@@ -374,7 +374,7 @@ func (p *leasedPolicy) each(visit func(*lease)) {
 	}
 }
 
-// end gives back all that is left. Only then the bucket may have another lease: the bounds are for both.
+// end gives back all tokens that are left. Only then the bucket may have another lease: the bounds are for both.
 func (l *Leaser) end(ctx context.Context, e *lease) {
 	l.giveBack(ctx, e)
 	e.policy.shards[e.hash%leaseShards].change(func(leases map[string]*lease) {
@@ -386,7 +386,8 @@ func (l *Leaser) end(ctx context.Context, e *lease) {
 	e.do((*holding).end)
 }
 
-// giveBack gives back what the holding does not keep. It is not tried again: then the server might give back twice what was charged once.
+// giveBack gives back the tokens that the holding does not keep. It does not retry: a retry might refund tokens twice that were
+// charged once.
 func (l *Leaser) giveBack(ctx context.Context, e *lease) {
 	ctx, cancel := context.WithTimeout(ctx, giveBackTimeout)
 	defer cancel()
@@ -396,7 +397,7 @@ func (l *Leaser) giveBack(ctx context.Context, e *lease) {
 	}
 }
 
-// Close gives back what leases have left, for up to 5 seconds, and then closes as [Combiner.Close] does.
+// Close gives back the tokens that leases have left, for up to 5 seconds, and then closes as [Combiner.Close] does.
 func (l *Leaser) Close() {
 	l.closing.Lock()
 	l.isClosed = true
@@ -408,12 +409,12 @@ func (l *Leaser) Close() {
 	l.giveUp(ctx, slices.Collect(maps.Values(l.policies)), "")
 	l.background.Wait()
 	for _, p := range l.policies {
-		p.each(func(e *lease) { e.do((*holding).lose) }) // what there was no time for is granted no more
+		p.each(func(e *lease) { e.do((*holding).lose) }) // leases for which the time was too short grant no more
 	}
 	l.combiner.Close()
 }
 
-// giveUp ends the leases of policies, of a key or of all. When ctx ends, it leaves the rest of them.
+// giveUp ends the leases of policies, of one key or of all keys. When ctx ends, it leaves the remaining leases.
 func (l *Leaser) giveUp(ctx context.Context, policies []*leasedPolicy, key string) {
 	ctx, cancel := context.WithTimeout(ctx, giveBackTimeout)
 	defer cancel()
@@ -453,27 +454,28 @@ func (l *Leaser) seize(ctx context.Context, e *lease) (seized bool) {
 	}
 }
 
-// withoutLeases makes a change to a policy when its leases are given back, of a key or of all, and takes nothing for it meanwhile.
+// withoutLeases makes a change to a policy when its leases, of one key or of all keys, are given back. Meanwhile it takes no tokens
+// for the policy.
 func (l *Leaser) withoutLeases(ctx context.Context, policy, key string, change func() error) error {
 	if p := l.policies[policy]; p != nil {
-		p.changing.Add(1) // before the leases are listed: whoever takes tokens since has seen it
+		p.changing.Add(1) // before the leases are listed: a refill that takes tokens since has seen it
 		defer p.changing.Add(-1)
 		l.giveUp(ctx, []*leasedPolicy{p}, key)
 	}
 	return change()
 }
 
-// Reset is [Limiter.Reset]. What is leased is given back before.
+// Reset is [Limiter.Reset]. Leased tokens are given back before.
 func (l *Leaser) Reset(ctx context.Context, policy, key string) error {
 	return l.withoutLeases(ctx, policy, key, func() error { return l.combiner.Reset(ctx, policy, key) })
 }
 
-// Override is [Limiter.Override]. What is leased is given back before.
+// Override is [Limiter.Override]. Leased tokens are given back before.
 func (l *Leaser) Override(ctx context.Context, o Override) error {
 	return l.withoutLeases(ctx, o.Policy, o.Key, func() error { return l.combiner.Override(ctx, o) })
 }
 
-// RemoveOverride is [Limiter.RemoveOverride]. What is leased is given back before.
+// RemoveOverride is [Limiter.RemoveOverride]. Leased tokens are given back before.
 func (l *Leaser) RemoveOverride(ctx context.Context, policy, key string) (removed bool, err error) {
 	err = l.withoutLeases(ctx, policy, key, func() error {
 		removed, err = l.combiner.RemoveOverride(ctx, policy, key)
@@ -482,12 +484,12 @@ func (l *Leaser) RemoveOverride(ctx context.Context, policy, key string) (remove
 	return removed, err
 }
 
-// DefinePolicy is [Limiter.DefinePolicy]. What is leased is given back before.
+// DefinePolicy is [Limiter.DefinePolicy]. Leased tokens are given back before.
 func (l *Leaser) DefinePolicy(ctx context.Context, p Policy) error {
 	return l.withoutLeases(ctx, p.Name, "", func() error { return l.combiner.DefinePolicy(ctx, p) })
 }
 
-// DropPolicy is [Limiter.DropPolicy]. What is leased is given back before.
+// DropPolicy is [Limiter.DropPolicy]. Leased tokens are given back before.
 func (l *Leaser) DropPolicy(ctx context.Context, name string) error {
 	return l.withoutLeases(ctx, name, "", func() error { return l.combiner.DropPolicy(ctx, name) })
 }
