@@ -9,10 +9,10 @@ const (
 	// leaseFor is how long a lease should last at the rate of the last moments. A quarter of that is left when it is refilled.
 	leaseFor = 800 * time.Millisecond
 
-	// leaseLife is how long tokens are granted after the server has last given some to their lease.
+	// leaseLife is how long a lease grants tokens after the server has last given tokens to it.
 	leaseLife = time.Second
 
-	// shortestLook is the shortest time over which a rate is measured: what a moment asks for is no rate.
+	// shortestLook is the shortest time over which a rate is measured. Shorter bursts are no rate.
 	shortestLook = 5 * time.Millisecond
 
 	// demandFades is the time in which a demand that has ended falls to a third.
@@ -33,13 +33,13 @@ func (d *demand) observe(tokens int64, during time.Duration) {
 	*d = now
 }
 
-// A sight is what the server said of a bucket.
+// A sight is a decision of the server on a bucket, and its time.
 type sight struct {
 	Decision
 	at time.Duration
 }
 
-// level is about how many tokens the bucket holds, if nobody else takes any.
+// level is about how many tokens the bucket holds, if no other caller takes any.
 func (s sight) level(now time.Duration) int64 {
 	if s.ResetAfter <= 0 || s.NeverFull() {
 		return s.Remaining
@@ -58,8 +58,8 @@ func (s sight) with(left int64) Decision {
 	return d
 }
 
-// isLeasable reports whether tokens of the bucket may be held. Those of a bucket that gains nothing would be lost for good with
-// a process, and a policy that watches must see what it would deny.
+// isLeasable reports whether tokens of the bucket may be held. Tokens of a bucket that refills nothing would be lost for good with
+// a process. A policy that only watches must see each request that it would deny.
 func (s sight) isLeasable() bool { return !s.NeverFull() && !s.Shadowed }
 
 // A leaseSize is how many tokens a lease should hold.
@@ -68,7 +68,7 @@ type leaseSize struct {
 	low  int64 // with fewer it is refilled
 }
 
-// size is what the demand asks for, as far as the bounds let it.
+// size is the size that the demand asks for, within the bounds.
 func (l Lease) size(d demand, s sight) leaseSize {
 	full := min(float64(d)*leaseFor.Seconds(), l.MaxShare*float64(s.Capacity), float64(l.MaxTokens))
 	if !s.isLeasable() {
@@ -77,13 +77,13 @@ func (l Lease) size(d demand, s sight) leaseSize {
 	return leaseSize{full: int64(full), low: (int64(full) + 3) / 4}
 }
 
-// refill is how many tokens to take for a lease that has so many left: what is missing, but not so many that the lease has more
-// than the bucket. That is for others.
+// refill is how many tokens to take for a lease that has so many left: up to its full size, but never so many that the lease has
+// more than the bucket. The bucket's tokens are for other processes.
 func (s leaseSize) refill(left, level int64) int64 {
 	return max(0, min(s.full-left, (level-left)/2))
 }
 
-// excess is how many tokens to give back: what is above the size, if that is so much that it is worth a call.
+// excess is how many tokens to give back: the tokens above the full size, if they are so many that they are worth a call.
 func (s leaseSize) excess(left int64) int64 {
 	if left <= 2*s.full {
 		return 0
