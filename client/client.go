@@ -18,8 +18,8 @@ type Querier interface {
 	QueryRow(ctx context.Context, sql string, args ...any) pgx.Row
 }
 
-// An Acquirer is what *[Limiter], *[Combiner], *[Leaser], *[Sharded] and the fake of package clienttest have in common: enough
-// for a program that asks for tokens and leaves policies to others.
+// An Acquirer has the methods that *[Limiter], *[Combiner], *[Leaser], *[Sharded] and the fake of package clienttest share. They
+// are enough for a program that asks for tokens and defines no policies.
 type Acquirer interface {
 	// Acquire takes tokens from the bucket of key if it holds enough: see [Limiter.Acquire].
 	Acquire(ctx context.Context, policy, key string, opts ...CallOption) (Decision, error)
@@ -32,7 +32,7 @@ type Acquirer interface {
 // pool is, a connection and a transaction are not. It is cheap to make, also one per transaction.
 type Limiter struct{ limiter }
 
-// limiter is what a Limiter and a Combiner have in common: calls, one by one.
+// limiter makes calls, one by one. A Limiter and a Combiner embed it.
 type limiter struct {
 	db      Querier
 	schema  string // quoted, with the dot, or empty
@@ -62,19 +62,19 @@ func newLimiter(db Querier, c config) limiter {
 }
 
 // WithTx returns a Limiter on the same functions whose calls are part of tx. It lasts as long as tx, and
-// like tx serves one caller at a time. It repeats no call, has no [DenialCache], and leaves it to the
-// commit whether to wait for the disk, whatever [NoFlush] says.
+// like tx serves one caller at a time. It repeats no call, has no [DenialCache], and ignores [NoFlush]: the commit
+// decides whether to wait for the disk.
 //
 // A tx that is rolled back, or never committed, has taken nothing: a limit on failed attempts belongs
 // outside of the transaction that fails. A grant locks its bucket until tx ends, and every other acquire
 // on that bucket waits as long. After an error tx does no more work, as after any failed statement: to go on
 // all the same, acquire within a savepoint (tx.Begin).
 func (l *limiter) WithTx(tx pgx.Tx) *Limiter {
-	// Only its QueryRow is to be seen: a tx that has more is not to be taken for a pool.
+	// Only QueryRow of tx is to be seen: else a tx with more methods would be taken for a pool.
 	return &Limiter{limiter{db: struct{ Querier }{tx}, schema: l.schema, inTx: true, alone: l.alone, hooks: l.hooks}}
 }
 
-// Acquire takes tokens from the bucket of key if it holds enough, and answers. Options are [Cost] and
+// Acquire takes tokens from the bucket of key if it holds enough, and returns the decision. Options are [Cost] and
 // [IdempotencyKey]. A denial is a [Decision] and a nil error; so is a replay.
 //
 // policy and key have 1 to 512 bytes. A key that was never seen has a full bucket.
@@ -115,8 +115,8 @@ func (l *limiter) ask(ctx context.Context, r request) (Decision, error) {
 	})
 }
 
-// Peek reports what Acquire would answer now, and takes nothing. The option is [Cost]: which
-// idempotency keys are remembered it does not see.
+// Peek returns the decision that Acquire would return now, and takes nothing. The option is [Cost]: Peek does
+// not see which idempotency keys are remembered.
 //
 // It writes and locks nothing, works in a read-only transaction, and for durable policies on a
 // standby.
@@ -133,11 +133,11 @@ func (l *limiter) Peek(ctx context.Context, policy, key string, opts ...CallOpti
 	})
 }
 
-// Refund gives tokens back to the bucket of key, never above its capacity, and reports what it holds.
+// Refund gives tokens back to the bucket of key, never above its capacity, and returns its new state.
 // The amount is whole tokens, 0 or more. An idempotency key of the acquire stays: it replays the
 // grant, refunded or not.
 //
-// A bucket that is not full is written, and locked until the transaction ends. Sent twice it gives
+// A bucket that is not full is written, and locked until the transaction ends. A Refund that is sent twice gives
 // back twice.
 //
 // Errors: [ErrUnknownPolicy], [ErrInvalidArgument], [ErrLocked].
@@ -185,19 +185,19 @@ func (l *limiter) ResetAll(ctx context.Context, policy string) error {
 		function: "ratelimit_reset_all($1::text)",
 		args:     []any{policy},
 	})
-	if errors.Is(err, pgx.ErrNoRows) { // a procedure answers no row
+	if errors.Is(err, pgx.ErrNoRows) { // a procedure returns no row
 		return nil
 	}
 	return err
 }
 
-// Cleaned counts what clean-up removed.
+// Cleaned counts the rows that clean-up removed.
 type Cleaned struct {
 	Buckets         int64 // full again, or of a dropped policy
 	IdempotencyKeys int64 // past their time, or of a dropped policy
 }
 
-// Cleanup removes one batch of buckets and one of idempotency keys that nobody can tell from absent.
+// Cleanup removes one batch of buckets and one of idempotency keys. No caller can tell these rows from absent ones.
 // The option is [MaxRows].
 //
 // It skips rows that other sessions have locked, and removes nothing if it would have to wait 100 ms for a
@@ -225,13 +225,13 @@ func (l *limiter) Cleanup(ctx context.Context, opts ...CallOption) (c Cleaned, e
 // at most, however much there is to remove. It holds one connection meanwhile. Each batch is committed
 // by itself, so a call that fails, or meets a statement_timeout, has lost only the batch it was at.
 //
-// The role needs more than for other calls, since what commits cannot run with its owner's rights:
+// The role needs more than for other calls, since a procedure that commits cannot run with its owner's rights:
 //
 //	grant execute on procedure ratelimit_cleanup_all(interval) to janitor;
 //	grant usage on schema ratelimit to janitor;
 //	grant execute on function ratelimit.cleanup_batch to janitor;
 //
-// The Limiter must be on a pool, or on a connection that nobody else uses and that is in no transaction.
+// The Limiter must be on a pool, or on a connection of its own that is in no transaction.
 // Panics if every is not positive, as [time.NewTicker] does, and at another option.
 func (l *limiter) RunCleanup(ctx context.Context, every time.Duration, opts ...CallOption) {
 	report := runCleanup(every, opts)
@@ -241,7 +241,7 @@ func (l *limiter) RunCleanup(ctx context.Context, every time.Duration, opts ...C
 			function: "ratelimit_cleanup_all($1::text::interval)",
 			args:     []any{interval(max(every, time.Microsecond))},
 		})
-		if err != nil && !errors.Is(err, pgx.ErrNoRows) && ctx.Err() == nil { // a procedure answers no row
+		if err != nil && !errors.Is(err, pgx.ErrNoRows) && ctx.Err() == nil { // a procedure returns no row
 			report(err)
 		}
 		select {
@@ -251,7 +251,7 @@ func (l *limiter) RunCleanup(ctx context.Context, every time.Duration, opts ...C
 	}
 }
 
-// runCleanup checks the arguments, and returns what an error is reported to.
+// runCleanup checks the arguments, and returns the function that errors are reported to.
 func runCleanup(every time.Duration, opts []CallOption) (report func(error)) {
 	if every <= 0 {
 		panic("client: RunCleanup: every must be positive")
@@ -267,8 +267,8 @@ func runCleanup(every time.Duration, opts []CallOption) (report func(error)) {
 	return report
 }
 
-// A call selects columns from a function, or without columns calls a procedure. Arguments are text, bigint, arrays of these, or null, cast
-// where they are used: so every way of sending them means the same.
+// A call selects columns from a function, or without columns calls a procedure. Arguments are text, bigint, arrays of these, or null.
+// The SQL casts each argument where it is used: so every way of sending them means the same.
 type call struct {
 	verb     string
 	columns  string
@@ -280,12 +280,12 @@ type call struct {
 }
 
 // microseconds selects an interval, or a time, as a bigint. The factor is numeric, as extract is: for an integer,
-// an operator that somebody planted on search_path would be the closer match.
+// an operator that an attacker planted on search_path would be the closer match.
 func microseconds(column string) string {
 	return "(extract(epoch from " + column + ") * 1000000.0)::bigint"
 }
 
-// The columns of a decision, and in their order those of a reservation.
+// The columns of a decision, and in the same order the columns of a reservation.
 var (
 	decisionColumns    = columnsWith("retry_after")
 	reservationColumns = columnsWith("wait")
@@ -295,7 +295,7 @@ func columnsWith(wait string) string {
 	return "allowed, remaining, " + microseconds(wait) + ", " + microseconds("reset_after") + ", capacity, replayed, shadowed"
 }
 
-// A decisionRow is where those columns are read to.
+// A decisionRow is the row that the columns are read to.
 type decisionRow struct {
 	Decision
 	retryAfter, resetAfter pgtype.Int8
@@ -311,7 +311,7 @@ func (r *decisionRow) decision() Decision {
 	return d
 }
 
-// answer makes a call that returns one decision, and shows it.
+// answer makes a call that returns one decision, and passes it to the hooks.
 func (l *limiter) answer(ctx context.Context, policy string, c call) (Decision, error) {
 	begin := l.hooks.begin()
 	d, err := l.decide(ctx, c)
@@ -361,7 +361,8 @@ func (l *limiter) query(ctx context.Context, c call, dest ...any) error {
 	}))
 }
 
-// zeroByteIn is the error about an argument, from 0. Policy and key come first, and of others only the idempotency key is the caller's text.
+// zeroByteIn is the error about an argument, from 0. Policy and key come first. Of the further arguments only the idempotency key is
+// the caller's text.
 func zeroByteIn(argument int) error {
 	name := [...]string{"policy", "key", "idempotency_key"}[min(argument, 2)]
 	return fmt.Errorf("%w: %s has a zero byte, which no text in PostgreSQL can hold; pass a hash of it", ErrInvalidArgument, name)
@@ -370,7 +371,7 @@ func zeroByteIn(argument int) error {
 // hasZeroByte reports whether the simple protocol would cut the statement short.
 func hasZeroByte(text string) bool { return strings.Contains(text, "\x00") }
 
-// statement is the SQL of a call. What it sets lasts until the end of its own transaction.
+// statement is the SQL of a call. Its synchronous_commit lasts until the end of its own transaction.
 func (l *limiter) statement(c call) string {
 	from := l.schema + c.function
 	if c.columns == "" {
@@ -382,7 +383,7 @@ func (l *limiter) statement(c call) string {
 	return "select " + c.columns + " from " + from
 }
 
-// failed says of an error which call it was.
+// failed adds the call to an error.
 func (l *limiter) failed(c call, err error) error {
 	if err == nil {
 		return nil
