@@ -6,12 +6,12 @@ import (
 	"time"
 )
 
-// Charge takes tokens from the bucket of key whatever it holds, and reports what it holds then. What it does not hold is
-// debt: Remaining is below zero, and refill pays the debt before anything is granted again. It is for usage that is known
+// Charge takes tokens from the bucket of key even if it holds fewer, and returns its new state. Missing tokens are
+// debt: Remaining is below zero, and refill pays the debt before anything is granted again. Charge is for usage that is known
 // only when it is over. The cost is whole tokens, 0 to 9,000,000,000,000. The option is [IdempotencyKey]. Allowed is always
 // true.
 //
-// Debt ends at 9,000,000,000,000 tokens, or at what the bucket refills in 10,000 years if that is less. What goes beyond is
+// Debt ends at 9,000,000,000,000 tokens, or at the refill of 10,000 years if that is less. Tokens beyond this limit are
 // not charged, and not given back by a settlement.
 //
 // It writes the bucket, and the idempotency key if there is one, and locks both until the transaction ends. A cost of 0 and
@@ -32,16 +32,16 @@ func (l *limiter) Charge(ctx context.Context, policy, key string, cost int64, op
 	})
 }
 
-// Settle replaces the cost of a grant by what it really cost, and reports what the bucket holds then. The grant was made
-// under idempotencyKey by Acquire, AcquireAll, AcquireUpTo, Reserve or Charge, and its cost was an estimate. What was too
-// much goes back, up to full; what was too little is taken, also into debt. The cost is whole tokens, 0 to
-// 9,000,000,000,000: 0 gives all of it back. Of a grant of AcquireAll, each bucket is settled by itself.
+// Settle replaces the cost of a grant by its real cost, and returns the new state of the bucket. The grant was made
+// under idempotencyKey by Acquire, AcquireAll, AcquireUpTo, Reserve or Charge, and its cost was an estimate. If the estimate was
+// too high, the difference goes back, up to full. If it was too low, the difference is taken, also into debt. The cost is whole
+// tokens, 0 to 9,000,000,000,000: 0 gives all tokens back. Of a grant of AcquireAll, each bucket is settled by itself.
 //
 // The first settlement counts. Sent again with the same cost it changes nothing, and is marked Replayed; so it can be
-// repeated until it has an answer. With another cost it is [ErrIdempotencyMismatch]. Any other
-// request that is repeated under the key after it is [ErrSettled]: the operation is over. A Charge is still replayed.
+// repeated until it has an answer. With another cost it is [ErrIdempotencyMismatch]. After it, any other
+// request that is repeated under the key is [ErrSettled]: the operation is over. A Charge is still replayed.
 //
-// A grant that is never settled keeps its estimate. Settle in a deferred call, under a context of its own: that of a
+// A grant that is never settled keeps its estimate. Settle in a deferred call, under a context of its own: the context of a
 // request ends when its client hangs up.
 //
 // It writes the bucket and the idempotency key, and locks both until the transaction ends. A repeat writes nothing. Under a
@@ -64,12 +64,12 @@ type Reservation struct {
 	// Allowed tells whether the tokens were taken.
 	Allowed bool
 
-	// Wait is how long to wait before acting. Of a refusal it is how long that would have been, [math.MaxInt64] if for
-	// ever: see [Reservation.Never].
+	// Wait is how long to wait before acting. After a refusal it is how long the wait would have been, or [math.MaxInt64] if
+	// no wait would help: see [Reservation.Never].
 	Wait time.Duration
 
-	// Remaining is what the bucket holds after the call, in whole tokens, rounded down: below zero, the tokens that
-	// others, and this caller, are waiting for.
+	// Remaining is the number of whole tokens in the bucket after the call, rounded down. Below zero, it counts the tokens
+	// that callers, this one included, are waiting for.
 	Remaining int64
 
 	// ResetAfter, Capacity and Replayed are as in a [Decision].
@@ -77,29 +77,29 @@ type Reservation struct {
 	Capacity   int64
 	Replayed   bool
 
-	// Shadowed tells that the policy only watches, and that enforcing it would have this caller wait, or refuse it. Wait
+	// Shadowed means that the policy only watches, and that enforcing it would make this caller wait, or refuse it. Wait
 	// is then zero.
 	Shadowed bool
 }
 
-// Never reports whether no wait would help: the cost is above the capacity, or above what a bucket holds whose policy
-// refills nothing.
+// Never reports whether no wait would help: the cost is above the capacity, or the policy refills nothing and the bucket
+// holds less than the cost.
 func (r Reservation) Never() bool { return r.Wait == never }
 
-// Reserve takes tokens from the bucket of key now, if it will have them within maxWait, and tells how long to wait before
+// Reserve takes tokens from the bucket of key now, if it will have them within maxWait, and returns how long to wait before
 // acting. Options are [Cost] and [IdempotencyKey]. maxWait is whole microseconds, up to 365 days; with 0 it is Acquire. A
 // refusal is a [Reservation] that is not Allowed, and a nil error. [Limiter.Wait] waits, too.
 //
-// What is not there yet is taken all the same, as debt. So callers are served in the order of their calls, and an Acquire is
-// denied while others wait. Who reserves and then does not act gives the tokens back with [Limiter.Settle] at a cost of 0.
-// That does not shorten the wait of those behind.
+// Tokens that are not there yet are taken all the same, as debt. So callers are served in the order of their calls, and an Acquire
+// is denied while callers wait. A caller that reserves and then does not act gives the tokens back with [Limiter.Settle] at a cost
+// of 0. Callers already in line keep their wait.
 //
 // The grant is remembered for as long as the policy remembers after the wait is over. A repeat has the rest of the wait.
-// Until then Acquire under the same key answers a denial, and then the grant.
+// Acquire under the same key returns a denial until the wait is over, and then the grant.
 //
-// It writes and locks what an Acquire does. A refusal writes nothing. A [DenialCache] neither answers nor remembers.
+// It writes and locks the same rows as an Acquire. A refusal writes nothing. A [DenialCache] neither answers nor remembers.
 //
-// Errors: those of [Limiter.Acquire].
+// Errors: as [Limiter.Acquire].
 func (l *limiter) Reserve(ctx context.Context, policy, key string, maxWait time.Duration, opts ...CallOption) (Reservation, error) {
 	begin := l.hooks.begin()
 	d, err := l.reserve(ctx, newRequest("Reserve", policy, key, opts), maxWait)
@@ -140,23 +140,23 @@ func (l *limiter) reserve(ctx context.Context, r request, maxWait time.Duration)
 type PartialDecision struct {
 	Decision
 
-	// Taken is how many tokens were taken: between those asked for at least and at most, or 0 for a denial. Under a policy
-	// that only watches it is always what was asked for at most.
+	// Taken is how many tokens were taken: between [AtLeast] and atMost, or 0 for a denial. Under a policy
+	// that only watches it is always atMost.
 	Taken int64
 }
 
 var partialColumns = decisionColumns + ", taken"
 
-// AcquireUpTo takes as many whole tokens from the bucket of key as it holds, atMost, and tells how many. With fewer than
-// [AtLeast] it takes none, and answers a denial, whose RetryAfter is the time until that many are there. Options are AtLeast
-// and [IdempotencyKey]. Both numbers are 1 or more, and AtLeast is no more than atMost.
+// AcquireUpTo takes as many whole tokens from the bucket of key as it holds, up to atMost, and returns how many. If the bucket
+// holds fewer than [AtLeast], it takes none, and returns a denial. RetryAfter is then the time until the bucket holds AtLeast.
+// Options are AtLeast and [IdempotencyKey]. Both numbers are 1 or more, and AtLeast is no more than atMost.
 //
-// A repeat under the same idempotency key has the same Taken; it is [ErrIdempotencyMismatch] if that is outside its own
-// bounds. To Acquire, the key is that of a grant of this cost.
+// A repeat under the same idempotency key has the same Taken; it is [ErrIdempotencyMismatch] if Taken is outside its own
+// bounds. To Acquire, the key names a grant whose cost is Taken.
 //
-// It writes and locks what an Acquire does. A [DenialCache] neither answers nor remembers.
+// It writes and locks the same rows as an Acquire. A [DenialCache] neither answers nor remembers.
 //
-// Errors: those of [Limiter.Acquire].
+// Errors: as [Limiter.Acquire].
 func (l *limiter) AcquireUpTo(ctx context.Context, policy, key string, atMost int64, opts ...CallOption) (PartialDecision, error) {
 	s := settings{atLeast: 1}
 	s.read("AcquireUpTo", opts, "AtLeast", "IdempotencyKey")
