@@ -1,6 +1,6 @@
 // Package client calls pgratelimit: token bucket rate limits that live in PostgreSQL.
 //
-// Every decision is made by the server, in one round trip. The client calls a function named
+// The server makes every decision, in one round trip. The client calls a function named
 // ratelimit_* and decodes one row; it keeps no state unless told to ([DenialCache]), so any number of
 // processes may share the same buckets, with each other and with callers in SQL.
 //
@@ -26,7 +26,7 @@
 //
 // # Which limiter
 //
-// None of them grants more than there is, and they may be used side by side.
+// No limiter grants more tokens than there are, and all may be used side by side.
 //
 //   - [New] on a pool sends one call for each request. It is all that a program with few requests
 //     at a time needs.
@@ -35,8 +35,9 @@
 //     row, becomes the fastest case. One caller alone loses nothing; with a handful, answers take a
 //     little longer than with New, and cost the server less. It is for pools only: a call for many
 //     cannot be part of one caller's transaction, for which there is [Limiter.WithTx].
-//   - [NewLeaser] answers for buckets that are asked for often from tokens that it has taken before: in
-//     less than a microsecond. What one process holds, others are denied. It is a Combiner for all others.
+//   - [NewLeaser] answers for hot buckets from tokens that it has taken before: in less than a
+//     microsecond. Tokens that one process holds are denied to other processes. For all other buckets
+//     it is a Combiner.
 //   - [NewSharded] spreads the keys over several databases, each with a Combiner, when one server is not enough.
 //
 // Code that only asks for tokens takes an [Acquirer], which is any of them, and in tests the fake of
@@ -49,8 +50,8 @@
 //     be granted again.
 //   - A policy with Durable [No] writes no log at all: after a crash its buckets are full.
 //
-// [DenialCache] answers repeated denials without the server, in exchange for seeing late what others
-// give back.
+// [DenialCache] answers repeated denials without the server, but sees tokens that other programs give
+// back late.
 //
 // # Several limits
 //
@@ -61,10 +62,10 @@
 //		{Policy: "org", Key: "7", Cost: client.Cost(5)},
 //	})
 //
-// A denial tells how long until all would be granted, and d.Binding which charge has the longest wait.
+// The RetryAfter of a denial is the time until all would be granted. d.Binding is the charge with the longest wait.
 //
-// An [Override] gives one bucket another size. A policy with [Policy.Shadow] watches, and denies nothing. One
-// whose Refill is [Zero] is a budget.
+// An [Override] gives one bucket another size. A policy with [Policy.Shadow] watches, and denies nothing. A policy
+// with a Refill of [Zero] is a budget.
 //
 // # More than one server
 //
@@ -76,12 +77,12 @@
 //
 // # Guards inside the database
 //
-// A statement of yours can be refused by ratelimit_enforce, or by a trigger on a table. [Denied] finds that in
-// its error, and how long to wait.
+// The function ratelimit_enforce, or a trigger on a table, can refuse a statement of yours. [Denied] finds the refusal in
+// the statement's error, and how long to wait.
 //
 // # Retries and idempotency
 //
-// After a broken connection nobody knows whether the tokens were taken. An [IdempotencyKey] settles
+// After a broken connection it is unknown whether the tokens were taken. An [IdempotencyKey] settles
 // it: send the request again under the same key, and it is charged at most once. The program chooses
 // the key, one for each operation, such as an order number. A key that its own callers choose, such as
 // an X-Request-ID header, switches the limit off: a replay is allowed and takes nothing.
@@ -89,14 +90,14 @@
 // The client itself repeats a call, up to 3 tries with a random pause of at most 50 ms and then 100 ms
 // between them,
 //
-//   - when the server has said that nothing happened (serialization_failure, 40001, or
+//   - when the server reports that nothing happened (serialization_failure, 40001, or
 //     deadlock_detected, 40P01), on a pool and on a connection that is in no transaction; inside a
-//     transaction only the caller can begin again, and the error is the caller's
+//     transaction only the caller can begin again, and gets the error
 //   - when the connection was lost, on a pool, if the request has an idempotency key
 //
 // # Metrics
 //
-// [Observe] shows a program each answer, each wait, and the size of each combined call. Package otellimit, a module of its
+// [Observe] reports each answer, each wait, and the size of each combined call to the program. Package otellimit, a module of its
 // own, makes OpenTelemetry's metrics of them:
 //
 //	metrics, err := otellimit.New(otel.GetMeterProvider())
@@ -106,12 +107,12 @@
 //
 // Give every call a ctx that ends: the call ends with it, also when the server falls silent. A
 // pgxpool.Pool replaces broken connections by itself. But an attempt to connect that hears nothing keeps
-// its place in the pool for two minutes, unless connect_timeout says less: add connect_timeout=5 to the
+// its place in the pool for two minutes, unless connect_timeout is less: add connect_timeout=5 to the
 // connection string. A connection that has fallen silent keeps its place for up to 15 seconds more, in
 // which pgx asks the server to cancel the call; a pool with places to spare does not notice.
 //
-// A [Combiner] whose database is slow or gone lets only so many callers wait, and refuses those whose ctx would end first: see
-// [ErrOverloaded].
+// If the database of a [Combiner] is slow or gone, the Combiner lets only so many callers wait. It refuses callers with a ctx that
+// would end first: see [ErrOverloaded].
 //
 // # Transactions
 //
@@ -131,20 +132,20 @@
 // transaction mode is fine. Where it (before 1.21, or with max_prepared_statements = 0) does not carry
 // prepared statements over, add default_query_exec_mode=exec to the connection string; cache_describe
 // and simple_protocol work too, cache_statement does not. describe_exec works with no such pooler: it
-// prepares a statement without a name, and then may run what another client left under none. If the
+// prepares a statement without a name, and then may run the unnamed statement of another client. If the
 // pooler's search_path does not lead to the functions, name their schema with [Schema].
 //
 // # Encodings
 //
-// Text in Go is UTF-8, and pgx leaves client_encoding to the database. Where that is not UTF8, add
+// Text in Go is UTF-8, and pgx leaves client_encoding to the database. If the database's is not UTF8, add
 // client_encoding=UTF8 to the connection string, or set it for the database: else a key that is not ASCII
-// is another bucket than that of the same key from psql. Text that the database cannot hold is
+// names another bucket than the same key from psql. Text that the database cannot hold is
 // [ErrInvalidArgument]. The 512 bytes of a key are counted as the database stores it.
 //
 // # Clean-up
 //
 // Buckets that are full again and idempotency keys past their time should be removed now and then. If
-// no pg_cron job does it, one program should. [Limiter.RunCleanup] says what its role needs.
+// no pg_cron job does it, one program should. [Limiter.RunCleanup] lists the grants that its role needs.
 //
 //	go limiter.RunCleanup(ctx, time.Minute)
 package client
