@@ -12,16 +12,17 @@ import (
 	"time"
 )
 
-// checkTimeout is how long a database has to answer which shard it is.
+// checkTimeout is how long a database has to return its shard number.
 const checkTimeout = 5 * time.Second
 
-// A Sharded is a limiter whose keys are spread over several databases, each with the package: its shards. [ShardOf] says
-// which shard has a key, and a call about that key is one call there, with the answers of a [Combiner] on that database. Each
-// shard has a Combiner, or with a [Lease] a [Leaser], and a pool of its own. So a shard that fails, or falls silent, holds up nobody but those who ask it.
+// A Sharded is a limiter that spreads its keys over several databases, each with the package: its shards. [ShardOf] returns
+// the shard of a key. A call about that key is one call there, with the answers of a [Combiner] on that database. Each
+// shard has a Combiner, or with a [Lease] a [Leaser], and a pool of its own. So a shard that fails, or falls silent, holds up only
+// the callers of that shard.
 //
-// Its methods are those of a Combiner, but for WithTx: a caller's transaction is in some database, and a key's bucket in another.
-// An error of a shard is a [*ShardError]. It is never another shard's turn: a bucket that is elsewhere would be full. A call to
-// all shards joins their errors; what all of them say alike is said once, as by one database.
+// It has the methods of a Combiner, but for WithTx: a caller's transaction is in some database, and a key's bucket in another.
+// An error of a shard is a [*ShardError]. No other shard steps in: a bucket that is elsewhere would be full. A call to
+// all shards joins their errors. An error that all shards return alike is returned once, as by one database.
 //
 // Close it when it is no longer used.
 type Sharded struct{ shards []*shard }
@@ -30,7 +31,7 @@ type Sharded struct{ shards []*shard }
 type shard struct {
 	*Leaser    // without a Lease it is a Combiner
 	number, of int
-	known      atomic.Bool // as the shard of this number: its database has said so
+	known      atomic.Bool // whether its database has returned this shard number
 	open       context.Context
 	shut       context.CancelFunc
 
@@ -38,7 +39,7 @@ type shard struct {
 	checking *checking // nil until the database is asked, and after it has failed to answer
 }
 
-// A checking is a call that asks a database which shard it is, for all who wait for the answer.
+// A checking is a call that asks a database which shard it is, for all callers that wait for the answer.
 type checking struct {
 	done chan struct{}
 	err  error
@@ -51,13 +52,13 @@ func newShard(leaser *Leaser, number, of int) *shard {
 }
 
 // NewSharded returns a Sharded on the databases of pools: shard 0, shard 1 and so on, a power of two of them. Each database
-// must have been told which shard it is, by ratelimit_define_shard. The role needs EXECUTE on ratelimit_shard, and what a
-// [NewCombiner] needs, or with a [Lease] a [NewLeaser]. Options are those of NewLeaser, for each of the shards. Panics where
+// must have got its shard number, by ratelimit_define_shard. The role needs EXECUTE on ratelimit_shard, and the rights that
+// [NewCombiner] names, or with a [Lease] [NewLeaser]. Options are the options of NewLeaser, for each of the shards. Panics where
 // NewLeaser does.
 //
-// It asks every database which shard it is, and fails if one says that it is another, or none, or cannot say. One that cannot
-// be reached within 5 seconds is asked before its first call, once for all who wait for it then, so that a program can start
-// beside a shard that is down. It fails if none can be reached.
+// It asks every database which shard it is, and fails if a database is another shard, or no shard, or returns an error. A database
+// that cannot be reached within 5 seconds is asked before its first call, once for all callers that wait then. So a program can
+// start beside a shard that is down. It fails if no database can be reached.
 //
 // Errors: [ErrWrongShard]; of each shard a [*ShardError].
 func NewSharded[P Pool](ctx context.Context, pools []P, opts ...Option) (*Sharded, error) {
@@ -110,8 +111,8 @@ func (s *shard) check(ctx context.Context) error {
 	}
 }
 
-// askWhich asks the database which shard it is, unless somebody does already, or it is known; after Close it returns nil. No
-// caller's ctx ends the call: it is for others, too.
+// askWhich asks the database which shard it is, unless a call already does, or it is known; after Close it returns nil. No
+// caller's ctx ends the call: other callers wait for it, too.
 func (s *shard) askWhich() *checking {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -142,7 +143,7 @@ func (s *shard) askWhich() *checking {
 	return c
 }
 
-// Close ends the question which shard the database is, and then does what [Leaser.Close] does.
+// Close ends the call that asks which shard the database is, and then closes as [Leaser.Close] does.
 func (s *shard) Close() {
 	s.shut()
 	s.mu.Lock()
@@ -170,13 +171,13 @@ func ask[A any](ctx context.Context, s *Sharded, key string, call func(*shard) (
 	return answer, shard.failed(err)
 }
 
-// tell is ask for calls that answer nothing.
+// tell is ask for calls that return nothing.
 func (s *Sharded) tell(ctx context.Context, key string, call func(*shard) error) error {
 	_, err := ask(ctx, s, key, func(shard *shard) (struct{}, error) { return struct{}{}, call(shard) })
 	return err
 }
 
-// onAll makes a call on each shard, at the same time, and returns their errors, nil where there is none.
+// onAll makes a call on each shard, at the same time, and returns their errors, nil for a shard without error.
 func (s *Sharded) onAll(ctx context.Context, call func(*shard) error) []error {
 	errs := make([]error, len(s.shards))
 	var calls sync.WaitGroup
@@ -193,7 +194,7 @@ func (s *Sharded) onAll(ctx context.Context, call func(*shard) error) []error {
 	return errs
 }
 
-// join makes one error of those of all shards. What all of them say alike is no shard's own, and said once.
+// join makes one error of the errors of all shards. An error that all shards return alike is no shard's own, and returned once.
 func join(errs []error) error {
 	var first *ShardError
 	if !errors.As(errs[0], &first) {
@@ -208,7 +209,8 @@ func join(errs []error) error {
 	return first.Err
 }
 
-// Close lets no more requests in, and waits until all others are answered: see [Combiner.Close]. What is leased is given back: see [Leaser.Close].
+// Close admits no more requests, and waits until all earlier requests are answered: see [Combiner.Close]. Leased tokens are given
+// back: see [Leaser.Close].
 func (s *Sharded) Close() {
 	var closing sync.WaitGroup
 	for _, shard := range s.shards {
@@ -219,18 +221,18 @@ func (s *Sharded) Close() {
 
 // Acquire is [Combiner.Acquire] on the shard of key, or [Leaser.Acquire].
 //
-// Errors: those of Combiner.Acquire, in a [*ShardError].
+// Errors: as Combiner.Acquire, in a [*ShardError].
 func (s *Sharded) Acquire(ctx context.Context, policy, key string, opts ...CallOption) (Decision, error) {
 	return ask(ctx, s, key, func(on *shard) (Decision, error) { return on.Acquire(ctx, policy, key, opts...) })
 }
 
 // AcquireAll is [Combiner.AcquireAll] if all charges belong to one shard, and as exact. That is so when they have one key, under
-// several policies. Charges of several shards are refused: no transaction spans two databases, so a crash between them would
-// leave a part taken.
+// several policies. Charges of several shards are refused: no transaction spans two databases, so after a crash between them
+// only a part of the tokens would be taken.
 //
-// Errors: [ErrSeveralShards]; those of Combiner.AcquireAll, in a [*ShardError].
+// Errors: [ErrSeveralShards]; as Combiner.AcquireAll, in a [*ShardError].
 func (s *Sharded) AcquireAll(ctx context.Context, charges []Charge, opts ...CallOption) (JointDecision, error) {
-	var key string // of none: the error is any shard's to tell
+	var key string // without charges, any shard returns the error
 	if len(charges) > 0 {
 		key = charges[0].Key
 	}
@@ -247,85 +249,85 @@ func (s *Sharded) AcquireAll(ctx context.Context, charges []Charge, opts ...Call
 
 // Peek is [Limiter.Peek] on the shard of key.
 //
-// Errors: those of Limiter.Peek, in a [*ShardError].
+// Errors: as Limiter.Peek, in a [*ShardError].
 func (s *Sharded) Peek(ctx context.Context, policy, key string, opts ...CallOption) (Decision, error) {
 	return ask(ctx, s, key, func(on *shard) (Decision, error) { return on.Peek(ctx, policy, key, opts...) })
 }
 
 // Refund is [Limiter.Refund] on the shard of key.
 //
-// Errors: those of Limiter.Refund, in a [*ShardError].
+// Errors: as Limiter.Refund, in a [*ShardError].
 func (s *Sharded) Refund(ctx context.Context, policy, key string, amount int64) (Decision, error) {
 	return ask(ctx, s, key, func(on *shard) (Decision, error) { return on.Refund(ctx, policy, key, amount) })
 }
 
 // Reset is [Limiter.Reset] on the shard of key.
 //
-// Errors: those of Limiter.Reset, in a [*ShardError].
+// Errors: as Limiter.Reset, in a [*ShardError].
 func (s *Sharded) Reset(ctx context.Context, policy, key string) error {
 	return s.tell(ctx, key, func(on *shard) error { return on.Reset(ctx, policy, key) })
 }
 
 // ResetAll is [Limiter.ResetAll] on all shards, at the same time.
 //
-// Errors: those of Limiter.ResetAll, in a [*ShardError] of each shard that failed.
+// Errors: as Limiter.ResetAll, in a [*ShardError] of each shard that failed.
 func (s *Sharded) ResetAll(ctx context.Context, policy string) error {
 	return join(s.onAll(ctx, func(on *shard) error { return on.ResetAll(ctx, policy) }))
 }
 
 // Charge is [Limiter.Charge] on the shard of key.
 //
-// Errors: those of Limiter.Charge, in a [*ShardError].
+// Errors: as Limiter.Charge, in a [*ShardError].
 func (s *Sharded) Charge(ctx context.Context, policy, key string, cost int64, opts ...CallOption) (Decision, error) {
 	return ask(ctx, s, key, func(on *shard) (Decision, error) { return on.Charge(ctx, policy, key, cost, opts...) })
 }
 
 // Settle is [Limiter.Settle] on the shard of key.
 //
-// Errors: those of Limiter.Settle, in a [*ShardError].
+// Errors: as Limiter.Settle, in a [*ShardError].
 func (s *Sharded) Settle(ctx context.Context, policy, key, idempotencyKey string, cost int64) (Decision, error) {
 	return ask(ctx, s, key, func(on *shard) (Decision, error) { return on.Settle(ctx, policy, key, idempotencyKey, cost) })
 }
 
 // Reserve is [Limiter.Reserve] on the shard of key.
 //
-// Errors: those of Limiter.Reserve, in a [*ShardError].
+// Errors: as Limiter.Reserve, in a [*ShardError].
 func (s *Sharded) Reserve(ctx context.Context, policy, key string, maxWait time.Duration, opts ...CallOption) (Reservation, error) {
 	return ask(ctx, s, key, func(on *shard) (Reservation, error) { return on.Reserve(ctx, policy, key, maxWait, opts...) })
 }
 
 // AcquireUpTo is [Limiter.AcquireUpTo] on the shard of key.
 //
-// Errors: those of Limiter.AcquireUpTo, in a [*ShardError].
+// Errors: as Limiter.AcquireUpTo, in a [*ShardError].
 func (s *Sharded) AcquireUpTo(ctx context.Context, policy, key string, atMost int64, opts ...CallOption) (PartialDecision, error) {
 	return ask(ctx, s, key, func(on *shard) (PartialDecision, error) { return on.AcquireUpTo(ctx, policy, key, atMost, opts...) })
 }
 
 // Wait is [Limiter.Wait] on the shard of key.
 //
-// Errors: those of Limiter.Wait, in a [*ShardError].
+// Errors: as Limiter.Wait, in a [*ShardError].
 func (s *Sharded) Wait(ctx context.Context, policy, key string, opts ...CallOption) (Reservation, error) {
 	return ask(ctx, s, key, func(on *shard) (Reservation, error) { return on.Wait(ctx, policy, key, opts...) })
 }
 
 // Override is [Limiter.Override] on the shard of the override's key.
 //
-// Errors: those of Limiter.Override, in a [*ShardError].
+// Errors: as Limiter.Override, in a [*ShardError].
 func (s *Sharded) Override(ctx context.Context, o Override) error {
 	return s.tell(ctx, o.Key, func(on *shard) error { return on.Override(ctx, o) })
 }
 
 // RemoveOverride is [Limiter.RemoveOverride] on the shard of key.
 //
-// Errors: those of Limiter.RemoveOverride, in a [*ShardError].
+// Errors: as Limiter.RemoveOverride, in a [*ShardError].
 func (s *Sharded) RemoveOverride(ctx context.Context, policy, key string) (removed bool, err error) {
 	return ask(ctx, s, key, func(on *shard) (bool, error) { return on.RemoveOverride(ctx, policy, key) })
 }
 
-// Overrides lists those of all shards as [Limiter.Overrides] lists those of one database; with [OfKey], it asks one shard. Those of
-// keys that belong to another shard, as a copy of a database has them, are left out.
+// Overrides lists the overrides of all shards as [Limiter.Overrides] lists the overrides of one database. With [OfKey], it asks one
+// shard. A copy of a database has overrides of keys that belong to another shard: these are left out.
 //
-// Errors: those of Limiter.Overrides, in a [*ShardError] of each shard that failed. Then nothing is listed.
+// Errors: as Limiter.Overrides, in a [*ShardError] of each shard that failed. Then nothing is listed.
 func (s *Sharded) Overrides(ctx context.Context, opts ...CallOption) ([]Override, error) {
 	wanted := newOverrides(opts)
 	if key, ok := wanted.key.(string); ok {
@@ -340,8 +342,8 @@ func (s *Sharded) Overrides(ctx context.Context, opts ...CallOption) ([]Override
 	return all[:min(len(all), int(wanted.maxRows))], nil
 }
 
-// ownOverrides lists overrides of the keys that the shard has. A copy of a larger database has others, too, which may fill a list:
-// then it asks for a longer one.
+// ownOverrides lists overrides of the keys that the shard has. A copy of a larger database has overrides of foreign keys, too. If
+// they fill a list, ownOverrides asks for a longer list.
 func (s *shard) ownOverrides(ctx context.Context, opts []CallOption, wanted int32) ([]Override, error) {
 	for rows := wanted; ; rows = 2 * min(rows, math.MaxInt32/2) {
 		list, err := s.Overrides(ctx, append(slices.Clone(opts), MaxRows(rows))...)
@@ -366,18 +368,18 @@ func listAll[A any](ctx context.Context, s *Sharded, list func(*shard) (A, error
 	return lists, err
 }
 
-// DefinePolicy is [Limiter.DefinePolicy] on all shards, at the same time. They are no one transaction: after an error some have
-// the policy as defined, and others not. Say it again until there is none.
+// DefinePolicy is [Limiter.DefinePolicy] on all shards, at the same time. It is not one transaction: after an error the policy may
+// be defined on some shards only. Repeat it until it succeeds.
 //
-// Errors: those of Limiter.DefinePolicy, in a [*ShardError] of each shard that failed.
+// Errors: as Limiter.DefinePolicy, in a [*ShardError] of each shard that failed.
 func (s *Sharded) DefinePolicy(ctx context.Context, p Policy) error {
 	return join(s.onAll(ctx, func(on *shard) error { return on.DefinePolicy(ctx, p) }))
 }
 
-// DropPolicy is [Limiter.DropPolicy] on all shards, at the same time. They are no one transaction: after an error some may have
-// the policy still. Say it again until there is no error, or [ErrUnknownPolicy]: that is an error only if no shard had it.
+// DropPolicy is [Limiter.DropPolicy] on all shards, at the same time. It is not one transaction: after an error some shards may
+// have the policy still. Repeat it until it succeeds, or returns [ErrUnknownPolicy], which it returns only if no shard had the policy.
 //
-// Errors: those of Limiter.DropPolicy, in a [*ShardError] of each shard that failed.
+// Errors: as Limiter.DropPolicy, in a [*ShardError] of each shard that failed.
 func (s *Sharded) DropPolicy(ctx context.Context, name string) error {
 	errs := s.onAll(ctx, func(on *shard) error { return on.DropPolicy(ctx, name) })
 	isKnown := func(err error) bool { return !errors.Is(err, ErrUnknownPolicy) }
@@ -393,8 +395,8 @@ func (s *Sharded) DropPolicy(ctx context.Context, name string) error {
 
 // Policies is [Limiter.Policies]: the policies that all shards have.
 //
-// Errors: those of Limiter.Policies, in a [*ShardError] of each shard that failed; one of a shard whose policies are not those of
-// shard 0, because a DefinePolicy or DropPolicy was not said again until it succeeded.
+// Errors: as Limiter.Policies, in a [*ShardError] of each shard that failed. A shard with other policies than shard 0, because a
+// DefinePolicy or DropPolicy was not repeated until it succeeded, is an error, too.
 func (s *Sharded) Policies(ctx context.Context) ([]Policy, error) {
 	lists, err := listAll(ctx, s, func(on *shard) ([]Policy, error) { return on.Policies(ctx) })
 	if err != nil {
@@ -408,10 +410,10 @@ func (s *Sharded) Policies(ctx context.Context) ([]Policy, error) {
 	return lists[0], nil
 }
 
-// Cleanup is [Limiter.Cleanup] on all shards, at the same time: a batch in each. It counts what all of them have removed, also if
-// some have failed.
+// Cleanup is [Limiter.Cleanup] on all shards, at the same time: a batch in each. It counts the rows that all shards have removed,
+// also if some have failed.
 //
-// Errors: those of Limiter.Cleanup, in a [*ShardError] of each shard that failed.
+// Errors: as Limiter.Cleanup, in a [*ShardError] of each shard that failed.
 func (s *Sharded) Cleanup(ctx context.Context, opts ...CallOption) (sum Cleaned, err error) {
 	all, err := listAll(ctx, s, func(on *shard) (Cleaned, error) { return on.Cleanup(ctx, opts...) })
 	for _, c := range all {
