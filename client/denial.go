@@ -20,7 +20,7 @@ type denials struct {
 
 type denialShard struct {
 	mu sync.Mutex
-	// changes counts what may have made denials of this shard untrue. One that was asked for
+	// changes counts calls that may have made denials of this shard untrue. A denial that was asked for
 	// before a change and arrives after it is not remembered.
 	changes uint64
 	byKey   map[bucket]denial
@@ -52,14 +52,14 @@ func (c *denials) acquire(r request, ask func() (Decision, error)) (Decision, er
 		return d, nil
 	}
 	d, err := ask()
-	// Never is left out: it ends when the policy changes, and that has no promised time.
+	// Never is left out: it ends when the policy changes, and no denial promises that time.
 	if err == nil && !d.Allowed && !d.Never() {
 		shard.store(b, denial{d, r.cost, asked, time.Now()}, changes)
 	}
 	return d, err
 }
 
-// forget is called when a bucket may have gained tokens, after the server has said so: by then no new
+// forget is called when a bucket may have gained tokens, after the server has answered. By then no new
 // denial can be older.
 func (c *denials) forget(policy, key string) {
 	if c == nil {
@@ -130,13 +130,13 @@ func (s *denialShard) evict() {
 	delete(s.byKey, first)
 }
 
-// lasts counts from before the question, so that nothing is denied for longer than was promised.
+// lasts counts from before the question, so that no request is denied for longer than RetryAfter.
 func (e denial) lasts(now time.Time) bool {
 	return now.Sub(e.asked) < e.RetryAfter
 }
 
-// at is the denial as it is now. Its times count from after the answer, so that what they promise is
-// true.
+// at is the denial as it is now. Its times count from after the answer, so that a request after RetryAfter
+// does not come too early.
 func (e denial) at(now time.Time) Decision {
 	age := now.Sub(e.answered).Truncate(time.Microsecond)
 	d := e.Decision
