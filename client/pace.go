@@ -6,15 +6,15 @@ import (
 )
 
 const (
-	// paceCalls are enough to judge by: the first ones also connect.
+	// paceCalls is the least number of calls to judge by: the first calls also connect.
 	paceCalls = 5
 
 	// paceLife is how long a pace is true after a call has ended.
 	paceLife = 5 * time.Second
 )
 
-// A pace is how long the last calls took. Requests that cannot be answered in time are refused by it, so it is the quickest of
-// them that counts: a call that stalls, or several that stall together, refuse nobody.
+// A pace is how long the last calls took. A Combiner refuses requests that cannot be answered in time at this pace. The quickest of
+// the calls counts, so that calls that stall, alone or together, make it refuse no request.
 type pace struct {
 	last []time.Duration // the newest replaces the oldest
 	n    int
@@ -26,7 +26,7 @@ func newPace(limit int) pace {
 	return pace{last: make([]time.Duration, max(paceCalls, 2*limit+1))}
 }
 
-// observe is told how long a call took that ends now. One that was given up is expected to have lasted as long again.
+// observe records how long a call took that ends now. A call that was given up is expected to have lasted as long again.
 func (p *pace) observe(took time.Duration, isLost bool, now time.Time) {
 	if isLost {
 		took *= 2
@@ -44,8 +44,8 @@ func (p *pace) call(now time.Time) time.Duration {
 	return slices.Min(p.last[:min(p.n, len(p.last))])
 }
 
-// left is how much longer a call will take that began so long ago. One that lasts twice as long as usual has stalled: it is
-// expected to last as long again as it has. Of calls that nothing is known about, nothing is expected.
+// left is how much longer a call will take that began so long ago. A call that lasts twice as long as usual has stalled: it is
+// expected to last as long again as it has. If the usual time is unknown, left is 0.
 func (p *pace) left(lasted time.Duration, now time.Time) time.Duration {
 	usual := p.call(now)
 	if lasted < 2*usual {
