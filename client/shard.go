@@ -19,18 +19,18 @@ const maxShards = 1 << 16
 // verbCheck names the question which shard a database is.
 const verbCheck = "check the shard"
 
-// ShardOf returns the number of the shard that has a key, from 0, where there are so many, a power of two. It is the low bits
-// of the first 8 bytes, big endian, of the SHA-256 of the key. That is so in every language, for life: testdata/shards.json
-// has examples. The policy does not count, so all limits of a user are in one shard.
+// ShardOf returns the number, from 0, of the shard that has a key, if there are so many shards, a power of two. It is the low bits
+// of the first 8 bytes, big endian, of the SHA-256 of the key. It is the same in every language, and never changes:
+// testdata/shards.json has examples. The policy does not count, so all limits of a user are in one shard.
 func ShardOf(key string, shards int) int {
 	hash := sha256.Sum256([]byte(key))
 	return int(binary.BigEndian.Uint64(hash[:8]) & uint64(shards-1))
 }
 
-// A ShardError is an error of one shard of a [Sharded]. The others may be well.
+// A ShardError is an error of one shard of a [Sharded]. Its other shards may be well.
 type ShardError struct {
-	Shard, Of int   // which, from 0, of how many
-	Err       error // what its [Combiner] said
+	Shard, Of int   // the shard's number, from 0, and the number of shards
+	Err       error // the error of its [Combiner]
 }
 
 func (e *ShardError) Error() string {
@@ -40,8 +40,8 @@ func (e *ShardError) Error() string {
 func (e *ShardError) Unwrap() error { return e.Err }
 
 // CheckShard returns a function that finds out whether a connection leads to the shard of this number. As AfterConnect of
-// a pgxpool.Config it refuses connections that do not, such as those to a database that was moved, when a name or a pooler
-// still, or already, leads elsewhere. [NewSharded] asks once; this asks for each connection. The option is [Schema].
+// a pgxpool.Config it refuses all other connections: after a database was moved, a name or a pooler may
+// still, or already, lead elsewhere. [NewSharded] asks once; this function asks for each connection. The option is [Schema].
 //
 // Errors: [ErrWrongShard], in a [*ShardError].
 func CheckShard(shard, of int, opts ...Option) func(context.Context, *pgx.Conn) error {
@@ -55,8 +55,8 @@ func CheckShard(shard, of int, opts ...Option) func(context.Context, *pgx.Conn) 
 	}
 }
 
-// CheckAlone is CheckShard for a program of one database: it refuses connections to one that is a shard of several. The option
-// [Alone] asks once.
+// CheckAlone is CheckShard for a program of one database: it refuses connections to a database that is one of several shards. The
+// option [Alone] asks once.
 //
 // Errors: [ErrWrongShard].
 func CheckAlone(opts ...Option) func(context.Context, *pgx.Conn) error {
@@ -100,7 +100,7 @@ func (l *limiter) checkAlone(ctx context.Context) error {
 	return failed(verbCheck, err)
 }
 
-// whichShard returns what the database is called, and which of how many shards it is: of 0 if it is none.
+// whichShard returns a name of the database, its shard number, and the number of shards: 0 if it is no shard.
 func (l *limiter) whichShard(ctx context.Context) (where string, shard, of int, err error) {
 	var database string
 	var host pgtype.Text
@@ -110,7 +110,7 @@ func (l *limiter) whichShard(ctx context.Context) (where string, shard, of int, 
 	err = asks.query(ctx, call{
 		verb: verbCheck,
 		columns: "pg_catalog.current_database()::text, pg_catalog.host(pg_catalog.inet_server_addr()), pg_catalog.inet_server_port()::bigint, " +
-			"pg_catalog.max(shard)::bigint, pg_catalog.max(of)::bigint", // one row, also of none
+			"pg_catalog.max(shard)::bigint, pg_catalog.max(of)::bigint", // one row, also without a shard
 		function: "ratelimit_shard()",
 		once:     true,
 	}, &database, &host, &port, &isShard, &isOf)
@@ -121,7 +121,7 @@ func (l *limiter) whichShard(ctx context.Context) (where string, shard, of int, 
 	return where, int(isShard.Int64), int(isOf.Int64), err
 }
 
-// isSilence reports whether a database that failed to answer may be well later, and whatever it is called: it cannot be
+// isSilence reports whether a database that failed to answer may be well later, under any name: it cannot be
 // reached, is starting or stopping, or has no place for another connection.
 func isSilence(err error) bool {
 	if errors.Is(err, ErrWrongShard) {
