@@ -17,9 +17,9 @@ const (
 	maxBackoff  = 500 * time.Millisecond
 )
 
-// retry runs try, and again where that can do no harm: after an error that says that nothing happened,
-// if each call on db is a transaction of its own; after the loss of a connection too, if db has others
-// and the call does the same however often it is sent.
+// retry runs try, and again where a repeat can do no harm. It repeats after an error which means that nothing happened,
+// if each call on db is a transaction of its own. It repeats after the loss of a connection, too, if db has other
+// connections and the call does the same however often it is sent.
 func retry(ctx context.Context, db Querier, once bool, try func() error) error {
 	_, others := db.(Pool)
 	again := isAutocommit(db) // asked first: a failed transaction looks different afterwards
@@ -55,7 +55,7 @@ func isUnknown(err error) bool {
 	return !errors.As(err, &pgErr) || pgErr.SeverityUnlocalized == "FATAL" || pgErr.SeverityUnlocalized == "PANIC"
 }
 
-// isAutocommit reports whether each call on db is a transaction of its own. What it does not know might
+// isAutocommit reports whether each call on db is a transaction of its own. A db of an unknown type might
 // be a transaction.
 func isAutocommit(db Querier) bool {
 	switch db := db.(type) {
