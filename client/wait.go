@@ -19,21 +19,20 @@ const (
 )
 
 // Wait takes tokens from the bucket of key and returns when they are there, or fails. The option is [Cost]. It makes one
-// call of [Limiter.Reserve], and sleeps as long as that says: it does not ask again. Callers are served in the order of
+// call of [Limiter.Reserve], and sleeps for its Wait: it does not ask again. Callers are served in the order of
 // their calls, and none is early.
 //
-// When the tokens would come after the deadline of ctx it fails at once, with [ErrTooLate], and has taken nothing; so it does
-// when they would never come. Without a deadline it waits for up to 365 days. Either way the [Reservation] tells how long
-// the wait would have been.
+// When the tokens would come after the deadline of ctx, or never, Wait fails at once, with [ErrTooLate], and has taken nothing.
+// Without a deadline it waits for up to 365 days. Either way the [Reservation] has the time that the wait would have taken.
 //
 // When ctx ends first, Wait gives the tokens back by [Limiter.Settle] at a cost of 0, for up to 5 seconds under a context of
-// its own, and returns the error of ctx. Those who wait behind are not served earlier for it. The idempotency key for
+// its own, and returns the error of ctx. Callers already in line keep their time. The idempotency key for
 // this is drawn at random, so each Wait leaves one behind for as long as the policy remembers. If the connection breaks while
 // the server reserves, or nothing can be given back, the tokens may stay charged.
 //
 // It is for calls outside of a transaction, which would keep the bucket locked meanwhile.
 //
-// Errors: [ErrTooLate], the error of ctx, and those of Reserve.
+// Errors: [ErrTooLate], the error of ctx, and the errors of Reserve.
 func (l *limiter) Wait(ctx context.Context, policy, key string, opts ...CallOption) (Reservation, error) {
 	const verb = "wait"
 	if isInTransaction(l.db) || l.inTx {
@@ -88,7 +87,7 @@ func (l *limiter) giveBack(ctx context.Context, policy, key, idempotencyKey stri
 	return err
 }
 
-// isInTransaction reports whether db is known to be in a transaction, which other calls on it would be part of.
+// isInTransaction reports whether db is known to be in a transaction. Other calls on db would be part of it.
 func isInTransaction(db Querier) bool {
 	switch db := db.(type) {
 	case Pool:
