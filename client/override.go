@@ -8,13 +8,13 @@ import (
 )
 
 // An Override gives one bucket numbers of its own, in place of its policy's: a bigger plan, a smaller one, none
-// at all. To [Limiter.Override], a zero number is the policy's as of the call, and stays what it was when the
+// at all. To [Limiter.Override], a zero number is the policy's as of the call, and stays the same when the
 // policy changes.
 type Override struct {
 	// Policy and Key name the bucket.
 	Policy, Key string
 
-	// Capacity is what a full bucket holds: up to 9,000,000,000,000 tokens. [Zero] blocks: every cost
+	// Capacity is the number of tokens in a full bucket: up to 9,000,000,000,000. [Zero] blocks: every cost
 	// above 0 is denied, and [Decision.Never].
 	Capacity int64
 
@@ -27,11 +27,11 @@ type Override struct {
 	ExpiresAt time.Time
 }
 
-// Override gives a bucket numbers of its own, in place of those that an earlier Override gave it. It applies to
-// calls that begin after it has been committed. The bucket keeps its level, cut to the new capacity; one that
-// nobody has used is full at the new size. [Limiter.Reset] in the same transaction begins a plan with a full bucket.
+// Override gives a bucket numbers of its own, in place of the numbers of an earlier Override. It applies to
+// calls that begin after it has been committed. The bucket keeps its level, cut to the new capacity. An unused
+// bucket is full at the new size. [Limiter.Reset] in the same transaction begins a plan with a full bucket.
 //
-// It writes the override. The policy's first one writes the policy, too, and locks it until the transaction ends.
+// It writes the override. The policy's first override writes the policy, too, and locks it until the transaction ends.
 //
 // Errors: [ErrUnknownPolicy], [ErrInvalidArgument], [ErrLocked].
 func (l *limiter) Override(ctx context.Context, o Override) error {
@@ -50,7 +50,7 @@ func (l *limiter) Override(ctx context.Context, o Override) error {
 	})
 }
 
-// RemoveOverride leaves a bucket to its policy's numbers again, and reports whether it had others.
+// RemoveOverride gives a bucket its policy's numbers again, and reports whether it had an override.
 //
 // Errors: [ErrUnknownPolicy], [ErrInvalidArgument], [ErrLocked].
 func (l *limiter) RemoveOverride(ctx context.Context, policy, key string) (removed bool, err error) {
@@ -64,7 +64,7 @@ func (l *limiter) RemoveOverride(ctx context.Context, policy, key string) (remov
 	return removed, err
 }
 
-// All overrides are one row, because that is what a Querier gives.
+// All overrides are one row, because a Querier returns one row.
 var overrideColumns = `coalesce(pg_catalog.json_agg(pg_catalog.json_build_object(
 		'policy', policy, 'key', key, 'capacity', capacity, 'refill', refill,
 		'every', ` + microseconds("every") + `, 'expires_at', ` + microseconds("expires_at") + `
