@@ -8,23 +8,24 @@ import (
 	"time"
 )
 
-// A Policy says how large a bucket is and how fast it refills. An empty bucket must fill within 10,000
-// years. To [Limiter.DefinePolicy], a zero field keeps what is there; a new policy needs Name, Capacity,
+// A Policy sets how large a bucket is and how fast it refills. An empty bucket must fill within 10,000
+// years. To [Limiter.DefinePolicy], a zero field keeps the current value; a new policy needs Name, Capacity,
 // Refill and Every.
 type Policy struct {
 	// Name has 1 to 512 bytes.
 	Name string
 
-	// Capacity is what a full bucket holds: up to 9,000,000,000,000 tokens. With [Zero] every cost above 0 is never.
+	// Capacity is the number of tokens in a full bucket: up to 9,000,000,000,000. With [Zero] every cost above 0 is denied, and
+	// [Decision.Never].
 	Capacity int64
 
 	// Refill is how many tokens a bucket gains in the time Every: up to 9,000,000,000,000. [Zero]
-	// refills nothing, whatever Every is: a budget that lasts until [Limiter.Reset] or [Limiter.Refund] fills
+	// refills nothing, for any Every: a budget that lasts until [Limiter.Reset] or [Limiter.Refund] fills
 	// it. A denial is then [Decision.Never].
 	Refill int64
 
-	// Every is the interval of Refill, in whole microseconds. [Limiter.Policies] cuts what SQL
-	// defined above 292 years, the longest [time.Duration].
+	// Every is the interval of Refill, in whole microseconds. SQL can define longer intervals than 292 years,
+	// the longest [time.Duration]: [Limiter.Policies] cuts them.
 	Every time.Duration
 
 	// Stepped refills at the end of each interval only, and not continuously. Defaults to No for
@@ -40,7 +41,7 @@ type Policy struct {
 	// microseconds. Defaults to 24 hours for a new policy.
 	Remember time.Duration
 
-	// Shadow makes the policy watch only: what enforcing it would deny is allowed, takes nothing, and
+	// Shadow makes the policy watch only: a request that it would deny is allowed, takes nothing, and
 	// is marked [Decision.Shadowed]. Buckets are charged as if it were enforced. It may change at any
 	// time. Defaults to No for a new policy.
 	Shadow Choice
@@ -72,13 +73,13 @@ func (c Choice) String() string {
 	return fmt.Sprintf("Choice(%d)", int8(c))
 }
 
-// DefinePolicy creates a policy, or changes the one of that name. A change applies to the next acquire:
+// DefinePolicy creates a policy, or changes the policy of that name. A change applies to the next acquire:
 // levels stay, cut to the new capacity, and the time since a bucket was last written is credited at the
 // new rate. Fields that are zero stay as they are. Running it again with the same Policy changes nothing.
-// A program that defines a policy whenever it starts reverts what an operator has changed meanwhile: define
-// it once, in a migration, or leave what the operator owns zero.
+// A program that defines a policy whenever it starts reverts the changes that an operator has made meanwhile: define
+// it once, in a migration, or leave the operator's fields zero.
 //
-// It writes the policy and locks it until the transaction ends; acquires do not wait for that.
+// It writes the policy and locks it until the transaction ends; acquires do not wait for this lock.
 //
 // Errors: [ErrInvalidArgument].
 func (l *limiter) DefinePolicy(ctx context.Context, p Policy) error {
@@ -103,7 +104,7 @@ func (l *limiter) DefinePolicy(ctx context.Context, p Policy) error {
 }
 
 // DropPolicy removes a policy with its overrides, buckets and idempotency keys. It does not wait for acquires that
-// are under way: the rows that they hold are left to clean-up, and count for nobody.
+// are under way: the rows that they hold are left to clean-up, and no call counts them.
 //
 // It locks the policy and the rows that it removes until the transaction ends.
 //
@@ -117,7 +118,7 @@ func (l *limiter) DropPolicy(ctx context.Context, name string) error {
 	})
 }
 
-// All policies are one row, because that is what a Querier gives.
+// All policies are one row, because a Querier returns one row.
 var policyColumns = `coalesce(pg_catalog.json_agg(pg_catalog.json_build_object(
 		'name', policy, 'capacity', capacity, 'refill', refill, 'every', ` + microseconds("every") + `,
 		'stepped', stepped, 'durable', durable, 'remember', ` + microseconds("remember") + `, 'shadow', shadow
@@ -160,7 +161,7 @@ func interval(d time.Duration) string {
 	return strconv.FormatInt(d.Microseconds(), 10) + " microseconds"
 }
 
-// number is the argument for a field that may be Zero, or null for one left open.
+// number is the argument for a field that may be Zero, or null for a field left open.
 func number(field int64) any {
 	if field == Zero {
 		return int64(0)
