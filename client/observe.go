@@ -5,31 +5,31 @@ import (
 	"time"
 )
 
-// Hooks are functions by which a program watches its limiter: see [Observe]. One that is nil is not called.
+// Hooks are functions by which a program watches its limiter: see [Observe]. A nil hook is not called.
 //
-// The goroutine that did the work calls them, and goes on when they return; many goroutines call them at a time. None of
-// them is told a key. Package otellimit, a module of its own, has hooks for OpenTelemetry.
+// The goroutine that did the work calls them, and goes on when they return; many goroutines call them at a time. No hook
+// gets a key. Package otellimit, a module of its own, has hooks for OpenTelemetry.
 type Hooks struct {
-	// Answered sees each answer of Acquire, AcquireAll, AcquireUpTo, Charge, Settle, Reserve, Peek and Refund, before the
-	// caller has it. In a transaction that is before anybody knows whether it will be committed. Wait is seen as its Reserve.
-	// A grant from a lease of a [Leaser] is an answer of Acquire; what the Leaser takes for leases and gives back is not seen.
+	// Answered gets each answer of Acquire, AcquireAll, AcquireUpTo, Charge, Settle, Reserve, Peek and Refund, before the
+	// caller has it. In a transaction it is unknown by then whether the transaction will be committed. A Wait appears as its
+	// Reserve. A grant from a lease of a [Leaser] is an answer of Acquire. The Leaser's own refills and refunds are not reported.
 	Answered func(context.Context, Answer)
 
-	// Waited sees how long a Wait has slept, which is 0 if the tokens were there, and the error of ctx if that ended first.
-	// One that was refused did not sleep, and is not seen.
+	// Waited gets the time that a Wait has slept, 0 if the tokens were there, and the error of ctx if ctx ended first.
+	// A Wait that was refused did not sleep, and is not reported.
 	Waited func(ctx context.Context, policy string, slept time.Duration, err error)
 
-	// Combined sees how many requests are in a call that a [Combiner] is about to make for Acquire or AcquireAll.
+	// Combined gets the number of requests in a call that a [Combiner] is about to make for Acquire or AcquireAll.
 	Combined func(requests int)
 }
 
-// An Answer is what a caller of a limiter gets.
+// An Answer is the result of one call of a limiter.
 type Answer struct {
-	// Operation is what the error would say that it was: "acquire", "acquire all", "acquire up to", "charge", "settle",
+	// Operation is the operation's name, as in the text of errors: "acquire", "acquire all", "acquire up to", "charge", "settle",
 	// "reserve", "peek" or "refund".
 	Operation string
 
-	// Policy is the one that was asked for, which may not be there. Of several charges it is that of the binding one, and
+	// Policy is the policy of the request, which may not exist. Of several charges it is the policy of the binding charge, and
 	// empty if there was an error.
 	Policy string
 
@@ -65,7 +65,7 @@ func (a Answer) Result() Result {
 	return ResultAllowed
 }
 
-// A Result is what came of a request, in one word. Metrics are kept by it.
+// A Result is the outcome of a request, in one word. Metrics are kept by it.
 type Result string
 
 // The results.
@@ -78,7 +78,7 @@ const (
 	ResultFailOpen Result = "fail_open" // no decision, and middleware let the request pass: no Answer has it
 )
 
-// The operations that a hook is told.
+// The operations of an Answer.
 const (
 	verbAcquire     = "acquire"
 	verbAcquireAll  = "acquire all"
@@ -90,7 +90,7 @@ const (
 	verbRefund      = "refund"
 )
 
-// begin is the time, if somebody is to be told how long a request took.
+// begin is the time, if a hook is to get the duration of a request.
 func (h *Hooks) begin() (now time.Time) {
 	if h.Answered != nil {
 		now = time.Now()
@@ -98,14 +98,14 @@ func (h *Hooks) begin() (now time.Time) {
 	return now
 }
 
-// answered shows the answer to a request.
+// answered passes the answer to a request to its hook.
 func (h *Hooks) answered(ctx context.Context, operation, policy string, begin time.Time, d Decision, err error) {
 	if h.Answered != nil {
 		h.Answered(ctx, Answer{Operation: operation, Policy: policy, Decision: d, Err: err, Duration: time.Since(begin)})
 	}
 }
 
-// answeredAll shows the answer to a joint request.
+// answeredAll passes the answer to a joint request to its hook.
 func (h *Hooks) answeredAll(ctx context.Context, charges []Charge, begin time.Time, d JointDecision, err error) {
 	if h.Answered == nil {
 		return
@@ -117,14 +117,14 @@ func (h *Hooks) answeredAll(ctx context.Context, charges []Charge, begin time.Ti
 	h.answered(ctx, verbAcquireAll, policy, begin, d.Decision, err)
 }
 
-// slept shows how long a caller has.
+// slept passes the time that a caller has slept to its hook.
 func (h *Hooks) slept(ctx context.Context, policy string, d time.Duration, err error) {
 	if h.Waited != nil {
 		h.Waited(ctx, policy, d, err)
 	}
 }
 
-// combined shows the size of a call.
+// combined passes the size of a call to its hook.
 func (h *Hooks) combined(requests int) {
 	if h.Combined != nil {
 		h.Combined(requests)
