@@ -11,9 +11,9 @@ import (
 )
 
 // Errors to branch on, with [errors.Is]. The server's own error, with DETAIL and HINT, is within reach
-// of [errors.As] as a *[pgconn.PgError]. Whatever else can go wrong (no connection, no privilege, a
-// read-only transaction, ctx ended) is passed on as it came, and wrapped. For a privilege that is
-// missing the text has the GRANT statement.
+// of [errors.As] as a *[pgconn.PgError]. Any other error (no connection, no privilege, a
+// read-only transaction, ctx ended) is passed on as it came, and wrapped. For a missing
+// privilege the text has the GRANT statement.
 var (
 	// ErrUnknownPolicy: no policy of that name is defined (SQLSTATE RL001).
 	ErrUnknownPolicy = errors.New("unknown policy")
@@ -49,7 +49,7 @@ var (
 	// ErrClosed: the [Combiner] or [Sharded] was closed. Nothing was sent.
 	ErrClosed = errors.New("limiter is closed")
 
-	// ErrWrongShard: a database is another shard than the one it is listed as, or none, or one that is used [Alone]. Nothing
+	// ErrWrongShard: a database is another shard than it is listed as, or no shard, or a shard that is used [Alone]. Nothing
 	// was taken. The error names the database and the remedy.
 	ErrWrongShard = errors.New("wrong shard")
 
@@ -58,14 +58,14 @@ var (
 	ErrSeveralShards = fmt.Errorf("%w: the charges belong to several shards", ErrInvalidArgument)
 )
 
-// An OverloadedError tells why a [Combiner] has refused a request, which was not sent: too many requests wait, or its
+// An OverloadedError is the reason why a [Combiner] has refused a request, which was not sent: too many requests wait, or its
 // deadline cannot be met. To [errors.Is] it is [ErrOverloaded].
 type OverloadedError struct {
 	Waiting  int           // how many requests wait
 	Expected time.Duration // how long the answer would have taken at least; 0 when the deadline played no part
 }
 
-// Error says how many requests wait.
+// Error returns a text with the number of requests that wait.
 func (e *OverloadedError) Error() string {
 	message := fmt.Sprintf("%v: %d", ErrOverloaded, e.Waiting)
 	if e.Expected > 0 {
@@ -100,7 +100,7 @@ func kindOf(code string) error {
 	return nil
 }
 
-// isText reports whether text is at fault that this database cannot hold.
+// isText reports whether the cause is text that this database cannot hold.
 func isText(err error) bool {
 	var pgErr *pgconn.PgError
 	return errors.As(err, &pgErr) &&
@@ -111,7 +111,7 @@ func isText(err error) bool {
 // A callError is an error wrapped once, with the verb that failed.
 type callError struct {
 	verb     string
-	function string // that was called, with its arguments; empty when it came to no call
+	function string // the function called, with its arguments; empty when no call was made
 	err      error
 }
 
@@ -135,7 +135,7 @@ func (e *callError) Error() string {
 	return message
 }
 
-// hint is the server's, unless that would mislead or there is none: a missing function is a missing
+// hint is the server's hint, unless it would mislead or is missing: a missing function is a missing
 // installation, and a privilege is granted by a statement.
 func (e *callError) hint(err *pgconn.PgError) string {
 	switch {
