@@ -8,43 +8,43 @@ import (
 )
 
 // A Decision is the answer to one request for tokens. Times count from the moment the server
-// decided, in whole microseconds; one that a [time.Duration] cannot hold is cut to the longest that
-// it can (292 years).
+// decided, in whole microseconds. A time that a [time.Duration] cannot hold is cut to the longest
+// Duration (292 years).
 type Decision struct {
-	// Allowed tells whether the tokens were taken; from [Limiter.Peek], whether they would be. See
-	// Shadowed for what is allowed and takes nothing.
+	// Allowed reports whether the tokens were taken; from [Limiter.Peek], whether they would be. A
+	// Shadowed request is allowed and takes nothing.
 	Allowed bool
 
-	// Remaining is what the bucket holds after the call, in whole tokens, rounded down.
+	// Remaining is the number of whole tokens in the bucket after the call, rounded down.
 	Remaining int64
 
-	// RetryAfter is how long until the same request is allowed if nobody else takes tokens
+	// RetryAfter is how long until the same request is allowed if no other caller takes tokens
 	// meanwhile; a microsecond earlier it is not. Zero when allowed, [math.MaxInt64] when it
 	// never will be: see [Decision.Never].
 	RetryAfter time.Duration
 
-	// ResetAfter is how long until the bucket is full if nobody takes tokens meanwhile.
+	// ResetAfter is how long until the bucket is full if no caller takes tokens meanwhile.
 	// [math.MaxInt64] when it is not full and gains nothing by itself: see [Decision.NeverFull].
 	ResetAfter time.Duration
 
-	// Capacity is what a full bucket holds, in tokens: the policy's number, or the override's.
+	// Capacity is the number of tokens in a full bucket: the policy's number, or the override's.
 	Capacity int64
 
-	// Replayed tells that this is the answer first given under the same idempotency key, and
+	// Replayed means that this is the answer first given under the same idempotency key, and
 	// that nothing was taken this time.
 	Replayed bool
 
-	// Shadowed tells that the policy only watches ([Policy.Shadow]), and that enforcing it would
+	// Shadowed means that the policy only watches ([Policy.Shadow]), and that enforcing it would
 	// have denied: the request is allowed, and nothing was taken.
 	Shadowed bool
 
-	// Estimated tells that a [Leaser] has granted tokens that it had taken before. Remaining and ResetAfter are then what the
-	// server said last, with what the lease has left.
+	// Estimated means that a [Leaser] has granted tokens that it had taken before. Remaining and ResetAfter are then computed
+	// from the server's last answer and the tokens that the lease has left.
 	Estimated bool
 }
 
-// Never reports whether no wait would help: the cost is above the capacity, or above what a bucket holds
-// whose policy refills nothing.
+// Never reports whether no wait would help: the cost is above the capacity, or the policy refills nothing
+// and the bucket holds less than the cost.
 func (d Decision) Never() bool {
 	return d.RetryAfter == never
 }
@@ -66,7 +66,7 @@ func (d Decision) RetryAfterSeconds() int64 {
 	return seconds
 }
 
-// never is longer than any wait: those are whole microseconds, and this is not.
+// never is longer than any wait. Waits are whole microseconds, and never is not.
 const never time.Duration = math.MaxInt64
 
 // wait converts microseconds, of which null is never.
