@@ -12,7 +12,7 @@ import (
 // maxCharges of one request.
 const maxCharges = 1000
 
-// A Charge is what a request asks of one bucket: see [Limiter.AcquireAll].
+// A Charge is the part of a request that one bucket is charged: see [Limiter.AcquireAll].
 type Charge struct {
 	Policy, Key string
 
@@ -22,17 +22,17 @@ type Charge struct {
 }
 
 // A JointDecision is the answer to a request of several charges. The embedded Decision is of the whole:
-// Allowed tells whether all charges were taken, RetryAfter when all would be. Remaining, ResetAfter and
-// Capacity are those of the binding charge. Replayed tells that the charges were granted earlier and nothing
+// Allowed reports whether all charges were taken, RetryAfter is the time until all would be. Remaining, ResetAfter
+// and Capacity belong to the binding charge. Replayed means that the charges were granted earlier and nothing
 // was taken this time, Shadowed that a charge was allowed because its policy only watches.
 type JointDecision struct {
 	Decision
 
-	// Binding is the index of the charge that decides: of a denial, the one with the longest wait; of a grant,
-	// the one whose bucket covers it the fewest times more.
+	// Binding is the index of the charge that decides: of a denial, the charge with the longest wait; of a grant,
+	// the charge that its bucket covers the fewest times more.
 	Binding int
 
-	// Decisions has for each charge the decision of its bucket, about all that the request charges to that
+	// Decisions has for each charge the decision of its bucket, about all tokens that the request charges to that
 	// bucket: Allowed and RetryAfter as if it were asked alone, Remaining and ResetAfter as they are
 	// after the whole request.
 	Decisions []Decision
@@ -46,11 +46,11 @@ type JointDecision struct {
 // as it did, and is not charged again. With another charge it is [ErrIdempotencyMismatch], and nothing is
 // taken anywhere.
 //
-// A grant writes and locks what several acquires would. It takes the buckets in one order, whatever the
+// A grant writes and locks the same rows as several acquires. It takes the buckets in one order, for any
 // order of the charges, so that calls that are transactions of their own do not deadlock. A denial writes
 // nothing, and locks nothing. A [DenialCache] neither answers nor remembers.
 //
-// Errors: those of [Limiter.Acquire].
+// Errors: as [Limiter.Acquire].
 func (l *Limiter) AcquireAll(ctx context.Context, charges []Charge, opts ...CallOption) (JointDecision, error) {
 	r := newJointRequest(charges, opts)
 	begin := l.hooks.begin()
@@ -61,10 +61,10 @@ func (l *Limiter) AcquireAll(ctx context.Context, charges []Charge, opts ...Call
 
 // AcquireAll is [Limiter.AcquireAll], and shares calls as [Combiner.Acquire] does, with other callers of
 // AcquireAll. Requests that name the same buckets in the same order are never in two calls at a time. Requests
-// that have only some buckets in common may be in two: the second call then waits in the server for what the
-// first has locked there. So a call that waits for one of its buckets holds up, here, those who name all of them.
+// that have only some buckets in common may be in two: the second call then waits in the server for the buckets that
+// the first has locked. So a call that waits for one of its buckets holds up, here, requests that name all of them.
 //
-// Errors: those of Limiter.AcquireAll, [ErrOverloaded] and [ErrClosed].
+// Errors: as Limiter.AcquireAll, [ErrOverloaded] and [ErrClosed].
 func (c *Combiner) AcquireAll(ctx context.Context, charges []Charge, opts ...CallOption) (JointDecision, error) {
 	r := newJointRequest(charges, opts)
 	r.key = nameOfAll(r.charges)
@@ -81,7 +81,7 @@ func newJointRequest(charges []Charge, opts []CallOption) request {
 	return request{charges: append(make([]Charge, 0, len(charges)), charges...), idempotencyKey: s.idempotencyKey, err: s.err}
 }
 
-// nameOfAll names the buckets of all charges, and no others.
+// nameOfAll returns a name that only the same buckets in the same order have.
 func nameOfAll(charges []Charge) string {
 	var name []byte
 	for _, c := range charges {
