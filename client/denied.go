@@ -9,18 +9,18 @@ import (
 	"github.com/jackc/pgx/v5/pgconn"
 )
 
-// A Denial is what a guard inside the database refused: ratelimit_enforce, or a trigger that calls
-// ratelimit_guard. The statement failed with it, and what it had taken is given back.
+// A Denial is the refusal of a guard inside the database: ratelimit_enforce, or a trigger that calls
+// ratelimit_guard. The statement failed with it, and tokens that the statement had taken are given back.
 //
-// Of the Decision, Remaining, RetryAfter and Capacity are told. RetryAfter is the promise that it is for
+// Of the Decision, Remaining, RetryAfter and Capacity are set. RetryAfter is the same promise as in
 // [Limiter.Acquire].
 type Denial struct {
 	Decision
 
-	// Policy is the policy whose bucket denied. Its key is not told.
+	// Policy is the policy of the bucket that denied. The error does not have its key.
 	Policy string
 
-	// Cost is what was asked of that bucket.
+	// Cost is the number of tokens asked of that bucket.
 	Cost int64
 }
 
@@ -45,7 +45,7 @@ func Denied(err error) (d Denial, ok bool) {
 	}
 	if json.Unmarshal([]byte(pgErr.Detail), &told) != nil ||
 		told.Policy == nil || told.Cost == nil || told.Remaining == nil || told.Capacity == nil {
-		return Denial{}, false // raised by somebody else
+		return Denial{}, false // raised by other code
 	}
 	d = Denial{Policy: *told.Policy, Cost: *told.Cost}
 	d.Remaining, d.Capacity, d.RetryAfter = *told.Remaining, *told.Capacity, never
