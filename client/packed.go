@@ -10,7 +10,7 @@ import (
 )
 
 // A packed is one call of ratelimit_acquire_packed, for the requests of a batch: its arguments, and the arrays
-// that answer it. What it has allocated serves the next call.
+// that answer it. The next call reuses its memory.
 //
 // An element is one bucket's part of a request: all of a plain request, one charge of a joint one. Numbers
 // of elements and of requests count from 1.
@@ -20,7 +20,7 @@ type packed struct {
 	sizes           []int64  // the elements of each request; empty when each has one
 	idempotencyKeys []string // of each request; empty when they have none
 
-	elements               array[int64] // that have a decision: the i-th decision is that of element elements[i]
+	elements               array[int64] // elements with a decision: the i-th decision is about element elements[i]
 	remaining, capacity    array[int64]
 	retryAfter, resetAfter array[pgtype.Int8] // in microseconds
 	replayed, shadowed     array[bool]        // empty when all are false
@@ -33,7 +33,7 @@ type packed struct {
 	requestsAllowed, requestsReplayed, requestsShadowed array[bool]
 	bindings                                            array[int32]
 
-	columns []any // where the arrays are read to, those of joint requests last
+	columns []any // where the arrays are read to, the arrays of joint requests last
 }
 
 const (
@@ -196,8 +196,8 @@ func areNumbers(numbers []int64, n int) bool {
 	return !slices.ContainsFunc(numbers, func(number int64) bool { return number < 1 || number > int64(n) })
 }
 
-// An array is read from one of PostgreSQL, of any dimensions and row by row, into what it has allocated for
-// earlier ones. Null is empty.
+// An array is read from an array of PostgreSQL, of any dimensions and row by row, into the memory of
+// earlier arrays. Null is empty.
 type array[T any] []T
 
 // SetDimensions is for pgx, like the methods after it.
@@ -213,7 +213,7 @@ func (a *array[T]) SetDimensions(dimensions []pgtype.ArrayDimension) error {
 // ScanIndex returns where the element is read to.
 func (a *array[T]) ScanIndex(i int) any { return &(*a)[i] }
 
-// ScanIndexType returns what ScanIndex does.
+// ScanIndexType returns a value of the type that ScanIndex returns.
 func (a *array[T]) ScanIndexType() any {
 	*a = slices.Grow((*a)[:0], 1)
 	return &(*a)[:1][0]
