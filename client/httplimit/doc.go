@@ -6,28 +6,28 @@
 //
 // Behind a proxy it is ByIP(1): see [ByIP].
 //
-// Three things are the program's to say, and have no default: which buckets a request is charged to, who
-// answers ([client.Limiter], [client.Combiner], or any other [client.Acquirer]), and what happens to requests
+// The program must choose three things, which have no default: the buckets that a request is charged to, the
+// limiter ([client.Limiter], [client.Combiner], or any other [client.Acquirer]), and the fate of requests
 // while the database does not answer: [Closed], [Open] or [Local].
 //
-// # What a client sees
+// # The answer to a client
 //
 // An answer has the fields of draft-ietf-httpapi-ratelimit-headers-11, for each policy that was charged:
 //
 //	RateLimit-Policy: "api";q=100;w=10
 //	RateLimit: "api";r=37;t=1
 //
-// The bucket holds 100 tokens (q), an empty one is full in 10 seconds (w, for those who pass [Policies]), 37 are
+// The bucket holds 100 tokens (q), an empty one is full in 10 seconds (w, only with [Policies]), 37 are
 // left (r), and there will be more in about a second (t). A client that takes no more than r within t is not
-// refused, if nobody else takes from the same bucket.
+// refused, if no other client takes from the same bucket.
 //
 // A request that a bucket does not cover is answered with 429 and problem+json, which names the policies that
 // refused. Retry-After is the time until the same request is allowed, in seconds, rounded up. It is left out when
 // no wait would help.
 //
-// The key of a bucket is in none of this.
+// The answer never has the key of a bucket.
 //
-// # What is left alone
+// # Streaming and other headers
 //
 // The handler gets the ResponseWriter that the server made: streaming, hijacking and everything else that an
 // [http.ResponseController] does works as without the middleware.

@@ -11,7 +11,7 @@ import (
 	"github.com/pgratelimit/pgratelimit/client"
 )
 
-// An Outcome is what became of a request.
+// An Outcome is the fate of a request.
 type Outcome int
 
 const (
@@ -24,7 +24,7 @@ const (
 	// FailedOpen means that there was no answer, and the handler runs all the same: [Open].
 	FailedOpen
 
-	// FailedClosed means that there was no answer, and the client is told so with 503: [Closed].
+	// FailedClosed means that there was no answer, and the client is answered with 503: [Closed].
 	FailedClosed
 
 	// Invalid means that the request cannot be charged as it was asked for. The client is answered with 422 if the
@@ -47,21 +47,21 @@ func (o Outcome) String() string {
 	return outcomes[o]
 }
 
-// An Event is what the middleware did with a request.
+// An Event reports how the middleware handled a request.
 type Event struct {
 	Outcome Outcome
 
-	// Status is what the client is answered with, or 0 if the handler runs.
+	// Status is the status of the answer to the client, or 0 if the handler runs.
 	Status int
 
-	// Charges are what was asked for. They have the keys, which are not for clients.
+	// Charges are the charges of the request. They have the keys, which are not for clients.
 	Charges []client.Charge
 
 	// Decision is the answer, of which Decisions has one for each charge. It is zero unless the outcome is Allowed
 	// or Denied.
 	Decision client.JointDecision
 
-	// Local tells that the limiter of [Local] was asked, since there was no other answer.
+	// Local means that the limiter of [Local] was asked, since there was no other answer.
 	Local bool
 
 	// Err is why the limiter gave no answer. Its text may have the key.
@@ -109,7 +109,7 @@ type problem struct {
 const quotaExceeded = "https://iana.org/assignments/http-problem-types#quota-exceeded"
 
 // Refuse answers a request with e.Status and problem+json, which names the policies that refused, and nothing else of
-// e. It is what the middleware does unless [RefuseWith] says otherwise.
+// e. The middleware calls it unless [RefuseWith] is given.
 func Refuse(w http.ResponseWriter, _ *http.Request, e Event) {
 	p := problem{Type: "about:blank", Title: http.StatusText(e.Status), Status: e.Status}
 	if e.Outcome == Denied {
@@ -123,7 +123,7 @@ func Refuse(w http.ResponseWriter, _ *http.Request, e Event) {
 	_, _ = w.Write(append(body, '\n')) // a client that has gone is no news
 }
 
-// warnOfFailures logs what had no answer, at most once a second.
+// warnOfFailures logs requests that had no answer, at most once a second.
 func warnOfFailures() func(*http.Request, Event) {
 	var last atomic.Int64
 	return func(r *http.Request, e Event) {

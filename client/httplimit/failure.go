@@ -7,10 +7,10 @@ import (
 	"github.com/pgratelimit/pgratelimit/client"
 )
 
-// A Failure says what happens to a request when the limiter has not answered within a timeout, or failed.
+// A Failure decides how a request ends when the limiter has not answered within a timeout, or failed.
 // There is no default: [Closed], [Open] and [Local] make one.
 //
-// Some errors are about the request, and somebody could provoke them to get past the limit:
+// Some errors are about the request, and a client could provoke them to get past the limit:
 // [client.ErrUnknownPolicy], [client.ErrInvalidArgument] and [client.ErrIdempotencyMismatch]. With these the
 // request is refused in each mode: see [Invalid].
 type Failure struct {
@@ -19,7 +19,7 @@ type Failure struct {
 	outcome Outcome
 }
 
-// Closed refuses the request with 503. It is for what must not run without a limit, such as a login.
+// Closed refuses the request with 503. It is for handlers that must not run without a limit, such as a login.
 func Closed(timeout time.Duration) Failure {
 	return newFailure(Failure{timeout: timeout, outcome: FailedClosed})
 }
@@ -29,8 +29,8 @@ func Open(timeout time.Duration) Failure {
 	return newFailure(Failure{timeout: timeout, outcome: FailedOpen})
 }
 
-// Local asks another limiter, usually a [Memory]. Its denials are answered like others, but RateLimit and
-// RateLimit-Policy are left out: the numbers are those of one process. When it fails too, the request is refused
+// Local asks another limiter, usually a [Memory]. Its denials are answered like other denials, but RateLimit and
+// RateLimit-Policy are left out: the numbers hold for one process only. When it fails too, the request is refused
 // with 503.
 func Local(timeout time.Duration, limiter client.Acquirer) Failure {
 	if limiter == nil {

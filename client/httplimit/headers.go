@@ -15,7 +15,7 @@ const (
 	fieldLimit  = "Ratelimit"
 )
 
-// A quota is what [Policies] say of one.
+// A quota has the numbers of one of the [Policies].
 type quota struct {
 	capacity int64
 	window   int64 // seconds to fill an empty bucket, rounded up; 0 if it never is
@@ -47,7 +47,7 @@ func ceil(a, b *big.Int) *big.Int {
 	return sum.Div(sum.Sub(sum, big.NewInt(1)), b)
 }
 
-// report sets the fields of the header. They are added to those of other middleware.
+// report sets the fields of the header. They are added to the fields of other middleware.
 func (m *middleware) report(h http.Header, e Event) {
 	d := e.Decision
 	if e.Outcome == Denied && !d.Never() {
@@ -56,7 +56,7 @@ func (m *middleware) report(h http.Header, e Event) {
 	if e.Local || len(d.Decisions) == 0 {
 		return
 	}
-	policies, limits := make([]byte, 0, 64), make([]byte, 0, 64) // what most need
+	policies, limits := make([]byte, 0, 64), make([]byte, 0, 64) // enough for most
 	for i := range e.Charges {
 		tightest, known := tightest(e, i)
 		quota := m.quotas[e.Charges[i].Policy]
@@ -76,9 +76,9 @@ func (m *middleware) report(h http.Header, e Event) {
 	}
 }
 
-// tightest is the charge that speaks for all charges of the policy of charge i: the one whose bucket holds the least, and
-// of several the one that is full last. It is -1 if an earlier charge than i speaks for the policy. What is left is
-// not known when a bucket answered with an earlier grant, since that says what it held then.
+// tightest is the charge that stands for all charges of the policy of charge i: its bucket holds the least, and
+// of several such buckets is full last. It is -1 if an earlier charge than i stands for the policy. The remaining tokens are
+// not known when a bucket answered with an earlier grant, which has the level of that time.
 func tightest(e Event, i int) (tightest int, known bool) {
 	policy, decisions := e.Charges[i].Policy, e.Decision.Decisions
 	for j := range i {
@@ -153,7 +153,7 @@ func appendName(field []byte, policy string) []byte {
 	return append(field, '"')
 }
 
-// public is the name of a policy as clients see it. Those strings are printable ASCII: any other byte, and the
+// public is the name of a policy as clients see it. It is printable ASCII: any other byte, and the
 // percent sign, is written as in a URL.
 func public(policy string) string {
 	isPlain := func(c byte) bool { return ' ' <= c && c <= '~' && c != '%' }

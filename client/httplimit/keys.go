@@ -10,8 +10,8 @@ import (
 	"unicode/utf8"
 )
 
-// A Key names the bucket of a request, in 1 to 512 bytes. [ByIP] and [ByUser] make one, whose names are text of
-// that length whatever the client sends.
+// A Key names the bucket of a request, in 1 to 512 bytes. [ByIP] and [ByUser] make a Key. It returns text of
+// that length for anything that the client sends.
 type Key func(*http.Request) string
 
 // maxLength is the longest key of a bucket, in bytes.
@@ -26,8 +26,8 @@ func fits(text string) bool {
 // for a key, or no text, becomes "user-sha256:" and its hash. When the function returns nothing, the other key
 // is the request's.
 //
-// The function must return what the program has verified, such as the subject of a token whose signature it has
-// checked. A client that can choose its name has as many buckets as it likes.
+// The function must return a name that the program has verified, such as the subject of a token with a checked
+// signature. A client that can choose its name has as many buckets as it likes.
 func ByUser(user func(*http.Request) string, otherwise Key) Key {
 	if user == nil || otherwise == nil {
 		panic("httplimit: ByUser: no function")
@@ -52,15 +52,15 @@ func Named(kind, text string) string {
 }
 
 // ByIP names the bucket of the client's address, such as "ip:192.0.2.1". Of an IPv6 address it is the /64, such
-// as "ip:2001:db8::/64": that is the least that one customer has.
+// as "ip:2001:db8::/64": one customer has at least a /64.
 //
-// Without proxies the address is that of the connection. With n trusted proxies before the program it is the n-th
+// Without proxies it is the address of the connection. With n trusted proxies before the program it is the n-th
 // address of X-Forwarded-For, counted from the end: each proxy adds the address that it was called from, and
-// what stands before those is whatever the client wrote. Count exactly the proxies that every request passes. With
-// too many, clients choose their address. With too few, all of them have that of a proxy.
+// the client may have written anything before. Count exactly the proxies that every request passes. With
+// too many, clients choose their address. With too few, all clients have the address of a proxy.
 //
 // A request that came past the proxies, and has fewer addresses, or none there, has the address of its
-// connection. A connection without one, such as a Unix socket, is "ip:unknown".
+// connection. A connection without an address, such as a Unix socket, is "ip:unknown".
 func ByIP(trustedProxies int) Key {
 	if trustedProxies < 0 {
 		panic("httplimit: ByIP: a negative number of proxies")

@@ -26,13 +26,13 @@ type Memory struct {
 	started  time.Time
 
 	mu    sync.Mutex
-	young map[bucket]level // those asked for since old was young
+	young map[bucket]level // buckets asked for since old was young
 	old   map[bucket]level
 }
 
 type bucket struct{ policy, key string }
 
-// A level is what a bucket held, in microtokens, so many microseconds after the Memory was made.
+// A level is how many microtokens a bucket held, so many microseconds after the Memory was made.
 type level struct{ held, at int64 }
 
 const generation = 50_000
@@ -40,8 +40,8 @@ const generation = 50_000
 var _ client.Acquirer = (*Memory)(nil)
 
 // NewMemory returns a Memory with these policies, which need Name, Capacity, Refill and Every. With n processes, each
-// of n limiters grants what the policies say: divide Capacity and Refill by n for the same sum. Panics
-// if a policy lacks a number, or has one that the database would refuse.
+// of n limiters grants as much as the policies allow: divide Capacity and Refill by n for the same sum. Panics
+// if a policy lacks a number, or has a number that the database would refuse.
 func NewMemory(policies ...client.Policy) *Memory {
 	m := &Memory{policies: make(map[string]client.Policy, len(policies)), started: time.Now(), young: make(map[bucket]level)}
 	for _, p := range policies {
@@ -77,7 +77,7 @@ func (m *Memory) Acquire(ctx context.Context, policy, key string, opts ...client
 
 // AcquireAll is [client.Limiter.AcquireAll] on these buckets.
 //
-// Errors: those of Acquire.
+// Errors: as Acquire.
 func (m *Memory) AcquireAll(_ context.Context, charges []client.Charge, opts ...client.CallOption) (client.JointDecision, error) {
 	for _, opt := range opts {
 		if _, ok := opt.(client.CostOption); ok {
@@ -137,7 +137,7 @@ func (m *Memory) AcquireAll(_ context.Context, charges []client.Charge, opts ...
 	return whole, nil
 }
 
-// look is what is known of a bucket.
+// look returns the last known level of a bucket.
 func (m *Memory) look(b bucket, now int64) level {
 	if l, ok := m.young[b]; ok {
 		return l
@@ -149,8 +149,8 @@ func (m *Memory) look(b bucket, now int64) level {
 	return level{m.policies[b.policy].Capacity * microtokens, now}
 }
 
-// put begins a generation when one is complete, and so forgets those that nobody has asked for since the last
-// one was.
+// put begins a generation when one is complete. It so forgets the buckets that no request has asked for since the
+// generation before was complete.
 func (m *Memory) put(b bucket, l level) {
 	if len(m.young) >= generation {
 		m.old, m.young = m.young, make(map[bucket]level)
@@ -158,7 +158,7 @@ func (m *Memory) put(b bucket, l level) {
 	m.young[bucket{b.policy, strings.Clone(b.key)}] = l // the key may be a part of something large
 }
 
-// refilled is what a bucket holds by now, in microtokens.
+// refilled is how many microtokens a bucket holds by now.
 func refilled(p client.Policy, l level, now int64) int64 {
 	if p.Refill == client.Zero {
 		return l.held

@@ -13,9 +13,9 @@ import (
 // New returns middleware: a function that puts limits before a handler. A request is charged before the handler
 // runs, and the handler of a request that is refused does not run.
 //
-// The function charges says of a request which buckets it is charged to, and how much. One charge is an
-// Acquire, several are one AcquireAll: all of them, or nothing. A request without charges passes without being
-// asked about. [Per] is such a function, [ByIP] and [ByUser] name buckets.
+// The function charges returns the buckets that a request is charged to, and how much. One charge is an
+// Acquire, several are one AcquireAll: all of them, or nothing. A request without charges passes without a
+// call. [Per] is such a function, [ByIP] and [ByUser] name buckets.
 //
 // An option that is given twice counts as it was given last.
 func New(limiter client.Acquirer, charges func(*http.Request) []client.Charge, failure Failure, opts ...Option) func(http.Handler) http.Handler {
@@ -76,7 +76,7 @@ func (m *middleware) serve(w http.ResponseWriter, r *http.Request, next http.Han
 	m.refuse(w, r, e)
 }
 
-// decide asks the limiter, and if there is no answer does what the user chose.
+// decide asks the limiter, and if there is no answer follows the program's [Failure].
 func (m *middleware) decide(r *http.Request, charges []client.Charge) Event {
 	e := Event{Charges: charges}
 	var idempotencyKey string
@@ -133,7 +133,7 @@ func ask(ctx context.Context, limiter client.Acquirer, charges []client.Charge, 
 		opts = append(opts, client.IdempotencyKey(idempotencyKey))
 	}
 	d, err := limiter.AcquireAll(ctx, charges, opts...)
-	if err == nil && len(d.Decisions) != len(charges) { // an Acquirer of somebody else's
+	if err == nil && len(d.Decisions) != len(charges) { // a foreign Acquirer
 		return client.JointDecision{}, fmt.Errorf("httplimit: an answer with %d decisions about %d charges", len(d.Decisions), len(charges))
 	}
 	return d, err

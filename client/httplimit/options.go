@@ -12,7 +12,7 @@ type Option func(*middleware)
 
 // Policies are the definitions, as [client.Limiter.DefinePolicy] is given them or [client.Limiter.Policies]
 // returns them. With them RateLimit-Policy has w, the seconds in which an empty bucket fills, for each bucket
-// whose capacity is the policy's; and policies that only watch are not reported. Changes that are made later
+// that has the policy's capacity. Policies that only watch are not reported. Later changes
 // are not seen. Defaults to none.
 func Policies(policies ...client.Policy) Option {
 	quotas := make(map[string]quota, len(policies))
@@ -22,13 +22,13 @@ func Policies(policies ...client.Policy) Option {
 	return func(m *middleware) { m.quotas = quotas }
 }
 
-// IdempotencyKey is the function that says under which idempotency key a request is charged, so that the same
-// request sent again is not charged again: see [client.IdempotencyKey]. An empty one is none. Defaults to
+// IdempotencyKey is the function that returns the idempotency key under which a request is charged, so that the same
+// request sent again is not charged again: see [client.IdempotencyKey]. An empty string is no key. Defaults to
 // none.
 //
-// The program chooses it. A function that returns what the HTTP client sent, such as its header Idempotency-Key,
+// The program chooses the key. A function that returns a header of the HTTP client, such as Idempotency-Key,
 // lets that client pass as often as it likes for one charge: it repeats the header, and changes everything else.
-// That is safe only behind something that answers a repeated header without running the handler.
+// Such a function is safe only behind a proxy that answers a repeated header without running the handler.
 func IdempotencyKey(of func(*http.Request) string) Option {
 	return func(m *middleware) { m.idempotencyKey = of }
 }
@@ -40,7 +40,7 @@ func Observe(see func(*http.Request, Event)) Option {
 }
 
 // RefuseWith answers requests that are refused, with e.Status or as it likes. RateLimit, RateLimit-Policy and
-// Retry-After are in the header already. What it writes reaches the client, so it should not have e.Charges or
+// Retry-After are in the header already. The client gets all that it writes, so it should not write e.Charges or
 // e.Err. Defaults to [Refuse].
 func RefuseWith(refuse func(w http.ResponseWriter, r *http.Request, e Event)) Option {
 	return func(m *middleware) { m.refuse = refuse }
