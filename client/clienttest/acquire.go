@@ -58,7 +58,7 @@ func (db *database) acquire(now time.Time, charges []model.Charge, idempotencyKe
 	return whole, err
 }
 
-// ofElement says of an error about an element which it is, if there are several.
+// ofElement adds to an error the number of its element, if there are several.
 func ofElement(charges []model.Charge, i int, err error) error {
 	var e *pgconn.PgError
 	if len(charges) > 1 && errors.As(err, &e) {

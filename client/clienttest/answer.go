@@ -21,7 +21,7 @@ import (
 	"github.com/pgratelimit/pgratelimit/client/clienttest/model"
 )
 
-// A row is what a call returns.
+// A row is the result of a call.
 type row struct {
 	values []any
 	err    error
@@ -45,7 +45,7 @@ func (r row) Scan(dest ...any) error {
 
 var functionName = regexp.MustCompile(`ratelimit_\w+`)
 
-// answer is what the function of that name returns: checks in its order, and then the model.
+// answer is the result of the function of that name: checks in its order, and then the model.
 func (db *database) answer(sql string, args []any) ([]any, error) {
 	for _, arg := range args {
 		texts, _ := arg.([]string)
@@ -134,7 +134,7 @@ func (db *database) answer(sql string, args []any) ([]any, error) {
 	return nil, fmt.Errorf("clienttest: no answer to %s", sql)
 }
 
-// columns are those of a decision, in the order of the client's statements.
+// columns are the columns of a decision, in the order of the client's statements.
 func columns(d model.Decision) []any {
 	return []any{d.Allowed, d.Remaining, wait(d.RetryAfter), wait(d.ResetAfter), d.Capacity, d.Replayed, d.Shadowed}
 }
@@ -147,7 +147,7 @@ func wait(m model.Micros) any {
 	return int64(m)
 }
 
-// define has the arguments after the name: what is nil keeps what is there.
+// define has the arguments after the name: a nil argument keeps the current value.
 func (db *database) define(name string, args []any) error {
 	p, exists := db.model.Policy(name)
 	def := model.Definition{Numbers: numbers(args), Remember: micros(args[5])}

@@ -11,8 +11,8 @@ import (
 	"github.com/pgratelimit/pgratelimit/client"
 )
 
-// Denied returns the error of a guard inside the database that refused, for tests of what a program does then:
-// [client.Denied] finds d in it, but for ResetAfter, which the error does not tell. RetryAfter is cut to the microsecond.
+// Denied returns the error of a guard inside the database that refused, for tests of how a program handles it:
+// [client.Denied] finds d in it, but for ResetAfter, which the error does not have. RetryAfter is cut to the microsecond.
 func Denied(d client.Denial) error {
 	policy, err := json.Marshal(d.Policy)
 	if err != nil {

@@ -15,7 +15,7 @@
 //	fake.FailNext(io.ErrUnexpectedEOF)
 //	_, err = fake.Acquire(ctx, "api", "user:42")  // io.ErrUnexpectedEOF, wrapped
 //
-// Its answers are those of the server, in every field: the tables of calls and answers that the
+// Its answers are the server's, in every field: the tables of calls and answers that the
 // functions in PostgreSQL are tested with are replayed against the fake too. It knows nothing of
 // transactions, locks, privileges and other ways in which a database can fail: let it fail with
 // [Fake.FailNext].
@@ -39,15 +39,15 @@ import (
 // A Fake is a Limiter whose database is in memory. It is safe for concurrent use.
 //
 // Its calls are the Limiter's own down to the SQL, which the fake answers: arguments are checked and
-// errors are those of a server without their HINT. Cleanup and RunCleanup find nothing to remove. WithTx leaves the fake, for
+// errors are a server's without their HINT. Cleanup and RunCleanup find nothing to remove. WithTx leaves the fake, for
 // the database of that transaction.
 type Fake struct {
 	*client.Limiter
 	db *database
 }
 
-// New returns a Fake without policies, whose time is what now returns when a call is decided. A nil now is
-// [time.Now]. Time may go back, as that of a server does. Of the options of [client.New], a fake has a use for
+// New returns a Fake without policies. It calls now for the time of each decision. A nil now is
+// [time.Now]. Time may go back, as on a server. Of the options of [client.New], a fake has a use for
 // [client.Observe].
 func New(now func() time.Time, opts ...client.Option) *Fake {
 	if now == nil {
@@ -57,23 +57,23 @@ func New(now func() time.Time, opts ...client.Option) *Fake {
 	return &Fake{client.New(db, opts...), db}
 }
 
-// FailNext makes the next calls fail with these errors, one each, after those that earlier FailNexts
+// FailNext makes the next calls fail with these errors, one each, after the errors that earlier FailNexts
 // left. A nil error lets its call through. A call that fails so does nothing else, and its error is
-// wrapped as one of the database.
+// wrapped like an error of the database.
 func (f *Fake) FailNext(errs ...error) {
 	f.db.mu.Lock()
 	defer f.db.mu.Unlock()
 	f.db.script = append(f.db.script, errs...)
 }
 
-// FailAll makes all calls fail with err, but for those that FailNext speaks of, until FailAll(nil).
+// FailAll makes all calls fail with err, but for the calls that FailNext has errors for, until FailAll(nil).
 func (f *Fake) FailAll(err error) {
 	f.db.mu.Lock()
 	defer f.db.mu.Unlock()
 	f.db.outage = err
 }
 
-// SetLevel makes the bucket of key hold so many tokens now, to the microtoken, whatever was taken before:
+// SetLevel makes the bucket of key hold so many tokens now, to the microtoken, regardless of earlier calls:
 // 0 for a test of denials, less for a bucket in debt.
 //
 // Errors: [client.ErrUnknownPolicy].

@@ -11,7 +11,7 @@ import (
 
 const maxTokens = 9_000_000_000_000
 
-// spend answers the functions that take more than there is, or what there is.
+// spend answers the functions that take more tokens than there are, or as many as there are.
 func (db *database) spend(function string, now time.Time, id model.BucketID, args []any) ([]any, error) {
 	number := func(i int) int64 { n, _ := args[i].(int64); return n }
 	err := checkBucket(id)
@@ -75,7 +75,7 @@ func (db *database) spend(function string, now time.Time, id model.BucketID, arg
 	return append(columns(d), more...), err
 }
 
-// A repeated says how a request differs from the grant under its idempotency key, from the costs of that.
+// A repeated returns how a request differs from the grant under its idempotency key, given the costs of the grant.
 type repeated func(granted, settled int64) string
 
 func withCost(cost int64) repeated {
@@ -84,7 +84,7 @@ func withCost(cost int64) repeated {
 	}
 }
 
-// refused is the server's error for what the model refuses because of an idempotency key.
+// refused is the server's error for a request that the model refuses because of an idempotency key.
 func (db *database) refused(now time.Time, id model.BucketID, idempotencyKey string, err error, repeat repeated) error {
 	cost, settled := db.model.Remembered(now, id, idempotencyKey)
 	key := quoted(idempotencyKey)
