@@ -50,8 +50,8 @@
 //     be granted again.
 //   - A policy with Durable [No] writes no log at all: after a crash its buckets are full.
 //
-// [DenialCache] answers repeated denials without the server, but sees tokens that other programs give
-// back late.
+// [DenialCache] answers repeated denials without the server, but notices late when other programs give
+// tokens back.
 //
 // # Several limits
 //

@@ -61,7 +61,7 @@ func (l *limiter) Settle(ctx context.Context, policy, key, idempotencyKey string
 
 // A Reservation is the answer to [Limiter.Reserve]. Times count from the moment the server decided.
 type Reservation struct {
-	// Allowed tells whether the tokens were taken.
+	// Allowed reports whether the tokens were taken.
 	Allowed bool
 
 	// Wait is how long to wait before acting. After a refusal it is how long the wait would have been, or [math.MaxInt64] if
