@@ -137,7 +137,7 @@
 //
 // # Encodings
 //
-// Text in Go is UTF-8, and pgx leaves client_encoding to the database. If the database's is not UTF8, add
+// Text in Go is UTF-8, and pgx leaves client_encoding to the database. If it is not UTF8, add
 // client_encoding=UTF8 to the connection string, or set it for the database: else a key that is not ASCII
 // names another bucket than the same key from psql. Text that the database cannot hold is
 // [ErrInvalidArgument]. The 512 bytes of a key are counted as the database stores it.

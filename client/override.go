@@ -50,7 +50,7 @@ func (l *limiter) Override(ctx context.Context, o Override) error {
 	})
 }
 
-// RemoveOverride gives a bucket its policy's numbers again, and reports whether it had an override.
+// RemoveOverride gives a bucket its policy's numbers again, and reports whether it had numbers of its own.
 //
 // Errors: [ErrUnknownPolicy], [ErrInvalidArgument], [ErrLocked].
 func (l *limiter) RemoveOverride(ctx context.Context, policy, key string) (removed bool, err error) {

@@ -342,7 +342,7 @@ func (s *Sharded) Overrides(ctx context.Context, opts ...CallOption) ([]Override
 	return all[:min(len(all), int(wanted.maxRows))], nil
 }
 
-// ownOverrides lists overrides of the keys that the shard has. A copy of a larger database has overrides of foreign keys, too. If
+// ownOverrides lists overrides of the keys that the shard has. A copy of a larger database has overrides of other shards' keys, too. If
 // they fill a list, ownOverrides asks for a longer list.
 func (s *shard) ownOverrides(ctx context.Context, opts []CallOption, wanted int32) ([]Override, error) {
 	for rows := wanted; ; rows = 2 * min(rows, math.MaxInt32/2) {

@@ -28,7 +28,7 @@ func Policies(policies ...client.Policy) Option {
 //
 // The program chooses the key. A function that returns a header of the HTTP client, such as Idempotency-Key,
 // lets that client pass as often as it likes for one charge: it repeats the header, and changes everything else.
-// Such a function is safe only behind a proxy that answers a repeated header without running the handler.
+// Such a function is safe only behind a proxy or middleware that answers a repeated header without running the handler.
 func IdempotencyKey(of func(*http.Request) string) Option {
 	return func(m *middleware) { m.idempotencyKey = of }
 }
