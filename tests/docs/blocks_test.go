@@ -140,16 +140,11 @@ func (s *docsSession) Run(block kit.DocsBlock) (ran int, err error) {
 			}
 		}
 		return ran, nil
-	case "js", "python", "java", "php", "ruby":
+	case "js", "python":
 		if strings.Contains(block.Text, "sha256") { // it finds a shard: TestShards_OneRuleForEveryLanguage runs it
 			return 0, nil
 		}
-		statement, found := docsOneStatement(block.Text)
-		if !found {
-			return 0, fmt.Errorf("it does not have the statement of the page: %s", docsOne)
-		}
-		_, err := s.Execute(statement)
-		return 1, err
+		return 0, errors.New("it is not run: show it in docs/examples")
 	}
 	return 0, nil
 }
@@ -178,27 +173,6 @@ func docsStatements(text string) (statements []string, rest string) {
 		}
 		statements, text = append(statements, strings.TrimSpace(statement)), after
 	}
-}
-
-// docsOne is what every language sends, whatever its drivers write for the arguments.
-const docsOne = "select allowed, least(remaining, 2147483647)::integer as remaining, " +
-	"least(ceil(extract(epoch from retry_after)), 2147483647)::integer as retry_after_seconds, " +
-	"retry_after is null as never from ratelimit_acquire("
-
-var docsArgument = regexp.MustCompile(`^(\$\d|%s|\?)::(text|bigint)(, |\))`)
-
-func docsOneStatement(code string) (statement string, found bool) {
-	_, arguments, found := strings.Cut(strings.Join(strings.Fields(code), " "), docsOne)
-	statement = docsOne
-	for i, value := range []string{"'exports'", "'user:1'", "1"} {
-		match := docsArgument.FindStringSubmatch(arguments)
-		if match == nil || (match[3] == ")") != (i == 2) {
-			return "", false
-		}
-		statement += value + "::" + match[2] + match[3]
-		arguments = arguments[len(match[0]):]
-	}
-	return statement, found
 }
 
 // compare runs a statement and tells how its output differs from that shown.

@@ -9,7 +9,6 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
-	"regexp"
 	"strconv"
 	"strings"
 	"sync"
@@ -121,51 +120,6 @@ func TestDocs_Examples(t *testing.T) {
 			require.Contains(t, paths, strings.TrimPrefix(path, "../../docs/examples/"), "every program is run")
 		}
 	}
-}
-
-// What the pages show of programs is from one that is run: each paragraph, in this order, but for the indentation.
-func TestDocs_CodeIsFromAnExample(t *testing.T) {
-	t.Parallel()
-	require.True(t, isFrom("b\n\n  d\n  e\n", "a\nb\nc\nd\ne\n"))
-	require.False(t, isFrom("b\nd\n", "a\nb\nc\nd\ne\n"), "a line is left out")
-	require.False(t, isFrom("d\n\nb\n", "a\nb\nc\nd\ne\n"), "another order")
-	found := 0
-	for _, file := range kit.DocsFiles(t) {
-		for _, block := range file.Blocks {
-			folder, ok := map[string]string{"js": "node", "python": "python", "php": "php", "ruby": "ruby"}[block.Tag]
-			if !ok || strings.Contains(block.Text, "sha256") { // that one is run by TestShards_OneRuleForEveryLanguage
-				continue
-			}
-			found++
-			from := false
-			for _, example := range docsExamples {
-				if filepath.Dir(example.path) == folder {
-					program, err := os.ReadFile("../../docs/examples/" + example.path)
-					require.NoError(t, err)
-					from = from || isFrom(block.Text, string(program))
-				}
-			}
-			assert.True(t, from, "%s, line %d: no program of docs/examples/%s has this", file.Path, block.Line, folder)
-		}
-	}
-	require.GreaterOrEqual(t, found, 4)
-}
-
-var (
-	docsIndent     = regexp.MustCompile(`(?m)^[ \t]+`)
-	docsParagraphs = regexp.MustCompile(`\n{2,}`)
-)
-
-func isFrom(block, program string) bool {
-	rest := "\n" + docsIndent.ReplaceAllString(program, "")
-	for _, paragraph := range docsParagraphs.Split(strings.TrimSpace(docsIndent.ReplaceAllString(block, "")), -1) {
-		_, after, found := strings.Cut(rest, "\n"+paragraph+"\n")
-		if !found {
-			return false
-		}
-		rest = "\n" + after
-	}
-	return true
 }
 
 // A client of gRPC that is not ours makes every call, and gets every error.

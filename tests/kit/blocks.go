@@ -45,7 +45,7 @@ func DocsFiles(t testing.TB) (files []DocsFile) {
 	return files
 }
 
-var docsTags = []string{"sql", "psql", "go", "sh", "text", "js", "python", "java", "php", "ruby", "yaml"}
+var docsTags = []string{"sql", "psql", "go", "sh", "text", "js", "python", "yaml"}
 
 func DocsBlocks(text string) (blocks []DocsBlock, err error) {
 	var open *DocsBlock
