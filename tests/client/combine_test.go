@@ -23,6 +23,7 @@ import (
 
 	"github.com/pgratelimit/pgratelimit/client"
 	"github.com/pgratelimit/pgratelimit/migrations"
+	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
@@ -248,7 +249,7 @@ func TestCombiner_DatabaseOfAnotherEncoding(t *testing.T) {
 	answers := combine(t, latin1, limiter, []request{{"api", "é", nil}, {"api", "🪣", nil}, {"api", "é", nil}})()
 	require.NoError(t, answers[0].err)
 	require.EqualValues(t, 9, answers[0].Remaining)
-	requireCode(t, "22P05", answers[1].err)
+	kit.RequireState(t, "22P05", answers[1].err)
 	require.NoError(t, answers[2].err)
 	require.EqualValues(t, 8, answers[2].Remaining)
 }
@@ -268,7 +269,7 @@ func TestCombiner_ACommitThatFailsIsAnError(t *testing.T) {
 		  for each row when (new.key = 'bad') execute function public.refuse()`)
 	answers := combine(t, db, limiter, []request{{"api", "good", nil}, {"api", "bad", nil}})()
 	for _, got := range answers {
-		requireCode(t, "23514", got.err)
+		kit.RequireState(t, "23514", got.err)
 		require.Zero(t, got.Decision)
 	}
 	require.EqualValues(t, 10, noError(limiter.Peek(t.Context(), "api", "good"))(t).Remaining)
@@ -309,7 +310,7 @@ func TestCombiner_AKilledCallIsRepeatedOnlyWithIdempotencyKeys(t *testing.T) {
 					require.True(t, got.Allowed)
 					require.EqualValues(t, 9-i, got.Remaining)
 				} else {
-					requireCode(t, "57P01", got.err)
+					kit.RequireState(t, "57P01", got.err)
 				}
 			}
 			_ = held.Rollback(ctx)
@@ -352,7 +353,7 @@ func TestCombiner_ALockedBucketFailsThoseWhoWantIt(t *testing.T) {
 	require.Equal(t, []string{"held", "held"}, order[len(order)-2:], "nobody else waits for them again")
 	for i, key := range keys {
 		if key == "held" {
-			requireCode(t, "55P03", answers[i].err)
+			kit.RequireState(t, "55P03", answers[i].err)
 		} else {
 			require.NoError(t, answers[i].err, key)
 			require.True(t, answers[i].Allowed)
@@ -560,7 +561,7 @@ func TestCombiner_SaysThatItNeedsAcquirePacked(t *testing.T) {
 
 	limiter := newCombiner(t, connect(t, db, map[string]string{"role": "combiner of " + db.Name}), client.CallsInFlight(1))
 	for _, got := range combine(t, db, limiter, []request{{"gate", "l", nil}, {"gate", "m", nil}})() {
-		requireCode(t, "42501", got.err)
+		kit.RequireState(t, "42501", got.err)
 		require.EqualError(t, got.err, "pgratelimit: acquire: ERROR: permission denied for function ratelimit_acquire_packed (SQLSTATE 42501). "+
 			"Its owner can run: grant execute on function ratelimit_acquire_packed(text[], text[], bigint[], integer[], text[]) to <role>;")
 	}

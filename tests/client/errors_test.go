@@ -10,6 +10,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
@@ -49,7 +50,7 @@ func TestErrors_OfTheServer(t *testing.T) {
 		"changing durable":            {limiter.DefinePolicy(ctx, client.Policy{Name: "api", Durable: client.No}), client.ErrInvalidArgument, "22023"},
 	} {
 		require.ErrorIs(t, test.err, test.kind, name)
-		requireCode(t, test.code, test.err)
+		kit.RequireState(t, test.code, test.err)
 		if test.code == "22021" {
 			require.ErrorContains(t, test.err, "pass text in UTF-8, or a hash")
 		}
@@ -73,7 +74,7 @@ func TestErrors_LockTimeout(t *testing.T) {
 	for verb, err := range map[string]error{"acquire": acquire, "refund": refund, "reset": hasty.Reset(ctx, "api", "k")} {
 		require.ErrorIs(t, err, client.ErrLocked)
 		require.ErrorContains(t, err, "pgratelimit: "+verb+": ")
-		requireCode(t, "55P03", err)
+		kit.RequireState(t, "55P03", err)
 	}
 
 	require.NoError(t, holder.Rollback(ctx))

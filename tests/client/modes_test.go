@@ -13,6 +13,7 @@ import (
 
 	"github.com/pgratelimit/pgratelimit/client"
 	"github.com/pgratelimit/pgratelimit/migrations"
+	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
@@ -254,7 +255,7 @@ func TestSchema_FindsFunctionsOffThePath(t *testing.T) {
 
 	pathless := connect(t, db, map[string]string{"search_path": ""})
 	_, err := client.New(pathless).Policies(t.Context())
-	requireCode(t, "42883", err)
+	kit.RequireState(t, "42883", err)
 	limiter := client.New(pathless, client.Schema(schema))
 	useEverything(t, limiter)
 	cleanUpOnce(t, pathless, schema)

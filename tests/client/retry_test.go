@@ -9,12 +9,12 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/pgratelimit/client"
 	"github.com/pgratelimit/pgratelimit/migrations"
+	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
@@ -90,7 +90,7 @@ func TestWithTx_IsToldAndDoesNotGuess(t *testing.T) {
 			noError(client.New(pool, app).Acquire(ctx, "api", "k"))(t)
 			tries.n.Store(0)
 			_, err = of(pool, lookalike{tx}).Acquire(ctx, "api", "k")
-			requireCode(t, "40001", err)
+			kit.RequireState(t, "40001", err)
 			require.EqualValues(t, 1, tries.n.Load(), "no retry")
 		})
 	}
@@ -120,7 +120,7 @@ func TestRetry_RealSerializationFailure(t *testing.T) {
 				require.EqualValues(t, 7, got.Remaining)
 				require.EqualValues(t, 2, tries.n.Load())
 			} else {
-				requireCode(t, "40001", got.err)
+				kit.RequireState(t, "40001", got.err)
 				require.EqualValues(t, 1, tries.n.Load())
 			}
 		})
@@ -168,7 +168,7 @@ func TestRetry_RealDeadlock(t *testing.T) {
 				require.EqualValues(t, 3, tries.n.Load())
 			} else {
 				require.NotEqual(t, one.err == nil, other.err == nil, "one of a deadlock is the victim")
-				requireCode(t, "40P01", errors.Join(one.err, other.err))
+				kit.RequireState(t, "40P01", errors.Join(one.err, other.err))
 				require.EqualValues(t, 2, tries.n.Load())
 			}
 		})
@@ -217,11 +217,4 @@ func begin(t *testing.T, db interface {
 	tx := noError(db.Begin(t.Context()))(t)
 	t.Cleanup(func() { _ = tx.Rollback(context.Background()) })
 	return tx
-}
-
-func requireCode(t *testing.T, code string, err error) {
-	t.Helper()
-	var pgErr *pgconn.PgError
-	require.ErrorAs(t, err, &pgErr)
-	require.Equal(t, code, pgErr.Code)
 }

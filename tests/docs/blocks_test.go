@@ -70,7 +70,7 @@ func TestDocs_SQLChecker(t *testing.T) {
 		"nothing":               {"psql", "\n"},
 		"a failing statement":   {"sql", "select 1;\nselect 1 / 0;\n"},
 		"no end":                {"sql", "select 1;\nselect 2\n"},
-		"another statement":     {"python", "select allowed from ratelimit_acquire(%s, %s)\n"},
+		"a program":             {"python", "select allowed from ratelimit_acquire(%s, %s)\n"},
 	} {
 		assert.Error(t, kit.ErrorOf(session.Run(kit.DocsBlock{Tag: test.tag, Text: test.text})), name)
 	}

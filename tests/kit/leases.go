@@ -278,8 +278,8 @@ func (p *LeaserProcess) Start(t *testing.T, db *TestDB) *LeaserProcess {
 	return p
 }
 
-// idle returns when it asks no more.
-func (p *LeaserProcess) IdleTime(t *testing.T) {
+// StopAsking returns when the process asks for no more tokens.
+func (p *LeaserProcess) StopAsking(t *testing.T) {
 	require.NoError(t, ErrorOf(fmt.Fprintln(p.orders, "idle")))
 	answer, err := p.answers.ReadString('\n')
 	require.NoError(t, err)

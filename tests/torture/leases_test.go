@@ -61,7 +61,7 @@ func TestTorture_LeasesOfProcesses(t *testing.T) {
 	killed, idling := processes[0], processes[1]
 	killedAt := db.Now()
 	killed.Kill(t)
-	idling.IdleTime(t)
+	idling.StopAsking(t)
 	idleSince := db.Now()
 	require.Eventually(t, func() bool { return charged(db, idling.Name) == idling.Granted.Load() }, kit.Patience, 5*kit.Ms, "what is idle is given back")
 	half()
@@ -108,7 +108,7 @@ func TestLeases_AKilledProcessLosesItsLeaseAtMost(t *testing.T) {
 	}
 	lost := func(p *kit.LeaserProcess) int64 { return charged(db, p.Name) - p.Granted.Load() }
 	require.Eventually(t, func() bool { return lost(idling) > 0 }, kit.Patience, 5*kit.Ms)
-	idling.IdleTime(t)
+	idling.StopAsking(t)
 	require.Eventually(t, func() bool { return killed.Holds(t, lost) }, kit.Patience, 5*kit.Ms)
 	killed.Kill(t)
 	require.Eventually(t, func() bool { return lost(idling) == 0 }, kit.Patience, 5*kit.Ms)
