@@ -457,13 +457,13 @@ func TestIdempotency_RacesOfSeveral(t *testing.T) {
 func (r race) test(t *testing.T) {
 	t.Run(r.name, func(t *testing.T) {
 		db := kit.ParallelDB(t).CleanUpAtOnce()
-		require.Equal(t, r.want, r.Run(db, kit.Durable))
+		require.Equal(t, r.want, r.run(db, kit.Durable))
 		if r.gate == "" {
-			require.Equal(t, r.want, r.Run(db, kit.Ephemeral))
+			require.Equal(t, r.want, r.run(db, kit.Ephemeral))
 		}
 		for _, removal := range r.without {
 			require.NotEqual(t, r.want, removal.want)
-			require.Equal(t, removal.want, r.Run(db, kit.Durable, removal.Mutation), "without %s", removal.Pattern)
+			require.Equal(t, removal.want, r.run(db, kit.Durable, removal.Mutation), "without %s", removal.Pattern)
 		}
 	})
 }
@@ -534,7 +534,7 @@ func behindCleanup(end string) func(db *kit.TestDB, _ *kit.Gate) *kit.Pending {
 	}
 }
 
-func (r race) Run(db *kit.TestDB, kind kit.PolicyOption, without ...kit.Mutation) (o outcome) {
+func (r race) run(db *kit.TestDB, kind kit.PolicyOption, without ...kit.Mutation) (o outcome) {
 	db.T.Helper()
 	db.At(kit.T0).Policy("p", r.capacity, 1, time.Second, kind, kit.Remember(time.Hour))
 	function := cmp.Or(r.function, "ratelimit_acquire")

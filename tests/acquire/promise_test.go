@@ -18,7 +18,7 @@ func TestTorture_PromisesAreExact(t *testing.T) {
 	kept := map[bool]int{} // denials, by whether they were stepped
 	for kept[false] < each || kept[true] < each || run.GoesOn() {
 		cases := randomPromises(random, kit.MaxSpan)
-		for i, verdict := range p.Check(cases) {
+		for i, verdict := range p.check(cases) {
 			switch verdict {
 			case "kept":
 				kept[cases[i].Stepped]++
@@ -90,7 +90,7 @@ func newPromises(t *testing.T) *promises {
 }
 
 // check returns "kept", "allowed" when there was nothing to wait for, or else what was wrong.
-func (p *promises) Check(cases []kit.Promise) []string {
+func (p *promises) check(cases []kit.Promise) []string {
 	p.T.Helper()
 	return kit.Verdicts(p.TestDB, cases)
 }
@@ -100,7 +100,7 @@ func (p *promises) simplest(random *rand.Rand) string {
 	p.T.Helper()
 	for most := int64(10); most < kit.MaxSpan; most *= 10 {
 		cases := randomPromises(random, most)
-		for i, verdict := range p.Check(cases) {
+		for i, verdict := range p.check(cases) {
 			if verdict != "kept" && verdict != "allowed" {
 				return fmt.Sprintf("%+v: %s", cases[i], verdict)
 			}

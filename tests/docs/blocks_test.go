@@ -32,7 +32,7 @@ func TestDocs_SQL(t *testing.T) {
 			files++
 			session := newDocsSession(t)
 			for _, block := range file.Blocks {
-				did, err := session.Run(block)
+				did, err := session.run(block)
 				require.NoError(t, err, "%s, the block of line %d", file.Path, block.Line)
 				ran += did
 			}
@@ -47,7 +47,7 @@ func TestDocs_SQL(t *testing.T) {
 func TestDocs_SQLChecker(t *testing.T) {
 	t.Parallel()
 	session := newDocsSession(t)
-	require.NoError(t, kit.ErrorOf(session.Run(kit.DocsBlock{Tag: "sql", Text: "select ratelimit_define_policy('p', 5, 1, '1 second');\n"})))
+	require.NoError(t, kit.ErrorOf(session.run(kit.DocsBlock{Tag: "sql", Text: "select ratelimit_define_policy('p', 5, 1, '1 second');\n"})))
 	const statement = "=> select allowed, remaining, reset_after from ratelimit_peek('p', 'k', 5);\n"
 	const right = " allowed | remaining | reset_after\n---------+-----------+-------------\n t       | 5         | 00:00:00\n"
 	for name, test := range map[string]struct{ tag, text string }{
@@ -72,12 +72,12 @@ func TestDocs_SQLChecker(t *testing.T) {
 		"no end":                {"sql", "select 1;\nselect 2\n"},
 		"a program":             {"python", "select allowed from ratelimit_acquire(%s, %s)\n"},
 	} {
-		assert.Error(t, kit.ErrorOf(session.Run(kit.DocsBlock{Tag: test.tag, Text: test.text})), name)
+		assert.Error(t, kit.ErrorOf(session.run(kit.DocsBlock{Tag: test.tag, Text: test.text})), name)
 	}
-	did, err := session.Run(kit.DocsBlock{Tag: "psql", Text: statement + right})
+	did, err := session.run(kit.DocsBlock{Tag: "psql", Text: statement + right})
 	require.NoError(t, err)
 	require.Equal(t, 1, did)
-	did, err = session.Run(kit.DocsBlock{Tag: "psql", Text: statement + right + "(1 row)\n\n=> select 1 / 0;\nERROR:  division by zero\n"})
+	did, err = session.run(kit.DocsBlock{Tag: "psql", Text: statement + right + "(1 row)\n\n=> select 1 / 0;\nERROR:  division by zero\n"})
 	require.NoError(t, err)
 	require.Equal(t, 2, did)
 
@@ -107,7 +107,7 @@ func newDocsSession(t *testing.T) *docsSession {
 var docsRole = regexp.MustCompile(`\b(to|role) app\b`)
 
 // run returns how many statements it ran.
-func (s *docsSession) Run(block kit.DocsBlock) (ran int, err error) {
+func (s *docsSession) run(block kit.DocsBlock) (ran int, err error) {
 	switch block.Tag {
 	case "sql":
 		statements, rest := docsStatements(block.Text)

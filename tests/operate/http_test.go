@@ -82,7 +82,7 @@ func newHTTPSubject(t testing.TB, policies ...client.Policy) *httpSubject {
 	return s
 }
 
-func (s *httpSubject) Ask() (status int, header http.Header) {
+func (s *httpSubject) ask() (status int, header http.Header) {
 	w := httptest.NewRecorder()
 	s.handler.ServeHTTP(w, httptest.NewRequest(http.MethodGet, "/", nil))
 	return w.Code, w.Header()
@@ -100,10 +100,10 @@ func TestHTTP_PolicyNamesOfAnyBytes(t *testing.T) {
 	} {
 		l := newHTTPSubject(t, client.Policy{Name: name, Capacity: 3, Refill: 1, Every: time.Minute})
 		l.charges = []client.Charge{{Policy: name, Key: "k", Cost: client.Cost(2)}}
-		_, header := l.Ask()
+		_, header := l.ask()
 		require.Equal(t, map[string]httpItem{want: {"q": 3, "w": 180}}, policyItems(t, header))
 		require.Equal(t, map[string]httpItem{want: {"r": 1, "t": 60}}, limitItems(t, header))
-		l.Ask()
+		l.ask()
 		require.Equal(t, []string{want}, l.event.Violated())
 	}
 }
@@ -125,7 +125,7 @@ func TestHTTP_FieldsArePromises(t *testing.T) {
 			random := rand.New(rand.NewPCG(13, uint64(worker)))
 			var seen httpSeen
 			for range states / workers {
-				seen.Check(t, random)
+				seen.check(t, random)
 			}
 			t.Logf("%+v", seen)
 			require.Greater(t, seen.granted, states/workers/10)
@@ -141,7 +141,7 @@ func TestHTTP_FieldsArePromises(t *testing.T) {
 // httpSeen counts what the states were, so that a promise about none of them is not taken for kept.
 type httpSeen struct{ granted, denied, never, spent, more, early int }
 
-func (s *httpSeen) Check(t *testing.T, random *rand.Rand) {
+func (s *httpSeen) check(t *testing.T, random *rand.Rand) {
 	t.Helper()
 	upTo := func(n int64) int64 { // of any magnitude
 		return 1 + random.Int64N(max(1, n>>random.IntN(big.NewInt(n).BitLen())))
@@ -181,7 +181,7 @@ func (s *httpSeen) Check(t *testing.T, random *rand.Rand) {
 	}
 	l.now = l.now.Add(time.Duration(upTo(int64(time.Hour/time.Microsecond))) * time.Microsecond)
 	asked := l.now
-	status, header := l.Ask()
+	status, header := l.ask()
 	whole := l.event.Decision
 	limits, quotas := limitItems(t, header), policyItems(t, header)
 	retryAfter := int64(absent)
@@ -236,23 +236,23 @@ func (s *httpSeen) Check(t *testing.T, random *rand.Rand) {
 	// Now time goes on. Either the client does what RateLimit says, or it does what Retry-After says.
 	if retryAfter == absent || random.IntN(2) == 0 {
 		for name, limit := range limits {
-			s.Spend(t, l, random, name, keys[name][0], limit, asked)
+			s.spend(t, l, random, name, keys[name][0], limit, asked)
 		}
 		return
 	}
 	l.now = asked.Add(time.Duration(retryAfter-1) * time.Second)
 	if retryAfter > 1 {
-		status, _ = l.Ask()
+		status, _ = l.ask()
 		require.Equal(t, http.StatusTooManyRequests, status, "a second before Retry-After")
 		s.early++
 	}
 	l.now = asked.Add(time.Duration(retryAfter) * time.Second)
-	status, _ = l.Ask()
+	status, _ = l.ask()
 	require.Equal(t, http.StatusOK, status, "after Retry-After")
 }
 
 // spend takes r within t, in up to three portions.
-func (s *httpSeen) Spend(t *testing.T, l *httpSubject, random *rand.Rand, policy, key string, limit httpItem, asked time.Time) {
+func (s *httpSeen) spend(t *testing.T, l *httpSubject, random *rand.Rand, policy, key string, limit httpItem, asked time.Time) {
 	t.Helper()
 	end := asked.Add(time.Minute)
 	if limit["t"] != absent {

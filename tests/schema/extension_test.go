@@ -46,7 +46,7 @@ func TestExtension(t *testing.T) {
 
 func testExtensionVectors(t *testing.T, s extensionServer) {
 	require.Len(t, extensionVersions, int(kit.NewestMigration(t)))
-	db := s.With(t, "create extension pgratelimit")
+	db := s.with(t, "create extension pgratelimit")
 	require.Equal(t, []string{extensionVersions[kit.NewestMigration(t)]}, kit.Column(t, db.DB, "select ratelimit_version()"))
 	replayVectors(t, db)
 }
@@ -105,7 +105,7 @@ func testExtensionSchemas(t *testing.T, s extensionServer) {
 		} {
 			t.Run(schema+"/"+name, func(t *testing.T) {
 				t.Parallel()
-				want, got := s.With(t, "create schema "+quoted), s.With(t, "create schema "+quoted)
+				want, got := s.with(t, "create schema "+quoted), s.with(t, "create schema "+quoted)
 				path := kit.WithSettings(t, want.URL, "search_path", quoted)
 				kit.Installers["Up"](t, path)
 				if name == "adopted" {
@@ -116,7 +116,7 @@ func testExtensionSchemas(t *testing.T, s extensionServer) {
 			})
 		}
 	}
-	db := s.With(t, "drop schema public")
+	db := s.with(t, "drop schema public")
 	kit.RequireState(t, "3F000", kit.ErrorOf(db.Connect(t).Exec(t.Context(), "create extension pgratelimit")))
 }
 
@@ -151,7 +151,7 @@ func testExtensionPaths(t *testing.T, s extensionServer) {
 	kit.MigrateTo(t, want.DB, files, 1)
 	want.Execute(oldGrants)
 	kit.MigrateTo(t, want.DB, files, kit.NewestMigration(t))
-	fresh := s.With(t, "create extension pgratelimit")
+	fresh := s.with(t, "create extension pgratelimit")
 	wantMembers := membership(t, fresh)
 	require.Greater(t, len(wantMembers), 100)
 	for _, table := range kit.Column(t, fresh.DB, "select oid::regclass::text from pg_class where relkind = 'r' and relnamespace = 'ratelimit'::regnamespace") {
@@ -233,13 +233,13 @@ func restore(t *testing.T, s extensionServer, db *kit.TestDB) *kit.TestDB {
 
 // A restore installs the newest version, whatever was dumped.
 func testExtensionRestoreOlder(t *testing.T, s extensionServer) {
-	db := s.With(t, "create extension pgratelimit version '"+extensionVersions[1]+"'")
+	db := s.with(t, "create extension pgratelimit version '"+extensionVersions[1]+"'")
 	data := db.PutData()
 	db.Execute("grant execute on function ratelimit_acquire to app")
 	restored := restore(t, s, db)
 	data.Db = restored
 	data.Check()
-	want := s.With(t, "create extension pgratelimit; grant execute on function ratelimit_acquire to app")
+	want := s.with(t, "create extension pgratelimit; grant execute on function ratelimit_acquire to app")
 	require.Equal(t, kit.FingerprintOf(t, want.DB), kit.FingerprintOf(t, restored.DB))
 }
 
@@ -251,7 +251,7 @@ func testExtensionRestoredBySuperuser(t *testing.T, s extensionServer) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			prepared := func(prepare string) *kit.TestDB {
-				return s.With(t, fmt.Sprintf("%s; grant create on schema public to limits; do $$ begin execute format('grant create on database %%I to limits', current_database()); end $$", prepare))
+				return s.with(t, fmt.Sprintf("%s; grant create on schema public to limits; do $$ begin execute format('grant create on database %%I to limits', current_database()); end $$", prepare))
 			}
 			db := prepared("create schema if not exists " + schema + " authorization limits")
 			conn := kit.ConnectAs(t, db.DB, "limits")
@@ -336,7 +336,7 @@ func testExtensionUpdatePlanted(t *testing.T, s extensionServer) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			db := s.With(t, "create extension pgratelimit version '"+extensionVersions[1]+"'; grant create on schema public to planter; grant usage on schema ratelimit to planter")
+			db := s.with(t, "create extension pgratelimit version '"+extensionVersions[1]+"'; grant create on schema public to planter; grant usage on schema ratelimit to planter")
 			kit.Execute(t, kit.ConnectAs(t, db.DB, "planter"), plant)
 			before := stateOf(t, db.DB)
 			require.Error(t, kit.ErrorOf(db.Connect(t).Exec(t.Context(), "alter extension pgratelimit update")))
@@ -390,7 +390,7 @@ func testExtensionAdopt(t *testing.T, s extensionServer) {
 // The other ways to install leave an extension alone, and say what to do.
 func testExtensionOtherWays(t *testing.T, s extensionServer) {
 	for version, name := range extensionVersions {
-		db := s.With(t, "create extension pgratelimit version '"+name+"'")
+		db := s.with(t, "create extension pgratelimit version '"+name+"'")
 		before := stateOf(t, db.DB)
 		installed := version == kit.NewestMigration(t)
 		err := migrations.Up(t.Context(), db.Connect(t))
@@ -409,7 +409,7 @@ func testExtensionOtherWays(t *testing.T, s extensionServer) {
 		require.Equal(t, before, stateOf(t, db.DB))
 	}
 	// PostgreSQL keeps tern itself away.
-	db := s.With(t, "create extension pgratelimit")
+	db := s.with(t, "create extension pgratelimit")
 	before := stateOf(t, db.DB)
 	_, err := kit.Command("../..", nil, "go", append(kit.TernMigrate(db.URL), "--destination", "0")...).Output()
 	var exit *exec.ExitError
@@ -419,7 +419,7 @@ func testExtensionOtherWays(t *testing.T, s extensionServer) {
 }
 
 func testExtensionDrop(t *testing.T, s extensionServer) {
-	db := s.With(t, "create extension pgratelimit")
+	db := s.with(t, "create extension pgratelimit")
 	db.Execute("create view mine as select * from ratelimit_policies()")
 	before := stateOf(t, db.DB)
 	kit.RequireState(t, "2BP01", kit.ErrorOf(db.Pool.Exec(context.Background(), "drop extension pgratelimit")))
@@ -483,7 +483,7 @@ func TestExtension_AfterTheNextRelease(t *testing.T) {
 	kit.MigrateTo(t, want.DB, migrations, 1)
 	want.Execute(oldGrants)
 	kit.MigrateTo(t, want.DB, migrations, newest+1)
-	members := membership(t, s.With(t, "create extension pgratelimit"))
+	members := membership(t, s.with(t, "create extension pgratelimit"))
 	require.Contains(t, members, "rows of ratelimit.next ")
 	require.Contains(t, members, "version 9.0.0 in public of postgres")
 

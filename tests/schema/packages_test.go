@@ -346,7 +346,7 @@ func (s extensionServer) empty(t testing.TB) *kit.TestDB {
 }
 
 // with returns a new database in which SQL was run.
-func (s extensionServer) With(t testing.TB, sql string) *kit.TestDB {
+func (s extensionServer) with(t testing.TB, sql string) *kit.TestDB {
 	db := s.empty(t)
 	db.Execute(sql)
 	return db

@@ -62,7 +62,7 @@ type httpRequest struct {
 }
 
 // serve makes the transaction of a request: what PostgREST sets, db-pre-request, and then a statement.
-func (r httpRequest) Serve(conn *pgx.Conn, statement string) error {
+func (r httpRequest) serve(conn *pgx.Conn, statement string) error {
 	ctx := context.Background()
 	options := pgx.TxOptions{}
 	if r.readOnly {
@@ -125,14 +125,14 @@ func TestPostgREST_BranchesOnWhatTheTransactionMayDo(t *testing.T) {
 			me := httpRequest{method: "POST", role: user, subject: "me"}
 			key := subjectKey("me")
 			for method, readOnly := range map[string]bool{"GET": true, "HEAD": true, "POST": true} {
-				require.NoError(t, httpRequest{method: method, role: user, subject: "me", readOnly: readOnly}.Serve(conn, ""))
+				require.NoError(t, httpRequest{method: method, role: user, subject: "me", readOnly: readOnly}.serve(conn, ""))
 			}
 			require.EqualValues(t, 2, db.Left("api", key), "reading takes nothing")
-			require.NoError(t, me.Serve(conn, ""))
-			require.NoError(t, httpRequest{method: "GET", role: user, subject: "me"}.Serve(conn, ""), "of a function that may write")
+			require.NoError(t, me.serve(conn, ""))
+			require.NoError(t, httpRequest{method: "GET", role: user, subject: "me"}.serve(conn, ""), "of a function that may write")
 			require.EqualValues(t, 0, db.Left("api", key))
 			for _, readOnly := range []bool{false, true} {
-				err := httpRequest{method: "POST", role: user, subject: "me", readOnly: readOnly}.Serve(conn, "")
+				err := httpRequest{method: "POST", role: user, subject: "me", readOnly: readOnly}.serve(conn, "")
 				a := postgrest(t, err)
 				require.Equal(t, "rate limit exceeded", *a.Message.Message)
 				require.Equal(t, "Try again in 60 seconds.", *a.Message.Hint)
@@ -140,18 +140,18 @@ func TestPostgREST_BranchesOnWhatTheTransactionMayDo(t *testing.T) {
 				require.Equal(t, map[string]string{"Retry-After": "60", "RateLimit": `"api";r=0;t=60`, "RateLimit-Policy": `"api";q=2;w=120`}, a.Detail.Headers)
 				require.NotContains(t, err.Error()+kit.PgError(err).Detail+kit.PgError(err).Where, key)
 			}
-			require.NoError(t, httpRequest{method: "GET", role: user, subject: "you", readOnly: true}.Serve(conn, ""))
+			require.NoError(t, httpRequest{method: "GET", role: user, subject: "you", readOnly: true}.serve(conn, ""))
 			// What was taken is given back when the request fails.
 			db.Reset("api", key)
-			require.Error(t, me.Serve(conn, "select 1 / 0"))
+			require.Error(t, me.serve(conn, "select 1 / 0"))
 			require.EqualValues(t, 2, db.Left("api", key))
 			db.Execute("select ratelimit_define_policy('api', shadow => true)")
 			for range 3 {
-				require.NoError(t, me.Serve(conn, ""))
-				require.NoError(t, httpRequest{method: "GET", role: user, subject: "me", readOnly: true}.Serve(conn, ""))
+				require.NoError(t, me.serve(conn, ""))
+				require.NoError(t, httpRequest{method: "GET", role: user, subject: "me", readOnly: true}.serve(conn, ""))
 			}
 			db.DropPolicy("api")
-			require.Equal(t, "RL001", kit.SQLState(me.Serve(conn, "")))
+			require.Equal(t, "RL001", kit.SQLState(me.serve(conn, "")))
 		})
 	}
 }
@@ -199,21 +199,21 @@ func TestPostgREST_Keys(t *testing.T) {
 		"an address with a quote in it": {httpRequest{role: both, forwarded: `1.2.3.4'); drop table x; --`}, ""},
 	} {
 		test.request.method = "POST"
-		require.NoError(t, test.request.Serve(conn, ""), name)
+		require.NoError(t, test.request.serve(conn, ""), name)
 		require.Equal(t, test.key, strings.Join(used(), " "), name)
 	}
 	// Fewer hops than proxies: somebody came past them.
 	for _, forwarded := range []string{"", "1.2.3.4"} {
 		for _, readOnly := range []bool{false, true} {
-			a := postgrest(t, httpRequest{method: "POST", role: addresses, subject: "me", forwarded: forwarded, readOnly: readOnly}.Serve(conn, ""))
+			a := postgrest(t, httpRequest{method: "POST", role: addresses, subject: "me", forwarded: forwarded, readOnly: readOnly}.serve(conn, ""))
 			require.Equal(t, "the request has no key to limit it by", *a.Message.Message)
 			require.Empty(t, a.Detail.Headers)
 		}
 	}
 	db.Execute("insert into ratelimit.pre_request (role, policy) values ('*', 'api')")
-	require.NoError(t, httpRequest{method: "POST", role: last, subject: "me"}.Serve(conn, ""))
+	require.NoError(t, httpRequest{method: "POST", role: last, subject: "me"}.serve(conn, ""))
 	require.Equal(t, []string{subjectKey("me")}, used())
-	require.NoError(t, httpRequest{method: "POST", role: addresses, forwarded: "1.2.3.4, 10.0.0.1"}.Serve(conn, ""))
+	require.NoError(t, httpRequest{method: "POST", role: addresses, forwarded: "1.2.3.4, 10.0.0.1"}.serve(conn, ""))
 	require.Equal(t, []string{"ip:1.2.3.4"}, used(), "its own row goes before")
 }
 
@@ -244,7 +244,7 @@ func TestPostgREST_DocumentsOfEveryPath(t *testing.T) {
 		{"insert into orders_of_sizes (customer, size) values ('k', 7), ('a', 1)", "Try again in 1.75 seconds.", "2", `"odd";r=6;t=2`, `"odd";q=10;w=18`},
 		{"insert into orders_of_sizes (customer, size) values ('k', 7), ('blocked', 1)", "A cost of 1 never fits a bucket of 0.", "", `"odd";r=0;t=1`, `"odd";q=0`},
 	} {
-		err := request.Serve(conn, test.statement)
+		err := request.serve(conn, test.statement)
 		a := postgrest(t, err)
 		require.Equal(t, "rate limit exceeded", *a.Message.Message, test.statement)
 		require.Equal(t, test.hint, *a.Message.Hint, test.statement)
@@ -277,7 +277,7 @@ func TestPostgREST_OnAStandby(t *testing.T) {
 	require.NoError(t, err)
 	defer conn.Close(context.WithoutCancel(t.Context()))
 	read := func(role, subject string) error {
-		return httpRequest{method: "GET", role: role, subject: subject, readOnly: true}.Serve(conn, "")
+		return httpRequest{method: "GET", role: role, subject: subject, readOnly: true}.serve(conn, "")
 	}
 	db.Await(t, kit.Patience, "select exists (select from pg_stat_replication where replay_lsn >= pg_current_wal_lsn())")
 	postgrest(t, read("durable", "me"))

@@ -71,7 +71,7 @@ func startCrashLoadOn(t testing.TB, target crashTarget, prefix string, policies 
 			}
 			r := kit.Request{BucketID: model.BucketID{Policy: policies[i%len(policies)]}}
 			if i%5 == 0 && i < 15*len(policies) {
-				return l.AcquireAll(all, by, r.Policy, key, fmt.Sprint(i), pause)
+				return l.acquireAll(all, by, r.Policy, key, fmt.Sprint(i), pause)
 			}
 			for n := 0; ; n++ {
 				r.Key, r.Cost = key("plain", rand.N(3)), 1+rand.Int64N(3)
@@ -95,7 +95,7 @@ func startCrashLoadOn(t testing.TB, target crashTarget, prefix string, policies 
 }
 
 // of is what a load has on the buckets of one shard.
-func (l *crashLoad) Of(shard, of int) *crashLoad {
+func (l *crashLoad) of(shard, of int) *crashLoad {
 	elsewhere := func(e kit.Entry) bool { return client.ShardOf(e.Key, of) != shard }
 	return &crashLoad{
 		prefix:     l.prefix,
@@ -106,7 +106,7 @@ func (l *crashLoad) Of(shard, of int) *crashLoad {
 }
 
 // acquireAll makes requests for two buckets at a time. Each bucket's share is a request with an idempotency key.
-func (l *crashLoad) AcquireAll(all *kit.Load, by client.Acquirer, policy string, key func(kind string, n int) string, caller string, pause time.Duration) error {
+func (l *crashLoad) acquireAll(all *kit.Load, by client.Acquirer, policy string, key func(kind string, n int) string, caller string, pause time.Duration) error {
 	for n := 0; ; n++ {
 		idempotencyKey := fmt.Sprint(caller, " ", n)
 		var charges []client.Charge
@@ -169,7 +169,7 @@ type settlement struct {
 	lostFor                []time.Duration // of each load that lost something: from its oldest lost answer to its last
 }
 
-func (s *settlement) Add(other settlement) {
+func (s *settlement) add(other settlement) {
 	s.grants += other.grants
 	s.lost += other.lost
 	s.mostLost = max(s.mostLost, other.lost)
@@ -181,7 +181,7 @@ func (s *settlement) Add(other settlement) {
 
 // settle compares the decisions of a load with a recovered database. Then it repeats all requests that have
 // an idempotency key, so that each is charged once, and notes the tokens left in the buckets.
-func (l *crashLoad) Settle(db *kit.TestDB, left map[model.BucketID]int64) (s settlement) {
+func (l *crashLoad) settle(db *kit.TestDB, left map[model.BucketID]int64) (s settlement) {
 	t := db.T
 	require.Empty(t, l.denials)
 	grants, unanswered := kit.ByBucket(l.grants), kit.ByBucket(l.unanswered)

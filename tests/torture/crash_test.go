@@ -44,7 +44,7 @@ func TestTorture_Crash(t *testing.T) {
 		l.end()
 		db.Pool.Close()
 		db = kit.Reopen(t, server)
-		total.Add(l.Settle(db, left))
+		total.add(l.settle(db, left))
 		require.Zero(t, flushed.lost, "grants that were flushed")
 		run.Progress("%d crashes; of %d grants flushed %d are lost, of %d others %d", n+1,
 			flushed.grants, flushed.lost, unflushed.grants, unflushed.lost)

@@ -78,7 +78,7 @@ func decidesLikeTheModel(db *kit.TestDB, seed uint64, met map[string]int, goesOn
 	session.Execute("set search_path = ratelimit, public")
 	for goesOn() {
 		c := newDecideCase(random, policies)
-		got, err := c.Ask(session.Conn)
+		got, err := c.ask(session.Conn)
 		if want := c.want(met); err != nil || got != want {
 			return fmt.Sprintf("%+v: %v\n%s\ninstead of\n%s", c, err, got, want)
 		}
@@ -208,7 +208,7 @@ func (c *decideCase) want(met map[string]int) string {
 }
 
 // ask has SQL decide, and describes its answers.
-func (c *decideCase) Ask(session *pgx.Conn) (string, error) {
+func (c *decideCase) ask(session *pgx.Conn) (string, error) {
 	known := make([]*int32, len(c.policies)) // the number of the bucket that remembers its idempotency key
 	var of []string
 	var levels, costs, remaining, resets, capacities []int64

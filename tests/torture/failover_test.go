@@ -63,17 +63,17 @@ func TestTorture_CrashFailover(t *testing.T) {
 			promotions = append(promotions, time.Since(start))
 		}
 		l.end()
-		paced.End()
+		paced.end()
 		db.Pool.Close()
 		require.NoError(t, primary.Close())
 
 		db, primary = promoted, standby
-		total.Add(l.Settle(db, left))
+		total.add(l.settle(db, left))
 		require.Zero(t, synchronous.lost, "grants that the standby had confirmed")
 		require.EqualValues(t, kit.ExactCapacity, db.Left("ephemeral", "used"))
 		db.Acquire("ephemeral", "used", 1)
 		if waits {
-			pace = max(pace, paced.Check(db, ahead))
+			pace = max(pace, paced.check(db, ahead))
 		}
 		db.Execute("update test_skews set skew = '0'")
 		run.Progress("%d failovers; of %d grants replicated synchronously %d are lost, of %d others %d", n+1,
@@ -142,12 +142,12 @@ func startPaced(db *kit.TestDB, key string) *paced {
 	return p
 }
 
-func (p *paced) End() { <-p.done }
+func (p *paced) end() { <-p.done }
 
 // check asks a new primary. Its clock is ahead of the old primary's, or behind it if ahead is below zero. Both
 // primaries together grant no more tokens than the elapsed time and the advance of the clock refill, also
 // after the clock is corrected. check returns the largest share of these tokens that was granted.
-func (p *paced) Check(db *kit.TestDB, ahead time.Duration) (pace float64) {
+func (p *paced) check(db *kit.TestDB, ahead time.Duration) (pace float64) {
 	t := db.T
 	for _, skew := range []time.Duration{ahead, 0} {
 		db.Execute("update test_skews set skew = $1 where node = current_setting('cluster_name')", kit.Interval(skew))

@@ -46,7 +46,7 @@ func refused(err error) (code, message string) {
 }
 
 // check returns the refusal of a call for its arguments alone.
-func (r *round) Check(function string, args []argument) error {
+func (r *round) check(function string, args []argument) error {
 	value := func(i int) any { return args[i].value }
 	switch function {
 	case "ratelimit_define_policy":
@@ -61,7 +61,7 @@ func (r *round) Check(function string, args []argument) error {
 		}
 		return cmp.Or(err, given(value(6), badSpan("remember", value(6))))
 	case "ratelimit_drop_policy", "ratelimit_reset_all":
-		return cmp.Or(badName("policy", value(0)), r.Unknown(value(0)))
+		return cmp.Or(badName("policy", value(0)), r.unknown(value(0)))
 	case "ratelimit_acquire", "ratelimit_enforce":
 		return r.checkRequest(value(0), value(1), value(2), value(3))
 	case "ratelimit_acquire_many":
@@ -108,22 +108,22 @@ func (r *round) Check(function string, args []argument) error {
 		if err != nil {
 			return refusal("")
 		}
-		if err := r.Unknown(value(0)); err != nil {
+		if err := r.unknown(value(0)); err != nil {
 			return err
 		}
 		p, _ := r.model.Policy(value(0).(string))
 		return unsaid(badRate(cmp.Or(value(2), any(p.Capacity)).(int64), cmp.Or(value(3), any(p.Refill)).(int64),
 			cmp.Or(value(4), any(span{micros: int64(p.Every)})).(span)))
 	case "ratelimit_remove_override":
-		return unsaid(cmp.Or(badName("", value(0)), badName("", value(1)), r.Unknown(value(0))))
+		return unsaid(cmp.Or(badName("", value(0)), badName("", value(1)), r.unknown(value(0))))
 	case "ratelimit_status":
 		return r.checkList(value(0), value(2), value(1))
 	case "ratelimit_overrides":
 		return r.checkList(value(0), value(1), value(2))
 	case "ratelimit_peek":
-		return cmp.Or(badName("policy", value(0)), badName("key", value(1)), badTokens("cost", value(2)), r.Unknown(value(0)))
+		return cmp.Or(badName("policy", value(0)), badName("key", value(1)), badTokens("cost", value(2)), r.unknown(value(0)))
 	case "ratelimit_refund":
-		return cmp.Or(badName("policy", value(0)), badName("key", value(1)), badTokens("amount", value(2)), r.Unknown(value(0)))
+		return cmp.Or(badName("policy", value(0)), badName("key", value(1)), badTokens("amount", value(2)), r.unknown(value(0)))
 	case "ratelimit_charge":
 		return r.checkSpending(value(0), value(1), value(3), badTokens("cost", value(2)), badAmount("cost", value(2), 0))
 	case "ratelimit_settle":
@@ -141,7 +141,7 @@ func (r *round) Check(function string, args []argument) error {
 		}
 		return r.checkSpending(value(0), value(1), value(4), nil, err)
 	case "ratelimit_reset":
-		return cmp.Or(badName("policy", value(0)), badName("key", value(1)), r.Unknown(value(0)))
+		return cmp.Or(badName("policy", value(0)), badName("key", value(1)), r.unknown(value(0)))
 	case "ratelimit_cleanup":
 		return badRows("invalid max_rows", value(0))
 	case "ratelimit_cleanup_all":
@@ -159,12 +159,12 @@ func (r *round) checkRequest(policy, key, cost, idempotencyKey any) error {
 // checkSpending checks a request, with the refusals of its cost, and of what comes after it.
 func (r *round) checkSpending(policy, key, idempotencyKey any, cost error, others ...error) error {
 	return cmp.Or(badName("policy", policy), badName("key", key), cost, given(idempotencyKey, badName("idempotency_key", idempotencyKey)),
-		cmp.Or(others...), r.Unknown(policy))
+		cmp.Or(others...), r.unknown(policy))
 }
 
 // checkList checks a list of the buckets of a policy and a key, where null is any.
 func (r *round) checkList(policy, key, rows any) error {
-	return unsaid(cmp.Or(given(policy, badName("", policy)), given(key, badName("", key)), badRows("", rows), given(policy, r.Unknown(policy))))
+	return unsaid(cmp.Or(given(policy, badName("", policy)), given(key, badName("", key)), badRows("", rows), given(policy, r.unknown(policy))))
 }
 
 // given is the refusal of an argument that may be null.
@@ -200,7 +200,7 @@ func (r *round) checkWhole(q fuzzedWhole) error {
 		if cmp.Or(badName("", c.policy), badName("", c.key), badTokens("", c.cost)) != nil {
 			return refusal("")
 		}
-		err = cmp.Or(err, r.Unknown(c.policy))
+		err = cmp.Or(err, r.unknown(c.policy))
 	}
 	for _, c := range q.charges {
 		if r.fuzzer.citus && c.key != q.charges[0].key {
@@ -230,7 +230,7 @@ func addUp(sizes []*int64, sum int) bool {
 	return total == int64(sum)
 }
 
-func (r *round) Unknown(policy any) error {
+func (r *round) unknown(policy any) error {
 	if name, _ := policy.(string); !r.known[name] {
 		return model.UnknownPolicy
 	}
@@ -297,7 +297,7 @@ func length(array any) int {
 }
 
 // answer makes the call on the model and returns the rows it gives, or the refusal that depends on what was there before.
-func (r *round) Answer(function string, args []argument) ([]string, error) {
+func (r *round) answer(function string, args []argument) ([]string, error) {
 	value := func(i int) any { return args[i].value }
 	text := func(i int) string { s, _ := value(i).(string); return s }
 	bucket := func() model.BucketID { return model.BucketID{Policy: text(0), Key: text(1)} }
@@ -333,7 +333,7 @@ func (r *round) Answer(function string, args []argument) ([]string, error) {
 	case "ratelimit_acquire_many":
 		return r.answerMany(args), nil
 	case "ratelimit_acquire_all":
-		w, err := r.AcquireAll(fuzzedWhole{chargesOf(args), value(3)})
+		w, err := r.acquireAll(fuzzedWhole{chargesOf(args), value(3)})
 		if err != nil {
 			return nil, err
 		}
@@ -415,10 +415,10 @@ func (r *round) answerMany(args []argument) (rows []string) {
 		if haveKeys {
 			request[3] = ofPointer(idempotencyKeys[i])
 		}
-		err := r.Check("ratelimit_acquire", request)
+		err := r.check("ratelimit_acquire", request)
 		var answer []string
 		if err == nil {
-			answer, err = r.Answer("ratelimit_acquire", request)
+			answer, err = r.answer("ratelimit_acquire", request)
 		}
 		if err != nil {
 			code, message := refused(err)
@@ -473,7 +473,7 @@ func requestsOf(args []argument) (requests []fuzzedWhole) {
 	return requests
 }
 
-func (r *round) AcquireAll(q fuzzedWhole) (kit.Whole, error) {
+func (r *round) acquireAll(q fuzzedWhole) (kit.Whole, error) {
 	if err := r.checkWhole(q); err != nil {
 		return kit.Whole{}, err
 	}
@@ -487,7 +487,7 @@ func (r *round) AcquireAll(q fuzzedWhole) (kit.Whole, error) {
 
 func (r *round) answerAllMany(args []argument) (rows []string) {
 	for i, q := range requestsOf(args) {
-		w, err := r.AcquireAll(q)
+		w, err := r.acquireAll(q)
 		code, message := refused(err)
 		r.batch = append(r.batch, code)
 		columns := "||||||||" // none
@@ -505,7 +505,7 @@ func (r *round) answerPacked(args []argument) []string {
 	var element int
 	var replayed, shadowed bool
 	for i, q := range requestsOf(args) {
-		w, err := r.AcquireAll(q)
+		w, err := r.acquireAll(q)
 		code, message := refused(err)
 		r.batch = append(r.batch, code)
 		if err != nil {
@@ -561,7 +561,7 @@ func (r *round) status(policy, key any, atMost int64) (rows []string) {
 		row   string
 	}
 	var lines []line
-	for _, id := range r.Buckets() {
+	for _, id := range r.buckets() {
 		if policy != nil && policy != id.Policy || key != nil && key != id.Key {
 			continue
 		}

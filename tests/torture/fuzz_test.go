@@ -96,12 +96,12 @@ func newFuzzer(t *testing.T, inputs *tally) *fuzzer {
 	db := kit.NewDB(t)
 	db.ClockPerSession()
 	f := &fuzzer{db: db, inputs: inputs, setClock: "set test.now = %d"}
-	f.Begin(t)
+	f.begin(t)
 	return f
 }
 
 // begin connects, and prepares the statements.
-func (f *fuzzer) Begin(t *testing.T) {
+func (f *fuzzer) begin(t *testing.T) {
 	f.wire = f.db.Wire(t)
 	setup := []kit.Message{simple("set synchronous_commit = off"), simple("select ratelimit_version()")}
 	for name, sql := range fuzzStatements {
@@ -264,21 +264,21 @@ func (f *fuzzer) round(seed uint64) error {
 	for _, name := range r.names[:3] {
 		args := r.arguments("ratelimit_define_policy", func() bool { return true })
 		args[0] = textArgument(name)
-		r.Add("ratelimit_define_policy", args)
+		r.add("ratelimit_define_policy", args)
 	}
 
 	for _, name := range r.names[:3] { // denials, but for shadows; too seldom to be left to chance
-		r.Add("ratelimit_enforce", []argument{textArgument(name), textArgument(r.keys[0]), bigintArgument(kit.MaxTokens), null})
+		r.add("ratelimit_enforce", []argument{textArgument(name), textArgument(r.keys[0]), bigintArgument(kit.MaxTokens), null})
 	}
 	for _, name := range r.names[:3] { // a repeat after its settlement: likewise
 		policy, key, repeated := textArgument(name), textArgument(r.keys[0]), textArgument("settled")
-		r.Add("ratelimit_charge", []argument{policy, key, bigintArgument(1), repeated})
-		r.Add("ratelimit_settle", []argument{policy, key, repeated, bigintArgument(1)})
-		r.Add("ratelimit_acquire", []argument{policy, key, bigintArgument(1), repeated})
+		r.add("ratelimit_charge", []argument{policy, key, bigintArgument(1), repeated})
+		r.add("ratelimit_settle", []argument{policy, key, repeated, bigintArgument(1)})
+		r.add("ratelimit_acquire", []argument{policy, key, bigintArgument(1), repeated})
 	}
 	for range 8 { // no number as text, nor with a byte too many
 		bad := argument{text: []byte("x"), binary: make([]byte, 9), unreadable: slices.Concat(unreadable.number, unreadable.binary)}
-		r.Add("ratelimit_peek", []argument{textArgument(r.names[0]), textArgument(r.keys[0]), bad})
+		r.add("ratelimit_peek", []argument{textArgument(r.names[0]), textArgument(r.keys[0]), bad})
 	}
 
 	for range 400 {
@@ -286,10 +286,10 @@ func (f *fuzzer) round(seed uint64) error {
 			r.passTime()
 		}
 		function := oneOf(random, fuzzFunctions)
-		r.Add(function, r.callOf(function, strings.HasPrefix(function, "ratelimit_cleanup"))) // where clean-up has its turn: see below
+		r.add(function, r.callOf(function, strings.HasPrefix(function, "ratelimit_cleanup"))) // where clean-up has its turn: see below
 	}
-	for _, id := range r.Buckets() {
-		r.Add("ratelimit_peek", []argument{textArgument(id.Policy), textArgument(id.Key), bigintArgument(1)})
+	for _, id := range r.buckets() {
+		r.add("ratelimit_peek", []argument{textArgument(id.Policy), textArgument(id.Key), bigintArgument(1)})
 	}
 	count := countQuery
 	if f.citus {
@@ -301,18 +301,18 @@ func (f *fuzzer) round(seed uint64) error {
 	before := r.look(stateQuery)
 	for range 100 {
 		function := oneOf(random, refusing)
-		r.Add(function, r.callOf(function, true))
+		r.add(function, r.callOf(function, true))
 	}
 	after := r.look(stateQuery)
 
 	// Clean-up may take any bucket that is full, so nothing is asked of buckets afterwards.
 	for range 2 {
-		r.Add("ratelimit_cleanup", []argument{integerArgument(max(1, int32(r.integer())))})
+		r.add("ratelimit_cleanup", []argument{integerArgument(max(1, int32(r.integer())))})
 		budget := oneOf(random, []span{{micros: 1}, {days: 1, micros: -1}, {months: 1}, {months: math.MaxInt32, days: math.MaxInt32}})
-		r.Add("ratelimit_cleanup_all", []argument{spanArgument(budget)})
+		r.add("ratelimit_cleanup_all", []argument{spanArgument(budget)})
 	}
 	for _, name := range slices.Sorted(maps.Keys(r.known)) {
-		r.Add("ratelimit_drop_policy", []argument{textArgument(name)})
+		r.add("ratelimit_drop_policy", []argument{textArgument(name)})
 	}
 	if f.citus {
 		r.look("call ratelimit_cleanup_all()")
@@ -334,7 +334,7 @@ func (f *fuzzer) round(seed uint64) error {
 	if b, a := responses[before], responses[after]; b.Code != "" || !slices.Equal(b.Rows, a.Rows) {
 		return fmt.Errorf("refused calls changed the state from %v to %v", b, a)
 	}
-	f.inputs.Add(r, responses)
+	f.inputs.add(r, responses)
 	return nil
 }
 
@@ -364,16 +364,16 @@ func (r *round) passTime() {
 }
 
 // add foretells the answer to a call, and sends it.
-func (r *round) Add(function string, args []argument) {
+func (r *round) add(function string, args []argument) {
 	c := fuzzCall{function: function, args: args}
 	for _, a := range args {
 		c.codes = append(c.codes, a.unreadable...)
 	}
 	if len(c.codes) == 0 {
-		err := r.Check(function, args)
+		err := r.check(function, args)
 		if err == nil {
 			r.batch = nil
-			c.rows, err = r.Answer(function, args)
+			c.rows, err = r.answer(function, args)
 			c.requests = r.batch
 		}
 		if err != nil {
@@ -442,7 +442,7 @@ func (r *round) callOf(function string, refusedOnly bool) []argument {
 	for {
 		allGood := !refusedOnly && r.oneIn(3)
 		args := r.arguments(function, func() bool { return allGood || !r.oneIn(4) })
-		if !refusedOnly || slices.ContainsFunc(args, func(a argument) bool { return len(a.unreadable) > 0 }) || r.Check(function, args) != nil {
+		if !refusedOnly || slices.ContainsFunc(args, func(a argument) bool { return len(a.unreadable) > 0 }) || r.check(function, args) != nil {
 			return args
 		}
 	}
@@ -499,7 +499,7 @@ func (r *round) arguments(function string, good func() bool) []argument {
 				choose(func() argument { return null }, r.anyBoolean), choose(every, r.anySpan),
 				choose(func() argument { return booleanArgument(r.oneIn(4)) }, r.anyBoolean),
 			}
-			if !good() || r.Check(function, args) == nil { // a good one also fills in time
+			if !good() || r.check(function, args) == nil { // a good one also fills in time
 				return args
 			}
 		}
@@ -639,7 +639,7 @@ func (r *round) name() string {
 }
 
 // buckets are those that were taken from, in one order.
-func (r *round) Buckets() []model.BucketID { return inOrder(r.model.Buckets()) }
+func (r *round) buckets() []model.BucketID { return inOrder(r.model.Buckets()) }
 
 func inOrder(ids []model.BucketID) []model.BucketID {
 	return slices.SortedFunc(slices.Values(ids), func(a, b model.BucketID) int {
@@ -655,7 +655,7 @@ type tally struct {
 
 func newTally() *tally { return &tally{counts: map[string]int{}} }
 
-func (n *tally) Add(r *round, responses []kit.Response) {
+func (n *tally) add(r *round, responses []kit.Response) {
 	protocol := map[bool]string{false: "simple", true: "extended"}[r.binary]
 	n.mu.Lock()
 	defer n.mu.Unlock()

@@ -61,7 +61,7 @@ func TestTorture_HTTP(t *testing.T) {
 			o.phase("thawed", run.Budget/10)
 			run.Progress("%d rounds", rounds+1)
 		}
-		all = o.End()
+		all = o.end()
 	})
 	for start := time.Now(); goroutines(label) != ""; time.Sleep(10 * time.Millisecond) {
 		require.Less(t, time.Since(start), kit.Patience, goroutines(label))
@@ -136,14 +136,14 @@ func newHTTPOutage(t *testing.T, server *pgtest.Server) *httpOutage {
 			pool, err := pgxpool.NewWithConfig(context.Background(), config)
 			require.NoError(t, err)
 			o.pools = append(o.pools, pool)
-			o.Serve(mode, failure(), pool, combined)
+			o.serve(mode, failure(), pool, combined)
 		}
 	}
 	return o
 }
 
 // serve starts a server and its callers.
-func (o *httpOutage) Serve(mode string, failure httplimit.Failure, pool *pgxpool.Pool, combined bool) {
+func (o *httpOutage) serve(mode string, failure httplimit.Failure, pool *pgxpool.Pool, combined bool) {
 	var limiter client.Acquirer = client.New(pool)
 	if combined {
 		combiner := client.NewCombiner(pool)
@@ -166,12 +166,12 @@ func (o *httpOutage) Serve(mode string, failure httplimit.Failure, pool *pgxpool
 	var asks [httpCallers]int
 	o.load.Start(httpCallers, func(caller int) error {
 		asks[caller]++
-		return o.Ask(mode, transport, server.URL, fmt.Sprint(name, caller, " ", asks[caller]/asksOfAUser))
+		return o.ask(mode, transport, server.URL, fmt.Sprint(name, caller, " ", asks[caller]/asksOfAUser))
 	})
 }
 
 // ask makes one request, and counts its answer if the phase did not change meanwhile.
-func (o *httpOutage) Ask(mode string, transport *http.Transport, url, user string) error {
+func (o *httpOutage) ask(mode string, transport *http.Transport, url, user string) error {
 	request, err := http.NewRequestWithContext(context.Background(), http.MethodGet, url, nil)
 	if err != nil {
 		return err
@@ -249,7 +249,7 @@ func (o *httpOutage) awaitRecovery() {
 	}
 }
 
-func (o *httpOutage) End() map[httpPhase]*httpAnswers {
+func (o *httpOutage) end() map[httpPhase]*httpAnswers {
 	require.NoError(o.t, o.load.End())
 	for _, end := range o.close {
 		end()

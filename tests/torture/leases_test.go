@@ -132,7 +132,7 @@ type leaseRound struct {
 var leaseRounds atomic.Int64
 
 // run has the callers ask until there are enough grants from leases, and connections were killed. Its error is what does not add up.
-func (r *leaseRound) Run(t *testing.T) error {
+func (r *leaseRound) run(t *testing.T) error {
 	const leasers, callers, enough, grantsOfAConnection = 3, 5, 1000, 50
 	r.db.Execute("truncate public.books")
 	round := leaseRounds.Add(1)
@@ -227,7 +227,7 @@ func TestTorture_LeasesGrantWhatWasCharged(t *testing.T) {
 	rounds := 0
 	for ; run.GoesOn(); rounds++ {
 		r := &leaseRound{db: db, killing: rounds%2 == 1}
-		require.NoError(t, r.Run(t), "killing=%v", r.killing)
+		require.NoError(t, r.run(t), "killing=%v", r.killing)
 		leased, events = leased+int(r.leased.Load()), events+len(r.history.Events)
 		run.Progress("%d grants from leases", leased)
 	}
@@ -246,7 +246,7 @@ func TestLeases_PlantedBugsAreFound(t *testing.T) {
 		t.Run(string(bug), func(t *testing.T) {
 			t.Parallel()
 			r := &leaseRound{db: newLeaseDB(t), bug: bug}
-			require.ErrorContains(t, r.Run(t), says, bug)
+			require.ErrorContains(t, r.run(t), says, bug)
 		})
 	}
 }

@@ -85,7 +85,7 @@ type rules struct {
 }
 
 // at returns the policy with the numbers that apply.
-func (r rules) At(now time.Time) model.Policy {
+func (r rules) at(now time.Time) model.Policy {
 	p := r.policy
 	if r.override != nil && r.override.Live(now) {
 		p.Capacity, p.Refill, p.Every = r.override.Capacity, r.override.Refill, r.override.Every
@@ -100,7 +100,7 @@ func (op *operation) takes() bool {
 }
 
 // denied reports whether an acquire was, or would have been if its policy did more than watch.
-func (op *operation) Denied() bool {
+func (op *operation) denied() bool {
 	return op.kind == acquires && op.answer.Decision != nil && (!op.answer.Decision.Allowed || op.answer.Decision.Shadowed)
 }
 
@@ -194,7 +194,7 @@ func (op *operation) leadsTo(r rules, now time.Time, s model.State, answer *kit.
 		d     kit.Decision
 		taken int64
 		err   error
-		p     = r.At(now)
+		p     = r.at(now)
 	)
 	if op.isFar(p, now, s, answer) {
 		return nil
@@ -341,7 +341,7 @@ func linearize(ops []porcupine.Operation) porcupine.CheckResult {
 }
 
 // check explains why no order of the operations is possible, or returns "". It is undecided when there are too many orders to try.
-func (h history) Check() (violation string, decided bool) {
+func (h history) check() (violation string, decided bool) {
 	verdict := linearize(h.upTo(len(h)))
 	if verdict == porcupine.Ok {
 		return "", true

@@ -53,7 +53,7 @@ func (n operationCounts) judge(t *testing.T, seed uint64, histories []history, e
 	for _, h := range histories {
 		n["histories of a bucket"]++
 		n.count(h)
-		switch violation, decided := h.Check(); {
+		switch violation, decided := h.check(); {
 		case !decided:
 			n[undecided]++
 		case violation != "":
@@ -171,7 +171,7 @@ func TestLinearizability_FindsPlantedBugs(t *testing.T) {
 			found, written := false, 0
 			c.write(func() bool { written++; return written <= 2000 }, func(_ uint64, histories []history, err error) bool {
 				found = err != nil || slices.ContainsFunc(histories, func(h history) bool {
-					violation, decided := h.Check()
+					violation, decided := h.check()
 					return decided && violation != ""
 				})
 				return !found
@@ -184,7 +184,7 @@ func TestLinearizability_FindsPlantedBugs(t *testing.T) {
 
 // mostly are the calls among which the bugs of a function show soon.
 var mostly = map[string]func(*actor) error{
-	"ratelimit_acquire":       (*actor).Acquire,
+	"ratelimit_acquire":       (*actor).acquire,
 	"ratelimit_charge":        (*actor).acquireOrSpend,
 	"ratelimit_settle":        (*actor).acquireOrSpend,
 	"ratelimit_reserve":       (*actor).acquireOrReserve, // most reservations take what an update finds, without a row that was read
@@ -329,7 +329,7 @@ func (c *chronicler) write(goesOn func() bool, check func(seed uint64, histories
 	defer checker.Wait()
 	defer close(unread)
 	for ; goesOn() && !c.db.T.Failed(); c.seed++ {
-		histories, err := c.History(c.seed)
+		histories, err := c.history(c.seed)
 		select {
 		case unread <- written{c.seed, histories, err}:
 		case <-stop:
@@ -374,7 +374,7 @@ type version struct {
 	period
 }
 
-func (c *chronicler) History(seed uint64) (histories []history, err error) {
+func (c *chronicler) history(seed uint64) (histories []history, err error) {
 	random := rand.New(rand.NewPCG(seed, 0))
 	h := &chronicle{
 		chronicler: c,
@@ -503,9 +503,9 @@ func (h *chronicle) rules(op *operation, of history) (all []rules) {
 	return all
 }
 
-func (h *chronicle) Now() time.Duration { return time.Since(h.started) }
+func (h *chronicle) now() time.Duration { return time.Since(h.started) }
 
-func (h *chronicle) Add(ops ...*operation) {
+func (h *chronicle) add(ops ...*operation) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	h.operations = append(h.operations, ops...)
@@ -537,10 +537,10 @@ func (h *chronicle) define(random *rand.Rand, q *recorder, policy string) error 
 	if random.IntN(8) == 0 {
 		p.Refill = 0
 	}
-	since := h.Now()
+	since := h.now()
 	_, err := q.Exec(context.Background(), "select ratelimit_define_policy($1, $2, $3, $4, $5, $6, $7, $8)",
 		policy, p.Capacity, p.Refill, kit.IntervalOfDays(p.Every), p.Stepped, p.Durable, kit.IntervalOfDays(p.Remember), p.Shadow)
-	until := h.Now()
+	until := h.now()
 	if before := h.versions[policy]; len(before) > 0 {
 		before[len(before)-1].until = until
 		h.changes++
@@ -572,15 +572,15 @@ func (a *actor) act() error {
 	}
 	switch n := a.random.IntN(100); {
 	case n < 24:
-		return a.Acquire()
+		return a.acquire()
 	case n < 34:
 		return a.acquireMany()
 	case n < 42:
-		return a.AcquireAll()
+		return a.acquireAll()
 	case n < 48:
 		return a.acquireAllMany()
 	case n < 66:
-		return a.Spend()
+		return a.spend()
 	case n < 71:
 		return a.decide(peeks)
 	case n < 76:
@@ -590,7 +590,7 @@ func (a *actor) act() error {
 	case n < 90 && a.client < len(a.buckets): // a bucket has one client who sets its override, so that these follow each other
 		return a.override(a.buckets[a.client])
 	case n < 92:
-		return a.Reset()
+		return a.reset()
 	case n < 95 || a.client > 0:
 		return a.cleanUp()
 	case n < 97:
@@ -600,23 +600,23 @@ func (a *actor) act() error {
 	}
 }
 
-func (a *actor) change() error { return a.define(a.random, a.recorder, a.Bucket().Policy) }
+func (a *actor) change() error { return a.define(a.random, a.recorder, a.bucket().Policy) }
 
 func (a *actor) acquireOrSpend() error {
 	if a.random.IntN(3) == 0 {
-		return a.Acquire()
+		return a.acquire()
 	}
-	return a.Spend()
+	return a.spend()
 }
 
-func (a *actor) Bucket() model.BucketID { return a.buckets[a.random.IntN(len(a.buckets))] }
+func (a *actor) bucket() model.BucketID { return a.buckets[a.random.IntN(len(a.buckets))] }
 
 func (a *actor) operation(kind string, bucket model.BucketID) *operation {
-	return &operation{kind: kind, Request: kit.Request{BucketID: bucket}, client: a.client, called: a.Now()}
+	return &operation{kind: kind, Request: kit.Request{BucketID: bucket}, client: a.client, called: a.now()}
 }
 
 // request is an acquire, mostly of few tokens. A repeated idempotency key seldom has another cost.
-func (a *actor) Request(bucket model.BucketID) *operation {
+func (a *actor) request(bucket model.BucketID) *operation {
 	op := a.operation(acquires, bucket)
 	switch n := a.random.IntN(20); {
 	case n < 2:
@@ -660,8 +660,8 @@ func errorAnswer(err error) *kit.Answer {
 }
 
 // acquire, now and then in a transaction that may be rolled back.
-func (a *actor) Acquire() error {
-	op := a.Request(a.Bucket())
+func (a *actor) acquire() error {
+	op := a.request(a.bucket())
 	op.enforced = a.random.IntN(5) == 0
 	return a.transact(func() error {
 		if op.enforced {
@@ -677,7 +677,7 @@ func (a *actor) transact(call func() error, ops ...*operation) error {
 }
 
 func (a *actor) transactIn(held bool, call func() error, ops ...*operation) (committed bool, err error) {
-	start, called := time.Now(), a.Now()
+	start, called := time.Now(), a.now()
 	if held {
 		if _, err := a.Exec(context.Background(), "begin"); err != nil {
 			return false, err
@@ -707,13 +707,13 @@ func (a *actor) transactIn(held bool, call func() error, ops ...*operation) (com
 			return false, err
 		}
 	}
-	returned := a.Now()
+	returned := a.now()
 	for _, op := range ops {
 		op.called, op.returned, op.readings, op.undone = called, returned, read, !committed
 		if op.then != nil {
 			op.then.readings = read
 		}
-		if op.kind == acquires && op.batch == 0 && op.Denied() && !op.mayBeReplayed(op.answer) {
+		if op.kind == acquires && op.batch == 0 && op.denied() && !op.mayBeReplayed(op.answer) {
 			op.readings = read[min(1, len(read)):] // the first is from before the update, which may have waited
 		}
 		// A round of decide_in_order after the first reads numbers when it has locked the buckets, and a batch that takes nothing
@@ -727,7 +727,7 @@ func (a *actor) transactIn(held bool, call func() error, ops ...*operation) (com
 			op.reread = len(read) > firstReadings || !slices.ContainsFunc(ops, (*operation).takes)
 		}
 	}
-	a.Add(ops...)
+	a.add(ops...)
 	return committed, nil
 }
 
@@ -754,8 +754,8 @@ func TestLinearizability_ReadingsOfTheFirstRound(t *testing.T) {
 }
 
 // spend charges, settles, reserves, or takes what there is; now and then in a transaction that may be rolled back.
-func (a *actor) Spend() error {
-	op := a.spending([]string{charges, settles, settles, reserves, reserves, takesAll}[a.random.IntN(6)], a.Bucket())
+func (a *actor) spend() error {
+	op := a.spending([]string{charges, settles, settles, reserves, reserves, takesAll}[a.random.IntN(6)], a.bucket())
 	if err := a.transact(func() error { return op.spent(a) }, op); err != nil || op.kind != settles || op.answer.Decision == nil {
 		return err
 	}
@@ -766,7 +766,7 @@ func (a *actor) Spend() error {
 
 // reserveOn reserves until a bucket that refills slowly has nothing left.
 func (a *actor) reserveOn() error {
-	bucket := a.Bucket()
+	bucket := a.bucket()
 	for range 6 {
 		op := a.operation(reserves, bucket)
 		op.Cost, op.maxWait = 3, 20*1_000_000
@@ -779,15 +779,15 @@ func (a *actor) reserveOn() error {
 
 func (a *actor) acquireOrReserve() error {
 	if a.random.IntN(4) == 0 {
-		return a.Acquire()
+		return a.acquire()
 	}
-	op := a.spending(reserves, a.Bucket())
+	op := a.spending(reserves, a.bucket())
 	return a.transact(func() error { return op.spent(a) }, op)
 }
 
 // spending is one call, mostly about few tokens. Those with a key have the costs of others with this key, but settles have not.
 func (a *actor) spending(kind string, bucket model.BucketID) *operation {
-	op := a.Request(bucket)
+	op := a.request(bucket)
 	op.kind = kind
 	switch kind {
 	case settles:
@@ -814,7 +814,7 @@ func (op *operation) spent(q kit.Querier) error {
 
 // acquireAndGiveBack refunds or settles what it took. It is one operation if the acquire locks the bucket.
 func (a *actor) acquireAndGiveBack() error {
-	op := a.Request(a.Bucket())
+	op := a.request(a.bucket())
 	back := a.operation(refunds, op.BucketID)
 	back.Cost = a.random.Int64N(5)
 	if op.IdempotencyKey != "" && a.random.IntN(2) == 0 {
@@ -823,7 +823,7 @@ func (a *actor) acquireAndGiveBack() error {
 	if _, err := a.Exec(context.Background(), "begin"); err != nil {
 		return err
 	}
-	start, called := time.Now(), a.Now()
+	start, called := time.Now(), a.now()
 	if err := op.answered(op.Request.Acquire(a)); err != nil {
 		return err
 	}
@@ -855,16 +855,16 @@ func (a *actor) acquireAndGiveBack() error {
 	if _, err := a.Exec(context.Background(), end); err != nil {
 		return err
 	}
-	returned := a.Now()
+	returned := a.now()
 	for _, op := range append(ops, back) {
 		op.called, op.returned, op.readings = called, returned, read
 	}
-	a.Add(ops...)
+	a.add(ops...)
 	return nil
 }
 
 // acquireAll takes from several buckets, all or none.
-func (a *actor) AcquireAll() error {
+func (a *actor) acquireAll() error {
 	r, ops := a.wholeRequest(4)
 	return a.transact(func() error {
 		w, err := r.AcquireAll(a)
@@ -901,12 +901,12 @@ func (a *actor) acquireAllMany() error {
 func (a *actor) wholeRequest(most int) (r kit.WholeRequest, ops []*operation) {
 	whole := &wholePart{}
 	byBucket := map[model.BucketID]*operation{}
-	first := a.Request(a.Bucket())
+	first := a.request(a.bucket())
 	r.IdempotencyKey = first.IdempotencyKey
 	for i := range 1 + a.random.IntN(most) {
 		op := first
 		if i > 0 {
-			op = a.Request(a.Bucket())
+			op = a.request(a.bucket())
 			op.IdempotencyKey = first.IdempotencyKey
 			if op.IdempotencyKey != "" && a.random.IntN(10) > 0 {
 				op.Cost = first.Cost
@@ -976,9 +976,9 @@ func (a *actor) override(b model.BucketID) error {
 	a.dropping.RLock()
 	defer a.dropping.RUnlock()
 	if a.random.IntN(4) == 0 {
-		called := a.Now()
+		called := a.now()
 		_, err := a.Exec(context.Background(), "select ratelimit_remove_override($1, $2)", b.Policy, b.Key)
-		a.setNumbers(b, nil, called, a.Now())
+		a.setNumbers(b, nil, called, a.now())
 		return err
 	}
 	o := &model.Override{Capacity: a.random.Int64N(14), Every: model.Micros(50 + a.random.Int64N(5000))}
@@ -998,10 +998,10 @@ func (a *actor) override(b model.BucketID) error {
 	case 0:
 		ops = append(ops, a.operation(resets, b))
 	case 1, 2:
-		ops = append(ops, a.Request(b))
+		ops = append(ops, a.request(b))
 		ops[0].own = &rules{override: o, number: number}
 	}
-	called := a.Now()
+	called := a.now()
 	committed, err := a.transactIn(len(ops) > 0 || a.random.IntN(4) == 0, func() error {
 		var expires *time.Time
 		if !o.Expires.IsZero() {
@@ -1021,7 +1021,7 @@ func (a *actor) override(b model.BucketID) error {
 	case kit.SQLState(err) == string(model.InvalidArgument) && !o.Expires.IsZero(): // too late
 		return nil
 	case committed:
-		a.setNumbers(b, o, called, a.Now())
+		a.setNumbers(b, o, called, a.now())
 		a.mu.Lock()
 		a.chronicler.overrides++
 		a.mu.Unlock()
@@ -1036,8 +1036,8 @@ func (a *actor) override(b model.BucketID) error {
 func (a *actor) drop() error {
 	a.dropping.Lock()
 	defer a.dropping.Unlock()
-	policy := a.Bucket().Policy
-	called := a.Now()
+	policy := a.bucket().Policy
+	called := a.now()
 	at := period{called, called}
 	held := a.random.IntN(2) == 0
 	var err error
@@ -1050,19 +1050,19 @@ func (a *actor) drop() error {
 		do("begin")
 	}
 	do("select ratelimit_drop_policy($1)", policy)
-	at.until = a.Now()
+	at.until = a.now()
 	if err == nil {
 		err = a.define(a.random, a.recorder, policy)
 	}
 	do(overrideSomeKey, policy)
 	if held {
 		do("commit")
-		at.until = a.Now()
+		at.until = a.now()
 	}
 	if err != nil {
 		return err
 	}
-	until := a.Now()
+	until := a.now()
 	versions := a.versions[policy]
 	versions[len(versions)-2].until = until
 	versions[len(versions)-1].since = called
@@ -1074,7 +1074,7 @@ func (a *actor) drop() error {
 		}
 		op := a.operation(drops, b)
 		op.called, op.returned = called, at.until
-		a.Add(op)
+		a.add(op)
 		a.setNumbers(b, nil, called, at.until)
 	}
 	return nil
@@ -1085,7 +1085,7 @@ func (a *actor) acquireMany() error {
 	var ops []*operation
 	switch kind := a.random.IntN(4); kind {
 	case 0: // all equal, and without a key
-		op := a.Request(a.Bucket())
+		op := a.request(a.bucket())
 		op.IdempotencyKey = ""
 		for range 2 + a.random.IntN(4) {
 			another := *op
@@ -1093,7 +1093,7 @@ func (a *actor) acquireMany() error {
 		}
 	default:
 		for range 1 + a.random.IntN(6) {
-			op := a.Request(a.Bucket())
+			op := a.request(a.bucket())
 			if kind < 3 {
 				op.IdempotencyKey = ""
 			}
@@ -1122,8 +1122,8 @@ func (a *actor) acquireCombined() error {
 	start := time.Now()
 	var ops []*operation
 	var err error
-	if called := a.Now(); a.random.IntN(2) == 0 {
-		ops = []*operation{a.Request(a.Bucket())}
+	if called := a.now(); a.random.IntN(2) == 0 {
+		ops = []*operation{a.request(a.bucket())}
 		ops[0].called = called
 		var d client.Decision
 		d, err = ops[0].By(ctx, a.combiner)
@@ -1139,26 +1139,26 @@ func (a *actor) acquireCombined() error {
 		}
 	}
 	for _, op := range ops {
-		op.returned, op.readings = a.Now(), a.chronicler.readings.since(start)
+		op.returned, op.readings = a.now(), a.chronicler.readings.since(start)
 	}
 	if err != nil {
 		return err
 	}
-	a.Add(ops...)
+	a.add(ops...)
 	return nil
 }
 
 // decide peeks or refunds.
 func (a *actor) decide(kind string) error {
-	op := a.operation(kind, a.Bucket())
+	op := a.operation(kind, a.bucket())
 	op.Cost = a.random.Int64N(5)
 	return a.transact(func() error {
 		return op.answered(kit.Decide(a, "ratelimit_"+kind+"($1, $2, $3)", op.Policy, op.Key, op.Cost))
 	}, op)
 }
 
-func (a *actor) Reset() error {
-	op := a.operation(resets, a.Bucket())
+func (a *actor) reset() error {
+	op := a.operation(resets, a.bucket())
 	return a.transact(func() error {
 		_, err := a.Exec(context.Background(), "select ratelimit_reset($1, $2)", op.Policy, op.Key)
 		op.answer = errorAnswer(err)

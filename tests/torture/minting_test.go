@@ -103,7 +103,7 @@ func (f *mint) rounds() error {
 				mint: f, random: rand.New(rand.NewPCG(seed, 0)), prefix: fmt.Sprint(f.rows.Add(1), " "),
 				inHand: map[model.BucketID]int64{}, of: map[mintedKey]*inHand{},
 			}
-			if err := r.Run(); err != nil {
+			if err := r.run(); err != nil {
 				errs[i] = fmt.Errorf("RATELIMIT_TEST_SEED=%d: %w, after\n%s", seed, err, strings.Join(r.last, "\n"))
 			}
 		})
@@ -133,7 +133,7 @@ type inHand struct {
 	isSettled bool
 }
 
-func (r *mintRound) Run() error {
+func (r *mintRound) run() error {
 	for n := range 500 {
 		if err := r.call(); err != nil {
 			return err
@@ -201,14 +201,14 @@ func (r *mintRound) grant(id model.BucketID, tokens int64, idempotencyKey string
 	}
 }
 
-func (r *mintRound) Bucket() model.BucketID {
+func (r *mintRound) bucket() model.BucketID {
 	policies := []string{"plain", "shallow", "budget", "shadow"}
 	return model.BucketID{Policy: policies[r.random.IntN(4)], Key: fmt.Sprint(r.prefix, r.random.IntN(2))}
 }
 
-func (r *mintRound) Cost() int64 { return r.random.Int64N(1 << r.random.IntN(5)) }
+func (r *mintRound) cost() int64 { return r.random.Int64N(1 << r.random.IntN(5)) }
 
-func (r *mintRound) IdempotencyKey() string {
+func (r *mintRound) idempotencyKey() string {
 	if r.random.IntN(4) == 0 {
 		return ""
 	}
@@ -218,13 +218,13 @@ func (r *mintRound) IdempotencyKey() string {
 // call makes one, and enters what it has moved.
 func (r *mintRound) call() error {
 	if r.random.IntN(3) == 0 {
-		return r.Spend()
+		return r.spend()
 	}
 	var requests []kit.WholeRequest
 	for range 1 + r.random.IntN(4) {
-		q := kit.WholeRequest{IdempotencyKey: r.IdempotencyKey()}
+		q := kit.WholeRequest{IdempotencyKey: r.idempotencyKey()}
 		for range 1 + r.random.IntN(3) {
-			q.Charges = append(q.Charges, model.Charge{BucketID: r.Bucket(), Cost: r.Cost()})
+			q.Charges = append(q.Charges, model.Charge{BucketID: r.bucket(), Cost: r.cost()})
 		}
 		requests = append(requests, q)
 	}
@@ -265,14 +265,14 @@ func (r *mintRound) call() error {
 	}
 	r.last = append(r.last, fmt.Sprintf("function %d: %+v: %v", function, requests, err))
 	if err != nil {
-		return r.Check(err)
+		return r.check(err)
 	}
 	for i, q := range requests {
 		if answers[i].Whole == nil {
 			r.refused.Add(1)
 			continue
 		}
-		if err := r.Granted(q, *answers[i].Whole); err != nil {
+		if err := r.granted(q, *answers[i].Whole); err != nil {
 			return err
 		}
 	}
@@ -280,7 +280,7 @@ func (r *mintRound) call() error {
 }
 
 // granted enters what a request has taken, if it has: of each bucket the sum.
-func (r *mintRound) Granted(q kit.WholeRequest, w kit.Whole) error {
+func (r *mintRound) granted(q kit.WholeRequest, w kit.Whole) error {
 	sums := map[model.BucketID]int64{}
 	for i, c := range q.Charges {
 		if w.Allowed && !w.Decisions[i].Shadowed {
@@ -297,8 +297,8 @@ func (r *mintRound) Granted(q kit.WholeRequest, w kit.Whole) error {
 }
 
 // spend makes a call of a function that does not only take what is there. Of a shadow, some do not say what they took.
-func (r *mintRound) Spend() error {
-	s := kit.Spending{BucketID: r.Bucket(), Cost: r.Cost(), IdempotencyKey: r.IdempotencyKey(), AtLeast: 1, MaxWait: kit.Micros(time.Hour)}
+func (r *mintRound) spend() error {
+	s := kit.Spending{BucketID: r.bucket(), Cost: r.cost(), IdempotencyKey: r.idempotencyKey(), AtLeast: 1, MaxWait: kit.Micros(time.Hour)}
 	s.Function = []string{"charge", "settle", "settle", "settle", "reserve", "acquire_up_to"}[r.random.IntN(6)]
 	switch {
 	case s.Policy == "shadow" && s.Function != "settle":
@@ -317,7 +317,7 @@ func (r *mintRound) Spend() error {
 	got, err := s.By(r.db.Pool)
 	r.last = append(r.last, fmt.Sprintf("%v: %+v %v", s, got, err))
 	if err != nil {
-		return r.Check(err)
+		return r.check(err)
 	}
 	if !got.Allowed {
 		return nil
@@ -338,7 +338,7 @@ func (r *mintRound) Spend() error {
 }
 
 // check passes over refusals, which change nothing.
-func (r *mintRound) Check(err error) error {
+func (r *mintRound) check(err error) error {
 	if slices.Contains([]string{"RL002", "RL003", "RL004"}, kit.SQLState(err)) {
 		r.refused.Add(1)
 		return nil

@@ -33,7 +33,7 @@ func TestTorture_ModelAgreesWithSQL(t *testing.T) {
 	met := sightings{}
 	run.Check(func(t *rapid.T) {
 		m := newModelRun(t, session, met)
-		defer m.End()
+		defer m.end()
 		if met.lacks() != "" {
 			m.meetAll(t, m, "x", "y")
 			m = newModelRun(t, session, met)
@@ -122,7 +122,7 @@ func TestModel_FindsPlantedBugs(t *testing.T) {
 						return // shrinking would take a while
 					}
 					m := newModelRun(t, session, sightings{})
-					defer m.End()
+					defer m.end()
 					found = true
 					t.Repeat(m.actions())
 					found = false
@@ -187,7 +187,7 @@ func newModelRun(t *rapid.T, s *kit.Session, met sightings) *modelRun {
 
 // begin defines the policies at t0.
 func (m *modelRun) Begin(t *rapid.T, calls modelCalls) {
-	m.SetClock(t, kit.T0)
+	m.setClock(t, kit.T0)
 	for _, name := range policyNames {
 		for known := false; !known; _, known = m.model.Policy(name) { // not every definition can be
 			calls.define(t, name)
@@ -197,14 +197,14 @@ func (m *modelRun) Begin(t *rapid.T, calls modelCalls) {
 
 func (m *modelRun) actions() map[string]func(*rapid.T) {
 	return map[string]func(*rapid.T){
-		"acquire":   m.Acquire,
+		"acquire":   m.acquire,
 		"again":     m.acquireAgain,
 		"many":      m.acquireMany,
 		"peek":      m.peek,
 		"refund":    m.refund,
-		"spend":     m.Spend,
-		"spend now": m.Spend,
-		"settle":    m.Settle,
+		"spend":     m.spend,
+		"spend now": m.spend,
+		"settle":    m.settle,
 		"override":  m.override,
 		"wait":      m.wait,
 		"step":      m.step,
@@ -256,7 +256,7 @@ func (m *modelRun) rollBack(to int) {
 }
 
 // end leaves the session to the next sequence, also when this one has failed.
-func (m *modelRun) End() { m.session.Execute("rollback") }
+func (m *modelRun) end() { m.session.Execute("rollback") }
 
 var policyNames = []string{"a", "b", "c"}
 
@@ -380,9 +380,9 @@ func (m *modelRun) meetAll(t *rapid.T, calls modelCalls, x, y string) {
 	expires := m.now.Add(time.Minute)
 	calls.setOverride(t, model.BucketID{Policy: "g", Key: x}, model.Numbers{Capacity: new(int64(20))}, expires)
 	ask("", of("g", x, 1))
-	m.SetClock(t, expires)
+	m.setClock(t, expires)
 	ask("", of("g", x, 1))
-	m.SetClock(t, expires.Add(time.Hour))
+	m.setClock(t, expires.Add(time.Hour))
 	calls.cleanUp(t)
 	require.Empty(t, m.met.lacks())
 }
@@ -422,7 +422,7 @@ func (m *modelRun) changeOrRemove(t *rapid.T) {
 }
 
 // request draws one of a single charge or, as often, of several: few buckets, some of them twice.
-func (m *modelRun) Request(t *rapid.T) kit.WholeRequest {
+func (m *modelRun) request(t *rapid.T) kit.WholeRequest {
 	n := rapid.OneOf(rapid.Just(1), rapid.IntRange(2, 6)).Draw(t, "charges")
 	r := kit.WholeRequest{IdempotencyKey: idempotencyKeys.Draw(t, "idempotency key")}
 	for range n {
@@ -480,7 +480,7 @@ func (m *modelRun) earlier(t *rapid.T) kit.WholeRequest {
 	return r
 }
 
-func (m *modelRun) Acquire(t *rapid.T) { m.send(t, m.remembered(m.Request(t))) }
+func (m *modelRun) acquire(t *rapid.T) { m.send(t, m.remembered(m.request(t))) }
 
 func (m *modelRun) acquireAgain(t *rapid.T) { m.send(t, m.remembered(m.earlier(t))) }
 
@@ -488,7 +488,7 @@ func (m *modelRun) acquireAgain(t *rapid.T) { m.send(t, m.remembered(m.earlier(t
 func (m *modelRun) acquireMany(t *rapid.T) {
 	var requests []kit.WholeRequest
 	for range rapid.IntRange(1, 5).Draw(t, "requests") {
-		r := m.Request(t)
+		r := m.request(t)
 		if len(m.requests) > 0 && rapid.Bool().Draw(t, "earlier") {
 			r = m.earlier(t)
 		}
@@ -683,7 +683,7 @@ func (m *modelRun) refund(t *rapid.T) {
 }
 
 // spend charges, reserves, or acquires what there is.
-func (m *modelRun) Spend(t *rapid.T) {
+func (m *modelRun) spend(t *rapid.T) {
 	s := kit.Spending{
 		Function:       rapid.SampledFrom([]string{"charge", "reserve", "reserve", "acquire_up_to"}).Draw(t, "function"),
 		BucketID:       m.buckets.Draw(t, "bucket"),
@@ -719,7 +719,7 @@ func (m *modelRun) Spend(t *rapid.T) {
 }
 
 // settle settles a grant, if there is one; now and then as it did before.
-func (m *modelRun) Settle(t *rapid.T) {
+func (m *modelRun) settle(t *rapid.T) {
 	s := kit.Spending{
 		Function:       "settle",
 		BucketID:       m.buckets.Draw(t, "bucket"),
@@ -803,7 +803,7 @@ func (m *modelRun) wait(t *rapid.T) {
 		t.Skip("nothing to wait for")
 	}
 	at := rapid.SampledFrom(m.instants).Draw(t, "instant")
-	m.SetClock(t, model.Micros(rapid.Int64Range(-1, 1).Draw(t, "beside")).After(at))
+	m.setClock(t, model.Micros(rapid.Int64Range(-1, 1).Draw(t, "beside")).After(at))
 }
 
 // step moves the clock forward, or now and then back.
@@ -812,10 +812,10 @@ func (m *modelRun) step(t *rapid.T) {
 	if rapid.IntRange(0, 3).Draw(t, "back if 3") == 3 {
 		d = -d
 	}
-	m.SetClock(t, d.After(m.now))
+	m.setClock(t, d.After(m.now))
 }
 
-func (m *modelRun) SetClock(t *rapid.T, now time.Time) {
+func (m *modelRun) setClock(t *rapid.T, now time.Time) {
 	if now.Year() < 0 || now.Year() > 200_000 {
 		t.Skip("PostgreSQL's calendar would soon end")
 	}

@@ -71,13 +71,13 @@ func newShardsModelRun(t *rapid.T, s *kit.Shards, limiter *client.Sharded, met s
 
 func (m *shardsModelRun) actions() map[string]func(*rapid.T) {
 	return map[string]func(*rapid.T){
-		"acquire":   func(t *rapid.T) { m.Acquire(t, m.Request(t)) },
-		"again":     func(t *rapid.T) { m.Acquire(t, m.earlier(t)) },
+		"acquire":   func(t *rapid.T) { m.acquire(t, m.request(t)) },
+		"again":     func(t *rapid.T) { m.acquire(t, m.earlier(t)) },
 		"apart":     m.apart,
 		"peek":      m.peekOrRefund,
-		"spend":     m.Spend,
-		"spend now": m.Spend,
-		"settle":    m.Settle,
+		"spend":     m.spend,
+		"spend now": m.spend,
+		"settle":    m.settle,
 		"override":  m.override,
 		"clean up":  m.cleanUp,
 		"policies":  m.changeOrList,
@@ -85,7 +85,7 @@ func (m *shardsModelRun) actions() map[string]func(*rapid.T) {
 		"step":      m.step,
 		"": func(t *rapid.T) {
 			if m.now.Year() < 1000 || m.now.Year() > 8000 { // what RFC 3339 can say, with the longest override
-				m.SetClock(t, kit.T0)
+				m.setClock(t, kit.T0)
 			}
 		},
 	}
@@ -102,7 +102,7 @@ func asDurations(d kit.Decision) kit.Decision {
 }
 
 // acquire asks for what charges the first one's shard.
-func (m *shardsModelRun) Acquire(t *rapid.T, r kit.WholeRequest) {
+func (m *shardsModelRun) acquire(t *rapid.T, r kit.WholeRequest) {
 	home := client.ShardOf(r.Charges[0].Key, m.s.Of())
 	for i, c := range r.Charges {
 		r.Charges[i].Key = m.s.Key(home, c.Key[:1])
@@ -133,7 +133,7 @@ func (m *shardsModelRun) sendOne(t *rapid.T, r kit.WholeRequest) {
 
 // apart asks for charges of several shards, which changes nothing.
 func (m *shardsModelRun) apart(t *rapid.T) {
-	r := m.Request(t)
+	r := m.request(t)
 	homes := map[int]bool{}
 	for _, c := range r.Charges {
 		homes[client.ShardOf(c.Key, m.s.Of())] = true

@@ -80,18 +80,18 @@ func TestTorture_ShardsCrash(t *testing.T) {
 		require.NoError(t, s.Servers[victim].Start(t.Context()))
 		s.Reopen()
 		for n, db := range s.Dbs {
-			part := l.Of(n, s.Of())
+			part := l.of(n, s.Of())
 			if s.ServerOf(n) != s.Servers[victim] {
 				require.Empty(t, part.unanswered, "shard %d was well", n)
 				part.grants = slices.DeleteFunc(part.grants, func(e kit.Entry) bool { return e.Policy == "ephemeral" }) // which nobody has forgotten
 			}
-			all[victim].Add(part.Settle(db, map[model.BucketID]int64{}))
+			all[victim].add(part.settle(db, map[model.BucketID]int64{}))
 		}
 		require.Zero(t, all[victim].lost)
 		run.Progress("%d crashes", crashes+1)
 	}
 	sum := all[0]
-	sum.Add(all[1])
+	sum.add(all[1])
 	require.NotZero(t, sum.unanswered)
 	require.NotZero(t, sum.forgotten)
 	run.Figures("crashes", crashes, "grants told", sum.grants, "of these lost", sum.lost, "requests without an answer", sum.unanswered,
@@ -151,18 +151,18 @@ func TestTorture_ShardsFault(t *testing.T) {
 		load := kit.NewLoad(t)
 		load.Start(4*s.Of(), func(caller int) error { return watch.call(caller%s.Of(), caller < 2*s.Of()) })
 		for _, phase := range []int32{warmUp, calm} {
-			watch.Enter(phase)
+			watch.enter(phase)
 			watch.await(t, run, func(n int) bool { return len(watch.took[phase][n]) >= int(run.Steps) }, fault.name)
 		}
 		fault.begin()
-		watch.Enter(during)
+		watch.enter(during)
 		watch.await(t, run, func(n int) bool {
 			if slices.Contains(fault.shards, n) {
 				return len(watch.errors[n]) > 0
 			}
 			return len(watch.took[during][n]) >= int(run.Steps)
 		}, fault.name)
-		watch.Enter(after)
+		watch.enter(after)
 		fault.end()
 		watch.release()
 		require.Eventually(t, func() bool {
@@ -236,7 +236,7 @@ func newShardWatch(s *kit.Shards, limiter *client.Sharded, faulty []int) *shardW
 	return w
 }
 
-func (w *shardWatch) Enter(phase int32) { w.phase.Store(phase) }
+func (w *shardWatch) enter(phase int32) { w.phase.Store(phase) }
 
 // await returns when all shards are done with a phase, in make torture after its time.
 func (w *shardWatch) await(t *testing.T, run *kit.TortureRun, done func(shard int) bool, fault string) {
@@ -300,7 +300,7 @@ func TestTorture_Citus(t *testing.T) {
 			db: node, inputs: inputs, citus: true,
 			setClock: "update public.test_clock set now = timestamptz 'epoch' + %d * interval '1 microsecond'",
 		}
-		f.Begin(t)
+		f.begin(t)
 		fuzzers = append(fuzzers, f)
 	}
 	run, seed := kit.Torture(t, 6), kit.FirstSeed(t)

@@ -26,7 +26,7 @@ func TestTorture_Spending(t *testing.T) {
 	run := kit.Torture(t, 1)
 	db, server := kit.NewPrivateDB(t, "synchronous_commit=on")
 	b := newBooks(t, db)
-	stop := b.Load(t, 6)
+	stop := b.load(t, 6)
 	crashes := 0
 	for run.GoesOn() {
 		more := b.calls.Load() + 100
@@ -44,7 +44,7 @@ func TestTorture_Spending(t *testing.T) {
 	took := time.Since(run.Started)
 	db.Pool.Close()
 	db = kit.Reopen(t, server)
-	b.Check(db)
+	b.check(db)
 	run.Figures("calls answered", b.calls.Load(), "calls answered per second, with crashes", int64(float64(b.calls.Load())/took.Seconds()),
 		"jobs", b.jobs.Load(), "of these settled", b.settled.Load(), "answers to repeats", b.repeats.Load(),
 		"settlements that came before the grant", b.early.Load(), "calls without an answer, sent again", b.unanswered.Load(),
@@ -115,7 +115,7 @@ func newBooks(t testing.TB, db *kit.TestDB) *books {
 }
 
 // lost is what a bucket has lost, in tokens.
-func (b *books) Lost(db *kit.TestDB, id model.BucketID) int64 {
+func (b *books) lost(db *kit.TestDB, id model.BucketID) int64 {
 	if id.Policy == "poor" {
 		return poorCapacity - db.Left(id.Policy, id.Key)
 	}
@@ -125,7 +125,7 @@ func (b *books) Lost(db *kit.TestDB, id model.BucketID) int64 {
 // differences are what the buckets have lost and the books do not know.
 func (b *books) differences(db *kit.TestDB) (all []string) {
 	for id, cost := range b.cost {
-		if lost := b.Lost(db, id); lost != cost {
+		if lost := b.lost(db, id); lost != cost {
 			all = append(all, fmt.Sprintf("%v: %d lost, %d in the books", id, lost, cost))
 		}
 	}
@@ -135,16 +135,16 @@ func (b *books) differences(db *kit.TestDB) (all []string) {
 // sums are those of all buckets and of all books, without what was charged first.
 func (b *books) sums(db *kit.TestDB) (lost, booked int64) {
 	for id, cost := range b.cost {
-		lost += b.Lost(db, id) - bookedFirst
+		lost += b.lost(db, id) - bookedFirst
 		booked += cost - bookedFirst
 	}
 	return lost, booked
 }
 
-func (b *books) Check(db *kit.TestDB) { require.Empty(b.t, b.differences(db)) }
+func (b *books) check(db *kit.TestDB) { require.Empty(b.t, b.differences(db)) }
 
 // load has workers do jobs until stop, which lets them finish.
-func (b *books) Load(t testing.TB, workers int) (stop func()) {
+func (b *books) load(t testing.TB, workers int) (stop func()) {
 	config := b.at.Config(t)
 	config.MaxConns = 12
 	pool, err := pgxpool.NewWithConfig(context.Background(), config)
@@ -201,7 +201,7 @@ func (b *books) work(limiter *client.Limiter, combiner *client.Combiner) error {
 		for i := range j.charges {
 			for range 1 + rand.N(2) {
 				if j.real[i] >= 0 {
-					calls = append(calls, func() error { return b.Settle(j, i, limiter) })
+					calls = append(calls, func() error { return b.settle(j, i, limiter) })
 				}
 			}
 		}
@@ -301,7 +301,7 @@ func (b *books) grant(j bookedJob, limiter *client.Limiter, combiner *client.Com
 	})
 }
 
-func (b *books) Settle(j bookedJob, i int, limiter *client.Limiter) error {
+func (b *books) settle(j bookedJob, i int, limiter *client.Limiter) error {
 	return b.untilAnswered(func(ctx context.Context) (bool, error) {
 		d, err := limiter.Settle(ctx, j.charges[i].Policy, j.charges[i].Key, j.key, j.real[i])
 		return d.Replayed, err
