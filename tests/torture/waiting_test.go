@@ -18,8 +18,11 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// Callers wait for one bucket of 50 tokens a second, and a third of them give up. None of the others is served before the
-// instant that it was promised; these are in the order of the calls. The tokens of those who gave up are back. Nobody asks twice.
+// The bucket is never full again, however slow the machine: a full bucket would lose what is given back.
+const lineCapacity = 1_000_000
+
+// Callers wait for one bucket of 50 tokens a second, and the last third of them give up. None of the others is served before
+// the instant that it was promised; these are in the order of the calls. What was given up is back. Each caller asks once.
 func TestTorture_WaitingInLine(t *testing.T) {
 	run := kit.Torture(t, 1)
 	callers := 60
@@ -27,7 +30,7 @@ func TestTorture_WaitingInLine(t *testing.T) {
 		callers = 200
 	}
 	db := kit.NewDB(t)
-	db.DefinePolicy("line", 10, 50, kit.Second)
+	db.DefinePolicy("line", lineCapacity, 50, kit.Second, kit.Remember(time.Hour))
 	var served, gaveUp int
 	var due, took time.Duration
 	var late []time.Duration
@@ -36,7 +39,7 @@ func TestTorture_WaitingInLine(t *testing.T) {
 		l := newLine(t, db, fmt.Sprint("line ", n))
 		l.wait(t, callers)
 		due, took = due+l.due, took+l.took
-		served, gaveUp, worst = served+len(l.late), gaveUp+int(l.gaveUp.Load()), max(worst, l.scheduling)
+		served, gaveUp, worst = served+len(l.late), gaveUp+l.gaveUp, max(worst, l.scheduling)
 		late = append(late, l.late...)
 		run.Progress("%d served, %d gave up", served, gaveUp)
 	}
@@ -57,8 +60,8 @@ type waitingLine struct {
 	calls   *callCounter
 
 	late       []time.Duration // behind the promise
-	due, took  time.Duration   // from the first who was served to the last: as promised, and as it was
-	gaveUp     atomic.Int64
+	gaveUp     int
+	due, took  time.Duration // from the first who was served to the last: as promised, and as it was
 	scheduling time.Duration // by which a timer was late
 }
 
@@ -70,108 +73,146 @@ func newLine(t *testing.T, db *kit.TestDB, key string) *waitingLine {
 	return &waitingLine{db: db, key: key, limiter: client.New(calls), calls: calls}
 }
 
-// A callCounter counts the calls, and knows the idempotency key that each caller has drawn.
+// A callCounter counts the calls, and knows the idempotency key that each caller has drawn once the call is answered.
 type callCounter struct {
 	*pgxpool.Pool
-	mu                sync.Mutex
-	reserves, settles int
-	keys              map[any]string
+	came    sync.WaitGroup // the callers whose reserve is yet to be answered
+	settles atomic.Int64
+
+	mu       sync.Mutex
+	reserves int
+	keys     map[any]string
 }
 
 type callerKey struct{}
 
 func (c *callCounter) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
 	row := c.Pool.QueryRow(ctx, sql, args...)
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	switch caller := ctx.Value(callerKey{}); {
+	switch {
 	case strings.Contains(sql, "ratelimit_reserve"):
-		c.reserves++
-		c.keys[caller] = args[4].(string)
+		return answered{row, func() {
+			c.mu.Lock()
+			defer c.mu.Unlock()
+			c.reserves++
+			c.keys[ctx.Value(callerKey{})] = args[4].(string)
+			c.came.Done()
+		}}
 	case strings.Contains(sql, "ratelimit_settle"):
-		c.settles++
+		c.settles.Add(1)
 	}
 	return row
 }
 
+// An answered row calls then once it has been read.
+type answered struct {
+	pgx.Row
+	then func()
+}
+
+func (r answered) Scan(dest ...any) error {
+	defer r.then()
+	return r.Row.Scan(dest...)
+}
+
 // wait has callers wait, and checks what became of them.
 func (l *waitingLine) wait(t *testing.T, callers int) {
-	const ahead = 200 // tokens, so that each has to wait, however slowly they come
-	l.db.Execute("select ratelimit_charge('line', $1, 10 + $2)", l.key, ahead)
+	const ahead = 200 // tokens, so that those who come within 4 seconds have to wait
+	l.db.Execute("select ratelimit_charge('line', $1, $2)", l.key, lineCapacity+ahead)
 	emptied := *l.db.Bucket("line", l.key)
 	require.EqualValues(t, -ahead*1_000_000, emptied.Level)
 
 	stop := l.watchTimers()
 	returned := make([]time.Time, callers)
-	var all, came sync.WaitGroup
-	came.Add(callers)
-	for i := range callers {
-		ctx, cancel := context.WithCancel(context.WithValue(context.Background(), callerKey{}, i))
-		defer cancel()
-		if i%3 == 0 {
-			go func() {
-				came.Wait() // nobody gives up before all have their promise
-				time.Sleep(rand.N(500 * kit.Ms))
-				cancel()
-			}()
-		}
+	var all sync.WaitGroup
+	stay := callers - callers/3
+	l.calls.came.Add(stay)
+	for i := range stay {
 		all.Go(func() {
-			go func() {
-				for l.promised(i) == "" {
-					time.Sleep(kit.Ms)
-				}
-				came.Done()
-			}()
-			if _, err := l.limiter.Wait(ctx, "line", l.key); err != nil {
-				require.ErrorIs(l.db.T, err, context.Canceled)
-				l.gaveUp.Add(1)
-				return
-			}
+			_, err := l.limiter.Wait(context.WithValue(context.Background(), callerKey{}, i), "line", l.key)
+			require.NoError(l.db.T, err)
 			returned[i] = time.Now()
 		})
 	}
+	l.calls.came.Wait()
+	const hour = 3600 * 50 // tokens, so that the callers who give up are behind it, however slowly they do
+	l.db.Execute("select ratelimit_charge('line', $1, $2)", l.key, hour)
+	l.calls.came.Add(callers - stay)
+	for i := stay; i < callers; i++ {
+		ctx, giveUp := context.WithCancel(context.WithValue(context.Background(), callerKey{}, i))
+		defer giveUp()
+		go func() {
+			l.calls.came.Wait() // the keys of all are known
+			time.Sleep(rand.N(500 * kit.Ms))
+			giveUp()
+		}()
+		all.Go(func() {
+			_, err := l.limiter.Wait(ctx, "line", l.key)
+			require.ErrorIs(l.db.T, err, context.Canceled)
+		})
+	}
 	all.Wait()
-	l.scheduling = stop()
+	l.gaveUp, l.scheduling = callers-stay, stop()
 
-	promises := map[string]time.Time{}
-	rows, err := l.db.Pool.Query(context.Background(), "select idempotency_key, ready_at from ratelimit.idempotency_keys where key = $1", l.key)
-	require.NoError(t, err)
-	var key string
-	var ready time.Time
-	_, err = pgx.ForEachRow(rows, []any{&key, &ready}, func() error {
-		promises[key] = ready
-		return nil
-	})
-	require.NoError(t, err)
+	promises := l.promises()
 	require.Len(t, promises, callers)
-	inLine := make([]time.Time, 0, callers)
+	inLine := make([]promise, 0, callers)
 	for i := range callers {
-		ready := promises[l.promised(i)]
-		inLine = append(inLine, ready)
+		promised := promises[l.promised(i)]
+		inLine = append(inLine, promised)
 		if returned[i].IsZero() {
 			continue
 		}
-		late := returned[i].Sub(ready)
+		late := returned[i].Sub(promised.ready)
 		require.GreaterOrEqual(t, late, time.Duration(0), "nobody is early")
 		l.late = append(l.late, late)
 	}
 	l.rate(promises, returned)
-	slices.SortFunc(inLine, time.Time.Compare)
-	for i, ready := range inLine {
-		want := emptied.RefilledAt.Add(time.Duration(ahead+i+1) * kit.Second / 50)
-		require.Equal(t, want.UnixMicro(), ready.UnixMicro(), "one token each 20 ms, and in line from the first on")
+	slices.SortFunc(inLine, func(a, b promise) int { return a.ready.Compare(b.ready) })
+	for i, promised := range inLine {
+		before := ahead + i + 1
+		if i >= stay {
+			before += hour
+		}
+		want := emptied.RefilledAt.Add(time.Duration(before) * kit.Second / 50)
+		if promised.atOnce {
+			require.False(t, promised.ready.Before(want), "a caller who need not wait came when his token was there")
+		} else {
+			require.Equal(t, want.UnixMicro(), promised.ready.UnixMicro(), "one token each 20 ms, and in line from the first on")
+		}
 	}
 
 	require.Equal(t, callers, l.calls.reserves, "each asks once")
-	require.EqualValues(t, l.gaveUp.Load(), l.calls.settles)
-	require.NotZero(t, l.gaveUp.Load())
+	require.EqualValues(t, l.gaveUp, l.calls.settles.Load())
 	left := *l.db.Bucket("line", l.key)
-	charged := (ahead + int64(callers) - l.gaveUp.Load()) * 1_000_000
+	charged := int64(ahead+hour+stay) * 1_000_000
 	require.Equal(t, -charged+left.RefilledAt.Sub(emptied.RefilledAt).Microseconds()*50, left.Level, "what was given up is back")
 }
 
+// A promise is the instant at which a caller has its token.
+type promise struct {
+	ready  time.Time
+	atOnce bool // it came when the token was there
+}
+
+// promises are the promises of all callers, by their idempotency keys.
+func (l *waitingLine) promises() map[string]promise {
+	promises := map[string]promise{}
+	rows, err := l.db.Pool.Query(context.Background(), `
+		select idempotency_key, coalesce(ready_at, expires_at - interval '1 hour'), ready_at is null
+		  from ratelimit.idempotency_keys where key = $1`, l.key)
+	require.NoError(l.db.T, err)
+	var key string
+	var promised promise
+	_, err = pgx.ForEachRow(rows, []any{&key, &promised.ready, &promised.atOnce}, func() error {
+		promises[key] = promised
+		return nil
+	})
+	require.NoError(l.db.T, err)
+	return promises
+}
+
 // rate measures whether the line moved on at 50 tokens a second, with those of callers who gave up.
-func (l *waitingLine) rate(promises map[string]time.Time, returned []time.Time) {
+func (l *waitingLine) rate(promises map[string]promise, returned []time.Time) {
 	first, last := -1, -1
 	for i, at := range returned {
 		if !at.IsZero() && (first < 0 || at.Before(returned[first])) {
@@ -181,7 +222,7 @@ func (l *waitingLine) rate(promises map[string]time.Time, returned []time.Time) 
 			last = i
 		}
 	}
-	l.due = promises[l.promised(last)].Sub(promises[l.promised(first)])
+	l.due = promises[l.promised(last)].ready.Sub(promises[l.promised(first)].ready)
 	l.took = returned[last].Sub(returned[first])
 }
 
