@@ -10,6 +10,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/pgratelimit/pgratelimit/client/clienttest/model"
 	"github.com/pgratelimit/pgratelimit/tests/kit"
+	"github.com/pgratelimit/pgratelimit/tests/vectors"
 	"github.com/stretchr/testify/require"
 )
 
@@ -533,8 +534,8 @@ func TestExtremePolicies(t *testing.T) {
 
 func TestVectors(t *testing.T) {
 	kit.OnEachDurability(t, func(t *testing.T, db kit.Subject, durability kit.PolicyOption) {
-		for _, v := range kit.Vectors {
-			t.Run(v.Origin, func(t *testing.T) { v.Replay(t, db.Of(t), durability) })
+		for _, v := range vectors.Buckets {
+			t.Run(v.Name, func(t *testing.T) { kit.ReplayVector(t, db.Of(t), v, durability) })
 		}
 	})
 }

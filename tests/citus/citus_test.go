@@ -16,6 +16,7 @@ import (
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/pgratelimit/pgratelimit/migrations/packages"
 	"github.com/pgratelimit/pgratelimit/tests/kit"
+	"github.com/pgratelimit/pgratelimit/tests/vectors"
 	"github.com/stretchr/testify/require"
 	"golang.org/x/sync/errgroup"
 )
@@ -357,9 +358,9 @@ func testCitusParity(t *testing.T, db kit.CitusDB) {
 }
 
 func testCitusVectors(t *testing.T, db kit.CitusDB) {
-	for n, v := range kit.Vectors {
-		v.Replay(t, db[n%3], []kit.PolicyOption{kit.Durable, kit.Ephemeral}[n/3%2])
-		db[(n+1)%3].DropPolicy(v.Origin)
+	for n, v := range vectors.Buckets {
+		kit.ReplayVector(t, db[n%3], v, []kit.PolicyOption{kit.Durable, kit.Ephemeral}[n/3%2])
+		db[(n+1)%3].DropPolicy(v.Name)
 	}
 }
 

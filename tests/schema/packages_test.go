@@ -21,6 +21,7 @@ import (
 	"github.com/pgratelimit/pgratelimit/migrations/packages"
 	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+	"github.com/pgratelimit/pgratelimit/tests/vectors"
 	"github.com/stretchr/testify/require"
 )
 
@@ -395,9 +396,9 @@ func membership(t *testing.T, db *kit.TestDB) []string {
 // replayVectors replays the public vectors, for both kinds of policy.
 func replayVectors(t *testing.T, db *kit.TestDB) {
 	for _, durability := range []kit.PolicyOption{kit.Durable, kit.Ephemeral} {
-		for _, v := range kit.Vectors {
-			v.Replay(t, db.In(t), durability)
-			db.DropPolicy(v.Origin)
+		for _, v := range vectors.Buckets {
+			kit.ReplayVector(t, db.In(t), v, durability)
+			db.DropPolicy(v.Name)
 		}
 	}
 }
