@@ -104,7 +104,7 @@ test-citus: build/report ## Run the tests of Citus: a coordinator and two worker
 
 .PHONY: instructions
 instructions: build/postgresql-18 ## Count what calls cost, on PostgreSQL 18, and compare with what is recorded
-	@RATELIMIT_TEST_INSTRUCTIONS=required go test -count=1 -v -run '^Test(Instructions|Record)_' ./tests/bench | grep -v '^ *=== '
+	@RATELIMIT_TEST_INSTRUCTIONS=required go test -count=1 -timeout=0 -v -run '^Test(Instructions|Record)_' ./tests/bench | grep -v '^ *=== '
 
 REASON :=
 
