@@ -3,28 +3,29 @@
 --
 -- There are two ways. The fast path is for what most requests are: they fit. take.sql charges the buckets of one policy; a batch of
 -- several policies is split into parts, in the order in which buckets are locked: durable policies first, then by name. The other
--- way is decide_in_order, for whatever is asked. The fast path is a subtransaction, and this is what follows it:
+-- way is decide_left: plain denials take one look at the bucket (deny.sql), and decide_in_order is for whatever else is asked. The
+-- fast path is a subtransaction, and this is what follows it:
 --
 --   all elements are charged             the answers
---   some are, of single requests         decide_in_order decides the others: without a grant, the answers of both
+--   some are, of single requests         decide_left decides the others: without a grant, the answers of both
 --   ... and it would grant one of them   RL00T: all is rolled back, because its bucket would be locked out of order
 --   none is                              RL00T: locks are given back, of buckets that were waited for and not charged
 --   an idempotency key is stored before  unique_violation, and RL00T for one that is no valid key
--- After either, decide_in_order decides the whole batch.
+-- After either, decide_left decides the whole batch.
 --
 -- Requests of several elements (sizes) are granted only if all their buckets cover what is charged to them. So all buckets of the
--- batch are read first, and charged only if all cover; otherwise decide_in_order follows. If another session is at one of them, they are
+-- batch are read first, and charged only if all cover; otherwise decide_left follows. If another session is at one of them, they are
 -- locked before they are charged. If one was not charged after all, RL00L: the fast path is rolled back, and begins again with the
 -- locks, once.
 --
--- In a read-only transaction decide_in_order decides from the start, because an UPDATE fails there even if it would take
+-- In a read-only transaction decide_left decides from the start, because an UPDATE fails there even if it would take
 -- nothing.
 --
 -- Locks:  as decide_in_order; and the buckets that the fast path has waited for and not charged, unless it was rolled back.
 -- Writes: buckets and idempotency keys of granted requests.
 --
 -- The settings of this function are for all statements about many buckets: also those of the functions in
--- asked_of.sql, take.sql, look_at_buckets.sql, rows.sql, remember.sql and decide_in_order.sql, which nobody else calls.
+-- asked_of.sql, take.sql, deny.sql, look_at_buckets.sql, rows.sql, remember.sql and decide_in_order.sql, which nobody else calls.
 create or replace function ratelimit.acquire_batch(
     policies text[], keys text[], costs bigint[], sizes integer[], idempotency_keys text[])
   returns ratelimit.packed
@@ -163,14 +164,7 @@ begin
         raise exception sqlstate 'RL00T';  -- gives back what was waited for and not charged, or what an invalid key took
       elsif cardinality(v_places) < v_count then
         v_left    := array(select generate_series(1, v_count) except select unnest(v_places) order by 1);
-        v_answers := decide_in_order(array(select acquire_batch.policies[u.n] from unnest(v_left) as u (n)),
-                                     array(select acquire_batch.keys[u.n] from unnest(v_left) as u (n)),
-                                     array(select acquire_batch.costs[u.n] from unnest(v_left) as u (n)),
-                                     v_left,
-                                     case when acquire_batch.idempotency_keys is not null then
-                                       array(select acquire_batch.idempotency_keys[u.n] from unnest(v_left) as u (n))
-                                     end,
-                                     v_left, false, true);
+        v_answers := decide_left(policies, keys, costs, null, idempotency_keys, v_left, false, true);
       end if;
       exit;
     exception
@@ -203,16 +197,11 @@ begin
                   v_answers.requests, array_fill(true, array[cardinality(v_answers.requests)]), array_fill(false, array[cardinality(v_answers.requests)]),
                   array_fill(false, array[cardinality(v_answers.requests)]), v_answers.bindings, null, null, null, null, null)::packed;
   elsif v_places is not null then
-    return (v_places || v_answers.elements, v_remaining || v_answers.remaining,
-            array_fill(0::bigint, array[cardinality(v_places)]) || v_answers.retry_after_us, v_reset_us || v_answers.reset_after_us,
-            v_capacity || v_answers.capacity,
-            case when v_answers.replayed is not null then array_fill(false, array[cardinality(v_places)]) || v_answers.replayed end,
-            case when v_answers.shadowed is not null then array_fill(false, array[cardinality(v_places)]) || v_answers.shadowed end,
-            null, null, null, null, null,
-            v_answers.refused, v_answers.error_codes, v_answers.error_messages, v_answers.error_details, v_answers.error_hints)::packed;
+    return both_of((v_places, v_remaining, array_fill(0::bigint, array[cardinality(v_places)]), v_reset_us, v_capacity, null, null,
+                    null, null, null, null, null, null, null, null, null, null)::packed, v_answers);
   elsif v_count > 0 then
     v_left    := array(select generate_series(1, v_count));
-    v_answers := decide_in_order(policies, keys, costs, coalesce(v_requests, v_left), idempotency_keys, v_left, sizes is not null, false);
+    v_answers := decide_left(policies, keys, costs, v_requests, idempotency_keys, v_left, sizes is not null, false);
   end if;
   if v_misfits is not null then
     v_answers := with_misfits(v_answers, sizes, v_misfits);

@@ -50,6 +50,8 @@
 {{ template "asked_of.sql" . }}
 {{ template "take.sql" (dict "buckets" "buckets") }}
 {{ template "take.sql" (dict "buckets" "ephemeral_buckets") }}
+{{ template "deny.sql" (dict "buckets" "buckets") }}
+{{ template "deny.sql" (dict "buckets" "ephemeral_buckets") }}
 {{ template "remember.sql" (dict "idempotency_keys" "idempotency_keys") }}
 {{ template "remember.sql" (dict "idempotency_keys" "ephemeral_idempotency_keys") }}
 {{ template "rows.sql" (dict "buckets" "buckets" "idempotency_keys" "idempotency_keys") }}
@@ -58,6 +60,7 @@
 {{ template "look_at_buckets.sql" . }}
 {{ template "decide.sql" . }}
 {{ template "decide_in_order.sql" . }}
+{{ template "decide_left.sql" . }}
 {{ template "acquire_batch.sql" . }}
 {{ template "acquire_all.sql" . }}
 {{ template "acquire_many.sql" . }}

@@ -6648,6 +6648,236 @@ $$;
 comment on function ratelimit.lock_asked_of_ephemeral_buckets(ratelimit.policies, ratelimit.asked[]) is
   'Locks the buckets of one policy, in order, and answers with their row ids.';
 
+-- The denials of a batch that take nothing to tell: of single requests without an idempotency key, about buckets of one policy.
+-- A bucket that does not cover the least of what is asked of it denies all of it, and is read once for that. A bucket that covers
+-- something is left to decide_in_order, and so is one without a row, and one with an element that is not about 1 to 2147483647 tokens.
+--
+-- places are the elements to look at, of all policies. The answer has the elements that are denied.
+--
+-- Locks and writes nothing.
+create or replace function ratelimit.denied_in_buckets(
+    policy ratelimit.policies, policies text[], keys text[], costs bigint[], places bigint[], now timestamptz)
+  returns ratelimit.packed
+  language plpgsql
+  stable
+as $$
+declare
+  v_policy     alias for policy;
+  v_now        alias for now;
+  v_tick       interval := policy.tick;  -- these, down to v_ticks, are the small numbers of arithmetic.sql
+  v_tick_us    bigint   := policy.tick_us::bigint;
+  v_full_level bigint   := policy.full_level::bigint;
+  v_divisor    numeric  := gcd(policy.tick_gain, policy.every_us);
+  v_gain       bigint   := div(policy.tick_gain, v_divisor)::bigint;
+  v_per        bigint   := div(policy.every_us, v_divisor)::bigint;
+  v_fill_ticks double precision := policy.full_level::double precision * v_per / nullif(v_gain, 0);
+  v_ticks      bigint;
+  v_denied     ratelimit.packed;
+begin
+  if policy.overridden
+     or (policy.full_level::double precision * (2 * v_per + 1) + v_gain < 9e18 and (v_fill_ticks + 1) * v_tick_us < 4.7e14) is false then
+    return denied_in_any_buckets(v_policy, policies, keys, costs, places, v_now);
+  end if;
+  v_ticks := floor(2 * v_fill_ticks + 1)::bigint;
+
+  select array_agg(e.place), array_agg(e.remaining),
+         array_agg(case
+                     when e.cost = e.least then e.retry_us
+                     when e.cost <= v_policy.capacity then wait_below_small(microtokens(e.cost), e.level, e.elapsed_us, v_gain, v_per, v_tick_us)
+                   end),
+         array_agg(e.reset_us)
+    into v_denied.elements, v_denied.remaining, v_denied.retry_after_us, v_denied.reset_after_us
+    from (select unnest(d.places) as place, unnest(d.costs) as cost, d.*
+            from (select b.*, whole_tokens(b.level_now) as remaining,
+                         case
+                           when b.least <= v_policy.capacity then wait_below_small(microtokens(b.least), b.level, b.elapsed_us, v_gain, v_per, v_tick_us)
+                         end as retry_us,
+                         wait_below_small(v_full_level, b.level, b.elapsed_us, v_gain, v_per, v_tick_us) as reset_us
+                    from (select u.*, b.level, microseconds(v_now - b.refilled_at)::bigint as elapsed_us,
+                                 refilled_level_small(b.level, b.refilled_at, v_now, v_full_level, v_gain, v_per, v_ticks, v_tick_us, v_tick) as level_now
+                            from (select keys[u.place] collate "C" as key, array_agg(u.place) as places, array_agg(costs[u.place]) as costs,
+                                         min(case when costs[u.place] between 1 and 2147483647 then costs[u.place] else 0 end) as least
+                                    from unnest(denied_in_buckets.places) as u (place)
+                                   where policies[u.place] = v_policy.name
+                                   group by 1
+                                  offset 0) as u
+                           cross join lateral (select b.level, b.refilled_at
+                                                 from buckets as b
+                                                where b.policy_id = v_policy.id
+                           and b.key      >= u.key collate "C"
+                           and b.key      <= u.key collate "C"
+                         order by b.key desc
+                         limit 1) as b
+                          offset 0) as b
+                   where b.least > 0
+                     and b.level > -v_full_level
+                     and b.level_now < microtokens(b.least)
+                  offset 0) as d) as e;
+  v_denied.capacity := array_fill(v_policy.capacity, array[coalesce(cardinality(v_denied.elements), 0)]);
+  return v_denied;
+end;
+$$;
+comment on function ratelimit.denied_in_buckets(ratelimit.policies, text[], text[], bigint[], bigint[], timestamptz) is
+  'The single requests of a batch that the buckets of one policy plainly deny.';
+
+-- As denied_in_buckets, whatever the numbers of the policy and its overrides are; it costs more for a bucket.
+create or replace function ratelimit.denied_in_any_buckets(
+    policy ratelimit.policies, policies text[], keys text[], costs bigint[], places bigint[], now timestamptz)
+  returns ratelimit.packed
+  language plpgsql
+  stable
+as $$
+declare
+  v_policy alias for policy;
+  v_now    alias for now;
+  v_denied ratelimit.packed;
+begin
+  select array_agg(e.place), array_agg(whole_tokens(e.level_now)),
+         array_agg(case when e.cost <= (e.p).capacity then wait_until(microtokens(e.cost), e.level, e.refilled_at, v_now, e.p) end),
+         array_agg(wait_until((e.p).full_level, e.level, e.refilled_at, v_now, e.p)), array_agg((e.p).capacity)
+    into v_denied.elements, v_denied.remaining, v_denied.retry_after_us, v_denied.reset_after_us, v_denied.capacity
+    from (select unnest(b.places) as place, unnest(b.costs) as cost, b.*
+            from (select u.*, b.level, b.refilled_at, refilled(b.level, b.refilled_at, v_now, u.p) as level_now
+                    from (select u.*, coalesce((select with_override(v_policy, o) from overrides as o
+                                                 where o.policy_id = v_policy.id and o.key = u.key collate "C" and o.expires_at > v_now), v_policy) as p
+                            from (select keys[u.place] collate "C" as key, array_agg(u.place) as places, array_agg(costs[u.place]) as costs,
+                                         min(case when costs[u.place] between 1 and 2147483647 then costs[u.place] else 0 end) as least
+                                    from unnest(denied_in_any_buckets.places) as u (place)
+                                   where policies[u.place] = v_policy.name
+                                   group by 1) as u
+                          offset 0) as u
+                   cross join lateral (select b.level, b.refilled_at
+                                         from buckets as b
+                                        where b.policy_id = v_policy.id
+                           and b.key      >= u.key collate "C"
+                           and b.key      <= u.key collate "C"
+                         order by b.key desc
+                         limit 1) as b
+                  offset 0) as b
+           where b.least > 0
+             and b.level_now < microtokens(b.least)
+          offset 0) as e;
+  return v_denied;
+end;
+$$;
+comment on function ratelimit.denied_in_any_buckets(ratelimit.policies, text[], text[], bigint[], bigint[], timestamptz) is
+  'Does what denied_in_buckets does, for a policy with overrides or large numbers.';
+
+-- The denials of a batch that take nothing to tell: of single requests without an idempotency key, about ephemeral_buckets of one policy.
+-- A bucket that does not cover the least of what is asked of it denies all of it, and is read once for that. A bucket that covers
+-- something is left to decide_in_order, and so is one without a row, and one with an element that is not about 1 to 2147483647 tokens.
+--
+-- places are the elements to look at, of all policies. The answer has the elements that are denied.
+--
+-- Locks and writes nothing.
+create or replace function ratelimit.denied_in_ephemeral_buckets(
+    policy ratelimit.policies, policies text[], keys text[], costs bigint[], places bigint[], now timestamptz)
+  returns ratelimit.packed
+  language plpgsql
+  stable
+as $$
+declare
+  v_policy     alias for policy;
+  v_now        alias for now;
+  v_tick       interval := policy.tick;  -- these, down to v_ticks, are the small numbers of arithmetic.sql
+  v_tick_us    bigint   := policy.tick_us::bigint;
+  v_full_level bigint   := policy.full_level::bigint;
+  v_divisor    numeric  := gcd(policy.tick_gain, policy.every_us);
+  v_gain       bigint   := div(policy.tick_gain, v_divisor)::bigint;
+  v_per        bigint   := div(policy.every_us, v_divisor)::bigint;
+  v_fill_ticks double precision := policy.full_level::double precision * v_per / nullif(v_gain, 0);
+  v_ticks      bigint;
+  v_denied     ratelimit.packed;
+begin
+  if policy.overridden
+     or (policy.full_level::double precision * (2 * v_per + 1) + v_gain < 9e18 and (v_fill_ticks + 1) * v_tick_us < 4.7e14) is false then
+    return denied_in_any_ephemeral_buckets(v_policy, policies, keys, costs, places, v_now);
+  end if;
+  v_ticks := floor(2 * v_fill_ticks + 1)::bigint;
+
+  select array_agg(e.place), array_agg(e.remaining),
+         array_agg(case
+                     when e.cost = e.least then e.retry_us
+                     when e.cost <= v_policy.capacity then wait_below_small(microtokens(e.cost), e.level, e.elapsed_us, v_gain, v_per, v_tick_us)
+                   end),
+         array_agg(e.reset_us)
+    into v_denied.elements, v_denied.remaining, v_denied.retry_after_us, v_denied.reset_after_us
+    from (select unnest(d.places) as place, unnest(d.costs) as cost, d.*
+            from (select b.*, whole_tokens(b.level_now) as remaining,
+                         case
+                           when b.least <= v_policy.capacity then wait_below_small(microtokens(b.least), b.level, b.elapsed_us, v_gain, v_per, v_tick_us)
+                         end as retry_us,
+                         wait_below_small(v_full_level, b.level, b.elapsed_us, v_gain, v_per, v_tick_us) as reset_us
+                    from (select u.*, b.level, microseconds(v_now - b.refilled_at)::bigint as elapsed_us,
+                                 refilled_level_small(b.level, b.refilled_at, v_now, v_full_level, v_gain, v_per, v_ticks, v_tick_us, v_tick) as level_now
+                            from (select keys[u.place] collate "C" as key, array_agg(u.place) as places, array_agg(costs[u.place]) as costs,
+                                         min(case when costs[u.place] between 1 and 2147483647 then costs[u.place] else 0 end) as least
+                                    from unnest(denied_in_ephemeral_buckets.places) as u (place)
+                                   where policies[u.place] = v_policy.name
+                                   group by 1
+                                  offset 0) as u
+                           cross join lateral (select b.level, b.refilled_at
+                                                 from ephemeral_buckets as b
+                                                where b.policy_id = v_policy.id
+                           and b.key      >= u.key collate "C"
+                           and b.key      <= u.key collate "C"
+                         order by b.key desc
+                         limit 1) as b
+                          offset 0) as b
+                   where b.least > 0
+                     and b.level > -v_full_level
+                     and b.level_now < microtokens(b.least)
+                  offset 0) as d) as e;
+  v_denied.capacity := array_fill(v_policy.capacity, array[coalesce(cardinality(v_denied.elements), 0)]);
+  return v_denied;
+end;
+$$;
+comment on function ratelimit.denied_in_ephemeral_buckets(ratelimit.policies, text[], text[], bigint[], bigint[], timestamptz) is
+  'The single requests of a batch that the buckets of one policy plainly deny.';
+
+-- As denied_in_ephemeral_buckets, whatever the numbers of the policy and its overrides are; it costs more for a bucket.
+create or replace function ratelimit.denied_in_any_ephemeral_buckets(
+    policy ratelimit.policies, policies text[], keys text[], costs bigint[], places bigint[], now timestamptz)
+  returns ratelimit.packed
+  language plpgsql
+  stable
+as $$
+declare
+  v_policy alias for policy;
+  v_now    alias for now;
+  v_denied ratelimit.packed;
+begin
+  select array_agg(e.place), array_agg(whole_tokens(e.level_now)),
+         array_agg(case when e.cost <= (e.p).capacity then wait_until(microtokens(e.cost), e.level, e.refilled_at, v_now, e.p) end),
+         array_agg(wait_until((e.p).full_level, e.level, e.refilled_at, v_now, e.p)), array_agg((e.p).capacity)
+    into v_denied.elements, v_denied.remaining, v_denied.retry_after_us, v_denied.reset_after_us, v_denied.capacity
+    from (select unnest(b.places) as place, unnest(b.costs) as cost, b.*
+            from (select u.*, b.level, b.refilled_at, refilled(b.level, b.refilled_at, v_now, u.p) as level_now
+                    from (select u.*, coalesce((select with_override(v_policy, o) from overrides as o
+                                                 where o.policy_id = v_policy.id and o.key = u.key collate "C" and o.expires_at > v_now), v_policy) as p
+                            from (select keys[u.place] collate "C" as key, array_agg(u.place) as places, array_agg(costs[u.place]) as costs,
+                                         min(case when costs[u.place] between 1 and 2147483647 then costs[u.place] else 0 end) as least
+                                    from unnest(denied_in_any_ephemeral_buckets.places) as u (place)
+                                   where policies[u.place] = v_policy.name
+                                   group by 1) as u
+                          offset 0) as u
+                   cross join lateral (select b.level, b.refilled_at
+                                         from ephemeral_buckets as b
+                                        where b.policy_id = v_policy.id
+                           and b.key      >= u.key collate "C"
+                           and b.key      <= u.key collate "C"
+                         order by b.key desc
+                         limit 1) as b
+                  offset 0) as b
+           where b.least > 0
+             and b.level_now < microtokens(b.least)
+          offset 0) as e;
+  return v_denied;
+end;
+$$;
+comment on function ratelimit.denied_in_any_ephemeral_buckets(ratelimit.policies, text[], text[], bigint[], bigint[], timestamptz) is
+  'Does what denied_in_ephemeral_buckets does, for a policy with overrides or large numbers.';
+
 -- Stores the idempotency keys of a batch, of one policy, by which the elements were decided.
 --
 -- The caller holds the bucket rows of these elements, so no other request is at the same keys; clean-up may be, at expired ones.
@@ -7590,33 +7820,133 @@ $$;
 comment on function ratelimit.decide_in_order(text[], text[], bigint[], bigint[], text[], bigint[], boolean, boolean) is
   'Decides requests one after another at one instant, whatever they ask for.';
 
+-- Decides the elements of a batch that the fast path has not granted: places are their numbers. First the plain denials, which lock
+-- nothing, and then what is left of them, by decide_in_order. requests is parallel to all elements, null: each is one; joint and taken are for
+-- decide_in_order.
+--
+-- Locks and writes: as decide_in_order, for what is left to it.
+create or replace function ratelimit.decide_left(
+    policies text[], keys text[], costs bigint[], requests bigint[], idempotency_keys text[], places bigint[], joint boolean, taken boolean)
+  returns ratelimit.packed
+  language plpgsql
+  volatile
+as $$
+declare
+  v_denied ratelimit.packed;
+  v_rest   bigint[] := places;
+begin
+  if not joint and idempotency_keys is null then
+    v_denied := denied(policies, keys, costs, places, clock());
+    if cardinality(v_denied.elements) = cardinality(places) then
+      return v_denied;
+    elsif v_denied.elements is not null then
+      v_rest := array(select unnest(places) except select unnest(v_denied.elements) order by 1);
+    end if;
+  end if;
+  requests := coalesce(requests, array(select generate_series(1, cardinality(policies))));
+  if cardinality(v_rest) < cardinality(policies) then
+    policies := array(select decide_left.policies[u.n] from unnest(v_rest) as u (n));
+    keys     := array(select decide_left.keys[u.n] from unnest(v_rest) as u (n));
+    costs    := array(select decide_left.costs[u.n] from unnest(v_rest) as u (n));
+    requests := array(select decide_left.requests[u.n] from unnest(v_rest) as u (n));
+    if idempotency_keys is not null then
+      idempotency_keys := array(select decide_left.idempotency_keys[u.n] from unnest(v_rest) as u (n));
+    end if;
+  end if;
+  return both_of(v_denied, decide_in_order(policies, keys, costs, requests, idempotency_keys, v_rest, joint, taken));
+end;
+$$;
+comment on function ratelimit.decide_left(text[], text[], bigint[], bigint[], text[], bigint[], boolean, boolean) is
+  'Decides the elements of a batch that were not granted at first sight.';
+
+-- The denials of all policies, as of one snapshot, because the function is STABLE: a policy could be redefined between two reads. A shadow
+-- policy denies nothing.
+create or replace function ratelimit.denied(policies text[], keys text[], costs bigint[], places bigint[], now timestamptz)
+  returns ratelimit.packed
+  language plpgsql
+  stable
+as $$
+declare
+  v_names  text[] := policies[1:1];
+  v_name   text;
+  v_policy ratelimit.policies;
+  v_part   ratelimit.packed;
+  v_all    ratelimit.packed;
+begin
+  if (policies[1] = all (policies)) is not true then
+    v_names := array(select distinct denied.policies[u.place] from unnest(places) as u (place));
+  end if;
+  foreach v_name in array v_names loop
+    select p.* into v_policy from policies as p where p.name = v_name collate "C" and not p.shadow;
+    continue when not found;
+    if v_policy.durable then
+      v_part := denied_in_buckets(v_policy, policies, keys, costs, places, now);
+    else
+      v_part := denied_in_ephemeral_buckets(v_policy, policies, keys, costs, places, now);
+    end if;
+    if v_all.elements is null then
+      v_all := v_part;
+    else
+      v_all := both_of(v_all, v_part);
+    end if;
+  end loop;
+  return v_all;
+end;
+$$;
+comment on function ratelimit.denied(text[], text[], bigint[], bigint[], timestamptz) is
+  'The single requests of a batch that are plainly denied.';
+
+-- Two parts of an answer as one. If neither has requests of several elements, the columns about them are null.
+create or replace function ratelimit.both_of(a ratelimit.packed, b ratelimit.packed)
+  returns ratelimit.packed
+  language plpgsql
+  immutable
+as $$
+begin
+  if a.elements is null then
+    return b;
+  end if;
+  b.replayed       := case when b.replayed is not null then array_fill(false, array[cardinality(a.elements)]) || b.replayed end;
+  b.shadowed       := case when b.shadowed is not null then array_fill(false, array[cardinality(a.elements)]) || b.shadowed end;
+  b.elements       := a.elements || b.elements;
+  b.remaining      := a.remaining || b.remaining;
+  b.retry_after_us := a.retry_after_us || b.retry_after_us;
+  b.reset_after_us := a.reset_after_us || b.reset_after_us;
+  b.capacity       := a.capacity || b.capacity;
+  return b;
+end;
+$$;
+comment on function ratelimit.both_of(ratelimit.packed, ratelimit.packed) is
+  'The answers to grants or denials that are neither replayed nor shadowed, and to other requests.';
+
 -- Decides many requests, as if each were asked on its own, one after another. The functions for many requests differ only
 -- in how they take the requests and show the answers; the comments of ratelimit_acquire_packed and of type ratelimit.packed explain them.
 --
 -- There are two ways. The fast path is for what most requests are: they fit. take.sql charges the buckets of one policy; a batch of
 -- several policies is split into parts, in the order in which buckets are locked: durable policies first, then by name. The other
--- way is decide_in_order, for whatever is asked. The fast path is a subtransaction, and this is what follows it:
+-- way is decide_left: plain denials take one look at the bucket (deny.sql), and decide_in_order is for whatever else is asked. The
+-- fast path is a subtransaction, and this is what follows it:
 --
 --   all elements are charged             the answers
---   some are, of single requests         decide_in_order decides the others: without a grant, the answers of both
+--   some are, of single requests         decide_left decides the others: without a grant, the answers of both
 --   ... and it would grant one of them   RL00T: all is rolled back, because its bucket would be locked out of order
 --   none is                              RL00T: locks are given back, of buckets that were waited for and not charged
 --   an idempotency key is stored before  unique_violation, and RL00T for one that is no valid key
--- After either, decide_in_order decides the whole batch.
+-- After either, decide_left decides the whole batch.
 --
 -- Requests of several elements (sizes) are granted only if all their buckets cover what is charged to them. So all buckets of the
--- batch are read first, and charged only if all cover; otherwise decide_in_order follows. If another session is at one of them, they are
+-- batch are read first, and charged only if all cover; otherwise decide_left follows. If another session is at one of them, they are
 -- locked before they are charged. If one was not charged after all, RL00L: the fast path is rolled back, and begins again with the
 -- locks, once.
 --
--- In a read-only transaction decide_in_order decides from the start, because an UPDATE fails there even if it would take
+-- In a read-only transaction decide_left decides from the start, because an UPDATE fails there even if it would take
 -- nothing.
 --
 -- Locks:  as decide_in_order; and the buckets that the fast path has waited for and not charged, unless it was rolled back.
 -- Writes: buckets and idempotency keys of granted requests.
 --
 -- The settings of this function are for all statements about many buckets: also those of the functions in
--- asked_of.sql, take.sql, look_at_buckets.sql, rows.sql, remember.sql and decide_in_order.sql, which nobody else calls.
+-- asked_of.sql, take.sql, deny.sql, look_at_buckets.sql, rows.sql, remember.sql and decide_in_order.sql, which nobody else calls.
 create or replace function ratelimit.acquire_batch(
     policies text[], keys text[], costs bigint[], sizes integer[], idempotency_keys text[])
   returns ratelimit.packed
@@ -7755,14 +8085,7 @@ begin
         raise exception sqlstate 'RL00T';  -- gives back what was waited for and not charged, or what an invalid key took
       elsif cardinality(v_places) < v_count then
         v_left    := array(select generate_series(1, v_count) except select unnest(v_places) order by 1);
-        v_answers := decide_in_order(array(select acquire_batch.policies[u.n] from unnest(v_left) as u (n)),
-                                     array(select acquire_batch.keys[u.n] from unnest(v_left) as u (n)),
-                                     array(select acquire_batch.costs[u.n] from unnest(v_left) as u (n)),
-                                     v_left,
-                                     case when acquire_batch.idempotency_keys is not null then
-                                       array(select acquire_batch.idempotency_keys[u.n] from unnest(v_left) as u (n))
-                                     end,
-                                     v_left, false, true);
+        v_answers := decide_left(policies, keys, costs, null, idempotency_keys, v_left, false, true);
       end if;
       exit;
     exception
@@ -7795,16 +8118,11 @@ begin
                   v_answers.requests, array_fill(true, array[cardinality(v_answers.requests)]), array_fill(false, array[cardinality(v_answers.requests)]),
                   array_fill(false, array[cardinality(v_answers.requests)]), v_answers.bindings, null, null, null, null, null)::packed;
   elsif v_places is not null then
-    return (v_places || v_answers.elements, v_remaining || v_answers.remaining,
-            array_fill(0::bigint, array[cardinality(v_places)]) || v_answers.retry_after_us, v_reset_us || v_answers.reset_after_us,
-            v_capacity || v_answers.capacity,
-            case when v_answers.replayed is not null then array_fill(false, array[cardinality(v_places)]) || v_answers.replayed end,
-            case when v_answers.shadowed is not null then array_fill(false, array[cardinality(v_places)]) || v_answers.shadowed end,
-            null, null, null, null, null,
-            v_answers.refused, v_answers.error_codes, v_answers.error_messages, v_answers.error_details, v_answers.error_hints)::packed;
+    return both_of((v_places, v_remaining, array_fill(0::bigint, array[cardinality(v_places)]), v_reset_us, v_capacity, null, null,
+                    null, null, null, null, null, null, null, null, null, null)::packed, v_answers);
   elsif v_count > 0 then
     v_left    := array(select generate_series(1, v_count));
-    v_answers := decide_in_order(policies, keys, costs, coalesce(v_requests, v_left), idempotency_keys, v_left, sizes is not null, false);
+    v_answers := decide_left(policies, keys, costs, v_requests, idempotency_keys, v_left, sizes is not null, false);
   end if;
   if v_misfits is not null then
     v_answers := with_misfits(v_answers, sizes, v_misfits);

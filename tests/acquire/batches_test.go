@@ -338,3 +338,63 @@ func acquireEach(tx pgx.Tx, requests []kit.NullableRequest) (answers []kit.Answe
 	}
 	return answers, nil
 }
+
+// The batch has a grant, and waits for the bucket that denies.
+func TestAcquireMany_ADenialIsAsOfAfterTheWait(t *testing.T) {
+	t.Parallel()
+	for name, test := range map[string]struct {
+		meanwhile func(db *kit.TestDB, holder *kit.Session)
+		want      kit.Decision
+	}{
+		"clock":  {func(db *kit.TestDB, _ *kit.Session) { db.SetClock(kit.T0.Add(kit.Second)) }, kit.Denied(3, 2*kit.Second, 7*kit.Second, 10)},
+		"policy": {func(_ *kit.TestDB, holder *kit.Session) { holder.Execute("select ratelimit_define_policy('p', 4)") }, kit.Never(2, 2*kit.Second, 4)},
+		"refund": {func(_ *kit.TestDB, holder *kit.Session) { holder.Execute("select ratelimit_refund('p', 'a', 3)") }, kit.Allowed(0, 10*kit.Second, 10)},
+	} {
+		t.Run(name, func(t *testing.T) {
+			kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, kind kit.PolicyOption) {
+				db.At(kit.T0).Policy("p", 10, 1, kit.Second, kind).Take("p", "a", 2).Take("p", "b", 2)
+				holder := db.Begin().Take("p", "a", 6)
+				call, answers := startBatch(db.Session(), kit.AcquireMany, kit.RequestOf("p", "b", 1), kit.RequestOf("p", "a", 5))
+				call.AwaitBlockedBy(holder)
+				test.meanwhile(db, holder)
+				holder.Execute("commit")
+				call.Answer()
+				require.True(t, (*answers)[0].Decision.Allowed)
+				require.Equal(t, test.want, *(*answers)[1].Decision)
+			})
+		})
+	}
+}
+
+// Plain denials need no order. Whatever else is in their batch, they cost one look at the bucket.
+func TestAcquireMany_PlainDenialsAreNotDecidedInOrder(t *testing.T) {
+	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, kind kit.PolicyOption) {
+		db.Policy("p", 5, 1, kit.ADay, kind).Policy("q", 5, 1, kit.ADay, kind).Take("p", "a", 3).Take("p", "b", 3).Take("q", "a", 3)
+		s := db.Session()
+		s.Execute("set track_functions = pl; begin") // statistics are of a transaction
+		calls := 0                                   // of decide_in_order, by the session
+		for _, test := range []struct {
+			requests []kit.NullableRequest
+			granted  int
+			inOrder  int
+		}{
+			{[]kit.NullableRequest{kit.RequestOf("p", "a", 3), kit.RequestOf("p", "a", 3), kit.RequestOf("p", "a", 6)}, 0, 0},
+			{[]kit.NullableRequest{kit.RequestOf("p", "a", 3), kit.RequestOf("q", "a", 4)}, 0, 0},
+			{[]kit.NullableRequest{kit.RequestOf("p", "a", 3), kit.RequestOf("p", "b", 1)}, 1, 0},
+			{[]kit.NullableRequest{kit.RequestOf("p", "a", 3), kit.RequestOf("p", "a", 1)}, 1, 1}, // which might fit after the other
+			{[]kit.NullableRequest{kit.RequestOf("p", "b", 3), kit.RequestOf("p", "new", 1)}, 1, 1},
+			{[]kit.NullableRequest{kit.RequestOf("p", "b", 3, "i")}, 0, 1}, // which might be a repeat
+		} {
+			granted := 0
+			for _, a := range kit.SendBatch(t, s, kit.AcquireMany, test.requests...) {
+				if a.Decision.Allowed {
+					granted++
+				}
+			}
+			require.Equal(t, test.granted, granted)
+			calls += test.inOrder
+			require.Equal(t, []string{fmt.Sprint(calls)}, kit.ColumnOf(t, s, `
+				select coalesce(sum(calls), 0)::text from pg_stat_xact_user_functions where funcname = 'decide_in_order'`), "%+v", test.requests)
+		}
+	})
+}

@@ -77,6 +77,7 @@ var countedStatements = slices.Concat([]counted{
 	{"joint-32", 32, "select from ratelimit_acquire_packed(" + three + ", null, array_fill(3, array[32]))"},
 	{"joint-keyed-32", 32, "select from ratelimit_acquire_packed(" + three + ", null, array_fill(3, array[32]), " + newKeys(32) + ")"},
 }, batches("", "ratelimit_acquire_many", "null"), batches("packed-", "ratelimit_acquire_packed", "null, null"), []counted{
+	{"packed-8", 8, "select from ratelimit_acquire_packed(array_fill(text 'full', array[8]), $1)"},
 	// The last ones, since rows that come take the room that others have left on their pages.
 	{"created", 0, "select from ratelimit_acquire('full', $1 || " + newKey + ")"},
 	{"reset", 0, "select ratelimit_reset('full', $1)"},
@@ -108,6 +109,7 @@ func batches(prefix, function, omitted string) (list []counted) {
 		add("denied", "dry", "$1")
 		add("keyed", "full", "$1, "+omitted+", "+newKeys(size))
 		add("hot", "full", fmt.Sprintf("array_fill(($1::text[])[1], array[%d])", size))
+		add("hot-denied", "dry", fmt.Sprintf("array_fill(($1::text[])[1], array[%d])", size))
 	}
 	return list
 }

@@ -125,9 +125,10 @@ func TestLinearizability_FindsPlantedBugs(t *testing.T) {
 		"a concurrent repeat is charged again": {"ratelimit_acquire": {{
 			Pattern: `(update buckets as b set level = b.level) \+ v_wanted`, Replacement: "$1",
 		}, pauseBefore(`insert into idempotency_keys as k`)}},
-		"a denial by the clock before the wait":         {"ratelimit_acquire": {{Pattern: `(?s)v_now := clock\(\);( .*? from buckets as b)`, Replacement: "$1"}}},
-		"a bucket that is named twice is charged twice": {"ratelimit.decide": {{Pattern: `if same\[v_i\] = v_i then`, Replacement: "if true then"}}},
-		"a denial keeps the first charge":               {"ratelimit.decide": {{Pattern: `if v_granted and fits\[v_i\]`, Replacement: "if (v_granted or v_i = v_start) and fits[v_i]"}}},
+		"a denial by the clock before the wait":            {"ratelimit_acquire": {{Pattern: `(?s)v_now := clock\(\);( .*? from buckets as b)`, Replacement: "$1"}}},
+		"a denial of a batch by the clock before the wait": {"ratelimit.decide_left": {{Pattern: `places, clock\(\)`, Replacement: "places, statement_timestamp()"}}},
+		"a bucket that is named twice is charged twice":    {"ratelimit.decide": {{Pattern: `if same\[v_i\] = v_i then`, Replacement: "if true then"}}},
+		"a denial keeps the first charge":                  {"ratelimit.decide": {{Pattern: `if v_granted and fits\[v_i\]`, Replacement: "if (v_granted or v_i = v_start) and fits[v_i]"}}},
 		"a replay is charged": {"ratelimit.decide": {
 			{Pattern: `and fits\[v_i\] and not replayed\[v_i\]`, Replacement: "and fits[v_i]"},
 			{Pattern: `kept\[v_i\] := (idem.*?);`, Replacement: "kept[v_i] := $1 and not replayed[v_i];"},

@@ -1,6 +1,8 @@
 {{- /* Citus: take.sql finds rows by their row ids, which a distributed table has not. acquire_batch does without it. */ -}}
 {{ define "take.sql" }}-- Citus: nothing of take.sql.{{ end -}}
 {{ define "asked_of.sql" }}-- Citus: nor of asked_of.sql.{{ end -}}
+{{ define "deny.sql" }}-- Citus: nor of deny.sql.{{ end -}}
+{{ define "decide_left.sql" }}-- Citus: nor of decide_left.sql.{{ end -}}
 
 {{ define "acquire_batch.sql" -}}
 -- Decides the requests of a batch about one key, one after another, on the node that has its shard. The arguments are those of

@@ -1,0 +1,106 @@
+-- The denials of a batch that take nothing to tell: of single requests without an idempotency key, about {{ .buckets }} of one policy.
+-- A bucket that does not cover the least of what is asked of it denies all of it, and is read once for that. A bucket that covers
+-- something is left to decide_in_order, and so is one without a row, and one with an element that is not about 1 to 2147483647 tokens.
+--
+-- places are the elements to look at, of all policies. The answer has the elements that are denied.
+--
+-- Locks and writes nothing.
+create or replace function ratelimit.denied_in_{{ .buckets }}(
+    policy ratelimit.policies, policies text[], keys text[], costs bigint[], places bigint[], now timestamptz)
+  returns ratelimit.packed
+  language plpgsql
+  stable
+as $$
+declare
+  v_policy     alias for policy;
+  v_now        alias for now;
+  v_tick       interval := policy.tick;  -- these, down to v_ticks, are the small numbers of arithmetic.sql
+  v_tick_us    bigint   := policy.tick_us::bigint;
+  v_full_level bigint   := policy.full_level::bigint;
+  v_divisor    numeric  := gcd(policy.tick_gain, policy.every_us);
+  v_gain       bigint   := div(policy.tick_gain, v_divisor)::bigint;
+  v_per        bigint   := div(policy.every_us, v_divisor)::bigint;
+  v_fill_ticks double precision := policy.full_level::double precision * v_per / nullif(v_gain, 0);
+  v_ticks      bigint;
+  v_denied     ratelimit.packed;
+begin
+  if policy.overridden
+     or (policy.full_level::double precision * (2 * v_per + 1) + v_gain < 9e18 and (v_fill_ticks + 1) * v_tick_us < 4.7e14) is false then
+    return denied_in_any_{{ .buckets }}(v_policy, policies, keys, costs, places, v_now);
+  end if;
+  v_ticks := floor(2 * v_fill_ticks + 1)::bigint;
+
+  select array_agg(e.place), array_agg(e.remaining),
+         array_agg(case
+                     when e.cost = e.least then e.retry_us
+                     when e.cost <= v_policy.capacity then wait_below_small(microtokens(e.cost), e.level, e.elapsed_us, v_gain, v_per, v_tick_us)
+                   end),
+         array_agg(e.reset_us)
+    into v_denied.elements, v_denied.remaining, v_denied.retry_after_us, v_denied.reset_after_us
+    from (select unnest(d.places) as place, unnest(d.costs) as cost, d.*
+            from (select b.*, whole_tokens(b.level_now) as remaining,
+                         case
+                           when b.least <= v_policy.capacity then wait_below_small(microtokens(b.least), b.level, b.elapsed_us, v_gain, v_per, v_tick_us)
+                         end as retry_us,
+                         wait_below_small(v_full_level, b.level, b.elapsed_us, v_gain, v_per, v_tick_us) as reset_us
+                    from (select u.*, b.level, microseconds(v_now - b.refilled_at)::bigint as elapsed_us,
+                                 refilled_level_small(b.level, b.refilled_at, v_now, v_full_level, v_gain, v_per, v_ticks, v_tick_us, v_tick) as level_now
+                            from (select keys[u.place] collate "C" as key, array_agg(u.place) as places, array_agg(costs[u.place]) as costs,
+                                         min(case when costs[u.place] between 1 and 2147483647 then costs[u.place] else 0 end) as least
+                                    from unnest(denied_in_{{ .buckets }}.places) as u (place)
+                                   where policies[u.place] = v_policy.name
+                                   group by 1
+                                  offset 0) as u
+                           cross join lateral (select b.level, b.refilled_at
+                                                 from {{ .buckets }} as b
+                                                {{ template "include/newest.sql" }}) as b
+                          offset 0) as b
+                   where b.least > 0
+                     and b.level > -v_full_level
+                     and b.level_now < microtokens(b.least)
+                  offset 0) as d) as e;
+  v_denied.capacity := array_fill(v_policy.capacity, array[coalesce(cardinality(v_denied.elements), 0)]);
+  return v_denied;
+end;
+$$;
+comment on function ratelimit.denied_in_{{ .buckets }}(ratelimit.policies, text[], text[], bigint[], bigint[], timestamptz) is
+  'The single requests of a batch that the buckets of one policy plainly deny.';
+
+-- As denied_in_{{ .buckets }}, whatever the numbers of the policy and its overrides are; it costs more for a bucket.
+create or replace function ratelimit.denied_in_any_{{ .buckets }}(
+    policy ratelimit.policies, policies text[], keys text[], costs bigint[], places bigint[], now timestamptz)
+  returns ratelimit.packed
+  language plpgsql
+  stable
+as $$
+declare
+  v_policy alias for policy;
+  v_now    alias for now;
+  v_denied ratelimit.packed;
+begin
+  select array_agg(e.place), array_agg(whole_tokens(e.level_now)),
+         array_agg(case when e.cost <= (e.p).capacity then wait_until(microtokens(e.cost), e.level, e.refilled_at, v_now, e.p) end),
+         array_agg(wait_until((e.p).full_level, e.level, e.refilled_at, v_now, e.p)), array_agg((e.p).capacity)
+    into v_denied.elements, v_denied.remaining, v_denied.retry_after_us, v_denied.reset_after_us, v_denied.capacity
+    from (select unnest(b.places) as place, unnest(b.costs) as cost, b.*
+            from (select u.*, b.level, b.refilled_at, refilled(b.level, b.refilled_at, v_now, u.p) as level_now
+                    from (select u.*, coalesce((select with_override(v_policy, o) from overrides as o
+                                                 where o.policy_id = v_policy.id and o.key = u.key collate "C" and o.expires_at > v_now), v_policy) as p
+                            from (select keys[u.place] collate "C" as key, array_agg(u.place) as places, array_agg(costs[u.place]) as costs,
+                                         min(case when costs[u.place] between 1 and 2147483647 then costs[u.place] else 0 end) as least
+                                    from unnest(denied_in_any_{{ .buckets }}.places) as u (place)
+                                   where policies[u.place] = v_policy.name
+                                   group by 1) as u
+                          offset 0) as u
+                   cross join lateral (select b.level, b.refilled_at
+                                         from {{ .buckets }} as b
+                                        {{ template "include/newest.sql" }}) as b
+                  offset 0) as b
+           where b.least > 0
+             and b.level_now < microtokens(b.least)
+          offset 0) as e;
+  return v_denied;
+end;
+$$;
+comment on function ratelimit.denied_in_any_{{ .buckets }}(ratelimit.policies, text[], text[], bigint[], bigint[], timestamptz) is
+  'Does what denied_in_{{ .buckets }} does, for a policy with overrides or large numbers.';
