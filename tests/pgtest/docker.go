@@ -21,6 +21,7 @@ import (
 	cerrdefs "github.com/containerd/errdefs"
 	_ "github.com/jackc/pgx/v5/stdlib" // the driver "pgx" for wait.ForSQL
 	"github.com/moby/moby/api/pkg/authconfig"
+	dockercontainer "github.com/moby/moby/api/types/container"
 	"github.com/moby/moby/api/types/network"
 	"github.com/moby/moby/client"
 	"github.com/testcontainers/testcontainers-go"
@@ -43,9 +44,25 @@ const postgresPort = "5432/tcp"
 func init() { log.SetDefault(log.NewNoopLogger()) } // what goes wrong is in the errors
 
 func startContainer(ctx context.Context, settings []string) (host, error) {
+	return runContainer(ctx, settings, false)
+}
+
+// startContainerInMemory is for a server that nobody stops, because its data would be gone. Most time of the tests goes into files.
+func startContainerInMemory(ctx context.Context, settings []string) (host, error) {
+	return runContainer(ctx, settings, true)
+}
+
+func runContainer(ctx context.Context, settings []string, inMemory bool) (host, error) {
 	engine, err := engineWithImages()
 	if err != nil {
 		return nil, err
+	}
+	if inMemory {
+		about, err := engine.Info(ctx, client.InfoOptions{})
+		if err != nil {
+			return nil, err
+		}
+		inMemory = about.Info.MemTotal >= 8<<30
 	}
 	root, err := findRoot()
 	if err != nil {
@@ -75,6 +92,11 @@ func startContainer(ctx context.Context, settings []string) (host, error) {
 		testcontainers.WithEnv(map[string]string{"POSTGRES_PASSWORD": c.password, "RATELIMIT_APP_PASSWORD": c.password}),
 		testcontainers.WithCmd(command...),
 		testcontainers.WithExposedPorts(postgresPort),
+		testcontainers.WithHostConfigModifier(func(config *dockercontainer.HostConfig) {
+			if inMemory {
+				config.Tmpfs = map[string]string{"/var/lib/postgresql/data": ""}
+			}
+		}),
 		// The server of the first start's scripts does not listen on TCP: what answers is the final one.
 		testcontainers.WithWaitStrategyAndDeadline(patience,
 			wait.ForSQL(postgresPort, "pgx", func(host string, port network.Port) string { return c.url(net.JoinHostPort(host, port.Port()), "") })),

@@ -120,7 +120,7 @@ func TestDocker_TheClimbOfAnotherTest(t *testing.T) {
 	var err error
 	registryPatience, err = time.ParseDuration(os.Getenv("PGTEST_CLIMB"))
 	require.NoError(t, err)
-	rungs := only(os.Getenv("RATELIMIT_TEST_REQUIRE"))
+	rungs := only(ladder, os.Getenv("RATELIMIT_TEST_REQUIRE"))
 	if rungs == nil {
 		reached := func(context.Context, []string) (host, error) { return nil, errors.New("reached") }
 		rungs = []rung{{rungDocker, startContainer}, {rungLocal, reached}}

@@ -99,7 +99,7 @@ func Shared(t testing.TB) *Server {
 func Private(t testing.TB, settings ...string) *Server {
 	rungs := ladder[1:]
 	if common := Shared(t); common.Rung != rungURL {
-		rungs = only(common.Rung)
+		rungs = only(ladder, common.Rung)
 	}
 	return private(t, rungs, settings)
 }
@@ -139,7 +139,7 @@ func (l *lazy) get() (*databases, error) {
 }
 
 func open(ctx context.Context) (*databases, error) {
-	server, err := Start(ctx)
+	server, err := start(ctx, ladderInMemory, nil)
 	if err != nil {
 		return nil, err
 	}

@@ -229,7 +229,7 @@ func ownRung(t *testing.T) []rung {
 	if name == rungURL {
 		t.Skip("the tests run on a server that was there")
 	}
-	return only(name)
+	return only(ladder, name)
 }
 
 // gone tells whether a server does not answer, and left no directory.

@@ -54,9 +54,12 @@ type host interface {
 // Start gets a server from the ladder that the package comment describes. Its settings, each given
 // as "name=value", apply to a server that this process starts, not to a running one.
 func Start(ctx context.Context, settings ...string) (*Server, error) {
-	rungs := ladder
+	return start(ctx, ladder, settings)
+}
+
+func start(ctx context.Context, rungs []rung, settings []string) (*Server, error) {
 	if require := os.Getenv("RATELIMIT_TEST_REQUIRE"); require != "" {
-		if rungs = only(require); rungs == nil {
+		if rungs = only(rungs, require); rungs == nil {
 			return nil, fmt.Errorf("pgtest: RATELIMIT_TEST_REQUIRE is %q: set it to url, docker or local", require)
 		}
 	}
@@ -81,16 +84,15 @@ type rung struct {
 	start func(ctx context.Context, settings []string) (host, error)
 }
 
-var ladder = []rung{
-	{rungURL, useURL},
-	{rungDocker, startContainer},
-	{rungLocal, startCluster},
-}
+var (
+	ladder         = []rung{{rungURL, useURL}, {rungDocker, startContainer}, {rungLocal, startCluster}}
+	ladderInMemory = []rung{{rungURL, useURL}, {rungDocker, startContainerInMemory}, {rungLocal, startCluster}}
+)
 
-func only(name string) []rung {
-	for i := range ladder {
-		if ladder[i].name == name {
-			return ladder[i : i+1]
+func only(rungs []rung, name string) []rung {
+	for i := range rungs {
+		if rungs[i].name == name {
+			return rungs[i : i+1]
 		}
 	}
 	return nil
