@@ -1,0 +1,114 @@
+import { Closed, Locked, Overloaded, isText } from './errors.js'
+import { Limiter, ask, unless } from './limiter.js'
+import { pack, unpack } from './packed.js'
+import { HOLD, Queue, SERVE } from './queue.js'
+
+/**
+ * How long a few requests wait for company beside open calls, in ms. Most calls end sooner, which sends them, too; the timer is for
+ * calls that are stalled.
+ */
+const LINGER = 5
+
+/** How many buckets are asked for at a time after a locked bucket has failed their call. */
+const MAX_APART = 8
+
+/** A Limiter for many callers at once: requests of acquire and acquireAll that wait at the same moment share one call. */
+export class Combiner extends Limiter {
+  #queue
+  #isClosed = false
+  #serving = new Set() // promises
+  #linger // a timer
+
+  constructor(db, { callsInFlight = 2, maxWaiting = 10_000, callTimeout = 5, ...options } = {}) {
+    for (const [name, n] of Object.entries({ callsInFlight, maxWaiting })) {
+      if (!Number.isSafeInteger(n) || n < 1) throw new RangeError(`${name} must be a positive number`)
+    }
+    super(db, { callTimeout, ...options })
+    this.#queue = new Queue(Math.max(1, Math.min(callsInFlight, this._database.connections - 1)), maxWaiting)
+  }
+
+  /** How many requests wait for a call. */
+  get waiting() { return this.#queue.waiting.size }
+
+  /** Admits no more requests, and returns when all earlier ones are answered. The pool stays open. */
+  async close() {
+    this.#isClosed = true
+    while (this.#serving.size > 0) await Promise.allSettled(this.#serving)
+    clearTimeout(this.#linger)
+  }
+
+  _ask(request, signal) {
+    if (this.#isClosed) throw new Closed('limiter is closed')
+    if (!request.canShare) return unless(signal, this.#track(ask(this._database, request)))
+    if (this.#queue.refuses(request)) throw new Overloaded('too many requests wait', { detail: `${this.waiting} requests wait.` })
+    const answer = new Promise((resolve, reject) => Object.assign(request, { resolve, reject }))
+    this.#do(this.#queue.add(request))
+    return unless(signal, answer, () => { request.isGone = !this.#queue.leave(request) })
+  }
+
+  /** Takes the next step for the queue. */
+  #do(step) {
+    if (step === HOLD) {
+      this.#linger ??= setTimeout(() => {
+        this.#linger = undefined
+        this.#do(this.#queue.hurry())
+      }, LINGER)
+    } else if (step === SERVE) {
+      clearTimeout(this.#linger)
+      this.#linger = undefined
+      this.#track(this.#serve())
+    }
+  }
+
+  #track(promise) {
+    this.#serving.add(promise)
+    const done = () => this.#serving.delete(promise)
+    promise.then(done, done)
+    return promise
+  }
+
+  /** Makes a call for waiting requests, in a reserved slot. */
+  async #serve() {
+    await new Promise(setImmediate) // callers that were just answered often ask again in this turn of the loop
+    const batch = this.#queue.take()
+    if (batch === null) return
+    this.#do(this.#queue.next())
+    const unended = []
+    await this.#send(batch, unended)
+    const finish = () => this.#do(this.#queue.finish(batch))
+    if (unended.length === 0) return finish()
+    this.#do(this.#queue.release(batch))
+    Promise.allSettled(unended).then(finish)
+  }
+
+  /** Answers the requests of a batch. */
+  async #send(batch, unended) {
+    if (batch.length <= 1) return this.#sendAlone(batch, unended)
+    try {
+      const answers = unpack(batch, await this._database.row(pack(batch), unended))
+      answers.forEach((answer, i) => answer instanceof Error ? batch[i].reject(answer) : batch[i].resolve(answer))
+    } catch (error) {
+      if (isText(error)) return this.#sendAlone(batch, unended) // only the request with that text is to fail
+      if (error instanceof Locked && batch.some(({ bucket }) => bucket !== batch[0].bucket)) return this.#sendApart(batch, unended)
+      for (const request of batch) request.reject(error)
+    }
+  }
+
+  /** Sends each request in a call of its own, one after another. */
+  async #sendAlone(batch, unended) {
+    for (const request of batch) {
+      if (!request.isGone) await ask(this._database, request, unended).then(request.resolve, request.reject)
+    }
+  }
+
+  /** Sends the requests for each bucket in a call of their own, a few at a time. Requests for a locked bucket are to fail, and no others. */
+  async #sendApart(requests, unended) {
+    const parts = new Map(requests.map(({ bucket }) => [bucket, []]))
+    for (const request of requests) parts.get(request.bucket).push(request)
+    const batches = parts.values()
+    const sendSome = async () => {
+      for (const batch of batches) await this.#send(batch.filter((request) => !request.isGone), unended)
+    }
+    await Promise.all(Array.from({ length: MAX_APART }, sendSome))
+  }
+}

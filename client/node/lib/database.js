@@ -1,0 +1,86 @@
+import { setTimeout as sleep } from 'node:timers/promises'
+import { TimedOut, isTransient, isUnknown, translate } from './errors.js'
+
+const MAX_TRIES = 3
+const MAX_BACKOFF = 50 // ms, after the first try
+
+/** Sends statements of one row to a database: a pool, a connection, or anything with `query(text, values)`. */
+export class Database {
+  #db
+  #isPool
+  #schema
+  #retry
+  #timeout
+
+  constructor(db, { schema, retry, callTimeout } = {}) {
+    this.#db = db
+    this.#isPool = typeof db.connect === 'function' && typeof db.totalCount === 'number' // a Pool of pg
+    this.#schema = schema === undefined ? '' : `"${schema.replaceAll('"', '""')}".`
+    this.#retry = retry ?? this.#isPool
+    this.#timeout = callTimeout
+  }
+
+  /** How many connections it has, if that is known. */
+  get connections() { return this.#isPool ? this.#db.options.max : Infinity }
+
+  /**
+   * Selects columns from a call of a function. It is sent again, where each statement is a transaction of its own, after an error which
+   * means that nothing happened; and after the loss of a connection, if the call does the same however often it is sent (`once`).
+   * Calls that were given up and have not ended are pushed to `unended`, as promises.
+   */
+  async row({ columns, call, values, once = false }, unended = []) {
+    const text = `select ${columns} from ${this.#schema}${call}`
+    for (let tries = 1; ; tries++) {
+      try {
+        const { rows } = await (this.#timeout === undefined ? this.#db.query(text, values) : this.#sendInTime(text, values, unended))
+        return rows[0]
+      } catch (error) {
+        if (!this.#retry || tries === MAX_TRIES || !(isTransient(error) || (once && isUnknown(error)))) throw translate(error)
+      }
+      await sleep(Math.random() * MAX_BACKOFF * tries) // so that calls that collided do not meet again
+    }
+  }
+
+  #sendInTime(text, values, unended) {
+    const { ended, destroy } = this.#isPool ? sendOnConnection(this.#db, text, values) : { ended: this.#db.query(text, values) }
+    return new Promise((resolve, reject) => {
+      const timer = setTimeout(() => {
+        reject(new TimedOut('no answer in time', { detail: `The call took longer than ${this.#timeout} s. Its tokens may be taken.` }))
+        unended.push(ended)
+        destroy?.()
+      }, this.#timeout * 1000)
+      ended.then(resolve, reject).finally(() => clearTimeout(timer))
+    })
+  }
+}
+
+/** Sends a statement on a connection that can be destroyed, which pool.query() does not show. */
+function sendOnConnection(pool, text, values) {
+  let client, isDestroyed = false
+  const ignore = () => {} // the query has the error, too
+  const release = (destroy) => {
+    client?.off('error', ignore)
+    client?.release(destroy)
+    client = undefined
+  }
+  const send = async () => {
+    client = await pool.connect()
+    if (isDestroyed) return release(false) // nothing was sent
+    client.on('error', ignore)
+    try {
+      const result = await client.query(text, values)
+      release(false)
+      return result
+    } catch (error) {
+      release(isUnknown(error))
+      throw error
+    }
+  }
+  return {
+    ended: send(),
+    destroy() {
+      isDestroyed = true
+      release(true)
+    },
+  }
+}

@@ -1,0 +1,181 @@
+import { randomUUID } from 'node:crypto'
+import { setTimeout } from 'node:timers/promises'
+import { Database } from './database.js'
+import { decision, decisionColumns, joint, jointColumns, partial, partialColumns, reservation, reservationColumns } from './decision.js'
+import { InvalidArgument, TooLate } from './errors.js'
+
+const MAX_LENGTH = 512 // bytes, of policies, keys and idempotency keys
+const MAX_CHARGES = 1000
+const LONGEST_WAIT = 365 * 86_400 // s
+const A_DAY = 86_400_000 // ms
+
+/** Asks for tokens, one call for each request. Its types explain each method. */
+export class Limiter {
+  constructor(db, options) {
+    this._database = new Database(db, options)
+  }
+
+  async acquire(policy, key, { cost, idempotencyKey, signal } = {}) {
+    signal?.throwIfAborted()
+    return this._ask(newRequest([{ policy, key, cost }], idempotencyKey, false), signal)
+  }
+
+  async acquireAll(charges, { idempotencyKey, signal } = {}) {
+    signal?.throwIfAborted()
+    return this._ask(newRequest(charges, idempotencyKey, true), signal)
+  }
+
+  _ask(request, signal) { return unless(signal, ask(this._database, request)) }
+
+  async peek(policy, key, { cost, signal } = {}) {
+    return this.#call(decision, {
+      columns: decisionColumns,
+      call: 'ratelimit_peek($1::text, $2::text, $3::bigint)',
+      values: [text('policy', policy), text('key', key), tokens('cost', cost ?? 1)],
+    }, signal)
+  }
+
+  async charge(policy, key, cost, { idempotencyKey, signal } = {}) {
+    return this.#call(decision, {
+      columns: decisionColumns,
+      call: 'ratelimit_charge($1::text, $2::text, $3::bigint, $4::text)',
+      values: [text('policy', policy), text('key', key), tokens('cost', cost), optional('idempotencyKey', idempotencyKey)],
+      once: idempotencyKey != null,
+    }, signal)
+  }
+
+  async settle(policy, key, idempotencyKey, cost, { signal } = {}) {
+    return this.#call(decision, {
+      columns: decisionColumns,
+      call: 'ratelimit_settle($1::text, $2::text, $3::text, $4::bigint)',
+      values: [text('policy', policy), text('key', key), text('idempotencyKey', idempotencyKey), tokens('cost', cost)],
+      once: true,
+    }, signal)
+  }
+
+  async reserve(policy, key, maxWait, { cost, idempotencyKey, signal } = {}) {
+    return this.#call(reservation, {
+      columns: reservationColumns,
+      call: 'ratelimit_reserve($1::text, $2::text, $3::text::interval, $4::bigint, $5::text)',
+      values: [text('policy', policy), text('key', key), interval('maxWait', maxWait), tokens('cost', cost ?? 1), optional('idempotencyKey', idempotencyKey)],
+      once: idempotencyKey != null,
+    }, signal)
+  }
+
+  async acquireUpTo(policy, key, atMost, { atLeast, idempotencyKey, signal } = {}) {
+    return this.#call(partial, {
+      columns: partialColumns,
+      call: 'ratelimit_acquire_up_to($1::text, $2::text, $3::bigint, $4::bigint, $5::text)',
+      values: [text('policy', policy), text('key', key), tokens('atMost', atMost), tokens('atLeast', atLeast ?? 1), optional('idempotencyKey', idempotencyKey)],
+      once: idempotencyKey != null,
+    }, signal)
+  }
+
+  async refund(policy, key, amount, { signal } = {}) {
+    return this.#call(decision, {
+      columns: decisionColumns,
+      call: 'ratelimit_refund($1::text, $2::text, $3::bigint)',
+      values: [text('policy', policy), text('key', key), tokens('amount', amount)],
+    }, signal)
+  }
+
+  async wait(policy, key, { cost, timeout = LONGEST_WAIT, signal } = {}) {
+    signal?.throwIfAborted()
+    const idempotencyKey = randomUUID()
+    const reserving = this.reserve(policy, key, Math.min(timeout, LONGEST_WAIT), { cost, idempotencyKey })
+    let reserved
+    try {
+      reserved = await unless(signal, reserving)
+      if (!reserved.allowed) throw new TooLate(reserved)
+      await sleep(reserved.wait, signal)
+      return reserved
+    } catch (error) {
+      if (!signal?.aborted) throw error
+      const givingBack = reserving.catch(() => {}).then(() => this.settle(policy, key, idempotencyKey, 0)).catch(() => {})
+      if (reserved) await givingBack // and before that, the reservation may take its time
+      throw signal.reason
+    }
+  }
+
+  async #call(decode, statement, signal) {
+    signal?.throwIfAborted()
+    return decode(await unless(signal, this._database.row(statement)))
+  }
+}
+
+/** Sends one request in a call of its own. */
+export async function ask(database, { charges, joint: isJoint, keyed, idempotencyKey }, unended) {
+  if (isJoint) {
+    return joint(await database.row({
+      columns: jointColumns,
+      call: 'ratelimit_acquire_all($1::text[], $2::text[], $3::bigint[], $4::text)',
+      values: [charges.map((c) => c.policy), charges.map((c) => c.key), charges.map((c) => c.cost), idempotencyKey],
+      once: keyed,
+    }, unended))
+  }
+  const [{ policy, key, cost }] = charges
+  return decision(await database.row({
+    columns: decisionColumns,
+    call: 'ratelimit_acquire($1::text, $2::text, $3::bigint, $4::text)',
+    values: [policy, key, cost, idempotencyKey],
+    once: keyed,
+  }, unended))
+}
+
+/** A request for tokens of one bucket, or of several (joint), as the queue and the calls need it. */
+function newRequest(charges, idempotencyKey, isJoint) {
+  charges = charges.map(({ policy, key, cost }) => ({ policy: text('policy', policy), key: text('key', key), cost: tokens('cost', cost ?? 1) }))
+  const texts = charges.flatMap(({ policy, key }) => [policy, key])
+  return {
+    charges,
+    joint: isJoint,
+    keyed: idempotencyKey != null,
+    idempotencyKey: optional('idempotencyKey', idempotencyKey),
+    elements: charges.length,
+    bucket: (isJoint ? '\0\0' : '') + texts.join('\0'), // no text has a zero byte
+    canShare: 0 < charges.length && charges.length <= MAX_CHARGES &&
+      [...texts, idempotencyKey ?? ''].every((t) => t.length <= MAX_LENGTH && Buffer.byteLength(t) <= MAX_LENGTH),
+  }
+}
+
+const invalid = (name, detail, hint) => new InvalidArgument(`invalid ${name}`, { detail: `${name} ${detail}`, hint })
+
+function text(name, value) {
+  if (typeof value !== 'string') throw invalid(name, `is of type ${typeof value}.`, 'Pass a string.')
+  if (value.includes('\0')) throw invalid(name, 'has a zero byte, which no text in PostgreSQL can hold.', 'Pass a hash of it.')
+  if (!value.isWellFormed()) throw invalid(name, 'has half of a surrogate pair, which UTF-8 cannot hold.', 'Pass a hash of it.')
+  return value
+}
+
+const optional = (name, value) => value == null ? null : text(name, value)
+
+function tokens(name, value) {
+  const isNumber = typeof value === 'number' || typeof value === 'bigint'
+  if (!isNumber || !Number.isSafeInteger(Number(value))) throw invalid(name, `is ${String(value)}.`, 'Pass a whole number of tokens.')
+  return String(value) // as all drivers send a bigint
+}
+
+function interval(name, value) {
+  const us = Math.round(value * 1e6)
+  if (typeof value !== 'number' || !Number.isSafeInteger(us)) throw invalid(name, `is ${String(value)}.`, 'Pass seconds.')
+  return `${us} microseconds`
+}
+
+/** The outcome of a promise, or the reason of a signal that is aborted before: then `leave` is called, if there is one. */
+export function unless(signal, promise, leave) {
+  if (!signal) return promise
+  return new Promise((resolve, reject) => {
+    const abort = () => {
+      leave?.()
+      reject(signal.reason)
+    }
+    signal.addEventListener('abort', abort, { once: true })
+    promise.then(resolve, reject).finally(() => signal.removeEventListener('abort', abort))
+  })
+}
+
+/** Sleeps no shorter than told: timers are whole milliseconds, may be early, and cannot be longer than 24 days. */
+async function sleep(seconds, signal) {
+  const due = performance.now() + seconds * 1000
+  for (let left; (left = due - performance.now()) > 0;) await setTimeout(Math.min(Math.ceil(left), A_DAY), undefined, { signal })
+}
