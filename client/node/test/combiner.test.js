@@ -1,0 +1,264 @@
+// The Combiner on a database that answers when the test says so.
+import assert from 'node:assert/strict'
+import test from 'node:test'
+import { Closed, Combiner, InvalidArgument, Locked, Overloaded, TimedOut } from '../index.js'
+import { Gate, turn } from './kit.js'
+
+/** A Combiner on a Gate, and a function that asks for keys, a request each. */
+function gated(t, options) {
+  const gate = new Gate(), combiner = new Combiner(gate, options)
+  t.after(() => assert.equal(gate.open, 0, 'a call was left open'))
+  const ask = (...keys) => keys.map((key) => {
+    const answer = combiner.acquire('api', key)
+    answer.catch(() => {}) // the test looks at it later
+    return answer
+  })
+  return { gate, combiner, ask }
+}
+
+const sqlError = (code) => Object.assign(new Error(code), { code, severity: 'ERROR' })
+const keys = (from, n) => Array.from({ length: n }, (_, i) => `k${from + i}`)
+const sent = (gate) => gate.calls.map((call) => call.keys)
+
+test('requests of one turn of the loop share a call, and each gets its own answer', async (t) => {
+  const { gate, ask } = gated(t)
+  const answers = ask('k1', 'k2', 'k1')
+  await turn()
+  assert.deepEqual(sent(gate), [['k1', 'k2', 'k1']])
+  gate.calls[0].grant()
+  assert.deepEqual((await Promise.all(answers)).map((d) => d.remaining), [1, 2, 1])
+})
+
+test('one request alone is a plain call', async (t) => {
+  const { gate, ask } = gated(t)
+  const [answer] = ask('k1')
+  await turn()
+  assert.match(gate.calls[0].text, /from ratelimit_acquire\(/)
+  gate.calls[0].grant()
+  assert.equal((await answer).remaining, 1)
+})
+
+test('callers that were just answered share the next call', async (t) => {
+  const { gate, combiner } = gated(t)
+  const callers = keys(0, 40).map(async (key) => {
+    for (let i = 0; i < 3; i++) await combiner.acquire('api', key)
+  })
+  await turn()
+  await gate.grantAll()
+  await Promise.all(callers)
+  assert.ok(gate.calls.length <= 7, `${gate.calls.length} calls for 120 requests`)
+})
+
+test('a stalled call holds up its own buckets only', async (t) => {
+  t.mock.timers.enable({ apis: ['setTimeout'] })
+  const { gate, ask } = gated(t)
+  const stalled = ask('k0', 'k1')
+  await turn()
+  const behind = ask('k1'), others = ask(...keys(2, 31))
+  await turn()
+  assert.deepEqual(sent(gate), [['k0', 'k1'], keys(2, 31)])
+  await gate.calls[1].grant()
+  await Promise.all(others)
+  const few = ask('k2') // not worth a call, but for the timer
+  await turn()
+  t.mock.timers.tick(5)
+  await turn()
+  assert.deepEqual(gate.calls[2]?.keys, ['k2'])
+  await gate.calls[2].grant()
+  await few[0]
+  await gate.calls[0].grant()
+  assert.deepEqual(gate.calls[3].keys, ['k1'])
+  await gate.calls[3].grant()
+  await Promise.all([...stalled, ...behind])
+})
+
+test('a caller that leaves before its request is sent takes it along, and one that leaves later harms nobody', async (t) => {
+  const { gate, combiner, ask } = gated(t, { callsInFlight: 1 })
+  const early = new AbortController(), late = new AbortController(), reason = new Error('enough')
+  const first = ask('k1')
+  const inCall = combiner.acquire('api', 'k2', { signal: late.signal })
+  await turn()
+  const waiting = combiner.acquire('api', 'k3', { signal: early.signal })
+  assert.equal(combiner.waiting, 1)
+  early.abort(reason)
+  late.abort(reason)
+  await assert.rejects(waiting, reason)
+  await assert.rejects(inCall, reason)
+  assert.equal(combiner.waiting, 0)
+  await assert.rejects(combiner.acquire('api', 'k4', { signal: early.signal }), reason)
+  await gate.calls[0].grant()
+  assert.equal((await first[0]).remaining, 1)
+  assert.deepEqual(sent(gate), [['k1', 'k2']])
+})
+
+test('more than maxWaiting requests are refused at once', async (t) => {
+  const { gate, ask } = gated(t, { callsInFlight: 1, maxWaiting: 2 })
+  const [first] = ask('k1')
+  await turn()
+  const waiting = ask('k2', 'k3'), [refused] = ask('k4')
+  await assert.rejects(refused, Overloaded)
+  await gate.calls[0].grant()
+  await first
+  await gate.calls[1].grant()
+  await Promise.all(waiting)
+  assert.deepEqual(sent(gate), [['k1'], ['k2', 'k3']])
+})
+
+test('a call that is given up fails its callers and frees its slot, and its buckets stay apart until it has ended', async (t) => {
+  t.mock.timers.enable({ apis: ['setTimeout'] })
+  const { gate, combiner, ask } = gated(t, { callsInFlight: 1, callTimeout: 2 })
+  const stalled = ask('k0', 'k1')
+  await turn()
+  const behind = ask('k0'), other = ask('k2')
+  t.mock.timers.tick(1999)
+  await turn()
+  assert.equal(gate.calls.length, 1)
+  t.mock.timers.tick(1)
+  for (const answer of stalled) await assert.rejects(answer, TimedOut)
+  await turn()
+  assert.deepEqual(sent(gate), [['k0', 'k1'], ['k2']])
+  await gate.calls[1].grant()
+  await other[0]
+  assert.equal(gate.calls.length, 2, 'the call for k0 has not ended')
+  assert.equal(combiner.waiting, 1)
+  await gate.calls[0].fail(new Error('ended'))
+  assert.deepEqual(gate.calls[2].keys, ['k0'])
+  await gate.calls[2].grant()
+  await behind[0]
+})
+
+test('text that would fail or burden a call for others never shares it', async (t) => {
+  const { gate, combiner } = gated(t)
+  const long = 'é'.repeat(257)
+  const answers = [
+    combiner.acquire('api', 'k1'), combiner.acquire('api', long), combiner.acquire(long, 'k2'),
+    combiner.acquireAll([{ policy: 'api', key: 'k3' }]), combiner.acquireAll([{ policy: 'api', key: long }]), combiner.acquireAll([]),
+  ]
+  for (const bad of ['a\0b', '\ud800', 42, null]) {
+    await assert.rejects(combiner.acquire('api', bad), InvalidArgument)
+    await assert.rejects(combiner.acquire(bad, 'k'), InvalidArgument)
+    await assert.rejects(combiner.acquireAll([{ policy: 'api', key: bad }]), InvalidArgument)
+  }
+  for (const cost of [1.5, NaN, '1', 2n ** 63n]) await assert.rejects(combiner.acquire('api', 'k', { cost }), InvalidArgument)
+  await assert.rejects(combiner.acquire('api', 'k', { idempotencyKey: 'a\0b' }), InvalidArgument)
+  await turn()
+  await gate.grantAll()
+  await Promise.all(answers)
+  assert.equal(gate.calls.length, answers.length)
+})
+
+test('text that the database cannot hold fails its own request only', async (t) => {
+  for (const code of ['22021', '22P05']) {
+    const { gate, ask } = gated(t)
+    const [good, bad, other] = ask('k1', 'bad', 'k2')
+    await turn()
+    await gate.calls[0].fail(sqlError(code))
+    await gate.calls[1].grant()
+    await gate.calls[2].fail(sqlError(code))
+    await gate.calls[3].grant()
+    await assert.rejects(bad, (error) => error instanceof InvalidArgument && error.code === code)
+    assert.deepEqual([(await good).remaining, (await other).remaining], [1, 2])
+  }
+})
+
+test('after lock_timeout the buckets of a call are asked for apart, eight at a time, without those who left', async (t) => {
+  const { gate, combiner, ask } = gated(t)
+  const leaving = new AbortController()
+  const answers = ask('k0', 'k0', ...keys(1, 9)), gone = combiner.acquire('api', 'k10', { signal: leaving.signal })
+  await turn()
+  leaving.abort()
+  await assert.rejects(gone)
+  await gate.calls[0].fail(sqlError('55P03'))
+  assert.deepEqual(sent(gate).slice(1), [['k0', 'k0'], ...keys(1, 7).map((key) => [key])])
+  await gate.calls[1].fail(sqlError('55P03'))
+  for (const at of [0, 1]) await assert.rejects(answers[at], Locked)
+  await gate.grantAll()
+  assert.deepEqual((await Promise.all(answers.slice(2))).map((d) => d.remaining), [1, 2, 3, 4, 5, 6, 7, 8, 9])
+  assert.equal(gate.calls.length, 11)
+})
+
+test('a joint request has one bucket: those of the same buckets wait for each other, and others share the next call', async (t) => {
+  const { gate, combiner } = gated(t)
+  const ask = (...names) => combiner.acquireAll(names.map((key) => ({ policy: 'api', key })))
+  const first = ask('all', 'k1')
+  await turn()
+  const same = ask('all', 'k1'), other = ask('all', 'k2')
+  await turn()
+  assert.deepEqual(sent(gate), [['all', 'k1'], ['all', 'k2']])
+  await gate.calls[0].grant({ binding: '2' })
+  assert.equal((await first).binding, 1)
+  assert.deepEqual(gate.calls[2].keys, ['all', 'k1'])
+  await gate.calls[1].grant()
+  await gate.calls[2].grant()
+  assert.deepEqual((await same).decisions.map((d) => d.remaining), [0, 1])
+  await other
+})
+
+test('an answer that does not fit its requests fails its call and nothing else', async (t) => {
+  const { gate, ask } = gated(t)
+  const changes = [
+    { elements: [1] }, { elements: [1, 3] }, { elements: [0, 1] }, { elements: [1, 1] }, { remaining: [1] }, { retry_after_us: null },
+    { refused: [1] }, { elements: [1], remaining: [1], retry_after_us: [0], reset_after_us: [0], capacity: [9], refused: [2] },
+  ]
+  for (const [i, change] of changes.entries()) {
+    const answers = ask('k1', 'k2')
+    await turn()
+    await gate.calls[i].grant(change)
+    for (const answer of answers) await assert.rejects(answer, /an answer whose arrays/, JSON.stringify(change))
+  }
+  const [answer] = ask('k1')
+  await turn()
+  await gate.calls.at(-1).grant()
+  await answer
+})
+
+test('integers are read alike from strings, numbers and BigInts', async (t) => {
+  const { gate, ask } = gated(t)
+  for (const [i, as] of [String, Number, BigInt].entries()) {
+    const answers = ask('k7', 'k8')
+    await turn()
+    await gate.calls[i].grant({
+      elements: [as(2), as(1)], remaining: [as(-3), as(5)], retry_after_us: [null, as(0)], reset_after_us: [as(1), as(300_000)], capacity: [as(9), as(9)], shadowed: [false, true],
+    })
+    const rest = { capacity: 9, replayed: false }
+    assert.deepEqual(await Promise.all(answers), [
+      { ...rest, allowed: true, remaining: 5, retryAfter: 0, resetAfter: 0.3, shadowed: true },
+      { ...rest, allowed: false, remaining: -3, retryAfter: null, resetAfter: 0.000001, shadowed: false },
+    ])
+  }
+})
+
+test('close refuses new requests and waits for earlier ones', async (t) => {
+  const { gate, combiner, ask } = gated(t, { callsInFlight: 1 })
+  const answers = ask('k1')
+  await turn()
+  answers.push(...ask('k2'))
+  let isClosed = false
+  const closed = combiner.close().then(() => { isClosed = true })
+  await assert.rejects(combiner.acquire('api', 'k3'), Closed)
+  await gate.calls[0].grant()
+  assert.equal(isClosed, false)
+  await gate.calls[1].grant()
+  await closed
+  assert.deepEqual((await Promise.all(answers)).map((d) => d.remaining), [1, 2])
+})
+
+test('numbers that cannot be are refused when the Combiner is made', () => {
+  for (const options of [{ callsInFlight: 0 }, { callsInFlight: 1.5 }, { maxWaiting: 0 }, { maxWaiting: '9' }]) {
+    assert.throws(() => new Combiner(new Gate(), options), RangeError)
+  }
+})
+
+test('one connection of a pool is left for others', async (t) => {
+  for (const [max, calls] of [[1, 1], [2, 1], [3, 2], [10, 2]]) {
+    const gate = new Gate()
+    const pool = { options: { max }, totalCount: 0, connect: async () => ({ query: gate.query.bind(gate), release() {}, on() {}, off() {} }) }
+    const combiner = new Combiner(pool)
+    const answers = keys(0, 100).map((key) => combiner.acquire('api', key))
+    await turn()
+    await turn()
+    assert.equal(gate.open, calls, `of ${max}`)
+    await gate.grantAll()
+    await Promise.all(answers)
+  }
+})

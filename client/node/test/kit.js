@@ -1,0 +1,99 @@
+// What tests share. The database is that of libpq's variables (PGHOST and so on), with pgratelimit installed, and no other test in it.
+import { after } from 'node:test'
+import pg from 'pg'
+
+export const pool = connect()
+
+/** A pool that ends with the tests of the file. */
+export function connect(options) {
+  const pool = new pg.Pool(options)
+  pool.on('error', () => {}) // tests kill connections
+  after(() => pool.end())
+  return pool
+}
+
+let policies = 0
+
+/** Defines a policy that is new, and returns its name. */
+export async function definePolicy(capacity = 1000, refill = 1, every = '100 days', stepped = false) {
+  const name = `p${process.pid}-${++policies}`
+  await pool.query('select ratelimit_define_policy($1, $2, $3, $4::interval, stepped => $5)', [name, capacity, refill, every, stepped])
+  return name
+}
+
+export async function left(policy, key) {
+  const { rows: [{ remaining }] } = await pool.query('select remaining::integer from ratelimit_peek($1, $2)', [policy, key])
+  return remaining
+}
+
+/** Runs use in a transaction that has locked the bucket of a key, and rolls it back. */
+export async function withLocked(policy, key, use) {
+  await pool.query('select ratelimit_acquire($1, $2)', [policy, key]) // so that there is a row
+  const holder = await pool.connect()
+  try {
+    await holder.query('begin')
+    await holder.query('select ratelimit_acquire($1, $2)', [policy, key])
+    return await use(async () => { await holder.query('rollback') })
+  } finally {
+    await holder.query('rollback')
+    holder.release()
+  }
+}
+
+/** Asks until the answer is what is looked for, and returns that. */
+export async function eventually(ask) {
+  for (;;) {
+    const found = await ask()
+    if (found) return found
+    await turn()
+  }
+}
+
+/** The process ids of the sessions that wait for a lock in a call of a function. */
+export async function stuck(call) {
+  const { rows } = await pool.query(`select pid from pg_stat_activity
+    where datname = current_database() and wait_event_type = 'Lock' and strpos(query, $1) > 0 order by pid`, [`${call}(`])
+  return rows.map((row) => row.pid)
+}
+
+/** The rest of the loop's turn, after which every call that can be made is made. */
+export const turn = () => new Promise(setImmediate)
+
+/** A database that answers when the test says so. What remains of a bucket is the number at the end of its key. */
+export class Gate {
+  calls = [] // that were made
+  open = 0 // of these
+
+  query(text, values) {
+    return new Promise((resolve, reject) => {
+      const many = text.includes('acquire_packed'), all = text.includes('acquire_all')
+      const keys = many || all ? values[1] : [values[1]]
+      const end = (by) => (outcome) => {
+        this.open--
+        call.isOpen = false
+        by(outcome)
+        return turn().then(turn)
+      }
+      const remaining = keys.map((key) => Number(/\d*$/.exec(key)[0]))
+      const one = { allowed: true, remaining: remaining[0], retry_after: '0', reset_after: '0', capacity: '9', replayed: false, shadowed: false, binding: 1 }
+      const numbers = keys.map((_, i) => i + 1), zeros = keys.map(() => '0')
+      const decisions = remaining.flatMap((n) => [1, n, 0, 0, 9, 0, 0])
+      const requests = values[3]?.map?.((_, i) => i + 1)
+      const row = many
+        ? {
+            elements: numbers, remaining, retry_after_us: zeros, reset_after_us: zeros, capacity: zeros, replayed: null, shadowed: [], refused: null,
+            error_codes: null, error_messages: null, error_details: null, error_hints: null,
+            requests, requests_allowed: requests?.map(() => true), bindings: requests?.map(() => 1),
+          }
+        : { ...one, decisions }
+      const call = { text, values, keys, isOpen: true, grant: (change) => end(resolve)({ rows: [{ ...row, ...change }] }), fail: end(reject) }
+      this.open++
+      this.calls.push(call)
+    })
+  }
+
+  /** Grants the calls that are open, and those that follow. */
+  async grantAll() {
+    for (const call of this.calls) if (call.isOpen) await call.grant()
+  }
+}
