@@ -1,16 +1,19 @@
 // What tests share. The database is that of libpq's variables (PGHOST and so on), with pgratelimit installed, and no other test in it.
-import { after } from 'node:test'
+import { readFileSync } from 'node:fs'
 import pg from 'pg'
 
 export const pool = connect()
 
-/** A pool that ends with the tests of the file. */
+/** A pool whose connections keep no test file from ending while they are idle. One that is not given back does, as does a timer. */
 export function connect(options) {
-  const pool = new pg.Pool(options)
+  const pool = new pg.Pool({ allowExitOnIdle: true, ...options })
   pool.on('error', () => {}) // tests kill connections
-  after(() => pool.end())
   return pool
 }
+
+/** The script for psql, for a database that has no pgratelimit, without psql's own commands. */
+export const installation = () =>
+  readFileSync(new URL('../../../migrations/psql/install.sql', import.meta.url), 'utf8').replace(/^\\gset$/gm, ';').replace(/^\\.*$/gm, '')
 
 let policies = 0
 

@@ -1,0 +1,304 @@
+// The clients on PostgreSQL, with its locks and lost connections.
+import assert from 'node:assert/strict'
+import test from 'node:test'
+import { PGlite } from '@electric-sql/pglite'
+import postgres from 'postgres'
+import { Combiner, Denied, IdempotencyMismatch, InvalidArgument, Limiter, Locked, TimedOut, TooLate, UnknownPolicy, translate } from '../index.js'
+import { connect, definePolicy, eventually, installation, left, pool, stuck, turn, withLocked } from './kit.js'
+
+const PACKED = 'ratelimit_acquire_packed'
+const keys = (n) => Array.from({ length: n }, (_, i) => `k${i}`)
+
+/** Asks for keys in one call of several, one that a held bucket stalls. */
+async function stall(combiner, policy, keys, options) {
+  const answers = keys.map((key) => combiner.acquire(policy, key, options))
+  for (const answer of answers) answer.catch(() => {}) // the test looks at them later
+  const [pid] = await eventually(async () => (await stuck(PACKED))[0] && stuck(PACKED))
+  return { answers, pid }
+}
+
+const kill = (pid) => pool.query('select pg_terminate_backend($1)', [pid])
+
+test('a bucket that a transaction has locked holds up its own call only', async () => {
+  const policy = await definePolicy(), combiner = new Combiner(pool)
+  await withLocked(policy, 'held', async (unlock) => {
+    const { answers } = await stall(combiner, policy, ['held', 'beside'])
+    const others = await Promise.all(keys(31).map((key) => combiner.acquire(policy, key)))
+    assert.ok(others.every((d) => d.allowed && d.remaining === 999))
+    const again = await Promise.all(keys(31).map((key) => combiner.acquire(policy, key)))
+    assert.ok(again.every((d) => d.remaining === 998))
+    assert.equal((await stuck(PACKED)).length, 1, 'it is still locked')
+    await unlock()
+    assert.ok((await Promise.all(answers)).every((d) => d.allowed))
+  })
+  await combiner.close()
+})
+
+test('requests for one bucket are answered in order', async () => {
+  const policy = await definePolicy(), combiner = new Combiner(pool), order = []
+  for (let i = 0; i < 20; i++) {
+    for (const key of ['a', 'b']) combiner.acquire(policy, key).then((d) => order.push(`${key}${999 - d.remaining}`))
+    if (i % 3 === 0) await turn()
+  }
+  await combiner.close()
+  for (const key of ['a', 'b']) assert.deepEqual(order.filter((o) => o[0] === key), Array.from({ length: 20 }, (_, i) => `${key}${i}`))
+})
+
+test('a request whose caller has left before it was sent takes nothing, and one that was sent is granted all the same', async () => {
+  const policy = await definePolicy(), combiner = new Combiner(pool, { callsInFlight: 1 })
+  const leaving = new AbortController()
+  await withLocked(policy, 'held', async (unlock) => {
+    const sent = combiner.acquire(policy, 'sent', { signal: leaving.signal })
+    const { answers } = await stall(combiner, policy, ['held'])
+    const unsent = combiner.acquire(policy, 'unsent', { signal: leaving.signal })
+    leaving.abort()
+    for (const answer of [sent, unsent]) await assert.rejects(answer, { name: 'AbortError' })
+    await unlock()
+    await Promise.all(answers)
+  })
+  await combiner.close()
+  assert.deepEqual([await left(policy, 'sent'), await left(policy, 'unsent')], [999, 1000])
+})
+
+test('a call without an answer within callTimeout has its connection destroyed, and its slot is free', async () => {
+  const policy = await definePolicy(), own = connect({ max: 2 })
+  const combiner = new Combiner(own, { callTimeout: 0.2 })
+  await withLocked(policy, 'held', async () => {
+    const { answers } = await stall(combiner, policy, ['held', 'beside'])
+    for (const answer of answers) await assert.rejects(answer, TimedOut)
+    assert.ok((await combiner.acquire(policy, 'free')).allowed, 'the only slot')
+    await eventually(() => own.totalCount === 1)
+  })
+  await combiner.close()
+})
+
+test('a call that is given up before it has a connection is never sent', async () => {
+  const policy = await definePolicy(), own = connect({ max: 1 }), combiner = new Combiner(own, { callTimeout: 0.05 })
+  const only = await own.connect()
+  await assert.rejects(combiner.acquire(policy, 'k'), TimedOut)
+  only.release()
+  await combiner.close()
+  await own.query('select') // behind the call
+  assert.equal(await left(policy, 'k'), 1000)
+})
+
+test('when the connection is lost, a request without an idempotency key fails', async () => {
+  const policy = await definePolicy(), combiner = new Combiner(pool)
+  await withLocked(policy, 'held', async () => {
+    const { answers, pid } = await stall(combiner, policy, ['free', 'held'])
+    await kill(pid)
+    for (const answer of answers) await assert.rejects(answer, { code: '57P01' })
+  })
+  await combiner.close()
+  assert.equal(await left(policy, 'free'), 1000)
+})
+
+test('when the connection is lost, a request with an idempotency key is sent again and charged once', async () => {
+  const policy = await definePolicy(), combiner = new Combiner(pool)
+  await withLocked(policy, 'held', async (unlock) => {
+    const { answers, pid } = await stall(combiner, policy, ['free', 'held'], { idempotencyKey: 'once' })
+    await kill(pid)
+    await eventually(async () => (await stuck(PACKED)).some((again) => again !== pid))
+    await unlock()
+    assert.ok((await Promise.all(answers)).every((d) => d.allowed))
+  })
+  await combiner.close()
+  assert.deepEqual([await left(policy, 'free'), await left(policy, 'held')], [999, 998])
+})
+
+test('when an answer is lost after the commit, a request with an idempotency key is a replay', async () => {
+  const policy = await definePolicy()
+  let losses = 1
+  const lossy = { // it loses the first answer
+    async query(...args) {
+      const result = await pool.query(...args)
+      if (losses-- > 0) throw new Error('Connection terminated unexpectedly')
+      return result
+    },
+  }
+  const limiter = new Limiter(lossy, { retry: true })
+  const got = await limiter.acquire(policy, 'k', { idempotencyKey: 'once' })
+  assert.deepEqual([got.replayed, got.remaining, await left(policy, 'k')], [true, 999, 999])
+  losses = 1
+  await assert.rejects(limiter.acquire(policy, 'k'), /terminated unexpectedly/)
+  assert.equal(await left(policy, 'k'), 998)
+})
+
+test('a deadlock is tried again on a pool, and not on a connection', async () => {
+  for (const [db, tries] of [[{ connect() {}, totalCount: 0 }, 3], [{}, 1], [{ retry: true }, 3]]) {
+    let calls = 0
+    db.query = async () => {
+      calls++
+      throw Object.assign(new Error('deadlock detected'), { code: '40P01', severity: 'ERROR' })
+    }
+    await assert.rejects(new Limiter(db, { retry: db.retry }).acquire('api', 'k'), { code: '40P01' })
+    assert.equal(calls, tries)
+  }
+})
+
+test('lock_timeout fails the requests for the locked bucket only', async () => {
+  const policy = await definePolicy(), own = connect({ options: '-c lock_timeout=300' }), combiner = new Combiner(own, { callsInFlight: 1 })
+  await withLocked(policy, 'held', async () => {
+    const { answers } = await stall(combiner, policy, ['held', 'free', 'held', 'free', 'other'])
+    const got = await Promise.allSettled(answers)
+    assert.deepEqual(got.map((a) => a.value?.remaining ?? a.reason.constructor), [Locked, 999, Locked, 998, 999])
+  })
+  await combiner.close()
+})
+
+test('joint requests are all or nothing, and share calls', async () => {
+  const policy = await definePolicy(10), combiner = new Combiner(pool)
+  const ask = (key, cost, more) => combiner.acquireAll([{ policy, key: 'all', cost: 2n }, { policy, key, cost }], more)
+  const [a, b, none] = await Promise.allSettled([ask('a', 3), ask('b', 11), combiner.acquireAll([{ policy, key: 'a' }, { policy: 'none', key: 'x' }])])
+  assert.deepEqual([a.value.allowed, a.value.binding, a.value.decisions.map((d) => d.remaining)], [true, 1, [8, 7]])
+  assert.deepEqual([b.value.allowed, b.value.binding, b.value.retryAfter, b.value.decisions.map((d) => d.allowed)], [false, 1, null, [true, false]])
+  assert.ok(none.reason instanceof UnknownPolicy)
+  const [once, again, other] = await Promise.allSettled([1, 1, 2].map((cost) => ask('c', cost, { idempotencyKey: 'once' })))
+  assert.deepEqual([once.value.replayed, again.value.replayed, again.value.decisions[1].replayed], [false, true, true])
+  assert.ok(other.reason instanceof IdempotencyMismatch)
+  assert.deepEqual([await left(policy, 'all'), await left(policy, 'a'), await left(policy, 'b'), await left(policy, 'c')], [6, 7, 10, 9])
+  const plain = await new Limiter(pool).acquireAll([{ policy, key: 'all' }, { policy, key: 'b', cost: 2 }])
+  assert.deepEqual([plain.allowed, plain.binding, plain.remaining, plain.decisions.map((d) => d.remaining)], [true, 1, 8, [5, 8]])
+  await combiner.close()
+})
+
+test('text that the database cannot hold fails its own request only', async () => {
+  const { rows: [{ name }] } = await pool.query("select current_database() || '_latin1' as name")
+  await pool.query(`create database "${name}" template template0 encoding 'LATIN1' locale 'C'`)
+  const own = connect({ database: name })
+  await own.query(installation())
+  await own.query("select ratelimit_define_policy('api', 10, 1, '1 hour')")
+  const combiner = new Combiner(own)
+  const got = await Promise.allSettled(['é', '🪣', 'é'].map((key) => combiner.acquire('api', key)))
+  assert.deepEqual(got.map((a) => a.value?.remaining ?? a.reason.code), [9, '22P05', 8])
+  assert.ok(got[1].reason instanceof InvalidArgument)
+  await combiner.close()
+})
+
+test('odd text arrives as it is, with every driver', async () => {
+  const policy = await definePolicy(), odd = 'o\'clock "{NULL}", 100 % of $1 %s \\ é🪣\n'
+  const sql = postgres({ max: 3 })
+  const adapter = { query: async (text, values) => ({ rows: await sql.unsafe(text, values) }) }
+  for (const [i, db] of [pool, adapter].entries()) {
+    const combiner = new Combiner(db), name = `${policy} % ${odd}${i}`
+    await pool.query("select ratelimit_define_policy($1, 10, 1, '1 day')", [name])
+    const ask = (key, cost) => combiner.acquire(name, key, { cost, idempotencyKey: `${odd}${cost}` })
+    assert.deepEqual((await Promise.all([ask(odd, 1), ask('NULL', 1), ask(odd, 2), ask(odd, 2)])).map((d) => [d.remaining, d.replayed]),
+      [[9, false], [9, false], [7, false], [7, true]])
+    const joint = (key) => combiner.acquireAll([{ policy: name, key }, { policy: name, key: 'é', cost: 11 }])
+    assert.deepEqual((await Promise.all([joint(odd), joint('')].map((p) => p.catch((e) => e)))).map((d) => d.binding ?? d.constructor), [1, InvalidArgument])
+    assert.equal((await joint(odd)).binding, 1)
+    assert.equal((await combiner.acquire(name, odd, { cost: 99 })).retryAfter, null)
+    assert.equal((await combiner.peek(name, odd)).remaining, 7)
+    assert.equal((await combiner.acquireUpTo(name, odd, 3, { atLeast: 2 })).taken, 3)
+    assert.equal((await combiner.reserve(name, odd, 400_000.000001, { cost: 8 })).remaining, -4)
+    await assert.rejects(combiner.acquire('none', odd), UnknownPolicy)
+    await combiner.close()
+  }
+  await sql.end()
+})
+
+test('PGlite answers like a server', async () => {
+  const db = await PGlite.create()
+  await db.exec(installation())
+  await db.exec("select ratelimit_define_policy('api', 10, 1, '1 day')")
+  const combiner = new Combiner(db)
+  assert.deepEqual((await Promise.all(['a', 'b', 'a'].map((key) => combiner.acquire('api', key)))).map((d) => d.remaining), [9, 9, 8])
+  assert.equal((await combiner.acquireAll([{ policy: 'api', key: 'a', cost: 9 }, { policy: 'api', key: 'b' }])).binding, 0)
+  await assert.rejects(combiner.acquire('none', 'a'), UnknownPolicy)
+  await combiner.close()
+  await db.close()
+})
+
+test('a Limiter on a connection is part of its transaction', async () => {
+  const policy = await definePolicy(), client = await pool.connect(), limiter = new Limiter(client, { schema: 'public' })
+  await client.query('begin')
+  assert.equal((await limiter.acquire(policy, 'k', { cost: 5 })).remaining, 995)
+  await client.query('rollback')
+  client.release()
+  assert.equal(await left(policy, 'k'), 1000)
+})
+
+test('wait returns when the tokens are there, and no sooner', async () => {
+  const policy = await definePolicy(10, 1, '50 ms'), limiter = new Limiter(pool)
+  assert.equal((await limiter.wait(policy, 'k', { cost: 10 })).wait, 0)
+  const { rows: [{ due }] } = await pool.query("select (select retry_after from ratelimit_peek($1, 'k')) + clock_timestamp() as due", [policy])
+  assert.ok((await limiter.wait(policy, 'k')).wait > 0)
+  const { rows: [{ passed }] } = await pool.query('select clock_timestamp() >= $1::timestamptz as passed', [due.toISOString()])
+  assert.ok(passed)
+})
+
+test('wait fails at once when the tokens would come too late, and has taken nothing', async () => {
+  const policy = await definePolicy(10, 1, '1 hour'), limiter = new Limiter(pool)
+  await assert.rejects(limiter.wait(policy, 'k', { cost: 11 }), (error) => error instanceof TooLate && error.reservation.wait === null)
+  await limiter.acquire(policy, 'k', { cost: 10 })
+  await assert.rejects(limiter.wait(policy, 'k', { timeout: 3000 }), (error) => error instanceof TooLate && error.reservation.wait > 3500)
+  assert.equal(await left(policy, 'k'), 0)
+})
+
+test('a caller that stops waiting gets its tokens back', async () => {
+  const policy = await definePolicy(10, 1, '1 hour'), limiter = new Limiter(pool), leaving = new AbortController()
+  await limiter.acquire(policy, 'k', { cost: 10 })
+  const waiting = limiter.wait(policy, 'k', { cost: 3, signal: leaving.signal })
+  waiting.catch(() => {})
+  await eventually(async () => await left(policy, 'k') === -3)
+  leaving.abort(new Error('enough'))
+  await assert.rejects(waiting, /enough/)
+  await eventually(async () => await left(policy, 'k') === 0)
+})
+
+test('the error of a guard has its numbers', async () => {
+  const policy = await definePolicy(10, 1, '1 hour')
+  const error = await pool.query("select ratelimit_enforce($1, 'k', 11)", [policy]).catch(translate)
+  assert.ok(error instanceof Denied)
+  assert.deepEqual([error.policy, error.cost, error.remaining, error.retryAfter, error.capacity], [policy, 11, 10, null, 10])
+  const foreign = Object.assign(new Error('of other code'), { code: 'RL429', detail: '{}' })
+  assert.equal(translate(foreign), foreign)
+})
+
+test('1,000 callers, with connections killed and callers leaving: no token is lost or minted, and nothing is left behind', async () => {
+  const own = connect({ application_name: 'storm' })
+  const until = Date.now() + 60_000 * Number(process.env.RATELIMIT_TORTURE_MINUTES ?? 0)
+  do {
+    const policy = await definePolicy(1_000_000, 1, '1 day'), combiner = new Combiner(own), names = keys(50), told = new Map(names.map((key) => [key, [0, 0]]))
+    let settled = 0
+    const callers = Array.from({ length: 1000 }, async (_, i) => {
+      const key = names[i % 50], keyed = i % 4 === 0, counts = told.get(key)
+      for (let n = 0; n < 3; n++) {
+        const leaving = new AbortController()
+        const timer = i % 5 === 0 ? setTimeout(() => leaving.abort(), Math.random() * 50) : undefined
+        try {
+          const options = { idempotencyKey: keyed ? `${i}/${n}` : undefined, signal: leaving.signal }
+          const d = i % 3 === 0
+            ? await combiner.acquireAll([{ policy, key }], options)
+            : await combiner.acquire(policy, key, options)
+          assert.ok(d.allowed)
+          counts[0]++
+        } catch (error) {
+          assert.match(`${error.name} ${error.code} ${error.message}`, /AbortError|57P01|terminat|ECONN|EPIPE/)
+          counts[1]++ // it may be charged
+        }
+        clearTimeout(timer)
+        settled++
+      }
+    })
+    for (const share of [300, 900, 1500, 2100]) {
+      await eventually(() => settled >= share)
+      await pool.query("select pg_terminate_backend(pid) from pg_stat_activity where application_name = 'storm'")
+    }
+    await Promise.all(callers)
+    assert.equal(settled, 3000)
+    await combiner.close()
+    await pool.query("select pg_terminate_backend(pid, 10000) from pg_stat_activity where application_name = 'storm'") // none still takes tokens
+    let failed = 0
+    for (const [key, [granted, unknown]] of told) {
+      const taken = 1_000_000 - await left(policy, key)
+      assert.ok(granted <= taken && taken <= granted + unknown, `${key}: ${granted} granted, ${unknown} unknown, ${taken} taken`)
+      failed += unknown
+    }
+    assert.ok(failed > 0 && failed < 3000, `${failed} of 3000 failed`)
+    assert.equal(combiner.waiting, 0)
+    assert.equal(own.totalCount, own.idleCount, 'a connection was not given back')
+    assert.ok(!process.getActiveResourcesInfo().includes('Timeout'), 'a timer is set')
+  } while (Date.now() < until)
+})
