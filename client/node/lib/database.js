@@ -63,10 +63,14 @@ function sendOnConnection(pool, text, values) {
     client?.release(destroy)
     client = undefined
   }
+  // A promise of the client would come too late for an error that follows its connection in one packet, and so has no listener.
+  const connected = new Promise((resolve, reject) => pool.connect((error, connection) => {
+    client = connection?.on('error', ignore)
+    return error ? reject(error) : resolve()
+  }))
   const send = async () => {
-    client = await pool.connect()
+    await connected
     if (isDestroyed) return release(false) // nothing was sent
-    client.on('error', ignore)
     try {
       const result = await client.query(text, values)
       release(false)

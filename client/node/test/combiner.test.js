@@ -252,7 +252,8 @@ test('numbers that cannot be are refused when the Combiner is made', () => {
 test('one connection of a pool is left for others', async (t) => {
   for (const [max, calls] of [[1, 1], [2, 1], [3, 2], [10, 2]]) {
     const gate = new Gate()
-    const pool = { options: { max }, totalCount: 0, connect: async () => ({ query: gate.query.bind(gate), release() {}, on() {}, off() {} }) }
+    const client = { query: (...args) => gate.query(...args), release() {}, on: () => client, off() {} }
+    const pool = { options: { max }, totalCount: 0, connect: (callback) => callback(null, client) }
     const combiner = new Combiner(pool)
     const answers = keys(0, 100).map((key) => combiner.acquire('api', key))
     await turn()
