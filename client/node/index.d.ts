@@ -1,0 +1,193 @@
+// Tokens are whole numbers. Times are seconds, as numbers; a time that is null never comes.
+
+/** What a limiter needs of a database handle. A pool and a client of pg have it; README.md has adapters for other drivers. */
+export interface Queryable {
+  query(text: string, values: unknown[]): Promise<{ rows: any[] }>
+}
+
+export interface Options {
+  /** The schema that has the ratelimit_* functions. Defaults to the functions that search_path finds. */
+  schema?: string
+  /**
+   * Each statement is a transaction of its own, and the handle has other connections when one is lost: so serialization failures and
+   * deadlocks are tried again, and with an idempotency key lost connections, too; three tries in all. Defaults to whether the handle is
+   * a Pool of pg.
+   */
+  retry?: boolean
+  /** How long a call may take. Then it fails with TimedOut, and a Pool of pg destroys its connection. Defaults to no bound, in a Combiner to 5. */
+  callTimeout?: number
+}
+
+export interface CombinerOptions extends Options {
+  /**
+   * How many shared calls may be under way, each on a connection. Defaults to 2. Of a Pool of pg, one connection is left for others.
+   */
+  callsInFlight?: number
+  /** How many requests may wait for a call. Further ones fail with Overloaded. Defaults to 10,000. */
+  maxWaiting?: number
+}
+
+/** Options of every method. */
+export interface CallOptions {
+  /**
+   * Frees the caller, who gets its reason. A request that has not been sent is not sent. One that has been sent may be granted, and its
+   * tokens taken: with an idempotency key, asking again settles that.
+   */
+  signal?: AbortSignal
+}
+
+export interface CostOptions extends CallOptions {
+  /** How many tokens are asked for. Defaults to 1. With 0 the request is allowed, and takes nothing. */
+  cost?: number | bigint
+}
+
+export interface KeyedOptions extends CallOptions {
+  /**
+   * Names the operation of the program, so that the request can be sent again: the first grant under it is returned again, marked
+   * replayed, and nothing is taken. Choose it in the program, one for each operation: a client that chooses it is always allowed.
+   */
+  idempotencyKey?: string | null
+}
+
+export interface State {
+  /** Whole tokens in the bucket after the call; below zero in debt. */
+  remaining: number
+  /** Until the bucket is full, if no other caller takes tokens; null: never. */
+  resetAfter: number | null
+  /** Tokens in a full bucket. */
+  capacity: number
+  /** The first answer of this idempotency key was returned again, and nothing was taken. */
+  replayed: boolean
+  /** The policy only watches, and would have denied: the request is allowed, and nothing was taken. */
+  shadowed: boolean
+}
+
+export interface Decision extends State {
+  /** Whether the tokens were taken. */
+  allowed: boolean
+  /** Until the same request is allowed, if no other caller takes tokens; 0 when allowed; null if no wait helps. */
+  retryAfter: number | null
+}
+
+export interface Charge {
+  policy: string
+  key: string
+  /** Defaults to 1. */
+  cost?: number | bigint
+}
+
+/** The decision about a request of several charges: remaining, resetAfter and capacity are of the binding charge. */
+export interface JointDecision extends Decision {
+  /** The index of the charge that decides: the longest wait of a denial, the scarcest bucket of a grant. */
+  binding: number
+  /** Of each charge, as if it were asked alone. */
+  decisions: Decision[]
+}
+
+export interface Reservation extends State {
+  allowed: boolean
+  /** How long to wait before acting; of a refusal, how long it would have been; null if no wait helps. */
+  wait: number | null
+}
+
+export interface PartialDecision extends Decision {
+  /** How many tokens were taken. */
+  taken: number
+}
+
+/**
+ * Asks for tokens, in one call for each request. On a pool each call is a transaction of its own. On a client it is part of the
+ * transaction that is open there, whose rollback gives the tokens back, and whose end unlocks the bucket.
+ *
+ * All methods reject with the errors below, and with errors of the driver as they came.
+ */
+export class Limiter {
+  constructor(db: Queryable, options?: Options)
+
+  /** Takes tokens from a bucket if it holds enough. A denial is an answer, too. */
+  acquire(policy: string, key: string, options?: CostOptions & KeyedOptions): Promise<Decision>
+
+  /** Takes the tokens of all charges, 1 to 1,000, if each bucket holds enough, and otherwise none. */
+  acquireAll(charges: Charge[], options?: KeyedOptions): Promise<JointDecision>
+
+  /** The decision that acquire would return. Takes nothing. */
+  peek(policy: string, key: string, options?: CostOptions): Promise<Decision>
+
+  /** Takes tokens even if the bucket holds fewer, as debt. It is for usage that is known only when it is over. */
+  charge(policy: string, key: string, cost: number | bigint, options?: KeyedOptions): Promise<Decision>
+
+  /** Replaces the cost of a grant by its real cost, once. 0 gives all tokens back. Returns the state of the bucket. */
+  settle(policy: string, key: string, idempotencyKey: string, cost: number | bigint, options?: CallOptions): Promise<Decision>
+
+  /** Takes tokens now if the bucket will have them within maxWait, up to 365 days, and returns how long to wait before acting. */
+  reserve(policy: string, key: string, maxWait: number, options?: CostOptions & KeyedOptions): Promise<Reservation>
+
+  /** Takes as many tokens as there are, up to atMost; with fewer than atLeast (1), none. */
+  acquireUpTo(policy: string, key: string, atMost: number | bigint, options?: KeyedOptions & { atLeast?: number | bigint }): Promise<PartialDecision>
+
+  /** Gives tokens back, up to full. Sent twice, it gives back twice. */
+  refund(policy: string, key: string, amount: number | bigint, options?: CallOptions): Promise<Decision>
+
+  /**
+   * Reserves tokens, and returns when they are there. If they would come after the timeout (365 days), it fails at once with TooLate. A
+   * caller that stops waiting gives its tokens back. Not for transactions.
+   */
+  wait(policy: string, key: string, options?: CostOptions & { timeout?: number }): Promise<Reservation>
+}
+
+/**
+ * A Limiter for many callers at once: requests of acquire and acquireAll that wait at the same moment share one call. The other methods
+ * make a call each.
+ *
+ * A bucket that another transaction has locked holds up the requests of its call, and no other call. Set lock_timeout for the sessions
+ * of the pool: when it ends the call, only requests for the locked bucket fail, with Locked.
+ */
+export class Combiner extends Limiter {
+  constructor(db: Queryable, options?: CombinerOptions)
+  /** How many requests wait for a call. */
+  readonly waiting: number
+  /** Admits no more requests, and returns when all earlier ones are answered. The pool stays open. */
+  close(): Promise<void>
+}
+
+/** An error to branch on, with instanceof. Its message has detail and hint. */
+export class RateLimitError extends Error {
+  /** The SQLSTATE; undefined if the error was found without the server. */
+  readonly code?: string
+  readonly detail?: string
+  readonly hint?: string
+}
+
+/** No policy of that name is defined (RL001). */
+export class UnknownPolicy extends RateLimitError {}
+/** The idempotency key was used before with another cost (RL002). Nothing was taken. */
+export class IdempotencyMismatch extends RateLimitError {}
+/** No grant is remembered under the idempotency key, or it is not committed yet (RL003). Nothing was charged. */
+export class NoGrant extends RateLimitError {}
+/** The grant under the idempotency key was settled, so the operation is over (RL004). Nothing was taken. */
+export class Settled extends RateLimitError {}
+/** An argument is outside its range, or text that the database cannot hold. Nothing was taken. */
+export class InvalidArgument extends RateLimitError {}
+/** Another transaction has held the bucket for longer than lock_timeout (55P03). Nothing was taken. */
+export class Locked extends RateLimitError {}
+/** As many requests wait as may. Nothing was sent. */
+export class Overloaded extends RateLimitError {}
+/** The Combiner was closed. Nothing was sent. */
+export class Closed extends RateLimitError {}
+/** The call had no answer within callTimeout. Its tokens may be taken. */
+export class TimedOut extends RateLimitError {}
+/** The tokens would come after the timeout of wait, or never. Nothing was taken. */
+export class TooLate extends RateLimitError {
+  readonly reservation: Reservation
+}
+/** A guard inside the database has refused a statement (RL429), which gave its tokens back. */
+export class Denied extends RateLimitError {
+  readonly policy: string
+  readonly cost: number
+  readonly remaining: number
+  readonly retryAfter: number | null
+  readonly capacity: number
+}
+
+/** The error of a driver as one of these classes, or itself. It is for errors of the program's own statements, where guards raise Denied. */
+export function translate(error: unknown): unknown

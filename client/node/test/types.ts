@@ -1,0 +1,31 @@
+// Not run: tsc --noEmit compiles it.
+import { Combiner, Denied, Limiter, TooLate, translate, type JointDecision } from 'pgratelimit'
+import { addressKey, byIP, byUser, limit, limitFetch, per } from 'pgratelimit/http'
+
+declare const pool: { query(text: string, values?: unknown[]): Promise<{ rows: any[]; rowCount: number | null }> }
+const limiter: Limiter = new Combiner(pool, { callsInFlight: 3, maxWaiting: 10, callTimeout: 1, schema: 'public', retry: true })
+
+export async function use(signal: AbortSignal) {
+  const { allowed, retryAfter } = await limiter.acquire('api', 'user:42', { cost: 5n, idempotencyKey: 'x', signal })
+  if (!allowed && retryAfter !== null) retryAfter.toFixed()
+  // @ts-expect-error null means never
+  retryAfter.toFixed()
+  const joint: JointDecision = await limiter.acquireAll([{ policy: 'api', key: 'k' }])
+  joint.decisions[joint.binding]?.remaining
+  // @ts-expect-error no option of that name
+  await limiter.acquire('api', 'k', { idempotencykey: 'x' })
+  // @ts-expect-error a key is text
+  await limiter.acquire('api', 42)
+  const { taken } = await limiter.acquireUpTo('api', 'k', 5, { atLeast: 2 })
+  await limiter.wait('api', 'k', { timeout: 5, cost: taken }).catch((error) => error instanceof TooLate && error.reservation.wait)
+  const error = translate(new Error())
+  if (error instanceof Denied) error.cost.toFixed()
+}
+
+export const middleware = limit(limiter, { charges: per('api', byIP(1)), failure: 'open' })
+export const handler = limitFetch(limiter, {
+  charges: (request: Request, info: { address: string }) => [{ policy: 'api', key: byUser(() => request.headers.get('x'), () => addressKey(info.address))() }],
+  failure: 'closed',
+}, () => new Response('hello'))
+// @ts-expect-error there is no default for when there is no database
+limit(limiter, { charges: per('api', byIP()) })
