@@ -1,8 +1,11 @@
 package client_test
 
 import (
+	"context"
+	"fmt"
 	"os"
 	"os/exec"
+	"sync"
 	"testing"
 
 	"github.com/pgratelimit/pgratelimit/tests/kit"
@@ -21,7 +24,7 @@ func TestNode_PgBouncer(t *testing.T) {
 	t.Parallel()
 	db, pooler := pgtest.New(t), pgtest.StartPooler(t)
 	t.Log(pooler)
-	runNode(t, pooler.URL(db.Name), "node", "--test", "--test-concurrency=1", "test/vectors.test.js", "test/server.test.js")
+	runNode(t, pooler.URL(db.Name), "node", "--test", "--test-concurrency=1", "test/vectors.test.js", "test/drivers.test.js")
 }
 
 // runNode runs a command in client/node, on a database of its own.
@@ -37,22 +40,31 @@ func runNode(t *testing.T, url, command string, args ...string) {
 	require.Regexp(t, `(?m)^# skipped 0$`, string(out))
 }
 
-// needNode installs what the tests take, or skips the test where RATELIMIT_TEST_EXAMPLES is not "all".
+// needNode skips the test where Node.js is missing, unless RATELIMIT_TEST_EXAMPLES is "all": then it is installed.
 func needNode(t *testing.T) {
 	t.Helper()
-	need := func() (string, error) {
+	err := nodePackages()
+	if err != nil && os.Getenv("RATELIMIT_TEST_EXAMPLES") != "all" {
+		t.Skipf("RATELIMIT_TEST_EXAMPLES=all installs Node.js and the packages of client/node: %v", err)
+	}
+	require.NoError(t, err)
+}
+
+var nodePackages = sync.OnceValue(func() error {
+	prepare := func() error {
 		out, err := kit.Command("../..", nil, "sh", "-c",
 			`node --eval 'if (parseInt(process.versions.node) < 20) throw "Node.js 20 or later"' && make --no-print-directory client/node/node_modules`).CombinedOutput()
-		return string(out), err
+		if err != nil {
+			return fmt.Errorf("%w\n%s", err, out)
+		}
+		return nil
 	}
-	out, err := need()
-	if err == nil {
-		return
+	err := prepare()
+	if err != nil && os.Getenv("RATELIMIT_TEST_EXAMPLES") == "all" {
+		if err := pgtest.Install(context.Background(), "nodejs", "npm"); err != nil {
+			return err
+		}
+		return prepare()
 	}
-	if os.Getenv("RATELIMIT_TEST_EXAMPLES") != "all" {
-		t.Skipf("RATELIMIT_TEST_EXAMPLES=all installs Node.js and the packages of client/node: %v\n%s", err, out)
-	}
-	require.NoError(t, pgtest.Install(t.Context(), "nodejs", "npm"))
-	out, err = need()
-	require.NoError(t, err, "%s", out)
-}
+	return err
+})

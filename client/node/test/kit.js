@@ -45,11 +45,13 @@ export async function withLocked(policy, key, use) {
 
 /** Asks until the answer is what is looked for, and returns that. */
 export async function eventually(ask) {
-  for (;;) {
+  const deadline = performance.now() + 60_000
+  while (performance.now() < deadline) {
     const found = await ask()
     if (found) return found
     await turn()
   }
+  throw new Error(`not in a minute: ${ask}`)
 }
 
 /** The process ids of the sessions that wait for a lock in a call of a function. */

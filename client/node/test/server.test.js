@@ -1,8 +1,6 @@
 // The clients on PostgreSQL, with its locks and lost connections.
 import assert from 'node:assert/strict'
 import test from 'node:test'
-import { PGlite } from '@electric-sql/pglite'
-import postgres from 'postgres'
 import { Combiner, Denied, IdempotencyMismatch, InvalidArgument, Limiter, Locked, TimedOut, TooLate, UnknownPolicy, translate } from '../index.js'
 import { connect, definePolicy, eventually, installation, left, pool, stuck, turn, withLocked } from './kit.js'
 
@@ -173,41 +171,6 @@ test('text that the database cannot hold fails its own request only', async () =
   assert.deepEqual(got.map((a) => a.value?.remaining ?? a.reason.code), [9, '22P05', 8])
   assert.ok(got[1].reason instanceof InvalidArgument)
   await combiner.close()
-})
-
-test('odd text arrives as it is, with every driver', async () => {
-  const policy = await definePolicy(), odd = 'o\'clock "{NULL}", 100 % of $1 %s \\ é🪣\n'
-  const sql = postgres({ max: 3 })
-  const adapter = { query: async (text, values) => ({ rows: await sql.unsafe(text, values) }) }
-  for (const [i, db] of [pool, adapter].entries()) {
-    const combiner = new Combiner(db), name = `${policy} % ${odd}${i}`
-    await pool.query("select ratelimit_define_policy($1, 10, 1, '1 day')", [name])
-    const ask = (key, cost) => combiner.acquire(name, key, { cost, idempotencyKey: `${odd}${cost}` })
-    assert.deepEqual((await Promise.all([ask(odd, 1), ask('NULL', 1), ask(odd, 2), ask(odd, 2)])).map((d) => [d.remaining, d.replayed]),
-      [[9, false], [9, false], [7, false], [7, true]])
-    const joint = (key) => combiner.acquireAll([{ policy: name, key }, { policy: name, key: 'é', cost: 11 }])
-    assert.deepEqual((await Promise.all([joint(odd), joint('')].map((p) => p.catch((e) => e)))).map((d) => d.binding ?? d.constructor), [1, InvalidArgument])
-    assert.equal((await joint(odd)).binding, 1)
-    assert.equal((await combiner.acquire(name, odd, { cost: 99 })).retryAfter, null)
-    assert.equal((await combiner.peek(name, odd)).remaining, 7)
-    assert.equal((await combiner.acquireUpTo(name, odd, 3, { atLeast: 2 })).taken, 3)
-    assert.equal((await combiner.reserve(name, odd, 400_000.000001, { cost: 8 })).remaining, -4)
-    await assert.rejects(combiner.acquire('none', odd), UnknownPolicy)
-    await combiner.close()
-  }
-  await sql.end()
-})
-
-test('PGlite answers like a server', async () => {
-  const db = await PGlite.create()
-  await db.exec(installation())
-  await db.exec("select ratelimit_define_policy('api', 10, 1, '1 day')")
-  const combiner = new Combiner(db)
-  assert.deepEqual((await Promise.all(['a', 'b', 'a'].map((key) => combiner.acquire('api', key)))).map((d) => d.remaining), [9, 9, 8])
-  assert.equal((await combiner.acquireAll([{ policy: 'api', key: 'a', cost: 9 }, { policy: 'api', key: 'b' }])).binding, 0)
-  await assert.rejects(combiner.acquire('none', 'a'), UnknownPolicy)
-  await combiner.close()
-  await db.close()
 })
 
 test('a Limiter on a connection is part of its transaction', async () => {
