@@ -263,3 +263,15 @@ test('one connection of a pool is left for others', async (t) => {
     await Promise.all(answers)
   }
 })
+
+test('seconds are never less than the microseconds of the server', async (t) => {
+  const { gate, ask } = gated(t)
+  for (const us of [0, 1, 249, 300_000, 8_000_001, 2 ** 53 - 1, 3_155_760_000_000_000_001n]) {
+    const answers = ask('k1', 'k2')
+    await turn()
+    await gate.calls.at(-1).grant({ reset_after_us: [String(us), '0'] })
+    const [{ resetAfter }] = await Promise.all(answers)
+    assert.ok(resetAfter * 1e6 >= us, `${us} us as ${resetAfter} s`)
+    assert.ok(resetAfter * 1e6 <= Number(us) * (1 + 1e-15))
+  }
+})
