@@ -174,9 +174,12 @@ reference: ## Write docs/reference.md anew, from the comments of the functions i
 	@RATELIMIT_REFERENCE=write go test ./tests/docs -count=1 -run '^TestDocs_ReferenceIsGenerated$$'
 
 .PHONY: packages
-packages: ## Make all packages in build/packages: the extension, pg_tle, and migrations for other tools
-	@rm -rf build/packages
+packages: ## Make all packages in build/packages: the extension, pg_tle, migrations for other tools, and the clients
+	@rm -rf build/packages build/npm
 	@go run ./migrations/cmd packages build/packages
+	@mkdir -p build/npm build/packages/npm
+	@cp -r LICENSE client/node/{*.js,*.d.ts,lib,package.json,README.md} build/npm
+	@! command -v npm >/dev/null || (cd build/npm && npm pack --silent --pack-destination ../packages/npm >/dev/null)
 
 .PHONY: release
 release: ## Make what a release has for download in build/release, with checksums

@@ -83,6 +83,7 @@ export class Combiner extends Limiter {
 
   /** Answers the requests of a batch. */
   async #send(batch, unended) {
+    batch = batch.filter((request) => !request.isGone)
     if (batch.length <= 1) return this.#sendAlone(batch, unended)
     try {
       const answers = unpack(batch, await this._database.row(pack(batch), unended))
@@ -107,7 +108,7 @@ export class Combiner extends Limiter {
     for (const request of requests) parts.get(request.bucket).push(request)
     const batches = parts.values()
     const sendSome = async () => {
-      for (const batch of batches) await this.#send(batch.filter((request) => !request.isGone), unended)
+      for (const batch of batches) await this.#send(batch, unended)
     }
     await Promise.all(Array.from({ length: MAX_APART }, sendSome))
   }

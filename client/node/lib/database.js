@@ -13,6 +13,7 @@ export class Database {
   #timeout
 
   constructor(db, { schema, retry, callTimeout } = {}) {
+    if (typeof db?.query !== 'function') throw new TypeError('pgratelimit: the handle has no query(text, values): README.md has adapters')
     this.#db = db
     this.#isPool = typeof db.connect === 'function' && typeof db.totalCount === 'number' // a Pool of pg
     this.#schema = schema === undefined ? '' : `"${schema.replaceAll('"', '""')}".`

@@ -29,7 +29,7 @@ export function pack(batch) {
 export function unpack(batch, row) {
   const elements = batch.reduce((sum, request) => sum + request.elements, 0)
   const decisions = new Array(elements)
-  each(row, ['elements', 'remaining', 'retry_after_us', 'reset_after_us', 'capacity'], elements,
+  each(row, ['elements', 'remaining', 'retry_after_us', 'reset_after_us', 'capacity'],
     (number, i, [, remaining, retry_after, reset_after, capacity]) => {
       const [replayed, shadowed] = [isSet(row.replayed, i), isSet(row.shadowed, i)]
       decisions[number] = decision({ allowed: Number(retry_after) === 0 && retry_after !== null, remaining, retry_after, reset_after, capacity, replayed, shadowed })
@@ -40,31 +40,29 @@ export function unpack(batch, row) {
     let end = 0
     const own = batch.map((request) => decisions.slice(end, end += request.elements))
     answers = new Array(batch.length)
-    each(row, ['requests', 'requests_allowed', 'bindings'], batch.length, (number, i, [, allowed, binding]) => {
+    each(row, ['requests', 'requests_allowed', 'bindings'], (number, i, [, allowed, binding]) => {
       binding = Number(binding) - 1
+      if (!own[number]?.[binding]) throw misfit()
       const [replayed, shadowed] = [isSet(row.requests_replayed, i), isSet(row.requests_shadowed, i)]
       answers[number] = { ...own[number][binding], allowed, replayed, shadowed, binding, decisions: own[number] }
     })
   }
-  each(row, ['refused', 'error_codes', 'error_messages', 'error_details', 'error_hints'], batch.length,
+  each(row, ['refused', 'error_codes', 'error_messages', 'error_details', 'error_hints'],
     (number, _, [, code, message, detail, hint]) => {
       answers[number] = translate(Object.assign(new Error(message), { code, detail, hint, severity: 'ERROR' }))
     })
-  if (answers.length !== batch.length || answers.includes(undefined)) throw new Error('an answer whose arrays do not fit the requests')
+  if (answers.length !== batch.length || answers.includes(undefined)) throw misfit()
   return answers
 }
 
-/** Calls use(number, index, values) for each element of parallel arrays, of which the first has numbers from 1 to n. */
-function each(row, names, n, use) {
+/** Calls use(number, index, values) for each element of parallel arrays, the first of which has numbers that count from 1. */
+function each(row, names, use) {
   const arrays = names.map((name) => row[name] ?? [])
-  arrays[0].forEach((number, i) => {
-    number = Number(number)
-    if (!(1 <= number && number <= n) || arrays.some((array) => array.length !== arrays[0].length)) {
-      throw new Error('an answer whose arrays do not fit together')
-    }
-    use(number - 1, i, arrays.map((array) => array[i]))
-  })
+  if (arrays.some((array) => array.length !== arrays[0].length)) throw misfit()
+  arrays[0].forEach((number, i) => use(Number(number) - 1, i, arrays.map((array) => array[i])))
 }
+
+const misfit = () => new Error('an answer whose arrays do not fit the requests')
 
 /** An array of flags is empty if none is set. */
 const isSet = (flags, i) => flags?.length > 0 && flags[i]

@@ -1,7 +1,7 @@
 // The Combiner on a database that answers when the test says so.
 import assert from 'node:assert/strict'
 import test from 'node:test'
-import { Closed, Combiner, InvalidArgument, Locked, Overloaded, TimedOut } from '../index.js'
+import { Closed, Combiner, InvalidArgument, Limiter, Locked, Overloaded, TimedOut } from '../index.js'
 import { Gate, turn } from './kit.js'
 
 /** A Combiner on a Gate, and a function that asks for keys, a request each. */
@@ -52,18 +52,19 @@ test('callers that were just answered share the next call', async (t) => {
 test('a stalled call holds up its own buckets only', async (t) => {
   t.mock.timers.enable({ apis: ['setTimeout'] })
   const { gate, ask } = gated(t)
-  const stalled = ask('k0', 'k1')
+  const stalled = ask(...keys(0, 10))
   await turn()
-  const behind = ask('k1'), others = ask(...keys(2, 31))
+  const behind = ask('k1'), others = ask(...keys(10, 31))
   await turn()
-  assert.deepEqual(sent(gate), [['k0', 'k1'], keys(2, 31)])
+  assert.deepEqual(sent(gate), [keys(0, 10), keys(10, 31)])
   await gate.calls[1].grant()
   await Promise.all(others)
-  const few = ask('k2') // not worth a call, but for the timer
+  const few = ask('k10') // not worth a call beside the stalled one, but for the timer
   await turn()
+  assert.equal(gate.calls.length, 2)
   t.mock.timers.tick(5)
   await turn()
-  assert.deepEqual(gate.calls[2]?.keys, ['k2'])
+  assert.deepEqual(gate.calls[2]?.keys, ['k10'])
   await gate.calls[2].grant()
   await few[0]
   await gate.calls[0].grant()
@@ -164,10 +165,10 @@ test('text that the database cannot hold fails its own request only', async (t) 
 test('after lock_timeout the buckets of a call are asked for apart, eight at a time, without those who left', async (t) => {
   const { gate, combiner, ask } = gated(t)
   const leaving = new AbortController()
-  const answers = ask('k0', 'k0', ...keys(1, 9)), gone = combiner.acquire('api', 'k10', { signal: leaving.signal })
+  const answers = ask('k0', 'k0', ...keys(1, 9)), gone = ['k0', 'k1', 'k10'].map((key) => combiner.acquire('api', key, { signal: leaving.signal }))
   await turn()
   leaving.abort()
-  await assert.rejects(gone)
+  for (const answer of gone) await assert.rejects(answer)
   await gate.calls[0].fail(sqlError('55P03'))
   assert.deepEqual(sent(gate).slice(1), [['k0', 'k0'], ...keys(1, 7).map((key) => [key])])
   await gate.calls[1].fail(sqlError('55P03'))
@@ -195,15 +196,23 @@ test('a joint request has one bucket: those of the same buckets wait for each ot
 })
 
 test('an answer that does not fit its requests fails its call and nothing else', async (t) => {
-  const { gate, ask } = gated(t)
+  const { gate, combiner, ask } = gated(t)
   const changes = [
     { elements: [1] }, { elements: [1, 3] }, { elements: [0, 1] }, { elements: [1, 1] }, { remaining: [1] }, { retry_after_us: null },
-    { refused: [1] }, { elements: [1], remaining: [1], retry_after_us: [0], reset_after_us: [0], capacity: [9], refused: [2] },
+    { refused: [1] }, { elements: ['x', 1] }, { elements: [1], remaining: [1], retry_after_us: [0], reset_after_us: [0], capacity: [9], refused: [2] },
   ]
   for (const [i, change] of changes.entries()) {
     const answers = ask('k1', 'k2')
     await turn()
     await gate.calls[i].grant(change)
+    for (const answer of answers) await assert.rejects(answer, /an answer whose arrays/, JSON.stringify(change))
+  }
+  const charges = [{ policy: 'api', key: 'k1' }], jointChanges = [{ bindings: [1, 2] }, { bindings: [0, 1] }, { requests: [1, 3] }, { requests_allowed: [true] }]
+  for (const change of jointChanges) {
+    const answers = [combiner.acquireAll(charges), combiner.acquireAll([{ policy: 'api', key: 'k2' }])]
+    for (const answer of answers) answer.catch(() => {})
+    await turn()
+    await gate.calls.at(-1).grant(change)
     for (const answer of answers) await assert.rejects(answer, /an answer whose arrays/, JSON.stringify(change))
   }
   const [answer] = ask('k1')
@@ -243,6 +252,22 @@ test('close refuses new requests and waits for earlier ones', async (t) => {
   assert.deepEqual((await Promise.all(answers)).map((d) => d.remaining), [1, 2])
 })
 
+test('waits are sent in whole microseconds', async (t) => {
+  const { gate, combiner } = gated(t)
+  for (const [wait, sent] of [[0.3, '300000'], [8.000001, '8000001'], [0.000249, '249'], [365 * 86_400, '31536000000000']]) {
+    const reserving = combiner.reserve('api', 'k1', wait)
+    assert.equal(gate.calls.at(-1).values[2], `${sent} microseconds`)
+    gate.calls.at(-1).grant()
+    await reserving
+  }
+  for (const wait of [NaN, Infinity, '1']) await assert.rejects(combiner.reserve('api', 'k1', wait), InvalidArgument)
+})
+
+test('a handle without query() is refused', () => {
+  assert.throws(() => new Combiner({}), /README/)
+  assert.throws(() => new Limiter(), /README/)
+})
+
 test('numbers that cannot be are refused when the Combiner is made', () => {
   for (const options of [{ callsInFlight: 0 }, { callsInFlight: 1.5 }, { maxWaiting: 0 }, { maxWaiting: '9' }]) {
     assert.throws(() => new Combiner(new Gate(), options), RangeError)
@@ -253,7 +278,7 @@ test('one connection of a pool is left for others', async (t) => {
   for (const [max, calls] of [[1, 1], [2, 1], [3, 2], [10, 2]]) {
     const gate = new Gate()
     const client = { query: (...args) => gate.query(...args), release() {}, on: () => client, off() {} }
-    const pool = { options: { max }, totalCount: 0, connect: (callback) => callback(null, client) }
+    const pool = { options: { max }, totalCount: 0, query() {}, connect: (callback) => callback(null, client) }
     const combiner = new Combiner(pool)
     const answers = keys(0, 100).map((key) => combiner.acquire('api', key))
     await turn()

@@ -1,47 +1,29 @@
-// An API that asks the database itself, with pg.
+// An API that asks the database itself, with the Node client.
 //
 //   npm install
 //   PGHOST=localhost PGUSER=app PGPASSWORD=… PGDATABASE=app node sql.mjs
 //   curl -i -H 'X-User: 42' localhost:3000/
 import http from 'node:http'
 import pg from 'pg'
+import { Combiner } from 'pgratelimit'
+import { limit } from 'pgratelimit/http'
 
 const pool = new pg.Pool({ connectionTimeoutMillis: 1000, options: '-c lock_timeout=500' })
 pool.on('error', console.error) // of an idle connection: without a listener it would end the program
 
-const ACQUIRE = `select allowed,
-       least(remaining, 2147483647)::integer as remaining,
-       least(ceil(extract(epoch from retry_after)), 2147483647)::integer as retry_after_seconds,
-       retry_after is null as never
-  from ratelimit_acquire($1::text, $2::text, $3::bigint)`
-
-async function acquire(key, cost) {
-  const { rows: [d] } = await pool.query(ACQUIRE, ['api', key, cost])
-  return d
-}
-
 // What each path costs, in tokens.
 const COSTS = { '/': 1, '/export': 10 }
 
-http.createServer(async (request, response) => {
-  const cost = COSTS[request.url]
-  const user = request.headers['x-user'] // an API of yours knows whom it has authenticated
-  if (!cost || !user) {
-    response.writeHead(cost ? 401 : 404).end()
-    return
-  }
-  let d
-  try {
-    d = await acquire(`user:${user}`, cost)
-  } catch (error) {
-    console.error('no decision:', error.message)
-    response.writeHead(503).end() // or go on without a limit: that is for you to decide
-    return
-  }
-  if (!d.allowed) {
-    if (!d.never) response.setHeader('Retry-After', d.retry_after_seconds)
-    response.writeHead(429).end('too many requests\n')
-    return
-  }
-  response.end(`hello, ${user}: ${d.remaining} tokens left\n`)
+const userOf = (request) => request.headers['x-user'] // an API of yours knows whom it has authenticated
+
+const limited = limit(new Combiner(pool), {
+  charges: (request) => [{ policy: 'api', key: `user:${userOf(request)}`, cost: COSTS[request.url] }],
+  failure: 'closed', // or open: that is for you to decide
+  timeout: 1,
+})
+
+http.createServer((request, response) => {
+  if (!COSTS[request.url]) response.writeHead(404).end()
+  else if (!userOf(request)) response.writeHead(401).end()
+  else limited(request, response, () => response.end(`hello, ${userOf(request)}\n`))
 }).listen(process.env.PORT ?? 3000, '127.0.0.1')
