@@ -59,7 +59,7 @@ test('a request whose caller has left before it was sent takes nothing, and one 
 })
 
 test('a call without an answer within callTimeout has its connection destroyed, and its slot is free', async () => {
-  const policy = await definePolicy(), own = connect({ max: 2 })
+  const policy = await definePolicy(), own = connect({ max: 2, idleTimeoutMillis: 0 })
   const combiner = new Combiner(own, { callTimeout: 0.2 })
   await withLocked(policy, 'held', async () => {
     const { answers } = await stall(combiner, policy, ['held', 'beside'])
