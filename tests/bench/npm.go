@@ -13,7 +13,7 @@ import (
 	"strings"
 )
 
-// npm compares pgratelimit with limiters of npm on PostgreSQL. All are asked by Node.js, in as many processes as there are cores.
+// npm compares the Node client with limiters of npm on PostgreSQL, in one process of Node.js.
 // Its cells are named npm/limiter/keys/callers.
 type npm struct {
 	stage
@@ -23,12 +23,10 @@ type npm struct {
 const npmDatabase = "npm"
 
 var (
-	npmLimiters = []string{"npm/pgratelimit", "npm/rate-limiter-flexible"}
+	npmLimiters = []string{"npm/plain", "npm/combined", "npm/rate-limiter-flexible"}
 	npmCallers  = []int{64, 256}
 	npmKeys     = []string{"uniform", "hot"}
 )
-
-const npmProcesses = 2
 
 func (*npm) cells() (cells []string) {
 	for _, keys := range npmKeys {
@@ -59,8 +57,8 @@ func (n *npm) open(ctx context.Context, cells []string) error {
 		if !slices.ContainsFunc(cells, func(cell string) bool { return strings.HasPrefix(cell, c+"/") }) {
 			continue
 		}
-		way, err := start(ctx, npmProcesses, nil, "node", filepath.Join(dir, "opponents.mjs"), filepath.Base(c),
-			socket.Query().Get("host"), npmDatabase, strconv.Itoa(connections/npmProcesses))
+		way, err := start(ctx, 1, nil, "node", filepath.Join(dir, "opponents.mjs"), filepath.Base(c),
+			socket.Query().Get("host"), npmDatabase, strconv.Itoa(connections))
 		if err != nil {
 			return err
 		}

@@ -151,9 +151,11 @@ var pageBlocks = map[string]func(processor) string{
 		{"Envoy's reference service on Redis, gRPC", "served/envoy/*"},
 	}),
 	"node": table("Node.js", byCallers, []pageRow{
-		{"`ratelimit_acquire`, many keys", "npm/pgratelimit/uniform/*"},
+		{"`Combiner`, many keys", "npm/combined/uniform/*"},
+		{"`Limiter`, many keys", "npm/plain/uniform/*"},
 		{"rate-limiter-flexible, many keys", "npm/rate-limiter-flexible/uniform/*"},
-		{"`ratelimit_acquire`, one key", "npm/pgratelimit/hot/*"},
+		{"`Combiner`, one key", "npm/combined/hot/*"},
+		{"`Limiter`, one key", "npm/plain/hot/*"},
 		{"rate-limiter-flexible, one key", "npm/rate-limiter-flexible/hot/*"},
 	}),
 	"costs": table("plain calls", ratioOf, []pageRow{

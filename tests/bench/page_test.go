@@ -68,7 +68,7 @@ func TestChoose_TakesPatterns(t *testing.T) {
 	for only, want := range map[string][]string{
 		"shards/one/*, shards/client/plain": {"shards/one/plain", "shards/one/combined", "shards/client/plain"},
 		"combined_64_*":                     {"combined-noflush/uniform/64", "redis/uniform/64"},
-		"npm/pg*64":                         {"npm/pgratelimit/uniform/64", "npm/pgratelimit/hot/64"},
+		"npm/pl*64":                         {"npm/plain/uniform/64", "npm/plain/hot/64"},
 	} {
 		cells, _, err := choose(only, experiments(nil))
 		require.NoError(t, err)

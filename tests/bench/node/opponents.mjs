@@ -5,12 +5,18 @@
 import readline from 'node:readline'
 import pg from 'pg'
 import { RateLimiterPostgres } from 'rate-limiter-flexible'
+import { Combiner, Limiter } from '../../../client/node/index.js'
 
 const [, , name, host, database, connections] = process.argv
 const pool = new pg.Pool({ host, database, user: 'postgres', max: Number(connections), options: '-c synchronous_commit=off' })
 
 const CAPACITY = 100_000_000 // no bucket runs dry
 const KEYS = { uniform: () => `user:${1 + Math.floor(Math.random() * 100_000)}`, hot: () => 'hot' }
+
+const taking = (limiter) => async (key) => {
+  const { allowed } = await limiter.acquire('durable', key)
+  if (!allowed) throw new Error('denied, though the bucket was not to run dry')
+}
 
 // Each takes one token of a key, and throws if it is denied.
 const limiters = {
@@ -23,14 +29,9 @@ const limiters = {
     })
   },
 
-  // The statement of docs/examples/node/sql.mjs, prepared.
-  async pgratelimit() {
-    const text = 'select allowed from ratelimit_acquire($1::text, $2::text)'
-    return async (key) => {
-      const { rows: [d] } = await pool.query({ name: 'acquire', text, values: ['durable', key] })
-      if (!d.allowed) throw new Error('denied, though the bucket was not to run dry')
-    }
-  },
+  async plain() { return taking(new Limiter(pool)) },
+
+  async combined() { return taking(new Combiner(pool)) },
 }
 
 // run returns what ../elsewhere.go calls a tale.
