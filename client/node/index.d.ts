@@ -2,7 +2,7 @@
 
 /** What a limiter needs of a database handle. A pool and a client of pg have it; README.md has adapters for other drivers. */
 export interface Queryable {
-  query(text: string, values: unknown[]): Promise<{ rows: any[] }>
+  query(text: string, values: any[]): Promise<{ rows: any[] }>
 }
 
 export interface Options {
@@ -189,5 +189,8 @@ export class Denied extends RateLimitError {
   readonly capacity: number
 }
 
-/** The error of a driver as one of these classes, or itself. It is for errors of the program's own statements, where guards raise Denied. */
+/**
+ * The error of a driver as one of these classes, or itself; it may be the cause of another error. It is for errors of the program's own
+ * statements, where guards raise Denied.
+ */
 export function translate(error: unknown): unknown

@@ -24,6 +24,7 @@ func RunNode(t *testing.T, url string, env []string, command string, args ...str
 	c := exec.CommandContext(t.Context(), command, args...)
 	c.Dir = "../../client/node"
 	c.Env = append(append(os.Environ(), PgVariables(t, url)...), env...)
+	c.Env = append(c.Env, "NODE_OPTIONS=--test-reporter=tap") // of Node.js 20 the default
 	out, err := c.CombinedOutput()
 	require.NoError(t, err, "%s", out)
 	require.Regexp(t, `(?m)^# pass [1-9]\d*$`, string(out))

@@ -54,14 +54,16 @@ const kinds = {
 }
 
 export function translate(error) {
-  const Kind = kinds[error?.code]
-  if (!Kind || error instanceof RateLimitError) return error
-  const { message, code, detail, hint } = error
-  try {
-    return new Kind(message, { code, detail, hint, cause: error })
-  } catch {
-    return error // RL429 of other code: its detail is no decision
+  for (let cause = error; cause instanceof Error; cause = cause.cause) {
+    if (cause instanceof RateLimitError) return cause
+    const Kind = kinds[cause.code], { message, code, detail, hint } = cause
+    try {
+      if (Kind) return new Kind(message, { code, detail, hint, cause: error })
+    } catch {
+      return error // RL429 of other code: its detail is no decision
+    }
   }
+  return error
 }
 
 /** Whether the cause is text that this database cannot hold. */

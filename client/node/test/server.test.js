@@ -215,6 +215,7 @@ test('the error of a guard has its numbers', async () => {
   const error = await pool.query("select ratelimit_enforce($1, 'k', 11)", [policy]).catch(translate)
   assert.ok(error instanceof Denied)
   assert.deepEqual([error.policy, error.cost, error.remaining, error.retryAfter, error.capacity], [policy, 11, 10, null, 10])
+  assert.ok(translate(new Error('of an ORM', { cause: error })) instanceof Denied)
   const foreign = Object.assign(new Error('of other code'), { code: 'RL429', detail: '{}' })
   assert.equal(translate(foreign), foreign)
 })
