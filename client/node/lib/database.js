@@ -85,7 +85,16 @@ function sendOnConnection(pool, text, values) {
     ended: send(),
     destroy() {
       isDestroyed = true
+      if (client?.secretKey) cancel(pool, client)
       release(true)
     },
   }
+}
+
+/** Asks the server to end the statement of a connection. It would go on waiting for a lock, when the connection is gone. */
+function cancel(pool, { processID, secretKey }) {
+  const canceller = new pool.Client(pool.options)
+  canceller.connection.on('error', () => {}) // then it goes on
+  canceller.cancel({ activeQuery: null, processID, secretKey }, null) // null: whatever it does
+  canceller.connection.stream.unref()
 }

@@ -66,6 +66,7 @@ test('a call without an answer within callTimeout has its connection destroyed, 
     for (const answer of answers) await assert.rejects(answer, TimedOut)
     assert.ok((await combiner.acquire(policy, 'free')).allowed, 'the only slot')
     await eventually(() => own.totalCount === 1)
+    await eventually(async () => (await stuck(PACKED)).length === 0) // the server does not go on waiting
   })
   await combiner.close()
 })
