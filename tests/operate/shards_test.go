@@ -334,7 +334,7 @@ func TestShards_BehindMiddleware(t *testing.T) {
 	defer limiter.Close()
 	require.Error(t, limiter.DefinePolicy(t.Context(), client.Policy{Name: "api", Capacity: 10, Refill: 1, Every: kit.ADay}), "on one of them")
 	byUser := func(r *http.Request) string { return r.Header.Get("User") }
-	handler := httplimit.New(limiter, httplimit.Per("api", byUser), httplimit.Closed(kit.Second))(http.HandlerFunc(func(http.ResponseWriter, *http.Request) {}))
+	handler := httplimit.New(limiter, httplimit.Per("api", byUser), httplimit.Closed(time.Minute))(http.HandlerFunc(func(http.ResponseWriter, *http.Request) {}))
 	for i := range 32 {
 		user := fmt.Sprint("user:", i)
 		r := httptest.NewRequest(http.MethodGet, "/", nil)
