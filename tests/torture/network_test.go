@@ -155,7 +155,7 @@ func (n *network) TraceQueryStart(ctx context.Context, _ *pgx.Conn, data pgx.Tra
 
 func (*network) TraceQueryEnd(context.Context, *pgx.Conn, pgx.TraceQueryEndData) {}
 
-// onBoth runs a test with each kind of limiter, on a pool that connects through a proxy.
+// onBoth runs a test with each kind of limiter, on a pool that connects through a proxy, however long that takes.
 func onBoth(t *testing.T, test func(t *testing.T, db *kit.TestDB, proxy *kit.Proxy, by client.Acquirer)) {
 	for name, open := range map[string]func(*pgxpool.Pool) client.Acquirer{
 		"Limiter":  func(pool *pgxpool.Pool) client.Acquirer { return client.New(pool) },
@@ -165,7 +165,7 @@ func onBoth(t *testing.T, test func(t *testing.T, db *kit.TestDB, proxy *kit.Pro
 			t.Parallel()
 			db := kit.NewDB(t)
 			proxy := newProxy(t, db)
-			test(t, db, proxy, open(proxy.Pool(t, db, neverPing)))
+			test(t, db, proxy, open(proxy.Pool(t, db, neverPing, func(config *pgxpool.Config) { config.ConnConfig.ConnectTimeout = kit.Patience })))
 		})
 	}
 }
@@ -179,22 +179,27 @@ func neverPing(config *pgxpool.Config) {
 func TestNetwork_ALostReply(t *testing.T) {
 	t.Parallel()
 	for name, lost := range map[string]struct {
-		fault   kit.Fault
-		timeout time.Duration
-		tries   int // without an answer: with an idempotency key the client tries again if there is time
+		fault  kit.Fault
+		leaves bool // the caller, when the reply is lost
+		tries  int  // without an answer: with an idempotency key the client tries again for a caller who waits
 	}{
-		"cut":       {kit.Cut, time.Minute, 1},
-		"reset":     {kit.Reset, time.Minute, 1},
-		"swallowed": {kit.Swallow, 2 * time.Second, 2},
+		"cut":       {kit.Cut, false, 1},
+		"reset":     {kit.Reset, false, 1},
+		"swallowed": {kit.Swallow, true, 2},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			onBoth(t, func(t *testing.T, db *kit.TestDB, proxy *kit.Proxy, by client.Acquirer) {
-				l := kit.NewLedger(db, "p", 10, lost.timeout)
+				l := kit.NewLedger(db, "p", 10, time.Minute)
+				caller := &leaver{Acquirer: by}
 				for _, r := range []kit.Request{l.Request("k", 3, "i"), l.Request("k", 2, "")} {
 					require.NoError(t, l.Settle(by, l.Request("other", 1, "")), "connects")
-					proxy.Plan(nextReply(lost.fault))
-					require.NoError(t, l.Settle(by, r))
+					proxy.Plan(nextReply(lost.fault, func() {
+						if lost.leaves {
+							caller.leave()
+						}
+					}))
+					require.NoError(t, l.Settle(caller, r))
 				}
 				require.Equal(t, 1, l.Replayed)
 				require.Equal(t, 1, l.Unknown)
@@ -212,7 +217,7 @@ func TestNetwork_ACallerWhoRetriesWithoutAnIdempotencyKeyIsChargedTwice(t *testi
 		l := kit.NewLedger(db, "p", 10, time.Minute)
 		r := l.Request("k", 3, "")
 		require.NoError(t, l.Settle(by, l.Request("other", 1, "")))
-		proxy.Plan(nextReply(kit.Cut))
+		proxy.Plan(nextReply(kit.Cut, func() {}))
 		require.Error(t, kit.ErrorOf(l.Try(by, r)))
 		require.NoError(t, l.Settle(by, r))
 		require.ErrorContains(t, l.Check(db), "3 tokens are gone that were granted to nobody; requests without an answer wanted 0")
@@ -265,11 +270,24 @@ func (o odds) random(random *rand.Rand) kit.Faults {
 	}
 }
 
+// A leaver makes one call at a time, and can leave it.
+type leaver struct {
+	client.Acquirer
+	leave context.CancelFunc
+}
+
+func (l *leaver) Acquire(ctx context.Context, policy, key string, opts ...client.CallOption) (client.Decision, error) {
+	ctx, l.leave = context.WithCancel(ctx)
+	defer l.leave()
+	return l.Acquirer.Acquire(ctx, policy, key, opts...)
+}
+
 // nextReply does one fault to the next reply of the server.
-func nextReply(f kit.Fault) kit.Faults {
+func nextReply(f kit.Fault, met func()) kit.Faults {
 	var done atomic.Bool
 	return func(reply bool) kit.Fault {
 		if reply && done.CompareAndSwap(false, true) {
+			met()
 			return f
 		}
 		return kit.Pass
