@@ -95,11 +95,18 @@ func (p *Proxy) Close() {
 	p.Listener.Close()
 	p.Mu.Lock()
 	p.closed = true
+	p.Mu.Unlock()
+	p.HangUp()
+	p.Running.Wait()
+}
+
+// HangUp ends all connections.
+func (p *Proxy) HangUp() {
+	p.Mu.Lock()
+	defer p.Mu.Unlock()
 	for l := range p.Lines {
 		l.End()
 	}
-	p.Mu.Unlock()
-	p.Running.Wait()
 }
 
 // A Line is one connection through the proxy.

@@ -114,18 +114,8 @@ func TestTorture_ShardsFault(t *testing.T) {
 	s := kit.NewShards(t)
 	const alone = 1 // of the first server, behind a proxy
 	proxy := newProxy(t, s.Dbs[alone])
-	pools := map[int]*pgxpool.Pool{alone: proxy.Pool(t, s.Dbs[alone])}
-	for n, db := range s.Dbs {
-		if n != alone {
-			config, err := pgxpool.ParseConfig(db.URL)
-			require.NoError(t, err)
-			config.ConnConfig.ConnectTimeout = time.Second
-			pools[n], err = pgxpool.NewWithConfig(context.Background(), config)
-			require.NoError(t, err)
-			t.Cleanup(pools[n].Close)
-		}
-	}
-	limiter := s.Limiter(pools)
+	patient := func(config *pgxpool.Config) { config.ConnConfig.ConnectTimeout = kit.Patience }
+	limiter := s.Limiter(map[int]*pgxpool.Pool{alone: proxy.Pool(t, s.Dbs[alone], patient)})
 	require.NoError(t, limiter.DefinePolicy(t.Context(), client.Policy{Name: "p", Capacity: 1e9, Refill: 1000, Every: kit.Second}))
 
 	second := s.Servers[1]
@@ -143,7 +133,7 @@ func TestTorture_ShardsFault(t *testing.T) {
 		require.NoError(t, err)
 	}
 	for _, fault := range []shardFault{
-		{"cut off", []int{alone}, func() { proxy.Plan(func(bool) kit.Fault { return kit.Vanish }) }, proxy.Heal},
+		{"cut off", []int{alone}, func() { proxy.Plan(func(bool) kit.Fault { return kit.Vanish }) }, func() { proxy.Heal(); proxy.HangUp() }},
 		{"frozen", theirs, func() { do(second.Freeze(t.Context())) }, func() { do(second.Thaw(t.Context())) }},
 		{"killed", theirs, func() { do(second.Kill(t.Context())) }, func() { do(second.Start(t.Context())) }},
 	} {
