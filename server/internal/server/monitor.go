@@ -63,12 +63,11 @@ func (m *monitor) found(err error) {
 }
 
 func (m *monitor) set(err error) {
-	status := healthpb.HealthCheckResponse_SERVING
-	m.fault.Store(nil)
+	status, fault := healthpb.HealthCheckResponse_SERVING, (*error)(nil)
 	if err != nil {
-		status = healthpb.HealthCheckResponse_NOT_SERVING
-		m.fault.Store(&err)
+		status, fault = healthpb.HealthCheckResponse_NOT_SERVING, &err
 	}
+	m.fault.Store(fault)
 	for _, name := range m.names {
 		m.grpc.SetServingStatus(name, status)
 	}
