@@ -35,18 +35,7 @@ func TestHealth_FollowsTheDatabase(t *testing.T) {
 	postgres := pgtest.Private(t)
 	db := install(t, postgres)
 	s := start(t, db.URL)
-	watch, err := healthpb.NewHealthClient(s.conn).Watch(t.Context(), &healthpb.HealthCheckRequest{Service: "pgratelimit.v1.RateLimiter"})
-	require.NoError(t, err)
-	await := func(status healthpb.HealthCheckResponse_ServingStatus) {
-		t.Helper()
-		for { // a check that takes a second finds what is well not healthy
-			update, err := watch.Recv()
-			require.NoError(t, err)
-			if update.GetStatus() == status {
-				return
-			}
-		}
-	}
+	await := s.watchHealth("pgratelimit.v1.RateLimiter")
 	healthz := func() bool { return s.get("/healthz").status == http.StatusOK }
 	await(healthpb.HealthCheckResponse_SERVING)
 	require.Eventually(t, healthz, 20*time.Second, 10*time.Millisecond)
@@ -66,20 +55,29 @@ func TestHealth_FollowsTheDatabase(t *testing.T) {
 	require.Contains(t, s.log.String(), "healthy again")
 }
 
+// watchHealth returns a function that waits for a status: a check that takes a second finds what is well not healthy.
+func (s *testServer) watchHealth(service string) (await func(healthpb.HealthCheckResponse_ServingStatus)) {
+	watch, err := healthpb.NewHealthClient(s.conn).Watch(s.t.Context(), &healthpb.HealthCheckRequest{Service: service})
+	require.NoError(s.t, err)
+	return func(status healthpb.HealthCheckResponse_ServingStatus) {
+		s.t.Helper()
+		for got := healthpb.HealthCheckResponse_UNKNOWN; got != status; {
+			update, err := watch.Recv()
+			require.NoError(s.t, err)
+			got = update.GetStatus()
+		}
+	}
+}
+
 // Watchers learn that the server is stopping before their connections end.
 func TestHealth_WhileStopping(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
 	s := start(t, db.URL)
-	watch, err := healthpb.NewHealthClient(s.conn).Watch(t.Context(), &healthpb.HealthCheckRequest{})
-	require.NoError(t, err)
-	update, err := watch.Recv()
-	require.NoError(t, err)
-	require.Equal(t, healthpb.HealthCheckResponse_SERVING, update.GetStatus())
+	await := s.watchHealth("")
+	await(healthpb.HealthCheckResponse_SERVING)
 	go s.stop() //nolint:errcheck // the end of the test says it
-	update, err = watch.Recv()
-	require.NoError(t, err)
-	require.Equal(t, healthpb.HealthCheckResponse_NOT_SERVING, update.GetStatus())
+	await(healthpb.HealthCheckResponse_NOT_SERVING)
 	s.conn.Close() // who watches for ever is waited for no longer than STOP_TIMEOUT
 }
 
