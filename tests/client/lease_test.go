@@ -13,6 +13,7 @@ import (
 	"go.uber.org/goleak"
 
 	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
@@ -25,7 +26,7 @@ func TestLeaser_ClosesUnderLoadAndLeavesNoGoroutines(t *testing.T) {
 	require.NoError(t, db.Pool.Ping(t.Context()))
 	before := goleak.IgnoreCurrent()
 	for n := range 3 {
-		leaser := client.NewLeaser(db.Pool, client.Lease{Policy: "api"})
+		leaser := client.NewLeaser(kit.PatientPool{Pool: db.Pool}, client.Lease{Policy: "api"})
 		key := fmt.Sprint(n)
 		var granted, leased atomic.Int64
 		isHot := make(chan struct{})

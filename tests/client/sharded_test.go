@@ -17,6 +17,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
@@ -438,10 +439,12 @@ func TestSharded_Leases(t *testing.T) {
 	pgtest.OncePerServer(t)
 	t.Parallel()
 	s := newShards(t, 2)
+	var pools []kit.PatientPool
 	for _, db := range s.dbs {
 		db.Exec(t, "select ratelimit_define_policy('busy', 1000000, 1, '1 day')")
+		pools = append(pools, kit.PatientPool{Pool: db.Pool})
 	}
-	limiter := noError(client.NewSharded(t.Context(), s.pools, client.Lease{Policy: "busy"}))(t)
+	limiter := noError(client.NewSharded(t.Context(), pools, client.Lease{Policy: "busy"}))(t)
 	var granted, leased [2]atomic.Int64
 	var callers sync.WaitGroup
 	for n := range s.dbs {
