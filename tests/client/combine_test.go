@@ -547,6 +547,7 @@ func TestCombiner_LeavesNoGoroutines(t *testing.T) {
 		wg.Wait()
 		limiter.Close()
 	}
+	db.Pool.Close() // waits for its connections
 	goleak.VerifyNone(t, before)
 }
 

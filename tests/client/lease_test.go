@@ -54,7 +54,7 @@ func TestLeaser_ClosesUnderLoadAndLeavesNoGoroutines(t *testing.T) {
 		leaser.Close() // again
 		require.Equal(t, granted.Load(), capacity-noError(client.New(db.Pool).Peek(t.Context(), "api", key))(t).Remaining)
 	}
-	db.Pool.Reset() // its connections are no goroutines of a Leaser
+	db.Pool.Close() // waits for its connections, which are no goroutines of a Leaser
 	goleak.VerifyNone(t, before)
 }
 
