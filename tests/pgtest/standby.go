@@ -34,7 +34,7 @@ func Standby(t testing.TB, primary *Server, settings ...string) *Server {
 	return standby
 }
 
-// follow copies a running cluster, starts the copy as its standby, and waits until it streams.
+// follow copies a running cluster, starts the copy as its standby, and waits until the source, which has no other, says that it streams.
 func (c *cluster) follow(ctx context.Context, source *cluster, settings []string) error {
 	err := c.run(ctx, c.program("pg_basebackup"), "--pgdata", c.data(), "--dbname", "user=postgres port=5432 host="+source.dir,
 		"--checkpoint", "fast", "--no-sync", "--write-recovery-conf")
@@ -47,14 +47,14 @@ func (c *cluster) follow(ctx context.Context, source *cluster, settings []string
 	if err := c.Start(ctx); err != nil {
 		return err
 	}
-	conn, err := pgx.Connect(ctx, c.URL(""))
+	conn, err := pgx.Connect(ctx, source.URL(""))
 	if err != nil {
 		return err
 	}
 	defer conn.Close(ctx)
 	for deadline := time.Now().Add(patience); ; time.Sleep(5 * time.Millisecond) {
 		var streaming bool
-		err := conn.QueryRow(ctx, "select exists (select from pg_stat_wal_receiver where status = 'streaming')").Scan(&streaming)
+		err := conn.QueryRow(ctx, "select exists (select from pg_stat_replication where state = 'streaming' and application_name <> 'pg_basebackup')").Scan(&streaming)
 		if err != nil || streaming {
 			return err
 		}
