@@ -301,9 +301,12 @@ func TestAttack_SlowReaders(t *testing.T) {
 			require.NoError(t, err)
 			t.Cleanup(func() { conn.Close() })
 			require.NoError(t, conn.(*net.TCPConn).SetReadBuffer(4096))
-			require.NoError(t, conn.SetWriteDeadline(time.Now().Add(100*time.Millisecond)))
+			if i%2 > 0 {
+				require.NoError(t, conn.SetWriteDeadline(time.Now().Add(100*time.Millisecond)))
+			}
 			_, _ = io.WriteString(conn, requests[i%2]) // until the server reads no more
 		}
+		db.Await(t, time.Minute, "select (ratelimit_peek('budget', 'unread')).remaining = 1000000 - 1000 - 10 * 50") // none begins later
 	})
 	require.NoError(t, s.stop(), "it does not wait for those who do not read")
 }
