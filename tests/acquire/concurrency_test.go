@@ -486,7 +486,7 @@ func TestGrant_GivesUpAfterManyRounds(t *testing.T) {
 	db.AcquireAt(kit.T0, "p", "k", 3)
 	db.Mutate(kit.Mutation{Pattern: `greatest\(refilled_at, now\)`, Replacement: "now"}, "ratelimit.refilled_until")
 	db.SetClock(kit.T0.Add(-100 * time.Second)) // update and look disagree
-	s := db.Session().Run("set statement_timeout = '20s'")
+	s := db.Session().Run("set statement_timeout = '5min'")
 	_, err := kit.Acquire(s, "p", "k", 7)
 	require.Equal(t, "40001", kit.SQLState(err), err)
 	// A batch repeats its round when it wants a bucket that it has not locked.

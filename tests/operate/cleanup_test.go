@@ -72,7 +72,7 @@ func TestCleanup_ABucketThatIsNeverFullIsNotDueAtOnce(t *testing.T) {
 			db.Execute("select ratelimit_override('p', 'k', refill => " + refill.override + ")")
 			db.Acquire("p", "k", 5)
 			db.SetClock(kit.T0.Add(2 * kit.ADay))
-			db.Session().Run("set statement_timeout = '10s'").Run("call ratelimit_cleanup_all()")
+			db.Session().Run("set statement_timeout = '5min'").Run("call ratelimit_cleanup_all()")
 			require.Equal(t, []string{"1 day"}, kit.Column(t, db.DB, `
 				select (due_at - (ratelimit.clock() - interval '5 minutes'))::text
 				  from (table ratelimit.buckets union all table ratelimit.ephemeral_buckets) as b`), name)
@@ -196,7 +196,7 @@ func TestCleanup_GivesWayWhereItWouldWait(t *testing.T) {
 	db.AcquireAt(kit.T0, "p", "k", 2)
 	db.SetClock(kit.T0.Add(time.Hour))
 	holder := db.Begin().Run("lock table ratelimit.idempotency_keys in exclusive mode")
-	impatient := db.Session().Run("set statement_timeout = '20s'")
+	impatient := db.Session().Run("set statement_timeout = '5min'")
 	require.Equal(t, kit.Deleted{}, db.Swept(impatient, 100))
 	require.Len(t, db.Rows(), 1, "nothing is done by halves")
 	require.True(t, db.GoesOn(100), "the row that it did not get may be due")
