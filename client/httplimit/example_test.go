@@ -46,7 +46,7 @@ func ExampleNew() {
 
 	limit := httplimit.New(limiter,
 		httplimit.Per("api", httplimit.ByIP(1)),
-		httplimit.Open(100*time.Millisecond), // without an answer, requests pass
+		httplimit.Open(time.Second), // without an answer, requests pass
 		httplimit.Policies(api),
 	)
 	handler := limit(mux) // for http.ListenAndServe
@@ -201,7 +201,7 @@ func ExampleIdempotencyKey() {
 
 // While the database is away, each of four processes lets a fourth pass.
 func ExampleLocal() {
-	api := client.Policy{Name: "api", Capacity: 100, Refill: 10, Every: time.Second}
+	api := client.Policy{Name: "api", Capacity: 100, Refill: 10, Every: time.Hour}
 	fake := clienttest.New(nil)
 	fake.FailAll(fmt.Errorf("connection refused"))
 
@@ -210,7 +210,7 @@ func ExampleLocal() {
 	share := api
 	share.Capacity, share.Every = api.Capacity/4, api.Every*4
 	limit := httplimit.New(fake, httplimit.Per("api", httplimit.ByIP(0)),
-		httplimit.Local(100*time.Millisecond, httplimit.NewMemory(share)),
+		httplimit.Local(time.Second, httplimit.NewMemory(share)),
 		httplimit.Observe(func(_ *http.Request, e httplimit.Event) { outcomes[e.Outcome]++ }),
 	)
 	handler := limit(http.NotFoundHandler())
