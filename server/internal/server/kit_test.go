@@ -85,7 +85,8 @@ func definePolicies(t testing.TB, db *pgtest.DB) {
 // load reads settings, each NAME=value, over those that a test needs.
 func load(t testing.TB, url string, settings ...string) config.Config {
 	t.Helper()
-	values := map[string]string{"DATABASE_URL": url, "GRPC_ADDR": "127.0.0.1:0", "HTTP_ADDR": "127.0.0.1:0", "CALL_TIMEOUT": "1m", "LOCK_TIMEOUT": "1m"}
+	values := map[string]string{"DATABASE_URL": url, "GRPC_ADDR": "127.0.0.1:0", "HTTP_ADDR": "127.0.0.1:0",
+		"CALL_TIMEOUT": "1m", "LOCK_TIMEOUT": "1m", "STOP_TIMEOUT": "1m"}
 	for _, setting := range settings {
 		name, value, _ := strings.Cut(setting, "=")
 		values[name] = value

@@ -99,7 +99,7 @@ func TestShards_OneIsDown(t *testing.T) {
 	rules := rulesFile(t, "{domain: edge, descriptors: [{key: user, rate_limit: {unit: day, requests_per_unit: 5}}]}")
 	dbs, _ := newShards(t, 2)
 	setting := "SHARD_URLS=" + dbs[0].URL + " postgres://127.0.0.1:1/nowhere"
-	s := start(t, "", setting, "MAX_CALLS=2", "CALL_TIMEOUT=5s", "STATUS_PAGE=true", "ENVOY_RULES="+rules)
+	s := start(t, "", setting, "MAX_CALLS=2", "STATUS_PAGE=true", "ENVOY_RULES="+rules)
 	require.Contains(t, s.log.String(), "a shard is left out")
 	well, down := keyOn(0, 2), keyOn(1, 2)
 	for range 3 {
