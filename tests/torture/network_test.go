@@ -165,7 +165,7 @@ func onBoth(t *testing.T, test func(t *testing.T, db *kit.TestDB, proxy *kit.Pro
 			t.Parallel()
 			db := kit.NewDB(t)
 			proxy := newProxy(t, db)
-			test(t, db, proxy, open(proxy.Pool(t, db, neverPing, func(config *pgxpool.Config) { config.ConnConfig.ConnectTimeout = kit.Patience })))
+			test(t, db, proxy, open(proxy.Pool(t, db, neverPing, patient)))
 		})
 	}
 }
@@ -174,6 +174,9 @@ func onBoth(t *testing.T, test func(t *testing.T, db *kit.TestDB, proxy *kit.Pro
 func neverPing(config *pgxpool.Config) {
 	config.ShouldPing = func(context.Context, pgxpool.ShouldPingParams) bool { return false }
 }
+
+// patient gives each connection a minute.
+func patient(config *pgxpool.Config) { config.ConnConfig.ConnectTimeout = kit.Patience }
 
 // The server has committed, and its reply is lost on the way.
 func TestNetwork_ALostReply(t *testing.T) {
@@ -229,7 +232,7 @@ func TestNetwork_ConnectingHangs(t *testing.T) {
 	t.Parallel()
 	db := kit.NewDB(t)
 	proxy := newProxy(t, db)
-	pool := proxy.Pool(t, db, func(config *pgxpool.Config) { config.ConnConfig.ConnectTimeout = 8 * time.Second })
+	pool := proxy.Pool(t, db, patient)
 	l := kit.NewLedger(db, "p", 10, time.Second)
 	proxy.Plan(func(bool) kit.Fault { return kit.Vanish })
 	var callers sync.WaitGroup
@@ -244,6 +247,7 @@ func TestNetwork_ConnectingHangs(t *testing.T) {
 	require.Equal(t, pool.Config().MaxConns, pool.Stat().ConstructingConns())
 
 	proxy.Heal()
+	proxy.HangUp()
 	require.NoError(t, l.Settle(client.New(pool), l.Request("k", 1, "i")))
 	require.NoError(t, l.Check(db))
 }

@@ -114,7 +114,6 @@ func TestTorture_ShardsFault(t *testing.T) {
 	s := kit.NewShards(t)
 	const alone = 1 // of the first server, behind a proxy
 	proxy := newProxy(t, s.Dbs[alone])
-	patient := func(config *pgxpool.Config) { config.ConnConfig.ConnectTimeout = kit.Patience }
 	limiter := s.Limiter(map[int]*pgxpool.Pool{alone: proxy.Pool(t, s.Dbs[alone], patient)})
 	require.NoError(t, limiter.DefinePolicy(t.Context(), client.Policy{Name: "p", Capacity: 1e9, Refill: 1000, Every: kit.Second}))
 
