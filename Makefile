@@ -175,11 +175,15 @@ reference: ## Write docs/reference.md anew, from the comments of the functions i
 
 .PHONY: packages
 packages: ## Make all packages in build/packages: the extension, pg_tle, migrations for other tools, and the clients
-	@rm -rf build/packages build/npm
+	@rm -rf build/packages build/npm build/python
 	@go run ./migrations/cmd packages build/packages
 	@mkdir -p build/npm build/packages/npm
 	@cp -r LICENSE client/node/{*.js,*.d.ts,lib,package.json,README.md} build/npm
 	@! command -v npm >/dev/null || (cd build/npm && npm pack --silent --pack-destination ../packages/npm >/dev/null)
+	@mkdir -p build/python
+	@cp -r LICENSE client/python/{pyproject.toml,README.md,pgratelimit} build/python
+	@for python in python3 /usr/bin/python3; do ! $$python -c 'import setuptools, wheel, pip' 2>/dev/null || \
+	  { $$python -m pip wheel --quiet --no-index --no-deps --no-build-isolation --wheel-dir build/packages/python ./build/python; break; }; done
 
 .PHONY: release
 release: ## Make what a release has for download in build/release, with checksums

@@ -14,14 +14,14 @@ func experiments(l *lab) []experiment {
 	on := func() stage { return stage{lab: l} }
 	return []experiment{
 		&instructions{}, &bare{on()}, &grid{stage: on()}, &served{stage: on()}, &leases{stage: on()}, &processes{stage: on()},
-		&npm{stage: on()}, &snapshot{stage: on()}, &cleanup{stage: on()}, &buckets{on()}, &shardsCost{stage: on()},
+		&npm{stage: on()}, &python{npm{stage: on()}}, &snapshot{stage: on()}, &cleanup{stage: on()}, &buckets{on()}, &shardsCost{stage: on()},
 	}
 }
 
-// hasToBeAsked tells the cells that are measured only if -only names them: the record has the instructions, and not every server has
-// what shards take.
+// hasToBeAsked tells the cells that are measured only if -only names them: the record has the instructions, not every server has what
+// shards take, and not every machine has asyncpg.
 func hasToBeAsked(cell string) bool {
-	return strings.HasPrefix(cell, "instructions/") || strings.HasPrefix(cell, "shards/")
+	return strings.HasPrefix(cell, "instructions/") || strings.HasPrefix(cell, "shards/") || strings.HasPrefix(cell, "python/")
 }
 
 // A ratio is of two metrics from the same round. A metric is named cell/name.

@@ -37,7 +37,8 @@ type docsExample struct {
 
 const (
 	// psycopg may be there for the system's Python only, while another one comes first.
-	withPsycopg = `for python in python3 /usr/bin/python3; do $python -c 'import psycopg' && exec $python "$@"; done; exit 1`
+	withPsycopg = `export PYTHONPATH=../../../client/python
+		for python in python3 /usr/bin/python3; do $python -c 'import psycopg_pool' && exec $python "$@"; done; exit 1`
 	withPHP     = `exec php -S "127.0.0.1:$PORT" "$1"`
 	withGo      = `go build -o "$TMPDIR/api" "$1" && exec "$TMPDIR/api"`
 )
@@ -48,7 +49,7 @@ var docsExamples = []docsExample{
 	{path: "node/grpc.mjs", run: `exec node "$1"`, probe: "node --version", packages: []string{"nodejs"}, npm: true},
 	{path: "node/sql.mjs", run: `exec node "$1"`, probe: "node --version", packages: []string{"nodejs"}, npm: true},
 	{path: "python/json_api.py", run: `exec python3 "$1"`, probe: "python3 --version", packages: []string{"python3"}},
-	{path: "python/sql_api.py", run: withPsycopg, probe: "set -- --version; " + withPsycopg, packages: []string{"python3", "python3-psycopg"}},
+	{path: "python/sql_api.py", run: withPsycopg, probe: "set -- --version; " + withPsycopg, packages: []string{"python3", "python3-psycopg", "python3-psycopg-pool"}},
 	{path: "php/json.php", run: withPHP, probe: "php --version", packages: []string{"php-cli"}},
 	{path: "php/sql.php", run: withPHP, probe: "php --ri pdo_pgsql", packages: []string{"php-cli", "php-pgsql"}},
 	{path: "ruby/json.rb", run: `exec ruby "$1"`, probe: "ruby -rwebrick -e ''", packages: []string{"ruby", "ruby-webrick"}},

@@ -1,0 +1,179 @@
+"""The statements: their arguments, their text, and the decoding of the one row that each returns.
+
+Arguments are text and bigint, each cast where it is used: psycopg sends 5 as int2, and asyncpg asks the server for types. An array is
+sent as the text of one, which is faster than the drivers and alike in all.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import operator
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from . import answers
+from .answers import Charge, Decision, JointDecision, PartialDecision, Reservation
+from .errors import Error, InvalidArgument
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Call(Generic[T]):
+    """One statement: it selects columns from a function, which returns one row."""
+
+    verb: str
+    columns: str
+    function: str
+    args: tuple[str | int | None, ...]
+    decode: Callable[[Sequence[Any]], T]
+    once: bool = False  # does the same however often it is sent
+
+
+@functools.cache
+def statement(schema: str | None, columns: str, function: str, percent: bool) -> str:
+    """The SQL of a call, with $1 or, for psycopg, with %s."""
+    if percent:
+        columns, function = (re.sub(r"[$][0-9]+", "%s", text.replace("%", "%%")) for text in (columns, function))
+    if schema is not None:
+        quoted = '"' + schema.replace('"', '""') + '".'
+        function = (quoted.replace("%", "%%") if percent else quoted) + function
+    return f"select {columns} from {function}"
+
+
+def microseconds(column: str) -> str:
+    """Selects an interval as a bigint. The factor is numeric, as extract is: for an integer, an operator that an attacker planted on
+    search_path would be the closer match."""
+    return f"(extract(epoch from {column}) * 1000000.0)::bigint"
+
+
+def _columns(wait: str) -> str:
+    return f"allowed, remaining, {microseconds(wait)}, {microseconds('reset_after')}, capacity, replayed, shadowed"
+
+
+DECISION = _columns("retry_after")
+RESERVATION = _columns("wait")
+JOINT = (
+    f"{DECISION}, binding, pg_catalog.to_json(array(select array[d.allowed::integer, d.remaining, {microseconds('d.retry_after')}, "
+    f"{microseconds('d.reset_after')}, d.capacity, d.replayed::integer, d.shadowed::integer] "
+    "from pg_catalog.unnest(decisions) with ordinality as d order by d.ordinality))::text"
+)
+
+
+def acquire(policy: str, key: str, cost: int, idempotency_key: str | None) -> Call[Decision]:
+    function = "ratelimit_acquire($1::text, $2::text, $3::bigint, $4::text)"
+    return _call("acquire", DECISION, function, answers.decision, policy, key, whole("cost", cost), idempotency_key)
+
+
+def peek(policy: str, key: str, cost: int) -> Call[Decision]:
+    function = "ratelimit_peek($1::text, $2::text, $3::bigint)"
+    return Call("peek", DECISION, function, (*bucket(policy, key), whole("cost", cost)), answers.decision, True)
+
+
+def refund(policy: str, key: str, amount: int) -> Call[Decision]:
+    function = "ratelimit_refund($1::text, $2::text, $3::bigint)"
+    return Call("refund", DECISION, function, (*bucket(policy, key), whole("amount", amount)), answers.decision)
+
+
+def charge(policy: str, key: str, cost: int, idempotency_key: str | None) -> Call[Decision]:
+    function = "ratelimit_charge($1::text, $2::text, $3::bigint, $4::text)"
+    return _call("charge", DECISION, function, answers.decision, policy, key, whole("cost", cost), idempotency_key)
+
+
+def settle(policy: str, key: str, idempotency_key: str, cost: int) -> Call[Decision]:
+    function = "ratelimit_settle($1::text, $2::text, cost => $3::bigint, idempotency_key => $4::text)"
+    return _call("settle", DECISION, function, answers.decision, policy, key, whole("cost", cost), idempotency_key)
+
+
+def reserve(policy: str, key: str, max_wait: float, cost: int, idempotency_key: str | None) -> Call[Reservation]:
+    try:
+        longest = f"{round(max_wait * 1_000_000)} microseconds"
+    except (TypeError, ValueError, OverflowError):
+        raise invalid("max_wait is not a number of seconds") from None
+    function = "ratelimit_reserve($1::text, $2::text, $3::text::interval, $4::bigint, $5::text)"
+    return _call("reserve", RESERVATION, function, answers.reservation, policy, key, longest, whole("cost", cost), idempotency_key)
+
+
+def acquire_up_to(policy: str, key: str, at_most: int, at_least: int, idempotency_key: str | None) -> Call[PartialDecision]:
+    function = "ratelimit_acquire_up_to($1::text, $2::text, $3::bigint, $4::bigint, $5::text)"
+    bounds = whole("at_most", at_most), whole("at_least", at_least)
+    return _call("acquire up to", DECISION + ", taken", function, answers.partial, policy, key, *bounds, idempotency_key)
+
+
+def acquire_all(charges: Sequence[Charge], idempotency_key: str | None) -> Call[JointDecision]:
+    def decode(row: Sequence[Any]) -> JointDecision:
+        decisions = [answers.decision(numbers) for numbers in json.loads(row[8])]
+        if len(decisions) != len(charges):
+            raise Error(f"pgratelimit: acquire all: {len(decisions)} decisions about {len(charges)} charges")
+        return answers.joint(decisions, int(row[7]) - 1, row[0], row[5], row[6])
+
+    function = "ratelimit_acquire_all($1::text::text[], $2::text::text[], $3::text::bigint[], $4::text)"
+    args = *arrays(charges), name_or_none(idempotency_key)
+    return Call("acquire all", JOINT, function, args, decode, idempotency_key is not None)
+
+
+def _call(
+    verb: str, columns: str, function: str, decode: Callable[[Sequence[Any]], T], policy: str, key: str, *rest: str | int | None
+) -> Call[T]:
+    """A call whose last argument is an idempotency key, or None."""
+    *others, idempotency_key = rest
+    args = *bucket(policy, key), *others, name_or_none(idempotency_key)
+    return Call(verb, columns, function, args, decode, idempotency_key is not None)
+
+
+def invalid(reason: str) -> InvalidArgument:
+    return InvalidArgument(f"pgratelimit: invalid argument: {reason}")
+
+
+def text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise invalid(f"{name} is not a str")
+    if "\0" in value:
+        raise invalid(f"{name} has a zero byte, which no text in PostgreSQL can hold; pass a hash of it")
+    if not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
+        raise invalid(f"{name} has half of a surrogate pair, which is no text; pass a hash of it")
+    return value
+
+
+def bucket(policy: Any, key: Any) -> tuple[str, str]:
+    return text("policy", policy), text("key", key)
+
+
+def name_or_none(idempotency_key: Any) -> str | None:
+    return None if idempotency_key is None else text("idempotency_key", idempotency_key)
+
+
+def whole(name: str, value: Any) -> int:
+    """A whole number of tokens. The server would round 1.5."""
+    try:
+        n = operator.index(value)
+    except TypeError:
+        raise invalid(f"{name} is not an int") from None
+    if not -(1 << 63) <= n < 1 << 63:
+        raise invalid(f"{name} is more than a bigint holds")
+    return n
+
+
+def charged(charge: Sequence[Any]) -> Charge:
+    """The charge that a caller has passed as any tuple, checked."""
+    c = Charge(*charge)
+    return Charge(*bucket(c.policy, c.key), whole("cost", c.cost))
+
+
+def arrays(charges: Iterable[Charge]) -> tuple[str, str, str]:
+    """The policies, keys and costs, each as the text of an array."""
+    policies, keys, costs = tuple(zip(*charges)) or ((), (), ())
+    return texts(policies), texts(keys), numbers(costs)
+
+
+def texts(values: Iterable[str]) -> str:
+    """The text of an array of texts. No text has a zero byte: it stands for the separator while quotes and backslashes are escaped."""
+    joined = "\0".join(values)
+    return '{"' + joined.replace("\\", "\\\\").replace('"', '\\"').replace("\0", '","') + '"}' if joined or values else "{}"
+
+
+def numbers(values: Iterable[int]) -> str:
+    return "{" + ",".join(map(str, values)) + "}"

@@ -1,0 +1,152 @@
+"""Errors to branch on. Any other error of the driver is passed on as it came."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from decimal import Decimal
+from typing import Any
+
+from .answers import Reservation, seconds
+
+
+class Error(Exception):
+    """An error of pgratelimit, with the server's SQLSTATE, DETAIL and HINT where it comes from there."""
+
+    def __init__(self, message: str, sqlstate: str | None = None, detail: str | None = None, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message, self.sqlstate, self.detail, self.hint = message, sqlstate, detail, hint
+
+    def __str__(self) -> str:
+        more = filter(None, (self.detail, self.hint))
+        return functools.reduce(lambda text, sentence: f"{text.removesuffix('.')}. {sentence}", more, self.message)
+
+
+class UnknownPolicy(Error):
+    """No policy of that name is defined (RL001)."""
+
+
+class IdempotencyMismatch(Error):
+    """The idempotency key was used before with another cost (RL002). Nothing was taken."""
+
+
+class NoGrant(Error):
+    """No grant is remembered under the idempotency key, or it is not committed yet (RL003). Nothing was charged."""
+
+
+class Settled(Error):
+    """The grant under the idempotency key was settled, so the operation is over (RL004). Nothing was taken."""
+
+
+class InvalidArgument(Error):
+    """An argument is outside its range, is no value of its type, or is text that the database cannot hold. One that cannot be sent,
+    such as text with a zero byte, is found without the server, and has no SQLSTATE."""
+
+
+class Locked(Error):
+    """Another transaction has held the bucket for longer than lock_timeout (55P03). Nothing was taken."""
+
+
+class Overloaded(Error):
+    """A Combiner has max_waiting requests already. This one was not sent."""
+
+
+class Closed(Error):
+    """The Combiner was closed. Nothing was sent."""
+
+
+class TooLate(Error):
+    """The tokens would come after the timeout, or never. Nothing was taken."""
+
+    def __init__(self, reservation: Reservation) -> None:
+        super().__init__("pgratelimit: wait: the tokens would come too late")
+        self.reservation = reservation
+        """Its wait is how long the wait would have been."""
+
+
+class Denied(Error):
+    """The refusal of a guard inside the database: ratelimit_enforce, or a trigger of ratelimit_guard (RL429). The statement has
+    failed with it, and its tokens are given back."""
+
+    def __init__(self, told: dict[str, Any], *texts: str | None) -> None:
+        super().__init__("pgratelimit: rate limit exceeded", "RL429", *texts)
+        self.policy: str = told["policy"]
+        self.cost: int = told["cost"]
+        self.remaining: int = told["remaining"]
+        self.capacity: int = told["capacity"]
+        wait = told["retry_after"]
+        self.retry_after: float | None = None if wait is None else seconds(int(wait * 1_000_000))
+        """Seconds, the same promise as in a Decision; None if no wait helps."""
+
+    @classmethod
+    def of(cls, error: BaseException) -> Denied | None:
+        """The numbers of a guard's refusal, or None if the error is another. The error may come from any statement of the driver."""
+        if getattr(error, "sqlstate", None) != "RL429":
+            return None
+        _, detail, hint = _texts(error)
+        try:
+            return cls(json.loads(detail or "", parse_float=Decimal), detail, hint)
+        except (ValueError, KeyError, TypeError):  # raised by other code
+            return None
+
+
+KINDS: dict[str, type[Error]] = {
+    "RL001": UnknownPolicy,
+    "RL002": IdempotencyMismatch,
+    "RL003": NoGrant,
+    "RL004": Settled,
+    "22023": InvalidArgument,  # invalid_parameter_value
+    "22007": InvalidArgument,  # invalid_datetime_format
+    "22008": InvalidArgument,  # datetime_field_overflow
+    "22P02": InvalidArgument,  # invalid_text_representation
+    "22021": InvalidArgument,  # character_not_in_repertoire
+    "22P05": InvalidArgument,  # untranslatable_character
+    "55P03": Locked,  # lock_not_available
+}
+
+
+def of_server(verb: str, sqlstate: str, message: str | None, detail: str | None, hint: str | None) -> Error:
+    """The error of a request, by its SQLSTATE."""
+    if sqlstate == "55P03":
+        hint = hint or "Another transaction has held the bucket or policy for longer than lock_timeout. Nothing was taken: try again later."
+    elif sqlstate in ("22021", "22P05"):
+        hint = "This database cannot hold a policy, key or idempotency key with these bytes: pass a hash."
+    return KINDS.get(sqlstate, Error)(f"pgratelimit: {verb}: {message}", sqlstate, detail, hint)
+
+
+def of_driver(verb: str, function: str, error: Exception) -> Exception:
+    """The error to raise for one of the driver, which may be the same with a note."""
+    sqlstate = getattr(error, "sqlstate", None)
+    if sqlstate in KINDS:
+        return of_server(verb, sqlstate, *_texts(error))
+    if sqlstate == "42883":  # undefined_function
+        error.add_note("Install pgratelimit in this database, put its schema on search_path, or name it with schema=.")
+    elif sqlstate == "42501":  # insufficient_privilege
+        error.add_note(f"Its owner can run: grant execute on function {re.sub(r'[$][0-9]+::(?:[^ ]+::)?', '', function)} to <role>;")
+    return error
+
+
+def _texts(error: BaseException) -> tuple[str | None, str | None, str | None]:
+    """Message, DETAIL and HINT, where psycopg and asyncpg keep them."""
+    if (diag := getattr(error, "diag", None)) is not None:
+        return diag.message_primary, diag.message_detail, diag.message_hint
+    return getattr(error, "message", None), getattr(error, "detail", None), getattr(error, "hint", None)
+
+
+def is_transient(error: Exception) -> bool:
+    """Whether nothing happened, and a repeat may succeed: a serialization failure or a deadlock."""
+    return getattr(error, "sqlstate", None) in ("40001", "40P01")
+
+
+def is_lost(error: Exception) -> bool:
+    """Whether the connection broke, so that the call may have happened or not."""
+    sqlstate = getattr(error, "sqlstate", None)
+    if sqlstate is None:  # by name: the subclasses that psycopg's pool raises mean that nothing was sent
+        return isinstance(error, ConnectionError) or type(error).__name__ in ("OperationalError", "InterfaceError", "InternalClientError")
+    return sqlstate.startswith("08") or sqlstate in ("57P01", "57P02", "57P03")
+
+
+def is_text(error: Exception) -> bool:
+    """Whether the cause is text that this database cannot hold."""
+    return getattr(error, "sqlstate", None) in ("22021", "22P05")

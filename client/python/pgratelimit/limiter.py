@@ -1,0 +1,241 @@
+"""Limiters that make calls one by one. A Limiter and an AsyncLimiter differ in how they send, and in nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import secrets
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from typing import Any, Protocol, TypeVar
+
+from . import calls, drivers, errors
+from .answers import Charge, Decision, JointDecision, PartialDecision, Reservation
+from .calls import Call
+from .errors import InvalidArgument, TooLate
+
+T = TypeVar("T")
+
+MAX_TRIES = 3
+LONGEST_WAIT = 365 * 86400.0  # that the server accepts
+GIVE_BACK_TIMEOUT = 5.0
+
+
+class Acquirer(Protocol):
+    """The methods that a Limiter shares with fakes in a program's own tests."""
+
+    def acquire(self, policy: str, key: str, cost: int = 1, *, idempotency_key: str | None = None) -> Decision: ...
+
+    def acquire_all(self, charges: Iterable[Charge], *, idempotency_key: str | None = None) -> JointDecision: ...
+
+
+class AsyncAcquirer(Protocol):
+    """The methods that AsyncLimiter and Combiner share with fakes."""
+
+    async def acquire(self, policy: str, key: str, cost: int = 1, *, idempotency_key: str | None = None) -> Decision: ...
+
+    async def acquire_all(self, charges: Iterable[Charge], *, idempotency_key: str | None = None) -> JointDecision: ...
+
+
+class Limiter:
+    """Limits for programs without asyncio, on a psycopg 3 Connection or a psycopg_pool.ConnectionPool.
+
+    On a pool each call is a transaction of its own, committed before it returns. On a connection it is part of the transaction that is
+    open there, and a grant keeps the bucket locked until it ends. A psycopg connection without autocommit opens one by itself: without
+    a commit the tokens go back.
+
+    A call is repeated after a serialization failure or a deadlock (40001, 40P01) where it is a transaction of its own: on a pool, and on
+    a connection with autocommit that is in no transaction. After the loss of a pool's connection a call is repeated if that does no
+    harm: with an idempotency key, peek and settle. There are three tries at most.
+
+    policy, key and idempotency_key have 1 to 512 bytes of UTF-8. schema names the schema of the functions, where search_path does not
+    lead there. Besides the errors named below, each method raises UnknownPolicy, InvalidArgument, Locked, and errors of the driver.
+    """
+
+    def __init__(self, db: Any, *, schema: str | None = None) -> None:
+        self._driver = drivers.sync_driver(db)
+        self._schema = schema
+
+    def acquire(self, policy: str, key: str, cost: int = 1, *, idempotency_key: str | None = None) -> Decision:
+        """Take tokens from the bucket of key if it holds enough. A denial is a decision, not an error, and writes nothing.
+
+        With an idempotency key, chosen by the program, a repeat within the policy's remember has the first grant, replayed, and takes
+        nothing. It raises IdempotencyMismatch if the cost is another, and Settled once the grant is settled. A denial is not remembered.
+        """
+        return self._run(calls.acquire(policy, key, cost, idempotency_key))
+
+    def acquire_all(self, charges: Iterable[Charge], *, idempotency_key: str | None = None) -> JointDecision:
+        """Take the tokens of all charges, 1 to 1,000, if each bucket holds enough, and otherwise nothing. Idempotency keys and errors are
+        as in acquire."""
+        return self._run(calls.acquire_all([calls.charged(c) for c in charges], idempotency_key))
+
+    def peek(self, policy: str, key: str, cost: int = 1) -> Decision:
+        """Return the decision that acquire would return now, and take nothing."""
+        return self._run(calls.peek(policy, key, cost))
+
+    def charge(self, policy: str, key: str, cost: int, *, idempotency_key: str | None = None) -> Decision:
+        """Take tokens even if the bucket holds fewer: missing tokens are debt, which refill pays first. Raises IdempotencyMismatch."""
+        return self._run(calls.charge(policy, key, cost, idempotency_key))
+
+    def settle(self, policy: str, key: str, idempotency_key: str, cost: int) -> Decision:
+        """Replace the cost of the grant under idempotency_key, an estimate, by the real cost, once. 0 gives all of it back.
+
+        The difference goes back, up to full, or is taken, also into debt. A repeat changes nothing. Raises NoGrant, and
+        IdempotencyMismatch if it was settled at another cost.
+        """
+        return self._run(calls.settle(policy, key, idempotency_key, cost))
+
+    def reserve(self, policy: str, key: str, max_wait: float, cost: int = 1, *, idempotency_key: str | None = None) -> Reservation:
+        """Take tokens now if the bucket will have them within max_wait seconds, 0 to 365 days, and return how long to wait before
+        acting. Errors as acquire. A caller that does not act gives the tokens back with settle(…, 0)."""
+        return self._run(calls.reserve(policy, key, max_wait, cost, idempotency_key))
+
+    def acquire_up_to(
+        self, policy: str, key: str, at_most: int, at_least: int = 1, *, idempotency_key: str | None = None
+    ) -> PartialDecision:
+        """Take as many tokens as the bucket holds, up to at_most, or a denial if it holds fewer than at_least. Errors as acquire."""
+        return self._run(calls.acquire_up_to(policy, key, at_most, at_least, idempotency_key))
+
+    def refund(self, policy: str, key: str, amount: int) -> Decision:
+        """Give tokens back to the bucket, never above its capacity. A refund that is sent twice gives back twice."""
+        return self._run(calls.refund(policy, key, amount))
+
+    def wait(self, policy: str, key: str, cost: int = 1, *, timeout: float | None = None) -> Reservation:
+        """Take tokens, and return when they are there: a reserve and a sleep. Callers are served in the order of their calls.
+
+        Raises TooLate at once, and takes nothing, if they would come after timeout seconds (default: 365 days). When the sleep is
+        interrupted, the tokens are given back. It is for pools, and for connections with autocommit that are in no transaction.
+        """
+        max_wait, name = _waiting(self._driver, timeout)
+        reservation = None
+        try:
+            reservation = self.reserve(policy, key, max_wait, cost, idempotency_key=name)
+            for pause in _pauses(reservation):
+                time.sleep(pause)
+            return reservation
+        except BaseException as error:
+            if _may_hold(reservation, error):
+                with suppress(Exception):  # the first error is the one to see
+                    self.settle(policy, key, name, 0)
+            raise
+
+    def _run(self, call: Call[T]) -> T:
+        tries = _Tries(call, self._driver)
+        sql = calls.statement(self._schema, call.columns, call.function, self._driver.percent)
+        while True:
+            try:
+                return call.decode(self._driver.fetch(sql, call.args))
+            except Exception as error:
+                pause = tries.after(error)
+            time.sleep(pause)
+
+
+class AsyncLimiter:
+    """Limiter for asyncio, on a connection or pool of psycopg 3's async classes or of asyncpg: each method is as the Limiter's, awaited.
+
+    A cancelled call has no answer, and its tokens may be taken: repeat it under its idempotency key, or asyncio.shield it.
+    """
+
+    def __init__(self, db: Any, *, schema: str | None = None) -> None:
+        self._driver = drivers.async_driver(db)
+        self._schema = schema
+
+    async def acquire(self, policy: str, key: str, cost: int = 1, *, idempotency_key: str | None = None) -> Decision:
+        """As Limiter.acquire."""
+        return await self._run(calls.acquire(policy, key, cost, idempotency_key))
+
+    async def acquire_all(self, charges: Iterable[Charge], *, idempotency_key: str | None = None) -> JointDecision:
+        """As Limiter.acquire_all."""
+        return await self._run(calls.acquire_all([calls.charged(c) for c in charges], idempotency_key))
+
+    async def peek(self, policy: str, key: str, cost: int = 1) -> Decision:
+        """As Limiter.peek."""
+        return await self._run(calls.peek(policy, key, cost))
+
+    async def charge(self, policy: str, key: str, cost: int, *, idempotency_key: str | None = None) -> Decision:
+        """As Limiter.charge."""
+        return await self._run(calls.charge(policy, key, cost, idempotency_key))
+
+    async def settle(self, policy: str, key: str, idempotency_key: str, cost: int) -> Decision:
+        """As Limiter.settle."""
+        return await self._run(calls.settle(policy, key, idempotency_key, cost))
+
+    async def reserve(self, policy: str, key: str, max_wait: float, cost: int = 1, *, idempotency_key: str | None = None) -> Reservation:
+        """As Limiter.reserve."""
+        return await self._run(calls.reserve(policy, key, max_wait, cost, idempotency_key))
+
+    async def acquire_up_to(
+        self, policy: str, key: str, at_most: int, at_least: int = 1, *, idempotency_key: str | None = None
+    ) -> PartialDecision:
+        """As Limiter.acquire_up_to."""
+        return await self._run(calls.acquire_up_to(policy, key, at_most, at_least, idempotency_key))
+
+    async def refund(self, policy: str, key: str, amount: int) -> Decision:
+        """As Limiter.refund."""
+        return await self._run(calls.refund(policy, key, amount))
+
+    async def wait(self, policy: str, key: str, cost: int = 1, *, timeout: float | None = None) -> Reservation:
+        """As Limiter.wait. A cancelled wait takes up to 5 seconds to give the tokens back."""
+        max_wait, name = _waiting(self._driver, timeout)
+        reservation = None
+        try:
+            reservation = await self.reserve(policy, key, max_wait, cost, idempotency_key=name)
+            for pause in _pauses(reservation):
+                await asyncio.sleep(pause)
+            return reservation
+        except BaseException as error:
+            if _may_hold(reservation, error):
+                with suppress(Exception):
+                    await asyncio.wait_for(self.settle(policy, key, name, 0), GIVE_BACK_TIMEOUT)
+            raise
+
+    async def _run(self, call: Call[T]) -> T:
+        tries = _Tries(call, self._driver)
+        sql = calls.statement(self._schema, call.columns, call.function, self._driver.percent)
+        while True:
+            try:
+                return call.decode(await self._driver.fetch(sql, call.args))
+            except Exception as error:
+                pause = tries.after(error)
+            await asyncio.sleep(pause)
+
+
+class _Tries:
+    """Decides after an error of the driver whether a call is sent again."""
+
+    def __init__(self, call: Call[Any], driver: drivers.Driver) -> None:
+        self._call, self._driver, self._n = call, driver, 0
+        self._alone = driver.is_alone()  # asked first: a failed transaction looks different afterwards
+
+    def after(self, error: Exception) -> float:
+        """The seconds to wait before another try; random, so that calls that collided do not meet again. Raises the error if there is
+        none."""
+        self._n += 1
+        is_harmless = self._alone and errors.is_transient(error) or self._call.once and self._driver.is_pool and errors.is_lost(error)
+        if is_harmless and self._n < MAX_TRIES:
+            return random.uniform(0, 0.05 * 2 ** (self._n - 1))
+        known = errors.of_driver(self._call.verb, self._call.function, error)
+        raise known from (None if known is error else error)
+
+
+def _waiting(driver: drivers.Driver, timeout: float | None) -> tuple[float, str]:
+    """The longest wait, and an idempotency key for giving back."""
+    if not driver.is_alone():
+        raise InvalidArgument("pgratelimit: invalid argument: wait is for calls outside a transaction, which would keep the bucket locked")
+    return LONGEST_WAIT if timeout is None else min(max(timeout, 0.0), LONGEST_WAIT), secrets.token_urlsafe()
+
+
+def _pauses(reservation: Reservation) -> Iterator[float]:
+    """Sleeps until the tokens are there, of whole milliseconds and a day at most. Raises TooLate after a refusal."""
+    if not reservation.allowed or reservation.wait is None:
+        raise TooLate(reservation)
+    due = time.monotonic() + reservation.wait
+    while (left := due - time.monotonic()) > 0:
+        yield min(math.ceil(left * 1000) / 1000, 86400.0)
+
+
+def _may_hold(reservation: Reservation | None, error: BaseException) -> bool:
+    """Whether a wait that failed may have taken tokens: it was interrupted, and not refused."""
+    return not isinstance(error, TooLate) and (reservation is not None or not isinstance(error, Exception))

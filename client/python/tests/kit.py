@@ -1,0 +1,153 @@
+"""A database for the tests: PGHOST and the other variables name it, and it has pgratelimit installed. tests/client/python_test.go
+starts them with one of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import datetime
+import functools
+import gc
+import json
+import os
+import unittest
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import asyncpg
+import psycopg
+import psycopg_pool
+
+VECTORS = Path(__file__).parents[3] / "tests" / "vectors"
+
+
+def vectors(name: str) -> Any:
+    return json.loads((VECTORS / name).read_text())
+
+
+@functools.cache
+def connection() -> psycopg.Connection[tuple[Any, ...]]:
+    conn = psycopg.connect(autocommit=True)
+    atexit.register(conn.close)
+    return conn
+
+
+def execute(sql: str, *args: Any) -> list[tuple[Any, ...]]:
+    """Runs SQL apart from what is tested."""
+    cursor = connection().execute(sql, args or None, prepare=False)
+    return cursor.fetchall() if cursor.description else []
+
+
+def define(policy: str, capacity: int, refill: int = 0, every: str = "1 hour") -> None:
+    execute("select ratelimit_define_policy(%s::text, %s::bigint, %s::bigint, %s::interval)", policy, capacity, refill, every)
+
+
+def taken(policy: str, key: str = "k") -> int:
+    """Tokens that are taken from a bucket that does not refill."""
+    return execute("select capacity - remaining from ratelimit_peek(%s::text, %s::text)", policy, key)[0][0]
+
+
+@contextmanager
+def stopped_clock() -> Iterator[Callable[[int], Any]]:
+    """The database's clock stands still, at the ms after the beginning that the function is given."""
+    (definition,) = execute("select pg_get_functiondef('ratelimit.clock()'::regprocedure)")[0]
+    begin = datetime.datetime(2024, 3, 30, 12, tzinfo=datetime.timezone.utc)
+    execute("create table public.test_clock (now timestamptz not null)")
+    try:
+        execute("insert into public.test_clock values (%s)", begin)
+        execute("create or replace function ratelimit.clock() returns timestamptz language sql volatile parallel safe "
+                "as $$ select now from public.test_clock $$")
+        yield lambda ms: execute("update public.test_clock set now = %s", begin + datetime.timedelta(milliseconds=ms))
+    finally:
+        execute(definition)
+        execute("drop table public.test_clock")
+
+
+def fails_once(test: unittest.TestCase, sqlstate: str) -> None:
+    """ratelimit_acquire raises once, and works from then on, until "alter sequence fails restart"."""
+    execute(f"""
+        create sequence fails;
+        alter function ratelimit_acquire rename to original_acquire;
+        create function ratelimit_acquire(policy text, key text, cost bigint, idempotency_key text)
+          returns ratelimit.decision language plpgsql as $$
+        begin
+          if nextval('fails') = 1 then raise sqlstate '{sqlstate}'; end if;
+          return original_acquire(policy, key, cost, idempotency_key);
+        end $$""")
+    test.addCleanup(execute, "drop function ratelimit_acquire; alter function original_acquire rename to ratelimit_acquire; drop sequence fails")
+
+
+@asynccontextmanager
+async def psycopg_pool_of(size: int, options: str = "") -> AsyncIterator[Any]:
+    """Its connections have the application_name test."""
+    options = f"options='{os.environ.get('PGOPTIONS', '')} {options}'" if options else ""
+    pool = psycopg_pool.AsyncConnectionPool(f"application_name=test {options}", min_size=1, max_size=size, open=False)
+    async with pool:
+        yield pool
+
+
+@asynccontextmanager
+async def asyncpg_pool_of(size: int, options: str = "") -> AsyncIterator[Any]:
+    settings = {"application_name": "test"} | dict(o.split("=") for o in options.replace("-c ", "").split())
+    cache = 0 if "RATELIMIT_TEST_POOLER" in os.environ else 100  # as asyncpg's documentation asks
+    async with asyncpg.create_pool(min_size=0, max_size=size, server_settings=settings, statement_cache_size=cache) as pool:
+        yield pool
+
+
+BOTH_POOLS: dict[str, Callable[..., Any]] = {"psycopg": psycopg_pool_of, "asyncpg": asyncpg_pool_of}
+
+
+async def until(condition: str, *args: Any) -> None:
+    """Waits until the server sees that something holds."""
+    conn = await asyncpg.connect()
+    try:
+        async with asyncio.timeout(60):
+            while not await conn.fetchval(condition, *args):
+                await asyncio.sleep(0.002)
+    finally:
+        await conn.close()
+
+
+async def until_blocked(calls: int = 1) -> None:
+    """Waits until so many calls wait for a lock."""
+    await until(
+        "select count(*) = $1 from pg_stat_activity where application_name = 'test' and datname = current_database() and wait_event_type = 'Lock'",
+        calls,
+    )
+
+
+@asynccontextmanager
+async def locked(policy: str, key: str) -> AsyncIterator[None]:
+    """Another transaction holds the bucket, which has lost a token once."""
+    execute("select ratelimit_acquire(%s::text, %s::text)", policy, key)
+    conn = await asyncpg.connect()
+    transaction = conn.transaction()
+    await transaction.start()
+    try:
+        await conn.execute("select ratelimit_acquire($1::text, $2::text)", policy, key)
+        yield
+    finally:
+        await transaction.rollback()
+        await conn.close()
+
+
+class AsyncCase(unittest.IsolatedAsyncioTestCase):
+    """Fails if a test leaves tasks behind, or an error that was never looked at."""
+
+    async def asyncSetUp(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_debug(False)
+        self.loop_errors: list[dict[str, Any]] = []
+        loop.set_exception_handler(lambda _, context: self.loop_errors.append(context))
+        self.addAsyncCleanup(self.leaves_nothing)
+
+    async def leaves_nothing(self) -> None:
+        gc.collect()  # an error that was never looked at is found when its future goes
+        self.assertEqual([], self.loop_errors)
+        self.assertEqual({asyncio.current_task()}, {t for t in asyncio.all_tasks() if "IsolatedAsyncioTestCase" not in repr(t)})
+
+
+async def gather(*calls: Awaitable[Any]) -> list[Any]:
+    return await asyncio.gather(*calls, return_exceptions=True)

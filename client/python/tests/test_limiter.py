@@ -1,0 +1,375 @@
+import asyncio
+import io
+import re
+import subprocess
+import sys
+import time
+import unittest
+from contextlib import redirect_stdout
+from fractions import Fraction
+from pathlib import Path
+
+import asyncpg
+import psycopg
+import psycopg_pool
+from psycopg.rows import dict_row
+
+import pgratelimit
+from pgratelimit import (
+    AsyncLimiter,
+    Charge,
+    Denied,
+    IdempotencyMismatch,
+    InvalidArgument,
+    Limiter,
+    Locked,
+    NoGrant,
+    TooLate,
+    UnknownPolicy,
+)
+from pgratelimit.answers import seconds
+from pgratelimit.calls import statement, texts
+from tests.kit import (
+    AsyncCase,
+    asyncpg_pool_of,
+    define,
+    execute,
+    fails_once,
+    locked,
+    psycopg_pool_of,
+    stopped_clock,
+    taken,
+    until,
+    until_blocked,
+    vectors,
+)
+
+
+class VectorsTest(unittest.TestCase):
+    """The answers that clients of all languages have in common: tests/vectors."""
+
+    def setUp(self):
+        self.conn = self.enterContext(psycopg.connect(autocommit=True))
+        self.limiter = Limiter(self.conn)
+
+    def test_buckets(self):
+        with stopped_clock() as set_clock:
+            for v in vectors("buckets.json"):
+                policy = v["name"]
+                execute("select ratelimit_define_policy(%s::text, %s::bigint, %s::bigint, %s * interval '1 ms', %s)",
+                        policy, v["capacity"], v["refill"], v["every"], v["stepped"])
+                set_clock(0)
+                if v["taken"]:
+                    self.limiter.acquire(policy, "k", v["taken"])
+                for step in v["steps"]:
+                    set_clock(step["at"])
+                    with self.subTest(policy, step=step):
+                        self.check(step, self.call(policy, step))
+
+    def call(self, policy, step):
+        if step["call"] == "reset":
+            execute("select ratelimit_reset(%s::text, 'k')", policy)
+            return self.limiter.peek(policy, "k", 0)
+        return getattr(self.limiter, step["call"])(policy, "k", step["tokens"])
+
+    def check(self, step, d):
+        self.assertEqual((step["allowed"], step["allowed"]), (d.allowed, d.retry_after == 0))
+        if "remaining" in step:
+            self.assertEqual(step["remaining"], d.remaining)
+        for name in ("retry_after", "reset_after"):
+            if name in step:
+                got = getattr(d, name)
+                self.assertEqual(step[name], got and round(got * 1_000_000) / 1000)
+
+    def test_errors(self):
+        define("api", 10, 1, "1 hour")
+        for name in ("once", "over"):
+            self.limiter.acquire("api", "user:42", 2, idempotency_key=name)
+        self.limiter.settle("api", "user:42", "over", 1)
+        for v in vectors("errors.json"):
+            at, cost, name = (v["policy"], v["key"]), v.get("cost", 1), v.get("idempotency_key")
+            with self.subTest(v["name"]), self.assertRaises(getattr(pgratelimit, v["error"])) as raised:
+                match v["call"]:
+                    case "acquire":
+                        self.limiter.acquire(*at, cost, idempotency_key=name)
+                    case "settle":
+                        self.limiter.settle(*at, name, cost)
+                    case call:
+                        getattr(self.limiter, call)(*at, cost)
+            self.assertEqual(v.get("sqlstate"), raised.exception.sqlstate)
+            self.assertIn(raised.exception.hint or "", str(raised.exception))
+
+
+class SyncTest(unittest.TestCase):
+    def setUp(self):
+        self.policy = self.id()
+        define(self.policy, 10, 1, "1 hour")
+        self.pool = self.enterContext(psycopg_pool.ConnectionPool(min_size=1, max_size=2))
+        self.conn = self.enterContext(psycopg.connect())
+
+    def test_every_call(self):
+        p, limiter = self.policy, Limiter(self.pool)
+        self.assertEqual((True, 7, 0.0), ((d := limiter.acquire(p, "k", 3)).allowed, d.remaining, d.retry_after))
+        self.assertEqual((False, 7), ((d := limiter.peek(p, "k", 8)).allowed, d.remaining))
+        self.assertFalse(d, "a denial is false")
+        self.assertTrue(0 < d.retry_after <= 3600 and 0 < d.reset_after <= 10800)
+        self.assertEqual(-2, limiter.charge(p, "k", 9, idempotency_key="job").remaining)
+        self.assertEqual(5, limiter.settle(p, "k", "job", 2).remaining)
+        self.assertEqual((5, 0), ((d := limiter.acquire_up_to(p, "k", 6)).taken, d.remaining))
+        self.assertEqual(4, limiter.refund(p, "k", 4).remaining)
+        r = limiter.reserve(p, "k", 7200, 5)
+        self.assertTrue(r and 3500 < r.wait <= 3600)
+        self.assertEqual(-1, r.remaining)
+        self.assertFalse(limiter.reserve(p, "k", 0.5, 5))
+        d = limiter.acquire_all([Charge(p, "a", 3), (p, "b"), (p, "a", 3)])
+        self.assertEqual((True, 0, [4, 9, 4]), (d.allowed, d.binding, [each.remaining for each in d.decisions]))
+        with self.assertRaises(InvalidArgument):
+            limiter.reserve(p, "k", float("nan"))
+        with self.assertRaises(InvalidArgument):
+            limiter.acquire_all([])
+
+    def test_a_connection_without_autocommit_takes_nothing_until_it_commits(self):
+        Limiter(self.conn).acquire(self.policy, "k")
+        self.conn.rollback()
+        self.assertEqual(0, taken(self.policy))
+        Limiter(self.conn).acquire(self.policy, "k")
+        self.conn.commit()
+        self.assertEqual(1, taken(self.policy))
+
+    def test_a_call_on_a_pool_is_committed_and_leaves_the_connection_as_it_was(self):
+        limiter = Limiter(self.pool)
+        limiter.acquire(self.policy, "k")
+        self.assertEqual(1, taken(self.policy))
+        with self.assertRaises(UnknownPolicy):
+            limiter.acquire("none", "k")
+        with self.pool.connection() as conn:
+            self.assertFalse(conn.autocommit)
+            self.assertEqual(0, conn.pgconn.transaction_status)
+
+    def test_the_settings_of_a_connection_do_not_matter(self):
+        for factory in (psycopg.Cursor, psycopg.ClientCursor):
+            with psycopg.connect(row_factory=dict_row, cursor_factory=factory, autocommit=True, prepare_threshold=0) as conn:
+                conn.execute("set intervalstyle = 'iso_8601'")
+                limiter = Limiter(conn)
+                self.assertTrue(limiter.acquire(self.policy, "100%s $1 \\", idempotency_key="%s"))
+                self.assertTrue(limiter.acquire_all([(self.policy, '{"%s", \\')]))
+                prepared = conn.execute("select statement from pg_prepared_statements where statement ~ 'ratelimit_'", prepare=False)
+                self.assertEqual([], prepared.fetchall())
+
+    def test_a_serialization_failure_is_repeated_where_the_call_is_alone(self):
+        fails_once(self, "40001")
+        for db in (self.pool, psycopg.connect(autocommit=True)):
+            execute("alter sequence fails restart")
+            self.assertTrue(Limiter(db).acquire(self.policy, "k"))
+        with db.transaction():
+            execute("alter sequence fails restart")
+            with self.assertRaises(psycopg.errors.SerializationFailure):
+                Limiter(db).acquire(self.policy, "k")
+            raise psycopg.Rollback
+        db.close()
+        execute("alter sequence fails restart")
+        with self.assertRaises(psycopg.errors.SerializationFailure):
+            Limiter(self.conn).acquire(self.policy, "k")
+        self.assertEqual(2, taken(self.policy))
+
+    def test_locked(self):
+        with psycopg.connect(autocommit=True) as conn, self.conn as holder:
+            conn.execute("set lock_timeout = '10ms'")
+            Limiter(conn).acquire(self.policy, "k")
+            Limiter(holder).acquire(self.policy, "k")
+            with self.assertRaisesRegex(Locked, "lock_timeout"):
+                Limiter(conn).acquire(self.policy, "k")
+
+    def test_other_errors_are_the_drivers_with_a_note(self):
+        execute("drop role if exists pgratelimit_stranger; create role pgratelimit_stranger")
+        with psycopg.connect(autocommit=True) as conn:
+            conn.execute("set role pgratelimit_stranger")
+            with self.assertRaises(psycopg.errors.InsufficientPrivilege) as raised:
+                Limiter(conn).acquire(self.policy, "k")
+            self.assertEqual(
+                ["Its owner can run: grant execute on function ratelimit_acquire(text, text, bigint, text) to <role>;"],
+                raised.exception.__notes__)
+            with self.assertRaises(psycopg.Error) as raised:
+                Limiter(conn, schema="elsewhere").acquire(self.policy, "k")
+        execute("drop role pgratelimit_stranger")
+
+    def test_denied(self):
+        for cost, retry_after in ((12, None), (10, 3600.0)):
+            self.conn.execute("select ratelimit_acquire(%s::text, 'k', 1)", (self.policy,))
+            with self.assertRaises(psycopg.Error) as raised:
+                self.conn.execute("select ratelimit_enforce(%s::text, 'k', %s)", (self.policy, cost))
+            self.conn.rollback()
+            denied = Denied.of(raised.exception)
+            self.assertEqual((self.policy, cost, 9, 10), (denied.policy, denied.cost, denied.remaining, denied.capacity))
+            self.assertTrue(denied.retry_after is None if retry_after is None else 3590 < denied.retry_after <= retry_after)
+        self.assertIsNone(Denied.of(ValueError()))
+
+    def test_wait(self):
+        limiter = Limiter(self.pool)
+        with stopped_clock():
+            execute("select ratelimit_define_policy(%s::text, 10, 100, '1 second')", self.policy)
+            limiter.acquire(self.policy, "k", 10)
+            began = time.monotonic()
+            self.assertEqual((0.05, -5), ((r := limiter.wait(self.policy, "k", 5)).wait, r.remaining))
+            self.assertGreaterEqual(time.monotonic() - began, 0.05)
+        execute("select ratelimit_define_policy(%s::text, 10, 1, '1 hour')", self.policy)
+        limiter.charge(self.policy, "k", 100)
+        with self.assertRaises(TooLate) as raised:
+            limiter.wait(self.policy, "k", 10, timeout=60)
+        self.assertGreater(raised.exception.reservation.wait, 60)
+        with self.assertRaisesRegex(InvalidArgument, "outside a transaction"):
+            Limiter(self.conn).wait(self.policy, "k")
+
+    def test_no_wait_is_short(self):
+        self.assertIsNone(seconds(None))
+        self.assertEqual([0.0, 0.5, 1.0], [seconds(0), seconds("500000"), seconds(1_000_000)])
+        for n in range(1, 9_000_000_000_000_000, 12_345_678_901_234):
+            self.assertGreaterEqual(Fraction(seconds(n)), Fraction(n, 1_000_000))
+            self.assertLess(seconds(n) - n / 1_000_000, 2e-6)
+
+    def test_the_text_of_statements_and_arrays(self):
+        call = ("1%s$1", "a % $1", "f($2::text)")
+        self.assertEqual('select a %% %s from "1%%s$1".f(%s::text)', statement(*call, True))
+        self.assertEqual('select a % $1 from "1%s$1".f($2::text)', statement(*call, False))
+        self.assertEqual(["{}", '{""}'], [texts([]), texts([""])])
+
+    def test_another_handle_is_refused(self):
+        for db in (None, "postgres://", self.pool.connection()):
+            with self.assertRaises(TypeError):
+                Limiter(db)
+            with self.assertRaises(TypeError):
+                AsyncLimiter(db)
+
+
+class PackageTest(unittest.TestCase):
+    def test_it_depends_on_nothing_but_python(self):
+        subprocess.run([sys.executable, "-S", "-c", "import pgratelimit.asgi, pgratelimit.wsgi"], cwd=Path(__file__).parents[1], check=True)
+
+    def test_the_programs_of_the_readme_run(self):
+        define("api", 10_000)
+        blocks = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[1] / "README.md").read_text(), re.DOTALL)
+        programs = [block for block in blocks if "import pgratelimit\n" in block]
+        self.assertEqual(2, len(programs))
+        for program in programs:
+            out = io.StringIO()
+            with redirect_stdout(out):
+                exec(compile(program, "README.md", "exec"), {})
+            self.assertRegex(out.getvalue(), "^(9995 tokens left|True)$")
+        for fragment in blocks:
+            compile(fragment, "README.md", "exec")
+
+
+class AsyncTest(AsyncCase):
+    async def asyncSetUp(self):
+        await super().asyncSetUp()
+        self.policy = self.id()
+        define(self.policy, 10, 1, "1 hour")
+
+    async def handles(self):
+        """A pool and a connection of each driver."""
+        for pool in (psycopg_pool_of, asyncpg_pool_of):
+            async with pool(2) as pool:
+                yield pool
+        async with await psycopg.AsyncConnection.connect("application_name=test", autocommit=True) as conn:
+            yield conn
+        conn = await asyncpg.connect(server_settings={"application_name": "test"})
+        yield conn
+        await conn.close()
+
+    async def test_every_call(self):
+        p = self.policy
+        async for db in self.handles():
+            limiter = AsyncLimiter(db)
+            self.assertEqual(7, (await limiter.acquire(p, "k", 3)).remaining)
+            self.assertFalse(await limiter.peek(p, "k", 8))
+            self.assertEqual(-2, (await limiter.charge(p, "k", 9, idempotency_key="job")).remaining)
+            self.assertEqual(5, (await limiter.settle(p, "k", "job", 2)).remaining)
+            self.assertEqual(5, (await limiter.acquire_up_to(p, "k", 6)).taken)
+            self.assertEqual(4, (await limiter.refund(p, "k", 4)).remaining)
+            self.assertTrue(3500 < (await limiter.reserve(p, "k", 7200, 5)).wait <= 3600)
+            self.assertEqual([4, 9], [d.remaining for d in (await limiter.acquire_all([(p, "a", 6), (p, "b")])).decisions])
+            for error, call in (
+                (UnknownPolicy, limiter.acquire("none", "k")),
+                (IdempotencyMismatch, limiter.charge(p, "k", 1, idempotency_key="job")),
+                (NoGrant, limiter.settle(p, "k", "none", 1)),
+                (InvalidArgument, limiter.refund(p, "k", -1)),
+            ):
+                with self.assertRaises(error) as raised:
+                    await call
+                self.assertTrue(raised.exception.hint and raised.exception.sqlstate and raised.exception.message)
+            for key in "kab":
+                execute("select ratelimit_reset(%s::text, %s::text)", p, key)
+            execute("delete from ratelimit.idempotency_keys")
+
+    async def test_a_connection_is_in_the_callers_transaction(self):
+        conn = await asyncpg.connect()
+        transaction = conn.transaction()
+        await transaction.start()
+        await AsyncLimiter(conn).acquire(self.policy, "k")
+        with self.assertRaises(InvalidArgument):
+            await AsyncLimiter(conn).wait(self.policy, "k")
+        await transaction.rollback()
+        await conn.close()
+        async with await psycopg.AsyncConnection.connect() as conn:
+            await AsyncLimiter(conn).acquire(self.policy, "k")
+            with self.assertRaises(InvalidArgument):
+                await AsyncLimiter(conn).wait(self.policy, "k")
+            await conn.rollback()
+        self.assertEqual(0, taken(self.policy))
+
+    async def test_a_serialization_failure_is_repeated_where_the_call_is_alone(self):
+        fails_once(self, "40001")
+        async for db in self.handles():
+            execute("alter sequence fails restart")
+            self.assertTrue(await AsyncLimiter(db).acquire(self.policy, "k"))
+        conn = await asyncpg.connect()
+        transaction = conn.transaction()
+        await transaction.start()
+        execute("alter sequence fails restart")
+        with self.assertRaises(asyncpg.SerializationError):
+            await AsyncLimiter(conn).acquire(self.policy, "k")
+        await transaction.rollback()
+        await conn.close()
+        self.assertEqual(4, taken(self.policy))
+
+    async def test_a_cancelled_wait_gives_the_tokens_back(self):
+        async for db in self.handles():
+            limiter = AsyncLimiter(db)
+            await limiter.charge(self.policy, "k", 10)
+            waiting = asyncio.create_task(limiter.wait(self.policy, "k", 5))
+            await until("select remaining < 0 from ratelimit_peek($1::text, 'k')", self.policy)
+            waiting.cancel()
+            with self.assertRaises(asyncio.CancelledError):
+                await waiting
+            self.assertEqual(0, execute("select remaining from ratelimit_peek(%s::text, 'k')", self.policy)[0][0])
+            execute("select ratelimit_reset(%s::text, 'k')", self.policy)
+
+    async def test_a_cancelled_call_is_stopped_in_the_server(self):
+        for pool in (psycopg_pool_of, asyncpg_pool_of):
+            async with pool(1) as pool, locked(self.policy, "k"):
+                call = asyncio.create_task(AsyncLimiter(pool).acquire(self.policy, "k"))
+                await until_blocked()
+                call.cancel()
+                with self.assertRaises(asyncio.CancelledError):
+                    await call
+                await until_blocked(0)
+                self.assertTrue(await AsyncLimiter(pool).acquire(self.policy, "other"), "the pool has its connection")
+
+    async def test_a_lost_connection_of_a_pool(self):
+        for pool in (psycopg_pool_of, asyncpg_pool_of):
+            async with pool(3) as pool:
+                async with locked(self.policy, "k"):
+                    limiter = AsyncLimiter(pool)
+                    calls = [limiter.acquire(self.policy, "k"), limiter.acquire(self.policy, "k", idempotency_key=repr(pool))]
+                    both = asyncio.gather(*calls, return_exceptions=True)
+                    await until_blocked(2)
+                    execute("select pg_terminate_backend(pid) from pg_stat_activity where application_name = 'test' and wait_event_type = 'Lock'")
+                    await until_blocked(1)
+                plain, keyed = await both
+                self.assertIsInstance(plain, (psycopg.OperationalError, asyncpg.PostgresError))
+                self.assertTrue(keyed)
+        self.assertEqual(4, taken(self.policy), "the locks' two and the keyed two")
+
+
+if __name__ == "__main__":
+    unittest.main()
