@@ -89,15 +89,16 @@ function decider(limiter, { charges: chargesOf, failure, timeout = 1, onError = 
     if (decided.allowed) return { headers }
     if (decided.retryAfter !== null) headers['Retry-After'] = String(Math.ceil(decided.retryAfter))
     const violated = charges.filter((_, i) => !decided.decisions[i].allowed).map(({ policy }) => printable(policy))
-    const type = 'https://iana.org/assignments/http-problem-types#quota-exceeded'
-    return { headers, refusal: problem(429, 'Request cannot be satisfied as assigned quota has been exceeded', type, { 'violated-policies': [...new Set(violated)] }) }
+    const title = 'Request cannot be satisfied as assigned quota has been exceeded', type = 'https://iana.org/assignments/http-problem-types#quota-exceeded'
+    return { headers, refusal: problem(429, title, type, { 'violated-policies': [...new Set(violated)] }) }
   }
 }
 
 /** One call for all charges. Its answer has decisions, also about a single charge. */
 async function ask(limiter, charges, timeout) {
   const leaving = new AbortController(), signal = leaving.signal
-  const timer = setTimeout(() => leaving.abort(new TimedOut('no decision in time', { detail: `The limiter took longer than ${timeout} s.` })), timeout * 1000)
+  const giveUp = () => leaving.abort(new TimedOut('no decision in time', { detail: `The limiter took longer than ${timeout} s.` }))
+  const timer = setTimeout(giveUp, timeout * 1000)
   try {
     if (charges.length > 1) return await limiter.acquireAll(charges, { signal })
     const [{ policy, key, cost }] = charges

@@ -14,7 +14,10 @@ export interface Options {
    * a Pool of pg.
    */
   retry?: boolean
-  /** How long a call may take. Then it fails with TimedOut; on a Pool of pg it is cancelled, and its connection destroyed. Defaults to no bound, in a Combiner to 5. */
+  /**
+   * How long a call may take. Then it fails with TimedOut; on a Pool of pg it is cancelled, and its connection destroyed. Defaults to no
+   * bound, in a Combiner to 5.
+   */
   callTimeout?: number
 }
 

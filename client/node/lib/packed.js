@@ -32,7 +32,8 @@ export function unpack(batch, row) {
   each(row, ['elements', 'remaining', 'retry_after_us', 'reset_after_us', 'capacity'],
     (number, i, [, remaining, retry_after, reset_after, capacity]) => {
       const [replayed, shadowed] = [isSet(row.replayed, i), isSet(row.shadowed, i)]
-      decisions[number] = decision({ allowed: Number(retry_after) === 0 && retry_after !== null, remaining, retry_after, reset_after, capacity, replayed, shadowed })
+      const allowed = retry_after !== null && Number(retry_after) === 0
+      decisions[number] = decision({ allowed, remaining, retry_after, reset_after, capacity, replayed, shadowed })
     })
 
   let answers = decisions

@@ -11,7 +11,7 @@ export const NOTHING = 0, SERVE = 1, HOLD = 2
  * Decides which requests share a call, and when a call is made. It is a state machine without timers or I/O: its owner makes the calls.
  *
  * A request has a bucket (its name; all buckets of a joint request are one, named after them all), elements (its size in a call), keyed
- * and joint. It waits until take() puts it into a batch, whose buckets belong to it until finish(), and whose slot is in use until then or release().
+ * and joint. It waits until take() puts it into a batch, whose buckets belong to it until finish(), and whose slot until then or release().
  * add(), release(), finish() and hurry() may reserve a slot. Requests that arrive between that and take() can join the batch.
  *
  * Invariants, between any two methods:
