@@ -39,8 +39,8 @@ const (
 	// psycopg may be there for the system's Python only, while another one comes first.
 	withPsycopg = `export PYTHONPATH=../../../client/python
 		for python in python3 /usr/bin/python3; do $python -c 'import psycopg_pool' && exec $python "$@"; done; exit 1`
-	withPHP     = `exec php -S "127.0.0.1:$PORT" "$1"`
-	withGo      = `go build -o "$TMPDIR/api" "$1" && exec "$TMPDIR/api"`
+	withPHP = `exec php -S "127.0.0.1:$PORT" "$1"`
+	withGo  = `go build -o "$TMPDIR/api" "$1" && exec "$TMPDIR/api"`
 )
 
 var docsExamples = []docsExample{
