@@ -173,7 +173,7 @@ func (d *databases) drop(ctx context.Context, db *DB) (err error) {
 	}()
 	select {
 	case <-closed:
-	case <-time.After(10 * time.Second): // a test that failed should not hang too
+	case <-time.After(time.Minute): // a test that failed should not hang too
 		err = errors.New("pgtest: a connection was not released to its pool")
 	}
 	d.mu.Lock()

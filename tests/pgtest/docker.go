@@ -110,7 +110,7 @@ func runContainer(ctx context.Context, settings []string, inMemory bool) (host, 
 	return c, nil
 }
 
-// findEngine returns a Docker engine that answers within five seconds.
+// findEngine returns a Docker engine that answers within a minute.
 func findEngine(ctx context.Context) (client.APIClient, error) {
 	type answer struct {
 		engine client.APIClient
@@ -132,8 +132,8 @@ func findEngine(ctx context.Context) (client.APIClient, error) {
 			return nil, fmt.Errorf("no engine: %s", strings.ReplaceAll(a.err.Error(), "\n", ": "))
 		}
 		return a.engine, nil
-	case <-time.After(5 * time.Second):
-		return nil, errors.New("the engine does not answer within 5 seconds")
+	case <-time.After(time.Minute):
+		return nil, errors.New("the engine does not answer within a minute")
 	}
 }
 
