@@ -181,14 +181,14 @@ func FuzzCharges(f *testing.F) {
 func ExampleHTTP_Charges() {
 	const text = `
 policies:
-  api: {capacity: 100, refill: 10, every: 1s}
+  api: {capacity: 100, refill: 10, every: 1h}
 http:
   routes:
     GET /items/{id}: {api: {key: user}}
     POST /exports: {api: {key: user, cost: 80}}
 `
 	limiter := clienttest.New(nil) // a client.Combiner in a program
-	if err := limiter.DefinePolicy(context.Background(), client.Policy{Name: "api", Capacity: 100, Refill: 10, Every: time.Second}); err != nil {
+	if err := limiter.DefinePolicy(context.Background(), client.Policy{Name: "api", Capacity: 100, Refill: 10, Every: time.Hour}); err != nil {
 		log.Fatal(err)
 	}
 	handler := http.HandlerFunc(func(http.ResponseWriter, *http.Request) {})
