@@ -177,6 +177,7 @@ func TestOTLP_SendsWhatPrometheusReads(t *testing.T) {
 		}
 		s.mustPost("/v1/acquire", `{"policy":"nobody","key":"a secret key"}`)
 		require.NoError(t, s.stop(), "the last metrics are sent when it stops")
+		require.NotContains(t, s.log.String(), "the last metrics were not sent")
 		q := <-c.got
 		require.NotContains(t, q.String(), "secret")
 		require.NotContains(t, q.String(), "nobody")
