@@ -66,7 +66,7 @@ func TestServe(t *testing.T) {
 		told.WriteString(lines.Text() + "\n")
 	}
 	require.NoError(t, c.Wait(), "%s", &complaints)
-	require.Regexp(t, `(?m)^In \d+s: [1-9]\d* allowed, \d+ denied, 0 without an answer\.$`, told.String())
+	require.Regexp(t, `(?m)^In \S+s: [1-9]\d* allowed, \d+ denied, 0 without an answer\.$`, told.String())
 	for _, setting := range []string{"HTTP_ADDR=", "GRPC_ADDR="} {
 		for _, variable := range c.Env {
 			if address, ok := strings.CutPrefix(variable, setting); ok {
