@@ -6692,7 +6692,10 @@ begin
                          case
                            when b.least <= v_policy.capacity then wait_below_small(microtokens(b.least), b.level, b.elapsed_us, v_gain, v_per, v_tick_us)
                          end as retry_us,
-                         wait_below_small(v_full_level, b.level, b.elapsed_us, v_gain, v_per, v_tick_us) as reset_us
+                         case
+                           when b.level_now < v_full_level then wait_below_small(v_full_level, b.level, b.elapsed_us, v_gain, v_per, v_tick_us)
+                           else 0
+                         end as reset_us
                     from (select u.*, b.level, microseconds(v_now - b.refilled_at)::bigint as elapsed_us,
                                  refilled_level_small(b.level, b.refilled_at, v_now, v_full_level, v_gain, v_per, v_ticks, v_tick_us, v_tick) as level_now
                             from (select keys[u.place] collate "C" as key, array_agg(u.place) as places, array_agg(costs[u.place]) as costs,
@@ -6807,7 +6810,10 @@ begin
                          case
                            when b.least <= v_policy.capacity then wait_below_small(microtokens(b.least), b.level, b.elapsed_us, v_gain, v_per, v_tick_us)
                          end as retry_us,
-                         wait_below_small(v_full_level, b.level, b.elapsed_us, v_gain, v_per, v_tick_us) as reset_us
+                         case
+                           when b.level_now < v_full_level then wait_below_small(v_full_level, b.level, b.elapsed_us, v_gain, v_per, v_tick_us)
+                           else 0
+                         end as reset_us
                     from (select u.*, b.level, microseconds(v_now - b.refilled_at)::bigint as elapsed_us,
                                  refilled_level_small(b.level, b.refilled_at, v_now, v_full_level, v_gain, v_per, v_ticks, v_tick_us, v_tick) as level_now
                             from (select keys[u.place] collate "C" as key, array_agg(u.place) as places, array_agg(costs[u.place]) as costs,

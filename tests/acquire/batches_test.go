@@ -366,6 +366,16 @@ func TestAcquireMany_ADenialIsAsOfAfterTheWait(t *testing.T) {
 	}
 }
 
+func TestAcquireMany_ADenialOfAFullBucketHasNothingToWaitFor(t *testing.T) {
+	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, kind kit.PolicyOption) {
+		db.At(kit.T0).Policy("p", 10, 1, kit.Second, kind).Take("p", "k", 2)
+		db.SetClock(kit.T0.Add(time.Minute)) // the row stays
+		for _, a := range kit.SendBatch(t, db.Session(), kit.AcquireMany, kit.RequestOf("p", "k", 11), kit.RequestOf("p", "k", 12)) {
+			require.Equal(t, kit.Never(10, 0, 10), *a.Decision)
+		}
+	})
+}
+
 // Plain denials need no order. Whatever else is in their batch, they cost one look at the bucket.
 func TestAcquireMany_PlainDenialsAreNotDecidedInOrder(t *testing.T) {
 	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, kind kit.PolicyOption) {
