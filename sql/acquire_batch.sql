@@ -1,9 +1,9 @@
 -- Decides many requests, as if each were asked on its own, one after another. The functions for many requests differ only
 -- in how they take the requests and show the answers; the comments of ratelimit_acquire_packed and of type ratelimit.packed explain them.
 --
--- There are two ways. The fast path is for what most requests are: they fit. take.sql charges the buckets of one policy; a batch of
+-- There are two ways. The fast path is for requests that fit, and most do. take.sql charges the buckets of one policy; a batch of
 -- several policies is split into parts, in the order in which buckets are locked: durable policies first, then by name. The other
--- way is decide_left: plain denials take one look at the bucket (deny.sql), and decide_in_order is for whatever else is asked. The
+-- way is decide_left: plain denials take one look at the bucket (deny.sql), and decide_in_order decides all other requests. The
 -- fast path is a subtransaction, and this is what follows it:
 --
 --   all elements are charged             the answers

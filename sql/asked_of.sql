@@ -1,5 +1,5 @@
--- What a batch about one policy asks of each bucket, in the order of key: size is the number of elements, and places are their
--- positions in the batch. wanted, in microtokens, is what they ask for together, at most just above the largest capacity. A bucket
+-- The tokens that a batch about one policy asks of each bucket, in the order of key: size is the number of elements, and places are their
+-- positions in the batch. wanted, in microtokens, is their sum, at most just above the largest capacity. A bucket
 -- with an element that is not about 1 to 2147483647 tokens is left out. The sum of integers is a bigint, which costs less than the
 -- numeric sum of bigints. The function is inlined.
 create or replace function ratelimit.asked_of(keys text[], costs bigint[])
@@ -18,9 +18,10 @@ $$;
 comment on function ratelimit.asked_of(text[], bigint[]) is
   'What a batch about one policy asks of each bucket, in the order of key.';
 
--- What a batch about several policies asks, in the order in which buckets are locked: durable policies first, then by name, and then
--- by key. size is the number of elements that are not left out, and twice tells that a request names a bucket twice: that is left to decide_in_order,
--- which answers both elements with the sum. requests has the number of the request of each element; null: its own number.
+-- The same for a batch about several policies, in the order in which buckets are locked: durable policies first, then by name, and
+-- then by key. size is the number of elements that are not left out, and twice tells that a request names a bucket twice: that is
+-- left to decide_in_order, which answers both elements with the sum. requests has the number of the request of each element; null:
+-- its own number.
 create or replace function ratelimit.parts_of(
     in policies text[], in keys text[], in costs bigint[], in requests bigint[],
     out parts ratelimit.part[], out size bigint, out twice boolean)

@@ -3,7 +3,7 @@
 -- The steps:
 --   1. A live idempotency key is replayed.
 --   2. The bucket is locked. One without a row is full, and is created first.
---   3. The idempotency key is remembered, with what the charge takes: one that is cut at the floor is settled against that. If
+--   3. The idempotency key is remembered, with the tokens that the charge takes: one that is cut at the floor is settled against that. If
 --      another session has stored the key meanwhile, step 1 follows.
 --   4. The level moves. So nothing that was moved is ever moved back.
 create or replace function ratelimit_charge(

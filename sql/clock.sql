@@ -1,4 +1,4 @@
--- The clock of every decision, and of what is due for clean-up. Only the deadline of clean-up uses
+-- The clock of every decision, and of the rows that are due for clean-up. Only the deadline of clean-up uses
 -- clock_timestamp() directly. The function is inlined, and so costs nothing, because it has neither SET nor
 -- SECURITY DEFINER and declares the volatility of clock_timestamp().
 create or replace function ratelimit.clock()

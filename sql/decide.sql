@@ -1,5 +1,5 @@
--- Decides the requests of a batch one after another, as of one instant. It reads no table and writes none: what it needs stands in
--- its arguments, and what becomes of buckets and idempotency keys in its answer.
+-- Decides the requests of a batch one after another, as of one instant. It reads no table and writes none: its arguments have all
+-- that it needs, and its answer has the buckets and idempotency keys as they are to be stored.
 --
 -- Parallel to the elements: requests, the number of its request; idempotency_keys, null for none; charges, buckets, same, twins and
 -- bad, as of numbered; known, the grant that a live idempotency key remembers. Parallel to the buckets: numbers, the policy with the

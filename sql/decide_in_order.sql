@@ -26,7 +26,7 @@
 --          batch is decided here.
 --
 -- All that take from more than one bucket lock them in one order: durable policies first, then by policy and key. To
--- create a row is part of the order, because an INSERT waits for whoever has the row already. So calls that are
+-- create a row is part of the order, because an INSERT waits for the session that has created the row. So calls that are
 -- transactions of their own never deadlock with each other. If the caller has charged buckets already (taken), a grant here would break
 -- the order: it is RL00T.
 --

@@ -1,8 +1,8 @@
 -- Decides the elements of a batch that the fast path has not granted: places are their numbers. First the plain denials, which lock
--- nothing, and then what is left of them, by decide_in_order. requests is parallel to all elements, null: each is one; joint and taken are for
--- decide_in_order.
+-- nothing, and then what is left of them, by decide_in_order. requests is parallel to all elements, null: each is one; joint and
+-- taken are for decide_in_order.
 --
--- Locks and writes: as decide_in_order, for what is left to it.
+-- Locks and writes: as decide_in_order, for the elements that are left to it.
 create or replace function ratelimit.decide_left(
     policies text[], keys text[], costs bigint[], requests bigint[], idempotency_keys text[], places bigint[], joint boolean, taken boolean)
   returns ratelimit.packed
@@ -37,8 +37,8 @@ $$;
 comment on function ratelimit.decide_left(text[], text[], bigint[], bigint[], text[], bigint[], boolean, boolean) is
   'Decides the elements of a batch that were not granted at first sight.';
 
--- The denials of all policies, as of one snapshot, because the function is STABLE: a policy could be redefined between two reads. A shadow
--- policy denies nothing.
+-- The denials of all policies, as of one snapshot, because the function is STABLE: a policy could be redefined between two reads. A
+-- shadow policy denies nothing.
 create or replace function ratelimit.denied(policies text[], keys text[], costs bigint[], places bigint[], now timestamptz)
   returns ratelimit.packed
   language plpgsql

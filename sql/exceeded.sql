@@ -1,6 +1,6 @@
 -- The error of a guard that refuses.
 
--- The fields of draft-ietf-httpapi-ratelimit-headers for a denial: what is left of which quota. A policy's name is a string
+-- The fields of draft-ietf-httpapi-ratelimit-headers for a denial: the tokens that are left of each quota. A policy's name is a string
 -- of printable ASCII there, so anything else in it becomes a question mark.
 create or replace function ratelimit.http_fields(policy text, denial ratelimit.decision)
   returns json language plpgsql stable

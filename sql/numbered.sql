@@ -1,5 +1,5 @@
 -- Prepares a batch for decide_in_order: numbers its policies and buckets, in the order in which buckets are locked within their
--- kind, and tells for each element what it has to do with others. It reads no table. The arguments are parallel to the elements.
+-- kind, and relates each element to earlier elements on its bucket. It reads no table. The arguments are parallel to the elements.
 create or replace function ratelimit.numbered(
     in  policies text[], in keys text[], in costs bigint[], in idempotency_keys text[], in requests bigint[],
     out names          text[],     -- of the policies, in order

@@ -73,7 +73,7 @@ Locks: nothing.
 Writes: nothing.
 Role: application.';
 
--- What a bucket holds, in microtokens, and the microseconds until it is full; null is never. The policy has the numbers that
+-- The level of a bucket, in microtokens, and the microseconds until it is full; null is never. The policy has the numbers that
 -- apply to the key.
 create or replace function ratelimit.bucket_now(in policy ratelimit.policies, in key text, in now timestamptz, out level bigint, out reset_us bigint)
   language plpgsql

@@ -9,14 +9,14 @@ $$;
 comment on function ratelimit.peek(text, text, bigint) is
   'What ratelimit_peek does, for the guards.';
 
--- What ratelimit_pre_request does with its settings; docs/postgrest/install.sql creates that function and the settings.
+-- ratelimit_pre_request calls this with its settings; docs/postgrest/install.sql creates that function and the settings.
 -- It takes one token for a request that PostgREST is about to serve. In a read-only transaction, which those of GET, HEAD
 -- and calls of stable functions are, it can take nothing: there it refuses only if the bucket holds no token.
 --
--- The key is the subject of the JWT, hashed, because it may be long or a secret. Without one it is the address in the
--- header X-Forwarded-For that is forwarded_hop from the right: each proxy adds the address of whoever asked it, and what
--- stands further left is the word of the client. Of an IPv6 address the first 64 bits count, because whoever has one has
--- all that begin so. Null turns either off.
+-- The key is the subject of the JWT, hashed, because it may be long or a secret. Without one it is the address in the header
+-- X-Forwarded-For that is forwarded_hop from the right: each proxy adds the address of its caller, and addresses further left are
+-- the word of the client. Of an IPv6 address the first 64 bits count, because whoever has one has all that begin so. Null turns
+-- either off.
 --
 -- It runs with the search_path and the settings of ratelimit_pre_request, which acquire and peek count on.
 -- Locks and writes: as ratelimit_acquire; nothing in a read-only transaction.

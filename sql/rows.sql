@@ -1,4 +1,4 @@
--- What decide_in_order does with the rows of {{ .buckets }} and {{ .idempotency_keys }}. Each function is about the buckets of one
+-- The steps of decide_in_order on the rows of {{ .buckets }} and {{ .idempotency_keys }}. Each function is about the buckets of one
 -- policy. But for live_{{ .idempotency_keys }}, keys are theirs, in order, and the arrays after it are parallel to it.
 
 -- Reads the buckets: the policy with the numbers that apply to the key; the level as stored, and when; the level now; whether there is
@@ -120,7 +120,8 @@ $$;
 comment on function ratelimit.create_{{ .buckets }}(bigint, text[], boolean[], boolean[], bigint[], timestamptz[], ratelimit.policies[]) is
   'Creates the rows of the wanted buckets of one policy that have none, and answers how many.';
 
--- Writes the locked buckets that are wanted, and answers how many. It removes the rows that lock_{{ .buckets }} has created for others.
+-- Writes the locked buckets that are wanted, and answers how many. It removes the rows that lock_{{ .buckets }} has created for
+-- buckets that are not wanted.
 create or replace function ratelimit.write_{{ .buckets }}(
     policy ratelimit.policies, keys text[], wanted boolean[], created boolean[], levels bigint[], refilled_at timestamptz[])
   returns bigint

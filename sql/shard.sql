@@ -19,7 +19,7 @@ Locks: nothing.
 Writes: nothing.
 Role: application, with client.NewSharded.';
 
--- Another number is refused: the keys that the database has would belong elsewhere.
+-- A different number is refused: the keys that the database has would belong elsewhere.
 create or replace function ratelimit_define_shard(shard integer, of integer)
   returns void
   language plpgsql

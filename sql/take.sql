@@ -1,5 +1,5 @@
 -- The fast path of requests about many buckets of one policy, in {{ .buckets }}. It charges them in one lean statement, and
--- does not look first. What it does not charge is left to decide_in_order.
+-- does not look first. Elements that it does not charge are left to decide_left.
 --
 -- Elements for the same bucket are summed: it charges a bucket that covers the sum, and so grants all its elements. It leaves
 -- alone a bucket that covers less, one without a row, one with an element that is not about 1 to 2147483647 tokens, and one that
@@ -12,7 +12,8 @@
 --
 -- places is null if no bucket was charged, and capacities if all buckets have that of the policy.
 --
--- Locks:  the bucket rows that it charges, and those that it has waited for, in the order of key. Under the settings of acquire_batch the order does not depend on a choice of the
+-- Locks:  the bucket rows that it charges, and those that it has waited for, in the order of key. Under the settings of
+-- acquire_batch the order does not depend on a choice of the
 --         planner: a row found by ctid is read on the inside of a nested loop, and the outside comes sorted.
 -- Writes: these rows.
 create or replace function ratelimit.take_from_{{ .buckets }}(
@@ -192,9 +193,9 @@ $$;
 comment on function ratelimit.covered_in_{{ .buckets }}(ratelimit.policies, ratelimit.asked[], timestamptz) is
   'The row ids of the buckets of one policy if all cover what is asked of them, and whether other sessions are at them.';
 
--- For requests of several elements, of which others may be waiting for the same bucket: the update would not charge a
--- bucket that it waited for. This waits first, and the update no longer needs to. The answer is null if a bucket has no row: one that is created
--- later would be locked after higher keys.
+-- For requests of several elements, of which others may be waiting for the same bucket: the update would not charge a bucket that
+-- it waited for. This waits first, and the update no longer needs to. The answer is null if a bucket has no row: one that is
+-- created later would be locked after higher keys.
 create or replace function ratelimit.lock_asked_of_{{ .buckets }}(policy ratelimit.policies, asked ratelimit.asked[])
   returns tid[]
   language plpgsql

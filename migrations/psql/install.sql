@@ -2901,7 +2901,7 @@ $prologue$;
 
 
 -- Private: the rules, each in one place.
--- The clock of every decision, and of what is due for clean-up. Only the deadline of clean-up uses
+-- The clock of every decision, and of the rows that are due for clean-up. Only the deadline of clean-up uses
 -- clock_timestamp() directly. The function is inlined, and so costs nothing, because it has neither SET nor
 -- SECURITY DEFINER and declares the volatility of clock_timestamp().
 create or replace function ratelimit.clock()
@@ -3729,7 +3729,7 @@ comment on function ratelimit.numbers_again(ratelimit.policies, text, timestampt
 
 -- The error of a guard that refuses.
 
--- The fields of draft-ietf-httpapi-ratelimit-headers for a denial: what is left of which quota. A policy's name is a string
+-- The fields of draft-ietf-httpapi-ratelimit-headers for a denial: the tokens that are left of each quota. A policy's name is a string
 -- of printable ASCII there, so anything else in it becomes a question mark.
 create or replace function ratelimit.http_fields(policy text, denial ratelimit.decision)
   returns json language plpgsql stable
@@ -4563,7 +4563,7 @@ Locks: nothing.
 Writes: nothing.
 Role: application.';
 
--- What a bucket holds, in microtokens, and the microseconds until it is full; null is never. The policy has the numbers that
+-- The level of a bucket, in microtokens, and the microseconds until it is full; null is never. The policy has the numbers that
 -- apply to the key.
 create or replace function ratelimit.bucket_now(in policy ratelimit.policies, in key text, in now timestamptz, out level bigint, out reset_us bigint)
   language plpgsql
@@ -4774,7 +4774,7 @@ Role: administrator. The role also needs EXECUTE on ratelimit.reset_batch and US
 -- The steps:
 --   1. A live idempotency key is replayed.
 --   2. The bucket is locked. One without a row is full, and is created first.
---   3. The idempotency key is remembered, with what the charge takes: one that is cut at the floor is settled against that. If
+--   3. The idempotency key is remembered, with the tokens that the charge takes: one that is cut at the floor is settled against that. If
 --      another session has stored the key meanwhile, step 1 follows.
 --   4. The level moves. So nothing that was moved is ever moved back.
 create or replace function ratelimit_charge(
@@ -6112,8 +6112,8 @@ $$;
 comment on function ratelimit.with_misfits(ratelimit.packed, integer[], bigint[]) is
   'The answers of a batch with the errors of requests that are too large or empty.';
 
--- What a batch about one policy asks of each bucket, in the order of key: size is the number of elements, and places are their
--- positions in the batch. wanted, in microtokens, is what they ask for together, at most just above the largest capacity. A bucket
+-- The tokens that a batch about one policy asks of each bucket, in the order of key: size is the number of elements, and places are their
+-- positions in the batch. wanted, in microtokens, is their sum, at most just above the largest capacity. A bucket
 -- with an element that is not about 1 to 2147483647 tokens is left out. The sum of integers is a bigint, which costs less than the
 -- numeric sum of bigints. The function is inlined.
 create or replace function ratelimit.asked_of(keys text[], costs bigint[])
@@ -6132,9 +6132,10 @@ $$;
 comment on function ratelimit.asked_of(text[], bigint[]) is
   'What a batch about one policy asks of each bucket, in the order of key.';
 
--- What a batch about several policies asks, in the order in which buckets are locked: durable policies first, then by name, and then
--- by key. size is the number of elements that are not left out, and twice tells that a request names a bucket twice: that is left to decide_in_order,
--- which answers both elements with the sum. requests has the number of the request of each element; null: its own number.
+-- The same for a batch about several policies, in the order in which buckets are locked: durable policies first, then by name, and
+-- then by key. size is the number of elements that are not left out, and twice tells that a request names a bucket twice: that is
+-- left to decide_in_order, which answers both elements with the sum. requests has the number of the request of each element; null:
+-- its own number.
 create or replace function ratelimit.parts_of(
     in policies text[], in keys text[], in costs bigint[], in requests bigint[],
     out parts ratelimit.part[], out size bigint, out twice boolean)
@@ -6163,7 +6164,7 @@ comment on function ratelimit.parts_of(text[], text[], bigint[], bigint[]) is
   'What a batch asks of the buckets of each of its policies, in the order in which they are locked.';
 
 -- The fast path of requests about many buckets of one policy, in buckets. It charges them in one lean statement, and
--- does not look first. What it does not charge is left to decide_in_order.
+-- does not look first. Elements that it does not charge are left to decide_left.
 --
 -- Elements for the same bucket are summed: it charges a bucket that covers the sum, and so grants all its elements. It leaves
 -- alone a bucket that covers less, one without a row, one with an element that is not about 1 to 2147483647 tokens, and one that
@@ -6176,7 +6177,8 @@ comment on function ratelimit.parts_of(text[], text[], bigint[], bigint[]) is
 --
 -- places is null if no bucket was charged, and capacities if all buckets have that of the policy.
 --
--- Locks:  the bucket rows that it charges, and those that it has waited for, in the order of key. Under the settings of acquire_batch the order does not depend on a choice of the
+-- Locks:  the bucket rows that it charges, and those that it has waited for, in the order of key. Under the settings of
+-- acquire_batch the order does not depend on a choice of the
 --         planner: a row found by ctid is read on the inside of a nested loop, and the outside comes sorted.
 -- Writes: these rows.
 create or replace function ratelimit.take_from_buckets(
@@ -6376,9 +6378,9 @@ $$;
 comment on function ratelimit.covered_in_buckets(ratelimit.policies, ratelimit.asked[], timestamptz) is
   'The row ids of the buckets of one policy if all cover what is asked of them, and whether other sessions are at them.';
 
--- For requests of several elements, of which others may be waiting for the same bucket: the update would not charge a
--- bucket that it waited for. This waits first, and the update no longer needs to. The answer is null if a bucket has no row: one that is created
--- later would be locked after higher keys.
+-- For requests of several elements, of which others may be waiting for the same bucket: the update would not charge a bucket that
+-- it waited for. This waits first, and the update no longer needs to. The answer is null if a bucket has no row: one that is
+-- created later would be locked after higher keys.
 create or replace function ratelimit.lock_asked_of_buckets(policy ratelimit.policies, asked ratelimit.asked[])
   returns tid[]
   language plpgsql
@@ -6406,7 +6408,7 @@ comment on function ratelimit.lock_asked_of_buckets(ratelimit.policies, ratelimi
   'Locks the buckets of one policy, in order, and answers with their row ids.';
 
 -- The fast path of requests about many buckets of one policy, in ephemeral_buckets. It charges them in one lean statement, and
--- does not look first. What it does not charge is left to decide_in_order.
+-- does not look first. Elements that it does not charge are left to decide_left.
 --
 -- Elements for the same bucket are summed: it charges a bucket that covers the sum, and so grants all its elements. It leaves
 -- alone a bucket that covers less, one without a row, one with an element that is not about 1 to 2147483647 tokens, and one that
@@ -6419,7 +6421,8 @@ comment on function ratelimit.lock_asked_of_buckets(ratelimit.policies, ratelimi
 --
 -- places is null if no bucket was charged, and capacities if all buckets have that of the policy.
 --
--- Locks:  the bucket rows that it charges, and those that it has waited for, in the order of key. Under the settings of acquire_batch the order does not depend on a choice of the
+-- Locks:  the bucket rows that it charges, and those that it has waited for, in the order of key. Under the settings of
+-- acquire_batch the order does not depend on a choice of the
 --         planner: a row found by ctid is read on the inside of a nested loop, and the outside comes sorted.
 -- Writes: these rows.
 create or replace function ratelimit.take_from_ephemeral_buckets(
@@ -6619,9 +6622,9 @@ $$;
 comment on function ratelimit.covered_in_ephemeral_buckets(ratelimit.policies, ratelimit.asked[], timestamptz) is
   'The row ids of the buckets of one policy if all cover what is asked of them, and whether other sessions are at them.';
 
--- For requests of several elements, of which others may be waiting for the same bucket: the update would not charge a
--- bucket that it waited for. This waits first, and the update no longer needs to. The answer is null if a bucket has no row: one that is created
--- later would be locked after higher keys.
+-- For requests of several elements, of which others may be waiting for the same bucket: the update would not charge a bucket that
+-- it waited for. This waits first, and the update no longer needs to. The answer is null if a bucket has no row: one that is
+-- created later would be locked after higher keys.
 create or replace function ratelimit.lock_asked_of_ephemeral_buckets(policy ratelimit.policies, asked ratelimit.asked[])
   returns tid[]
   language plpgsql
@@ -6996,7 +6999,7 @@ $$;
 comment on function ratelimit.remember_ephemeral_idempotency_keys(ratelimit.policies, text[], text[], bigint[], timestamptz, boolean, bigint[], bigint[], bigint[], bigint[]) is
   'Stores the idempotency keys of granted elements; false if one of them is live already, or is no valid key.';
 
--- What decide_in_order does with the rows of buckets and idempotency_keys. Each function is about the buckets of one
+-- The steps of decide_in_order on the rows of buckets and idempotency_keys. Each function is about the buckets of one
 -- policy. But for live_idempotency_keys, keys are theirs, in order, and the arrays after it are parallel to it.
 
 -- Reads the buckets: the policy with the numbers that apply to the key; the level as stored, and when; the level now; whether there is
@@ -7122,7 +7125,8 @@ $$;
 comment on function ratelimit.create_buckets(bigint, text[], boolean[], boolean[], bigint[], timestamptz[], ratelimit.policies[]) is
   'Creates the rows of the wanted buckets of one policy that have none, and answers how many.';
 
--- Writes the locked buckets that are wanted, and answers how many. It removes the rows that lock_buckets has created for others.
+-- Writes the locked buckets that are wanted, and answers how many. It removes the rows that lock_buckets has created for
+-- buckets that are not wanted.
 create or replace function ratelimit.write_buckets(
     policy ratelimit.policies, keys text[], wanted boolean[], created boolean[], levels bigint[], refilled_at timestamptz[])
   returns bigint
@@ -7155,7 +7159,7 @@ $$;
 comment on function ratelimit.write_buckets(ratelimit.policies, text[], boolean[], boolean[], bigint[], timestamptz[]) is
   'Writes the wanted buckets of one policy, which are locked, and answers how many.';
 
--- What decide_in_order does with the rows of ephemeral_buckets and ephemeral_idempotency_keys. Each function is about the buckets of one
+-- The steps of decide_in_order on the rows of ephemeral_buckets and ephemeral_idempotency_keys. Each function is about the buckets of one
 -- policy. But for live_ephemeral_idempotency_keys, keys are theirs, in order, and the arrays after it are parallel to it.
 
 -- Reads the buckets: the policy with the numbers that apply to the key; the level as stored, and when; the level now; whether there is
@@ -7281,7 +7285,8 @@ $$;
 comment on function ratelimit.create_ephemeral_buckets(bigint, text[], boolean[], boolean[], bigint[], timestamptz[], ratelimit.policies[]) is
   'Creates the rows of the wanted buckets of one policy that have none, and answers how many.';
 
--- Writes the locked buckets that are wanted, and answers how many. It removes the rows that lock_ephemeral_buckets has created for others.
+-- Writes the locked buckets that are wanted, and answers how many. It removes the rows that lock_ephemeral_buckets has created for
+-- buckets that are not wanted.
 create or replace function ratelimit.write_ephemeral_buckets(
     policy ratelimit.policies, keys text[], wanted boolean[], created boolean[], levels bigint[], refilled_at timestamptz[])
   returns bigint
@@ -7315,7 +7320,7 @@ comment on function ratelimit.write_ephemeral_buckets(ratelimit.policies, text[]
   'Writes the wanted buckets of one policy, which are locked, and answers how many.';
 
 -- Prepares a batch for decide_in_order: numbers its policies and buckets, in the order in which buckets are locked within their
--- kind, and tells for each element what it has to do with others. It reads no table. The arguments are parallel to the elements.
+-- kind, and relates each element to earlier elements on its bucket. It reads no table. The arguments are parallel to the elements.
 create or replace function ratelimit.numbered(
     in  policies text[], in keys text[], in costs bigint[], in idempotency_keys text[], in requests bigint[],
     out names          text[],     -- of the policies, in order
@@ -7441,8 +7446,8 @@ $$;
 comment on function ratelimit.look_at_buckets(text[], integer[], text[], boolean[], integer[], bigint[], text[], timestamptz) is
   'The policies, buckets and idempotency keys of many requests, as of one snapshot.';
 
--- Decides the requests of a batch one after another, as of one instant. It reads no table and writes none: what it needs stands in
--- its arguments, and what becomes of buckets and idempotency keys in its answer.
+-- Decides the requests of a batch one after another, as of one instant. It reads no table and writes none: its arguments have all
+-- that it needs, and its answer has the buckets and idempotency keys as they are to be stored.
 --
 -- Parallel to the elements: requests, the number of its request; idempotency_keys, null for none; charges, buckets, same, twins and
 -- bad, as of numbered; known, the grant that a live idempotency key remembers. Parallel to the buckets: numbers, the policy with the
@@ -7631,7 +7636,7 @@ comment on function ratelimit.decide(bigint[], text[], bigint[], integer[], inte
 --          batch is decided here.
 --
 -- All that take from more than one bucket lock them in one order: durable policies first, then by policy and key. To
--- create a row is part of the order, because an INSERT waits for whoever has the row already. So calls that are
+-- create a row is part of the order, because an INSERT waits for the session that has created the row. So calls that are
 -- transactions of their own never deadlock with each other. If the caller has charged buckets already (taken), a grant here would break
 -- the order: it is RL00T.
 --
@@ -7827,10 +7832,10 @@ comment on function ratelimit.decide_in_order(text[], text[], bigint[], bigint[]
   'Decides requests one after another at one instant, whatever they ask for.';
 
 -- Decides the elements of a batch that the fast path has not granted: places are their numbers. First the plain denials, which lock
--- nothing, and then what is left of them, by decide_in_order. requests is parallel to all elements, null: each is one; joint and taken are for
--- decide_in_order.
+-- nothing, and then what is left of them, by decide_in_order. requests is parallel to all elements, null: each is one; joint and
+-- taken are for decide_in_order.
 --
--- Locks and writes: as decide_in_order, for what is left to it.
+-- Locks and writes: as decide_in_order, for the elements that are left to it.
 create or replace function ratelimit.decide_left(
     policies text[], keys text[], costs bigint[], requests bigint[], idempotency_keys text[], places bigint[], joint boolean, taken boolean)
   returns ratelimit.packed
@@ -7865,8 +7870,8 @@ $$;
 comment on function ratelimit.decide_left(text[], text[], bigint[], bigint[], text[], bigint[], boolean, boolean) is
   'Decides the elements of a batch that were not granted at first sight.';
 
--- The denials of all policies, as of one snapshot, because the function is STABLE: a policy could be redefined between two reads. A shadow
--- policy denies nothing.
+-- The denials of all policies, as of one snapshot, because the function is STABLE: a policy could be redefined between two reads. A
+-- shadow policy denies nothing.
 create or replace function ratelimit.denied(policies text[], keys text[], costs bigint[], places bigint[], now timestamptz)
   returns ratelimit.packed
   language plpgsql
@@ -7928,9 +7933,9 @@ comment on function ratelimit.both_of(ratelimit.packed, ratelimit.packed) is
 -- Decides many requests, as if each were asked on its own, one after another. The functions for many requests differ only
 -- in how they take the requests and show the answers; the comments of ratelimit_acquire_packed and of type ratelimit.packed explain them.
 --
--- There are two ways. The fast path is for what most requests are: they fit. take.sql charges the buckets of one policy; a batch of
+-- There are two ways. The fast path is for requests that fit, and most do. take.sql charges the buckets of one policy; a batch of
 -- several policies is split into parts, in the order in which buckets are locked: durable policies first, then by name. The other
--- way is decide_left: plain denials take one look at the bucket (deny.sql), and decide_in_order is for whatever else is asked. The
+-- way is decide_left: plain denials take one look at the bucket (deny.sql), and decide_in_order decides all other requests. The
 -- fast path is a subtransaction, and this is what follows it:
 --
 --   all elements are charged             the answers
@@ -8969,14 +8974,14 @@ $$;
 comment on function ratelimit.peek(text, text, bigint) is
   'What ratelimit_peek does, for the guards.';
 
--- What ratelimit_pre_request does with its settings; docs/postgrest/install.sql creates that function and the settings.
+-- ratelimit_pre_request calls this with its settings; docs/postgrest/install.sql creates that function and the settings.
 -- It takes one token for a request that PostgREST is about to serve. In a read-only transaction, which those of GET, HEAD
 -- and calls of stable functions are, it can take nothing: there it refuses only if the bucket holds no token.
 --
--- The key is the subject of the JWT, hashed, because it may be long or a secret. Without one it is the address in the
--- header X-Forwarded-For that is forwarded_hop from the right: each proxy adds the address of whoever asked it, and what
--- stands further left is the word of the client. Of an IPv6 address the first 64 bits count, because whoever has one has
--- all that begin so. Null turns either off.
+-- The key is the subject of the JWT, hashed, because it may be long or a secret. Without one it is the address in the header
+-- X-Forwarded-For that is forwarded_hop from the right: each proxy adds the address of its caller, and addresses further left are
+-- the word of the client. Of an IPv6 address the first 64 bits count, because whoever has one has all that begin so. Null turns
+-- either off.
 --
 -- It runs with the search_path and the settings of ratelimit_pre_request, which acquire and peek count on.
 -- Locks and writes: as ratelimit_acquire; nothing in a read-only transaction.
@@ -9036,11 +9041,11 @@ comment on function ratelimit.limit_request(text, boolean, integer, boolean) is
 
 
 -- Upkeep.
--- Clean-up removes rows that change no answer: buckets that are full again, expired idempotency keys, expired
--- overrides, and rows whose policy was dropped. A bucket with a live override must be full by the numbers of the override and
--- of the policy, because either may apply next. Clean-up finds due rows through an index and skips rows that another session has
--- locked. What takes from or gives to a bucket that a batch removes or postpones waits until the batch commits; so does what stores over
--- an expired idempotency key, or changes an expired override, that the batch removes.
+-- Clean-up removes rows that change no answer: buckets that are full again, expired idempotency keys, expired overrides, and rows
+-- whose policy was dropped. A bucket with a live override must be full by the numbers of the override and of the policy, because
+-- either may apply next. Clean-up finds due rows through an index and skips rows that another session has locked. A call that takes
+-- from or gives to a bucket waits while a batch removes or postpones it, until the batch commits. So does a call that overwrites an
+-- expired idempotency key, or changes an expired override, that the batch removes.
 --
 -- Clean-up judges every row as of five minutes ago. If the server's clock runs ahead for a moment, a bucket
 -- that only looks full and a key that only looks expired are still there when the clock is set right.
@@ -9733,7 +9738,7 @@ Locks: nothing.
 Writes: nothing.
 Role: application, with client.NewSharded.';
 
--- Another number is refused: the keys that the database has would belong elsewhere.
+-- A different number is refused: the keys that the database has would belong elsewhere.
 create or replace function ratelimit_define_shard(shard integer, of integer)
   returns void
   language plpgsql
