@@ -158,6 +158,12 @@ var pageBlocks = map[string]func(processor) string{
 		{"`Limiter`, one key", "npm/plain/hot/*"},
 		{"rate-limiter-flexible, one key", "npm/rate-limiter-flexible/hot/*"},
 	}),
+	"python": table("Python, asyncpg", byCallers, []pageRow{
+		{"`Combiner`, many keys", "python/combined/uniform/*"},
+		{"`AsyncLimiter`, many keys", "python/plain/uniform/*"},
+		{"`Combiner`, one key", "python/combined/hot/*"},
+		{"`AsyncLimiter`, one key", "python/plain/hot/*"},
+	}),
 	"costs": table("plain calls", ratioOf, []pageRow{
 		{"acquire, to a bare update of one row", "acquire_to_bare_update"},
 		{"denial, to a bare select of one row", "denied_to_bare_select"},

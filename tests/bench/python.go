@@ -18,8 +18,10 @@ var pythonLimiters = []string{"python/plain", "python/combined"}
 
 func (*python) cells() (cells []string) {
 	for _, keys := range npmKeys {
-		for _, limiter := range pythonLimiters {
-			cells = append(cells, cellName(limiter, keys, 64))
+		for _, callers := range npmCallers {
+			for _, limiter := range pythonLimiters {
+				cells = append(cells, cellName(limiter, keys, callers))
+			}
 		}
 	}
 	return cells
