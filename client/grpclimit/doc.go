@@ -8,7 +8,7 @@
 // ([client.Limiter], [client.Combiner], or any other [client.Acquirer]), and what happens to calls while the database
 // does not answer: [Closed] or [Open].
 //
-// # What a client sees
+// # The answer to a client
 //
 // A refusal has three details of google.rpc. RetryInfo is the time until the same call is allowed. QuotaFailure names the
 // policies that refused. ErrorInfo has the reason RATE_LIMITED, the domain pgratelimit, and the first of these policies.
