@@ -51,8 +51,8 @@ declare
   v_part   ratelimit.packed;
   v_all    ratelimit.packed;
 begin
-  if (policies[1] = all (policies)) is not true then
-    v_names := array(select distinct denied.policies[u.place] from unnest(places) as u (place));
+  if (policies[1] collate "C" = all (policies)) is not true then
+    v_names := array(select distinct denied.policies[u.place] collate "C" from unnest(places) as u (place));
   end if;
   foreach v_name in array v_names loop
     select p.* into v_policy from policies as p where p.name = v_name collate "C" and not p.shadow;

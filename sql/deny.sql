@@ -51,7 +51,7 @@ begin
                             from (select keys[u.place] collate "C" as key, array_agg(u.place) as places, array_agg(costs[u.place]) as costs,
                                          min(case when costs[u.place] between 1 and 2147483647 then costs[u.place] else 0 end) as least
                                     from unnest(denied_in_{{ .buckets }}.places) as u (place)
-                                   where policies[u.place] = v_policy.name
+                                   where policies[u.place] collate "C" = v_policy.name
                                    group by 1
                                   offset 0) as u
                            cross join lateral (select b.level, b.refilled_at
@@ -92,7 +92,7 @@ begin
                             from (select keys[u.place] collate "C" as key, array_agg(u.place) as places, array_agg(costs[u.place]) as costs,
                                          min(case when costs[u.place] between 1 and 2147483647 then costs[u.place] else 0 end) as least
                                     from unnest(denied_in_any_{{ .buckets }}.places) as u (place)
-                                   where policies[u.place] = v_policy.name
+                                   where policies[u.place] collate "C" = v_policy.name
                                    group by 1) as u
                           offset 0) as u
                    cross join lateral (select b.level, b.refilled_at

@@ -6704,7 +6704,7 @@ begin
                             from (select keys[u.place] collate "C" as key, array_agg(u.place) as places, array_agg(costs[u.place]) as costs,
                                          min(case when costs[u.place] between 1 and 2147483647 then costs[u.place] else 0 end) as least
                                     from unnest(denied_in_buckets.places) as u (place)
-                                   where policies[u.place] = v_policy.name
+                                   where policies[u.place] collate "C" = v_policy.name
                                    group by 1
                                   offset 0) as u
                            cross join lateral (select b.level, b.refilled_at
@@ -6749,7 +6749,7 @@ begin
                             from (select keys[u.place] collate "C" as key, array_agg(u.place) as places, array_agg(costs[u.place]) as costs,
                                          min(case when costs[u.place] between 1 and 2147483647 then costs[u.place] else 0 end) as least
                                     from unnest(denied_in_any_buckets.places) as u (place)
-                                   where policies[u.place] = v_policy.name
+                                   where policies[u.place] collate "C" = v_policy.name
                                    group by 1) as u
                           offset 0) as u
                    cross join lateral (select b.level, b.refilled_at
@@ -6822,7 +6822,7 @@ begin
                             from (select keys[u.place] collate "C" as key, array_agg(u.place) as places, array_agg(costs[u.place]) as costs,
                                          min(case when costs[u.place] between 1 and 2147483647 then costs[u.place] else 0 end) as least
                                     from unnest(denied_in_ephemeral_buckets.places) as u (place)
-                                   where policies[u.place] = v_policy.name
+                                   where policies[u.place] collate "C" = v_policy.name
                                    group by 1
                                   offset 0) as u
                            cross join lateral (select b.level, b.refilled_at
@@ -6867,7 +6867,7 @@ begin
                             from (select keys[u.place] collate "C" as key, array_agg(u.place) as places, array_agg(costs[u.place]) as costs,
                                          min(case when costs[u.place] between 1 and 2147483647 then costs[u.place] else 0 end) as least
                                     from unnest(denied_in_any_ephemeral_buckets.places) as u (place)
-                                   where policies[u.place] = v_policy.name
+                                   where policies[u.place] collate "C" = v_policy.name
                                    group by 1) as u
                           offset 0) as u
                    cross join lateral (select b.level, b.refilled_at
@@ -7884,8 +7884,8 @@ declare
   v_part   ratelimit.packed;
   v_all    ratelimit.packed;
 begin
-  if (policies[1] = all (policies)) is not true then
-    v_names := array(select distinct denied.policies[u.place] from unnest(places) as u (place));
+  if (policies[1] collate "C" = all (policies)) is not true then
+    v_names := array(select distinct denied.policies[u.place] collate "C" from unnest(places) as u (place));
   end if;
   foreach v_name in array v_names loop
     select p.* into v_policy from policies as p where p.name = v_name collate "C" and not p.shadow;

@@ -380,6 +380,7 @@ func TestAcquireMany_ADenialOfAFullBucketHasNothingToWaitFor(t *testing.T) {
 func TestAcquireMany_PlainDenialsAreNotDecidedInOrder(t *testing.T) {
 	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, kind kit.PolicyOption) {
 		db.Policy("p", 5, 1, kit.ADay, kind).Policy("q", 5, 1, kit.ADay, kind).Take("p", "a", 3).Take("p", "b", 3).Take("q", "a", 3)
+		db.Policy("s", 5, 1, kit.ADay, kind).Take("s", "a", 3).Execute("select ratelimit_define_policy('s', shadow => true)")
 		s := db.Session()
 		s.Execute("set track_functions = pl; begin") // statistics are of a transaction
 		calls := 0                                   // of decide_in_order, by the session
@@ -393,7 +394,8 @@ func TestAcquireMany_PlainDenialsAreNotDecidedInOrder(t *testing.T) {
 			{[]kit.NullableRequest{kit.RequestOf("p", "a", 3), kit.RequestOf("p", "b", 1)}, 1, 0},
 			{[]kit.NullableRequest{kit.RequestOf("p", "a", 3), kit.RequestOf("p", "a", 1)}, 1, 1}, // which might fit after the other
 			{[]kit.NullableRequest{kit.RequestOf("p", "b", 3), kit.RequestOf("p", "new", 1)}, 1, 1},
-			{[]kit.NullableRequest{kit.RequestOf("p", "b", 3, "i")}, 0, 1}, // which might be a repeat
+			{[]kit.NullableRequest{kit.RequestOf("p", "b", 3, "i")}, 0, 1},                        // which might be a repeat
+			{[]kit.NullableRequest{kit.RequestOf("s", "a", 3), kit.RequestOf("p", "a", 3)}, 1, 1}, // a shadow denies nothing
 		} {
 			granted := 0
 			for _, a := range kit.SendBatch(t, s, kit.AcquireMany, test.requests...) {

@@ -106,9 +106,6 @@ func TestModel_FindsPlantedBugs(t *testing.T) {
 	}{
 		"a refill that goes back with the clock": {"ratelimit.refilled_until", kit.Mutation{Pattern: `greatest\(refilled_at, now\)`, Replacement: "now"}},
 		"a retry_after a microsecond short":      {"ratelimit.time_below", kit.Mutation{Pattern: ` \+ round_up`, Replacement: ""}},
-		"a denial of what the bucket covers":     {"ratelimit.denied_in_buckets", kit.Mutation{Pattern: `min\(case when`, Replacement: "max(case when"}},
-		"a denial of a replay":                   {"ratelimit.decide_left", kit.Mutation{Pattern: `and idempotency_keys is null`, Replacement: ""}},
-		"a denial by a shadow policy":            {"ratelimit.denied", kit.Mutation{Pattern: `not p.shadow`, Replacement: "true"}},
 	} {
 		db := kit.NewDB(t)
 		db.SetClock(kit.T0)
