@@ -9,12 +9,14 @@ import (
 
 // The Node client has tests of its own.
 func TestNode_OwnTests(t *testing.T) {
+	pgtest.OncePerServer(t)
 	t.Parallel()
 	kit.RunNode(t, pgtest.New(t).URL, nil, "npm", "test")
 }
 
 // Sessions belong to other clients after each transaction.
 func TestNode_PgBouncer(t *testing.T) {
+	pgtest.OncePerServer(t)
 	t.Parallel()
 	db, pooler := pgtest.New(t), pgtest.StartPooler(t)
 	t.Log(pooler)
