@@ -356,8 +356,7 @@ func TestEnvoy_OffWithoutRules(t *testing.T) {
 	require.NoError(t, s.Reload(t.Context()))
 
 	e := startEdge(t, edgeRules)
-	_, err = healthpb.NewHealthClient(e.conn).Check(t.Context(), &healthpb.HealthCheckRequest{Service: "envoy.service.ratelimit.v3.RateLimitService"})
-	require.NoError(t, err)
+	e.watchHealth("envoy.service.ratelimit.v3.RateLimitService")(healthpb.HealthCheckResponse_SERVING)
 }
 
 // A misspelled domain and an unknown policy limit nothing: they are counted and logged, without values and keys.
