@@ -81,11 +81,10 @@ func (n *npm) open(ctx context.Context, cells []string) error {
 
 // npmPackages returns the folder of opponents.mjs, with what it needs.
 func npmPackages(ctx context.Context) (string, error) {
-	list, err := exec.CommandContext(ctx, "go", "list", "-f", "{{.Dir}}", "github.com/pgratelimit/pgratelimit/tests/bench").Output()
+	dir, err := folder(ctx, "node")
 	if err != nil {
-		return "", fmt.Errorf("go list: %w", err)
+		return "", err
 	}
-	dir := filepath.Join(strings.TrimSpace(string(list)), "node")
 	if _, err := os.Stat(filepath.Join(dir, "node_modules")); err == nil {
 		return dir, nil
 	}
@@ -95,6 +94,15 @@ func npmPackages(ctx context.Context) (string, error) {
 		return "", errors.Join(fmt.Errorf("npm ci: %w\n%s", err, text), os.RemoveAll(filepath.Join(dir, "node_modules")))
 	}
 	return dir, nil
+}
+
+// folder returns a folder beside this file.
+func folder(ctx context.Context, name string) (string, error) {
+	list, err := exec.CommandContext(ctx, "go", "list", "-f", "{{.Dir}}", "github.com/pgratelimit/pgratelimit/tests/bench").Output()
+	if err != nil {
+		return "", fmt.Errorf("go list: %w", err)
+	}
+	return filepath.Join(strings.TrimSpace(string(list)), name), nil
 }
 
 func (n *npm) run(ctx context.Context, cell string) (sample, error) {

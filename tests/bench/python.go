@@ -2,12 +2,9 @@ package main
 
 import (
 	"context"
-	"fmt"
 	"net/url"
-	"os/exec"
 	"path/filepath"
 	"strconv"
-	"strings"
 )
 
 // python compares plain and combined calls of the Python client on asyncpg, in one process. Its cells are named
@@ -29,11 +26,10 @@ func (*python) cells() (cells []string) {
 
 func (p *python) open(ctx context.Context, _ []string) error {
 	p.ways = map[string]elsewhere{}
-	list, err := exec.CommandContext(ctx, "go", "list", "-f", "{{.Dir}}", "github.com/pgratelimit/pgratelimit/tests/bench").Output()
+	dir, err := folder(ctx, "python")
 	if err != nil {
-		return fmt.Errorf("go list: %w", err)
+		return err
 	}
-	dir := strings.TrimSpace(string(list))
 	pg, err := p.database(ctx, "python", definePolicies()...)
 	if err != nil {
 		return err
@@ -43,9 +39,9 @@ func (p *python) open(ctx context.Context, _ []string) error {
 		return err
 	}
 	for _, limiter := range pythonLimiters {
-		way, err := start(ctx, 1, []string{"PYTHONPATH=" + filepath.Join(dir, "../../client/python")}, "sh", "-c",
+		way, err := start(ctx, 1, []string{"PYTHONPATH=" + filepath.Join(dir, "../../../client/python")}, "sh", "-c",
 			`for python in python3 /usr/bin/python3; do $python -c 'import asyncpg' && exec $python "$@"; done; exit 1`, "sh",
-			filepath.Join(dir, "python", "limiters.py"), filepath.Base(limiter), socket.Query().Get("host"), "python", strconv.Itoa(connections))
+			filepath.Join(dir, "limiters.py"), filepath.Base(limiter), socket.Query().Get("host"), "python", strconv.Itoa(connections))
 		if err != nil {
 			return err
 		}
