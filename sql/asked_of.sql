@@ -48,3 +48,19 @@ end;
 $$;
 comment on function ratelimit.parts_of(text[], text[], bigint[], bigint[]) is
   'What a batch asks of the buckets of each of its policies, in the order in which they are locked.';
+
+-- What is asked of each bucket of one policy by those elements of a batch that places names: elements and charges are parallel, and
+-- smallest is the least of them; 0 if one is not about 1 to 2147483647 tokens. The function is inlined.
+create or replace function ratelimit.sought(policy_name text, policies text[], keys text[], costs bigint[], places bigint[])
+  returns table (key text, elements bigint[], charges bigint[], smallest bigint)
+  language sql
+  immutable
+as $$
+  select keys[u.place] collate "C", array_agg(u.place), array_agg(costs[u.place]),
+         min(case when costs[u.place] between 1 and 2147483647 then costs[u.place] else 0 end)
+    from unnest(places) as u (place)
+   where policies[u.place] collate "C" = policy_name
+   group by 1
+$$;
+comment on function ratelimit.sought(text, text[], text[], bigint[], bigint[]) is
+  'What some elements of a batch ask of each bucket of one policy.';

@@ -32,15 +32,15 @@ begin
 
   select array_agg(e.place), array_agg(e.remaining),
          array_agg(case
-                     when e.cost = e.least then e.retry_us
+                     when e.cost = e.smallest then e.retry_us
                      when e.cost <= v_policy.capacity then wait_below_small(microtokens(e.cost), e.level, e.elapsed_us, v_gain, v_per, v_tick_us)
                    end),
          array_agg(e.reset_us)
     into v_denied.elements, v_denied.remaining, v_denied.retry_after_us, v_denied.reset_after_us
-    from (select unnest(d.places) as place, unnest(d.costs) as cost, d.*
+    from (select unnest(d.elements) as place, unnest(d.charges) as cost, d.*
             from (select b.*, whole_tokens(b.level_now) as remaining,
                          case
-                           when b.least <= v_policy.capacity then wait_below_small(microtokens(b.least), b.level, b.elapsed_us, v_gain, v_per, v_tick_us)
+                           when b.smallest <= v_policy.capacity then wait_below_small(microtokens(b.smallest), b.level, b.elapsed_us, v_gain, v_per, v_tick_us)
                          end as retry_us,
                          case
                            when b.level_now < v_full_level then wait_below_small(v_full_level, b.level, b.elapsed_us, v_gain, v_per, v_tick_us)
@@ -48,19 +48,14 @@ begin
                          end as reset_us
                     from (select u.*, b.level, microseconds(v_now - b.refilled_at)::bigint as elapsed_us,
                                  refilled_level_small(b.level, b.refilled_at, v_now, v_full_level, v_gain, v_per, v_ticks, v_tick_us, v_tick) as level_now
-                            from (select keys[u.place] collate "C" as key, array_agg(u.place) as places, array_agg(costs[u.place]) as costs,
-                                         min(case when costs[u.place] between 1 and 2147483647 then costs[u.place] else 0 end) as least
-                                    from unnest(denied_in_{{ .buckets }}.places) as u (place)
-                                   where policies[u.place] collate "C" = v_policy.name
-                                   group by 1
-                                  offset 0) as u
+                            from sought(v_policy.name, policies, keys, costs, places) as u
                            cross join lateral (select b.level, b.refilled_at
                                                  from {{ .buckets }} as b
                                                 {{ template "include/newest.sql" }}) as b
                           offset 0) as b
-                   where b.least > 0
+                   where b.smallest > 0
                      and b.level > -v_full_level
-                     and b.level_now < microtokens(b.least)
+                     and b.level_now < microtokens(b.smallest)
                   offset 0) as d) as e;
   v_denied.capacity := array_fill(v_policy.capacity, array[coalesce(cardinality(v_denied.elements), 0)]);
   return v_denied;
@@ -85,22 +80,18 @@ begin
          array_agg(case when e.cost <= (e.p).capacity then wait_until(microtokens(e.cost), e.level, e.refilled_at, v_now, e.p) end),
          array_agg(wait_until((e.p).full_level, e.level, e.refilled_at, v_now, e.p)), array_agg((e.p).capacity)
     into v_denied.elements, v_denied.remaining, v_denied.retry_after_us, v_denied.reset_after_us, v_denied.capacity
-    from (select unnest(b.places) as place, unnest(b.costs) as cost, b.*
+    from (select unnest(b.elements) as place, unnest(b.charges) as cost, b.*
             from (select u.*, b.level, b.refilled_at, refilled(b.level, b.refilled_at, v_now, u.p) as level_now
                     from (select u.*, coalesce((select with_override(v_policy, o) from overrides as o
                                                  where o.policy_id = v_policy.id and o.key = u.key collate "C" and o.expires_at > v_now), v_policy) as p
-                            from (select keys[u.place] collate "C" as key, array_agg(u.place) as places, array_agg(costs[u.place]) as costs,
-                                         min(case when costs[u.place] between 1 and 2147483647 then costs[u.place] else 0 end) as least
-                                    from unnest(denied_in_any_{{ .buckets }}.places) as u (place)
-                                   where policies[u.place] collate "C" = v_policy.name
-                                   group by 1) as u
+                            from sought(v_policy.name, policies, keys, costs, places) as u
                           offset 0) as u
                    cross join lateral (select b.level, b.refilled_at
                                          from {{ .buckets }} as b
                                         {{ template "include/newest.sql" }}) as b
                   offset 0) as b
-           where b.least > 0
-             and b.level_now < microtokens(b.least)
+           where b.smallest > 0
+             and b.level_now < microtokens(b.smallest)
           offset 0) as e;
   return v_denied;
 end;

@@ -6163,6 +6163,22 @@ $$;
 comment on function ratelimit.parts_of(text[], text[], bigint[], bigint[]) is
   'What a batch asks of the buckets of each of its policies, in the order in which they are locked.';
 
+-- What is asked of each bucket of one policy by those elements of a batch that places names: elements and charges are parallel, and
+-- smallest is the least of them; 0 if one is not about 1 to 2147483647 tokens. The function is inlined.
+create or replace function ratelimit.sought(policy_name text, policies text[], keys text[], costs bigint[], places bigint[])
+  returns table (key text, elements bigint[], charges bigint[], smallest bigint)
+  language sql
+  immutable
+as $$
+  select keys[u.place] collate "C", array_agg(u.place), array_agg(costs[u.place]),
+         min(case when costs[u.place] between 1 and 2147483647 then costs[u.place] else 0 end)
+    from unnest(places) as u (place)
+   where policies[u.place] collate "C" = policy_name
+   group by 1
+$$;
+comment on function ratelimit.sought(text, text[], text[], bigint[], bigint[]) is
+  'What some elements of a batch ask of each bucket of one policy.';
+
 -- The fast path of requests about many buckets of one policy, in buckets. It charges them in one lean statement, and
 -- does not look first. Elements that it does not charge are left to decide_left.
 --
@@ -6685,15 +6701,15 @@ begin
 
   select array_agg(e.place), array_agg(e.remaining),
          array_agg(case
-                     when e.cost = e.least then e.retry_us
+                     when e.cost = e.smallest then e.retry_us
                      when e.cost <= v_policy.capacity then wait_below_small(microtokens(e.cost), e.level, e.elapsed_us, v_gain, v_per, v_tick_us)
                    end),
          array_agg(e.reset_us)
     into v_denied.elements, v_denied.remaining, v_denied.retry_after_us, v_denied.reset_after_us
-    from (select unnest(d.places) as place, unnest(d.costs) as cost, d.*
+    from (select unnest(d.elements) as place, unnest(d.charges) as cost, d.*
             from (select b.*, whole_tokens(b.level_now) as remaining,
                          case
-                           when b.least <= v_policy.capacity then wait_below_small(microtokens(b.least), b.level, b.elapsed_us, v_gain, v_per, v_tick_us)
+                           when b.smallest <= v_policy.capacity then wait_below_small(microtokens(b.smallest), b.level, b.elapsed_us, v_gain, v_per, v_tick_us)
                          end as retry_us,
                          case
                            when b.level_now < v_full_level then wait_below_small(v_full_level, b.level, b.elapsed_us, v_gain, v_per, v_tick_us)
@@ -6701,12 +6717,7 @@ begin
                          end as reset_us
                     from (select u.*, b.level, microseconds(v_now - b.refilled_at)::bigint as elapsed_us,
                                  refilled_level_small(b.level, b.refilled_at, v_now, v_full_level, v_gain, v_per, v_ticks, v_tick_us, v_tick) as level_now
-                            from (select keys[u.place] collate "C" as key, array_agg(u.place) as places, array_agg(costs[u.place]) as costs,
-                                         min(case when costs[u.place] between 1 and 2147483647 then costs[u.place] else 0 end) as least
-                                    from unnest(denied_in_buckets.places) as u (place)
-                                   where policies[u.place] collate "C" = v_policy.name
-                                   group by 1
-                                  offset 0) as u
+                            from sought(v_policy.name, policies, keys, costs, places) as u
                            cross join lateral (select b.level, b.refilled_at
                                                  from buckets as b
                                                 where b.policy_id = v_policy.id
@@ -6715,9 +6726,9 @@ begin
                          order by b.key desc
                          limit 1) as b
                           offset 0) as b
-                   where b.least > 0
+                   where b.smallest > 0
                      and b.level > -v_full_level
-                     and b.level_now < microtokens(b.least)
+                     and b.level_now < microtokens(b.smallest)
                   offset 0) as d) as e;
   v_denied.capacity := array_fill(v_policy.capacity, array[coalesce(cardinality(v_denied.elements), 0)]);
   return v_denied;
@@ -6742,15 +6753,11 @@ begin
          array_agg(case when e.cost <= (e.p).capacity then wait_until(microtokens(e.cost), e.level, e.refilled_at, v_now, e.p) end),
          array_agg(wait_until((e.p).full_level, e.level, e.refilled_at, v_now, e.p)), array_agg((e.p).capacity)
     into v_denied.elements, v_denied.remaining, v_denied.retry_after_us, v_denied.reset_after_us, v_denied.capacity
-    from (select unnest(b.places) as place, unnest(b.costs) as cost, b.*
+    from (select unnest(b.elements) as place, unnest(b.charges) as cost, b.*
             from (select u.*, b.level, b.refilled_at, refilled(b.level, b.refilled_at, v_now, u.p) as level_now
                     from (select u.*, coalesce((select with_override(v_policy, o) from overrides as o
                                                  where o.policy_id = v_policy.id and o.key = u.key collate "C" and o.expires_at > v_now), v_policy) as p
-                            from (select keys[u.place] collate "C" as key, array_agg(u.place) as places, array_agg(costs[u.place]) as costs,
-                                         min(case when costs[u.place] between 1 and 2147483647 then costs[u.place] else 0 end) as least
-                                    from unnest(denied_in_any_buckets.places) as u (place)
-                                   where policies[u.place] collate "C" = v_policy.name
-                                   group by 1) as u
+                            from sought(v_policy.name, policies, keys, costs, places) as u
                           offset 0) as u
                    cross join lateral (select b.level, b.refilled_at
                                          from buckets as b
@@ -6760,8 +6767,8 @@ begin
                          order by b.key desc
                          limit 1) as b
                   offset 0) as b
-           where b.least > 0
-             and b.level_now < microtokens(b.least)
+           where b.smallest > 0
+             and b.level_now < microtokens(b.smallest)
           offset 0) as e;
   return v_denied;
 end;
@@ -6803,15 +6810,15 @@ begin
 
   select array_agg(e.place), array_agg(e.remaining),
          array_agg(case
-                     when e.cost = e.least then e.retry_us
+                     when e.cost = e.smallest then e.retry_us
                      when e.cost <= v_policy.capacity then wait_below_small(microtokens(e.cost), e.level, e.elapsed_us, v_gain, v_per, v_tick_us)
                    end),
          array_agg(e.reset_us)
     into v_denied.elements, v_denied.remaining, v_denied.retry_after_us, v_denied.reset_after_us
-    from (select unnest(d.places) as place, unnest(d.costs) as cost, d.*
+    from (select unnest(d.elements) as place, unnest(d.charges) as cost, d.*
             from (select b.*, whole_tokens(b.level_now) as remaining,
                          case
-                           when b.least <= v_policy.capacity then wait_below_small(microtokens(b.least), b.level, b.elapsed_us, v_gain, v_per, v_tick_us)
+                           when b.smallest <= v_policy.capacity then wait_below_small(microtokens(b.smallest), b.level, b.elapsed_us, v_gain, v_per, v_tick_us)
                          end as retry_us,
                          case
                            when b.level_now < v_full_level then wait_below_small(v_full_level, b.level, b.elapsed_us, v_gain, v_per, v_tick_us)
@@ -6819,12 +6826,7 @@ begin
                          end as reset_us
                     from (select u.*, b.level, microseconds(v_now - b.refilled_at)::bigint as elapsed_us,
                                  refilled_level_small(b.level, b.refilled_at, v_now, v_full_level, v_gain, v_per, v_ticks, v_tick_us, v_tick) as level_now
-                            from (select keys[u.place] collate "C" as key, array_agg(u.place) as places, array_agg(costs[u.place]) as costs,
-                                         min(case when costs[u.place] between 1 and 2147483647 then costs[u.place] else 0 end) as least
-                                    from unnest(denied_in_ephemeral_buckets.places) as u (place)
-                                   where policies[u.place] collate "C" = v_policy.name
-                                   group by 1
-                                  offset 0) as u
+                            from sought(v_policy.name, policies, keys, costs, places) as u
                            cross join lateral (select b.level, b.refilled_at
                                                  from ephemeral_buckets as b
                                                 where b.policy_id = v_policy.id
@@ -6833,9 +6835,9 @@ begin
                          order by b.key desc
                          limit 1) as b
                           offset 0) as b
-                   where b.least > 0
+                   where b.smallest > 0
                      and b.level > -v_full_level
-                     and b.level_now < microtokens(b.least)
+                     and b.level_now < microtokens(b.smallest)
                   offset 0) as d) as e;
   v_denied.capacity := array_fill(v_policy.capacity, array[coalesce(cardinality(v_denied.elements), 0)]);
   return v_denied;
@@ -6860,15 +6862,11 @@ begin
          array_agg(case when e.cost <= (e.p).capacity then wait_until(microtokens(e.cost), e.level, e.refilled_at, v_now, e.p) end),
          array_agg(wait_until((e.p).full_level, e.level, e.refilled_at, v_now, e.p)), array_agg((e.p).capacity)
     into v_denied.elements, v_denied.remaining, v_denied.retry_after_us, v_denied.reset_after_us, v_denied.capacity
-    from (select unnest(b.places) as place, unnest(b.costs) as cost, b.*
+    from (select unnest(b.elements) as place, unnest(b.charges) as cost, b.*
             from (select u.*, b.level, b.refilled_at, refilled(b.level, b.refilled_at, v_now, u.p) as level_now
                     from (select u.*, coalesce((select with_override(v_policy, o) from overrides as o
                                                  where o.policy_id = v_policy.id and o.key = u.key collate "C" and o.expires_at > v_now), v_policy) as p
-                            from (select keys[u.place] collate "C" as key, array_agg(u.place) as places, array_agg(costs[u.place]) as costs,
-                                         min(case when costs[u.place] between 1 and 2147483647 then costs[u.place] else 0 end) as least
-                                    from unnest(denied_in_any_ephemeral_buckets.places) as u (place)
-                                   where policies[u.place] collate "C" = v_policy.name
-                                   group by 1) as u
+                            from sought(v_policy.name, policies, keys, costs, places) as u
                           offset 0) as u
                    cross join lateral (select b.level, b.refilled_at
                                          from ephemeral_buckets as b
@@ -6878,8 +6876,8 @@ begin
                          order by b.key desc
                          limit 1) as b
                   offset 0) as b
-           where b.least > 0
-             and b.level_now < microtokens(b.least)
+           where b.smallest > 0
+             and b.level_now < microtokens(b.smallest)
           offset 0) as e;
   return v_denied;
 end;
