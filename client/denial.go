@@ -8,8 +8,9 @@ import (
 )
 
 const (
-	maxDenials   = 10_000
+	maxDenials   = 1 << 17
 	denialShards = 64
+	evictOf      = 16
 )
 
 // denials remembers for how long buckets are known to deny. All methods but acquire work on nil.
@@ -118,13 +119,17 @@ func (s *denialShard) store(b bucket, e denial, changes uint64) {
 	s.byKey[bucket{strings.Clone(b.policy), strings.Clone(b.key)}] = e
 }
 
-// evict forgets the denial that ends first.
+// evict forgets, of a few denials, the one that ends first. A look at all of them would take as long as a call.
 func (s *denialShard) evict() {
 	var first bucket
 	var ends time.Time
-	for b, e := range s.byKey {
+	looked := 0
+	for b, e := range s.byKey { // begins anywhere
 		if end := e.asked.Add(e.RetryAfter); ends.IsZero() || end.Before(ends) {
 			first, ends = b, end
+		}
+		if looked++; looked == evictOf {
+			break
 		}
 	}
 	delete(s.byKey, first)

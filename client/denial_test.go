@@ -234,34 +234,3 @@ func TestDenialCache_IsNotOvertaken(t *testing.T) {
 		}
 	}
 }
-
-func TestDenialCache_IsBoundedAndKeepsWhatLastsLonger(t *testing.T) {
-	inBubble(t, func(t *testing.T) {
-		db := &lasting{}
-		limiter := client.New(db, client.DenialCache())
-		acquire := func(n int) { noError(limiter.Acquire(t.Context(), "p", fmt.Sprint("k", n)))(t) }
-		for n := range 30_000 {
-			acquire(n)
-			require.LessOrEqual(t, client.Denials(limiter), 10_000)
-		}
-		require.Greater(t, client.Denials(limiter), 9_000)
-		db.sent = 0
-		for n := 29_999; n >= 21_000; n-- {
-			acquire(n)
-		}
-		require.Less(t, db.sent, 1_000, "of 9,000 that last longest, most are known")
-	})
-}
-
-// lasting denies each time for a second longer.
-type lasting struct {
-	fakePool
-	sent int
-	last time.Duration
-}
-
-func (db *lasting) QueryRow(context.Context, string, ...any) pgx.Row {
-	db.sent++
-	db.last += time.Second
-	return scanner{denied(db.last)}
-}

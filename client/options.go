@@ -184,7 +184,7 @@ func NoFlush() Option { return option{set: func(c *config) { c.noFlush = true }}
 // client that hammers an empty bucket then costs next to nothing.
 //
 // Such an answer repeats the denial with its times counted down: for a larger cost RetryAfter is only
-// the earliest time to ask again. At most 10,000 buckets are remembered. The cache never answers for a smaller
+// the earliest time to ask again. At most 131,072 buckets are remembered, in some 40 MB. The cache never answers for a smaller
 // cost than was denied, for longer than RetryAfter, or for a cost that no wait helps. Requests with an
 // idempotency key are always sent, and so are AcquireAll, AcquireUpTo and Reserve. In a transaction the cache is not used.
 //

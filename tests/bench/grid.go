@@ -41,6 +41,8 @@ var fewContenders = []string{
 	"joint-combined-noflush", "joint-redis", "joint-script", "joint-script-pipelined", "keyed-combined-noflush",
 }
 
+var deniedContenders = []string{"half-combined", "half-redis", "half-cached", "flood-combined", "flood-redis", "flood-cached"}
+
 var fewCallers = []int{64, 256}
 
 func cellName(opponent, keys string, callers int) string {
@@ -56,8 +58,11 @@ func (g *grid) cells() (cells []string) {
 		}
 	}
 	for _, callers := range fewCallers {
-		for _, opponent := range fewContenders {
+		for _, opponent := range slices.Concat(fewContenders, deniedContenders) {
 			cells = append(cells, cellName(opponent, "uniform", callers))
+		}
+		for _, opponent := range deniedContenders {
+			cells = append(cells, cellName(opponent, "hot", callers))
 		}
 	}
 	return cells
@@ -78,6 +83,11 @@ func (g *grid) open(ctx context.Context, cells []string) error {
 			if err := g.openRedis(ctx, name, flushed); err != nil {
 				return err
 			}
+		}
+	}
+	if g.needed("half-redis", "flood-redis") {
+		if err := g.openDeniedRedis(ctx); err != nil {
+			return err
 		}
 	}
 	if g.needed("joint-redis", "joint-script", "joint-script-pipelined") {
@@ -149,7 +159,7 @@ func (g *grid) openJointRedis(ctx context.Context) error {
 }
 
 func (g *grid) openPostgres(ctx context.Context) error {
-	setUp := slices.Concat(definePolicies(), defineJointPolicies(), []string{limiterTable, fillLimiter(), "vacuum analyze"})
+	setUp := slices.Concat(definePolicies(), defineJointPolicies(), defineDry(), []string{limiterTable, fillLimiter(), "vacuum analyze"})
 	pg, err := g.database(ctx, "grid", setUp...)
 	if err != nil {
 		return err
@@ -169,6 +179,7 @@ func (g *grid) openPostgres(ctx context.Context) error {
 		if !flush {
 			g.opponents["joint-combined-noflush"] = &opponent{g.members.pgratelimit(combiner), pg.pid}
 			g.opponents["keyed-combined-noflush"] = &opponent{keyed(combiner, "durable"), pg.pid}
+			g.addDenied(pool, pg.pid)
 			g.opponents["statements"] = &opponent{statements(pool), pg.pid}
 		}
 	}

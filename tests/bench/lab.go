@@ -88,8 +88,8 @@ func (s *stage) pool(ctx context.Context, url string, flush bool, connections in
 	return pool, err
 }
 
-func (s *stage) combiner(pool *pgxpool.Pool) *client.Combiner {
-	combiner := client.NewCombiner(pool)
+func (s *stage) combiner(pool *pgxpool.Pool, opts ...client.Option) *client.Combiner {
+	combiner := client.NewCombiner(pool, opts...)
 	s.closers = append(s.closers, combiner.Close)
 	return combiner
 }

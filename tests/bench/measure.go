@@ -44,6 +44,8 @@ var ratios = []ratio{
 	{"joint_256_to_redis", "joint-combined-noflush/uniform/256/rate", "joint-redis/uniform/256/rate"},
 	{"joint_64_to_script", "joint-combined-noflush/uniform/64/rate", "joint-script/uniform/64/rate"},
 	{"joint_256_to_script", "joint-combined-noflush/uniform/256/rate", "joint-script/uniform/256/rate"},
+	{"half_64_to_redis", "half-combined/uniform/64/rate", "half-redis/uniform/64/rate"},
+	{"half_256_to_redis", "half-combined/uniform/256/rate", "half-redis/uniform/256/rate"},
 	{"keyed_combined_64_to_unkeyed", "keyed-combined-noflush/uniform/64/rate", "combined-noflush/uniform/64/rate"},
 	{"buckets_10m_to_10k", "buckets/10m/rate", "buckets/10k/rate"},
 	{"acquire_beside_cleanup", "cleanup/with", "cleanup/without"},

@@ -131,6 +131,16 @@ var pageBlocks = map[string]func(processor) string{
 		{"the same, pipelined", "joint-script-pipelined/uniform/*"},
 		{"redis_rate, three calls in a pipeline, each by itself", "joint-redis/uniform/*"},
 	}),
+	"denied": table("decisions per second", []pageColumn{
+		{"64 callers, many keys", "uniform/64/rate"}, {"256 callers, many keys", "uniform/256/rate"}, {"256 callers, one key", "hot/256/rate"},
+	}, []pageRow{
+		{"half denied: combined", "half-combined/*"},
+		{"with a denial cache", "half-cached/*"},
+		{"redis_rate", "half-redis/*"},
+		{"99 of 100 denied: combined", "flood-combined/*"},
+		{"with a denial cache", "flood-cached/*"},
+		{"redis_rate", "flood-redis/*"},
+	}),
 	"distance": table("64 callers", []pageColumn{{"here", ""}, {"1 ms away", "-1ms"}}, []pageRow{
 		{"leased, one key", "leases/leaser*/hot/64/rate"},
 		{"combined, one key", "leases/combined*/hot/64/rate"},
