@@ -41,7 +41,10 @@ export class Combiner extends Limiter {
     if (this.#isClosed) throw new Closed('limiter is closed')
     if (!request.canShare) return unless(signal, this.#track(ask(this._database, request)))
     if (this.#queue.refuses(request)) throw new Overloaded('too many requests wait', { detail: `${this.waiting} requests wait.` })
-    const answer = new Promise((resolve, reject) => Object.assign(request, { resolve, reject }))
+    const answer = new Promise((resolve, reject) => {
+      request.resolve = resolve
+      request.reject = reject
+    })
     this.#do(this.#queue.add(request))
     return unless(signal, answer, () => { request.isGone = !this.#queue.leave(request) })
   }

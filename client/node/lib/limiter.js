@@ -124,19 +124,27 @@ export async function ask(database, { charges, joint: isJoint, keyed, idempotenc
 
 /** A request for tokens of one bucket, or of several (joint), as the queue and the calls need it. */
 function newRequest(charges, idempotencyKey, isJoint) {
-  charges = charges.map(({ policy, key, cost }) => ({ policy: text('policy', policy), key: text('key', key), cost: tokens('cost', cost ?? 1) }))
-  const texts = charges.flatMap(({ policy, key }) => [policy, key])
-  return {
-    charges,
+  const request = {
+    charges: [],
     joint: isJoint,
     keyed: idempotencyKey != null,
     idempotencyKey: optional('idempotencyKey', idempotencyKey),
     elements: charges.length,
-    bucket: (isJoint ? '\0\0' : '') + texts.join('\0'), // no text has a zero byte
-    canShare: 0 < charges.length && charges.length <= MAX_CHARGES &&
-      [...texts, idempotencyKey ?? ''].every((t) => t.length <= MAX_LENGTH && Buffer.byteLength(t) <= MAX_LENGTH),
+    bucket: isJoint ? '\0' : '', // no text has a zero byte
+    canShare: 0 < charges.length && charges.length <= MAX_CHARGES && isShort(idempotencyKey ?? ''),
+    isGone: false,
+    resolve: undefined,
+    reject: undefined,
   }
+  for (const { policy, key, cost } of charges) {
+    request.charges.push({ policy: text('policy', policy), key: text('key', key), cost: tokens('cost', cost ?? 1) })
+    request.bucket += `\0${policy}\0${key}`
+    request.canShare &&= isShort(policy) && isShort(key)
+  }
+  return request
 }
+
+const isShort = (t) => t.length * 3 <= MAX_LENGTH || Buffer.byteLength(t) <= MAX_LENGTH
 
 const invalid = (name, detail, hint) => new InvalidArgument(`invalid ${name}`, { detail: `${name} ${detail}`, hint })
 

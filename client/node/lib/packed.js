@@ -29,38 +29,46 @@ export function pack(batch) {
 export function unpack(batch, row) {
   const elements = batch.reduce((sum, request) => sum + request.elements, 0)
   const decisions = new Array(elements)
-  each(row, ['elements', 'remaining', 'retry_after_us', 'reset_after_us', 'capacity'],
-    (number, i, [, remaining, retry_after, reset_after, capacity]) => {
-      const [replayed, shadowed] = [isSet(row.replayed, i), isSet(row.shadowed, i)]
-      const allowed = retry_after !== null && Number(retry_after) === 0
-      decisions[number] = decision({ allowed, remaining, retry_after, reset_after, capacity, replayed, shadowed })
+  const [places, remaining, retryAfter, resetAfter, capacity] =
+    parallel(row, 'elements', 'remaining', 'retry_after_us', 'reset_after_us', 'capacity')
+  for (let i = 0; i < places.length; i++) {
+    decisions[places[i] - 1] = decision({
+      allowed: retryAfter[i] !== null && Number(retryAfter[i]) === 0,
+      remaining: remaining[i],
+      retry_after: retryAfter[i],
+      reset_after: resetAfter[i],
+      capacity: capacity[i],
+      replayed: isSet(row.replayed, i),
+      shadowed: isSet(row.shadowed, i),
     })
+  }
 
   let answers = decisions
   if (batch[0].joint) {
     let end = 0
     const own = batch.map((request) => decisions.slice(end, end += request.elements))
     answers = new Array(batch.length)
-    each(row, ['requests', 'requests_allowed', 'bindings'], (number, i, [, allowed, binding]) => {
-      binding = Number(binding) - 1
+    const [requests, allowed, bindings] = parallel(row, 'requests', 'requests_allowed', 'bindings')
+    for (let i = 0; i < requests.length; i++) {
+      const number = requests[i] - 1, binding = Number(bindings[i]) - 1
       if (!own[number]?.[binding]) throw misfit()
       const [replayed, shadowed] = [isSet(row.requests_replayed, i), isSet(row.requests_shadowed, i)]
-      answers[number] = { ...own[number][binding], allowed, replayed, shadowed, binding, decisions: own[number] }
-    })
+      answers[number] = { ...own[number][binding], allowed: allowed[i], replayed, shadowed, binding, decisions: own[number] }
+    }
   }
-  each(row, ['refused', 'error_codes', 'error_messages', 'error_details', 'error_hints'],
-    (number, _, [, code, message, detail, hint]) => {
-      answers[number] = translate(Object.assign(new Error(message), { code, detail, hint, severity: 'ERROR' }))
-    })
+  const [refused, codes, messages, details, hints] = parallel(row, 'refused', 'error_codes', 'error_messages', 'error_details', 'error_hints')
+  for (let i = 0; i < refused.length; i++) {
+    answers[refused[i] - 1] = translate(Object.assign(new Error(messages[i]), { code: codes[i], detail: details[i], hint: hints[i], severity: 'ERROR' }))
+  }
   if (answers.length !== batch.length || answers.includes(undefined)) throw misfit()
   return answers
 }
 
-/** Calls use(number, index, values) for each element of parallel arrays, the first of which has numbers that count from 1. */
-function each(row, names, use) {
+/** Arrays of the same length, the first of which has numbers that count from 1. They are empty where the row has none. */
+function parallel(row, ...names) {
   const arrays = names.map((name) => row[name] ?? [])
   if (arrays.some((array) => array.length !== arrays[0].length)) throw misfit()
-  arrays[0].forEach((number, i) => use(Number(number) - 1, i, arrays.map((array) => array[i])))
+  return arrays.map((array, i) => i === 0 ? array.map(Number) : array)
 }
 
 const misfit = () => new Error('an answer whose arrays do not fit the requests')
