@@ -32,8 +32,8 @@ export function limitFetch<More extends unknown[]>(
   limiter: Limiter, options: HttpOptions<[Request, ...More]>, handler: (request: Request, ...more: More) => Response | Promise<Response>,
 ): (request: Request, ...more: More) => Promise<Response>
 
-/** Charges one token of a policy to the bucket that key names. */
-export function per<Args extends unknown[]>(policy: string, key: (...request: Args) => string): (...request: Args) => Charge[]
+/** Charges tokens of a policy, 1 by default, to the bucket that key names. */
+export function per<Args extends unknown[]>(policy: string, key: (...request: Args) => string, cost?: number): (...request: Args) => Charge[]
 
 /**
  * Names the bucket of the client's address, such as "ip:192.0.2.1", or for IPv6 its /64. Behind n trusted proxies that append to

@@ -5,7 +5,10 @@ import { createHash } from 'node:crypto'
 import { isIP } from 'node:net'
 import { IdempotencyMismatch, InvalidArgument, TimedOut, UnknownPolicy } from './lib/errors.js'
 
-export const per = (policy, key) => (...request) => [{ policy, key: key(...request) }]
+export function per(policy, key, cost) {
+  if (typeof key !== 'function' || key === byIP) throw new TypeError('per: the key must be a function of the request, such as byIP()')
+  return (...request) => [{ policy, key: key(...request), cost }]
+}
 
 export function limit(limiter, options) {
   const decide = decider(limiter, options)
@@ -70,11 +73,12 @@ export const byUser = (user, otherwise) => (...request) => {
 
 /** Returns a function of a request that resolves to the header fields of its answer, and its refusal if it has one. */
 function decider(limiter, { charges: chargesOf, failure, timeout = 1, onError = warn() } = {}) {
+  if (typeof limiter?.acquireAll !== 'function') throw new TypeError('pgratelimit/http: the first argument must be a Limiter or a Combiner')
   if (typeof chargesOf !== 'function') throw new TypeError('pgratelimit/http: charges must be a function of the request')
   if (failure !== 'open' && failure !== 'closed') throw new TypeError("pgratelimit/http: choose failure: 'open' or 'closed', for when there is no database")
   return async (...request) => {
     const charges = await chargesOf(...request)
-    if (!charges?.length) return { headers: {} }
+    if (charges == null || charges.length === 0) return { headers: {} }
     let decided
     try {
       decided = await ask(limiter, charges, timeout)
@@ -100,8 +104,9 @@ async function ask(limiter, charges, timeout) {
   const giveUp = () => leaving.abort(new TimedOut('no decision in time', { detail: `The limiter took longer than ${timeout} s.` }))
   const timer = setTimeout(giveUp, timeout * 1000)
   try {
-    if (charges.length > 1) return await limiter.acquireAll(charges, { signal })
-    const [{ policy, key, cost }] = charges
+    const only = charges[0]
+    if (charges.length !== 1 || only === null || typeof only !== 'object') return await limiter.acquireAll(charges, { signal })
+    const { policy, key, cost } = only
     const decision = await limiter.acquire(policy, key, { cost, signal })
     return { ...decision, decisions: [decision] }
   } finally {

@@ -12,22 +12,25 @@ const A_DAY = 86_400_000 // ms
 /** Asks for tokens, one call for each request. Its types explain each method. */
 export class Limiter {
   constructor(db, options) {
-    this._database = new Database(db, options)
+    this._database = new Database(db, known(options, 'schema', 'retry', 'callTimeout'))
   }
 
-  async acquire(policy, key, { cost, idempotencyKey, signal } = {}) {
+  async acquire(policy, key, options) {
+    const { cost, idempotencyKey, signal } = known(options, 'cost', 'idempotencyKey', 'signal')
     signal?.throwIfAborted()
     return this._ask(newRequest([{ policy, key, cost }], idempotencyKey, false), signal)
   }
 
-  async acquireAll(charges, { idempotencyKey, signal } = {}) {
+  async acquireAll(charges, options) {
+    const { idempotencyKey, signal } = known(options, 'idempotencyKey', 'signal')
     signal?.throwIfAborted()
     return this._ask(newRequest(charges, idempotencyKey, true), signal)
   }
 
   _ask(request, signal) { return unless(signal, ask(this._database, request)) }
 
-  async peek(policy, key, { cost, signal } = {}) {
+  async peek(policy, key, options) {
+    const { cost, signal } = known(options, 'cost', 'signal')
     return this.#call(decision, {
       columns: decisionColumns,
       call: 'ratelimit_peek($1::text, $2::text, $3::bigint)',
@@ -35,7 +38,8 @@ export class Limiter {
     }, signal)
   }
 
-  async charge(policy, key, cost, { idempotencyKey, signal } = {}) {
+  async charge(policy, key, cost, options) {
+    const { idempotencyKey, signal } = known(options, 'idempotencyKey', 'signal')
     return this.#call(decision, {
       columns: decisionColumns,
       call: 'ratelimit_charge($1::text, $2::text, $3::bigint, $4::text)',
@@ -44,7 +48,8 @@ export class Limiter {
     }, signal)
   }
 
-  async settle(policy, key, idempotencyKey, cost, { signal } = {}) {
+  async settle(policy, key, idempotencyKey, cost, options) {
+    const { signal } = known(options, 'signal')
     return this.#call(decision, {
       columns: decisionColumns,
       call: 'ratelimit_settle($1::text, $2::text, $3::text, $4::bigint)',
@@ -53,7 +58,8 @@ export class Limiter {
     }, signal)
   }
 
-  async reserve(policy, key, maxWait, { cost, idempotencyKey, signal } = {}) {
+  async reserve(policy, key, maxWait, options) {
+    const { cost, idempotencyKey, signal } = known(options, 'cost', 'idempotencyKey', 'signal')
     return this.#call(reservation, {
       columns: reservationColumns,
       call: 'ratelimit_reserve($1::text, $2::text, $3::text::interval, $4::bigint, $5::text)',
@@ -62,7 +68,8 @@ export class Limiter {
     }, signal)
   }
 
-  async acquireUpTo(policy, key, atMost, { atLeast, idempotencyKey, signal } = {}) {
+  async acquireUpTo(policy, key, atMost, options) {
+    const { atLeast, idempotencyKey, signal } = known(options, 'atLeast', 'idempotencyKey', 'signal')
     return this.#call(partial, {
       columns: partialColumns,
       call: 'ratelimit_acquire_up_to($1::text, $2::text, $3::bigint, $4::bigint, $5::text)',
@@ -71,7 +78,8 @@ export class Limiter {
     }, signal)
   }
 
-  async refund(policy, key, amount, { signal } = {}) {
+  async refund(policy, key, amount, options) {
+    const { signal } = known(options, 'signal')
     return this.#call(decision, {
       columns: decisionColumns,
       call: 'ratelimit_refund($1::text, $2::text, $3::bigint)',
@@ -79,7 +87,8 @@ export class Limiter {
     }, signal)
   }
 
-  async wait(policy, key, { cost, timeout = LONGEST_WAIT, signal } = {}) {
+  async wait(policy, key, options) {
+    const { cost, timeout = LONGEST_WAIT, signal } = known(options, 'cost', 'timeout', 'signal')
     signal?.throwIfAborted()
     const idempotencyKey = randomUUID()
     const reserving = this.reserve(policy, key, Math.min(timeout, LONGEST_WAIT), { cost, idempotencyKey })
@@ -124,6 +133,7 @@ export async function ask(database, { charges, joint: isJoint, keyed, idempotenc
 
 /** A request for tokens of one bucket, or of several (joint), as the queue and the calls need it. */
 function newRequest(charges, idempotencyKey, isJoint) {
+  if (!areCharges(charges)) throw invalid('charges', 'is no array of charges.', 'Pass such as [{ policy, key, cost: 1 }].')
   const request = {
     charges: [],
     joint: isJoint,
@@ -144,7 +154,18 @@ function newRequest(charges, idempotencyKey, isJoint) {
   return request
 }
 
+const areCharges = (charges) => Array.isArray(charges) && charges.every((charge) => charge !== null && typeof charge === 'object')
+
 const isShort = (t) => t.length * 3 <= MAX_LENGTH || Buffer.byteLength(t) <= MAX_LENGTH
+
+/** Options as they were passed. A name that a method does not know would change nothing, and nobody would notice. */
+export function known(options = {}, ...names) {
+  if (options === null || typeof options !== 'object') throw invalid('options', `is ${String(options)}.`, `Pass an object that may have ${names.join(', ')}.`)
+  for (const name in options) {
+    if (!names.includes(name)) throw invalid('options', `has ${name}.`, `Known names are ${names.join(', ')}.`)
+  }
+  return options
+}
 
 const invalid = (name, detail, hint) => new InvalidArgument(`invalid ${name}`, { detail: `${name} ${detail}`, hint })
 
@@ -158,8 +179,9 @@ function text(name, value) {
 const optional = (name, value) => value == null ? null : text(name, value)
 
 function tokens(name, value) {
-  const isNumber = typeof value === 'number' || typeof value === 'bigint'
-  if (!isNumber || !Number.isSafeInteger(Number(value))) throw invalid(name, `is ${String(value)}.`, 'Pass a whole number of tokens.')
+  const hint = 'Pass a whole number of tokens.'
+  if (typeof value !== 'number' && typeof value !== 'bigint') throw invalid(name, `is of type ${typeof value}.`, hint)
+  if (!Number.isSafeInteger(Number(value))) throw invalid(name, `is ${value}.`, hint)
   return String(value) // as all drivers send a bigint
 }
 

@@ -1,7 +1,7 @@
 import assert from 'node:assert/strict'
 import http from 'node:http'
 import test from 'node:test'
-import { Combiner, Limiter } from '../index.js'
+import { Combiner, InvalidArgument, Limiter } from '../index.js'
 import { addressKey, byIP, byUser, limit, limitFetch, per } from '../http.js'
 import { connect, definePolicy, left, pool, withLocked } from './kit.js'
 
@@ -149,4 +149,28 @@ test('a user is a key, hashed if it does not fit, and otherwise another key is',
   assert.equal(key({ user: '42' }), 'user:42')
   assert.equal(key({}), 'other')
   for (const user of ['a\0', 'é'.repeat(254)]) assert.match(key({ user }), /^user-sha256:[0-9a-f]{64}$/)
+})
+
+test('charges of a wrong shape are 500, also where failures let a request pass', async () => {
+  const policy = await definePolicy(2, 1, '1 hour')
+  for (const charges of [{ policy, key: 'k' }, 'text', [null], ['text'], [{ policy }], [{ policy, key: 'k', cost: '5' }]]) {
+    const errors = []
+    await serving(limit(new Combiner(pool), { charges: () => charges, failure: 'open', onError: (error) => errors.push(error.name) }), async (get) => {
+      assert.equal((await get()).status, 500, JSON.stringify(charges))
+    })
+    assert.deepEqual(errors, ['InvalidArgument'])
+  }
+  for (const wrong of [() => limit(pool, { charges: () => [], failure: 'open' }), () => per('api'), () => per('api', byIP)]) {
+    assert.throws(wrong, TypeError)
+  }
+  assert.equal(await left(policy, 'k'), 2)
+})
+
+test('options that no method knows are refused', async () => {
+  const policy = await definePolicy(2, 1, '1 hour'), limiter = new Limiter(pool)
+  for (const options of [5, null, { cots: 2 }, { idempotency_key: 'i' }]) {
+    await assert.rejects(limiter.acquire(policy, 'k', options), InvalidArgument, JSON.stringify(options))
+  }
+  assert.throws(() => new Combiner(pool, { callTimeOut: 1 }), /has callTimeOut/)
+  assert.equal(await left(policy, 'k'), 2)
 })

@@ -48,7 +48,7 @@ class RateLimit:
         failure: Failure,
         timeout: float,
     ) -> None:
-        http.check_failure(failure)
+        http.check(limiter, failure)
         self._app, self._limiter, self._charges, self._failure, self._timeout = app, limiter, charges, failure, timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -74,7 +74,7 @@ class RateLimit:
 
         async def send_with_fields(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), *headers]
+                message = {**message, "headers": [*message.get("headers", ()), *headers]}  # the app may send its own again
             await send(message)
 
         await self._app(scope, receive, send_with_fields if headers else send)

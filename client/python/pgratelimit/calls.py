@@ -149,7 +149,7 @@ def name_or_none(idempotency_key: Any) -> str | None:
 def whole(name: str, value: Any) -> int:
     """A whole number of tokens. The server would round 1.5."""
     try:
-        n = operator.index(value)
+        n = operator.index(None if isinstance(value, bool) else value)
     except TypeError:
         raise invalid(f"{name} is not an int") from None
     if not -(1 << 63) <= n < 1 << 63:
@@ -159,7 +159,10 @@ def whole(name: str, value: Any) -> int:
 
 def charged(charge: Sequence[Any]) -> Charge:
     """The charge that a caller has passed as any tuple, checked."""
-    c = Charge(*charge)
+    try:
+        c = Charge(*charge)
+    except TypeError:
+        raise invalid("a charge is not (policy, key) or (policy, key, cost)") from None
     return Charge(*bucket(c.policy, c.key), whole("cost", c.cost))
 
 

@@ -96,7 +96,7 @@ def failed(failure: Failure, error: Exception) -> tuple[int | None, Fields, byte
     global _logged
     if time.monotonic() - _logged >= 1:
         _logged = time.monotonic()
-        log.warning("rate limit not checked: %s", error)
+        log.warning("rate limit not checked: %s", str(error) or type(error).__name__)
     invalid = isinstance(error, (UnknownPolicy, InvalidArgument, IdempotencyMismatch))
     if failure == "open" and not invalid:
         return None, [], b""
@@ -104,7 +104,9 @@ def failed(failure: Failure, error: Exception) -> tuple[int | None, Fields, byte
     return status, list(_PROBLEM), _problem(status, "about:blank", _TITLES[status], {})
 
 
-def check_failure(failure: Failure) -> None:
+def check(limiter: object, failure: Failure) -> None:
+    if not hasattr(limiter, "acquire_all"):
+        raise TypeError("pgratelimit: limiter must be a Limiter, an AsyncLimiter or a Combiner")
     if failure not in ("closed", "open"):
         raise ValueError('pgratelimit: failure must be "closed" or "open"')
 

@@ -38,7 +38,7 @@ class RateLimit:
         *,
         failure: Failure,
     ) -> None:
-        http.check_failure(failure)
+        http.check(limiter, failure)
         self._app, self._limiter, self._charges, self._failure = app, limiter, charges, failure
 
     def __call__(self, environ: Environ, start_response: Callable[..., Any]) -> Iterable[bytes]:

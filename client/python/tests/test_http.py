@@ -77,6 +77,29 @@ class AsgiTest(AsyncCase):
                 self.assertNotIn("192.0.2.1", str(fields) + str(body))
                 execute("select ratelimit_reset(%s::text, 'ip:192.0.2.1')", p)
 
+    async def test_the_message_of_the_app_stays_its_own(self):
+        p, start = self.id(), {"type": "http.response.start", "status": 200, "headers": [(b"x-own", b"1")]}
+        define(p, 9, 1, "1 hour")
+
+        async def constant(scope, receive, send):
+            await send(start)
+
+        async with asyncpg_pool_of(2) as pool:
+            app = Asgi(constant, Combiner(pool), lambda scope: [(p, "k")], failure="closed", timeout=60)
+            for _ in range(2):
+                await asgi_get(app)
+        self.assertEqual([(b"x-own", b"1")], start["headers"])
+
+    async def test_charges_of_a_wrong_shape_are_500_also_where_failures_let_a_request_pass(self):
+        p = self.id()
+        define(p, 9, 1, "1 hour")
+        async with asyncpg_pool_of(2) as pool:
+            for charges in ([("api",)], "api", [None], [(p, "k", True)], [(p, None)]):
+                app = Asgi(asgi_app, Combiner(pool), lambda scope: charges, failure="open", timeout=60)
+                self.assertEqual(500, (await asgi_get(app))[0], charges)
+            with self.assertRaises(TypeError):
+                Asgi(asgi_app, pool, lambda scope: [], failure="open", timeout=60)
+
     async def test_a_request_without_charges_and_what_is_no_request_pass(self):
         app = Asgi(asgi_app, Broken(), lambda scope: [], failure="closed", timeout=60)
         self.assertEqual(200, (await asgi_get(app))[0])
