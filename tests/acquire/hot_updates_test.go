@@ -11,7 +11,7 @@ import (
 
 func TestHOT_UpdatesAreHeapOnly(t *testing.T) {
 	t.Parallel()
-	const calls = 100_000
+	const calls = 20_000
 	// One session on a server of its own: a transaction that is open, in any of its databases or waiting for a processor, keeps old row versions
 	// from being pruned, and updates without room on their page are not HOT.
 	db, _ := kit.NewPrivateDB(t, "synchronous_commit=off", "autovacuum=off")
