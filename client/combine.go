@@ -149,22 +149,34 @@ func (c *Combiner) combine(ctx context.Context, r request) (JointDecision, error
 		defer c.finishOwn(ctx, own)
 		return c.askAlone(ctx, r)
 	}
+	w, err := c.enqueue(ctx, r, now)
+	c.mu.Unlock()
+	if err != nil {
+		return JointDecision{}, err
+	}
+	return c.await(ctx, w)
+}
+
+// enqueue adds a request to the queue, or returns why it must not wait. It needs the mutex.
+func (c *Combiner) enqueue(ctx context.Context, r request, now time.Time) (*waiter, error) {
 	w := c.waiters.Get().(*waiter)
 	w.request = r
 	w.deadline, _ = ctx.Deadline()
 	if refusal := c.queue.refusal(w, now); refusal != nil && ctx.Err() == nil {
-		c.mu.Unlock()
 		c.release(w)
-		return JointDecision{}, failed(r.verb(), refusal)
+		return nil, failed(r.verb(), refusal)
 	}
 	c.do(c.queue.add(w))
-	c.mu.Unlock()
+	return w, nil
+}
 
+// await returns the answer to a request in the queue, or the error of ctx as soon as it ends.
+func (c *Combiner) await(ctx context.Context, w *waiter) (JointDecision, error) {
 	select {
 	case <-w.done:
 	case <-ctx.Done():
 		if c.leave(w) {
-			return JointDecision{}, failed(r.verb(), ctx.Err())
+			return JointDecision{}, failed(w.verb(), ctx.Err())
 		}
 	}
 	d, err := w.answer, w.err

@@ -13,7 +13,7 @@ const (
 	evictOf      = 16
 )
 
-// denials remembers for how long buckets are known to deny. All methods but acquire work on nil.
+// denials remembers for how long buckets are known to deny. The methods that forget work on nil.
 type denials struct {
 	seed   maphash.Seed
 	shards [denialShards]denialShard
@@ -46,18 +46,28 @@ func newDenials() *denials {
 
 func (c *denials) acquire(r request, ask func() (Decision, error)) (Decision, error) {
 	asked := time.Now()
-	b := bucket{r.policy, r.key}
-	shard := c.shard(b)
-	d, known, changes := shard.find(b, r.cost, asked)
+	d, known, changes := c.find(r, asked)
 	if known {
 		return d, nil
 	}
 	d, err := ask()
-	// Never is left out: it ends when the policy changes, and no denial promises that time.
-	if err == nil && !d.Allowed && !d.Never() {
-		shard.store(b, denial{d, r.cost, asked, time.Now()}, changes)
-	}
+	c.learn(r, d, err, asked, changes)
 	return d, err
+}
+
+// find returns a denial that is known to hold, and the number that learn takes.
+func (c *denials) find(r request, now time.Time) (d Decision, known bool, changes uint64) {
+	b := r.bucket()
+	return c.shard(b).find(b, r.cost, now)
+}
+
+// learn remembers the answer to a request if it is a denial. Never is left out: it ends when the policy changes, and no denial
+// promises that time.
+func (c *denials) learn(r request, d Decision, err error, asked time.Time, changes uint64) {
+	if err == nil && !d.Allowed && !d.Never() {
+		b := r.bucket()
+		c.shard(b).store(b, denial{d, r.cost, asked, time.Now()}, changes)
+	}
 }
 
 // forget is called when a bucket may have gained tokens, after the server has answered. By then no new

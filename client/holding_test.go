@@ -269,7 +269,7 @@ func TestLeaser_HasTenThousandLeasesOfAPolicyAtMost(t *testing.T) {
 	d := Decision{Allowed: true, Remaining: 9_000, Capacity: 10_000, ResetAfter: time.Second}
 	for key := range uint64(10_100) {
 		for range hotRequests {
-			l.learn(p, nil, key, request{policy: "p", key: fmt.Sprint(key), cost: 1}, d)
+			l.learn(leasable{policy: p, hash: key}, request{policy: "p", key: fmt.Sprint(key), cost: 1}, d)
 		}
 	}
 	held := 0
@@ -277,7 +277,7 @@ func TestLeaser_HasTenThousandLeasesOfAPolicyAtMost(t *testing.T) {
 	require.Equal(t, 10_000, held)
 	require.EqualValues(t, 10_000, p.held.Load())
 	for range hotRequests {
-		l.learn(l.policies["q"], nil, 0, request{policy: "q", key: "k", cost: 1}, d)
+		l.learn(leasable{policy: l.policies["q"]}, request{policy: "q", key: "k", cost: 1}, d)
 	}
 	require.EqualValues(t, 1, l.policies["q"].held.Load())
 }

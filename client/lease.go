@@ -207,27 +207,46 @@ func (e *lease) do(step func(*holding)) {
 // Errors: as Combiner.Acquire.
 func (l *Leaser) Acquire(ctx context.Context, policy, key string, opts ...CallOption) (Decision, error) {
 	r := newRequest("Acquire", policy, key, opts)
-	p := l.policies[policy]
-	if p == nil || r.keyed() || r.cost < 1 || r.err != nil {
-		return l.acquire(ctx, r, l.combinePlain)
-	}
-	hash := maphash.String(p.seed, key)
-	e := p.shards[hash%leaseShards].find(key)
-	if e != nil && ctx.Err() == nil {
-		begin := l.hooks.begin()
-		if d, ok := l.grant(e, r.cost); ok {
-			l.hooks.answered(ctx, verbAcquire, policy, begin, d, nil)
-			return d, nil
-		}
-	}
-	if !l.hasSingle.Load() {
-		l.hasSingle.Store(true)
+	at := l.find(r)
+	if d, ok := l.grantFrom(ctx, at, r); ok {
+		return d, nil
 	}
 	d, err := l.acquire(ctx, r, l.combinePlain)
 	if err == nil {
-		l.learn(p, e, hash, r, d)
+		l.learn(at, r, d)
 	}
 	return d, err
+}
+
+// A leasable is the bucket of a request that a lease may answer. It has no policy if none may.
+type leasable struct {
+	policy *leasedPolicy
+	lease  *lease // nil for none
+	hash   uint64
+}
+
+func (l *Leaser) find(r request) leasable {
+	p := l.policies[r.policy]
+	if p == nil || r.keyed() || r.cost < 1 || r.err != nil {
+		return leasable{}
+	}
+	hash := maphash.String(p.seed, r.key)
+	return leasable{p, p.shards[hash%leaseShards].find(r.key), hash}
+}
+
+// grantFrom takes from the lease of the bucket, if there is one that has as much.
+func (l *Leaser) grantFrom(ctx context.Context, at leasable, r request) (Decision, bool) {
+	if at.lease != nil && ctx.Err() == nil {
+		begin := l.hooks.begin()
+		if d, ok := l.grant(at.lease, r.cost); ok {
+			l.hooks.answered(ctx, verbAcquire, r.policy, begin, d, nil)
+			return d, true
+		}
+	}
+	if at.policy != nil && !l.hasSingle.Load() {
+		l.hasSingle.Store(true)
+	}
+	return Decision{}, false
 }
 
 // AcquireAll is [Combiner.AcquireAll]: a lease answers requests of Acquire only. A Leaser that gets no such request of its
@@ -253,7 +272,11 @@ func (l *Leaser) grant(e *lease, cost int64) (Decision, bool) {
 }
 
 // learn uses an answer of the server: for the lease, or to begin a lease.
-func (l *Leaser) learn(p *leasedPolicy, e *lease, hash uint64, r request, d Decision) {
+func (l *Leaser) learn(at leasable, r request, d Decision) {
+	p, e, hash := at.policy, at.lease, at.hash
+	if p == nil {
+		return
+	}
 	seen := sight{d, l.now()}
 	if e != nil {
 		e.do(func(h *holding) { h.learn(seen) })

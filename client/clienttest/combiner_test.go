@@ -34,13 +34,16 @@ func TestCombiner_AnswersLikeALimiter(t *testing.T) {
 	for _, keyed := range []bool{false, true} {
 		for _, joint := range []bool{false, true} {
 			t.Run(fmt.Sprintf("keyed=%v/joint=%v", keyed, joint), func(t *testing.T) {
-				inBubble(t, func(t *testing.T) { compare(t, keyed, joint) })
+				inBubble(t, func(t *testing.T) { compare(t, keyed, joint, false) })
 			})
 		}
+		t.Run(fmt.Sprintf("keyed=%v/many", keyed), func(t *testing.T) {
+			inBubble(t, func(t *testing.T) { compare(t, keyed, false, true) })
+		})
 	}
 }
 
-func compare(t *testing.T, keyed, joint bool) {
+func compare(t *testing.T, keyed, joint, many bool) {
 	ctx := t.Context()
 	now := func() time.Time { return time.Unix(0, 0) }
 	plain, other := New(now), New(now)
@@ -78,10 +81,13 @@ func compare(t *testing.T, keyed, joint bool) {
 	var want, got [requests]answer
 	var charges []client.Charge
 	var once client.CallOption
+	var name string
+	var all []client.Request
 	for n := range requests {
 		isNew := n == 0 || random.IntN(2) == 0 // or the last one again
 		if isNew {
-			charges, once = nil, client.IdempotencyKey(fmt.Sprint(random.IntN(40)))
+			name = fmt.Sprint(random.IntN(40))
+			charges, once = nil, client.IdempotencyKey(name)
 		}
 		for isNew && len(charges) < 3 && (len(charges) == 0 || random.IntN(2) == 0) {
 			policies, keys := []string{"p", "p", "budget", "shadow", "none"}, []string{"a", "b", "c", ""}
@@ -92,10 +98,20 @@ func compare(t *testing.T, keyed, joint bool) {
 			})
 		}
 		want[n] = ask(plain, charges, once)
+		if many {
+			all = append(all, client.Request{Policy: charges[0].Policy, Key: charges[0].Key, Cost: charges[0].Cost})
+			if keyed {
+				all[n].IdempotencyKey = &[]string{name}[0]
+			}
+			continue
+		}
 		go func() { got[n] = ask(combiner, charges, once) }()
 		synctest.Wait() // until it waits in its turn
 	}
 	close(db.gate)
+	for n, a := range combiner.AcquireMany(ctx, all) {
+		got[n].Decision, got[n].err = a.Decision, a.Err
+	}
 	combiner.Close()
 	synctest.Wait()
 	require.Less(t, db.calls, requests/10)

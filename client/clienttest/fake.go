@@ -57,6 +57,20 @@ func New(now func() time.Time, opts ...client.Option) *Fake {
 	return &Fake{client.New(db, opts...), db}
 }
 
+// AcquireMany is [client.Combiner.AcquireMany]. The requests are answered one after another, each as a call.
+func (f *Fake) AcquireMany(ctx context.Context, requests []client.Request) []client.Answer {
+	answers := make([]client.Answer, len(requests))
+	for i, r := range requests {
+		opts := []client.CallOption{r.Cost}
+		if r.IdempotencyKey != nil {
+			opts = append(opts, client.IdempotencyKey(*r.IdempotencyKey))
+		}
+		answers[i] = client.Answer{Operation: "acquire", Policy: r.Policy}
+		answers[i].Decision, answers[i].Err = f.Acquire(ctx, r.Policy, r.Key, opts...)
+	}
+	return answers
+}
+
 // FailNext makes the next calls fail with these errors, one each, after the errors that earlier FailNexts
 // left. A nil error lets its call through. A call that fails so does nothing else, and its error is
 // wrapped like an error of the database.

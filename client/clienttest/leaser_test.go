@@ -715,3 +715,24 @@ func TestLeaser_RefusesAWrongOptionOfALeasedRequest(t *testing.T) {
 		require.ErrorIs(t, err, client.ErrInvalidArgument)
 	})
 }
+
+// AcquireMany is answered from leases, learns of hot buckets, and has the server answer the rest.
+func TestLeaser_AcquireManyIsGrantedFromLeases(t *testing.T) {
+	withLease(t, client.Lease{Policy: "p"}, func(t *testing.T, l *leasing) {
+		list := []client.Request{{Policy: "p", Key: "hot"}, {Policy: "other", Key: "hot"}, {Policy: "p", Key: "hot"}}
+		for range 3 {
+			for _, a := range l.AcquireMany(t.Context(), list) {
+				require.NoError(t, a.Err)
+				require.False(t, a.Decision.Estimated)
+			}
+		}
+		time.Sleep(2 * time.Millisecond) // until the lease has tokens
+		answers := l.AcquireMany(t.Context(), list)
+		for i, isLeased := range []bool{true, false, true} {
+			require.NoError(t, answers[i].Err)
+			require.True(t, answers[i].Decision.Allowed)
+			require.Equal(t, isLeased, answers[i].Decision.Estimated)
+			require.Equal(t, list[i].Policy, answers[i].Policy)
+		}
+	})
+}

@@ -1,0 +1,148 @@
+package client_test
+
+import (
+	"context"
+	"errors"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/pgratelimit/client"
+)
+
+// requests are for one token each of the buckets of keys.
+func requests(keys ...string) (list []client.Request) {
+	for _, key := range keys {
+		list = append(list, client.Request{Policy: "p", Key: key})
+	}
+	return list
+}
+
+type manyAcquirer interface {
+	AcquireMany(ctx context.Context, requests []client.Request) []client.Answer
+}
+
+// askMany asks for all in one call, beside the test.
+func askMany(ctx context.Context, limiter manyAcquirer, list []client.Request) <-chan []client.Answer {
+	got := make(chan []client.Answer, 1)
+	go func() { got <- limiter.AcquireMany(ctx, list) }()
+	synctest.Wait() // until they wait
+	return got
+}
+
+func TestAcquireMany_RequestsShareOneCallAndAreAnsweredInOrder(t *testing.T) {
+	var seen []client.Answer
+	hooks := client.Hooks{Answered: func(_ context.Context, a client.Answer) { seen = append(seen, a) }}
+	atGate(t, 2, func(t *testing.T, db *gatedPool, limiter *client.Combiner) {
+		list := requests("k3", "k1", strings.Repeat("k", 513), "k3", "k2", "a\x00b")
+		list[1].Cost = client.Cost(20)
+		got := askMany(t.Context(), limiter, list)
+		require.Len(t, db.underWay(), 2, "a text that would fail the call travels alone")
+		call := db.underWay()[0]
+		if !call.batch {
+			call = db.underWay()[1]
+		}
+		require.Equal(t, []string{"k3", "k1", "k3", "k2"}, call.keys)
+		require.Equal(t, []int64{1, 20, 1, 1}, call.costs)
+		db.grantAll()
+		answers := <-got
+		for i, remaining := range []int64{3, 1, 0, 3, 2} {
+			require.NoError(t, answers[i].Err)
+			require.Equal(t, remaining, answers[i].Decision.Remaining)
+		}
+		require.ErrorIs(t, answers[5].Err, client.ErrInvalidArgument)
+		require.Equal(t, answers, seen)
+		require.Equal(t, "acquire", seen[0].Operation)
+	}, client.Observe(hooks))
+}
+
+// A request that waits for a locked bucket holds up the requests of its own call of AcquireMany, and of no other.
+func TestAcquireMany_AStalledBucketHoldsUpItsCallerOnly(t *testing.T) {
+	atGate(t, 2, func(t *testing.T, db *gatedPool, limiter *client.Combiner) {
+		held := askMany(t.Context(), limiter, requests("k1", "k2"))
+		stalled := db.only(t)
+		free := askMany(t.Context(), limiter, requests("k3", "k4"))
+		for _, call := range db.beside(stalled) {
+			call.grant()
+		}
+		require.Len(t, <-free, 2)
+		require.Empty(t, held)
+		stalled.grant()
+		require.Len(t, <-held, 2)
+	})
+}
+
+func TestAcquireMany_TheEndOfContextEndsTheWait(t *testing.T) {
+	behindK1(t, func(t *testing.T, db *gatedPool, limiter *client.Combiner) {
+		ctx, leave := context.WithCancel(t.Context())
+		got := askMany(ctx, limiter, requests("k2", "k3"))
+		leave()
+		for _, a := range <-got {
+			require.ErrorIs(t, a.Err, context.Canceled)
+		}
+		require.Zero(t, limiter.Waiting())
+		db.only(t).grant()
+	})
+}
+
+func TestAcquireMany_MaxWaitingRefusesTheRequestsBeyondIt(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
+		db, limiter := gated(t, client.CallsInFlight(1), client.MaxWaiting(2))
+		_ = ask(t.Context(), limiter, "k1")
+		got := askMany(t.Context(), limiter, requests("k2", "k3", "k4"))
+		db.grantAll()
+		answers := <-got
+		require.NoError(t, errors.Join(answers[0].Err, answers[1].Err))
+		require.ErrorIs(t, answers[2].Err, client.ErrOverloaded)
+		limiter.Close()
+		require.ErrorIs(t, limiter.AcquireMany(t.Context(), requests("k1"))[0].Err, client.ErrClosed)
+	})
+}
+
+// The rules of a DenialCache are those of Acquire: the cost counts, and a refund ends the denial.
+func TestAcquireMany_RepeatsDenialsFromMemory(t *testing.T) {
+	atGate(t, 1, func(t *testing.T, db *gatedPool, limiter *client.Combiner) {
+		list := requests("k1", "k2")
+		list[0].Cost = client.Cost(5)
+		got := askMany(t.Context(), limiter, list)
+		db.only(t).deny(time.Minute)
+		first := <-got
+		again := limiter.AcquireMany(t.Context(), list) // without a call
+		require.False(t, again[0].Decision.Allowed || again[1].Decision.Allowed)
+		require.Equal(t, first[0].Decision, again[0].Decision)
+
+		less := requests("k1", "k2", "k2")
+		less[0].Cost = client.Cost(4)
+		less[1].IdempotencyKey = &[]string{"i"}[0]
+		got = askMany(t.Context(), limiter, less)
+		call := db.only(t)
+		require.Equal(t, []string{"k1"}, call.keys, "a smaller cost was not denied")
+		call.grant()
+		db.only(t).grant() // nor is a request with an idempotency key
+		answers := <-got
+		require.True(t, answers[0].Decision.Allowed && answers[1].Decision.Allowed && !answers[2].Decision.Allowed)
+
+		go limiter.Refund(t.Context(), "p", "k2", 1) //nolint:errcheck // the calls below see it
+		db.only(t).grant()
+		synctest.Wait() // until the refund has its answer
+		got = askMany(t.Context(), limiter, requests("k2"))
+		db.only(t).grant()
+		require.True(t, (<-got)[0].Decision.Allowed)
+	}, client.DenialCache())
+}
+
+// Each request goes to the shard of its key, and fails with it.
+func TestAcquireMany_AShardFailsItsOwnRequestsOnly(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
+		up, down := &numberedShard{fakePool: fakePool{fakeDB{answers: []any{granted(7)}}}}, &numberedShard{err: pgError("57P03")}
+		limiter := noError(openNumbered(t, up, down))(t)
+		answers := limiter.AcquireMany(t.Context(), requests(keyOn(1, 2), keyOn(0, 2), keyOn(1, 2)))
+		shardIs(t, 1, 2, answers[0].Err)
+		require.NoError(t, answers[1].Err)
+		require.EqualValues(t, 7, answers[1].Decision.Remaining)
+		shardIs(t, 1, 2, answers[2].Err)
+	})
+}
