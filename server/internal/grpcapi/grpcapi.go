@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"strings"
+	"time"
 
 	"google.golang.org/genproto/googleapis/rpc/errdetails"
 	"google.golang.org/grpc"
@@ -20,20 +21,50 @@ import (
 	"github.com/pgratelimit/pgratelimit/server/internal/service"
 )
 
-// Register adds s to a gRPC server.
-func Register(server grpc.ServiceRegistrar, s *service.Service) {
-	pb.RegisterRateLimiterServer(server, api{service: s})
+// Register adds s to a gRPC server. When stopping is done, streams end.
+func Register(server grpc.ServiceRegistrar, s *service.Service, stopping <-chan struct{}) {
+	pb.RegisterRateLimiterServer(server, api{service: s, stopping: stopping})
 }
 
 type api struct {
 	pb.UnimplementedRateLimiterServer
-	service *service.Service
+	service  *service.Service
+	stopping <-chan struct{}
 }
 
 func (a api) Acquire(ctx context.Context, q *pb.AcquireRequest) (*pb.Decision, error) {
-	return reply(a.service.Acquire(ctx, service.Request{
-		Policy: q.GetPolicy(), Key: q.GetLogicalKey(), Cost: q.Cost, IdempotencyKey: q.RequestId,
-	}))
+	return reply(a.service.Acquire(ctx, acquireRequest(q)))
+}
+
+func acquireRequest(q *pb.AcquireRequest) service.Request {
+	return service.Request{Policy: q.GetPolicy(), Key: q.GetLogicalKey(), Cost: q.Cost, IdempotencyKey: q.RequestId}
+}
+
+func (a api) AcquireUpTo(ctx context.Context, q *pb.AcquireUpToRequest) (*pb.PartialDecision, error) {
+	r := service.Request{Policy: q.GetPolicy(), Key: q.GetLogicalKey(), IdempotencyKey: q.RequestId}
+	d, err := a.service.AcquireUpTo(ctx, r, q.AtMost, q.AtLeast)
+	if err != nil {
+		return nil, StatusOf(err)
+	}
+	return &pb.PartialDecision{Decision: decision(d.Decision), Taken: d.Taken}, nil
+}
+
+func (a api) Reserve(ctx context.Context, q *pb.ReserveRequest) (*pb.Reservation, error) {
+	var maxWait *time.Duration
+	if q.GetMaxWait() != nil {
+		wait := q.GetMaxWait().AsDuration()
+		maxWait = &wait
+	}
+	r := service.Request{Policy: q.GetPolicy(), Key: q.GetLogicalKey(), Cost: q.Cost, IdempotencyKey: q.RequestId}
+	d, err := a.service.Reserve(ctx, r, maxWait)
+	if err != nil {
+		return nil, StatusOf(err)
+	}
+	like := decision(client.Decision{Allowed: d.Allowed, RetryAfter: d.Wait, ResetAfter: d.ResetAfter})
+	return &pb.Reservation{
+		Verdict: like.Verdict, Wait: like.RetryAfter, Remaining: d.Remaining, ResetAfter: like.ResetAfter,
+		Capacity: d.Capacity, Replayed: d.Replayed, Shadowed: d.Shadowed,
+	}, nil
 }
 
 func (a api) Charge(ctx context.Context, q *pb.ChargeRequest) (*pb.Decision, error) {
@@ -49,7 +80,11 @@ func (a api) Settle(ctx context.Context, q *pb.SettleRequest) (*pb.Decision, err
 }
 
 func (a api) Peek(ctx context.Context, q *pb.PeekRequest) (*pb.Decision, error) {
-	return reply(a.service.Peek(ctx, service.Request{Policy: q.GetPolicy(), Key: q.GetLogicalKey(), Cost: q.Cost}))
+	return reply(a.service.Peek(ctx, peekRequest(q)))
+}
+
+func peekRequest(q *pb.PeekRequest) service.Request {
+	return service.Request{Policy: q.GetPolicy(), Key: q.GetLogicalKey(), Cost: q.Cost}
 }
 
 func (a api) Refund(ctx context.Context, q *pb.RefundRequest) (*pb.Decision, error) {

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math"
 	"net"
 	"net/http"
 	"reflect"
@@ -34,10 +35,29 @@ func Register(mux *http.ServeMux, s *service.Service, maxBytes int64) {
 	mux.Handle("/v1/charge", endpoint(maxBytes, one(s.Charge)))
 	mux.Handle("/v1/settle", endpoint(maxBytes, one(s.Settle)))
 	mux.Handle("/v1/peek", endpoint(maxBytes, func(ctx context.Context, r unkeyedRequest) (any, error) {
-		return one(s.Peek)(ctx, request{unkeyedRequest: r})
+		d, err := s.Peek(ctx, r.service())
+		return NewDecision(d), err
 	}))
 	mux.Handle("/v1/refund", endpoint(maxBytes, func(ctx context.Context, r refundRequest) (any, error) {
 		return one(s.Refund)(ctx, request{unkeyedRequest: unkeyedRequest{r.Policy, r.Key, r.Amount}})
+	}))
+	mux.Handle("/v1/acquire_up_to", endpoint(maxBytes, func(ctx context.Context, r upToRequest) (any, error) {
+		d, err := s.AcquireUpTo(ctx, service.Request{Policy: r.Policy, Key: r.Key, IdempotencyKey: r.IdempotencyKey}, r.AtMost, r.AtLeast)
+		return partialDecision{NewDecision(d.Decision), d.Taken}, err
+	}))
+	mux.Handle("/v1/reserve", endpoint(maxBytes, func(ctx context.Context, r reserveRequest) (any, error) {
+		d, err := s.Reserve(ctx, r.service(), r.maxWait())
+		return newReservation(d), err
+	}))
+	mux.Handle("/v1/acquire_many", endpoint(maxBytes, func(ctx context.Context, r struct {
+		Requests []request `json:"requests"`
+	}) (any, error) {
+		return newAnswers(s.AcquireMany(ctx, services(r.Requests)))
+	}))
+	mux.Handle("/v1/peek_many", endpoint(maxBytes, func(ctx context.Context, r struct {
+		Requests []unkeyedRequest `json:"requests"`
+	}) (any, error) {
+		return newAnswers(s.PeekMany(ctx, services(r.Requests)))
 	}))
 	mux.Handle("/v1/acquire_all", endpoint(maxBytes, func(ctx context.Context, r jointRequest) (any, error) {
 		d, err := s.AcquireAll(ctx, r.service())
@@ -51,6 +71,10 @@ type unkeyedRequest struct {
 	Cost   *int64 `json:"cost"`
 }
 
+func (r unkeyedRequest) service() service.Request {
+	return service.Request{Policy: r.Policy, Key: r.Key, Cost: r.Cost}
+}
+
 type request struct {
 	unkeyedRequest
 	IdempotencyKey *string `json:"idempotency_key"`
@@ -58,6 +82,37 @@ type request struct {
 
 func (r request) service() service.Request {
 	return service.Request{Policy: r.Policy, Key: r.Key, Cost: r.Cost, IdempotencyKey: r.IdempotencyKey}
+}
+
+func services[R interface{ service() service.Request }](list []R) []service.Request {
+	requests := make([]service.Request, len(list))
+	for i, r := range list {
+		requests[i] = r.service()
+	}
+	return requests
+}
+
+type upToRequest struct {
+	Policy         string  `json:"policy"`
+	Key            string  `json:"key"`
+	AtMost         *int64  `json:"at_most"`
+	AtLeast        *int64  `json:"at_least"`
+	IdempotencyKey *string `json:"idempotency_key"`
+}
+
+type reserveRequest struct {
+	request
+	MaxWait *float64 `json:"max_wait"` // seconds
+}
+
+// maxWait rounds to microseconds.
+func (r reserveRequest) maxWait() *time.Duration {
+	if r.MaxWait == nil {
+		return nil
+	}
+	const most = 1e9 // beyond what the database accepts
+	wait := time.Duration(math.Round(1e6*min(max(*r.MaxWait, -most), most))) * time.Microsecond
+	return &wait
 }
 
 type refundRequest struct {
@@ -72,11 +127,7 @@ type jointRequest struct {
 }
 
 func (r jointRequest) service() service.JointRequest {
-	joint := service.JointRequest{IdempotencyKey: r.IdempotencyKey}
-	for _, c := range r.Charges {
-		joint.Charges = append(joint.Charges, request{unkeyedRequest: c}.service())
-	}
-	return joint
+	return service.JointRequest{Charges: services(r.Charges), IdempotencyKey: r.IdempotencyKey}
 }
 
 // endpoint reads a request, and writes the decision or a [Problem].
@@ -155,6 +206,8 @@ func whatIsWrong(err error) string {
 	switch semantic.GoType.Kind() {
 	case reflect.Int64:
 		wanted = "a whole number"
+	case reflect.Float64:
+		wanted = "a number"
 	case reflect.String:
 		wanted = "text"
 	case reflect.Slice:
@@ -264,6 +317,52 @@ func NewDecision(d client.Decision) Decision {
 		j.ResetAfter = (*Seconds)(&d.ResetAfter)
 	}
 	return j
+}
+
+// A partialDecision is client.PartialDecision in JSON.
+type partialDecision struct {
+	Decision
+	Taken int64 `json:"taken"`
+}
+
+// A reservation is client.Reservation in JSON.
+type reservation struct {
+	Allowed    bool     `json:"allowed"`
+	Wait       *Seconds `json:"wait"`
+	Remaining  int64    `json:"remaining"`
+	ResetAfter *Seconds `json:"reset_after"`
+	Capacity   int64    `json:"capacity"`
+	Replayed   bool     `json:"replayed"`
+	Shadowed   bool     `json:"shadowed"`
+}
+
+func newReservation(r client.Reservation) reservation {
+	like := NewDecision(client.Decision{RetryAfter: r.Wait, ResetAfter: r.ResetAfter})
+	return reservation{r.Allowed, like.RetryAfter, r.Remaining, like.ResetAfter, r.Capacity, r.Replayed, r.Shadowed}
+}
+
+type answers struct {
+	Answers []answer `json:"answers"`
+}
+
+// An answer has one of both.
+type answer struct {
+	Decision *Decision `json:"decision,omitzero"`
+	Error    *Problem  `json:"error,omitzero"`
+}
+
+func newAnswers(list []service.Answer, err error) (answers, error) {
+	all := answers{make([]answer, len(list))}
+	for i, a := range list {
+		if a.Err != nil {
+			p := NewProblem(a.Err)
+			all.Answers[i].Error = &p
+			continue
+		}
+		d := NewDecision(a.Decision)
+		all.Answers[i].Decision = &d
+	}
+	return all, err
 }
 
 // A JointDecision is client.JointDecision in JSON.

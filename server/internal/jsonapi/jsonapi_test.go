@@ -6,6 +6,7 @@ import (
 	"math"
 	"net/http"
 	"net/http/httptest"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -18,7 +19,8 @@ import (
 	"github.com/pgratelimit/pgratelimit/server/internal/service"
 )
 
-var paths = []string{"/v1/acquire", "/v1/acquire_all", "/v1/charge", "/v1/settle", "/v1/peek", "/v1/refund"}
+var paths = []string{"/v1/acquire", "/v1/acquire_all", "/v1/charge", "/v1/settle", "/v1/peek", "/v1/refund",
+	"/v1/acquire_many", "/v1/acquire_up_to", "/v1/reserve", "/v1/peek_many"}
 
 // A body is what encoding/json reads in a request of any path.
 type body struct {
@@ -26,6 +28,14 @@ type body struct {
 	IdempotencyKey *string  `json:"idempotency_key"`
 	Amount         int64    `json:"amount"`
 	Charges        []charge `json:"charges"`
+	Requests       []charge `json:"requests"`
+}
+
+// A response is what any path answers.
+type response struct {
+	Allowed, Replayed bool
+	Taken             int64
+	Answers           []struct{ Decision response }
 }
 
 type charge struct {
@@ -67,6 +77,11 @@ func FuzzBodies(f *testing.F) {
 		`{"policy":"p","Key":"k"}`,
 		`{"policy":"p","key":"k","cost":1e1}`,
 		`{"policy":"p","key":"k","cost":null,"idempotency_key":null} `,
+		`{"requests":[{"policy":"p","key":"k","cost":6},{"policy":"p","key":"k","cost":6},{"policy":"nobody","key":"k"},{"key":"l"}]}`,
+		`{"requests":[{"policy":"p","key":"k","idempotency_key":"i"},{"policy":"p","key":"k","idempotency_key":"i"}]}`,
+		`{"policy":"p","key":"k","at_most":7,"at_least":2,"idempotency_key":"i"}`,
+		`{"policy":"p","key":"k","cost":6,"max_wait":1.5}`,
+		`{"policy":"p","key":"k","max_wait":1e300}`,
 		`null`,
 	} {
 		for path := range paths {
@@ -89,7 +104,7 @@ func FuzzBodies(f *testing.F) {
 			w := httptest.NewRecorder()
 			mux.ServeHTTP(w, httptest.NewRequest(http.MethodPost, path, strings.NewReader(string(text))))
 			after := levels(t, fake, q)
-			var answer struct{ Allowed, Replayed bool }
+			var answer response
 			require.NoError(t, json.Unmarshal(w.Body.Bytes(), &answer), "%s", w.Body)
 			if w.Code != http.StatusOK {
 				require.Contains(t, []int{400, 404, 409, 413, 422}, w.Code, "%s", w.Body)
@@ -98,9 +113,7 @@ func FuzzBodies(f *testing.F) {
 			}
 			require.True(t, isRead, "%q is answered, and another reader cannot read it", text)
 			want := maps.Clone(before)
-			if answer.Allowed && !answer.Replayed {
-				q.pay(path, want)
-			}
+			q.pay(path, want, answer)
 			require.Equal(t, want, after, "%s %q: %s", path, text, w.Body)
 		}
 	})
@@ -108,7 +121,7 @@ func FuzzBodies(f *testing.F) {
 
 func read(text []byte) (q body, ok bool) { return q, json.Unmarshal(text, &q) == nil }
 
-func (q body) charges() []charge { return append(q.Charges, q.charge) }
+func (q body) charges() []charge { return slices.Concat(q.Charges, q.Requests, []charge{q.charge}) }
 
 // levels are those of all buckets that the body names.
 func levels(t *testing.T, fake *clienttest.Fake, q body) map[bucket]int64 {
@@ -121,13 +134,21 @@ func levels(t *testing.T, fake *clienttest.Fake, q body) map[bucket]int64 {
 	return levels
 }
 
-// pay takes from the levels what a request costs that is granted. A settlement finds no grant that had another cost.
-func (q body) pay(path string, levels map[bucket]int64) {
+// pay takes from the levels what the response has granted. A settlement finds no grant that had another cost.
+func (q body) pay(path string, levels map[bucket]int64, got response) {
 	const floor = -9_000_000_000_000
 	b := q.bucket()
+	for i, a := range got.Answers {
+		body{charge: q.Requests[i]}.pay(strings.Replace(path, "_many", "", 1), levels, a.Decision)
+	}
+	if !got.Allowed || got.Replayed {
+		return
+	}
 	switch path {
-	case "/v1/acquire":
+	case "/v1/acquire", "/v1/reserve":
 		levels[b] -= q.cost()
+	case "/v1/acquire_up_to":
+		levels[b] -= got.Taken
 	case "/v1/charge":
 		levels[b] = max(floor, levels[b]-q.cost())
 	case "/v1/refund":

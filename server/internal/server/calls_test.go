@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"maps"
 	"net/http"
 	"strings"
 	"testing"
@@ -13,6 +14,7 @@ import (
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/reflect/protoreflect"
 	"google.golang.org/protobuf/types/known/durationpb"
 
 	pb "github.com/pgratelimit/pgratelimit/server/gen/pgratelimit/v1"
@@ -26,44 +28,50 @@ const freeze = "create or replace function ratelimit.clock() returns timestamptz
 
 // everyCall has a body for each call. That of settle needs a grant under the idempotency key i.
 var everyCall = map[string]string{
-	"acquire":     `{"policy":"api","key":"k"}`,
-	"acquire_all": `{"charges":[{"policy":"api","key":"k"}]}`,
-	"charge":      `{"policy":"api","key":"k","cost":1}`,
-	"settle":      `{"policy":"api","key":"k","cost":1,"idempotency_key":"i"}`,
-	"peek":        `{"policy":"api","key":"k"}`,
-	"refund":      `{"policy":"api","key":"k","amount":1}`,
+	"acquire":       `{"policy":"api","key":"k"}`,
+	"acquire_all":   `{"charges":[{"policy":"api","key":"k"}]}`,
+	"acquire_many":  `{"requests":[{"policy":"api","key":"k"}]}`,
+	"acquire_up_to": `{"policy":"api","key":"k","at_most":1}`,
+	"reserve":       `{"policy":"api","key":"k","max_wait":60}`,
+	"charge":        `{"policy":"api","key":"k","cost":1}`,
+	"settle":        `{"policy":"api","key":"k","cost":1,"idempotency_key":"i"}`,
+	"peek":          `{"policy":"api","key":"k"}`,
+	"peek_many":     `{"requests":[{"policy":"api","key":"k"}]}`,
+	"refund":        `{"policy":"api","key":"k","amount":1}`,
 }
 
-// asJSON writes the answer of a call by gRPC as the call by JSON does.
-func asJSON(t *testing.T, answer any) string {
+// asJSON has the values of an answer by gRPC as the call by JSON writes them.
+func asJSON(t *testing.T, answer protoreflect.Message) map[string]any {
 	t.Helper()
-	decision := func(d *pb.Decision) jsonapi.Decision {
-		seconds := func(d *durationpb.Duration) *jsonapi.Seconds {
-			if d == nil {
-				return nil
+	values := make(map[string]any)
+	fields := answer.Descriptor().Fields()
+	for i := range fields.Len() {
+		field := fields.Get(i)
+		name, value := string(field.Name()), answer.Get(field)
+		switch {
+		case name == "verdict":
+			require.NotZero(t, value.Enum())
+			values["allowed"] = value.Enum() == pb.Verdict_ALLOWED.Number()
+		case field.IsList():
+			list := []any{}
+			for i := range value.List().Len() {
+				list = append(list, asJSON(t, value.List().Get(i).Message()))
 			}
-			return ptr(jsonapi.Seconds(d.AsDuration()))
-		}
-		require.NotEqual(t, pb.Verdict_VERDICT_UNSPECIFIED, d.GetVerdict())
-		return jsonapi.Decision{
-			Allowed: d.GetVerdict() == pb.Verdict_ALLOWED, Remaining: d.GetRemaining(), RetryAfter: seconds(d.GetRetryAfter()), ResetAfter: seconds(d.GetResetAfter()),
-			Capacity: d.GetCapacity(), Replayed: d.GetReplayed(), Shadowed: d.GetShadowed(), Estimated: d.GetEstimated(),
+			values[name] = list
+		case field.ContainingOneof() != nil && !answer.Has(field), name == "estimated" && !value.Bool():
+		case field.Message() == nil:
+			values[name] = value.Interface()
+		case field.Message().Name() == "Duration" && !answer.Has(field):
+			values[name] = nil
+		case field.Message().Name() == "Duration":
+			values[name] = jsonapi.Seconds(value.Message().Interface().(*durationpb.Duration).AsDuration())
+		case field.ContainingOneof() != nil:
+			values[name] = asJSON(t, value.Message())
+		default: // the decision of the whole
+			maps.Copy(values, asJSON(t, value.Message()))
 		}
 	}
-	var value any
-	switch answer := answer.(type) {
-	case *pb.Decision:
-		value = decision(answer)
-	case *pb.JointDecision:
-		whole := jsonapi.JointDecision{Decision: decision(answer.GetWhole()), Binding: int(answer.GetBinding())}
-		for _, d := range answer.GetDecisions() {
-			whole.Decisions = append(whole.Decisions, decision(d))
-		}
-		value = whole
-	}
-	text, err := json.Marshal(value)
-	require.NoError(t, err)
-	return string(text) + "\n"
+	return values
 }
 
 func TestCalls_AnswerAlikeByGRPCAndByJSON(t *testing.T) {
@@ -104,10 +112,32 @@ func TestCalls_AnswerAlikeByGRPCAndByJSON(t *testing.T) {
 			`{"allowed":true,"remaining":3,"retry_after":0,"reset_after":604800,"capacity":10,"replayed":false,"shadowed":false,"binding":1,"decisions":[` +
 				`{"allowed":true,"remaining":999998,"retry_after":0,"reset_after":null,"capacity":1000000,"replayed":false,"shadowed":false},` +
 				`{"allowed":true,"remaining":3,"retry_after":0,"reset_after":604800,"capacity":10,"replayed":false,"shadowed":false}]}`},
+		{"acquire_many", `{"requests":[{"policy":"budget","key":"k","cost":8},{"policy":"api","key":"k","cost":4,"idempotency_key":"m"},{"policy":"api","key":"k","cost":2,"idempotency_key":"all"}]}`,
+			`{"answers":[` +
+				`{"decision":{"allowed":true,"remaining":999990,"retry_after":0,"reset_after":null,"capacity":1000000,"replayed":false,"shadowed":false}},` +
+				`{"decision":{"allowed":false,"remaining":3,"retry_after":86400,"reset_after":604800,"capacity":10,"replayed":false,"shadowed":false}},` +
+				`{"decision":{"allowed":true,"remaining":3,"retry_after":0,"reset_after":604800,"capacity":10,"replayed":true,"shadowed":false}}]}`},
+		{"peek_many", `{"requests":[{"policy":"api","key":"k"},{"policy":"api","key":"k","cost":4},{"policy":"budget","key":"k"}]}`,
+			`{"answers":[` +
+				`{"decision":{"allowed":true,"remaining":3,"retry_after":0,"reset_after":604800,"capacity":10,"replayed":false,"shadowed":false}},` +
+				`{"decision":{"allowed":false,"remaining":3,"retry_after":86400,"reset_after":604800,"capacity":10,"replayed":false,"shadowed":false}},` +
+				`{"decision":{"allowed":true,"remaining":999990,"retry_after":0,"reset_after":null,"capacity":1000000,"replayed":false,"shadowed":false}}]}`},
+		{"acquire_up_to", `{"policy":"api","key":"k","at_most":8,"at_least":4}`,
+			`{"allowed":false,"remaining":3,"retry_after":86400,"reset_after":604800,"capacity":10,"replayed":false,"shadowed":false,"taken":0}`},
+		{"acquire_up_to", `{"policy":"api","key":"k","at_most":8,"idempotency_key":"up"}`,
+			`{"allowed":true,"remaining":0,"retry_after":0,"reset_after":864000,"capacity":10,"replayed":false,"shadowed":false,"taken":3}`},
+		{"reserve", `{"policy":"odd","key":"k","cost":4,"max_wait":0.6}`,
+			`{"allowed":false,"wait":0.666667,"remaining":2,"reset_after":1.666667,"capacity":7,"replayed":false,"shadowed":false}`},
+		{"reserve", `{"policy":"odd","key":"k","cost":4,"max_wait":0.666667,"idempotency_key":"r"}`,
+			`{"allowed":true,"wait":0.666667,"remaining":-2,"reset_after":3,"capacity":7,"replayed":false,"shadowed":false}`},
+		{"reserve", `{"policy":"budget","key":"k","cost":1000001,"max_wait":1}`,
+			`{"allowed":false,"wait":null,"remaining":999990,"reset_after":null,"capacity":1000000,"replayed":false,"shadowed":false}`},
 	} {
 		answer, err := servers[0].call(t.Context(), call[0], call[1])
 		require.NoError(t, err)
-		require.Equal(t, call[2]+"\n", asJSON(t, answer), call[1])
+		text, err := json.Marshal(asJSON(t, answer.ProtoReflect()))
+		require.NoError(t, err)
+		require.JSONEq(t, call[2], string(text), call[1])
 		a := servers[1].mustPost("/v1/"+call[0], call[1], "Content-Type: application/x-www-form-urlencoded") // as curl -d does
 		require.Equal(t, http.StatusOK, a.status)
 		require.Equal(t, "application/json", a.header.Get("Content-Type"))
@@ -235,12 +265,20 @@ func TestErrors_OfRequests(t *testing.T) {
 		"charge without a cost":       {"charge", `{"policy":"api","key":"k"}`, service.InvalidArgument, "22023", "invalid cost"},
 		"settlement without a cost":   {"settle", `{"policy":"api","key":"k","idempotency_key":"used"}`, service.InvalidArgument, "22023", "invalid cost"},
 		"settlement of nothing":       {"settle", `{"policy":"api","key":"k","cost":1}`, service.InvalidArgument, "22023", "invalid idempotency_key"},
+		"many of none":                {"acquire_many", `{}`, service.InvalidArgument, "22023", "requests has 0 elements. Send 1 to 1000"},
+		"peeks of none":               {"peek_many", `{}`, service.InvalidArgument, "22023", "requests has 0 elements"},
+		"too many requests":           {"acquire_many", `{"requests":[` + strings.Repeat(`{"policy":"api","key":"k"},`, 1000) + `{"policy":"api","key":"k"}]}`, service.InvalidArgument, "22023", "requests has 1001 elements"},
+		"up to nothing":               {"acquire_up_to", `{"policy":"api","key":"k"}`, service.InvalidArgument, "22023", "invalid at_most"},
+		"more than at most":           {"acquire_up_to", `{"policy":"api","key":"k","at_most":2,"at_least":3}`, service.InvalidArgument, "22023", "invalid at_least"},
+		"reservation without an end":  {"reserve", `{"policy":"api","key":"k"}`, service.InvalidArgument, "22023", "invalid max_wait"},
+		"reservation in the past":     {"reserve", `{"policy":"api","key":"k","max_wait":-1}`, service.InvalidArgument, "22023", "invalid max_wait"},
+		"reservation for ever":        {"reserve", `{"policy":"api","key":"k","max_wait":31536000.000001}`, service.InvalidArgument, "22023", "invalid max_wait"},
 		"refund of nothing":           {"refund", `{"policy":"api","key":"k"}`, service.InvalidArgument, "22023", "invalid amount"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			a, err := requireError(t, s, r.path, r.body, r.kind, r.sqlState)
 			require.ErrorContains(t, err, r.says)
-			require.Contains(t, fmt.Sprint(a.body["title"], a.body["detail"]), r.says)
+			require.Contains(t, fmt.Sprint(a.body["title"], " ", a.body["detail"], " ", a.body["hint"]), r.says)
 		})
 	}
 	require.EqualValues(t, 9, s.remaining("api", "k"), "none of them took anything")

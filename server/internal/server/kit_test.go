@@ -9,6 +9,7 @@ import (
 	"log/slog"
 	"net/http"
 	"net/url"
+	"regexp"
 	"strings"
 	"sync"
 	"testing"
@@ -184,7 +185,10 @@ func (s *testServer) get(path string, headers ...string) answer {
 	return s.mustDo(http.MethodGet, path, "", headers...)
 }
 
-var grpcNames = strings.NewReplacer(`"key":`, `"logical_key":`, `"idempotency_key":`, `"request_id":`)
+var (
+	grpcNames = strings.NewReplacer(`"key":`, `"logical_key":`, `"idempotency_key":`, `"request_id":`)
+	seconds   = regexp.MustCompile(`"max_wait":([-0-9.]+)`)
+)
 
 // call makes the call of a path of JSON by gRPC, with the same body.
 func (s *testServer) call(ctx context.Context, path, body string) (proto.Message, error) {
@@ -195,11 +199,11 @@ func (s *testServer) call(ctx context.Context, path, body string) (proto.Message
 			continue
 		}
 		in := dynamicpb.NewMessage(method.Input())
-		require.NoError(s.t, protojson.Unmarshal([]byte(grpcNames.Replace(body)), in), body)
-		var out proto.Message = new(pb.Decision)
-		if path == "acquire_all" {
-			out = new(pb.JointDecision)
-		}
+		body = seconds.ReplaceAllString(grpcNames.Replace(body), `"max_wait":"${1}s"`)
+		require.NoError(s.t, protojson.Unmarshal([]byte(body), in), body)
+		answer, err := protoregistry.GlobalTypes.FindMessageByName(method.Output().FullName())
+		require.NoError(s.t, err)
+		out := answer.New().Interface()
 		return out, s.conn.Invoke(ctx, "/"+string(service.FullName())+"/"+string(method.Name()), in, out)
 	}
 	panic("no method is called " + path)

@@ -147,7 +147,7 @@ func TestJSON_MalformedRequests(t *testing.T) {
 func TestHTTP_OtherPathsAndMethods(t *testing.T) {
 	t.Parallel()
 	s := start(t, newDB(t).URL)
-	for _, path := range []string{"acquire", "acquire_all", "charge", "settle", "peek", "refund"} {
+	for path := range everyCall {
 		for _, method := range []string{http.MethodGet, http.MethodPut, http.MethodDelete, http.MethodOptions, "ODD"} {
 			a := s.mustDo(method, "/v1/"+path, `{"policy":"api","key":"k"}`)
 			requireProblem(t, a, http.StatusMethodNotAllowed, "")

@@ -61,6 +61,8 @@ type Server struct {
 	grpcListener, httpListener net.Listener // nil for none
 
 	endMonitor func()
+	stopping   context.Context // ends when Stop begins
+	beginStop  func()
 	running    sync.WaitGroup
 	failed     chan error // gets the error of a listener
 }
@@ -69,6 +71,7 @@ type Server struct {
 // needs.
 func Start(ctx context.Context, c config.Config, log *slog.Logger) (_ *Server, err error) {
 	s := &Server{config: c, log: log, failed: make(chan error, 2)}
+	s.stopping, s.beginStop = context.WithCancel(context.Background())
 	defer func() {
 		if err != nil {
 			s.close()
@@ -213,7 +216,7 @@ func (s *Server) newGRPC() *grpc.Server {
 		options = append(options, grpc.Creds(credentials.NewTLS(c.TLS.Clone())))
 	}
 	server := grpc.NewServer(options...)
-	grpcapi.Register(server, s.service)
+	grpcapi.Register(server, s.service, s.stopping.Done())
 	if s.envoy != nil {
 		envoy.Register(server, s.envoy)
 	}
@@ -230,7 +233,7 @@ func (s *Server) newHTTP() *http.Server {
 		calls.Handle("/json", envoy.Handler(s.envoy, int64(c.MaxMessageBytes)))
 	}
 	calls.HandleFunc("/", func(w http.ResponseWriter, _ *http.Request) {
-		jsonapi.Problem{Title: "there is nothing here", Status: http.StatusNotFound, Detail: "The calls are POST /v1/acquire, acquire_all, charge, settle, peek and refund."}.Write(w)
+		jsonapi.Problem{Title: "there is nothing here", Status: http.StatusNotFound, Detail: "The calls are POST /v1/acquire, acquire_all, acquire_many, acquire_up_to, reserve, charge, settle, peek, peek_many and refund."}.Write(w)
 	})
 	local := func(next http.Handler) http.Handler { return next } // health tells strangers nothing, and the page sees to itself
 	if len(c.Tokens) == 0 && s.httpListener.Addr().(*net.TCPAddr).IP.IsLoopback() {
@@ -303,6 +306,7 @@ func (s *Server) Run(ctx context.Context) error {
 // and Stop returns an error.
 func (s *Server) Stop() error {
 	s.log.Info("stopping", "calls_under_way", s.service.UnderWay())
+	s.beginStop()
 	s.endMonitor()
 	s.monitor.stop()
 	ctx, cancel := context.WithTimeout(context.Background(), s.config.StopTimeout)

@@ -3,6 +3,7 @@ package service
 import (
 	"cmp"
 	"context"
+	"fmt"
 	"time"
 
 	"github.com/pgratelimit/pgratelimit/client"
@@ -37,6 +38,13 @@ func (s *Service) one(ctx context.Context, o Operation, r Request, shares bool, 
 
 // Acquire takes Cost tokens, or 1, from one bucket if it holds enough.
 func (s *Service) Acquire(ctx context.Context, r Request) (client.Decision, error) {
+	return s.one(ctx, Acquire, r, r.canShare(), func(ctx context.Context, policy string) (client.Decision, error) {
+		return s.limiter.Acquire(ctx, policy, r.Key, r.options()...)
+	})
+}
+
+// options are Cost and IdempotencyKey, where they are given.
+func (r Request) options() []client.CallOption {
 	opts := make([]client.CallOption, 0, 2)
 	if r.Cost != nil {
 		opts = append(opts, client.Cost(*r.Cost))
@@ -44,9 +52,7 @@ func (s *Service) Acquire(ctx context.Context, r Request) (client.Decision, erro
 	if r.IdempotencyKey != nil {
 		opts = append(opts, client.IdempotencyKey(*r.IdempotencyKey))
 	}
-	return s.one(ctx, Acquire, r, r.canShare(), func(ctx context.Context, policy string) (client.Decision, error) {
-		return s.limiter.Acquire(ctx, policy, r.Key, opts...)
-	})
+	return opts
 }
 
 // AcquireAll takes tokens from several buckets if each holds enough: 1 of each, unless its Cost is given.
@@ -62,10 +68,7 @@ func (s *Service) AcquireAll(ctx context.Context, r JointRequest) (d client.Join
 		}
 		shares = shares && c.canShare()
 	}
-	var opts []client.CallOption
-	if r.IdempotencyKey != nil {
-		opts = append(opts, client.IdempotencyKey(*r.IdempotencyKey))
-	}
+	opts := Request{IdempotencyKey: r.IdempotencyKey}.options()
 	err = s.do(ctx, AcquireAll, key, shares, func(ctx context.Context) (string, client.Decision, error) {
 		if len(charges) == 0 {
 			return "", client.Decision{}, missing("charges")
@@ -84,12 +87,39 @@ func (s *Service) Charge(ctx context.Context, r Request) (client.Decision, error
 		if r.Cost == nil {
 			return client.Decision{}, missing("cost")
 		}
-		var opts []client.CallOption
-		if r.IdempotencyKey != nil {
-			opts = append(opts, client.IdempotencyKey(*r.IdempotencyKey))
-		}
-		return s.limiter.Charge(ctx, policy, r.Key, *r.Cost, opts...)
+		return s.limiter.Charge(ctx, policy, r.Key, *r.Cost, Request{IdempotencyKey: r.IdempotencyKey}.options()...)
 	})
+}
+
+// AcquireUpTo takes as many tokens as the bucket holds, between atLeast, or 1, and atMost. The request has no Cost.
+func (s *Service) AcquireUpTo(ctx context.Context, r Request, atMost, atLeast *int64) (d client.PartialDecision, err error) {
+	_, err = s.one(ctx, AcquireUpTo, r, false, func(ctx context.Context, policy string) (_ client.Decision, err error) {
+		if atMost == nil {
+			return client.Decision{}, missing("at_most")
+		}
+		opts := r.options()
+		if atLeast != nil {
+			opts = append(opts, client.AtLeast(*atLeast))
+		}
+		d, err = s.limiter.AcquireUpTo(ctx, policy, r.Key, *atMost, opts...)
+		return d.Decision, err
+	})
+	return d, err
+}
+
+// Reserve takes Cost tokens, or 1, if the bucket will have them within maxWait.
+func (s *Service) Reserve(ctx context.Context, r Request, maxWait *time.Duration) (d client.Reservation, err error) {
+	_, err = s.one(ctx, Reserve, r, false, func(ctx context.Context, policy string) (_ client.Decision, err error) {
+		switch {
+		case maxWait == nil:
+			return client.Decision{}, missing("max_wait")
+		case *maxWait%time.Microsecond != 0:
+			return client.Decision{}, Invalid("invalid max_wait", fmt.Sprintf("max_wait is %v.", *maxWait), "Wait for whole microseconds, up to 365 days.")
+		}
+		d, err = s.limiter.Reserve(ctx, policy, r.Key, *maxWait, r.options()...)
+		return client.Decision{Allowed: d.Allowed, Replayed: d.Replayed, Shadowed: d.Shadowed}, err
+	})
+	return d, err
 }
 
 // Settle replaces the cost of the grant that was made under IdempotencyKey by Cost.
@@ -107,11 +137,12 @@ func (s *Service) Settle(ctx context.Context, r Request) (client.Decision, error
 
 // Peek returns the decision that Acquire would, and takes nothing.
 func (s *Service) Peek(ctx context.Context, r Request) (client.Decision, error) {
-	return s.one(ctx, Peek, r, false, func(ctx context.Context, policy string) (client.Decision, error) {
-		if r.Cost == nil {
-			return s.limiter.Peek(ctx, policy, r.Key)
-		}
-		return s.limiter.Peek(ctx, policy, r.Key, client.Cost(*r.Cost))
+	return s.peek(ctx, Peek, r)
+}
+
+func (s *Service) peek(ctx context.Context, o Operation, r Request) (client.Decision, error) {
+	return s.one(ctx, o, r, false, func(ctx context.Context, policy string) (client.Decision, error) {
+		return s.limiter.Peek(ctx, policy, r.Key, Request{Cost: r.Cost}.options()...)
 	})
 }
 
@@ -156,17 +187,21 @@ type Operation string
 
 // The operations.
 const (
-	Acquire    Operation = "acquire"
-	AcquireAll Operation = "acquire_all"
-	Charge     Operation = "charge"
-	Settle     Operation = "settle"
-	Peek       Operation = "peek"
-	Refund     Operation = "refund"
-	Gate       Operation = "gate" // Envoy's ShouldRateLimit
+	Acquire     Operation = "acquire"
+	AcquireAll  Operation = "acquire_all"
+	AcquireMany Operation = "acquire_many" // each of its requests is a Call
+	AcquireUpTo Operation = "acquire_up_to"
+	Reserve     Operation = "reserve"
+	Charge      Operation = "charge"
+	Settle      Operation = "settle"
+	Peek        Operation = "peek"
+	PeekMany    Operation = "peek_many" // each of its requests is a Call
+	Refund      Operation = "refund"
+	Gate        Operation = "gate" // Envoy's ShouldRateLimit
 )
 
 // Takes reports whether the call asks for tokens.
-func (o Operation) Takes() bool { return o == Acquire || o == AcquireAll || o == Charge || o == Gate }
+func (o Operation) Takes() bool { return o != Settle && o != Peek && o != PeekMany && o != Refund }
 
 func resultOf(d client.Decision, err *Error) client.Result {
 	answer := client.Answer{Decision: d}

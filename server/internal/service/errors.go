@@ -3,6 +3,7 @@ package service
 import (
 	"context"
 	"errors"
+	"fmt"
 	"net/http"
 	"strings"
 
@@ -100,6 +101,28 @@ func Invalid(message, detail, hint string) *Error {
 // missing returns the error that the database raises for null, which the client cannot send.
 func missing(argument string) *Error {
 	return Invalid("invalid "+argument, argument+" is missing.", "")
+}
+
+// errorOf returns the Error of a call under ctx, or nil.
+func errorOf(ctx context.Context, err error) *Error {
+	var known *Error
+	if err != nil && !errors.As(err, &known) {
+		known = classify(ctx, err)
+	}
+	return known
+}
+
+// of adds to an error about an argument the number of its request.
+func (e *Error) of(request int) *Error {
+	if e == nil || e.Kind != InvalidArgument {
+		return e
+	}
+	joint := ": "
+	if strings.HasPrefix(e.Detail, strings.TrimPrefix(e.Message, "invalid ")+" ") {
+		joint = "." // it begins with the argument
+	}
+	e.Detail = fmt.Sprintf("requests[%d]%s%s", request, joint, e.Detail)
+	return e
 }
 
 // classify makes an Error of the error that the client returned to a call under ctx.

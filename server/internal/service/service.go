@@ -3,7 +3,6 @@ package service
 
 import (
 	"context"
-	"errors"
 	"sync/atomic"
 	"time"
 
@@ -13,6 +12,9 @@ import (
 // A Limiter is a *[client.Leaser] or a *[client.Sharded].
 type Limiter interface {
 	client.Acquirer
+	AcquireMany(ctx context.Context, requests []client.Request) []client.Answer
+	AcquireUpTo(ctx context.Context, policy, key string, atMost int64, opts ...client.CallOption) (client.PartialDecision, error)
+	Reserve(ctx context.Context, policy, key string, maxWait time.Duration, opts ...client.CallOption) (client.Reservation, error)
 	Charge(ctx context.Context, policy, key string, cost int64, opts ...client.CallOption) (client.Decision, error)
 	Settle(ctx context.Context, policy, key, idempotencyKey string, cost int64) (client.Decision, error)
 	Peek(ctx context.Context, policy, key string, opts ...client.CallOption) (client.Decision, error)
@@ -73,45 +75,47 @@ func (s *Service) do(ctx context.Context, operation Operation, key string, share
 	call := Call{Operation: operation}
 	begin := time.Now()
 	var d client.Decision
-	shard := s.of(key)
-	if shard.calls.Add(1) > int64(s.limits.Calls) {
-		call.Err = newError(Overloaded)
-	} else {
-		ctx, cancel := context.WithTimeout(ctx, s.limits.Time)
-		call.Policy, d, call.Err = s.ask(ctx, shard, shares, ask)
-		cancel()
-	}
-	shard.calls.Add(-1)
-	call.Duration = time.Since(begin)
-	call.Result = resultOf(d, call.Err)
-	call.Leased = d.Estimated
-	s.observe(call)
+	call.Err = s.within(ctx, s.of(key), shares, func(ctx context.Context) (err error) {
+		call.Policy, d, err = ask(ctx)
+		return err
+	})
+	s.finish(call, begin, d)
 	if call.Err != nil { // else it would be an error that is a nil pointer
 		return call.Err
 	}
 	return nil
 }
 
-func (s *Service) ask(ctx context.Context, shard *shard, shares bool, ask func(context.Context) (string, client.Decision, error)) (string, client.Decision, *Error) {
+// finish observes a call.
+func (s *Service) finish(call Call, begin time.Time, d client.Decision) {
+	if call.Err != nil {
+		d = client.Decision{}
+	}
+	call.Duration = time.Since(begin)
+	call.Result = resultOf(d, call.Err)
+	call.Leased = d.Estimated
+	s.observe(call)
+}
+
+// within makes a call within the limits of a shard.
+func (s *Service) within(ctx context.Context, shard *shard, shares bool, call func(context.Context) error) *Error {
+	defer shard.calls.Add(-1)
+	if shard.calls.Add(1) > int64(s.limits.Calls) {
+		return newError(Overloaded)
+	}
+	ctx, cancel := context.WithTimeout(ctx, s.limits.Time)
+	defer cancel()
 	if !shares {
 		release, err := shard.own(ctx)
 		if err != nil {
-			return "", client.Decision{}, classify(ctx, err)
+			return classify(ctx, err)
 		}
 		defer release()
 	}
 	if ctx.Err() != nil {
-		return "", client.Decision{}, classify(ctx, ctx.Err())
+		return classify(ctx, ctx.Err())
 	}
-	policy, d, err := ask(ctx)
-	if err == nil {
-		return policy, d, nil
-	}
-	var known *Error
-	if !errors.As(err, &known) {
-		known = classify(ctx, err)
-	}
-	return policy, client.Decision{}, known
+	return errorOf(ctx, call(ctx))
 }
 
 // own waits for a connection that is not shared, until release.

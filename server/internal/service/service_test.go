@@ -287,6 +287,38 @@ func TestLimits_OneCallTooManyIsRefusedAtOnce(t *testing.T) {
 	require.EqualValues(t, 7, d.Remaining, "a call that was refused took nothing")
 }
 
+// A shard that has too many calls refuses the requests of its keys, and not those of the others.
+func TestLimits_OfOneShardRefuseItsOwnRequests(t *testing.T) {
+	t.Parallel()
+	limiter := newStuck(t)
+	seen := &recorder{}
+	s := service.New(limiter, service.Limits{Shards: 2, Calls: 1, OwnConnections: 1, Time: time.Minute}, seen.observe)
+	keys := map[int]string{}
+	for i := 0; len(keys) < 2; i++ {
+		key := strings.Repeat("k", i)
+		keys[client.ShardOf(key, 2)] = key
+	}
+	var caller sync.WaitGroup
+	caller.Go(func() {
+		if _, err := s.Acquire(t.Context(), service.Request{Policy: "api", Key: keys[1]}); err != nil {
+			t.Error(err)
+		}
+	})
+	<-limiter.asked
+	answers, err := s.AcquireMany(t.Context(), []service.Request{{Policy: "api", Key: keys[1]}, {Policy: "api", Key: keys[0]}})
+	require.NoError(t, err)
+	require.Equal(t, service.Overloaded.Reason(), kindOf(t, answers[0].Err))
+	require.Nil(t, answers[1].Err)
+	require.EqualValues(t, 9, answers[1].Decision.Remaining)
+	require.Len(t, seen.calls, 2)
+	for _, call := range seen.calls {
+		require.Equal(t, service.AcquireMany, call.Operation)
+		require.Equal(t, call.Err != nil, call.Result == client.ResultError)
+	}
+	close(limiter.let)
+	caller.Wait()
+}
+
 // Calls with their own connection leave connections for shared calls.
 func TestLimits_CallsOfTheirOwnWaitForEachOther(t *testing.T) {
 	t.Parallel()

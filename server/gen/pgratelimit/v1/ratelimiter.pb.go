@@ -434,6 +434,678 @@ func (x *JointDecision) GetDecisions() []*Decision {
 	return nil
 }
 
+type AcquireManyRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// 1 to 1,000.
+	Requests      []*AcquireRequest `protobuf:"bytes,1,rep,name=requests,proto3" json:"requests,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AcquireManyRequest) Reset() {
+	*x = AcquireManyRequest{}
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[5]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AcquireManyRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AcquireManyRequest) ProtoMessage() {}
+
+func (x *AcquireManyRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[5]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AcquireManyRequest.ProtoReflect.Descriptor instead.
+func (*AcquireManyRequest) Descriptor() ([]byte, []int) {
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{5}
+}
+
+func (x *AcquireManyRequest) GetRequests() []*AcquireRequest {
+	if x != nil {
+		return x.Requests
+	}
+	return nil
+}
+
+type AcquireManyResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// In the order of the requests.
+	Answers       []*Answer `protobuf:"bytes,1,rep,name=answers,proto3" json:"answers,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AcquireManyResponse) Reset() {
+	*x = AcquireManyResponse{}
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[6]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AcquireManyResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AcquireManyResponse) ProtoMessage() {}
+
+func (x *AcquireManyResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[6]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AcquireManyResponse.ProtoReflect.Descriptor instead.
+func (*AcquireManyResponse) Descriptor() ([]byte, []int) {
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{6}
+}
+
+func (x *AcquireManyResponse) GetAnswers() []*Answer {
+	if x != nil {
+		return x.Answers
+	}
+	return nil
+}
+
+type AcquireStreamRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Chosen by the client, for the answer.
+	Id uint64 `protobuf:"varint,1,opt,name=id,proto3" json:"id,omitempty"`
+	// 1 to 1,000.
+	Requests      []*AcquireRequest `protobuf:"bytes,2,rep,name=requests,proto3" json:"requests,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AcquireStreamRequest) Reset() {
+	*x = AcquireStreamRequest{}
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[7]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AcquireStreamRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AcquireStreamRequest) ProtoMessage() {}
+
+func (x *AcquireStreamRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[7]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AcquireStreamRequest.ProtoReflect.Descriptor instead.
+func (*AcquireStreamRequest) Descriptor() ([]byte, []int) {
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{7}
+}
+
+func (x *AcquireStreamRequest) GetId() uint64 {
+	if x != nil {
+		return x.Id
+	}
+	return 0
+}
+
+func (x *AcquireStreamRequest) GetRequests() []*AcquireRequest {
+	if x != nil {
+		return x.Requests
+	}
+	return nil
+}
+
+type AcquireStreamResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// That of the message.
+	Id uint64 `protobuf:"varint,1,opt,name=id,proto3" json:"id,omitempty"`
+	// In the order of the requests.
+	Answers []*Answer `protobuf:"bytes,2,rep,name=answers,proto3" json:"answers,omitempty"`
+	// The message has too few or too many requests: there are no answers.
+	Error         *Error `protobuf:"bytes,3,opt,name=error,proto3" json:"error,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AcquireStreamResponse) Reset() {
+	*x = AcquireStreamResponse{}
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[8]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AcquireStreamResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AcquireStreamResponse) ProtoMessage() {}
+
+func (x *AcquireStreamResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[8]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AcquireStreamResponse.ProtoReflect.Descriptor instead.
+func (*AcquireStreamResponse) Descriptor() ([]byte, []int) {
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{8}
+}
+
+func (x *AcquireStreamResponse) GetId() uint64 {
+	if x != nil {
+		return x.Id
+	}
+	return 0
+}
+
+func (x *AcquireStreamResponse) GetAnswers() []*Answer {
+	if x != nil {
+		return x.Answers
+	}
+	return nil
+}
+
+func (x *AcquireStreamResponse) GetError() *Error {
+	if x != nil {
+		return x.Error
+	}
+	return nil
+}
+
+// The answer to one of several requests.
+type Answer struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Types that are valid to be assigned to Answer:
+	//
+	//	*Answer_Decision
+	//	*Answer_Error
+	Answer        isAnswer_Answer `protobuf_oneof:"answer"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Answer) Reset() {
+	*x = Answer{}
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[9]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Answer) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Answer) ProtoMessage() {}
+
+func (x *Answer) ProtoReflect() protoreflect.Message {
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[9]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Answer.ProtoReflect.Descriptor instead.
+func (*Answer) Descriptor() ([]byte, []int) {
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{9}
+}
+
+func (x *Answer) GetAnswer() isAnswer_Answer {
+	if x != nil {
+		return x.Answer
+	}
+	return nil
+}
+
+func (x *Answer) GetDecision() *Decision {
+	if x != nil {
+		if x, ok := x.Answer.(*Answer_Decision); ok {
+			return x.Decision
+		}
+	}
+	return nil
+}
+
+func (x *Answer) GetError() *Error {
+	if x != nil {
+		if x, ok := x.Answer.(*Answer_Error); ok {
+			return x.Error
+		}
+	}
+	return nil
+}
+
+type isAnswer_Answer interface {
+	isAnswer_Answer()
+}
+
+type Answer_Decision struct {
+	Decision *Decision `protobuf:"bytes,1,opt,name=decision,proto3,oneof"`
+}
+
+type Answer_Error struct {
+	Error *Error `protobuf:"bytes,2,opt,name=error,proto3,oneof"`
+}
+
+func (*Answer_Decision) isAnswer_Answer() {}
+
+func (*Answer_Error) isAnswer_Answer() {}
+
+// The reason why one of several requests has no decision.
+type Error struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// As the code of a call with this error, such as 5 for NOT_FOUND.
+	Code    int32  `protobuf:"varint,1,opt,name=code,proto3" json:"code,omitempty"`
+	Message string `protobuf:"bytes,2,opt,name=message,proto3" json:"message,omitempty"`
+	// As in the ErrorInfo of a call with this error.
+	Reason string `protobuf:"bytes,3,opt,name=reason,proto3" json:"reason,omitempty"`
+	// Empty where there is none.
+	Sqlstate      string `protobuf:"bytes,4,opt,name=sqlstate,proto3" json:"sqlstate,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Error) Reset() {
+	*x = Error{}
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[10]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Error) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Error) ProtoMessage() {}
+
+func (x *Error) ProtoReflect() protoreflect.Message {
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[10]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Error.ProtoReflect.Descriptor instead.
+func (*Error) Descriptor() ([]byte, []int) {
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{10}
+}
+
+func (x *Error) GetCode() int32 {
+	if x != nil {
+		return x.Code
+	}
+	return 0
+}
+
+func (x *Error) GetMessage() string {
+	if x != nil {
+		return x.Message
+	}
+	return ""
+}
+
+func (x *Error) GetReason() string {
+	if x != nil {
+		return x.Reason
+	}
+	return ""
+}
+
+func (x *Error) GetSqlstate() string {
+	if x != nil {
+		return x.Sqlstate
+	}
+	return ""
+}
+
+type AcquireUpToRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// As in AcquireRequest. A repeat takes as much as the first.
+	RequestId  *string `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3,oneof" json:"request_id,omitempty"`
+	LogicalKey string  `protobuf:"bytes,2,opt,name=logical_key,json=logicalKey,proto3" json:"logical_key,omitempty"`
+	// Whole tokens, 1 or more. Obligatory.
+	AtMost *int64 `protobuf:"varint,3,opt,name=at_most,json=atMost,proto3,oneof" json:"at_most,omitempty"`
+	// With fewer tokens, none are taken. 1 or more, at most at_most; 1 when absent.
+	AtLeast *int64 `protobuf:"varint,4,opt,name=at_least,json=atLeast,proto3,oneof" json:"at_least,omitempty"`
+	// "default" when empty.
+	Policy        string `protobuf:"bytes,5,opt,name=policy,proto3" json:"policy,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AcquireUpToRequest) Reset() {
+	*x = AcquireUpToRequest{}
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[11]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AcquireUpToRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AcquireUpToRequest) ProtoMessage() {}
+
+func (x *AcquireUpToRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[11]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AcquireUpToRequest.ProtoReflect.Descriptor instead.
+func (*AcquireUpToRequest) Descriptor() ([]byte, []int) {
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{11}
+}
+
+func (x *AcquireUpToRequest) GetRequestId() string {
+	if x != nil && x.RequestId != nil {
+		return *x.RequestId
+	}
+	return ""
+}
+
+func (x *AcquireUpToRequest) GetLogicalKey() string {
+	if x != nil {
+		return x.LogicalKey
+	}
+	return ""
+}
+
+func (x *AcquireUpToRequest) GetAtMost() int64 {
+	if x != nil && x.AtMost != nil {
+		return *x.AtMost
+	}
+	return 0
+}
+
+func (x *AcquireUpToRequest) GetAtLeast() int64 {
+	if x != nil && x.AtLeast != nil {
+		return *x.AtLeast
+	}
+	return 0
+}
+
+func (x *AcquireUpToRequest) GetPolicy() string {
+	if x != nil {
+		return x.Policy
+	}
+	return ""
+}
+
+type PartialDecision struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Its retry_after is the time until the bucket holds at_least.
+	Decision *Decision `protobuf:"bytes,1,opt,name=decision,proto3" json:"decision,omitempty"`
+	// The tokens taken: between at_least and at_most, or 0 of a denial.
+	Taken         int64 `protobuf:"varint,2,opt,name=taken,proto3" json:"taken,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PartialDecision) Reset() {
+	*x = PartialDecision{}
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[12]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PartialDecision) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PartialDecision) ProtoMessage() {}
+
+func (x *PartialDecision) ProtoReflect() protoreflect.Message {
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[12]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PartialDecision.ProtoReflect.Descriptor instead.
+func (*PartialDecision) Descriptor() ([]byte, []int) {
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{12}
+}
+
+func (x *PartialDecision) GetDecision() *Decision {
+	if x != nil {
+		return x.Decision
+	}
+	return nil
+}
+
+func (x *PartialDecision) GetTaken() int64 {
+	if x != nil {
+		return x.Taken
+	}
+	return 0
+}
+
+type ReserveRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// As in AcquireRequest. A repeat has the rest of the wait. To give the tokens back, settle at a cost of 0 under it.
+	RequestId  *string `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3,oneof" json:"request_id,omitempty"`
+	LogicalKey string  `protobuf:"bytes,2,opt,name=logical_key,json=logicalKey,proto3" json:"logical_key,omitempty"`
+	// Whole tokens, 0 or more; 1 when absent.
+	Cost *int64 `protobuf:"varint,3,opt,name=cost,proto3,oneof" json:"cost,omitempty"`
+	// "default" when empty.
+	Policy string `protobuf:"bytes,4,opt,name=policy,proto3" json:"policy,omitempty"`
+	// Whole microseconds, 0 to 365 days. Obligatory.
+	MaxWait       *durationpb.Duration `protobuf:"bytes,5,opt,name=max_wait,json=maxWait,proto3" json:"max_wait,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ReserveRequest) Reset() {
+	*x = ReserveRequest{}
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[13]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ReserveRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ReserveRequest) ProtoMessage() {}
+
+func (x *ReserveRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[13]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ReserveRequest.ProtoReflect.Descriptor instead.
+func (*ReserveRequest) Descriptor() ([]byte, []int) {
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{13}
+}
+
+func (x *ReserveRequest) GetRequestId() string {
+	if x != nil && x.RequestId != nil {
+		return *x.RequestId
+	}
+	return ""
+}
+
+func (x *ReserveRequest) GetLogicalKey() string {
+	if x != nil {
+		return x.LogicalKey
+	}
+	return ""
+}
+
+func (x *ReserveRequest) GetCost() int64 {
+	if x != nil && x.Cost != nil {
+		return *x.Cost
+	}
+	return 0
+}
+
+func (x *ReserveRequest) GetPolicy() string {
+	if x != nil {
+		return x.Policy
+	}
+	return ""
+}
+
+func (x *ReserveRequest) GetMaxWait() *durationpb.Duration {
+	if x != nil {
+		return x.MaxWait
+	}
+	return nil
+}
+
+type Reservation struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// DENIED if the wait would be longer than max_wait. Then nothing was taken.
+	Verdict Verdict `protobuf:"varint,1,opt,name=verdict,proto3,enum=pgratelimit.v1.Verdict" json:"verdict,omitempty"`
+	// How long to wait before acting, or how long it would have been. Absent when no wait helps.
+	Wait *durationpb.Duration `protobuf:"bytes,2,opt,name=wait,proto3" json:"wait,omitempty"`
+	// As in Decision. Below zero, remaining counts the tokens that callers wait for.
+	Remaining  int64                `protobuf:"varint,3,opt,name=remaining,proto3" json:"remaining,omitempty"`
+	ResetAfter *durationpb.Duration `protobuf:"bytes,4,opt,name=reset_after,json=resetAfter,proto3" json:"reset_after,omitempty"`
+	Capacity   int64                `protobuf:"varint,5,opt,name=capacity,proto3" json:"capacity,omitempty"`
+	Replayed   bool                 `protobuf:"varint,6,opt,name=replayed,proto3" json:"replayed,omitempty"`
+	// The policy only watches, and enforcing it would make the caller wait or refuse it. Then wait is zero.
+	Shadowed      bool `protobuf:"varint,7,opt,name=shadowed,proto3" json:"shadowed,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Reservation) Reset() {
+	*x = Reservation{}
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[14]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Reservation) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Reservation) ProtoMessage() {}
+
+func (x *Reservation) ProtoReflect() protoreflect.Message {
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[14]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Reservation.ProtoReflect.Descriptor instead.
+func (*Reservation) Descriptor() ([]byte, []int) {
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{14}
+}
+
+func (x *Reservation) GetVerdict() Verdict {
+	if x != nil {
+		return x.Verdict
+	}
+	return Verdict_VERDICT_UNSPECIFIED
+}
+
+func (x *Reservation) GetWait() *durationpb.Duration {
+	if x != nil {
+		return x.Wait
+	}
+	return nil
+}
+
+func (x *Reservation) GetRemaining() int64 {
+	if x != nil {
+		return x.Remaining
+	}
+	return 0
+}
+
+func (x *Reservation) GetResetAfter() *durationpb.Duration {
+	if x != nil {
+		return x.ResetAfter
+	}
+	return nil
+}
+
+func (x *Reservation) GetCapacity() int64 {
+	if x != nil {
+		return x.Capacity
+	}
+	return 0
+}
+
+func (x *Reservation) GetReplayed() bool {
+	if x != nil {
+		return x.Replayed
+	}
+	return false
+}
+
+func (x *Reservation) GetShadowed() bool {
+	if x != nil {
+		return x.Shadowed
+	}
+	return false
+}
+
 type ChargeRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// As in AcquireRequest.
@@ -449,7 +1121,7 @@ type ChargeRequest struct {
 
 func (x *ChargeRequest) Reset() {
 	*x = ChargeRequest{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[5]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -461,7 +1133,7 @@ func (x *ChargeRequest) String() string {
 func (*ChargeRequest) ProtoMessage() {}
 
 func (x *ChargeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[5]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -474,7 +1146,7 @@ func (x *ChargeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ChargeRequest.ProtoReflect.Descriptor instead.
 func (*ChargeRequest) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{5}
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *ChargeRequest) GetRequestId() string {
@@ -520,7 +1192,7 @@ type SettleRequest struct {
 
 func (x *SettleRequest) Reset() {
 	*x = SettleRequest{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[6]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -532,7 +1204,7 @@ func (x *SettleRequest) String() string {
 func (*SettleRequest) ProtoMessage() {}
 
 func (x *SettleRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[6]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -545,7 +1217,7 @@ func (x *SettleRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SettleRequest.ProtoReflect.Descriptor instead.
 func (*SettleRequest) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{6}
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *SettleRequest) GetRequestId() string {
@@ -589,7 +1261,7 @@ type PeekRequest struct {
 
 func (x *PeekRequest) Reset() {
 	*x = PeekRequest{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[7]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -601,7 +1273,7 @@ func (x *PeekRequest) String() string {
 func (*PeekRequest) ProtoMessage() {}
 
 func (x *PeekRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[7]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -614,7 +1286,7 @@ func (x *PeekRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PeekRequest.ProtoReflect.Descriptor instead.
 func (*PeekRequest) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{7}
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *PeekRequest) GetLogicalKey() string {
@@ -638,6 +1310,96 @@ func (x *PeekRequest) GetPolicy() string {
 	return ""
 }
 
+type PeekManyRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// 1 to 1,000.
+	Requests      []*PeekRequest `protobuf:"bytes,1,rep,name=requests,proto3" json:"requests,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PeekManyRequest) Reset() {
+	*x = PeekManyRequest{}
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[18]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PeekManyRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PeekManyRequest) ProtoMessage() {}
+
+func (x *PeekManyRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[18]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PeekManyRequest.ProtoReflect.Descriptor instead.
+func (*PeekManyRequest) Descriptor() ([]byte, []int) {
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{18}
+}
+
+func (x *PeekManyRequest) GetRequests() []*PeekRequest {
+	if x != nil {
+		return x.Requests
+	}
+	return nil
+}
+
+type PeekManyResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// In the order of the requests.
+	Answers       []*Answer `protobuf:"bytes,1,rep,name=answers,proto3" json:"answers,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PeekManyResponse) Reset() {
+	*x = PeekManyResponse{}
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[19]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PeekManyResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PeekManyResponse) ProtoMessage() {}
+
+func (x *PeekManyResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[19]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PeekManyResponse.ProtoReflect.Descriptor instead.
+func (*PeekManyResponse) Descriptor() ([]byte, []int) {
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{19}
+}
+
+func (x *PeekManyResponse) GetAnswers() []*Answer {
+	if x != nil {
+		return x.Answers
+	}
+	return nil
+}
+
 type RefundRequest struct {
 	state      protoimpl.MessageState `protogen:"open.v1"`
 	LogicalKey string                 `protobuf:"bytes,1,opt,name=logical_key,json=logicalKey,proto3" json:"logical_key,omitempty"`
@@ -651,7 +1413,7 @@ type RefundRequest struct {
 
 func (x *RefundRequest) Reset() {
 	*x = RefundRequest{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[8]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -663,7 +1425,7 @@ func (x *RefundRequest) String() string {
 func (*RefundRequest) ProtoMessage() {}
 
 func (x *RefundRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[8]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -676,7 +1438,7 @@ func (x *RefundRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RefundRequest.ProtoReflect.Descriptor instead.
 func (*RefundRequest) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{8}
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *RefundRequest) GetLogicalKey() string {
@@ -739,7 +1501,61 @@ const file_pgratelimit_v1_ratelimiter_proto_rawDesc = "" +
 	"\rJointDecision\x12.\n" +
 	"\x05whole\x18\x01 \x01(\v2\x18.pgratelimit.v1.DecisionR\x05whole\x12\x18\n" +
 	"\abinding\x18\x02 \x01(\x05R\abinding\x126\n" +
-	"\tdecisions\x18\x03 \x03(\v2\x18.pgratelimit.v1.DecisionR\tdecisions\"\x9d\x01\n" +
+	"\tdecisions\x18\x03 \x03(\v2\x18.pgratelimit.v1.DecisionR\tdecisions\"P\n" +
+	"\x12AcquireManyRequest\x12:\n" +
+	"\brequests\x18\x01 \x03(\v2\x1e.pgratelimit.v1.AcquireRequestR\brequests\"G\n" +
+	"\x13AcquireManyResponse\x120\n" +
+	"\aanswers\x18\x01 \x03(\v2\x16.pgratelimit.v1.AnswerR\aanswers\"b\n" +
+	"\x14AcquireStreamRequest\x12\x0e\n" +
+	"\x02id\x18\x01 \x01(\x04R\x02id\x12:\n" +
+	"\brequests\x18\x02 \x03(\v2\x1e.pgratelimit.v1.AcquireRequestR\brequests\"\x86\x01\n" +
+	"\x15AcquireStreamResponse\x12\x0e\n" +
+	"\x02id\x18\x01 \x01(\x04R\x02id\x120\n" +
+	"\aanswers\x18\x02 \x03(\v2\x16.pgratelimit.v1.AnswerR\aanswers\x12+\n" +
+	"\x05error\x18\x03 \x01(\v2\x15.pgratelimit.v1.ErrorR\x05error\"y\n" +
+	"\x06Answer\x126\n" +
+	"\bdecision\x18\x01 \x01(\v2\x18.pgratelimit.v1.DecisionH\x00R\bdecision\x12-\n" +
+	"\x05error\x18\x02 \x01(\v2\x15.pgratelimit.v1.ErrorH\x00R\x05errorB\b\n" +
+	"\x06answer\"i\n" +
+	"\x05Error\x12\x12\n" +
+	"\x04code\x18\x01 \x01(\x05R\x04code\x12\x18\n" +
+	"\amessage\x18\x02 \x01(\tR\amessage\x12\x16\n" +
+	"\x06reason\x18\x03 \x01(\tR\x06reason\x12\x1a\n" +
+	"\bsqlstate\x18\x04 \x01(\tR\bsqlstate\"\xd7\x01\n" +
+	"\x12AcquireUpToRequest\x12\"\n" +
+	"\n" +
+	"request_id\x18\x01 \x01(\tH\x00R\trequestId\x88\x01\x01\x12\x1f\n" +
+	"\vlogical_key\x18\x02 \x01(\tR\n" +
+	"logicalKey\x12\x1c\n" +
+	"\aat_most\x18\x03 \x01(\x03H\x01R\x06atMost\x88\x01\x01\x12\x1e\n" +
+	"\bat_least\x18\x04 \x01(\x03H\x02R\aatLeast\x88\x01\x01\x12\x16\n" +
+	"\x06policy\x18\x05 \x01(\tR\x06policyB\r\n" +
+	"\v_request_idB\n" +
+	"\n" +
+	"\b_at_mostB\v\n" +
+	"\t_at_least\"]\n" +
+	"\x0fPartialDecision\x124\n" +
+	"\bdecision\x18\x01 \x01(\v2\x18.pgratelimit.v1.DecisionR\bdecision\x12\x14\n" +
+	"\x05taken\x18\x02 \x01(\x03R\x05taken\"\xd4\x01\n" +
+	"\x0eReserveRequest\x12\"\n" +
+	"\n" +
+	"request_id\x18\x01 \x01(\tH\x00R\trequestId\x88\x01\x01\x12\x1f\n" +
+	"\vlogical_key\x18\x02 \x01(\tR\n" +
+	"logicalKey\x12\x17\n" +
+	"\x04cost\x18\x03 \x01(\x03H\x01R\x04cost\x88\x01\x01\x12\x16\n" +
+	"\x06policy\x18\x04 \x01(\tR\x06policy\x124\n" +
+	"\bmax_wait\x18\x05 \x01(\v2\x19.google.protobuf.DurationR\amaxWaitB\r\n" +
+	"\v_request_idB\a\n" +
+	"\x05_cost\"\x9d\x02\n" +
+	"\vReservation\x121\n" +
+	"\averdict\x18\x01 \x01(\x0e2\x17.pgratelimit.v1.VerdictR\averdict\x12-\n" +
+	"\x04wait\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\x04wait\x12\x1c\n" +
+	"\tremaining\x18\x03 \x01(\x03R\tremaining\x12:\n" +
+	"\vreset_after\x18\x04 \x01(\v2\x19.google.protobuf.DurationR\n" +
+	"resetAfter\x12\x1a\n" +
+	"\bcapacity\x18\x05 \x01(\x03R\bcapacity\x12\x1a\n" +
+	"\breplayed\x18\x06 \x01(\bR\breplayed\x12\x1a\n" +
+	"\bshadowed\x18\a \x01(\bR\bshadowed\"\x9d\x01\n" +
 	"\rChargeRequest\x12\"\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tH\x00R\trequestId\x88\x01\x01\x12\x1f\n" +
@@ -763,7 +1579,11 @@ const file_pgratelimit_v1_ratelimiter_proto_rawDesc = "" +
 	"logicalKey\x12\x17\n" +
 	"\x04cost\x18\x02 \x01(\x03H\x00R\x04cost\x88\x01\x01\x12\x16\n" +
 	"\x06policy\x18\x03 \x01(\tR\x06policyB\a\n" +
-	"\x05_cost\"p\n" +
+	"\x05_cost\"J\n" +
+	"\x0fPeekManyRequest\x127\n" +
+	"\brequests\x18\x01 \x03(\v2\x1b.pgratelimit.v1.PeekRequestR\brequests\"D\n" +
+	"\x10PeekManyResponse\x120\n" +
+	"\aanswers\x18\x01 \x03(\v2\x16.pgratelimit.v1.AnswerR\aanswers\"p\n" +
 	"\rRefundRequest\x12\x1f\n" +
 	"\vlogical_key\x18\x01 \x01(\tR\n" +
 	"logicalKey\x12\x1b\n" +
@@ -774,14 +1594,19 @@ const file_pgratelimit_v1_ratelimiter_proto_rawDesc = "" +
 	"\x13VERDICT_UNSPECIFIED\x10\x00\x12\v\n" +
 	"\aALLOWED\x10\x01\x12\n" +
 	"\n" +
-	"\x06DENIED\x10\x022\xaa\x03\n" +
+	"\x06DENIED\x10\x022\xcf\x06\n" +
 	"\vRateLimiter\x12C\n" +
 	"\aAcquire\x12\x1e.pgratelimit.v1.AcquireRequest\x1a\x18.pgratelimit.v1.Decision\x12N\n" +
 	"\n" +
-	"AcquireAll\x12!.pgratelimit.v1.AcquireAllRequest\x1a\x1d.pgratelimit.v1.JointDecision\x12A\n" +
+	"AcquireAll\x12!.pgratelimit.v1.AcquireAllRequest\x1a\x1d.pgratelimit.v1.JointDecision\x12V\n" +
+	"\vAcquireMany\x12\".pgratelimit.v1.AcquireManyRequest\x1a#.pgratelimit.v1.AcquireManyResponse\x12`\n" +
+	"\rAcquireStream\x12$.pgratelimit.v1.AcquireStreamRequest\x1a%.pgratelimit.v1.AcquireStreamResponse(\x010\x01\x12R\n" +
+	"\vAcquireUpTo\x12\".pgratelimit.v1.AcquireUpToRequest\x1a\x1f.pgratelimit.v1.PartialDecision\x12F\n" +
+	"\aReserve\x12\x1e.pgratelimit.v1.ReserveRequest\x1a\x1b.pgratelimit.v1.Reservation\x12A\n" +
 	"\x06Charge\x12\x1d.pgratelimit.v1.ChargeRequest\x1a\x18.pgratelimit.v1.Decision\x12A\n" +
 	"\x06Settle\x12\x1d.pgratelimit.v1.SettleRequest\x1a\x18.pgratelimit.v1.Decision\x12=\n" +
-	"\x04Peek\x12\x1b.pgratelimit.v1.PeekRequest\x1a\x18.pgratelimit.v1.Decision\x12A\n" +
+	"\x04Peek\x12\x1b.pgratelimit.v1.PeekRequest\x1a\x18.pgratelimit.v1.Decision\x12M\n" +
+	"\bPeekMany\x12\x1f.pgratelimit.v1.PeekManyRequest\x1a .pgratelimit.v1.PeekManyResponse\x12A\n" +
 	"\x06Refund\x12\x1d.pgratelimit.v1.RefundRequest\x1a\x18.pgratelimit.v1.DecisionBLZJgithub.com/pgratelimit/pgratelimit/server/gen/pgratelimit/v1;pgratelimitv1b\x06proto3"
 
 var (
@@ -797,44 +1622,80 @@ func file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP() []byte {
 }
 
 var file_pgratelimit_v1_ratelimiter_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_pgratelimit_v1_ratelimiter_proto_msgTypes = make([]protoimpl.MessageInfo, 9)
+var file_pgratelimit_v1_ratelimiter_proto_msgTypes = make([]protoimpl.MessageInfo, 21)
 var file_pgratelimit_v1_ratelimiter_proto_goTypes = []any{
-	(Verdict)(0),                // 0: pgratelimit.v1.Verdict
-	(*Decision)(nil),            // 1: pgratelimit.v1.Decision
-	(*AcquireRequest)(nil),      // 2: pgratelimit.v1.AcquireRequest
-	(*AcquireAllRequest)(nil),   // 3: pgratelimit.v1.AcquireAllRequest
-	(*Charge)(nil),              // 4: pgratelimit.v1.Charge
-	(*JointDecision)(nil),       // 5: pgratelimit.v1.JointDecision
-	(*ChargeRequest)(nil),       // 6: pgratelimit.v1.ChargeRequest
-	(*SettleRequest)(nil),       // 7: pgratelimit.v1.SettleRequest
-	(*PeekRequest)(nil),         // 8: pgratelimit.v1.PeekRequest
-	(*RefundRequest)(nil),       // 9: pgratelimit.v1.RefundRequest
-	(*durationpb.Duration)(nil), // 10: google.protobuf.Duration
+	(Verdict)(0),                  // 0: pgratelimit.v1.Verdict
+	(*Decision)(nil),              // 1: pgratelimit.v1.Decision
+	(*AcquireRequest)(nil),        // 2: pgratelimit.v1.AcquireRequest
+	(*AcquireAllRequest)(nil),     // 3: pgratelimit.v1.AcquireAllRequest
+	(*Charge)(nil),                // 4: pgratelimit.v1.Charge
+	(*JointDecision)(nil),         // 5: pgratelimit.v1.JointDecision
+	(*AcquireManyRequest)(nil),    // 6: pgratelimit.v1.AcquireManyRequest
+	(*AcquireManyResponse)(nil),   // 7: pgratelimit.v1.AcquireManyResponse
+	(*AcquireStreamRequest)(nil),  // 8: pgratelimit.v1.AcquireStreamRequest
+	(*AcquireStreamResponse)(nil), // 9: pgratelimit.v1.AcquireStreamResponse
+	(*Answer)(nil),                // 10: pgratelimit.v1.Answer
+	(*Error)(nil),                 // 11: pgratelimit.v1.Error
+	(*AcquireUpToRequest)(nil),    // 12: pgratelimit.v1.AcquireUpToRequest
+	(*PartialDecision)(nil),       // 13: pgratelimit.v1.PartialDecision
+	(*ReserveRequest)(nil),        // 14: pgratelimit.v1.ReserveRequest
+	(*Reservation)(nil),           // 15: pgratelimit.v1.Reservation
+	(*ChargeRequest)(nil),         // 16: pgratelimit.v1.ChargeRequest
+	(*SettleRequest)(nil),         // 17: pgratelimit.v1.SettleRequest
+	(*PeekRequest)(nil),           // 18: pgratelimit.v1.PeekRequest
+	(*PeekManyRequest)(nil),       // 19: pgratelimit.v1.PeekManyRequest
+	(*PeekManyResponse)(nil),      // 20: pgratelimit.v1.PeekManyResponse
+	(*RefundRequest)(nil),         // 21: pgratelimit.v1.RefundRequest
+	(*durationpb.Duration)(nil),   // 22: google.protobuf.Duration
 }
 var file_pgratelimit_v1_ratelimiter_proto_depIdxs = []int32{
 	0,  // 0: pgratelimit.v1.Decision.verdict:type_name -> pgratelimit.v1.Verdict
-	10, // 1: pgratelimit.v1.Decision.retry_after:type_name -> google.protobuf.Duration
-	10, // 2: pgratelimit.v1.Decision.reset_after:type_name -> google.protobuf.Duration
+	22, // 1: pgratelimit.v1.Decision.retry_after:type_name -> google.protobuf.Duration
+	22, // 2: pgratelimit.v1.Decision.reset_after:type_name -> google.protobuf.Duration
 	4,  // 3: pgratelimit.v1.AcquireAllRequest.charges:type_name -> pgratelimit.v1.Charge
 	1,  // 4: pgratelimit.v1.JointDecision.whole:type_name -> pgratelimit.v1.Decision
 	1,  // 5: pgratelimit.v1.JointDecision.decisions:type_name -> pgratelimit.v1.Decision
-	2,  // 6: pgratelimit.v1.RateLimiter.Acquire:input_type -> pgratelimit.v1.AcquireRequest
-	3,  // 7: pgratelimit.v1.RateLimiter.AcquireAll:input_type -> pgratelimit.v1.AcquireAllRequest
-	6,  // 8: pgratelimit.v1.RateLimiter.Charge:input_type -> pgratelimit.v1.ChargeRequest
-	7,  // 9: pgratelimit.v1.RateLimiter.Settle:input_type -> pgratelimit.v1.SettleRequest
-	8,  // 10: pgratelimit.v1.RateLimiter.Peek:input_type -> pgratelimit.v1.PeekRequest
-	9,  // 11: pgratelimit.v1.RateLimiter.Refund:input_type -> pgratelimit.v1.RefundRequest
-	1,  // 12: pgratelimit.v1.RateLimiter.Acquire:output_type -> pgratelimit.v1.Decision
-	5,  // 13: pgratelimit.v1.RateLimiter.AcquireAll:output_type -> pgratelimit.v1.JointDecision
-	1,  // 14: pgratelimit.v1.RateLimiter.Charge:output_type -> pgratelimit.v1.Decision
-	1,  // 15: pgratelimit.v1.RateLimiter.Settle:output_type -> pgratelimit.v1.Decision
-	1,  // 16: pgratelimit.v1.RateLimiter.Peek:output_type -> pgratelimit.v1.Decision
-	1,  // 17: pgratelimit.v1.RateLimiter.Refund:output_type -> pgratelimit.v1.Decision
-	12, // [12:18] is the sub-list for method output_type
-	6,  // [6:12] is the sub-list for method input_type
-	6,  // [6:6] is the sub-list for extension type_name
-	6,  // [6:6] is the sub-list for extension extendee
-	0,  // [0:6] is the sub-list for field type_name
+	2,  // 6: pgratelimit.v1.AcquireManyRequest.requests:type_name -> pgratelimit.v1.AcquireRequest
+	10, // 7: pgratelimit.v1.AcquireManyResponse.answers:type_name -> pgratelimit.v1.Answer
+	2,  // 8: pgratelimit.v1.AcquireStreamRequest.requests:type_name -> pgratelimit.v1.AcquireRequest
+	10, // 9: pgratelimit.v1.AcquireStreamResponse.answers:type_name -> pgratelimit.v1.Answer
+	11, // 10: pgratelimit.v1.AcquireStreamResponse.error:type_name -> pgratelimit.v1.Error
+	1,  // 11: pgratelimit.v1.Answer.decision:type_name -> pgratelimit.v1.Decision
+	11, // 12: pgratelimit.v1.Answer.error:type_name -> pgratelimit.v1.Error
+	1,  // 13: pgratelimit.v1.PartialDecision.decision:type_name -> pgratelimit.v1.Decision
+	22, // 14: pgratelimit.v1.ReserveRequest.max_wait:type_name -> google.protobuf.Duration
+	0,  // 15: pgratelimit.v1.Reservation.verdict:type_name -> pgratelimit.v1.Verdict
+	22, // 16: pgratelimit.v1.Reservation.wait:type_name -> google.protobuf.Duration
+	22, // 17: pgratelimit.v1.Reservation.reset_after:type_name -> google.protobuf.Duration
+	18, // 18: pgratelimit.v1.PeekManyRequest.requests:type_name -> pgratelimit.v1.PeekRequest
+	10, // 19: pgratelimit.v1.PeekManyResponse.answers:type_name -> pgratelimit.v1.Answer
+	2,  // 20: pgratelimit.v1.RateLimiter.Acquire:input_type -> pgratelimit.v1.AcquireRequest
+	3,  // 21: pgratelimit.v1.RateLimiter.AcquireAll:input_type -> pgratelimit.v1.AcquireAllRequest
+	6,  // 22: pgratelimit.v1.RateLimiter.AcquireMany:input_type -> pgratelimit.v1.AcquireManyRequest
+	8,  // 23: pgratelimit.v1.RateLimiter.AcquireStream:input_type -> pgratelimit.v1.AcquireStreamRequest
+	12, // 24: pgratelimit.v1.RateLimiter.AcquireUpTo:input_type -> pgratelimit.v1.AcquireUpToRequest
+	14, // 25: pgratelimit.v1.RateLimiter.Reserve:input_type -> pgratelimit.v1.ReserveRequest
+	16, // 26: pgratelimit.v1.RateLimiter.Charge:input_type -> pgratelimit.v1.ChargeRequest
+	17, // 27: pgratelimit.v1.RateLimiter.Settle:input_type -> pgratelimit.v1.SettleRequest
+	18, // 28: pgratelimit.v1.RateLimiter.Peek:input_type -> pgratelimit.v1.PeekRequest
+	19, // 29: pgratelimit.v1.RateLimiter.PeekMany:input_type -> pgratelimit.v1.PeekManyRequest
+	21, // 30: pgratelimit.v1.RateLimiter.Refund:input_type -> pgratelimit.v1.RefundRequest
+	1,  // 31: pgratelimit.v1.RateLimiter.Acquire:output_type -> pgratelimit.v1.Decision
+	5,  // 32: pgratelimit.v1.RateLimiter.AcquireAll:output_type -> pgratelimit.v1.JointDecision
+	7,  // 33: pgratelimit.v1.RateLimiter.AcquireMany:output_type -> pgratelimit.v1.AcquireManyResponse
+	9,  // 34: pgratelimit.v1.RateLimiter.AcquireStream:output_type -> pgratelimit.v1.AcquireStreamResponse
+	13, // 35: pgratelimit.v1.RateLimiter.AcquireUpTo:output_type -> pgratelimit.v1.PartialDecision
+	15, // 36: pgratelimit.v1.RateLimiter.Reserve:output_type -> pgratelimit.v1.Reservation
+	1,  // 37: pgratelimit.v1.RateLimiter.Charge:output_type -> pgratelimit.v1.Decision
+	1,  // 38: pgratelimit.v1.RateLimiter.Settle:output_type -> pgratelimit.v1.Decision
+	1,  // 39: pgratelimit.v1.RateLimiter.Peek:output_type -> pgratelimit.v1.Decision
+	20, // 40: pgratelimit.v1.RateLimiter.PeekMany:output_type -> pgratelimit.v1.PeekManyResponse
+	1,  // 41: pgratelimit.v1.RateLimiter.Refund:output_type -> pgratelimit.v1.Decision
+	31, // [31:42] is the sub-list for method output_type
+	20, // [20:31] is the sub-list for method input_type
+	20, // [20:20] is the sub-list for extension type_name
+	20, // [20:20] is the sub-list for extension extendee
+	0,  // [0:20] is the sub-list for field type_name
 }
 
 func init() { file_pgratelimit_v1_ratelimiter_proto_init() }
@@ -845,17 +1706,23 @@ func file_pgratelimit_v1_ratelimiter_proto_init() {
 	file_pgratelimit_v1_ratelimiter_proto_msgTypes[1].OneofWrappers = []any{}
 	file_pgratelimit_v1_ratelimiter_proto_msgTypes[2].OneofWrappers = []any{}
 	file_pgratelimit_v1_ratelimiter_proto_msgTypes[3].OneofWrappers = []any{}
-	file_pgratelimit_v1_ratelimiter_proto_msgTypes[5].OneofWrappers = []any{}
-	file_pgratelimit_v1_ratelimiter_proto_msgTypes[6].OneofWrappers = []any{}
-	file_pgratelimit_v1_ratelimiter_proto_msgTypes[7].OneofWrappers = []any{}
-	file_pgratelimit_v1_ratelimiter_proto_msgTypes[8].OneofWrappers = []any{}
+	file_pgratelimit_v1_ratelimiter_proto_msgTypes[9].OneofWrappers = []any{
+		(*Answer_Decision)(nil),
+		(*Answer_Error)(nil),
+	}
+	file_pgratelimit_v1_ratelimiter_proto_msgTypes[11].OneofWrappers = []any{}
+	file_pgratelimit_v1_ratelimiter_proto_msgTypes[13].OneofWrappers = []any{}
+	file_pgratelimit_v1_ratelimiter_proto_msgTypes[15].OneofWrappers = []any{}
+	file_pgratelimit_v1_ratelimiter_proto_msgTypes[16].OneofWrappers = []any{}
+	file_pgratelimit_v1_ratelimiter_proto_msgTypes[17].OneofWrappers = []any{}
+	file_pgratelimit_v1_ratelimiter_proto_msgTypes[20].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_pgratelimit_v1_ratelimiter_proto_rawDesc), len(file_pgratelimit_v1_ratelimiter_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   9,
+			NumMessages:   21,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -21,12 +21,17 @@ import (
 const _ = grpc.SupportPackageIsVersion9
 
 const (
-	RateLimiter_Acquire_FullMethodName    = "/pgratelimit.v1.RateLimiter/Acquire"
-	RateLimiter_AcquireAll_FullMethodName = "/pgratelimit.v1.RateLimiter/AcquireAll"
-	RateLimiter_Charge_FullMethodName     = "/pgratelimit.v1.RateLimiter/Charge"
-	RateLimiter_Settle_FullMethodName     = "/pgratelimit.v1.RateLimiter/Settle"
-	RateLimiter_Peek_FullMethodName       = "/pgratelimit.v1.RateLimiter/Peek"
-	RateLimiter_Refund_FullMethodName     = "/pgratelimit.v1.RateLimiter/Refund"
+	RateLimiter_Acquire_FullMethodName       = "/pgratelimit.v1.RateLimiter/Acquire"
+	RateLimiter_AcquireAll_FullMethodName    = "/pgratelimit.v1.RateLimiter/AcquireAll"
+	RateLimiter_AcquireMany_FullMethodName   = "/pgratelimit.v1.RateLimiter/AcquireMany"
+	RateLimiter_AcquireStream_FullMethodName = "/pgratelimit.v1.RateLimiter/AcquireStream"
+	RateLimiter_AcquireUpTo_FullMethodName   = "/pgratelimit.v1.RateLimiter/AcquireUpTo"
+	RateLimiter_Reserve_FullMethodName       = "/pgratelimit.v1.RateLimiter/Reserve"
+	RateLimiter_Charge_FullMethodName        = "/pgratelimit.v1.RateLimiter/Charge"
+	RateLimiter_Settle_FullMethodName        = "/pgratelimit.v1.RateLimiter/Settle"
+	RateLimiter_Peek_FullMethodName          = "/pgratelimit.v1.RateLimiter/Peek"
+	RateLimiter_PeekMany_FullMethodName      = "/pgratelimit.v1.RateLimiter/PeekMany"
+	RateLimiter_Refund_FullMethodName        = "/pgratelimit.v1.RateLimiter/Refund"
 )
 
 // RateLimiterClient is the client API for RateLimiter service.
@@ -53,12 +58,26 @@ type RateLimiterClient interface {
 	Acquire(ctx context.Context, in *AcquireRequest, opts ...grpc.CallOption) (*Decision, error)
 	// AcquireAll takes tokens from several buckets if each holds enough, and otherwise takes nothing.
 	AcquireAll(ctx context.Context, in *AcquireAllRequest, opts ...grpc.CallOption) (*JointDecision, error)
+	// AcquireMany answers several requests, each by itself as Acquire does. It is for clients that combine the requests of their
+	// own callers. It answers when all are decided: a locked bucket holds up the whole message.
+	AcquireMany(ctx context.Context, in *AcquireManyRequest, opts ...grpc.CallOption) (*AcquireManyResponse, error)
+	// AcquireStream is AcquireMany for each message of a stream. An answer comes when its message is decided, which need not be the
+	// order of the messages. The server reads no further while 100 messages of a stream are under way. After half-close it ends the
+	// stream when all is answered. A server that stops answers what it has read and ends the stream with UNAVAILABLE, of reason
+	// STOPPING: then messages without an answer have taken nothing.
+	AcquireStream(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[AcquireStreamRequest, AcquireStreamResponse], error)
+	// AcquireUpTo takes as many tokens as the bucket holds, within bounds.
+	AcquireUpTo(ctx context.Context, in *AcquireUpToRequest, opts ...grpc.CallOption) (*PartialDecision, error)
+	// Reserve takes tokens now that the bucket will have within max_wait, and answers how long to wait before acting.
+	Reserve(ctx context.Context, in *ReserveRequest, opts ...grpc.CallOption) (*Reservation, error)
 	// Charge takes tokens whatever the bucket holds. What it does not hold is debt.
 	Charge(ctx context.Context, in *ChargeRequest, opts ...grpc.CallOption) (*Decision, error)
 	// Settle replaces the cost of a grant, which was an estimate, by what it really cost.
 	Settle(ctx context.Context, in *SettleRequest, opts ...grpc.CallOption) (*Decision, error)
 	// Peek says what Acquire would answer now, and takes nothing.
 	Peek(ctx context.Context, in *PeekRequest, opts ...grpc.CallOption) (*Decision, error)
+	// PeekMany answers several requests, each by itself as Peek does. The answers are not of one moment.
+	PeekMany(ctx context.Context, in *PeekManyRequest, opts ...grpc.CallOption) (*PeekManyResponse, error)
 	// Refund gives tokens back, never above the capacity. Sent twice it gives back twice.
 	Refund(ctx context.Context, in *RefundRequest, opts ...grpc.CallOption) (*Decision, error)
 }
@@ -91,6 +110,49 @@ func (c *rateLimiterClient) AcquireAll(ctx context.Context, in *AcquireAllReques
 	return out, nil
 }
 
+func (c *rateLimiterClient) AcquireMany(ctx context.Context, in *AcquireManyRequest, opts ...grpc.CallOption) (*AcquireManyResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(AcquireManyResponse)
+	err := c.cc.Invoke(ctx, RateLimiter_AcquireMany_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *rateLimiterClient) AcquireStream(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[AcquireStreamRequest, AcquireStreamResponse], error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &RateLimiter_ServiceDesc.Streams[0], RateLimiter_AcquireStream_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &grpc.GenericClientStream[AcquireStreamRequest, AcquireStreamResponse]{ClientStream: stream}
+	return x, nil
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type RateLimiter_AcquireStreamClient = grpc.BidiStreamingClient[AcquireStreamRequest, AcquireStreamResponse]
+
+func (c *rateLimiterClient) AcquireUpTo(ctx context.Context, in *AcquireUpToRequest, opts ...grpc.CallOption) (*PartialDecision, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(PartialDecision)
+	err := c.cc.Invoke(ctx, RateLimiter_AcquireUpTo_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *rateLimiterClient) Reserve(ctx context.Context, in *ReserveRequest, opts ...grpc.CallOption) (*Reservation, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(Reservation)
+	err := c.cc.Invoke(ctx, RateLimiter_Reserve_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 func (c *rateLimiterClient) Charge(ctx context.Context, in *ChargeRequest, opts ...grpc.CallOption) (*Decision, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(Decision)
@@ -115,6 +177,16 @@ func (c *rateLimiterClient) Peek(ctx context.Context, in *PeekRequest, opts ...g
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(Decision)
 	err := c.cc.Invoke(ctx, RateLimiter_Peek_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *rateLimiterClient) PeekMany(ctx context.Context, in *PeekManyRequest, opts ...grpc.CallOption) (*PeekManyResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(PeekManyResponse)
+	err := c.cc.Invoke(ctx, RateLimiter_PeekMany_FullMethodName, in, out, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -155,12 +227,26 @@ type RateLimiterServer interface {
 	Acquire(context.Context, *AcquireRequest) (*Decision, error)
 	// AcquireAll takes tokens from several buckets if each holds enough, and otherwise takes nothing.
 	AcquireAll(context.Context, *AcquireAllRequest) (*JointDecision, error)
+	// AcquireMany answers several requests, each by itself as Acquire does. It is for clients that combine the requests of their
+	// own callers. It answers when all are decided: a locked bucket holds up the whole message.
+	AcquireMany(context.Context, *AcquireManyRequest) (*AcquireManyResponse, error)
+	// AcquireStream is AcquireMany for each message of a stream. An answer comes when its message is decided, which need not be the
+	// order of the messages. The server reads no further while 100 messages of a stream are under way. After half-close it ends the
+	// stream when all is answered. A server that stops answers what it has read and ends the stream with UNAVAILABLE, of reason
+	// STOPPING: then messages without an answer have taken nothing.
+	AcquireStream(grpc.BidiStreamingServer[AcquireStreamRequest, AcquireStreamResponse]) error
+	// AcquireUpTo takes as many tokens as the bucket holds, within bounds.
+	AcquireUpTo(context.Context, *AcquireUpToRequest) (*PartialDecision, error)
+	// Reserve takes tokens now that the bucket will have within max_wait, and answers how long to wait before acting.
+	Reserve(context.Context, *ReserveRequest) (*Reservation, error)
 	// Charge takes tokens whatever the bucket holds. What it does not hold is debt.
 	Charge(context.Context, *ChargeRequest) (*Decision, error)
 	// Settle replaces the cost of a grant, which was an estimate, by what it really cost.
 	Settle(context.Context, *SettleRequest) (*Decision, error)
 	// Peek says what Acquire would answer now, and takes nothing.
 	Peek(context.Context, *PeekRequest) (*Decision, error)
+	// PeekMany answers several requests, each by itself as Peek does. The answers are not of one moment.
+	PeekMany(context.Context, *PeekManyRequest) (*PeekManyResponse, error)
 	// Refund gives tokens back, never above the capacity. Sent twice it gives back twice.
 	Refund(context.Context, *RefundRequest) (*Decision, error)
 	mustEmbedUnimplementedRateLimiterServer()
@@ -179,6 +265,18 @@ func (UnimplementedRateLimiterServer) Acquire(context.Context, *AcquireRequest) 
 func (UnimplementedRateLimiterServer) AcquireAll(context.Context, *AcquireAllRequest) (*JointDecision, error) {
 	return nil, status.Error(codes.Unimplemented, "method AcquireAll not implemented")
 }
+func (UnimplementedRateLimiterServer) AcquireMany(context.Context, *AcquireManyRequest) (*AcquireManyResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method AcquireMany not implemented")
+}
+func (UnimplementedRateLimiterServer) AcquireStream(grpc.BidiStreamingServer[AcquireStreamRequest, AcquireStreamResponse]) error {
+	return status.Error(codes.Unimplemented, "method AcquireStream not implemented")
+}
+func (UnimplementedRateLimiterServer) AcquireUpTo(context.Context, *AcquireUpToRequest) (*PartialDecision, error) {
+	return nil, status.Error(codes.Unimplemented, "method AcquireUpTo not implemented")
+}
+func (UnimplementedRateLimiterServer) Reserve(context.Context, *ReserveRequest) (*Reservation, error) {
+	return nil, status.Error(codes.Unimplemented, "method Reserve not implemented")
+}
 func (UnimplementedRateLimiterServer) Charge(context.Context, *ChargeRequest) (*Decision, error) {
 	return nil, status.Error(codes.Unimplemented, "method Charge not implemented")
 }
@@ -187,6 +285,9 @@ func (UnimplementedRateLimiterServer) Settle(context.Context, *SettleRequest) (*
 }
 func (UnimplementedRateLimiterServer) Peek(context.Context, *PeekRequest) (*Decision, error) {
 	return nil, status.Error(codes.Unimplemented, "method Peek not implemented")
+}
+func (UnimplementedRateLimiterServer) PeekMany(context.Context, *PeekManyRequest) (*PeekManyResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method PeekMany not implemented")
 }
 func (UnimplementedRateLimiterServer) Refund(context.Context, *RefundRequest) (*Decision, error) {
 	return nil, status.Error(codes.Unimplemented, "method Refund not implemented")
@@ -248,6 +349,67 @@ func _RateLimiter_AcquireAll_Handler(srv interface{}, ctx context.Context, dec f
 	return interceptor(ctx, in, info, handler)
 }
 
+func _RateLimiter_AcquireMany_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(AcquireManyRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(RateLimiterServer).AcquireMany(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: RateLimiter_AcquireMany_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(RateLimiterServer).AcquireMany(ctx, req.(*AcquireManyRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _RateLimiter_AcquireStream_Handler(srv interface{}, stream grpc.ServerStream) error {
+	return srv.(RateLimiterServer).AcquireStream(&grpc.GenericServerStream[AcquireStreamRequest, AcquireStreamResponse]{ServerStream: stream})
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type RateLimiter_AcquireStreamServer = grpc.BidiStreamingServer[AcquireStreamRequest, AcquireStreamResponse]
+
+func _RateLimiter_AcquireUpTo_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(AcquireUpToRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(RateLimiterServer).AcquireUpTo(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: RateLimiter_AcquireUpTo_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(RateLimiterServer).AcquireUpTo(ctx, req.(*AcquireUpToRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _RateLimiter_Reserve_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(ReserveRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(RateLimiterServer).Reserve(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: RateLimiter_Reserve_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(RateLimiterServer).Reserve(ctx, req.(*ReserveRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 func _RateLimiter_Charge_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(ChargeRequest)
 	if err := dec(in); err != nil {
@@ -302,6 +464,24 @@ func _RateLimiter_Peek_Handler(srv interface{}, ctx context.Context, dec func(in
 	return interceptor(ctx, in, info, handler)
 }
 
+func _RateLimiter_PeekMany_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(PeekManyRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(RateLimiterServer).PeekMany(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: RateLimiter_PeekMany_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(RateLimiterServer).PeekMany(ctx, req.(*PeekManyRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 func _RateLimiter_Refund_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(RefundRequest)
 	if err := dec(in); err != nil {
@@ -336,6 +516,18 @@ var RateLimiter_ServiceDesc = grpc.ServiceDesc{
 			Handler:    _RateLimiter_AcquireAll_Handler,
 		},
 		{
+			MethodName: "AcquireMany",
+			Handler:    _RateLimiter_AcquireMany_Handler,
+		},
+		{
+			MethodName: "AcquireUpTo",
+			Handler:    _RateLimiter_AcquireUpTo_Handler,
+		},
+		{
+			MethodName: "Reserve",
+			Handler:    _RateLimiter_Reserve_Handler,
+		},
+		{
 			MethodName: "Charge",
 			Handler:    _RateLimiter_Charge_Handler,
 		},
@@ -348,10 +540,21 @@ var RateLimiter_ServiceDesc = grpc.ServiceDesc{
 			Handler:    _RateLimiter_Peek_Handler,
 		},
 		{
+			MethodName: "PeekMany",
+			Handler:    _RateLimiter_PeekMany_Handler,
+		},
+		{
 			MethodName: "Refund",
 			Handler:    _RateLimiter_Refund_Handler,
 		},
 	},
-	Streams:  []grpc.StreamDesc{},
+	Streams: []grpc.StreamDesc{
+		{
+			StreamName:    "AcquireStream",
+			Handler:       _RateLimiter_AcquireStream_Handler,
+			ServerStreams: true,
+			ClientStreams: true,
+		},
+	},
 	Metadata: "pgratelimit/v1/ratelimiter.proto",
 }

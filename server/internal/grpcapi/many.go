@@ -1,0 +1,121 @@
+package grpcapi
+
+import (
+	"context"
+	"errors"
+	"io"
+	"sync"
+
+	"google.golang.org/genproto/googleapis/rpc/errdetails"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+
+	pb "github.com/pgratelimit/pgratelimit/server/gen/pgratelimit/v1"
+	"github.com/pgratelimit/pgratelimit/server/internal/service"
+)
+
+// maxUnderWay is how many messages of a stream are answered at a time.
+const maxUnderWay = 100
+
+func (a api) AcquireMany(ctx context.Context, q *pb.AcquireManyRequest) (*pb.AcquireManyResponse, error) {
+	list, err := a.service.AcquireMany(ctx, converted(q.GetRequests(), acquireRequest))
+	if err != nil {
+		return nil, StatusOf(err)
+	}
+	return &pb.AcquireManyResponse{Answers: converted(list, answer)}, nil
+}
+
+func (a api) PeekMany(ctx context.Context, q *pb.PeekManyRequest) (*pb.PeekManyResponse, error) {
+	list, err := a.service.PeekMany(ctx, converted(q.GetRequests(), peekRequest))
+	if err != nil {
+		return nil, StatusOf(err)
+	}
+	return &pb.PeekManyResponse{Answers: converted(list, answer)}, nil
+}
+
+type acquireStream = grpc.BidiStreamingServer[pb.AcquireStreamRequest, pb.AcquireStreamResponse]
+
+// AcquireStream answers messages side by side. It ends when all that it has begun to answer is answered.
+func (a api) AcquireStream(stream acquireStream) error {
+	messages := make(chan *pb.AcquireStreamRequest)
+	var ended error // set before messages is closed
+	go func() {     // until the stream has no more messages, or the handler has returned
+		defer close(messages)
+		for {
+			q, err := stream.Recv()
+			if err != nil {
+				ended = err
+				return
+			}
+			select {
+			case messages <- q:
+			case <-stream.Context().Done():
+				return
+			}
+		}
+	}()
+
+	var answering sync.WaitGroup
+	defer answering.Wait()
+	var sending sync.Mutex
+	places := make(chan struct{}, maxUnderWay)
+	for {
+		select {
+		case places <- struct{}{}: // before the next message is read
+		case <-a.stopping:
+			return errStopping
+		}
+		select {
+		case q, ok := <-messages:
+			if !ok && errors.Is(ended, io.EOF) {
+				return nil
+			}
+			if !ok {
+				return ended
+			}
+			answering.Go(func() {
+				response := a.answer(stream.Context(), q)
+				sending.Lock()
+				_ = stream.Send(response) // an error ends the stream, and so Recv
+				sending.Unlock()
+				<-places
+			})
+		case <-a.stopping:
+			return errStopping
+		}
+	}
+}
+
+var errStopping = withInfo(codes.Unavailable, "the server stops: messages without an answer have taken nothing", &errdetails.ErrorInfo{Reason: "STOPPING"})
+
+// answer answers one message of a stream.
+func (a api) answer(ctx context.Context, q *pb.AcquireStreamRequest) *pb.AcquireStreamResponse {
+	response := &pb.AcquireStreamResponse{Id: q.GetId()}
+	list, err := a.service.AcquireMany(ctx, converted(q.GetRequests(), acquireRequest))
+	var e *service.Error
+	if errors.As(err, &e) {
+		response.Error = errorOf(e)
+	} else {
+		response.Answers = converted(list, answer)
+	}
+	return response
+}
+
+func answer(a service.Answer) *pb.Answer {
+	if a.Err != nil {
+		return &pb.Answer{Answer: &pb.Answer_Error{Error: errorOf(a.Err)}}
+	}
+	return &pb.Answer{Answer: &pb.Answer_Decision{Decision: decision(a.Decision)}}
+}
+
+func errorOf(e *service.Error) *pb.Error {
+	return &pb.Error{Code: int32(e.Kind.Code()), Message: e.Error(), Reason: e.Kind.Reason(), Sqlstate: e.SQLState}
+}
+
+func converted[A, B any](list []A, convert func(A) B) []B {
+	converted := make([]B, len(list))
+	for i := range list {
+		converted[i] = convert(list[i])
+	}
+	return converted
+}

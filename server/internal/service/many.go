@@ -1,0 +1,99 @@
+package service
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"time"
+
+	"github.com/pgratelimit/pgratelimit/client"
+)
+
+// maxRequests of one call: as many as a request of AcquireAll has charges. They make four calls to the database.
+const maxRequests = 1000
+
+// An Answer is to one of several requests.
+type Answer struct {
+	Decision client.Decision
+	Err      *Error // nil for a decision
+}
+
+// AcquireMany answers each request as Acquire does, in their order. The requests of a shard are one call within its limits.
+func (s *Service) AcquireMany(ctx context.Context, requests []Request) ([]Answer, error) {
+	if err := s.checkCount(AcquireMany, requests); err != nil {
+		return nil, err
+	}
+	of := make([][]int, len(s.shards))
+	for i, r := range requests {
+		n := 0
+		if len(of) > 1 {
+			n = client.ShardOf(r.Key, len(of))
+		}
+		of[n] = append(of[n], i)
+	}
+	answers := make([]Answer, len(requests))
+	var asking sync.WaitGroup
+	for n, numbers := range of {
+		if len(numbers) > 0 {
+			asking.Go(func() { s.acquireSome(ctx, &s.shards[n], requests, numbers, answers) })
+		}
+	}
+	asking.Wait()
+	return answers, nil
+}
+
+// acquireSome answers the requests of a shard.
+func (s *Service) acquireSome(ctx context.Context, shard *shard, requests []Request, numbers []int, answers []Answer) {
+	begin := time.Now()
+	some := make([]client.Request, len(numbers))
+	shares := true
+	for i, n := range numbers {
+		r := requests[n]
+		some[i] = client.Request{Policy: cmp.Or(r.Policy, DefaultPolicy), Key: r.Key, IdempotencyKey: r.IdempotencyKey}
+		if r.Cost != nil {
+			some[i].Cost = client.Cost(*r.Cost)
+		}
+		shares = shares && r.canShare()
+	}
+	err := s.within(ctx, shard, shares, func(ctx context.Context) error {
+		for i, a := range s.limiter.AcquireMany(ctx, some) {
+			answers[numbers[i]] = Answer{a.Decision, errorOf(ctx, a.Err).of(numbers[i])}
+		}
+		return nil
+	})
+	for i, n := range numbers {
+		if err != nil {
+			answers[n].Err = err
+		}
+		s.finish(Call{Operation: AcquireMany, Policy: some[i].Policy, Err: answers[n].Err}, begin, answers[n].Decision)
+	}
+}
+
+// PeekMany answers each request as Peek does, one after another.
+func (s *Service) PeekMany(ctx context.Context, requests []Request) ([]Answer, error) {
+	if err := s.checkCount(PeekMany, requests); err != nil {
+		return nil, err
+	}
+	ctx, cancel := context.WithTimeout(ctx, s.limits.Time)
+	defer cancel()
+	answers := make([]Answer, len(requests))
+	for i, r := range requests {
+		d, err := s.peek(ctx, PeekMany, r)
+		var e *Error
+		errors.As(err, &e)
+		answers[i] = Answer{d, e.of(i)}
+	}
+	return answers, nil
+}
+
+func (s *Service) checkCount(o Operation, requests []Request) error {
+	n := len(requests)
+	if 0 < n && n <= maxRequests {
+		return nil
+	}
+	err := Invalid("invalid requests", fmt.Sprintf("requests has %d elements.", n), fmt.Sprintf("Send 1 to %d requests in a call.", maxRequests))
+	s.finish(Call{Operation: o, Err: err}, time.Now(), client.Decision{})
+	return err
+}
