@@ -344,6 +344,39 @@ func reconnect(t *testing.T, s *testServer, db *pgtest.DB, setting, sqlState str
 	}, 20*time.Second, time.Millisecond)
 }
 
+// A cost that was denied is denied without the database until retry_after. What this server gives back counts at once; what SQL
+// gives back does with DENIAL_CACHE off, as it is unless set.
+func TestDenialCache_RepeatsDenialsOnlyIfSet(t *testing.T) {
+	t.Parallel()
+	for _, setting := range []string{"NO_FLUSH=false", "DENIAL_CACHE=true"} {
+		db := newDB(t)
+		s := start(t, db.URL, setting)
+		allowed := func(cost int) bool {
+			t.Helper()
+			body := fmt.Sprintf(`{"policy":"api","key":"k","cost":%d}`, cost)
+			one := s.mustPost("/v1/acquire", body)
+			many := s.mustPost("/v1/acquire_many", `{"requests":[`+body+`]}`)
+			decision := many.body["answers"].([]any)[0].(map[string]any)["decision"].(map[string]any)
+			require.Equal(t, one.body["allowed"], decision["allowed"])
+			return one.body["allowed"] == true
+		}
+		require.True(t, allowed(5))
+		require.False(t, allowed(5))
+		db.Exec(t, "select ratelimit_refund('api', 'k', 10)")
+		if setting != "DENIAL_CACHE=true" {
+			require.True(t, allowed(5))
+			continue
+		}
+		unlock := lock(t, db)
+		require.False(t, allowed(5))
+		unlock()
+		require.True(t, allowed(2), "a smaller cost was not denied")
+		require.False(t, allowed(6))
+		require.Equal(t, http.StatusOK, s.mustPost("/v1/refund", `{"policy":"api","key":"k","amount":4}`).status)
+		require.True(t, allowed(5))
+	}
+}
+
 func TestErrors_NoPrivilege(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)

@@ -129,6 +129,9 @@ func (s *Server) limiterOptions() []client.Option {
 	if s.config.NoFlush {
 		options = append(options, client.NoFlush())
 	}
+	if s.config.DenialCache {
+		options = append(options, client.DenialCache())
+	}
 	for _, lease := range s.config.Leases {
 		options = append(options, lease)
 	}
