@@ -114,23 +114,31 @@ func reply(d client.Decision, err error) (*pb.Decision, error) {
 	return decision(d), nil
 }
 
-func decision(d client.Decision) *pb.Decision {
-	answer := &pb.Decision{
-		Verdict:   pb.Verdict_DENIED,
-		Remaining: d.Remaining,
-		Capacity:  d.Capacity,
-		Replayed:  d.Replayed,
-		Shadowed:  d.Shadowed,
-		Estimated: d.Estimated,
-	}
+func decision(d client.Decision) *pb.Decision { return new(memory).decision(d) }
+
+// A memory is that of one decision.
+type memory struct {
+	pb.Decision
+	retryAfter, resetAfter durationpb.Duration
+}
+
+func (m *memory) decision(d client.Decision) *pb.Decision {
+	answer := &m.Decision
+	answer.Verdict = pb.Verdict_DENIED
 	if d.Allowed {
 		answer.Verdict = pb.Verdict_ALLOWED
 	}
+	answer.Remaining, answer.Capacity = d.Remaining, d.Capacity
+	answer.Replayed, answer.Shadowed, answer.Estimated = d.Replayed, d.Shadowed, d.Estimated
+	set := func(to *durationpb.Duration, d time.Duration) *durationpb.Duration {
+		to.Seconds, to.Nanos = int64(d/time.Second), int32(d%time.Second)
+		return to
+	}
 	if !d.Never() {
-		answer.RetryAfter = durationpb.New(d.RetryAfter)
+		answer.RetryAfter = set(&m.retryAfter, d.RetryAfter)
 	}
 	if !d.NeverFull() {
-		answer.ResetAfter = durationpb.New(d.ResetAfter)
+		answer.ResetAfter = set(&m.resetAfter, d.ResetAfter)
 	}
 	return answer
 }

@@ -18,19 +18,19 @@ import (
 const maxUnderWay = 100
 
 func (a api) AcquireMany(ctx context.Context, q *pb.AcquireManyRequest) (*pb.AcquireManyResponse, error) {
-	list, err := a.service.AcquireMany(ctx, converted(q.GetRequests(), acquireRequest))
+	list, err := a.service.AcquireMany(ctx, requests(q.GetRequests(), acquireRequest))
 	if err != nil {
 		return nil, StatusOf(err)
 	}
-	return &pb.AcquireManyResponse{Answers: converted(list, answer)}, nil
+	return &pb.AcquireManyResponse{Answers: answers(list)}, nil
 }
 
 func (a api) PeekMany(ctx context.Context, q *pb.PeekManyRequest) (*pb.PeekManyResponse, error) {
-	list, err := a.service.PeekMany(ctx, converted(q.GetRequests(), peekRequest))
+	list, err := a.service.PeekMany(ctx, requests(q.GetRequests(), peekRequest))
 	if err != nil {
 		return nil, StatusOf(err)
 	}
-	return &pb.PeekManyResponse{Answers: converted(list, answer)}, nil
+	return &pb.PeekManyResponse{Answers: answers(list)}, nil
 }
 
 type acquireStream = grpc.BidiStreamingServer[pb.AcquireStreamRequest, pb.AcquireStreamResponse]
@@ -91,31 +91,41 @@ var errStopping = withInfo(codes.Unavailable, "the server stops: messages withou
 // answer answers one message of a stream.
 func (a api) answer(ctx context.Context, q *pb.AcquireStreamRequest) *pb.AcquireStreamResponse {
 	response := &pb.AcquireStreamResponse{Id: q.GetId()}
-	list, err := a.service.AcquireMany(ctx, converted(q.GetRequests(), acquireRequest))
+	list, err := a.service.AcquireMany(ctx, requests(q.GetRequests(), acquireRequest))
 	var e *service.Error
 	if errors.As(err, &e) {
 		response.Error = errorOf(e)
 	} else {
-		response.Answers = converted(list, answer)
+		response.Answers = answers(list)
 	}
 	return response
 }
 
-func answer(a service.Answer) *pb.Answer {
-	if a.Err != nil {
-		return &pb.Answer{Answer: &pb.Answer_Error{Error: errorOf(a.Err)}}
+func answers(list []service.Answer) []*pb.Answer {
+	answers := make([]*pb.Answer, len(list))
+	all := make([]struct {
+		pb.Answer
+		memory
+	}, len(list)) // at once, for they are many
+	for i, a := range list {
+		answers[i] = &all[i].Answer
+		if a.Err != nil {
+			answers[i].Error = errorOf(a.Err)
+		} else {
+			answers[i].Decision = all[i].decision(a.Decision)
+		}
 	}
-	return &pb.Answer{Answer: &pb.Answer_Decision{Decision: decision(a.Decision)}}
+	return answers
 }
 
 func errorOf(e *service.Error) *pb.Error {
 	return &pb.Error{Code: int32(e.Kind.Code()), Message: e.Error(), Reason: e.Kind.Reason(), Sqlstate: e.SQLState}
 }
 
-func converted[A, B any](list []A, convert func(A) B) []B {
-	converted := make([]B, len(list))
-	for i := range list {
-		converted[i] = convert(list[i])
+func requests[Q any](list []Q, request func(Q) service.Request) []service.Request {
+	requests := make([]service.Request, len(list))
+	for i, q := range list {
+		requests[i] = request(q)
 	}
-	return converted
+	return requests
 }

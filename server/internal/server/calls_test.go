@@ -44,7 +44,7 @@ var everyCall = map[string]string{
 func asJSON(t *testing.T, answer protoreflect.Message) map[string]any {
 	t.Helper()
 	values := make(map[string]any)
-	fields := answer.Descriptor().Fields()
+	fields, isAnswer := answer.Descriptor().Fields(), answer.Descriptor().Name() == "Answer"
 	for i := range fields.Len() {
 		field := fields.Get(i)
 		name, value := string(field.Name()), answer.Get(field)
@@ -58,14 +58,14 @@ func asJSON(t *testing.T, answer protoreflect.Message) map[string]any {
 				list = append(list, asJSON(t, value.List().Get(i).Message()))
 			}
 			values[name] = list
-		case field.ContainingOneof() != nil && !answer.Has(field), name == "estimated" && !value.Bool():
+		case isAnswer && !answer.Has(field), name == "estimated" && !value.Bool():
 		case field.Message() == nil:
 			values[name] = value.Interface()
 		case field.Message().Name() == "Duration" && !answer.Has(field):
 			values[name] = nil
 		case field.Message().Name() == "Duration":
 			values[name] = jsonapi.Seconds(value.Message().Interface().(*durationpb.Duration).AsDuration())
-		case field.ContainingOneof() != nil:
+		case isAnswer:
 			values[name] = asJSON(t, value.Message())
 		default: // the decision of the whole
 			maps.Copy(values, asJSON(t, value.Message()))

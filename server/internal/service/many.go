@@ -25,6 +25,7 @@ func (s *Service) AcquireMany(ctx context.Context, requests []Request) ([]Answer
 	if err := s.checkCount(AcquireMany, requests); err != nil {
 		return nil, err
 	}
+	answers := make([]Answer, len(requests))
 	of := make([][]int, len(s.shards))
 	for i, r := range requests {
 		n := 0
@@ -33,12 +34,14 @@ func (s *Service) AcquireMany(ctx context.Context, requests []Request) ([]Answer
 		}
 		of[n] = append(of[n], i)
 	}
-	answers := make([]Answer, len(requests))
 	var asking sync.WaitGroup
-	for n, numbers := range of {
+	for n, numbers := range of[1:] {
 		if len(numbers) > 0 {
-			asking.Go(func() { s.acquireSome(ctx, &s.shards[n], requests, numbers, answers) })
+			asking.Go(func() { s.acquireSome(ctx, &s.shards[1+n], requests, numbers, answers) })
 		}
+	}
+	if len(of[0]) > 0 {
+		s.acquireSome(ctx, &s.shards[0], requests, of[0], answers)
 	}
 	asking.Wait()
 	return answers, nil

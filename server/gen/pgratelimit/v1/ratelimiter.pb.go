@@ -641,14 +641,11 @@ func (x *AcquireStreamResponse) GetError() *Error {
 	return nil
 }
 
-// The answer to one of several requests.
+// The answer to one of several requests has either.
 type Answer struct {
-	state protoimpl.MessageState `protogen:"open.v1"`
-	// Types that are valid to be assigned to Answer:
-	//
-	//	*Answer_Decision
-	//	*Answer_Error
-	Answer        isAnswer_Answer `protobuf_oneof:"answer"`
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Decision      *Decision              `protobuf:"bytes,1,opt,name=decision,proto3" json:"decision,omitempty"`
+	Error         *Error                 `protobuf:"bytes,2,opt,name=error,proto3" json:"error,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -683,46 +680,19 @@ func (*Answer) Descriptor() ([]byte, []int) {
 	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{9}
 }
 
-func (x *Answer) GetAnswer() isAnswer_Answer {
-	if x != nil {
-		return x.Answer
-	}
-	return nil
-}
-
 func (x *Answer) GetDecision() *Decision {
 	if x != nil {
-		if x, ok := x.Answer.(*Answer_Decision); ok {
-			return x.Decision
-		}
+		return x.Decision
 	}
 	return nil
 }
 
 func (x *Answer) GetError() *Error {
 	if x != nil {
-		if x, ok := x.Answer.(*Answer_Error); ok {
-			return x.Error
-		}
+		return x.Error
 	}
 	return nil
 }
-
-type isAnswer_Answer interface {
-	isAnswer_Answer()
-}
-
-type Answer_Decision struct {
-	Decision *Decision `protobuf:"bytes,1,opt,name=decision,proto3,oneof"`
-}
-
-type Answer_Error struct {
-	Error *Error `protobuf:"bytes,2,opt,name=error,proto3,oneof"`
-}
-
-func (*Answer_Decision) isAnswer_Answer() {}
-
-func (*Answer_Error) isAnswer_Answer() {}
 
 // The reason why one of several requests has no decision.
 type Error struct {
@@ -1512,11 +1482,10 @@ const file_pgratelimit_v1_ratelimiter_proto_rawDesc = "" +
 	"\x15AcquireStreamResponse\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\x04R\x02id\x120\n" +
 	"\aanswers\x18\x02 \x03(\v2\x16.pgratelimit.v1.AnswerR\aanswers\x12+\n" +
-	"\x05error\x18\x03 \x01(\v2\x15.pgratelimit.v1.ErrorR\x05error\"y\n" +
-	"\x06Answer\x126\n" +
-	"\bdecision\x18\x01 \x01(\v2\x18.pgratelimit.v1.DecisionH\x00R\bdecision\x12-\n" +
-	"\x05error\x18\x02 \x01(\v2\x15.pgratelimit.v1.ErrorH\x00R\x05errorB\b\n" +
-	"\x06answer\"i\n" +
+	"\x05error\x18\x03 \x01(\v2\x15.pgratelimit.v1.ErrorR\x05error\"k\n" +
+	"\x06Answer\x124\n" +
+	"\bdecision\x18\x01 \x01(\v2\x18.pgratelimit.v1.DecisionR\bdecision\x12+\n" +
+	"\x05error\x18\x02 \x01(\v2\x15.pgratelimit.v1.ErrorR\x05error\"i\n" +
 	"\x05Error\x12\x12\n" +
 	"\x04code\x18\x01 \x01(\x05R\x04code\x12\x18\n" +
 	"\amessage\x18\x02 \x01(\tR\amessage\x12\x16\n" +
@@ -1706,10 +1675,6 @@ func file_pgratelimit_v1_ratelimiter_proto_init() {
 	file_pgratelimit_v1_ratelimiter_proto_msgTypes[1].OneofWrappers = []any{}
 	file_pgratelimit_v1_ratelimiter_proto_msgTypes[2].OneofWrappers = []any{}
 	file_pgratelimit_v1_ratelimiter_proto_msgTypes[3].OneofWrappers = []any{}
-	file_pgratelimit_v1_ratelimiter_proto_msgTypes[9].OneofWrappers = []any{
-		(*Answer_Decision)(nil),
-		(*Answer_Error)(nil),
-	}
 	file_pgratelimit_v1_ratelimiter_proto_msgTypes[11].OneofWrappers = []any{}
 	file_pgratelimit_v1_ratelimiter_proto_msgTypes[13].OneofWrappers = []any{}
 	file_pgratelimit_v1_ratelimiter_proto_msgTypes[15].OneofWrappers = []any{}
