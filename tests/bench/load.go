@@ -11,14 +11,21 @@ import (
 // An acquirer takes one token of a key's bucket. No bucket runs dry here, so a denial is an error.
 type acquirer func(ctx context.Context, key string) error
 
-// A load is callers that each ask again as soon as they are answered.
+// A manyAcquirer takes one token of each key's bucket.
+type manyAcquirer func(ctx context.Context, keys []string) error
+
+// A load is callers that each ask again as soon as they are answered. With many, some of them ask in one call.
 type load struct {
 	callers int
 	keys    *keyspace
 	acquire acquirer
-	servers []int // the processes whose CPU time is counted with their children's
-	program int   // another one between callers and servers, or 0
+	many    manyAcquirer // nil for none
+	servers []int        // the processes whose CPU time is counted with their children's
+	program int          // another one between callers and servers, or 0
 }
+
+// perCall is how many callers share a call of a manyAcquirer.
+const perCall = 32
 
 // warmUp is how much of a window goes before it: connections are made and statements prepared.
 const warmUp = 0.3
@@ -40,16 +47,29 @@ func (l load) during(ctx context.Context, warmUp time.Duration, beside func(cont
 func (l load) latencies(ctx context.Context, warmUp time.Duration, beside func(context.Context) error) (sample, []time.Duration, error) {
 	ctx, fail := context.WithCancelCause(ctx)
 	defer fail(nil)
+	inCall := 1
+	if l.many != nil {
+		inCall = perCall
+	}
 	var (
 		callers         sync.WaitGroup
 		counting, ended atomic.Bool
-		latencies       = make([][]time.Duration, l.callers)
+		latencies       = make([][]time.Duration, l.callers/inCall)
 	)
-	for i := range l.callers {
+	for i := range latencies {
 		callers.Go(func() {
 			next := l.keys.from(i)
+			ask := func() error { return l.acquire(ctx, next()) }
+			if keys := make([]string, inCall); l.many != nil {
+				ask = func() error {
+					for i := range keys {
+						keys[i] = next()
+					}
+					return l.many(ctx, keys)
+				}
+			}
 			for begin := time.Now(); !ended.Load(); {
-				if err := l.acquire(ctx, next()); err != nil {
+				if err := ask(); err != nil {
 					fail(err)
 					return
 				}
@@ -80,9 +100,9 @@ func (l load) latencies(ctx context.Context, warmUp time.Duration, beside func(c
 
 	all := slices.Concat(latencies...)
 	slices.Sort(all)
-	decisions := float64(max(1, len(all)))
+	decisions := float64(max(1, inCall*len(all)))
 	s := sample{
-		rate:      float64(len(all)) / elapsed.Seconds(),
+		rate:      float64(inCall*len(all)) / elapsed.Seconds(),
 		p50:       quantile(all, 0.50),
 		p99:       quantile(all, 0.99),
 		cpuServer: float64(server.Microseconds()) / decisions,

@@ -47,6 +47,8 @@ var ratios = []ratio{
 	{"half_64_to_redis", "half-combined/uniform/64/rate", "half-redis/uniform/64/rate"},
 	{"half_256_to_redis", "half-combined/uniform/256/rate", "half-redis/uniform/256/rate"},
 	{"keyed_combined_64_to_unkeyed", "keyed-combined-noflush/uniform/64/rate", "combined-noflush/uniform/64/rate"},
+	{"served_many_256_to_acquire", "served/many/256/rate", "served/grpc/256/rate"},
+	{"served_stream_256_to_acquire", "served/stream/256/rate", "served/grpc/256/rate"},
 	{"buckets_10m_to_10k", "buckets/10m/rate", "buckets/10k/rate"},
 	{"acquire_beside_cleanup", "cleanup/with", "cleanup/without"},
 	{"hot_key_under_snapshot", "snapshot/after", "snapshot/before"},

@@ -157,6 +157,8 @@ var pageBlocks = map[string]func(processor) string{
 	}),
 	"served": table("many keys", byCallers, []pageRow{
 		{"`pgratelimit serve`, gRPC", "served/grpc/*"},
+		{"the same, `AcquireMany`, 32 callers a call", "served/many/*"},
+		{"the same, `AcquireStream`, 32 callers a message", "served/stream/*"},
 		{"`pgratelimit serve`, JSON", "served/json/*"},
 		{"Envoy's reference service on Redis, gRPC", "served/envoy/*"},
 	}),

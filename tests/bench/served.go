@@ -2,6 +2,7 @@ package main
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -11,6 +12,8 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/jackc/pgx/v5/pgconn"
@@ -29,6 +32,7 @@ type served struct {
 	stage
 	keys    *keyspace
 	acquire map[string]acquirer // by way
+	many    map[string]manyAcquirer
 	program *program
 	remote  *remote // of the cells about overload
 	envoy   *envoyService
@@ -43,7 +47,7 @@ type remote struct {
 const servedDatabase = "served"
 
 var (
-	servedWays    = []string{"combiner", "grpc", "health", "json", "envoy"}
+	servedWays    = []string{"combiner", "grpc", "many", "stream", "health", "json", "envoy"}
 	servedCallers = []int{64, 256}
 )
 
@@ -99,6 +103,9 @@ func (s *served) open(ctx context.Context, cells []string) error {
 	if err := s.reach(s.program, s.acquire); err != nil {
 		return err
 	}
+	if s.many, err = s.manyOverGRPC(ctx, s.program); err != nil {
+		return err
+	}
 	if !slices.ContainsFunc(cells, func(cell string) bool { return strings.HasSuffix(cell, "/overload") }) {
 		return nil
 	}
@@ -131,12 +138,9 @@ func (s *served) reach(p *program, acquire map[string]acquirer) (err error) {
 // overGRPC has callers share connections, as those of a process do. health asks the program whether it serves, and no database:
 // this is what gRPC costs.
 func (s *served) overGRPC(p *program) (acquire, health acquirer, err error) {
-	var conns [servedConnections]*grpc.ClientConn
-	for i := range conns {
-		if conns[i], err = grpc.NewClient(p.grpc, grpc.WithTransportCredentials(insecure.NewCredentials())); err != nil {
-			return nil, nil, err
-		}
-		s.closers = append(s.closers, func() { _ = conns[i].Close() })
+	conns, err := s.connect(p)
+	if err != nil {
+		return nil, nil, err
 	}
 	conn := func(key string) *grpc.ClientConn { return conns[int(key[len(key)-1])%servedConnections] }
 	acquire = func(ctx context.Context, key string) error {
@@ -151,6 +155,104 @@ func (s *served) overGRPC(p *program) (acquire, health acquirer, err error) {
 		return err
 	}
 	return acquire, health, nil
+}
+
+func (s *served) connect(p *program) (conns [servedConnections]*grpc.ClientConn, err error) {
+	for i := range conns {
+		if conns[i], err = grpc.NewClient(p.grpc, grpc.WithTransportCredentials(insecure.NewCredentials())); err != nil {
+			return conns, err
+		}
+		s.closers = append(s.closers, func() { _ = conns[i].Close() })
+	}
+	return conns, nil
+}
+
+// manyOverGRPC has the requests of many callers in one message: as calls of AcquireMany, or on one stream for each connection.
+func (s *served) manyOverGRPC(ctx context.Context, p *program) (map[string]manyAcquirer, error) {
+	conns, err := s.connect(p)
+	if err != nil {
+		return nil, err
+	}
+	streams := make([]*answered, len(conns))
+	for i, conn := range conns {
+		stream, err := pb.NewRateLimiterClient(conn).AcquireStream(ctx)
+		if err != nil {
+			return nil, err
+		}
+		streams[i] = &answered{stream: stream, waiting: make(map[uint64]chan []*pb.Answer)}
+		go streams[i].receive()
+	}
+	var turn atomic.Uint64
+	requests := func(keys []string) []*pb.AcquireRequest {
+		list := make([]*pb.AcquireRequest, len(keys))
+		for i, key := range keys {
+			list[i] = &pb.AcquireRequest{Policy: "durable", LogicalKey: key}
+		}
+		return list
+	}
+	return map[string]manyAcquirer{
+		"many": func(ctx context.Context, keys []string) error {
+			conn := conns[turn.Add(1)%servedConnections]
+			r, err := pb.NewRateLimiterClient(conn).AcquireMany(ctx, &pb.AcquireManyRequest{Requests: requests(keys)})
+			return cmp.Or(err, allGranted(r.GetAnswers(), len(keys)))
+		},
+		"stream": func(_ context.Context, keys []string) error {
+			id := turn.Add(1)
+			answers, err := streams[id%servedConnections].ask(&pb.AcquireStreamRequest{Id: id, Requests: requests(keys)})
+			return cmp.Or(err, allGranted(answers, len(keys)))
+		},
+	}, nil
+}
+
+func allGranted(answers []*pb.Answer, requests int) error {
+	for _, a := range answers {
+		if a.GetDecision().GetVerdict() != pb.Verdict_ALLOWED {
+			return fmt.Errorf("not granted: %v", a)
+		}
+	}
+	if len(answers) != requests {
+		return fmt.Errorf("%d answers to %d requests", len(answers), requests)
+	}
+	return nil
+}
+
+// An answered is a stream whose callers wait for their answers.
+type answered struct {
+	stream  pb.RateLimiter_AcquireStreamClient
+	mu      sync.Mutex
+	waiting map[uint64]chan []*pb.Answer
+	err     error // of the stream
+}
+
+func (a *answered) ask(q *pb.AcquireStreamRequest) ([]*pb.Answer, error) {
+	answer := make(chan []*pb.Answer, 1)
+	a.mu.Lock()
+	a.waiting[q.GetId()] = answer
+	err := cmp.Or(a.err, a.stream.Send(q))
+	a.mu.Unlock()
+	if err != nil {
+		return nil, err
+	}
+	return <-answer, nil
+}
+
+func (a *answered) receive() {
+	for {
+		r, err := a.stream.Recv()
+		a.mu.Lock()
+		if err != nil {
+			a.err = err
+			for _, answer := range a.waiting {
+				answer <- nil
+			}
+			a.mu.Unlock()
+			return
+		}
+		answer := a.waiting[r.GetId()]
+		delete(a.waiting, r.GetId())
+		a.mu.Unlock()
+		answer <- r.GetAnswers()
+	}
 }
 
 func (s *served) overJSON(p *program) acquirer {
@@ -193,7 +295,7 @@ func (s *served) overJSON(p *program) acquirer {
 func (s *served) run(ctx context.Context, cell string) (sample, error) {
 	_, rest, _ := strings.Cut(cell, "/")
 	way, rest, _ := strings.Cut(rest, "/")
-	l := load{keys: s.keys, acquire: s.acquire[way], servers: []int{s.pg.pid}, program: s.program.pid}
+	l := load{keys: s.keys, acquire: s.acquire[way], many: s.many[way], servers: []int{s.pg.pid}, program: s.program.pid}
 	if way == "envoy" {
 		l.servers, l.program = []int{s.redis[false].pid}, s.envoy.pid
 	}
