@@ -56,12 +56,17 @@ var docsExamples = []docsExample{
 	{path: "ruby/sql.rb", run: `exec ruby "$1"`, probe: "ruby -rwebrick -rpg -e ''", packages: []string{"ruby", "ruby-webrick", "ruby-pg"}},
 }
 
-var nodeTest = docsExample{path: "node/grpc.test.mjs", run: `exec node --test "$1"`, probe: "node --version", packages: []string{"nodejs"}, npm: true}
+// Clients of gRPC that are not ours.
+var (
+	nodeTest   = docsExample{path: "node/grpc.test.mjs", run: `exec node --test "$1"`, probe: "node --version", packages: []string{"nodejs"}, npm: true}
+	pythonTest = docsExample{path: "python/grpc_calls.py", run: `exec /usr/bin/python3 "$1"`, probe: "/usr/bin/python3 -c 'import grpc, google.protobuf'",
+		packages: []string{"python3", "python3-grpcio", "python3-protobuf"}}
+)
 
 func TestDocs_Examples(t *testing.T) {
 	pgtest.OncePerServer(t)
 	t.Parallel()
-	paths := []string{nodeTest.path}
+	paths := []string{nodeTest.path, pythonTest.path}
 	for _, example := range docsExamples {
 		paths = append(paths, example.path)
 		t.Run(example.path, func(t *testing.T) {
@@ -123,19 +128,32 @@ func TestDocs_Examples(t *testing.T) {
 	}
 }
 
-// A client of gRPC that is not ours makes every call, and gets every error.
-func TestDocs_NodeCallsTheServer(t *testing.T) {
-	pgtest.OncePerServer(t)
-	t.Parallel()
-	nodeTest.need(t)
+// call runs a client of gRPC, which makes every call, and returns what it prints.
+func (e docsExample) call(t *testing.T) string {
+	t.Helper()
+	e.need(t)
 	db := kit.NewDB(t)
 	db.DefinePolicy("api", 10, 1, kit.ADay)
 	db.Execute("select ratelimit_define_policy('budget', 1000, 0, '1 day')")
-	c := nodeTest.program(t, "", append(serverVariables(t, db.DB, "TOKENS=secret"), kit.PgVariables(t, db.URL)...))
+	c := e.program(t, "", append(serverVariables(t, db.DB, "TOKENS=secret"), kit.PgVariables(t, db.URL)...))
 	out, err := c.CombinedOutput()
 	require.NoError(t, err, "%s", out)
-	require.Regexp(t, `(?m)^# pass [1-9]\d*$`, string(out))
-	require.Regexp(t, `(?m)^# skipped 0$`, string(out))
+	return string(out)
+}
+
+// It gets every error, too.
+func TestDocs_NodeCallsTheServer(t *testing.T) {
+	pgtest.OncePerServer(t)
+	t.Parallel()
+	out := nodeTest.call(t)
+	require.Regexp(t, `(?m)^# pass [1-9]\d*$`, out)
+	require.Regexp(t, `(?m)^# skipped 0$`, out)
+}
+
+func TestDocs_PythonCallsTheServer(t *testing.T) {
+	pgtest.OncePerServer(t)
+	t.Parallel()
+	require.Equal(t, "all calls are answered\n", pythonTest.call(t))
 }
 
 // need skips the test of an example that cannot run here, or installs what it lacks.
@@ -191,7 +209,7 @@ func (e docsExample) program(t *testing.T, port string, env []string) *exec.Cmd 
 	text, err := os.ReadFile(filepath.Join("../../docs/examples", e.path))
 	require.NoError(t, err)
 	copied := patient.Replace(string(text))
-	require.True(t, e.path == nodeTest.path || copied != string(text), "%s waits for how long?", e.path)
+	require.True(t, e.path == nodeTest.path || e.path == pythonTest.path || copied != string(text), "%s waits for how long?", e.path)
 	root := t.TempDir()
 	file := filepath.Join(root, "docs/examples", e.path)
 	require.NoError(t, os.MkdirAll(filepath.Dir(file), 0o700))

@@ -129,6 +129,57 @@ test('Peek takes nothing', async () => {
   }
 })
 
+test('AcquireMany and PeekMany answer each request by itself', async () => {
+  const requests = [
+    { policy: 'api', logical_key: 'many', cost: 8 },
+    { policy: 'nobody', logical_key: 'many' },
+    { policy: 'api', logical_key: 'many', cost: 8 },
+  ]
+  const { answers } = await call('AcquireMany', { requests })
+  assert.deepEqual(answers.map((a) => a.decision?.verdict), ['ALLOWED', undefined, 'DENIED'])
+  assert.equal(answers[0].error, null)
+  assert.deepEqual([answers[1].error.code, answers[1].error.reason, answers[1].error.sqlstate], [grpc.status.NOT_FOUND, 'UNKNOWN_POLICY', 'RL001'])
+
+  const peeked = await call('PeekMany', { requests: requests.map(({ policy, logical_key }) => ({ policy, logical_key, cost: 2 })) })
+  assert.deepEqual(peeked.answers.map((a) => a.decision?.remaining), [2, undefined, 2])
+})
+
+test('AcquireStream answers under the ids of the messages', async () => {
+  const metadata = new grpc.Metadata()
+  metadata.set('authorization', `Bearer ${TOKEN}`)
+  const stream = client.AcquireStream(metadata, { deadline: Date.now() + 60_000 })
+  for (let id = 1; id <= 300; id++) {
+    stream.write({ id, requests: [{ policy: 'budget', logical_key: 'stream' }, { policy: 'budget', logical_key: `stream ${id}`, cost: 1001 }] })
+  }
+  stream.end()
+  const ids = new Set()
+  for await (const { id, answers } of stream) {
+    assert.deepEqual(answers.map((a) => a.decision.verdict), ['ALLOWED', 'DENIED'])
+    ids.add(id)
+  }
+  assert.equal(ids.size, 300)
+  assert.equal((await call('Peek', { policy: 'budget', logical_key: 'stream' })).remaining, 700)
+})
+
+test('AcquireUpTo takes what there is', async () => {
+  const bucket = { policy: 'budget', logical_key: 'up to' }
+  const some = await call('AcquireUpTo', { ...bucket, at_most: 1200 })
+  assert.deepEqual([some.decision.verdict, some.taken], ['ALLOWED', 1000])
+  const none = await call('AcquireUpTo', { ...bucket, at_most: 5 })
+  assert.deepEqual([none.decision.verdict, none.taken], ['DENIED', 0])
+})
+
+test('Reserve waits in line', async () => {
+  const request = { policy: 'api', logical_key: 'reserve', cost: 10, max_wait: { seconds: 20 * 86400 } }
+  assert.equal(seconds((await call('Reserve', request)).wait), 0)
+  const waits = await call('Reserve', { ...request, cost: 5 })
+  assert.equal(waits.verdict, 'ALLOWED')
+  assert.equal(waits.remaining, -5)
+  assert(seconds(waits.wait) > 4.9 * 86400 && seconds(waits.wait) <= 5 * 86400, waits)
+  const refused = await call('Reserve', { ...request, max_wait: { seconds: 60 } })
+  assert.equal(refused.verdict, 'DENIED')
+})
+
 test('mistakes have a code and a reason', async () => {
   await refused(call('Acquire', { policy: 'nobody', logical_key: 'k' }), 'NOT_FOUND', 'RL001')
   await refused(call('Acquire', { policy: 'api', logical_key: '' }), 'INVALID_ARGUMENT', '22023')
@@ -138,6 +189,10 @@ test('mistakes have a code and a reason', async () => {
   await refused(call('Settle', { policy: 'api', logical_key: 'k', cost: 1 }), 'INVALID_ARGUMENT', '22023')
   await refused(call('Refund', { policy: 'api', logical_key: 'k', amount: -1 }), 'INVALID_ARGUMENT', '22023')
   await refused(call('AcquireAll', { charges: [] }), 'INVALID_ARGUMENT', '22023')
+  await refused(call('AcquireMany', { requests: [] }), 'INVALID_ARGUMENT', '22023')
+  await refused(call('PeekMany', { requests: [] }), 'INVALID_ARGUMENT', '22023')
+  await refused(call('AcquireUpTo', { policy: 'api', logical_key: 'k' }), 'INVALID_ARGUMENT', '22023')
+  await refused(call('Reserve', { policy: 'api', logical_key: 'k' }), 'INVALID_ARGUMENT', '22023')
 })
 
 test('a token is needed', async () => {

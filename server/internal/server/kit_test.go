@@ -190,23 +190,27 @@ var (
 	seconds   = regexp.MustCompile(`"max_wait":([-0-9.]+)`)
 )
 
-// call makes the call of a path of JSON by gRPC, with the same body.
-func (s *testServer) call(ctx context.Context, path, body string) (proto.Message, error) {
+// asGRPC returns the method that has the name of a path of JSON, and the body as it takes it.
+func asGRPC(path, body string) (protoreflect.MethodDescriptor, string) {
 	service := pb.File_pgratelimit_v1_ratelimiter_proto.Services().Get(0)
 	for i := range service.Methods().Len() {
 		method := service.Methods().Get(i)
-		if !strings.EqualFold(string(method.Name()), strings.ReplaceAll(path, "_", "")) {
-			continue
+		if strings.EqualFold(string(method.Name()), strings.ReplaceAll(path, "_", "")) {
+			return method, seconds.ReplaceAllString(grpcNames.Replace(body), `"max_wait":"${1}s"`)
 		}
-		in := dynamicpb.NewMessage(method.Input())
-		body = seconds.ReplaceAllString(grpcNames.Replace(body), `"max_wait":"${1}s"`)
-		require.NoError(s.t, protojson.Unmarshal([]byte(body), in), body)
-		answer, err := protoregistry.GlobalTypes.FindMessageByName(method.Output().FullName())
-		require.NoError(s.t, err)
-		out := answer.New().Interface()
-		return out, s.conn.Invoke(ctx, "/"+string(service.FullName())+"/"+string(method.Name()), in, out)
 	}
 	panic("no method is called " + path)
+}
+
+// call makes the call of a path of JSON by gRPC, with the same body.
+func (s *testServer) call(ctx context.Context, path, body string) (proto.Message, error) {
+	method, body := asGRPC(path, body)
+	in := dynamicpb.NewMessage(method.Input())
+	require.NoError(s.t, protojson.Unmarshal([]byte(body), in), body)
+	answer, err := protoregistry.GlobalTypes.FindMessageByName(method.Output().FullName())
+	require.NoError(s.t, err)
+	out := answer.New().Interface()
+	return out, s.conn.Invoke(ctx, "/"+string(method.Parent().FullName())+"/"+string(method.Name()), in, out)
 }
 
 // beside does something beside the test, and sends its error.

@@ -323,3 +323,22 @@ func TestReference_GRPCurl(t *testing.T) {
 	require.Contains(t, string(output), `"overallCode": "OVER_LIMIT"`)
 	require.Contains(t, string(output), `"limitRemaining": 10`)
 }
+
+// By reflection, without the .proto file.
+func TestReference_GRPCurlMakesEveryCall(t *testing.T) {
+	s := start(t, newDB(t).URL)
+	s.mustPost("/v1/acquire", `{"policy":"api","key":"k","idempotency_key":"i"}`)
+	curl := func(path, body string) string {
+		method, body := asGRPC(path, body)
+		output, err := program(t, "grpcurl", "-plaintext", "-d", body, s.GRPCAddr().String(), string(method.FullName())).CombinedOutput()
+		require.NoError(t, err, "%s: %s", path, output)
+		return string(output)
+	}
+	for path, body := range everyCall {
+		require.Contains(t, curl(path, body), `"capacity": "10"`, path)
+	}
+	answers := curl("acquire_stream", `{"id":7,"requests":[{"policy":"api","key":"l"}]} {"id":8,"requests":[{"policy":"nobody","key":"l"}]}`)
+	for _, part := range []string{`"id": "7"`, `"remaining": "9"`, `"id": "8"`, `"reason": "UNKNOWN_POLICY"`} {
+		require.Contains(t, answers, part)
+	}
+}
