@@ -184,9 +184,10 @@ func (s *served) manyOverGRPC(ctx context.Context, p *program) (map[string]manyA
 	}
 	var turn atomic.Uint64
 	requests := func(keys []string) []*pb.AcquireRequest {
-		list := make([]*pb.AcquireRequest, len(keys))
+		list, all := make([]*pb.AcquireRequest, len(keys)), make([]pb.AcquireRequest, len(keys))
 		for i, key := range keys {
-			list[i] = &pb.AcquireRequest{Policy: "durable", LogicalKey: key}
+			list[i] = &all[i]
+			list[i].Policy, list[i].LogicalKey = "durable", key
 		}
 		return list
 	}

@@ -267,6 +267,9 @@ func TestStop_LeavesNoGoroutines(t *testing.T) {
 				})
 			}
 			callers.Wait()
+			stream := s.stream(t.Context())
+			stream.send(1, "k")
+			require.EqualValues(t, 1, stream.granted()) // and it stays open
 			_, err := s.methods(t.Context())
 			require.NoError(t, err)
 			s.get("/metrics")
