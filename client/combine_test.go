@@ -124,22 +124,6 @@ func TestCombiner_UnfitTextTravelsAlone(t *testing.T) {
 	})
 }
 
-func TestCombiner_BatchesAreBoundedAndInOrder(t *testing.T) {
-	atGate(t, 1, func(t *testing.T, db *gatedPool, limiter *client.Combiner) {
-		askKeys(t.Context(), limiter, 0, 601)
-		sent := 1
-		for _, size := range []int{256, 256, 88} {
-			call := db.next(t)
-			require.Len(t, call.keys, size)
-			for _, key := range call.keys {
-				require.Equal(t, fmt.Sprint("k", sent), key)
-				sent++
-			}
-		}
-		db.grantAll()
-	})
-}
-
 func TestCombiner_CallsAreBoundedAndShareNoBucket(t *testing.T) {
 	atGate(t, 3, func(t *testing.T, db *gatedPool, limiter *client.Combiner) {
 		const keys, each = 100, 4
@@ -163,22 +147,6 @@ func TestCombiner_CallsAreBoundedAndShareNoBucket(t *testing.T) {
 			calls[0].grant()
 		}
 		require.Empty(t, db.underWay())
-	})
-}
-
-// Of many requests each call carries an equal part, but not so few that another call is not worth it.
-func TestCombiner_CallsCarryEqualShares(t *testing.T) {
-	atGate(t, 2, func(t *testing.T, db *gatedPool, limiter *client.Combiner) {
-		askKeys(t.Context(), limiter, 0, 200)
-		calls := db.underWay()
-		require.False(t, calls[0].batch || calls[1].batch, "the first two callers ask for themselves")
-		require.Len(t, db.second(t).keys, 100)
-		require.Len(t, db.second(t).keys, 98)
-		db.grantAll()
-
-		askKeys(t.Context(), limiter, 0, 22)
-		require.Len(t, db.second(t).keys, 20, "they are not parted")
-		db.grantAll()
 	})
 }
 
@@ -562,31 +530,6 @@ func TestCombiner_CallersOfAcquireAllShareCalls(t *testing.T) {
 			require.Equal(t, jointAnswer{client.JointDecision{Decision: own, Binding: 1, Decisions: []client.Decision{left(9), own}}, nil}, <-got)
 		}
 	}, client.Schema("s"), client.NoFlush())
-}
-
-func TestCombiner_AStalledAcquireAllLeavesTheWayToOthers(t *testing.T) {
-	atGate(t, 2, func(t *testing.T, db *gatedPool, limiter *client.Combiner) {
-		_ = askAll(t.Context(), limiter, []string{"k9", "k1"})
-		stalled := db.only(t)
-		same := askAll(t.Context(), limiter, []string{"k9", "k1"})
-		grantOther := func() {
-			time.Sleep(5 * time.Millisecond) // for company, of which there is none
-			require.Len(t, db.beside(stalled), 1)
-			db.beside(stalled)[0].grant()
-		}
-		for n := range 5 {
-			got := askAll(t.Context(), limiter, []string{"k9", fmt.Sprint("k", 10+n)})
-			grantOther()
-			require.NoError(t, (<-got).err)
-			plain := ask(t.Context(), limiter, "k1")
-			grantOther()
-			requireGranted(t, plain)
-		}
-		require.Empty(t, db.beside(stalled), "the same buckets wait")
-		stalled.grant()
-		db.only(t).grant()
-		require.NoError(t, (<-same).err)
-	})
 }
 
 // One call has either requests of Acquire or of AcquireAll, and either all of them have idempotency keys or none has.

@@ -48,6 +48,9 @@ func TestErrors_SayWhatFailedAndWhatHelps(t *testing.T) {
 	_, err := limiter.Peek(t.Context(), "p", "k")
 	require.EqualError(t, err, "pgratelimit: peek: ERROR: unknown policy (SQLSTATE RL001). It is not there. Define it.")
 
+	_, err = client.New(&fakeDB{answers: []any{pgError("22021")}}).Acquire(t.Context(), "p", "\xff")
+	require.ErrorContains(t, err, "pass text in UTF-8, or a hash")
+
 	broken := errors.New("connection lost")
 	_, err = client.New(&fakeDB{answers: []any{broken}}).Acquire(t.Context(), "p", "k")
 	require.EqualError(t, err, "pgratelimit: acquire: connection lost")

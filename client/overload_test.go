@@ -345,20 +345,6 @@ func TestCombiner_LargeRequestsAreNotManyCalls(t *testing.T) {
 	}, client.CallsInFlight(1))
 }
 
-// A call that its caller has given up is expected to have lasted as long again.
-func TestCombiner_ACallThatWasGivenUpCountsTwice(t *testing.T) {
-	paced(t, func(t *testing.T, _ *pacedPool, limiter *client.Combiner) {
-		const patience = 40 * time.Millisecond // of a call of 50
-		for range 5 {
-			require.ErrorIs(t, acquireWithin(t, limiter, "k1", patience), context.DeadlineExceeded)
-		}
-		underWay := ask(t.Context(), limiter, "k1")
-		err := acquireWithin(t, limiter, "k2", time.Millisecond)
-		requireOverloaded(t, client.OverloadedError{Expected: 2 * 2 * patience * 5 / 4}, err)
-		requireGranted(t, underWay)
-	}, client.CallsInFlight(1))
-}
-
 // Who is refused after a while in the queue is told how long a call takes.
 func TestCombiner_TellsWhoIsRefusedLateHowLongACallTakes(t *testing.T) {
 	paced(t, func(t *testing.T, db *pacedPool, limiter *client.Combiner) {

@@ -48,16 +48,6 @@ func TestRetry_Policy(t *testing.T) {
 	}
 }
 
-func TestRetry_NeverOnWhatMayBeATransaction(t *testing.T) {
-	t.Parallel()
-	for _, opts := range [][]client.CallOption{nil, once} {
-		db := &fakeDB{answers: []any{pgError("40001"), granted(9)}}
-		_, err := client.New(db).Acquire(t.Context(), "p", "k", opts...)
-		requireCode(t, "40001", err)
-		require.Len(t, db.sent(), 1)
-	}
-}
-
 // After the loss of a connection nobody knows: only a request that can be sent twice is, and only where
 // there are other connections.
 func TestRetry_AnUnknownOutcome(t *testing.T) {
@@ -132,11 +122,4 @@ func TestRetry_EndsWithItsContext(t *testing.T) {
 type answer struct {
 	client.Decision
 	err error
-}
-
-func requireCode(t *testing.T, code string, err error) {
-	t.Helper()
-	var pgErr *pgconn.PgError
-	require.ErrorAs(t, err, &pgErr)
-	require.Equal(t, code, pgErr.Code)
 }

@@ -173,8 +173,10 @@ func TestLeaser_LeavesTheRestToTheServer(t *testing.T) {
 				require.False(t, noError(l.Acquire(t.Context(), "p", "hot", client.Cost(cost)))(t).Estimated)
 			}
 			require.True(t, noError(l.Acquire(t.Context(), "p", "hot", client.Cost(10_001)))(t).Never())
-			_, err := l.Acquire(t.Context(), "p", "hot", client.Cost(-1))
-			require.ErrorIs(t, err, client.ErrInvalidArgument)
+			for _, wrong := range []client.CallOption{client.Cost(-1), client.AtLeast(1)} { // the second is of another method
+				_, err := l.Acquire(t.Context(), "p", "hot", wrong)
+				require.ErrorIs(t, err, client.ErrInvalidArgument)
+			}
 		}
 		ctx, cancel := context.WithCancel(t.Context())
 		cancel()
@@ -227,40 +229,6 @@ func TestLeaser_FollowsTheRate(t *testing.T) {
 		at(10, 150*time.Millisecond)
 		require.Zero(t, held)
 	})
-}
-
-// No option lets it hold more than others can spare.
-func TestLeaser_IsBounded(t *testing.T) {
-	t.Parallel()
-	for name, test := range map[string]struct {
-		lease client.Lease
-		most  int64
-	}{
-		"by default":       {client.Lease{}, 1000},
-		"by tokens":        {client.Lease{MaxTokens: 50}, 50},
-		"by a share":       {client.Lease{MaxShare: 0.02}, 200},
-		"by what there is": {client.Lease{MaxShare: 1}, 5000},
-	} {
-		t.Run(name, func(t *testing.T) {
-			inBubble(t, func(t *testing.T) {
-				test.lease.Policy = "p"
-				l := newLeasing(t, test.lease)
-				require.NoError(t, l.fake.DefinePolicy(t.Context(), client.Policy{Name: "p", Refill: 1, Every: 24 * time.Hour}))
-				total, most := int64(0), int64(0)
-				for range 200 {
-					granted, _ := l.ask("p", "hot", 4, 0, client.Cost(10))
-					total += 10 * int64(granted)
-					time.Sleep(time.Millisecond)
-					left := l.remaining("p", "hot")
-					held := 10_000 - total - left
-					most = max(most, held)
-					require.LessOrEqual(t, held, left+40*10, "as much is for others")
-				}
-				require.LessOrEqual(t, most, test.most)
-				require.Greater(t, most, test.most/4)
-			})
-		})
-	}
 }
 
 // The server's denial, with its promise: it holds to the microsecond.
@@ -700,19 +668,6 @@ func TestLeaser_GivesBackTheLastTokensOfABucket(t *testing.T) {
 		require.Equal(t, 10, leased)
 		time.Sleep(2 * time.Second)
 		require.Equal(t, pool.asked.Load()-10, l.remaining("p", "hot"))
-	})
-}
-
-// An option of another method is refused also where a lease would grant.
-func TestLeaser_RefusesAWrongOptionOfALeasedRequest(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
-		l := newLeasing(t, client.Lease{Policy: "p"})
-		defer l.Close()
-		_, leased := l.ask("p", "hot", 100, time.Millisecond)
-		require.Positive(t, leased)
-		_, err := l.Acquire(t.Context(), "p", "hot", client.AtLeast(1))
-		require.ErrorIs(t, err, client.ErrInvalidArgument)
 	})
 }
 

@@ -6,7 +6,6 @@ import (
 	"net/http"
 	"strings"
 	"testing"
-	"unicode/utf8"
 
 	"github.com/stretchr/testify/require"
 
@@ -67,78 +66,10 @@ func TestByUser(t *testing.T) {
 	}
 }
 
-// isKey is what the functions in PostgreSQL take for a key.
-func isKey(key string) bool {
-	return 1 <= len(key) && len(key) <= 512 && utf8.ValidString(key) && !strings.Contains(key, "\x00")
-}
-
 // A hash is of its kind, too: one text of two kinds has two keys.
 func TestNamed_KeepsTheKindOfAHash(t *testing.T) {
 	t.Parallel()
 	long := strings.Repeat("a", 600)
 	require.Equal(t, fmt.Sprintf("org-sha256:%x", sha256.Sum256([]byte(long))), httplimit.Named("org", long))
 	require.Equal(t, fmt.Sprintf("team-sha256:%x", sha256.Sum256([]byte("\xff"))), httplimit.Named("team", "\xff"))
-}
-
-// Whatever a client writes before what the trusted proxies add changes nothing, and each key is one. go test
-// ./client/httplimit -fuzz FuzzByIP looks for more.
-func FuzzByIP(f *testing.F) {
-	f.Add(uint8(1), "198.51.100.1", "", "203.0.113.1", "192.0.2.9:80", false)
-	f.Add(uint8(2), "", ",,", "2001:db8::1", "[::1]:80", true)
-	f.Add(uint8(0), "a, b\x00", "\xff", "[2001:db8::1%zone]:1", "@", true)
-	f.Add(uint8(3), `"for=_hidden"`, "10.0.0.1:", "1.2.3.4:5:6", "", false)
-	f.Fuzz(func(t *testing.T, proxies uint8, line, beginning, address, remote string, ownLine bool) {
-		n := int(proxies % 5)
-		key := httplimit.ByIP(n)
-		if strings.Contains(address, ",") {
-			t.Skip("it is two")
-		}
-		address = strings.Trim(address, " \t")
-		// What the proxies add: the client's address, and those of all proxies but the last.
-		added := address + strings.Repeat(", 10.0.0.1", max(0, n-1))
-		honest := from(remote, added)
-		want := key(honest)
-		if !isKey(want) || !strings.HasPrefix(want, "ip:") {
-			t.Fatalf("%q", want)
-		}
-		if direct := httplimit.ByIP(0)(from(address)); n > 0 && direct != "ip:unknown" && want != direct {
-			t.Fatalf("%q for the address %q", want, address)
-		}
-		lying := from(remote, line, beginning+","+added)
-		if ownLine {
-			lying = from(remote, line, beginning, added)
-		}
-		if got := key(lying); n > 0 && got != want {
-			t.Fatalf("%q, and without what the client wrote it is %q", got, want)
-		}
-		if got := key(from(remote)); n == 0 && got != want {
-			t.Fatalf("%q, and without any header it is %q", want, got)
-		}
-	})
-}
-
-// Two users have two keys, no user has the key of an address, and each key is one.
-func FuzzByUser(f *testing.F) {
-	long := strings.Repeat("a", 600)
-	f.Add("42", "43")
-	f.Add(long, long+"a")
-	f.Add(long, fmt.Sprintf("sha256:%x", sha256.Sum256([]byte(long))))
-	f.Add("\xff", "\xfe")
-	f.Add("a\x00", "a")
-	f.Add("ip:192.0.2.1", "sha256:")
-	f.Fuzz(func(t *testing.T, a, b string) {
-		keyOf := func(name string) string {
-			return httplimit.ByUser(func(*http.Request) string { return name }, httplimit.ByIP(0))(from("192.0.2.1:1"))
-		}
-		keyA, keyB := keyOf(a), keyOf(b)
-		if !isKey(keyA) || !isKey(keyB) {
-			t.Fatalf("%q %q", keyA, keyB)
-		}
-		if (a == b) != (keyA == keyB) {
-			t.Fatalf("%q and %q have the keys %q and %q", a, b, keyA, keyB)
-		}
-		if (a == "") != strings.HasPrefix(keyA, "ip:") {
-			t.Fatalf("%q has the key %q", a, keyA)
-		}
-	})
 }

@@ -1,28 +1,17 @@
 package client_test
 
 import (
-	"bytes"
-	"context"
 	"errors"
 	"fmt"
-	"io"
-	"maps"
-	"math/rand/v2"
-	"net"
-	"runtime"
-	"slices"
 	"strings"
 	"sync"
-	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
-	"go.uber.org/goleak"
 
 	"github.com/pgratelimit/pgratelimit/client"
-	"github.com/pgratelimit/pgratelimit/migrations"
 	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
@@ -79,71 +68,6 @@ func TestCombiner_GrantsExactlyWhatIsThere(t *testing.T) {
 					require.Equal(t, 1, grants, "key %d, grants that left %d", key, remaining)
 				}
 			}
-		})
-	}
-}
-
-// The same requests, in the same order, on two databases whose clocks say the same.
-func TestCombiner_AnswersLikeAPlainLimiter(t *testing.T) {
-	t.Parallel()
-	const seed = 3
-	for _, keyed := range []bool{false, true} {
-		t.Run(fmt.Sprintf("idempotency_keys=%v", keyed), func(t *testing.T) {
-			t.Parallel()
-			random := rand.New(rand.NewPCG(seed, seed))
-			pick := func(from ...string) string { return from[random.IntN(len(from))] }
-			databases := []*pgtest.DB{pgtest.New(t), pgtest.New(t)}
-			for _, db := range databases {
-				db.Exec(t, `
-					select ratelimit_define_policy('gate', 9, 1, '1 day'),
-					       ratelimit_define_policy('continuous', 10, 3, '2 seconds'),
-					       ratelimit_define_policy('stepped', 10, 3, '2 seconds', stepped => true),
-					       ratelimit_define_policy('ephemeral', 10, 3, '2 seconds', durable => false)`)
-			}
-			plain := client.New(databases[0].Pool)
-			limiter := newCombiner(t, databases[1].Pool, client.CallsInFlight(1))
-			seen := make(map[string]int)
-			for round := range 8 {
-				for _, db := range databases {
-					setClock(t, db, round*700)
-				}
-				var requests []request
-				for range 30 {
-					r := request{
-						policy: pick("continuous", "continuous", "stepped", "ephemeral", "none", ""),
-						key:    pick("a", "a", "a", "b", "é", "", strings.Repeat("x", 513)),
-						opts:   []client.CallOption{client.Cost(random.Int64N(14) - 1)},
-					}
-					if n := random.Int64N(5); keyed && n > 0 {
-						r.opts = []client.CallOption{client.Cost(n), client.IdempotencyKey(pick("x", fmt.Sprint(n), fmt.Sprint(n), ""))}
-					} else if keyed {
-						r.opts = append(r.opts, client.IdempotencyKey("x"))
-					}
-					requests = append(requests, r)
-				}
-				got := combine(t, databases[1], limiter, requests)()
-				for n, r := range requests {
-					d, err := plain.Acquire(t.Context(), r.policy, r.key, r.opts...)
-					require.Equal(t, d, got[n].Decision, "round %d, request %d: %+v", round, n, r)
-					if err == nil {
-						require.NoError(t, got[n].err)
-						seen[fmt.Sprint(d.Allowed, d.Never(), d.Replayed)]++
-						continue
-					}
-					require.EqualError(t, got[n].err, err.Error())
-					for _, kind := range kinds {
-						require.Equal(t, errors.Is(err, kind), errors.Is(got[n].err, kind), err)
-						if errors.Is(err, kind) {
-							seen[kind.Error()]++
-						}
-					}
-				}
-			}
-			kinds := []string{"true false false", "false false false", "false true false", client.ErrUnknownPolicy.Error(), client.ErrInvalidArgument.Error()}
-			if keyed {
-				kinds = append(kinds, "true false true", client.ErrIdempotencyMismatch.Error())
-			}
-			require.Subset(t, slices.Collect(maps.Keys(seen)), kinds)
 		})
 	}
 }
@@ -232,28 +156,6 @@ func TestCombiner_AnswersLikeAPlainLimiterInEachMode(t *testing.T) {
 	}
 }
 
-// What UTF-8 can say and the database cannot hold, nobody knows before it is sent.
-func TestCombiner_DatabaseOfAnotherEncoding(t *testing.T) {
-	t.Parallel()
-	db := pgtest.Empty(t)
-	ctx := t.Context()
-	name := db.Name + "_latin1"
-	db.Exec(t, "create database "+name+" template template0 encoding 'LATIN1' locale 'C'")
-	t.Cleanup(func() { db.Exec(t, "drop database "+name+" with (force)") })
-	pool := connect(t, db, map[string]string{"client_encoding": "UTF8"}, func(config *pgx.ConnConfig) { config.Database = name })
-	latin1 := &pgtest.DB{Pool: pool}
-	require.NoError(t, migrations.Up(ctx, acquired(t, pool).Conn()))
-	latin1.Exec(t, "select ratelimit_define_policy('gate', 10, 1, '1 hour'), ratelimit_define_policy('api', 10, 1, '1 hour')")
-
-	limiter := newCombiner(t, pool, client.CallsInFlight(1))
-	answers := combine(t, latin1, limiter, []request{{"api", "é", nil}, {"api", "🪣", nil}, {"api", "é", nil}})()
-	require.NoError(t, answers[0].err)
-	require.EqualValues(t, 9, answers[0].Remaining)
-	kit.RequireState(t, "22P05", answers[1].err)
-	require.NoError(t, answers[2].err)
-	require.EqualValues(t, 8, answers[2].Remaining)
-}
-
 // Rows come before the transaction commits.
 func TestCombiner_ACommitThatFailsIsAnError(t *testing.T) {
 	t.Parallel()
@@ -273,97 +175,6 @@ func TestCombiner_ACommitThatFailsIsAnError(t *testing.T) {
 		require.Zero(t, got.Decision)
 	}
 	require.EqualValues(t, 10, noError(limiter.Peek(t.Context(), "api", "good"))(t).Remaining)
-}
-
-// The server ends the session of a call that waits for a lock.
-func TestCombiner_AKilledCallIsRepeatedOnlyWithIdempotencyKeys(t *testing.T) {
-	t.Parallel()
-	for _, keyed := range []bool{false, true} {
-		t.Run(fmt.Sprintf("idempotency_keys=%v", keyed), func(t *testing.T) {
-			t.Parallel()
-			db := pgtest.New(t)
-			ctx := t.Context()
-			db.Exec(t, `
-				select ratelimit_define_policy('gate', 10, 1, '1 day'),
-				       ratelimit_define_policy('api', 10, 1, '1 day'),
-				       ratelimit_acquire('api', 'held')`)
-			var tries tryCounter
-			limiter := newCombiner(t, connect(t, db, nil, tries.count), client.CallsInFlight(1))
-			held := begin(t, db.Pool)
-			noError(client.New(held).Acquire(ctx, "api", "held"))(t)
-
-			requests := []request{{"api", "free", nil}, {"api", "held", nil}}
-			if keyed {
-				requests[0].opts, requests[1].opts = once, once
-			}
-			answers := combine(t, db, limiter, requests)
-			killed := waiter(t, db, "ratelimit_acquire_packed", 0)
-			db.Exec(t, "select pg_terminate_backend($1::integer)", killed)
-			if keyed {
-				waiter(t, db, "ratelimit_acquire_packed", killed)
-				require.NoError(t, held.Rollback(ctx))
-			}
-
-			for i, got := range answers() {
-				if keyed {
-					require.NoError(t, got.err)
-					require.True(t, got.Allowed)
-					require.EqualValues(t, 9-i, got.Remaining)
-				} else {
-					kit.RequireState(t, "57P01", got.err)
-				}
-			}
-			_ = held.Rollback(ctx)
-			for i, r := range requests {
-				left := map[bool]int{true: 9, false: 10}[keyed] - i // charged once, or rolled back
-				require.EqualValues(t, left, noError(limiter.Peek(ctx, r.policy, r.key))(t).Remaining)
-			}
-			require.Equal(t, map[bool]int64{false: 1 + 1, true: 1 + 2}[keyed], tries.n.Load(), "a call for the gate, then batches")
-		})
-	}
-}
-
-// A transaction holds one of several buckets for longer than lock_timeout allows.
-func TestCombiner_ALockedBucketFailsThoseWhoWantIt(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
-	db.Exec(t, "select ratelimit_define_policy('api', 10, 1, '1 day'), ratelimit_acquire('api', 'held')")
-	limiter := newCombiner(t, connect(t, db, map[string]string{"lock_timeout": "2s"}), client.CallsInFlight(1))
-	held := begin(t, db.Pool)
-	noError(client.New(held).Acquire(t.Context(), "api", "held"))(t)
-
-	keys := []string{"held", "free", "held", "free", "other", "held"}
-	answers := make([]answer, len(keys))
-	answered := make(chan string, len(keys))
-	var wg sync.WaitGroup
-	for i, key := range keys {
-		wg.Go(func() {
-			answers[i].Decision, answers[i].err = limiter.Acquire(t.Context(), "api", key)
-			answered <- key
-		})
-		if i == 0 {
-			waiter(t, db, "ratelimit_acquire(", 0) // and the rest share the next call
-		}
-	}
-	wg.Wait()
-	order := make([]string, len(keys))
-	for i := range order {
-		order[i] = <-answered
-	}
-	require.Equal(t, []string{"held", "held"}, order[len(order)-2:], "nobody else waits for them again")
-	for i, key := range keys {
-		if key == "held" {
-			kit.RequireState(t, "55P03", answers[i].err)
-		} else {
-			require.NoError(t, answers[i].err, key)
-			require.True(t, answers[i].Allowed)
-		}
-	}
-
-	require.NoError(t, held.Rollback(t.Context()))
-	for key, left := range map[string]int64{"held": 9, "free": 8, "other": 9} {
-		require.Equal(t, left-1, noError(limiter.Acquire(t.Context(), "api", key))(t).Remaining)
-	}
 }
 
 // A call for several buckets and a transaction wait for each other, the transaction first: whoever
@@ -399,156 +210,6 @@ func TestCombiner_ADeadlockWithATransaction(t *testing.T) {
 		require.EqualValues(t, 7, got.Remaining)
 	}
 	require.EqualValues(t, 1+2, tries.n.Load(), "a call for the gate, and a batch twice")
-}
-
-// The server has committed, and the answer is lost.
-func TestRetry_ALostAnswer(t *testing.T) {
-	t.Parallel()
-	for _, combining := range []bool{false, true} {
-		for _, keyed := range []bool{false, true} {
-			t.Run(fmt.Sprintf("combined=%v/idempotency_key=%v", combining, keyed), func(t *testing.T) {
-				t.Parallel()
-				db := pgtest.New(t)
-				db.Exec(t, "select ratelimit_define_policy('gate', 10, 1, '1 day'), ratelimit_define_policy('api', 10, 1, '1 day')")
-				line := &lossy{function: "ratelimit_acquire("}
-				if combining {
-					line.function = "ratelimit_acquire_packed("
-				}
-				line.losses.Store(1)
-				pool := connect(t, db, nil, line.use)
-				requests := []request{{"api", "a", nil}, {"api", "b", nil}}
-				if keyed {
-					requests[0].opts, requests[1].opts = once, once
-				}
-
-				var answers []answer
-				if combining {
-					limiter := newCombiner(t, pool, client.CallsInFlight(1))
-					answers = combine(t, db, limiter, requests)()
-				} else {
-					requests = requests[:1]
-					d, err := client.New(pool).Acquire(t.Context(), "api", "a", requests[0].opts...)
-					answers = []answer{{d, err}}
-				}
-				require.EqualValues(t, map[bool]int64{false: 0, true: -1}[keyed], line.losses.Load(), "tries")
-				for i, got := range answers {
-					if keyed {
-						require.NoError(t, got.err)
-						require.True(t, got.Allowed && got.Replayed, "the second try found what the first has done")
-						require.EqualValues(t, 9, got.Remaining)
-					} else {
-						require.ErrorIs(t, got.err, io.ErrUnexpectedEOF)
-					}
-					d := noError(client.New(db.Pool).Peek(t.Context(), "api", requests[i].key))(t)
-					require.EqualValues(t, 9, d.Remaining, "charged once")
-				}
-			})
-		}
-	}
-}
-
-// A lossy line loses the first answers to calls of a function, and the connections they came on.
-type lossy struct {
-	function string
-	losses   atomic.Int64 // still to come
-}
-
-func (l *lossy) use(config *pgx.ConnConfig) {
-	config.DefaultQueryExecMode = pgx.QueryExecModeExec // so that a call is one message with its SQL
-	dial := config.DialFunc
-	config.DialFunc = func(ctx context.Context, network, address string) (net.Conn, error) {
-		conn, err := dial(ctx, network, address)
-		return &lossyConn{Conn: conn, line: l}, err
-	}
-}
-
-type lossyConn struct {
-	net.Conn
-	line *lossy
-	lose atomic.Bool
-}
-
-func (c *lossyConn) Write(p []byte) (int, error) {
-	if bytes.Contains(p, []byte(c.line.function)) && c.line.losses.Add(-1) >= 0 {
-		c.lose.Store(true)
-	}
-	return c.Conn.Write(p)
-}
-
-func (c *lossyConn) Read(p []byte) (int, error) {
-	n, err := c.Conn.Read(p)
-	if c.lose.Load() { // the server answers when it has committed
-		return 0, errors.Join(io.ErrUnexpectedEOF, c.Conn.Close())
-	}
-	return n, err
-}
-
-// A transaction holds one of the buckets of a shared call, for as long as it likes. Whoever comes later for
-// another bucket is answered meanwhile.
-func TestCombiner_ALockedBucketHoldsUpItsOwnCallOnly(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
-	db.Exec(t, "select ratelimit_define_policy('gate', 100, 1, '1 day'), ratelimit_define_policy('api', 100, 1, '1 day')")
-	db.Exec(t, "select ratelimit_acquire('api', 'k' || n) from generate_series(0, 49) as n")
-	limiter := newCombiner(t, db.Pool, client.CallsInFlight(2))
-	holder := begin(t, db.Pool)
-	noError(client.New(holder).Acquire(t.Context(), "api", "k0"))(t)
-
-	var callers sync.WaitGroup
-	ask := func(policy, key string) {
-		callers.Go(func() {
-			d, err := limiter.Acquire(t.Context(), policy, key)
-			if err != nil || !d.Allowed {
-				t.Errorf("%s: %+v, %v", key, d, err)
-			}
-		})
-	}
-	gate := begin(t, db.Pool)
-	for _, key := range []string{"a", "b"} { // a call each, so that the others wait for each other
-		noError(client.New(gate).Acquire(t.Context(), "gate", key))(t)
-		ask("gate", key)
-	}
-	db.Await(t, time.Minute, "select count(*) = 2 from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'")
-	for i := range 50 {
-		ask("api", fmt.Sprint("k", i))
-		for limiter.Waiting() == i {
-			runtime.Gosched()
-		}
-	}
-	require.NoError(t, gate.Commit(t.Context()))
-	waiter(t, db, "ratelimit_acquire_packed(", 0)
-
-	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
-	defer cancel()
-	for i := range 5 {
-		require.True(t, noError(limiter.Acquire(ctx, "api", fmt.Sprint("late", i)))(t).Allowed)
-	}
-	require.NoError(t, holder.Rollback(t.Context()))
-	callers.Wait()
-}
-
-func TestCombiner_LeavesNoGoroutines(t *testing.T) {
-	db := pgtest.New(t)
-	db.Exec(t, "select ratelimit_define_policy('api', 10, 1, '1 day')")
-	before := goleak.IgnoreCurrent()
-	for range 3 {
-		limiter := client.NewCombiner(db.Pool)
-		var wg sync.WaitGroup
-		for caller := range 200 {
-			wg.Go(func() {
-				ctx, cancel := context.WithCancel(t.Context())
-				if caller%3 == 0 {
-					go cancel()
-				}
-				defer cancel()
-				_, _ = limiter.Acquire(ctx, "api", fmt.Sprint(caller%7))
-			})
-		}
-		wg.Wait()
-		limiter.Close()
-	}
-	db.Pool.Close() // waits for its connections
-	goleak.VerifyNone(t, before)
 }
 
 // A role that may make its own calls but not share one is told so by the first call that is shared.
@@ -648,4 +309,55 @@ func waiter(t *testing.T, db *pgtest.DB, statement string, not int32) (pid int32
 	db.Await(t, time.Minute, "select ("+find+") <> 0", statement, not)
 	require.NoError(t, db.Pool.QueryRow(t.Context(), find, statement, not).Scan(&pid))
 	return pid
+}
+
+// Callers of a hot bucket and buckets of their own, in both orders and by both limiters: each token is granted
+// once, nothing is taken for who is denied, and nobody deadlocks.
+func TestAcquireAll_GrantsExactlyWhatIsThere(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	db.Exec(t, "select ratelimit_define_policy('everybody', 1000, 1, '1 day'), ratelimit_define_policy('user', 100, 1, '1 day')")
+	combiner := client.NewCombiner(db.Pool)
+	defer combiner.Close()
+	limiters := []client.Acquirer{combiner, combiner, combiner, client.New(db.Pool)}
+
+	const callers, each, users = 200, 10, 20
+	grants := make([][users]int64, callers)
+	var wg sync.WaitGroup
+	for caller := range callers {
+		wg.Go(func() {
+			for n := range each {
+				user := (caller + n) % users
+				charges := []client.Charge{{Policy: "everybody", Key: "all"}, {Policy: "user", Key: fmt.Sprint(user), Cost: client.Cost(2)}}
+				if n%2 == 0 {
+					charges[0], charges[1] = charges[1], charges[0]
+				}
+				var opts []client.CallOption
+				if n%5 == 0 {
+					opts = append(opts, client.IdempotencyKey(fmt.Sprint(caller, "/", n)))
+				}
+				d, err := limiters[caller%len(limiters)].AcquireAll(t.Context(), charges, opts...)
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				if d.Allowed {
+					grants[caller][user]++
+				}
+			}
+		})
+	}
+	wg.Wait()
+	var all int64
+	for user := range users {
+		granted := int64(0)
+		for caller := range callers {
+			granted += grants[caller][user]
+		}
+		require.EqualValues(t, 50, granted, user)
+		all += granted
+		require.Zero(t, noError(combiner.Peek(t.Context(), "user", fmt.Sprint(user)))(t).Remaining)
+	}
+	require.EqualValues(t, 1000, all)
+	require.Zero(t, noError(combiner.Peek(t.Context(), "everybody", "all"))(t).Remaining)
 }

@@ -57,38 +57,6 @@ func TestErrors_AsInEveryLanguage(t *testing.T) {
 	}
 }
 
-func TestErrors_OfTheServer(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
-	db.Exec(t, "select ratelimit_define_policy('api', 10, 1, '1 hour')")
-	limiter := client.New(db.Pool)
-	ctx := t.Context()
-	noError(limiter.Acquire(ctx, "api", "user:42", client.Cost(2), client.IdempotencyKey("once")))(t)
-
-	acquire := func(policy, key string, opts ...client.CallOption) error {
-		d, err := limiter.Acquire(ctx, policy, key, opts...)
-		require.Zero(t, d, "an error comes with a denial")
-		return err
-	}
-	for name, test := range map[string]struct {
-		err  error
-		kind error
-		code string
-	}{
-		"no such text":                {acquire("api", "\xff"), client.ErrInvalidArgument, "22021"},
-		"dropping what is not there":  {limiter.DropPolicy(ctx, "none"), client.ErrUnknownPolicy, "RL001"},
-		"resetting what is not there": {limiter.Reset(ctx, "none", "k"), client.ErrUnknownPolicy, "RL001"},
-		"a policy without numbers":    {limiter.DefinePolicy(ctx, client.Policy{Name: "new"}), client.ErrInvalidArgument, "22023"},
-		"changing durable":            {limiter.DefinePolicy(ctx, client.Policy{Name: "api", Durable: client.No}), client.ErrInvalidArgument, "22023"},
-	} {
-		require.ErrorIs(t, test.err, test.kind, name)
-		kit.RequireState(t, test.code, test.err)
-		if test.code == "22021" {
-			require.ErrorContains(t, test.err, "pass text in UTF-8, or a hash")
-		}
-	}
-}
-
 func TestErrors_LockTimeout(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)

@@ -3,6 +3,7 @@ package client_test
 import (
 	"context"
 	"errors"
+	"fmt"
 	"sync"
 	"testing"
 	"time"
@@ -51,13 +52,12 @@ func TestObserve_SeesTheSizeOfCalls(t *testing.T) {
 	errs := make(chan error, callers)
 	for i := range callers {
 		go func() {
+			key := fmt.Sprint("user:", i)
 			if i%2 == 0 {
-				_, err := limiter.Acquire(t.Context(), "api", keys[i])
-				errs <- err
+				errs <- errOf(limiter.Acquire(t.Context(), "api", key))
 				return
 			}
-			_, err := limiter.AcquireAll(t.Context(), []client.Charge{{Policy: "api", Key: keys[i]}, {Policy: "api", Key: keys[i] + "a"}})
-			errs <- err
+			errs <- errOf(limiter.AcquireAll(t.Context(), []client.Charge{{Policy: "api", Key: key}, {Policy: "api", Key: key + "a"}}))
 		}()
 	}
 	require.Eventually(t, func() bool { // two calls are under way

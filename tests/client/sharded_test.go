@@ -378,39 +378,6 @@ func TestNewSharded_StartsBesideAShardThatIsDown(t *testing.T) {
 	require.ErrorContains(t, err, "no route to host")
 }
 
-// Copies of a database have all of its overrides. Each is listed once, also when those of others fill the list of a shard.
-func TestSharded_OverridesAreThoseOfTheShardsOwnKeys(t *testing.T) {
-	pgtest.OncePerServer(t)
-	t.Parallel()
-	ctx := t.Context()
-	const of = 2
-	s := newShards(t, of)
-	limiter := s.open(t)
-	require.NoError(t, limiter.DefinePolicy(ctx, client.Policy{Name: "api", Capacity: 10, Refill: 1, Every: time.Hour}))
-	var all []string
-	for i := range 40 {
-		key := fmt.Sprintf("user:%02d", i)
-		all = append(all, key)
-		for shard, pool := range s.pools {
-			capacity := int64(99) // is out of date
-			if client.ShardOf(key, of) == shard {
-				capacity = 5
-			}
-			require.NoError(t, client.New(pool).Override(ctx, client.Override{Policy: "api", Key: key, Capacity: capacity}))
-		}
-	}
-	for _, rows := range []int{1, 2, 3, 10, 39, 40, 41, 1000} {
-		list := noError(limiter.Overrides(ctx, client.MaxRows(int32(rows))))(t)
-		var keys []string
-		for _, o := range list {
-			keys = append(keys, o.Key)
-			require.EqualValues(t, 5, o.Capacity, o.Key)
-		}
-		require.Equal(t, all[:min(rows, len(all))], keys)
-	}
-	require.ErrorIs(t, errOf(limiter.Overrides(ctx, client.MaxRows(0))), client.ErrInvalidArgument)
-}
-
 // A policy that is dropped again, since a shard was down, is unknown to the others. The error is that shard's.
 func TestSharded_DropPolicyNamesTheShardThatIsDown(t *testing.T) {
 	pgtest.OncePerServer(t)
