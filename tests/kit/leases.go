@@ -151,8 +151,7 @@ const asLeaser = "RATELIMIT_TEST_AS_LEASER"
 // A LeaserProcess asks for tokens of the key hot.
 type LeaserProcess struct {
 	URL, Name, Policy string
-	File              string // has its counts, and outlives it
-	Leases            bool   // else it is a Combiner
+	File              string // has its count, and outlives it
 	Callers           int
 	Every             time.Duration // each caller asks
 	Idle              time.Duration
@@ -160,12 +159,12 @@ type LeaserProcess struct {
 	cmd     *exec.Cmd
 	orders  io.WriteCloser
 	answers *bufio.Reader
-	*counts `json:"-"`
+	Granted *atomic.Int64 `json:"-"` // tokens
 }
 
 // be is what the process does: it asks until its standard input says to idle or ends.
 func (p LeaserProcess) be() error {
-	counts, err := countsIn(p.File)
+	granted, err := countIn(p.File)
 	if err != nil {
 		return err
 	}
@@ -180,11 +179,7 @@ func (p LeaserProcess) be() error {
 		return err
 	}
 	defer pool.Close()
-	var opts []client.Option
-	if p.Leases {
-		opts = append(opts, client.Lease{Policy: p.Policy, Idle: p.Idle})
-	}
-	leaser := client.NewLeaser(PatientPool{pool}, opts...)
+	leaser := client.NewLeaser(PatientPool{pool}, client.Lease{Policy: p.Policy, Idle: p.Idle})
 	defer leaser.Close()
 	asking, stop := context.WithCancel(ctx)
 	var callers sync.WaitGroup
@@ -198,9 +193,8 @@ func (p LeaserProcess) be() error {
 					errs <- err
 					return
 				}
-				counts.Asked.Add(1)
 				if d.Allowed {
-					counts.Granted.Add(1)
+					granted.Add(1)
 				}
 				time.Sleep(max(p.Every, min(d.RetryAfter, 5*time.Millisecond)) - time.Since(begin))
 			}
@@ -236,32 +230,29 @@ func BeLeaser() bool {
 	return true
 }
 
-// counts are of requests.
-type counts struct{ Asked, Granted atomic.Int64 }
-
-// countsIn are in a file that several processes have in memory.
-func countsIn(file string) (*counts, error) {
+// countIn is in a file that several processes have in memory.
+func countIn(file string) (*atomic.Int64, error) {
 	f, err := os.OpenFile(file, os.O_RDWR|os.O_CREATE, 0o600)
 	if err != nil {
 		return nil, err
 	}
 	defer f.Close()
-	size := int(unsafe.Sizeof(counts{}))
+	const size = unsafe.Sizeof(atomic.Int64{})
 	if err := f.Truncate(int64(size)); err != nil {
 		return nil, err
 	}
-	memory, err := syscall.Mmap(int(f.Fd()), 0, size, syscall.PROT_READ|syscall.PROT_WRITE, syscall.MAP_SHARED)
+	memory, err := syscall.Mmap(int(f.Fd()), 0, int(size), syscall.PROT_READ|syscall.PROT_WRITE, syscall.MAP_SHARED)
 	if err != nil {
 		return nil, err
 	}
-	return (*counts)(unsafe.Pointer(&memory[0])), nil
+	return (*atomic.Int64)(unsafe.Pointer(&memory[0])), nil
 }
 
 // Start starts the process.
 func (p *LeaserProcess) Start(t *testing.T, db *TestDB) *LeaserProcess {
 	p.URL, p.File = db.URL, filepath.Join(t.TempDir(), "granted")
 	var err error
-	p.counts, err = countsIn(p.File)
+	p.Granted, err = countIn(p.File)
 	require.NoError(t, err)
 	text, err := json.Marshal(p)
 	require.NoError(t, err)

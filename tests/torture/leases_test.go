@@ -1,16 +1,13 @@
 package torture
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"fmt"
 	"math/rand/v2"
-	"slices"
 	"sync"
 	"sync/atomic"
 	"testing"
-	"text/tabwriter"
 	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -37,7 +34,7 @@ func TestTorture_LeasesOfProcesses(t *testing.T) {
 	keepBooks(db)
 	var processes []*kit.LeaserProcess
 	for n := range 4 {
-		p := &kit.LeaserProcess{Name: fmt.Sprint("leaser ", n), Policy: "api", Leases: true, Callers: callers, Every: time.Millisecond, Idle: 250 * kit.Ms}
+		p := &kit.LeaserProcess{Name: fmt.Sprint("leaser ", n), Policy: "api", Callers: callers, Every: time.Millisecond, Idle: 250 * kit.Ms}
 		processes = append(processes, p.Start(t, db))
 	}
 	granted := func() (sum int64) {
@@ -104,7 +101,7 @@ func TestLeases_AKilledProcessLosesItsLeaseAtMost(t *testing.T) {
 	keepBooks(db)
 	var killed, idling *kit.LeaserProcess
 	for name, p := range map[string]**kit.LeaserProcess{"killed": &killed, "idling": &idling} {
-		*p = (&kit.LeaserProcess{Name: name, Policy: "api", Leases: true, Callers: callers, Every: 2 * time.Millisecond}).Start(t, db)
+		*p = (&kit.LeaserProcess{Name: name, Policy: "api", Callers: callers, Every: 2 * time.Millisecond}).Start(t, db)
 	}
 	lost := func(p *kit.LeaserProcess) int64 { return charged(db, p.Name) - p.Granted.Load() }
 	require.Eventually(t, func() bool { return lost(idling) > 0 }, kit.Patience, 5*kit.Ms)
@@ -251,60 +248,6 @@ func TestLeases_PlantedBugsAreFound(t *testing.T) {
 	}
 }
 
-// One process asks a hundred times as often as another, which asks again until it has its token: what the other gets, and when,
-// with leases and without.
-func TestTorture_LeasesLeaveOthersTheirShare(t *testing.T) {
-	pgtest.OncePerServer(t)
-	const perSecond, rareEvery, requests = 1000, 30 * kit.Ms, 10
-	run := kit.Torture(t, 2*requests) // half of them without leases
-	db := kit.NewDB(t)
-	var table bytes.Buffer
-	columns := tabwriter.NewWriter(&table, 0, 0, 2, ' ', 0)
-	fmt.Fprintln(columns, "\tthe other asked, a second\tgranted\tthe rare one asked, a second\tgranted at once\tgranted\twaited, median\tp99\tmost")
-	for _, leases := range []bool{false, true} {
-		name := map[bool]string{false: "without leases", true: "with leases"}[leases]
-		db.DefinePolicy(name, perSecond, perSecond, kit.Second)
-		often := (&kit.LeaserProcess{Name: "often", Policy: name, Leases: leases, Callers: 64, Every: 64 * time.Second / 5000}).Start(t, db)
-		pool, err := pgxpool.New(t.Context(), db.URL)
-		require.NoError(t, err)
-		defer pool.Close()
-		var opts []client.Option
-		if leases {
-			opts = append(opts, client.Lease{Policy: name})
-		}
-		rare := client.NewLeaser(pool, opts...)
-		defer rare.Close()
-		require.Eventually(t, func() bool { return often.Granted.Load() > 0 }, kit.Patience, 5*kit.Ms)
-		db.Execute("select ratelimit_charge($1, 'hot', $2)", name, perSecond)
-
-		var waited waitsUntilGranted
-		granted := 0
-		asked, others, begin := often.Asked.Load(), often.Granted.Load(), time.Now()
-		for time.Since(begin) < run.Budget/2 || len(waited) < requests {
-			since := time.Now()
-			d, err := rare.Acquire(t.Context(), name, "hot")
-			require.NoError(t, err)
-			if d.Allowed {
-				granted++
-			}
-			for !d.Allowed {
-				time.Sleep(max(time.Millisecond, d.RetryAfter))
-				d, err = rare.Acquire(t.Context(), name, "hot")
-				require.NoError(t, err)
-			}
-			waited = append(waited, time.Since(since))
-			time.Sleep(rareEvery - time.Since(since))
-		}
-		took := time.Since(begin).Seconds()
-		asked, others = often.Asked.Load()-asked, often.Granted.Load()-others
-		often.Close(t)
-		fmt.Fprintf(columns, "%s\t%.0f\t%.0f\t%.1f\t%.0f %%\t%.1f\t%v\t%v\t%v\n", name, float64(asked)/took, float64(others)/took, float64(len(waited))/took,
-			100*float64(granted)/float64(len(waited)), float64(len(waited))/took, waited.quantile(.5), waited.quantile(.99), waited.quantile(1))
-	}
-	require.NoError(t, columns.Flush())
-	t.Logf("of a bucket that gains 1,000 tokens a second:\n%s", table.String())
-}
-
 // keepBooks has the server write down what each session takes from buckets and gives back, by its application_name: from the
 // rows of buckets as they change, and not from what functions answer.
 func keepBooks(db *kit.TestDB) {
@@ -331,13 +274,4 @@ func keepBooks(db *kit.TestDB) {
 // charged is how many tokens the sessions of a name have taken, less what they gave back.
 func charged(db *kit.TestDB, who string) (tokens int64) {
 	return db.Number("select coalesce(sum(charged), 0)::bigint from public.books where who = $1", who)
-}
-
-// waitsUntilGranted are how long requests had to wait for their tokens.
-type waitsUntilGranted []time.Duration
-
-func (w waitsUntilGranted) quantile(q float64) time.Duration {
-	sorted := slices.Clone(w)
-	slices.Sort(sorted)
-	return sorted[min(len(sorted)-1, int(q*float64(len(sorted))))].Round(10 * time.Microsecond)
 }

@@ -23,7 +23,7 @@ import (
 
 // Random calls, one after the other, get from SQL what the model answers, in every field. Each request of a batch has an answer of its own.
 func TestTorture_ModelAgreesWithSQL(t *testing.T) {
-	run := kit.Torture(t, 40)
+	run := kit.Torture(t, 100)
 	db := kit.NewDB(t)
 	db.SetTimeZone("Europe/Berlin")
 	db.SetClock(kit.T0)
@@ -104,33 +104,43 @@ func TestModel_FindsPlantedBugs(t *testing.T) {
 		function string
 		kit.Mutation
 	}{
-		"a refill that goes back with the clock": {"ratelimit.refilled_until", kit.Mutation{Pattern: `greatest\(refilled_at, now\)`, Replacement: "now"}},
-		"a retry_after a microsecond short":      {"ratelimit.time_below", kit.Mutation{Pattern: ` \+ round_up`, Replacement: ""}},
+		"a refill that goes back with the clock":        {"ratelimit.refilled_until", kit.Mutation{Pattern: `greatest\(refilled_at, now\)`, Replacement: "now"}},
+		"a retry_after a microsecond short":             {"ratelimit.time_below", kit.Mutation{Pattern: ` \+ round_up`, Replacement: ""}},
+		"a bucket that is named twice is charged twice": {"ratelimit.decide", kit.Mutation{Pattern: `if same\[v_i\] = v_i then`, Replacement: "if true then"}},
+		"a denial keeps what fits":                      {"ratelimit.decide", kit.Mutation{Pattern: `if v_granted and fits\[v_i\]`, Replacement: "if fits[v_i]"}},
+		"a repeat in the call is charged":               {"ratelimit.decide", kit.Mutation{Pattern: `and fits\[v_i\] and not replayed\[v_i\]`, Replacement: "and fits[v_i]"}},
+		"a repeat with another cost is a repeat":        {"ratelimit.decide", kit.Mutation{Pattern: `if known\[v_i\]\.cost <> charges\[v_i\] then`, Replacement: "if false then"}},
+		"a shadow denies":                               {"ratelimit.decide", kit.Mutation{Pattern: `\(fits\[v_i\] or numbers\[v_b\]\.shadow\)`, Replacement: "fits[v_i]"}},
+		"an answer is of after the batch":               {"ratelimit.decide", kit.Mutation{Pattern: `v_then_level\[v_i\] := levels\[v_b\];`, Replacement: "v_then_level[v_i] := null;"}},
+		"a cost of 0 waits for debt to be paid":         {"ratelimit.decide", kit.Mutation{Pattern: `fits\[v_i\] := charges\[v_i\] = 0 or`, Replacement: "fits[v_i] :="}},
 	} {
-		db := kit.NewDB(t)
-		db.SetClock(kit.T0)
-		db.CatchDenials()
-		db.Mutate(bug.Mutation, bug.function)
-		session := db.Session()
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			db := kit.NewDB(t)
+			db.SetClock(kit.T0)
+			db.CatchDenials()
+			db.Mutate(bug.Mutation, bug.function)
+			session := db.Session()
 
-		told, found, ended := &failing{T: t}, false, make(chan struct{})
-		go func() {
-			defer close(ended)
-			for range 20 {
-				rapid.Check(told, func(t *rapid.T) {
-					if found {
-						return // shrinking would take a while
-					}
-					m := newModelRun(t, session, sightings{})
-					defer m.end()
-					found = true
-					t.Repeat(m.actions())
-					found = false
-				})
-			}
-		}()
-		<-ended
-		require.True(t, told.Failed(), "%s is not found in 2,000 sequences", name)
+			told, found, ended := &failing{T: t}, false, make(chan struct{})
+			go func() {
+				defer close(ended)
+				for range 20 {
+					rapid.Check(told, func(t *rapid.T) {
+						if found {
+							return // shrinking would take a while
+						}
+						m := newModelRun(t, session, sightings{})
+						defer m.end()
+						found = true
+						t.Repeat(m.actions())
+						found = false
+					})
+				}
+			}()
+			<-ended
+			require.True(t, told.Failed(), "%s is not found in 2,000 sequences", name)
+		})
 	}
 }
 
