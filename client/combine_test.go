@@ -124,32 +124,6 @@ func TestCombiner_UnfitTextTravelsAlone(t *testing.T) {
 	})
 }
 
-func TestCombiner_CallsAreBoundedAndShareNoBucket(t *testing.T) {
-	atGate(t, 3, func(t *testing.T, db *gatedPool, limiter *client.Combiner) {
-		const keys, each = 100, 4
-		for range each {
-			askKeys(t.Context(), limiter, 0, keys)
-		}
-		require.Len(t, db.underWay(), 3, "100 buckets keep all busy")
-		for asked := 0; asked < keys*each; {
-			calls := db.underWay()
-			require.NotEmpty(t, calls)
-			require.LessOrEqual(t, len(calls), 3)
-			owner := make(map[string]*gatedCall)
-			for _, call := range calls {
-				for _, key := range call.keys {
-					other, ok := owner[key]
-					require.True(t, !ok || other == call, "%s is in two calls", key)
-					owner[key] = call
-				}
-			}
-			asked += len(calls[0].keys)
-			calls[0].grant()
-		}
-		require.Empty(t, db.underWay())
-	})
-}
-
 func TestCombiner_WhoLeftHasNoShare(t *testing.T) {
 	atGate(t, 2, func(t *testing.T, db *gatedPool, limiter *client.Combiner) {
 		ctx, cancel := context.WithCancel(t.Context())

@@ -89,17 +89,6 @@ func TestSetLevel(t *testing.T) {
 	require.ErrorIs(t, fake.SetLevel("none", "k", 1), client.ErrUnknownPolicy)
 }
 
-func TestFake_DefinePolicyKeepsWhatIsZero(t *testing.T) {
-	t.Parallel()
-	fake := newFake(t, nil)
-	require.NoError(t, fake.DefinePolicy(t.Context(), client.Policy{Name: "api", Refill: 7, Remember: time.Hour}))
-	require.NoError(t, fake.DefinePolicy(t.Context(), client.Policy{Name: "<b>\"é\"", Capacity: 1, Refill: 1, Every: 1000, Stepped: client.Yes}))
-	changed, odd := api, api
-	changed.Refill, changed.Remember = 7, time.Hour
-	odd.Name, odd.Capacity, odd.Every, odd.Stepped = "<b>\"é\"", 1, 1000, client.Yes
-	require.Equal(t, []client.Policy{odd, changed}, noError(fake.Policies(t.Context()))(t))
-}
-
 func TestFake_Overrides(t *testing.T) {
 	t.Parallel()
 	now := time.Unix(0, 0)

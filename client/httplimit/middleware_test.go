@@ -475,14 +475,6 @@ func TestFields_AReplayOfOneBucketHidesWhatThePolicyHasLeft(t *testing.T) {
 	}
 }
 
-// The percent sign is escaped, too, so that two policies never look alike.
-func TestFields_EscapeThePercentSignOfAPolicy(t *testing.T) {
-	t.Parallel()
-	l := newLimited(t, charge(client.Charge{Policy: "50%C3", Key: "k"}), httplimit.Closed(time.Second))
-	l.define(client.Policy{Name: "50%C3", Capacity: 5, Refill: 1, Every: time.Second})
-	require.Equal(t, `"50%25C3";q=5`, l.get().Header.Get("RateLimit-Policy"))
-}
-
 // A window of more seconds than a number holds is left out.
 func TestFields_AWindowBeyondANumberIsLeftOut(t *testing.T) {
 	t.Parallel()

@@ -263,23 +263,6 @@ func TestClock_IsReadInsideTheCall(t *testing.T) {
 	require.EqualValues(t, 5, db.Must(kit.Peek(db.Pool, "p", "k", 1)).Remaining)
 }
 
-// A transaction that began long before counts nobody's time twice: the clock is set to before the other's acquire, as now() would have it.
-func TestClock_LateCallRaisesNobodysTokens(t *testing.T) {
-	db := kit.ParallelDB(t)
-	for p, refill := range map[string]kit.PolicyOption{"continuous": kit.Continuous, "stepped": kit.Stepped} {
-		db.DefinePolicy(p, 5, 5, kit.Second, refill)
-		now := kit.T0.Add(10 * kit.Second)
-		for range 4 {
-			db.AcquireAt(now, p, "k", 1)
-		}
-		require.EqualValues(t, 0, db.AcquireAt(kit.T0, p, "k", 1).Remaining)
-		require.False(t, db.AcquireAt(kit.T0, p, "k", 1).Allowed)
-		require.EqualValues(t, 0, db.RefundAt(kit.T0, p, "k", 0).Remaining)
-		require.EqualValues(t, 0, db.PeekAt(now, p, "k", 1).Remaining)
-		require.Equal(t, &kit.Bucket{Level: 0, RefilledAt: now}, db.Bucket(p, "k"))
-	}
-}
-
 func TestRefund(t *testing.T) {
 	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, durability kit.PolicyOption) {
 		db.DefinePolicy("p", 10, 1, kit.Second, durability)

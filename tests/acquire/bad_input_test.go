@@ -9,11 +9,9 @@ import (
 	"testing"
 	"time"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/pgratelimit/pgratelimit/client"
 	"github.com/pgratelimit/pgratelimit/client/clienttest"
-	"github.com/pgratelimit/pgratelimit/client/clienttest/model"
 	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/stretchr/testify/require"
 )
@@ -216,73 +214,6 @@ func TestBadInput_InABatch(t *testing.T) {
 		require.Nil(t, a.Decision, a.Error)
 	}
 	require.Equal(t, []int64{5, 5}, []int64{got[bad].Decision.Remaining, got[bad+1].Decision.Remaining})
-}
-
-// An error in a savepoint leaves the caller's earlier work as it was.
-func TestBadInput_InASavepoint(t *testing.T) {
-	db := kit.ParallelDB(t)
-	ctx := t.Context()
-	db.Policy("durable", 10, 1, time.Hour).Policy("ephemeral", 10, 1, time.Hour, kit.Ephemeral)
-	tx, err := db.Pool.Begin(ctx)
-	require.NoError(t, err)
-	defer tx.Rollback(ctx)
-	for _, policy := range []string{"durable", "ephemeral"} {
-		db.Must(kit.Acquire(tx, policy, "k", 3, "first"))
-	}
-	for _, call := range badCalls(15) {
-		if strings.HasPrefix(call.sql, "call") {
-			continue // commits
-		}
-		err := pgx.BeginFunc(ctx, tx, func(savepoint pgx.Tx) error {
-			_, err := savepoint.Exec(ctx, call.sql, append([]any{pgx.QueryExecModeExec}, call.args...)...)
-			return err
-		})
-		require.Equal(t, call.code, kit.SQLState(err), "%s: %v", call, err)
-	}
-	require.NoError(t, tx.Commit(ctx))
-	for _, policy := range []string{"durable", "ephemeral"} {
-		require.EqualValues(t, 7, db.Left(policy, "k"))
-	}
-}
-
-func TestBadInput_LargestValuesAreAnswered(t *testing.T) {
-	const (
-		most      = 9_000_000_000_000
-		year1000  = 365250 * 24 * 3600 * 1_000_000
-		day       = 24 * 3600 * 1_000_000
-		everMicro = model.Micros(1)
-	)
-	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, durability kit.PolicyOption) {
-		policy := func(name string, capacity, refill int64, every, remember string) {
-			db.Execute("select ratelimit_define_policy($1, $2, $3, $4::text::interval, remember => $5::text::interval)", name, capacity, refill, every, remember)
-		}
-		var durable kit.PolicyOptions
-		durability(&durable)
-		for _, name := range []string{"fast", "slow", "slowest"} {
-			db.Execute("select ratelimit_define_policy($1, 1, 1, '1 second', durable => $2)", name, durable.Durable)
-		}
-		policy("fast", most, most, "1 microsecond", "1 microsecond")
-		policy("slow", most, most, "365250 days", "365250 days")
-		policy("slowest", 3_652_500, 1, "1 day", "8766000 hours") // fills in 10,000 years
-		for name, full := range map[string]model.Micros{"fast": everMicro, "slow": year1000, "slowest": 10 * year1000} {
-			capacity := db.Number("select capacity from ratelimit_policies() where policy = $1", name)
-			for _, cost := range []int64{capacity + 1, math.MaxInt64} {
-				require.Equal(t, kit.Never(capacity, 0, capacity), db.AcquireAt(kit.T0, name, "k", cost), name)
-				require.Equal(t, kit.Never(capacity, 0, capacity), db.Acquire(name, "k", cost, "big"), name)
-				require.Equal(t, kit.Never(capacity, 0, capacity), db.PeekAt(kit.T0, name, "k", cost), name)
-			}
-			require.Nil(t, db.Bucket(name, "k"))
-			taken := kit.Decision{Allowed: true, ResetAfter: full, Capacity: capacity}
-			require.Equal(t, taken, db.AcquireAt(kit.T0, name, "k", capacity, "all"), name)
-			require.Equal(t, kit.Replayed(taken), db.Acquire(name, "k", capacity, "all"), name)
-			require.Equal(t, kit.Decision{RetryAfter: full, ResetAfter: full, Capacity: capacity}, db.Acquire(name, "k", capacity), name)
-			require.Equal(t, kit.Never(0, 0, capacity).RetryAfter, db.Acquire(name, "k", math.MaxInt64).RetryAfter, name)
-			require.Equal(t, kit.Allowed(capacity, 0, capacity), db.RefundAt(kit.T0, name, "k", math.MaxInt64), name)
-			require.Equal(t, kit.Allowed(capacity, 0, capacity), db.RefundAt(kit.T0, name, "unknown", math.MaxInt64), name)
-		}
-		require.Equal(t, kit.Allowed(3_652_499, day*time.Microsecond, 3_652_500), db.AcquireAt(kit.T0, "slowest", "other", 1))
-		db.Execute("select ratelimit_cleanup($1)", math.MaxInt32)
-	})
 }
 
 // A batch is the elements of its arrays in storage order, whatever their dimensions and lower bounds.

@@ -4,7 +4,6 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"slices"
-	"sync/atomic"
 	"testing"
 	"time"
 
@@ -33,26 +32,6 @@ func TestConcurrency_ExactlyThoseThatFitAreAllowed(t *testing.T) {
 		}
 		db.DropPolicy("p")
 	}
-}
-
-func TestConcurrency_AThousandCallersOnFiftyBuckets(t *testing.T) {
-	t.Parallel()
-	db := kit.NewCrowdDB(t, 1000).Policy("p", 100, 1, kit.ADay)
-	var granted atomic.Int64
-	db.Together(1000, func(i int, q kit.Querier) (d kit.Decision, err error) {
-		for j := range 10 { // twice as many as fit
-			d, err = kit.Acquire(q, "p", fmt.Sprint("k", (i+j)%50), 1)
-			if err != nil {
-				return d, err
-			}
-			if d.Allowed {
-				granted.Add(1)
-			}
-		}
-		return d, nil
-	})
-	require.EqualValues(t, 5000, granted.Load())
-	require.EqualValues(t, 50, db.Number("select count(*) from ratelimit.buckets where level < 1000000"))
 }
 
 // Requests for random sets of 2 to 5 of 12 buckets. Each grant took from all its buckets, and a denial from none.

@@ -61,30 +61,6 @@ func TestDenial_WritesNothing(t *testing.T) {
 	}
 }
 
-// The counters of pg_stat_user_tables, as monitoring sees them: separate transactions this time.
-func TestDenial_CountsAsNoWrite(t *testing.T) {
-	db := kit.ParallelDB(t).Policy("p", 10, 1, kit.ADay)
-	s := db.Session().Take("p", "known", 10, "another")
-	written := func() (n int64) {
-		s.Execute("select pg_stat_force_next_flush()")
-		require.NoError(t, s.QueryRow(context.Background(), `
-			select sum(n_tup_ins + n_tup_upd + n_tup_del)::bigint from pg_stat_user_tables where schemaname = 'ratelimit' and relname <> 'policies'`).Scan(&n))
-		return n
-	}
-	before := written()
-	require.EqualValues(t, 2, before, "the bucket and its idempotency key")
-	s.Execute(`do $$ begin
-		for i in 1..10000 loop
-			if (ratelimit_acquire('p', 'known', 1, case when i % 2 = 0 then 'X' end)).allowed
-			   or pg_current_xact_id_if_assigned() is not null then
-				raise 'allowed, or wrote';
-			end if;
-			commit;
-		end loop;
-	end $$`)
-	require.Equal(t, before, written())
-}
-
 func TestDenial_WritesNoWAL(t *testing.T) {
 	t.Parallel()
 	// No snapshots of running transactions for standbys, no checkpoint, no vacuum: nobody else writes.

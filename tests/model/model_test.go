@@ -1,14 +1,12 @@
 package model_test
 
 import (
-	"fmt"
 	"math"
 	"math/big"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/require"
-	"pgregory.net/rapid"
 
 	"github.com/pgratelimit/pgratelimit/client/clienttest/model"
 )
@@ -261,43 +259,4 @@ func TestCleanUp_LooksAtOverrides(t *testing.T) {
 		m.CleanUp(c.at)
 		require.Equal(t, c.full, m.Remove(c.at, user), c)
 	}
-}
-
-// What a denied whole promises: nothing was taken, exactly then it is granted, and a microsecond earlier not.
-func TestAcquireAll_RetryAfterIsAPromise(t *testing.T) {
-	t.Parallel()
-	numbers := rapid.Int64Range(1, 1000)
-	rapid.Check(t, func(t *rapid.T) {
-		m := model.New()
-		var charges []model.Charge
-		for i := range rapid.IntRange(1, 3).Draw(t, "buckets") {
-			every, stepped, shadow := model.Micros(numbers.Draw(t, "every")), rapid.Bool().Draw(t, "stepped"), rapid.Bool().Draw(t, "shadow")
-			def := definition(numbers.Draw(t, "capacity"), numbers.Draw(t, "refill"))
-			def.Every, def.Stepped, def.Shadow = &every, &stepped, &shadow
-			id := model.BucketID{Policy: fmt.Sprint(i)}
-			require.NoError(t, m.Define(id.Policy, def))
-			m.Put(id, model.Bucket{Level: big.NewInt(rapid.Int64Range(-1000, *def.Capacity*1_000_000).Draw(t, "level")), RefilledAt: t0})
-			for range rapid.IntRange(1, 2).Draw(t, "times") {
-				charges = append(charges, charge(id, rapid.Int64Range(0, *def.Capacity).Draw(t, "cost")))
-			}
-		}
-		at := (model.Micros(numbers.Draw(t, "later"))).After(t0)
-		ask := func(at time.Time) model.Whole {
-			whole, err := m.AcquireAll(at, charges, "")
-			require.NoError(t, err)
-			return whole
-		}
-		first := ask(at)
-		if first.Allowed {
-			require.Zero(t, first.RetryAfter)
-			return
-		}
-		require.Equal(t, first, ask(at))
-		if first.RetryAfter == model.Never {
-			require.Equal(t, model.Never, ask((model.Micros(1) << 50).After(at)).RetryAfter)
-			return
-		}
-		require.EqualValues(t, 1, ask((first.RetryAfter - 1).After(at)).RetryAfter)
-		require.True(t, ask(first.RetryAfter.After(at)).Allowed)
-	})
 }

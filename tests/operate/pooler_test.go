@@ -132,37 +132,6 @@ func acquireTwiceKeepOne(ctx context.Context, pool *pgxpool.Pool, policy, id str
 	return d, nil
 }
 
-func TestPooler_AKeyedRequestIsChargedOnce(t *testing.T) {
-	const requests, times = 100, 3
-	db := newPooledDB(t)
-	db.inEachMode(t, func(t *testing.T, policy string, pool *pgxpool.Pool) {
-		combiner := client.NewCombiner(pool)
-		defer combiner.Close()
-		limiters := []client.Acquirer{client.New(pool), client.New(pool, client.NoFlush()), combiner}
-		var first, replays atomic.Int64
-		var remaining sync.Map // by request
-		kit.Crowd(t, requests*times, func(caller int) error {
-			id := fmt.Sprint(caller / times)
-			d, err := limiters[caller%times].Acquire(t.Context(), policy, "k", client.Cost(2), client.IdempotencyKey(id))
-			if err != nil || !d.Allowed {
-				return fmt.Errorf("%+v: %w", d, err)
-			}
-			if answer, _ := remaining.LoadOrStore(id, d.Remaining); answer != d.Remaining {
-				return fmt.Errorf("request %s was answered %d and %d", id, answer, d.Remaining)
-			}
-			if d.Replayed {
-				replays.Add(1)
-			} else {
-				first.Add(1)
-			}
-			return nil
-		})
-		require.EqualValues(t, requests, first.Load())
-		require.EqualValues(t, requests*(times-1), replays.Load())
-		require.EqualValues(t, 500-2*requests, db.In(t).Left(policy, "k"))
-	})
-}
-
 func TestPooler_CleansUp(t *testing.T) {
 	db := newPooledDB(t)
 	db.CleanUpAtOnce()

@@ -4,8 +4,6 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
-	"net/http"
-	"net/http/httptest"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -17,69 +15,10 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/pgratelimit/pgratelimit/client"
-	"github.com/pgratelimit/pgratelimit/client/httplimit"
 	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 	"github.com/stretchr/testify/require"
-	"golang.org/x/sync/errgroup"
 )
-
-// Callers who meet at one bucket of each shard share exactly what it holds.
-func TestShards_ExactCounts(t *testing.T) {
-	pgtest.OncePerServer(t)
-	t.Parallel()
-	s := kit.NewShards(t)
-	limiter := s.Limiter(nil)
-	const capacity, callers = 100, 16
-	for _, p := range []client.Policy{{Name: "user", Capacity: capacity}, {Name: "endpoint", Capacity: capacity}, {Name: "ephemeral", Capacity: capacity, Durable: client.No}} {
-		p.Refill, p.Every = client.Zero, kit.Second
-		require.NoError(t, limiter.DefinePolicy(t.Context(), p))
-	}
-	var group errgroup.Group
-	granted := make([][callers]int64, s.Of())
-	both := make([][callers]int64, s.Of())
-	for n := range s.Of() {
-		key := s.Key(n, "hot")
-		for caller := range callers {
-			group.Go(func() error {
-				for range 2 * capacity / callers {
-					d, err := limiter.Acquire(t.Context(), "ephemeral", key)
-					if err != nil {
-						return err
-					}
-					if d.Allowed {
-						granted[n][caller]++
-					}
-					all, err := limiter.AcquireAll(t.Context(), []client.Charge{{Policy: "user", Key: key}, {Policy: "endpoint", Key: key, Cost: client.Cost(2)}})
-					if err != nil {
-						return err
-					}
-					if all.Allowed {
-						both[n][caller]++
-					}
-				}
-				return nil
-			})
-		}
-	}
-	require.NoError(t, group.Wait())
-	sum := func(counts [callers]int64) (sum int64) {
-		for _, n := range counts {
-			sum += n
-		}
-		return sum
-	}
-	for n, db := range s.Dbs {
-		require.EqualValues(t, capacity, sum(granted[n]), "shard %d", n)
-		require.EqualValues(t, capacity/2, sum(both[n]), "shard %d", n)
-		key := s.Key(n, "hot")
-		require.EqualValues(t, 0, db.Left("ephemeral", key))
-		require.EqualValues(t, capacity/2, db.Left("user", key))
-		require.EqualValues(t, 0, db.Left("endpoint", key))
-		require.EqualValues(t, 3, db.Number("select (select count(*) from ratelimit.buckets) + (select count(*) from ratelimit.ephemeral_buckets)"),
-			"no other shard's key is here")
-	}
-}
 
 // What docs/sharding.md shows in SQL, JavaScript and Python finds the shards that the client finds.
 func TestShards_OneRuleForEveryLanguage(t *testing.T) {
@@ -317,35 +256,4 @@ func TestDefineShard(t *testing.T) {
 	_ = db.Refused("22023", "select ratelimit_define_shard($1, 16)", is)
 	require.Equal(t, []string{fmt.Sprintf("(%d,8)", is)}, kit.Column(t, db.DB, "select ratelimit_shard()::text"))
 	_ = db.Refused("23505", "insert into ratelimit.shard values (0, 8)") // there is one row, whoever writes it
-}
-
-// Middleware stands on shards as on one database: requests that a shard which is down would decide get what was chosen.
-func TestShards_BehindMiddleware(t *testing.T) {
-	pgtest.OncePerServer(t)
-	db := kit.ParallelDB(t)
-	db.Execute("select ratelimit_define_shard(0, 2)")
-	config, err := pgxpool.ParseConfig("postgres://127.0.0.1:1/nowhere")
-	require.NoError(t, err)
-	pool, err := pgxpool.NewWithConfig(t.Context(), config)
-	require.NoError(t, err)
-	defer pool.Close()
-	limiter, err := client.NewSharded(t.Context(), []*pgxpool.Pool{db.Pool, pool})
-	require.NoError(t, err)
-	defer limiter.Close()
-	require.Error(t, limiter.DefinePolicy(t.Context(), client.Policy{Name: "api", Capacity: 10, Refill: 1, Every: kit.ADay}), "on one of them")
-	byUser := func(r *http.Request) string { return r.Header.Get("User") }
-	handler := httplimit.New(limiter, httplimit.Per("api", byUser), httplimit.Closed(time.Minute))(http.HandlerFunc(func(http.ResponseWriter, *http.Request) {}))
-	for i := range 32 {
-		user := fmt.Sprint("user:", i)
-		r := httptest.NewRequest(http.MethodGet, "/", nil)
-		r.Header.Set("User", user)
-		w := httptest.NewRecorder()
-		handler.ServeHTTP(w, r)
-		if client.ShardOf(user, 2) == 0 {
-			require.Equal(t, http.StatusOK, w.Code)
-			require.Equal(t, `"api";r=9;t=86400`, w.Header().Get("RateLimit"))
-		} else {
-			require.Equal(t, http.StatusServiceUnavailable, w.Code)
-		}
-	}
 }

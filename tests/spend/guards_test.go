@@ -304,48 +304,16 @@ func TestGuard_ManyKeys(t *testing.T) {
 	require.Equal(t, before, db.Number("select sum(level) from ratelimit.buckets"))
 }
 
-// guardedBulk has two tables alike, of which one is guarded, and inserts 100,000 rows for 1,000 keys into one.
-func guardedBulk(db *kit.TestDB) (s *kit.Session, insert func(table string)) {
-	db.DefinePolicy("p", 9_000_000_000_000, 0, kit.Second)
-	db.Execute(`
-		create table plain (id bigserial primary key, customer text not null, note text, at timestamptz not null default now());
-		create table guarded (like plain including all);
-		create trigger limited after insert on guarded referencing new table as inserted for each statement execute function ratelimit_guard('p', 'customer')`,
-		pgx.QueryExecModeSimpleProtocol)
-	s = db.Session()
-	insert = func(table string) {
-		s.Execute("insert into " + table + " (customer, note) select 'user:' || n % 1000, 'as long as a note is' from generate_series(1, 100000) as n")
-	}
-	insert("guarded")
-	return s, insert
-}
-
 func TestGuard_WritesEachBucketOnceForAStatement(t *testing.T) {
-	db := kit.ParallelDB(t)
-	s, insert := guardedBulk(db)
-	s.Execute("begin")
-	insert("guarded")
+	db := kit.ParallelDB(t).Policy("p", 9_000_000_000_000, 0, kit.Second)
+	db.Guarded("p", "orders")
+	const insert = "insert into orders (customer) select 'user:' || n % 1000 from generate_series(1, 100000) as n"
+	s := db.Session().Run(insert).Run("begin").Run(insert)
 	var updated int64
 	require.NoError(t, s.QueryRow(t.Context(), "select pg_stat_get_xact_tuples_updated('ratelimit.buckets'::regclass)").Scan(&updated))
 	require.EqualValues(t, 1000, updated)
 	s.Execute("commit")
 	require.EqualValues(t, 1000, db.Number("select count(*) from ratelimit.buckets where level = (9000000000000 - 2 * 100) * 1000000"))
-}
-
-// What a statement with a guard costs, to one without:
-//
-//	go test ./tests -run '^$' -bench Guard
-func BenchmarkGuard_ToAPlainInsert(b *testing.B) {
-	_, insert := guardedBulk(kit.NewDB(b))
-	fastest := map[string]time.Duration{"plain": time.Hour, "guarded": time.Hour}
-	for b.Loop() {
-		for table := range fastest {
-			began := time.Now()
-			insert(table)
-			fastest[table] = min(fastest[table], time.Since(began))
-		}
-	}
-	b.ReportMetric(fastest["guarded"].Seconds()/fastest["plain"].Seconds(), "of-plain")
 }
 
 func TestGuard_GivesBackWhatFails(t *testing.T) {

@@ -370,10 +370,6 @@ func TestSpend_AShadowPolicyAllowsEachRequest(t *testing.T) {
 	})
 }
 
-// A bucket without a row is full. A settlement that refunds writes the grant alone.
-// The grant expires while its settlement waits for the bucket. Only a new grant under the same idempotency key can then be settled.
-// Under a shadow policy a settlement without a grant returns the state of the bucket. Here the grant commits after the settlement
-// missed it, and before the settlement reads the bucket.
 // A charge or a settlement waits for a transaction that removes the bucket and changes its numbers.
 func TestSpend_ABucketCreatedAfterAWaitIsFullByTheNewNumbers(t *testing.T) {
 	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, durability kit.PolicyOption) {
@@ -426,12 +422,6 @@ func TestSpend_AnIdempotencyKeyStoredAfterTheReadIsReplayed(t *testing.T) {
 	})
 }
 
-// A reservation reads an empty bucket, then waits for the lock of a session that refunds tokens.
-// A reservation that waits for the lock of the bucket returns the wait that remains afterwards. Its grant holds from the same
-// instant.
-// At the end of the wait the debt of the reservation is paid, and one microsecond earlier it is not. With a max_wait one
-// microsecond shorter the reservation is denied, and returns the same wait.
-// The floor is exact to the microtoken, and holds even if refill would pay the debt within max_wait.
 func TestSpend_DenialsAndReplaysWriteNothing(t *testing.T) {
 	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, durability kit.PolicyOption) {
 		db.At(kit.T0).Policy("p", 10, 1, kit.Second, durability)
