@@ -769,7 +769,6 @@ func askKeys(ctx context.Context, limiter client.Acquirer, from, n int) (got []<
 
 // requireGranted returns the last decision.
 func requireGranted(t *testing.T, answers ...<-chan answer) (d client.Decision) {
-	t.Helper()
 	for _, got := range answers {
 		answer := <-got
 		require.NoError(t, answer.err)
@@ -857,7 +856,6 @@ func (db *gatedPool) grantAll() {
 }
 
 func (db *gatedPool) only(t *testing.T) *gatedCall {
-	t.Helper()
 	calls := db.underWay()
 	require.Len(t, calls, 1)
 	return calls[0]
@@ -865,14 +863,12 @@ func (db *gatedPool) only(t *testing.T) *gatedCall {
 
 // next grants the only call, and returns the call that follows.
 func (db *gatedPool) next(t *testing.T) *gatedCall {
-	t.Helper()
 	db.only(t).grant()
 	return db.only(t)
 }
 
 // second grants the first of two calls, and returns the call that follows.
 func (db *gatedPool) second(t *testing.T) *gatedCall {
-	t.Helper()
 	require.Len(t, db.underWay(), 2)
 	db.underWay()[0].grant()
 	require.Len(t, db.underWay(), 2)

@@ -45,7 +45,6 @@ func TestDenialCache_KeepsThePromiseAndNoLonger(t *testing.T) {
 		db := slow{&fakePool{fakeDB{answers: []any{denied(10 * time.Second), granted(4)}}}}
 		limiter := client.New(db, client.DenialCache())
 		acquire := func() client.Decision {
-			t.Helper()
 			d := noError(limiter.Acquire(t.Context(), "p", "k", client.Cost(5)))(t)
 			return d
 		}
@@ -77,7 +76,6 @@ func TestDenialCache_IsForThatCostAndLarger(t *testing.T) {
 	inBubble(t, func(t *testing.T) {
 		db, limiter := cached(denied(time.Minute))
 		sent := func(cost int64, opts ...client.CallOption) bool {
-			t.Helper()
 			before := len(db.sent())
 			require.False(t, noError(limiter.Acquire(t.Context(), "p", "k", append(opts, client.Cost(cost))...))(t).Allowed)
 			return len(db.sent()) > before

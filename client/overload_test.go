@@ -160,7 +160,6 @@ func acquireWithin(t *testing.T, limiter client.Acquirer, key string, d time.Dur
 }
 
 func requireOverloaded(t *testing.T, want client.OverloadedError, err error) {
-	t.Helper()
 	var overloaded *client.OverloadedError
 	require.ErrorAs(t, err, &overloaded)
 	require.Equal(t, want, *overloaded)
@@ -168,7 +167,6 @@ func requireOverloaded(t *testing.T, want client.OverloadedError, err error) {
 
 // requireRefusedInTime requires that no caller is refused after its deadline.
 func requireRefusedInTime(t *testing.T, c *crowd) {
-	t.Helper()
 	for _, o := range c.outcomes {
 		if errors.Is(o.err, client.ErrOverloaded) {
 			require.LessOrEqual(t, o.answered.Sub(o.arrived), c.within)

@@ -55,7 +55,6 @@ func keysOn(shard, of, n int) (keys []string) {
 
 // shardIs requires that an error is one of a shard.
 func shardIs(t *testing.T, shard, of int, err error) {
-	t.Helper()
 	var e *client.ShardError
 	require.ErrorAs(t, err, &e)
 	require.Equal(t, [2]int{shard, of}, [2]int{e.Shard, e.Of}, "%v", err)
@@ -104,7 +103,6 @@ func (p *numberedShard) QueryRow(ctx context.Context, sql string, args ...any) p
 
 // openNumbered opens shards, and numbers them.
 func openNumbered(t *testing.T, shards ...*numberedShard) (*client.Sharded, error) {
-	t.Helper()
 	for i, s := range shards {
 		s.number, s.of = i, len(shards)
 	}

@@ -16,7 +16,6 @@ import (
 
 // newLine is a fake with 2 tokens and one each second. Its time is the test's.
 func newLine(t *testing.T) *clienttest.Fake {
-	t.Helper()
 	fake := clienttest.New(time.Now)
 	require.NoError(t, fake.DefinePolicy(t.Context(), client.Policy{Name: "line", Capacity: 2, Refill: 1, Every: time.Second}))
 	return fake

@@ -29,7 +29,6 @@ var api = client.Policy{
 }
 
 func newFake(t *testing.T, now func() time.Time) *clienttest.Fake {
-	t.Helper()
 	fake := clienttest.New(now)
 	require.NoError(t, fake.DefinePolicy(t.Context(), api))
 	return fake

@@ -39,7 +39,6 @@ func newFake(t *testing.T) *clienttest.Fake {
 
 // serve starts a server whose calls the interceptor limits, and returns a client of it.
 func serve(t *testing.T, limit *grpclimit.Interceptor) grpc_health_v1.HealthClient {
-	t.Helper()
 	server := grpc.NewServer(grpc.UnaryInterceptor(limit.Unary), grpc.StreamInterceptor(limit.Stream))
 	grpc_health_v1.RegisterHealthServer(server, health.NewServer())
 	listener, err := net.Listen("tcp", "127.0.0.1:0")
@@ -66,7 +65,6 @@ func per(policies ...string) grpclimit.Charges {
 }
 
 func check(t *testing.T, c grpc_health_v1.HealthClient) (*status.Status, metadata.MD) {
-	t.Helper()
 	var trailer metadata.MD
 	_, err := c.Check(t.Context(), &grpc_health_v1.HealthCheckRequest{}, grpc.Trailer(&trailer))
 	return status.Convert(err), trailer

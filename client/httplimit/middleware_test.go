@@ -49,7 +49,6 @@ func newLimited(t testing.TB, charges func(*http.Request) []client.Charge, failu
 }
 
 func (l *limited) define(policies ...client.Policy) {
-	l.t.Helper()
 	for _, p := range policies {
 		require.NoError(l.t, l.DefinePolicy(context.Background(), p))
 	}
@@ -63,7 +62,6 @@ type answer struct {
 }
 
 func (l *limited) get(change ...func(*http.Request)) answer {
-	l.t.Helper()
 	r := httptest.NewRequest(http.MethodGet, "/", nil)
 	for _, change := range change {
 		change(r)
@@ -229,7 +227,6 @@ func TestMiddleware_TheKeyNeverReachesTheClient(t *testing.T) {
 		return []client.Charge{{Policy: policy, Key: key, Cost: client.Cost(cost)}}
 	}, httplimit.Closed(time.Second), httplimit.IdempotencyKey(func(*http.Request) string { return idempotencyKey }))
 	expect := func(status int) {
-		t.Helper()
 		response := l.get()
 		require.Equal(t, status, response.StatusCode)
 		require.NotContains(t, fmt.Sprint(response.Header, response.Body), secret)

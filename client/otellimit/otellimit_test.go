@@ -24,7 +24,6 @@ import (
 )
 
 func newMetrics(t *testing.T) (*otellimit.Metrics, *sdk.ManualReader) {
-	t.Helper()
 	reader := sdk.NewManualReader()
 	m, err := otellimit.New(sdk.NewMeterProvider(sdk.WithReader(reader)))
 	require.NoError(t, err)
@@ -33,7 +32,6 @@ func newMetrics(t *testing.T) (*otellimit.Metrics, *sdk.ManualReader) {
 
 // collect returns the instruments by name.
 func collect(t *testing.T, reader *sdk.ManualReader) map[string]metricdata.Metrics {
-	t.Helper()
 	var all metricdata.ResourceMetrics
 	require.NoError(t, reader.Collect(t.Context(), &all))
 	byName := map[string]metricdata.Metrics{}
@@ -47,7 +45,6 @@ func collect(t *testing.T, reader *sdk.ManualReader) map[string]metricdata.Metri
 
 // requests are the counts by "policy result".
 func requests(t *testing.T, reader *sdk.ManualReader) map[string]int64 {
-	t.Helper()
 	counts := map[string]int64{}
 	m, ok := collect(t, reader)["ratelimit.requests"]
 	if !ok {
@@ -67,7 +64,6 @@ func value(of attribute.Set, name attribute.Key) string {
 
 // histogram is that of a duration, by result.
 func histogram(t *testing.T, reader *sdk.ManualReader, name string) map[string]metricdata.HistogramDataPoint[float64] {
-	t.Helper()
 	m := collect(t, reader)[name]
 	require.Equal(t, "s", m.Unit)
 	points := map[string]metricdata.HistogramDataPoint[float64]{}
@@ -79,7 +75,6 @@ func histogram(t *testing.T, reader *sdk.ManualReader, name string) map[string]m
 }
 
 func newFake(t *testing.T, hooks client.Hooks) *clienttest.Fake {
-	t.Helper()
 	now := time.Now()
 	fake := clienttest.New(func() time.Time { return now }, client.Observe(hooks))
 	for _, p := range []client.Policy{

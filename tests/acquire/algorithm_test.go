@@ -343,7 +343,6 @@ func TestPolicyChange_NullKeepsWhatIsThere(t *testing.T) {
 	}
 	db := kit.NewDB(t)
 	defined := func() policy {
-		t.Helper()
 		rows, err := db.Pool.Query(context.Background(),
 			"select capacity, refill, every::text, stepped, durable, remember::text from ratelimit_policies()")
 		require.NoError(t, err)

@@ -224,7 +224,6 @@ func TestBadInput_ArraysOfAnyShapeAreOneBatch(t *testing.T) {
 	}
 	const elements = `'a','b','a','c','a','b'`
 	answers := func(policies, keys, costs, idempotencyKeys string) []string {
-		t.Helper()
 		db.Execute("truncate " + strings.Join(kit.StateTables, ", "))
 		db.Execute("select ratelimit_acquire(p, k) from unnest(array['durable', 'ephemeral']) as p, unnest(array['a', 'b', 'c']) as k")
 		batch := fmt.Sprintf("select format('%%s %%s', request, m) from ratelimit_acquire_many(%s, %s, %s, %s) as m",

@@ -42,11 +42,11 @@ func TestFake_RefusesWhatTheServerRefuses(t *testing.T) {
 		for _, key := range names {
 			add(fmt.Sprintf("reset %q %q", policy, key), func(l *client.Limiter) error { return l.Reset(ctx, policy, key) })
 			for _, cost := range costs {
-				add(fmt.Sprintf("peek %q %q %d", policy, key, cost), func(l *client.Limiter) error { return kit.Failure(l.Peek(ctx, policy, key, client.Cost(cost))) })
-				add(fmt.Sprintf("refund %q %q %d", policy, key, cost), func(l *client.Limiter) error { return kit.Failure(l.Refund(ctx, policy, key, cost)) })
+				add(fmt.Sprintf("peek %q %q %d", policy, key, cost), func(l *client.Limiter) error { return kit.ErrorOf(l.Peek(ctx, policy, key, client.Cost(cost))) })
+				add(fmt.Sprintf("refund %q %q %d", policy, key, cost), func(l *client.Limiter) error { return kit.ErrorOf(l.Refund(ctx, policy, key, cost)) })
 				for _, idempotencyKey := range names {
 					add(fmt.Sprintf("acquire %q %q %d %q", policy, key, cost, idempotencyKey), func(l *client.Limiter) error {
-						return kit.Failure(l.Acquire(ctx, policy, key, client.Cost(cost), client.IdempotencyKey(idempotencyKey)))
+						return kit.ErrorOf(l.Acquire(ctx, policy, key, client.Cost(cost), client.IdempotencyKey(idempotencyKey)))
 					})
 				}
 			}
@@ -69,7 +69,7 @@ func TestFake_RefusesWhatTheServerRefuses(t *testing.T) {
 	}
 	for i, policy := range names {
 		for j, key := range names {
-			add(fmt.Sprintf("remove override %q %q", policy, key), func(l *client.Limiter) error { return kit.Failure(l.RemoveOverride(ctx, policy, key)) })
+			add(fmt.Sprintf("remove override %q %q", policy, key), func(l *client.Limiter) error { return kit.ErrorOf(l.RemoveOverride(ctx, policy, key)) })
 			for k, every := range spans {
 				o := client.Override{
 					Policy: policy, Key: key, Every: every,
@@ -80,14 +80,14 @@ func TestFake_RefusesWhatTheServerRefuses(t *testing.T) {
 			for _, cost := range costs {
 				charges := []client.Charge{{Policy: "p", Key: "p"}, {Policy: policy, Key: key, Cost: client.Cost(cost)}}
 				add(fmt.Sprintf("acquire all %+v", charges), func(l *client.Limiter) error {
-					return kit.Failure(l.AcquireAll(ctx, charges, client.IdempotencyKey(names[(i+j)%7])))
+					return kit.ErrorOf(l.AcquireAll(ctx, charges, client.IdempotencyKey(names[(i+j)%7])))
 				})
 			}
 		}
 	}
 	for _, n := range []int{0, 1000, 1001} {
 		add(fmt.Sprintf("acquire all of %d", n), func(l *client.Limiter) error {
-			return kit.Failure(l.AcquireAll(ctx, slices.Repeat([]client.Charge{{Policy: "p", Key: "p"}}, n)))
+			return kit.ErrorOf(l.AcquireAll(ctx, slices.Repeat([]client.Charge{{Policy: "p", Key: "p"}}, n)))
 		})
 	}
 	for _, name := range names {
@@ -149,10 +149,10 @@ func TestErrors_NameTheElementOfARequest(t *testing.T) {
 		"key is empty.":                {charge("p", "", 1)},
 		"No policy is named 'nobody'.": {charge("nobody", "k", 1)},
 	} {
-		calls[want] = func(l client.Acquirer) error { return kit.Failure(l.AcquireAll(t.Context(), charges, opts)) }
+		calls[want] = func(l client.Acquirer) error { return kit.ErrorOf(l.AcquireAll(t.Context(), charges, opts)) }
 	}
 	calls["idempotency_key is empty."] = func(l client.Acquirer) error {
-		return kit.Failure(l.AcquireAll(t.Context(), []client.Charge{one, one}, client.IdempotencyKey("")))
+		return kit.ErrorOf(l.AcquireAll(t.Context(), []client.Charge{one, one}, client.IdempotencyKey("")))
 	}
 	requireDetails(t, calls)
 }
@@ -170,17 +170,16 @@ func TestErrors_TellARepeatedRequestFromARepeatedSettlement(t *testing.T) {
 		"Policy 'p' does not remember 'j' for this bucket. Nothing was charged.": {Function: "settle", Cost: 2, IdempotencyKey: "j"},
 	} {
 		s.BucketID, s.IdempotencyKey = model.BucketID{Policy: "p", Key: "settled"}, cmp.Or(s.IdempotencyKey, "i")
-		calls[want] = func(l *client.Limiter) error { return kit.Failure(s.With(t.Context(), l)) }
+		calls[want] = func(l *client.Limiter) error { return kit.ErrorOf(s.With(t.Context(), l)) }
 	}
 	calls["'i' was granted with cost 2 and is requested again with cost 3."] = func(l *client.Limiter) error {
-		return kit.Failure(l.Acquire(t.Context(), "p", "granted", client.Cost(3), client.IdempotencyKey("i")))
+		return kit.ErrorOf(l.Acquire(t.Context(), "p", "granted", client.Cost(3), client.IdempotencyKey("i")))
 	}
 	requireDetails(t, calls)
 }
 
 // requireDetails makes calls that are refused, on a server and on the fake, and compares the DETAIL.
 func requireDetails[L client.Acquirer](t *testing.T, calls map[string]func(l L) error) {
-	t.Helper()
 	db, fake := kit.NewDB(t), kit.NewFake(t)
 	combiner := client.NewCombiner(db.Pool)
 	defer combiner.Close()

@@ -72,8 +72,7 @@ func TestIdempotency_AnExpiredKeyChargesAgain(t *testing.T) {
 			require.Equal(t, kit.Replayed(first), db.AcquireAt(kit.T0.Add(time.Hour-time.Microsecond), "p", "k", 2, "X"))
 			db.SetClock(expired)
 			if cleaned {
-				_, keys := db.Cleanup()
-				require.EqualValues(t, 1, keys)
+				require.EqualValues(t, 1, db.Cleanup().Keys)
 			}
 			again := db.Acquire("p", "k", 3, "X") // another cost: the old one is forgotten
 			require.Equal(t, []any{true, false, int64(5)}, []any{again.Allowed, again.Replayed, again.Remaining})
@@ -179,7 +178,7 @@ func twoOfEach(idempotencyKey string, keys ...string) kit.WholeRequest {
 
 func TestIdempotency_OneChargeWhileTheBucketFills(t *testing.T) {
 	kit.InParallel(t, map[string]func(db *kit.TestDB, key string) error{
-		"by a refund": func(db *kit.TestDB, key string) error { return kit.Failure(kit.Refund(db.Pool, "p", key, 10)) },
+		"by a refund": func(db *kit.TestDB, key string) error { return kit.ErrorOf(kit.Refund(db.Pool, "p", key, 10)) },
 		"by the clock": func(db *kit.TestDB, _ string) error {
 			_, err := db.Pool.Exec(context.Background(), "update public.test_clock set now = $1", kit.T0.Add(10*time.Second))
 			return err
@@ -353,8 +352,7 @@ func TestIdempotency_Races(t *testing.T) {
 			play: overtaken(func(db *kit.TestDB) {
 				db.Acquire("p", "k", 2, "X")
 				db.SetClock(kit.T0.Add(time.Minute))
-				buckets, keys := db.Cleanup()
-				require.Equal(db.T, [2]int64{1, 0}, [2]int64{buckets, keys})
+				require.Equal(db.T, kit.Deleted{Buckets: 1}, db.Cleanup())
 			}),
 			want: outcome{answer: kit.Replayed(kit.Allowed(0, 2*kit.Second, 2)), left: 2},
 			without: []removal{{withoutGiveBack, outcome{answer: kit.Replayed(kit.Allowed(0, 2*kit.Second, 2)), left: 0}},
@@ -535,7 +533,6 @@ func behindCleanup(end string) func(db *kit.TestDB, _ *kit.Gate) *kit.Pending {
 }
 
 func (r race) run(db *kit.TestDB, kind kit.PolicyOption, without ...kit.Mutation) (o outcome) {
-	db.T.Helper()
 	db.At(kit.T0).Policy("p", r.capacity, 1, time.Second, kind, kit.Remember(time.Hour))
 	function := cmp.Or(r.function, "ratelimit_acquire")
 	for _, m := range without {

@@ -43,7 +43,6 @@ func randomPromises(random *rand.Rand, most int64) []kit.Promise {
 type promises struct{ *kit.TestDB }
 
 func newPromises(t *testing.T) *promises {
-	t.Helper()
 	db := kit.NewDB(t)
 	db.SetTimeZone("Europe/Berlin") // now + retry_after must not depend on it
 	db.ClockInASetting()
@@ -91,13 +90,11 @@ func newPromises(t *testing.T) *promises {
 
 // check returns "kept", "allowed" when there was nothing to wait for, or else what was wrong.
 func (p *promises) check(cases []kit.Promise) []string {
-	p.T.Helper()
 	return kit.Verdicts(p.TestDB, cases)
 }
 
 // simplest looks for a broken promise among ever larger numbers.
 func (p *promises) simplest(random *rand.Rand) string {
-	p.T.Helper()
 	for most := int64(10); most < kit.MaxSpan; most *= 10 {
 		cases := randomPromises(random, most)
 		for i, verdict := range p.check(cases) {

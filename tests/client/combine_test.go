@@ -252,7 +252,6 @@ var once = []client.CallOption{client.IdempotencyKey("once")}
 // combine lets requests wait in order behind a call that waits for a lock, and then go. The policy of
 // that call is gate.
 func combine(t *testing.T, db *pgtest.DB, limiter *client.Combiner, requests []request) (answers func() []answer) {
-	t.Helper()
 	got := make([]answer, len(requests))
 	wait := combineCalls(t, db, limiter, len(requests), func(i int) {
 		r := requests[i]
@@ -301,7 +300,6 @@ func combineCalls(t *testing.T, db *pgtest.DB, limiter *client.Combiner, request
 
 // waiter returns the process of a session, another than not, that waits for a lock in such a statement.
 func waiter(t *testing.T, db *pgtest.DB, statement string, not int32) (pid int32) {
-	t.Helper()
 	const find = `
 		select coalesce(min(pid), 0)
 		  from pg_stat_activity

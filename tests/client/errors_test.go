@@ -97,7 +97,6 @@ func TestErrors_NotInstalled(t *testing.T) {
 
 // connect opens a pool whose sessions have these settings.
 func connect(t testing.TB, db *pgtest.DB, settings map[string]string, change ...func(*pgx.ConnConfig)) *pgxpool.Pool {
-	t.Helper()
 	config := noError(pgxpool.ParseConfig(db.URL))(t)
 	for name, value := range settings {
 		config.ConnConfig.RuntimeParams[name] = value

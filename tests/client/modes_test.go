@@ -45,7 +45,6 @@ func useEverything(t *testing.T, limiter *client.Limiter) {
 	ctx := t.Context()
 	const day = 24 * time.Hour
 	must := func(d client.Decision, err error) client.Decision {
-		t.Helper()
 		require.NoError(t, err)
 		// Whole hours: the clock runs on between calls.
 		if !d.Never() {
@@ -100,7 +99,6 @@ func useEverything(t *testing.T, limiter *client.Limiter) {
 
 // useSpending expects the bucket of key to be full, and one token a day.
 func useSpending(t *testing.T, limiter *client.Limiter, policy, key string) {
-	t.Helper()
 	ctx := t.Context()
 	const day = 24 * time.Hour
 	once := fmt.Sprint("spending ", time.Now().UnixNano(), " ", key[:51])
@@ -136,13 +134,11 @@ func useSpending(t *testing.T, limiter *client.Limiter, policy, key string) {
 
 // useAll expects the bucket of key to be full.
 func useAll(t *testing.T, limiter *client.Limiter, policy, key string) {
-	t.Helper()
 	ctx := t.Context()
 	other := "NULL {\"}, " + key[:101]
 	require.NoError(t, limiter.Reset(ctx, policy, other))
 	charges := []client.Charge{{Policy: policy, Key: other}, {Policy: policy, Key: key, Cost: client.Cost(7)}, {Policy: policy, Key: other, Cost: client.Cost(0)}}
 	acquire := func(opts ...client.CallOption) client.JointDecision {
-		t.Helper()
 		d := noError(limiter.AcquireAll(ctx, charges, opts...))(t)
 		require.Len(t, d.Decisions, 3)
 		binding := d.Decisions[d.Binding]
@@ -177,7 +173,6 @@ func useAll(t *testing.T, limiter *client.Limiter, policy, key string) {
 }
 
 func useOverrides(t *testing.T, limiter *client.Limiter, policy client.Policy, key string) {
-	t.Helper()
 	ctx := t.Context()
 	expires := time.Date(2100, 1, 2, 3, 4, 5, 678_901_999, time.FixedZone("", 3600))
 	block := client.Override{Policy: policy.Name, Key: key, Capacity: client.Zero, Refill: client.Zero, Every: time.Hour, ExpiresAt: expires}
@@ -186,7 +181,6 @@ func useOverrides(t *testing.T, limiter *client.Limiter, policy client.Policy, k
 	block.ExpiresAt = time.Date(2100, 1, 2, 2, 4, 5, 678_901_000, time.UTC)
 	same := client.Override{Policy: policy.Name, Key: "b", Capacity: policy.Capacity, Refill: policy.Refill, Every: policy.Every}
 	list := func(opts ...client.CallOption) []client.Override {
-		t.Helper()
 		return noError(limiter.Overrides(ctx, opts...))(t)
 	}
 	require.ElementsMatch(t, []client.Override{same, block}, list())
@@ -218,7 +212,6 @@ func useOverrides(t *testing.T, limiter *client.Limiter, policy client.Policy, k
 
 // cleanUpOnce lets RunCleanup make one call.
 func cleanUpOnce(t *testing.T, conn client.Querier, schema string) {
-	t.Helper()
 	once := &firstCall{Querier: conn}
 	ctx, cancel := context.WithCancel(t.Context())
 	once.ended = cancel

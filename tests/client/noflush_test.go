@@ -166,7 +166,6 @@ func quietDatabase(t *testing.T) *pgtest.DB {
 
 // positions tells up to where the log is written, and up to where it is flushed to disk.
 func positions(t *testing.T, db *pgtest.DB) (written, flushed int64) {
-	t.Helper()
 	require.NoError(t, db.Pool.QueryRow(context.Background(), `
 		select (pg_current_wal_insert_lsn() - '0/0')::bigint, (pg_current_wal_flush_lsn() - '0/0')::bigint`,
 	).Scan(&written, &flushed))

@@ -204,7 +204,6 @@ func (c *tryCounter) TraceQueryStart(ctx context.Context, _ *pgx.Conn, data pgx.
 func (*tryCounter) TraceQueryEnd(context.Context, *pgx.Conn, pgx.TraceQueryEndData) {}
 
 func acquired(t *testing.T, pool *pgxpool.Pool) *pgxpool.Conn {
-	t.Helper()
 	conn := noError(pool.Acquire(t.Context()))(t)
 	t.Cleanup(conn.Release)
 	return conn
@@ -213,7 +212,6 @@ func acquired(t *testing.T, pool *pgxpool.Pool) *pgxpool.Conn {
 func begin(t *testing.T, db interface {
 	Begin(context.Context) (pgx.Tx, error)
 }) pgx.Tx {
-	t.Helper()
 	tx := noError(db.Begin(t.Context()))(t)
 	t.Cleanup(func() { _ = tx.Rollback(context.Background()) })
 	return tx

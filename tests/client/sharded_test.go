@@ -28,7 +28,6 @@ type shards struct {
 }
 
 func newShards(t *testing.T, of int) (s shards) {
-	t.Helper()
 	for n := range of {
 		db := pgtest.New(t)
 		db.Exec(t, "select ratelimit_define_shard($1, $2)", n, of)
@@ -38,7 +37,6 @@ func newShards(t *testing.T, of int) (s shards) {
 }
 
 func (s shards) open(t *testing.T) *client.Sharded {
-	t.Helper()
 	limiter := noError(client.NewSharded(t.Context(), s.pools))(t)
 	t.Cleanup(limiter.Close)
 	return limiter
@@ -55,7 +53,6 @@ func keyOn(shard, of int) string {
 
 // shardIs requires that an error is one of a shard.
 func shardIs(t *testing.T, shard, of int, err error) {
-	t.Helper()
 	var e *client.ShardError
 	require.ErrorAs(t, err, &e)
 	require.Equal(t, [2]int{shard, of}, [2]int{e.Shard, e.Of}, "%v", err)
@@ -77,7 +74,6 @@ func TestSharded_EachCallGoesToTheShardOfItsKey(t *testing.T) {
 		key := keyOn(shard, of)
 		here := client.New(s.pools[shard])
 		left := func(want int64) {
-			t.Helper()
 			for n, pool := range s.pools {
 				of := map[bool]int64{true: want, false: 100}[n == shard]
 				require.Equal(t, of, noError(client.New(pool).Peek(ctx, "api", key))(t).Remaining, "shard %d, key of shard %d", n, shard)

@@ -3,11 +3,14 @@ package kit
 import (
 	"context"
 	"errors"
+	"fmt"
+	"strings"
 	"testing"
 	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgtype"
 	"github.com/pgratelimit/pgratelimit/client"
 	"github.com/pgratelimit/pgratelimit/client/clienttest/model"
 	"github.com/stretchr/testify/require"
@@ -34,22 +37,16 @@ func RequestOf(policy, key string, cost int64, idempotencyKey ...string) Nullabl
 
 // Refused fails the test unless a statement fails with this SQLSTATE, and returns the error.
 func (db *TestDB) Refused(code, sql string, args ...any) *pgconn.PgError {
-	db.T.Helper()
 	_, err := db.Pool.Exec(context.Background(), sql, args...)
 	require.Equal(db.T, code, SQLState(err), "%s %v: %v", sql, args, err)
 	return PgError(err)
 }
 
 // Run is exec in a chain.
-func (s *Session) Run(sql string, args ...any) *Session {
-	s.Db.T.Helper()
-	s.Execute(sql, args...)
-	return s
-}
+func (s *Session) Run(sql string, args ...any) *Session { s.Execute(sql, args...); return s }
 
 // Take is acquire in a chain.
 func (s *Session) Take(policy, key string, cost int64, idempotencyKey ...string) *Session {
-	s.Db.T.Helper()
 	s.Acquire(policy, key, cost, idempotencyKey...)
 	return s
 }
@@ -63,36 +60,25 @@ func (s *Session) StartExec(sql string) *Pending {
 }
 
 // BlockedBy returns the call when it waits for a lock that the holder has.
-func (p *Pending) BlockedBy(holder *Session) *Pending {
-	p.Session.Db.T.Helper()
-	p.AwaitBlockedBy(holder)
-	return p
-}
+func (p *Pending) BlockedBy(holder *Session) *Pending { p.AwaitBlockedBy(holder); return p }
 
 // Policy is definePolicy in a chain.
 func (db *TestDB) Policy(name string, capacity, refill int64, every time.Duration, opts ...PolicyOption) *TestDB {
-	db.T.Helper()
 	db.DefinePolicy(name, capacity, refill, every, opts...)
 	return db
 }
 
 // Take is acquire in a chain.
 func (db *TestDB) Take(policy, key string, cost int64, idempotencyKey ...string) *TestDB {
-	db.T.Helper()
 	db.Acquire(policy, key, cost, idempotencyKey...)
 	return db
 }
 
 // At is setClock in a chain.
-func (db *TestDB) At(now time.Time) *TestDB {
-	db.T.Helper()
-	db.SetClock(now)
-	return db
-}
+func (db *TestDB) At(now time.Time) *TestDB { db.SetClock(now); return db }
 
 // SendBatch sends requests in one call, and fails the test if the call fails.
 func SendBatch[R, A any](t testing.TB, q RowsQuerier, send func(RowsQuerier, []R) ([]A, error), requests ...R) []A {
-	t.Helper()
 	answers, err := send(q, requests)
 	require.NoError(t, err)
 	require.Len(t, answers, len(requests))
@@ -237,7 +223,6 @@ func (r Request) Enforce(q Querier) (Decision, error) {
 
 // CatchDenials creates the function that request.enforce calls.
 func (db *TestDB) CatchDenials() {
-	db.T.Helper()
 	db.Execute(`
 		create function public.enforced(policy text, key text, cost bigint, idempotency_key text) returns ratelimit.decision language plpgsql as $$
 		declare
@@ -297,4 +282,46 @@ func AcquireMany(q RowsQuerier, requests []NullableRequest) ([]Answer, error) {
 		a.Decision = d.Decision()
 		return a, err
 	})
+}
+
+// Every way of sending arguments: typed by the server, and written into the text.
+var Protocols = []pgx.QueryExecMode{pgx.QueryExecModeExec, pgx.QueryExecModeDescribeExec, pgx.QueryExecModeSimpleProtocol}
+
+// Texts that have broken other people's quoting, matching or indexing.
+var OddTexts = []string{
+	"it's", `"quoted"`, "''", `\`, `\'; drop table ratelimit.buckets; --`, "$$", "$1", "%s %I %L %", "{{ . }}", "null", "NULL",
+	" ", "  ", "a", "A", "á", "a\u0301", "ä", "ß", "ss", "İ", "ı", "a ", " a", "a\t", "a\n", "a\r\n", "line\nbreak", "\u00a0", "\u200b", "\ufeff",
+	"🚦", "👩‍👩‍👧‍👧", "\U0010ffff", strings.Repeat("語", 170) + "ab", strings.Repeat("🚦", 128), strings.Repeat("x", 512), "\x01\x7f",
+}
+
+// InMode sends every query in one of pgx's modes.
+type InMode struct {
+	Conn *pgx.Conn
+	Mode pgx.QueryExecMode
+}
+
+func (q InMode) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
+	return q.Conn.QueryRow(ctx, sql, append([]any{q.Mode}, args...)...)
+}
+
+// ClockPerSession lets a test set the clock of one session, test.now in microseconds of the Unix epoch.
+func (db *TestDB) ClockPerSession() {
+	db.Execute(`
+		create or replace function ratelimit.clock() returns timestamptz language sql volatile parallel safe
+		as $$ select timestamptz 'epoch' + current_setting('test.now')::bigint * interval '1 microsecond' $$`)
+}
+
+// RawDecision makes a call without any function or operator of the session's own.
+func RawDecision(conn *pgx.Conn, call string, args ...any) string {
+	var d struct {
+		allowed, Replayed      bool
+		remaining, Capacity    int64
+		retryAfter, resetAfter pgtype.Interval
+	}
+	err := conn.QueryRow(context.Background(), "select allowed, remaining, retry_after, reset_after, capacity, replayed from public."+call, args...).
+		Scan(&d.allowed, &d.remaining, &d.retryAfter, &d.resetAfter, &d.Capacity, &d.Replayed)
+	if err != nil {
+		return err.Error()
+	}
+	return fmt.Sprintf("%+v", d)
 }

@@ -19,7 +19,6 @@ func (db *TestDB) Strings(sql string) []string { return Column(db.T, db.DB, sql)
 
 // As connects as a role, or as the owner.
 func (db *TestDB) As(role string) *pgx.Conn {
-	db.T.Helper()
 	config, err := pgx.ParseConfig(db.URL)
 	require.NoError(db.T, err)
 	if role != "" {

@@ -135,13 +135,6 @@ func (db *TestDB) Reset(policy, key string) {
 
 func (db *TestDB) DropPolicy(name string) { db.Execute("select ratelimit_drop_policy($1)", name) }
 
-// Cleanup runs one batch and returns how many buckets and idempotency keys it deleted.
-func (db *TestDB) Cleanup() (buckets, keys int64) {
-	d, err := Cleanup(db.Pool, 10_000)
-	require.NoError(db.T, err)
-	return d.Buckets, d.Keys
-}
-
 // A Bucket is a row of ratelimit.buckets or ratelimit.ephemeral_buckets.
 type Bucket struct {
 	Level      int64 // microtokens

@@ -20,7 +20,6 @@ type Traces struct {
 }
 
 func (s *Session) Traces() (found Traces) {
-	s.Db.T.Helper()
 	require.NoError(s.Db.T, s.QueryRow(context.Background(), `
 		select pg_current_xact_id_if_assigned() is not null, sum(n_tup_ins + n_tup_upd + n_tup_del)::bigint
 		  from pg_stat_xact_user_tables where schemaname = 'ratelimit'`).Scan(&found.Xid, &found.Writes))
@@ -29,7 +28,6 @@ func (s *Session) Traces() (found Traces) {
 
 // WalRecords runs a query and returns how many WAL records this session wrote for it.
 func (s *Session) WalRecords(sql string) int64 {
-	s.Db.T.Helper()
 	var explained []byte
 	require.NoError(s.Db.T, s.QueryRow(context.Background(), "explain (analyze, wal, format json) "+sql).Scan(&explained))
 	var plans []struct {
@@ -50,7 +48,6 @@ func Enforce(q Querier, policy, key string, cost int64, idempotencyKey ...string
 
 // Guarded creates a table with a guard that counts rows, and one whose rows have costs.
 func (db *TestDB) Guarded(policy, table string) {
-	db.T.Helper()
 	db.Execute(fmt.Sprintf(`
 		create table %[2]s (customer text, size integer, note text);
 		create trigger limited after insert on %[2]s referencing new table as inserted for each statement execute function ratelimit_guard('%[1]s', 'customer');
@@ -61,7 +58,6 @@ func (db *TestDB) Guarded(policy, table string) {
 
 // RequireReadOnly calls what writes, where nothing can be written.
 func RequireReadOnly(t *testing.T, conn *pgx.Conn, policy, detail string) {
-	t.Helper()
 	const hint = "Call it on the primary, in a read-write transaction. ratelimit_peek works here, on a standby for durable policies."
 	for _, call := range []string{
 		"select ratelimit_settle($1, 'known', 'first', 4)",
@@ -116,8 +112,6 @@ func Connect(t *testing.T, server *pgtest.Server) *pgx.Conn {
 	return conn
 }
 
-func Failure[T any](_ T, err error) error { return err }
-
 // The places of the durable twin that mutations change.
 const (
 	ReadKey   = `select k\.\* into v_first from idempotency_keys as k [^;]*;`
@@ -137,14 +131,14 @@ const (
 type Deleted struct{ Buckets, Keys int64 }
 
 func (db *TestDB) CleanupAt(at time.Time) Deleted {
-	db.T.Helper()
 	db.SetClock(at)
-	return db.Swept(db.Pool, 10_000)
+	return db.Cleanup()
 }
+
+func (db *TestDB) Cleanup() Deleted { return db.Swept(db.Pool, 10_000) }
 
 // CleanUpAtOnce makes clean-up judge rows as of now and not of five minutes ago, for tests that are about something else.
 func (db *TestDB) CleanUpAtOnce() *TestDB {
-	db.T.Helper()
 	db.Mutate(Mutation{`interval '5 minutes'`, "interval '0'"}, "ratelimit.cleanup_batch")
 	return db
 }
@@ -158,7 +152,6 @@ func Cleanup(q Querier, maxRows int) (d Deleted, err error) {
 
 // Swept is what one batch deletes, which must not fail.
 func (db *TestDB) Swept(q Querier, maxRows int) Deleted {
-	db.T.Helper()
 	d, err := Cleanup(q, maxRows)
 	require.NoError(db.T, err)
 	return d
@@ -166,7 +159,6 @@ func (db *TestDB) Swept(q Querier, maxRows int) Deleted {
 
 // GoesOn runs one batch of ratelimit_cleanup_all, and tells whether another is to follow.
 func (db *TestDB) GoesOn(maxRows int) (more bool) {
-	db.T.Helper()
 	require.NoError(db.T, db.Pool.QueryRow(context.Background(),
 		"select more from ratelimit.cleanup_batch($1, '1 hour', null, null)", maxRows).Scan(&more))
 	return more
@@ -174,7 +166,6 @@ func (db *TestDB) GoesOn(maxRows int) (more bool) {
 
 // FillTables gives a policy n buckets that are full by now and n idempotency keys past their time.
 func (db *TestDB) FillTables(prefix, policy string, n int) {
-	db.T.Helper()
 	db.Execute("insert into ratelimit."+prefix+`buckets (policy_id, key, level, refilled_at, due_at)
 		select p.id, 'k' || i, 0, clock_timestamp() - interval '1 year', clock_timestamp() - interval '1 day'
 		  from ratelimit.policies as p, generate_series(1, $2::integer) as i where p.name = $1`, policy, n)
@@ -186,7 +177,6 @@ func (db *TestDB) FillTables(prefix, policy string, n int) {
 
 // Orphans counts rows whose policy was dropped.
 func (db *TestDB) Orphans() (n int64) {
-	db.T.Helper()
 	for _, table := range StateTables {
 		n += db.Number("select count(*) from " + table + " where policy_id not in (select id from ratelimit.policies)")
 	}
@@ -195,13 +185,11 @@ func (db *TestDB) Orphans() (n int64) {
 
 // Findings are those of the doctor, each with its severity.
 func (db *TestDB) Findings() []string {
-	db.T.Helper()
 	return Column(db.T, db.DB, "select severity || ': ' || finding from ratelimit_doctor()")
 }
 
 // RequireFinding fails unless the doctor finds just this, and returns what helps.
 func (db *TestDB) RequireFinding(severity string, parts ...string) (remedy string) {
-	db.T.Helper()
 	findings := db.Findings()
 	require.Len(db.T, findings, 1)
 	for _, part := range append(parts, severity+": ") {
@@ -212,7 +200,6 @@ func (db *TestDB) RequireFinding(severity string, parts ...string) (remedy strin
 
 // GiveAway makes a role that is no superuser the owner of the package, so that the doctor has nothing to say of the owner.
 func (db *TestDB) GiveAway() *TestDB {
-	db.T.Helper()
 	db.Follow(db.RequireFinding("notice", "The owner of the package, ", " is a superuser"), "pg_monitor")
 	require.Empty(db.T, db.Findings())
 	return db
@@ -220,7 +207,6 @@ func (db *TestDB) GiveAway() *TestDB {
 
 // Follow executes the statements of a remedy, for a new owner where the remedy leaves it open.
 func (db *TestDB) Follow(remedy, owner string) {
-	db.T.Helper()
 	_, sql, found := strings.Cut(remedy, "\n")
 	require.True(db.T, found, remedy)
 	conn := db.Connect(db.T)
@@ -230,7 +216,6 @@ func (db *TestDB) Follow(remedy, owner string) {
 
 // AMinuteAfter is a minute after the instant that a query finds.
 func (db *TestDB) AMinuteAfter(sql string, args ...any) time.Time {
-	db.T.Helper()
 	var began time.Time
 	require.NoError(db.T, db.Pool.QueryRow(db.T.Context(), sql, args...).Scan(&began))
 	return began.Add(time.Minute)

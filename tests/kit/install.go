@@ -60,7 +60,6 @@ type Job struct{ Name, Schedule, Command, Database, Username string }
 
 // Jobs returns what is scheduled for clean-up: the jobs of pg_cron's own database first.
 func Jobs(db *TestDB) []Job {
-	db.T.Helper()
 	rows, err := db.Pool.Query(context.Background(), `
 		select jobname::text, schedule, command, database, username from cron.job where jobname like 'ratelimit-cleanup%'
 		 order by jobname like '%:%', jobname like '%-history%', username`)
@@ -71,14 +70,12 @@ func Jobs(db *TestDB) []Job {
 }
 
 func PreRequestScript(t *testing.T, name string) string {
-	t.Helper()
 	text, err := os.ReadFile("../../docs/postgrest/" + name)
 	require.NoError(t, err)
 	return strings.ReplaceAll(string(text), `\set ON_ERROR_STOP on`, "")
 }
 
 func InstallPreRequest(t *testing.T, db *pgtest.DB) {
-	t.Helper()
 	conn := db.Connect(t)
 	Execute(t, conn, PreRequestScript(t, "install.sql"), pgx.QueryExecModeSimpleProtocol)
 	require.NoError(t, conn.Close(t.Context()))

@@ -13,7 +13,6 @@ import (
 
 // RowsRead runs SQL and counts the rows of the package's tables that it read.
 func (s *Session) RowsRead(sql string) (rows int64) {
-	s.Db.T.Helper()
 	count := func() (rows int64) {
 		require.NoError(s.Db.T, s.QueryRow(context.Background(), `
 			select sum(seq_tup_read + idx_tup_fetch)::bigint from pg_stat_xact_user_tables where schemaname = 'ratelimit'`).Scan(&rows))
@@ -40,7 +39,6 @@ type planner struct {
 }
 
 func (db *TestDB) Planner() *planner {
-	db.T.Helper()
 	p := &planner{T: db.T}
 	config, err := pgx.ParseConfig(db.URL)
 	require.NoError(db.T, err)
@@ -63,7 +61,6 @@ func (db *TestDB) Planner() *planner {
 
 // PlansOf runs calls that are rolled back, for a durable and an ephemeral policy, and returns the plans of all statements.
 func (p *planner) PlansOf(settings string, calls []string) []plan {
-	p.T.Helper()
 	Execute(p.T, p.Conn, "reset all; discard plans; "+settings+`; set search_path = ratelimit, public;
 		set auto_explain.log_min_duration = 0; set auto_explain.log_nested_statements = on;
 		set client_min_messages = log; set log_min_messages = panic`, pgx.QueryExecModeSimpleProtocol)

@@ -77,7 +77,6 @@ func RandomPromise(random *rand.Rand, most int64) Promise {
 
 // ClockInASetting lets SQL move the clock: a table would collect a row version for each move of it.
 func (db *TestDB) ClockInASetting() {
-	db.T.Helper()
 	db.Execute(`
 		create or replace function ratelimit.clock() returns timestamptz language sql volatile as $$ select current_setting('test.now')::timestamptz $$;
 		create function set_clock(now timestamptz) returns void language plpgsql as $$ begin perform set_config('test.now', now::text, true); end $$`)
@@ -85,7 +84,6 @@ func (db *TestDB) ClockInASetting() {
 
 // Verdicts tries cases with the function of that name.
 func Verdicts[T any](db *TestDB, cases []T) []string {
-	db.T.Helper()
 	ctx := context.Background()
 	input, err := json.Marshal(cases)
 	require.NoError(db.T, err)

@@ -3,8 +3,10 @@ package kit
 import (
 	"context"
 	"fmt"
+	"strings"
 	"time"
 
+	"github.com/jackc/pgx/v5/pgtype"
 	"github.com/pgratelimit/pgratelimit/client"
 	"github.com/pgratelimit/pgratelimit/client/clienttest/model"
 	"github.com/stretchr/testify/require"
@@ -12,7 +14,6 @@ import (
 
 // MustSpend sends a spending that must not fail.
 func (db *TestDB) MustSpend(s Spending) Spent {
-	db.T.Helper()
 	got, err := s.By(db.Pool)
 	require.NoError(db.T, err, s)
 	return got
@@ -21,7 +22,6 @@ func (db *TestDB) MustSpend(s Spending) Spent {
 // AsModel sends spendings to a database and to the model, which must answer alike.
 func (db *TestDB) AsModel(m *model.Model, now *time.Time) func(s Spending) Spent {
 	return func(s Spending) Spent {
-		db.T.Helper()
 		want, err := s.Of(m, *now)
 		require.NoError(db.T, err, s)
 		got := db.MustSpend(s)
@@ -154,4 +154,45 @@ func (s Spending) Of(m *model.Model, now time.Time) (Spent, error) {
 
 func (s Spending) String() string {
 	return fmt.Sprintf("%s of %d (at least %d) from %v within %v under %q", s.Function, s.Cost, s.AtLeast, s.BucketID, s.MaxWait, s.IdempotencyKey)
+}
+
+// KindOf tells what the answer to a spending shows.
+func (s Spending) KindOf(a Spent, before Decision) string {
+	switch {
+	case a.Replayed && a.RetryAfter > 0:
+		return "waits, replayed"
+	case a.Replayed:
+		return "replayed"
+	case a.Shadowed:
+		return "shadowed"
+	case !a.Allowed && s.Function == "reserve":
+		return "refused"
+	case !a.Allowed:
+		return "denied"
+	case s.Function == "reserve" && a.RetryAfter > 0:
+		return "waits"
+	case s.Function == "reserve":
+		return "granted at once"
+	case s.Function == "acquire_up_to" && a.Taken < s.Cost:
+		return "fewer"
+	case s.Function == "acquire_up_to":
+		return "all"
+	case s.Function == "settle" && a.Remaining > before.Remaining:
+		return "gave back"
+	case s.Function == "charge" && a.Remaining < 0 && before.Remaining-s.Cost < a.Remaining:
+		return "at the floor"
+	case a.Remaining < 0:
+		return "debt"
+	}
+	return "paid"
+}
+
+// IntervalOfDays counts whole days as such: here a day is 24 hours, whatever the time zone has.
+func IntervalOfDays(m model.Micros) pgtype.Interval {
+	return pgtype.Interval{Days: int32(m / Day), Microseconds: int64(m % Day), Valid: true}
+}
+
+// Is reports whether the answer is this error.
+func (a *Answer) Is(code model.Error) bool {
+	return a != nil && strings.Contains(a.Error, string(code))
 }

@@ -2,12 +2,15 @@ package kit
 
 import (
 	"cmp"
+	"fmt"
+	"strconv"
 	"testing"
 	"time"
 
 	"github.com/pgratelimit/pgratelimit/client"
 	"github.com/pgratelimit/pgratelimit/client/clienttest"
 	"github.com/pgratelimit/pgratelimit/client/clienttest/model"
+	"github.com/pgratelimit/pgratelimit/tests/vectors"
 	"github.com/stretchr/testify/require"
 )
 
@@ -29,7 +32,6 @@ type Subject interface {
 
 // ParallelDB is newDB for a test that runs beside others. A clock that is given stands still.
 func ParallelDB(t *testing.T, clock ...time.Time) *TestDB {
-	t.Helper()
 	t.Parallel()
 	db := NewDB(t)
 	for _, now := range clock {
@@ -101,47 +103,44 @@ func (f *testFake) Of(t testing.TB) Subject { return &testFake{f.Fake, f.Now, t}
 func (f *testFake) SetClock(now time.Time) { *f.Now = now }
 
 func (f *testFake) DefinePolicy(name string, capacity, refill int64, every time.Duration, opts ...PolicyOption) {
-	f.T.Helper()
 	var p PolicyOptions
 	for _, opt := range opts {
 		opt(&p)
 	}
-	choice := func(b *bool) client.Choice {
-		switch {
-		case b == nil:
-			return client.Keep
-		case *b:
-			return client.Yes
-		}
-		return client.No
-	}
 	require.NoError(f.T, f.Fake.DefinePolicy(f.T.Context(), client.Policy{
-		Name: name, Capacity: cmp.Or(capacity, client.Zero), Refill: cmp.Or(refill, client.Zero), Every: every, Stepped: choice(p.stepped), Durable: choice(p.Durable),
+		Name: name, Capacity: cmp.Or(capacity, client.Zero), Refill: cmp.Or(refill, client.Zero), Every: every, Stepped: ChoiceOf(p.stepped), Durable: ChoiceOf(p.Durable),
 		Remember: time.Duration(p.remember.Microseconds) * Us,
 	}))
 }
 
+// ChoiceOf is a nullable boolean in the form of the client.
+func ChoiceOf(b *bool) client.Choice {
+	switch {
+	case b == nil:
+		return client.Keep
+	case *b:
+		return client.Yes
+	}
+	return client.No
+}
+
 func (f *testFake) DropPolicy(name string) {
-	f.T.Helper()
 	require.NoError(f.T, f.Fake.DropPolicy(f.T.Context(), name))
 }
 
 func (f *testFake) PutBucket(policy, key string, b Bucket) {
-	f.T.Helper()
 	defer f.SetClock(*f.Now)
 	f.SetClock(b.RefilledAt)
 	require.NoError(f.T, f.Fake.SetLevel(policy, key, float64(b.Level)/1e6))
 }
 
 func (f *testFake) Acquire(policy, key string, cost int64, idempotencyKey ...string) Decision {
-	f.T.Helper()
 	d, err := f.TryAcquire(policy, key, cost, idempotencyKey...)
 	require.NoError(f.T, err)
 	return d
 }
 
 func (f *testFake) AcquireAt(at time.Time, policy, key string, cost int64, idempotencyKey ...string) Decision {
-	f.T.Helper()
 	f.SetClock(at)
 	return f.Acquire(policy, key, cost, idempotencyKey...)
 }
@@ -156,7 +155,6 @@ func (f *testFake) TryAcquire(policy, key string, cost int64, idempotencyKey ...
 }
 
 func (f *testFake) PeekAt(at time.Time, policy, key string, cost int64) Decision {
-	f.T.Helper()
 	f.SetClock(at)
 	d, err := f.Fake.Peek(f.T.Context(), policy, key, client.Cost(cost))
 	require.NoError(f.T, err)
@@ -164,7 +162,6 @@ func (f *testFake) PeekAt(at time.Time, policy, key string, cost int64) Decision
 }
 
 func (f *testFake) RefundAt(at time.Time, policy, key string, amount int64) Decision {
-	f.T.Helper()
 	f.SetClock(at)
 	d, err := f.Fake.Refund(f.T.Context(), policy, key, amount)
 	require.NoError(f.T, err)
@@ -172,7 +169,6 @@ func (f *testFake) RefundAt(at time.Time, policy, key string, amount int64) Deci
 }
 
 func (f *testFake) Reset(policy, key string) {
-	f.T.Helper()
 	require.NoError(f.T, f.Fake.Reset(f.T.Context(), policy, key))
 }
 
@@ -191,5 +187,69 @@ func DecisionOf(d client.Decision) Decision {
 	return Decision{
 		Allowed: d.Allowed, Remaining: d.Remaining, RetryAfter: retryAfter, ResetAfter: resetAfter,
 		Capacity: d.Capacity, Replayed: d.Replayed, Shadowed: d.Shadowed,
+	}
+}
+
+// ReplayVector makes the calls and compares the decisions. A call that takes and gives nothing must leave the bucket's row as it is, or absent.
+func ReplayVector(t *testing.T, db Subject, v vectors.Bucket, durability PolicyOption) {
+	rowOf := func(string, string) *Bucket { return nil } // the fake shows none
+	if db, ok := db.(*TestDB); ok {
+		rowOf = db.Bucket
+	}
+	refill := Continuous
+	if v.Stepped {
+		refill = Stepped
+	}
+	policy, key := v.Name, "k"
+	db.DefinePolicy(policy, v.Capacity, v.Refill, time.Duration(v.Every)*Ms, refill, durability)
+	if v.Taken > 0 {
+		require.Equal(t, v.Capacity-v.Taken, db.AcquireAt(T0, policy, key, v.Taken).Remaining)
+	}
+	for i, s := range v.Steps {
+		at, before := T0.Add(time.Duration(s.At)*Ms), rowOf(policy, key)
+		var got Decision
+		switch s.Call {
+		case "acquire":
+			got = db.AcquireAt(at, policy, key, s.Tokens)
+		case "peek":
+			got = db.PeekAt(at, policy, key, s.Tokens)
+		case "refund":
+			got = db.RefundAt(at, policy, key, s.Tokens)
+		case "charge":
+			db.SetClock(at)
+			charged, err := db.Spend(Spending{Function: "charge", BucketID: model.BucketID{Policy: policy, Key: key}, Cost: s.Tokens})
+			require.NoError(t, err)
+			got = charged.Decision
+		case "reset":
+			db.Reset(policy, key)
+			got = db.PeekAt(at, policy, key, 0)
+		}
+		call := fmt.Sprintf("step %d at %d ms: %s(%d) answered %+v", i, s.At, s.Call, s.Tokens, got)
+		checkStep(t, s, got, call)
+		require.Equal(t, v.Capacity, got.Capacity, call)
+		if s.Call == "peek" || s.Call == "acquire" && (!got.Allowed || s.Tokens == 0) {
+			require.Equal(t, before, rowOf(policy, key), call)
+		}
+	}
+}
+
+func checkStep(t testing.TB, want vectors.Step, got Decision, call string) {
+	require.Equal(t, want.Allowed, got.Allowed, call)
+	require.Equal(t, got.Allowed, got.RetryAfter == 0, call)
+	require.False(t, got.Replayed, call)
+	if want.Remaining != nil {
+		require.Equal(t, *want.Remaining, got.Remaining, call)
+	}
+	switch text := string(want.RetryAfter); text {
+	case "":
+	case "null":
+		require.Equal(t, model.Never, got.RetryAfter, call)
+	default:
+		wait, err := strconv.ParseInt(text, 10, 64)
+		require.NoError(t, err)
+		require.Equal(t, Micros(time.Duration(wait)*Ms), got.RetryAfter, call)
+	}
+	if want.ResetAfter != nil {
+		require.Equal(t, Micros(time.Duration(*want.ResetAfter)*Ms), got.ResetAfter, call)
 	}
 }

@@ -15,7 +15,6 @@ import (
 
 // newDBWith is newDB with options of CREATE DATABASE. The schema has to be that of every database.
 func newDBWith(t *testing.T, options string) *kit.TestDB {
-	t.Helper()
 	db := &kit.TestDB{DB: pgtest.Empty(t, options), T: t}
 	require.NoError(t, migrations.Up(context.Background(), db.Connect(t)))
 	require.Equal(t, kit.FingerprintOf(t, pgtest.New(t)), kit.FingerprintOf(t, db.DB))

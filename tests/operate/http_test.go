@@ -25,7 +25,6 @@ const absent = -1
 
 // httpItems reads the lines of a field.
 func httpItems(t testing.TB, lines []string, parameters ...string) map[string]httpItem {
-	t.Helper()
 	list, err := httpsfv.UnmarshalList(lines)
 	require.NoError(t, err, "%q", lines)
 	all := make(map[string]httpItem, len(list))
@@ -51,12 +50,10 @@ func httpItems(t testing.TB, lines []string, parameters ...string) map[string]ht
 }
 
 func policyItems(t testing.TB, header http.Header) map[string]httpItem {
-	t.Helper()
 	return httpItems(t, header["Ratelimit-Policy"], "q", "w")
 }
 
 func limitItems(t testing.TB, header http.Header) map[string]httpItem {
-	t.Helper()
 	return httpItems(t, header["Ratelimit"], "r", "t")
 }
 
@@ -70,7 +67,6 @@ type httpSubject struct {
 }
 
 func newHTTPSubject(t testing.TB, policies ...client.Policy) *httpSubject {
-	t.Helper()
 	s := &httpSubject{now: kit.T0}
 	s.Fake = clienttest.New(func() time.Time { return s.now })
 	for _, p := range policies {
@@ -142,7 +138,6 @@ func TestHTTP_FieldsArePromises(t *testing.T) {
 type httpSeen struct{ granted, denied, never, spent, more, early int }
 
 func (s *httpSeen) check(t *testing.T, random *rand.Rand) {
-	t.Helper()
 	upTo := func(n int64) int64 { // of any magnitude
 		return 1 + random.Int64N(max(1, n>>random.IntN(big.NewInt(n).BitLen())))
 	}
@@ -253,7 +248,6 @@ func (s *httpSeen) check(t *testing.T, random *rand.Rand) {
 
 // spend takes r within t, in up to three portions.
 func (s *httpSeen) spend(t *testing.T, l *httpSubject, random *rand.Rand, policy, key string, limit httpItem, asked time.Time) {
-	t.Helper()
 	end := asked.Add(time.Minute)
 	if limit["t"] != absent {
 		end = asked.Add(time.Duration(limit["t"]) * time.Second)

@@ -214,7 +214,6 @@ func TestPgCron_UninstallUnschedules(t *testing.T) {
 
 // connectToPackage connects as the owner of the package, which is a role of its own in the image.
 func connectToPackage(t *testing.T, db *kit.TestDB) *pgx.Conn {
-	t.Helper()
 	return kit.ConnectAs(t, db.DB, kit.Column(t, db.DB, "select nspowner::regrole::text from pg_namespace where nspname = 'ratelimit'")[0])
 }
 
@@ -236,7 +235,6 @@ func TestPgCron_ScriptsFail(t *testing.T) {
 }
 
 func requireMissing(t *testing.T, err error, message, detail, hint string) {
-	t.Helper()
 	var pgErr *pgconn.PgError
 	require.ErrorAs(t, err, &pgErr)
 	require.Equal(t, "55000", pgErr.Code)
@@ -247,7 +245,6 @@ func requireMissing(t *testing.T, err error, message, detail, hint string) {
 
 // plant leaves rows that clean-up removes, and rows that it must not.
 func plant(db *kit.TestDB) {
-	db.T.Helper()
 	for _, kind := range []struct {
 		name      string
 		durable   kit.PolicyOption
@@ -272,7 +269,6 @@ var inUse = []string{
 }
 
 func remaining(db *kit.TestDB) []string {
-	db.T.Helper()
 	return kit.Column(db.T, db.DB, `
 		select p.name || ' ' || r.what from ratelimit.policies as p join (select policy_id, key from ratelimit.buckets union all
 		 select policy_id, key from ratelimit.ephemeral_buckets union all

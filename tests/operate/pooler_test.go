@@ -32,7 +32,6 @@ func newPooledDB(t *testing.T) *pooledDB {
 
 // connect returns a pool of many clients of the pooler.
 func (db *pooledDB) connect(t testing.TB, mode pgx.QueryExecMode, change ...func(*pgxpool.Config)) *pgxpool.Pool {
-	t.Helper()
 	config, err := pgxpool.ParseConfig(db.pooler.URL(db.Name))
 	require.NoError(t, err)
 	config.ConnConfig.DefaultQueryExecMode = mode
@@ -56,7 +55,6 @@ func (db *pooledDB) modes() []pgx.QueryExecMode {
 }
 
 func (db *pooledDB) inEachMode(t *testing.T, test func(t *testing.T, policy string, pool *pgxpool.Pool)) {
-	t.Helper()
 	for i, mode := range db.modes() {
 		t.Run(mode.String(), func(t *testing.T) {
 			policy := fmt.Sprint("p", i)

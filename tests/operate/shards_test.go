@@ -93,7 +93,6 @@ for v in json.loads(sys.stdin.buffer.read()): print(shard_of(v["key"], v["of"]))
 
 // createShownDB is a connection to a database of an encoding, that sends UTF-8.
 func createShownDB(t *testing.T, encoding string) *pgx.Conn {
-	t.Helper()
 	db := pgtest.Empty(t, "encoding '"+encoding+"'", "locale 'C'")
 	config, err := pgx.ParseConfig(db.URL)
 	require.NoError(t, err)

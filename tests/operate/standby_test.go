@@ -16,7 +16,6 @@ import (
 
 // becomeStandby has a server go on as a standby that waits for a primary to follow.
 func becomeStandby(t *testing.T, db *kit.TestDB, server *pgtest.Server) *kit.TestDB {
-	t.Helper()
 	db.Execute(`
 		do $$
 		begin
@@ -41,7 +40,6 @@ func TestStandby(t *testing.T) {
 	db = becomeStandby(t, db, server)
 	const readOnly, unlogged = "25006", "0A000"
 	refused := func(code, message, call string, args ...any) {
-		t.Helper()
 		require.Contains(t, db.Refused(code, "select ratelimit_"+call, args...).Message, message)
 	}
 	for _, key := range []string{"k", "new"} {
@@ -133,7 +131,6 @@ func TestStandby_Doctor(t *testing.T) {
 	db = becomeStandby(t, db, server)
 	require.Empty(t, db.Findings(), "a standby vacuums nothing")
 	promote := func() {
-		t.Helper()
 		db.Execute("select pg_promote()")
 		db.Await(t, kit.Patience, "select not pg_is_in_recovery()")
 		db = kit.Reopen(t, server)

@@ -291,7 +291,6 @@ func TestDoctor_BloatAndHotUpdates(t *testing.T) {
 	const fill = "insert into ratelimit.buckets (policy_id, key, level, refilled_at, due_at) select 1, 'user:' || n, 0, now(), now() + interval '1 day' from generate_series(1, 450000) as n"
 	conn := db.Session()
 	flush := func(sql string) {
-		t.Helper()
 		conn.Execute(sql)
 		conn.Execute("select pg_stat_force_next_flush()")
 		conn.Execute("select 1")

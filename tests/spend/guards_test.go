@@ -58,7 +58,6 @@ func TestEnforce_IsAcquireThatRaises(t *testing.T) {
 
 // requireDenial fails unless an error is RL429 with the numbers of a denial, and without the key.
 func requireDenial(t *testing.T, err error, policy string, cost int64, want kit.Decision) {
-	t.Helper()
 	e := kit.PgError(err)
 	require.NotNil(t, e, "%v", err)
 	require.Equal(t, "RL429", e.Code, "%v", err)
@@ -97,11 +96,9 @@ func TestGuard_ChargesEachKeyOnce(t *testing.T) {
 		db.At(kit.T0).Policy("p", 10, 1, kit.Second, durability)
 		db.Guarded("p", "orders")
 		left := func(want ...int64) {
-			t.Helper()
 			require.Equal(t, want, []int64{db.Left("p", "a"), db.Left("p", "b"), db.Left("p", "c")})
 		}
 		refused := func(code, sql string) {
-			t.Helper()
 			before := kit.State(t, db.Pool)
 			_ = db.Refused(code, sql)
 			require.Equal(t, before, kit.State(t, db.Pool), sql)
@@ -254,7 +251,7 @@ func TestGuard_ForeignPartitions(t *testing.T) {
 		create trigger limited after insert on parted referencing new table as inserted for each statement execute function ratelimit_guard('p', 'customer')`,
 		pgx.QueryExecModeSimpleProtocol)
 	insert := func(rows string) error {
-		return kit.Failure(db.Pool.Exec(t.Context(), "insert into parted values "+rows))
+		return kit.ErrorOf(db.Pool.Exec(t.Context(), "insert into parted values "+rows))
 	}
 	uncharged := func() int64 { return db.Number("select count(*) from parted") - (100 - db.Left("p", "a")) }
 	require.NoError(t, insert("('a', 1), ('a', 2)"))

@@ -31,7 +31,6 @@ type postgrestAnswer struct {
 
 // postgrest reads the answer as PostgREST does: anything that is missing, or of another type, would make it 500.
 func postgrest(t *testing.T, err error) postgrestAnswer {
-	t.Helper()
 	e := kit.PgError(err)
 	require.NotNil(t, e, "%v", err)
 	require.Equal(t, "PGRST", e.Code, "%v", err)
@@ -99,7 +98,6 @@ func (r httpRequest) serve(conn *pgx.Conn, statement string) error {
 
 // newAPI is a database with ratelimit_pre_request, and a connection of the role that PostgREST logs in as.
 func newAPI(t *testing.T, roles ...string) (*kit.TestDB, *pgx.Conn) {
-	t.Helper()
 	db := kit.NewDB(t)
 	kit.InstallPreRequest(t, db.DB)
 	for _, role := range roles {

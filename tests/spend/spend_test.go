@@ -57,7 +57,6 @@ type spendStep struct {
 }
 
 func runSpending(t *testing.T, db kit.Subject, steps []spendStep) {
-	t.Helper()
 	for i, step := range steps {
 		db.SetClock(kit.T0.Add(step.at))
 		var got kit.Spent

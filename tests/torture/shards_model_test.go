@@ -1,6 +1,7 @@
 package torture
 
 import (
+	"cmp"
 	"context"
 	"maps"
 	"math"
@@ -178,7 +179,7 @@ func (m *shardsModelRun) defineAs(t *rapid.T, name string, def model.Definition)
 	}
 	p := client.Policy{
 		Name: name, Capacity: field(def.Capacity), Refill: field(def.Refill), Every: atMost(def.Every), Remember: atMost(def.Remember),
-		Stepped: choice(def.Stepped), Durable: choice(def.Durable), Shadow: choice(def.Shadow),
+		Stepped: kit.ChoiceOf(def.Stepped), Durable: kit.ChoiceOf(def.Durable), Shadow: kit.ChoiceOf(def.Shadow),
 	}
 	err := m.limiter.DefinePolicy(m.ctx, p)
 	m.sameError(t, m.model.Define(name, def), err)
@@ -186,23 +187,10 @@ func (m *shardsModelRun) defineAs(t *rapid.T, name string, def model.Definition)
 
 // field is a number of a client.Policy or client.Override.
 func field(n *int64) int64 {
-	switch {
-	case n == nil:
+	if n == nil {
 		return 0
-	case *n == 0:
-		return client.Zero
 	}
-	return *n
-}
-
-func choice(b *bool) client.Choice {
-	switch {
-	case b == nil:
-		return client.Keep
-	case *b:
-		return client.Yes
-	}
-	return client.No
+	return cmp.Or(*n, client.Zero)
 }
 
 func (m *shardsModelRun) changeOrList(t *rapid.T) {
