@@ -29,8 +29,7 @@ func TestAcquireAll_SendsArraysAndReadsNumbers(t *testing.T) {
 	got := noError(limiter.AcquireAll(t.Context(), charges, client.IdempotencyKey("once")))(t)
 	binding := client.Decision{Remaining: 5, RetryAfter: math.MaxInt64, ResetAfter: math.MaxInt64, Capacity: 6}
 	require.Equal(t, client.JointDecision{
-		Decision:  binding,
-		Binding:   1,
+		Decision: binding, Binding: 1,
 		Decisions: []client.Decision{{Allowed: true, Remaining: 2, ResetAfter: 3 * time.Microsecond, Capacity: 4, Replayed: true}, binding},
 	}, got)
 	require.True(t, got.Never() && got.NeverFull())

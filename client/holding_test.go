@@ -292,10 +292,8 @@ func TestLeaseSize_KeepsItsBounds(t *testing.T) {
 		l := Lease{MaxTokens: between(1, 1e6), MaxShare: (1 - 0.999*r.Float64())}
 		capacity := between(0, 9e12)
 		seen := sight{Decision: Decision{
-			Capacity:   capacity,
-			Remaining:  between(-100, capacity),
-			ResetAfter: duration(between(0, time.Hour.Microseconds())),
-			Shadowed:   r.IntN(10) == 0,
+			Capacity: capacity, Remaining: between(-100, capacity), ResetAfter: duration(between(0, time.Hour.Microseconds())),
+			Shadowed: r.IntN(10) == 0,
 		}}
 		if r.IntN(10) == 0 {
 			seen.ResetAfter = never

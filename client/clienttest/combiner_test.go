@@ -92,9 +92,8 @@ func compare(t *testing.T, keyed, joint, many bool) {
 		for isNew && len(charges) < 3 && (len(charges) == 0 || random.IntN(2) == 0) {
 			policies, keys := []string{"p", "p", "budget", "shadow", "none"}, []string{"a", "b", "c", ""}
 			charges = append(charges, client.Charge{
-				Policy: policies[min(random.IntN(40), random.IntN(5))],
-				Key:    keys[min(random.IntN(40), random.IntN(4))],
-				Cost:   client.Cost(random.Int64N(8) - int64(random.IntN(20)/19)),
+				Policy: policies[min(random.IntN(40), random.IntN(5))], Key: keys[min(random.IntN(40), random.IntN(4))],
+				Cost: client.Cost(random.Int64N(8) - int64(random.IntN(20)/19)),
 			})
 		}
 		want[n] = ask(plain, charges, once)

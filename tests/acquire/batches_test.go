@@ -38,8 +38,7 @@ func TestAcquireMany_EqualsOneByOne(t *testing.T) {
 	})
 	odd := rapid.Custom(func(t *rapid.T) kit.NullableRequest {
 		w := kit.NullableRequest{
-			Policy:         pick("a", "b", "c", "d", "d", "nobody").Draw(t, "policy"),
-			Key:            pick("x", "y", "z", "").Draw(t, "key"),
+			Policy: pick("a", "b", "c", "d", "d", "nobody").Draw(t, "policy"), Key: pick("x", "y", "z", "").Draw(t, "key"),
 			IdempotencyKey: rapid.Ptr(rapid.SampledFrom([]string{"i", "j", ""}), true).Draw(t, "idempotency key"),
 		}
 		cost := rapid.SampledFrom([]int64{0, 1, 1, 2, 3, 10, 11, -1}).Draw(t, "cost")

@@ -97,8 +97,7 @@ func (s *Shards) Reopen() {
 func (l *Ledger) Of(shard, of int) *Ledger {
 	elsewhere := func(e Entry) bool { return client.ShardOf(e.Key, of) != shard }
 	return &Ledger{
-		Policy: l.Policy, Capacity: l.Capacity,
-		Grants:     slices.DeleteFunc(slices.Clone(l.Grants), elsewhere),
+		Policy: l.Policy, Capacity: l.Capacity, Grants: slices.DeleteFunc(slices.Clone(l.Grants), elsewhere),
 		unanswered: slices.DeleteFunc(slices.Clone(l.unanswered), elsewhere),
 	}
 }

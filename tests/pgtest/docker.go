@@ -81,12 +81,7 @@ func runContainer(ctx context.Context, settings []string, inMemory bool) (host, 
 	var build bytes.Buffer
 	c.DockerContainer, err = testcontainers.Run(ctx, "",
 		testcontainers.WithDockerfile(testcontainers.FromDockerfile{
-			Context:        root,
-			Dockerfile:     "docker/Dockerfile",
-			Repo:           "pgratelimit",
-			Tag:            "test",
-			KeepImage:      true,
-			BuildLogWriter: &build,
+			Context: root, Dockerfile: "docker/Dockerfile", Repo: "pgratelimit", Tag: "test", KeepImage: true, BuildLogWriter: &build,
 		}),
 		testcontainers.WithName(name),
 		testcontainers.WithEnv(map[string]string{"POSTGRES_PASSWORD": c.password, "RATELIMIT_APP_PASSWORD": c.password}),

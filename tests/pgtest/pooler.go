@@ -177,10 +177,7 @@ func (p *Pooler) startContainer(ctx context.Context, server *container) (end fun
 	var build bytes.Buffer
 	c.DockerContainer, err = testcontainers.Run(ctx, "",
 		testcontainers.WithDockerfile(testcontainers.FromDockerfile{
-			Context:        filepath.Join(root, "tests", "pgtest", "pgbouncer"),
-			Repo:           "pgratelimit-pgbouncer",
-			Tag:            "test",
-			KeepImage:      true,
+			Context: filepath.Join(root, "tests", "pgtest", "pgbouncer"), Repo: "pgratelimit-pgbouncer", Tag: "test", KeepImage: true,
 			BuildLogWriter: &build,
 		}),
 		testcontainers.WithName(name),

@@ -98,10 +98,8 @@ func startCrashLoadOn(t testing.TB, target crashTarget, prefix string, policies 
 func (l *crashLoad) of(shard, of int) *crashLoad {
 	elsewhere := func(e kit.Entry) bool { return client.ShardOf(e.Key, of) != shard }
 	return &crashLoad{
-		prefix:     l.prefix,
-		grants:     slices.DeleteFunc(slices.Clone(l.grants), elsewhere),
-		unanswered: slices.DeleteFunc(slices.Clone(l.unanswered), elsewhere),
-		denials:    l.denials,
+		prefix: l.prefix, grants: slices.DeleteFunc(slices.Clone(l.grants), elsewhere),
+		unanswered: slices.DeleteFunc(slices.Clone(l.unanswered), elsewhere), denials: l.denials,
 	}
 }
 

@@ -50,13 +50,9 @@ type span struct {
 //	22P03 no binary value of that type; 42804 an array of something else
 //	2202E, 54000 array bounds or dimensions beyond what PostgreSQL can hold
 var unreadable = struct{ text, number, boolean, interval, instant, array, binary []string }{
-	text:     []string{"22021", "08P01"},
-	number:   []string{"22P02", "22003"},
-	boolean:  []string{"22P02"},
-	interval: []string{"22007", "22008", "22015"},
-	instant:  []string{"22007", "22008", "22009"},
-	array:    []string{"22P02", "2202E", "54000", "22003"},
-	binary:   []string{"08P01", "22P03", "22021", "42804", "2202E", "54000"},
+	text: []string{"22021", "08P01"}, number: []string{"22P02", "22003"}, boolean: []string{"22P02"},
+	interval: []string{"22007", "22008", "22015"}, instant: []string{"22007", "22008", "22009"},
+	array: []string{"22P02", "2202E", "54000", "22003"}, binary: []string{"08P01", "22P03", "22021", "42804", "2202E", "54000"},
 }
 
 var null = argument{}

@@ -378,13 +378,8 @@ type version struct {
 func (c *chronicler) history(seed uint64) (histories []history, err error) {
 	random := rand.New(rand.NewPCG(seed, 0))
 	h := &chronicle{
-		chronicler: c,
-		seed:       seed,
-		started:    time.Now(),
-		combined:   random.IntN(c.oneIn) == 0,
-		versions:   map[string][]version{},
-		numbers:    map[model.BucketID][]numbers{},
-		gone:       map[string][]period{},
+		chronicler: c, seed: seed, started: time.Now(), combined: random.IntN(c.oneIn) == 0, versions: map[string][]version{},
+		numbers: map[model.BucketID][]numbers{}, gone: map[string][]period{},
 	}
 	buckets := 2 + random.IntN(3)
 	if c.mostly != nil {
@@ -521,11 +516,8 @@ const (
 // define is called by one client only, so that versions follow each other.
 func (h *chronicle) define(random *rand.Rand, q *recorder, policy string) error {
 	p := model.Policy{
-		Capacity: 3 + random.Int64N(10),
-		Every:    model.Micros(50 + random.Int64N(5000)),
-		Stepped:  policy[0] == 's',
-		Durable:  strings.HasSuffix(policy, "durable"),
-		Remember: []model.Micros{kit.Day, kit.Day, 20_000, 2_000}[random.IntN(4)],
+		Capacity: 3 + random.Int64N(10), Every: model.Micros(50 + random.Int64N(5000)), Stepped: policy[0] == 's',
+		Durable: strings.HasSuffix(policy, "durable"), Remember: []model.Micros{kit.Day, kit.Day, 20_000, 2_000}[random.IntN(4)],
 	}
 	if random.IntN(8) == 0 {
 		p.Stepped = !p.Stepped

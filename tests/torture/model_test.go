@@ -188,8 +188,7 @@ func newModelRun(t *rapid.T, s *kit.Session, met sightings) *modelRun {
 	s.Execute(emptyTables)
 	m := &modelRun{
 		session: s, buckets: bucketIDs, clock: s.Db.SetClock, model: model.New(), met: met,
-		ask:  func(of kit.Spending) (kit.Spent, error) { return of.By(s) },
-		told: func(d kit.Decision) kit.Decision { return d },
+		ask: func(of kit.Spending) (kit.Spent, error) { return of.By(s) }, told: func(d kit.Decision) kit.Decision { return d },
 	}
 	m.Begin(t, m)
 	return m
@@ -289,16 +288,14 @@ var (
 	overridden = rapid.Custom(func(t *rapid.T) model.Numbers {
 		return model.Numbers{
 			Capacity: orNil(rapid.OneOf(rapid.Int64Range(0, 20), rapid.Map(tokens, atMost9e12))).Draw(t, "capacity"),
-			Refill:   rapid.Ptr(refills, true).Draw(t, "refill"),
-			Every:    rapid.Ptr(spans, true).Draw(t, "every"),
+			Refill:   rapid.Ptr(refills, true).Draw(t, "refill"), Every: rapid.Ptr(spans, true).Draw(t, "every"),
 		}
 	})
 	definitions = rapid.Custom(func(t *rapid.T) model.Definition {
 		return model.Definition{
 			Numbers: model.Numbers{
-				Capacity: orNil(refills).Draw(t, "capacity"),
-				Refill:   orNil(refills).Draw(t, "refill"),
-				Every:    orNil(spans).Draw(t, "every"),
+				Capacity: orNil(refills).Draw(t, "capacity"), Refill: orNil(refills).Draw(t, "refill"),
+				Every: orNil(spans).Draw(t, "every"),
 			},
 			Stepped:  rapid.Ptr(rapid.Bool(), true).Draw(t, "stepped"),
 			Durable:  rapid.Ptr(rapid.Bool(), true).Draw(t, "durable"),
@@ -695,9 +692,8 @@ func (m *modelRun) refund(t *rapid.T) {
 // spend charges, reserves, or acquires what there is.
 func (m *modelRun) spend(t *rapid.T) {
 	s := kit.Spending{
-		Function:       rapid.SampledFrom([]string{"charge", "reserve", "reserve", "acquire_up_to"}).Draw(t, "function"),
-		BucketID:       m.buckets.Draw(t, "bucket"),
-		IdempotencyKey: idempotencyKeys.Draw(t, "idempotency key"),
+		Function: rapid.SampledFrom([]string{"charge", "reserve", "reserve", "acquire_up_to"}).Draw(t, "function"),
+		BucketID: m.buckets.Draw(t, "bucket"), IdempotencyKey: idempotencyKeys.Draw(t, "idempotency key"),
 	}
 	s.Cost = m.amount(t, s.Policy)
 	switch s.Function {
@@ -731,8 +727,7 @@ func (m *modelRun) spend(t *rapid.T) {
 // settle settles a grant, if there is one; now and then as it did before.
 func (m *modelRun) settle(t *rapid.T) {
 	s := kit.Spending{
-		Function:       "settle",
-		BucketID:       m.buckets.Draw(t, "bucket"),
+		Function: "settle", BucketID: m.buckets.Draw(t, "bucket"),
 		IdempotencyKey: rapid.SampledFrom([]string{"1", "2"}).Draw(t, "idempotency key"),
 	}
 	if len(m.settled) > 0 && rapid.Bool().Draw(t, "again") {

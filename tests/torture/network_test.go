@@ -301,11 +301,7 @@ func nextReply(f kit.Fault, met func()) kit.Faults {
 func newProxy(t testing.TB, db *kit.TestDB) *kit.Proxy {
 	listener, err := net.Listen("tcp", "127.0.0.1:0")
 	require.NoError(t, err)
-	p := &kit.Proxy{
-		Listener: listener,
-		Server:   &db.Pool.Config().ConnConfig.Config,
-		Lines:    make(map[*kit.Line]struct{}),
-	}
+	p := &kit.Proxy{Listener: listener, Server: &db.Pool.Config().ConnConfig.Config, Lines: make(map[*kit.Line]struct{})}
 	p.Heal()
 	p.Running.Go(p.Serve)
 	t.Cleanup(p.Close)
