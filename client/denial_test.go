@@ -45,8 +45,7 @@ func TestDenialCache_KeepsThePromiseAndNoLonger(t *testing.T) {
 		db := slow{&fakePool{fakeDB{answers: []any{denied(10 * time.Second), granted(4)}}}}
 		limiter := client.New(db, client.DenialCache())
 		acquire := func() client.Decision {
-			d := noError(limiter.Acquire(t.Context(), "p", "k", client.Cost(5)))(t)
-			return d
+			return noError(limiter.Acquire(t.Context(), "p", "k", client.Cost(5)))(t)
 		}
 		asked := time.Now()
 		first := acquire()

@@ -241,8 +241,7 @@ func TestClock_ForwardJump(t *testing.T) {
 func TestClock_IsReadInsideTheCall(t *testing.T) {
 	db := kit.ParallelDB(t).Policy("p", 10, 1, time.Hour)
 	ctx := context.Background()
-	tx, err := db.Pool.Begin(ctx)
-	require.NoError(t, err)
+	tx := kit.NoError(db.Pool.Begin(ctx))(t)
 	defer tx.Rollback(ctx)
 	var began time.Time
 	require.NoError(t, tx.QueryRow(ctx, "select now()").Scan(&began))
@@ -343,12 +342,9 @@ func TestPolicyChange_NullKeepsWhatIsThere(t *testing.T) {
 	}
 	db := kit.NewDB(t)
 	defined := func() policy {
-		rows, err := db.Pool.Query(context.Background(),
-			"select capacity, refill, every::text, stepped, durable, remember::text from ratelimit_policies()")
-		require.NoError(t, err)
-		p, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByPos[policy])
-		require.NoError(t, err)
-		return p
+		rows := kit.NoError(db.Pool.Query(context.Background(),
+			"select capacity, refill, every::text, stepped, durable, remember::text from ratelimit_policies()"))(t)
+		return kit.NoError(pgx.CollectExactlyOneRow(rows, pgx.RowToStructByPos[policy]))(t)
 	}
 	db.DefinePolicy("p", 10, 1, kit.Second)
 	require.Equal(t, policy{10, 1, "00:00:01", false, true, "24:00:00"}, defined(), "defaults")

@@ -202,11 +202,9 @@ func TestBadInput_InABatch(t *testing.T) {
 		requests = append(requests, kit.RequestOf("nobody", "k", 1), kit.NullableRequest{Policy: &policy, Key: new("k"), Cost: nil, IdempotencyKey: nil},
 			kit.RequestOf(policy, "k", -1), kit.RequestOf(policy, "k", 4, "first"))
 	}
-	tx, err := db.Pool.Begin(t.Context())
-	require.NoError(t, err)
+	tx := kit.NoError(db.Pool.Begin(t.Context()))(t)
 	defer tx.Rollback(t.Context())
-	want, err := acquireEach(tx, requests)
-	require.NoError(t, err)
+	want := kit.NoError(acquireEach(tx, requests))(t)
 	bad := len(requests)
 	got := kit.SendBatch(t, db.Pool, kit.AcquireMany, append(requests, kit.RequestOf("durable", "k", 2), kit.RequestOf("ephemeral", "k", 2))...)
 	require.Equal(t, want, got[:bad])

@@ -59,8 +59,7 @@ func TestContention_AHeldBucket(t *testing.T) {
 	l := kit.NewLedger(db, "p", 100, time.Minute)
 	config := db.Pool.Config()
 	config.ConnConfig.RuntimeParams["lock_timeout"] = "200ms"
-	hasty, err := pgxpool.NewWithConfig(context.Background(), config)
-	require.NoError(t, err)
+	hasty := kit.NoError(pgxpool.NewWithConfig(context.Background(), config))(t)
 	defer hasty.Close()
 	limiters := []client.Acquirer{client.New(hasty), client.NewCombiner(hasty)}
 	require.NoError(t, l.Settle(client.New(db.Pool), l.Request("held", 1, "first")))
@@ -94,7 +93,7 @@ func TestContention_AHeldBucket(t *testing.T) {
 	require.EqualValues(t, 99, db.Left("p", "held"))
 	patient, cancel := context.WithTimeout(context.Background(), 100*time.Millisecond)
 	defer cancel()
-	_, err = client.New(db.Pool).Acquire(patient, "p", "held")
+	_, err := client.New(db.Pool).Acquire(patient, "p", "held")
 	require.ErrorIs(t, err, context.DeadlineExceeded)
 	require.NotErrorIs(t, err, client.ErrLocked)
 	l.Lose(l.Request("held", 1, "")) // the server may learn of the end too late
@@ -130,8 +129,7 @@ func TestContention_TooManyConnections(t *testing.T) {
 	const most = 12
 	db, _ := kit.NewPrivateDB(t, fmt.Sprint("max_connections=", most))
 	l := kit.NewLedger(db, "p", 1000, time.Minute)
-	pool, err := pgxpool.New(context.Background(), db.URL)
-	require.NoError(t, err)
+	pool := kit.NoError(pgxpool.New(context.Background(), db.URL))(t)
 	defer pool.Close()
 	var others []*pgx.Conn
 	for {
@@ -145,7 +143,7 @@ func TestContention_TooManyConnections(t *testing.T) {
 	}
 	for _, by := range []client.Acquirer{client.New(pool), client.NewCombiner(pool)} {
 		for _, idempotencyKey := range []string{"", "i"} {
-			_, err = l.Try(by, l.Request("k", 1, idempotencyKey))
+			_, err := l.Try(by, l.Request("k", 1, idempotencyKey))
 			require.Equal(t, "53300", kit.SQLState(err))
 			require.ErrorContains(t, err, "too many clients already")
 			var connectErr *pgconn.ConnectError
@@ -160,8 +158,7 @@ func TestContention_TooManyConnections(t *testing.T) {
 	// A pool that is larger than its server, and every call takes a connection for a while.
 	large := pool.Config()
 	large.MaxConns = 2 * most
-	pool, err = pgxpool.NewWithConfig(context.Background(), large)
-	require.NoError(t, err)
+	pool = kit.NoError(pgxpool.NewWithConfig(context.Background(), large))(t)
 	defer pool.Close()
 	holder := db.Begin().Take("p", "k", 1)
 	var callers sync.WaitGroup

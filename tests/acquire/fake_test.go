@@ -118,15 +118,11 @@ func TestFake_RefusesWhatTheServerRefuses(t *testing.T) {
 		}
 	}
 	require.Greater(t, refused, 500)
-	want, err := onServer.Policies(ctx)
-	require.NoError(t, err)
-	got, err := fake.Fake.Policies(ctx)
-	require.NoError(t, err)
+	want := kit.NoError(onServer.Policies(ctx))(t)
+	got := kit.NoError(fake.Fake.Policies(ctx))(t)
 	require.Equal(t, want, got)
-	overrides, err := onServer.Overrides(ctx)
-	require.NoError(t, err)
-	fakes, err := fake.Fake.Overrides(ctx)
-	require.NoError(t, err)
+	overrides := kit.NoError(onServer.Overrides(ctx))(t)
+	fakes := kit.NoError(fake.Fake.Overrides(ctx))(t)
 	require.Equal(t, overrides, fakes)
 }
 

@@ -34,13 +34,11 @@ func TestOddTexts_AreBucketsOfTheirOwn(t *testing.T) {
 			}
 			for i, key := range kit.OddTexts {
 				cost := int64(i + 1)
-				d, err := kit.Acquire(q, policy, key, cost, key)
-				require.NoError(t, err)
+				d := kit.NoError(kit.Acquire(q, policy, key, cost, key))(t)
 				require.True(t, d.Replayed)
-				d, err = kit.Peek(q, policy, key, 1)
-				require.NoError(t, err)
+				d = kit.NoError(kit.Peek(q, policy, key, 1))(t)
 				require.Equal(t, 1000-cost, d.Remaining)
-				_, err = conn.Exec(context.Background(), "select ratelimit_reset($1, $2)", mode, policy, key)
+				_, err := conn.Exec(context.Background(), "select ratelimit_reset($1, $2)", mode, policy, key)
 				require.NoError(t, err)
 				require.Nil(t, db.Bucket(policy, key))
 			}

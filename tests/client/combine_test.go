@@ -174,7 +174,7 @@ func TestCombiner_ACommitThatFailsIsAnError(t *testing.T) {
 		kit.RequireState(t, "23514", got.err)
 		require.Zero(t, got.Decision)
 	}
-	require.EqualValues(t, 10, noError(limiter.Peek(t.Context(), "api", "good"))(t).Remaining)
+	require.EqualValues(t, 10, kit.NoError(limiter.Peek(t.Context(), "api", "good"))(t).Remaining)
 }
 
 // A call for several buckets and a transaction wait for each other, the transaction first: whoever
@@ -190,9 +190,9 @@ func TestCombiner_ADeadlockWithATransaction(t *testing.T) {
 	var tries tryCounter
 	limiter := newCombiner(t, connect(t, db, nil, tries.count), client.CallsInFlight(1))
 	door, tx := begin(t, db.Pool), begin(t, db.Pool)
-	noError(client.New(door).Acquire(ctx, "api", "b"))(t)
-	noError(tx.Exec(ctx, "set local deadlock_timeout = '1h'"))(t)
-	noError(client.New(tx).Acquire(ctx, "api", "c"))(t)
+	kit.NoError(client.New(door).Acquire(ctx, "api", "b"))(t)
+	kit.NoError(tx.Exec(ctx, "set local deadlock_timeout = '1h'"))(t)
+	kit.NoError(client.New(tx).Acquire(ctx, "api", "c"))(t)
 
 	answers := combine(t, db, limiter, []request{{"api", "c", nil}, {"api", "b", nil}, {"api", "a", nil}})
 	batch := waiter(t, db, "ratelimit_acquire_packed(", 0) // holds a, waits for b
@@ -269,7 +269,7 @@ func combineCalls(t *testing.T, db *pgtest.DB, limiter *client.Combiner, request
 	ctx := t.Context()
 	db.Exec(t, "select ratelimit_reset('gate', 'k'), ratelimit_acquire('gate', 'k')")
 	gate := begin(t, db.Pool)
-	noError(client.New(gate).Acquire(ctx, "gate", "k"))(t)
+	kit.NoError(client.New(gate).Acquire(ctx, "gate", "k"))(t)
 
 	var wg sync.WaitGroup
 	wg.Go(func() {
@@ -354,8 +354,8 @@ func TestAcquireAll_GrantsExactlyWhatIsThere(t *testing.T) {
 		}
 		require.EqualValues(t, 50, granted, user)
 		all += granted
-		require.Zero(t, noError(combiner.Peek(t.Context(), "user", fmt.Sprint(user)))(t).Remaining)
+		require.Zero(t, kit.NoError(combiner.Peek(t.Context(), "user", fmt.Sprint(user)))(t).Remaining)
 	}
 	require.EqualValues(t, 1000, all)
-	require.Zero(t, noError(combiner.Peek(t.Context(), "everybody", "all"))(t).Remaining)
+	require.Zero(t, kit.NoError(combiner.Peek(t.Context(), "everybody", "all"))(t).Remaining)
 }

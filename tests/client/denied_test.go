@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 	"github.com/stretchr/testify/require"
 )
@@ -22,7 +23,7 @@ func TestDenialCache_IsNotForTransactions(t *testing.T) {
 			var sent tryCounter
 			limiter := client.New(handle.open(t, connect(t, db, nil, sent.count)), client.DenialCache())
 			for range 3 {
-				noError(limiter.Acquire(ctx, "api", name, client.Cost(10)))(t)
+				kit.NoError(limiter.Acquire(ctx, "api", name, client.Cost(10)))(t)
 			}
 			require.EqualValues(t, map[bool]int{true: 2, false: 3}[handle.retries], sent.n.Load(), "one that retries is no transaction")
 		})
@@ -38,13 +39,13 @@ func TestDenialCache_OfACombiner(t *testing.T) {
 	limiter := client.NewCombiner(connect(t, db, nil, sent.count), client.DenialCache())
 	defer limiter.Close()
 	for n := range 5 {
-		require.Equal(t, n == 0, noError(limiter.Acquire(ctx, "api", "k", client.Cost(6)))(t).Allowed)
+		require.Equal(t, n == 0, kit.NoError(limiter.Acquire(ctx, "api", "k", client.Cost(6)))(t).Allowed)
 	}
 	require.EqualValues(t, 2, sent.n.Load())
 
-	require.True(t, noError(limiter.Acquire(ctx, "api", "k", client.Cost(4)))(t).Allowed)
-	noError(limiter.Refund(ctx, "api", "k", 10))(t)
-	require.True(t, noError(limiter.Acquire(ctx, "api", "k", client.Cost(6)))(t).Allowed)
+	require.True(t, kit.NoError(limiter.Acquire(ctx, "api", "k", client.Cost(4)))(t).Allowed)
+	kit.NoError(limiter.Refund(ctx, "api", "k", 10))(t)
+	require.True(t, kit.NoError(limiter.Acquire(ctx, "api", "k", client.Cost(6)))(t).Allowed)
 }
 
 const longest = math.MaxInt64 / 1000 * time.Microsecond
@@ -72,7 +73,7 @@ func TestPolicies_LongIntervalsAreCut(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)
 	db.Exec(t, "select ratelimit_define_policy('slow', 1, 1, '365250 days', remember => '365250 days')")
-	policies := noError(client.New(db.Pool).Policies(t.Context()))(t)
+	policies := kit.NoError(client.New(db.Pool).Policies(t.Context()))(t)
 	require.Equal(t, longest, policies[0].Every)
 	require.Equal(t, longest, policies[0].Remember)
 }

@@ -26,9 +26,9 @@ func TestErrors_AsInEveryLanguage(t *testing.T) {
 	db.Exec(t, "select ratelimit_define_policy('api', 10, 1, '1 hour')")
 	limiter := client.New(db.Pool)
 	ctx := t.Context()
-	noError(limiter.Acquire(ctx, "api", "user:42", client.Cost(2), client.IdempotencyKey("once")))(t)
-	noError(limiter.Acquire(ctx, "api", "user:42", client.Cost(2), client.IdempotencyKey("over")))(t)
-	noError(limiter.Settle(ctx, "api", "user:42", "over", 1))(t)
+	kit.NoError(limiter.Acquire(ctx, "api", "user:42", client.Cost(2), client.IdempotencyKey("once")))(t)
+	kit.NoError(limiter.Acquire(ctx, "api", "user:42", client.Cost(2), client.IdempotencyKey("over")))(t)
+	kit.NoError(limiter.Settle(ctx, "api", "user:42", "over", 1))(t)
 	for _, test := range vectors.Errors {
 		var opts []client.CallOption
 		cost := int64(1)
@@ -65,8 +65,8 @@ func TestErrors_LockTimeout(t *testing.T) {
 
 	holder := begin(t, db.Pool)
 	// The row has to be there first: only then does the holder lock it.
-	noError(client.New(db.Pool).Acquire(ctx, "api", "k"))(t)
-	noError(client.New(holder).Acquire(ctx, "api", "k"))(t)
+	kit.NoError(client.New(db.Pool).Acquire(ctx, "api", "k"))(t)
+	kit.NoError(client.New(holder).Acquire(ctx, "api", "k"))(t)
 
 	hasty := client.New(connect(t, db, map[string]string{"lock_timeout": "1ms"}))
 	_, acquire := hasty.Acquire(ctx, "api", "k")
@@ -78,7 +78,7 @@ func TestErrors_LockTimeout(t *testing.T) {
 	}
 
 	require.NoError(t, holder.Rollback(ctx))
-	require.EqualValues(t, 8, noError(hasty.Acquire(ctx, "api", "k"))(t).Remaining, "only the two grants that stayed")
+	require.EqualValues(t, 8, kit.NoError(hasty.Acquire(ctx, "api", "k"))(t).Remaining, "only the two grants that stayed")
 }
 
 func TestErrors_EndOfContext(t *testing.T) {
@@ -86,33 +86,25 @@ func TestErrors_EndOfContext(t *testing.T) {
 	db := pgtest.New(t)
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
-	require.ErrorIs(t, errOf(client.New(db.Pool).Acquire(ctx, "api", "k")), context.Canceled)
+	require.ErrorIs(t, kit.ErrorOf(client.New(db.Pool).Acquire(ctx, "api", "k")), context.Canceled)
 }
 
 func TestErrors_NotInstalled(t *testing.T) {
 	t.Parallel()
 	db := pgtest.Empty(t)
-	require.ErrorContains(t, errOf(client.New(db.Pool).Acquire(t.Context(), "api", "k")), "Install pgratelimit")
+	require.ErrorContains(t, kit.ErrorOf(client.New(db.Pool).Acquire(t.Context(), "api", "k")), "Install pgratelimit")
 }
 
 // connect opens a pool whose sessions have these settings.
 func connect(t testing.TB, db *pgtest.DB, settings map[string]string, change ...func(*pgx.ConnConfig)) *pgxpool.Pool {
-	config := noError(pgxpool.ParseConfig(db.URL))(t)
+	config := kit.NoError(pgxpool.ParseConfig(db.URL))(t)
 	for name, value := range settings {
 		config.ConnConfig.RuntimeParams[name] = value
 	}
 	for _, change := range change {
 		change(config.ConnConfig)
 	}
-	pool := noError(pgxpool.NewWithConfig(context.Background(), config))(t)
+	pool := kit.NoError(pgxpool.NewWithConfig(context.Background(), config))(t)
 	t.Cleanup(pool.Close)
 	return pool
 }
-
-// noError returns the value of a call that must not fail.
-func noError[T any](value T, err error) func(testing.TB) T {
-	return func(t testing.TB) T { t.Helper(); require.NoError(t, err); return value }
-}
-
-// errOf returns the error of a call whose value does not matter.
-func errOf[T any](_ T, err error) error { return err }

@@ -52,7 +52,7 @@ func TestLeaser_ClosesUnderLoadAndLeavesNoGoroutines(t *testing.T) {
 		leaser.Close()
 		callers.Wait()
 		leaser.Close() // again
-		require.Equal(t, granted.Load(), capacity-noError(client.New(db.Pool).Peek(t.Context(), "api", key))(t).Remaining)
+		require.Equal(t, granted.Load(), capacity-kit.NoError(client.New(db.Pool).Peek(t.Context(), "api", key))(t).Remaining)
 	}
 	db.Pool.Close() // waits for its connections, which are no goroutines of a Leaser
 	goleak.VerifyNone(t, before)
@@ -70,7 +70,7 @@ func TestLeaser_SaysOnceThatItLeasesNothing(t *testing.T) {
 	acquireAll := func(leaser *client.Leaser, requests int, policy string) string {
 		log.Reset()
 		for range requests {
-			noError(leaser.AcquireAll(t.Context(), []client.Charge{{Policy: "other", Key: "k"}, {Policy: policy, Key: "l"}}))(t)
+			kit.NoError(leaser.AcquireAll(t.Context(), []client.Charge{{Policy: "other", Key: "k"}, {Policy: policy, Key: "l"}}))(t)
 		}
 		return log.String()
 	}
@@ -86,6 +86,6 @@ func TestLeaser_SaysOnceThatItLeasesNothing(t *testing.T) {
 	require.Empty(t, acquireAll(leaser, 1, "api"))
 
 	leaser = newLeaser()
-	noError(leaser.Acquire(t.Context(), "api", "k"))(t)
+	kit.NoError(leaser.Acquire(t.Context(), "api", "k"))(t)
 	require.Empty(t, acquireAll(leaser, 1000, "api"), "a lease may answer some")
 }

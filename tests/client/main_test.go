@@ -8,6 +8,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 	"github.com/stretchr/testify/require"
 )
@@ -18,8 +19,8 @@ func TestMain(m *testing.M) { pgtest.Main(m) }
 // to the graph of its modules, as those of pgx do.
 func TestImporter_GetsPgxAndNothingElse(t *testing.T) {
 	t.Parallel()
-	repository := noError(filepath.Abs("../.."))(t)
-	sums := noError(os.ReadFile(filepath.Join(repository, "go.sum")))(t)
+	repository := kit.NoError(filepath.Abs("../.."))(t)
+	sums := kit.NoError(os.ReadFile(filepath.Join(repository, "go.sum")))(t)
 	dir := t.TempDir()
 	for name, text := range map[string]string{
 		"go.mod": "module program\n\ngo 1.26\n\nrequire github.com/pgratelimit/pgratelimit v0.0.0\n\n" +

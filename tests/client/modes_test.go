@@ -64,16 +64,16 @@ func useEverything(t *testing.T, limiter *client.Limiter) {
 		must(limiter.Acquire(ctx, policy.Name, key, client.Cost(4), client.IdempotencyKey("null"))))
 	require.Equal(t, client.Decision{Allowed: true, Remaining: 5, ResetAfter: 5 * day, Capacity: 10, Replayed: true},
 		must(limiter.Acquire(ctx, policy.Name, key, client.Cost(4), client.IdempotencyKey("null"))))
-	require.ErrorIs(t, errOf(limiter.Acquire(ctx, policy.Name, key, client.IdempotencyKey("null"))), client.ErrIdempotencyMismatch)
+	require.ErrorIs(t, kit.ErrorOf(limiter.Acquire(ctx, policy.Name, key, client.IdempotencyKey("null"))), client.ErrIdempotencyMismatch)
 
 	require.Equal(t, client.Decision{Remaining: 5, RetryAfter: day, ResetAfter: 5 * day, Capacity: 10},
 		must(limiter.Acquire(ctx, policy.Name, key, client.Cost(6))))
 	require.Equal(t, client.Decision{Remaining: 5, RetryAfter: 2 * day, ResetAfter: 5 * day, Capacity: 10},
 		must(limiter.Peek(ctx, policy.Name, key, client.Cost(7))))
 	require.True(t, must(limiter.Peek(ctx, policy.Name, key, client.Cost(math.MaxInt64))).Never())
-	require.ErrorIs(t, errOf(limiter.Acquire(ctx, policy.Name, key, client.Cost(math.MinInt64))), client.ErrInvalidArgument)
+	require.ErrorIs(t, kit.ErrorOf(limiter.Acquire(ctx, policy.Name, key, client.Cost(math.MinInt64))), client.ErrInvalidArgument)
 	for _, text := range []string{"", "\x00", "a\x00'b", "\xff", strings.Repeat("é", 257)} {
-		require.ErrorIs(t, errOf(limiter.Acquire(ctx, policy.Name, text)), client.ErrInvalidArgument, "%q", text)
+		require.ErrorIs(t, kit.ErrorOf(limiter.Acquire(ctx, policy.Name, text)), client.ErrInvalidArgument, "%q", text)
 	}
 
 	require.Equal(t, client.Decision{Allowed: true, Remaining: 8, ResetAfter: 2 * day, Capacity: 10}, must(limiter.Refund(ctx, policy.Name, key, 3)))
@@ -84,17 +84,17 @@ func useEverything(t *testing.T, limiter *client.Limiter) {
 	require.NoError(t, limiter.Reset(ctx, policy.Name, key))
 	require.Equal(t, client.Decision{Allowed: true, Remaining: 10, Capacity: 10}, must(limiter.Peek(ctx, policy.Name, key)))
 
-	require.Zero(t, noError(limiter.Cleanup(ctx))(t))
+	require.Zero(t, kit.NoError(limiter.Cleanup(ctx))(t))
 
 	policy.Every, policy.Stepped, policy.Durable, policy.Remember = math.MaxInt64/1000*time.Microsecond, client.Yes, client.Yes, time.Microsecond
 	policy.Shadow = client.No
 	require.NoError(t, limiter.DefinePolicy(ctx, policy))
-	require.Equal(t, []client.Policy{policy}, noError(limiter.Policies(ctx))(t))
+	require.Equal(t, []client.Policy{policy}, kit.NoError(limiter.Policies(ctx))(t))
 
 	useOverrides(t, limiter, policy, key)
 
 	require.NoError(t, limiter.DropPolicy(ctx, policy.Name))
-	require.ErrorIs(t, errOf(limiter.Acquire(ctx, policy.Name, key)), client.ErrUnknownPolicy)
+	require.ErrorIs(t, kit.ErrorOf(limiter.Acquire(ctx, policy.Name, key)), client.ErrUnknownPolicy)
 }
 
 // useSpending expects the bucket of key to be full, and one token a day.
@@ -103,32 +103,32 @@ func useSpending(t *testing.T, limiter *client.Limiter, policy, key string) {
 	const day = 24 * time.Hour
 	once := fmt.Sprint("spending ", time.Now().UnixNano(), " ", key[:51])
 
-	up := noError(limiter.AcquireUpTo(ctx, policy, key, 12, client.AtLeast(10), client.IdempotencyKey(once)))(t)
+	up := kit.NoError(limiter.AcquireUpTo(ctx, policy, key, 12, client.AtLeast(10), client.IdempotencyKey(once)))(t)
 	require.True(t, up.Allowed)
 	require.EqualValues(t, 10, up.Taken)
-	up = noError(limiter.AcquireUpTo(ctx, policy, key, 12, client.IdempotencyKey(once)))(t)
+	up = kit.NoError(limiter.AcquireUpTo(ctx, policy, key, 12, client.IdempotencyKey(once)))(t)
 	require.True(t, up.Replayed)
 	require.EqualValues(t, 10, up.Taken)
-	up = noError(limiter.AcquireUpTo(ctx, policy, key, 1))(t)
+	up = kit.NoError(limiter.AcquireUpTo(ctx, policy, key, 1))(t)
 	require.True(t, !up.Allowed && up.Taken == 0 && up.RetryAfter > 23*time.Hour)
-	require.EqualValues(t, 1, noError(limiter.Settle(ctx, policy, key, once, 9))(t).Remaining)
-	require.ErrorIs(t, errOf(limiter.Settle(ctx, policy, key, once, 8)), client.ErrIdempotencyMismatch)
-	require.ErrorIs(t, errOf(limiter.Settle(ctx, policy, key, "never granted", 8)), client.ErrNoGrant)
+	require.EqualValues(t, 1, kit.NoError(limiter.Settle(ctx, policy, key, once, 9))(t).Remaining)
+	require.ErrorIs(t, kit.ErrorOf(limiter.Settle(ctx, policy, key, once, 8)), client.ErrIdempotencyMismatch)
+	require.ErrorIs(t, kit.ErrorOf(limiter.Settle(ctx, policy, key, "never granted", 8)), client.ErrNoGrant)
 
-	d := noError(limiter.Charge(ctx, policy, key, 3))(t)
+	d := kit.NoError(limiter.Charge(ctx, policy, key, 3))(t)
 	require.True(t, d.Allowed)
 	require.EqualValues(t, -2, d.Remaining)
-	r := noError(limiter.Reserve(ctx, policy, key, 3*day, client.Cost(2)))(t)
+	r := kit.NoError(limiter.Reserve(ctx, policy, key, 3*day, client.Cost(2)))(t)
 	require.False(t, r.Allowed || r.Never())
 	require.Equal(t, 4*day, r.Wait.Round(time.Hour))
-	r = noError(limiter.Reserve(ctx, policy, key, 5*day, client.Cost(2), client.IdempotencyKey(once+"r")))(t)
+	r = kit.NoError(limiter.Reserve(ctx, policy, key, 5*day, client.Cost(2), client.IdempotencyKey(once+"r")))(t)
 	require.True(t, r.Allowed && !r.Replayed)
 	require.EqualValues(t, -4, r.Remaining)
 	require.Equal(t, 14*day, r.ResetAfter.Round(time.Hour))
-	r = noError(limiter.Reserve(ctx, policy, key, 0, client.Cost(2), client.IdempotencyKey(once+"r")))(t)
+	r = kit.NoError(limiter.Reserve(ctx, policy, key, 0, client.Cost(2), client.IdempotencyKey(once+"r")))(t)
 	require.True(t, r.Allowed && r.Replayed)
 	require.Equal(t, 4*day, r.Wait.Round(time.Hour))
-	r = noError(limiter.Reserve(ctx, policy, key, 0, client.Cost(11)))(t)
+	r = kit.NoError(limiter.Reserve(ctx, policy, key, 0, client.Cost(11)))(t)
 	require.True(t, !r.Allowed && r.Never())
 }
 
@@ -139,7 +139,7 @@ func useAll(t *testing.T, limiter *client.Limiter, policy, key string) {
 	require.NoError(t, limiter.Reset(ctx, policy, other))
 	charges := []client.Charge{{Policy: policy, Key: other}, {Policy: policy, Key: key, Cost: client.Cost(7)}, {Policy: policy, Key: other, Cost: client.Cost(0)}}
 	acquire := func(opts ...client.CallOption) client.JointDecision {
-		d := noError(limiter.AcquireAll(ctx, charges, opts...))(t)
+		d := kit.NoError(limiter.AcquireAll(ctx, charges, opts...))(t)
 		require.Len(t, d.Decisions, 3)
 		binding := d.Decisions[d.Binding]
 		require.Equal(t, []any{d.Remaining, d.ResetAfter, d.RetryAfter}, []any{binding.Remaining, binding.ResetAfter, binding.RetryAfter})
@@ -164,12 +164,12 @@ func useAll(t *testing.T, limiter *client.Limiter, policy, key string) {
 	charges[1].Cost = client.Cost(11)
 	require.True(t, acquire().Never())
 	charges[1].Cost = client.Cost(1)
-	require.ErrorIs(t, errOf(limiter.AcquireAll(ctx, charges, once)), client.ErrIdempotencyMismatch)
+	require.ErrorIs(t, kit.ErrorOf(limiter.AcquireAll(ctx, charges, once)), client.ErrIdempotencyMismatch)
 	for _, text := range []string{"", "\x00", "a\x00'b", "\xff", strings.Repeat("é", 257)} {
 		charges[1].Key = text
-		require.ErrorIs(t, errOf(limiter.AcquireAll(ctx, charges)), client.ErrInvalidArgument, "%q", text)
+		require.ErrorIs(t, kit.ErrorOf(limiter.AcquireAll(ctx, charges)), client.ErrInvalidArgument, "%q", text)
 	}
-	require.ErrorIs(t, errOf(limiter.AcquireAll(ctx, nil)), client.ErrInvalidArgument)
+	require.ErrorIs(t, kit.ErrorOf(limiter.AcquireAll(ctx, nil)), client.ErrInvalidArgument)
 }
 
 func useOverrides(t *testing.T, limiter *client.Limiter, policy client.Policy, key string) {
@@ -181,22 +181,22 @@ func useOverrides(t *testing.T, limiter *client.Limiter, policy client.Policy, k
 	block.ExpiresAt = time.Date(2100, 1, 2, 2, 4, 5, 678_901_000, time.UTC)
 	same := client.Override{Policy: policy.Name, Key: "b", Capacity: policy.Capacity, Refill: policy.Refill, Every: policy.Every}
 	list := func(opts ...client.CallOption) []client.Override {
-		return noError(limiter.Overrides(ctx, opts...))(t)
+		return kit.NoError(limiter.Overrides(ctx, opts...))(t)
 	}
 	require.ElementsMatch(t, []client.Override{same, block}, list())
 	require.Equal(t, []client.Override{block}, list(client.OfPolicy(policy.Name), client.OfKey(key)))
 	require.Empty(t, list(client.OfKey("none")))
-	require.ErrorIs(t, errOf(limiter.Overrides(ctx, client.OfPolicy("none"))), client.ErrUnknownPolicy)
+	require.ErrorIs(t, kit.ErrorOf(limiter.Overrides(ctx, client.OfPolicy("none"))), client.ErrUnknownPolicy)
 	require.Len(t, list(client.MaxRows(1)), 1)
 	require.NoError(t, limiter.Override(ctx, block), "what is read can be written")
 
-	d := noError(limiter.Acquire(ctx, policy.Name, key))(t)
+	d := kit.NoError(limiter.Acquire(ctx, policy.Name, key))(t)
 	require.Equal(t, client.Decision{RetryAfter: d.RetryAfter}, d)
 	require.True(t, d.Never())
 	for _, want := range []bool{true, false} {
-		require.Equal(t, want, noError(limiter.RemoveOverride(ctx, policy.Name, key))(t))
+		require.Equal(t, want, kit.NoError(limiter.RemoveOverride(ctx, policy.Name, key))(t))
 	}
-	require.ErrorIs(t, errOf(limiter.RemoveOverride(ctx, "none", key)), client.ErrUnknownPolicy)
+	require.ErrorIs(t, kit.ErrorOf(limiter.RemoveOverride(ctx, "none", key)), client.ErrUnknownPolicy)
 	for _, unfit := range []client.Override{
 		{Policy: policy.Name, Key: ""},
 		{Policy: policy.Name, Key: key, Capacity: -2},

@@ -13,6 +13,7 @@ import (
 
 	"github.com/pgratelimit/pgratelimit/client"
 	"github.com/pgratelimit/pgratelimit/migrations"
+	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
@@ -20,9 +21,9 @@ func TestNoFlush_IsForItsCallsAlone(t *testing.T) {
 	t.Parallel()
 	db := quietDatabase(t)
 	ctx := t.Context()
-	config := noError(pgxpool.ParseConfig(db.URL))(t)
+	config := kit.NoError(pgxpool.ParseConfig(db.URL))(t)
 	config.MaxConns = 1 // all in one session, where a setting that stays would be found
-	pool := noError(pgxpool.NewWithConfig(ctx, config))(t)
+	pool := kit.NoError(pgxpool.NewWithConfig(ctx, config))(t)
 	t.Cleanup(pool.Close)
 
 	plain := client.New(pool)
@@ -41,13 +42,13 @@ func TestNoFlush_IsForItsCallsAlone(t *testing.T) {
 	acquire := func(limiter client.Acquirer, opts ...client.CallOption) func() error {
 		return func() error {
 			n++
-			return errOf(limiter.Acquire(ctx, "api", fmt.Sprint("key:", n/2), opts...))
+			return kit.ErrorOf(limiter.Acquire(ctx, "api", fmt.Sprint("key:", n/2), opts...))
 		}
 	}
 	acquireAll := func(limiter client.Acquirer) func() error {
 		return func() error {
 			n++
-			return errOf(limiter.AcquireAll(ctx, []client.Charge{{Policy: "api", Key: "all"}, {Policy: "api", Key: fmt.Sprint("all:", n)}}))
+			return kit.ErrorOf(limiter.AcquireAll(ctx, []client.Charge{{Policy: "api", Key: "all"}, {Policy: "api", Key: fmt.Sprint("all:", n)}}))
 		}
 	}
 	for _, step := range []struct {
@@ -72,13 +73,13 @@ func TestNoFlush_IsForItsCallsAlone(t *testing.T) {
 			return nil
 		}},
 		{"acquire and refund, unflushed", false, func() error {
-			noError(unflushed.Acquire(ctx, "api", "k", client.Cost(2)))(t)
+			kit.NoError(unflushed.Acquire(ctx, "api", "k", client.Cost(2)))(t)
 			_, err := unflushed.Refund(ctx, "api", "k", 1)
 			return err
 		}},
-		{"refund", true, func() error { return errOf(plain.Refund(ctx, "api", "k", 1)) }},
+		{"refund", true, func() error { return kit.ErrorOf(plain.Refund(ctx, "api", "k", 1)) }},
 		{"acquire and reset, unflushed", false, func() error {
-			return errors.Join(errOf(unflushed.Acquire(ctx, "api", "k")), unflushed.Reset(ctx, "api", "k"))
+			return errors.Join(kit.ErrorOf(unflushed.Acquire(ctx, "api", "k")), unflushed.Reset(ctx, "api", "k"))
 		}},
 		{"define policy", true, define(plain)},
 	} {
@@ -127,7 +128,7 @@ func TestNoFlush_IsRefusedInATransaction(t *testing.T) {
 				require.EqualError(t, err, "pgratelimit: "+verb+": invalid argument: NoFlush is for calls outside a transaction")
 			}
 			// The rest works, and so does the transaction.
-			require.EqualValues(t, 10, noError(limiter.Peek(ctx, "api", name))(t).Remaining)
+			require.EqualValues(t, 10, kit.NoError(limiter.Peek(ctx, "api", name))(t).Remaining)
 			var setting string
 			require.NoError(t, querier.QueryRow(ctx, "show synchronous_commit").Scan(&setting))
 			require.Equal(t, "on", setting)
@@ -143,8 +144,8 @@ func TestWithTx_LeavesTheFlushToTheCommit(t *testing.T) {
 	ctx := t.Context()
 	tx := begin(t, db.Pool)
 	limiter := client.New(db.Pool, client.NoFlush()).WithTx(tx)
-	noError(limiter.Acquire(ctx, "api", "k"))(t)
-	noError(limiter.Refund(ctx, "api", "k", 1))(t)
+	kit.NoError(limiter.Acquire(ctx, "api", "k"))(t)
+	kit.NoError(limiter.Refund(ctx, "api", "k", 1))(t)
 	require.NoError(t, limiter.Reset(ctx, "api", "k"))
 	var setting string
 	require.NoError(t, tx.QueryRow(ctx, "show synchronous_commit").Scan(&setting))
@@ -156,9 +157,9 @@ func quietDatabase(t *testing.T) *pgtest.DB {
 	server := pgtest.Private(t, "autovacuum=off", "checkpoint_timeout=1h", "cron.launch_active_jobs=off",
 		"wal_writer_delay=10s", "wal_writer_flush_after=1GB")
 	ctx := context.Background()
-	conn := noError(pgx.Connect(ctx, server.URL("")))(t)
-	require.NoError(t, errors.Join(errOf(conn.Exec(ctx, "create database quiet")), conn.Close(ctx)))
-	pool := noError(pgxpool.New(ctx, server.URL("quiet")))(t)
+	conn := kit.NoError(pgx.Connect(ctx, server.URL("")))(t)
+	require.NoError(t, errors.Join(kit.ErrorOf(conn.Exec(ctx, "create database quiet")), conn.Close(ctx)))
+	pool := kit.NoError(pgxpool.New(ctx, server.URL("quiet")))(t)
 	t.Cleanup(pool.Close)
 	require.NoError(t, pool.AcquireFunc(ctx, func(conn *pgxpool.Conn) error { return migrations.Up(ctx, conn.Conn()) }))
 	return &pgtest.DB{Pool: pool, URL: server.URL("quiet")}

@@ -12,6 +12,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
@@ -46,7 +47,7 @@ func TestObserve_SeesTheSizeOfCalls(t *testing.T) {
 	limiter := client.NewCombiner(db.Pool, client.Observe(s.hooks()))
 	defer limiter.Close()
 	blocker := db.Connect(t)
-	noError(blocker.Exec(t.Context(), "begin; lock table ratelimit.policies in access exclusive mode"))(t)
+	kit.NoError(blocker.Exec(t.Context(), "begin; lock table ratelimit.policies in access exclusive mode"))(t)
 
 	const callers = 20
 	errs := make(chan error, callers)
@@ -54,10 +55,10 @@ func TestObserve_SeesTheSizeOfCalls(t *testing.T) {
 		go func() {
 			key := fmt.Sprint("user:", i)
 			if i%2 == 0 {
-				errs <- errOf(limiter.Acquire(t.Context(), "api", key))
+				errs <- kit.ErrorOf(limiter.Acquire(t.Context(), "api", key))
 				return
 			}
-			errs <- errOf(limiter.AcquireAll(t.Context(), []client.Charge{{Policy: "api", Key: key}, {Policy: "api", Key: key + "a"}}))
+			errs <- kit.ErrorOf(limiter.AcquireAll(t.Context(), []client.Charge{{Policy: "api", Key: key}, {Policy: "api", Key: key + "a"}}))
 		}()
 	}
 	require.Eventually(t, func() bool { // two calls are under way
@@ -69,7 +70,7 @@ func TestObserve_SeesTheSizeOfCalls(t *testing.T) {
 		}
 		return sent+limiter.Waiting() == callers && len(s.calls) == 2
 	}, 20*time.Second, time.Millisecond)
-	noError(blocker.Exec(t.Context(), "rollback"))(t)
+	kit.NoError(blocker.Exec(t.Context(), "rollback"))(t)
 	for range callers {
 		require.NoError(t, <-errs)
 	}
@@ -90,7 +91,7 @@ func TestObserve_InATransaction(t *testing.T) {
 	limiter := client.New(db.Pool, client.Observe(s.hooks()))
 	back := errors.New("back")
 	err := pgx.BeginFunc(t.Context(), db.Pool, func(tx pgx.Tx) error {
-		noError(limiter.WithTx(tx).Acquire(t.Context(), "api", "k"))(t)
+		kit.NoError(limiter.WithTx(tx).Acquire(t.Context(), "api", "k"))(t)
 		return back
 	})
 	require.ErrorIs(t, err, back)

@@ -32,7 +32,7 @@ var handles = map[string]struct {
 	}, false},
 	"connection of a pool in a transaction": {func(t *testing.T, pool *pgxpool.Pool) client.Querier {
 		conn := acquired(t, pool)
-		noError(conn.Exec(t.Context(), "begin"))(t)
+		kit.NoError(conn.Exec(t.Context(), "begin"))(t)
 		return conn
 	}, false},
 	"transaction of a pool":       {func(t *testing.T, pool *pgxpool.Pool) client.Querier { return begin(t, pool) }, false},
@@ -74,20 +74,20 @@ func TestWithTx_IsToldAndDoesNotGuess(t *testing.T) {
 			tx := begin(t, pool)
 			limiter := of(pool, lookalike{tx})
 			for range 2 {
-				require.False(t, noError(limiter.Acquire(ctx, "api", "denied", client.Cost(11)))(t).Allowed)
-				noError(limiter.Acquire(ctx, "api", "k", client.Cost(5)))(t)
+				require.False(t, kit.NoError(limiter.Acquire(ctx, "api", "denied", client.Cost(11)))(t).Allowed)
+				kit.NoError(limiter.Acquire(ctx, "api", "k", client.Cost(5)))(t)
 			}
-			require.False(t, noError(limiter.Acquire(ctx, "api", "k"))(t).Allowed)
-			noError(limiter.Acquire(ctx, "api", "k"))(t)
+			require.False(t, kit.NoError(limiter.Acquire(ctx, "api", "k"))(t).Allowed)
+			kit.NoError(limiter.Acquire(ctx, "api", "k"))(t)
 			require.EqualValues(t, 6, tries.n.Load(), "no denial is remembered")
 			require.NoError(t, tx.Rollback(ctx))
-			d := noError(client.New(pool, app).Peek(ctx, "api", "k"))(t)
+			d := kit.NoError(client.New(pool, app).Peek(ctx, "api", "k"))(t)
 			require.EqualValues(t, 10, d.Remaining, "a rollback has taken nothing")
 
 			tx = begin(t, pool)
 			_, err := of(pool, tx).Peek(ctx, "api", "k") // a snapshot
 			require.NoError(t, err)
-			noError(client.New(pool, app).Acquire(ctx, "api", "k"))(t)
+			kit.NoError(client.New(pool, app).Acquire(ctx, "api", "k"))(t)
 			tries.n.Store(0)
 			_, err = of(pool, lookalike{tx}).Acquire(ctx, "api", "k")
 			kit.RequireState(t, "40001", err)
@@ -104,7 +104,7 @@ func TestRetry_RealSerializationFailure(t *testing.T) {
 			db := pgtest.New(t)
 			db.Exec(t, "select ratelimit_define_policy('api', 10, 1, '1 hour'), ratelimit_acquire('api', 'k')")
 			holder := begin(t, db.Pool)
-			noError(client.New(holder).Acquire(t.Context(), "api", "k"))(t)
+			kit.NoError(client.New(holder).Acquire(t.Context(), "api", "k"))(t)
 
 			var tries tryCounter
 			pool := connect(t, db, map[string]string{"default_transaction_isolation": "repeatable read"}, tries.count)
@@ -149,7 +149,7 @@ func TestRetry_RealDeadlock(t *testing.T) {
 				create trigger cross_locks before insert on ratelimit.buckets
 				  for each row execute function public.cross_locks()`)
 			gate := begin(t, db.Pool)
-			noError(gate.Exec(t.Context(), "select pg_advisory_xact_lock(0)"))(t)
+			kit.NoError(gate.Exec(t.Context(), "select pg_advisory_xact_lock(0)"))(t)
 
 			var tries tryCounter
 			pool := connect(t, db, nil, tries.count)
@@ -204,7 +204,7 @@ func (c *tryCounter) TraceQueryStart(ctx context.Context, _ *pgx.Conn, data pgx.
 func (*tryCounter) TraceQueryEnd(context.Context, *pgx.Conn, pgx.TraceQueryEndData) {}
 
 func acquired(t *testing.T, pool *pgxpool.Pool) *pgxpool.Conn {
-	conn := noError(pool.Acquire(t.Context()))(t)
+	conn := kit.NoError(pool.Acquire(t.Context()))(t)
 	t.Cleanup(conn.Release)
 	return conn
 }
@@ -212,7 +212,7 @@ func acquired(t *testing.T, pool *pgxpool.Pool) *pgxpool.Conn {
 func begin(t *testing.T, db interface {
 	Begin(context.Context) (pgx.Tx, error)
 }) pgx.Tx {
-	tx := noError(db.Begin(t.Context()))(t)
+	tx := kit.NoError(db.Begin(t.Context()))(t)
 	t.Cleanup(func() { _ = tx.Rollback(context.Background()) })
 	return tx
 }

@@ -37,7 +37,7 @@ func newShards(t *testing.T, of int) (s shards) {
 }
 
 func (s shards) open(t *testing.T) *client.Sharded {
-	limiter := noError(client.NewSharded(t.Context(), s.pools))(t)
+	limiter := kit.NoError(client.NewSharded(t.Context(), s.pools))(t)
 	t.Cleanup(limiter.Close)
 	return limiter
 }
@@ -76,40 +76,40 @@ func TestSharded_EachCallGoesToTheShardOfItsKey(t *testing.T) {
 		left := func(want int64) {
 			for n, pool := range s.pools {
 				of := map[bool]int64{true: want, false: 100}[n == shard]
-				require.Equal(t, of, noError(client.New(pool).Peek(ctx, "api", key))(t).Remaining, "shard %d, key of shard %d", n, shard)
+				require.Equal(t, of, kit.NoError(client.New(pool).Peek(ctx, "api", key))(t).Remaining, "shard %d, key of shard %d", n, shard)
 			}
-			require.Equal(t, want, noError(limiter.Peek(ctx, "api", key))(t).Remaining)
+			require.Equal(t, want, kit.NoError(limiter.Peek(ctx, "api", key))(t).Remaining)
 		}
-		require.True(t, noError(limiter.Acquire(ctx, "api", key, client.Cost(10), client.IdempotencyKey("estimate")))(t).Allowed)
+		require.True(t, kit.NoError(limiter.Acquire(ctx, "api", key, client.Cost(10), client.IdempotencyKey("estimate")))(t).Allowed)
 		left(90)
-		noError(limiter.Settle(ctx, "api", key, "estimate", 20))(t)
+		kit.NoError(limiter.Settle(ctx, "api", key, "estimate", 20))(t)
 		left(80)
-		noError(limiter.Charge(ctx, "api", key, 10))(t)
+		kit.NoError(limiter.Charge(ctx, "api", key, 10))(t)
 		left(70)
-		noError(limiter.Refund(ctx, "api", key, 5))(t)
+		kit.NoError(limiter.Refund(ctx, "api", key, 5))(t)
 		left(75)
-		require.True(t, noError(limiter.Reserve(ctx, "api", key, 0, client.Cost(5)))(t).Allowed)
+		require.True(t, kit.NoError(limiter.Reserve(ctx, "api", key, 0, client.Cost(5)))(t).Allowed)
 		left(70)
-		require.True(t, noError(limiter.Wait(ctx, "api", key, client.Cost(5)))(t).Allowed)
+		require.True(t, kit.NoError(limiter.Wait(ctx, "api", key, client.Cost(5)))(t).Allowed)
 		left(65)
-		require.EqualValues(t, 5, noError(limiter.AcquireUpTo(ctx, "api", key, 5))(t).Taken)
+		require.EqualValues(t, 5, kit.NoError(limiter.AcquireUpTo(ctx, "api", key, 5))(t).Taken)
 		left(60)
-		joint := noError(limiter.AcquireAll(ctx, []client.Charge{{Policy: "api", Key: key, Cost: client.Cost(5)}, {Policy: "org", Key: key}}))(t)
+		joint := kit.NoError(limiter.AcquireAll(ctx, []client.Charge{{Policy: "api", Key: key, Cost: client.Cost(5)}, {Policy: "org", Key: key}}))(t)
 		require.True(t, joint.Allowed)
 		left(55)
 		require.NoError(t, limiter.Override(ctx, client.Override{Policy: "api", Key: key, Capacity: 50, Refill: 1, Every: time.Hour}))
 		require.NoError(t, limiter.Reset(ctx, "api", key))
-		require.EqualValues(t, 50, noError(here.Peek(ctx, "api", key))(t).Remaining)
+		require.EqualValues(t, 50, kit.NoError(here.Peek(ctx, "api", key))(t).Remaining)
 
-		require.Len(t, noError(limiter.Overrides(ctx, client.OfKey(key)))(t), 1)
+		require.Len(t, kit.NoError(limiter.Overrides(ctx, client.OfKey(key)))(t), 1)
 	}
 
-	all := noError(limiter.Overrides(ctx))(t)
+	all := kit.NoError(limiter.Overrides(ctx))(t)
 	require.Len(t, all, of)
 	require.True(t, slices.IsSortedFunc(all, func(a, b client.Override) int { return slices.Compare([]string{a.Key}, []string{b.Key}) }))
-	require.Equal(t, all[:2], noError(limiter.Overrides(ctx, client.OfPolicy("api"), client.MaxRows(2)))(t))
-	require.True(t, noError(limiter.RemoveOverride(ctx, "api", keyOn(1, of)))(t))
-	require.Len(t, noError(limiter.Overrides(ctx))(t), of-1)
+	require.Equal(t, all[:2], kit.NoError(limiter.Overrides(ctx, client.OfPolicy("api"), client.MaxRows(2)))(t))
+	require.True(t, kit.NoError(limiter.RemoveOverride(ctx, "api", keyOn(1, of)))(t))
+	require.Len(t, kit.NoError(limiter.Overrides(ctx))(t), of-1)
 }
 
 func TestSharded_PoliciesAreThoseOfAllShards(t *testing.T) {
@@ -131,7 +131,7 @@ func TestSharded_PoliciesAreThoseOfAllShards(t *testing.T) {
 	require.ErrorContains(t, err, "differ")
 	for range 2 {
 		require.NoError(t, limiter.DefinePolicy(ctx, policy))
-		require.Equal(t, []client.Policy{policy}, noError(limiter.Policies(ctx))(t))
+		require.Equal(t, []client.Policy{policy}, kit.NoError(limiter.Policies(ctx))(t))
 	}
 
 	require.NoError(t, client.New(s.pools[3]).DropPolicy(ctx, "api"))
@@ -163,7 +163,7 @@ func TestSharded_ChargesOfSeveralShardsAreRefused(t *testing.T) {
 	require.ErrorContains(t, err, "the same key")
 	require.NotContains(t, err.Error(), here, "who may not see keys may see errors")
 	for _, key := range []string{here, there} {
-		require.EqualValues(t, 10, noError(limiter.Peek(ctx, "api", key))(t).Remaining)
+		require.EqualValues(t, 10, kit.NoError(limiter.Peek(ctx, "api", key))(t).Remaining)
 	}
 	_, err = limiter.AcquireAll(ctx, nil)
 	require.ErrorIs(t, err, client.ErrInvalidArgument)
@@ -190,7 +190,7 @@ func TestSharded_CleanUp(t *testing.T) {
 		}
 	}
 	use()
-	require.Equal(t, client.Cleaned{Buckets: of, IdempotencyKeys: of}, noError(limiter.Cleanup(ctx, client.MaxRows(1)))(t))
+	require.Equal(t, client.Cleaned{Buckets: of, IdempotencyKeys: of}, kit.NoError(limiter.Cleanup(ctx, client.MaxRows(1)))(t))
 	use()
 	var cleaning sync.WaitGroup
 	cleaning.Go(func() { limiter.RunCleanup(ctx, time.Millisecond) })
@@ -200,7 +200,7 @@ func TestSharded_CleanUp(t *testing.T) {
 	stop()
 	cleaning.Wait()
 
-	noError(s.pools[1].Exec(t.Context(), "drop procedure ratelimit_cleanup_all"))(t)
+	kit.NoError(s.pools[1].Exec(t.Context(), "drop procedure ratelimit_cleanup_all"))(t)
 	ctx, stop = context.WithCancel(t.Context())
 	var once sync.Once
 	limiter.RunCleanup(ctx, time.Millisecond, client.OnError(func(err error) { once.Do(func() { shardIs(t, 1, of, err); stop() }) }))
@@ -287,12 +287,12 @@ func TestAlone_RefusesAShard(t *testing.T) {
 		}
 		require.NoError(t, client.CheckAlone()(ctx, db.Connect(t)))
 	}
-	require.EqualValues(t, 10, noError(client.New(shard.Pool).Peek(ctx, "api", "k"))(t).Remaining)
+	require.EqualValues(t, 10, kit.NoError(client.New(shard.Pool).Peek(ctx, "api", "k"))(t).Remaining)
 
 	asked := client.New(plain.Pool, client.Alone()) // it asks once
-	noError(asked.Peek(ctx, "api", "k"))(t)
+	kit.NoError(asked.Peek(ctx, "api", "k"))(t)
 	plain.Exec(t, "drop function ratelimit_shard()")
-	noError(asked.Peek(ctx, "api", "k"))(t)
+	kit.NoError(asked.Peek(ctx, "api", "k"))(t)
 }
 
 // A connection to the wrong database is refused, too, when it is made later.
@@ -303,7 +303,7 @@ func TestCheckShard_RefusesConnections(t *testing.T) {
 	connect := func(shard, of int) error {
 		config := s.pools[1].Config()
 		config.AfterConnect = client.CheckShard(shard, of, client.Schema("public"))
-		pool := noError(pgxpool.NewWithConfig(t.Context(), config))(t)
+		pool := kit.NoError(pgxpool.NewWithConfig(t.Context(), config))(t)
 		defer pool.Close()
 		return pool.Ping(t.Context())
 	}
@@ -350,7 +350,7 @@ func TestNewSharded_StartsBesideAShardThatIsDown(t *testing.T) {
 	s := newShards(t, of)
 	down := &pgconn.PgError{Code: "57P03", Message: "the database system is starting up", Severity: "FATAL", SeverityUnlocalized: "FATAL"}
 	up, other := &unreachable{Pool: s.pools[0]}, &unreachable{Pool: s.pools[1], err: down}
-	limiter := noError(client.NewSharded(ctx, []client.Pool{up, other}))(t)
+	limiter := kit.NoError(client.NewSharded(ctx, []client.Pool{up, other}))(t)
 	defer limiter.Close()
 
 	_, err := limiter.Acquire(ctx, "api", keyOn(1, of))
@@ -358,14 +358,14 @@ func TestNewSharded_StartsBesideAShardThatIsDown(t *testing.T) {
 	shardIs(t, 1, of, err)
 	err = limiter.DefinePolicy(ctx, client.Policy{Name: "api", Capacity: 10, Refill: 1, Every: time.Hour})
 	shardIs(t, 1, of, err)
-	require.NoError(t, errOf(limiter.Acquire(ctx, "api", keyOn(0, of))), "the others have it")
+	require.NoError(t, kit.ErrorOf(limiter.Acquire(ctx, "api", keyOn(0, of))), "the others have it")
 
 	other.Pool = s.pools[0]
 	other.fail(nil)
-	require.ErrorIs(t, errOf(limiter.Acquire(ctx, "api", keyOn(1, of))), client.ErrWrongShard, "it was another database")
+	require.ErrorIs(t, kit.ErrorOf(limiter.Acquire(ctx, "api", keyOn(1, of))), client.ErrWrongShard, "it was another database")
 	other.Pool = s.pools[1]
 	require.NoError(t, limiter.DefinePolicy(ctx, client.Policy{Name: "api", Capacity: 10, Refill: 1, Every: time.Hour}))
-	require.True(t, noError(limiter.Acquire(ctx, "api", keyOn(1, of)))(t).Allowed)
+	require.True(t, kit.NoError(limiter.Acquire(ctx, "api", keyOn(1, of)))(t).Allowed)
 
 	up.fail(errors.New("no route to host"))
 	other.fail(errors.New("no route to host"))
@@ -382,7 +382,7 @@ func TestSharded_DropPolicyNamesTheShardThatIsDown(t *testing.T) {
 	const of = 2
 	s := newShards(t, of)
 	other := &unreachable{Pool: s.pools[1]}
-	limiter := noError(client.NewSharded(ctx, []client.Pool{s.pools[0], other}))(t)
+	limiter := kit.NoError(client.NewSharded(ctx, []client.Pool{s.pools[0], other}))(t)
 	defer limiter.Close()
 	require.NoError(t, limiter.DefinePolicy(ctx, client.Policy{Name: "api", Capacity: 10, Refill: 1, Every: time.Hour}))
 	other.fail(errors.New("no route to host"))
@@ -407,7 +407,7 @@ func TestSharded_Leases(t *testing.T) {
 		db.Exec(t, "select ratelimit_define_policy('busy', 1000000, 1, '1 day')")
 		pools = append(pools, kit.PatientPool{Pool: db.Pool})
 	}
-	limiter := noError(client.NewSharded(t.Context(), pools, client.Lease{Policy: "busy"}))(t)
+	limiter := kit.NoError(client.NewSharded(t.Context(), pools, client.Lease{Policy: "busy"}))(t)
 	var granted, leased [2]atomic.Int64
 	var callers sync.WaitGroup
 	for n := range s.dbs {
@@ -430,9 +430,9 @@ func TestSharded_Leases(t *testing.T) {
 	callers.Wait()
 	limiter.Close()
 	limiter.Close() // again
-	require.ErrorIs(t, errOf(limiter.Acquire(t.Context(), "busy", "k")), client.ErrClosed)
+	require.ErrorIs(t, kit.ErrorOf(limiter.Acquire(t.Context(), "busy", "k")), client.ErrClosed)
 	for n, pool := range s.pools {
-		require.Equal(t, granted[n].Load(), 1_000_000-noError(client.New(pool).Peek(t.Context(), "busy", keyOn(n, 2)))(t).Remaining)
+		require.Equal(t, granted[n].Load(), 1_000_000-kit.NoError(client.New(pool).Peek(t.Context(), "busy", keyOn(n, 2)))(t).Remaining)
 		require.GreaterOrEqual(t, leased[n].Load(), int64(100))
 	}
 }

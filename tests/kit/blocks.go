@@ -30,14 +30,12 @@ type DocsBlock struct {
 func DocsFiles(t testing.TB) (files []DocsFile) {
 	var paths []string
 	for _, pattern := range []string{"../../*.md", "../../docs/*.md", "../../docs/examples/*.md", "../../pg_cron/*.md"} {
-		found, err := filepath.Glob(pattern)
-		require.NoError(t, err)
+		found := NoError(filepath.Glob(pattern))(t)
 		require.NotEmpty(t, found, pattern)
 		paths = append(paths, found...)
 	}
 	for _, path := range paths {
-		text, err := os.ReadFile(path)
-		require.NoError(t, err)
+		text := NoError(os.ReadFile(path))(t)
 		blocks, err := DocsBlocks(string(text))
 		require.NoError(t, err, path)
 		files = append(files, DocsFile{strings.TrimPrefix(path, "../../"), string(text), blocks})
@@ -72,11 +70,9 @@ func DocsBlocks(text string) (blocks []DocsBlock, err error) {
 
 // PoolAs is a pool whose sessions have a role.
 func PoolAs(t *testing.T, db *pgtest.DB, role string) *pgxpool.Pool {
-	config, err := pgxpool.ParseConfig(db.URL)
-	require.NoError(t, err)
+	config := NoError(pgxpool.ParseConfig(db.URL))(t)
 	config.AfterConnect = func(ctx context.Context, conn *pgx.Conn) error { return ErrorOf(conn.Exec(ctx, "set role "+role)) }
-	pool, err := pgxpool.NewWithConfig(context.Background(), config)
-	require.NoError(t, err)
+	pool := NoError(pgxpool.NewWithConfig(context.Background(), config))(t)
 	t.Cleanup(pool.Close)
 	return pool
 }

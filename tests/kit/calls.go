@@ -79,8 +79,7 @@ func (db *TestDB) At(now time.Time) *TestDB { db.SetClock(now); return db }
 
 // SendBatch sends requests in one call, and fails the test if the call fails.
 func SendBatch[R, A any](t testing.TB, q RowsQuerier, send func(RowsQuerier, []R) ([]A, error), requests ...R) []A {
-	answers, err := send(q, requests)
-	require.NoError(t, err)
+	answers := NoError(send(q, requests))(t)
 	require.Len(t, answers, len(requests))
 	return answers
 }

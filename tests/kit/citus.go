@@ -19,13 +19,11 @@ func (db *TestDB) Strings(sql string) []string { return Column(db.T, db.DB, sql)
 
 // As connects as a role, or as the owner.
 func (db *TestDB) As(role string) *pgx.Conn {
-	config, err := pgx.ParseConfig(db.URL)
-	require.NoError(db.T, err)
+	config := NoError(pgx.ParseConfig(db.URL))(db.T)
 	if role != "" {
 		config.User = role
 	}
-	conn, err := pgx.ConnectConfig(db.T.Context(), config)
-	require.NoError(db.T, err)
+	conn := NoError(pgx.ConnectConfig(db.T.Context(), config))(db.T)
 	db.T.Cleanup(func() { conn.Close(context.Background()) })
 	return conn
 }
@@ -42,11 +40,8 @@ var (
 )
 
 func (db *TestDB) Text(sql string, args ...any) string {
-	rows, err := db.Pool.Query(context.Background(), sql, args...)
-	require.NoError(db.T, err)
-	found, err := pgx.CollectExactlyOneRow(rows, pgx.RowTo[string])
-	require.NoError(db.T, err)
-	return found
+	rows := NoError(db.Pool.Query(context.Background(), sql, args...))(db.T)
+	return NoError(pgx.CollectExactlyOneRow(rows, pgx.RowTo[string]))(db.T)
 }
 
 // A Citus is a cluster: a coordinator and two workers. Databases are made in it one by one.
@@ -81,9 +76,7 @@ func NewCitus(t testing.TB) *Citus {
 
 // NodeName is what Citus calls a node: the directory of its socket.
 func (c *Citus) NodeName(n int) string {
-	u, err := url.Parse(c.Nodes[n].URL(""))
-	require.NoError(c.T, err)
-	return u.Query().Get("host")
+	return NoError(url.Parse(c.Nodes[n].URL("")))(c.T).Query().Get("host")
 }
 
 // Create returns a database of the cluster with the package in it, as each node sees it.

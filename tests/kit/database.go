@@ -143,14 +143,12 @@ type Bucket struct {
 
 // Bucket returns the row of a bucket, nil when it has none.
 func (db *TestDB) Bucket(policy, key string) *Bucket {
-	rows, err := db.Pool.Query(context.Background(), `
+	rows := NoError(db.Pool.Query(context.Background(), `
 		select b.level, b.refilled_at
 		  from (table ratelimit.buckets union all table ratelimit.ephemeral_buckets) as b
 		  join ratelimit.policies as p on p.id = b.policy_id
-		 where p.name = $1 and b.key = $2`, policy, key)
-	require.NoError(db.T, err)
-	found, err := pgx.CollectRows(rows, pgx.RowToAddrOfStructByPos[Bucket])
-	require.NoError(db.T, err)
+		 where p.name = $1 and b.key = $2`, policy, key))(db.T)
+	found := NoError(pgx.CollectRows(rows, pgx.RowToAddrOfStructByPos[Bucket]))(db.T)
 	if len(found) == 0 {
 		return nil
 	}
@@ -219,6 +217,11 @@ func State(t require.TestingT, q RowsQuerier) []string {
 		select k::text
 		  from (table ratelimit.idempotency_keys union all table ratelimit.ephemeral_idempotency_keys) as k
 		 order by 1`)
+}
+
+// NoError returns the value of a call that must not fail: NoError(call())(t).
+func NoError[T any](value T, err error) func(require.TestingT) T {
+	return func(t require.TestingT) T { require.NoError(t, err); return value }
 }
 
 // ErrorOf is the error of a call whose result nobody needs.

@@ -106,8 +106,7 @@ func (p *Pending) AwaitLockOrEnd() (over bool) {
 }
 
 func Connect(t *testing.T, server *pgtest.Server) *pgx.Conn {
-	conn, err := pgx.Connect(t.Context(), server.URL(""))
-	require.NoError(t, err)
+	conn := NoError(pgx.Connect(t.Context(), server.URL("")))(t)
 	t.Cleanup(func() { conn.Close(context.Background()) })
 	return conn
 }
@@ -152,9 +151,7 @@ func Cleanup(q Querier, maxRows int) (d Deleted, err error) {
 
 // Swept is what one batch deletes, which must not fail.
 func (db *TestDB) Swept(q Querier, maxRows int) Deleted {
-	d, err := Cleanup(q, maxRows)
-	require.NoError(db.T, err)
-	return d
+	return NoError(Cleanup(q, maxRows))(db.T)
 }
 
 // GoesOn runs one batch of ratelimit_cleanup_all, and tells whether another is to follow.

@@ -159,8 +159,7 @@ const schemaQuery = `
 // FindPgDump returns a pg_dump that is at least as new as the server, or skips the test.
 func FindPgDump(t *testing.T) string {
 	t.Helper()
-	want, err := strconv.Atoi(regexp.MustCompile(`^\d+`).FindString(pgtest.Shared(t).Version))
-	require.NoError(t, err)
+	want := NoError(strconv.Atoi(regexp.MustCompile(`^\d+`).FindString(pgtest.Shared(t).Version)))(t)
 	candidates, _ := filepath.Glob("/usr/lib/postgresql/*/bin/pg_dump")
 	candidates = append(candidates, "pg_dump")
 	if bin := os.Getenv("RATELIMIT_PG_BIN"); bin != "" {

@@ -16,8 +16,7 @@ import (
 // The ways to install. Each is given a database that is empty or has the package already.
 var Installers = map[string]func(t *testing.T, url string){
 	"Up": func(t *testing.T, url string) {
-		conn, err := pgx.Connect(context.Background(), url)
-		require.NoError(t, err)
+		conn := NoError(pgx.Connect(context.Background(), url))(t)
 		defer conn.Close(context.Background())
 		require.NoError(t, migrations.Up(context.Background(), conn))
 	},
@@ -49,8 +48,7 @@ const PackageFunctions = `(
 
 // ImageGrants is the statement by which the image lets role ratelimit_app use the package.
 func ImageGrants(t *testing.T) string {
-	script, err := os.ReadFile("../../docker/update.sh")
-	require.NoError(t, err)
+	script := NoError(os.ReadFile("../../docker/update.sh"))(t)
 	statement := regexp.MustCompile(`grant execute on function[^;]+to ratelimit_app;`).FindString(string(script))
 	require.NotEmpty(t, statement)
 	return statement
@@ -60,19 +58,14 @@ type Job struct{ Name, Schedule, Command, Database, Username string }
 
 // Jobs returns what is scheduled for clean-up: the jobs of pg_cron's own database first.
 func Jobs(db *TestDB) []Job {
-	rows, err := db.Pool.Query(context.Background(), `
+	rows := NoError(db.Pool.Query(context.Background(), `
 		select jobname::text, schedule, command, database, username from cron.job where jobname like 'ratelimit-cleanup%'
-		 order by jobname like '%:%', jobname like '%-history%', username`)
-	require.NoError(db.T, err)
-	found, err := pgx.CollectRows(rows, pgx.RowToStructByPos[Job])
-	require.NoError(db.T, err)
-	return found
+		 order by jobname like '%:%', jobname like '%-history%', username`))(db.T)
+	return NoError(pgx.CollectRows(rows, pgx.RowToStructByPos[Job]))(db.T)
 }
 
 func PreRequestScript(t *testing.T, name string) string {
-	text, err := os.ReadFile("../../docs/postgrest/" + name)
-	require.NoError(t, err)
-	return strings.ReplaceAll(string(text), `\set ON_ERROR_STOP on`, "")
+	return strings.ReplaceAll(string(NoError(os.ReadFile("../../docs/postgrest/"+name))(t)), `\set ON_ERROR_STOP on`, "")
 }
 
 func InstallPreRequest(t *testing.T, db *pgtest.DB) {

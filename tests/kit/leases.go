@@ -251,18 +251,13 @@ func countIn(file string) (*atomic.Int64, error) {
 // Start starts the process.
 func (p *LeaserProcess) Start(t *testing.T, db *TestDB) *LeaserProcess {
 	p.URL, p.File = db.URL, filepath.Join(t.TempDir(), "granted")
-	var err error
-	p.Granted, err = countIn(p.File)
-	require.NoError(t, err)
-	text, err := json.Marshal(p)
-	require.NoError(t, err)
+	p.Granted = NoError(countIn(p.File))(t)
+	text := NoError(json.Marshal(p))(t)
 	p.cmd = exec.Command(os.Args[0])
 	p.cmd.Env = append(os.Environ(), asLeaser+"="+string(text))
 	p.cmd.Stderr = os.Stderr
-	p.orders, err = p.cmd.StdinPipe()
-	require.NoError(t, err)
-	answers, err := p.cmd.StdoutPipe()
-	require.NoError(t, err)
+	p.orders = NoError(p.cmd.StdinPipe())(t)
+	answers := NoError(p.cmd.StdoutPipe())(t)
 	p.answers = bufio.NewReader(answers)
 	require.NoError(t, p.cmd.Start())
 	t.Cleanup(func() { _ = p.cmd.Process.Kill() })
@@ -272,8 +267,7 @@ func (p *LeaserProcess) Start(t *testing.T, db *TestDB) *LeaserProcess {
 // StopAsking returns when the process asks for no more tokens.
 func (p *LeaserProcess) StopAsking(t *testing.T) {
 	require.NoError(t, ErrorOf(fmt.Fprintln(p.orders, "idle")))
-	answer, err := p.answers.ReadString('\n')
-	require.NoError(t, err)
+	answer := NoError(p.answers.ReadString('\n'))(t)
 	require.Equal(t, "idle\n", answer)
 }
 

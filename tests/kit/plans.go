@@ -40,8 +40,7 @@ type planner struct {
 
 func (db *TestDB) Planner() *planner {
 	p := &planner{T: db.T}
-	config, err := pgx.ParseConfig(db.URL)
-	require.NoError(db.T, err)
+	config := NoError(pgx.ParseConfig(db.URL))(db.T)
 	config.OnNotice = func(_ *pgconn.PgConn, notice *pgconn.Notice) {
 		if _, text, found := strings.Cut(notice.Message, "Query Text: "); found {
 			var nodes strings.Builder
@@ -52,8 +51,7 @@ func (db *TestDB) Planner() *planner {
 			p.plans = append(p.plans, plan{strings.Join(strings.Fields(text), " "), nodes.String()})
 		}
 	}
-	p.Conn, err = pgx.ConnectConfig(context.Background(), config)
-	require.NoError(db.T, err)
+	p.Conn = NoError(pgx.ConnectConfig(context.Background(), config))(db.T)
 	db.T.Cleanup(func() { _ = p.Conn.Close(context.Background()) })
 	Execute(db.T, p.Conn, "load 'auto_explain'")
 	return p

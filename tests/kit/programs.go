@@ -41,8 +41,7 @@ func Run(t *testing.T, dir string, env []string, name string, args ...string) {
 }
 
 func PgVariables(t *testing.T, url string) []string {
-	config, err := pgx.ParseConfig(url)
-	require.NoError(t, err)
+	config := NoError(pgx.ParseConfig(url))(t)
 	return []string{
 		"PGHOST=" + config.Host, fmt.Sprintf("PGPORT=%d", config.Port), "PGUSER=" + config.User,
 		"PGPASSWORD=" + config.Password, "PGDATABASE=" + config.Database,
@@ -69,9 +68,8 @@ func WithSettings(_ *testing.T, dsn string, settings ...string) string {
 
 // createSchema creates the schema that has to exist before tern's command line runs.
 func createSchema(t *testing.T, url string) {
-	conn, err := pgx.Connect(t.Context(), url)
-	require.NoError(t, err)
-	_, err = conn.Exec(t.Context(), "create schema ratelimit")
+	conn := NoError(pgx.Connect(t.Context(), url))(t)
+	_, err := conn.Exec(t.Context(), "create schema ratelimit")
 	if SQLState(err) != "42P06" { // the second time
 		require.NoError(t, err)
 	}
@@ -107,9 +105,7 @@ func PsqlStatus(t *testing.T, url string, args ...string) (out string, status in
 
 // Script is one of pg_cron's scripts for a client that is not psql.
 func Script(t testing.TB, name string) string {
-	sql, err := pgtest.CronScript(name)
-	require.NoError(t, err)
-	return sql
+	return NoError(pgtest.CronScript(name))(t)
 }
 
 // RunScript runs one of pg_cron's scripts as a client that is not psql.
@@ -120,8 +116,7 @@ func RunScript(db *TestDB, name string) error {
 // NewRole returns a role without rights. Call it before creating the database in which it gets some, which is then dropped first.
 func NewRole(t testing.TB) string {
 	ctx := context.Background()
-	conn, err := pgx.Connect(ctx, pgtest.Shared(t).URL(""))
-	require.NoError(t, err)
+	conn := NoError(pgx.Connect(ctx, pgtest.Shared(t).URL("")))(t)
 	name := "ratelimit_test_" + strings.ToLower(rand.Text())
 	require.NoError(t, ErrorOf(conn.Exec(ctx, "create role "+name+" role current_user")))
 	t.Cleanup(func() {

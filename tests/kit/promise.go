@@ -85,13 +85,11 @@ func (db *TestDB) ClockInASetting() {
 // Verdicts tries cases with the function of that name.
 func Verdicts[T any](db *TestDB, cases []T) []string {
 	ctx := context.Background()
-	input, err := json.Marshal(cases)
-	require.NoError(db.T, err)
-	tx, err := db.Pool.Begin(ctx)
-	require.NoError(db.T, err)
+	input := NoError(json.Marshal(cases))(db.T)
+	tx := NoError(db.Pool.Begin(ctx))(db.T)
 	defer tx.Rollback(ctx)
 	// Were an acquire told to wait for nothing and yet find too little, it would try for ever.
-	_, err = tx.Exec(ctx, "set local statement_timeout = '2min'")
+	_, err := tx.Exec(ctx, "set local statement_timeout = '2min'")
 	require.NoError(db.T, err)
 	verdicts := ColumnOf(db.T, tx, "select * from verdicts($1)", input)
 	require.Len(db.T, verdicts, len(cases))

@@ -12,7 +12,6 @@ import (
 
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
-	"github.com/stretchr/testify/require"
 )
 
 // A Proxy stands between clients and a server, and does what faults chooses to the messages of both.
@@ -51,8 +50,7 @@ func (p *Proxy) Heal() { p.Plan(func(bool) Fault { return Pass }) }
 // Pool connects through the proxy. Its settings are those that users have, but for its connect_timeout:
 // by default a connection attempt without an answer keeps its place in the pool for two minutes.
 func (p *Proxy) Pool(t testing.TB, db *TestDB, change ...func(*pgxpool.Config)) *pgxpool.Pool {
-	config, err := pgxpool.ParseConfig(db.URL)
-	require.NoError(t, err)
+	config := NoError(pgxpool.ParseConfig(db.URL))(t)
 	config.ConnConfig.ConnectTimeout = time.Second
 	config.ConnConfig.RuntimeParams["application_name"] = "through a proxy"
 	config.ConnConfig.DialFunc = func(ctx context.Context, _, _ string) (net.Conn, error) {
@@ -61,8 +59,7 @@ func (p *Proxy) Pool(t testing.TB, db *TestDB, change ...func(*pgxpool.Config)) 
 	for _, change := range change {
 		change(config)
 	}
-	pool, err := pgxpool.NewWithConfig(context.Background(), config)
-	require.NoError(t, err)
+	pool := NoError(pgxpool.NewWithConfig(context.Background(), config))(t)
 	t.Cleanup(pool.Close)
 	return pool
 }

@@ -38,9 +38,8 @@ func CreateDB(t testing.TB, server *pgtest.Server, name string, prepare ...strin
 
 // OnServer runs SQL in a database of a server, on a connection of its own.
 func OnServer(t testing.TB, server *pgtest.Server, database, sql string) {
-	conn, err := pgx.Connect(t.Context(), server.URL(database))
-	require.NoError(t, err)
-	_, err = conn.Exec(t.Context(), sql)
+	conn := NoError(pgx.Connect(t.Context(), server.URL(database)))(t)
+	_, err := conn.Exec(t.Context(), sql)
 	require.NoError(t, errors.Join(err, conn.Close(t.Context())))
 }
 
@@ -53,8 +52,7 @@ func InstalledDB(t testing.TB, server *pgtest.Server, name string) *TestDB {
 
 // OpenDB returns a database of a server as it is.
 func OpenDB(t testing.TB, server *pgtest.Server, name string) *TestDB {
-	pool, err := pgxpool.New(context.Background(), server.URL(name))
-	require.NoError(t, err)
+	pool := NoError(pgxpool.New(context.Background(), server.URL(name)))(t)
 	t.Cleanup(pool.Close)
 	return &TestDB{DB: &pgtest.DB{Pool: pool, URL: server.URL(name), Name: name}, T: t}
 }
@@ -66,8 +64,7 @@ func (a *Address) MoveTo(url string) { a.url.Store(&url) }
 
 // Config is that of a pool whose new connections go where the database is then.
 func (a *Address) Config(t testing.TB) *pgxpool.Config {
-	config, err := pgxpool.ParseConfig(*a.url.Load())
-	require.NoError(t, err)
+	config := NoError(pgxpool.ParseConfig(*a.url.Load()))(t)
 	config.BeforeConnect = func(_ context.Context, c *pgx.ConnConfig) error {
 		now, err := pgx.ParseConfig(*a.url.Load())
 		if err == nil {

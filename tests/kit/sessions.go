@@ -128,8 +128,7 @@ func NewCrowdDB(t testing.TB, connections int) *TestDB {
 // Warm opens connections, so that calls made together do not come one by one for connecting.
 func (db *TestDB) Warm(connections int) {
 	for range min(connections, int(db.Pool.Config().MaxConns)) {
-		conn, err := db.Pool.Acquire(context.Background())
-		require.NoError(db.T, err)
+		conn := NoError(db.Pool.Acquire(context.Background()))(db.T)
 		defer conn.Release()
 	}
 }

@@ -30,8 +30,7 @@ func NewShards(t testing.TB, settings ...string) *Shards {
 		server := pgtest.Private(t, settings...)
 		s.Servers = append(s.Servers, server)
 		OnServer(t, server, "", "create database installed template template0")
-		conn, err := pgx.Connect(t.Context(), server.URL("installed"))
-		require.NoError(t, err)
+		conn := NoError(pgx.Connect(t.Context(), server.URL("installed")))(t)
 		require.NoError(t, errors.Join(migrations.Up(t.Context(), conn), conn.Close(t.Context())))
 	}
 	of := len(s.Servers) * DatabasesOfServer
@@ -74,13 +73,11 @@ func (s *Shards) Limiter(pools map[int]*pgxpool.Pool, opts ...client.Option) *cl
 		if all[n] != nil {
 			continue
 		}
-		pool, err := pgxpool.New(context.Background(), db.URL)
-		require.NoError(s.T, err)
+		pool := NoError(pgxpool.New(context.Background(), db.URL))(s.T)
 		s.T.Cleanup(pool.Close)
 		all[n] = pool
 	}
-	limiter, err := client.NewSharded(s.T.Context(), all, opts...)
-	require.NoError(s.T, err)
+	limiter := NoError(client.NewSharded(s.T.Context(), all, opts...))(s.T)
 	s.T.Cleanup(limiter.Close)
 	return limiter
 }

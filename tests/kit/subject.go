@@ -135,9 +135,7 @@ func (f *testFake) PutBucket(policy, key string, b Bucket) {
 }
 
 func (f *testFake) Acquire(policy, key string, cost int64, idempotencyKey ...string) Decision {
-	d, err := f.TryAcquire(policy, key, cost, idempotencyKey...)
-	require.NoError(f.T, err)
-	return d
+	return NoError(f.TryAcquire(policy, key, cost, idempotencyKey...))(f.T)
 }
 
 func (f *testFake) AcquireAt(at time.Time, policy, key string, cost int64, idempotencyKey ...string) Decision {
@@ -156,16 +154,12 @@ func (f *testFake) TryAcquire(policy, key string, cost int64, idempotencyKey ...
 
 func (f *testFake) PeekAt(at time.Time, policy, key string, cost int64) Decision {
 	f.SetClock(at)
-	d, err := f.Fake.Peek(f.T.Context(), policy, key, client.Cost(cost))
-	require.NoError(f.T, err)
-	return DecisionOf(d)
+	return DecisionOf(NoError(f.Fake.Peek(f.T.Context(), policy, key, client.Cost(cost)))(f.T))
 }
 
 func (f *testFake) RefundAt(at time.Time, policy, key string, amount int64) Decision {
 	f.SetClock(at)
-	d, err := f.Fake.Refund(f.T.Context(), policy, key, amount)
-	require.NoError(f.T, err)
-	return DecisionOf(d)
+	return DecisionOf(NoError(f.Fake.Refund(f.T.Context(), policy, key, amount))(f.T))
 }
 
 func (f *testFake) Reset(policy, key string) {
@@ -217,8 +211,7 @@ func ReplayVector(t *testing.T, db Subject, v vectors.Bucket, durability PolicyO
 			got = db.RefundAt(at, policy, key, s.Tokens)
 		case "charge":
 			db.SetClock(at)
-			charged, err := db.Spend(Spending{Function: "charge", BucketID: model.BucketID{Policy: policy, Key: key}, Cost: s.Tokens})
-			require.NoError(t, err)
+			charged := NoError(db.Spend(Spending{Function: "charge", BucketID: model.BucketID{Policy: policy, Key: key}, Cost: s.Tokens}))(t)
 			got = charged.Decision
 		case "reset":
 			db.Reset(policy, key)
@@ -245,8 +238,7 @@ func checkStep(t testing.TB, want vectors.Step, got Decision, call string) {
 	case "null":
 		require.Equal(t, model.Never, got.RetryAfter, call)
 	default:
-		wait, err := strconv.ParseInt(text, 10, 64)
-		require.NoError(t, err)
+		wait := NoError(strconv.ParseInt(text, 10, 64))(t)
 		require.Equal(t, Micros(time.Duration(wait)*Ms), got.RetryAfter, call)
 	}
 	if want.ResetAfter != nil {

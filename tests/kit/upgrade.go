@@ -71,8 +71,7 @@ create or replace function ratelimit_next() returns integer language sql immutab
 comment on function ratelimit_next() is 'New.';
 create or`}) {
 		name := filepath.Join("snapshots", snapshot, e.File)
-		text, err := os.ReadFile(filepath.Join(dir, name))
-		require.NoError(t, err)
+		text := NoError(os.ReadFile(filepath.Join(dir, name)))(t)
 		require.Equal(t, 1, strings.Count(string(text), e.Old), "%s in %s", e.Old, e.File)
 		write(name, strings.Replace(string(text), e.Old, e.New, 1))
 	}
@@ -107,8 +106,7 @@ func InstalledAt(t *testing.T, files fs.FS, version int32) *TestDB {
 func MigrateTo(t *testing.T, db *pgtest.DB, files fs.FS, version int32) {
 	conn := db.Connect(t)
 	Execute(t, conn, "create schema if not exists ratelimit")
-	migrator, err := migrate.NewMigrator(context.Background(), conn, migrations.VersionTable)
-	require.NoError(t, err)
+	migrator := NoError(migrate.NewMigrator(context.Background(), conn, migrations.VersionTable))(t)
 	require.NoError(t, migrator.LoadMigrations(files))
 	require.NoError(t, migrator.MigrateTo(context.Background(), version))
 	require.NoError(t, conn.Close(context.Background()))
@@ -372,13 +370,9 @@ func ReinstallCode(t *testing.T, conn *pgx.Conn) {
 }
 
 func CodePackage(t *testing.T) *migrate.CodePackage {
-	code, err := migrate.LoadCodePackage(os.DirFS("../../sql"))
-	require.NoError(t, err)
-	return code
+	return NoError(migrate.LoadCodePackage(os.DirFS("../../sql")))(t)
 }
 
 func NewestMigration(t *testing.T) int32 {
-	files, err := migrate.FindMigrations(os.DirFS("../../migrations"))
-	require.NoError(t, err)
-	return int32(len(files))
+	return int32(len(NoError(migrate.FindMigrations(os.DirFS("../../migrations")))(t)))
 }

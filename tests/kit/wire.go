@@ -10,7 +10,6 @@ import (
 
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgproto3"
-	"github.com/stretchr/testify/require"
 )
 
 // A Wire is a session to which any bytes can be sent, also those that a driver would not, and any
@@ -22,10 +21,8 @@ type Wire struct {
 
 func (db *TestDB) Wire(t testing.TB) *Wire {
 	ctx := context.Background()
-	conn, err := pgconn.Connect(ctx, db.URL)
-	require.NoError(t, err)
-	hijacked, err := conn.Hijack()
-	require.NoError(t, err)
+	conn := NoError(pgconn.Connect(ctx, db.URL))(t)
+	hijacked := NoError(conn.Hijack())(t)
 	t.Cleanup(func() { hijacked.Conn.Close() })
 	return &Wire{hijacked.Conn, hijacked.Frontend}
 }

@@ -84,10 +84,9 @@ func TestDatabase_CountsItsOwnBytes(t *testing.T) {
 	combiner := client.NewCombiner(db.Pool)
 	defer combiner.Close()
 	for _, limiter := range []client.Acquirer{client.New(db.Pool), combiner} {
-		d, err := limiter.Acquire(t.Context(), "p", strings.Repeat("é", 512))
-		require.NoError(t, err)
+		d := kit.NoError(limiter.Acquire(t.Context(), "p", strings.Repeat("é", 512)))(t)
 		require.True(t, d.Allowed)
-		_, err = limiter.Acquire(t.Context(), "p", strings.Repeat("é", 513))
+		_, err := limiter.Acquire(t.Context(), "p", strings.Repeat("é", 513))
 		require.ErrorIs(t, err, client.ErrInvalidArgument)
 		require.Equal(t, "22023", kit.SQLState(err))
 		_, err = limiter.Acquire(t.Context(), "p", "語")

@@ -181,9 +181,7 @@ func (s *httpSeen) check(t *testing.T, random *rand.Rand) {
 	limits, quotas := limitItems(t, header), policyItems(t, header)
 	retryAfter := int64(absent)
 	if text := header.Get("Retry-After"); text != "" {
-		var err error
-		retryAfter, err = strconv.ParseInt(text, 10, 64)
-		require.NoError(t, err)
+		retryAfter = kit.NoError(strconv.ParseInt(text, 10, 64))(t)
 	}
 	switch {
 	case status == http.StatusOK:
@@ -221,8 +219,7 @@ func (s *httpSeen) check(t *testing.T, random *rand.Rand) {
 		if limit["t"] != retryAfter && p.Stepped != client.Yes && 0 <= d.Remaining && d.Remaining < p.Capacity {
 			l.now = asked.Add(time.Duration(limit["t"]) * time.Second)
 			for _, key := range keys[name] {
-				more, err := l.Peek(t.Context(), name, key, client.Cost(limit["r"]+1))
-				require.NoError(t, err)
+				more := kit.NoError(l.Peek(t.Context(), name, key, client.Cost(limit["r"]+1)))(t)
 				require.True(t, more.Allowed, "after t there is more: %+v of %+v", limit, p)
 			}
 			s.more++
@@ -259,8 +256,7 @@ func (s *httpSeen) spend(t *testing.T, l *httpSubject, random *rand.Rand, policy
 		if portions > 1 {
 			portion = 1 + random.Int64N(left)
 		}
-		d, err := l.Acquire(t.Context(), policy, key, client.Cost(portion))
-		require.NoError(t, err)
+		d := kit.NoError(l.Acquire(t.Context(), policy, key, client.Cost(portion)))(t)
 		require.True(t, d.Allowed, "%d of what is left of %+v: %+v", portion, limit, d)
 		left -= portion
 		s.spent++

@@ -79,8 +79,7 @@ func TestPgCron(t *testing.T) {
 		}
 	})
 	t.Run("status shows it", func(t *testing.T) {
-		results, err := here.Connect(t).PgConn().Exec(t.Context(), kit.Script(t, "status.sql")).ReadAll()
-		require.NoError(t, err)
+		results := kit.NoError(here.Connect(t).PgConn().Exec(t.Context(), kit.Script(t, "status.sql")).ReadAll())(t)
 		require.Len(t, results, 3)
 		require.Len(t, results[0].Rows, 4)
 		require.Equal(t, "ratelimit-cleanup", string(results[0].Rows[0][0]))
@@ -228,8 +227,7 @@ func TestPgCron_ScriptsFail(t *testing.T) {
 		})
 	}
 	for _, name := range []string{"unschedule.sql", "unschedule_elsewhere.sql"} {
-		script, err := os.ReadFile("../../pg_cron/" + name)
-		require.NoError(t, err)
+		script := kit.NoError(os.ReadFile("../../pg_cron/" + name))(t)
 		require.Contains(t, string(script), "\n\\set ON_ERROR_STOP on\n")
 	}
 }

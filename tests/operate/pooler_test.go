@@ -32,15 +32,13 @@ func newPooledDB(t *testing.T) *pooledDB {
 
 // connect returns a pool of many clients of the pooler.
 func (db *pooledDB) connect(t testing.TB, mode pgx.QueryExecMode, change ...func(*pgxpool.Config)) *pgxpool.Pool {
-	config, err := pgxpool.ParseConfig(db.pooler.URL(db.Name))
-	require.NoError(t, err)
+	config := kit.NoError(pgxpool.ParseConfig(db.pooler.URL(db.Name)))(t)
 	config.ConnConfig.DefaultQueryExecMode = mode
 	config.MaxConns = 32
 	for _, change := range change {
 		change(config)
 	}
-	pool, err := pgxpool.NewWithConfig(context.Background(), config)
-	require.NoError(t, err)
+	pool := kit.NoError(pgxpool.NewWithConfig(context.Background(), config))(t)
 	t.Cleanup(pool.Close)
 	return pool
 }
@@ -262,9 +260,8 @@ type changer struct {
 }
 
 func (c *changer) connection() {
-	tx, err := c.pool.Begin(context.Background())
-	require.NoError(c.t, err)
-	_, err = tx.Exec(context.Background(), "select") // for the pooler a transaction begins with its first statement
+	tx := kit.NoError(c.pool.Begin(context.Background()))(c.t)
+	_, err := tx.Exec(context.Background(), "select") // for the pooler a transaction begins with its first statement
 	require.NoError(c.t, err)
 	c.taken = append(c.taken, tx)
 	c.count++

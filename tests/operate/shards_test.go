@@ -24,8 +24,7 @@ import (
 func TestShards_OneRuleForEveryLanguage(t *testing.T) {
 	pgtest.OncePerServer(t)
 	t.Parallel()
-	text, err := os.ReadFile("../../client/testdata/shards.json")
-	require.NoError(t, err)
+	text := kit.NoError(os.ReadFile("../../client/testdata/shards.json"))(t)
 	var vectors []struct {
 		Key       string
 		Of, Shard int
@@ -80,8 +79,7 @@ for v in json.loads(sys.stdin.buffer.read()): print(shard_of(v["key"], v["of"]))
 			command := exec.CommandContext(t.Context(), path, file)
 			command.Stdin = strings.NewReader(string(text))
 			command.Stderr = os.Stderr // a warning is no answer
-			out, err := command.Output()
-			require.NoError(t, err)
+			out := kit.NoError(command.Output())(t)
 			var want strings.Builder
 			for _, v := range vectors {
 				fmt.Fprintln(&want, v.Shard)
@@ -94,11 +92,9 @@ for v in json.loads(sys.stdin.buffer.read()): print(shard_of(v["key"], v["of"]))
 // createShownDB is a connection to a database of an encoding, that sends UTF-8.
 func createShownDB(t *testing.T, encoding string) *pgx.Conn {
 	db := pgtest.Empty(t, "encoding '"+encoding+"'", "locale 'C'")
-	config, err := pgx.ParseConfig(db.URL)
-	require.NoError(t, err)
+	config := kit.NoError(pgx.ParseConfig(db.URL))(t)
 	config.RuntimeParams["client_encoding"] = "UTF8"
-	conn, err := pgx.ConnectConfig(t.Context(), config)
-	require.NoError(t, err)
+	conn := kit.NoError(pgx.ConnectConfig(t.Context(), config))(t)
 	t.Cleanup(func() { conn.Close(context.Background()) })
 	return conn
 }
@@ -115,16 +111,14 @@ func TestShards_ADatabaseMoves(t *testing.T) {
 	address.MoveTo(s.Dbs[moves].URL)
 	config := address.Config(t)
 	config.AfterConnect = client.CheckShard(moves, s.Of())
-	pool, err := pgxpool.NewWithConfig(t.Context(), config)
-	require.NoError(t, err)
+	pool := kit.NoError(pgxpool.NewWithConfig(t.Context(), config))(t)
 	defer pool.Close()
 	limiter := s.Limiter(map[int]*pgxpool.Pool{moves: pool})
 	ledger := kit.NewLedger(s.Dbs[0], "p", 3_000, 2*time.Second)
 	require.NoError(t, limiter.DefinePolicy(t.Context(), client.Policy{Name: "p", Capacity: ledger.Capacity, Refill: 1, Every: kit.ADay}))
 	require.NoError(t, limiter.DefinePolicy(t.Context(), client.Policy{Name: "jobs", Capacity: 100, Refill: 1, Every: kit.ADay}))
 	job := s.Key(moves, "job")
-	granted, err := limiter.Acquire(t.Context(), "jobs", job, client.Cost(60), client.IdempotencyKey("estimate"))
-	require.NoError(t, err)
+	granted := kit.NoError(limiter.Acquire(t.Context(), "jobs", job, client.Cost(60), client.IdempotencyKey("estimate")))(t)
 	load := ledger.Load(t, limiter)
 	ledger.AwaitAnswers(t, 500)
 	from, to := s.ServerOf(moves), s.Servers[0]
@@ -154,12 +148,10 @@ func TestShards_ADatabaseMoves(t *testing.T) {
 	}
 	require.NotZero(t, ledger.Failed["3D000"]+ledger.Failed["55000"]+ledger.Failed["57P01"], "%v", ledger.Failed)
 	t.Logf("%d grants, %d denials, %d requests without an answer, failed tries by SQLSTATE %v", ledger.Granted, ledger.Denied, ledger.Unknown, ledger.Failed)
-	again, err := limiter.Acquire(t.Context(), "jobs", job, client.Cost(60), client.IdempotencyKey("estimate"))
-	require.NoError(t, err)
+	again := kit.NoError(limiter.Acquire(t.Context(), "jobs", job, client.Cost(60), client.IdempotencyKey("estimate")))(t)
 	granted.Replayed, granted.ResetAfter, again.ResetAfter = true, 0, 0
 	require.Equal(t, granted, again)
-	settled, err := limiter.Settle(t.Context(), "jobs", job, "estimate", 10)
-	require.NoError(t, err)
+	settled := kit.NoError(limiter.Settle(t.Context(), "jobs", job, "estimate", 10))(t)
 	require.EqualValues(t, 90, settled.Remaining)
 }
 
@@ -185,13 +177,12 @@ func TestShards_GrowByCopies(t *testing.T) {
 		var copies []string
 		for n := range of {
 			copies = append(copies, fmt.Sprint("app_", n, "_of_", of))
-			conn, err := pgx.Connect(t.Context(), server.URL(""))
-			require.NoError(t, err)
+			conn := kit.NoError(pgx.Connect(t.Context(), server.URL("")))(t)
 			from := names[n%len(names)]
-			_, err = conn.Exec(t.Context(), "select pg_terminate_backend(pid) from pg_stat_activity where datname = $1", from)
+			_, err := conn.Exec(t.Context(), "select pg_terminate_backend(pid) from pg_stat_activity where datname = $1", from)
 			require.NoError(t, err)
 			require.Eventually(t, func() bool { // as long as a session is ending
-				_, err = conn.Exec(t.Context(), "create database "+copies[n]+" template "+from)
+				_, err := conn.Exec(t.Context(), "create database "+copies[n]+" template "+from)
 				return kit.SQLState(err) != "55006"
 			}, kit.Patience, 10*kit.Ms)
 			require.NoError(t, err)
@@ -203,17 +194,14 @@ func TestShards_GrowByCopies(t *testing.T) {
 		for _, name := range names {
 			pools = append(pools, kit.OpenDB(t, server, name).Pool)
 		}
-		limiter, err := client.NewSharded(t.Context(), pools)
-		require.NoError(t, err)
+		limiter := kit.NoError(client.NewSharded(t.Context(), pools))(t)
 		for i := range keys {
 			key := fmt.Sprint("user:", i)
 			for policy, left := range map[string]int{"p": 100 - i, "q": 100 - 2*i} {
-				d, err := limiter.Peek(t.Context(), policy, key)
-				require.NoError(t, err)
+				d := kit.NoError(limiter.Peek(t.Context(), policy, key))(t)
 				require.EqualValues(t, left, d.Remaining, "%s of %d shards", key, of)
 			}
-			d, err := limiter.Acquire(t.Context(), "p", key, client.Cost(int64(i)), client.IdempotencyKey("once"))
-			require.NoError(t, err)
+			d := kit.NoError(limiter.Acquire(t.Context(), "p", key, client.Cost(int64(i)), client.IdempotencyKey("once")))(t)
 			require.Equal(t, i > 0, d.Replayed) // a cost of 0 is not remembered
 		}
 		limiter.Close()

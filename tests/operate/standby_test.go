@@ -69,8 +69,7 @@ func TestStandby(t *testing.T) {
 	require.Equal(t, kit.Replayed(first), db.Acquire("durable", "k", 3, "first"), "a replay writes nothing either")
 	limiter, combiner := client.New(db.Pool), client.NewCombiner(db.Pool, client.NoFlush())
 	defer combiner.Close()
-	peeked, err := limiter.Peek(t.Context(), "durable", "k", client.Cost(8))
-	require.NoError(t, err)
+	peeked := kit.NoError(limiter.Peek(t.Context(), "durable", "k", client.Cost(8)))(t)
 	require.False(t, peeked.Allowed)
 	for _, limiter := range []client.Acquirer{limiter, combiner} {
 		_, err = limiter.Acquire(t.Context(), "durable", "k")

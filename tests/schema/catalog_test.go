@@ -119,11 +119,10 @@ func TestCatalog_CommentsAreOneSentenceAndThePublicOnesSayErrorsLocksAndWrites(t
 	t.Parallel()
 	db := pgtest.New(t)
 	comments := func(form, query string) {
-		rows, err := db.Pool.Query(context.Background(), query)
-		require.NoError(t, err)
+		rows := kit.NoError(db.Pool.Query(context.Background(), query))(t)
 		var object string
 		var comment *string
-		_, err = pgx.ForEachRow(rows, []any{&object, &comment}, func() error {
+		_, err := pgx.ForEachRow(rows, []any{&object, &comment}, func() error {
 			if assert.NotNil(t, comment, "%s has no comment", object) {
 				assert.Regexp(t, form, *comment, object)
 			}

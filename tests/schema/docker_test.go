@@ -35,8 +35,7 @@ func TestDocker_ImageIsReadyToUse(t *testing.T) {
 func TestDocker_ImageBringsAnExistingVolumeUpToDate(t *testing.T) {
 	t.Parallel()
 	server := newContainer(t)
-	conn, err := pgx.Connect(t.Context(), kit.WithSettings(t, server.URL("postgres"), "role", imageOwner))
-	require.NoError(t, err)
+	conn := kit.NoError(pgx.Connect(t.Context(), kit.WithSettings(t, server.URL("postgres"), "role", imageOwner)))(t)
 	require.NoError(t, migrations.Down(t.Context(), conn))
 	for _, sql := range []string{"create schema ratelimit", "create table ratelimit.schema_version as select 0 as version"} {
 		kit.Execute(t, conn, sql)
@@ -46,8 +45,7 @@ func TestDocker_ImageBringsAnExistingVolumeUpToDate(t *testing.T) {
 
 	restart(t, server)
 	requireUpToDate(t, server)
-	log, err := server.Log(t.Context())
-	require.NoError(t, err)
+	log := kit.NoError(server.Log(t.Context()))(t)
 	require.NotContains(t, log, "NOT BROUGHT UP TO DATE")
 
 	require.NoError(t, server.Kill(t.Context()))
@@ -63,17 +61,15 @@ func TestDocker_ImageSaysThatItDidNotBringAVolumeUpToDate(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			server := newContainer(t)
-			conn, err := pgx.Connect(t.Context(), server.URL("postgres"))
-			require.NoError(t, err)
+			conn := kit.NoError(pgx.Connect(t.Context(), server.URL("postgres")))(t)
 			kit.Execute(t, conn, test.change, pgx.QueryExecModeSimpleProtocol)
 			require.NoError(t, conn.Close(t.Context()))
 
 			restart(t, server)
-			conn, err = pgx.Connect(t.Context(), server.URL("postgres"))
+			conn, err := pgx.Connect(t.Context(), server.URL("postgres"))
 			require.NoError(t, err, "the server is there all the same")
 			require.NoError(t, conn.Close(t.Context()))
-			log, err := server.Log(t.Context())
-			require.NoError(t, err)
+			log := kit.NoError(server.Log(t.Context()))(t)
 			require.Contains(t, log, test.message)
 			require.Contains(t, log, "NOT BROUGHT UP TO DATE")
 		})
@@ -90,8 +86,7 @@ func requireUpToDate(t *testing.T, server *pgtest.Server) {
 	db := kit.InstalledDB(t, server, "postgres")
 	db.Execute("drop database if exists reference")
 	db.Execute("create database reference template template0")
-	conn, err := pgx.Connect(t.Context(), server.URL("reference"))
-	require.NoError(t, err)
+	conn := kit.NoError(pgx.Connect(t.Context(), server.URL("reference")))(t)
 	for _, sql := range []string{
 		"grant create on database reference to " + imageOwner, "grant create on schema public to " + imageOwner, "set role " + imageOwner,
 	} {
@@ -111,17 +106,14 @@ func requireUpToDate(t *testing.T, server *pgtest.Server) {
 	require.Equal(t, imageOwner, scheduled[0].Username)
 
 	db.DefinePolicy("p", 10, 1, kit.ADay)
-	u, err := url.Parse(server.URL("postgres"))
-	require.NoError(t, err)
+	u := kit.NoError(url.Parse(server.URL("postgres")))(t)
 	password, _ := u.User.Password()
 	u.User = url.UserPassword("ratelimit_app", password)
-	app, err := pgx.Connect(t.Context(), u.String())
-	require.NoError(t, err)
+	app := kit.NoError(pgx.Connect(t.Context(), u.String()))(t)
 	defer app.Close(t.Context())
-	d, err := kit.Acquire(app, "p", "k", 1)
-	require.NoError(t, err)
+	d := kit.NoError(kit.Acquire(app, "p", "k", 1))(t)
 	require.True(t, d.Allowed)
-	_, err = app.Exec(t.Context(), "select ratelimit_drop_policy('p')")
+	_, err := app.Exec(t.Context(), "select ratelimit_drop_policy('p')")
 	var refused *pgconn.PgError
 	require.ErrorAs(t, err, &refused)
 	require.Equal(t, "42501", refused.Code)

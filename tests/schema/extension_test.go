@@ -436,8 +436,7 @@ func TestExtension_MakeInstall(t *testing.T) {
 	if err != nil {
 		t.Skipf("no PGXS on this machine: %v", err)
 	}
-	share, err := exec.Command("pg_config", "--sharedir").Output()
-	require.NoError(t, err)
+	share := kit.NoError(exec.Command("pg_config", "--sharedir").Output())(t)
 	dir := t.TempDir()
 	kit.Run(t, "../..", nil, "make", "install-extension", "DESTDIR="+dir)
 	installed := filepath.Join(dir, strings.TrimSpace(string(share)), "extension")
@@ -451,11 +450,9 @@ func TestExtension_MakeInstall(t *testing.T) {
 
 func directory(t *testing.T, dir string) map[string]string {
 	texts := map[string]string{}
-	entries, err := os.ReadDir(dir)
-	require.NoError(t, err)
+	entries := kit.NoError(os.ReadDir(dir))(t)
 	for _, entry := range entries {
-		text, err := os.ReadFile(filepath.Join(dir, entry.Name()))
-		require.NoError(t, err)
+		text := kit.NoError(os.ReadFile(filepath.Join(dir, entry.Name())))(t)
 		texts[entry.Name()] = string(text)
 	}
 	return texts
@@ -470,8 +467,7 @@ func TestExtension_AfterTheNextRelease(t *testing.T) {
 	repository := t.TempDir()
 	require.NoError(t, os.CopyFS(filepath.Join(repository, "migrations"), migrations))
 	for _, name := range []string{"LICENSE", "README.md", "CHANGELOG.md"} {
-		text, err := os.ReadFile(filepath.Join("../..", name))
-		require.NoError(t, err)
+		text := kit.NoError(os.ReadFile(filepath.Join("../..", name)))(t)
 		require.NoError(t, os.WriteFile(filepath.Join(repository, name), text, 0o600))
 	}
 	server, dir := pgtest.PrivateWithExtensions(t)
@@ -505,8 +501,7 @@ func TestExtension_AfterTheNextRelease(t *testing.T) {
 				path.begin(t, db)
 			}
 			for _, step := range path.steps {
-				conn, err := pgx.Connect(t.Context(), db.URL)
-				require.NoError(t, err)
+				conn := kit.NoError(pgx.Connect(t.Context(), db.URL))(t)
 				kit.Execute(t, conn, step, pgx.QueryExecModeSimpleProtocol)
 				require.NoError(t, conn.Close(t.Context()))
 			}

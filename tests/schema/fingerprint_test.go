@@ -123,8 +123,7 @@ func TestSameSchema_SeesEveryDifference(t *testing.T) {
 	want := kit.FingerprintOf(t, db)
 	for _, difference := range differences {
 		t.Run(difference, func(t *testing.T) {
-			tx, err := db.Pool.Begin(t.Context())
-			require.NoError(t, err)
+			tx := kit.NoError(db.Pool.Begin(t.Context()))(t)
 			defer tx.Rollback(context.Background())
 			require.NoError(t, kit.ErrorOf(tx.Exec(t.Context(), difference)))
 			require.NotEqual(t, want, kit.FingerprintIn(t, tx))

@@ -71,8 +71,7 @@ func TestInstall_AsEveryKindOfRole(t *testing.T) {
 				install(t, url)
 				require.Equal(t, state, stateOf(t, got), "the second time")
 
-				conn, err := pgx.Connect(t.Context(), url)
-				require.NoError(t, err)
+				conn := kit.NoError(pgx.Connect(t.Context(), url))(t)
 				defer conn.Close(context.Background())
 				for _, call := range []string{
 					"select ratelimit_define_policy('p', 10, 1, '1 hour')",
@@ -240,8 +239,7 @@ func TestUp_RefusesATransaction(t *testing.T) {
 	before := stateOf(t, db)
 	conn := db.Connect(t)
 
-	tx, err := conn.Begin(ctx)
-	require.NoError(t, err)
+	tx := kit.NoError(conn.Begin(ctx))(t)
 	for _, migrate := range []func(context.Context, *pgx.Conn) error{migrations.Up, migrations.Down} {
 		require.ErrorContains(t, migrate(ctx, conn), "inside a transaction")
 		require.Equal(t, byte('T'), conn.PgConn().TxStatus(), "the transaction goes on")
@@ -428,8 +426,7 @@ func TestInstall_RunsNothingOfAPlantedVersionTable(t *testing.T) {
 				before := stateOf(t, db)
 
 				for _, url := range []string{db.URL, kit.WithSettings(t, db.URL, "role", installer)} {
-					conn, err := pgx.Connect(t.Context(), url)
-					require.NoError(t, err)
+					conn := kit.NoError(pgx.Connect(t.Context(), url))(t)
 					kit.RequireState(t, "42501", migrations.Up(t.Context(), conn))
 					require.NoError(t, conn.Close(t.Context()))
 					require.Error(t, kit.ErrorOf(kit.RunPsql(t, url, "--file", "../../migrations/psql/install.sql")))

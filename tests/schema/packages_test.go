@@ -90,12 +90,10 @@ func backward(texts []string) []string {
 
 // textsOf reads the files of a pattern in the order of their names.
 func textsOf(t *testing.T, dir, pattern string) (texts []string) {
-	paths, err := filepath.Glob(filepath.Join(dir, pattern))
-	require.NoError(t, err)
+	paths := kit.NoError(filepath.Glob(filepath.Join(dir, pattern)))(t)
 	require.Len(t, paths, int(kit.NewestMigration(t)))
 	for _, path := range paths {
-		text, err := os.ReadFile(path)
-		require.NoError(t, err)
+		text := kit.NoError(os.ReadFile(path))(t)
 		texts = append(texts, string(text))
 	}
 	return texts
@@ -115,8 +113,7 @@ func TestPackages_MigrationTools(t *testing.T) {
 			}
 
 			tool.up(t, db, dir)
-			tx, err := db.Pool.Begin(t.Context())
-			require.NoError(t, err)
+			tx := kit.NoError(db.Pool.Begin(t.Context()))(t)
 			require.NoError(t, kit.ErrorOf(tx.Exec(t.Context(), forget)))
 			require.Equal(t, kit.FingerprintOf(t, want), kit.FingerprintIn(t, tx))
 			require.NoError(t, tx.Rollback(t.Context()))
@@ -180,11 +177,10 @@ func TestPackages_PgTLE(t *testing.T) {
 		require.NoError(t, kit.ErrorOf(db.Connect(t).Exec(t.Context(), string(files["pg_tle/pg_tle.sql"]))))
 
 		told := map[string]string{}
-		rows, err := db.Pool.Query(t.Context(), `
-			select concat_ws('--', name, source, target) || '.sql', text from pgtle.script`)
-		require.NoError(t, err)
+		rows := kit.NoError(db.Pool.Query(t.Context(), `
+			select concat_ws('--', name, source, target) || '.sql', text from pgtle.script`))(t)
 		var name, text string
-		_, err = pgx.ForEachRow(rows, []any{&name, &text}, func() error {
+		_, err := pgx.ForEachRow(rows, []any{&name, &text}, func() error {
 			require.NotContains(t, told, name)
 			told[name] = text
 			return nil
@@ -230,8 +226,7 @@ func TestPackages_PgTLEItself(t *testing.T) {
 		{"create extension pgratelimit", "grant execute on function ratelimit_acquire to app"},
 		{"create extension pgratelimit version '0.1.0'", "grant execute on function ratelimit_acquire to app", "alter extension pgratelimit update"},
 	} {
-		conn, err := pgx.Connect(t.Context(), db.URL)
-		require.NoError(t, err)
+		conn := kit.NoError(pgx.Connect(t.Context(), db.URL))(t)
 		for _, statement := range statements {
 			kit.Execute(t, conn, statement)
 		}
@@ -270,10 +265,8 @@ func TestPackages_PGXN(t *testing.T) {
 func TestPackages_ReleaseIsReproducible(t *testing.T) {
 	pgtest.OncePerServer(t)
 	t.Parallel()
-	first, err := packages.Release(os.DirFS("../.."))
-	require.NoError(t, err)
-	again, err := packages.Release(os.DirFS("../.."))
-	require.NoError(t, err)
+	first := kit.NoError(packages.Release(os.DirFS("../..")))(t)
+	again := kit.NoError(packages.Release(os.DirFS("../..")))(t)
 	require.Equal(t, first, again)
 
 	unpacked := packages.Files{}
@@ -281,13 +274,10 @@ func TestPackages_ReleaseIsReproducible(t *testing.T) {
 		if filepath.Ext(name) != ".zip" {
 			continue
 		}
-		archive, err := zip.NewReader(bytes.NewReader(text), int64(len(text)))
-		require.NoError(t, err)
+		archive := kit.NoError(zip.NewReader(bytes.NewReader(text), int64(len(text))))(t)
 		for _, member := range archive.File {
-			file, err := member.Open()
-			require.NoError(t, err)
-			text, err := io.ReadAll(file)
-			require.NoError(t, err)
+			file := kit.NoError(member.Open())(t)
+			text := kit.NoError(io.ReadAll(file))(t)
 			dir, name, _ := strings.Cut(member.Name, "/")
 			require.Less(t, member.Modified.Year(), 1981, "the zip format has no other way to say: none")
 			kind := strings.TrimPrefix(strings.TrimLeft(strings.TrimPrefix(dir, "pgratelimit-"), "0123456789."), "-")
@@ -313,15 +303,12 @@ func TestPackages_ReleaseIsReproducible(t *testing.T) {
 
 // packagesOf makes all packages, from the repository in a directory.
 func packagesOf(t *testing.T, repository string) packages.Files {
-	files, err := packages.All(os.DirFS(repository))
-	require.NoError(t, err)
-	return files
+	return kit.NoError(packages.All(os.DirFS(repository)))(t)
 }
 
 // unpack writes the files of one package into a directory.
 func unpack(t *testing.T, repository, name, dir string) {
-	files, err := packages.One(os.DirFS(repository), name)
-	require.NoError(t, err)
+	files := kit.NoError(packages.One(os.DirFS(repository), name))(t)
 	for path, text := range files {
 		require.NoError(t, os.WriteFile(filepath.Join(dir, filepath.Base(path)), text, 0o644))
 	}

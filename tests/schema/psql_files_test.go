@@ -20,12 +20,10 @@ import (
 
 func TestPsql_FilesAreMadeOfTheMigrations(t *testing.T) {
 	t.Parallel()
-	files, err := packages.Psql(os.DirFS("../../migrations"))
-	require.NoError(t, err)
+	files := kit.NoError(packages.Psql(os.DirFS("../../migrations")))(t)
 	require.Len(t, files, 2)
 	for name, text := range files {
-		committed, err := os.ReadFile(filepath.Join("../../migrations/psql", name))
-		require.NoError(t, err)
+		committed := kit.NoError(os.ReadFile(filepath.Join("../../migrations/psql", name)))(t)
 		if string(text) != string(committed) {
 			t.Errorf("migrations/psql/%s is not made of the migrations: make psql", name)
 		}
@@ -43,8 +41,7 @@ func TestPsql_Upgrade(t *testing.T) {
 	changed := append([]kit.Edit{kit.NextColumn}, kit.Edits...)
 	next, failing := kit.NextVersion(t, up, down, changed...), kit.NextVersion(t, up+"select 1 / 0;", down, changed...)
 	run := func(files fs.FS, name string, db *pgtest.DB) (string, int) {
-		made, err := packages.Psql(files)
-		require.NoError(t, err)
+		made := kit.NoError(packages.Psql(files))(t)
 		path := filepath.Join(t.TempDir(), name)
 		require.NoError(t, os.WriteFile(path, made[name], 0o600))
 		return kit.PsqlStatus(t, db.URL, "--file", path)
@@ -158,8 +155,7 @@ func TestPsql_LeavesTheSessionAsItWas(t *testing.T) {
 // The migrations stand beside install.sql. Run by mistake, their second half would remove everything.
 func TestPsql_AMigrationByMistake(t *testing.T) {
 	t.Parallel()
-	files, err := filepath.Glob("../../migrations/[0-9]*.sql")
-	require.NoError(t, err)
+	files := kit.NoError(filepath.Glob("../../migrations/[0-9]*.sql"))(t)
 	require.Len(t, files, int(kit.NewestMigration(t)))
 	for _, file := range files {
 		t.Run(filepath.Base(file), func(t *testing.T) {
@@ -171,8 +167,7 @@ func TestPsql_AMigrationByMistake(t *testing.T) {
 				require.Contains(t, out, "migrations/psql/install.sql", "the remedy is told")
 				require.Equal(t, before, stateOf(t, db), name)
 
-				text, err := os.ReadFile(file)
-				require.NoError(t, err)
+				text := kit.NoError(os.ReadFile(file))(t)
 				require.Error(t, kit.ErrorOf(db.Pool.Exec(t.Context(), string(text))), "nor by another client")
 				require.Equal(t, before, stateOf(t, db), name)
 			}

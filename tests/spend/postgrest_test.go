@@ -271,8 +271,7 @@ func TestPostgREST_OnAStandby(t *testing.T) {
 	db.Execute("create role durable; create role ephemeral; grant execute on function ratelimit_pre_request to public", pgx.QueryExecModeSimpleProtocol)
 	db.Execute("insert into ratelimit.pre_request (role, policy) values ('durable', 'durable'), ('ephemeral', 'ephemeral')")
 	standby := pgtest.Standby(t, server)
-	conn, err := pgx.Connect(t.Context(), standby.URL(kit.PrivateName))
-	require.NoError(t, err)
+	conn := kit.NoError(pgx.Connect(t.Context(), standby.URL(kit.PrivateName)))(t)
 	defer conn.Close(context.WithoutCancel(t.Context()))
 	read := func(role, subject string) error {
 		return httpRequest{method: "GET", role: role, subject: subject, readOnly: true}.serve(conn, "")

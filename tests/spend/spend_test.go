@@ -236,8 +236,7 @@ func TestSpend_APolicyOfCapacity0GrantsNoTokens(t *testing.T) {
 		require.Equal(t, kit.Never(0, 0, 0), db.PeekAt(kit.T0, "p", "k", 1))
 		require.Equal(t, kit.Allowed(0, 0, 0), db.RefundAt(kit.T0, "p", "k", 1))
 		if db, ok := db.(*kit.TestDB); ok {
-			answers, err := kit.AcquirePacked(db.Pool, []kit.WholeRequest{kit.All("p", "k")}, false)
-			require.NoError(t, err)
+			answers := kit.NoError(kit.AcquirePacked(db.Pool, []kit.WholeRequest{kit.All("p", "k")}, false))(t)
 			require.Equal(t, kit.Never(0, 0, 0), answers[0].Whole.Decision)
 		}
 	})
@@ -398,8 +397,7 @@ func TestSpend_AnIdempotencyKeyStoredAfterTheReadIsReplayed(t *testing.T) {
 			if late.Function == "acquire_up_to" {
 				first = upTo(2, 1, "i")
 			}
-			want, err := first.By(holder)
-			require.NoError(t, err)
+			want := kit.NoError(first.By(holder))(t)
 			holder.Execute("select ratelimit_refund('p', 'k', $1)", 3) // back to the level before
 			if late.Function == "acquire_up_to" {
 				holder.Execute("select ratelimit_charge('p', 'k', 1)")
@@ -522,8 +520,7 @@ func TestSpend_AnEnforcedBucketBindsBeforeShadowBuckets(t *testing.T) {
 		{kit.ChargeOf("vast spy", "k", 1), kit.ChargeOf("vast", "k", 1)},
 	} {
 		r := kit.WholeRequest{Charges: charges}
-		w, err := r.AcquireAll(db.Pool)
-		require.NoError(t, err)
+		w := kit.NoError(r.AcquireAll(db.Pool))(t)
 		require.Equal(t, len(charges), w.Binding, "%+v", w)
 		require.Equal(t, len(charges), kit.SendBatch(t, db.Pool, kit.AcquireAllMany, r)[0].Whole.Binding)
 	}

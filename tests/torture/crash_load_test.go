@@ -32,8 +32,7 @@ type crashLoad struct {
 
 // startCrashLoad starts callers on one database: see startCrashLoadOn.
 func startCrashLoad(t testing.TB, url, prefix string, policies []string, pause time.Duration, opts ...client.Option) *crashLoad {
-	pool, err := pgxpool.New(context.Background(), url+"&pool_max_conns=12")
-	require.NoError(t, err)
+	pool := kit.NoError(pgxpool.New(context.Background(), url+"&pool_max_conns=12"))(t)
 	combiner := client.NewCombiner(pool, opts...)
 	l := startCrashLoadOn(t, crashTarget{combiner: combiner, limiter: client.New(pool, opts...)}, prefix, policies, pause)
 	end := l.end

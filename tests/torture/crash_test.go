@@ -137,17 +137,14 @@ func TestCrash_TheAuditFindsWhatIsLost(t *testing.T) {
 		limiter := client.New(db.Pool, opts...)
 		var grants []kit.Entry
 		for i := range 20 {
-			e, err := kit.Request{BucketID: model.BucketID{Policy: "durable", Key: key}, Cost: 2, IdempotencyKey: fmt.Sprint(i)}.Try(limiter)
-			require.NoError(t, err)
+			e := kit.NoError(kit.Request{BucketID: model.BucketID{Policy: "durable", Key: key}, Cost: 2, IdempotencyKey: fmt.Sprint(i)}.Try(limiter))(t)
 			grants = append(grants, e)
 		}
 		kill(t, server)
 		require.NoError(t, server.Start(t.Context()))
 		db.Pool.Close()
 		db = kit.Reopen(t, server)
-		found, err := kit.Audit(kit.ExactCapacity, db.Left("durable", key), grants, nil)
-		require.NoError(t, err)
-		return len(found.Lost)
+		return len(kit.NoError(kit.Audit(kit.ExactCapacity, db.Left("durable", key), grants, nil))(t).Lost)
 	}
 	require.Zero(t, lost("flushed"))
 	for try := 1; lost(fmt.Sprint("not flushed ", try), client.NoFlush()) == 0; try++ {

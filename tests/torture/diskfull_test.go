@@ -26,8 +26,7 @@ func TestTorture_DiskFull(t *testing.T) {
 
 	fills, crashes, stops := 0, 0, 0
 	for ; run.GoesOn() || l.Failed["53100"] == 0 && fills < 20; fills++ {
-		pool, err := pgxpool.New(t.Context(), db.URL)
-		require.NoError(t, err)
+		pool := kit.NoError(pgxpool.New(t.Context(), db.URL))(t)
 		combiner := client.NewCombiner(pool)
 		callers := l.Load(t, client.New(pool), combiner)
 
@@ -62,8 +61,7 @@ func TestTorture_DiskFull(t *testing.T) {
 // fill leaves no space on a disk.
 func fill(t *testing.T, dir string) (remove func()) {
 	name := filepath.Join(dir, "ballast")
-	file, err := os.Create(name)
-	require.NoError(t, err)
+	file := kit.NoError(os.Create(name))(t)
 	for size := 1 << 20; size > 0; {
 		if _, err := file.Write(make([]byte, size)); err != nil {
 			require.ErrorIs(t, err, syscall.ENOSPC)

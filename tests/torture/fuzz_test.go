@@ -107,8 +107,7 @@ func (f *fuzzer) begin(t *testing.T) {
 	for name, sql := range fuzzStatements {
 		setup = append(setup, prepare(name, sql))
 	}
-	responses, err := f.wire.Ask(setup)
-	require.NoError(t, err)
+	responses := kit.NoError(f.wire.Ask(setup))(t)
 	for _, r := range responses {
 		require.Empty(t, r.Code, r)
 	}

@@ -133,8 +133,7 @@ func newHTTPOutage(t *testing.T, server *pgtest.Server) *httpOutage {
 		for _, combined := range []bool{false, true} {
 			config := o.at.Config(t)
 			config.ConnConfig.ConnectTimeout = time.Second
-			pool, err := pgxpool.NewWithConfig(context.Background(), config)
-			require.NoError(t, err)
+			pool := kit.NoError(pgxpool.NewWithConfig(context.Background(), config))(t)
 			o.pools = append(o.pools, pool)
 			o.serve(mode, failure(), pool, combined)
 		}

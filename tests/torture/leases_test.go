@@ -137,11 +137,9 @@ func (r *leaseRound) run(t *testing.T) error {
 	all := kit.NewLoad(t)
 	var closing, ends [leasers]func()
 	for n := range leasers {
-		config, err := pgxpool.ParseConfig(r.db.URL)
-		require.NoError(t, err)
+		config := kit.NoError(pgxpool.ParseConfig(r.db.URL))(t)
 		config.ConnConfig.RuntimeParams["application_name"] = fmt.Sprint("leaser ", n)
-		plain, err := pgxpool.NewWithConfig(t.Context(), config)
-		require.NoError(t, err)
+		plain := kit.NoError(pgxpool.NewWithConfig(t.Context(), config))(t)
 		pool := &kit.RecordingPool{PatientPool: kit.PatientPool{Pool: plain}, Leaser: fmt.Sprint("leaser ", n), History: &r.history, Bug: r.bug, Over: make(chan struct{})}
 		leaser := client.NewLeaser(pool, client.Lease{Policy: "api", Idle: 50 * time.Millisecond})
 		closing[n] = leaser.Close

@@ -231,11 +231,9 @@ func newChronicler(db *kit.TestDB, policies ...string) *chronicler {
 	for range 5 {
 		c.clients = append(c.clients, newRecorder(db))
 	}
-	config, err := pgxpool.ParseConfig(db.URL)
-	require.NoError(db.T, err)
+	config := kit.NoError(pgxpool.ParseConfig(db.URL))(db.T)
 	config.ConnConfig.OnNotice = c.readings.note
-	c.pool, err = pgxpool.NewWithConfig(context.Background(), config)
-	require.NoError(db.T, err)
+	c.pool = kit.NoError(pgxpool.NewWithConfig(context.Background(), config))(db.T)
 	db.T.Cleanup(c.pool.Close)
 	combiner := client.NewCombiner(c.pool)
 	db.T.Cleanup(combiner.Close)
@@ -296,12 +294,10 @@ type recorder struct {
 }
 
 func newRecorder(db *kit.TestDB) *recorder {
-	config, err := pgx.ParseConfig(db.URL)
-	require.NoError(db.T, err)
+	config := kit.NoError(pgx.ParseConfig(db.URL))(db.T)
 	r := &recorder{}
 	config.OnNotice = r.readings.note
-	r.Conn, err = pgx.ConnectConfig(context.Background(), config)
-	require.NoError(db.T, err)
+	r.Conn = kit.NoError(pgx.ConnectConfig(context.Background(), config))(db.T)
 	db.T.Cleanup(func() { r.Close(context.Background()) })
 	return r
 }

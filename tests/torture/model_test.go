@@ -399,10 +399,9 @@ func (m *modelRun) define(t *rapid.T, name string) {
 }
 
 func (m *modelRun) defineAs(t *rapid.T, name string, def model.Definition) {
-	readable, err := json.Marshal(def)
-	require.NoError(t, err)
+	readable := kit.NoError(json.Marshal(def))(t)
 	t.Logf("defined: %s", readable)
-	err = m.call("ratelimit_define_policy($1, $2, $3, $4, $5, $6, $7, $8)",
+	err := m.call("ratelimit_define_policy($1, $2, $3, $4, $5, $6, $7, $8)",
 		name, def.Capacity, def.Refill, intervalOrNull(def.Every), def.Stepped, def.Durable, intervalOrNull(def.Remember), def.Shadow)
 	m.sameError(t, m.model.Define(name, def), err)
 }
@@ -648,15 +647,14 @@ func (m *modelRun) listOverrides(t *rapid.T, id model.BucketID) {
 	if rapid.Bool().Draw(t, "of one key") {
 		key = &id.Key
 	}
-	rows, err := m.session.Query(context.Background(), `
+	rows := kit.NoError(m.session.Query(context.Background(), `
 		select policy, key, capacity, refill, (extract(epoch from every) * 1000000)::bigint, expires_at
-		  from ratelimit_overrides($1, $2)`, policy, key)
-	require.NoError(t, err)
+		  from ratelimit_overrides($1, $2)`, policy, key))(t)
 	got := map[model.BucketID]model.Override{}
 	var at model.BucketID
 	var o model.Override
 	var expires *time.Time
-	_, err = pgx.ForEachRow(rows, []any{&at.Policy, &at.Key, &o.Capacity, &o.Refill, &o.Every, &expires}, func() error {
+	_, err := pgx.ForEachRow(rows, []any{&at.Policy, &at.Key, &o.Capacity, &o.Refill, &o.Every, &expires}, func() error {
 		o.Expires = time.Time{}
 		if expires != nil {
 			o.Expires = expires.UTC()

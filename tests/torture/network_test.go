@@ -118,8 +118,7 @@ func (n *network) awaitRecovery(pool *pgxpool.Pool) {
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()
 	for working := int32(0); working < pool.Config().MaxConns; {
-		conn, err := pool.Acquire(ctx)
-		require.NoError(n.t, err)
+		conn := kit.NoError(pool.Acquire(ctx))(n.t)
 		defer conn.Release()
 		short, cancel := context.WithTimeout(ctx, time.Second)
 		if conn.Ping(short) == nil {
@@ -299,8 +298,7 @@ func nextReply(f kit.Fault, met func()) kit.Faults {
 }
 
 func newProxy(t testing.TB, db *kit.TestDB) *kit.Proxy {
-	listener, err := net.Listen("tcp", "127.0.0.1:0")
-	require.NoError(t, err)
+	listener := kit.NoError(net.Listen("tcp", "127.0.0.1:0"))(t)
 	p := &kit.Proxy{Listener: listener, Server: &db.Pool.Config().ConnConfig.Config, Lines: make(map[*kit.Line]struct{})}
 	p.Heal()
 	p.Running.Go(p.Serve)

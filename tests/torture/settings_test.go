@@ -233,13 +233,12 @@ func (db *settingsDB) settable() map[string][]string {
 	db.T.Helper()
 	conn := db.connect()
 	defer conn.Close(context.Background())
-	rows, err := conn.Query(context.Background(), `
-		select name, vartype, coalesce(min_val, ''), coalesce(max_val, ''), coalesce(enumvals, '{}') from pg_settings where context = 'user'`)
-	require.NoError(db.T, err)
+	rows := kit.NoError(conn.Query(context.Background(), `
+		select name, vartype, coalesce(min_val, ''), coalesce(max_val, ''), coalesce(enumvals, '{}') from pg_settings where context = 'user'`))(db.T)
 	settings := map[string][]string{"ratelimit.preexisting": settingTexts["ratelimit.preexisting"], "ratelimit.clock": settingTexts["ratelimit.clock"]}
 	var name, kind, least, most string
 	var values []string
-	_, err = pgx.ForEachRow(rows, []any{&name, &kind, &least, &most, &values}, func() error {
+	_, err := pgx.ForEachRow(rows, []any{&name, &kind, &least, &most, &values}, func() error {
 		switch {
 		case unfit[name] != "":
 			db.T.Logf("%s is not tried: it %s", name, unfit[name])

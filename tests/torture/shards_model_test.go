@@ -211,8 +211,7 @@ func (m *shardsModelRun) changeOrList(t *rapid.T) {
 }
 
 func (m *shardsModelRun) listPolicies(t *rapid.T) {
-	policies, err := m.limiter.Policies(m.ctx)
-	require.NoError(t, err)
+	policies := kit.NoError(m.limiter.Policies(m.ctx))(t)
 	want := m.model.Policies()
 	require.Len(t, policies, len(want))
 	for _, p := range policies {
@@ -253,8 +252,7 @@ func (m *shardsModelRun) listOverrides(t *rapid.T, keys ...string) {
 	for _, key := range keys {
 		opts = append(opts, client.OfKey(key))
 	}
-	got, err := m.limiter.Overrides(m.ctx, opts...)
-	require.NoError(t, err)
+	got := kit.NoError(m.limiter.Overrides(m.ctx, opts...))(t)
 	want := map[model.BucketID]int64{}
 	for at, o := range m.model.Overrides() {
 		if o.Live(m.now) && (len(keys) == 0 || slices.Contains(keys, at.Key)) {

@@ -167,8 +167,7 @@ type soak struct {
 
 func startSoak(t *testing.T, db *kit.TestDB) *soak {
 	// As many connections all the time, for their memory to be compared.
-	pool, err := pgxpool.New(t.Context(), db.URL+"&pool_max_conns=10&pool_min_conns=10&application_name=soak")
-	require.NoError(t, err)
+	pool := kit.NoError(pgxpool.New(t.Context(), db.URL+"&pool_max_conns=10&pool_min_conns=10&application_name=soak"))(t)
 	s := &soak{db: db, limiter: client.New(pool), combiner: client.NewCombiner(pool, client.CallsInFlight(4))}
 	t.Cleanup(func() { s.combiner.Close(); pool.Close() })
 	s.Load = kit.NewLoad(t)
@@ -258,10 +257,8 @@ func (s *soak) backends() (total float64) {
 	if !s.local {
 		return 0
 	}
-	rows, err := s.db.Pool.Query(context.Background(), "select pid from pg_stat_activity where application_name = 'soak'")
-	require.NoError(s.db.T, err)
-	pids, err := pgx.CollectRows(rows, pgx.RowTo[int])
-	require.NoError(s.db.T, err)
+	rows := kit.NoError(s.db.Pool.Query(context.Background(), "select pid from pg_stat_activity where application_name = 'soak'"))(s.db.T)
+	pids := kit.NoError(pgx.CollectRows(rows, pgx.RowTo[int]))(s.db.T)
 	for _, pid := range pids {
 		memory, err := os.ReadFile(fmt.Sprintf("/proc/%d/smaps_rollup", pid))
 		if err != nil {

@@ -147,8 +147,7 @@ func (b *books) check(db *kit.TestDB) { require.Empty(b.t, b.differences(db)) }
 func (b *books) load(t testing.TB, workers int) (stop func()) {
 	config := b.at.Config(t)
 	config.MaxConns = 12
-	pool, err := pgxpool.NewWithConfig(context.Background(), config)
-	require.NoError(t, err)
+	pool := kit.NoError(pgxpool.NewWithConfig(context.Background(), config))(t)
 	combiner := client.NewCombiner(pool)
 	all := kit.NewLoad(t)
 	all.Start(workers, func(int) error { return b.work(client.New(pool), combiner) })

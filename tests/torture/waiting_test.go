@@ -66,8 +66,7 @@ type waitingLine struct {
 }
 
 func newLine(t *testing.T, db *kit.TestDB, key string) *waitingLine {
-	pool, err := pgxpool.New(context.Background(), db.URL+"&pool_max_conns=16")
-	require.NoError(t, err)
+	pool := kit.NoError(pgxpool.New(context.Background(), db.URL+"&pool_max_conns=16"))(t)
 	t.Cleanup(pool.Close)
 	calls := &callCounter{Pool: pool, keys: map[any]string{}}
 	return &waitingLine{db: db, key: key, limiter: client.New(calls), calls: calls}
@@ -197,13 +196,12 @@ type promise struct {
 // promises are the promises of all callers, by their idempotency keys.
 func (l *waitingLine) promises() map[string]promise {
 	promises := map[string]promise{}
-	rows, err := l.db.Pool.Query(context.Background(), `
+	rows := kit.NoError(l.db.Pool.Query(context.Background(), `
 		select idempotency_key, coalesce(ready_at, expires_at - interval '1 hour'), ready_at is null
-		  from ratelimit.idempotency_keys where key = $1`, l.key)
-	require.NoError(l.db.T, err)
+		  from ratelimit.idempotency_keys where key = $1`, l.key))(l.db.T)
 	var key string
 	var promised promise
-	_, err = pgx.ForEachRow(rows, []any{&key, &promised.ready, &promised.atOnce}, func() error {
+	_, err := pgx.ForEachRow(rows, []any{&key, &promised.ready, &promised.atOnce}, func() error {
 		promises[key] = promised
 		return nil
 	})
