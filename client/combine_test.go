@@ -181,8 +181,7 @@ func TestCombiner_StalledCallsHoldUpOthersForAMomentOnly(t *testing.T) {
 			require.Less(t, stalled, 8)
 			got := askKeys(t.Context(), limiter, 1, 3)
 			time.Sleep(20 * time.Millisecond)
-			calls := db.underWay()
-			require.Greater(t, len(calls), stalled, "%d requests in %d calls that stall", requests, stalled)
+			require.Greater(t, len(db.underWay()), stalled, "%d requests in %d calls that stall", requests, stalled)
 			for range 2 { // at most two calls carry the three
 				for _, call := range db.underWay()[stalled:] {
 					call.grant()
@@ -538,8 +537,7 @@ func TestCombiner_UnfitChargesTravelAlone(t *testing.T) {
 			require.Len(t, db.underWay(), n+2)
 		}
 		_ = askAll(t.Context(), limiter, make([]string, 1000))
-		zero := askAll(t.Context(), limiter, []string{"k1", "\x00"})
-		require.ErrorIs(t, (<-zero).err, client.ErrInvalidArgument)
+		require.ErrorIs(t, (<-askAll(t.Context(), limiter, []string{"k1", "\x00"})).err, client.ErrInvalidArgument)
 		require.Len(t, db.underWay(), 5)
 		for _, call := range db.underWay()[1:] {
 			call.answer <- pgError("22023")

@@ -49,8 +49,7 @@ func TestDenialCache_KeepsThePromiseAndNoLonger(t *testing.T) {
 		}
 		asked := time.Now()
 		first := acquire()
-		answered := time.Now()
-		require.Equal(t, 2*time.Second, answered.Sub(asked))
+		require.Equal(t, 2*time.Second, time.Since(asked))
 		require.Equal(t, client.Decision{Remaining: 3, RetryAfter: 10 * time.Second, ResetAfter: 70 * time.Second, Capacity: 10}, first)
 
 		// Whenever the server decided, it decided before it answered: the promise counts from there.

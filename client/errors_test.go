@@ -44,8 +44,7 @@ func TestErrors_BySQLSTATE(t *testing.T) {
 func TestErrors_SayWhatFailedAndWhatHelps(t *testing.T) {
 	t.Parallel()
 	cause := &pgconn.PgError{Severity: "ERROR", Code: "RL001", Message: "unknown policy", Detail: "It is not there.", Hint: "Define it."}
-	limiter := client.New(&fakeDB{answers: []any{cause}})
-	_, err := limiter.Peek(t.Context(), "p", "k")
+	_, err := client.New(&fakeDB{answers: []any{cause}}).Peek(t.Context(), "p", "k")
 	require.EqualError(t, err, "pgratelimit: peek: ERROR: unknown policy (SQLSTATE RL001). It is not there. Define it.")
 
 	_, err = client.New(&fakeDB{answers: []any{pgError("22021")}}).Acquire(t.Context(), "p", "\xff")

@@ -298,8 +298,7 @@ func TestLeaseSize_KeepsItsBounds(t *testing.T) {
 		if r.IntN(10) == 0 {
 			seen.ResetAfter = never
 		}
-		now := time.Duration(between(0, int64(2*time.Hour)))
-		level := seen.level(now)
+		level := seen.level(time.Duration(between(0, int64(2*time.Hour))))
 		require.GreaterOrEqual(t, level, seen.Remaining)
 		require.LessOrEqual(t, level, capacity)
 

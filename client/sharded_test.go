@@ -121,8 +121,7 @@ func TestSharded_JoinsTheErrorsOfAllShardsThatDiffer(t *testing.T) {
 	for i, code := range codes {
 		shards[i] = &numberedShard{fakePool: fakePool{fakeDB{answers: []any{pgError(code)}}}}
 	}
-	limiter := noError(openNumbered(t, shards...))(t)
-	err := limiter.DefinePolicy(t.Context(), client.Policy{Name: "api"})
+	err := noError(openNumbered(t, shards...))(t).DefinePolicy(t.Context(), client.Policy{Name: "api"})
 	require.ErrorIs(t, err, client.ErrUnknownPolicy)
 	require.ErrorIs(t, err, client.ErrInvalidArgument)
 	joined, ok := err.(interface{ Unwrap() []error })

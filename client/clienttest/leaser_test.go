@@ -254,35 +254,8 @@ func TestLeaser_DeniesWhenTheServerDoes(t *testing.T) {
 	})
 }
 
-// While the database fails, a lease is used for a second after it was last given tokens, and what it takes for that time only.
-func TestLeaser_OutlivesTheDatabaseForASecond(t *testing.T) {
-	withLease(t, client.Lease{Policy: "p", Idle: time.Hour}, func(t *testing.T, l *leasing) {
-		l.ask("p", "hot", 1000, time.Millisecond)
-		l.fake.FailAll(errors.New("gone"))
-		gone := time.Now()
-		l.made()
-		last := gone
-		for time.Since(gone) < 5*time.Second {
-			d, err := l.Acquire(t.Context(), "p", "hot")
-			if err == nil {
-				require.True(t, d.Estimated)
-				require.EqualValues(t, 10_000, d.Capacity)
-				require.Greater(t, d.Remaining, int64(5_000), "as the server said last")
-				last = time.Now()
-			}
-			time.Sleep(time.Millisecond)
-		}
-		require.LessOrEqual(t, last.Sub(gone), time.Second)
-		require.Greater(t, last.Sub(gone), 100*time.Millisecond)
-		require.LessOrEqual(t, l.made()["ratelimit_acquire_up_to"], 1, "nothing is taken until the server has answered somebody")
-
-		l.fake.FailAll(nil)
-		_, leased := l.ask("p", "hot", 500, time.Millisecond)
-		require.Greater(t, leased, 400)
-	})
-}
-
-// The second is exact. What is left of a lease by then is granted no more, whenever the lease is looked at next.
+// While the database fails, a lease is used for a second after it was last given tokens. The second is exact. What is left of a lease
+// by then is granted no more, whenever the lease is looked at next.
 func TestLeaser_GrantsNothingOnceItsSecondIsOver(t *testing.T) {
 	t.Parallel()
 	for _, fraction := range []time.Duration{0, 7, 23, 41} { // milliseconds of a tick: so leases end at different moments of it
@@ -291,35 +264,25 @@ func TestLeaser_GrantsNothingOnceItsSecondIsOver(t *testing.T) {
 			l.ask("p", "hot", 1000, time.Millisecond)
 			time.Sleep(fraction * time.Millisecond)
 			l.fake.FailAll(errors.New("gone"))
+			l.made()
 			took := l.pool.took.Load().(time.Time)
 			var last time.Duration
 			for time.Since(took) < 2*time.Second {
 				if d, err := l.Acquire(t.Context(), "p", "hot"); err == nil {
 					require.True(t, d.Estimated)
+					require.Greater(t, d.Remaining, int64(5_000), "as the server said last")
 					last = time.Since(took)
 				}
 				time.Sleep(4 * time.Millisecond)
 			}
 			require.Less(t, last, time.Second)
 			require.Greater(t, last, 990*time.Millisecond, "it had tokens until then")
+			require.LessOrEqual(t, l.made()["ratelimit_acquire_up_to"], 1, "nothing is taken until the server has answered somebody")
+			l.fake.FailAll(nil)
+			_, leased := l.ask("p", "hot", 500, time.Millisecond)
+			require.Greater(t, leased, 400)
 		})
 	}
-}
-
-// Tokens of a policy that others have dropped are granted until the server says so, and not after that.
-func TestLeaser_KeepsNoTokensOfADroppedPolicy(t *testing.T) {
-	withLease(t, client.Lease{Policy: "p", Idle: time.Hour}, func(t *testing.T, l *leasing) {
-		l.ask("p", "hot", 1000, time.Millisecond)
-		require.NoError(t, l.fake.DropPolicy(t.Context(), "p"))
-		for l.made(); l.made()["ratelimit_acquire_up_to"] == 0; time.Sleep(time.Millisecond) {
-			require.True(t, noError(l.Acquire(t.Context(), "p", "hot"))(t).Estimated)
-		}
-		time.Sleep(time.Millisecond) // until it is answered
-		_, err := l.Acquire(t.Context(), "p", "hot")
-		require.ErrorIs(t, err, client.ErrUnknownPolicy)
-		time.Sleep(2 * time.Second)
-		require.Zero(t, l.made()["ratelimit_refund"], "there is nothing to give it back to")
-	})
 }
 
 // A policy that others drop, an override and a block take effect within a second.

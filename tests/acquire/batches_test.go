@@ -63,8 +63,7 @@ func TestAcquireMany_EqualsOneByOne(t *testing.T) {
 			want := kit.NoError(acquireEach(tx, requests))(t)
 			wantState := kit.State(t, tx)
 			require.NoError(t, tx.Rollback(ctx))
-			got := kit.NoError(kit.AcquireMany(conn, requests))(t)
-			require.Equal(t, want, got)
+			require.Equal(t, want, kit.NoError(kit.AcquireMany(conn, requests))(t))
 			require.Equal(t, wantState, kit.State(t, conn))
 		}
 	})

@@ -413,8 +413,7 @@ func TestConcurrency_DifferentBucketsNeverWaitOnEachOther(t *testing.T) {
 	// Each holds its bucket and its idempotency key until the test ends.
 	for i := range 16 {
 		for _, policy := range []string{"p", "q"} {
-			s := db.Hasty().Run("begin")
-			require.True(t, s.Acquire(policy, fmt.Sprint("k", i), 1, "the same").Allowed)
+			require.True(t, db.Hasty().Run("begin").Acquire(policy, fmt.Sprint("k", i), 1, "the same").Allowed)
 		}
 	}
 }

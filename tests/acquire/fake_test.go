@@ -118,12 +118,8 @@ func TestFake_RefusesWhatTheServerRefuses(t *testing.T) {
 		}
 	}
 	require.Greater(t, refused, 500)
-	want := kit.NoError(onServer.Policies(ctx))(t)
-	got := kit.NoError(fake.Fake.Policies(ctx))(t)
-	require.Equal(t, want, got)
-	overrides := kit.NoError(onServer.Overrides(ctx))(t)
-	fakes := kit.NoError(fake.Fake.Overrides(ctx))(t)
-	require.Equal(t, overrides, fakes)
+	require.Equal(t, kit.NoError(onServer.Policies(ctx))(t), kit.NoError(fake.Fake.Policies(ctx))(t))
+	require.Equal(t, kit.NoError(onServer.Overrides(ctx))(t), kit.NoError(fake.Fake.Overrides(ctx))(t))
 }
 
 // An error about one element of a request says which. The only element of a request has no number: a Combiner may send it beside

@@ -23,8 +23,7 @@ func TestHOT_UpdatesAreHeapOnly(t *testing.T) {
 		end loop;
 		perform pg_stat_force_next_flush();
 	end $$`, calls))
-	taken := db.Number("select sum(1000000 - level / 1000000)::bigint from ratelimit.buckets")
-	require.EqualValues(t, calls, taken)
+	require.EqualValues(t, calls, db.Number("select sum(1000000 - level / 1000000)::bigint from ratelimit.buckets"))
 	updates := db.Number("select n_tup_upd from pg_stat_user_tables where relid = 'ratelimit.buckets'::regclass")
 	hot := db.Number("select n_tup_hot_upd from pg_stat_user_tables where relid = 'ratelimit.buckets'::regclass")
 	require.EqualValues(t, calls-1000, updates)

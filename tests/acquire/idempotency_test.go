@@ -496,8 +496,7 @@ func TestIdempotency_ARequestOfSeveralIsRememberedAlikeOnEveryWay(t *testing.T) 
 			before(db, r.Charges)
 			left := func(ask func(s *kit.Session) (kit.Whole, error)) (left string) {
 				s := db.Begin()
-				w := kit.NoError(ask(s))(t)
-				require.True(t, w.Allowed)
+				require.True(t, kit.NoError(ask(s))(t).Allowed)
 				require.NoError(t, s.QueryRow(context.Background(), rows).Scan(&left))
 				s.Execute("rollback")
 				return left

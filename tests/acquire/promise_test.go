@@ -1,8 +1,8 @@
 package acquire
 
 import (
-	"fmt"
 	"math/rand/v2"
+	"slices"
 	"testing"
 
 	"github.com/pgratelimit/pgratelimit/tests/kit"
@@ -15,16 +15,16 @@ func TestTorture_PromisesAreExact(t *testing.T) {
 	run := kit.Torture(t, 0)
 	random := rand.New(rand.NewPCG(kit.TestSeed(t), 0))
 	p := newPromises(t)
-	kept := map[bool]int{} // denials, by whether they were stepped
+	good := []string{"kept", "allowed"} // of the second there was nothing to wait for, and its reset_after was exact
+	kept := map[bool]int{}              // denials, by whether they were stepped
 	for kept[false] < each || kept[true] < each || run.GoesOn() {
 		cases := randomPromises(random, kit.MaxSpan)
-		for i, verdict := range p.check(cases) {
-			switch verdict {
-			case "kept":
+		for i, verdict := range kit.Verdicts(p, cases) {
+			if !slices.Contains(good, verdict) {
+				t.Fatalf("%+v: %s\n%s", cases[i], verdict, kit.SimplestBroken(p, random, randomPromises, good))
+			}
+			if verdict == "kept" {
 				kept[cases[i].Stepped]++
-			case "allowed": // there was nothing to wait for, and reset_after was exact
-			default:
-				t.Fatalf("%+v: %s\n%s", cases[i], verdict, p.simplest(random))
 			}
 		}
 	}
@@ -39,10 +39,8 @@ func randomPromises(random *rand.Rand, most int64) []kit.Promise {
 	return promises
 }
 
-// promises is a database that makes promises and tries them, many in one call.
-type promises struct{ *kit.TestDB }
-
-func newPromises(t *testing.T) *promises {
+// newPromises is a database that makes promises and tries them, many in one call.
+func newPromises(t *testing.T) *kit.TestDB {
 	db := kit.NewDB(t)
 	db.SetTimeZone("Europe/Berlin") // now + retry_after must not depend on it
 	db.ClockInASetting()
@@ -85,23 +83,5 @@ func newPromises(t *testing.T) *promises {
 		  select p.id, 'k', c.level, v_now - (c.age || ' microseconds')::interval, v_now from c join ratelimit.policies as p on p.name = c.policy;
 		  return query select verdict(c.policy, c.cost, c.capacity, v_now) from c order by c.i;
 		end $$`)
-	return &promises{db}
-}
-
-// check returns "kept", "allowed" when there was nothing to wait for, or else what was wrong.
-func (p *promises) check(cases []kit.Promise) []string {
-	return kit.Verdicts(p.TestDB, cases)
-}
-
-// simplest looks for a broken promise among ever larger numbers.
-func (p *promises) simplest(random *rand.Rand) string {
-	for most := int64(10); most < kit.MaxSpan; most *= 10 {
-		cases := randomPromises(random, most)
-		for i, verdict := range p.check(cases) {
-			if verdict != "kept" && verdict != "allowed" {
-				return fmt.Sprintf("%+v: %s", cases[i], verdict)
-			}
-		}
-	}
-	return "none simpler was found"
+	return db
 }

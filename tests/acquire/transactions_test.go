@@ -90,8 +90,7 @@ func TestTransaction_SnapshotIsolation_ADenialIsAsOldAsTheSnapshot(t *testing.T)
 }
 
 func TestTransaction_NoSettingOfTheSessionChanges(t *testing.T) {
-	db := kit.ParallelDB(t)
-	s := db.Session().Run("do '/* loads plpgsql, which has settings */ begin end'")
+	s := kit.ParallelDB(t).Session().Run("do '/* loads plpgsql, which has settings */ begin end'")
 	s.Execute("set search_path = pg_catalog; set intervalstyle = iso_8601; set timezone = 'Asia/Tokyo'")
 	s.Execute("create temporary table before as select name, setting from pg_settings")
 	changed := func() []string {

@@ -91,8 +91,7 @@ func TestErrors_EndOfContext(t *testing.T) {
 
 func TestErrors_NotInstalled(t *testing.T) {
 	t.Parallel()
-	db := pgtest.Empty(t)
-	require.ErrorContains(t, kit.ErrorOf(client.New(db.Pool).Acquire(t.Context(), "api", "k")), "Install pgratelimit")
+	require.ErrorContains(t, kit.ErrorOf(client.New(pgtest.Empty(t).Pool).Acquire(t.Context(), "api", "k")), "Install pgratelimit")
 }
 
 // connect opens a pool whose sessions have these settings.

@@ -249,7 +249,6 @@ func TestSchema_FindsFunctionsOffThePath(t *testing.T) {
 	pathless := connect(t, db, map[string]string{"search_path": ""})
 	_, err := client.New(pathless).Policies(t.Context())
 	kit.RequireState(t, "42883", err)
-	limiter := client.New(pathless, client.Schema(schema))
-	useEverything(t, limiter)
+	useEverything(t, client.New(pathless, client.Schema(schema)))
 	cleanUpOnce(t, pathless, schema)
 }

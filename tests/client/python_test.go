@@ -27,8 +27,7 @@ func TestPython(t *testing.T) {
 func TestPython_ThroughPgBouncer(t *testing.T) {
 	pgtest.OncePerServer(t)
 	t.Parallel()
-	url := pgtest.StartPooler(t).URL(kit.NewDB(t).Name)
-	runPython(t, append(kit.PgVariables(t, url), "RATELIMIT_TEST_POOLER=1"), "-k", "pooler")
+	runPython(t, append(kit.PgVariables(t, pgtest.StartPooler(t).URL(kit.NewDB(t).Name)), "RATELIMIT_TEST_POOLER=1"), "-k", "pooler")
 }
 
 // runPython runs unittest. Without Python or a driver the test is skipped, unless RATELIMIT_TEST_EXAMPLES is "all": then they are

@@ -65,8 +65,7 @@ func TestWithTx_IsToldAndDoesNotGuess(t *testing.T) {
 			t.Parallel()
 			db := pgtest.Empty(t)
 			db.Exec(t, "create schema app")
-			installer := acquired(t, connect(t, db, map[string]string{"search_path": "app"}))
-			require.NoError(t, migrations.Up(ctx, installer.Conn()))
+			require.NoError(t, migrations.Up(ctx, acquired(t, connect(t, db, map[string]string{"search_path": "app"})).Conn()))
 			db.Exec(t, "select app.ratelimit_define_policy('api', 10, 1, '1 hour')")
 
 			var tries tryCounter

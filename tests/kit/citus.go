@@ -40,8 +40,7 @@ var (
 )
 
 func (db *TestDB) Text(sql string, args ...any) string {
-	rows := NoError(db.Pool.Query(context.Background(), sql, args...))(db.T)
-	return NoError(pgx.CollectExactlyOneRow(rows, pgx.RowTo[string]))(db.T)
+	return NoError(pgx.CollectExactlyOneRow(NoError(db.Pool.Query(context.Background(), sql, args...))(db.T), pgx.RowTo[string]))(db.T)
 }
 
 // A Citus is a cluster: a coordinator and two workers. Databases are made in it one by one.

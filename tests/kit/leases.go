@@ -267,8 +267,7 @@ func (p *LeaserProcess) Start(t *testing.T, db *TestDB) *LeaserProcess {
 // StopAsking returns when the process asks for no more tokens.
 func (p *LeaserProcess) StopAsking(t *testing.T) {
 	require.NoError(t, ErrorOf(fmt.Fprintln(p.orders, "idle")))
-	answer := NoError(p.answers.ReadString('\n'))(t)
-	require.Equal(t, "idle\n", answer)
+	require.Equal(t, "idle\n", NoError(p.answers.ReadString('\n'))(t))
 }
 
 // Holds stops it, and reports whether it lost something now. If not, it goes on.

@@ -53,8 +53,7 @@ func PgVariables(t *testing.T, url string) []string {
 func WithSettings(_ *testing.T, dsn string, settings ...string) string {
 	options := ""
 	for setting := range slices.Chunk(settings, 2) {
-		value := strings.NewReplacer(`\`, `\\`, " ", `\ `).Replace(setting[1])
-		options += fmt.Sprintf(" -c %s=%s", setting[0], value)
+		options += fmt.Sprintf(" -c %s=%s", setting[0], strings.NewReplacer(`\`, `\\`, " ", `\ `).Replace(setting[1]))
 	}
 	u, err := url.Parse(dsn)
 	if err != nil || u.Scheme == "" {

@@ -3,8 +3,10 @@ package kit
 import (
 	"context"
 	"encoding/json"
+	"fmt"
 	"math/bits"
 	"math/rand/v2"
+	"slices"
 
 	"github.com/stretchr/testify/require"
 )
@@ -94,4 +96,17 @@ func Verdicts[T any](db *TestDB, cases []T) []string {
 	verdicts := ColumnOf(db.T, tx, "select * from verdicts($1)", input)
 	require.Len(db.T, verdicts, len(cases))
 	return verdicts
+}
+
+// SimplestBroken looks for a verdict that is not good among cases of ever larger numbers.
+func SimplestBroken[T any](db *TestDB, random *rand.Rand, randomCases func(random *rand.Rand, most int64) []T, good []string) string {
+	for most := int64(10); most < MaxSpan; most *= 10 {
+		cases := randomCases(random, most)
+		for i, verdict := range Verdicts(db, cases) {
+			if !slices.Contains(good, verdict) {
+				return fmt.Sprintf("%+v: %s", cases[i], verdict)
+			}
+		}
+	}
+	return "none simpler was found"
 }

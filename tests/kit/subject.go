@@ -238,8 +238,7 @@ func checkStep(t testing.TB, want vectors.Step, got Decision, call string) {
 	case "null":
 		require.Equal(t, model.Never, got.RetryAfter, call)
 	default:
-		wait := NoError(strconv.ParseInt(text, 10, 64))(t)
-		require.Equal(t, Micros(time.Duration(wait)*Ms), got.RetryAfter, call)
+		require.Equal(t, Micros(time.Duration(NoError(strconv.ParseInt(text, 10, 64))(t))*Ms), got.RetryAfter, call)
 	}
 	if want.ResetAfter != nil {
 		require.Equal(t, Micros(time.Duration(*want.ResetAfter)*Ms), got.ResetAfter, call)

@@ -20,9 +20,7 @@ type Wire struct {
 }
 
 func (db *TestDB) Wire(t testing.TB) *Wire {
-	ctx := context.Background()
-	conn := NoError(pgconn.Connect(ctx, db.URL))(t)
-	hijacked := NoError(conn.Hijack())(t)
+	hijacked := NoError(NoError(pgconn.Connect(context.Background(), db.URL))(t).Hijack())(t)
 	t.Cleanup(func() { hijacked.Conn.Close() })
 	return &Wire{hijacked.Conn, hijacked.Frontend}
 }

@@ -84,8 +84,7 @@ func TestDatabase_CountsItsOwnBytes(t *testing.T) {
 	combiner := client.NewCombiner(db.Pool)
 	defer combiner.Close()
 	for _, limiter := range []client.Acquirer{client.New(db.Pool), combiner} {
-		d := kit.NoError(limiter.Acquire(t.Context(), "p", strings.Repeat("é", 512)))(t)
-		require.True(t, d.Allowed)
+		require.True(t, kit.NoError(limiter.Acquire(t.Context(), "p", strings.Repeat("é", 512)))(t).Allowed)
 		_, err := limiter.Acquire(t.Context(), "p", strings.Repeat("é", 513))
 		require.ErrorIs(t, err, client.ErrInvalidArgument)
 		require.Equal(t, "22023", kit.SQLState(err))

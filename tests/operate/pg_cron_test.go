@@ -227,8 +227,7 @@ func TestPgCron_ScriptsFail(t *testing.T) {
 		})
 	}
 	for _, name := range []string{"unschedule.sql", "unschedule_elsewhere.sql"} {
-		script := kit.NoError(os.ReadFile("../../pg_cron/" + name))(t)
-		require.Contains(t, string(script), "\n\\set ON_ERROR_STOP on\n")
+		require.Contains(t, string(kit.NoError(os.ReadFile("../../pg_cron/"+name))(t)), "\n\\set ON_ERROR_STOP on\n")
 	}
 }
 

@@ -91,8 +91,7 @@ for v in json.loads(sys.stdin.buffer.read()): print(shard_of(v["key"], v["of"]))
 
 // createShownDB is a connection to a database of an encoding, that sends UTF-8.
 func createShownDB(t *testing.T, encoding string) *pgx.Conn {
-	db := pgtest.Empty(t, "encoding '"+encoding+"'", "locale 'C'")
-	config := kit.NoError(pgx.ParseConfig(db.URL))(t)
+	config := kit.NoError(pgx.ParseConfig(pgtest.Empty(t, "encoding '"+encoding+"'", "locale 'C'").URL))(t)
 	config.RuntimeParams["client_encoding"] = "UTF8"
 	conn := kit.NoError(pgx.ConnectConfig(t.Context(), config))(t)
 	t.Cleanup(func() { conn.Close(context.Background()) })
@@ -151,8 +150,7 @@ func TestShards_ADatabaseMoves(t *testing.T) {
 	again := kit.NoError(limiter.Acquire(t.Context(), "jobs", job, client.Cost(60), client.IdempotencyKey("estimate")))(t)
 	granted.Replayed, granted.ResetAfter, again.ResetAfter = true, 0, 0
 	require.Equal(t, granted, again)
-	settled := kit.NoError(limiter.Settle(t.Context(), "jobs", job, "estimate", 10))(t)
-	require.EqualValues(t, 90, settled.Remaining)
+	require.EqualValues(t, 90, kit.NoError(limiter.Settle(t.Context(), "jobs", job, "estimate", 10))(t).Remaining)
 }
 
 // One database is copied for each shard, and each shard once more, while nobody takes tokens. Every key finds what its bucket

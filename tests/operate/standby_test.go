@@ -69,8 +69,7 @@ func TestStandby(t *testing.T) {
 	require.Equal(t, kit.Replayed(first), db.Acquire("durable", "k", 3, "first"), "a replay writes nothing either")
 	limiter, combiner := client.New(db.Pool), client.NewCombiner(db.Pool, client.NoFlush())
 	defer combiner.Close()
-	peeked := kit.NoError(limiter.Peek(t.Context(), "durable", "k", client.Cost(8)))(t)
-	require.False(t, peeked.Allowed)
+	require.False(t, kit.NoError(limiter.Peek(t.Context(), "durable", "k", client.Cost(8)))(t).Allowed)
 	for _, limiter := range []client.Acquirer{limiter, combiner} {
 		_, err = limiter.Acquire(t.Context(), "durable", "k")
 		require.Equal(t, readOnly, kit.SQLState(err), "%v", err)
@@ -182,8 +181,7 @@ func TestDurability_AfterACrash(t *testing.T) {
 
 // Every table that one call writes has the same durability, so an ephemeral grant has nothing to flush.
 func TestDurability_AnEphemeralGrantWritesNoWAL(t *testing.T) {
-	db := kit.ParallelDB(t).Policy("d", 10, 1, time.Second).Policy("e", 10, 1, time.Second, kit.Ephemeral)
-	s := db.Session()
+	s := kit.ParallelDB(t).Policy("d", 10, 1, time.Second).Policy("e", 10, 1, time.Second, kit.Ephemeral).Session()
 	for _, call := range []string{
 		"acquire(%, k)", // creates the bucket
 		"acquire(%, k, 2)",

@@ -33,8 +33,7 @@ func mount(t testing.TB, megabytes int) (dir string) {
 	if dir, err = os.MkdirTemp(tempDir, "disk-"); err != nil {
 		t.Fatal(err)
 	}
-	options := fmt.Sprintf("size=%dm,mode=1777", megabytes)
-	command := slices.Concat(sudo, []string{"mount", "-t", "tmpfs", "-o", options, "tmpfs", dir})
+	command := slices.Concat(sudo, []string{"mount", "-t", "tmpfs", "-o", fmt.Sprintf("size=%dm,mode=1777", megabytes), "tmpfs", dir})
 	if out, err := exec.CommandContext(t.Context(), command[0], command[1:]...).CombinedOutput(); err != nil {
 		os.Remove(dir)
 		t.Skipf("mounting a tmpfs: %v: %s", err, out)

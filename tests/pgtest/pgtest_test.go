@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -20,20 +21,13 @@ import (
 
 func TestMain(m *testing.M) { Main(m) }
 
-const installedSQL = "select to_regclass('ratelimit.policies') is not null"
-
 func TestNew_HasThePackageAndNobodyElsesData(t *testing.T) {
 	t.Parallel()
 	a, b := New(t), New(t)
 	a.Exec(t, "create table mine (i integer)")
 
-	require.True(t, query[bool](t, a.URL, installedSQL))
+	require.True(t, query[bool](t, a.URL, "select to_regclass('ratelimit.policies') is not null"))
 	require.False(t, query[bool](t, b.URL, "select to_regclass('mine') is not null"))
-}
-
-func TestEmpty_HasNotThePackage(t *testing.T) {
-	t.Parallel()
-	require.False(t, query[bool](t, Empty(t).URL, installedSQL))
 }
 
 func TestNew_IsDroppedWhenTheTestEnds(t *testing.T) {
@@ -61,20 +55,6 @@ func TestDatabases_OfKilledProcessesAreSwept(t *testing.T) {
 	require.False(t, query[bool](t, server.URL(""), exists, next.template))
 }
 
-func TestPrivate_HasItsSettingsAndSurvivesACrash(t *testing.T) {
-	t.Parallel()
-	server := Private(t, "work_mem=7MB")
-	require.Equal(t, "7MB", query[string](t, server.URL(""), "select current_setting('work_mem')"))
-	run(t, server.URL(""), "create table kept as select 42 as i")
-
-	require.NoError(t, server.Stop(t.Context(), true))
-	_, err := pgx.Connect(t.Context(), server.URL(""))
-	require.Error(t, err)
-
-	require.NoError(t, server.Start(t.Context()))
-	require.Equal(t, int32(42), query[int32](t, server.URL(""), "select i from kept"))
-}
-
 func TestPrivateOnDisk_IsUnmountedWhenTheTestEnds(t *testing.T) {
 	t.Parallel()
 	var dir string
@@ -96,7 +76,7 @@ func TestPrivateOnDisk_IsUnmountedWhenTheTestEnds(t *testing.T) {
 
 func TestKill_LeavesAServerThatRecovers(t *testing.T) {
 	t.Parallel()
-	server := Private(t)
+	server := Private(t, "work_mem=7MB")
 	for i := range 3 {
 		run(t, server.URL(""), fmt.Sprintf("create table kept%d ()", i))
 		if cluster, ok := server.host.(*cluster); ok && i > 0 {
@@ -110,6 +90,7 @@ func TestKill_LeavesAServerThatRecovers(t *testing.T) {
 		_, err := pgx.Connect(t.Context(), server.URL(""))
 		require.Error(t, err)
 		require.NoError(t, server.Start(t.Context()))
+		require.Equal(t, "7MB", query[string](t, server.URL(""), "select current_setting('work_mem')"))
 	}
 	require.True(t, query[bool](t, server.URL(""), "select to_regclass('kept0') < to_regclass('kept2')"))
 }
@@ -135,19 +116,6 @@ func TestFreeze_AServerAnswersNobodyUntilItThaws(t *testing.T) {
 	require.NoError(t, err)
 
 	require.NoError(t, server.Freeze(t.Context()), "and so it is closed")
-}
-
-func TestStandby_FollowsAndIsPromoted(t *testing.T) {
-	t.Parallel()
-	primary := Private(t)
-	standby := Standby(t, primary, "work_mem=7MB")
-	require.Equal(t, "7MB", query[string](t, standby.URL(""), "select current_setting('work_mem')"))
-	require.True(t, query[bool](t, standby.URL(""), "select pg_is_in_recovery()"))
-	require.Equal(t, "streaming", query[string](t, primary.URL(""), "select state from pg_stat_replication"))
-
-	require.NoError(t, primary.Kill(t.Context()))
-	require.True(t, query[bool](t, standby.URL(""), "select pg_promote()"))
-	run(t, standby.URL(""), "create table written ()")
 }
 
 func TestServer_DiesWithItsProcess(t *testing.T) {
@@ -258,4 +226,57 @@ func query[T any](t *testing.T, url, sql string, args ...any) (answer T) {
 	defer conn.Close(t.Context())
 	require.NoError(t, conn.QueryRow(t.Context(), sql, args...).Scan(&answer))
 	return answer
+}
+
+// The installation is a stand-in, so that a failure damages none. Package managers put links into it.
+func TestPrivateWithExtensions_WhatATestChangesStaysInItsOwnFolder(t *testing.T) {
+	t.Parallel()
+	prefix, cellar := t.TempDir(), t.TempDir()
+	for _, name := range []string{"bin/initdb", "bin/pg_ctl", "bin/postgres", "lib/libpq.so", "share/postgresql/postgres.bki",
+		"share/postgresql/tsearch_data/german.stop", "share/postgresql/extension/pgratelimit.control"} {
+		writeFile(t, filepath.Join(prefix, name))
+	}
+	writeFile(t, filepath.Join(cellar, "linked.control"))
+	require.NoError(t, os.Symlink(filepath.Join(cellar, "linked.control"), filepath.Join(prefix, "share/postgresql/extension/linked.control")))
+	before := filesOf(t, prefix, cellar)
+
+	bin, extensions, err := copyPrograms(t, filepath.Join(prefix, "bin"))
+	require.NoError(t, err)
+	require.FileExists(t, filepath.Join(bin, "postgres"))
+	require.FileExists(t, filepath.Join(bin, "../lib/libpq.so"))
+	changed := 0
+	require.NoError(t, filepath.WalkDir(filepath.Dir(extensions), func(path string, entry fs.DirEntry, err error) error {
+		if err != nil || entry.IsDir() {
+			return err
+		}
+		changed++
+		return os.WriteFile(path, []byte("default_version = '9.0.0'"), 0o600)
+	}))
+	require.Equal(t, 4, changed)
+	for name, file := range filesOf(t, prefix, cellar) {
+		require.Equal(t, before[name], file, name)
+	}
+}
+
+func writeFile(t *testing.T, path string) {
+	require.NoError(t, os.MkdirAll(filepath.Dir(path), 0o755))
+	require.NoError(t, os.WriteFile(path, []byte(path), 0o600))
+}
+
+// filesOf returns the files of directories with their sizes, times and texts.
+func filesOf(t *testing.T, dirs ...string) map[string]string {
+	files := map[string]string{}
+	for _, dir := range dirs {
+		require.NoError(t, filepath.WalkDir(dir, func(path string, entry fs.DirEntry, err error) error {
+			if err != nil || entry.IsDir() {
+				return err
+			}
+			info, err := entry.Info()
+			require.NoError(t, err)
+			text, err := os.ReadFile(path)
+			files[path] = fmt.Sprint(info.Mode(), info.Size(), info.ModTime(), string(text))
+			return err
+		}))
+	}
+	return files
 }

@@ -45,8 +45,7 @@ func TestDocker_ImageBringsAnExistingVolumeUpToDate(t *testing.T) {
 
 	restart(t, server)
 	requireUpToDate(t, server)
-	log := kit.NoError(server.Log(t.Context()))(t)
-	require.NotContains(t, log, "NOT BROUGHT UP TO DATE")
+	require.NotContains(t, kit.NoError(server.Log(t.Context()))(t), "NOT BROUGHT UP TO DATE")
 
 	require.NoError(t, server.Kill(t.Context()))
 	require.NoError(t, server.Start(t.Context()))
@@ -111,8 +110,7 @@ func requireUpToDate(t *testing.T, server *pgtest.Server) {
 	u.User = url.UserPassword("ratelimit_app", password)
 	app := kit.NoError(pgx.Connect(t.Context(), u.String()))(t)
 	defer app.Close(t.Context())
-	d := kit.NoError(kit.Acquire(app, "p", "k", 1))(t)
-	require.True(t, d.Allowed)
+	require.True(t, kit.NoError(kit.Acquire(app, "p", "k", 1))(t).Allowed)
 	_, err := app.Exec(t.Context(), "select ratelimit_drop_policy('p')")
 	var refused *pgconn.PgError
 	require.ErrorAs(t, err, &refused)

@@ -106,8 +106,7 @@ func testExtensionSchemas(t *testing.T, s extensionServer) {
 			t.Run(schema+"/"+name, func(t *testing.T) {
 				t.Parallel()
 				want, got := s.with(t, "create schema "+quoted), s.with(t, "create schema "+quoted)
-				path := kit.WithSettings(t, want.URL, "search_path", quoted)
-				kit.Installers["Up"](t, path)
+				kit.Installers["Up"](t, kit.WithSettings(t, want.URL, "search_path", quoted))
 				if name == "adopted" {
 					kit.Installers["Up"](t, kit.WithSettings(t, got.URL, "search_path", quoted))
 				}
@@ -445,17 +444,7 @@ func TestExtension_MakeInstall(t *testing.T) {
 	for _, other := range []string{"META.json", "Makefile", "README.md", "CHANGELOG.md", "LICENSE"} {
 		require.NoError(t, os.Remove(filepath.Join(want, other)))
 	}
-	require.Equal(t, directory(t, want), directory(t, installed))
-}
-
-func directory(t *testing.T, dir string) map[string]string {
-	texts := map[string]string{}
-	entries := kit.NoError(os.ReadDir(dir))(t)
-	for _, entry := range entries {
-		text := kit.NoError(os.ReadFile(filepath.Join(dir, entry.Name())))(t)
-		texts[entry.Name()] = string(text)
-	}
-	return texts
+	require.Equal(t, readTree(t, want), readTree(t, installed))
 }
 
 // A release after the next is reached in one step or in several, also from an installed schema.

@@ -568,6 +568,6 @@ func readTree(t *testing.T, dir string) map[string]string {
 		files[path] = string(text)
 		return err
 	}))
-	require.Contains(t, files, "install.sql")
+	require.NotEmpty(t, files)
 	return files
 }

@@ -93,8 +93,7 @@ func textsOf(t *testing.T, dir, pattern string) (texts []string) {
 	paths := kit.NoError(filepath.Glob(filepath.Join(dir, pattern)))(t)
 	require.Len(t, paths, int(kit.NewestMigration(t)))
 	for _, path := range paths {
-		text := kit.NoError(os.ReadFile(path))(t)
-		texts = append(texts, string(text))
+		texts = append(texts, string(kit.NoError(os.ReadFile(path))(t)))
 	}
 	return texts
 }
@@ -266,8 +265,7 @@ func TestPackages_ReleaseIsReproducible(t *testing.T) {
 	pgtest.OncePerServer(t)
 	t.Parallel()
 	first := kit.NoError(packages.Release(os.DirFS("../..")))(t)
-	again := kit.NoError(packages.Release(os.DirFS("../..")))(t)
-	require.Equal(t, first, again)
+	require.Equal(t, first, kit.NoError(packages.Release(os.DirFS("../..")))(t))
 
 	unpacked := packages.Files{}
 	for name, text := range first {
@@ -276,8 +274,7 @@ func TestPackages_ReleaseIsReproducible(t *testing.T) {
 		}
 		archive := kit.NoError(zip.NewReader(bytes.NewReader(text), int64(len(text))))(t)
 		for _, member := range archive.File {
-			file := kit.NoError(member.Open())(t)
-			text := kit.NoError(io.ReadAll(file))(t)
+			text := kit.NoError(io.ReadAll(kit.NoError(member.Open())(t)))(t)
 			dir, name, _ := strings.Cut(member.Name, "/")
 			require.Less(t, member.Modified.Year(), 1981, "the zip format has no other way to say: none")
 			kind := strings.TrimPrefix(strings.TrimLeft(strings.TrimPrefix(dir, "pgratelimit-"), "0123456789."), "-")

@@ -50,8 +50,7 @@ func TestEnforce_IsAcquireThatRaises(t *testing.T) {
 			require.Equal(t, []string{want.Message, want.Detail}, []string{got.Message, got.Detail})
 		}
 		db.Execute("select ratelimit_define_policy('enforced', shadow => true)")
-		d := kit.NoError(kit.Enforce(db.Pool, "enforced", "k", 11))(t)
-		require.True(t, d.Shadowed)
+		require.True(t, kit.NoError(kit.Enforce(db.Pool, "enforced", "k", 11))(t).Shadowed)
 	})
 }
 

@@ -242,8 +242,7 @@ func TestPostgREST_DocumentsOfEveryPath(t *testing.T) {
 		{"insert into orders_of_sizes (customer, size) values ('k', 7), ('a', 1)", "Try again in 1.75 seconds.", "2", `"odd";r=6;t=2`, `"odd";q=10;w=18`},
 		{"insert into orders_of_sizes (customer, size) values ('k', 7), ('blocked', 1)", "A cost of 1 never fits a bucket of 0.", "", `"odd";r=0;t=1`, `"odd";q=0`},
 	} {
-		err := request.serve(conn, test.statement)
-		a := postgrest(t, err)
+		a := postgrest(t, request.serve(conn, test.statement))
 		require.Equal(t, "rate limit exceeded", *a.Message.Message, test.statement)
 		require.Equal(t, test.hint, *a.Message.Hint, test.statement)
 		var numbers map[string]any
@@ -270,8 +269,7 @@ func TestPostgREST_OnAStandby(t *testing.T) {
 	db.Execute("select ratelimit_acquire(p, $1, 2) from unnest('{durable,ephemeral}'::text[]) as p", subjectKey("me"))
 	db.Execute("create role durable; create role ephemeral; grant execute on function ratelimit_pre_request to public", pgx.QueryExecModeSimpleProtocol)
 	db.Execute("insert into ratelimit.pre_request (role, policy) values ('durable', 'durable'), ('ephemeral', 'ephemeral')")
-	standby := pgtest.Standby(t, server)
-	conn := kit.NoError(pgx.Connect(t.Context(), standby.URL(kit.PrivateName)))(t)
+	conn := kit.NoError(pgx.Connect(t.Context(), pgtest.Standby(t, server).URL(kit.PrivateName)))(t)
 	defer conn.Close(context.WithoutCancel(t.Context()))
 	read := func(role, subject string) error {
 		return httpRequest{method: "GET", role: role, subject: subject, readOnly: true}.serve(conn, "")

@@ -399,8 +399,7 @@ func (m *modelRun) define(t *rapid.T, name string) {
 }
 
 func (m *modelRun) defineAs(t *rapid.T, name string, def model.Definition) {
-	readable := kit.NoError(json.Marshal(def))(t)
-	t.Logf("defined: %s", readable)
+	t.Logf("defined: %s", kit.NoError(json.Marshal(def))(t))
 	err := m.call("ratelimit_define_policy($1, $2, $3, $4, $5, $6, $7, $8)",
 		name, def.Capacity, def.Refill, intervalOrNull(def.Every), def.Stepped, def.Durable, intervalOrNull(def.Remember), def.Shadow)
 	m.sameError(t, m.model.Define(name, def), err)
@@ -503,8 +502,7 @@ func (m *modelRun) acquireMany(t *rapid.T) {
 		}
 	}
 	if seldom.Draw(t, "one without charges") {
-		i := rapid.IntRange(0, len(requests)).Draw(t, "place")
-		requests = slices.Insert(requests, i, kit.WholeRequest{})
+		requests = slices.Insert(requests, rapid.IntRange(0, len(requests)).Draw(t, "place"), kit.WholeRequest{})
 	}
 	m.send(t, requests...)
 }

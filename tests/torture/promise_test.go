@@ -1,7 +1,6 @@
 package torture
 
 import (
-	"fmt"
 	"maps"
 	"math/rand/v2"
 	"slices"
@@ -24,7 +23,7 @@ func TestTorture_WholesKeepTheirPromises(t *testing.T) {
 		cases := randomWholePromises(random, kit.MaxSpan)
 		for i, verdict := range kit.Verdicts(p, cases) {
 			if !slices.Contains(goodVerdicts, verdict) {
-				t.Fatalf("%+v: %s\n%s", cases[i], verdict, simplestWhole(p, random))
+				t.Fatalf("%+v: %s\n%s", cases[i], verdict, kit.SimplestBroken(p, random, randomWholePromises, goodVerdicts))
 			}
 			met[verdict]++
 		}
@@ -229,17 +228,4 @@ func newWholePromises(t *testing.T) *kit.TestDB {
 		end
 		$$`)
 	return db
-}
-
-// simplestWhole looks for a broken promise among ever larger numbers.
-func simplestWhole(db *kit.TestDB, random *rand.Rand) string {
-	for most := int64(10); most < kit.MaxSpan; most *= 10 {
-		cases := randomWholePromises(random, most)
-		for i, verdict := range kit.Verdicts(db, cases) {
-			if !slices.Contains(goodVerdicts, verdict) {
-				return fmt.Sprintf("%+v: %s", cases[i], verdict)
-			}
-		}
-	}
-	return "none simpler was found"
 }

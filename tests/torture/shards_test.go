@@ -279,8 +279,7 @@ func isOf(err error, shards ...int) bool {
 // The fuzzer of TestTorture_Fuzz, through each node of a Citus cluster: the answers are those of the model, and no node crashes.
 func TestTorture_Citus(t *testing.T) {
 	pgtest.OncePerServer(t)
-	c := kit.NewCitus(t)
-	db := c.Create(t, "fuzzed")
+	db := kit.NewCitus(t).Create(t, "fuzzed")
 	db.StopClock()
 	var fuzzers []*fuzzer
 	inputs := newTally()
