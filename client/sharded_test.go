@@ -33,8 +33,7 @@ func TestShardOf_IsAsPublished(t *testing.T) {
 	require.GreaterOrEqual(t, len(vectors), 20)
 	for _, v := range vectors {
 		require.Equal(t, v.Shard, client.ShardOf(v.Key, v.Of), "%q of %d", v.Key, v.Of)
-		hash := noError(hex.DecodeString(v.Hash))(t)
-		require.Equal(t, v.Shard, int(binary.BigEndian.Uint64(hash)%uint64(v.Of)), "%q of %d", v.Key, v.Of)
+		require.Equal(t, v.Shard, int(binary.BigEndian.Uint64(noError(hex.DecodeString(v.Hash))(t))%uint64(v.Of)), "%q of %d", v.Key, v.Of)
 	}
 	require.Equal(t, 2, client.ShardOf("user:42", 16))
 	require.Equal(t, "ea3fd43be1e57d62", vectors[0].Hash)

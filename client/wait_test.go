@@ -69,8 +69,7 @@ func TestWait_GivesBackWhenItsContextEnds(t *testing.T) {
 		time.AfterFunc(500*time.Millisecond, cancel)
 		require.ErrorIs(t, errOf(fake.Wait(ctx, "line", "k", client.Cost(2))), context.Canceled)
 		require.Equal(t, 500*time.Millisecond, time.Since(start))
-		d := noError(fake.Peek(t.Context(), "line", "k", client.Cost(0)))(t)
-		require.EqualValues(t, -1, d.Remaining, "only what the next is waiting for")
+		require.EqualValues(t, -1, noError(fake.Peek(t.Context(), "line", "k", client.Cost(0)))(t).Remaining, "only what the next is waiting for")
 		require.Equal(t, 3*time.Second, <-next, "which is not served earlier")
 	})
 }

@@ -124,8 +124,7 @@ func TestMiddleware_ADenialIsAProblem(t *testing.T) {
 
 func TestMiddleware_NeverHasNoRetryAfter(t *testing.T) {
 	t.Parallel()
-	l := newLimited(t, charge(client.Charge{Policy: "api", Key: "k", Cost: client.Cost(101)}), httplimit.Closed(time.Second))
-	response := l.get()
+	response := newLimited(t, charge(client.Charge{Policy: "api", Key: "k", Cost: client.Cost(101)}), httplimit.Closed(time.Second)).get()
 	require.Equal(t, http.StatusTooManyRequests, response.StatusCode)
 	require.NotContains(t, response.Header, "Retry-After")
 	require.Equal(t, `"api";r=100;t=1`, response.Header.Get("RateLimit"))

@@ -60,8 +60,7 @@ func TestStepped_AnchorStays(t *testing.T) {
 			do(interval.Add(later))
 			interval = interval.Add(10 * kit.Second)
 			before := db.PeekAt(interval.Add(-kit.Us), "p", "k", 1)
-			after := db.PeekAt(interval, "p", "k", 1)
-			require.Equal(t, before.Remaining+5, after.Remaining, "%s, %v after an interval began", name, later)
+			require.Equal(t, before.Remaining+5, db.PeekAt(interval, "p", "k", 1).Remaining, "%s, %v after an interval began", name, later)
 			require.Zero(t, db.Bucket("p", "k").RefilledAt.Sub(kit.T0)%(10*kit.Second), "%s, %v after an interval began", name, later)
 		}
 	}
@@ -242,15 +241,11 @@ func TestClock_IsReadInsideTheCall(t *testing.T) {
 	ctx := context.Background()
 	tx := kit.NoError(db.Pool.Begin(ctx))(t)
 	defer tx.Rollback(ctx)
-	var began time.Time
-	require.NoError(t, tx.QueryRow(ctx, "select now()").Scan(&began))
+	began := kit.One[time.Time](t, tx, "select now()")
 	require.EqualValues(t, 7, db.Acquire("p", "k", 3).Remaining) // another session, later
 	others := db.Bucket("p", "k").RefilledAt
 	require.Greater(t, others, began)
-	refilledAt := func() (at time.Time) {
-		require.NoError(t, tx.QueryRow(ctx, "select refilled_at from ratelimit.buckets").Scan(&at))
-		return at.UTC()
-	}
+	refilledAt := func() time.Time { return kit.One[time.Time](t, tx, "select refilled_at from ratelimit.buckets").UTC() }
 	db.Must(kit.Acquire(tx, "p", "k", 1))
 	first := refilledAt()
 	db.Must(kit.Acquire(tx, "p", "k", 1))
@@ -430,8 +425,7 @@ func TestAnswers_HaveNoDays(t *testing.T) {
 	require.Equal(t, "24:00:00", retry)
 	require.Equal(t, "240:00:00", reset)
 	require.Equal(t, kit.T0.Add(24*time.Hour), then.UTC())
-	require.NoError(t, db.Pool.QueryRow(context.Background(), "select reset_after::text from ratelimit_refund('p', 'k', 1)").Scan(&reset))
-	require.Equal(t, "216:00:00", reset)
+	require.Equal(t, "216:00:00", kit.One[string](t, db.Pool, "select reset_after::text from ratelimit_refund('p', 'k', 1)"))
 }
 
 // A day is 24 hours wherever a policy says it, also in the night that has only 23.

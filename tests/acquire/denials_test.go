@@ -42,10 +42,8 @@ func TestDenial_WritesNothing(t *testing.T) {
 				db := kit.ParallelDB(t).Policy(policy, 10, 1, kit.ADay, kind).Take(policy, "known", 10, "another").Take(policy, "half", 5)
 				before := db.Rows()
 				s := db.Begin()
-				var times int
 				sql, args := denyTimes(n, policy, d.call)
-				require.NoError(t, s.QueryRow(context.Background(), sql, args).Scan(&times))
-				require.Equal(t, n, times)
+				require.Equal(t, n, kit.One[int](t, s, sql, args))
 				require.Equal(t, kit.Traces{}, s.Traces())
 				require.Equal(t, before, db.Rows())
 				for _, table := range kit.StateTables {
@@ -71,14 +69,12 @@ func TestDenial_WritesNoWAL(t *testing.T) {
 		// Should somebody else write after all, then hardly each time; a denial would.
 		var wal int64
 		for range 5 {
-			var before, after int64
 			const lsn = "select pg_current_wal_insert_lsn() - '0/0'::pg_lsn"
 			sql, args := denyTimes(1000, "p", d.call)
 			s.Execute(sql, args) // warm
-			require.NoError(t, s.QueryRow(context.Background(), lsn).Scan(&before))
+			before := kit.One[int64](t, s, lsn)
 			s.Execute(sql, args)
-			require.NoError(t, s.QueryRow(context.Background(), lsn).Scan(&after))
-			if wal = after - before; wal == 0 {
+			if wal = kit.One[int64](t, s, lsn) - before; wal == 0 {
 				break
 			}
 		}

@@ -494,12 +494,11 @@ func TestIdempotency_ARequestOfSeveralIsRememberedAlikeOnEveryWay(t *testing.T) 
 				r.Charges = append(r.Charges, kit.ChargeOf(policy, "k", 2))
 			}
 			before(db, r.Charges)
-			left := func(ask func(s *kit.Session) (kit.Whole, error)) (left string) {
+			left := func(ask func(s *kit.Session) (kit.Whole, error)) string {
 				s := db.Begin()
 				require.True(t, kit.NoError(ask(s))(t).Allowed)
-				require.NoError(t, s.QueryRow(context.Background(), rows).Scan(&left))
-				s.Execute("rollback")
-				return left
+				defer s.Execute("rollback")
+				return kit.One[string](t, s, rows)
 			}
 			want := left(func(s *kit.Session) (kit.Whole, error) {
 				answers, err := kit.AcquirePacked(s, []kit.WholeRequest{r}, true)

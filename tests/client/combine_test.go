@@ -169,8 +169,7 @@ func TestCombiner_ACommitThatFailsIsAnError(t *testing.T) {
 		end $$;
 		create constraint trigger refuse after insert or update on ratelimit.buckets deferrable initially deferred
 		  for each row when (new.key = 'bad') execute function public.refuse()`)
-	answers := combine(t, db, limiter, []request{{"api", "good", nil}, {"api", "bad", nil}})()
-	for _, got := range answers {
+	for _, got := range combine(t, db, limiter, []request{{"api", "good", nil}, {"api", "bad", nil}})() {
 		kit.RequireState(t, "23514", got.err)
 		require.Zero(t, got.Decision)
 	}
@@ -299,14 +298,13 @@ func combineCalls(t *testing.T, db *pgtest.DB, limiter *client.Combiner, request
 }
 
 // waiter returns the process of a session, another than not, that waits for a lock in such a statement.
-func waiter(t *testing.T, db *pgtest.DB, statement string, not int32) (pid int32) {
+func waiter(t *testing.T, db *pgtest.DB, statement string, not int32) int32 {
 	const find = `
 		select coalesce(min(pid), 0)
 		  from pg_stat_activity
 		 where datname = current_database() and wait_event_type = 'Lock' and query like '%' || $1 || '%' and pid <> $2`
 	db.Await(t, time.Minute, "select ("+find+") <> 0", statement, not)
-	require.NoError(t, db.Pool.QueryRow(t.Context(), find, statement, not).Scan(&pid))
-	return pid
+	return kit.One[int32](t, db.Pool, find, statement, not)
 }
 
 // Callers of a hot bucket and buckets of their own, in both orders and by both limiters: each token is granted

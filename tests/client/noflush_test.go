@@ -99,9 +99,7 @@ func TestNoFlush_IsForItsCallsAlone(t *testing.T) {
 			require.Less(t, try, 3, "%s is not flushed", step.name)
 		}
 	}
-	var setting string
-	require.NoError(t, pool.QueryRow(ctx, "show synchronous_commit").Scan(&setting))
-	require.Equal(t, "on", setting)
+	require.Equal(t, "on", kit.One[string](t, pool, "show synchronous_commit"))
 }
 
 // The caller's commit is the caller's.
@@ -129,9 +127,7 @@ func TestNoFlush_IsRefusedInATransaction(t *testing.T) {
 			}
 			// The rest works, and so does the transaction.
 			require.EqualValues(t, 10, kit.NoError(limiter.Peek(ctx, "api", name))(t).Remaining)
-			var setting string
-			require.NoError(t, querier.QueryRow(ctx, "show synchronous_commit").Scan(&setting))
-			require.Equal(t, "on", setting)
+			require.Equal(t, "on", kit.One[string](t, querier, "show synchronous_commit"))
 		})
 	}
 }
@@ -147,9 +143,7 @@ func TestWithTx_LeavesTheFlushToTheCommit(t *testing.T) {
 	kit.NoError(limiter.Acquire(ctx, "api", "k"))(t)
 	kit.NoError(limiter.Refund(ctx, "api", "k", 1))(t)
 	require.NoError(t, limiter.Reset(ctx, "api", "k"))
-	var setting string
-	require.NoError(t, tx.QueryRow(ctx, "show synchronous_commit").Scan(&setting))
-	require.Equal(t, "on", setting)
+	require.Equal(t, "on", kit.One[string](t, tx, "show synchronous_commit"))
 }
 
 // quietDatabase is on a server where nobody else writes, and the server itself rarely flushes.

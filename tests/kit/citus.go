@@ -112,8 +112,7 @@ func (c *Citus) Add(t testing.TB, name string, n int) {
 func (c *Citus) Install(t testing.TB, name string) { c.Make(t, "install-citus", name) }
 
 func (c *Citus) Make(t testing.TB, target, name string) {
-	command := exec.Command("make", "-C", "../..", "--no-print-directory", target, "DATABASE_URL="+c.Nodes[0].URL(name))
-	out, err := command.CombinedOutput()
+	out, err := exec.Command("make", "-C", "../..", "--no-print-directory", target, "DATABASE_URL="+c.Nodes[0].URL(name)).CombinedOutput()
 	require.NoError(t, err, "%s", out)
 }
 

@@ -159,8 +159,7 @@ func (db *TestDB) Bucket(policy, key string) *Bucket {
 
 // PutBucket writes the row of a bucket as if calls had brought it there; a level below zero is debt.
 func (db *TestDB) PutBucket(policy, key string, b Bucket) {
-	var durable bool
-	require.NoError(db.T, db.Pool.QueryRow(context.Background(), "select durable from ratelimit.policies where name = $1", policy).Scan(&durable))
+	durable := One[bool](db.T, db.Pool, "select durable from ratelimit.policies where name = $1", policy)
 	table := "ratelimit.ephemeral_buckets"
 	if durable {
 		table = "ratelimit.buckets"
@@ -191,9 +190,14 @@ func (db *TestDB) Left(policy, key string) int64 {
 }
 
 // Number runs a query for one number.
-func (db *TestDB) Number(sql string, args ...any) (n int64) {
-	require.NoError(db.T, db.Pool.QueryRow(context.Background(), sql, args...).Scan(&n), sql)
-	return n
+func (db *TestDB) Number(sql string, args ...any) int64 {
+	return One[int64](db.T, db.Pool, sql, args...)
+}
+
+// One is the only value of a query.
+func One[T any](t testing.TB, q Querier, sql string, args ...any) (value T) {
+	require.NoError(t, q.QueryRow(context.Background(), sql, args...).Scan(&value), sql)
+	return value
 }
 
 var StateTables = []string{"ratelimit.buckets", "ratelimit.ephemeral_buckets", "ratelimit.idempotency_keys", "ratelimit.ephemeral_idempotency_keys"}

@@ -28,8 +28,7 @@ func (s *Session) Traces() (found Traces) {
 
 // WalRecords runs a query and returns how many WAL records this session wrote for it.
 func (s *Session) WalRecords(sql string) int64 {
-	var explained []byte
-	require.NoError(s.Db.T, s.QueryRow(context.Background(), "explain (analyze, wal, format json) "+sql).Scan(&explained))
+	explained := One[[]byte](s.Db.T, s, "explain (analyze, wal, format json) "+sql)
 	var plans []struct {
 		Plan struct {
 			Records *int64 `json:"WAL Records"`
@@ -213,7 +212,5 @@ func (db *TestDB) Follow(remedy, owner string) {
 
 // AMinuteAfter is a minute after the instant that a query finds.
 func (db *TestDB) AMinuteAfter(sql string, args ...any) time.Time {
-	var began time.Time
-	require.NoError(db.T, db.Pool.QueryRow(db.T.Context(), sql, args...).Scan(&began))
-	return began.Add(time.Minute)
+	return One[time.Time](db.T, db.Pool, sql, args...).Add(time.Minute)
 }

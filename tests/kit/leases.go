@@ -25,9 +25,8 @@ import (
 )
 
 // Instant is one that the books know.
-func (db *TestDB) Instant(expression string, args ...any) (at time.Time) {
-	require.NoError(db.T, db.Pool.QueryRow(context.Background(), "select "+expression+" from public.books", args...).Scan(&at))
-	return at
+func (db *TestDB) Instant(expression string, args ...any) time.Time {
+	return One[time.Time](db.T, db.Pool, "select "+expression+" from public.books", args...)
 }
 
 // Of leases, a leaseHistory has what is charged to them, granted from them and given back, in an order that is safe: a charge is
@@ -293,7 +292,5 @@ func (p *LeaserProcess) Close(t *testing.T) {
 }
 
 func (db *TestDB) Now() time.Time {
-	var now time.Time
-	require.NoError(db.T, db.Pool.QueryRow(context.Background(), "select clock_timestamp()").Scan(&now))
-	return now
+	return One[time.Time](db.T, db.Pool, "select clock_timestamp()")
 }

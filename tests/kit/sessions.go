@@ -143,8 +143,7 @@ type Mutation struct {
 // Mutate changes ratelimit_acquire, or another function, and returns the way back.
 func (db *TestDB) Mutate(m Mutation, function ...string) (undo func()) {
 	name := append(function, "ratelimit_acquire")[0]
-	var source string
-	require.NoError(db.T, db.Pool.QueryRow(context.Background(), "select pg_get_functiondef($1::regproc)", name).Scan(&source))
+	source := One[string](db.T, db.Pool, "select pg_get_functiondef($1::regproc)", name)
 	pattern := regexp.MustCompile(strings.ReplaceAll(m.Pattern, " ", `\s+`))
 	require.Len(db.T, pattern.FindAllString(source, -1), 1, "places in %s that match\n%s", name, m.Pattern)
 	db.Execute(pattern.ReplaceAllString(source, m.Replacement))

@@ -211,8 +211,7 @@ func ReplayVector(t *testing.T, db Subject, v vectors.Bucket, durability PolicyO
 			got = db.RefundAt(at, policy, key, s.Tokens)
 		case "charge":
 			db.SetClock(at)
-			charged := NoError(db.Spend(Spending{Function: "charge", BucketID: model.BucketID{Policy: policy, Key: key}, Cost: s.Tokens}))(t)
-			got = charged.Decision
+			got = NoError(db.Spend(Spending{Function: "charge", BucketID: model.BucketID{Policy: policy, Key: key}, Cost: s.Tokens}))(t).Decision
 		case "reset":
 			db.Reset(policy, key)
 			got = db.PeekAt(at, policy, key, 0)

@@ -67,8 +67,7 @@ func TestPgCron(t *testing.T) {
 	for _, db := range []*kit.TestDB{here, elsewhere} {
 		plant(db)
 	}
-	var planted time.Time
-	require.NoError(t, here.Pool.QueryRow(t.Context(), "select clock_timestamp()").Scan(&planted))
+	planted := kit.One[time.Time](t, here.Pool, "select clock_timestamp()")
 	t.Run("the jobs run and clean up", func(t *testing.T) {
 		here.Await(t, 2*time.Minute, `
 			select count(*) = 3 from cron.job as j where j.jobname in ('ratelimit-cleanup', 'ratelimit-cleanup:Bob''s "app"', 'cleaner')

@@ -196,8 +196,7 @@ func TestShards_GrowByCopies(t *testing.T) {
 		for i := range keys {
 			key := fmt.Sprint("user:", i)
 			for policy, left := range map[string]int{"p": 100 - i, "q": 100 - 2*i} {
-				d := kit.NoError(limiter.Peek(t.Context(), policy, key))(t)
-				require.EqualValues(t, left, d.Remaining, "%s of %d shards", key, of)
+				require.EqualValues(t, left, kit.NoError(limiter.Peek(t.Context(), policy, key))(t).Remaining, "%s of %d shards", key, of)
 			}
 			d := kit.NoError(limiter.Acquire(t.Context(), "p", key, client.Cost(int64(i)), client.IdempotencyKey("once")))(t)
 			require.Equal(t, i > 0, d.Replayed) // a cost of 0 is not remembered

@@ -42,8 +42,7 @@ func TestStatus_EmptiestFirst(t *testing.T) {
 	require.Equal(t, want[6:7], kit.Column(t, db.DB, statusColumns+"ratelimit_status('p', 100, 'plan')"))
 	require.Empty(t, kit.Column(t, db.DB, statusColumns+"ratelimit_status('p', key => 'k')"))
 	// Its numbers are those of peek.
-	rows := kit.Column(t, db.DB, "select policy || '|' || key from ratelimit_status()")
-	for _, row := range rows {
+	for _, row := range kit.Column(t, db.DB, "select policy || '|' || key from ratelimit_status()") {
 		policy, key, _ := strings.Cut(row, "|")
 		d := db.Must(kit.Peek(db.Pool, policy, key, 1))
 		require.Equal(t, []string{fmt.Sprintf("%d %d %d", d.Remaining, d.ResetAfter, d.Capacity)}, kit.Column(t, db.DB, `

@@ -139,8 +139,7 @@ func TestCatalog_CommentsAreOneSentenceAndThePublicOnesSayErrorsLocksAndWrites(t
 
 func TestCatalog_NobodyButTheOwnerHasRights(t *testing.T) {
 	t.Parallel()
-	db := pgtest.New(t)
-	require.Empty(t, kit.Column(t, db, `
+	require.Empty(t, kit.Column(t, pgtest.New(t), `
 		select format('%s: %s to %s', object, privilege_type, case grantee when 0 then 'PUBLIC' else grantee::regrole::text end)
 		  from (select p.oid::regprocedure::text, coalesce(proacl, acldefault('f', proowner)), proowner
 		          from `+kit.PackageFunctions+` as p

@@ -115,8 +115,7 @@ func testExtensionSchemas(t *testing.T, s extensionServer) {
 			})
 		}
 	}
-	db := s.with(t, "drop schema public")
-	kit.RequireState(t, "3F000", kit.ErrorOf(db.Connect(t).Exec(t.Context(), "create extension pgratelimit")))
+	kit.RequireState(t, "3F000", kit.ErrorOf(s.with(t, "drop schema public").Connect(t).Exec(t.Context(), "create extension pgratelimit")))
 }
 
 const (

@@ -542,8 +542,7 @@ func TestInstall_AgainRefusesPlantedFunctions(t *testing.T) {
 
 func TestInstall_LeavesNoTemplateSyntax(t *testing.T) {
 	t.Parallel()
-	db := pgtest.New(t)
-	require.Empty(t, kit.Column(t, db, `
+	require.Empty(t, kit.Column(t, pgtest.New(t), `
 		select p.oid::regprocedure::text from pg_proc as p
 		 where (pronamespace = 'ratelimit'::regnamespace or proname like 'ratelimit\_%')
 		   and prosrc ~ '\{\{|\}\}|<no value>|<nil>'`))

@@ -272,8 +272,7 @@ func TestPackages_ReleaseIsReproducible(t *testing.T) {
 		if filepath.Ext(name) != ".zip" {
 			continue
 		}
-		archive := kit.NoError(zip.NewReader(bytes.NewReader(text), int64(len(text))))(t)
-		for _, member := range archive.File {
+		for _, member := range kit.NoError(zip.NewReader(bytes.NewReader(text), int64(len(text))))(t).File {
 			text := kit.NoError(io.ReadAll(kit.NoError(member.Open())(t)))(t)
 			dir, name, _ := strings.Cut(member.Name, "/")
 			require.Less(t, member.Modified.Year(), 1981, "the zip format has no other way to say: none")
@@ -305,8 +304,7 @@ func packagesOf(t *testing.T, repository string) packages.Files {
 
 // unpack writes the files of one package into a directory.
 func unpack(t *testing.T, repository, name, dir string) {
-	files := kit.NoError(packages.One(os.DirFS(repository), name))(t)
-	for path, text := range files {
+	for path, text := range kit.NoError(packages.One(os.DirFS(repository), name))(t) {
 		require.NoError(t, os.WriteFile(filepath.Join(dir, filepath.Base(path)), text, 0o644))
 	}
 }

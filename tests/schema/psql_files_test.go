@@ -167,8 +167,7 @@ func TestPsql_AMigrationByMistake(t *testing.T) {
 				require.Contains(t, out, "migrations/psql/install.sql", "the remedy is told")
 				require.Equal(t, before, stateOf(t, db), name)
 
-				text := kit.NoError(os.ReadFile(file))(t)
-				require.Error(t, kit.ErrorOf(db.Pool.Exec(t.Context(), string(text))), "nor by another client")
+				require.Error(t, kit.ErrorOf(db.Pool.Exec(t.Context(), string(kit.NoError(os.ReadFile(file))(t)))), "nor by another client")
 				require.Equal(t, before, stateOf(t, db), name)
 			}
 		})

@@ -304,9 +304,7 @@ func TestGuard_WritesEachBucketOnceForAStatement(t *testing.T) {
 	db.Guarded("p", "orders")
 	const insert = "insert into orders (customer) select 'user:' || n % 1000 from generate_series(1, 100000) as n"
 	s := db.Session().Run(insert).Run("begin").Run(insert)
-	var updated int64
-	require.NoError(t, s.QueryRow(t.Context(), "select pg_stat_get_xact_tuples_updated('ratelimit.buckets'::regclass)").Scan(&updated))
-	require.EqualValues(t, 1000, updated)
+	require.EqualValues(t, 1000, kit.One[int64](t, s, "select pg_stat_get_xact_tuples_updated('ratelimit.buckets'::regclass)"))
 	s.Execute("commit")
 	require.EqualValues(t, 1000, db.Number("select count(*) from ratelimit.buckets where level = (9000000000000 - 2 * 100) * 1000000"))
 }

@@ -155,9 +155,7 @@ func (p *paced) check(db *kit.TestDB, ahead time.Duration) (pace float64) {
 		p.granted--
 		stored := db.Bucket("paced", p.key)
 		gain := db.Left("paced", p.key)
-		var now time.Time
-		require.NoError(t, db.Pool.QueryRow(context.Background(), "select ratelimit.clock()").Scan(&now))
-		if now.Before(stored.RefilledAt) {
+		if kit.One[time.Time](t, db.Pool, "select ratelimit.clock()").Before(stored.RefilledAt) {
 			require.Equal(t, stored.Level/1_000_000, gain, "nothing is gained before the clock has caught up")
 		}
 		require.True(t, db.Acquire("paced", p.key, gain).Allowed)

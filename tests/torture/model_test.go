@@ -443,8 +443,7 @@ func (m *modelRun) charge(t *rapid.T, n int) model.Charge {
 	id := m.buckets.Draw(t, "bucket")
 	if n > 1 && !seldom.Draw(t, "much") {
 		p, _ := m.model.Policy(id.Policy)
-		few := rapid.OneOf(rapid.Int64Range(0, 3), rapid.Int64Range(0, p.Capacity/int64(n)))
-		return model.Charge{BucketID: id, Cost: few.Draw(t, "amount")}
+		return model.Charge{BucketID: id, Cost: rapid.OneOf(rapid.Int64Range(0, 3), rapid.Int64Range(0, p.Capacity/int64(n))).Draw(t, "amount")}
 	}
 	return model.Charge{BucketID: id, Cost: m.amount(t, id.Policy)}
 }

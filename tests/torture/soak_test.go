@@ -258,8 +258,7 @@ func (s *soak) backends() (total float64) {
 		return 0
 	}
 	rows := kit.NoError(s.db.Pool.Query(context.Background(), "select pid from pg_stat_activity where application_name = 'soak'"))(s.db.T)
-	pids := kit.NoError(pgx.CollectRows(rows, pgx.RowTo[int]))(s.db.T)
-	for _, pid := range pids {
+	for _, pid := range kit.NoError(pgx.CollectRows(rows, pgx.RowTo[int]))(s.db.T) {
 		memory, err := os.ReadFile(fmt.Sprintf("/proc/%d/smaps_rollup", pid))
 		if err != nil {
 			return 0
