@@ -243,6 +243,7 @@ func TestCombiner_WhoLeavesASplitCallIsNotAskedFor(t *testing.T) {
 	})
 }
 
+// However long the database hangs: what waits is callers, and those who left are neither kept nor sent.
 func TestCombiner_WhoLeavesTheQueueIsNotSent(t *testing.T) {
 	atGate(t, 1, func(t *testing.T, db *gatedPool, limiter *client.Combiner) {
 		for range 10 { // so that what was used before is used again
@@ -255,6 +256,7 @@ func TestCombiner_WhoLeavesTheQueueIsNotSent(t *testing.T) {
 			for _, left := range leavers {
 				require.EqualError(t, (<-left).err, "pgratelimit: acquire: context canceled")
 			}
+			require.Equal(t, 2, limiter.Waiting())
 			call := db.next(t)
 			require.Equal(t, []string{"k2", "k5"}, call.keys)
 			call.grant()
@@ -285,23 +287,6 @@ func TestCombiner_WhoIsAnsweredDoesNotLeave(t *testing.T) {
 	})
 }
 
-// However long the database hangs: what waits is callers, and those who left are not kept.
-func TestCombiner_ForgetsWhoLeft(t *testing.T) {
-	behindK1(t, func(t *testing.T, db *gatedPool, limiter *client.Combiner) {
-		_ = ask(t.Context(), limiter, "k2")
-		for range 1000 {
-			ctx, cancel := context.WithCancel(t.Context())
-			got := ask(ctx, limiter, "k3")
-			cancel()
-			require.ErrorIs(t, (<-got).err, context.Canceled)
-		}
-		require.LessOrEqual(t, limiter.Waiting(), 2)
-		call := db.next(t)
-		require.Equal(t, []string{"k2"}, call.keys)
-		call.grant()
-	})
-}
-
 func TestCombiner_WhoLeavesDuringACallHarmsNobody(t *testing.T) {
 	behindK1(t, func(t *testing.T, db *gatedPool, limiter *client.Combiner) {
 		ctx, cancel := context.WithCancel(t.Context())
@@ -322,7 +307,6 @@ func TestCombiner_WhoLeavesDuringACallHarmsNobody(t *testing.T) {
 // Else a call that hangs would hold up its lane for ever.
 func TestCombiner_ACallEndsWhenAllHaveLeft(t *testing.T) {
 	atGate(t, 1, func(t *testing.T, db *gatedPool, limiter *client.Combiner) {
-
 		ctx, cancel := context.WithCancel(t.Context())
 		alone := ask(ctx, limiter, "k1")
 		waiting, stop := context.WithCancel(t.Context())
