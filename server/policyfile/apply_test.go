@@ -349,15 +349,31 @@ overrides: {api: {a: {capacity: 2}, b: {capacity: 2}, c: {capacity: 2}}}
 	}
 }
 
-// A constraint may be checked at commit.
-func TestApply_AFailedCommitIsAnError(t *testing.T) {
+// An error has its remedy, or the place of what the database refuses, and nothing is changed.
+func TestApply_Errors(t *testing.T) {
 	t.Parallel()
-	db := pgtest.New(t)
-	db.Exec(t, `create function refuse() returns trigger language plpgsql as $$ begin raise 'not today'; end $$`)
-	db.Exec(t, `create constraint trigger refuse after insert on ratelimit.policies initially deferred for each row execute function refuse()`)
-	_, err := policyfile.Apply(t.Context(), db.Pool, parse(t, twoPolicies), policyfile.Options{})
-	require.ErrorContains(t, err, "commit: ERROR: not today")
-	require.Empty(t, policiesIn(t, db))
+	for name, test := range map[string]struct{ sql, file, want string }{
+		"a constraint that is checked at commit": {`create function refuse() returns trigger language plpgsql as $$ begin raise 'not today'; end $$;
+			create constraint trigger refuse after insert on ratelimit.policies initially deferred for each row execute function refuse()`,
+			twoPolicies, "commit: ERROR: not today"},
+		"no policies, which prune would take for none": {"", "envoy: []", "limits.yaml has no policies, and to prune would drop all there are"},
+		"a refusal": {`create or replace function ratelimit.clock() returns timestamptz language sql volatile parallel safe as $$ select '2900-01-01Z'::timestamptz $$`,
+			"policies: {api: {capacity: 1, refill: 1, every: 1s}}\noverrides:\n  api:\n    \"user:42\": {capacity: 2, expires_at: 2800-01-01T00:00:00Z}\n",
+			"limits.yaml:4:5: the database refuses this: invalid expires_at: expires_at is 2800-01-01 00:00:00+00. Pass an instant that lies ahead"},
+		"no function": {"alter function ratelimit_overrides rename to gone", twoPolicies,
+			"list overrides: the database lacks a function of pgratelimit, so install or upgrade it there, or set search_path: "},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			db := pgtest.New(t)
+			db.Exec(t, `select ratelimit_define_policy('stays', 1, 1, '1 second')`)
+			_, err := db.Pool.Exec(t.Context(), test.sql)
+			require.NoError(t, err)
+			_, err = policyfile.Apply(t.Context(), db.Pool, parse(t, test.file), policyfile.Options{Prune: true})
+			require.ErrorContains(t, err, test.want)
+			require.Len(t, policiesIn(t, db), 1)
+		})
+	}
 }
 
 // The second time no row has a new version.
@@ -378,15 +394,6 @@ func TestApply_WritesOnlyChanges(t *testing.T) {
 	require.Equal(t, before[0], after[0], "api is as it was")
 	require.NotEqual(t, before[1], after[1], "llm has changed")
 	require.Equal(t, before[2], after[2], "the override is as it was")
-}
-
-func TestApply_PruneNeedsPolicies(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
-	apply(t, db.Pool, twoPolicies)
-	_, err := policyfile.Apply(t.Context(), db.Pool, parse(t, "envoy: []"), policyfile.Options{Prune: true})
-	require.ErrorContains(t, err, "limits.yaml has no policies, and to prune would drop all there are")
-	require.Len(t, policiesIn(t, db), 2)
 }
 
 func TestApply_ChangedDurableIsAnErrorAtItsLine(t *testing.T) {
@@ -422,22 +429,6 @@ limits.yaml:4:3: policy "llm" was created with durable: false, which cannot chan
 		}
 	}
 	require.Equal(t, before, policiesIn(t, db))
-}
-
-// The database's refusals have their place in the file. Nothing is changed.
-func TestApply_ARefusalHasItsPlace(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
-	db.Exec(t, `create or replace function ratelimit.clock() returns timestamptz language sql volatile parallel safe
-		as $$ select '2900-01-01Z'::timestamptz $$`)
-	_, err := policyfile.Apply(t.Context(), db.Pool, parse(t, `
-policies: {api: {capacity: 1, refill: 1, every: 1s}}
-overrides:
-  api:
-    "user:42": {capacity: 2, expires_at: 2800-01-01T00:00:00Z}
-`), policyfile.Options{})
-	require.ErrorContains(t, err, "limits.yaml:5:5: the database refuses this: invalid expires_at: expires_at is 2800-01-01 00:00:00+00. Pass an instant that lies ahead")
-	require.Empty(t, policiesIn(t, db))
 }
 
 // The role cannot read tables, and so sees only the names of what is dropped.
@@ -486,20 +477,10 @@ func TestApply_OnAStandbyNamesThePrimary(t *testing.T) {
 	require.ErrorContains(t, err, "the database is read-only, so connect to the primary: ")
 }
 
-func TestApply_WithoutThePackage(t *testing.T) {
-	t.Parallel()
-	db := pgtest.Empty(t)
-	_, err := policyfile.Apply(t.Context(), db.Pool, parse(t, twoPolicies), policyfile.Options{})
-	require.ErrorContains(t, err, "list policies: the database lacks a function of pgratelimit, so install or upgrade it there, or set search_path: ")
-}
-
 // A pooler in transaction mode may need another mode than pgx's default.
 func TestApply_InEveryExecMode(t *testing.T) {
 	t.Parallel()
-	for _, mode := range []pgx.QueryExecMode{
-		pgx.QueryExecModeCacheStatement, pgx.QueryExecModeCacheDescribe, pgx.QueryExecModeDescribeExec,
-		pgx.QueryExecModeExec, pgx.QueryExecModeSimpleProtocol,
-	} {
+	for mode := pgx.QueryExecModeCacheStatement; mode <= pgx.QueryExecModeSimpleProtocol; mode++ {
 		t.Run(mode.String(), func(t *testing.T) {
 			t.Parallel()
 			db := pgtest.New(t)
@@ -512,29 +493,15 @@ func TestApply_InEveryExecMode(t *testing.T) {
 
 			require.Len(t, apply(t, conn, twoPolicies).Changes, 3)
 			require.True(t, apply(t, conn, twoPolicies).Empty())
-			pruned := apply(t, conn, "policies: {new: {capacity: 1, refill: 1, every: 1s}}", policyfile.Options{Prune: true})
-			require.Len(t, pruned.Changes, 3)
+			require.Len(t, apply(t, conn, "policies: {new: {capacity: 1, refill: 1, every: 1s}}", policyfile.Options{Prune: true}).Changes, 3)
 		})
 	}
 }
 
 const (
-	before = `
-policies:
-  a: {capacity: 1, refill: 1, every: 1s}
-  b: {capacity: 1, refill: 1, every: 1s}
-`
-	after = `
-policies:
-  a: {capacity: 2, refill: 1, every: 1s}
-  b: {capacity: 2, refill: 1, every: 1s}
-  c: {capacity: 2, refill: 1, every: 1s}
-`
-	other = `
-policies:
-  a: {capacity: 3, refill: 1, every: 1s}
-  b: {capacity: 3, refill: 1, every: 1s}
-`
+	before = "policies: {a: {capacity: 1, refill: 1, every: 1s}, b: {capacity: 1, refill: 1, every: 1s}}"
+	after  = "policies: {a: {capacity: 2, refill: 1, every: 1s}, b: {capacity: 2, refill: 1, every: 1s}, c: {capacity: 2, refill: 1, every: 1s}}"
+	other  = "policies: {a: {capacity: 3, refill: 1, every: 1s}, b: {capacity: 3, refill: 1, every: 1s}}"
 )
 
 // A stuck is an apply that has changed policy a and waits for policy b.

@@ -2,22 +2,17 @@ package policyfile_test
 
 import (
 	"bufio"
-	"context"
 	"crypto/sha256"
 	"fmt"
-	"log"
 	"net/http"
 	"net/http/httptest"
 	"strings"
 	"testing"
-	"time"
 	"unicode/utf8"
 
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/pgratelimit/client"
-	"github.com/pgratelimit/pgratelimit/client/clienttest"
-	"github.com/pgratelimit/pgratelimit/client/httplimit"
 	"github.com/pgratelimit/pgratelimit/server/policyfile"
 )
 
@@ -39,9 +34,7 @@ http:
 // chargesOf are those that a file says, for users in the header User.
 func chargesOf(t testing.TB, text string) func(*http.Request) []client.Charge {
 	t.Helper()
-	file, err := policyfile.Parse("f", []byte(text))
-	require.NoError(t, err)
-	rules, err := file.Rules("")
+	rules, err := parse(t, text).Rules("")
 	require.NoError(t, err)
 	charges, err := rules.HTTP.Charges(func(r *http.Request) string { return r.Header.Get("User") })
 	require.NoError(t, err)
@@ -64,9 +57,7 @@ func TestCharges(t *testing.T) {
 	one := func(policy, key string, cost int64) []client.Charge {
 		return []client.Charge{{Policy: policy, Key: key, Cost: client.Cost(cost)}}
 	}
-	item := func(user, id string) []client.Charge {
-		return append(one("api", user, 1), one("exports", id, 0)...)
-	}
+	item := func(user, id string) []client.Charge { return append(one("api", user, 1), one("exports", id, 0)...) }
 	export := func(tenant string) []client.Charge {
 		return append(one("api", "user:ann", 50), one("exports", tenant, 1)...)
 	}
@@ -99,8 +90,7 @@ func TestCharges(t *testing.T) {
 		require.NotNil(t, r, "%q", request)
 		r.Pattern = "GET /items/{id}" // of a mux that is around
 		r.SetPathValue("id", "of a mux that is around")
-		got := charges(r)
-		require.ElementsMatch(t, want, got, "%q", request)
+		require.ElementsMatch(t, want, charges(r), "%q", request)
 		require.Equal(t, "of a mux that is around", r.PathValue("id"))
 	}
 	require.Empty(t, chargesOf(t, `{policies: {api: {capacity: 1, refill: 1, every: 1s}}, http: {routes: {POST /: {api: {key: ip}}}}}`)(read("GET /"+host)))
@@ -175,49 +165,4 @@ func FuzzCharges(f *testing.F) {
 		}
 		t.Fatalf("%s %q of host %q is served by %s, and charged %v", method, target, host, served, got)
 	})
-}
-
-// A handler with the costs that a file says.
-func ExampleHTTP_Charges() {
-	const text = `
-policies:
-  api: {capacity: 100, refill: 10, every: 1h}
-http:
-  routes:
-    GET /items/{id}: {api: {key: user}}
-    POST /exports: {api: {key: user, cost: 80}}
-`
-	limiter := clienttest.New(nil) // a client.Combiner in a program
-	if err := limiter.DefinePolicy(context.Background(), client.Policy{Name: "api", Capacity: 100, Refill: 10, Every: time.Hour}); err != nil {
-		log.Fatal(err)
-	}
-	handler := http.HandlerFunc(func(http.ResponseWriter, *http.Request) {})
-	userOf := func(*http.Request) string { return "ann" } // who the program has verified
-
-	file, err := policyfile.Parse("limits.yaml", []byte(text))
-	if err != nil {
-		log.Fatal(err)
-	}
-	rules, err := file.Rules("") // or of an environment
-	if err != nil {
-		log.Fatal(err)
-	}
-	charges, err := rules.HTTP.Charges(userOf)
-	if err != nil {
-		log.Fatal(err)
-	}
-	limited := httplimit.New(limiter, charges, httplimit.Closed(time.Second))(handler)
-
-	for _, request := range []string{"GET /items/5", "POST /exports", "POST /exports", "GET /about"} {
-		var method, path string
-		_, _ = fmt.Sscan(request, &method, &path)
-		w := httptest.NewRecorder()
-		limited.ServeHTTP(w, httptest.NewRequest(method, path, nil))
-		fmt.Println(request, w.Code)
-	}
-	// Output:
-	// GET /items/5 200
-	// POST /exports 200
-	// POST /exports 429
-	// GET /about 200
 }

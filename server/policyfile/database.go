@@ -133,9 +133,7 @@ func readLost(ctx context.Context, tx pgx.Tx, policies []string) (map[string]Los
 }
 
 // failed adds the failed step and a remedy to an error.
-func failed(what string, err error) error {
-	return fmt.Errorf("%s: %s%w", what, remedy(err), err)
-}
+func failed(what string, err error) error { return fmt.Errorf("%s: %s%w", what, remedy(err), err) }
 
 func remedy(err error) string {
 	var refusal *pgconn.PgError

@@ -129,11 +129,9 @@ func handle(mux *http.ServeMux, pattern string) (complaint string) {
 func (r *reader) charge(f field, pattern string) Charge {
 	c := Charge{Policy: f.name, Cost: 1, At: f.at}
 	r.checkPolicy(f.at, f.name)
-	isObject := r.object(f, "a charge",
+	if r.object(f, "a charge",
 		known{"cost", func(f field) { c.Cost = r.whole(f, maxTokens) }},
-		known{"key", func(f field) { c.Key = r.key(f, pattern) }},
-	)
-	if isObject {
+		known{"key", func(f field) { c.Key = r.key(f, pattern) }}) {
 		r.need(f, "the charge to "+quote(f.name), "key: ip")
 	}
 	return c
@@ -258,7 +256,7 @@ func (w *statusOnly) WriteHeader(status int)      { w.status = status }
 
 // key returns the key of the bucket. Keys of different sources differ, whatever a client sends.
 func (c *charger) key(k Key, r, matched *http.Request) string {
-	value := ""
+	var value string
 	switch k.From {
 	case All:
 		return "all"

@@ -1,3 +1,20 @@
+// Package policyfile reads policies, overrides and rules from one YAML file, and applies them to a database.
+//
+//	file, err := policyfile.Parse("limits.yaml", data)
+//	if err != nil {
+//		return err // all mistakes, each as file:line:column: message
+//	}
+//	difference, err := policyfile.Apply(ctx, conn, file, policyfile.Options{Environment: "staging"})
+//
+// A file goes through these steps, each in a source file:
+//
+//   - tree: YAML becomes nodes, each with its place. A file that was made to exhaust memory or time is stopped here.
+//   - parse: an environment replaces nodes.
+//   - read, and policy, http and envoy: nodes become [Rules]. Mistakes are collected, and reading goes on.
+//   - plan: rules and the state of the database become a [Difference].
+//   - apply: the difference is made, in one transaction, through the public SQL functions.
+//
+// Rules for HTTP and Envoy are read and checked here, and enforced elsewhere: [HTTP.Charges] is for package httplimit.
 package policyfile
 
 import (
@@ -75,8 +92,7 @@ func checkEnvironment(c *collector, f field) {
 
 // readRules reads policies first, and then the sections that refer to them. More are fields of the file alone.
 func readRules(c *collector, f field, more ...known) *Rules {
-	rules := &Rules{}
-	r := &reader{collector: c}
+	rules, r := &Rules{}, &reader{collector: c}
 	policies := func(f field) {
 		r.each(f, "the name of a policy, and below it capacity, refill and every", func(f field) {
 			rules.Policies = append(rules.Policies, r.policy(f))
@@ -105,14 +121,11 @@ func readRules(c *collector, f field, more ...known) *Rules {
 	return rules
 }
 
-// Name returns the name of the file.
-func (f *File) Name() string { return f.name }
-
 // Environments returns the names of the environments, in the order of the file.
 func (f *File) Environments() []string {
-	names := make([]string, len(f.environments))
-	for i := range f.environments {
-		names[i] = f.environments[i].name
+	var names []string
+	for _, e := range f.environments {
+		names = append(names, e.name)
 	}
 	return names
 }
@@ -122,9 +135,9 @@ func (f *File) Rules(environment string) (*Rules, error) {
 	if environment == "" {
 		return f.base, nil
 	}
-	for i := range f.environments {
-		if f.environments[i].name == environment {
-			return f.environments[i].rules, nil
+	for _, e := range f.environments {
+		if e.name == environment {
+			return e.rules, nil
 		}
 	}
 	if len(f.environments) == 0 {

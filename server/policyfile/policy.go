@@ -28,16 +28,14 @@ func (r *reader) policy(f field) Policy {
 	p := Policy{Name: f.name, Durable: true, Remember: Day, At: f.at, durableAt: f.at}
 	p.flawed = !r.flawless(func() {
 		r.checkName(f.at, "the name of a policy", f.name)
-		isObject := r.object(f, "a policy",
+		if r.object(f, "a policy",
 			known{"capacity", func(f field) { p.Capacity = r.whole(f, maxTokens) }},
 			known{"refill", func(f field) { p.Refill = r.whole(f, maxTokens) }},
 			known{"every", func(f field) { p.Every = r.span(f) }},
 			known{"stepped", func(f field) { p.Stepped = r.boolean(f) }},
 			known{"durable", func(f field) { p.Durable, p.durableAt = r.boolean(f), f.value.at }},
 			known{"remember", func(f field) { p.Remember = r.span(f) }},
-			known{"shadow", func(f field) { p.Shadow = r.boolean(f) }},
-		)
-		if isObject {
+			known{"shadow", func(f field) { p.Shadow = r.boolean(f) }}) {
 			r.need(f, "policy "+quote(f.name), "capacity: 100", "refill: 10", "every: 1s")
 		}
 	})
@@ -57,7 +55,7 @@ func (r *reader) checkFill(f field, capacity, refill int64, every Span) {
 	}
 	at := f.at
 	for _, name := range []string{"capacity", "refill", "every"} {
-		if number := f.value.get(name); number != nil && at.before(number.at) {
+		if number := f.value.get(name); number != nil && at.Compare(number.at) < 0 {
 			at = number.at
 		}
 	}
@@ -98,13 +96,11 @@ func (r *reader) override(f field, policy *Policy) Override {
 	}
 	flawless := r.flawless(func() {
 		r.checkName(f.at, "a key", f.name)
-		isObject := r.object(f, "an override",
+		if r.object(f, "an override",
 			known{"capacity", func(f field) { o.Capacity = r.whole(f, maxTokens) }},
 			known{"refill", func(f field) { o.Refill = r.whole(f, maxTokens) }},
 			known{"every", func(f field) { o.Every = r.span(f) }},
-			known{"expires_at", func(f field) { o.ExpiresAt = r.instant(f) }},
-		)
-		if isObject && len(f.value.fields) == 0 {
+			known{"expires_at", func(f field) { o.ExpiresAt = r.instant(f) }}) && len(f.value.fields) == 0 {
 			r.add(f.at, "override %s says nothing: write capacity, refill or every, or remove it", quote(f.name))
 		}
 	})

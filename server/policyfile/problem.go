@@ -17,12 +17,11 @@ type Position struct {
 }
 
 // String is the position as compilers write it: file:line:column.
-func (p Position) String() string {
-	return fmt.Sprintf("%s:%d:%d", p.File, p.Line, p.Column)
-}
+func (p Position) String() string { return fmt.Sprintf("%s:%d:%d", p.File, p.Line, p.Column) }
 
-func (p Position) before(q Position) bool {
-	return p.Line < q.Line || p.Line == q.Line && p.Column < q.Column
+// Compare orders positions by file, line and column.
+func (p Position) Compare(q Position) int {
+	return cmp.Or(cmp.Compare(p.File, q.File), cmp.Compare(p.Line, q.Line), cmp.Compare(p.Column, q.Column))
 }
 
 // A Problem is one mistake in a file, and what to write instead.
@@ -32,9 +31,7 @@ type Problem struct {
 }
 
 // Error is file:line:column: message.
-func (p Problem) Error() string {
-	return p.String() + ": " + p.Message
-}
+func (p Problem) Error() string { return p.String() + ": " + p.Message }
 
 // Problems are the mistakes in a file, in its order: one or more.
 type Problems []Problem
@@ -46,15 +43,6 @@ func (p Problems) Error() string {
 		lines[i] = p[i].Error()
 	}
 	return strings.Join(lines, "\n")
-}
-
-// Unwrap returns the problems one by one.
-func (p Problems) Unwrap() []error {
-	errs := make([]error, len(p))
-	for i := range p {
-		errs[i] = p[i]
-	}
-	return errs
 }
 
 // maxProblems is the largest number of problems in an error.
@@ -101,9 +89,7 @@ func (c *collector) err() error {
 	if len(c.problems) == 0 {
 		return nil
 	}
-	slices.SortStableFunc(c.problems, func(a, b Problem) int {
-		return cmp.Or(cmp.Compare(a.Line, b.Line), cmp.Compare(a.Column, b.Column))
-	})
+	slices.SortStableFunc(c.problems, func(a, b Problem) int { return a.Compare(b.Position) })
 	if len(c.problems) > maxProblems {
 		last := c.problems[maxProblems]
 		last.Message = fmt.Sprintf("there are more than %d mistakes, and the rest is not listed: correct these first", maxProblems)

@@ -264,6 +264,4 @@ func (s Span) String() string {
 func (s Span) MarshalText() ([]byte, error) { return []byte(s.String()), nil }
 
 // interval writes the span for PostgreSQL, exactly.
-func (s Span) interval() string {
-	return strconv.FormatInt(int64(s), 10) + " microseconds"
-}
+func (s Span) interval() string { return strconv.FormatInt(int64(s), 10) + " microseconds" }

@@ -88,9 +88,7 @@ func (n *node) describe() string {
 }
 
 // quote writes a text for a message.
-func quote(text string) string {
-	return fmt.Sprintf("%q", shorten(text))
-}
+func quote(text string) string { return fmt.Sprintf("%q", shorten(text)) }
 
 func shorten(text string) string {
 	const most = 60

@@ -1,7 +1,6 @@
 package envoy
 
 import (
-	"cmp"
 	"crypto/sha256"
 	"encoding/hex"
 	"fmt"
@@ -68,9 +67,7 @@ func newRules(domains []policyfile.EnvoyDomain) (*Rules, error) {
 	described, problems := policyfile.EnvoyPolicies(domains)
 	b.rules.described, b.problems = described, append(b.problems, problems...)
 	if b.problems != nil {
-		slices.SortStableFunc(b.problems, func(p, q policyfile.Problem) int {
-			return cmp.Or(cmp.Compare(p.File, q.File), cmp.Compare(p.Line, q.Line), cmp.Compare(p.Column, q.Column))
-		})
+		slices.SortStableFunc(b.problems, func(p, q policyfile.Problem) int { return p.Compare(q.Position) })
 		return nil, b.problems
 	}
 	return b.rules, nil
