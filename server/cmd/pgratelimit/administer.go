@@ -66,18 +66,14 @@ func (p *program) export() *cobra.Command {
 
 func (p *program) reset() *cobra.Command {
 	var all bool
-	c := &cobra.Command{
-		Use:   "reset POLICY [KEY]",
-		Short: "Make a bucket full, or with --all every bucket of a policy",
-	}
+	c := &cobra.Command{Use: "reset POLICY [KEY]", Short: "Make a bucket full, or with --all every bucket of a policy"}
 	c.Flags().BoolVar(&all, "all", false, "every bucket of the policy, in batches that commit")
 	c.RunE = func(c *cobra.Command, args []string) error {
 		switch {
 		case all == (len(args) == 2):
 			return usageError{errors.New("which buckets? Write the KEY of one, or --all")}
 		case all:
-			err := p.onEach(c, p.connect, nil, func(db database) error { return client.New(db.Conn).ResetAll(c.Context(), args[0]) })
-			if err != nil {
+			if err := p.onEach(c, p.connect, nil, func(db database) error { return client.New(db.Conn).ResetAll(c.Context(), args[0]) }); err != nil {
 				return err
 			}
 			return p.print(c, struct{}{}, fmt.Sprintf("all buckets of %q are full", args[0]))

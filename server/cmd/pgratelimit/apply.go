@@ -120,26 +120,23 @@ func (p *program) failedToApply(c *cobra.Command, err error) error {
 	if !p.json || !errors.As(err, &problems) {
 		return err
 	}
-	return errors.Join(shownError{err}, encodeIndented(c.OutOrStdout(), struct {
-		Problems policyfile.Problems `json:"problems"`
-	}{problems}))
+	return errors.Join(shownError{err}, encode(c.OutOrStdout(), map[string]policyfile.Problems{"problems": problems}, "  "))
 }
 
 func (p *program) showDifference(c *cobra.Command, db database, d *policyfile.Difference, dryRun bool) error {
 	name, heading := "", ""
 	if db.of > 0 {
-		name = db.String()
-		heading = name + ": "
+		name, heading = db.String(), db.String()+": "
 		if !d.Empty() || d.Drift != nil {
 			heading += "\n"
 		}
 	}
 	if p.json {
-		return encodeIndented(c.OutOrStdout(), struct {
+		return encode(c.OutOrStdout(), struct {
 			Database string `json:"database,omitempty"`
 			Applied  bool   `json:"applied"`
 			*policyfile.Difference
-		}{name, !dryRun, d})
+		}{name, !dryRun, d}, "  ")
 	}
 	_, err := fmt.Fprint(c.OutOrStdout(), heading, d, d.Summary(dryRun))
 	return err

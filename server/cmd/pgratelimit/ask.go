@@ -19,10 +19,7 @@ import (
 func (p *program) acquire() *cobra.Command {
 	var cost int64
 	var idempotencyKey string
-	c := &cobra.Command{
-		Use:   "acquire POLICY KEY",
-		Short: "Take tokens from a bucket if it holds enough",
-	}
+	c := &cobra.Command{Use: "acquire POLICY KEY", Short: "Take tokens from a bucket if it holds enough"}
 	c.Flags().Int64Var(&cost, "cost", 1, "whole tokens, 0 or more")
 	c.Flags().StringVar(&idempotencyKey, "idempotency-key", "", "charge a repeat under the same key nothing")
 	c.RunE = p.onShardOf(func(c *cobra.Command, conn *pgx.Conn, args []string) error {
@@ -37,10 +34,7 @@ func (p *program) acquire() *cobra.Command {
 
 func (p *program) peek() *cobra.Command {
 	var cost int64
-	c := &cobra.Command{
-		Use:   "peek POLICY KEY",
-		Short: "Say what acquire would answer, and take nothing",
-	}
+	c := &cobra.Command{Use: "peek POLICY KEY", Short: "Say what acquire would answer, and take nothing"}
 	c.Flags().Int64Var(&cost, "cost", 1, "whole tokens, 0 or more")
 	c.RunE = p.onShardOf(func(c *cobra.Command, conn *pgx.Conn, args []string) error {
 		return p.decided(c)(client.New(conn).Peek(c.Context(), args[0], args[1], client.Cost(cost)))
@@ -54,14 +48,16 @@ func (p *program) decided(c *cobra.Command) func(client.Decision, error) error {
 		if err != nil {
 			return err
 		}
-		if err := p.print(c, jsonapi.NewDecision(d), inWords(d)); err != nil {
-			return err
-		}
-		if !d.Allowed {
-			return answerNo{}
-		}
-		return nil
+		return p.answer(c, jsonapi.NewDecision(d), inWords(d), d.Allowed)
 	}
+}
+
+// answer prints the answer to a question, and ends with exit code 2 unless it is yes.
+func (p *program) answer(c *cobra.Command, value any, text string, yes bool) error {
+	if err := p.print(c, value, text); err != nil || yes {
+		return err
+	}
+	return answerNo{}
 }
 
 func inWords(d client.Decision) string {
@@ -85,10 +81,7 @@ func inWords(d client.Decision) string {
 
 func (p *program) status() *cobra.Command {
 	var maxRows int32
-	c := &cobra.Command{
-		Use:   "status [POLICY]",
-		Short: "List the emptiest buckets; reads every bucket",
-	}
+	c := &cobra.Command{Use: "status [POLICY]", Short: "List the emptiest buckets; reads every bucket"}
 	c.Flags().Int32Var(&maxRows, "max-rows", 100, "how many to list")
 	c.RunE = func(c *cobra.Command, args []string) error {
 		var policy *string
@@ -145,21 +138,11 @@ func (p *program) doctor() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			text := "All is well."
-			if len(findings) > 0 {
-				var lines []string
-				for _, f := range findings {
-					lines = append(lines, fmt.Sprintf("%s: %s\n  %s", f.Severity, f.Finding, f.Remedy))
-				}
-				text = strings.Join(lines, "\n")
+			lines := make([]string, len(findings))
+			for i, f := range findings {
+				lines[i] = fmt.Sprintf("%s: %s\n  %s", f.Severity, f.Finding, f.Remedy)
 			}
-			if err := p.print(c, findings, text); err != nil {
-				return err
-			}
-			if len(findings) > 0 {
-				return answerNo{}
-			}
-			return nil
+			return p.answer(c, findings, cmp.Or(strings.Join(lines, "\n"), "All is well."), len(findings) == 0)
 		},
 	}
 }

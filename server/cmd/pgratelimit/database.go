@@ -51,12 +51,6 @@ func (p *program) databases() (config.Databases, error) {
 
 // open connects to all databases, or to the shard of a key. It prints the warnings of the server.
 func (p *program) open(ctx context.Context, warnings io.Writer, key *string) (dbs []database, err error) {
-	defer func() {
-		if err != nil {
-			closeAll(ctx, dbs)
-			dbs = nil
-		}
-	}()
 	databases, err := p.databases()
 	if err != nil {
 		return nil, err
@@ -70,7 +64,8 @@ func (p *program) open(ctx context.Context, warnings io.Writer, key *string) (db
 			}
 		}
 		if db.Conn, err = connect(ctx, url, warnings); err != nil {
-			return dbs, db.failed(err)
+			closeAll(ctx, dbs)
+			return nil, db.failed(err)
 		}
 		dbs = append(dbs, db)
 	}

@@ -38,13 +38,11 @@ func run(ctx context.Context, args []string, stdin io.Reader, stdout, stderr io.
 	root.SetErr(stderr)
 	needShell(root)
 	err := root.ExecuteContext(ctx)
-	var no answerNo
-	var shown shownError
-	if err != nil && !errors.As(err, &no) && !errors.As(err, &shown) {
+	if code = exitCode(err); err != nil && code != exitNo && !errors.As(err, new(shownError)) {
 		p.json = p.json || slices.Contains(args, "--json") // which is not read where a flag before it is wrong
 		p.complain(stderr, err)
 	}
-	return exitCode(err)
+	return code
 }
 
 // A program has the flags of all commands.

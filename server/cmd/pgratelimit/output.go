@@ -24,7 +24,7 @@ func (p *program) print(c *cobra.Command, value any, text string) error {
 		_, err := fmt.Fprintln(c.OutOrStdout(), text)
 		return err
 	}
-	return encode(c.OutOrStdout(), value)
+	return encode(c.OutOrStdout(), value, "")
 }
 
 // columns aligns what write writes, with a tab between two cells.
@@ -36,16 +36,10 @@ func columns(write func(table io.Writer)) string {
 	return strings.TrimRight(text.String(), "\n")
 }
 
-func encode(w io.Writer, value any) error {
+func encode(w io.Writer, value any, indent string) error {
 	out := json.NewEncoder(w)
 	out.SetEscapeHTML(false)
-	return out.Encode(value)
-}
-
-func encodeIndented(w io.Writer, value any) error {
-	out := json.NewEncoder(w)
-	out.SetEscapeHTML(false)
-	out.SetIndent("", "  ")
+	out.SetIndent("", indent)
 	return out.Encode(value)
 }
 
@@ -110,8 +104,7 @@ func exitCode(err error) int {
 
 // complain prints an error, with --json as an object.
 func (p *program) complain(w io.Writer, err error) {
-	lines := strings.Split(err.Error(), "\n")
-	text := strings.Join(slices.Compact(lines), "\n") // pgx tries an address with TLS and without, and says twice that nobody is there
+	text := strings.Join(slices.Compact(strings.Split(err.Error(), "\n")), "\n") // pgx tries an address with TLS and without, and says twice that nobody is there
 	if !p.json {
 		fmt.Fprintln(w, text)
 		return
@@ -124,5 +117,5 @@ func (p *program) complain(w io.Writer, err error) {
 	if errors.As(err, &pgErr) {
 		complaint.SQLState = pgErr.Code
 	}
-	_ = encode(w, complaint) // there is nowhere to say that it failed
+	_ = encode(w, complaint, "") // there is nowhere to say that it failed
 }
