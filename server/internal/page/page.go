@@ -84,7 +84,7 @@ func (p *Page) sample() {
 	var counts tally
 	for _, of := range p.state.Counts().Requests {
 		for i, result := range results {
-			counts[i] += of[result]
+			counts[i] += of[result.Result]
 		}
 	}
 	p.history.sample(p.now(), counts)
@@ -222,8 +222,8 @@ func (p *Page) view(asked url.Values) view {
 		v.Facts = append(v.Facts, fact{"Granted from leases", number(counts.Leased)})
 	}
 	for i, result := range results {
-		plot := plotOf(result, p.history.of(i))
-		if result == client.ResultReplayed || result == client.ResultShadowed {
+		plot := plotOf(i, p.history.of(i))
+		if result.Result == client.ResultReplayed || result.Result == client.ResultShadowed {
 			v.Rare = append(v.Rare, plot)
 			v.IsRare = v.IsRare || plot.Peak != "0"
 		} else {

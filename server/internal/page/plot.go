@@ -12,6 +12,7 @@ import (
 	"github.com/pgratelimit/pgratelimit/client"
 	"github.com/pgratelimit/pgratelimit/server/internal/inspect"
 	"github.com/pgratelimit/pgratelimit/server/internal/jsonapi"
+	"github.com/pgratelimit/pgratelimit/server/policyfile"
 )
 
 // The size of a plot, in the units of page.html.
@@ -30,26 +31,14 @@ type plot struct {
 	Area      string // below the line; both are empty without a rate
 }
 
-var titles = map[client.Result]string{
-	client.ResultAllowed:  "Allowed",
-	client.ResultDenied:   "Denied",
-	client.ResultReplayed: "Replayed",
-	client.ResultShadowed: "Shadowed",
-	client.ResultError:    "Errors",
-}
-
 // plotOf draws rates from left to right. The newest rate is at the right edge.
-func plotOf(result client.Result, rates []float64) plot {
-	p := plot{Result: result, Title: titles[result], Now: "0"}
-	var peak float64
-	for _, rate := range rates {
-		peak = max(peak, rate)
-	}
-	if len(rates) > 0 {
-		p.Now = perSecond(rates[len(rates)-1])
+func plotOf(result int, rates []float64) plot {
+	var peak, now float64
+	for _, now = range rates {
+		peak = max(peak, now)
 	}
 	top := roundUp(peak)
-	p.Peak, p.Top = perSecond(peak), perSecond(top)
+	p := plot{Result: results[result].Result, Title: results[result].title, Now: perSecond(now), Peak: perSecond(peak), Top: perSecond(top)}
 	if len(rates) < 2 {
 		return p
 	}
@@ -57,10 +46,10 @@ func plotOf(result client.Result, rates []float64) plot {
 	left := plotWidth - step*float64(len(rates)-1)
 	points := make([]string, len(rates))
 	for i, rate := range rates {
-		points[i] = coordinate(left+step*float64(i)) + " " + coordinate(plotHeight*(1-rate/top))
+		points[i] = fmt.Sprintf("%.1f %.1f", left+step*float64(i), plotHeight*(1-rate/top))
 	}
 	p.Line = "M" + strings.Join(points, " L")
-	p.Area = p.Line + " V" + strconv.Itoa(plotHeight) + " H" + coordinate(left) + " Z"
+	p.Area = fmt.Sprintf("%s V%d H%.1f Z", p.Line, plotHeight, left)
 	return p
 }
 
@@ -78,24 +67,19 @@ func roundUp(rate float64) float64 {
 	return 10 * unit
 }
 
-func coordinate(x float64) string {
-	return strings.TrimSuffix(strconv.FormatFloat(x, 'f', 1, 64), ".0")
-}
-
 const (
-	// sampleEvery is the time between two points of a plot.
-	sampleEvery = 5 * time.Second
-
-	// samples is the number of points: ten minutes.
-	samples = 120
-
-	// minute is the number of samples in a minute.
-	minute = int(time.Minute / sampleEvery)
+	sampleEvery = 5 * time.Second                // the time between two points of a plot
+	samples     = 120                            // the number of points: ten minutes
+	minute      = int(time.Minute / sampleEvery) // the number of samples in a minute
 )
 
 // results have a plot each, in this order.
-var results = [...]client.Result{
-	client.ResultAllowed, client.ResultDenied, client.ResultReplayed, client.ResultShadowed, client.ResultError,
+var results = [...]struct {
+	client.Result
+	title string
+}{
+	{client.ResultAllowed, "Allowed"}, {client.ResultDenied, "Denied"}, {client.ResultReplayed, "Replayed"}, {client.ResultShadowed, "Shadowed"},
+	{client.ResultError, "Errors"},
 }
 
 // A tally counts requests by result.
@@ -106,8 +90,7 @@ type history struct {
 	mu    sync.Mutex
 	begun time.Time // of the sample that is being counted
 	seen  tally
-	rates [samples][len(results)]float64 // a ring
-	taken int                            // so many samples, ever
+	rates [][len(results)]float64 // the oldest first
 }
 
 // sample adds a sample that ends now.
@@ -119,21 +102,22 @@ func (h *history) sample(now time.Time, counts tally) {
 		h.begun = now
 		return
 	}
-	rates := &h.rates[h.taken%samples]
+	var rates [len(results)]float64
 	for i := range results {
 		rates[i] = float64(counts[i]-h.seen[i]) / elapsed.Seconds()
 	}
+	h.rates = append(h.rates, rates)
+	h.rates = h.rates[max(0, len(h.rates)-samples):]
 	h.seen, h.begun = counts, now
-	h.taken++
 }
 
 // of returns the rates of a result, the oldest first.
 func (h *history) of(result int) []float64 {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	var rates []float64
-	for n := max(0, h.taken-samples); n < h.taken; n++ {
-		rates = append(rates, h.rates[n%samples][result])
+	rates := make([]float64, len(h.rates))
+	for n := range rates {
+		rates[n] = h.rates[n][result]
 	}
 	return rates
 }
@@ -143,18 +127,15 @@ func (h *history) errorShare() float64 {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	var failed, all float64
-	for n := max(0, h.taken-minute); n < h.taken; n++ {
-		for i, rate := range h.rates[n%samples] {
+	for _, rates := range h.rates[max(0, len(h.rates)-minute):] {
+		for i, rate := range rates {
 			all += rate
-			if results[i] == client.ResultError {
+			if results[i].Result == client.ResultError {
 				failed += rate
 			}
 		}
 	}
-	if all == 0 {
-		return 0
-	}
-	return failed / all
+	return failed / max(all, math.SmallestNonzeroFloat64)
 }
 
 // maxName is the longest name that is shown whole, in characters.
@@ -198,47 +179,25 @@ func perSecond(rate float64) string {
 	return number(int64(math.Round(rate)))
 }
 
-var units = []struct {
-	length time.Duration
-	name   string
-}{
-	{24 * time.Hour, "d"}, {time.Hour, "h"}, {time.Minute, "min"}, {time.Second, "s"}, {time.Millisecond, "ms"}, {time.Microsecond, "µs"},
-}
+// interval writes a time exactly, as a policy file does.
+func interval(d time.Duration) string { return policyfile.Span(d.Microseconds()).String() }
 
-// interval writes a time exactly.
-func interval(d time.Duration) string { return inUnits(d, len(units)) }
-
-// span writes a time rounded, to be read at a glance.
+// span writes a time rounded down, to be read at a glance.
 func span(d time.Duration) string {
+	unit := time.Hour
 	switch {
 	case d < time.Millisecond:
-		return "< 1 ms"
+		return "< 1ms"
 	case d < time.Second:
-		return inUnits(d, 1)
+		unit = time.Millisecond
 	case d < 10*time.Second:
-		return fmt.Sprintf("%.1f s", d.Seconds())
-	case d < time.Minute:
-		return inUnits(d, 1)
+		unit = 100 * time.Millisecond
+	case d < time.Hour:
+		unit = time.Second
+	case d < 24*time.Hour:
+		unit = time.Minute
 	}
-	return inUnits(d, 2)
-}
-
-// inUnits writes a time in at most so many units, the largest first.
-func inUnits(d time.Duration, atMost int) string {
-	var parts []string
-	for _, u := range units {
-		if n := d / u.length; n > 0 {
-			parts = append(parts, number(int64(n))+" "+u.name)
-			d %= u.length
-		}
-		if len(parts) > 0 {
-			atMost--
-		}
-		if atMost == 0 {
-			break
-		}
-	}
-	return strings.Join(parts, " ")
+	return interval(d.Truncate(unit))
 }
 
 // until writes a time of the database, of which nil is never.
