@@ -6,11 +6,18 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"net"
+	"net/http"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strings"
 	"syscall"
 	"time"
+
+	"github.com/redis/go-redis/v9"
+
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
 // A child is a server that ends with this process, in a directory of its own.
@@ -51,3 +58,91 @@ func startChild(ctx context.Context, dir string, ready func(context.Context) err
 }
 
 func (c *child) close() error { return errors.Join(c.alive.Close(), c.cmd.Wait()) }
+
+// redisServer is a Redis of this process on a unix socket.
+type redisServer struct {
+	*redis.Client
+	*child
+	version string
+}
+
+// startRedis starts a server that keeps nothing on disk, or flushes every command there before it
+// answers.
+func startRedis(ctx context.Context, flushed bool) (*redisServer, error) {
+	program, err := pgtest.Program(ctx, "redis-server")
+	if err != nil {
+		return nil, err
+	}
+	dir, err := os.MkdirTemp("/tmp", "ratelimit-redis-")
+	if err != nil {
+		return nil, err
+	}
+	socket := filepath.Join(dir, "socket")
+	command := []string{program, "--port", "0", "--unixsocket", socket, "--dir", dir, "--save", "", "--daemonize", "no", "--appendonly", "no"}
+	if flushed {
+		command = append(command, "--appendonly", "yes", "--appendfsync", "always")
+	}
+	// go-redis' default of ten connections for each core does as well as 64, and better than 256.
+	r := &redisServer{Client: redis.NewClient(&redis.Options{Network: "unix", Addr: socket})}
+	ready := func(ctx context.Context) error {
+		info, err := r.Info(ctx, "server").Result()
+		r.version = field(info, "redis_version")
+		return err
+	}
+	r.child, err = startChild(ctx, dir, ready, nil, command...)
+	return r, err
+}
+
+func field(info, name string) string {
+	_, rest, _ := strings.Cut(info, name+":")
+	value, _, _ := strings.Cut(rest, "\r\n")
+	return value
+}
+
+func (r *redisServer) close() error { return errors.Join(r.Client.Close(), r.child.close()) }
+
+// program is pgratelimit serve, built from this tree and run as a process of its own.
+type program struct {
+	*child
+	grpc, http string // its addresses
+}
+
+// startProgram takes settings as NAME=value.
+func startProgram(ctx context.Context, settings ...string) (*program, error) {
+	dir, err := os.MkdirTemp("", "ratelimit-serve-")
+	if err != nil {
+		return nil, err
+	}
+	path := filepath.Join(dir, "pgratelimit")
+	build := exec.CommandContext(ctx, "go", "build", "-o", path, "github.com/pgratelimit/pgratelimit/server/cmd/pgratelimit")
+	if text, err := build.CombinedOutput(); err != nil {
+		return nil, errors.Join(fmt.Errorf("go build: %w\n%s", err, text), os.RemoveAll(dir))
+	}
+	p := &program{}
+	for _, address := range []*string{&p.grpc, &p.http} {
+		if *address, err = freeAddress(ctx); err != nil {
+			return nil, errors.Join(err, os.RemoveAll(dir))
+		}
+	}
+	ready := func(ctx context.Context) error {
+		request, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+p.http+"/livez", nil)
+		if err != nil {
+			return err
+		}
+		response, err := http.DefaultClient.Do(request)
+		if err != nil {
+			return err
+		}
+		return response.Body.Close()
+	}
+	p.child, err = startChild(ctx, dir, ready, append(settings, "GRPC_ADDR="+p.grpc, "HTTP_ADDR="+p.http), path, "serve")
+	return p, err
+}
+
+func freeAddress(ctx context.Context) (string, error) {
+	listener, err := new(net.ListenConfig).Listen(ctx, "tcp", "127.0.0.1:0")
+	if err != nil {
+		return "", err
+	}
+	return listener.Addr().String(), listener.Close()
+}

@@ -24,7 +24,7 @@ type membership []string
 
 func newMembership() membership {
 	source := rand.New(rand.NewPCG(3, 4))
-	zipf := rand.NewZipf(source, zipfExponent, 1, organisations-1)
+	zipf := rand.NewZipf(source, 1.1, 1, organisations-1)
 	m := make(membership, manyKeys)
 	for n := range m {
 		m[n] = keyName(organisationPrefix, int(zipf.Uint64())+1)

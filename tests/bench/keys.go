@@ -24,10 +24,8 @@ func keyspaces() map[string]*keyspace {
 		keys[i] = keyName(userPrefix, i+1)
 	}
 	source := rand.New(rand.NewPCG(1, 2))
-	zipf := rand.NewZipf(source, zipfExponent, 1, manyKeys-1)
 	return map[string]*keyspace{
 		"uniform": {keys, order(func() uint32 { return source.Uint32N(manyKeys) })},
-		"zipf":    {keys, order(func() uint32 { return uint32(zipf.Uint64()) })},
 		"hot":     {[]string{hotKey}, []uint32{0}},
 	}
 }
@@ -40,9 +38,6 @@ const (
 
 // keyName is prefix || n in SQL.
 func keyName(prefix string, n int) string { return prefix + strconv.Itoa(n) }
-
-// zipfExponent gives the most frequent of 100,000 keys 13 % of the requests.
-const zipfExponent = 1.1
 
 func order(next func() uint32) []uint32 {
 	indexes := make([]uint32, 1<<20)

@@ -84,13 +84,7 @@ func (l latency) serve(ctx context.Context, network, server string) error {
 	}
 }
 
-// proxy returns a connection to the server that is slower to reach. Closing either closes both.
-func (l latency) proxy(server net.Conn, there, back sleeper) net.Conn {
-	client, near := net.Pipe()
-	l.between(near, server, there, back)
-	return client
-}
-
+// between carries what two connections send. Closing either closes both.
 func (l latency) between(near, server net.Conn, there, back sleeper) {
 	go carry(near, server, time.Duration(l/2), there)
 	go carry(server, near, time.Duration(l/2), back)

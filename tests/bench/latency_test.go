@@ -13,6 +13,14 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
+// pipe returns the ends of a connection with a latency.
+func pipe(l latency) (server, client net.Conn) {
+	server, there := net.Pipe()
+	client, here := net.Pipe()
+	l.between(here, there, goSleeper{}, goSleeper{})
+	return server, client
+}
+
 // Time is synctest's: it stands still but for sleeps, so each piece must arrive at its very moment.
 func TestLatency_DelaysEachPieceByHalfAndKeepsTheOrder(t *testing.T) {
 	t.Parallel()
@@ -21,8 +29,7 @@ func TestLatency_DelaysEachPieceByHalfAndKeepsTheOrder(t *testing.T) {
 			t.Parallel()
 			synctest.Test(t, func(t *testing.T) {
 				begin := time.Now()
-				server, end := net.Pipe()
-				client := latency(10*time.Millisecond).proxy(end, goSleeper{}, goSleeper{})
+				server, client := pipe(latency(10 * time.Millisecond))
 				from, to := client, server
 				if direction == "back" {
 					from, to = server, client
@@ -56,8 +63,7 @@ func TestLatency_EndsWithTheConnection(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			synctest.Test(t, func(t *testing.T) {
-				server, end := net.Pipe()
-				client := latency(time.Millisecond).proxy(end, goSleeper{}, goSleeper{})
+				server, client := pipe(latency(time.Millisecond))
 				for _, b := range []byte(sent) {
 					_, err := client.Write([]byte{b})
 					require.NoError(t, err)

@@ -20,19 +20,23 @@ type npm struct {
 	ways map[string]elsewhere // by limiter
 }
 
-const npmDatabase = "npm"
+// python compares plain and combined calls of the Python client on asyncpg, in one process. Its cells are named
+// python/limiter/keys/callers.
+type python struct{ npm }
 
 var (
-	npmLimiters = []string{"npm/plain", "npm/combined", "npm/rate-limiter-flexible"}
-	npmCallers  = []int{64, 256}
-	npmKeys     = []string{"uniform", "hot"}
+	npmLimiters    = []string{"npm/plain", "npm/combined", "npm/rate-limiter-flexible"}
+	pythonLimiters = []string{"python/plain", "python/combined"}
 )
 
-func (*npm) cells() (cells []string) {
-	for _, keys := range npmKeys {
-		for _, callers := range npmCallers {
-			for _, c := range npmLimiters {
-				cells = append(cells, cellName(c, keys, callers))
+func (*npm) cells() []string    { return cellsOf(npmLimiters) }
+func (*python) cells() []string { return cellsOf(pythonLimiters) }
+
+func cellsOf(limiters []string) (cells []string) {
+	for _, keys := range keyNames {
+		for _, callers := range fewCallers {
+			for _, limiter := range limiters {
+				cells = append(cells, cellName(limiter, keys, callers))
 			}
 		}
 	}
@@ -40,39 +44,65 @@ func (*npm) cells() (cells []string) {
 }
 
 func (n *npm) open(ctx context.Context, cells []string) error {
-	n.ways = map[string]elsewhere{}
 	dir, err := npmPackages(ctx)
 	if err != nil {
 		return err
 	}
-	pg, err := n.database(ctx, npmDatabase, definePolicies()...)
-	if err != nil {
+	if err := n.begin(ctx, "npm", npmLimiters, cells, nil, "node", filepath.Join(dir, "opponents.mjs")); err != nil {
 		return err
 	}
-	socket, err := url.Parse(pg.URL(npmDatabase))
-	if err != nil {
-		return err
-	}
-	for _, c := range npmLimiters {
-		if !slices.ContainsFunc(cells, func(cell string) bool { return strings.HasPrefix(cell, c+"/") }) {
-			continue
-		}
-		way, err := start(ctx, 1, nil, "node", filepath.Join(dir, "opponents.mjs"), filepath.Base(c),
-			socket.Query().Get("host"), npmDatabase, strconv.Itoa(connections))
-		if err != nil {
-			return err
-		}
-		n.closers = append(n.closers, func() { _ = way.close() })
-		n.ways[c] = way
-	}
-	err = pg.exec(ctx, npmDatabase, // every key has a row, as the buckets have
+	err = n.pg.exec(ctx, "npm", // every key has a row, as the buckets have
 		fmt.Sprintf("insert into flexible select 'flexible:%s' || i, 1, (extract(epoch from now()) + 86400) * 1000 from generate_series(1, %d) as i", userPrefix, manyKeys),
 		"vacuum analyze")
 	if err != nil && n.ways["npm/rate-limiter-flexible"] != nil {
 		return err
 	}
-	for _, way := range n.ways { // a moment that does not count, for each to be warm
-		if _, err := way.run(ctx, npmCallers[0], "uniform", n.window, pg.pid); err != nil {
+	return n.warm(ctx)
+}
+
+func (p *python) open(ctx context.Context, cells []string) error {
+	dir, err := folder(ctx, "python")
+	if err != nil {
+		return err
+	}
+	const run = `for python in python3 /usr/bin/python3; do $python -c 'import asyncpg' && exec $python "$@"; done; exit 1`
+	err = p.begin(ctx, "python", pythonLimiters, cells, []string{"PYTHONPATH=" + filepath.Join(dir, "../../../client/python")},
+		"sh", "-c", run, "sh", filepath.Join(dir, "limiters.py"))
+	if err != nil {
+		return err
+	}
+	return p.warm(ctx)
+}
+
+// begin starts a process for each limiter of the cells, on a database of their own.
+func (n *npm) begin(ctx context.Context, database string, limiters, cells, env []string, command ...string) error {
+	n.ways = map[string]elsewhere{}
+	pg, err := n.database(ctx, database, definePolicies()...)
+	if err != nil {
+		return err
+	}
+	socket, err := url.Parse(pg.URL(database))
+	if err != nil {
+		return err
+	}
+	for _, limiter := range limiters {
+		if !slices.ContainsFunc(cells, func(cell string) bool { return strings.HasPrefix(cell, limiter+"/") }) {
+			continue
+		}
+		way, err := start(ctx, 1, env, slices.Concat(command, []string{filepath.Base(limiter), socket.Query().Get("host"), database, strconv.Itoa(connections)})...)
+		if err != nil {
+			return err
+		}
+		n.closers = append(n.closers, func() { _ = way.close() })
+		n.ways[limiter] = way
+	}
+	return nil
+}
+
+// warm lets each limiter run for a moment that does not count.
+func (n *npm) warm(ctx context.Context) error {
+	for _, way := range n.ways {
+		if _, err := way.run(ctx, fewCallers[0], "uniform", n.window, n.pg.pid); err != nil {
 			return err
 		}
 	}
