@@ -6,6 +6,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -50,8 +51,7 @@ func run() error {
 	if err != nil {
 		return err
 	}
-	err = show(ctx, server)
-	if err == nil {
+	if err = show(ctx, server); err == nil {
 		err = server.Keep(keptIn)
 	}
 	if err != nil {
@@ -59,6 +59,55 @@ func run() error {
 	}
 	return nil
 }
+
+// script has a statement a line. "wait for" a column of the answer before, or for a time, sleeps.
+const script = `
+-- A policy: a bucket holds 5 tokens and gets 1 back every second.
+select ratelimit_define_policy('demo', capacity => 5, refill => 1, every => '1 second')
+
+-- A key's first acquire finds its bucket full.
+select * from ratelimit_acquire('demo', 'user:42', cost => 4)
+
+-- The next one does not fit. That is an answer, not an error, and nothing was written.
+select * from ratelimit_acquire('demo', 'user:42', cost => 4)
+
+-- retry_after is exact. After just that long ...
+wait for retry_after
+select * from ratelimit_acquire('demo', 'user:42', cost => 4)
+
+-- Buckets refill by themselves: two seconds, two tokens.
+wait for 00:00:02
+select * from ratelimit_peek('demo', 'user:42')
+
+-- With an idempotency key a retry gets the first answer again and takes nothing.
+select * from ratelimit_acquire('demo', 'user:7', cost => 2, idempotency_key => 'order-1001')
+select * from ratelimit_acquire('demo', 'user:7', cost => 2, idempotency_key => 'order-1001')
+
+-- Tokens that were not needed can be given back.
+select * from ratelimit_refund('demo', 'user:7', 1)
+
+-- And a transaction that rolls back takes nothing.
+begin
+select * from ratelimit_acquire('demo', 'user:9', cost => 5)
+rollback
+select * from ratelimit_peek('demo', 'user:9', cost => 5)
+
+-- One request, two limits: all of it is taken, or nothing. binding is the limit that decides.
+select ratelimit_define_policy('demo-month', capacity => 1000, refill => 0, every => '1 day')
+select allowed, remaining, retry_after, binding from ratelimit_acquire_all(array['demo', 'demo-month'], array['user:8', 'org:1'], array[2, 300])
+
+-- What it really cost is known afterwards. The estimate was 300; settling replaces it, once.
+select allowed, remaining from ratelimit_acquire('demo-month', 'org:2', 300, 'job-7')
+select allowed, remaining, replayed from ratelimit_settle('demo-month', 'org:2', 'job-7', 420)
+select allowed, remaining, replayed from ratelimit_settle('demo-month', 'org:2', 'job-7', 420)
+
+-- Waiting in line: the tokens are taken now, and wait says when they are there.
+select allowed, wait, remaining from ratelimit_reserve('demo', 'user:10', max_wait => '5 seconds', cost => 5)
+select allowed, wait, remaining from ratelimit_reserve('demo', 'user:10', max_wait => '5 seconds', cost => 2)
+
+-- Where nobody looks at an answer, such as in a trigger, a denial can be an error.
+select * from ratelimit_enforce('demo', 'user:10')
+`
 
 func show(ctx context.Context, server *pgtest.Server) error {
 	url, err := database(ctx, server)
@@ -83,52 +132,7 @@ func show(ctx context.Context, server *pgtest.Server) error {
 
 	d := demo{ctx: ctx, conn: conn}
 	d.exec("select ratelimit_drop_policy(policy) from ratelimit_policies() where policy like 'demo%'") // of the last run
-
-	d.say("A policy: a bucket holds 5 tokens and gets 1 back every second.")
-	d.sql("select ratelimit_define_policy('demo', capacity => 5, refill => 1, every => '1 second')")
-
-	d.say("A key's first acquire finds its bucket full.")
-	d.sql("select * from ratelimit_acquire('demo', 'user:42', cost => 4)")
-
-	d.say("The next one does not fit. That is an answer, not an error, and nothing was written.")
-	denied := d.sql("select * from ratelimit_acquire('demo', 'user:42', cost => 4)")
-
-	d.say("retry_after is exact. After just that long ...")
-	d.wait(denied)
-	d.sql("select * from ratelimit_acquire('demo', 'user:42', cost => 4)")
-
-	d.say("Buckets refill by themselves: two seconds, two tokens.")
-	d.sleep(2 * time.Second)
-	d.sql("select * from ratelimit_peek('demo', 'user:42')")
-
-	d.say("With an idempotency key a retry gets the first answer again and takes nothing.")
-	d.sql("select * from ratelimit_acquire('demo', 'user:7', cost => 2, idempotency_key => 'order-1001')")
-	d.sql("select * from ratelimit_acquire('demo', 'user:7', cost => 2, idempotency_key => 'order-1001')")
-
-	d.say("Tokens that were not needed can be given back.")
-	d.sql("select * from ratelimit_refund('demo', 'user:7', 1)")
-
-	d.say("And a transaction that rolls back takes nothing.")
-	d.sql("begin")
-	d.sql("select * from ratelimit_acquire('demo', 'user:9', cost => 5)")
-	d.sql("rollback")
-	d.sql("select * from ratelimit_peek('demo', 'user:9', cost => 5)")
-
-	d.say("One request, two limits: all of it is taken, or nothing. binding is the limit that decides.")
-	d.sql("select ratelimit_define_policy('demo-month', capacity => 1000, refill => 0, every => '1 day')")
-	d.sql("select allowed, remaining, retry_after, binding from ratelimit_acquire_all(array['demo', 'demo-month'], array['user:8', 'org:1'], array[2, 300])")
-
-	d.say("What it really cost is known afterwards. The estimate was 300; settling replaces it, once.")
-	d.sql("select allowed, remaining from ratelimit_acquire('demo-month', 'org:2', 300, 'job-7')")
-	d.sql("select allowed, remaining, replayed from ratelimit_settle('demo-month', 'org:2', 'job-7', 420)")
-	d.sql("select allowed, remaining, replayed from ratelimit_settle('demo-month', 'org:2', 'job-7', 420)")
-
-	d.say("Waiting in line: the tokens are taken now, and wait says when they are there.")
-	d.sql("select allowed, wait, remaining from ratelimit_reserve('demo', 'user:10', max_wait => '5 seconds', cost => 5)")
-	d.sql("select allowed, wait, remaining from ratelimit_reserve('demo', 'user:10', max_wait => '5 seconds', cost => 2)")
-
-	d.say("Where nobody looks at an answer, such as in a trigger, a denial can be an error.")
-	d.refused("select * from ratelimit_enforce('demo', 'user:10')", "RL429")
+	d.play(script)
 	if d.err != nil {
 		return d.err
 	}
@@ -157,7 +161,8 @@ func database(ctx context.Context, server *pgtest.Server) (string, error) {
 	}
 	defer conn.Close(ctx)
 	_, err = conn.Exec(ctx, "create database "+ownDatabase)
-	if sqlState(err) == "42P04" { // from an earlier run
+	var there *pgconn.PgError
+	if errors.As(err, &there) && there.Code == "42P04" { // from an earlier run
 		err = nil
 	}
 	return server.URL(ownDatabase), err
@@ -180,14 +185,6 @@ func scheduleCleanup(ctx context.Context, conn *pgx.Conn) error {
 	return err
 }
 
-func sqlState(err error) string {
-	var pgErr *pgconn.PgError
-	if errors.As(err, &pgErr) {
-		return pgErr.Code
-	}
-	return ""
-}
-
 // A demo runs SQL and shows it; after an error it does nothing more.
 type demo struct {
 	ctx  context.Context
@@ -195,9 +192,27 @@ type demo struct {
 	err  error
 }
 
-func (d *demo) say(text string) {
-	if d.err == nil {
-		fmt.Printf("\n-- %s\n", text)
+// play runs the lines of a script, and shows them. An error of ratelimit_enforce is a part of it.
+func (d *demo) play(script string) {
+	var last map[string]string
+	for line := range strings.Lines(script) {
+		line = strings.TrimSpace(line)
+		interval, waits := strings.CutPrefix(line, "wait for ")
+		switch {
+		case d.err != nil:
+			return
+		case waits:
+			d.wait(cmp.Or(last[interval], interval))
+		case line == "" || strings.HasPrefix(line, "--"):
+			fmt.Println(line)
+		default:
+			last = d.sql(line)
+			var refusal *pgconn.PgError
+			if errors.As(d.err, &refusal) && refusal.Code == "RL429" {
+				d.err = nil
+				fmt.Printf("ERROR:  %s\nDETAIL:  %s\nHINT:  %s\n", refusal.Message, refusal.Detail, refusal.Hint)
+			}
+		}
 	}
 }
 
@@ -225,23 +240,6 @@ func (d *demo) sql(sql string) map[string]string {
 	return first
 }
 
-// refused runs a statement that fails with an SQLSTATE, and shows the error as psql would.
-func (d *demo) refused(sql, code string) {
-	if d.err != nil {
-		return
-	}
-	fmt.Printf("=> %s;\n", sql)
-	d.exec(sql)
-	var refusal *pgconn.PgError
-	switch {
-	case errors.As(d.err, &refusal) && refusal.Code == code:
-		d.err = nil
-		fmt.Printf("ERROR:  %s\nDETAIL:  %s\nHINT:  %s\n", refusal.Message, refusal.Detail, refusal.Hint)
-	case d.err == nil:
-		d.err = fmt.Errorf("no error %s: %s", code, sql)
-	}
-}
-
 func (d *demo) exec(sql string) *pgconn.Result {
 	if d.err != nil {
 		return nil
@@ -254,20 +252,11 @@ func (d *demo) exec(sql string) *pgconn.Result {
 	return results[0]
 }
 
-// wait sleeps as long as a denial says.
-func (d *demo) wait(denied map[string]string) {
-	if d.err != nil {
-		return
-	}
+// wait sleeps for an interval of PostgreSQL.
+func (d *demo) wait(interval string) {
 	var micros int64
-	d.err = d.conn.QueryRow(d.ctx, "select (extract(epoch from $1::text::interval) * 1000000)::bigint", denied["retry_after"]).Scan(&micros)
-	d.sleep(time.Duration(micros) * time.Microsecond)
-}
-
-func (d *demo) sleep(duration time.Duration) {
-	if d.err != nil {
-		return
-	}
+	d.err = d.conn.QueryRow(d.ctx, "select (extract(epoch from $1::text::interval) * 1000000)::bigint", interval).Scan(&micros)
+	duration := time.Duration(micros) * time.Microsecond
 	fmt.Printf("   ... %v later\n", duration)
 	select {
 	case <-time.After(duration):
