@@ -1,3 +1,4 @@
+// Package citus tests the package on a Citus cluster, and the text of its functions there.
 package citus
 
 import (
@@ -16,6 +17,7 @@ import (
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/pgratelimit/pgratelimit/migrations/packages"
 	"github.com/pgratelimit/pgratelimit/tests/kit"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 	"github.com/pgratelimit/pgratelimit/tests/vectors"
 	"github.com/stretchr/testify/require"
 	"golang.org/x/sync/errgroup"
@@ -567,3 +569,5 @@ func terms(condition string) (all []string) {
 	}
 	return append(all, strings.TrimSpace(condition[start:]))
 }
+
+func TestMain(m *testing.M) { pgtest.Main(m) }
