@@ -68,24 +68,6 @@ func New(t testing.TB) *DB { return create(t, true) }
 // are those of CREATE DATABASE, such as "encoding 'LATIN1'".
 func Empty(t testing.TB, options ...string) *DB { return create(t, false, options...) }
 
-// Open is New for examples, which have no testing.TB: it panics when it cannot.
-func Open() (db *DB, drop func()) {
-	ctx := context.Background()
-	databases, err := shared.get()
-	if err != nil {
-		panic(err)
-	}
-	db, err = databases.create(ctx, true)
-	if err != nil {
-		panic(err)
-	}
-	return db, func() {
-		if err := databases.drop(ctx, db); err != nil {
-			panic(err)
-		}
-	}
-}
-
 // Shared returns the server that New and Empty create databases on.
 func Shared(t testing.TB) *Server {
 	databases, err := shared.get()
