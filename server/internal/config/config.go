@@ -143,11 +143,10 @@ func Load(path string, environment func(name string) (value string, ok bool)) (C
 		if !isGiven {
 			value, isGiven = file[s.Name]
 		}
-		if !isGiven && s.Default == "" {
-			continue
-		}
 		if !isGiven {
-			value = s.Default
+			if value = s.Default; value == "" {
+				continue
+			}
 		}
 		if err := s.set(value); err != nil {
 			errs = append(errs, fmt.Errorf("%s: %w", s.Name, err))
@@ -159,11 +158,10 @@ func Load(path string, environment func(name string) (value string, ok bool)) (C
 
 // join checks and joins the settings that belong together.
 func (c *settings) join() (errs []error) {
-	databases, err := NewDatabases(c.databaseURL, c.shardURLs)
-	if err != nil {
+	var err error
+	if c.Databases, err = NewDatabases(c.databaseURL, c.shardURLs); err != nil {
 		errs = append(errs, err)
 	}
-	c.Databases = databases
 	if c.GRPCAddr == "" && c.HTTPAddr == "" {
 		errs = append(errs, errors.New("GRPC_ADDR, HTTP_ADDR: both are off"))
 	}
@@ -182,11 +180,9 @@ func (c *settings) join() (errs []error) {
 	if (c.capacity == "") != (c.rate == "") {
 		errs = append(errs, errors.New("DEFAULT_CAPACITY, DEFAULT_REFILL_RATE: set both or none"))
 	} else if c.capacity != "" {
-		policy, err := defaultPolicy(c.capacity, c.rate)
-		if err != nil {
+		if c.DefaultPolicy, err = defaultPolicy(c.capacity, c.rate); err != nil {
 			errs = append(errs, err)
 		}
-		c.DefaultPolicy = policy
 	}
 	return errs
 }
@@ -234,12 +230,8 @@ func defaultPolicy(capacity, rate string) (client.Policy, error) {
 	if !ok || strings.Trim(rate, "0123456789.") != "" || len(fraction) > maxRateDigits || !perSecond.Num().IsInt64() {
 		return client.Policy{}, fmt.Errorf("DEFAULT_REFILL_RATE: %q is no number of tokens a second, such as 10 or 0.5, of at most %d decimals", rate, maxRateDigits)
 	}
-	policy := client.Policy{
-		Name:     service.DefaultPolicy,
-		Capacity: tokens,
-		Refill:   perSecond.Num().Int64(),
-		Every:    time.Duration(perSecond.Denom().Int64()) * time.Second,
-	}
+	every := time.Duration(perSecond.Denom().Int64()) * time.Second
+	policy := client.Policy{Name: service.DefaultPolicy, Capacity: tokens, Refill: perSecond.Num().Int64(), Every: every}
 	if policy.Refill == 0 {
 		policy.Refill = client.Zero
 	}
@@ -253,10 +245,7 @@ func readFile(path string) (map[string]string, error) {
 		return nil, fmt.Errorf("the file of settings: %w", err)
 	}
 	defer file.Close()
-	known := map[string]bool{}
-	for _, s := range Settings() {
-		known[s.Name] = true
-	}
+	known := Settings()
 	values := map[string]string{}
 	var errs []error
 	lines := bufio.NewScanner(file)
@@ -270,7 +259,7 @@ func readFile(path string) (map[string]string, error) {
 		switch {
 		case !isPair:
 			err = errors.New("this is not NAME=value")
-		case !known[name]:
+		case !slices.ContainsFunc(known, func(s Setting) bool { return s.Name == name }):
 			err = fmt.Errorf("no setting is called %q", name)
 		case isAgain:
 			err = fmt.Errorf("%s is set twice", name)

@@ -85,10 +85,7 @@ func readFile(path string) ([]policyfile.EnvoyDomain, error) {
 		return nil, err
 	}
 	rules, err := file.Rules("")
-	if err != nil {
-		return nil, err
-	}
-	return rules.Envoy, nil
+	return rules.Envoy, err
 }
 
 // readRegular reads a regular file. A pipe or a device may never end.

@@ -1,6 +1,7 @@
 package envoy_test
 
 import (
+	"maps"
 	"math"
 	"strings"
 	"testing"
@@ -173,10 +174,7 @@ func levels(t *testing.T, fake *clienttest.Fake, charges []service.GateCharge) m
 func requirePaid(t *testing.T, charges []service.GateCharge, before, after map[bucket]int64) {
 	t.Helper()
 	const floor = -9_000_000_000_000
-	want, lowest := make(map[bucket]int64), make(map[bucket]int64)
-	for b, level := range before {
-		want[b] = level
-	}
+	want, lowest := maps.Clone(before), make(map[bucket]int64)
 	for _, charge := range charges {
 		b := bucket{charge.Policy, charge.Key}
 		if !charge.Overdraw || charge.Cost == 0 {

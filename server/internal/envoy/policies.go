@@ -57,8 +57,7 @@ func (r *Rules) settle(ctx context.Context, tx pgx.Tx, limiter *client.Limiter, 
 		case isThere && isAs(has, want):
 			continue
 		case may:
-			err = limiter.DefinePolicy(ctx, want)
-			if err != nil {
+			if err = limiter.DefinePolicy(ctx, want); err != nil {
 				return fmt.Errorf("%s: policy %q: %w", described.At, want.Name, err)
 			}
 		default:
@@ -90,14 +89,8 @@ func (r *Rules) settle(ctx context.Context, tx pgx.Tx, limiter *client.Limiter, 
 
 // definition converts a policy that a rule describes.
 func definition(described policyfile.Policy) client.Policy {
-	p := client.Policy{
-		Name:     described.Name,
-		Capacity: described.Capacity,
-		Refill:   described.Refill,
-		Every:    time.Duration(described.Every) * time.Microsecond,
-		Stepped:  client.No,
-		Shadow:   client.No,
-	}
+	every := time.Duration(described.Every) * time.Microsecond
+	p := client.Policy{Name: described.Name, Capacity: described.Capacity, Refill: described.Refill, Every: every, Stepped: client.No, Shadow: client.No}
 	if described.Shadow {
 		p.Shadow = client.Yes
 	}

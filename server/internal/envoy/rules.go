@@ -115,15 +115,10 @@ func (b *builder) rule(path string, d policyfile.EnvoyDescriptor) *rule {
 	r := &rule{EnvoyLimit: *d.Limit, policy: d.Limit.PolicyAt(path), shadow: d.Watches()}
 	b.rules.list = append(b.rules.list, r)
 	switch {
-	case r.Unlimited:
-	case r.Policy != "":
-		if r.shadow {
-			b.add(d.At, "shadow_mode and quota_mode are for a rule with unit: policy %q watches if it is defined with shadow", r.policy)
-		}
-	case r.RequestsPerUnit == 0:
-		if r.Overdraw {
-			b.add(r.At, "nothing passes a rule of 0 requests, so there is nothing to overdraw: remove overdraw, or allow some requests")
-		}
+	case r.Policy != "" && r.shadow:
+		b.add(d.At, "shadow_mode and quota_mode are for a rule with unit: policy %q watches if it is defined with shadow", r.policy)
+	case r.policy == "" && !r.Unlimited && r.Overdraw:
+		b.add(r.At, "nothing passes a rule of 0 requests, so there is nothing to overdraw: remove overdraw, or allow some requests")
 	}
 	return r
 }
