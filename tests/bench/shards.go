@@ -21,34 +21,19 @@ type shardsCost struct {
 	acquire map[string]acquirer
 }
 
-// A wayIn makes databases, and returns the connection strings that a program has: of one database, or of each shard, in their
-// order, if the client routes. servers are the processes whose CPU time, with their children's, is that of the databases.
-type wayIn struct {
-	name string
-	open func(ctx context.Context, s *shardsCost) (urls []string, servers []int, err error)
-}
+// waysIn are the rows, with the number of databases that the client routes to. The first is what the others are compared with.
+var waysIn = []struct {
+	name   string
+	shards int // 0 of Citus
+}{{"one", 1}, {"client", 4}, {"citus", 0}}
 
-// waysIn are the rows. The first is what the others are compared with.
-var waysIn = []wayIn{
-	{"one", oneDatabase},
-	{"client", routedByClient},
-	{"citus", byCitus},
-}
-
-const (
-	shardsNumber  = 4
-	shardsCallers = 64
-)
+const shardsCallers = 64
 
 func shardsName(way, kind string) string { return "shards/" + way + "/" + kind }
 
-var shardsKinds = []string{"plain", "combined"}
-
 func (*shardsCost) cells() (cells []string) {
 	for _, way := range waysIn {
-		for _, kind := range shardsKinds {
-			cells = append(cells, shardsName(way.name, kind))
-		}
+		cells = append(cells, shardsName(way.name, "plain"), shardsName(way.name, "combined"))
 	}
 	return cells
 }
@@ -60,7 +45,11 @@ func (s *shardsCost) open(ctx context.Context, cells []string) error {
 		if !strings.Contains(strings.Join(cells, " "), shardsName(way.name, "")) {
 			continue
 		}
-		urls, servers, err := way.open(ctx, s)
+		create := s.shards
+		if way.shards == 0 {
+			create = s.citus
+		}
+		urls, servers, err := create(ctx, "shards_"+way.name, way.shards)
 		if err != nil {
 			return fmt.Errorf("%s: %w", way.name, err)
 		}
@@ -107,39 +96,29 @@ func (s *shardsCost) run(ctx context.Context, cell string) (sample, error) {
 	return l.run(ctx, s.window)
 }
 
-// limited makes a database with the policies.
-func (s *shardsCost) limited(ctx context.Context, name string, statements ...string) (url string, servers []int, err error) {
-	pg, err := s.database(ctx, name, append(statements, definePolicies()...)...)
-	if err != nil {
-		return "", nil, err
-	}
-	return pg.URL(name), []int{pg.pid}, nil
-}
-
-func oneDatabase(ctx context.Context, s *shardsCost) ([]string, []int, error) {
-	url, servers, err := s.limited(ctx, "shards_one")
-	return []string{url}, servers, err
-}
-
-func routedByClient(ctx context.Context, s *shardsCost) (urls []string, servers []int, err error) {
-	for n := range shardsNumber {
-		var url string
-		url, servers, err = s.limited(ctx, fmt.Sprint("shards_client_", n), fmt.Sprintf("select ratelimit_define_shard(%d, %d)", n, shardsNumber))
+// shards makes as many databases on one server, with the policies, and returns their connection strings. servers are the processes
+// whose CPU time, with their children's, is that of the databases.
+func (s *shardsCost) shards(ctx context.Context, name string, number int) (urls []string, servers []int, err error) {
+	for n := range number {
+		database, setUp := fmt.Sprint(name, "_", n), definePolicies()
+		if number > 1 {
+			setUp = append([]string{fmt.Sprintf("select ratelimit_define_shard(%d, %d)", n, number)}, setUp...)
+		}
+		pg, err := s.database(ctx, database, setUp...)
 		if err != nil {
 			return nil, nil, err
 		}
-		urls = append(urls, url)
+		urls, servers = append(urls, pg.URL(database)), []int{pg.pid}
 	}
 	return urls, servers, nil
 }
 
-// byCitus has a coordinator, which is asked, and two workers.
-func byCitus(ctx context.Context, s *shardsCost) ([]string, []int, error) {
+// citus makes a coordinator, which is asked, and two workers.
+func (s *shardsCost) citus(ctx context.Context, name string, _ int) ([]string, []int, error) {
 	files, err := packages.All(os.DirFS("."))
 	if err != nil {
 		return nil, nil, fmt.Errorf("the benchmark is run in the root of the repository: %w", err)
 	}
-	const name = "shards_citus"
 	var coordinator *postgres
 	var servers []int
 	for n := range 3 {
