@@ -103,12 +103,7 @@ func TestPrivileges_TheApplicationOfTheImage(t *testing.T) {
 	requireRefused(t, db.DB, app, slices.Collect(maps.Keys(callsOfUse))...)
 }
 
-func TestPrivileges_PublicCanDoNothing(t *testing.T) {
-	t.Parallel()
-	stranger := kit.NewRole(t)
-	requireRefused(t, pgtest.New(t), stranger)
-}
-
+// Neither to PUBLIC nor to a role.
 func TestPrivileges_DefaultPrivilegesGiveNothingAway(t *testing.T) {
 	t.Parallel()
 	for name, scope := range map[string]string{"everywhere": "", "in the schema": "in schema public"} {

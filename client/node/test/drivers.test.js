@@ -1,9 +1,10 @@
 // The drivers, which send and return the same values in ways of their own.
 import assert from 'node:assert/strict'
 import test, { after } from 'node:test'
+import { PGlite } from '@electric-sql/pglite'
 import postgres from 'postgres'
 import { Combiner, InvalidArgument, UnknownPolicy } from '../index.js'
-import { definePolicy, pool } from './kit.js'
+import { definePolicy, installation, pool } from './kit.js'
 
 const sql = postgres({ max: 3 })
 const drivers = { pg: pool, 'postgres.js': { query: async (text, values) => ({ rows: await sql.unsafe(text, values) }) } }
@@ -28,3 +29,15 @@ for (const [driver, db] of Object.entries(drivers)) {
     await combiner.close()
   })
 }
+
+test('PGlite answers like a server', async () => {
+  const db = await PGlite.create()
+  await db.exec(installation())
+  await db.exec("select ratelimit_define_policy('api', 10, 1, '1 day')")
+  const combiner = new Combiner(db)
+  assert.deepEqual((await Promise.all(['a', 'b', 'a'].map((key) => combiner.acquire('api', key)))).map((d) => d.remaining), [9, 9, 8])
+  assert.equal((await combiner.acquireAll([{ policy: 'api', key: 'a', cost: 9 }, { policy: 'api', key: 'b' }])).binding, 0)
+  await assert.rejects(combiner.acquire('none', 'a'), UnknownPolicy)
+  await combiner.close()
+  await db.close()
+})
