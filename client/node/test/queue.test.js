@@ -12,6 +12,34 @@ function filled(n, { limit = 2, maxWaiting = 10_000, more } = {}) {
   return queue
 }
 
+test('the first request is sent at once, and those that arrive until then join it', () => {
+  const queue = new Queue(2, 100)
+  assert.equal(queue.add(request('a')), SERVE)
+  assert.equal(queue.add(request('b')), NOTHING)
+  assert.deepEqual(names(queue.take()), ['a', 'b'])
+  assert.equal(queue.next(), NOTHING)
+})
+
+test('a bucket is in one open call at most, and in order of arrival', () => {
+  const queue = new Queue(3, 100), [a1, a2, a3, b] = [request('a'), request('a'), request('a'), request('b')]
+  queue.add(a1)
+  const first = queue.take()
+  assert.equal(queue.add(a2), NOTHING)
+  assert.equal(queue.add(a3), NOTHING)
+  assert.equal(queue.add(b), SERVE)
+  assert.deepEqual(queue.take(), [b])
+  assert.equal(queue.finish(first), SERVE)
+  assert.deepEqual(queue.take(), [a2, a3])
+})
+
+test('requests with and without an idempotency key never share a call, nor plain and joint ones', () => {
+  const queue = new Queue(9, 100)
+  for (const [i, [keyed, joint]] of [[true, true], [false, true], [true, false], [false, false], [true, true]].entries()) queue.add(request(i, { keyed, joint }))
+  const batches = []
+  for (let step = SERVE; step !== NOTHING; step = queue.hurry()) batches.push(names(queue.take()))
+  assert.deepEqual(batches, [[0, 4], [1], [2], [3]])
+})
+
 test('a call has at most 256 elements, but a joint request is never split', () => {
   assert.equal(filled(300, { limit: 1 }).take().length, 256)
   assert.equal(filled(300, { limit: 1, more: { elements: 100, joint: true } }).take().length, 3)
@@ -43,6 +71,18 @@ test('half a share is worth a call beside an open one', () => {
   assert.equal(steps.indexOf(SERVE), 15)
 })
 
+test('no more than maxWaiting requests wait, but one that can be sent at once is not refused', () => {
+  const queue = new Queue(2, 1)
+  assert.equal(queue.refuses(request('a')), false)
+  queue.add(request('a'))
+  queue.take()
+  queue.add(request('a')) // waits for the open call
+  assert.equal(queue.refuses(request('a')), true)
+  assert.equal(queue.refuses(request('b')), false)
+  queue.add(request('b'))
+  assert.equal(queue.refuses(request('c')), true, 'its slot is reserved')
+})
+
 test('whoever leaves before take is not sent, and its place is free', () => {
   const queue = new Queue(1, 1), gone = request('a')
   queue.add(gone)
@@ -51,6 +91,20 @@ test('whoever leaves before take is not sent, and its place is free', () => {
   assert.equal(queue.add(request('b')), SERVE, 'the slot is not reserved for ever')
   const [sent] = queue.take()
   assert.equal(queue.leave(sent), false)
+})
+
+test('a call that was given up has no slot, and keeps its buckets until it has ended', () => {
+  const queue = new Queue(1, 100)
+  queue.add(request('a'))
+  const first = queue.take()
+  queue.add(request('a'))
+  queue.add(request('b'))
+  assert.equal(queue.release(first), SERVE)
+  const second = queue.take()
+  assert.deepEqual(names(second), ['b'])
+  assert.equal(queue.finish(second), NOTHING)
+  assert.equal(queue.finish(first), SERVE)
+  assert.deepEqual(names(queue.take()), ['a'])
 })
 
 test('the rules hold in any order of events', () => {

@@ -113,7 +113,9 @@ async def until(condition: str, *args: Any) -> None:
 async def until_blocked(calls: int = 1) -> None:
     """Waits until so many calls wait for a lock."""
     await until(
-        "select count(*) = $1 from pg_stat_activity where application_name = 'test' and datname = current_database() and wait_event_type = 'Lock'", calls)
+        "select count(*) = $1 from pg_stat_activity where application_name = 'test' and datname = current_database() and wait_event_type = 'Lock'",
+        calls,
+    )
 
 
 @asynccontextmanager

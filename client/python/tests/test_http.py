@@ -66,10 +66,14 @@ class AsgiTest(AsyncCase):
                 status, fields, body = await asgi_get(app)
                 self.assertEqual((429, "application/problem+json"), (status, fields["content-type"]))
                 self.assertTrue(3590 < int(fields["retry-after"]) <= 3600)
-                self.assertEqual({
-                    "type": "https://iana.org/assignments/http-problem-types#quota-exceeded", "status": 429,
-                    "title": "Request cannot be satisfied as assigned quota has been exceeded", "violated-policies": [self.id() + ' "%25%C3%A9'],
-                }, json.loads(body))
+                self.assertEqual(
+                    {
+                        "type": "https://iana.org/assignments/http-problem-types#quota-exceeded",
+                        "title": "Request cannot be satisfied as assigned quota has been exceeded",
+                        "status": 429,
+                        "violated-policies": [self.id() + ' "%25%C3%A9'],
+                    },
+                    json.loads(body))
                 self.assertNotIn("192.0.2.1", str(fields) + str(body))
                 execute("select ratelimit_reset(%s::text, 'ip:192.0.2.1')", p)
 

@@ -15,10 +15,34 @@ import psycopg_pool
 from psycopg.rows import dict_row
 
 import pgratelimit
-from pgratelimit import AsyncLimiter, Charge, Denied, IdempotencyMismatch, InvalidArgument, Limiter, Locked, NoGrant, TooLate, UnknownPolicy
+from pgratelimit import (
+    AsyncLimiter,
+    Charge,
+    Denied,
+    IdempotencyMismatch,
+    InvalidArgument,
+    Limiter,
+    Locked,
+    NoGrant,
+    TooLate,
+    UnknownPolicy,
+)
 from pgratelimit.answers import seconds
 from pgratelimit.calls import statement, texts
-from tests.kit import AsyncCase, asyncpg_pool_of, define, execute, fails_once, locked, psycopg_pool_of, stopped_clock, taken, until, until_blocked, vectors
+from tests.kit import (
+    AsyncCase,
+    asyncpg_pool_of,
+    define,
+    execute,
+    fails_once,
+    locked,
+    psycopg_pool_of,
+    stopped_clock,
+    taken,
+    until,
+    until_blocked,
+    vectors,
+)
 
 
 class VectorsTest(unittest.TestCase):

@@ -2,7 +2,7 @@ import json
 import random
 import unittest
 
-from pgratelimit import Charge, Error, packed
+from pgratelimit import Charge, Error, Overloaded, packed
 from pgratelimit.queue import MAX_BATCH, Queue, Request
 
 
@@ -27,6 +27,16 @@ class PackedTest(unittest.TestCase):
 
 
 class QueueTest(unittest.TestCase):
+    def test_a_bucket_is_in_one_open_call_at_most_and_others_go_on(self):
+        a, again, b = request("a"), request("a"), request("b")
+        queue = filled(Queue(2, 100), a)
+        first = queue.take()
+        filled(queue, again, b)
+        self.assertEqual([b], queue.take(hurry=True).requests)
+        self.assertIsNone(queue.take(hurry=True))
+        queue.finish(first)
+        self.assertEqual([again], queue.take(hurry=True).requests)
+
     def test_a_joint_request_owns_one_bucket_named_after_all_of_its_own(self):
         both = [Charge("p", "a"), Charge("p", "b")]
         queue = filled(Queue(4, 100), request(charges=both))
@@ -36,6 +46,11 @@ class QueueTest(unittest.TestCase):
         self.assertIsNone(queue.take(hurry=True), "the same buckets in the same order")
         filled(queue, request(charges=both[::-1]))
         self.assertIsNotNone(queue.take(hurry=True))
+
+    def test_kinds_never_share_a_call(self):
+        queue = filled(Queue(4, 100), request("a"), request("b", "once"), request("c"), request(charges=[Charge("p", "d")]))
+        sizes = [len(queue.take(hurry=True).requests) for _ in range(3)]
+        self.assertEqual([2, 1, 1], sizes)
 
     def test_at_most_256_elements_but_the_whole_of_a_joint_request(self):
         queue = filled(Queue(1, 1000), *(request() for _ in range(300)))
@@ -78,6 +93,26 @@ class QueueTest(unittest.TestCase):
             (request(charges=[]), False), (request(charges=[Charge("x" * 513, "k")]), False),
         ):
             self.assertIs(can, r.can_share())
+
+    def test_max_waiting(self):
+        queue = filled(Queue(1, 2), request(), request("gone"))
+        with self.assertRaises(Overloaded):
+            queue.add(request())
+        queue.leave(next(r for r in queue.waiting if r.charges[0].key == "gone"))
+        queue.add(request())
+
+    def test_a_call_that_is_given_up_frees_its_slot_and_keeps_its_buckets(self):
+        queue = filled(Queue(1, 100), request("a"))
+        stalled = queue.take()
+        filled(queue, request("a"), request("b"))
+        self.assertIsNone(queue.take())
+        queue.give_up(stalled)
+        other = queue.take()
+        self.assertEqual("b", other.requests[0].charges[0].key)
+        queue.finish(other)
+        self.assertIsNone(queue.take())
+        queue.finish(stalled)
+        self.assertIsNotNone(queue.take())
 
     def test_invariants(self):
         """Random steps, judged by what a caller can see."""
