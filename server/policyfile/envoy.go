@@ -124,22 +124,12 @@ func (d *EnvoyDescriptor) Watches() bool { return d.ShadowMode || d.QuotaMode }
 // An EnvoyUnit is a unit of time, in lower case.
 type EnvoyUnit string
 
-var envoyUnits = []struct {
-	name EnvoyUnit
-	span Span
-}{
-	{"second", Second}, {"minute", Minute}, {"hour", Hour}, {"day", Day}, {"week", Week}, {"month", 30 * Day}, {"year", 365 * Day},
+var envoyUnits = map[EnvoyUnit]Span{
+	"second": Second, "minute": Minute, "hour": Hour, "day": Day, "week": Week, "month": 30 * Day, "year": 365 * Day,
 }
 
 // Span returns the length of the unit: a month has 30 days and a year 365. An empty unit has 0.
-func (u EnvoyUnit) Span() Span {
-	for _, unit := range envoyUnits {
-		if unit.name == u {
-			return unit.span
-		}
-	}
-	return 0
-}
+func (u EnvoyUnit) Span() Span { return envoyUnits[u] }
 
 // ParseEnvoy reads a file of rules of Envoy's reference service. It does not check the names of policies. Its error is [Problems].
 func ParseEnvoy(name string, data []byte) (EnvoyDomain, error) {

@@ -204,13 +204,13 @@ const (
 
 const maxSpan = 365_250 * Day
 
-// units are the units in a file, the largest first, and weeks, which String does not write.
-var units = []struct {
+type unit struct {
 	name string
 	span Span
-}{
-	{"d", Day}, {"h", Hour}, {"m", Minute}, {"s", Second}, {"ms", Millisecond}, {"us", Microsecond}, {"w", Week},
 }
+
+// units are the units in a file, the largest first, and weeks, which String does not write.
+var units = []unit{{"d", Day}, {"h", Hour}, {"m", Minute}, {"s", Second}, {"ms", Millisecond}, {"us", Microsecond}, {"w", Week}}
 
 var (
 	spanPattern = regexp.MustCompile(`^(?:[0-9]+(?:us|ms|s|m|h|d|w))+$`)
@@ -225,7 +225,7 @@ func parseSpan(text string) (span Span, ok, inRange bool) {
 	}
 	for _, part := range spanPart.FindAllStringSubmatch(text, -1) {
 		n, err := strconv.ParseInt(part[1], 10, 64)
-		unit := unitNamed(part[2])
+		unit := units[slices.IndexFunc(units, func(u unit) bool { return u.name == part[2] })].span // the pattern has let it pass
 		if err != nil || n > int64(maxSpan/unit) {
 			return 0, true, false
 		}
@@ -234,15 +234,6 @@ func parseSpan(text string) (span Span, ok, inRange bool) {
 		}
 	}
 	return span, true, span > 0
-}
-
-func unitNamed(name string) Span {
-	for _, unit := range units {
-		if unit.name == name {
-			return unit.span
-		}
-	}
-	panic("policyfile: no unit " + name) // the pattern has let it pass
 }
 
 // String writes the span as a file does: 30d, 1h30m, 1s500ms.

@@ -6,6 +6,7 @@ import (
 	"os"
 	"runtime"
 	"runtime/debug"
+	"slices"
 	"strings"
 
 	"github.com/jackc/pgx/v5"
@@ -71,11 +72,9 @@ func modules(paths ...string) (text string) {
 	if !ok {
 		return ""
 	}
-	for _, path := range paths {
-		for _, module := range info.Deps {
-			if module.Path == path {
-				text += ", " + strings.TrimPrefix(path, "github.com/") + " " + module.Version
-			}
+	for _, module := range info.Deps {
+		if slices.Contains(paths, module.Path) {
+			text += ", " + strings.TrimPrefix(module.Path, "github.com/") + " " + module.Version
 		}
 	}
 	return text

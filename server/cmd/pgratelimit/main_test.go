@@ -236,12 +236,8 @@ func TestHealth_NeedsNoDatabase(t *testing.T) {
 func TestErrors_HaveTheRemedy(t *testing.T) {
 	t.Parallel()
 	for want, err := range map[string]*pgconn.PgError{
-		": permission denied for function ratelimit_status (SQLSTATE 42501). Its owner can run: grant execute on function ratelimit_status to <role>;": {
-			Code: "42501", Message: "permission denied for function ratelimit_status",
-		},
-		": permission denied for database app (SQLSTATE 42501). Its owner can run: grant create on database \"app\" to <role>;": {
-			Code: "42501", Message: "permission denied for database app",
-		},
+		": permission denied for function ratelimit_status (SQLSTATE 42501). Its owner can run: grant execute on function ratelimit_status to <role>;": {Code: "42501", Message: "permission denied for function ratelimit_status"},
+		": permission denied for database app (SQLSTATE 42501). Its owner can run: grant create on database \"app\" to <role>;":                        {Code: "42501", Message: "permission denied for database app"},
 		": permission denied for schema a (SQLSTATE 42501)":             {Code: "42501", Message: "permission denied for schema a"},
 		": unknown policy (SQLSTATE RL001). It is not here. Define it.": {Code: "RL001", Message: "unknown policy", Detail: "It is not here.", Hint: "Define it."},
 	} {

@@ -53,15 +53,22 @@ func get(t *testing.T, p http.Handler, path string) (answer *httptest.ResponseRe
 	return w, w.Body.String()
 }
 
-// text is what a person reads, of all elements of a class or of a kind.
-func text(t *testing.T, page, selector string) (texts []string) {
+// elements calls see for the elements of a page.
+func elements(t *testing.T, page string, see func(*html.Node)) {
 	t.Helper()
 	root, err := html.Parse(strings.NewReader(page))
 	require.NoError(t, err)
 	for n := range root.Descendants() {
-		if n.Type != html.ElementNode {
-			continue
+		if n.Type == html.ElementNode {
+			see(n)
 		}
+	}
+}
+
+// text is what a person reads, of all elements of a class or of a kind.
+func text(t *testing.T, page, selector string) (texts []string) {
+	t.Helper()
+	elements(t, page, func(n *html.Node) {
 		classes := ""
 		for _, a := range n.Attr {
 			if a.Key == "class" {
@@ -69,7 +76,7 @@ func text(t *testing.T, page, selector string) (texts []string) {
 			}
 		}
 		if n.Data != selector && !strings.Contains(" "+classes+" ", " "+selector+" ") {
-			continue
+			return
 		}
 		var words strings.Builder
 		for inner := range n.Descendants() {
@@ -78,7 +85,7 @@ func text(t *testing.T, page, selector string) (texts []string) {
 			}
 		}
 		texts = append(texts, strings.Join(strings.Fields(words.String()), " "))
-	}
+	})
 	return texts
 }
 
@@ -105,29 +112,18 @@ func requireNoMarkup(t *testing.T, page, plain string) {
 	t.Helper()
 	require.Equal(t, []string{name(hostile) + " override"}, text(t, page, "key"))
 	require.Contains(t, name(hostile), "<script>")
-	elements := func(of string) (kinds map[string]bool) {
-		kinds = map[string]bool{}
-		root, err := html.Parse(strings.NewReader(of))
-		require.NoError(t, err)
-		for n := range root.Descendants() {
-			if n.Type != html.ElementNode {
-				continue
-			}
-			kinds[n.Data] = true
-			for _, a := range n.Attr {
-				require.False(t, strings.HasPrefix(a.Key, "on") || a.Key == "style", "%s=%s", a.Key, a.Val)
-				if a.Key == "href" {
-					require.Regexp(t, `^(/|/\?refresh=off(#find)?|data:image/svg\+xml,.*)$`, a.Val)
-				}
+	kinds := map[string]bool{}
+	elements(t, page, func(n *html.Node) {
+		kinds[n.Data] = true
+		for _, a := range n.Attr {
+			require.False(t, strings.HasPrefix(a.Key, "on") || a.Key == "style", "%s=%s", a.Key, a.Val)
+			if a.Key == "href" {
+				require.Regexp(t, `^(/|/\?refresh=off(#find)?|data:image/svg\+xml,.*)$`, a.Val)
 			}
 		}
-		return kinds
-	}
-	kinds := elements(page)
+	})
 	require.Subset(t, text(t, plain, "fine"), []string{"Not seen yet."})
-	for kind := range elements(plain) {
-		require.Contains(t, kinds, kind)
-	}
+	elements(t, plain, func(n *html.Node) { require.Contains(t, kinds, n.Data) })
 	for kind := range kinds {
 		require.Regexp(t, "^(html|head|meta|title|link|style|body|header|main|section|div|h1|h2|p|a|span|strong|small|dl|dt|dd|figure|figcaption|svg|path|rect|ul|li|details|summary|form|input|label|datalist|option|button|table|thead|tbody|tr|th|td|bdi)$", kind)
 	}
