@@ -249,10 +249,7 @@ func startProgram(t *testing.T, port string, c *exec.Cmd) {
 	})
 	require.Eventually(t, func() bool {
 		conn, err := net.Dial("tcp", "127.0.0.1:"+port)
-		if err != nil {
-			return false
-		}
-		return conn.Close() == nil
+		return err == nil && conn.Close() == nil
 	}, 5*time.Minute, 10*time.Millisecond, "%s", c) // a fresh machine compiles the one in Go
 }
 

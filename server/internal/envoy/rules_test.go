@@ -170,8 +170,6 @@ func TestRead_Mistakes(t *testing.T) {
 			[]string{`a.yaml:3:3: shadow_mode and quota_mode are for a rule with unit: policy "p" watches if it is defined with shadow`}},
 		"overdraw nothing": {map[string]string{"a.yaml": "domain: d\ndescriptors:\n- {key: k, rate_limit: {unit: day, requests_per_unit: 0, overdraw: true}}"},
 			[]string{`a.yaml:3:12: nothing passes a rule of 0 requests, so there is nothing to overdraw: remove overdraw, or allow some requests`}},
-		"a name for two numbers": {map[string]string{"a.yaml": "domain: d\ndescriptors:\n- {key: k, rate_limit: " + limit(", name: n") + "}\n- {key: l, rate_limit: {unit: hour, requests_per_unit: 1, name: n}}\n- {key: m, rate_limit: " + limit(", name: n") + "}"},
-			[]string{`a.yaml:4:12: the policy of this rule would be called "n", as that of the rule at a.yaml:3:12, which has other numbers: give this rule another name`}},
 		"a name for a rule that watches and one that does not": {map[string]string{"a.yaml": "domain: d\ndescriptors:\n- {key: k, rate_limit: " + limit(", name: n") + "}\n- {key: l, shadow_mode: true, rate_limit: " + limit(", name: n") + "}"},
 			[]string{`a.yaml:4:31: the policy of this rule would be called "n", as that of the rule at a.yaml:3:12, which has other numbers: give this rule another name`}},
 		"a name for two domains": {map[string]string{"a.yaml": "domain: d\ndescriptors: [{key: k, rate_limit: " + limit(", name: n") + "}]", "b.yaml": "domain: e\ndescriptors: [{key: k, rate_limit: " + limit(", name: n") + "}]"},
