@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"net/http"
 	"net/http/httptest"
+	"strings"
 	"time"
 
 	"github.com/pgratelimit/pgratelimit/client"
@@ -25,15 +26,18 @@ func limiterWith(policies ...client.Policy) client.Acquirer {
 	return fake
 }
 
-// show sends a request to a handler and prints what a client sees.
-func show(handler http.Handler, method, path string, header ...string) {
-	r := httptest.NewRequest(method, path, nil)
-	for i := 0; i < len(header); i += 2 {
-		r.Header.Set(header[i], header[i+1])
+// show sends requests, such as GET /, to a handler and prints what a client sees. It logs in with a name and a password.
+func show(handler http.Handler, login string, requests ...string) {
+	for _, request := range requests {
+		method, path, _ := strings.Cut(request, " ")
+		r := httptest.NewRequest(method, path, nil)
+		if name, password, ok := strings.Cut(login, ":"); ok {
+			r.SetBasicAuth(name, password)
+		}
+		w := httptest.NewRecorder()
+		handler.ServeHTTP(w, r)
+		fmt.Println(request, w.Code, cmp.Or(w.Header().Get("RateLimit"), "no limit"))
 	}
-	w := httptest.NewRecorder()
-	handler.ServeHTTP(w, r)
-	fmt.Println(method, path, w.Code, cmp.Or(w.Header().Get("RateLimit"), "no limit"))
 }
 
 // One limit for each address, behind one proxy.
@@ -55,13 +59,8 @@ func ExampleNew() {
 	r.Header.Set("X-Forwarded-For", "203.0.113.7") // as the proxy says
 	w := httptest.NewRecorder()
 	handler.ServeHTTP(w, r)
-	fmt.Println(w.Code, w.Body)
-	fmt.Println(w.Header().Get("RateLimit-Policy"))
-	fmt.Println(w.Header().Get("RateLimit"))
-	// Output:
-	// 200 hello
-	// "api";q=100;w=10
-	// "api";r=99;t=1
+	fmt.Println(w.Code, w.Body, w.Header().Get("RateLimit-Policy"), w.Header().Get("RateLimit"))
+	// Output: 200 hello "api";q=100;w=10 "api";r=99;t=1
 }
 
 // Some endpoints of a mux cost more, one costs nothing.
@@ -72,11 +71,7 @@ func ExampleNew_costPerEndpoint() {
 	for _, pattern := range []string{"GET /health", "GET /items/{id}", "GET /search", "POST /exports"} {
 		mux.HandleFunc(pattern, func(http.ResponseWriter, *http.Request) {})
 	}
-	costs := map[string]int64{
-		"GET /health":   0,
-		"GET /search":   5,
-		"POST /exports": 50,
-	}
+	costs := map[string]int64{"GET /health": 0, "GET /search": 5, "POST /exports": 50}
 	key := httplimit.ByIP(0)
 	charges := func(r *http.Request) []client.Charge {
 		_, pattern := mux.Handler(r)
@@ -91,12 +86,7 @@ func ExampleNew_costPerEndpoint() {
 	}
 	handler := httplimit.New(limiter, charges, httplimit.Closed(time.Second))(mux)
 
-	show(handler, "GET", "/health")
-	show(handler, "GET", "/items/7")
-	show(handler, "GET", "/search")
-	show(handler, "POST", "/exports")
-	show(handler, "POST", "/exports")
-	show(handler, "GET", "/no/such/thing")
+	show(handler, "", "GET /health", "GET /items/7", "GET /search", "POST /exports", "POST /exports", "GET /no/such/thing")
 	// Output:
 	// GET /health 200 no limit
 	// GET /items/7 200 "api";r=99;t=1
@@ -109,10 +99,8 @@ func ExampleNew_costPerEndpoint() {
 // Users have a bucket each, whoever is not logged in has that of the address. All of them share one for the
 // whole service: a request takes from both, or from none.
 func ExampleByUser() {
-	limiter := limiterWith(
-		client.Policy{Name: "person", Capacity: 2, Refill: 1, Every: time.Minute},
-		client.Policy{Name: "service", Capacity: 1000, Refill: 1000, Every: time.Second},
-	)
+	limiter := limiterWith(client.Policy{Name: "person", Capacity: 2, Refill: 1, Every: time.Minute},
+		client.Policy{Name: "service", Capacity: 1000, Refill: 1000, Every: time.Second})
 	verifiedUser := func(r *http.Request) string {
 		name, password, _ := r.BasicAuth()
 		if password != "correct" {
@@ -122,20 +110,14 @@ func ExampleByUser() {
 	}
 	key := httplimit.ByUser(verifiedUser, httplimit.ByIP(0))
 	charges := func(r *http.Request) []client.Charge {
-		return []client.Charge{
-			{Policy: "person", Key: key(r)},
-			{Policy: "service", Key: "all"},
-		}
+		return []client.Charge{{Policy: "person", Key: key(r)}, {Policy: "service", Key: "all"}}
 	}
 	handler := httplimit.New(limiter, charges, httplimit.Closed(time.Second))(http.NotFoundHandler())
 
-	ann := []string{"Authorization", "Basic YW5uOmNvcnJlY3Q="}
-	show(handler, "GET", "/", ann...)
-	show(handler, "GET", "/", ann...)
-	show(handler, "GET", "/", ann...)
-	show(handler, "GET", "/")
-	show(handler, "GET", "/", "Authorization", "Basic YW5uOmd1ZXNz") // the wrong password, of anybody
-	show(handler, "GET", "/")
+	show(handler, "ann:correct", "GET /", "GET /", "GET /")
+	show(handler, "", "GET /")
+	show(handler, "ann:guess", "GET /") // of anybody
+	show(handler, "", "GET /")
 	// Output:
 	// GET / 404 "person";r=1;t=60, "service";r=999;t=1
 	// GET / 404 "person";r=0;t=60, "service";r=998;t=1
@@ -190,8 +172,7 @@ func ExampleIdempotencyKey() {
 		limited.ServeHTTP(w, r.WithContext(context.WithValue(r.Context(), jobKey{}, j)))
 	})
 
-	show(handler, "POST", "/complete")
-	show(handler, "POST", "/complete")
+	show(handler, "", "POST /complete", "POST /complete")
 	// Output:
 	// settled at 300 remaining 9700
 	// POST /complete 200 "tokens";r=1000;t=1
