@@ -473,8 +473,8 @@ func TestPace_ACallHasStalledAfterTwiceTheUsualTime(t *testing.T) {
 	require.Zero(t, p.left(time.Hour, now.Add(paceLife+1)), "what is known is too old")
 }
 
-// A denial that is renewed takes the place of the one before, also where there is no room for another bucket.
-func TestDenialCache_ARenewedDenialDisplacesNoOther(t *testing.T) {
+// A denial that is renewed takes the place of the one before, and a new one that of a denial that ends soon.
+func TestDenialCache_IsBoundedAndKeepsDenialsThatLast(t *testing.T) {
 	t.Parallel()
 	const most = maxDenials / denialShards
 	now := time.Unix(0, 0)
@@ -490,7 +490,17 @@ func TestDenialCache_ARenewedDenialDisplacesNoOther(t *testing.T) {
 	d, known, _ := s.find(bucket{"p", fmt.Sprint(most - 1)}, 1, now)
 	require.True(t, known)
 	require.Equal(t, time.Hour, d.RetryAfter)
-	store(most, time.Hour)
-	require.Len(t, s.byKey, most)
-	require.NotContains(t, s.byKey, bucket{"p", "0"}, "it ended first")
+
+	for key := range 2 * most {
+		store(most+key, time.Duration(2+key)*time.Hour)
+		require.Len(t, s.byKey, most)
+		require.Contains(t, s.byKey, bucket{"p", fmt.Sprint(most + key)})
+	}
+	kept := 0
+	for key := range most / 2 {
+		if _, ok := s.byKey[bucket{"p", fmt.Sprint(3*most - 1 - key)}]; ok {
+			kept++
+		}
+	}
+	require.Greater(t, kept, most/2*9/10, "of the denials that last longest")
 }

@@ -654,3 +654,37 @@ func TestLeaser_AcquireManyIsGrantedFromLeases(t *testing.T) {
 		}
 	})
 }
+
+// No option lets it hold more than others can spare.
+func TestLeaser_IsBounded(t *testing.T) {
+	t.Parallel()
+	for name, test := range map[string]struct {
+		lease client.Lease
+		most  int64
+	}{
+		"by default":       {client.Lease{}, 1000},
+		"by tokens":        {client.Lease{MaxTokens: 50}, 50},
+		"by a share":       {client.Lease{MaxShare: 0.02}, 200},
+		"by what there is": {client.Lease{MaxShare: 1}, 5000},
+	} {
+		t.Run(name, func(t *testing.T) {
+			inBubble(t, func(t *testing.T) {
+				test.lease.Policy = "p"
+				l := newLeasing(t, test.lease)
+				require.NoError(t, l.fake.DefinePolicy(t.Context(), client.Policy{Name: "p", Refill: 1, Every: 24 * time.Hour}))
+				total, most := int64(0), int64(0)
+				for range 200 {
+					granted, _ := l.ask("p", "hot", 4, 0, client.Cost(10))
+					total += 10 * int64(granted)
+					time.Sleep(time.Millisecond)
+					left := l.remaining("p", "hot")
+					held := 10_000 - total - left
+					most = max(most, held)
+					require.LessOrEqual(t, held, left+40*10, "as much is for others")
+				}
+				require.LessOrEqual(t, most, test.most)
+				require.Greater(t, most, test.most/4)
+			})
+		})
+	}
+}

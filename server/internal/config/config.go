@@ -107,7 +107,7 @@ func (c *settings) list() []Setting {
 		{"LOCK_TIMEOUT", "500ms", "the longest wait for a bucket that others have locked; 0 leaves it to the database, for a pooler that refuses the setting", into(&c.LockTimeout, timeoutOrNone)},
 		{"DATABASE_CALLS", "2", "calls to the database that carry the requests of all callers, at a time", into(&c.DatabaseCalls, number)},
 		{"NO_FLUSH", "false", "true answers before a grant is on disk: a crash of the database may forget the last 0.6 s", into(&c.NoFlush, boolean)},
-		{"DENIAL_CACHE", "false", "true repeats the denials of 10,000 buckets from memory until their retry_after", into(&c.DenialCache, boolean)},
+		{"DENIAL_CACHE", "false", "true repeats the denials of 131,072 buckets from memory until their retry_after", into(&c.DenialCache, boolean)},
 		{"LEASES", "", "policies whose busy buckets are answered from tokens taken ahead, separated by commas; api=0.05 takes at most that part of a capacity, and not a tenth", into(&c.Leases, leases)},
 	}
 }
