@@ -3,10 +3,8 @@ package main
 import (
 	"context"
 	"errors"
-	"fmt"
 	"io"
 	"net"
-	"os"
 	"slices"
 	"time"
 )
@@ -44,44 +42,6 @@ func (l latency) join(ctx context.Context, near net.Conn, network, address strin
 	}
 	l.between(near, server, there, back)
 	return nil
-}
-
-// start starts a process that passes connections on to a server, and returns its address. In this process the proxy would wait
-// behind the callers.
-func (l latency) start(ctx context.Context, network, server string) (address string, proxy elsewhere, err error) {
-	executable, err := os.Executable()
-	if err != nil {
-		return "", nil, err
-	}
-	what := fmt.Sprintf("%s=far %v %s %s", helperEnv, time.Duration(l), network, server)
-	if proxy, err = start(ctx, 1, []string{what}, executable); err != nil {
-		return "", nil, err
-	}
-	return proxy[0].answers.Text(), proxy, nil
-}
-
-// serve is what that process does until its standard input ends. It says where it listens.
-func (l latency) serve(ctx context.Context, network, server string) error {
-	listener, err := new(net.ListenConfig).Listen(ctx, "tcp", "127.0.0.1:0")
-	if err != nil {
-		return err
-	}
-	fmt.Println(listener.Addr())
-	go func() {
-		_, _ = io.Copy(io.Discard, os.Stdin)
-		listener.Close()
-	}()
-	for {
-		near, err := listener.Accept()
-		if errors.Is(err, net.ErrClosed) {
-			return nil
-		} else if err != nil {
-			return err
-		}
-		if err := l.join(ctx, near, network, server); err != nil {
-			fmt.Fprintln(os.Stderr, "bench:", err)
-		}
-	}
 }
 
 // between carries what two connections send. Closing either closes both.

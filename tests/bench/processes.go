@@ -6,7 +6,6 @@ import (
 	"os"
 	"slices"
 	"strings"
-	"time"
 
 	"github.com/redis/go-redis/v9"
 
@@ -65,17 +64,6 @@ func (p *processes) open(ctx context.Context, cells []string) error {
 // help is what a process does that was started with helperEnv.
 func help(ctx context.Context, what string) error {
 	way, url, _ := strings.Cut(what, " ")
-	if way == "far" {
-		var added, network, server string
-		if _, err := fmt.Sscan(url, &added, &network, &server); err != nil {
-			return err
-		}
-		away, err := time.ParseDuration(added)
-		if err != nil {
-			return err
-		}
-		return latency(away).serve(ctx, network, server)
-	}
 	if way == "redis" {
 		rdb := redis.NewClient(&redis.Options{Network: "unix", Addr: url})
 		defer rdb.Close()

@@ -16,38 +16,27 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/jackc/pgx/v5/pgconn"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials/insecure"
-	healthpb "google.golang.org/grpc/health/grpc_health_v1"
 
 	pb "github.com/pgratelimit/pgratelimit/server/gen/pgratelimit/v1"
 )
 
-// served compares pgratelimit serve, by both of its protocols, with a Combiner in the callers' process and with Envoy's reference
-// service on Redis.
-// Callers, program and database share the cores of this machine. Its cells are named served/way/callers, and
-// served/way/overload.
+// served compares pgratelimit serve, by each way to ask it, with Envoy's reference service on Redis. Callers, program and database
+// share the cores of this machine. Its cells are named served/way/callers.
 type served struct {
 	stage
 	keys    *keyspace
 	acquire map[string]acquirer // by way
 	many    map[string]manyAcquirer
 	program *program
-	remote  *remote // of the cells about overload
 	envoy   *envoyService
-}
-
-// remote is a program whose database is far away, so that one call in flight bounds what it can answer, and not the cores.
-type remote struct {
-	program *program
-	acquire map[string]acquirer // by way
 }
 
 const servedDatabase = "served"
 
 var (
-	servedWays    = []string{"combiner", "grpc", "many", "stream", "health", "json", "envoy"}
+	servedWays    = []string{"grpc", "many", "stream", "json", "envoy"}
 	servedCallers = []int{64, 256}
 )
 
@@ -56,15 +45,13 @@ const servedConnections = 2
 
 func servedName(way string, callers int) string { return fmt.Sprintf("served/%s/%d", way, callers) }
 
-func overloadName(way string) string { return "served/" + way + "/overload" }
-
 func (*served) cells() (cells []string) {
 	for _, callers := range servedCallers {
 		for _, way := range servedWays {
 			cells = append(cells, servedName(way, callers))
 		}
 	}
-	return append(cells, overloadName("grpc"), overloadName("json"))
+	return cells
 }
 
 func (s *served) open(ctx context.Context, cells []string) error {
@@ -74,11 +61,6 @@ func (s *served) open(ctx context.Context, cells []string) error {
 	if err != nil {
 		return err
 	}
-	pool, err := s.pool(ctx, pg.URL(servedDatabase), false, connections)
-	if err != nil {
-		return err
-	}
-	s.acquire["combiner"] = pgratelimit(s.combiner(pool))
 	needs := func(way string) bool {
 		return slices.ContainsFunc(cells, func(cell string) bool { return strings.HasPrefix(cell, "served/"+way+"/") })
 	}
@@ -100,61 +82,28 @@ func (s *served) open(ctx context.Context, cells []string) error {
 		return err
 	}
 	s.closers = append(s.closers, func() { _ = s.program.close() })
-	if err := s.reach(s.program, s.acquire); err != nil {
+	if s.acquire["grpc"], err = s.overGRPC(s.program); err != nil {
 		return err
 	}
-	if s.many, err = s.manyOverGRPC(ctx, s.program); err != nil {
-		return err
-	}
-	if !slices.ContainsFunc(cells, func(cell string) bool { return strings.HasSuffix(cell, "/overload") }) {
-		return nil
-	}
-	at, err := pgconn.ParseConfig(pg.URL(servedDatabase))
-	if err != nil {
-		return err
-	}
-	network, address := pgconn.NetworkAddress(at.Host, at.Port)
-	proxy, far, err := latency(servedAway).start(ctx, network, address)
-	if err != nil {
-		return err
-	}
-	s.closers = append(s.closers, func() { _ = far.close() })
-	s.remote = &remote{acquire: map[string]acquirer{}}
-	url := fmt.Sprintf("postgres://postgres@%s/%s?sslmode=disable", proxy, servedDatabase)
-	if s.remote.program, err = startProgram(ctx, "DATABASE_URL="+url, "NO_FLUSH=true", "DATABASE_CALLS=1"); err != nil {
-		return err
-	}
-	s.closers = append(s.closers, func() { _ = s.remote.program.close() })
-	return s.reach(s.remote.program, s.remote.acquire)
-}
-
-// reach adds the ways to a program.
-func (s *served) reach(p *program, acquire map[string]acquirer) (err error) {
-	acquire["grpc"], acquire["health"], err = s.overGRPC(p)
-	acquire["json"] = s.overJSON(p)
+	s.acquire["json"] = s.overJSON(s.program)
+	s.many, err = s.manyOverGRPC(ctx, s.program)
 	return err
 }
 
-// overGRPC has callers share connections, as those of a process do. health asks the program whether it serves, and no database:
-// this is what gRPC costs.
-func (s *served) overGRPC(p *program) (acquire, health acquirer, err error) {
+// overGRPC has callers share connections, as those of a process do.
+func (s *served) overGRPC(p *program) (acquirer, error) {
 	conns, err := s.connect(p)
 	if err != nil {
-		return nil, nil, err
+		return nil, err
 	}
-	conn := func(key string) *grpc.ClientConn { return conns[int(key[len(key)-1])%servedConnections] }
-	acquire = func(ctx context.Context, key string) error {
-		d, err := pb.NewRateLimiterClient(conn(key)).Acquire(ctx, &pb.AcquireRequest{Policy: "durable", LogicalKey: key})
+	return func(ctx context.Context, key string) error {
+		conn := conns[int(key[len(key)-1])%servedConnections]
+		d, err := pb.NewRateLimiterClient(conn).Acquire(ctx, &pb.AcquireRequest{Policy: "durable", LogicalKey: key})
 		if err == nil && d.GetVerdict() != pb.Verdict_ALLOWED {
 			err = errDenied
 		}
 		return err
-	}
-	health = func(ctx context.Context, key string) error {
-		_, err := healthpb.NewHealthClient(conn(key)).Check(ctx, &healthpb.HealthCheckRequest{})
-		return err
-	}
-	return acquire, health, nil
+	}, nil
 }
 
 func (s *served) connect(p *program) (conns [servedConnections]*grpc.ClientConn, err error) {
@@ -300,39 +249,8 @@ func (s *served) run(ctx context.Context, cell string) (sample, error) {
 	if way == "envoy" {
 		l.servers, l.program = []int{s.redis[false].pid}, s.envoy.pid
 	}
-	if rest == "overload" {
-		l.acquire, l.program = s.remote.acquire[way], s.remote.program.pid
-		return s.overload(ctx, l)
-	}
 	if _, err := fmt.Sscan(rest, &l.callers); err != nil {
 		return nil, err
 	}
 	return l.run(ctx, s.window)
-}
-
-const (
-	servedDeadline = 500 * time.Millisecond // how long callers wait for an answer under too much load
-	servedAway     = 80 * time.Millisecond  // the database then: what this lets it answer, callers on half of the cores can ask for twice
-)
-
-// overload finds the rate at which callers are answered who are more than a call carries, and then offers twice as much.
-//
-// Callers have cores of their own. What is asked of the server here takes nothing from it there.
-func (s *served) overload(ctx context.Context, l load) (sample, error) {
-	back, err := separate(append(l.servers, l.program)...)
-	if err != nil {
-		return nil, err
-	}
-	defer back()
-	l.callers = 512
-	found, err := l.run(ctx, s.window)
-	if err != nil {
-		return nil, err
-	}
-	over := offer{
-		keys: l.keys, acquire: l.acquire, perSecond: 2 * found[rate], deadline: servedDeadline,
-		warm: 2 * time.Second, during: s.window,
-	}.run(ctx)
-	over[best] = found[rate]
-	return over, ctx.Err()
 }
