@@ -3,8 +3,13 @@
 import { decision } from './decision.js'
 import { translate } from './errors.js'
 
-const plainColumns = 'elements, remaining, retry_after_us, reset_after_us, capacity, replayed, shadowed, ' +
-  'refused, error_codes, error_messages, error_details, error_hints'
+// The numbers are texts such as '1,2,-', which take less time to read than arrays, in any driver.
+const numbers = (...names) => names.map((name) => `pg_catalog.array_to_string(${name}, ',', '-') as ${name}`).join(', ')
+const split = (numbers) => numbers ? numbers.split(',') : []
+const orNull = (number) => number === '-' ? null : number
+
+const plainColumns = numbers('elements', 'remaining', 'retry_after_us', 'reset_after_us', 'capacity') +
+  ', replayed, shadowed, refused, error_codes, error_messages, error_details, error_hints'
 const jointColumns = `${plainColumns}, requests, requests_allowed, requests_replayed, requests_shadowed, bindings`
 
 /** The statement for requests that may share a call: all keyed or none, all joint or none. */
@@ -30,13 +35,13 @@ export function unpack(batch, row) {
   const elements = batch.reduce((sum, request) => sum + request.elements, 0)
   const decisions = new Array(elements)
   const [places, remaining, retryAfter, resetAfter, capacity] =
-    parallel(row, 'elements', 'remaining', 'retry_after_us', 'reset_after_us', 'capacity')
+    parallel([row.elements, row.remaining, row.retry_after_us, row.reset_after_us, row.capacity].map(split))
   for (let i = 0; i < places.length; i++) {
     decisions[places[i] - 1] = decision({
-      allowed: retryAfter[i] !== null && Number(retryAfter[i]) === 0,
+      allowed: retryAfter[i] === '0',
       remaining: remaining[i],
-      retry_after: retryAfter[i],
-      reset_after: resetAfter[i],
+      retry_after: orNull(retryAfter[i]),
+      reset_after: orNull(resetAfter[i]),
       capacity: capacity[i],
       replayed: isSet(row.replayed, i),
       shadowed: isSet(row.shadowed, i),
@@ -48,7 +53,7 @@ export function unpack(batch, row) {
     let end = 0
     const own = batch.map((request) => decisions.slice(end, end += request.elements))
     answers = new Array(batch.length)
-    const [requests, allowed, bindings] = parallel(row, 'requests', 'requests_allowed', 'bindings')
+    const [requests, allowed, bindings] = parallel([row.requests, row.requests_allowed, row.bindings])
     for (let i = 0; i < requests.length; i++) {
       const number = requests[i] - 1, binding = Number(bindings[i]) - 1
       if (!own[number]?.[binding]) throw misfit()
@@ -56,7 +61,7 @@ export function unpack(batch, row) {
       answers[number] = { ...own[number][binding], allowed: allowed[i], replayed, shadowed, binding, decisions: own[number] }
     }
   }
-  const [refused, codes, messages, details, hints] = parallel(row, 'refused', 'error_codes', 'error_messages', 'error_details', 'error_hints')
+  const [refused, codes, messages, details, hints] = parallel([row.refused, row.error_codes, row.error_messages, row.error_details, row.error_hints])
   for (let i = 0; i < refused.length; i++) {
     answers[refused[i] - 1] = translate(Object.assign(new Error(messages[i]), { code: codes[i], detail: details[i], hint: hints[i], severity: 'ERROR' }))
   }
@@ -65,8 +70,8 @@ export function unpack(batch, row) {
 }
 
 /** Arrays of the same length, the first of which has numbers that count from 1. They are empty where the row has none. */
-function parallel(row, ...names) {
-  const arrays = names.map((name) => row[name] ?? [])
+function parallel(arrays) {
+  arrays = arrays.map((array) => array ?? [])
   if (arrays.some((array) => array.length !== arrays[0].length)) throw misfit()
   return arrays.map((array, i) => i === 0 ? array.map(Number) : array)
 }

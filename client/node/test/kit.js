@@ -64,6 +64,12 @@ export async function stuck(call) {
 /** The rest of the loop's turn, after which every call that can be made is made. */
 export const turn = () => new Promise(setImmediate)
 
+const texts = ['elements', 'remaining', 'retry_after_us', 'reset_after_us', 'capacity']
+
+/** A row as the server gives it: the numbers of a shared call are texts. */
+const answered = (row, many) =>
+  many ? { ...row, ...Object.fromEntries(texts.map((name) => [name, row[name]?.map((n) => n ?? '-').join(',') ?? null])) } : row
+
 /** A database that answers when the test says so. What remains of a bucket is the number at the end of its key. */
 export class Gate {
   calls = [] // that were made
@@ -91,7 +97,7 @@ export class Gate {
             requests, requests_allowed: requests?.map(() => true), bindings: requests?.map(() => 1),
           }
         : { ...one, decisions }
-      const call = { text, values, keys, isOpen: true, grant: (change) => end(resolve)({ rows: [{ ...row, ...change }] }), fail: end(reject) }
+      const call = { text, values, keys, isOpen: true, grant: (change) => end(resolve)({ rows: [answered({ ...row, ...change }, many)] }), fail: end(reject) }
       this.open++
       this.calls.push(call)
     })
