@@ -4,6 +4,7 @@
 import { createHash } from 'node:crypto'
 import { isIP } from 'node:net'
 import { IdempotencyMismatch, InvalidArgument, TimedOut, UnknownPolicy } from './lib/errors.js'
+import { areCharges } from './lib/limiter.js'
 
 export function per(policy, key, cost) {
   if (typeof key !== 'function' || key === byIP) throw new TypeError('per: the key must be a function of the request, such as byIP()')
@@ -104,9 +105,8 @@ async function ask(limiter, charges, timeout) {
   const giveUp = () => leaving.abort(new TimedOut('no decision in time', { detail: `The limiter took longer than ${timeout} s.` }))
   const timer = setTimeout(giveUp, timeout * 1000)
   try {
-    const only = charges[0]
-    if (charges.length !== 1 || only === null || typeof only !== 'object') return await limiter.acquireAll(charges, { signal })
-    const { policy, key, cost } = only
+    if (charges.length !== 1 || !areCharges(charges)) return await limiter.acquireAll(charges, { signal }) // which refuses others
+    const [{ policy, key, cost }] = charges
     const decision = await limiter.acquire(policy, key, { cost, signal })
     return { ...decision, decisions: [decision] }
   } finally {

@@ -24,6 +24,7 @@ export class Limiter {
   async acquireAll(charges, options) {
     const { idempotencyKey, signal } = known(options, 'idempotencyKey', 'signal')
     signal?.throwIfAborted()
+    if (!areCharges(charges)) throw invalid('charges', 'is no array of charges.', 'Pass such as [{ policy, key, cost: 1 }].')
     return this._ask(newRequest(charges, idempotencyKey, true), signal)
   }
 
@@ -133,7 +134,6 @@ export async function ask(database, { charges, joint: isJoint, keyed, idempotenc
 
 /** A request for tokens of one bucket, or of several (joint), as the queue and the calls need it. */
 function newRequest(charges, idempotencyKey, isJoint) {
-  if (!areCharges(charges)) throw invalid('charges', 'is no array of charges.', 'Pass such as [{ policy, key, cost: 1 }].')
   const request = {
     charges: [],
     joint: isJoint,
@@ -154,7 +154,7 @@ function newRequest(charges, idempotencyKey, isJoint) {
   return request
 }
 
-const areCharges = (charges) => Array.isArray(charges) && charges.every((charge) => charge !== null && typeof charge === 'object')
+export const areCharges = (charges) => Array.isArray(charges) && charges.every((charge) => charge !== null && typeof charge === 'object')
 
 const isShort = (t) => t.length * 3 <= MAX_LENGTH || Buffer.byteLength(t) <= MAX_LENGTH
 
