@@ -135,7 +135,10 @@ func (h *history) errorShare() float64 {
 			}
 		}
 	}
-	return failed / max(all, math.SmallestNonzeroFloat64)
+	if all == 0 {
+		return 0
+	}
+	return failed / all
 }
 
 // maxName is the longest name that is shown whole, in characters.

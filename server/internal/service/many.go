@@ -3,7 +3,6 @@ package service
 import (
 	"cmp"
 	"context"
-	"errors"
 	"fmt"
 	"sync"
 	"time"
@@ -84,9 +83,7 @@ func (s *Service) PeekMany(ctx context.Context, requests []Request) ([]Answer, e
 	answers := make([]Answer, len(requests))
 	for i, r := range requests {
 		d, err := s.peek(ctx, PeekMany, r)
-		var e *Error
-		errors.As(err, &e)
-		answers[i] = Answer{d, e.of(i)}
+		answers[i] = Answer{d, errorOf(ctx, err).of(i)}
 	}
 	return answers, nil
 }
