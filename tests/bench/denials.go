@@ -3,7 +3,6 @@ package main
 import (
 	"context"
 	"errors"
-	"fmt"
 	"math/rand/v2"
 	"time"
 
@@ -20,12 +19,8 @@ var deniedShares = map[string]int{"half": 50, "flood": 99}
 var dryLimit = redis_rate.Limit{Rate: 1, Burst: 1, Period: 1000 * 24 * time.Hour}
 
 // defineDry defines policy dry, and makes every bucket empty.
-func defineDry() []string {
-	return []string{
-		"select ratelimit_define_policy('dry', 1, 1, '1000 days')",
-		fill{policy: "dry", count: manyKeys}.sql(),
-		fmt.Sprintf("select ratelimit_acquire('dry', '%s')", hotKey),
-	}
+func defineDry(count int) []string {
+	return []string{"select ratelimit_define_policy('dry', 1, 1, '1000 days')", fill{policy: "dry", count: count}.sql()}
 }
 
 func (g *grid) addDenied(pool *pgxpool.Pool, pid int) {

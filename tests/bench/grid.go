@@ -159,7 +159,8 @@ func (g *grid) openJointRedis(ctx context.Context) error {
 }
 
 func (g *grid) openPostgres(ctx context.Context) error {
-	setUp := slices.Concat(definePolicies(), defineJointPolicies(), defineDry(), []string{limiterTable, fillLimiter(), "vacuum analyze"})
+	setUp := slices.Concat(definePolicies(), defineJointPolicies(), defineDry(manyKeys),
+		[]string{fmt.Sprintf("select ratelimit_acquire('dry', '%s')", hotKey), limiterTable, fillLimiter(), "vacuum analyze"})
 	pg, err := g.database(ctx, "grid", setUp...)
 	if err != nil {
 		return err

@@ -59,18 +59,18 @@ func (b *bare) open(ctx context.Context, _ []string) error {
 
 // bareTables fills the buckets of a policy that never runs dry and of one that has, and a table to compare with.
 func bareTables(count int) []string {
-	return []string{
+	full := []string{
 		definePolicy("full", true),
 		fill{policy: "full", count: count, tokens: capacity / 2}.sql(),
 		"select ratelimit_acquire('full', 'hot')",
-		"select ratelimit_define_policy('dry', 1, 1, '1000 days')",
-		fill{policy: "dry", count: count}.sql(),
+	}
+	return slices.Concat(full, defineDry(count), []string{
 		"create table bare (like ratelimit.buckets including all) with (fillfactor = 70)",
 		"alter table bare drop column room",
 		"insert into bare select 1, level, refilled_at, due_at, key from ratelimit.buckets as b" +
 			" where b.policy_id = (select p.id from ratelimit.policies as p where p.name = 'full')",
 		"vacuum analyze",
-	}
+	})
 }
 
 // guardedTable is one whose rows each take a token.
