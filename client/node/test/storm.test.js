@@ -8,10 +8,10 @@ const names = Array.from({ length: 50 }, (_, i) => `k${i}`)
 
 test('1,000 callers, with connections killed and callers leaving: no token is lost or minted, and nothing is left behind', async () => {
   const [host, port] = process.env.RATELIMIT_TEST_PROXY?.split(':') ?? []
-  const own = connect({ application_name: 'storm', connectionTimeoutMillis: 1000, ...(port && { host, port }) })
+  const own = connect({ application_name: 'storm', ...(port && { host, port }) })
   const until = Date.now() + 60_000 * Number(process.env.RATELIMIT_TORTURE_MINUTES ?? 0)
   do {
-    const policy = await definePolicy(1_000_000, 1, '1 day'), combiner = new Combiner(own, { callTimeout: 1 })
+    const policy = await definePolicy(1_000_000, 1, '1 day'), combiner = new Combiner(own, { callTimeout: 3600 })
     const told = new Map(names.map((key) => [key, [0, 0]]))
     let settled = 0
     const callers = Array.from({ length: 1000 }, async (_, i) => {
@@ -40,15 +40,19 @@ test('1,000 callers, with connections killed and callers leaving: no token is lo
     }
     await Promise.all(callers)
     assert.equal(settled, 3000)
+    for (const key of names) {
+      const counts = told.get(key) // it answers again after the storm
+      await eventually(() => combiner.acquire(policy, key).then(() => ++counts[0], () => { counts[1]++ }))
+    }
     await combiner.close()
     await pool.query("select pg_terminate_backend(pid, 10000) from pg_stat_activity where application_name = 'storm'") // none still takes tokens
-    let failed = 0
+    let unanswered = 0
     for (const [key, [granted, unknown]] of told) {
       const taken = 1_000_000 - await left(policy, key)
       assert.ok(granted <= taken && taken <= granted + unknown, `${key}: ${granted} granted, ${unknown} unknown, ${taken} taken`)
-      failed += unknown
+      unanswered += unknown
     }
-    assert.ok(failed > 0 && failed < 3000, `${failed} of 3000 failed`)
+    assert.ok(unanswered > 0, 'no call was killed')
     assert.equal(combiner.waiting, 0)
     await eventually(() => own.totalCount === own.idleCount) // every connection is given back
     assert.ok(!process.getActiveResourcesInfo().includes('Timeout'), 'a timer is set')
